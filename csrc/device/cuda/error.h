@@ -1,0 +1,45 @@
+// CUDA calls that failed, as exceptions that name the call, what it was for and CUDA's own words.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <stdexcept>
+#include <string>
+
+namespace ep::cuda_target {
+
+class CudaError : public std::runtime_error {
+public:
+    using std::runtime_error::runtime_error;
+};
+
+// `call` is the name of the CUDA function, `purpose` says what for: "cudaMalloc", "512 bytes of ...".
+inline void check(cudaError_t status, const char* call, const std::string& purpose) {
+    if (status == cudaSuccess) return;
+    // The error has been reported here; without this the next check would report it again.
+    (void)cudaGetLastError();
+    throw CudaError(std::string(call) + " failed: " + cudaGetErrorString(status) + " (" + cudaGetErrorName(status) +
+                    "); it was called for " + purpose + ".");
+}
+
+// Makes `device` current for the calling thread and puts back the previous one at the end.
+class DeviceGuard {
+public:
+    explicit DeviceGuard(int device) {
+        check(cudaGetDevice(&previous_), "cudaGetDevice", "the calling thread's device");
+        if (previous_ == device) return;
+        check(cudaSetDevice(device), "cudaSetDevice", "GPU " + std::to_string(device));
+        changed_ = true;
+    }
+    ~DeviceGuard() {
+        if (changed_) (void)cudaSetDevice(previous_);
+    }
+    DeviceGuard(const DeviceGuard&) = delete;
+    DeviceGuard& operator=(const DeviceGuard&) = delete;
+
+private:
+    int previous_ = 0;
+    bool changed_ = false;
+};
+
+}  // namespace ep::cuda_target

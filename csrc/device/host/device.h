@@ -1,0 +1,279 @@
+// The device interface on the host target: see device/device.cuh for the contracts.
+#pragma once
+
+#include <atomic>
+#include <bit>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <string>
+#include <type_traits>
+
+#include "device/host/executor.h"
+
+#define EP_KERNEL inline
+#define EP_DEVICE inline
+#define EP_HOST_DEVICE inline
+#define EP_UNROLL(n)
+#define EP_GRID_CONSTANT  // kernel arguments stay in constant memory on the GPU
+
+namespace ep {
+
+constexpr int kWarpSize = host::kWarpSize;
+constexpr uint32_t kFullWarp = 0xFFFFFFFFu;
+
+inline int thread_index() { return host::current_executor->fiber().thread; }
+inline int block_index() { return host::current_executor->fiber().block; }
+inline int num_threads() { return host::current_executor->shape().threads; }
+inline int num_blocks() { return host::current_executor->shape().blocks; }
+inline int lane_id() { return thread_index() % kWarpSize; }
+inline int warp_id() { return thread_index() / kWarpSize; }
+inline int num_warps() { return num_threads() / kWarpSize; }
+
+struct Sum {
+    static constexpr const char* kName = "warp_reduce<Sum>";
+    template <class T>
+    T operator()(T a, T b) const {
+        return a + b;
+    }
+};
+struct Max {
+    static constexpr const char* kName = "warp_reduce<Max>";
+    template <class T>
+    T operator()(T a, T b) const {
+        return a > b ? a : b;
+    }
+};
+struct Min {
+    static constexpr const char* kName = "warp_reduce<Min>";
+    template <class T>
+    T operator()(T a, T b) const {
+        return a < b ? a : b;
+    }
+};
+
+namespace host {
+
+template <class T>
+T* slot_as(void* slot) {
+    return static_cast<T*>(slot);
+}
+
+template <class F>
+void for_lanes(uint32_t mask, F f) {
+    for (; mask != 0; mask &= mask - 1) f(std::countr_zero(mask));
+}
+
+}  // namespace host
+
+inline void warp_sync(uint32_t mask = kFullWarp) {
+    host::current_executor->warp_collective("warp_sync", mask, nullptr, [](void* const*, uint32_t) {});
+}
+
+template <class T>
+T shuffle(T value, int source_lane, uint32_t mask = kFullWarp) {
+    struct Slot {
+        T value;
+        int source;
+        T result;
+    } slot{value, source_lane, value};
+    host::current_executor->warp_collective("shuffle", mask, &slot, [](void* const* slots, uint32_t mask) {
+        host::for_lanes(mask, [&](int lane) {
+            auto* mine = host::slot_as<Slot>(slots[lane]);
+            const int source = mine->source % kWarpSize;
+            // As on the GPU, a lane outside of the mask has no defined value; the own one is harmless.
+            if (mask >> source & 1) mine->result = host::slot_as<Slot>(slots[source])->value;
+        });
+    });
+    return slot.result;
+}
+
+inline uint32_t ballot(bool predicate, uint32_t mask = kFullWarp) {
+    uint32_t slot = predicate;
+    host::current_executor->warp_collective("ballot", mask, &slot, [](void* const* slots, uint32_t mask) {
+        uint32_t bits = 0;
+        host::for_lanes(mask, [&](int lane) { bits |= *host::slot_as<uint32_t>(slots[lane]) << lane; });
+        host::for_lanes(mask, [&](int lane) { *host::slot_as<uint32_t>(slots[lane]) = bits; });
+    });
+    return slot;
+}
+
+template <class Op, class T>
+T warp_reduce(T value, uint32_t mask = kFullWarp) {
+    host::current_executor->warp_collective(Op::kName, mask, &value, [](void* const* slots, uint32_t mask) {
+        T total = *host::slot_as<T>(slots[std::countr_zero(mask)]);
+        host::for_lanes(mask & (mask - 1), [&](int lane) { total = Op{}(total, *host::slot_as<T>(slots[lane])); });
+        host::for_lanes(mask, [&](int lane) { *host::slot_as<T>(slots[lane]) = total; });
+    });
+    return value;
+}
+
+template <class T>
+T warp_prefix_sum(T value) {
+    host::current_executor->warp_collective("warp_prefix_sum", kFullWarp, &value, [](void* const* slots, uint32_t) {
+        T before = 0;
+        for (int lane = 0; lane < kWarpSize; ++lane) {
+            T* slot = host::slot_as<T>(slots[lane]);
+            const T own = *slot;
+            *slot = before;
+            before += own;
+        }
+    });
+    return value;
+}
+
+template <int G, class Op, class T, int N>
+void group_reduce(T (&values)[N]) {
+    static_assert(G >= 1 && G <= kWarpSize && (G & (G - 1)) == 0, "groups are powers of two up to a warp");
+    host::current_executor->warp_collective("group_reduce", kFullWarp, values, [](void* const* slots, uint32_t) {
+        for (int first = 0; first < kWarpSize; first += G) {
+            T totals[N];
+            std::memcpy(totals, slots[first], sizeof(totals));
+            for (int lane = first + 1; lane < first + G; ++lane) {
+                for (int i = 0; i < N; ++i) totals[i] = Op{}(totals[i], host::slot_as<T>(slots[lane])[i]);
+            }
+            for (int lane = first; lane < first + G; ++lane) std::memcpy(slots[lane], totals, sizeof(totals));
+        }
+    });
+}
+
+inline bool elect_one() { return lane_id() == 0; }
+
+inline void block_sync() { host::current_executor->block_barrier(); }
+inline void bar_sync(int id, int num_threads) { host::current_executor->named_barrier(id, num_threads); }
+inline void grid_sync() { host::current_executor->grid_barrier(); }
+
+class SharedArena {
+public:
+    template <class T>
+    T* take(int count) {
+        used_ = (used_ + alignof(T) - 1) / alignof(T) * alignof(T);
+        auto* begin = reinterpret_cast<T*>(host::current_executor->shared_memory() + used_);
+        used_ += sizeof(T) * static_cast<size_t>(count);
+        if (used_ > host::current_executor->shape().shared_bytes) {
+            host::current_executor->fail("the kernel takes " + std::to_string(used_) + " bytes of shared memory, the launch gave " +
+                                         std::to_string(host::current_executor->shape().shared_bytes));
+        }
+        return begin;
+    }
+
+private:
+    size_t used_ = 0;
+};
+
+// Scopes do not differ between threads of one machine; the host target treats all as system.
+enum class Scope { kBlock, kDevice, kSystem };
+
+namespace host {
+
+template <class T>
+std::atomic_ref<T> atomic(T* pointer) {
+    if (current_executor != nullptr) current_executor->interleave();
+    return std::atomic_ref<T>(*pointer);
+}
+
+}  // namespace host
+
+template <Scope S, class T>
+T load_acquire(const T* pointer) {
+    return host::atomic(const_cast<T*>(pointer)).load(std::memory_order_acquire);
+}
+template <Scope S, class T>
+T load_relaxed(const T* pointer) {
+    return host::atomic(const_cast<T*>(pointer)).load(std::memory_order_relaxed);
+}
+template <Scope S, class T>
+void store_release(T* pointer, std::type_identity_t<T> value) {
+    host::atomic(pointer).store(value, std::memory_order_release);
+}
+template <Scope S, class T>
+void store_relaxed(T* pointer, std::type_identity_t<T> value) {
+    host::atomic(pointer).store(value, std::memory_order_relaxed);
+}
+template <Scope S, class T>
+T add_relaxed(T* pointer, std::type_identity_t<T> value) {
+    return host::atomic(pointer).fetch_add(value, std::memory_order_relaxed);
+}
+template <Scope S, class T>
+T add_release(T* pointer, std::type_identity_t<T> value) {
+    return host::atomic(pointer).fetch_add(value, std::memory_order_release);
+}
+template <Scope S, class T>
+T add_acq_rel(T* pointer, std::type_identity_t<T> value) {
+    return host::atomic(pointer).fetch_add(value, std::memory_order_acq_rel);
+}
+template <Scope S, class T>
+T or_relaxed(T* pointer, std::type_identity_t<T> value) {
+    return host::atomic(pointer).fetch_or(value, std::memory_order_relaxed);
+}
+template <Scope S, class T>
+T exchange_relaxed(T* pointer, std::type_identity_t<T> value) {
+    return host::atomic(pointer).exchange(value, std::memory_order_relaxed);
+}
+// Returns the value found; it was replaced if that equals `expected`.
+template <Scope S, class T>
+T compare_exchange_relaxed(T* pointer, std::type_identity_t<T> expected, std::type_identity_t<T> desired) {
+    host::atomic(pointer).compare_exchange_strong(expected, desired, std::memory_order_relaxed);
+    return expected;
+}
+
+struct Deadline {
+    uint64_t at_ns;
+};
+inline Deadline deadline_in(uint64_t ns) { return {host::monotonic_ns() + ns}; }
+inline uint64_t now_ns() { return host::current_executor->clock().now_ns(); }
+
+template <class Predicate>
+[[nodiscard]] bool spin_until(Predicate ready, Deadline deadline) {
+    for (int polls = 1;; ++polls) {
+        if (ready()) {
+            host::current_executor->poll_succeeded();
+            return true;
+        }
+        // Reading the clock at every poll would cost more than the poll.
+        if (polls % 8 == 0 && host::monotonic_ns() >= deadline.at_ns) {
+            host::current_executor->poll_succeeded();
+            return false;
+        }
+        host::current_executor->poll_failed();
+    }
+}
+
+// One lane copies for all: the C library's copy is faster than 32 strided ones, and the contract
+// (source visible before, destination after the next sync) allows it.
+inline void copy_warp(void* dst, const void* src, size_t bytes) {
+    if (elect_one()) std::memcpy(dst, src, bytes);
+}
+inline void copy_block(void* dst, const void* src, size_t bytes) {
+    if (thread_index() == 0) std::memcpy(dst, src, bytes);
+}
+
+// Contiguous chunks per thread, so that a thread's memory accesses are neighbours; the CUDA target
+// interleaves instead, so that a warp's are.
+template <class F>
+void warp_for(int n, F f) {
+    const int chunk = (n + kWarpSize - 1) / kWarpSize;
+    const int end = std::min(n, (lane_id() + 1) * chunk);
+    for (int i = lane_id() * chunk; i < end; ++i) f(i);
+}
+template <class F>
+void block_for(int n, F f) {
+    const int chunk = (n + num_threads() - 1) / num_threads();
+    const int end = std::min(n, (thread_index() + 1) * chunk);
+    for (int i = thread_index() * chunk; i < end; ++i) f(i);
+}
+
+struct Tile {
+    int first;
+    int stride;
+    int count;
+    int index(int j) const { return first + j * stride; }
+};
+template <int V, class F>
+void block_for_tiles(int n, F f) {
+    const int chunk = (n + num_threads() - 1) / num_threads();
+    const int end = std::min(n, (thread_index() + 1) * chunk);
+    for (int i = thread_index() * chunk; i < end; i += V) f(Tile{i, 1, std::min(V, end - i)});
+}
+
+}  // namespace ep

@@ -1,0 +1,83 @@
+// The device of the host target: an executor on the calling thread.
+#pragma once
+
+#include <cstdint>
+#include <cstdlib>
+#include <functional>
+#include <new>
+#include <stdexcept>
+#include <string>
+
+#include "device/host/executor.h"
+
+namespace ep {
+
+using Stream = uintptr_t;  // unused here: a launch has ended when launch() returns
+
+class Device {
+public:
+    static constexpr bool kIsHost = true;
+
+    // device_index: only the GPU has several. clock: "rank" or "wall", see rank_clock.h.
+    Device(int /*device_index*/, const std::string& clock)
+        : executor_(clock == "wall" ? host::ClockMode::kWall : host::ClockMode::kRank) {}
+
+    static int count() { return 1; }
+    int num_multiprocessors() const { return 1; }
+
+    // Zeroed memory for kernels.
+    void* allocate(size_t bytes) {
+        void* memory = std::calloc(1, bytes);
+        if (memory == nullptr) throw std::bad_alloc();
+        return memory;
+    }
+    // Zeroed memory that kernels write and the host reads while they run.
+    void* allocate_host_visible(size_t bytes) { return allocate(bytes); }
+    void release(void* memory) { std::free(memory); }
+    void release_host_visible(void* memory) { std::free(memory); }
+    // Copies after everything enqueued on `stream` has ended.
+    template <class T>
+    T read(const T* source, Stream /*stream*/) const {
+        return *source;
+    }
+
+    // kernel(args) on every thread of the shape. Throws host::DeviceError when the kernel is wrong.
+    template <class Args>
+    void launch(const char* /*name*/, void (*kernel)(Args), const LaunchShape& shape, const Args& args, Stream /*stream*/) {
+        struct Call {
+            void (*kernel)(Args);
+            const Args& args;
+        } call{kernel, args};
+        executor_.clock().enter_operation();
+        try {
+            executor_.run(
+                shape,
+                [](void* argument) {
+                    const auto* call = static_cast<const Call*>(argument);
+                    call->kernel(call->args);
+                },
+                &call);
+        } catch (...) {
+            executor_.clock().leave_operation();
+            throw;
+        }
+        if (after_launch_) after_launch_();
+        executor_.clock().leave_operation();
+    }
+
+    host::Executor& executor() { return executor_; }
+    void set_after_launch(std::function<void()> action) { after_launch_ = std::move(action); }
+
+    uint64_t now_ns() { return executor_.clock().now_ns(); }
+    void delay(uint64_t ns) { executor_.clock().delay(ns); }
+    void set_clock_fault(int64_t offset_ns, double drift_ppm) { executor_.clock().set_fault(offset_ns, drift_ppm); }
+    void set_schedule(const std::string& kind, uint64_t seed) {
+        executor_.set_schedule(kind == "random" ? host::make_random_schedule(seed) : host::make_round_robin_schedule());
+    }
+
+private:
+    host::Executor executor_;
+    std::function<void()> after_launch_;
+};
+
+}  // namespace ep

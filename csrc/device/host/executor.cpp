@@ -1,0 +1,352 @@
+#include "device/host/executor.h"
+
+#include <sched.h>
+#include <signal.h>
+
+#include <cstdio>
+#include <cstring>
+
+namespace ep::host {
+
+thread_local Executor* current_executor = nullptr;
+
+namespace {
+
+// The fault handler runs on this stack: the faulting one is full. Allocated, because thread-local
+// storage that several megabytes of libraries share has no room for it.
+class AlternateSignalStack {
+public:
+    AlternateSignalStack() {
+        stack_t current;
+        if (sigaltstack(nullptr, &current) == 0 && !(current.ss_flags & SS_DISABLE)) return;
+        bytes_ = std::make_unique<std::byte[]>(kBytes);
+        const stack_t mine{.ss_sp = bytes_.get(), .ss_flags = 0, .ss_size = kBytes};
+        sigaltstack(&mine, nullptr);
+    }
+    ~AlternateSignalStack() {
+        if (!bytes_) return;
+        const stack_t off{.ss_sp = nullptr, .ss_flags = SS_DISABLE, .ss_size = 0};
+        sigaltstack(&off, nullptr);
+    }
+
+private:
+    static constexpr size_t kBytes = 32 * 1024;
+    std::unique_ptr<std::byte[]> bytes_;
+};
+
+void use_alternate_signal_stack() {
+    static thread_local const AlternateSignalStack stack;
+    (void)stack;
+}
+
+void describe_overflowing_fiber(size_t, char* text, size_t bytes) {
+    if (current_executor == nullptr) {
+        std::snprintf(text, bytes, "no launch is running");
+        return;
+    }
+    const Fiber& fiber = current_executor->fiber();
+    std::snprintf(text, bytes, "block %d warp %d lane %d (stacks have %zu KiB)", fiber.block,
+                  fiber.thread / kWarpSize, fiber.thread % kWarpSize, StackPool::kStackBytes / 1024);
+}
+
+constexpr size_t kSharedAlignment = 128;
+
+}  // namespace
+
+std::string describe(const Fiber& fiber) {
+    return "block " + std::to_string(fiber.block) + " warp " + std::to_string(fiber.thread / kWarpSize) +
+           " lane " + std::to_string(fiber.thread % kWarpSize);
+}
+
+Executor::Executor(ClockMode clock_mode) : clock_(clock_mode), schedule_(make_round_robin_schedule()) {
+    install_stack_overflow_report(describe_overflowing_fiber);
+}
+
+Executor::~Executor() = default;
+
+void Executor::run(const LaunchShape& shape, Body body, void* argument) {
+    if (current_executor != nullptr) throw DeviceError("a kernel cannot launch a kernel on the host target");
+    if (shape.blocks < 1 || shape.threads < kWarpSize || shape.threads % kWarpSize != 0 || shape.threads > 1024) {
+        throw DeviceError("launch shape " + std::to_string(shape.blocks) + " blocks x " +
+                          std::to_string(shape.threads) +
+                          " threads: at least one block, and 32 to 1024 threads in multiples of 32");
+    }
+    use_alternate_signal_stack();
+    start_launch(shape);
+    body_ = body;
+    argument_ = argument;
+    current_executor = this;
+    adopt_thread(main_);
+    current_ = schedule_->pop();
+    --ready_not_polling_;
+    switch_fiber(main_, current_->context);
+    current_executor = nullptr;
+    current_ = nullptr;
+    end_idle();
+    for (Fiber& fiber : fibers_) retire_fiber(fiber.context);
+    if (!error_.empty()) throw DeviceError(error_);
+}
+
+void Executor::start_launch(const LaunchShape& shape) {
+    shape_ = shape;
+    error_.clear();
+    const size_t num_fibers = static_cast<size_t>(shape.blocks) * shape.threads;
+    stacks_.reserve(num_fibers);
+    fibers_.assign(num_fibers, Fiber{});
+    warps_.assign(num_fibers / kWarpSize, Warp{});
+    blocks_.assign(shape.blocks, Block{});
+    grid_ = Barrier{};
+    // At least one line each, so that the arena's address is valid; poisoned, because shared memory
+    // starts undefined.
+    shared_stride_ = (shape.shared_bytes + kSharedAlignment) / kSharedAlignment * kSharedAlignment;
+    shared_.assign(shared_stride_ * shape.blocks + kSharedAlignment, std::byte{0xC5});
+    live_ = static_cast<int>(num_fibers);
+    ready_not_polling_ = ready_polling_ = failed_polls_ = idle_rounds_ = 0;
+    armed_ = false;
+    schedule_->reset(num_fibers);
+    schedule_preempts_ = schedule_->describe() != "round-robin";
+    for (size_t i = 0; i < num_fibers; ++i) {
+        Fiber& fiber = fibers_[i];
+        fiber.block = static_cast<int>(i / shape.threads);
+        fiber.thread = static_cast<int>(i % shape.threads);
+        blocks_[fiber.block].live = shape.threads;
+        prepare_fiber(fiber.context, stacks_.stack_begin(i), i, &Executor::fiber_entry);
+        make_ready(&fiber);
+    }
+}
+
+void Executor::fiber_entry() {
+    Executor& self = *current_executor;
+    enter_fiber(self.current_->context);
+    self.body_(self.argument_);
+    self.exit_current();
+}
+
+void Executor::exit_current() {
+    Fiber& fiber = *current_;
+    fiber.exited = true;
+    Warp& warp = warp_of(fiber);
+    warp.exited |= 1u << (fiber.thread % kWarpSize);
+    check_warp_at_exit(fiber);
+    --live_;
+    Block& block = blocks_[fiber.block];
+    --block.live;
+    if (block.live > 0 && block.sync.arrived == block.live) release(block.sync);
+    if (live_ > 0 && grid_.arrived == live_) release(grid_);
+    if (live_ == 0) {
+        switch_fiber(fiber.context, main_, true);
+    }
+    switch_to_next(true);
+}
+
+void Executor::check_warp_at_exit(const Fiber& fiber) {
+    const uint32_t me = 1u << (fiber.thread % kWarpSize);
+    const Warp& warp = warp_of(fiber);
+    for (int lane = 0; lane < kWarpSize; ++lane) {
+        if (!(warp.arrived >> lane & 1)) continue;
+        const Fiber& other = lane_of(fiber, lane);
+        if (other.mask & me) {
+            fail(describe(fiber) + " ended while lane " + std::to_string(lane) + " of its warp waits for it in " +
+                 other.collective);
+        }
+    }
+}
+
+void Executor::make_ready(Fiber* fiber) {
+    fiber->waiting = Waiting::kNothing;
+    ++(fiber->polling ? ready_polling_ : ready_not_polling_);
+    schedule_->push(fiber);
+}
+
+void Executor::switch_to_next(bool final) {
+    Fiber* next = schedule_->pop();
+    if (next == nullptr) fail(describe_stuck());
+    --(next->polling ? ready_polling_ : ready_not_polling_);
+    Fiber* previous = current_;
+    if (next == previous) return;
+    current_ = next;
+    switch_fiber(previous->context, next->context, final);
+}
+
+void Executor::fail(const std::string& message) {
+    error_ = message + " (schedule " + schedule_->describe() + ")";
+    // Every fiber is abandoned where it stands: kernels own no resources.
+    switch_fiber(current_->context, main_, true);
+    __builtin_unreachable();
+}
+
+void Executor::warp_collective(const char* name, uint32_t mask, void* slot, Complete complete) {
+    Fiber& fiber = *current_;
+    const int lane = fiber.thread % kWarpSize;
+    const uint32_t me = 1u << lane;
+    Warp& warp = warp_of(fiber);
+    if (!(mask & me)) fail(describe(fiber) + " calls " + name + " with a mask that does not contain it");
+    if (warp.exited & mask) {
+        fail(describe(fiber) + " waits in " + name + " for lane " +
+             std::to_string(__builtin_ctz(warp.exited & mask)) + ", which has ended");
+    }
+    fiber.mask = mask;
+    fiber.collective = name;
+    warp.slots[lane] = slot;
+    warp.arrived |= me;
+    for (uint32_t rest = warp.arrived & mask & ~me; rest != 0; rest &= rest - 1) {
+        const Fiber& other = lane_of(fiber, __builtin_ctz(rest));
+        if (!(other.mask & me)) continue;
+        if (other.mask != mask || (other.collective != name && std::strcmp(other.collective, name) != 0)) {
+            fail("divergent warp collective: " + describe(fiber) + " is in " + name + " while lane " +
+                 std::to_string(other.thread % kWarpSize) + " waits in " + other.collective);
+        }
+        // Lanes of one collective have been compared with each other when they arrived.
+        break;
+    }
+    if ((warp.arrived & mask) != mask) {
+        fiber.waiting = Waiting::kWarp;
+        switch_to_next(false);
+        return;
+    }
+    for (uint32_t rest = mask; rest != 0; rest &= rest - 1) {
+        if (lane_of(fiber, __builtin_ctz(rest)).mask != mask) {
+            // A lane of the mask waits in another collective; it may come here later.
+            fiber.waiting = Waiting::kWarp;
+            switch_to_next(false);
+            return;
+        }
+    }
+    complete(warp.slots, mask);
+    warp.arrived &= ~mask;
+    for (uint32_t rest = mask & ~me; rest != 0; rest &= rest - 1) make_ready(&lane_of(fiber, __builtin_ctz(rest)));
+}
+
+void Executor::release(Barrier& barrier) {
+    // Swapped out first: a released thread may enter the barrier again.
+    std::vector<Fiber*> waiting;
+    waiting.swap(barrier.waiting);
+    barrier.arrived = 0;
+    for (Fiber* fiber : waiting) make_ready(fiber);
+    waiting.clear();
+    if (barrier.waiting.empty()) barrier.waiting.swap(waiting);
+}
+
+void Executor::wait_in(Barrier& barrier, Waiting kind, const char* name, int id) {
+    Fiber& fiber = *current_;
+    fiber.waiting = kind;
+    fiber.collective = name;
+    fiber.barrier_id = id;
+    barrier.waiting.push_back(&fiber);
+    switch_to_next(false);
+}
+
+void Executor::block_barrier() {
+    Block& block = blocks_[current_->block];
+    if (++block.sync.arrived == block.live) {
+        release(block.sync);
+    } else {
+        wait_in(block.sync, Waiting::kBlock, "block_sync", 0);
+    }
+}
+
+void Executor::named_barrier(int id, int num_threads) {
+    if (id < 0 || id >= kNumNamedBarriers || num_threads % kWarpSize != 0 || num_threads <= 0 ||
+        num_threads > shape_.threads) {
+        fail(describe(*current_) + " calls bar_sync(" + std::to_string(id) + ", " + std::to_string(num_threads) +
+             "): ids are 0..15, counts multiples of 32 up to the block's threads");
+    }
+    Barrier& barrier = blocks_[current_->block].named[id];
+    if (barrier.arrived == 0) barrier.expected = num_threads;
+    if (barrier.expected != num_threads) {
+        fail(describe(*current_) + " calls bar_sync(" + std::to_string(id) + ") for " + std::to_string(num_threads) +
+             " threads while others wait in it for " + std::to_string(barrier.expected));
+    }
+    if (++barrier.arrived == num_threads) {
+        release(barrier);
+    } else {
+        wait_in(barrier, Waiting::kNamed, "bar_sync", id);
+    }
+}
+
+void Executor::grid_barrier() {
+    if (!shape_.cooperative) fail(describe(*current_) + " calls grid_sync() in a launch that is not cooperative");
+    if (++grid_.arrived == live_) {
+        release(grid_);
+    } else {
+        wait_in(grid_, Waiting::kGrid, "grid_sync", 0);
+    }
+}
+
+void Executor::poll_failed() {
+    Fiber& fiber = *current_;
+    fiber.polling = true;
+    ++failed_polls_;
+    // Nobody but pollers, and each has looked since anything happened.
+    if (ready_not_polling_ == 0 && failed_polls_ > ready_polling_) idle();
+    make_ready(&fiber);
+    switch_to_next(false);
+}
+
+void Executor::poll_succeeded() {
+    current_->polling = false;
+    failed_polls_ = 0;
+    if (idle_rounds_ != 0) end_idle();
+}
+
+void Executor::idle() {
+    failed_polls_ = 0;
+    clock_.pause();
+    ++idle_rounds_;
+    if (idle_waiter_ == nullptr) {
+        sched_yield();
+        return;
+    }
+    if (idle_waiter_->pump()) return;
+    constexpr int kSpinRounds = 4;
+    constexpr uint64_t kMaxSleepNs = 1'000'000;
+    if (idle_rounds_ < kSpinRounds) return;
+    if (!armed_) {
+        idle_waiter_->arm();
+        armed_ = true;
+        return;  // everyone polls once more before sleeping
+    }
+    idle_waiter_->sleep(kMaxSleepNs);
+    armed_ = false;
+}
+
+void Executor::end_idle() {
+    idle_rounds_ = 0;
+    if (armed_) idle_waiter_->disarm();
+    armed_ = false;
+    clock_.resume();
+}
+
+void Executor::maybe_preempt() {
+    if (!schedule_->preempt()) return;
+    if (idle_waiter_ != nullptr) idle_waiter_->pump();
+    make_ready(current_);
+    switch_to_next(false);
+}
+
+std::string Executor::describe_stuck() const {
+    std::string text = "deadlock: every thread of the launch waits for another:";
+    int described = 0;
+    for (size_t first = 0; first < fibers_.size() && described < 8;) {
+        const Fiber& fiber = fibers_[first];
+        if (fiber.exited || fiber.waiting == Waiting::kNothing) {
+            ++first;
+            continue;
+        }
+        // Neighbouring lanes of a warp that wait in the same place share a line.
+        size_t last = first;
+        while (last + 1 < fibers_.size() && (last + 1) / kWarpSize == first / kWarpSize &&
+               !fibers_[last + 1].exited && std::strcmp(fibers_[last + 1].collective, fiber.collective) == 0) {
+            ++last;
+        }
+        text += (described == 0 ? " " : "; ") + describe(fiber);
+        if (last != first) text += ".." + std::to_string(fibers_[last].thread % kWarpSize);
+        text += std::string(" in ") + fiber.collective;
+        if (fiber.waiting == Waiting::kNamed) text += " " + std::to_string(fiber.barrier_id);
+        ++described;
+        first = last + 1;
+    }
+    return text;
+}
+
+}  // namespace ep::host

@@ -1,0 +1,160 @@
+// The SIMT executor of the host target: runs all threads of all blocks of a launch as fibers on the
+// calling OS thread. Collectives are one rendezvous each: a thread deposits a pointer to its operand,
+// the last to arrive computes everyone's result. A launch that cannot go on (divergent collective,
+// a lane gone while its warp waits, everybody waiting) ends with a DeviceError that names block,
+// warp and lane.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "device/host/fiber.h"
+#include "device/host/rank_clock.h"
+#include "device/host/schedule.h"
+#include "device/launch_shape.h"
+
+namespace ep::host {
+
+constexpr int kWarpSize = 32;
+constexpr int kNumNamedBarriers = 16;  // as on Hopper
+
+class DeviceError : public std::runtime_error {
+public:
+    using std::runtime_error::runtime_error;
+};
+
+// How an idle rank sleeps until another rank may have written to it. The protocol avoids lost
+// wake-ups: arm(), poll everything once more, then sleep().
+class IdleWaiter {
+public:
+    virtual ~IdleWaiter() = default;
+    // Lets deferred work of this rank (delayed delivery) make progress; true if it did.
+    virtual bool pump() = 0;
+    virtual void arm() = 0;
+    virtual void sleep(uint64_t max_ns) = 0;
+    virtual void disarm() = 0;
+};
+
+enum class Waiting : uint8_t { kNothing, kWarp, kBlock, kNamed, kGrid };
+
+struct Fiber {
+    FiberContext context;
+    int block = 0;
+    int thread = 0;
+    bool exited = false;
+    bool polling = false;
+    Waiting waiting = Waiting::kNothing;
+    int barrier_id = 0;
+    const char* collective = "";  // what it waits in
+    uint32_t mask = 0;            // of a warp collective
+};
+
+class Executor {
+public:
+    using Body = void (*)(void*);
+    // Computes the results of a warp collective in place; slots[lane] is valid for lanes in mask.
+    using Complete = void (*)(void* const* slots, uint32_t mask);
+
+    explicit Executor(ClockMode clock_mode);
+    ~Executor();
+
+    // Runs body(argument) on every thread of the launch and returns when all have ended. Throws
+    // DeviceError. Not reentrant.
+    void run(const LaunchShape& shape, Body body, void* argument);
+
+    void set_schedule(std::unique_ptr<Schedule> schedule) { schedule_ = std::move(schedule); }
+    void set_idle_waiter(IdleWaiter* waiter) { idle_waiter_ = waiter; }
+    RankClock& clock() { return clock_; }
+    const Schedule& schedule() const { return *schedule_; }
+
+    // For code on a fiber, through device.h.
+    const Fiber& fiber() const { return *current_; }
+    const LaunchShape& shape() const { return shape_; }
+    std::byte* shared_memory() { return shared_.data() + current_->block * shared_stride_; }
+    void warp_collective(const char* name, uint32_t mask, void* slot, Complete complete);
+    void block_barrier();
+    void named_barrier(int id, int num_threads);
+    void grid_barrier();
+    // A failed poll: gives way to others and, when nobody can move, to other ranks.
+    void poll_failed();
+    void poll_succeeded();
+    // A point where another thread may run first, if the schedule wants so.
+    void interleave() {
+        if (schedule_preempts_) maybe_preempt();
+    }
+    [[noreturn]] void fail(const std::string& message);
+
+private:
+    struct Warp {
+        uint32_t arrived = 0;
+        uint32_t exited = 0;
+        void* slots[kWarpSize] = {};
+    };
+    struct Barrier {
+        int arrived = 0;
+        int expected = 0;
+        std::vector<Fiber*> waiting;
+    };
+    struct Block {
+        int live = 0;
+        Barrier sync;
+        Barrier named[kNumNamedBarriers];
+    };
+
+    static void fiber_entry();
+    void start_launch(const LaunchShape& shape);
+    void exit_current();
+    void make_ready(Fiber* fiber);
+    void switch_to_next(bool final);
+    void release(Barrier& barrier);
+    void wait_in(Barrier& barrier, Waiting kind, const char* name, int id);
+    void check_warp_at_exit(const Fiber& fiber);
+    void idle();
+    void end_idle();
+    void maybe_preempt();
+    Warp& warp_of(const Fiber& fiber) {
+        return warps_[(fiber.block * shape_.threads + fiber.thread) / kWarpSize];
+    }
+    Fiber& lane_of(const Fiber& fiber, int lane) {
+        return fibers_[fiber.block * shape_.threads + fiber.thread / kWarpSize * kWarpSize + lane];
+    }
+    std::string describe_stuck() const;
+
+    RankClock clock_;
+    std::unique_ptr<Schedule> schedule_;
+    IdleWaiter* idle_waiter_ = nullptr;
+    bool schedule_preempts_ = false;
+
+    StackPool stacks_;
+    std::vector<Fiber> fibers_;
+    std::vector<Warp> warps_;
+    std::vector<Block> blocks_;
+    Barrier grid_;
+    std::vector<std::byte> shared_;
+    size_t shared_stride_ = 0;
+
+    LaunchShape shape_;
+    Body body_ = nullptr;
+    void* argument_ = nullptr;
+    FiberContext main_;
+    Fiber* current_ = nullptr;
+    int live_ = 0;
+    int ready_not_polling_ = 0;
+    int ready_polling_ = 0;
+    int failed_polls_ = 0;  // in a row, with nothing else happening
+    int idle_rounds_ = 0;
+    bool armed_ = false;
+    std::string error_;
+};
+
+// The executor whose launch runs on this OS thread; nullptr outside of launches.
+extern thread_local Executor* current_executor __attribute__((tls_model("initial-exec")));
+
+// "block 3 warp 1 lane 7"
+std::string describe(const Fiber& fiber);
+
+}  // namespace ep::host

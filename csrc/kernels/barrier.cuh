@@ -1,0 +1,29 @@
+// All ranks meet: each signals every other and waits for all. Launched with one block.
+#pragma once
+
+#include "kernels/operation.cuh"
+
+namespace ep {
+
+EP_KERNEL void barrier(const EP_GRID_CONSTANT OperationArgs args) {
+    const uint64_t round = args.workspace->barriers + 1;
+    const OpenOperation open{round, 0, deadline_in(args.timeout_ns)};
+    for (int dst = thread_index(); dst < args.num_ranks(); dst += num_threads()) {
+        args.transport.signal(dst, args.control.barrier(args.rank()), round, 0);
+    }
+    for (int source = thread_index(); source < args.num_ranks(); source += num_threads()) {
+        const size_t word = args.control.barrier(source);
+        if (spin_until([&] { return args.transport.poll(word) >= round; }, open.deadline)) {
+            args.transport.arrival_ns(word);
+        } else {
+            record_failure(args, open, FailureKind::kTimeout, source);
+        }
+    }
+    block_sync();
+    if (thread_index() != 0) return;
+    args.workspace->barriers = round;
+    args.workspace->failed = 0;
+    args.transport.flush();
+}
+
+}  // namespace ep

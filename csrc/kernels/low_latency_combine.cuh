@@ -1,0 +1,235 @@
+// Low-latency combine: every row that dispatch delivered goes back to its source, which sums the
+// rows of each token with the token's weights.
+//
+//   send     1 Every rank is told that this one has entered (operation.cuh).
+//            2 A warp per row: puts it into slot (token, top-k slot) of its source rank, as bf16 or in
+//              the logarithmic format, and adds one to `issued` of (expert, source).
+//            3 A thread per (expert, source): when `issued` has reached the number of rows, signals
+//              the count on the expert's queue pair.
+//   receive  4 All blocks wait for all counts.
+//            5 A block per token: fp32 accumulation over the top-k slots in ascending order, one fused
+//              multiply-add each, one rounding at the end.
+// The rows' places come from dispatch (src_info), so entries of topk_idx that were set to -1 since
+// only drop terms of the sum.
+#pragma once
+
+#include "kernels/low_latency_dispatch.cuh"
+
+namespace ep {
+
+struct CombineArgs {
+    OperationArgs common;
+    const bf16* x;                // row r of expert e at x + (e * num_ranks * M + r) * x_stride
+    size_t x_stride;              // elements
+    bool x_is_staged;             // x is this half's staging memory (zero copy)
+    const int64_t* topk_idx;      // [num_tokens, num_topk]
+    const float* topk_weights;    // [num_tokens, num_topk]
+    const int32_t* src_info;      // [2, num_local_experts, num_ranks * M]
+    const int64_t* layout_range;  // [num_local_experts, num_ranks]
+    bf16* out;                    // [num_tokens, hidden]
+    int num_tokens;
+    int num_topk;
+    int staging_half;
+};
+
+struct CombineShared {
+    int* offsets;  // [num_ranks + 1]
+    int* is_last;
+
+    EP_DEVICE explicit CombineShared(int num_ranks) {
+        SharedArena arena;
+        offsets = arena.take<int>(num_ranks + 1);
+        is_last = arena.take<int>(1);
+    }
+    EP_HOST_DEVICE static size_t bytes(int num_ranks) { return (num_ranks + 2) * sizeof(int); }
+};
+
+EP_DEVICE int rows_of(const CombineArgs& args, int pair) { return static_cast<int>(args.layout_range[pair] & 0xFFFFFFFF); }
+
+// ---- send
+
+// Warp. Encodes a row in the logarithmic format; false when a value is not finite. 16 lanes share a
+// group of 128 values, 8 each: 8 low bytes and 8 high bit pairs.
+EP_DEVICE bool encode_row(const bf16* x, int hidden, std::byte* payload) {
+    constexpr int kLanesPerGroup = kLogGroup / kVectorElements;
+    const int num_vectors = hidden / kVectorElements;
+    for (int base = 0; base < num_vectors; base += kWarpSize) {
+        const int v = base + lane_id();
+        float values[kVectorElements] = {};
+        if (v < num_vectors) unpack(reinterpret_cast<const Vector*>(x)[v], values);
+        float bounds[2] = {0.0f, -3.0e38f};  // largest magnitude, and minus the smallest that is not zero
+        bool finite = true;
+        for (float value : values) {
+            const float magnitude = value < 0.0f ? -value : value;
+            finite = finite && magnitude <= 3.4e38f;
+            bounds[0] = Max{}(bounds[0], magnitude);
+            if (magnitude > 0.0f) bounds[1] = Max{}(bounds[1], -magnitude);
+        }
+        if (ballot(!finite) != 0) return false;
+        group_reduce<kLanesPerGroup, Max>(bounds);
+        if (v >= num_vectors) continue;
+        const LogScale scale = bounds[0] > 0.0f ? log_scale(-bounds[1], bounds[0]) : LogScale{0.0f, 0.0f};
+        std::byte* group = payload + static_cast<size_t>(v / kLanesPerGroup) * CombineMessage::kLogGroupBytes;
+        const int part = v % kLanesPerGroup;
+        if (part == 0) *reinterpret_cast<LogScale*>(group) = scale;
+        uint64_t low = 0;
+        uint32_t high = 0;
+        for (int i = 0; i < kVectorElements; ++i) {
+            const uint32_t code = log_encode(values[i], scale);
+            low |= static_cast<uint64_t>(code & 0xFFu) << (8 * i);
+            high |= code >> 8 << (2 * i);
+        }
+        reinterpret_cast<uint64_t*>(group + CombineMessage::kLogLowOffset)[part] = low;
+        reinterpret_cast<uint16_t*>(group + CombineMessage::kLogHighOffset)[part] = static_cast<uint16_t>(high);
+    }
+    return true;
+}
+
+// Warp.
+EP_DEVICE void decode_vector(const std::byte* payload, int v, float (&values)[kVectorElements]) {
+    constexpr int kLanesPerGroup = kLogGroup / kVectorElements;
+    const std::byte* group = payload + static_cast<size_t>(v / kLanesPerGroup) * CombineMessage::kLogGroupBytes;
+    const LogScale scale = *reinterpret_cast<const LogScale*>(group);
+    const uint64_t low = reinterpret_cast<const uint64_t*>(group + CombineMessage::kLogLowOffset)[v % kLanesPerGroup];
+    const uint32_t high = reinterpret_cast<const uint16_t*>(group + CombineMessage::kLogHighOffset)[v % kLanesPerGroup];
+    EP_UNROLL(8)
+    for (int i = 0; i < kVectorElements; ++i) {
+        values[i] = log_decode((low >> (8 * i) & 0xFFu) | (high >> (2 * i) & 3u) << 8, scale);
+    }
+}
+
+// Warp. Puts one row back to its source.
+template <bool kLogFormat>
+EP_DEVICE void return_row(const CombineArgs& args, const OpenOperation& open, int local_expert, int dst, int row) {
+    const OperationArgs& common = args.common;
+    const CombineMessage message{common.map.hidden};
+    const size_t rows = common.map.rows_per_expert();
+    const size_t index = local_expert * rows + row;
+    const int token = args.src_info[index];
+    const int slot = args.src_info[common.map.num_local_experts() * rows + index];
+    const size_t destination = common.map.combined_row(open.half, token, slot);
+    const bf16* x = args.x + index * args.x_stride;
+    std::byte* staged = common.transport.local(common.map.combine_staging(args.staging_half, local_expert, row));
+    if (kLogFormat) {
+        const bool encoded = encode_row(x, message.hidden, staged + message.data_offset());
+        warp_sync();
+        if (!encoded) copy_warp(staged + message.data_offset(), x, message.data_bytes());
+        if (elect_one()) *reinterpret_cast<CombineHeader*>(staged) = {encoded ? kRowLogFmt : kRowBf16, {}};
+        warp_sync();
+        common.transport.put_warp(dst, destination, staged, message.data_offset() + (encoded ? message.log_bytes() : message.data_bytes()), local_expert);
+        return;
+    }
+    const void* source = x;
+    if (!args.x_is_staged && common.transport.direct(dst, 0) == nullptr) {
+        copy_warp(staged + message.data_offset(), x, message.data_bytes());
+        warp_sync();
+        source = staged + message.data_offset();
+    }
+    common.transport.put_warp(dst, destination + message.data_offset(), source, message.data_bytes(), local_expert);
+}
+
+template <bool kLogFormat>
+EP_DEVICE void return_rows(const CombineArgs& args, const OpenOperation& open, const CombineShared& shared) {
+    const OperationArgs& common = args.common;
+    const int num_ranks = common.num_ranks();
+    const int num_local_experts = common.map.num_local_experts();
+    const int num_parts = num_blocks() > num_local_experts ? num_blocks() / num_local_experts : 1;
+    const int num_teams = num_blocks() / num_parts;
+    const int part = block_index() % num_parts;
+    for (int expert = block_index() / num_parts; expert < num_local_experts; expert += num_teams) {
+        block_sync();  // the offsets of the previous expert are no longer read
+        for (int source = thread_index(); source < num_ranks; source += num_threads()) {
+            const int64_t range = args.layout_range[expert * num_ranks + source];
+            shared.offsets[source] = static_cast<int>(range >> 32);
+            if (source == num_ranks - 1) shared.offsets[num_ranks] = static_cast<int>((range >> 32) + (range & 0xFFFFFFFF));
+        }
+        block_sync();
+        const int num_rows = shared.offsets[num_ranks];
+        for (int row = part * num_warps() + warp_id(); row < num_rows; row += num_parts * num_warps()) {
+            const int dst = source_of_row(shared.offsets, num_ranks, row);
+            return_row<kLogFormat>(args, open, expert, dst, row);
+            // Pairs with the acquire in wait_until_issued().
+            if (elect_one()) add_release<Scope::kDevice>(&common.workspace->issued[expert * num_ranks + dst], 1u);
+        }
+    }
+}
+
+EP_DEVICE void announce_returns(const CombineArgs& args, const OpenOperation& open) {
+    const OperationArgs& common = args.common;
+    const int num_ranks = common.num_ranks();
+    const int num_local_experts = common.map.num_local_experts();
+    const int first = (num_blocks() - 1 - block_index()) * num_threads() + thread_index();
+    for (int pair = first; pair < common.map.num_experts; pair += num_blocks() * num_threads()) {
+        const int expert = pair / num_ranks;
+        const int dst = pair % num_ranks;
+        const int count = rows_of(args, pair);
+        if (!wait_until_issued(common, open, pair, count)) record_failure(common, open, FailureKind::kTimeout, common.rank());
+        announce_rows(common, open, dst, common.rank() * num_local_experts + expert, pair, count, expert);
+    }
+}
+
+// ---- receive
+
+template <bool kLogFormat>
+EP_DEVICE void reduce_token(const CombineArgs& args, const OpenOperation& open, int token) {
+    const OperationArgs& common = args.common;
+    const CombineMessage message{common.map.hidden};
+    constexpr int kTile = kLogFormat ? 1 : 4;
+    const size_t entry = static_cast<size_t>(token) * args.num_topk;
+    block_for_tiles<kTile>(message.hidden / kVectorElements, [&](const Tile& tile) {
+        float sums[kTile][kVectorElements] = {};
+        for (int k = 0; k < args.num_topk; ++k) {
+            if (args.topk_idx[entry + k] < 0) continue;
+            const float weight = args.topk_weights[entry + k];
+            const std::byte* row = common.transport.local(common.map.combined_row(open.half, token, k));
+            const bool encoded = kLogFormat && reinterpret_cast<const CombineHeader*>(row)->encoding == kRowLogFmt;
+            EP_UNROLL(kTile)
+            for (int j = 0; j < kTile; ++j) {
+                if (j >= tile.count) continue;
+                float values[kVectorElements];
+                if (encoded) {
+                    decode_vector(row + message.data_offset(), tile.index(j), values);
+                } else {
+                    unpack(reinterpret_cast<const Vector*>(row + message.data_offset())[tile.index(j)], values);
+                }
+                EP_UNROLL(8)
+                for (int i = 0; i < kVectorElements; ++i) sums[j][i] = fused_multiply_add(values[i], weight, sums[j][i]);
+            }
+        }
+        auto* out = reinterpret_cast<Vector*>(args.out + static_cast<size_t>(token) * message.hidden);
+        EP_UNROLL(kTile)
+        for (int j = 0; j < kTile; ++j) {
+            if (j < tile.count) out[tile.index(j)] = pack(sums[j]);
+        }
+    });
+}
+
+template <bool kLogFormat>
+EP_DEVICE void receive_tokens(const CombineArgs& args, const OpenOperation& open) {
+    const OperationArgs& common = args.common;
+    const int num_local_experts = common.map.num_local_experts();
+    const auto index_of = [](int i) { return i; };
+    const auto source_of = [&](int index) { return index / num_local_experts; };
+    if (!wait_for_counts(common, open, common.map.num_experts, index_of, source_of)) return;
+    for (int token = block_index(); token < args.num_tokens; token += num_blocks()) {
+        reduce_token<kLogFormat>(args, open, token);
+    }
+}
+
+template <bool kLogFormat>
+EP_KERNEL void low_latency_combine(const EP_GRID_CONSTANT CombineArgs args) {
+    const OperationArgs& common = args.common;
+    const OpenOperation open = current_operation(common);
+    const CombineShared shared(common.num_ranks());
+    if (common.phases & kPhaseSend) {
+        send_headers(common, open);
+        return_rows<kLogFormat>(args, open, shared);
+        announce_returns(args, open);
+        if (!(common.phases & kPhaseReceive)) return;
+    }
+    if (wait_for_headers(common, open)) receive_tokens<kLogFormat>(args, open);
+    const int num_local_experts = common.map.num_local_experts();
+    close_operation(common, open, shared.is_last, [&](int source) { return source * num_local_experts; }, 1);
+}
+
+}  // namespace ep

@@ -1,0 +1,332 @@
+// Low-latency dispatch: every selected (token, expert) pair sends the token's row to the expert's
+// rank, which packs the rows of each of its experts.
+//
+//   send     1 Every rank is told that this one has entered (operation.cuh).
+//            2 A block per token: casts the row into staging memory, counts how many earlier entries
+//              name the same expert (that is the row's position, so the order is deterministic), and
+//              puts it into the receiver's slot (expert, source, position). Then adds one to the
+//              expert's `issued`.
+//            3 A warp per expert: when `issued` has reached the number of entries, puts the list of
+//              their (token, slot) and signals the count. Rows, list and count of an expert travel on
+//              one queue pair, so fence() suffices before the signal.
+//   receive  4 Blocks wait for the counts of their expert from all sources; the prefix sum over the
+//              sources is where each source's rows begin.
+//            5 Rows, scales and origins are copied to the caller's tensors.
+// In hook mode 1-3 and 4-5 are two launches.
+#pragma once
+
+#include "kernels/operation.cuh"
+
+namespace ep {
+
+struct DispatchArgs {
+    OperationArgs common;
+    const bf16* x;            // [num_tokens, hidden]
+    const int64_t* topk_idx;  // [num_tokens, num_topk]
+    int num_tokens;
+    int num_topk;
+    std::byte* recv_x;       // [num_local_experts, num_ranks * M, hidden] bf16 or e4m3
+    uint32_t* recv_scales;   // per local expert [num_scale_items, num_ranks * M]
+    int32_t* recv_count;     // [num_local_experts]
+    int32_t* src_info;       // [2, num_local_experts, num_ranks * M]: token, then top-k slot
+    int64_t* layout_range;   // [num_local_experts, num_ranks]: begin << 32 | count
+    int32_t* expert_stats;   // [num_local_experts], added to; or nullptr
+};
+
+// Shared memory of a block. The send half keeps two tokens' routes, because warps that are done with
+// one token start on the next.
+struct DispatchShared {
+    int* is_last;
+    int64_t* experts[2];  // [num_topk]
+    int* positions[2];    // [num_topk]
+    int* offsets;         // [num_ranks + 1]
+
+    EP_DEVICE DispatchShared(int num_topk, int num_ranks) {
+        SharedArena arena;
+        for (auto& e : experts) e = arena.take<int64_t>(num_topk);
+        for (auto& p : positions) p = arena.take<int>(num_topk);
+        offsets = arena.take<int>(num_ranks + 1);
+        is_last = arena.take<int>(1);
+    }
+    EP_HOST_DEVICE static size_t bytes(int num_topk, int num_ranks) {
+        return 2 * num_topk * (sizeof(int64_t) + sizeof(int)) + (num_ranks + 2) * sizeof(int);
+    }
+};
+
+// ---- send
+
+// Block. Casts one row to e4m3, 16 lanes (16 bytes each) to a group of 128 channels. Several groups
+// per step keep that many loads in flight and make one reduction of them.
+template <Payload P>
+EP_DEVICE void cast_row(const bf16* x, const DispatchMessage& message, std::byte* row) {
+    constexpr int kLanesPerGroup = kChannelsPerScale / kVectorElements;
+    constexpr int kUnroll = 4;
+    const int num_vectors = message.hidden / kVectorElements;
+    const auto* source = reinterpret_cast<const Vector*>(x);
+    for (int base = warp_id() * kWarpSize; base < num_vectors; base += kUnroll * num_threads()) {
+        Vector vectors[kUnroll];
+        uint32_t abs_max[kUnroll];
+        EP_UNROLL(kUnroll)
+        for (int u = 0; u < kUnroll; ++u) {
+            const int v = base + u * num_threads() + lane_id();
+            vectors[u] = v < num_vectors ? source[v] : Vector{};
+            // Magnitudes of bf16 compare like integers; NaN is above infinity, so it is kept.
+            uint32_t largest = 0;
+            EP_UNROLL(4)
+            for (int w = 0; w < 4; ++w) {
+                const uint32_t low = vectors[u].words[w] & 0x7FFFu;
+                const uint32_t high = vectors[u].words[w] >> 16 & 0x7FFFu;
+                largest = Max{}(largest, Max{}(low, high));
+            }
+            abs_max[u] = largest;
+        }
+        group_reduce<kLanesPerGroup, Max>(abs_max);
+        EP_UNROLL(kUnroll)
+        for (int u = 0; u < kUnroll; ++u) {
+            const int v = base + u * num_threads() + lane_id();
+            if (v >= num_vectors) continue;
+            const Fp8Scale scale = fp8_scale(bits_to_float(abs_max[u] << 16), P != Payload::kFp8);
+            float values[kVectorElements];
+            unpack(vectors[u], values);
+            uint8_t bytes[kVectorElements];
+            EP_UNROLL(8)
+            for (int i = 0; i < kVectorElements; ++i) bytes[i] = to_e4m3(values[i] * scale.multiplier);
+            uint64_t packed = 0;
+            EP_UNROLL(8)
+            for (int i = 0; i < kVectorElements; ++i) packed |= static_cast<uint64_t>(bytes[i]) << (8 * i);
+            reinterpret_cast<uint64_t*>(row)[v] = packed;
+            if (v % kLanesPerGroup != 0) continue;
+            const int group = v / kLanesPerGroup;
+            std::byte* scales = row + message.scales_offset();
+            if (P == Payload::kFp8Ue8m0) {
+                reinterpret_cast<uint8_t*>(scales)[group] = ue8m0(scale.stored);
+            } else {
+                reinterpret_cast<float*>(scales)[group] = scale.stored;
+            }
+        }
+    }
+    if (P == Payload::kFp8Ue8m0) {
+        // Bytes of the last item that belong to no group.
+        const int padded = message.num_scale_items() * 4;
+        for (int group = message.num_groups() + thread_index(); group < padded; group += num_threads()) {
+            reinterpret_cast<uint8_t*>(row + message.scales_offset())[group] = 0;
+        }
+    }
+}
+
+// Block. What to put for this token: the staged message, or for plain bf16 in reach, x itself.
+template <Payload P>
+EP_DEVICE const std::byte* stage_row(const DispatchArgs& args, const OpenOperation& open, int token) {
+    const OperationArgs& common = args.common;
+    const DispatchMessage message{common.map.hidden, P};
+    const bf16* x = args.x + static_cast<size_t>(token) * message.hidden;
+    if (P == Payload::kBf16 && common.transport.all_direct()) return reinterpret_cast<const std::byte*>(x);
+    std::byte* row = common.transport.local(common.map.dispatch_staging(open.half, token));
+    if (P == Payload::kBf16) {
+        copy_block(row, x, message.data_bytes());
+    } else {
+        cast_row<P>(x, message, row);
+    }
+    return row;
+}
+
+EP_DEVICE bool is_selected(const DispatchArgs& args, int64_t expert) {
+    return expert >= 0 && expert < args.common.map.num_experts;
+}
+
+// Block. positions[k]: how many entries before (token, k) name the same expert.
+EP_DEVICE void count_positions(const DispatchArgs& args, int token, const int64_t* experts, int* positions) {
+    const int num_topk = args.num_topk;
+    block_for(token * num_topk, [&](int earlier) {
+        const int64_t expert = args.topk_idx[earlier];
+        for (int k = 0; k < num_topk; ++k) {
+            if (expert == experts[k] && expert >= 0) add_relaxed<Scope::kBlock>(&positions[k], 1);
+        }
+    });
+    for (int k = 1 + thread_index(); k < num_topk; k += num_threads()) {
+        for (int j = 0; j < k; ++j) {
+            if (experts[j] == experts[k] && experts[k] >= 0) add_relaxed<Scope::kBlock>(&positions[k], 1);
+        }
+    }
+}
+
+template <Payload P>
+EP_DEVICE void send_rows(const DispatchArgs& args, const OpenOperation& open, const DispatchShared& shared) {
+    const OperationArgs& common = args.common;
+    const DispatchMessage message{common.map.hidden, P};
+    const int num_local_experts = common.map.num_local_experts();
+    int buffer = 0;
+    for (int token = block_index(); token < args.num_tokens; token += num_blocks(), buffer ^= 1) {
+        int64_t* experts = shared.experts[buffer];
+        int* positions = shared.positions[buffer];
+        for (int k = thread_index(); k < args.num_topk; k += num_threads()) {
+            experts[k] = args.topk_idx[static_cast<size_t>(token) * args.num_topk + k];
+            positions[k] = 0;
+        }
+        block_sync();
+        count_positions(args, token, experts, positions);
+        const std::byte* row = stage_row<P>(args, open, token);
+        block_sync();
+        for (int k = warp_id(); k < args.num_topk; k += num_warps()) {
+            const int64_t expert = experts[k];
+            if (!is_selected(args, expert)) continue;
+            const int dst = static_cast<int>(expert) / num_local_experts;
+            const int local_expert = static_cast<int>(expert) % num_local_experts;
+            if (positions[k] < common.map.num_max_tokens) {
+                const size_t slot = common.map.dispatched_row(open.half, local_expert, common.rank(), positions[k], message.bytes());
+                common.transport.put_warp(dst, slot, row, message.bytes(), local_expert);
+            }
+            // Pairs with the acquire in wait_until_issued().
+            if (elect_one()) add_release<Scope::kDevice>(&common.workspace->issued[expert], 1u);
+        }
+    }
+}
+
+// Warp. Writes the (token, slot) list of one expert and returns its length.
+EP_DEVICE int list_rows(const DispatchArgs& args, int expert, uint32_t* list) {
+    const int num_entries = args.num_tokens * args.num_topk;
+    const int chunk = (num_entries + kWarpSize - 1) / kWarpSize;
+    const int begin = lane_id() * chunk;
+    const int end = begin + chunk < num_entries ? begin + chunk : num_entries;
+    int mine = 0;
+    for (int i = begin; i < end; ++i) mine += args.topk_idx[i] == expert;
+    int position = warp_prefix_sum(mine);
+    const int total = shuffle(position + mine, kWarpSize - 1);
+    const int capacity = args.common.map.num_max_tokens;
+    for (int i = begin; i < end && mine != 0; ++i) {
+        if (args.topk_idx[i] != expert) continue;
+        if (position < capacity) {
+            list[position] = RowSource{static_cast<uint32_t>(i / args.num_topk), static_cast<uint32_t>(i % args.num_topk)}.pack();
+        }
+        ++position;
+    }
+    return total;
+}
+
+EP_DEVICE void announce_experts(const DispatchArgs& args, const OpenOperation& open) {
+    const OperationArgs& common = args.common;
+    const int num_local_experts = common.map.num_local_experts();
+    // Last blocks first: the first ones have the headers and an extra token to send.
+    const int first = (num_blocks() - 1 - block_index()) * num_warps() + warp_id();
+    for (int expert = first; expert < common.map.num_experts; expert += num_blocks() * num_warps()) {
+        const int dst = expert / num_local_experts;
+        const int qp = expert % num_local_experts;
+        auto* list = reinterpret_cast<uint32_t*>(common.transport.local(common.map.list_staging(open.half, expert)));
+        const int entries = list_rows(args, expert, list);
+        if (elect_one() && !wait_until_issued(args.common, open, expert, entries)) {
+            record_failure(common, open, FailureKind::kTimeout, common.rank());
+        }
+        warp_sync();
+        const int count = entries < common.map.num_max_tokens ? entries : common.map.num_max_tokens;
+        if (count > 0) {
+            common.transport.put_warp(dst, common.map.received_list(open.half, qp, common.rank()), list,
+                                      round_up(count * sizeof(uint32_t), sizeof(Vector)), qp);
+        }
+        if (elect_one()) announce_rows(common, open, dst, qp * common.num_ranks() + common.rank(), expert, count, qp);
+    }
+}
+
+// ---- receive
+
+// Warp 0. offsets[s]: first row of source s in this expert's block; offsets[num_ranks]: all rows.
+EP_DEVICE void prefix_counts(const uint32_t* counts, int num_ranks, int* offsets) {
+    int before = 0;
+    for (int base = 0; base < num_ranks; base += kWarpSize) {
+        const int source = base + lane_id();
+        const int count = source < num_ranks ? static_cast<int>(counts[source]) : 0;
+        const int prefix = before + warp_prefix_sum(count);
+        if (source < num_ranks) offsets[source] = prefix;
+        before = shuffle(prefix + count, kWarpSize - 1);
+    }
+    if (elect_one()) offsets[num_ranks] = before;
+}
+
+// The source whose rows include `row`: the last one that begins at or before it.
+EP_DEVICE int source_of_row(const int* offsets, int num_ranks, int row) {
+    int low = 0;
+    int high = num_ranks;
+    while (high - low > 1) {
+        const int middle = (low + high) / 2;
+        (offsets[middle] <= row ? low : high) = middle;
+    }
+    return low;
+}
+
+// Warp. One row from its slot to the caller's tensors.
+EP_DEVICE void receive_row(const DispatchArgs& args, const OpenOperation& open, const DispatchMessage& message, int local_expert, int source, int position, int row) {
+    const OperationArgs& common = args.common;
+    const size_t rows = common.map.rows_per_expert();
+    const size_t index = local_expert * rows + row;
+    const std::byte* slot = common.transport.local(common.map.dispatched_row(open.half, local_expert, source, position, message.bytes()));
+    copy_warp(args.recv_x + index * message.data_bytes(), slot, message.data_bytes());
+    const int num_items = message.num_scale_items();
+    const auto* scales = reinterpret_cast<const uint32_t*>(slot + message.scales_offset());
+    const size_t first_item = static_cast<size_t>(local_expert) * num_items;
+    warp_for(num_items, [&](int i) { args.recv_scales[(first_item + i) * rows + row] = scales[i]; });
+    if (!elect_one()) return;
+    const auto* list = reinterpret_cast<const uint32_t*>(common.transport.local(common.map.received_list(open.half, local_expert, source)));
+    const RowSource origin = RowSource::unpack(list[position]);
+    args.src_info[index] = static_cast<int32_t>(origin.token);
+    args.src_info[static_cast<size_t>(common.map.num_local_experts()) * rows + index] = static_cast<int32_t>(origin.slot);
+}
+
+// Block. One expert, or one of `num_parts` interleaved parts of its rows.
+EP_DEVICE void receive_expert(const DispatchArgs& args, const OpenOperation& open, const DispatchMessage& message, const DispatchShared& shared, int local_expert, int part, int num_parts) {
+    const OperationArgs& common = args.common;
+    const int num_ranks = common.num_ranks();
+    const int first_word = local_expert * num_ranks;
+    block_sync();  // the offsets of the previous expert are no longer read
+    if (warp_id() == 0) prefix_counts(common.workspace->counts + first_word, num_ranks, shared.offsets);
+    block_sync();
+    const int num_rows = shared.offsets[num_ranks];
+    if (part == 0) {
+        for (int source = thread_index(); source < num_ranks; source += num_threads()) {
+            const int64_t begin = shared.offsets[source];
+            args.layout_range[first_word + source] = begin << 32 | (shared.offsets[source + 1] - begin);
+        }
+        if (thread_index() == 0) {
+            args.recv_count[local_expert] = num_rows;
+            if (args.expert_stats != nullptr) args.expert_stats[local_expert] += num_rows;
+        }
+    }
+    for (int row = part * num_warps() + warp_id(); row < num_rows; row += num_parts * num_warps()) {
+        const int source = source_of_row(shared.offsets, num_ranks, row);
+        receive_row(args, open, message, local_expert, source, row - shared.offsets[source], row);
+    }
+}
+
+EP_DEVICE void receive_experts(const DispatchArgs& args, const OpenOperation& open, const DispatchMessage& message, const DispatchShared& shared) {
+    const OperationArgs& common = args.common;
+    const int num_ranks = common.num_ranks();
+    const int num_local_experts = common.map.num_local_experts();
+    const int num_parts = num_blocks() > num_local_experts ? num_blocks() / num_local_experts : 1;
+    if (block_index() >= num_local_experts * num_parts) return;
+    const int first = block_index() / num_parts;
+    const int part = block_index() % num_parts;
+    const int num_teams = num_parts == 1 ? num_blocks() : num_local_experts;
+    const int num_mine = (num_local_experts - first + num_teams - 1) / num_teams;
+    // All counts before any copy: an arrival must not look late because this rank was copying.
+    const auto index_of = [&](int i) { return (first + i / num_ranks * num_teams) * num_ranks + i % num_ranks; };
+    const auto source_of = [&](int index) { return index % num_ranks; };
+    if (!wait_for_counts(common, open, num_mine * num_ranks, index_of, source_of)) return;
+    for (int i = 0; i < num_mine; ++i) {
+        receive_expert(args, open, message, shared, first + i * num_teams, part, num_parts);
+    }
+}
+
+template <Payload P>
+EP_KERNEL void low_latency_dispatch(const EP_GRID_CONSTANT DispatchArgs args) {
+    const OperationArgs& common = args.common;
+    const OpenOperation open = current_operation(common);
+    const DispatchShared shared(args.num_topk, common.num_ranks());
+    if (common.phases & kPhaseSend) {
+        send_headers(common, open);
+        send_rows<P>(args, open, shared);
+        announce_experts(args, open);
+        if (!(common.phases & kPhaseReceive)) return;
+    }
+    if (wait_for_headers(common, open)) receive_experts(args, open, DispatchMessage{common.map.hidden, P}, shared);
+    close_operation(common, open, shared.is_last, [](int source) { return source; }, common.num_ranks());
+}
+
+}  // namespace ep

@@ -1,0 +1,197 @@
+// What ranks write into each other's memory: the one definition of every message, word and offset,
+// for kernels, for the allocator and, through the binding, for Python.
+//
+// A rank's symmetric memory is a control region (signals and their payload, fixed size for a group)
+// followed by the buffer whose size the user chose. Offsets below count from the start of symmetric
+// memory and are equal on all ranks.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "device/device.cuh"
+
+namespace ep {
+
+constexpr int kMaxExperts = 4096;
+constexpr int kMaxTopk = 32;
+constexpr int kNumHalves = 2;  // operations alternate, see LowLatencyMap
+
+EP_HOST_DEVICE size_t round_up(size_t value, size_t multiple) { return (value + multiple - 1) / multiple * multiple; }
+
+enum class Operation : uint32_t { kNone = 0, kDispatch = 1, kCombine = 2, kBarrier = 3, kClockOffset = 4 };
+
+// Tells of one low-latency operation of one source, sent to every rank before any payload. `op` is
+// the signal; the other words are readable once it shows the operation's number.
+struct OpHeader {
+    uint64_t op;
+    uint64_t entered_ns;  // source's clock
+    uint64_t shape[2];    // OpShape, packed
+    uint64_t reserved[4];
+};
+static_assert(sizeof(OpHeader) == 64, "one cache line a source");
+
+// What all ranks must agree on; anything that changes where messages land belongs here.
+struct OpShape {
+    uint32_t num_max_tokens;
+    uint32_t hidden;
+    uint32_t num_experts;
+    uint16_t message_format;  // payload kind, so that the message size agrees
+    uint16_t operation;
+
+    EP_HOST_DEVICE uint64_t word(int i) const {
+        return i == 0 ? static_cast<uint64_t>(num_max_tokens) << 32 | hidden
+                      : static_cast<uint64_t>(num_experts) << 32 | static_cast<uint32_t>(message_format) << 16 | operation;
+    }
+    EP_HOST_DEVICE static OpShape from_words(uint64_t first, uint64_t second) {
+        return {static_cast<uint32_t>(first >> 32), static_cast<uint32_t>(first), static_cast<uint32_t>(second >> 32),
+                static_cast<uint16_t>(second >> 16), static_cast<uint16_t>(second)};
+    }
+};
+
+// Announces that all rows of one (source rank, expert) pair have been put, and how many: one 8-byte
+// signal. `tag` tells the operation, so nothing has to be cleared between operations.
+struct CountWord {
+    uint32_t tag;        // 16 bits, never 0
+    uint32_t count;      // 16 bits
+    uint32_t issued_lo;  // low half of the source's clock when it sent this word
+
+    EP_HOST_DEVICE uint64_t pack() const {
+        return static_cast<uint64_t>(tag) << 48 | static_cast<uint64_t>(count) << 32 | issued_lo;
+    }
+    EP_HOST_DEVICE static CountWord unpack(uint64_t word) {
+        return {static_cast<uint32_t>(word >> 48), static_cast<uint32_t>(word >> 32 & 0xFFFFu), static_cast<uint32_t>(word)};
+    }
+    EP_HOST_DEVICE static uint32_t tag_of(uint64_t op) { return static_cast<uint32_t>(op % 0xFFFFu) + 1; }
+    // The full stamp, given one not more than 2^32 ns (4.29 s) before it.
+    EP_HOST_DEVICE uint64_t issued_ns(uint64_t not_before) const {
+        return not_before + static_cast<uint32_t>(issued_lo - static_cast<uint32_t>(not_before));
+    }
+};
+constexpr int kMaxCount = 0xFFFF;
+
+// Ping-pong for clock offsets; one slot per partner.
+struct PingSlot {
+    uint64_t request;  // signal: sequence number
+    uint64_t reply;    // signal: sequence number
+    uint64_t reply_ns;
+    uint64_t reserved[5];
+};
+static_assert(sizeof(PingSlot) == 64, "one cache line a partner");
+
+struct ControlMap {
+    int num_ranks;
+
+    EP_HOST_DEVICE size_t header(int half, int source) const { return (static_cast<size_t>(half) * num_ranks + source) * sizeof(OpHeader); }
+    EP_HOST_DEVICE size_t ping(int partner) const { return header(kNumHalves, 0) + partner * sizeof(PingSlot); }
+    EP_HOST_DEVICE size_t barrier(int source) const { return ping(num_ranks) + source * sizeof(uint64_t); }
+    // index: dispatch: local expert * num_ranks + source; combine: the source's expert, globally.
+    EP_HOST_DEVICE size_t count(int half, int index) const {
+        return round_up(barrier(num_ranks), 64) + (static_cast<size_t>(half) * kMaxExperts + index) * sizeof(uint64_t);
+    }
+    EP_HOST_DEVICE size_t bytes() const { return round_up(count(kNumHalves, 0), 4096); }
+};
+
+// Where a dispatched row comes from; one 32-bit word in the list that follows a source's rows.
+struct RowSource {
+    uint32_t token;  // index on its source rank, below 2^24
+    uint32_t slot;   // which of the token's top-k entries
+
+    EP_HOST_DEVICE uint32_t pack() const { return slot << 24 | token; }
+    EP_HOST_DEVICE static RowSource unpack(uint32_t word) { return {word & 0xFFFFFFu, word >> 24}; }
+};
+constexpr int kMaxTokens = 1 << 16;  // a count must fit a CountWord
+
+// Leads a combined row; only the logarithmic format needs it on the wire.
+struct CombineHeader {
+    uint32_t encoding;  // RowEncoding
+    uint32_t reserved[3];
+};
+static_assert(sizeof(CombineHeader) == sizeof(Vector), "rows stay 16-byte aligned");
+
+enum RowEncoding : uint32_t { kRowBf16 = 0, kRowLogFmt = 1 };
+
+enum class Payload : uint16_t { kBf16 = 0, kFp8 = 1, kFp8PowerOfTwo = 2, kFp8Ue8m0 = 3 };
+
+// A dispatched row: data, then scales (32-bit items: one float, or four UE8M0 bytes).
+struct DispatchMessage {
+    int hidden;
+    Payload payload;
+
+    EP_HOST_DEVICE int num_groups() const { return hidden / kChannelsPerScale; }
+    EP_HOST_DEVICE int num_scale_items() const {
+        return payload == Payload::kBf16 ? 0 : payload == Payload::kFp8Ue8m0 ? (num_groups() + 3) / 4 : num_groups();
+    }
+    EP_HOST_DEVICE size_t data_bytes() const { return static_cast<size_t>(hidden) * (payload == Payload::kBf16 ? 2 : 1); }
+    EP_HOST_DEVICE size_t scales_offset() const { return data_bytes(); }
+    EP_HOST_DEVICE size_t bytes() const { return round_up(scales_offset() + num_scale_items() * sizeof(uint32_t), sizeof(Vector)); }
+};
+
+// A row on its way back: header, then bf16 data or the logarithmic format, group by group.
+struct CombineMessage {
+    int hidden;
+
+    // One group of 128 values: low and step, 128 low bytes, 32 bytes of high bit pairs.
+    static constexpr size_t kLogGroupBytes = 176;  // 8 + 128 + 32, rounded up to 16
+    static constexpr size_t kLogLowOffset = 16;
+    static constexpr size_t kLogHighOffset = kLogLowOffset + kLogGroup;
+
+    EP_HOST_DEVICE size_t data_offset() const { return sizeof(CombineHeader); }
+    EP_HOST_DEVICE size_t data_bytes() const { return static_cast<size_t>(hidden) * 2; }
+    EP_HOST_DEVICE size_t log_bytes() const { return static_cast<size_t>(hidden / kLogGroup) * kLogGroupBytes; }
+    EP_HOST_DEVICE size_t bytes() const { return data_offset() + data_bytes(); }
+};
+static_assert(CombineMessage::kLogHighOffset + kLogGroup / 4 == CombineMessage::kLogGroupBytes, "a group is packed");
+
+// The low-latency use of the buffer. Operations alternate between two halves by their number: when
+// this rank sends operation n + 2 it has received operation n + 1 from everyone, so everyone has
+// finished reading operation n. The same argument frees the staging memory of one-sided puts.
+// The receive region of a half serves dispatch and combine, since a half serves one operation.
+//
+// Slots: a dispatched row lies at (local expert, source, position among the source's rows for that
+// expert); a combined row at (token, top-k slot) of its destination.
+struct LowLatencyMap {
+    int num_ranks;
+    int num_experts;
+    int num_max_tokens;
+    int hidden;
+    size_t begin;  // of the user's buffer
+
+    EP_HOST_DEVICE int num_local_experts() const { return num_experts / num_ranks; }
+    EP_HOST_DEVICE size_t max_dispatch_bytes() const { return DispatchMessage{hidden, Payload::kBf16}.bytes(); }
+    EP_HOST_DEVICE size_t combine_bytes() const { return CombineMessage{hidden}.bytes(); }
+    EP_HOST_DEVICE size_t rows_per_expert() const { return static_cast<size_t>(num_ranks) * num_max_tokens; }
+    // RowSource words of one (source, expert) pair.
+    EP_HOST_DEVICE size_t list_bytes() const { return round_up(num_max_tokens * sizeof(uint32_t), sizeof(Vector)); }
+
+    EP_HOST_DEVICE size_t dispatch_staging(int half, int token) const {
+        return begin + (static_cast<size_t>(half) * num_max_tokens + token) * max_dispatch_bytes();
+    }
+    EP_HOST_DEVICE size_t list_staging(int half, int expert) const {
+        return dispatch_staging(kNumHalves, 0) + (static_cast<size_t>(half) * num_experts + expert) * list_bytes();
+    }
+    EP_HOST_DEVICE size_t combine_staging(int half, int local_expert, size_t row) const {
+        return list_staging(kNumHalves, 0) +
+               ((static_cast<size_t>(half) * num_local_experts() + local_expert) * rows_per_expert() + row) * combine_bytes();
+    }
+    EP_HOST_DEVICE size_t received_list(int half, int local_expert, int source) const {
+        return combine_staging(kNumHalves, 0, 0) +
+               (static_cast<size_t>(half) * num_experts + static_cast<size_t>(local_expert) * num_ranks + source) * list_bytes();
+    }
+    EP_HOST_DEVICE size_t receive(int half) const { return received_list(kNumHalves, 0, 0) + half * receive_bytes(); }
+    EP_HOST_DEVICE size_t receive_bytes() const {
+        const size_t dispatched = static_cast<size_t>(num_experts) * num_max_tokens * max_dispatch_bytes();
+        const size_t combined = static_cast<size_t>(num_max_tokens) * kMaxTopk * combine_bytes();
+        return dispatched > combined ? dispatched : combined;
+    }
+    EP_HOST_DEVICE size_t dispatched_row(int half, int local_expert, int source, int position, size_t message_bytes) const {
+        return receive(half) +
+               ((static_cast<size_t>(local_expert) * num_ranks + source) * num_max_tokens + position) * message_bytes;
+    }
+    EP_HOST_DEVICE size_t combined_row(int half, int token, int slot) const {
+        return receive(half) + (static_cast<size_t>(token) * kMaxTopk + slot) * combine_bytes();
+    }
+    EP_HOST_DEVICE size_t bytes() const { return round_up(receive(kNumHalves) - begin, 128); }
+};
+
+}  // namespace ep

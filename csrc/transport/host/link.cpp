@@ -1,0 +1,160 @@
+#include "transport/host/link.h"
+
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <climits>
+#include <cstring>
+
+namespace ep::host {
+namespace {
+
+void futex(std::atomic<uint32_t>* word, int operation, uint32_t value, const timespec* timeout) {
+    syscall(SYS_futex, reinterpret_cast<uint32_t*>(word), operation, value, timeout, nullptr, 0);
+}
+
+// EP_WEAKEN_SIGNAL builds exist to prove that ThreadSanitizer finds what they break.
+#if defined(EP_WEAKEN_SIGNAL)
+constexpr std::memory_order kSignalOrder = std::memory_order_relaxed;
+#else
+constexpr std::memory_order kSignalOrder = std::memory_order_release;
+#endif
+
+}  // namespace
+
+Link::Link(RankClock& clock, int rank, std::vector<PeerMemory> peers)
+    : clock_(clock), rank_(rank), peers_(std::move(peers)), path_faults_(peers_.size()), to_ring_(peers_.size(), 0) {}
+
+void Link::put(int dst, size_t offset, const void* src, size_t bytes, int qp) {
+    const auto* begin = static_cast<const std::byte*>(src);
+    held_back_.push_back({dst, qp, generations_[{dst, qp}], offset, {begin, begin + bytes}});
+    account(dst, bytes);
+}
+
+void Link::fence(int dst, int qp) {
+    if (!in_order()) ++generations_[{dst, qp}];
+}
+
+uint64_t Link::arrival_stamp(int dst) {
+    const uint64_t now = clock_.true_ns();
+    PathFault& path = path_faults_[dst];
+    if (!faulty_ || (path.delay_ns == 0 && path.ns_per_byte == 0.0)) return now;
+    const uint64_t begin = std::max(now, path.busy_until_ns);
+    path.busy_until_ns = begin + static_cast<uint64_t>(static_cast<double>(path.bytes) * path.ns_per_byte);
+    path.bytes = 0;
+    return path.busy_until_ns + path.delay_ns;
+}
+
+void Link::signal(int dst, size_t offset, uint64_t value, int qp) {
+    const uint64_t stamp = arrival_stamp(dst);
+    if (in_order()) {
+        deliver_signal(dst, offset, value, stamp);
+    } else {
+        held_back_.push_back({dst, qp, generations_[{dst, qp}], offset, {}, value, stamp, true});
+    }
+}
+
+void Link::deliver_signal(int dst, size_t offset, uint64_t value, uint64_t stamp_ns) {
+    peers_[dst].signal_stamps[offset / sizeof(uint64_t)].store(stamp_ns, std::memory_order_relaxed);
+    auto* word = reinterpret_cast<uint64_t*>(peers_[dst].base + offset);
+    std::atomic_ref<uint64_t>(*word).store(value, kSignalOrder);
+    to_ring_[dst] = 1;
+    any_to_ring_ = true;
+}
+
+void Link::deliver(const HeldBack& item) {
+    if (item.is_signal) {
+        deliver_signal(item.dst, item.offset, item.value, item.stamp_ns);
+    } else {
+        std::memcpy(peers_[item.dst].base + item.offset, item.bytes.data(), item.bytes.size());
+    }
+}
+
+uint64_t Link::poll(size_t offset) {
+    if (any_to_ring_) ring();
+    auto* word = reinterpret_cast<uint64_t*>(peers_[rank_].base + offset);
+    const uint64_t value = std::atomic_ref<uint64_t>(*word).load(std::memory_order_acquire);
+    if (clock_.mode() == ClockMode::kWall && value != 0) {
+        // In real time a delayed signal is there but must not be seen yet.
+        const uint64_t stamp = peers_[rank_].signal_stamps[offset / sizeof(uint64_t)].load(std::memory_order_relaxed);
+        if (stamp > monotonic_ns()) return 0;
+    }
+    return value;
+}
+
+uint64_t Link::arrival_ns(size_t offset) {
+    if (clock_.mode() == ClockMode::kWall) return clock_.now_ns();
+    const uint64_t stamp = peers_[rank_].signal_stamps[offset / sizeof(uint64_t)].load(std::memory_order_relaxed);
+    clock_.advance_to(stamp);
+    return clock_.bend(stamp);
+}
+
+void Link::ring() {
+    any_to_ring_ = false;
+    for (size_t dst = 0; dst < peers_.size(); ++dst) {
+        if (!to_ring_[dst]) continue;
+        to_ring_[dst] = 0;
+        // A read-modify-write orders the signal before the look at `sleeping`; see arm().
+        Doorbell& doorbell = *peers_[dst].doorbell;
+        if (doorbell.sleeping.fetch_or(0) == 0) continue;
+        doorbell.rings.fetch_add(1);
+        futex(&doorbell.rings, FUTEX_WAKE, INT_MAX, nullptr);
+    }
+}
+
+void Link::flush() {
+    while (pump()) {
+    }
+    ring();
+}
+
+void Link::set_path_fault(int dst, uint64_t delay_ns, double bytes_per_s) {
+    path_faults_[dst] = PathFault{delay_ns, bytes_per_s > 0.0 ? 1e9 / bytes_per_s : 0.0};
+    faulty_ = std::any_of(path_faults_.begin(), path_faults_.end(),
+                          [](const PathFault& path) { return path.delay_ns != 0 || path.ns_per_byte != 0.0; });
+}
+
+void Link::set_reorder(std::optional<uint64_t> seed) {
+    flush();
+    reorder_.reset();
+    if (seed) reorder_.emplace(*seed);
+}
+
+bool Link::pump() {
+    if (held_back_.empty()) return false;
+    // Any item may be next that no fence puts behind another one on its queue pair.
+    const size_t start = reorder_ ? reorder_->below(held_back_.size()) : 0;
+    for (size_t i = 0; i < held_back_.size(); ++i) {
+        const size_t candidate = (start + i) % held_back_.size();
+        const HeldBack& item = held_back_[candidate];
+        const bool fenced = std::any_of(held_back_.begin(), held_back_.end(), [&](const HeldBack& other) {
+            return other.dst == item.dst && other.qp == item.qp && other.generation < item.generation;
+        });
+        if (fenced) continue;
+        deliver(item);
+        held_back_.erase(held_back_.begin() + static_cast<ptrdiff_t>(candidate));
+        break;
+    }
+    if (held_back_.empty()) generations_.clear();
+    return true;
+}
+
+void Link::arm() {
+    ring();
+    Doorbell& doorbell = *peers_[rank_].doorbell;
+    rings_seen_ = doorbell.rings.load();
+    doorbell.sleeping.exchange(1);
+}
+
+void Link::sleep(uint64_t max_ns) {
+    const timespec timeout{0, static_cast<long>(max_ns)};
+    futex(&peers_[rank_].doorbell->rings, FUTEX_WAIT, rings_seen_, &timeout);
+    disarm();
+}
+
+void Link::disarm() { peers_[rank_].doorbell->sleeping.store(0); }
+
+}  // namespace ep::host

@@ -1,0 +1,67 @@
+// Symmetric memory on the host target: anonymous shared memory (memfd). It has no name, so nothing
+// can stay behind when a rank is killed, and it does not count against the size of /dev/shm. Other
+// processes open it through /proc/<pid>/fd; ranks that are threads of one process share pointers.
+#pragma once
+
+#include <cstddef>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "device/device_runtime.h"
+#include "transport/host/link.h"
+#include "transport/host/transport.h"
+
+namespace ep {
+
+struct SymmetricMemoryOptions {
+    int rank = 0;
+    int num_ranks = 1;
+    size_t control_bytes = 0;  // signals and their payload, at offset 0
+    size_t data_bytes = 0;     // right behind
+    bool allow_nvlink = true;  // the GPU's choice of path; every path here is memory
+};
+
+class SymmetricMemory {
+public:
+    SymmetricMemory(Device& device, const SymmetricMemoryOptions& options);
+    ~SymmetricMemory();
+    SymmetricMemory(const SymmetricMemory&) = delete;
+    SymmetricMemory& operator=(const SymmetricMemory&) = delete;
+
+    // What another rank needs to map this memory.
+    std::string local_handle() const;
+    // handles[r] is rank r's local_handle(). Local, maps the others' memory.
+    void connect(const std::vector<std::string>& handles);
+    // The others have mapped this rank's memory: no further process can.
+    void release_handle();
+
+    bool connected() const { return link_ != nullptr; }
+    std::byte* local_base() const { return mapping_; }
+    Transport transport() const;
+
+    void set_path_fault(int dst, uint64_t delay_ns, double bytes_per_s);
+    void set_delivery(const std::string& kind, uint64_t seed);
+
+private:
+    struct Mapping {
+        std::byte* base = nullptr;
+        size_t bytes = 0;
+    };
+
+    host::PeerMemory peer_memory(std::byte* base) const;
+    size_t total_bytes() const;
+    size_t extras_offset() const;
+
+    Device& device_;
+    SymmetricMemoryOptions options_;
+    int descriptor_ = -1;
+    std::byte* mapping_ = nullptr;
+    std::vector<Mapping> foreign_;
+    std::vector<std::byte*> bases_;
+    std::optional<uint64_t> reorder_seed_;
+    std::unique_ptr<host::Link> link_;
+};
+
+}  // namespace ep

@@ -1,0 +1,47 @@
+// Transport on the host target: see transport/transport.cuh for the contract. All ranks are
+// addressable; the link adds stamps, wake-ups and injected faults.
+#pragma once
+
+#include "device/host/device.h"
+#include "transport/host/link.h"
+
+namespace ep {
+
+struct Transport {
+    std::byte* const* peers;
+    host::Link* link;
+    int rank;
+    int num_ranks;
+
+    bool all_direct() const { return true; }
+    void* direct(int dst, size_t offset) const { return peers[dst] + offset; }
+    std::byte* local(size_t offset) const { return peers[rank] + offset; }
+
+    void put_warp(int dst, size_t offset, const void* src, size_t bytes, int qp) const {
+        host::current_executor->interleave();
+        if (!link->in_order()) {
+            if (elect_one()) link->put(dst, offset, src, bytes, qp);
+            return;
+        }
+        copy_warp(peers[dst] + offset, src, bytes);
+        if (elect_one()) link->account(dst, bytes);
+    }
+    void put_word(int dst, size_t offset, uint64_t value, int qp) const {
+        host::current_executor->interleave();
+        if (!link->in_order()) {
+            link->put(dst, offset, &value, sizeof(value), qp);
+            return;
+        }
+        store_relaxed<Scope::kSystem>(reinterpret_cast<uint64_t*>(peers[dst] + offset), value);
+    }
+    void fence(int dst, int qp) const { link->fence(dst, qp); }
+    void signal(int dst, size_t offset, uint64_t value, int qp) const {
+        host::current_executor->interleave();
+        link->signal(dst, offset, value, qp);
+    }
+    void flush() const { link->ring(); }
+    uint64_t poll(size_t offset) const { return link->poll(offset); }
+    uint64_t arrival_ns(size_t offset) const { return link->arrival_ns(offset); }
+};
+
+}  // namespace ep
