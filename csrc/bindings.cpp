@@ -8,12 +8,16 @@
 #include <vector>
 
 #include "runtime/runtime.h"
+#if defined(EP_TARGET_HOST)
+#include "runtime/host_pool.h"
+#endif
 
 #ifndef EP_MODULE_NAME
 #define EP_MODULE_NAME _cpu
 #endif
 
 namespace py = pybind11;
+using py::operator""_a;
 
 namespace ep {
 namespace {
@@ -75,7 +79,7 @@ py::object failure_dict(Runtime& runtime) {
         failure = runtime.take_failure();
     }
     if (!failure) return py::none();
-    static constexpr const char* kKinds[] = {"none", "timeout", "mismatch", "abandoned"};
+    static constexpr const char* kKinds[] = {"none", "timeout", "mismatch", "abandoned", "index"};
     py::dict result;
     result["kind"] = kKinds[static_cast<int>(failure->kind)];
     result["operation"] = operation_name(static_cast<uint32_t>(failure->operation));
@@ -90,14 +94,27 @@ py::object failure_dict(Runtime& runtime) {
     return result;
 }
 
+#if defined(EP_TARGET_HOST)
+// torch.frombuffer() keeps the object alive as long as any tensor uses its memory.
+void bind_host_pool(py::module_& m) {
+    py::class_<HostPool::Block>(m, "Block", py::buffer_protocol(), py::module_local()).def_buffer([](HostPool::Block& block) {
+        return py::buffer_info(static_cast<uint8_t*>(block.memory()), static_cast<py::ssize_t>(block.bytes()));
+    });
+    py::class_<HostPool, std::shared_ptr<HostPool>>(m, "HostPool", py::module_local(), "Reuses the memory of freed output tensors.")
+        .def(py::init([] { return std::make_shared<HostPool>(); }))
+        .def("take", &HostPool::take, "bytes"_a, "At least this many bytes, uninitialised, through the buffer protocol.");
+}
+#else
+void bind_host_pool(py::module_&) {}
+#endif
+
 }  // namespace
 }  // namespace ep
 
 PYBIND11_MODULE(EP_MODULE_NAME, m) {
     using namespace ep;
     using Release = py::call_guard<py::gil_scoped_release>;
-    using py::operator""_a;
-#if !defined(__CUDACC__) && defined(__x86_64__) && defined(__AVX2__)
+#if defined(EP_TARGET_HOST) && defined(__x86_64__) && defined(__AVX2__)
     if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) {
         throw py::import_error("this build of deep_ep._cpu needs a processor with AVX2 and FMA; rebuild with DEEP_EP_CPU_ARCH=x86-64");
     }
@@ -119,6 +136,7 @@ PYBIND11_MODULE(EP_MODULE_NAME, m) {
     m.attr("PHASE_RECEIVE") = static_cast<int>(kPhaseReceive);
     m.attr("MAX_EXPERTS") = kMaxExperts;
     m.attr("MAX_TOPK") = kMaxTopk;
+    m.attr("MAX_TOKENS") = kMaxTokens - 1;
     m.def("device_count", &Device::count);
     m.def(
         "low_latency_rdma_size_hint",
@@ -127,7 +145,10 @@ PYBIND11_MODULE(EP_MODULE_NAME, m) {
         },
         py::kw_only(), "num_max_dispatch_tokens_per_rank"_a, "num_ranks"_a, "hidden"_a, "num_experts"_a);
 
-    py::class_<Runtime>(m, "Runtime")
+    bind_host_pool(m);
+
+    // Local to this module: the CUDA modules have classes of the same names.
+    py::class_<Runtime>(m, "Runtime", py::module_local())
         .def(py::init([](int rank, int num_ranks, size_t num_nvl_bytes, size_t num_rdma_bytes, bool low_latency_mode,
                          int num_qps_per_rank, uint64_t timeout_ns, int ranks_per_node, int device_index, bool allow_nvlink,
                          const std::string& clock) {

@@ -1,7 +1,29 @@
-// Bit casts and exact arithmetic for numbers.cuh, per target.
+// Bit casts, bf16 and the conversions whose instructions differ per target. Both offer
+//   bits_to_float float_to_bits divide fused_multiply_add log2_approx exp2_approx
+//   unpack(vector, values)  8 bf16 elements to floats
+//   pack(values)            to bf16, round to nearest even, NaN stays NaN
+//   to_e4m3(values)         8 floats to e4m3 bytes, round to nearest even, saturating at 448
 #pragma once
 
-#if defined(__CUDACC__)
+#include <cstdint>
+
+#include "device/target.h"
+
+namespace ep {
+
+struct bf16 {
+    uint16_t bits;
+};
+
+// 16 bytes: the unit of every copy and of every load or store of payload.
+struct alignas(16) Vector {
+    uint32_t words[4];
+};
+constexpr int kVectorElements = 8;  // bf16 elements in a Vector
+
+}  // namespace ep
+
+#if defined(EP_TARGET_CUDA)
 #include "device/cuda/bits.cuh"
 #else
 #include "device/host/bits.h"

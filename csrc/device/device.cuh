@@ -12,6 +12,7 @@
 //                                  an array of N values is one rendezvous
 //   elect_one()                    true on exactly one lane of a converged warp
 // Block, grid   block_sync() bar_sync(id, num_threads) grid_sync() (cooperative launches only)
+//   block_any(predicate)           a block_sync() that tells all threads whether it held on one of them
 // Shared memory SharedArena arena; T* p = arena.take<T>(count): same sequence on every thread
 // Atomics       load_acquire<S> load_relaxed<S> store_release<S> store_relaxed<S> add_relaxed<S>
 //               add_release<S> add_acq_rel<S>(pointer, value) -> old value; S names the scope
@@ -21,11 +22,14 @@
 //               16. The source must be visible to the whole warp (block) before; the destination is
 //               after the next warp_sync (block_sync).
 // Loops         warp_for(n, f), block_for(n, f): f(i) for each i in [0, n), once, on some thread
-//               block_for_tiles<V>(n, f): f(tile) with up to V indices tile.index(j), j < tile.count
+//               block_for_tiles<V>(n, f): f(tile) with up to V indices tile.index(j), j < tile.count;
+//                              tile.clamped(j) is the last one beyond that
 // Numbers       bf16, load_vector/store_vector, to_e4m3, ... see numbers.cuh
 #pragma once
 
-#if defined(__CUDACC__)
+#include "device/target.h"
+
+#if defined(EP_TARGET_CUDA)
 #include "device/cuda/device.cuh"
 #else
 #include "device/host/device.h"

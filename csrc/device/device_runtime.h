@@ -2,7 +2,9 @@
 // Both targets offer the same members; see device/host/device_runtime.h for what each does.
 #pragma once
 
-#if defined(__CUDACC__)
+#include "device/target.h"
+
+#if defined(EP_TARGET_CUDA)
 #include "device/cuda/device_runtime.h"
 #else
 #include "device/host/device_runtime.h"

@@ -8,43 +8,8 @@
 
 namespace ep {
 
-struct bf16 {
-    uint16_t bits;
-};
-
-EP_HOST_DEVICE float to_float(bf16 value) { return bits_to_float(static_cast<uint32_t>(value.bits) << 16); }
-
-// Round to nearest even; NaN stays NaN.
-EP_HOST_DEVICE bf16 to_bf16(float value) {
-    const uint32_t bits = float_to_bits(value);
-    const uint32_t rounded = (bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16;
-    const bool nan = (bits & 0x7FFFFFFFu) > 0x7F800000u;
-    return {static_cast<uint16_t>(nan ? 0x7FC0u : rounded)};
-}
-
-// 16 bytes: the unit of every copy and of every load or store of payload.
-struct alignas(16) Vector {
-    uint32_t words[4];
-};
-constexpr int kVectorElements = 8;  // bf16 elements in a Vector
-
-EP_HOST_DEVICE void unpack(const Vector& vector, float (&values)[kVectorElements]) {
-    EP_UNROLL(4)
-    for (int i = 0; i < 4; ++i) {
-        values[2 * i] = bits_to_float(vector.words[i] << 16);
-        values[2 * i + 1] = bits_to_float(vector.words[i] & 0xFFFF0000u);
-    }
-}
-
-EP_HOST_DEVICE Vector pack(const float (&values)[kVectorElements]) {
-    Vector vector;
-    EP_UNROLL(4)
-    for (int i = 0; i < 4; ++i) {
-        vector.words[i] = static_cast<uint32_t>(to_bf16(values[2 * i]).bits) |
-                          static_cast<uint32_t>(to_bf16(values[2 * i + 1]).bits) << 16;
-    }
-    return vector;
-}
+// unpack(vector, values), pack(values) and to_e4m3(values) convert the 8 bf16 elements of a Vector;
+// they are per target, in bits.cuh, because only their order of operations differs.
 
 // ---- FP8 cast (API specification 8.3): groups of 128 channels, fp32 arithmetic
 

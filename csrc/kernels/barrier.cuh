@@ -1,4 +1,5 @@
-// All ranks meet: each signals every other and waits for all. Launched with one block.
+// All ranks meet: each signals every other and waits for all. A rank that missed one which others
+// gave up joins them in the next. Launched with one block.
 #pragma once
 
 #include "kernels/operation.cuh"
@@ -6,7 +7,8 @@
 namespace ep {
 
 EP_KERNEL void barrier(const EP_GRID_CONSTANT OperationArgs args) {
-    const uint64_t round = args.workspace->barriers + 1;
+    const uint64_t given_up = newest_given_up(args, Series::kBarriers);
+    const uint64_t round = (given_up > args.workspace->barriers ? given_up : args.workspace->barriers) + 1;
     const OpenOperation open{round, 0, deadline_in(args.timeout_ns)};
     for (int dst = thread_index(); dst < args.num_ranks(); dst += num_threads()) {
         args.transport.signal(dst, args.control.barrier(args.rank()), round, 0);
@@ -21,6 +23,7 @@ EP_KERNEL void barrier(const EP_GRID_CONSTANT OperationArgs args) {
     }
     block_sync();
     if (thread_index() != 0) return;
+    if (args.workspace->failed != 0) tell_given_up(args, Series::kBarriers, round);
     args.workspace->barriers = round;
     args.workspace->failed = 0;
     args.transport.flush();

@@ -56,7 +56,8 @@ EP_KERNEL void clock_offset(const EP_GRID_CONSTANT ClockOffsetArgs args) {
     const OperationArgs& common = args.common;
     if (thread_index() != 0) return;
     const int num_ranks = common.num_ranks();
-    const uint64_t rounds = common.workspace->clock_rounds + 1;
+    const uint64_t given_up = newest_given_up(common, Series::kClockRounds);
+    const uint64_t rounds = (given_up > common.workspace->clock_rounds ? given_up : common.workspace->clock_rounds) + 1;
     const OpenOperation open{rounds, 0, deadline_in(common.timeout_ns)};
     const uint64_t first_sequence = rounds << 32;  // later calls must be newer, whatever they sample
     for (int round = 0; round < num_ranks; ++round) {
@@ -67,6 +68,7 @@ EP_KERNEL void clock_offset(const EP_GRID_CONSTANT ClockOffsetArgs args) {
                               : answer(args, open, partner, first_sequence) && ask(args, open, partner, first_sequence);
         if (!ok) record_failure(common, open, FailureKind::kTimeout, partner);
     }
+    if (common.workspace->failed != 0) tell_given_up(common, Series::kClockRounds, rounds);
     common.workspace->clock_rounds = rounds;
     common.workspace->failed = 0;
 }

@@ -185,12 +185,12 @@ EP_DEVICE void reduce_token(const CombineArgs& args, const OpenOperation& open, 
             const bool encoded = kLogFormat && reinterpret_cast<const CombineHeader*>(row)->encoding == kRowLogFmt;
             EP_UNROLL(kTile)
             for (int j = 0; j < kTile; ++j) {
-                if (j >= tile.count) continue;
                 float values[kVectorElements];
+                // Past the end of a tile the last vector is summed again and not stored: no branch.
                 if (encoded) {
-                    decode_vector(row + message.data_offset(), tile.index(j), values);
+                    decode_vector(row + message.data_offset(), tile.clamped(j), values);
                 } else {
-                    unpack(reinterpret_cast<const Vector*>(row + message.data_offset())[tile.index(j)], values);
+                    unpack(reinterpret_cast<const Vector*>(row + message.data_offset())[tile.clamped(j)], values);
                 }
                 EP_UNROLL(8)
                 for (int i = 0; i < kVectorElements; ++i) sums[j][i] = fused_multiply_add(values[i], weight, sums[j][i]);

@@ -37,14 +37,14 @@ struct DispatchArgs {
 // one token start on the next.
 struct DispatchShared {
     int* is_last;
-    int64_t* experts[2];  // [num_topk]
-    int* positions[2];    // [num_topk]
-    int* offsets;         // [num_ranks + 1]
+    int64_t* experts;  // [2, num_topk]
+    int* positions;    // [2, num_topk]
+    int* offsets;      // [num_ranks + 1]
 
     EP_DEVICE DispatchShared(int num_topk, int num_ranks) {
         SharedArena arena;
-        for (auto& e : experts) e = arena.take<int64_t>(num_topk);
-        for (auto& p : positions) p = arena.take<int>(num_topk);
+        experts = arena.take<int64_t>(2 * num_topk);
+        positions = arena.take<int>(2 * num_topk);
         offsets = arena.take<int>(num_ranks + 1);
         is_last = arena.take<int>(1);
     }
@@ -88,13 +88,9 @@ EP_DEVICE void cast_row(const bf16* x, const DispatchMessage& message, std::byte
             const Fp8Scale scale = fp8_scale(bits_to_float(abs_max[u] << 16), P != Payload::kFp8);
             float values[kVectorElements];
             unpack(vectors[u], values);
-            uint8_t bytes[kVectorElements];
             EP_UNROLL(8)
-            for (int i = 0; i < kVectorElements; ++i) bytes[i] = to_e4m3(values[i] * scale.multiplier);
-            uint64_t packed = 0;
-            EP_UNROLL(8)
-            for (int i = 0; i < kVectorElements; ++i) packed |= static_cast<uint64_t>(bytes[i]) << (8 * i);
-            reinterpret_cast<uint64_t*>(row)[v] = packed;
+            for (int i = 0; i < kVectorElements; ++i) values[i] *= scale.multiplier;
+            reinterpret_cast<uint64_t*>(row)[v] = to_e4m3(values);
             if (v % kLanesPerGroup != 0) continue;
             const int group = v / kLanesPerGroup;
             std::byte* scales = row + message.scales_offset();
@@ -157,8 +153,8 @@ EP_DEVICE void send_rows(const DispatchArgs& args, const OpenOperation& open, co
     const int num_local_experts = common.map.num_local_experts();
     int buffer = 0;
     for (int token = block_index(); token < args.num_tokens; token += num_blocks(), buffer ^= 1) {
-        int64_t* experts = shared.experts[buffer];
-        int* positions = shared.positions[buffer];
+        int64_t* experts = shared.experts + buffer * args.num_topk;
+        int* positions = shared.positions + buffer * args.num_topk;
         for (int k = thread_index(); k < args.num_topk; k += num_threads()) {
             experts[k] = args.topk_idx[static_cast<size_t>(token) * args.num_topk + k];
             positions[k] = 0;
@@ -169,12 +165,15 @@ EP_DEVICE void send_rows(const DispatchArgs& args, const OpenOperation& open, co
         block_sync();
         for (int k = warp_id(); k < args.num_topk; k += num_warps()) {
             const int64_t expert = experts[k];
+            if (expert >= common.map.num_experts && elect_one()) leave_record(common, open, FailureKind::kIndex, common.rank());
             if (!is_selected(args, expert)) continue;
             const int dst = static_cast<int>(expert) / num_local_experts;
             const int local_expert = static_cast<int>(expert) % num_local_experts;
             if (positions[k] < common.map.num_max_tokens) {
                 const size_t slot = common.map.dispatched_row(open.half, local_expert, common.rank(), positions[k], message.bytes());
                 common.transport.put_warp(dst, slot, row, message.bytes(), local_expert);
+            } else if (elect_one()) {
+                leave_record(common, open, FailureKind::kIndex, common.rank());
             }
             // Pairs with the acquire in wait_until_issued().
             if (elect_one()) add_release<Scope::kDevice>(&common.workspace->issued[expert], 1u);

@@ -79,15 +79,22 @@ struct PingSlot {
 };
 static_assert(sizeof(PingSlot) == 64, "one cache line a partner");
 
+// What is numbered on its own.
+enum class Series : int { kOperations, kBarriers, kClockRounds, kEnd };
+
 struct ControlMap {
     int num_ranks;
 
     EP_HOST_DEVICE size_t header(int half, int source) const { return (static_cast<size_t>(half) * num_ranks + source) * sizeof(OpHeader); }
     EP_HOST_DEVICE size_t ping(int partner) const { return header(kNumHalves, 0) + partner * sizeof(PingSlot); }
     EP_HOST_DEVICE size_t barrier(int source) const { return ping(num_ranks) + source * sizeof(uint64_t); }
+    // Number of the newest operation (or barrier, or clock round) the source gave up waiting in.
+    EP_HOST_DEVICE size_t given_up(Series series, int source) const {
+        return barrier(num_ranks) + (static_cast<size_t>(series) * num_ranks + source) * sizeof(uint64_t);
+    }
     // index: dispatch: local expert * num_ranks + source; combine: the source's expert, globally.
     EP_HOST_DEVICE size_t count(int half, int index) const {
-        return round_up(barrier(num_ranks), 64) + (static_cast<size_t>(half) * kMaxExperts + index) * sizeof(uint64_t);
+        return round_up(given_up(Series::kEnd, 0), 64) + (static_cast<size_t>(half) * kMaxExperts + index) * sizeof(uint64_t);
     }
     EP_HOST_DEVICE size_t bytes() const { return round_up(count(kNumHalves, 0), 4096); }
 };

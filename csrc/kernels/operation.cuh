@@ -3,9 +3,11 @@
 //
 //   open    Block 0 stamps the entry and sends every rank an OpHeader: number, entry, shape.
 //   wait    A source's header with our number must come and agree in shape; then its CountWords.
-//           A newer number means that the source gave this operation up; silence until the deadline
-//           means that it is missing. Both leave a FailureRecord and end the operation.
-//   close   The last block to finish turns stamps into counters and counts the operation.
+//           Silence until the deadline means that the source is missing. This leaves a FailureRecord
+//           and ends the operation.
+//   close   The last block to finish turns stamps into counters and counts the operation, failed or
+//           not. A rank that gave up tells the others: who comes late to an operation that others
+//           have given up fails as well and takes up their number, so that all meet in the next one.
 #pragma once
 
 #include "kernels/counters.cuh"
@@ -14,7 +16,7 @@
 
 namespace ep {
 
-enum class FailureKind : uint32_t { kNone = 0, kTimeout = 1, kMismatch = 2, kAbandoned = 3 };
+enum class FailureKind : uint32_t { kNone = 0, kTimeout = 1, kMismatch = 2, kAbandoned = 3, kIndex = 4 };
 
 // Left in host-visible memory by a kernel that gives up.
 struct FailureRecord {
@@ -24,7 +26,7 @@ struct FailureRecord {
     uint64_t waited_ns;
     uint64_t seen_shape[2];  // of the first rank that disagrees
     uint64_t expected_shape[2];
-    uint32_t ranks[kMaxExperts];  // 1: this rank is missing, disagrees or has moved on
+    uint32_t ranks[kMaxExperts];  // 1: this rank is missing, disagrees or has given up
 };
 
 // Per-rank device memory, private to the rank and kept between launches.
@@ -100,10 +102,9 @@ EP_DEVICE void send_headers(const OperationArgs& args, const OpenOperation& open
     }
 }
 
-EP_DEVICE void record_failure(const OperationArgs& args, const OpenOperation& open, FailureKind kind, int source) {
+// One thread. The first kind recorded in an operation stays.
+EP_DEVICE void leave_record(const OperationArgs& args, const OpenOperation& open, FailureKind kind, int source) {
     FailureRecord* record = args.failure;
-    store_relaxed<Scope::kSystem>(&record->ranks[source], 1u);
-    if (compare_exchange_relaxed<Scope::kDevice>(&args.workspace->failed, 0u, static_cast<uint32_t>(kind)) != 0) return;
     record->operation = static_cast<Operation>(args.shape.operation);
     record->op = open.op;
     record->waited_ns = args.timeout_ns;
@@ -112,7 +113,34 @@ EP_DEVICE void record_failure(const OperationArgs& args, const OpenOperation& op
         record->seen_shape[i] = *reinterpret_cast<const uint64_t*>(args.transport.local(seen));
         record->expected_shape[i] = args.shape.word(i);
     }
+    store_relaxed<Scope::kSystem>(&record->ranks[source], 1u);
     store_release<Scope::kSystem>(&record->kind, static_cast<uint32_t>(kind));
+}
+
+// One thread. Ends the operation on this rank.
+EP_DEVICE void record_failure(const OperationArgs& args, const OpenOperation& open, FailureKind kind, int source) {
+    const auto first = compare_exchange_relaxed<Scope::kDevice>(&args.workspace->failed, 0u, static_cast<uint32_t>(kind));
+    if (first == 0) {
+        leave_record(args, open, kind, source);
+    } else if (first == static_cast<uint32_t>(kind)) {
+        store_relaxed<Scope::kSystem>(&args.failure->ranks[source], 1u);
+    }
+}
+
+// Newest number that any rank has given up in a series.
+EP_DEVICE uint64_t newest_given_up(const OperationArgs& args, Series series) {
+    uint64_t newest = 0;
+    for (int source = 0; source < args.num_ranks(); ++source) {
+        const uint64_t number = args.transport.poll(args.control.given_up(series, source));
+        newest = number > newest ? number : newest;
+    }
+    return newest;
+}
+
+EP_DEVICE void tell_given_up(const OperationArgs& args, Series series, uint64_t number) {
+    for (int dst = 0; dst < args.num_ranks(); ++dst) {
+        if (dst != args.rank()) args.transport.signal(dst, args.control.given_up(series, args.rank()), number, 0);
+    }
 }
 
 EP_DEVICE uint64_t header_word(const OperationArgs& args, int half, int source, size_t field) {
@@ -131,7 +159,7 @@ EP_DEVICE void wait_for_header(const OperationArgs& args, const OpenOperation& o
         open.deadline);
     if (!arrived) {
         record_failure(args, open, FailureKind::kTimeout, source);
-    } else if (seen > open.op) {
+    } else if (seen > open.op || args.transport.poll(args.control.given_up(Series::kOperations, source)) >= open.op) {
         record_failure(args, open, FailureKind::kAbandoned, source);
     } else if (header_word(args, open.half, source, offsetof(OpHeader, shape)) != args.shape.word(0) ||
                header_word(args, open.half, source, offsetof(OpHeader, shape) + sizeof(uint64_t)) != args.shape.word(1)) {
@@ -146,8 +174,8 @@ EP_DEVICE bool wait_for_headers(const OperationArgs& args, const OpenOperation& 
     for (int source = thread_index(); source < args.num_ranks(); source += num_threads()) {
         wait_for_header(args, open, source);
     }
-    block_sync();
-    return load_relaxed<Scope::kDevice>(&args.workspace->failed) == 0;
+    // Another block may fail between two threads' looks, and they must not part ways.
+    return !block_any(load_relaxed<Scope::kDevice>(&args.workspace->failed) != 0);
 }
 
 // Block. Waits for the CountWords index_of(0) .. index_of(num_words - 1) and notes their contents.
@@ -189,8 +217,7 @@ EP_DEVICE bool wait_for_counts(const OperationArgs& args,
             }
         }
     }
-    block_sync();
-    return load_relaxed<Scope::kDevice>(&workspace->failed) == 0;
+    return !block_any(load_relaxed<Scope::kDevice>(&workspace->failed) != 0);
 }
 
 // One thread. All rows of (this rank, expert) to dst have been put on `qp` and counted in `issued`.
@@ -308,10 +335,16 @@ EP_DEVICE void close_operation(const OperationArgs& args, const OpenOperation& o
     block_sync();
     if (thread_index() != 0) return;
     if (measured && args.counters.on()) count_operation(args, open);
+    uint64_t op = open.op;
+    if (workspace->failed != 0) {
+        tell_given_up(args, Series::kOperations, op);
+        const uint64_t newest = newest_given_up(args, Series::kOperations);
+        op = newest > op ? newest : op;
+    }
     workspace->previous_exit_ns = now_ns();
     workspace->blocks_done = 0;
     workspace->failed = 0;
-    workspace->op = open.op;
+    workspace->op = op;
     args.transport.flush();
 }
 

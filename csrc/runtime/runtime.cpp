@@ -1,6 +1,7 @@
 #include "runtime/runtime.h"
 
 #include <algorithm>
+#include <atomic>
 #include <stdexcept>
 
 #include "kernels/barrier.cuh"
@@ -20,9 +21,14 @@ Runtime::Runtime(const RuntimeOptions& options) : options_(options), control_{op
     memory.control_bytes = control_.bytes();
     memory.data_bytes = round_up(options.num_nvl_bytes, 128) + options.num_rdma_bytes;
     memory.allow_nvlink = options.allow_nvlink;
+    memory.num_queue_pairs = options.num_qps_per_rank;
     memory_ = std::make_unique<SymmetricMemory>(*device_, memory);
     workspace_ = static_cast<Workspace*>(device_->allocate(sizeof(Workspace)));
     failure_ = static_cast<FailureRecord*>(device_->allocate_host_visible(sizeof(FailureRecord)));
+    device_->prepare(&ep::low_latency_dispatch<Payload::kBf16>, &ep::low_latency_dispatch<Payload::kFp8>,
+                     &ep::low_latency_dispatch<Payload::kFp8PowerOfTwo>, &ep::low_latency_dispatch<Payload::kFp8Ue8m0>,
+                     &ep::low_latency_combine<false>, &ep::low_latency_combine<true>, &ep::barrier, &ep::clock_offset,
+                     &ep::dispatch_layout);
 }
 
 Runtime::~Runtime() { close(); }
@@ -57,7 +63,7 @@ std::pair<void*, size_t> Runtime::local_buffer(bool use_rdma) const {
 
 uint64_t Runtime::operation() {
     check_connected("operation");
-    return device_->read(&workspace_->op, 0);
+    return device_->peek(&workspace_->op);
 }
 
 LowLatencyMap Runtime::map(const LowLatencySize& size) const {
@@ -219,9 +225,12 @@ void Runtime::dispatch_layout(const DispatchLayoutArgs& args, Stream stream) {
 
 std::optional<Failure> Runtime::take_failure() {
     const std::scoped_lock lock(mutex_);
-    if (failure_ == nullptr || failure_->kind == 0) return std::nullopt;
+    if (failure_ == nullptr) return std::nullopt;
+    // A kernel may still be running. Pairs with the release at the end of record_failure().
+    const uint32_t kind = std::atomic_ref(failure_->kind).load(std::memory_order_acquire);
+    if (kind == 0) return std::nullopt;
     Failure failure{
-        .kind = static_cast<FailureKind>(failure_->kind),
+        .kind = static_cast<FailureKind>(kind),
         .operation = failure_->operation,
         .op = failure_->op,
         .waited_ns = failure_->waited_ns,
@@ -237,7 +246,7 @@ std::optional<Failure> Runtime::take_failure() {
         uint64_t newest = 0;
         for (int half = 0; half < kNumHalves; ++half) {
             const size_t word = control_.header(half, rank) + offsetof(OpHeader, op);
-            newest = std::max(newest, device_->read(reinterpret_cast<const uint64_t*>(memory_->local_base() + word), 0));
+            newest = std::max(newest, device_->peek(reinterpret_cast<const uint64_t*>(memory_->local_base() + word)));
         }
         failure.last_op.push_back(newest);
     }

@@ -122,7 +122,7 @@ public:
 
 private:
     // One block of this many threads serves the small kernels.
-    LaunchShape small_shape() const { return {1, Device::kIsHost ? kWarpSize : 1024, 0, false}; }
+    LaunchShape small_shape() const { return {1, Device::kIsHost ? kWarpSize : 512, 0, false}; }
     LaunchShape operation_shape(int num_rows, int num_local_experts, size_t shared_bytes) const;
     LowLatencyMap map(const LowLatencySize& size) const;
     OperationArgs operation_args(const LowLatencySize& size, Operation operation, uint16_t format, int phases) const;

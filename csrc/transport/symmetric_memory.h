@@ -2,7 +2,9 @@
 // reach it, maps theirs and hands out the Transport that kernels use.
 #pragma once
 
-#if defined(__CUDACC__)
+#include "device/target.h"
+
+#if defined(EP_TARGET_CUDA)
 #include "transport/cuda/symmetric_memory.h"
 #else
 #include "transport/host/symmetric_memory.h"

@@ -23,7 +23,9 @@
 //   local(offset)                          This rank's own memory.
 #pragma once
 
-#if defined(__CUDACC__)
+#include "device/target.h"
+
+#if defined(EP_TARGET_CUDA)
 #include "transport/cuda/transport.cuh"
 #else
 #include "transport/host/transport.h"

@@ -1,12 +1,14 @@
-// Bit casts and the arithmetic whose exact form matters, on the CUDA target. Usable on the host side
-// too, where layouts and sizes are computed.
+// Bit casts and conversions on the CUDA target: see device/bits.cuh. Usable on the host's side too,
+// where sizes and layouts are computed.
 #pragma once
 
 #include <cuda_fp8.h>
 
-#include <bit>
 #include <cmath>
 #include <cstdint>
+#include <cuda/std/bit>
+
+#include "device/bits.cuh"
 
 #define EP_DEVICE __device__ __forceinline__
 #define EP_HOST_DEVICE __host__ __device__ __forceinline__
@@ -15,10 +17,9 @@
 
 namespace ep {
 
-EP_HOST_DEVICE float bits_to_float(uint32_t bits) { return std::bit_cast<float>(bits); }
-EP_HOST_DEVICE uint32_t float_to_bits(float value) { return std::bit_cast<uint32_t>(value); }
+EP_HOST_DEVICE float bits_to_float(uint32_t bits) { return cuda::std::bit_cast<float>(bits); }
+EP_HOST_DEVICE uint32_t float_to_bits(float value) { return cuda::std::bit_cast<uint32_t>(value); }
 
-// Correctly rounded, whatever the compiler's fast-math settings; never contracted with a neighbour.
 EP_HOST_DEVICE float divide(float a, float b) {
 #if defined(__CUDA_ARCH__)
     return __fdiv_rn(a, b);
@@ -36,7 +37,34 @@ EP_HOST_DEVICE float log2_approx(float value) {
 }
 EP_HOST_DEVICE float exp2_approx(float value) { return exp2f(value); }
 
-// To e4m3, round to nearest even, saturating at 448; NaN becomes NaN. One instruction on Hopper.
-EP_HOST_DEVICE uint8_t to_e4m3(float value) { return __nv_cvt_float_to_fp8(value, __NV_SATFINITE, __NV_E4M3); }
+EP_DEVICE void unpack(const Vector& vector, float (&values)[kVectorElements]) {
+    EP_UNROLL(4)
+    for (int i = 0; i < 4; ++i) {
+        values[2 * i] = bits_to_float(vector.words[i] << 16);
+        values[2 * i + 1] = bits_to_float(vector.words[i] & 0xFFFF0000u);
+    }
+}
+
+EP_DEVICE Vector pack(const float (&values)[kVectorElements]) {
+    Vector vector;
+    EP_UNROLL(4)
+    for (int i = 0; i < 4; ++i) {
+        asm("cvt.rn.bf16x2.f32 %0, %1, %2;"
+            : "=r"(vector.words[i])
+            : "f"(values[2 * i + 1]), "f"(values[2 * i]));
+    }
+    return vector;
+}
+
+EP_DEVICE uint64_t to_e4m3(const float (&values)[kVectorElements]) {
+    uint64_t bytes = 0;
+    EP_UNROLL(4)
+    for (int i = 0; i < 4; ++i) {
+        const float2 pair{values[2 * i], values[2 * i + 1]};
+        bytes |= static_cast<uint64_t>(__nv_cvt_float2_to_fp8x2(pair, __NV_SATFINITE, __NV_E4M3))
+                 << (16 * i);
+    }
+    return bytes;
+}
 
 }  // namespace ep

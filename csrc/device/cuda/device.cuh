@@ -58,8 +58,9 @@ using ShuffleWord = std::conditional_t<sizeof(T) == 8, unsigned long long, unsig
 
 template <class T, class F>
 EP_DEVICE T through_words(T value, F move) {
-    static_assert(std::is_trivially_copyable_v<T> && (sizeof(T) == 4 || sizeof(T) == 8), "shuffles move 4 or 8 bytes");
-    return std::bit_cast<T>(move(std::bit_cast<ShuffleWord<T>>(value)));
+    static_assert(std::is_trivially_copyable_v<T> && (sizeof(T) == 4 || sizeof(T) == 8),
+                  "shuffles move 4 or 8 bytes");
+    return cuda::std::bit_cast<T>(move(cuda::std::bit_cast<ShuffleWord<T>>(value)));
 }
 
 template <class Op, class T>
@@ -71,22 +72,29 @@ inline constexpr bool kHasReduceInstruction =
 
 template <class T>
 EP_DEVICE T shuffle(T value, int source_lane, uint32_t mask = kFullWarp) {
-    return cuda_target::through_words(value, [=](auto word) { return __shfl_sync(mask, word, source_lane); });
+    return cuda_target::through_words(
+        value, [=](auto word) { return __shfl_sync(mask, word, source_lane); });
 }
 
-EP_DEVICE uint32_t ballot(bool predicate, uint32_t mask = kFullWarp) { return __ballot_sync(mask, predicate); }
+EP_DEVICE uint32_t ballot(bool predicate, uint32_t mask = kFullWarp) {
+    return __ballot_sync(mask, predicate);
+}
 
 template <class Op, class T>
 EP_DEVICE T warp_reduce(T value, uint32_t mask = kFullWarp) {
     if constexpr (cuda_target::kHasReduceInstruction<Op, T>) {
-        if constexpr (std::is_same_v<Op, Sum>) return static_cast<T>(__reduce_add_sync(mask, value));
-        if constexpr (std::is_same_v<Op, Max>) return static_cast<T>(__reduce_max_sync(mask, value));
-        if constexpr (std::is_same_v<Op, Min>) return static_cast<T>(__reduce_min_sync(mask, value));
+        if constexpr (std::is_same_v<Op, Sum>)
+            return static_cast<T>(__reduce_add_sync(mask, value));
+        if constexpr (std::is_same_v<Op, Max>)
+            return static_cast<T>(__reduce_max_sync(mask, value));
+        if constexpr (std::is_same_v<Op, Min>)
+            return static_cast<T>(__reduce_min_sync(mask, value));
     } else if (mask == kFullWarp) {
         EP_UNROLL(5)
         for (int distance = kWarpSize / 2; distance > 0; distance /= 2) {
-            value = Op{}(value, cuda_target::through_words(
-                                    value, [=](auto word) { return __shfl_xor_sync(kFullWarp, word, distance); }));
+            value = Op{}(value, cuda_target::through_words(value, [=](auto word) {
+                             return __shfl_xor_sync(kFullWarp, word, distance);
+                         }));
         }
         return value;
     } else {
@@ -112,7 +120,8 @@ EP_DEVICE T warp_prefix_sum(T value) {
 
 template <int G, class Op, class T, int N>
 EP_DEVICE void group_reduce(T (&values)[N]) {
-    static_assert(G >= 1 && G <= kWarpSize && (G & (G - 1)) == 0, "groups are powers of two up to a warp");
+    static_assert(G >= 1 && G <= kWarpSize && (G & (G - 1)) == 0,
+                  "groups are powers of two up to a warp");
     EP_UNROLL(5)
     for (int distance = G / 2; distance > 0; distance /= 2) {
         EP_UNROLL(N)
@@ -185,8 +194,11 @@ EP_DEVICE T exchange_relaxed(T* pointer, std::type_identity_t<T> value) {
 }
 // Returns the value found; it was replaced if that equals `expected`.
 template <Scope S, class T>
-EP_DEVICE T compare_exchange_relaxed(T* pointer, std::type_identity_t<T> expected, std::type_identity_t<T> desired) {
-    cuda_target::atomic<S>(pointer).compare_exchange_strong(expected, desired, cuda::memory_order_relaxed);
+EP_DEVICE T compare_exchange_relaxed(T* pointer,
+                                     std::type_identity_t<T> expected,
+                                     std::type_identity_t<T> desired) {
+    cuda_target::atomic<S>(pointer).compare_exchange_strong(
+        expected, desired, cuda::memory_order_relaxed);
     return expected;
 }
 
@@ -195,7 +207,7 @@ EP_DEVICE void grid_sync() { cooperative_groups::this_grid().sync(); }
 
 // Dynamic shared memory of the launch; nothing else in a kernel uses it.
 class SharedArena {
-public:
+  public:
     template <class T>
     EP_DEVICE T* take(int count) {
         extern __shared__ __align__(128) unsigned char shared_memory[];
@@ -205,7 +217,7 @@ public:
         return begin;
     }
 
-private:
+  private:
     size_t used_ = 0;
 };
 
@@ -226,7 +238,7 @@ EP_DEVICE Deadline deadline_in(uint64_t ns) { return {now_ns() + ns}; }
 // late by milliseconds should not find its NVLink and L2 busy with polls.
 template <class Predicate>
 [[nodiscard]] EP_DEVICE bool spin_until(Predicate ready, Deadline deadline) {
-    constexpr int kEagerPolls = 256;   // chosen, not tuned
+    constexpr int kEagerPolls = 256;       // chosen, not tuned
     constexpr uint32_t kMaxSleepNs = 256;  // chosen, not tuned
     for (int polls = 0; polls < kEagerPolls; ++polls) {
         if (ready()) return true;
@@ -283,6 +295,7 @@ struct Tile {
     int stride;
     int count;
     EP_DEVICE int index(int j) const { return first + j * stride; }
+    EP_DEVICE int clamped(int j) const { return index(j < count ? j : count - 1); }
 };
 template <int V, class F>
 EP_DEVICE void block_for_tiles(int n, F f) {

@@ -9,7 +9,7 @@
 namespace ep::cuda_target {
 
 class CudaError : public std::runtime_error {
-public:
+  public:
     using std::runtime_error::runtime_error;
 };
 
@@ -18,13 +18,13 @@ inline void check(cudaError_t status, const char* call, const std::string& purpo
     if (status == cudaSuccess) return;
     // The error has been reported here; without this the next check would report it again.
     (void)cudaGetLastError();
-    throw CudaError(std::string(call) + " failed: " + cudaGetErrorString(status) + " (" + cudaGetErrorName(status) +
-                    "); it was called for " + purpose + ".");
+    throw CudaError(std::string(call) + " failed: " + cudaGetErrorString(status) + " (" +
+                    cudaGetErrorName(status) + "); it was called for " + purpose + ".");
 }
 
 // Makes `device` current for the calling thread and puts back the previous one at the end.
 class DeviceGuard {
-public:
+  public:
     explicit DeviceGuard(int device) {
         check(cudaGetDevice(&previous_), "cudaGetDevice", "the calling thread's device");
         if (previous_ == device) return;
@@ -37,7 +37,7 @@ public:
     DeviceGuard(const DeviceGuard&) = delete;
     DeviceGuard& operator=(const DeviceGuard&) = delete;
 
-private:
+  private:
     int previous_ = 0;
     bool changed_ = false;
 };

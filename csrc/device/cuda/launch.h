@@ -11,17 +11,9 @@
 #include <tuple>
 
 #include "device/cuda/error.h"
+#include "device/launch_shape.h"
 
-namespace ep {
-
-struct LaunchShape {
-    int blocks = 1;
-    int threads = 32;  // per block, a multiple of 32
-    size_t shared_bytes = 0;
-    bool cooperative = false;  // blocks wait for each other, so all must run at once
-};
-
-namespace cuda_target {
+namespace ep::cuda_target {
 
 // Where a rank launches.
 struct Place {
@@ -30,23 +22,40 @@ struct Place {
     int ranks_on_device = 1;  // their grids wait for each other too
 };
 
+inline void load(const void* kernel) {
+    cudaFuncAttributes attributes;
+    check(cudaFuncGetAttributes(&attributes, kernel),
+          "cudaFuncGetAttributes",
+          "loading a kernel; this module may not be built for this GPU");
+}
+
 // Blocks of this kernel that a GPU can run at the same time.
-inline int resident_blocks(const void* kernel, const char* name, const LaunchShape& shape, int device) {
+inline int resident_blocks(const void* kernel,
+                           const char* name,
+                           const LaunchShape& shape,
+                           int device) {
     static std::mutex mutex;
     static std::map<std::tuple<const void*, int, int, size_t>, int> known;
     const std::lock_guard lock(mutex);
-    const auto [entry, is_new] = known.try_emplace({kernel, device, shape.threads, shape.shared_bytes}, 0);
+    const auto [entry, is_new] =
+        known.try_emplace({kernel, device, shape.threads, shape.shared_bytes}, 0);
     if (!is_new) return entry->second;
     try {
         int per_multiprocessor = 0;
         int multiprocessors = 0;
         if (shape.shared_bytes > 48 * 1024) {  // what CUDA grants unasked
-            check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shape.shared_bytes)),
-                  "cudaFuncSetAttribute", std::to_string(shape.shared_bytes) + " bytes of shared memory for " + name);
+            check(cudaFuncSetAttribute(kernel,
+                                       cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                       static_cast<int>(shape.shared_bytes)),
+                  "cudaFuncSetAttribute",
+                  std::to_string(shape.shared_bytes) + " bytes of shared memory for " + name);
         }
-        check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&per_multiprocessor, kernel, shape.threads, shape.shared_bytes),
-              "cudaOccupancyMaxActiveBlocksPerMultiprocessor", name);
-        check(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device), "cudaDeviceGetAttribute",
+        check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(
+                  &per_multiprocessor, kernel, shape.threads, shape.shared_bytes),
+              "cudaOccupancyMaxActiveBlocksPerMultiprocessor",
+              name);
+        check(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device),
+              "cudaDeviceGetAttribute",
               "the number of multiprocessors");
         entry->second = per_multiprocessor * multiprocessors;
     } catch (...) {
@@ -56,19 +65,29 @@ inline int resident_blocks(const void* kernel, const char* name, const LaunchSha
     return entry->second;
 }
 
-inline void require_residency(const void* kernel, const char* name, const LaunchShape& shape, const Place& place) {
+inline void require_residency(const void* kernel,
+                              const char* name,
+                              const LaunchShape& shape,
+                              const Place& place) {
     const int resident = resident_blocks(kernel, name, shape, place.device);
     if (shape.blocks * place.ranks_on_device <= resident) return;
-    throw CudaError("launch of " + std::string(name) + ": " + std::to_string(place.ranks_on_device) + " rank(s) on GPU " +
-                    std::to_string(place.device) + " with " + std::to_string(shape.blocks) + " blocks of " +
-                    std::to_string(shape.threads) + " threads each are not co-resident, the GPU holds " +
-                    std::to_string(resident) + " such blocks; they would wait for each other for ever. Use at most " +
-                    std::to_string(resident / place.ranks_on_device) + " blocks a rank (DEEP_EP_LAUNCH_SHAPE).");
+    throw CudaError("launch of " + std::string(name) + ": " +
+                    std::to_string(place.ranks_on_device) + " rank(s) on GPU " +
+                    std::to_string(place.device) + " with " + std::to_string(shape.blocks) +
+                    " blocks of " + std::to_string(shape.threads) +
+                    " threads each are not co-resident, the GPU holds " + std::to_string(resident) +
+                    " such blocks; they would wait for each other for ever. Use at most " +
+                    std::to_string(resident / place.ranks_on_device) +
+                    " blocks a rank (DEEP_EP_LAUNCH_SHAPE).");
 }
 
 // Enqueues kernel(args). `name` is for messages.
 template <class Args>
-void launch(void (*kernel)(Args), const char* name, const LaunchShape& shape, const Place& place, const Args& args) {
+void launch(void (*kernel)(Args),
+            const char* name,
+            const LaunchShape& shape,
+            const Place& place,
+            const Args& args) {
     const auto* address = reinterpret_cast<const void*>(kernel);
     if (shape.cooperative) require_residency(address, name, shape, place);
     cudaLaunchConfig_t config{};
@@ -84,9 +103,10 @@ void launch(void (*kernel)(Args), const char* name, const LaunchShape& shape, co
     config.attrs = &attribute;
     config.numAttrs = shape.cooperative && place.ranks_on_device == 1 ? 1 : 0;
     void* arguments[] = {const_cast<Args*>(&args)};
-    check(cudaLaunchKernelExC(&config, address, arguments), "cudaLaunchKernelExC",
-          std::string(name) + " with " + std::to_string(shape.blocks) + " blocks of " + std::to_string(shape.threads) + " threads");
+    check(cudaLaunchKernelExC(&config, address, arguments),
+          "cudaLaunchKernelExC",
+          std::string(name) + " with " + std::to_string(shape.blocks) + " blocks of " +
+              std::to_string(shape.threads) + " threads");
 }
 
-}  // namespace cuda_target
-}  // namespace ep
+}  // namespace ep::cuda_target

@@ -1,35 +1,60 @@
-// Bit casts and the arithmetic whose exact form matters, on the host target.
+// Bit casts and conversions on the host target: see device/bits.cuh. Written with the compiler's
+// vector types (GCC and clang), because their loops over small arrays stay scalar.
 #pragma once
 
 #include <bit>
 #include <cmath>
 #include <cstdint>
+#include <cstring>
+
+#include "device/bits.cuh"
 
 namespace ep {
 
 inline float bits_to_float(uint32_t bits) { return std::bit_cast<float>(bits); }
 inline uint32_t float_to_bits(float value) { return std::bit_cast<uint32_t>(value); }
 
-// Correctly rounded, whatever the compiler's fast-math settings.
 inline float divide(float a, float b) { return a / b; }
 inline float fused_multiply_add(float a, float b, float c) { return std::fma(a, b, c); }
 inline float log2_approx(float value) { return std::log2(value); }
 inline float exp2_approx(float value) { return std::exp2(value); }
 
-// Four floats to four e4m3 bytes, round to nearest even, saturating at 448; NaN becomes NaN.
-// Branch-free, so that the compiler turns a loop over it into vector code.
-inline uint8_t to_e4m3(float value) {
-    const uint32_t bits = float_to_bits(value);
-    const uint32_t magnitude = bits & 0x7FFFFFFFu;
-    const uint32_t sign = bits >> 24 & 0x80u;
+namespace host {
+
+using U8x8 = uint8_t __attribute__((vector_size(8)));
+using U16x8 = uint16_t __attribute__((vector_size(16)));
+using U32x8 = uint32_t __attribute__((vector_size(32)));
+using F32x8 = float __attribute__((vector_size(32)));
+
+}  // namespace host
+
+inline void unpack(const Vector& vector, float (&values)[kVectorElements]) {
+    const auto elements = std::bit_cast<host::U16x8>(vector);
+    const host::U32x8 bits = __builtin_convertvector(elements, host::U32x8) << 16;
+    std::memcpy(values, &bits, sizeof(values));
+}
+
+inline Vector pack(const float (&values)[kVectorElements]) {
+    host::U32x8 bits;
+    std::memcpy(&bits, values, sizeof(bits));
+    const host::U32x8 rounded = (bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16;
+    const host::U32x8 result = (bits & 0x7FFFFFFFu) > 0x7F800000u ? host::U32x8{} + 0x7FC0u : rounded;
+    return std::bit_cast<Vector>(__builtin_convertvector(result, host::U16x8));
+}
+
+inline uint64_t to_e4m3(const float (&values)[kVectorElements]) {
+    host::U32x8 bits;
+    std::memcpy(&bits, values, sizeof(bits));
+    const host::U32x8 magnitude = bits & 0x7FFFFFFFu;
     // Normal results: round the 23-bit mantissa to 3 bits, then change the bias from 127 to 7.
-    const uint32_t normal = ((magnitude + 0x7FFFFu + (magnitude >> 20 & 1u)) >> 20) - (120u << 3);
-    // Below 2^-6 the spacing is 2^-9, which is the spacing of floats at 2^14: adding it rounds.
-    const uint32_t subnormal = float_to_bits(bits_to_float(magnitude) + 16384.0f) - float_to_bits(16384.0f);
-    const uint32_t finite = magnitude < (121u << 23) ? subnormal : normal;
-    const uint32_t saturated = magnitude > float_to_bits(448.0f) ? 0x7Eu : finite;
-    const uint32_t result = magnitude > 0x7F800000u ? 0x7Fu : saturated;
-    return static_cast<uint8_t>(sign | result);
+    const host::U32x8 normal = ((magnitude + 0x7FFFFu + ((magnitude >> 20) & 1u)) >> 20) - (120u << 3);
+    // Below 2^-6 the spacing is 2^-9, that of floats at 2^14: adding 2^14 rounds.
+    const host::F32x8 shifted = std::bit_cast<host::F32x8>(magnitude) + 16384.0f;
+    const host::U32x8 subnormal = std::bit_cast<host::U32x8>(shifted) - 0x46800000u;
+    const host::U32x8 finite = magnitude < (121u << 23) ? subnormal : normal;
+    const host::U32x8 saturated = magnitude > 0x43E00000u ? host::U32x8{} + 0x7Eu : finite;  // 448
+    const host::U32x8 result = magnitude > 0x7F800000u ? host::U32x8{} + 0x7Fu : saturated;
+    return std::bit_cast<uint64_t>(__builtin_convertvector(((bits >> 24) & 0x80u) | result, host::U8x8));
 }
 
 }  // namespace ep

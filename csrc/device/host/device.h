@@ -139,7 +139,8 @@ void group_reduce(T (&values)[N]) {
 
 inline bool elect_one() { return lane_id() == 0; }
 
-inline void block_sync() { host::current_executor->block_barrier(); }
+inline void block_sync() { host::current_executor->block_barrier(false); }
+inline bool block_any(bool predicate) { return host::current_executor->block_barrier(predicate); }
 inline void bar_sync(int id, int num_threads) { host::current_executor->named_barrier(id, num_threads); }
 inline void grid_sync() { host::current_executor->grid_barrier(); }
 
@@ -268,6 +269,7 @@ struct Tile {
     int stride;
     int count;
     int index(int j) const { return first + j * stride; }
+    int clamped(int j) const { return index(j < count ? j : count - 1); }
 };
 template <int V, class F>
 void block_for_tiles(int n, F f) {

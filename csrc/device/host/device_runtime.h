@@ -41,6 +41,16 @@ public:
         return *source;
     }
 
+    // Copies what is there now, without waiting for kernels that may still run.
+    template <class T>
+    T peek(const T* source) const {
+        return *source;
+    }
+
+    // The GPU loads kernels before their first launch; here they are loaded with the module.
+    template <class... Kernels>
+    void prepare(Kernels...) const {}
+
     // kernel(args) on every thread of the shape. Throws host::DeviceError when the kernel is wrong.
     template <class Args>
     void launch(const char* /*name*/, void (*kernel)(Args), const LaunchShape& shape, const Args& args, Stream /*stream*/) {

@@ -131,7 +131,7 @@ void Executor::exit_current() {
     --live_;
     Block& block = blocks_[fiber.block];
     --block.live;
-    if (block.live > 0 && block.sync.arrived == block.live) release(block.sync);
+    if (block.live > 0 && block.sync.arrived == block.live) release_block(block);
     if (live_ > 0 && grid_.arrived == live_) release(grid_);
     if (live_ == 0) {
         switch_fiber(fiber.context, main_, true);
@@ -236,13 +236,22 @@ void Executor::wait_in(Barrier& barrier, Waiting kind, const char* name, int id)
     switch_to_next(false);
 }
 
-void Executor::block_barrier() {
+void Executor::release_block(Block& block) {
+    block.outcome = block.vote;
+    block.vote = false;
+    release(block.sync);
+}
+
+bool Executor::block_barrier(bool vote) {
     Block& block = blocks_[current_->block];
+    block.vote = block.vote || vote;
     if (++block.sync.arrived == block.live) {
-        release(block.sync);
+        release_block(block);
     } else {
         wait_in(block.sync, Waiting::kBlock, "block_sync", 0);
     }
+    // The next round cannot end before this thread has come to it.
+    return block.outcome;
 }
 
 void Executor::named_barrier(int id, int num_threads) {

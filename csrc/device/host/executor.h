@@ -76,7 +76,8 @@ public:
     const LaunchShape& shape() const { return shape_; }
     std::byte* shared_memory() { return shared_.data() + current_->block * shared_stride_; }
     void warp_collective(const char* name, uint32_t mask, void* slot, Complete complete);
-    void block_barrier();
+    // Whether any thread of the block came with `vote`.
+    bool block_barrier(bool vote);
     void named_barrier(int id, int num_threads);
     void grid_barrier();
     // A failed poll: gives way to others and, when nobody can move, to other ranks.
@@ -101,6 +102,8 @@ private:
     };
     struct Block {
         int live = 0;
+        bool vote = false;     // of those who have come to `sync`
+        bool outcome = false;  // of its last round
         Barrier sync;
         Barrier named[kNumNamedBarriers];
     };
@@ -111,6 +114,7 @@ private:
     void make_ready(Fiber* fiber);
     void switch_to_next(bool final);
     void release(Barrier& barrier);
+    void release_block(Block& block);
     void wait_in(Barrier& barrier, Waiting kind, const char* name, int id);
     void check_warp_at_exit(const Fiber& fiber);
     void idle();

@@ -27,9 +27,11 @@ struct Transport {
     EP_DEVICE bool all_direct() const { return all_in_reach; }
     EP_DEVICE std::byte* local(size_t offset) const { return peers[rank] + offset; }
 
-    EP_DEVICE void put_warp(int dst, size_t offset, const void* src, size_t bytes, [[maybe_unused]] int qp) const {
+    EP_DEVICE void put_warp(
+        int dst, size_t offset, const void* src, size_t bytes, [[maybe_unused]] int qp) const {
         if (std::byte* there = direct(dst, offset)) {
             copy_warp(there, src, bytes);
+            warp_sync();  // lane 0 will release the stores of all
             return;
         }
 #if defined(EP_WITH_NVSHMEM)

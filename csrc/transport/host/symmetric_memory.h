@@ -21,6 +21,7 @@ struct SymmetricMemoryOptions {
     size_t control_bytes = 0;  // signals and their payload, at offset 0
     size_t data_bytes = 0;     // right behind
     bool allow_nvlink = true;  // the GPU's choice of path; every path here is memory
+    int num_queue_pairs = 1;   // the network's; here their number costs nothing
 };
 
 class SymmetricMemory {

@@ -1,0 +1,70 @@
+# One word per task. `make install` (or any task that needs it) creates .venv and leaves the system alone.
+# VENV=... uses another virtual environment, PYTHON=... another interpreter, TORCH_VERSION=... another torch.
+
+VENV ?= .venv
+PYTHON ?= python3
+REQUIREMENTS := third-party/requirements.txt
+TORCH_VERSION ?= $(shell sed -n 's/^torch==//p' $(REQUIREMENTS))
+RUN := $(abspath $(VENV))/bin
+STAMP := $(VENV)/.deep_ep-torch-$(TORCH_VERSION)
+# Found, not listed: a new file is formatted and checked without a change here.
+CPP := $(shell find csrc tests -name '*.cpp' -o -name '*.h' -o -name '*.cuh' -o -name '*.cu')
+
+.PHONY: help install build demo test lint tidy format fix bench smoke sanitize cuda clean
+
+help:  ## this list
+	@sed -n 's/^\([a-z]*\):.*##/\1\t/p' Makefile
+
+$(STAMP): $(REQUIREMENTS)
+	@tools/prerequisites.sh $(PYTHON)
+	test -x $(RUN)/python || $(PYTHON) -m venv $(VENV)
+	sed 's/^torch==.*/torch==$(TORCH_VERSION)/' $(REQUIREMENTS) > $(VENV)/requirements.txt
+	$(RUN)/python -m pip install --disable-pip-version-check -q -r $(VENV)/requirements.txt
+	touch $@
+
+build: $(STAMP)  ## only the native modules, in place; shows what is built and why
+	$(RUN)/python setup.py -q build_ext --inplace
+
+install: build  ## .venv with everything in it, deep_ep in place (editable)
+	$(RUN)/python -m pip install --disable-pip-version-check -q --no-build-isolation --no-deps -e .
+
+demo: install  ## eight ranks on this machine, one of them slow: who, why, by how much
+	$(RUN)/python tests/test_low_latency.py --num-processes 8 --diagnose --inject slow-rank=3:2ms
+
+test: install  ## all tests; ARGS="-k name" selects
+	$(RUN)/python -m pytest $(ARGS)
+
+lint: $(STAMP)  ## what `make format` repairs, and types
+	$(RUN)/ruff check .
+	$(RUN)/ruff format --check .
+	$(RUN)/clang-format --dry-run -Werror $(CPP)
+	$(RUN)/mypy
+
+tidy: $(STAMP)  ## facts about the tree (tests/tidy)
+	$(RUN)/python -m pytest -q tests/tidy
+
+format fix: $(STAMP)  ## repairs what the tools can repair
+	$(RUN)/ruff check --fix .
+	$(RUN)/ruff format .
+	$(RUN)/clang-format -i $(CPP)
+
+bench: install  ## dispatch + combine against gloo, and what the counters cost
+	$(RUN)/python benchmarks/low_latency_cpu.py $(ARGS)
+	$(if $(shell command -v valgrind),$(RUN)/python benchmarks/counters_overhead.py,@echo "counters_overhead.py left out: apt-get install valgrind")
+
+smoke: ARGS = --num-processes 2 --num-tokens 16 --rounds 3
+smoke: bench  ## the same in small: do the benchmarks still run?
+
+sanitize: $(STAMP)  ## C++ tests under address, undefined and thread sanitizers
+	$(RUN)/python tools/sanitize.py $(ARGS)
+
+third-party/nvshmem:
+	./install_nvshmem.sh
+
+cuda: $(STAMP) third-party/nvshmem  ## both CUDA modules: build, link, load, resources of each kernel
+	DEEP_EP_CUDA=1 $(RUN)/python setup.py -q build_ext --inplace
+	$(RUN)/python -c "import deep_ep._cuda, deep_ep._cuda_nvshmem; print('both modules load')"
+	$(RUN)/python tools/kernel_resources.py --check
+
+clean:  ## what was built, without .venv and third-party/nvshmem
+	rm -rf build deep_ep/*.so *.egg-info

@@ -1,0 +1,111 @@
+#include "device/cuda/device_runtime.h"
+
+#include "device/cuda/device.cuh"
+
+namespace ep {
+namespace {
+
+using cuda_target::check;
+using cuda_target::DeviceGuard;
+
+struct ReadClockArgs {
+    uint64_t* now_ns;
+};
+
+EP_KERNEL void read_clock(const EP_GRID_CONSTANT ReadClockArgs args) { *args.now_ns = now_ns(); }
+
+}  // namespace
+
+Device::Device(int device_index, const std::string& /*clock*/) : index_(device_index) {
+    const int available = count();
+    if (device_index < 0 || device_index >= available) {
+        throw cuda_target::CudaError(
+            "GPU " + std::to_string(device_index) + " was asked for; this process can use " +
+            std::to_string(available) + " (see CUDA_VISIBLE_DEVICES and nvidia-smi).");
+    }
+    const DeviceGuard guard(index_);
+    check(cudaDeviceGetAttribute(&num_multiprocessors_, cudaDevAttrMultiProcessorCount, index_),
+          "cudaDeviceGetAttribute",
+          "the number of multiprocessors");
+    check(cudaStreamCreateWithFlags(&own_stream_, cudaStreamNonBlocking),
+          "cudaStreamCreateWithFlags",
+          "a stream for status reads");
+}
+
+Device::~Device() {
+    if (own_stream_ != nullptr) (void)cudaStreamDestroy(own_stream_);
+}
+
+int Device::count() {
+    int devices = 0;
+    if (cudaGetDeviceCount(&devices) != cudaSuccess) {
+        (void)cudaGetLastError();
+        return 0;
+    }
+    return devices;
+}
+
+void* Device::allocate(size_t bytes) {
+    const DeviceGuard guard(index_);
+    void* memory = nullptr;
+    check(cudaMalloc(&memory, bytes),
+          "cudaMalloc",
+          std::to_string(bytes) + " bytes on GPU " + std::to_string(index_));
+    check(cudaMemsetAsync(memory, 0, bytes, own_stream_), "cudaMemsetAsync", "new memory");
+    check(cudaStreamSynchronize(own_stream_), "cudaStreamSynchronize", "new memory to be zero");
+    return memory;
+}
+
+void* Device::allocate_host_visible(size_t bytes) {
+    const DeviceGuard guard(index_);
+    void* memory = nullptr;
+    check(cudaHostAlloc(&memory, bytes, cudaHostAllocMapped | cudaHostAllocPortable),
+          "cudaHostAlloc",
+          std::to_string(bytes) + " bytes that GPU and host share");
+    std::memset(memory, 0, bytes);
+    return memory;
+}
+
+// Errors are ignored: at the end of a process the driver may be gone, and the memory with it.
+void Device::release(void* memory) {
+    if (memory != nullptr) (void)cudaFree(memory);
+}
+
+void Device::release_host_visible(void* memory) {
+    if (memory != nullptr) (void)cudaFreeHost(memory);
+}
+
+void Device::copy_to_host(void* to, const void* from, size_t bytes, cudaStream_t stream) const {
+    const DeviceGuard guard(index_);
+    check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToHost, stream),
+          "cudaMemcpyAsync",
+          std::to_string(bytes) + " bytes of status");
+    check(cudaStreamSynchronize(stream),
+          "cudaStreamSynchronize",
+          "a status read; an earlier kernel may have failed");
+}
+
+uint64_t Device::now_ns() {
+    auto* word = static_cast<uint64_t*>(allocate_host_visible(sizeof(uint64_t)));
+    uint64_t result = 0;
+    try {
+        launch("read_clock",
+               &read_clock,
+               {},
+               ReadClockArgs{word},
+               reinterpret_cast<Stream>(own_stream_));
+        check(cudaStreamSynchronize(own_stream_), "cudaStreamSynchronize", "the GPU's clock");
+        result = *word;
+    } catch (...) {
+        release_host_visible(word);
+        throw;
+    }
+    release_host_visible(word);
+    return result;
+}
+
+void Device::delay(uint64_t) { refuse_on_cuda("delay"); }
+void Device::set_clock_fault(int64_t, double) { refuse_on_cuda("set_clock_fault"); }
+void Device::set_schedule(const std::string&, uint64_t) { refuse_on_cuda("set_schedule"); }
+
+}  // namespace ep

@@ -1,0 +1,105 @@
+// The device of the CUDA target: one GPU as one rank sees it. Launches are asynchronous and touch no
+// host memory the GPU could still need, so streams, events and graph capture work as with any kernel.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <stdexcept>
+#include <string>
+
+#include "device/cuda/launch.h"
+
+namespace ep {
+
+using Stream = uintptr_t;  // a cudaStream_t
+
+class Device {
+  public:
+    static constexpr bool kIsHost = false;
+
+    // The clock is the GPU's own, so the choice of the host target's clock does not matter here.
+    Device(int device_index, const std::string& clock);
+    ~Device();
+    Device(const Device&) = delete;
+    Device& operator=(const Device&) = delete;
+
+    // GPUs this process can use; 0 without a driver.
+    static int count();
+
+    int index() const { return index_; }
+    // This rank's share, if several ranks run on the GPU.
+    int num_multiprocessors() const { return std::max(1, num_multiprocessors_ / ranks_on_device_); }
+    void share_with(int ranks_on_device) { ranks_on_device_ = ranks_on_device; }
+
+    // Zeroed memory for kernels.
+    void* allocate(size_t bytes);
+    // Zeroed memory that kernels write and the host reads while they run: pinned, the same address on
+    // both sides.
+    void* allocate_host_visible(size_t bytes);
+    void release(void* memory);
+    void release_host_visible(void* memory);
+
+    // Copies after everything enqueued on `stream` has ended.
+    template <class T>
+    T read(const T* source, Stream stream) const {
+        T value;
+        copy_to_host(&value, source, sizeof(value), reinterpret_cast<cudaStream_t>(stream));
+        return value;
+    }
+    // Copies what is there now, without waiting for kernels that may still run.
+    template <class T>
+    T peek(const T* source) const {
+        T value;
+        copy_to_host(&value, source, sizeof(value), own_stream_);
+        return value;
+    }
+
+    // Loads kernels ahead of their first launch. Loading may have to wait for the GPU, which would be
+    // for ever if a kernel that runs there waits for the one to be loaded.
+    template <class... Kernels>
+    void prepare(Kernels... kernels) const {
+        const cuda_target::DeviceGuard guard(index_);
+        (cuda_target::load(reinterpret_cast<const void*>(kernels)), ...);
+    }
+
+    // Enqueues kernel(args) on `stream`.
+    template <class Args>
+    void launch(const char* name,
+                void (*kernel)(Args),
+                const LaunchShape& shape,
+                const Args& args,
+                Stream stream) {
+        const cuda_target::DeviceGuard guard(index_);
+        cuda_target::launch(kernel,
+                            name,
+                            shape,
+                            {index_, reinterpret_cast<cudaStream_t>(stream), ranks_on_device_},
+                            args);
+    }
+
+    uint64_t now_ns();
+
+    // Faults and schedules belong to the host target.
+    void delay(uint64_t ns);
+    void set_clock_fault(int64_t offset_ns, double drift_ppm);
+    void set_schedule(const std::string& kind, uint64_t seed);
+
+  private:
+    void copy_to_host(void* to, const void* from, size_t bytes, cudaStream_t stream) const;
+
+    int index_;
+    int num_multiprocessors_ = 0;
+    int ranks_on_device_ = 1;
+    cudaStream_t own_stream_ = nullptr;  // non-blocking: never waits for a caller's stream
+};
+
+// What the CUDA target answers to calls that only make sense under the host target's executor.
+[[noreturn]] inline void refuse_on_cuda(const char* call) {
+    throw std::runtime_error(std::string(call) +
+                             ": only on the cpu backend; set DEEP_EP_BACKEND=cpu.");
+}
+
+}  // namespace ep

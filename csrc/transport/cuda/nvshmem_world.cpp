@@ -1,0 +1,150 @@
+#include "transport/cuda/nvshmem_world.h"
+
+#include <cstdlib>
+#include <cstring>
+#include <stdexcept>
+#include <string>
+
+#include "device/cuda/error.h"
+
+namespace ep {
+namespace {
+
+using cuda_target::check;
+
+constexpr size_t kHeapAlignment = 4096;
+
+void require(int status, const char* call, const std::string& purpose) {
+    if (status == 0) return;
+    throw std::runtime_error(std::string(call) + " failed with status " + std::to_string(status) +
+                             "; it was called for " + purpose +
+                             ". NVSHMEM_DEBUG=INFO makes NVSHMEM say more.");
+}
+
+// What DeepEP sets before it starts NVSHMEM (API specification, section 1.4). NVSHMEM reads these once.
+void set_environment(const NvshmemWorld::Membership& membership) {
+    const auto set = [](const char* name, const std::string& value) {
+        setenv(name, value.c_str(), 1);
+    };
+    const auto set_default = [](const char* name, const char* value) { setenv(name, value, 0); };
+    set("NVSHMEM_DISABLE_P2P", membership.allow_nvlink ? "0" : "1");
+    set("NVSHMEM_IB_ENABLE_IBGDA", "1");
+    set("NVSHMEM_IBGDA_NUM_RC_PER_PE", std::to_string(membership.num_queue_pairs));
+    set_default("NVSHMEM_QP_DEPTH", "1024");
+    set("NVSHMEM_MAX_TEAMS", "7");
+    set("NVSHMEM_DISABLE_NVLS", "1");
+    set("NVSHMEM_CUMEM_GRANULARITY", "536870912");
+    set_default("NVSHMEM_DISABLE_MNNVL", "1");  // Python sets 0 for allow_mnnvl
+}
+
+}  // namespace
+
+NvshmemWorld& NvshmemWorld::instance() {
+    static NvshmemWorld world;
+    return world;
+}
+
+void NvshmemWorld::write_unique_id(char* id) {
+    const std::lock_guard lock(mutex_);
+    if (joined_) return;
+    nvshmemx_uniqueid_t value = NVSHMEMX_UNIQUEID_INITIALIZER;
+    require(nvshmemx_get_uniqueid(&value), "nvshmemx_get_uniqueid", "the address where ranks meet");
+    std::memcpy(id, &value, sizeof(value));
+}
+
+void NvshmemWorld::join(const Membership& membership, const char* unique_id) {
+    const std::lock_guard lock(mutex_);
+    if (joined_) {
+        if (membership.rank == membership_.rank && membership.num_ranks == membership_.num_ranks &&
+            membership.device == membership_.device &&
+            membership.allow_nvlink == membership_.allow_nvlink &&
+            membership.num_queue_pairs <= membership_.num_queue_pairs) {
+            return;
+        }
+        throw std::runtime_error(
+            "NVSHMEM runs in this process as rank " + std::to_string(membership_.rank) + " of " +
+            std::to_string(membership_.num_ranks) + " with " +
+            std::to_string(membership_.num_queue_pairs) +
+            " queue pairs; a second buffer must have the same rank, group size, GPU and NVLink "
+            "setting and no more queue pairs, but "
+            "is rank " +
+            std::to_string(membership.rank) + " of " + std::to_string(membership.num_ranks) +
+            " with " + std::to_string(membership.num_queue_pairs) +
+            ". Create the buffer with the most queue pairs first.");
+    }
+    set_environment(membership);
+    nvshmemx_uniqueid_t id;
+    std::memcpy(&id, unique_id, sizeof(id));
+    nvshmemx_init_attr_t attributes = NVSHMEMX_INIT_ATTR_INITIALIZER;
+    require(
+        nvshmemx_set_attr_uniqueid_args(membership.rank, membership.num_ranks, &id, &attributes),
+        "nvshmemx_set_attr_uniqueid_args",
+        "rank " + std::to_string(membership.rank));
+    require(nvshmemx_init_attr(NVSHMEMX_INIT_WITH_UNIQUEID, &attributes),
+            "nvshmemx_init_attr",
+            "a world of " + std::to_string(membership.num_ranks) + " ranks");
+    membership_ = membership;
+    joined_ = true;
+    create_queue_pairs();
+}
+
+void NvshmemWorld::create_queue_pairs() {
+    int ordering = 0;
+    check(cudaDeviceGetAttribute(
+              &ordering, cudaDevAttrGPUDirectRDMAWritesOrdering, membership_.device),
+          "cudaDeviceGetAttribute",
+          "the ordering of RDMA writes");
+    queue_pairs_.reorders_arrivals = ordering < cudaGPUDirectRDMAWritesOrderingAllDevices;
+    // Transports through a proxy may have no queue pairs of their own; the default one serves all.
+    nvshmemx_qp_handle_t default_handle = NVSHMEMX_QP_DEFAULT;
+    nvshmemx_qp_handle_t* handles = nullptr;
+    int count = membership_.num_queue_pairs;
+    if (nvshmemx_qp_create(count, &handles) != 0 || handles == nullptr) {
+        handles = &default_handle;
+        count = 1;
+    }
+    const size_t bytes = count * sizeof(*handles);
+    check(cudaMalloc(&queue_pairs_.handles, bytes), "cudaMalloc", "the handles of queue pairs");
+    check(cudaMemcpy(queue_pairs_.handles, handles, bytes, cudaMemcpyHostToDevice),
+          "cudaMemcpy",
+          "the handles of queue pairs");
+    queue_pairs_.num_handles = count;
+}
+
+std::byte* NvshmemWorld::allocate(size_t bytes) {
+    const std::lock_guard lock(mutex_);
+    std::byte* memory = nullptr;
+    for (auto [block, end] = blocks_.equal_range(bytes); block != end && memory == nullptr;
+         ++block) {
+        if (block->second.in_use) continue;
+        block->second.in_use = true;
+        memory = block->second.memory;
+    }
+    if (memory == nullptr) {
+        memory = static_cast<std::byte*>(nvshmem_align(kHeapAlignment, bytes));
+        if (memory == nullptr) {
+            throw std::runtime_error(
+                "nvshmem_align found no " + std::to_string(bytes) +
+                " bytes of symmetric heap; raise NVSHMEM_SYMMETRIC_SIZE or free GPU memory.");
+        }
+        blocks_.emplace(bytes, Block{memory, true});
+    }
+    check(cudaMemset(memory, 0, bytes), "cudaMemset", "new symmetric memory");
+    check(cudaDeviceSynchronize(), "cudaDeviceSynchronize", "new symmetric memory to be zero");
+    // Nobody may signal into memory that its owner has yet to zero.
+    nvshmem_barrier_all();
+    return memory;
+}
+
+void NvshmemWorld::give_back(std::byte* memory) {
+    const std::lock_guard lock(mutex_);
+    for (auto& [bytes, block] : blocks_) {
+        if (block.memory == memory) block.in_use = false;
+    }
+}
+
+std::byte* NvshmemWorld::peer(std::byte* memory, int rank) const {
+    return rank == membership_.rank ? memory : static_cast<std::byte*>(nvshmem_ptr(memory, rank));
+}
+
+}  // namespace ep

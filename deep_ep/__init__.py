@@ -1,0 +1,47 @@
+"""Expert-parallel dispatch and combine, a drop-in for DeepEP whose kernels measure themselves.
+
+Importing needs no GPU and touches none; the backend is chosen when the first `Buffer` is built.
+`ElasticBuffer` and `HybridEPBuffer`, for which some programs probe, do not exist here.
+"""
+
+from __future__ import annotations
+
+from deep_ep import errors, group, utils
+from deep_ep.buffer import Buffer
+from deep_ep.config import Config, topk_idx_t
+from deep_ep.counters import CounterSnapshot, RecvCounters
+from deep_ep.errors import (
+    EPArgumentError,
+    EPError,
+    EPNotBuiltError,
+    EPTimeoutError,
+    EPTransportError,
+    EPTypeError,
+    EPUnsupportedError,
+    EPUsageError,
+)
+from deep_ep.event import EventHandle, EventOverlap
+
+__version__ = "1.2.1+diagnose.1"
+
+__all__ = [
+    "Buffer",
+    "Config",
+    "CounterSnapshot",
+    "EPArgumentError",
+    "EPError",
+    "EPNotBuiltError",
+    "EPTimeoutError",
+    "EPTransportError",
+    "EPTypeError",
+    "EPUnsupportedError",
+    "EPUsageError",
+    "EventHandle",
+    "EventOverlap",
+    "RecvCounters",
+    "__version__",
+    "errors",
+    "group",
+    "topk_idx_t",
+    "utils",
+]

@@ -1,0 +1,123 @@
+"""The native module of the cpu backend. All arguments are keywords; pointers are ints, 0 = absent."""
+
+from typing import Any
+
+COUNTER_FIELDS: list[str]
+OWN_FIELDS: list[str]
+RING_SOURCE_FIELDS: list[str]
+RING_OWN_FIELDS: list[str]
+MAX_EXPERTS: int
+MAX_TOPK: int
+MAX_TOKENS: int
+PHASE_SEND: int
+PHASE_RECEIVE: int
+
+def device_count() -> int: ...
+def low_latency_rdma_size_hint(
+    *, num_max_dispatch_tokens_per_rank: int, num_ranks: int, hidden: int, num_experts: int
+) -> int: ...
+
+class Block:
+    """Memory on loan from a HostPool, through the buffer protocol."""
+
+class HostPool:
+    def take(self, bytes: int) -> Block: ...
+
+class Runtime:
+    def __init__(
+        self,
+        *,
+        rank: int,
+        num_ranks: int,
+        num_nvl_bytes: int,
+        num_rdma_bytes: int,
+        low_latency_mode: bool,
+        num_qps_per_rank: int,
+        timeout_ns: int,
+        ranks_per_node: int,
+        device_index: int,
+        allow_nvlink: bool = True,
+        clock: str = "rank",
+    ) -> None: ...
+    def local_handle(self) -> bytes: ...
+    def connect(self, handles: list[bytes]) -> None: ...
+    def release_handle(self) -> None: ...
+    def close(self) -> None: ...
+    def local_buffer(self, use_rdma: bool) -> tuple[int, int]: ...
+    def operation(self) -> int: ...
+    def low_latency_dispatch(
+        self,
+        *,
+        x: int,
+        num_tokens: int,
+        hidden: int,
+        topk_idx: int,
+        num_topk: int,
+        num_max_dispatch_tokens_per_rank: int,
+        num_experts: int,
+        use_fp8: bool,
+        round_scale: bool,
+        use_ue8m0: bool,
+        recv_x: int,
+        recv_scales: int,
+        recv_count: int,
+        src_info: int,
+        layout_range: int,
+        cumulative_local_expert_recv_stats: int,
+        wait_stats: int,
+        counters: tuple[int, int, int, int],
+        phases: int,
+        stream: int,
+    ) -> None: ...
+    def low_latency_combine(
+        self,
+        *,
+        x: int,
+        topk_idx: int,
+        topk_weights: int,
+        src_info: int,
+        layout_range: int,
+        out: int,
+        num_tokens: int,
+        hidden: int,
+        num_topk: int,
+        num_max_dispatch_tokens_per_rank: int,
+        num_experts: int,
+        use_logfmt: bool,
+        zero_copy: bool,
+        wait_stats: int,
+        counters: tuple[int, int, int, int],
+        phases: int,
+        stream: int,
+    ) -> None: ...
+    def next_combine_buffer(
+        self, *, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int
+    ) -> tuple[int, int]: ...
+    def clean_low_latency_buffer(self, *, stream: int = 0) -> None: ...
+    def barrier(self, *, stream: int = 0) -> None: ...
+    def measure_clock_offsets(
+        self, *, samples: int = 16, stream: int = 0
+    ) -> list[tuple[int, int]]: ...
+    def dispatch_layout(
+        self,
+        *,
+        topk_idx: int,
+        num_tokens: int,
+        num_topk: int,
+        num_experts: int,
+        num_ranks: int,
+        ranks_per_node: int,
+        num_tokens_per_rank: int,
+        num_tokens_per_rdma_rank: int,
+        num_tokens_per_expert: int,
+        is_token_in_rank: int,
+        stream: int,
+    ) -> None: ...
+    def take_failure(self) -> dict[str, Any] | None: ...
+    def delay(self, ns: int) -> None: ...
+    def set_path_fault(self, *, dst: int, delay_ns: int, bytes_per_s: float) -> None: ...
+    def set_clock_fault(self, *, offset_ns: int, drift_ppm: float) -> None: ...
+    def set_schedule(self, *, kind: str, seed: int) -> None: ...
+    def set_delivery(self, *, kind: str, seed: int) -> None: ...
+    def set_launch_shape(self, *, blocks: int, warps: int) -> None: ...
+    def now_ns(self) -> int: ...

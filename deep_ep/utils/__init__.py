@@ -1,0 +1,9 @@
+"""Names that programs written for DeepEP import from `deep_ep.utils`."""
+
+from __future__ import annotations
+
+from deep_ep.config import Config
+from deep_ep.event import EventHandle, EventOverlap
+from deep_ep.utils.nvlink import check_nvlink_connections
+
+__all__ = ["Config", "EventHandle", "EventOverlap", "check_nvlink_connections"]

@@ -1,0 +1,7 @@
+"""`deep_ep.utils.event`, where later revisions of DeepEP keep `EventOverlap`."""
+
+from __future__ import annotations
+
+from deep_ep.event import EventHandle, EventOverlap
+
+__all__ = ["EventHandle", "EventOverlap"]

@@ -1,0 +1,73 @@
+"""Seeds, hypothesis profiles and the replay command at the end of a failure."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+# Before anything imports the library: a hang must end long before a test's patience does.
+os.environ.setdefault("DEEP_EP_TIMEOUT_S", "30")
+
+import hypothesis  # noqa: E402
+import torch  # noqa: E402
+
+# CI looks at the same examples every time; `--hypothesis-profile=explore` looks for new ones.
+hypothesis.settings.register_profile(
+    "ci", deadline=None, derandomize=True, print_blob=True, max_examples=100,
+    suppress_health_check=list(hypothesis.HealthCheck),
+)  # fmt: skip
+hypothesis.settings.register_profile(
+    "explore", deadline=None, print_blob=True, max_examples=1000,
+    suppress_health_check=list(hypothesis.HealthCheck),
+)  # fmt: skip
+hypothesis.settings.load_profile("ci")
+
+REPLAYS = pytest.StashKey[str]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--schedule-seed",
+        type=int,
+        default=None,
+        help="run only this seed of the interleaving tests (printed when one fails)",
+    )
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    """Ranks are threads already; torch's own pool would only fight them for the cores."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def replay(request: pytest.FixtureRequest) -> Callable[..., None]:
+    """replay("--schedule-seed", 118) notes extra arguments for the command that repeats this test."""
+
+    def note(*arguments: object) -> None:
+        request.node.stash[REPLAYS] = " ".join(shlex.quote(str(a)) for a in arguments)
+
+    return note
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
+    outcome = yield
+    report = outcome.get_result()  # type: ignore[attr-defined]
+    if report.failed:
+        extra = item.stash.get(REPLAYS, "")
+        report.sections.append(("replay", f'replay: pytest "{item.nodeid}" {extra}'.rstrip()))
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """The replay commands once more, last on the screen."""
+    for key in ("failed", "error"):
+        for report in terminalreporter.stats.get(key, []):
+            for title, text in report.sections:
+                if title == "replay":
+                    terminalreporter.write_line(text)

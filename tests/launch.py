@@ -1,0 +1,237 @@
+"""Ranks for tests and benchmarks: threads of this process, or processes joined by gloo.
+
+Used by every test file and by the benchmarks. Everything binds to the loopback interface only, and nothing that is
+started here outlives the call or the `with` block that started it.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+import deep_ep
+from deep_ep import backend
+from deep_ep.group import thread_groups
+
+# Where the tensors of the backend under test live: "cpu", or "cuda" where its module and a GPU are there.
+DEVICE = backend.get().name
+# Processes forked from one that has imported everything start at once; CUDA does not survive a fork.
+START_METHOD = "spawn" if DEVICE == "cuda" else "forkserver"
+# Longer than any DEEP_EP_TIMEOUT_S the tests set: an operation that hangs is reported by the library first.
+HANG_S = 120.0
+SHARED_MEMORY = Path("/dev/shm")
+
+
+def _own_stream() -> None:
+    """On a GPU each rank works on a stream of its own: kernels of two ranks wait for each other."""
+    if DEVICE == "cuda":
+        torch.cuda.set_stream(torch.cuda.Stream())
+
+
+class Ranks:
+    """A low-latency group whose ranks are threads of this process, each with its own Buffer.
+
+    A rank keeps its thread for life, as a rank that is a process does. The buffers fit operations of the given sizes
+    and of all smaller ones.
+    """
+
+    def __init__(
+        self,
+        num_ranks: int,
+        num_max_tokens: int,
+        hidden: int,
+        num_experts: int,
+        **buffer_arguments: Any,
+    ) -> None:
+        size = deep_ep.Buffer.get_low_latency_rdma_size_hint(
+            num_max_tokens, hidden, num_ranks, num_experts
+        )
+        groups = thread_groups(num_ranks)
+        self.num_ranks = num_ranks
+        self._threads = [
+            ThreadPoolExecutor(1, f"rank{rank}", _own_stream) for rank in range(num_ranks)
+        ]
+        arguments = {
+            "num_rdma_bytes": size,
+            "low_latency_mode": True,
+            "num_qps_per_rank": max(1, num_experts // num_ranks),
+            "explicitly_destroy": True,
+            **buffer_arguments,
+        }
+        self.buffers: list[deep_ep.Buffer] = [None] * num_ranks  # type: ignore[list-item]
+        self.buffers = self.run(lambda rank, _: deep_ep.Buffer(groups[rank], **arguments))
+
+    def outcomes(self, fn: Callable[[int, deep_ep.Buffer], Any]) -> list[Any]:
+        """Runs fn(rank, buffer) on all ranks at once; per rank its result, or the exception it raised."""
+        futures: list[Future[Any]] = [
+            thread.submit(fn, rank, self.buffers[rank]) for rank, thread in enumerate(self._threads)
+        ]
+        running = wait(futures, timeout=HANG_S).not_done
+        backend.get().synchronize()
+        if running:
+            faulthandler.dump_traceback(file=sys.__stderr__)
+            hung = [rank for rank, future in enumerate(futures) if future in running]
+            raise TimeoutError(f"ranks {hung} are still running after {HANG_S:.0f} s")
+        return [future.exception() or future.result() for future in futures]
+
+    def run(self, fn: Callable[[int, deep_ep.Buffer], Any]) -> list[Any]:
+        """Runs fn(rank, buffer) on all ranks at once; raises the first error that is no mere timeout."""
+        outcomes = self.outcomes(fn)
+        errors = {rank: e for rank, e in enumerate(outcomes) if isinstance(e, BaseException)}
+        for rank, error in errors.items():
+            print(f"rank {rank} raised {type(error).__name__}: {error}", file=sys.stderr)
+        for error in errors.values():
+            if not isinstance(error, deep_ep.errors.EPTimeoutError):
+                raise error
+        for error in errors.values():
+            raise error
+        return outcomes
+
+    def close(self) -> None:
+        """Destroys the buffers and ends the threads."""
+        if all(buffer is not None for buffer in self.buffers):
+            self.run(lambda _, buffer: buffer.destroy())
+        for thread in self._threads:
+            thread.shutdown(wait=False)
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        where: TracebackType | None,
+    ) -> None:
+        if kind is None:
+            self.close()
+        else:  # the ranks may be out of step: no collective then
+            for thread in self._threads:
+                thread.shutdown(wait=False)
+
+
+@dataclass
+class Outcome:
+    """How a rank that was a process ended: its exit code, and what it returned or raised."""
+
+    exit_code: int | None
+    value: Any = None
+    error_type: str = ""
+    error: str = ""
+
+
+def init_gloo(rank: int, num_ranks: int, store: str) -> dist.ProcessGroup:
+    """Joins `num_ranks` processes through a file; returns a gloo group of all of them."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=num_ranks)
+    return dist.new_group(list(range(num_ranks)))
+
+
+def _process(
+    rank: int,
+    num_ranks: int,
+    store: str,
+    env: dict[str, str],
+    pipe: Connection,
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+) -> None:
+    os.environ.update(env)
+    try:
+        group = init_gloo(rank, num_ranks, store)
+        pipe.send(Outcome(None, value=fn(rank, group, *args)))
+        dist.destroy_process_group()
+    except Exception as error:  # noqa: BLE001 - handed to the parent, whatever it is
+        traceback.print_exc()
+        pipe.send(Outcome(None, error_type=type(error).__name__, error=str(error)))
+        raise SystemExit(1) from error
+
+
+def run_processes(
+    fn: Callable[..., Any],
+    num_ranks: int,
+    *args: Any,
+    env: dict[str, str] | None = None,
+    timeout_s: float = HANG_S,
+) -> list[Outcome]:
+    """Runs fn(rank, group, *args) in `num_ranks` processes; fn must be a module's function.
+
+    Returns one Outcome per rank. Processes still alive after `timeout_s` are killed; theirs has exit code None.
+    """
+    context = mp.get_context(START_METHOD)
+    with tempfile.TemporaryDirectory(prefix="deep_ep_test_") as folder:
+        store = str(Path(folder, "store"))
+        pipes, processes = [], []
+        for rank in range(num_ranks):
+            receiver, sender = context.Pipe(duplex=False)
+            process = context.Process(
+                target=_process,
+                args=(rank, num_ranks, store, dict(env or {}), sender, fn, args),
+                daemon=True,
+            )
+            process.start()
+            sender.close()
+            pipes.append(receiver)
+            processes.append(process)
+        deadline = time.monotonic() + timeout_s
+        outcomes = []
+        for pipe, process in zip(pipes, processes):
+            outcome = Outcome(None)
+            try:
+                if pipe.poll(max(0.0, deadline - time.monotonic())):
+                    outcome = pipe.recv()
+            except EOFError:  # it was killed
+                pass
+            process.join(max(0.1, deadline - time.monotonic()))
+            outcome.exit_code = process.exitcode
+            outcomes.append(outcome)
+        for process in processes:
+            if process.is_alive():
+                process.kill()
+                process.join()
+        return outcomes
+
+
+def raise_failures(outcomes: Sequence[Outcome]) -> list[Any]:
+    """The values of all ranks, or AssertionError naming every rank that failed."""
+    failed = [
+        f"rank {rank}: exit code {outcome.exit_code}, {outcome.error_type}: {outcome.error}"
+        for rank, outcome in enumerate(outcomes)
+        if outcome.exit_code != 0
+    ]
+    assert not failed, "\n".join(failed)
+    return [outcome.value for outcome in outcomes]
+
+
+def shared_memory_segments() -> set[str]:
+    """Names in /dev/shm."""
+    return {path.name for path in SHARED_MEMORY.iterdir()} if SHARED_MEMORY.is_dir() else set()
+
+
+def shared_memory_left(before: set[str], grace_s: float = 5.0) -> set[str]:
+    """Names that appeared in /dev/shm since `before` and stay there.
+
+    The grace is for other programs of this machine, whose segments come and go.
+    """
+    left = shared_memory_segments() - before
+    deadline = time.monotonic() + grace_s
+    while left and time.monotonic() < deadline:
+        time.sleep(0.1)
+        left &= shared_memory_segments()
+    return left

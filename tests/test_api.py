@@ -1,0 +1,707 @@
+"""The public face without any exchange: names, signatures, settings, events, groups, docstrings."""
+
+from __future__ import annotations
+
+import ast
+import gc
+import inspect
+import pickle
+import subprocess
+import sys
+import threading
+import weakref
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import deep_ep
+from deep_ep import Buffer, Config, EventHandle, EventOverlap, backend, checks, env
+from deep_ep.counters import RecvCounters
+from deep_ep.errors import (
+    EPArgumentError,
+    EPError,
+    EPTimeoutError,
+    EPTransportError,
+    EPUnsupportedError,
+    EPUsageError,
+    error_from_failure,
+    ranks_text,
+)
+from deep_ep.group import TorchGroup, as_group, thread_groups
+from deep_ep.handles import LowLatencyHandle
+from deep_ep.topology import Topology, ranks_per_node
+
+STREAMS = "previous_event=None, async_finish=False, allocate_on_comm_stream=False"
+SIGNATURES = {
+    "__init__": "group, num_nvl_bytes=0, num_rdma_bytes=0, low_latency_mode=False, num_qps_per_rank=24, "
+    "allow_nvlink_for_low_latency_mode=True, allow_mnnvl=False, explicitly_destroy=False",
+    "get_low_latency_rdma_size_hint": "num_max_dispatch_tokens_per_rank, hidden, num_ranks, num_experts",
+    "get_local_buffer_tensor": "dtype, size=None, offset=0, use_rdma_buffer=False",
+    "get_dispatch_layout": f"topk_idx, num_experts, {STREAMS}",
+    "dispatch": "x, handle=None, num_tokens_per_rank=None, num_tokens_per_rdma_rank=None, "
+    "is_token_in_rank=None, num_tokens_per_expert=None, topk_idx=None, topk_weights=None, "
+    f"expert_alignment=1, num_worst_tokens=0, config=None, {STREAMS}",
+    "combine": f"x, handle, topk_weights=None, bias=None, config=None, {STREAMS}",
+    "low_latency_dispatch": "x, topk_idx, num_max_dispatch_tokens_per_rank, num_experts, "
+    "cumulative_local_expert_recv_stats=None, dispatch_wait_recv_cost_stats=None, use_fp8=True, "
+    "round_scale=False, use_ue8m0=False, async_finish=False, return_recv_hook=False",
+    "low_latency_combine": "x, topk_idx, topk_weights, handle, use_logfmt=False, zero_copy=False, "
+    "async_finish=False, return_recv_hook=False, out=None, combine_wait_recv_cost_stats=None",
+    "get_next_low_latency_combine_buffer": "handle",
+    "clean_low_latency_buffer": "num_max_dispatch_tokens_per_rank, hidden, num_experts",
+    "low_latency_update_mask_buffer": "rank_to_mask, mask=False",
+    "low_latency_query_mask_buffer": "mask_status",
+    "low_latency_clean_mask_buffer": "",
+    "is_sm90_compiled": "",
+    "set_num_sms": "new_num_sms",
+    "capture": "",
+    "get_dispatch_config": "num_ranks",
+    "get_combine_config": "num_ranks",
+    "get_comm_stream": "",
+    "destroy": "",
+}
+OWN_ADDITIONS = {"recv_counters"}
+
+
+@pytest.fixture
+def buffer() -> Any:
+    """A buffer of one rank."""
+    made = Buffer(
+        thread_groups(1)[0],
+        num_nvl_bytes=1024,
+        num_rdma_bytes=Buffer.get_low_latency_rdma_size_hint(4, 256, 1, 2),
+        low_latency_mode=True,
+        num_qps_per_rank=2,
+        explicitly_destroy=True,
+    )
+    yield made
+    made.destroy()
+
+
+def in_threads(*calls: Any) -> list[Any]:
+    """Result or exception of each call, all at once."""
+    results: list[Any] = [None] * len(calls)
+
+    def run(i: int) -> None:
+        try:
+            results[i] = calls[i]()
+        except EPError as error:
+            results[i] = error
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(len(calls))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
+
+
+# ---- names and signatures
+
+
+def test_all_import_forms_of_every_revision() -> None:
+    import deep_ep.buffers.legacy
+    import deep_ep.utils.event
+    import deep_ep_cpp
+
+    assert deep_ep.buffers.legacy.Buffer is deep_ep.buffer.Buffer is Buffer
+    assert deep_ep.utils.event.EventOverlap is deep_ep.utils.EventOverlap is EventOverlap
+    assert deep_ep_cpp.EventHandle is deep_ep.utils.EventHandle is EventHandle
+    assert deep_ep_cpp.Config is deep_ep.utils.Config is Config
+    assert deep_ep.topk_idx_t is deep_ep_cpp.topk_idx_t is torch.int64
+    assert callable(deep_ep.utils.check_nvlink_connections)
+    for name in deep_ep.__all__:
+        assert hasattr(deep_ep, name)
+
+
+def test_public_classes_are_classes() -> None:
+    for name in ("Buffer", "Config", "EventHandle", "EventOverlap"):
+        assert isinstance(getattr(deep_ep, name), type)
+
+
+@pytest.mark.parametrize("name", ["ElasticBuffer", "HybridEPBuffer"])
+def test_names_that_clients_probe_for_stay_undefined(name: str) -> None:
+    assert not hasattr(deep_ep, name)
+
+
+def test_importing_loads_no_backend_and_touches_no_gpu() -> None:
+    code = (
+        "import sys, deep_ep, torch; assert not torch.cuda.is_initialized(); "
+        "sys.exit(any(name in sys.modules for name in ('deep_ep._cpu', 'deep_ep._cuda')))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_signatures_are_those_of_deep_ep(name: str) -> None:
+    parameters = list(inspect.signature(getattr(Buffer, name)).parameters.values())
+    given = [
+        p.name if p.default is p.empty else f"{p.name}={p.default!r}"
+        for p in parameters
+        if p.kind is p.POSITIONAL_OR_KEYWORD and p.name not in {"self", *OWN_ADDITIONS}
+    ]
+    assert ", ".join(given) == SIGNATURES[name]
+
+
+def test_the_constructor_takes_the_keywords_of_every_revision() -> None:
+    parameters = inspect.signature(Buffer).parameters
+    assert {"use_fabric", "enable_shrink", "comm", "explicitly_destroy"} <= set(parameters)
+    assert "is_intranode" not in parameters
+    with pytest.raises(TypeError, match="num_nvl_peers"):
+        Buffer(None, num_nvl_peers=8)  # type: ignore[call-arg]
+
+
+def test_stubs_name_what_the_modules_offer() -> None:
+    binding = backend.get().binding
+    stub = ast.parse(Path(deep_ep.__file__).with_name("_cpu.pyi").read_text(encoding="utf-8"))
+    for node in stub.body:
+        if isinstance(node, ast.AnnAssign):
+            assert hasattr(binding, ast.unparse(node.target))
+        elif isinstance(node, ast.FunctionDef):
+            assert hasattr(binding, node.name)
+        elif isinstance(node, ast.ClassDef):
+            methods = {item.name for item in node.body if isinstance(item, ast.FunctionDef)}
+            offered = {n for n in vars(getattr(binding, node.name)) if not n.startswith("_")}
+            assert methods - {"__init__"} == offered
+
+
+@pytest.mark.parametrize(
+    ("call", "rule"),
+    [(call, rule) for call, rules in checks.TENSORS.items() for rule in rules],
+    ids=lambda value: getattr(value, "argument", value),
+)
+def test_docstrings_give_the_shapes_that_are_checked(call: str, rule: checks.TensorRule) -> None:
+    text = " ".join((getattr(Buffer, call).__doc__ or "").split())
+    assert f"{rule.argument}: {rule.text}" in text
+
+
+# ---- Config
+
+
+def test_config_takes_positions_and_keywords_and_rounds_up() -> None:
+    config = Config(24, 8, 512, 16, 120)
+    assert config == Config(
+        num_sms=24,
+        num_max_nvl_chunked_send_tokens=8,
+        num_max_nvl_chunked_recv_tokens=512,
+        num_max_rdma_chunked_send_tokens=16,
+        num_max_rdma_chunked_recv_tokens=128,
+    )
+    assert Config() == Config(20, 6, 256, 6, 256)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [(-2,), (20, 0), (20, 6, 6), (20, 6, 0), (20, 6, 256, 0), (20, 6, 256, 6, 11), (20, 7, 6)],
+)
+def test_config_refuses_what_deep_ep_refuses(values: tuple[int, ...]) -> None:
+    with pytest.raises(EPArgumentError, match="Config: num_"):
+        Config(*values)
+
+
+def test_config_refuses_other_types_and_keywords() -> None:
+    with pytest.raises(TypeError):
+        Config(20.0)  # type: ignore[arg-type]
+    with pytest.raises(TypeError):
+        Config(num_channels=10)  # type: ignore[call-arg]
+
+
+def test_size_hints_are_those_of_deep_ep() -> None:
+    assert Buffer.get_dispatch_config(8).get_nvl_buffer_size_hint(14336, 8) == 335709824
+    assert Buffer.get_dispatch_config(8).get_rdma_buffer_size_hint(14336, 8) == 0
+    assert Buffer.get_dispatch_config(16).get_nvl_buffer_size_hint(14336, 16) == 377673984
+    assert Buffer.get_dispatch_config(16).get_rdma_buffer_size_hint(14336, 16) == 91887744
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3, 8, 12, 16, 20, 160])
+def test_size_hints_are_aligned_and_grow_with_the_row(num_ranks: int) -> None:
+    config = Buffer.get_combine_config(num_ranks)
+    for hint in (config.get_nvl_buffer_size_hint, config.get_rdma_buffer_size_hint):
+        sizes = [hint(hidden_bytes, num_ranks) for hidden_bytes in (256, 1000, 14336)]
+        assert all(size % 128 == 0 for size in sizes)
+        assert sizes == sorted(sizes)
+
+
+def test_size_hints_need_even_sms_between_nodes() -> None:
+    assert Config(21).get_nvl_buffer_size_hint(1024, 8) > 0
+    with pytest.raises(EPArgumentError, match="num_sms is 21"):
+        Config(21).get_nvl_buffer_size_hint(1024, 16)
+
+
+def test_recommended_configs_exist_for_every_group_size() -> None:
+    assert Buffer.get_dispatch_config(2) == Config(20, 24, 256, 6, 128)
+    assert Buffer.get_combine_config(160) == Config(20, 2, 720, 8, 128)
+    assert Buffer.get_dispatch_config(1) == Buffer.get_dispatch_config(2)
+    assert Buffer.get_dispatch_config(12) == Buffer.get_dispatch_config(16)
+    assert Buffer.get_dispatch_config(1000) == Buffer.get_dispatch_config(160)
+
+
+def test_set_num_sms_on_class_and_object_changes_later_configs(buffer: Buffer) -> None:
+    try:
+        Buffer.set_num_sms(24)
+        assert Buffer.num_sms == buffer.num_sms == Buffer.get_dispatch_config(8).num_sms == 24
+        buffer.set_num_sms(16)
+        assert Buffer.num_sms == 16
+        with pytest.raises(AssertionError, match="num_sms is 15"):
+            Buffer.set_num_sms(15)
+        assert Buffer.num_sms == 16
+    finally:
+        Buffer.set_num_sms(20)
+
+
+# ---- events
+
+
+def test_events_wait_in_every_form() -> None:
+    event = EventOverlap(EventHandle(), (torch.zeros(1),))
+    event.current_stream_wait()
+    with event as entered:
+        assert entered is event
+    with event():
+        pass
+    assert event.event is not None
+    with event(release_handle=True):
+        pass
+    assert event.event is None
+    with event:  # nothing to wait for
+        pass
+    with pytest.raises(AssertionError, match="event is None"):
+        event.current_stream_wait()
+    event.event = Buffer.capture().event
+    event.current_stream_wait(release_handle=True)
+    assert event.event is None
+
+
+def test_a_hook_runs_once_after_the_next_wait() -> None:
+    calls: list[int] = []
+    event = Buffer.capture()
+    event.register_hook_after_wait(lambda: calls.append(1))
+    with pytest.raises(AssertionError, match="already registered"):
+        event.register_hook_after_wait(lambda: calls.append(2))
+    assert calls == []
+    event.current_stream_wait()
+    event.current_stream_wait()
+    assert calls == [1]
+    event.register_hook_after_wait(lambda: calls.append(3))
+    with event():
+        pass
+    assert calls == [1, 3]
+
+
+# ---- Buffer of one rank
+
+
+def test_attributes_that_callers_read(buffer: Buffer) -> None:
+    assert (buffer.rank, buffer.group_size) == (0, 1)
+    assert buffer.num_nvl_bytes == 1024
+    assert buffer.num_rdma_bytes == Buffer.get_low_latency_rdma_size_hint(4, 256, 1, 2)
+    assert buffer.low_latency_mode is True
+    assert buffer.explicitly_destroy is True
+    assert buffer.enable_shrink is False
+    assert buffer.nvshmem_qp_depth == env.nvshmem_qp_depth()
+    assert buffer.runtime is not None
+    assert buffer.runtime.is_available()
+    assert buffer.runtime.get_num_rdma_ranks() == 1
+    assert buffer.runtime.get_rdma_rank() == buffer.runtime.get_root_rdma_rank(True) == 0
+    assert buffer.get_comm_stream() is buffer.get_comm_stream()
+    assert isinstance(buffer.group, deep_ep.group.ThreadGroup)
+    assert Buffer.is_sm90_compiled() is True
+
+
+def test_local_buffer_views_count_elements(buffer: Buffer) -> None:
+    device = backend.get().device()
+    whole = buffer.get_local_buffer_tensor(torch.float32)
+    assert whole.shape == (256,)
+    assert whole.device == device
+    whole.copy_(torch.arange(256))
+    assert buffer.get_local_buffer_tensor(torch.float32, offset=250).tolist() == [*range(250, 256)]
+    view = buffer.get_local_buffer_tensor(torch.float32, torch.Size((2, 3)), offset=4)
+    assert view.tolist() == [[4, 5, 6], [7, 8, 9]]
+    assert buffer.get_local_buffer_tensor(torch.int8, use_rdma_buffer=True).numel() == (
+        buffer.num_rdma_bytes
+    )
+    with pytest.raises(EPArgumentError, match="256 elements"):
+        buffer.get_local_buffer_tensor(torch.float32, torch.Size((7,)), offset=250)
+
+
+def test_a_buffer_is_weakly_referenceable_and_goes_with_its_last_reference() -> None:
+    made = Buffer(thread_groups(1)[0], num_nvl_bytes=128)
+    view = made.get_local_buffer_tensor(torch.int8)
+    reference = weakref.ref(made)
+    del made
+    gc.collect()
+    assert reference() is None
+    view.fill_(1)  # keeps the memory
+
+
+def test_destroy_needs_to_be_announced_and_may_be_repeated() -> None:
+    implicit = Buffer(thread_groups(1)[0])
+    with pytest.raises(AssertionError, match="explicitly_destroy"):
+        implicit.destroy()
+    explicit = Buffer(thread_groups(1)[0], explicitly_destroy=True)
+    explicit.destroy()
+    explicit.destroy()
+    assert explicit.runtime is None
+    with pytest.raises(EPUsageError, match="destroy"):
+        explicit.get_comm_stream()
+
+
+def test_dropping_a_buffer_that_should_be_destroyed_warns() -> None:
+    made = [Buffer(thread_groups(1)[0], explicitly_destroy=True)]
+    with pytest.warns(ResourceWarning, match=r"without destroy\(\)"):
+        made.clear()
+
+
+def test_the_environment_switches_counters_and_faults_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DEEP_EP_DIAGNOSE", "1")
+    monkeypatch.setenv("DEEP_EP_INJECT", "slow-rank=0:1us")
+    size = Buffer.get_low_latency_rdma_size_hint(4, 256, 1, 2)
+    made = Buffer(thread_groups(1)[0], 0, size, low_latency_mode=True, num_qps_per_rank=2)
+    assert len(made._before_operation) == 1
+    device = backend.get().device()
+    x = torch.ones(4, 256, dtype=torch.bfloat16, device=device)
+    topk_idx = torch.zeros(4, 1, dtype=torch.int64, device=device)
+    _, count, handle, _, _ = made.low_latency_dispatch(x, topk_idx, 4, 2)
+    assert count.tolist() == [4, 0]
+    assert made.dispatch_counters is not None
+    assert made.dispatch_counters.snapshot()["tokens"].tolist() == [4]
+    assert type(handle) is LowLatencyHandle
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"num_nvl_bytes": 100}, "num_nvl_bytes is 100"),
+        ({"num_rdma_bytes": -128}, "num_rdma_bytes is -128"),
+        ({"num_nvl_bytes": 1e9}, "it must be an integer"),
+        ({"num_rdma_bytes": 128}, "low_latency_mode=True"),
+        ({"low_latency_mode": True, "num_qps_per_rank": 0}, "num_qps_per_rank is 0"),
+    ],
+)
+def test_construction_refuses_bad_sizes(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(EPArgumentError, match=message):
+        Buffer(thread_groups(1)[0], **arguments)
+
+
+def test_ranks_that_disagree_at_construction_are_named() -> None:
+    groups = thread_groups(3)
+    errors = in_threads(*(lambda g=g: Buffer(g, 128 * (1 + g.rank // 2)) for g in groups))
+    for error in errors:
+        assert isinstance(error, EPArgumentError)
+        assert "num_nvl_bytes is 128 on ranks 0-1, 256 on rank 2" in str(error)
+    for made in in_threads(*(lambda g=g: Buffer(g, 128) for g in groups)):
+        assert isinstance(made, Buffer)
+
+
+def test_an_error_on_one_rank_reaches_all() -> None:
+    groups = thread_groups(2)
+    mine, others = in_threads(lambda: Buffer(groups[0], 100), lambda: Buffer(groups[1], 128))
+    assert str(mine).startswith("Buffer: num_nvl_bytes is 100")
+    assert "rank 0 failed" in str(others)
+
+
+def test_layout_of_one_rank_counts_repeated_and_ignores_invalid(buffer: Buffer) -> None:
+    topk_idx = torch.tensor([[0, 0], [1, -1], [-1, -1], [7, 1]], device=backend.get().device())
+    per_rank, per_node, per_expert, in_rank, event = buffer.get_dispatch_layout(topk_idx, 2)
+    assert per_rank.tolist() == [3]
+    assert per_node is None
+    assert per_expert.tolist() == [2, 2]
+    assert in_rank.tolist() == [[True], [True], [False], [True]]
+    assert event.event is None
+    again = buffer.get_dispatch_layout(topk_idx, 2, event, True)
+    assert again[4].event is not None
+    third = buffer.get_dispatch_layout(topk_idx, 2, again[4], True, True)
+    assert third[2].tolist() == [2, 2]
+    with pytest.raises(EPArgumentError, match="allocate_on_comm_stream"):
+        buffer.get_dispatch_layout(topk_idx, 2, event, True, True)
+
+
+def test_layout_counts_a_token_once_per_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DEEP_EP_RANKS_PER_NODE", "2")
+    groups = thread_groups(4)
+    buffers = in_threads(*(lambda g=g: Buffer(g) for g in groups))
+    topk_idx = torch.tensor([[0, 1, 5], [6, 4, -1], [2, 2, 2]], device=backend.get().device())
+    per_rank, per_node, per_expert, in_rank, _ = buffers[1].get_dispatch_layout(topk_idx, 8)
+    assert per_rank.tolist() == [1, 1, 2, 1]
+    assert per_node is not None
+    assert per_node.tolist() == [2, 2]
+    assert per_expert.tolist() == [1, 1, 3, 0, 1, 1, 1, 0]
+    assert in_rank.int().tolist() == [[1, 0, 1, 0], [0, 0, 1, 1], [0, 1, 0, 0]]
+    assert buffers[3].runtime.get_num_rdma_ranks() == 2
+    assert (buffers[3].runtime.get_rdma_rank(), buffers[3].runtime.get_root_rdma_rank(True)) == (
+        1,
+        1,
+    )
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda b: b.dispatch(torch.zeros(1, 8)),
+        lambda b: b.combine(torch.zeros(1, 8), ()),
+        lambda b: b.internode_dispatch(),
+        lambda b: b.internode_combine(),
+        lambda b: b.low_latency_update_mask_buffer(0, True),
+        lambda b: b.low_latency_query_mask_buffer(torch.zeros(1, dtype=torch.int32)),
+        lambda b: b.low_latency_clean_mask_buffer(),
+    ],
+)
+def test_calls_of_later_versions_say_so(buffer: Buffer, call: Any) -> None:
+    with pytest.raises(EPUnsupportedError, match="this version has no"):
+        call(buffer)
+
+
+def test_biases_are_unpacked() -> None:
+    bias = torch.zeros(1)
+    assert Buffer._unpack_bias(None) == (None, None)
+    assert Buffer._unpack_bias(bias) == (bias, None)
+    assert Buffer._unpack_bias((None, bias)) == (None, bias)
+    assert Buffer._unpack_bias([bias, None]) == (bias, None)
+    for wrong in ((), (bias,), (bias, bias, bias), (bias, 1), "bias"):
+        with pytest.raises(AssertionError, match="bias"):
+            Buffer._unpack_bias(wrong)
+
+
+# ---- counters
+
+
+def test_counters_follow_the_native_fields(buffer: Buffer) -> None:
+    binding = backend.get().binding
+    counters = RecvCounters(3, ring=5)
+    assert counters.totals.shape == (len(binding.COUNTER_FIELDS), 3)
+    assert counters.own.shape == (len(binding.OWN_FIELDS),)
+    assert counters.ring.shape == (5, 4, 4)
+    assert counters.pointers() == (
+        counters.totals.data_ptr(),
+        counters.own.data_ptr(),
+        counters.ring.data_ptr(),
+        5,
+    )
+    assert RecvCounters(3, ring=0).pointers()[2:] == (0, 0)
+    buffer.enable_counters(ring=8)
+    kept = buffer.dispatch_counters
+    buffer.enable_counters(ring=8)
+    assert buffer.dispatch_counters is kept
+    buffer.disable_counters()
+    assert buffer.dispatch_counters is buffer.combine_counters is None
+
+
+def test_windows_are_differences_of_snapshots() -> None:
+    counters = RecvCounters(2, ring=4)
+    counters["wait_ns"].copy_(torch.tensor([5, 7]))
+    counters["max_wait_ns"].copy_(torch.tensor([5, 7]))
+    counters.ring[1, 2, 0] = 1
+    earlier = counters.snapshot()
+    counters["wait_ns"].add_(10)
+    counters["max_wait_ns"].copy_(torch.tensor([10, 10]))
+    counters.own[0] += 2
+    for op in (2, 3):
+        counters.ring[op, 2, 0] = op
+    window = counters.snapshot() - earlier
+    assert window["wait_ns"].tolist() == [10, 10]
+    assert window["max_wait_ns"].tolist() == [10, 10]
+    assert window.ops == window.own_value("ops") == 2
+    assert window.operation == 3
+    assert window.operations()[:, 2, 0].tolist() == [2, 3]
+    assert earlier["wait_ns"].tolist() == [5, 7]
+    assert np.array_equal(pickle.loads(pickle.dumps(window)).totals, window.totals)
+    with pytest.raises(EPArgumentError, match="no field 'waiting'"):
+        window["waiting"]
+    with pytest.raises(EPArgumentError, match="same counters"):
+        window.since(RecvCounters(3, ring=4).snapshot())
+
+
+# ---- groups and topology
+
+
+def test_thread_groups_exchange_copies_and_survive_a_missing_thread() -> None:
+    groups = thread_groups(3, timeout_s=0.2)
+    objects = [[rank] for rank in range(3)]
+    gathered = in_threads(*(lambda g=g: g.all_gather_object(objects[g.rank]) for g in groups))
+    assert gathered == [objects] * 3
+    assert gathered[0][0] is not objects[0]
+    for error in in_threads(groups[0].barrier, groups[2].barrier):
+        assert isinstance(error, EPTimeoutError)
+        assert error.missing_ranks == (1,)
+    assert in_threads(*(group.barrier for group in groups)) == [None] * 3
+
+
+def test_groups_are_adapted() -> None:
+    class Communicator:
+        def Get_rank(self) -> int:  # noqa: N802
+            return 1
+
+        def Get_size(self) -> int:  # noqa: N802
+            return 2
+
+        def allgather(self, obj: object) -> list[object]:
+            return [None, obj]
+
+    class ProcessGroup:
+        def rank(self) -> int:
+            return 3
+
+        def size(self) -> int:
+            return 4
+
+    adapted = as_group(None, Communicator())
+    assert (adapted.rank, adapted.size, adapted.all_gather_object("x")) == (1, 2, [None, "x"])
+    torch_group = as_group(ProcessGroup())
+    assert isinstance(torch_group, TorchGroup)
+    assert (torch_group.rank, torch_group.size) == (3, 4)
+    with pytest.raises(ValueError, match="both None"):
+        as_group(None)
+    with pytest.raises(TypeError, match="group is a int"):
+        as_group(3)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "asked", "expected"),
+    [
+        (["a"] * 8, None, 8),
+        (["a"] * 4 + ["b"] * 4, None, 4),
+        (["a"] * 6 + ["b"] * 4, None, 2),
+        (["a", "b", "a", "b"], None, 1),
+        (["a"] * 12, None, 12),
+        (["a"] * 8, 2, 2),
+        (["a"] * 2, 8, 2),
+    ],
+)
+def test_nodes_never_span_hosts(hosts: list[str], asked: int | None, expected: int) -> None:
+    assert ranks_per_node(hosts, asked) == expected
+
+
+def test_places_in_a_node() -> None:
+    topology = Topology(rank=5, num_ranks=7, ranks_per_node=4)
+    assert (topology.num_nodes, topology.node, topology.local_rank) == (2, 1, 1)
+
+
+# ---- environment and errors
+
+
+@pytest.mark.parametrize(
+    ("variable", "text", "read", "value"),
+    [
+        (env.TIMEOUT_S, "2.5", env.timeout_s, 2.5),
+        (env.RANKS_PER_NODE, "", env.ranks_per_node, None),
+        (env.RANKS_PER_NODE, "4", env.ranks_per_node, 4),
+        (env.SCHEDULE, "random:7", env.schedule, ("random", 7)),
+        (env.DELIVERY, "in-order", env.delivery, ("in-order", 0)),
+        (env.LAUNCH_SHAPE, "4x8", env.launch_shape, (4, 8)),
+        (env.LAUNCH_SHAPE, "", env.launch_shape, (0, 0)),
+        (env.CPU_CLOCK, "wall", env.cpu_clock, "wall"),
+        (env.DIAGNOSE, "1", env.diagnose, True),
+        (env.NVSHMEM_QP_DEPTH, "2048", env.nvshmem_qp_depth, 2048),
+    ],
+)
+def test_environment_variables_are_read(
+    monkeypatch: pytest.MonkeyPatch, variable: env.Variable, text: str, read: Any, value: object
+) -> None:
+    monkeypatch.setenv(variable.name, text)
+    assert read() == value
+
+
+@pytest.mark.parametrize(
+    ("variable", "text", "read"),
+    [
+        (env.BACKEND, "rocm", env.backend),
+        (env.TIMEOUT_S, "0", env.timeout_s),
+        (env.TIMEOUT_S, "soon", env.timeout_s),
+        (env.RANKS_PER_NODE, "-1", env.ranks_per_node),
+        (env.SCHEDULE, "random", env.schedule),
+        (env.DELIVERY, "round-robin", env.delivery),
+        (env.LAUNCH_SHAPE, "4x0", env.launch_shape),
+        (env.CPU_CLOCK, "sun", env.cpu_clock),
+        (env.DIAGNOSE, "yes", env.diagnose),
+    ],
+)
+def test_bad_environment_variables_are_named(
+    monkeypatch: pytest.MonkeyPatch, variable: env.Variable, text: str, read: Any
+) -> None:
+    monkeypatch.setenv(variable.name, text)
+    with pytest.raises(EPArgumentError, match=f"{variable.name} is '{text}'; it must be"):
+        read()
+
+
+def test_an_unavailable_backend_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    reason = backend.unavailable_reason("cuda")
+    if reason is None:
+        pytest.skip("the cuda backend is available here")
+    monkeypatch.setenv("DEEP_EP_BACKEND", "cuda")
+    with pytest.raises(deep_ep.EPNotBuiltError, match="DEEP_EP_BACKEND=cuda cannot be used") as got:
+        backend.get()
+    assert reason in str(got.value)
+
+
+def test_every_error_is_a_runtime_error_and_pickles() -> None:
+    for name in deep_ep.__all__:
+        if name.startswith("EP"):
+            error = getattr(deep_ep, name)("text")
+            assert isinstance(error, RuntimeError)
+            assert isinstance(error, EPError)
+            assert str(pickle.loads(pickle.dumps(error))) == "text"
+    assert issubclass(EPUsageError, (AssertionError, ValueError))
+
+
+FAILURE: dict[str, Any] = {
+    "kind": "timeout",
+    "operation": "low_latency_dispatch",
+    "op": 17,
+    "ranks": [5, 3],
+    "last_op": {3: 16, 5: 0},
+    "expected": {},
+    "seen": {},
+    "waited_ns": 2_000_000_000,
+}
+
+
+def test_a_timeout_carries_its_facts() -> None:
+    error = error_from_failure(FAILURE, 0)
+    assert isinstance(error, EPTimeoutError)
+    for found in (error, pickle.loads(pickle.dumps(error))):
+        assert found.missing_ranks == (3, 5)
+        assert found.last_seen == {3: 16, 5: 0}
+        assert (found.operation, found.op, found.waited_s) == ("low_latency_dispatch", 17, 2.0)
+    text = str(error)
+    assert (
+        "low_latency_dispatch (operation 17) on rank 0: ranks 3, 5 did not arrive within 2 s"
+        in text
+    )
+    assert "rank 3 was last seen in operation 16; rank 5 has not been seen yet" in text
+    assert "DEEP_EP_TIMEOUT_S" in text
+
+
+def test_a_mismatch_names_the_fields_that_differ() -> None:
+    shapes = {"expected": {"hidden": 512, "M": 4}, "seen": {"hidden": 1024, "M": 4}}
+    error = error_from_failure({**FAILURE, "kind": "mismatch", "ranks": [2], **shapes}, 0)
+    assert type(error) is EPArgumentError
+    assert "rank 2 called with hidden = 1024 (here 512)" in str(error)
+
+
+def test_other_failures_have_their_own_errors() -> None:
+    assert type(error_from_failure({**FAILURE, "kind": "abandoned"}, 0)) is EPTransportError
+    assert type(error_from_failure({**FAILURE, "kind": "index"}, 0)) is EPArgumentError
+
+
+def test_ranks_are_written_as_runs() -> None:
+    assert ranks_text([4]) == "rank 4"
+    assert ranks_text([5, 0, 2, 1]) == "ranks 0-2, 5"
+    assert ranks_text([]) == "no rank"
+
+
+def test_the_low_latency_handle_is_a_tuple_of_five() -> None:
+    handle = LowLatencyHandle(torch.zeros(1), torch.ones(1), 4, 512, 6)
+    src_info, layout_range, maximum, hidden, num_experts = handle
+    assert (maximum, hidden, num_experts) == (4, 512, 6)
+    assert handle[0] is src_info
+    assert handle[1] is layout_range
+    assert checks.unpack_handle("test", tuple(handle)) == handle
+
+
+def test_every_value_rule_says_what_is_allowed_and_what_to_do() -> None:
+    for name, rule in checks.VALUES.items():
+        assert rule.allowed, name
+        assert rule.fix.endswith("."), name

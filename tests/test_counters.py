@@ -1,0 +1,462 @@
+"""The receive counters: the parts of a wait add up, known delays land in the right cell, off means off.
+
+Time is the host target's rank time, as though each rank had a core of its own; a delay passes without being slept.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import deep_ep
+from deep_ep.counters import CounterSnapshot, RecvCounters
+from deep_ep.errors import EPTimeoutError
+from exchange import (
+    Inputs,
+    Mode,
+    Shape,
+    combine,
+    dispatch,
+    experts,
+    make_inputs,
+    ranks_for,
+)
+
+MS = 1_000_000
+FP8 = Mode(use_fp8=True)
+SHAPE = Shape((3, 0, 4, 2), num_max_tokens=4, hidden=256, num_experts=8, num_topk=3)
+# A delay to be found again, and what it must exceed everything else by: far above the CPU time of an exchange.
+DELAY_NS = 200 * MS
+
+pytestmark = pytest.mark.skipif(
+    deep_ep.backend.get().name != "cpu", reason="delays are injected on the cpu backend only"
+)
+
+
+def exchange(buffer: deep_ep.Buffer, inputs: Inputs, shape: Shape = SHAPE, mode: Mode = FP8) -> Any:
+    """Dispatch and combine of one rank; returns the handle."""
+    received = dispatch(buffer, inputs, shape, mode)
+    combine(buffer, inputs, received.handle, experts(received, buffer.rank), mode)
+    return received.handle
+
+
+def counted(buffer: deep_ep.Buffer) -> dict[str, CounterSnapshot]:
+    """Snapshots of the buffer's own counters, by kind of operation."""
+    assert buffer.dispatch_counters is not None
+    assert buffer.combine_counters is not None
+    return {
+        "dispatch": buffer.dispatch_counters.snapshot(),
+        "combine": buffer.combine_counters.snapshot(),
+    }
+
+
+def totals_of_ring(snapshot: CounterSnapshot, row_bytes: int) -> dict[str, np.ndarray]:
+    """What the totals must be, from the raw stamps alone; the definitions of the counters in a page.
+
+    All stamps are on the receiving rank's clock, so a wait is an interval, cut where the source entered and where it
+    had issued everything.
+    """
+    num_ranks = snapshot.num_ranks
+    totals = {name: np.zeros(num_ranks, dtype=np.int64) for name in snapshot.fields}
+    own = dict.fromkeys(snapshot.own_fields, 0)
+    for slot in snapshot.operations():
+        entered, issued, arrival, tokens = (slot[:num_ranks, i] for i in range(4))
+        _, begin, leave, previous_exit = slot[num_ranks]
+        end = np.maximum(arrival, begin)
+        cut_entered = np.clip(entered, begin, end)
+        cut_issued = np.clip(np.maximum(issued, entered), begin, end)
+        wait = end - begin
+        totals["ops"] += 1
+        totals["tokens"] += tokens
+        totals["bytes"] += tokens * row_bytes
+        totals["wait_ns"] += wait
+        totals["late_ns"] += cut_entered - begin
+        totals["issue_ns"] += cut_issued - cut_entered
+        totals["path_ns"] += end - cut_issued
+        totals["slack_ns"] += np.maximum(begin - issued, 0)
+        totals["max_wait_ns"] = np.maximum(totals["max_wait_ns"], wait)
+        last = int(np.argmax(arrival))
+        if arrival[last] > begin:
+            others = np.delete(arrival, last)
+            totals["critical_ops"][last] += 1
+            totals["critical_ns"][last] += arrival[last] - max(begin, others.max(initial=begin))
+        own["ops"] += 1
+        own["wait_ns"] += max(0, arrival[last] - begin)
+        own["drain_ns"] += leave - max(begin, arrival[last])
+    return {**totals, **{f"own {name}": np.array(value) for name, value in own.items()}}
+
+
+def assert_consistent(snapshot: CounterSnapshot, row_bytes: int, what: str) -> None:
+    """Totals equal what the ring says, to the nanosecond, and every wait is the sum of its parts."""
+    expected = totals_of_ring(snapshot, row_bytes)
+    for name in snapshot.fields:
+        assert snapshot[name].tolist() == expected[name].tolist(), f"{what}: {name}"
+    for name in ("ops", "wait_ns", "drain_ns"):
+        assert snapshot.own_value(name) == int(expected[f"own {name}"]), f"{what}: own {name}"
+    parts = snapshot["late_ns"] + snapshot["issue_ns"] + snapshot["path_ns"]
+    assert snapshot["wait_ns"].tolist() == parts.tolist(), what
+
+
+@st.composite
+def disturbances(
+    draw: st.DrawFn,
+) -> tuple[Shape, list[dict[str, int]], dict[tuple[int, int], tuple[int, float]]]:
+    """A shape, delays before the send and before the receive phase of each rank per operation, and slow paths."""
+    num_ranks = draw(st.integers(1, 5))
+    max_tokens = draw(st.integers(1, 4))
+    shape = Shape(
+        tuple(draw(st.lists(st.integers(0, max_tokens), min_size=num_ranks, max_size=num_ranks))),
+        num_max_tokens=max_tokens,
+        hidden=128,
+        num_experts=num_ranks * draw(st.integers(1, 3)),
+        num_topk=2,
+        seed=draw(st.integers(0, 1000)),
+    )
+    delay = st.sampled_from([0, 0, 1_000, 50_000, MS, 40 * MS, 2_000 * MS])
+    per_rank = st.fixed_dictionaries({"send": delay, "receive": delay})
+    delays = draw(st.lists(per_rank, min_size=2 * num_ranks, max_size=2 * num_ranks))
+    pair = st.tuples(st.integers(0, num_ranks - 1), st.integers(0, num_ranks - 1))
+    fault = st.tuples(st.sampled_from([0, 10_000, 3 * MS]), st.sampled_from([0.0, 1e6, 1e9]))
+    return shape, delays, draw(st.dictionaries(pair, fault, max_size=3))
+
+
+@given(case=disturbances(), use_fp8=st.booleans())
+def test_every_wait_is_the_sum_of_its_parts(case: Any, use_fp8: bool) -> None:
+    shape, delays, slow_paths = case
+    mode = Mode(use_fp8=use_fp8)
+    inputs = make_inputs(shape)
+
+    def disturbed(rank: int, buffer: deep_ep.Buffer) -> Any:
+        buffer.enable_counters(ring=16)
+        for (src, dst), (delay_ns, bytes_per_s) in slow_paths.items():
+            if src == rank:
+                buffer.runtime.set_path_fault(dst=dst, delay_ns=delay_ns, bytes_per_s=bytes_per_s)
+        for number in range(2):
+            delay = delays[number * shape.num_ranks + rank]
+            buffer.runtime.delay(delay["send"])
+            recv_x, count, handle, _, hook = buffer.low_latency_dispatch(
+                inputs[rank].x, inputs[rank].topk_idx, shape.num_max_tokens, shape.num_experts,
+                use_fp8=use_fp8, return_recv_hook=True,
+            )  # fmt: skip
+            buffer.runtime.delay(delay["receive"])
+            hook()
+            exchange(buffer, inputs[rank], shape, mode)
+        return counted(buffer)
+
+    with ranks_for(shape) as ranks:
+        snapshots = ranks.run(disturbed)
+    dispatch_bytes = shape.hidden + 4 * (shape.hidden // 128) if use_fp8 else 2 * shape.hidden
+    for rank, kinds in enumerate(snapshots):
+        assert_consistent(kinds["dispatch"], dispatch_bytes, f"rank {rank}, dispatch")
+        assert_consistent(kinds["combine"], 2 * shape.hidden, f"rank {rank}, combine")
+        assert kinds["dispatch"].ops == 4
+        assert kinds["combine"].ops == 2
+
+
+def test_tokens_and_bytes_are_those_of_the_routing() -> None:
+    inputs = make_inputs(SHAPE)
+
+    def count(rank: int, buffer: deep_ep.Buffer) -> Any:
+        buffer.enable_counters()
+        handle = exchange(buffer, inputs[rank])
+        exchange(buffer, inputs[rank])
+        return counted(buffer), (handle[1] & 0xFFFFFFFF).sum(0)
+
+    with ranks_for(SHAPE) as ranks:
+        results = ranks.run(count)
+    for rank, (kinds, rows_from) in enumerate(results):
+        assert kinds["dispatch"]["ops"].tolist() == [2] * 4
+        assert kinds["dispatch"]["tokens"].tolist() == (2 * rows_from).tolist()
+        assert kinds["dispatch"]["bytes"].tolist() == (2 * rows_from * (256 + 8)).tolist()
+        topk_idx = inputs[rank].topk_idx
+        rows_back = torch.bincount(topk_idx[topk_idx >= 0] // SHAPE.num_local_experts, minlength=4)
+        assert kinds["combine"]["tokens"].tolist() == (2 * rows_back).tolist()
+        assert kinds["combine"]["bytes"].tolist() == (2 * rows_back * 512).tolist()
+
+
+def test_a_slow_rank_shows_as_lateness_in_its_column_and_as_its_own_gap() -> None:
+    inputs = make_inputs(SHAPE)
+
+    def run(rank: int, buffer: deep_ep.Buffer) -> Any:
+        exchange(buffer, inputs[rank])  # so that the first measured gap has a beginning
+        buffer.enable_counters()
+        for _ in range(3):
+            if rank == 2:
+                buffer.runtime.delay(DELAY_NS)
+            exchange(buffer, inputs[rank])
+        return counted(buffer)["dispatch"]
+
+    with ranks_for(SHAPE) as ranks:
+        snapshots = ranks.run(run)
+    for rank, snapshot in enumerate(snapshots):
+        late = snapshot["late_ns"]
+        if rank == 2:
+            assert late.max() < DELAY_NS, "the late rank itself waits for nobody"
+            assert snapshot.own_value("gap_ns") > 3 * DELAY_NS
+            continue
+        assert 2.9 * DELAY_NS < late[2] < 3.5 * DELAY_NS
+        assert late[[0, 1, 3]].max() < 0.5 * DELAY_NS
+        assert snapshot["path_ns"].max() < 0.5 * DELAY_NS
+        assert snapshot["critical_ops"].tolist() == [0, 0, 3, 0]
+        assert snapshot["critical_ns"][2] > 2.5 * DELAY_NS
+        assert snapshot.own_value("gap_ns") < 0.5 * DELAY_NS
+
+
+def test_a_slow_path_shows_as_path_time_in_its_cell_and_makes_its_receiver_late() -> None:
+    inputs = make_inputs(SHAPE)
+
+    def run(rank: int, buffer: deep_ep.Buffer) -> Any:
+        buffer.enable_counters()
+        if rank == 0:
+            buffer.runtime.set_path_fault(dst=3, delay_ns=DELAY_NS, bytes_per_s=0.0)
+        for _ in range(3):
+            exchange(buffer, inputs[rank])
+        return counted(buffer)
+
+    with ranks_for(SHAPE) as ranks:
+        snapshots = ranks.run(run)
+    # Having waited for the dispatch, rank 3 enters the combine late itself, and its data is there by then.
+    path = np.stack([kinds["dispatch"]["path_ns"] + kinds["combine"]["path_ns"] for kinds in snapshots])
+    assert 2.9 * DELAY_NS < path[3, 0] < 3.5 * DELAY_NS
+    path[3, 0] = 0
+    assert path.max() < 0.5 * DELAY_NS, "some other path looks slow"
+    for rank in (0, 1, 2):
+        assert 2.9 * DELAY_NS < snapshots[rank]["combine"]["late_ns"][3] < 3.5 * DELAY_NS
+
+
+def test_a_throttled_path_takes_time_in_proportion_to_its_bytes() -> None:
+    shape = replace(
+        SHAPE, num_tokens=(4, 4, 4, 4), num_topk=8, dropped=0.0
+    )  # every expert gets all
+    inputs = make_inputs(shape)
+    bytes_per_s = 1e5
+
+    def run(rank: int, buffer: deep_ep.Buffer) -> Any:
+        buffer.enable_counters()
+        if rank == 1:
+            buffer.runtime.set_path_fault(dst=2, delay_ns=0, bytes_per_s=bytes_per_s)
+        dispatch(buffer, inputs[rank], shape, FP8)
+        return buffer.dispatch_counters.snapshot()
+
+    with ranks_for(shape) as ranks:
+        slow = ranks.run(run)[2]
+    payload_ns = slow["bytes"][1] / bytes_per_s * 1e9
+    assert payload_ns < slow["wait_ns"][1] < 3 * payload_ns, (
+        "messages carry some bytes besides payload"
+    )
+    assert slow["wait_ns"][[0, 2, 3]].max() < 0.5 * payload_ns
+
+
+def test_data_issued_long_before_the_receive_phase_is_slack_and_no_wait() -> None:
+    inputs = make_inputs(SHAPE)
+
+    def run(rank: int, buffer: deep_ep.Buffer) -> Any:
+        buffer.enable_counters()
+        one = inputs[rank]
+        *_, hook = buffer.low_latency_dispatch(
+            one.x, one.topk_idx, SHAPE.num_max_tokens, SHAPE.num_experts, return_recv_hook=True
+        )
+        if rank == 1:
+            buffer.runtime.delay(DELAY_NS)
+        hook()
+        return buffer.dispatch_counters.snapshot()
+
+    with ranks_for(SHAPE) as ranks:
+        snapshots = ranks.run(run)
+    assert snapshots[1]["wait_ns"].tolist() == [0] * 4
+    assert snapshots[1]["slack_ns"].min() > 0.5 * DELAY_NS
+    assert snapshots[0]["slack_ns"].max() < 0.5 * DELAY_NS
+
+
+def test_an_artificial_clock_skew_does_not_show() -> None:
+    inputs = make_inputs(SHAPE)
+
+    def run(rank: int, buffer: deep_ep.Buffer) -> Any:
+        buffer.runtime.set_clock_fault(offset_ns=(rank - 1) * 3_000 * MS, drift_ppm=0.0)
+        buffer.measure_clock_offsets()
+        buffer.enable_counters()
+        for _ in range(3):
+            if rank == 2:
+                buffer.runtime.delay(DELAY_NS)
+            exchange(buffer, inputs[rank])
+        return counted(buffer)["dispatch"]
+
+    with ranks_for(SHAPE) as ranks:
+        snapshots = ranks.run(run)
+    for rank in (0, 1, 3):
+        assert 2.9 * DELAY_NS < snapshots[rank]["late_ns"][2] < 3.5 * DELAY_NS
+        assert snapshots[rank]["late_ns"][[0, 1, 3]].max() < 0.5 * DELAY_NS
+        assert snapshots[rank]["path_ns"].max() < 0.5 * DELAY_NS
+
+
+def test_the_ring_keeps_the_latest_operations_at_their_number() -> None:
+    inputs = make_inputs(SHAPE)
+    capacity = 5
+
+    def run(rank: int, buffer: deep_ep.Buffer) -> Any:
+        buffer.enable_counters(ring=capacity)
+        first = buffer.runtime.operation() + 1
+        for _ in range(7):
+            exchange(buffer, inputs[rank])
+        return first, counted(buffer)
+
+    with ranks_for(SHAPE) as ranks:
+        results = ranks.run(run)
+    for first, kinds in results:
+        for start, kind in enumerate(("dispatch", "combine")):
+            numbers = [first + start + 2 * i for i in range(7)]
+            ring = kinds[kind].ring
+            held = ring[:, -1, 0]
+            expected = np.zeros(capacity, dtype=np.int64)
+            for number in numbers:
+                expected[number % capacity] = number
+            assert held.tolist() == expected.tolist()
+            slots = kinds[kind].operations()
+            assert (slots[:, -1, 2] >= slots[:, -1, 1]).all(), "exit before the wait began"
+            assert (slots[1:, -1, 3] >= slots[:-1, -1, 2]).all(), (
+                "previous exit before that operation"
+            )
+
+
+def test_every_rank_numbers_operations_alike() -> None:
+    inputs = make_inputs(SHAPE)
+
+    def run(rank: int, buffer: deep_ep.Buffer) -> list[int]:
+        buffer.enable_counters()
+        exchange(buffer, inputs[rank])
+        return [int(s.operations()[0, -1, 0]) for s in counted(buffer).values()]
+
+    with ranks_for(SHAPE) as ranks:
+        first, *others = ranks.run(run)
+    assert all(other == first for other in others)
+    assert first[1] == first[0] + 1
+
+
+def test_nothing_is_counted_when_counters_are_off() -> None:
+    inputs = make_inputs(SHAPE)
+
+    def run(rank: int, buffer: deep_ep.Buffer) -> Any:
+        buffer.enable_counters()
+        exchange(buffer, inputs[rank])
+        kept = buffer.dispatch_counters, buffer.combine_counters
+        before = [counters.snapshot() for counters in kept]
+        buffer.disable_counters()
+        assert buffer.dispatch_counters is None
+        exchange(buffer, inputs[rank])
+        return before, [counters.snapshot() for counters in kept]
+
+    with ranks_for(SHAPE) as ranks:
+        results = ranks.run(run)
+    for before, after in results:
+        for one, other in zip(before, after):
+            assert one.ops == other.ops == 1
+            for array in ("totals", "own", "ring"):
+                assert np.array_equal(getattr(one, array), getattr(other, array))
+
+
+def test_counters_given_with_a_call_count_that_call_only() -> None:
+    inputs = make_inputs(SHAPE)
+
+    def run(rank: int, buffer: deep_ep.Buffer) -> Any:
+        buffer.enable_counters()
+        mine = RecvCounters(buffer.group_size, ring=0)
+        received = dispatch(buffer, inputs[rank], SHAPE, FP8, recv_counters=mine)
+        combine(buffer, inputs[rank], received.handle, experts(received, rank), FP8)
+        return mine.snapshot(), counted(buffer)
+
+    with ranks_for(SHAPE) as ranks:
+        results = ranks.run(run)
+    for mine, kinds in results:
+        assert (mine.ops, kinds["dispatch"].ops, kinds["combine"].ops) == (1, 0, 1)
+        assert (mine["late_ns"] + mine["issue_ns"] + mine["path_ns"]).tolist() == mine[
+            "wait_ns"
+        ].tolist()
+
+
+def test_the_original_wait_tensors_equal_the_counters() -> None:
+    inputs = make_inputs(SHAPE)
+
+    def run(rank: int, buffer: deep_ep.Buffer) -> Any:
+        buffer.enable_counters()
+        waits = [torch.zeros(4, dtype=torch.int64), torch.zeros(4, 4, dtype=torch.int64)]
+        for _ in range(3):
+            buffer.runtime.delay(rank * MS)
+            received = dispatch(
+                buffer, inputs[rank], SHAPE, FP8, dispatch_wait_recv_cost_stats=waits[0]
+            )
+            combine(
+                buffer, inputs[rank], received.handle, experts(received, rank), FP8,
+                combine_wait_recv_cost_stats=waits[1],
+            )  # fmt: skip
+        return waits, counted(buffer)
+
+    with ranks_for(SHAPE) as ranks:
+        results = ranks.run(run)
+    for rank, (waits, kinds) in enumerate(results):
+        assert waits[0].tolist() == kinds["dispatch"]["wait_ns"].tolist()
+        assert waits[1][rank].tolist() == kinds["combine"]["wait_ns"].tolist()
+
+
+def test_an_operation_that_failed_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DEEP_EP_TIMEOUT_S", "0.3")
+    inputs = make_inputs(SHAPE)
+
+    def fail(rank: int, buffer: deep_ep.Buffer) -> Any:
+        buffer.enable_counters()
+        if rank != 3:
+            with pytest.raises(EPTimeoutError):
+                dispatch(buffer, inputs[rank], SHAPE, FP8)
+        return buffer.dispatch_counters.snapshot()
+
+    with ranks_for(SHAPE) as ranks:
+        snapshots = ranks.run(fail)
+    for snapshot in snapshots:
+        assert not snapshot.totals.any()
+        assert not snapshot.own.any()
+        assert not snapshot.ring.any()
+
+
+def test_windows_are_differences_of_snapshots() -> None:
+    inputs = make_inputs(SHAPE)
+
+    def run(rank: int, buffer: deep_ep.Buffer) -> Any:
+        buffer.enable_counters()
+        exchange(buffer, inputs[rank])
+        before = buffer.dispatch_counters.snapshot()
+        exchange(buffer, inputs[rank])
+        exchange(buffer, inputs[rank])
+        return before, buffer.dispatch_counters.snapshot()
+
+    with ranks_for(SHAPE) as ranks:
+        results = ranks.run(run)
+    for before, after in results:
+        window = after - before
+        assert window.ops == 2
+        assert len(window.operations()) == 2
+        assert (window["wait_ns"] == after["wait_ns"] - before["wait_ns"]).all()
+
+
+def test_the_wall_clock_mode_shows_a_delay_in_the_same_place(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """DEEP_EP_CPU_CLOCK=wall really sleeps; the bounds leave room for a busy machine."""
+    monkeypatch.setenv("DEEP_EP_CPU_CLOCK", "wall")
+    inputs = make_inputs(SHAPE)
+
+    def run(rank: int, buffer: deep_ep.Buffer) -> Any:
+        buffer.enable_counters()
+        if rank == 2:
+            buffer.runtime.delay(DELAY_NS)
+        dispatch(buffer, inputs[rank], SHAPE, FP8)
+        return buffer.dispatch_counters.snapshot()
+
+    with ranks_for(SHAPE) as ranks:
+        snapshots = ranks.run(run)
+    for rank in (0, 1, 3):
+        assert snapshots[rank]["late_ns"][2] > 0.5 * DELAY_NS

@@ -1,0 +1,395 @@
+"""Every bad input: its own clear exception, before anything is sent, and the group usable afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import deep_ep
+from deep_ep.errors import EPArgumentError, EPTypeError, EPUsageError
+from exchange import (
+    Mode,
+    Shape,
+    dispatch,
+    exchange_and_check,
+    make_inputs,
+    ranks_for,
+)
+from launch import DEVICE, Ranks
+
+SHAPE = Shape((4, 3, 4), num_max_tokens=4, hidden=512, num_experts=6, num_topk=3)
+LARGER = replace(SHAPE, num_max_tokens=8, hidden=1024, num_experts=12)
+PLAIN = Mode()
+FP8 = Mode(use_fp8=True)
+BAD_RANK = 1
+
+Arguments = dict[str, Any]
+Change = Callable[[Arguments], Arguments]
+
+
+def good_dispatch_arguments() -> Arguments:
+    """A correct call of the rank that will call badly."""
+    inputs = make_inputs(SHAPE)[BAD_RANK]
+    return {
+        "x": inputs.x.to(DEVICE),
+        "topk_idx": inputs.topk_idx.to(DEVICE),
+        "num_max_dispatch_tokens_per_rank": SHAPE.num_max_tokens,
+        "num_experts": SHAPE.num_experts,
+        "cumulative_local_expert_recv_stats": torch.zeros(2, dtype=torch.int32, device=DEVICE),
+        "dispatch_wait_recv_cost_stats": torch.zeros(3, dtype=torch.int64, device=DEVICE),
+    }
+
+
+def good_combine_arguments(handle: tuple[Any, ...]) -> Arguments:
+    """A correct call of the rank that will call badly, for a handle of its own."""
+    inputs = make_inputs(SHAPE)[BAD_RANK]
+    rows = (2, 3 * SHAPE.num_max_tokens, SHAPE.hidden)
+    return {
+        "x": torch.zeros(rows, dtype=torch.bfloat16, device=DEVICE),
+        "topk_idx": inputs.topk_idx.to(DEVICE),
+        "topk_weights": inputs.topk_weights.to(DEVICE),
+        "handle": handle,
+        "out": torch.zeros_like(inputs.x, device=DEVICE),
+        "combine_wait_recv_cost_stats": torch.zeros(3, dtype=torch.int64, device=DEVICE),
+    }
+
+
+def of(name: str, change: Callable[[Any], Any]) -> Change:
+    """Changes one argument."""
+    return lambda arguments: {**arguments, name: change(arguments[name])}
+
+
+def to(**values: Any) -> Change:
+    """Sets arguments."""
+    return lambda arguments: {**arguments, **values}
+
+
+def transposed(t: torch.Tensor) -> torch.Tensor:
+    """Equal shape and values, other strides."""
+    return t.transpose(-1, -2).contiguous().transpose(-1, -2)
+
+
+def strided(t: torch.Tensor) -> torch.Tensor:
+    """Equal shape, every second element of a larger tensor."""
+    return torch.zeros(*t.shape[:-1], 2 * t.shape[-1], dtype=t.dtype, device=t.device)[..., ::2]
+
+
+def elsewhere(t: torch.Tensor) -> torch.Tensor:
+    """Equal shape and dtype on a device of another kind."""
+    return torch.empty_like(t, device="meta")
+
+
+def with_index(value: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    """topk_idx with one entry changed."""
+
+    def change(topk_idx: torch.Tensor) -> torch.Tensor:
+        topk_idx = topk_idx.clone()
+        topk_idx[1, 2] = value
+        return topk_idx
+
+    return change
+
+
+def tensor_cases(name: str, dtype: torch.dtype, words: str) -> list[Any]:
+    """Wrong type, dtype, rank, size, strides and device of one tensor argument."""
+    return [
+        pytest.param(of(name, lambda _: [1, 2]), EPTypeError, [name, "list"], id=f"{name}-type"),
+        pytest.param(
+            of(name, lambda t: t.to(dtype)), EPArgumentError, [name, str(dtype), words], id=f"{name}-dtype"
+        ),
+        pytest.param(of(name, lambda t: t[None]), EPArgumentError, [name, "shape"], id=f"{name}-rank"),
+        pytest.param(of(name, lambda t: t[:-1]), EPArgumentError, [name[:4], "2"], id=f"{name}-size"),
+        pytest.param(of(name, strided), EPArgumentError, [name, "contiguous()"], id=f"{name}-strides"),
+        pytest.param(of(name, elsewhere), EPArgumentError, [name, "meta", ".to("], id=f"{name}-device"),
+    ]  # fmt: skip
+
+
+DISPATCH_CASES = [
+    *tensor_cases("x", torch.float16, "x.bfloat16()"),
+    *tensor_cases("topk_idx", torch.float32, "topk_idx_t"),
+    *tensor_cases("cumulative_local_expert_recv_stats", torch.int64, "torch.zeros("),
+    *tensor_cases("dispatch_wait_recv_cost_stats", torch.int32, "torch.zeros("),
+    pytest.param(
+        of("x", transposed), EPArgumentError, ["x", "strides", "x.contiguous()"], id="x-transposed"
+    ),
+    pytest.param(
+        of("x", lambda x: x[:, :500].contiguous()),
+        EPArgumentError,
+        ["hidden is 500", "multiple of 128", "512"],
+        id="hidden-not-a-multiple-of-128",
+    ),
+    pytest.param(
+        of("topk_idx", with_index(6)),
+        EPArgumentError,
+        ["topk_idx[1, 2] is 6", "[0, 6)"],
+        id="expert-too-large",
+    ),
+    pytest.param(
+        of("topk_idx", with_index(-2)),
+        EPArgumentError,
+        ["topk_idx[1, 2] is -2", "-1"],
+        id="expert-below-minus-one",
+    ),
+    pytest.param(
+        to(num_experts=7), EPArgumentError, ["num_experts is 7", "multiple", "9"], id="num-experts-7-of-3"
+    ),
+    pytest.param(to(num_experts=0), EPArgumentError, ["num_experts is 0"], id="no-experts"),
+    pytest.param(to(num_experts="6"), EPTypeError, ["num_experts", "'6'"], id="num-experts-text"),
+    pytest.param(
+        to(num_max_dispatch_tokens_per_rank=2),
+        EPArgumentError,
+        ["3 tokens", "num_max_dispatch_tokens_per_rank = 2", "Raise"],
+        id="more-tokens-than-the-maximum",
+    ),
+    pytest.param(
+        to(num_max_dispatch_tokens_per_rank=4096),
+        EPArgumentError,
+        ["num_rdma_bytes", "get_low_latency_rdma_size_hint(4096, 512, 3, 6)"],
+        id="buffer-too-small",
+    ),
+    pytest.param(
+        of("topk_idx", lambda t: torch.zeros(3, 33, dtype=t.dtype, device=t.device)),
+        EPArgumentError,
+        ["at most 32"],
+        id="top-k-above-32",
+    ),
+    pytest.param(
+        of("topk_idx", torch.zeros_like),
+        EPArgumentError,
+        ["expert 0 9 times", "Name an expert once per token"],
+        id="more-rows-for-an-expert-than-fit",
+    ),
+    pytest.param(
+        to(use_ue8m0=True), EPArgumentError, ["use_ue8m0", "round_scale=True"], id="ue8m0-without-round-scale"
+    ),
+    pytest.param(
+        to(async_finish=True, return_recv_hook=True),
+        EPArgumentError,
+        ["async_finish and return_recv_hook", "async_finish=False"],
+        id="async-and-hook",
+    ),
+    pytest.param(to(recv_counters=3), EPTypeError, ["recv_counters", "int"], id="recv-counters-type"),
+    pytest.param(
+        lambda arguments: {**arguments, "recv_counters": deep_ep.counters.RecvCounters(2)},
+        EPArgumentError,
+        ["recv_counters", "3 ranks", "buffer.group_size"],
+        id="recv-counters-of-another-group",
+    ),
+]  # fmt: skip
+
+COMBINE_CASES = [
+    *tensor_cases("x", torch.float32, "x.bfloat16()"),
+    *tensor_cases("topk_idx", torch.float32, "topk_idx_t"),
+    *tensor_cases("topk_weights", torch.float64, "topk_weights.float()"),
+    *tensor_cases("out", torch.float32, "torch.empty("),
+    *tensor_cases("combine_wait_recv_cost_stats", torch.int32, "torch.zeros("),
+    pytest.param(
+        of("handle", lambda h: (h[0][:, :6].contiguous(), *h[1:])),
+        EPArgumentError,
+        ["handle[0]", "shape", "handle of the dispatch"],
+        id="handle-with-other-rows",
+    ),
+    pytest.param(
+        of("handle", lambda h: (h[0], h[1][:, :2].contiguous(), *h[2:])),
+        EPArgumentError,
+        ["handle[1]", "shape", "handle of the dispatch"],
+        id="handle-of-another-group",
+    ),
+    pytest.param(
+        of("handle", lambda h: (h[0].long(), *h[1:])),
+        EPArgumentError,
+        ["handle[0]", "torch.int64", "handle of the dispatch"],
+        id="handle-dtype",
+    ),
+    pytest.param(
+        of("handle", lambda h: (*h[:3], 1024, h[4])),
+        EPArgumentError,
+        ["1024", "shape"],
+        id="handle-of-another-hidden",
+    ),
+    pytest.param(
+        of("handle", lambda h: (*h[:2], 8, *h[3:])),
+        EPArgumentError,
+        ["handle[0]", "24"],
+        id="handle-of-another-maximum",
+    ),
+    pytest.param(
+        of("handle", lambda h: (*h[:4], 12)), EPArgumentError, ["handle[0]", "4"], id="handle-of-other-experts"
+    ),
+    pytest.param(of("handle", lambda h: h[:4]), EPArgumentError, ["4 elements", "5-tuple"], id="handle-length"),
+    pytest.param(to(handle=None), EPTypeError, ["handle", "NoneType"], id="no-handle"),
+    pytest.param(
+        of("topk_idx", with_index(6)),
+        EPArgumentError,
+        ["topk_idx[1, 2] is 6", "[0, 6)"],
+        id="expert-too-large",
+    ),
+    pytest.param(
+        to(use_logfmt=True, zero_copy=True),
+        EPArgumentError,
+        ["use_logfmt and zero_copy", "use_logfmt=False"],
+        id="logfmt-and-zero-copy",
+    ),
+    pytest.param(
+        to(async_finish=True, return_recv_hook=True),
+        EPArgumentError,
+        ["async_finish and return_recv_hook", "async_finish=False"],
+        id="async-and-hook",
+    ),
+]  # fmt: skip
+
+
+def assert_raises(call: Callable[[], Any], error: type[Exception], words: list[str]) -> None:
+    """`call` raises exactly `error`, and its text holds all `words`."""
+    with pytest.raises(error) as caught:
+        call()
+    assert type(caught.value) is error
+    for word in words:
+        assert word in str(caught.value), f"{word!r} is not in: {caught.value}"
+
+
+def assert_still_usable(ranks: Ranks) -> None:
+    """The group works as though nothing had happened."""
+    for mode in (FP8, PLAIN):
+        exchange_and_check(ranks, SHAPE, mode)
+
+
+@pytest.mark.parametrize(("change", "error", "words"), DISPATCH_CASES)
+def test_a_bad_dispatch_raises_and_sends_nothing(
+    change: Change, error: type[Exception], words: list[str]
+) -> None:
+    with ranks_for(SHAPE) as ranks:
+        arguments = change(good_dispatch_arguments())
+        buffer = ranks.buffers[BAD_RANK]
+        assert_raises(
+            lambda: buffer.low_latency_dispatch(**arguments),
+            error,
+            ["low_latency_dispatch", *words],
+        )
+        assert_still_usable(ranks)
+
+
+@pytest.mark.parametrize(("change", "error", "words"), COMBINE_CASES)
+def test_a_bad_combine_raises_and_sends_nothing(
+    change: Change, error: type[Exception], words: list[str]
+) -> None:
+    inputs = make_inputs(SHAPE)
+    with ranks_for(SHAPE) as ranks:
+        received = ranks.run(lambda rank, buffer: dispatch(buffer, inputs[rank], SHAPE, PLAIN))
+        arguments = change(good_combine_arguments(received[BAD_RANK].handle))
+        buffer = ranks.buffers[BAD_RANK]
+        assert_raises(
+            lambda: buffer.low_latency_combine(**arguments), error, ["low_latency_combine", *words]
+        )
+        assert_still_usable(ranks)
+
+
+def test_unknown_keywords_are_type_errors() -> None:
+    with ranks_for(SHAPE) as ranks:
+        with pytest.raises(TypeError, match="use_fp4"):
+            ranks.buffers[0].low_latency_dispatch(**good_dispatch_arguments(), use_fp4=True)
+        assert_still_usable(ranks)
+
+
+def test_a_buffer_that_is_not_low_latency_says_so() -> None:
+    with Ranks(2, 4, 512, 6, low_latency_mode=False, num_rdma_bytes=0) as ranks:
+        arguments = {**good_dispatch_arguments(), "num_experts": 6}
+        del (
+            arguments["dispatch_wait_recv_cost_stats"],
+            arguments["cumulative_local_expert_recv_stats"],
+        )
+        for call in (
+            lambda: ranks.buffers[0].low_latency_dispatch(**arguments),
+            lambda: ranks.buffers[0].clean_low_latency_buffer(4, 512, 6),
+        ):
+            assert_raises(call, EPUsageError, ["low_latency_mode=True"])
+
+
+def test_a_second_call_before_the_hook_raises_and_the_hook_still_works() -> None:
+    inputs = make_inputs(SHAPE)
+
+    def exchange(rank: int, buffer: deep_ep.Buffer) -> None:
+        one = inputs[rank]
+        *_, hook = buffer.low_latency_dispatch(
+            one.x.to(DEVICE),
+            one.topk_idx.to(DEVICE),
+            SHAPE.num_max_tokens,
+            SHAPE.num_experts,
+            return_recv_hook=True,
+        )
+        if rank == BAD_RANK:
+            assert_raises(
+                lambda: dispatch(buffer, one, SHAPE, PLAIN),
+                EPUsageError,
+                ["hook", "low_latency_dispatch"],
+            )
+        hook()
+        assert_raises(hook, EPUsageError, ["once"])
+
+    with ranks_for(SHAPE) as ranks:
+        ranks.run(exchange)
+        assert_still_usable(ranks)
+
+
+def test_use_after_destroy_says_so() -> None:
+    ranks = ranks_for(SHAPE)
+    buffer = ranks.buffers[0]
+    ranks.close()
+    assert_raises(
+        lambda: buffer.low_latency_dispatch(**good_dispatch_arguments()),
+        EPUsageError,
+        ["destroyed", "Build a new Buffer"],
+    )
+
+
+# What rank 1 does differently, the field that tells, its value there and here.
+DISAGREEMENTS = [
+    pytest.param(replace(SHAPE, num_max_tokens=8), FP8, "M", 8, 4, id="maximum"),
+    pytest.param(replace(SHAPE, hidden=1024), FP8, "hidden", 1024, 512, id="hidden"),
+    pytest.param(replace(SHAPE, num_experts=12), FP8, "num_experts", 12, 6, id="num-experts"),
+    pytest.param(SHAPE, PLAIN, "dtype", "", "", id="dtype"),
+]
+
+
+@pytest.mark.parametrize(("other", "mode", "field", "there", "here"), DISAGREEMENTS)
+def test_ranks_that_disagree_are_named_with_the_field(
+    other: Shape, mode: Mode, field: str, there: object, here: object
+) -> None:
+    shapes = [other if rank == BAD_RANK else SHAPE for rank in range(3)]
+    modes = [mode if rank == BAD_RANK else FP8 for rank in range(3)]
+    with ranks_for(LARGER) as ranks:
+        outcomes = ranks.outcomes(
+            lambda rank, buffer: dispatch(
+                buffer, make_inputs(shapes[rank])[rank], shapes[rank], modes[rank]
+            )
+        )
+        for rank, error in enumerate(outcomes):
+            assert type(error) is EPArgumentError, f"rank {rank}: {error!r}"
+            assert field in str(error), error
+            if rank != BAD_RANK:
+                assert f"rank {BAD_RANK}" in str(error), error
+                assert str(there) in str(error), error
+                assert str(here) in str(error), error
+        assert_still_usable(ranks)
+
+
+def test_a_rank_in_another_operation_is_named() -> None:
+    inputs = make_inputs(SHAPE)
+
+    def disagree(rank: int, buffer: deep_ep.Buffer) -> None:
+        if rank == BAD_RANK:
+            buffer.low_latency_combine(**good_combine_arguments(received[rank].handle))
+        else:
+            dispatch(buffer, inputs[rank], SHAPE, PLAIN)
+
+    with ranks_for(SHAPE) as ranks:
+        received = ranks.run(lambda rank, buffer: dispatch(buffer, inputs[rank], SHAPE, PLAIN))
+        for rank, error in enumerate(ranks.outcomes(disagree)):
+            assert type(error) is EPArgumentError, f"rank {rank}: {error!r}"
+            assert "operation" in str(error)
+            assert rank == BAD_RANK or f"rank {BAD_RANK}" in str(error), error
+        assert_still_usable(ranks)

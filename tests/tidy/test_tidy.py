@@ -1,0 +1,221 @@
+"""Facts about the tree that no compiler checks. Each failure lists where, and what to do instead."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+CODE = {".c", ".cpp", ".cu", ".cuh", ".def", ".h", ".S"}
+TEXT = CODE | {".py", ".pyi", ".md", ".toml", ".sh", ".lock", ".txt", ".yaml", ".yml", ""}
+# Which layer of csrc may include which. runtime and the bindings see everything below them.
+MAY_INCLUDE = {
+    "device": {"device"},
+    "transport": {"device", "transport"},
+    "kernels": {"device", "transport", "kernels"},
+    "runtime": {"device", "transport", "kernels", "runtime"},
+}
+# What setup.py compiles; every other file of csrc has to be included by one of them.
+COMPILED = ("csrc/bindings.cpp", "csrc/cuda_module.cu")
+COMPILED_FOLDERS = ("csrc/runtime", "csrc/device/host", "csrc/transport/host")
+INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)
+ENVIRONMENT_VARIABLE = re.compile(r"\bDEEP_EP_[A-Z][A-Z_]*[A-Z]\b")
+
+
+@cache
+def files() -> tuple[str, ...]:
+    """Paths of all files that are or could be committed, relative to the root."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    if listed.returncode != 0:
+        pytest.skip("needs the git checkout")
+    return tuple(path for path in sorted(listed.stdout.split("\0")) if (ROOT / path).is_file())
+
+
+@cache
+def read(path: str) -> str:
+    return (ROOT / path).read_text(encoding="utf-8")
+
+
+def code(folder: str) -> list[str]:
+    """C++ and CUDA sources under `folder`."""
+    return [path for path in files() if path.startswith(f"{folder}/") and Path(path).suffix in CODE]
+
+
+def without_comments(text: str) -> str:
+    """C++ with comments blanked, line numbers kept."""
+
+    def blank(match: re.Match[str]) -> str:
+        return re.sub(r"[^\n]", " ", match.group())
+
+    return re.sub(r"//[^\n]*|/\*.*?\*/", blank, text, flags=re.DOTALL)
+
+
+def lines_with(pattern: str, paths: list[str], *, comments: bool = False) -> list[str]:
+    """`path:line: text` of each match."""
+    found = []
+    for path in paths:
+        text = read(path) if comments else without_comments(read(path))
+        for match in re.finditer(pattern, text, re.MULTILINE):
+            number = text.count("\n", 0, match.start()) + 1
+            found.append(f"{path}:{number}: {text.splitlines()[number - 1].strip()}")
+    return found
+
+
+def report(found: list[str], advice: str) -> None:
+    """Fail with all places at once."""
+    if found:
+        pytest.fail("\n".join([*found, advice]), pytrace=False)
+
+
+def test_assembly_and_target_switches_stay_in_device() -> None:
+    paths = [path for path in code("csrc") if not path.startswith("csrc/device/")]
+    report(
+        lines_with(r"\b(asm|__asm__|__CUDACC__|__CUDA_ARCH__)\b", paths),
+        "Put it behind a function of csrc/device, with a twin for the other target.",
+    )
+
+
+def test_csrc_knows_no_torch() -> None:
+    report(
+        lines_with(r"#\s*include\s*[<\"](torch|ATen|c10)/", code("csrc")),
+        "Pointers cross the binding as integers; tensors stay in Python.",
+    )
+
+
+def test_the_environment_is_read_in_one_place() -> None:
+    package = [path for path in files() if path.startswith("deep_ep") and path.endswith(".py")]
+    package.remove("deep_ep/env.py")
+    report(
+        lines_with(r"\bos\.(environ|getenv)\b|\bfrom os import\b", package, comments=True)
+        + lines_with(r"\b(secure_)?getenv\s*\(", code("csrc")),
+        "Declare the variable in deep_ep/env.py and pass the value on.",
+    )
+
+
+def test_no_open_ends_in_files() -> None:
+    # Spelt so that this file is not a finding.
+    words = "|".join(["TO" + "DO", "FIX" + "ME", "XX" + "X", "HA" + "CK"])
+    paths = [path for path in files() if Path(path).suffix in TEXT]
+    report(
+        lines_with(rf"\b({words})\b", paths, comments=True),
+        "Finish it, or open an issue and say so.",
+    )
+
+
+def ignored(name: str) -> bool:
+    """Whether git ignores the path: it is made here, not stored."""
+    command = ["git", "check-ignore", "-q", name]
+    return subprocess.run(command, cwd=ROOT, check=False).returncode == 0
+
+
+def test_documents_name_files_that_exist() -> None:
+    found = []
+    top = {path.split("/")[0] for path in files()}
+    for path in files():
+        if not path.endswith(".md"):
+            continue
+        text = read(path)
+        links = re.findall(r"\]\(([^)#\s]+)[^)]*\)", text)
+        quoted = re.findall(r"`([\w.-]+(?:/[\w.*-]+)+/?)`", text)
+        names = [name for name in links if ":" not in name]
+        # Quoted words with a slash are paths when they begin like one of ours.
+        names += [name for name in quoted if name.split("/")[0] in top]
+        for name in names:
+            bases = ((ROOT / path).parent, ROOT)
+            exists = any(next(base.glob(name.rstrip("/")), None) for base in bases)
+            if not exists and not ignored(name):
+                found.append(f"{path}: {name}")
+    report(found, "Correct the name, or drop the sentence.")
+
+
+def resolve(path: str, name: str) -> str | None:
+    """The file in the tree that `#include "name"` in `path` means; None if it is not ours."""
+    for base in ("csrc", str(Path(path).parent), "tests/cpp"):
+        candidate = str(Path(base) / name)
+        if (ROOT / candidate).is_file():
+            return str((ROOT / candidate).resolve().relative_to(ROOT))
+    return None
+
+
+def test_every_source_is_compiled_or_included() -> None:
+    included = {
+        resolve(path, name)
+        for path in code("csrc") + code("tests")
+        for name in INCLUDE.findall(read(path))
+    }
+    orphans = [
+        path
+        for path in code("csrc")
+        if path not in included
+        and path not in COMPILED
+        and not (path.endswith((".cpp", ".S")) and str(Path(path).parent) in COMPILED_FOLDERS)
+    ]
+    report(orphans, "Nobody includes or compiles these; remove them.")
+
+
+def test_includes_name_files_that_exist() -> None:
+    report(
+        [
+            f'{path}: #include "{name}"'
+            for path in code("csrc")
+            for name in INCLUDE.findall(without_comments(read(path)))
+            if resolve(path, name) is None
+        ],
+        "Use <...> for files of others.",
+    )
+
+
+def test_layers_include_downwards() -> None:
+    found = []
+    for path in code("csrc"):
+        layer = path.split("/")[1]
+        for name in INCLUDE.findall(read(path)):
+            target = (resolve(path, name) or name).split("/")
+            if layer in MAY_INCLUDE and target[0] == "csrc" and target[1] not in MAY_INCLUDE[layer]:
+                found.append(f"{path} includes {name}")
+    report(found, "The direction is device <- transport <- kernels <- runtime <- bindings.")
+
+
+def test_targets_do_not_include_each_other() -> None:
+    found = [
+        f"{path} includes {name}"
+        for path in code("csrc")
+        for mine, other in (("/host/", "/cuda/"), ("/cuda/", "/host/"))
+        for name in INCLUDE.findall(read(path))
+        if mine in path and other in f"/{name}"
+    ]
+    report(found, "Share through a file that belongs to neither target.")
+
+
+def test_kernels_wait_in_one_way() -> None:
+    report(
+        lines_with(r"\bwhile\s*\([^\n]*\bload_(acquire|relaxed)", code("csrc/kernels")),
+        "Use spin_until: it has a deadline, takes the time and knows who was waited for.",
+    )
+
+
+def test_environment_variables_are_documented() -> None:
+    declared = set(ENVIRONMENT_VARIABLE.findall(read("deep_ep/env.py")))
+    build = set(ENVIRONMENT_VARIABLE.findall(read("setup.py")))
+    documents = [path for path in files() if path.endswith(".md")]
+    documented = {name for path in documents for name in ENVIRONMENT_VARIABLE.findall(read(path))}
+    missing = [f"{name}: in no document" for name in sorted((declared | build) - documented)]
+    stale = [f"{name}: documented, read nowhere" for name in sorted(documented - declared - build)]
+    report(missing + stale, "docs/environment.md lists what deep_ep/env.py and setup.py read.")
+
+
+def test_the_table_of_environment_variables_is_the_code_s() -> None:
+    from deep_ep import env
+
+    rows = [
+        " | ".join((f"| `{v.name}`", v.type.replace("|", "\\|"), v.default or "unset", v.meaning))
+        + " |"
+        for v in env.VARIABLES
+    ]
+    lines = read("docs/environment.md").splitlines()
+    report([row for row in rows if row not in lines], "Put these rows into docs/environment.md.")

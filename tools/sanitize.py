@@ -1,0 +1,165 @@
+"""Builds tests/cpp/test_*.cpp with the host target's sources under sanitizers, and runs them.
+
+Each test is a program; exit status 0 is a pass. Without a word from the file it runs under address and
+undefined ("address") and under ThreadSanitizer ("thread"). A line in the file chooses otherwise, and
+may ask for a variant whose sanitizer must object, which proves that the check can fail:
+
+    // sanitize: thread thread-must-fail:-DEP_WEAKEN_SIGNAL=1
+
+Usage: python tools/sanitize.py [name ...]   with parts of test names, e.g. `executor`
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+CSRC = ROOT / "csrc"
+TESTS = ROOT / "tests" / "cpp"
+FLAGS = {
+    "address": "-O1 -fsanitize=address,undefined -fno-sanitize-recover=all",
+    "thread": "-O1 -fsanitize=thread",
+}
+OPTIONS = {
+    "ASAN_OPTIONS": "detect_stack_use_after_return=0",  # Its fake stacks do not follow fibers.
+    "UBSAN_OPTIONS": "print_stacktrace=1",
+    "TSAN_OPTIONS": "halt_on_error=1 second_deadlock_stack=1",
+}
+TIMEOUT_S = 600
+SANITIZER_WORDS = ("ThreadSanitizer", "AddressSanitizer", "runtime error:")
+
+
+@dataclass(frozen=True)
+class Program:
+    """One test in one variant."""
+
+    source: Path
+    sanitizer: str
+    defines: str
+    must_fail: bool
+
+    @property
+    def variant(self) -> str:
+        """Objects are shared by the programs of one variant."""
+        return re.sub(r"\W+", "-", self.sanitizer + self.defines).strip("-")
+
+    @property
+    def path(self) -> str:
+        return f"{self.variant}/{self.source.stem}"
+
+
+def programs(selection: list[str]) -> list[Program]:
+    """All tests in all their variants, or those whose file name contains a word of `selection`."""
+    found = []
+    for source in sorted(TESTS.glob("test_*.cpp")):
+        if selection and not any(word in source.name for word in selection):
+            continue
+        match = re.search(r"^// sanitize: (.+)$", source.read_text(), re.MULTILINE)
+        for item in (match.group(1) if match else "address thread").split():
+            kind, _, defines = item.partition(":")
+            sanitizer = kind.removesuffix("-must-fail")
+            if sanitizer not in FLAGS:
+                raise SystemExit(f"{source}: {item!r} is neither of {', '.join(FLAGS)}")
+            found.append(Program(source, sanitizer, defines, kind.endswith("-must-fail")))
+    return found
+
+
+def ninja_text(selected: list[Program]) -> str:
+    """Objects per variant, shared by its programs."""
+    compiler = os.environ.get("CXX", "g++")
+    common = f"-std=c++20 -g -fno-omit-frame-pointer -pthread -Wall -Wextra -I{CSRC} -I{TESTS}"
+    sources = [
+        path
+        for folder in ("runtime", "device/host", "transport/host")
+        for path in sorted((CSRC / folder).glob("*.cpp"))
+    ]
+    lines = [
+        "rule compile",
+        f"  command = {compiler} {common} $flags -MD -MF $out.d -c $in -o $out",
+        "  depfile = $out.d",
+        "  deps = gcc",
+        "rule link",
+        f"  command = {compiler} -pthread $flags $in -o $out -lrt",
+    ]
+    done = set()
+    for program in selected:
+        flags = f"  flags = {FLAGS[program.sanitizer]} {program.defines}"
+        objects = []
+        for source in [*sources, program.source]:
+            target = f"{program.variant}/{source.relative_to(ROOT)}.o"
+            objects.append(target)
+            if target not in done:
+                done.add(target)
+                lines += [f"build {target}: compile {source}", flags]
+        lines += [f"build {program.path}: link {' '.join(objects)}", flags]
+    return "\n".join(lines) + "\n"
+
+
+def run(program: Program, folder: Path) -> bool:
+    """Run one program; true if it did what it must."""
+    command = [str(folder / program.path)]
+    if program.sanitizer == "thread" and shutil.which("setarch"):
+        command = [
+            "setarch",
+            "-R",
+            *command,
+        ]  # GCC 12's shadow mapping dislikes some random layouts.
+    start = time.monotonic()
+    try:
+        result = subprocess.run(
+            command,
+            env={**OPTIONS, **os.environ},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=TIMEOUT_S,
+            check=False,
+        )
+        output, status = result.stdout, result.returncode
+    except subprocess.TimeoutExpired as error:
+        output, status = str(error), -1
+    objected = any(word in output for word in SANITIZER_WORDS)
+    passed = objected if program.must_fail else status == 0 and not objected
+    expectation = " (must be reported)" if program.must_fail else ""
+    seconds = time.monotonic() - start
+    print(
+        f"{'passed' if passed else 'FAILED'}  {program.path}{expectation}  {seconds:.1f} s",
+        flush=True,
+    )
+    if not passed:
+        print("\n".join(output.splitlines()[-60:]))
+        print(f"again: {shlex.join(command)}")
+    return passed
+
+
+def main() -> int:
+    """Build, run, count."""
+    selected = programs(sys.argv[1:])
+    if not selected:
+        print("no tests/cpp/test_*.cpp match")
+        return 1
+    folder = ROOT / "build" / "sanitize"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "build.ninja").write_text(ninja_text(selected))
+    ninja = shutil.which(
+        "ninja", path=f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}"
+    )
+    if ninja is None:
+        print("ninja not found. Install it: pip install ninja")
+        return 1
+    subprocess.run([ninja, "-C", str(folder), "--quiet"], check=True)
+    passed = sum(run(program, folder) for program in selected)
+    print(f"{passed} passed, {len(selected) - passed} failed")
+    return 0 if passed == len(selected) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
