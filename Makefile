@@ -34,11 +34,11 @@ demo: install  ## eight ranks on this machine, one of them slow: who, why, by ho
 test: install  ## all tests; ARGS="-k name" selects
 	$(RUN)/python -m pytest $(ARGS)
 
-lint: $(STAMP)  ## what `make format` repairs, and types
-	$(RUN)/ruff check .
-	$(RUN)/ruff format --check .
-	$(RUN)/clang-format --dry-run -Werror $(CPP)
-	$(RUN)/mypy
+lint: $(STAMP)  ## style and types; `make format` repairs most of it
+	@status=0; \
+	for check in "ruff check ." "ruff format --check ." mypy "clang-format --dry-run -Werror $(CPP)"; do \
+	    $(RUN)/$$check || status=1; \
+	done; exit $$status
 
 tidy: $(STAMP)  ## facts about the tree (tests/tidy)
 	$(RUN)/python -m pytest -q tests/tidy

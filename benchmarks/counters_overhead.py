@@ -71,7 +71,7 @@ class Rank:
         self.recv_x = (ctypes.c_uint8 * (num_rows * args.hidden))()
         self.recv_scales = (ctypes.c_float * (num_rows * num_scales))()
         self.recv_count = (ctypes.c_int32 * num_local_experts)()
-        self.src_info = (ctypes.c_int32 * num_rows)()
+        self.src_info = (ctypes.c_int32 * (2 * num_rows))()  # source tokens, then their slots
         self.layout_range = (ctypes.c_int64 * (num_local_experts * args.num_ranks))()
         self.ys = (ctypes.c_uint16 * (num_rows * args.hidden))()
         self.out = (ctypes.c_uint16 * (args.num_tokens * args.hidden))()

@@ -270,7 +270,7 @@ def _parse_slow_rank(text: str, value: str) -> Fault:
     match = re.fullmatch(rf"(\d+):{_NUMBER}(us|ms|s)", value)
     if match is None:
         raise _malformed(text)
-    return SlowRank(int(match[1]), _not_negative(text, float(match[2]) * _SECONDS[match[3]]))
+    return SlowRank(int(match[1]), _not_negative(text, _seconds(match[2], match[3])))
 
 
 def _parse_slow_path(text: str, value: str) -> Fault:
@@ -282,7 +282,7 @@ def _parse_slow_path(text: str, value: str) -> Fault:
         raise _malformed(text)
     if match[3] is None and match[6] is None:
         raise _malformed(text)
-    delay_s = float(match[3]) * _SECONDS[match[4]] if match[3] else 0.0
+    delay_s = _seconds(match[3], match[4]) if match[3] else 0.0
     bytes_per_s = float(match[6]) * _BYTES[match[7]] if match[6] else None
     if bytes_per_s is not None and bytes_per_s <= 0:
         raise EPArgumentError(
@@ -310,7 +310,7 @@ def _parse_clock(text: str, value: str) -> Fault:
     if match is None:
         raise _malformed(text)
     drift_ppm = float(match[4]) if match[4] else 0.0
-    return ClockFault(int(match[1]), float(match[2]) * _SECONDS[match[3]], drift_ppm)
+    return ClockFault(int(match[1]), _seconds(match[2], match[3]), drift_ppm)
 
 
 _PARSERS: dict[str, Callable[[str, str], Fault]] = {
@@ -334,6 +334,11 @@ def _malformed(text: str) -> EPArgumentError:
         "rates in B/s, KB/s, MB/s or GB/s. Write for example slow-rank=3:2ms, "
         "slow-path=2>5:1ms,10GB/s, hot-rank=6:4x or clock=3:1.5s,20ppm."
     )
+
+
+def _seconds(number: str, unit: str) -> float:
+    # To the picosecond, so that equal texts in other units are equal faults.
+    return round(float(number) * _SECONDS[unit], 12)
 
 
 def _not_negative(text: str, seconds: float) -> float:

@@ -221,6 +221,12 @@ COMBINE_CASES = [
         of("handle", lambda h: (*h[:4], 12)), EPArgumentError, ["handle[0]", "4"], id="handle-of-other-experts"
     ),
     pytest.param(of("handle", lambda h: h[:4]), EPArgumentError, ["4 elements", "5-tuple"], id="handle-length"),
+    pytest.param(
+        of("handle", lambda h: (h[0].clone(), *h[1:])),
+        EPArgumentError,
+        ["handle[0] is a copy"],
+        id="handle-copied",
+    ),
     pytest.param(to(handle=None), EPTypeError, ["handle", "NoneType"], id="no-handle"),
     pytest.param(
         of("topk_idx", with_index(6)),

@@ -16,13 +16,10 @@ from deep_ep.errors import EPTimeoutError, EPTransportError
 from exchange import (
     Inputs,
     Mode,
-    Received,
     Shape,
-    assert_received_one,
     combine,
     dispatch,
     exchange_and_check,
-    expected_dispatch,
     experts,
     make_inputs,
     ranks_for,
@@ -202,41 +199,28 @@ def test_all_missing_ranks_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
         assert error.last_seen == {1: 0, 2: 0}
 
 
-def test_the_group_works_again_once_the_late_rank_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The late rank finds what the others sent before they gave up, and then all are in step."""
-    monkeypatch.setenv("DEEP_EP_TIMEOUT_S", "0.5")
-    inputs = make_inputs(SHAPE)
-
-    def call(rank: int, buffer: deep_ep.Buffer) -> Received:
-        return dispatch(buffer, inputs[rank], SHAPE, FP8)
-
-    with ranks_for(SHAPE) as ranks:
-        exchange_and_check(ranks, SHAPE, FP8)
-        early = ranks.outcomes(lambda rank, buffer: None if rank == MISSING else call(rank, buffer))
-        late = ranks.outcomes(lambda rank, buffer: call(rank, buffer) if rank == MISSING else None)
-        for rank in range(SHAPE.num_ranks):
-            assert type(early[rank]) is (type(None) if rank == MISSING else EPTimeoutError)
-        want = expected_dispatch(inputs, SHAPE, FP8)
-        assert_received_one(late[MISSING], want[MISSING], SHAPE, FP8, "the late rank")
-        for _ in range(3):
-            exchange_and_check(ranks, SHAPE, FP8)
-
-
-def test_a_rank_that_missed_several_operations_is_told_and_joins_the_next(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("num_missed", [1, 2, 3])
+def test_a_late_rank_is_told_and_joins_the_next_operation(
+    num_missed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("DEEP_EP_TIMEOUT_S", "2")
+    """The others timed out in `num_missed` operations; what the late rank calls then belongs to none of them."""
+    monkeypatch.setenv("DEEP_EP_TIMEOUT_S", "1")
     inputs = make_inputs(SHAPE)
 
-    def call(rank: int, buffer: deep_ep.Buffer) -> Received:
-        return dispatch(buffer, inputs[rank], SHAPE, FP8)
+    def call(rank: int, buffer: deep_ep.Buffer) -> None:
+        dispatch(buffer, inputs[rank], SHAPE, FP8)
 
     with ranks_for(SHAPE) as ranks:
         exchange_and_check(ranks, SHAPE, FP8)
-        for _ in range(3):
-            ranks.outcomes(lambda rank, buffer: None if rank == MISSING else call(rank, buffer))
+        for _ in range(num_missed):
+            early = ranks.outcomes(
+                lambda rank, buffer: None if rank == MISSING else call(rank, buffer)
+            )
+            for rank in (0, 2):
+                assert type(early[rank]) is EPTimeoutError
+                assert early[rank].missing_ranks == (MISSING,)
         late = ranks.outcomes(lambda rank, buffer: call(rank, buffer) if rank == MISSING else None)
         assert type(late[MISSING]) is EPTransportError
-        assert "gave this operation up" in str(late[MISSING])
+        assert "ranks 0, 2 gave this operation up" in str(late[MISSING])
         for _ in range(3):
             exchange_and_check(ranks, SHAPE, FP8)

@@ -12,6 +12,7 @@ Usage: python tools/sanitize.py [name ...]   with parts of test names, e.g. `exe
 from __future__ import annotations
 
 import os
+import platform
 import re
 import shlex
 import shutil
@@ -34,7 +35,7 @@ OPTIONS = {
     "TSAN_OPTIONS": "halt_on_error=1 second_deadlock_stack=1",
 }
 TIMEOUT_S = 600
-SANITIZER_WORDS = ("ThreadSanitizer", "AddressSanitizer", "runtime error:")
+SANITIZER_WORDS = ("Sanitizer", "runtime error:")
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,11 @@ def programs(selection: list[str]) -> list[Program]:
 def ninja_text(selected: list[Program]) -> str:
     """Objects per variant, shared by its programs."""
     compiler = os.environ.get("CXX", "g++")
-    common = f"-std=c++20 -g -fno-omit-frame-pointer -pthread -Wall -Wextra -I{CSRC} -I{TESTS}"
+    # The instruction set of setup.py, so that the same code is tested.
+    default = "x86-64-v3" if platform.machine() == "x86_64" else ""
+    arch = os.environ.get("DEEP_EP_CPU_ARCH", default)
+    common = "-std=c++20 -g -fno-omit-frame-pointer -pthread -Wall -Wextra"
+    common += f" -I{CSRC} -I{TESTS}" + (f" -march={arch}" if arch else "")
     sources = [
         path
         for folder in ("runtime", "device/host", "transport/host")
@@ -135,9 +140,17 @@ def run(program: Program, folder: Path) -> bool:
         flush=True,
     )
     if not passed:
-        print("\n".join(output.splitlines()[-60:]))
+        print("\n".join(telling(output.splitlines())))
         print(f"again: {shlex.join(command)}")
     return passed
+
+
+def telling(lines: list[str]) -> list[str]:
+    """The sanitizer's report from its first line on, else the end of the output."""
+    for number, line in enumerate(lines):
+        if any(word in line for word in SANITIZER_WORDS):
+            return lines[number : number + 60]
+    return lines[-60:]
 
 
 def main() -> int:

@@ -1,4 +1,4 @@
-// Which target this translation unit is compiled for. The only place that asks the compiler.
+// The target of this translation unit, for the layers above: they ask this, never the compiler.
 #pragma once
 
 #if defined(__CUDACC__)

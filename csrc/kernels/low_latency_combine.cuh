@@ -174,10 +174,15 @@ template <bool kLogFormat>
 EP_DEVICE void reduce_token(const CombineArgs& args, const OpenOperation& open, int token) {
     const OperationArgs& common = args.common;
     const CombineMessage message{common.map.hidden};
-    constexpr int kTile = kLogFormat ? 1 : 4;
+    constexpr int kTile = kLogFormat ? 1 : kTileVectors;
     const size_t entry = static_cast<size_t>(token) * args.num_topk;
     block_for_tiles<kTile>(message.hidden / kVectorElements, [&](const Tile& tile) {
-        float sums[kTile][kVectorElements] = {};
+        float sums[kTile][kVectorElements];
+        EP_UNROLL(kTile)
+        for (auto& sum : sums) {
+            EP_UNROLL(8)
+            for (float& element : sum) element = 0.0f;
+        }
         for (int k = 0; k < args.num_topk; ++k) {
             if (args.topk_idx[entry + k] < 0) continue;
             const float weight = args.topk_weights[entry + k];

@@ -70,15 +70,7 @@ EP_DEVICE void cast_row(const bf16* x, const DispatchMessage& message, std::byte
         for (int u = 0; u < kUnroll; ++u) {
             const int v = base + u * num_threads() + lane_id();
             vectors[u] = v < num_vectors ? source[v] : Vector{};
-            // Magnitudes of bf16 compare like integers; NaN is above infinity, so it is kept.
-            uint32_t largest = 0;
-            EP_UNROLL(4)
-            for (int w = 0; w < 4; ++w) {
-                const uint32_t low = vectors[u].words[w] & 0x7FFFu;
-                const uint32_t high = vectors[u].words[w] >> 16 & 0x7FFFu;
-                largest = Max{}(largest, Max{}(low, high));
-            }
-            abs_max[u] = largest;
+            abs_max[u] = largest_magnitude(vectors[u]);
         }
         group_reduce<kLanesPerGroup, Max>(abs_max);
         EP_UNROLL(kUnroll)

@@ -159,12 +159,17 @@ EP_DEVICE void wait_for_header(const OperationArgs& args, const OpenOperation& o
         open.deadline);
     if (!arrived) {
         record_failure(args, open, FailureKind::kTimeout, source);
-    } else if (seen > open.op || args.transport.poll(args.control.given_up(Series::kOperations, source)) >= open.op) {
-        record_failure(args, open, FailureKind::kAbandoned, source);
-    } else if (header_word(args, open.half, source, offsetof(OpHeader, shape)) != args.shape.word(0) ||
-               header_word(args, open.half, source, offsetof(OpHeader, shape) + sizeof(uint64_t)) != args.shape.word(1)) {
+    } else if (seen == open.op &&
+               (header_word(args, open.half, source, offsetof(OpHeader, shape)) != args.shape.word(0) ||
+                header_word(args, open.half, source, offsetof(OpHeader, shape) + sizeof(uint64_t)) != args.shape.word(1))) {
         record_failure(args, open, FailureKind::kMismatch, source);
     }
+}
+
+EP_DEVICE bool has_given_up(const OperationArgs& args, const OpenOperation& open, int source) {
+    const size_t header = args.control.header(open.half, source) + offsetof(OpHeader, op);
+    return args.transport.poll(header) > open.op ||
+           args.transport.poll(args.control.given_up(Series::kOperations, source)) >= open.op;
 }
 
 // Block. Begins the receive phase: stamps the wait and hears from every rank. False when the
@@ -175,6 +180,11 @@ EP_DEVICE bool wait_for_headers(const OperationArgs& args, const OpenOperation& 
         wait_for_header(args, open, source);
     }
     // Another block may fail between two threads' looks, and they must not part ways.
+    if (block_any(load_relaxed<Scope::kDevice>(&args.workspace->failed) != 0)) return false;
+    // Only now: who gave up may have done so because another rank disagrees, and that one is to be named.
+    for (int source = thread_index(); source < args.num_ranks(); source += num_threads()) {
+        if (has_given_up(args, open, source)) record_failure(args, open, FailureKind::kAbandoned, source);
+    }
     return !block_any(load_relaxed<Scope::kDevice>(&args.workspace->failed) != 0);
 }
 

@@ -156,10 +156,10 @@ def healthy(values: FloatArray) -> tuple[float, float]:
 
 def _from_ring(m: Matrices, resolution_ns: float) -> Estimates:
     own = np.arange(m.num_ranks)
-    entered, issued = m.entered[:, own, own], m.issued[:, own, own]
+    entered = m.entered[:, own, own]
     received_at = np.maximum(np.fmax.reduce(m.arrival, axis=2), 0.0)
     gap = entered - m.previous_exit
-    send = issued - entered
+    send = m.send_ns
     drain = m.exit - received_at
     sent, handled = _loads(median(m.tokens, 0), m.operation)
     work = gap + send + m.overlap_ns

@@ -6,7 +6,7 @@ What a rank did not report is NaN, never zero: a zero would read as "no waiting"
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
+
+# `previous_exit` is stamped at the very end, `exit` before the counters are written; chosen.
+_EXIT_STAMPS_APART_NS = 100_000
 
 
 @dataclass(frozen=True)
@@ -39,8 +42,9 @@ class Matrices:
         ops: [n] int64, the operation numbers in the rings of any rank.
         entered, issued, arrival, tokens: [n, num_ranks, num_ranks].
         exit, previous_exit: [n, num_ranks].
+        send_ns: [n, num_ranks], from entering to having issued to every destination.
         overlap_ns: [n, num_ranks], in the operation *before* this one, the time between having
-            issued and beginning to wait: work of the rank that is put between send and hook.
+            issued and beginning to wait: what the rank does between send and hook.
     """
 
     operation: str
@@ -55,6 +59,7 @@ class Matrices:
     tokens: FloatArray
     exit: FloatArray
     previous_exit: FloatArray
+    send_ns: FloatArray
     overlap_ns: FloatArray
 
     @property
@@ -122,7 +127,8 @@ def gather(snapshots: Sequence[Snapshot]) -> dict[str, Matrices]:
         for kind, counters in s.operations.items()
     }
     kinds = [k for k in ("dispatch", "combine") if any(k in s.operations for s in snapshots)]
-    return {kind: _gather_kind(kind, snapshots, sizes[0], rings) for kind in kinds}
+    matrices = {kind: _gather_kind(kind, snapshots, sizes[0], rings) for kind in kinds}
+    return {kind: _with_overlap(m, matrices, rings) for kind, m in matrices.items()}
 
 
 def gather_group(group: Group, local: Snapshot) -> dict[str, Matrices] | None:
@@ -154,21 +160,30 @@ def _gather_kind(
         name: np.full((ops.size, num_ranks, num_ranks), np.nan)
         for name in ("entered", "issued", "arrival", "tokens")
     }
-    ends = {
-        name: np.full((ops.size, num_ranks), np.nan)
-        for name in ("exit", "previous_exit", "overlap_ns")
-    }
+    ends = {name: np.full((ops.size, num_ranks), np.nan) for name in ("exit", "previous_exit")}
     for s in present:
         ring = rings[s.rank, kind]
-        overlap = _overlap_by_exit(s.rank, rings)
         at = np.searchsorted(ops, ring.op)
         for name in ("entered", "issued", "arrival"):
             pairs[name][at, s.rank] = _relative(getattr(ring, name), ring.wait_begin[:, None])
         pairs["tokens"][at, s.rank] = np.where(ring.arrival != 0, ring.tokens, np.nan)
         ends["exit"][at, s.rank] = _relative(ring.exit, ring.wait_begin)
         ends["previous_exit"][at, s.rank] = _relative(ring.previous_exit, ring.wait_begin)
-        ends["overlap_ns"][at, s.rank] = [overlap.get(t, 0) for t in ring.previous_exit.tolist()]
-    return Matrices(kind, present[0].device, tuple(hosts), totals, own, ops, **pairs, **ends)
+    # Each receiver knows when its own share was issued; both stamps are on the source's clock.
+    send_ns = np.fmax.reduce(pairs["issued"] - pairs["entered"], axis=1)
+    overlap_ns = np.zeros(send_ns.shape)
+    return Matrices(
+        kind,
+        present[0].device,
+        tuple(hosts),
+        totals,
+        own,
+        ops,
+        send_ns=send_ns,
+        overlap_ns=overlap_ns,
+        **pairs,
+        **ends,
+    )
 
 
 def _read_ring(counters: CounterSnapshot) -> _Ring:
@@ -178,15 +193,39 @@ def _read_ring(counters: CounterSnapshot) -> _Ring:
     return _Ring(**values)
 
 
-def _overlap_by_exit(rank: int, rings: Mapping[tuple[int, str], _Ring]) -> dict[int, int]:
-    """Per operation of any kind on a rank, keyed by its exit stamp: begin of waiting - own issue."""
-    found: dict[int, int] = {}
-    for (owner, _), ring in rings.items():
-        if owner == rank:
-            issued = ring.issued[:, rank]
-            overlap = np.maximum(np.where(issued != 0, ring.wait_begin - issued, 0), 0)
-            found.update(zip(ring.exit.tolist(), overlap.tolist()))
-    return found
+def _with_overlap(
+    m: Matrices, kinds: Mapping[str, Matrices], rings: Mapping[tuple[int, str], _Ring]
+) -> Matrices:
+    """Fills in what each rank did between send and wait in the operation that it ended before."""
+    overlap_ns = m.overlap_ns.copy()
+    for rank in range(m.num_ranks):
+        ring = rings.get((rank, m.operation))
+        if ring is None:
+            continue
+        exits, overlaps = _ends_of_operations(rank, kinds, rings)
+        before = np.searchsorted(exits, ring.previous_exit, side="right") - 1
+        # An operation that was not counted leaves no exit just before the stamp.
+        found = (before >= 0) & (ring.previous_exit - exits[before] <= _EXIT_STAMPS_APART_NS)
+        at = np.searchsorted(m.ops, ring.op)
+        overlap_ns[at, rank] = np.where(found, overlaps[before], 0.0)
+    return replace(m, overlap_ns=overlap_ns)
+
+
+def _ends_of_operations(
+    rank: int, kinds: Mapping[str, Matrices], rings: Mapping[tuple[int, str], _Ring]
+) -> tuple[IntArray, FloatArray]:
+    """Exit stamps of a rank's operations of all kinds, ascending, and the overlap of each."""
+    exits, overlaps = [], []
+    for kind, m in kinds.items():
+        ring = rings.get((rank, kind))
+        if ring is not None:
+            at = np.searchsorted(m.ops, ring.op)
+            # Relative to the begin of waiting, which is therefore 0.
+            issued = m.entered[at, rank, rank] + m.send_ns[at, rank]
+            exits.append(ring.exit)
+            overlaps.append(np.maximum(np.nan_to_num(-issued), 0.0))
+    order = np.argsort(np.concatenate(exits), kind="stable")
+    return np.concatenate(exits)[order], np.concatenate(overlaps)[order]
 
 
 def _relative(stamps: IntArray, origin: IntArray) -> FloatArray:

@@ -238,14 +238,13 @@ def _late_ranks(e: Estimates, limits: Thresholds, hot_ranks: set[int]) -> list[V
     found = []
     floor = _floor(e, limits)
     for rank in range(e.load.size):
-        # Inherited lateness has no counterpart in the rank's own work, and is not its fault.
-        effect = float(min(e.work.value[rank], e.late.value[rank]))
-        if rank in hot_ranks or not effect > floor:
+        # Inherited lateness has no counterpart in the rank's own work, and is not its fault. More
+        # work that nobody sees, because the rank was done earlier before, costs nobody anything.
+        late_ns = float(e.late.value[rank])
+        seen_late = late_ns > max(limits.delta_ns, 2 * float(e.late.error[rank]))
+        if rank in hot_ranks or not seen_late or not _exceeds(e.work, rank, floor, limits):
             continue
-        if not _exceeds(e.work, rank, floor, limits, at_least=effect):
-            continue
-        if not e.late.value[rank] > 2 * e.late.error[rank]:
-            continue
+        effect = min(float(e.work.value[rank]), late_ns)
         cells = np.zeros(e.blame_ns.shape, dtype=bool)
         cells[:, rank] = True
         found.append(
@@ -394,18 +393,10 @@ def _floor(e: Estimates, limits: Thresholds) -> float:
     return limits.floor_ns(e.duration_ns) * (2.0 if e.source == "totals" else 1.0)
 
 
-def _exceeds(
-    effect: Effect,
-    rank: int,
-    floor: float,
-    limits: Thresholds,
-    at_least: float | None = None,
-) -> bool:
+def _exceeds(effect: Effect, rank: int, floor: float, limits: Thresholds) -> bool:
     """Whether a rank's effect is big, certain, out of the ordinary and usual for the rank."""
-    size = effect.value[rank] if at_least is None else at_least
-    bar = _bar(effect, rank, floor, limits)
     return bool(
-        size > bar
+        effect.value[rank] > _bar(effect, rank, floor, limits)
         and effect.count[rank] >= MIN_OPERATIONS
         and _mostly(effect.above[rank], effect.count[rank])
     )

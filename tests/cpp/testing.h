@@ -161,8 +161,8 @@ inline int run_main(int argc, char** argv) {
 
 #define CHECK_EQUAL(got, expected)                                                       \
     do {                                                                                 \
-        const auto& got_value = (got);                                                   \
-        const auto& expected_value = (expected);                                         \
+        const auto got_value = (got);                                                    \
+        const auto expected_value = (expected);                                          \
         if (!(got_value == expected_value)) {                                            \
             ::ep::testing::fail(__FILE__, __LINE__,                                      \
                                 #got " is " + ::ep::testing::text_of(got_value) +        \

@@ -103,9 +103,12 @@ def simulate(
     faults: Sequence[Fault] = (),
     seed: int = 0,
     tokens_per_rank: int = 1024,
-    capacity: int = 1024,
+    capacity: int = 64,
 ) -> list[Snapshot]:
-    """Runs `num_rounds` of dispatch and combine; returns every rank's snapshot."""
+    """Runs `num_rounds` of dispatch and combine; returns every rank's snapshot.
+
+    The rings hold the last `capacity` operations of both kinds together.
+    """
     rng = np.random.default_rng(seed)
     recorders = {kind: _Recorder(num_ranks, capacity) for kind in ("dispatch", "combine")}
     personal = 1.0 + machine.spread * np.clip(rng.normal(size=num_ranks), -2, 2)
@@ -133,6 +136,7 @@ def simulate(
     drift = machine.drift_ppm * 1e-6 * rng.normal(size=num_ranks)
     zero = rng.integers(10**12, 10**15, num_ranks)
 
+    order = (np.arange(num_ranks)[:, None] + 1) / num_ranks
     exit_at = rng.uniform(0, 10 * machine.jitter, num_ranks)
     op = 0
     has_exit = False
@@ -149,11 +153,13 @@ def simulate(
             send = personal * (machine.send + machine.send_per_token * tokens.sum(axis=0))
             send = np.maximum(send + _noise(rng, machine.jitter / 3, num_ranks), 0.0)
             issued = entered + send
+            # A source issues to one destination after the other, to the last when all is sent.
+            issued_to = entered + send * (1 - 0.2 * (1 - order))
             wait_begin = issued + machine.hook_us * personal
             path = machine.path + machine.path_per_token * tokens + path_fault + path_rate * tokens
             path = path + np.abs(_noise(rng, machine.path_jitter, (num_ranks, num_ranks)))
             np.fill_diagonal(path, 0.0)
-            arrival = issued[None, :] + path
+            arrival = issued_to + path
             ready = np.maximum(wait_begin, arrival.max(axis=1))
             drain = personal * (machine.drain + machine.drain_per_token * tokens.sum(axis=1))
             leaves = ready + np.maximum(drain + _noise(rng, machine.jitter / 3, num_ranks), 0.0)
@@ -165,12 +171,14 @@ def simulate(
             recorders[kind].add(
                 op,
                 entered=to_ns(entered[None, :] + wrong) + zero[:, None],
-                issued=to_ns(issued[None, :] + wrong) + zero[:, None],
+                issued=to_ns(issued_to + wrong) + zero[:, None],
                 arrival=to_ns(seen) + zero[:, None],
                 tokens=tokens,
                 wait_begin=to_ns(wait_begin) + zero,
                 exit_=to_ns(leaves) + zero,
-                previous_exit=to_ns(exit_at) + zero if has_exit else np.zeros(num_ranks, np.int64),
+                previous_exit=to_ns(exit_at) + 500 + zero
+                if has_exit
+                else np.zeros(num_ranks, np.int64),
             )
             exit_at, has_exit = leaves, True
     return [
@@ -245,12 +253,12 @@ class _Recorder:
         largest = self.totals[:, COUNTER_FIELDS.index("max_wait_ns")]
         np.maximum(largest, wait, out=largest)
 
-        own_entered, own_issued = np.diagonal(entered), np.diagonal(issued)
+        own_entered, sends = np.diagonal(entered), (issued - entered).max(axis=0)
         ready = np.maximum(arrival.max(axis=1), wait_begin)
         own_values = {
             "ops": np.ones(self.num_ranks, np.int64),
             "gap_ns": np.where(previous_exit != 0, own_entered - previous_exit, 0),
-            "send_ns": own_issued - own_entered,
+            "send_ns": sends,
             "wait_ns": ready - wait_begin,
             "drain_ns": exit_ - ready,
         }

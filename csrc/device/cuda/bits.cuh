@@ -56,6 +56,13 @@ EP_DEVICE Vector pack(const float (&values)[kVectorElements]) {
     return vector;
 }
 
+EP_DEVICE uint32_t largest_magnitude(const Vector& vector) {
+    uint32_t largest = 0;  // two at a time, as unsigned 16-bit numbers
+    EP_UNROLL(4)
+    for (int i = 0; i < 4; ++i) largest = __vmaxu2(largest, vector.words[i] & 0x7FFF7FFFu);
+    return max(largest & 0xFFFFu, largest >> 16);
+}
+
 EP_DEVICE uint64_t to_e4m3(const float (&values)[kVectorElements]) {
     uint64_t bytes = 0;
     EP_UNROLL(4)

@@ -1,5 +1,5 @@
 // The device interface on the CUDA target: see device/device.cuh for the contracts. Everything here
-// is for code inside a kernel; the host's side of a launch is in device/cuda/launch.cuh.
+// is for code inside a kernel; the host's side of a launch is in device/cuda/launch.h.
 #pragma once
 
 #include <cooperative_groups.h>
@@ -11,7 +11,7 @@
 
 #include "device/cuda/bits.cuh"
 
-// One block of a kernel is resident per SM at most, so registers are bounded by its threads alone.
+// One resident block per SM is enough, so registers are limited by the largest block alone.
 #define EP_KERNEL __global__ __launch_bounds__(ep::kMaxThreads, 1)
 #define EP_GRID_CONSTANT __grid_constant__
 
@@ -289,6 +289,9 @@ template <class F>
 EP_DEVICE void block_for(int n, F f) {
     for (int i = thread_index(); i < n; i += num_threads()) f(i);
 }
+
+// Vectors a thread keeps in registers at a time.
+constexpr int kTileVectors = 4;
 
 struct Tile {
     int first;

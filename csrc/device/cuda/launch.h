@@ -43,13 +43,6 @@ inline int resident_blocks(const void* kernel,
     try {
         int per_multiprocessor = 0;
         int multiprocessors = 0;
-        if (shape.shared_bytes > 48 * 1024) {  // what CUDA grants unasked
-            check(cudaFuncSetAttribute(kernel,
-                                       cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                       static_cast<int>(shape.shared_bytes)),
-                  "cudaFuncSetAttribute",
-                  std::to_string(shape.shared_bytes) + " bytes of shared memory for " + name);
-        }
         check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(
                   &per_multiprocessor, kernel, shape.threads, shape.shared_bytes),
               "cudaOccupancyMaxActiveBlocksPerMultiprocessor",
@@ -71,6 +64,13 @@ inline void require_residency(const void* kernel,
                               const Place& place) {
     const int resident = resident_blocks(kernel, name, shape, place.device);
     if (shape.blocks * place.ranks_on_device <= resident) return;
+    if (resident == 0) {
+        throw CudaError("launch of " + std::string(name) + ": a block of " +
+                        std::to_string(shape.threads) + " threads and " +
+                        std::to_string(shape.shared_bytes) +
+                        " bytes of shared memory does not fit; kernels are built for up to 512 "
+                        "threads. Ask for fewer warps (DEEP_EP_LAUNCH_SHAPE).");
+    }
     throw CudaError("launch of " + std::string(name) + ": " +
                     std::to_string(place.ranks_on_device) + " rank(s) on GPU " +
                     std::to_string(place.device) + " with " + std::to_string(shape.blocks) +
@@ -103,7 +103,9 @@ void launch(void (*kernel)(Args),
     config.attrs = &attribute;
     config.numAttrs = shape.cooperative && place.ranks_on_device == 1 ? 1 : 0;
     void* arguments[] = {const_cast<Args*>(&args)};
-    check(cudaLaunchKernelExC(&config, address, arguments),
+    const cudaError_t status = cudaLaunchKernelExC(&config, address, arguments);
+    if (status == cudaSuccess) return;  // the text below would cost more than the launch
+    check(status,
           "cudaLaunchKernelExC",
           std::string(name) + " with " + std::to_string(shape.blocks) + " blocks of " +
               std::to_string(shape.threads) + " threads");

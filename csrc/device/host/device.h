@@ -14,7 +14,7 @@
 #define EP_KERNEL inline
 #define EP_DEVICE inline
 #define EP_HOST_DEVICE inline
-#define EP_UNROLL(n)
+#define EP_UNROLL(n)  // the compiler unrolls constant loops by itself
 #define EP_GRID_CONSTANT  // kernel arguments stay in constant memory on the GPU
 
 namespace ep {
@@ -263,6 +263,9 @@ void block_for(int n, F f) {
     const int end = std::min(n, (thread_index() + 1) * chunk);
     for (int i = thread_index() * chunk; i < end; ++i) f(i);
 }
+
+// Vectors a thread keeps in registers at a time.
+constexpr int kTileVectors = 8;
 
 struct Tile {
     int first;

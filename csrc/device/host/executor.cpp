@@ -5,10 +5,11 @@
 
 #include <cstdio>
 #include <cstring>
+#include <utility>
 
 namespace ep::host {
 
-thread_local Executor* current_executor = nullptr;
+constinit thread_local Executor* current_executor = nullptr;
 
 namespace {
 
@@ -168,8 +169,8 @@ void Executor::switch_to_next(bool final) {
     switch_fiber(previous->context, next->context, final);
 }
 
-void Executor::fail(const std::string& message) {
-    error_ = message + " (schedule " + schedule_->describe() + ")";
+void Executor::fail(std::string message) {
+    error_ = std::move(message) + " (schedule " + schedule_->describe() + ")";
     // Every fiber is abandoned where it stands: kernels own no resources.
     switch_fiber(current_->context, main_, true);
     __builtin_unreachable();

@@ -87,7 +87,8 @@ public:
     void interleave() {
         if (schedule_preempts_) maybe_preempt();
     }
-    [[noreturn]] void fail(const std::string& message);
+    // By value: the caller's frame is abandoned, so nothing of the message may stay with it.
+    [[noreturn]] void fail(std::string message);
 
 private:
     struct Warp {
@@ -156,7 +157,8 @@ private:
 };
 
 // The executor whose launch runs on this OS thread; nullptr outside of launches.
-extern thread_local Executor* current_executor __attribute__((tls_model("initial-exec")));
+// constinit spares every access the check whether it has been initialised.
+extern constinit thread_local Executor* current_executor __attribute__((tls_model("initial-exec")));
 
 // "block 3 warp 1 lane 7"
 std::string describe(const Fiber& fiber);

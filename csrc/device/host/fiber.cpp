@@ -15,6 +15,7 @@
 #include <sanitizer/tsan_interface.h>
 #endif
 #if defined(__SANITIZE_ADDRESS__)
+#include <sanitizer/asan_interface.h>
 #include <sanitizer/common_interface_defs.h>
 #endif
 
@@ -170,6 +171,10 @@ std::byte* StackPool::stack_begin(size_t index) const {
 void prepare_fiber(FiberContext& context, std::byte* stack_begin, size_t color, void (*entry)()) {
     constexpr size_t kColors = 16;
     constexpr size_t kColorBytes = 256;
+#if defined(__SANITIZE_ADDRESS__)
+    // Abandoned fibers never left their functions, whose red zones are still marked.
+    __asan_unpoison_memory_region(stack_begin, StackPool::kStackBytes);
+#endif
     std::byte* top = stack_begin + StackPool::kStackBytes - (color % kColors) * kColorBytes;
     // The ABI wants the stack 16-byte aligned before a call, so 8 off at a function's first
     // instruction; on aarch64 the return address is in a register and the frame is a multiple of 16.

@@ -7,6 +7,8 @@
 
 #include <cerrno>
 #include <cstring>
+#include <map>
+#include <mutex>
 #include <stdexcept>
 
 namespace ep {
@@ -32,10 +34,35 @@ struct Handle {
 
 std::string error_text() { return std::strerror(errno); }
 
-std::byte* map_shared(int descriptor, size_t bytes) {
+std::shared_ptr<std::byte> map_shared(int descriptor, size_t bytes) {
     void* memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, descriptor, 0);
-    return memory == MAP_FAILED ? nullptr : static_cast<std::byte*>(memory);
+    if (memory == MAP_FAILED) return nullptr;
+    return {static_cast<std::byte*>(memory), [bytes](std::byte* begin) { munmap(begin, bytes); }};
 }
+
+// Memory of the ranks of this process, by its address.
+class LocalRanks {
+public:
+    static LocalRanks& instance() {
+        static LocalRanks ranks;
+        return ranks;
+    }
+    void add(const std::shared_ptr<std::byte>& mapping) {
+        const std::scoped_lock lock(mutex_);
+        std::erase_if(mappings_, [](const auto& entry) { return entry.second.expired(); });
+        mappings_[reinterpret_cast<uint64_t>(mapping.get())] = mapping;
+    }
+    // nullptr when that rank has closed.
+    std::shared_ptr<std::byte> find(uint64_t address) {
+        const std::scoped_lock lock(mutex_);
+        const auto entry = mappings_.find(address);
+        return entry == mappings_.end() ? nullptr : entry->second.lock();
+    }
+
+private:
+    std::mutex mutex_;
+    std::map<uint64_t, std::weak_ptr<std::byte>> mappings_;
+};
 
 }  // namespace
 
@@ -66,6 +93,7 @@ SymmetricMemory::SymmetricMemory(Device& device, const SymmetricMemoryOptions& o
         release_handle();
         throw std::runtime_error("cannot map " + std::to_string(total_bytes()) + " bytes of shared memory: " + reason);
     }
+    LocalRanks::instance().add(mapping_);
 }
 
 SymmetricMemory::~SymmetricMemory() {
@@ -73,13 +101,11 @@ SymmetricMemory::~SymmetricMemory() {
         device_.executor().set_idle_waiter(nullptr);
         device_.set_after_launch(nullptr);
     }
-    for (const Mapping& mapping : foreign_) munmap(mapping.base, mapping.bytes);
-    if (mapping_ != nullptr) munmap(mapping_, total_bytes());
     release_handle();
 }
 
 std::string SymmetricMemory::local_handle() const {
-    const Handle handle{process_token(), getpid(), descriptor_, total_bytes(), reinterpret_cast<uint64_t>(mapping_)};
+    const Handle handle{process_token(), getpid(), descriptor_, total_bytes(), reinterpret_cast<uint64_t>(mapping_.get())};
     return {reinterpret_cast<const char*>(&handle), sizeof(handle)};
 }
 
@@ -90,6 +116,7 @@ void SymmetricMemory::connect(const std::vector<std::string>& handles) {
     }
     std::vector<host::PeerMemory> peers;
     bases_.clear();
+    mapped_.clear();
     for (int rank = 0; rank < options_.num_ranks; ++rank) {
         Handle handle;
         if (handles[rank].size() != sizeof(handle)) {
@@ -100,25 +127,28 @@ void SymmetricMemory::connect(const std::vector<std::string>& handles) {
             throw std::runtime_error("connect: rank " + std::to_string(rank) + " has " + std::to_string(handle.bytes) +
                                      " bytes of symmetric memory, this rank " + std::to_string(total_bytes()));
         }
-        std::byte* base = nullptr;
+        std::shared_ptr<std::byte> mapping;
         if (handle.token == process_token() && handle.process == getpid()) {
-            base = reinterpret_cast<std::byte*>(handle.address);
+            mapping = LocalRanks::instance().find(handle.address);
+            if (mapping == nullptr) {
+                throw std::runtime_error("connect: rank " + std::to_string(rank) + " of this process has closed its memory");
+            }
         } else {
             const std::string path = "/proc/" + std::to_string(handle.process) + "/fd/" + std::to_string(handle.descriptor);
             const int descriptor = open(path.c_str(), O_RDWR | O_CLOEXEC);
             if (descriptor >= 0) {
-                base = map_shared(descriptor, handle.bytes);
+                mapping = map_shared(descriptor, handle.bytes);
                 close(descriptor);
             }
-            if (base == nullptr) {
+            if (mapping == nullptr) {
                 throw std::runtime_error("connect: cannot map the memory of rank " + std::to_string(rank) + " (process " +
                                          std::to_string(handle.process) + "): " + error_text() +
                                          ". Ranks of the cpu backend run on one machine, in one container, as one user");
             }
-            foreign_.push_back({base, handle.bytes});
         }
-        peers.push_back(peer_memory(base));
-        bases_.push_back(base);
+        peers.push_back(peer_memory(mapping.get()));
+        bases_.push_back(mapping.get());
+        mapped_.push_back(std::move(mapping));
     }
     link_ = std::make_unique<host::Link>(device_.executor().clock(), options_.rank, std::move(peers));
     link_->set_reorder(reorder_seed_);

@@ -1,6 +1,7 @@
 // Symmetric memory on the host target: anonymous shared memory (memfd). It has no name, so nothing
 // can stay behind when a rank is killed, and it does not count against the size of /dev/shm. Other
-// processes open it through /proc/<pid>/fd; ranks that are threads of one process share pointers.
+// processes open it through /proc/<pid>/fd; ranks that are threads of one process share pointers,
+// and keep each other's memory mapped, because a rank may close while another is about to wake it.
 #pragma once
 
 #include <cstddef>
@@ -39,18 +40,13 @@ public:
     void release_handle();
 
     bool connected() const { return link_ != nullptr; }
-    std::byte* local_base() const { return mapping_; }
+    std::byte* local_base() const { return mapping_.get(); }
     Transport transport() const;
 
     void set_path_fault(int dst, uint64_t delay_ns, double bytes_per_s);
     void set_delivery(const std::string& kind, uint64_t seed);
 
 private:
-    struct Mapping {
-        std::byte* base = nullptr;
-        size_t bytes = 0;
-    };
-
     host::PeerMemory peer_memory(std::byte* base) const;
     size_t total_bytes() const;
     size_t extras_offset() const;
@@ -58,9 +54,9 @@ private:
     Device& device_;
     SymmetricMemoryOptions options_;
     int descriptor_ = -1;
-    std::byte* mapping_ = nullptr;
-    std::vector<Mapping> foreign_;
-    std::vector<std::byte*> bases_;
+    std::shared_ptr<std::byte> mapping_;
+    std::vector<std::shared_ptr<std::byte>> mapped_;  // by rank
+    std::vector<std::byte*> bases_;                   // the same, for kernels
     std::optional<uint64_t> reorder_seed_;
     std::unique_ptr<host::Link> link_;
 };

@@ -1,0 +1,119 @@
+"""Snapshots to matrices: alignment by operation number, exact differences, missing is not zero."""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from generator import CPU, GPU, simulate
+
+from deep_ep import EPArgumentError, diagnose
+from deep_ep.group import thread_groups
+
+
+def test_rows_wait_and_columns_are_waited_for() -> None:
+    snapshots = simulate(CPU, 4, 10, seed=1)
+    dispatch = diagnose.gather(snapshots)["dispatch"]
+    wait = dispatch.totals["wait_ns"]
+    for s in snapshots:
+        np.testing.assert_array_equal(wait[s.rank], s.operations["dispatch"]["wait_ns"])
+
+
+def test_the_ring_and_the_totals_agree() -> None:
+    dispatch = diagnose.gather(simulate(CPU, 4, 10, seed=2))["dispatch"]
+    from_ring = np.maximum(dispatch.arrival, 0).sum(axis=0)
+    np.testing.assert_array_equal(from_ring, dispatch.totals["wait_ns"])
+    own = np.arange(4)
+    gaps = dispatch.entered[:, own, own] - dispatch.previous_exit
+    np.testing.assert_array_equal(np.nansum(gaps, axis=0), dispatch.own["gap_ns"])
+
+
+def test_operations_are_aligned_by_number_not_by_slot() -> None:
+    snapshots = simulate(CPU, 4, 10, seed=3, capacity=64)
+    shorter = simulate(CPU, 4, 10, seed=3, capacity=8)
+    mixed = [snapshots[0], snapshots[1], shorter[2], snapshots[3]]
+    whole, part = diagnose.gather(snapshots)["combine"], diagnose.gather(mixed)["combine"]
+    np.testing.assert_array_equal(whole.ops, part.ops)
+    kept = np.isin(whole.ops, shorter[2].operations["combine"].operations()[:, -1, 0])
+    assert 0 < kept.sum() < kept.size
+    np.testing.assert_array_equal(part.arrival[kept], whole.arrival[kept])
+    assert np.isnan(part.arrival[~kept, 2]).all()
+    assert np.isfinite(part.arrival[~kept, 1]).all()
+
+
+def test_a_missing_rank_is_nan_and_not_zero() -> None:
+    dispatch = diagnose.gather(simulate(CPU, 4, 10, seed=4)[:3])["dispatch"]
+    assert np.isnan(dispatch.totals["wait_ns"][3]).all()
+    assert np.isnan(dispatch.mean_wait_ns()[3]).all()
+    assert np.isfinite(dispatch.mean_wait_ns()[:3]).all()
+    assert dispatch.hosts[3] == ""
+
+
+def test_a_source_that_was_not_heard_is_nan() -> None:
+    snapshots = simulate(CPU, 4, 10, seed=5)
+    snapshots[1].operations["dispatch"].ring[:, 2, :] = 0
+    dispatch = diagnose.gather(snapshots)["dispatch"]
+    assert np.isnan(dispatch.arrival[:, 1, 2]).all()
+    assert np.isnan(dispatch.tokens[:, 1, 2]).all()
+    assert np.isfinite(dispatch.arrival[:, 2, 1]).all()
+
+
+def test_stamps_beyond_the_exact_range_of_floats_are_subtracted_exactly() -> None:
+    snapshots = simulate(CPU, 2, 10, seed=6)
+    expected = diagnose.gather(snapshots)["dispatch"].arrival
+    for s in snapshots:
+        ring = s.operations["dispatch"].ring
+        used = ring[:, -1, 0] > 0
+        ring[used, :-1, :3] += 2**61
+        ring[used, -1, 1:] += 2**61
+    np.testing.assert_array_equal(diagnose.gather(snapshots)["dispatch"].arrival, expected)
+
+
+def test_work_between_send_and_hook_is_counted_for_the_next_operation() -> None:
+    machine = replace(GPU, hook_us=200.0)
+    matrices = diagnose.gather(simulate(machine, 4, 10, seed=7))
+    assert matrices["dispatch"].overlap_ns[0].max() == 0
+    np.testing.assert_allclose(matrices["combine"].overlap_ns, 200e3, rtol=0.05)
+
+
+def test_one_hiccup_does_not_paint_a_column() -> None:
+    snapshots = simulate(CPU, 4, 20, seed=8)
+    calm = diagnose.gather(snapshots)["dispatch"].mean_wait_ns()
+    for s in snapshots:
+        ring = s.operations["dispatch"].ring
+        ring[np.flatnonzero(ring[:, -1, 0])[0], 2, :3] += 10**9
+    shaken = diagnose.gather(snapshots)["dispatch"].mean_wait_ns()
+    assert np.abs(shaken - calm).max() < 300e3
+
+
+def test_a_window_holds_later_operations_only() -> None:
+    long, short = simulate(CPU, 4, 20, seed=9), simulate(CPU, 4, 12, seed=9)
+    window = diagnose.gather([now.since(then) for now, then in zip(long, short)])["combine"]
+    assert window.ops.tolist() == [2 * i for i in range(13, 21)]
+    assert (window.totals["ops"] == 8).all()
+
+
+def test_a_window_of_another_rank_is_refused() -> None:
+    first, second = simulate(CPU, 2, 3)
+    with pytest.raises(EPArgumentError, match="rank 0 of 2, the earlier one of rank 1 of 2"):
+        first.since(second)
+
+
+def test_snapshots_that_do_not_belong_together_are_refused() -> None:
+    of_two, of_three = simulate(CPU, 2, 3), simulate(CPU, 3, 3)
+    with pytest.raises(EPArgumentError, match=r"groups of sizes \[2, 3\]"):
+        diagnose.gather([of_two[0], of_three[1]])
+    with pytest.raises(EPArgumentError, match=r"ranks \[0, 0\]"):
+        diagnose.gather([of_two[0], of_two[0]])
+    with pytest.raises(EPArgumentError, match="Pass one snapshot per rank"):
+        diagnose.gather([])
+
+
+def test_snapshots_travel_through_a_group() -> None:
+    """Thread groups pickle what they exchange, as the others do."""
+    snapshots = [pickle.loads(pickle.dumps(s)) for s in simulate(CPU, 1, 3)]
+    gathered = diagnose.gather_group(thread_groups(1)[0], snapshots[0])
+    assert gathered is not None
+    assert gathered["dispatch"].num_operations == 3

@@ -1,0 +1,62 @@
+"""The whole way: kernels count, ranks gather, rank 0 names the fault."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import deep_ep
+from deep_ep import diagnose, faults
+from deep_ep.diagnose import Diagnosis
+from launch import DEVICE, Ranks
+
+NUM_RANKS, NUM_TOKENS, HIDDEN, NUM_EXPERTS, NUM_TOPK = 4, 8, 256, 8, 2
+NUM_ROUNDS = 16
+
+
+def exchange(buffer: deep_ep.Buffer, num_rounds: int) -> None:
+    x = torch.ones(NUM_TOKENS, HIDDEN, dtype=torch.bfloat16, device=DEVICE)
+    topk_idx = torch.arange(NUM_TOKENS * NUM_TOPK, device=DEVICE) % NUM_EXPERTS
+    topk_idx = topk_idx.reshape(NUM_TOKENS, NUM_TOPK)
+    weights = torch.ones(NUM_TOKENS, NUM_TOPK, device=DEVICE)
+    for _ in range(num_rounds):
+        received, _, handle, _, _ = buffer.low_latency_dispatch(
+            x, topk_idx, NUM_TOKENS, NUM_EXPERTS, use_fp8=False
+        )
+        buffer.low_latency_combine(received, topk_idx, weights, handle)
+
+
+@pytest.mark.skipif(
+    DEVICE != "cpu", reason="paths are delayed by the cpu backend; unset DEEP_EP_BACKEND"
+)
+def test_a_slow_path_is_named_on_rank_0_and_only_in_its_window() -> None:
+    def rank_program(
+        _rank: int, buffer: deep_ep.Buffer
+    ) -> tuple[Diagnosis | None, Diagnosis | None]:
+        buffer.enable_counters()
+        remove = faults.apply(buffer, faults.parse_list("slow-path=2>1:50ms"))
+        exchange(buffer, NUM_ROUNDS)
+        slow = diagnose.run(buffer)
+        remove()
+        before = diagnose.snapshot(buffer)
+        exchange(buffer, NUM_ROUNDS)
+        return slow, diagnose.run(buffer, since=before)
+
+    with Ranks(NUM_RANKS, NUM_TOKENS, HIDDEN, NUM_EXPERTS) as ranks:
+        found = ranks.run(rank_program)
+    assert all(of_rank == (None, None) for of_rank in found[1:])
+    slow, healed = found[0]
+    assert slow is not None
+    assert healed is not None
+    paths = {v.edge: v.effect_us for v in slow.verdicts if v.edge is not None}
+    assert paths == {(2, 1): pytest.approx(50_000, rel=0.02)}
+    assert not [v for v in healed.verdicts if v.edge is not None]
+    assert healed.matrices["dispatch"].num_operations == NUM_ROUNDS
+
+
+def test_without_counters_the_answer_says_how_to_get_them() -> None:
+    with Ranks(1, NUM_TOKENS, HIDDEN, NUM_EXPERTS) as ranks:
+        (found,) = ranks.run(lambda _, buffer: diagnose.run(buffer))
+    assert found is not None
+    assert found.verdicts == []
+    assert "enable_counters()" in found.remarks[0]
