@@ -1,8 +1,8 @@
 """What the counters cost: executed instructions of the host target with counters on and off.
 
-valgrind counts the instructions of a program that drives all ranks of a group from one thread: first every rank
-sends, then every rank receives, so nobody ever waits and the count repeats to the instruction or nearly so. Start-up
-is taken out by the difference of a long and a short run.
+valgrind counts the instructions of a program that drives all ranks of a group from one thread:
+first every rank sends, then every rank receives, so nobody ever waits and the count repeats to the
+instruction or nearly so. Start-up is taken out by the difference of a long and a short run.
 
     python benchmarks/counters_overhead.py [--num-ranks 4] [--num-tokens 32]
 """
@@ -26,7 +26,7 @@ LIMIT = 1.01
 
 
 def load_native() -> Any:
-    """deep_ep._cpu without its package, which would import torch and make valgrind's start-up long."""
+    """deep_ep._cpu without its package, which would import torch: long under valgrind."""
     (path,) = (ROOT / "deep_ep").glob("_cpu.*.so")
     spec = importlib.util.spec_from_file_location("_cpu", path)
     assert spec is not None

@@ -1,9 +1,9 @@
 """Low-latency dispatch + combine on the cpu backend, side by side with the same exchange over gloo.
 
-Both exchanges run in the same processes and alternate round by round, so that whatever else the machine does
-hits both: FP8 dispatch of every selected row, BF16 rows back, weighted sum. The gloo version casts, permutes by
-destination, exchanges with torch.distributed.all_to_all_single, and sums. A round's time is that of its slowest
-rank; the ratio is that of the medians.
+Both exchanges run in the same processes and alternate round by round, so that whatever else the
+machine does hits both: FP8 dispatch of every selected row, BF16 rows back, weighted sum. The gloo
+version casts, permutes by destination, exchanges with torch.distributed.all_to_all_single, and
+sums. A round's time is that of its slowest rank; the ratio is that of the medians.
 
     python benchmarks/low_latency_cpu.py [--num-processes 4 8] [--rounds 15]
 """
@@ -42,7 +42,9 @@ class Problem(NamedTuple):
 
 
 class Gloo:
-    """The exchange as one would write it with collectives: rows sorted by expert, one all-to-all each way."""
+    """The exchange as one would write it with collectives: rows sorted by expert, one all-to-all
+    each way.
+    """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
@@ -109,7 +111,9 @@ def memory_mb() -> dict[str, float]:
 
 
 def run_rank(rank: int, group: dist.ProcessGroup, args: argparse.Namespace) -> dict[str, Any]:
-    """One rank: alternating rounds of both exchanges. Returns seconds per round and phase, and memory."""
+    """One rank: alternating rounds of both exchanges. Returns seconds per round and phase, and
+    memory.
+    """
     problem = make_problem(rank, args)
     before = memory_mb()
     size = deep_ep.Buffer.get_low_latency_rdma_size_hint(

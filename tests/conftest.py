@@ -47,7 +47,7 @@ def one_thread() -> None:
 
 @pytest.fixture
 def replay(request: pytest.FixtureRequest) -> Callable[..., None]:
-    """replay("--schedule-seed", 118) notes extra arguments for the command that repeats this test."""
+    """replay("--schedule-seed", 118) notes arguments for the command that repeats this test."""
 
     def note(*arguments: object) -> None:
         request.node.stash[REPLAYS] = " ".join(shlex.quote(str(a)) for a in arguments)

@@ -14,7 +14,7 @@ import deep_ep
 import reference
 from launch import DEVICE, Ranks
 
-# Sending LogFMT is lossy: a step is at most 32/510 octaves, so a value is off by at most half of that.
+# LogFMT is lossy: a step is at most 32/510 octaves, and a value is off by half of one at most.
 LOGFMT_RELATIVE_ERROR = 2 ** (32 / 510 / 2) - 1
 LOGFMT_SMALLEST = (
     2.0**-32
@@ -26,8 +26,8 @@ BF16_RELATIVE_ERROR = 2.0**-8
 class Shape:
     """Sizes and routing of one exchange. `num_tokens` is per rank; equal shapes give equal inputs.
 
-    routing: "random" (distinct experts), "repeats" (an expert may appear twice in a row), "one-expert" (everyone
-    selects expert 0, once), "nowhere" (all entries -1).
+    routing: "random" (distinct experts), "repeats" (an expert may appear twice in a row),
+    "one-expert" (everyone selects expert 0, once), "nowhere" (all entries -1).
     """
 
     num_tokens: tuple[int, ...]
@@ -63,7 +63,7 @@ class Mode:
 
 
 class Inputs(NamedTuple):
-    """One rank's x [T, hidden] bfloat16, topk_idx [T, K] int64, topk_weights [T, K] float32; on the CPU."""
+    """One rank's x [T, hidden] bfloat16, topk_idx [T, K] int64, topk_weights [T, K] float32."""
 
     x: torch.Tensor
     topk_idx: torch.Tensor
@@ -115,7 +115,7 @@ def make_routing(
 
 
 def at_most(num_rows: int, topk_idx: torch.Tensor) -> torch.Tensor:
-    """topk_idx with an expert's further entries dropped once it has `num_rows`: no expert takes more from a rank."""
+    """topk_idx with an expert's entries beyond `num_rows` dropped: that is all it takes of a rank."""
     flat = topk_idx.flatten()
     for expert in flat[flat >= 0].unique().tolist():
         flat[(flat == expert).nonzero()[num_rows:]] = -1
@@ -263,7 +263,7 @@ def assert_received(
 def assert_received_one(
     got: Received, want: reference.Dispatched, shape: Shape, mode: Mode, where: str
 ) -> None:
-    """One rank's bytes, row order and counts are the reference's, shapes and strides the promised ones."""
+    """One rank's bytes, row order and counts are the reference's; shapes and strides as promised."""
     num_rows = shape.num_ranks * shape.num_max_tokens
     data, scales = unpacked(got.recv_x)
     src_info, layout_range, *sizes = got.handle

@@ -1,7 +1,7 @@
 """Ranks for tests and benchmarks: threads of this process, or processes joined by gloo.
 
-Used by every test file and by the benchmarks. Everything binds to the loopback interface only, and nothing that is
-started here outlives the call or the `with` block that started it.
+Used by every test file and by the benchmarks. Everything binds to the loopback interface only, and
+nothing that is started here outlives the call or the `with` block that started it.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ import deep_ep
 from deep_ep import backend
 from deep_ep.group import thread_groups
 
-# Where the tensors of the backend under test live: "cpu", or "cuda" where its module and a GPU are there.
+# Where the tensors of the backend under test live: "cpu" or "cuda".
 DEVICE = backend.get().name
-# Processes forked from one that has imported everything start at once; CUDA does not survive a fork.
+# Forked from a process that has imported everything, ranks start at once; CUDA survives no fork.
 START_METHOD = "spawn" if DEVICE == "cuda" else "forkserver"
-# Longer than any DEEP_EP_TIMEOUT_S the tests set: an operation that hangs is reported by the library first.
+# Longer than any DEEP_EP_TIMEOUT_S the tests set: an operation that hangs is reported by the
+# library first.
 HANG_S = 120.0
 SHARED_MEMORY = Path("/dev/shm")
 
@@ -46,8 +47,8 @@ def _own_stream() -> None:
 class Ranks:
     """A low-latency group whose ranks are threads of this process, each with its own Buffer.
 
-    A rank keeps its thread for life, as a rank that is a process does. The buffers fit operations of the given sizes
-    and of all smaller ones.
+    A rank keeps its thread for life, as a rank that is a process does. The buffers fit operations
+    of the given sizes and of all smaller ones.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class Ranks:
         self.buffers = self.run(lambda rank, _: deep_ep.Buffer(groups[rank], **arguments))
 
     def outcomes(self, fn: Callable[[int, deep_ep.Buffer], Any]) -> list[Any]:
-        """Runs fn(rank, buffer) on all ranks at once; per rank its result, or the exception it raised."""
+        """Runs fn(rank, buffer) on all ranks at once; per rank its result, or its exception."""
         futures: list[Future[Any]] = [
             thread.submit(fn, rank, self.buffers[rank]) for rank, thread in enumerate(self._threads)
         ]
@@ -90,7 +91,7 @@ class Ranks:
         return [future.exception() or future.result() for future in futures]
 
     def run(self, fn: Callable[[int, deep_ep.Buffer], Any]) -> list[Any]:
-        """Runs fn(rank, buffer) on all ranks at once; raises the first error that is no mere timeout."""
+        """Runs fn(rank, buffer) on all ranks; raises the first error that is no mere timeout."""
         outcomes = self.outcomes(fn)
         errors = {rank: e for rank, e in enumerate(outcomes) if isinstance(e, BaseException)}
         for rank, error in errors.items():
@@ -172,7 +173,8 @@ def run_processes(
 ) -> list[Outcome]:
     """Runs fn(rank, group, *args) in `num_ranks` processes; fn must be a module's function.
 
-    Returns one Outcome per rank. Processes still alive after `timeout_s` are killed; theirs has exit code None.
+    Returns one Outcome per rank. Processes still alive after `timeout_s` are killed; theirs has
+    exit code None.
     """
     context = mp.get_context(START_METHOD)
     with tempfile.TemporaryDirectory(prefix="deep_ep_test_") as folder:

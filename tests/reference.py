@@ -1,8 +1,9 @@
 """Low-latency dispatch and combine in plain torch, for all ranks at once.
 
-Written from the API specification alone; the judge of the kernel tests. It moves no bytes and knows no protocol:
-inputs of all ranks go in, what every rank must hold afterwards comes out. Rows are in the order the kernels promise:
-source ranks ascending, a source's tokens ascending, its top-k slots ascending.
+Written from the API specification alone; the judge of the kernel tests. It moves no bytes and knows
+no protocol: inputs of all ranks go in, what every rank must hold afterwards comes out. Rows are in
+the order the kernels promise: source ranks ascending, a source's tokens ascending, its top-k slots
+ascending.
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ MIN_AMAX = 1e-4  # keeps the scale of an all-zero group finite
 class Dispatched(NamedTuple):
     """What one rank holds after a dispatch; lists are indexed by local expert.
 
-    data: [count, hidden] bfloat16, or float8_e4m3fn. scales: [count, hidden/128] float32, or [count, hidden/512]
-    int32 (four UE8M0 bytes, group 4c in the lowest), or None in BF16 mode. src_info: [count] int32.
-    layout_range: [num_local_experts, num_ranks] int64, first row << 32 | rows. recv_count: [num_local_experts] int32.
+    data: [count, hidden] bfloat16, or float8_e4m3fn. scales: [count, hidden/128] float32, or
+    [count, hidden/512] int32 (four UE8M0 bytes, group 4c in the lowest), or None in BF16 mode.
+    src_info: [count] int32. layout_range: [num_local_experts, num_ranks] int64, first row << 32 |
+    rows. recv_count: [num_local_experts] int32.
     """
 
     data: list[torch.Tensor]
@@ -33,7 +35,7 @@ class Dispatched(NamedTuple):
 
 
 def cast_fp8(x: torch.Tensor, round_scale: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    """[rows, hidden] -> e4m3 [rows, hidden] and float32 scales [rows, hidden/128]; data * scale is about x."""
+    """[rows, hidden] -> e4m3 [rows, hidden], float32 scales [rows, hidden/128]; x ~ data * scale."""
     groups = x.float().unflatten(-1, (-1, FP8_GROUP))
     amax = groups.abs().amax(-1).clamp(min=MIN_AMAX)
     scale = amax * torch.tensor(1 / FP8_MAX)
@@ -84,7 +86,7 @@ def dispatch(
     round_scale: bool = False,
     use_ue8m0: bool = False,
 ) -> list[Dispatched]:
-    """xs: per rank [T, hidden] bfloat16; topk_idxs: per rank [T, K], -1 for none. Returns one Dispatched per rank."""
+    """Per rank xs [T, hidden] bfloat16 and topk_idxs [T, K], -1 for none -> per rank Dispatched."""
     num_ranks = len(xs)
     num_local_experts = num_experts // num_ranks
     casts = [cast_fp8(x, round_scale) if use_fp8 else (x, None) for x in xs]
@@ -117,7 +119,7 @@ def combine(
     topk_weights: Sequence[torch.Tensor],
     dispatched: Sequence[Dispatched],
 ) -> list[torch.Tensor]:
-    """ys[rank][local expert]: at least recv_count rows of bfloat16, in the row order of `dispatched`.
+    """ys[rank][local expert]: at least recv_count rows of bfloat16, in the order of `dispatched`.
 
     Returns per rank [T, hidden] bfloat16. topk_idxs may have entries of the dispatch changed to -1.
     """
@@ -134,7 +136,7 @@ def combine_one(
     topk_weights: torch.Tensor,
     dispatched: Sequence[Dispatched],
 ) -> torch.Tensor:
-    """The tokens of one rank: a float32 accumulator, slots ascending, one fused multiply-add per slot.
+    """The tokens of one rank: float32 accumulator, slots ascending, a fused multiply-add per slot.
 
     Slots with -1 are skipped; there is one rounding, at the end.
     """
@@ -159,9 +161,9 @@ def combine_one(
 def fma(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
     """float32(a * b + c) rounded once, for bfloat16 a and float32 b, c.
 
-    The product is exact in float64 (8 + 24 significant bits). The float64 sum is not, and rounding it again to float32
-    could err in a tie; so it is first rounded to odd (the neighbour whose last bit is set), after which the second
-    rounding is the correct one.
+    The product is exact in float64 (8 + 24 significant bits). The float64 sum is not, and rounding
+    it again to float32 could err in a tie; so it is first rounded to odd (the neighbour whose last
+    bit is set), after which the second rounding is the correct one.
     """
     product, addend = a.double() * b.double(), c.double()
     total = product + addend

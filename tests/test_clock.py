@@ -1,4 +1,4 @@
-"""Clock offsets: an artificial skew and drift per rank is recovered within the measured round trip."""
+"""Clock offsets: artificial skew and drift are recovered within the measured round trip."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""The receive counters: the parts of a wait add up, known delays land in the right cell, off means off.
+"""The receive counters: parts of a wait add up, delays land in the right cell, off means off.
 
-Time is the host target's rank time, as though each rank had a core of its own; a delay passes without being slept.
+Time is the host target's rank time, as though each rank had a core of its own; a delay passes
+without being slept.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from exchange import (
 MS = 1_000_000
 FP8 = Mode(use_fp8=True)
 SHAPE = Shape((3, 0, 4, 2), num_max_tokens=4, hidden=256, num_experts=8, num_topk=3)
-# A delay to be found again, and what it must exceed everything else by: far above the CPU time of an exchange.
+# A delay to be found again: far above the CPU time of an exchange.
 DELAY_NS = 200 * MS
 
 pytestmark = pytest.mark.skipif(
@@ -57,10 +58,10 @@ def counted(buffer: deep_ep.Buffer) -> dict[str, CounterSnapshot]:
 
 
 def totals_of_ring(snapshot: CounterSnapshot, row_bytes: int) -> dict[str, np.ndarray]:
-    """What the totals must be, from the raw stamps alone; the definitions of the counters in a page.
+    """What the totals must be, from the raw stamps alone: the counters defined in a page.
 
-    All stamps are on the receiving rank's clock, so a wait is an interval, cut where the source entered and where it
-    had issued everything.
+    All stamps are on the receiving rank's clock, so a wait is an interval, cut where the source
+    entered and where it had issued everything.
     """
     num_ranks = snapshot.num_ranks
     totals = {name: np.zeros(num_ranks, dtype=np.int64) for name in snapshot.fields}
@@ -93,7 +94,7 @@ def totals_of_ring(snapshot: CounterSnapshot, row_bytes: int) -> dict[str, np.nd
 
 
 def assert_consistent(snapshot: CounterSnapshot, row_bytes: int, what: str) -> None:
-    """Totals equal what the ring says, to the nanosecond, and every wait is the sum of its parts."""
+    """Totals equal what the ring says, exactly, and every wait is the sum of its parts."""
     expected = totals_of_ring(snapshot, row_bytes)
     for name in snapshot.fields:
         assert snapshot[name].tolist() == expected[name].tolist(), f"{what}: {name}"
@@ -107,7 +108,7 @@ def assert_consistent(snapshot: CounterSnapshot, row_bytes: int, what: str) -> N
 def disturbances(
     draw: st.DrawFn,
 ) -> tuple[Shape, list[dict[str, int]], dict[tuple[int, int], tuple[int, float]]]:
-    """A shape, delays before the send and before the receive phase of each rank per operation, and slow paths."""
+    """A shape, delays before each rank's send and receive phases, and slow paths."""
     num_ranks = draw(st.integers(1, 5))
     max_tokens = draw(st.integers(1, 4))
     shape = Shape(
@@ -221,8 +222,10 @@ def test_a_slow_path_shows_as_path_time_in_its_cell_and_makes_its_receiver_late(
 
     with ranks_for(SHAPE) as ranks:
         snapshots = ranks.run(run)
-    # Having waited for the dispatch, rank 3 enters the combine late itself, and its data is there by then.
-    path = np.stack([kinds["dispatch"]["path_ns"] + kinds["combine"]["path_ns"] for kinds in snapshots])
+    # Rank 3, having waited in the dispatch, is late in the combine, and its data is there by then.
+    path = np.stack(
+        [kinds["dispatch"]["path_ns"] + kinds["combine"]["path_ns"] for kinds in snapshots]
+    )
     assert 2.9 * DELAY_NS < path[3, 0] < 3.5 * DELAY_NS
     path[3, 0] = 0
     assert path.max() < 0.5 * DELAY_NS, "some other path looks slow"

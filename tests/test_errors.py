@@ -1,4 +1,4 @@
-"""Every bad input: its own clear exception, before anything is sent, and the group usable afterwards."""
+"""Every bad input: its own clear exception, nothing sent, and the group usable afterwards."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Seeded random interleavings: the order of fibers, of deliveries, and the shape of the launch change nothing.
+"""Seeded random interleavings: order of fibers, of deliveries, shape of launch change nothing.
 
-Each seed runs two exchanges (so that both halves of the double buffer are used) with the fibers of every
-kernel scheduled at random, and puts that no fence orders delivered at random. Repeat one seed with
+Each seed runs two exchanges (so that both halves of the double buffer are used) with the fibers of
+every kernel scheduled at random, and puts that no fence orders delivered at random. Repeat one seed
+with
 
     pytest tests/test_interleavings.py --schedule-seed 118
 """

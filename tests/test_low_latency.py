@@ -1,8 +1,8 @@
-"""The low-latency exchange, end to end: a program with DeepEP's options, and pytest tests, in one file.
+"""The low-latency exchange, end to end: a program with DeepEP's options, and pytest tests.
 
-As a program it spawns the ranks (or takes its place under torchrun), repeats the checks of the original's test, and
-measures. With --diagnose it then shows who waited for whom; with --inject it makes a rank, a path or an expert slow
-first, and succeeds only if the verdicts name exactly that:
+As a program it spawns the ranks (or takes its place under torchrun), repeats the checks of the
+original's test, and measures. With --diagnose it then shows who waited for whom; with --inject it
+makes a rank, a path or an expert slow first, and succeeds only if the verdicts name exactly that:
 
     python tests/test_low_latency.py --num-processes 8 --diagnose --inject slow-rank=3:2ms
     torchrun --nproc-per-node 4 tests/test_low_latency.py
@@ -53,7 +53,14 @@ from exchange import (
     make_inputs,
     ranks_for,
 )
-from launch import DEVICE, START_METHOD, raise_failures, run_processes, shared_memory_left, shared_memory_segments
+from launch import (
+    DEVICE,
+    START_METHOD,
+    raise_failures,
+    run_processes,
+    shared_memory_left,
+    shared_memory_segments,
+)
 
 RANK_OFFSET = 128  # keeps rank - offset negative and exact in bfloat16
 NUM_MARKED = 128  # last channels of the first tensor: the token's index
@@ -129,7 +136,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     return args
 
 
-# --- the checks -------------------------------------------------------------------------------------------------------
+# --- the checks -----------------------------------------------------------------------------------
 
 
 def calc_diff(x: torch.Tensor, y: torch.Tensor) -> float:
@@ -152,7 +159,7 @@ def ways_to_dispatch() -> Iterator[Dispatch]:
 
 
 def make_tensors(args: argparse.Namespace, rank: int) -> list[torch.Tensor]:
-    """The tensors to dispatch: the first with known values, the others random, all [T, hidden] bfloat16."""
+    """Tensors [T, hidden] bfloat16 to dispatch: the first with known values, the others random."""
     size = (args.num_tokens, args.hidden)
     marked = torch.full(size, rank - RANK_OFFSET, dtype=torch.bfloat16, device=DEVICE)
     marked[:, -NUM_MARKED:] = torch.arange(args.num_tokens, device=DEVICE).bfloat16().view(-1, 1)
@@ -183,7 +190,7 @@ def dispatch_problem(
     args: argparse.Namespace,
     way: Dispatch,
 ) -> tuple[Any, torch.Tensor, tuple[Any, ...]]:
-    """(recv_x, recv_count, handle) of one dispatch; its cumulative statistics are checked against recv_count."""
+    """(recv_x, recv_count, handle) of one dispatch whose cumulative statistics are checked."""
     stats = torch.zeros(args.num_experts // buffer.group_size, dtype=torch.int32, device=DEVICE)
     recv_x, recv_count, handle, event, hook = buffer.low_latency_dispatch(
         x,
@@ -248,7 +255,9 @@ def check_marked_rows(
     num_tokens: int,
     exact: bool,
 ) -> None:
-    """Rows [n, hidden] of one local expert that came from the first tensor carry their origin in their values."""
+    """Rows [n, hidden] of one local expert that came from the first tensor carry their origin in
+    their values.
+    """
     values = rows[:, :-NUM_MARKED].amin(1)
     assert torch.equal(values, rows[:, :-NUM_MARKED].amax(1)), "a row is not constant"
     indices = (src_info % num_tokens).to(rows.dtype).view(-1, 1)
@@ -272,7 +281,9 @@ def check_round(
     marked: bool,
     num_dispatches: int,
 ) -> int:
-    """One tensor through dispatch and both forms of combine, checked; returns a hash of all that was received."""
+    """One tensor through dispatch and both forms of combine, checked; returns a hash of all that
+    was received.
+    """
     for _ in range(
         num_dispatches
     ):  # twice now and then, so that both halves of the buffer are used
@@ -338,7 +349,7 @@ def check_all(
     return digest
 
 
-# --- timing -----------------------------------------------------------------------------------------------------------
+# --- timing ---------------------------------------------------------------------------------------
 
 
 def seconds(fn: Callable[[], None]) -> float:
@@ -358,7 +369,9 @@ def seconds(fn: Callable[[], None]) -> float:
 def measure(
     buffer: deep_ep.Buffer, group: dist.ProcessGroup, args: argparse.Namespace, seed: int
 ) -> None:
-    """Prints the original's lines. On the CPU backend these are times of ranks that share the machine's cores."""
+    """Prints the original's lines. On the CPU backend these are times of ranks that share the
+    machine's cores.
+    """
     torch.manual_seed(seed + buffer.rank)
     x = torch.randn(args.num_tokens, args.hidden, device=DEVICE).bfloat16()
     problem = make_problem(args, group)
@@ -428,14 +441,14 @@ def measure(
         dist.barrier(group)
 
 
-# --- diagnosis --------------------------------------------------------------------------------------------------------
+# --- diagnosis ------------------------------------------------------------------------------------
 
 
 def run_measured_iterations(buffer: deep_ep.Buffer, args: argparse.Namespace) -> None:
     """Iterations as a model does them, with the faults at work; the counters see nothing else.
 
-    Nothing but dispatch and combine may bring the ranks together here: a collective in between would
-    hide who is late.
+    Nothing but dispatch and combine may bring the ranks together here: a collective in between
+    would hide who is late.
     """
     generator = torch.Generator().manual_seed(args.seed * 1000 + buffer.rank)
     num_local_experts = args.num_experts // buffer.group_size
@@ -470,7 +483,8 @@ def run_measured_iterations(buffer: deep_ep.Buffer, args: argparse.Namespace) ->
 def report_diagnosis(
     buffer: deep_ep.Buffer, group: dist.ProcessGroup, args: argparse.Namespace
 ) -> bool:
-    """Prints heatmaps and verdicts on rank 0; returns on all ranks whether the verdicts are the injected faults.
+    """Prints heatmaps and verdicts on rank 0; returns on all ranks whether the verdicts are the
+    injected faults.
 
     Without --inject any verdict is right: the machine may well be uneven.
     """
@@ -495,11 +509,13 @@ def report_diagnosis(
     return right[0]
 
 
-# --- the program ------------------------------------------------------------------------------------------------------
+# --- the program ----------------------------------------------------------------------------------
 
 
 def run_rank(local_rank: int, num_local_ranks: int, store: str, args: argparse.Namespace) -> None:
-    """One rank from start to end. Exits with status 1 where the results are right but the verdicts are not."""
+    """One rank from start to end. Exits with status 1 where the results are right but the verdicts
+    are not.
+    """
     group = join(local_rank, num_local_ranks, store)
     num_ranks = group.size()
     size = deep_ep.Buffer.get_low_latency_rdma_size_hint(
@@ -550,8 +566,8 @@ def check_under_pressure(
 def join(local_rank: int, num_local_ranks: int, store: str) -> dist.ProcessGroup:
     """The group of all ranks: under torchrun its own, else as the original does.
 
-    Without torchrun WORLD_SIZE counts nodes and RANK is this node's index, and a single node needs neither
-    address nor port.
+    Without torchrun WORLD_SIZE counts nodes and RANK is this node's index, and a single node needs
+    neither address nor port.
     """
     torch.set_num_threads(1)
     if DEVICE == "cuda":
@@ -604,7 +620,7 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-# --- pytest -----------------------------------------------------------------------------------------------------------
+# --- pytest ---------------------------------------------------------------------------------------
 
 PLAIN = Mode()
 FP8 = Mode(use_fp8=True)
@@ -633,7 +649,9 @@ SMALL = Shape(
 
 @st.composite
 def shapes(draw: st.DrawFn) -> Shape:
-    """Any group size up to 8, any tokens up to the maximum, any multiple of 128 channels, top-k up to 32."""
+    """Any group size up to 8, any tokens up to the maximum, any multiple of 128 channels, top-k up
+    to 32.
+    """
     num_ranks = draw(st.sampled_from([1, 2, 3, 4, 5, 8]))
     num_max_tokens = draw(st.integers(1, 12))
     tokens = st.one_of(st.just(0), st.just(num_max_tokens), st.integers(0, num_max_tokens))
@@ -792,8 +810,33 @@ def test_entries_dropped_after_the_dispatch_contribute_nothing() -> None:
     assert_combined(combined, want)
 
 
+def test_combine_fuses_multiplication_and_addition() -> None:
+    """Two nearly cancelling terms: what is left is mostly rounding, and tells how often it was
+    done.
+    """
+    shape = Shape((8, 8), num_max_tokens=8, hidden=512, num_experts=14, num_topk=2)
+    inputs = []
+    for one in make_inputs(shape):
+        weights = torch.rand(8, 1) + 0.5
+        weights = torch.cat([weights, -weights * (1 + 2**-18)], dim=1)
+        # Experts 0 and 7 make the same of a row, see apply_expert().
+        inputs.append(one._replace(topk_idx=torch.tensor([[0, 7]] * 8), topk_weights=weights))
+    with ranks_for(shape) as ranks:
+        received = ranks.run(lambda rank, buffer: dispatch(buffer, inputs[rank], shape, PLAIN))
+        ys = [experts(one, rank) for rank, one in enumerate(received)]
+        combined = ranks.run(
+            lambda rank, buffer: combine(
+                buffer, inputs[rank], received[rank].handle, ys[rank], PLAIN
+            )
+        )
+    want = expected_combine(inputs, ys, expected_dispatch(inputs, shape, PLAIN))
+    assert_combined(combined, want)
+
+
 def test_bf16_dispatch_moves_bytes_unchanged() -> None:
-    """NaN payloads, infinities, denormals, negative zero: clients send other types viewed as bfloat16."""
+    """NaN payloads, infinities, denormals, negative zero: clients send other types viewed as
+    bfloat16.
+    """
     patterns = torch.randint(-(2**15), 2**15, (8, SMALL.hidden), dtype=torch.int16)
     patterns[0, :6] = torch.tensor([0x7FC1, -1, 0x7F80, 1, -(2**15), 0x7F81], dtype=torch.int16)
     inputs = [
@@ -936,7 +979,9 @@ def test_ranks_on_different_nodes_get_the_same_results(
 def test_dispatch_layout_counts_tokens_and_selections(
     ranks_per_node: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Repeated experts count a token once, a selection each time; -1 and experts of nobody count nowhere."""
+    """Repeated experts count a token once, a selection each time; -1 and experts of nobody count
+    nowhere.
+    """
     monkeypatch.setenv("DEEP_EP_RANKS_PER_NODE", ranks_per_node)
     num_experts = 12
     topk_idx = torch.randint(-1, num_experts, (50, 4))
@@ -1025,7 +1070,7 @@ def test_production_shape_equals_the_reference() -> None:
     raise_failures(run_processes(exchange_in_process, 8, shape, ["fp8", "bf16-hook"]))
 
 
-# --- the reference and the program --------------------------------------------------------------------------------------
+# --- the reference and the program ----------------------------------------------------------------
 
 
 def test_reference_fma_rounds_once() -> None:
@@ -1091,7 +1136,9 @@ def test_program_names_what_was_injected(injected: tuple[str, ...]) -> None:
 
 
 def test_program_fails_when_a_fault_is_not_named() -> None:
-    """A delay far below what matters is injected, so naming it would be wrong, and not naming it is a failure."""
+    """A delay far below what matters is injected, so naming it would be wrong, and not naming it is
+    a failure.
+    """
     done = run_program(*REDUCED, "--inject", "slow-rank=3:1us")
     assert done.returncode == 1, done.stdout + done.stderr
     assert "injected but not named" in done.stdout

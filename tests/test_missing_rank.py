@@ -1,4 +1,6 @@
-"""A rank that was killed or does not come: the others name it in time, exit cleanly, and leave nothing behind."""
+"""A rank that was killed or does not come: the others name it in time, exit cleanly, and leave
+nothing behind.
+"""
 
 from __future__ import annotations
 
@@ -143,7 +145,9 @@ def rank_dies_while_buffers_are_made(rank: int, group: dist.ProcessGroup) -> Any
 
 
 def run_without(scenario: Callable[..., Any], victim_exit_code: int) -> list[dict[str, Any]]:
-    """Runs a scenario; checks that nothing is left, and how everybody ended. Returns what the survivors saw."""
+    """Runs a scenario; checks that nothing is left, and how everybody ended. Returns what the
+    survivors saw.
+    """
     before = shared_memory_segments()
     outcomes = run_processes(
         scenario, SHAPE.num_ranks, env={"DEEP_EP_TIMEOUT_S": str(TIMEOUT_S)}, timeout_s=60
@@ -203,7 +207,9 @@ def test_all_missing_ranks_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_late_rank_is_told_and_joins_the_next_operation(
     num_missed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The others timed out in `num_missed` operations; what the late rank calls then belongs to none of them."""
+    """The others timed out in `num_missed` operations; what the late rank calls then belongs to
+    none of them.
+    """
     monkeypatch.setenv("DEEP_EP_TIMEOUT_S", "1")
     inputs = make_inputs(SHAPE)
 

@@ -6,11 +6,14 @@ may ask for a variant whose sanitizer must object, which proves that the check c
 
     // sanitize: thread thread-must-fail:-DEP_WEAKEN_SIGNAL=1
 
+pytest runs the same programs case by case (tests/native.py), also without a sanitizer ("plain").
+
 Usage: python tools/sanitize.py [name ...]   with parts of test names, e.g. `executor`
 """
 
 from __future__ import annotations
 
+import fcntl
 import os
 import platform
 import re
@@ -26,6 +29,7 @@ ROOT = Path(__file__).resolve().parent.parent
 CSRC = ROOT / "csrc"
 TESTS = ROOT / "tests" / "cpp"
 FLAGS = {
+    "plain": "-O1",
     "address": "-O1 -fsanitize=address,undefined -fno-sanitize-recover=all",
     "thread": "-O1 -fsanitize=thread",
 }
@@ -49,7 +53,7 @@ class Program:
 
     @property
     def variant(self) -> str:
-        """Objects are shared by the programs of one variant."""
+        """The folder it is built in."""
         return re.sub(r"\W+", "-", self.sanitizer + self.defines).strip("-")
 
     @property
@@ -73,13 +77,18 @@ def programs(selection: list[str]) -> list[Program]:
     return found
 
 
+def plain(source: Path) -> Program:
+    """A test without a sanitizer."""
+    return Program(source, "plain", "", must_fail=False)
+
+
 def ninja_text(selected: list[Program]) -> str:
-    """Objects per variant, shared by its programs."""
+    """Objects per sanitizer, shared by all programs but where a define of a variant matters."""
     compiler = os.environ.get("CXX", "g++")
     # The instruction set of setup.py, so that the same code is tested.
     default = "x86-64-v3" if platform.machine() == "x86_64" else ""
     arch = os.environ.get("DEEP_EP_CPU_ARCH", default)
-    common = "-std=c++20 -g -fno-omit-frame-pointer -pthread -Wall -Wextra"
+    common = "-std=c++20 -g -fno-omit-frame-pointer -pthread -Wall -Wextra -Wno-restrict"
     common += f" -I{CSRC} -I{TESTS}" + (f" -march={arch}" if arch else "")
     sources = [
         path
@@ -96,28 +105,50 @@ def ninja_text(selected: list[Program]) -> str:
     ]
     done = set()
     for program in selected:
-        flags = f"  flags = {FLAGS[program.sanitizer]} {program.defines}"
+        names = re.findall(r"-D(\w+)", program.defines)
         objects = []
         for source in [*sources, program.source]:
-            target = f"{program.variant}/{source.relative_to(ROOT)}.o"
+            # Only in sources themselves: a header's define would need every object anew.
+            concerned = any(name in source.read_text() for name in names)
+            defines = program.defines if concerned else ""
+            folder = program.variant if concerned else program.sanitizer
+            target = f"{folder}/{source.relative_to(ROOT)}.o"
             objects.append(target)
             if target not in done:
                 done.add(target)
-                lines += [f"build {target}: compile {source}", flags]
-        lines += [f"build {program.path}: link {' '.join(objects)}", flags]
+                lines.append(f"build {target}: compile {source}")
+                lines.append(f"  flags = {FLAGS[program.sanitizer]} {defines}")
+        lines.append(f"build {program.path}: link {' '.join(objects)}")
+        lines.append(f"  flags = {FLAGS[program.sanitizer]}")
     return "\n".join(lines) + "\n"
 
 
-def run(program: Program, folder: Path) -> bool:
-    """Run one program; true if it did what it must."""
-    command = [str(folder / program.path)]
+def build(selected: list[Program]) -> Path:
+    """Build the programs, compiling only what changed, and return the folder they are in."""
+    folder = ROOT / "build" / "sanitize"
+    folder.mkdir(parents=True, exist_ok=True)
+    ninja = shutil.which(
+        "ninja", path=f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}"
+    )
+    if ninja is None:
+        raise SystemExit("ninja not found. Install it: pip install ninja")
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # Two builds of one tree would write the same objects.
+        # All programs every time: ninja forgets what a build file no longer names.
+        everything = {*programs([]), *(plain(source) for source in TESTS.glob("test_*.cpp"))}
+        ordered = sorted(everything, key=lambda program: (program.path, program.defines))
+        (folder / "build.ninja").write_text(ninja_text(ordered))
+        targets = [program.path for program in selected]
+        subprocess.run([ninja, "-C", str(folder), "--quiet", *targets], check=True)
+    return folder
+
+
+def execute(program: Program, folder: Path, arguments: list[str]) -> tuple[list[str], int, str]:
+    """Run a program: the command, its exit status (-1: too long) and all it wrote."""
+    command = [str(folder / program.path), *arguments]
     if program.sanitizer == "thread" and shutil.which("setarch"):
-        command = [
-            "setarch",
-            "-R",
-            *command,
-        ]  # GCC 12's shadow mapping dislikes some random layouts.
-    start = time.monotonic()
+        # GCC 12's shadow mapping dislikes some random layouts.
+        command = ["setarch", "-R", *command]
     try:
         result = subprocess.run(
             command,
@@ -128,9 +159,15 @@ def run(program: Program, folder: Path) -> bool:
             timeout=TIMEOUT_S,
             check=False,
         )
-        output, status = result.stdout, result.returncode
     except subprocess.TimeoutExpired as error:
-        output, status = str(error), -1
+        return command, -1, str(error)
+    return command, result.returncode, result.stdout
+
+
+def run(program: Program, folder: Path) -> bool:
+    """Run one program; true if it did what it must."""
+    start = time.monotonic()
+    command, status, output = execute(program, folder, [])
     objected = any(word in output for word in SANITIZER_WORDS)
     passed = objected if program.must_fail else status == 0 and not objected
     expectation = " (must be reported)" if program.must_fail else ""
@@ -159,16 +196,7 @@ def main() -> int:
     if not selected:
         print("no tests/cpp/test_*.cpp match")
         return 1
-    folder = ROOT / "build" / "sanitize"
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "build.ninja").write_text(ninja_text(selected))
-    ninja = shutil.which(
-        "ninja", path=f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}"
-    )
-    if ninja is None:
-        print("ninja not found. Install it: pip install ninja")
-        return 1
-    subprocess.run([ninja, "-C", str(folder), "--quiet"], check=True)
+    folder = build(selected)
     passed = sum(run(program, folder) for program in selected)
     print(f"{passed} passed, {len(selected) - passed} failed")
     return 0 if passed == len(selected) else 1

@@ -2,7 +2,7 @@
 //   bits_to_float float_to_bits divide fused_multiply_add log2_approx exp2_approx
 //   unpack(vector, values)  8 bf16 elements to floats
 //   pack(values)            to bf16, round to nearest even, NaN stays NaN
-//   largest_magnitude(vector)  bits of the largest absolute bf16 element; NaN counts as largest
+//   largest_magnitude(vectors) bits of the largest absolute bf16 element; NaN counts as largest
 //   to_e4m3(values)         8 floats to e4m3 bytes, round to nearest even, saturating at 448
 #pragma once
 

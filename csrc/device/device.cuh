@@ -24,6 +24,7 @@
 // Loops         warp_for(n, f), block_for(n, f): f(i) for each i in [0, n), once, on some thread
 //               block_for_tiles<V>(n, f): f(tile) with up to V indices tile.index(j), j < tile.count;
 //                              tile.clamped(j) is the last one beyond that
+// Hints         prefetch_ahead(vector): what follows it is read soon
 // Numbers       bf16, load_vector/store_vector, to_e4m3, ... see numbers.cuh
 #pragma once
 

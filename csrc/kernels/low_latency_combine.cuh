@@ -100,17 +100,18 @@ EP_DEVICE void decode_vector(const std::byte* payload, int v, float (&values)[kV
 
 // Warp. Puts one row back to its source.
 template <bool kLogFormat>
-EP_DEVICE void return_row(const CombineArgs& args, const OpenOperation& open, int local_expert, int dst, int row) {
+EP_DEVICE void return_row(const CombineArgs& args, size_t first_slot, int local_expert, int dst, int row) {
     const OperationArgs& common = args.common;
     const CombineMessage message{common.map.hidden};
     const size_t rows = common.map.rows_per_expert();
     const size_t index = local_expert * rows + row;
     const int token = args.src_info[index];
     const int slot = args.src_info[common.map.num_local_experts() * rows + index];
-    const size_t destination = common.map.combined_row(open.half, token, slot);
+    const size_t destination = first_slot + (static_cast<size_t>(token) * kMaxTopk + slot) * message.bytes();
     const bf16* x = args.x + index * args.x_stride;
-    std::byte* staged = common.transport.local(common.map.combine_staging(args.staging_half, local_expert, row));
+    const auto staging = [&] { return common.transport.local(common.map.combine_staging(args.staging_half, local_expert, row)); };
     if (kLogFormat) {
+        std::byte* staged = staging();
         const bool encoded = encode_row(x, message.hidden, staged + message.data_offset());
         warp_sync();
         if (!encoded) copy_warp(staged + message.data_offset(), x, message.data_bytes());
@@ -121,9 +122,10 @@ EP_DEVICE void return_row(const CombineArgs& args, const OpenOperation& open, in
     }
     const void* source = x;
     if (!args.x_is_staged && common.transport.direct(dst, 0) == nullptr) {
-        copy_warp(staged + message.data_offset(), x, message.data_bytes());
+        std::byte* staged = staging() + message.data_offset();
+        copy_warp(staged, x, message.data_bytes());
         warp_sync();
-        source = staged + message.data_offset();
+        source = staged;
     }
     common.transport.put_warp(dst, destination + message.data_offset(), source, message.data_bytes(), local_expert);
 }
@@ -136,6 +138,7 @@ EP_DEVICE void return_rows(const CombineArgs& args, const OpenOperation& open, c
     const int num_parts = num_blocks() > num_local_experts ? num_blocks() / num_local_experts : 1;
     const int num_teams = num_blocks() / num_parts;
     const int part = block_index() % num_parts;
+    const size_t first_slot = common.map.combined_row(open.half, 0, 0);
     for (int expert = block_index() / num_parts; expert < num_local_experts; expert += num_teams) {
         block_sync();  // the offsets of the previous expert are no longer read
         for (int source = thread_index(); source < num_ranks; source += num_threads()) {
@@ -147,7 +150,7 @@ EP_DEVICE void return_rows(const CombineArgs& args, const OpenOperation& open, c
         const int num_rows = shared.offsets[num_ranks];
         for (int row = part * num_warps() + warp_id(); row < num_rows; row += num_parts * num_warps()) {
             const int dst = source_of_row(shared.offsets, num_ranks, row);
-            return_row<kLogFormat>(args, open, expert, dst, row);
+            return_row<kLogFormat>(args, first_slot, expert, dst, row);
             // Pairs with the acquire in wait_until_issued().
             if (elect_one()) add_release<Scope::kDevice>(&common.workspace->issued[expert * num_ranks + dst], 1u);
         }
@@ -170,41 +173,55 @@ EP_DEVICE void announce_returns(const CombineArgs& args, const OpenOperation& op
 
 // ---- receive
 
-template <bool kLogFormat>
-EP_DEVICE void reduce_token(const CombineArgs& args, const OpenOperation& open, int token) {
-    const OperationArgs& common = args.common;
-    const CombineMessage message{common.map.hidden};
-    constexpr int kTile = kLogFormat ? 1 : kTileVectors;
-    const size_t entry = static_cast<size_t>(token) * args.num_topk;
-    block_for_tiles<kTile>(message.hidden / kVectorElements, [&](const Tile& tile) {
-        float sums[kTile][kVectorElements];
-        EP_UNROLL(kTile)
-        for (auto& sum : sums) {
-            EP_UNROLL(8)
-            for (float& element : sum) element = 0.0f;
-        }
-        for (int k = 0; k < args.num_topk; ++k) {
-            if (args.topk_idx[entry + k] < 0) continue;
-            const float weight = args.topk_weights[entry + k];
-            const std::byte* row = common.transport.local(common.map.combined_row(open.half, token, k));
-            const bool encoded = kLogFormat && reinterpret_cast<const CombineHeader*>(row)->encoding == kRowLogFmt;
-            EP_UNROLL(kTile)
-            for (int j = 0; j < kTile; ++j) {
-                float values[kVectorElements];
-                // Past the end of a tile the last vector is summed again and not stored: no branch.
-                if (encoded) {
-                    decode_vector(row + message.data_offset(), tile.clamped(j), values);
-                } else {
-                    unpack(reinterpret_cast<const Vector*>(row + message.data_offset())[tile.clamped(j)], values);
-                }
-                EP_UNROLL(8)
-                for (int i = 0; i < kVectorElements; ++i) sums[j][i] = fused_multiply_add(values[i], weight, sums[j][i]);
-            }
-        }
-        auto* out = reinterpret_cast<Vector*>(args.out + static_cast<size_t>(token) * message.hidden);
+// Thread. Sums up to kTile vectors of a token over its top-k rows.
+template <bool kLogFormat, bool kFullTile, int kTile>
+EP_DEVICE void reduce_tile(const CombineArgs& args, const std::byte* rows, size_t entry, const Tile& tile, Vector* out) {
+    const CombineMessage message{args.common.map.hidden};
+    // Past the end of the last tile its last vector is summed again and not stored: no branch.
+    const auto index_of = [&](int j) { return kFullTile ? tile.index(j) : tile.clamped(j); };
+    float sums[kTile][kVectorElements];
+    EP_UNROLL(kTile)
+    for (auto& sum : sums) {
+        EP_UNROLL(8)
+        for (float& element : sum) element = 0.0f;
+    }
+    for (int k = 0; k < args.num_topk; ++k) {
+        if (args.topk_idx[entry + k] < 0) continue;
+        const float weight = args.topk_weights[entry + k];
+        const std::byte* row = rows + k * message.bytes();
+        const std::byte* data = row + message.data_offset();
+        const bool encoded = kLogFormat && reinterpret_cast<const CombineHeader*>(row)->encoding == kRowLogFmt;
+        prefetch_ahead(reinterpret_cast<const Vector*>(data) + tile.first);
         EP_UNROLL(kTile)
         for (int j = 0; j < kTile; ++j) {
-            if (j < tile.count) out[tile.index(j)] = pack(sums[j]);
+            float values[kVectorElements];
+            if (encoded) {
+                decode_vector(data, index_of(j), values);
+            } else {
+                unpack(reinterpret_cast<const Vector*>(data)[index_of(j)], values);
+            }
+            EP_UNROLL(8)
+            for (int i = 0; i < kVectorElements; ++i) sums[j][i] = fused_multiply_add(values[i], weight, sums[j][i]);
+        }
+    }
+    EP_UNROLL(kTile)
+    for (int j = 0; j < kTile; ++j) {
+        if (kFullTile || j < tile.count) out[tile.index(j)] = pack(sums[j]);
+    }
+}
+
+template <bool kLogFormat>
+EP_DEVICE void reduce_token(const CombineArgs& args, const OpenOperation& open, int token) {
+    constexpr int kTile = kLogFormat ? 1 : kTileVectors;
+    const OperationArgs& common = args.common;
+    const std::byte* rows = common.transport.local(common.map.combined_row(open.half, token, 0));
+    const size_t entry = static_cast<size_t>(token) * args.num_topk;
+    auto* out = reinterpret_cast<Vector*>(args.out + static_cast<size_t>(token) * common.map.hidden);
+    block_for_tiles<kTile>(common.map.hidden / kVectorElements, [&](const Tile& tile) {
+        if (tile.count == kTile) {
+            reduce_tile<kLogFormat, true, kTile>(args, rows, entry, tile, out);
+        } else {
+            reduce_tile<kLogFormat, false, kTile>(args, rows, entry, tile, out);
         }
     });
 }

@@ -55,37 +55,46 @@ struct DispatchShared {
 
 // ---- send
 
-// Block. Casts one row to e4m3, 16 lanes (16 bytes each) to a group of 128 channels. Several groups
-// per step keep that many loads in flight and make one reduction of them.
+// Block. Casts one row to e4m3. kCastLanes lanes share a group of 128 channels; kCastUnroll groups per
+// step keep that many loads in flight and make one reduction of them.
 template <Payload P>
 EP_DEVICE void cast_row(const bf16* x, const DispatchMessage& message, std::byte* row) {
-    constexpr int kLanesPerGroup = kChannelsPerScale / kVectorElements;
-    constexpr int kUnroll = 4;
-    const int num_vectors = message.hidden / kVectorElements;
+    constexpr int kVectorsPerGroup = kChannelsPerScale / kVectorElements;
+    constexpr int kVectorsPerLane = kVectorsPerGroup / kCastLanes;
     const auto* source = reinterpret_cast<const Vector*>(x);
-    for (int base = warp_id() * kWarpSize; base < num_vectors; base += kUnroll * num_threads()) {
-        Vector vectors[kUnroll];
-        uint32_t abs_max[kUnroll];
-        EP_UNROLL(kUnroll)
-        for (int u = 0; u < kUnroll; ++u) {
-            const int v = base + u * num_threads() + lane_id();
-            vectors[u] = v < num_vectors ? source[v] : Vector{};
+    std::byte* scales = row + message.scales_offset();
+    const int stride = num_threads() / kCastLanes;  // groups in a step of the block
+    // Uniform within a warp, whose lanes meet in the reduction.
+    const int first_of_warp = warp_id() * kWarpSize / kCastLanes;
+    for (int base = first_of_warp; base < message.num_groups(); base += kCastUnroll * stride) {
+        Vector vectors[kCastUnroll][kVectorsPerLane];
+        uint32_t abs_max[kCastUnroll];
+        EP_UNROLL(kCastUnroll)
+        for (int u = 0; u < kCastUnroll; ++u) {
+            const int group = base + u * stride + lane_id() / kCastLanes;
+            const int first = group * kVectorsPerGroup + lane_id() % kCastLanes * kVectorsPerLane;
+            EP_UNROLL(kVectorsPerLane)
+            for (int v = 0; v < kVectorsPerLane; ++v) {
+                vectors[u][v] = group < message.num_groups() ? source[first + v] : Vector{};
+            }
             abs_max[u] = largest_magnitude(vectors[u]);
         }
-        group_reduce<kLanesPerGroup, Max>(abs_max);
-        EP_UNROLL(kUnroll)
-        for (int u = 0; u < kUnroll; ++u) {
-            const int v = base + u * num_threads() + lane_id();
-            if (v >= num_vectors) continue;
+        if constexpr (kCastLanes > 1) group_reduce<kCastLanes, Max>(abs_max);
+        EP_UNROLL(kCastUnroll)
+        for (int u = 0; u < kCastUnroll; ++u) {
+            const int group = base + u * stride + lane_id() / kCastLanes;
+            if (group >= message.num_groups()) continue;
+            const int first = group * kVectorsPerGroup + lane_id() % kCastLanes * kVectorsPerLane;
             const Fp8Scale scale = fp8_scale(bits_to_float(abs_max[u] << 16), P != Payload::kFp8);
-            float values[kVectorElements];
-            unpack(vectors[u], values);
-            EP_UNROLL(8)
-            for (int i = 0; i < kVectorElements; ++i) values[i] *= scale.multiplier;
-            reinterpret_cast<uint64_t*>(row)[v] = to_e4m3(values);
-            if (v % kLanesPerGroup != 0) continue;
-            const int group = v / kLanesPerGroup;
-            std::byte* scales = row + message.scales_offset();
+            EP_UNROLL(kVectorsPerLane)
+            for (int v = 0; v < kVectorsPerLane; ++v) {
+                float values[kVectorElements];
+                unpack(vectors[u][v], values);
+                EP_UNROLL(8)
+                for (int i = 0; i < kVectorElements; ++i) values[i] *= scale.multiplier;
+                reinterpret_cast<uint64_t*>(row)[first + v] = to_e4m3(values);
+            }
+            if (lane_id() % kCastLanes != 0) continue;
             if (P == Payload::kFp8Ue8m0) {
                 reinterpret_cast<uint8_t*>(scales)[group] = ue8m0(scale.stored);
             } else {
@@ -243,22 +252,28 @@ EP_DEVICE int source_of_row(const int* offsets, int num_ranks, int row) {
     return low;
 }
 
+// Where the rows of one expert lie on arrival.
+struct ExpertSlots {
+    const std::byte* rows;   // [num_ranks, M] messages
+    const std::byte* lists;  // [num_ranks] lists of RowSource
+};
+
 // Warp. One row from its slot to the caller's tensors.
-EP_DEVICE void receive_row(const DispatchArgs& args, const OpenOperation& open, const DispatchMessage& message, int local_expert, int source, int position, int row) {
-    const OperationArgs& common = args.common;
-    const size_t rows = common.map.rows_per_expert();
+EP_DEVICE void receive_row(const DispatchArgs& args, const DispatchMessage& message, const ExpertSlots& slots, int local_expert, int source, int position, int row) {
+    const LowLatencyMap& map = args.common.map;
+    const size_t rows = map.rows_per_expert();
     const size_t index = local_expert * rows + row;
-    const std::byte* slot = common.transport.local(common.map.dispatched_row(open.half, local_expert, source, position, message.bytes()));
+    const std::byte* slot = slots.rows + (static_cast<size_t>(source) * map.num_max_tokens + position) * message.bytes();
     copy_warp(args.recv_x + index * message.data_bytes(), slot, message.data_bytes());
     const int num_items = message.num_scale_items();
     const auto* scales = reinterpret_cast<const uint32_t*>(slot + message.scales_offset());
     const size_t first_item = static_cast<size_t>(local_expert) * num_items;
     warp_for(num_items, [&](int i) { args.recv_scales[(first_item + i) * rows + row] = scales[i]; });
     if (!elect_one()) return;
-    const auto* list = reinterpret_cast<const uint32_t*>(common.transport.local(common.map.received_list(open.half, local_expert, source)));
+    const auto* list = reinterpret_cast<const uint32_t*>(slots.lists + source * map.list_bytes());
     const RowSource origin = RowSource::unpack(list[position]);
     args.src_info[index] = static_cast<int32_t>(origin.token);
-    args.src_info[static_cast<size_t>(common.map.num_local_experts()) * rows + index] = static_cast<int32_t>(origin.slot);
+    args.src_info[static_cast<size_t>(map.num_local_experts()) * rows + index] = static_cast<int32_t>(origin.slot);
 }
 
 // Block. One expert, or one of `num_parts` interleaved parts of its rows.
@@ -280,9 +295,11 @@ EP_DEVICE void receive_expert(const DispatchArgs& args, const OpenOperation& ope
             if (args.expert_stats != nullptr) args.expert_stats[local_expert] += num_rows;
         }
     }
+    const ExpertSlots slots{common.transport.local(common.map.dispatched_row(open.half, local_expert, 0, 0, message.bytes())),
+                            common.transport.local(common.map.received_list(open.half, local_expert, 0))};
     for (int row = part * num_warps() + warp_id(); row < num_rows; row += num_parts * num_warps()) {
         const int source = source_of_row(shared.offsets, num_ranks, row);
-        receive_row(args, open, message, local_expert, source, row - shared.offsets[source], row);
+        receive_row(args, message, slots, local_expert, source, row - shared.offsets[source], row);
     }
 }
 

@@ -226,8 +226,10 @@ def _compare(values: FloatArray) -> Effect:
     # Of two ranks the median is halfway between them, so half of the effect is the even point.
     even_point = effect / 2 if num_ranks == 2 else np.zeros(num_ranks)
     above, below, count = _agreement(deviation - reference, even_point)
-    # The reference has an error of its own: the smaller, the more ranks there are.
-    error = _standard_error(deviation) * (1.0 + 1.0 / np.sqrt(max(num_ranks - 1, 1)))
+    # The reference has an error of its own: that of the mean of the other ranks. With two ranks
+    # both deviate by half of their difference, in opposite directions.
+    others = 1.0 / (num_ranks - 1) if num_ranks > 1 else 0.0
+    error = _standard_error(deviation) * (2.0 if num_ranks == 2 else np.sqrt(1.0 + others))
     return Effect(effect, error, above, below, count, spread)
 
 

@@ -404,7 +404,7 @@ def _exceeds(effect: Effect, rank: int, floor: float, limits: Thresholds) -> boo
 
 def _bar(effect: Effect, rank: int, floor: float, limits: Thresholds) -> float:
     error = float(effect.error[rank])
-    return max(floor + 2 * error, limits.z * error, limits.rank_spread * effect.spread)
+    return max(floor + 3 * error, limits.z * error, limits.rank_spread * effect.spread)
 
 
 def _mostly(share: float, count: float) -> bool:

@@ -18,7 +18,8 @@ inline uint16_t nearest_bf16(float value) {
     const auto above = static_cast<uint16_t>(below + 1);  // away from zero
     const double low = std::fabs(value_of_bf16(below));
     // What would follow the largest number, so that overflow rounds like everything else.
-    const double high = std::isinf(value_of_bf16(above)) ? 0x1p128 : std::fabs(value_of_bf16(above));
+    const double high =
+        std::isinf(value_of_bf16(above)) ? 0x1p128 : std::fabs(value_of_bf16(above));
     if (std::isinf(value)) return below;
     const double magnitude = std::fabs(static_cast<double>(value));
     if (magnitude - low == high - magnitude) return below % 2 == 0 ? below : above;

@@ -28,8 +28,7 @@ host::Executor& executor() {
 
 template <class F>
 void launch(const LaunchShape& shape, F kernel) {
-    executor().run(
-        shape, [](void* argument) { (*static_cast<F*>(argument))(); }, &kernel);
+    executor().run(shape, [](void* argument) { (*static_cast<F*>(argument))(); }, &kernel);
 }
 
 // check() under the plain order and under several random ones.
@@ -282,9 +281,8 @@ TEST(warp_prefix_sum_matches_the_model) {
             std::vector<int64_t> values(kLanes);
             std::vector<int64_t> results(kLanes);
             for (int64_t& value : values) value = random.between(-1000, 1000);
-            launch({.blocks = 1, .threads = kLanes}, [&] {
-                results[thread_index()] = warp_prefix_sum(values[thread_index()]);
-            });
+            launch({.blocks = 1, .threads = kLanes},
+                   [&] { results[thread_index()] = warp_prefix_sum(values[thread_index()]); });
             for (int first = 0; first < kLanes; first += kWarpSize) {
                 int64_t before = 0;
                 for (int lane = 0; lane < kWarpSize; ++lane) {
@@ -414,19 +412,20 @@ TEST(shared_memory_belongs_to_its_block) {
     under_schedules([](Random&) {
         bool right = true;
         std::set<const void*> arenas;
-        launch({.blocks = 4, .threads = 64, .shared_bytes = 64 * 4 + 64 * 8, .cooperative = true}, [&] {
-            SharedArena arena;
-            int* ints = arena.take<int>(64);
-            auto* longs = arena.take<int64_t>(64);
-            ints[thread_index()] = block_index() * 1000 + thread_index();
-            longs[thread_index()] = -block_index() * 1000 - thread_index();
-            arenas.insert(ints);
-            grid_sync();
-            const int other = 63 - thread_index();
-            right = right && ints[other] == block_index() * 1000 + other &&
-                    longs[other] == -block_index() * 1000 - other &&
-                    reinterpret_cast<uintptr_t>(longs) % alignof(int64_t) == 0;
-        });
+        launch({.blocks = 4, .threads = 64, .shared_bytes = 64 * 4 + 64 * 8, .cooperative = true},
+               [&] {
+                   SharedArena arena;
+                   int* ints = arena.take<int>(64);
+                   auto* longs = arena.take<int64_t>(64);
+                   ints[thread_index()] = block_index() * 1000 + thread_index();
+                   longs[thread_index()] = -block_index() * 1000 - thread_index();
+                   arenas.insert(ints);
+                   grid_sync();
+                   const int other = 63 - thread_index();
+                   right = right && ints[other] == block_index() * 1000 + other &&
+                           longs[other] == -block_index() * 1000 - other &&
+                           reinterpret_cast<uintptr_t>(longs) % alignof(int64_t) == 0;
+               });
         CHECK(right);
         CHECK_EQUAL(arenas.size(), 4u);
     });
@@ -434,9 +433,8 @@ TEST(shared_memory_belongs_to_its_block) {
 
 TEST(shared_memory_starts_undefined) {
     bool zero = false;
-    launch({.blocks = 1, .threads = 32, .shared_bytes = 4}, [&] {
-        zero = *SharedArena().take<int>(1) == 0;
-    });
+    launch({.blocks = 1, .threads = 32, .shared_bytes = 4},
+           [&] { zero = *SharedArena().take<int>(1) == 0; });
     CHECK_THAT(!zero, "a kernel that forgets to initialise it would pass");
 }
 
@@ -597,8 +595,9 @@ TEST(spin_until_sees_what_another_thread_writes) {
         launch({.blocks = 4, .threads = 32}, [&] {
             // A chain through all blocks, against the order in which they start.
             const auto turn = static_cast<uint32_t>(num_blocks() - 1 - block_index());
-            const bool came = spin_until([&] { return load_acquire<Scope::kDevice>(&flag) == turn; },
-                                         deadline_in(60'000'000'000));
+            const bool came =
+                spin_until([&] { return load_acquire<Scope::kDevice>(&flag) == turn; },
+                           deadline_in(60'000'000'000));
             right = right && came;
             if (turn > 0) right = right && payload[(turn - 1) * 32 + lane_id()] == 7;
             payload[turn * 32 + lane_id()] = 7;
@@ -648,16 +647,16 @@ TEST(an_idle_launch_asks_its_waiter_before_it_sleeps) {
     } waiter;
     executor().set_idle_waiter(&waiter);
     bool came = false;
-    launch({.blocks = 1, .threads = 32}, [&] {
-        came = spin_until([&] { return waiter.ready; }, deadline_in(60'000'000'000));
-    });
+    launch({.blocks = 1, .threads = 32},
+           [&] { came = spin_until([&] { return waiter.ready; }, deadline_in(60'000'000'000)); });
     executor().set_idle_waiter(nullptr);
     CHECK(came);
     // Everyone looks once more between arming and sleeping, so at least one pump lies between them.
     const size_t armed = waiter.calls.find('a');
     const size_t slept = waiter.calls.find('s');
     CHECK_THAT(armed != std::string::npos && slept != std::string::npos, waiter.calls);
-    CHECK_THAT(waiter.calls.substr(armed, slept - armed).find('p') != std::string::npos, waiter.calls);
+    CHECK_THAT(waiter.calls.substr(armed, slept - armed).find('p') != std::string::npos,
+               waiter.calls);
 }
 
 TEST(the_rank_clock_does_not_count_polling) {
@@ -689,9 +688,8 @@ TEST(error_divergent_collective) {
 }
 
 TEST(error_masks_that_do_not_match) {
-    const std::string text = error_of({.blocks = 1, .threads = 32}, [] {
-        warp_sync(lane_id() == 5 ? 0xFFu : kFullWarp);
-    });
+    const std::string text = error_of({.blocks = 1, .threads = 32},
+                                      [] { warp_sync(lane_id() == 5 ? 0xFFu : kFullWarp); });
     check_contains(text, {"divergent", "block 0 warp 0 lane 5", "warp_sync"});
 }
 
@@ -722,7 +720,8 @@ TEST(error_lane_had_ended_before_its_warp_waits) {
         if (thread_index() == 32) return;  // before the others call
         warp_prefix_sum(1);
     });
-    check_contains(text, {"block 0 warp 1 lane 1 waits in warp_prefix_sum for lane 0", "has ended"});
+    check_contains(text,
+                   {"block 0 warp 1 lane 1 waits in warp_prefix_sum for lane 0", "has ended"});
 }
 
 TEST(error_lane_ends_while_its_warp_waits_in_any_order) {
@@ -745,7 +744,8 @@ TEST(error_everyone_waits_forever) {
         }
     });
     check_contains(text,
-                   {"deadlock", "block 1 warp 0 lane 0..31 in block_sync",
+                   {"deadlock",
+                    "block 1 warp 0 lane 0..31 in block_sync",
                     "block 1 warp 1 lane 0..31 in bar_sync 3"});
 }
 
@@ -758,8 +758,10 @@ TEST(error_some_in_block_sync_and_some_in_grid_sync) {
         }
     });
     check_contains(text,
-                   {"deadlock", "block 0 warp 0 lane 0..3 in block_sync",
-                    "block 0 warp 0 lane 4..31 in grid_sync", "block 1 warp 0 lane 0..31"});
+                   {"deadlock",
+                    "block 0 warp 0 lane 0..3 in block_sync",
+                    "block 0 warp 0 lane 4..31 in grid_sync",
+                    "block 1 warp 0 lane 0..31"});
 }
 
 TEST(error_bar_sync_counts_differ) {
@@ -841,9 +843,11 @@ TEST(stack_overflow_names_the_thread_and_kills_the_process) {
     waitpid(child, &status, 0);
     check_contains(text, {"stack overflow in a kernel", "block 1 warp 1 lane 5"});
 #if EP_UNDER_ASAN
-    CHECK_THAT(!WIFEXITED(status) || WEXITSTATUS(status) != 0, "it went on");  // after its own report
+    CHECK_THAT(!WIFEXITED(status) || WEXITSTATUS(status) != 0,
+               "it went on");  // after its own report
 #else
-    CHECK_THAT(WIFSIGNALED(status) && WTERMSIG(status) == SIGSEGV, "status " + std::to_string(status));
+    CHECK_THAT(WIFSIGNALED(status) && WTERMSIG(status) == SIGSEGV,
+               "status " + std::to_string(status));
 #endif
 }
 
@@ -870,7 +874,8 @@ uint64_t trace_hash() {
     launch({.blocks = 3, .threads = 64}, [&] {
         for (int i = 0; i < 4; ++i) {
             add_relaxed<Scope::kDevice>(&word, 1);
-            hash = (hash ^ static_cast<uint64_t>(block_index() * 64 + thread_index())) * 0x100000001B3ull;
+            hash = (hash ^ static_cast<uint64_t>(block_index() * 64 + thread_index())) *
+                   0x100000001B3ull;
             if (i == 1) warp_sync();
             if (i == 2) block_sync();
         }

@@ -36,7 +36,8 @@ void compare_e4m3(const float (&values)[kVectorElements]) {
         const auto code = static_cast<uint8_t>(codes >> (8 * i));
         const uint8_t expected = ep::testing::nearest_e4m3(values[i]);
         CHECK_THAT(code == expected,
-                   hex(float_to_bits(values[i])) + " became " + hex(code) + " instead of " + hex(expected));
+                   hex(float_to_bits(values[i])) + " became " + hex(code) + " instead of " +
+                       hex(expected));
     }
 }
 
@@ -51,7 +52,8 @@ void compare_pack(const float (&values)[kVectorElements]) {
         }
         const uint16_t expected = ep::testing::nearest_bf16(values[i]);
         CHECK_THAT(codes[i] == expected,
-                   hex(float_to_bits(values[i])) + " became " + hex(codes[i]) + " instead of " + hex(expected));
+                   hex(float_to_bits(values[i])) + " became " + hex(codes[i]) + " instead of " +
+                       hex(expected));
     }
 }
 
@@ -70,7 +72,7 @@ void for_all_bf16(F f) {
 }  // namespace
 
 TEST(to_e4m3_of_every_bf16) {
-    for_all_bf16([](const uint16_t (&)[kVectorElements], const Vector& vector) {
+    for_all_bf16([](const uint16_t(&)[kVectorElements], const Vector& vector) {
         float values[kVectorElements];
         unpack(vector, values);
         compare_e4m3(values);
@@ -94,7 +96,8 @@ TEST(to_e4m3_at_ties_and_limits) {
         const double next = ep::testing::value_of_e4m3(static_cast<uint8_t>(code + 1));
         for (const double point : {here, (here + next) / 2}) {
             const auto value = static_cast<float>(point);
-            points.insert(points.end(), {value, std::nextafter(value, 0.0f), std::nextafter(value, 1e9f)});
+            points.insert(points.end(),
+                          {value, std::nextafter(value, 0.0f), std::nextafter(value, 1e9f)});
         }
     }
     for (const float point : points) {
@@ -103,7 +106,7 @@ TEST(to_e4m3_at_ties_and_limits) {
 }
 
 TEST(unpack_and_pack_every_bf16) {
-    for_all_bf16([](const uint16_t (&codes)[kVectorElements], const Vector& vector) {
+    for_all_bf16([](const uint16_t(&codes)[kVectorElements], const Vector& vector) {
         float values[kVectorElements];
         unpack(vector, values);
         for (int i = 0; i < kVectorElements; ++i) {
@@ -119,7 +122,8 @@ TEST(pack_rounds_to_nearest_even) {
         float values[kVectorElements];
         for (float& value : values) value = i % 2 == 0 ? any_float(random) : ordinary_float(random);
         if (i % 4 == 3) {
-            for (float& value : values) value = bits_to_float((float_to_bits(value) & 0xFFFF0000u) | 0x8000u);
+            for (float& value : values)
+                value = bits_to_float((float_to_bits(value) & 0xFFFF0000u) | 0x8000u);
         }
         compare_pack(values);
     }
@@ -130,7 +134,8 @@ TEST(pack_rounds_to_nearest_even) {
 TEST(fp8_scale_is_the_specification_s) {
     Random random(ep::testing::seed());
     std::vector<float> maxima = {0.0f, 1e-5f, 1e-4f, 448.0f, 1.0f, 3e38f};
-    for (int exponent = -10; exponent <= 20; ++exponent) maxima.push_back(448.0f * std::ldexp(1.0f, exponent));
+    for (int exponent = -10; exponent <= 20; ++exponent)
+        maxima.push_back(448.0f * std::ldexp(1.0f, exponent));
     for (int i = 0; i < 20'000; ++i) maxima.push_back(std::fabs(ordinary_float(random)));
     for (const float abs_max : maxima) {
         const float bounded = std::max(abs_max, 1e-4f);
@@ -165,7 +170,8 @@ TEST(fp8_round_trip_stays_within_half_a_step) {
             const uint64_t codes = to_e4m3(scaled);
             for (int i = 0; i < kVectorElements; ++i) {
                 const double back =
-                    ep::testing::value_of_e4m3(static_cast<uint8_t>(codes >> (8 * i))) * scale.stored;
+                    ep::testing::value_of_e4m3(static_cast<uint8_t>(codes >> (8 * i))) *
+                    scale.stored;
                 // 3 mantissa bits: 1/16 of the value, or half of the smallest step, 2^-10.
                 const double bound =
                     std::max(std::fabs(values[i]) / 16.0, scale.stored * 0x1p-10) * (1 + 1e-5);
@@ -185,7 +191,8 @@ TEST(logfmt_round_trip_error_is_bounded) {
         for (float& value : values) {
             value = random.between(0, 20) == 0
                         ? 0.0f
-                        : static_cast<float>(std::ldexp(random.unit() + 0.5, random.between(-spread, 0)));
+                        : static_cast<float>(
+                              std::ldexp(random.unit() + 0.5, random.between(-spread, 0)));
             if (random.between(0, 1) == 0) value = -value;
             if (value != 0.0f) smallest = std::min(smallest, std::fabs(value));
             largest = std::max(largest, std::fabs(value));
@@ -227,7 +234,8 @@ TEST(logfmt_special_groups) {
 TEST(count_word_round_trip) {
     Random random(ep::testing::seed());
     for (int i = 0; i < 10'000; ++i) {
-        const CountWord word{CountWord::tag_of(random.bits()), static_cast<uint32_t>(random.between(0, kMaxCount)),
+        const CountWord word{CountWord::tag_of(random.bits()),
+                             static_cast<uint32_t>(random.between(0, kMaxCount)),
                              static_cast<uint32_t>(random.bits())};
         const CountWord back = CountWord::unpack(word.pack());
         CHECK(back.tag == word.tag && back.count == word.count && back.issued_lo == word.issued_lo);
@@ -258,13 +266,15 @@ TEST(row_source_and_op_shape_round_trips) {
         const RowSource back = RowSource::unpack(row.pack());
         CHECK(back.token == row.token && back.slot == row.slot);
 
-        const OpShape shape{static_cast<uint32_t>(random.bits()), static_cast<uint32_t>(random.bits()),
-                            static_cast<uint32_t>(random.bits()), static_cast<uint16_t>(random.bits()),
+        const OpShape shape{static_cast<uint32_t>(random.bits()),
+                            static_cast<uint32_t>(random.bits()),
+                            static_cast<uint32_t>(random.bits()),
+                            static_cast<uint16_t>(random.bits()),
                             static_cast<uint16_t>(random.bits())};
         const OpShape same = OpShape::from_words(shape.word(0), shape.word(1));
         CHECK(same.num_max_tokens == shape.num_max_tokens && same.hidden == shape.hidden &&
-              same.num_experts == shape.num_experts && same.message_format == shape.message_format &&
-              same.operation == shape.operation);
+              same.num_experts == shape.num_experts &&
+              same.message_format == shape.message_format && same.operation == shape.operation);
     }
 }
 
@@ -279,7 +289,9 @@ struct Region {
 };
 
 void check_disjoint(std::vector<Region> regions, size_t begin, size_t end) {
-    std::sort(regions.begin(), regions.end(), [](const Region& a, const Region& b) { return a.begin < b.begin; });
+    std::sort(regions.begin(), regions.end(), [](const Region& a, const Region& b) {
+        return a.begin < b.begin;
+    });
     size_t last_end = begin;
     std::string last = "the begin";
     for (const Region& region : regions) {
@@ -291,7 +303,8 @@ void check_disjoint(std::vector<Region> regions, size_t begin, size_t end) {
 }
 
 std::string indexed(const char* name, int a, int b, size_t c) {
-    return std::string(name) + "(" + std::to_string(a) + ", " + std::to_string(b) + ", " + std::to_string(c) + ")";
+    return std::string(name) + "(" + std::to_string(a) + ", " + std::to_string(b) + ", " +
+           std::to_string(c) + ")";
 }
 
 }  // namespace
@@ -300,32 +313,41 @@ TEST(low_latency_map_regions_do_not_overlap) {
     Random random(ep::testing::seed());
     for (int repeat = 0; repeat < 60; ++repeat) {
         const int num_ranks = random.between(1, 5);
-        const LowLatencyMap map{num_ranks, num_ranks * random.between(1, 3), random.between(1, 9),
-                                kChannelsPerScale * random.between(1, 9), 4096u * random.between(0, 3)};
+        const LowLatencyMap map{num_ranks,
+                                num_ranks * random.between(1, 3),
+                                random.between(1, 9),
+                                kChannelsPerScale * random.between(1, 9),
+                                4096u * random.between(0, 3)};
         const int num_local = map.num_local_experts();
         std::vector<Region> regions;
         for (int half = 0; half < kNumHalves; ++half) {
             for (int token = 0; token < map.num_max_tokens; ++token) {
-                regions.push_back({map.dispatch_staging(half, token), map.max_dispatch_bytes(),
+                regions.push_back({map.dispatch_staging(half, token),
+                                   map.max_dispatch_bytes(),
                                    indexed("dispatch_staging", half, token, 0)});
             }
             for (int expert = 0; expert < map.num_experts; ++expert) {
-                regions.push_back({map.list_staging(half, expert), map.list_bytes(),
+                regions.push_back({map.list_staging(half, expert),
+                                   map.list_bytes(),
                                    indexed("list_staging", half, expert, 0)});
             }
             for (int expert = 0; expert < num_local; ++expert) {
                 for (size_t row = 0; row < map.rows_per_expert(); ++row) {
-                    regions.push_back({map.combine_staging(half, expert, row), map.combine_bytes(),
+                    regions.push_back({map.combine_staging(half, expert, row),
+                                       map.combine_bytes(),
                                        indexed("combine_staging", half, expert, row)});
                 }
                 for (int source = 0; source < num_ranks; ++source) {
-                    regions.push_back({map.received_list(half, expert, source), map.list_bytes(),
+                    regions.push_back({map.received_list(half, expert, source),
+                                       map.list_bytes(),
                                        indexed("received_list", half, expert, source)});
                 }
             }
-            regions.push_back({map.receive(half), map.receive_bytes(), indexed("receive", half, 0, 0)});
+            regions.push_back(
+                {map.receive(half), map.receive_bytes(), indexed("receive", half, 0, 0)});
         }
-        for (const Region& region : regions) CHECK_THAT(region.begin % sizeof(Vector) == 0, region.name);
+        for (const Region& region : regions)
+            CHECK_THAT(region.begin % sizeof(Vector) == 0, region.name);
         check_disjoint(regions, map.begin, map.begin + map.bytes());
     }
 }
@@ -334,21 +356,28 @@ TEST(low_latency_map_rows_stay_in_their_half) {
     Random random(ep::testing::seed());
     for (int repeat = 0; repeat < 30; ++repeat) {
         const int num_ranks = random.between(1, 4);
-        const LowLatencyMap map{num_ranks, num_ranks * random.between(1, 3), random.between(1, 6),
-                                kChannelsPerScale * random.between(1, 9), 0};
+        const LowLatencyMap map{num_ranks,
+                                num_ranks * random.between(1, 3),
+                                random.between(1, 6),
+                                kChannelsPerScale * random.between(1, 9),
+                                0};
         for (int half = 0; half < kNumHalves; ++half) {
             const size_t begin = map.receive(half);
             const size_t end = begin + map.receive_bytes();
-            for (const Payload payload : {Payload::kBf16, Payload::kFp8, Payload::kFp8PowerOfTwo, Payload::kFp8Ue8m0}) {
+            for (const Payload payload :
+                 {Payload::kBf16, Payload::kFp8, Payload::kFp8PowerOfTwo, Payload::kFp8Ue8m0}) {
                 const DispatchMessage message{map.hidden, payload};
                 CHECK(message.bytes() <= map.max_dispatch_bytes());
-                CHECK(message.scales_offset() + message.num_scale_items() * sizeof(uint32_t) <= message.bytes());
+                CHECK(message.scales_offset() + message.num_scale_items() * sizeof(uint32_t) <=
+                      message.bytes());
                 std::vector<Region> rows;
                 for (int expert = 0; expert < map.num_local_experts(); ++expert) {
                     for (int source = 0; source < num_ranks; ++source) {
                         for (int position = 0; position < map.num_max_tokens; ++position) {
-                            rows.push_back({map.dispatched_row(half, expert, source, position, message.bytes()),
-                                            message.bytes(), indexed("dispatched_row", expert, source, position)});
+                            rows.push_back({map.dispatched_row(
+                                                half, expert, source, position, message.bytes()),
+                                            message.bytes(),
+                                            indexed("dispatched_row", expert, source, position)});
                         }
                     }
                 }
@@ -357,7 +386,8 @@ TEST(low_latency_map_rows_stay_in_their_half) {
             std::vector<Region> rows;
             for (int token = 0; token < map.num_max_tokens; ++token) {
                 for (int slot = 0; slot < kMaxTopk; ++slot) {
-                    rows.push_back({map.combined_row(half, token, slot), map.combine_bytes(),
+                    rows.push_back({map.combined_row(half, token, slot),
+                                    map.combine_bytes(),
                                     indexed("combined_row", token, slot, 0)});
                 }
             }
@@ -374,19 +404,24 @@ TEST(control_map_words_do_not_overlap) {
         std::vector<Region> regions;
         for (int half = 0; half < kNumHalves; ++half) {
             for (int rank = 0; rank < num_ranks; ++rank) {
-                regions.push_back({map.header(half, rank), sizeof(OpHeader), indexed("header", half, rank, 0)});
+                regions.push_back(
+                    {map.header(half, rank), sizeof(OpHeader), indexed("header", half, rank, 0)});
             }
-            regions.push_back({map.count(half, 0), kMaxExperts * sizeof(uint64_t), indexed("count", half, 0, 0)});
+            regions.push_back(
+                {map.count(half, 0), kMaxExperts * sizeof(uint64_t), indexed("count", half, 0, 0)});
         }
         for (int rank = 0; rank < num_ranks; ++rank) {
             regions.push_back({map.ping(rank), sizeof(PingSlot), indexed("ping", rank, 0, 0)});
-            regions.push_back({map.barrier(rank), sizeof(uint64_t), indexed("barrier", rank, 0, 0)});
+            regions.push_back(
+                {map.barrier(rank), sizeof(uint64_t), indexed("barrier", rank, 0, 0)});
             for (int series = 0; series < static_cast<int>(Series::kEnd); ++series) {
-                regions.push_back({map.given_up(static_cast<Series>(series), rank), sizeof(uint64_t),
+                regions.push_back({map.given_up(static_cast<Series>(series), rank),
+                                   sizeof(uint64_t),
                                    indexed("given_up", series, rank, 0)});
             }
         }
-        for (const Region& region : regions) CHECK_THAT(region.begin % sizeof(uint64_t) == 0, region.name);
+        for (const Region& region : regions)
+            CHECK_THAT(region.begin % sizeof(uint64_t) == 0, region.name);
         check_disjoint(regions, 0, map.bytes());
     }
 }
@@ -401,9 +436,10 @@ TEST(a_wait_is_late_plus_issue_plus_path) {
         const SourceTiming timing{stamp(), stamp(), stamp(), stamp()};
         CHECK_EQUAL(timing.late() + timing.issue() + timing.path(), timing.wait());
         CHECK_EQUAL(timing.wait(), std::max<int64_t>(0, timing.arrival - timing.wait_begin));
-        CHECK(timing.late() >= 0 && timing.issue() >= 0 && timing.path() >= 0 && timing.slack() >= 0);
-        const bool ordered = timing.wait_begin <= timing.entered && timing.entered <= timing.issued &&
-                             timing.issued <= timing.arrival;
+        CHECK(timing.late() >= 0 && timing.issue() >= 0 && timing.path() >= 0 &&
+              timing.slack() >= 0);
+        const bool ordered = timing.wait_begin <= timing.entered &&
+                             timing.entered <= timing.issued && timing.issued <= timing.arrival;
         if (!ordered) continue;
         CHECK_EQUAL(timing.late(), timing.entered - timing.wait_begin);
         CHECK_EQUAL(timing.issue(), timing.issued - timing.entered);

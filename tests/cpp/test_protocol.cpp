@@ -20,7 +20,7 @@ using ep::testing::Random;
 
 namespace {
 
-constexpr uint64_t kPatienceNs = 120'000'000'000;
+constexpr uint64_t kPatienceNs = 40'000'000'000;
 
 struct Shape {
     int num_ranks;
@@ -53,7 +53,8 @@ struct Group {
         for (const auto& rank : ranks) rank->connect(handles);
         for (const auto& rank : ranks) rank->release_handle();
     }
-    explicit Group(const Shape& shape) : Group(shape.num_ranks, Runtime::low_latency_bytes(shape.size(), shape.num_ranks)) {}
+    explicit Group(const Shape& shape)
+        : Group(shape.num_ranks, Runtime::low_latency_bytes(shape.size(), shape.num_ranks)) {}
 
     Runtime& operator[](int rank) { return *ranks[rank]; }
     int size() const { return static_cast<int>(ranks.size()); }
@@ -61,7 +62,8 @@ struct Group {
     void shake(Random& random) {
         for (const auto& rank : ranks) {
             rank->device().set_schedule("random", random.bits());
-            rank->memory().set_delivery(random.between(0, 3) == 0 ? "in-order" : "random", random.bits());
+            rank->memory().set_delivery(random.between(0, 3) == 0 ? "in-order" : "random",
+                                        random.bits());
             rank->set_launch_shape(random.between(1, 2), random.between(1, 2));
         }
     }
@@ -73,8 +75,8 @@ struct Group {
 
 struct Inputs {
     int num_tokens = 0;
-    std::vector<bf16> x;             // [num_tokens, hidden]
-    std::vector<int64_t> topk_idx;   // [num_tokens, num_topk]
+    std::vector<bf16> x;              // [num_tokens, hidden]
+    std::vector<int64_t> topk_idx;    // [num_tokens, num_topk]
     std::vector<float> topk_weights;  // [num_tokens, num_topk]
 };
 
@@ -111,12 +113,15 @@ struct Origin {
 };
 
 // Rows of one expert in the order in which they must be packed.
-std::vector<Origin> rows_of_expert(const Shape& shape, const std::vector<Inputs>& inputs, int expert) {
+std::vector<Origin> rows_of_expert(const Shape& shape,
+                                   const std::vector<Inputs>& inputs,
+                                   int expert) {
     std::vector<Origin> rows;
     for (int source = 0; source < shape.num_ranks; ++source) {
         for (int token = 0; token < inputs[source].num_tokens; ++token) {
             for (int k = 0; k < shape.num_topk; ++k) {
-                if (inputs[source].topk_idx[token * shape.num_topk + k] == expert) rows.push_back({source, token, k});
+                if (inputs[source].topk_idx[token * shape.num_topk + k] == expert)
+                    rows.push_back({source, token, k});
             }
         }
     }
@@ -155,24 +160,34 @@ struct Counters {
 };
 
 // What an expert makes of a row: differs per expert, so that a row in a wrong place shows.
-float expert_output(int expert, float value) { return value * 0.5f + static_cast<float>(expert % 7); }
+float expert_output(int expert, float value) {
+    return value * 0.5f + static_cast<float>(expert % 7);
+}
 
-void check_received(const Shape& shape, const std::vector<Inputs>& inputs, int rank, Payload payload, const Received& received) {
+void check_received(const Shape& shape,
+                    const std::vector<Inputs>& inputs,
+                    int rank,
+                    Payload payload,
+                    const Received& received) {
     const DispatchMessage message{shape.hidden, payload};
     for (int local = 0; local < shape.num_local_experts; ++local) {
         const auto rows = rows_of_expert(shape, inputs, rank * shape.num_local_experts + local);
         CHECK_EQUAL(received.count[local], static_cast<int>(rows.size()));
         int64_t begin = 0;
         for (int source = 0; source < shape.num_ranks; ++source) {
-            const int64_t count = std::count_if(rows.begin(), rows.end(), [&](const Origin& row) { return row.source == source; });
-            CHECK_EQUAL(received.layout_range[local * shape.num_ranks + source], begin << 32 | count);
+            const int64_t count = std::count_if(
+                rows.begin(), rows.end(), [&](const Origin& row) { return row.source == source; });
+            CHECK_EQUAL(received.layout_range[local * shape.num_ranks + source],
+                        begin << 32 | count);
             begin += count;
         }
         for (size_t row = 0; row < rows.size(); ++row) {
             const size_t index = local * shape.rows() + row;
             CHECK_EQUAL(received.src_info[index], rows[row].token);
-            CHECK_EQUAL(received.src_info[shape.num_local_experts * shape.rows() + index], rows[row].slot);
-            const bf16* x = inputs[rows[row].source].x.data() + static_cast<size_t>(rows[row].token) * shape.hidden;
+            CHECK_EQUAL(received.src_info[shape.num_local_experts * shape.rows() + index],
+                        rows[row].slot);
+            const bf16* x = inputs[rows[row].source].x.data() +
+                            static_cast<size_t>(rows[row].token) * shape.hidden;
             const std::byte* got = received.x.data() + index * message.data_bytes();
             if (payload == Payload::kBf16) {
                 CHECK(std::memcmp(got, x, message.data_bytes()) == 0);
@@ -180,17 +195,25 @@ void check_received(const Shape& shape, const std::vector<Inputs>& inputs, int r
             }
             for (int group = 0; group < message.num_groups(); ++group) {
                 float abs_max = 0;
-                for (int i = 0; i < kChannelsPerScale; ++i) abs_max = std::max(abs_max, std::fabs(to_float(x[group * kChannelsPerScale + i])));
+                for (int i = 0; i < kChannelsPerScale; ++i)
+                    abs_max =
+                        std::max(abs_max, std::fabs(to_float(x[group * kChannelsPerScale + i])));
                 const Fp8Scale scale = fp8_scale(abs_max, payload != Payload::kFp8);
                 for (int i = 0; i < kChannelsPerScale; ++i) {
                     const int channel = group * kChannelsPerScale + i;
-                    CHECK_EQUAL(static_cast<uint8_t>(got[channel]), ep::testing::nearest_e4m3(to_float(x[channel]) * scale.multiplier));
+                    CHECK_EQUAL(static_cast<uint8_t>(got[channel]),
+                                ep::testing::nearest_e4m3(to_float(x[channel]) * scale.multiplier));
                 }
                 const bool packed = payload == Payload::kFp8Ue8m0;
                 const int item = packed ? group / 4 : group;
-                const uint32_t word = received.scales[(static_cast<size_t>(local) * message.num_scale_items() + item) * shape.rows() + row];
+                const uint32_t word =
+                    received
+                        .scales[(static_cast<size_t>(local) * message.num_scale_items() + item) *
+                                    shape.rows() +
+                                row];
                 if (packed) {
-                    CHECK_EQUAL(word >> (8 * (group % 4)) & 0xFF, static_cast<uint32_t>(ue8m0(scale.stored)));
+                    CHECK_EQUAL(word >> (8 * (group % 4)) & 0xFF,
+                                static_cast<uint32_t>(ue8m0(scale.stored)));
                 } else {
                     CHECK_EQUAL(word, float_to_bits(scale.stored));
                 }
@@ -199,7 +222,10 @@ void check_received(const Shape& shape, const std::vector<Inputs>& inputs, int r
     }
 }
 
-void check_combined(const Shape& shape, const Inputs& inputs, bool logfmt, const std::vector<bf16>& out) {
+void check_combined(const Shape& shape,
+                    const Inputs& inputs,
+                    bool logfmt,
+                    const std::vector<bf16>& out) {
     // Between equal steps of 2^(32/510): half of one, relative to the largest term; measured 2.2 %.
     constexpr float kLogTolerance = 0.023f;
     for (int token = 0; token < inputs.num_tokens; ++token) {
@@ -210,14 +236,16 @@ void check_combined(const Shape& shape, const Inputs& inputs, bool logfmt, const
                 const int64_t expert = inputs.topk_idx[token * shape.num_topk + k];
                 if (expert < 0) continue;
                 const float weight = inputs.topk_weights[token * shape.num_topk + k];
-                const float x = to_float(inputs.x[static_cast<size_t>(token) * shape.hidden + channel]);
+                const float x =
+                    to_float(inputs.x[static_cast<size_t>(token) * shape.hidden + channel]);
                 const float y = to_float(to_bf16(expert_output(static_cast<int>(expert), x)));
                 sum = std::fma(y, weight, sum);
                 magnitude += std::fabs(y * weight);
             }
             const bf16 got = out[static_cast<size_t>(token) * shape.hidden + channel];
             if (logfmt) {
-                CHECK(std::fabs(to_float(got) - sum) <= magnitude * kLogTolerance + std::fabs(sum) * 0x1p-8f + 1e-6f);
+                CHECK(std::fabs(to_float(got) - sum) <=
+                      magnitude * kLogTolerance + std::fabs(sum) * 0x1p-8f + 1e-6f);
             } else {
                 CHECK_EQUAL(got.bits, to_bf16(sum).bits);
             }
@@ -226,7 +254,12 @@ void check_combined(const Shape& shape, const Inputs& inputs, bool logfmt, const
 }
 
 // Dispatch, experts, combine on one rank; checks both.
-void exchange(Group& group, int rank, const Shape& shape, const std::vector<Inputs>& inputs, const Mode& mode, Counters* counters) {
+void exchange(Group& group,
+              int rank,
+              const Shape& shape,
+              const std::vector<Inputs>& inputs,
+              const Mode& mode,
+              Counters* counters) {
     Runtime& runtime = group[rank];
     const Inputs& mine = inputs[rank];
     const DispatchMessage message{shape.hidden, mode.payload};
@@ -239,7 +272,8 @@ void exchange(Group& group, int rank, const Shape& shape, const std::vector<Inpu
     received.layout_range.resize(shape.num_experts());
 
     const auto in_phases = [&](auto call, auto operation) {
-        for (const int phases : mode.hooks ? std::vector<int>{kPhaseSend, kPhaseReceive} : std::vector<int>{kPhaseSend | kPhaseReceive}) {
+        for (const int phases : mode.hooks ? std::vector<int>{kPhaseSend, kPhaseReceive}
+                                           : std::vector<int>{kPhaseSend | kPhaseReceive}) {
             call.phases = phases;
             operation(call);
         }
@@ -276,9 +310,11 @@ void exchange(Group& group, int rank, const Shape& shape, const std::vector<Inpu
         const int expert = rank * shape.num_local_experts + local;
         const auto rows = rows_of_expert(shape, inputs, expert);
         for (size_t row = 0; row < rows.size(); ++row) {
-            const bf16* x = inputs[rows[row].source].x.data() + static_cast<size_t>(rows[row].token) * shape.hidden;
+            const bf16* x = inputs[rows[row].source].x.data() +
+                            static_cast<size_t>(rows[row].token) * shape.hidden;
             bf16* to = output + (local * shape.rows() + row) * stride;
-            for (int i = 0; i < shape.hidden; ++i) to[i] = to_bf16(expert_output(expert, to_float(x[i])));
+            for (int i = 0; i < shape.hidden; ++i)
+                to[i] = to_bf16(expert_output(expert, to_float(x[i])));
         }
     }
     std::vector<bf16> out(static_cast<size_t>(mine.num_tokens) * shape.hidden);
@@ -299,7 +335,8 @@ void exchange(Group& group, int rank, const Shape& shape, const std::vector<Inpu
 }
 
 // `rounds` exchanges with new data each, on all ranks at once.
-void exchange_rounds(Group& group, const Shape& shape, int rounds, const Mode& mode, Random& random) {
+void exchange_rounds(
+    Group& group, const Shape& shape, int rounds, const Mode& mode, Random& random) {
     std::vector<std::vector<Inputs>> inputs;
     for (int round = 0; round < rounds; ++round) inputs.push_back(random_inputs(shape, random));
     on_ranks(shape.num_ranks, [&](int rank) {
@@ -332,7 +369,9 @@ std::string text_of(const Failure& failure) {
     return text;
 }
 
-void check_failure(const std::optional<Failure>& failure, FailureKind kind, const std::vector<int>& ranks) {
+void check_failure(const std::optional<Failure>& failure,
+                   FailureKind kind,
+                   const std::vector<int>& ranks) {
     CHECK(failure.has_value());
     CHECK_THAT(failure->kind == kind && failure->ranks == ranks, text_of(*failure));
 }
@@ -360,10 +399,16 @@ void dispatch_nothing(Runtime& runtime, const Shape& shape) {
 
 TEST(bf16_equals_the_reference) { exchange_shapes({}, true); }
 TEST(fp8_equals_the_reference) { exchange_shapes({.payload = Payload::kFp8}, true); }
-TEST(fp8_with_power_of_two_scales_equals_the_reference) { exchange_shapes({.payload = Payload::kFp8PowerOfTwo}, false); }
-TEST(fp8_with_packed_scales_equals_the_reference) { exchange_shapes({.payload = Payload::kFp8Ue8m0}, true); }
+TEST(fp8_with_power_of_two_scales_equals_the_reference) {
+    exchange_shapes({.payload = Payload::kFp8PowerOfTwo}, false);
+}
+TEST(fp8_with_packed_scales_equals_the_reference) {
+    exchange_shapes({.payload = Payload::kFp8Ue8m0}, true);
+}
 TEST(hooks_equal_the_reference) { exchange_shapes({.hooks = true}, true); }
-TEST(zero_copy_equals_the_reference) { exchange_shapes({.payload = Payload::kFp8, .zero_copy = true}, true); }
+TEST(zero_copy_equals_the_reference) {
+    exchange_shapes({.payload = Payload::kFp8, .zero_copy = true}, true);
+}
 TEST(logfmt_is_close_to_the_reference) { exchange_shapes({.logfmt = true}, true); }
 TEST(logfmt_with_zero_copy_and_hooks_is_close_to_the_reference) {
     exchange_shapes({.hooks = true, .zero_copy = true, .logfmt = true}, true);
@@ -373,9 +418,15 @@ TEST(many_rounds_under_random_orders) {
     Random random(ep::testing::seed());
     const Shape shape{3, 2, 3, 128, 2};
     Group group(shape);
-    for (int i = 0; i < 6; ++i) {
-        group.shake(random);
-        exchange_rounds(group, shape, 3, {.hooks = i % 2 == 1}, random);
+    for (int i = 0; i < 18; ++i) {
+        if (i % 3 == 0) group.shake(random);
+        // Formats alternate, so that a header left from the last round is not taken for a new one.
+        const Payload payload = i % 2 == 0 ? Payload::kBf16 : Payload::kFp8;
+        exchange_rounds(group,
+                        shape,
+                        1,
+                        {.payload = payload, .hooks = i % 4 < 2, .logfmt = i % 2 == 1},
+                        random);
     }
 }
 
@@ -387,7 +438,8 @@ TEST(ranks_that_enter_at_different_times) {
     for (int round = 0; round < 6; ++round) inputs.push_back(random_inputs(shape, random));
     on_ranks(3, [&](int rank) {
         for (size_t round = 0; round < inputs.size(); ++round) {
-            if (static_cast<int>(round) % 3 == rank) std::this_thread::sleep_for(std::chrono::milliseconds(5));
+            if (static_cast<int>(round) % 3 == rank)
+                std::this_thread::sleep_for(std::chrono::milliseconds(5));
             exchange(group, rank, shape, inputs[round], {}, nullptr);
         }
     });
@@ -411,11 +463,13 @@ TEST(counters_of_an_exchange_add_up) {
         for (int source = 0; source < 3; ++source) {
             CHECK_EQUAL(mine.total(kSource_ops, source), kRounds);
             CHECK_EQUAL(mine.total(kSource_wait_ns, source),
-                        mine.total(kSource_late_ns, source) + mine.total(kSource_issue_ns, source) + mine.total(kSource_path_ns, source));
+                        mine.total(kSource_late_ns, source) + mine.total(kSource_issue_ns, source) +
+                            mine.total(kSource_path_ns, source));
             critical += mine.total(kSource_critical_ops, source);
             int64_t tokens = 0;
             for (const auto& round : inputs) {
-                for (const int64_t expert : round[source].topk_idx) tokens += expert >= 0 && expert / shape.num_local_experts == rank;
+                for (const int64_t expert : round[source].topk_idx)
+                    tokens += expert >= 0 && expert / shape.num_local_experts == rank;
             }
             CHECK_EQUAL(mine.total(kSource_tokens, source), tokens);
             CHECK_EQUAL(mine.total(kSource_bytes, source), tokens * shape.hidden * 2);
@@ -446,7 +500,8 @@ TEST(clock_offsets_are_recovered_within_the_round_trip) {
     constexpr int kRanks = 4;
     const std::array<int64_t, kRanks> offsets = {0, 5'000'000'000, -3'000'000, 123'456'789};
     Group group(kRanks, 4096);
-    for (int rank = 0; rank < kRanks; ++rank) group[rank].device().set_clock_fault(offsets[rank], 0);
+    for (int rank = 0; rank < kRanks; ++rank)
+        group[rank].device().set_clock_fault(offsets[rank], 0);
     on_ranks(kRanks, [&](int rank) {
         // Twice: the second must not take replies of the first.
         for (int repeat = 0; repeat < 2; ++repeat) {
@@ -455,8 +510,9 @@ TEST(clock_offsets_are_recovered_within_the_round_trip) {
             for (int other = 0; other < kRanks; ++other) {
                 const auto [offset, round_trip] = measured[other];
                 const int64_t error = std::abs(offset - (offsets[other] - offsets[rank]));
-                CHECK_THAT(other == rank ? offset == 0 : error <= round_trip,
-                           std::to_string(error) + " ns off, round trip " + std::to_string(round_trip));
+                CHECK_THAT(
+                    other == rank ? offset == 0 : error <= round_trip,
+                    std::to_string(error) + " ns off, round trip " + std::to_string(round_trip));
             }
         }
     });
@@ -505,7 +561,8 @@ TEST(ranks_that_disagree_are_named_and_the_group_works_on) {
     on_ranks(3, [&](int rank) {
         dispatch_nothing(group[rank], rank == 1 ? other : shape);
         const auto failure = group[rank].take_failure();
-        check_failure(failure, FailureKind::kMismatch, rank == 1 ? std::vector{0, 2} : std::vector{1});
+        check_failure(
+            failure, FailureKind::kMismatch, rank == 1 ? std::vector{0, 2} : std::vector{1});
         CHECK_EQUAL(failure->expected.hidden, rank == 1 ? 256u : 128u);
         CHECK_EQUAL(failure->seen.hidden, rank == 1 ? 128u : 256u);
     });
@@ -530,7 +587,9 @@ TEST(ranks_in_different_operations_are_named) {
         }
         const auto failure = group[rank].take_failure();
         check_failure(failure, FailureKind::kMismatch, {1 - rank});
-        CHECK_EQUAL(failure->seen.operation, rank == 0 ? static_cast<uint16_t>(Operation::kCombine) : static_cast<uint16_t>(Operation::kDispatch));
+        CHECK_EQUAL(failure->seen.operation,
+                    rank == 0 ? static_cast<uint16_t>(Operation::kCombine)
+                              : static_cast<uint16_t>(Operation::kDispatch));
     });
 }
 

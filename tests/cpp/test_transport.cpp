@@ -12,6 +12,7 @@
 #include <unistd.h>
 
 #include <array>
+#include <atomic>
 #include <chrono>
 #include <fstream>
 #include <memory>
@@ -38,13 +39,18 @@ constexpr uint64_t kPatienceNs = 120'000'000'000;
 struct Rank {
     Rank(int rank, int num_ranks, const std::string& clock)
         : device(0, clock),
-          memory(device, {.rank = rank, .num_ranks = num_ranks, .control_bytes = kControlBytes, .data_bytes = kDataBytes}) {}
+          memory(device,
+                 {.rank = rank,
+                  .num_ranks = num_ranks,
+                  .control_bytes = kControlBytes,
+                  .data_bytes = kDataBytes}) {}
 
     host::Link& link() { return *memory.transport().link; }
     uint64_t word(size_t offset) { return link().poll(offset); }
     uint64_t data(size_t index) {
         uint64_t value;
-        std::memcpy(&value, memory.local_base() + kControlBytes + index * sizeof(value), sizeof(value));
+        std::memcpy(
+            &value, memory.local_base() + kControlBytes + index * sizeof(value), sizeof(value));
         return value;
     }
 
@@ -85,7 +91,7 @@ void launch(Rank& rank, int warps, F kernel) {
         0);
 }
 
-constexpr size_t kFlag = 64;         // control word
+constexpr size_t kFlag = 64;  // control word
 constexpr size_t kOtherFlag = 128;
 constexpr size_t kPayload = kControlBytes;  // first data word
 
@@ -124,7 +130,8 @@ size_t count_descriptors() {
 size_t count_mappings() {
     std::ifstream maps("/proc/self/maps");
     size_t count = 0;
-    for (std::string line; std::getline(maps, line);) count += line.find("memfd:deep_ep") != std::string::npos;
+    for (std::string line; std::getline(maps, line);)
+        count += line.find("memfd:deep_ep") != std::string::npos;
     return count;
 }
 
@@ -177,7 +184,8 @@ TEST(a_fence_orders_nothing_between_destinations) {
     bool overtaken = false;
     for (int i = 0; i < 100; ++i) {
         world[0].memory.set_delivery("random", random.bits());
-        for (const int rank : {1, 2}) std::memset(world[rank].memory.local_base(), 0, kControlBytes + 64);
+        for (const int rank : {1, 2})
+            std::memset(world[rank].memory.local_base(), 0, kControlBytes + 64);
         world[0].link().put(1, kPayload, &kValue, sizeof(kValue), 0);
         world[0].link().fence(1, 0);
         world[0].link().fence(2, 0);
@@ -241,7 +249,9 @@ TEST(the_same_seed_delivers_in_the_same_order) {
     const auto order_of = [](uint64_t seed) {
         World world(2);
         world[0].memory.set_delivery("random", seed);
-        for (size_t k = 0; k < 32; ++k) world[0].link().put(1, kPayload + 8 * k, &kValue, sizeof(kValue), static_cast<int>(k % 4));
+        for (size_t k = 0; k < 32; ++k)
+            world[0].link().put(
+                1, kPayload + 8 * k, &kValue, sizeof(kValue), static_cast<int>(k % 4));
         std::vector<size_t> order;
         std::array<bool, 32> here{};
         while (world[0].link().pump()) {
@@ -269,7 +279,9 @@ struct Exchange {
 
     // Rank 0 sends, rank 1 looks at each payload as soon as it sees the signal. How many were stale.
     static int stale(World& world, bool with_fence) {
-        int stale = 0;
+        // Relaxed: these must order nothing between the ranks.
+        std::atomic<int> stale = 0;
+        std::atomic<int> looked = 0;
         std::vector<Vector> source(kMessageBytes / sizeof(Vector));
         std::memset(source.data(), 0x5A, kMessageBytes);
         std::memset(world[1].memory.local_base(), 0, kControlBytes + kMessages * kMessageBytes);
@@ -284,11 +296,24 @@ struct Exchange {
                         if (with_fence) transport.fence(1, i % 5);
                         transport.signal(1, flag, 1, i % 5);
                     } else if (elect_one()) {
-                        const bool came = spin_until([&] { return transport.poll(flag) == 1; }, deadline_in(kPatienceNs));
-                        stale += !came || std::memcmp(transport.local(payload), source.data(), kMessageBytes) != 0;
+                        const bool came = spin_until([&] { return transport.poll(flag) == 1; },
+                                                     deadline_in(kPatienceNs));
+                        const bool right = came && std::memcmp(transport.local(payload),
+                                                               source.data(),
+                                                               kMessageBytes) == 0;
+                        stale.fetch_add(right ? 0 : 1, std::memory_order_relaxed);
+                        looked.fetch_add(1, std::memory_order_relaxed);
                     }
                 }
-                if (rank == 0 && thread_index() == 0) transport.flush();
+                if (rank != 0 || thread_index() != 0) return;
+                transport.flush();
+                // One delivery per look, and time between them for the other rank to see each.
+                const auto all_looked = [&] {
+                    std::this_thread::sleep_for(std::chrono::microseconds(20));
+                    return looked.load(std::memory_order_relaxed) == kMessages;
+                };
+                const bool answered = spin_until(all_looked, deadline_in(kPatienceNs));
+                stale.fetch_add(answered ? 0 : 1, std::memory_order_relaxed);
             });
         });
         return stale;
@@ -307,22 +332,22 @@ TEST(message_passing_between_kernels) {
             world[rank].device.set_schedule("random", seed + static_cast<uint64_t>(rank));
             world[rank].memory.set_delivery("random", seed);
         }
-        CHECK_THAT(Exchange::stale(world, true) == 0, "schedule and delivery random:" + std::to_string(seed));
+        CHECK_THAT(Exchange::stale(world, true) == 0,
+                   "schedule and delivery random:" + std::to_string(seed));
     }
 }
 
-#if !EP_UNDER_TSAN  // which reports the race before the stale payload shows
 TEST(message_passing_between_kernels_without_a_fence_is_found) {
+    if (EP_UNDER_TSAN) return;  // it reports the race before the stale payload shows
     Random random(ep::testing::seed());
     World world(2);
     int stale = 0;
-    for (int i = 0; i < 400 && stale == 0; ++i) {
+    for (int i = 0; i < 100 && stale == 0; ++i) {
         world[0].memory.set_delivery("random", random.bits());
         stale += Exchange::stale(world, false);
     }
     CHECK(stale > 0);
 }
-#endif
 
 TEST(words_and_fences_of_many_ranks) {
     // Everyone tells everyone a payload word by every way, in rounds.
@@ -341,11 +366,13 @@ TEST(words_and_fences_of_many_ranks) {
                 if (peer >= kRanks) return;
                 // Two slots by round: a rank is at most one round ahead of its slowest reader.
                 const size_t slot = (round % 2 * kRanks + static_cast<size_t>(rank)) * 64;
-                transport.put_word(peer, kControlBytes + slot, round * 100 + static_cast<uint64_t>(rank), peer);
+                transport.put_word(
+                    peer, kControlBytes + slot, round * 100 + static_cast<uint64_t>(rank), peer);
                 transport.fence(peer, peer);
                 transport.signal(peer, slot, round, peer);
                 const size_t theirs = (round % 2 * kRanks + static_cast<size_t>(peer)) * 64;
-                const bool came = spin_until([&] { return transport.poll(theirs) >= round; }, deadline_in(kPatienceNs));
+                const bool came = spin_until([&] { return transport.poll(theirs) >= round; },
+                                             deadline_in(kPatienceNs));
                 uint64_t word;
                 std::memcpy(&word, transport.local(kControlBytes + theirs), sizeof(word));
                 wrong[rank] += !came || word != round * 100 + static_cast<uint64_t>(peer);
@@ -446,7 +473,8 @@ TEST(wall_time_a_delayed_signal_is_not_visible_before) {
     uint64_t seen_at = 0;
     launch(world[1], 1, [&](const Transport& transport) {
         if (!elect_one()) return;
-        const bool came = spin_until([&] { return transport.poll(kFlag) == 1; }, deadline_in(kPatienceNs));
+        const bool came =
+            spin_until([&] { return transport.poll(kFlag) == 1; }, deadline_in(kPatienceNs));
         if (came) seen_at = host::monotonic_ns();
     });
     CHECK(seen_at >= sent + kDelayNs);
@@ -518,7 +546,8 @@ TEST(a_rank_that_waits_in_a_kernel_is_woken) {
             if (rank == 0) {
                 transport.signal(1, kFlag, 1, 0);
             } else {
-                came = spin_until([&] { return transport.poll(kFlag) == 1; }, deadline_in(kPatienceNs));
+                came = spin_until([&] { return transport.poll(kFlag) == 1; },
+                                  deadline_in(kPatienceNs));
             }
         });
     });
@@ -533,7 +562,9 @@ TEST(ping_pong_loses_no_wake_up) {
             launch(world[rank], 1, [&](const Transport& transport) {
                 if (!elect_one()) return;
                 if (rank == 0) transport.signal(1, kFlag, round, 0);
-                came[rank] = spin_until([&] { return transport.poll(kFlag) >= round; }, deadline_in(kPatienceNs)) && came[rank];
+                came[rank] = spin_until([&] { return transport.poll(kFlag) >= round; },
+                                        deadline_in(kPatienceNs)) &&
+                             came[rank];
                 if (rank == 1) transport.signal(0, kFlag, round, 0);
                 transport.flush();
             });
@@ -567,7 +598,8 @@ bool play(int rank, int channel) {
         launch(self, 1, [&](const Transport& transport) {
             alignas(16) static thread_local uint64_t payload[2];
             if (rank == 1 && elect_one()) {
-                right = right && spin_until([&] { return transport.poll(kFlag) == round; }, deadline_in(kPatienceNs));
+                right = right && spin_until([&] { return transport.poll(kFlag) == round; },
+                                            deadline_in(kPatienceNs));
             }
             if (elect_one()) payload[0] = rank == 0 ? round * 10 : self.data(0) + 1;
             warp_sync();
@@ -577,7 +609,8 @@ bool play(int rank, int channel) {
             transport.signal(1 - rank, kFlag, round, 0);
             transport.flush();
             if (rank == 0) {
-                right = right && spin_until([&] { return transport.poll(kFlag) == round; }, deadline_in(kPatienceNs));
+                right = right && spin_until([&] { return transport.poll(kFlag) == round; },
+                                            deadline_in(kPatienceNs));
                 right = right && self.data(0) == round * 10 + 1;
             }
         });
@@ -642,22 +675,29 @@ TEST(memory_of_a_rank_that_is_gone_cannot_be_mapped) {
 TEST(handles_of_another_shape_are_refused) {
     Device device(0, "rank");
     Rank small(0, 2, "rank");
-    SymmetricMemory large(device, {.rank = 1, .num_ranks = 2, .control_bytes = kControlBytes, .data_bytes = 4 * kDataBytes});
-    for (const auto& [handle, words] : {std::pair<std::string, std::string>{large.local_handle(), "bytes of symmetric memory"},
-                                        {"nonsense", "not one of the cpu backend"}}) {
+    SymmetricMemory large(
+        device,
+        {.rank = 1, .num_ranks = 2, .control_bytes = kControlBytes, .data_bytes = 4 * kDataBytes});
+    for (const auto& [handle, words] :
+         {std::pair<std::string, std::string>{large.local_handle(), "bytes of symmetric memory"},
+          {"nonsense", "not one of the cpu backend"}}) {
         std::string text;
         try {
             small.memory.connect({small.memory.local_handle(), handle});
         } catch (const std::runtime_error& error) {
             text = error.what();
         }
-        CHECK_THAT(text.find(words) != std::string::npos && text.find("rank 1") != std::string::npos, text);
+        CHECK_THAT(
+            text.find(words) != std::string::npos && text.find("rank 1") != std::string::npos,
+            text);
     }
 }
 
 TEST(nothing_stays_behind) {
     const auto files = shared_memory_files();
-    std::thread([] { World world(2); }).join();  // whatever the first use of anything opens
+    {
+        World world(2);
+    }  // this thread keeps what its first use of a clock opens
     const size_t descriptors = count_descriptors();
     for (int i = 0; i < 5; ++i) {
         World world(3);

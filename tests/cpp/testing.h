@@ -33,7 +33,7 @@
 namespace ep::testing {
 
 class Failure : public std::runtime_error {
-public:
+  public:
     using std::runtime_error::runtime_error;
 };
 
@@ -74,7 +74,7 @@ std::string text_of(const T& value) {
 
 // Numbers beyond SeededRandom's: ranges and subsets.
 class Random {
-public:
+  public:
     explicit Random(uint64_t seed) : source_(seed) {}
     uint64_t bits() { return source_.next(); }
     // Both ends included.
@@ -83,7 +83,7 @@ public:
     }
     double unit() { return static_cast<double>(source_.next() >> 11) * 0x1p-53; }
 
-private:
+  private:
     host::SeededRandom source_;
 };
 
@@ -136,8 +136,11 @@ inline int run_main(int argc, char** argv) {
         std::printf("%s  %s\n", error.empty() ? "passed" : "FAILED", test.name);
         if (!error.empty()) {
             ++num_failed;
-            std::printf("%s\nreplay: %s --seed %llu %s\n", error.c_str(), argv[0],
-                        static_cast<unsigned long long>(seed()), test.name);
+            std::printf("%s\nreplay: %s --seed %llu %s\n",
+                        error.c_str(),
+                        argv[0],
+                        static_cast<unsigned long long>(seed()),
+                        test.name);
         }
         std::fflush(stdout);
     }
@@ -159,15 +162,16 @@ inline int run_main(int argc, char** argv) {
 #define CHECK_THAT(condition, text) \
     if (!(condition)) ::ep::testing::fail(__FILE__, __LINE__, std::string(#condition ": ") + (text))
 
-#define CHECK_EQUAL(got, expected)                                                       \
-    do {                                                                                 \
-        const auto got_value = (got);                                                    \
-        const auto expected_value = (expected);                                          \
-        if (!(got_value == expected_value)) {                                            \
-            ::ep::testing::fail(__FILE__, __LINE__,                                      \
-                                #got " is " + ::ep::testing::text_of(got_value) +        \
-                                    ", expected " + ::ep::testing::text_of(expected_value)); \
-        }                                                                                \
+#define CHECK_EQUAL(got, expected)                                                                \
+    do {                                                                                          \
+        const auto got_value = (got);                                                             \
+        const auto expected_value = (expected);                                                   \
+        if (!(got_value == expected_value)) {                                                     \
+            ::ep::testing::fail(__FILE__,                                                         \
+                                __LINE__,                                                         \
+                                #got " is " + ::ep::testing::text_of(got_value) + ", expected " + \
+                                    ::ep::testing::text_of(expected_value));                      \
+        }                                                                                         \
     } while (false)
 
 int main(int argc, char** argv) { return ep::testing::run_main(argc, argv); }

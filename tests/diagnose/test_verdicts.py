@@ -100,7 +100,7 @@ def test_verdicts_name_what_was_injected_and_nothing_else(
     scenario: Scenario, num_ranks: int, machine: Machine
 ) -> None:
     if machine is GPU and (scenario, num_ranks) == (slow_rank, 2):
-        pytest.skip("with two ranks the long paths of this machine hide the delay")
+        pytest.skip("with two ranks the long paths of this machine hide half of the delay")
     # One of 34 windows may be wrong, none of fewer.
     num_windows = 5 if num_ranks == 64 else 34 if machine in (CPU, GPU) else 10
     wrong = Counter[str]()

@@ -56,10 +56,14 @@ EP_DEVICE Vector pack(const float (&values)[kVectorElements]) {
     return vector;
 }
 
-EP_DEVICE uint32_t largest_magnitude(const Vector& vector) {
+template <int N>
+EP_DEVICE uint32_t largest_magnitude(const Vector (&vectors)[N]) {
     uint32_t largest = 0;  // two at a time, as unsigned 16-bit numbers
-    EP_UNROLL(4)
-    for (int i = 0; i < 4; ++i) largest = __vmaxu2(largest, vector.words[i] & 0x7FFF7FFFu);
+    EP_UNROLL(N)
+    for (const Vector& vector : vectors) {
+        EP_UNROLL(4)
+        for (int i = 0; i < 4; ++i) largest = __vmaxu2(largest, vector.words[i] & 0x7FFF7FFFu);
+    }
     return max(largest & 0xFFFFu, largest >> 16);
 }
 

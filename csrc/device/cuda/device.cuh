@@ -290,6 +290,13 @@ EP_DEVICE void block_for(int n, F f) {
     for (int i = thread_index(); i < n; i += num_threads()) f(i);
 }
 
+// Nothing to do: a warp's neighbouring vectors and the tile's independent loads are in flight.
+EP_DEVICE void prefetch_ahead(const Vector* /*vector*/) {}
+
+// Lanes that share a group of 128 channels when casting (16 bytes each), and groups a lane has in work.
+constexpr int kCastLanes = 16;
+constexpr int kCastUnroll = 4;
+
 // Vectors a thread keeps in registers at a time.
 constexpr int kTileVectors = 4;
 

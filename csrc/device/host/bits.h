@@ -42,9 +42,11 @@ inline Vector pack(const float (&values)[kVectorElements]) {
     return std::bit_cast<Vector>(__builtin_convertvector(result, host::U16x8));
 }
 
-inline uint32_t largest_magnitude(const Vector& vector) {
-    auto largest = std::bit_cast<host::U16x8>(vector) & 0x7FFF;
+template <int N>
+uint32_t largest_magnitude(const Vector (&vectors)[N]) {
+    host::U16x8 largest{};
     const auto keep = [&](const host::U16x8& other) { largest = largest > other ? largest : other; };
+    for (const Vector& vector : vectors) keep(std::bit_cast<host::U16x8>(vector) & 0x7FFF);
     keep(__builtin_shufflevector(largest, largest, 4, 5, 6, 7, 0, 1, 2, 3));
     keep(__builtin_shufflevector(largest, largest, 2, 3, 0, 1, 6, 7, 4, 5));
     keep(__builtin_shufflevector(largest, largest, 1, 0, 3, 2, 5, 4, 7, 6));

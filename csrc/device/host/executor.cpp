@@ -329,7 +329,8 @@ void Executor::end_idle() {
 
 void Executor::maybe_preempt() {
     if (!schedule_->preempt()) return;
-    if (idle_waiter_ != nullptr) idle_waiter_->pump();
+    // Seldom: messages must pile up for a missing fence to show.
+    if (idle_waiter_ != nullptr && schedule_->preempt() && schedule_->preempt()) idle_waiter_->pump();
     make_ready(current_);
     switch_to_next(false);
 }
