@@ -2,8 +2,8 @@
 
 Both exchanges run in the same processes and alternate round by round, so that whatever else the
 machine does hits both: FP8 dispatch of every selected row, BF16 rows back, weighted sum. The gloo
-version casts, permutes by destination, exchanges with torch.distributed.all_to_all_single, and
-sums. A round's time is that of its slowest rank; the ratio is that of the medians.
+version casts, permutes by destination, exchanges with torch.distributed.all_to_all_single, groups
+what came by local expert, takes the same way back, and sums. A round's time is that of its slowest rank; the ratio is that of the medians.
 
     python benchmarks/low_latency_cpu.py [--num-processes 4 8] [--rounds 15]
 """
@@ -66,16 +66,23 @@ class Gloo:
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=self.group)
         splits = sent.tolist(), received.tolist()
-        payload = torch.cat([data.view(torch.uint8), scales.view(torch.uint8)], dim=1)[tokens]
-        arrived = self.all_to_all(payload, *splits)
+        experts = problem.topk_idx.flatten().to(torch.int32)[:, None].view(torch.uint8)
+        rows = torch.cat([data.view(torch.uint8), scales.view(torch.uint8)], dim=1)[tokens]
+        arrived = self.all_to_all(torch.cat([rows, experts[order]], dim=1), *splits)
+        # Grouped by local expert, sources ascending, as the experts need them.
+        by_expert = arrived[:, -4:].contiguous().view(torch.int32).flatten().argsort(stable=True)
+        grouped = arrived[by_expert]
         hidden = problem.x.shape[1]
-        data = arrived[:, :hidden].view(torch.float8_e4m3fn)
-        return data, arrived[:, hidden:], (order, *splits)
+        data = grouped[:, :hidden].view(torch.float8_e4m3fn)
+        return data, grouped[:, hidden:-4], (order, by_expert, *splits)
 
     def combine(self, ys: torch.Tensor, problem: Problem, state: tuple[Any, ...]) -> torch.Tensor:
         """ys [received rows, hidden] bfloat16 -> [T, hidden] bfloat16."""
-        order, sent, received = state
-        returned = self.all_to_all(ys.view(torch.uint8), received, sent).view(torch.bfloat16)
+        order, by_expert, sent, received = state
+        by_source = torch.empty_like(ys)
+        by_source[by_expert] = ys
+        returned = self.all_to_all(by_source.view(torch.uint8), received, sent)
+        returned = returned.view(torch.bfloat16)
         rows = torch.empty_like(returned)
         rows[order] = returned
         by_slot = rows.view(*problem.topk_idx.shape, -1)

@@ -21,7 +21,7 @@ class Block:
     """Memory on loan from a HostPool, through the buffer protocol."""
 
 class HostPool:
-    def take(self, bytes: int) -> Block: ...
+    def take(self, num_bytes: int) -> Block: ...
 
 class Runtime:
     def __init__(

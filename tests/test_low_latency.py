@@ -494,7 +494,7 @@ def report_diagnosis(
         console = Console(record=bool(args.save_svg))
         diagnose.report(diagnosis, console)
         if args.save_svg:
-            console.save_svg(args.save_svg, title="deep_ep diagnose")
+            diagnose.save_svg(console, args.save_svg)
         if args.inject:
             injected = set(faults.expected_verdicts(args.inject))
             named = {verdict.key for verdict in diagnosis.verdicts}

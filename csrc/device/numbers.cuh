@@ -24,10 +24,13 @@ struct Fp8Scale {
 };
 
 // 2^exponent for -126 <= exponent <= 127.
-EP_HOST_DEVICE float exact_exp2(int exponent) { return bits_to_float(static_cast<uint32_t>(exponent + 127) << 23); }
+EP_HOST_DEVICE float exact_exp2(int exponent) {
+    return bits_to_float(static_cast<uint32_t>(exponent + 127) << 23);
+}
 
 EP_HOST_DEVICE Fp8Scale fp8_scale(float abs_max, bool power_of_two) {
-    const float bounded = abs_max > kMinAbsMax ? abs_max : (abs_max == abs_max ? kMinAbsMax : abs_max);
+    const float bounded =
+        abs_max > kMinAbsMax ? abs_max : (abs_max == abs_max ? kMinAbsMax : abs_max);
     if (!power_of_two) return {divide(kE4m3Max, bounded), bounded * (1.0f / kE4m3Max)};
     // ceil(log2(s)) from the bits: the exponent, plus one unless s is a power of two. s is at least
     // 1e-4 / 448 and finite, so it is normal and the result is in [-22, 120].
@@ -37,14 +40,16 @@ EP_HOST_DEVICE Fp8Scale fp8_scale(float abs_max, bool power_of_two) {
 }
 
 // The 8-bit biased exponent of a power of two.
-EP_HOST_DEVICE uint8_t ue8m0(float power_of_two) { return static_cast<uint8_t>(float_to_bits(power_of_two) >> 23); }
+EP_HOST_DEVICE uint8_t ue8m0(float power_of_two) {
+    return static_cast<uint8_t>(float_to_bits(power_of_two) >> 23);
+}
 
 // ---- LogFMT: 10 bits a value for combine (API specification 8.4)
 // A group of 128 values is a sign and a 9-bit code each: 0 is zero, c >= 1 is 2^(low + (c - 1) * step).
 
 constexpr int kLogGroup = 128;
-constexpr float kLogRange = 32.0f;       // magnitudes more than 2^32 below the largest become 2^low or 0
-constexpr int kLogCodes = 511;           // codes 1..511
+constexpr float kLogRange = 32.0f;  // magnitudes more than 2^32 below the largest become 2^low or 0
+constexpr int kLogCodes = 511;      // codes 1..511
 
 struct LogScale {
     float low;
@@ -71,12 +76,14 @@ EP_HOST_DEVICE uint32_t log_encode(float value, LogScale scale) {
     const uint32_t sign = value < 0.0f ? 0x200u : 0u;
     const float magnitude = value < 0.0f ? -value : value;
     if (magnitude == 0.0f) return 0;
-    const float position = scale.step > 0.0f ? (log2_approx(magnitude) - scale.low) / scale.step : 0.0f;
+    const float position =
+        scale.step > 0.0f ? (log2_approx(magnitude) - scale.low) / scale.step : 0.0f;
     if (position < 0.0f) {
         const float lowest = exp2_approx(scale.low);
         return magnitude * 2.0f < lowest ? 0u : sign | 1u;
     }
-    const int below = position < static_cast<float>(kLogCodes - 1) ? static_cast<int>(position) : kLogCodes - 2;
+    const int below =
+        position < static_cast<float>(kLogCodes - 1) ? static_cast<int>(position) : kLogCodes - 2;
     const float lower = log_decode(static_cast<uint32_t>(below + 1), scale);
     const float upper = log_decode(static_cast<uint32_t>(below + 2), scale);
     const bool up = scale.step > 0.0f && upper - magnitude < magnitude - lower;

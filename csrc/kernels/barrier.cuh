@@ -8,7 +8,8 @@ namespace ep {
 
 EP_KERNEL void barrier(const EP_GRID_CONSTANT OperationArgs args) {
     const uint64_t given_up = newest_given_up(args, Series::kBarriers);
-    const uint64_t round = (given_up > args.workspace->barriers ? given_up : args.workspace->barriers) + 1;
+    const uint64_t round =
+        (given_up > args.workspace->barriers ? given_up : args.workspace->barriers) + 1;
     const OpenOperation open{round, 0, deadline_in(args.timeout_ns)};
     for (int dst = thread_index(); dst < args.num_ranks(); dst += num_threads()) {
         args.transport.signal(dst, args.control.barrier(args.rank()), round, 0);

@@ -47,11 +47,13 @@ struct SourceTiming {
 
     EP_HOST_DEVICE int64_t wait() const { return arrival > wait_begin ? arrival - wait_begin : 0; }
     EP_HOST_DEVICE int64_t late() const { return clamped(entered) - wait_begin; }
-    EP_HOST_DEVICE int64_t issue() const { return clamped(issued > entered ? issued : entered) - clamped(entered); }
+    EP_HOST_DEVICE int64_t issue() const {
+        return clamped(issued > entered ? issued : entered) - clamped(entered);
+    }
     EP_HOST_DEVICE int64_t path() const { return wait() - late() - issue(); }
     EP_HOST_DEVICE int64_t slack() const { return wait_begin > issued ? wait_begin - issued : 0; }
 
-private:
+  private:
     // Into the waiting interval, so that the parts of a wait add up whatever the clocks say.
     EP_HOST_DEVICE int64_t clamped(int64_t stamp) const {
         const int64_t end = wait_begin + wait();

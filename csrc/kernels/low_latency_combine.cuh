@@ -44,7 +44,9 @@ struct CombineShared {
     EP_HOST_DEVICE static size_t bytes(int num_ranks) { return (num_ranks + 2) * sizeof(int); }
 };
 
-EP_DEVICE int rows_of(const CombineArgs& args, int pair) { return static_cast<int>(args.layout_range[pair] & 0xFFFFFFFF); }
+EP_DEVICE int rows_of(const CombineArgs& args, int pair) {
+    return static_cast<int>(args.layout_range[pair] & 0xFFFFFFFF);
+}
 
 // ---- send
 
@@ -57,7 +59,8 @@ EP_DEVICE bool encode_row(const bf16* x, int hidden, std::byte* payload) {
         const int v = base + lane_id();
         float values[kVectorElements] = {};
         if (v < num_vectors) unpack(reinterpret_cast<const Vector*>(x)[v], values);
-        float bounds[2] = {0.0f, -3.0e38f};  // largest magnitude, and minus the smallest that is not zero
+        float bounds[2] = {0.0f,
+                           -3.0e38f};  // largest magnitude, and minus the smallest that is not zero
         bool finite = true;
         for (float value : values) {
             const float magnitude = value < 0.0f ? -value : value;
@@ -68,8 +71,10 @@ EP_DEVICE bool encode_row(const bf16* x, int hidden, std::byte* payload) {
         if (ballot(!finite) != 0) return false;
         group_reduce<kLanesPerGroup, Max>(bounds);
         if (v >= num_vectors) continue;
-        const LogScale scale = bounds[0] > 0.0f ? log_scale(-bounds[1], bounds[0]) : LogScale{0.0f, 0.0f};
-        std::byte* group = payload + static_cast<size_t>(v / kLanesPerGroup) * CombineMessage::kLogGroupBytes;
+        const LogScale scale =
+            bounds[0] > 0.0f ? log_scale(-bounds[1], bounds[0]) : LogScale{0.0f, 0.0f};
+        std::byte* group =
+            payload + static_cast<size_t>(v / kLanesPerGroup) * CombineMessage::kLogGroupBytes;
         const int part = v % kLanesPerGroup;
         if (part == 0) *reinterpret_cast<LogScale*>(group) = scale;
         uint64_t low = 0;
@@ -80,7 +85,8 @@ EP_DEVICE bool encode_row(const bf16* x, int hidden, std::byte* payload) {
             high |= code >> 8 << (2 * i);
         }
         reinterpret_cast<uint64_t*>(group + CombineMessage::kLogLowOffset)[part] = low;
-        reinterpret_cast<uint16_t*>(group + CombineMessage::kLogHighOffset)[part] = static_cast<uint16_t>(high);
+        reinterpret_cast<uint16_t*>(group + CombineMessage::kLogHighOffset)[part] =
+            static_cast<uint16_t>(high);
     }
     return true;
 }
@@ -88,10 +94,13 @@ EP_DEVICE bool encode_row(const bf16* x, int hidden, std::byte* payload) {
 // Warp.
 EP_DEVICE void decode_vector(const std::byte* payload, int v, float (&values)[kVectorElements]) {
     constexpr int kLanesPerGroup = kLogGroup / kVectorElements;
-    const std::byte* group = payload + static_cast<size_t>(v / kLanesPerGroup) * CombineMessage::kLogGroupBytes;
+    const std::byte* group =
+        payload + static_cast<size_t>(v / kLanesPerGroup) * CombineMessage::kLogGroupBytes;
     const LogScale scale = *reinterpret_cast<const LogScale*>(group);
-    const uint64_t low = reinterpret_cast<const uint64_t*>(group + CombineMessage::kLogLowOffset)[v % kLanesPerGroup];
-    const uint32_t high = reinterpret_cast<const uint16_t*>(group + CombineMessage::kLogHighOffset)[v % kLanesPerGroup];
+    const uint64_t low = reinterpret_cast<const uint64_t*>(
+        group + CombineMessage::kLogLowOffset)[v % kLanesPerGroup];
+    const uint32_t high = reinterpret_cast<const uint16_t*>(
+        group + CombineMessage::kLogHighOffset)[v % kLanesPerGroup];
     EP_UNROLL(8)
     for (int i = 0; i < kVectorElements; ++i) {
         values[i] = log_decode((low >> (8 * i) & 0xFFu) | (high >> (2 * i) & 3u) << 8, scale);
@@ -100,24 +109,35 @@ EP_DEVICE void decode_vector(const std::byte* payload, int v, float (&values)[kV
 
 // Warp. Puts one row back to its source.
 template <bool kLogFormat>
-EP_DEVICE void return_row(const CombineArgs& args, size_t first_slot, int local_expert, int dst, int row) {
+EP_DEVICE void return_row(
+    const CombineArgs& args, size_t first_slot, int local_expert, int dst, int row) {
     const OperationArgs& common = args.common;
     const CombineMessage message{common.map.hidden};
     const size_t rows = common.map.rows_per_expert();
     const size_t index = local_expert * rows + row;
     const int token = args.src_info[index];
     const int slot = args.src_info[common.map.num_local_experts() * rows + index];
-    const size_t destination = first_slot + (static_cast<size_t>(token) * kMaxTopk + slot) * message.bytes();
+    const size_t destination =
+        first_slot + (static_cast<size_t>(token) * kMaxTopk + slot) * message.bytes();
     const bf16* x = args.x + index * args.x_stride;
-    const auto staging = [&] { return common.transport.local(common.map.combine_staging(args.staging_half, local_expert, row)); };
+    const auto staging = [&] {
+        return common.transport.local(
+            common.map.combine_staging(args.staging_half, local_expert, row));
+    };
     if (kLogFormat) {
         std::byte* staged = staging();
         const bool encoded = encode_row(x, message.hidden, staged + message.data_offset());
         warp_sync();
         if (!encoded) copy_warp(staged + message.data_offset(), x, message.data_bytes());
-        if (elect_one()) *reinterpret_cast<CombineHeader*>(staged) = {encoded ? kRowLogFmt : kRowBf16, {}};
+        if (elect_one())
+            *reinterpret_cast<CombineHeader*>(staged) = {encoded ? kRowLogFmt : kRowBf16, {}};
         warp_sync();
-        common.transport.put_warp(dst, destination, staged, message.data_offset() + (encoded ? message.log_bytes() : message.data_bytes()), local_expert);
+        common.transport.put_warp(
+            dst,
+            destination,
+            staged,
+            message.data_offset() + (encoded ? message.log_bytes() : message.data_bytes()),
+            local_expert);
         return;
     }
     const void* source = x;
@@ -127,11 +147,14 @@ EP_DEVICE void return_row(const CombineArgs& args, size_t first_slot, int local_
         warp_sync();
         source = staged;
     }
-    common.transport.put_warp(dst, destination + message.data_offset(), source, message.data_bytes(), local_expert);
+    common.transport.put_warp(
+        dst, destination + message.data_offset(), source, message.data_bytes(), local_expert);
 }
 
 template <bool kLogFormat>
-EP_DEVICE void return_rows(const CombineArgs& args, const OpenOperation& open, const CombineShared& shared) {
+EP_DEVICE void return_rows(const CombineArgs& args,
+                           const OpenOperation& open,
+                           const CombineShared& shared) {
     const OperationArgs& common = args.common;
     const int num_ranks = common.num_ranks();
     const int num_local_experts = common.map.num_local_experts();
@@ -144,15 +167,19 @@ EP_DEVICE void return_rows(const CombineArgs& args, const OpenOperation& open, c
         for (int source = thread_index(); source < num_ranks; source += num_threads()) {
             const int64_t range = args.layout_range[expert * num_ranks + source];
             shared.offsets[source] = static_cast<int>(range >> 32);
-            if (source == num_ranks - 1) shared.offsets[num_ranks] = static_cast<int>((range >> 32) + (range & 0xFFFFFFFF));
+            if (source == num_ranks - 1)
+                shared.offsets[num_ranks] = static_cast<int>((range >> 32) + (range & 0xFFFFFFFF));
         }
         block_sync();
         const int num_rows = shared.offsets[num_ranks];
-        for (int row = part * num_warps() + warp_id(); row < num_rows; row += num_parts * num_warps()) {
+        for (int row = part * num_warps() + warp_id(); row < num_rows;
+             row += num_parts * num_warps()) {
             const int dst = source_of_row(shared.offsets, num_ranks, row);
             return_row<kLogFormat>(args, first_slot, expert, dst, row);
             // Pairs with the acquire in wait_until_issued().
-            if (elect_one()) add_release<Scope::kDevice>(&common.workspace->issued[expert * num_ranks + dst], 1u);
+            if (elect_one())
+                add_release<Scope::kDevice>(&common.workspace->issued[expert * num_ranks + dst],
+                                            1u);
         }
     }
 }
@@ -166,8 +193,10 @@ EP_DEVICE void announce_returns(const CombineArgs& args, const OpenOperation& op
         const int expert = pair / num_ranks;
         const int dst = pair % num_ranks;
         const int count = rows_of(args, pair);
-        if (!wait_until_issued(common, open, pair, count)) record_failure(common, open, FailureKind::kTimeout, common.rank());
-        announce_rows(common, open, dst, common.rank() * num_local_experts + expert, pair, count, expert);
+        if (!wait_until_issued(common, open, pair, count))
+            record_failure(common, open, FailureKind::kTimeout, common.rank());
+        announce_rows(
+            common, open, dst, common.rank() * num_local_experts + expert, pair, count, expert);
     }
 }
 
@@ -175,7 +204,8 @@ EP_DEVICE void announce_returns(const CombineArgs& args, const OpenOperation& op
 
 // Thread. Sums up to kTile vectors of a token over its top-k rows.
 template <bool kLogFormat, bool kFullTile, int kTile>
-EP_DEVICE void reduce_tile(const CombineArgs& args, const std::byte* rows, size_t entry, const Tile& tile, Vector* out) {
+EP_DEVICE void reduce_tile(
+    const CombineArgs& args, const std::byte* rows, size_t entry, const Tile& tile, Vector* out) {
     const CombineMessage message{args.common.map.hidden};
     // Past the end of the last tile its last vector is summed again and not stored: no branch.
     const auto index_of = [&](int j) { return kFullTile ? tile.index(j) : tile.clamped(j); };
@@ -190,7 +220,8 @@ EP_DEVICE void reduce_tile(const CombineArgs& args, const std::byte* rows, size_
         const float weight = args.topk_weights[entry + k];
         const std::byte* row = rows + k * message.bytes();
         const std::byte* data = row + message.data_offset();
-        const bool encoded = kLogFormat && reinterpret_cast<const CombineHeader*>(row)->encoding == kRowLogFmt;
+        const bool encoded =
+            kLogFormat && reinterpret_cast<const CombineHeader*>(row)->encoding == kRowLogFmt;
         prefetch_ahead(reinterpret_cast<const Vector*>(data) + tile.first);
         EP_UNROLL(kTile)
         for (int j = 0; j < kTile; ++j) {
@@ -201,7 +232,8 @@ EP_DEVICE void reduce_tile(const CombineArgs& args, const std::byte* rows, size_
                 unpack(reinterpret_cast<const Vector*>(data)[index_of(j)], values);
             }
             EP_UNROLL(8)
-            for (int i = 0; i < kVectorElements; ++i) sums[j][i] = fused_multiply_add(values[i], weight, sums[j][i]);
+            for (int i = 0; i < kVectorElements; ++i)
+                sums[j][i] = fused_multiply_add(values[i], weight, sums[j][i]);
         }
     }
     EP_UNROLL(kTile)
@@ -216,7 +248,8 @@ EP_DEVICE void reduce_token(const CombineArgs& args, const OpenOperation& open, 
     const OperationArgs& common = args.common;
     const std::byte* rows = common.transport.local(common.map.combined_row(open.half, token, 0));
     const size_t entry = static_cast<size_t>(token) * args.num_topk;
-    auto* out = reinterpret_cast<Vector*>(args.out + static_cast<size_t>(token) * common.map.hidden);
+    auto* out =
+        reinterpret_cast<Vector*>(args.out + static_cast<size_t>(token) * common.map.hidden);
     block_for_tiles<kTile>(common.map.hidden / kVectorElements, [&](const Tile& tile) {
         if (tile.count == kTile) {
             reduce_tile<kLogFormat, true, kTile>(args, rows, entry, tile, out);
@@ -251,7 +284,8 @@ EP_KERNEL void low_latency_combine(const EP_GRID_CONSTANT CombineArgs args) {
     }
     if (wait_for_headers(common, open)) receive_tokens<kLogFormat>(args, open);
     const int num_local_experts = common.map.num_local_experts();
-    close_operation(common, open, shared.is_last, [&](int source) { return source * num_local_experts; }, 1);
+    close_operation(
+        common, open, shared.is_last, [&](int source) { return source * num_local_experts; }, 1);
 }
 
 }  // namespace ep

@@ -25,12 +25,12 @@ struct DispatchArgs {
     const int64_t* topk_idx;  // [num_tokens, num_topk]
     int num_tokens;
     int num_topk;
-    std::byte* recv_x;       // [num_local_experts, num_ranks * M, hidden] bf16 or e4m3
-    uint32_t* recv_scales;   // per local expert [num_scale_items, num_ranks * M]
-    int32_t* recv_count;     // [num_local_experts]
-    int32_t* src_info;       // [2, num_local_experts, num_ranks * M]: token, then top-k slot
-    int64_t* layout_range;   // [num_local_experts, num_ranks]: begin << 32 | count
-    int32_t* expert_stats;   // [num_local_experts], added to; or nullptr
+    std::byte* recv_x;      // [num_local_experts, num_ranks * M, hidden] bf16 or e4m3
+    uint32_t* recv_scales;  // per local expert [num_scale_items, num_ranks * M]
+    int32_t* recv_count;    // [num_local_experts]
+    int32_t* src_info;      // [2, num_local_experts, num_ranks * M]: token, then top-k slot
+    int64_t* layout_range;  // [num_local_experts, num_ranks]: begin << 32 | count
+    int32_t* expert_stats;  // [num_local_experts], added to; or nullptr
 };
 
 // Shared memory of a block. The send half keeps two tokens' routes, because warps that are done with
@@ -105,7 +105,8 @@ EP_DEVICE void cast_row(const bf16* x, const DispatchMessage& message, std::byte
     if (P == Payload::kFp8Ue8m0) {
         // Bytes of the last item that belong to no group.
         const int padded = message.num_scale_items() * 4;
-        for (int group = message.num_groups() + thread_index(); group < padded; group += num_threads()) {
+        for (int group = message.num_groups() + thread_index(); group < padded;
+             group += num_threads()) {
             reinterpret_cast<uint8_t*>(row + message.scales_offset())[group] = 0;
         }
     }
@@ -113,11 +114,14 @@ EP_DEVICE void cast_row(const bf16* x, const DispatchMessage& message, std::byte
 
 // Block. What to put for this token: the staged message, or for plain bf16 in reach, x itself.
 template <Payload P>
-EP_DEVICE const std::byte* stage_row(const DispatchArgs& args, const OpenOperation& open, int token) {
+EP_DEVICE const std::byte* stage_row(const DispatchArgs& args,
+                                     const OpenOperation& open,
+                                     int token) {
     const OperationArgs& common = args.common;
     const DispatchMessage message{common.map.hidden, P};
     const bf16* x = args.x + static_cast<size_t>(token) * message.hidden;
-    if (P == Payload::kBf16 && common.transport.all_direct()) return reinterpret_cast<const std::byte*>(x);
+    if (P == Payload::kBf16 && common.transport.all_direct())
+        return reinterpret_cast<const std::byte*>(x);
     std::byte* row = common.transport.local(common.map.dispatch_staging(open.half, token));
     if (P == Payload::kBf16) {
         copy_block(row, x, message.data_bytes());
@@ -132,7 +136,10 @@ EP_DEVICE bool is_selected(const DispatchArgs& args, int64_t expert) {
 }
 
 // Block. positions[k]: how many entries before (token, k) name the same expert.
-EP_DEVICE void count_positions(const DispatchArgs& args, int token, const int64_t* experts, int* positions) {
+EP_DEVICE void count_positions(const DispatchArgs& args,
+                               int token,
+                               const int64_t* experts,
+                               int* positions) {
     const int num_topk = args.num_topk;
     block_for(token * num_topk, [&](int earlier) {
         const int64_t expert = args.topk_idx[earlier];
@@ -142,13 +149,16 @@ EP_DEVICE void count_positions(const DispatchArgs& args, int token, const int64_
     });
     for (int k = 1 + thread_index(); k < num_topk; k += num_threads()) {
         for (int j = 0; j < k; ++j) {
-            if (experts[j] == experts[k] && experts[k] >= 0) add_relaxed<Scope::kBlock>(&positions[k], 1);
+            if (experts[j] == experts[k] && experts[k] >= 0)
+                add_relaxed<Scope::kBlock>(&positions[k], 1);
         }
     }
 }
 
 template <Payload P>
-EP_DEVICE void send_rows(const DispatchArgs& args, const OpenOperation& open, const DispatchShared& shared) {
+EP_DEVICE void send_rows(const DispatchArgs& args,
+                         const OpenOperation& open,
+                         const DispatchShared& shared) {
     const OperationArgs& common = args.common;
     const DispatchMessage message{common.map.hidden, P};
     const int num_local_experts = common.map.num_local_experts();
@@ -166,12 +176,14 @@ EP_DEVICE void send_rows(const DispatchArgs& args, const OpenOperation& open, co
         block_sync();
         for (int k = warp_id(); k < args.num_topk; k += num_warps()) {
             const int64_t expert = experts[k];
-            if (expert >= common.map.num_experts && elect_one()) leave_record(common, open, FailureKind::kIndex, common.rank());
+            if (expert >= common.map.num_experts && elect_one())
+                leave_record(common, open, FailureKind::kIndex, common.rank());
             if (!is_selected(args, expert)) continue;
             const int dst = static_cast<int>(expert) / num_local_experts;
             const int local_expert = static_cast<int>(expert) % num_local_experts;
             if (positions[k] < common.map.num_max_tokens) {
-                const size_t slot = common.map.dispatched_row(open.half, local_expert, common.rank(), positions[k], message.bytes());
+                const size_t slot = common.map.dispatched_row(
+                    open.half, local_expert, common.rank(), positions[k], message.bytes());
                 common.transport.put_warp(dst, slot, row, message.bytes(), local_expert);
             } else if (elect_one()) {
                 leave_record(common, open, FailureKind::kIndex, common.rank());
@@ -196,7 +208,9 @@ EP_DEVICE int list_rows(const DispatchArgs& args, int expert, uint32_t* list) {
     for (int i = begin; i < end && mine != 0; ++i) {
         if (args.topk_idx[i] != expert) continue;
         if (position < capacity) {
-            list[position] = RowSource{static_cast<uint32_t>(i / args.num_topk), static_cast<uint32_t>(i % args.num_topk)}.pack();
+            list[position] = RowSource{static_cast<uint32_t>(i / args.num_topk),
+                                       static_cast<uint32_t>(i % args.num_topk)}
+                                 .pack();
         }
         ++position;
     }
@@ -208,10 +222,12 @@ EP_DEVICE void announce_experts(const DispatchArgs& args, const OpenOperation& o
     const int num_local_experts = common.map.num_local_experts();
     // Last blocks first: the first ones have the headers and an extra token to send.
     const int first = (num_blocks() - 1 - block_index()) * num_warps() + warp_id();
-    for (int expert = first; expert < common.map.num_experts; expert += num_blocks() * num_warps()) {
+    for (int expert = first; expert < common.map.num_experts;
+         expert += num_blocks() * num_warps()) {
         const int dst = expert / num_local_experts;
         const int qp = expert % num_local_experts;
-        auto* list = reinterpret_cast<uint32_t*>(common.transport.local(common.map.list_staging(open.half, expert)));
+        auto* list = reinterpret_cast<uint32_t*>(
+            common.transport.local(common.map.list_staging(open.half, expert)));
         const int entries = list_rows(args, expert, list);
         if (elect_one() && !wait_until_issued(args.common, open, expert, entries)) {
             record_failure(common, open, FailureKind::kTimeout, common.rank());
@@ -219,10 +235,15 @@ EP_DEVICE void announce_experts(const DispatchArgs& args, const OpenOperation& o
         warp_sync();
         const int count = entries < common.map.num_max_tokens ? entries : common.map.num_max_tokens;
         if (count > 0) {
-            common.transport.put_warp(dst, common.map.received_list(open.half, qp, common.rank()), list,
-                                      round_up(count * sizeof(uint32_t), sizeof(Vector)), qp);
+            common.transport.put_warp(dst,
+                                      common.map.received_list(open.half, qp, common.rank()),
+                                      list,
+                                      round_up(count * sizeof(uint32_t), sizeof(Vector)),
+                                      qp);
         }
-        if (elect_one()) announce_rows(common, open, dst, qp * common.num_ranks() + common.rank(), expert, count, qp);
+        if (elect_one())
+            announce_rows(
+                common, open, dst, qp * common.num_ranks() + common.rank(), expert, count, qp);
     }
 }
 
@@ -259,51 +280,74 @@ struct ExpertSlots {
 };
 
 // Warp. One row from its slot to the caller's tensors.
-EP_DEVICE void receive_row(const DispatchArgs& args, const DispatchMessage& message, const ExpertSlots& slots, int local_expert, int source, int position, int row) {
+EP_DEVICE void receive_row(const DispatchArgs& args,
+                           const DispatchMessage& message,
+                           const ExpertSlots& slots,
+                           int local_expert,
+                           int source,
+                           int position,
+                           int row) {
     const LowLatencyMap& map = args.common.map;
     const size_t rows = map.rows_per_expert();
     const size_t index = local_expert * rows + row;
-    const std::byte* slot = slots.rows + (static_cast<size_t>(source) * map.num_max_tokens + position) * message.bytes();
+    const std::byte* slot =
+        slots.rows +
+        (static_cast<size_t>(source) * map.num_max_tokens + position) * message.bytes();
     copy_warp(args.recv_x + index * message.data_bytes(), slot, message.data_bytes());
     const int num_items = message.num_scale_items();
     const auto* scales = reinterpret_cast<const uint32_t*>(slot + message.scales_offset());
     const size_t first_item = static_cast<size_t>(local_expert) * num_items;
-    warp_for(num_items, [&](int i) { args.recv_scales[(first_item + i) * rows + row] = scales[i]; });
+    warp_for(num_items,
+             [&](int i) { args.recv_scales[(first_item + i) * rows + row] = scales[i]; });
     if (!elect_one()) return;
     const auto* list = reinterpret_cast<const uint32_t*>(slots.lists + source * map.list_bytes());
     const RowSource origin = RowSource::unpack(list[position]);
     args.src_info[index] = static_cast<int32_t>(origin.token);
-    args.src_info[static_cast<size_t>(map.num_local_experts()) * rows + index] = static_cast<int32_t>(origin.slot);
+    args.src_info[static_cast<size_t>(map.num_local_experts()) * rows + index] =
+        static_cast<int32_t>(origin.slot);
 }
 
 // Block. One expert, or one of `num_parts` interleaved parts of its rows.
-EP_DEVICE void receive_expert(const DispatchArgs& args, const OpenOperation& open, const DispatchMessage& message, const DispatchShared& shared, int local_expert, int part, int num_parts) {
+EP_DEVICE void receive_expert(const DispatchArgs& args,
+                              const OpenOperation& open,
+                              const DispatchMessage& message,
+                              const DispatchShared& shared,
+                              int local_expert,
+                              int part,
+                              int num_parts) {
     const OperationArgs& common = args.common;
     const int num_ranks = common.num_ranks();
     const int first_word = local_expert * num_ranks;
     block_sync();  // the offsets of the previous expert are no longer read
-    if (warp_id() == 0) prefix_counts(common.workspace->counts + first_word, num_ranks, shared.offsets);
+    if (warp_id() == 0)
+        prefix_counts(common.workspace->counts + first_word, num_ranks, shared.offsets);
     block_sync();
     const int num_rows = shared.offsets[num_ranks];
     if (part == 0) {
         for (int source = thread_index(); source < num_ranks; source += num_threads()) {
             const int64_t begin = shared.offsets[source];
-            args.layout_range[first_word + source] = begin << 32 | (shared.offsets[source + 1] - begin);
+            args.layout_range[first_word + source] =
+                begin << 32 | (shared.offsets[source + 1] - begin);
         }
         if (thread_index() == 0) {
             args.recv_count[local_expert] = num_rows;
             if (args.expert_stats != nullptr) args.expert_stats[local_expert] += num_rows;
         }
     }
-    const ExpertSlots slots{common.transport.local(common.map.dispatched_row(open.half, local_expert, 0, 0, message.bytes())),
-                            common.transport.local(common.map.received_list(open.half, local_expert, 0))};
+    const ExpertSlots slots{
+        common.transport.local(
+            common.map.dispatched_row(open.half, local_expert, 0, 0, message.bytes())),
+        common.transport.local(common.map.received_list(open.half, local_expert, 0))};
     for (int row = part * num_warps() + warp_id(); row < num_rows; row += num_parts * num_warps()) {
         const int source = source_of_row(shared.offsets, num_ranks, row);
         receive_row(args, message, slots, local_expert, source, row - shared.offsets[source], row);
     }
 }
 
-EP_DEVICE void receive_experts(const DispatchArgs& args, const OpenOperation& open, const DispatchMessage& message, const DispatchShared& shared) {
+EP_DEVICE void receive_experts(const DispatchArgs& args,
+                               const OpenOperation& open,
+                               const DispatchMessage& message,
+                               const DispatchShared& shared) {
     const OperationArgs& common = args.common;
     const int num_ranks = common.num_ranks();
     const int num_local_experts = common.map.num_local_experts();
@@ -314,7 +358,9 @@ EP_DEVICE void receive_experts(const DispatchArgs& args, const OpenOperation& op
     const int num_teams = num_parts == 1 ? num_blocks() : num_local_experts;
     const int num_mine = (num_local_experts - first + num_teams - 1) / num_teams;
     // All counts before any copy: an arrival must not look late because this rank was copying.
-    const auto index_of = [&](int i) { return (first + i / num_ranks * num_teams) * num_ranks + i % num_ranks; };
+    const auto index_of = [&](int i) {
+        return (first + i / num_ranks * num_teams) * num_ranks + i % num_ranks;
+    };
     const auto source_of = [&](int index) { return index % num_ranks; };
     if (!wait_for_counts(common, open, num_mine * num_ranks, index_of, source_of)) return;
     for (int i = 0; i < num_mine; ++i) {
@@ -333,8 +379,10 @@ EP_KERNEL void low_latency_dispatch(const EP_GRID_CONSTANT DispatchArgs args) {
         announce_experts(args, open);
         if (!(common.phases & kPhaseReceive)) return;
     }
-    if (wait_for_headers(common, open)) receive_experts(args, open, DispatchMessage{common.map.hidden, P}, shared);
-    close_operation(common, open, shared.is_last, [](int source) { return source; }, common.num_ranks());
+    if (wait_for_headers(common, open))
+        receive_experts(args, open, DispatchMessage{common.map.hidden, P}, shared);
+    close_operation(
+        common, open, shared.is_last, [](int source) { return source; }, common.num_ranks());
 }
 
 }  // namespace ep

@@ -17,9 +17,17 @@ constexpr int kMaxExperts = 4096;
 constexpr int kMaxTopk = 32;
 constexpr int kNumHalves = 2;  // operations alternate, see LowLatencyMap
 
-EP_HOST_DEVICE size_t round_up(size_t value, size_t multiple) { return (value + multiple - 1) / multiple * multiple; }
+EP_HOST_DEVICE size_t round_up(size_t value, size_t multiple) {
+    return (value + multiple - 1) / multiple * multiple;
+}
 
-enum class Operation : uint32_t { kNone = 0, kDispatch = 1, kCombine = 2, kBarrier = 3, kClockOffset = 4 };
+enum class Operation : uint32_t {
+    kNone = 0,
+    kDispatch = 1,
+    kCombine = 2,
+    kBarrier = 3,
+    kClockOffset = 4
+};
 
 // Tells of one low-latency operation of one source, sent to every rank before any payload. `op` is
 // the signal; the other words are readable once it shows the operation's number.
@@ -41,11 +49,15 @@ struct OpShape {
 
     EP_HOST_DEVICE uint64_t word(int i) const {
         return i == 0 ? static_cast<uint64_t>(num_max_tokens) << 32 | hidden
-                      : static_cast<uint64_t>(num_experts) << 32 | static_cast<uint32_t>(message_format) << 16 | operation;
+                      : static_cast<uint64_t>(num_experts) << 32 |
+                            static_cast<uint32_t>(message_format) << 16 | operation;
     }
     EP_HOST_DEVICE static OpShape from_words(uint64_t first, uint64_t second) {
-        return {static_cast<uint32_t>(first >> 32), static_cast<uint32_t>(first), static_cast<uint32_t>(second >> 32),
-                static_cast<uint16_t>(second >> 16), static_cast<uint16_t>(second)};
+        return {static_cast<uint32_t>(first >> 32),
+                static_cast<uint32_t>(first),
+                static_cast<uint32_t>(second >> 32),
+                static_cast<uint16_t>(second >> 16),
+                static_cast<uint16_t>(second)};
     }
 };
 
@@ -60,9 +72,13 @@ struct CountWord {
         return static_cast<uint64_t>(tag) << 48 | static_cast<uint64_t>(count) << 32 | issued_lo;
     }
     EP_HOST_DEVICE static CountWord unpack(uint64_t word) {
-        return {static_cast<uint32_t>(word >> 48), static_cast<uint32_t>(word >> 32 & 0xFFFFu), static_cast<uint32_t>(word)};
+        return {static_cast<uint32_t>(word >> 48),
+                static_cast<uint32_t>(word >> 32 & 0xFFFFu),
+                static_cast<uint32_t>(word)};
     }
-    EP_HOST_DEVICE static uint32_t tag_of(uint64_t op) { return static_cast<uint32_t>(op % 0xFFFFu) + 1; }
+    EP_HOST_DEVICE static uint32_t tag_of(uint64_t op) {
+        return static_cast<uint32_t>(op % 0xFFFFu) + 1;
+    }
     // The full stamp, given one not more than 2^32 ns (4.29 s) before it.
     EP_HOST_DEVICE uint64_t issued_ns(uint64_t not_before) const {
         return not_before + static_cast<uint32_t>(issued_lo - static_cast<uint32_t>(not_before));
@@ -85,16 +101,24 @@ enum class Series : int { kOperations, kBarriers, kClockRounds, kEnd };
 struct ControlMap {
     int num_ranks;
 
-    EP_HOST_DEVICE size_t header(int half, int source) const { return (static_cast<size_t>(half) * num_ranks + source) * sizeof(OpHeader); }
-    EP_HOST_DEVICE size_t ping(int partner) const { return header(kNumHalves, 0) + partner * sizeof(PingSlot); }
-    EP_HOST_DEVICE size_t barrier(int source) const { return ping(num_ranks) + source * sizeof(uint64_t); }
+    EP_HOST_DEVICE size_t header(int half, int source) const {
+        return (static_cast<size_t>(half) * num_ranks + source) * sizeof(OpHeader);
+    }
+    EP_HOST_DEVICE size_t ping(int partner) const {
+        return header(kNumHalves, 0) + partner * sizeof(PingSlot);
+    }
+    EP_HOST_DEVICE size_t barrier(int source) const {
+        return ping(num_ranks) + source * sizeof(uint64_t);
+    }
     // Number of the newest operation (or barrier, or clock round) the source gave up waiting in.
     EP_HOST_DEVICE size_t given_up(Series series, int source) const {
-        return barrier(num_ranks) + (static_cast<size_t>(series) * num_ranks + source) * sizeof(uint64_t);
+        return barrier(num_ranks) +
+               (static_cast<size_t>(series) * num_ranks + source) * sizeof(uint64_t);
     }
     // index: dispatch: local expert * num_ranks + source; combine: the source's expert, globally.
     EP_HOST_DEVICE size_t count(int half, int index) const {
-        return round_up(given_up(Series::kEnd, 0), 64) + (static_cast<size_t>(half) * kMaxExperts + index) * sizeof(uint64_t);
+        return round_up(given_up(Series::kEnd, 0), 64) +
+               (static_cast<size_t>(half) * kMaxExperts + index) * sizeof(uint64_t);
     }
     EP_HOST_DEVICE size_t bytes() const { return round_up(count(kNumHalves, 0), 4096); }
 };
@@ -127,11 +151,17 @@ struct DispatchMessage {
 
     EP_HOST_DEVICE int num_groups() const { return hidden / kChannelsPerScale; }
     EP_HOST_DEVICE int num_scale_items() const {
-        return payload == Payload::kBf16 ? 0 : payload == Payload::kFp8Ue8m0 ? (num_groups() + 3) / 4 : num_groups();
+        return payload == Payload::kBf16       ? 0
+               : payload == Payload::kFp8Ue8m0 ? (num_groups() + 3) / 4
+                                               : num_groups();
     }
-    EP_HOST_DEVICE size_t data_bytes() const { return static_cast<size_t>(hidden) * (payload == Payload::kBf16 ? 2 : 1); }
+    EP_HOST_DEVICE size_t data_bytes() const {
+        return static_cast<size_t>(hidden) * (payload == Payload::kBf16 ? 2 : 1);
+    }
     EP_HOST_DEVICE size_t scales_offset() const { return data_bytes(); }
-    EP_HOST_DEVICE size_t bytes() const { return round_up(scales_offset() + num_scale_items() * sizeof(uint32_t), sizeof(Vector)); }
+    EP_HOST_DEVICE size_t bytes() const {
+        return round_up(scales_offset() + num_scale_items() * sizeof(uint32_t), sizeof(Vector));
+    }
 };
 
 // A row on its way back: header, then bf16 data or the logarithmic format, group by group.
@@ -145,10 +175,13 @@ struct CombineMessage {
 
     EP_HOST_DEVICE size_t data_offset() const { return sizeof(CombineHeader); }
     EP_HOST_DEVICE size_t data_bytes() const { return static_cast<size_t>(hidden) * 2; }
-    EP_HOST_DEVICE size_t log_bytes() const { return static_cast<size_t>(hidden / kLogGroup) * kLogGroupBytes; }
+    EP_HOST_DEVICE size_t log_bytes() const {
+        return static_cast<size_t>(hidden / kLogGroup) * kLogGroupBytes;
+    }
     EP_HOST_DEVICE size_t bytes() const { return data_offset() + data_bytes(); }
 };
-static_assert(CombineMessage::kLogHighOffset + kLogGroup / 4 == CombineMessage::kLogGroupBytes, "a group is packed");
+static_assert(CombineMessage::kLogHighOffset + kLogGroup / 4 == CombineMessage::kLogGroupBytes,
+              "a group is packed");
 
 // The low-latency use of the buffer. Operations alternate between two halves by their number: when
 // this rank sends operation n + 2 it has received operation n + 1 from everyone, so everyone has
@@ -165,35 +198,53 @@ struct LowLatencyMap {
     size_t begin;  // of the user's buffer
 
     EP_HOST_DEVICE int num_local_experts() const { return num_experts / num_ranks; }
-    EP_HOST_DEVICE size_t max_dispatch_bytes() const { return DispatchMessage{hidden, Payload::kBf16}.bytes(); }
+    EP_HOST_DEVICE size_t max_dispatch_bytes() const {
+        return DispatchMessage{hidden, Payload::kBf16}.bytes();
+    }
     EP_HOST_DEVICE size_t combine_bytes() const { return CombineMessage{hidden}.bytes(); }
-    EP_HOST_DEVICE size_t rows_per_expert() const { return static_cast<size_t>(num_ranks) * num_max_tokens; }
+    EP_HOST_DEVICE size_t rows_per_expert() const {
+        return static_cast<size_t>(num_ranks) * num_max_tokens;
+    }
     // RowSource words of one (source, expert) pair.
-    EP_HOST_DEVICE size_t list_bytes() const { return round_up(num_max_tokens * sizeof(uint32_t), sizeof(Vector)); }
+    EP_HOST_DEVICE size_t list_bytes() const {
+        return round_up(num_max_tokens * sizeof(uint32_t), sizeof(Vector));
+    }
 
     EP_HOST_DEVICE size_t dispatch_staging(int half, int token) const {
         return begin + (static_cast<size_t>(half) * num_max_tokens + token) * max_dispatch_bytes();
     }
     EP_HOST_DEVICE size_t list_staging(int half, int expert) const {
-        return dispatch_staging(kNumHalves, 0) + (static_cast<size_t>(half) * num_experts + expert) * list_bytes();
+        return dispatch_staging(kNumHalves, 0) +
+               (static_cast<size_t>(half) * num_experts + expert) * list_bytes();
     }
     EP_HOST_DEVICE size_t combine_staging(int half, int local_expert, size_t row) const {
         return list_staging(kNumHalves, 0) +
-               ((static_cast<size_t>(half) * num_local_experts() + local_expert) * rows_per_expert() + row) * combine_bytes();
+               ((static_cast<size_t>(half) * num_local_experts() + local_expert) *
+                    rows_per_expert() +
+                row) *
+                   combine_bytes();
     }
     EP_HOST_DEVICE size_t received_list(int half, int local_expert, int source) const {
         return combine_staging(kNumHalves, 0, 0) +
-               (static_cast<size_t>(half) * num_experts + static_cast<size_t>(local_expert) * num_ranks + source) * list_bytes();
+               (static_cast<size_t>(half) * num_experts +
+                static_cast<size_t>(local_expert) * num_ranks + source) *
+                   list_bytes();
     }
-    EP_HOST_DEVICE size_t receive(int half) const { return received_list(kNumHalves, 0, 0) + half * receive_bytes(); }
+    EP_HOST_DEVICE size_t receive(int half) const {
+        return received_list(kNumHalves, 0, 0) + half * receive_bytes();
+    }
     EP_HOST_DEVICE size_t receive_bytes() const {
-        const size_t dispatched = static_cast<size_t>(num_experts) * num_max_tokens * max_dispatch_bytes();
+        const size_t dispatched =
+            static_cast<size_t>(num_experts) * num_max_tokens * max_dispatch_bytes();
         const size_t combined = static_cast<size_t>(num_max_tokens) * kMaxTopk * combine_bytes();
         return dispatched > combined ? dispatched : combined;
     }
-    EP_HOST_DEVICE size_t dispatched_row(int half, int local_expert, int source, int position, size_t message_bytes) const {
+    EP_HOST_DEVICE size_t dispatched_row(
+        int half, int local_expert, int source, int position, size_t message_bytes) const {
         return receive(half) +
-               ((static_cast<size_t>(local_expert) * num_ranks + source) * num_max_tokens + position) * message_bytes;
+               ((static_cast<size_t>(local_expert) * num_ranks + source) * num_max_tokens +
+                position) *
+                   message_bytes;
     }
     EP_HOST_DEVICE size_t combined_row(int half, int token, int slot) const {
         return receive(half) + (static_cast<size_t>(token) * kMaxTopk + slot) * combine_bytes();

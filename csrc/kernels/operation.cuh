@@ -16,7 +16,13 @@
 
 namespace ep {
 
-enum class FailureKind : uint32_t { kNone = 0, kTimeout = 1, kMismatch = 2, kAbandoned = 3, kIndex = 4 };
+enum class FailureKind : uint32_t {
+    kNone = 0,
+    kTimeout = 1,
+    kMismatch = 2,
+    kAbandoned = 3,
+    kIndex = 4
+};
 
 // Left in host-visible memory by a kernel that gives up.
 struct FailureRecord {
@@ -96,20 +102,25 @@ EP_DEVICE void send_headers(const OperationArgs& args, const OpenOperation& open
         const size_t header = args.control.header(open.half, args.rank());
         transport.put_word(dst, header + offsetof(OpHeader, entered_ns), entered_ns, 0);
         transport.put_word(dst, header + offsetof(OpHeader, shape), args.shape.word(0), 0);
-        transport.put_word(dst, header + offsetof(OpHeader, shape) + sizeof(uint64_t), args.shape.word(1), 0);
+        transport.put_word(
+            dst, header + offsetof(OpHeader, shape) + sizeof(uint64_t), args.shape.word(1), 0);
         transport.fence(dst, 0);
         transport.signal(dst, header + offsetof(OpHeader, op), open.op, 0);
     }
 }
 
 // One thread. The first kind recorded in an operation stays.
-EP_DEVICE void leave_record(const OperationArgs& args, const OpenOperation& open, FailureKind kind, int source) {
+EP_DEVICE void leave_record(const OperationArgs& args,
+                            const OpenOperation& open,
+                            FailureKind kind,
+                            int source) {
     FailureRecord* record = args.failure;
     record->operation = static_cast<Operation>(args.shape.operation);
     record->op = open.op;
     record->waited_ns = args.timeout_ns;
     for (int i = 0; i < 2; ++i) {
-        const size_t seen = args.control.header(open.half, source) + offsetof(OpHeader, shape) + i * sizeof(uint64_t);
+        const size_t seen = args.control.header(open.half, source) + offsetof(OpHeader, shape) +
+                            i * sizeof(uint64_t);
         record->seen_shape[i] = *reinterpret_cast<const uint64_t*>(args.transport.local(seen));
         record->expected_shape[i] = args.shape.word(i);
     }
@@ -118,8 +129,12 @@ EP_DEVICE void leave_record(const OperationArgs& args, const OpenOperation& open
 }
 
 // One thread. Ends the operation on this rank.
-EP_DEVICE void record_failure(const OperationArgs& args, const OpenOperation& open, FailureKind kind, int source) {
-    const auto first = compare_exchange_relaxed<Scope::kDevice>(&args.workspace->failed, 0u, static_cast<uint32_t>(kind));
+EP_DEVICE void record_failure(const OperationArgs& args,
+                              const OpenOperation& open,
+                              FailureKind kind,
+                              int source) {
+    const auto first = compare_exchange_relaxed<Scope::kDevice>(
+        &args.workspace->failed, 0u, static_cast<uint32_t>(kind));
     if (first == 0) {
         leave_record(args, open, kind, source);
     } else if (first == static_cast<uint32_t>(kind)) {
@@ -139,12 +154,14 @@ EP_DEVICE uint64_t newest_given_up(const OperationArgs& args, Series series) {
 
 EP_DEVICE void tell_given_up(const OperationArgs& args, Series series, uint64_t number) {
     for (int dst = 0; dst < args.num_ranks(); ++dst) {
-        if (dst != args.rank()) args.transport.signal(dst, args.control.given_up(series, args.rank()), number, 0);
+        if (dst != args.rank())
+            args.transport.signal(dst, args.control.given_up(series, args.rank()), number, 0);
     }
 }
 
 EP_DEVICE uint64_t header_word(const OperationArgs& args, int half, int source, size_t field) {
-    return *reinterpret_cast<const uint64_t*>(args.transport.local(args.control.header(half, source) + field));
+    return *reinterpret_cast<const uint64_t*>(
+        args.transport.local(args.control.header(half, source) + field));
 }
 
 // One thread. Pairs with the signal in send_headers().
@@ -160,8 +177,11 @@ EP_DEVICE void wait_for_header(const OperationArgs& args, const OpenOperation& o
     if (!arrived) {
         record_failure(args, open, FailureKind::kTimeout, source);
     } else if (seen == open.op &&
-               (header_word(args, open.half, source, offsetof(OpHeader, shape)) != args.shape.word(0) ||
-                header_word(args, open.half, source, offsetof(OpHeader, shape) + sizeof(uint64_t)) != args.shape.word(1))) {
+               (header_word(args, open.half, source, offsetof(OpHeader, shape)) !=
+                    args.shape.word(0) ||
+                header_word(
+                    args, open.half, source, offsetof(OpHeader, shape) + sizeof(uint64_t)) !=
+                    args.shape.word(1))) {
         record_failure(args, open, FailureKind::kMismatch, source);
     }
 }
@@ -183,7 +203,8 @@ EP_DEVICE bool wait_for_headers(const OperationArgs& args, const OpenOperation& 
     if (block_any(load_relaxed<Scope::kDevice>(&args.workspace->failed) != 0)) return false;
     // Only now: who gave up may have done so because another rank disagrees, and that one is to be named.
     for (int source = thread_index(); source < args.num_ranks(); source += num_threads()) {
-        if (has_given_up(args, open, source)) record_failure(args, open, FailureKind::kAbandoned, source);
+        if (has_given_up(args, open, source))
+            record_failure(args, open, FailureKind::kAbandoned, source);
     }
     return !block_any(load_relaxed<Scope::kDevice>(&args.workspace->failed) != 0);
 }
@@ -223,7 +244,10 @@ EP_DEVICE bool wait_for_counts(const OperationArgs& args,
         if (spin_until(look, open.deadline)) continue;
         for (int j = 0; j < kWordsPerPoll; ++j) {
             if (missing >> j & 1) {
-                record_failure(args, open, FailureKind::kTimeout, source_of(index_of(base + j * num_threads())));
+                record_failure(args,
+                               open,
+                               FailureKind::kTimeout,
+                               source_of(index_of(base + j * num_threads())));
             }
         }
     }
@@ -231,25 +255,43 @@ EP_DEVICE bool wait_for_counts(const OperationArgs& args,
 }
 
 // One thread. All rows of (this rank, expert) to dst have been put on `qp` and counted in `issued`.
-EP_DEVICE void announce_rows(const OperationArgs& args, const OpenOperation& open, int dst, int word_index, int counter_index, int count, int qp) {
+EP_DEVICE void announce_rows(const OperationArgs& args,
+                             const OpenOperation& open,
+                             int dst,
+                             int word_index,
+                             int counter_index,
+                             int count,
+                             int qp) {
     args.transport.fence(dst, qp);
     const uint64_t issued_ns = now_ns();
-    const CountWord word{CountWord::tag_of(open.op), static_cast<uint32_t>(count), static_cast<uint32_t>(issued_ns)};
+    const CountWord word{
+        CountWord::tag_of(open.op), static_cast<uint32_t>(count), static_cast<uint32_t>(issued_ns)};
     args.transport.signal(dst, args.control.count(open.half, word_index), word.pack(), qp);
     args.workspace->issued_ns[counter_index] = issued_ns;
-    args.workspace->issued[counter_index] = 0;  // for the next operation; nobody else looks until then
+    args.workspace->issued[counter_index] =
+        0;  // for the next operation; nobody else looks until then
 }
 
 // One thread. Until every block's puts that `issued[counter_index]` counts have happened.
-EP_DEVICE bool wait_until_issued(const OperationArgs& args, const OpenOperation& open, int counter_index, int count) {
+EP_DEVICE bool wait_until_issued(const OperationArgs& args,
+                                 const OpenOperation& open,
+                                 int counter_index,
+                                 int count) {
     const uint32_t* issued = &args.workspace->issued[counter_index];
-    return spin_until([&] { return load_acquire<Scope::kDevice>(issued) == static_cast<uint32_t>(count); }, open.deadline);
+    return spin_until(
+        [&] { return load_acquire<Scope::kDevice>(issued) == static_cast<uint32_t>(count); },
+        open.deadline);
 }
 
 // One thread, once per source: what one operation adds to the counters of this source.
-EP_DEVICE void count_source(const OperationArgs& args, const OpenOperation& open, int source, int first_word, int word_stride) {
+EP_DEVICE void count_source(const OperationArgs& args,
+                            const OpenOperation& open,
+                            int source,
+                            int first_word,
+                            int word_stride) {
     const Workspace& workspace = *args.workspace;
-    const uint64_t entered_remote = header_word(args, open.half, source, offsetof(OpHeader, entered_ns));
+    const uint64_t entered_remote =
+        header_word(args, open.half, source, offsetof(OpHeader, entered_ns));
     uint64_t issued_remote = entered_remote;
     int64_t arrival = 0;
     int64_t tokens = 0;
@@ -258,18 +300,24 @@ EP_DEVICE void count_source(const OperationArgs& args, const OpenOperation& open
         const CountWord word{0, 0, workspace.issued_lo[index]};
         const uint64_t issued = word.issued_ns(entered_remote);
         issued_remote = issued > issued_remote ? issued : issued_remote;
-        arrival = static_cast<int64_t>(workspace.arrival_ns[index]) > arrival ? static_cast<int64_t>(workspace.arrival_ns[index]) : arrival;
+        arrival = static_cast<int64_t>(workspace.arrival_ns[index]) > arrival
+                      ? static_cast<int64_t>(workspace.arrival_ns[index])
+                      : arrival;
         tokens += workspace.counts[index];
     }
     const int64_t offset = workspace.clock_offset_ns[source];
-    const SourceTiming timing{static_cast<int64_t>(workspace.wait_begin_ns), static_cast<int64_t>(entered_remote) - offset,
-                              static_cast<int64_t>(issued_remote) - offset, arrival};
+    const SourceTiming timing{static_cast<int64_t>(workspace.wait_begin_ns),
+                              static_cast<int64_t>(entered_remote) - offset,
+                              static_cast<int64_t>(issued_remote) - offset,
+                              arrival};
     args.workspace->source_arrival_ns[source] = arrival;
     const int64_t wait = timing.wait();
     if (args.wait_stats != nullptr) args.wait_stats[source] += wait;
     if (!args.counters.on()) return;
 
-    const auto total = [&](SourceCounter counter) -> int64_t& { return args.counters.totals[counter * args.num_ranks() + source]; };
+    const auto total = [&](SourceCounter counter) -> int64_t& {
+        return args.counters.totals[counter * args.num_ranks() + source];
+    };
     total(kSource_ops) += 1;
     total(kSource_tokens) += tokens;
     total(kSource_bytes) += tokens * static_cast<int64_t>(args.row_bytes);
@@ -280,7 +328,9 @@ EP_DEVICE void count_source(const OperationArgs& args, const OpenOperation& open
     total(kSource_slack_ns) += timing.slack();
     if (wait > total(kSource_max_wait_ns)) total(kSource_max_wait_ns) = wait;
     if (args.counters.ring_capacity == 0) return;
-    int64_t* entry = args.counters.ring + (open.op % args.counters.ring_capacity * (args.num_ranks() + 1) + source) * kNumRingFields;
+    int64_t* entry =
+        args.counters.ring +
+        (open.op % args.counters.ring_capacity * (args.num_ranks() + 1) + source) * kNumRingFields;
     entry[kRingEntered] = timing.entered;
     entry[kRingIssued] = timing.issued;
     entry[kRingArrival] = timing.arrival;
@@ -313,12 +363,15 @@ EP_DEVICE void count_operation(const OperationArgs& args, const OpenOperation& o
     const auto exit = static_cast<int64_t>(now_ns());
     const auto previous_exit = static_cast<int64_t>(workspace.previous_exit_ns);
     counters.own[kOwn_ops] += 1;
-    if (previous_exit != 0) counters.own[kOwn_gap_ns] += static_cast<int64_t>(workspace.entered_ns) - previous_exit;
+    if (previous_exit != 0)
+        counters.own[kOwn_gap_ns] += static_cast<int64_t>(workspace.entered_ns) - previous_exit;
     counters.own[kOwn_send_ns] += static_cast<int64_t>(issued_ns - workspace.entered_ns);
     counters.own[kOwn_wait_ns] += last_arrival > wait_begin ? last_arrival - wait_begin : 0;
     counters.own[kOwn_drain_ns] += exit - (last_arrival > wait_begin ? last_arrival : wait_begin);
     if (counters.ring_capacity == 0) return;
-    int64_t* entry = counters.ring + (open.op % counters.ring_capacity * (args.num_ranks() + 1) + args.num_ranks()) * kNumRingFields;
+    int64_t* entry = counters.ring + (open.op % counters.ring_capacity * (args.num_ranks() + 1) +
+                                      args.num_ranks()) *
+                                         kNumRingFields;
     entry[kRingOp] = static_cast<int64_t>(open.op);
     entry[kRingWaitBegin] = wait_begin;
     entry[kRingExit] = exit;
@@ -328,11 +381,16 @@ EP_DEVICE void count_operation(const OperationArgs& args, const OpenOperation& o
 // Block, at the end of the receive phase. CountWords of a source are at first_word(source) and then
 // every word_stride. `is_last` is one int of shared memory.
 template <class FirstWord>
-EP_DEVICE void close_operation(const OperationArgs& args, const OpenOperation& open, int* is_last, FirstWord first_word, int word_stride) {
+EP_DEVICE void close_operation(const OperationArgs& args,
+                               const OpenOperation& open,
+                               int* is_last,
+                               FirstWord first_word,
+                               int word_stride) {
     Workspace* workspace = args.workspace;
     block_sync();
     if (thread_index() == 0) {
-        *is_last = add_acq_rel<Scope::kDevice>(&workspace->blocks_done, 1u) + 1 == static_cast<uint32_t>(num_blocks());
+        *is_last = add_acq_rel<Scope::kDevice>(&workspace->blocks_done, 1u) + 1 ==
+                   static_cast<uint32_t>(num_blocks());
     }
     block_sync();
     if (!*is_last) return;

@@ -17,14 +17,16 @@ std::unique_ptr<HostPool::Block> HostPool::take(size_t bytes) {
     {
         const std::scoped_lock lock(mutex_);
         // Only an exact fit: calls repeat their sizes, and a loose fit would hoard memory.
-        const auto fit = std::find_if(idle_.rbegin(), idle_.rend(), [&](const Idle& idle) { return idle.bytes == bytes; });
+        const auto fit = std::find_if(
+            idle_.rbegin(), idle_.rend(), [&](const Idle& idle) { return idle.bytes == bytes; });
         if (fit != idle_.rend()) {
             void* memory = fit->memory;
             idle_.erase(std::next(fit).base());
             return std::make_unique<Block>(shared_from_this(), memory, bytes);
         }
     }
-    void* memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    void* memory = mmap(
+        nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (memory == MAP_FAILED) throw std::bad_alloc();
     return std::make_unique<Block>(shared_from_this(), memory, bytes);
 }

@@ -12,10 +12,10 @@
 namespace ep {
 
 class HostPool : public std::enable_shared_from_this<HostPool> {
-public:
+  public:
     // Memory on loan: goes back to the pool when destroyed, also after the pool's owner is gone.
     class Block {
-    public:
+      public:
         Block(std::shared_ptr<HostPool> pool, void* memory, size_t bytes)
             : pool_(std::move(pool)), memory_(memory), bytes_(bytes) {}
         ~Block() { pool_->give_back(memory_, bytes_); }
@@ -25,7 +25,7 @@ public:
         void* memory() const { return memory_; }
         size_t bytes() const { return bytes_; }
 
-    private:
+      private:
         std::shared_ptr<HostPool> pool_;
         void* memory_;
         size_t bytes_;
@@ -35,7 +35,7 @@ public:
     // Uninitialised, page aligned.
     std::unique_ptr<Block> take(size_t bytes);
 
-private:
+  private:
     struct Idle {
         void* memory;
         size_t bytes;

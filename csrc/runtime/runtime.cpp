@@ -10,9 +10,11 @@
 namespace ep {
 
 Runtime::Runtime(const RuntimeOptions& options) : options_(options), control_{options.num_ranks} {
-    if (options.num_ranks < 1 || options.num_ranks > kMaxExperts || options.rank < 0 || options.rank >= options.num_ranks) {
-        throw std::runtime_error("rank " + std::to_string(options.rank) + " of " + std::to_string(options.num_ranks) +
-                                 ": groups have 1 to " + std::to_string(kMaxExperts) + " ranks");
+    if (options.num_ranks < 1 || options.num_ranks > kMaxExperts || options.rank < 0 ||
+        options.rank >= options.num_ranks) {
+        throw std::runtime_error("rank " + std::to_string(options.rank) + " of " +
+                                 std::to_string(options.num_ranks) + ": groups have 1 to " +
+                                 std::to_string(kMaxExperts) + " ranks");
     }
     device_ = std::make_unique<Device>(options.device_index, options.clock);
     SymmetricMemoryOptions memory;
@@ -25,9 +27,14 @@ Runtime::Runtime(const RuntimeOptions& options) : options_(options), control_{op
     memory_ = std::make_unique<SymmetricMemory>(*device_, memory);
     workspace_ = static_cast<Workspace*>(device_->allocate(sizeof(Workspace)));
     failure_ = static_cast<FailureRecord*>(device_->allocate_host_visible(sizeof(FailureRecord)));
-    device_->prepare(&ep::low_latency_dispatch<Payload::kBf16>, &ep::low_latency_dispatch<Payload::kFp8>,
-                     &ep::low_latency_dispatch<Payload::kFp8PowerOfTwo>, &ep::low_latency_dispatch<Payload::kFp8Ue8m0>,
-                     &ep::low_latency_combine<false>, &ep::low_latency_combine<true>, &ep::barrier, &ep::clock_offset,
+    device_->prepare(&ep::low_latency_dispatch<Payload::kBf16>,
+                     &ep::low_latency_dispatch<Payload::kFp8>,
+                     &ep::low_latency_dispatch<Payload::kFp8PowerOfTwo>,
+                     &ep::low_latency_dispatch<Payload::kFp8Ue8m0>,
+                     &ep::low_latency_combine<false>,
+                     &ep::low_latency_combine<true>,
+                     &ep::barrier,
+                     &ep::clock_offset,
                      &ep::dispatch_layout);
 }
 
@@ -50,7 +57,8 @@ void Runtime::release_handle() { memory_->release_handle(); }
 
 void Runtime::check_connected(const char* call) const {
     if (!memory_ || !memory_->connected()) {
-        throw std::runtime_error(std::string(call) + ": the buffer is closed or was never connected");
+        throw std::runtime_error(std::string(call) +
+                                 ": the buffer is closed or was never connected");
     }
 }
 
@@ -67,40 +75,59 @@ uint64_t Runtime::operation() {
 }
 
 LowLatencyMap Runtime::map(const LowLatencySize& size) const {
-    return {options_.num_ranks, size.num_experts, size.num_max_dispatch_tokens_per_rank, size.hidden,
+    return {options_.num_ranks,
+            size.num_experts,
+            size.num_max_dispatch_tokens_per_rank,
+            size.hidden,
             control_.bytes() + round_up(options_.num_nvl_bytes, 128)};
 }
 
 size_t Runtime::low_latency_bytes(const LowLatencySize& size, int num_ranks) {
-    return LowLatencyMap{num_ranks, size.num_experts, size.num_max_dispatch_tokens_per_rank, size.hidden, 0}.bytes();
+    return LowLatencyMap{
+        num_ranks, size.num_experts, size.num_max_dispatch_tokens_per_rank, size.hidden, 0}
+        .bytes();
 }
 
 // Python checks arguments in the reader's words; these are the last line before memory is written.
 void Runtime::check_size(const LowLatencySize& size, const char* call) const {
     check_connected(call);
-    const auto refuse = [&](const std::string& reason) { throw std::runtime_error(std::string(call) + ": " + reason); };
-    if (size.hidden <= 0 || size.hidden % kChannelsPerScale != 0) refuse("hidden must be a multiple of 128");
-    if (size.num_experts <= 0 || size.num_experts > kMaxExperts || size.num_experts % options_.num_ranks != 0) {
-        refuse("num_experts must be a multiple of the number of ranks, at most " + std::to_string(kMaxExperts));
+    const auto refuse = [&](const std::string& reason) {
+        throw std::runtime_error(std::string(call) + ": " + reason);
+    };
+    if (size.hidden <= 0 || size.hidden % kChannelsPerScale != 0)
+        refuse("hidden must be a multiple of 128");
+    if (size.num_experts <= 0 || size.num_experts > kMaxExperts ||
+        size.num_experts % options_.num_ranks != 0) {
+        refuse("num_experts must be a multiple of the number of ranks, at most " +
+               std::to_string(kMaxExperts));
     }
-    if (size.num_max_dispatch_tokens_per_rank <= 0 || size.num_max_dispatch_tokens_per_rank >= kMaxTokens) {
-        refuse("num_max_dispatch_tokens_per_rank must be between 1 and " + std::to_string(kMaxTokens - 1));
+    if (size.num_max_dispatch_tokens_per_rank <= 0 ||
+        size.num_max_dispatch_tokens_per_rank >= kMaxTokens) {
+        refuse("num_max_dispatch_tokens_per_rank must be between 1 and " +
+               std::to_string(kMaxTokens - 1));
     }
     const size_t needed = map(size).bytes();
     if (needed > options_.num_rdma_bytes) {
-        refuse("needs " + std::to_string(needed) + " bytes of buffer, has " + std::to_string(options_.num_rdma_bytes));
+        refuse("needs " + std::to_string(needed) + " bytes of buffer, has " +
+               std::to_string(options_.num_rdma_bytes));
     }
 }
 
-OperationArgs Runtime::operation_args(const LowLatencySize& size, Operation operation, uint16_t format, int phases) const {
+OperationArgs Runtime::operation_args(const LowLatencySize& size,
+                                      Operation operation,
+                                      uint16_t format,
+                                      int phases) const {
     return {
         .transport = memory_->transport(),
         .workspace = workspace_,
         .failure = failure_,
         .control = control_,
         .map = map(size),
-        .shape = {static_cast<uint32_t>(size.num_max_dispatch_tokens_per_rank), static_cast<uint32_t>(size.hidden),
-                  static_cast<uint32_t>(size.num_experts), format, static_cast<uint16_t>(operation)},
+        .shape = {static_cast<uint32_t>(size.num_max_dispatch_tokens_per_rank),
+                  static_cast<uint32_t>(size.hidden),
+                  static_cast<uint32_t>(size.num_experts),
+                  format,
+                  static_cast<uint16_t>(operation)},
         .timeout_ns = options_.timeout_ns,
         .phases = phases,
         .counters = {},
@@ -114,8 +141,11 @@ void Runtime::set_launch_shape(int blocks, int warps) {
     shape_warps_ = warps;
 }
 
-LaunchShape Runtime::operation_shape(int num_rows, int num_local_experts, size_t shared_bytes) const {
-    if (shape_blocks_ > 0) return {shape_blocks_, std::max(shape_warps_, 1) * kWarpSize, shared_bytes, true};
+LaunchShape Runtime::operation_shape(int num_rows,
+                                     int num_local_experts,
+                                     size_t shared_bytes) const {
+    if (shape_blocks_ > 0)
+        return {shape_blocks_, std::max(shape_warps_, 1) * kWarpSize, shared_bytes, true};
     if constexpr (Device::kIsHost) {
         // Fibers of one thread gain nothing from company; fewer stacks stay in the cache.
         return {1, kWarpSize, shared_bytes, true};
@@ -123,7 +153,10 @@ LaunchShape Runtime::operation_shape(int num_rows, int num_local_experts, size_t
         // A block per token or per part of an expert, as many as are resident; 8 warps put a token's
         // usual top-8 at once. Chosen, not tuned.
         const int wanted = std::max(num_rows, num_local_experts * 2);
-        return {std::clamp(wanted, 1, device_->num_multiprocessors()), 8 * kWarpSize, shared_bytes, true};
+        return {std::clamp(wanted, 1, device_->num_multiprocessors()),
+                8 * kWarpSize,
+                shared_bytes,
+                true};
     }
 }
 
@@ -132,7 +165,8 @@ void Runtime::low_latency_dispatch(const DispatchCall& call) {
     check_size(call.size, "low_latency_dispatch");
     const DispatchMessage message{call.size.hidden, call.payload};
     DispatchArgs args;
-    args.common = operation_args(call.size, Operation::kDispatch, static_cast<uint16_t>(call.payload), call.phases);
+    args.common = operation_args(
+        call.size, Operation::kDispatch, static_cast<uint16_t>(call.payload), call.phases);
     args.common.counters = call.counters;
     args.common.wait_stats = call.wait_stats;
     args.common.row_bytes = message.data_bytes() + message.num_scale_items() * sizeof(uint32_t);
@@ -146,21 +180,30 @@ void Runtime::low_latency_dispatch(const DispatchCall& call) {
     args.src_info = call.src_info;
     args.layout_range = call.layout_range;
     args.expert_stats = call.expert_stats;
-    const LaunchShape shape = operation_shape(call.num_tokens, args.common.map.num_local_experts(),
-                                              DispatchShared::bytes(call.num_topk, options_.num_ranks));
-    const auto launch = [&](auto kernel) { device_->launch("low_latency_dispatch", kernel, shape, args, call.stream); };
+    const LaunchShape shape =
+        operation_shape(call.num_tokens,
+                        args.common.map.num_local_experts(),
+                        DispatchShared::bytes(call.num_topk, options_.num_ranks));
+    const auto launch = [&](auto kernel) {
+        device_->launch("low_latency_dispatch", kernel, shape, args, call.stream);
+    };
     switch (call.payload) {
-        case Payload::kBf16: return launch(&ep::low_latency_dispatch<Payload::kBf16>);
-        case Payload::kFp8: return launch(&ep::low_latency_dispatch<Payload::kFp8>);
-        case Payload::kFp8PowerOfTwo: return launch(&ep::low_latency_dispatch<Payload::kFp8PowerOfTwo>);
-        case Payload::kFp8Ue8m0: return launch(&ep::low_latency_dispatch<Payload::kFp8Ue8m0>);
+        case Payload::kBf16:
+            return launch(&ep::low_latency_dispatch<Payload::kBf16>);
+        case Payload::kFp8:
+            return launch(&ep::low_latency_dispatch<Payload::kFp8>);
+        case Payload::kFp8PowerOfTwo:
+            return launch(&ep::low_latency_dispatch<Payload::kFp8PowerOfTwo>);
+        case Payload::kFp8Ue8m0:
+            return launch(&ep::low_latency_dispatch<Payload::kFp8Ue8m0>);
     }
 }
 
 std::pair<void*, size_t> Runtime::next_combine_buffer(const LowLatencySize& size) const {
     check_size(size, "get_next_low_latency_combine_buffer");
     const LowLatencyMap layout = map(size);
-    const size_t first = layout.combine_staging(combine_half_, 0, 0) + CombineMessage{size.hidden}.data_offset();
+    const size_t first =
+        layout.combine_staging(combine_half_, 0, 0) + CombineMessage{size.hidden}.data_offset();
     return {memory_->local_base() + first, layout.combine_bytes()};
 }
 
@@ -189,24 +232,32 @@ void Runtime::low_latency_combine(const CombineCall& call) {
     args.out = static_cast<bf16*>(call.out);
     args.num_tokens = call.num_tokens;
     args.num_topk = call.num_topk;
-    const LaunchShape shape = operation_shape(call.num_tokens, args.common.map.num_local_experts(),
+    const LaunchShape shape = operation_shape(call.num_tokens,
+                                              args.common.map.num_local_experts(),
                                               CombineShared::bytes(options_.num_ranks));
-    device_->launch("low_latency_combine", call.use_logfmt ? &ep::low_latency_combine<true> : &ep::low_latency_combine<false>,
-                    shape, args, call.stream);
+    device_->launch(
+        "low_latency_combine",
+        call.use_logfmt ? &ep::low_latency_combine<true> : &ep::low_latency_combine<false>,
+        shape,
+        args,
+        call.stream);
     if (call.phases & kPhaseReceive) combine_half_ ^= 1;
 }
 
 void Runtime::barrier(Stream stream) {
     const std::scoped_lock lock(mutex_);
     check_connected("barrier");
-    const OperationArgs args = operation_args({}, Operation::kBarrier, 0, kPhaseSend | kPhaseReceive);
+    const OperationArgs args =
+        operation_args({}, Operation::kBarrier, 0, kPhaseSend | kPhaseReceive);
     device_->launch("barrier", &ep::barrier, small_shape(), args, stream);
 }
 
-std::vector<std::pair<int64_t, int64_t>> Runtime::measure_clock_offsets(int num_samples, Stream stream) {
+std::vector<std::pair<int64_t, int64_t>> Runtime::measure_clock_offsets(int num_samples,
+                                                                        Stream stream) {
     const std::scoped_lock lock(mutex_);
     check_connected("measure_clock_offsets");
-    const ClockOffsetArgs args{operation_args({}, Operation::kClockOffset, 0, kPhaseSend | kPhaseReceive), num_samples};
+    const ClockOffsetArgs args{
+        operation_args({}, Operation::kClockOffset, 0, kPhaseSend | kPhaseReceive), num_samples};
     LaunchShape shape = small_shape();
     shape.threads = kWarpSize;
     device_->launch("clock_offset", &ep::clock_offset, shape, args, stream);
@@ -246,7 +297,9 @@ std::optional<Failure> Runtime::take_failure() {
         uint64_t newest = 0;
         for (int half = 0; half < kNumHalves; ++half) {
             const size_t word = control_.header(half, rank) + offsetof(OpHeader, op);
-            newest = std::max(newest, device_->peek(reinterpret_cast<const uint64_t*>(memory_->local_base() + word)));
+            newest = std::max(
+                newest,
+                device_->peek(reinterpret_cast<const uint64_t*>(memory_->local_base() + word)));
         }
         failure.last_op.push_back(newest);
     }

@@ -89,7 +89,7 @@ struct Failure {
 };
 
 class Runtime {
-public:
+  public:
     explicit Runtime(const RuntimeOptions& options);
     ~Runtime();
 
@@ -120,12 +120,15 @@ public:
 
     static size_t low_latency_bytes(const LowLatencySize& size, int num_ranks);
 
-private:
+  private:
     // One block of this many threads serves the small kernels.
     LaunchShape small_shape() const { return {1, Device::kIsHost ? kWarpSize : 512, 0, false}; }
     LaunchShape operation_shape(int num_rows, int num_local_experts, size_t shared_bytes) const;
     LowLatencyMap map(const LowLatencySize& size) const;
-    OperationArgs operation_args(const LowLatencySize& size, Operation operation, uint16_t format, int phases) const;
+    OperationArgs operation_args(const LowLatencySize& size,
+                                 Operation operation,
+                                 uint16_t format,
+                                 int phases) const;
     void check_connected(const char* call) const;
     void check_size(const LowLatencySize& size, const char* call) const;
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 from typing import Any
 
 from deep_ep.diagnose.gather import Matrices, gather, gather_group
-from deep_ep.diagnose.report import heatmap_svg, report
+from deep_ep.diagnose.report import heatmap_svg, report, save_svg
 from deep_ep.diagnose.snapshot import Snapshot, snapshot
 from deep_ep.diagnose.verdict import (
     COMM_SLOW,
@@ -43,6 +43,7 @@ __all__ = [
     "judge",
     "report",
     "run",
+    "save_svg",
     "snapshot",
     "verdicts",
 ]

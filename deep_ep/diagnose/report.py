@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import math
+import re
 from pathlib import Path
 
 import numpy as np
@@ -62,7 +63,21 @@ def heatmap_svg(
         record=True, width=width, file=io.StringIO(), force_terminal=True, color_system="truecolor"
     )
     report(diagnosis, console)
-    console.save_svg(str(path), title=title)
+    save_svg(console, path, title=title)
+
+
+def save_svg(console: Console, path: str | Path, *, title: str = "deep_ep.diagnose") -> None:
+    """Writes what a recording console has printed to an SVG file that refers to nothing outside.
+
+    Args:
+        console: made with `record=True`.
+        path: the file to write.
+        title: words in its title bar.
+    """
+    picture = console.export_svg(title=title)
+    # rich names a web font; pictures go into tickets and are read offline.
+    picture = re.sub(r"@font-face \{.*?\n *\}\n", "", picture, flags=re.DOTALL)
+    Path(path).write_text(picture, encoding="utf-8")
 
 
 def render(diagnosis: Diagnosis, console: Console) -> RenderableType:

@@ -2,7 +2,8 @@
 // any schedule, delivery order and launch shape, against a scalar reference. Under ThreadSanitizer
 // this checks that every access to memory of another rank is ordered; with EP_WEAKEN_SIGNAL, which
 // takes the release out of signal(), it must object.
-// sanitize: address thread thread-must-fail:-DEP_WEAKEN_SIGNAL=1
+// (the address variant casts with the lanes of the GPU.)
+// sanitize: address:-DEP_CAST_LANES=16 thread thread-must-fail:-DEP_WEAKEN_SIGNAL=1
 #include <algorithm>
 #include <chrono>
 #include <map>

@@ -121,4 +121,5 @@ def test_a_picture_is_written(tmp_path: Path) -> None:
     diagnose.heatmap_svg(diagnosis(8), picture)
     text = picture.read_text(encoding="utf-8")
     assert text.startswith("<svg")
+    assert "url(" not in text.replace("url(#", "")
     assert "Comp-Slow" in text.replace("&#160;", " ")

@@ -38,14 +38,17 @@ inline Vector pack(const float (&values)[kVectorElements]) {
     host::U32x8 bits;
     std::memcpy(&bits, values, sizeof(bits));
     const host::U32x8 rounded = (bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16;
-    const host::U32x8 result = (bits & 0x7FFFFFFFu) > 0x7F800000u ? host::U32x8{} + 0x7FC0u : rounded;
+    const host::U32x8 result =
+        (bits & 0x7FFFFFFFu) > 0x7F800000u ? host::U32x8{} + 0x7FC0u : rounded;
     return std::bit_cast<Vector>(__builtin_convertvector(result, host::U16x8));
 }
 
 template <int N>
 uint32_t largest_magnitude(const Vector (&vectors)[N]) {
     host::U16x8 largest{};
-    const auto keep = [&](const host::U16x8& other) { largest = largest > other ? largest : other; };
+    const auto keep = [&](const host::U16x8& other) {
+        largest = largest > other ? largest : other;
+    };
     for (const Vector& vector : vectors) keep(std::bit_cast<host::U16x8>(vector) & 0x7FFF);
     keep(__builtin_shufflevector(largest, largest, 4, 5, 6, 7, 0, 1, 2, 3));
     keep(__builtin_shufflevector(largest, largest, 2, 3, 0, 1, 6, 7, 4, 5));
@@ -58,7 +61,8 @@ inline uint64_t to_e4m3(const float (&values)[kVectorElements]) {
     std::memcpy(&bits, values, sizeof(bits));
     const host::U32x8 magnitude = bits & 0x7FFFFFFFu;
     // Normal results: round the 23-bit mantissa to 3 bits, then change the bias from 127 to 7.
-    const host::U32x8 normal = ((magnitude + 0x7FFFFu + ((magnitude >> 20) & 1u)) >> 20) - (120u << 3);
+    const host::U32x8 normal =
+        ((magnitude + 0x7FFFFu + ((magnitude >> 20) & 1u)) >> 20) - (120u << 3);
     // Below 2^-6 the spacing is 2^-9, that of floats at 2^14: adding 2^14 rounds.
     const host::F32x8 shifted = std::bit_cast<host::F32x8>(magnitude) + 16384.0f;
     const host::U32x8 subnormal = std::bit_cast<host::U32x8>(shifted) - 0x46800000u;

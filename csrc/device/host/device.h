@@ -19,7 +19,7 @@
 #define EP_KERNEL inline
 #define EP_DEVICE inline
 #define EP_HOST_DEVICE inline
-#define EP_UNROLL(n)  // the compiler unrolls constant loops by itself
+#define EP_UNROLL(n)      // the compiler unrolls constant loops by itself
 #define EP_GRID_CONSTANT  // kernel arguments stay in constant memory on the GPU
 
 namespace ep {
@@ -72,7 +72,8 @@ void for_lanes(uint32_t mask, F f) {
 }  // namespace host
 
 inline void warp_sync(uint32_t mask = kFullWarp) {
-    host::current_executor->warp_collective("warp_sync", mask, nullptr, [](void* const*, uint32_t) {});
+    host::current_executor->warp_collective(
+        "warp_sync", mask, nullptr, [](void* const*, uint32_t) {});
 }
 
 template <class T>
@@ -82,88 +83,102 @@ T shuffle(T value, int source_lane, uint32_t mask = kFullWarp) {
         int source;
         T result;
     } slot{value, source_lane, value};
-    host::current_executor->warp_collective("shuffle", mask, &slot, [](void* const* slots, uint32_t mask) {
-        host::for_lanes(mask, [&](int lane) {
-            auto* mine = host::slot_as<Slot>(slots[lane]);
-            const int source = mine->source % kWarpSize;
-            // As on the GPU, a lane outside of the mask has no defined value; the own one is harmless.
-            if (mask >> source & 1) mine->result = host::slot_as<Slot>(slots[source])->value;
+    host::current_executor->warp_collective(
+        "shuffle", mask, &slot, [](void* const* slots, uint32_t mask) {
+            host::for_lanes(mask, [&](int lane) {
+                auto* mine = host::slot_as<Slot>(slots[lane]);
+                const int source = mine->source % kWarpSize;
+                // As on the GPU, a lane outside of the mask has no defined value; the own one is harmless.
+                if (mask >> source & 1) mine->result = host::slot_as<Slot>(slots[source])->value;
+            });
         });
-    });
     return slot.result;
 }
 
 inline uint32_t ballot(bool predicate, uint32_t mask = kFullWarp) {
     uint32_t slot = predicate;
-    host::current_executor->warp_collective("ballot", mask, &slot, [](void* const* slots, uint32_t mask) {
-        uint32_t bits = 0;
-        host::for_lanes(mask, [&](int lane) { bits |= *host::slot_as<uint32_t>(slots[lane]) << lane; });
-        host::for_lanes(mask, [&](int lane) { *host::slot_as<uint32_t>(slots[lane]) = bits; });
-    });
+    host::current_executor->warp_collective(
+        "ballot", mask, &slot, [](void* const* slots, uint32_t mask) {
+            uint32_t bits = 0;
+            host::for_lanes(
+                mask, [&](int lane) { bits |= *host::slot_as<uint32_t>(slots[lane]) << lane; });
+            host::for_lanes(mask, [&](int lane) { *host::slot_as<uint32_t>(slots[lane]) = bits; });
+        });
     return slot;
 }
 
 template <class Op, class T>
 T warp_reduce(T value, uint32_t mask = kFullWarp) {
-    host::current_executor->warp_collective(Op::kName, mask, &value, [](void* const* slots, uint32_t mask) {
-        T total = *host::slot_as<T>(slots[std::countr_zero(mask)]);
-        host::for_lanes(mask & (mask - 1), [&](int lane) { total = Op{}(total, *host::slot_as<T>(slots[lane])); });
-        host::for_lanes(mask, [&](int lane) { *host::slot_as<T>(slots[lane]) = total; });
-    });
+    host::current_executor->warp_collective(
+        Op::kName, mask, &value, [](void* const* slots, uint32_t mask) {
+            T total = *host::slot_as<T>(slots[std::countr_zero(mask)]);
+            host::for_lanes(mask & (mask - 1),
+                            [&](int lane) { total = Op{}(total, *host::slot_as<T>(slots[lane])); });
+            host::for_lanes(mask, [&](int lane) { *host::slot_as<T>(slots[lane]) = total; });
+        });
     return value;
 }
 
 template <class T>
 T warp_prefix_sum(T value) {
-    host::current_executor->warp_collective("warp_prefix_sum", kFullWarp, &value, [](void* const* slots, uint32_t) {
-        T before = 0;
-        for (int lane = 0; lane < kWarpSize; ++lane) {
-            T* slot = host::slot_as<T>(slots[lane]);
-            const T own = *slot;
-            *slot = before;
-            before += own;
-        }
-    });
+    host::current_executor->warp_collective(
+        "warp_prefix_sum", kFullWarp, &value, [](void* const* slots, uint32_t) {
+            T before = 0;
+            for (int lane = 0; lane < kWarpSize; ++lane) {
+                T* slot = host::slot_as<T>(slots[lane]);
+                const T own = *slot;
+                *slot = before;
+                before += own;
+            }
+        });
     return value;
 }
 
 template <int G, class Op, class T, int N>
 void group_reduce(T (&values)[N]) {
-    static_assert(G >= 1 && G <= kWarpSize && (G & (G - 1)) == 0, "groups are powers of two up to a warp");
-    host::current_executor->warp_collective("group_reduce", kFullWarp, values, [](void* const* slots, uint32_t) {
-        for (int first = 0; first < kWarpSize; first += G) {
-            T totals[N];
-            std::memcpy(totals, slots[first], sizeof(totals));
-            for (int lane = first + 1; lane < first + G; ++lane) {
-                for (int i = 0; i < N; ++i) totals[i] = Op{}(totals[i], host::slot_as<T>(slots[lane])[i]);
+    static_assert(G >= 1 && G <= kWarpSize && (G & (G - 1)) == 0,
+                  "groups are powers of two up to a warp");
+    host::current_executor->warp_collective(
+        "group_reduce", kFullWarp, values, [](void* const* slots, uint32_t) {
+            for (int first = 0; first < kWarpSize; first += G) {
+                T totals[N];
+                std::memcpy(totals, slots[first], sizeof(totals));
+                for (int lane = first + 1; lane < first + G; ++lane) {
+                    for (int i = 0; i < N; ++i)
+                        totals[i] = Op{}(totals[i], host::slot_as<T>(slots[lane])[i]);
+                }
+                for (int lane = first; lane < first + G; ++lane)
+                    std::memcpy(slots[lane], totals, sizeof(totals));
             }
-            for (int lane = first; lane < first + G; ++lane) std::memcpy(slots[lane], totals, sizeof(totals));
-        }
-    });
+        });
 }
 
 inline bool elect_one() { return lane_id() == 0; }
 
 inline void block_sync() { host::current_executor->block_barrier(false); }
 inline bool block_any(bool predicate) { return host::current_executor->block_barrier(predicate); }
-inline void bar_sync(int id, int num_threads) { host::current_executor->named_barrier(id, num_threads); }
+inline void bar_sync(int id, int num_threads) {
+    host::current_executor->named_barrier(id, num_threads);
+}
 inline void grid_sync() { host::current_executor->grid_barrier(); }
 
 class SharedArena {
-public:
+  public:
     template <class T>
     T* take(int count) {
         used_ = (used_ + alignof(T) - 1) / alignof(T) * alignof(T);
         auto* begin = reinterpret_cast<T*>(host::current_executor->shared_memory() + used_);
         used_ += sizeof(T) * static_cast<size_t>(count);
         if (used_ > host::current_executor->shape().shared_bytes) {
-            host::current_executor->fail("the kernel takes " + std::to_string(used_) + " bytes of shared memory, the launch gave " +
-                                         std::to_string(host::current_executor->shape().shared_bytes));
+            host::current_executor->fail(
+                "the kernel takes " + std::to_string(used_) +
+                " bytes of shared memory, the launch gave " +
+                std::to_string(host::current_executor->shape().shared_bytes));
         }
         return begin;
     }
 
-private:
+  private:
     size_t used_ = 0;
 };
 
@@ -218,7 +233,9 @@ T exchange_relaxed(T* pointer, std::type_identity_t<T> value) {
 }
 // Returns the value found; it was replaced if that equals `expected`.
 template <Scope S, class T>
-T compare_exchange_relaxed(T* pointer, std::type_identity_t<T> expected, std::type_identity_t<T> desired) {
+T compare_exchange_relaxed(T* pointer,
+                           std::type_identity_t<T> expected,
+                           std::type_identity_t<T> desired) {
     host::atomic(pointer).compare_exchange_strong(expected, desired, std::memory_order_relaxed);
     return expected;
 }

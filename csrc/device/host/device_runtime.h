@@ -15,7 +15,7 @@ namespace ep {
 using Stream = uintptr_t;  // unused here: a launch has ended when launch() returns
 
 class Device {
-public:
+  public:
     static constexpr bool kIsHost = true;
 
     // device_index: only the GPU has several. clock: "rank" or "wall", see rank_clock.h.
@@ -53,7 +53,11 @@ public:
 
     // kernel(args) on every thread of the shape. Throws host::DeviceError when the kernel is wrong.
     template <class Args>
-    void launch(const char* /*name*/, void (*kernel)(Args), const LaunchShape& shape, const Args& args, Stream /*stream*/) {
+    void launch(const char* /*name*/,
+                void (*kernel)(Args),
+                const LaunchShape& shape,
+                const Args& args,
+                Stream /*stream*/) {
         struct Call {
             void (*kernel)(Args);
             const Args& args;
@@ -80,12 +84,15 @@ public:
 
     uint64_t now_ns() { return executor_.clock().now_ns(); }
     void delay(uint64_t ns) { executor_.clock().delay(ns); }
-    void set_clock_fault(int64_t offset_ns, double drift_ppm) { executor_.clock().set_fault(offset_ns, drift_ppm); }
+    void set_clock_fault(int64_t offset_ns, double drift_ppm) {
+        executor_.clock().set_fault(offset_ns, drift_ppm);
+    }
     void set_schedule(const std::string& kind, uint64_t seed) {
-        executor_.set_schedule(kind == "random" ? host::make_random_schedule(seed) : host::make_round_robin_schedule());
+        executor_.set_schedule(kind == "random" ? host::make_random_schedule(seed)
+                                                : host::make_round_robin_schedule());
     }
 
-private:
+  private:
     host::Executor executor_;
     std::function<void()> after_launch_;
 };

@@ -16,7 +16,7 @@ namespace {
 // The fault handler runs on this stack: the faulting one is full. Allocated, because thread-local
 // storage that several megabytes of libraries share has no room for it.
 class AlternateSignalStack {
-public:
+  public:
     AlternateSignalStack() {
         stack_t current;
         if (sigaltstack(nullptr, &current) == 0 && !(current.ss_flags & SS_DISABLE)) return;
@@ -30,7 +30,7 @@ public:
         sigaltstack(&off, nullptr);
     }
 
-private:
+  private:
     static constexpr size_t kBytes = 32 * 1024;
     std::unique_ptr<std::byte[]> bytes_;
 };
@@ -46,8 +46,13 @@ void describe_overflowing_fiber(size_t, char* text, size_t bytes) {
         return;
     }
     const Fiber& fiber = current_executor->fiber();
-    std::snprintf(text, bytes, "block %d warp %d lane %d (stacks have %zu KiB)", fiber.block,
-                  fiber.thread / kWarpSize, fiber.thread % kWarpSize, StackPool::kStackBytes / 1024);
+    std::snprintf(text,
+                  bytes,
+                  "block %d warp %d lane %d (stacks have %zu KiB)",
+                  fiber.block,
+                  fiber.thread / kWarpSize,
+                  fiber.thread % kWarpSize,
+                  StackPool::kStackBytes / 1024);
 }
 
 constexpr size_t kSharedAlignment = 128;
@@ -55,22 +60,27 @@ constexpr size_t kSharedAlignment = 128;
 }  // namespace
 
 std::string describe(const Fiber& fiber) {
-    return "block " + std::to_string(fiber.block) + " warp " + std::to_string(fiber.thread / kWarpSize) +
-           " lane " + std::to_string(fiber.thread % kWarpSize);
+    return "block " + std::to_string(fiber.block) + " warp " +
+           std::to_string(fiber.thread / kWarpSize) + " lane " +
+           std::to_string(fiber.thread % kWarpSize);
 }
 
-Executor::Executor(ClockMode clock_mode) : clock_(clock_mode), schedule_(make_round_robin_schedule()) {
+Executor::Executor(ClockMode clock_mode)
+    : clock_(clock_mode), schedule_(make_round_robin_schedule()) {
     install_stack_overflow_report(describe_overflowing_fiber);
 }
 
 Executor::~Executor() = default;
 
 void Executor::run(const LaunchShape& shape, Body body, void* argument) {
-    if (current_executor != nullptr) throw DeviceError("a kernel cannot launch a kernel on the host target");
-    if (shape.blocks < 1 || shape.threads < kWarpSize || shape.threads % kWarpSize != 0 || shape.threads > 1024) {
-        throw DeviceError("launch shape " + std::to_string(shape.blocks) + " blocks x " +
-                          std::to_string(shape.threads) +
-                          " threads: at least one block, and 32 to 1024 threads in multiples of 32");
+    if (current_executor != nullptr)
+        throw DeviceError("a kernel cannot launch a kernel on the host target");
+    if (shape.blocks < 1 || shape.threads < kWarpSize || shape.threads % kWarpSize != 0 ||
+        shape.threads > 1024) {
+        throw DeviceError(
+            "launch shape " + std::to_string(shape.blocks) + " blocks x " +
+            std::to_string(shape.threads) +
+            " threads: at least one block, and 32 to 1024 threads in multiples of 32");
     }
     use_alternate_signal_stack();
     start_launch(shape);
@@ -147,8 +157,8 @@ void Executor::check_warp_at_exit(const Fiber& fiber) {
         if (!(warp.arrived >> lane & 1)) continue;
         const Fiber& other = lane_of(fiber, lane);
         if (other.mask & me) {
-            fail(describe(fiber) + " ended while lane " + std::to_string(lane) + " of its warp waits for it in " +
-                 other.collective);
+            fail(describe(fiber) + " ended while lane " + std::to_string(lane) +
+                 " of its warp waits for it in " + other.collective);
         }
     }
 }
@@ -181,7 +191,8 @@ void Executor::warp_collective(const char* name, uint32_t mask, void* slot, Comp
     const int lane = fiber.thread % kWarpSize;
     const uint32_t me = 1u << lane;
     Warp& warp = warp_of(fiber);
-    if (!(mask & me)) fail(describe(fiber) + " calls " + name + " with a mask that does not contain it");
+    if (!(mask & me))
+        fail(describe(fiber) + " calls " + name + " with a mask that does not contain it");
     if (warp.exited & mask) {
         fail(describe(fiber) + " waits in " + name + " for lane " +
              std::to_string(__builtin_ctz(warp.exited & mask)) + ", which has ended");
@@ -193,9 +204,11 @@ void Executor::warp_collective(const char* name, uint32_t mask, void* slot, Comp
     for (uint32_t rest = warp.arrived & mask & ~me; rest != 0; rest &= rest - 1) {
         const Fiber& other = lane_of(fiber, __builtin_ctz(rest));
         if (!(other.mask & me)) continue;
-        if (other.mask != mask || (other.collective != name && std::strcmp(other.collective, name) != 0)) {
-            fail("divergent warp collective: " + describe(fiber) + " is in " + name + " while lane " +
-                 std::to_string(other.thread % kWarpSize) + " waits in " + other.collective);
+        if (other.mask != mask ||
+            (other.collective != name && std::strcmp(other.collective, name) != 0)) {
+            fail("divergent warp collective: " + describe(fiber) + " is in " + name +
+                 " while lane " + std::to_string(other.thread % kWarpSize) + " waits in " +
+                 other.collective);
         }
         // Lanes of one collective have been compared with each other when they arrived.
         break;
@@ -215,7 +228,8 @@ void Executor::warp_collective(const char* name, uint32_t mask, void* slot, Comp
     }
     complete(warp.slots, mask);
     warp.arrived &= ~mask;
-    for (uint32_t rest = mask & ~me; rest != 0; rest &= rest - 1) make_ready(&lane_of(fiber, __builtin_ctz(rest)));
+    for (uint32_t rest = mask & ~me; rest != 0; rest &= rest - 1)
+        make_ready(&lane_of(fiber, __builtin_ctz(rest)));
 }
 
 void Executor::release(Barrier& barrier) {
@@ -258,14 +272,16 @@ bool Executor::block_barrier(bool vote) {
 void Executor::named_barrier(int id, int num_threads) {
     if (id < 0 || id >= kNumNamedBarriers || num_threads % kWarpSize != 0 || num_threads <= 0 ||
         num_threads > shape_.threads) {
-        fail(describe(*current_) + " calls bar_sync(" + std::to_string(id) + ", " + std::to_string(num_threads) +
+        fail(describe(*current_) + " calls bar_sync(" + std::to_string(id) + ", " +
+             std::to_string(num_threads) +
              "): ids are 0..15, counts multiples of 32 up to the block's threads");
     }
     Barrier& barrier = blocks_[current_->block].named[id];
     if (barrier.arrived == 0) barrier.expected = num_threads;
     if (barrier.expected != num_threads) {
-        fail(describe(*current_) + " calls bar_sync(" + std::to_string(id) + ") for " + std::to_string(num_threads) +
-             " threads while others wait in it for " + std::to_string(barrier.expected));
+        fail(describe(*current_) + " calls bar_sync(" + std::to_string(id) + ") for " +
+             std::to_string(num_threads) + " threads while others wait in it for " +
+             std::to_string(barrier.expected));
     }
     if (++barrier.arrived == num_threads) {
         release(barrier);
@@ -275,7 +291,8 @@ void Executor::named_barrier(int id, int num_threads) {
 }
 
 void Executor::grid_barrier() {
-    if (!shape_.cooperative) fail(describe(*current_) + " calls grid_sync() in a launch that is not cooperative");
+    if (!shape_.cooperative)
+        fail(describe(*current_) + " calls grid_sync() in a launch that is not cooperative");
     if (++grid_.arrived == live_) {
         release(grid_);
     } else {
@@ -330,7 +347,8 @@ void Executor::end_idle() {
 void Executor::maybe_preempt() {
     if (!schedule_->preempt()) return;
     // Seldom: messages must pile up for a missing fence to show.
-    if (idle_waiter_ != nullptr && schedule_->preempt() && schedule_->preempt()) idle_waiter_->pump();
+    if (idle_waiter_ != nullptr && schedule_->preempt() && schedule_->preempt())
+        idle_waiter_->pump();
     make_ready(current_);
     switch_to_next(false);
 }
@@ -347,7 +365,8 @@ std::string Executor::describe_stuck() const {
         // Neighbouring lanes of a warp that wait in the same place share a line.
         size_t last = first;
         while (last + 1 < fibers_.size() && (last + 1) / kWarpSize == first / kWarpSize &&
-               !fibers_[last + 1].exited && std::strcmp(fibers_[last + 1].collective, fiber.collective) == 0) {
+               !fibers_[last + 1].exited &&
+               std::strcmp(fibers_[last + 1].collective, fiber.collective) == 0) {
             ++last;
         }
         text += (described == 0 ? " " : "; ") + describe(fiber);

@@ -23,14 +23,14 @@ constexpr int kWarpSize = 32;
 constexpr int kNumNamedBarriers = 16;  // as on Hopper
 
 class DeviceError : public std::runtime_error {
-public:
+  public:
     using std::runtime_error::runtime_error;
 };
 
 // How an idle rank sleeps until another rank may have written to it. The protocol avoids lost
 // wake-ups: arm(), poll everything once more, then sleep().
 class IdleWaiter {
-public:
+  public:
     virtual ~IdleWaiter() = default;
     // Lets deferred work of this rank (delayed delivery) make progress; true if it did.
     virtual bool pump() = 0;
@@ -54,7 +54,7 @@ struct Fiber {
 };
 
 class Executor {
-public:
+  public:
     using Body = void (*)(void*);
     // Computes the results of a warp collective in place; slots[lane] is valid for lanes in mask.
     using Complete = void (*)(void* const* slots, uint32_t mask);
@@ -90,7 +90,7 @@ public:
     // By value: the caller's frame is abandoned, so nothing of the message may stay with it.
     [[noreturn]] void fail(std::string message);
 
-private:
+  private:
     struct Warp {
         uint32_t arrived = 0;
         uint32_t exited = 0;

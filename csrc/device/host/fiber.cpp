@@ -109,12 +109,15 @@ void report_fault(int signal_number, siginfo_t* info, void* context) {
     auto* address = static_cast<std::byte*>(info->si_addr);
     for (const GuardedRange& range : guarded_ranges) {
         std::byte* begin = range.begin.load();
-        if (begin == nullptr || address < begin || address >= begin + range.count * kStride) continue;
+        if (begin == nullptr || address < begin || address >= begin + range.count * kStride)
+            continue;
         if (static_cast<size_t>(address - begin) % kStride >= kGuardBytes) break;
         char text[160] = "deep_ep: stack overflow in a kernel on the host target: ";
         const size_t used = std::strlen(text);
         if (DescribeFiber describe = describe_fiber.load()) {
-            describe(static_cast<size_t>(address - begin) / kStride, text + used, sizeof(text) - used - 1);
+            describe(static_cast<size_t>(address - begin) / kStride,
+                     text + used,
+                     sizeof(text) - used - 1);
         }
         std::strcat(text, "\n");
         [[maybe_unused]] const ssize_t written = write(STDERR_FILENO, text, std::strlen(text));
@@ -146,8 +149,12 @@ void StackPool::reserve(size_t count) {
     this->~StackPool();
     mapping_ = nullptr;
     count_ = 0;
-    void* mapping = mmap(nullptr, count * kStride, PROT_READ | PROT_WRITE,
-                         MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    void* mapping = mmap(nullptr,
+                         count * kStride,
+                         PROT_READ | PROT_WRITE,
+                         MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE,
+                         -1,
+                         0);
     if (mapping == MAP_FAILED) {
         throw std::runtime_error("host target: cannot map stacks for " + std::to_string(count) +
                                  " kernel threads; use a smaller launch shape");
@@ -179,7 +186,8 @@ void prepare_fiber(FiberContext& context, std::byte* stack_begin, size_t color, 
     // The ABI wants the stack 16-byte aligned before a call, so 8 off at a function's first
     // instruction; on aarch64 the return address is in a register and the frame is a multiple of 16.
     auto* frame = reinterpret_cast<void**>(top) - kFrameWords;
-    if (reinterpret_cast<uintptr_t>(frame + kFrameWords) % 16 == 0 && kFrameWords % 2 == 1) frame -= 1;
+    if (reinterpret_cast<uintptr_t>(frame + kFrameWords) % 16 == 0 && kFrameWords % 2 == 1)
+        frame -= 1;
     std::memset(frame, 0, kFrameWords * sizeof(void*));
     frame[kReturnWord] = reinterpret_cast<void*>(entry);
     context.stack_pointer = frame;
@@ -200,7 +208,8 @@ void retire_fiber([[maybe_unused]] FiberContext& context) {
 void switch_fiber(FiberContext& from, FiberContext& to, [[maybe_unused]] bool final) {
 #if defined(__SANITIZE_ADDRESS__)
     __sanitizer_start_switch_fiber(final ? nullptr : &from.sanitizer.asan_fake_stack,
-                                   to.sanitizer.stack_bottom, to.sanitizer.stack_bytes);
+                                   to.sanitizer.stack_bottom,
+                                   to.sanitizer.stack_bytes);
 #endif
 #if defined(__SANITIZE_THREAD__)
     __tsan_switch_to_fiber(to.sanitizer.tsan_fiber, 0);

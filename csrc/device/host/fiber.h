@@ -24,7 +24,7 @@ struct FiberContext {
 // Stacks for `count` fibers in one mapping, an inaccessible guard page below each. Kept between
 // launches because mapping and guarding them costs more than a small launch.
 class StackPool {
-public:
+  public:
     static constexpr size_t kStackBytes = 64 * 1024;
 
     StackPool() = default;
@@ -35,7 +35,7 @@ public:
     void reserve(size_t count);
     std::byte* stack_begin(size_t index) const;
 
-private:
+  private:
     std::byte* mapping_ = nullptr;
     size_t count_ = 0;
 };

@@ -15,7 +15,8 @@ namespace {
 uint64_t read_clock(clockid_t id) {
     timespec time;
     clock_gettime(id, &time);
-    return static_cast<uint64_t>(time.tv_sec) * 1'000'000'000ull + static_cast<uint64_t>(time.tv_nsec);
+    return static_cast<uint64_t>(time.tv_sec) * 1'000'000'000ull +
+           static_cast<uint64_t>(time.tv_nsec);
 }
 
 int thread_id() { return static_cast<int>(syscall(SYS_gettid)); }
@@ -31,7 +32,8 @@ uint64_t queued_ns() {
     };
     static thread_local File file;
     char text[96];
-    const ssize_t bytes = file.descriptor < 0 ? 0 : pread(file.descriptor, text, sizeof(text) - 1, 0);
+    const ssize_t bytes =
+        file.descriptor < 0 ? 0 : pread(file.descriptor, text, sizeof(text) - 1, 0);
     if (bytes <= 0) return 0;
     text[bytes] = '\0';
     unsigned long long running = 0;
@@ -61,7 +63,8 @@ uint64_t RankClock::operation_ns() {
     if (wall - anchor_wall_ns_ < kTrustWallNs) return anchor_ns_ + (wall - anchor_wall_ns_);
     const uint64_t cpu = read_clock(CLOCK_THREAD_CPUTIME_ID);
     // Never backwards past what the wall-time shortcut has shown.
-    anchor_ns_ += std::max(cpu - anchor_cpu_ns_, std::min<uint64_t>(wall - anchor_wall_ns_, kTrustWallNs));
+    anchor_ns_ +=
+        std::max(cpu - anchor_cpu_ns_, std::min<uint64_t>(wall - anchor_wall_ns_, kTrustWallNs));
     anchor_cpu_ns_ = cpu;
     anchor_wall_ns_ = wall;
     return anchor_ns_;
@@ -76,8 +79,10 @@ uint64_t RankClock::true_ns() {
 }
 
 uint64_t RankClock::bend(uint64_t true_ns) const {
-    const double drift = fault_drift_ * (static_cast<double>(true_ns) - static_cast<double>(fault_since_ns_));
-    return static_cast<uint64_t>(static_cast<int64_t>(true_ns) + fault_offset_ns_ + static_cast<int64_t>(drift));
+    const double drift =
+        fault_drift_ * (static_cast<double>(true_ns) - static_cast<double>(fault_since_ns_));
+    return static_cast<uint64_t>(static_cast<int64_t>(true_ns) + fault_offset_ns_ +
+                                 static_cast<int64_t>(drift));
 }
 
 void RankClock::set_fault(int64_t offset_ns, double drift_ppm) {
@@ -103,7 +108,8 @@ void RankClock::delay(uint64_t ns) {
         anchor_ns_ += ns;
         return;
     }
-    const timespec pause{static_cast<time_t>(ns / 1'000'000'000ull), static_cast<long>(ns % 1'000'000'000ull)};
+    const timespec pause{static_cast<time_t>(ns / 1'000'000'000ull),
+                         static_cast<long>(ns % 1'000'000'000ull)};
     nanosleep(&pause, nullptr);
 }
 

@@ -20,7 +20,7 @@ enum class ClockMode { kRank, kWall };
 uint64_t monotonic_ns();
 
 class RankClock {
-public:
+  public:
     explicit RankClock(ClockMode mode);
 
     ClockMode mode() const { return mode_; }
@@ -44,7 +44,7 @@ public:
     void pause();
     void resume();
 
-private:
+  private:
     uint64_t operation_ns();
 
     ClockMode mode_;

@@ -6,26 +6,24 @@ namespace ep::host {
 namespace {
 
 class RoundRobin final : public Schedule {
-public:
+  public:
     void reset(size_t num_fibers) override {
         ring_.assign(std::bit_ceil(num_fibers + 1), nullptr);
         head_ = tail_ = 0;
     }
     void push(Fiber* fiber) override { ring_[tail_++ & (ring_.size() - 1)] = fiber; }
-    Fiber* pop() override {
-        return head_ == tail_ ? nullptr : ring_[head_++ & (ring_.size() - 1)];
-    }
+    Fiber* pop() override { return head_ == tail_ ? nullptr : ring_[head_++ & (ring_.size() - 1)]; }
     bool preempt() override { return false; }
     std::string describe() const override { return "round-robin"; }
 
-private:
+  private:
     std::vector<Fiber*> ring_;  // a power of two
     size_t head_ = 0;
     size_t tail_ = 0;
 };
 
 class Random final : public Schedule {
-public:
+  public:
     explicit Random(uint64_t seed) : seed_(seed), random_(seed) {}
     void reset(size_t num_fibers) override {
         ready_.clear();
@@ -42,7 +40,7 @@ public:
     bool preempt() override { return random_.below(4) == 0; }
     std::string describe() const override { return "random:" + std::to_string(seed_); }
 
-private:
+  private:
     uint64_t seed_;
     SeededRandom random_;
     std::vector<Fiber*> ready_;

@@ -13,7 +13,7 @@ namespace ep::host {
 struct Fiber;
 
 class Schedule {
-public:
+  public:
     virtual ~Schedule() = default;
     // Called before a launch with the number of threads it may have to hold.
     virtual void reset(size_t num_fibers) = 0;
@@ -35,7 +35,7 @@ std::unique_ptr<Schedule> make_random_schedule(uint64_t seed);
 
 // splitmix64 (Steele, Lea, Flood 2014): one 64-bit state word, good enough to order test runs.
 class SeededRandom {
-public:
+  public:
     explicit SeededRandom(uint64_t seed) : state_(seed) {}
     uint64_t next() {
         uint64_t z = (state_ += 0x9E3779B97F4A7C15ull);
@@ -45,7 +45,7 @@ public:
     }
     uint64_t below(uint64_t bound) { return next() % bound; }
 
-private:
+  private:
     uint64_t state_;
 };
 

@@ -26,7 +26,11 @@ constexpr std::memory_order kSignalOrder = std::memory_order_release;
 }  // namespace
 
 Link::Link(RankClock& clock, int rank, std::vector<PeerMemory> peers)
-    : clock_(clock), rank_(rank), peers_(std::move(peers)), path_faults_(peers_.size()), to_ring_(peers_.size(), 0) {}
+    : clock_(clock),
+      rank_(rank),
+      peers_(std::move(peers)),
+      path_faults_(peers_.size()),
+      to_ring_(peers_.size(), 0) {}
 
 void Link::put(int dst, size_t offset, const void* src, size_t bytes, int qp) {
     const auto* begin = static_cast<const std::byte*>(src);
@@ -43,7 +47,8 @@ uint64_t Link::arrival_stamp(int dst) {
     PathFault& path = path_faults_[dst];
     if (!faulty_ || (path.delay_ns == 0 && path.ns_per_byte == 0.0)) return now;
     const uint64_t begin = std::max(now, path.busy_until_ns);
-    path.busy_until_ns = begin + static_cast<uint64_t>(static_cast<double>(path.bytes) * path.ns_per_byte);
+    path.busy_until_ns =
+        begin + static_cast<uint64_t>(static_cast<double>(path.bytes) * path.ns_per_byte);
     path.bytes = 0;
     return path.busy_until_ns + path.delay_ns;
 }
@@ -79,7 +84,8 @@ uint64_t Link::poll(size_t offset) {
     const uint64_t value = std::atomic_ref<uint64_t>(*word).load(std::memory_order_acquire);
     if (clock_.mode() == ClockMode::kWall && value != 0) {
         // In real time a delayed signal is there but must not be seen yet.
-        const uint64_t stamp = peers_[rank_].signal_stamps[offset / sizeof(uint64_t)].load(std::memory_order_relaxed);
+        const uint64_t stamp =
+            peers_[rank_].signal_stamps[offset / sizeof(uint64_t)].load(std::memory_order_relaxed);
         if (stamp > monotonic_ns()) return 0;
     }
     return value;
@@ -87,7 +93,8 @@ uint64_t Link::poll(size_t offset) {
 
 uint64_t Link::arrival_ns(size_t offset) {
     if (clock_.mode() == ClockMode::kWall) return clock_.now_ns();
-    const uint64_t stamp = peers_[rank_].signal_stamps[offset / sizeof(uint64_t)].load(std::memory_order_relaxed);
+    const uint64_t stamp =
+        peers_[rank_].signal_stamps[offset / sizeof(uint64_t)].load(std::memory_order_relaxed);
     clock_.advance_to(stamp);
     return clock_.bend(stamp);
 }
@@ -113,8 +120,9 @@ void Link::flush() {
 
 void Link::set_path_fault(int dst, uint64_t delay_ns, double bytes_per_s) {
     path_faults_[dst] = PathFault{delay_ns, bytes_per_s > 0.0 ? 1e9 / bytes_per_s : 0.0};
-    faulty_ = std::any_of(path_faults_.begin(), path_faults_.end(),
-                          [](const PathFault& path) { return path.delay_ns != 0 || path.ns_per_byte != 0.0; });
+    faulty_ = std::any_of(path_faults_.begin(), path_faults_.end(), [](const PathFault& path) {
+        return path.delay_ns != 0 || path.ns_per_byte != 0.0;
+    });
 }
 
 void Link::set_reorder(std::optional<uint64_t> seed) {
@@ -130,9 +138,11 @@ bool Link::pump() {
     for (size_t i = 0; i < held_back_.size(); ++i) {
         const size_t candidate = (start + i) % held_back_.size();
         const HeldBack& item = held_back_[candidate];
-        const bool fenced = std::any_of(held_back_.begin(), held_back_.end(), [&](const HeldBack& other) {
-            return other.dst == item.dst && other.qp == item.qp && other.generation < item.generation;
-        });
+        const bool fenced =
+            std::any_of(held_back_.begin(), held_back_.end(), [&](const HeldBack& other) {
+                return other.dst == item.dst && other.qp == item.qp &&
+                       other.generation < item.generation;
+            });
         if (fenced) continue;
         deliver(item);
         held_back_.erase(held_back_.begin() + static_cast<ptrdiff_t>(candidate));

@@ -22,13 +22,14 @@ struct Doorbell {
 };
 
 struct PeerMemory {
-    std::byte* base = nullptr;                     // symmetric memory
-    std::atomic<uint64_t>* signal_stamps = nullptr;  // per word of the control region: arrival, true time
+    std::byte* base = nullptr;  // symmetric memory
+    std::atomic<uint64_t>* signal_stamps =
+        nullptr;  // per word of the control region: arrival, true time
     Doorbell* doorbell = nullptr;
 };
 
 class Link final : public IdleWaiter {
-public:
+  public:
     Link(RankClock& clock, int rank, std::vector<PeerMemory> peers);
 
     // Whether puts may go straight to the destination's memory.
@@ -57,7 +58,7 @@ public:
     void sleep(uint64_t max_ns) override;
     void disarm() override;
 
-private:
+  private:
     struct PathFault {
         uint64_t delay_ns = 0;
         double ns_per_byte = 0.0;

@@ -26,7 +26,7 @@ struct SymmetricMemoryOptions {
 };
 
 class SymmetricMemory {
-public:
+  public:
     SymmetricMemory(Device& device, const SymmetricMemoryOptions& options);
     ~SymmetricMemory();
     SymmetricMemory(const SymmetricMemory&) = delete;
@@ -46,7 +46,7 @@ public:
     void set_path_fault(int dst, uint64_t delay_ns, double bytes_per_s);
     void set_delivery(const std::string& kind, uint64_t seed);
 
-private:
+  private:
     host::PeerMemory peer_memory(std::byte* base) const;
     size_t total_bytes() const;
     size_t extras_offset() const;
