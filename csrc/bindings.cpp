@@ -123,8 +123,17 @@ void bind_host_pool(py::module_& m) {
              "num_bytes"_a,
              "At least this many bytes, uninitialised, through the buffer protocol.");
 }
+
+// Ctrl-C ends a wait for a missing rank; without this it would be heard after the timeout.
+void allow_interrupts(Runtime& runtime) {
+    runtime.device().set_interrupt_check([] {
+        const py::gil_scoped_acquire gil;
+        if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+    });
+}
 #else
 void bind_host_pool(py::module_&) {}
+void allow_interrupts(Runtime&) {}
 #endif
 
 }  // namespace
@@ -188,17 +197,19 @@ PYBIND11_MODULE(EP_MODULE_NAME, m) {
                          int device_index,
                          bool allow_nvlink,
                          const std::string& clock) {
-                 return std::make_unique<Runtime>(RuntimeOptions{rank,
-                                                                 num_ranks,
-                                                                 num_nvl_bytes,
-                                                                 num_rdma_bytes,
-                                                                 low_latency_mode,
-                                                                 num_qps_per_rank,
-                                                                 timeout_ns,
-                                                                 ranks_per_node,
-                                                                 device_index,
-                                                                 allow_nvlink,
-                                                                 clock});
+                 auto runtime = std::make_unique<Runtime>(RuntimeOptions{rank,
+                                                                         num_ranks,
+                                                                         num_nvl_bytes,
+                                                                         num_rdma_bytes,
+                                                                         low_latency_mode,
+                                                                         num_qps_per_rank,
+                                                                         timeout_ns,
+                                                                         ranks_per_node,
+                                                                         device_index,
+                                                                         allow_nvlink,
+                                                                         clock});
+                 allow_interrupts(*runtime);
+                 return runtime;
              }),
              py::kw_only(),
              "rank"_a,

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -230,3 +231,26 @@ def test_a_late_rank_is_told_and_joins_the_next_operation(
         assert "ranks 0, 2 gave this operation up" in str(late[MISSING])
         for _ in range(3):
             exchange_and_check(ranks, SHAPE, FP8)
+
+
+def interrupted_rank(rank: int, group: dist.ProcessGroup) -> str:
+    """Rank 0 waits for one that never calls, until the user presses Ctrl-C."""
+    buffer = make_buffer(group)
+    group.barrier().wait()
+    if rank == MISSING:
+        return "never called"
+    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+    try:
+        exchange(buffer, make_inputs(SHAPE)[rank])
+    except KeyboardInterrupt:
+        with pytest.raises(RuntimeError, match="build a new Buffer"):
+            exchange(buffer, make_inputs(SHAPE)[rank])
+        return "interrupted"
+    return "finished"
+
+
+def test_ctrl_c_ends_the_wait_for_a_missing_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DEEP_EP_TIMEOUT_S", "600")
+    outcomes = run_processes(interrupted_rank, SHAPE.num_ranks, timeout_s=60)
+    said = ["never called" if rank == MISSING else "interrupted" for rank in range(SHAPE.num_ranks)]
+    assert [outcome.value for outcome in outcomes] == said

@@ -10,6 +10,8 @@
 //   fence(dst, qp)                         One thread. Puts to dst on this queue pair that happened
 //                                          before are delivered before later operations on it. Orders
 //                                          nothing between queue pairs or destinations.
+//   quiet(dst, qp)                         One thread. Puts and signals to dst on this queue pair that
+//                                          happened before are complete: delivered, sources reusable.
 //   signal(dst, offset, value, qp)         One thread. Sets a word of dst's control region, releasing
 //                                          everything ordered before it by fence(). Pairs with poll().
 //   poll(offset)                           One thread. This rank's word, acquiring what its signal

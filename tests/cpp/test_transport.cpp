@@ -197,6 +197,26 @@ TEST(a_fence_orders_nothing_between_destinations) {
     CHECK(overtaken);
 }
 
+TEST(quiet_completes_its_queue_pair_and_no_other) {
+    World world(2);
+    Random random(ep::testing::seed());
+    bool other_held_back = false;
+    for (int i = 0; i < 100; ++i) {
+        world[0].memory.set_delivery("random", random.bits());
+        std::memset(world[1].memory.local_base(), 0, kControlBytes + 64);
+        world[0].link().put(1, kPayload, &kValue, sizeof(kValue), 3);
+        world[0].link().fence(1, 3);
+        world[0].link().signal(1, kFlag, 1, 3);
+        world[0].link().signal(1, kFlag + sizeof(uint64_t), 1, 4);
+        world[0].link().quiet(1, 3);
+        CHECK(world[1].data(0) == kValue && world[1].word(kFlag) == 1);
+        other_held_back = other_held_back || world[1].word(kFlag + sizeof(uint64_t)) == 0;
+        world[0].link().flush();
+        CHECK(world[1].word(kFlag + sizeof(uint64_t)) == 1);
+    }
+    CHECK(other_held_back);
+}
+
 TEST(a_fence_orders_everything_before_it_and_everything_behind_it) {
     World world(2);
     Random random(ep::testing::seed());

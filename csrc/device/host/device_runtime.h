@@ -62,6 +62,10 @@ class Device {
             void (*kernel)(Args);
             const Args& args;
         } call{kernel, args};
+        if (stopped_) {
+            throw std::runtime_error(
+                "an earlier operation was interrupted half way; build a new Buffer on all ranks");
+        }
         executor_.clock().enter_operation();
         try {
             executor_.run(
@@ -72,6 +76,7 @@ class Device {
                 },
                 &call);
         } catch (...) {
+            stopped_ = true;
             executor_.clock().leave_operation();
             throw;
         }
@@ -80,6 +85,9 @@ class Device {
     }
 
     host::Executor& executor() { return executor_; }
+    void set_interrupt_check(std::function<void()> check) {
+        executor_.set_interrupt_check(std::move(check));
+    }
     void set_after_launch(std::function<void()> action) { after_launch_ = std::move(action); }
 
     uint64_t now_ns() { return executor_.clock().now_ns(); }
@@ -94,6 +102,7 @@ class Device {
 
   private:
     host::Executor executor_;
+    bool stopped_ = false;  // a launch did not reach its end, so memory is not as kernels leave it
     std::function<void()> after_launch_;
 };
 

@@ -5,6 +5,7 @@
 
 #include <cstdio>
 #include <cstring>
+#include <exception>
 #include <utility>
 
 namespace ep::host {
@@ -90,11 +91,22 @@ void Executor::run(const LaunchShape& shape, Body body, void* argument) {
     adopt_thread(main_);
     current_ = schedule_->pop();
     --ready_not_polling_;
-    switch_fiber(main_, current_->context);
+    std::exception_ptr interrupt;
+    do {
+        asks_launcher_ = false;
+        switch_fiber(main_, current_->context);
+        if (!asks_launcher_) break;
+        try {
+            interrupt_check_();
+        } catch (...) {
+            interrupt = std::current_exception();
+        }
+    } while (!interrupt);
     current_executor = nullptr;
     current_ = nullptr;
     end_idle();
     for (Fiber& fiber : fibers_) retire_fiber(fiber.context);
+    if (interrupt) std::rethrow_exception(interrupt);
     if (!error_.empty()) throw DeviceError(error_);
 }
 
@@ -335,6 +347,15 @@ void Executor::idle() {
     }
     idle_waiter_->sleep(kMaxSleepNs);
     armed_ = false;
+    allow_interrupt();
+}
+
+void Executor::allow_interrupt() {
+    constexpr uint64_t kIntervalNs = 100'000'000;
+    if (!interrupt_check_ || monotonic_ns() < next_interrupt_check_ns_) return;
+    next_interrupt_check_ns_ = monotonic_ns() + kIntervalNs;
+    asks_launcher_ = true;
+    switch_fiber(current_->context, main_);
 }
 
 void Executor::end_idle() {

@@ -7,6 +7,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <stdexcept>
 #include <string>
@@ -68,6 +69,9 @@ class Executor {
 
     void set_schedule(std::unique_ptr<Schedule> schedule) { schedule_ = std::move(schedule); }
     void set_idle_waiter(IdleWaiter* waiter) { idle_waiter_ = waiter; }
+    // Called about every 100 ms while nobody can move, on the launching thread's own stack. What it
+    // throws ends the launch where it stands and leaves run(): the way out for a user's interrupt.
+    void set_interrupt_check(std::function<void()> check) { interrupt_check_ = std::move(check); }
     RankClock& clock() { return clock_; }
     const Schedule& schedule() const { return *schedule_; }
 
@@ -119,6 +123,7 @@ class Executor {
     void wait_in(Barrier& barrier, Waiting kind, const char* name, int id);
     void check_warp_at_exit(const Fiber& fiber);
     void idle();
+    void allow_interrupt();
     void end_idle();
     void maybe_preempt();
     Warp& warp_of(const Fiber& fiber) {
@@ -132,6 +137,9 @@ class Executor {
     RankClock clock_;
     std::unique_ptr<Schedule> schedule_;
     IdleWaiter* idle_waiter_ = nullptr;
+    std::function<void()> interrupt_check_;
+    uint64_t next_interrupt_check_ns_ = 0;
+    bool asks_launcher_ = false;  // the fiber that switched to main_ wants to go on
     bool schedule_preempts_ = false;
 
     StackPool stacks_;

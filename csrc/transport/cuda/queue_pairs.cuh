@@ -38,6 +38,8 @@ struct QueuePairs {
     // a fence over several would have to wait for all of their completions.
     EP_DEVICE void fence(int dst, int qp) const { nvshmemx_qp_fence(dst, handle(qp), 1); }
 
+    EP_DEVICE void quiet(int dst, int qp) const { nvshmemx_qp_quiet(dst, handle(qp), 1); }
+
     EP_DEVICE void signal(int dst, std::byte* place, uint64_t value, int qp) const {
         nvshmemx_qp_signal_op(
             reinterpret_cast<uint64_t*>(place), value, NVSHMEM_SIGNAL_SET, dst, *handle(qp));

@@ -10,17 +10,9 @@
 
 #include "device/device_runtime.h"
 #include "transport/cuda/transport.cuh"
+#include "transport/symmetric_memory_options.h"
 
 namespace ep {
-
-struct SymmetricMemoryOptions {
-    int rank = 0;
-    int num_ranks = 1;
-    size_t control_bytes = 0;  // signals and their payload, at offset 0
-    size_t data_bytes = 0;     // right behind
-    bool allow_nvlink = true;
-    int num_queue_pairs = 1;  // per peer out of reach
-};
 
 class SymmetricMemory {
   public:

@@ -61,6 +61,16 @@ struct Transport {
 #endif
     }
 
+    EP_DEVICE void quiet(int dst, [[maybe_unused]] int qp) const {
+        if (peers[dst] != nullptr) {
+            cuda::atomic_thread_fence(cuda::memory_order_acq_rel, cuda::thread_scope_system);
+            return;
+        }
+#if defined(EP_WITH_NVSHMEM)
+        queue_pairs.quiet(dst, qp);
+#endif
+    }
+
     EP_DEVICE void signal(int dst, size_t offset, uint64_t value, [[maybe_unused]] int qp) const {
         if (std::byte* there = direct(dst, offset)) {
             store_relaxed<Scope::kSystem>(reinterpret_cast<uint64_t*>(there), value);

@@ -131,24 +131,40 @@ void Link::set_reorder(std::optional<uint64_t> seed) {
     if (seed) reorder_.emplace(*seed);
 }
 
+bool Link::is_fenced(const HeldBack& item) const {
+    return std::any_of(held_back_.begin(), held_back_.end(), [&](const HeldBack& other) {
+        return other.dst == item.dst && other.qp == item.qp && other.generation < item.generation;
+    });
+}
+
+void Link::deliver_at(size_t index) {
+    deliver(held_back_[index]);
+    held_back_.erase(held_back_.begin() + static_cast<ptrdiff_t>(index));
+    if (held_back_.empty()) generations_.clear();
+}
+
+void Link::quiet(int dst, int qp) {
+    // In the order of issue, which respects every fence.
+    for (size_t i = 0; i < held_back_.size();) {
+        const bool mine = held_back_[i].dst == dst && held_back_[i].qp == qp;
+        if (mine) {
+            deliver_at(i);
+        } else {
+            ++i;
+        }
+    }
+}
+
 bool Link::pump() {
     if (held_back_.empty()) return false;
     // Any item may be next that no fence puts behind another one on its queue pair.
     const size_t start = reorder_ ? reorder_->below(held_back_.size()) : 0;
     for (size_t i = 0; i < held_back_.size(); ++i) {
         const size_t candidate = (start + i) % held_back_.size();
-        const HeldBack& item = held_back_[candidate];
-        const bool fenced =
-            std::any_of(held_back_.begin(), held_back_.end(), [&](const HeldBack& other) {
-                return other.dst == item.dst && other.qp == item.qp &&
-                       other.generation < item.generation;
-            });
-        if (fenced) continue;
-        deliver(item);
-        held_back_.erase(held_back_.begin() + static_cast<ptrdiff_t>(candidate));
+        if (is_fenced(held_back_[candidate])) continue;
+        deliver_at(candidate);
         break;
     }
-    if (held_back_.empty()) generations_.clear();
     return true;
 }
 

@@ -36,6 +36,7 @@ class Link final : public IdleWaiter {
     bool in_order() const { return !reorder_.has_value(); }
     void put(int dst, size_t offset, const void* src, size_t bytes, int qp);
     void fence(int dst, int qp);
+    void quiet(int dst, int qp);
     void signal(int dst, size_t offset, uint64_t value, int qp);
     // Bytes that went straight to memory, for paths with limited bandwidth.
     void account(int dst, size_t bytes) {
@@ -77,7 +78,9 @@ class Link final : public IdleWaiter {
     };
 
     uint64_t arrival_stamp(int dst);
+    bool is_fenced(const HeldBack& item) const;
     void deliver(const HeldBack& item);
+    void deliver_at(size_t index);
     void deliver_signal(int dst, size_t offset, uint64_t value, uint64_t stamp_ns);
 
     RankClock& clock_;

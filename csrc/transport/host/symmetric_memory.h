@@ -13,17 +13,9 @@
 #include "device/device_runtime.h"
 #include "transport/host/link.h"
 #include "transport/host/transport.h"
+#include "transport/symmetric_memory_options.h"
 
 namespace ep {
-
-struct SymmetricMemoryOptions {
-    int rank = 0;
-    int num_ranks = 1;
-    size_t control_bytes = 0;  // signals and their payload, at offset 0
-    size_t data_bytes = 0;     // right behind
-    bool allow_nvlink = true;  // the GPU's choice of path; every path here is memory
-    int num_queue_pairs = 1;   // the network's; here their number costs nothing
-};
 
 class SymmetricMemory {
   public:

@@ -35,6 +35,7 @@ struct Transport {
         store_relaxed<Scope::kSystem>(reinterpret_cast<uint64_t*>(peers[dst] + offset), value);
     }
     void fence(int dst, int qp) const { link->fence(dst, qp); }
+    void quiet(int dst, int qp) const { link->quiet(dst, qp); }
     void signal(int dst, size_t offset, uint64_t value, int qp) const {
         host::current_executor->interleave();
         link->signal(dst, offset, value, qp);
