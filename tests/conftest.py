@@ -26,6 +26,9 @@ hypothesis.settings.register_profile(
 )  # fmt: skip
 hypothesis.settings.load_profile("ci")
 
+# Its assertions are tests', though its name does not say so.
+pytest.register_assert_rewrite("low_latency_cases")
+
 REPLAYS = pytest.StashKey[str]()
 
 
