@@ -12,6 +12,10 @@ fail() {
 command -v "$python" >/dev/null || fail "$python not found. Install Python 3.9 or newer, or set PYTHON."
 "$python" -c 'import sys; sys.exit(sys.version_info < (3, 9))' || fail "$python is older than 3.9."
 command -v "${CXX:-g++}" >/dev/null || fail "${CXX:-g++} not found. Install g++ 12 or newer, or set CXX."
+if "${CXX:-g++}" --version | head -n 1 | grep -qi 'g++\|gcc'; then
+    major=$("${CXX:-g++}" -dumpversion | cut -d. -f1)
+    ((major >= 12)) || fail "${CXX:-g++} is version $major; 12 or newer is needed. Set CXX to a newer one."
+fi
 
 missing=()
 "$python" -c 'import ensurepip, venv' 2>/dev/null || missing+=(python3-venv)
