@@ -56,7 +56,7 @@ class Thresholds:
     delta_ns: float
     fraction: float = 0.05
     z: float = 4.0
-    rank_spread: float = 4.0
+    rank_spread: float = 6.0
     path_spread: float = 6.0
     load: float = 1.5
 
