@@ -32,6 +32,7 @@ demo: install  ## eight ranks on this machine, one of them slow: who, why, by ho
 	$(RUN)/python tests/test_low_latency.py --num-processes 8 --diagnose --inject slow-rank=3:2ms
 
 test: install  ## all tests; ARGS="-k name" selects
+	@tools/browser.sh
 	$(RUN)/python -m pytest $(ARGS)
 
 lint: $(STAMP)  ## style and types; `make format` repairs most of it

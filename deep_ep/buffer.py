@@ -32,6 +32,7 @@ from deep_ep.topology import Topology, ranks_per_node
 
 if TYPE_CHECKING:
     from deep_ep._cpu import Runtime as NativeRuntime
+    from deep_ep.diagnose.monitor import Monitor
 
 Tensor = torch.Tensor
 _NO_COUNTERS = (0, 0, 0, 0)
@@ -153,6 +154,7 @@ class Buffer:
         self._before_operation: list[Callable[[str], None]] = []
         self._lock = threading.RLock()
         self._pending_hook: ReceiveHook | None = None
+        self._monitor: Monitor | None = None
         self._num_qps_per_rank = num_qps_per_rank
         self._allow_nvlink = bool(allow_nvlink_for_low_latency_mode)
         self._allow_fabric = bool(allow_mnnvl or use_fabric)
@@ -180,6 +182,7 @@ class Buffer:
         try:
             selected = backend.get()
             asked_ranks_per_node = env.ranks_per_node()
+            env.diagnose()  # is needed later, when an error would be this rank's alone
             self.num_nvl_bytes = checks.byte_size("num_nvl_bytes", self.num_nvl_bytes)
             self.num_rdma_bytes = checks.byte_size("num_rdma_bytes", self.num_rdma_bytes)
         except EPError as raised:
@@ -190,6 +193,7 @@ class Buffer:
                 "the group size": self.group_size,
                 "the backend": selected.name if selected else None,
                 "DEEP_EP_RANKS_PER_NODE": asked_ranks_per_node,
+                "DEEP_EP_DIAGNOSE": env.DIAGNOSE.text(),
                 "num_nvl_bytes": self.num_nvl_bytes,
                 "num_rdma_bytes": self.num_rdma_bytes,
                 "low_latency_mode": self.low_latency_mode,
@@ -253,12 +257,17 @@ class Buffer:
         """What a connected buffer does first."""
         if self.low_latency_mode:
             self.measure_clock_offsets()
-        if env.diagnose():
+        watch = env.diagnose()
+        if watch.mode != "off":
             self.enable_counters()
         if env.inject() and self.low_latency_mode:
             from deep_ep import faults
 
             faults.apply(self, faults.parse_list(env.inject(), self.group_size))
+        if watch.mode != "off" and self.low_latency_mode:
+            from deep_ep.diagnose import monitor
+
+            self._monitor = monitor.start(self, self._group, watch)
 
     # ---- end of life
 
@@ -279,8 +288,11 @@ class Buffer:
                 return
             runtime, self.runtime = self.runtime, None
             self._pending_hook = None
+            monitor, self._monitor = self._monitor, None
             try:
                 self._backend.synchronize()
+                if monitor is not None:
+                    monitor.end()
                 self._group.barrier()
             except RuntimeError as error:
                 warnings.warn(
@@ -291,6 +303,8 @@ class Buffer:
                 )
             finally:
                 runtime.native.close()
+                if monitor is not None:
+                    monitor.close()
 
     def __del__(self) -> None:
         # Memory goes with the native object, without any collective: nothing can keep an

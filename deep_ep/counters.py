@@ -1,18 +1,20 @@
 """The receive counters on the Python side: storage, snapshots, windows. Rules about them live elsewhere.
 
-Counters only grow; nobody resets them. A window is the difference of two snapshots.
+Counters only grow; nobody resets them. A window is the difference of two snapshots, and `until`
+puts these at the same operation on every rank.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+import threading
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from deep_ep import backend
+from deep_ep.copier import DeviceCopier, HostCopier, Reading, copy_between_operations
 from deep_ep.errors import EPArgumentError
 
 Int64Array = npt.NDArray[np.int64]
@@ -21,8 +23,17 @@ Int64Array = npt.NDArray[np.int64]
 _NOT_SUMS = ("max_wait_ns",)
 
 
+# Own times are differences of stamps and may go back with a clock that is set back.
+_LOWEST = np.iinfo(np.int64).min
+
+
 def _is_sum(field: str) -> bool:
     return field not in _NOT_SUMS
+
+
+def _in_proportion(total: Int64Array | np.int64, part: int, whole: int) -> Int64Array | np.int64:
+    """`total * part / whole`, rounded down, for totals of any size."""
+    return total // whole * part + total % whole * part // whole
 
 
 @dataclass(frozen=True)
@@ -38,6 +49,8 @@ class CounterSnapshot:
         own: `[len(own_fields)]` int64, of this rank.
         ring: `[capacity, num_ranks + 1, 4]` int64, the raw times of recent operations, ascending by
             operation number after `operations()`; unused slots are zeros.
+        lost: largest operation number whose slot was overwritten while it was copied; 0: none.
+        estimated: fields that `until` could not roll back exactly.
     """
 
     fields: tuple[str, ...]
@@ -47,6 +60,8 @@ class CounterSnapshot:
     totals: Int64Array
     own: Int64Array
     ring: Int64Array
+    lost: int = 0
+    estimated: tuple[str, ...] = ()
 
     @property
     def num_ranks(self) -> int:
@@ -90,26 +105,154 @@ class CounterSnapshot:
         return used
 
     def since(self, earlier: CounterSnapshot) -> CounterSnapshot:
-        """The window from `earlier` to this snapshot: sums are subtracted, older ring slots are zero."""
+        """The window from `earlier` to this snapshot: sums are subtracted, older ring slots are zero.
+
+        Raises:
+            EPArgumentError: the two are not of the same counters, or in the wrong order.
+        """
         if earlier.fields != self.fields or earlier.totals.shape != self.totals.shape:
             raise EPArgumentError(
                 f"CounterSnapshot: a snapshot of {earlier.num_ranks} ranks and one of {self.num_ranks} "
                 "differ in shape or fields; a window needs two snapshots of the same counters. "
                 "Take both from one RecvCounters."
             )
+        estimated = {*self.estimated, *earlier.estimated}
+        self._require_growth(earlier, estimated)
         sums = np.array([_is_sum(field) for field in self.fields])[:, None]
-        totals = np.where(sums, self.totals - earlier.totals, self.totals)
+        # Only what is estimated can come out below zero here.
+        totals = np.where(sums, np.maximum(self.totals - earlier.totals, 0), self.totals)
+        floor = [0 if field in estimated else _LOWEST for field in self.own_fields]
         ring = self.ring.copy()
         ring[self._ring_ops() <= earlier.operation] = 0
-        return CounterSnapshot(
-            fields=self.fields,
-            own_fields=self.own_fields,
-            ring_source_fields=self.ring_source_fields,
-            ring_own_fields=self.ring_own_fields,
-            totals=totals,
-            own=self.own - earlier.own,
-            ring=ring,
+        return replace(
+            self, totals=totals, own=np.maximum(self.own - earlier.own, floor), ring=ring
         )
+
+    def _require_growth(self, earlier: CounterSnapshot, estimated: set[str]) -> None:
+        """Counters grow; those that fell wrapped, were made anew or are another buffer's."""
+        for field, now, before in zip(self.fields, self.totals, earlier.totals):
+            if field in estimated or not (now < before).any():
+                continue
+            source = int(np.argmax(now < before))
+            raise EPArgumentError(
+                f"CounterSnapshot.since: {field} of source {source} is {now[source]}, and "
+                f"{before[source]} in the earlier snapshot; it must not be less. Take both "
+                "snapshots, in order, from one RecvCounters that was not made anew between them."
+            )
+
+    def until(self, operation: int, rank: int | None = None) -> CounterSnapshot:
+        """This snapshot as it was when that operation had been counted, and none after it.
+
+        The raw times of later operations are taken out of the sums, in the arithmetic of the
+        kernels. Not exact are what they do not hold, and `estimated` names it: `send_ns` of this
+        rank, and `gap_ns` unless `rank` is given, are cut in proportion to the operations, `bytes`
+        in proportion to the tokens where rows were of several sizes. `max_wait_ns` stays.
+
+        Args:
+            operation: number of an operation of any kind.
+            rank: whose counters these are.
+
+        Raises:
+            EPArgumentError: the ring does not hold all operations after it.
+        """
+        if not self.holds_all_after(operation):
+            held = self.operations()[:, -1, self.ring_own_fields.index("op")]
+            oldest = f"from {held[0]} on" if held.size else "none"
+            raise EPArgumentError(
+                f"CounterSnapshot.until: operation is {operation}, and the ring of "
+                f"{self.ring.shape[0]} holds of the {self.ops} operations counted {oldest}, not all "
+                "that came after it; it must. Take snapshots sooner, or pass a larger ring to "
+                "enable_counters()."
+            )
+        later = self._ring_ops() > operation
+        if not later.any():
+            return self
+        slots = self.ring[later]
+        kept = self.ops - slots.shape[0]
+        sources, own = self._counted(slots, rank)
+        estimated = set(self.estimated)
+        totals, own_totals = self.totals.copy(), self.own.copy()
+        for row, field in enumerate(self.fields):
+            if field in sources:
+                totals[row] -= sources[field]
+            elif field == "bytes":
+                before = self["tokens"]
+                row_bytes = totals[row] // np.maximum(before, 1)
+                if (row_bytes * before != totals[row]).any():
+                    estimated.add(field)
+                totals[row] -= row_bytes * sources["tokens"]
+            elif _is_sum(field):
+                totals[row] = _in_proportion(totals[row], kept, self.ops)
+                estimated.add(field)
+        for place, field in enumerate(self.own_fields):
+            if field in own:
+                own_totals[place] -= own[field]
+            else:
+                own_totals[place] = _in_proportion(own_totals[place], kept, self.ops)
+                estimated.add(field)
+        ring = self.ring.copy()
+        ring[later] = 0
+        return replace(
+            self, totals=totals, own=own_totals, ring=ring, estimated=tuple(sorted(estimated))
+        )
+
+    def holds_all_after(self, operation: int) -> bool:
+        """Whether every counted operation with a larger number is in the ring."""
+        if self.ops <= np.count_nonzero(self._ring_ops()):
+            return True
+        if not self.ring.shape[0]:
+            return False
+        # A slot is overwritten only by an operation with a number larger by the capacity.
+        return bool(operation >= max(self.operation - self.ring.shape[0], self.lost))
+
+    def _counted(
+        self, slots: Int64Array, rank: int | None
+    ) -> tuple[dict[str, Int64Array], dict[str, int]]:
+        """What operations added to the counters, from their raw times: as in kernels/counters.cuh.
+
+        Args:
+            slots: `[n, num_ranks + 1, 4]`, n >= 1.
+            rank: whose counters these are.
+        """
+        entered, issued, arrival, tokens = (
+            slots[:, :-1, self.ring_source_fields.index(name)]
+            for name in ("entered", "issued", "arrival", "tokens")
+        )
+        begin, leave, previous = (
+            slots[:, -1, self.ring_own_fields.index(name)]
+            for name in ("wait_begin", "exit", "previous_exit")
+        )
+        start = begin[:, None]
+        end = np.maximum(arrival, start)
+        cut_entered = np.clip(entered, start, end)
+        cut_issued = np.clip(np.maximum(issued, entered), start, end)
+        last = np.argmax(arrival, axis=1)
+        in_order = np.sort(end, axis=1)
+        ready = in_order[:, -1]
+        runner_up = in_order[:, -2] if self.num_ranks > 1 else begin
+        critical_ops, critical_ns = np.zeros((2, self.num_ranks), dtype=np.int64)
+        waited = ready > begin
+        np.add.at(critical_ops, last[waited], 1)
+        np.add.at(critical_ns, last[waited], (ready - runner_up)[waited])
+        sources = {
+            "ops": np.full(self.num_ranks, slots.shape[0], dtype=np.int64),
+            "tokens": tokens.sum(axis=0),
+            "wait_ns": (end - start).sum(axis=0),
+            "late_ns": (cut_entered - start).sum(axis=0),
+            "issue_ns": (cut_issued - cut_entered).sum(axis=0),
+            "path_ns": (end - cut_issued).sum(axis=0),
+            "slack_ns": np.maximum(start - issued, 0).sum(axis=0),
+            "critical_ops": critical_ops,
+            "critical_ns": critical_ns,
+        }
+        own = {
+            "ops": slots.shape[0],
+            "wait_ns": int((ready - begin).sum()),
+            "drain_ns": int((leave - ready).sum()),
+        }
+        if rank is not None:
+            own["gap_ns"] = int((entered[:, rank] - previous)[previous != 0].sum())
+        return sources, own
 
     def __sub__(self, earlier: CounterSnapshot) -> CounterSnapshot:
         return self.since(earlier)
@@ -168,6 +311,8 @@ class RecvCounters:
         self.totals = zeros(len(self.fields), num_ranks)
         self.own = zeros(len(self.own_fields))
         self.ring = zeros(ring, num_ranks + 1, columns)
+        self._lock = threading.Lock()
+        self._made_copier: HostCopier | DeviceCopier | None = None
 
     @property
     def device(self) -> torch.device:
@@ -179,17 +324,52 @@ class RecvCounters:
         ring = self.ring.data_ptr() if self.capacity else 0
         return self.totals.data_ptr(), self.own.data_ptr(), ring, self.capacity
 
-    def snapshot(self) -> CounterSnapshot:
-        """Copies the counters to the host. Waits for the device; take it between operations."""
+    def snapshot(self, *, wait: bool = True) -> CounterSnapshot:
+        """Copies the counters to the host, as they are between two operations.
+
+        Usable from any thread, also while operations run. On a GPU the copy goes through a stream of
+        its own; no other stream waits for it, and CUDA graphs may be captured meanwhile.
+
+        Args:
+            wait: count what is queued on the current stream, too; the host waits until it has run.
+                False: what has run so far.
+
+        Raises:
+            EPUsageError: `wait` while the current stream is being captured.
+        """
+        copier = self._copier()
+        if wait and isinstance(copier, DeviceCopier):
+            copier.wait_for_current_stream()
+        reading, ring, lost = copy_between_operations(copier, self._consistent)
         return CounterSnapshot(
             fields=self.fields,
             own_fields=self.own_fields,
             ring_source_fields=self.ring_source_fields,
             ring_own_fields=self.ring_own_fields,
-            totals=_copy(self.totals),
-            own=_copy(self.own),
-            ring=_copy(self.ring),
+            totals=reading.totals,
+            own=reading.own,
+            ring=ring,
+            lost=lost,
         )
+
+    def num_ops(self) -> int:
+        """Operations that have been counted by now. Waits for nothing that runs."""
+        return int(self._copier().reading().own[self.own_fields.index("ops")])
+
+    def _copier(self) -> HostCopier | DeviceCopier:
+        with self._lock:
+            if self._made_copier is None:
+                made = DeviceCopier if self.device.type == "cuda" else HostCopier
+                op_field = self.ring_own_fields.index("op")
+                self._made_copier = made(self.totals, self.own, self.ring, op_field)
+            return self._made_copier
+
+    def _consistent(self, reading: Reading) -> bool:
+        """Whether no operation is being counted; an operation counts its sources first."""
+        total = dict(zip(self.fields, reading.totals))
+        parts = total["late_ns"] + total["issue_ns"] + total["path_ns"]
+        own_ops = reading.own[self.own_fields.index("ops")]
+        return bool((total["ops"] <= own_ops).all() and (total["wait_ns"] == parts).all())
 
     def __getitem__(self, field: str) -> torch.Tensor:
         """`[num_ranks]` int64: the live row of one field, on the device."""
@@ -202,9 +382,3 @@ class RecvCounters:
 
     def __repr__(self) -> str:
         return f"RecvCounters(num_ranks={self.num_ranks}, ring={self.capacity}, device='{self.device}')"
-
-
-def _copy(tensor: torch.Tensor) -> Int64Array:
-    array: Any = tensor.detach().cpu().numpy()
-    copied: Int64Array = np.array(array, dtype=np.int64, copy=True)
-    return copied

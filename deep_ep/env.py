@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 from deep_ep.errors import EPArgumentError
@@ -64,10 +66,54 @@ INJECT = Variable(
     "DEEP_EP_INJECT", "FAULT[,FAULT...]", "", "faults every Buffer injects, as --inject takes them"
 )
 DIAGNOSE = Variable(
-    "DEEP_EP_DIAGNOSE", "0 | 1", "0", "1: every Buffer keeps counters from its construction on"
+    "DEEP_EP_DIAGNOSE",
+    "0 | 1 | sync:STEPS | async:SECONDS",
+    "0",
+    "every Buffer watches itself: every STEPS operations, or every SECONDS; 1 is async:20",
+)
+DIAGNOSE_DIR = Variable(
+    "DEEP_EP_DIAGNOSE_DIR", "folder", "", "where rank 0 appends a record per window; unset: nowhere"
 )
 NVSHMEM_QP_DEPTH = Variable(
     "NVSHMEM_QP_DEPTH", "int", "1024", "depth of NVSHMEM's queue pairs, as Buffer.nvshmem_qp_depth"
+)
+# Of the existing analyser, with its names and defaults; `deep_ep.diagnose.Diagnose` follows them.
+CLASSIC_ENABLE = Variable("DEEPEP_DIAGNOSE_ENABLE", "0 | 1", "1", "0: `Diagnose` does nothing")
+CLASSIC_INTERVAL = Variable(
+    "DEEPEP_DIAGNOSE_INTERVAL", "seconds", "20", "from one asynchronous diagnosis to the next"
+)
+CLASSIC_WARMING_TIME = Variable(
+    "DEEPEP_DIAGNOSE_WARMING_TIME",
+    "seconds",
+    "",
+    "what is measured this long is not judged; unset: the interval",
+)
+CLASSIC_SYNC_STEP = Variable(
+    "DEEPEP_DIAGNOSE_SYNC_STEP", "int", "580", "calls from one synchronous diagnosis to the next"
+)
+CLASSIC_LOG_PATH = Variable(
+    "DEEPEP_DIAGNOSE_LOG_PATH", "folder", ".", "where `diagnose_rank{N}.log` is written"
+)
+CLASSIC_LOG_DETAILS = Variable(
+    "DEEPEP_DIAGNOSE_LOG_DETAILS", "0 | 1", "0", "1: the log of rank 0 has the matrices too"
+)
+CLASSIC_THRESHOLD_COL = Variable(
+    "DEEPEP_DIAGNOSE_THRESHOLD_COL",
+    "float",
+    "3.0",
+    "a column is abnormal above this, over the mean",
+)
+CLASSIC_THRESHOLD_ROW = Variable(
+    "DEEPEP_DIAGNOSE_THRESHOLD_ROW", "float", "3.0", "a row is abnormal above this, over the mean"
+)
+CLASSIC_THRESHOLD_POINT = Variable(
+    "DEEPEP_DIAGNOSE_THRESHOLD_POINT",
+    "float",
+    "5.0",
+    "a cell is abnormal above this, over the mean",
+)
+CLASSIC_EXCLUDING_ZEROS = Variable(
+    "DEEPEP_DIAGNOSE_EXCLUDING_ZEROS", "0 | 1", "0", "1: the mean for cells leaves zeros out"
 )
 
 VARIABLES = (
@@ -80,8 +126,61 @@ VARIABLES = (
     LAUNCH_SHAPE,
     INJECT,
     DIAGNOSE,
+    DIAGNOSE_DIR,
     NVSHMEM_QP_DEPTH,
+    CLASSIC_ENABLE,
+    CLASSIC_INTERVAL,
+    CLASSIC_WARMING_TIME,
+    CLASSIC_SYNC_STEP,
+    CLASSIC_LOG_PATH,
+    CLASSIC_LOG_DETAILS,
+    CLASSIC_THRESHOLD_COL,
+    CLASSIC_THRESHOLD_ROW,
+    CLASSIC_THRESHOLD_POINT,
+    CLASSIC_EXCLUDING_ZEROS,
 )
+
+
+@dataclass(frozen=True)
+class ClassicSettings:
+    """What `deep_ep.diagnose.Diagnose` follows.
+
+    Attributes:
+        enable: False: it does nothing.
+        interval_s: seconds between asynchronous diagnoses.
+        warming_time_s: seconds whose waiting is not judged; `None`: the interval.
+        sync_step: calls between synchronous diagnoses.
+        log_path: folder of the log files.
+        log_details: whether matrices are logged.
+        threshold_col, threshold_row, threshold_point: of `diagnose_matrix`.
+        excluding_zeros: 0 or 1, of `diagnose_matrix`.
+    """
+
+    enable: bool
+    interval_s: float
+    warming_time_s: float | None
+    sync_step: int
+    log_path: Path
+    log_details: bool
+    threshold_col: float
+    threshold_row: float
+    threshold_point: float
+    excluding_zeros: int
+
+
+@dataclass(frozen=True)
+class Diagnose:
+    """When the ranks of a buffer are compared.
+
+    Attributes:
+        mode: "off", "sync" (every `steps` operations) or "async" (every `seconds`).
+        steps: operations of a window.
+        seconds: length of a window.
+    """
+
+    mode: str
+    steps: int = 0
+    seconds: float = 0.0
 
 
 class Order(NamedTuple):
@@ -143,9 +242,40 @@ def inject() -> str:
     return INJECT.text()
 
 
-def diagnose() -> bool:
-    """Whether every buffer keeps counters."""
-    return _choice(DIAGNOSE, ("0", "1")) == "1"
+def diagnose() -> Diagnose:
+    """Whether and when every buffer compares its ranks."""
+    text = DIAGNOSE.text()
+    if text in ("0", "1"):
+        return Diagnose("async", seconds=20.0) if text == "1" else Diagnose("off")
+    mode, _, number = text.partition(":")
+    if mode == "sync" and number.isdecimal() and int(number):
+        return Diagnose("sync", steps=int(number))
+    with contextlib.suppress(ValueError):
+        if mode == "async" and 0 < float(number) < 1e9:
+            return Diagnose("async", seconds=float(number))
+    raise DIAGNOSE.error("0, 1, sync:STEPS with STEPS at least 1, or async:SECONDS above 0")
+
+
+def diagnose_dir() -> Path | None:
+    """Where records go, `None` for nowhere."""
+    text = DIAGNOSE_DIR.text()
+    return Path(text) if text else None
+
+
+def classic() -> ClassicSettings:
+    """The settings of the existing analyser."""
+    return ClassicSettings(
+        enable=_choice(CLASSIC_ENABLE, ("0", "1")) == "1",
+        interval_s=_number(CLASSIC_INTERVAL, above=0.0),
+        warming_time_s=_number(CLASSIC_WARMING_TIME) if CLASSIC_WARMING_TIME.text() else None,
+        sync_step=_positive_int(CLASSIC_SYNC_STEP),
+        log_path=Path(CLASSIC_LOG_PATH.text()),
+        log_details=_choice(CLASSIC_LOG_DETAILS, ("0", "1")) == "1",
+        threshold_col=_number(CLASSIC_THRESHOLD_COL),
+        threshold_row=_number(CLASSIC_THRESHOLD_ROW),
+        threshold_point=_number(CLASSIC_THRESHOLD_POINT),
+        excluding_zeros=int(_choice(CLASSIC_EXCLUDING_ZEROS, ("0", "1"))),
+    )
 
 
 def nvshmem_qp_depth() -> int:
@@ -170,6 +300,18 @@ def _positive_int(variable: Variable) -> int:
     if not text.isdecimal() or int(text) == 0:
         raise variable.error("a positive integer")
     return int(text)
+
+
+def _number(variable: Variable, above: float | None = None) -> float:
+    """A number of at least 0, or above `above`; below 1e9, so that it can be waited for."""
+    least = "of at least 0" if above is None else f"above {above:g}"
+    try:
+        value = float(variable.text())
+    except ValueError:
+        raise variable.error(f"a number {least}") from None
+    if not (0 <= value < 1e9 and (above is None or value > above)):
+        raise variable.error(f"a number {least} (and below 1e9)")
+    return value
 
 
 def _order(variable: Variable, plain: str) -> Order:

@@ -593,7 +593,12 @@ def test_places_in_a_node() -> None:
         (env.LAUNCH_SHAPE, "4x8", env.launch_shape, (4, 8)),
         (env.LAUNCH_SHAPE, "", env.launch_shape, (0, 0)),
         (env.CPU_CLOCK, "wall", env.cpu_clock, "wall"),
-        (env.DIAGNOSE, "1", env.diagnose, True),
+        (env.DIAGNOSE, "0", env.diagnose, env.Diagnose("off")),
+        (env.DIAGNOSE, "1", env.diagnose, env.Diagnose("async", seconds=20.0)),
+        (env.DIAGNOSE, "sync:580", env.diagnose, env.Diagnose("sync", steps=580)),
+        (env.DIAGNOSE, "async:0.5", env.diagnose, env.Diagnose("async", seconds=0.5)),
+        (env.DIAGNOSE_DIR, "", env.diagnose_dir, None),
+        (env.DIAGNOSE_DIR, "logs/ep", env.diagnose_dir, Path("logs/ep")),
         (env.NVSHMEM_QP_DEPTH, "2048", env.nvshmem_qp_depth, 2048),
     ],
 )
@@ -616,6 +621,11 @@ def test_environment_variables_are_read(
         (env.LAUNCH_SHAPE, "4x0", env.launch_shape),
         (env.CPU_CLOCK, "sun", env.cpu_clock),
         (env.DIAGNOSE, "yes", env.diagnose),
+        (env.DIAGNOSE, "sync", env.diagnose),
+        (env.DIAGNOSE, "sync:0", env.diagnose),
+        (env.DIAGNOSE, "async:0", env.diagnose),
+        (env.DIAGNOSE, "async:nan", env.diagnose),
+        (env.DIAGNOSE, "async:", env.diagnose),
     ],
 )
 def test_bad_environment_variables_are_named(

@@ -1,4 +1,4 @@
-"""From counters to verdicts: snapshot, gather, verdicts, report.
+"""From counters to verdicts: snapshot, summarize, gather, judge, report.
 
     buffer.enable_counters()
     ...                                    # operations
@@ -13,38 +13,54 @@ from __future__ import annotations
 
 from typing import Any
 
-from deep_ep.diagnose.gather import Matrices, gather, gather_group
-from deep_ep.diagnose.report import heatmap_svg, report, save_svg
-from deep_ep.diagnose.snapshot import Snapshot, snapshot
-from deep_ep.diagnose.verdict import (
+from deep_ep.diagnose.classic import Diagnose, diagnose_matrix
+from deep_ep.diagnose.findings import (
     COMM_SLOW,
     COMP_SLOW,
     MIXED_SLOW,
+    Bandwidth,
     Diagnosis,
-    Thresholds,
+    Event,
+    Measured,
+    Timeline,
     Verdict,
-    judge,
-    verdicts,
 )
+from deep_ep.diagnose.gather import Matrices, gather, gather_group
+from deep_ep.diagnose.history import History
+from deep_ep.diagnose.report import heatmap_svg, report, save_svg
+from deep_ep.diagnose.snapshot import Snapshot, snapshot
+from deep_ep.diagnose.summary import Summary, summarize
+from deep_ep.diagnose.verdict import Thresholds, judge, verdicts
+from deep_ep.diagnose.waits import judge_waits
 from deep_ep.group import as_group
 
 __all__ = [
     "COMM_SLOW",
     "COMP_SLOW",
     "MIXED_SLOW",
+    "Bandwidth",
+    "Diagnose",
     "Diagnosis",
+    "Event",
+    "History",
     "Matrices",
+    "Measured",
     "Snapshot",
+    "Summary",
     "Thresholds",
+    "Timeline",
     "Verdict",
+    "diagnose_matrix",
     "gather",
     "gather_group",
     "heatmap_svg",
     "judge",
+    "judge_waits",
     "report",
     "run",
     "save_svg",
     "snapshot",
+    "summarize",
     "verdicts",
 ]
 
@@ -55,20 +71,28 @@ def run(
     *,
     since: Snapshot | None = None,
     thresholds: Thresholds | None = None,
+    history: History | None = None,
 ) -> Diagnosis | None:
-    """Collective: compares the counters of all ranks.
+    """Collective: compares the counters of all ranks, up to the operation that all have ended.
 
     Args:
         buffer: this rank's `deep_ep.Buffer`, with counters enabled.
         group: what the buffer was built on, unless the buffer's own is to be used.
         since: this rank's earlier snapshot; only later operations are judged then.
         thresholds: what an effect must exceed; by default according to the device.
+        history: one object for all windows of a group, to find what slows everything alike.
 
     Returns:
         A Diagnosis on rank 0, None on the others.
+
+    Raises:
+        EPArgumentError: `since` is not an earlier snapshot of these counters, on any rank.
     """
-    local = snapshot(buffer)
-    if since is not None:
-        local = local.since(since)
-    matrices = gather_group(as_group(buffer.group if group is None else group), local)
-    return None if matrices is None else judge(matrices, thresholds)
+
+    def take() -> Snapshot:
+        local = snapshot(buffer)
+        return local if since is None else local.since(since)
+
+    ranks = as_group(buffer.group if group is None else group)
+    matrices = gather_group(ranks, take)
+    return None if matrices is None else judge(matrices, thresholds, history)

@@ -1,66 +1,52 @@
-"""Snapshots of all ranks become N x N matrices: rows wait, columns are waited for.
+"""Summaries of all ranks become N x N matrices: rows wait, columns are waited for.
 
 What a rank did not report is NaN, never zero: a zero would read as "no waiting".
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 
+from deep_ep.diagnose.findings import Bandwidth, BoolArray, FloatArray, IntArray, Measured, Timeline
 from deep_ep.diagnose.snapshot import Snapshot
-from deep_ep.errors import EPArgumentError
+from deep_ep.diagnose.stats import median, median_of
+from deep_ep.diagnose.summary import KEPT_ARRIVALS, KindSummary, Summary, summarize
+from deep_ep.errors import EPArgumentError, EPError
 
 if TYPE_CHECKING:
-    from deep_ep.counters import CounterSnapshot
     from deep_ep.group import Group
 
-FloatArray = npt.NDArray[np.float64]
-IntArray = npt.NDArray[np.int64]
-
-# `previous_exit` is stamped at the very end, `exit` before the counters are written; chosen.
-_EXIT_STAMPS_APART_NS = 100_000
+# Kinds in the order in which they are shown; the low-latency kernels', then the normal kernels'.
+LOW_LATENCY_KINDS = ("dispatch", "combine")
+KINDS = (
+    *LOW_LATENCY_KINDS,
+    "notify",
+    "gateway dispatch",
+    "normal dispatch",
+    "normal combine",
+)
 
 
 @dataclass(frozen=True)
-class Matrices:
-    """One operation kind of all ranks. Index order is always [operation, receiver, source].
-
-    Stamps are float64 nanoseconds relative to the moment the *receiver* began to wait in that
-    operation. So stamps of one receiver compare with each other; two receivers' do not.
+class Place:
+    """Where the ranks are.
 
     Attributes:
-        operation: "dispatch" or "combine".
-        device: "cpu" or "cuda", where the counters live.
         hosts: host name per rank, "" where the rank is missing.
-        totals: per counter field float64 [num_ranks, num_ranks], NaN where the rank is missing.
-        own: per field of a rank's own counters float64 [num_ranks].
-        ops: [n] int64, the operation numbers in the rings of any rank.
-        entered, issued, arrival, tokens: [n, num_ranks, num_ranks].
-        exit, previous_exit: [n, num_ranks].
-        send_ns: [n, num_ranks], from entering to having issued to every destination.
-        overlap_ns: [n, num_ranks], in the operation *before* this one, the time between having
-            issued and beginning to wait: what the rank does between send and hook.
+        devices: local device index per rank, -1 where the rank is missing.
+        nodes: [num_ranks] int64, NVLink domain per rank, numbered in order of rank; -1 if missing.
+        device: "cpu" or "cuda", where the counters live.
     """
 
-    operation: str
-    device: str
     hosts: tuple[str, ...]
-    totals: Mapping[str, FloatArray]
-    own: Mapping[str, FloatArray]
-    ops: IntArray
-    entered: FloatArray
-    issued: FloatArray
-    arrival: FloatArray
-    tokens: FloatArray
-    exit: FloatArray
-    previous_exit: FloatArray
-    send_ns: FloatArray
-    overlap_ns: FloatArray
+    devices: tuple[int, ...]
+    nodes: IntArray
+    device: str
 
     @property
     def num_ranks(self) -> int:
@@ -68,170 +54,292 @@ class Matrices:
         return len(self.hosts)
 
     @property
+    def num_nodes(self) -> int:
+        """NVLink domains of which a rank reported."""
+        return int(self.nodes.max(initial=-1)) + 1
+
+
+@dataclass(frozen=True)
+class Matrices:
+    """One operation kind of all ranks; see `summary.KindSummary` for what the names mean.
+
+    Attributes:
+        operation: kind.
+        place: where the ranks are.
+        present: [num_ranks] bool, who reported.
+        counted: operations counted, the most of any rank.
+        ops: [n] int64, numbers of the operations with raw stamps; empty: only totals were there.
+        gap, span, drain, wait, duration, received: [n, num_ranks]; one row of means without stamps.
+        last, last_arrival: [n, num_ranks, k], the latest sources of each receiver, -1 and NaN where
+            there is none.
+        wait_parts: [3, num_ranks, num_ranks], late, issue and path part of the waiting.
+        path_hidden: [num_ranks, num_ranks] bool.
+        path_moments: [3, num_ranks, num_ranks].
+        late, late_error, send, path, path_error, path_low, path_count, tokens, blame, active:
+            [num_ranks, num_ranks].
+        busy: [num_ranks].
+        totals, own: counters by name, [num_ranks, num_ranks] and [num_ranks].
+        timeline: of the first rank that has one.
+    """
+
+    operation: str
+    place: Place
+    present: BoolArray
+    counted: int
+    ops: IntArray
+    gap: FloatArray
+    span: FloatArray
+    drain: FloatArray
+    wait: FloatArray
+    duration: FloatArray
+    received: FloatArray
+    last: IntArray
+    last_arrival: FloatArray
+    wait_parts: FloatArray
+    late: FloatArray
+    late_error: FloatArray
+    send: FloatArray
+    path: FloatArray
+    path_error: FloatArray
+    path_low: FloatArray
+    path_count: FloatArray
+    path_hidden: BoolArray
+    path_moments: FloatArray
+    tokens: FloatArray
+    blame: FloatArray
+    active: FloatArray
+    busy: FloatArray
+    totals: Mapping[str, FloatArray]
+    own: Mapping[str, FloatArray]
+    timeline: Timeline | None
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks in the group, the missing ones included."""
+        return self.place.num_ranks
+
+    @property
     def num_operations(self) -> int:
         """Operations with raw stamps."""
         return int(self.ops.size)
 
-    def mean_wait_ns(self) -> FloatArray:
-        """[num_ranks, num_ranks]: nanoseconds per operation that the row waited for the column.
+    def measured(self) -> Measured:
+        """What people look at."""
+        late, issue, path = self.wait_parts / 1e3
+        ops = np.where(self.totals["ops"] > 0, self.totals["ops"], np.nan)
+        return Measured(
+            operation=self.operation,
+            num_operations=self.num_operations or self.counted,
+            first_operation=int(self.ops[0]) if self.ops.size else 0,
+            last_operation=int(self.ops[-1]) if self.ops.size else 0,
+            duration_us=median_of(self.duration) / 1e3,
+            wait_us=late + issue + path,
+            late_us=late,
+            issue_us=issue,
+            path_us=path,
+            tokens=self.totals["tokens"] / ops,
+            bytes=self.totals["bytes"] / ops,
+            gap_us=median(self.gap, 0) / 1e3,
+            send_us=self.send_ns() / 1e3,
+            drain_us=median(self.drain, 0) / 1e3,
+            own_wait_us=median(self.wait, 0) / 1e3,
+            bandwidth=self._bandwidth(self.totals["bytes"] / ops) if self.num_operations else None,
+            timeline=self.timeline,
+        )
 
-        From the ring without the tenth of operations at either end, so that a single hiccup (the
-        first operation, say) does not paint a column; from the totals where there is no ring.
-        """
-        if self.num_operations:
-            wait = np.sort(np.maximum(self.arrival, 0.0), axis=0)
-            count = np.sum(np.isfinite(wait), axis=0)
-            position = np.arange(wait.shape[0])[:, None, None]
-            keep = (position >= count // 10) & (position < count - count // 10)
-            total = np.sum(np.where(keep, wait, 0.0), axis=0, where=np.isfinite(wait))
-            return _divide(total, (count - 2 * (count // 10)).astype(np.float64))
-        return _divide(self.totals["wait_ns"], self.totals["ops"])
+    def send_ns(self) -> FloatArray:
+        """[num_ranks]: from entering to having issued to every destination, as receivers saw it."""
+        seen = np.fmax.reduce(self.send, axis=0, initial=np.nan)
+        return np.where(np.isfinite(seen), seen, median(self.span, 0))
+
+    def _bandwidth(self, num_bytes: FloatArray) -> Bandwidth:
+        # Bytes per nanosecond are GB/s.
+        sent = np.where(np.eye(self.num_ranks, dtype=bool), 0.0, num_bytes)
+        into = np.nansum(sent, axis=1)
+        slowest = np.fmax.reduce(self.active, axis=0, initial=np.nan)
+        return Bandwidth(
+            edge=_ratio(sent, self.active),
+            ingress=_ratio(into, self.busy),
+            egress=_ratio(np.nansum(sent, axis=0), slowest),
+            effective=_ratio(into, np.mean(self.wait, axis=0)),
+        )
 
 
-@dataclass(frozen=True)
-class _Ring:
-    """One rank's ring by name. `[n]` for its own stamps, `[n, num_ranks]` per source; int64 ns."""
-
-    op: IntArray
-    wait_begin: IntArray
-    exit: IntArray
-    previous_exit: IntArray
-    entered: IntArray
-    issued: IntArray
-    arrival: IntArray
-    tokens: IntArray
-
-
-def gather(snapshots: Sequence[Snapshot]) -> dict[str, Matrices]:
-    """Aligns the snapshots of a group by operation number. Local; see `gather_group`.
+def gather(reports: Sequence[Summary | Snapshot]) -> dict[str, Matrices]:
+    """Puts what the ranks of a group report side by side. Local; see `gather_group`.
 
     Args:
-        snapshots: of any ranks of one group, in any order; ranks may be missing.
+        reports: a Snapshot or Summary per rank, in any order; ranks may be missing.
 
     Returns:
         Matrices per operation kind, for the kinds that any rank counted.
 
     Raises:
-        EPArgumentError: no snapshots, a rank twice, or groups of different sizes.
+        EPArgumentError: nothing, a rank twice, or groups of different sizes.
     """
-    ranks = sorted(s.rank for s in snapshots)
-    sizes = sorted({s.num_ranks for s in snapshots})
+    summaries = [r if isinstance(r, Summary) else summarize(r) for r in reports]
+    ranks = sorted(s.rank for s in summaries)
+    sizes = sorted({s.num_ranks for s in summaries})
     if len(sizes) != 1 or len(set(ranks)) != len(ranks):
         raise EPArgumentError(
             f"gather: snapshots are of ranks {ranks} in groups of sizes {sizes}; every rank may "
             "appear once, and all must be of one group. Pass one snapshot per rank."
         )
-    rings = {
-        (s.rank, kind): _read_ring(counters)
-        for s in snapshots
-        for kind, counters in s.operations.items()
+    place = _place(summaries, sizes[0])
+    counted = {kind for s in summaries for kind in s.kinds}
+    kinds = [k for k in KINDS if k in counted] + sorted(counted.difference(KINDS))
+    return {
+        kind: _gather_kind(
+            kind, place, {s.rank: s.kinds[kind] for s in summaries if kind in s.kinds}
+        )
+        for kind in kinds
     }
-    kinds = [k for k in ("dispatch", "combine") if any(k in s.operations for s in snapshots)]
-    matrices = {kind: _gather_kind(kind, snapshots, sizes[0], rings) for kind in kinds}
-    return {kind: _with_overlap(m, matrices, rings) for kind, m in matrices.items()}
 
 
-def gather_group(group: Group, local: Snapshot) -> dict[str, Matrices] | None:
-    """Collective: gathers every rank's snapshot; the matrices on rank 0, None elsewhere."""
-    everyone = group.all_gather_object(local)
+def gather_group(group: Group, take: Callable[[], Snapshot]) -> dict[str, Matrices] | None:
+    """Collective: condenses and gathers every rank's counters up to the operation that all have.
+
+    Args:
+        group: the ranks.
+        take: this rank's snapshot, or window. What it raises on one rank is raised on all.
+
+    Returns:
+        The matrices on rank 0, None elsewhere.
+    """
+    local: Snapshot | None = None
+    failure: EPError | None = None
+    try:
+        local = take()
+    except EPError as error:
+        failure = error
+    told = group.all_gather_object((0 if local is None else local.operation, failure))
+    for rank, (_, reason) in enumerate(told):
+        if reason is not None:
+            raise failure or EPArgumentError(f"diagnose: rank {rank} has no counters: {reason}")
+    assert local is not None
+    # A ring that does not reach back so far leaves a window that is a little longer.
+    with contextlib.suppress(EPArgumentError):
+        local = local.until(min((number for number, _ in told if number), default=0))
+    everyone = group.all_gather_object(summarize(local))
     return gather(everyone) if group.rank == 0 else None
 
 
-def _gather_kind(
-    kind: str,
-    snapshots: Sequence[Snapshot],
-    num_ranks: int,
-    rings: Mapping[tuple[int, str], _Ring],
-) -> Matrices:
-    present = [s for s in snapshots if kind in s.operations]
-    hosts = [""] * num_ranks
+def _place(summaries: Sequence[Summary], num_ranks: int) -> Place:
+    hosts, devices = [""] * num_ranks, [-1] * num_ranks
+    nodes = np.full(num_ranks, -1, np.int64)
+    number: dict[tuple[str, int], int] = {}
+    for s in sorted(summaries, key=lambda s: s.rank):
+        hosts[s.rank], devices[s.rank] = s.host, s.device_index
+        nodes[s.rank] = number.setdefault((s.host, s.node), len(number))
+    return Place(tuple(hosts), tuple(devices), nodes, summaries[0].device)
+
+
+def _gather_kind(kind: str, place: Place, by_rank: Mapping[int, KindSummary]) -> Matrices:
+    num_ranks = place.num_ranks
+    with_stamps = {rank: s for rank, s in by_rank.items() if s.ops.size}
+    ops = (
+        np.unique(np.concatenate([s.ops for s in with_stamps.values()]))
+        if with_stamps
+        else np.zeros(0, np.int64)
+    )
+    # Means of ranks without stamps do not mix with medians of the others.
+    used = with_stamps or by_rank
+    rows = max(ops.size, 1)
+
+    places = {
+        rank: np.searchsorted(ops, s.ops) if ops.size else np.zeros(1, np.int64)
+        for rank, s in used.items()
+    }
+    reporting = list(used)
+
+    def per_pair(field: Callable[[KindSummary], FloatArray]) -> FloatArray:
+        matrix = np.full((num_ranks, num_ranks), np.nan)
+        matrix[reporting] = [field(s) for s in used.values()]
+        return matrix
+
+    def per_operation(name: str) -> FloatArray:
+        series = np.full((rows, num_ranks), np.nan)
+        for rank, s in used.items():
+            series[places[rank], rank] = getattr(s, name)
+        return series
+
+    last = np.full((rows, num_ranks, KEPT_ARRIVALS), -1, np.int64)
+    last_arrival = np.full(last.shape, np.nan)
+    parts = np.full((3, num_ranks, num_ranks), np.nan)
+    moments = np.zeros(parts.shape)
+    hidden = np.zeros((num_ranks, num_ranks), dtype=bool)
+    busy = np.full(num_ranks, np.nan)
+    for rank, s in used.items():
+        parts[:, rank] = s.wait_parts
+        moments[:, rank] = s.path_moments
+        hidden[rank] = s.path_hidden
+        busy[rank] = s.busy
+        kept = s.last.shape[1]
+        last[places[rank], rank, :kept] = s.last
+        last_arrival[places[rank], rank, :kept] = s.last_arrival
+
+    counted = list(by_rank)
     totals: dict[str, FloatArray] = {}
     own: dict[str, FloatArray] = {}
-    for s in present:
-        hosts[s.rank] = s.host
-        counters = s.operations[kind]
-        for name, row in zip(counters.fields, counters.totals):
-            totals.setdefault(name, np.full((num_ranks, num_ranks), np.nan))[s.rank] = row
-        for name, value in zip(counters.own_fields, counters.own):
-            own.setdefault(name, np.full(num_ranks, np.nan))[s.rank] = value
-
-    ops = np.unique(np.concatenate([rings[s.rank, kind].op for s in present]))
-    pairs = {
-        name: np.full((ops.size, num_ranks, num_ranks), np.nan)
-        for name in ("entered", "issued", "arrival", "tokens")
-    }
-    ends = {name: np.full((ops.size, num_ranks), np.nan) for name in ("exit", "previous_exit")}
-    for s in present:
-        ring = rings[s.rank, kind]
-        at = np.searchsorted(ops, ring.op)
-        for name in ("entered", "issued", "arrival"):
-            pairs[name][at, s.rank] = _relative(getattr(ring, name), ring.wait_begin[:, None])
-        pairs["tokens"][at, s.rank] = np.where(ring.arrival != 0, ring.tokens, np.nan)
-        ends["exit"][at, s.rank] = _relative(ring.exit, ring.wait_begin)
-        ends["previous_exit"][at, s.rank] = _relative(ring.previous_exit, ring.wait_begin)
-    # Each receiver knows when its own share was issued; both stamps are on the source's clock.
-    send_ns = np.fmax.reduce(pairs["issued"] - pairs["entered"], axis=1)
-    overlap_ns = np.zeros(send_ns.shape)
+    first = by_rank[counted[0]]
+    for name in first.totals:
+        totals[name] = np.full((num_ranks, num_ranks), np.nan)
+        totals[name][counted] = [s.totals[name] for s in by_rank.values()]
+    for name in first.own:
+        own[name] = np.full(num_ranks, np.nan)
+        own[name][counted] = [s.own[name] for s in by_rank.values()]
+    present = np.zeros(num_ranks, dtype=bool)
+    present[counted] = True
     return Matrices(
-        kind,
-        present[0].device,
-        tuple(hosts),
-        totals,
-        own,
-        ops,
-        send_ns=send_ns,
-        overlap_ns=overlap_ns,
-        **pairs,
-        **ends,
+        operation=kind,
+        place=place,
+        present=present,
+        counted=int(np.nanmax(own["ops"])),
+        ops=ops,
+        gap=per_operation("gap"),
+        span=per_operation("span"),
+        drain=per_operation("drain"),
+        wait=per_operation("wait"),
+        duration=per_operation("duration"),
+        received=per_operation("received"),
+        last=last,
+        last_arrival=last_arrival,
+        wait_parts=parts,
+        late=per_pair(lambda s: s.late),
+        late_error=per_pair(lambda s: s.late_error),
+        send=per_pair(lambda s: s.send),
+        path=per_pair(lambda s: s.path),
+        path_error=per_pair(lambda s: s.path_error),
+        path_low=per_pair(lambda s: s.path_low),
+        path_count=np.nan_to_num(per_pair(lambda s: s.path_count)),
+        path_hidden=hidden,
+        path_moments=moments,
+        tokens=per_pair(lambda s: s.tokens),
+        blame=np.nan_to_num(per_pair(lambda s: s.blame)),
+        active=per_pair(lambda s: s.active),
+        busy=busy,
+        totals=totals,
+        own=own,
+        timeline=_timeline(with_stamps),
     )
 
 
-def _read_ring(counters: CounterSnapshot) -> _Ring:
-    used = counters.operations()
-    values = {name: used[:, -1, i] for i, name in enumerate(counters.ring_own_fields)}
-    values.update({name: used[:, :-1, i] for i, name in enumerate(counters.ring_source_fields)})
-    return _Ring(**values)
+def _timeline(with_stamps: Mapping[int, KindSummary]) -> Timeline | None:
+    for rank, s in sorted(with_stamps.items()):
+        recent = s.recent
+        if recent is not None:
+            arrival = np.where(np.isfinite(recent.arrival), recent.arrival, -np.inf)
+            return Timeline(
+                observer=rank,
+                ops=recent.ops,
+                begin_us=(recent.begin - recent.begin[0]) / 1e3,
+                entered_us=recent.entered / 1e3,
+                arrival_us=recent.arrival / 1e3,
+                last=np.argmax(arrival, axis=1).astype(np.int64),
+            )
+    return None
 
 
-def _with_overlap(
-    m: Matrices, kinds: Mapping[str, Matrices], rings: Mapping[tuple[int, str], _Ring]
-) -> Matrices:
-    """Fills in what each rank did between send and wait in the operation that it ended before."""
-    overlap_ns = m.overlap_ns.copy()
-    for rank in range(m.num_ranks):
-        ring = rings.get((rank, m.operation))
-        if ring is None:
-            continue
-        exits, overlaps = _ends_of_operations(rank, kinds, rings)
-        before = np.searchsorted(exits, ring.previous_exit, side="right") - 1
-        # An operation that was not counted leaves no exit just before the stamp.
-        found = (before >= 0) & (ring.previous_exit - exits[before] <= _EXIT_STAMPS_APART_NS)
-        at = np.searchsorted(m.ops, ring.op)
-        overlap_ns[at, rank] = np.where(found, overlaps[before], 0.0)
-    return replace(m, overlap_ns=overlap_ns)
-
-
-def _ends_of_operations(
-    rank: int, kinds: Mapping[str, Matrices], rings: Mapping[tuple[int, str], _Ring]
-) -> tuple[IntArray, FloatArray]:
-    """Exit stamps of a rank's operations of all kinds, ascending, and the overlap of each."""
-    exits, overlaps = [], []
-    for kind, m in kinds.items():
-        ring = rings.get((rank, kind))
-        if ring is not None:
-            at = np.searchsorted(m.ops, ring.op)
-            # Relative to the begin of waiting, which is therefore 0.
-            issued = m.entered[at, rank, rank] + m.send_ns[at, rank]
-            exits.append(ring.exit)
-            overlaps.append(np.maximum(np.nan_to_num(-issued), 0.0))
-    order = np.argsort(np.concatenate(exits), kind="stable")
-    return np.concatenate(exits)[order], np.concatenate(overlaps)[order]
-
-
-def _relative(stamps: IntArray, origin: IntArray) -> FloatArray:
-    """Subtracts in int64, where it is exact; a stamp of 0 means that there is none."""
-    return np.where(stamps != 0, (stamps - origin).astype(np.float64), np.nan)
-
-
-def _divide(total: FloatArray, count: FloatArray) -> FloatArray:
-    return np.asarray(np.divide(total, count, out=np.full(total.shape, np.nan), where=count > 0))
+def _ratio(amount: FloatArray, time: FloatArray) -> FloatArray:
+    known = (time > 0) & (amount > 0)
+    return np.asarray(np.divide(amount, time, out=np.full(amount.shape, np.nan), where=known))

@@ -1,7 +1,7 @@
-"""Words and heatmaps for a Diagnosis. The only module of the package that prints.
+"""Words, heatmaps and a bandwidth table for a Diagnosis, on a terminal.
 
 A heatmap has a row per waiting rank and a column per rank waited for. Up to about ten ranks in 80
-columns a cell is a number; beyond, a shade; beyond the width of the console, a block of ranks.
+columns a cell is a number; beyond, a shade; beyond 64 ranks a cell is a pair of nodes.
 Every shade is a character, so that it reads the same without colour.
 """
 
@@ -10,31 +10,47 @@ from __future__ import annotations
 import io
 import math
 import re
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from rich.color import Color
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.style import Style
+from rich.table import Table
 from rich.text import Text
 
-from deep_ep.diagnose.gather import FloatArray, Matrices
-from deep_ep.diagnose.verdict import COMM_SLOW, COMP_SLOW, MIXED_SLOW, Diagnosis, Subject, Verdict
+from deep_ep.diagnose import blocks, wording
+from deep_ep.diagnose.blocks import Blocks
+from deep_ep.diagnose.findings import (
+    Bandwidth,
+    Diagnosis,
+    FloatArray,
+    Measured,
+    Subject,
+    Verdict,
+)
 
-_TITLES = {COMP_SLOW: "Comp-Slow", COMM_SLOW: "Comm-Slow", MIXED_SLOW: "Mixed-Slow"}
 _SHADES = "·░▒▓█"
 _ASCII_SHADES = ".-+*#"
 _LABEL_WIDTH = 6
+_WIDEST_LABEL = 17
 _WIDEST_CELL = 8
-_NARROWEST_NUMBER = 5
+# More ranks are shown per node: single columns are too many to find one's way.
+_MOST_CELLS = 64
 # Below this many microseconds a heatmap stays green: waiting of this size is everyday noise.
-_CALM_US = 100.0
+_CALM_US = {"cuda": 10.0, "cpu": 100.0, "": 10.0}
 # Green, yellow, red, each dark enough for white and light enough for black text.
 _RAMP = ((46, 160, 67), (219, 187, 40), (215, 58, 45))
+# Nobody is certain to the last digit.
+_MOST_CERTAIN = 0.9999
+# Of the ends of a list so many are named.
+_NAMED = 3
 
 
 def report(diagnosis: Diagnosis, console: Console | None = None) -> None:
-    """Prints the heatmap of every operation and the verdicts.
+    """Prints the heatmap of every operation, the verdicts, and what the wires did.
 
     Args:
         diagnosis: what `run` or `judge` returned.
@@ -82,110 +98,329 @@ def save_svg(console: Console, path: str | Path, *, title: str = "deep_ep.diagno
 
 def render(diagnosis: Diagnosis, console: Console) -> RenderableType:
     """The report as something rich can print; sized for `console`."""
+    sections: list[list[RenderableType]] = []
+    if diagnosis.num_ranks > 1:
+        sections += [[_heatmap(diagnosis, m, console)] for m in diagnosis.measured.values()]
+    sections += [*_causes(diagnosis), _events(diagnosis), _notes(diagnosis), _bandwidths(diagnosis)]
     parts: list[RenderableType] = []
-    for matrices in diagnosis.matrices.values():
-        if matrices.num_ranks > 1:
-            parts += [_heatmap(matrices, console), Text()]
-    parts += [_cause_text(verdicts) for verdicts in _by_cause(diagnosis.verdicts)]
-    if not diagnosis.verdicts and not diagnosis.remarks:
-        parts.append(Text("no anomaly: nothing stands out of the noise", style="bold green"))
-    elif not diagnosis.verdicts:
-        parts.append(Text("no anomaly found", style="bold"))
-    parts += [Text(f"note: {remark}", style="yellow") for remark in diagnosis.remarks]
+    for section in sections:
+        if section:
+            parts += [Text(), *section] if parts else section
     return Group(*parts)
 
 
-def _by_cause(verdicts: list[Verdict]) -> list[list[Verdict]]:
-    """Verdicts of both operations that name the same thing together, in order of their largest."""
+@dataclass(frozen=True)
+class _Hanging:
+    """Text that is wrapped so that the lines after the first stand further right."""
+
+    text: Text
+    rest: int
+    first: int = 0
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        lines = self.text.wrap(console, max(options.max_width - self.rest, 8))
+        for i, line in enumerate(lines):
+            line.pad_left(self.rest if i else self.first)
+            yield line
+
+
+def _causes(diagnosis: Diagnosis) -> list[list[RenderableType]]:
+    """A section per cause, the largest first; or why there is none."""
+    if diagnosis.verdicts:
+        causes = _by_cause(wording.by_effect(diagnosis))
+        return [*(_cause(diagnosis, verdicts) for verdicts in causes), _savings(diagnosis)]
+    undecided = _undecided(diagnosis)
+    if undecided:
+        return [[_Hanging(Text(remark, style="bold yellow"), 2) for remark in undecided]]
+    if not diagnosis.measured:
+        return [[Text("nothing measured", style="bold")]]
+    if diagnosis.remarks:
+        return [[Text("no anomaly found in what could be judged", style="bold")]]
+    return [[Text("no anomaly: nothing stands out of the noise", style="bold green")]]
+
+
+def _undecided(diagnosis: Diagnosis) -> list[str]:
+    return [remark for remark in diagnosis.remarks if "undecided" in remark]
+
+
+def _notes(diagnosis: Diagnosis) -> list[RenderableType]:
+    told = [] if diagnosis.verdicts else _undecided(diagnosis)
+    return [
+        _Hanging(Text(f"note: {remark}", style="yellow"), 6)
+        for remark in diagnosis.remarks
+        if remark not in told
+    ]
+
+
+def _by_cause(verdicts: Sequence[Verdict]) -> list[list[Verdict]]:
+    """Verdicts of all operations that name the same thing together, in order of their largest."""
     causes: dict[tuple[str, Subject], list[Verdict]] = {}
     for verdict in verdicts:
         causes.setdefault(verdict.key, []).append(verdict)
     return list(causes.values())
 
 
-def _cause_text(verdicts: list[Verdict]) -> Text:
+def _cause(diagnosis: Diagnosis, verdicts: list[Verdict]) -> list[RenderableType]:
     largest = verdicts[0]
-    text = Text()
-    text.append(f"{_TITLES[largest.kind]}  {_subject(largest)}", style="bold red")
-    text.append(f"  ({largest.cause})\n")
-    for verdict in verdicts:
-        text.append(
-            f"  {verdict.operation:8} {verdict.effect_us:,.0f} us per operation, "
-            f"{verdict.share:.0%} of all waiting, in {verdict.seen_in:.0%} of operations\n"
-        )
-    numbers = ", ".join(
-        f"{name} {value:,.1f}" for name, value in largest.evidence.items() if math.isfinite(value)
+    head = Text()
+    head.append(
+        f"{wording.TITLES[largest.kind]}  {wording.subject(largest)}",
+        style="bold red",
     )
-    text.append(f"  in {largest.operation}: {numbers}\n", style="dim")
-    text.append(f"  next: {largest.next_step}\n")
+    head.append(f"  {largest.where}" if largest.where else "", style="bold")
+    causes = dict.fromkeys(verdict.cause for verdict in verdicts)
+    head.append(f"  ({', '.join(causes)})")
+    parts: list[RenderableType] = [_Hanging(head, 2)]
+    for verdict in verdicts:
+        per = _per(diagnosis.measured.get(verdict.operation))
+        parts.append(_Hanging(Text(_numbers(verdict, per)), 6, first=2))
+    evidence = ", ".join(
+        f"{name} {wording.number(value)}"
+        for name, value in largest.evidence.items()
+        if math.isfinite(value)
+    )
+    if evidence:
+        text = Text(f"because, in {largest.operation}: {evidence}", style="dim")
+        parts.append(_Hanging(text, 6, first=2))
+    if largest.next_step:
+        parts.append(_Hanging(Text(f"next: {largest.next_step}"), 6, first=2))
+    return parts
+
+
+def _per(measured: Measured | None) -> str:
+    """What times refer to; logs from elsewhere do not say how many operations they cover."""
+    known = measured is None or measured.num_operations
+    return "per operation" if known else "in the whole window"
+
+
+def _numbers(verdict: Verdict, per: str) -> str:
+    told = [
+        f"{verdict.operation}: {wording.effect(verdict)} {per}",
+        f"{wording.percent(verdict.share)} of all waiting",
+    ]
+    if math.isfinite(verdict.seen_in):
+        told.append(f"in {wording.percent(verdict.seen_in)} of operations")
+    if math.isfinite(verdict.certainty):
+        told.append(f"certainty {wording.percent(min(verdict.certainty, _MOST_CERTAIN))}")
+    text = ", ".join(told)
+    if math.isfinite(verdict.saving_us) and math.isfinite(verdict.duration_us):
+        text += f"; {_without('it', verdict.operation, verdict.saving_us, verdict.duration_us)}"
     return text
 
 
-def _subject(verdict: Verdict) -> str:
-    if verdict.edge is not None:
-        return f"path {verdict.edge[0]} > {verdict.edge[1]}"
-    return f"rank {verdict.rank}"
+def _without(what: str, operation: str, saving_us: float, duration_us: float) -> str:
+    rest_us = max(duration_us - saving_us, 0.0)
+    return (
+        f"without {what} {operation} would take {wording.microseconds(rest_us)} "
+        f"instead of {wording.microseconds(duration_us)}"
+    )
 
 
-def _heatmap(m: Matrices, console: Console) -> Text:
+def _savings(diagnosis: Diagnosis) -> list[RenderableType]:
+    """What removing all causes would save, where there is more than one."""
+    parts: list[RenderableType] = []
+    for operation, saving_us in diagnosis.savings_us.items():
+        concerned = [v for v in diagnosis.verdicts if v.operation == operation]
+        measured = diagnosis.measured.get(operation)
+        if len(concerned) > 1 and measured is not None and math.isfinite(saving_us):
+            text = _without("all of these", operation, saving_us, measured.duration_us)
+            parts.append(_Hanging(Text(text), 2))
+    return parts
+
+
+def _events(diagnosis: Diagnosis) -> list[RenderableType]:
+    if not diagnosis.events:
+        return []
+    parts: list[RenderableType] = [Text("single operations, not causes:", style="bold")]
+    for event in diagnosis.events:
+        parts.append(_Hanging(Text(wording.event(diagnosis, event)), 4, first=2))
+    return parts
+
+
+def _bandwidths(diagnosis: Diagnosis) -> list[RenderableType]:
+    known = {m.operation: m.bandwidth for m in diagnosis.measured.values() if m.bandwidth}
+    if not known or diagnosis.num_ranks < 2:
+        return []
+    table = Table(
+        box=None,
+        padding=(0, 2, 0, 0),
+        title="bandwidth in GB/s; tokens that stay on their rank do not count",
+        title_justify="left",
+        title_style="bold",
+        header_style="dim",
+        collapse_padding=True,
+    )
+    for heading in (
+        "",
+        "program gets\nmedian, lowest",
+        "paths\nmedian",
+        "slowest\npaths",
+        "slowest\nNIC in",
+        "slowest\nNIC out",
+    ):
+        table.add_column(heading, overflow="fold")
+    for operation, bandwidth in known.items():
+        table.add_row(Text(operation), *_bandwidth_cells(bandwidth))
+    return [table]
+
+
+def _bandwidth_cells(bandwidth: Bandwidth) -> list[str]:
+    edge = bandwidth.edge
+    num_ranks = bandwidth.effective.size
+    slowest_edges = [
+        f"{_rate(rate)} {index % num_ranks} > {index // num_ranks}"
+        for index, rate in _lowest(edge.reshape(-1), _NAMED)
+    ]
+    effective = [f"{_rate(_middle(bandwidth.effective))}"]
+    effective += [f"{_rate(rate)} rank {rank}" for rank, rate in _lowest(bandwidth.effective, 1)]
+    return [
+        "\n".join(effective),
+        _rate(_middle(edge)),
+        "\n".join(slowest_edges) or "not known",
+        _slowest_ranks(bandwidth.ingress),
+        _slowest_ranks(bandwidth.egress),
+    ]
+
+
+def _slowest_ranks(rates: FloatArray) -> str:
+    return "\n".join(f"{_rate(r)} rank {rank}" for rank, r in _lowest(rates, _NAMED)) or "not known"
+
+
+def _lowest(values: FloatArray, most: int) -> list[tuple[int, float]]:
+    """(index, value) of the lowest known values, ascending."""
+    known = np.flatnonzero(np.isfinite(values))
+    order = known[np.argsort(values[known], kind="stable")][:most]
+    return [(int(i), float(values[i])) for i in order]
+
+
+def _middle(values: FloatArray) -> float:
+    known = values[np.isfinite(values)]
+    return float(np.median(known)) if known.size else math.nan
+
+
+def _rate(gb_per_s: float) -> str:
+    """Three digits: 0.0412, 4.12, 41.2, 412."""
+    if not math.isfinite(gb_per_s):
+        return "not known"
+    if gb_per_s >= 100 or gb_per_s <= 0:
+        return f"{gb_per_s:,.0f}"
+    return f"{gb_per_s:.{2 - math.floor(math.log10(gb_per_s))}f}"
+
+
+def _heatmap(diagnosis: Diagnosis, m: Measured, console: Console) -> Text:
     ascii_only = console.encoding.lower().replace("-", "") not in ("utf8", "utf16", "utf32")
-    room = console.width - _LABEL_WIDTH
-    wait_us = m.mean_wait_ns() / 1e3
+    wait_us = np.array(m.wait_us)
     # A rank hardly waits for itself, and where it does it says nothing about the others.
     np.fill_diagonal(wait_us, np.nan)
-    block = math.ceil(m.num_ranks / room)
-    cells = _largest_of_blocks(wait_us, block)
-    width = max(1, min(_WIDEST_CELL, room // cells.shape[0]))
-    top = max(float(np.nanmax(cells, initial=0.0)), _CALM_US)
-
-    operations = m.num_operations or int(np.nanmax(m.own["ops"], initial=0.0))
-    text = Text(no_wrap=True)
+    text = Text(no_wrap=True, overflow="ellipsis")
     text.append(f"{m.operation}", style="bold")
-    text.append(f": microseconds waited per operation, {operations} operations\n")
-    text.append("rows wait, columns are waited for")
-    text.append(f"; a cell is the largest of {block} x {block} ranks\n" if block > 1 else "\n")
-    _append_column_labels(text, cells.shape[0], block, width)
-    for row in range(cells.shape[0]):
-        text.append(f"{row * block:>{_LABEL_WIDTH - 1}} ", style="dim")
-        for column in range(cells.shape[0]):
-            _append_cell(text, float(cells[row, column]), top, width, ascii_only)
+    text.append(f": microseconds waited {_per(m)}{_operations(m)}\n")
+    if not np.isfinite(wait_us).any():
+        text.append(_own_waiting(m))
+        return text
+    of = _blocks_for(diagnosis, console.width)
+    labels = _row_labels(of)
+    label_width = max(_LABEL_WIDTH, *(len(label) + 1 for label in labels))
+    cells = wait_us if of.single else of.largest(wait_us)
+    width = max(1, min(_WIDEST_CELL, (console.width - label_width) // of.count))
+    top = max(float(np.nanmax(cells, initial=0.0)), _CALM_US.get(diagnosis.device, 10.0))
+    shades = _ASCII_SHADES if ascii_only else _SHADES
+
+    text.append(f"rows wait, columns are waited for{_cell_meaning(of)}\n")
+    _append_column_labels(text, of, width, label_width)
+    # The shade leads the number, so that the picture is there without colour too.
+    with_numbers = width >= 2 + max(len(_short(us)) for us in cells[np.isfinite(cells)])
+    for row, label in enumerate(labels):
+        text.append(f"{label:>{label_width - 1}} ", style="dim")
+        for column in range(of.count):
+            _append_cell(text, float(cells[row, column]), top, width, shades, with_numbers)
         text.append("\n")
-    _append_legend(text, top, ascii_only)
+    _append_legend(text, top, shades)
     return text
 
 
-def _append_column_labels(text: Text, num_columns: int, block: int, width: int) -> None:
-    labels = [str(column * block) for column in range(num_columns)]
+def _blocks_for(diagnosis: Diagnosis, width: int) -> Blocks:
+    if diagnosis.num_ranks <= min(_MOST_CELLS, width - _LABEL_WIDTH):
+        return blocks.single(diagnosis.num_ranks)
+    return blocks.at_most(min(_MOST_CELLS, width - _WIDEST_LABEL), diagnosis.hosts)
+
+
+def _operations(m: Measured) -> str:
+    if not m.num_operations:
+        return ""
+    text = f", {m.num_operations:,} operations"
+    return f"{text} ({m.first_operation} to {m.last_operation})" if m.last_operation else text
+
+
+def _own_waiting(m: Measured) -> str:
+    longest = [
+        f"{wording.microseconds(-us)} rank {rank}" for rank, us in _lowest(-m.own_wait_us, _NAMED)
+    ]
+    if not longest:
+        return "not known for any pair of ranks"
+    middle = wording.microseconds(_middle(m.own_wait_us))
+    return (
+        f"no matrix stored for this window; a rank waits {middle} (median),\n"
+        f"longest {', '.join(longest)}"
+    )
+
+
+def _cell_meaning(of: Blocks) -> str:
+    if of.single:
+        return ""
+    size = of.first[1] - of.first[0] if of.count > 1 else of.of_rank.size
+    if not of.by_host:
+        return f"; a cell is the largest of {size} x {size} ranks"
+    return "; a cell is the largest of " + ("two nodes" if size == 1 else f"{size} x {size} nodes")
+
+
+def _row_labels(of: Blocks) -> list[str]:
+    """The number that verdicts use, and what tells hosts apart."""
+    numbers = [str(first) for first in of.first]
+    if not of.by_host:
+        return numbers
+    digits = max(map(len, numbers))
+    names = [_short_host(host, _WIDEST_LABEL - digits - 2) for host in of.hosts]
+    return [f"{name} {number:>{digits}}" for name, number in zip(names, numbers)]
+
+
+def _short_host(host: str, room: int) -> str:
+    first = host.split(".")[0]
+    name = host if first.isdecimal() else first
+    return name if len(name) <= room else f"~{name[1 - room :]}"
+
+
+def _append_column_labels(text: Text, of: Blocks, width: int, label_width: int) -> None:
+    labels = [str(first) for first in of.first]
     if width > max(map(len, labels)):
         text.append(
-            " " * _LABEL_WIDTH + "".join(f"{label:>{width}}" for label in labels), style="dim"
+            " " * label_width + "".join(f"{label:>{width}}" for label in labels), style="dim"
         )
         text.append("\n")
         return
     # Too narrow for labels side by side: mark every eighth column.
-    line = [" "] * (num_columns * width + len(labels[-1]))
-    for column in range(0, num_columns, 8):
-        line[column * width : column * width + len(labels[column])] = labels[column]
-    text.append(" " * _LABEL_WIDTH + "".join(line).rstrip() + "\n", style="dim")
+    line = [" "] * (of.count * width)
+    for column in range(0, of.count, 8):
+        marked = labels[column][: len(line) - column * width]
+        line[column * width : column * width + len(marked)] = marked
+    text.append(" " * label_width + "".join(line).rstrip() + "\n", style="dim")
 
 
-def _append_cell(text: Text, value: float, top: float, width: int, ascii_only: bool) -> None:
+def _append_cell(
+    text: Text, value: float, top: float, width: int, shades: str, with_number: bool
+) -> None:
     if not math.isfinite(value):
         text.append(" " * width)
         return
     level = min(max(value / top, 0.0), 1.0)
-    shades = _ASCII_SHADES if ascii_only else _SHADES
     shade = shades[min(int(level * len(shades)), len(shades) - 1)]
-    style = _style(level)
-    if width >= _NARROWEST_NUMBER:
-        # The shade leads the number, so that the picture is there without colour too.
-        text.append(f"{shade}{_short(value):>{width - 2}} ", style=style)
+    if with_number:
+        text.append(f"{shade}{_short(value):>{width - 2}} ", style=_style(level))
     else:
-        text.append(shade * max(width - 1, 1) + " " * (width - max(width - 1, 1)), style=style)
+        text.append(f"{shade * max(width - 1, 1):{width}}", style=_style(level))
 
 
-def _append_legend(text: Text, top: float, ascii_only: bool) -> None:
-    shades = _ASCII_SHADES if ascii_only else _SHADES
+def _append_legend(text: Text, top: float, shades: str) -> None:
     text.append(" " * _LABEL_WIDTH)
     for i, shade in enumerate(shades):
         text.append(f" {shade} ", style=_style((i + 0.5) / len(shades)))
@@ -208,14 +443,3 @@ def _short(us: float) -> str:
     if us < 999_950:
         return f"{us / 1e3:.1f}k" if us < 99_950 else f"{us / 1e3:.0f}k"
     return f"{us / 1e6:.1f}M" if us < 99_950_000 else f"{us / 1e6:.0f}M"
-
-
-def _largest_of_blocks(cells: FloatArray, block: int) -> FloatArray:
-    """[n, n] to [ceil(n / block), same]; NaN only where a whole block is unknown."""
-    if block == 1:
-        return cells
-    count = math.ceil(cells.shape[0] / block)
-    padded = np.full((count * block, count * block), np.nan)
-    padded[: cells.shape[0], : cells.shape[1]] = cells
-    blocks = padded.reshape(count, block, count, block)
-    return np.asarray(np.fmax.reduce(np.fmax.reduce(blocks, axis=3), axis=1))

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from deep_ep.errors import EPArgumentError
 
 if TYPE_CHECKING:
-    from deep_ep.counters import CounterSnapshot
+    from deep_ep.counters import CounterSnapshot, RecvCounters
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,8 @@ class Snapshot:
         device: "cpu" or "cuda", where the counters live.
         host: host name.
         operations: counters per operation kind, "dispatch" and "combine", as far as counted.
+        device_index: index of the device on its host; the rank's place on its node on the cpu backend.
+        node: the NVLink domain; ranks of one node share host and node.
     """
 
     rank: int
@@ -32,12 +34,39 @@ class Snapshot:
     device: str
     host: str
     operations: Mapping[str, CounterSnapshot]
+    device_index: int = 0
+    node: int = 0
+
+    @property
+    def operation(self) -> int:
+        """Number of the latest operation of any kind; 0: none, or no ring."""
+        return max((counters.operation for counters in self.operations.values()), default=0)
+
+    def holds_all_after(self, operation: int) -> bool:
+        """Whether the rings hold all later operations, so that `until` can go back to this one."""
+        return all(now.holds_all_after(operation) for now in self.operations.values())
+
+    def until(self, operation: int) -> Snapshot:
+        """This snapshot as it was after that operation; numbers count all kinds of a buffer together.
+
+        Taken on every rank with one number, windows cover the same operations. See
+        `CounterSnapshot.until` for what is not exact.
+
+        Raises:
+            EPArgumentError: the rings do not reach back that far.
+        """
+        return replace(
+            self,
+            operations={
+                kind: now.until(operation, self.rank) for kind, now in self.operations.items()
+            },
+        )
 
     def since(self, earlier: Snapshot) -> Snapshot:
         """The window between `earlier` and this snapshot of the same rank.
 
         Raises:
-            EPArgumentError: the two belong to different ranks or groups.
+            EPArgumentError: the two belong to different ranks or groups, or to other counters.
         """
         if (self.rank, self.num_ranks) != (earlier.rank, earlier.num_ranks):
             raise EPArgumentError(
@@ -54,17 +83,64 @@ class Snapshot:
         )
 
 
-def snapshot(buffer: Any) -> Snapshot:
+@dataclass(frozen=True)
+class Observed:
+    """The counters of one rank's buffer, and who it is; usable after the buffer is gone.
+
+    Attributes are those of `Snapshot`, and
+        counters: per operation kind, as far as counted.
+    """
+
+    rank: int
+    num_ranks: int
+    host: str
+    device_index: int
+    node: int
+    counters: Mapping[str, RecvCounters]
+
+    def snapshot(self, *, wait: bool = True) -> Snapshot:
+        """Copies the counters; `wait` as in `RecvCounters.snapshot`."""
+        return Snapshot(
+            rank=self.rank,
+            num_ranks=self.num_ranks,
+            device=next((c.device.type for c in self.counters.values()), "cpu"),
+            host=self.host,
+            operations={
+                kind: counters.snapshot(wait=wait) for kind, counters in self.counters.items()
+            },
+            device_index=self.device_index,
+            node=self.node,
+        )
+
+    def num_ops(self) -> int:
+        """Operations counted by now, of all kinds."""
+        return sum(counters.num_ops() for counters in self.counters.values())
+
+
+def observe(buffer: Any) -> Observed:
+    """The counters that this rank's `buffer` has at the moment, and who it is."""
+    attached = {"dispatch": buffer.dispatch_counters, "combine": buffer.combine_counters}
+    counters = {kind: counter for kind, counter in attached.items() if counter is not None}
+    topology = None if buffer.runtime is None else buffer.runtime.topology
+    # A process that sees one GPU calls it 0, whichever it is.
+    index = next((c.device.index for c in counters.values()), None)
+    return Observed(
+        rank=buffer.rank,
+        num_ranks=buffer.group_size,
+        host=socket.gethostname(),
+        device_index=index or (0 if topology is None else topology.local_rank),
+        node=0 if topology is None else topology.node,
+        counters=counters,
+    )
+
+
+def snapshot(buffer: Any, *, wait: bool = True) -> Snapshot:
     """Copies the counters of this rank's `buffer`; local, no communication.
 
     Kinds whose counters are off are left out; `buffer.enable_counters()` turns them on.
+
+    Args:
+        buffer: this rank's `deep_ep.Buffer`.
+        wait: on a GPU, count what is queued on the current stream, too. False: what has run so far.
     """
-    attached = {"dispatch": buffer.dispatch_counters, "combine": buffer.combine_counters}
-    counters = {kind: counter for kind, counter in attached.items() if counter is not None}
-    return Snapshot(
-        rank=buffer.rank,
-        num_ranks=buffer.group_size,
-        device=next((c.device.type for c in counters.values()), "cpu"),
-        host=socket.gethostname(),
-        operations={kind: counter.snapshot() for kind, counter in counters.items()},
-    )
+    return observe(buffer).snapshot(wait=wait)

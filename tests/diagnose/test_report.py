@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import io
+import math
+from dataclasses import replace
 from pathlib import Path
 
+import handmade
+import numpy as np
 import pytest
 from generator import CPU, simulate
+from handmade import ALL_KINDS, HICCUP, LATE, SLOW_PATH
 from rich.console import Console
 
 from deep_ep import diagnose, faults
-from deep_ep.diagnose import Diagnosis
+from deep_ep.diagnose import Diagnosis, blocks
 
-INJECTED = faults.parse_list("slow-rank=3:4ms slow-path=2>5:2ms hot-rank=6")
-
-
-def diagnosis(num_ranks: int, num_rounds: int = 20, injected: bool = True) -> Diagnosis:
-    given = INJECTED if injected else []
-    return diagnose.judge(diagnose.gather(simulate(CPU, num_ranks, num_rounds, given, seed=1)))
+NAN = math.nan
 
 
 def printed(
@@ -41,84 +41,294 @@ def rows_of(text: str, operation: str, num_rows: int) -> list[str]:
     return lines[first : first + num_rows]
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3, 8, 16, 37, 64, 200])
-@pytest.mark.parametrize("width", [80, 100, 120])
-def test_no_line_of_a_heatmap_is_wider_than_the_console(num_ranks: int, width: int) -> None:
-    found = diagnosis(num_ranks, num_rounds=10, injected=False)
-    lines = printed(found, width).splitlines()
-    assert max(map(len, lines)) <= width
-    # Nothing was wrapped: every row starts with its rank.
-    block = -(-num_ranks // (width - 6))
-    labels = [
-        line.split()[0] for line in rows_of("\n".join(lines), "dispatch", -(-num_ranks // block))
+def words(text: str) -> str:
+    """Without line breaks and indentation."""
+    return " ".join(text.split())
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 8, 11, 16, 37, 64])
+@pytest.mark.parametrize("width", [80, 120])
+def test_up_to_64_ranks_every_rank_has_a_row_and_no_line_is_too_wide(
+    num_ranks: int, width: int
+) -> None:
+    found = handmade.diagnosis(num_ranks, ALL_KINDS if num_ranks > 5 else (LATE,))
+    text = printed(found, width)
+    assert max(map(len, text.splitlines())) <= width
+    rows = rows_of(text, "dispatch", num_ranks)
+    # Nothing was wrapped: every row starts with its rank, and all are equally long.
+    assert [row.split()[0] for row in rows] == [str(rank) for rank in range(num_ranks)]
+    assert len({len(row.rstrip("\n")) for row in rows}) == 1
+
+
+@pytest.mark.parametrize(("per_host", "num_hosts"), [(128, 2), (64, 4), (16, 16), (8, 32)])
+def test_256_ranks_are_shown_per_node(per_host: int, num_hosts: int) -> None:
+    found = handmade.diagnosis(256, per_host=per_host)
+    text = printed(found)
+    assert max(map(len, text.splitlines())) <= 80
+    assert "a cell is the largest of two nodes" in text
+    rows = rows_of(text, "dispatch", num_hosts)
+    assert [row.split()[:2] for row in rows] == [[f"node{i}", str(i)] for i in range(num_hosts)]
+    # Rank 1, waited for by everybody, is on the first node.
+    for row in rows:
+        cells = row[max(len(f"node{num_hosts - 1}"), 5) + len(str(num_hosts - 1)) + 2 :]
+        assert "█" in cells[: len(cells) // num_hosts]
+        assert "█" not in cells[len(cells) // num_hosts :]
+
+
+def test_beyond_64_ranks_nodes_are_shown_even_where_ranks_would_fit() -> None:
+    assert "rows wait, columns are waited for\n" in printed(handmade.diagnosis(64))
+    text = printed(handmade.diagnosis(66))
+    assert "a cell is the largest of two nodes" in text
+    assert len(rows_of(text, "dispatch", 9)[8].split()) > 2
+
+
+def test_a_cell_of_nodes_is_the_largest_of_its_ranks() -> None:
+    found = handmade.diagnosis(128, per_host=64)
+    measured = found.measured["dispatch"]
+    wait = measured.wait_us.copy()
+    wait[70, 3] = 7777.0
+    wait[5, 5] = 99_999.0
+    found = replace(found, measured={"dispatch": replace(measured, wait_us=wait)})
+    rows = rows_of(printed(found), "dispatch", 2)
+    assert "7777" in rows[1]
+    assert "7777" not in rows[0]
+    # A rank does not wait for itself.
+    assert "100k" not in rows[0]
+
+
+def test_more_nodes_than_columns_are_put_together() -> None:
+    text = printed(handmade.diagnosis(1024, per_host=8))
+    assert max(map(len, text.splitlines())) <= 80
+    assert "the largest of 3 x 3 nodes" in text
+    assert [row.split()[:2] for row in rows_of(text, "dispatch", 3)] == [
+        ["node0", "0"],
+        ["node3", "3"],
+        ["node6", "6"],
     ]
-    assert labels == [str(rank) for rank in range(0, num_ranks, block)]
+
+
+def test_without_host_names_blocks_are_of_consecutive_ranks() -> None:
+    found = replace(handmade.diagnosis(200), hosts=("",) * 200)
+    text = printed(found)
+    assert max(map(len, text.splitlines())) <= 80
+    assert "a cell is the largest of 4 x 4 ranks" in text
+    assert [row.split()[0] for row in rows_of(text, "dispatch", 3)] == ["0", "4", "8"]
+
+
+def test_a_missing_rank_belongs_to_the_node_before_it() -> None:
+    of = blocks.at_most(2, ["", "a", "a", "", "b", ""])
+    assert of.of_rank.tolist() == [0, 0, 0, 0, 1, 1]
+    assert of.hosts == ("a", "b")
+
+
+def test_long_host_names_keep_their_end() -> None:
+    hosts = tuple(f"a-very-long-cluster-name-node-{r // 8:03}.some.domain" for r in range(128))
+    text = printed(replace(handmade.diagnosis(128), hosts=hosts))
+    assert max(map(len, text.splitlines())) <= 80
+    assert rows_of(text, "dispatch", 2)[1].startswith("~ame-node-001  1 ")
 
 
 @pytest.mark.parametrize("colour", [False, True])
 def test_cells_are_the_microseconds_waited(colour: bool) -> None:
-    found = diagnosis(8)
-    expected = found.matrices["dispatch"].mean_wait_ns()[5, 3] / 1e3
-    text = printed(found, colour=colour)
-    assert f"{expected:.0f} " in text
+    found = handmade.diagnosis(8)
+    expected = found.measured["dispatch"].wait_us[5, 1]
+    assert f"{expected:.0f} " in printed(found, colour=colour)
+
+
+def test_a_number_is_never_wider_than_its_cell() -> None:
+    for num_ranks in range(2, 20):
+        found = handmade.diagnosis(num_ranks)
+        measured = found.measured["dispatch"]
+        huge = replace(measured, wait_us=measured.wait_us * 1e3)
+        text = printed(replace(found, measured={"dispatch": huge}))
+        assert max(map(len, text.splitlines())) <= 80
+        assert len({len(row) for row in rows_of(text, "dispatch", num_ranks)}) == 1
 
 
 def test_without_colour_the_shade_tells() -> None:
-    rows = rows_of(printed(diagnosis(64)), "dispatch", 64)
-    late = [row[6 + 3] for rank, row in enumerate(rows) if rank != 3]
-    assert set(late) <= {"▓", "█"}
-    others = [row[6 + 20] for rank, row in enumerate(rows) if rank not in (3, 20)]
-    assert set(others) <= {"·", "░"}
+    rows = rows_of(printed(handmade.diagnosis(64)), "dispatch", 64)
+    assert {row[6 + 1] for rank, row in enumerate(rows) if rank != 1} == {"█"}
+    assert {row[6 + 20] for rank, row in enumerate(rows) if rank != 20} == {"·"}
 
 
-def test_a_terminal_without_unicode_gets_ascii_shades() -> None:
-    printed(diagnosis(64), encoding="ascii").encode("ascii")
+def test_a_terminal_without_unicode_gets_ascii() -> None:
+    found = replace(handmade.diagnosis(64, ALL_KINDS), events=[HICCUP])
+    assert "#" in printed(found, encoding="ascii")
 
 
 def test_with_colour_little_waiting_is_green_and_much_is_red() -> None:
-    text = printed(diagnosis(8), colour=True)
-    assert "48;2;46;160;67" not in text.splitlines()[0]
-    assert "48;2;215;58;45" in text
-    calm = printed(diagnosis(8, injected=False), colour=True)
-    assert "48;2;46;160;67" in text + calm
+    red, green = "48;2;215;58;45", "48;2;46;160;67"
+    found = handmade.diagnosis(8)
+    cells = printed(found, colour=True).split("combine")[0]
+    assert red in cells
+    measured = found.measured["dispatch"]
+    calm = replace(measured, wait_us=measured.wait_us * 1e-5)
+    cells = printed(replace(found, measured={"dispatch": calm}), colour=True).split("+")[0]
+    assert green in cells
+    assert red not in cells
 
 
-def test_every_cause_is_told_once_with_both_operations() -> None:
-    text = printed(diagnosis(8), width=120)
-    for head in ("Comp-Slow  rank 3", "Comm-Slow  path 2 > 5", "Mixed-Slow  rank 6"):
-        assert text.count(head) == 1
-        told = text.split(head)[1].split("next:")[0]
-        assert "dispatch" in told
-        assert "combine" in told
-        assert "us per operation" in told
+def test_all_causes_are_told_with_where_how_much_how_sure_and_what_next() -> None:
+    text = printed(handmade.diagnosis(8, ALL_KINDS))
+    heads = [
+        "Comp-Slow  rank 1  node0 cuda:1  (late)",
+        "Comm-Slow  path 2 > 5  node0 cuda:2 > node1 cuda:1  (path)",
+        "Mixed-Slow  rank 3  node0 cuda:3  (hot experts)",
+        "Comm-Slow  nodes 0 > 1  node0 > node1  (node pair)",
+        "Comm-Slow  rail 3  all hosts cuda:3  (rail)",
+        "Comm-Slow  all ranks  (everywhere)",
+    ]
+    # The largest effect first.
+    places = [text.index(head) for head in heads]
+    assert places == sorted(places)
+    told = words(text[places[0] : places[1]])
+    for part in (
+        "dispatch: +2,013 us (95 %: 1,990 to 2,040) per operation",
+        "98 % of all waiting",
+        "in 97 % of operations",
+        "certainty > 99.9 %",
+        "without it dispatch would take 410 us instead of 2,430 us",
+        "own time over median us 2,020, error us 12.2",
+        "next: Check clocks, throttling and host code of rank 1.",
+    ):
+        assert part in told
 
 
-def test_no_anomaly_is_said() -> None:
-    text = printed(diagnosis(8, injected=False))
-    assert "no anomaly" in text
-    assert "Slow" not in text
+def test_what_is_wrapped_stays_under_its_beginning() -> None:
+    lines = printed(handmade.diagnosis(8)).splitlines()
+    first = next(i for i, line in enumerate(lines) if line.startswith("  dispatch: +"))
+    indents = [len(line) - len(line.lstrip()) for line in lines[first : first + 4]]
+    assert indents == [2, 6, 6, 2]
 
 
-def test_one_rank_and_too_few_operations_are_said() -> None:
-    assert "one rank: nothing to compare" in printed(diagnosis(1, injected=False))
-    assert "undecided, 4 operations" in printed(diagnosis(8, num_rounds=4))
-    assert "no anomaly: nothing" not in printed(diagnosis(8, num_rounds=4))
+def test_the_order_of_verdicts_does_not_matter() -> None:
+    forwards = printed(handmade.diagnosis(8, ALL_KINDS))
+    assert printed(handmade.diagnosis(8, ALL_KINDS[::-1])) == forwards
 
 
-def test_nothing_counted_says_how_to_count() -> None:
-    assert "enable_counters()" in printed(diagnose.judge({}), width=120)
+def test_one_cause_in_two_operations_is_one_paragraph() -> None:
+    both = (LATE, replace(LATE, operation="combine", effect_us=100.0))
+    text = printed(handmade.diagnosis(8, both))
+    assert text.count("Comp-Slow") == 1
+    assert "  dispatch: +2,013 us" in text
+    assert "  combine: +100 us" in text
+
+
+def test_what_all_causes_together_would_save_is_told() -> None:
+    text = words(printed(handmade.diagnosis(8, (LATE, SLOW_PATH))))
+    assert "without all of these dispatch would take 405 us instead of 2,430 us" in text
+    assert "without all" not in printed(handmade.diagnosis(8))
+
+
+def test_what_is_not_known_is_left_out() -> None:
+    unsure = replace(
+        LATE, interval_us=(NAN, NAN), saving_us=NAN, certainty=NAN, evidence={"error us": NAN}
+    )
+    text = printed(handmade.diagnosis(8, (unsure,)))
+    assert "dispatch: +2,013 us per operation, 98 % of all waiting" in text
+    for absent in ("nan", "95 %", "certainty", "because", "without it"):
+        assert absent not in text.split("Comp-Slow")[1].split("next:")[0]
+
+
+def test_single_operations_are_kept_apart_from_causes() -> None:
+    found = replace(handmade.diagnosis(8, ()), events=[HICCUP])
+    text = printed(found)
+    assert "no anomaly: nothing stands out of the noise" in text
+    assert "single operations, not causes:" in text
+    assert "dispatch 1234: everybody waited 20,100 us longer for rank 3 (node0 cuda:3)" in text
+
+
+def test_no_anomaly_and_undecided_are_ordinary_results() -> None:
+    healthy = handmade.diagnosis(8, ())
+    assert "no anomaly: nothing stands out of the noise" in printed(healthy)
+    assert "Slow" not in printed(healthy)
+    partial = printed(replace(healthy, remarks=["no counters from rank 3"]))
+    assert "no anomaly found in what could be judged" in partial
+    assert "note: no counters from rank 3" in partial
+    short = printed(replace(healthy, remarks=["dispatch: undecided, because 4 operations"]))
+    assert short.count("undecided, because 4 operations") == 1
+    assert "no anomaly" not in short
+
+
+def test_bandwidth_tells_what_the_program_gets_from_what_the_wires_did() -> None:
+    found = handmade.diagnosis(8)
+    rates = found.measured["dispatch"].bandwidth
+    assert rates is not None
+    text = printed(found)
+    table = text[text.index("bandwidth in GB/s") :]
+    assert "tokens that stay on their rank do not count" in table
+    slowest = int(np.argmin(rates.ingress))
+    for part in (
+        f"{np.median(rates.effective):.3g}"[:4],
+        f"{np.nanmedian(rates.edge):.1f}",
+        "1.50 2 > 5",
+        f"{rates.ingress[slowest]:.1f} rank {slowest}",
+        f"{rates.effective.min():.2f} rank {np.argmin(rates.effective)}",
+    ):
+        assert part in table
+
+
+def test_without_bandwidth_there_is_no_table() -> None:
+    found = handmade.diagnosis(8)
+    plain = {kind: replace(m, bandwidth=None) for kind, m in found.measured.items()}
+    assert "bandwidth" not in printed(replace(found, measured=plain))
+
+
+def test_a_window_without_matrices_says_so_and_shows_own_waiting() -> None:
+    found = handmade.diagnosis(8)
+    unknown = np.full((8, 8), np.nan)
+    stored = {kind: replace(m, wait_us=unknown) for kind, m in found.measured.items()}
+    text = printed(replace(found, measured=stored))
+    longest = int(np.argmax(found.measured["dispatch"].own_wait_us))
+    assert "no matrix stored for this window" in text
+    assert f"us rank {longest}" in text
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def test_times_of_a_log_without_operations_are_of_the_whole_window() -> None:
+    found = handmade.diagnosis(8)
+    measured = replace(found.measured["dispatch"], num_operations=0, last_operation=0)
+    text = words(printed(replace(found, measured={"dispatch": measured}, source="waits")))
+    assert "dispatch: microseconds waited in the whole window rows wait" in text
+    assert "(95 %: 1,990 to 2,040) in the whole window" in text
+
+
+def test_words_of_a_log_are_no_markup() -> None:
+    found = handmade.diagnosis(8)
+    odd = replace(found.measured["dispatch"], operation="[red]x[/red]")
+    text = printed(replace(found, measured={odd.operation: odd}, remarks=["[bold]y[/bold] [/]"]))
+    assert "[red]x[/red]: microseconds waited" in text
+    assert "[red]x[/red]" in text.split("bandwidth in GB/s")[1]
+    assert "note: [bold]y[/bold] [/]" in text
 
 
 def test_missing_ranks_are_blank() -> None:
-    snapshots = simulate(CPU, 8, 20, seed=1)[1:]
-    text = printed(diagnose.judge(diagnose.gather(snapshots)))
-    assert rows_of(text, "dispatch", 1)[0].split() == ["0"]
-    assert "no counters from rank 0" in text
+    found = handmade.diagnosis(8)
+    wait = found.measured["dispatch"].wait_us.copy()
+    wait[0] = np.nan
+    measured = {"dispatch": replace(found.measured["dispatch"], wait_us=wait)}
+    assert rows_of(printed(replace(found, measured=measured)), "dispatch", 1)[0].split() == ["0"]
+
+
+def test_one_rank_and_nothing_counted_are_said() -> None:
+    alone = replace(handmade.diagnosis(1, ()), remarks=["one rank: nothing to compare"])
+    assert "one rank: nothing to compare" in printed(alone)
+    assert "rows wait" not in printed(alone)
+    assert "nothing measured" in printed(Diagnosis({}, [], []))
+    assert "enable_counters()" in printed(diagnose.judge({}), width=120)
+
+
+def test_judged_windows_are_shown() -> None:
+    injected = faults.parse_list("slow-rank=3:4ms")
+    found = diagnose.judge(diagnose.gather(simulate(CPU, 8, 20, injected, seed=1)))
+    text = printed(found)
+    assert "Comp-Slow  rank 3" in text
+    assert max(map(len, text.splitlines())) <= 80
 
 
 def test_a_picture_is_written(tmp_path: Path) -> None:
     picture = tmp_path / "heatmap.svg"
-    diagnose.heatmap_svg(diagnosis(8), picture)
+    diagnose.heatmap_svg(handmade.diagnosis(8), picture)
     text = picture.read_text(encoding="utf-8")
     assert text.startswith("<svg")
     assert "url(" not in text.replace("url(#", "")

@@ -51,7 +51,27 @@ def test_a_slow_path_is_named_on_rank_0_and_only_in_its_window() -> None:
     paths = {v.edge: v.effect_us for v in slow.verdicts if v.edge is not None}
     assert paths == {(2, 1): pytest.approx(50_000, rel=0.02)}
     assert not [v for v in healed.verdicts if v.edge is not None]
-    assert healed.matrices["dispatch"].num_operations == NUM_ROUNDS
+    assert healed.measured["dispatch"].num_operations == NUM_ROUNDS
+
+
+def test_a_window_that_one_rank_cannot_take_raises_on_all() -> None:
+    """The others would wait for it for ever."""
+
+    def rank_program(rank: int, buffer: deep_ep.Buffer) -> str:
+        buffer.enable_counters()
+        exchange(buffer, NUM_ROUNDS)
+        before = diagnose.snapshot(buffer)
+        if rank == 1:
+            buffer.disable_counters()
+            buffer.enable_counters()
+        with pytest.raises(deep_ep.EPArgumentError) as raised:
+            diagnose.run(buffer, since=before)
+        return str(raised.value)
+
+    with Ranks(2, NUM_TOKENS, HIDDEN, NUM_EXPERTS) as ranks:
+        messages = ranks.run(rank_program)
+    assert "rank 1" in messages[0]
+    assert all("ops" in message for message in messages)
 
 
 def test_without_counters_the_answer_says_how_to_get_them() -> None:

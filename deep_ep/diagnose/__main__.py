@@ -1,0 +1,185 @@
+"""`python -m deep_ep.diagnose show | watch | prometheus`: reads what was measured and tells about it.
+
+Exit status: 0 read and shown, 2 bad input or arguments, 3 (`show --check`) there are verdicts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.text import Text
+
+from deep_ep.diagnose import metrics
+from deep_ep.diagnose.following import Follower
+from deep_ep.diagnose.reading import read_any
+from deep_ep.diagnose.records import Log
+from deep_ep.diagnose.showing import VERDICTS, show
+from deep_ep.diagnose.watching import watch
+from deep_ep.errors import EPError
+
+_PROGRAM = "python -m deep_ep.diagnose"
+_BAD_INPUT = 2
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the program and returns its exit status."""
+    given = _parser().parse_args(arguments)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # A name that the terminal cannot show must not end the report.
+        sys.stdout.reconfigure(errors="replace")
+    try:
+        return int(given.run(given))
+    except (EPError, OSError) as error:
+        _complain(str(error))
+        return _BAD_INPUT
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=_PROGRAM,
+        description="Tells who waited for whom, and why.",
+        epilog="Exit status: 0 read and shown; 2 bad input or arguments; 3 with show --check when "
+        "there are verdicts.",
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    _add_show(
+        commands.add_parser("show", help="print one window, or write it to a page or picture")
+    )
+    _add_watch(commands.add_parser("watch", help="follow a running job"))
+    _add_prometheus(commands.add_parser("prometheus", help="write or serve metrics for Prometheus"))
+    return parser
+
+
+def _add_show(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Prints heatmaps, verdicts and bandwidths of one window. Reads records (diagnose-*.jsonl), "
+        "saved counters (counters-rank*.npz), and logs of cumulative-wait matrices with a line "
+        '"[time] rank=R [wait wait ...]" per rank.'
+    )
+    parser.add_argument("path", type=Path, metavar="FILE_OR_DIR", help="what to read")
+    parser.add_argument(
+        "--window",
+        default=None,
+        metavar="N|last|all",
+        help="which window; by default the last one with a verdict, else the last one",
+    )
+    parser.add_argument("--group", help="only windows of this group of ranks")
+    parser.add_argument("--operation", help="only this operation, such as dispatch")
+    parser.add_argument(
+        "--html", type=Path, metavar="OUT", help="also write a page that needs no network"
+    )
+    parser.add_argument("--png", type=Path, metavar="OUT", help="also write a picture")
+    parser.add_argument("--svg", type=Path, metavar="OUT", help="also write a picture")
+    parser.add_argument(
+        "--width", type=_positive_int, help="columns to print; the terminal's by default"
+    )
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help=f"exit with status {VERDICTS} when a window shown has verdicts",
+    )
+    parser.set_defaults(run=show)
+
+
+def _add_watch(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Follows the records of a running job: prints what changes, and on a terminal the current "
+        "heatmaps. Ctrl-C ends it."
+    )
+    parser.add_argument("path", type=Path, metavar="DIR", help="what DEEP_EP_DIAGNOSE_DIR names")
+    parser.add_argument(
+        "--interval",
+        type=_positive_float,
+        default=2.0,
+        metavar="SECONDS",
+        help="how often to look (default: 2)",
+    )
+    parser.add_argument("--once", action="store_true", help="print what is there, and end")
+    parser.set_defaults(run=watch)
+
+
+def _add_prometheus(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Metrics of the latest window of each group, in Prometheus' text format."
+    parser.add_argument("path", type=Path, metavar="FILE_OR_DIR", help="what to read")
+    how = parser.add_mutually_exclusive_group(required=True)
+    how.add_argument(
+        "--out",
+        type=Path,
+        metavar="FILE.prom",
+        help="write a file for node-exporter's textfile collector; it is replaced as a whole",
+    )
+    how.add_argument(
+        "--listen",
+        type=_address,
+        metavar="HOST:PORT",
+        help="serve /metrics, such as on 127.0.0.1:9477, until Ctrl-C; follows a running job",
+    )
+    parser.set_defaults(run=_prometheus)
+
+
+def _prometheus(given: argparse.Namespace) -> int:
+    if given.out is not None:
+        log = read_any(given.path)
+        _complain_about(log)
+        metrics.write_textfile(log, given.out)
+        return 0
+    follower = Follower(given.path)
+
+    def new_records() -> Log:
+        log = follower.poll()
+        _complain_about(log)
+        return log
+
+    server = metrics.serve(metrics.Metrics(refresh=new_records), *given.listen)
+    host, port = server.server_address[:2]
+    Console().print(Text(f"serving http://{host}:{port}/metrics"), soft_wrap=True)
+    try:
+        while True:
+            time.sleep(3600)
+    except KeyboardInterrupt:
+        server.shutdown()
+        server.server_close()
+    return 0
+
+
+def _complain_about(log: Log) -> None:
+    for remark in log.remarks:
+        _complain(remark)
+
+
+def _complain(message: str) -> None:
+    """One line for whoever started the program."""
+    sys.stderr.write(f"{_PROGRAM}: {' '.join(message.split())}\n")
+
+
+def _address(text: str) -> tuple[str, int]:
+    host, separator, port = text.rpartition(":")
+    if not (separator and port.isdecimal() and int(port) < 65536):
+        raise argparse.ArgumentTypeError(f"{text!r} is not HOST:PORT, such as 127.0.0.1:9477")
+    return host, int(port)
+
+
+def _positive_int(text: str) -> int:
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not an integer above 0")
+    return int(text)
+
+
+def _positive_float(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
+    return value
+
+
+if __name__ == "__main__":
+    sys.exit(main())

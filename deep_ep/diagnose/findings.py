@@ -1,0 +1,220 @@
+"""What a diagnosis says: verdicts, events, remarks, and the measured numbers beside them. Plain data.
+
+Rows of every matrix wait, columns are waited for. What is not known is NaN, never zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Union
+
+import numpy as np
+import numpy.typing as npt
+
+FloatArray = npt.NDArray[np.float64]
+IntArray = npt.NDArray[np.int64]
+BoolArray = npt.NDArray[np.bool_]
+
+COMP_SLOW = "comp-slow"
+COMM_SLOW = "comm-slow"
+MIXED_SLOW = "mixed-slow"
+
+Subject = Union[int, tuple[Any, ...], None]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One cause of waiting.
+
+    Exactly one of `rank`, `edge`, `nodes` and `rail` is set, or none where everything is slow.
+
+    Attributes:
+        kind: COMP_SLOW, COMM_SLOW or MIXED_SLOW.
+        cause: what kind of that kind: "late", "slow send", "slow receive"; "hot experts", "early";
+            "path", "ingress", "egress", "node pair", "rail", "everywhere"; without timestamps only
+            "sender side", "receiver side" or "pair".
+        operation: "dispatch", "combine", or a kind of the normal kernels.
+        rank: the rank named, or None.
+        edge: (source, destination) of the path named, or None.
+        nodes: (source, destination) of the pair of nodes named, as indices into the sorted-by-rank
+            list of hosts, or None.
+        rail: the local device index of the rail named, or None.
+        where: host and local device of the subject: "node3 cuda:5", "node3 cuda:5 > node4 cuda:1".
+        effect_us: microseconds per operation above the healthy ones.
+        interval_us: 95 % interval of the effect; NaN where it is not known.
+        share: of all waiting in this operation, the part in which this cause came last, 0 to 1.
+        saving_us: microseconds per operation that the program would gain without this cause alone,
+            in all kinds of operation that it shows in; from a replay of the recorded operations.
+        duration_us: what the operation takes now.
+        certainty: 1 - probability of such an effect anywhere in the group by chance, 0 to 1.
+        seen_in: share of the operations that show the effect, 0 to 1.
+        evidence: the numbers it rests on, by name with unit.
+        next_step: one sentence: what to check next.
+    """
+
+    kind: str
+    cause: str
+    operation: str
+    rank: int | None
+    edge: tuple[int, int] | None
+    effect_us: float
+    share: float
+    seen_in: float
+    evidence: Mapping[str, float] = field(default_factory=dict)
+    next_step: str = ""
+    nodes: tuple[int, int] | None = None
+    rail: int | None = None
+    where: str = ""
+    interval_us: tuple[float, float] = (float("nan"), float("nan"))
+    saving_us: float = float("nan")
+    duration_us: float = float("nan")
+    certainty: float = float("nan")
+
+    @property
+    def subject(self) -> Subject:
+        """The rank, the edge, ("nodes", source, destination), ("rail", index), or None: everything."""
+        if self.edge is not None:
+            return self.edge
+        if self.nodes is not None:
+            return ("nodes", *self.nodes)
+        if self.rail is not None:
+            return ("rail", self.rail)
+        return self.rank
+
+    @property
+    def key(self) -> tuple[str, Subject]:
+        """(kind, subject), to compare with `faults.expected_verdicts`."""
+        return self.kind, self.subject
+
+
+@dataclass(frozen=True)
+class Event:
+    """One operation in which everybody waited for one rank: a single hiccup, not a cause.
+
+    Attributes:
+        operation: kind of operation.
+        number: its operation number.
+        rank: the rank that came last.
+        effect_us: how much later than the second to last.
+    """
+
+    operation: str
+    number: int
+    rank: int
+    effect_us: float
+
+
+@dataclass(frozen=True)
+class Bandwidth:
+    """GB/s (10^9 bytes). Tokens that stay on their rank do not count; bytes are the counted ones.
+
+    Attributes:
+        edge: [receiver, source], what the wire did while this source's data was on its way.
+        ingress: [num_ranks], bytes into a rank over the time in which anything was on its way to it.
+        egress: [num_ranks], the same for what leaves a rank, as its receivers saw it.
+        effective: [num_ranks], bytes into a rank over all its waiting: what the program gets.
+    """
+
+    edge: FloatArray
+    ingress: FloatArray
+    egress: FloatArray
+    effective: FloatArray
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Recent operations as one rank saw them, on its clock.
+
+    Attributes:
+        observer: the rank whose clock it is.
+        ops: [n] int64, operation numbers, ascending.
+        begin_us: [n], when the observer began to wait, since the first one here.
+        entered_us, arrival_us: [n, num_ranks], relative to `begin_us`: when each source entered the
+            operation, and when its data was there.
+        last: [n] int64, the source whose data came last.
+    """
+
+    observer: int
+    ops: IntArray
+    begin_us: FloatArray
+    entered_us: FloatArray
+    arrival_us: FloatArray
+    last: IntArray
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The numbers of one operation kind over one window; times in microseconds per operation.
+
+    Attributes:
+        operation: "dispatch", "combine", or a kind of the normal kernels.
+        num_operations: operations the numbers rest on.
+        first_operation, last_operation: their numbers; 0 where unknown.
+        duration_us: what a rank spends in the operation, median.
+        wait_us: [receiver, source] = late_us + issue_us + path_us; means without the tenth of
+            operations at either end, so that a hiccup does not paint a column.
+        late_us: the part before the source entered.
+        issue_us: the part while the source was sending.
+        path_us: the part after the source had issued everything.
+        tokens, bytes: [receiver, source] per operation.
+        gap_us, send_us, drain_us, own_wait_us: [num_ranks], a rank's own time between the operation
+            before and this one, while sending, after the last arrival; and all its waiting.
+        bandwidth: what the wires did, or None where nothing was stamped.
+        timeline: recent operations, or None.
+    """
+
+    operation: str
+    num_operations: int
+    first_operation: int
+    last_operation: int
+    duration_us: float
+    wait_us: FloatArray
+    late_us: FloatArray
+    issue_us: FloatArray
+    path_us: FloatArray
+    tokens: FloatArray
+    bytes: FloatArray
+    gap_us: FloatArray
+    send_us: FloatArray
+    drain_us: FloatArray
+    own_wait_us: FloatArray
+    bandwidth: Bandwidth | None = None
+    timeline: Timeline | None = None
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What is known about a group over one window.
+
+    Attributes:
+        measured: per operation kind.
+        verdicts: causes of waiting, the largest effect first; empty: no anomaly.
+        remarks: what could not be judged, and why; a sentence each.
+        events: single operations that stood out, the largest first.
+        hosts: host name per rank, "" where the rank is missing.
+        devices: local device index per rank, -1 where the rank is missing.
+        device: "cpu" or "cuda", where the counters live; "" where unknown.
+        savings_us: per operation kind, like `saving_us`, without all causes together.
+        source: "stamps", or "waits" when only cumulative waiting was known (classes are weaker then).
+    """
+
+    measured: Mapping[str, Measured]
+    verdicts: Sequence[Verdict]
+    remarks: Sequence[str]
+    events: Sequence[Event] = ()
+    hosts: tuple[str, ...] = ()
+    devices: tuple[int, ...] = ()
+    device: str = ""
+    savings_us: Mapping[str, float] = field(default_factory=dict)
+    source: str = "stamps"
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks in the group, the missing ones included."""
+        return len(self.hosts)
+
+    @property
+    def keys(self) -> set[tuple[str, Subject]]:
+        """(kind, subject) of every verdict, to compare with `faults.expected_verdicts`."""
+        return {verdict.key for verdict in self.verdicts}

@@ -1,0 +1,237 @@
+"""Bytes from rank to rank outside of the program's own groups, from a background thread.
+
+A mailbox lives on a `torch.distributed` store: that of the process group where it can be used, else
+one of its own. Connections are its own in any case, so that whoever waits here keeps nobody waiting.
+A key has one reader and is deleted when read: a job of weeks does not fill the store. What nobody
+reads stays until the store goes; `discard` takes it out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+import uuid
+from datetime import timedelta
+from typing import Any
+
+from deep_ep import rendezvous
+from deep_ep.errors import EPUsageError
+from deep_ep.group import Group, ThreadGroup, TorchGroup
+
+_CONNECT_S = 30.0
+# The longest that fits a TCPStore, whose timeouts are an int of milliseconds.
+_LONGEST = timedelta(days=20)
+# A wait that ends by timeout is loud in a TCPStore, so bounded waits look now and then: chosen.
+_FIRST_LOOK_S, _LAST_LOOK_S = 0.001, 0.05
+
+# Stores of groups whose ranks are threads, from the moment rank 0 makes one until all have it.
+_of_threads: dict[str, Any] = {}
+
+
+class Mailbox:
+    """One rank's end. Any thread may post; one at a time may wait.
+
+    Attributes:
+        rank: this rank.
+        size: number of ranks.
+    """
+
+    def __init__(self, rank: int, size: int, inbox: Any, outbox: Any, kept: object = None) -> None:
+        """Internal: use `open_mailbox`.
+
+        Args:
+            rank: this rank.
+            size: number of ranks.
+            inbox: the connection on which this rank waits.
+            outbox: another connection to the same store.
+            kept: what must live as long as the mailbox, a store's server.
+        """
+        self.rank = rank
+        self.size = size
+        self._inbox, self._outbox, self._kept = inbox, outbox, kept
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
+        self._awaited: str | None = None
+
+    def post(self, key: str, data: bytes) -> None:
+        """Leaves `data` under `key` for the one rank that waits for it; does not wait for that rank.
+
+        Raises:
+            EPUsageError: the mailbox is closed.
+            RuntimeError: the store is gone.
+        """
+        if self._closed.is_set():
+            raise EPUsageError(
+                f"Mailbox.post: the mailbox of rank {self.rank} is closed, and {key!r} was posted; "
+                "it must be open. Post before close()."
+            )
+        self._outbox.set(key, data)
+
+    def wait(self, key: str, timeout_s: float | None) -> bytes | None:
+        """What was posted under `key`, which is deleted; `None` if it did not come.
+
+        Args:
+            key: nobody else may wait for it.
+            timeout_s: how long; 0: look once; `None`: until it comes or the mailbox is closed.
+
+        Raises:
+            RuntimeError: the store is gone.
+        """
+        came = self._wait_until_closed(key) if timeout_s is None else self._look(key, timeout_s)
+        if not came:
+            return None
+        data: bytes = self._inbox.get(key)
+        self._inbox.delete_key(key)
+        return None if self._closed.is_set() else data
+
+    def discard(self, key: str) -> bool:
+        """Deletes what is under `key`, if there is anything; says whether there was.
+
+        Raises:
+            RuntimeError: the store is gone.
+        """
+        # Asked first, because not every store forgives the deletion of what is not there.
+        return bool(self._outbox.check([key])) and bool(self._outbox.delete_key(key))
+
+    def close(self) -> None:
+        """Ends every wait, on this rank, and closes this end. Not collective; may be repeated."""
+        with self._lock:
+            self._closed.set()
+            if self._awaited is not None:
+                with contextlib.suppress(RuntimeError):  # the store may be gone
+                    self._outbox.set(self._awaited, b"")
+
+    def _wait_until_closed(self, key: str) -> bool:
+        with self._lock:
+            if self._closed.is_set():
+                return False
+            self._awaited = key
+        try:
+            while not self._inbox.check([key]):
+                with contextlib.suppress(_distributed().DistStoreError):  # that long passed
+                    self._inbox.wait([key], _LONGEST)
+        finally:
+            with self._lock:
+                self._awaited = None
+        return True
+
+    def _look(self, key: str, timeout_s: float) -> bool:
+        deadline = time.monotonic() + timeout_s
+        pause_s = _FIRST_LOOK_S
+        while not self._inbox.check([key]):
+            left_s = deadline - time.monotonic()
+            if left_s <= 0 or self._closed.wait(min(pause_s, left_s)):
+                return False
+            pause_s = min(2 * pause_s, _LAST_LOOK_S)
+        return True
+
+
+def open_mailbox(group: Group, name: str) -> Mailbox:
+    """Opens a mailbox between the ranks of a group. Collective; nothing after it is.
+
+    Args:
+        group: how the ranks find each other now.
+        name: equal on all ranks; part of every key in the store, for who looks there. Mailboxes of
+            equal name are different ones.
+
+    Raises:
+        EPTransportError: some rank could not reach the store; raised on all ranks, with the reason.
+        EPTimeoutError: some ranks did not come.
+    """
+    store = _store_of(group)
+    token = uuid.uuid4().hex
+    if isinstance(group, ThreadGroup) and group.rank == 0:
+        _of_threads[token] = _distributed().HashStore()
+    said = group.all_gather_object((token, socket.gethostname(), store is not None))
+    token = said[0][0]
+    prefix = f"deep_ep/{name}/{token}"
+    if isinstance(group, ThreadGroup):
+        store = _of_threads[token]
+        group.barrier()
+        _of_threads.pop(token, None)
+        return _mailbox(group, prefix, store, store, store)
+    if all(usable for _, _, usable in said):
+        clones: list[Any] = []
+        rendezvous.together(
+            group, "opening a mailbox", lambda: clones.extend((store.clone(), store.clone()))
+        )
+        return _mailbox(group, prefix, clones[0], clones[1], store)
+    inbox, outbox, server = _own_stores(group, [host for _, host, _ in said])
+    return _mailbox(group, prefix, inbox, outbox, server)
+
+
+def _mailbox(group: Group, prefix: str, inbox: Any, outbox: Any, kept: object) -> Mailbox:
+    prefixed = _distributed().PrefixStore
+    inbox, outbox = prefixed(prefix, inbox), prefixed(prefix, outbox)
+    return Mailbox(group.rank, group.size, inbox, outbox, kept)
+
+
+def _distributed() -> Any:
+    import torch.distributed
+
+    return torch.distributed
+
+
+def _store_of(group: Group) -> Any:
+    """The store of a process group, if connections of our own to it can be had; else `None`.
+
+    A store in a file is out: it only grows, whatever is deleted.
+    """
+    if not isinstance(group, TorchGroup):
+        return None
+    try:
+        store: Any = group._group.get_group_store()
+        below: Any = store
+        while hasattr(below, "underlying_store"):
+            below = below.underlying_store
+    except (AttributeError, RuntimeError):  # an older torch, or a group that was made without one
+        return None
+    return store if isinstance(below, _distributed().TCPStore) and hasattr(store, "clone") else None
+
+
+def _own_stores(group: Group, hosts: list[str]) -> tuple[Any, Any, Any]:
+    """Two connections to a new TCPStore on rank 0, and its server there."""
+    tcp_store = _distributed().TCPStore
+    options: dict[str, Any] = {
+        "world_size": None,
+        "timeout": timedelta(seconds=_CONNECT_S),
+        "wait_for_workers": False,
+    }
+    servers: list[Any] = []
+
+    def serve() -> tuple[str, int] | None:
+        if group.rank != 0:
+            return None
+        alone = len(set(hosts)) == 1
+        listener = socket.create_server(("127.0.0.1" if alone else "", 0))
+        port = listener.getsockname()[1]
+        servers.append(
+            tcp_store(
+                "127.0.0.1", port, is_master=True, master_listen_fd=listener.detach(), **options
+            )
+        )
+        return ("127.0.0.1" if alone else _address()), port
+
+    where = rendezvous.together(group, "opening a mailbox", serve)[0]
+    assert where is not None  # rank 0 always serves
+    connections: list[Any] = []
+
+    def connect() -> None:
+        connections.extend(tcp_store(*where, is_master=False, **options) for _ in range(2))
+
+    rendezvous.together(group, "connecting its mailbox", connect)
+    return connections[0], connections[1], servers
+
+
+def _address() -> str:
+    """An address of this host that others can reach: its name's, or the one it sends from."""
+    with contextlib.suppress(OSError):
+        named = socket.gethostbyname(socket.gethostname())
+        if not named.startswith("127."):
+            return named
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect(("192.0.2.1", 9))  # a documentation address; nothing is sent
+        return str(probe.getsockname()[0])
+    return socket.gethostname()

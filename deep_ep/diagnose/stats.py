@@ -1,0 +1,128 @@
+"""Robust statistics that know of missing values: NaN is "not known" and never counts."""
+
+from __future__ import annotations
+
+import functools
+from statistics import NormalDist
+
+import numpy as np
+
+from deep_ep.diagnose.findings import FloatArray
+
+# Median absolute deviation to standard deviation, and the cost of a median over a mean (normal).
+MAD_TO_SIGMA = 1.4826
+MEDIAN_COST = 1.2533
+# So many standard deviations above the healthy ones known so far still count as healthy.
+_REACH = 4.0
+
+
+def median(values: FloatArray, axis: int, few: int = 0) -> FloatArray:
+    """`numpy.nanmedian`, silent and fast: NaN where nothing is known.
+
+    Args:
+        values: NaN is unknown.
+        axis: which one goes.
+        few: where fewer than so many are known, the lower of two middle values is taken.
+    """
+    count = np.sum(np.isfinite(values), axis=axis, keepdims=True)
+    if count.size == 0 or values.shape[axis] == 0:
+        return np.full(np.delete(values.shape, axis), np.nan)
+    below = np.maximum((count - 1) // 2, 0)
+    above = np.where(count < few, below, np.minimum(count // 2, values.shape[axis] - 1))
+    if (count == count.flat[0]).all():
+        # The usual case, a matrix without its diagonal; NaN counts as the largest.
+        ordered = np.partition(values, (int(below.flat[0]), int(above.flat[0])), axis=axis)
+    else:
+        ordered = np.sort(values, axis=axis)
+    low = np.take_along_axis(ordered, below, axis)
+    high = np.take_along_axis(ordered, above, axis)
+    middle = np.where(count > 0, (low + high) / 2, np.nan)
+    return np.asarray(np.squeeze(middle, axis=axis))
+
+
+def quantile(values: FloatArray, share: float, axis: int) -> FloatArray:
+    """The value below which `share` of the known values lie; NaN where nothing is known."""
+    ordered = np.sort(values, axis=axis)
+    count = np.sum(np.isfinite(ordered), axis=axis, keepdims=True)
+    at = np.maximum(np.floor(share * (count - 1)), 0).astype(np.intp)
+    return np.asarray(np.squeeze(np.take_along_axis(ordered, at, axis), axis=axis))
+
+
+def median_of(values: FloatArray) -> float:
+    """Median of all known values; NaN if none is."""
+    known = values[np.isfinite(values)]
+    return float(np.median(known)) if known.size else float("nan")
+
+
+def lower_median(values: FloatArray) -> float:
+    """The lower of the two middle values; holds when half of the ranks are slow. NaN if empty."""
+    known = values[np.isfinite(values)]
+    if not known.size:
+        return float("nan")
+    middle = (known.size - 1) // 2
+    return float(np.partition(known, middle)[middle])
+
+
+def scale(values: FloatArray, axis: int) -> FloatArray:
+    """Standard deviation of normal data, from the median absolute deviation."""
+    center = np.expand_dims(median(values, axis), axis)
+    return MAD_TO_SIGMA * median(np.abs(values - center), axis)
+
+
+def standard_error(values: FloatArray, axis: int) -> FloatArray:
+    """Standard error of the median along an axis."""
+    count = np.maximum(np.sum(np.isfinite(values), axis=axis), 1)
+    return np.asarray(MEDIAN_COST * scale(values, axis) / np.sqrt(count))
+
+
+def healthy(values: FloatArray, noise: float = 0.0) -> tuple[float, float]:
+    """Location and standard deviation of the healthy members of a group, from their values.
+
+    Slow members lie above and are at most half. Where the noise of a value is known, the lower half
+    is taken for healthy, and whoever lies within reach of it, until nobody joins. Otherwise, among
+    the upper half, the widest gap between neighbours is taken for the border; where nobody is slow
+    it falls near the top and costs nothing.
+
+    Args:
+        values: one per member, NaN where unknown.
+        noise: standard deviation of a value by itself; 0 if unknown.
+
+    Returns:
+        (median, spread); NaN and 0 when no value is known.
+    """
+    ordered = np.sort(values[np.isfinite(values)])
+    if ordered.size == 0:
+        return float("nan"), 0.0
+    at_least = (ordered.size + 1) // 2
+    if noise > 0:
+        size = at_least
+        while True:
+            location, spread = _location_and_spread(ordered[:size])
+            reach = location + _REACH * max(spread, noise)
+            grown = max(int(np.searchsorted(ordered, reach, side="right")), size)
+            if grown == size:
+                return location, spread
+            size = grown
+    gaps = np.diff(ordered)[at_least - 1 :]
+    return _location_and_spread(
+        ordered[: at_least + int(np.argmax(gaps))] if gaps.size else ordered
+    )
+
+
+def _location_and_spread(members: FloatArray) -> tuple[float, float]:
+    location = float(np.median(members))
+    return location, MAD_TO_SIGMA * float(np.median(np.abs(members - location)))
+
+
+@functools.lru_cache
+def z_for(num_tests: int, false_alarms: float) -> float:
+    """Standard errors that a healthy group exceeds in one of `num_tests` tests this rarely."""
+    return NormalDist().inv_cdf(1.0 - false_alarms / max(num_tests, 1))
+
+
+def certainty(effect: float, error: float, num_tests: int) -> float:
+    """1 - probability of such an effect in any of `num_tests` by chance (normal, Bonferroni)."""
+    if not error > 0:
+        return 1.0 if error == 0 else float("nan")
+    by_chance = num_tests * NormalDist().cdf(-effect / error)
+    return max(0.0, 1.0 - by_chance)

@@ -1,0 +1,305 @@
+"""One rank condenses its counters to what the group needs: vectors per source, series of its own.
+
+Everything that needs the raw stamps of all sources happens here, on the rank that has them; what
+is sent is linear in the size of the group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from deep_ep.counters import CounterSnapshot
+from deep_ep.diagnose.findings import BoolArray, FloatArray, IntArray
+from deep_ep.diagnose.snapshot import Snapshot
+from deep_ep.diagnose.stats import median, quantile, standard_error
+
+# Arrivals kept per operation, the latest ones, to answer what an operation would take without them.
+KEPT_ARRIVALS = 4
+# Operations that the timeline shows.
+TIMELINE_OPERATIONS = 24
+# A path seen less often, or in fewer of the operations, has no median worth the name.
+MIN_SEEN = 8
+_MIN_SEEN_SHARE = 8
+# A path that hid: faster than anything that was seen.
+_HIDDEN_NS = -1e15
+# Deviations beyond so many median deviations are cut to that.
+_CLIP = 4.5
+# An arrival seen less than this after the receiver began to wait may have come before; ns.
+RESOLUTION_NS = 1_500.0
+
+
+@dataclass(frozen=True)
+class Recent:
+    """The latest operations with all stamps of one rank, ns on its clock; `[m]`, `[m, num_ranks]`."""
+
+    ops: IntArray
+    begin: IntArray
+    entered: FloatArray
+    arrival: FloatArray
+
+
+@dataclass(frozen=True)
+class KindSummary:
+    """One operation kind as one rank saw it. Times in ns; `[num_ranks]` per source unless said.
+
+    Attributes:
+        totals, own: counters by name, `[num_ranks]` and scalars.
+        ops: [n] operation numbers in the ring; empty without a ring.
+        gap, span, drain, wait, duration, received: [n], this rank's own time between operations,
+            from entering to beginning to wait, from the last arrival to the end, its waiting, the
+            whole operation; and tokens received.
+        last, last_arrival: [n, k], the latest sources and when they came, after the begin of waiting.
+        wait_parts: [3, num_ranks], late, issue and path part of the waiting per operation, without
+            the tenth of operations at either end.
+        late, late_error: issue stamps against the median source, median over operations.
+        send: issued minus entered.
+        path, path_error, path_low, path_count: arrival minus issued: median, its error, lower
+            quartile, and the operations in which it could be seen.
+        path_hidden: bool, the data was there already in most operations in which the receiver came
+            early enough to see a path time of interest: not slow, more is not known.
+        path_moments: [3, num_ranks], sums over operations of the squares and the product of how
+            tokens and path time deviate from their medians: what a token costs on this path.
+        tokens: median per operation.
+        blame: waiting per operation in which this source came last.
+        active: time per operation in which this source's data was on its way and this rank waited.
+        busy: the union of these over all sources, per operation.
+        recent: the latest operations.
+    """
+
+    totals: Mapping[str, FloatArray]
+    own: Mapping[str, float]
+    ops: IntArray
+    gap: FloatArray
+    span: FloatArray
+    drain: FloatArray
+    wait: FloatArray
+    duration: FloatArray
+    received: FloatArray
+    last: IntArray
+    last_arrival: FloatArray
+    wait_parts: FloatArray
+    late: FloatArray
+    late_error: FloatArray
+    send: FloatArray
+    path: FloatArray
+    path_error: FloatArray
+    path_low: FloatArray
+    path_count: FloatArray
+    path_hidden: BoolArray
+    path_moments: FloatArray
+    tokens: FloatArray
+    blame: FloatArray
+    active: FloatArray
+    busy: float
+    recent: Recent | None
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What one rank tells about a window. Fields as in `Snapshot`."""
+
+    rank: int
+    num_ranks: int
+    device: str
+    host: str
+    device_index: int
+    node: int
+    kinds: Mapping[str, KindSummary]
+
+
+def summarize(snapshot: Snapshot) -> Summary:
+    """Condenses the counters of one rank; local, no communication."""
+    return Summary(
+        snapshot.rank,
+        snapshot.num_ranks,
+        snapshot.device,
+        snapshot.host,
+        snapshot.device_index,
+        snapshot.node,
+        {
+            kind: _summarize_kind(counters, snapshot.rank)
+            for kind, counters in snapshot.operations.items()
+        },
+    )
+
+
+def _summarize_kind(counters: CounterSnapshot, rank: int) -> KindSummary:
+    totals = {name: row.astype(np.float64) for name, row in zip(counters.fields, counters.totals)}
+    own = {name: float(value) for name, value in zip(counters.own_fields, counters.own)}
+    used = counters.operations()
+    if not used.shape[0]:
+        return _from_totals(totals, own, rank)
+
+    stamps = {name: used[:, -1, i] for i, name in enumerate(counters.ring_own_fields)}
+    begin = stamps["wait_begin"]
+    entered, issued, arrival = (
+        _relative(used[:, :-1, counters.ring_source_fields.index(name)], begin[:, None])
+        for name in ("entered", "issued", "arrival")
+    )
+    took_part = np.isfinite(arrival)
+    tokens = np.where(
+        took_part, used[:, :-1, counters.ring_source_fields.index("tokens")], np.nan
+    ).astype(np.float64)
+    leaves = _relative(stamps["exit"], begin)
+    ready = np.fmax(np.fmax.reduce(arrival, axis=1), 0.0)
+    elapsed = _visible(arrival, issued)
+    elapsed[:, rank] = np.nan
+    looked = np.sum(np.isfinite(elapsed), axis=0)
+    often = looked >= max(MIN_SEEN, elapsed.shape[0] // _MIN_SEEN_SHARE)
+    hidden = often & (median(elapsed, 0) < 0.1 * _HIDDEN_NS)
+    elapsed[:, ~often | hidden] = np.nan
+    lateness = issued - median(issued, 1)[:, None]
+    last = np.argsort(np.where(took_part, -arrival, np.inf), axis=1)[:, :KEPT_ARRIVALS]
+    start = np.maximum(entered, 0.0)
+    on_the_way = np.where(arrival > start, arrival - start, 0.0)
+    on_the_way[:, rank] = 0.0
+    return KindSummary(
+        totals=totals,
+        own=own,
+        ops=stamps["op"].copy(),
+        gap=entered[:, rank] - _relative(stamps["previous_exit"], begin),
+        span=-entered[:, rank],
+        drain=leaves - ready,
+        wait=ready,
+        duration=leaves - entered[:, rank],
+        received=np.nansum(tokens, axis=1),
+        last=last.astype(np.int64),
+        last_arrival=np.take_along_axis(arrival, last, axis=1),
+        wait_parts=_trimmed_parts(entered, issued, arrival),
+        late=median(lateness, 0),
+        late_error=standard_error(lateness, 0),
+        send=median(issued - entered, 0),
+        path=median(elapsed, 0),
+        path_error=standard_error(elapsed, 0),
+        path_low=quantile(elapsed, 0.25, 0),
+        path_count=np.sum(np.isfinite(elapsed), axis=0).astype(np.float64),
+        path_hidden=hidden,
+        path_moments=_moments(tokens, elapsed),
+        tokens=median(tokens, 0),
+        blame=np.bincount(last[:, 0], ready, minlength=arrival.shape[1]) / ready.size,
+        active=np.mean(on_the_way, axis=0),
+        busy=_union(start, arrival, rank),
+        recent=Recent(
+            stamps["op"][-TIMELINE_OPERATIONS:].copy(),
+            begin[-TIMELINE_OPERATIONS:].copy(),
+            entered[-TIMELINE_OPERATIONS:],
+            arrival[-TIMELINE_OPERATIONS:],
+        ),
+    )
+
+
+def _from_totals(
+    totals: Mapping[str, FloatArray], own: Mapping[str, float], rank: int
+) -> KindSummary:
+    """Means instead of medians, and no errors: what a ring of 0 operations leaves."""
+    num_ranks = totals["ops"].size
+    ops = np.where(totals["ops"] > 0, totals["ops"], np.nan)
+    per_op = {name: values / ops for name, values in totals.items()}
+    path = per_op["path_ns"].copy()
+    path[rank] = np.nan
+    unknown = np.full(num_ranks, np.nan)
+    own_ops = own["ops"] if own["ops"] > 0 else float("nan")
+
+    def one(value: float) -> FloatArray:
+        return np.array([value / own_ops])
+
+    return KindSummary(
+        totals=totals,
+        own=own,
+        ops=np.zeros(0, np.int64),
+        gap=one(own["gap_ns"]),
+        span=one(own["send_ns"]),
+        drain=one(own["drain_ns"]),
+        wait=one(own["wait_ns"]),
+        duration=one(own["send_ns"] + own["wait_ns"] + own["drain_ns"]),
+        received=one(float(totals["tokens"].sum())),
+        last=np.zeros((1, 0), np.int64),
+        last_arrival=np.zeros((1, 0)),
+        wait_parts=np.stack([per_op[name] for name in ("late_ns", "issue_ns", "path_ns")]),
+        late=per_op["late_ns"] + per_op["issue_ns"],
+        late_error=0.0 * ops,
+        send=unknown,
+        path=path,
+        path_error=0.0 * path,
+        path_low=path,
+        path_count=np.where(np.isfinite(path), ops, 0.0),
+        path_hidden=np.zeros(num_ranks, dtype=bool),
+        path_moments=np.zeros((3, num_ranks)),
+        tokens=per_op["tokens"],
+        blame=per_op["critical_ns"],
+        active=unknown,
+        busy=float("nan"),
+        recent=None,
+    )
+
+
+def _visible(arrival: FloatArray, issued: FloatArray) -> FloatArray:
+    """`[n, num_ranks]` path times of the operations in which they could be seen, NaN in the others.
+
+    A target that knows the true arrival shows arrivals before the begin of waiting; every path time
+    is seen then. Elsewhere an arrival is stamped no earlier than the receiver looked. Keeping what
+    was seen would keep the slow ones only, so operations are chosen by when the receiver came: so
+    early that a path time of interest (the resolution, or what was seen of this path when it was
+    seen) could not have hidden. A path that hid all the same counts as faster than any.
+    """
+    elapsed = arrival - issued
+    if np.any(arrival < 0):
+        return elapsed
+    seen = arrival > RESOLUTION_NS
+    usual_when_seen = median(np.where(seen, elapsed, np.nan), 0)
+    receiver_after_issue = -issued
+    in_time = receiver_after_issue <= RESOLUTION_NS
+    in_time_for_usual = receiver_after_issue <= usual_when_seen - RESOLUTION_NS
+    hidden = np.where(in_time_for_usual & np.isfinite(arrival), _HIDDEN_NS, np.nan)
+    return np.where(seen & in_time_for_usual | in_time, elapsed, hidden)
+
+
+def _moments(tokens: FloatArray, elapsed: FloatArray) -> FloatArray:
+    """`[3, num_ranks]`: tokens squared, tokens times path time, path time squared; of deviations."""
+    time = elapsed - median(elapsed, 0)
+    # Hiccups are no cost of tokens.
+    limit = _CLIP * median(np.abs(time), 0)
+    time = np.clip(time, -limit, limit)
+    count = np.where(np.isfinite(time), tokens - median(tokens, 0), np.nan)
+    return np.stack([np.nansum(a, axis=0) for a in (count**2, count * time, time**2)])
+
+
+def _trimmed_parts(entered: FloatArray, issued: FloatArray, arrival: FloatArray) -> FloatArray:
+    """`[3, num_ranks]`: late, issue and path part of the waiting; the arithmetic of the counters."""
+    wait = np.maximum(arrival, 0.0)
+    late = np.clip(entered, 0.0, wait)
+    issue = np.clip(np.maximum(issued, entered), 0.0, wait) - late
+    parts = np.stack([late, issue, wait - late - issue])
+    count = np.sum(np.isfinite(wait), axis=0)
+    trim = count // 10
+    # Place of each operation among the known waits of its source; unknown ones sort last.
+    place = np.argsort(np.argsort(wait, axis=0), axis=0)
+    keep = (place >= trim) & (place < count - trim)
+    total = np.sum(np.where(keep, parts, 0.0), axis=1)
+    kept = (count - 2 * trim).astype(np.float64)
+    return np.asarray(np.divide(total, kept, out=np.full(total.shape, np.nan), where=kept > 0))
+
+
+def _union(start: FloatArray, arrival: FloatArray, rank: int) -> float:
+    """Mean length of the union of the intervals in which data of other ranks was on its way."""
+    others = np.arange(start.shape[1]) != rank
+    if not others.any():
+        return float("nan")
+    begin, end = start[:, others], arrival[:, others]
+    begin = np.where(end > begin, begin, np.inf)
+    order = np.argsort(begin, axis=1)
+    begin = np.take_along_axis(begin, order, axis=1)
+    end = np.where(np.isfinite(begin), np.take_along_axis(end, order, axis=1), -np.inf)
+    covered = np.maximum.accumulate(end, axis=1)
+    # What an interval adds lies after everything before it.
+    after = np.concatenate([np.full((end.shape[0], 1), -np.inf), covered[:, :-1]], axis=1)
+    added = end - np.maximum(begin, after)
+    return float(np.mean(np.sum(np.where(added > 0, added, 0.0), axis=1)))
+
+
+def _relative(stamps: IntArray, origin: IntArray) -> FloatArray:
+    """Subtracts in int64, where it is exact; a stamp of 0 means that there is none."""
+    return np.where(stamps != 0, (stamps - origin).astype(np.float64), np.nan)

@@ -1,0 +1,155 @@
+"""What the program would gain without a cause: its operations are replayed, with and without it.
+
+A cause does not cost what it takes. A rank that is late by d starts ahead by one path time, since
+the data of the others is there when it comes; three equally late ranks cost as much as one; a slow
+path holds up its receiver, and that one everybody else in the next operation. So all ranks are run
+through the recorded operations again, with their own times of each operation and the median paths:
+
+    entered = exit + gap                    issued = entered + send
+    ready_i = max(entered_i + span_i, max_j (issued_j + path_ij))        exit = ready + drain
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from deep_ep.diagnose.estimate import Estimates
+from deep_ep.diagnose.findings import FloatArray
+from deep_ep.diagnose.stats import median
+
+# Operations replayed at most, and cells looked at, which bounds the time for large groups.
+_MOST_OPERATIONS = 96
+_MOST_CELLS = 2e7
+# Until the ranks have fallen into the step of the replay.
+_FALLING_IN = 4
+
+
+@dataclass(frozen=True)
+class Gain:
+    """What one cause adds to one operation kind; ns to be taken away.
+
+    Attributes:
+        operation: kind.
+        work, drain: [num_ranks], of the time before waiting, after the last arrival.
+        path: [receiver, source].
+    """
+
+    operation: str
+    work: FloatArray
+    drain: FloatArray
+    path: FloatArray
+
+    @classmethod
+    def of_rank(
+        cls, operation: str, num_ranks: int, rank: int, work: float = 0.0, drain: float = 0.0
+    ) -> Gain:
+        """Of one rank's own time."""
+        own = np.eye(num_ranks)[rank]
+        return cls(operation, work * own, drain * own, np.zeros((num_ranks, num_ranks)))
+
+    @classmethod
+    def of_paths(cls, operation: str, path: FloatArray) -> Gain:
+        """Of paths only."""
+        nothing = np.zeros(path.shape[0])
+        return cls(operation, nothing, nothing, path)
+
+
+@dataclass(frozen=True)
+class _Step:
+    """One recorded operation: `[num_ranks]` each, ns."""
+
+    kind: int
+    gap: FloatArray
+    span: FloatArray
+    drain: FloatArray
+
+
+def savings_ns(estimates: Sequence[Estimates], sets: Sequence[Sequence[Gain]]) -> FloatArray:
+    """[len(sets)]: by how much an operation would be shorter, on average, without each set.
+
+    Args:
+        estimates: of kinds that follow each other (dispatch and combine).
+        sets: causes that are taken away together.
+
+    Returns:
+        Nanoseconds per operation, whatever its kind; NaN without raw stamps.
+    """
+    if not all(e.has_stamps for e in estimates) or not sets:
+        return np.full(len(sets), np.nan)
+    cells = estimates[0].load.size ** 2 * (len(sets) + 1)
+    most = int(min(max(_MOST_CELLS // cells, _FALLING_IN + 2), _MOST_OPERATIONS))
+    steps = _steps(estimates, most)
+    if len(steps) <= _FALLING_IN:
+        return np.full(len(sets), np.nan)
+    position = {e.operation: i for i, e in enumerate(estimates)}
+    now = _end(estimates, steps, [()], position)
+    then = _end(estimates, steps, sets, position)
+    return np.maximum(now - then, 0.0) / (len(steps) - _FALLING_IN)
+
+
+def _steps(estimates: Sequence[Estimates], most: int) -> list[_Step]:
+    """The latest operations of all kinds in their order; what is not known is as usual."""
+    order = sorted(
+        (int(op), i, at) for i, e in enumerate(estimates) for at, op in enumerate(e.m.ops)
+    )
+    usual = [[median(series, 0) for series in (e.m.gap, e.m.span, e.m.drain)] for e in estimates]
+
+    def known(series: FloatArray, otherwise: FloatArray) -> FloatArray:
+        return np.nan_to_num(np.where(np.isfinite(series), series, otherwise))
+
+    return [
+        _Step(
+            i,
+            known(estimates[i].m.gap[at], usual[i][0]),
+            known(estimates[i].m.span[at], usual[i][1]),
+            known(estimates[i].m.drain[at], usual[i][2]),
+        )
+        for _, i, at in order[-most:]
+    ]
+
+
+def _end(
+    estimates: Sequence[Estimates],
+    steps: Sequence[_Step],
+    sets: Sequence[Sequence[Gain]],
+    position: Mapping[str, int],
+) -> FloatArray:
+    """[len(sets)]: when the ranks are done with all steps but the first few, on average."""
+    num_ranks, num_sets = estimates[0].load.size, len(sets)
+    work = np.zeros((len(estimates), num_sets, num_ranks))
+    drain = np.zeros(work.shape)
+    paths = [np.repeat(_paths(e)[None], num_sets, axis=0) for e in estimates]
+    for s, gains in enumerate(sets):
+        for gain in gains:
+            kind = position[gain.operation]
+            work[kind, s] += gain.work
+            drain[kind, s] += gain.drain
+            paths[kind][s] -= gain.path
+    overlap = [median(e.m.span, 0) - e.send_ns for e in estimates]
+
+    left = np.zeros((num_sets, num_ranks))
+    begin = left.mean(axis=1)
+    for number, step in enumerate(steps):
+        if number == _FALLING_IN:
+            begin = left.mean(axis=1)
+        k = step.kind
+        entered = left + np.maximum(step.gap - work[k], 0.0)
+        waits_from = entered + step.span
+        issued = waits_from - np.maximum(np.nan_to_num(overlap[k]), 0.0)
+        arrival = np.max(issued[:, None, :] + paths[k], axis=2)
+        left = np.maximum(waits_from, arrival) + np.maximum(step.drain - drain[k], 0.0)
+    return np.asarray(left.mean(axis=1) - begin)
+
+
+def _paths(e: Estimates) -> FloatArray:
+    """[receiver, source] median path times, the usual ones where none was seen; none to oneself."""
+    clock = e.paths.clock
+    seen = e.paths.time - clock[:, None] + clock[None, :]
+    paths = np.where(np.isfinite(seen), seen, e.paths.usual)
+    expected = np.nan_to_num(e.m.totals["ops"]) > 0
+    paths = np.where(expected, np.nan_to_num(paths), -np.inf)
+    np.fill_diagonal(paths, 0.0)
+    return paths

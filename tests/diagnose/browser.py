@@ -1,0 +1,179 @@
+"""A headless Chromium without network, and the hand and eyes to use a report page with it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from selenium import webdriver
+from selenium.webdriver.common.action_chains import ActionChains
+from selenium.webdriver.support.ui import WebDriverWait
+
+INSTALL = "apt-get install -y --no-install-recommends chromium chromium-driver"
+# A page of 1024 ranks takes two seconds to draw; a machine under load gets much more.
+PATIENCE_S = 60
+
+
+def programs() -> tuple[str, str]:
+    """Paths of Chromium and its driver; without them the test is skipped, or fails where that is not allowed."""
+    chromium = shutil.which("chromium") or shutil.which("chromium-browser")
+    driver = shutil.which("chromedriver")
+    if chromium is None or driver is None:
+        message = f"needs a headless Chromium and its driver: {INSTALL} (or tools/browser.sh)"
+        if os.environ.get("CI_REQUIRE_BROWSER", "0") != "0":
+            pytest.fail(f"CI_REQUIRE_BROWSER is set: {message}")
+        pytest.skip(message)
+    return chromium, driver
+
+
+@contextmanager
+def opened() -> Iterator[Browser]:
+    """A browser that is gone afterwards, with its processes."""
+    chromium, driver_path = programs()
+    options = webdriver.ChromeOptions()
+    options.binary_location = chromium
+    for argument in (
+        "--headless=new",
+        "--no-sandbox",  # Containers run as root, where Chromium refuses its sandbox.
+        "--disable-dev-shm-usage",
+        "--disable-gpu",
+        "--disable-background-networking",
+        "--host-resolver-rules=MAP * ~NOTFOUND",
+        "--window-size=1280,1000",
+    ):
+        options.add_argument(argument)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+    service = webdriver.ChromeService(executable_path=driver_path)
+    driver = webdriver.Chrome(options=options, service=service)
+    try:
+        driver.execute_cdp_cmd("Network.enable", {})
+        driver.execute_cdp_cmd(
+            "Network.emulateNetworkConditions",
+            {"offline": True, "latency": 0, "downloadThroughput": 0, "uploadThroughput": 0},
+        )
+        yield Browser(driver)
+    finally:
+        driver.quit()
+
+
+class Browser:
+    """One page at a time."""
+
+    def __init__(self, driver: Any) -> None:
+        self.driver = driver
+
+    def show(self, page: Path, *, dark: bool = False) -> None:
+        """Load a page from disk, wait until its pictures are drawn."""
+        self.driver.execute_cdp_cmd(
+            "Emulation.setEmulatedMedia",
+            {"features": [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]},
+        )
+        for kind in ("browser", "performance"):
+            self.driver.get_log(kind)
+        self.driver.get(page.as_uri())
+        self.wait_until_drawn()
+
+    def wait_until_drawn(self) -> None:
+        WebDriverWait(self.driver, PATIENCE_S, poll_frequency=0.05).until(
+            lambda driver: driver.execute_script("return document.body.dataset.ready") or False
+        )
+
+    def text(self, selector: str) -> str:
+        """Visible text of the first element that `selector` finds."""
+        return str(self.driver.find_element("css selector", selector).text)
+
+    def texts(self, selector: str) -> list[str]:
+        """Visible text of all elements that are shown."""
+        found = self.driver.find_elements("css selector", selector)
+        return [element.text for element in found if element.is_displayed()]
+
+    def click(self, selector: str) -> None:
+        self.driver.find_element("css selector", selector).click()
+        self.wait_until_drawn()
+
+    def choose(self, name: str, value: str) -> None:
+        """Pick a radio button."""
+        self.click(f'input[name="{name}"][value="{value}"]')
+
+    def choose_window(self, index: int) -> None:
+        self.click(f'#window option[value="{index}"]')
+
+    def hover_cell(self, row: int, column: int) -> list[str]:
+        """Point at a cell of the heatmap; the lines that are shown for it."""
+        at = {key: float(value) for key, value in self.dataset("heat").items()}
+        x = at["left"] + (column + 0.5) * at["cell"]
+        y = at["top"] + (row + 0.5) * at["cell"]
+        return self.hover("heat", x, y)
+
+    def hover(self, canvas: str, x: float, y: float) -> list[str]:
+        """Point at a place of a canvas, pixels from its upper left corner; the lines shown."""
+        element = self.driver.find_element("id", canvas)
+        self.driver.execute_script(
+            "arguments[0].scrollIntoView({block: 'start'});"
+            "const box = arguments[0].parentElement;"
+            "box.scrollLeft = arguments[1] - 200; box.scrollTop = arguments[2] - 200;",
+            element,
+            x,
+            y,
+        )
+        box = self.driver.execute_script(
+            "const b = arguments[0].getBoundingClientRect(); return [b.left, b.top];", element
+        )
+        chain = ActionChains(self.driver, duration=0)
+        chain.w3c_actions.pointer_action.move_to_location(round(box[0] + x), round(box[1] + y))
+        chain.perform()
+        return self.tip()
+
+    def press(self, canvas: str, *keys: str) -> list[str]:
+        """Focus a canvas and press keys; the lines shown."""
+        element = self.driver.find_element("id", canvas)
+        element.send_keys("")
+        for key in keys:
+            element.send_keys(key)
+        return self.tip()
+
+    def tip(self) -> list[str]:
+        """The lines shown for what is pointed at."""
+        return [line for line in self.text("#tip").splitlines() if line]
+
+    def dataset(self, element_id: str) -> dict[str, str]:
+        return dict(
+            self.driver.execute_script(
+                "return {...document.getElementById(arguments[0]).dataset}", element_id
+            )
+        )
+
+    def pixel(self, canvas: str, x: float, y: float) -> list[int]:
+        """[red, green, blue, alpha] of a canvas."""
+        return list(
+            self.driver.execute_script(
+                # From a copy: Chromium warns when the page's own canvas is read again and again.
+                "const copy = new OffscreenCanvas(1, 1).getContext('2d');"
+                "copy.drawImage(document.getElementById(arguments[0]), -arguments[1], -arguments[2]);"
+                "return [...copy.getImageData(0, 0, 1, 1).data];",
+                canvas,
+                round(x),
+                round(y),
+            )
+        )
+
+    def complaints(self) -> list[str]:
+        """What stands in the console: errors, warnings, what the page's policy refused."""
+        return [entry["message"] for entry in self.driver.get_log("browser")]
+
+    def requested(self) -> list[str]:
+        """Addresses the page asked for since it was loaded."""
+        messages = (
+            json.loads(entry["message"])["message"] for entry in self.driver.get_log("performance")
+        )
+        return [
+            message["params"]["request"]["url"]
+            for message in messages
+            if message["method"] == "Network.requestWillBeSent"
+        ]

@@ -1,0 +1,403 @@
+"""The generator of timestamps: exact sums, known causes, and the same numbers however it is called."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from generator import (
+    CPU,
+    GPU,
+    NORMAL,
+    EarlyRank,
+    Everything,
+    GeneratorFault,
+    Hiccup,
+    Machine,
+    SlowEgress,
+    SlowIngress,
+    SlowNodePair,
+    SlowRail,
+    SlowReceive,
+    SlowSend,
+    Window,
+    simulate,
+    simulate_windows,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from deep_ep import faults
+from deep_ep.diagnose.snapshot import Snapshot
+from deep_ep.faults import ClockFault, HotRank, SlowPath, SlowRank
+
+CALM = replace(
+    GPU, jitter=0.0, path_jitter=0.0, spread=0.0, wander=0.0, clock_error=0.0, true_arrival=True
+)
+TWO_NODES = replace(CALM, ranks_per_node=4)
+ENTERED, ISSUED, ARRIVAL, TOKENS = range(4)
+OP, WAIT_BEGIN, EXIT, PREVIOUS_EXIT = range(4)
+
+
+def window(machine: Machine, injected: Sequence[GeneratorFault], num_ranks: int = 8) -> Window:
+    return next(simulate_windows(machine, num_ranks, 20, [injected], seed=3))
+
+
+def rings(snapshots: Sequence[Snapshot], kind: str) -> np.ndarray:
+    """[n, receiver, source or own, 4]."""
+    return np.stack([s.operations[kind].operations() for s in snapshots], axis=1)
+
+
+def path_us(window: Window, kind: str = "dispatch") -> np.ndarray:
+    """[receiver, source]: mean time from issuing to arriving."""
+    stamps = rings(window.snapshots, kind)[:, :, :-1]
+    return (stamps[..., ARRIVAL] - stamps[..., ISSUED]).mean(axis=0) / 1e3
+
+
+def slower_paths(machine: Machine, injected: GeneratorFault) -> set[tuple[int, int]]:
+    """(source, destination) of the paths that are 50 us slower than without the fault."""
+    added = path_us(window(machine, [injected])) - path_us(window(machine, []))
+    assert np.all((np.abs(added) < 0.01) | (np.abs(added - 50) < 0.01))
+    return {(int(src), int(dst)) for dst, src in np.argwhere(added > 25)}
+
+
+machines = st.builds(
+    lambda base, jitter, ranks_per_node, true_arrival, hook_us, skew: replace(
+        base,
+        jitter=jitter,
+        ranks_per_node=ranks_per_node,
+        true_arrival=true_arrival,
+        hook_us=hook_us,
+        skew=skew,
+        clock_error=1.0,
+        host_clock_error=1.0,
+        drift_ppm=10.0,
+    ),
+    st.sampled_from([CPU, GPU]),
+    st.sampled_from([0.0, 3.0, 10.0]),
+    st.sampled_from([None, 1, 2, 3]),
+    st.booleans(),
+    st.sampled_from([0.0, 100.0]),
+    st.sampled_from([0.0, 0.3]),
+)
+FAULTS: list[GeneratorFault] = [
+    SlowRank(0, 50e-6),
+    SlowPath(1, 0, 50e-6),
+    HotRank(1, 1.5),
+    EarlyRank(1, 50e-6),
+    SlowSend(0, 50e-6),
+    SlowReceive(1, 50e-6),
+    SlowIngress(0, 50e-6),
+    Hiccup(1, 4, 1e-3),
+    Everything(50e-6),
+    ClockFault(0, 1.0, 20.0),
+]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    machine=machines,
+    num_ranks=st.integers(2, 7),
+    injected=st.lists(st.sampled_from(FAULTS), max_size=3),
+    kinds=st.sampled_from([None, NORMAL]),
+    seed=st.integers(0, 2**31),
+)
+def test_every_wait_is_late_and_issue_and_path_and_rings_hold_the_same(
+    machine: Machine,
+    num_ranks: int,
+    injected: list[GeneratorFault],
+    kinds: Sequence | None,
+    seed: int,
+) -> None:
+    more = {} if kinds is None else {"kinds": kinds}
+    for s in simulate(machine, num_ranks, 6, injected, seed=seed, **more):
+        for counters in s.operations.values():
+            parts = counters["late_ns"] + counters["issue_ns"] + counters["path_ns"]
+            np.testing.assert_array_equal(counters["wait_ns"], parts)
+            assert min(counters["late_ns"].min(), counters["issue_ns"].min()) >= 0
+            assert counters["path_ns"].min() >= 0
+            ring = counters.operations()
+            assert len(ring) == counters.ops == 6
+            sources, own = ring[:, :-1], ring[:, -1]
+            begin = own[:, WAIT_BEGIN, None]
+            wait = np.maximum(sources[..., ARRIVAL] - begin, 0)
+            np.testing.assert_array_equal(wait.sum(axis=0), counters["wait_ns"])
+            sending = np.minimum(sources[..., ISSUED], sources[..., ARRIVAL])
+            sending = np.maximum(sending - np.maximum(sources[..., ENTERED], begin), 0)
+            np.testing.assert_array_equal(sending.sum(axis=0), counters["issue_ns"])
+            np.testing.assert_array_equal(wait.max(axis=0), counters["max_wait_ns"])
+            np.testing.assert_array_equal(sources[..., TOKENS].sum(axis=0), counters["tokens"])
+            spent = own[:, EXIT] - own[:, WAIT_BEGIN]
+            assert spent.sum() == counters.own_value("wait_ns") + counters.own_value("drain_ns")
+            if not counters["ops"].any():  # only its own times are known
+                continue
+            assert wait.max(axis=1).sum() == counters.own_value("wait_ns")
+            assert counters["critical_ops"].sum() == (wait.max(axis=1) > 0).sum()
+
+
+def test_the_runner_up_decides_how_critical_the_last_was() -> None:
+    counters = simulate(GPU, 4, 1, seed=2)[1].operations["dispatch"]
+    ring = counters.operations()[0]
+    waits = np.sort(np.maximum(ring[:-1, ARRIVAL] - ring[-1, WAIT_BEGIN], 0))
+    assert counters["critical_ns"].sum() == waits[-1] - waits[-2] > 0
+    assert counters["critical_ns"].argmax() == counters["wait_ns"].argmax()
+
+
+def test_the_same_seed_gives_the_same_data_and_another_one_does_not() -> None:
+    once, again, other = (simulate(GPU, 4, 5, [SlowRank(1, 20e-6)], seed=s) for s in (7, 7, 8))
+    np.testing.assert_array_equal(rings(once, "combine"), rings(again, "combine"))
+    assert (rings(once, "combine") != rings(other, "combine")).any()
+
+
+@pytest.mark.parametrize("batch_bytes", [2**28, 1])
+def test_a_window_does_not_depend_on_its_batch(
+    batch_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("generator._BATCH_BYTES", batch_bytes)
+    injected: list[list[GeneratorFault]] = [[], [SlowRank(1, 50e-6)], [HotRank(2)], FAULTS]
+    machine = replace(GPU, ranks_per_node=2, skew=0.3, drift_ppm=10.0)
+    windows = list(simulate_windows(machine, 4, 5, injected, seed=20))
+    assert [w.seed for w in windows] == [20, 21, 22, 23]
+    for w, members in zip(windows, injected):
+        alone = simulate(machine, 4, 5, members, seed=w.seed)
+        for kind in ("dispatch", "combine"):
+            np.testing.assert_array_equal(rings(w.snapshots, kind), rings(alone, kind))
+            for ours, theirs in zip(w.snapshots, alone):
+                one, other = ours.operations[kind], theirs.operations[kind]
+                np.testing.assert_array_equal(one.totals, other.totals)
+                np.testing.assert_array_equal(one.own, other.own)
+
+
+def test_a_shorter_run_is_the_beginning_of_a_longer_one() -> None:
+    injected = [SlowRank(1, 50e-6), SlowPath(0, 2, 50e-6)]
+    short = simulate(GPU, 4, 5, injected, seed=4)
+    long = next(simulate_windows(GPU, 4, 20, [injected], seed=4)).first(10)
+    for ours, theirs in zip(long.snapshots, short):
+        for kind in ("dispatch", "combine"):
+            one, other = ours.operations[kind], theirs.operations[kind]
+            np.testing.assert_array_equal(one.operations(), other.operations())
+            np.testing.assert_array_equal(one.totals, other.totals)
+
+
+def test_the_ring_keeps_the_last_operation_of_each_slot() -> None:
+    for capacity, expected in ((8, [13, 15, 17, 19]), (7, [7, 9, 11, 13, 15, 17, 19]), (0, [])):
+        counters = simulate(GPU, 2, 10, capacity=capacity)[0].operations["dispatch"]
+        assert counters.operations()[:, -1, OP].tolist() == expected
+        assert counters.ops == 10
+
+
+def test_without_faults_and_noise_all_ranks_are_alike() -> None:
+    steady = replace(CALM, compute_per_token=0, send_per_token=0, drain_per_token=0)
+    steady = replace(steady, path_per_token=0.0)
+    stamps = rings(simulate(steady, 4, 5, seed=1), "combine")
+    entered = stamps[:, range(4), range(4), ENTERED] - stamps[:, :, -1, PREVIOUS_EXIT]
+    assert np.ptp(entered[1:]) <= 1
+    waits = stamps[:, :, :-1, ARRIVAL] - stamps[:, :, -1:, WAIT_BEGIN]
+    off_diagonal = waits[:, ~np.eye(4, dtype=bool)]
+    # Each rank sends to rank 0 first and to the last rank last, a fifth of its sending later.
+    assert off_diagonal.min() > 5_000
+    assert off_diagonal.max() < 9_000
+
+
+@pytest.mark.parametrize("machine", [CPU, GPU])
+def test_a_slow_rank_enters_later_than_the_others(machine: Machine) -> None:
+    late_us = 10 * machine.jitter
+    exact = replace(machine, clock_error=0.0, jitter=machine.jitter / 10)
+    stamps = rings(simulate(exact, 8, 20, [SlowRank(3, late_us * 1e-6)], seed=5), "dispatch")
+    seen_by_0 = stamps[1:, 0, :-1, ENTERED]
+    behind = (seen_by_0 - np.median(seen_by_0, axis=1)[:, None]).mean(axis=0) / 1e3
+    assert behind.argmax() == 3
+    # Less what it starts ahead of the others, whose data it never waits for.
+    assert late_us - 2 * machine.path - 10 - machine.jitter < behind[3] < late_us + machine.jitter
+
+
+@pytest.mark.parametrize(
+    ("fault", "field", "added"),
+    [
+        (SlowRank(3, 50e-6), "gap_ns", 50),
+        (EarlyRank(3, 50e-6), "gap_ns", -50),
+        (SlowSend(3, 50e-6), "send_ns", 50),
+        (SlowReceive(3, 50e-6), "drain_ns", 50),
+    ],
+)
+def test_a_rank_fault_is_in_that_ranks_own_time_only(
+    fault: GeneratorFault, field: str, added: float
+) -> None:
+    faulty, healthy = window(GPU, [fault]), window(GPU, [])
+    for ours, theirs in zip(faulty.snapshots, healthy.snapshots):
+        for own in ("gap_ns", "send_ns", "drain_ns"):
+            one, other = (s.operations["combine"].own_value(own) for s in (ours, theirs))
+            expected = added * 20e3 if (ours.rank, own) == (3, field) else 0
+            assert one - other == pytest.approx(expected, abs=100)
+
+
+@pytest.mark.parametrize(
+    ("fault", "slower"),
+    [
+        (SlowPath(2, 5, 50e-6), lambda src, dst: (src, dst) == (2, 5)),
+        (SlowIngress(5, 50e-6), lambda _src, dst: dst == 5),
+        (SlowEgress(2, 50e-6), lambda src, _dst: src == 2),
+        (SlowNodePair(0, 1, 50e-6), lambda src, dst: src < 4 <= dst),
+        (SlowRail(2, 50e-6), lambda src, dst: {src, dst} == {2, 6}),
+        (Everything(50e-6), lambda _src, _dst: True),
+    ],
+)
+def test_a_path_fault_is_on_its_paths_only(
+    fault: GeneratorFault, slower: Callable[[int, int], bool]
+) -> None:
+    pairs = [(src, dst) for src in range(8) for dst in range(8) if src != dst]
+    assert slower_paths(TWO_NODES, fault) == {pair for pair in pairs if slower(*pair)}
+
+
+def test_paths_between_nodes_take_longer_and_across_rails_longest() -> None:
+    by_tokens = replace(TWO_NODES, path_per_token=0.0, path_per_token_between=0.0)
+    found = path_us(window(by_tokens, []))
+    assert found[0, 1] == pytest.approx(8, abs=0.01)
+    assert found[1, 5] == pytest.approx(12, abs=0.01)
+    assert found[1, 4] == pytest.approx(14, abs=0.01)
+
+
+def test_a_throttled_path_takes_time_by_its_bytes() -> None:
+    added = path_us(window(CALM, [SlowPath(1, 4, bytes_per_s=5e9)])) - path_us(window(CALM, []))
+    assert added[4, 1] == pytest.approx(128 * 7168 / 5e9 * 1e6, rel=0.1)
+
+
+def test_a_hot_rank_receives_its_share_of_the_tokens() -> None:
+    faulty = window(GPU, [HotRank(3, 2.0)])
+    tokens = [s.operations["dispatch"]["tokens"].sum() / (20 * 1024) for s in faulty.snapshots]
+    assert tokens[3] == pytest.approx(2.0, abs=0.05)
+    assert np.delete(tokens, 3) == pytest.approx([6 / 7] * 7, abs=0.05)
+    assert faulty.truth.effects_us == {("mixed-slow", 3): pytest.approx(51.2)}
+
+
+def test_a_hiccup_is_in_one_operation() -> None:
+    faulty, healthy = (window(CALM, f) for f in ([Hiccup(2, 7, 1e-3)], []))
+    late, usual = (rings(w.snapshots, "dispatch") for w in (faulty, healthy))
+    gaps = late[:, 2, 2, ENTERED] - late[:, 2, -1, PREVIOUS_EXIT]
+    usual_gaps = usual[:, 2, 2, ENTERED] - usual[:, 2, -1, PREVIOUS_EXIT]
+    added = dict(zip(late[:, 2, -1, OP].tolist(), (gaps - usual_gaps).tolist()))
+    assert added.pop(1) == 0
+    assert added.pop(7) == pytest.approx(1_000_000, abs=5)
+    assert max(added.values()) <= 5
+    assert faulty.truth.keys == frozenset()
+    assert faulty.truth.events == {(7, 2)}
+
+
+def test_loads_differ_by_the_skew_and_what_they_explain_is_tolerated() -> None:
+    windows = list(simulate_windows(replace(GPU, skew=0.3), 16, 4, [()] * 40, seed=1))
+    loads = np.array(
+        [[s.operations["dispatch"]["tokens"].sum() for s in w.snapshots] for w in windows]
+    )
+    assert loads.std(axis=1).mean() / loads.mean() == pytest.approx(0.28, abs=0.04)
+    truth = windows[0].truth
+    assert truth.keys == frozenset()
+    far = np.flatnonzero(np.abs(loads[0] / loads[0].mean() - 1) > 0.15)
+    assert {("mixed-slow", int(rank)) for rank in far} <= truth.tolerated
+
+
+def test_arrivals_before_the_wait_are_stamped_as_its_begin_unless_the_target_knows_better() -> None:
+    for true_arrival in (True, False):
+        machine = replace(GPU, true_arrival=true_arrival)
+        stamps = rings(simulate(machine, 4, 10, [SlowRank(1, 1e-4)], seed=2), "dispatch")
+        early = stamps[:, 1, :-1, ARRIVAL] - stamps[:, 1, -1:, WAIT_BEGIN]
+        assert (early.min() < 0) == true_arrival
+
+
+def test_clocks_are_wrong_by_rank_and_by_host_and_drift() -> None:
+    def seen_wrong(**clocks: float) -> np.ndarray:
+        """[n, receiver, source], us."""
+        wrong, exact = (
+            rings(window(m, []).snapshots, "dispatch")[:, :, :-1]
+            for m in (replace(TWO_NODES, **clocks), TWO_NODES)
+        )
+        np.testing.assert_array_equal(wrong[..., ARRIVAL], exact[..., ARRIVAL])
+        return (wrong[..., ENTERED] - exact[..., ENTERED]) / 1e3
+
+    by_rank, by_host = seen_wrong(clock_error=2.0)[0], seen_wrong(host_clock_error=2.0)[0]
+    np.testing.assert_allclose(by_rank, -by_rank.T, atol=1e-3)
+    assert abs(by_rank[0, 1]) > 0.01
+    assert abs(by_host[0, 1]) < 1e-3 < abs(by_host[0, 4])
+    drifting = seen_wrong(drift_ppm=100.0)[:, 0, 1]
+    assert abs(drifting[-1]) > 10 * abs(drifting[0])
+
+
+def test_truth_is_what_faults_expects_where_both_know_the_fault() -> None:
+    injected = [SlowRank(0, 1e-5), SlowPath(1, 2, 2e-5), HotRank(3), SlowRank(3, 1e-5)]
+    injected += [ClockFault(1, 1.0, 5.0)]
+    truth = window(GPU, injected).truth
+    assert truth.keys == faults.expected_verdicts(injected)
+    assert truth.effects_us["comm-slow", (1, 2)] == 20
+    subjects = window(
+        TWO_NODES, [SlowIngress(1, 1e-5), SlowRail(2, 1e-5), SlowNodePair(1, 0, 1e-5)]
+    )
+    assert subjects.truth.keys == {
+        ("comm-slow", 1),
+        ("comm-slow", ("rail", 2)),
+        ("comm-slow", ("nodes", 1, 0)),
+    }
+
+
+def test_the_saving_is_what_the_group_loses_by_the_fault() -> None:
+    assert window(GPU, []).saving_us == 0
+    # The late rank has a path's time in hand, because it never waits for the others.
+    late = window(CALM, [SlowRank(3, 50e-6)])
+    without = window(CALM, []).period_us
+    assert late.period_us - late.saving_us == without
+    assert 50 - 20 < late.saving_us <= 50
+    assert abs(window(CALM, [EarlyRank(3, 50e-6)]).saving_us) < 1
+
+
+def test_the_first_round_does_not_count_as_lost_time() -> None:
+    assert abs(window(CALM, [Hiccup(3, 1, 1e-3)]).saving_us) < 1
+    assert window(CALM, [Hiccup(3, 20, 1e-3)]).saving_us > 20
+
+
+def test_operations_follow_each_other_and_a_hook_delays_the_wait() -> None:
+    snapshots = window(replace(CALM, hook_us=100.0), []).snapshots
+    dispatch, combine = (rings(snapshots, kind) for kind in ("dispatch", "combine"))
+    np.testing.assert_array_equal(combine[:, :, -1, PREVIOUS_EXIT], dispatch[:, :, -1, EXIT] + 500)
+    sending_and_hook_us = (
+        dispatch[:, :, -1, WAIT_BEGIN] - dispatch[:, range(8), range(8), ENTERED]
+    ) / 1e3
+    np.testing.assert_allclose(sending_and_hook_us, 10 + 0.01 * 1024 + 100, atol=0.01)
+
+
+def test_wait_matrices_are_those_of_the_counters() -> None:
+    w = window(GPU, [SlowRank(3, 50e-6)]).first(25)
+    for kind in ("dispatch", "combine"):
+        expected = [s.operations[kind]["wait_ns"] for s in w.snapshots]
+        np.testing.assert_array_equal(w.wait_matrix(kind), expected)
+
+
+def test_normal_kinds_have_their_own_cells() -> None:
+    far_across = replace(TWO_NODES, path_cross_rail=500.0)
+    snapshots = simulate(far_across, 8, 10, kinds=NORMAL, seed=6)
+    ranks = np.arange(8)
+    same_rail = ranks[:, None] % 4 == ranks[None, :] % 4
+    for s in snapshots:
+        ops = {kind: counters["ops"] for kind, counters in s.operations.items()}
+        assert (ops["notify"] == 0).all()
+        assert (ops["normal dispatch"] == 10).all()
+        assert (ops["normal combine"] == 10).all()
+        np.testing.assert_array_equal(ops["gateway dispatch"], 10 * same_rail[s.rank])
+        gateway = s.operations["gateway dispatch"]
+        # Nobody waits for a source that sends it nothing.
+        work_ns = 10 * 10_000 + 10 * gateway["tokens"].sum()
+        assert gateway.own_value("drain_ns") == pytest.approx(work_ns, abs=100)
+        own = {name: s.operations["notify"].own_value(f"{name}_ns") for name in ("send", "wait")}
+        assert own["send"] == 10 * 10_000
+        assert own["wait"] > 10 * 10_000
+        assert not s.operations["notify"].ring[:, :-1].any()
+    forwarded = sum(s.operations["gateway dispatch"]["tokens"].sum() for s in snapshots)
+    assert forwarded == 8 * 10 * 1024
+    numbers = [c.operations()[0, -1, OP] for c in snapshots[0].operations.values()]
+    assert numbers == [1, 2, 3, 4]
+
+
+def test_ranks_say_where_they_are() -> None:
+    places = [(s.host, s.node, s.device_index) for s in simulate(TWO_NODES, 8, 1)]
+    assert places[:2] == [("host0", 0, 0), ("host0", 0, 1)]
+    assert places[-1] == ("host1", 1, 3)
+    assert {s.host for s in simulate(GPU, 8, 1)} == {"host0"}
