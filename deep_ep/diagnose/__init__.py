@@ -27,7 +27,9 @@ from deep_ep.diagnose.findings import (
 )
 from deep_ep.diagnose.gather import Matrices, gather, gather_group
 from deep_ep.diagnose.history import History
+from deep_ep.diagnose.reading import read_any
 from deep_ep.diagnose.report import heatmap_svg, report, save_svg
+from deep_ep.diagnose.saved import load, save
 from deep_ep.diagnose.snapshot import Snapshot, snapshot
 from deep_ep.diagnose.summary import Summary, summarize
 from deep_ep.diagnose.verdict import Thresholds, judge, verdicts
@@ -56,8 +58,11 @@ __all__ = [
     "heatmap_svg",
     "judge",
     "judge_waits",
+    "load",
+    "read_any",
     "report",
     "run",
+    "save",
     "save_svg",
     "snapshot",
     "summarize",

@@ -36,8 +36,10 @@ _MIN_TOKEN_SPREAD = 0.01
 _SWEEPS = 3
 # How far healthy ranks are expected to differ for good, as a share of their time.
 _HEALTHY_DIFFERENCE = 0.005
-# The cost of a token is taken from the operations of each rank when it is known this well, ns.
+# The cost of a token is taken from the operations of each rank when what it explains is known this
+# well, in ns or as a share.
 _COST_KNOWN_NS = 1_000.0
+_COST_KNOWN_SHARE = 0.25
 
 
 @dataclass(frozen=True)
@@ -87,8 +89,11 @@ class Estimates:
             tokens that the rank sends explain.
         drain: own time after the last arrival, without what the tokens it received explain.
         busy: both together, tokens not taken out.
+        token_time, token_error: [num_ranks], of these, what the tokens explain, and its error.
+        cost_known: whether the cost of a token is known apart from differences between ranks, or
+            does not matter, because all have the same number.
         late, late_error: [num_ranks], when the others saw everything of this rank issued.
-        load: tokens that the rank's experts handle, over the group's lower median.
+        load: tokens that the rank's experts handle, over an even share.
         gap_ns, send_ns, drain_ns: per rank, for the evidence.
         paths: the path matrix, taken apart.
         blame: [receiver, source], waiting of the receiver in operations in which the source came
@@ -103,6 +108,9 @@ class Estimates:
     work: Effect
     drain: Effect
     busy: Effect
+    token_time: FloatArray
+    token_error: FloatArray
+    cost_known: bool
     late: FloatArray
     late_error: FloatArray
     load: FloatArray
@@ -131,18 +139,23 @@ def estimate(m: Matrices, before: Matrices | None = None) -> Estimates:
     sent = np.nansum(m.tokens, axis=0)
     received = np.nansum(m.tokens, axis=1)
     paths = split_paths(m)
+    by_work = _explained(work, sent, _handled_before(m, before))
+    by_drain = _explained(m.drain, received, m.received)
     return Estimates(
         m=m,
         num_operations=m.num_operations or m.counted,
         has_stamps=m.num_operations > 0,
         duration_ns=median_of(m.duration),
         own_ns=median_of(work + m.drain),
-        work=_compare(work - _explained(work, sent, _handled_before(m, before)), m),
-        drain=_compare(m.drain - _explained(m.drain, received, m.received), m),
+        work=_compare(work - by_work.time, m, by_work.error),
+        drain=_compare(m.drain - by_drain.time, m, by_drain.error),
         busy=_compare(work + m.drain, m),
+        token_time=by_work.time + by_drain.time,
+        token_error=np.hypot(by_work.error, by_drain.error),
+        cost_known=by_work.known and by_drain.known,
         late=_lateness(m.late) - (paths.clock - np.median(paths.clock)),
         late_error=median(m.late_error, 0),
-        load=_over_lower_median(sent if m.operation.endswith("combine") else received),
+        load=_over_even_share(sent if m.operation.endswith("combine") else received),
         gap_ns=median(m.gap, 0),
         send_ns=m.send_ns(),
         drain_ns=median(m.drain, 0),
@@ -160,13 +173,19 @@ def _handled_before(m: Matrices, before: Matrices | None) -> FloatArray | None:
     return np.asarray(handled)
 
 
-def _compare(values: FloatArray, m: Matrices) -> Effect:
+def _compare(values: FloatArray, m: Matrices, known_to: FloatArray | None = None) -> Effect:
     """`[n, num_ranks]` to one effect per rank, each operation against its own median rank.
 
     Operations differ (layers do), ranks should not. The operation's median is taken again without
     the effects found, or slow ranks would raise it and be judged too kindly.
+
+    Args:
+        values: nanoseconds.
+        m: what they are from.
+        known_to: [num_ranks], the error of what was taken out of the values beforehand.
     """
     num_ranks = values.shape[1]
+    known_to = np.zeros(num_ranks) if known_to is None else known_to
     effect = np.zeros(num_ranks)
     for _ in range(_SWEEPS):
         of_operation = median(values - np.nan_to_num(effect), 1)[:, None]
@@ -192,6 +211,9 @@ def _compare(values: FloatArray, m: Matrices) -> Effect:
     # The reference has an error of its own: that of the mean of the other ranks. With two ranks
     # both deviate by half of their difference, in opposite directions.
     error = error * (2.0 if num_ranks == 2 else np.sqrt(1.0 + 1.0 / max(num_ranks - 1, 1)))
+    # What was taken out of the other ranks is in the reference.
+    elsewhere = np.flip(known_to) if num_ranks == 2 else np.median(known_to)
+    error = np.sqrt(error**2 + known_to**2 + elsewhere**2)
     return Effect(effect, error, above, below, count, _for_good(spread, noise))
 
 
@@ -206,14 +228,30 @@ def _lateness(late: FloatArray) -> FloatArray:
     return seen - healthy(seen)[0]
 
 
-def _over_lower_median(tokens: FloatArray) -> FloatArray:
-    reference = lower_median(tokens)
-    # Without any tokens at the reference rank a ratio has no meaning; one token stands in.
-    return tokens / max(reference, 1.0) if np.isfinite(reference) else np.ones(tokens.shape)
+def _over_even_share(tokens: FloatArray) -> FloatArray:
+    """A rank's tokens over the mean of all; 1 where there are none at all."""
+    known = tokens[np.isfinite(tokens)]
+    mean = float(np.mean(known)) if known.size else 0.0
+    return tokens / mean if mean > 0 else np.ones(tokens.shape)
 
 
-def _explained(values: FloatArray, usual: FloatArray, each: FloatArray | None) -> FloatArray:
-    """[num_ranks]: nanoseconds by which a rank's tokens explain that it takes longer, or shorter.
+@dataclass(frozen=True)
+class _Explained:
+    """What the tokens of each rank explain, `[num_ranks]` ns, and how well that is known.
+
+    Attributes:
+        time, error: above (or below) the reference rank.
+        known: whether the cost of a token is known apart from differences between ranks, or does
+            not matter.
+    """
+
+    time: FloatArray
+    error: FloatArray
+    known: bool
+
+
+def _explained(values: FloatArray, usual: FloatArray, each: FloatArray | None) -> _Explained:
+    """What the tokens explain of the time that ranks take.
 
     Args:
         values: [n, num_ranks] nanoseconds.
@@ -223,21 +261,23 @@ def _explained(values: FloatArray, usual: FloatArray, each: FloatArray | None) -
     if each is not None and np.isfinite(each).any():
         usual = median(each, 0)
     surplus = np.nan_to_num(usual - lower_median(usual))
-    cost = _cost_within_ranks(values, each, surplus)
-    if cost is None:
-        cost = _cost_between_ranks(median(values, 0), usual)
-    return np.asarray(cost * surplus)
+    most = float(np.abs(surplus).max(initial=0.0))
+    cost, error = _cost_within_ranks(values, each)
+    if error * most <= max(_COST_KNOWN_NS, _COST_KNOWN_SHARE * cost * most):
+        return _Explained(cost * surplus, error * np.abs(surplus), True)
+    time = _cost_between_ranks(median(values, 0), usual) * surplus
+    known = bool(np.abs(time).max(initial=0.0) <= _COST_KNOWN_NS)
+    return _Explained(time, np.zeros(time.shape), known)
 
 
-def _cost_within_ranks(
-    values: FloatArray, tokens: FloatArray | None, surplus: FloatArray
-) -> float | None:
-    """Nanoseconds per token, from how each rank's time follows its own tokens; None if unclear.
+def _cost_within_ranks(values: FloatArray, tokens: FloatArray | None) -> tuple[float, float]:
+    """Nanoseconds per token and error, from how each rank's time follows its own tokens.
 
-    Differences between ranks, slow ones included, do not enter here.
+    Differences between ranks, slow ones included, do not enter here. The error is infinite where
+    tokens do not change.
     """
     if tokens is None or values.shape[0] < 2:
-        return None
+        return 0.0, float("inf")
     moved, noise = _deviations(tokens), _deviations(values)
     # Hiccups are no cost of tokens.
     limit = 3 * median_of(scale(noise, 0))
@@ -245,11 +285,9 @@ def _cost_within_ranks(
     known = np.isfinite(moved) & np.isfinite(noise)
     weight = float(np.sum(moved[known] ** 2))
     if not weight > 0:
-        return None
-    error = float(np.std(noise[known])) / np.sqrt(weight)
-    if error * np.abs(surplus).max(initial=0.0) > _COST_KNOWN_NS:
-        return None
-    return max(float(np.sum(moved[known] * noise[known])) / weight, 0.0)
+        return 0.0, float("inf")
+    cost = max(float(np.sum(moved[known] * noise[known])) / weight, 0.0)
+    return cost, float(np.std(noise[known] - cost * moved[known])) / np.sqrt(weight)
 
 
 def _deviations(values: FloatArray) -> FloatArray:

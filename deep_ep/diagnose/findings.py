@@ -37,8 +37,7 @@ class Verdict:
         operation: "dispatch", "combine", or a kind of the normal kernels.
         rank: the rank named, or None.
         edge: (source, destination) of the path named, or None.
-        nodes: (source, destination) of the pair of nodes named, as indices into the sorted-by-rank
-            list of hosts, or None.
+        nodes: (source, destination) of the pair of nodes named, see `Diagnosis.nodes`, or None.
         rail: the local device index of the rail named, or None.
         where: host and local device of the subject: "node3 cuda:5", "node3 cuda:5 > node4 cuda:1".
         effect_us: microseconds per operation above the healthy ones.
@@ -194,6 +193,8 @@ class Diagnosis:
         events: single operations that stood out, the largest first.
         hosts: host name per rank, "" where the rank is missing.
         devices: local device index per rank, -1 where the rank is missing.
+        nodes: NVLink domain per rank, numbered in order of rank, -1 where the rank is missing; the
+            indices that `Verdict.nodes` speaks of. Empty where unknown.
         device: "cpu" or "cuda", where the counters live; "" where unknown.
         savings_us: per operation kind, like `saving_us`, without all causes together.
         source: "stamps", or "waits" when only cumulative waiting was known (classes are weaker then).
@@ -205,6 +206,7 @@ class Diagnosis:
     events: Sequence[Event] = ()
     hosts: tuple[str, ...] = ()
     devices: tuple[int, ...] = ()
+    nodes: tuple[int, ...] = ()
     device: str = ""
     savings_us: Mapping[str, float] = field(default_factory=dict)
     source: str = "stamps"

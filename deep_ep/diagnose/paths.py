@@ -33,6 +33,8 @@ from deep_ep.diagnose.summary import RESOLUTION_NS
 MIN_RANKS_TO_SPLIT_PATHS = 4
 # With two nodes the cells between them are all there is to compare them with.
 _MIN_NODES_TO_COMPARE = 3
+# What stands for a row of which less than half is known.
+_LITTLE_KNOWN = 0.1
 # Up to so many ranks medians alone may not find what is additive.
 _FEW_RANKS = 8
 # Median polish settles within a few sweeps; it stops when nothing moves by more than this, ns.
@@ -56,13 +58,14 @@ class Paths:
         time: median of arrival minus issue, NaN where unseen, and on the diagonal.
         usual: what a healthy path of this class and these tokens takes.
         ingress, egress: [num_ranks], per receiver, per source, above the healthy ones.
+        both_sides: [num_ranks], whether enough is known of what comes in and of what goes out; else a
+            wrong clock cannot be told from a slow side.
         inbound: [num_ranks], like `ingress`, tokens not taken out.
         excess: above all other explanations.
         spread: standard deviation of `excess` between healthy paths.
         node_pairs: [num_nodes, num_nodes], median excess between nodes; NaN where not comparable.
         rails: [num_rails], median excess of the paths between nodes on one rail; likewise.
         clock: [num_ranks], how far the clock of each rank seems ahead of what was measured.
-        token_cost: nanoseconds per token.
         level: median of the healthy paths within a node, and between nodes; NaN where there is none.
     """
 
@@ -70,22 +73,23 @@ class Paths:
     usual: FloatArray
     ingress: FloatArray
     egress: FloatArray
+    both_sides: BoolArray
     inbound: FloatArray
     excess: FloatArray
     spread: float
     node_pairs: FloatArray
     rails: FloatArray
     clock: FloatArray
-    token_cost: float
     level: tuple[float, float]
 
 
 def split_paths(m: Matrices) -> Paths:
     """Takes the path matrix of one operation kind apart."""
     classes = _classes(m.place)
-    cost = _token_cost_within_paths(m)
-    if cost is None:
-        cost = _token_cost_between_paths(m.path, m.tokens, classes)
+    # Links within a node and between nodes differ in what a token costs.
+    links = (classes == 0, classes > 0)
+    costs = [_token_cost(m, link) for link in links]
+    cost = np.where(links[1], costs[1], costs[0])
     typical = median_of(m.tokens)
     usual = cost * np.nan_to_num(m.tokens - typical)
     # With two or three ranks most paths may be slow; the fastest is the healthy one then.
@@ -106,34 +110,50 @@ def split_paths(m: Matrices) -> Paths:
     if num_ranks < MIN_RANKS_TO_SPLIT_PATHS:
         no_pairs, no_rails = np.full((0, 0), np.nan), np.zeros(0)
         return Paths(
-            *(m.path, usual, zeros, zeros, zeros, excess, 0.0, no_pairs, no_rails, zeros, cost),
+            *(
+                m.path,
+                usual,
+                zeros,
+                zeros,
+                zeros > 0,
+                zeros,
+                excess,
+                0.0,
+                no_pairs,
+                no_rails,
+                zeros,
+            ),
             level=overall,
         )
     clock = _node_clocks(excess, m.place)
     excess = excess - clock[:, None] + clock[None, :]
-    rows, columns, residual = _rows_and_columns(excess)
+    rails = _rails(excess, m.place)
+    excess = excess - _of_rails(rails, m.place)
+    telling = _telling_rows(m, excess), _telling_rows(m, excess.T)
+    rows, columns, residual = _rows_and_columns(excess, telling)
     rank_clock = _rank_clocks(rows, columns)
     ingress, egress = rows - rank_clock, columns + rank_clock
     inbound = ingress
-    if cost > 0:
+    if max(costs) > 0:
         time = m.path - clock[:, None] + clock[None, :]
-        inbound = _rows_and_columns(time - usual + cost * np.nan_to_num(m.tokens - typical))[0]
+        inbound = _rows_and_columns(
+            time - usual + cost * np.nan_to_num(m.tokens - typical), telling
+        )[0]
         inbound = inbound - rank_clock
     node_pairs = _node_pairs(residual, m.place)
-    residual = residual - _spread_out(node_pairs, m.place)
-    rails = _rails(residual, m.place)
+    residual = residual - _of_node_pairs(node_pairs, m.place)
     return Paths(
         time=m.path,
         usual=usual,
         ingress=ingress - healthy(ingress)[0],
         egress=egress - healthy(egress)[0],
+        both_sides=_known_well(excess, 1) & _known_well(excess, 0) & telling[0] & telling[1],
         inbound=inbound - healthy(inbound)[0],
         excess=residual,
         spread=MAD_TO_SIGMA * median_of(np.abs(residual)),
         node_pairs=node_pairs,
         rails=rails,
         clock=clock + rank_clock,
-        token_cost=cost,
         level=overall,
     )
 
@@ -156,35 +176,41 @@ def _classes(place: Place) -> IntArray:
     return classes
 
 
-def _token_cost_within_paths(m: Matrices) -> float | None:
-    """Nanoseconds per token, from how each path's time follows its own tokens; None if unclear.
+def _token_cost(m: Matrices, link: BoolArray) -> float:
+    """Nanoseconds per token on one kind of link, from within each path, or from between them."""
+    cost = _token_cost_within_paths(m, link)
+    return _token_cost_between_paths(m, link) if cost is None else cost
+
+
+def _token_cost_within_paths(m: Matrices, link: BoolArray) -> float | None:
+    """From how each path's time follows its own tokens; None if unclear.
 
     Differences between paths, slow ones included, do not enter here.
     """
-    tokens, both, time = np.nansum(m.path_moments, axis=(1, 2))
+    tokens, both, time = np.nansum(m.path_moments[:, link], axis=1)
     if not tokens > 0:
         return None
     cost = both / tokens
-    error = np.sqrt(max(time - cost * both, 0.0) / tokens / max(np.sum(m.path_count), 1.0))
-    surplus = np.abs(m.tokens - median_of(m.tokens))
-    if not error * quantile(surplus.reshape(-1), 0.9, 0) <= _COST_KNOWN_NS:
+    error = np.sqrt(max(time - cost * both, 0.0) / tokens / max(np.sum(m.path_count[link]), 1.0))
+    surplus = np.abs(m.tokens - median_of(m.tokens))[link]
+    if not error * quantile(surplus, 0.9, 0) <= _COST_KNOWN_NS:
         return None
     return max(float(cost), 0.0)
 
 
-def _token_cost_between_paths(time: FloatArray, tokens: FloatArray, classes: IntArray) -> float:
+def _token_cost_between_paths(m: Matrices, link: BoolArray) -> float:
     """Theil-Sen slope of path time over tokens; 0 when tokens are even or cost nothing."""
-    if time.shape[0] < MIN_RANKS_TO_SPLIT_PATHS:
+    if m.num_ranks < MIN_RANKS_TO_SPLIT_PATHS:
         return 0.0
+    time, tokens = m.path[link], m.tokens[link]
     usable = np.flatnonzero(np.isfinite(time) & np.isfinite(tokens))
     if usable.size < 2:
         return 0.0
-    times, counts, of = (a.reshape(-1)[usable] for a in (time, tokens, classes))
+    times, counts = time[usable], tokens[usable]
     generator = np.random.default_rng(0)
     a, b = generator.integers(0, usable.size, (2, _SLOPE_PAIRS))
     step = counts[a] - counts[b]
     telling = np.abs(step) > _SLOPE_MIN_SPREAD * max(float(np.median(counts)), 1.0)
-    telling &= of[a] == of[b]
     if not telling.any():
         return 0.0
     return max(float(np.median((times[a] - times[b])[telling] / step[telling])), 0.0)
@@ -214,9 +240,28 @@ def _rank_clocks(rows: FloatArray, columns: FloatArray) -> FloatArray:
     return np.where(opposite & (np.abs(clock) > noise), clock, 0.0)
 
 
-def _rows_and_columns(cells: FloatArray) -> tuple[FloatArray, FloatArray, FloatArray]:
-    """Row effects, column effects and what they leave over."""
-    plain = _median_polish(cells)
+def _telling_rows(m: Matrices, cells: FloatArray) -> BoolArray:
+    """[num_ranks]: whether the known cells of a row are more than one node's, and one rail's.
+
+    A rank that waits for one node or rail sees nothing of the others; that its known paths are all
+    slow says nothing of the rank then.
+    """
+    known = np.isfinite(cells)
+    expected = (np.nan_to_num(m.totals["ops"]) > 0) & ~np.eye(m.num_ranks, dtype=bool)
+    telling = np.ones(m.num_ranks, dtype=bool)
+    for group in (m.place.nodes, np.array(m.place.devices)):
+        members = (group[:, None] == np.unique(group)[None, :]).astype(np.float32)
+        seen = (known.astype(np.float32) @ members > 0).sum(axis=1)
+        possible = (expected.astype(np.float32) @ members > 0).sum(axis=1)
+        telling &= (seen > 1) | (possible < 2)
+    return telling
+
+
+def _rows_and_columns(
+    cells: FloatArray, telling: tuple[BoolArray, BoolArray]
+) -> tuple[FloatArray, FloatArray, FloatArray]:
+    """Row effects, column effects and what they leave over; of rows and columns that are telling."""
+    plain = _median_polish(cells, telling)
     complete = np.isnan(cells).sum() <= cells.shape[0]
     if cells.shape[0] > _FEW_RANKS or not complete:
         return plain
@@ -224,20 +269,22 @@ def _rows_and_columns(cells: FloatArray) -> tuple[FloatArray, FloatArray, FloatA
     # take out what the two directions of every pair differ by, and to give it back afterwards.
     odd = np.where(np.isfinite(cells - cells.T), (cells - cells.T) / 2, 0.0)
     clock = odd.mean(axis=1)
-    rows, columns, residual = _median_polish(cells - clock[:, None] + clock[None, :])
+    rows, columns, residual = _median_polish(cells - clock[:, None] + clock[None, :], telling)
     if np.nansum(np.abs(residual)) < 0.9 * np.nansum(np.abs(plain[2])):
         return rows + clock, columns - clock, residual
     return plain
 
 
-def _median_polish(cells: FloatArray) -> tuple[FloatArray, FloatArray, FloatArray]:
+def _median_polish(
+    cells: FloatArray, telling: tuple[BoolArray, BoolArray]
+) -> tuple[FloatArray, FloatArray, FloatArray]:
     """Row effects, column effects and what they leave over, by medians."""
     residual = cells
     rows, columns = np.zeros(cells.shape[0]), np.zeros(cells.shape[1])
     for _ in range(_MAX_SWEEPS):
-        row_step = _typical(residual, 1)
+        row_step = np.where(telling[0], _typical(residual, 1), 0.0)
         rows, residual = rows + row_step, residual - row_step[:, None]
-        column_step = _typical(residual, 0)
+        column_step = np.where(telling[1], _typical(residual, 0), 0.0)
         columns, residual = columns + column_step, residual - column_step[None, :]
         moved = max(np.abs(row_step).max(initial=0.0), np.abs(column_step).max(initial=0.0))
         if moved < _SETTLED_NS:
@@ -246,13 +293,21 @@ def _median_polish(cells: FloatArray) -> tuple[FloatArray, FloatArray, FloatArra
 
 
 def _typical(cells: FloatArray, axis: int) -> FloatArray:
-    """Median per row or column; of those of which little is known the lower one, of one cell none.
+    """Median per row or column; of those of which little is known a low quantile, of one cell none.
 
-    So one slow path among two known ones stays a slow path.
+    A rank that waits for a few slow paths sees little of the healthy ones. So what it sees is mostly
+    slow, and only if all of it is, the rank is.
     """
+    well = _known_well(cells, axis)
+    typical = median(cells, axis)
+    if not well.all():
+        typical = np.where(well, typical, quantile(cells, _LITTLE_KNOWN, axis))
+    return np.where(np.isfinite(cells).sum(axis=axis) > 1, typical, 0.0)
+
+
+def _known_well(cells: FloatArray, axis: int) -> BoolArray:
     known = np.isfinite(cells).sum(axis=axis)
-    enough = max(MIN_RANKS_TO_SPLIT_PATHS - 1, int(known.max(initial=0)) // 2)
-    return np.where(known > 1, median(cells, axis, few=enough), 0.0)
+    return known >= max(MIN_RANKS_TO_SPLIT_PATHS - 1, int(known.max(initial=0)) // 2)
 
 
 def _block_medians(cells: FloatArray, place: Place) -> FloatArray:
@@ -277,17 +332,15 @@ def _node_pairs(residual: FloatArray, place: Place) -> FloatArray:
     return blocks
 
 
-def _spread_out(node_pairs: FloatArray, place: Place) -> FloatArray:
+def _of_node_pairs(node_pairs: FloatArray, place: Place) -> FloatArray:
     """[num_ranks, num_ranks]: the positive part of each pair of nodes, for each pair of its ranks."""
     if not np.isfinite(node_pairs).any():
         return np.zeros((place.num_ranks, place.num_ranks))
-    # Small medians are noise of which nothing is to be taken away.
-    spread = MAD_TO_SIGMA * median_of(np.abs(node_pairs))
-    taken = np.where(node_pairs > 3 * spread, node_pairs, 0.0)
-    return np.asarray(taken[place.nodes[:, None], place.nodes[None, :]])
+    return np.asarray(_certain(node_pairs)[place.nodes[:, None], place.nodes[None, :]])
 
 
-def _rails(residual: FloatArray, place: Place) -> FloatArray:
+def _rails(excess: FloatArray, place: Place) -> FloatArray:
+    """[num_rails]: how much slower the paths on each rail are than others into the same ranks."""
     devices = np.array(place.devices)
     rails = np.full(int(devices.max(initial=-1)) + 1, np.nan)
     if place.num_nodes < 2 or place.num_nodes == place.num_ranks:
@@ -296,5 +349,22 @@ def _rails(residual: FloatArray, place: Place) -> FloatArray:
         ranks = np.flatnonzero(devices == rail)
         if ranks.size > 1:
             # The lower of two cells: one slow path is no slow rail.
-            rails[rail] = lower_median(residual[np.ix_(ranks, ranks)])
+            on_rail = lower_median(excess[np.ix_(ranks, ranks)])
+            others = median_of(excess[np.ix_(ranks, np.flatnonzero(devices != rail))])
+            rails[rail] = on_rail - np.nan_to_num(others)
     return rails
+
+
+def _of_rails(rails: FloatArray, place: Place) -> FloatArray:
+    """[num_ranks, num_ranks]: the positive part of each rail, for each pair of its ranks."""
+    devices = np.array(place.devices)
+    same = (devices[:, None] == devices[None, :]) & (place.nodes[:, None] != place.nodes[None, :])
+    if not np.isfinite(rails).any():
+        return np.zeros(same.shape)
+    return np.where(same, _certain(rails)[devices][None, :], 0.0)
+
+
+def _certain(groups: FloatArray) -> FloatArray:
+    """What stands out; small medians are noise of which nothing is to be taken away."""
+    spread = MAD_TO_SIGMA * median_of(np.abs(groups))
+    return np.where(groups > 3 * spread, groups, 0.0)

@@ -66,7 +66,7 @@ class KindSummary:
         blame: waiting per operation in which this source came last.
         active: time per operation in which this source's data was on its way and this rank waited.
         busy: the union of these over all sources, per operation.
-        recent: the latest operations.
+        recent: the latest operations, of rank 0 only.
     """
 
     totals: Mapping[str, FloatArray]
@@ -182,13 +182,14 @@ def _summarize_kind(counters: CounterSnapshot, rank: int) -> KindSummary:
         blame=np.bincount(last[:, 0], ready, minlength=arrival.shape[1]) / ready.size,
         active=np.mean(on_the_way, axis=0),
         busy=_union(start, arrival, rank),
-        recent=Recent(
-            stamps["op"][-TIMELINE_OPERATIONS:].copy(),
-            begin[-TIMELINE_OPERATIONS:].copy(),
-            entered[-TIMELINE_OPERATIONS:],
-            arrival[-TIMELINE_OPERATIONS:],
-        ),
+        # One rank's is enough for a timeline, and rank 0 is always there.
+        recent=_recent(stamps["op"], begin, entered, arrival) if rank == 0 else None,
     )
+
+
+def _recent(ops: IntArray, begin: IntArray, entered: FloatArray, arrival: FloatArray) -> Recent:
+    last = slice(-TIMELINE_OPERATIONS, None)
+    return Recent(ops[last].copy(), begin[last].copy(), entered[last], arrival[last])
 
 
 def _from_totals(

@@ -37,7 +37,7 @@ from deep_ep.diagnose.findings import (
 from deep_ep.diagnose.gather import LOW_LATENCY_KINDS, Matrices, Place
 from deep_ep.diagnose.history import History
 from deep_ep.diagnose.paths import MIN_RANKS_TO_SPLIT_PATHS
-from deep_ep.diagnose.stats import certainty, healthy, z_for
+from deep_ep.diagnose.stats import certainty, healthy, scale, z_for
 from deep_ep.diagnose.summary import MIN_SEEN
 from deep_ep.diagnose.whatif import Gain, savings_ns
 from deep_ep.errors import ranks_text
@@ -47,6 +47,12 @@ MIN_OPERATIONS = 8
 # A late rank is seen late by at least this share of its own extra time; what it shows to depends
 # on when it left the operation before, and ranks in lockstep take it in by halves.
 _SEEN_LATE = 0.2
+# A load stands out from loads that differ by so many of their standard deviations.
+_LOAD_SPREADS = 3.0
+# Where clocks cannot be told from slow sides, they are taken to be off by so many `clock_ns`.
+_CLOCKS = 3.0
+# That a rank takes longer is certain before its tokens are asked; standard errors of their part.
+_EXPLAINED = 3.0
 _NORMAL_95 = 1.96
 # Single savings are computed for this many verdicts; a report of more is not read to its end.
 _MOST_SAVINGS = 12
@@ -67,7 +73,11 @@ class Thresholds:
         false_alarms: chance of any false verdict in a healthy window, from which follows how many
             standard errors an effect must exceed.
         spread: and in standard deviations by which healthy ranks, paths differ for good.
-        load: a rank is hot when it handles this many times the tokens of the median rank.
+        load: a rank may be hot when it handles this many times an even share of the tokens, and
+            what a token costs is known.
+        high_load: and when it is not known.
+        clock_ns: how far measured clock offsets may be wrong; matters where too few ranks are there
+            to find it out.
     """
 
     delta_ns: float
@@ -76,12 +86,16 @@ class Thresholds:
     path_fraction: float = 0.15
     false_alarms: float = 1e-6
     spread: float = 6.0
-    load: float = 1.5
+    load: float = 1.1
+    high_load: float = 1.35
+    clock_ns: float = 0.0
 
     @classmethod
     def for_device(cls, device: str) -> Thresholds:
         """Chosen on generated windows of other seeds than those reported; CPU ranks are noisier."""
-        return cls(delta_ns=3_000.0 if device == "cuda" else 50_000.0)
+        if device == "cuda":
+            return cls(delta_ns=3_000.0, spread=4.0, clock_ns=3_000.0)
+        return cls(delta_ns=50_000.0)
 
     def floor_ns(self, duration_ns: float) -> float:
         """The smallest effect worth a verdict in an operation of this duration."""
@@ -128,6 +142,20 @@ class _Kind:
             and _mostly(effect.above[rank], effect.count[rank])
         )
 
+    def costs(self, rank: int) -> bool:
+        """Whether a rank certainly takes longer, and what its tokens explain is much of it."""
+        e = self.e
+        error = float(e.busy.error[rank])
+        longer = e.busy.value[rank] > max(self.rank_floor + 2 * error, self.z_ranks * error)
+        explained = e.token_time[rank] > max(self.floor, _EXPLAINED * float(e.token_error[rank]))
+        return bool(
+            e.cost_known
+            and longer
+            and explained
+            and e.busy.count[rank] >= MIN_OPERATIONS
+            and _mostly(e.busy.above[rank], e.busy.count[rank])
+        )
+
 
 @dataclass(frozen=True)
 class _Found:
@@ -162,6 +190,7 @@ def judge(
         events=sorted(seen, key=lambda event: -event.effect_us),
         hosts=place.hosts if place else (),
         devices=place.devices if place else (),
+        nodes=tuple(place.nodes.tolist()) if place else (),
         device=place.device if place else "",
         savings_us=savings_us,
     )
@@ -230,44 +259,48 @@ def _remarks(matrices: Mapping[str, Matrices]) -> list[str]:
 
 
 def _hot_experts(kind: _Kind) -> list[_Found]:
+    """Ranks whose tokens cost them time: by what a token costs, or by far too many of them."""
     e, limits = kind.e, kind.limits
     found = []
-    for rank in np.flatnonzero(e.load > limits.load).tolist():
-        own_times = [effect for effect in (e.busy, e.drain) if kind.exceeds(effect, rank)]
+    # Where all loads differ, a rank is hot when its own stands out.
+    usual = 1.0 + _LOAD_SPREADS * float(scale(e.load, 0)) if e.load.size > 3 else 1.0
+    for rank in np.flatnonzero(e.load > max(limits.load, usual)).tolist():
         inbound_ns = float(e.paths.inbound[rank])
         incast = inbound_ns > max(kind.floor, limits.spread * healthy(e.paths.inbound)[1])
-        if not (own_times or incast):
+        many = e.load[rank] > limits.high_load
+        longer = many and kind.exceeds(e.busy, rank) or kind.costs(rank)
+        if not (longer or (many and incast)):
             continue
-        most = max(own_times, key=lambda effect: float(effect.value[rank]), default=None)
-        own_ns, error, seen_in = (
-            (0.0, float("nan"), 1.0)
-            if most is None
-            else (float(most.value[rank]), float(most.error[rank]), float(most.above[rank]))
-        )
         cells = np.zeros(e.blame.shape, dtype=bool)
         cells[:, rank] = True
         cells[rank, :] |= incast
-        gain = Gain.of_rank(e.operation, e.load.size, rank, max(float(e.busy.value[rank]), 0.0))
-        gain.path[rank, :] = inbound_ns if incast else 0.0
+        own_ns = float(e.busy.value[rank]) if longer else 0.0
         found.append(
             _found(
                 kind,
                 MIXED_SLOW,
                 "hot experts",
                 max(own_ns, inbound_ns if incast else 0.0),
-                error,
+                float(e.busy.error[rank]),
                 cells,
-                gain,
-                kind.e.load.size,
+                Gain(
+                    e.operation,
+                    rank,
+                    work_ns=max(own_ns, 0.0),
+                    paths=(rank, slice(None)) if incast else None,
+                    path_ns=inbound_ns,
+                ),
+                e.load.size,
                 rank=rank,
-                seen_in=seen_in,
+                seen_in=float(e.busy.above[rank]) if longer else 1.0,
                 evidence={
-                    "tokens over median": float(e.load[rank]),
+                    "tokens over even share": float(e.load[rank]),
                     "own time over median us": float(e.busy.value[rank]) / 1e3,
+                    "explained by tokens us": float(e.token_time[rank]) / 1e3,
                     "path into it over median us": inbound_ns / 1e3,
                     **_own_times(e, rank),
                 },
-                next_step=f"Its experts get {e.load[rank]:.1f} times the usual tokens: look at the "
+                next_step=f"Its experts get {e.load[rank]:.1f} times an even share of the tokens: look at the "
                 "routing, and move or replicate its busiest experts.",
             )
         )
@@ -280,7 +313,9 @@ def _late_ranks(kinds: Sequence[_Kind], hot_ranks: set[int]) -> list[_Found]:
     for kind in kinds:
         for cause, effect in (("late", kind.e.work), ("slow receive", kind.e.drain)):
             for rank in np.flatnonzero(effect.value > kind.floor).tolist():
-                if rank in hot_ranks:
+                # Far more tokens than usual, or of unknown cost, may explain any lateness.
+                known = kind.e.cost_known and kind.e.load[rank] <= kind.limits.high_load
+                if rank in hot_ranks and not known:
                     continue
                 big = kind.exceeds(effect, rank) or _borne_out(kinds, cause, kind, rank)
                 # Inherited lateness has no counterpart in the rank's own work and is not its
@@ -324,12 +359,11 @@ def _late_rank(kind: _Kind, cause: str, effect: Effect, rank: int) -> _Found:
     cells = np.zeros(e.blame.shape, dtype=bool)
     cells[:, rank] = True
     extra = float(effect.value[rank])
-    gain = Gain.of_rank(
+    gain = Gain(
         e.operation,
-        e.load.size,
         rank,
-        extra if cause == "late" else 0.0,
-        extra if cause == "slow receive" else 0.0,
+        work_ns=extra if cause == "late" else 0.0,
+        drain_ns=extra if cause == "slow receive" else 0.0,
     )
     send_surplus = float(e.send_ns[rank]) - float(np.nanmedian(e.send_ns))
     if cause == "late" and send_surplus > effect.value[rank] / 2:
@@ -369,17 +403,24 @@ def _slow_paths(kind: _Kind, hot_ranks: set[int]) -> list[_Found]:
     seen = np.isfinite(paths.time) | e.m.path_hidden
     expected = np.nan_to_num(e.m.totals["ops"]) > 0
     np.fill_diagonal(expected, False)
-    if seen.sum() < expected.sum() / 2 or not seen.any():
+    if e.load.size < MIN_RANKS_TO_SPLIT_PATHS:
+        # One fast path is all the others are compared with, so its time must be known.
+        seen = np.isfinite(paths.time)
+    if seen.sum() <= expected.sum() / 2:
         # Nothing to compare the few paths with that could be seen.
         return []
     floor = max(kind.floor, limits.path_fraction * float(np.median(paths.usual[seen])))
+    if e.load.size < MIN_RANKS_TO_SPLIT_PATHS:
+        # Both directions of a path differ by twice what the clocks are wrong by.
+        floor += 2 * limits.clock_ns
     found = []
     for cause, values, others in (
         ("ingress", paths.ingress, paths.egress),
         ("egress", paths.egress, paths.ingress),
     ):
         bar = max(floor, limits.spread * healthy(values)[1])
-        for rank in np.flatnonzero(values > bar).tolist():
+        bars = np.where(paths.both_sides, bar, bar + _CLOCKS * limits.clock_ns)
+        for rank in np.flatnonzero(values > bars).tolist():
             # What is left of a wrong clock shows with opposite signs in row and column.
             if rank not in hot_ranks and values[rank] + others[rank] > bar:
                 found.append(_slow_side(kind, cause, rank, float(values[rank])))
@@ -390,20 +431,17 @@ def _slow_paths(kind: _Kind, hot_ranks: set[int]) -> list[_Found]:
 def _slow_side(kind: _Kind, cause: str, rank: int, effect: float) -> _Found:
     e = kind.e
     into = cause == "ingress"
-    cells = np.zeros(e.blame.shape, dtype=bool)
-    cells[(rank, slice(None)) if into else (slice(None), rank)] = True
-    cells[rank, rank] = False
     return _found_paths(
         kind,
         cause,
         effect,
-        cells,
+        (rank, slice(None)) if into else (slice(None), rank),
         2 * e.load.size,
         rank=rank,
         seen_in=1.0,
         evidence={
             "all paths over median us": effect / 1e3,
-            "tokens over median": float(e.load[rank]),
+            "tokens over even share": float(e.load[rank]),
         },
         next_step=f"Every path {'into' if into else 'out of'} rank {rank} is slow: check its NIC, "
         "its PCIe link and its switch port.",
@@ -417,14 +455,14 @@ def _slow_groups(kind: _Kind, floor: float) -> list[_Found]:
     found = []
     bar = max(floor, limits.spread * healthy(paths.node_pairs)[1])
     for dst, src in np.argwhere(paths.node_pairs > bar).tolist():
-        cells = (place.nodes[:, None] == dst) & (place.nodes[None, :] == src)
+        pairs = np.ix_(np.flatnonzero(place.nodes == dst), np.flatnonzero(place.nodes == src))
         effect = float(paths.node_pairs[dst, src])
         found.append(
             _found_paths(
                 kind,
                 "node pair",
                 effect,
-                cells,
+                pairs,
                 place.num_nodes**2,
                 nodes=(src, dst),
                 seen_in=1.0,
@@ -436,15 +474,14 @@ def _slow_groups(kind: _Kind, floor: float) -> list[_Found]:
     devices = np.array(place.devices)
     bar = max(floor, limits.spread * healthy(paths.rails)[1])
     for rail in np.flatnonzero(paths.rails > bar).tolist():
-        cells = (devices[:, None] == rail) & (devices[None, :] == rail)
-        np.fill_diagonal(cells, False)
+        ranks = np.flatnonzero(devices == rail)
         effect = float(paths.rails[rail])
         found.append(
             _found_paths(
                 kind,
                 "rail",
                 effect,
-                cells,
+                np.ix_(ranks, ranks),
                 paths.rails.size,
                 rail=rail,
                 seen_in=1.0,
@@ -458,12 +495,7 @@ def _slow_groups(kind: _Kind, floor: float) -> list[_Found]:
 
 def _slow_cells(kind: _Kind, floor: float) -> list[_Found]:
     e, paths, limits = kind.e, kind.e.paths, kind.limits
-    place = e.m.place
-    excess = paths.excess.copy()
-    devices = np.array(place.devices)
-    for rail in np.flatnonzero(paths.rails > floor).tolist():
-        same = (devices[:, None] == rail) & (devices[None, :] == rail)
-        excess = np.where(same, excess - paths.rails[rail], excess)
+    excess = paths.excess
     noise = np.hypot(kind.z_paths * e.m.path_error, limits.spread * paths.spread)
     bar = np.maximum(floor, noise)
     # Most operations show it when even the quickest quarter does.
@@ -473,14 +505,12 @@ def _slow_cells(kind: _Kind, floor: float) -> list[_Found]:
         if e.m.path_count[dst, src] < MIN_SEEN:
             continue
         effect = float(excess[dst, src])
-        cells = np.zeros(excess.shape, dtype=bool)
-        cells[dst, src] = True
         found.append(
             _found_paths(
                 kind,
                 "path",
                 effect,
-                cells,
+                (dst, src),
                 excess.size,
                 paths.spread,
                 edge=(src, dst),
@@ -549,14 +579,14 @@ def _early_receivers(kind: _Kind) -> list[_Found]:
                 float(early.error[rank]),
                 cells,
                 # Nothing ends earlier when it comes later.
-                Gain.of_rank(e.operation, e.load.size, rank),
+                Gain(e.operation),
                 e.load.size,
                 early.spread,
                 rank=rank,
                 seen_in=float(early.above[rank]),
                 evidence={
                     "earlier than median us": -float(e.late[rank]) / 1e3,
-                    "tokens over median": float(e.load[rank]),
+                    "tokens over even share": float(e.load[rank]),
                     **_own_times(e, rank),
                 },
                 next_step=f"Rank {rank} has less to do than the others and waits for them; that is "
@@ -570,11 +600,15 @@ def _found_paths(
     kind: _Kind,
     cause: str,
     effect_ns: float,
-    cells: Cells,
+    paths: Any,
     num_tests: int,
     spread_ns: float = 0.0,
     **rest: Any,
 ) -> _Found:
+    """A verdict on `paths`, an index into [receiver, source]."""
+    cells = np.zeros(kind.e.blame.shape, dtype=bool)
+    cells[paths] = True
+    np.fill_diagonal(cells, False)
     return _found(
         kind,
         COMM_SLOW,
@@ -582,7 +616,7 @@ def _found_paths(
         effect_ns,
         _mean_error(kind.e.m.path_error[cells]),
         cells,
-        Gain.of_paths(kind.e.operation, np.where(cells, effect_ns, 0.0)),
+        Gain(kind.e.operation, paths=paths, path_ns=effect_ns),
         num_tests,
         spread_ns,
         **rest,

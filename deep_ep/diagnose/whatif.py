@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -33,28 +34,18 @@ class Gain:
 
     Attributes:
         operation: kind.
-        work, drain: [num_ranks], of the time before waiting, after the last arrival.
-        path: [receiver, source].
+        rank: whose own time, or None.
+        work_ns, drain_ns: of the time before waiting, after the last arrival.
+        paths: index into [receiver, source], or None.
+        path_ns: of these paths.
     """
 
     operation: str
-    work: FloatArray
-    drain: FloatArray
-    path: FloatArray
-
-    @classmethod
-    def of_rank(
-        cls, operation: str, num_ranks: int, rank: int, work: float = 0.0, drain: float = 0.0
-    ) -> Gain:
-        """Of one rank's own time."""
-        own = np.eye(num_ranks)[rank]
-        return cls(operation, work * own, drain * own, np.zeros((num_ranks, num_ranks)))
-
-    @classmethod
-    def of_paths(cls, operation: str, path: FloatArray) -> Gain:
-        """Of paths only."""
-        nothing = np.zeros(path.shape[0])
-        return cls(operation, nothing, nothing, path)
+    rank: int | None = None
+    work_ns: float = 0.0
+    drain_ns: float = 0.0
+    paths: Any = None
+    path_ns: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -125,9 +116,11 @@ def _end(
     for s, gains in enumerate(sets):
         for gain in gains:
             kind = position[gain.operation]
-            work[kind, s] += gain.work
-            drain[kind, s] += gain.drain
-            paths[kind][s] -= gain.path
+            if gain.rank is not None:
+                work[kind, s, gain.rank] += gain.work_ns
+                drain[kind, s, gain.rank] += gain.drain_ns
+            if gain.paths is not None:
+                paths[kind][s][gain.paths] -= gain.path_ns
     overlap = [median(e.m.span, 0) - e.send_ns for e in estimates]
 
     left = np.zeros((num_sets, num_ranks))

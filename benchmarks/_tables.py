@@ -1,0 +1,49 @@
+"""One table, shown in a terminal and written as Markdown."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import rich.table
+from rich.console import Console
+
+
+@dataclass(frozen=True)
+class Table:
+    """Cells are texts; the first column names the row."""
+
+    title: str
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    note: str = ""
+
+    def show(self, console: Console) -> None:
+        """Prints it."""
+        table = rich.table.Table(title=self.title, title_justify="left", caption=self.note or None)
+        for i, name in enumerate(self.header):
+            table.add_column(name, justify="left" if i == 0 else "right", no_wrap=True)
+        for row in self.rows:
+            table.add_row(*row)
+        console.print(table)
+
+    def markdown(self) -> str:
+        """Heading, table, note."""
+        lines = [
+            f"### {self.title}",
+            "",
+            "| " + " | ".join(self.header) + " |",
+            "|---" + "|---:" * (len(self.header) - 1) + "|",
+        ]
+        lines += ["| " + " | ".join(row) + " |" for row in self.rows]
+        return re.sub(r"\[/?[a-z ]+\]", "", "\n".join([*lines, "", *self._notes()]))
+
+    def _notes(self) -> list[str]:
+        return [self.note, ""] if self.note else []
+
+
+def write_markdown(path: Path, heading: str, tables: Sequence[Table]) -> None:
+    """All tables below a heading."""
+    path.write_text("\n".join([heading, "", *(table.markdown() for table in tables)]))
