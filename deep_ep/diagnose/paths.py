@@ -307,7 +307,7 @@ def _typical(cells: FloatArray, axis: int) -> FloatArray:
 
 def _known_well(cells: FloatArray, axis: int) -> BoolArray:
     known = np.isfinite(cells).sum(axis=axis)
-    return known >= max(MIN_RANKS_TO_SPLIT_PATHS - 1, int(known.max(initial=0)) // 2)
+    return np.asarray(known >= max(MIN_RANKS_TO_SPLIT_PATHS - 1, int(known.max(initial=0)) // 2))
 
 
 def _block_medians(cells: FloatArray, place: Place) -> FloatArray:

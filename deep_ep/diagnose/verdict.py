@@ -51,6 +51,8 @@ _SEEN_LATE = 0.2
 _LOAD_SPREADS = 3.0
 # Where clocks cannot be told from slow sides, they are taken to be off by so many `clock_ns`.
 _CLOCKS = 3.0
+# Beyond so many `clock_ns` no path is judged.
+_CLOCKS_LOST = 10.0
 # That a rank takes longer is certain before its tokens are asked; standard errors of their part.
 _EXPLAINED = 3.0
 _NORMAL_95 = 1.96
@@ -120,6 +122,12 @@ class _Kind:
         return max(self.floor, self.limits.own_fraction * float(np.nan_to_num(self.e.own_ns)))
 
     @property
+    def clocks_are_lost(self) -> bool:
+        """Whether clocks have drifted so far that it is not known which paths could be seen."""
+        lost_ns = _CLOCKS_LOST * self.limits.clock_ns
+        return bool(lost_ns > 0 and np.abs(self.e.paths.clock).max(initial=0.0) > lost_ns)
+
+    @property
     def z_ranks(self) -> float:
         return z_for(4 * self.e.load.size, self.limits.false_alarms)
 
@@ -186,7 +194,7 @@ def judge(
     return Diagnosis(
         measured={kind: m.measured() for kind, m in matrices.items()},
         verdicts=judged,
-        remarks=_remarks(matrices),
+        remarks=[*_remarks(matrices), *_clock_remarks(kinds)],
         events=sorted(seen, key=lambda event: -event.effect_us),
         hosts=place.hosts if place else (),
         devices=place.devices if place else (),
@@ -255,7 +263,27 @@ def _remarks(matrices: Mapping[str, Matrices]) -> list[str]:
             )
         elif m.num_operations == 0:
             said.append(f"{kind}: no ring of recent operations; judged by totals, which is weaker")
+        reported = np.isfinite(m.span)
+        common = reported[reported.sum(axis=1) > m.present.sum() / 2]
+        partly = np.flatnonzero(m.present & (common.sum(axis=0) < common.shape[0] / 2)).tolist()
+        if partly:
+            said.append(
+                f"{kind}: {ranks_text(partly)} reported other operations than the rest, at most "
+                f"{int(common.sum(axis=0)[partly].max())} of {common.shape[0]} the same; take the "
+                "snapshots of all ranks at the same time"
+            )
     return said
+
+
+def _clock_remarks(kinds: Sequence[_Kind]) -> list[str]:
+    for kind in kinds:
+        off_us = float(np.abs(kind.e.paths.clock).max(initial=0.0)) / 1e3
+        if kind.clocks_are_lost:
+            return [
+                f"clocks are off by up to {off_us:,.0f} us from what was measured, so paths are not "
+                "judged; call buffer.measure_clock_offsets() on all ranks"
+            ]
+    return []
 
 
 def _hot_experts(kind: _Kind) -> list[_Found]:
@@ -400,6 +428,8 @@ def _late_rank(kind: _Kind, cause: str, effect: Effect, rank: int) -> _Found:
 
 def _slow_paths(kind: _Kind, hot_ranks: set[int]) -> list[_Found]:
     e, paths, limits = kind.e, kind.e.paths, kind.limits
+    if kind.clocks_are_lost:
+        return []
     seen = np.isfinite(paths.time) | e.m.path_hidden
     expected = np.nan_to_num(e.m.totals["ops"]) > 0
     np.fill_diagonal(expected, False)

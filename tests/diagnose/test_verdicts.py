@@ -332,6 +332,24 @@ def test_drifting_clocks_are_taken_out(num_ranks: int) -> None:
             assert found.keys == faults.expected_verdicts(injected)
 
 
+def test_clocks_that_were_lost_are_said_and_ranks_are_still_judged() -> None:
+    machine = replace(GPU, clock_error=2_000.0)
+    found = diagnose.judge(
+        diagnose.gather(simulate(machine, 8, 64, [SlowRank(3, 50e-6)], seed=19, capacity=128))
+    )
+    assert any("measure_clock_offsets() on all ranks" in remark for remark in found.remarks)
+    assert found.keys <= {("comp-slow", 3)}
+
+
+def test_operations_that_are_not_those_of_the_others_are_said() -> None:
+    snapshots = simulate(CPU, 4, NUM_ROUNDS, seed=20)
+    for counters in snapshots[2].operations.values():
+        used = counters.ring[:, -1, 0] > 0
+        counters.ring[used, -1, 0] += 1_000
+    found = diagnose.judge(diagnose.gather(snapshots))
+    assert any("rank 2 reported other operations" in remark for remark in found.remarks)
+
+
 def test_a_wrong_clock_is_not_a_verdict() -> None:
     """One rank's clock is off by 5 ms; its row and its column move in opposite directions."""
     snapshots = simulate(CPU, 8, NUM_ROUNDS, seed=8)
