@@ -32,6 +32,8 @@ from deep_ep.diagnose.stats import (
 
 # Operations whose tokens differ by less than this share of the median say nothing about their cost.
 _MIN_TOKEN_SPREAD = 0.01
+# Ranks this near the reference, in standard deviations, stand for it.
+_NEAR = 2.0
 # Operations and ranks settle against each other within a few sweeps; chosen, not tuned.
 _SWEEPS = 3
 # How far healthy ranks are expected to differ for good, as a share of their time.
@@ -182,7 +184,8 @@ def _compare(values: FloatArray, m: Matrices, known_to: FloatArray | None = None
     Args:
         values: nanoseconds.
         m: what they are from.
-        known_to: [num_ranks], the error of what was taken out of the values beforehand.
+        known_to: [num_ranks], signed, what one standard error of what was taken out of the values
+            beforehand makes of it.
     """
     num_ranks = values.shape[1]
     known_to = np.zeros(num_ranks) if known_to is None else known_to
@@ -211,9 +214,9 @@ def _compare(values: FloatArray, m: Matrices, known_to: FloatArray | None = None
     # The reference has an error of its own: that of the mean of the other ranks. With two ranks
     # both deviate by half of their difference, in opposite directions.
     error = error * (2.0 if num_ranks == 2 else np.sqrt(1.0 + 1.0 / max(num_ranks - 1, 1)))
-    # What was taken out of the other ranks is in the reference.
-    elsewhere = np.flip(known_to) if num_ranks == 2 else np.median(known_to)
-    error = np.sqrt(error**2 + known_to**2 + elsewhere**2)
+    # What was taken out wrongly was taken out of the reference as well.
+    at_reference = np.abs(effect) <= _NEAR * max(noise, spread)
+    error = np.hypot(error, known_to - np.nan_to_num(median_of(known_to[at_reference])))
     return Effect(effect, error, above, below, count, _for_good(spread, noise))
 
 
@@ -240,7 +243,8 @@ class _Explained:
     """What the tokens of each rank explain, `[num_ranks]` ns, and how well that is known.
 
     Attributes:
-        time, error: above (or below) the reference rank.
+        time: above (or below) the reference rank.
+        error: what it is if the cost of a token is one standard error off; signed as the time.
         known: whether the cost of a token is known apart from differences between ranks, or does
             not matter.
     """
@@ -264,7 +268,7 @@ def _explained(values: FloatArray, usual: FloatArray, each: FloatArray | None) -
     most = float(np.abs(surplus).max(initial=0.0))
     cost, error = _cost_within_ranks(values, each)
     if error * most <= max(_COST_KNOWN_NS, _COST_KNOWN_SHARE * cost * most):
-        return _Explained(cost * surplus, error * np.abs(surplus), True)
+        return _Explained(cost * surplus, error * surplus, True)
     time = _cost_between_ranks(median(values, 0), usual) * surplus
     known = bool(np.abs(time).max(initial=0.0) <= _COST_KNOWN_NS)
     return _Explained(time, np.zeros(time.shape), known)

@@ -44,6 +44,8 @@ _SETTLED_NS = 10.0
 _COST_KNOWN_NS = 1_000.0
 # Pairs of cells looked at for the cost of a token; enough for a stable median at any group size.
 _SLOPE_PAIRS = 20_000
+# Token counts this close to each other are even.
+_EVEN_TOKENS = 0.05
 # Token counts closer together than this share of the median say nothing about the cost of one.
 _SLOPE_MIN_SPREAD = 0.2
 # A clock is corrected when it is off by so many spreads between healthy ranks.
@@ -199,10 +201,15 @@ def _token_cost_within_paths(m: Matrices, link: BoolArray) -> float | None:
 
 
 def _token_cost_between_paths(m: Matrices, link: BoolArray) -> float:
-    """Theil-Sen slope of path time over tokens; 0 when tokens are even or cost nothing."""
-    if m.num_ranks < MIN_RANKS_TO_SPLIT_PATHS:
-        return 0.0
+    """Theil-Sen slope of path time over tokens; 0 when tokens are even or cost nothing.
+
+    NaN where too few paths are there to tell what tokens cost from what is slow.
+    """
     time, tokens = m.path[link], m.tokens[link]
+    if m.num_ranks < MIN_RANKS_TO_SPLIT_PATHS:
+        known = tokens[np.isfinite(tokens)]
+        even = known.size and known.max() <= (1 + _EVEN_TOKENS) * known.min()
+        return 0.0 if even else float("nan")
     usable = np.flatnonzero(np.isfinite(time) & np.isfinite(tokens))
     if usable.size < 2:
         return 0.0

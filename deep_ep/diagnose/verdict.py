@@ -140,7 +140,7 @@ class _Kind:
         noise = math.hypot(
             self.z_ranks * float(effect.error[rank]), self.limits.spread * effect.spread
         )
-        return max(self.rank_floor + 2 * float(effect.error[rank]), noise)
+        return max(self.rank_floor + float(effect.error[rank]), noise)
 
     def exceeds(self, effect: Effect, rank: int) -> bool:
         """Whether an effect is big, certain, out of the ordinary and usual for the rank."""
@@ -154,7 +154,7 @@ class _Kind:
         """Whether a rank certainly takes longer, and what its tokens explain is much of it."""
         e = self.e
         error = float(e.busy.error[rank])
-        longer = e.busy.value[rank] > max(self.rank_floor + 2 * error, self.z_ranks * error)
+        longer = e.busy.value[rank] > max(self.rank_floor + error, self.z_ranks * error)
         explained = e.token_time[rank] > max(self.floor, _EXPLAINED * float(e.token_error[rank]))
         return bool(
             e.cost_known
@@ -367,7 +367,7 @@ def _borne_out(kinds: Sequence[_Kind], cause: str, kind: _Kind, rank: int) -> bo
     this = kind.e.work if cause == "late" else kind.e.drain
     noise = math.hypot(kind.z_ranks * error, kind.limits.spread * spread)
     return bool(
-        value > max(kind.rank_floor + 2 * error, noise)
+        value > max(kind.rank_floor + error, noise)
         and this.value[rank] > max(kind.floor, 2 * float(this.error[rank]))
         and _mostly(this.above[rank], this.count[rank])
     )
