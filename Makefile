@@ -10,7 +10,7 @@ STAMP := $(VENV)/.deep_ep-torch-$(TORCH_VERSION)
 # Found, not listed: a new file is formatted and checked without a change here.
 CPP := $(shell find csrc tests -name '*.cpp' -o -name '*.h' -o -name '*.cuh' -o -name '*.cu')
 
-.PHONY: help install build demo test lint tidy format fix bench smoke sanitize cuda clean
+.PHONY: help install build demo test lint tidy format fix bench accuracy smoke sanitize cuda clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z]*\):.*##/\1\t/p' Makefile
@@ -53,8 +53,15 @@ bench: install  ## dispatch + combine against gloo, and what the counters cost
 	$(RUN)/python benchmarks/low_latency_cpu.py $(ARGS)
 	$(if $(shell command -v valgrind),$(RUN)/python benchmarks/counters_overhead.py,@echo "counters_overhead.py left out: apt-get install valgrind")
 
+accuracy: install  ## who is right about injected faults, generated and real, and what verdicts cost
+	$(RUN)/python benchmarks/diagnosis_accuracy.py $(ARGS)
+	$(RUN)/python benchmarks/diagnosis_accuracy.py --real
+	$(RUN)/python benchmarks/diagnosis_cost.py
+
 smoke: ARGS = --num-processes 2 --num-tokens 16 --rounds 3
-smoke: bench  ## the same in small: do the benchmarks still run?
+smoke: bench  ## all benchmarks in small: do they still run?
+	$(RUN)/python benchmarks/diagnosis_accuracy.py --quick
+	$(RUN)/python benchmarks/diagnosis_cost.py --quick
 
 sanitize: $(STAMP)  ## C++ tests under address, undefined and thread sanitizers
 	$(RUN)/python tools/sanitize.py $(ARGS)

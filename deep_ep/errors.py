@@ -31,7 +31,8 @@ class EPUnsupportedError(EPError, NotImplementedError):
 
 
 class EPNotBuiltError(EPError):
-    """A backend was asked for that is not built or finds no device. Build it, or select another one."""
+    """Something that is not installed was asked for: a backend that is not built or finds no device, or
+    a package that pictures or metrics need. Build or install it, or do without."""
 
 
 class EPTransportError(EPError):

@@ -1,4 +1,4 @@
-"""Ranks put together to blocks, so that a matrix of many ranks stays small: per node where hosts are known."""
+"""Ranks put together: by node, or to blocks of nodes, so that a matrix of many ranks stays small."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from deep_ep.diagnose.findings import FloatArray, IntArray
+from deep_ep.diagnose.findings import Diagnosis, FloatArray, IntArray
 
 
 @dataclass(frozen=True)
@@ -17,8 +17,8 @@ class Blocks:
 
     Attributes:
         of_rank: [num_ranks] int64, index of each rank's block; every block has a rank.
-        first: per block its first rank, or its first host, as an index into the hosts in order of rank.
-        hosts: per block the name of its first host, where blocks consist of hosts; else empty.
+        first: per block its first rank, or its first node, numbered as in `nodes_of`.
+        hosts: per block the host of its first rank, where blocks consist of nodes; else empty.
     """
 
     of_rank: IntArray
@@ -36,8 +36,8 @@ class Blocks:
         return self.count == self.of_rank.size
 
     @property
-    def by_host(self) -> bool:
-        """Whether a block consists of hosts."""
+    def by_node(self) -> bool:
+        """Whether a block consists of nodes."""
         return bool(self.hosts)
 
     def mean(self, matrix: FloatArray) -> FloatArray:
@@ -72,27 +72,45 @@ def single(num_ranks: int) -> Blocks:
     return _consecutive(num_ranks, 1)
 
 
-def at_most(most: int, hosts: Sequence[str]) -> Blocks:
-    """A block per rank if these are few enough, else of one or several hosts, else of consecutive ranks.
+def at_most(most: int, diagnosis: Diagnosis) -> Blocks:
+    """A block per rank if these are few enough, else of one or several nodes, else of consecutive ranks.
 
     Args:
         most: so many blocks there may be.
-        hosts: host per rank, "" where it is not known: such a rank goes with the one before it.
+        diagnosis: of which ranks; only who is where matters.
     """
-    num_ranks, most = len(hosts), max(most, 1)
+    num_ranks, most = diagnosis.num_ranks, max(most, 1)
     if num_ranks <= most:
         return single(num_ranks)
-    known = list(dict.fromkeys(host for host in hosts if host))
-    if len(known) < 2:
+    nodes = nodes_of(diagnosis)
+    num_nodes = max(nodes) + 1
+    if num_nodes < 2:
         return _consecutive(num_ranks, math.ceil(num_ranks / most))
-    together = math.ceil(len(known) / most)
-    of_host = {host: i // together for i, host in enumerate(known)}
-    of_rank, latest = [], known[0]
-    for host in hosts:
-        latest = host or latest
-        of_rank.append(of_host[latest])
-    first = range(0, len(known), together)
-    return Blocks(np.array(of_rank, dtype=np.int64), tuple(first), tuple(known[i] for i in first))
+    together = math.ceil(num_nodes / most)
+    of_rank = np.maximum(np.array(nodes, dtype=np.int64), 0) // together
+    first = range(0, num_nodes, together)
+    hosts = tuple(diagnosis.hosts[nodes.index(node)] for node in first)
+    return Blocks(of_rank, tuple(first), hosts)
+
+
+def nodes_of(diagnosis: Diagnosis) -> list[int]:
+    """Node of each rank, from 0 on: `Diagnosis.nodes`, or the hosts where these are not known.
+
+    A missing rank goes with the one before it; -1 where nothing is known.
+    """
+    known = [host for host in dict.fromkeys(diagnosis.hosts) if host]
+    number = {host: i for i, host in enumerate(known)}
+    nodes = diagnosis.nodes or [number.get(host, -1) for host in diagnosis.hosts]
+    filled: list[int] = []
+    for node in nodes:
+        filled.append(node if node >= 0 else filled[-1] if filled else -1)
+    return filled
+
+
+def borders(diagnosis: Diagnosis) -> list[int]:
+    """Ranks that are on another node than the rank before."""
+    nodes = nodes_of(diagnosis)
+    return [rank for rank in range(1, len(nodes)) if nodes[rank] != nodes[rank - 1]]
 
 
 def from_indices(of_rank: Sequence[int]) -> Blocks:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -41,7 +40,7 @@ class Changes:
         lines = []
         for cause, verdicts in seen.items():
             if cause not in self._standing:
-                lines.append(verdict_line(*verdicts))
+                lines.append(verdict_line(diagnosis, verdicts))
             self._standing[cause] = _Standing(verdicts)
         for cause in [cause for cause in self._standing if cause not in seen]:
             standing = self._standing[cause]
@@ -62,28 +61,20 @@ class Changes:
         return new
 
 
-def verdict_line(*verdicts: Verdict) -> str:
+def verdict_line(diagnosis: Diagnosis, verdicts: Sequence[Verdict]) -> str:
     """One cause in one line.
 
     Args:
-        verdicts: of one cause, per operation in which it shows.
+        diagnosis: where it was found.
+        verdicts: of this cause, per operation in which it shows.
     """
-    effects = "; ".join(_effect(verdict) for verdict in verdicts)
-    line = f"{_who(verdicts[0])}, {effects}"
+    parts = [f"{v.operation} {wording.effect(diagnosis, v)}" for v in verdicts]
+    saving = wording.saving(diagnosis, verdicts[0])
     advice = verdicts[0].next_step.rstrip(". ")
-    return f"{line}; next: {advice}" if advice else line
+    parts += [saving] * bool(saving) + [f"next: {advice}"] * bool(advice)
+    return f"{_who(verdicts[0])}, {'; '.join(parts)}"
 
 
 def _who(verdict: Verdict) -> str:
     where = f" ({verdict.where})" if verdict.where else ""
     return f"{wording.TITLES[verdict.kind]} {wording.subject(verdict)}{where}: {verdict.cause}"
-
-
-def _effect(verdict: Verdict) -> str:
-    low, high = verdict.interval_us
-    known = math.isfinite(low) and math.isfinite(high)
-    interval = f" (95% {wording.number(low)}-{wording.number(high)})" if known else ""
-    return (
-        f"{verdict.operation} {wording.microseconds(verdict.effect_us)} per operation{interval}, "
-        f"{wording.percent(verdict.share).replace(' %', '%')} of all waiting"
-    )

@@ -45,9 +45,10 @@ class Verdict:
         share: of all waiting in this operation, the part in which this cause came last, 0 to 1.
         saving_us: microseconds per operation that the program would gain without this cause alone,
             in all kinds of operation that it shows in; from a replay of the recorded operations.
+            Without timestamps: what a rank would wait less.
         duration_us: what the operation takes now.
         certainty: 1 - probability of such an effect anywhere in the group by chance, 0 to 1.
-        seen_in: share of the operations that show the effect, 0 to 1.
+        seen_in: share of the operations that show the effect, 0 to 1; NaN where it was not counted.
         evidence: the numbers it rests on, by name with unit.
         next_step: one sentence: what to check next.
     """
@@ -148,7 +149,8 @@ class Measured:
 
     Attributes:
         operation: "dispatch", "combine", or a kind of the normal kernels.
-        num_operations: operations the numbers rest on.
+        num_operations: operations the numbers rest on; 0 where unknown: all times, effects and savings
+            are of the whole window then.
         first_operation, last_operation: their numbers; 0 where unknown.
         duration_us: what a rank spends in the operation, median.
         wait_us: [receiver, source] = late_us + issue_us + path_us; means without the tenth of
@@ -191,7 +193,8 @@ class Diagnosis:
         verdicts: causes of waiting, the largest effect first; empty: no anomaly.
         remarks: what could not be judged, and why; a sentence each.
         events: single operations that stood out, the largest first.
-        hosts: host name per rank, "" where the rank is missing.
+        hosts: host name per rank, "" where the rank is missing, "?" where it is not known (matrices
+            from elsewhere).
         devices: local device index per rank, -1 where the rank is missing.
         nodes: NVLink domain per rank, numbered in order of rank, -1 where the rank is missing; the
             indices that `Verdict.nodes` speaks of. Empty where unknown.

@@ -123,7 +123,7 @@ class Metrics:
         )
         effect = core.GaugeMetricFamily(
             "deep_ep_verdict",
-            "A cause of waiting: microseconds per operation above the healthy ones",
+            "A cause of waiting in one operation: microseconds per operation above the healthy ones",
             labels=["group", "kind", "cause", "operation", "subject", "host"],
         )
         duration = core.GaugeMetricFamily(
@@ -134,7 +134,7 @@ class Metrics:
         for group, record in self._latest.items():
             if math.isfinite(record.time_s):
                 window.add_metric([group], record.time_s)
-            count.add_metric([group], len(record.diagnosis.verdicts))
+            count.add_metric([group], len(wording.by_cause(record.diagnosis.verdicts)))
             for v in record.diagnosis.verdicts:
                 host = v.where if v.rank is None else record.diagnosis.hosts[v.rank]
                 labels = [group, v.kind, v.cause, v.operation, wording.subject(v), host]

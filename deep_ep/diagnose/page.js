@@ -224,7 +224,7 @@
       `${state.operation}: ${state.part}, ${unit} ${shown.measured.per}, ${shown.measured.about}.`,
       "Rows wait, columns are waited for.",
       ...(values.every(Number.isFinite) ? [] : ["Striped: not known."]),
-      ...(bordersFit(size) ? ["Lines part the hosts."] : []),
+      ...(bordersFit(size) ? ["Lines part the nodes."] : []),
       ...shown.window.notes,
       ...shown.measured.notes,
     ].join(" ");

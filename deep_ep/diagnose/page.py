@@ -20,7 +20,7 @@ from xml.etree import ElementTree
 
 import numpy as np
 
-from deep_ep.diagnose import wording
+from deep_ep.diagnose import blocks, wording
 from deep_ep.diagnose.findings import Diagnosis, FloatArray, Measured, Verdict
 from deep_ep.errors import EPArgumentError
 
@@ -189,9 +189,11 @@ def _add_window_choice(body: Element, diagnoses: Sequence[Diagnosis], names: Seq
 
 
 def _short_answer(diagnosis: Diagnosis) -> str:
-    count = len(diagnosis.verdicts)
+    count = len(wording.by_cause(diagnosis.verdicts))
     if count:
         return f"{count} cause{'' if count == 1 else 's'}"
+    if wording.undecided(diagnosis):
+        return "undecided"
     return "no anomaly" if diagnosis.measured and not diagnosis.remarks else "see notes"
 
 
@@ -203,13 +205,7 @@ def _add_window_part(body: Element, index: int, count: int) -> Element:
 
 
 def _about(diagnosis: Diagnosis) -> str:
-    hosts = set(diagnosis.hosts) - {"", wording.UNKNOWN_HOST}
-    missing = len(wording.missing_ranks(diagnosis))
-    text = f"{diagnosis.num_ranks} rank{'' if diagnosis.num_ranks == 1 else 's'}"
-    if hosts:
-        text += f" on {len(hosts)} host{'' if len(hosts) == 1 else 's'}"
-    if missing:
-        text += f", {missing} missing"
+    text = wording.size(diagnosis)
     if diagnosis.device:
         text += f", {diagnosis.device}"
     for name, m in diagnosis.measured.items():
@@ -248,47 +244,37 @@ def _add_verdicts(section: Element, diagnosis: Diagnosis) -> None:
     # The same for all: windows of logs from elsewhere have no count of operations at all.
     per = wording.per(diagnosis, diagnosis.verdicts[0].operation)
     rows = []
-    for verdict in wording.by_effect(diagnosis):
-        low, high = verdict.interval_us
-        interval = (
-            f" ({wording.number(low)} to {wording.number(high)})" if math.isfinite(low) else ""
-        )
+    verdicts = [v for cause in wording.by_cause(wording.by_effect(diagnosis)) for v in cause]
+    for before, verdict in zip([None, *verdicts], verdicts):
+        same_cause = before is not None and before.key == verdict.key
         rows.append(
             [
                 f"{wording.TITLES[verdict.kind]}: {verdict.cause}",
                 ", ".join(filter(None, (wording.subject(verdict), verdict.where))),
                 verdict.operation,
-                wording.number(verdict.effect_us) + interval,
+                wording.number(verdict.effect_us) + wording.interval(verdict),
                 wording.percent(verdict.share),
-                _saving(verdict),
+                # One number for all operations that a cause shows in.
+                "" if same_cause else wording.number(verdict.saving_us),
                 wording.percent(verdict.seen_in),
-                wording.percent(verdict.certainty),
+                wording.certainty(verdict),
             ]
         )
     body = _add_table(
         section,
         ["Class: cause", "Where", "Operation", f"Effect, us {per} (95 %)"]
-        + ["Share of all waiting", "Saved without it, us", "Seen in", "Certainty"],
+        + ["Share of all waiting", f"Less without it, us {per}", "Seen in", "Certainty"],
         rows,
         numbers={3, 4, 5, 6, 7},
         css_class="verdicts",
     )
     # Sentences would push the numbers out of sight: they get a line of their own below.
-    for index, verdict in enumerate(wording.by_effect(diagnosis)):
+    for index, verdict in enumerate(verdicts):
         line = Element("tr", {"class": "words"})
         body.insert(2 * index + 1, line)
         cell = _add(line, "td", verdict.next_step, colspan=str(len(rows[0])))
-        numbers = "; ".join(f"{name} {wording.number(v)}" for name, v in verdict.evidence.items())
-        _add(cell, "div", numbers, **{"class": "evidence"})
+        _add(cell, "div", wording.evidence(verdict), **{"class": "evidence"})
         _add_show_button(cell, diagnosis, verdict)
-
-
-def _saving(verdict: Verdict) -> str:
-    if not math.isfinite(verdict.saving_us):
-        return "not known"
-    if not math.isfinite(verdict.duration_us):
-        return wording.number(verdict.saving_us)
-    return f"{wording.number(verdict.saving_us)} of {wording.number(verdict.duration_us)}"
 
 
 def _add_show_button(cell: Element, diagnosis: Diagnosis, verdict: Verdict) -> None:
@@ -316,10 +302,9 @@ def _marks(diagnosis: Diagnosis, verdict: Verdict, shape: str) -> list[list[int]
         source, destination = verdict.edge
         return [[destination, source, destination + 1, source + 1]]
     if verdict.nodes is not None:
-        hosts = list(dict.fromkeys(host for host in diagnosis.hosts if host))
+        nodes = blocks.nodes_of(diagnosis)
         columns, rows = (
-            _runs([rank for rank, host in enumerate(diagnosis.hosts) if host == hosts[node]])
-            for node in verdict.nodes
+            _runs([rank for rank in range(side) if nodes[rank] == node]) for node in verdict.nodes
         )
         return [[r.start, c.start, r.stop, c.stop] for r in rows for c in columns]
     if verdict.rail is not None:
@@ -351,15 +336,16 @@ def _add_events(section: Element, diagnosis: Diagnosis) -> None:
     for event in diagnosis.events[:_MOST_EVENTS]:
         _add(items, "li", wording.event(diagnosis, event))
     if len(diagnosis.events) > _MOST_EVENTS:
-        _add(items, "li", f"and {len(diagnosis.events) - _MOST_EVENTS} smaller ones")
+        _add(items, "li", f"and {len(diagnosis.events) - _MOST_EVENTS} more")
 
 
 def _add_remarks(section: Element, diagnosis: Diagnosis) -> None:
-    if not diagnosis.remarks:
+    remarks = wording.notes(diagnosis)
+    if not remarks:
         return
     _add(section, "h2", "Notes")
     items = _add(section, "ul", **{"class": "remarks"})
-    for remark in diagnosis.remarks:
+    for remark in remarks:
         _add(items, "li", remark)
 
 
@@ -550,12 +536,10 @@ def _add_choice(controls: Element, title: str, name: str, values: Sequence[str])
 def _window_data(diagnosis: Diagnosis, block_of: Sequence[int]) -> dict[str, Any]:
     """What page.js reads of one window: names of the ranks, and packed matrices per operation."""
     ranks = range(diagnosis.num_ranks)
-    hosts = diagnosis.hosts
     return {
         "labels": [wording.rank_name(diagnosis, rank) for rank in ranks],
         "missing": list(wording.missing_ranks(diagnosis)),
-        # Ranks whose host is another one than that of the rank before.
-        "borders": [rank for rank in ranks[1:] if hosts[rank] != hosts[rank - 1]],
+        "borders": blocks.borders(diagnosis),
         "notes": ["Stored as means over blocks of ranks."] if block_of else [],
         "operations": {
             name: {"per": wording.per(diagnosis, name), **_operation_data(m)}

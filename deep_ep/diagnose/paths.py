@@ -2,8 +2,8 @@
 
 In this order, so that each explanation takes away what it explains before the next is tried:
 
-    time = class + tokens * cost + clock[receiver] - clock[source]
-         + ingress[receiver] + egress[source] + excess[receiver, source]
+    time = class + tokens * cost + clock[receiver] - clock[source] + rail
+         + ingress[receiver] + egress[source] + node pair + excess[receiver, source]
 
 A clock that is wrong by c makes the paths into its rank c slower and those out of it c faster. A
 path cannot be faster than a healthy one, so what looks faster is the clock, and only the rest is
@@ -110,21 +110,18 @@ def split_paths(m: Matrices) -> Paths:
     num_ranks = m.num_ranks
     zeros = np.zeros(num_ranks)
     if num_ranks < MIN_RANKS_TO_SPLIT_PATHS:
-        no_pairs, no_rails = np.full((0, 0), np.nan), np.zeros(0)
         return Paths(
-            *(
-                m.path,
-                usual,
-                zeros,
-                zeros,
-                zeros > 0,
-                zeros,
-                excess,
-                0.0,
-                no_pairs,
-                no_rails,
-                zeros,
-            ),
+            time=m.path,
+            usual=usual,
+            ingress=zeros,
+            egress=zeros,
+            both_sides=zeros > 0,
+            inbound=zeros,
+            excess=excess,
+            spread=0.0,
+            node_pairs=np.full((0, 0), np.nan),
+            rails=zeros[:0],
+            clock=zeros,
             level=overall,
         )
     clock = _node_clocks(excess, m.place)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from deep_ep.diagnose import wording
+from deep_ep.diagnose import blocks, wording
 from deep_ep.diagnose.findings import Diagnosis, FloatArray, Measured
 from deep_ep.errors import EPArgumentError, EPNotBuiltError
 
@@ -30,7 +30,7 @@ _MOST_SENTENCES = 6
 _MOST_TICKS = 16
 # Up to so many ranks a number fits into a cell.
 _MOST_NUMBERS = 12
-# Inches between lines that part hosts; closer, they would hide the cells.
+# Inches between lines that part nodes; closer, they would hide the cells.
 _CLOSEST_BORDERS = 0.25
 
 
@@ -99,10 +99,11 @@ def _draw(figure: Figure, diagnosis: Diagnosis) -> None:
 
 def _caption(diagnosis: Diagnosis, columns: int) -> list[str]:
     sentences = wording.headlines(diagnosis)
-    if len(sentences) > _MOST_SENTENCES:
-        more = len(sentences) - _MOST_SENTENCES
-        sentences = [*sentences[:_MOST_SENTENCES], f"and {more} smaller cause{'s' * (more > 1)}"]
-    sentences += [f"Note: {remark}" for remark in diagnosis.remarks]
+    num_causes = len(wording.by_cause(diagnosis.verdicts))
+    more = num_causes - _MOST_SENTENCES
+    if more > 0:
+        sentences[_MOST_SENTENCES:num_causes] = [f"and {more} smaller cause{'s' * (more > 1)}"]
+    sentences += [f"Note: {remark}" for remark in wording.notes(diagnosis)]
     return [line for text in sentences for line in textwrap.wrap(text, columns)]
 
 
@@ -148,8 +149,7 @@ def _scale(wait_us: FloatArray) -> tuple[float, float]:
 
 
 def _draw_borders(axes: Axes, diagnosis: Diagnosis) -> None:
-    hosts = diagnosis.hosts
-    borders = [rank for rank in range(1, len(hosts)) if hosts[rank] != hosts[rank - 1]]
+    borders = blocks.borders(diagnosis)
     if _SIDE / (len(borders) + 1) < _CLOSEST_BORDERS:
         return
     for rank in borders:

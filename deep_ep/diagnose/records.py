@@ -159,7 +159,7 @@ class Writer:
 def to_line(record: Record, *, with_matrices: bool) -> str:
     """The record as one line of JSON, without the line end."""
     diagnosis = record.diagnosis
-    of = blocks.at_most(LARGEST_MATRIX, diagnosis.hosts)
+    of = blocks.at_most(LARGEST_MATRIX, diagnosis)
     if record.block_of:
         of = blocks.from_indices(record.block_of)
     return json.dumps(
@@ -171,6 +171,7 @@ def to_line(record: Record, *, with_matrices: bool) -> str:
             "num_ranks": diagnosis.num_ranks,
             "hosts": list(diagnosis.hosts),
             "devices": list(diagnosis.devices),
+            "nodes": list(diagnosis.nodes),
             "device": diagnosis.device,
             "source": diagnosis.source,
             "block_of": of.of_rank.tolist() if with_matrices and not of.single else None,
@@ -547,6 +548,7 @@ def _record_from_json(fields: _Fields) -> Record:
         ],
         hosts=tuple(fields.texts("hosts", num_ranks)),
         devices=tuple(fields.counts("devices", num_ranks, least=-1)),
+        nodes=_nodes_from_json(fields, num_ranks),
         device=fields.text("device"),
         savings_us=fields.mapping("savings_us"),
         source=fields.choice("source", ("stamps", "waits")),
@@ -559,6 +561,16 @@ def _record_from_json(fields: _Fields) -> Record:
         block_of=() if of.single else tuple(of.of_rank.tolist()),
         stored_means={m.operation: mean for m, mean in zip(measured, means)},
     )
+
+
+def _nodes_from_json(fields: _Fields, num_ranks: int) -> tuple[int, ...]:
+    """Empty where they are not known, and in records of before they were stored."""
+    if not fields.value.get("nodes"):
+        return ()
+    nodes = fields.counts("nodes", num_ranks, least=-1, below=num_ranks)
+    if set(range(max(nodes) + 1)) - set(nodes):
+        raise fields.error("nodes", "every node from 0 on to have a rank", nodes)
+    return tuple(nodes)
 
 
 def _blocks_from_json(fields: _Fields, num_ranks: int) -> Blocks:

@@ -28,7 +28,6 @@ from deep_ep.diagnose.findings import (
     Diagnosis,
     FloatArray,
     Measured,
-    Subject,
     Verdict,
 )
 
@@ -43,10 +42,8 @@ _MOST_CELLS = 64
 _CALM_US = {"cuda": 10.0, "cpu": 100.0, "": 10.0}
 # Green, yellow, red, each dark enough for white and light enough for black text.
 _RAMP = ((46, 160, 67), (219, 187, 40), (215, 58, 45))
-# Nobody is certain to the last digit.
-_MOST_CERTAIN = 0.9999
-# Of the ends of a list so many are named.
-_NAMED = 3
+# Of the ends of a list so many are named, and so many of single operations.
+_NAMED, _MOST_EVENTS = 3, 5
 
 
 def report(diagnosis: Diagnosis, console: Console | None = None) -> None:
@@ -127,40 +124,21 @@ class _Hanging:
 def _causes(diagnosis: Diagnosis) -> list[list[RenderableType]]:
     """A section per cause, the largest first; or why there is none."""
     if diagnosis.verdicts:
-        causes = _by_cause(wording.by_effect(diagnosis))
-        return [*(_cause(diagnosis, verdicts) for verdicts in causes), _savings(diagnosis)]
-    undecided = _undecided(diagnosis)
-    if undecided:
-        return [[_Hanging(Text(remark, style="bold yellow"), 2) for remark in undecided]]
-    if not diagnosis.measured:
-        return [[Text("nothing measured", style="bold")]]
-    if diagnosis.remarks:
-        return [[Text("no anomaly found in what could be judged", style="bold")]]
-    return [[Text("no anomaly: nothing stands out of the noise", style="bold green")]]
-
-
-def _undecided(diagnosis: Diagnosis) -> list[str]:
-    return [remark for remark in diagnosis.remarks if "undecided" in remark]
+        causes = wording.by_cause(wording.by_effect(diagnosis))
+        together = [_Hanging(Text(text), 2) for text in wording.savings(diagnosis)]
+        return [*(_cause(diagnosis, verdicts) for verdicts in causes), [*together]]
+    style = "yellow" if diagnosis.remarks else "green"
+    answers = wording.headlines(diagnosis)
+    return [[_Hanging(Text(answer, style=f"bold {style}"), 2) for answer in answers]]
 
 
 def _notes(diagnosis: Diagnosis) -> list[RenderableType]:
-    told = [] if diagnosis.verdicts else _undecided(diagnosis)
     return [
-        _Hanging(Text(f"note: {remark}", style="yellow"), 6)
-        for remark in diagnosis.remarks
-        if remark not in told
+        _Hanging(Text(f"note: {remark}", style="yellow"), 6) for remark in wording.notes(diagnosis)
     ]
 
 
-def _by_cause(verdicts: Sequence[Verdict]) -> list[list[Verdict]]:
-    """Verdicts of all operations that name the same thing together, in order of their largest."""
-    causes: dict[tuple[str, Subject], list[Verdict]] = {}
-    for verdict in verdicts:
-        causes.setdefault(verdict.key, []).append(verdict)
-    return list(causes.values())
-
-
-def _cause(diagnosis: Diagnosis, verdicts: list[Verdict]) -> list[RenderableType]:
+def _cause(diagnosis: Diagnosis, verdicts: Sequence[Verdict]) -> list[RenderableType]:
     largest = verdicts[0]
     head = Text()
     head.append(
@@ -170,71 +148,45 @@ def _cause(diagnosis: Diagnosis, verdicts: list[Verdict]) -> list[RenderableType
     head.append(f"  {largest.where}" if largest.where else "", style="bold")
     causes = dict.fromkeys(verdict.cause for verdict in verdicts)
     head.append(f"  ({', '.join(causes)})")
-    parts: list[RenderableType] = [_Hanging(head, 2)]
-    for verdict in verdicts:
-        per = _per(diagnosis.measured.get(verdict.operation))
-        parts.append(_Hanging(Text(_numbers(verdict, per)), 6, first=2))
-    evidence = ", ".join(
-        f"{name} {wording.number(value)}"
-        for name, value in largest.evidence.items()
-        if math.isfinite(value)
-    )
+    lines = [Text(_numbers(diagnosis, verdict)) for verdict in verdicts]
+    saving = wording.saving(diagnosis, largest)
+    if saving:
+        lines.append(Text(saving + _durations(verdicts)))
+    evidence = wording.evidence(largest)
     if evidence:
-        text = Text(f"because, in {largest.operation}: {evidence}", style="dim")
-        parts.append(_Hanging(text, 6, first=2))
+        lines.append(Text(f"because, in {largest.operation}: {evidence}", style="dim"))
     if largest.next_step:
-        parts.append(_Hanging(Text(f"next: {largest.next_step}"), 6, first=2))
-    return parts
+        lines.append(Text(f"next: {largest.next_step}"))
+    return [_Hanging(head, 2), *(_Hanging(line, 6, first=2) for line in lines)]
 
 
-def _per(measured: Measured | None) -> str:
-    """What times refer to; logs from elsewhere do not say how many operations they cover."""
-    known = measured is None or measured.num_operations
-    return "per operation" if known else "in the whole window"
-
-
-def _numbers(verdict: Verdict, per: str) -> str:
-    told = [
-        f"{verdict.operation}: {wording.effect(verdict)} {per}",
-        f"{wording.percent(verdict.share)} of all waiting",
-    ]
+def _numbers(diagnosis: Diagnosis, verdict: Verdict) -> str:
+    told = [f"{verdict.operation}: {wording.effect(diagnosis, verdict)}"]
     if math.isfinite(verdict.seen_in):
         told.append(f"in {wording.percent(verdict.seen_in)} of operations")
     if math.isfinite(verdict.certainty):
-        told.append(f"certainty {wording.percent(min(verdict.certainty, _MOST_CERTAIN))}")
-    text = ", ".join(told)
-    if math.isfinite(verdict.saving_us) and math.isfinite(verdict.duration_us):
-        text += f"; {_without('it', verdict.operation, verdict.saving_us, verdict.duration_us)}"
-    return text
+        told.append(f"certainty {wording.certainty(verdict)}")
+    return ", ".join(told)
 
 
-def _without(what: str, operation: str, saving_us: float, duration_us: float) -> str:
-    rest_us = max(duration_us - saving_us, 0.0)
-    return (
-        f"without {what} {operation} would take {wording.microseconds(rest_us)} "
-        f"instead of {wording.microseconds(duration_us)}"
-    )
-
-
-def _savings(diagnosis: Diagnosis) -> list[RenderableType]:
-    """What removing all causes would save, where there is more than one."""
-    parts: list[RenderableType] = []
-    for operation, saving_us in diagnosis.savings_us.items():
-        concerned = [v for v in diagnosis.verdicts if v.operation == operation]
-        measured = diagnosis.measured.get(operation)
-        if len(concerned) > 1 and measured is not None and math.isfinite(saving_us):
-            text = _without("all of these", operation, saving_us, measured.duration_us)
-            parts.append(_Hanging(Text(text), 2))
-    return parts
+def _durations(verdicts: Sequence[Verdict]) -> str:
+    """What a saving is to be compared with."""
+    now = [
+        f"{verdict.operation} takes {wording.microseconds(verdict.duration_us)}"
+        for verdict in verdicts
+        if math.isfinite(verdict.duration_us)
+    ]
+    return f"; now {', '.join(now)}" if now else ""
 
 
 def _events(diagnosis: Diagnosis) -> list[RenderableType]:
     if not diagnosis.events:
         return []
-    parts: list[RenderableType] = [Text("single operations, not causes:", style="bold")]
-    for event in diagnosis.events:
-        parts.append(_Hanging(Text(wording.event(diagnosis, event)), 4, first=2))
-    return parts
+    told = [wording.event(diagnosis, event) for event in diagnosis.events[:_MOST_EVENTS]]
+    if len(diagnosis.events) > _MOST_EVENTS:
+        told.append(f"and {len(diagnosis.events) - _MOST_EVENTS} more")
+    heading = Text("single operations, not causes:", style="bold")
+    return [heading, *(_Hanging(Text(text), 4, first=2) for text in told)]
 
 
 def _bandwidths(diagnosis: Diagnosis) -> list[RenderableType]:
@@ -310,11 +262,12 @@ def _rate(gb_per_s: float) -> str:
 def _heatmap(diagnosis: Diagnosis, m: Measured, console: Console) -> Text:
     ascii_only = console.encoding.lower().replace("-", "") not in ("utf8", "utf16", "utf32")
     wait_us = np.array(m.wait_us)
+    per = wording.per(diagnosis, m.operation)
     # A rank hardly waits for itself, and where it does it says nothing about the others.
     np.fill_diagonal(wait_us, np.nan)
     text = Text(no_wrap=True, overflow="ellipsis")
     text.append(f"{m.operation}", style="bold")
-    text.append(f": microseconds waited {_per(m)}{_operations(m)}\n")
+    text.append(f": microseconds waited {per}{_operations(m)}\n")
     if not np.isfinite(wait_us).any():
         text.append(_own_waiting(m))
         return text
@@ -342,7 +295,7 @@ def _heatmap(diagnosis: Diagnosis, m: Measured, console: Console) -> Text:
 def _blocks_for(diagnosis: Diagnosis, width: int) -> Blocks:
     if diagnosis.num_ranks <= min(_MOST_CELLS, width - _LABEL_WIDTH):
         return blocks.single(diagnosis.num_ranks)
-    return blocks.at_most(min(_MOST_CELLS, width - _WIDEST_LABEL), diagnosis.hosts)
+    return blocks.at_most(min(_MOST_CELLS, width - _WIDEST_LABEL), diagnosis)
 
 
 def _operations(m: Measured) -> str:
@@ -369,7 +322,7 @@ def _cell_meaning(of: Blocks) -> str:
     if of.single:
         return ""
     size = of.first[1] - of.first[0] if of.count > 1 else of.of_rank.size
-    if not of.by_host:
+    if not of.by_node:
         return f"; a cell is the largest of {size} x {size} ranks"
     return "; a cell is the largest of " + ("two nodes" if size == 1 else f"{size} x {size} nodes")
 
@@ -377,7 +330,7 @@ def _cell_meaning(of: Blocks) -> str:
 def _row_labels(of: Blocks) -> list[str]:
     """The number that verdicts use, and what tells hosts apart."""
     numbers = [str(first) for first in of.first]
-    if not of.by_host:
+    if not of.by_node:
         return numbers
     digits = max(map(len, numbers))
     names = [_short_host(host, _WIDEST_LABEL - digits - 2) for host in of.hosts]

@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
 from rich.console import Console
 from rich.text import Text
 
@@ -61,7 +62,12 @@ def _choose(given: argparse.Namespace, log: Log) -> tuple[list[Record], str]:
     if given.window is None and len(records) > 1:
         with_verdicts = [record for record in records if record.diagnosis.verdicts]
         if with_verdicts:
-            return with_verdicts[-1:], "the last with a verdict"
+            # Matrices are not in every record; those of the same verdicts will do.
+            latest = with_verdicts[-1]
+            drawn = [r for r in with_verdicts if _same_verdicts(r, latest) and _has_matrices(r)]
+            if drawn and drawn[-1] is not latest:
+                return drawn[-1:], "the last with matrices"
+            return [latest], "the last with a verdict"
         return records[-1:], "the last; none has a verdict"
     if given.window == "last":
         return records[-1:], ""
@@ -75,6 +81,15 @@ def _choose(given: argparse.Namespace, log: Log) -> tuple[list[Record], str]:
             f"{len(numbers)} windows from {numbers[0]} to {numbers[-1]}."
         )
     return numbered, ""
+
+
+def _same_verdicts(one: Record, other: Record) -> bool:
+    """Whether they name the same; not counting in which operations."""
+    return one.group == other.group and one.diagnosis.keys == other.diagnosis.keys
+
+
+def _has_matrices(record: Record) -> bool:
+    return any(np.isfinite(m.wait_us).any() for m in record.diagnosis.measured.values())
 
 
 def _only_operation(record: Record, operation: str) -> Record:
@@ -106,6 +121,7 @@ def _write_files(
             given.html,
             title=chosen[-1].group,
             times=[record.time_s for record in chosen],
+            block_of=[record.block_of for record in chosen],
         )
         console.print(Text(f"wrote {given.html}"))
     for picture in (given.png, given.svg):

@@ -320,7 +320,7 @@ def _hot_experts(kind: _Kind) -> list[_Found]:
                 ),
                 e.load.size,
                 rank=rank,
-                seen_in=float(e.busy.above[rank]) if longer else 1.0,
+                seen_in=float(e.busy.above[rank]) if longer else float("nan"),
                 evidence={
                     "tokens over even share": float(e.load[rank]),
                     "own time over median us": float(e.busy.value[rank]) / 1e3,
@@ -468,7 +468,6 @@ def _slow_side(kind: _Kind, cause: str, rank: int, effect: float) -> _Found:
         (rank, slice(None)) if into else (slice(None), rank),
         2 * e.load.size,
         rank=rank,
-        seen_in=1.0,
         evidence={
             "all paths over median us": effect / 1e3,
             "tokens over even share": float(e.load[rank]),
@@ -495,7 +494,6 @@ def _slow_groups(kind: _Kind, floor: float) -> list[_Found]:
                 pairs,
                 place.num_nodes**2,
                 nodes=(src, dst),
-                seen_in=1.0,
                 evidence={"all paths between them over median us": effect / 1e3},
                 next_step=f"Every path from node {src} to node {dst} is slow, others of both are "
                 "not: check the switches and routes between the two.",
@@ -514,7 +512,6 @@ def _slow_groups(kind: _Kind, floor: float) -> list[_Found]:
                 np.ix_(ranks, ranks),
                 paths.rails.size,
                 rail=rail,
-                seen_in=1.0,
                 evidence={"all paths of this rail over median us": effect / 1e3},
                 next_step=f"The paths between nodes among the devices number {rail} are slow, on "
                 "all nodes: check the rail switch that joins their NICs.",
@@ -544,7 +541,6 @@ def _slow_cells(kind: _Kind, floor: float) -> list[_Found]:
                 excess.size,
                 paths.spread,
                 edge=(src, dst),
-                seen_in=0.75,
                 evidence={
                     "path us": float(paths.time[dst, src]) / 1e3,
                     "usual path us": float(paths.usual[dst, src]) / 1e3,
@@ -574,7 +570,6 @@ def _slower_than_before(kind: _Kind, history: History) -> list[_Found]:
                 shift,
                 cells,
                 2,
-                seen_in=1.0,
                 evidence={
                     "before us": reference / 1e3,
                     "now us": (reference + shift) / 1e3,
@@ -673,12 +668,12 @@ def _found(
         operation=e.operation,
         effect_us=effect_ns / 1e3,
         interval_us=((effect_ns - half) / 1e3, (effect_ns + half) / 1e3)
-        if e.has_stamps
+        if half > 0
         else (float("nan"), float("nan")),
         share=_share(e, cells),
         duration_us=e.duration_ns / 1e3,
         certainty=certainty(effect_ns, error_ns, num_tests) if e.has_stamps else float("nan"),
-        **{"rank": None, "edge": None, **rest},
+        **{"rank": None, "edge": None, "seen_in": float("nan"), **rest},
     )
     return _Found(replace(verdict, where=_where(verdict, e.m.place)), kind, gain)
 

@@ -129,6 +129,8 @@ def judge_waits(
         remarks=_remarks(wait, missing, guessed, unit_ns, operations, bool(verdicts)),
         hosts=tuple("" if gone else host for host, gone in zip(rank_hosts, missing)),
         devices=tuple(-1 if gone else d for d, gone in zip(devices, missing)),
+        # One node is what is left where nodes are not known.
+        nodes=tuple(np.where(missing, -1, nodes).tolist()) if nodes.any() else (),
         savings_us={operation: found.saving_of_all(causes)},
         source="waits",
     )
@@ -711,7 +713,8 @@ class _Window:
         saved = np.minimum(self._largest - self._second, np.minimum(cause.effect, self._largest))
         if cause.cause == RECEIVER_SIDE and cause.only_node < 0:
             saved = np.minimum(cause.effect, self._largest)
-        half = 1.96 * cause.error
+        # Cells too few or too equal to show any noise do not make an effect exact.
+        half = 1.96 * cause.error if cause.error > 0 else math.nan
         path = cause.cause == PAIR
         return Verdict(
             kind=_KINDS[cause.cause],

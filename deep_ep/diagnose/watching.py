@@ -12,6 +12,7 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
+from deep_ep.diagnose import wording
 from deep_ep.diagnose.changes import Changes
 from deep_ep.diagnose.following import Follower
 from deep_ep.diagnose.records import FILE_PATTERN, Log, Record
@@ -120,11 +121,11 @@ def _screen(
 
 
 def position(log: Log, record: Record) -> str:
-    """ "window 3 of 1 to 7", with the group where there are several."""
+    """ "window 3 of 1-7", with the group where there are several."""
     same_group = [other for other in log if other.group == record.group]
     text = f"window {record.window}"
     if len(same_group) > 1:
-        text += f" of {same_group[0].window} to {same_group[-1].window}"
+        text += f" of {same_group[0].window}-{same_group[-1].window}"
     if len(same_group) < len(log):
         text += f", group {record.group}"
     return text
@@ -133,11 +134,8 @@ def position(log: Log, record: Record) -> str:
 def heading(record: Record, which: str, why: str) -> Text:
     """The line above a report: which window, when, of how many ranks."""
     diagnosis = record.diagnosis
-    hosts = len({host for host in diagnosis.hosts if host})
-    text = f"{which} ({why})" if why else which
-    text += f"; {_when(record)}; {diagnosis.num_ranks} ranks"
-    if hosts:
-        text += f" on {hosts} host{'s' if hosts > 1 else ''}"
+    text = f"{which}, {why}" if why else which
+    text += f"; {_when(record)}; {wording.size(diagnosis)}"
     if record.block_of:
         text += "; matrices were stored as means over blocks of ranks"
     return Text(text, style="bold")

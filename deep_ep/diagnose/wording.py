@@ -5,12 +5,21 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from deep_ep.diagnose.findings import COMM_SLOW, COMP_SLOW, MIXED_SLOW, Diagnosis, Event, Verdict
+from deep_ep.diagnose.findings import (
+    COMM_SLOW,
+    COMP_SLOW,
+    MIXED_SLOW,
+    Diagnosis,
+    Event,
+    Subject,
+    Verdict,
+)
 
 TITLES = {COMP_SLOW: "Comp-Slow", COMM_SLOW: "Comm-Slow", MIXED_SLOW: "Mixed-Slow"}
 
 # The host of ranks in matrices from elsewhere.
 UNKNOWN_HOST = "?"
+_MOST_CERTAIN = 0.9999
 
 _CLAIMS = {
     "late": "comes late",
@@ -53,6 +62,23 @@ def missing_ranks(diagnosis: Diagnosis) -> Sequence[int]:
     return [rank for rank, host in enumerate(diagnosis.hosts) if not host]
 
 
+def size(diagnosis: Diagnosis) -> str:
+    """`8 ranks on 1 host, 2 NVLink domains, 1 missing`: what is known of the group."""
+    hosts = set(diagnosis.hosts) - {"", UNKNOWN_HOST}
+    text = _count(diagnosis.num_ranks, "rank")
+    if hosts:
+        text += f" on {_count(len(hosts), 'host')}"
+        nodes = set(diagnosis.nodes) - {-1}
+        if nodes and len(nodes) != len(hosts):
+            text += f", {_count(len(nodes), 'NVLink domain')}"
+    missing = len(missing_ranks(diagnosis))
+    return f"{text}, {missing} missing" if missing else text
+
+
+def _count(number_of: int, what: str) -> str:
+    return f"{number_of} {what}{'' if number_of == 1 else 's'}"
+
+
 def subject(verdict: Verdict) -> str:
     """`rank 5`, `path 2 > 5`, `nodes 0 > 1`, `rail 3` or `all ranks`."""
     if verdict.edge is not None:
@@ -64,16 +90,33 @@ def subject(verdict: Verdict) -> str:
     return "all ranks" if verdict.rank is None else f"rank {verdict.rank}"
 
 
-def sentence(diagnosis: Diagnosis, verdict: Verdict) -> str:
-    """One cause as a sentence a person can act on."""
-    where = f" ({verdict.where})" if verdict.where else ""
-    claim = _CLAIMS.get(verdict.cause, verdict.cause)
-    text = f"{TITLES[verdict.kind]}: {subject(verdict)}{where} {claim} in {verdict.operation}, "
-    text += f"{effect(verdict)} {per(diagnosis, verdict.operation)}, "
-    text += f"{percent(verdict.share)} of all waiting there."
-    if math.isfinite(verdict.saving_us) and math.isfinite(verdict.duration_us):
-        text += f" {without('it', verdict.operation, verdict.saving_us, verdict.duration_us)}."
-    return text
+def by_cause(verdicts: Sequence[Verdict]) -> list[list[Verdict]]:
+    """Verdicts of all operations that name the same thing together; both in the order given."""
+    causes: dict[tuple[str, Subject], list[Verdict]] = {}
+    for verdict in verdicts:
+        causes.setdefault(verdict.key, []).append(verdict)
+    return list(causes.values())
+
+
+def sentence(diagnosis: Diagnosis, verdicts: Sequence[Verdict]) -> str:
+    """One cause as a sentence a person can act on.
+
+    Args:
+        diagnosis: where it was found.
+        verdicts: of this cause, per operation in which it shows.
+    """
+    first = verdicts[0]
+    where = f" ({first.where})" if first.where else ""
+    text = f"{TITLES[first.kind]}: {subject(first)}{where}"
+    said = ""
+    for verdict in verdicts:
+        claim = _CLAIMS.get(verdict.cause, verdict.cause)
+        joint = " " if not said else "; " if claim != said else ", and "
+        text += f"{joint}{claim} " if claim != said else joint
+        text += f"in {verdict.operation}, {effect(diagnosis, verdict)}"
+        said = claim
+    saved = saving(diagnosis, first)
+    return f"{text}. {saved[0].upper()}{saved[1:]}." if saved else f"{text}."
 
 
 def per(diagnosis: Diagnosis, operation: str) -> str:
@@ -83,33 +126,60 @@ def per(diagnosis: Diagnosis, operation: str) -> str:
     return "per operation" if known else "in the whole window"
 
 
-def effect(verdict: Verdict) -> str:
-    """`+512 us (95 %: 500 to 524)`."""
+def effect(diagnosis: Diagnosis, verdict: Verdict) -> str:
+    """`+512 us (95 %: 500 to 524) per operation, 98 % of all waiting`."""
+    text = f"+{microseconds(verdict.effect_us)}{interval(verdict, '95 %: ')}"
+    text += f" {per(diagnosis, verdict.operation)}"
+    known = math.isfinite(verdict.share)
+    return f"{text}, {percent(verdict.share)} of all waiting" if known else text
+
+
+def interval(verdict: Verdict, what: str = "") -> str:
+    """` (500 to 524)`, or nothing where it is not known."""
     low, high = verdict.interval_us
-    if not (math.isfinite(low) and math.isfinite(high)):
-        return f"+{microseconds(verdict.effect_us)}"
-    return f"+{microseconds(verdict.effect_us)} (95 %: {number(low)} to {number(high)})"
+    known = math.isfinite(low) and math.isfinite(high)
+    return f" ({what}{number(low)} to {number(high)})" if known else ""
 
 
-def without(what: str, operation: str, saving_us: float, duration_us: float) -> str:
-    """What the operation would take without `what`."""
-    rest_us = max(duration_us - saving_us, 0.0)
-    return (
-        f"Without {what} {operation} would take {microseconds(rest_us)} "
-        f"instead of {microseconds(duration_us)}"
-    )
+def saving(diagnosis: Diagnosis, verdict: Verdict) -> str:
+    """What the program would gain without this cause alone; nothing where that is not known."""
+    return _without(diagnosis, "it", verdict.operation, verdict.saving_us)
 
 
 def savings(diagnosis: Diagnosis) -> list[str]:
-    """What removing all causes of an operation would save, where there is more than one."""
-    said = []
+    """What it would gain without all causes, where there is more than one."""
+    together: dict[float, list[str]] = {}
     for operation, saving_us in diagnosis.savings_us.items():
-        causes = [verdict for verdict in diagnosis.verdicts if verdict.operation == operation]
-        measured = diagnosis.measured.get(operation)
-        if len(causes) > 1 and measured is not None and math.isfinite(saving_us):
-            what = f"all {len(causes)} causes together"
-            said.append(without(what, operation, saving_us, measured.duration_us) + ".")
-    return said
+        together.setdefault(saving_us, []).append(operation)
+    said = []
+    # Operations of one program follow each other and save the same.
+    for saving_us, operations in together.items():
+        causes = by_cause([v for v in diagnosis.verdicts if v.operation in operations])
+        if len(causes) > 1:
+            said.append(_without(diagnosis, "all causes together", operations[0], saving_us))
+    return [text for text in said if text]
+
+
+def _without(diagnosis: Diagnosis, what: str, operation: str, saving_us: float) -> str:
+    if not math.isfinite(saving_us):
+        return ""
+    if diagnosis.source == "waits":
+        gain = f"a rank waits {microseconds(saving_us)} less"
+    elif number(saving_us) == "0":
+        return f"without {what}: nothing gained"
+    else:
+        gain = f"{microseconds(saving_us)} less"
+    return f"without {what}: {gain} {per(diagnosis, operation)}"
+
+
+def evidence(verdict: Verdict) -> str:
+    """`own time over median 2,020 us, error 12.2 us`: what is known of it."""
+    told = []
+    for name, value in verdict.evidence.items():
+        if math.isfinite(value):
+            plain, unit = (name[:-3], " us") if name.endswith((" us", "_us")) else (name, "")
+            told.append(f"{plain} {number(value)}{unit}")
+    return ", ".join(told)
 
 
 def event(diagnosis: Diagnosis, found: Event) -> str:
@@ -123,16 +193,27 @@ def event(diagnosis: Diagnosis, found: Event) -> str:
 def headlines(diagnosis: Diagnosis) -> list[str]:
     """The answer first: a sentence per cause, or why there is none."""
     if diagnosis.verdicts:
-        causes = [sentence(diagnosis, verdict) for verdict in by_effect(diagnosis)]
-        return causes + savings(diagnosis)
-    undecided = [remark for remark in diagnosis.remarks if remark.startswith("undecided")]
-    if undecided:
-        return [remark[0].upper() + remark[1:] for remark in undecided]
+        causes = [sentence(diagnosis, verdicts) for verdicts in by_cause(by_effect(diagnosis))]
+        return causes + [f"{text[0].upper()}{text[1:]}." for text in savings(diagnosis)]
+    if undecided(diagnosis):
+        return [f"{remark[0].upper()}{remark[1:]}." for remark in undecided(diagnosis)]
     if not diagnosis.measured:
-        return ["Nothing measured: see the notes."]
+        return ["Nothing measured."]
     if diagnosis.remarks:
-        return ["No anomaly found; see the notes for what could not be judged."]
+        return ["No anomaly found in what could be judged; see the notes."]
     return ["No anomaly: nothing stands out of the noise."]
+
+
+def undecided(diagnosis: Diagnosis) -> list[str]:
+    """Remarks that are the answer, where there is no verdict."""
+    said = [remark for remark in diagnosis.remarks if "undecided" in remark]
+    return [] if diagnosis.verdicts else said
+
+
+def notes(diagnosis: Diagnosis) -> list[str]:
+    """The other remarks."""
+    answers = undecided(diagnosis)
+    return [remark for remark in diagnosis.remarks if remark not in answers]
 
 
 def by_effect(diagnosis: Diagnosis) -> list[Verdict]:
@@ -141,6 +222,11 @@ def by_effect(diagnosis: Diagnosis) -> list[Verdict]:
         diagnosis.verdicts,
         key=lambda v: -v.effect_us if math.isfinite(v.effect_us) else math.inf,
     )
+
+
+def certainty(verdict: Verdict) -> str:
+    """`> 99.9 %`; nobody is certain to the last digit."""
+    return percent(min(verdict.certainty, _MOST_CERTAIN))
 
 
 def percent(part: float) -> str:

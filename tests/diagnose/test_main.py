@@ -59,7 +59,7 @@ def test_show_takes_the_last_window_with_a_verdict_and_says_which(run: Run, fold
     status, out, err = run("show", folder)
     assert (status, err) == (0, "")
     heading = " ".join(out.split("dispatch:")[0].split())
-    assert heading.startswith("window 2 of 1 to 3 (the last with a verdict); 20")
+    assert heading.startswith("window 2 of 1-3, the last with a verdict; 20")
     assert heading.endswith("8 ranks on 2 hosts")
     assert "Comp-Slow  rank 1" in out
     assert "rows wait, columns are waited for" in out
@@ -70,22 +70,34 @@ def test_show_takes_the_last_window_with_a_verdict_and_says_which(run: Run, fold
 def test_show_takes_the_last_of_several_windows_with_a_verdict(run: Run, folder: Path) -> None:
     Writer(folder, "ep").write(record(SLOW, 4), with_matrices=True)
     Writer(folder, "ep").write(record(HEALTHY, 5), with_matrices=True)
-    assert run("show", folder)[1].startswith("window 4 of 1 to 5 (the last with")
+    assert run("show", folder)[1].startswith("window 4 of 1-5, the last with")
+
+
+def test_show_takes_the_window_of_the_same_verdicts_that_has_matrices(
+    run: Run, folder: Path
+) -> None:
+    Writer(folder, "ep").write(record(SLOW, 4), with_matrices=False)
+    out = run("show", folder)[1]
+    assert out.startswith("window 2 of 1-4, the last with matrices; ")
+    assert "rows wait, columns are waited for" in out
+    other = replace(SLOW, verdicts=[handmade.LATE])
+    Writer(folder, "ep").write(record(other, 5), with_matrices=False)
+    assert run("show", folder)[1].startswith("window 5 of 1-5, the last with a verdict; ")
 
 
 def test_show_takes_the_last_window_when_none_has_a_verdict(run: Run, tmp_path: Path) -> None:
     for window in (1, 2):
         Writer(tmp_path, "ep").write(record(HEALTHY, window), with_matrices=True)
     _, out, _ = run("show", tmp_path)
-    assert out.startswith("window 2 of 1 to 2 (the last; none has a verdict)")
-    assert "no anomaly" in out
+    assert out.startswith("window 2 of 1-2, the last; none has a verdict")
+    assert "No anomaly" in out
 
 
 def test_show_takes_the_window_asked_for(run: Run, folder: Path) -> None:
-    assert run("show", folder, "--window", "1")[1].startswith("window 1 of 1 to 3")
-    assert run("show", folder, "--window", "last")[1].startswith("window 3 of 1 to 3")
+    assert run("show", folder, "--window", "1")[1].startswith("window 1 of 1-3")
+    assert run("show", folder, "--window", "last")[1].startswith("window 3 of 1-3")
     out = run("show", folder, "--window", "all")[1]
-    assert re.findall(r"^window (\d) of 1 to 3", out, re.MULTILINE) == ["1", "2", "3"]
+    assert re.findall(r"^window (\d) of 1-3", out, re.MULTILINE) == ["1", "2", "3"]
     status, _, err = run("show", folder, "--window", "9")
     assert status == 2
     assert "--window is '9'; it must be last, all, or one of the 3 windows from 1 to 3" in err
@@ -148,6 +160,9 @@ def test_show_says_that_stored_matrices_are_means_over_blocks(run: Run, tmp_path
     Writer(tmp_path, "ep").write(record(handmade.diagnosis(256)), with_matrices=True)
     _, out, _ = run("show", tmp_path)
     assert "matrices were stored as means over blocks of ranks" in " ".join(out.split())
+    page = tmp_path / "page.html"
+    run("show", tmp_path, "--html", page)
+    assert "Stored as means over blocks of ranks." in page.read_text(encoding="utf-8")
 
 
 def test_show_reads_matrix_logs(run: Run, tmp_path: Path) -> None:
@@ -159,7 +174,7 @@ def test_show_reads_matrix_logs(run: Run, tmp_path: Path) -> None:
     file.write_text("\n".join(rows), encoding="utf-8")
     status, out, _ = run("show", file, "--check")
     assert status == 3
-    assert "2025-09-15 16:28:53" in out
+    assert "2025-09-15 16:28:53; 8 ranks\n" in out
     assert "Comp-Slow  rank 5" in out
 
 
@@ -210,8 +225,8 @@ def test_bad_arguments_are_explained(
 def test_watch_once_prints_the_latest_window(run: Run, folder: Path) -> None:
     status, out, _ = run("watch", folder, "--once")
     assert status == 0
-    assert out.startswith("window 3 of 1 to 3 (the latest)")
-    assert "no anomaly" in out
+    assert out.startswith("window 3 of 1-3, the latest")
+    assert "No anomaly" in out
 
 
 def test_watch_once_of_nothing_is_an_error(run: Run, tmp_path: Path) -> None:

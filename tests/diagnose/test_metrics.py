@@ -54,6 +54,14 @@ def off_diagonal(matrix: Any) -> Any:
     return np.where(np.eye(len(matrix), dtype=bool), np.nan, matrix)
 
 
+def test_a_cause_of_two_operations_is_counted_once(tmp_path: Path) -> None:
+    both = (handmade.LATE, replace(handmade.LATE, operation="combine"))
+    found = samples(text_of(record(handmade.diagnosis(8, both)), tmp_path))
+    assert value(found, "deep_ep_verdicts", group="ep") == 1
+    for operation in ("dispatch", "combine"):
+        assert value(found, "deep_ep_verdict", operation=operation) == 2013.0
+
+
 def test_verdicts_are_there_with_their_effect(tmp_path: Path) -> None:
     found = samples(text_of(record(), tmp_path))
     assert value(found, "deep_ep_verdicts", group="ep") == 6

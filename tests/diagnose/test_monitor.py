@@ -26,6 +26,7 @@ from deep_ep.diagnose.changes import Changes, verdict_line
 from deep_ep.diagnose.findings import COMM_SLOW, COMP_SLOW, Diagnosis, Verdict
 from deep_ep.diagnose.mailbox import Mailbox
 from deep_ep.diagnose.verdict import Thresholds, judge
+from deep_ep.diagnose.waits import judge_waits
 from deep_ep.errors import EPArgumentError
 from deep_ep.group import thread_groups
 from launch import DEVICE, Ranks, raise_failures, run_processes
@@ -110,7 +111,8 @@ def test_a_slow_rank_is_named_in_exactly_one_line(watched: Watched, when: str) -
     (line,) = watched.lines()
     assert line.startswith("deep_ep.diagnose: Comp-Slow rank 2 (")
     assert "cpu:2): late, " in line
-    assert "us per operation" in line
+    assert " us (95 %: " in line
+    assert " per operation" in line
     assert "; next: " in line
     written = watched.records()
     assert (COMP_SLOW, 2) in written[0].diagnosis.keys
@@ -455,18 +457,28 @@ def diagnosis(*verdicts: Verdict) -> Diagnosis:
 
 
 def test_the_line_of_a_cause() -> None:
-    assert verdict_line(verdict(), verdict(operation="combine", effect_us=12.0, share=0.5)) == (
-        "Comp-Slow rank 3 (host7 cuda:3): late, dispatch 2,013 us per operation (95% 1,990-2,040), "
-        "98% of all waiting; combine 12 us per operation (95% 1,990-2,040), 50% of all waiting; "
-        "next: Profile rank 3"
+    slow, in_combine = verdict(saving_us=1800.0), verdict(operation="combine", effect_us=12.0)
+    assert verdict_line(diagnosis(), [slow, in_combine]) == (
+        "Comp-Slow rank 3 (host7 cuda:3): late, dispatch +2,013 us (95 %: 1,990 to 2,040) per "
+        "operation, 98 % of all waiting; combine +12 us (95 %: 1,990 to 2,040) per operation, 98 % "
+        "of all waiting; without it: 1,800 us less per operation; next: Profile rank 3"
     )
     path = verdict(
         kind=COMM_SLOW, cause="path", rank=None, edge=(2, 5), where="", next_step="",
         interval_us=(float("nan"),) * 2, share=float("nan"),
     )  # fmt: skip
-    assert verdict_line(path) == (
-        "Comm-Slow path 2 > 5: path, dispatch 2,013 us per operation, not known of all waiting"
+    assert verdict_line(diagnosis(), [path]) == (
+        "Comm-Slow path 2 > 5: path, dispatch +2,013 us per operation"
     )
+
+
+def test_the_line_of_a_window_without_a_count_of_operations() -> None:
+    found = judge_waits([[0, 9e6, 1e6], [1e6, 0, 1e6], [1e6, 9e6, 0]])
+    measured = found.measured["dispatch"]
+    assert measured.num_operations == 0
+    line = verdict_line(found, [verdict(saving_us=7.0)])
+    assert "dispatch +2,013 us (95 %: 1,990 to 2,040) in the whole window" in line
+    assert "without it: a rank waits 7 us less in the whole window" in line
 
 
 def test_a_cause_is_said_once_and_gone_when_it_stays_away() -> None:

@@ -54,7 +54,9 @@ def test_numbers_of_the_matrix_stand_in_the_cells(tmp_path: Path) -> None:
     [([], "No anomaly: nothing stands out"), (["undecided, too few operations"], "Undecided, too")],
 )
 def test_without_a_cause_it_is_said_why(tmp_path: Path, remarks: list[str], said: str) -> None:
-    assert said in words(tmp_path, diagnosis(4, verdicts=[], remarks=remarks))
+    text = words(tmp_path, diagnosis(4, verdicts=[], remarks=remarks))
+    assert said in text
+    assert "Note:" not in text
 
 
 def test_the_svg_refers_to_nothing_outside(tmp_path: Path) -> None:
@@ -111,9 +113,11 @@ def test_matrices_that_were_not_stored_are_left_out(tmp_path: Path) -> None:
 
 def test_many_verdicts_are_cut_with_their_number(tmp_path: Path) -> None:
     verdicts = [path_verdict(0, rank, effect_us=rank) for rank in range(1, 31)]
-    text = words(tmp_path, diagnosis(32, verdicts=verdicts))
+    found = replace(diagnosis(32, verdicts=verdicts), savings_us={"dispatch": 7.0})
+    text = words(tmp_path, found)
     assert "and 24 smaller causes" in text
     assert "path 0" in text
+    assert "Without all causes together: 7 us less per operation." in " ".join(text.split())
 
 
 @pytest.mark.parametrize("name", ["a$b_$^", "</svg><script>", "\\frac"])

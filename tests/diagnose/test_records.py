@@ -118,6 +118,7 @@ def diagnoses(draw: st.DrawFn) -> Diagnosis:
         events=draw(st.lists(events, max_size=2)),
         hosts=tuple(draw(st.lists(words, min_size=num_ranks, max_size=num_ranks))),
         devices=tuple(draw(st.integers(-1, 7)) for _ in range(num_ranks)),
+        nodes=draw(st.sampled_from([(), (0,) * num_ranks, tuple(range(-1, num_ranks - 1))])),
         device=draw(st.sampled_from(["cpu", "cuda", ""])),
         savings_us=draw(st.dictionaries(operations, maybe_microseconds, max_size=2)),
         source=draw(st.sampled_from(["stamps", "waits"])),
@@ -199,6 +200,22 @@ def test_above_128_ranks_matrices_are_means_over_nodes_and_say_so(tmp_path: Path
         == next(tmp_path.iterdir()).read_bytes()
     )
     assert (tmp_path / "diagnose-ep.jsonl").stat().st_size < 1_000_000
+
+
+def test_above_128_ranks_nodes_of_one_host_are_kept_apart(tmp_path: Path) -> None:
+    nodes = tuple(rank // 32 for rank in range(256))
+    diagnosis = replace(handmade.diagnosis(256, per_host=256), nodes=nodes)
+    Writer(tmp_path, "ep").write(Record(diagnosis, 0.0, 1, "ep"), with_matrices=True)
+    (record,) = read(tmp_path)
+    assert record.block_of == record.diagnosis.nodes == nodes
+
+
+def test_a_record_without_nodes_is_read(tmp_path: Path) -> None:
+    line = json.loads(to_line(record(), with_matrices=False))
+    del line["nodes"]
+    (read_back,) = read(write_lines(tmp_path, json.dumps(line)))
+    assert read_back.diagnosis.nodes == ()
+    assert read_back.diagnosis.hosts == record().diagnosis.hosts
 
 
 def test_of_many_ranks_the_timeline_keeps_the_latest_operations() -> None:
@@ -283,6 +300,8 @@ def changed(**values: Any) -> str:
         (changed(window="3"), r'window is "3"; expected an integer of at least 0'),
         (changed(window=True), r"window is true; expected an integer"),
         (changed(hosts=["a"]), r"hosts has 1 entries; expected 2"),
+        (changed(nodes=[0]), r"nodes has 1 entries; expected 2"),
+        (changed(nodes=[1, -1]), r"nodes is \[1, -1\]; expected every node from 0 on"),
         (changed(source="guess"), r'source is "guess"; expected "stamps" or "waits"'),
         (changed(verdicts__0__kind="odd"), r'verdicts\[0\].kind is "odd"; expected "comp-slow" or'),
         (changed(verdicts__0__rank=2), r"verdicts\[0\].rank is 2; expected .* below 2"),

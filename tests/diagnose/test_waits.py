@@ -324,6 +324,15 @@ def test_two_ranks_need_a_big_difference_over_enough_operations() -> None:
     assert (found(nobody), nobody.savings_us["dispatch"]) == (set(), 0.0)
 
 
+def test_cells_without_any_noise_make_no_effect_exact() -> None:
+    matrix = late(8, 5, wait=100.0)
+    (exact,) = judge_waits(matrix).verdicts
+    assert np.isnan(exact.interval_us).all()
+    (noisy,) = judge_waits(matrix + np.random.default_rng(1).uniform(0, 2, matrix.shape)).verdicts
+    low, high = noisy.interval_us
+    assert low < noisy.effect_us < high
+
+
 def test_a_missing_rank_leaves_a_partial_result_that_says_so() -> None:
     matrix = late(8, 5, wait=100.0)
     matrix[2, :] = np.nan
@@ -333,6 +342,9 @@ def test_a_missing_rank_leaves_a_partial_result_that_says_so() -> None:
     assert any("rank 2 did not report" in remark for remark in diagnosis.remarks)
     assert diagnosis.hosts[2] == ""
     assert diagnosis.devices[2] == -1
+    assert diagnosis.nodes == (), "one node says no more than the hosts"
+    two = judge_waits(matrix, hosts=["node0"] * 4 + ["node1"] * 4)
+    assert two.nodes == (0, 0, -1, 0, 1, 1, 1, 1)
     alone = judge_waits([[0.0, 5.0], [np.nan, np.nan]])
     assert found(alone) == set()
     assert any(remark.startswith("undecided") for remark in alone.remarks)
