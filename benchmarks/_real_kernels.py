@@ -112,8 +112,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def cases(num_ranks: int, generator: np.random.Generator) -> dict[str, tuple[str, ...]]:
     """Faults by name, at random places."""
     slow, src, dst, hot = (int(rank) for rank in generator.permutation(num_ranks)[:4])
-    # Of four ranks, twice as much is half of everything.
-    share = 2 if num_ranks <= 4 else 4
+    # Of four ranks, three times as much is three quarters of everything.
+    share = 3 if num_ranks <= 4 else 4
     found: dict[str, tuple[str, ...]] = {"none": ()}
     for delay in ("500us", "1ms", "2ms"):
         found[f"slow-rank {delay}"] = (f"slow-rank={slow}:{delay}",)

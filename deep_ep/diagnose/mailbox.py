@@ -30,6 +30,12 @@ _FIRST_LOOK_S, _LAST_LOOK_S = 0.001, 0.05
 _of_threads: dict[str, Any] = {}
 
 
+def is_lost(error: Exception) -> bool:
+    """Whether an error of a mailbox says that the store is gone, and with it the process that had it."""
+    network_error = getattr(_distributed(), "DistNetworkError", None)
+    return network_error is not None and isinstance(error, network_error)
+
+
 class Mailbox:
     """One rank's end. Any thread may post; one at a time may wait.
 

@@ -30,7 +30,7 @@ from deep_ep import env, rendezvous
 from deep_ep.diagnose.changes import Changes
 from deep_ep.diagnose.gather import gather
 from deep_ep.diagnose.history import History
-from deep_ep.diagnose.mailbox import Mailbox, open_mailbox
+from deep_ep.diagnose.mailbox import Mailbox, is_lost, open_mailbox
 from deep_ep.diagnose.records import Record, Writer
 from deep_ep.diagnose.snapshot import Observed, Snapshot, observe
 from deep_ep.diagnose.summary import Summary, summarize
@@ -142,7 +142,7 @@ class Monitor:
             else:
                 self._follow()
         except Exception as error:  # noqa: BLE001 - whatever it is, operations go on
-            self._stop(_reason(error))
+            self._stop(error)
         finally:
             self._mailbox.close()
             self._at_exit.cancel()
@@ -260,9 +260,12 @@ class Monitor:
     def _post(self, kind: str, rank: int, content: _Call | _Share) -> None:
         self._mailbox.post(_key(kind, self._window, rank), pickle.dumps(content))
 
-    def _stop(self, reason: str) -> None:
+    def _stop(self, error: Exception) -> None:
         """Says why; tells whoever would wait for this rank."""
-        rank, level = self._mailbox.rank, logging.WARNING
+        rank, level, reason = self._mailbox.rank, logging.WARNING, _reason(error)
+        if rank != 0 and is_lost(error):
+            # Its process is over, which happens a little earlier than that of the others.
+            level = logging.INFO
         try:
             if rank != 0:
                 self._post("share", rank, _Share(None, (f"rank {rank} stopped: {reason}",)))

@@ -97,7 +97,7 @@ class Thresholds:
         """Chosen on generated windows of other seeds than those reported; CPU ranks are noisier."""
         if device == "cuda":
             return cls(delta_ns=3_000.0, spread=4.0, clock_ns=3_000.0)
-        return cls(delta_ns=50_000.0)
+        return cls(delta_ns=100_000.0)
 
     def floor_ns(self, duration_ns: float) -> float:
         """The smallest effect worth a verdict in an operation of this duration."""

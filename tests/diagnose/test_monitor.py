@@ -287,6 +287,21 @@ def test_a_store_that_is_gone_stops_the_rank_and_no_operation(
         assert any("stopped on rank 3" in line for line in watched.lines(logging.INFO))
 
 
+def test_a_rank_that_outlives_the_store_does_not_complain(watched: Watched) -> None:
+    """Rank 0's process ends first and takes the store along; that is no fault of this one."""
+    lost = torch.distributed.DistNetworkError("Failed to recv, got 0 bytes")
+
+    def program(rank: int, buffer: deep_ep.Buffer) -> None:
+        exchange(buffer, 4)
+        watching = buffer._monitor
+        assert watching is not None
+        if rank == 2:
+            watching._stop(lost)
+
+    watched.run("async:600", program)
+    assert watched.lines() == []
+
+
 def test_a_rank_that_fails_tells_rank_0_which_goes_on_with_the_others(
     watched: Watched, monkeypatch: pytest.MonkeyPatch
 ) -> None:
