@@ -13,6 +13,7 @@ Two principles:
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -22,12 +23,13 @@ from deep_ep.diagnose.findings import FloatArray
 from deep_ep.diagnose.gather import Matrices
 from deep_ep.diagnose.paths import Paths, split_paths
 from deep_ep.diagnose.stats import (
+    MAD_TO_SIGMA,
+    MEDIAN_COST,
     healthy,
     lower_median,
     median,
     median_of,
     scale,
-    standard_error,
 )
 
 # Operations whose tokens differ by less than this share of the median say nothing about their cost.
@@ -35,7 +37,7 @@ _MIN_TOKEN_SPREAD = 0.01
 # Ranks this near the reference, in standard deviations, stand for it.
 _NEAR = 2.0
 # Operations and ranks settle against each other within a few sweeps; chosen, not tuned.
-_SWEEPS = 3
+_SWEEPS = 2
 # How far healthy ranks are expected to differ for good, as a share of their time.
 _HEALTHY_DIFFERENCE = 0.005
 # The cost of a token is taken from the operations of each rank when what it explains is known this
@@ -90,7 +92,6 @@ class Estimates:
         work: own time before and while sending, up to the begin of waiting, without what the
             tokens that the rank sends explain.
         drain: own time after the last arrival, without what the tokens it received explain.
-        busy: both together, tokens not taken out.
         token_time, token_error: [num_ranks], of these, what the tokens explain, and its error.
         cost_known: whether the cost of a token is known apart from differences between ranks, or
             does not matter, because all have the same number.
@@ -109,7 +110,6 @@ class Estimates:
     own_ns: float
     work: Effect
     drain: Effect
-    busy: Effect
     token_time: FloatArray
     token_error: FloatArray
     cost_known: bool
@@ -127,6 +127,11 @@ class Estimates:
         """The operation kind."""
         return self.m.operation
 
+    @functools.cached_property
+    def busy(self) -> Effect:
+        """Work and drain together, tokens not taken out; asked for where loads differ."""
+        return _compare(self.m.gap + self.m.span + self.m.drain, self.m)
+
 
 def estimate(m: Matrices, before: Matrices | None = None) -> Estimates:
     """Condenses matrices of one operation kind of a group of at least two ranks.
@@ -136,7 +141,6 @@ def estimate(m: Matrices, before: Matrices | None = None) -> Estimates:
         before: for a combine, the dispatch of the same group: what a rank's experts handled there
             explains its work here.
     """
-    # Without a gap (the first operation) work is not known.
     work = m.gap + m.span
     sent = np.nansum(m.tokens, axis=0)
     received = np.nansum(m.tokens, axis=1)
@@ -151,7 +155,6 @@ def estimate(m: Matrices, before: Matrices | None = None) -> Estimates:
         own_ns=median_of(work + m.drain),
         work=_compare(work - by_work.time, m, by_work.error),
         drain=_compare(m.drain - by_drain.time, m, by_drain.error),
-        busy=_compare(work + m.drain, m),
         token_time=by_work.time + by_drain.time,
         token_error=np.hypot(by_work.error, by_drain.error),
         cost_known=by_work.known and by_drain.known,
@@ -188,13 +191,18 @@ def _compare(values: FloatArray, m: Matrices, known_to: FloatArray | None = None
             beforehand makes of it.
     """
     num_ranks = values.shape[1]
+    # Before the first operation there is no gap, so nobody's work is known.
+    values = values[np.isfinite(values).any(axis=1)]
     known_to = np.zeros(num_ranks) if known_to is None else known_to
     effect = np.zeros(num_ranks)
     for _ in range(_SWEEPS):
         of_operation = median(values - np.nan_to_num(effect), 1)[:, None]
         effect = median(values - of_operation, 0)
     deviation = values - of_operation
-    error = standard_error(deviation, 0)
+    count = np.sum(np.isfinite(deviation), axis=0).astype(np.float64)
+    safe = np.maximum(count, 1.0)
+    noisy = MAD_TO_SIGMA * median(np.abs(deviation - effect), 0)
+    error = MEDIAN_COST * noisy / np.sqrt(safe)
     # Ranks are equally noisy unless they show otherwise; a quiet spell is luck.
     error = np.fmax(error, median_of(error))
     noise = float(np.nan_to_num(median_of(error)))
@@ -207,8 +215,6 @@ def _compare(values: FloatArray, m: Matrices, known_to: FloatArray | None = None
         return Effect(effect, 0.0 * ones, ones, ones, m.counted * ones, spread)
     # Of two ranks the median is halfway between them, so half of the effect is the even point.
     even_point = effect / 2 if num_ranks == 2 else np.zeros(num_ranks)
-    count = np.sum(np.isfinite(deviation), axis=0).astype(np.float64)
-    safe = np.maximum(count, 1.0)
     above = np.sum(deviation - reference > even_point, axis=0) / safe
     below = np.sum(deviation - reference < even_point, axis=0) / safe
     # The reference has an error of its own: that of the mean of the other ranks. With two ranks
@@ -282,7 +288,8 @@ def _cost_within_ranks(values: FloatArray, tokens: FloatArray | None) -> tuple[f
     """
     if tokens is None or values.shape[0] < 2:
         return 0.0, float("inf")
-    moved, noise = _deviations(tokens), _deviations(values)
+    known = np.isfinite(values).any(axis=1)
+    moved, noise = _deviations(tokens[known]), _deviations(values[known])
     # Hiccups are no cost of tokens.
     limit = 3 * median_of(scale(noise, 0))
     noise = np.clip(noise, -limit, limit)

@@ -25,6 +25,7 @@ from deep_ep.diagnose.stats import (
     lower_median,
     median,
     median_of,
+    ordered_mean,
     quantile,
 )
 from deep_ep.diagnose.summary import RESOLUTION_NS
@@ -39,7 +40,7 @@ _LITTLE_KNOWN = 0.1
 _FEW_RANKS = 8
 # Median polish settles within a few sweeps; it stops when nothing moves by more than this, ns.
 _MAX_SWEEPS = 10
-_SETTLED_NS = 10.0
+_SETTLED_NS = 30.0
 # The cost of a token is taken from the operations of each path when it is known this well, ns.
 _COST_KNOWN_NS = 1_000.0
 # Pairs of cells looked at for the cost of a token; enough for a stable median at any group size.
@@ -132,13 +133,7 @@ def split_paths(m: Matrices) -> Paths:
     rows, columns, residual = _rows_and_columns(excess, telling)
     rank_clock = _rank_clocks(rows, columns)
     ingress, egress = rows - rank_clock, columns + rank_clock
-    inbound = ingress
-    if max(costs) > 0:
-        time = m.path - clock[:, None] + clock[None, :]
-        inbound = _rows_and_columns(
-            time - usual + cost * np.nan_to_num(m.tokens - typical), telling
-        )[0]
-        inbound = inbound - rank_clock
+    inbound = ingress + median(cost * (m.tokens - typical), 1)
     node_pairs = _node_pairs(residual, m.place)
     residual = residual - _of_node_pairs(node_pairs, m.place)
     return Paths(
@@ -302,11 +297,13 @@ def _typical(cells: FloatArray, axis: int) -> FloatArray:
     A rank that waits for a few slow paths sees little of the healthy ones. So what it sees is mostly
     slow, and only if all of it is, the rank is.
     """
-    well = _known_well(cells, axis)
-    typical = median(cells, axis)
-    if not well.all():
-        typical = np.where(well, typical, quantile(cells, _LITTLE_KNOWN, axis))
-    return np.where(np.isfinite(cells).sum(axis=axis) > 1, typical, 0.0)
+    known = np.isfinite(cells).sum(axis=axis, keepdims=True)
+    well = np.expand_dims(_known_well(cells, axis), axis)
+    little = np.floor(_LITTLE_KNOWN * (known - 1)).astype(np.int64)
+    low = np.where(well, (known - 1) // 2, little)
+    high = np.where(well, known // 2, little)
+    typical = ordered_mean(cells, axis, low, high)
+    return np.where(np.squeeze(known, axis=axis) > 1, typical, 0.0)
 
 
 def _known_well(cells: FloatArray, axis: int) -> BoolArray:

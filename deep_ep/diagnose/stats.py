@@ -7,7 +7,7 @@ from statistics import NormalDist
 
 import numpy as np
 
-from deep_ep.diagnose.findings import FloatArray
+from deep_ep.diagnose.findings import FloatArray, IntArray
 
 # Median absolute deviation to standard deviation, and the cost of a median over a mean (normal).
 MAD_TO_SIGMA = 1.4826
@@ -19,33 +19,45 @@ _REACH = 4.0
 def median(values: FloatArray, axis: int) -> FloatArray:
     """`numpy.nanmedian`, silent and fast: NaN where nothing is known."""
     count = np.sum(np.isfinite(values), axis=axis, keepdims=True)
-    if count.size == 0 or values.shape[axis] == 0:
-        return np.full(np.delete(values.shape, axis), np.nan)
-    below = np.maximum((count - 1) // 2, 0)
-    above = np.minimum(count // 2, values.shape[axis] - 1)
-    if (count == count.flat[0]).all():
-        # The usual case, a matrix without its diagonal; NaN counts as the largest.
-        ordered = np.partition(values, (int(below.flat[0]), int(above.flat[0])), axis=axis)
-    else:
-        ordered = np.sort(values, axis=axis)
-    low = np.take_along_axis(ordered, below, axis)
-    high = np.take_along_axis(ordered, above, axis)
-    middle = np.where(count > 0, (low + high) / 2, np.nan)
-    return np.asarray(np.squeeze(middle, axis=axis))
+    return ordered_mean(values, axis, (count - 1) // 2, count // 2)
 
 
 def quantile(values: FloatArray, share: float, axis: int) -> FloatArray:
     """The value below which `share` of the known values lie; NaN where nothing is known."""
-    ordered = np.sort(values, axis=axis)
-    count = np.sum(np.isfinite(ordered), axis=axis, keepdims=True)
-    at = np.maximum(np.floor(share * (count - 1)), 0).astype(np.intp)
-    return np.asarray(np.squeeze(np.take_along_axis(ordered, at, axis), axis=axis))
+    count = np.sum(np.isfinite(values), axis=axis, keepdims=True)
+    at = np.floor(share * (count - 1)).astype(np.intp)
+    return ordered_mean(values, axis, at, at)
+
+
+def ordered_mean(values: FloatArray, axis: int, low: IntArray, high: IntArray) -> FloatArray:
+    """Mean of the values at two places of their order along an axis, which goes; NaN sorts last.
+
+    Args:
+        values: NaN where unknown.
+        axis: the one that goes.
+        low, high: places, as an array of which that axis has length 1.
+    """
+    size = values.shape[axis]
+    if size == 0 or low.size == 0:
+        return np.full(np.delete(values.shape, axis), np.nan)
+    low, high = np.clip(low, 0, size - 1), np.clip(high, 0, size - 1)
+    if (low == low.flat[0]).all() and (high == high.flat[0]).all():
+        # The usual case, as much known everywhere: no need to sort.
+        ordered = np.partition(values, (int(low.flat[0]), int(high.flat[0])), axis=axis)
+    else:
+        ordered = np.sort(values, axis=axis)
+    taken = np.take_along_axis(ordered, low, axis) + np.take_along_axis(ordered, high, axis)
+    return np.asarray(np.squeeze(taken, axis=axis) / 2)
 
 
 def median_of(values: FloatArray) -> float:
     """Median of all known values; NaN if none is."""
     known = values[np.isfinite(values)]
-    return float(np.median(known)) if known.size else float("nan")
+    if not known.size:
+        return float("nan")
+    middle = known.size // 2
+    ordered = np.partition(known, (max(middle - 1, 0), middle))
+    return float(ordered[middle] if known.size % 2 else (ordered[middle - 1] + ordered[middle]) / 2)
 
 
 def lower_median(values: FloatArray) -> float:

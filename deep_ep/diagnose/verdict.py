@@ -86,9 +86,9 @@ class Thresholds:
     fraction: float = 0.02
     own_fraction: float = 0.03
     path_fraction: float = 0.15
-    false_alarms: float = 1e-6
+    false_alarms: float = 1e-8
     spread: float = 6.0
-    load: float = 1.1
+    load: float = 1.12
     high_load: float = 1.35
     clock_ns: float = 0.0
 
@@ -96,7 +96,7 @@ class Thresholds:
     def for_device(cls, device: str) -> Thresholds:
         """Chosen on generated windows of other seeds than those reported; CPU ranks are noisier."""
         if device == "cuda":
-            return cls(delta_ns=3_000.0, spread=4.0, clock_ns=3_000.0)
+            return cls(delta_ns=3_000.0, spread=4.0, clock_ns=4_000.0)
         return cls(delta_ns=100_000.0)
 
     def floor_ns(self, duration_ns: float) -> float:

@@ -22,7 +22,7 @@ from deep_ep.diagnose.findings import FloatArray
 from deep_ep.diagnose.stats import median
 
 # Operations replayed at most, and cells looked at, which bounds the time for large groups.
-_MOST_OPERATIONS = 96
+_MOST_OPERATIONS = 64
 _MOST_CELLS = 2e7
 # Until the ranks have fallen into the step of the replay.
 _FALLING_IN = 4
@@ -76,9 +76,9 @@ def savings_ns(estimates: Sequence[Estimates], sets: Sequence[Sequence[Gain]]) -
     if len(steps) <= _FALLING_IN:
         return np.full(len(sets), np.nan)
     position = {e.operation: i for i, e in enumerate(estimates)}
-    now = _end(estimates, steps, [()], position)
-    then = _end(estimates, steps, sets, position)
-    return np.maximum(now - then, 0.0) / (len(steps) - _FALLING_IN)
+    ends = _end(estimates, steps, [(), *sets], position)
+    saved: FloatArray = np.maximum(ends[0] - ends[1:], 0.0) / (len(steps) - _FALLING_IN)
+    return saved
 
 
 def _steps(estimates: Sequence[Estimates], most: int) -> list[_Step]:
@@ -86,20 +86,14 @@ def _steps(estimates: Sequence[Estimates], most: int) -> list[_Step]:
     order = sorted(
         (int(op), i, at) for i, e in enumerate(estimates) for at, op in enumerate(e.m.ops)
     )
-    usual = [[median(series, 0) for series in (e.m.gap, e.m.span, e.m.drain)] for e in estimates]
+    series = [[_filled(x) for x in (e.m.gap, e.m.span, e.m.drain)] for e in estimates]
+    return [_Step(i, *(x[at] for x in series[i])) for _, i, at in order[-most:]]
 
-    def known(series: FloatArray, otherwise: FloatArray) -> FloatArray:
-        return np.nan_to_num(np.where(np.isfinite(series), series, otherwise))
 
-    return [
-        _Step(
-            i,
-            known(estimates[i].m.gap[at], usual[i][0]),
-            known(estimates[i].m.span[at], usual[i][1]),
-            known(estimates[i].m.drain[at], usual[i][2]),
-        )
-        for _, i, at in order[-most:]
-    ]
+def _filled(series: FloatArray) -> FloatArray:
+    """`[n, num_ranks]` with each rank's median where nothing is known."""
+    known = np.where(np.isfinite(series), series, median(series, 0))
+    return np.where(np.isfinite(known), known, 0.0)
 
 
 def _end(
