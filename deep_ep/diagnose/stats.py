@@ -40,12 +40,14 @@ def ordered_mean(values: FloatArray, axis: int, low: IntArray, high: IntArray) -
     size = values.shape[axis]
     if size == 0 or low.size == 0:
         return np.full(np.delete(values.shape, axis), np.nan)
-    low, high = np.clip(low, 0, size - 1), np.clip(high, 0, size - 1)
-    if (low == low.flat[0]).all() and (high == high.flat[0]).all():
+    first, second = int(low.flat[0]), int(high.flat[0])
+    if (low == first).all() and (high == second).all():
         # The usual case, as much known everywhere: no need to sort.
-        ordered = np.partition(values, (int(low.flat[0]), int(high.flat[0])), axis=axis)
-    else:
-        ordered = np.sort(values, axis=axis)
+        places = [min(max(place, 0), size - 1) for place in (first, second)]
+        ordered = np.partition(values, sorted(set(places)), axis=axis)
+        return np.asarray((ordered.take(places[0], axis) + ordered.take(places[1], axis)) / 2)
+    ordered = np.sort(values, axis=axis)
+    low, high = np.clip(low, 0, size - 1), np.clip(high, 0, size - 1)
     taken = np.take_along_axis(ordered, low, axis) + np.take_along_axis(ordered, high, axis)
     return np.asarray(np.squeeze(taken, axis=axis) / 2)
 

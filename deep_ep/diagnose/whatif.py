@@ -22,7 +22,7 @@ from deep_ep.diagnose.findings import FloatArray
 from deep_ep.diagnose.stats import median
 
 # Operations replayed at most, and cells looked at, which bounds the time for large groups.
-_MOST_OPERATIONS = 64
+_MOST_OPERATIONS = 48
 _MOST_CELLS = 2e7
 # Until the ranks have fallen into the step of the replay.
 _FALLING_IN = 4
