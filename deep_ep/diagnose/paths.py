@@ -34,7 +34,7 @@ from deep_ep.diagnose.summary import RESOLUTION_NS
 MIN_RANKS_TO_SPLIT_PATHS = 4
 # With two nodes the cells between them are all there is to compare them with.
 _MIN_NODES_TO_COMPARE = 3
-# What stands for a row of which less than half is known.
+# What stands for a row of which little is known.
 _LITTLE_KNOWN = 0.1
 # Up to so many ranks medians alone may not find what is additive.
 _FEW_RANKS = 8
@@ -307,8 +307,13 @@ def _typical(cells: FloatArray, axis: int) -> FloatArray:
 
 
 def _known_well(cells: FloatArray, axis: int) -> BoolArray:
+    """Whether two thirds are known of what is known of the best known row or column.
+
+    A rank that waits for one slow node sees that one and its own, which is half of four nodes' ranks.
+    """
     known = np.isfinite(cells).sum(axis=axis)
-    return np.asarray(known >= max(MIN_RANKS_TO_SPLIT_PATHS - 1, int(known.max(initial=0)) // 2))
+    enough = max(MIN_RANKS_TO_SPLIT_PATHS - 1, 2 * int(known.max(initial=0)) // 3)
+    return np.asarray(known >= enough)
 
 
 def _block_medians(cells: FloatArray, place: Place) -> FloatArray:

@@ -213,6 +213,14 @@ def test_slow_paths_are_named_by_what_they_have_in_common(
         assert verdict.effect_us == pytest.approx(20, abs=1)
 
 
+def test_a_node_that_sees_one_slow_node_and_itself_is_not_slow() -> None:
+    """Its ranks come so late that of all other nodes everything is there: half of four is known."""
+    for seed in range(30, 34):
+        snapshots = simulate(NODES, 32, 64, [SlowNodePair(0, 3, 100e-6)], seed=seed, capacity=128)
+        found = diagnose.judge(diagnose.gather(snapshots))
+        assert found.keys == {("comm-slow", ("nodes", 0, 3))}
+
+
 @pytest.mark.parametrize(
     ("fault", "cause"),
     [
