@@ -15,7 +15,8 @@ from _scenarios import (
     grade,
     grade_subjects,
 )
-from generator import Key, Window, simulate_windows
+from generator import Window, simulate_windows
+from generator_faults import Key
 
 from deep_ep import diagnose
 from deep_ep.diagnose.classic import Diagnose

@@ -12,23 +12,20 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "diagnose"))
 
-from generator import (  # noqa: E402
-    GPU,
+from generator_faults import (  # noqa: E402
     EarlyRank,
     GeneratorFault,
-    HotRank,
     Key,
-    Machine,
     SlowEgress,
     SlowIngress,
     SlowNodePair,
-    SlowPath,
     SlowRail,
-    SlowRank,
     Truth,
 )
+from generator_machines import GPU, Machine  # noqa: E402
 
 from deep_ep.diagnose import COMP_SLOW, MIXED_SLOW  # noqa: E402
+from deep_ep.faults import HotRank, SlowPath, SlowRank  # noqa: E402
 
 RANKS_PER_NODE = 8
 TOKENS_PER_RANK = 1024

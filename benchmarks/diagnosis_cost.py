@@ -32,10 +32,12 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "diagnose"), str(ROOT / "benchma
 
 import numpy as np  # noqa: E402
 from _tables import Table, write_markdown  # noqa: E402
-from generator import GPU, HotRank, SlowPath, SlowRank, simulate_windows  # noqa: E402
+from generator import simulate_windows  # noqa: E402
+from generator_machines import GPU  # noqa: E402
 from rich.console import Console  # noqa: E402
 
 from deep_ep import diagnose  # noqa: E402
+from deep_ep.faults import HotRank, SlowPath, SlowRank  # noqa: E402
 
 KINDS = ("dispatch", "combine")
 FAULTS = [SlowRank(3, 30e-6), SlowPath(1, 5, 30e-6), HotRank(6, 2.0)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 from collections.abc import Iterator
@@ -126,7 +127,9 @@ class Browser:
             "const b = arguments[0].getBoundingClientRect(); return [b.left, b.top];", element
         )
         chain = ActionChains(self.driver, duration=0)
-        chain.w3c_actions.pointer_action.move_to_location(round(box[0] + x), round(box[1] + y))
+        # Halves go down: the middle of a cell of one pixel lies between two pixels.
+        at = (math.ceil(corner + place - 0.5) for corner, place in zip(box, (x, y)))
+        chain.w3c_actions.pointer_action.move_to_location(*at)
         chain.perform()
         return self.tip()
 

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from generator import CPU, simulate
+from generator import simulate
+from generator_machines import CPU
 
 from deep_ep import EPArgumentError, diagnose
 from deep_ep.group import thread_groups

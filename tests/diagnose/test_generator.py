@@ -7,25 +7,20 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from generator import (
-    CPU,
-    GPU,
-    NORMAL,
+from generator import Window, simulate, simulate_windows
+from generator_faults import (
     EarlyRank,
     Everything,
     GeneratorFault,
     Hiccup,
-    Machine,
     SlowEgress,
     SlowIngress,
     SlowNodePair,
     SlowRail,
     SlowReceive,
     SlowSend,
-    Window,
-    simulate,
-    simulate_windows,
 )
+from generator_machines import CPU, GPU, NORMAL, Machine
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

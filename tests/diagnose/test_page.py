@@ -14,13 +14,14 @@ from typing import Any
 import browser
 import numpy as np
 import pytest
-from made_up import LATE_RANK, diagnosis, late_verdict, path_verdict
+from handmade import HOT, LATE, LATE_RANK, NODE_PAIR, SLOW_PATH, diagnosis
 from selenium.webdriver.common.keys import Keys
 
-from deep_ep.diagnose.findings import MIXED_SLOW, Diagnosis, Event
+from deep_ep.diagnose.findings import Diagnosis, Event
 from deep_ep.diagnose.page import write_page
 from deep_ep.errors import EPArgumentError
 
+NAN = float("nan")
 # What the page shows has three to four digits.
 SHOWN = 2e-3
 
@@ -80,52 +81,49 @@ def test_the_page_refers_to_nothing_outside(tmp_path: Path) -> None:
 
 
 def test_verdicts_stand_in_the_page_with_every_field(tmp_path: Path) -> None:
-    late, path = (
-        late_verdict(effect_us=40.0, interval_us=(38.0, 42.0)),
-        path_verdict(effect_us=60.0),
-    )
+    late = replace(LATE, effect_us=40.5, interval_us=(38.0, 42.0))
+    path = replace(SLOW_PATH, effect_us=60.0, interval_us=(NAN, NAN))
     reader = Reader(written(tmp_path, diagnosis(8, verdicts=[late, path])))
     head = next(i for i, row in enumerate(reader.rows) if row[0] == "Class: cause")
     first, check_path, second, check_late = reader.rows[head + 1 : head + 5]
     assert first[0] == "Comm-Slow: path"
-    assert first[1] == "path 1 > 3, node0 cuda:1 > node0 cuda:3"
+    assert first[1] == "path 2 > 5, node0 cuda:2 > node1 cuda:1"
     assert first[3] == "60"
     assert second == [
         "Comp-Slow: late",
-        "rank 2, node0 cuda:2",
+        "rank 1, node0 cuda:1",
         "dispatch",
-        "40 (38 to 42)",
-        "93 %",
-        "480",
-        "100 %",
+        "40.5 (38 to 42)",
+        "98 %",
+        "2,020",
+        "97 %",
         "> 99.9 %",
     ]
-    assert "Check the link between them." in check_path[0]
-    assert "Look at what rank 2 computes before it." in check_late[0]
-    assert "late 503.5 us, gap 510 us" in check_late[0]
+    assert "Check the link from rank 2 to rank 5." in check_path[0]
+    assert "Check clocks, throttling and host code of rank 1." in check_late[0]
+    assert "own time over median 2,020 us, error 12.2 us" in check_late[0]
 
 
 def test_what_a_cause_of_two_operations_costs_is_said_once(tmp_path: Path) -> None:
-    both = [late_verdict(), path_verdict(), late_verdict("combine", effect_us=50.0)]
+    both = [LATE, SLOW_PATH, replace(LATE, operation="combine", effect_us=50.0)]
     reader = Reader(written(tmp_path, diagnosis(8, verdicts=both)))
     head = next(i for i, row in enumerate(reader.rows) if row[0] == "Class: cause")
     saved = [row[5] for row in reader.rows[head + 1 :] if row[0].startswith("Com") and len(row) > 5]
-    assert saved == ["480", "", "480"]
-    assert reader.rows[head + 3][:3] == ["Comp-Slow: late", "rank 2, node0 cuda:2", "combine"]
-    assert reader.text.count("Without it: 480 us less per operation.") == 2
+    assert saved == ["2,020", "", "2,020"]
+    assert reader.rows[head + 3][:3] == ["Comp-Slow: late", "rank 1, node0 cuda:1", "combine"]
+    assert reader.text.count("Without it: 2,020 us less per operation.") == 2
     assert (
-        "93 % of all waiting, and in combine, +50 us (95 %: 497 to 510) per operation, "
-        "93 % of all waiting. Without it" in reader.text
+        "98 % of all waiting, and in combine, +50 us (95 %: 1,990 to 2,040) per operation, "
+        "98 % of all waiting. Without it" in reader.text
     )
 
 
 def test_nobody_is_certain_to_the_last_digit_and_what_is_unknown_is_no_number(
     tmp_path: Path,
 ) -> None:
-    sure = late_verdict(certainty=1.0)
-    unsure = path_verdict()
-    unknown = dict.fromkeys(("certainty", "seen_in", "saving_us", "share"), float("nan"))
-    found = diagnosis(8, verdicts=[sure, replace(unsure, **unknown)])
+    sure = replace(LATE, certainty=1.0)
+    unknown = dict.fromkeys(("certainty", "seen_in", "saving_us", "share"), NAN)
+    found = diagnosis(8, verdicts=[sure, replace(SLOW_PATH, **unknown)])
     reader = Reader(written(tmp_path, found))
     rows = {row[0]: row for row in reader.rows if len(row) == 8}
     assert rows["Comp-Slow: late"][7] == "> 99.9 %"
@@ -136,9 +134,9 @@ def test_nobody_is_certain_to_the_last_digit_and_what_is_unknown_is_no_number(
 @pytest.mark.parametrize(
     ("changed", "said", "part", "marks"),
     [
-        ({"cause": "egress"}, "rank 2", "path", [[0, 2, 6, 3]]),
-        ({"cause": "ingress"}, "rank 2", "path", [[2, 0, 3, 6]]),
-        ({"cause": "early"}, "rank 2", "late", [[2, 0, 3, 6]]),
+        ({"cause": "egress", "rank": 2}, "rank 2", "path", [[0, 2, 6, 3]]),
+        ({"cause": "ingress", "rank": 2}, "rank 2", "path", [[2, 0, 3, 6]]),
+        ({"cause": "early", "rank": 2}, "rank 2", "late", [[2, 0, 3, 6]]),
         ({"cause": "path", "rank": None, "edge": (1, 3)}, "path 1 > 3", "path", [[3, 1, 4, 2]]),
         (
             {"cause": "node pair", "rank": None, "nodes": (0, 1)},
@@ -155,12 +153,9 @@ def test_every_subject_is_named_and_can_be_marked(
     tmp_path: Path, changed: dict[str, Any], said: str, part: str, marks: list[list[int]]
 ) -> None:
     # Host b has rank 2 alone, between the ranks of host a.
-    found = diagnosis(
-        6,
-        hosts={rank: "b" if rank == 2 else "a" for rank in range(6)},
-        verdicts=[late_verdict(where="here", **changed)],
-    )
-    reader = Reader(written(tmp_path, replace(found, devices=(0, 1, 0, 0, 1, 0))))
+    found = diagnosis(6, verdicts=[replace(LATE, where="here", **changed)])
+    found = replace(found, hosts=("a", "a", "b", "a", "a", "a"), devices=(0, 1, 0, 0, 1, 0))
+    reader = Reader(written(tmp_path, found))
     assert any(row[1:2] == [f"{said}, here"] for row in reader.rows)
     button = next(given for tag, given in reader.tags if "data-marks" in given)
     assert button["data-part"] == part
@@ -168,8 +163,7 @@ def test_every_subject_is_named_and_can_be_marked(
 
 
 def test_nodes_of_one_host_are_parted_and_marked(tmp_path: Path) -> None:
-    pair = path_verdict(0, 1)
-    found = diagnosis(4, verdicts=[replace(pair, cause="node pair", edge=None, nodes=(1, 0))])
+    found = diagnosis(4, verdicts=[replace(NODE_PAIR, nodes=(1, 0))])
     page = written(tmp_path, replace(found, nodes=(0, 0, 1, 1)))
     reader = Reader(page)
     assert "4 ranks on 1 host, 2 NVLink domains" in reader.text
@@ -180,8 +174,8 @@ def test_nodes_of_one_host_are_parted_and_marked(tmp_path: Path) -> None:
 
 def test_the_answer_comes_first_in_words(tmp_path: Path) -> None:
     text = Reader(written(tmp_path, diagnosis(8))).text
-    assert "rank 2 (node0 cuda:2) comes late in dispatch, +503.5 us (95 %: 497 to 510)" in text
-    assert "93 % of all waiting. Without it: 480 us less per operation." in text
+    assert "rank 1 (node0 cuda:1) comes late in dispatch, +2,013 us (95 %: 1,990 to 2,040)" in text
+    assert "98 % of all waiting. Without it: 2,020 us less per operation." in text
 
 
 @pytest.mark.parametrize(
@@ -193,7 +187,7 @@ def test_the_answer_comes_first_in_words(tmp_path: Path) -> None:
     ],
 )
 def test_without_a_cause_it_is_said_why(tmp_path: Path, remarks: list[str], said: str) -> None:
-    reader = Reader(written(tmp_path, diagnosis(8, verdicts=[], remarks=remarks)))
+    reader = Reader(written(tmp_path, replace(diagnosis(8, verdicts=[]), remarks=remarks)))
     assert said in reader.text
     assert all(remark.lower() in reader.text.lower() for remark in remarks)
     assert not [row for row in reader.rows if "-Slow" in row[0]]
@@ -207,13 +201,13 @@ def test_nothing_measured_is_said(tmp_path: Path) -> None:
 
 
 def test_waits_only_is_said_to_be_weaker(tmp_path: Path) -> None:
-    found = replace(diagnosis(8, bandwidth=False, timeline=False), source="waits")
+    found = replace(diagnosis(8, stamped=False), source="waits")
     text = Reader(written(tmp_path, found)).text
     assert "from cumulative waiting alone: which side is slow, not why" in text
 
 
 def test_what_all_causes_together_cost_is_said(tmp_path: Path) -> None:
-    found = diagnosis(8, verdicts=[late_verdict(), path_verdict(), path_verdict(2, 5)])
+    found = diagnosis(8, verdicts=[LATE, SLOW_PATH, replace(SLOW_PATH, edge=(1, 3))])
     together = replace(found, savings_us={"dispatch": 500.0, "combine": 500.0})
     text = Reader(written(tmp_path, together)).text
     assert text.count("Without all causes together: 500 us less per operation.") == 1
@@ -225,12 +219,12 @@ def test_without_a_count_of_operations_times_are_of_the_window(tmp_path: Path) -
     reader = Reader(written(tmp_path, replace(found, measured={"dispatch": window})))
     assert "per operation" not in reader.text
     assert "operations not counted" in reader.text
-    assert "+503.5 us (95 %: 497 to 510) in the whole window" in reader.text
+    assert "+2,013 us (95 %: 1,990 to 2,040) in the whole window" in reader.text
 
 
 def test_events_name_operation_and_rank(tmp_path: Path) -> None:
     events = [Event("dispatch", 512, 4, 20000.0)]
-    text = Reader(written(tmp_path, diagnosis(8, events=events))).text
+    text = Reader(written(tmp_path, replace(diagnosis(8), events=events))).text
     assert "dispatch 512: everybody waited 20,000 us longer for rank 4 (node0 cuda:4)" in text
 
 
@@ -353,22 +347,22 @@ def test_a_hovered_cell_tells_its_value(quiet: browser.Browser, tmp_path: Path) 
     dispatch = found.measured["dispatch"]
     quiet.show(written(tmp_path, found))
 
-    lines = quiet.hover_cell(5, LATE_RANK)
-    assert lines[0] == "rank 5 (node0 cuda:5) waits for rank 2 (node0 cuda:2)"
-    assert shown_value(lines, "wait") == pytest.approx(dispatch.wait_us[5, 2], rel=SHOWN)
+    lines = quiet.hover_cell(6, LATE_RANK)
+    assert lines[0] == "rank 6 (node0 cuda:6) waits for rank 1 (node0 cuda:1)"
+    assert shown_value(lines, "wait") == pytest.approx(dispatch.wait_us[6, 1], rel=SHOWN)
     assert lines[2].startswith("wait ")
     assert re.sub(r"[\d,.]+", "#", lines[2]) == "wait # = late # + issue # + path # us"
-    assert lines[3] == f"{dispatch.tokens[5, 2]:.0f} tokens per operation"
+    assert lines[3] == f"{dispatch.tokens[6, 1]:.0f} tokens per operation"
 
     quiet.choose("part", "late")
-    late = shown_value(quiet.hover_cell(5, LATE_RANK), "late")
-    assert late == pytest.approx(dispatch.late_us[5, 2], rel=SHOWN)
-    other = shown_value(quiet.hover_cell(LATE_RANK, 5), "late")
-    assert other == pytest.approx(dispatch.late_us[2, 5], abs=0.06)
+    late = shown_value(quiet.hover_cell(6, LATE_RANK), "late")
+    assert late == pytest.approx(dispatch.late_us[6, 1], rel=SHOWN)
+    other = shown_value(quiet.hover_cell(LATE_RANK, 6), "late")
+    assert other == pytest.approx(dispatch.late_us[1, 6], abs=0.06)
 
     quiet.choose("operation", "combine")
-    combine = shown_value(quiet.hover_cell(5, LATE_RANK), "late")
-    assert combine == pytest.approx(found.measured["combine"].late_us[5, 2], rel=SHOWN)
+    combine = shown_value(quiet.hover_cell(6, LATE_RANK), "late")
+    assert combine == pytest.approx(found.measured["combine"].late_us[6, 1], rel=SHOWN)
 
 
 def test_the_late_column_stands_out_on_both_papers(quiet: browser.Browser, tmp_path: Path) -> None:
@@ -402,14 +396,15 @@ def test_keys_reach_every_cell(quiet: browser.Browser, tmp_path: Path) -> None:
 def test_a_verdict_is_marked_in_the_picture_that_shows_it(
     quiet: browser.Browser, tmp_path: Path
 ) -> None:
-    found = diagnosis(8, verdicts=[late_verdict("combine"), path_verdict()])
+    late = replace(LATE, operation="combine", effect_us=513.5, interval_us=(497.0, 530.0))
+    found = diagnosis(8, verdicts=[late, SLOW_PATH])
     quiet.show(written(tmp_path, found))
     rows = quiet.texts(".verdicts tbody tr")
     assert len(rows) == 4
     assert rows[0].startswith(
-        "Comp-Slow: late rank 2, node0 cuda:2 combine 503.5 (497 to 510) 93 %"
+        "Comp-Slow: late rank 1, node0 cuda:1 combine 513.5 (497 to 530) 98 %"
     )
-    assert "Check the link between them." in rows[3]
+    assert "Check the link from rank 2 to rank 5." in rows[3]
 
     quiet.click(".verdicts tbody tr:nth-child(2) button")
     assert quiet.text("#heat-caption").startswith("combine: late, microseconds per operation")
@@ -440,14 +435,14 @@ def test_the_timeline_tells_who_came_last_and_when(quiet: browser.Browser, tmp_p
     at = {key: float(value) for key, value in quiet.dataset("line").items()}
     width = quiet.driver.execute_script("return document.getElementById('line').clientWidth")
     lines = quiet.hover("line", width - 90, at["top"] + 3.5 * at["row"])
-    assert lines[0] == "dispatch 592: rank 2 (node0 cuda:2) came last"
+    assert lines[0] == "dispatch 1423: rank 1 (node0 cuda:1) came last"
     number = float(re.findall(r"[\d,.]+", lines[1])[0].replace(",", ""))
-    assert number == pytest.approx(recent.arrival_us[3, 2], rel=SHOWN)
+    assert number == pytest.approx(recent.arrival_us[3, 1], rel=SHOWN)
     assert lines[1].endswith("us after the wait began")
 
     lines = quiet.press("line", Keys.ESCAPE, Keys.ARROW_DOWN, Keys.ARROW_DOWN, Keys.ARROW_LEFT)
     second = np.argsort(recent.arrival_us[1])[-2]
-    assert lines[0] == f"dispatch 590: rank {second} (node0 cuda:{second})"
+    assert lines[0] == f"dispatch 1419: rank {second} (node0 cuda:{second})"
 
 
 def test_two_windows_can_be_switched(quiet: browser.Browser, tmp_path: Path) -> None:
@@ -460,7 +455,7 @@ def test_two_windows_can_be_switched(quiet: browser.Browser, tmp_path: Path) -> 
     assert later == pytest.approx(healthy.measured["combine"].wait_us[5, 3], abs=0.06)
 
     quiet.choose_window(0)
-    assert "rank 2" in quiet.texts(".headlines li")[0]
+    assert "rank 1" in quiet.texts(".headlines li")[0]
     assert len(quiet.texts(".verdicts tbody tr")) == 2
     earlier = shown_value(quiet.hover_cell(5, 3), "wait")
     assert earlier == pytest.approx(slow.measured["combine"].wait_us[5, 3], abs=0.06)
@@ -469,9 +464,9 @@ def test_two_windows_can_be_switched(quiet: browser.Browser, tmp_path: Path) -> 
 def test_sixty_four_ranks_on_eight_hosts(quiet: browser.Browser, tmp_path: Path) -> None:
     found = diagnosis(64)
     quiet.show(written(tmp_path, found))
-    lines = quiet.hover_cell(5, 2)
+    lines = quiet.hover_cell(5, LATE_RANK)
     assert shown_value(lines, "wait") == pytest.approx(
-        found.measured["dispatch"].wait_us[5, 2], rel=SHOWN
+        found.measured["dispatch"].wait_us[5, 1], rel=SHOWN
     )
     assert quiet.hover_cell(63, 17)[0] == "rank 63 (node7 cuda:7) waits for rank 17 (node2 cuda:1)"
     # A line between hosts, none within.
@@ -487,22 +482,21 @@ def test_sixty_four_ranks_on_eight_hosts(quiet: browser.Browser, tmp_path: Path)
 
 def test_host_names_stay_text(quiet: browser.Browser, tmp_path: Path) -> None:
     name = "</script><script>document.title='owned'</script><img src=x onerror=alert(1)>&amp;\"'"
-    verdict = late_verdict(where=f"{name} cuda:2", next_step=name, evidence={name: 1.0})
-    page = written(
-        tmp_path, diagnosis(4, hosts={2: name}, verdicts=[verdict], remarks=[name]), title=name
-    )
-    quiet.show(page)
+    verdict = replace(LATE, where=f"{name} cuda:1", next_step=name, evidence={name: 1.0})
+    found = diagnosis(4, verdicts=[verdict])
+    found = replace(found, hosts=("node0", name, "node0", "node0"), remarks=[name])
+    quiet.show(written(tmp_path, found, title=name))
     assert quiet.text("h1") == name
     assert quiet.driver.title.startswith(name)
     assert quiet.text(".remarks li") == name
     assert all(name in row for row in quiet.texts(".verdicts tbody tr"))
-    assert quiet.hover_cell(1, 2)[0] == f"rank 1 (node0 cuda:1) waits for rank 2 ({name} cuda:2)"
+    assert quiet.hover_cell(2, 1)[0] == f"rank 2 (node0 cuda:2) waits for rank 1 ({name} cuda:1)"
     assert quiet.driver.find_elements("css selector", "img") == []
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_the_smallest_groups(quiet: browser.Browser, tmp_path: Path, num_ranks: int) -> None:
-    found = diagnosis(num_ranks, verdicts=[], timeline=False, bandwidth=False)
+    found = diagnosis(num_ranks, verdicts=[], stamped=False)
     quiet.show(written(tmp_path, found))
     lines = quiet.hover_cell(num_ranks - 1, 0)
     expected = found.measured["dispatch"].wait_us[num_ranks - 1, 0]
@@ -529,7 +523,7 @@ def test_matrices_that_were_not_stored_are_not_drawn(
 
 def test_waits_only_shows_no_parts(quiet: browser.Browser, tmp_path: Path) -> None:
     unknown = np.full((8, 8), np.nan)
-    full = diagnosis(8, operations=["dispatch"], timeline=False, bandwidth=False)
+    full = diagnosis(8, operations=["dispatch"], stamped=False)
     waits = replace(
         full.measured["dispatch"],
         late_us=unknown,
@@ -553,7 +547,7 @@ def test_nothing_measured_hides_the_pictures(quiet: browser.Browser, tmp_path: P
 def test_a_row_is_marked_for_whom_everybody_overwhelms(
     quiet: browser.Browser, tmp_path: Path
 ) -> None:
-    hot = late_verdict(kind=MIXED_SLOW, cause="hot experts", rank=6, where="node0 cuda:6")
+    hot = replace(HOT, rank=6, where="node0 cuda:6")
     quiet.show(written(tmp_path, diagnosis(8, verdicts=[hot])))
     quiet.click(".verdicts button")
     assert quiet.text("#heat-caption").startswith("dispatch: tokens, tokens per operation")
@@ -565,9 +559,9 @@ def test_a_row_is_marked_for_whom_everybody_overwhelms(
 def test_a_thousand_ranks_can_be_read(quiet: browser.Browser, tmp_path: Path) -> None:
     found = diagnosis(1024, operations=["dispatch"])
     quiet.show(written(tmp_path, found))
-    lines = quiet.hover_cell(1000, 2)
-    assert lines[0].startswith("rank 1000 (node125 cuda:0) waits for rank 2")
-    expected = found.measured["dispatch"].wait_us[1000, 2]
+    lines = quiet.hover_cell(1000, LATE_RANK)
+    assert lines[0].startswith("rank 1000 (node125 cuda:0) waits for rank 1 (")
+    expected = found.measured["dispatch"].wait_us[1000, 1]
     assert shown_value(lines, "wait") == pytest.approx(expected, rel=5e-3)
     caption = quiet.text("#heat-caption")
     assert "rounded to 0.2 %" in caption

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from made_up import LATE_RANK, diagnosis, late_verdict, path_verdict
+from handmade import LATE, LATE_RANK, SLOW_PATH, diagnosis
 from matplotlib import image
 
 from deep_ep.diagnose.findings import Diagnosis, FloatArray
@@ -33,10 +33,10 @@ def words(folder: Path, found: Diagnosis) -> str:
 
 
 def test_the_verdicts_are_the_caption(tmp_path: Path) -> None:
-    found = diagnosis(8, verdicts=[late_verdict(), path_verdict()])
+    found = diagnosis(8, [replace(LATE, effect_us=503.5), SLOW_PATH])
     text = words(tmp_path, found).replace("\n", " ")
-    assert "Comp-Slow: rank 2 (node0 cuda:2) comes late in dispatch, +503.5 us" in text
-    assert "Comm-Slow: path 1 &gt; 3" in text or "Comm-Slow: path 1 > 3" in text
+    assert "Comp-Slow: rank 1 (node0 cuda:1) comes late in dispatch, +503.5 us" in text
+    assert "Comm-Slow: path 2 &gt; 5" in text or "Comm-Slow: path 2 > 5" in text
     assert "dispatch: waiting, us per operation" in text
     assert "combine: waiting, us per operation" in text
     assert "waited for: rank" in text
@@ -54,7 +54,7 @@ def test_numbers_of_the_matrix_stand_in_the_cells(tmp_path: Path) -> None:
     [([], "No anomaly: nothing stands out"), (["undecided, too few operations"], "Undecided, too")],
 )
 def test_without_a_cause_it_is_said_why(tmp_path: Path, remarks: list[str], said: str) -> None:
-    text = words(tmp_path, diagnosis(4, verdicts=[], remarks=remarks))
+    text = words(tmp_path, replace(diagnosis(4, []), remarks=remarks))
     assert said in text
     assert "Note:" not in text
 
@@ -70,7 +70,7 @@ def test_the_svg_refers_to_nothing_outside(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 64, 256, 1024])
 def test_groups_of_every_size_are_drawn(tmp_path: Path, num_ranks: int) -> None:
-    picture = drawn(tmp_path, diagnosis(num_ranks, operations=["dispatch"], timeline=False))
+    picture = drawn(tmp_path, diagnosis(num_ranks, operations=["dispatch"], stamped=False))
     assert picture.shape[1] >= num_ranks
     assert np.ptp(picture[..., :3]) > 0.5
 
@@ -112,8 +112,8 @@ def test_matrices_that_were_not_stored_are_left_out(tmp_path: Path) -> None:
 
 
 def test_many_verdicts_are_cut_with_their_number(tmp_path: Path) -> None:
-    verdicts = [path_verdict(0, rank, effect_us=rank) for rank in range(1, 31)]
-    found = replace(diagnosis(32, verdicts=verdicts), savings_us={"dispatch": 7.0})
+    verdicts = [replace(SLOW_PATH, edge=(0, rank), effect_us=rank) for rank in range(1, 31)]
+    found = replace(diagnosis(32, verdicts), savings_us={"dispatch": 7.0})
     text = words(tmp_path, found)
     assert "and 24 smaller causes" in text
     assert "path 0" in text
@@ -122,7 +122,7 @@ def test_many_verdicts_are_cut_with_their_number(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["a$b_$^", "</svg><script>", "\\frac"])
 def test_host_names_stay_text(tmp_path: Path, name: str) -> None:
-    text = words(tmp_path, diagnosis(4, verdicts=[late_verdict(where=f"{name} cuda:2")]))
+    text = words(tmp_path, diagnosis(4, [replace(LATE, where=f"{name} cuda:2")]))
     assert "cuda:2" in text
     assert "<script" not in (tmp_path / "picture.svg").read_text(encoding="utf-8").split("-->")[-1]
 

@@ -12,7 +12,8 @@ from typing import Any
 import handmade
 import numpy as np
 import pytest
-from generator import CPU, simulate
+from generator import simulate
+from generator_machines import CPU
 
 from deep_ep import EPArgumentError, faults
 from deep_ep.diagnose import saved

@@ -10,7 +10,8 @@ from pathlib import Path
 import handmade
 import numpy as np
 import pytest
-from generator import CPU, simulate
+from generator import simulate
+from generator_machines import CPU
 from handmade import ALL_KINDS, HICCUP, LATE, SLOW_PATH
 from rich.console import Console
 

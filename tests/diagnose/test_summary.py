@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from generator import CPU, GPU, simulate
+from generator import simulate
+from generator_machines import CPU, GPU
 
 from deep_ep import diagnose
 from deep_ep.faults import SlowPath, SlowRank

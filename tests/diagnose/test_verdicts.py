@@ -11,24 +11,20 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from generator import (
-    CPU,
-    GPU,
-    NORMAL,
+from generator import simulate, simulate_windows
+from generator_faults import (
     EarlyRank,
     Everything,
     GeneratorFault,
     Hiccup,
-    Machine,
     SlowEgress,
     SlowIngress,
     SlowNodePair,
     SlowRail,
     SlowReceive,
     SlowSend,
-    simulate,
-    simulate_windows,
 )
+from generator_machines import CPU, GPU, NORMAL, Machine
 from hypothesis import given
 from hypothesis import strategies as st
 

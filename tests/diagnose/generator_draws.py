@@ -1,0 +1,106 @@
+"""The random numbers of generated windows: heavy-tailed noise, clocks, and who gets which tokens."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from generator_machines import Setup
+
+from deep_ep.diagnose.findings import FloatArray, IntArray
+
+_NOISE_TABLE = 2**18
+
+
+class Draws(NamedTuple):
+    """All random numbers of a batch. First dimension: windows; noise is in units of its scale."""
+
+    personal: FloatArray  # [., num_ranks], about 1
+    clock_error: FloatArray  # [., num_ranks], us
+    drift: FloatArray  # [., num_ranks]
+    clock_zero: IntArray  # [., num_ranks], ns: each clock has its own
+    start: FloatArray  # [., num_ranks], us
+    wander: FloatArray  # [., operations, num_ranks], standard normal
+    gap: FloatArray  # [., operations, num_ranks]
+    send: FloatArray
+    drain: FloatArray
+    path: FloatArray  # [., operations, num_ranks, num_ranks]
+    tokens: IntArray  # [., rounds, expert rank, source]
+    load: FloatArray  # [., num_ranks]
+
+
+def draw(setup: Setup, share: FloatArray, seeds: Sequence[int]) -> Draws:
+    """Of one window per seed; share [windows, num_ranks]: of the tokens, as hot ranks have them."""
+    windows = [_draw_window(setup, share[i], seed) for i, seed in enumerate(seeds)]
+    return Draws(*(np.stack(values) for values in zip(*windows)))
+
+
+def _draw_window(setup: Setup, share: FloatArray, seed: int) -> Draws:
+    """Each quantity from its own stream, operation by operation."""
+    machine, num_ranks, operations = setup.machine, setup.num_ranks, setup.num_operations
+    streams = (
+        np.random.Generator(np.random.PCG64(s)) for s in np.random.SeedSequence(seed).spawn(7)
+    )
+    ranks, wander, gap, send, drain, path, routing = streams
+    table = _noise_table(machine.tail_degrees, machine.hiccup_share)
+    node, _ = machine.node_and_index(num_ranks)
+
+    def noise(stream: np.random.Generator, *shape: int) -> FloatArray:
+        return table[stream.integers(0, _NOISE_TABLE, shape, np.uint32)]
+
+    personal = 1.0 + machine.spread * np.clip(ranks.normal(size=num_ranks), -2, 2)
+    clocks, drifts = ranks.normal(size=(2, num_ranks))
+    host_clocks, host_drifts = ranks.normal(size=(2, num_ranks))[:, node]
+    clock_zero = ranks.integers(10**12, 10**15, num_ranks)
+    start = ranks.uniform(0, 10 * machine.jitter, num_ranks)
+
+    popularity = _popularity(machine.skew, routing.normal(size=num_ranks))
+    load = _with_hot_ranks(popularity, share)
+    shape = setup.num_rounds, num_ranks
+    tokens = routing.multinomial(setup.tokens_per_rank, load / load.sum(), shape)
+    return Draws(
+        personal=personal,
+        clock_error=machine.clock_error * clocks + machine.host_clock_error * host_clocks,
+        drift=(machine.drift_ppm * drifts + machine.host_drift_ppm * host_drifts) * 1e-6,
+        clock_zero=clock_zero,
+        start=start,
+        wander=wander.normal(size=(operations, num_ranks)),
+        gap=noise(gap, operations, num_ranks),
+        send=noise(send, operations, num_ranks),
+        drain=noise(drain, operations, num_ranks),
+        path=noise(path, operations, num_ranks, num_ranks),
+        tokens=np.swapaxes(tokens, 1, 2),
+        load=load,
+    )
+
+
+def _popularity(skew: float, normal: FloatArray) -> FloatArray:
+    """[num_ranks], mean 1: log-normal of relative standard deviation `skew`, cut at two of them."""
+    sigma = np.sqrt(np.log1p(skew**2))
+    popularity = np.exp(sigma * np.clip(normal, -2, 2))
+    return popularity / popularity.mean()
+
+
+def _with_hot_ranks(popularity: FloatArray, share: FloatArray) -> FloatArray:
+    """Hot ranks get their share of an even load, the others what is left in their proportions."""
+    hot = np.isfinite(share)
+    if not hot.any():
+        return popularity
+    left = max(popularity.size - share[hot].sum(), 0.0)
+    others = np.where(hot, 0.0, popularity)
+    return np.where(hot, share, others * left / max(others.sum(), 1e-12))
+
+
+@functools.lru_cache(maxsize=8)
+def _noise_table(tail_degrees: float, hiccup_share: float) -> npt.NDArray[np.float32]:
+    """Heavy-tailed noise to draw from: Student's t, and now and then a hiccup.
+
+    Drawing entries of a table costs a quarter of drawing afresh.
+    """
+    rng = np.random.default_rng(20250611)
+    noise = 0.8 * rng.standard_t(tail_degrees, _NOISE_TABLE)
+    hiccup = rng.random(_NOISE_TABLE) < hiccup_share
+    return (noise + np.where(hiccup, rng.exponential(10.0, _NOISE_TABLE), 0.0)).astype(np.float32)

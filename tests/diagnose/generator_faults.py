@@ -1,0 +1,227 @@
+"""Faults of generated windows: what each adds to a healthy run, and what may be said about it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Union
+
+import numpy as np
+from generator_machines import TOKEN_BYTES, Setup
+
+from deep_ep import faults as injectable
+from deep_ep.diagnose.findings import COMM_SLOW, COMP_SLOW, MIXED_SLOW, BoolArray, FloatArray
+from deep_ep.faults import ClockFault, HotRank, SlowPath, SlowRank
+
+Key = tuple[str, Union[int, tuple, None]]
+
+# A rank whose experts handle this much more or less than an even share may be named for it.
+_TOLERATED_LOAD = 0.1
+
+
+@dataclass(frozen=True)
+class _RankDelay:
+    rank: int
+    delay_s: float
+
+
+class EarlyRank(_RankDelay):
+    """Rank `rank` has `delay_s` less to do before each operation."""
+
+
+class SlowSend(_RankDelay):
+    """Rank `rank` takes `delay_s` longer to send."""
+
+
+class SlowReceive(_RankDelay):
+    """Rank `rank` takes `delay_s` longer to take in what has arrived."""
+
+
+class SlowIngress(_RankDelay):
+    """Data from everybody to `rank` takes `delay_s` longer."""
+
+
+class SlowEgress(_RankDelay):
+    """Data from `rank` to everybody takes `delay_s` longer."""
+
+
+@dataclass(frozen=True)
+class SlowNodePair:
+    """Data from any rank of node `src` to any rank of node `dst` takes `delay_s` longer."""
+
+    src: int
+    dst: int
+    delay_s: float
+
+
+@dataclass(frozen=True)
+class SlowRail:
+    """Data between devices `index` of different nodes takes `delay_s` longer."""
+
+    index: int
+    delay_s: float
+
+
+@dataclass(frozen=True)
+class Everything:
+    """Every path takes `delay_s` longer: only a group's own history shows it."""
+
+    delay_s: float
+
+
+@dataclass(frozen=True)
+class Hiccup:
+    """Rank `rank` is late by `delay_s` once, in operation number `operation`: no lasting cause."""
+
+    rank: int
+    operation: int
+    delay_s: float
+
+
+GeneratorFault = Union[
+    injectable.Fault,
+    EarlyRank,
+    SlowSend,
+    SlowReceive,
+    SlowIngress,
+    SlowEgress,
+    SlowNodePair,
+    SlowRail,
+    Everything,
+    Hiccup,
+]
+
+
+# --- what they add --------------------------------------------------------------------------------
+
+
+class Extra(NamedTuple):
+    """What the faults of a batch add, in us; its first dimension: windows."""
+
+    gap: FloatArray  # [., num_ranks]
+    early: FloatArray
+    send: FloatArray
+    drain: FloatArray
+    drift: FloatArray  # [., num_ranks], us per us
+    path: FloatArray  # [., receiver, source]
+    path_per_token: FloatArray
+    share: FloatArray  # [., num_ranks]: of the tokens, 1 is even; NaN: as the machine has it
+    hiccups: Mapping[int, Sequence[tuple[int, int, float]]]  # by operation: (window, rank, us)
+
+
+def added_by(faults: Sequence[Sequence[GeneratorFault]], setup: Setup) -> Extra:
+    """faults: of each window."""
+    num_ranks, size = setup.num_ranks, len(faults)
+    gap, early, send, drain, drift = np.zeros((5, size, num_ranks))
+    path, path_per_token = np.zeros((2, size, num_ranks, num_ranks))
+    share = np.full((size, num_ranks), np.nan)
+    hiccups: dict[int, list[tuple[int, int, float]]] = {}
+    own_work = {SlowRank: gap, EarlyRank: early, SlowSend: send, SlowReceive: drain}
+    for i, members in enumerate(faults):
+        for fault in members:
+            us = getattr(fault, "delay_s", 0.0) * 1e6
+            if type(fault) in own_work:
+                own_work[type(fault)][i, fault.rank] += us
+            elif isinstance(fault, HotRank):
+                share[i, fault.rank] = fault.share
+            elif isinstance(fault, Hiccup):
+                hiccups.setdefault(fault.operation, []).append((i, fault.rank, us))
+            elif isinstance(fault, ClockFault):  # its offset is measured away, its drift is not
+                drift[i, fault.rank] += fault.drift_ppm * 1e-6
+            else:
+                slow = _slow_paths(fault, setup)
+                path[i, slow] += us
+                if isinstance(fault, SlowPath) and fault.bytes_per_s:
+                    path_per_token[i, slow] += TOKEN_BYTES / fault.bytes_per_s * 1e6
+    return Extra(gap, early, send, drain, drift, path, path_per_token, share, hiccups)
+
+
+def _slow_paths(fault: GeneratorFault, setup: Setup) -> BoolArray:
+    """[receiver, source]: which paths a fault of paths is on."""
+    node, index = setup.machine.node_and_index(setup.num_ranks)
+    rank = np.arange(setup.num_ranks)
+    everybody = rank >= 0
+    if isinstance(fault, SlowPath):
+        return np.outer(rank == fault.dst, rank == fault.src)
+    if isinstance(fault, SlowIngress):
+        return np.outer(rank == fault.rank, everybody)
+    if isinstance(fault, SlowEgress):
+        return np.outer(everybody, rank == fault.rank)
+    if isinstance(fault, SlowNodePair):
+        return np.outer(node == fault.dst, node == fault.src)
+    if isinstance(fault, SlowRail):
+        return np.outer(index == fault.index, index == fault.index)
+    if isinstance(fault, Everything):
+        return np.outer(everybody, everybody)
+    raise TypeError(f"{fault!r} is not a fault of the generator")
+
+
+# --- what is true of them -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Truth:
+    """What is the matter in one window.
+
+    Attributes:
+        keys: (kind, subject) of the lasting causes that the other ranks show, as
+            `faults.expected_verdicts` has them; of ingress, egress, early ranks: the rank; of node
+            pairs ("nodes", source, destination); of rails ("rail", index).
+        effects_us: microseconds per operation that were injected, per key; of hot ranks what their
+            tokens cost more ahead of each combine.
+        tolerated: keys that are true although nothing was injected: ranks whose experts are
+            in demand, or are not.
+        everything_us: by how much all paths are slower.
+        events: (operation number, rank) of single hiccups.
+    """
+
+    keys: frozenset[Key]
+    effects_us: Mapping[Key, float]
+    tolerated: frozenset[Key] = frozenset()
+    everything_us: float = 0.0
+    events: frozenset[tuple[int, int]] = frozenset()
+
+
+def truth_of(faults: Sequence[GeneratorFault], setup: Setup, load: FloatArray) -> Truth:
+    """Of one window; load [num_ranks]: how popular each rank's experts are, 1 is even."""
+    effects: dict[Key, float] = {}
+    # The lateness of a hot rank cannot be told from that of its experts.
+    hidden = {(COMP_SLOW, fault.rank) for fault in faults if isinstance(fault, HotRank)}
+    for fault in faults:
+        key = _key(fault)
+        if key is not None and key not in hidden:
+            effects[key] = effects.get(key, 0.0) + _effect_us(fault, setup)
+    tolerated = np.flatnonzero(np.abs(load - 1.0) > _TOLERATED_LOAD)
+    return Truth(
+        keys=frozenset(effects),
+        effects_us=effects,
+        tolerated=frozenset((MIXED_SLOW, int(rank)) for rank in tolerated) - set(effects),
+        everything_us=sum(f.delay_s for f in faults if isinstance(f, Everything)) * 1e6,
+        events=frozenset((f.operation, f.rank) for f in faults if isinstance(f, Hiccup)),
+    )
+
+
+def _key(fault: GeneratorFault) -> Key | None:
+    """None: it is no lasting cause, or cannot be seen within one window."""
+    if isinstance(fault, (SlowRank, SlowSend, SlowReceive)):
+        return COMP_SLOW, fault.rank
+    if isinstance(fault, (SlowIngress, SlowEgress)):
+        return COMM_SLOW, fault.rank
+    if isinstance(fault, SlowPath):
+        return COMM_SLOW, (fault.src, fault.dst)
+    if isinstance(fault, SlowNodePair):
+        return COMM_SLOW, ("nodes", fault.src, fault.dst)
+    if isinstance(fault, SlowRail):
+        return COMM_SLOW, ("rail", fault.index)
+    if isinstance(fault, (EarlyRank, HotRank)):
+        return MIXED_SLOW, fault.rank
+    return None
+
+
+def _effect_us(fault: GeneratorFault, setup: Setup) -> float:
+    if isinstance(fault, HotRank):
+        return (fault.share - 1) * setup.tokens_per_rank * setup.machine.compute_per_token
+    if isinstance(fault, SlowPath) and fault.bytes_per_s:
+        even = setup.tokens_per_rank / setup.num_ranks
+        return fault.delay_s * 1e6 + even * TOKEN_BYTES / fault.bytes_per_s * 1e6
+    return float(fault.delay_s) * 1e6

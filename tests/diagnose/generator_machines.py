@@ -1,0 +1,164 @@
+"""How healthy ranks behave, and which operations they go through again and again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from deep_ep.diagnose.findings import FloatArray, IntArray
+
+TOKEN_BYTES = 7168
+
+
+@dataclass(frozen=True)
+class Machine:
+    """How healthy ranks behave; times in microseconds, token costs in microseconds per token.
+
+    Attributes:
+        gap, compute_per_token: between two operations; ahead of a combine, per token handled.
+        send, drain: before and after waiting, each with a part per token.
+        path: latency of a path within a node; path_same_rail between devices of equal index of
+            two nodes, path_cross_rail between others of two nodes; None: as within a node.
+        path_per_token: and per token; path_per_token_between: between nodes; None: as within.
+        jitter: scale of the noise of each piece of work of a rank.
+        path_jitter: scale of the noise of each path.
+        tail_degrees: of freedom of Student's t, the noise's shape.
+        hiccup_share: of the pieces of work and paths that are much slower, by 10 jitters on average.
+        spread: how far healthy ranks differ from each other for good, as a share of their work.
+        wander: how far the speed of each drifts slowly to and fro, likewise.
+        skew: how far the loads of healthy ranks differ, as a standard deviation relative to their
+            mean; popularity of experts is log-normal.
+        ranks_per_node: None: all ranks share one node.
+        clock_error, host_clock_error: what measured clock offsets are wrong by, standard deviations
+            over ranks, over hosts.
+        drift_ppm, host_drift_ppm: how fast the clocks drift apart since they were measured.
+        true_arrival: whether an arrival before the begin of waiting is stamped as such, or as the
+            begin of waiting, as CUDA kernels do.
+        hook_us: work between sending and beginning to wait.
+        device: "cpu" or "cuda".
+    """
+
+    gap: float
+    compute_per_token: float
+    send: float
+    send_per_token: float
+    path: float
+    path_per_token: float
+    drain: float
+    drain_per_token: float
+    jitter: float
+    path_jitter: float
+    path_same_rail: float | None = None
+    path_cross_rail: float | None = None
+    path_per_token_between: float | None = None
+    tail_degrees: float = 3.0
+    hiccup_share: float = 0.01
+    spread: float = 0.01
+    wander: float = 0.002
+    skew: float = 0.0
+    ranks_per_node: int | None = None
+    clock_error: float = 0.0
+    host_clock_error: float = 0.0
+    drift_ppm: float = 0.0
+    host_drift_ppm: float = 0.0
+    true_arrival: bool = True
+    hook_us: float = 0.0
+    device: str = "cpu"
+
+    def node_and_index(self, num_ranks: int) -> tuple[IntArray, IntArray]:
+        """[num_ranks] int64 each: a rank's node, and its device's index on it."""
+        node, index = np.divmod(np.arange(num_ranks), self.ranks_per_node or num_ranks)
+        return node, index
+
+    def latency(self, num_ranks: int) -> tuple[FloatArray, FloatArray]:
+        """[receiver, source] each: us of every path, and us per token."""
+        node, index = self.node_and_index(num_ranks)
+        between = node[:, None] != node[None, :]
+        same_rail = index[:, None] == index[None, :]
+        values = [self.path_same_rail, self.path_cross_rail, self.path_per_token_between]
+        defaults = [self.path, self.path, self.path_per_token]
+        rail, cross, per_token = (d if v is None else v for v, d in zip(values, defaults))
+        path = np.where(between, np.where(same_rail, rail, cross), self.path)
+        return path, np.where(between, per_token, self.path_per_token)
+
+
+CPU = Machine(
+    gap=800.0,
+    compute_per_token=0.2,
+    send=3000.0,
+    send_per_token=1.0,
+    path=2.0,
+    path_per_token=0.0,
+    drain=1500.0,
+    drain_per_token=1.0,
+    jitter=400.0,
+    path_jitter=1.0,
+)
+GPU = Machine(
+    gap=150.0,
+    compute_per_token=0.05,
+    send=10.0,
+    send_per_token=0.01,
+    path=8.0,
+    path_per_token=0.05,
+    path_same_rail=12.0,
+    path_cross_rail=14.0,
+    path_per_token_between=0.14,
+    drain=10.0,
+    drain_per_token=0.01,
+    jitter=3.0,
+    path_jitter=1.0,
+    clock_error=0.3,
+    true_arrival=False,
+    device="cuda",
+    spread=0.003,
+)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One operation of a round.
+
+    Attributes:
+        name: as snapshots name it.
+        gap: what of the machine's gap stands before it.
+        computes: whether the experts work before it.
+        tokens: "dispatched", "returned", "forwarded" (to the gateway of a node), or "none".
+        same_rail_only: whether only sources of the receiver's device index send to it.
+        own_times_only: whether nothing is stamped per source.
+    """
+
+    name: str
+    gap: float = 1.0
+    computes: bool = False
+    tokens: str = "dispatched"
+    same_rail_only: bool = False
+    own_times_only: bool = False
+
+
+LOW_LATENCY = (Kind("dispatch"), Kind("combine", computes=True, tokens="returned"))
+# The parts of a normal dispatch one after the other, each with an operation number of its own.
+NORMAL = (
+    Kind("notify", tokens="none", own_times_only=True),
+    Kind("gateway dispatch", gap=0.05, tokens="forwarded", same_rail_only=True),
+    Kind("normal dispatch", gap=0.05),
+    Kind("normal combine", computes=True, tokens="returned"),
+)
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What all windows of a call of `simulate_windows` have in common; attributes as there."""
+
+    machine: Machine
+    num_ranks: int
+    num_rounds: int
+    tokens_per_rank: int
+    capacity: int
+    kinds: tuple[Kind, ...]
+
+    @property
+    def num_operations(self) -> int:
+        """Of all kinds together."""
+        return self.num_rounds * len(self.kinds)

@@ -1,0 +1,181 @@
+"""The run itself: the protocol followed causally, operation after operation, and stamped."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from generator_draws import draw
+from generator_faults import GeneratorFault, added_by
+from generator_machines import Kind, Setup
+from generator_recording import (
+    ARRIVAL,
+    ENTERED,
+    EXIT,
+    ISSUED,
+    OP,
+    PREVIOUS_EXIT,
+    TOKENS,
+    WAIT_BEGIN,
+)
+
+from deep_ep.diagnose.findings import FloatArray, IntArray
+
+# `previous_exit` is stamped at the very end, `exit` before the counters are written.
+_EXIT_STAMPS_APART_US = 0.5
+# Nobody enters an operation sooner than this after the one before.
+_LEAST_GAP_US = 1.0
+# Operations over which the drift of a rank's speed forgets itself.
+_WANDER_OPERATIONS = 100.0
+
+
+class Batch:
+    """Windows that go through the operations together.
+
+    Attributes:
+        stamps: [windows, operations, receiver, source or own, 4] int64, as rings hold them.
+        exits: [windows, operations + 1, num_ranks], us; the first is the start.
+        loads: [windows, num_ranks], how popular each rank's experts are; 1 is even.
+    """
+
+    def __init__(
+        self, setup: Setup, faults: Sequence[Sequence[GeneratorFault]], seeds: Sequence[int]
+    ) -> None:
+        self.setup = setup
+        self.seeds = seeds
+        size, ranks = len(faults), setup.num_ranks
+        self.stamps = np.zeros((size, setup.num_operations, ranks, ranks + 1, 4), np.int64)
+        run = _Run(setup, faults, seeds)
+        self.exits, self.loads = run.exits(self.stamps), run.draws.load
+
+    @functools.cached_property
+    def healthy_exits(self) -> FloatArray:
+        """`exits` of the same windows without faults."""
+        return _Run(self.setup, [()] * len(self.seeds), self.seeds).exits()
+
+
+class _Operation(NamedTuple):
+    """One operation of all windows; times in us on a clock that nobody has."""
+
+    tokens: IntArray  # [windows, receiver, source]
+    entered: FloatArray  # [windows, num_ranks]
+    issued: FloatArray  # [windows, receiver, source]
+    wait_begin: FloatArray  # [windows, num_ranks]
+    arrival: FloatArray  # [windows, receiver, source]; -inf: nothing is sent
+    exit: FloatArray  # [windows, num_ranks]
+
+
+class _Run:
+    """All windows of a batch, with the faults of each."""
+
+    def __init__(
+        self, setup: Setup, faults: Sequence[Sequence[GeneratorFault]], seeds: Sequence[int]
+    ) -> None:
+        num_ranks = setup.num_ranks
+        self.setup = setup
+        self.extra = added_by(faults, setup)
+        self.draws = draw(setup, self.extra.share, seeds)
+        path, path_per_token = setup.machine.latency(num_ranks)
+        self.path = path + self.extra.path
+        self.path_per_token = path_per_token + self.extra.path_per_token
+        self.own = np.eye(num_ranks, dtype=bool)
+        self.node, index = setup.machine.node_and_index(num_ranks)
+        self.same_rail = index[:, None] == index[None, :]
+        # A source issues to one destination after the other, to the last when all is sent.
+        self.order = 1 - 0.2 * (1 - (np.arange(num_ranks)[:, None] + 1) / num_ranks)
+
+    def exits(self, stamps: IntArray | None = None) -> FloatArray:
+        """Follows the protocol; returns exits and fills in `stamps`, as `Batch` has them."""
+        exits = [self.draws.start]
+        wander = self.draws.wander[:, 0]
+        memory = np.exp(-1.0 / _WANDER_OPERATIONS)
+        for op in range(self.setup.num_operations):
+            if op:
+                wander = memory * wander + np.sqrt(1 - memory**2) * self.draws.wander[:, op]
+            speed = self.draws.personal + self.setup.machine.wander * wander
+            operation = self._operation(op, speed, exits[-1])
+            if stamps is not None:
+                self._stamp(stamps[:, op], op, operation, exits[-1])
+            exits.append(operation.exit)
+        return np.stack(exits, axis=1)
+
+    def _operation(self, op: int, speed: FloatArray, previous_exit: FloatArray) -> _Operation:
+        machine, draws, extra = self.setup.machine, self.draws, self.extra
+        kind = self._kind(op)
+        tokens = self._tokens(kind, draws.tokens[:, op // len(self.setup.kinds)])
+        outgoing, incoming = tokens.sum(axis=1), tokens.sum(axis=2)
+
+        gap = kind.gap * machine.gap
+        if kind.computes:
+            gap = gap + machine.compute_per_token * outgoing
+        gap = speed * gap + machine.jitter * draws.gap[:, op] - extra.early
+        entered = previous_exit + np.maximum(gap, _LEAST_GAP_US) + extra.gap
+        for place, rank, late_us in extra.hiccups.get(op + 1, ()):
+            entered[place, rank] += late_us
+
+        send = speed * (machine.send + machine.send_per_token * outgoing)
+        send = np.maximum(send + machine.jitter / 3 * draws.send[:, op], 0.0) + extra.send
+        order = 1.0 if kind.own_times_only else self.order
+        issued = entered[:, None, :] + send[:, None, :] * order
+        wait_begin = entered + send + machine.hook_us * draws.personal
+
+        path = self.path + self.path_per_token * tokens
+        path = path + machine.path_jitter * np.abs(draws.path[:, op])
+        arrival = issued + np.where(self.own, 0.0, path)
+        if kind.same_rail_only:
+            arrival = np.where(self.same_rail, arrival, -np.inf)
+        ready = np.maximum(wait_begin, arrival.max(axis=2))
+
+        drain = speed * (machine.drain + machine.drain_per_token * incoming)
+        drain = np.maximum(drain + machine.jitter / 3 * draws.drain[:, op], 0.0) + extra.drain
+        return _Operation(tokens, entered, issued, wait_begin, arrival, ready + drain)
+
+    def _kind(self, op: int) -> Kind:
+        return self.setup.kinds[op % len(self.setup.kinds)]
+
+    def _tokens(self, kind: Kind, dispatched: IntArray) -> IntArray:
+        """[windows, receiver, source], from what experts' ranks get of each source."""
+        if kind.tokens == "none":
+            return np.zeros_like(dispatched)
+        if kind.tokens == "returned":
+            return np.swapaxes(dispatched, 1, 2)
+        if kind.tokens == "forwarded":
+            same_node = (self.node[:, None] == self.node[None, :]).astype(np.int64)
+            return np.where(self.same_rail, same_node @ dispatched, 0)
+        return dispatched
+
+    def _stamp(
+        self, stamps: IntArray, op: int, done: _Operation, previous_exit: FloatArray
+    ) -> None:
+        """Fills in `stamps` [windows, receiver, source or own, 4]."""
+        kind, zero = self._kind(op), self.draws.clock_zero
+        # What a receiver takes a source's clock to be wrong by.
+        wrong = self.draws.clock_error + (self.draws.drift + self.extra.drift) * done.entered
+        wrong = wrong[:, :, None] - wrong[:, None, :]
+        seen = done.arrival
+        if kind.own_times_only:  # all that is seen is the last
+            seen = np.broadcast_to(seen.max(axis=2)[:, :, None], seen.shape)
+        if not self.setup.machine.true_arrival:
+            seen = np.maximum(seen, done.wait_begin[:, :, None])
+        sources, own = stamps[:, :, :-1], stamps[:, :, -1]
+        sources[..., ENTERED] = _to_ns(done.entered[:, None, :] + wrong, zero)
+        sources[..., ISSUED] = _to_ns(done.issued + wrong, zero)
+        sources[..., ARRIVAL] = _to_ns(np.where(np.isfinite(seen), seen, 0.0), zero)
+        sources[..., TOKENS] = done.tokens
+        if kind.own_times_only:
+            sources[:, ~self.own] = 0
+        elif kind.same_rail_only:
+            sources[:, ~self.same_rail] = 0
+        own[..., OP] = op + 1
+        own[..., WAIT_BEGIN] = _to_ns(done.wait_begin, zero)
+        own[..., EXIT] = _to_ns(done.exit, zero)
+        if op:
+            own[..., PREVIOUS_EXIT] = _to_ns(previous_exit + _EXIT_STAMPS_APART_US, zero)
+
+
+def _to_ns(us: FloatArray, zero: IntArray) -> IntArray:
+    """On the clock of the receiver, the second dimension."""
+    stamps: IntArray = np.rint(us * 1e3).astype(np.int64)
+    return stamps + (zero[:, :, None] if us.ndim == 3 else zero)
