@@ -20,7 +20,7 @@ from generator_faults import Key
 
 from deep_ep import diagnose
 from deep_ep.diagnose.classic import Diagnose
-from deep_ep.diagnose.waits import judge_waits
+from deep_ep.diagnose.waits.judge import judge_waits
 
 OURS, MEAN_NORMALISED, WAITS_ONLY = "deep_ep", "mean-normalised rule", "waits only"
 JUDGES = (OURS, MEAN_NORMALISED, WAITS_ONLY)

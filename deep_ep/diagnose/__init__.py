@@ -32,8 +32,9 @@ from deep_ep.diagnose.report import heatmap_svg, report, save_svg
 from deep_ep.diagnose.saved import load, save
 from deep_ep.diagnose.snapshot import Snapshot, snapshot
 from deep_ep.diagnose.summary import Summary, summarize
-from deep_ep.diagnose.verdict import Thresholds, judge, verdicts
-from deep_ep.diagnose.waits import judge_waits
+from deep_ep.diagnose.thresholds import Thresholds
+from deep_ep.diagnose.verdict import judge, verdicts
+from deep_ep.diagnose.waits.judge import judge_waits
 from deep_ep.group import as_group
 
 __all__ = [

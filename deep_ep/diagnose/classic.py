@@ -32,8 +32,9 @@ import torch
 from deep_ep import backend, env
 from deep_ep.diagnose import wording
 from deep_ep.diagnose.findings import FloatArray, IntArray, Verdict
-from deep_ep.diagnose.mailbox import Mailbox, open_mailbox
-from deep_ep.diagnose.waits import judge_waits, square_matrix
+from deep_ep.diagnose.mailbox import Mailbox, Rounds, open_mailbox
+from deep_ep.diagnose.waits.judge import judge_waits
+from deep_ep.diagnose.waits.square import square_matrix
 from deep_ep.errors import EPArgumentError, ranks_text
 from deep_ep.group import Group, as_group
 
@@ -368,6 +369,7 @@ class _Worker:
         warming_time_s: float,
     ) -> None:
         self._mailbox = mailbox
+        self._rounds = Rounds(mailbox)
         self._windows = windows
         self._judge = judge
         self._log = log
@@ -403,46 +405,33 @@ class _Worker:
         number = 0
         while not self._stopped.wait(pause_s):
             pause_s = self._interval_s
-            for rank in range(1, self._mailbox.size):
-                self._mailbox.post(f"ask/{number}/{rank}", b"")
-            answers = [self._mine()] + self._gather(number)
+            self._rounds.call(number, b"")
+            answers = {0: self._mine()}
+            answers.update(self._rounds.collect(number, max(self._interval_s, _ANSWER_S)))
             # The first look only ends what was measured while the program warmed up.
             if number and not self._stopped.is_set():
                 self._results(answers)
             number += 1
 
-    def _gather(self, number: int) -> list[bytes | None]:
-        """What the other ranks say; `None` who did not answer in time."""
-        deadline = time.monotonic() + max(self._interval_s, _ANSWER_S)
-        answers = []
-        for rank in range(1, self._mailbox.size):
-            left_s = max(deadline - time.monotonic(), 0.0)
-            answers.append(self._mailbox.wait(f"answer/{number}/{rank}", left_s))
-            if number:  # what came too late to the question before
-                self._mailbox.discard(f"answer/{number - 1}/{rank}")
-        return answers
-
     def _answer(self) -> None:
         number = 0
-        rank = self._mailbox.rank
-        while self._mailbox.wait(f"ask/{number}/{rank}", None) is not None:
-            self._mailbox.post(f"answer/{number}/{rank}", self._mine())
+        while self._rounds.await_call(number) is not None:
+            self._rounds.answer(number, self._mine())
             number += 1
 
     def _mine(self) -> bytes:
         rows = [window.take(read) for window, read in zip(self._windows, self._readers)]
         return np.stack(rows).tobytes() + socket.gethostname().encode()
 
-    def _results(self, answers: list[bytes | None]) -> None:
+    def _results(self, answers: dict[int, bytes]) -> None:
         size = self._mailbox.size
         waits = np.full((len(self._windows), len(_KINDS), size, size), np.nan)
         hosts = [""] * size
         num_bytes = waits[:, :, 0].nbytes
-        for rank, answer in enumerate(answers):
-            if answer is not None:
-                rows = np.frombuffer(answer[:num_bytes], np.int64)
-                waits[:, :, rank] = rows.reshape(waits[:, :, rank].shape)
-                hosts[rank] = answer[num_bytes:].decode()
+        for rank, answer in answers.items():
+            rows = np.frombuffer(answer[:num_bytes], np.int64)
+            waits[:, :, rank] = rows.reshape(waits[:, :, rank].shape)
+            hosts[rank] = answer[num_bytes:].decode()
         for window, matrices in zip(self._windows, waits):
             self._judge.results(window.name, matrices, hosts)
 

@@ -14,7 +14,7 @@ Two principles:
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,9 +23,8 @@ from deep_ep.diagnose.findings import FloatArray
 from deep_ep.diagnose.gather import Matrices
 from deep_ep.diagnose.paths import Paths, split_paths
 from deep_ep.diagnose.stats import (
-    MAD_TO_SIGMA,
-    MEDIAN_COST,
     healthy,
+    huber,
     lower_median,
     median,
     median_of,
@@ -40,6 +39,8 @@ _NEAR = 2.0
 _SWEEPS = 2
 # How far healthy ranks are expected to differ for good, as a share of their time.
 _HEALTHY_DIFFERENCE = 0.005
+# A scale of n normal values is wrong by so many times itself over the root of n.
+_SCALE_COST = 1.17
 # The cost of a token is taken from the operations of each rank when what it explains is known this
 # well, in ns or as a share.
 _COST_KNOWN_NS = 1_000.0
@@ -75,8 +76,27 @@ class Effect:
             self.below,
             self.above,
             self.count,
-            _for_good(spread, noise),
+            _for_good(spread, noise, self.value.size),
         )
+
+
+def pooled(effects: Sequence[Effect]) -> Effect:
+    """The mean over operation kinds, each as far as it is known; at least one."""
+    values, errors = (np.array([getattr(x, name) for x in effects]) for name in ("value", "error"))
+    known = np.isfinite(values + errors)
+    kinds = np.where(known.any(axis=0), known.sum(axis=0), np.nan)
+    value = np.where(known, values, 0.0).sum(axis=0) / kinds
+    error = np.sqrt(np.where(known, errors**2, 0.0).sum(axis=0)) / kinds
+    counts = np.where(known, [x.count for x in effects], 0.0)
+    count = counts.sum(axis=0)
+    above, below = (
+        np.sum(counts * np.nan_to_num(shares), axis=0) / np.maximum(count, 1.0)
+        for shares in ([x.above for x in effects], [x.below for x in effects])
+    )
+    noise = float(np.nan_to_num(median_of(error)))
+    reference, spread = healthy(value, float(np.hypot(noise, min(x.spread for x in effects))))
+    for_good = _for_good(spread, noise, value.size)
+    return Effect(value - reference, error, above, below, count, for_good)
 
 
 @dataclass(frozen=True)
@@ -201,8 +221,7 @@ def _compare(values: FloatArray, m: Matrices, known_to: FloatArray | None = None
     deviation = values - of_operation
     count = np.sum(np.isfinite(deviation), axis=0).astype(np.float64)
     safe = np.maximum(count, 1.0)
-    noisy = MAD_TO_SIGMA * median(np.abs(deviation - effect), 0)
-    error = MEDIAN_COST * noisy / np.sqrt(safe)
+    effect, error = huber(deviation)
     # Ranks are equally noisy unless they show otherwise; a quiet spell is luck.
     error = np.fmax(error, median_of(error))
     noise = float(np.nan_to_num(median_of(error)))
@@ -223,12 +242,13 @@ def _compare(values: FloatArray, m: Matrices, known_to: FloatArray | None = None
     # What was taken out wrongly was taken out of the reference as well.
     at_reference = np.abs(effect) <= _NEAR * max(noise, spread)
     error = np.hypot(error, known_to - np.nan_to_num(median_of(known_to[at_reference])))
-    return Effect(effect, error, above, below, count, _for_good(spread, noise))
+    return Effect(effect, error, above, below, count, _for_good(spread, noise, num_ranks))
 
 
-def _for_good(spread: float, noise: float) -> float:
-    """What of the spread between ranks is more than the error of each."""
-    return float(np.sqrt(max(spread**2 - noise**2, 0.0)))
+def _for_good(spread: float, noise: float, num_ranks: int) -> float:
+    """What of the spread between ranks is more than the error of each, which itself varies."""
+    by_chance = noise * (1.0 + _SCALE_COST / np.sqrt(num_ranks))
+    return float(np.sqrt(max(spread**2 - by_chance**2, 0.0)))
 
 
 def _lateness(late: FloatArray) -> FloatArray:

@@ -23,7 +23,7 @@ class History:
 
     _levels: dict[tuple[str, int], list[float]] = field(default_factory=dict)
     _since: dict[tuple[str, int], int] = field(default_factory=dict)
-    windows: int = 0
+    _windows: int = 0
 
     def shifts(self, e: Estimates, floor_ns: float) -> list[tuple[int, float, float, int]]:
         """Classes of paths of this kind that became slower: (class, reference, shift, windows).
@@ -46,12 +46,16 @@ class History:
             spread = float(np.median(np.abs(np.array(past) - reference))) if past else 0.0
             shifted = level - reference > max(floor_ns, 10 * spread)
             if len(past) >= _WINDOWS and shifted:
-                self._since.setdefault(key, self.windows)
+                self._since.setdefault(key, self._windows)
                 found.append(
-                    (link, reference, level - reference, self.windows - self._since[key] + 1)
+                    (link, reference, level - reference, self._windows - self._since[key] + 1)
                 )
                 continue
             self._since.pop(key, None)
             past.append(level)
             del past[:-_KEPT]
         return found
+
+    def end_window(self) -> None:
+        """All kinds of this window have been asked for."""
+        self._windows += 1

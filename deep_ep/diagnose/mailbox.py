@@ -4,15 +4,19 @@ A mailbox lives on a `torch.distributed` store: that of the process group where 
 one of its own. Connections are its own in any case, so that whoever waits here keeps nobody waiting.
 A key has one reader and is deleted when read: a job of weeks does not fill the store. What nobody
 reads stays until the store goes; `discard` takes it out.
+
+`Rounds` is how a background thread of every rank uses it: rank 0 calls, the others answer.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import socket
 import threading
 import time
 import uuid
+from collections import deque
 from datetime import timedelta
 from typing import Any
 
@@ -25,6 +29,8 @@ _CONNECT_S = 30.0
 _LONGEST = timedelta(days=20)
 # A wait that ends by timeout is loud in a TCPStore, so bounded waits look now and then: chosen.
 _FIRST_LOOK_S, _LAST_LOOK_S = 0.001, 0.05
+# Answers that came too late and have not been found yet; at least those of one round.
+_UNREAD_KEPT = 64
 
 # Stores of groups whose ranks are threads, from the moment rank 0 makes one until all have it.
 _of_threads: dict[str, Any] = {}
@@ -132,6 +138,70 @@ class Mailbox:
                 return False
             pause_s = min(2 * pause_s, _LAST_LOOK_S)
         return True
+
+
+class Rounds:
+    """Rank 0 calls, the others answer, round after round. Over a mailbox that serves nothing else.
+
+    Attributes:
+        silent: on rank 0, ranks that did not answer in time and have not since: number of the first
+            round that they missed, and when that ended, seconds since the epoch.
+    """
+
+    def __init__(self, mailbox: Mailbox) -> None:
+        self.silent: dict[int, tuple[int, float]] = {}
+        self._mailbox = mailbox
+        self._others = set(range(1, mailbox.size))
+        self._unread: deque[str] = deque(maxlen=max(_UNREAD_KEPT, mailbox.size))
+
+    def call(self, number: int, data: bytes) -> None:
+        """Rank 0: begins a round, or says again what it is about."""
+        for rank in self._others:
+            self._mailbox.post(_key("call", number, rank), data)
+
+    def await_call(self, number: int) -> bytes | None:
+        """Another rank: what the round is about; `None` if the mailbox was closed."""
+        return self._mailbox.wait(_key("call", number, self._mailbox.rank), None)
+
+    def answer(self, number: int, data: bytes) -> None:
+        """Another rank: says its part."""
+        self._mailbox.post(_key("answer", number, self._mailbox.rank), data)
+
+    def collect(
+        self, number: int, timeout_s: float, silent_s: float = math.inf
+    ) -> dict[int, bytes]:
+        """Rank 0: the answers that come in time, by rank; those of silent ranks are last.
+
+        Args:
+            number: of the round.
+            timeout_s: for all ranks together.
+            silent_s: and at most so long for a rank that was silent before.
+        """
+        deadline = time.monotonic() + timeout_s
+        answers = {}
+        for rank in sorted(self._others, key=lambda rank: (rank in self.silent, rank)):
+            key = _key("answer", number, rank)
+            left_s = max(deadline - time.monotonic(), 0.0)
+            data = self._mailbox.wait(key, min(left_s, silent_s) if rank in self.silent else left_s)
+            if data is None:
+                self.silent.setdefault(rank, (number, time.time()))
+                self._unread.append(key)
+            else:
+                self.silent.pop(rank, None)
+                answers[rank] = data
+        for _ in range(len(self._unread)):
+            late = self._unread.popleft()
+            if not self._mailbox.discard(late):
+                self._unread.append(late)
+        return answers
+
+    def dismiss(self, rank: int) -> None:
+        """Rank 0: that rank is not called any more."""
+        self._others.discard(rank)
+
+
+def _key(kind: str, number: int, rank: int) -> str:
+    return f"{kind}/{number}/{rank}"
 
 
 def open_mailbox(group: Group, name: str) -> Mailbox:

@@ -20,7 +20,6 @@ import sys
 import threading
 import time
 import weakref
-from collections import deque
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -30,11 +29,12 @@ from deep_ep import env, rendezvous
 from deep_ep.diagnose.changes import Changes
 from deep_ep.diagnose.gather import gather
 from deep_ep.diagnose.history import History
-from deep_ep.diagnose.mailbox import Mailbox, is_lost, open_mailbox
+from deep_ep.diagnose.mailbox import Rounds, is_lost, open_mailbox
 from deep_ep.diagnose.records import Record, Writer
 from deep_ep.diagnose.snapshot import Observed, Snapshot, observe
 from deep_ep.diagnose.summary import Summary, summarize
-from deep_ep.diagnose.verdict import MIN_OPERATIONS, judge
+from deep_ep.diagnose.thresholds import MIN_OPERATIONS
+from deep_ep.diagnose.verdict import judge
 from deep_ep.errors import EPArgumentError
 
 if TYPE_CHECKING:
@@ -51,8 +51,6 @@ _END_S = 2.0
 _SHORTEST_LOOK_S, _LONGEST_LOOK_S = 0.002, 0.02
 # Matrices are recorded when verdicts change, and in every so manieth window.
 _FULL_EVERY = 30
-# Shares that came too late and have not been found yet.
-_UNREAD_KEPT = 64
 
 _log = logging.getLogger("deep_ep.diagnose")
 _numbers = itertools.count()
@@ -113,6 +111,7 @@ class Monitor:
         rendezvous.together(group, "starting its diagnosis", lambda: self._snapshot().operation)
         self._before = self._snapshot()
         self._mailbox = open_mailbox(group, "diagnose")
+        self._rounds = Rounds(self._mailbox)
         self._thread = threading.Thread(
             target=self._run, name=f"deep_ep.diagnose rank {group.rank}", daemon=True
         )
@@ -149,7 +148,7 @@ class Monitor:
             _running.discard(self)
 
     def _lead(self) -> None:
-        jury = _Jury(self._mailbox, self._folder)
+        jury = _Jury(self._rounds, self._folder)
         last = False
         while not last:
             now, operation, last = self._end_of_window()
@@ -157,23 +156,22 @@ class Monitor:
             if not (enough or last):
                 continue
             self._window += 1
-            for rank in range(1, self._mailbox.size):
-                self._post("call", rank, _Call(operation if enough else None, last))
+            self._call(_Call(operation if enough else None, last))
             if enough:
                 share = self._share(operation, now)
                 jury.judge(self._window, share, _LAST_SHARES_S if last else _SHARES_S)
 
     def _follow(self) -> None:
-        rank, last = self._mailbox.rank, False
+        last = False
         while not last:
             self._window += 1
-            data = self._mailbox.wait(_key("call", self._window, rank), None)
+            data = self._rounds.await_call(self._window)
             if data is None:
                 return
             call: _Call = pickle.loads(data)
             last = call.last
             if call.operation is not None:
-                self._post("share", rank, self._share(call.operation, self._reach(call.operation)))
+                self._answer(self._share(call.operation, self._reach(call.operation)))
 
     def _end_of_window(self) -> tuple[Snapshot, int, bool]:
         """Waits for the end of a window: the counters then, its last operation, whether it is the last."""
@@ -257,8 +255,11 @@ class Monitor:
             except queue.Empty:
                 return
 
-    def _post(self, kind: str, rank: int, content: _Call | _Share) -> None:
-        self._mailbox.post(_key(kind, self._window, rank), pickle.dumps(content))
+    def _call(self, call: _Call) -> None:
+        self._rounds.call(self._window, pickle.dumps(call))
+
+    def _answer(self, share: _Share) -> None:
+        self._rounds.answer(self._window, pickle.dumps(share))
 
     def _stop(self, error: Exception) -> None:
         """Says why; tells whoever would wait for this rank."""
@@ -268,12 +269,11 @@ class Monitor:
             level = logging.INFO
         try:
             if rank != 0:
-                self._post("share", rank, _Share(None, (f"rank {rank} stopped: {reason}",)))
+                self._answer(_Share(None, (f"rank {rank} stopped: {reason}",)))
             else:
                 # The others wait for this call, or have had it and wait for the next.
                 for _ in range(2):
-                    for other in range(1, self._mailbox.size):
-                        self._post("call", other, _Call(None, last=True))
+                    self._call(_Call(None, last=True))
                     self._window += 1
         except RuntimeError:
             # The store is gone and with it rank 0's process, or that says so itself.
@@ -284,18 +284,15 @@ class Monitor:
 class _Jury:
     """Rank 0: collects the shares of a window, judges, logs what changed, writes records."""
 
-    def __init__(self, mailbox: Mailbox, folder: Path | None) -> None:
+    def __init__(self, rounds: Rounds, folder: Path | None) -> None:
         number = next(_numbers)
-        self._mailbox = mailbox
+        self._rounds = rounds
         self._group = f"{socket.gethostname()}-{os.getpid()}-{number}"
         self._label = f"buffer {number}: " if number else ""
         self._folder = folder
         self._writer: Writer | None = None
         self._changes = Changes()
         self._history = History()
-        self._stopped: set[int] = set()
-        self._silent: dict[int, str] = {}  # rank: since when
-        self._unread: deque[str] = deque(maxlen=_UNREAD_KEPT)
 
     def judge(self, window: int, own: _Share, timeout_s: float) -> None:
         """One window, from this rank's share on."""
@@ -303,7 +300,11 @@ class _Jury:
         time_s = time.time()
         summaries = [share.summary for share in shares if share.summary is not None]
         diagnosis = judge(gather(summaries), None, self._history)
-        silent = [f"rank {rank} has not reported since {t}" for rank, t in self._silent.items()]
+        silent = [
+            f"rank {rank} has not reported since window {missed} "
+            f"({time.strftime('%X', time.localtime(since))})"
+            for rank, (missed, since) in self._rounds.silent.items()
+        ]
         said = [remark for share in shares for remark in share.remarks]
         diagnosis = replace(diagnosis, remarks=[*diagnosis.remarks, *said, *silent])
         news = self._changes.verdicts(diagnosis)
@@ -316,28 +317,11 @@ class _Jury:
 
     def _collect(self, window: int, timeout_s: float) -> list[_Share]:
         """Shares of the other ranks, of those that come in time."""
-        deadline = time.monotonic() + timeout_s
-        shares = []
-        ranks = [rank for rank in range(1, self._mailbox.size) if rank not in self._stopped]
-        for rank in sorted(ranks, key=lambda rank: rank in self._silent):
-            key = _key("share", window, rank)
-            left_s = max(0.0, deadline - time.monotonic())
-            data = self._mailbox.wait(
-                key, min(left_s, _SILENT_S) if rank in self._silent else left_s
-            )
-            if data is None:
-                self._silent.setdefault(rank, f"window {window} ({time.strftime('%X')})")
-                self._unread.append(key)
-                continue
-            self._silent.pop(rank, None)
-            share: _Share = pickle.loads(data)
-            if share.summary is None:
-                self._stopped.add(rank)
-            shares.append(share)
-        for _ in range(len(self._unread)):
-            late = self._unread.popleft()
-            if not self._mailbox.discard(late):
-                self._unread.append(late)
+        shares: list[_Share] = []
+        for rank, data in self._rounds.collect(window, timeout_s, _SILENT_S).items():
+            shares.append(pickle.loads(data))
+            if shares[-1].summary is None:
+                self._rounds.dismiss(rank)
         return shares
 
     def _write(self, record: Record, with_matrices: bool) -> None:
@@ -350,10 +334,6 @@ class _Jury:
         except OSError as error:
             _say(f"{self._label}no more records: {_reason(error)}")
             self._folder = None
-
-
-def _key(kind: str, window: int, rank: int) -> str:
-    return f"{kind}/{window}/{rank}"
 
 
 def _num_ops(snapshot: Snapshot) -> int:

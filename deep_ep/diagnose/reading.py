@@ -20,7 +20,7 @@ from deep_ep.diagnose.gather import gather
 from deep_ep.diagnose.records import Log, Record
 from deep_ep.diagnose.snapshot import Snapshot
 from deep_ep.diagnose.verdict import judge
-from deep_ep.diagnose.waits import judge_waits
+from deep_ep.diagnose.waits.judge import judge_waits
 from deep_ep.errors import EPArgumentError, ranks_text
 
 _EXPECTED = (

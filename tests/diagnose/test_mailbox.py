@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from deep_ep.diagnose import mailbox as mailboxes
-from deep_ep.diagnose.mailbox import Mailbox, open_mailbox
+from deep_ep.diagnose.mailbox import Mailbox, Rounds, open_mailbox
 from deep_ep.errors import EPTransportError, EPUsageError
 from deep_ep.group import Group, MpiGroup, as_group, thread_groups
 from launch import raise_failures, run_processes
@@ -144,6 +144,67 @@ def test_what_nobody_reads_can_be_discarded(open_boxes: Callable[[int], list[Mai
     assert zero.wait("too late", 0) is None
     zero.close()
     one.close()
+
+
+def rounds_of(open_boxes: Callable[[int], list[Mailbox]]) -> tuple[list[Mailbox], list[Rounds]]:
+    boxes = open_boxes(3)
+    return boxes, [Rounds(box) for box in boxes]
+
+
+@BOXES
+def test_in_a_round_rank_0_calls_and_the_others_answer(
+    open_boxes: Callable[[int], list[Mailbox]],
+) -> None:
+    boxes, rounds = rounds_of(open_boxes)
+    for number in range(3):
+        rounds[0].call(number, b"what?")
+        for rank in (1, 2):
+            assert rounds[rank].await_call(number) == b"what?"
+            rounds[rank].answer(number, bytes([rank]))
+        assert rounds[0].collect(number, 10) == {1: b"\x01", 2: b"\x02"}
+    assert rounds[0].silent == {}
+    boxes[1].close()
+    assert rounds[1].await_call(3) is None
+    for box in boxes:
+        box.close()
+
+
+@BOXES
+def test_who_missed_a_round_is_silent_until_in_time_again_and_leaves_nothing_behind(
+    open_boxes: Callable[[int], list[Mailbox]],
+) -> None:
+    boxes, rounds = rounds_of(open_boxes)
+    for number in range(3):
+        rounds[2].answer(number, b"2")
+        began = time.monotonic()
+        assert rounds[0].collect(number, 0.05 if number == 0 else 60, 0.01) == {2: b"2"}
+        assert time.monotonic() - began < 30, "a silent rank is waited for as if it were not"
+    ((rank, (missed, since)),) = rounds[0].silent.items()
+    assert (rank, missed) == (1, 0)
+    assert 0 <= time.time() - since < 60
+    for number in range(4):  # the rank goes on, with all that it was asked
+        rounds[1].answer(number, b"late")
+    assert rounds[0].collect(3, 0.05) == {1: b"late"}
+    assert list(rounds[0].silent) == [2]
+    assert not any(boxes[0].discard(f"answer/{number}/1") for number in range(4))
+    for box in boxes:
+        box.close()
+
+
+@BOXES
+def test_who_is_dismissed_is_neither_called_nor_waited_for(
+    open_boxes: Callable[[int], list[Mailbox]],
+) -> None:
+    boxes, rounds = rounds_of(open_boxes)
+    rounds[0].dismiss(1)
+    rounds[0].dismiss(1)
+    rounds[0].call(0, b"what?")
+    assert boxes[1].wait("call/0/1", 0) is None
+    rounds[2].answer(0, b"2")
+    assert rounds[0].collect(0, 60) == {2: b"2"}
+    assert rounds[0].silent == {}
+    for box in boxes:
+        box.close()
 
 
 def test_mailboxes_of_one_name_are_different_ones() -> None:

@@ -25,8 +25,9 @@ from deep_ep.diagnose import changes, monitor, records
 from deep_ep.diagnose.changes import Changes, verdict_line
 from deep_ep.diagnose.findings import COMM_SLOW, COMP_SLOW, Diagnosis, Verdict
 from deep_ep.diagnose.mailbox import Mailbox
-from deep_ep.diagnose.verdict import Thresholds, judge
-from deep_ep.diagnose.waits import judge_waits
+from deep_ep.diagnose.thresholds import Thresholds
+from deep_ep.diagnose.verdict import judge
+from deep_ep.diagnose.waits.judge import judge_waits
 from deep_ep.errors import EPArgumentError
 from deep_ep.group import thread_groups
 from launch import DEVICE, Ranks, raise_failures, run_processes

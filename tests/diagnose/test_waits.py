@@ -12,7 +12,7 @@ import torch
 from deep_ep import EPArgumentError
 from deep_ep.diagnose.classic import diagnose_matrix
 from deep_ep.diagnose.findings import COMM_SLOW, COMP_SLOW, MIXED_SLOW, Diagnosis
-from deep_ep.diagnose.waits import judge_waits
+from deep_ep.diagnose.waits.judge import judge_waits
 
 Matrix = npt.NDArray[np.float64]
 
@@ -233,6 +233,9 @@ def test_a_slow_pair_of_nodes_is_one_cause() -> None:
     (verdict,) = judge_waits(waits, hosts=[f"node{rank // 8}" for rank in range(32)]).verdicts
     assert (verdict.kind, verdict.cause, verdict.subject) == (COMM_SLOW, PAIR, ("nodes", 3, 1))
     assert verdict.where == "node3 > node1"
+    (guessed,) = judge_waits(waits, hosts=["host"] * 32).verdicts
+    assert guessed.subject == ("nodes", 3, 1)
+    assert guessed.where == "", "nodes within one host have no names"
 
 
 REAL = """
@@ -397,3 +400,11 @@ def test_a_thousand_ranks_half_of_them_late() -> None:
     waits[:513, 513:] += 3000.0
     waits[513:] = generator.gamma(2.0, 10.0, (511, 1024))
     assert found(judge_waits(waits)) == {(SENDER, rank) for rank in range(513, 1024)}
+
+
+def test_devices_are_counted_on_their_host_whatever_the_nodes() -> None:
+    one_rank_each = judge_waits(late(8, 3, wait=4e5), hosts=[f"h{i}" for i in range(8)])
+    (verdict,) = one_rank_each.verdicts
+    assert verdict.where == "h3 device:0"
+    guessed = judge_waits(two_nodes(), hosts=["h"] * 16)
+    assert guessed.devices == tuple(range(16))

@@ -1,0 +1,139 @@
+"""A cause that a rule has found: its verdict, all but the savings, and what to replay for those."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from deep_ep.diagnose.estimate import Estimates
+from deep_ep.diagnose.findings import COMM_SLOW, BoolArray, FloatArray, Verdict
+from deep_ep.diagnose.gather import Place
+from deep_ep.diagnose.stats import certainty
+from deep_ep.diagnose.thresholds import JudgedKind
+from deep_ep.diagnose.whatif import Gain
+
+_NORMAL_95 = 1.96
+
+
+@dataclass(frozen=True)
+class Found:
+    """A verdict while savings are still to be worked out, with what its cause adds."""
+
+    verdict: Verdict
+    kind: JudgedKind
+    gain: Gain
+
+
+@dataclass(frozen=True)
+class Size:
+    """How large an effect is, ns per operation.
+
+    Attributes:
+        effect: above what is usual.
+        error: its standard error.
+        tests: among how many like it this one was found.
+        spread: how far healthy ranks or paths differ for good, standard deviation.
+    """
+
+    effect: float
+    error: float
+    tests: int
+    spread: float = 0.0
+
+    @property
+    def interval_us(self) -> tuple[float, float]:
+        """95 %; NaN where no error is known."""
+        half = _NORMAL_95 * math.hypot(self.error, self.spread)
+        if not half > 0:
+            return float("nan"), float("nan")
+        return (self.effect - half) / 1e3, (self.effect + half) / 1e3
+
+
+def found_cause(
+    kind: JudgedKind,
+    verdict_kind: str,
+    cause: str,
+    size: Size,
+    cells: BoolArray,
+    gain: Gain,
+    **rest: Any,
+) -> Found:
+    """A verdict on a rank.
+
+    Args:
+        kind: the operation kind that shows it.
+        verdict_kind, cause: class and sub-class.
+        size: of the effect.
+        cells: [receiver, source], whose waiting it explains.
+        gain: what to take away for the savings.
+        rest: further fields of the verdict.
+    """
+    e = kind.e
+    verdict = Verdict(
+        kind=verdict_kind,
+        cause=cause,
+        operation=e.operation,
+        effect_us=size.effect / 1e3,
+        interval_us=size.interval_us,
+        share=_share(e, cells),
+        duration_us=e.duration_ns / 1e3,
+        certainty=certainty(size.effect, size.error, size.tests) if e.has_stamps else float("nan"),
+        **{"rank": None, "edge": None, "seen_in": float("nan"), **rest},
+    )
+    return Found(replace(verdict, where=_where(verdict, e.m.place)), kind, gain)
+
+
+def found_on_paths(
+    kind: JudgedKind,
+    cause: str,
+    effect_ns: float,
+    paths: Any,
+    tests: int,
+    spread_ns: float = 0.0,
+    **rest: Any,
+) -> Found:
+    """A verdict on `paths`, an index into [receiver, source]."""
+    cells = np.zeros(kind.e.blame.shape, dtype=bool)
+    cells[paths] = True
+    np.fill_diagonal(cells, False)
+    size = Size(effect_ns, _mean_error(kind.e.m.path_error[cells]), tests, spread_ns)
+    gain = Gain(kind.e.operation, paths=paths, path_ns=effect_ns)
+    return found_cause(kind, COMM_SLOW, cause, size, cells, gain, **rest)
+
+
+def own_times(e: Estimates, rank: int) -> dict[str, float]:
+    """What a rank does in an operation by itself, as evidence."""
+    return {
+        "gap us": float(e.gap_ns[rank]) / 1e3,
+        "send us": float(e.send_ns[rank]) / 1e3,
+        "drain us": float(e.drain_ns[rank]) / 1e3,
+    }
+
+
+def _where(verdict: Verdict, place: Place) -> str:
+    def at(rank: int) -> str:
+        return f"{place.hosts[rank]} {place.device}:{place.devices[rank]}".strip()
+
+    def on(node: int) -> str:
+        return place.hosts[int(np.flatnonzero(place.nodes == node)[0])]
+
+    if verdict.rank is not None:
+        return at(verdict.rank)
+    if verdict.edge is not None:
+        return f"{at(verdict.edge[0])} > {at(verdict.edge[1])}"
+    if verdict.nodes is not None:
+        return f"{on(verdict.nodes[0])} > {on(verdict.nodes[1])}"
+    return "" if verdict.rail is None else f"all hosts {place.device}:{verdict.rail}"
+
+
+def _share(e: Estimates, cells: BoolArray) -> float:
+    total = float(np.sum(e.blame))
+    return float(np.sum(e.blame[cells])) / total if total > 0 else 0.0
+
+
+def _mean_error(errors: FloatArray) -> float:
+    known = errors[np.isfinite(errors)]
+    return float(np.sqrt(np.mean(known**2) / known.size)) if known.size else float("nan")

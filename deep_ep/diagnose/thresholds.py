@@ -1,0 +1,129 @@
+"""What an effect must exceed to become a verdict, and the estimates of a kind measured against it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from deep_ep.diagnose.estimate import Effect, Estimates
+from deep_ep.diagnose.stats import z_for
+
+# Fewer operations say nothing.
+MIN_OPERATIONS = 8
+# Beyond so many `clock_ns` no path is judged.
+_CLOCKS_LOST = 10.0
+# That a rank takes longer is certain before its tokens are asked; standard errors of their part.
+_EXPLAINED = 3.0
+
+
+@dataclass(frozen=True)
+class Thresholds:
+    """What an effect must exceed to become a verdict.
+
+    Attributes:
+        delta_ns: the smallest effect of interest.
+        fraction: and of the operation's duration.
+        own_fraction: and, for ranks, of a healthy rank's own time around an operation.
+        path_fraction: and, for paths, of what a healthy path takes.
+        false_alarms: chance of any false verdict in a healthy window, from which follows how many
+            standard errors an effect must exceed.
+        spread: and in standard deviations by which healthy ranks, paths differ for good.
+        load: a rank may be hot when it handles this many times an even share of the tokens, and
+            what a token costs is known.
+        high_load: and when it is not known.
+        clock_ns: how far measured clock offsets may be wrong; matters where too few ranks are there
+            to find it out.
+    """
+
+    delta_ns: float
+    fraction: float = 0.02
+    own_fraction: float = 0.03
+    path_fraction: float = 0.15
+    false_alarms: float = 1e-8
+    spread: float = 6.0
+    load: float = 1.12
+    high_load: float = 1.35
+    clock_ns: float = 0.0
+
+    @classmethod
+    def for_device(cls, device: str) -> Thresholds:
+        """Chosen on generated windows of other seeds than those reported; CPU ranks are noisier."""
+        if device == "cuda":
+            return cls(delta_ns=3_000.0, spread=4.0, clock_ns=4_000.0)
+        return cls(delta_ns=100_000.0)
+
+    def floor_ns(self, duration_ns: float) -> float:
+        """The smallest effect worth a verdict in an operation of this duration."""
+        relative = self.fraction * duration_ns if math.isfinite(duration_ns) else 0.0
+        return max(self.delta_ns, relative)
+
+
+@dataclass(frozen=True)
+class JudgedKind:
+    """One operation kind with its thresholds, while the rules run."""
+
+    e: Estimates
+    limits: Thresholds
+
+    @property
+    def floor(self) -> float:
+        """The smallest effect worth a verdict, ns."""
+        # Means carry every hiccup and have no error to compare with: ask for twice as much.
+        return self.limits.floor_ns(self.e.duration_ns) * (1.0 if self.e.has_stamps else 2.0)
+
+    @property
+    def rank_floor(self) -> float:
+        """And of a rank's own time."""
+        return max(self.floor, self.limits.own_fraction * float(np.nan_to_num(self.e.own_ns)))
+
+    @property
+    def clocks_are_lost(self) -> bool:
+        """Whether clocks have drifted so far that it is not known which paths could be seen."""
+        lost_ns = _CLOCKS_LOST * self.limits.clock_ns
+        return bool(lost_ns > 0 and np.abs(self.e.paths.clock).max(initial=0.0) > lost_ns)
+
+    @property
+    def z_ranks(self) -> float:
+        """Standard errors that no rank of a healthy group exceeds."""
+        return z_for(4 * self.e.load.size, self.limits.false_alarms)
+
+    @property
+    def z_paths(self) -> float:
+        """And no path."""
+        return z_for(self.e.load.size**2, self.limits.false_alarms)
+
+    def bar(self, effect: Effect, rank: int) -> float:
+        """What a rank's effect must exceed."""
+        noise = math.hypot(
+            self.z_ranks * float(effect.error[rank]), self.limits.spread * effect.spread
+        )
+        return max(self.rank_floor + float(effect.error[rank]), noise)
+
+    def exceeds(self, effect: Effect, rank: int) -> bool:
+        """Whether an effect is big, certain, out of the ordinary and usual for the rank."""
+        return bool(
+            effect.value[rank] > self.bar(effect, rank)
+            and effect.count[rank] >= MIN_OPERATIONS
+            and mostly(effect.above[rank], effect.count[rank])
+        )
+
+    def costs(self, rank: int) -> bool:
+        """Whether a rank certainly takes longer, and what its tokens explain is much of it."""
+        e = self.e
+        error = float(e.busy.error[rank])
+        longer = e.busy.value[rank] > max(self.rank_floor + error, self.z_ranks * error)
+        explained = e.token_time[rank] > max(self.floor, _EXPLAINED * float(e.token_error[rank]))
+        return bool(
+            e.cost_known
+            and longer
+            and explained
+            and e.busy.count[rank] >= MIN_OPERATIONS
+            and mostly(e.busy.above[rank], e.busy.count[rank])
+        )
+
+
+def mostly(share: float, count: float) -> bool:
+    """Two standard deviations more often than a fair coin would."""
+    return bool(count > 0 and share >= 0.5 + 1.0 / math.sqrt(count))
