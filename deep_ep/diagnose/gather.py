@@ -8,14 +8,14 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from deep_ep.diagnose.findings import Bandwidth, BoolArray, FloatArray, IntArray, Measured, Timeline
 from deep_ep.diagnose.snapshot import Snapshot
 from deep_ep.diagnose.stats import median, median_of
-from deep_ep.diagnose.summary import KEPT_ARRIVALS, KindSummary, Summary, summarize
+from deep_ep.diagnose.summary import KindSummary, Summary, summarize
 from deep_ep.errors import EPArgumentError, EPError
 
 if TYPE_CHECKING:
@@ -30,6 +30,24 @@ KINDS = (
     "normal dispatch",
     "normal combine",
 )
+# What Matrices have of each KindSummary, with what stands for a rank that did not report.
+_PER_OPERATION = dict.fromkeys(
+    ("gap", "span", "drain", "wait", "duration", "received", "last_arrival"), np.nan
+) | {"last": -1}
+_PER_PAIR = dict.fromkeys(
+    (
+        "wait_parts",
+        "late",
+        "late_error",
+        "send",
+        "path",
+        "path_error",
+        "path_low",
+        "tokens",
+        "active",
+    ),
+    np.nan,
+) | {"path_count": 0.0, "path_hidden": False, "path_moments": 0.0, "blame": 0.0}
 
 
 @dataclass(frozen=True)
@@ -70,8 +88,8 @@ class Matrices:
         counted: operations counted, the most of any rank.
         ops: [n] int64, numbers of the operations with raw stamps; empty: only totals were there.
         gap, span, drain, wait, duration, received: [n, num_ranks]; one row of means without stamps.
-        last, last_arrival: [n, num_ranks, k], the latest sources of each receiver, -1 and NaN where
-            there is none.
+        last, last_arrival: [n, num_ranks, 2], the two latest sources of each receiver, -1 and NaN
+            where there is none.
         wait_parts: [3, num_ranks, num_ranks], late, issue and path part of the waiting.
         path_hidden: [num_ranks, num_ranks] bool.
         path_moments: [3, num_ranks, num_ranks].
@@ -235,92 +253,54 @@ def _place(summaries: Sequence[Summary], num_ranks: int) -> Place:
 
 
 def _gather_kind(kind: str, place: Place, by_rank: Mapping[int, KindSummary]) -> Matrices:
-    num_ranks = place.num_ranks
-    with_stamps = {rank: s for rank, s in by_rank.items() if s.ops.size}
-    ops = (
-        np.unique(np.concatenate([s.ops for s in with_stamps.values()]))
-        if with_stamps
-        else np.zeros(0, np.int64)
-    )
     # Means of ranks without stamps do not mix with medians of the others.
+    with_stamps = {rank: s for rank, s in by_rank.items() if s.ops.size}
     used = with_stamps or by_rank
-    rows = max(ops.size, 1)
+    ops = np.unique(np.concatenate([s.ops for s in used.values()]))
+    ranks, counted = np.array(list(used)), np.array(list(by_rank))
+    # Where the operations of each rank go, one after the other; means are one row.
+    rows = [
+        np.searchsorted(ops, s.ops) if ops.size else np.zeros(1, np.int64) for s in used.values()
+    ]
+    row, column = np.concatenate(rows), np.repeat(ranks, [r.size for r in rows])
 
-    places = {
-        rank: np.searchsorted(ops, s.ops) if ops.size else np.zeros(1, np.int64)
-        for rank, s in used.items()
-    }
-    reporting = list(used)
-
-    def per_pair(field: Callable[[KindSummary], FloatArray]) -> FloatArray:
-        matrix = np.full((num_ranks, num_ranks), np.nan)
-        matrix[reporting] = [field(s) for s in used.values()]
-        return matrix
-
-    def per_operation(name: str) -> FloatArray:
-        series = np.full((rows, num_ranks), np.nan)
-        for rank, s in used.items():
-            series[places[rank], rank] = getattr(s, name)
+    def per_operation(name: str, fill: float) -> FloatArray:
+        values = np.concatenate([getattr(s, name) for s in used.values()])
+        shape = (max(ops.size, 1), place.num_ranks, *values.shape[1:])
+        series = np.full(shape, fill, values.dtype)
+        series[row, column] = values
         return series
 
-    last = np.full((rows, num_ranks, KEPT_ARRIVALS), -1, np.int64)
-    last_arrival = np.full(last.shape, np.nan)
-    parts = np.full((3, num_ranks, num_ranks), np.nan)
-    moments = np.zeros(parts.shape)
-    hidden = np.zeros((num_ranks, num_ranks), dtype=bool)
-    busy = np.full(num_ranks, np.nan)
-    for rank, s in used.items():
-        parts[:, rank] = s.wait_parts
-        moments[:, rank] = s.path_moments
-        hidden[rank] = s.path_hidden
-        busy[rank] = s.busy
-        kept = s.last.shape[1]
-        last[places[rank], rank, :kept] = s.last
-        last_arrival[places[rank], rank, :kept] = s.last_arrival
+    def per_pair(name: str, fill: float) -> FloatArray:
+        values = np.stack([getattr(s, name) for s in used.values()], axis=-2)
+        matrix = np.full((*values.shape[:-2], place.num_ranks, place.num_ranks), fill, values.dtype)
+        matrix[..., ranks, :] = values
+        return matrix
 
-    counted = list(by_rank)
-    totals: dict[str, FloatArray] = {}
-    own: dict[str, FloatArray] = {}
-    first = by_rank[counted[0]]
-    for name in first.totals:
-        totals[name] = np.full((num_ranks, num_ranks), np.nan)
-        totals[name][counted] = [s.totals[name] for s in by_rank.values()]
-    for name in first.own:
-        own[name] = np.full(num_ranks, np.nan)
-        own[name][counted] = [s.own[name] for s in by_rank.values()]
-    present = np.zeros(num_ranks, dtype=bool)
-    present[counted] = True
+    def counters(values: Sequence[Mapping[str, Any]], *shape: int) -> dict[str, FloatArray]:
+        filled = {name: np.full((place.num_ranks, *shape), np.nan) for name in values[0]}
+        for name, of_all in filled.items():
+            of_all[counted] = [of_rank[name] for of_rank in values]
+        return filled
+
+    busy = np.full(place.num_ranks, np.nan)
+    busy[ranks] = [s.busy for s in used.values()]
+    own = counters([s.own for s in by_rank.values()])
+    stacked: dict[str, Any] = {
+        **{name: per_operation(name, fill) for name, fill in _PER_OPERATION.items()},
+        **{name: per_pair(name, fill) for name, fill in _PER_PAIR.items()},
+    }
     return Matrices(
         operation=kind,
         place=place,
-        present=present,
+        present=np.isin(np.arange(place.num_ranks), counted),
         counted=int(np.nanmax(own["ops"])),
         ops=ops,
-        gap=per_operation("gap"),
-        span=per_operation("span"),
-        drain=per_operation("drain"),
-        wait=per_operation("wait"),
-        duration=per_operation("duration"),
-        received=per_operation("received"),
-        last=last,
-        last_arrival=last_arrival,
-        wait_parts=parts,
-        late=per_pair(lambda s: s.late),
-        late_error=per_pair(lambda s: s.late_error),
-        send=per_pair(lambda s: s.send),
-        path=per_pair(lambda s: s.path),
-        path_error=per_pair(lambda s: s.path_error),
-        path_low=per_pair(lambda s: s.path_low),
-        path_count=np.nan_to_num(per_pair(lambda s: s.path_count)),
-        path_hidden=hidden,
-        path_moments=moments,
-        tokens=per_pair(lambda s: s.tokens),
-        blame=np.nan_to_num(per_pair(lambda s: s.blame)),
-        active=per_pair(lambda s: s.active),
         busy=busy,
-        totals=totals,
+        totals=counters([s.totals for s in by_rank.values()], place.num_ranks),
         own=own,
         timeline=_timeline(with_stamps),
+        **stacked,
     )
 
 

@@ -16,8 +16,8 @@ from deep_ep.diagnose.findings import BoolArray, FloatArray, IntArray
 from deep_ep.diagnose.snapshot import Snapshot
 from deep_ep.diagnose.stats import median, quantile, standard_error
 
-# Arrivals kept per operation, the latest ones, to answer what an operation would take without them.
-KEPT_ARRIVALS = 4
+# The latest arrivals of an operation that are kept: who held it up, and by how much.
+_KEPT_ARRIVALS = 2
 # Operations that the timeline shows.
 TIMELINE_OPERATIONS = 24
 # A path seen less often, or in fewer of the operations, has no median worth the name.
@@ -51,7 +51,7 @@ class KindSummary:
         gap, span, drain, wait, duration, received: [n], this rank's own time between operations,
             from entering to beginning to wait, from the last arrival to the end, its waiting, the
             whole operation; and tokens received.
-        last, last_arrival: [n, k], the latest sources and when they came, after the begin of waiting.
+        last, last_arrival: [n, 2], the latest sources and when they came, after the begin of waiting.
         wait_parts: [3, num_ranks], late, issue and path part of the waiting per operation, without
             the tenth of operations at either end.
         late, late_error: issue stamps against the median source, median over operations.
@@ -152,7 +152,7 @@ def _summarize_kind(counters: CounterSnapshot, rank: int) -> KindSummary:
     hidden = often & (median(elapsed, 0) < 0.1 * _HIDDEN_NS)
     elapsed[:, ~often | hidden] = np.nan
     lateness = issued - median(issued, 1)[:, None]
-    last = np.argsort(np.where(took_part, -arrival, np.inf), axis=1)[:, :KEPT_ARRIVALS]
+    last = np.argsort(np.where(took_part, -arrival, np.inf), axis=1)[:, :_KEPT_ARRIVALS]
     start = np.maximum(entered, 0.0)
     on_the_way = np.where(arrival > start, arrival - start, 0.0)
     on_the_way[:, rank] = 0.0
@@ -217,8 +217,8 @@ def _from_totals(
         wait=one(own["wait_ns"]),
         duration=one(own["send_ns"] + own["wait_ns"] + own["drain_ns"]),
         received=one(float(totals["tokens"].sum())),
-        last=np.zeros((1, 0), np.int64),
-        last_arrival=np.zeros((1, 0)),
+        last=np.full((1, _KEPT_ARRIVALS), -1, np.int64),
+        last_arrival=np.full((1, _KEPT_ARRIVALS), np.nan),
         wait_parts=np.stack([per_op[name] for name in ("late_ns", "issue_ns", "path_ns")]),
         late=per_op["late_ns"] + per_op["issue_ns"],
         late_error=0.0 * ops,
@@ -230,7 +230,7 @@ def _from_totals(
         path_hidden=np.zeros(num_ranks, dtype=bool),
         path_moments=np.zeros((3, num_ranks)),
         tokens=per_op["tokens"],
-        blame=per_op["critical_ns"],
+        blame=np.nan_to_num(per_op["critical_ns"]),
         active=unknown,
         busy=float("nan"),
         recent=None,

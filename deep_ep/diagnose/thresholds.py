@@ -41,7 +41,7 @@ class Thresholds:
     fraction: float = 0.02
     own_fraction: float = 0.03
     path_fraction: float = 0.15
-    false_alarms: float = 1e-8
+    false_alarms: float = 1e-7
     spread: float = 6.0
     load: float = 1.12
     high_load: float = 1.35

@@ -60,7 +60,7 @@ def test_a_path_hidden_behind_a_long_pause_is_unknown() -> None:
 def test_the_latest_arrivals_are_kept_in_order() -> None:
     snapshots = simulate(CPU, 8, 20, [SlowRank(5, 5e-3)], seed=6)
     found = of_kind(snapshots)
-    assert found.last.shape == found.last_arrival.shape == (20, 4)
+    assert found.last.shape == found.last_arrival.shape == (20, 2)
     assert (np.diff(found.last_arrival, axis=1) <= 0).all()
     assert (found.last[5:, 0] == 5).all()
 
