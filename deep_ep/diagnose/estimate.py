@@ -14,6 +14,7 @@ Two principles:
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -28,6 +29,7 @@ from deep_ep.diagnose.stats import (
     lower_median,
     median,
     median_of,
+    or_zero,
     scale,
 )
 
@@ -68,7 +70,7 @@ class Effect:
 
     def reversed(self) -> Effect:
         """How far below instead of above, with the upper ranks for the healthy ones."""
-        noise = float(np.nan_to_num(median_of(self.error)))
+        noise = or_zero(median_of(self.error))
         reference, spread = healthy(-self.value, float(np.hypot(noise, self.spread)))
         return Effect(
             -self.value - reference,
@@ -93,7 +95,7 @@ def pooled(effects: Sequence[Effect]) -> Effect:
         np.sum(counts * np.nan_to_num(shares), axis=0) / np.maximum(count, 1.0)
         for shares in ([x.above for x in effects], [x.below for x in effects])
     )
-    noise = float(np.nan_to_num(median_of(error)))
+    noise = or_zero(median_of(error))
     reference, spread = healthy(value, float(np.hypot(noise, min(x.spread for x in effects))))
     for_good = _for_good(spread, noise, value.size)
     return Effect(value - reference, error, above, below, count, for_good)
@@ -221,13 +223,13 @@ def _compare(values: FloatArray, m: Matrices, known_to: FloatArray | None = None
     deviation = values - of_operation
     count = np.sum(np.isfinite(deviation), axis=0).astype(np.float64)
     safe = np.maximum(count, 1.0)
-    effect, error = huber(deviation)
+    effect, error = huber(deviation, effect)
     # Ranks are equally noisy unless they show otherwise; a quiet spell is luck.
     error = np.fmax(error, median_of(error))
-    noise = float(np.nan_to_num(median_of(error)))
+    noise = or_zero(median_of(error))
     # Before anything is known of their spread, healthy ranks may differ a little for good.
     for_good = _HEALTHY_DIFFERENCE * max(median_of(values), 0.0)
-    reference, spread = healthy(effect, float(np.hypot(noise, np.nan_to_num(for_good))))
+    reference, spread = healthy(effect, math.hypot(noise, or_zero(for_good)))
     effect = effect - reference
     if not m.num_operations:
         ones = np.ones(num_ranks)
@@ -241,7 +243,7 @@ def _compare(values: FloatArray, m: Matrices, known_to: FloatArray | None = None
     error = error * (2.0 if num_ranks == 2 else np.sqrt(1.0 + 1.0 / max(num_ranks - 1, 1)))
     # What was taken out wrongly was taken out of the reference as well.
     at_reference = np.abs(effect) <= _NEAR * max(noise, spread)
-    error = np.hypot(error, known_to - np.nan_to_num(median_of(known_to[at_reference])))
+    error = np.hypot(error, known_to - or_zero(median_of(known_to[at_reference])))
     return Effect(effect, error, above, below, count, _for_good(spread, noise, num_ranks))
 
 

@@ -6,6 +6,7 @@ What a rank did not report is NaN, never zero: a zero would read as "no waiting"
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -141,6 +142,13 @@ class Matrices:
         """Operations with raw stamps."""
         return int(self.ops.size)
 
+    @functools.cached_property
+    def expected(self) -> BoolArray:
+        """[num_ranks, num_ranks]: the paths between two ranks over which anything came."""
+        came = self.totals["ops"] > 0
+        np.fill_diagonal(came, False)
+        return came
+
     def measured(self) -> Measured:
         """What people look at."""
         late, issue, path = self.wait_parts / 1e3
@@ -196,7 +204,8 @@ def gather(reports: Sequence[Summary | Snapshot]) -> dict[str, Matrices]:
         EPArgumentError: nothing, a rank twice, or groups of different sizes.
     """
     summaries = [r if isinstance(r, Summary) else summarize(r) for r in reports]
-    ranks = sorted(s.rank for s in summaries)
+    summaries.sort(key=lambda s: s.rank)
+    ranks = [s.rank for s in summaries]
     sizes = sorted({s.num_ranks for s in summaries})
     if len(sizes) != 1 or len(set(ranks)) != len(ranks):
         raise EPArgumentError(
@@ -246,7 +255,7 @@ def _place(summaries: Sequence[Summary], num_ranks: int) -> Place:
     hosts, devices = [""] * num_ranks, [-1] * num_ranks
     nodes = np.full(num_ranks, -1, np.int64)
     number: dict[tuple[str, int], int] = {}
-    for s in sorted(summaries, key=lambda s: s.rank):
+    for s in summaries:
         hosts[s.rank], devices[s.rank] = s.host, s.device_index
         nodes[s.rank] = number.setdefault((s.host, s.node), len(number))
     return Place(tuple(hosts), tuple(devices), nodes, summaries[0].device)
@@ -271,24 +280,30 @@ def _gather_kind(kind: str, place: Place, by_rank: Mapping[int, KindSummary]) ->
         series[row, column] = values
         return series
 
-    def per_pair(name: str, fill: float) -> FloatArray:
-        values = np.stack([getattr(s, name) for s in used.values()], axis=-2)
-        matrix = np.full((*values.shape[:-2], place.num_ranks, place.num_ranks), fill, values.dtype)
-        matrix[..., ranks, :] = values
+    def per_rank(reported: IntArray, values: Sequence[Any], fill: float) -> FloatArray:
+        """[..., num_ranks, k] of a [..., k] from each rank."""
+        stacked = np.moveaxis(np.array(values), 0, -2)
+        if reported.size == place.num_ranks:
+            return stacked
+        shape = (*stacked.shape[:-2], place.num_ranks, stacked.shape[-1])
+        matrix = np.full(shape, fill, stacked.dtype)
+        matrix[..., reported, :] = stacked
         return matrix
 
-    def counters(values: Sequence[Mapping[str, Any]], *shape: int) -> dict[str, FloatArray]:
-        filled = {name: np.full((place.num_ranks, *shape), np.nan) for name in values[0]}
-        for name, of_all in filled.items():
-            of_all[counted] = [of_rank[name] for of_rank in values]
-        return filled
-
-    busy = np.full(place.num_ranks, np.nan)
-    busy[ranks] = [s.busy for s in used.values()]
-    own = counters([s.own for s in by_rank.values()])
+    own = {
+        name: per_rank(counted, [[s.own[name]] for s in by_rank.values()], np.nan)[:, 0]
+        for name in next(iter(by_rank.values())).own
+    }
+    totals = {
+        name: per_rank(counted, [s.totals[name] for s in by_rank.values()], np.nan)
+        for name in next(iter(by_rank.values())).totals
+    }
     stacked: dict[str, Any] = {
         **{name: per_operation(name, fill) for name, fill in _PER_OPERATION.items()},
-        **{name: per_pair(name, fill) for name, fill in _PER_PAIR.items()},
+        **{
+            name: per_rank(ranks, [getattr(s, name) for s in used.values()], fill)
+            for name, fill in _PER_PAIR.items()
+        },
     }
     return Matrices(
         operation=kind,
@@ -296,8 +311,8 @@ def _gather_kind(kind: str, place: Place, by_rank: Mapping[int, KindSummary]) ->
         present=np.isin(np.arange(place.num_ranks), counted),
         counted=int(np.nanmax(own["ops"])),
         ops=ops,
-        busy=busy,
-        totals=counters([s.totals for s in by_rank.values()], place.num_ranks),
+        busy=per_rank(ranks, [[s.busy] for s in used.values()], np.nan)[:, 0],
+        totals=totals,
         own=own,
         timeline=_timeline(with_stamps),
         **stacked,

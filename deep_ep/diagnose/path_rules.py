@@ -23,12 +23,10 @@ def slow_paths(kind: JudgedKind, hot_ranks: set[int]) -> list[Found]:
     if kind.clocks_are_lost:
         return []
     seen = np.isfinite(paths.time) | e.m.path_hidden
-    expected = np.nan_to_num(e.m.totals["ops"]) > 0
-    np.fill_diagonal(expected, False)
     if e.load.size < MIN_RANKS_TO_SPLIT_PATHS:
         # One fast path is all the others are compared with, so its time must be known.
         seen = np.isfinite(paths.time)
-    if seen.sum() <= expected.sum() / 2:
+    if seen.sum() <= e.m.expected.sum() / 2:
         # Nothing to compare the few paths with that could be seen.
         return []
     floor = max(kind.floor, limits.path_fraction * float(np.median(paths.usual[seen])))
@@ -114,29 +112,27 @@ def _slow_groups(kind: JudgedKind, floor: float) -> list[Found]:
 
 def _slow_cells(kind: JudgedKind, floor: float) -> list[Found]:
     e, paths, limits = kind.e, kind.e.paths, kind.limits
-    excess = paths.excess
-    noise = np.hypot(kind.z_paths * e.m.path_error, limits.spread * paths.spread)
-    bar = np.maximum(floor, noise)
-    # Most operations show it when even the quickest quarter does.
-    above = e.m.path_low - (e.m.path - excess) > 0
     found = []
-    for dst, src in np.argwhere((excess > bar) & above).tolist():
-        if e.m.path_count[dst, src] < MIN_SEEN:
+    for dst, src in np.argwhere(paths.excess > floor).tolist():
+        effect, error = float(paths.excess[dst, src]), float(e.m.path_error[dst, src])
+        usual = float(e.m.path[dst, src]) - effect
+        # Most operations show it when even the quickest quarter does.
+        mostly = e.m.path_count[dst, src] >= MIN_SEEN and e.m.path_low[dst, src] > usual
+        if not mostly or effect <= math.hypot(kind.z_paths * error, limits.spread * paths.spread):
             continue
-        effect = float(excess[dst, src])
         found.append(
             found_on_paths(
                 kind,
                 "path",
                 effect,
                 (dst, src),
-                excess.size,
+                paths.excess.size,
                 paths.spread,
                 edge=(src, dst),
                 evidence={
                     "path us": float(paths.time[dst, src]) / 1e3,
                     "usual path us": float(paths.usual[dst, src]) / 1e3,
-                    "error us": float(e.m.path_error[dst, src]) / 1e3,
+                    "error us": error / 1e3,
                     "tokens": float(e.m.tokens[dst, src]),
                     "operations seen": float(e.m.path_count[dst, src]),
                 },

@@ -12,6 +12,7 @@ a slow side.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -25,8 +26,9 @@ from deep_ep.diagnose.stats import (
     lower_median,
     median,
     median_of,
-    ordered_mean,
+    or_zero,
     quantile,
+    quantile_of,
 )
 from deep_ep.diagnose.summary import RESOLUTION_NS
 
@@ -91,10 +93,10 @@ def split_paths(m: Matrices) -> Paths:
     classes = _classes(m.place)
     # Links within a node and between nodes differ in what a token costs.
     links = (classes == 0, classes > 0)
-    costs = [_token_cost(m, link) for link in links]
-    cost = np.where(links[1], costs[1], costs[0])
-    typical = median_of(m.tokens)
-    usual = cost * np.nan_to_num(m.tokens - typical)
+    surplus = m.tokens - median_of(median(m.tokens, 1))
+    costs = [_token_cost(m, link, surplus) for link in links]
+    by_tokens = np.where(links[1], costs[1], costs[0]) * surplus
+    usual = np.where(np.isfinite(surplus), by_tokens, 0.0)
     # With two or three ranks most paths may be slow; the fastest is the healthy one then.
     location = lower_median if m.num_ranks < MIN_RANKS_TO_SPLIT_PATHS else median_of
     levels = [
@@ -102,7 +104,7 @@ def split_paths(m: Matrices) -> Paths:
         for c in range(3)
     ]
     for c, level in enumerate(levels):
-        usual = usual + np.where(classes == c, np.nan_to_num(level), 0.0)
+        usual = usual + np.where(classes == c, or_zero(level), 0.0)
     # What hid is not slow; that is all that is known of it.
     excess = np.where(m.path_hidden, 0.0, m.path - usual)
     between = np.array(levels[1:])
@@ -133,7 +135,7 @@ def split_paths(m: Matrices) -> Paths:
     rows, columns, residual = _rows_and_columns(excess, telling)
     rank_clock = _rank_clocks(rows, columns)
     ingress, egress = rows - rank_clock, columns + rank_clock
-    inbound = ingress + median(cost * (m.tokens - typical), 1)
+    inbound = ingress + median(by_tokens, 1)
     node_pairs = _node_pairs(residual, m.place)
     residual = residual - _of_node_pairs(node_pairs, m.place)
     return Paths(
@@ -170,26 +172,32 @@ def _classes(place: Place) -> IntArray:
     return classes
 
 
-def _token_cost(m: Matrices, link: BoolArray) -> float:
-    """Nanoseconds per token on one kind of link, from within each path, or from between them."""
-    cost = _token_cost_within_paths(m, link)
+def _token_cost(m: Matrices, link: BoolArray, surplus: FloatArray) -> float:
+    """Nanoseconds per token on one kind of link, from within each path, or from between them.
+
+    Args:
+        m: the kind.
+        link: [num_ranks, num_ranks], whose cost it is.
+        surplus: [num_ranks, num_ranks], tokens above what is usual.
+    """
+    cost = _token_cost_within_paths(m, link, surplus)
     return _token_cost_between_paths(m, link) if cost is None else cost
 
 
-def _token_cost_within_paths(m: Matrices, link: BoolArray) -> float | None:
+def _token_cost_within_paths(m: Matrices, link: BoolArray, surplus: FloatArray) -> float | None:
     """From how each path's time follows its own tokens; None if unclear.
 
     Differences between paths, slow ones included, do not enter here.
     """
-    tokens, both, time = np.nansum(m.path_moments[:, link], axis=1)
+    tokens, both, time = (float(np.sum(moment, where=link)) for moment in m.path_moments)
     if not tokens > 0:
         return None
     cost = both / tokens
-    error = np.sqrt(max(time - cost * both, 0.0) / tokens / max(np.sum(m.path_count[link]), 1.0))
-    surplus = np.abs(m.tokens - median_of(m.tokens))[link]
-    if not error * quantile(surplus, 0.9, 0) <= _COST_KNOWN_NS:
+    count = max(float(np.sum(m.path_count, where=link)), 1.0)
+    error = math.sqrt(max(time - cost * both, 0.0) / tokens / count)
+    if not error * quantile_of(np.abs(surplus[link]), 0.9) <= _COST_KNOWN_NS:
         return None
-    return max(float(cost), 0.0)
+    return max(cost, 0.0)
 
 
 def _token_cost_between_paths(m: Matrices, link: BoolArray) -> float:
@@ -246,12 +254,11 @@ def _telling_rows(m: Matrices, cells: FloatArray) -> BoolArray:
     slow says nothing of the rank then.
     """
     known = np.isfinite(cells)
-    expected = (np.nan_to_num(m.totals["ops"]) > 0) & ~np.eye(m.num_ranks, dtype=bool)
     telling = np.ones(m.num_ranks, dtype=bool)
     for group in (m.place.nodes, np.array(m.place.devices)):
         members = (group[:, None] == np.unique(group)[None, :]).astype(np.float32)
         seen = (known.astype(np.float32) @ members > 0).sum(axis=1)
-        possible = (expected.astype(np.float32) @ members > 0).sum(axis=1)
+        possible = (m.expected.astype(np.float32) @ members > 0).sum(axis=1)
         telling &= (seen > 1) | (possible < 2)
     return telling
 
@@ -297,13 +304,12 @@ def _typical(cells: FloatArray, axis: int) -> FloatArray:
     A rank that waits for a few slow paths sees little of the healthy ones. So what it sees is mostly
     slow, and only if all of it is, the rank is.
     """
-    known = np.isfinite(cells).sum(axis=axis, keepdims=True)
-    well = np.expand_dims(_known_well(cells, axis), axis)
-    little = np.floor(_LITTLE_KNOWN * (known - 1)).astype(np.int64)
-    low = np.where(well, (known - 1) // 2, little)
-    high = np.where(well, known // 2, little)
-    typical = ordered_mean(cells, axis, low, high)
-    return np.where(np.squeeze(known, axis=axis) > 1, typical, 0.0)
+    typical = median(cells, axis)
+    little = np.flatnonzero(~_known_well(cells, axis))
+    if little.size:
+        typical[little] = quantile(cells.take(little, 1 - axis), _LITTLE_KNOWN, axis)
+    known = np.isfinite(cells).sum(axis=axis)
+    return np.where(known > 1, typical, 0.0)
 
 
 def _known_well(cells: FloatArray, axis: int) -> BoolArray:
@@ -318,15 +324,23 @@ def _known_well(cells: FloatArray, axis: int) -> BoolArray:
 
 def _block_medians(cells: FloatArray, place: Place) -> FloatArray:
     """[num_nodes, num_nodes]: lower median per receiving and sending node; NaN where unknown."""
-    size = int(np.bincount(place.nodes[place.nodes >= 0]).max(initial=0))
-    # Every node gets as many places as the largest has; those without a rank are unknown.
-    places = np.full((place.num_nodes, size), place.num_ranks)
-    for node in range(place.num_nodes):
-        ranks = np.flatnonzero(place.nodes == node)
-        places[node, : ranks.size] = ranks
-    padded = np.pad(cells, (0, 1), constant_values=np.nan)
-    blocks = padded[places[:, None, :, None], places[None, :, None, :]]
+    members, padded = _members(place.nodes), _padded(cells)
+    blocks = padded[members[:, None, :, None], members[None, :, None, :]]
     return quantile(blocks.reshape(*blocks.shape[:2], -1), 0.5, axis=2)
+
+
+def _members(groups: IntArray) -> IntArray:
+    """[num_groups, largest group]: the ranks of each; num_ranks, a rank too many, fills it up."""
+    sizes = np.bincount(groups[groups >= 0])
+    members = np.full((sizes.size, int(sizes.max(initial=0))), groups.size)
+    for group, size in enumerate(sizes.tolist()):
+        members[group, :size] = np.flatnonzero(groups == group)
+    return members
+
+
+def _padded(cells: FloatArray) -> FloatArray:
+    """With the paths of a rank too many, which are not known."""
+    return np.pad(cells, (0, 1), constant_values=np.nan)
 
 
 def _node_pairs(residual: FloatArray, place: Place) -> FloatArray:
@@ -351,14 +365,13 @@ def _rails(excess: FloatArray, place: Place) -> FloatArray:
     rails = np.full(int(devices.max(initial=-1)) + 1, np.nan)
     if place.num_nodes < 2 or place.num_nodes == place.num_ranks:
         return rails
-    for rail in range(rails.size):
-        ranks = np.flatnonzero(devices == rail)
-        if ranks.size > 1:
-            # The lower of two cells: one slow path is no slow rail.
-            on_rail = lower_median(excess[np.ix_(ranks, ranks)])
-            others = median_of(excess[np.ix_(ranks, np.flatnonzero(devices != rail))])
-            rails[rail] = on_rail - np.nan_to_num(others)
-    return rails
+    members, padded = _members(devices), _padded(excess)
+    on_rail = padded[members[:, :, None], members[:, None, :]].reshape(rails.size, -1)
+    rows = padded[members][:, :, :-1]
+    same = devices[None, :] == np.arange(rails.size)[:, None]
+    others = np.where(same[:, None, :], np.nan, rows).reshape(rails.size, -1)
+    # The lower of two cells: one slow path is no slow rail.
+    return quantile(on_rail, 0.5, 1) - np.nan_to_num(median(others, 1))
 
 
 def _of_rails(rails: FloatArray, place: Place) -> FloatArray:

@@ -20,6 +20,8 @@ from deep_ep.diagnose.stats import median, quantile, standard_error
 _KEPT_ARRIVALS = 2
 # Operations that the timeline shows.
 TIMELINE_OPERATIONS = 24
+# Counters per source that the group needs, besides what the stamps tell.
+_TOTALS = ("ops", "tokens", "bytes", "wait_ns")
 # A path seen less often, or in fewer of the operations, has no median worth the name.
 MIN_SEEN = 8
 _MIN_SEEN_SHARE = 8
@@ -46,7 +48,8 @@ class KindSummary:
     """One operation kind as one rank saw it. Times in ns; `[num_ranks]` per source unless said.
 
     Attributes:
-        totals, own: counters by name, `[num_ranks]` and scalars.
+        totals, own: counters by name, `[num_ranks]` and scalars; of the totals ops, tokens, bytes
+            and wait_ns.
         ops: [n] operation numbers in the ring; empty without a ring.
         gap, span, drain, wait, duration, received: [n], this rank's own time between operations,
             from entering to beginning to wait, from the last arrival to the end, its waiting, the
@@ -157,7 +160,7 @@ def _summarize_kind(counters: CounterSnapshot, rank: int) -> KindSummary:
     on_the_way = np.where(arrival > start, arrival - start, 0.0)
     on_the_way[:, rank] = 0.0
     return KindSummary(
-        totals=totals,
+        totals={name: totals[name] for name in _TOTALS},
         own=own,
         ops=stamps["op"].copy(),
         gap=entered[:, rank] - _relative(stamps["previous_exit"], begin),
@@ -208,7 +211,7 @@ def _from_totals(
         return np.array([value / own_ops])
 
     return KindSummary(
-        totals=totals,
+        totals={name: totals[name] for name in _TOTALS},
         own=own,
         ops=np.zeros(0, np.int64),
         gap=one(own["gap_ns"]),

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from deep_ep.diagnose.estimate import Effect, Estimates
-from deep_ep.diagnose.stats import z_for
+from deep_ep.diagnose.stats import or_zero, z_for
 
 # Fewer operations say nothing.
 MIN_OPERATIONS = 8
@@ -76,7 +76,7 @@ class JudgedKind:
     @property
     def rank_floor(self) -> float:
         """And of a rank's own time."""
-        return max(self.floor, self.limits.own_fraction * float(np.nan_to_num(self.e.own_ns)))
+        return max(self.floor, self.limits.own_fraction * or_zero(self.e.own_ns))
 
     @property
     def clocks_are_lost(self) -> bool:

@@ -106,7 +106,9 @@ def _end(
     num_ranks, num_sets = estimates[0].load.size, len(sets)
     work = np.zeros((len(estimates), num_sets, num_ranks))
     drain = np.zeros(work.shape)
-    paths = [np.repeat(_paths(e)[None], num_sets, axis=0) for e in estimates]
+    usual = [_paths(e) for e in estimates]
+    # Most causes leave the paths as they are.
+    paths = [[kind] * num_sets for kind in usual]
     for s, gains in enumerate(sets):
         for gain in gains:
             kind = position[gain.operation]
@@ -114,10 +116,13 @@ def _end(
                 work[kind, s, gain.rank] += gain.work_ns
                 drain[kind, s, gain.rank] += gain.drain_ns
             if gain.paths is not None:
-                paths[kind][s][gain.paths] -= gain.path_ns
-    overlap = [median(e.m.span, 0) - e.send_ns for e in estimates]
+                if paths[kind][s] is usual[kind]:
+                    paths[kind][s] = usual[kind].copy()
+                paths[kind][s].T[gain.paths] -= gain.path_ns
+    overlap = [np.maximum(np.nan_to_num(median(e.m.span, 0) - e.send_ns), 0.0) for e in estimates]
 
-    left = np.zeros((num_sets, num_ranks))
+    on_the_way = np.empty((num_ranks, num_ranks))
+    left, arrival = np.zeros((num_sets, num_ranks)), np.empty((num_sets, num_ranks))
     begin = left.mean(axis=1)
     for number, step in enumerate(steps):
         if number == _FALLING_IN:
@@ -125,18 +130,20 @@ def _end(
         k = step.kind
         entered = left + np.maximum(step.gap - work[k], 0.0)
         waits_from = entered + step.span
-        issued = waits_from - np.maximum(np.nan_to_num(overlap[k]), 0.0)
-        arrival = np.max(issued[:, None, :] + paths[k], axis=2)
+        issued = waits_from - overlap[k]
+        for s in range(num_sets):
+            np.add(issued[s][:, None], paths[k][s], out=on_the_way)
+            np.max(on_the_way, axis=0, out=arrival[s])
         left = np.maximum(waits_from, arrival) + np.maximum(step.drain - drain[k], 0.0)
     return np.asarray(left.mean(axis=1) - begin)
 
 
 def _paths(e: Estimates) -> FloatArray:
-    """[receiver, source] median path times, the usual ones where none was seen; none to oneself."""
+    """[source, receiver] median path times, the usual ones where none was seen; none to oneself."""
     clock = e.paths.clock
     seen = e.paths.time - clock[:, None] + clock[None, :]
     paths = np.where(np.isfinite(seen), seen, e.paths.usual)
-    expected = np.nan_to_num(e.m.totals["ops"]) > 0
-    paths = np.where(expected, np.nan_to_num(paths), -np.inf)
+    paths = np.where(np.isfinite(paths), paths, 0.0)
+    paths = np.where(e.m.expected, paths, -np.inf)
     np.fill_diagonal(paths, 0.0)
-    return paths
+    return np.ascontiguousarray(paths.T)
