@@ -30,6 +30,7 @@ from deep_ep.diagnose.findings import (
     Timeline,
     Verdict,
 )
+from deep_ep.diagnose.json_fields import Fields
 from deep_ep.errors import EPArgumentError
 
 SCHEMA = "deep_ep.diagnose/1"
@@ -45,7 +46,6 @@ _OTHER_DIGITS = 6
 _CERTAINTY_DIGITS = 12
 _VECTORS = ("gap_us", "send_us", "drain_us", "own_wait_us")
 MATRICES = ("wait_us", "late_us", "issue_us", "path_us", "tokens", "bytes")
-_NUMBER_TYPES = {int, float, type(None)}
 _START = '{"schema": "deep_ep.diagnose/'
 
 
@@ -349,7 +349,7 @@ def parse_line(line: bytes, where: str, *, is_last: bool = False) -> Record | No
             f"{where}: not JSON ({error}); expected a {SCHEMA!r} object per line. "
             "Remove the line, or pass another file."
         ) from None
-    return _record_from_json(_Fields(where, "", value))
+    return _record_from_json(Fields(where, SCHEMA, value))
 
 
 def _refuse_constant(name: str) -> float:
@@ -366,163 +366,7 @@ def _is_cut_off(line: bytes, error: Exception) -> bool:
     return isinstance(error, UnicodeDecodeError) and error.end == len(line)
 
 
-class _Fields:
-    """One JSON object while it is read: every access checks the type and knows where it is."""
-
-    def __init__(self, where: str, path: str, value: Any) -> None:
-        self.where = where
-        self.path = path
-        if not isinstance(value, dict):
-            raise self.error(path or "the line", "an object", value)
-        self.value = value
-
-    def error(self, name: str, expected: str, given: Any) -> EPArgumentError:
-        text = json.dumps(given)
-        shown = text if len(text) <= 60 else text[:57] + "..."
-        return EPArgumentError(
-            f"{self.where}: {name} is {shown}; expected {expected} ({SCHEMA}). "
-            "The file is damaged or was written by something else."
-        )
-
-    def name(self, key: str) -> str:
-        return f"{self.path}.{key}" if self.path else key
-
-    def get(self, key: str, expected: str) -> Any:
-        if key not in self.value:
-            raise EPArgumentError(
-                f"{self.where}: field {self.name(key)} is missing; expected {expected} ({SCHEMA}). "
-                "The file is damaged or was written by something else."
-            )
-        return self.value[key]
-
-    def text(self, key: str) -> str:
-        value = self.get(key, "a text")
-        if not isinstance(value, str):
-            raise self.error(self.name(key), "a text", value)
-        return value
-
-    def choice(self, key: str, allowed: Sequence[str]) -> str:
-        expected = " or ".join(json.dumps(word) for word in allowed)
-        value = self.get(key, expected)
-        if value not in allowed:
-            raise self.error(self.name(key), expected, value)
-        return str(value)
-
-    def count(self, key: str, least: int = 0, below: float = math.inf) -> int:
-        expected = f"an integer of at least {least}"
-        if below < math.inf:
-            expected += f" and below {below}"
-        return self._integer(self.name(key), self.get(key, expected), expected, least, below)
-
-    def optional_count(self, key: str, below: float = math.inf) -> int | None:
-        return None if self.get(key, "an integer or null") is None else self.count(key, below=below)
-
-    def number(self, key: str) -> float:
-        return self._number(self.name(key), self.get(key, "a number or null"))
-
-    def items(self, key: str, length: int | None = None) -> list[Any]:
-        expected = "a list" if length is None else f"a list of {length}"
-        value = self.get(key, expected)
-        if not isinstance(value, list):
-            raise self.error(self.name(key), expected, value)
-        if length is not None and len(value) != length:
-            raise EPArgumentError(
-                f"{self.where}: {self.name(key)} has {len(value)} entries; expected {length} "
-                f"({SCHEMA}). The file is damaged or was written by something else."
-            )
-        return value
-
-    def counts(
-        self, key: str, length: int | None = None, least: int = 0, below: float = math.inf
-    ) -> list[int]:
-        return [
-            self._integer(f"{self.name(key)}[{i}]", item, "an integer in range", least, below)
-            for i, item in enumerate(self.items(key, length))
-        ]
-
-    def texts(self, key: str, length: int | None = None) -> list[str]:
-        values = self.items(key, length)
-        for i, value in enumerate(values):
-            if not isinstance(value, str):
-                raise self.error(f"{self.name(key)}[{i}]", "a text", value)
-        return values
-
-    def numbers(self, key: str, length: int) -> FloatArray:
-        values = self.items(key, length)
-        return np.array(
-            [self._number(f"{self.name(key)}[{i}]", value) for i, value in enumerate(values)],
-            dtype=np.float64,
-        )
-
-    def matrix(self, key: str, num_rows: int, num_columns: int) -> FloatArray:
-        rows = self.items(key, num_rows)
-        name = self.name(key)
-        for i, row in enumerate(rows):
-            if not isinstance(row, list) or len(row) != num_columns:
-                given = f"{len(row)} entries" if isinstance(row, list) else json.dumps(row)[:60]
-                raise EPArgumentError(
-                    f"{self.where}: {name}[{i}] is {given}; expected a row of {num_columns}, so "
-                    f"that the matrix is {num_rows} x {num_columns} ({SCHEMA}). "
-                    "The file is damaged or was written by something else."
-                )
-        cells = [value for row in rows for value in row]
-        values = _floats(cells)
-        if values is None:
-            values = np.array(
-                [
-                    self._number(f"{name}[{at // num_columns}][{at % num_columns}]", value)
-                    for at, value in enumerate(cells)
-                ]
-            )
-        return values.reshape(num_rows, num_columns)
-
-    def mapping(self, key: str) -> dict[str, float]:
-        inner = self.object(key)
-        return {name: inner.number(name) for name in inner.value}
-
-    def object(self, key: str) -> _Fields:
-        return _Fields(self.where, self.name(key), self.get(key, "an object"))
-
-    def optional_object(self, key: str) -> _Fields | None:
-        return None if self.get(key, "an object or null") is None else self.object(key)
-
-    def objects(self, key: str) -> list[_Fields]:
-        return [
-            _Fields(self.where, f"{self.name(key)}[{i}]", value)
-            for i, value in enumerate(self.items(key))
-        ]
-
-    def _number(self, name: str, value: Any) -> float:
-        if value is None:
-            return math.nan
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise self.error(name, "a number or null", value)
-        try:
-            number = float(value)
-        except OverflowError:
-            number = math.inf
-        if not math.isfinite(number):
-            raise self.error(name, "a number that fits a double, or null", value)
-        return number
-
-    def _integer(self, name: str, value: Any, expected: str, least: int, below: float) -> int:
-        if isinstance(value, bool) or not isinstance(value, int) or not least <= value < below:
-            raise self.error(name, expected, value)
-        return value
-
-
-def _floats(cells: Sequence[Any]) -> FloatArray | None:
-    """All of them at once, null as NaN; None if one is no number, or too large for a double."""
-    if not set(map(type, cells)) <= _NUMBER_TYPES:
-        return None
-    try:
-        values = np.array([math.nan if cell is None else cell for cell in cells], np.float64)
-    except OverflowError:
-        return None
-    return None if np.isinf(values).any() else values
-
-
-def _record_from_json(fields: _Fields) -> Record:
+def _record_from_json(fields: Fields) -> Record:
     schema = fields.text("schema")
     if schema != SCHEMA:
         raise EPArgumentError(
@@ -563,7 +407,7 @@ def _record_from_json(fields: _Fields) -> Record:
     )
 
 
-def _nodes_from_json(fields: _Fields, num_ranks: int) -> tuple[int, ...]:
+def _nodes_from_json(fields: Fields, num_ranks: int) -> tuple[int, ...]:
     """Empty where they are not known, and in records of before they were stored."""
     if not fields.value.get("nodes"):
         return ()
@@ -573,7 +417,7 @@ def _nodes_from_json(fields: _Fields, num_ranks: int) -> tuple[int, ...]:
     return tuple(nodes)
 
 
-def _blocks_from_json(fields: _Fields, num_ranks: int) -> Blocks:
+def _blocks_from_json(fields: Fields, num_ranks: int) -> Blocks:
     if fields.get("block_of", "a list or null") is None:
         return blocks.single(num_ranks)
     of_rank = fields.counts("block_of", num_ranks, below=max(num_ranks, 1))
@@ -582,7 +426,7 @@ def _blocks_from_json(fields: _Fields, num_ranks: int) -> Blocks:
     return blocks.from_indices(of_rank)
 
 
-def _verdict_from_json(fields: _Fields, num_ranks: int) -> Verdict:
+def _verdict_from_json(fields: Fields, num_ranks: int) -> Verdict:
     def pair(key: str) -> tuple[int, int] | None:
         if fields.get(key, "a pair or null") is None:
             return None
@@ -611,7 +455,7 @@ def _verdict_from_json(fields: _Fields, num_ranks: int) -> Verdict:
     )
 
 
-def _measured_from_json(fields: _Fields, num_ranks: int, of: Blocks) -> Measured:
+def _measured_from_json(fields: Fields, num_ranks: int, of: Blocks) -> Measured:
     stored = fields.optional_object("matrices")
     rates = fields.optional_object("bandwidth")
     timeline = fields.optional_object("timeline")
@@ -636,7 +480,7 @@ def _measured_from_json(fields: _Fields, num_ranks: int, of: Blocks) -> Measured
     )
 
 
-def _means_from_json(fields: _Fields, num_ranks: int) -> Means:
+def _means_from_json(fields: Fields, num_ranks: int) -> Means:
     waiting, waited_for = fields.object("waiting"), fields.object("waited_for")
     return Means(
         waiting={name: waiting.numbers(name, num_ranks) for name in MATRICES},
@@ -644,7 +488,7 @@ def _means_from_json(fields: _Fields, num_ranks: int) -> Means:
     )
 
 
-def _matrix_from_json(fields: _Fields | None, name: str, of: Blocks) -> FloatArray:
+def _matrix_from_json(fields: Fields | None, name: str, of: Blocks) -> FloatArray:
     if fields is None:
         # One number stands for all, so that a window without matrices costs no memory.
         return np.broadcast_to(np.float64(np.nan), (of.of_rank.size, of.of_rank.size))
@@ -652,7 +496,7 @@ def _matrix_from_json(fields: _Fields | None, name: str, of: Blocks) -> FloatArr
     return cells if of.single else of.spread_out(cells)
 
 
-def _timeline_from_json(fields: _Fields, num_ranks: int) -> Timeline:
+def _timeline_from_json(fields: Fields, num_ranks: int) -> Timeline:
     ops = np.array(fields.counts("ops"), dtype=np.int64)
     return Timeline(
         observer=fields.count("observer", below=num_ranks),
