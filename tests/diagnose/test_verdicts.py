@@ -396,3 +396,16 @@ def test_a_missing_rank_is_remarked_and_the_others_are_judged() -> None:
     found = diagnose.judge(diagnose.gather([s for s in snapshots if s.rank != 6]))
     assert found.keys == {("comp-slow", 3)}
     assert "dispatch: no counters from rank 6" in found.remarks
+
+
+def test_kinds_that_bear_each_other_out_name_a_rank_that_neither_could() -> None:
+    machine = replace(GPU, jitter=10.0)
+    together = alone = 0
+    for seed in range(FIRST_SEED, FIRST_SEED + 20):
+        late = SlowRank(seed % 8, 10e-6)
+        matrices = diagnose.gather(simulate(machine, 8, 64, [late], seed=seed))
+        key = ("comp-slow", late.rank)
+        together += {v.key for v in diagnose.verdicts(matrices)} == {key}
+        alone += key in {v.key for v in diagnose.verdicts(matrices["dispatch"])}
+    assert together >= 12
+    assert 2 * alone <= together
