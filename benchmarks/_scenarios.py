@@ -115,6 +115,11 @@ def wrong_clocks(machine: Machine) -> Machine:
     )
 
 
+def drifted_clocks(machine: Machine) -> Machine:
+    """After minutes: each clock is off by 400 us."""
+    return replace(machine, clock_error=400.0, host_clock_error=400.0, drift_ppm=20.0)
+
+
 def heavy_tails(machine: Machine) -> Machine:
     """Noise without a variance, and hiccups three times as often."""
     return replace(machine, tail_degrees=2.0, hiccup_share=0.03)
@@ -193,11 +198,14 @@ SCENARIOS = {
         Scenario("late + ingress", _late_and_ingress, 8, single=False),
         Scenario("late, wrong clocks", _one(SlowRank), 2, machine=wrong_clocks),
         Scenario("path, wrong clocks", _slow_path, 4, machine=wrong_clocks),
+        Scenario("late, drifted clocks", _one(SlowRank), 2, machine=drifted_clocks),
+        Scenario("path, drifted clocks", _slow_path, 4, machine=drifted_clocks),
         Scenario("late, heavy tails", _one(SlowRank), 2, machine=heavy_tails),
         Scenario("late + path, skewed", _late_and_path, 8, single=False, machine=skewed),
         Scenario("hot rank, skewed", _one(hot), 8, least_effect_us=50.0, machine=skewed),
         Scenario("healthy", _nothing, 2),
         Scenario("healthy, wrong clocks", _nothing, 2, machine=wrong_clocks),
+        Scenario("healthy, drifted clocks", _nothing, 2, machine=drifted_clocks),
         Scenario("healthy, heavy tails", _nothing, 2, machine=heavy_tails),
         Scenario("healthy, skewed", _nothing, 2, machine=skewed),
     )

@@ -262,7 +262,7 @@ def alarm_table(healthy: Sequence[Result]) -> Table:
         "False alarms per 10,000 healthy windows",
         ["group", "windows", *JUDGES, f"{OURS}, 95 % sure below", f"{OURS}, tolerated"],
         rows,
-        "A quarter each: usual, wrong clocks, heavy tails, skewed loads. Tolerated: verdicts on ranks whose "
+        "A fifth each: usual, wrong clocks, drifted clocks, heavy tails, skewed loads. Tolerated: verdicts on ranks whose "
         "experts truly are in demand.",
     )
 

@@ -22,7 +22,7 @@ import numpy as np
 
 from deep_ep.diagnose.findings import FloatArray
 from deep_ep.diagnose.gather import Matrices
-from deep_ep.diagnose.paths import Paths, split_paths
+from deep_ep.diagnose.paths import MIN_RANKS_TO_SPLIT_PATHS, Paths, split_paths
 from deep_ep.diagnose.stats import (
     healthy,
     huber,
@@ -180,7 +180,7 @@ def estimate(m: Matrices, before: Matrices | None = None) -> Estimates:
         token_time=by_work.time + by_drain.time,
         token_error=np.hypot(by_work.error, by_drain.error),
         cost_known=by_work.known and by_drain.known,
-        late=_lateness(m.late) - (paths.clock - np.median(paths.clock)),
+        late=_lateness(m, paths.coarse_clock + paths.clock),
         late_error=median(m.late_error, 0),
         load=_over_even_share(sent if m.operation.endswith("combine") else received),
         gap_ns=median(m.gap, 0),
@@ -253,9 +253,13 @@ def _for_good(spread: float, noise: float, num_ranks: int) -> float:
     return float(np.sqrt(max(spread**2 - by_chance**2, 0.0)))
 
 
-def _lateness(late: FloatArray) -> FloatArray:
+def _lateness(m: Matrices, clock: FloatArray) -> FloatArray:
     """[num_ranks]: median over receivers, above the healthy ranks."""
-    seen = median(late, 0)
+    if m.num_ranks < MIN_RANKS_TO_SPLIT_PATHS:
+        # Clocks are not known to be right, waiting is.
+        waited_for = np.where(np.eye(m.num_ranks, dtype=bool), 0.0, m.blame).sum(axis=0)
+        return np.asarray(waited_for - waited_for.min())
+    seen = median(m.late, 0) - (clock - np.median(clock))
     return seen - healthy(seen)[0]
 
 

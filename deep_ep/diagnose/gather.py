@@ -48,7 +48,7 @@ _PER_PAIR = dict.fromkeys(
         "active",
     ),
     np.nan,
-) | {"path_count": 0.0, "path_hidden": False, "path_moments": 0.0, "blame": 0.0}
+) | {"path_count": 0.0, "path_hidden": False, "path_seen": False, "path_moments": 0.0, "blame": 0.0}
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class Matrices:
         last, last_arrival: [n, num_ranks, 2], the two latest sources of each receiver, -1 and NaN
             where there is none.
         wait_parts: [3, num_ranks, num_ranks], late, issue and path part of the waiting.
-        path_hidden: [num_ranks, num_ranks] bool.
+        path_hidden, path_seen: [num_ranks, num_ranks] bool.
         path_moments: [3, num_ranks, num_ranks].
         late, late_error, send, path, path_error, path_low, path_count, tokens, blame, active:
             [num_ranks, num_ranks].
@@ -123,6 +123,7 @@ class Matrices:
     path_low: FloatArray
     path_count: FloatArray
     path_hidden: BoolArray
+    path_seen: BoolArray
     path_moments: FloatArray
     tokens: FloatArray
     blame: FloatArray

@@ -20,7 +20,7 @@ _CLOCKS = 3.0
 def slow_paths(kind: JudgedKind, hot_ranks: set[int]) -> list[Found]:
     """Sides, node pairs, rails and single paths, where enough paths could be seen."""
     e, paths, limits = kind.e, kind.e.paths, kind.limits
-    if kind.clocks_are_lost:
+    if kind.is_too_small_for_clocks:
         return []
     seen = np.isfinite(paths.time) | e.m.path_hidden
     if e.load.size < MIN_RANKS_TO_SPLIT_PATHS:
@@ -30,9 +30,6 @@ def slow_paths(kind: JudgedKind, hot_ranks: set[int]) -> list[Found]:
         # Nothing to compare the few paths with that could be seen.
         return []
     floor = max(kind.floor, limits.path_fraction * float(np.median(paths.usual[seen])))
-    if e.load.size < MIN_RANKS_TO_SPLIT_PATHS:
-        # Both directions of a path differ by twice what the clocks are wrong by.
-        floor += 2 * limits.clock_ns
     found = []
     for cause, values, others in (
         ("ingress", paths.ingress, paths.egress),
@@ -44,26 +41,34 @@ def slow_paths(kind: JudgedKind, hot_ranks: set[int]) -> list[Found]:
             # What is left of a wrong clock shows with opposite signs in row and column.
             if rank not in hot_ranks and values[rank] + others[rank] > bar:
                 found.append(_slow_side(kind, cause, rank, float(values[rank])))
+    bars = np.where(paths.both_sides, max(floor, limits.spread * healthy(paths.either)[1]), np.inf)
+    for rank in np.flatnonzero(paths.either > bars).tolist():
+        if rank not in hot_ranks:
+            found.append(_slow_side(kind, "ingress or egress", rank, float(paths.either[rank])))
     found += _slow_groups(kind, floor)
     return found + _slow_cells(kind, floor)
 
 
 def _slow_side(kind: JudgedKind, cause: str, rank: int, effect: float) -> Found:
     e = kind.e
-    into = cause == "ingress"
+    paths, way = {
+        "ingress": ((rank, slice(None)), f"into rank {rank}"),
+        "egress": ((slice(None), rank), f"out of rank {rank}"),
+        # Clocks hide which; what is taken out for the savings is one of the two.
+        "ingress or egress": ((rank, slice(None)), f"into rank {rank}, or every path out of it,"),
+    }[cause]
     return found_on_paths(
         kind,
         cause,
         effect,
-        (rank, slice(None)) if into else (slice(None), rank),
+        paths,
         2 * e.load.size,
         rank=rank,
         evidence={
             "all paths over median us": effect / 1e3,
             "tokens over even share": float(e.load[rank]),
         },
-        next_step=f"Every path {'into' if into else 'out of'} rank {rank} is slow: check its NIC, "
-        "its PCIe link and its switch port.",
+        next_step=f"Every path {way} is slow: check its NIC, its PCIe link and its switch port.",
     )
 
 

@@ -40,6 +40,10 @@ _MIN_NODES_TO_COMPARE = 3
 _LITTLE_KNOWN = 0.1
 # Up to so many ranks medians alone may not find what is additive.
 _FEW_RANKS = 8
+# Sweeps until what the two directions differ by is even; more where not all paths were seen.
+_CLOCK_SWEEPS = 3
+# Paths that were never seen rest on clocks that agree to this, ns.
+_CLOCKS_AGREE_NS = 5_000.0
 # Median polish settles within a few sweeps; it stops when nothing moves by more than this, ns.
 _MAX_SWEEPS = 10
 _SETTLED_NS = 30.0
@@ -60,9 +64,11 @@ class Paths:
     """The path matrix `[receiver, source]`, taken apart; ns.
 
     Attributes:
-        time: median of arrival minus issue, NaN where unseen, and on the diagonal.
+        time: median of arrival minus issue, NaN where not known, and on the diagonal.
         usual: what a healthy path of this class and these tokens takes.
         ingress, egress: [num_ranks], per receiver, per source, above the healthy ones.
+        either: [num_ranks], instead of both where clocks have drifted so far that the two cannot be
+            told apart: their sum.
         both_sides: [num_ranks], whether enough is known of what comes in and of what goes out; else a
             wrong clock cannot be told from a slow side.
         inbound: [num_ranks], like `ingress`, tokens not taken out.
@@ -70,7 +76,9 @@ class Paths:
         spread: standard deviation of `excess` between healthy paths.
         node_pairs: [num_nodes, num_nodes], median excess between nodes; NaN where not comparable.
         rails: [num_rails], median excess of the paths between nodes on one rail; likewise.
-        clock: [num_ranks], how far the clock of each rank seems ahead of what was measured.
+        coarse_clock: [num_ranks], how far the clock of each rank has drifted from what was measured,
+            where that is far; already taken out of `time`.
+        clock: [num_ranks], and how far it seems ahead of that.
         level: median of the healthy paths within a node, and between nodes; NaN where there is none.
     """
 
@@ -78,6 +86,7 @@ class Paths:
     usual: FloatArray
     ingress: FloatArray
     egress: FloatArray
+    either: FloatArray
     both_sides: BoolArray
     inbound: FloatArray
     excess: FloatArray
@@ -85,39 +94,26 @@ class Paths:
     node_pairs: FloatArray
     rails: FloatArray
     clock: FloatArray
+    coarse_clock: FloatArray
     level: tuple[float, float]
 
 
 def split_paths(m: Matrices) -> Paths:
     """Takes the path matrix of one operation kind apart."""
-    classes = _classes(m.place)
-    # Links within a node and between nodes differ in what a token costs.
-    links = (classes == 0, classes > 0)
-    surplus = m.tokens - median_of(median(m.tokens, 1))
-    costs = [_token_cost(m, link, surplus) for link in links]
-    by_tokens = np.where(links[1], costs[1], costs[0]) * surplus
-    usual = np.where(np.isfinite(surplus), by_tokens, 0.0)
-    # With two or three ranks most paths may be slow; the fastest is the healthy one then.
-    location = lower_median if m.num_ranks < MIN_RANKS_TO_SPLIT_PATHS else median_of
-    levels = [
-        _level((m.path - usual)[classes == c], m.path_hidden[classes == c], location)
-        for c in range(3)
-    ]
-    for c, level in enumerate(levels):
-        usual = usual + np.where(classes == c, or_zero(level), 0.0)
-    # What hid is not slow; that is all that is known of it.
-    excess = np.where(m.path_hidden, 0.0, m.path - usual)
-    between = np.array(levels[1:])
-    overall = (levels[0], float(np.nanmin(between)) if np.isfinite(between).any() else float("nan"))
-
     num_ranks = m.num_ranks
+    few = num_ranks < MIN_RANKS_TO_SPLIT_PATHS
+    coarse = np.zeros(num_ranks) if few else _coarse_clocks(m)
+    time = _set_clocks(m, coarse)
+    usual, by_tokens, level = _usual(m, time)
+    excess = _excess(m, time, usual)
     zeros = np.zeros(num_ranks)
-    if num_ranks < MIN_RANKS_TO_SPLIT_PATHS:
+    if few:
         return Paths(
-            time=m.path,
+            time=time,
             usual=usual,
             ingress=zeros,
             egress=zeros,
+            either=zeros,
             both_sides=zeros > 0,
             inbound=zeros,
             excess=excess,
@@ -125,33 +121,108 @@ def split_paths(m: Matrices) -> Paths:
             node_pairs=np.full((0, 0), np.nan),
             rails=zeros[:0],
             clock=zeros,
-            level=overall,
+            coarse_clock=zeros,
+            level=level,
         )
-    clock = _node_clocks(excess, m.place)
-    excess = excess - clock[:, None] + clock[None, :]
-    rails = _rails(excess, m.place)
-    excess = excess - _of_rails(rails, m.place)
+    node_clock = _node_clocks(excess, m.place)
+    excess = excess - node_clock[:, None] + node_clock[None, :]
     telling = _telling_rows(m, excess), _telling_rows(m, excess.T)
+    # Where a slow side shows in both directions, it would look like a rail.
+    sides_out = _rows_and_columns(excess, telling)[2] if coarse.any() else excess
+    rails = _rails(sides_out, m.place)
+    excess = excess - _of_rails(rails, m.place)
     rows, columns, residual = _rows_and_columns(excess, telling)
     rank_clock = _rank_clocks(rows, columns)
     ingress, egress = rows - rank_clock, columns + rank_clock
+    both = _known_well(excess, 1) & _known_well(excess, 0) & telling[0] & telling[1]
+    either = zeros
+    if coarse.any():
+        either, ingress, egress = ingress + egress, zeros, zeros
+        # Nor is the clock known of a rank of which one direction is not.
+        residual = np.where(both[:, None] & both[None, :], residual, np.nan)
     inbound = ingress + median(by_tokens, 1)
     node_pairs = _node_pairs(residual, m.place)
     residual = residual - _of_node_pairs(node_pairs, m.place)
     return Paths(
-        time=m.path,
+        time=time,
         usual=usual,
         ingress=ingress - healthy(ingress)[0],
         egress=egress - healthy(egress)[0],
-        both_sides=_known_well(excess, 1) & _known_well(excess, 0) & telling[0] & telling[1],
+        either=either - healthy(either)[0],
+        both_sides=both,
         inbound=inbound - healthy(inbound)[0],
         excess=residual,
         spread=MAD_TO_SIGMA * median_of(np.abs(residual)),
         node_pairs=node_pairs,
         rails=rails,
-        clock=clock + rank_clock,
-        level=overall,
+        clock=node_clock + rank_clock,
+        coarse_clock=coarse,
+        level=level,
     )
+
+
+def _coarse_clocks(m: Matrices) -> FloatArray:
+    """[num_ranks]: clocks that have drifted far, which would drown everything else; else 0."""
+    seen = np.where(m.path_seen, m.path, np.nan)
+    # What arrives before it was sent leaves no doubt.
+    if not (seen < 0).any():
+        return np.zeros(m.num_ranks)
+    even = _two_way_clocks(seen)
+    time = _set_clocks(m, even)
+    excess = _excess(m, time, _usual(m, time)[0])
+    into = _telling_rows(m, excess) & _known_well(excess, 1)
+    out_of = _telling_rows(m, excess.T) & _known_well(excess, 0)
+    rows, columns, _ = _median_polish(excess, (into, out_of))
+    # Half of what the directions differ by; all of it where only one of them is known.
+    clock = even + (rows - columns) / np.where(into & out_of, 2, 1)
+    clock = clock - np.median(clock)
+    # A slow side makes the two directions differ as well; clocks that explain no more than that
+    # have not drifted.
+    drifted = np.abs(clock) > np.abs(rows + columns) / 2 + _CLOCKS_AGREE_NS
+    return clock if drifted.any() else np.zeros(m.num_ranks)
+
+
+def _set_clocks(m: Matrices, clock: FloatArray) -> FloatArray:
+    """[num_ranks, num_ranks] path times with clocks set; those that rested on wrong ones unknown."""
+    apart = clock[:, None] - clock[None, :]
+    return np.where(m.path_seen | (np.abs(apart) <= _CLOCKS_AGREE_NS), m.path - apart, np.nan)
+
+
+def _excess(m: Matrices, time: FloatArray, usual: FloatArray) -> FloatArray:
+    """What hid is not slow; that is all that is known of it."""
+    return np.where(m.path_hidden, 0.0, time - usual)
+
+
+def _two_way_clocks(time: FloatArray) -> FloatArray:
+    """[num_ranks]: by what the two directions between ranks differ, half of it for each rank."""
+    odd = (time - time.T) / 2
+    np.fill_diagonal(odd, 0.0)
+    clock = np.zeros(time.shape[0])
+    for _ in range(_CLOCK_SWEEPS):
+        clock = median(odd + clock[None, :], 1)
+    return clock
+
+
+def _usual(m: Matrices, time: FloatArray) -> tuple[FloatArray, FloatArray, tuple[float, float]]:
+    """What healthy paths take, what of that tokens explain (NaN where unknown), and `Paths.level`."""
+    classes = _classes(m.place)
+    # Links within a node and between nodes differ in what a token costs.
+    links = (classes == 0, classes > 0)
+    surplus = m.tokens - median_of(median(m.tokens, 1))
+    costs = [_token_cost(m, time, link, surplus) for link in links]
+    by_tokens = np.where(links[1], costs[1], costs[0]) * surplus
+    usual = np.where(np.isfinite(surplus), by_tokens, 0.0)
+    # With two or three ranks most paths may be slow; the fastest is the healthy one then.
+    location = lower_median if m.num_ranks < MIN_RANKS_TO_SPLIT_PATHS else median_of
+    levels = [
+        _level((time - usual)[classes == c], m.path_hidden[classes == c], location)
+        for c in range(3)
+    ]
+    for c, level in enumerate(levels):
+        usual = usual + np.where(classes == c, or_zero(level), 0.0)
+    between = np.array(levels[1:])
+    overall = (levels[0], float(np.nanmin(between)) if np.isfinite(between).any() else float("nan"))
+    return usual, by_tokens, overall
 
 
 def _level(times: FloatArray, hidden: BoolArray, location: Callable[[FloatArray], float]) -> float:
@@ -172,16 +243,17 @@ def _classes(place: Place) -> IntArray:
     return classes
 
 
-def _token_cost(m: Matrices, link: BoolArray, surplus: FloatArray) -> float:
+def _token_cost(m: Matrices, time: FloatArray, link: BoolArray, surplus: FloatArray) -> float:
     """Nanoseconds per token on one kind of link, from within each path, or from between them.
 
     Args:
         m: the kind.
+        time: [num_ranks, num_ranks], path times.
         link: [num_ranks, num_ranks], whose cost it is.
         surplus: [num_ranks, num_ranks], tokens above what is usual.
     """
     cost = _token_cost_within_paths(m, link, surplus)
-    return _token_cost_between_paths(m, link) if cost is None else cost
+    return _token_cost_between_paths(m, time, link) if cost is None else cost
 
 
 def _token_cost_within_paths(m: Matrices, link: BoolArray, surplus: FloatArray) -> float | None:
@@ -200,20 +272,20 @@ def _token_cost_within_paths(m: Matrices, link: BoolArray, surplus: FloatArray) 
     return max(cost, 0.0)
 
 
-def _token_cost_between_paths(m: Matrices, link: BoolArray) -> float:
+def _token_cost_between_paths(m: Matrices, time: FloatArray, link: BoolArray) -> float:
     """Theil-Sen slope of path time over tokens; 0 when tokens are even or cost nothing.
 
     NaN where too few paths are there to tell what tokens cost from what is slow.
     """
-    time, tokens = m.path[link], m.tokens[link]
+    of_link, tokens = time[link], m.tokens[link]
     if m.num_ranks < MIN_RANKS_TO_SPLIT_PATHS:
         known = tokens[np.isfinite(tokens)]
         even = known.size and known.max() <= (1 + _EVEN_TOKENS) * known.min()
         return 0.0 if even else float("nan")
-    usable = np.flatnonzero(np.isfinite(time) & np.isfinite(tokens))
+    usable = np.flatnonzero(np.isfinite(of_link) & np.isfinite(tokens))
     if usable.size < 2:
         return 0.0
-    times, counts = time[usable], tokens[usable]
+    times, counts = of_link[usable], tokens[usable]
     generator = np.random.default_rng(0)
     a, b = generator.integers(0, usable.size, (2, _SLOPE_PAIRS))
     step = counts[a] - counts[b]
@@ -284,7 +356,7 @@ def _rows_and_columns(
 def _median_polish(
     cells: FloatArray, telling: tuple[BoolArray, BoolArray]
 ) -> tuple[FloatArray, FloatArray, FloatArray]:
-    """Row effects, column effects and what they leave over, by medians."""
+    """Row effects, column effects and what they leave over, by medians; of what is telling."""
     residual = cells
     rows, columns = np.zeros(cells.shape[0]), np.zeros(cells.shape[1])
     for _ in range(_MAX_SWEEPS):

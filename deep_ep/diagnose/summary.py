@@ -63,6 +63,7 @@ class KindSummary:
             quartile, and the operations in which it could be seen.
         path_hidden: bool, the data was there already in most operations in which the receiver came
             early enough to see a path time of interest: not slow, more is not known.
+        path_seen: bool, false where path times rest on how far apart the two clocks are thought to be.
         path_moments: [3, num_ranks], sums over operations of the squares and the product of how
             tokens and path time deviate from their medians: what a token costs on this path.
         tokens: median per operation.
@@ -92,6 +93,7 @@ class KindSummary:
     path_low: FloatArray
     path_count: FloatArray
     path_hidden: BoolArray
+    path_seen: BoolArray
     path_moments: FloatArray
     tokens: FloatArray
     blame: FloatArray
@@ -148,7 +150,7 @@ def _summarize_kind(counters: CounterSnapshot, rank: int) -> KindSummary:
     ).astype(np.float64)
     leaves = _relative(stamps["exit"], begin)
     ready = np.fmax(np.fmax.reduce(arrival, axis=1), 0.0)
-    elapsed = _visible(arrival, issued)
+    elapsed, seen = _visible(arrival, issued)
     elapsed[:, rank] = np.nan
     looked = np.sum(np.isfinite(elapsed), axis=0)
     often = looked >= max(MIN_SEEN, elapsed.shape[0] // _MIN_SEEN_SHARE)
@@ -180,6 +182,7 @@ def _summarize_kind(counters: CounterSnapshot, rank: int) -> KindSummary:
         path_low=quantile(elapsed, 0.25, 0),
         path_count=np.sum(np.isfinite(elapsed), axis=0).astype(np.float64),
         path_hidden=hidden,
+        path_seen=seen,
         path_moments=_moments(tokens, elapsed),
         tokens=median(tokens, 0),
         blame=np.bincount(last[:, 0], ready, minlength=arrival.shape[1]) / ready.size,
@@ -231,6 +234,7 @@ def _from_totals(
         path_low=path,
         path_count=np.where(np.isfinite(path), ops, 0.0),
         path_hidden=np.zeros(num_ranks, dtype=bool),
+        path_seen=np.ones(num_ranks, dtype=bool),
         path_moments=np.zeros((3, num_ranks)),
         tokens=per_op["tokens"],
         blame=np.nan_to_num(per_op["critical_ns"]),
@@ -240,25 +244,27 @@ def _from_totals(
     )
 
 
-def _visible(arrival: FloatArray, issued: FloatArray) -> FloatArray:
-    """`[n, num_ranks]` path times of the operations in which they could be seen, NaN in the others.
+def _visible(arrival: FloatArray, issued: FloatArray) -> tuple[FloatArray, BoolArray]:
+    """`[n, num_ranks]` path times of the operations in which they could be seen, NaN in the others;
+    and `[num_ranks]`, whether any arrival was seen, so that it does not matter what clocks say.
 
     A target that knows the true arrival shows arrivals before the begin of waiting; every path time
     is seen then. Elsewhere an arrival is stamped no earlier than the receiver looked. Keeping what
     was seen would keep the slow ones only, so operations are chosen by when the receiver came: so
-    early that a path time of interest (the resolution, or what was seen of this path when it was
-    seen) could not have hidden. A path that hid all the same counts as faster than any.
+    early that what is usual for this path, when it is seen, could not have hidden. A path that hid
+    all the same counts as faster than any. The difference of the clocks is in all that is compared.
+    Of a path that was never seen the resolution stands for the usual, and clocks must be right.
     """
     elapsed = arrival - issued
     if np.any(arrival < 0):
-        return elapsed
+        return elapsed, np.ones(arrival.shape[1], dtype=bool)
     seen = arrival > RESOLUTION_NS
-    usual_when_seen = median(np.where(seen, elapsed, np.nan), 0)
+    ever = np.asarray(seen.any(axis=0))
+    usual = median(np.where(seen, elapsed, np.nan), 0)
     receiver_after_issue = -issued
-    in_time = receiver_after_issue <= RESOLUTION_NS
-    in_time_for_usual = receiver_after_issue <= usual_when_seen - RESOLUTION_NS
-    hidden = np.where(in_time_for_usual & np.isfinite(arrival), _HIDDEN_NS, np.nan)
-    return np.where(seen & in_time_for_usual | in_time, elapsed, hidden)
+    in_time = receiver_after_issue <= np.where(ever, usual - RESOLUTION_NS, RESOLUTION_NS)
+    hidden = np.where(in_time & np.isfinite(arrival), _HIDDEN_NS, np.nan)
+    return np.where((seen | ~ever) & in_time, elapsed, hidden), ever
 
 
 def _moments(tokens: FloatArray, elapsed: FloatArray) -> FloatArray:

@@ -8,12 +8,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from deep_ep.diagnose.estimate import Effect, Estimates
+from deep_ep.diagnose.paths import MIN_RANKS_TO_SPLIT_PATHS
 from deep_ep.diagnose.stats import or_zero, z_for
 
 # Fewer operations say nothing.
 MIN_OPERATIONS = 8
-# Beyond so many `clock_ns` no path is judged.
-_CLOCKS_LOST = 10.0
+# Beyond so many `clock_ns` it is said that clocks are off.
+_CLOCKS_OFF = 10.0
 # That a rank takes longer is certain before its tokens are asked; standard errors of their part.
 _EXPLAINED = 3.0
 
@@ -33,8 +34,7 @@ class Thresholds:
         load: a rank may be hot when it handles this many times an even share of the tokens, and
             what a token costs is known.
         high_load: and when it is not known.
-        clock_ns: how far measured clock offsets may be wrong; matters where too few ranks are there
-            to find it out.
+        clock_ns: how far measured clock offsets may be wrong soon after; 0: ranks have one clock.
     """
 
     delta_ns: float
@@ -79,10 +79,16 @@ class JudgedKind:
         return max(self.floor, self.limits.own_fraction * or_zero(self.e.own_ns))
 
     @property
-    def clocks_are_lost(self) -> bool:
-        """Whether clocks have drifted so far that it is not known which paths could be seen."""
-        lost_ns = _CLOCKS_LOST * self.limits.clock_ns
-        return bool(lost_ns > 0 and np.abs(self.e.paths.clock).max(initial=0.0) > lost_ns)
+    def clocks_off_us(self) -> float:
+        """How far clocks have drifted since they were measured, where that is worth a word; else 0."""
+        off_ns = float(np.abs(self.e.paths.coarse_clock + self.e.paths.clock).max(initial=0.0))
+        worth_ns = _CLOCKS_OFF * self.limits.clock_ns
+        return off_ns / 1e3 if 0 < worth_ns < off_ns else 0.0
+
+    @property
+    def is_too_small_for_clocks(self) -> bool:
+        """Whether clocks drift and there are too few ranks to find out by how much."""
+        return self.limits.clock_ns > 0 and self.e.load.size < MIN_RANKS_TO_SPLIT_PATHS
 
     @property
     def z_ranks(self) -> float:

@@ -169,11 +169,17 @@ def _remarks(matrices: Mapping[str, Matrices]) -> list[str]:
 
 
 def _clock_remarks(kinds: Sequence[JudgedKind]) -> list[str]:
-    for kind in kinds:
-        off_us = float(np.abs(kind.e.paths.clock).max(initial=0.0)) / 1e3
-        if kind.clocks_are_lost:
-            return [
-                f"clocks are off by up to {off_us:,.0f} us from what was measured, so paths are not "
-                "judged; call buffer.measure_clock_offsets() on all ranks"
-            ]
-    return []
+    said = []
+    off_us = max((kind.clocks_off_us for kind in kinds), default=0.0)
+    if off_us:
+        said.append(
+            f"clocks are off by up to {off_us:,.0f} us from what was measured; verdicts allow for it, but "
+            "the late, issue and path parts of the waiting do not. buffer.measure_clock_offsets() on all "
+            "ranks puts that right"
+        )
+    if any(kind.is_too_small_for_clocks for kind in kinds):
+        said.append(
+            "paths are not judged: between two or three ranks a slow path and clocks that drifted look "
+            "the same"
+        )
+    return said
