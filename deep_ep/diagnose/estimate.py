@@ -22,7 +22,7 @@ import numpy as np
 
 from deep_ep.diagnose.findings import FloatArray
 from deep_ep.diagnose.gather import Matrices
-from deep_ep.diagnose.paths import MIN_RANKS_TO_SPLIT_PATHS, Paths, split_paths
+from deep_ep.diagnose.paths import Paths, split_paths
 from deep_ep.diagnose.stats import (
     healthy,
     huber,
@@ -118,6 +118,8 @@ class Estimates:
         cost_known: whether the cost of a token is known apart from differences between ranks, or
             does not matter, because all have the same number.
         late, late_error: [num_ranks], when the others saw everything of this rank issued.
+        waited_for: [num_ranks], what the others wait when this rank comes last, mean; no clock but
+            their own tells.
         load: tokens that the rank's experts handle, over an even share.
         gap_ns, send_ns, drain_ns: per rank, for the evidence.
         paths: the path matrix, taken apart.
@@ -137,6 +139,7 @@ class Estimates:
     cost_known: bool
     late: FloatArray
     late_error: FloatArray
+    waited_for: FloatArray
     load: FloatArray
     gap_ns: FloatArray
     send_ns: FloatArray
@@ -182,6 +185,7 @@ def estimate(m: Matrices, before: Matrices | None = None) -> Estimates:
         cost_known=by_work.known and by_drain.known,
         late=_lateness(m, paths.coarse_clock + paths.clock),
         late_error=median(m.late_error, 0),
+        waited_for=_waited_for(m),
         load=_over_even_share(sent if m.operation.endswith("combine") else received),
         gap_ns=median(m.gap, 0),
         send_ns=m.send_ns(),
@@ -255,12 +259,15 @@ def _for_good(spread: float, noise: float, num_ranks: int) -> float:
 
 def _lateness(m: Matrices, clock: FloatArray) -> FloatArray:
     """[num_ranks]: median over receivers, above the healthy ranks."""
-    if m.num_ranks < MIN_RANKS_TO_SPLIT_PATHS:
-        # Clocks are not known to be right, waiting is.
-        waited_for = np.where(np.eye(m.num_ranks, dtype=bool), 0.0, m.blame).sum(axis=0)
-        return np.asarray(waited_for - waited_for.min())
     seen = median(m.late, 0) - (clock - np.median(clock))
     return seen - healthy(seen)[0]
+
+
+def _waited_for(m: Matrices) -> FloatArray:
+    """[num_ranks]: what others wait when the rank comes last, mean, above the healthy ranks."""
+    others = ~np.eye(m.num_ranks, dtype=bool)
+    mean = np.sum(m.blame, axis=0, where=others) / max(m.num_ranks - 1, 1)
+    return np.asarray(mean - healthy(mean)[0])
 
 
 def _over_even_share(tokens: FloatArray) -> FloatArray:

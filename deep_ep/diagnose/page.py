@@ -42,6 +42,7 @@ _PICTURE_OF = {
     "early": ("late", "row"),
     "ingress": ("path", "row"),
     "egress": ("path", "column"),
+    "ingress or egress": ("path", "row"),
     "sender side": ("wait", "column"),
     "receiver side": ("wait", "row"),
     "pair": ("wait", "cell"),

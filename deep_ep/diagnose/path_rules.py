@@ -13,7 +13,7 @@ from deep_ep.diagnose.stats import healthy
 from deep_ep.diagnose.summary import MIN_SEEN
 from deep_ep.diagnose.thresholds import JudgedKind
 
-# Where clocks cannot be told from slow sides, they are taken to be off by so many `clock_ns`.
+# Clocks that are not known well are taken to be off by so many `clock_ns`.
 _CLOCKS = 3.0
 
 
@@ -36,8 +36,9 @@ def slow_paths(kind: JudgedKind, hot_ranks: set[int]) -> list[Found]:
         ("egress", paths.egress, paths.ingress),
     ):
         bar = max(floor, limits.spread * healthy(values)[1])
-        bars = np.where(paths.both_sides, bar, bar + _CLOCKS * limits.clock_ns)
-        for rank in np.flatnonzero(values > bars).tolist():
+        # A clock that drifted is all it takes for one direction to look slow.
+        certain = paths.both_sides | (limits.clock_ns == 0)
+        for rank in np.flatnonzero((values > bar) & certain).tolist():
             # What is left of a wrong clock shows with opposite signs in row and column.
             if rank not in hot_ranks and values[rank] + others[rank] > bar:
                 found.append(_slow_side(kind, cause, rank, float(values[rank])))
@@ -118,7 +119,10 @@ def _slow_groups(kind: JudgedKind, floor: float) -> list[Found]:
 def _slow_cells(kind: JudgedKind, floor: float) -> list[Found]:
     e, paths, limits = kind.e, kind.e.paths, kind.limits
     found = []
-    for dst, src in np.argwhere(paths.excess > floor).tolist():
+    # Of a rank of which one direction is not known the clock is not known so well.
+    unsure = ~(paths.both_sides[:, None] & paths.both_sides[None, :])
+    bar = floor + np.where(unsure, _CLOCKS * limits.clock_ns, 0.0)
+    for dst, src in np.argwhere(paths.excess > bar).tolist():
         effect, error = float(paths.excess[dst, src]), float(e.m.path_error[dst, src])
         usual = float(e.m.path[dst, src]) - effect
         # Most operations show it when even the quickest quarter does.

@@ -86,7 +86,12 @@ def late_ranks(kinds: Sequence[JudgedKind], hot_ranks: set[int]) -> list[Found]:
                 # Inherited lateness has no counterpart in the rank's own work and is not its
                 # fault; work that shows nowhere, in no kind, keeps nobody waiting.
                 own_ns = float(effect.value[rank])
-                if big and any(_seen(float(k.e.late[rank]), k.e, rank, own_ns) for k in kinds):
+                if big and any(
+                    _seen(float(k.e.late[rank]), k.e, rank, own_ns)
+                    # Where clocks are not known, waiting is.
+                    or k.e.waited_for[rank] > _SEEN_LATE * own_ns
+                    for k in kinds
+                ):
                     found.append(_late_rank(kind, cause, effect, rank))
     return found
 

@@ -30,6 +30,7 @@ _CLAIMS = {
     "path": "is slow",
     "ingress": "receives slowly from everybody",
     "egress": "reaches everybody slowly",
+    "ingress or egress": "receives slowly from everybody, or reaches everybody slowly",
     "node pair": "is slow between all their ranks",
     "rail": "is slow on every node",
     "everywhere": "is slower than it used to be",
