@@ -7,7 +7,8 @@ In this order, so that each explanation takes away what it explains before the n
 
 A clock that is wrong by c makes the paths into its rank c slower and those out of it c faster. A
 path cannot be faster than a healthy one, so what looks faster is the clock, and only the rest is
-a slow side.
+a slow side. Clocks that make data arrive before it was sent come before all else, or they would drown
+it. Then c stands for half of what a slow side adds, and nobody knows any more which side it was.
 """
 
 from __future__ import annotations
