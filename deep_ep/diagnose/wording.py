@@ -21,7 +21,8 @@ TITLES = {COMP_SLOW: "Comp-Slow", COMM_SLOW: "Comm-Slow", MIXED_SLOW: "Mixed-Slo
 UNKNOWN_HOST = "?"
 _MOST_CERTAIN = 0.9999
 
-_CLAIMS = {
+# What each cause makes its subject do.
+CLAIMS = {
     "late": "comes late",
     "slow send": "takes long to send",
     "slow receive": "takes long to receive",
@@ -111,7 +112,7 @@ def sentence(diagnosis: Diagnosis, verdicts: Sequence[Verdict]) -> str:
     text = f"{TITLES[first.kind]}: {subject(first)}{where}"
     said = ""
     for verdict in verdicts:
-        claim = _CLAIMS.get(verdict.cause, verdict.cause)
+        claim = CLAIMS.get(verdict.cause, verdict.cause)
         joint = " " if not said else "; " if claim != said else ", and "
         text += f"{joint}{claim} " if claim != said else joint
         text += f"in {verdict.operation}, {effect(diagnosis, verdict)}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from handmade import ALL_KINDS, HICCUP, LATE, SLOW_PATH
 from rich.console import Console
 
 from deep_ep import diagnose, faults
-from deep_ep.diagnose import Diagnosis, blocks
+from deep_ep.diagnose import Diagnosis, blocks, wording
 
 NAN = math.nan
 
@@ -357,3 +358,11 @@ def test_a_picture_is_written(tmp_path: Path) -> None:
     assert text.startswith("<svg")
     assert "url(" not in text.replace("url(#", "")
     assert "Comp-Slow" in text.replace("&#160;", " ")
+
+
+def test_every_cause_that_records_may_hold_has_a_sentence() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "records.md").read_text(encoding="utf-8")
+    (row,) = [line for line in page.splitlines() if line.startswith("| `cause` |")]
+    causes = set(re.findall(r"`([a-z ]+)`", row)) - {"cause"}
+    assert "ingress or egress" in causes
+    assert causes == set(wording.CLAIMS)
