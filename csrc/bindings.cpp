@@ -151,19 +151,22 @@ PYBIND11_MODULE(EP_MODULE_NAME, m) {
 #endif
     m.doc() = "Kernels and transport of deep_ep, one target";
 
-    py::list source_counters;
-    py::list own_counters;
-#define EP_SOURCE_COUNTER(name) source_counters.append(#name);
-#define EP_OWN_COUNTER(name) own_counters.append(#name);
+    m.attr("COUNTER_FIELDS") = std::vector<std::string>{
+#define EP_SOURCE_COUNTER(name) #name,
 #include "kernels/counters.def"
-#undef EP_SOURCE_COUNTER
-#undef EP_OWN_COUNTER
-    m.attr("COUNTER_FIELDS") = source_counters;
-    m.attr("OWN_FIELDS") = own_counters;
-    m.attr("RING_SOURCE_FIELDS") =
-        std::vector<std::string>{"entered", "issued", "arrival", "tokens"};
-    m.attr("RING_OWN_FIELDS") =
-        std::vector<std::string>{"op", "wait_begin", "exit", "previous_exit"};
+    };
+    m.attr("OWN_FIELDS") = std::vector<std::string>{
+#define EP_OWN_COUNTER(name) #name,
+#include "kernels/counters.def"
+    };
+    m.attr("RING_SOURCE_FIELDS") = std::vector<std::string>{
+#define EP_RING_SOURCE(name) #name,
+#include "kernels/counters.def"
+    };
+    m.attr("RING_OWN_FIELDS") = std::vector<std::string>{
+#define EP_RING_OWN(name) #name,
+#include "kernels/counters.def"
+    };
     m.attr("PHASE_SEND") = static_cast<int>(kPhaseSend);
     m.attr("PHASE_RECEIVE") = static_cast<int>(kPhaseReceive);
     m.attr("MAX_EXPERTS") = kMaxExperts;
@@ -196,7 +199,8 @@ PYBIND11_MODULE(EP_MODULE_NAME, m) {
                          int ranks_per_node,
                          int device_index,
                          bool allow_nvlink,
-                         const std::string& clock) {
+                         const std::string& clock,
+                         uint64_t clock_interval_ns) {
                  auto runtime = std::make_unique<Runtime>(RuntimeOptions{rank,
                                                                          num_ranks,
                                                                          num_nvl_bytes,
@@ -207,7 +211,8 @@ PYBIND11_MODULE(EP_MODULE_NAME, m) {
                                                                          ranks_per_node,
                                                                          device_index,
                                                                          allow_nvlink,
-                                                                         clock});
+                                                                         clock,
+                                                                         clock_interval_ns});
                  allow_interrupts(*runtime);
                  return runtime;
              }),
@@ -222,7 +227,8 @@ PYBIND11_MODULE(EP_MODULE_NAME, m) {
              "ranks_per_node"_a,
              "device_index"_a,
              "allow_nvlink"_a = true,
-             "clock"_a = "rank")
+             "clock"_a = "rank",
+             "clock_interval_ns"_a = 0)
         .def("local_handle", [](const Runtime& self) { return py::bytes(self.local_handle()); })
         .def("connect", &Runtime::connect, "handles"_a, Release())
         .def("release_handle", &Runtime::release_handle, Release())

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 # Outputs of at least this size come from the pool of the cpu backend; smaller ones the C library
 # keeps mapped by itself.
 _POOLED_BYTES = 1 << 20
+# GPU timers drift apart by up to 40 us per second; csrc/kernels/clocks.cuh says what is done then.
+_GPU_CLOCK_INTERVAL_S = 20.0
 
 
 class Binding(Protocol):
@@ -166,7 +168,13 @@ class CpuBackend:
     ) -> Runtime:
         schedule, delivery = env.schedule(), env.delivery()
         blocks, warps = env.launch_shape()
-        runtime = self.binding.Runtime(allow_nvlink=allow_nvlink, clock=env.cpu_clock(), **options)
+        runtime = self.binding.Runtime(
+            allow_nvlink=allow_nvlink,
+            clock=env.cpu_clock(),
+            # All ranks of one machine read one clock, unless a fault bends it.
+            clock_interval_ns=round(env.clock_interval_s(0.0) * 1e9),
+            **options,
+        )
         runtime.set_schedule(kind=schedule.kind, seed=schedule.seed)
         runtime.set_delivery(kind=delivery.kind, seed=delivery.seed)
         runtime.set_launch_shape(blocks=blocks, warps=warps)
@@ -256,7 +264,11 @@ class CudaBackend:
             binding = found or binding
         if allow_mnnvl:
             env.allow_multi_node_nvlink()
-        return binding.Runtime(allow_nvlink=allow_nvlink, **options)
+        return binding.Runtime(
+            allow_nvlink=allow_nvlink,
+            clock_interval_ns=round(env.clock_interval_s(_GPU_CLOCK_INTERVAL_S) * 1e9),
+            **options,
+        )
 
     def device(self) -> torch.device:
         return torch.device("cuda", torch.cuda.current_device())

@@ -47,7 +47,7 @@ class CounterSnapshot:
         ring_own_fields: the same for this rank's own row, the last one.
         totals: `[len(fields), num_ranks]` int64, per source rank; nanoseconds where the name ends in `_ns`.
         own: `[len(own_fields)]` int64, of this rank.
-        ring: `[capacity, num_ranks + 1, 4]` int64, the raw times of recent operations, ascending by
+        ring: `[capacity, num_ranks + 1, 6]` int64, the raw times of recent operations, ascending by
             operation number after `operations()`; unused slots are zeros.
         lost: largest operation number whose slot was overwritten while it was copied; 0: none.
         estimated: fields that `until` could not roll back exactly.
@@ -98,7 +98,7 @@ class CounterSnapshot:
         return int(self.own[self.own_fields.index(field)])
 
     def operations(self) -> Int64Array:
-        """The used ring slots in order of operation: `[n, num_ranks + 1, 4]` int64."""
+        """The used ring slots in order of operation: `[n, num_ranks + 1, 6]` int64."""
         ops = self._ring_ops()
         order = np.argsort(ops, kind="stable")
         used: Int64Array = self.ring[order[ops[order] > 0]]
@@ -144,9 +144,9 @@ class CounterSnapshot:
         """This snapshot as it was when that operation had been counted, and none after it.
 
         The raw times of later operations are taken out of the sums, in the arithmetic of the
-        kernels. Not exact are what they do not hold, and `estimated` names it: `send_ns` of this
-        rank, and `gap_ns` unless `rank` is given, are cut in proportion to the operations, `bytes`
-        in proportion to the tokens where rows were of several sizes. `max_wait_ns` stays.
+        kernels. Not exact are what they do not hold, and `estimated` names it: `send_ns` and
+        `gap_ns` of this rank, unless `rank` is given, are cut in proportion to the operations,
+        `bytes` in proportion to the tokens where rows were of several sizes. `max_wait_ns` stays.
 
         Args:
             operation: number of an operation of any kind.
@@ -211,7 +211,7 @@ class CounterSnapshot:
         """What operations added to the counters, from their raw times: as in kernels/counters.cuh.
 
         Args:
-            slots: `[n, num_ranks + 1, 4]`, n >= 1.
+            slots: `[n, num_ranks + 1, 6]`, n >= 1.
             rank: whose counters these are.
         """
         entered, issued, arrival, tokens = (
@@ -250,6 +250,9 @@ class CounterSnapshot:
             "wait_ns": int((ready - begin).sum()),
             "drain_ns": int((leave - ready).sum()),
         }
+        if rank is not None and "sent" in self.ring_own_fields:
+            sent = slots[:, -1, self.ring_own_fields.index("sent")]
+            own["send_ns"] = int(np.maximum(sent - entered[:, rank], 0).sum())
         if rank is not None:
             own["gap_ns"] = int((entered[:, rank] - previous)[previous != 0].sum())
         return sources, own
@@ -273,7 +276,7 @@ class RecvCounters:
         capacity: operations the ring keeps; 0 = no ring.
         totals: `[num_fields, num_ranks]` int64, on the device.
         own: `[num_own_fields]` int64, on the device.
-        ring: `[capacity, num_ranks + 1, 4]` int64, on the device; slot = operation number % capacity.
+        ring: `[capacity, num_ranks + 1, 6]` int64, on the device; slot = operation number % capacity.
     """
 
     def __init__(

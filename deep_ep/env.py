@@ -47,6 +47,13 @@ CPU_CLOCK = Variable(
     "rank",
     "clock of the cpu backend: one core per rank, or wall",
 )
+CLOCK_INTERVAL_S = Variable(
+    "DEEP_EP_CLOCK_INTERVAL_S",
+    "seconds",
+    "",
+    "longest time between two measurements of clocks within operations, 0: none; unset: 20 on GPUs, "
+    "0 on the cpu backend",
+)
 SCHEDULE = Variable(
     "DEEP_EP_SCHEDULE",
     "round-robin | random:SEED",
@@ -121,6 +128,7 @@ VARIABLES = (
     TIMEOUT_S,
     RANKS_PER_NODE,
     CPU_CLOCK,
+    CLOCK_INTERVAL_S,
     SCHEDULE,
     DELIVERY,
     LAUNCH_SHAPE,
@@ -214,6 +222,11 @@ def ranks_per_node() -> int | None:
 def cpu_clock() -> str:
     """`rank` or `wall`."""
     return _choice(CPU_CLOCK, ("rank", "wall"))
+
+
+def clock_interval_s(default: float) -> float:
+    """Longest time between two measurements of clocks within operations; 0: none."""
+    return _number(CLOCK_INTERVAL_S) if CLOCK_INTERVAL_S.text() else default
 
 
 def schedule() -> Order:

@@ -1,7 +1,8 @@
 """The receive counters: parts of a wait add up, delays land in the right cell, off means off.
 
-Time is the host target's rank time, as though each rank had a core of its own; a delay passes
-without being slept.
+Every test runs under the rank clock (as though each rank had a core of its own; a delay passes without
+being slept) and under the wall clock, which is what a GPU has, and in launches of one and of several
+blocks.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import deep_ep
@@ -38,6 +39,19 @@ DELAY_NS = 200 * MS
 pytestmark = pytest.mark.skipif(
     deep_ep.backend.get().name != "cpu", reason="delays are injected on the cpu backend only"
 )
+
+
+@pytest.fixture(
+    autouse=True,
+    params=[(clock, shape) for clock in ("rank", "wall") for shape in ("1x1", "3x2")],
+    ids="-".join,
+)
+def clock(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The clock of the test's buffers; the launch shape goes with it."""
+    name, shape = request.param
+    monkeypatch.setenv("DEEP_EP_CPU_CLOCK", name)
+    monkeypatch.setenv("DEEP_EP_LAUNCH_SHAPE", shape)
+    return str(name)
 
 
 def exchange(buffer: deep_ep.Buffer, inputs: Inputs, shape: Shape = SHAPE, mode: Mode = FP8) -> Any:
@@ -68,7 +82,7 @@ def totals_of_ring(snapshot: CounterSnapshot, row_bytes: int) -> dict[str, np.nd
     own = dict.fromkeys(snapshot.own_fields, 0)
     for slot in snapshot.operations():
         entered, issued, arrival, tokens = (slot[:num_ranks, i] for i in range(4))
-        _, begin, leave, previous_exit = slot[num_ranks]
+        _, begin, leave, *_ = slot[num_ranks]
         end = np.maximum(arrival, begin)
         cut_entered = np.clip(entered, begin, end)
         cut_issued = np.clip(np.maximum(issued, entered), begin, end)
@@ -127,9 +141,12 @@ def disturbances(
     return shape, delays, draw(st.dictionaries(pair, fault, max_size=3))
 
 
+@settings(max_examples=25)
 @given(case=disturbances(), use_fp8=st.booleans())
-def test_every_wait_is_the_sum_of_its_parts(case: Any, use_fp8: bool) -> None:
+def test_every_wait_is_the_sum_of_its_parts(clock: str, case: Any, use_fp8: bool) -> None:
     shape, delays, slow_paths = case
+    # What takes no time under the rank clock is slept under the other.
+    shorter = 100 if clock == "wall" else 1
     mode = Mode(use_fp8=use_fp8)
     inputs = make_inputs(shape)
 
@@ -137,15 +154,17 @@ def test_every_wait_is_the_sum_of_its_parts(case: Any, use_fp8: bool) -> None:
         buffer.enable_counters(ring=16)
         for (src, dst), (delay_ns, bytes_per_s) in slow_paths.items():
             if src == rank:
-                buffer.runtime.set_path_fault(dst=dst, delay_ns=delay_ns, bytes_per_s=bytes_per_s)
+                buffer.runtime.set_path_fault(
+                    dst=dst, delay_ns=delay_ns // shorter, bytes_per_s=bytes_per_s * shorter
+                )
         for number in range(2):
             delay = delays[number * shape.num_ranks + rank]
-            buffer.runtime.delay(delay["send"])
+            buffer.runtime.delay(delay["send"] // shorter)
             recv_x, count, handle, _, hook = buffer.low_latency_dispatch(
                 inputs[rank].x, inputs[rank].topk_idx, shape.num_max_tokens, shape.num_experts,
                 use_fp8=use_fp8, return_recv_hook=True,
             )  # fmt: skip
-            buffer.runtime.delay(delay["receive"])
+            buffer.runtime.delay(delay["receive"] // shorter)
             hook()
             exchange(buffer, inputs[rank], shape, mode)
         return counted(buffer)
@@ -445,21 +464,91 @@ def test_windows_are_differences_of_snapshots() -> None:
         assert (window["wait_ns"] == after["wait_ns"] - before["wait_ns"]).all()
 
 
-def test_the_wall_clock_mode_shows_a_delay_in_the_same_place(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """DEEP_EP_CPU_CLOCK=wall really sleeps; the bounds leave room for a busy machine."""
-    monkeypatch.setenv("DEEP_EP_CPU_CLOCK", "wall")
+def test_a_word_that_is_there_when_the_rank_looks_is_no_wait_and_never_critical(clock: str) -> None:
+    """Also when the receive launch comes long after the send."""
     inputs = make_inputs(SHAPE)
 
     def run(rank: int, buffer: deep_ep.Buffer) -> Any:
         buffer.enable_counters()
-        if rank == 2:
-            buffer.runtime.delay(DELAY_NS)
+        one = inputs[rank]
+        *_, hook = buffer.low_latency_dispatch(
+            one.x, one.topk_idx, SHAPE.num_max_tokens, SHAPE.num_experts, return_recv_hook=True
+        )
+        buffer.runtime.delay(DELAY_NS)
+        hook()
+        return buffer.dispatch_counters.snapshot()
+
+    with ranks_for(SHAPE) as ranks:
+        snapshots = ranks.run(run)
+    for snapshot in snapshots:
+        assert not snapshot["wait_ns"].any()
+        assert not snapshot["critical_ops"].any()
+        (slot,) = snapshot.operations()
+        stamps = dict(zip(snapshot.ring_source_fields, slot[:-1].T))
+        own = dict(zip(snapshot.ring_own_fields, slot[-1]))
+        assert (stamps["arrival"] <= own["wait_begin"]).all()
+        # The rank clock knows when words came; in wall time nobody was there to see it.
+        assert (stamps["seen"] == (clock == "rank")).all()
+
+
+def test_a_late_source_does_not_make_the_others_look_late(clock: str) -> None:
+    """Arrivals are stamped source by source: who came early waits for nobody's header."""
+    inputs = make_inputs(SHAPE)
+
+    def run(rank: int, buffer: deep_ep.Buffer) -> Any:
+        buffer.enable_counters()
+        buffer.runtime.delay({1: DELAY_NS // 2, 3: DELAY_NS}.get(rank, 0))
         dispatch(buffer, inputs[rank], SHAPE, FP8)
         return buffer.dispatch_counters.snapshot()
 
     with ranks_for(SHAPE) as ranks:
         snapshots = ranks.run(run)
-    for rank in (0, 1, 3):
-        assert snapshots[rank]["late_ns"][2] > 0.5 * DELAY_NS
+    for rank in (0, 2):
+        wait = snapshots[rank]["wait_ns"]
+        assert wait[[0, 2]].max() < 0.25 * DELAY_NS
+        assert 0.4 * DELAY_NS < wait[1] < 0.75 * DELAY_NS
+        assert 0.9 * DELAY_NS < wait[3] < 1.25 * DELAY_NS
+        assert snapshots[rank]["critical_ops"].tolist() == [0, 0, 0, 1]
+        (slot,) = snapshots[rank].operations()
+        seen = slot[:-1, snapshots[rank].ring_source_fields.index("seen")]
+        assert seen[[1, 3]].tolist() == [1, 1], "somebody was there to see these arrive"
+
+
+def test_issued_is_stamped_per_destination_and_sent_is_the_last_of_them() -> None:
+    inputs = make_inputs(SHAPE)
+
+    def run(rank: int, buffer: deep_ep.Buffer) -> Any:
+        buffer.enable_counters()
+        for _ in range(3):
+            exchange(buffer, inputs[rank])
+        return counted(buffer)
+
+    with ranks_for(SHAPE) as ranks:
+        snapshots = ranks.run(run)
+    for kind in ("dispatch", "combine"):
+        slots = [one[kind].operations() for one in snapshots]
+        fields, own = snapshots[0][kind].ring_source_fields, snapshots[0][kind].ring_own_fields
+        # All ranks of this process read clocks that agree, but for what an offset may be wrong by.
+        error = max(int(one[:, :-1, fields.index("clock_error")].max()) for one in slots)
+        for source in range(SHAPE.num_ranks):
+            entered = slots[source][:, source, fields.index("entered")]
+            sent = slots[source][:, -1, own.index("sent")]
+            issued = np.stack([one[:, source, fields.index("issued")] for one in slots])
+            assert (issued >= entered - error).all()
+            assert (np.abs(issued.max(axis=0) - sent) <= error).all(), "sent is the last issue"
+
+
+def test_the_timers_step_is_known() -> None:
+    inputs = make_inputs(SHAPE)
+
+    def run(rank: int, buffer: deep_ep.Buffer) -> Any:
+        buffer.enable_counters()
+        exchange(buffer, inputs[rank])
+        return counted(buffer)["dispatch"]
+
+    with ranks_for(SHAPE) as ranks:
+        snapshots = ranks.run(run)
+    for snapshot in snapshots:
+        step = snapshot.operations()[:, -1, snapshot.ring_own_fields.index("timer_step")]
+        assert (step > 0).all()
+        assert (step < MS).all()

@@ -15,9 +15,11 @@
 //   block_any(predicate)           a block_sync() that tells all threads whether it held on one of them
 // Shared memory SharedArena arena; T* p = arena.take<T>(count): same sequence on every thread
 // Atomics       load_acquire<S> load_relaxed<S> store_release<S> store_relaxed<S> add_relaxed<S>
-//               add_release<S> add_acq_rel<S>(pointer, value) -> old value; S names the scope
+//               add_release<S> add_acq_rel<S>(pointer, value) -> old value; max_relaxed<S>(pointer,
+//               value); S names the scope
 // Waiting       spin_until(predicate, deadline) -> false when the deadline passed; the only way to poll
-// Time          now_ns(): this rank's clock, for stamps. deadline_in(ns): real time, for giving up
+// Time          now_ns(): this rank's clock, for stamps. deadline_in(ns): real time, for giving up.
+//               kClockPatienceNs: how long a clock exchange waits for a rank
 // Copies        copy_warp(dst, src, bytes), copy_block(dst, src, bytes): 16-byte aligned, multiples of
 //               16. The source must be visible to the whole warp (block) before; the destination is
 //               after the next warp_sync (block_sync).

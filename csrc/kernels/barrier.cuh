@@ -16,11 +16,8 @@ EP_KERNEL void barrier(const EP_GRID_CONSTANT OperationArgs args) {
     }
     for (int source = thread_index(); source < args.num_ranks(); source += num_threads()) {
         const size_t word = args.control.barrier(source);
-        if (spin_until([&] { return args.transport.poll(word) >= round; }, open.deadline)) {
-            args.transport.arrival_ns(word);
-        } else {
+        if (!spin_until([&] { return args.transport.poll(word) >= round; }, open.deadline))
             record_failure(args, open, FailureKind::kTimeout, source);
-        }
     }
     block_sync();
     if (thread_index() != 0) return;

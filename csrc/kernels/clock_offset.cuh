@@ -1,8 +1,8 @@
-// Clock offsets by ping-pong. Pairs meet in rounds (in round r, ranks i and j with i + j = r modulo
-// the number of ranks), first one asks, then the other. Of all samples a rank keeps the one with the
-// smallest round trip: its error is at most half of that (Cristian 1989). One warp, one lane works.
+// Measures the clocks of all other ranks in a launch of its own, one thread to a rank; see clocks.cuh.
+// Launched with one block.
 #pragma once
 
+#include "kernels/clocks.cuh"
 #include "kernels/operation.cuh"
 
 namespace ep {
@@ -10,80 +10,41 @@ namespace ep {
 struct ClockOffsetArgs {
     OperationArgs common;
     int num_samples;
+    uint64_t
+        exchange_interval_ns;  // the longest between exchanges in operations; 0: there are none
 };
-
-// False when the partner did not answer.
-EP_DEVICE bool ask(const ClockOffsetArgs& args,
-                   const OpenOperation& open,
-                   int partner,
-                   uint64_t first_sequence) {
-    const OperationArgs& common = args.common;
-    const Transport& transport = common.transport;
-    const size_t mine = common.control.ping(partner);
-    const size_t theirs = common.control.ping(common.rank());
-    int64_t best_round_trip = INT64_MAX;
-    for (int i = 0; i < args.num_samples; ++i) {
-        const uint64_t sequence = first_sequence + i;
-        const auto sent = static_cast<int64_t>(now_ns());
-        transport.signal(partner, theirs + offsetof(PingSlot, request), sequence, 0);
-        const size_t reply = mine + offsetof(PingSlot, reply);
-        if (!spin_until([&] { return transport.poll(reply) >= sequence; }, open.deadline))
-            return false;
-        const auto received = static_cast<int64_t>(transport.arrival_ns(reply));
-        const auto answered =
-            *reinterpret_cast<const int64_t*>(transport.local(mine + offsetof(PingSlot, reply_ns)));
-        if (received - sent >= best_round_trip) continue;
-        best_round_trip = received - sent;
-        common.workspace->clock_offset_ns[partner] = answered - (sent + best_round_trip / 2);
-        common.workspace->round_trip_ns[partner] = best_round_trip;
-    }
-    return true;
-}
-
-EP_DEVICE bool answer(const ClockOffsetArgs& args,
-                      const OpenOperation& open,
-                      int partner,
-                      uint64_t first_sequence) {
-    const OperationArgs& common = args.common;
-    const Transport& transport = common.transport;
-    const size_t request = common.control.ping(partner) + offsetof(PingSlot, request);
-    const size_t theirs = common.control.ping(common.rank());
-    for (int i = 0; i < args.num_samples; ++i) {
-        const uint64_t sequence = first_sequence + i;
-        if (!spin_until([&] { return transport.poll(request) >= sequence; }, open.deadline))
-            return false;
-        transport.arrival_ns(request);
-        transport.put_word(partner, theirs + offsetof(PingSlot, reply_ns), now_ns(), 0);
-        transport.fence(partner, 0);
-        transport.signal(partner, theirs + offsetof(PingSlot, reply), sequence, 0);
-    }
-    transport.flush();
-    return true;
-}
 
 EP_KERNEL void clock_offset(const EP_GRID_CONSTANT ClockOffsetArgs args) {
     const OperationArgs& common = args.common;
-    if (thread_index() != 0) return;
-    const int num_ranks = common.num_ranks();
+    Workspace* workspace = common.workspace;
     const uint64_t given_up = newest_given_up(common, Series::kClockRounds);
-    const uint64_t rounds =
-        (given_up > common.workspace->clock_rounds ? given_up : common.workspace->clock_rounds) + 1;
-    const OpenOperation open{rounds, 0, deadline_in(common.timeout_ns)};
-    const uint64_t first_sequence = rounds
-                                    << 32;  // later calls must be newer, whatever they sample
-    for (int round = 0; round < num_ranks; ++round) {
-        const int partner = (round + num_ranks - common.rank()) % num_ranks;
+    const uint64_t round =
+        (given_up > workspace->clock_rounds ? given_up : workspace->clock_rounds) + 1;
+    const OpenOperation open{round, 0, deadline_in(common.timeout_ns)};
+    // The first bounce lets the ranks meet, the last brings the other's half of a sample.
+    const int num_bounces = args.num_samples + 2;
+    const uint64_t first_number = round << 32;  // later rounds are newer, whatever they sample
+    if (thread_index() == 0) workspace->timer_step_ns = timer_step();
+    block_sync();
+    for (int partner = thread_index(); partner < common.num_ranks(); partner += num_threads()) {
         if (partner == common.rank()) continue;
-        const bool first = common.rank() < partner;
-        const bool ok = first ? ask(args, open, partner, first_sequence) &&
-                                    answer(args, open, partner, first_sequence)
-                              : answer(args, open, partner, first_sequence) &&
-                                    ask(args, open, partner, first_sequence);
-        if (!ok) record_failure(common, open, FailureKind::kTimeout, partner);
+        if (!exchange_stamps(common,
+                             ClockExchange::kOfRound,
+                             partner,
+                             first_number,
+                             num_bounces,
+                             open.deadline)) {
+            record_failure(common, open, FailureKind::kTimeout, partner);
+        }
+        take_sample(workspace, partner, true);
     }
-    if (common.workspace->failed != 0) tell_given_up(common, Series::kClockRounds, rounds);
-    common.workspace->clock_rounds = rounds;
-    common.workspace->failed = 0;
+    block_sync();
+    if (thread_index() != 0) return;
+    if (workspace->failed != 0) tell_given_up(common, Series::kClockRounds, round);
+    restart_clock_schedule(workspace, now_ns(), args.exchange_interval_ns);
+    workspace->clock_rounds = round;
+    workspace->failed = 0;
+    common.transport.flush();
 }
 
 }  // namespace ep

@@ -8,26 +8,31 @@ namespace ep {
 
 enum SourceCounter : int {
 #define EP_SOURCE_COUNTER(name) kSource_##name,
-#define EP_OWN_COUNTER(name)
 #include "kernels/counters.def"
-#undef EP_SOURCE_COUNTER
-#undef EP_OWN_COUNTER
     kNumSourceCounters
 };
 
 enum OwnCounter : int {
-#define EP_SOURCE_COUNTER(name)
 #define EP_OWN_COUNTER(name) kOwn_##name,
 #include "kernels/counters.def"
-#undef EP_SOURCE_COUNTER
-#undef EP_OWN_COUNTER
     kNumOwnCounters
 };
 
 // One entry of the ring of recent operations: a row per source, then one for the rank itself.
-enum RingSourceField : int { kRingEntered, kRingIssued, kRingArrival, kRingTokens };
-enum RingOwnField : int { kRingOp, kRingWaitBegin, kRingExit, kRingPreviousExit };
-constexpr int kNumRingFields = 4;
+enum RingSourceField : int {
+#define EP_RING_SOURCE(name) kRingSource_##name,
+#include "kernels/counters.def"
+    kNumRingSourceFields
+};
+
+enum RingOwnField : int {
+#define EP_RING_OWN(name) kRingOwn_##name,
+#include "kernels/counters.def"
+    kNumRingOwnFields
+};
+
+constexpr int kNumRingFields = kNumRingSourceFields;
+static_assert(int{kNumRingSourceFields} == int{kNumRingOwnFields}, "rows of an entry are alike");
 
 struct CounterView {
     int64_t* totals;  // [kNumSourceCounters, num_ranks]
@@ -36,6 +41,10 @@ struct CounterView {
     int ring_capacity;
 
     EP_DEVICE bool on() const { return totals != nullptr; }
+    // A source's row of an operation's entry, or the rank's own, which is number num_ranks.
+    EP_DEVICE int64_t* ring_row(uint64_t op, int row, int num_ranks) const {
+        return ring + (op % ring_capacity * (num_ranks + 1) + row) * kNumRingFields;
+    }
 };
 
 // One source in one operation, all stamps on the receiving rank's clock.

@@ -6,7 +6,7 @@
 //              the logarithmic format, and adds one to `issued` of (expert, source).
 //            3 A thread per (expert, source): when `issued` has reached the number of rows, signals
 //              the count on the expert's queue pair.
-//   receive  4 All blocks wait for all counts.
+//   receive  4 All blocks wait for all headers and counts.
 //            5 A block per token: fp32 accumulation over the top-k slots in ascending order, one fused
 //              multiply-add each, one rounding at the end.
 // The rows' places come from dispatch (src_info), so entries of topk_idx that were set to -1 since
@@ -33,15 +33,14 @@ struct CombineArgs {
 };
 
 struct CombineShared {
-    int* offsets;  // [num_ranks + 1]
-    int* is_last;
+    int* offsets;      // [num_ranks + 1]
+    SharedArena rest;  // for the receive half
 
-    EP_DEVICE explicit CombineShared(int num_ranks) {
-        SharedArena arena;
-        offsets = arena.take<int>(num_ranks + 1);
-        is_last = arena.take<int>(1);
+    EP_DEVICE explicit CombineShared(int num_ranks) { offsets = rest.take<int>(num_ranks + 1); }
+    EP_HOST_DEVICE static size_t bytes(const LowLatencyMap& map, int threads) {
+        return (map.num_ranks + 1) * sizeof(int) +
+               WaitShared::bytes(map.num_ranks + map.num_experts, threads);
     }
-    EP_HOST_DEVICE static size_t bytes(int num_ranks) { return (num_ranks + 2) * sizeof(int); }
 };
 
 EP_DEVICE int rows_of(const CombineArgs& args, int pair) {
@@ -176,10 +175,7 @@ EP_DEVICE void return_rows(const CombineArgs& args,
              row += num_parts * num_warps()) {
             const int dst = source_of_row(shared.offsets, num_ranks, row);
             return_row<kLogFormat>(args, first_slot, expert, dst, row);
-            // Pairs with the acquire in wait_until_issued().
-            if (elect_one())
-                add_release<Scope::kDevice>(&common.workspace->issued[expert * num_ranks + dst],
-                                            1u);
+            if (elect_one()) count_issued(common, expert * num_ranks + dst);
         }
     }
 }
@@ -260,12 +256,15 @@ EP_DEVICE void reduce_token(const CombineArgs& args, const OpenOperation& open, 
 }
 
 template <bool kLogFormat>
-EP_DEVICE void receive_tokens(const CombineArgs& args, const OpenOperation& open) {
+EP_DEVICE void receive_tokens(const CombineArgs& args,
+                              const OpenOperation& open,
+                              const CombineShared& shared) {
     const OperationArgs& common = args.common;
     const int num_local_experts = common.map.num_local_experts();
     const auto index_of = [](int i) { return i; };
     const auto source_of = [&](int index) { return index / num_local_experts; };
-    if (!wait_for_counts(common, open, common.map.num_experts, index_of, source_of)) return;
+    const WaitShared wait(shared.rest, common.num_ranks() + common.map.num_experts);
+    if (!wait_for_words(common, open, wait, common.map.num_experts, index_of, source_of)) return;
     for (int token = block_index(); token < args.num_tokens; token += num_blocks()) {
         reduce_token<kLogFormat>(args, open, token);
     }
@@ -282,10 +281,9 @@ EP_KERNEL void low_latency_combine(const EP_GRID_CONSTANT CombineArgs args) {
         announce_returns(args, open);
         if (!(common.phases & kPhaseReceive)) return;
     }
-    if (wait_for_headers(common, open)) receive_tokens<kLogFormat>(args, open);
+    receive_tokens<kLogFormat>(args, open, shared);
     const int num_local_experts = common.map.num_local_experts();
-    close_operation(
-        common, open, shared.is_last, [&](int source) { return source * num_local_experts; }, 1);
+    close_operation(common, open, [&](int source) { return source * num_local_experts; }, 1);
 }
 
 }  // namespace ep

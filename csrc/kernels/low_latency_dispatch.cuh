@@ -9,7 +9,7 @@
 //            3 A warp per expert: when `issued` has reached the number of entries, puts the list of
 //              their (token, slot) and signals the count. Rows, list and count of an expert travel on
 //              one queue pair, so fence() suffices before the signal.
-//   receive  4 Blocks wait for the counts of their expert from all sources; the prefix sum over the
+//   receive  4 Blocks wait for all headers and the counts of their experts; the prefix sum over the
 //              sources is where each source's rows begin.
 //            5 Rows, scales and origins are copied to the caller's tensors.
 // In hook mode 1-3 and 4-5 are two launches.
@@ -36,20 +36,19 @@ struct DispatchArgs {
 // Shared memory of a block. The send half keeps two tokens' routes, because warps that are done with
 // one token start on the next.
 struct DispatchShared {
-    int* is_last;
     int64_t* experts;  // [2, num_topk]
     int* positions;    // [2, num_topk]
     int* offsets;      // [num_ranks + 1]
+    SharedArena rest;  // for the receive half
 
     EP_DEVICE DispatchShared(int num_topk, int num_ranks) {
-        SharedArena arena;
-        experts = arena.take<int64_t>(2 * num_topk);
-        positions = arena.take<int>(2 * num_topk);
-        offsets = arena.take<int>(num_ranks + 1);
-        is_last = arena.take<int>(1);
+        experts = rest.take<int64_t>(2 * num_topk);
+        positions = rest.take<int>(2 * num_topk);
+        offsets = rest.take<int>(num_ranks + 1);
     }
-    EP_HOST_DEVICE static size_t bytes(int num_topk, int num_ranks) {
-        return 2 * num_topk * (sizeof(int64_t) + sizeof(int)) + (num_ranks + 2) * sizeof(int);
+    EP_HOST_DEVICE static size_t bytes(int num_topk, const LowLatencyMap& map, int threads) {
+        return 2 * num_topk * (sizeof(int64_t) + sizeof(int)) + (map.num_ranks + 1) * sizeof(int) +
+               WaitShared::bytes(map.num_ranks + map.num_experts, threads);
     }
 };
 
@@ -107,7 +106,7 @@ EP_DEVICE void cast_row(const bf16* x, const DispatchMessage& message, std::byte
         const int padded = message.num_scale_items() * 4;
         for (int group = message.num_groups() + thread_index(); group < padded;
              group += num_threads()) {
-            reinterpret_cast<uint8_t*>(row + message.scales_offset())[group] = 0;
+            reinterpret_cast<uint8_t*>(scales)[group] = 0;
         }
     }
 }
@@ -188,8 +187,7 @@ EP_DEVICE void send_rows(const DispatchArgs& args,
             } else if (elect_one()) {
                 leave_record(common, open, FailureKind::kIndex, common.rank());
             }
-            // Pairs with the acquire in wait_until_issued().
-            if (elect_one()) add_release<Scope::kDevice>(&common.workspace->issued[expert], 1u);
+            if (elect_one()) count_issued(common, static_cast<int>(expert));
         }
     }
 }
@@ -362,7 +360,8 @@ EP_DEVICE void receive_experts(const DispatchArgs& args,
         return (first + i / num_ranks * num_teams) * num_ranks + i % num_ranks;
     };
     const auto source_of = [&](int index) { return index % num_ranks; };
-    if (!wait_for_counts(common, open, num_mine * num_ranks, index_of, source_of)) return;
+    const WaitShared wait(shared.rest, num_ranks + common.map.num_experts);
+    if (!wait_for_words(common, open, wait, num_mine * num_ranks, index_of, source_of)) return;
     for (int i = 0; i < num_mine; ++i) {
         receive_expert(args, open, message, shared, first + i * num_teams, part, num_parts);
     }
@@ -379,10 +378,8 @@ EP_KERNEL void low_latency_dispatch(const EP_GRID_CONSTANT DispatchArgs args) {
         announce_experts(args, open);
         if (!(common.phases & kPhaseReceive)) return;
     }
-    if (wait_for_headers(common, open))
-        receive_experts(args, open, DispatchMessage{common.map.hidden, P}, shared);
-    close_operation(
-        common, open, shared.is_last, [](int source) { return source; }, common.num_ranks());
+    receive_experts(args, open, DispatchMessage{common.map.hidden, P}, shared);
+    close_operation(common, open, [](int source) { return source; }, common.num_ranks());
 }
 
 }  // namespace ep

@@ -33,9 +33,10 @@ enum class Operation : uint32_t {
 // the signal; the other words are readable once it shows the operation's number.
 struct OpHeader {
     uint64_t op;
-    uint64_t entered_ns;  // source's clock
-    uint64_t shape[2];    // OpShape, packed
-    uint64_t reserved[4];
+    uint64_t entered_ns;        // source's clock
+    uint64_t shape[2];          // OpShape, packed
+    uint64_t exchanges_clocks;  // rank 0 only: whether this operation ends with a clock exchange
+    uint64_t reserved[3];
 };
 static_assert(sizeof(OpHeader) == 64, "one cache line a source");
 
@@ -66,7 +67,7 @@ struct OpShape {
 struct CountWord {
     uint32_t tag;        // 16 bits, never 0
     uint32_t count;      // 16 bits
-    uint32_t issued_lo;  // low half of the source's clock when it sent this word
+    uint32_t issued_lo;  // low half of the source's clock when it had handed over the last row
 
     EP_HOST_DEVICE uint64_t pack() const {
         return static_cast<uint64_t>(tag) << 48 | static_cast<uint64_t>(count) << 32 | issued_lo;
@@ -86,14 +87,24 @@ struct CountWord {
 };
 constexpr int kMaxCount = 0xFFFF;
 
-// Ping-pong for clock offsets; one slot per partner.
-struct PingSlot {
-    uint64_t request;  // signal: sequence number
-    uint64_t reply;    // signal: sequence number
-    uint64_t reply_ns;
-    uint64_t reserved[5];
+// One bounce of a clock exchange, from one partner.
+struct ClockBounce {
+    uint64_t number;   // signal: the bounce's number
+    uint64_t sent_ns;  // partner's clock when it sent this
+    int64_t delay_ns;  // its arrival stamp of the bounce before minus our send stamp; kNoDelay
+    uint64_t reserved;
 };
-static_assert(sizeof(PingSlot) == 64, "one cache line a partner");
+constexpr int64_t kNoDelay = INT64_MIN;
+
+// Bounces take the two places in turn: a partner overwrites one only after it has heard that the
+// bounce in it was read.
+struct ClockSlot {
+    ClockBounce places[2];
+};
+static_assert(sizeof(ClockSlot) == 64, "one cache line a partner");
+
+// Who exchanges clocks: all ranks in a launch of their own, or at the end of an operation.
+enum class ClockExchange : int { kOfRound, kOfOperation, kEnd };
 
 // What is numbered on its own.
 enum class Series : int { kOperations, kBarriers, kClockRounds, kEnd };
@@ -104,11 +115,12 @@ struct ControlMap {
     EP_HOST_DEVICE size_t header(int half, int source) const {
         return (static_cast<size_t>(half) * num_ranks + source) * sizeof(OpHeader);
     }
-    EP_HOST_DEVICE size_t ping(int partner) const {
-        return header(kNumHalves, 0) + partner * sizeof(PingSlot);
+    EP_HOST_DEVICE size_t clock_slot(ClockExchange exchange, int partner) const {
+        return header(kNumHalves, 0) +
+               (static_cast<size_t>(exchange) * num_ranks + partner) * sizeof(ClockSlot);
     }
     EP_HOST_DEVICE size_t barrier(int source) const {
-        return ping(num_ranks) + source * sizeof(uint64_t);
+        return clock_slot(ClockExchange::kEnd, 0) + source * sizeof(uint64_t);
     }
     // Number of the newest operation (or barrier, or clock round) the source gave up waiting in.
     EP_HOST_DEVICE size_t given_up(Series series, int source) const {

@@ -141,22 +141,16 @@ void Runtime::set_launch_shape(int blocks, int warps) {
     shape_warps_ = warps;
 }
 
-LaunchShape Runtime::operation_shape(int num_rows,
-                                     int num_local_experts,
-                                     size_t shared_bytes) const {
-    if (shape_blocks_ > 0)
-        return {shape_blocks_, std::max(shape_warps_, 1) * kWarpSize, shared_bytes, true};
+LaunchShape Runtime::operation_shape(int num_rows, int num_local_experts) const {
+    if (shape_blocks_ > 0) return {shape_blocks_, std::max(shape_warps_, 1) * kWarpSize, 0, true};
     if constexpr (Device::kIsHost) {
         // Fibers of one thread gain nothing from company; fewer stacks stay in the cache.
-        return {1, kWarpSize, shared_bytes, true};
+        return {1, kWarpSize, 0, true};
     } else {
         // A block per token or per part of an expert, as many as are resident; 8 warps put a token's
         // usual top-8 at once. Chosen, not tuned.
         const int wanted = std::max(num_rows, num_local_experts * 2);
-        return {std::clamp(wanted, 1, device_->num_multiprocessors()),
-                8 * kWarpSize,
-                shared_bytes,
-                true};
+        return {std::clamp(wanted, 1, device_->num_multiprocessors()), 8 * kWarpSize, 0, true};
     }
 }
 
@@ -180,10 +174,8 @@ void Runtime::low_latency_dispatch(const DispatchCall& call) {
     args.src_info = call.src_info;
     args.layout_range = call.layout_range;
     args.expert_stats = call.expert_stats;
-    const LaunchShape shape =
-        operation_shape(call.num_tokens,
-                        args.common.map.num_local_experts(),
-                        DispatchShared::bytes(call.num_topk, options_.num_ranks));
+    LaunchShape shape = operation_shape(call.num_tokens, args.common.map.num_local_experts());
+    shape.shared_bytes = DispatchShared::bytes(call.num_topk, args.common.map, shape.threads);
     const auto launch = [&](auto kernel) {
         device_->launch("low_latency_dispatch", kernel, shape, args, call.stream);
     };
@@ -232,9 +224,8 @@ void Runtime::low_latency_combine(const CombineCall& call) {
     args.out = static_cast<bf16*>(call.out);
     args.num_tokens = call.num_tokens;
     args.num_topk = call.num_topk;
-    const LaunchShape shape = operation_shape(call.num_tokens,
-                                              args.common.map.num_local_experts(),
-                                              CombineShared::bytes(options_.num_ranks));
+    LaunchShape shape = operation_shape(call.num_tokens, args.common.map.num_local_experts());
+    shape.shared_bytes = CombineShared::bytes(args.common.map, shape.threads);
     device_->launch(
         "low_latency_combine",
         call.use_logfmt ? &ep::low_latency_combine<true> : &ep::low_latency_combine<false>,
@@ -257,14 +248,14 @@ std::vector<std::pair<int64_t, int64_t>> Runtime::measure_clock_offsets(int num_
     const std::scoped_lock lock(mutex_);
     check_connected("measure_clock_offsets");
     const ClockOffsetArgs args{
-        operation_args({}, Operation::kClockOffset, 0, kPhaseSend | kPhaseReceive), num_samples};
-    LaunchShape shape = small_shape();
-    shape.threads = kWarpSize;
-    device_->launch("clock_offset", &ep::clock_offset, shape, args, stream);
+        operation_args({}, Operation::kClockOffset, 0, kPhaseSend | kPhaseReceive),
+        num_samples,
+        options_.clock_interval_ns};
+    device_->launch("clock_offset", &ep::clock_offset, small_shape(), args, stream);
     std::vector<std::pair<int64_t, int64_t>> result;
     for (int rank = 0; rank < options_.num_ranks; ++rank) {
-        result.emplace_back(device_->read(&workspace_->clock_offset_ns[rank], stream),
-                            device_->read(&workspace_->round_trip_ns[rank], stream));
+        const ClockLine clock = device_->read(&workspace_->clocks[rank], stream);
+        result.emplace_back(clock.offset_ns, clock.round_trip_ns);
     }
     return result;
 }

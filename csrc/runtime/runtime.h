@@ -30,7 +30,8 @@ struct RuntimeOptions {
     int ranks_per_node = 1;
     int device_index = 0;
     bool allow_nvlink = true;
-    std::string clock = "rank";  // host target: "rank" or "wall"
+    std::string clock = "rank";      // host target: "rank" or "wall"
+    uint64_t clock_interval_ns = 0;  // longest between clock exchanges in operations; 0: none
 };
 
 struct LowLatencySize {
@@ -123,7 +124,8 @@ class Runtime {
   private:
     // One block of this many threads serves the small kernels.
     LaunchShape small_shape() const { return {1, Device::kIsHost ? kWarpSize : 512, 0, false}; }
-    LaunchShape operation_shape(int num_rows, int num_local_experts, size_t shared_bytes) const;
+    // Without its shared memory, which depends on it.
+    LaunchShape operation_shape(int num_rows, int num_local_experts) const;
     LowLatencyMap map(const LowLatencySize& size) const;
     OperationArgs operation_args(const LowLatencySize& size,
                                  Operation operation,

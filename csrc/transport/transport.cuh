@@ -16,8 +16,11 @@
 //                                          everything ordered before it by fence(). Pairs with poll().
 //   poll(offset)                           One thread. This rank's word, acquiring what its signal
 //                                          released; 0 while nothing has arrived.
+//   newest(offset)                         The same for what is written once and may be learned at any
+//                                          time: on the host target without waiting for its stamp.
 //   arrival_ns(offset)                     When the signal just seen by poll() arrived, on this rank's
-//                                          clock.
+//                                          clock; without stamps_arrivals(), the time of this call.
+//   stamps_arrivals()                      Whether signals carry the time of their arrival.
 //   flush()                                One thread. No later operation will follow soon: lets
 //                                          waiting ranks know.
 //   direct(dst, offset)                    A pointer when dst's memory can be addressed, else nullptr.

@@ -638,6 +638,10 @@ TEST(an_idle_launch_asks_its_waiter_before_it_sleeps) {
             calls += 'p';
             return false;
         }
+        bool pass_time() override {
+            calls += 't';
+            return false;
+        }
         void arm() override { calls += 'a'; }
         void sleep(uint64_t) override {
             calls += 's';

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "kernels/counters.cuh"
+#include "kernels/measuring.cuh"
 #include "kernels/messages.cuh"
 #include "models.h"
 #include "testing.h"
@@ -411,7 +412,11 @@ TEST(control_map_words_do_not_overlap) {
                 {map.count(half, 0), kMaxExperts * sizeof(uint64_t), indexed("count", half, 0, 0)});
         }
         for (int rank = 0; rank < num_ranks; ++rank) {
-            regions.push_back({map.ping(rank), sizeof(PingSlot), indexed("ping", rank, 0, 0)});
+            for (int exchange = 0; exchange < static_cast<int>(ClockExchange::kEnd); ++exchange) {
+                regions.push_back({map.clock_slot(static_cast<ClockExchange>(exchange), rank),
+                                   sizeof(ClockSlot),
+                                   indexed("clock_slot", exchange, rank, 0)});
+            }
             regions.push_back(
                 {map.barrier(rank), sizeof(uint64_t), indexed("barrier", rank, 0, 0)});
             for (int series = 0; series < static_cast<int>(Series::kEnd); ++series) {
@@ -423,6 +428,22 @@ TEST(control_map_words_do_not_overlap) {
         for (const Region& region : regions)
             CHECK_THAT(region.begin % sizeof(uint64_t) == 0, region.name);
         check_disjoint(regions, 0, map.bytes());
+    }
+}
+
+// ---- sights
+
+TEST(the_earliest_sight_has_the_largest_value_and_none_the_smallest) {
+    Random random(ep::testing::seed());
+    for (int i = 0; i < 1000; ++i) {
+        const Sight one{random.bits() >> 3, random.between(0, 1) == 1};
+        const Sight other{random.bits() >> 3, random.between(0, 1) == 1};
+        const Sight same = Sight::unpack(one.pack());
+        CHECK_EQUAL(same.at_ns, one.at_ns);
+        CHECK_EQUAL(same.witnessed, one.witnessed);
+        CHECK(one.pack() > 0);
+        if (one.at_ns != other.at_ns)
+            CHECK_EQUAL(one.pack() > other.pack(), one.at_ns < other.at_ns);
     }
 }
 

@@ -192,6 +192,10 @@ template <Scope S, class T>
 EP_DEVICE T exchange_relaxed(T* pointer, std::type_identity_t<T> value) {
     return cuda_target::atomic<S>(pointer).exchange(value, cuda::memory_order_relaxed);
 }
+template <Scope S, class T>
+EP_DEVICE void max_relaxed(T* pointer, std::type_identity_t<T> value) {
+    cuda_target::atomic<S>(pointer).fetch_max(value, cuda::memory_order_relaxed);
+}
 // Returns the value found; it was replaced if that equals `expected`.
 template <Scope S, class T>
 EP_DEVICE T compare_exchange_relaxed(T* pointer,
@@ -232,6 +236,9 @@ EP_DEVICE uint64_t now_ns() {
 struct Deadline {
     uint64_t at_ns;
 };
+// How long a rank waits for the others in a clock exchange. Ranks close an operation within some
+// microseconds of each other; chosen, not tuned.
+constexpr uint64_t kClockPatienceNs = 100'000;
 EP_DEVICE Deadline deadline_in(uint64_t ns) { return {now_ns() + ns}; }
 
 // Polls at full speed as long as a message usually takes, then more and more rarely: a rank that is

@@ -231,6 +231,13 @@ template <Scope S, class T>
 T exchange_relaxed(T* pointer, std::type_identity_t<T> value) {
     return host::atomic(pointer).exchange(value, std::memory_order_relaxed);
 }
+template <Scope S, class T>
+void max_relaxed(T* pointer, std::type_identity_t<T> value) {
+    const std::atomic_ref<T> word = host::atomic(pointer);
+    T found = word.load(std::memory_order_relaxed);
+    while (found < value && !word.compare_exchange_weak(found, value, std::memory_order_relaxed)) {
+    }
+}
 // Returns the value found; it was replaced if that equals `expected`.
 template <Scope S, class T>
 T compare_exchange_relaxed(T* pointer,
@@ -244,6 +251,8 @@ struct Deadline {
     uint64_t at_ns;
 };
 inline Deadline deadline_in(uint64_t ns) { return {host::monotonic_ns() + ns}; }
+// How long a rank waits for the others in a clock exchange: they may have to be scheduled first.
+constexpr uint64_t kClockPatienceNs = 20'000'000;
 inline uint64_t now_ns() { return host::current_executor->clock().now_ns(); }
 
 template <class Predicate>

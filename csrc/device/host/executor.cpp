@@ -336,7 +336,7 @@ void Executor::idle() {
         sched_yield();
         return;
     }
-    if (idle_waiter_->pump()) return;
+    if (idle_waiter_->pump() || idle_waiter_->pass_time()) return;
     constexpr int kSpinRounds = 4;
     constexpr uint64_t kMaxSleepNs = 1'000'000;
     if (idle_rounds_ < kSpinRounds) return;

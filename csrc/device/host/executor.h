@@ -35,6 +35,9 @@ class IdleWaiter {
     virtual ~IdleWaiter() = default;
     // Lets deferred work of this rank (delayed delivery) make progress; true if it did.
     virtual bool pump() = 0;
+    // Everybody waits: lets the clock go on to the next arrival that is known of, if it is that kind of
+    // clock; true if it did.
+    virtual bool pass_time() = 0;
     virtual void arm() = 0;
     virtual void sleep(uint64_t max_ns) = 0;
     virtual void disarm() = 0;

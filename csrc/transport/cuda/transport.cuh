@@ -90,8 +90,11 @@ struct Transport {
         return value;
     }
 
+    EP_DEVICE uint64_t newest(size_t offset) const { return poll(offset); }
+
     // The GPU keeps no stamp of a remote write: a signal has arrived when it is seen.
     EP_DEVICE uint64_t arrival_ns(size_t) const { return now_ns(); }
+    EP_DEVICE bool stamps_arrivals() const { return false; }
 
     EP_DEVICE void flush() const {}
 };

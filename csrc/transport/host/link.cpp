@@ -82,21 +82,32 @@ uint64_t Link::poll(size_t offset) {
     if (any_to_ring_) ring();
     auto* word = reinterpret_cast<uint64_t*>(peers_[rank_].base + offset);
     const uint64_t value = std::atomic_ref<uint64_t>(*word).load(std::memory_order_acquire);
-    if (clock_.mode() == ClockMode::kWall && value != 0) {
-        // In real time a delayed signal is there but must not be seen yet.
-        const uint64_t stamp =
-            peers_[rank_].signal_stamps[offset / sizeof(uint64_t)].load(std::memory_order_relaxed);
-        if (stamp > monotonic_ns()) return 0;
-    }
-    return value;
+    if (value == 0) return 0;
+    // A signal that arrives later by its stamp is there already but must not be seen yet.
+    const uint64_t stamp = stamp_of(offset);
+    if (stamp <= clock_.true_ns()) return value;
+    next_arrival_ns_ = std::min(next_arrival_ns_, stamp);
+    return 0;
+}
+
+uint64_t Link::newest(size_t offset) const {
+    auto* word = reinterpret_cast<uint64_t*>(peers_[rank_].base + offset);
+    return std::atomic_ref<uint64_t>(*word).load(std::memory_order_acquire);
+}
+
+uint64_t Link::stamp_of(size_t offset) const {
+    return peers_[rank_].signal_stamps[offset / sizeof(uint64_t)].load(std::memory_order_relaxed);
 }
 
 uint64_t Link::arrival_ns(size_t offset) {
-    if (clock_.mode() == ClockMode::kWall) return clock_.now_ns();
-    const uint64_t stamp =
-        peers_[rank_].signal_stamps[offset / sizeof(uint64_t)].load(std::memory_order_relaxed);
-    clock_.advance_to(stamp);
-    return clock_.bend(stamp);
+    return stamps_arrivals() ? clock_.bend(stamp_of(offset)) : clock_.now_ns();
+}
+
+bool Link::pass_time() {
+    if (!stamps_arrivals() || next_arrival_ns_ == UINT64_MAX) return false;
+    clock_.advance_to(next_arrival_ns_);
+    next_arrival_ns_ = UINT64_MAX;
+    return true;
 }
 
 void Link::ring() {
@@ -176,7 +187,11 @@ void Link::arm() {
 }
 
 void Link::sleep(uint64_t max_ns) {
-    const timespec timeout{0, static_cast<long>(max_ns)};
+    // Nobody rings when a hidden signal's time has come.
+    const uint64_t now = monotonic_ns();
+    const uint64_t until_arrival = next_arrival_ns_ > now ? next_arrival_ns_ - now : 0;
+    next_arrival_ns_ = UINT64_MAX;
+    const timespec timeout{0, static_cast<long>(std::min(max_ns, until_arrival))};
     futex(&peers_[rank_].doorbell->rings, FUTEX_WAIT, rings_seen_, &timeout);
     disarm();
 }

@@ -44,7 +44,9 @@ class Link final : public IdleWaiter {
     }
 
     uint64_t poll(size_t offset);
+    uint64_t newest(size_t offset) const;
     uint64_t arrival_ns(size_t offset);
+    bool stamps_arrivals() const { return clock_.mode() == ClockMode::kRank; }
     // Rings everyone signalled since the last call. Ringing once per phase instead of once per
     // signal keeps ranks that share a core from waking each other for nothing.
     void ring();
@@ -55,6 +57,7 @@ class Link final : public IdleWaiter {
     void set_reorder(std::optional<uint64_t> seed);
 
     bool pump() override;
+    bool pass_time() override;
     void arm() override;
     void sleep(uint64_t max_ns) override;
     void disarm() override;
@@ -78,6 +81,7 @@ class Link final : public IdleWaiter {
     };
 
     uint64_t arrival_stamp(int dst);
+    uint64_t stamp_of(size_t offset) const;
     bool is_fenced(const HeldBack& item) const;
     void deliver(const HeldBack& item);
     void deliver_at(size_t index);
@@ -94,6 +98,7 @@ class Link final : public IdleWaiter {
     std::vector<HeldBack> held_back_;
     std::map<std::pair<int, int>, uint64_t> generations_;
     uint32_t rings_seen_ = 0;
+    uint64_t next_arrival_ns_ = UINT64_MAX;  // of the signals that poll() has hidden
 };
 
 }  // namespace ep::host

@@ -42,7 +42,9 @@ struct Transport {
     }
     void flush() const { link->ring(); }
     uint64_t poll(size_t offset) const { return link->poll(offset); }
+    uint64_t newest(size_t offset) const { return link->newest(offset); }
     uint64_t arrival_ns(size_t offset) const { return link->arrival_ns(offset); }
+    bool stamps_arrivals() const { return link->stamps_arrivals(); }
 };
 
 }  // namespace ep
