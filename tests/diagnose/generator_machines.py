@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,6 +10,21 @@ import numpy as np
 from deep_ep.diagnose.findings import FloatArray, IntArray
 
 TOKEN_BYTES = 7168
+
+
+class StampRule(enum.Enum):
+    """When a receiver says that a source's data came.
+
+    TRUE_ARRIVAL: when it came, also before waiting began, as the CPU's rank clock knows it.
+    FIRST_SIGHT: when this source was first seen; what is there at the first look counts as there
+        when waiting began, and is marked as not seen to come.
+    AFTER_ALL_HEADERS: not before the headers of all sources had come, as kernels stamped it that
+        waited for these first; their rings have four columns.
+    """
+
+    TRUE_ARRIVAL = "true arrival"
+    FIRST_SIGHT = "first sight"
+    AFTER_ALL_HEADERS = "after all headers"
 
 
 @dataclass(frozen=True)
@@ -33,8 +49,8 @@ class Machine:
         clock_error, host_clock_error: what measured clock offsets are wrong by, standard deviations
             over ranks, over hosts.
         drift_ppm, host_drift_ppm: how fast the clocks drift apart since they were measured.
-        true_arrival: whether an arrival before the begin of waiting is stamped as such, or as the
-            begin of waiting, as CUDA kernels do.
+        stamp_rule: how arrivals are stamped.
+        timer_step_ns: step of each rank's timer; stamps are rounded down to it.
         hook_us: work between sending and beginning to wait.
         device: "cpu" or "cuda".
     """
@@ -62,7 +78,8 @@ class Machine:
     host_clock_error: float = 0.0
     drift_ppm: float = 0.0
     host_drift_ppm: float = 0.0
-    true_arrival: bool = True
+    stamp_rule: StampRule = StampRule.TRUE_ARRIVAL
+    timer_step_ns: int = 1
     hook_us: float = 0.0
     device: str = "cpu"
 
@@ -110,7 +127,8 @@ GPU = Machine(
     jitter=3.0,
     path_jitter=1.0,
     clock_error=0.3,
-    true_arrival=False,
+    stamp_rule=StampRule.FIRST_SIGHT,
+    timer_step_ns=32,
     device="cuda",
     spread=0.003,
 )
