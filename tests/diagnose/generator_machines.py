@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -51,6 +51,12 @@ class Machine:
         drift_ppm, host_drift_ppm: how fast the clocks drift apart since they were measured.
         stamp_rule: how arrivals are stamped.
         timer_step_ns: step of each rank's timer; stamps are rounded down to it.
+        ports: whether tokens of several destinations, and of several sources, share a port and so
+            wait for each other; per-token costs of paths are those of ports then. Otherwise each path
+            is on its own.
+        combine_by_destination: whether a combine returns all tokens of one destination before those
+            of the next, all ranks beginning with rank 0; otherwise one local expert after the other.
+        fenced: whether waiting begins only when what was sent within the node has come there.
         hook_us: work between sending and beginning to wait.
         device: "cpu" or "cuda".
     """
@@ -80,6 +86,9 @@ class Machine:
     host_drift_ppm: float = 0.0
     stamp_rule: StampRule = StampRule.TRUE_ARRIVAL
     timer_step_ns: int = 1
+    ports: bool = False
+    combine_by_destination: bool = False
+    fenced: bool = False
     hook_us: float = 0.0
     device: str = "cpu"
 
@@ -132,6 +141,9 @@ GPU = Machine(
     device="cuda",
     spread=0.003,
 )
+
+# The same with ports as fast as NVLink (360 GB/s) and a NIC of 400 Gbit/s.
+CLUSTER = replace(GPU, ports=True, path_per_token=0.02)
 
 
 @dataclass(frozen=True)
