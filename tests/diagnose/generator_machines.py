@@ -45,10 +45,21 @@ class Machine:
         wander: how far the speed of each drifts slowly to and fro, likewise.
         skew: how far the loads of healthy ranks differ, as a standard deviation relative to their
             mean; popularity of experts is log-normal.
+        layers: rounds that follow each other and come again in the same order, each with a routing of
+            its own; with more than one, the gaps of each differ by up to `layer_spread` from the usual.
+        moving_hot_share: the share of the tokens that the experts of one rank get, 1 is even, another
+            rank every 50 operations; 0: no such rank.
+        rank_noise, node_noise: of the work of each rank, and common to a node, standard deviations;
+            both are forgotten over `noise_memory` operations.
+        tick: what an operating system takes of a rank's time in every k-th operation.
+        congestion: how much longer paths between nodes take on a rail that is congested, in
+            `congested_share` of the operations, 10 to 50 at a time.
         ranks_per_node: None: all ranks share one node.
         clock_error, host_clock_error: what measured clock offsets are wrong by, standard deviations
             over ranks, over hosts.
-        drift_ppm, host_drift_ppm: how fast the clocks drift apart since they were measured.
+        drift_ppm, host_drift_ppm: how fast the clocks drift apart since they were measured, standard
+            deviations over ranks, over hosts; none by more than two.
+        clock_age_s: how long ago they were measured when the run begins.
         stamp_rule: how arrivals are stamped.
         timer_step_ns: step of each rank's timer; stamps are rounded down to it.
         ports: whether tokens of several destinations, and of several sources, share a port and so
@@ -79,11 +90,21 @@ class Machine:
     spread: float = 0.01
     wander: float = 0.002
     skew: float = 0.0
+    layers: int = 1
+    layer_spread: float = 0.4
+    moving_hot_share: float = 0.0
+    rank_noise: float = 0.0
+    node_noise: float = 0.0
+    noise_memory: float = 10.0
+    tick: float = 0.0
+    congestion: float = 0.0
+    congested_share: float = 0.05
     ranks_per_node: int | None = None
     clock_error: float = 0.0
     host_clock_error: float = 0.0
     drift_ppm: float = 0.0
     host_drift_ppm: float = 0.0
+    clock_age_s: float = 0.0
     stamp_rule: StampRule = StampRule.TRUE_ARRIVAL
     timer_step_ns: int = 1
     ports: bool = False
@@ -192,3 +213,7 @@ class Setup:
     def num_operations(self) -> int:
         """Of all kinds together."""
         return self.num_rounds * len(self.kinds)
+
+    def layer(self, op: int) -> int:
+        """Which layer operation `op` belongs to; the first operation is 0."""
+        return op // len(self.kinds) % self.machine.layers

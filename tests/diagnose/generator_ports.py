@@ -62,7 +62,8 @@ class Ports:
             begin = np.broadcast_to(entered[:, None, :], issued.shape)
             share = share / self._by_port(share, np.maximum.reduce)
             end = np.maximum(issued, begin + share * self._by_port(work, np.add.reduce))
-        return self._enter(begin + latency, end + latency, self.entering * tokens)
+        came = self._enter(begin + latency, end + latency, self.entering * tokens)
+        return np.where(self.itself, issued, came)
 
     def _by_port(self, values: FloatArray, reduced: Callable[..., FloatArray]) -> FloatArray:
         """[windows, receiver, source]: of all values of the source at its port to this receiver."""

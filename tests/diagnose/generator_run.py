@@ -91,12 +91,12 @@ class _Run:
         path, path_per_token = setup.machine.latency(num_ranks)
         self.path = path + self.extra.path
         self.own = np.eye(num_ranks, dtype=bool)
-        self.node, index = setup.machine.node_and_index(num_ranks)
+        self.node, self.index = setup.machine.node_and_index(num_ranks)
         self.between = self.node[:, None] != self.node[None, :]
         nic = np.maximum(self.extra.nic[:, :, None], self.extra.nic[:, None, :])
         path_per_token = path_per_token * np.where(self.between, nic, 1.0)
         self.path_per_token = path_per_token + self.extra.path_per_token
-        self.same_rail = index[:, None] == index[None, :]
+        self.same_rail = self.index[:, None] == self.index[None, :]
         self.stated_clock_error = self._stated_clock_error()
         self.ports = Ports(setup, self.extra.nic) if setup.machine.ports else None
         # Where the experts of a rank send one after the other, each to one destination after the
@@ -127,10 +127,11 @@ class _Run:
         tokens = self._tokens(kind, draws.tokens[:, op // len(self.setup.kinds)])
         outgoing, incoming = tokens.sum(axis=1), tokens.sum(axis=2)
 
-        gap = kind.gap * machine.gap
+        layer_gap = draws.layer_gap[:, self.setup.layer(op), None]
+        gap = kind.gap * machine.gap * layer_gap
         if kind.computes:
             gap = gap + machine.compute_per_token * outgoing
-        gap = speed * gap + machine.jitter * draws.gap[:, op] - extra.early
+        gap = speed * gap + machine.jitter * draws.gap[:, op] + draws.late[:, op] - extra.early
         entered = previous_exit + np.maximum(gap, _LEAST_GAP_US) + extra.gap
         for place, rank, late_us in extra.hiccups.get(op + 1, ()):
             entered[place, rank] += late_us
@@ -144,6 +145,7 @@ class _Run:
 
         latency = np.where(self.own, 0.0, self.path)
         latency = latency + machine.path_jitter * np.where(self.own, 0.0, np.abs(draws.path[:, op]))
+        latency = latency + self._congestion(draws.rail[:, op])
         headers = (entered[:, None, :] + latency).max(axis=2)
         if self.ports is None:
             arrival = issued + latency + np.where(self.own, 0.0, self.path_per_token * tokens)
@@ -163,6 +165,11 @@ class _Run:
         return _Operation(
             tokens, entered, issued, sent, wait_begin, arrival, headers, ready + drain
         )
+
+    def _congestion(self, rail: FloatArray) -> FloatArray:
+        """[windows, receiver, source], us; rail [windows, devices of a node]."""
+        is_far = self.between & self.same_rail
+        return np.where(is_far, rail[:, None, self.index], 0.0)
 
     def _by_destination(self, kind: Kind) -> bool:
         return self.setup.machine.combine_by_destination and kind.tokens == "returned"
@@ -210,7 +217,8 @@ class _Run:
         zero, step = draws.clock_zero, machine.timer_step_ns
         sources, own = stamps[:, :, :-1], stamps[:, :, -1]
         # From the source's clock to the receiver's, by an offset that is wrong by some.
-        wrong = draws.clock_error + (draws.drift + self.extra.drift) * done.entered
+        age = machine.clock_age_s * 1e6 + done.entered
+        wrong = draws.clock_error + (draws.drift + self.extra.drift) * age
         clock = np.rint(wrong * 1e3).astype(np.int64) + zero
         offset = clock[:, :, None] - clock[:, None, :]
         entered = _to_ns(done.entered, zero, step)
