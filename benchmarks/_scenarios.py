@@ -257,6 +257,7 @@ FAMILIES: dict[str, Change] = {
     "AR(1) per node": _with(node_noise=5.0),
     "congested rails": _with(congestion=30.0),
     "OS ticks": _with(tick=20.0),
+    "paths differ": _with(path_spread=0.05),
     "loads differ": _with(skew=0.25),
     "hot experts move": _with(moving_hot_share=3.0),
     "layers": _with(layers=4, skew=0.15),

@@ -89,7 +89,7 @@ class _Run:
         self.extra = added_by(faults, setup, seeds)
         self.draws = draw(setup, self.extra.share, seeds)
         path, path_per_token = setup.machine.latency(num_ranks)
-        self.path = path + self.extra.path
+        self.path = path * self.draws.own_path + self.extra.path
         self.own = np.eye(num_ranks, dtype=bool)
         self.node, self.index = setup.machine.node_and_index(num_ranks)
         self.between = self.node[:, None] != self.node[None, :]
