@@ -22,8 +22,8 @@ Every window has random streams of its own, so a window does not depend on the b
 shorter run is the beginning of a longer one, and faults change the faulty times only.
 
 How healthy ranks behave is in generator_machines, what can be the matter in generator_faults, the
-random numbers in generator_draws, the protocol in generator_run, what kernels write in
-generator_recording.
+random numbers in generator_draws and generator_noise, the protocol in generator_run, what shares a
+wire in generator_ports, what kernels write in generator_recording.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
-from generator_faults import GeneratorFault, Truth, truth_of
+from generator_faults import GeneratorFault, NonReporting, Truth, truth_of
 from generator_machines import LOW_LATENCY, Kind, Machine, Setup
-from generator_recording import ARRIVAL, WAIT_BEGIN, Recorded
+from generator_recording import ARRIVAL, COLUMNS, WAIT_BEGIN, Recorded
 from generator_run import Batch
 
 from deep_ep.diagnose.findings import FloatArray, IntArray
@@ -90,7 +90,7 @@ def simulate_windows(
     Returns:
         An iterator that holds one batch at a time (of about 256 MB of stamps, or one window).
     """
-    per_window = num_rounds * len(kinds) * num_ranks * (num_ranks + 1) * 4 * 8
+    per_window = num_rounds * len(kinds) * num_ranks * (num_ranks + 1) * COLUMNS * 8
     size = max(1, _BATCH_BYTES // max(per_window, 1))
     setup = Setup(machine, num_ranks, num_rounds, tokens_per_rank, capacity, tuple(kinds))
     for begin in range(0, len(faults), size):
@@ -100,7 +100,7 @@ def simulate_windows(
         for place, injected in enumerate(members):
             yield Window(
                 faults=injected,
-                truth=truth_of(injected, setup, batch.loads[place]),
+                truth=truth_of(injected, setup, batch.loads[place], seeds[place]),
                 num_operations=setup.num_operations,
                 seed=seeds[place],
                 _batch=batch,
@@ -128,8 +128,10 @@ class Window:
 
     @functools.cached_property
     def snapshots(self) -> list[Snapshot]:
-        """Every rank's; rings and totals of all operations in this window."""
-        return [self.snapshot(rank) for rank in range(self._batch.setup.num_ranks)]
+        """Of every rank that reports; rings and totals of all operations in this window."""
+        silent = {fault.rank for fault in self.faults if isinstance(fault, NonReporting)}
+        ranks = range(self._batch.setup.num_ranks)
+        return [self.snapshot(rank) for rank in ranks if rank not in silent]
 
     def snapshot(self, rank: int) -> Snapshot:
         """One rank's, for groups so large that all at once take too much memory."""
@@ -149,7 +151,8 @@ class Window:
     def _recorded(self) -> list[Recorded]:
         setup = self._batch.setup
         return [
-            Recorded(self._stamps(i), kind, setup.capacity) for i, kind in enumerate(setup.kinds)
+            Recorded(self._stamps(i), kind, setup.capacity, setup.machine.stamp_rule)
+            for i, kind in enumerate(setup.kinds)
         ]
 
     @functools.cached_property
@@ -178,7 +181,7 @@ class Window:
         return replace(self, num_operations=min(num_operations, self.num_operations))
 
     def _stamps(self, kind: int) -> IntArray:
-        """[n, receiver, source or own, 4] of one kind."""
+        """[n, receiver, source or own, 6] of one kind."""
         step = len(self._batch.setup.kinds)
         stamps: IntArray = self._batch.stamps[self._place, kind : self.num_operations : step]
         return stamps

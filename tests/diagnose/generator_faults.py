@@ -63,6 +63,48 @@ class SlowRail:
 
 
 @dataclass(frozen=True)
+class _NodeDelay:
+    node: int
+    delay_s: float
+
+
+class SlowUplink(_NodeDelay):
+    """Data from any rank of node `node` to other nodes takes `delay_s` longer."""
+
+
+class SlowDownlink(_NodeDelay):
+    """Data from other nodes to any rank of node `node` takes `delay_s` longer."""
+
+
+@dataclass(frozen=True)
+class SlowNic:
+    """Tokens take `factor` times as long between nodes, out of and into rank `rank`."""
+
+    rank: int
+    factor: float = 4.0
+
+
+@dataclass(frozen=True)
+class IntermittentRank:
+    """Rank `rank` is late by `delay_s` now and then, in `share` of the operations.
+
+    It is late in `burst` operations one after the other, and again after a time that no one knows.
+    """
+
+    rank: int
+    delay_s: float
+    share: float = 0.3
+    burst: int = 1
+
+
+@dataclass(frozen=True)
+class NonReporting:
+    """Nobody learns what rank `rank` recorded; it may have other faults besides."""
+
+    rank: int
+
+
+@dataclass(frozen=True)
 class Everything:
     """Every path takes `delay_s` longer: only a group's own history shows it."""
 
@@ -87,6 +129,11 @@ GeneratorFault = Union[
     SlowEgress,
     SlowNodePair,
     SlowRail,
+    SlowUplink,
+    SlowDownlink,
+    SlowNic,
+    IntermittentRank,
+    NonReporting,
     Everything,
     Hiccup,
 ]
@@ -105,15 +152,19 @@ class Extra(NamedTuple):
     drift: FloatArray  # [., num_ranks], us per us
     path: FloatArray  # [., receiver, source]
     path_per_token: FloatArray
+    nic: FloatArray  # [., num_ranks]: how many times as long tokens take between nodes
     share: FloatArray  # [., num_ranks]: of the tokens, 1 is even; NaN: as the machine has it
     hiccups: Mapping[int, Sequence[tuple[int, int, float]]]  # by operation: (window, rank, us)
 
 
-def added_by(faults: Sequence[Sequence[GeneratorFault]], setup: Setup) -> Extra:
-    """faults: of each window."""
+def added_by(
+    faults: Sequence[Sequence[GeneratorFault]], setup: Setup, seeds: Sequence[int]
+) -> Extra:
+    """faults, seeds: of each window."""
     num_ranks, size = setup.num_ranks, len(faults)
     gap, early, send, drain, drift = np.zeros((5, size, num_ranks))
     path, path_per_token = np.zeros((2, size, num_ranks, num_ranks))
+    nic = np.ones((size, num_ranks))
     share = np.full((size, num_ranks), np.nan)
     hiccups: dict[int, list[tuple[int, int, float]]] = {}
     own_work = {SlowRank: gap, EarlyRank: early, SlowSend: send, SlowReceive: drain}
@@ -126,6 +177,13 @@ def added_by(faults: Sequence[Sequence[GeneratorFault]], setup: Setup) -> Extra:
                 share[i, fault.rank] = fault.share
             elif isinstance(fault, Hiccup):
                 hiccups.setdefault(fault.operation, []).append((i, fault.rank, us))
+            elif isinstance(fault, IntermittentRank):
+                for op in late_operations(fault, setup.num_operations, seeds[i]):
+                    hiccups.setdefault(op, []).append((i, fault.rank, us))
+            elif isinstance(fault, SlowNic):
+                nic[i, fault.rank] *= fault.factor
+            elif isinstance(fault, NonReporting):
+                pass
             elif isinstance(fault, ClockFault):  # its offset is measured away, its drift is not
                 drift[i, fault.rank] += fault.drift_ppm * 1e-6
             else:
@@ -133,7 +191,25 @@ def added_by(faults: Sequence[Sequence[GeneratorFault]], setup: Setup) -> Extra:
                 path[i, slow] += us
                 if isinstance(fault, SlowPath) and fault.bytes_per_s:
                     path_per_token[i, slow] += TOKEN_BYTES / fault.bytes_per_s * 1e6
-    return Extra(gap, early, send, drain, drift, path, path_per_token, share, hiccups)
+    return Extra(gap, early, send, drain, drift, path, path_per_token, nic, share, hiccups)
+
+
+def late_operations(fault: IntermittentRank, num_operations: int, seed: int) -> list[int]:
+    """Numbers of the operations in which the rank is late; the first of a run is 1.
+
+    Single operations are drawn one by one; between bursts lie exponential times.
+    """
+    generator = np.random.default_rng([seed, fault.rank, 2])
+    if fault.burst == 1:
+        return (1 + np.flatnonzero(generator.random(num_operations) < fault.share)).tolist()
+    pause = fault.burst * (1 / fault.share - 1)
+    late: list[int] = []
+    # As far into the turn as a passer-by finds it.
+    op = 1 - int(generator.integers(fault.burst + round(pause)))
+    while op <= num_operations:
+        late += range(max(op, 1), min(op + fault.burst, num_operations + 1))
+        op += fault.burst + 1 + int(generator.exponential(max(pause - 0.5, 0.0)))
+    return late
 
 
 def _slow_paths(fault: GeneratorFault, setup: Setup) -> BoolArray:
@@ -151,6 +227,10 @@ def _slow_paths(fault: GeneratorFault, setup: Setup) -> BoolArray:
         return np.outer(node == fault.dst, node == fault.src)
     if isinstance(fault, SlowRail):
         return np.outer(index == fault.index, index == fault.index)
+    if isinstance(fault, SlowUplink):
+        return np.outer(node != fault.node, node == fault.node)
+    if isinstance(fault, SlowDownlink):
+        return np.outer(node == fault.node, node != fault.node)
     if isinstance(fault, Everything):
         return np.outer(everybody, everybody)
     raise TypeError(f"{fault!r} is not a fault of the generator")
@@ -166,9 +246,11 @@ class Truth:
     Attributes:
         keys: (kind, subject) of the lasting causes that the other ranks show, as
             `faults.expected_verdicts` has them; of ingress, egress, early ranks: the rank; of node
-            pairs ("nodes", source, destination); of rails ("rail", index).
+            pairs ("nodes", source, destination); of rails ("rail", index); of what leaves or enters
+            a node ("node", node, "uplink" or "downlink").
         effects_us: microseconds per operation that were injected, per key; of hot ranks what their
-            tokens cost more ahead of each combine.
+            tokens cost more ahead of each combine; of ranks that are late now and then the mean over
+            all operations; NaN where it differs by operation and path.
         tolerated: keys that are true although nothing was injected: ranks whose experts are
             in demand, or are not.
         everything_us: by how much all paths are slower.
@@ -182,7 +264,7 @@ class Truth:
     events: frozenset[tuple[int, int]] = frozenset()
 
 
-def truth_of(faults: Sequence[GeneratorFault], setup: Setup, load: FloatArray) -> Truth:
+def truth_of(faults: Sequence[GeneratorFault], setup: Setup, load: FloatArray, seed: int) -> Truth:
     """Of one window; load [num_ranks]: how popular each rank's experts are, 1 is even."""
     effects: dict[Key, float] = {}
     # The lateness of a hot rank cannot be told from that of its experts.
@@ -190,7 +272,7 @@ def truth_of(faults: Sequence[GeneratorFault], setup: Setup, load: FloatArray) -
     for fault in faults:
         key = _key(fault)
         if key is not None and key not in hidden:
-            effects[key] = effects.get(key, 0.0) + _effect_us(fault, setup)
+            effects[key] = effects.get(key, 0.0) + _effect_us(fault, setup, seed)
     tolerated = np.flatnonzero(np.abs(load - 1.0) > _TOLERATED_LOAD)
     return Truth(
         keys=frozenset(effects),
@@ -203,9 +285,9 @@ def truth_of(faults: Sequence[GeneratorFault], setup: Setup, load: FloatArray) -
 
 def _key(fault: GeneratorFault) -> Key | None:
     """None: it is no lasting cause, or cannot be seen within one window."""
-    if isinstance(fault, (SlowRank, SlowSend, SlowReceive)):
+    if isinstance(fault, (SlowRank, SlowSend, SlowReceive, IntermittentRank)):
         return COMP_SLOW, fault.rank
-    if isinstance(fault, (SlowIngress, SlowEgress)):
+    if isinstance(fault, (SlowIngress, SlowEgress, SlowNic)):
         return COMM_SLOW, fault.rank
     if isinstance(fault, SlowPath):
         return COMM_SLOW, (fault.src, fault.dst)
@@ -213,12 +295,21 @@ def _key(fault: GeneratorFault) -> Key | None:
         return COMM_SLOW, ("nodes", fault.src, fault.dst)
     if isinstance(fault, SlowRail):
         return COMM_SLOW, ("rail", fault.index)
+    if isinstance(fault, SlowUplink):
+        return COMM_SLOW, ("node", fault.node, "uplink")
+    if isinstance(fault, SlowDownlink):
+        return COMM_SLOW, ("node", fault.node, "downlink")
     if isinstance(fault, (EarlyRank, HotRank)):
         return MIXED_SLOW, fault.rank
     return None
 
 
-def _effect_us(fault: GeneratorFault, setup: Setup) -> float:
+def _effect_us(fault: GeneratorFault, setup: Setup, seed: int) -> float:
+    if isinstance(fault, SlowNic):
+        return np.nan
+    if isinstance(fault, IntermittentRank):
+        late = late_operations(fault, setup.num_operations, seed)
+        return fault.delay_s * 1e6 * len(late) / setup.num_operations
     if isinstance(fault, HotRank):
         return (fault.share - 1) * setup.tokens_per_rank * setup.machine.compute_per_token
     if isinstance(fault, SlowPath) and fault.bytes_per_s:

@@ -1,13 +1,13 @@
 """What the kernels would have written: counters and rings, from the stamps of every operation.
 
-Stamps are [., receiver, source or own, 4] int64, as rings hold them: a row per source, and the
+Stamps are [., receiver, source or own, 6] int64, as rings hold them: a row per source, and the
 receiver's own times last.
 """
 
 from __future__ import annotations
 
 import numpy as np
-from generator_machines import TOKEN_BYTES, Kind
+from generator_machines import TOKEN_BYTES, Kind, StampRule
 
 from deep_ep.counters import CounterSnapshot
 from deep_ep.diagnose.findings import IntArray
@@ -26,23 +26,27 @@ COUNTER_FIELDS = (
     "max_wait_ns",
 )
 OWN_FIELDS = ("ops", "gap_ns", "send_ns", "wait_ns", "drain_ns")
-RING_SOURCE_FIELDS = ("entered", "issued", "arrival", "tokens")
-RING_OWN_FIELDS = ("op", "wait_begin", "exit", "previous_exit")
+RING_SOURCE_FIELDS = ("entered", "issued", "arrival", "tokens", "seen", "clock_error")
+RING_OWN_FIELDS = ("op", "wait_begin", "exit", "previous_exit", "sent", "timer_step")
 # Their places in the last dimension of the stamps.
-ENTERED, ISSUED, ARRIVAL, TOKENS = range(4)
-OP, WAIT_BEGIN, EXIT, PREVIOUS_EXIT = range(4)
+ENTERED, ISSUED, ARRIVAL, TOKENS, SEEN, CLOCK_ERROR = range(6)
+OP, WAIT_BEGIN, EXIT, PREVIOUS_EXIT, SENT, TIMER_STEP = range(6)
+COLUMNS = len(RING_SOURCE_FIELDS)
+# Kernels that waited for all headers first had only these.
+_OLD_COLUMNS = 4
 
 # Cells that are counted at once; bounds memory.
 _COUNTED_CELLS = 2**21
 
 
 class Recorded:
-    """Counters of all ranks of one operation kind, from its stamps [n, receiver, source or own, 4]."""
+    """Counters of all ranks of one operation kind, from its stamps [n, receiver, source or own, 6]."""
 
-    def __init__(self, stamps: IntArray, kind: Kind, capacity: int) -> None:
+    def __init__(self, stamps: IntArray, kind: Kind, capacity: int, rule: StampRule) -> None:
         self.stamps = stamps
         self.kind = kind
         self.capacity = capacity
+        self.columns = _OLD_COLUMNS if rule is StampRule.AFTER_ALL_HEADERS else COLUMNS
         num_ranks = stamps.shape[1]
         self.totals = np.zeros((num_ranks, len(COUNTER_FIELDS), num_ranks), np.int64)
         self.own = np.zeros((num_ranks, len(OWN_FIELDS)), np.int64)
@@ -55,25 +59,27 @@ class Recorded:
 
     def counters(self, rank: int) -> CounterSnapshot:
         num_ranks = self.stamps.shape[1]
-        ring = np.zeros((self.capacity, num_ranks + 1, 4), np.int64)
+        ring = np.zeros((self.capacity, num_ranks + 1, self.columns), np.int64)
         if self.capacity:
-            kept = self.stamps[self.kept, rank]
+            kept = self.stamps[self.kept, rank, :, : self.columns]
             if self.kind.own_times_only:
                 kept[:, :-1] = 0
             ring[kept[:, -1, OP] % self.capacity] = kept
         return CounterSnapshot(
             fields=COUNTER_FIELDS,
             own_fields=OWN_FIELDS,
-            ring_source_fields=RING_SOURCE_FIELDS,
-            ring_own_fields=RING_OWN_FIELDS,
+            ring_source_fields=RING_SOURCE_FIELDS[: self.columns],
+            ring_own_fields=RING_OWN_FIELDS[: self.columns],
             totals=self.totals[rank],
             own=self.own[rank],
             ring=ring,
         )
 
     def _count(self, stamps: IntArray) -> None:
-        entered, issued, arrival, tokens = np.moveaxis(stamps[:, :, :-1], -1, 0)
-        _, wait_begin, exit_at, previous_exit = np.moveaxis(stamps[:, :, -1], -1, 0)
+        entered, issued, arrival, tokens = np.moveaxis(stamps[:, :, :-1, : TOKENS + 1], -1, 0)
+        _, wait_begin, exit_at, previous_exit, sent = np.moveaxis(
+            stamps[:, :, -1, : SENT + 1], -1, 0
+        )
         itself = np.arange(stamps.shape[1])
         heard = arrival != 0
         begin = wait_begin[:, :, None]
@@ -91,7 +97,7 @@ class Recorded:
         own = {
             "ops": np.ones_like(ready),
             "gap_ns": np.where(previous_exit != 0, entered[:, itself, itself] - previous_exit, 0),
-            "send_ns": np.where(heard, issued - entered, 0).max(axis=1),
+            "send_ns": sent - entered[:, itself, itself],
             "wait_ns": ready - wait_begin,
             "drain_ns": exit_at - ready,
         }

@@ -13,14 +13,33 @@ from generator_faults import (
     Everything,
     GeneratorFault,
     Hiccup,
+    IntermittentRank,
+    NonReporting,
+    SlowDownlink,
     SlowEgress,
     SlowIngress,
+    SlowNic,
     SlowNodePair,
     SlowRail,
     SlowReceive,
     SlowSend,
+    SlowUplink,
 )
-from generator_machines import CPU, GPU, NORMAL, Machine
+from generator_machines import CPU, GPU, NORMAL, Machine, StampRule
+from generator_recording import (
+    ARRIVAL,
+    CLOCK_ERROR,
+    ENTERED,
+    EXIT,
+    ISSUED,
+    OP,
+    PREVIOUS_EXIT,
+    SEEN,
+    SENT,
+    TIMER_STEP,
+    TOKENS,
+    WAIT_BEGIN,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -29,11 +48,16 @@ from deep_ep.diagnose.snapshot import Snapshot
 from deep_ep.faults import ClockFault, HotRank, SlowPath, SlowRank
 
 CALM = replace(
-    GPU, jitter=0.0, path_jitter=0.0, spread=0.0, wander=0.0, clock_error=0.0, true_arrival=True
+    GPU,
+    jitter=0.0,
+    path_jitter=0.0,
+    spread=0.0,
+    wander=0.0,
+    clock_error=0.0,
+    stamp_rule=StampRule.TRUE_ARRIVAL,
+    timer_step_ns=1,
 )
 TWO_NODES = replace(CALM, ranks_per_node=4)
-ENTERED, ISSUED, ARRIVAL, TOKENS = range(4)
-OP, WAIT_BEGIN, EXIT, PREVIOUS_EXIT = range(4)
 
 
 def window(machine: Machine, injected: Sequence[GeneratorFault], num_ranks: int = 8) -> Window:
@@ -41,7 +65,7 @@ def window(machine: Machine, injected: Sequence[GeneratorFault], num_ranks: int 
 
 
 def rings(snapshots: Sequence[Snapshot], kind: str) -> np.ndarray:
-    """[n, receiver, source or own, 4]."""
+    """[n, receiver, source or own, columns]."""
     return np.stack([s.operations[kind].operations() for s in snapshots], axis=1)
 
 
@@ -59,11 +83,12 @@ def slower_paths(machine: Machine, injected: GeneratorFault) -> set[tuple[int, i
 
 
 machines = st.builds(
-    lambda base, jitter, ranks_per_node, true_arrival, hook_us, skew: replace(
+    lambda base, jitter, ranks_per_node, stamp_rule, timer_step_ns, hook_us, skew: replace(
         base,
         jitter=jitter,
         ranks_per_node=ranks_per_node,
-        true_arrival=true_arrival,
+        stamp_rule=stamp_rule,
+        timer_step_ns=timer_step_ns,
         hook_us=hook_us,
         skew=skew,
         clock_error=1.0,
@@ -73,7 +98,8 @@ machines = st.builds(
     st.sampled_from([CPU, GPU]),
     st.sampled_from([0.0, 3.0, 10.0]),
     st.sampled_from([None, 1, 2, 3]),
-    st.booleans(),
+    st.sampled_from(StampRule),
+    st.sampled_from([1, 32, 1000]),
     st.sampled_from([0.0, 100.0]),
     st.sampled_from([0.0, 0.3]),
 )
@@ -220,7 +246,8 @@ def test_a_slow_rank_enters_later_than_the_others(machine: Machine) -> None:
 def test_a_rank_fault_is_in_that_ranks_own_time_only(
     fault: GeneratorFault, field: str, added: float
 ) -> None:
-    faulty, healthy = window(GPU, [fault]), window(GPU, [])
+    machine = replace(GPU, timer_step_ns=1)
+    faulty, healthy = window(machine, [fault]), window(machine, [])
     for ours, theirs in zip(faulty.snapshots, healthy.snapshots):
         for own in ("gap_ns", "send_ns", "drain_ns"):
             one, other = (s.operations["combine"].own_value(own) for s in (ours, theirs))
@@ -236,6 +263,8 @@ def test_a_rank_fault_is_in_that_ranks_own_time_only(
         (SlowEgress(2, 50e-6), lambda src, _dst: src == 2),
         (SlowNodePair(0, 1, 50e-6), lambda src, dst: src < 4 <= dst),
         (SlowRail(2, 50e-6), lambda src, dst: {src, dst} == {2, 6}),
+        (SlowUplink(1, 50e-6), lambda src, dst: dst < 4 <= src),
+        (SlowDownlink(1, 50e-6), lambda src, dst: src < 4 <= dst),
         (Everything(50e-6), lambda _src, _dst: True),
     ],
 )
@@ -280,6 +309,48 @@ def test_a_hiccup_is_in_one_operation() -> None:
     assert faulty.truth.events == {(7, 2)}
 
 
+@pytest.mark.parametrize(("share", "burst"), [(0.3, 1), (0.3, 20), (0.1, 10)])
+def test_a_rank_that_is_late_now_and_then_is_late_in_its_share_and_in_bursts(
+    share: float, burst: int
+) -> None:
+    fault = IntermittentRank(1, 5e-5, share, burst)
+    (late,) = simulate_windows(GPU, 2, 2000, [[fault]], seed=4, capacity=4000)
+    (usual,) = simulate_windows(GPU, 2, 2000, [[]], seed=4, capacity=4000)
+    added = np.zeros(4000)
+    for kind in ("dispatch", "combine"):
+        gaps = [
+            w.snapshots[1].operations[kind].operations()[:, 1, ENTERED]
+            - w.snapshots[1].operations[kind].operations()[:, -1, PREVIOUS_EXIT]
+            for w in (late, usual)
+        ]
+        numbers = late.snapshots[1].operations[kind].operations()[:, -1, OP]
+        added[numbers - 1] = (gaps[0] - gaps[1]) / 1e3
+    is_late = added[1:] > 25  # the first has no exit before it
+    np.testing.assert_allclose(added[1:], 50.0 * is_late, atol=0.1)
+    assert is_late.mean() == pytest.approx(share, abs=0.06)
+    ends = np.flatnonzero(np.diff(is_late.astype(int)))
+    lengths = np.diff(ends)[int(is_late[0]) :: 2] if burst > 1 else np.zeros(0)
+    assert (np.isin(lengths, (burst, 2 * burst))).all()
+    assert late.truth.keys == {("comp-slow", 1)}
+    assert late.truth.effects_us["comp-slow", 1] == pytest.approx(50 * is_late.mean(), abs=0.1)
+
+
+def test_a_rank_that_does_not_report_is_missing_and_late_all_the_same() -> None:
+    w = window(GPU, [SlowRank(3, 50e-6), NonReporting(3)])
+    assert [s.rank for s in w.snapshots] == [0, 1, 2, 4, 5, 6, 7]
+    assert w.truth.keys == {("comp-slow", 3)}
+    assert window(GPU, [NonReporting(3)]).truth.keys == frozenset()
+
+
+def test_a_slow_nic_takes_longer_for_tokens_of_other_nodes_both_ways() -> None:
+    slow, usual = (path_us(window(TWO_NODES, f)) for f in ([SlowNic(5, 4.0)], []))
+    tokens = 128
+    added = (slow - usual) / (tokens * TWO_NODES.path_per_token_between)
+    expected = np.zeros((8, 8))
+    expected[5, :4] = expected[:4, 5] = 3.0
+    np.testing.assert_allclose(added, expected, atol=0.3)
+
+
 def test_loads_differ_by_the_skew_and_what_they_explain_is_tolerated() -> None:
     windows = list(simulate_windows(replace(GPU, skew=0.3), 16, 4, [()] * 40, seed=1))
     loads = np.array(
@@ -292,12 +363,93 @@ def test_loads_differ_by_the_skew_and_what_they_explain_is_tolerated() -> None:
     assert {("mixed-slow", int(rank)) for rank in far} <= truth.tolerated
 
 
-def test_arrivals_before_the_wait_are_stamped_as_its_begin_unless_the_target_knows_better() -> None:
-    for true_arrival in (True, False):
-        machine = replace(GPU, true_arrival=true_arrival)
-        stamps = rings(simulate(machine, 4, 10, [SlowRank(1, 1e-4)], seed=2), "dispatch")
-        early = stamps[:, 1, :-1, ARRIVAL] - stamps[:, 1, -1:, WAIT_BEGIN]
-        assert (early.min() < 0) == true_arrival
+def stamped(rule: StampRule, injected: Sequence[GeneratorFault]) -> np.ndarray:
+    """Dispatches of eight ranks, [n, receiver, source or own, columns]."""
+    return rings(window(replace(CALM, stamp_rule=rule), injected).snapshots, "dispatch")
+
+
+def test_what_is_there_at_the_first_look_counts_as_there_when_waiting_began() -> None:
+    true, sight = (
+        stamped(rule, [SlowRank(1, 1e-4)])
+        for rule in (StampRule.TRUE_ARRIVAL, StampRule.FIRST_SIGHT)
+    )
+    begin = true[:, :, -1:, WAIT_BEGIN]
+    there = true[:, :, :-1, ARRIVAL] <= begin
+    assert there[:, 1].all()
+    assert not there[1:, 0, 1].any()
+    assert (true[:, :, :-1, SEEN] == 1).all()
+    np.testing.assert_array_equal(sight[:, :, :-1, SEEN], ~there)
+    expected = np.maximum(true[:, :, :-1, ARRIVAL], begin)
+    np.testing.assert_array_equal(sight[:, :, :-1, ARRIVAL], expected)
+
+
+def test_who_waits_for_all_headers_first_takes_everyone_for_as_late_as_the_last() -> None:
+    late = [SlowRank(3, 1e-3)]
+    sight, headers = (
+        stamped(rule, late) for rule in (StampRule.FIRST_SIGHT, StampRule.AFTER_ALL_HEADERS)
+    )
+    assert headers.shape[-1] == 4
+    np.testing.assert_array_equal(headers[:, :, -1], sight[:, :, -1, :4])
+    waits = headers[1:, 0, :-1, ARRIVAL] - headers[1:, 0, -1:, WAIT_BEGIN]
+    assert waits.min() > 900_000
+    assert np.ptp(np.delete(waits, 3, axis=1), axis=1).max() == 0
+    waits = sight[1:, 0, :-1, ARRIVAL] - sight[1:, 0, -1:, WAIT_BEGIN]
+    assert np.delete(waits, 3, axis=1).max() < 100_000
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    machine=machines,
+    num_ranks=st.integers(2, 7),
+    injected=st.lists(st.sampled_from(FAULTS), max_size=3),
+    seed=st.integers(0, 2**31),
+)
+def test_rings_keep_to_what_is_promised_of_their_columns(
+    machine: Machine, num_ranks: int, injected: list[GeneratorFault], seed: int
+) -> None:
+    if machine.stamp_rule is StampRule.AFTER_ALL_HEADERS:
+        machine = replace(machine, stamp_rule=StampRule.FIRST_SIGHT)
+    for s in simulate(machine, num_ranks, 6, injected, seed=seed):
+        for counters in s.operations.values():
+            ring = counters.operations()
+            sources, own, itself = ring[:, :-1], ring[:, -1], ring[:, s.rank]
+            begin = own[:, WAIT_BEGIN, None]
+            hidden = sources[..., SEEN] == 0
+            assert np.isin(sources[..., SEEN], (0, 1)).all()
+            assert (sources[..., ARRIVAL] <= begin)[hidden].all()
+            if machine.stamp_rule is StampRule.TRUE_ARRIVAL:
+                assert not hidden.any()
+            else:
+                assert (sources[..., ARRIVAL] >= begin)[~hidden].all()
+            assert (own[:, TIMER_STEP] == machine.timer_step_ns).all()
+            assert (own[:, [WAIT_BEGIN, EXIT, SENT]] % machine.timer_step_ns == 0).all()
+            assert (sources[..., ARRIVAL] % machine.timer_step_ns == 0).all()
+            assert (itself[:, CLOCK_ERROR] == 0).all()
+            assert (np.delete(sources[..., CLOCK_ERROR], s.rank, axis=1) > 0).all()
+            assert (sources[..., ENTERED] <= sources[..., ISSUED]).all()
+            assert (itself[:, ISSUED] <= own[:, SENT]).all()
+            assert (own[:, SENT] <= own[:, WAIT_BEGIN]).all()
+            assert (own[:, WAIT_BEGIN] <= own[:, EXIT]).all()
+
+
+def test_a_rank_has_sent_when_it_has_issued_to_the_last_destination() -> None:
+    stamps = rings(window(CALM, []).snapshots, "combine")
+    sending = stamps[:, :, :-1, ISSUED] - stamps[:, :, :-1, ENTERED]
+    entered = np.diagonal(stamps[:, :, :-1, ENTERED], axis1=1, axis2=2)
+    np.testing.assert_allclose(sending.max(axis=1), stamps[:, :, -1, SENT] - entered, atol=2)
+
+
+def test_timers_with_coarse_steps_round_down_on_the_clock_of_their_rank() -> None:
+    fine, coarse = (
+        rings(window(replace(CALM, timer_step_ns=step), []).snapshots, "dispatch")
+        for step in (1, 1000)
+    )
+    for column in (ENTERED, ISSUED, ARRIVAL):
+        lost = (fine - coarse)[:, :, :-1, column]
+        assert lost.min() >= 0
+        assert 900 < lost.max() < 1000
+    # A source's steps are not the receiver's.
+    assert (coarse[:, 0, 1, ENTERED] % 1000 != 0).all()
 
 
 def test_clocks_are_wrong_by_rank_and_by_host_and_drift() -> None:

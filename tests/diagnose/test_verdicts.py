@@ -24,7 +24,7 @@ from generator_faults import (
     SlowReceive,
     SlowSend,
 )
-from generator_machines import CPU, GPU, NORMAL, Machine
+from generator_machines import CPU, GPU, NORMAL, Machine, StampRule
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -83,7 +83,7 @@ Scenario = Callable[[np.random.Generator, int, Machine], "list[Fault]"]
 MACHINES = {
     "cpu": CPU,
     "cpu with wrong clocks": replace(CPU, clock_error=20.0, drift_ppm=20.0),
-    "cpu that stamps arrivals late": replace(CPU, true_arrival=False),
+    "cpu that stamps arrivals late": replace(CPU, stamp_rule=StampRule.FIRST_SIGHT),
     "gpu": GPU,
 }
 CASES = [
