@@ -159,11 +159,12 @@ def explain(m: Matrices, paths: Paths, floors: tuple[float, float], spreads: flo
     spread = _between_paths(paths, residual)
     # As groups are judged: clocks cancel between the two directions.
     there_and_back = residual if paths.drifted else residual + residual.T
+    spread_both = _between_paths(paths, there_and_back)
     readings = {
         (c.cause, c.link): c for look in (looks if groups else ()) for c in look(there_and_back)
     }
     return Explained(
-        [_with_error(g, groups, m, residual, spread, readings) for g in groups],
+        [_with_error(g, groups, m, residual, spread, spread_both, readings) for g in groups],
         residual,
         spread,
     )
@@ -251,6 +252,7 @@ def _with_error(
     m: Matrices,
     residual: FloatArray,
     spread: FloatArray,
+    spread_both: FloatArray,
     readings: Mapping[tuple[str, str], _Candidates],
 ) -> Group:
     """With how far it may be wrong. What a clock adds to paths it takes from those of the other
@@ -259,27 +261,29 @@ def _with_error(
     back = (group.paths[1], group.paths[0])
     one_way = len(group.over) == 1 and group.cause != RAIL
     slow_back = any(_same_paths(g.paths, back) for g in groups)
-    effect, known = group.effect, np.isfinite(residual[group.paths])
-    size = max(int(known.sum()), 1)
+    known = np.isfinite(residual[group.paths])
+    effect, size = group.effect, max(int(known.sum()), 1)
     errors = m.path_error[group.paths][known]
-    noise = MEDIAN_COST * math.hypot(
-        math.sqrt(or_zero(float(np.mean(errors**2))) if errors.size else 0.0),
-        float(np.mean(spread[group.paths])),
-    )
-    error = noise / math.sqrt(size)
+    error = math.sqrt(float(np.mean(errors**2))) if errors.size else 0.0
+    apart = spread
     if one_way and not slow_back:
-        other = median_of(residual[back])
-        if math.isfinite(other):
-            effect += other
-            error *= math.sqrt(2.0)
+        effect += or_zero(median_of(residual[back]))
+        error *= math.sqrt(2.0)
+        apart = spread_both
+    error = MEDIAN_COST * math.hypot(error, float(np.mean(apart[group.paths]))) / math.sqrt(size)
     like = _healthy_readings(group, groups, readings)
-    apart = (
+    of_groups = (
         float(np.std(like, ddof=1))
         if 1 < like.size <= _FEW
         else MAD_TO_SIGMA * or_zero(median_of(np.abs(like - or_zero(median_of(like)))))
     )
     return replace(
-        group, effect=effect, reading=group.effect, error=error, spread=apart, peers=int(like.size)
+        group,
+        effect=effect,
+        reading=group.effect,
+        error=error,
+        spread=of_groups,
+        peers=int(like.size),
     )
 
 

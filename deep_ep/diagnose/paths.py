@@ -151,8 +151,10 @@ def _without_clocks(cells: FloatArray, clock: FloatArray) -> FloatArray:
 def _coarse_clocks(m: Matrices, known: FloatArray) -> FloatArray:
     """[num_ranks]: clocks that have drifted far, which would drown everything else; else 0."""
     seen = np.where(m.path_seen, m.path, np.nan)
-    # What arrives before it was sent leaves no doubt, by more than clocks are known to be off.
-    if not (seen < -np.nan_to_num(known)).any():
+    # What arrives before it was sent leaves no doubt, by more than clocks are known to be off. Where
+    # that is not known, the two directions tell; ranks on CPUs share a clock.
+    unknown = m.place.device == "cuda" and not np.isfinite(known[m.expected]).any()
+    if not unknown and not (seen < -np.nan_to_num(known)).any():
         return np.zeros(m.num_ranks)
     even = _two_way_clocks(seen)
     time = _set_clocks(m, even)
@@ -165,7 +167,8 @@ def _coarse_clocks(m: Matrices, known: FloatArray) -> FloatArray:
     clock = clock - np.median(clock)
     # A slow side makes the two directions differ as well; clocks that explain no more than that
     # have not drifted.
-    drifted = np.abs(clock) > np.abs(rows + columns) / 2 + _CLOCKS_AGREE_NS
+    sides = rows + columns - np.median(rows + columns)
+    drifted = np.abs(clock) > np.abs(sides) / 2 + _CLOCKS_AGREE_NS
     return clock if drifted.any() else np.zeros(m.num_ranks)
 
 
