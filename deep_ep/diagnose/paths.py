@@ -109,6 +109,8 @@ def split_paths(m: Matrices) -> Paths:
     # What may be off by more than paths take tells nothing that the paths themselves do not.
     known = np.where(m.path_clock <= _CLOCKS_AGREE_NS, m.path_clock, np.nan)
     coarse = np.zeros(num_ranks) if few else _coarse_clocks(m, known)
+    if coarse.any():
+        known = np.full(known.shape, np.nan)
     time = _set_clocks(m, coarse)
     classes = _classes(m.place)
     usual, by_tokens, level = _usual(m, time, classes)
@@ -151,10 +153,11 @@ def _without_clocks(cells: FloatArray, clock: FloatArray) -> FloatArray:
 def _coarse_clocks(m: Matrices, known: FloatArray) -> FloatArray:
     """[num_ranks]: clocks that have drifted far, which would drown everything else; else 0."""
     seen = np.where(m.path_seen, m.path, np.nan)
-    # What arrives before it was sent leaves no doubt, by more than clocks are known to be off. Where
-    # that is not known, the two directions tell; ranks on CPUs share a clock.
-    unknown = m.place.device == "cuda" and not np.isfinite(known[m.expected]).any()
-    if not unknown and not (seen < -np.nan_to_num(known)).any():
+    # What arrives before it was sent leaves no doubt, by more than clocks are known to be off; nor do
+    # two directions that differ by more between most ranks. Ranks on CPUs share a clock.
+    apart = np.abs(seen - seen.T) / 2 - np.nan_to_num(known)
+    odd = m.place.device == "cuda" and median_of(apart) > _CLOCKS_AGREE_NS
+    if not odd and not (seen < -np.nan_to_num(known)).any():
         return np.zeros(m.num_ranks)
     even = _two_way_clocks(seen)
     time = _set_clocks(m, even)
