@@ -44,6 +44,10 @@ NVLINK, NIC, ALL_LINKS = "nvlink", "nic", "all"
 _SPARED = 0.25
 # Of a group so many of the paths must be known.
 _KNOWN = 2.0 / 3.0
+# Paths of a group may differ by this share of their effect.
+_UNEVEN = 0.5
+# Of the deviation between the paths of a group so much is in all of them.
+_COMMON = 0.5
 # Groups that overlap are fitted to each other within a few sweeps.
 _SWEEPS = 3
 # Effects that differ by less than this share are alike.
@@ -102,11 +106,13 @@ class Explained:
         groups: what is slow together.
         residual: [receiver, source], what single paths have above all that.
         spread: likewise, standard deviation between healthy paths of the same kind of link.
+        uneven: likewise, by how much paths may differ for what slows them together.
     """
 
     groups: Sequence[Group]
     residual: FloatArray
     spread: FloatArray
+    uneven: FloatArray
 
 
 @dataclass(frozen=True)
@@ -130,13 +136,13 @@ class _Candidates:
     paths: Callable[[Any], tuple[IntArray, IntArray]]
 
 
-def explain(m: Matrices, paths: Paths, floors: tuple[float, float], spreads: float) -> Explained:
+def explain(m: Matrices, paths: Paths, floor: float, spreads: float) -> Explained:
     """Finds the groups of slow paths, and what is left over.
 
     Args:
         m: what the paths are from.
         paths: compared with healthy ones.
-        floors: the smallest effects worth a verdict within nodes, between nodes, ns.
+        floor: the smallest effect of interest, ns.
         spreads: in standard deviations between healthy groups, the same.
     """
     excess = paths.excess.copy()
@@ -147,31 +153,34 @@ def explain(m: Matrices, paths: Paths, floors: tuple[float, float], spreads: flo
     for _ in range(_ROUNDS):
         before = len(groups)
         for look in looks:
-            found = [g for candidates in look(residual) for g in _slow(candidates, floors, spreads)]
+            beyond = residual - _uneven(groups, residual)
+            found = [g for candidates in look(beyond) for g in _slow(candidates, floor, spreads)]
             if found:
                 groups, residual = _fit([*groups, *found], excess)
         if len(groups) == before:
             break
-    joined = _joined(groups, m, floors)
-    # Slow paths made what is usual look slower than it is.
-    excess = excess - _level(paths, groups, residual)
+    joined = _joined(groups, m, floor)
+    # Of paths that hid it is not known how far they differ. Slow paths made what is usual look
+    # slower than it is.
+    excess = excess - _level(paths, groups, np.where(m.path_hidden, np.nan, residual))
     groups, residual = _fit(joined, excess)
-    spread = _between_paths(paths, residual)
+    seen = np.where(m.path_hidden, np.nan, residual)
+    spread = _between_paths(paths, seen)
     # As groups are judged: clocks cancel between the two directions.
-    there_and_back = residual if paths.drifted else residual + residual.T
+    there_and_back = seen if paths.drifted else seen + seen.T
     spread_both = _between_paths(paths, there_and_back)
     readings = {
         (c.cause, c.link): c for look in (looks if groups else ()) for c in look(there_and_back)
     }
     return Explained(
-        [_with_error(g, groups, m, residual, spread, spread_both, readings) for g in groups],
+        [_with_error(g, groups, m, seen, spread, spread_both, readings) for g in groups],
         residual,
         spread,
+        _uneven(groups, residual),
     )
 
 
-def _slow(candidates: _Candidates, floors: tuple[float, float], spreads: float) -> list[Group]:
-    floor = {NVLINK: floors[0], NIC: floors[1]}.get(candidates.link, max(floors))
+def _slow(candidates: _Candidates, floor: float, spreads: float) -> list[Group]:
     bar = max(floor, spreads * healthy(candidates.middle)[1])
     slow = (candidates.low > bar / 2) & (candidates.middle > bar) & (candidates.known >= _KNOWN)
     return [
@@ -201,13 +210,21 @@ def _fit(groups: Sequence[Group], excess: FloatArray) -> tuple[list[Group], Floa
     return [replace(g, effect=effect) for g, effect in zip(groups, effects)], residual
 
 
+def _uneven(groups: Sequence[Group], residual: FloatArray) -> FloatArray:
+    """[receiver, source]: what is slow together is not slow by exactly the same."""
+    uneven = np.zeros(residual.shape)
+    for group in groups:
+        for paths in group.over:
+            uneven[paths] += _UNEVEN * group.effect / len(group.over)
+    return uneven
+
+
 def _level(paths: Paths, groups: Sequence[Group], residual: FloatArray) -> FloatArray:
     """[receiver, source]: what paths of each class have that are in no group and not slow alone."""
     alone = residual.copy()
     for group in groups:
         for cells in group.over:
             alone[cells] = np.nan
-    alone[residual == 0] = np.nan
     alone[residual > _FAR * _between_paths(paths, residual)] = np.nan
     # Clocks cancel between the two directions.
     both = (alone + alone.T) / 2
@@ -218,7 +235,7 @@ def _level(paths: Paths, groups: Sequence[Group], residual: FloatArray) -> Float
     return level
 
 
-def _joined(groups: Sequence[Group], m: Matrices, floors: tuple[float, float]) -> list[Group]:
+def _joined(groups: Sequence[Group], m: Matrices, floor: float) -> list[Group]:
     """Sides that are slow alike on both kinds of link are slow, whatever the link."""
     by_subject: dict[Any, list[Group]] = {}
     for group in groups:
@@ -226,7 +243,7 @@ def _joined(groups: Sequence[Group], m: Matrices, floors: tuple[float, float]) -
     joined = []
     for alike in by_subject.values():
         effects = [g.effect for g in alike]
-        if len(alike) == 2 and max(effects) - min(effects) < max(*floors, _ALIKE * max(effects)):
+        if len(alike) == 2 and max(effects) - min(effects) < max(floor, _ALIKE * max(effects)):
             rank = np.array([alike[0].number])
             everybody = np.flatnonzero(np.arange(m.num_ranks) != rank)
             paths = (rank, everybody) if alike[0].cause == INGRESS else (everybody, rank)
@@ -238,8 +255,7 @@ def _joined(groups: Sequence[Group], m: Matrices, floors: tuple[float, float]) -
 
 def _between_paths(paths: Paths, residual: FloatArray) -> FloatArray:
     """[receiver, source]: standard deviation between healthy paths of the same kind of link."""
-    # Of paths that hid it is not known how far they differ.
-    apart = np.where(residual != 0, np.abs(residual), np.nan)
+    apart = np.abs(residual)
     within, between = (
         MAD_TO_SIGMA * or_zero(median_of(apart[kind])) for kind in (~paths.between, paths.between)
     )
@@ -272,6 +288,7 @@ def _with_error(
         apart = spread_both
     error = MEDIAN_COST * math.hypot(error, float(np.mean(apart[group.paths]))) / math.sqrt(size)
     like = _healthy_readings(group, groups, readings)
+    within = MAD_TO_SIGMA * or_zero(median_of(np.abs(residual[group.paths])))
     of_groups = (
         float(np.std(like, ddof=1))
         if 1 < like.size <= _FEW
@@ -282,7 +299,7 @@ def _with_error(
         effect=effect,
         reading=group.effect,
         error=error,
-        spread=of_groups,
+        spread=math.hypot(of_groups, _COMMON * within),
         peers=int(like.size),
     )
 

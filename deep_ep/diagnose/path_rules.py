@@ -155,7 +155,7 @@ def _slow_cells(kind: JudgedKind) -> list[tuple[int, int]]:
     residual, spread = kind.explained.residual, kind.explained.spread
     noise = kind.z_paths * e.m.path_error
     floor = np.where(paths.between, kind.path_floors[1], kind.path_floors[0])
-    bar = np.fmax(floor, np.hypot(noise, limits.spread * spread))
+    bar = np.fmax(floor, np.hypot(noise, limits.spread * spread)) + kind.explained.uneven
     # Of a rank of which one direction is not known the clock is not known so well.
     unsure = ~(paths.both_sides[:, None] & paths.both_sides[None, :])
     unknown = np.where(unsure, _CLOCKS * limits.clock_ns, 0.0)

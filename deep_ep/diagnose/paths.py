@@ -1,8 +1,11 @@
-"""Path times against what healthy paths take: tokens, kind of link, clocks.
+"""Path times against what healthy paths take: tokens, kind of link, order of sending, clocks.
 
 In this order, so that each explanation takes away what it explains before the next is tried:
 
-    time = class + tokens * cost + clock[receiver] - clock[source] + excess[receiver, source]
+    time = class + tokens * cost + order + clock[receiver] - clock[source] + excess[receiver, source]
+
+A source that hands over rows faster than its port takes them in makes those wait that it hands over
+last: order is how much, by when a source had handed over all for a receiver.
 
 What rails, nodes, sides of ranks and single paths have of the excess, path_causes tells. A clock
 that is wrong by c makes the paths into its rank c slower and those out of it c faster. A path cannot
@@ -55,6 +58,10 @@ _SLOPE_PAIRS = 20_000
 _EVEN_TOKENS = 0.05
 # Token counts closer together than this share of the median say nothing about the cost of one.
 _SLOPE_MIN_SPREAD = 0.2
+# So many receivers there are at least where the order of sending is looked at; fewer say as much of
+# what is slow. It explains something if it leaves less than this share.
+_MIN_TO_ORDER = 7
+_ORDER_EXPLAINS = 0.8
 # A clock is corrected when it is off by so many spreads between healthy ranks.
 _CLOCK_SPREADS = 2.0
 
@@ -65,7 +72,7 @@ class Paths:
 
     Attributes:
         time: median of arrival minus issue, NaN where not known, and on the diagonal.
-        usual: what a healthy path of this class and these tokens takes.
+        usual: what a healthy path of this class, these tokens and this place in the order takes.
         excess: time over usual, clocks taken out; 0 where data was there so soon that more is not known.
         classes: int, 0 within a node (an NVLink domain), 1 between nodes on one rail, 2 across rails,
             -1 on the diagonal.
@@ -114,6 +121,7 @@ def split_paths(m: Matrices) -> Paths:
     time = _set_clocks(m, coarse)
     classes = _classes(m.place)
     usual, by_tokens, level = _usual(m, time, classes)
+    usual = usual + _by_order(m, _excess(m, time, usual), classes)
     excess = _excess(m, time, usual)
     clock, inbound = np.zeros(num_ranks), np.zeros(num_ranks)
     both = np.zeros(num_ranks, dtype=bool)
@@ -225,6 +233,35 @@ def _level(times: FloatArray, hidden: BoolArray, location: Callable[[FloatArray]
     fastest = min(known.min(initial=0.0), 0.0) - 1.0
     level = location(np.concatenate([known, np.full(int(hidden.sum()), fastest)]))
     return RESOLUTION_NS if level <= fastest else level
+
+
+def _by_order(m: Matrices, excess: FloatArray, classes: IntArray) -> FloatArray:
+    """[receiver, source]: what comes from when a source hands over to each receiver, ns."""
+    by_order = np.zeros(excess.shape)
+    seen = np.where(m.path_hidden, np.nan, excess)
+    for link in (classes == 0, classes > 0):
+        if not link.sum(axis=0).max(initial=0) >= _MIN_TO_ORDER:
+            continue
+        when = np.where(link & np.isfinite(seen), m.send, np.nan)
+        when = when - median(when, 0)
+        over = np.where(link, seen, np.nan)
+        over = over - median(over, 0)
+        slope = _slope(when, over)
+        left = over - slope * when
+        if median_of(np.abs(left)) < _ORDER_EXPLAINS * median_of(np.abs(over)):
+            by_order += np.where(link, slope * np.nan_to_num(when), 0.0)
+    return by_order
+
+
+def _slope(x: FloatArray, y: FloatArray) -> float:
+    """Median slope between random pairs of cells of the same column; 0 where x hardly differs."""
+    generator = np.random.default_rng(0)
+    a, b = generator.integers(0, x.shape[0], (2, _SLOPE_PAIRS))
+    column = generator.integers(0, x.shape[1], _SLOPE_PAIRS)
+    step, rise = x[a, column] - x[b, column], y[a, column] - y[b, column]
+    telling = np.abs(step) > max(median_of(np.abs(x)), _SETTLED_NS)
+    slope = median_of(rise[telling & np.isfinite(rise)] / step[telling & np.isfinite(rise)])
+    return max(or_zero(slope), 0.0)
 
 
 def _classes(place: Place) -> IntArray:

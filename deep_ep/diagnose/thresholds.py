@@ -116,7 +116,8 @@ class JudgedKind:
     @functools.cached_property
     def explained(self) -> Explained:
         """What slow paths have in common."""
-        return explain(self.e.m, self.e.paths, self.path_floors, self.limits.spread)
+        # What is too small for a verdict on a group is still the cause of what its paths have.
+        return explain(self.e.m, self.e.paths, self.floor, self.limits.spread)
 
     @property
     def z_ranks(self) -> float:
