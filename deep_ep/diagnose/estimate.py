@@ -26,11 +26,13 @@ from deep_ep.diagnose.paths import Paths, split_paths
 from deep_ep.diagnose.stats import (
     healthy,
     huber,
+    inflation,
     lower_median,
     median,
     median_of,
     or_zero,
     scale,
+    student,
 )
 
 # Operations whose tokens differ by less than this share of the median say nothing about their cost.
@@ -41,8 +43,14 @@ _NEAR = 2.0
 _SWEEPS = 2
 # How far healthy ranks are expected to differ for good, as a share of their time.
 _HEALTHY_DIFFERENCE = 0.005
+# What is expected of them weighs as much as so many ranks that were seen.
+_EXPECTED_WEIGHT = 2.0
 # A scale of n normal values is wrong by so many times itself over the root of n.
 _SCALE_COST = 1.17
+# A spread is compared with in about so many standard deviations, and in 1.96 of them for intervals.
+_FAR, _NORMAL_95 = 4.0, 1.96
+# A median of n values has so many times the variance of their mean.
+_MEDIAN_VARIANCE = 1.57
 # The cost of a token is taken from the operations of each rank when what it explains is known this
 # well, in ns or as a share.
 _COST_KNOWN_NS = 1_000.0
@@ -56,17 +64,23 @@ class Effect:
     Attributes:
         value: nanoseconds per operation above the reference; NaN where unknown.
         error: its standard error; 0 where only totals were there.
+        lasting: of it, what noise that outlasts an operation makes; kinds have it in common.
         above, below: share of the operations in which it lay above, below the reference.
         count: operations it rests on.
-        spread: how far healthy ranks differ from each other for good, standard deviation.
+        spread: how far healthy ranks differ from each other for good, standard deviation; larger
+            where few ranks tell.
+        apart: how far a rank without any cause may lie from the reference besides its error,
+            standard deviation; for intervals, which ask what the cause alone adds.
     """
 
     value: FloatArray
     error: FloatArray
+    lasting: FloatArray
     above: FloatArray
     below: FloatArray
     count: FloatArray
     spread: float
+    apart: float
 
     def reversed(self) -> Effect:
         """How far below instead of above, with the upper ranks for the healthy ones."""
@@ -75,20 +89,27 @@ class Effect:
         return Effect(
             -self.value - reference,
             self.error,
+            self.lasting,
             self.below,
             self.above,
             self.count,
             _for_good(spread, noise, self.value.size),
+            self.apart,
         )
 
 
 def pooled(effects: Sequence[Effect]) -> Effect:
     """The mean over operation kinds, each as far as it is known; at least one."""
-    values, errors = (np.array([getattr(x, name) for x in effects]) for name in ("value", "error"))
+    values, errors, lasts = (
+        np.array([getattr(x, name) for x in effects]) for name in ("value", "error", "lasting")
+    )
     known = np.isfinite(values + errors)
     kinds = np.where(known.any(axis=0), known.sum(axis=0), np.nan)
     value = np.where(known, values, 0.0).sum(axis=0) / kinds
-    error = np.sqrt(np.where(known, errors**2, 0.0).sum(axis=0)) / kinds
+    # Noise that outlasts an operation is in all kinds alike; averaging takes nothing of it away.
+    lasting = np.where(known, lasts, 0.0).sum(axis=0) / kinds
+    single = np.where(known, errors**2 - lasts**2, 0.0).sum(axis=0)
+    error = np.hypot(np.sqrt(np.maximum(single, 0.0)) / kinds, lasting)
     counts = np.where(known, [x.count for x in effects], 0.0)
     count = counts.sum(axis=0)
     above, below = (
@@ -98,7 +119,8 @@ def pooled(effects: Sequence[Effect]) -> Effect:
     noise = or_zero(median_of(error))
     reference, spread = healthy(value, float(np.hypot(noise, min(x.spread for x in effects))))
     for_good = _for_good(spread, noise, value.size)
-    return Effect(value - reference, error, above, below, count, for_good)
+    apart = min(x.apart for x in effects)
+    return Effect(value - reference, error, lasting, above, below, count, for_good, apart)
 
 
 @dataclass(frozen=True)
@@ -167,8 +189,7 @@ def estimate(m: Matrices, before: Matrices | None = None) -> Estimates:
             explains its work here.
     """
     work = m.gap + m.span
-    sent = np.nansum(m.tokens, axis=0)
-    received = np.nansum(m.tokens, axis=1)
+    sent, received = _sent_and_received(m)
     paths = split_paths(m)
     by_work = _explained(work, sent, _handled_before(m, before))
     by_drain = _explained(m.drain, received, m.received)
@@ -193,6 +214,20 @@ def estimate(m: Matrices, before: Matrices | None = None) -> Estimates:
         paths=paths,
         blame=m.blame,
     )
+
+
+def _sent_and_received(m: Matrices) -> tuple[FloatArray, FloatArray]:
+    """[num_ranks] each: tokens per operation; NaN where nobody knows.
+
+    Of what a rank sent to ranks that did not report, the others' share stands for theirs. What it
+    received only the rank itself knows.
+    """
+    known = np.isfinite(m.tokens)
+    reported = known.any(axis=1)
+    sent = np.where(known, m.tokens, 0.0).sum(axis=0)
+    sent = sent * m.num_ranks / max(int(reported.sum()), 1)
+    received = np.where(known, m.tokens, 0.0).sum(axis=1)
+    return np.where(known.any(axis=0), sent, np.nan), np.where(reported, received, np.nan)
 
 
 def _handled_before(m: Matrices, before: Matrices | None) -> FloatArray | None:
@@ -230,31 +265,64 @@ def _compare(values: FloatArray, m: Matrices, known_to: FloatArray | None = None
     effect, error = huber(deviation, effect)
     # Ranks are equally noisy unless they show otherwise; a quiet spell is luck.
     error = np.fmax(error, median_of(error))
+    if m.num_operations:
+        factor, alone = inflation(deviation - effect)
+        single, error = error, error * np.sqrt(factor)
+        lasting = np.sqrt(np.maximum(error**2 - single**2, 0.0))
     noise = or_zero(median_of(error))
     # Before anything is known of their spread, healthy ranks may differ a little for good.
     for_good = _HEALTHY_DIFFERENCE * max(median_of(values), 0.0)
     reference, spread = healthy(effect, math.hypot(noise, or_zero(for_good)))
     effect = effect - reference
+    apart = _apart(effect, noise, or_zero(for_good))
     if not m.num_operations:
         ones = np.ones(num_ranks)
-        return Effect(effect, 0.0 * ones, ones, ones, m.counted * ones, spread)
+        zeros = 0.0 * ones
+        return Effect(effect, zeros, zeros, ones, ones, m.counted * ones, spread, apart)
     # Of two ranks the median is halfway between them, so half of the effect is the even point.
     even_point = effect / 2 if num_ranks == 2 else np.zeros(num_ranks)
     above = np.sum(deviation - reference > even_point, axis=0) / safe
     below = np.sum(deviation - reference < even_point, axis=0) / safe
-    # The reference has an error of its own: that of the mean of the other ranks. With two ranks
-    # both deviate by half of their difference, in opposite directions.
-    error = error * (2.0 if num_ranks == 2 else np.sqrt(1.0 + 1.0 / max(num_ranks - 1, 1)))
+    # The reference has an error of its own: that of the mean of the other ranks. With two ranks,
+    # or two nodes whose ranks move together, both deviate by half of their difference, in opposite
+    # directions.
+    of_reference = 2.0 if num_ranks == 2 else min(math.sqrt(1.0 + 1.0 / max(alone - 1.0, 0.3)), 2.0)
+    error, lasting = error * of_reference, lasting * of_reference
     # What was taken out wrongly was taken out of the reference as well.
     at_reference = np.abs(effect) <= _NEAR * max(noise, spread)
     error = np.hypot(error, known_to - or_zero(median_of(known_to[at_reference])))
-    return Effect(effect, error, above, below, count, _for_good(spread, noise, num_ranks))
+    for_good = _for_good(spread, noise, num_ranks)
+    return Effect(effect, error, lasting, above, below, count, for_good, apart)
 
 
 def _for_good(spread: float, noise: float, num_ranks: int) -> float:
-    """What of the spread between ranks is more than the error of each, which itself varies."""
+    """What of the spread between ranks is more than the error of each, which itself varies.
+
+    A few ranks may happen to be alike, so their spread stands for a larger one.
+    """
     by_chance = noise * (1.0 + _SCALE_COST / np.sqrt(num_ranks))
-    return float(np.sqrt(max(spread**2 - by_chance**2, 0.0)))
+    excess = math.sqrt(max(spread**2 - by_chance**2, 0.0))
+    return excess * student(_FAR, num_ranks - 1 + 2 * _EXPECTED_WEIGHT) / _FAR
+
+
+def _apart(effects: FloatArray, noise: float, expected: float) -> float:
+    """How far a rank may lie from the reference for no cause: for good, and by the reference's error.
+
+    Args:
+        effects: [num_ranks], above the reference; slow ranks among them.
+        noise: standard error of one of them.
+        expected: by how much healthy ranks differ for good where nothing is known of it.
+    """
+    known = effects[np.isfinite(effects)]
+    alike = known[np.abs(known) <= _FAR * math.hypot(noise, expected)]
+    degrees = max(alike.size - 1, 0)
+    # Around the reference, not their mean: that is what effects are above.
+    seen = max(float(np.sum(alike**2)) - degrees * noise**2, 0.0)
+    prior = _EXPECTED_WEIGHT * expected**2
+    for_good = (prior + seen) / (_EXPECTED_WEIGHT + degrees)
+    of_reference = _MEDIAN_VARIANCE * (for_good + noise**2) / max(alike.size, 1)
+    few = student(_NORMAL_95, _EXPECTED_WEIGHT + degrees) / _NORMAL_95
+    return few * math.sqrt(for_good + of_reference)
 
 
 def _lateness(m: Matrices, clock: FloatArray) -> FloatArray:

@@ -142,7 +142,7 @@ def _late_rank(kind: JudgedKind, cause: str, effect: Effect, rank: int) -> Found
         kind,
         COMP_SLOW,
         cause,
-        Size(extra, float(effect.error[rank]), e.load.size, effect.spread),
+        Size(extra, float(effect.error[rank]), e.load.size, effect.apart),
         _cells_of(e, source=rank),
         gain,
         rank=rank,
@@ -177,7 +177,7 @@ def _early_receiver(kind: JudgedKind, early: Effect, rank: int) -> Found:
         kind,
         MIXED_SLOW,
         "early",
-        Size(float(early.value[rank]), float(early.error[rank]), e.load.size, early.spread),
+        Size(float(early.value[rank]), float(early.error[rank]), e.load.size, early.apart),
         _cells_of(e, receiver=rank),
         # Nothing ends earlier when it comes later.
         Gain(e.operation),
