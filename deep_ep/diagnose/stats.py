@@ -29,7 +29,7 @@ _SLOWEST = 0.98
 # A correlation is believed from so many standard errors on; one rank's own, against all others', later.
 _BELIEVED, _BELIEVED_ALONE = 3.0, 4.0
 # And then taken to last longer, by so many standard errors.
-_UNSURE = 2.0
+_UNSURE = 1.0
 
 
 def median(values: FloatArray, axis: int) -> FloatArray:
@@ -233,8 +233,9 @@ def inflation(values: FloatArray) -> tuple[FloatArray, float]:
     # By chance, and because they are compared with each other.
     expected = columns**2 / size + columns / (columns - 1)
     series = columns**2 / max(float(alike.sum()) - expected, float(columns))
-    together = products.sum(axis=1) / max(float(squares.sum()), 1e-12)
     each = products / np.maximum(squares, 1e-12)
+    # What a few columns show is theirs alone.
+    together = np.median(each, axis=1)
     alone = each[0] > together[0] + _BELIEVED_ALONE / math.sqrt(size)
     factors = np.full(columns, _inflation(together, size, series))
     for column in np.flatnonzero(alone).tolist():
@@ -246,7 +247,7 @@ def _inflation(correlations: FloatArray, size: int, series: float) -> float:
     """Of one autocorrelation at the first lags, found around the means of `series` times `size` values."""
     lags = np.arange(1, size)
     weight = 1.0 - lags / size
-    noise = 1.0 / math.sqrt(size * series)
+    noise = MEDIAN_COST / math.sqrt(size * series)
     lost, factor = 0.0, 1.0
     for _ in range(_INFLATION_STEPS):
         # The mean takes its own variance out of every product.
