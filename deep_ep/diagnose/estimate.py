@@ -24,6 +24,7 @@ from deep_ep.diagnose.findings import FloatArray
 from deep_ep.diagnose.gather import Matrices
 from deep_ep.diagnose.paths import Paths, split_paths
 from deep_ep.diagnose.stats import (
+    MAD_TO_SIGMA,
     healthy,
     huber,
     inflation,
@@ -31,7 +32,6 @@ from deep_ep.diagnose.stats import (
     median,
     median_of,
     or_zero,
-    scale,
     student,
 )
 
@@ -41,6 +41,8 @@ _MIN_TOKEN_SPREAD = 0.01
 _NEAR = 2.0
 # Operations and ranks settle against each other within a few sweeps; chosen, not tuned.
 _SWEEPS = 2
+# The cost of a token settles against hiccups within a few steps.
+_COST_STEPS = 4
 # How far healthy ranks are expected to differ for good, as a share of their time.
 _HEALTHY_DIFFERENCE = 0.005
 # What is expected of them weighs as much as so many ranks that were seen.
@@ -135,6 +137,7 @@ class Estimates:
         own_ns: what it spends by itself around one operation, before, while and after sending.
         work: own time before and while sending, up to the begin of waiting, without what the
             tokens that the rank sends explain.
+        excess: [n, num_ranks], that time in each operation, above the operation's median rank.
         drain: own time after the last arrival, without what the tokens it received explain.
         token_time, token_error: [num_ranks], of these, what the tokens explain, and its error.
         cost_known: whether the cost of a token is known apart from differences between ranks, or
@@ -155,6 +158,7 @@ class Estimates:
     duration_ns: float
     own_ns: float
     work: Effect
+    excess: FloatArray
     drain: Effect
     token_time: FloatArray
     token_error: FloatArray
@@ -199,8 +203,9 @@ def estimate(m: Matrices, before: Matrices | None = None) -> Estimates:
         has_stamps=m.num_operations > 0,
         duration_ns=median_of(m.duration),
         own_ns=median_of(work + m.drain),
-        work=_compare(work - by_work.time, m, by_work.error),
-        drain=_compare(m.drain - by_drain.time, m, by_drain.error),
+        work=_compare(work - by_work.each, m, by_work.error),
+        excess=_excess(work - by_work.each),
+        drain=_compare(m.drain - by_drain.each, m, by_drain.error),
         token_time=by_work.time + by_drain.time,
         token_error=np.hypot(by_work.error, by_drain.error),
         cost_known=by_work.known and by_drain.known,
@@ -295,6 +300,10 @@ def _compare(values: FloatArray, m: Matrices, known_to: FloatArray | None = None
     return Effect(effect, error, lasting, above, below, count, for_good, apart)
 
 
+def _excess(values: FloatArray) -> FloatArray:
+    return values - median(values, 1)[:, None]
+
+
 def _for_good(spread: float, noise: float, num_ranks: int) -> float:
     """What of the spread between ranks is more than the error of each, which itself varies.
 
@@ -350,13 +359,15 @@ class _Explained:
     """What the tokens of each rank explain, `[num_ranks]` ns, and how well that is known.
 
     Attributes:
-        time: above (or below) the reference rank.
+        time: above (or below) the reference rank, in a usual operation.
+        each: [n, num_ranks], in each operation, as far as its tokens are known.
         error: what it is if the cost of a token is one standard error off; signed as the time.
         known: whether the cost of a token is known apart from differences between ranks, or does
             not matter.
     """
 
     time: FloatArray
+    each: FloatArray
     error: FloatArray
     known: bool
 
@@ -375,10 +386,15 @@ def _explained(values: FloatArray, usual: FloatArray, each: FloatArray | None) -
     most = float(np.abs(surplus).max(initial=0.0))
     cost, error = _cost_within_ranks(values, each)
     if error * most <= max(_COST_KNOWN_NS, _COST_KNOWN_SHARE * cost * most):
-        return _Explained(cost * surplus, error * surplus, True)
+        time = cost * surplus
+        in_each = np.broadcast_to(time, values.shape)
+        if each is not None:
+            more = each - median(each, 1)[:, None]
+            in_each = np.where(np.isfinite(more), cost * more, in_each)
+        return _Explained(time, in_each, error * surplus, True)
     time = _cost_between_ranks(median(values, 0), usual) * surplus
     known = bool(np.abs(time).max(initial=0.0) <= _COST_KNOWN_NS)
-    return _Explained(time, np.zeros(time.shape), known)
+    return _Explained(time, np.broadcast_to(time, values.shape), np.zeros(time.shape), known)
 
 
 def _cost_within_ranks(values: FloatArray, tokens: FloatArray | None) -> tuple[float, float]:
@@ -390,16 +406,21 @@ def _cost_within_ranks(values: FloatArray, tokens: FloatArray | None) -> tuple[f
     if tokens is None or values.shape[0] < 2:
         return 0.0, float("inf")
     known = np.isfinite(values).any(axis=1)
-    moved, noise = _deviations(tokens[known]), _deviations(values[known])
-    # Hiccups are no cost of tokens.
-    limit = 3 * median_of(scale(noise, 0))
-    noise = np.clip(noise, -limit, limit)
-    known = np.isfinite(moved) & np.isfinite(noise)
-    weight = float(np.sum(moved[known] ** 2))
+    moved, time = _deviations(tokens[known]), _deviations(values[known])
+    known = np.isfinite(moved) & np.isfinite(time)
+    moved, time = moved[known], time[known]
+    weight = float(np.sum(moved**2))
     if not weight > 0:
         return 0.0, float("inf")
-    cost = max(float(np.sum(moved[known] * noise[known])) / weight, 0.0)
-    return cost, float(np.std(noise[known] - cost * moved[known])) / np.sqrt(weight)
+    cost = float(np.sum(moved * time)) / weight
+    for _ in range(_COST_STEPS):
+        left = time - cost * moved
+        # Hiccups are no cost of tokens; what tokens explain may be as rare, and is no hiccup.
+        limit = 3 * MAD_TO_SIGMA * median_of(np.abs(left))
+        left = np.clip(left, -limit, limit)
+        cost += float(np.sum(moved * left)) / weight
+    cost = max(cost, 0.0)
+    return cost, float(np.std(left)) / math.sqrt(weight)
 
 
 def _deviations(values: FloatArray) -> FloatArray:
