@@ -9,9 +9,12 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 from generator_machines import Setup
+from generator_noise import draw_noise
 
 from deep_ep.diagnose.findings import FloatArray, IntArray
 
+# Hot experts stay for so many operations, where they move.
+MOVING_OPERATIONS = 50
 _NOISE_TABLE = 2**18
 
 
@@ -28,8 +31,12 @@ class Draws(NamedTuple):
     send: FloatArray
     drain: FloatArray
     path: FloatArray  # [., operations, num_ranks, num_ranks]
+    own_path: FloatArray  # [., num_ranks, num_ranks], about 1
+    late: FloatArray  # [., operations, num_ranks], us, by noise that remembers
+    rail: FloatArray  # [., operations, devices of a node], us, likewise
+    layer_gap: FloatArray  # [., layers], about 1
     tokens: IntArray  # [., rounds, expert rank, source]
-    load: FloatArray  # [., num_ranks]
+    load: FloatArray  # [., num_ranks], mean over rounds
 
 
 def draw(setup: Setup, share: FloatArray, seeds: Sequence[int]) -> Draws:
@@ -41,10 +48,9 @@ def draw(setup: Setup, share: FloatArray, seeds: Sequence[int]) -> Draws:
 def _draw_window(setup: Setup, share: FloatArray, seed: int) -> Draws:
     """Each quantity from its own stream, operation by operation."""
     machine, num_ranks, operations = setup.machine, setup.num_ranks, setup.num_operations
-    streams = (
-        np.random.Generator(np.random.PCG64(s)) for s in np.random.SeedSequence(seed).spawn(7)
-    )
-    ranks, wander, gap, send, drain, path, routing = streams
+    children = np.random.SeedSequence(seed).spawn(11)
+    streams = (np.random.Generator(np.random.PCG64(s)) for s in children[:7] + children[8:])
+    ranks, wander, gap, send, drain, path, routing, layers, moves, paths = streams
     table = _noise_table(machine.tail_degrees, machine.hiccup_share)
     node, _ = machine.node_and_index(num_ranks)
 
@@ -54,13 +60,19 @@ def _draw_window(setup: Setup, share: FloatArray, seed: int) -> Draws:
     personal = 1.0 + machine.spread * np.clip(ranks.normal(size=num_ranks), -2, 2)
     clocks, drifts = ranks.normal(size=(2, num_ranks))
     host_clocks, host_drifts = ranks.normal(size=(2, num_ranks))[:, node]
+    drifts, host_drifts = np.clip(drifts, -2, 2), np.clip(host_drifts, -2, 2)
     clock_zero = ranks.integers(10**12, 10**15, num_ranks)
     start = ranks.uniform(0, 10 * machine.jitter, num_ranks)
 
-    popularity = _popularity(machine.skew, routing.normal(size=num_ranks))
-    load = _with_hot_ranks(popularity, share)
+    first_layer = routing.normal(size=(1, num_ranks))
+    other_layers = layers.normal(size=(machine.layers - 1, num_ranks))
+    popularity = _popularity(machine.skew, np.concatenate([first_layer, other_layers]))
+    load = _loads(setup, popularity, share, moves)
     shape = setup.num_rounds, num_ranks
-    tokens = routing.multinomial(setup.tokens_per_rank, load / load.sum(), shape)
+    chances = (load / load.sum(axis=1, keepdims=True))[:, None]
+    tokens = routing.multinomial(setup.tokens_per_rank, chances, shape)
+    layer_gap = 1 + machine.layer_spread * layers.uniform(-1, 1, machine.layers)
+    shared = draw_noise(setup, children[7])
     return Draws(
         personal=personal,
         clock_error=machine.clock_error * clocks + machine.host_clock_error * host_clocks,
@@ -72,16 +84,39 @@ def _draw_window(setup: Setup, share: FloatArray, seed: int) -> Draws:
         send=noise(send, operations, num_ranks),
         drain=noise(drain, operations, num_ranks),
         path=noise(path, operations, num_ranks, num_ranks),
+        own_path=1.0
+        + machine.path_spread * np.clip(paths.normal(size=(num_ranks, num_ranks)), -2, 2),
+        late=shared.gap,
+        rail=shared.rail,
+        layer_gap=layer_gap if machine.layers > 1 else np.ones(1),
         tokens=np.swapaxes(tokens, 1, 2),
-        load=load,
+        load=load.mean(axis=0),
     )
 
 
+def _loads(
+    setup: Setup, popularity: FloatArray, share: FloatArray, moves: np.random.Generator
+) -> FloatArray:
+    """[rounds, num_ranks]: how popular each rank's experts are; popularity [layers, num_ranks]."""
+    machine, num_ranks = setup.machine, setup.num_ranks
+    by_layer = np.array([_with_hot_ranks(one, share) for one in popularity])
+    rounds = np.arange(setup.num_rounds)
+    load: FloatArray = by_layer[rounds % machine.layers]
+    if machine.moving_hot_share:
+        span = rounds * len(setup.kinds) // MOVING_OPERATIONS
+        hot = moves.integers(num_ranks, size=span[-1] + 1)[span]
+        load = (
+            load * (num_ranks - machine.moving_hot_share) / (num_ranks - load[rounds, hot])[:, None]
+        )
+        load[rounds, hot] = machine.moving_hot_share
+    return load
+
+
 def _popularity(skew: float, normal: FloatArray) -> FloatArray:
-    """[num_ranks], mean 1: log-normal of relative standard deviation `skew`, cut at two of them."""
+    """[., num_ranks], mean 1: log-normal of relative standard deviation `skew`, cut at two of them."""
     sigma = np.sqrt(np.log1p(skew**2))
     popularity = np.exp(sigma * np.clip(normal, -2, 2))
-    return popularity / popularity.mean()
+    return popularity / popularity.mean(axis=-1, keepdims=True)
 
 
 def _with_hot_ranks(popularity: FloatArray, share: FloatArray) -> FloatArray:

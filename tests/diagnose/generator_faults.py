@@ -195,10 +195,9 @@ def added_by(
 
 
 def late_operations(fault: IntermittentRank, num_operations: int, seed: int) -> list[int]:
-    """Numbers of the operations in which the rank is late; the first of them is 1.
+    """Numbers of the operations in which the rank is late; the first of a run is 1.
 
-    Bursts and the time between them take turns; both are geometric for single operations, a burst
-    of more is as long as it says.
+    Single operations are drawn one by one; between bursts lie exponential times.
     """
     generator = np.random.default_rng([seed, fault.rank, 2])
     if fault.burst == 1:

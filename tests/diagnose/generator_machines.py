@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -39,18 +39,36 @@ class Machine:
         path_per_token: and per token; path_per_token_between: between nodes; None: as within.
         jitter: scale of the noise of each piece of work of a rank.
         path_jitter: scale of the noise of each path.
+        path_spread: how far healthy paths differ from each other for good, as a share of their latency.
         tail_degrees: of freedom of Student's t, the noise's shape.
         hiccup_share: of the pieces of work and paths that are much slower, by 10 jitters on average.
         spread: how far healthy ranks differ from each other for good, as a share of their work.
         wander: how far the speed of each drifts slowly to and fro, likewise.
         skew: how far the loads of healthy ranks differ, as a standard deviation relative to their
             mean; popularity of experts is log-normal.
+        layers: rounds that follow each other and come again in the same order, each with a routing of
+            its own; with more than one, the gaps of each differ by up to `layer_spread` from the usual.
+        moving_hot_share: the share of the tokens that the experts of one rank get, 1 is even, another
+            rank every 50 operations; 0: no such rank.
+        rank_noise, node_noise: of the work of each rank, and common to a node, standard deviations;
+            both are forgotten over `noise_memory` operations.
+        tick: what an operating system takes of a rank's time in every k-th operation.
+        congestion: how much longer paths between nodes take on a rail that is congested, in
+            `congested_share` of the operations, 10 to 50 at a time.
         ranks_per_node: None: all ranks share one node.
         clock_error, host_clock_error: what measured clock offsets are wrong by, standard deviations
             over ranks, over hosts.
-        drift_ppm, host_drift_ppm: how fast the clocks drift apart since they were measured.
+        drift_ppm, host_drift_ppm: how fast the clocks drift apart since they were measured, standard
+            deviations over ranks, over hosts; none by more than two.
+        clock_age_s: how long ago they were measured when the run begins.
         stamp_rule: how arrivals are stamped.
         timer_step_ns: step of each rank's timer; stamps are rounded down to it.
+        ports: whether tokens of several destinations, and of several sources, share a port and so
+            wait for each other; per-token costs of paths are those of ports then. Otherwise each path
+            is on its own.
+        combine_by_destination: whether a combine returns all tokens of one destination before those
+            of the next, all ranks beginning with rank 0; otherwise one local expert after the other.
+        fenced: whether waiting begins only when what was sent within the node has come there.
         hook_us: work between sending and beginning to wait.
         device: "cpu" or "cuda".
     """
@@ -68,18 +86,32 @@ class Machine:
     path_same_rail: float | None = None
     path_cross_rail: float | None = None
     path_per_token_between: float | None = None
+    path_spread: float = 0.0
     tail_degrees: float = 3.0
     hiccup_share: float = 0.01
     spread: float = 0.01
     wander: float = 0.002
     skew: float = 0.0
+    layers: int = 1
+    layer_spread: float = 0.4
+    moving_hot_share: float = 0.0
+    rank_noise: float = 0.0
+    node_noise: float = 0.0
+    noise_memory: float = 10.0
+    tick: float = 0.0
+    congestion: float = 0.0
+    congested_share: float = 0.05
     ranks_per_node: int | None = None
     clock_error: float = 0.0
     host_clock_error: float = 0.0
     drift_ppm: float = 0.0
     host_drift_ppm: float = 0.0
+    clock_age_s: float = 0.0
     stamp_rule: StampRule = StampRule.TRUE_ARRIVAL
     timer_step_ns: int = 1
+    ports: bool = False
+    combine_by_destination: bool = False
+    fenced: bool = False
     hook_us: float = 0.0
     device: str = "cpu"
 
@@ -133,6 +165,9 @@ GPU = Machine(
     spread=0.003,
 )
 
+# The same with ports as fast as NVLink (360 GB/s) and a NIC of 400 Gbit/s.
+CLUSTER = replace(GPU, ports=True, path_per_token=0.02)
+
 
 @dataclass(frozen=True)
 class Kind:
@@ -180,3 +215,7 @@ class Setup:
     def num_operations(self) -> int:
         """Of all kinds together."""
         return self.num_rounds * len(self.kinds)
+
+    def layer(self, op: int) -> int:
+        """Which layer operation `op` belongs to; the first operation is 0."""
+        return op // len(self.kinds) % self.machine.layers

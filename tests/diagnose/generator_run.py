@@ -10,6 +10,7 @@ import numpy as np
 from generator_draws import draw
 from generator_faults import GeneratorFault, added_by
 from generator_machines import Kind, Setup, StampRule
+from generator_ports import Ports
 from generator_recording import (
     ARRIVAL,
     CLOCK_ERROR,
@@ -32,6 +33,7 @@ from deep_ep.diagnose.findings import BoolArray, FloatArray, IntArray
 _EXIT_STAMPS_APART_US = 0.5
 # Nobody enters an operation sooner than this after the one before.
 _LEAST_GAP_US = 1.0
+_LOCAL_EXPERTS = 5
 # A stated error of a clock is so many standard deviations of the true one.
 _STATED_DEVIATIONS = 2.0
 # Operations over which the drift of a rank's speed forgets itself.
@@ -87,17 +89,22 @@ class _Run:
         self.extra = added_by(faults, setup, seeds)
         self.draws = draw(setup, self.extra.share, seeds)
         path, path_per_token = setup.machine.latency(num_ranks)
-        self.path = path + self.extra.path
+        self.path = path * self.draws.own_path + self.extra.path
         self.own = np.eye(num_ranks, dtype=bool)
-        self.node, index = setup.machine.node_and_index(num_ranks)
-        between = self.node[:, None] != self.node[None, :]
+        self.node, self.index = setup.machine.node_and_index(num_ranks)
+        self.between = self.node[:, None] != self.node[None, :]
         nic = np.maximum(self.extra.nic[:, :, None], self.extra.nic[:, None, :])
-        path_per_token = path_per_token * np.where(between, nic, 1.0)
+        path_per_token = path_per_token * np.where(self.between, nic, 1.0)
         self.path_per_token = path_per_token + self.extra.path_per_token
-        self.same_rail = index[:, None] == index[None, :]
+        self.same_rail = self.index[:, None] == self.index[None, :]
         self.stated_clock_error = self._stated_clock_error()
-        # A source issues to one destination after the other, to the last when all is sent.
-        self.order = 1 - 0.2 * (1 - (np.arange(num_ranks)[:, None] + 1) / num_ranks)
+        self.ports = Ports(setup, self.extra.nic) if setup.machine.ports else None
+        # Where the experts of a rank send one after the other, each to one destination after the
+        # other, those of the last expert are the last for everybody.
+        last_expert = 1 - (np.arange(num_ranks)[:, None] + 1) / num_ranks
+        self.by_expert = 1 - last_expert / _LOCAL_EXPERTS
+        rank = np.arange(num_ranks)
+        self.behind_next = 1 - ((rank[:, None] - rank[None, :] - 1) % num_ranks) / num_ranks
 
     def exits(self, stamps: IntArray | None = None) -> FloatArray:
         """Follows the protocol; returns exits and fills in `stamps`, as `Batch` has them."""
@@ -120,25 +127,35 @@ class _Run:
         tokens = self._tokens(kind, draws.tokens[:, op // len(self.setup.kinds)])
         outgoing, incoming = tokens.sum(axis=1), tokens.sum(axis=2)
 
-        gap = kind.gap * machine.gap
+        layer_gap = draws.layer_gap[:, self.setup.layer(op), None]
+        gap = kind.gap * machine.gap * layer_gap
         if kind.computes:
             gap = gap + machine.compute_per_token * outgoing
-        gap = speed * gap + machine.jitter * draws.gap[:, op] - extra.early
+        gap = speed * gap + machine.jitter * draws.gap[:, op] + draws.late[:, op] - extra.early
         entered = previous_exit + np.maximum(gap, _LEAST_GAP_US) + extra.gap
         for place, rank, late_us in extra.hiccups.get(op + 1, ()):
             entered[place, rank] += late_us
 
         send = speed * (machine.send + machine.send_per_token * outgoing)
         send = np.maximum(send + machine.jitter / 3 * draws.send[:, op], 0.0) + extra.send
-        order = 1.0 if kind.own_times_only else self.order
+        order = self._order(kind, tokens)
         issued = entered[:, None, :] + send[:, None, :] * order
         sent = entered + send
         wait_begin = sent + machine.hook_us * draws.personal
 
         latency = np.where(self.own, 0.0, self.path)
         latency = latency + machine.path_jitter * np.where(self.own, 0.0, np.abs(draws.path[:, op]))
+        latency = latency + self._congestion(draws.rail[:, op])
         headers = (entered[:, None, :] + latency).max(axis=2)
-        arrival = issued + latency + np.where(self.own, 0.0, self.path_per_token * tokens)
+        if self.ports is None:
+            arrival = issued + latency + np.where(self.own, 0.0, self.path_per_token * tokens)
+        else:
+            share = None if self._by_destination(kind) else order
+            arrival = self.ports.arrivals(tokens, entered, issued, share, latency)
+            arrival += self.extra.path_per_token * tokens
+        if machine.fenced:
+            landed = np.where(self.between, -np.inf, arrival).max(axis=1)
+            wait_begin = np.maximum(sent, landed) + machine.hook_us * draws.personal
         if kind.same_rail_only:
             arrival = np.where(self.same_rail, arrival, -np.inf)
         ready = np.maximum(wait_begin, arrival.max(axis=2))
@@ -149,13 +166,35 @@ class _Run:
             tokens, entered, issued, sent, wait_begin, arrival, headers, ready + drain
         )
 
+    def _congestion(self, rail: FloatArray) -> FloatArray:
+        """[windows, receiver, source], us; rail [windows, devices of a node]."""
+        is_far = self.between & self.same_rail
+        return np.where(is_far, rail[:, None, self.index], 0.0)
+
+    def _by_destination(self, kind: Kind) -> bool:
+        return self.setup.machine.combine_by_destination and kind.tokens == "returned"
+
+    def _order(self, kind: Kind, tokens: IntArray) -> FloatArray:
+        """[windows, receiver, source]: the part of its sending after which a source has handed over
+        all for a receiver."""
+        if kind.own_times_only:
+            return np.ones(tokens.shape)
+        if self._by_destination(kind):
+            return np.cumsum(tokens, axis=1) / np.maximum(tokens.sum(axis=1, keepdims=True), 1)
+        if self.ports is None or kind.tokens == "returned":
+            return np.broadcast_to(self.by_expert, tokens.shape)
+        # Tokens are sent as they are numbered, each to where it is routed: the last of n for one
+        # destination has one of n + 1 equal parts after it. The first is sent to the next rank.
+        order = 1 - self.behind_next / (tokens + 1)
+        return order / order.max(axis=1, keepdims=True)
+
     def _kind(self, op: int) -> Kind:
         return self.setup.kinds[op % len(self.setup.kinds)]
 
     def _stated_clock_error(self) -> IntArray:
         """[receiver, source], ns: what offsets were thought to be wrong by when they were measured."""
-        machine, between = self.setup.machine, self.node[:, None] != self.node[None, :]
-        variance = machine.clock_error**2 + between * machine.host_clock_error**2
+        machine = self.setup.machine
+        variance = machine.clock_error**2 + self.between * machine.host_clock_error**2
         stated = _STATED_DEVIATIONS * np.sqrt(2 * variance) * 1e3
         return np.where(self.own, 0, np.rint(stated)).astype(np.int64)
 
@@ -178,7 +217,8 @@ class _Run:
         zero, step = draws.clock_zero, machine.timer_step_ns
         sources, own = stamps[:, :, :-1], stamps[:, :, -1]
         # From the source's clock to the receiver's, by an offset that is wrong by some.
-        wrong = draws.clock_error + (draws.drift + self.extra.drift) * done.entered
+        age = machine.clock_age_s * 1e6 + done.entered
+        wrong = draws.clock_error + (draws.drift + self.extra.drift) * age
         clock = np.rint(wrong * 1e3).astype(np.int64) + zero
         offset = clock[:, :, None] - clock[:, None, :]
         entered = _to_ns(done.entered, zero, step)
