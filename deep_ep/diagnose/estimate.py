@@ -24,13 +24,15 @@ from deep_ep.diagnose.findings import FloatArray
 from deep_ep.diagnose.gather import Matrices
 from deep_ep.diagnose.paths import Paths, split_paths
 from deep_ep.diagnose.stats import (
+    MAD_TO_SIGMA,
     healthy,
     huber,
+    inflation,
     lower_median,
     median,
     median_of,
     or_zero,
-    scale,
+    student,
 )
 
 # Operations whose tokens differ by less than this share of the median say nothing about their cost.
@@ -39,10 +41,18 @@ _MIN_TOKEN_SPREAD = 0.01
 _NEAR = 2.0
 # Operations and ranks settle against each other within a few sweeps; chosen, not tuned.
 _SWEEPS = 2
+# The cost of a token settles against hiccups within a few steps.
+_COST_STEPS = 4
 # How far healthy ranks are expected to differ for good, as a share of their time.
 _HEALTHY_DIFFERENCE = 0.005
+# What is expected of them weighs as much as so many ranks that were seen.
+_EXPECTED_WEIGHT = 2.0
 # A scale of n normal values is wrong by so many times itself over the root of n.
 _SCALE_COST = 1.17
+# A spread is compared with in about so many standard deviations, and in 1.96 of them for intervals.
+_FAR, _NORMAL_95 = 4.0, 1.96
+# A median of n values has so many times the variance of their mean.
+_MEDIAN_VARIANCE = 1.57
 # The cost of a token is taken from the operations of each rank when what it explains is known this
 # well, in ns or as a share.
 _COST_KNOWN_NS = 1_000.0
@@ -56,17 +66,23 @@ class Effect:
     Attributes:
         value: nanoseconds per operation above the reference; NaN where unknown.
         error: its standard error; 0 where only totals were there.
+        lasting: of it, what noise that outlasts an operation makes; kinds have it in common.
         above, below: share of the operations in which it lay above, below the reference.
         count: operations it rests on.
-        spread: how far healthy ranks differ from each other for good, standard deviation.
+        spread: how far healthy ranks differ from each other for good, standard deviation; larger
+            where few ranks tell.
+        apart: how far a rank without any cause may lie from the reference besides its error,
+            standard deviation; for intervals, which ask what the cause alone adds.
     """
 
     value: FloatArray
     error: FloatArray
+    lasting: FloatArray
     above: FloatArray
     below: FloatArray
     count: FloatArray
     spread: float
+    apart: float
 
     def reversed(self) -> Effect:
         """How far below instead of above, with the upper ranks for the healthy ones."""
@@ -75,20 +91,27 @@ class Effect:
         return Effect(
             -self.value - reference,
             self.error,
+            self.lasting,
             self.below,
             self.above,
             self.count,
             _for_good(spread, noise, self.value.size),
+            self.apart,
         )
 
 
 def pooled(effects: Sequence[Effect]) -> Effect:
     """The mean over operation kinds, each as far as it is known; at least one."""
-    values, errors = (np.array([getattr(x, name) for x in effects]) for name in ("value", "error"))
+    values, errors, lasts = (
+        np.array([getattr(x, name) for x in effects]) for name in ("value", "error", "lasting")
+    )
     known = np.isfinite(values + errors)
     kinds = np.where(known.any(axis=0), known.sum(axis=0), np.nan)
     value = np.where(known, values, 0.0).sum(axis=0) / kinds
-    error = np.sqrt(np.where(known, errors**2, 0.0).sum(axis=0)) / kinds
+    # Noise that outlasts an operation is in all kinds alike; averaging takes nothing of it away.
+    lasting = np.where(known, lasts, 0.0).sum(axis=0) / kinds
+    single = np.where(known, errors**2 - lasts**2, 0.0).sum(axis=0)
+    error = np.hypot(np.sqrt(np.maximum(single, 0.0)) / kinds, lasting)
     counts = np.where(known, [x.count for x in effects], 0.0)
     count = counts.sum(axis=0)
     above, below = (
@@ -98,7 +121,8 @@ def pooled(effects: Sequence[Effect]) -> Effect:
     noise = or_zero(median_of(error))
     reference, spread = healthy(value, float(np.hypot(noise, min(x.spread for x in effects))))
     for_good = _for_good(spread, noise, value.size)
-    return Effect(value - reference, error, above, below, count, for_good)
+    apart = min(x.apart for x in effects)
+    return Effect(value - reference, error, lasting, above, below, count, for_good, apart)
 
 
 @dataclass(frozen=True)
@@ -113,6 +137,7 @@ class Estimates:
         own_ns: what it spends by itself around one operation, before, while and after sending.
         work: own time before and while sending, up to the begin of waiting, without what the
             tokens that the rank sends explain.
+        excess: [n, num_ranks], that time in each operation, above the operation's median rank.
         drain: own time after the last arrival, without what the tokens it received explain.
         token_time, token_error: [num_ranks], of these, what the tokens explain, and its error.
         cost_known: whether the cost of a token is known apart from differences between ranks, or
@@ -133,6 +158,7 @@ class Estimates:
     duration_ns: float
     own_ns: float
     work: Effect
+    excess: FloatArray
     drain: Effect
     token_time: FloatArray
     token_error: FloatArray
@@ -167,8 +193,7 @@ def estimate(m: Matrices, before: Matrices | None = None) -> Estimates:
             explains its work here.
     """
     work = m.gap + m.span
-    sent = np.nansum(m.tokens, axis=0)
-    received = np.nansum(m.tokens, axis=1)
+    sent, received = _sent_and_received(m)
     paths = split_paths(m)
     by_work = _explained(work, sent, _handled_before(m, before))
     by_drain = _explained(m.drain, received, m.received)
@@ -178,8 +203,9 @@ def estimate(m: Matrices, before: Matrices | None = None) -> Estimates:
         has_stamps=m.num_operations > 0,
         duration_ns=median_of(m.duration),
         own_ns=median_of(work + m.drain),
-        work=_compare(work - by_work.time, m, by_work.error),
-        drain=_compare(m.drain - by_drain.time, m, by_drain.error),
+        work=_compare(work - by_work.each, m, by_work.error),
+        excess=_excess(work - by_work.each),
+        drain=_compare(m.drain - by_drain.each, m, by_drain.error),
         token_time=by_work.time + by_drain.time,
         token_error=np.hypot(by_work.error, by_drain.error),
         cost_known=by_work.known and by_drain.known,
@@ -193,6 +219,20 @@ def estimate(m: Matrices, before: Matrices | None = None) -> Estimates:
         paths=paths,
         blame=m.blame,
     )
+
+
+def _sent_and_received(m: Matrices) -> tuple[FloatArray, FloatArray]:
+    """[num_ranks] each: tokens per operation; NaN where nobody knows.
+
+    Of what a rank sent to ranks that did not report, the others' share stands for theirs. What it
+    received only the rank itself knows.
+    """
+    known = np.isfinite(m.tokens)
+    reported = known.any(axis=1)
+    sent = np.where(known, m.tokens, 0.0).sum(axis=0)
+    sent = sent * m.num_ranks / max(int(reported.sum()), 1)
+    received = np.where(known, m.tokens, 0.0).sum(axis=1)
+    return np.where(known.any(axis=0), sent, np.nan), np.where(reported, received, np.nan)
 
 
 def _handled_before(m: Matrices, before: Matrices | None) -> FloatArray | None:
@@ -230,31 +270,68 @@ def _compare(values: FloatArray, m: Matrices, known_to: FloatArray | None = None
     effect, error = huber(deviation, effect)
     # Ranks are equally noisy unless they show otherwise; a quiet spell is luck.
     error = np.fmax(error, median_of(error))
+    if m.num_operations:
+        factor, alone = inflation(deviation - effect)
+        single, error = error, error * np.sqrt(factor)
+        lasting = np.sqrt(np.maximum(error**2 - single**2, 0.0))
     noise = or_zero(median_of(error))
     # Before anything is known of their spread, healthy ranks may differ a little for good.
     for_good = _HEALTHY_DIFFERENCE * max(median_of(values), 0.0)
     reference, spread = healthy(effect, math.hypot(noise, or_zero(for_good)))
     effect = effect - reference
+    apart = _apart(effect, noise, or_zero(for_good))
     if not m.num_operations:
         ones = np.ones(num_ranks)
-        return Effect(effect, 0.0 * ones, ones, ones, m.counted * ones, spread)
+        zeros = 0.0 * ones
+        return Effect(effect, zeros, zeros, ones, ones, m.counted * ones, spread, apart)
     # Of two ranks the median is halfway between them, so half of the effect is the even point.
     even_point = effect / 2 if num_ranks == 2 else np.zeros(num_ranks)
     above = np.sum(deviation - reference > even_point, axis=0) / safe
     below = np.sum(deviation - reference < even_point, axis=0) / safe
-    # The reference has an error of its own: that of the mean of the other ranks. With two ranks
-    # both deviate by half of their difference, in opposite directions.
-    error = error * (2.0 if num_ranks == 2 else np.sqrt(1.0 + 1.0 / max(num_ranks - 1, 1)))
+    # The reference has an error of its own: that of the mean of the other ranks. With two ranks,
+    # or two nodes whose ranks move together, both deviate by half of their difference, in opposite
+    # directions.
+    of_reference = 2.0 if num_ranks == 2 else min(math.sqrt(1.0 + 1.0 / max(alone - 1.0, 0.3)), 2.0)
+    error, lasting = error * of_reference, lasting * of_reference
     # What was taken out wrongly was taken out of the reference as well.
     at_reference = np.abs(effect) <= _NEAR * max(noise, spread)
     error = np.hypot(error, known_to - or_zero(median_of(known_to[at_reference])))
-    return Effect(effect, error, above, below, count, _for_good(spread, noise, num_ranks))
+    for_good = _for_good(spread, noise, num_ranks)
+    return Effect(effect, error, lasting, above, below, count, for_good, apart)
+
+
+def _excess(values: FloatArray) -> FloatArray:
+    return values - median(values, 1)[:, None]
 
 
 def _for_good(spread: float, noise: float, num_ranks: int) -> float:
-    """What of the spread between ranks is more than the error of each, which itself varies."""
+    """What of the spread between ranks is more than the error of each, which itself varies.
+
+    A few ranks may happen to be alike, so their spread stands for a larger one.
+    """
     by_chance = noise * (1.0 + _SCALE_COST / np.sqrt(num_ranks))
-    return float(np.sqrt(max(spread**2 - by_chance**2, 0.0)))
+    excess = math.sqrt(max(spread**2 - by_chance**2, 0.0))
+    return excess * student(_FAR, num_ranks - 1 + 2 * _EXPECTED_WEIGHT) / _FAR
+
+
+def _apart(effects: FloatArray, noise: float, expected: float) -> float:
+    """How far a rank may lie from the reference for no cause: for good, and by the reference's error.
+
+    Args:
+        effects: [num_ranks], above the reference; slow ranks among them.
+        noise: standard error of one of them.
+        expected: by how much healthy ranks differ for good where nothing is known of it.
+    """
+    known = effects[np.isfinite(effects)]
+    alike = known[np.abs(known) <= _FAR * math.hypot(noise, expected)]
+    degrees = max(alike.size - 1, 0)
+    # Around the reference, not their mean: that is what effects are above.
+    seen = max(float(np.sum(alike**2)) - degrees * noise**2, 0.0)
+    prior = _EXPECTED_WEIGHT * expected**2
+    for_good = (prior + seen) / (_EXPECTED_WEIGHT + degrees)
+    of_reference = _MEDIAN_VARIANCE * (for_good + noise**2) / max(alike.size, 1)
+    few = student(_NORMAL_95, _EXPECTED_WEIGHT + degrees) / _NORMAL_95
+    return few * math.sqrt(for_good + of_reference)
 
 
 def _lateness(m: Matrices, clock: FloatArray) -> FloatArray:
@@ -282,13 +359,15 @@ class _Explained:
     """What the tokens of each rank explain, `[num_ranks]` ns, and how well that is known.
 
     Attributes:
-        time: above (or below) the reference rank.
+        time: above (or below) the reference rank, in a usual operation.
+        each: [n, num_ranks], in each operation, as far as its tokens are known.
         error: what it is if the cost of a token is one standard error off; signed as the time.
         known: whether the cost of a token is known apart from differences between ranks, or does
             not matter.
     """
 
     time: FloatArray
+    each: FloatArray
     error: FloatArray
     known: bool
 
@@ -307,10 +386,15 @@ def _explained(values: FloatArray, usual: FloatArray, each: FloatArray | None) -
     most = float(np.abs(surplus).max(initial=0.0))
     cost, error = _cost_within_ranks(values, each)
     if error * most <= max(_COST_KNOWN_NS, _COST_KNOWN_SHARE * cost * most):
-        return _Explained(cost * surplus, error * surplus, True)
+        time = cost * surplus
+        in_each = np.broadcast_to(time, values.shape)
+        if each is not None:
+            more = each - median(each, 1)[:, None]
+            in_each = np.where(np.isfinite(more), cost * more, in_each)
+        return _Explained(time, in_each, error * surplus, True)
     time = _cost_between_ranks(median(values, 0), usual) * surplus
     known = bool(np.abs(time).max(initial=0.0) <= _COST_KNOWN_NS)
-    return _Explained(time, np.zeros(time.shape), known)
+    return _Explained(time, np.broadcast_to(time, values.shape), np.zeros(time.shape), known)
 
 
 def _cost_within_ranks(values: FloatArray, tokens: FloatArray | None) -> tuple[float, float]:
@@ -322,16 +406,21 @@ def _cost_within_ranks(values: FloatArray, tokens: FloatArray | None) -> tuple[f
     if tokens is None or values.shape[0] < 2:
         return 0.0, float("inf")
     known = np.isfinite(values).any(axis=1)
-    moved, noise = _deviations(tokens[known]), _deviations(values[known])
-    # Hiccups are no cost of tokens.
-    limit = 3 * median_of(scale(noise, 0))
-    noise = np.clip(noise, -limit, limit)
-    known = np.isfinite(moved) & np.isfinite(noise)
-    weight = float(np.sum(moved[known] ** 2))
+    moved, time = _deviations(tokens[known]), _deviations(values[known])
+    known = np.isfinite(moved) & np.isfinite(time)
+    moved, time = moved[known], time[known]
+    weight = float(np.sum(moved**2))
     if not weight > 0:
         return 0.0, float("inf")
-    cost = max(float(np.sum(moved[known] * noise[known])) / weight, 0.0)
-    return cost, float(np.std(noise[known] - cost * moved[known])) / np.sqrt(weight)
+    cost = float(np.sum(moved * time)) / weight
+    for _ in range(_COST_STEPS):
+        left = time - cost * moved
+        # Hiccups are no cost of tokens; what tokens explain may be as rare, and is no hiccup.
+        limit = 3 * MAD_TO_SIGMA * median_of(np.abs(left))
+        left = np.clip(left, -limit, limit)
+        cost += float(np.sum(moved * left)) / weight
+    cost = max(cost, 0.0)
+    return cost, float(np.std(left)) / math.sqrt(weight)
 
 
 def _deviations(values: FloatArray) -> FloatArray:

@@ -97,6 +97,16 @@ def found_on_paths(kind: JudgedKind, cause: str, size: Size, paths: Any, **rest:
     return found_cause(kind, COMM_SLOW, cause, size, cells, gain, **rest)
 
 
+def cells_of(e: Estimates, *, source: int | None = None, receiver: int | None = None) -> BoolArray:
+    """[receiver, source]: the waiting for one rank, of one rank."""
+    cells = np.zeros(e.blame.shape, dtype=bool)
+    if source is not None:
+        cells[:, source] = True
+    if receiver is not None:
+        cells[receiver, :] = True
+    return cells
+
+
 def own_times(e: Estimates, rank: int) -> dict[str, float]:
     """What a rank does in an operation by itself, as evidence."""
     return {

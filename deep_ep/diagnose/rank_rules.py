@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from deep_ep.diagnose.estimate import Effect, Estimates, pooled
-from deep_ep.diagnose.findings import COMP_SLOW, MIXED_SLOW, BoolArray
-from deep_ep.diagnose.found import Found, Size, found_cause, own_times
+from deep_ep.diagnose.findings import COMP_SLOW, MIXED_SLOW
+from deep_ep.diagnose.found import Found, Size, cells_of, found_cause, own_times
 from deep_ep.diagnose.paths import MIN_RANKS_TO_SPLIT_PATHS
 from deep_ep.diagnose.stats import healthy, scale
 from deep_ep.diagnose.thresholds import JudgedKind, mostly
@@ -48,7 +48,7 @@ def _hot_rank(kind: JudgedKind, rank: int, *, longer: bool, incast: bool) -> Fou
         MIXED_SLOW,
         "hot experts",
         Size(max(own_ns, inbound_ns), float(e.busy.error[rank]), e.load.size),
-        _cells_of(e, source=rank, receiver=rank if incast else None),
+        cells_of(e, source=rank, receiver=rank if incast else None),
         Gain(
             e.operation,
             rank,
@@ -70,8 +70,14 @@ def _hot_rank(kind: JudgedKind, rank: int, *, longer: bool, incast: bool) -> Fou
     )
 
 
-def late_ranks(kinds: Sequence[JudgedKind], hot_ranks: set[int]) -> list[Found]:
-    """Ranks that work longer by their own clock and are seen late; kinds bear each other out."""
+def late_ranks(kinds: Sequence[JudgedKind], hot_ranks: set[int], at_times: set[int]) -> list[Found]:
+    """Ranks that work longer by their own clock and are seen late; kinds bear each other out.
+
+    Args:
+        kinds: of operations.
+        hot_ranks: whose tokens may explain it.
+        at_times: whose lateness is known not to be there in most operations.
+    """
     found = []
     for cause in ("late", "slow receive"):
         effects = [kind.e.work if cause == "late" else kind.e.drain for kind in kinds]
@@ -80,7 +86,7 @@ def late_ranks(kinds: Sequence[JudgedKind], hot_ranks: set[int]) -> list[Found]:
             for rank in np.flatnonzero(effect.value > kind.floor).tolist():
                 # Far more tokens than usual, or of unknown cost, may explain any lateness.
                 known = kind.e.cost_known and kind.e.load[rank] <= kind.limits.high_load
-                if rank in hot_ranks and not known:
+                if (rank in hot_ranks and not known) or (cause == "late" and rank in at_times):
                     continue
                 big = _stands_out(kind, effect, together, rank)
                 # Inherited lateness has no counterpart in the rank's own work and is not its
@@ -142,8 +148,8 @@ def _late_rank(kind: JudgedKind, cause: str, effect: Effect, rank: int) -> Found
         kind,
         COMP_SLOW,
         cause,
-        Size(extra, float(effect.error[rank]), e.load.size, effect.spread),
-        _cells_of(e, source=rank),
+        Size(extra, float(effect.error[rank]), e.load.size, effect.apart),
+        cells_of(e, source=rank),
         gain,
         rank=rank,
         seen_in=float(effect.above[rank]),
@@ -177,8 +183,8 @@ def _early_receiver(kind: JudgedKind, early: Effect, rank: int) -> Found:
         kind,
         MIXED_SLOW,
         "early",
-        Size(float(early.value[rank]), float(early.error[rank]), e.load.size, early.spread),
-        _cells_of(e, receiver=rank),
+        Size(float(early.value[rank]), float(early.error[rank]), e.load.size, early.apart),
+        cells_of(e, receiver=rank),
         # Nothing ends earlier when it comes later.
         Gain(e.operation),
         rank=rank,
@@ -191,13 +197,3 @@ def _early_receiver(kind: JudgedKind, early: Effect, rank: int) -> Found:
         next_step=f"Rank {rank} has less to do than the others and waits for them; that is "
         "no fault of its own: even out the work.",
     )
-
-
-def _cells_of(e: Estimates, *, source: int | None = None, receiver: int | None = None) -> BoolArray:
-    """[receiver, source]: the waiting for one rank, of one rank."""
-    cells = np.zeros(e.blame.shape, dtype=bool)
-    if source is not None:
-        cells[:, source] = True
-    if receiver is not None:
-        cells[receiver, :] = True
-    return cells

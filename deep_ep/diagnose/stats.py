@@ -19,6 +19,17 @@ _HUBER = 1.345
 _HUBER_STEPS = 3
 # So many standard deviations above the healthy ones known so far still count as healthy.
 _REACH = 4.0
+# Deviations beyond so many standard deviations are cut to that before they are correlated.
+_CUT = 3.0
+# Lags that tell how noise forgets itself, and steps until what demeaning hides is put back.
+_LAGS = 4
+_INFLATION_STEPS = 12
+# Noise that forgets itself more slowly than this cannot be told from a lasting difference.
+_SLOWEST = 0.98
+# A correlation is believed from so many standard errors on; one rank's own, against all others', later.
+_BELIEVED, _BELIEVED_ALONE = 3.0, 4.0
+# And then taken to last longer, by so many standard errors.
+_UNSURE = 1.0
 
 
 def median(values: FloatArray, axis: int) -> FloatArray:
@@ -177,3 +188,80 @@ def certainty(effect: float, error: float, num_tests: int) -> float:
         return 1.0 if error == 0 else float("nan")
     by_chance = num_tests * NormalDist().cdf(-effect / error)
     return max(0.0, 1.0 - by_chance)
+
+
+@functools.lru_cache
+def student(z: float, degrees: float) -> float:
+    """So many estimated standard deviations are as rare as `z` known ones; Student's t.
+
+    Args:
+        z: standard deviations.
+        degrees: of freedom with which the standard deviation was estimated, at least 1.
+    """
+    # Inverts the well-known normal approximation of the t distribution, which is good far out.
+    shrink = (8.0 * degrees + 1.0) / (8.0 * degrees + 3.0)
+    return math.sqrt(degrees * math.expm1((z / shrink) ** 2 / degrees))
+
+
+def inflation(values: FloatArray) -> tuple[FloatArray, float]:
+    """By what the variance of each column's mean exceeds that of independent values; and how many
+    columns move by themselves.
+
+    Noise that lasts several operations leaves fewer independent ones. The autocorrelation is taken
+    for a part that fades geometrically beside one that does not last; columns share it, unless
+    one shows its own. What the mean of each column takes out of it is put back.
+
+    Args:
+        values: [n, columns] deviations from each column's location, NaN where unknown.
+
+    Returns:
+        `[columns]`, at least 1; and a number from 1 to that of the columns.
+    """
+    size, columns = values.shape
+    if size < 2 * _LAGS or columns < 2:
+        return np.ones(columns), float(columns)
+    known = np.isfinite(values)
+    reach = MAD_TO_SIGMA * median(np.abs(values), 0)
+    unit = np.where(reach > 0, reach, 1.0)
+    cut = np.clip(np.where(known, values / unit, 0.0), -_CUT, _CUT)
+    squares = np.sum(cut**2, axis=0)
+    products = np.stack([np.sum(cut[lag:] * cut[:-lag], axis=0) for lag in range(1, _LAGS + 1)])
+    # A lag has fewer pairs than there are values.
+    products *= (size / (size - np.arange(1, _LAGS + 1)))[:, None]
+    # Columns that move together, as ranks of one node may, tell as much as one.
+    alike = (cut.T @ cut) ** 2 / np.maximum(np.outer(squares, squares), 1e-12)
+    # By chance, and because they are compared with each other.
+    expected = columns**2 / size + columns / (columns - 1)
+    series = columns**2 / max(float(alike.sum()) - expected, float(columns))
+    each = products / np.maximum(squares, 1e-12)
+    # What a few columns show is theirs alone.
+    together = np.median(each, axis=1)
+    alone = each[0] > together[0] + _BELIEVED_ALONE / math.sqrt(size)
+    factors = np.full(columns, _inflation(together, size, series))
+    for column in np.flatnonzero(alone).tolist():
+        factors[column] = max(factors[column], _inflation(each[:, column], size, 1.0))
+    return factors, series
+
+
+def _inflation(correlations: FloatArray, size: int, series: float) -> float:
+    """Of one autocorrelation at the first lags, found around the means of `series` times `size` values."""
+    lags = np.arange(1, size)
+    weight = 1.0 - lags / size
+    noise = MEDIAN_COST / math.sqrt(size * series)
+    lost, factor = 0.0, 1.0
+    for _ in range(_INFLATION_STEPS):
+        # The mean takes its own variance out of every product.
+        found = correlations * (1.0 - lost) + lost
+        if found[:-1].sum() < _BELIEVED * noise * math.sqrt(_LAGS - 1):
+            factor = 1.0 + 2.0 * max(float(found[0]), 0.0)
+        else:
+            memory = min(max(float(found[1:].sum() / found[:-1].sum()), 0.0), _SLOWEST)
+            # It may well be longer, which matters more than that it may be shorter.
+            memory = min(memory + _UNSURE * noise * math.sqrt(1.0 - memory**2), _SLOWEST)
+            # How much of the variance lasts at all.
+            powers = memory ** np.arange(1, _LAGS + 1)
+            lasting = float(found @ powers / max(powers @ powers, 1e-12)) + noise
+            lasting = min(max(lasting, 0.0), 1.0)
+            factor = 1.0 + 2.0 * lasting * float(weight @ memory**lags)
+        lost = min(factor / size, 0.9)
+    return factor / (1.0 - lost)

@@ -3,7 +3,8 @@
 Order of the rules, each taking the ranks it explains away from the later ones:
 
 1. Mixed-Slow, hot experts: far more tokens than the others *and* more time because of it.
-2. Comp-Slow: a rank's own clock says it worked longer *and* the others see it late.
+2. Comp-Slow: a rank's own clock says it worked longer *and* the others see it late; in most operations,
+   or in some.
 3. Comm-Slow: all paths into (ingress) or out of (egress) one rank, between two nodes, on one rail;
    or one path slower than all that explains.
 4. Mixed-Slow, early receiver: a rank works clearly less than the others, and nothing else is
@@ -20,6 +21,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from deep_ep.diagnose.at_times import late_at_times
 from deep_ep.diagnose.estimate import estimate_kinds
 from deep_ep.diagnose.events import events
 from deep_ep.diagnose.findings import Diagnosis, Subject, Verdict
@@ -99,8 +101,10 @@ def _estimate(matrices: Mapping[str, Matrices], thresholds: Thresholds | None) -
 
 def _causes(kinds: Sequence[JudgedKind], history: History | None) -> list[Found]:
     found = [f for kind in kinds for f in hot_experts(kind)]
-    hot_ranks = {f.verdict.rank for f in found if f.verdict.rank is not None}
-    found += late_ranks(kinds, hot_ranks)
+    hot_ranks = _ranks(found)
+    at_times = late_at_times(kinds, hot_ranks)
+    found += at_times
+    found += late_ranks(kinds, hot_ranks, _ranks(at_times))
     for kind in kinds:
         found += slow_paths(kind, hot_ranks)
         if history is not None:
@@ -110,6 +114,10 @@ def _causes(kinds: Sequence[JudgedKind], history: History | None) -> list[Found]
     if history is not None:
         history.end_window()
     return sorted(found, key=lambda f: -f.verdict.effect_us)
+
+
+def _ranks(found: Sequence[Found]) -> set[int]:
+    return {f.verdict.rank for f in found if f.verdict.rank is not None}
 
 
 def _savings(

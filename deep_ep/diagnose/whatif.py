@@ -36,6 +36,7 @@ class Gain:
         operation: kind.
         rank: whose own time, or None.
         work_ns, drain_ns: of the time before waiting, after the last arrival.
+        work_each: [n] of the time before waiting in each operation of the kind, or None.
         paths: index into [receiver, source], or None.
         path_ns: of these paths.
     """
@@ -43,6 +44,7 @@ class Gain:
     operation: str
     rank: int | None = None
     work_ns: float = 0.0
+    work_each: FloatArray | None = None
     drain_ns: float = 0.0
     paths: Any = None
     path_ns: float = 0.0
@@ -50,9 +52,10 @@ class Gain:
 
 @dataclass(frozen=True)
 class _Step:
-    """One recorded operation: `[num_ranks]` each, ns."""
+    """One recorded operation: which of its kind; and `[num_ranks]` each, ns."""
 
     kind: int
+    at: int
     gap: FloatArray
     span: FloatArray
     drain: FloatArray
@@ -87,7 +90,7 @@ def _steps(estimates: Sequence[Estimates], most: int) -> list[_Step]:
         (int(op), i, at) for i, e in enumerate(estimates) for at, op in enumerate(e.m.ops)
     )
     series = [[_filled(x) for x in (e.m.gap, e.m.span, e.m.drain)] for e in estimates]
-    return [_Step(i, *(x[at] for x in series[i])) for _, i, at in order[-most:]]
+    return [_Step(i, at, *(x[at] for x in series[i])) for _, i, at in order[-most:]]
 
 
 def _filled(series: FloatArray) -> FloatArray:
@@ -106,6 +109,12 @@ def _end(
     num_ranks, num_sets = estimates[0].load.size, len(sets)
     work = np.zeros((len(estimates), num_sets, num_ranks))
     drain = np.zeros(work.shape)
+    at_times = [
+        (s, position[gain.operation], gain.rank, gain.work_each)
+        for s, gains in enumerate(sets)
+        for gain in gains
+        if gain.work_each is not None
+    ]
     usual = [_paths(e) for e in estimates]
     # Most causes leave the paths as they are.
     paths = [[kind] * num_sets for kind in usual]
@@ -128,7 +137,13 @@ def _end(
         if number == _FALLING_IN:
             begin = left.mean(axis=1)
         k = step.kind
-        entered = left + np.maximum(step.gap - work[k], 0.0)
+        less = work[k]
+        if at_times:
+            less = less.copy()
+            for s, kind, rank, each in at_times:
+                if kind == k:
+                    less[s, rank] += each[step.at]
+        entered = left + np.maximum(step.gap - less, 0.0)
         waits_from = entered + step.span
         issued = waits_from - overlap[k]
         for s in range(num_sets):

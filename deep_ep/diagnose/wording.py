@@ -24,6 +24,7 @@ _MOST_CERTAIN = 0.9999
 # What each cause makes its subject do.
 CLAIMS = {
     "late": "comes late",
+    "late at times": "comes late now and then",
     "slow send": "takes long to send",
     "slow receive": "takes long to receive",
     "hot experts": "is sent more than the others",
