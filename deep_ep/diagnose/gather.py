@@ -98,6 +98,7 @@ class Matrices:
         late, late_error, send, path, path_error, path_low, path_count, path_clock, tokens, blame,
             active: [num_ranks, num_ranks].
         busy: [num_ranks].
+        stamps_arrivals: whether all ranks know true arrivals.
         totals, own: counters by name, [num_ranks, num_ranks] and [num_ranks].
         timeline: of the first rank that has one.
     """
@@ -131,6 +132,7 @@ class Matrices:
     blame: FloatArray
     active: FloatArray
     busy: FloatArray
+    stamps_arrivals: bool
     totals: Mapping[str, FloatArray]
     own: Mapping[str, FloatArray]
     timeline: Timeline | None
@@ -315,6 +317,7 @@ def _gather_kind(kind: str, place: Place, by_rank: Mapping[int, KindSummary]) ->
         counted=int(np.nanmax(own["ops"])),
         ops=ops,
         busy=per_rank(ranks, [[s.busy] for s in used.values()], np.nan)[:, 0],
+        stamps_arrivals=all(s.stamps_arrivals for s in used.values()),
         totals=totals,
         own=own,
         timeline=_timeline(with_stamps),

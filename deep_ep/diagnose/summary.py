@@ -76,6 +76,7 @@ class KindSummary:
         blame: waiting per operation in which this source came last.
         active: time per operation in which this source's data was on its way and this rank waited.
         busy: the union of these over all sources, per operation.
+        stamps_arrivals: whether the true arrival of every word was stamped, however late the rank looked.
         recent: the latest operations, of rank 0 only.
     """
 
@@ -106,6 +107,7 @@ class KindSummary:
     blame: FloatArray
     active: FloatArray
     busy: float
+    stamps_arrivals: bool
     recent: Recent | None
 
 
@@ -196,6 +198,7 @@ def _summarize_kind(counters: CounterSnapshot, rank: int) -> KindSummary:
         blame=np.bincount(last[:, 0], ready, minlength=arrival.shape[1]) / ready.size,
         active=np.mean(on_the_way, axis=0),
         busy=_union(start, arrival, rank),
+        stamps_arrivals=bool((was_seen | ~took_part).all()),
         # One rank's is enough for a timeline, and rank 0 is always there.
         recent=_recent(stamps["op"], begin, entered, arrival) if rank == 0 else None,
     )
@@ -249,6 +252,7 @@ def _from_totals(
         blame=np.nan_to_num(per_op["critical_ns"]),
         active=unknown,
         busy=float("nan"),
+        stamps_arrivals=True,
         recent=None,
     )
 

@@ -94,7 +94,7 @@ def _estimate(matrices: Mapping[str, Matrices], thresholds: Thresholds | None) -
         if m.num_ranks > 1 and (m.num_operations or m.counted) >= MIN_OPERATIONS
     }
     return [
-        JudgedKind(e, thresholds or Thresholds.for_device(e.m.place.device))
+        JudgedKind(e, thresholds or Thresholds.of(e.m.place.device, e.m.stamps_arrivals))
         for e in estimate_kinds(usable)
     ]
 
