@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 import deep_ep
+from exchange import Mode, Shape, combine, dispatch, experts, make_inputs, ranks_for
 from launch import Ranks
 
 SECOND_NS = 1_000_000_000
@@ -98,3 +102,92 @@ def test_the_machines_own_clock_shows_no_offset(monkeypatch: pytest.MonkeyPatch)
         found, round_trips = measured_offsets(ranks)
     skew = torch.arange(3) * 2 * SECOND_NS
     assert ((found - (skew[None, :] - skew[:, None])).abs() <= round_trips).all()
+
+
+def drifting_group(
+    monkeypatch: pytest.MonkeyPatch, interval_s: str, drifts_ppm: list[float], num_rounds: int
+) -> list[tuple[Any, Any]]:
+    """Per rank its counters after rounds of 50 ms each, with clocks that drift from the start on."""
+    monkeypatch.setenv("DEEP_EP_CLOCK_INTERVAL_S", interval_s)
+    num_ranks = len(drifts_ppm)
+    shape = Shape((2,) * num_ranks, num_max_tokens=2, hidden=128, num_experts=num_ranks, num_topk=1)
+    inputs = make_inputs(shape)
+
+    def run(rank: int, buffer: deep_ep.Buffer) -> tuple[Any, Any]:
+        buffer.runtime.set_clock_fault(offset_ns=rank * SECOND_NS, drift_ppm=drifts_ppm[rank])
+        buffer.measure_clock_offsets()
+        buffer.enable_counters()
+        for _ in range(num_rounds):
+            buffer.runtime.delay(SECOND_NS // 20)
+            received = dispatch(buffer, inputs[rank], shape, Mode())
+            combine(buffer, inputs[rank], received.handle, experts(received, rank), Mode())
+        assert buffer.dispatch_counters is not None
+        assert buffer.combine_counters is not None
+        return buffer.dispatch_counters.snapshot(), buffer.combine_counters.snapshot()
+
+    with ranks_for(shape) as ranks:
+        return ranks.run(run)
+
+
+def clock_errors(kinds: list[Any], drifts_ppm: list[float]) -> tuple[torch.Tensor, torch.Tensor]:
+    """How far each stamp of the last operation is off, and how far it says it may be; both ns.
+
+    The truth is what each source wrote of its own entry, on its own clock, brought to the receiver's
+    by the clocks' true lines.
+    """
+    slots = [kind.operations()[-1] for kind in kinds]
+    fields = kinds[0].ring_source_fields
+    num_ranks = len(slots)
+    # Clocks begin at 1000 s; the fault's line counts from where it was set, a moment later.
+    begin = 1000 * SECOND_NS
+    error, stated = torch.zeros(2, num_ranks, num_ranks)
+    for source in range(num_ranks):
+        own = int(slots[source][source, fields.index("entered")])
+        age = (own - source * SECOND_NS - begin) / (1 + drifts_ppm[source] * 1e-6)
+        for receiver in range(num_ranks):
+            row = slots[receiver][source]
+            true = begin + receiver * SECOND_NS + age * (1 + drifts_ppm[receiver] * 1e-6)
+            error[receiver, source] = int(row[fields.index("entered")]) - true
+            stated[receiver, source] = int(row[fields.index("clock_error")])
+    return error.abs(), stated
+
+
+@pytest.mark.parametrize("shape", ["1x1", "3x2"])
+def test_drifts_are_followed_within_operations(
+    monkeypatch: pytest.MonkeyPatch, shape: str
+) -> None:
+    """Without a launch or a call: offsets stay right to what is stated, and that stays small."""
+    monkeypatch.setenv("DEEP_EP_LAUNCH_SHAPE", shape)
+    drifts = [0.0, 20.0, -20.0, 15.0]
+    dispatches, combines = zip(*drifting_group(monkeypatch, "1", drifts, num_rounds=80))
+    for kinds in (dispatches, combines):
+        error, stated = clock_errors(list(kinds), drifts)
+        # What the fault's line and the group's construction leave unknown: 20 ppm of some ms.
+        assert (error <= stated + 5_000).all(), (error, stated)
+        # Four seconds old, 20 ppm would make it 80 us; a round trip under the rank clock is some 10 us.
+        assert stated.max() < 60_000, stated
+        assert (stated.diagonal() == 0).all()
+
+
+def test_without_exchanges_the_stated_error_grows_with_the_age_of_the_clocks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    drifts = [0.0, 20.0, -20.0]
+    dispatches, _ = zip(*drifting_group(monkeypatch, "0", drifts, num_rounds=80))
+    error, stated = clock_errors(list(dispatches), drifts)
+    assert (error <= stated + 5_000).all(), (error, stated)
+    assert stated[0, 1] > 4 * 40_000 * 0.9, "40 us in each of four seconds may have gone unseen"
+    assert error[1, 2] > 100_000, "and it has"
+
+
+def test_exchanges_are_paid_from_a_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every interval is twice the one before, up to the longest; none where it is 0."""
+    drifts = [0.0, 0.0]
+    dispatches, combines = zip(*drifting_group(monkeypatch, "0.4", drifts, num_rounds=40))
+    fields = dispatches[0].ring_source_fields
+    slots = np.concatenate([dispatches[0].operations(), combines[0].operations()])
+    slots = slots[np.argsort(slots[:, -1, 0])]
+    stated = slots[:, 1, fields.index("clock_error")]
+    # The stated error grows from one operation to the next, except where clocks were measured again.
+    measured_again = int((np.diff(stated) < 0).sum())
+    assert 1 <= measured_again <= 8, stated

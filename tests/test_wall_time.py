@@ -139,8 +139,8 @@ def test_a_late_rank_darkens_its_own_column_and_no_other(num_ranks: int, mode: M
 @BOTH_MODES
 @pytest.mark.parametrize("num_ranks", [4, 8])
 def test_a_slow_path_darkens_its_cell_and_no_other(num_ranks: int, mode: Mode) -> None:
-    source, receiver, fault_us = 0, num_ranks - 1, 40e3
-    injected = f"slow-path={source}>{receiver}:40ms"
+    source, receiver, fault_us = 0, num_ranks - 1, 80e3
+    injected = f"slow-path={source}>{receiver}:80ms"
     found = run(num_ranks, mode, injected)
     first, second = (found.diagnosis.measured[kind] for kind in KINDS)
     # Held up in one operation the receiver is late in the next, where the data is there already.
@@ -160,9 +160,9 @@ def test_a_slow_path_darkens_its_cell_and_no_other(num_ranks: int, mode: Mode) -
 @pytest.mark.parametrize(
     ("num_ranks", "injected"),
     [
-        (4, "slow-rank=1:100ms slow-path=2>3:30ms"),
-        (8, "slow-rank=3:60ms slow-path=5>6:40ms"),
-        (8, "slow-rank=3:60ms slow-rank=6:60ms"),
+        (4, "slow-rank=1:100ms slow-path=2>3:60ms"),
+        (8, "slow-rank=3:100ms slow-path=5>6:60ms"),
+        (8, "slow-rank=3:80ms slow-rank=6:80ms"),
     ],
 )
 def test_two_faults_at_once_are_both_named(num_ranks: int, mode: Mode, injected: str) -> None:
