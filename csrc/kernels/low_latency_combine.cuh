@@ -171,11 +171,16 @@ EP_DEVICE void return_rows(const CombineArgs& args,
         }
         block_sync();
         const int num_rows = shared.offsets[num_ranks];
-        for (int row = part * num_warps() + warp_id(); row < num_rows;
-             row += num_parts * num_warps()) {
+        const int stride = num_parts * num_warps();
+        uint32_t num_issued = 0;  // to this destination, and not yet counted
+        for (int row = part * num_warps() + warp_id(); row < num_rows; row += stride) {
             const int dst = source_of_row(shared.offsets, num_ranks, row);
             return_row<kLogFormat>(args, first_slot, expert, dst, row);
-            if (elect_one()) count_issued(common, expert * num_ranks + dst);
+            ++num_issued;
+            // Rows to one destination follow each other.
+            if (row + stride < shared.offsets[dst + 1]) continue;
+            if (elect_one()) count_issued(common, expert * num_ranks + dst, num_issued, now_ns());
+            num_issued = 0;
         }
     }
 }

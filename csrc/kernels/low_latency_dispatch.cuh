@@ -187,7 +187,12 @@ EP_DEVICE void send_rows(const DispatchArgs& args,
             } else if (elect_one()) {
                 leave_record(common, open, FailureKind::kIndex, common.rank());
             }
-            if (elect_one()) count_issued(common, static_cast<int>(expert));
+        }
+        if (!elect_one()) continue;
+        const uint64_t issued_ns = now_ns();
+        for (int k = warp_id(); k < args.num_topk; k += num_warps()) {
+            if (is_selected(args, experts[k]))
+                count_issued(common, static_cast<int>(experts[k]), 1, issued_ns);
         }
     }
 }

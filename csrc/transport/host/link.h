@@ -98,6 +98,7 @@ class Link final : public IdleWaiter {
     std::vector<HeldBack> held_back_;
     std::map<std::pair<int, int>, uint64_t> generations_;
     uint32_t rings_seen_ = 0;
+    uint64_t now_at_least_ns_ = 0;
     uint64_t next_arrival_ns_ = UINT64_MAX;  // of the signals that poll() has hidden
 };
 
