@@ -35,6 +35,10 @@ _SIDES = (INGRESS, EGRESS)
 _FEW_CELLS = 4
 _CELLS_SHARE = 0.03
 _MOST_CELLS = 12
+# A path is seen in this share of the operations, and a lasting cause shows this share of itself in the
+# quickest quarter of them.
+_SEEN_OFTEN = 1.0 / 3.0
+_LASTING = 1.0 / 3.0
 # A path stands out from the others of its rank where there are more than so many, itself included.
 _MIN_PEERS = 3
 
@@ -77,7 +81,10 @@ def _is_named(kind: JudgedKind, group: Group) -> bool:
         kind.z_ranks * group.error,
         limits.spread * group.spread,
     )
-    if not group.effect > bar:
+    if not group.effect > max(bar, _by_load(kind, group)):
+        return False
+    lasting = median_of((_quickest(kind) + kind.explained.of_groups)[group.paths])
+    if e.has_stamps and not lasting > _LASTING * group.reading:
         return False
     if group.cause in (RAIL, EITHER_SIDE, EITHER_LINK):
         return True
@@ -87,6 +94,33 @@ def _is_named(kind: JudgedKind, group: Group) -> bool:
         return group.reading > known + kind.z_ranks * group.error
     sides = group.cause in _SIDES and kind.clocks_unknown
     return not sides or bool(e.paths.both_sides[group.number])
+
+
+def _quickest(kind: JudgedKind) -> FloatArray:
+    """[receiver, source]: what single paths have above all explanations in their quickest quarter of
+    operations; a lasting cause shows in those as well."""
+    m = kind.e.m
+    return np.asarray(kind.explained.residual - (m.path - m.path_low))
+
+
+def _by_load(kind: JudgedKind, group: Group) -> float:
+    """What the tokens through a rank's port explain at most, ns: as if it did nothing else.
+
+    Up to some load the ports of the other ranks are what takes the time, so what a token costs here is
+    not seen elsewhere.
+    """
+    if group.cause not in (*_SIDES, EITHER_SIDE):
+        return 0.0
+    e = kind.e
+    counted = np.where(e.m.expected, e.m.tokens, 0.0)
+    if group.link != ALL_LINKS:
+        counted = np.where(e.paths.between == (group.link == NIC), counted, 0.0)
+    into, out_of = np.nansum(counted, axis=1), np.nansum(counted, axis=0)
+    usual = max(float(np.median(into)), float(np.median(out_of)))
+    load = float((out_of if group.cause == EGRESS else into)[group.number])
+    if not load > kind.limits.load * usual > 0:
+        return 0.0
+    return (load / usual - 1.0) * median_of(e.paths.usual[group.paths])
 
 
 def _slow_group(kind: JudgedKind, group: Group) -> Found:
@@ -161,8 +195,9 @@ def _slow_cells(kind: JudgedKind) -> list[tuple[int, int]]:
     unknown = np.where(unsure, _CLOCKS * limits.clock_ns, 0.0)
     known = paths.clock_error * (2.0 if kind.is_small else 1.0)
     bar = np.where(np.isfinite(known), np.fmax(bar, known + noise), bar + unknown)
-    # Most operations show it when even the quickest quarter does.
-    mostly = (e.m.path_count >= MIN_SEEN) & (e.m.path_low > e.m.path - residual)
+    # Who waits for a slow path sees it.
+    often = max(MIN_SEEN, _SEEN_OFTEN * e.num_operations)
+    mostly = (e.m.path_count >= often) & (_quickest(kind) > _LASTING * residual)
     return [
         (dst, src)
         for dst, src in np.argwhere((residual > bar) & mostly).tolist()

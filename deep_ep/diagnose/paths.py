@@ -161,11 +161,10 @@ def _without_clocks(cells: FloatArray, clock: FloatArray) -> FloatArray:
 def _coarse_clocks(m: Matrices, known: FloatArray) -> FloatArray:
     """[num_ranks]: clocks that have drifted far, which would drown everything else; else 0."""
     seen = np.where(m.path_seen, m.path, np.nan)
-    # What arrives before it was sent leaves no doubt, by more than clocks are known to be off; nor do
-    # two directions that differ by more between most ranks. Ranks on CPUs share a clock.
-    apart = np.abs(seen - seen.T) / 2 - np.nan_to_num(known)
-    odd = m.place.device == "cuda" and median_of(apart) > _CLOCKS_AGREE_NS
-    if not odd and not (seen < -np.nan_to_num(known)).any():
+    # What arrives before it was sent leaves no doubt, by more than clocks are known to be off. Where
+    # that is not known, the two directions tell; ranks on CPUs share a clock.
+    unknown = m.place.device == "cuda" and not np.isfinite(known).any()
+    if not unknown and not (seen < -np.nan_to_num(known)).any():
         return np.zeros(m.num_ranks)
     even = _two_way_clocks(seen)
     time = _set_clocks(m, even)
@@ -210,7 +209,7 @@ def _usual(
     """What healthy paths take, what of that tokens explain (NaN where unknown), and `Paths.level`."""
     # Links within a node and between nodes differ in what a token costs.
     links = (classes == 0, classes > 0)
-    surplus = m.tokens - median_of(median(m.tokens, 1))
+    surplus = m.path_tokens - median_of(median(m.path_tokens, 1))
     costs = [_token_cost(m, time, link, surplus) for link in links]
     by_tokens = np.where(links[1], costs[1], costs[0]) * surplus
     usual = np.where(np.isfinite(surplus), by_tokens, 0.0)
@@ -308,7 +307,7 @@ def _token_cost_between_paths(m: Matrices, time: FloatArray, link: BoolArray) ->
 
     NaN where too few paths are there to tell what tokens cost from what is slow.
     """
-    of_link, tokens = time[link], m.tokens[link]
+    of_link, tokens = time[link], m.path_tokens[link]
     if m.num_ranks < MIN_RANKS_TO_SPLIT_PATHS:
         known = tokens[np.isfinite(tokens)]
         even = known.size and known.max() <= (1 + _EVEN_TOKENS) * known.min()
