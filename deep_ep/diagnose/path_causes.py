@@ -170,7 +170,8 @@ def explain(m: Matrices, paths: Paths, floor: float, spreads: float) -> Explaine
     excess = excess - _level(paths, groups, np.where(m.path_hidden, np.nan, residual))
     groups, residual = _fit(joined, excess)
     seen = np.where(m.path_hidden, np.nan, residual)
-    spread = _between_paths(paths, seen)
+    few = m.num_ranks < MIN_RANKS_TO_SPLIT_PATHS
+    spread = np.zeros(seen.shape) if few else _between_paths(paths, seen)
     # As groups are judged: clocks cancel between the two directions.
     there_and_back = seen if paths.drifted else seen + seen.T
     spread_both = _between_paths(paths, there_and_back)

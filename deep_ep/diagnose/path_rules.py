@@ -23,7 +23,7 @@ from deep_ep.diagnose.path_causes import (
     UPLINK,
     Group,
 )
-from deep_ep.diagnose.stats import MAD_TO_SIGMA, median_of
+from deep_ep.diagnose.stats import MAD_TO_SIGMA, lower_median, median_of, or_zero
 from deep_ep.diagnose.summary import MIN_SEEN
 from deep_ep.diagnose.thresholds import JudgedKind
 
@@ -257,8 +257,7 @@ def _slow_there_or_back(kind: JudgedKind) -> list[tuple[int, int]]:
     e, paths = kind.e, kind.e.paths
     if not paths.drifted:
         return []
-    both = np.where(e.m.path_seen & e.m.path_seen.T, paths.time - paths.usual, np.nan)
-    both = both + both.T
+    both = _there_and_back(kind)
     unsure = ~(paths.both_sides[:, None] & paths.both_sides[None, :])
     error = np.hypot(e.m.path_error, e.m.path_error.T)
     spread = math.sqrt(2.0) * kind.limits.spread * kind.explained.spread
@@ -274,10 +273,19 @@ def _slow_there_or_back(kind: JudgedKind) -> list[tuple[int, int]]:
     ]
 
 
+def _there_and_back(kind: JudgedKind) -> FloatArray:
+    """[receiver, source]: what both directions together take above other pairs, ns; clocks cancel."""
+    e, paths = kind.e, kind.e.paths
+    over = np.where(e.m.path_seen & e.m.path_seen.T, paths.time - paths.usual, np.nan)
+    both = over + over.T
+    for link in (~paths.between, paths.between):
+        both[link] -= or_zero(lower_median(both[link]))
+    return np.asarray(both)
+
+
 def _slow_both_ways(kind: JudgedKind, dst: int, src: int) -> Found:
     e = kind.e
-    over = e.paths.time - e.paths.usual
-    effect = float(over[dst, src] + over[src, dst])
+    effect = float(_there_and_back(kind)[dst, src])
     error = math.hypot(float(e.m.path_error[dst, src]), float(e.m.path_error[src, dst]))
     spread = math.sqrt(2.0) * float(kind.explained.spread[dst, src])
     waited = e.m.wait_parts.sum(axis=0) / 1e3
