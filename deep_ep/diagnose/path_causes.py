@@ -106,13 +106,18 @@ class Explained:
         groups: what is slow together.
         residual: [receiver, source], what single paths have above all that.
         spread: likewise, standard deviation between healthy paths of the same kind of link.
-        uneven: likewise, by how much paths may differ for what slows them together.
+        of_groups: likewise, what groups have of the excess.
     """
 
     groups: Sequence[Group]
     residual: FloatArray
     spread: FloatArray
-    uneven: FloatArray
+    of_groups: FloatArray
+
+    @property
+    def uneven(self) -> FloatArray:
+        """[receiver, source]: what is slow together is not slow by exactly the same."""
+        return _UNEVEN * self.of_groups
 
 
 @dataclass(frozen=True)
@@ -153,7 +158,7 @@ def explain(m: Matrices, paths: Paths, floor: float, spreads: float) -> Explaine
     for _ in range(_ROUNDS):
         before = len(groups)
         for look in looks:
-            beyond = residual - _uneven(groups, residual)
+            beyond = residual - _UNEVEN * _of_groups(groups, residual)
             found = [g for candidates in look(beyond) for g in _slow(candidates, floor, spreads)]
             if found:
                 groups, residual = _fit([*groups, *found], excess)
@@ -165,7 +170,8 @@ def explain(m: Matrices, paths: Paths, floor: float, spreads: float) -> Explaine
     excess = excess - _level(paths, groups, np.where(m.path_hidden, np.nan, residual))
     groups, residual = _fit(joined, excess)
     seen = np.where(m.path_hidden, np.nan, residual)
-    spread = _between_paths(paths, seen)
+    few = m.num_ranks < MIN_RANKS_TO_SPLIT_PATHS
+    spread = np.zeros(seen.shape) if few else _between_paths(paths, seen)
     # As groups are judged: clocks cancel between the two directions.
     there_and_back = seen if paths.drifted else seen + seen.T
     spread_both = _between_paths(paths, there_and_back)
@@ -176,7 +182,7 @@ def explain(m: Matrices, paths: Paths, floor: float, spreads: float) -> Explaine
         [_with_error(g, groups, m, seen, spread, spread_both, readings) for g in groups],
         residual,
         spread,
-        _uneven(groups, residual),
+        _of_groups(groups, residual),
     )
 
 
@@ -210,13 +216,13 @@ def _fit(groups: Sequence[Group], excess: FloatArray) -> tuple[list[Group], Floa
     return [replace(g, effect=effect) for g, effect in zip(groups, effects)], residual
 
 
-def _uneven(groups: Sequence[Group], residual: FloatArray) -> FloatArray:
-    """[receiver, source]: what is slow together is not slow by exactly the same."""
-    uneven = np.zeros(residual.shape)
+def _of_groups(groups: Sequence[Group], residual: FloatArray) -> FloatArray:
+    """[receiver, source]: the sum of the effects of the groups that each path is in."""
+    total = np.zeros(residual.shape)
     for group in groups:
         for paths in group.over:
-            uneven[paths] += _UNEVEN * group.effect / len(group.over)
-    return uneven
+            total[paths] += group.effect / len(group.over)
+    return total
 
 
 def _level(paths: Paths, groups: Sequence[Group], residual: FloatArray) -> FloatArray:
@@ -280,13 +286,14 @@ def _with_error(
     known = np.isfinite(residual[group.paths])
     effect, size = group.effect, max(int(known.sum()), 1)
     errors = m.path_error[group.paths][known]
-    error = math.sqrt(float(np.mean(errors**2))) if errors.size else 0.0
+    # What disturbs one path of a group for a while disturbs the others.
+    error = or_zero(median_of(errors))
     apart = spread
     if one_way and not slow_back:
         effect += or_zero(median_of(residual[back]))
         error *= math.sqrt(2.0)
         apart = spread_both
-    error = MEDIAN_COST * math.hypot(error, float(np.mean(apart[group.paths]))) / math.sqrt(size)
+    unlike = MEDIAN_COST * float(np.mean(apart[group.paths])) / math.sqrt(size)
     like = _healthy_readings(group, groups, readings)
     within = MAD_TO_SIGMA * or_zero(median_of(np.abs(residual[group.paths])))
     of_groups = (
@@ -298,7 +305,7 @@ def _with_error(
         group,
         effect=effect,
         reading=group.effect,
-        error=error,
+        error=math.hypot(error, unlike),
         spread=math.hypot(of_groups, _COMMON * within),
         peers=int(like.size),
     )

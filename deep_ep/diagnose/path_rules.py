@@ -23,7 +23,7 @@ from deep_ep.diagnose.path_causes import (
     UPLINK,
     Group,
 )
-from deep_ep.diagnose.stats import MAD_TO_SIGMA, median_of
+from deep_ep.diagnose.stats import MAD_TO_SIGMA, lower_median, median_of, or_zero
 from deep_ep.diagnose.summary import MIN_SEEN
 from deep_ep.diagnose.thresholds import JudgedKind
 
@@ -35,6 +35,10 @@ _SIDES = (INGRESS, EGRESS)
 _FEW_CELLS = 4
 _CELLS_SHARE = 0.03
 _MOST_CELLS = 12
+# A path is seen in this share of the operations, and a lasting cause shows this share of itself in the
+# quickest quarter of them.
+_SEEN_OFTEN = 1.0 / 3.0
+_LASTING = 1.0 / 3.0
 # A path stands out from the others of its rank where there are more than so many, itself included.
 _MIN_PEERS = 3
 
@@ -77,7 +81,10 @@ def _is_named(kind: JudgedKind, group: Group) -> bool:
         kind.z_ranks * group.error,
         limits.spread * group.spread,
     )
-    if not group.effect > bar:
+    if not group.effect > max(bar, _by_load(kind, group)):
+        return False
+    lasting = median_of((_quickest(kind) + kind.explained.of_groups)[group.paths])
+    if e.has_stamps and not lasting > _LASTING * group.reading:
         return False
     if group.cause in (RAIL, EITHER_SIDE, EITHER_LINK):
         return True
@@ -87,6 +94,33 @@ def _is_named(kind: JudgedKind, group: Group) -> bool:
         return group.reading > known + kind.z_ranks * group.error
     sides = group.cause in _SIDES and kind.clocks_unknown
     return not sides or bool(e.paths.both_sides[group.number])
+
+
+def _quickest(kind: JudgedKind) -> FloatArray:
+    """[receiver, source]: what single paths have above all explanations in their quickest quarter of
+    operations; a lasting cause shows in those as well."""
+    m = kind.e.m
+    return np.asarray(kind.explained.residual - (m.path - m.path_low))
+
+
+def _by_load(kind: JudgedKind, group: Group) -> float:
+    """What the tokens through a rank's port explain at most, ns: as if it did nothing else.
+
+    Up to some load the ports of the other ranks are what takes the time, so what a token costs here is
+    not seen elsewhere.
+    """
+    if group.cause not in (*_SIDES, EITHER_SIDE):
+        return 0.0
+    e = kind.e
+    counted = np.where(e.m.expected, e.m.tokens, 0.0)
+    if group.link != ALL_LINKS:
+        counted = np.where(e.paths.between == (group.link == NIC), counted, 0.0)
+    into, out_of = np.nansum(counted, axis=1), np.nansum(counted, axis=0)
+    usual = max(float(np.median(into)), float(np.median(out_of)))
+    load = float((out_of if group.cause == EGRESS else into)[group.number])
+    if not load > kind.limits.load * usual > 0:
+        return 0.0
+    return (load / usual - 1.0) * median_of(e.paths.usual[group.paths])
 
 
 def _slow_group(kind: JudgedKind, group: Group) -> Found:
@@ -161,8 +195,9 @@ def _slow_cells(kind: JudgedKind) -> list[tuple[int, int]]:
     unknown = np.where(unsure, _CLOCKS * limits.clock_ns, 0.0)
     known = paths.clock_error * (2.0 if kind.is_small else 1.0)
     bar = np.where(np.isfinite(known), np.fmax(bar, known + noise), bar + unknown)
-    # Most operations show it when even the quickest quarter does.
-    mostly = (e.m.path_count >= MIN_SEEN) & (e.m.path_low > e.m.path - residual)
+    # Who waits for a slow path sees it.
+    often = max(MIN_SEEN, _SEEN_OFTEN * e.num_operations)
+    mostly = (e.m.path_count >= often) & (_quickest(kind) > _LASTING * residual)
     return [
         (dst, src)
         for dst, src in np.argwhere((residual > bar) & mostly).tolist()
@@ -222,8 +257,7 @@ def _slow_there_or_back(kind: JudgedKind) -> list[tuple[int, int]]:
     e, paths = kind.e, kind.e.paths
     if not paths.drifted:
         return []
-    both = np.where(e.m.path_seen & e.m.path_seen.T, paths.time - paths.usual, np.nan)
-    both = both + both.T
+    both = _there_and_back(kind)
     unsure = ~(paths.both_sides[:, None] & paths.both_sides[None, :])
     error = np.hypot(e.m.path_error, e.m.path_error.T)
     spread = math.sqrt(2.0) * kind.limits.spread * kind.explained.spread
@@ -239,10 +273,19 @@ def _slow_there_or_back(kind: JudgedKind) -> list[tuple[int, int]]:
     ]
 
 
+def _there_and_back(kind: JudgedKind) -> FloatArray:
+    """[receiver, source]: what both directions together take above other pairs, ns; clocks cancel."""
+    e, paths = kind.e, kind.e.paths
+    over = np.where(e.m.path_seen & e.m.path_seen.T, paths.time - paths.usual, np.nan)
+    both = over + over.T
+    for link in (~paths.between, paths.between):
+        both[link] -= or_zero(lower_median(both[link]))
+    return np.asarray(both)
+
+
 def _slow_both_ways(kind: JudgedKind, dst: int, src: int) -> Found:
     e = kind.e
-    over = e.paths.time - e.paths.usual
-    effect = float(over[dst, src] + over[src, dst])
+    effect = float(_there_and_back(kind)[dst, src])
     error = math.hypot(float(e.m.path_error[dst, src]), float(e.m.path_error[src, dst]))
     spread = math.sqrt(2.0) * float(kind.explained.spread[dst, src])
     waited = e.m.wait_parts.sum(axis=0) / 1e3

@@ -161,11 +161,10 @@ def _without_clocks(cells: FloatArray, clock: FloatArray) -> FloatArray:
 def _coarse_clocks(m: Matrices, known: FloatArray) -> FloatArray:
     """[num_ranks]: clocks that have drifted far, which would drown everything else; else 0."""
     seen = np.where(m.path_seen, m.path, np.nan)
-    # What arrives before it was sent leaves no doubt, by more than clocks are known to be off; nor do
-    # two directions that differ by more between most ranks. Ranks on CPUs share a clock.
-    apart = np.abs(seen - seen.T) / 2 - np.nan_to_num(known)
-    odd = m.place.device == "cuda" and median_of(apart) > _CLOCKS_AGREE_NS
-    if not odd and not (seen < -np.nan_to_num(known)).any():
+    # What arrives before it was sent leaves no doubt, by more than clocks are known to be off. Where
+    # that is not known, the two directions tell; ranks on CPUs share a clock.
+    unknown = m.place.device == "cuda" and not np.isfinite(known).any()
+    if not unknown and not (seen < -np.nan_to_num(known)).any():
         return np.zeros(m.num_ranks)
     even = _two_way_clocks(seen)
     time = _set_clocks(m, even)
@@ -210,7 +209,7 @@ def _usual(
     """What healthy paths take, what of that tokens explain (NaN where unknown), and `Paths.level`."""
     # Links within a node and between nodes differ in what a token costs.
     links = (classes == 0, classes > 0)
-    surplus = m.tokens - median_of(median(m.tokens, 1))
+    surplus = m.path_tokens - median_of(median(m.path_tokens, 1))
     costs = [_token_cost(m, time, link, surplus) for link in links]
     by_tokens = np.where(links[1], costs[1], costs[0]) * surplus
     usual = np.where(np.isfinite(surplus), by_tokens, 0.0)
@@ -246,22 +245,28 @@ def _by_order(m: Matrices, excess: FloatArray, classes: IntArray) -> FloatArray:
         when = when - median(when, 0)
         over = np.where(link, seen, np.nan)
         over = over - median(over, 0)
-        slope = _slope(when, over)
+        slope = _slope(when, over, m.place)
         left = over - slope * when
         if median_of(np.abs(left)) < _ORDER_EXPLAINS * median_of(np.abs(over)):
             by_order += np.where(link, slope * np.nan_to_num(when), 0.0)
     return by_order
 
 
-def _slope(x: FloatArray, y: FloatArray) -> float:
-    """Median slope between random pairs of cells of the same column; 0 where x hardly differs."""
+def _slope(x: FloatArray, y: FloatArray, place: Place) -> float:
+    """Median slope between random pairs of cells of the same column; 0 where x hardly differs.
+
+    Both receivers are on one node where it has two, so that what slows a node does not count.
+    """
     generator = np.random.default_rng(0)
     a, b = generator.integers(0, x.shape[0], (2, _SLOPE_PAIRS))
-    column = generator.integers(0, x.shape[1], _SLOPE_PAIRS)
+    if place.num_nodes < place.num_ranks:
+        nodes = members(place.nodes)
+        b = nodes[place.nodes[a], b % nodes.shape[1]]
+        a, b = a[b < x.shape[0]], b[b < x.shape[0]]
+    column = generator.integers(0, x.shape[1], a.size)
     step, rise = x[a, column] - x[b, column], y[a, column] - y[b, column]
-    telling = np.abs(step) > max(median_of(np.abs(x)), _SETTLED_NS)
-    slope = median_of(rise[telling & np.isfinite(rise)] / step[telling & np.isfinite(rise)])
-    return max(or_zero(slope), 0.0)
+    telling = (np.abs(step) > max(median_of(np.abs(x)) / 2, _SETTLED_NS)) & np.isfinite(rise)
+    return max(or_zero(median_of(rise[telling] / step[telling])), 0.0)
 
 
 def _classes(place: Place) -> IntArray:
@@ -308,7 +313,7 @@ def _token_cost_between_paths(m: Matrices, time: FloatArray, link: BoolArray) ->
 
     NaN where too few paths are there to tell what tokens cost from what is slow.
     """
-    of_link, tokens = time[link], m.tokens[link]
+    of_link, tokens = time[link], m.path_tokens[link]
     if m.num_ranks < MIN_RANKS_TO_SPLIT_PATHS:
         known = tokens[np.isfinite(tokens)]
         even = known.size and known.max() <= (1 + _EVEN_TOKENS) * known.min()

@@ -70,6 +70,7 @@ class KindSummary:
             early enough to see a path time of interest: not slow, more is not known.
         path_seen: bool, false where path times rest on how far apart the two clocks are thought to be.
         path_clock: how far path times may be wrong because of the two clocks; NaN where nobody knows.
+        path_tokens: median over the operations in which the path could be seen; routing may move.
         path_moments: [3, num_ranks], sums over operations of the squares and the product of how
             tokens and path time deviate from their medians: what a token costs on this path.
         tokens: median per operation.
@@ -102,6 +103,7 @@ class KindSummary:
     path_hidden: BoolArray
     path_seen: BoolArray
     path_clock: FloatArray
+    path_tokens: FloatArray
     path_moments: FloatArray
     tokens: FloatArray
     blame: FloatArray
@@ -193,6 +195,7 @@ def _summarize_kind(counters: CounterSnapshot, rank: int) -> KindSummary:
         path_hidden=hidden,
         path_seen=seen,
         path_clock=clock,
+        path_tokens=median(np.where(np.isfinite(elapsed), tokens, np.nan), 0),
         path_moments=_moments(tokens, elapsed),
         tokens=median(tokens, 0),
         blame=np.bincount(last[:, 0], ready, minlength=arrival.shape[1]) / ready.size,
@@ -247,6 +250,7 @@ def _from_totals(
         path_hidden=np.zeros(num_ranks, dtype=bool),
         path_seen=np.ones(num_ranks, dtype=bool),
         path_clock=unknown,
+        path_tokens=per_op["tokens"],
         path_moments=np.zeros((3, num_ranks)),
         tokens=per_op["tokens"],
         blame=np.nan_to_num(per_op["critical_ns"]),
