@@ -565,6 +565,21 @@ def test_program_names_what_was_injected(injected: tuple[str, ...]) -> None:
     assert "the verdicts name what was injected, and nothing else" in done.stdout
 
 
+@pytest.mark.parametrize(
+    "injected", ["slow-rank=3:100ms", "slow-path=0>1:100ms", "slow-rank=2:20ms"]
+)
+def test_program_names_what_was_injected_in_wall_time(
+    injected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DEEP_EP_CPU_CLOCK", "wall")
+    done = run_program(
+        "--num-processes", "4", "--num-tokens", "16", "--hidden", "512", "--num-topk", "4",
+        "--num-experts", "16", "--quick", "--inject", injected,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "the verdicts name what was injected, and nothing else" in done.stdout
+
+
 def test_program_fails_when_a_fault_is_not_named() -> None:
     """A delay far below what matters is injected, so naming it would be wrong, and not naming it is
     a failure.

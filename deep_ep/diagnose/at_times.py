@@ -30,9 +30,10 @@ _MIN_SHARE, _BURST = 0.1, 12
 _MORE, _TIMES = 5.0, 4.0
 # Noise goes both ways.
 _ONE_SIDED = 4.0
-# A rank that is late in more operations is late for good, unless in a quarter it is not late at all
-# and in the others by twice what counts.
-_MOST, _QUIET, _APART = 0.4, 0.25, 2.0
+# Half of the operations of a rank that is late in some are not late at all, or by half of what
+# counts; a quarter where the others are late by twice what counts. Else it is late for good.
+_MOST, _QUIET_MOSTLY = 0.4, 0.5
+_QUIET, _APART = 0.25, 2.0
 # In so many of its late operations the others must have waited for the rank.
 _WAITED = 0.3
 # A cost must exceed its error, and that of a rank's whole work, so many times.
@@ -117,7 +118,9 @@ class _Late:
         """Whether the late operations are some of many, and not what is usual for the rank."""
         values = self.among.values[:, self.rank]
         quiet = float(np.sum(values < self.among.bar / 2)) / max(self.count, 1)
-        return self.share <= _MOST or (quiet >= _QUIET and self.typical > _APART * self.among.bar)
+        return (self.share <= _MOST and quiet >= _QUIET_MOSTLY) or (
+            quiet >= _QUIET and self.typical > _APART * self.among.bar
+        )
 
     @property
     def is_waited_for(self) -> bool:

@@ -61,6 +61,8 @@ def found_cause(
     size: Size,
     cells: BoolArray,
     gain: Gain,
+    *,
+    most_certain: float = 1.0,
     **rest: Any,
 ) -> Found:
     """A verdict on a rank.
@@ -71,6 +73,7 @@ def found_cause(
         size: of the effect.
         cells: [receiver, source], whose waiting it explains.
         gain: what to take away for the savings.
+        most_certain: where something that matters is not known.
         rest: further fields of the verdict.
     """
     e = kind.e
@@ -82,7 +85,9 @@ def found_cause(
         interval_us=size.interval_us,
         share=_share(e, cells),
         duration_us=e.duration_ns / 1e3,
-        certainty=certainty(size.effect, size.error, size.tests) if e.has_stamps else float("nan"),
+        certainty=min(certainty(size.effect, size.error, size.tests), most_certain)
+        if e.has_stamps
+        else float("nan"),
         **{"rank": None, "edge": None, "seen_in": float("nan"), **rest},
     )
     return Found(replace(verdict, where=_where(verdict, e.m.place)), kind, gain)
@@ -118,6 +123,8 @@ def own_times(e: Estimates, rank: int) -> dict[str, float]:
 
 def _where(verdict: Verdict, place: Place) -> str:
     def at(rank: int) -> str:
+        if not place.hosts[rank]:
+            return "did not report"
         return f"{place.hosts[rank]} {place.device}:{place.devices[rank]}".strip()
 
     def on(node: int) -> str:

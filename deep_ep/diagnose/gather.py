@@ -33,7 +33,7 @@ KINDS = (
 )
 # What Matrices have of each KindSummary, with what stands for a rank that did not report.
 _PER_OPERATION = dict.fromkeys(
-    ("gap", "span", "drain", "wait", "duration", "received", "last_arrival"), np.nan
+    ("gap", "span", "drain", "wait", "duration", "received", "last_arrival", "last_path"), np.nan
 ) | {"last": -1}
 _PER_PAIR = dict.fromkeys(
     (
@@ -91,8 +91,8 @@ class Matrices:
         counted: operations counted, the most of any rank.
         ops: [n] int64, numbers of the operations with raw stamps; empty: only totals were there.
         gap, span, drain, wait, duration, received: [n, num_ranks]; one row of means without stamps.
-        last, last_arrival: [n, num_ranks, 2], the two latest sources of each receiver, -1 and NaN
-            where there is none.
+        last, last_arrival, last_path: [n, num_ranks, 2], the two latest sources of each receiver, -1
+            and NaN where there is none.
         wait_parts: [3, num_ranks, num_ranks], late, issue and path part of the waiting.
         path_hidden, path_seen: [num_ranks, num_ranks] bool.
         path_moments: [3, num_ranks, num_ranks].
@@ -117,6 +117,7 @@ class Matrices:
     received: FloatArray
     last: IntArray
     last_arrival: FloatArray
+    last_path: FloatArray
     wait_parts: FloatArray
     late: FloatArray
     late_error: FloatArray

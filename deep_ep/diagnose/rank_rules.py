@@ -10,7 +10,7 @@ from deep_ep.diagnose.estimate import Effect, Estimates, pooled
 from deep_ep.diagnose.findings import COMP_SLOW, MIXED_SLOW
 from deep_ep.diagnose.found import Found, Size, cells_of, found_cause, own_times
 from deep_ep.diagnose.paths import MIN_RANKS_TO_SPLIT_PATHS
-from deep_ep.diagnose.stats import healthy, scale
+from deep_ep.diagnose.stats import healthy, median_of, scale
 from deep_ep.diagnose.thresholds import JudgedKind, mostly
 from deep_ep.diagnose.whatif import Gain
 
@@ -47,15 +47,9 @@ def _hot_rank(kind: JudgedKind, rank: int, *, longer: bool, incast: bool) -> Fou
         kind,
         MIXED_SLOW,
         "hot experts",
-        Size(max(own_ns, inbound_ns), float(e.busy.error[rank]), e.load.size),
+        Size(max(own_ns, inbound_ns), float(e.busy.error[rank]), e.load.size, e.busy.apart),
         cells_of(e, source=rank, receiver=rank if incast else None),
-        Gain(
-            e.operation,
-            rank,
-            work_ns=max(own_ns, 0.0),
-            paths=(rank, slice(None)) if incast else None,
-            path_ns=inbound_ns,
-        ),
+        _hot_gain(e, rank, max(own_ns, 0.0)),
         rank=rank,
         seen_in=float(e.busy.above[rank]) if longer else float("nan"),
         evidence={
@@ -68,6 +62,19 @@ def _hot_rank(kind: JudgedKind, rank: int, *, longer: bool, incast: bool) -> Fou
         next_step=f"Its experts get {e.load[rank]:.1f} times an even share of the tokens: look at the "
         "routing, and move or replicate its busiest experts.",
     )
+
+
+def _hot_gain(e: Estimates, rank: int, own_ns: float) -> Gain:
+    """Its own time, and that of the paths that its tokens take, spread over all ranks."""
+    m = e.m
+    rows = np.nansum(m.tokens[rank]) >= np.nansum(m.tokens[:, rank])
+    paths = (rank, slice(None)) if rows else (slice(None), rank)
+    same_node = m.place.nodes[:, None] == m.place.nodes[None, :]
+    of_others = e.paths.time.copy()
+    of_others[rank], of_others[:, rank] = np.nan, np.nan
+    level = np.where(same_node, median_of(of_others[same_node]), median_of(of_others[~same_node]))
+    longer = np.maximum(np.nan_to_num((e.paths.time - level)[paths]), 0.0)
+    return Gain(e.operation, rank, work_ns=own_ns, is_shared=True, paths=paths, path_ns=longer)
 
 
 def late_ranks(kinds: Sequence[JudgedKind], hot_ranks: set[int], at_times: set[int]) -> list[Found]:

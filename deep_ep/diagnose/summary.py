@@ -59,7 +59,8 @@ class KindSummary:
         gap, span, drain, wait, duration, received: [n], this rank's own time between operations,
             from entering to beginning to wait, from the last arrival to the end, its waiting, the
             whole operation; and tokens received.
-        last, last_arrival: [n, 2], the latest sources and when they came, after the begin of waiting.
+        last, last_arrival, last_path: [n, 2], the latest sources, when they came, after the begin of
+            waiting, and how long after they had issued; NaN where they were there before.
         wait_parts: [3, num_ranks], late, issue and path part of the waiting per operation, without
             the tenth of operations at either end.
         late, late_error: issue stamps against the median source, median over operations.
@@ -92,6 +93,7 @@ class KindSummary:
     received: FloatArray
     last: IntArray
     last_arrival: FloatArray
+    last_path: FloatArray
     wait_parts: FloatArray
     late: FloatArray
     late_error: FloatArray
@@ -184,6 +186,7 @@ def _summarize_kind(counters: CounterSnapshot, rank: int) -> KindSummary:
         received=np.nansum(tokens, axis=1),
         last=last.astype(np.int64),
         last_arrival=np.take_along_axis(arrival, last, axis=1),
+        last_path=np.take_along_axis(np.where(arrival > 0, arrival - issued, np.nan), last, axis=1),
         wait_parts=_trimmed_parts(entered, issued, arrival),
         late=median(lateness, 0),
         late_error=standard_error(lateness, 0),
@@ -239,6 +242,7 @@ def _from_totals(
         received=one(float(totals["tokens"].sum())),
         last=np.full((1, _KEPT_ARRIVALS), -1, np.int64),
         last_arrival=np.full((1, _KEPT_ARRIVALS), np.nan),
+        last_path=np.full((1, _KEPT_ARRIVALS), np.nan),
         wait_parts=np.stack([per_op[name] for name in ("late_ns", "issue_ns", "path_ns")]),
         late=per_op["late_ns"] + per_op["issue_ns"],
         late_error=0.0 * ops,

@@ -4,7 +4,7 @@ Order of the rules, each taking the ranks it explains away from the later ones:
 
 1. Mixed-Slow, hot experts: far more tokens than the others *and* more time because of it.
 2. Comp-Slow: a rank's own clock says it worked longer *and* the others see it late; in most operations,
-   or in some.
+   or in some. Of a rank that did not report, most others must have waited for it.
 3. Comm-Slow: all paths into (ingress) or out of (egress) one rank, between two nodes, on one rail;
    or one path slower than all that explains.
 4. Mixed-Slow, early receiver: a rank works clearly less than the others, and nothing else is
@@ -30,6 +30,7 @@ from deep_ep.diagnose.gather import LOW_LATENCY_KINDS, Matrices
 from deep_ep.diagnose.history import History
 from deep_ep.diagnose.path_rules import path_remarks, slow_paths, slower_than_before
 from deep_ep.diagnose.rank_rules import early_receivers, hot_experts, late_ranks
+from deep_ep.diagnose.silent import late_and_silent
 from deep_ep.diagnose.thresholds import MIN_OPERATIONS, JudgedKind, Thresholds
 from deep_ep.diagnose.whatif import savings_ns
 from deep_ep.errors import ranks_text
@@ -105,6 +106,7 @@ def _causes(kinds: Sequence[JudgedKind], history: History | None) -> list[Found]
     at_times = late_at_times(kinds, hot_ranks)
     found += at_times
     found += late_ranks(kinds, hot_ranks, _ranks(at_times))
+    found += late_and_silent(kinds)
     for kind in kinds:
         found += slow_paths(kind, hot_ranks)
         if history is not None:

@@ -3,10 +3,13 @@
 A cause does not cost what it takes. A rank that is late by d starts ahead by one path time, since
 the data of the others is there when it comes; three equally late ranks cost as much as one; a slow
 path holds up its receiver, and that one everybody else in the next operation. So all ranks are run
-through the recorded operations again, with their own times of each operation and the median paths:
+through the recorded operations again, with their own times of each operation:
 
     entered = exit + gap                    issued = entered + send
     ready_i = max(entered_i + span_i, max_j (issued_j + path_ij))        exit = ready + drain
+
+Paths take their median, but the two latest in each operation what they took: the latest of many
+is late by chance, also when nothing is the matter.
 """
 
 from __future__ import annotations
@@ -18,11 +21,12 @@ from typing import Any
 import numpy as np
 
 from deep_ep.diagnose.estimate import Estimates
-from deep_ep.diagnose.findings import FloatArray
+from deep_ep.diagnose.findings import FloatArray, IntArray
 from deep_ep.diagnose.stats import median
 
-# Operations replayed at most, and cells looked at, which bounds the time for large groups.
-_MOST_OPERATIONS = 48
+# Operations replayed at most, and cells looked at, which bounds the time for large groups. What is
+# there now and then only takes more operations.
+_MOST_OPERATIONS, _MOST_AT_TIMES = 48, 192
 _MOST_CELLS = 2e7
 # Until the ranks have fallen into the step of the replay.
 _FALLING_IN = 4
@@ -37,8 +41,10 @@ class Gain:
         rank: whose own time, or None.
         work_ns, drain_ns: of the time before waiting, after the last arrival.
         work_each: [n] of the time before waiting in each operation of the kind, or None.
+        is_recorded: False where the rank did not report, so that its time is in no recorded operation.
+        is_shared: whether what is taken away from the rank has to be done by all ranks together.
         paths: index into [receiver, source], or None.
-        path_ns: of these paths.
+        path_ns: of these paths; one number, or one for each.
     """
 
     operation: str
@@ -46,19 +52,31 @@ class Gain:
     work_ns: float = 0.0
     work_each: FloatArray | None = None
     drain_ns: float = 0.0
+    is_recorded: bool = True
+    is_shared: bool = False
     paths: Any = None
-    path_ns: float = 0.0
+    path_ns: float | FloatArray = 0.0
 
 
 @dataclass(frozen=True)
 class _Step:
-    """One recorded operation: which of its kind; and `[num_ranks]` each, ns."""
+    """One recorded operation: which of its kind; `[num_ranks]` each, ns.
+
+    Attributes:
+        kind: of the operations.
+        at: its number among them.
+        gap, span, drain: own times of the ranks.
+        sources, receivers, longer: [k] each, paths that took longer (or shorter) than usual, by ns.
+    """
 
     kind: int
     at: int
     gap: FloatArray
     span: FloatArray
     drain: FloatArray
+    sources: IntArray
+    receivers: IntArray
+    longer: FloatArray
 
 
 def savings_ns(estimates: Sequence[Estimates], sets: Sequence[Sequence[Gain]]) -> FloatArray:
@@ -74,60 +92,70 @@ def savings_ns(estimates: Sequence[Estimates], sets: Sequence[Sequence[Gain]]) -
     if not all(e.has_stamps for e in estimates) or not sets:
         return np.full(len(sets), np.nan)
     cells = estimates[0].load.size ** 2 * (len(sets) + 1)
-    most = int(min(max(_MOST_CELLS // cells, _FALLING_IN + 2), _MOST_OPERATIONS))
-    steps = _steps(estimates, most)
+    wanted = (
+        _MOST_AT_TIMES
+        if any(gain.work_each is not None for gains in sets for gain in gains)
+        else _MOST_OPERATIONS
+    )
+    most = int(min(max(_MOST_CELLS // cells, _FALLING_IN + 2), wanted))
+    usual = [_paths(e) for e in estimates]
+    steps = _steps(estimates, usual, most)
     if len(steps) <= _FALLING_IN:
         return np.full(len(sets), np.nan)
-    position = {e.operation: i for i, e in enumerate(estimates)}
-    ends = _end(estimates, steps, [(), *sets], position)
+    ends = _end(estimates, usual, steps, [(), *sets])
     saved: FloatArray = np.maximum(ends[0] - ends[1:], 0.0) / (len(steps) - _FALLING_IN)
     return saved
 
 
-def _steps(estimates: Sequence[Estimates], most: int) -> list[_Step]:
+def _steps(estimates: Sequence[Estimates], usual: Sequence[FloatArray], most: int) -> list[_Step]:
     """The latest operations of all kinds in their order; what is not known is as usual."""
     order = sorted(
         (int(op), i, at) for i, e in enumerate(estimates) for at, op in enumerate(e.m.ops)
     )
-    series = [[_filled(x) for x in (e.m.gap, e.m.span, e.m.drain)] for e in estimates]
-    return [_Step(i, at, *(x[at] for x in series[i])) for _, i, at in order[-most:]]
+    own = [tuple(_filled(x) for x in (e.m.gap, e.m.span, e.m.drain)) for e in estimates]
+    longer = [_longer(e, paths) for e, paths in zip(estimates, usual)]
+    steps = []
+    for _, i, at in order[-most:]:
+        gap, span, drain = (x[at] for x in own[i])
+        known = _known(estimates[i].m.last[at], longer[i][at])
+        steps.append(_Step(i, at, gap, span, drain, *known))
+    return steps
 
 
 def _filled(series: FloatArray) -> FloatArray:
-    """`[n, num_ranks]` with each rank's median where nothing is known."""
+    """`[n, num_ranks]` with each rank's median where nothing is known; of silent ranks the others'."""
     known = np.where(np.isfinite(series), series, median(series, 0))
+    known = np.where(np.isfinite(known), known, median(known, 1)[:, None])
     return np.where(np.isfinite(known), known, 0.0)
+
+
+def _longer(e: Estimates, usual: FloatArray) -> FloatArray:
+    """`[n, receiver, 2]` how much longer than usual the paths of the latest sources took, ns."""
+    last = e.m.last
+    clock = e.paths.coarse_clock + e.paths.clock
+    receiver = np.arange(last.shape[1])[None, :, None]
+    took = e.m.last_path - clock[receiver] + clock[last]
+    longer: FloatArray = took - usual[last, receiver]
+    return np.where(np.isfinite(longer) & (last != receiver), longer, np.nan)
+
+
+def _known(last: IntArray, longer: FloatArray) -> tuple[IntArray, IntArray, FloatArray]:
+    """Sources, receivers and times of the paths of which something is known."""
+    receivers, place = np.nonzero(np.isfinite(longer))
+    return last[receivers, place], receivers, longer[receivers, place]
 
 
 def _end(
     estimates: Sequence[Estimates],
+    usual: Sequence[FloatArray],
     steps: Sequence[_Step],
     sets: Sequence[Sequence[Gain]],
-    position: Mapping[str, int],
 ) -> FloatArray:
     """[len(sets)]: when the ranks are done with all steps but the first few, on average."""
+    position = {e.operation: i for i, e in enumerate(estimates)}
     num_ranks, num_sets = estimates[0].load.size, len(sets)
-    work = np.zeros((len(estimates), num_sets, num_ranks))
-    drain = np.zeros(work.shape)
-    at_times = [
-        (s, position[gain.operation], gain.rank, gain.work_each)
-        for s, gains in enumerate(sets)
-        for gain in gains
-        if gain.work_each is not None
-    ]
-    usual = [_paths(e) for e in estimates]
-    # Most causes leave the paths as they are.
-    paths = [[kind] * num_sets for kind in usual]
-    for s, gains in enumerate(sets):
-        for gain in gains:
-            kind = position[gain.operation]
-            if gain.rank is not None:
-                work[kind, s, gain.rank] += gain.work_ns
-                drain[kind, s, gain.rank] += gain.drain_ns
-            if gain.paths is not None:
-                if paths[kind][s] is usual[kind]:
-                    paths[kind][s] = usual[kind].copy()
-                paths[kind][s].T[gain.paths] -= gain.path_ns
+    work, drain, at_times = _own_gains(sets, position, num_ranks)
+    paths = [_paths_of_sets(kind, sets, e.operation) for kind, e in zip(usual, estimates)]
     overlap = [np.maximum(np.nan_to_num(median(e.m.span, 0) - e.send_ns), 0.0) for e in estimates]
 
     on_the_way = np.empty((num_ranks, num_ranks))
@@ -138,27 +166,76 @@ def _end(
             begin = left.mean(axis=1)
         k = step.kind
         less = work[k]
-        if at_times:
-            less = less.copy()
-            for s, kind, rank, each in at_times:
-                if kind == k:
-                    less[s, rank] += each[step.at]
+        for s, rank, each in at_times[k]:
+            less = less.copy() if less is work[k] else less
+            less[s, rank] += each[step.at]
         entered = left + np.maximum(step.gap - less, 0.0)
         waits_from = entered + step.span
         issued = waits_from - overlap[k]
         for s in range(num_sets):
             np.add(issued[s][:, None], paths[k][s], out=on_the_way)
+            on_the_way[step.sources, step.receivers] += step.longer
             np.max(on_the_way, axis=0, out=arrival[s])
         left = np.maximum(waits_from, arrival) + np.maximum(step.drain - drain[k], 0.0)
     return np.asarray(left.mean(axis=1) - begin)
+
+
+def _own_gains(
+    sets: Sequence[Sequence[Gain]], position: Mapping[str, int], num_ranks: int
+) -> tuple[FloatArray, FloatArray, list[list[tuple[int, int, FloatArray]]]]:
+    """What ranks need less, per kind: [kinds, sets, num_ranks] of work, of drain; and in some operations.
+
+    The last is a list of (set, rank, [n]) for each kind.
+    """
+    work = np.zeros((len(position), len(sets), num_ranks))
+    drain = np.zeros(work.shape)
+    at_times: list[list[tuple[int, int, FloatArray]]] = [[] for _ in position]
+    recorded: set[tuple[int, int]] = set()
+    for s, gains in enumerate(sets):
+        for gain in gains:
+            if gain.rank is None:
+                continue
+            kind = position[gain.operation]
+            if not gain.is_recorded and (kind, gain.rank) not in recorded:
+                recorded.add((kind, gain.rank))
+                work[kind, :, gain.rank] -= gain.work_ns
+            work[kind, s, gain.rank] += gain.work_ns
+            drain[kind, s, gain.rank] += gain.drain_ns
+            if gain.is_shared:
+                work[kind, s] -= gain.work_ns / num_ranks
+                drain[kind, s] -= gain.drain_ns / num_ranks
+            if gain.work_each is not None:
+                at_times[kind].append((s, gain.rank, gain.work_each))
+    return work, drain, at_times
+
+
+def _paths_of_sets(
+    usual: FloatArray, sets: Sequence[Sequence[Gain]], operation: str
+) -> list[FloatArray]:
+    """[source, receiver] for each set; most causes leave the paths as they are."""
+    paths = [usual] * len(sets)
+    for s, gains in enumerate(sets):
+        for gain in gains:
+            if gain.paths is not None and gain.operation == operation:
+                if paths[s] is usual:
+                    paths[s] = usual.copy()
+                paths[s].T[gain.paths] -= gain.path_ns
+                if gain.is_shared:
+                    paths[s] += (np.mean(gain.path_ns) / usual.shape[0]) * ~np.eye(
+                        len(usual), dtype=bool
+                    )
+    return paths
 
 
 def _paths(e: Estimates) -> FloatArray:
     """[source, receiver] median path times, the usual ones where none was seen; none to oneself."""
     clock = e.paths.clock
     seen = e.paths.time - clock[:, None] + clock[None, :]
+    expected, present = e.m.expected, e.m.present[:, None]
+    # Of what comes into a rank that did not report the way back is the best guess.
+    seen, expected = (np.where(present, x, x.T) for x in (seen, expected))
     paths = np.where(np.isfinite(seen), seen, e.paths.usual)
     paths = np.where(np.isfinite(paths), paths, 0.0)
-    paths = np.where(e.m.expected, paths, -np.inf)
+    paths = np.where(expected, paths, -np.inf)
     np.fill_diagonal(paths, 0.0)
     return np.ascontiguousarray(paths.T)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -13,6 +13,7 @@ from generator_faults import (
     GeneratorFault,
     Hiccup,
     IntermittentRank,
+    NonReporting,
     SlowReceive,
     SlowSend,
 )
@@ -21,7 +22,7 @@ from generator_machines import GPU, Machine
 from deep_ep import diagnose
 from deep_ep.diagnose import Diagnosis
 from deep_ep.diagnose.estimate import Estimates, estimate_kinds
-from deep_ep.faults import SlowRank
+from deep_ep.faults import HotRank, SlowRank
 
 NODES = replace(GPU, ranks_per_node=8)
 NUM_ROUNDS = 64
@@ -83,7 +84,7 @@ def test_a_rank_that_is_late_now_and_then_is_named_with_its_share_and_mean_cost(
         for verdict in found.verdicts:
             assert verdict.cause == "late at times"
             assert verdict.seen_in == pytest.approx(mean_us / 50, abs=0.15)
-            assert verdict.evidence["late by, when it is, us"] == pytest.approx(50, abs=6)
+            assert verdict.evidence["late by, when it is, us"] == pytest.approx(50, abs=8)
             assert burst == 1 or verdict.evidence["longest burst operations"] >= 10
             low, high = verdict.interval_us
             held.append(low <= mean_us <= high)
@@ -115,3 +116,59 @@ def test_heavy_tails_are_no_cause(tail_degrees: float) -> None:
     for num_ranks in (4, 16):
         for _, found in judged(machine, num_ranks, [[]] * 30, 870):
             assert found.verdicts == []
+
+
+@pytest.mark.parametrize("num_ranks", [4, 8, 16])
+@pytest.mark.parametrize("late_us", [50, 200])
+def test_a_straggler_that_does_not_report_is_named_from_what_the_others_saw(
+    num_ranks: int, late_us: int
+) -> None:
+    """Its own clock is not known, which is said, and keeps the verdict from being certain."""
+    faults = [
+        [SlowRank(seed % num_ranks, late_us * 1e-6), NonReporting(seed % num_ranks)]
+        for seed in range(6)
+    ]
+    right = 0
+    for window, found in judged(NODES, num_ranks, faults, 900):
+        right += found.keys == window.truth.keys
+        for verdict in found.verdicts:
+            assert verdict.effect_us == pytest.approx(late_us, rel=0.1, abs=8)
+            assert verdict.certainty <= 0.9
+            assert verdict.where == "did not report"
+            assert verdict.evidence["ranks that waited for it"] > num_ranks / 2
+            assert "did not report" in verdict.next_step
+            assert found.savings_us["dispatch"] == pytest.approx(window.saving_us, rel=0.15, abs=6)
+    # Slower paths than it is late may hide it from its own node.
+    assert right >= 5
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4, 8])
+def test_a_rank_that_does_not_report_and_is_not_waited_for_is_not_named(num_ranks: int) -> None:
+    for _, found in judged(NODES, num_ranks, [[NonReporting(1)]] * 10, 950):
+        assert found.verdicts == []
+        assert "dispatch: no counters from rank 1" in found.remarks
+
+
+@pytest.mark.parametrize("num_ranks", [4, 8, 16])
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda rank: [SlowRank(rank, 20e-6)],
+        lambda rank: [SlowRank(rank, 200e-6)],
+        lambda rank: [SlowReceive(rank, 50e-6)],
+        lambda rank: [HotRank(rank, 2.0)],
+        lambda rank: [IntermittentRank(rank, 50e-6, 0.3, 20)],
+        lambda rank: [SlowRank(rank, 40e-6), SlowRank((rank + 1) % 4, 60e-6)],
+    ],
+    ids=["late", "very late", "slow receive", "hot", "at times", "two"],
+)
+def test_without_all_causes_operations_take_what_they_take_in_the_same_run_without_them(
+    build: Callable[[int], list[GeneratorFault]], num_ranks: int
+) -> None:
+    right = [
+        abs(found.savings_us["dispatch"] - window.saving_us) <= max(3.0, 0.15 * window.saving_us)
+        for window, found in judged(NODES, num_ranks, [build(seed % 4) for seed in range(6)], 970)
+        if found.verdicts
+    ]
+    assert len(right) >= 5
+    assert np.mean(right) >= 0.8

@@ -1,0 +1,125 @@
+"""Ranks that do not report: what the others saw of them is all there is."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from deep_ep.diagnose.findings import COMP_SLOW, BoolArray, FloatArray
+from deep_ep.diagnose.found import Found, Size, cells_of, found_cause
+from deep_ep.diagnose.gather import Matrices
+from deep_ep.diagnose.stats import healthy, median_of, or_zero
+from deep_ep.diagnose.thresholds import MIN_OPERATIONS, JudgedKind
+from deep_ep.diagnose.whatif import Gain
+
+# Two who agree are the least.
+_MIN_REPORTS = 2
+# In so many operations a rank waited for it, last; or in half of them, where ranks are few.
+_WAITED = 0.3
+# A rank's own clock might say that it was held up; nobody can be surer than this without it.
+_MOST_CERTAIN = 0.9
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """A silent rank in one kind of operation, as the others saw it; times in ns.
+
+    Attributes:
+        kind: the kind.
+        rank: the rank.
+        waited: [num_ranks] bool, who waited for it, last, in many operations.
+        share: in which share of the operations they did, median.
+        late: how late it issued on their clocks.
+        error: of that.
+        spread: how far healthy ranks differ in it.
+    """
+
+    kind: JudgedKind
+    rank: int
+    waited: BoolArray
+    share: float
+    late: float
+    error: float
+    spread: float
+
+    @property
+    def is_certain(self) -> bool:
+        """Whether most others waited for the rank, which was later than ranks ever are."""
+        kind = self.kind
+        noise = max(kind.z_ranks * self.error, kind.limits.spread * self.spread)
+        most = 2 * self.waited.sum() > kind.e.m.present.sum()
+        return bool(most and self.late > max(kind.rank_floor, noise))
+
+    @property
+    def bears_out(self) -> bool:
+        """Whether it may well be as late, where another kind is certain of it."""
+        return self.late > max(self.kind.floor, 2.0 * self.error) and bool(self.waited.any())
+
+
+def late_and_silent(kinds: Sequence[JudgedKind]) -> list[Found]:
+    """Ranks that did not report, that most others waited for, and that issued late on their clocks."""
+    usable = [
+        kind
+        for kind in kinds
+        if kind.e.has_stamps
+        and kind.e.num_operations >= MIN_OPERATIONS
+        and kind.e.m.present.sum() >= _MIN_REPORTS
+    ]
+    silent = {rank for kind in usable for rank in np.flatnonzero(~kind.e.m.present).tolist()}
+    found = []
+    for rank in sorted(silent):
+        seen = [_seen(kind, rank) for kind in usable]
+        if any(one.is_certain for one in seen):
+            found += [_verdict(one) for one in seen if one.is_certain or one.bears_out]
+    return found
+
+
+def _seen(kind: JudgedKind, rank: int) -> _Seen:
+    e, m = kind.e, kind.e.m
+    share = _waited_share(m, rank)
+    # Of few ranks each comes last in many operations by chance.
+    waited = (share > min(max(_WAITED, 2.0 / (m.num_ranks - 1)), 0.5)) & m.present
+    # Noise that lasts makes ranks late as well as slow.
+    error = math.hypot(or_zero(float(e.late_error[rank])), or_zero(median_of(e.work.error)))
+    spread = healthy(np.delete(e.late, rank))[1]
+    typical = or_zero(median_of(share[waited]))
+    return _Seen(kind, rank, waited, typical, or_zero(float(e.late[rank])), error, spread)
+
+
+def _verdict(seen: _Seen) -> Found:
+    e, rank = seen.kind.e, seen.rank
+    count = int(seen.waited.sum())
+    # While it is late the data of the others comes in, so it leaves earlier by a path's time, where
+    # that is all they wait for.
+    path = max(or_zero(median_of(e.paths.time[:, rank])), 0.0)
+    ahead = path if seen.late > path else 0.0
+    effect = seen.late + ahead
+    unsure = math.hypot(e.work.apart, min(path, seen.late) / 2)
+    return found_cause(
+        seen.kind,
+        COMP_SLOW,
+        "late",
+        Size(effect, seen.error, e.load.size, unsure),
+        cells_of(e, source=rank),
+        Gain(e.operation, rank, work_ns=effect, is_recorded=False),
+        rank=rank,
+        seen_in=seen.share,
+        evidence={
+            "ranks that waited for it": float(count),
+            "later than median us": seen.late / 1e3,
+            "error us": seen.error / 1e3,
+        },
+        next_step=f"Rank {rank} was seen late by {count} ranks and did not report, so its own clock is "
+        "not known: see whether its process runs, what it does, and what holds it up.",
+        most_certain=_MOST_CERTAIN,
+    )
+
+
+def _waited_share(m: Matrices, rank: int) -> FloatArray:
+    """[num_ranks]: in which share of its operations each waited for the rank, last."""
+    last = (m.last[..., 0] == rank) & (m.last_arrival[..., 0] > 0)
+    known = np.isfinite(m.wait).sum(axis=0)
+    return np.asarray(last.sum(axis=0) / np.maximum(known, 1))
