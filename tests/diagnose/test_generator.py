@@ -25,7 +25,7 @@ from generator_faults import (
     SlowSend,
     SlowUplink,
 )
-from generator_machines import CPU, GPU, NORMAL, Machine, StampRule
+from generator_machines import CLUSTER, CPU, GPU, NORMAL, Machine, StampRule
 from generator_recording import (
     ARRIVAL,
     CLOCK_ERROR,
@@ -95,7 +95,15 @@ machines = st.builds(
         host_clock_error=1.0,
         drift_ppm=10.0,
     ),
-    st.sampled_from([CPU, GPU]),
+    st.sampled_from(
+        [
+            CPU,
+            GPU,
+            CLUSTER,
+            replace(CLUSTER, fenced=True, combine_by_destination=True),
+            replace(CLUSTER, layers=3, moving_hot_share=2.0, rank_noise=5.0, congestion=30.0),
+        ]
+    ),
     st.sampled_from([0.0, 3.0, 10.0]),
     st.sampled_from([None, 1, 2, 3]),
     st.sampled_from(StampRule),
@@ -112,6 +120,9 @@ FAULTS: list[GeneratorFault] = [
     SlowReceive(1, 50e-6),
     SlowIngress(0, 50e-6),
     Hiccup(1, 4, 1e-3),
+    IntermittentRank(1, 50e-6),
+    SlowUplink(0, 50e-6),
+    SlowNic(1),
     Everything(50e-6),
     ClockFault(0, 1.0, 20.0),
 ]
