@@ -320,7 +320,7 @@ def test_a_hiccup_is_in_one_operation() -> None:
     assert faulty.truth.events == {(7, 2)}
 
 
-@pytest.mark.parametrize(("share", "burst"), [(0.3, 1), (0.3, 20), (0.1, 10)])
+@pytest.mark.parametrize(("share", "burst"), [(0.3, 1), (0.3, 20), (0.2, 10)])
 def test_a_rank_that_is_late_now_and_then_is_late_in_its_share_and_in_bursts(
     share: float, burst: int
 ) -> None:
@@ -344,6 +344,12 @@ def test_a_rank_that_is_late_now_and_then_is_late_in_its_share_and_in_bursts(
     assert (np.isin(lengths, (burst, 2 * burst))).all()
     assert late.truth.keys == {("comp-slow", 1)}
     assert late.truth.effects_us["comp-slow", 1] == pytest.approx(50 * is_late.mean(), abs=0.1)
+
+
+def test_a_rank_that_is_hardly_ever_late_need_not_be_named() -> None:
+    rarely = window(GPU, [IntermittentRank(1, 5e-5, 0.02)]).truth
+    assert rarely.keys == frozenset()
+    assert rarely.tolerated == {("comp-slow", 1)}
 
 
 def test_a_rank_that_does_not_report_is_missing_and_late_all_the_same() -> None:
