@@ -42,7 +42,6 @@ from _scenarios import (  # noqa: E402
     ALL_HEADERS,
     CLOCKS,
     FAMILIES,
-    FAR_FAMILIES,
     FAULTY,
     FIRST_SIGHT,
     HEALTHY,
@@ -89,19 +88,11 @@ class Part:
 
     def cells(self) -> list[Cell]:
         """Those that there can be."""
-        return [
-            Cell(*values, self.num_operations)
-            for values in itertools.product(
-                self.scenarios,
-                self.windows,
-                self.effects_us,
-                self.families,
-                self.clocks,
-                self.stamps,
-            )
-            if SCENARIOS[values[0]].fits(SHAPES[values[1]], values[2])
-            and not (values[3] in FAR_FAMILIES and SHAPES[values[1]].nodes == 1)
-        ]
+        combined = itertools.product(
+            self.scenarios, self.windows, self.effects_us, self.families, self.clocks, self.stamps
+        )
+        cells = (Cell(*values, self.num_operations) for values in combined)
+        return [cell for cell in cells if cell.can_be]
 
 
 _EFFECTS = (10.0, 20.0, 50.0, 200.0)
@@ -133,7 +124,12 @@ FULL = {
         )
     ],
     "families": [
-        Part((LATE, PATH), (20.0, 50.0), _some(10, "1x8", "3x4", "2x8", "6x8"), families=_SPECIAL)
+        Part(
+            (LATE, PATH),
+            (20.0, 50.0, 200.0),
+            _some(8, "1x8", "3x4", "2x8", "6x8"),
+            families=_SPECIAL,
+        )
     ],
     "small": [Part(_SINGLE, (5.0,), _some(6, "1x4", "1x8", "3x4", "2x8"), num_operations=512)],
     "stamps": [Part(_SIDES, (50.0, 200.0), _some(10, "1x8", "3x4", "2x8"), stamps=list(STAMPS))],
