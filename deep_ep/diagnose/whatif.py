@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from deep_ep.diagnose.estimate import Estimates
-from deep_ep.diagnose.findings import FloatArray, IntArray
+from deep_ep.diagnose.findings import BoolArray, FloatArray, IntArray
 from deep_ep.diagnose.stats import median
 
 # Operations replayed at most, and cells looked at, which bounds the time for large groups. What is
@@ -155,7 +155,8 @@ def _end(
     position = {e.operation: i for i, e in enumerate(estimates)}
     num_ranks, num_sets = estimates[0].load.size, len(sets)
     work, drain, at_times = _own_gains(sets, position, num_ranks)
-    paths = [_paths_of_sets(kind, sets, e.operation) for kind, e in zip(usual, estimates)]
+    healed = [_healed_elsewhere(sets, e.operation, num_ranks) for e in estimates]
+    paths = [_paths_of_sets(*each, sets) for each in zip(estimates, usual, healed)]
     overlap = [np.maximum(np.nan_to_num(median(e.m.span, 0) - e.send_ns), 0.0) for e in estimates]
 
     on_the_way = np.empty((num_ranks, num_ranks))
@@ -174,7 +175,12 @@ def _end(
         issued = waits_from - overlap[k]
         for s in range(num_sets):
             np.add(issued[s][:, None], paths[k][s], out=on_the_way)
-            on_the_way[step.sources, step.receivers] += step.longer
+            longer = step.longer
+            mask = healed[k][s]
+            if mask is not None:
+                cut = mask[step.sources, step.receivers]
+                longer = np.where(cut, np.minimum(longer, 0.0), longer)
+            on_the_way[step.sources, step.receivers] += longer
             np.max(on_the_way, axis=0, out=arrival[s])
         left = np.maximum(waits_from, arrival) + np.maximum(step.drain - drain[k], 0.0)
     return np.asarray(left.mean(axis=1) - begin)
@@ -210,13 +216,19 @@ def _own_gains(
 
 
 def _paths_of_sets(
-    usual: FloatArray, sets: Sequence[Sequence[Gain]], operation: str
+    e: Estimates,
+    usual: FloatArray,
+    healed: Sequence[BoolArray | None],
+    sets: Sequence[Sequence[Gain]],
 ) -> list[FloatArray]:
     """[source, receiver] for each set; most causes leave the paths as they are."""
     paths = [usual] * len(sets)
     for s, gains in enumerate(sets):
+        mask = healed[s]
+        if mask is not None:
+            paths[s] = np.where(mask, np.fmin(usual, e.paths.usual.T), usual)
         for gain in gains:
-            if gain.paths is not None and gain.operation == operation:
+            if gain.paths is not None and gain.operation == e.operation:
                 if paths[s] is usual:
                     paths[s] = usual.copy()
                 paths[s].T[gain.paths] -= gain.path_ns
@@ -225,6 +237,24 @@ def _paths_of_sets(
                         len(usual), dtype=bool
                     )
     return paths
+
+
+def _healed_elsewhere(
+    sets: Sequence[Sequence[Gain]], operation: str, num_ranks: int
+) -> list[BoolArray | None]:
+    """[source, receiver] for each set: paths with a cause in another kind, and none in this one.
+
+    Where a path is hardly ever waited for, nothing is found; but it is the same path.
+    """
+    healed: list[BoolArray | None] = []
+    for gains in sets:
+        here, elsewhere = np.zeros((2, num_ranks, num_ranks), dtype=bool)
+        for gain in gains:
+            if gain.paths is not None:
+                (here if gain.operation == operation else elsewhere).T[gain.paths] = True
+        only_elsewhere = elsewhere & ~here
+        healed.append(only_elsewhere if only_elsewhere.any() else None)
+    return healed
 
 
 def _paths(e: Estimates) -> FloatArray:
