@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from _scenarios import (
-    RANKS_PER_NODE,
     SCENARIOS,
     TOKENS_PER_RANK,
     Cell,
     Score,
     grade,
     grade_subjects,
+    meant,
 )
 from generator import Window, simulate_windows
-from generator_faults import Key
+from generator_faults import Key, Truth
 
 from deep_ep import diagnose
 from deep_ep.diagnose.classic import Diagnose
@@ -27,8 +28,6 @@ JUDGES = (OURS, MEAN_NORMALISED, WAITS_ONLY)
 KINDS = ("dispatch", "combine")
 # Lengths of windows, dispatches and combines counted together, for "until the first right verdict".
 LENGTHS = (8, 16, 24, 32, 48, 64, 96, 128)
-WINDOW_OPERATIONS = 128
-LARGE_GROUP, LARGE_GROUP_OPERATIONS = 128, 64
 # The waits-only method gets the floor that ours has on GPUs.
 _FLOOR_NS = 3_000.0
 _WRONG_SHOWN = 3
@@ -53,8 +52,11 @@ class Result:
     Attributes:
         scores, subject_scores: per judge, by (kind, subject) and by subject alone.
         alarms: per judge, windows with any verdict that is neither injected nor tolerated.
+        all_right: windows in which ours named all that was injected and nothing else.
         tolerated: verdicts of ours that are true without being injected.
-        effects: (injected, named) us of the single cause in every kind of operation that named it.
+        mistakes: of ours, how often: "false " or "missed " and what.
+        effects: (injected, named, lower, upper end of its interval) us of the single cause in every
+            kind of operation that named it.
         savings: (true, named) us per operation of the single cause.
         operations: length of the shortest window whose verdicts held all that was injected; inf.
         wrong: seeds of windows that ours got wrong, with what it named.
@@ -64,16 +66,13 @@ class Result:
     scores: dict[str, Score] = field(default_factory=dict)
     subject_scores: dict[str, Score] = field(default_factory=dict)
     alarms: dict[str, int] = field(default_factory=dict)
+    all_right: int = 0
     tolerated: int = 0
-    effects: list[tuple[float, float]] = field(default_factory=list)
+    mistakes: dict[str, int] = field(default_factory=dict)
+    effects: list[tuple[float, float, float, float]] = field(default_factory=list)
     savings: list[tuple[float, float]] = field(default_factory=list)
     operations: list[float] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
-
-
-def window_operations(num_ranks: int) -> int:
-    """Length of the windows of a group of this size."""
-    return LARGE_GROUP_OPERATIONS if num_ranks > LARGE_GROUP else WINDOW_OPERATIONS
 
 
 def windows(task: Task, num_operations: int) -> Sequence[Window]:
@@ -81,7 +80,7 @@ def windows(task: Task, num_operations: int) -> Sequence[Window]:
     faults = [task.cell.faults(task.first_seed + i) for i in range(task.num_windows)]
     return simulate_windows(
         task.cell.machine(),
-        task.cell.num_ranks,
+        task.cell.group.num_ranks,
         num_operations // len(KINDS),
         faults,
         task.first_seed,
@@ -95,7 +94,7 @@ def ours(window: Window) -> diagnose.Diagnosis:
     return diagnose.judge(diagnose.gather([diagnose.summarize(s) for s in window.snapshots]))
 
 
-def mean_normalised(window: Window) -> Named:
+def mean_normalised(window: Window, _per_node: int) -> Named:
     """Column: late rank. Row: receiver. Point: path."""
     named: set[Key] = set()
     for kind in KINDS:
@@ -109,10 +108,10 @@ def mean_normalised(window: Window) -> Named:
     return frozenset(named)
 
 
-def waits_only(window: Window) -> Named:
+def waits_only(window: Window, per_node: int) -> Named:
     """Sums of waiting, with host names, number of operations and our floor."""
     num_ranks = len(window.wait_matrix(KINDS[0]))
-    hosts = [f"host{rank // RANKS_PER_NODE}" for rank in range(num_ranks)]
+    hosts = [f"host{rank // per_node}" for rank in range(num_ranks)]
     named: set[Key] = set()
     for kind in KINDS:
         found = judge_waits(
@@ -126,7 +125,7 @@ def waits_only(window: Window) -> Named:
     return frozenset(named)
 
 
-OTHERS: dict[str, Callable[[Window], Named]] = {
+OTHERS: dict[str, Callable[[Window, int], Named]] = {
     MEAN_NORMALISED: mean_normalised,
     WAITS_ONLY: waits_only,
 }
@@ -135,15 +134,15 @@ OTHERS: dict[str, Callable[[Window], Named]] = {
 def judge_windows(task: Task) -> Result:
     """Verdicts of full windows."""
     result = Result(task)
-    single = SCENARIOS[task.cell.scenario].single and task.cell.effect_us > 0
-    for window in windows(task, window_operations(task.cell.num_ranks)):
+    shape = task.cell.group
+    for window in windows(task, task.cell.num_operations):
         for name in task.judges:
             if name == OURS:
                 diagnosis = ours(window)
-                named = frozenset(diagnosis.keys)
-                _add_ours(result, window, diagnosis, single)
+                named = named_keys(diagnosis, window.truth, task)
+                _add_ours(result, window, diagnosis, named)
             else:
-                named = OTHERS[name](window)
+                named = OTHERS[name](window, shape.per_node)
             score = grade(named, window.truth)
             result.scores[name] = result.scores.get(name, Score()) + score
             subjects = result.subject_scores.get(name, Score())
@@ -152,24 +151,60 @@ def judge_windows(task: Task) -> Result:
     return result
 
 
-def _add_ours(result: Result, window: Window, diagnosis: diagnose.Diagnosis, single: bool) -> None:
-    truth = window.truth
-    result.tolerated += len(diagnosis.keys & truth.tolerated)
-    score = grade(diagnosis.keys, truth)
-    if score.false + score.missed and len(result.wrong) < _WRONG_SHOWN:
-        named, expected = (sorted(keys, key=str) for keys in (diagnosis.keys, truth.keys))
-        result.wrong.append(f"seed {window.seed}: named {named}, injected {expected}")
-    if not single:
+def named_keys(diagnosis: diagnose.Diagnosis, truth: Truth, task: Task) -> Named:
+    """What the verdicts say, to be compared with the truth."""
+    return frozenset(meant(v, truth, task.cell.group) for v in diagnosis.verdicts)
+
+
+def _add_ours(result: Result, window: Window, diagnosis: diagnose.Diagnosis, named: Named) -> None:
+    truth, cell = window.truth, result.task.cell
+    result.tolerated += len(named & truth.tolerated)
+    score = grade(named, truth)
+    result.all_right += not score.false + score.missed
+    if score.false + score.missed:
+        _add_mistakes(result, window, diagnosis, named)
+    if not SCENARIOS[cell.scenario].single or not truth.keys:
         return
     (key,) = truth.keys
-    verdicts = [v for v in diagnosis.verdicts if v.key == key]
+    verdicts = [v for v in diagnosis.verdicts if meant(v, truth, cell.group) == key]
     if not verdicts:
         return
-    saving_us = sum(np.nan_to_num(v.saving_us) for v in verdicts) / len(KINDS)
-    result.savings.append((window.saving_us, float(saving_us)))
-    if "hot" not in result.task.cell.scenario:  # what a hot rank costs differs by kind
-        injected = truth.effects_us[key]
-        result.effects += [(injected, abs(v.effect_us)) for v in verdicts]
+    # Each of them says what all of them together would save.
+    saving_us = max(float(np.nan_to_num(v.saving_us)) for v in verdicts)
+    result.savings.append((window.saving_us, saving_us))
+    injected = truth.effects_us[key]
+    if "hot" in cell.scenario or not np.isfinite(injected):  # differs by kind of operation
+        return
+    for v in verdicts:
+        low, high = sorted(np.sign(v.effect_us) * np.asarray(v.interval_us))
+        result.effects.append((injected, abs(v.effect_us), float(low), float(high)))
+
+
+def _add_mistakes(
+    result: Result, window: Window, diagnosis: diagnose.Diagnosis, named: Named
+) -> None:
+    truth, group = window.truth, result.task.cell.group
+    false = {
+        (meant(v, truth, group), v.cause)
+        for v in diagnosis.verdicts
+        if meant(v, truth, group) not in truth.keys | truth.tolerated
+    }
+    mistakes = [f"false {cause}" for _, cause in false]
+    score = grade(named, truth)
+    if score.missed:
+        mistakes += [f"missed {_kind_of(key)}" for key in truth.keys - named]
+    result.mistakes = dict(Counter(result.mistakes) + Counter(mistakes))
+    if len(result.wrong) < _WRONG_SHOWN:
+        texts = [sorted(keys, key=str) for keys in (named, truth.keys)]
+        result.wrong.append(f"seed {window.seed}: named {texts[0]}, injected {texts[1]}")
+
+
+def _kind_of(key: Key) -> str:
+    """What kind of cause, of what kind of subject."""
+    kind, subject = key
+    if isinstance(subject, tuple):
+        return f"{kind} {subject[0] if isinstance(subject[0], str) else 'path'}"
+    return f"{kind} rank"
 
 
 def first_right_verdicts(task: Task) -> Result:
@@ -177,7 +212,9 @@ def first_right_verdicts(task: Task) -> Result:
     result = Result(task)
     for window in windows(task, LENGTHS[-1]):
         right = (
-            length for length in LENGTHS if window.truth.keys <= ours(window.first(length)).keys
+            length
+            for length in LENGTHS
+            if window.truth.keys <= named_keys(ours(window.first(length)), window.truth, task)
         )
         result.operations.append(float(next(right, np.inf)))
     return result

@@ -7,6 +7,7 @@ import zlib
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -15,19 +16,25 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "diagn
 from generator_faults import (  # noqa: E402
     EarlyRank,
     GeneratorFault,
+    IntermittentRank,
     Key,
+    NonReporting,
+    SlowDownlink,
     SlowEgress,
     SlowIngress,
+    SlowNic,
     SlowNodePair,
     SlowRail,
+    SlowReceive,
+    SlowSend,
+    SlowUplink,
     Truth,
 )
-from generator_machines import GPU, Machine  # noqa: E402
+from generator_machines import CLUSTER, Machine, StampRule  # noqa: E402
 
-from deep_ep.diagnose import COMP_SLOW, MIXED_SLOW  # noqa: E402
+from deep_ep.diagnose import COMP_SLOW, MIXED_SLOW, Verdict  # noqa: E402
 from deep_ep.faults import HotRank, SlowPath, SlowRank  # noqa: E402
 
-RANKS_PER_NODE = 8
 TOKENS_PER_RANK = 1024
 # Windows of one cell take seeds next to each other; no cell needs more.
 _SEEDS_PER_CELL = 100_000
@@ -42,8 +49,48 @@ def first_seed(seeds: str) -> int:
     return SEED_SETS[seeds] if seeds in SEED_SETS else (len(SEED_SETS) + int(seeds)) * span
 
 
+# --- groups ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A group: so many nodes of so many ranks."""
+
+    nodes: int
+    per_node: int
+
+    @property
+    def num_ranks(self) -> int:
+        """Of all nodes."""
+        return self.nodes * self.per_node
+
+    @property
+    def text(self) -> str:
+        """As tables and the command line have it."""
+        return f"{self.nodes}x{self.per_node}"
+
+
+SHAPES = {
+    shape.text: shape
+    for shape in (
+        Shape(1, 2),
+        Shape(1, 4),
+        Shape(1, 8),
+        Shape(8, 1),
+        Shape(3, 4),
+        Shape(2, 8),
+        Shape(6, 8),
+        Shape(8, 8),
+        Shape(1, 72),
+        Shape(18, 8),
+    )
+}
+
+
+# --- what is injected -----------------------------------------------------------------------------
+
 Faults = list[GeneratorFault]
-Build = Callable[[np.random.Generator, int, float], Faults]
+Build = Callable[[np.random.Generator, Shape, float], Faults]
 
 
 @dataclass(frozen=True)
@@ -52,33 +99,202 @@ class Scenario:
 
     Attributes:
         name: as tables show it.
-        build: (random numbers, num_ranks, effect in s) -> faults.
-        least_ranks: smaller groups cannot tell this fault from another one.
-        least_effect_us: smaller effects drown in what healthy ranks show.
+        build: (random numbers, shape, effect in s) -> faults.
+        least_ranks, least_nodes, least_per_node: smaller groups cannot tell this fault from another.
         single: whether there is one cause, whose effect and saving are compared with the verdict's.
-        machine: what differs from the usual machine.
+        least_effect_us: smaller effects drown in what healthy ranks show.
     """
 
     name: str
     build: Build
-    least_ranks: int
-    least_effect_us: float = 0.0
+    least_ranks: int = 4
+    least_nodes: int = 1
+    least_per_node: int = 1
     single: bool = True
-    machine: Callable[[Machine], Machine] = lambda machine: machine
+    least_effect_us: float = 0.0
 
-    def fits(self, num_ranks: int, effect_us: float) -> bool:
+    def fits(self, shape: Shape, effect_us: float) -> bool:
         """Whether such a group can have this fault."""
-        return num_ranks >= self.least_ranks and effect_us >= self.least_effect_us
+        return (
+            shape.num_ranks >= self.least_ranks
+            and shape.nodes >= self.least_nodes
+            and shape.per_node >= self.least_per_node
+            and effect_us >= self.least_effect_us
+        )
+
+
+def hot(rank: int, effect_s: float) -> HotRank:
+    """A rank whose additional tokens cost its experts this much more ahead of each combine."""
+    return HotRank(rank, 1 + effect_s * 1e6 / (TOKENS_PER_RANK * CLUSTER.compute_per_token))
+
+
+def _pick(generator: np.random.Generator, of: int, count: int = 1) -> list[int]:
+    return [int(one) for one in generator.permutation(of)[:count]]
+
+
+def _one(fault: Callable[[int, float], GeneratorFault]) -> Build:
+    """A fault of any one rank."""
+    return lambda generator, shape, effect_s: [
+        fault(_pick(generator, shape.num_ranks)[0], effect_s)
+    ]
+
+
+def _one_node(fault: Callable[[int, float], GeneratorFault]) -> Build:
+    """A fault of any one node."""
+    return lambda generator, shape, effect_s: [fault(_pick(generator, shape.nodes)[0], effect_s)]
+
+
+def _slow_path(generator: np.random.Generator, shape: Shape, effect_s: float) -> Faults:
+    src, dst = _pick(generator, shape.num_ranks, 2)
+    return [SlowPath(src, dst, effect_s)]
+
+
+def _node_pair(generator: np.random.Generator, shape: Shape, effect_s: float) -> Faults:
+    src, dst = _pick(generator, shape.nodes, 2)
+    return [SlowNodePair(src, dst, effect_s)]
+
+
+def _rail(generator: np.random.Generator, shape: Shape, effect_s: float) -> Faults:
+    return [SlowRail(_pick(generator, shape.per_node)[0], effect_s)]
+
+
+def _slow_nic(generator: np.random.Generator, shape: Shape, _effect_s: float) -> Faults:
+    return [SlowNic(_pick(generator, shape.num_ranks)[0], 4.0)]
+
+
+def _nearly_half_late(generator: np.random.Generator, shape: Shape, effect_s: float) -> Faults:
+    late = _pick(generator, shape.num_ranks, shape.num_ranks // 2 - 1)
+    return [SlowRank(rank, effect_s) for rank in late]
+
+
+def _silent(generator: np.random.Generator, shape: Shape, effect_s: float) -> Faults:
+    (rank,) = _pick(generator, shape.num_ranks)
+    return [SlowRank(rank, effect_s), NonReporting(rank)]
+
+
+def _mixture(generator: np.random.Generator, shape: Shape, effect_s: float) -> Faults:
+    slow, src, dst, busy = _pick(generator, shape.num_ranks, 4)
+    return [SlowRank(slow, effect_s), SlowPath(src, dst, effect_s), hot(busy, effect_s)]
+
+
+def _late_and_path(generator: np.random.Generator, shape: Shape, effect_s: float) -> Faults:
+    slow, src, dst = _pick(generator, shape.num_ranks, 3)
+    return [SlowRank(slow, 4 * effect_s), SlowPath(src, dst, effect_s)]
+
+
+def _late_and_side(side: Callable[[int, float], GeneratorFault], share: float) -> Build:
+    def build(generator: np.random.Generator, shape: Shape, effect_s: float) -> Faults:
+        slow, other = _pick(generator, shape.num_ranks, 2)
+        return [SlowRank(slow, effect_s), side(other, share * effect_s)]
+
+    return build
+
+
+LATE, PATH, HALF_LATE, HEALTHY = "late rank", "slow path", "N/2-1 late ranks", "healthy"
+SCENARIOS = {
+    scenario.name: scenario
+    for scenario in (
+        Scenario(LATE, _one(SlowRank), 2),
+        Scenario("slow send", _one(SlowSend)),
+        Scenario("slow receive", _one(SlowReceive)),
+        Scenario("late in 30 %", _one(IntermittentRank), least_effect_us=20.0),
+        Scenario(
+            "late in bursts of 20",
+            _one(lambda rank, effect_s: IntermittentRank(rank, effect_s, 0.3, 20)),
+            least_effect_us=20.0,
+        ),
+        Scenario("late, does not report", _silent),
+        # Of two ranks an early one is the other one late.
+        Scenario("early rank", _one(EarlyRank)),
+        Scenario("hot rank", _one(hot)),
+        Scenario(PATH, _slow_path),
+        Scenario("slow ingress", _one(SlowIngress)),
+        Scenario("slow egress", _one(SlowEgress)),
+        # Between two nodes a link slow in one direction looks like a wrong clock, and a rail is two
+        # paths; within one there is neither. A node of one rank is that rank.
+        Scenario("slow uplink", _one_node(SlowUplink), least_nodes=3, least_per_node=2),
+        Scenario("slow downlink", _one_node(SlowDownlink), least_nodes=3, least_per_node=2),
+        Scenario("slow node pair", _node_pair, least_nodes=3, least_per_node=2),
+        Scenario("slow rail", _rail, least_nodes=4, least_per_node=2),
+        Scenario("NIC at a quarter", _slow_nic, least_nodes=3, least_effect_us=100.0),
+        Scenario(HALF_LATE, _nearly_half_late, single=False),
+        Scenario("late + path + hot", _mixture, 8, single=False),
+        Scenario("late + ingress", _late_and_side(SlowIngress, 1.0), single=False),
+        Scenario(
+            "late + 0.4 of it egress",
+            _late_and_side(SlowEgress, 0.4),
+            single=False,
+            least_effect_us=50.0,
+        ),
+        Scenario("path + 4 times late", _late_and_path, single=False),
+        Scenario(HEALTHY, lambda _generator, _shape, _effect_s: [], 2),
+    )
+}
+FAULTY = [name for name in SCENARIOS if name != HEALTHY]
+MIXED_CLASSES = [
+    "late + path + hot",
+    "late + ingress",
+    "late + 0.4 of it egress",
+    "path + 4 times late",
+]
+
+
+# --- healthy machines and their clocks ------------------------------------------------------------
+
+Change = Callable[[Machine], Machine]
+
+
+def _with(**changes: Any) -> Change:
+    return lambda machine: replace(machine, **changes)
+
+
+USUAL, HOOK_US = "usual", 100.0
+FAMILIES: dict[str, Change] = {
+    USUAL: _with(),
+    "noise of 10 us": _with(jitter=10.0),
+    "heavy tails": _with(tail_degrees=2.0, hiccup_share=0.03),
+    "AR(1) per rank": _with(rank_noise=5.0),
+    "AR(1) per node": _with(node_noise=5.0),
+    "congested rails": _with(congestion=30.0),
+    "OS ticks": _with(tick=20.0),
+    "paths differ": _with(path_spread=0.05),
+    "loads differ": _with(skew=0.25),
+    "hot experts move": _with(moving_hot_share=3.0),
+    "layers": _with(layers=4, skew=0.15),
+    "combine by destination": _with(combine_by_destination=True),
+    "fences wait": _with(fenced=True),
+    "timer of 1 us": _with(timer_step_ns=1000),
+    "long hook": _with(hook_us=HOOK_US),
+}
+
+# Offsets that are measured again and again are off by about a microsecond at any age.
+RE_MEASURED = "measured again"
+CLOCKS: dict[str, Change] = {
+    RE_MEASURED: _with(clock_error=0.5, host_clock_error=0.3),
+    "fresh": _with(drift_ppm=10.0),
+    "2 s old": _with(drift_ppm=10.0, clock_age_s=2.0),
+    "10 min old": _with(drift_ppm=10.0, clock_age_s=600.0),
+}
+# How kernels stamped before arrivals were looked at one by one.
+ALL_HEADERS = "all headers first"
+STAMPS: dict[str, Change] = {
+    "first sight": _with(),
+    ALL_HEADERS: _with(stamp_rule=StampRule.AFTER_ALL_HEADERS),
+}
+FIRST_SIGHT = "first sight"
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One place in the tables: a scenario, how many ranks, how large, how noisy."""
+    """A fault in groups of one shape, with one effect; the noise around it, and how it was stamped."""
 
     scenario: str
-    num_ranks: int
+    shape: str
     effect_us: float
-    jitter_us: float
+    family: str = USUAL
+    clock: str = RE_MEASURED
+    stamps: str = FIRST_SIGHT
+    num_operations: int = 128
 
     @property
     def seed(self) -> int:
@@ -86,133 +302,62 @@ class Cell:
         return zlib.crc32(repr(self).encode()) % _CELLS * _SEEDS_PER_CELL
 
     @property
+    def group(self) -> Shape:
+        """Its shape."""
+        return SHAPES[self.shape]
+
+    @property
+    def can_be(self) -> bool:
+        """Whether there is such a group, and its fault can be told from others, and can be seen."""
+        shape, far_only = self.group, ("AR(1) per node", "congested rails")
+        is_hidden = (
+            self.family == "long hook" and self.scenario == PATH and self.effect_us <= HOOK_US
+        )
+        return (
+            SCENARIOS[self.scenario].fits(shape, self.effect_us)
+            and not (self.family in far_only and shape.nodes == 1)
+            and not is_hidden
+        )
+
+    @property
     def text(self) -> str:
         """One line for people."""
         size = f" of {self.effect_us:g} us" if self.effect_us else ""
-        return f"{self.scenario}{size}, EP{self.num_ranks}, jitter {self.jitter_us:g} us"
+        return f"{self.scenario}{size}, {self.shape}, {self.family}, clocks {self.clock}"
 
     def machine(self) -> Machine:
         """The ranks' machine."""
-        usual = replace(GPU, jitter=self.jitter_us, ranks_per_node=RANKS_PER_NODE)
-        return SCENARIOS[self.scenario].machine(usual)
+        machine = replace(CLUSTER, ranks_per_node=self.group.per_node)
+        for change in (FAMILIES[self.family], CLOCKS[self.clock], STAMPS[self.stamps]):
+            machine = change(machine)
+        return machine
 
     def faults(self, seed: int) -> Faults:
         """What is injected into the window of this seed."""
         generator = np.random.default_rng([seed, 1])
-        scenario = SCENARIOS[self.scenario]
-        return scenario.build(generator, self.num_ranks, self.effect_us * 1e-6)
+        return SCENARIOS[self.scenario].build(generator, self.group, self.effect_us * 1e-6)
 
 
-def hot(rank: int, effect_s: float) -> HotRank:
-    """A rank whose additional tokens cost its experts this much more ahead of each combine."""
-    return HotRank(rank, 1 + effect_s * 1e6 / (TOKENS_PER_RANK * GPU.compute_per_token))
+# --- what counts as right -------------------------------------------------------------------------
 
 
-def wrong_clocks(machine: Machine) -> Machine:
-    """Offsets are wrong by 1 us per rank and another 1 us per host, clocks drift by 20 ppm."""
-    return replace(
-        machine, clock_error=1.0, host_clock_error=1.0, drift_ppm=20.0, host_drift_ppm=20.0
-    )
+def meant(verdict: Verdict, truth: Truth, shape: Shape) -> Key:
+    """The key of a verdict; of those that it leaves open, one that is true, if any is.
 
-
-def drifted_clocks(machine: Machine) -> Machine:
-    """After minutes: each clock is off by 400 us."""
-    return replace(machine, clock_error=400.0, host_clock_error=400.0, drift_ppm=20.0)
-
-
-def heavy_tails(machine: Machine) -> Machine:
-    """Noise without a variance, and hiccups three times as often."""
-    return replace(machine, tail_degrees=2.0, hiccup_share=0.03)
-
-
-def skewed(machine: Machine) -> Machine:
-    """Healthy ranks' experts are in demand by a quarter more or less."""
-    return replace(machine, skew=0.25)
-
-
-def _ranks(generator: np.random.Generator, num_ranks: int, count: int) -> list[int]:
-    return [int(rank) for rank in generator.permutation(num_ranks)[:count]]
-
-
-def _nothing(_generator: np.random.Generator, _num_ranks: int, _effect_s: float) -> Faults:
-    return []
-
-
-def _one(fault: Callable[[int, float], GeneratorFault]) -> Build:
-    """A fault of any one rank."""
-    return lambda generator, num_ranks, effect_s: [
-        fault(_ranks(generator, num_ranks, 1)[0], effect_s)
-    ]
-
-
-def _slow_path(generator: np.random.Generator, num_ranks: int, effect_s: float) -> Faults:
-    src, dst = _ranks(generator, num_ranks, 2)
-    return [SlowPath(src, dst, effect_s)]
-
-
-def _node_pair(generator: np.random.Generator, num_ranks: int, effect_s: float) -> Faults:
-    src, dst = _ranks(generator, num_ranks // RANKS_PER_NODE, 2)
-    return [SlowNodePair(src, dst, effect_s)]
-
-
-def _rail(generator: np.random.Generator, _num_ranks: int, effect_s: float) -> Faults:
-    return [SlowRail(int(generator.integers(RANKS_PER_NODE)), effect_s)]
-
-
-def _nearly_half_late(generator: np.random.Generator, num_ranks: int, effect_s: float) -> Faults:
-    return [SlowRank(rank, effect_s) for rank in _ranks(generator, num_ranks, num_ranks // 2 - 1)]
-
-
-def _mixture(generator: np.random.Generator, num_ranks: int, effect_s: float) -> Faults:
-    slow, src, dst, busy = _ranks(generator, num_ranks, 4)
-    return [SlowRank(slow, effect_s), SlowPath(src, dst, effect_s), hot(busy, effect_s)]
-
-
-def _late_and_path(generator: np.random.Generator, num_ranks: int, effect_s: float) -> Faults:
-    slow, src, dst = _ranks(generator, num_ranks, 3)
-    return [SlowRank(slow, effect_s), SlowPath(src, dst, effect_s)]
-
-
-def _late_and_ingress(generator: np.random.Generator, num_ranks: int, effect_s: float) -> Faults:
-    slow, receiver = _ranks(generator, num_ranks, 2)
-    return [SlowRank(slow, effect_s), SlowIngress(receiver, effect_s)]
-
-
-LATE, HALF_LATE, MIXTURE = "late rank", "N/2-1 late ranks", "late + path + hot"
-SCENARIOS = {
-    scenario.name: scenario
-    for scenario in (
-        Scenario(LATE, _one(SlowRank), 2),
-        Scenario("slow path", _slow_path, 4),
-        Scenario("slow ingress", _one(SlowIngress), 4),
-        Scenario("slow egress", _one(SlowEgress), 4),
-        # Between two nodes a link slow in one direction looks like a wrong clock, and a rail is two
-        # paths; within one there is neither.
-        Scenario("slow node pair", _node_pair, 3 * RANKS_PER_NODE),
-        Scenario("slow rail", _rail, 4 * RANKS_PER_NODE),
-        Scenario("hot rank", _one(hot), 4),
-        # Of two ranks an early one is the other one late.
-        Scenario("early rank", _one(EarlyRank), 4),
-        Scenario(HALF_LATE, _nearly_half_late, 4, single=False),
-        Scenario(MIXTURE, _mixture, 8, single=False),
-        Scenario("late + ingress", _late_and_ingress, 8, single=False),
-        Scenario("late, wrong clocks", _one(SlowRank), 2, machine=wrong_clocks),
-        Scenario("path, wrong clocks", _slow_path, 4, machine=wrong_clocks),
-        Scenario("late, drifted clocks", _one(SlowRank), 2, machine=drifted_clocks),
-        Scenario("path, drifted clocks", _slow_path, 4, machine=drifted_clocks),
-        Scenario("late, heavy tails", _one(SlowRank), 2, machine=heavy_tails),
-        Scenario("late + path, skewed", _late_and_path, 8, single=False, machine=skewed),
-        Scenario("hot rank, skewed", _one(hot), 8, least_effect_us=50.0, machine=skewed),
-        Scenario("healthy", _nothing, 2),
-        Scenario("healthy, wrong clocks", _nothing, 2, machine=wrong_clocks),
-        Scenario("healthy, drifted clocks", _nothing, 2, machine=drifted_clocks),
-        Scenario("healthy, heavy tails", _nothing, 2, machine=heavy_tails),
-        Scenario("healthy, skewed", _nothing, 2, machine=skewed),
-    )
-}
-FAULTY = [name for name in SCENARIOS if not name.startswith("healthy")]
-HEALTHY = [name for name in SCENARIOS if name.startswith("healthy")]
-MIXED_CLASSES = [MIXTURE, "late + ingress", "late + path, skewed"]
+    Where clocks do not tell, a verdict says so: "path or back", "uplink or downlink". The only rank of
+    a node is its node.
+    """
+    kind, subject = verdict.key
+    options: list[Key] = [(kind, subject)]
+    if verdict.cause.endswith(" or back") and verdict.edge is not None:
+        options.append((kind, verdict.edge[::-1]))
+    if isinstance(subject, tuple) and subject[0] == "node":
+        options = [(kind, ("node", subject[1], side)) for side in str(subject[2]).split(" or ")]
+        if shape.per_node == 1:
+            options = [(kind, subject[1])]
+    if isinstance(subject, tuple) and subject[0] == "nodes" and shape.per_node == 1:
+        options = [(kind, tuple(subject[1:]))]
+    return next((key for key in options if key in truth.keys), options[0])
 
 
 @dataclass(frozen=True)

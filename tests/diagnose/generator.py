@@ -22,8 +22,8 @@ Every window has random streams of its own, so a window does not depend on the b
 shorter run is the beginning of a longer one, and faults change the faulty times only.
 
 How healthy ranks behave is in generator_machines, what can be the matter in generator_faults, the
-random numbers in generator_draws, the protocol in generator_run, what kernels write in
-generator_recording.
+random numbers in generator_draws and generator_noise, the protocol in generator_run, what shares a
+wire in generator_ports, what kernels write in generator_recording.
 """
 
 from __future__ import annotations

@@ -31,6 +31,7 @@ class Draws(NamedTuple):
     send: FloatArray
     drain: FloatArray
     path: FloatArray  # [., operations, num_ranks, num_ranks]
+    own_path: FloatArray  # [., num_ranks, num_ranks], about 1
     late: FloatArray  # [., operations, num_ranks], us, by noise that remembers
     rail: FloatArray  # [., operations, devices of a node], us, likewise
     layer_gap: FloatArray  # [., layers], about 1
@@ -47,9 +48,9 @@ def draw(setup: Setup, share: FloatArray, seeds: Sequence[int]) -> Draws:
 def _draw_window(setup: Setup, share: FloatArray, seed: int) -> Draws:
     """Each quantity from its own stream, operation by operation."""
     machine, num_ranks, operations = setup.machine, setup.num_ranks, setup.num_operations
-    children = np.random.SeedSequence(seed).spawn(10)
+    children = np.random.SeedSequence(seed).spawn(11)
     streams = (np.random.Generator(np.random.PCG64(s)) for s in children[:7] + children[8:])
-    ranks, wander, gap, send, drain, path, routing, layers, moves = streams
+    ranks, wander, gap, send, drain, path, routing, layers, moves, paths = streams
     table = _noise_table(machine.tail_degrees, machine.hiccup_share)
     node, _ = machine.node_and_index(num_ranks)
 
@@ -83,6 +84,8 @@ def _draw_window(setup: Setup, share: FloatArray, seed: int) -> Draws:
         send=noise(send, operations, num_ranks),
         drain=noise(drain, operations, num_ranks),
         path=noise(path, operations, num_ranks, num_ranks),
+        own_path=1.0
+        + machine.path_spread * np.clip(paths.normal(size=(num_ranks, num_ranks)), -2, 2),
         late=shared.gap,
         rail=shared.rail,
         layer_gap=layer_gap if machine.layers > 1 else np.ones(1),

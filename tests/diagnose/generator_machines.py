@@ -39,6 +39,7 @@ class Machine:
         path_per_token: and per token; path_per_token_between: between nodes; None: as within.
         jitter: scale of the noise of each piece of work of a rank.
         path_jitter: scale of the noise of each path.
+        path_spread: how far healthy paths differ from each other for good, as a share of their latency.
         tail_degrees: of freedom of Student's t, the noise's shape.
         hiccup_share: of the pieces of work and paths that are much slower, by 10 jitters on average.
         spread: how far healthy ranks differ from each other for good, as a share of their work.
@@ -85,6 +86,7 @@ class Machine:
     path_same_rail: float | None = None
     path_cross_rail: float | None = None
     path_per_token_between: float | None = None
+    path_spread: float = 0.0
     tail_degrees: float = 3.0
     hiccup_share: float = 0.01
     spread: float = 0.01

@@ -33,6 +33,7 @@ from deep_ep.diagnose.findings import BoolArray, FloatArray, IntArray
 _EXIT_STAMPS_APART_US = 0.5
 # Nobody enters an operation sooner than this after the one before.
 _LEAST_GAP_US = 1.0
+# So many experts of a rank send one after the other.
 _LOCAL_EXPERTS = 5
 # A stated error of a clock is so many standard deviations of the true one.
 _STATED_DEVIATIONS = 2.0
@@ -89,7 +90,7 @@ class _Run:
         self.extra = added_by(faults, setup, seeds)
         self.draws = draw(setup, self.extra.share, seeds)
         path, path_per_token = setup.machine.latency(num_ranks)
-        self.path = path + self.extra.path
+        self.path = path * self.draws.own_path + self.extra.path
         self.own = np.eye(num_ranks, dtype=bool)
         self.node, self.index = setup.machine.node_and_index(num_ranks)
         self.between = self.node[:, None] != self.node[None, :]

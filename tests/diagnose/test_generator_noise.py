@@ -103,6 +103,17 @@ def test_noise_of_a_rank_is_its_own_and_noise_of_a_node_is_common() -> None:
     assert abs(among[0, 4]) < 0.3
 
 
+def test_healthy_paths_differ_for_good_by_a_share_of_their_latency() -> None:
+    differing, alike = (
+        rows(window(replace(CALM, path_spread=s), 20), "dispatch")[:, :, :-1] for s in (0.05, 0.0)
+    )
+    added = (differing - alike)[..., ARRIVAL] - (differing - alike)[..., ISSUED]
+    assert np.ptp(added, axis=0).max() <= 2
+    share = added[0, :4, :4][~np.eye(4, dtype=bool)] / (1e3 * CALM.path)
+    assert 0.02 < share.std() < 0.08
+    assert np.abs(share).max() <= 0.1 + 1e-3
+
+
 def test_ticks_make_ranks_late_now_and_then() -> None:
     added = gaps(window(replace(CALM, tick=20.0))) - gaps(window(CALM))
     hit = added > 1
