@@ -83,8 +83,8 @@ def _is_named(kind: JudgedKind, group: Group) -> bool:
     )
     if not group.effect > max(bar, _by_load(kind, group)):
         return False
-    lasting = median_of((_quickest(kind) + kind.explained.of_groups)[group.paths])
-    if e.has_stamps and not lasting > _LASTING * group.reading:
+    quickest = group.reading - median_of((e.m.path - e.m.path_low)[group.paths])
+    if not quickest > _LASTING * group.reading:
         return False
     if group.cause in (RAIL, EITHER_SIDE, EITHER_LINK):
         return True
@@ -94,13 +94,6 @@ def _is_named(kind: JudgedKind, group: Group) -> bool:
         return group.reading > known + kind.z_ranks * group.error
     sides = group.cause in _SIDES and kind.clocks_unknown
     return not sides or bool(e.paths.both_sides[group.number])
-
-
-def _quickest(kind: JudgedKind) -> FloatArray:
-    """[receiver, source]: what single paths have above all explanations in their quickest quarter of
-    operations; a lasting cause shows in those as well."""
-    m = kind.e.m
-    return np.asarray(kind.explained.residual - (m.path - m.path_low))
 
 
 def _by_load(kind: JudgedKind, group: Group) -> float:
@@ -186,21 +179,26 @@ def _subject_of(group: Group) -> tuple[dict[str, Any], str, dict[str, str]]:
 def _slow_cells(kind: JudgedKind) -> list[tuple[int, int]]:
     """(receiver, source) of paths that are slow by themselves."""
     e, paths, limits = kind.e, kind.e.paths, kind.limits
-    residual, spread = kind.explained.residual, kind.explained.spread
-    noise = kind.z_paths * e.m.path_error
-    floor = np.where(paths.between, kind.path_floors[1], kind.path_floors[0])
-    bar = np.fmax(floor, np.hypot(noise, limits.spread * spread)) + kind.explained.uneven
+    explained = kind.explained
+    # Most paths are far from that, and large groups have many.
+    at = np.nonzero(explained.residual > min(kind.path_floors))
+    residual = explained.residual[at]
+    noise = kind.z_paths * e.m.path_error[at]
+    floor = np.where(paths.between[at], kind.path_floors[1], kind.path_floors[0])
+    bar = np.fmax(floor, np.hypot(noise, limits.spread * explained.spread[at]))
+    bar = bar + explained.uneven[at]
     # Of a rank of which one direction is not known the clock is not known so well.
-    unsure = ~(paths.both_sides[:, None] & paths.both_sides[None, :])
+    unsure = ~(paths.both_sides[at[0]] & paths.both_sides[at[1]])
     unknown = np.where(unsure, _CLOCKS * limits.clock_ns, 0.0)
-    known = paths.clock_error * (2.0 if kind.is_small else 1.0)
+    known = paths.clock_error[at] * (2.0 if kind.is_small else 1.0)
     bar = np.where(np.isfinite(known), np.fmax(bar, known + noise), bar + unknown)
     # Who waits for a slow path sees it.
     often = max(MIN_SEEN, _SEEN_OFTEN * e.num_operations)
-    mostly = (e.m.path_count >= often) & (_quickest(kind) > _LASTING * residual)
+    quickest = residual - (e.m.path[at] - e.m.path_low[at])
+    slow = (residual > bar) & (e.m.path_count[at] >= often) & (quickest > _LASTING * residual)
     return [
         (dst, src)
-        for dst, src in np.argwhere((residual > bar) & mostly).tolist()
+        for dst, src in zip(at[0][slow].tolist(), at[1][slow].tolist())
         if _stands_out(kind, dst, src) and _stands_out(kind, src, dst, of_source=True)
     ]
 
@@ -269,7 +267,7 @@ def _slow_there_or_back(kind: JudgedKind) -> list[tuple[int, int]]:
     return [
         (dst, src)
         for dst, src in np.argwhere(slow & alone[:, None]).tolist()
-        if seen[dst] < seen[src]
+        if 2 * seen[dst] <= seen[src]
     ]
 
 

@@ -62,6 +62,9 @@ _SLOPE_MIN_SPREAD = 0.2
 # what is slow. It explains something if it leaves less than this share.
 _MIN_TO_ORDER = 7
 _ORDER_EXPLAINS = 0.8
+# Pairs of cells, and sources, that its cost is taken from.
+_ORDER_PAIRS = 4_000
+_SOURCES_LOOKED_AT = 32
 # A clock is corrected when it is off by so many spreads between healthy ranks.
 _CLOCK_SPREADS = 2.0
 
@@ -237,18 +240,19 @@ def _level(times: FloatArray, hidden: BoolArray, location: Callable[[FloatArray]
 def _by_order(m: Matrices, excess: FloatArray, classes: IntArray) -> FloatArray:
     """[receiver, source]: what comes from when a source hands over to each receiver, ns."""
     by_order = np.zeros(excess.shape)
-    seen = np.where(m.path_hidden, np.nan, excess)
+    some = slice(None, None, max(1, m.num_ranks // _SOURCES_LOOKED_AT))
+    over_usual = np.where(m.path_hidden[:, some], np.nan, excess[:, some])
     for link in (classes == 0, classes > 0):
-        if not link.sum(axis=0).max(initial=0) >= _MIN_TO_ORDER:
+        if not np.count_nonzero(link[:, 0]) >= _MIN_TO_ORDER:
             continue
-        when = np.where(link & np.isfinite(seen), m.send, np.nan)
+        when = np.where(link, m.send, np.nan)
         when = when - median(when, 0)
-        over = np.where(link, seen, np.nan)
+        over = np.where(link[:, some], over_usual, np.nan)
         over = over - median(over, 0)
-        slope = _slope(when, over, m.place)
-        left = over - slope * when
-        if median_of(np.abs(left)) < _ORDER_EXPLAINS * median_of(np.abs(over)):
-            by_order += np.where(link, slope * np.nan_to_num(when), 0.0)
+        slope = _slope(when[:, some], over, m.place)
+        left = over - slope * when[:, some]
+        if slope and median_of(np.abs(left)) < _ORDER_EXPLAINS * median_of(np.abs(over)):
+            by_order += slope * np.nan_to_num(when)
     return by_order
 
 
@@ -258,7 +262,7 @@ def _slope(x: FloatArray, y: FloatArray, place: Place) -> float:
     Both receivers are on one node where it has two, so that what slows a node does not count.
     """
     generator = np.random.default_rng(0)
-    a, b = generator.integers(0, x.shape[0], (2, _SLOPE_PAIRS))
+    a, b = generator.integers(0, x.shape[0], (2, _ORDER_PAIRS))
     if place.num_nodes < place.num_ranks:
         nodes = members(place.nodes)
         b = nodes[place.nodes[a], b % nodes.shape[1]]
@@ -346,7 +350,7 @@ def _node_clocks(excess: FloatArray, place: Place, known: FloatArray) -> FloatAr
     np.fill_diagonal(blocks, np.nan)
     # The lower of two: one slow node is not all others' clock.
     into, out_of = (np.nan_to_num(quantile(blocks, 0.5, axis)) for axis in (1, 0))
-    most = np.array([_known_to(known, place.nodes == node) for node in range(place.num_nodes)])
+    most = np.array([_known_to(known, place.nodes, node) for node in range(place.num_nodes)])
     if place.num_nodes == 2:
         odd = (into - out_of) / 2
         odd = odd - odd[0]
@@ -356,9 +360,10 @@ def _node_clocks(excess: FloatArray, place: Place, known: FloatArray) -> FloatAr
     return np.where(place.nodes >= 0, per_node[place.nodes], 0.0)
 
 
-def _known_to(known: FloatArray, members: BoolArray) -> float:
-    """How far the clocks of these ranks may be wrong against the others; infinite if nobody knows."""
-    most = median_of(known[np.ix_(members, ~members)])
+def _known_to(known: FloatArray, nodes: IntArray, node: int) -> float:
+    """How far the clocks of a node may be wrong against the others; infinite if nobody knows."""
+    first = int(np.argmax(nodes == node))
+    most = median_of(known[first, nodes != node])
     return most if math.isfinite(most) else math.inf
 
 
