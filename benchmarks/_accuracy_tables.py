@@ -39,6 +39,14 @@ _ORDERS: dict[str, Iterable[str]] = {
     "stamps": STAMPS,
 }
 
+# What readers call the properties of cells.
+_NAMES = {
+    "scenario": "fault",
+    "family": "kind of noise or load",
+    "clock": "age of the clocks",
+    "stamps": "rule of stamps",
+}
+
 Results = Mapping[str, Sequence[Result]]
 
 
@@ -154,7 +162,7 @@ def small_table(small: Sequence[Result]) -> Table:
     )
 
 
-def surroundings_table(title: str, field: str, results: Sequence[Result]) -> Table:
+def surroundings_table(field: str, results: Sequence[Result]) -> Table:
     """All right by a property of the cell other than the fault, with each fault."""
     shapes = list(by(results, "shape"))
     rows = [
@@ -168,7 +176,8 @@ def surroundings_table(title: str, field: str, results: Sequence[Result]) -> Tab
         for value, of_value in by(results, field).items()
         for name, found in by(of_value, "scenario").items()
     ]
-    return Table(title, [field, "fault", *shapes, "F1", "mistakes"], rows)
+    title = f"Share of windows that are all right, by {_NAMES[field]}"
+    return Table(title, [_NAMES[field], "fault", *shapes, "F1", "mistakes"], rows)
 
 
 # --- healthy --------------------------------------------------------------------------------------
@@ -225,10 +234,10 @@ def at_most(count: int, of: int) -> float:
 # --- numbers --------------------------------------------------------------------------------------
 
 
-def interval_table(faulty: Sequence[Result]) -> Table:
-    """How often the stated intervals of effects hold the truth."""
+def interval_table(field: str, faulty: Sequence[Result]) -> Table:
+    """How often the stated intervals of effects hold the truth, by a property of the cell."""
     rows = []
-    for name, results in by(faulty, "scenario").items():
+    for name, results in by(faulty, field).items():
         effects = [effect for r in results for effect in r.effects]
         if not effects:
             continue
@@ -251,9 +260,9 @@ def interval_table(faulty: Sequence[Result]) -> Table:
             ]
         )
     return Table(
-        "Effects: how often the stated 95 % interval holds what was injected",
+        f"Effects: how often the stated 95 % interval holds what was injected, by {_NAMES[field]}",
         [
-            "fault",
+            _NAMES[field],
             "verdicts",
             "coverage",
             "worst shape",

@@ -248,7 +248,7 @@ def _with(**changes: Any) -> Change:
     return lambda machine: replace(machine, **changes)
 
 
-USUAL = "usual"
+USUAL, HOOK_US = "usual", 100.0
 FAMILIES: dict[str, Change] = {
     USUAL: _with(),
     "noise of 10 us": _with(jitter=10.0),
@@ -264,10 +264,8 @@ FAMILIES: dict[str, Change] = {
     "combine by destination": _with(combine_by_destination=True),
     "fences wait": _with(fenced=True),
     "timer of 1 us": _with(timer_step_ns=1000),
-    "long hook": _with(hook_us=100.0),
+    "long hook": _with(hook_us=HOOK_US),
 }
-# Only between nodes, or of nodes.
-FAR_FAMILIES = ("AR(1) per node", "congested rails")
 
 # Offsets that are measured again and again are off by about a microsecond at any age.
 RE_MEASURED = "measured again"
@@ -307,6 +305,19 @@ class Cell:
     def group(self) -> Shape:
         """Its shape."""
         return SHAPES[self.shape]
+
+    @property
+    def can_be(self) -> bool:
+        """Whether there is such a group, and its fault can be told from others, and can be seen."""
+        shape, far_only = self.group, ("AR(1) per node", "congested rails")
+        is_hidden = (
+            self.family == "long hook" and self.scenario == PATH and self.effect_us <= HOOK_US
+        )
+        return (
+            SCENARIOS[self.scenario].fits(shape, self.effect_us)
+            and not (self.family in far_only and shape.nodes == 1)
+            and not is_hidden
+        )
 
     @property
     def text(self) -> str:

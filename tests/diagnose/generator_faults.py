@@ -17,6 +17,8 @@ Key = tuple[str, Union[int, tuple, None]]
 
 # A rank whose experts handle this much more or less than an even share may be named for it.
 _TOLERATED_LOAD = 0.1
+# A rank that is late in fewer of a window's operations may be named for it, and need not be.
+_EXPECTED_SHARE = 0.1
 
 
 @dataclass(frozen=True)
@@ -251,8 +253,8 @@ class Truth:
         effects_us: microseconds per operation that were injected, per key; of hot ranks what their
             tokens cost more ahead of each combine; of ranks that are late now and then the mean over
             all operations; NaN where it differs by operation and path.
-        tolerated: keys that are true although nothing was injected: ranks whose experts are
-            in demand, or are not.
+        tolerated: keys that are true and need not be named: ranks whose experts are in demand, or are
+            not, and ranks that happen to be late in a few operations only.
         everything_us: by how much all paths are slower.
         events: (operation number, rank) of single hiccups.
     """
@@ -269,15 +271,19 @@ def truth_of(faults: Sequence[GeneratorFault], setup: Setup, load: FloatArray, s
     effects: dict[Key, float] = {}
     # The lateness of a hot rank cannot be told from that of its experts.
     hidden = {(COMP_SLOW, fault.rank) for fault in faults if isinstance(fault, HotRank)}
+    rarely = set()
     for fault in faults:
         key = _key(fault)
-        if key is not None and key not in hidden:
+        if isinstance(fault, IntermittentRank) and _share(fault, setup, seed) < _EXPECTED_SHARE:
+            rarely.add(key)
+        elif key is not None and key not in hidden:
             effects[key] = effects.get(key, 0.0) + _effect_us(fault, setup, seed)
     tolerated = np.flatnonzero(np.abs(load - 1.0) > _TOLERATED_LOAD)
     return Truth(
         keys=frozenset(effects),
         effects_us=effects,
-        tolerated=frozenset((MIXED_SLOW, int(rank)) for rank in tolerated) - set(effects),
+        tolerated=(frozenset((MIXED_SLOW, int(rank)) for rank in tolerated) | rarely)
+        - set(effects),
         everything_us=sum(f.delay_s for f in faults if isinstance(f, Everything)) * 1e6,
         events=frozenset((f.operation, f.rank) for f in faults if isinstance(f, Hiccup)),
     )
@@ -304,12 +310,16 @@ def _key(fault: GeneratorFault) -> Key | None:
     return None
 
 
+def _share(fault: IntermittentRank, setup: Setup, seed: int) -> float:
+    """Of the operations, those in which the rank is late."""
+    return len(late_operations(fault, setup.num_operations, seed)) / setup.num_operations
+
+
 def _effect_us(fault: GeneratorFault, setup: Setup, seed: int) -> float:
     if isinstance(fault, SlowNic):
         return np.nan
     if isinstance(fault, IntermittentRank):
-        late = late_operations(fault, setup.num_operations, seed)
-        return fault.delay_s * 1e6 * len(late) / setup.num_operations
+        return fault.delay_s * 1e6 * _share(fault, setup, seed)
     if isinstance(fault, HotRank):
         return (fault.share - 1) * setup.tokens_per_rank * setup.machine.compute_per_token
     if isinstance(fault, SlowPath) and fault.bytes_per_s:

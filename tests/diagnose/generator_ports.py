@@ -60,7 +60,9 @@ class Ports:
             begin, end = self._one_after_the_other(entered, issued, work)
         else:
             begin = np.broadcast_to(entered[:, None, :], issued.shape)
-            share = share / self._by_port(share, np.maximum.reduce)
+            # The last token of all for a port is handed over when all for it are; of none, none is.
+            last = self._by_port(share, np.maximum.reduce)
+            share = np.divide(share, last, out=np.zeros(share.shape), where=last > 0)
             end = np.maximum(issued, begin + share * self._by_port(work, np.add.reduce))
         came = self._enter(begin + latency, end + latency, self.entering * tokens)
         return np.where(self.itself, issued, came)

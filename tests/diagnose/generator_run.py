@@ -33,6 +33,7 @@ from deep_ep.diagnose.findings import BoolArray, FloatArray, IntArray
 _EXIT_STAMPS_APART_US = 0.5
 # Nobody enters an operation sooner than this after the one before.
 _LEAST_GAP_US = 1.0
+# So many experts of a rank send one after the other.
 _LOCAL_EXPERTS = 5
 # A stated error of a clock is so many standard deviations of the true one.
 _STATED_DEVIATIONS = 2.0

@@ -25,7 +25,7 @@ from generator_faults import (
     SlowSend,
     SlowUplink,
 )
-from generator_machines import CPU, GPU, NORMAL, Machine, StampRule
+from generator_machines import CLUSTER, CPU, GPU, NORMAL, Machine, StampRule
 from generator_recording import (
     ARRIVAL,
     CLOCK_ERROR,
@@ -95,7 +95,15 @@ machines = st.builds(
         host_clock_error=1.0,
         drift_ppm=10.0,
     ),
-    st.sampled_from([CPU, GPU]),
+    st.sampled_from(
+        [
+            CPU,
+            GPU,
+            CLUSTER,
+            replace(CLUSTER, fenced=True, combine_by_destination=True),
+            replace(CLUSTER, layers=3, moving_hot_share=2.0, rank_noise=5.0, congestion=30.0),
+        ]
+    ),
     st.sampled_from([0.0, 3.0, 10.0]),
     st.sampled_from([None, 1, 2, 3]),
     st.sampled_from(StampRule),
@@ -112,6 +120,9 @@ FAULTS: list[GeneratorFault] = [
     SlowReceive(1, 50e-6),
     SlowIngress(0, 50e-6),
     Hiccup(1, 4, 1e-3),
+    IntermittentRank(1, 50e-6),
+    SlowUplink(0, 50e-6),
+    SlowNic(1),
     Everything(50e-6),
     ClockFault(0, 1.0, 20.0),
 ]
@@ -309,7 +320,7 @@ def test_a_hiccup_is_in_one_operation() -> None:
     assert faulty.truth.events == {(7, 2)}
 
 
-@pytest.mark.parametrize(("share", "burst"), [(0.3, 1), (0.3, 20), (0.1, 10)])
+@pytest.mark.parametrize(("share", "burst"), [(0.3, 1), (0.3, 20), (0.2, 10)])
 def test_a_rank_that_is_late_now_and_then_is_late_in_its_share_and_in_bursts(
     share: float, burst: int
 ) -> None:
@@ -333,6 +344,12 @@ def test_a_rank_that_is_late_now_and_then_is_late_in_its_share_and_in_bursts(
     assert (np.isin(lengths, (burst, 2 * burst))).all()
     assert late.truth.keys == {("comp-slow", 1)}
     assert late.truth.effects_us["comp-slow", 1] == pytest.approx(50 * is_late.mean(), abs=0.1)
+
+
+def test_a_rank_that_is_hardly_ever_late_need_not_be_named() -> None:
+    rarely = window(GPU, [IntermittentRank(1, 5e-5, 0.02)]).truth
+    assert rarely.keys == frozenset()
+    assert rarely.tolerated == {("comp-slow", 1)}
 
 
 def test_a_rank_that_does_not_report_is_missing_and_late_all_the_same() -> None:

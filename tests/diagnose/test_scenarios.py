@@ -39,8 +39,11 @@ def test_every_fault_is_injected_where_it_fits(name: str) -> None:
         if not SCENARIOS[name].fits(SHAPES[shape], 200.0):
             continue
         (window,) = windows(Task(Cell(name, shape, 200.0), 1, 1), 4)
-        assert window.truth.keys
-        assert SCENARIOS[name].single == (len(window.truth.keys) == 1) or shape == "1x4"
+        keys = window.truth.keys
+        # A rank that is late in bursts may be between two of them.
+        assert keys or window.truth.tolerated
+        if SCENARIOS[name].single:
+            assert len(keys) <= 1
 
 
 @pytest.mark.parametrize("family", FAMILIES)
