@@ -35,6 +35,7 @@ from deep_ep.diagnose.summary import Summary, summarize
 from deep_ep.diagnose.thresholds import Thresholds
 from deep_ep.diagnose.verdict import judge, verdicts
 from deep_ep.diagnose.waits.judge import judge_waits
+from deep_ep.errors import EPTypeError
 from deep_ep.group import as_group
 
 __all__ = [
@@ -93,9 +94,20 @@ def run(
 
     Raises:
         EPArgumentError: `since` is not an earlier snapshot of these counters, on any rank.
+        EPTypeError: `buffer` is no Buffer; then this rank does not take part.
     """
 
+    if not hasattr(buffer, "dispatch_counters"):
+        raise EPTypeError(
+            f"run: buffer is a {type(buffer).__name__}; it must be a deep_ep.Buffer. Pass this rank's."
+        )
+
     def take() -> Snapshot:
+        if not isinstance(since, (Snapshot, type(None))):
+            raise EPTypeError(
+                f"run: since is a {type(since).__name__}; it must be an earlier diagnose.snapshot(buffer). "
+                "Leave it out to judge all operations."
+            )
         local = snapshot(buffer)
         return local if since is None else local.since(since)
 

@@ -7,17 +7,18 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from deep_ep.diagnose.checked import latest_operation, require_place, require_snapshot
 from deep_ep.diagnose.findings import Bandwidth, BoolArray, FloatArray, IntArray, Measured, Timeline
 from deep_ep.diagnose.snapshot import Snapshot
 from deep_ep.diagnose.stats import median, median_of
-from deep_ep.diagnose.summary import KindSummary, Summary, summarize
-from deep_ep.errors import EPArgumentError, EPError
+from deep_ep.diagnose.summary import KindSummary, Summary, nothing_counted, summarize
+from deep_ep.errors import EPArgumentError, EPError, EPTypeError
 
 if TYPE_CHECKING:
     from deep_ep.group import Group
@@ -102,6 +103,7 @@ class Matrices:
         stamps_arrivals: whether all ranks know true arrivals.
         totals, own: counters by name, [num_ranks, num_ranks] and [num_ranks].
         timeline: of the first rank that has one.
+        spoilt: per rank whose counters contradict themselves, how.
     """
 
     operation: str
@@ -139,6 +141,7 @@ class Matrices:
     totals: Mapping[str, FloatArray]
     own: Mapping[str, FloatArray]
     timeline: Timeline | None
+    spoilt: Mapping[int, str] = field(default_factory=dict)
 
     @property
     def num_ranks(self) -> int:
@@ -209,9 +212,15 @@ def gather(reports: Sequence[Summary | Snapshot]) -> dict[str, Matrices]:
         Matrices per operation kind, for the kinds that any rank counted.
 
     Raises:
-        EPArgumentError: nothing, a rank twice, or groups of different sizes.
+        EPArgumentError: nothing, a rank twice, groups of different sizes, or a report whose rank,
+            sizes and fields do not fit each other.
     """
-    summaries = [r if isinstance(r, Summary) else summarize(r) for r in reports]
+    if not isinstance(reports, Iterable) or isinstance(reports, (str, bytes, Mapping)):
+        raise EPTypeError(
+            f"gather: reports is a {type(reports).__name__}; it must be a list with a Snapshot or Summary "
+            "of each rank. Pass [diagnose.snapshot(buffer), ...] of all ranks."
+        )
+    summaries = [_checked(r) if isinstance(r, Summary) else summarize(r) for r in reports]
     summaries.sort(key=lambda s: s.rank)
     ranks = [s.rank for s in summaries]
     sizes = sorted({s.num_ranks for s in summaries})
@@ -221,14 +230,34 @@ def gather(reports: Sequence[Summary | Snapshot]) -> dict[str, Matrices]:
             "appear once, and all must be of one group. Pass one snapshot per rank."
         )
     place = _place(summaries, sizes[0])
-    counted = {kind for s in summaries for kind in s.kinds}
+    counted = {kind for s in summaries for kind in (*s.kinds, *s.spoilt)}
     kinds = [k for k in KINDS if k in counted] + sorted(counted.difference(KINDS))
     return {
-        kind: _gather_kind(
-            kind, place, {s.rank: s.kinds[kind] for s in summaries if kind in s.kinds}
+        kind: replace(
+            _gather_kind(
+                kind,
+                place,
+                {s.rank: s.kinds[kind] for s in summaries if kind in s.kinds}
+                # Something must say that nothing is known.
+                or {ranks[0]: nothing_counted(sizes[0], ranks[0])},
+            ),
+            spoilt={s.rank: s.spoilt[kind] for s in summaries if kind in s.spoilt},
         )
         for kind in kinds
     }
+
+
+def _checked(summary: Summary) -> Summary:
+    require_place("gather", summary.rank, summary.num_ranks)
+    for kind, of_kind in summary.kinds.items():
+        size = of_kind.totals["ops"].size
+        if size != summary.num_ranks:
+            raise EPArgumentError(
+                f"gather: the {kind} summary of rank {summary.rank} is of a group of {size} ranks, and its "
+                f"num_ranks is {summary.num_ranks}; they must be the same. Pass what "
+                "diagnose.summarize() returns."
+            )
+    return summary
 
 
 def gather_group(group: Group, take: Callable[[], Snapshot]) -> dict[str, Matrices] | None:
@@ -243,11 +272,14 @@ def gather_group(group: Group, take: Callable[[], Snapshot]) -> dict[str, Matric
     """
     local: Snapshot | None = None
     failure: EPError | None = None
+    latest = 0
     try:
         local = take()
+        require_snapshot("diagnose", local)
+        latest = latest_operation(local)
     except EPError as error:
         failure = error
-    told = group.all_gather_object((0 if local is None else local.operation, failure))
+    told = group.all_gather_object((latest, failure))
     for rank, (_, reason) in enumerate(told):
         if reason is not None:
             raise failure or EPArgumentError(f"diagnose: rank {rank} has no counters: {reason}")

@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from deep_ep.diagnose import records, saved
+from deep_ep.diagnose.checked import latest_operation, require_snapshot
 from deep_ep.diagnose.findings import FloatArray
 from deep_ep.diagnose.gather import gather
 from deep_ep.diagnose.records import Log, Record
@@ -89,8 +90,10 @@ def _read_counters(files: Sequence[Path]) -> Log:
             remarks.append(f"left out: {error}")
     if not snapshots:
         raise EPArgumentError(f"{files[0].parent}: no file can be read; {remarks[0]}")
-    remarks = _put_at_same_operation(snapshots) + remarks
     try:
+        for snapshot in snapshots:
+            require_snapshot("saved counters", snapshot)
+        remarks = _put_at_same_operation(snapshots) + remarks
         diagnosis = judge(gather(snapshots))
     except EPArgumentError as error:
         raise EPArgumentError(f"{files[0].parent}: {error}") from None
@@ -106,7 +109,7 @@ def _read_counters(files: Sequence[Path]) -> Log:
 def _put_at_same_operation(snapshots: list[Snapshot]) -> list[str]:
     """Rolls every snapshot back, in place, to the operation that all have ended."""
     # Without a ring there is no number, and nothing to roll back.
-    numbered = [snapshot.operation for snapshot in snapshots if snapshot.operation]
+    numbered = [number for number in map(latest_operation, snapshots) if number]
     if not numbered:
         return []
     try:

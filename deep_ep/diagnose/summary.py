@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from deep_ep.counters import CounterSnapshot
+from deep_ep.diagnose.checked import require_snapshot, without_contradictions
 from deep_ep.diagnose.findings import BoolArray, FloatArray, IntArray
 from deep_ep.diagnose.snapshot import Snapshot
 from deep_ep.diagnose.stats import median, quantile, standard_error
@@ -23,6 +24,8 @@ _KEPT_ARRIVALS = 2
 TIMELINE_OPERATIONS = 24
 # Counters per source that the group needs, besides what the stamps tell.
 _TOTALS = ("ops", "tokens", "bytes", "wait_ns")
+_PARTS = ("late_ns", "issue_ns", "path_ns", "critical_ns")
+_OWN = ("ops", "gap_ns", "send_ns", "wait_ns", "drain_ns")
 # A path seen less often, or in fewer of the operations, has no median worth the name.
 MIN_SEEN = 8
 _MIN_SEEN_SHARE = 8
@@ -117,7 +120,12 @@ class KindSummary:
 
 @dataclass(frozen=True)
 class Summary:
-    """What one rank tells about a window. Fields as in `Snapshot`."""
+    """What one rank tells about a window. Fields as in `Snapshot`, and
+
+    Attributes:
+        spoilt: per kind of operation, what was wrong with its counters; a kind that is here and not
+            in `kinds` was left out.
+    """
 
     rank: int
     num_ranks: int
@@ -126,10 +134,20 @@ class Summary:
     device_index: int
     node: int
     kinds: Mapping[str, KindSummary]
+    spoilt: Mapping[str, str] = field(default_factory=dict)
 
 
 def summarize(snapshot: Snapshot) -> Summary:
-    """Condenses the counters of one rank; local, no communication."""
+    """Condenses the counters of one rank; local, no communication.
+
+    Raises:
+        EPArgumentError: no snapshot, or its rank, sizes and fields do not fit each other.
+    """
+    require_snapshot("summarize", snapshot)
+    checked = {
+        kind: without_contradictions(counters, snapshot.rank)
+        for kind, counters in snapshot.operations.items()
+    }
     return Summary(
         snapshot.rank,
         snapshot.num_ranks,
@@ -139,9 +157,17 @@ def summarize(snapshot: Snapshot) -> Summary:
         snapshot.node,
         {
             kind: _summarize_kind(counters, snapshot.rank)
-            for kind, counters in snapshot.operations.items()
+            for kind, (counters, _) in checked.items()
+            if counters is not None
         },
+        {kind: why for kind, (_, why) in checked.items() if why},
     )
+
+
+def nothing_counted(num_ranks: int, rank: int) -> KindSummary:
+    """Of a kind of which nothing can be used."""
+    totals = dict.fromkeys((*_TOTALS, *_PARTS), np.zeros(num_ranks))
+    return _from_totals(totals, dict.fromkeys(_OWN, 0.0), rank)
 
 
 def _summarize_kind(counters: CounterSnapshot, rank: int) -> KindSummary:

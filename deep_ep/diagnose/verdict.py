@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -33,7 +34,7 @@ from deep_ep.diagnose.rank_rules import early_receivers, hot_experts, late_ranks
 from deep_ep.diagnose.silent import late_and_silent
 from deep_ep.diagnose.thresholds import MIN_OPERATIONS, JudgedKind, Thresholds
 from deep_ep.diagnose.whatif import savings_ns
-from deep_ep.errors import ranks_text
+from deep_ep.errors import EPTypeError, ranks_text
 
 # Single savings are computed for this many verdicts; a report of more is not read to its end.
 _MOST_SAVINGS = 12
@@ -50,7 +51,11 @@ def judge(
         matrices: per operation kind, as `gather` returns them.
         thresholds: by default according to the device of the counters.
         history: of the same group, to find what slows everything alike; it is brought up to date.
+
+    Raises:
+        EPTypeError: anything else.
     """
+    _require_matrices("judge", matrices)
     kinds = _estimate(matrices, thresholds)
     found = _causes(kinds, history)
     judged, savings_us = _savings(kinds, found)
@@ -84,8 +89,17 @@ def verdicts(
         thresholds: by default according to the device of the counters.
     """
     by_kind = {matrices.operation: matrices} if isinstance(matrices, Matrices) else matrices
+    _require_matrices("verdicts", by_kind)
     kinds = _estimate(by_kind, thresholds)
     return _savings(kinds, _causes(kinds, None))[0]
+
+
+def _require_matrices(where: str, given: Any) -> None:
+    if not isinstance(given, Mapping) or not all(isinstance(m, Matrices) for m in given.values()):
+        raise EPTypeError(
+            f"{where}: matrices are a {type(given).__name__}; they must be Matrices by kind of operation. "
+            "Pass what diagnose.gather() returns."
+        )
 
 
 def _estimate(matrices: Mapping[str, Matrices], thresholds: Thresholds | None) -> list[JudgedKind]:
@@ -160,7 +174,8 @@ def _remarks(matrices: Mapping[str, Matrices]) -> list[str]:
     for kind, m in matrices.items():
         if m.num_ranks < 2:
             return ["one rank: nothing to compare"]
-        missing = np.flatnonzero(~m.present).tolist()
+        said += [f"{kind}: of rank {rank} {why}" for rank, why in sorted(m.spoilt.items())]
+        missing = [r for r in np.flatnonzero(~m.present).tolist() if r not in m.spoilt]
         if missing:
             said.append(f"{kind}: no counters from {ranks_text(missing)}")
         counted = m.num_operations or m.counted

@@ -280,7 +280,7 @@ def rewrite(file: Path, **changes: Any) -> None:
         ({"kinds": np.zeros(2)}, "entry kinds is float64 of shape [2]; expected a list of texts"),
         ({"dispatch__own": None}, "entry dispatch/own is missing"),
         ({"dispatch__totals": np.zeros((11, 3), int)}, "expected int64 of shape [11, 4]"),
-        ({"dispatch__ring": np.zeros((8, 4, 4), int)}, "expected int64 of shape [any, 5, 4]"),
+        ({"dispatch__ring": np.zeros((8, 4, 4), int)}, "expected int64 of shape [any, 5, 6]"),
         ({"dispatch__totals": np.zeros((11, 4))}, "is float64 of shape [11, 4]; expected int64"),
         (
             {"dispatch__totals": np.full((11, 4), -1)},
