@@ -335,7 +335,8 @@ def _token_cost_between_paths(m: Matrices, time: FloatArray, link: BoolArray) ->
     slope = float(np.median((times[a] - times[b])[telling] / step[telling]))
     # At most as if all of a usual path's time were spent on tokens: of a few paths the slow one may be
     # the one with more tokens.
-    return min(max(slope, 0.0), max(float(np.median(times) / np.median(counts)), 0.0))
+    most = max(float(np.median(times)), 0.0) / max(float(np.median(counts)), 1.0)
+    return min(max(slope, 0.0), most)
 
 
 def _node_clocks(excess: FloatArray, place: Place, known: FloatArray) -> FloatArray:
