@@ -116,8 +116,8 @@ struct WaitShared {
     struct State {
         uint64_t begin_ns;
         int headers_left;
-        int any_ahead;  // a rank has left this operation behind
-        int quit;       // nothing more is to come
+        int hopeless;  // a rank disagrees, or has left this operation behind
+        int quit;      // and all headers have come
     }* state;
 
     EP_DEVICE WaitShared(SharedArena arena, int num_words) {
@@ -177,16 +177,13 @@ EP_DEVICE bool wait_for_words(const OperationArgs& args,
             note_sight(&workspace->header_sight[source],
                        sight_of(args, word, is_first_look, state.begin_ns));
         }
-        if (seen > open.op) {
-            store_relaxed<Scope::kBlock>(&state.any_ahead, 1);
-        } else if (!agrees_in_shape(args, open, source)) {
-            record_failure(args, open, FailureKind::kMismatch, source);
-            store_relaxed<Scope::kBlock>(&state.quit, 1);
-        }
-        // Counts of a rank that is ahead never come. Still all headers are awaited: it may have gone
-        // on because another rank disagrees, and that one is to be named.
+        const bool disagrees = seen == open.op && !agrees_in_shape(args, open, source);
+        if (disagrees) record_failure(args, open, FailureKind::kMismatch, source);
+        if (disagrees || seen > open.op) store_relaxed<Scope::kBlock>(&state.hopeless, 1);
+        // Counts of a rank that disagrees or has gone on need never come. Still all headers are
+        // awaited, so that everybody who disagrees is named, and not who gave up because of them.
         if (add_acq_rel<Scope::kBlock>(&state.headers_left, -1) == 1 &&
-            load_relaxed<Scope::kBlock>(&state.any_ahead) != 0) {
+            load_relaxed<Scope::kBlock>(&state.hopeless) != 0) {
             store_relaxed<Scope::kBlock>(&state.quit, 1);
         }
         return true;

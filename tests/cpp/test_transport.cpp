@@ -46,7 +46,7 @@ struct Rank {
                   .data_bytes = kDataBytes}) {}
 
     host::Link& link() { return *memory.transport().link; }
-    uint64_t word(size_t offset) { return link().poll(offset); }
+    uint64_t word(size_t offset) { return link().newest(offset); }
     uint64_t data(size_t index) {
         uint64_t value;
         std::memcpy(
@@ -487,7 +487,7 @@ TEST(wall_time_a_delayed_signal_is_not_visible_before) {
     const uint64_t sent = host::monotonic_ns();
     world[0].link().signal(1, kFlag, 1, 0);
     if (host::monotonic_ns() < sent + kDelayNs) {
-        const uint64_t value = world[1].word(kFlag);
+        const uint64_t value = world[1].link().poll(kFlag);
         CHECK(value == 0 || host::monotonic_ns() >= sent + kDelayNs);
     }
     uint64_t seen_at = 0;
@@ -535,7 +535,7 @@ TEST(a_signal_wakes_a_sleeping_rank) {
         } else {
             link.arm();
             const uint64_t begin = host::monotonic_ns();
-            if (link.poll(kFlag) == 0) link.sleep(kLongNs);
+            if (link.newest(kFlag) == 0) link.sleep(kLongNs);
             slept_ns = host::monotonic_ns() - begin;
         }
     });
@@ -547,13 +547,13 @@ TEST(a_signal_between_arming_and_sleeping_is_not_lost) {
     World world(2);
     host::Link& sleeper = world[1].link();
     sleeper.arm();
-    CHECK_EQUAL(sleeper.poll(kFlag), 0u);
+    CHECK_EQUAL(sleeper.newest(kFlag), 0u);
     world[0].link().signal(1, kFlag, 1, 0);
     world[0].link().ring();
     const uint64_t begin = host::monotonic_ns();
     sleeper.sleep(999'000'000);
     CHECK(host::monotonic_ns() - begin < 900'000'000);
-    CHECK_EQUAL(sleeper.poll(kFlag), 1u);
+    CHECK_EQUAL(sleeper.newest(kFlag), 1u);
 }
 
 TEST(a_rank_that_waits_in_a_kernel_is_woken) {
