@@ -473,7 +473,7 @@ def test_counters_follow_the_native_fields(buffer: Buffer) -> None:
     counters = RecvCounters(3, ring=5)
     assert counters.totals.shape == (len(binding.COUNTER_FIELDS), 3)
     assert counters.own.shape == (len(binding.OWN_FIELDS),)
-    assert counters.ring.shape == (5, 4, 4)
+    assert counters.ring.shape == (5, 4, len(binding.RING_OWN_FIELDS))
     assert counters.pointers() == (
         counters.totals.data_ptr(),
         counters.own.data_ptr(),
