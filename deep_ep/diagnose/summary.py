@@ -32,9 +32,10 @@ _HIDDEN_NS = -1e15
 _CLIP = 4.5
 # A receiver that began to wait less than this before a path's usual arrival may have come too late; ns.
 RESOLUTION_NS = 1_500.0
-# Stretches of a window whose medians tell how far operations next to each other go together, and
-# operations that a stretch has at least.
+# Stretches of a window whose medians tell how far operations next to each other go together, how many
+# of them must be known, and operations that a stretch has at least.
 _STRETCHES = 8
+_MOST_STRETCHES = 6
 _MIN_STRETCH = 4
 
 
@@ -314,7 +315,8 @@ def _error_of_median(values: FloatArray) -> FloatArray:
     """Standard error of the median of each column; operations may come in good and bad stretches.
 
     Where neighbours go together, there are fewer independent operations than there are. Then the
-    medians of stretches differ by more than their number explains.
+    medians of stretches differ by more than their number explains. What was known in a part of the
+    window only may have been different in the rest: its error is infinite.
     """
     alone = standard_error(values, 0)
     length = values.shape[0] // _STRETCHES
@@ -327,7 +329,8 @@ def _error_of_median(values: FloatArray) -> FloatArray:
     mean = np.where(known, medians, 0.0).sum(axis=0) / count
     apart = np.where(known, medians - mean, 0.0)
     spread = (apart**2).sum(axis=0) / np.maximum(count - 1, 1)
-    return np.asarray(np.fmax(alone, np.sqrt(spread / count)))
+    error = np.fmax(alone, np.sqrt(spread / count))
+    return np.asarray(np.where(count >= _MOST_STRETCHES, error, np.inf))
 
 
 def _moments(tokens: FloatArray, elapsed: FloatArray) -> FloatArray:
