@@ -50,6 +50,10 @@ _UNEVEN = 0.5
 _COMMON = 0.5
 # Groups that overlap are fitted to each other within a few sweeps.
 _SWEEPS = 3
+# Sides of this share of the ranks of a node are one link's doing, where there are so many nodes that
+# it is not a pair's.
+_MOST_OF_NODE = 0.6
+_MIN_NODES = 3
 # Effects that differ by less than this share are alike.
 _ALIKE = 0.25
 # Of so few groups a standard deviation says more than a median of deviations.
@@ -187,7 +191,13 @@ def explain(m: Matrices, paths: Paths, floor: float, spreads: float) -> Explaine
 
 
 def _slow(candidates: _Candidates, floor: float, spreads: float) -> list[Group]:
-    bar = max(floor, spreads * healthy(candidates.middle)[1])
+    if candidates.cause in (INGRESS, EGRESS, EITHER_SIDE) or candidates.middle.size < 3:
+        spread = healthy(candidates.middle)[1]
+    else:
+        # Links, pairs and rails are few, and hardly half of them slow.
+        apart = np.abs(candidates.middle - median_of(candidates.middle))
+        spread = MAD_TO_SIGMA * or_zero(median_of(apart))
+    bar = max(floor, spreads * spread)
     slow = (candidates.low > bar / 2) & (candidates.middle > bar) & (candidates.known >= _KNOWN)
     return [
         Group(
@@ -242,9 +252,10 @@ def _level(paths: Paths, groups: Sequence[Group], residual: FloatArray) -> Float
 
 
 def _joined(groups: Sequence[Group], m: Matrices, floor: float) -> list[Group]:
-    """Sides that are slow alike on both kinds of link are slow, whatever the link."""
+    """Sides that are slow alike on both kinds of link are slow, whatever the link; those of most ranks
+    of a node between nodes are the node's."""
     by_subject: dict[Any, list[Group]] = {}
-    for group in groups:
+    for group in _of_whole_nodes(groups, m):
         by_subject.setdefault((group.cause, group.number), []).append(group)
     joined = []
     for alike in by_subject.values():
@@ -256,6 +267,26 @@ def _joined(groups: Sequence[Group], m: Matrices, floor: float) -> list[Group]:
             joined.append(replace(alike[0], link=ALL_LINKS, paths=paths))
         else:
             joined += alike
+    return joined
+
+
+def _of_whole_nodes(groups: Sequence[Group], m: Matrices) -> list[Group]:
+    nodes = m.place.nodes
+    joined = list(groups)
+    if not _MIN_NODES <= m.place.num_nodes < m.num_ranks:
+        return joined
+    for side, cause in ((EGRESS, UPLINK), (INGRESS, DOWNLINK)):
+        sides = [g for g in groups if g.cause == side and g.link == NIC]
+        of_node = np.array([nodes[g.number] for g in sides], dtype=np.int64)
+        for node in np.unique(of_node).tolist():
+            together = [g for g, at in zip(sides, of_node.tolist()) if at == node]
+            ranks, others = np.flatnonzero(nodes == node), np.flatnonzero(nodes != node)
+            if len(together) < max(_MOST_OF_NODE * ranks.size, 2):
+                continue
+            paths = _index(others, ranks) if cause == UPLINK else _index(ranks, others)
+            effect = float(np.median([g.effect for g in together]))
+            joined = [g for g in joined if all(g is not side for side in together)]
+            joined.append(Group(cause, node, NIC, paths, effect, count=m.place.num_nodes))
     return joined
 
 
@@ -342,9 +373,9 @@ def _looks(m: Matrices, paths: Paths) -> list[_Look]:
     if grouped:
         looks.append(_rails)
         # Between two nodes an uplink, a downlink and a pair of nodes are the same paths.
-        looks.append(_node_pairs if place.num_nodes == 2 else _node_links)
+        looks.append(_node_pairs if place.num_nodes < _MIN_NODES else _node_links)
     looks.append(sides)
-    if grouped and place.num_nodes > 2:
+    if grouped and place.num_nodes >= _MIN_NODES:
         looks.append(_node_pairs)
     return [functools.partial(look, m, paths) for look in looks]
 

@@ -166,7 +166,7 @@ def _coarse_clocks(m: Matrices, known: FloatArray) -> FloatArray:
     seen = np.where(m.path_seen, m.path, np.nan)
     # What arrives before it was sent leaves no doubt, by more than clocks are known to be off. Where
     # that is not known, the two directions tell; ranks on CPUs share a clock.
-    unknown = m.place.device == "cuda" and not np.isfinite(known).any()
+    unknown = m.place.device == "cuda" and not np.isfinite(known[m.expected]).any()
     if not unknown and not (seen < -np.nan_to_num(known)).any():
         return np.zeros(m.num_ranks)
     even = _two_way_clocks(seen)

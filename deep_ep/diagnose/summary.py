@@ -35,9 +35,10 @@ _HIDDEN_NS = -1e15
 _CLIP = 4.5
 # A receiver that began to wait less than this before a path's usual arrival may have come too late; ns.
 RESOLUTION_NS = 1_500.0
-# Stretches of a window whose medians tell how far operations next to each other go together, and
-# operations that a stretch has at least.
+# Stretches of a window whose medians tell how far operations next to each other go together, how many
+# of them must be known, and operations that a stretch has at least.
 _STRETCHES = 8
+_MOST_STRETCHES = 6
 _MIN_STRETCH = 4
 
 
@@ -156,7 +157,7 @@ def summarize(snapshot: Snapshot) -> Summary:
         snapshot.device_index,
         snapshot.node,
         {
-            kind: _summarize_kind(counters, snapshot.rank)
+            kind: _summarize_kind(counters, snapshot.rank, snapshot.device)
             for kind, (counters, _) in checked.items()
             if counters is not None
         },
@@ -170,7 +171,7 @@ def nothing_counted(num_ranks: int, rank: int) -> KindSummary:
     return _from_totals(totals, dict.fromkeys(_OWN, 0.0), rank)
 
 
-def _summarize_kind(counters: CounterSnapshot, rank: int) -> KindSummary:
+def _summarize_kind(counters: CounterSnapshot, rank: int, device: str) -> KindSummary:
     totals = {name: row.astype(np.float64) for name, row in zip(counters.fields, counters.totals)}
     own = {name: float(value) for name, value in zip(counters.own_fields, counters.own)}
     used = counters.operations()
@@ -188,7 +189,7 @@ def _summarize_kind(counters: CounterSnapshot, rank: int) -> KindSummary:
     clock = _clock_errors(of_source.get("clock_error"), took_part)
     leaves = _relative(stamps["exit"], begin)
     ready = np.fmax(np.fmax.reduce(arrival, axis=1), 0.0)
-    was_seen = _was_seen(of_source.get("seen"), arrival)
+    was_seen = _was_seen(of_source.get("seen"), arrival, device)
     elapsed, seen = _visible(arrival, issued, was_seen, clock)
     elapsed[:, rank] = np.nan
     looked = np.sum(np.isfinite(elapsed), axis=0)
@@ -291,17 +292,17 @@ def _from_totals(
     )
 
 
-def _was_seen(flags: IntArray | None, arrival: FloatArray) -> BoolArray:
+def _was_seen(flags: IntArray | None, arrival: FloatArray, device: str) -> BoolArray:
     """`[n, num_ranks]`, whether a word was seen to arrive; else it was there at the first look.
 
-    Rings without the flag tell it by the time: no target stamped an arrival before the begin of
-    waiting that did not know the true one.
+    Rings without the flag tell it by the time. Only the CPU's rank clock knows of arrivals before the
+    begin of waiting; it knows all of them then.
     """
     if flags is not None:
         return np.asarray((flags != 0) & np.isfinite(arrival))
-    if np.any(arrival < 0):
+    if device == "cpu" and np.any(arrival < 0):
         return np.isfinite(arrival)
-    return np.asarray(arrival > RESOLUTION_NS)
+    return np.asarray(arrival > 0)
 
 
 def _visible(
@@ -348,7 +349,8 @@ def _error_of_median(values: FloatArray) -> FloatArray:
     """Standard error of the median of each column; operations may come in good and bad stretches.
 
     Where neighbours go together, there are fewer independent operations than there are. Then the
-    medians of stretches differ by more than their number explains.
+    medians of stretches differ by more than their number explains. What was known in a part of the
+    window only may have been different in the rest: its error is infinite.
     """
     alone = standard_error(values, 0)
     length = values.shape[0] // _STRETCHES
@@ -361,7 +363,8 @@ def _error_of_median(values: FloatArray) -> FloatArray:
     mean = np.where(known, medians, 0.0).sum(axis=0) / count
     apart = np.where(known, medians - mean, 0.0)
     spread = (apart**2).sum(axis=0) / np.maximum(count - 1, 1)
-    return np.asarray(np.fmax(alone, np.sqrt(spread / count)))
+    error = np.fmax(alone, np.sqrt(spread / count))
+    return np.asarray(np.where(count >= _MOST_STRETCHES, error, np.inf))
 
 
 def _moments(tokens: FloatArray, elapsed: FloatArray) -> FloatArray:
