@@ -31,6 +31,9 @@ _SLOWEST = 0.98
 _BELIEVED, _BELIEVED_ALONE = 3.0, 4.0
 # And then taken to last longer, by so many standard errors.
 _UNSURE = 1.0
+# Noise lasts where means vary by so much more; few independent values then tell how noisy it is, of
+# which effects must exceed so many standard deviations.
+_LASTS, _LEAST_VALUES, _TESTED = 1.5, 4.0, 5.0
 
 
 def median(values: FloatArray, axis: int) -> FloatArray:
@@ -267,7 +270,12 @@ def _inflation(correlations: FloatArray, size: int, series: float) -> float:
         before, lost = lost, min(factor / size, 0.9)
         if abs(lost - before) < _SETTLED:
             break
-    return factor / (1.0 - lost)
+    factor /= 1.0 - lost
+    if factor < _LASTS:
+        return factor
+    # How noisy the series are is known from so few independent values that it may well be more.
+    values = max(size * series / factor, _LEAST_VALUES)
+    return factor * (student(_TESTED, values) / _TESTED) ** 2
 
 
 def _remembered(memory: float, size: int) -> float:
