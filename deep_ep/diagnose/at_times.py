@@ -23,9 +23,15 @@ CAUSE = "late at times"
 
 # Standard deviations of the group's noise from which on an operation counts as a late one.
 _FAR = 5.0
+# And, of a rank that is known to be late at times, at the least.
+_NEAR = 2.0
 # Hiccups are in one operation of a hundred, the operating system's noise in a few; or it is a burst
 # of so many operations, which neither is.
 _MIN_SHARE, _BURST = 0.1, 12
+# What comes as regularly as a clock ticks is the system's, unless it costs so many times what is of
+# interest. So much of it must fall on every k-th operation, for a k that is not too small to tell.
+_REGULAR_COST, _REGULAR = 3.0, 0.75
+_PERIODS = range(4, 65)
 # In so many standard deviations more operations than the other ranks, and times as many.
 _MORE, _TIMES = 5.0, 4.0
 # Noise goes both ways.
@@ -57,11 +63,19 @@ class _Excess:
     late: BoolArray
 
     def of(self, rank: int) -> _Late:
-        """What one rank shows."""
-        late, values = self.late[:, rank], self.values[:, rank]
-        quiet = values[np.isfinite(values) & ~late]
+        """What one rank shows.
+
+        Found by a bar far outside of the noise, late operations are told from others halfway to what
+        is typical of them, and what noise puts beyond that, which goes both ways, is taken off.
+        """
+        values, found = self.values[:, rank], self.late[:, rank]
+        quiet = values[np.isfinite(values) & ~found]
         own = float(np.median(quiet)) if quiet.size else 0.0
-        return _Late(self, rank, values[late] - own, int(np.isfinite(values).sum()))
+        values = values - own
+        half = or_zero(median_of(values[found])) / 2
+        bar = min(max(half, self.bar * _NEAR / _FAR), self.bar)
+        at = np.where(np.abs(values) > bar, values, 0.0)
+        return _Late(self, rank, np.where(np.isfinite(at), at, 0.0), int(np.isfinite(values).sum()))
 
 
 @dataclass(frozen=True)
@@ -71,40 +85,41 @@ class _Late:
     Attributes:
         among: the kind.
         rank: the rank.
-        sizes: of each late operation, ns above what the rank takes when it is not late.
+        each: [n], how late it was in each operation, ns above what the rank takes when it is not late; 0
+            where it was not, negative where noise makes it as early.
         count: operations of which the rank's time is known.
     """
 
     among: _Excess
     rank: int
-    sizes: FloatArray
+    each: FloatArray
     count: int
 
     @property
     def share(self) -> float:
         """Of the operations, the late ones."""
-        return self.sizes.size / max(self.count, 1)
+        return max(float(np.sign(self.each).sum()), 0.0) / max(self.count, 1)
 
     @property
     def typical(self) -> float:
-        """Median size, ns; 0 without any."""
-        return or_zero(median_of(self.sizes))
+        """Median of the late ones, ns; 0 without any."""
+        return or_zero(median_of(self.each[self.each > 0]))
 
     @property
     def cost(self) -> float:
         """Mean over all operations, ns."""
-        return float(self.sizes.sum()) / max(self.count, 1)
+        return float(self.each.sum()) / max(self.count, 1)
 
     @property
     def error(self) -> float:
         """Of the cost in the operations of any kind, as this kind tells it."""
-        if not self.sizes.size:
+        late = self.each > 0
+        if not late.any():
             return 0.0
-        late = self.among.late[:, self.rank]
         bursts = int(np.sum(late & ~np.concatenate([[False], late[:-1]])))
         # Kinds take turns, so each burst may have an operation more in this kind or in the other one.
         turns = self.typical * math.sqrt(0.75 * bursts)
-        size = float(np.std(self.sizes)) * math.sqrt(self.sizes.size)
+        size = float(np.std(self.each[late])) * math.sqrt(np.count_nonzero(self.each))
         return math.hypot(turns, size) / max(self.count, 1)
 
     @property
@@ -144,8 +159,10 @@ def late_at_times(kinds: Sequence[JudgedKind], explained: set[int]) -> list[Foun
     found = []
     for rank in _candidates(each, explained):
         burst = _longest_burst(each, rank)
+        least = _REGULAR_COST if _is_regular(each, rank) else 1.0
         for late in (one.of(rank) for one in each):
-            if late.is_certain and late.is_apart and late.is_waited_for:
+            big = late.cost > least * late.among.kind.floor
+            if big and late.is_certain and late.is_apart and late.is_waited_for:
                 found.append(_verdict(late, burst))
     return found
 
@@ -193,18 +210,24 @@ def _longest_burst(each: Sequence[_Excess], rank: int) -> int:
     return int(np.diff(ends).max()) - 1
 
 
+def _is_regular(each: Sequence[_Excess], rank: int) -> bool:
+    """Whether most late operations, of all kinds, are so many apart or a multiple of it."""
+    late = np.concatenate([x.kind.e.m.ops[x.late[:, rank]] for x in each])
+    most = (np.bincount(late % period).max() for period in _PERIODS)
+    # Of a few, some are apart like that by chance.
+    return late.size > _MORE and max(most) >= _REGULAR * late.size
+
+
 def _verdict(late: _Late, burst: int) -> Found:
     kind, rank = late.among.kind, late.rank
     e: Estimates = kind.e
-    each = np.zeros(len(late.among.late))
-    each[late.among.late[:, rank]] = late.sizes
     return found_cause(
         kind,
         COMP_SLOW,
         CAUSE,
         Size(late.cost, late.error, e.load.size, late.share * e.work.apart),
         cells_of(e, source=rank),
-        Gain(e.operation, rank, work_each=each),
+        Gain(e.operation, rank, work_each=np.maximum(late.each, 0.0)),
         rank=rank,
         seen_in=late.share,
         evidence={

@@ -10,7 +10,7 @@ from deep_ep.diagnose.estimate import Effect, Estimates, pooled
 from deep_ep.diagnose.findings import COMP_SLOW, MIXED_SLOW
 from deep_ep.diagnose.found import Found, Size, cells_of, found_cause, own_times
 from deep_ep.diagnose.paths import MIN_RANKS_TO_SPLIT_PATHS
-from deep_ep.diagnose.stats import healthy, median_of, scale
+from deep_ep.diagnose.stats import healthy, scale
 from deep_ep.diagnose.thresholds import JudgedKind, mostly
 from deep_ep.diagnose.whatif import Gain
 
@@ -70,10 +70,9 @@ def _hot_gain(e: Estimates, rank: int, own_ns: float) -> Gain:
     rows = np.nansum(m.tokens[rank]) >= np.nansum(m.tokens[:, rank])
     paths = (rank, slice(None)) if rows else (slice(None), rank)
     same_node = m.place.nodes[:, None] == m.place.nodes[None, :]
-    of_others = e.paths.time.copy()
-    of_others[rank], of_others[:, rank] = np.nan, np.nan
-    level = np.where(same_node, median_of(of_others[same_node]), median_of(of_others[~same_node]))
-    longer = np.maximum(np.nan_to_num((e.paths.time - level)[paths]), 0.0)
+    within, between = e.paths.level
+    longer = e.paths.time[paths] - np.where(same_node[paths], within, between)
+    longer = np.maximum(np.nan_to_num(longer), 0.0)
     return Gain(e.operation, rank, work_ns=own_ns, is_shared=True, paths=paths, path_ns=longer)
 
 

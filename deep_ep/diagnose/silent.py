@@ -35,6 +35,8 @@ class _Seen:
         late: how late it issued on their clocks.
         error: of that.
         spread: how far healthy ranks differ in it.
+        effect: what it does longer than others, if nothing holds it up.
+        unsure: how far that may be off because its own clock is not known.
     """
 
     kind: JudgedKind
@@ -44,6 +46,8 @@ class _Seen:
     late: float
     error: float
     spread: float
+    effect: float
+    unsure: float
 
     @property
     def is_certain(self) -> bool:
@@ -84,27 +88,38 @@ def _seen(kind: JudgedKind, rank: int) -> _Seen:
     waited = (share > min(max(_WAITED, 2.0 / (m.num_ranks - 1)), 0.5)) & m.present
     # Noise that lasts makes ranks late as well as slow.
     error = math.hypot(or_zero(float(e.late_error[rank])), or_zero(median_of(e.work.error)))
-    spread = healthy(np.delete(e.late, rank))[1]
+    spread = 0.0 if kind.clocks_off_us > 0 else healthy(np.delete(e.late, rank))[1]
     typical = or_zero(median_of(share[waited]))
-    return _Seen(kind, rank, waited, typical, or_zero(float(e.late[rank])), error, spread)
+    # What the others wait, which no clock of another rank is in, is how late it is and a path; once
+    # where it comes last, and once in all operations, because those where it does are chosen.
+    came_last = m.last[..., 0] == rank
+    wait = or_zero(median_of(np.where(came_last, m.last_arrival[..., 0], np.nan)))
+    usual = np.where(came_last, m.last_arrival[..., 0], 0.0)[:, waited]
+    path = min(max(or_zero(median_of(np.array(e.paths.level))), 0.0), wait / 2)
+    late = min(or_zero(float(e.late[rank])), wait)
+    if kind.clocks_off_us > 0:
+        late = max(or_zero(median_of(usual)) - path, 0.0)
+    # While it is late the data of the others comes in, so it leaves earlier by a path's time, where
+    # that is all they wait for. With one kind of path, that is what the others wait.
+    if kind.clocks_off_us > 0 or not np.isfinite(e.paths.level[1]):
+        effect = max(wait, late)
+    else:
+        path = max(or_zero(median_of(e.paths.time[:, rank])), 0.0)
+        effect = min(late + (path if late > path else 0.0), max(wait, late))
+    unsure = math.hypot(e.work.apart, min(path, late) / 2)
+    return _Seen(kind, rank, waited, typical, late, error, spread, effect, unsure)
 
 
 def _verdict(seen: _Seen) -> Found:
     e, rank = seen.kind.e, seen.rank
     count = int(seen.waited.sum())
-    # While it is late the data of the others comes in, so it leaves earlier by a path's time, where
-    # that is all they wait for.
-    path = max(or_zero(median_of(e.paths.time[:, rank])), 0.0)
-    ahead = path if seen.late > path else 0.0
-    effect = seen.late + ahead
-    unsure = math.hypot(e.work.apart, min(path, seen.late) / 2)
     return found_cause(
         seen.kind,
         COMP_SLOW,
         "late",
-        Size(effect, seen.error, e.load.size, unsure),
+        Size(seen.effect, seen.error, e.load.size, seen.unsure),
         cells_of(e, source=rank),
-        Gain(e.operation, rank, work_ns=effect, is_recorded=False),
+        Gain(e.operation, rank, work_ns=seen.effect, is_recorded=False),
         rank=rank,
         seen_in=seen.share,
         evidence={

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 from statistics import NormalDist
 
 import numpy as np
@@ -23,13 +24,16 @@ _REACH = 4.0
 _CUT = 3.0
 # Lags that tell how noise forgets itself, and steps until what demeaning hides is put back.
 _LAGS = 4
-_INFLATION_STEPS = 12
+_INFLATION_STEPS, _SETTLED = 12, 1e-3
 # Noise that forgets itself more slowly than this cannot be told from a lasting difference.
 _SLOWEST = 0.98
 # A correlation is believed from so many standard errors on; one rank's own, against all others', later.
 _BELIEVED, _BELIEVED_ALONE = 3.0, 4.0
 # And then taken to last longer, by so many standard errors.
 _UNSURE = 1.0
+# Noise lasts where means vary by so much more; few independent values then tell how noisy it is, of
+# which effects must exceed so many standard deviations.
+_LASTS, _LEAST_VALUES, _TESTED = 1.5, 4.0, 5.0
 
 
 def median(values: FloatArray, axis: int) -> FloatArray:
@@ -222,17 +226,19 @@ def inflation(values: FloatArray) -> tuple[FloatArray, float]:
         return np.ones(columns), float(columns)
     known = np.isfinite(values)
     reach = MAD_TO_SIGMA * median(np.abs(values), 0)
-    unit = np.where(reach > 0, reach, 1.0)
-    cut = np.clip(np.where(known, values / unit, 0.0), -_CUT, _CUT)
+    cut = np.where(known, values / np.where(reach > 0, reach, 1.0), 0.0)
+    cut = np.minimum(np.maximum(cut, -_CUT), _CUT)
     squares = np.sum(cut**2, axis=0)
     products = np.stack([np.sum(cut[lag:] * cut[:-lag], axis=0) for lag in range(1, _LAGS + 1)])
     # A lag has fewer pairs than there are values.
     products *= (size / (size - np.arange(1, _LAGS + 1)))[:, None]
     # Columns that move together, as ranks of one node may, tell as much as one.
-    alike = (cut.T @ cut) ** 2 / np.maximum(np.outer(squares, squares), 1e-12)
+    unit = cut / np.sqrt(np.maximum(squares, 1e-12))
+    # Sum of the squares of all correlations between columns; the smaller product has the same.
+    product = unit.T @ unit if columns < size else unit @ unit.T
     # By chance, and because they are compared with each other.
     expected = columns**2 / size + columns / (columns - 1)
-    series = columns**2 / max(float(alike.sum()) - expected, float(columns))
+    series = columns**2 / max(float(np.sum(product**2)) - expected, float(columns))
     each = products / np.maximum(squares, 1e-12)
     # What a few columns show is theirs alone.
     together = np.median(each, axis=1)
@@ -245,23 +251,34 @@ def inflation(values: FloatArray) -> tuple[FloatArray, float]:
 
 def _inflation(correlations: FloatArray, size: int, series: float) -> float:
     """Of one autocorrelation at the first lags, found around the means of `series` times `size` values."""
-    lags = np.arange(1, size)
-    weight = 1.0 - lags / size
     noise = MEDIAN_COST / math.sqrt(size * series)
+    believed = _BELIEVED * noise * math.sqrt(_LAGS - 1)
     lost, factor = 0.0, 1.0
     for _ in range(_INFLATION_STEPS):
         # The mean takes its own variance out of every product.
-        found = correlations * (1.0 - lost) + lost
-        if found[:-1].sum() < _BELIEVED * noise * math.sqrt(_LAGS - 1):
-            factor = 1.0 + 2.0 * max(float(found[0]), 0.0)
+        found = [c * (1.0 - lost) + lost for c in correlations.tolist()]
+        if sum(found[:-1]) < believed:
+            factor = 1.0 + 2.0 * max(found[0], 0.0)
         else:
-            memory = min(max(float(found[1:].sum() / found[:-1].sum()), 0.0), _SLOWEST)
+            memory = min(max(sum(found[1:]) / sum(found[:-1]), 0.0), _SLOWEST)
             # It may well be longer, which matters more than that it may be shorter.
             memory = min(memory + _UNSURE * noise * math.sqrt(1.0 - memory**2), _SLOWEST)
             # How much of the variance lasts at all.
-            powers = memory ** np.arange(1, _LAGS + 1)
-            lasting = float(found @ powers / max(powers @ powers, 1e-12)) + noise
-            lasting = min(max(lasting, 0.0), 1.0)
-            factor = 1.0 + 2.0 * lasting * float(weight @ memory**lags)
-        lost = min(factor / size, 0.9)
-    return factor / (1.0 - lost)
+            powers = [memory**lag for lag in range(1, _LAGS + 1)]
+            lasting = sum(map(operator.mul, found, powers)) / sum(p**2 for p in powers) + noise
+            factor = 1.0 + 2.0 * min(max(lasting, 0.0), 1.0) * _remembered(memory, size)
+        before, lost = lost, min(factor / size, 0.9)
+        if abs(lost - before) < _SETTLED:
+            break
+    factor /= 1.0 - lost
+    if factor < _LASTS:
+        return factor
+    # How noisy the series are is known from so few independent values that it may well be more.
+    values = max(size * series / factor, _LEAST_VALUES)
+    return factor * (student(_TESTED, values) / _TESTED) ** 2
+
+
+def _remembered(memory: float, size: int) -> float:
+    """Sum of `(1 - k / size) * memory**k` over k from 1 on, which is below `size`."""
+    left = 1.0 - memory
+    return memory / left - memory * (1.0 - memory**size) / (size * left**2)

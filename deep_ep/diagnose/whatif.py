@@ -66,7 +66,8 @@ class _Step:
         kind: of the operations.
         at: its number among them.
         gap, span, drain: own times of the ranks.
-        sources, receivers, longer: [k] each, paths that took longer (or shorter) than usual, by ns.
+        paths, longer: [k] each, paths (index into all of [source, receiver], one after the other) that
+            took longer than usual, or shorter, by ns.
     """
 
     kind: int
@@ -74,8 +75,7 @@ class _Step:
     gap: FloatArray
     span: FloatArray
     drain: FloatArray
-    sources: IntArray
-    receivers: IntArray
+    paths: IntArray
     longer: FloatArray
 
 
@@ -113,12 +113,11 @@ def _steps(estimates: Sequence[Estimates], usual: Sequence[FloatArray], most: in
         (int(op), i, at) for i, e in enumerate(estimates) for at, op in enumerate(e.m.ops)
     )
     own = [tuple(_filled(x) for x in (e.m.gap, e.m.span, e.m.drain)) for e in estimates]
-    longer = [_longer(e, paths) for e, paths in zip(estimates, usual)]
     steps = []
     for _, i, at in order[-most:]:
         gap, span, drain = (x[at] for x in own[i])
-        known = _known(estimates[i].m.last[at], longer[i][at])
-        steps.append(_Step(i, at, gap, span, drain, *known))
+        longer = _longer(estimates[i], usual[i], at)
+        steps.append(_Step(i, at, gap, span, drain, *_known(estimates[i].m.last[at], longer)))
     return steps
 
 
@@ -129,20 +128,20 @@ def _filled(series: FloatArray) -> FloatArray:
     return np.where(np.isfinite(known), known, 0.0)
 
 
-def _longer(e: Estimates, usual: FloatArray) -> FloatArray:
-    """`[n, receiver, 2]` how much longer than usual the paths of the latest sources took, ns."""
-    last = e.m.last
+def _longer(e: Estimates, usual: FloatArray, at: int) -> FloatArray:
+    """`[receiver, 2]` how much longer than usual the paths of an operation's latest sources took, ns."""
+    last = e.m.last[at]
     clock = e.paths.coarse_clock + e.paths.clock
-    receiver = np.arange(last.shape[1])[None, :, None]
-    took = e.m.last_path - clock[receiver] + clock[last]
+    receiver = np.arange(len(last))[:, None]
+    took = e.m.last_path[at] - clock[receiver] + clock[last]
     longer: FloatArray = took - usual[last, receiver]
     return np.where(np.isfinite(longer) & (last != receiver), longer, np.nan)
 
 
-def _known(last: IntArray, longer: FloatArray) -> tuple[IntArray, IntArray, FloatArray]:
-    """Sources, receivers and times of the paths of which something is known."""
+def _known(last: IntArray, longer: FloatArray) -> tuple[IntArray, FloatArray]:
+    """Index and time of the paths of which something is known; as in `_Step`."""
     receivers, place = np.nonzero(np.isfinite(longer))
-    return last[receivers, place], receivers, longer[receivers, place]
+    return last[receivers, place] * len(last) + receivers, longer[receivers, place]
 
 
 def _end(
@@ -160,6 +159,7 @@ def _end(
     overlap = [np.maximum(np.nan_to_num(median(e.m.span, 0) - e.send_ns), 0.0) for e in estimates]
 
     on_the_way = np.empty((num_ranks, num_ranks))
+    of_all = on_the_way.reshape(-1)
     left, arrival = np.zeros((num_sets, num_ranks)), np.empty((num_sets, num_ranks))
     begin = left.mean(axis=1)
     for number, step in enumerate(steps):
@@ -178,9 +178,9 @@ def _end(
             longer = step.longer
             mask = healed[k][s]
             if mask is not None:
-                cut = mask[step.sources, step.receivers]
+                cut = mask.reshape(-1)[step.paths]
                 longer = np.where(cut, np.minimum(longer, 0.0), longer)
-            on_the_way[step.sources, step.receivers] += longer
+            of_all[step.paths] += longer
             np.max(on_the_way, axis=0, out=arrival[s])
         left = np.maximum(waits_from, arrival) + np.maximum(step.drain - drain[k], 0.0)
     return np.asarray(left.mean(axis=1) - begin)

@@ -79,8 +79,9 @@ def test_a_rank_that_is_late_now_and_then_is_named_with_its_share_and_mean_cost(
     right = 0
     for window, found in judged(NODES, num_ranks, late, 800):
         (rank,) = (fault.rank for fault in window.faults if isinstance(fault, IntermittentRank))
-        right += found.keys == {("comp-slow", rank)}
-        mean_us = window.truth.effects_us["comp-slow", rank]
+        # A window may fall between two bursts.
+        right += found.keys == window.truth.keys
+        mean_us = window.truth.effects_us.get(("comp-slow", rank), 0.0)
         for verdict in found.verdicts:
             assert verdict.cause == "late at times"
             assert verdict.seen_in == pytest.approx(mean_us / 50, abs=0.15)
