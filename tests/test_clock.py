@@ -153,9 +153,7 @@ def clock_errors(kinds: list[Any], drifts_ppm: list[float]) -> tuple[torch.Tenso
 
 
 @pytest.mark.parametrize("shape", ["1x1", "3x2"])
-def test_drifts_are_followed_within_operations(
-    monkeypatch: pytest.MonkeyPatch, shape: str
-) -> None:
+def test_drifts_are_followed_within_operations(monkeypatch: pytest.MonkeyPatch, shape: str) -> None:
     """Without a launch or a call: offsets stay right to what is stated, and that stays small."""
     monkeypatch.setenv("DEEP_EP_LAUNCH_SHAPE", shape)
     drifts = [0.0, 20.0, -20.0, 15.0]
