@@ -178,7 +178,8 @@ def estimate(m: Matrices, before: Matrices | None = None) -> Estimates:
         has_stamps=m.num_operations > 0,
         duration_ns=median_of(m.duration),
         own_ns=median_of(work + m.drain),
-        work=_compare(work - by_work.time, m, by_work.error),
+        # A link that holds up its sender is no fault of the sender's.
+        work=_compare(work - by_work.time - paths.stalled.sum(axis=0), m, by_work.error),
         drain=_compare(m.drain - by_drain.time, m, by_drain.error),
         token_time=by_work.time + by_drain.time,
         token_error=np.hypot(by_work.error, by_drain.error),

@@ -46,8 +46,10 @@ _SPARED = 0.25
 _KNOWN = 2.0 / 3.0
 # Paths of a group may differ by this share of their effect.
 _UNEVEN = 0.5
-# Of the deviation between the paths of a group so much is in all of them.
+# Of the deviation between the paths of a group so much is in all of them; and of what paths take this
+# share is not known from one group to the next, as ports are busy in another way.
 _COMMON = 0.5
+_OF_USUAL = 0.03
 # Groups that overlap are fitted to each other within a few sweeps.
 _SWEEPS = 3
 # Sides of this share of the ranks of a node are one link's doing, where there are so many nodes that
@@ -158,32 +160,37 @@ def explain(m: Matrices, paths: Paths, floor: float, spreads: float) -> Explaine
     np.fill_diagonal(excess, np.nan)
     residual = excess
     groups: list[Group] = []
-    looks = _looks(m, paths) if m.num_ranks >= MIN_RANKS_TO_SPLIT_PATHS else ()
+    few = m.num_ranks < MIN_RANKS_TO_SPLIT_PATHS
+    looks = [] if few else _looks(m, paths)
     for _ in range(_ROUNDS):
         before = len(groups)
         for look in looks:
-            beyond = residual - _UNEVEN * _of_groups(groups, residual)
+            beyond = residual
+            if groups:
+                beyond = residual - _UNEVEN * _of_groups(groups, residual)
             found = [g for candidates in look(beyond) for g in _slow(candidates, floor, spreads)]
             if found:
                 groups, residual = _fit([*groups, *found], excess)
         if len(groups) == before:
             break
     joined = _joined(groups, m, floor)
-    # Of paths that hid it is not known how far they differ. Slow paths made what is usual look
-    # slower than it is.
-    excess = excess - _level(paths, groups, np.where(m.path_hidden, np.nan, residual))
+    if groups or m.num_ranks <= _FEW:
+        # Slow paths made what is usual look slower than it is.
+        excess = excess - _level(paths, groups, np.where(m.path_hidden, np.nan, residual))
     groups, residual = _fit(joined, excess)
+    if few:
+        return Explained([], residual, np.zeros(residual.shape), np.zeros(residual.shape))
+    # Of paths that hid it is not known how far they differ.
     seen = np.where(m.path_hidden, np.nan, residual)
-    few = m.num_ranks < MIN_RANKS_TO_SPLIT_PATHS
-    spread = np.zeros(seen.shape) if few else _between_paths(paths, seen)
+    spread = _between_paths(paths, seen)
+    if not groups:
+        return Explained([], residual, spread, np.zeros(residual.shape))
     # As groups are judged: clocks cancel between the two directions.
     there_and_back = seen if paths.drifted else seen + seen.T
     spread_both = _between_paths(paths, there_and_back)
-    readings = {
-        (c.cause, c.link): c for look in (looks if groups else ()) for c in look(there_and_back)
-    }
+    readings = {(c.cause, c.link): c for look in looks for c in look(there_and_back)}
     return Explained(
-        [_with_error(g, groups, m, seen, spread, spread_both, readings) for g in groups],
+        [_with_error(g, groups, m, paths, seen, spread, spread_both, readings) for g in groups],
         residual,
         spread,
         _of_groups(groups, residual),
@@ -214,6 +221,8 @@ def _slow(candidates: _Candidates, floor: float, spreads: float) -> list[Group]:
 
 def _fit(groups: Sequence[Group], excess: FloatArray) -> tuple[list[Group], FloatArray]:
     """The groups with effects that fit together, and what they leave over."""
+    if not groups:
+        return [], excess
     effects = [0.0] * len(groups)
     residual = excess.copy()
     for _ in range(_SWEEPS if len(groups) > 1 else 1):
@@ -303,6 +312,7 @@ def _with_error(
     group: Group,
     groups: Sequence[Group],
     m: Matrices,
+    paths: Paths,
     residual: FloatArray,
     spread: FloatArray,
     spread_both: FloatArray,
@@ -326,7 +336,8 @@ def _with_error(
         apart = spread_both
     unlike = MEDIAN_COST * float(np.mean(apart[group.paths])) / math.sqrt(size)
     like = _healthy_readings(group, groups, readings)
-    within = MAD_TO_SIGMA * or_zero(median_of(np.abs(residual[group.paths])))
+    within = _COMMON * MAD_TO_SIGMA * or_zero(median_of(np.abs(residual[group.paths])))
+    busy = _OF_USUAL * or_zero(median_of(paths.usual[group.paths]))
     of_groups = (
         float(np.std(like, ddof=1))
         if 1 < like.size <= _FEW
@@ -337,7 +348,7 @@ def _with_error(
         effect=effect,
         reading=group.effect,
         error=math.hypot(error, unlike),
-        spread=math.hypot(of_groups, _COMMON * within),
+        spread=math.hypot(of_groups, within, busy),
         peers=int(like.size),
     )
 
@@ -469,10 +480,23 @@ def _candidates(
     cause: str, link: str, cells: FloatArray, possible: IntArray, paths: Any
 ) -> _Candidates:
     """cells: [groups, paths], possible: [groups], so many of them there can be; one is no group."""
-    known = np.isfinite(cells).sum(axis=1) / np.maximum(possible, 1)
-    low, middle = (quantile(cells, share, 1) for share in (_SPARED, 0.5))
-    known = np.where(possible > 1, known, 0.0)
+    low, middle, count = _low_and_middle(cells)
+    known = np.where(possible > 1, count / np.maximum(possible, 1), 0.0)
     return _Candidates(cause, link, range(len(cells)), low, middle, known, paths)
+
+
+def _low_and_middle(cells: FloatArray) -> tuple[FloatArray, FloatArray, IntArray]:
+    """Of the last dimension: the lower quantile, the lower median, and how many are known."""
+    # What is not known comes last.
+    ordered = np.sort(cells, axis=-1)
+    count = np.isfinite(ordered).sum(axis=-1)
+    low, middle = (
+        np.take_along_axis(
+            ordered, np.maximum(share * (count - 1), 0.0).astype(np.intp)[..., None], -1
+        )[..., 0]
+        for share in (_SPARED, 0.5)
+    )
+    return low, middle, count
 
 
 def _either(cause: str, into: _Candidates, out_of: _Candidates) -> _Candidates:
@@ -491,10 +515,9 @@ def _blocks(m: Matrices, residual: FloatArray) -> tuple[FloatArray, FloatArray, 
     nodes = members(m.place.nodes)
     index = nodes[:, None, :, None], nodes[None, :, None, :]
     shape = len(nodes), len(nodes), -1
-    cells = padded(residual)[index].reshape(shape)
+    low, middle, count = _low_and_middle(padded(residual)[index].reshape(shape))
     possible = np.pad(m.expected, (0, 1))[index].reshape(shape).sum(axis=2)
-    known = np.isfinite(cells).sum(axis=2) / np.maximum(possible, 1)
-    low, middle = quantile(cells, _SPARED, 2), quantile(cells, 0.5, 2)
+    known = count / np.maximum(possible, 1)
     for values in (low, middle, known):
         np.fill_diagonal(values, np.nan)
     return low, middle, known

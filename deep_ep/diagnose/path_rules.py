@@ -231,7 +231,13 @@ def _slow_cell(kind: JudgedKind, dst: int, src: int) -> Found:
     return found_on_paths(
         kind,
         "path",
-        Size(effect, error, e.load.size**2, float(explained.spread[dst, src])),
+        Size(
+            effect,
+            error,
+            e.load.size**2,
+            float(explained.spread[dst, src]),
+            int((e.m.expected & (e.paths.between == e.paths.between[dst, src])).sum()),
+        ),
         (dst, src),
         edge=(src, dst),
         evidence={
