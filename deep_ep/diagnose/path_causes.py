@@ -81,6 +81,7 @@ class Group:
         reading: likewise, as their receivers read it; that may be their clocks.
         error: standard error of that: of the medians of its paths, of what is usual.
         spread: standard deviation by which healthy groups of its kind differ.
+        unknown: and by which its paths may differ for what else is on them.
         peers: from so many others that is known.
         count: groups among which it was found.
     """
@@ -93,6 +94,7 @@ class Group:
     reading: float = 0.0
     error: float = float("nan")
     spread: float = 0.0
+    unknown: float = 0.0
     peers: int = 0
     count: int = 1
 
@@ -134,6 +136,7 @@ class _Candidates:
         cause, link: as in Group.
         numbers: of each group.
         low, middle: lower quantile and median of the paths of each, ns.
+        both: their medians in both directions together, in which clocks cancel; or the same as `middle`.
         known: share of its paths that are known.
         paths: index of the paths of a group, by its number.
     """
@@ -143,6 +146,7 @@ class _Candidates:
     numbers: Sequence[int | tuple[int, int]]
     low: FloatArray
     middle: FloatArray
+    both: FloatArray
     known: FloatArray
     paths: Callable[[Any], tuple[IntArray, IntArray]]
 
@@ -198,14 +202,15 @@ def explain(m: Matrices, paths: Paths, floor: float, spreads: float) -> Explaine
 
 
 def _slow(candidates: _Candidates, floor: float, spreads: float) -> list[Group]:
-    if candidates.cause in (INGRESS, EGRESS, EITHER_SIDE) or candidates.middle.size < 3:
-        spread = healthy(candidates.middle)[1]
+    both, middle = candidates.both, candidates.middle
+    if candidates.cause in (INGRESS, EGRESS, EITHER_SIDE) or middle.size < 3:
+        spread = healthy(both)[1]
     else:
         # Links, pairs and rails are few, and hardly half of them slow.
-        apart = np.abs(candidates.middle - median_of(candidates.middle))
-        spread = MAD_TO_SIGMA * or_zero(median_of(apart))
+        spread = MAD_TO_SIGMA * or_zero(median_of(np.abs(both - median_of(both))))
     bar = max(floor, spreads * spread)
-    slow = (candidates.low > bar / 2) & (candidates.middle > bar) & (candidates.known >= _KNOWN)
+    slow = (both > bar) & (middle > max(floor, bar / 2)) & (candidates.low > middle / 2)
+    slow &= candidates.known >= _KNOWN
     return [
         Group(
             candidates.cause,
@@ -338,18 +343,19 @@ def _with_error(
     like = _healthy_readings(group, groups, readings)
     within = _COMMON * MAD_TO_SIGMA * or_zero(median_of(np.abs(residual[group.paths])))
     busy = _OF_USUAL * or_zero(median_of(paths.usual[group.paths]))
-    of_groups = (
-        float(np.std(like, ddof=1))
-        if 1 < like.size <= _FEW
-        else MAD_TO_SIGMA * or_zero(median_of(np.abs(like - or_zero(median_of(like)))))
-    )
+    # What is usual is known from all paths, so that healthy groups are about zero.
+    if 0 < like.size <= _FEW:
+        of_groups = float(np.sqrt(np.mean(like**2)))
+    else:
+        of_groups = MAD_TO_SIGMA * or_zero(median_of(np.abs(like)))
     return replace(
         group,
         effect=effect,
         reading=group.effect,
         error=math.hypot(error, unlike),
-        spread=math.hypot(of_groups, within, busy),
-        peers=int(like.size),
+        spread=of_groups,
+        unknown=math.hypot(within, busy),
+        peers=int(like.size) + 1,
     )
 
 
@@ -422,12 +428,13 @@ def _node_links(m: Matrices, paths: Paths, residual: FloatArray) -> list[_Candid
             range(m.place.num_nodes),
             quantile(low, _SPARED, axis),
             quantile(middle, 0.5, axis),
+            np.zeros(0),
             np.nanmean(known, axis=axis),
             where,
         )
         for cause, axis, where in ((DOWNLINK, 1, into), (UPLINK, 0, out_of))
     )
-    return [_either(EITHER_LINK, down, up)] if paths.drifted else [up, down]
+    return [_either(EITHER_LINK, down, up)] if paths.drifted else _in_both(up, down)
 
 
 def _node_pairs(m: Matrices, _paths: Paths, residual: FloatArray) -> list[_Candidates]:
@@ -440,16 +447,24 @@ def _node_pairs(m: Matrices, _paths: Paths, residual: FloatArray) -> list[_Candi
         return _index(np.flatnonzero(nodes == pair[1]), np.flatnonzero(nodes == pair[0]))
 
     low, middle, known = (values[at] for values in _blocks(m, residual))
-    return [_Candidates(NODE_PAIR, NIC, pairs, low, middle, known, between)]
+    back = _blocks(m, residual)[1].T[at]
+    return [_Candidates(NODE_PAIR, NIC, pairs, low, middle, middle + back, known, between)]
 
 
 def _sides(m: Matrices, paths: Paths, residual: FloatArray) -> list[_Candidates]:
     return [
-        _side(cause, link, m, paths, residual)
+        side
         for link, exists in ((NVLINK, not paths.between.all()), (NIC, paths.between.any()))
-        for cause in (INGRESS, EGRESS)
         if exists
+        for side in _in_both(
+            *(_side(cause, link, m, paths, residual) for cause in (INGRESS, EGRESS))
+        )
     ]
+
+
+def _in_both(one: _Candidates, other: _Candidates) -> list[_Candidates]:
+    both = one.middle + other.middle
+    return [replace(one, both=both), replace(other, both=both)]
 
 
 def _either_sides(m: Matrices, paths: Paths, residual: FloatArray) -> list[_Candidates]:
@@ -482,7 +497,7 @@ def _candidates(
     """cells: [groups, paths], possible: [groups], so many of them there can be; one is no group."""
     low, middle, count = _low_and_middle(cells)
     known = np.where(possible > 1, count / np.maximum(possible, 1), 0.0)
-    return _Candidates(cause, link, range(len(cells)), low, middle, known, paths)
+    return _Candidates(cause, link, range(len(cells)), low, middle, middle, known, paths)
 
 
 def _low_and_middle(cells: FloatArray) -> tuple[FloatArray, FloatArray, IntArray]:
@@ -505,6 +520,7 @@ def _either(cause: str, into: _Candidates, out_of: _Candidates) -> _Candidates:
         cause=cause,
         low=into.low + out_of.low,
         middle=into.middle + out_of.middle,
+        both=into.middle + out_of.middle,
         known=np.minimum(into.known, out_of.known),
     )
 

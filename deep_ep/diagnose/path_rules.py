@@ -130,7 +130,13 @@ def _slow_group(kind: JudgedKind, group: Group) -> Found:
     return found_on_paths(
         kind,
         group.cause,
-        Size(group.effect, group.error, group.count, group.spread, group.peers),
+        Size(
+            group.effect,
+            math.hypot(group.error, group.unknown),
+            group.count,
+            group.spread,
+            group.peers,
+        ),
         group.paths,
         **subject,
         evidence=evidence,

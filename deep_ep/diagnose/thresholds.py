@@ -53,7 +53,7 @@ class Thresholds:
     def for_device(cls, device: str) -> Thresholds:
         """Chosen on generated windows of other seeds than those reported; CPU ranks are noisier."""
         if device == "cuda":
-            return cls(delta_ns=3_000.0, spread=4.0, clock_ns=4_000.0)
+            return cls(delta_ns=3_000.0, path_fraction=0.07, spread=4.0, clock_ns=4_000.0)
         return cls(delta_ns=100_000.0)
 
     def floor_ns(self, duration_ns: float) -> float:
