@@ -207,7 +207,10 @@ def _slow(candidates: _Candidates, floor: float, spreads: float) -> list[Group]:
         spread = healthy(both)[1]
     else:
         # Links, pairs and rails are few, and hardly half of them slow.
-        spread = MAD_TO_SIGMA * or_zero(median_of(np.abs(both - median_of(both))))
+        spread = _deviation(both)
+    if candidates.cause == NODE_PAIR:
+        # Both directions of three nodes are three numbers.
+        spread = max(spread, _deviation(middle))
     bar = max(floor, spreads * spread)
     slow = (both > bar) & (middle > max(floor, bar / 2)) & (candidates.low > middle / 2)
     slow &= candidates.known >= _KNOWN
@@ -222,6 +225,10 @@ def _slow(candidates: _Candidates, floor: float, spreads: float) -> list[Group]:
         )
         for i in np.flatnonzero(slow).tolist()
     ]
+
+
+def _deviation(values: FloatArray) -> float:
+    return MAD_TO_SIGMA * or_zero(median_of(np.abs(values - median_of(values))))
 
 
 def _fit(groups: Sequence[Group], excess: FloatArray) -> tuple[list[Group], FloatArray]:
