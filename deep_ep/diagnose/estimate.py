@@ -198,14 +198,16 @@ def estimate(m: Matrices, before: Matrices | None = None) -> Estimates:
     paths = split_paths(m)
     by_work = _explained(work, sent, _handled_before(m, before))
     by_drain = _explained(m.drain, received, m.received)
+    # A link that holds up its sender is no fault of the sender's.
+    own = work - by_work.each - paths.stalled.sum(axis=0)
     return Estimates(
         m=m,
         num_operations=m.num_operations or m.counted,
         has_stamps=m.num_operations > 0,
         duration_ns=median_of(m.duration),
         own_ns=median_of(work + m.drain),
-        work=_compare(work - by_work.each, m, by_work.error),
-        excess=_excess(work - by_work.each),
+        work=_compare(own, m, by_work.error),
+        excess=_excess(own),
         drain=_compare(m.drain - by_drain.each, m, by_drain.error),
         token_time=by_work.time + by_drain.time,
         token_error=np.hypot(by_work.error, by_drain.error),

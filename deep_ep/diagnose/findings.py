@@ -27,16 +27,18 @@ Subject = Union[int, tuple[Any, ...], None]
 class Verdict:
     """One cause of waiting.
 
-    Exactly one of `rank`, `edge`, `nodes` and `rail` is set, or none where everything is slow.
+    Exactly one of `rank`, `edge`, `node`, `nodes` and `rail` is set, or none where everything is slow.
 
     Attributes:
         kind: COMP_SLOW, COMM_SLOW or MIXED_SLOW.
         cause: what kind of that kind: "late", "late at times", "slow send", "slow receive"; "hot experts",
-            "early"; "path", "ingress", "egress", "ingress or egress", "node pair", "rail", "everywhere"; without
-            timestamps only "sender side", "receiver side" or "pair".
+            "early"; "path", "path or back", "ingress", "egress", "ingress or egress", "uplink", "downlink",
+            "uplink or downlink", "node pair", "rail", "everywhere"; without timestamps only
+            "sender side", "receiver side" or "pair".
         operation: "dispatch", "combine", or a kind of the normal kernels.
         rank: the rank named, or None.
         edge: (source, destination) of the path named, or None.
+        node: the node named for its links to other nodes, see `Diagnosis.nodes`, or None.
         nodes: (source, destination) of the pair of nodes named, see `Diagnosis.nodes`, or None.
         rail: the local device index of the rail named, or None.
         where: host and local device of the subject: "node3 cuda:5", "node3 cuda:5 > node4 cuda:1".
@@ -65,6 +67,7 @@ class Verdict:
     next_step: str = ""
     nodes: tuple[int, int] | None = None
     rail: int | None = None
+    node: int | None = None
     where: str = ""
     interval_us: tuple[float, float] = (float("nan"), float("nan"))
     saving_us: float = float("nan")
@@ -73,11 +76,14 @@ class Verdict:
 
     @property
     def subject(self) -> Subject:
-        """The rank, the edge, ("nodes", source, destination), ("rail", index), or None: everything."""
+        """The rank, the edge, ("node", index, cause), ("nodes", source, destination), ("rail", index),
+        or None: everything."""
         if self.edge is not None:
             return self.edge
         if self.nodes is not None:
             return ("nodes", *self.nodes)
+        if self.node is not None:
+            return ("node", self.node, self.cause)
         if self.rail is not None:
             return ("rail", self.rail)
         return self.rank

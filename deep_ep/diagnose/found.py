@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from deep_ep.diagnose.estimate import Estimates
-from deep_ep.diagnose.findings import COMM_SLOW, BoolArray, FloatArray, Verdict
+from deep_ep.diagnose.findings import COMM_SLOW, BoolArray, Verdict
 from deep_ep.diagnose.gather import Place
 from deep_ep.diagnose.stats import certainty
 from deep_ep.diagnose.thresholds import JudgedKind
@@ -36,17 +36,19 @@ class Size:
         error: its standard error.
         tests: among how many like it this one was found.
         spread: how far healthy ranks or paths differ for good, standard deviation.
+        peers: from how many of them that is known; 0: from very many.
     """
 
     effect: float
     error: float
     tests: int
     spread: float = 0.0
+    peers: int = 0
 
     @property
     def interval_us(self) -> tuple[float, float]:
         """95 %; NaN where no error is known."""
-        half = _NORMAL_95 * math.hypot(self.error, self.spread)
+        half = math.hypot(_NORMAL_95 * self.error, _student_95(self.peers - 1) * self.spread)
         if not half > 0:
             return float("nan"), float("nan")
         return (self.effect - half) / 1e3, (self.effect + half) / 1e3
@@ -91,21 +93,12 @@ def found_cause(
     return Found(replace(verdict, where=_where(verdict, e.m.place)), kind, gain)
 
 
-def found_on_paths(
-    kind: JudgedKind,
-    cause: str,
-    effect_ns: float,
-    paths: Any,
-    tests: int,
-    spread_ns: float = 0.0,
-    **rest: Any,
-) -> Found:
+def found_on_paths(kind: JudgedKind, cause: str, size: Size, paths: Any, **rest: Any) -> Found:
     """A verdict on `paths`, an index into [receiver, source]."""
     cells = np.zeros(kind.e.blame.shape, dtype=bool)
     cells[paths] = True
     np.fill_diagonal(cells, False)
-    size = Size(effect_ns, _mean_error(kind.e.m.path_error[cells]), tests, spread_ns)
-    gain = Gain(kind.e.operation, paths=paths, path_ns=effect_ns)
+    gain = Gain(kind.e.operation, paths=paths, path_ns=size.effect)
     return found_cause(kind, COMM_SLOW, cause, size, cells, gain, **rest)
 
 
@@ -143,6 +136,8 @@ def _where(verdict: Verdict, place: Place) -> str:
         return f"{at(verdict.edge[0])} > {at(verdict.edge[1])}"
     if verdict.nodes is not None:
         return f"{on(verdict.nodes[0])} > {on(verdict.nodes[1])}"
+    if verdict.node is not None:
+        return on(verdict.node)
     return "" if verdict.rail is None else f"all hosts {place.device}:{verdict.rail}"
 
 
@@ -151,6 +146,8 @@ def _share(e: Estimates, cells: BoolArray) -> float:
     return float(np.sum(e.blame[cells])) / total if total > 0 else 0.0
 
 
-def _mean_error(errors: FloatArray) -> float:
-    known = errors[np.isfinite(errors)]
-    return float(np.sqrt(np.mean(known**2) / known.size)) if known.size else float("nan")
+def _student_95(degrees: int) -> float:
+    """Student's t beyond which 2.5 % lie, to a hundredth from two degrees of freedom on."""
+    if degrees < 1:
+        return _NORMAL_95
+    return _NORMAL_95 + 2.37 / degrees + 2.82 / degrees**2 + 3.9 / degrees**3

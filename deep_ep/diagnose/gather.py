@@ -45,6 +45,8 @@ _PER_PAIR = dict.fromkeys(
         "path",
         "path_error",
         "path_low",
+        "path_clock",
+        "path_tokens",
         "tokens",
         "active",
     ),
@@ -95,8 +97,8 @@ class Matrices:
         wait_parts: [3, num_ranks, num_ranks], late, issue and path part of the waiting.
         path_hidden, path_seen: [num_ranks, num_ranks] bool.
         path_moments: [3, num_ranks, num_ranks].
-        late, late_error, send, path, path_error, path_low, path_count, tokens, blame, active:
-            [num_ranks, num_ranks].
+        late, late_error, send, path, path_error, path_low, path_count, path_clock, path_tokens, tokens,
+            blame, active: [num_ranks, num_ranks].
         busy: [num_ranks].
         totals, own: counters by name, [num_ranks, num_ranks] and [num_ranks].
         timeline: of the first rank that has one.
@@ -124,6 +126,8 @@ class Matrices:
     path: FloatArray
     path_error: FloatArray
     path_low: FloatArray
+    path_clock: FloatArray
+    path_tokens: FloatArray
     path_count: FloatArray
     path_hidden: BoolArray
     path_seen: BoolArray

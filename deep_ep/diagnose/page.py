@@ -43,6 +43,9 @@ _PICTURE_OF = {
     "ingress": ("path", "row"),
     "egress": ("path", "column"),
     "ingress or egress": ("path", "row"),
+    "uplink": ("path", "column"),
+    "downlink": ("path", "row"),
+    "uplink or downlink": ("path", "row"),
     "sender side": ("wait", "column"),
     "receiver side": ("wait", "row"),
     "pair": ("wait", "cell"),
@@ -303,19 +306,26 @@ def _marks(diagnosis: Diagnosis, verdict: Verdict, shape: str) -> list[list[int]
         source, destination = verdict.edge
         return [[destination, source, destination + 1, source + 1]]
     if verdict.nodes is not None:
-        nodes = blocks.nodes_of(diagnosis)
-        columns, rows = (
-            _runs([rank for rank in range(side) if nodes[rank] == node]) for node in verdict.nodes
-        )
+        columns, rows = (_of_node(diagnosis, node) for node in verdict.nodes)
         return [[r.start, c.start, r.stop, c.stop] for r in rows for c in columns]
+    if verdict.node is not None:
+        members = _of_node(diagnosis, verdict.node)
+        if shape == "column":
+            return [[0, m.start, side, m.stop] for m in members]
+        return [[m.start, 0, m.stop, side] for m in members]
     if verdict.rail is not None:
-        members = [rank for rank, device in enumerate(diagnosis.devices) if device == verdict.rail]
-        return [[0, rank, side, rank + 1] for rank in members]
+        ranks = [rank for rank, device in enumerate(diagnosis.devices) if device == verdict.rail]
+        return [[0, rank, side, rank + 1] for rank in ranks]
     if verdict.rank is None:
         return [[0, 0, side, side]]
     if shape == "column":
         return [[0, verdict.rank, side, verdict.rank + 1]]
     return [[verdict.rank, 0, verdict.rank + 1, side]]
+
+
+def _of_node(diagnosis: Diagnosis, node: int) -> list[range]:
+    nodes = blocks.nodes_of(diagnosis)
+    return _runs([rank for rank, of in enumerate(nodes) if of == node])
 
 
 def _runs(ranks: Sequence[int]) -> list[range]:

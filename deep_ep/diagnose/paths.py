@@ -1,18 +1,22 @@
-"""Path times taken apart: tokens, kind of link, clocks, receivers, sources, groups, single paths.
+"""Path times against what healthy paths take: tokens, kind of link, order of sending, clocks.
 
 In this order, so that each explanation takes away what it explains before the next is tried:
 
-    time = class + tokens * cost + clock[receiver] - clock[source] + rail
-         + ingress[receiver] + egress[source] + node pair + excess[receiver, source]
+    time = class + tokens * cost + order + clock[receiver] - clock[source] + excess[receiver, source]
 
-A clock that is wrong by c makes the paths into its rank c slower and those out of it c faster. A
-path cannot be faster than a healthy one, so what looks faster is the clock, and only the rest is
-a slow side. Clocks that make data arrive before it was sent come before all else, or they would drown
-it. Then c stands for half of what a slow side adds, and nobody knows any more which side it was.
+A source that hands over rows faster than its port takes them in makes those wait that it hands over
+last: order is how much, by when a source had handed over all for a receiver.
+
+What rails, nodes, sides of ranks and single paths have of the excess, path_causes tells. A clock
+that is wrong by c makes the paths into its rank c slower and those out of it c faster. A path cannot
+be faster than a healthy one, so what looks faster is the clock, and only the rest is slow. Clocks that
+make data arrive before it was sent come before all else, or they would drown it. Then c stands for
+half of what a slow side adds, and nobody knows any more which side it was.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,6 +25,7 @@ import numpy as np
 
 from deep_ep.diagnose.findings import BoolArray, FloatArray, IntArray
 from deep_ep.diagnose.gather import Matrices, Place
+from deep_ep.diagnose.stalls import stalls
 from deep_ep.diagnose.stats import (
     MAD_TO_SIGMA,
     healthy,
@@ -35,8 +40,6 @@ from deep_ep.diagnose.summary import RESOLUTION_NS
 
 # Below four ranks a row of the path matrix has too few cells to tell path from row and column.
 MIN_RANKS_TO_SPLIT_PATHS = 4
-# With two nodes the cells between them are all there is to compare them with.
-_MIN_NODES_TO_COMPARE = 3
 # What stands for a row of which little is known.
 _LITTLE_KNOWN = 0.1
 # Up to so many ranks medians alone may not find what is additive.
@@ -56,121 +59,124 @@ _SLOPE_PAIRS = 20_000
 _EVEN_TOKENS = 0.05
 # Token counts closer together than this share of the median say nothing about the cost of one.
 _SLOPE_MIN_SPREAD = 0.2
+# So many receivers there are at least where the order of sending is looked at; fewer say as much of
+# what is slow. It explains something if it leaves less than this share.
+_MIN_TO_ORDER = 7
+_ORDER_EXPLAINS = 0.8
+# Pairs of cells, and sources, that its cost is taken from.
+_ORDER_PAIRS = 4_000
+_SOURCES_LOOKED_AT = 32
 # A clock is corrected when it is off by so many spreads between healthy ranks.
 _CLOCK_SPREADS = 2.0
 
 
 @dataclass(frozen=True)
 class Paths:
-    """The path matrix `[receiver, source]`, taken apart; ns.
+    """The path matrix `[receiver, source]`, compared with healthy paths; ns.
 
     Attributes:
-        time: median of arrival minus issue, NaN where not known, and on the diagonal.
-        usual: what a healthy path of this class and these tokens takes.
-        ingress, egress: [num_ranks], per receiver, per source, above the healthy ones.
-        either: [num_ranks], instead of both where clocks have drifted so far that the two cannot be
-            told apart: their sum.
+        time: median of arrival minus issue, NaN where not known, and on the diagonal; with `stalled`.
+        stalled: by how much a link within a node held up its sender, which then issued late.
+        usual: what a healthy path of this class, these tokens and this place in the order takes.
+        excess: time over usual, clocks taken out; 0 where data was there so soon that more is not known.
+        classes: int, 0 within a node (an NVLink domain), 1 between nodes on one rail, 2 across rails,
+            -1 on the diagonal.
         both_sides: [num_ranks], whether enough is known of what comes in and of what goes out; else a
             wrong clock cannot be told from a slow side.
-        inbound: [num_ranks], like `ingress`, tokens not taken out.
-        excess: above all other explanations.
-        spread: standard deviation of `excess` between healthy paths.
-        node_pairs: [num_nodes, num_nodes], median excess between nodes; NaN where not comparable.
-        rails: [num_rails], median excess of the paths between nodes on one rail; likewise.
-        coarse_clock: [num_ranks], how far the clock of each rank has drifted from what was measured,
-            where that is far; already taken out of `time`.
-        clock: [num_ranks], and how far it seems ahead of that.
+        inbound: [num_ranks], how much slower paths into a rank are than others, tokens not taken out.
+        clock: [num_ranks], how far the clock of each rank seems ahead of what was measured.
+        coarse_clock: [num_ranks], how far it has drifted before that, where that is far; already taken
+            out of `time`.
+        clock_error: how far the measured difference of two clocks may be wrong; NaN where nobody knows
+            or it is too far to rest anything on it.
         level: median of the healthy paths within a node, and between nodes; NaN where there is none.
     """
 
     time: FloatArray
+    stalled: FloatArray
     usual: FloatArray
-    ingress: FloatArray
-    egress: FloatArray
-    either: FloatArray
+    excess: FloatArray
+    classes: IntArray
     both_sides: BoolArray
     inbound: FloatArray
-    excess: FloatArray
-    spread: float
-    node_pairs: FloatArray
-    rails: FloatArray
     clock: FloatArray
     coarse_clock: FloatArray
+    clock_error: FloatArray
     level: tuple[float, float]
+
+    @functools.cached_property
+    def between(self) -> BoolArray:
+        """[receiver, source]: whether a path joins two nodes."""
+        return np.asarray(self.classes > 0)
+
+    @property
+    def drifted(self) -> bool:
+        """Whether clocks have drifted so far that nobody knows which side of a rank is slow."""
+        return bool(self.coarse_clock.any())
 
 
 def split_paths(m: Matrices) -> Paths:
     """Takes the path matrix of one operation kind apart."""
     num_ranks = m.num_ranks
     few = num_ranks < MIN_RANKS_TO_SPLIT_PATHS
-    coarse = np.zeros(num_ranks) if few else _coarse_clocks(m)
-    time = _set_clocks(m, coarse)
-    usual, by_tokens, level = _usual(m, time)
-    excess = _excess(m, time, usual)
-    zeros = np.zeros(num_ranks)
-    if few:
-        return Paths(
-            time=time,
-            usual=usual,
-            ingress=zeros,
-            egress=zeros,
-            either=zeros,
-            both_sides=zeros > 0,
-            inbound=zeros,
-            excess=excess,
-            spread=0.0,
-            node_pairs=np.full((0, 0), np.nan),
-            rails=zeros[:0],
-            clock=zeros,
-            coarse_clock=zeros,
-            level=level,
-        )
-    node_clock = _node_clocks(excess, m.place)
-    excess = excess - node_clock[:, None] + node_clock[None, :]
-    telling = _telling_rows(m, excess), _telling_rows(m, excess.T)
-    # Where a slow side shows in both directions, it would look like a rail.
-    sides_out = _rows_and_columns(excess, telling)[2] if coarse.any() else excess
-    rails = _rails(sides_out, m.place)
-    excess = excess - _of_rails(rails, m.place)
-    rows, columns, residual = _rows_and_columns(excess, telling)
-    rank_clock = _rank_clocks(rows, columns)
-    ingress, egress = rows - rank_clock, columns + rank_clock
-    both = _known_well(excess, 1) & _known_well(excess, 0) & telling[0] & telling[1]
-    either = zeros
+    # What may be off by more than paths take tells nothing that the paths themselves do not.
+    known = np.where(m.path_clock <= _CLOCKS_AGREE_NS, m.path_clock, np.nan)
+    coarse = np.zeros(num_ranks) if few else _coarse_clocks(m, known)
     if coarse.any():
-        either, ingress, egress = ingress + egress, zeros, zeros
-        # Nor is the clock known of a rank of which one direction is not.
-        residual = np.where(both[:, None] & both[None, :], residual, np.nan)
-    inbound = ingress + median(by_tokens, 1)
-    node_pairs = _node_pairs(residual, m.place)
-    residual = residual - _of_node_pairs(node_pairs, m.place)
+        known = np.full(known.shape, np.nan)
+    classes = _classes(m.place)
+    stalled = stalls(m, classes)
+    time = _set_clocks(m, coarse) + stalled
+    usual, by_tokens, level = _usual(m, time, classes)
+    usual = usual + _by_order(m, _excess(m, time, usual), classes)
+    excess = _excess(m, time, usual)
+    clock, inbound = np.zeros(num_ranks), np.zeros(num_ranks)
+    both = np.zeros(num_ranks, dtype=bool)
+    if not few:
+        clock = _node_clocks(excess, m.place, known)
+        excess = _without_clocks(excess, clock)
+        telling = _telling_rows(m, excess), _telling_rows(m, excess.T)
+        rows, columns, _ = _rows_and_columns(excess, telling)
+        rank_clock = _rank_clocks(rows, columns, known)
+        excess = _without_clocks(excess, rank_clock)
+        excess = excess - _level_of_two_nodes(excess, m.place)
+        clock = clock + rank_clock
+        inbound = rows - rank_clock + median(by_tokens, 1)
+        inbound = inbound - healthy(inbound)[0]
+        both = _known_well(excess, 1) & _known_well(excess, 0) & telling[0] & telling[1]
+        if coarse.any():
+            # Nor is the clock known of a rank of which one direction is not.
+            excess = np.where(both[:, None] & both[None, :], excess, np.nan)
     return Paths(
         time=time,
+        stalled=stalled,
         usual=usual,
-        ingress=ingress - healthy(ingress)[0],
-        egress=egress - healthy(egress)[0],
-        either=either - healthy(either)[0],
+        excess=excess,
+        classes=classes,
         both_sides=both,
-        inbound=inbound - healthy(inbound)[0],
-        excess=residual,
-        spread=MAD_TO_SIGMA * median_of(np.abs(residual)),
-        node_pairs=node_pairs,
-        rails=rails,
-        clock=node_clock + rank_clock,
+        inbound=inbound,
+        clock=clock,
         coarse_clock=coarse,
+        clock_error=known,
         level=level,
     )
 
 
-def _coarse_clocks(m: Matrices) -> FloatArray:
+def _without_clocks(cells: FloatArray, clock: FloatArray) -> FloatArray:
+    return cells - clock[:, None] + clock[None, :]
+
+
+def _coarse_clocks(m: Matrices, known: FloatArray) -> FloatArray:
     """[num_ranks]: clocks that have drifted far, which would drown everything else; else 0."""
     seen = np.where(m.path_seen, m.path, np.nan)
-    # What arrives before it was sent leaves no doubt.
-    if not (seen < 0).any():
+    # What arrives before it was sent leaves no doubt, by more than clocks are known to be off. Where
+    # that is not known, the two directions tell; ranks on CPUs share a clock.
+    unknown = m.place.device == "cuda" and not np.isfinite(known[m.expected]).any()
+    if not unknown and not (seen < -np.nan_to_num(known)).any():
         return np.zeros(m.num_ranks)
     even = _two_way_clocks(seen)
     time = _set_clocks(m, even)
-    excess = _excess(m, time, _usual(m, time)[0])
+    excess = _excess(m, time, _usual(m, time, _classes(m.place))[0])
     into = _telling_rows(m, excess) & _known_well(excess, 1)
     out_of = _telling_rows(m, excess.T) & _known_well(excess, 0)
     rows, columns, _ = _median_polish(excess, (into, out_of))
@@ -179,7 +185,8 @@ def _coarse_clocks(m: Matrices) -> FloatArray:
     clock = clock - np.median(clock)
     # A slow side makes the two directions differ as well; clocks that explain no more than that
     # have not drifted.
-    drifted = np.abs(clock) > np.abs(rows + columns) / 2 + _CLOCKS_AGREE_NS
+    sides = rows + columns - np.median(rows + columns)
+    drifted = np.abs(clock) > np.abs(sides) / 2 + _CLOCKS_AGREE_NS
     return clock if drifted.any() else np.zeros(m.num_ranks)
 
 
@@ -204,12 +211,13 @@ def _two_way_clocks(time: FloatArray) -> FloatArray:
     return clock
 
 
-def _usual(m: Matrices, time: FloatArray) -> tuple[FloatArray, FloatArray, tuple[float, float]]:
+def _usual(
+    m: Matrices, time: FloatArray, classes: IntArray
+) -> tuple[FloatArray, FloatArray, tuple[float, float]]:
     """What healthy paths take, what of that tokens explain (NaN where unknown), and `Paths.level`."""
-    classes = _classes(m.place)
     # Links within a node and between nodes differ in what a token costs.
     links = (classes == 0, classes > 0)
-    surplus = m.tokens - median_of(median(m.tokens, 1))
+    surplus = m.path_tokens - median_of(median(m.path_tokens, 1))
     costs = [_token_cost(m, time, link, surplus) for link in links]
     by_tokens = np.where(links[1], costs[1], costs[0]) * surplus
     usual = np.where(np.isfinite(surplus), by_tokens, 0.0)
@@ -232,6 +240,43 @@ def _level(times: FloatArray, hidden: BoolArray, location: Callable[[FloatArray]
     fastest = min(known.min(initial=0.0), 0.0) - 1.0
     level = location(np.concatenate([known, np.full(int(hidden.sum()), fastest)]))
     return RESOLUTION_NS if level <= fastest else level
+
+
+def _by_order(m: Matrices, excess: FloatArray, classes: IntArray) -> FloatArray:
+    """[receiver, source]: what comes from when a source hands over to each receiver, ns."""
+    by_order = np.zeros(excess.shape)
+    some = slice(None, None, max(1, m.num_ranks // _SOURCES_LOOKED_AT))
+    over_usual = np.where(m.path_hidden[:, some], np.nan, excess[:, some])
+    for link in (classes == 0, classes > 0):
+        if not np.count_nonzero(link[:, 0]) >= _MIN_TO_ORDER:
+            continue
+        when, over = (
+            np.where(link[:, some], values, np.nan) for values in (m.send[:, some], over_usual)
+        )
+        when, over = when - median(when, 0), over - median(over, 0)
+        slope = _slope(when, over, m.place)
+        left = over - slope * when
+        if slope and median_of(np.abs(left)) < _ORDER_EXPLAINS * median_of(np.abs(over)):
+            when = np.where(link, m.send, np.nan)
+            by_order += slope * np.nan_to_num(when - median(when, 0))
+    return by_order
+
+
+def _slope(x: FloatArray, y: FloatArray, place: Place) -> float:
+    """Median slope between random pairs of cells of the same column; 0 where x hardly differs.
+
+    Both receivers are on one node where it has two, so that what slows a node does not count.
+    """
+    generator = np.random.default_rng(0)
+    a, b = generator.integers(0, x.shape[0], (2, _ORDER_PAIRS))
+    if place.num_nodes < place.num_ranks:
+        nodes = members(place.nodes)
+        b = nodes[place.nodes[a], b % nodes.shape[1]]
+        a, b = a[b < x.shape[0]], b[b < x.shape[0]]
+    column = generator.integers(0, x.shape[1], a.size)
+    step, rise = x[a, column] - x[b, column], y[a, column] - y[b, column]
+    telling = (np.abs(step) > max(median_of(np.abs(x)) / 2, _SETTLED_NS)) & np.isfinite(rise)
+    return max(or_zero(median_of(rise[telling] / step[telling])), 0.0)
 
 
 def _classes(place: Place) -> IntArray:
@@ -278,7 +323,7 @@ def _token_cost_between_paths(m: Matrices, time: FloatArray, link: BoolArray) ->
 
     NaN where too few paths are there to tell what tokens cost from what is slow.
     """
-    of_link, tokens = time[link], m.tokens[link]
+    of_link, tokens = time[link], m.path_tokens[link]
     if m.num_ranks < MIN_RANKS_TO_SPLIT_PATHS:
         known = tokens[np.isfinite(tokens)]
         even = known.size and known.max() <= (1 + _EVEN_TOKENS) * known.min()
@@ -296,28 +341,59 @@ def _token_cost_between_paths(m: Matrices, time: FloatArray, link: BoolArray) ->
     return max(float(np.median((times[a] - times[b])[telling] / step[telling])), 0.0)
 
 
-def _node_clocks(excess: FloatArray, place: Place) -> FloatArray:
-    """Half of what the two directions between nodes differ by, as a clock per rank.
+def _node_clocks(excess: FloatArray, place: Place, known: FloatArray) -> FloatArray:
+    """[num_ranks]: what makes the paths of a node look faster than healthy ones in one direction.
 
     A clock that drifted since it was measured does this to all pairs of a host. With two nodes a
-    link that is slow in one direction does the same and cannot be told apart.
+    link that is slow in one direction does the same; then all that clocks can explain is theirs.
     """
     if place.num_nodes < 2:
         return np.zeros(place.num_ranks)
-    blocks = _block_medians(excess, place)
-    odd = np.nan_to_num((blocks - blocks.T) / 2)
-    per_node = odd[:, 0] - odd[0, 0] if place.num_nodes == 2 else np.median(odd, axis=1)
+    blocks = block_quantiles(excess, place, 0.5)
+    np.fill_diagonal(blocks, np.nan)
+    # The lower of two: one slow node is not all others' clock.
+    into, out_of = (np.nan_to_num(quantile(blocks, 0.5, axis)) for axis in (1, 0))
+    most = np.array([_known_to(known, place.nodes, node) for node in range(place.num_nodes)])
+    if place.num_nodes == 2:
+        odd = (into - out_of) / 2
+        odd = odd - odd[0]
+        per_node = np.where(np.abs(odd) <= 2 * most.max(), odd, 0.0)
+    else:
+        per_node = np.clip(_opposite(into, out_of), -most, most)
     return np.where(place.nodes >= 0, per_node[place.nodes], 0.0)
 
 
-def _rank_clocks(rows: FloatArray, columns: FloatArray) -> FloatArray:
-    """What makes the paths of a rank look faster than healthy ones in one of the directions."""
-    rows, columns = rows - np.median(rows), columns - np.median(columns)
-    opposite = np.sign(rows) != np.sign(columns)
-    clock = np.sign(rows) * np.minimum(np.abs(rows), np.abs(columns))
+def _known_to(known: FloatArray, nodes: IntArray, node: int) -> float:
+    """How far the clocks of a node may be wrong against the others; infinite if nobody knows."""
+    first = int(np.argmax(nodes == node))
+    most = median_of(known[first, nodes != node])
+    return most if math.isfinite(most) else math.inf
+
+
+def _opposite(into: FloatArray, out_of: FloatArray) -> FloatArray:
+    """What shows with opposite signs in the two directions, above the noise: a clock."""
+    into, out_of = into - np.median(into), out_of - np.median(out_of)
+    opposite = np.sign(into) != np.sign(out_of)
+    clock = np.sign(into) * np.minimum(np.abs(into), np.abs(out_of))
     # Clocks cancel in the sum, so it tells the noise.
-    noise = _CLOCK_SPREADS * MAD_TO_SIGMA * median_of(np.abs(rows + columns))
+    noise = _CLOCK_SPREADS * MAD_TO_SIGMA * median_of(np.abs(into + out_of))
     return np.where(opposite & (np.abs(clock) > noise), clock, 0.0)
+
+
+def _rank_clocks(rows: FloatArray, columns: FloatArray, known: FloatArray) -> FloatArray:
+    """What makes the paths of a rank look faster than healthy ones in one of the directions."""
+    most = median(known, 1)
+    most = np.where(np.isfinite(most), most, np.inf)
+    return np.clip(_opposite(rows, columns), -most, most)
+
+
+def _level_of_two_nodes(excess: FloatArray, place: Place) -> FloatArray:
+    """[num_ranks, num_ranks]: between two nodes the faster direction is the healthy one."""
+    if place.num_nodes != 2:
+        return np.zeros(excess.shape)
+    blocks = block_quantiles(excess, place, 0.5)
+    faster = or_zero(float(np.fmin(blocks[0, 1], blocks[1, 0])))
+    return np.where(place.nodes[:, None] != place.nodes[None, :], faster, 0.0)
 
 
 def _telling_rows(m: Matrices, cells: FloatArray) -> BoolArray:
@@ -395,68 +471,22 @@ def _known_well(cells: FloatArray, axis: int) -> BoolArray:
     return np.asarray(known >= enough)
 
 
-def _block_medians(cells: FloatArray, place: Place) -> FloatArray:
-    """[num_nodes, num_nodes]: lower median per receiving and sending node; NaN where unknown."""
-    members, padded = _members(place.nodes), _padded(cells)
-    blocks = padded[members[:, None, :, None], members[None, :, None, :]]
-    return quantile(blocks.reshape(*blocks.shape[:2], -1), 0.5, axis=2)
+def block_quantiles(cells: FloatArray, place: Place, share: float) -> FloatArray:
+    """[num_nodes, num_nodes]: lower quantile per receiving and sending node; NaN where unknown."""
+    nodes = members(place.nodes)
+    blocks = padded(cells)[nodes[:, None, :, None], nodes[None, :, None, :]]
+    return quantile(blocks.reshape(*blocks.shape[:2], -1), share, axis=2)
 
 
-def _members(groups: IntArray) -> IntArray:
+def members(groups: IntArray) -> IntArray:
     """[num_groups, largest group]: the ranks of each; num_ranks, a rank too many, fills it up."""
     sizes = np.bincount(groups[groups >= 0])
-    members = np.full((sizes.size, int(sizes.max(initial=0))), groups.size)
+    ranks = np.full((sizes.size, int(sizes.max(initial=0))), groups.size)
     for group, size in enumerate(sizes.tolist()):
-        members[group, :size] = np.flatnonzero(groups == group)
-    return members
+        ranks[group, :size] = np.flatnonzero(groups == group)
+    return ranks
 
 
-def _padded(cells: FloatArray) -> FloatArray:
+def padded(cells: FloatArray) -> FloatArray:
     """With the paths of a rank too many, which are not known."""
     return np.pad(cells, (0, 1), constant_values=np.nan)
-
-
-def _node_pairs(residual: FloatArray, place: Place) -> FloatArray:
-    blocks = np.full((place.num_nodes, place.num_nodes), np.nan)
-    # A node of one rank has no pairs of nodes apart from pairs of ranks.
-    if _MIN_NODES_TO_COMPARE <= place.num_nodes < place.num_ranks:
-        blocks = _block_medians(residual, place)
-        np.fill_diagonal(blocks, np.nan)
-    return blocks
-
-
-def _of_node_pairs(node_pairs: FloatArray, place: Place) -> FloatArray:
-    """[num_ranks, num_ranks]: the positive part of each pair of nodes, for each pair of its ranks."""
-    if not np.isfinite(node_pairs).any():
-        return np.zeros((place.num_ranks, place.num_ranks))
-    return np.asarray(_certain(node_pairs)[place.nodes[:, None], place.nodes[None, :]])
-
-
-def _rails(excess: FloatArray, place: Place) -> FloatArray:
-    """[num_rails]: how much slower the paths on each rail are than others into the same ranks."""
-    devices = np.array(place.devices)
-    rails = np.full(int(devices.max(initial=-1)) + 1, np.nan)
-    if place.num_nodes < 2 or place.num_nodes == place.num_ranks:
-        return rails
-    members, padded = _members(devices), _padded(excess)
-    on_rail = padded[members[:, :, None], members[:, None, :]].reshape(rails.size, -1)
-    rows = padded[members][:, :, :-1]
-    same = devices[None, :] == np.arange(rails.size)[:, None]
-    others = np.where(same[:, None, :], np.nan, rows).reshape(rails.size, -1)
-    # The lower of two cells: one slow path is no slow rail.
-    return quantile(on_rail, 0.5, 1) - np.nan_to_num(median(others, 1))
-
-
-def _of_rails(rails: FloatArray, place: Place) -> FloatArray:
-    """[num_ranks, num_ranks]: the positive part of each rail, for each pair of its ranks."""
-    devices = np.array(place.devices)
-    same = (devices[:, None] == devices[None, :]) & (place.nodes[:, None] != place.nodes[None, :])
-    if not np.isfinite(rails).any():
-        return np.zeros(same.shape)
-    return np.where(same, _certain(rails)[devices][None, :], 0.0)
-
-
-def _certain(groups: FloatArray) -> FloatArray:
-    """What stands out; small medians are noise of which nothing is to be taken away."""
-    spread = MAD_TO_SIGMA * median_of(np.abs(groups))
-    return np.where(groups > 3 * spread, groups, 0.0)

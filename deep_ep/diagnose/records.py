@@ -205,6 +205,7 @@ def _verdict_to_json(v: Verdict) -> dict[str, Any]:
         "edge": None if v.edge is None else list(v.edge),
         "nodes": None if v.nodes is None else list(v.nodes),
         "rail": v.rail,
+        "node": v.node,
         "where": v.where,
         "effect_us": _number(v.effect_us),
         "interval_us": [_number(limit) for limit in v.interval_us],
@@ -442,6 +443,8 @@ def _verdict_from_json(fields: Fields, num_ranks: int) -> Verdict:
         edge=pair("edge"),
         nodes=pair("nodes"),
         rail=fields.optional_count("rail"),
+        # Records of earlier versions know of no such subject.
+        node=fields.optional_count("node") if "node" in fields.value else None,
         where=fields.text("where"),
         effect_us=fields.number("effect_us"),
         interval_us=(low, high),

@@ -6,6 +6,7 @@ is sent is linear in the size of the group.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -32,8 +33,13 @@ _MIN_SEEN_SHARE = 8
 _HIDDEN_NS = -1e15
 # Deviations beyond so many median deviations are cut to that.
 _CLIP = 4.5
-# An arrival seen less than this after the receiver began to wait may have come before; ns.
+# A receiver that began to wait less than this before a path's usual arrival may have come too late; ns.
 RESOLUTION_NS = 1_500.0
+# Stretches of a window whose medians tell how far operations next to each other go together, how many
+# of them must be known, and operations that a stretch has at least.
+_STRETCHES = 8
+_MOST_STRETCHES = 6
+_MIN_STRETCH = 4
 
 
 @dataclass(frozen=True)
@@ -68,6 +74,8 @@ class KindSummary:
         path_hidden: bool, the data was there already in most operations in which the receiver came
             early enough to see a path time of interest: not slow, more is not known.
         path_seen: bool, false where path times rest on how far apart the two clocks are thought to be.
+        path_clock: how far path times may be wrong because of the two clocks; NaN where nobody knows.
+        path_tokens: median over the operations in which the path could be seen; routing may move.
         path_moments: [3, num_ranks], sums over operations of the squares and the product of how
             tokens and path time deviate from their medians: what a token costs on this path.
         tokens: median per operation.
@@ -99,6 +107,8 @@ class KindSummary:
     path_count: FloatArray
     path_hidden: BoolArray
     path_seen: BoolArray
+    path_clock: FloatArray
+    path_tokens: FloatArray
     path_moments: FloatArray
     tokens: FloatArray
     blame: FloatArray
@@ -167,18 +177,18 @@ def _summarize_kind(counters: CounterSnapshot, rank: int) -> KindSummary:
         return _from_totals(totals, own, rank)
 
     stamps = {name: used[:, -1, i] for i, name in enumerate(counters.ring_own_fields)}
+    of_source = {name: used[:, :-1, i] for i, name in enumerate(counters.ring_source_fields)}
     begin = stamps["wait_begin"]
     entered, issued, arrival = (
-        _relative(used[:, :-1, counters.ring_source_fields.index(name)], begin[:, None])
-        for name in ("entered", "issued", "arrival")
+        _relative(of_source[name], begin[:, None]) for name in ("entered", "issued", "arrival")
     )
     took_part = np.isfinite(arrival)
-    tokens = np.where(
-        took_part, used[:, :-1, counters.ring_source_fields.index("tokens")], np.nan
-    ).astype(np.float64)
+    tokens = np.where(took_part, of_source["tokens"], np.nan).astype(np.float64)
+    clock = _clock_errors(of_source.get("clock_error"), took_part)
     leaves = _relative(stamps["exit"], begin)
     ready = np.fmax(np.fmax.reduce(arrival, axis=1), 0.0)
-    elapsed, seen = _visible(arrival, issued)
+    was_seen = _was_seen(of_source.get("seen"), arrival)
+    elapsed, seen = _visible(arrival, issued, was_seen, clock)
     elapsed[:, rank] = np.nan
     looked = np.sum(np.isfinite(elapsed), axis=0)
     often = looked >= max(MIN_SEEN, elapsed.shape[0] // _MIN_SEEN_SHARE)
@@ -207,11 +217,13 @@ def _summarize_kind(counters: CounterSnapshot, rank: int) -> KindSummary:
         late_error=standard_error(lateness, 0),
         send=median(issued - entered, 0),
         path=median(elapsed, 0),
-        path_error=standard_error(elapsed, 0),
+        path_error=np.hypot(_error_of_median(elapsed), _rounding(stamps.get("timer_step"))),
         path_low=quantile(elapsed, 0.25, 0),
         path_count=np.sum(np.isfinite(elapsed), axis=0).astype(np.float64),
         path_hidden=hidden,
         path_seen=seen,
+        path_clock=clock,
+        path_tokens=median(np.where(np.isfinite(elapsed), tokens, np.nan), 0),
         path_moments=_moments(tokens, elapsed),
         tokens=median(tokens, 0),
         blame=np.bincount(last[:, 0], ready, minlength=arrival.shape[1]) / ready.size,
@@ -265,6 +277,8 @@ def _from_totals(
         path_count=np.where(np.isfinite(path), ops, 0.0),
         path_hidden=np.zeros(num_ranks, dtype=bool),
         path_seen=np.ones(num_ranks, dtype=bool),
+        path_clock=unknown,
+        path_tokens=per_op["tokens"],
         path_moments=np.zeros((3, num_ranks)),
         tokens=per_op["tokens"],
         blame=np.nan_to_num(per_op["critical_ns"]),
@@ -274,27 +288,79 @@ def _from_totals(
     )
 
 
-def _visible(arrival: FloatArray, issued: FloatArray) -> tuple[FloatArray, BoolArray]:
+def _was_seen(flags: IntArray | None, arrival: FloatArray) -> BoolArray:
+    """`[n, num_ranks]`, whether a word was seen to arrive; else it was there at the first look.
+
+    Rings without the flag tell it by the time: no target stamped an arrival before the begin of
+    waiting that did not know the true one.
+    """
+    if flags is not None:
+        return np.asarray((flags != 0) & np.isfinite(arrival))
+    if np.any(arrival < 0):
+        return np.isfinite(arrival)
+    return np.asarray(arrival > RESOLUTION_NS)
+
+
+def _visible(
+    arrival: FloatArray, issued: FloatArray, was_seen: BoolArray, clock: FloatArray
+) -> tuple[FloatArray, BoolArray]:
     """`[n, num_ranks]` path times of the operations in which they could be seen, NaN in the others;
     and `[num_ranks]`, whether any arrival was seen, so that it does not matter what clocks say.
 
-    A target that knows the true arrival shows arrivals before the begin of waiting; every path time
-    is seen then. Elsewhere an arrival is stamped no earlier than the receiver looked. Keeping what
-    was seen would keep the slow ones only, so operations are chosen by when the receiver came: so
-    early that what is usual for this path, when it is seen, could not have hidden. A path that hid
-    all the same counts as faster than any. The difference of the clocks is in all that is compared.
-    Of a path that was never seen the resolution stands for the usual, and clocks must be right.
+    Of sources whose words were all seen every path time is known. Of the others, a word that was
+    there at the first look came earlier than that. Keeping what was seen would keep the slow ones
+    only, so operations are chosen by when the receiver came: so early that what is usual for this
+    path, when it is seen, could not have hidden. A path that hid all the same counts as faster than
+    any. The difference of the clocks is in all that is compared. Of a path that was never seen the
+    resolution stands for the usual, and clocks must be right.
     """
     elapsed = arrival - issued
-    if np.any(arrival < 0):
-        return elapsed, np.ones(arrival.shape[1], dtype=bool)
-    seen = arrival > RESOLUTION_NS
-    ever = np.asarray(seen.any(axis=0))
-    usual = median(np.where(seen, elapsed, np.nan), 0)
+    took_part = np.isfinite(arrival)
+    ever = np.asarray(was_seen.any(axis=0))
+    always = (was_seen | ~took_part).all(axis=0)
+    if always.all():
+        return elapsed, ever
+    usual = median(np.where(was_seen, elapsed, np.nan), 0)
     receiver_after_issue = -issued
-    in_time = receiver_after_issue <= np.where(ever, usual - RESOLUTION_NS, RESOLUTION_NS)
-    hidden = np.where(in_time & np.isfinite(arrival), _HIDDEN_NS, np.nan)
-    return np.where((seen | ~ever) & in_time, elapsed, hidden), ever
+    never = RESOLUTION_NS - np.nan_to_num(clock)
+    in_time = receiver_after_issue <= np.where(ever, usual - RESOLUTION_NS, never)
+    in_time |= always
+    hidden = np.where(in_time & took_part, _HIDDEN_NS, np.nan)
+    return np.where((was_seen | ~ever) & in_time, elapsed, hidden), ever
+
+
+def _clock_errors(errors: IntArray | None, took_part: BoolArray) -> FloatArray:
+    """`[num_ranks]` ns, how far offsets may be wrong; NaN where rings do not tell."""
+    if errors is None:
+        return np.full(took_part.shape[1], np.nan)
+    return median(np.where(took_part, errors, np.nan), 0)
+
+
+def _rounding(steps: IntArray | None) -> float:
+    """Standard deviation of what a timer's step leaves open, ns."""
+    return 0.0 if steps is None else float(np.median(steps)) / math.sqrt(12.0)
+
+
+def _error_of_median(values: FloatArray) -> FloatArray:
+    """Standard error of the median of each column; operations may come in good and bad stretches.
+
+    Where neighbours go together, there are fewer independent operations than there are. Then the
+    medians of stretches differ by more than their number explains. What was known in a part of the
+    window only may have been different in the rest: its error is infinite.
+    """
+    alone = standard_error(values, 0)
+    length = values.shape[0] // _STRETCHES
+    if length < _MIN_STRETCH:
+        return alone
+    stretches = values[: length * _STRETCHES].reshape(_STRETCHES, length, -1)
+    medians = median(stretches, 1)
+    known = np.isfinite(medians)
+    count = np.maximum(known.sum(axis=0), 1)
+    mean = np.where(known, medians, 0.0).sum(axis=0) / count
+    apart = np.where(known, medians - mean, 0.0)
+    spread = (apart**2).sum(axis=0) / np.maximum(count - 1, 1)
+    error = np.fmax(alone, np.sqrt(spread / count))
+    return np.asarray(np.where(count >= _MOST_STRETCHES, error, np.inf))
 
 
 def _moments(tokens: FloatArray, elapsed: FloatArray) -> FloatArray:

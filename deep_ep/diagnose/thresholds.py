@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 
 import numpy as np
 
 from deep_ep.diagnose.estimate import Effect, Estimates
+from deep_ep.diagnose.path_causes import Explained, explain
 from deep_ep.diagnose.paths import MIN_RANKS_TO_SPLIT_PATHS
-from deep_ep.diagnose.stats import or_zero, z_for
+from deep_ep.diagnose.stats import median_of, or_zero, z_for
 
 # Fewer operations say nothing.
 MIN_OPERATIONS = 8
@@ -51,7 +53,7 @@ class Thresholds:
     def for_device(cls, device: str) -> Thresholds:
         """Chosen on generated windows of other seeds than those reported; CPU ranks are noisier."""
         if device == "cuda":
-            return cls(delta_ns=3_000.0, spread=4.0, clock_ns=4_000.0)
+            return cls(delta_ns=3_000.0, path_fraction=0.07, spread=4.0, clock_ns=4_000.0)
         return cls(delta_ns=100_000.0)
 
     def floor_ns(self, duration_ns: float) -> float:
@@ -87,8 +89,35 @@ class JudgedKind:
 
     @property
     def is_too_small_for_clocks(self) -> bool:
-        """Whether clocks drift and there are too few ranks to find out by how much."""
-        return self.limits.clock_ns > 0 and self.e.load.size < MIN_RANKS_TO_SPLIT_PATHS
+        """Whether nobody knows how far clocks are off and there are too few ranks to find out."""
+        known = np.isfinite(self.e.paths.clock_error[self.e.m.expected]).any()
+        return self.clocks_unknown and not known and self.is_small
+
+    @property
+    def is_small(self) -> bool:
+        """Whether the fastest path is what all others are compared with."""
+        return bool(self.e.load.size < MIN_RANKS_TO_SPLIT_PATHS)
+
+    @property
+    def clocks_unknown(self) -> bool:
+        """Whether ranks have clocks of their own, of which rings need not tell how far they are off."""
+        return self.limits.clock_ns > 0
+
+    @functools.cached_property
+    def path_floors(self) -> tuple[float, float]:
+        """The smallest effects on paths that are worth a verdict, within nodes and between, ns."""
+        usual, between = self.e.paths.usual, self.e.paths.between
+        within, far = (
+            max(self.floor, self.limits.path_fraction * or_zero(median_of(usual[kind])))
+            for kind in (self.e.m.expected & ~between, self.e.m.expected & between)
+        )
+        return within, far
+
+    @functools.cached_property
+    def explained(self) -> Explained:
+        """What slow paths have in common."""
+        # What is too small for a verdict on a group is still the cause of what its paths have.
+        return explain(self.e.m, self.e.paths, self.floor, self.limits.spread)
 
     @property
     def z_ranks(self) -> float:

@@ -29,7 +29,7 @@ from deep_ep.diagnose.findings import Diagnosis, Subject, Verdict
 from deep_ep.diagnose.found import Found
 from deep_ep.diagnose.gather import LOW_LATENCY_KINDS, Matrices
 from deep_ep.diagnose.history import History
-from deep_ep.diagnose.path_rules import slow_paths, slower_than_before
+from deep_ep.diagnose.path_rules import path_remarks, slow_paths, slower_than_before
 from deep_ep.diagnose.rank_rules import early_receivers, hot_experts, late_ranks
 from deep_ep.diagnose.silent import late_and_silent
 from deep_ep.diagnose.thresholds import MIN_OPERATIONS, JudgedKind, Thresholds
@@ -64,7 +64,11 @@ def judge(
     return Diagnosis(
         measured={kind: m.measured() for kind, m in matrices.items()},
         verdicts=judged,
-        remarks=[*_remarks(matrices), *_clock_remarks(kinds)],
+        remarks=[
+            *_remarks(matrices),
+            *_clock_remarks(kinds),
+            *(remark for kind in kinds for remark in path_remarks(kind)),
+        ],
         events=sorted(seen, key=lambda event: -event.effect_us),
         hosts=place.hosts if place else (),
         devices=place.devices if place else (),

@@ -32,7 +32,11 @@ CLAIMS = {
     "path": "is slow",
     "ingress": "receives slowly from everybody",
     "egress": "reaches everybody slowly",
+    "path or back": "is slow, or the way back is",
     "ingress or egress": "receives slowly from everybody, or reaches everybody slowly",
+    "uplink": "reaches all other nodes slowly",
+    "downlink": "receives slowly from all other nodes",
+    "uplink or downlink": "reaches all other nodes slowly, or receives slowly from them",
     "node pair": "is slow between all their ranks",
     "rail": "is slow on every node",
     "everywhere": "is slower than it used to be",
@@ -83,11 +87,13 @@ def _count(number_of: int, what: str) -> str:
 
 
 def subject(verdict: Verdict) -> str:
-    """`rank 5`, `path 2 > 5`, `nodes 0 > 1`, `rail 3` or `all ranks`."""
+    """`rank 5`, `path 2 > 5`, `node 1`, `nodes 0 > 1`, `rail 3` or `all ranks`."""
     if verdict.edge is not None:
         return f"path {verdict.edge[0]} > {verdict.edge[1]}"
     if verdict.nodes is not None:
         return f"nodes {verdict.nodes[0]} > {verdict.nodes[1]}"
+    if verdict.node is not None:
+        return f"node {verdict.node}"
     if verdict.rail is not None:
         return f"rail {verdict.rail}"
     return "all ranks" if verdict.rank is None else f"rank {verdict.rank}"

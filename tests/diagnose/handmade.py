@@ -53,11 +53,12 @@ NODE_PAIR = replace(
     SLOW_PATH, cause="node pair", edge=None, nodes=(0, 1), effect_us=80.0, where="node0 > node1"
 )
 RAIL = replace(SLOW_PATH, cause="rail", edge=None, rail=3, effect_us=70.0, where="all hosts cuda:3")
+UPLINK = replace(SLOW_PATH, cause="uplink", edge=None, node=1, effect_us=75.0, where="node1")
 EVERYWHERE = replace(SLOW_PATH, cause="everywhere", edge=None, effect_us=60.0, where="")
 HOT = replace(
     LATE, kind=MIXED_SLOW, cause="hot experts", rank=3, effect_us=90.0, where="node0 cuda:3"
 )
-ALL_KINDS = (LATE, SLOW_PATH, HOT, NODE_PAIR, RAIL, EVERYWHERE)
+ALL_KINDS = (LATE, SLOW_PATH, HOT, NODE_PAIR, RAIL, UPLINK, EVERYWHERE)
 HICCUP = Event("dispatch", 1234, 3, 20_100.0)
 
 # A slice, because the smallest group lacks that rank.

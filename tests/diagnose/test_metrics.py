@@ -64,7 +64,7 @@ def test_a_cause_of_two_operations_is_counted_once(tmp_path: Path) -> None:
 
 def test_verdicts_are_there_with_their_effect(tmp_path: Path) -> None:
     found = samples(text_of(record(), tmp_path))
-    assert value(found, "deep_ep_verdicts", group="ep") == 6
+    assert value(found, "deep_ep_verdicts", group="ep") == len(handmade.ALL_KINDS)
     effect = value(
         found,
         "deep_ep_verdict",
@@ -130,7 +130,7 @@ def test_gauges_are_of_the_latest_window_of_each_group(tmp_path: Path) -> None:
     ]
     found = samples(text_of(windows, tmp_path))
     assert value(found, "deep_ep_verdicts", group="ep") == 0
-    assert value(found, "deep_ep_verdicts", group="other") == 6
+    assert value(found, "deep_ep_verdicts", group="other") == len(handmade.ALL_KINDS)
     assert value(found, "deep_ep_window_end_timestamp_seconds", group="ep") == 3.0
 
 
@@ -169,7 +169,7 @@ def test_the_file_is_replaced_as_a_whole(tmp_path: Path) -> None:
 def test_names_of_hosts_and_groups_may_be_anything(tmp_path: Path) -> None:
     odd = 'a"b\\c\nd{}'
     found = samples(text_of(record(group=odd), tmp_path))
-    assert value(found, "deep_ep_verdicts", group=odd) == 6
+    assert value(found, "deep_ep_verdicts", group=odd) == len(handmade.ALL_KINDS)
 
 
 def test_a_scrape_brings_what_came_since() -> None:
@@ -187,7 +187,11 @@ def test_a_scrape_brings_what_came_since() -> None:
     finally:
         server.shutdown()
         server.server_close()
-    assert [value(f, "deep_ep_verdicts") for f in (first, second, third)] == [6, 6, 0]
+    assert [value(f, "deep_ep_verdicts") for f in (first, second, third)] == [
+        len(handmade.ALL_KINDS),
+        len(handmade.ALL_KINDS),
+        0,
+    ]
     counted = [
         value(f, "deep_ep_operations_total", operation="combine") for f in (first, second, third)
     ]

@@ -144,6 +144,8 @@ def test_nobody_is_certain_to_the_last_digit_and_what_is_unknown_is_no_number(
         ),
         # More nodes than hosts were counted: nothing to mark, and no error.
         ({"cause": "node pair", "rank": None, "nodes": (0, 2)}, "nodes 0 > 2", "path", []),
+        ({"cause": "uplink", "rank": None, "node": 1}, "node 1", "path", [[0, 2, 6, 3]]),
+        ({"cause": "downlink", "rank": None, "node": 1}, "node 1", "path", [[2, 0, 3, 6]]),
         ({"cause": "rail", "rank": None, "rail": 1}, "rail 1", "path", [[0, 1, 6, 2], [0, 4, 6, 5]]),
         ({"cause": "everywhere", "rank": None}, "all ranks", "path", [[0, 0, 6, 6]]),
         ({"cause": "pair", "rank": None, "edge": (1, 3)}, "path 1 > 3", "wait", [[3, 1, 4, 2]]),

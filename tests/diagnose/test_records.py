@@ -52,6 +52,7 @@ def verdicts(draw: st.DrawFn, num_ranks: int) -> Verdict:
             st.fixed_dictionaries(
                 {"rank": st.none(), "edge": st.none(), "rail": st.integers(0, 7)}
             ),
+            st.fixed_dictionaries({"rank": st.none(), "edge": st.none(), "node": rank}),
             st.just({"rank": None, "edge": None}),
         )
     )

@@ -376,7 +376,9 @@ def test_with_two_or_three_ranks_drifting_clocks_are_no_slow_paths(
             snapshots = simulate(machine, num_ranks, 64, injected, seed=seed, capacity=128)
             found = diagnose.judge(diagnose.gather(snapshots))
             assert found.keys == faults.expected_verdicts(injected)
-            assert any("paths are not judged" in remark for remark in found.remarks)
+            # What rings say of clocks is enough where these are good to a microsecond.
+            unjudged = any("paths are not judged" in remark for remark in found.remarks)
+            assert unjudged == (clock_us > 1)
 
 
 def test_operations_that_are_not_those_of_the_others_are_said() -> None:
