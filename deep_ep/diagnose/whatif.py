@@ -147,7 +147,8 @@ def _longer(
     # What is not known is nothing on a path to oneself.
     paths = np.where(known, last, receiver) * last.shape[1] + receiver
     values = np.where(known, longer, 0.0)
-    return zip(paths.reshape(len(at), -1), values.reshape(len(at), -1))
+    shape = len(at), int(np.prod(last.shape[1:]))
+    return zip(paths.reshape(shape), values.reshape(shape))
 
 
 def _end(
