@@ -15,7 +15,7 @@ import numpy as np
 from deep_ep.diagnose.estimate import Estimates
 from deep_ep.diagnose.findings import COMP_SLOW, BoolArray, FloatArray
 from deep_ep.diagnose.found import Found, Size, cells_of, found_cause, own_times
-from deep_ep.diagnose.stats import MAD_TO_SIGMA, median, median_of, or_zero
+from deep_ep.diagnose.stats import MAD_TO_SIGMA, median_of, or_zero
 from deep_ep.diagnose.thresholds import JudgedKind
 from deep_ep.diagnose.whatif import Gain
 
@@ -171,8 +171,8 @@ def _excess(kind: JudgedKind) -> _Excess:
     values = kind.e.excess
     # Of two ranks the median is halfway between them.
     values = values * 2 if values.shape[1] == 2 else values
-    noise = MAD_TO_SIGMA * median(np.abs(values - median(values, 0)), 0)
-    bar = max(_FAR * or_zero(median_of(noise)), kind.rank_floor)
+    noise = MAD_TO_SIGMA * or_zero(median_of(np.abs(values)))
+    bar = max(_FAR * noise, kind.rank_floor)
     return _Excess(kind, values, bar, values > bar)
 
 

@@ -42,7 +42,7 @@ _NEAR = 2.0
 # Operations and ranks settle against each other within a few sweeps; chosen, not tuned.
 _SWEEPS = 2
 # The cost of a token settles against hiccups within a few steps.
-_COST_STEPS = 4
+_COST_STEPS = 3
 # How far healthy ranks are expected to differ for good, as a share of their time.
 _HEALTHY_DIFFERENCE = 0.005
 # What is expected of them weighs as much as so many ranks that were seen.
@@ -146,7 +146,7 @@ class Estimates:
         waited_for: [num_ranks], what the others wait when this rank comes last, mean; no clock but
             their own tells.
         load: tokens that the rank's experts handle, over an even share.
-        gap_ns, send_ns, drain_ns: per rank, for the evidence.
+        gap_ns, span_ns, send_ns, drain_ns: [num_ranks], medians of what each rank does by itself.
         paths: the path matrix, taken apart.
         blame: [receiver, source], waiting of the receiver in operations in which the source came
             last.
@@ -168,6 +168,7 @@ class Estimates:
     waited_for: FloatArray
     load: FloatArray
     gap_ns: FloatArray
+    span_ns: FloatArray
     send_ns: FloatArray
     drain_ns: FloatArray
     paths: Paths
@@ -197,14 +198,16 @@ def estimate(m: Matrices, before: Matrices | None = None) -> Estimates:
     paths = split_paths(m)
     by_work = _explained(work, sent, _handled_before(m, before))
     by_drain = _explained(m.drain, received, m.received)
+    # A link that holds up its sender is no fault of the sender's.
+    own = work - by_work.each - paths.stalled.sum(axis=0)
     return Estimates(
         m=m,
         num_operations=m.num_operations or m.counted,
         has_stamps=m.num_operations > 0,
         duration_ns=median_of(m.duration),
         own_ns=median_of(work + m.drain),
-        work=_compare(work - by_work.each, m, by_work.error),
-        excess=_excess(work - by_work.each),
+        work=_compare(own, m, by_work.error),
+        excess=_excess(own),
         drain=_compare(m.drain - by_drain.each, m, by_drain.error),
         token_time=by_work.time + by_drain.time,
         token_error=np.hypot(by_work.error, by_drain.error),
@@ -214,6 +217,7 @@ def estimate(m: Matrices, before: Matrices | None = None) -> Estimates:
         waited_for=_waited_for(m),
         load=_over_even_share(sent if m.operation.endswith("combine") else received),
         gap_ns=median(m.gap, 0),
+        span_ns=median(m.span, 0),
         send_ns=m.send_ns(),
         drain_ns=median(m.drain, 0),
         paths=paths,
@@ -271,7 +275,7 @@ def _compare(values: FloatArray, m: Matrices, known_to: FloatArray | None = None
     # Ranks are equally noisy unless they show otherwise; a quiet spell is luck.
     error = np.fmax(error, median_of(error))
     if m.num_operations:
-        factor, alone = inflation(deviation - effect)
+        factor, alone = inflation(deviation - effect, error * np.sqrt(safe))
         single, error = error, error * np.sqrt(factor)
         lasting = np.sqrt(np.maximum(error**2 - single**2, 0.0))
     noise = or_zero(median_of(error))

@@ -32,8 +32,8 @@ class Verdict:
     Attributes:
         kind: COMP_SLOW, COMM_SLOW or MIXED_SLOW.
         cause: what kind of that kind: "late", "late at times", "slow send", "slow receive"; "hot experts",
-            "early"; "path", "path or back", "ingress", "egress", "ingress or egress", "uplink",
-            "downlink", "uplink or downlink", "node pair", "rail", "everywhere"; without timestamps only
+            "early"; "path", "path or back", "ingress", "egress", "ingress or egress", "uplink", "downlink",
+            "uplink or downlink", "node pair", "rail", "everywhere"; without timestamps only
             "sender side", "receiver side" or "pair".
         operation: "dispatch", "combine", or a kind of the normal kernels.
         rank: the rank named, or None.

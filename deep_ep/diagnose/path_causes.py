@@ -46,8 +46,10 @@ _SPARED = 0.25
 _KNOWN = 2.0 / 3.0
 # Paths of a group may differ by this share of their effect.
 _UNEVEN = 0.5
-# Of the deviation between the paths of a group so much is in all of them.
+# Of the deviation between the paths of a group so much is in all of them; and of what paths take this
+# share is not known from one group to the next, as ports are busy in another way.
 _COMMON = 0.5
+_OF_USUAL = 0.03
 # Groups that overlap are fitted to each other within a few sweeps.
 _SWEEPS = 3
 # Sides of this share of the ranks of a node are one link's doing, where there are so many nodes that
@@ -79,6 +81,7 @@ class Group:
         reading: likewise, as their receivers read it; that may be their clocks.
         error: standard error of that: of the medians of its paths, of what is usual.
         spread: standard deviation by which healthy groups of its kind differ.
+        unknown: and by which its paths may differ for what else is on them.
         peers: from so many others that is known.
         count: groups among which it was found.
     """
@@ -91,6 +94,7 @@ class Group:
     reading: float = 0.0
     error: float = float("nan")
     spread: float = 0.0
+    unknown: float = 0.0
     peers: int = 0
     count: int = 1
 
@@ -132,6 +136,7 @@ class _Candidates:
         cause, link: as in Group.
         numbers: of each group.
         low, middle: lower quantile and median of the paths of each, ns.
+        both: their medians in both directions together, in which clocks cancel; or the same as `middle`.
         known: share of its paths that are known.
         paths: index of the paths of a group, by its number.
     """
@@ -141,6 +146,7 @@ class _Candidates:
     numbers: Sequence[int | tuple[int, int]]
     low: FloatArray
     middle: FloatArray
+    both: FloatArray
     known: FloatArray
     paths: Callable[[Any], tuple[IntArray, IntArray]]
 
@@ -158,32 +164,37 @@ def explain(m: Matrices, paths: Paths, floor: float, spreads: float) -> Explaine
     np.fill_diagonal(excess, np.nan)
     residual = excess
     groups: list[Group] = []
-    looks = _looks(m, paths) if m.num_ranks >= MIN_RANKS_TO_SPLIT_PATHS else ()
+    few = m.num_ranks < MIN_RANKS_TO_SPLIT_PATHS
+    looks = [] if few else _looks(m, paths)
     for _ in range(_ROUNDS):
         before = len(groups)
         for look in looks:
-            beyond = residual - _UNEVEN * _of_groups(groups, residual)
+            beyond = residual
+            if groups:
+                beyond = residual - _UNEVEN * _of_groups(groups, residual)
             found = [g for candidates in look(beyond) for g in _slow(candidates, floor, spreads)]
             if found:
                 groups, residual = _fit([*groups, *found], excess)
         if len(groups) == before:
             break
     joined = _joined(groups, m, floor)
-    # Of paths that hid it is not known how far they differ. Slow paths made what is usual look
-    # slower than it is.
-    excess = excess - _level(paths, groups, np.where(m.path_hidden, np.nan, residual))
+    if groups or m.num_ranks <= _FEW:
+        # Slow paths made what is usual look slower than it is.
+        excess = excess - _level(paths, groups, np.where(m.path_hidden, np.nan, residual))
     groups, residual = _fit(joined, excess)
+    if few:
+        return Explained([], residual, np.zeros(residual.shape), np.zeros(residual.shape))
+    # Of paths that hid it is not known how far they differ.
     seen = np.where(m.path_hidden, np.nan, residual)
-    few = m.num_ranks < MIN_RANKS_TO_SPLIT_PATHS
-    spread = np.zeros(seen.shape) if few else _between_paths(paths, seen)
+    spread = _between_paths(paths, seen)
+    if not groups:
+        return Explained([], residual, spread, np.zeros(residual.shape))
     # As groups are judged: clocks cancel between the two directions.
     there_and_back = seen if paths.drifted else seen + seen.T
     spread_both = _between_paths(paths, there_and_back)
-    readings = {
-        (c.cause, c.link): c for look in (looks if groups else ()) for c in look(there_and_back)
-    }
+    readings = {(c.cause, c.link): c for look in looks for c in look(there_and_back)}
     return Explained(
-        [_with_error(g, groups, m, seen, spread, spread_both, readings) for g in groups],
+        [_with_error(g, groups, m, paths, seen, spread, spread_both, readings) for g in groups],
         residual,
         spread,
         _of_groups(groups, residual),
@@ -191,14 +202,18 @@ def explain(m: Matrices, paths: Paths, floor: float, spreads: float) -> Explaine
 
 
 def _slow(candidates: _Candidates, floor: float, spreads: float) -> list[Group]:
-    if candidates.cause in (INGRESS, EGRESS, EITHER_SIDE) or candidates.middle.size < 3:
-        spread = healthy(candidates.middle)[1]
+    both, middle = candidates.both, candidates.middle
+    if candidates.cause in (INGRESS, EGRESS, EITHER_SIDE) or middle.size < 3:
+        spread = healthy(both)[1]
     else:
         # Links, pairs and rails are few, and hardly half of them slow.
-        apart = np.abs(candidates.middle - median_of(candidates.middle))
-        spread = MAD_TO_SIGMA * or_zero(median_of(apart))
+        spread = _deviation(both)
+    if candidates.cause == NODE_PAIR:
+        # Both directions of three nodes are three numbers.
+        spread = max(spread, _deviation(middle))
     bar = max(floor, spreads * spread)
-    slow = (candidates.low > bar / 2) & (candidates.middle > bar) & (candidates.known >= _KNOWN)
+    slow = (both > bar) & (middle > max(floor, bar / 2)) & (candidates.low > middle / 2)
+    slow &= candidates.known >= _KNOWN
     return [
         Group(
             candidates.cause,
@@ -212,8 +227,14 @@ def _slow(candidates: _Candidates, floor: float, spreads: float) -> list[Group]:
     ]
 
 
+def _deviation(values: FloatArray) -> float:
+    return MAD_TO_SIGMA * or_zero(median_of(np.abs(values - median_of(values))))
+
+
 def _fit(groups: Sequence[Group], excess: FloatArray) -> tuple[list[Group], FloatArray]:
     """The groups with effects that fit together, and what they leave over."""
+    if not groups:
+        return [], excess
     effects = [0.0] * len(groups)
     residual = excess.copy()
     for _ in range(_SWEEPS if len(groups) > 1 else 1):
@@ -303,6 +324,7 @@ def _with_error(
     group: Group,
     groups: Sequence[Group],
     m: Matrices,
+    paths: Paths,
     residual: FloatArray,
     spread: FloatArray,
     spread_both: FloatArray,
@@ -326,19 +348,21 @@ def _with_error(
         apart = spread_both
     unlike = MEDIAN_COST * float(np.mean(apart[group.paths])) / math.sqrt(size)
     like = _healthy_readings(group, groups, readings)
-    within = MAD_TO_SIGMA * or_zero(median_of(np.abs(residual[group.paths])))
-    of_groups = (
-        float(np.std(like, ddof=1))
-        if 1 < like.size <= _FEW
-        else MAD_TO_SIGMA * or_zero(median_of(np.abs(like - or_zero(median_of(like)))))
-    )
+    within = _COMMON * MAD_TO_SIGMA * or_zero(median_of(np.abs(residual[group.paths])))
+    busy = _OF_USUAL * or_zero(median_of(paths.usual[group.paths]))
+    # What is usual is known from all paths, so that healthy groups are about zero.
+    if 0 < like.size <= _FEW:
+        of_groups = float(np.sqrt(np.mean(like**2)))
+    else:
+        of_groups = MAD_TO_SIGMA * or_zero(median_of(np.abs(like)))
     return replace(
         group,
         effect=effect,
         reading=group.effect,
         error=math.hypot(error, unlike),
-        spread=math.hypot(of_groups, _COMMON * within),
-        peers=int(like.size),
+        spread=of_groups,
+        unknown=math.hypot(within, busy),
+        peers=int(like.size) + 1,
     )
 
 
@@ -411,12 +435,13 @@ def _node_links(m: Matrices, paths: Paths, residual: FloatArray) -> list[_Candid
             range(m.place.num_nodes),
             quantile(low, _SPARED, axis),
             quantile(middle, 0.5, axis),
+            np.zeros(0),
             np.nanmean(known, axis=axis),
             where,
         )
         for cause, axis, where in ((DOWNLINK, 1, into), (UPLINK, 0, out_of))
     )
-    return [_either(EITHER_LINK, down, up)] if paths.drifted else [up, down]
+    return [_either(EITHER_LINK, down, up)] if paths.drifted else _in_both(up, down)
 
 
 def _node_pairs(m: Matrices, _paths: Paths, residual: FloatArray) -> list[_Candidates]:
@@ -429,16 +454,24 @@ def _node_pairs(m: Matrices, _paths: Paths, residual: FloatArray) -> list[_Candi
         return _index(np.flatnonzero(nodes == pair[1]), np.flatnonzero(nodes == pair[0]))
 
     low, middle, known = (values[at] for values in _blocks(m, residual))
-    return [_Candidates(NODE_PAIR, NIC, pairs, low, middle, known, between)]
+    back = _blocks(m, residual)[1].T[at]
+    return [_Candidates(NODE_PAIR, NIC, pairs, low, middle, middle + back, known, between)]
 
 
 def _sides(m: Matrices, paths: Paths, residual: FloatArray) -> list[_Candidates]:
     return [
-        _side(cause, link, m, paths, residual)
+        side
         for link, exists in ((NVLINK, not paths.between.all()), (NIC, paths.between.any()))
-        for cause in (INGRESS, EGRESS)
         if exists
+        for side in _in_both(
+            *(_side(cause, link, m, paths, residual) for cause in (INGRESS, EGRESS))
+        )
     ]
+
+
+def _in_both(one: _Candidates, other: _Candidates) -> list[_Candidates]:
+    both = one.middle + other.middle
+    return [replace(one, both=both), replace(other, both=both)]
 
 
 def _either_sides(m: Matrices, paths: Paths, residual: FloatArray) -> list[_Candidates]:
@@ -469,10 +502,23 @@ def _candidates(
     cause: str, link: str, cells: FloatArray, possible: IntArray, paths: Any
 ) -> _Candidates:
     """cells: [groups, paths], possible: [groups], so many of them there can be; one is no group."""
-    known = np.isfinite(cells).sum(axis=1) / np.maximum(possible, 1)
-    low, middle = (quantile(cells, share, 1) for share in (_SPARED, 0.5))
-    known = np.where(possible > 1, known, 0.0)
-    return _Candidates(cause, link, range(len(cells)), low, middle, known, paths)
+    low, middle, count = _low_and_middle(cells)
+    known = np.where(possible > 1, count / np.maximum(possible, 1), 0.0)
+    return _Candidates(cause, link, range(len(cells)), low, middle, middle, known, paths)
+
+
+def _low_and_middle(cells: FloatArray) -> tuple[FloatArray, FloatArray, IntArray]:
+    """Of the last dimension: the lower quantile, the lower median, and how many are known."""
+    # What is not known comes last.
+    ordered = np.sort(cells, axis=-1)
+    count = np.isfinite(ordered).sum(axis=-1)
+    low, middle = (
+        np.take_along_axis(
+            ordered, np.maximum(share * (count - 1), 0.0).astype(np.intp)[..., None], -1
+        )[..., 0]
+        for share in (_SPARED, 0.5)
+    )
+    return low, middle, count
 
 
 def _either(cause: str, into: _Candidates, out_of: _Candidates) -> _Candidates:
@@ -481,6 +527,7 @@ def _either(cause: str, into: _Candidates, out_of: _Candidates) -> _Candidates:
         cause=cause,
         low=into.low + out_of.low,
         middle=into.middle + out_of.middle,
+        both=into.middle + out_of.middle,
         known=np.minimum(into.known, out_of.known),
     )
 
@@ -491,10 +538,9 @@ def _blocks(m: Matrices, residual: FloatArray) -> tuple[FloatArray, FloatArray, 
     nodes = members(m.place.nodes)
     index = nodes[:, None, :, None], nodes[None, :, None, :]
     shape = len(nodes), len(nodes), -1
-    cells = padded(residual)[index].reshape(shape)
+    low, middle, count = _low_and_middle(padded(residual)[index].reshape(shape))
     possible = np.pad(m.expected, (0, 1))[index].reshape(shape).sum(axis=2)
-    known = np.isfinite(cells).sum(axis=2) / np.maximum(possible, 1)
-    low, middle = quantile(cells, _SPARED, 2), quantile(cells, 0.5, 2)
+    known = count / np.maximum(possible, 1)
     for values in (low, middle, known):
         np.fill_diagonal(values, np.nan)
     return low, middle, known

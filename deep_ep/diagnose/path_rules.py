@@ -130,7 +130,13 @@ def _slow_group(kind: JudgedKind, group: Group) -> Found:
     return found_on_paths(
         kind,
         group.cause,
-        Size(group.effect, group.error, group.count, group.spread, group.peers),
+        Size(
+            group.effect,
+            math.hypot(group.error, group.unknown),
+            group.count,
+            group.spread,
+            group.peers,
+        ),
         group.paths,
         **subject,
         evidence=evidence,
@@ -231,7 +237,13 @@ def _slow_cell(kind: JudgedKind, dst: int, src: int) -> Found:
     return found_on_paths(
         kind,
         "path",
-        Size(effect, error, e.load.size**2, float(explained.spread[dst, src])),
+        Size(
+            effect,
+            error,
+            e.load.size**2,
+            float(explained.spread[dst, src]),
+            int((e.m.expected & (e.paths.between == e.paths.between[dst, src])).sum()),
+        ),
         (dst, src),
         edge=(src, dst),
         evidence={

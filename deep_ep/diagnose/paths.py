@@ -25,6 +25,7 @@ import numpy as np
 
 from deep_ep.diagnose.findings import BoolArray, FloatArray, IntArray
 from deep_ep.diagnose.gather import Matrices, Place
+from deep_ep.diagnose.stalls import stalls
 from deep_ep.diagnose.stats import (
     MAD_TO_SIGMA,
     healthy,
@@ -74,7 +75,8 @@ class Paths:
     """The path matrix `[receiver, source]`, compared with healthy paths; ns.
 
     Attributes:
-        time: median of arrival minus issue, NaN where not known, and on the diagonal.
+        time: median of arrival minus issue, NaN where not known, and on the diagonal; with `stalled`.
+        stalled: by how much a link within a node held up its sender, which then issued late.
         usual: what a healthy path of this class, these tokens and this place in the order takes.
         excess: time over usual, clocks taken out; 0 where data was there so soon that more is not known.
         classes: int, 0 within a node (an NVLink domain), 1 between nodes on one rail, 2 across rails,
@@ -91,6 +93,7 @@ class Paths:
     """
 
     time: FloatArray
+    stalled: FloatArray
     usual: FloatArray
     excess: FloatArray
     classes: IntArray
@@ -121,8 +124,9 @@ def split_paths(m: Matrices) -> Paths:
     coarse = np.zeros(num_ranks) if few else _coarse_clocks(m, known)
     if coarse.any():
         known = np.full(known.shape, np.nan)
-    time = _set_clocks(m, coarse)
     classes = _classes(m.place)
+    stalled = stalls(m, classes)
+    time = _set_clocks(m, coarse) + stalled
     usual, by_tokens, level = _usual(m, time, classes)
     usual = usual + _by_order(m, _excess(m, time, usual), classes)
     excess = _excess(m, time, usual)
@@ -145,6 +149,7 @@ def split_paths(m: Matrices) -> Paths:
             excess = np.where(both[:, None] & both[None, :], excess, np.nan)
     return Paths(
         time=time,
+        stalled=stalled,
         usual=usual,
         excess=excess,
         classes=classes,
@@ -245,14 +250,15 @@ def _by_order(m: Matrices, excess: FloatArray, classes: IntArray) -> FloatArray:
     for link in (classes == 0, classes > 0):
         if not np.count_nonzero(link[:, 0]) >= _MIN_TO_ORDER:
             continue
-        when = np.where(link, m.send, np.nan)
-        when = when - median(when, 0)
-        over = np.where(link[:, some], over_usual, np.nan)
-        over = over - median(over, 0)
-        slope = _slope(when[:, some], over, m.place)
-        left = over - slope * when[:, some]
+        when, over = (
+            np.where(link[:, some], values, np.nan) for values in (m.send[:, some], over_usual)
+        )
+        when, over = when - median(when, 0), over - median(over, 0)
+        slope = _slope(when, over, m.place)
+        left = over - slope * when
         if slope and median_of(np.abs(left)) < _ORDER_EXPLAINS * median_of(np.abs(over)):
-            by_order += slope * np.nan_to_num(when)
+            when = np.where(link, m.send, np.nan)
+            by_order += slope * np.nan_to_num(when - median(when, 0))
     return by_order
 
 

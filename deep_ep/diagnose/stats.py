@@ -33,7 +33,7 @@ _BELIEVED, _BELIEVED_ALONE = 3.0, 4.0
 _UNSURE = 1.0
 # Noise lasts where means vary by so much more; few independent values then tell how noisy it is, of
 # which effects must exceed so many standard deviations.
-_LASTS, _LEAST_VALUES, _TESTED = 1.5, 4.0, 5.0
+_LASTS, _LEAST_VALUES, _TESTED = 1.5, 10.0, 5.0
 
 
 def median(values: FloatArray, axis: int) -> FloatArray:
@@ -207,7 +207,7 @@ def student(z: float, degrees: float) -> float:
     return math.sqrt(degrees * math.expm1((z / shrink) ** 2 / degrees))
 
 
-def inflation(values: FloatArray) -> tuple[FloatArray, float]:
+def inflation(values: FloatArray, spread: FloatArray) -> tuple[FloatArray, float]:
     """By what the variance of each column's mean exceeds that of independent values; and how many
     columns move by themselves.
 
@@ -217,6 +217,7 @@ def inflation(values: FloatArray) -> tuple[FloatArray, float]:
 
     Args:
         values: [n, columns] deviations from each column's location, NaN where unknown.
+        spread: [columns], their standard deviations.
 
     Returns:
         `[columns]`, at least 1; and a number from 1 to that of the columns.
@@ -224,21 +225,22 @@ def inflation(values: FloatArray) -> tuple[FloatArray, float]:
     size, columns = values.shape
     if size < 2 * _LAGS or columns < 2:
         return np.ones(columns), float(columns)
-    known = np.isfinite(values)
-    reach = MAD_TO_SIGMA * median(np.abs(values), 0)
-    cut = np.where(known, values / np.where(reach > 0, reach, 1.0), 0.0)
-    cut = np.minimum(np.maximum(cut, -_CUT), _CUT)
-    squares = np.sum(cut**2, axis=0)
-    products = np.stack([np.sum(cut[lag:] * cut[:-lag], axis=0) for lag in range(1, _LAGS + 1)])
+    cut = values / np.where(spread > 0, spread, 1.0)
+    cut = np.where(np.isfinite(cut), np.minimum(np.maximum(cut, -_CUT), _CUT), 0.0)
+    squares = np.einsum("ij,ij->j", cut, cut)
     # A lag has fewer pairs than there are values.
-    products *= (size / (size - np.arange(1, _LAGS + 1)))[:, None]
-    # Columns that move together, as ranks of one node may, tell as much as one.
+    products = np.stack(
+        [
+            np.einsum("ij,ij->j", cut[lag:], cut[:-lag]) * (size / (size - lag))
+            for lag in range(1, _LAGS + 1)
+        ]
+    )
     unit = cut / np.sqrt(np.maximum(squares, 1e-12))
     # Sum of the squares of all correlations between columns; the smaller product has the same.
     product = unit.T @ unit if columns < size else unit @ unit.T
     # By chance, and because they are compared with each other.
     expected = columns**2 / size + columns / (columns - 1)
-    series = columns**2 / max(float(np.sum(product**2)) - expected, float(columns))
+    series = columns**2 / max(float(np.vdot(product, product)) - expected, float(columns))
     each = products / np.maximum(squares, 1e-12)
     # What a few columns show is theirs alone.
     together = np.median(each, axis=1)

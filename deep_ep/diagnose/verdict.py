@@ -106,7 +106,7 @@ def _estimate(matrices: Mapping[str, Matrices], thresholds: Thresholds | None) -
     usable = {
         kind: m
         for kind, m in matrices.items()
-        if m.num_ranks > 1 and (m.num_operations or m.counted) >= MIN_OPERATIONS
+        if m.present.sum() > 1 and (m.num_operations or m.counted) >= MIN_OPERATIONS
     }
     return [
         JudgedKind(e, thresholds or Thresholds.of(e.m.place.device, e.m.stamps_arrivals))
@@ -179,7 +179,9 @@ def _remarks(matrices: Mapping[str, Matrices]) -> list[str]:
         if missing:
             said.append(f"{kind}: no counters from {ranks_text(missing)}")
         counted = m.num_operations or m.counted
-        if counted < MIN_OPERATIONS:
+        if m.present.sum() < 2:
+            said.append(f"{kind}: undecided, fewer than 2 ranks reported what can be compared")
+        elif counted < MIN_OPERATIONS:
             said.append(
                 f"{kind}: undecided, {counted} operations counted; {MIN_OPERATIONS} are needed"
             )

@@ -14,7 +14,7 @@ is late by chance, also when nothing is the matter.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +26,7 @@ from deep_ep.diagnose.stats import median
 
 # Operations replayed at most, and cells looked at, which bounds the time for large groups. What is
 # there now and then only takes more operations.
-_MOST_OPERATIONS, _MOST_AT_TIMES = 48, 192
+_MOST_OPERATIONS, _MOST_AT_TIMES = 40, 192
 _MOST_CELLS = 2e7
 # Until the ranks have fallen into the step of the replay.
 _FALLING_IN = 4
@@ -112,36 +112,43 @@ def _steps(estimates: Sequence[Estimates], usual: Sequence[FloatArray], most: in
     order = sorted(
         (int(op), i, at) for i, e in enumerate(estimates) for at, op in enumerate(e.m.ops)
     )
-    own = [tuple(_filled(x) for x in (e.m.gap, e.m.span, e.m.drain)) for e in estimates]
-    steps = []
-    for _, i, at in order[-most:]:
+    latest = order[-most:]
+    steps: list[_Step] = []
+    own, longer = [], []
+    for i, (e, paths) in enumerate(zip(estimates, usual)):
+        m = e.m
+        own.append(
+            [_filled(m.gap, e.gap_ns), _filled(m.span, e.span_ns), _filled(m.drain, e.drain_ns)]
+        )
+        longer.append(_longer(e, paths, [at for _, kind, at in latest if kind == i]))
+    for _, i, at in latest:
         gap, span, drain = (x[at] for x in own[i])
-        longer = _longer(estimates[i], usual[i], at)
-        steps.append(_Step(i, at, gap, span, drain, *_known(estimates[i].m.last[at], longer)))
+        steps.append(_Step(i, at, gap, span, drain, *next(longer[i])))
     return steps
 
 
-def _filled(series: FloatArray) -> FloatArray:
-    """`[n, num_ranks]` with each rank's median where nothing is known; of silent ranks the others'."""
-    known = np.where(np.isfinite(series), series, median(series, 0))
-    known = np.where(np.isfinite(known), known, median(known, 1)[:, None])
+def _filled(series: FloatArray, usual: FloatArray) -> FloatArray:
+    """`[n, num_ranks]` with what is usual for each rank where nothing is known; of silent ones the others'."""
+    known = np.where(np.isfinite(series), series, usual)
+    if not np.isfinite(usual).all():
+        known = np.where(np.isfinite(known), known, median(known, 1)[:, None])
     return np.where(np.isfinite(known), known, 0.0)
 
 
-def _longer(e: Estimates, usual: FloatArray, at: int) -> FloatArray:
-    """`[receiver, 2]` how much longer than usual the paths of an operation's latest sources took, ns."""
-    last = e.m.last[at]
+def _longer(
+    e: Estimates, usual: FloatArray, at: Sequence[int]
+) -> Iterator[tuple[IntArray, FloatArray]]:
+    """The latest sources' paths of some operations, and how much longer than usual; as in `_Step`."""
+    last, took = e.m.last[at], e.m.last_path[at]
     clock = e.paths.coarse_clock + e.paths.clock
-    receiver = np.arange(len(last))[:, None]
-    took = e.m.last_path[at] - clock[receiver] + clock[last]
-    longer: FloatArray = took - usual[last, receiver]
-    return np.where(np.isfinite(longer) & (last != receiver), longer, np.nan)
-
-
-def _known(last: IntArray, longer: FloatArray) -> tuple[IntArray, FloatArray]:
-    """Index and time of the paths of which something is known; as in `_Step`."""
-    receivers, place = np.nonzero(np.isfinite(longer))
-    return last[receivers, place] * len(last) + receivers, longer[receivers, place]
+    receiver = np.arange(last.shape[1])[None, :, None]
+    longer = took - clock[receiver] + clock[last] - usual[last, receiver]
+    known = np.isfinite(longer) & (last != receiver) & (last >= 0)
+    # What is not known is nothing on a path to oneself.
+    paths = np.where(known, last, receiver) * last.shape[1] + receiver
+    values = np.where(known, longer, 0.0)
+    shape = len(at), int(np.prod(last.shape[1:]))
+    return zip(paths.reshape(shape), values.reshape(shape))
 
 
 def _end(
@@ -156,7 +163,7 @@ def _end(
     work, drain, at_times = _own_gains(sets, position, num_ranks)
     healed = [_healed_elsewhere(sets, e.operation, num_ranks) for e in estimates]
     paths = [_paths_of_sets(*each, sets) for each in zip(estimates, usual, healed)]
-    overlap = [np.maximum(np.nan_to_num(median(e.m.span, 0) - e.send_ns), 0.0) for e in estimates]
+    overlap = [np.maximum(np.nan_to_num(e.span_ns - e.send_ns), 0.0) for e in estimates]
 
     on_the_way = np.empty((num_ranks, num_ranks))
     of_all = on_the_way.reshape(-1)

@@ -227,3 +227,25 @@ def test_coarse_timers_and_offsets_that_are_wrong_by_two_us_are_no_slow_paths(li
         assert not found.verdicts
     for found in windows(machine, 24, [SlowPath(3, 9, 20e-6)], range(110, 114)):
         assert found.keys == {("comm-slow", (3, 9))}
+
+
+@pytest.mark.parametrize("in_turn", [False, True])
+def test_a_link_that_holds_up_its_sender_is_a_path(*, in_turn: bool) -> None:
+    """Rank 2's stores to rank 5 wait for 20 us; in turn, those for later ranks as well."""
+    snapshots = simulate(on_nodes(GPU, 8), 8, ROUNDS, seed=120, capacity=2 * ROUNDS)
+    for snapshot in snapshots:
+        if snapshot.rank == 5 or (in_turn and snapshot.rank > 5):
+            for counters in snapshot.operations.values():
+                used = counters.ring[:, -1, 0] > 0
+                before = counters.ring[used, :-1, 2].max(axis=1)
+                counters.ring[used, 2, 1:3] += 20_000
+                counters.ring[used, -1, 2] += counters.ring[used, :-1, 2].max(axis=1) - before
+    found = diagnose.judge(diagnose.gather(snapshots))
+    assert found.keys == {("comm-slow", (2, 5))}
+    for verdict in found.verdicts:
+        assert verdict.effect_us == pytest.approx(20, abs=2.5)
+
+
+def test_a_rank_that_sends_slowly_to_everybody_is_no_path() -> None:
+    for found in windows(on_nodes(GPU, 8), 8, [SlowSend(2, 20e-6)], range(121, 125)):
+        assert found.keys == {("comp-slow", 2)}
