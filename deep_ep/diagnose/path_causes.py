@@ -208,7 +208,7 @@ def _slow(candidates: _Candidates, floor: float, spreads: float) -> list[Group]:
     else:
         # Links, pairs and rails are few, and hardly half of them slow.
         spread = _deviation(both)
-    if candidates.cause == NODE_PAIR:
+    if candidates.cause == NODE_PAIR and middle.size > 2:
         # Both directions of three nodes are three numbers.
         spread = max(spread, _deviation(middle))
     bar = max(floor, spreads * spread)

@@ -39,6 +39,8 @@ _MOST_CELLS = 12
 # quickest quarter of them.
 _SEEN_OFTEN = 1.0 / 3.0
 _LASTING = 1.0 / 3.0
+# What a port's load explains is known to this factor.
+_LOAD_MARGIN = 1.3
 # A path stands out from the others of its rank where there are more than so many, itself included.
 _MIN_PEERS = 3
 
@@ -81,7 +83,8 @@ def _is_named(kind: JudgedKind, group: Group) -> bool:
         kind.z_ranks * group.error,
         limits.spread * group.spread,
     )
-    if not group.effect > max(bar, _by_load(kind, group)):
+    by_load = _LOAD_MARGIN * _by_load(kind, group)
+    if not (group.effect > bar and min(group.effect, group.reading) > by_load):
         return False
     quickest = group.reading - median_of((e.m.path - e.m.path_low)[group.paths])
     if not quickest > _LASTING * group.reading:
@@ -97,23 +100,24 @@ def _is_named(kind: JudgedKind, group: Group) -> bool:
 
 
 def _by_load(kind: JudgedKind, group: Group) -> float:
-    """What the tokens through a rank's port explain at most, ns: as if it did nothing else.
+    """What the tokens through the ports of its ranks explain at most, ns: as if these did nothing else.
 
     Up to some load the ports of the other ranks are what takes the time, so what a token costs here is
     not seen elsewhere.
     """
-    if group.cause not in (*_SIDES, EITHER_SIDE):
-        return 0.0
     e = kind.e
     counted = np.where(e.m.expected, e.m.tokens, 0.0)
     if group.link != ALL_LINKS:
         counted = np.where(e.paths.between == (group.link == NIC), counted, 0.0)
     into, out_of = np.nansum(counted, axis=1), np.nansum(counted, axis=0)
     usual = max(float(np.median(into)), float(np.median(out_of)))
-    load = float((out_of if group.cause == EGRESS else into)[group.number])
-    if not load > kind.limits.load * usual > 0:
+    if not usual > 0:
         return 0.0
-    return (load / usual - 1.0) * median_of(e.paths.usual[group.paths])
+    receivers, sources = group.paths
+    more = np.maximum(into[receivers], out_of[sources]) / usual - 1.0
+    if not more.max() > kind.limits.load - 1.0:
+        return 0.0
+    return float(np.mean(np.maximum(more, 0.0))) * or_zero(median_of(e.paths.usual[group.paths]))
 
 
 def _slow_group(kind: JudgedKind, group: Group) -> Found:
