@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -35,6 +36,8 @@ _SIDES = (INGRESS, EGRESS)
 _FEW_CELLS = 4
 _CELLS_SHARE = 0.03
 _MOST_CELLS = 12
+# Several of which more than this share have something in common are its doing.
+_SHARED = 0.7
 # A path is seen in this share of the operations, and a lasting cause shows this share of itself in the
 # quickest quarter of them.
 _SEEN_OFTEN = 1.0 / 3.0
@@ -55,7 +58,7 @@ def slow_paths(kind: JudgedKind, hot_ranks: set[int]) -> list[Found]:
         if _is_named(kind, group) and not (group.cause in _SIDES and group.number in hot_ranks)
     ]
     cells = _slow_cells(kind)
-    if len(cells) <= _most_cells(kind):
+    if len(cells) <= _most_cells(kind) and not _in_common(kind, cells):
         found += [_slow_cell(kind, *cell) for cell in cells]
     return found + [_slow_both_ways(kind, *cell) for cell in _slow_there_or_back(kind)]
 
@@ -65,14 +68,37 @@ def path_remarks(kind: JudgedKind) -> list[str]:
     if kind.is_too_small_for_clocks:
         return []
     cells = _slow_cells(kind)
-    if len(cells) <= _most_cells(kind):
+    common = _in_common(kind, cells)
+    if len(cells) <= _most_cells(kind) and not common:
         return []
     residual = kind.explained.residual
     most = max(float(residual[cell]) for cell in cells) / 1e3
+    why = f"most of them {common}, whose other paths are not" if common else "no common cause found"
     return [
-        f"{kind.e.operation}: {len(cells)} single paths are slow, by up to {most:,.0f} us, and have "
-        "no cause in common that could be found; none of them is named"
+        f"{kind.e.operation}: {len(cells)} single paths are slow, by up to {most:,.0f} us; {why}"
     ]
+
+
+def _in_common(kind: JudgedKind, cells: Sequence[tuple[int, int]]) -> str:
+    """What most of several slow paths share although it is not slow as a whole; nothing if nothing."""
+    if len(cells) < _FEW_CELLS:
+        return ""
+    place = kind.e.m.place
+    receivers, sources = np.array(cells).T
+    shared = [("into rank", receivers), ("out of rank", sources)]
+    if 2 < place.num_nodes < place.num_ranks:
+        devices = np.array(place.devices)
+        same = np.where(devices[receivers] == devices[sources], devices[sources], -1)
+        shared += [
+            ("on rail", same),
+            ("into node", place.nodes[receivers]),
+            ("out of node", place.nodes[sources]),
+        ]
+    for what, numbers in shared:
+        known = numbers[numbers >= 0]
+        if known.size and np.bincount(known).max() > _SHARED * len(cells):
+            return f"{what} {int(np.bincount(known).argmax())}"
+    return ""
 
 
 def _is_named(kind: JudgedKind, group: Group) -> bool:
