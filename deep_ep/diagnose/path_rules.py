@@ -42,6 +42,8 @@ _SHARED = 0.7
 # quickest quarter of them.
 _SEEN_OFTEN = 1.0 / 3.0
 _LASTING = 1.0 / 3.0
+# A slow path finds ports less busy than others do; by how much is known to this share of its time.
+_OF_USUAL = 0.015
 # What a port's load explains is known to this factor.
 _LOAD_MARGIN = 1.3
 # A path stands out from the others of its rank where there are more than so many, itself included.
@@ -271,7 +273,9 @@ def _slow_cell(kind: JudgedKind, dst: int, src: int) -> Found:
             effect,
             error,
             e.load.size**2,
-            float(explained.spread[dst, src]),
+            math.hypot(
+                float(explained.spread[dst, src]), _OF_USUAL * float(e.paths.usual[dst, src])
+            ),
             int((e.m.expected & (e.paths.between == e.paths.between[dst, src])).sum()),
         ),
         (dst, src),
