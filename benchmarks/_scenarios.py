@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import zlib
 from collections.abc import Callable, Collection
@@ -103,6 +104,7 @@ class Scenario:
         least_ranks, least_nodes, least_per_node: smaller groups cannot tell this fault from another.
         single: whether there is one cause, whose effect and saving are compared with the verdict's.
         least_effect_us: smaller effects drown in what healthy ranks show.
+        most_effect_us: larger ones are cut off, and so not what was injected.
     """
 
     name: str
@@ -112,6 +114,7 @@ class Scenario:
     least_per_node: int = 1
     single: bool = True
     least_effect_us: float = 0.0
+    most_effect_us: float = math.inf
 
     def fits(self, shape: Shape, effect_us: float) -> bool:
         """Whether such a group can have this fault."""
@@ -119,7 +122,7 @@ class Scenario:
             shape.num_ranks >= self.least_ranks
             and shape.nodes >= self.least_nodes
             and shape.per_node >= self.least_per_node
-            and effect_us >= self.least_effect_us
+            and self.least_effect_us <= effect_us <= self.most_effect_us
         )
 
 
@@ -204,8 +207,8 @@ SCENARIOS = {
             least_effect_us=20.0,
         ),
         Scenario("late, does not report", _silent),
-        # Of two ranks an early one is the other one late.
-        Scenario("early rank", _one(EarlyRank)),
+        # Of two ranks an early one is the other one late; nobody has less than nothing to do.
+        Scenario("early rank", _one(EarlyRank), most_effect_us=100.0),
         Scenario("hot rank", _one(hot)),
         Scenario(PATH, _slow_path),
         Scenario("slow ingress", _one(SlowIngress)),

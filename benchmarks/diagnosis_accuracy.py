@@ -212,18 +212,22 @@ def pieces(name: str, part: Part, cell: Cell, args: argparse.Namespace) -> list[
 
 
 def run_all(jobs: Sequence[Job], num_processes: int, console: Console) -> dict[str, list[Result]]:
-    """Results by part, in the order of the jobs."""
+    """Results by part, in the order of the jobs; of tasks that fail only what they say is shown."""
     results: dict[int, Result] = {}
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(num_processes, mp_context=context) as pool:
         running = {pool.submit(job.run, job.task): i for i, job in enumerate(jobs)}
         for done in as_completed(running):
+            failure = done.exception()
+            if failure is not None:
+                console.print(f"{jobs[running[done]].task}: {failure!r}", style="red", markup=False)
+                continue
             results[running[done]] = done.result()
             if len(results) % max(1, len(jobs) // 20) == 0:
                 console.print(f"{len(results)} of {len(jobs)} tasks", style="dim")
     by_part: dict[str, list[Result]] = {part: [] for part in FULL}
-    for i, job in enumerate(jobs):
-        by_part[job.part].append(results[i])
+    for i in sorted(results):
+        by_part[jobs[i].part].append(results[i])
     return by_part
 
 
@@ -257,8 +261,8 @@ def parse_arguments() -> argparse.Namespace:
     return args
 
 
-def run_generated(args: argparse.Namespace, console: Console) -> None:
-    """The first part."""
+def run_generated(args: argparse.Namespace, console: Console) -> int:
+    """The first part; 1 where tasks failed."""
     jobs = plan(QUICK if args.quick else FULL, args)
     console.print(f"{sum(job.task.num_windows for job in jobs)} windows, seeds: {args.seeds}")
     results = run_all(jobs, args.processes, console)
@@ -275,6 +279,7 @@ def run_generated(args: argparse.Namespace, console: Console) -> None:
         args.json.write_text(json.dumps({"seeds": args.seeds, **stored}))
     if args.markdown:
         write_markdown(args.markdown, f"## Generated timestamps, seeds: {args.seeds}", shown)
+    return int(sum(len(of_part) for of_part in results.values()) < len(jobs))
 
 
 def all_tables(results: dict[str, list[Result]]) -> list[Table]:
@@ -317,8 +322,7 @@ def main() -> int:
     console = Console(width=None if sys.stdout.isatty() else _WIDTH, highlight=False)
     if args.real:
         return real_kernels.run(args, first_seed(args.seeds), console)
-    run_generated(args, console)
-    return 0
+    return run_generated(args, console)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,8 @@ from deep_ep.diagnose.findings import FloatArray, IntArray
 
 # Hot experts stay for so many operations, where they move.
 MOVING_OPERATIONS = 50
+# A moving hot rank leaves something for the others.
+_MOST_MOVING = 0.75
 _NOISE_TABLE = 2**18
 
 
@@ -105,10 +107,9 @@ def _loads(
     if machine.moving_hot_share:
         span = rounds * len(setup.kinds) // MOVING_OPERATIONS
         hot = moves.integers(num_ranks, size=span[-1] + 1)[span]
-        load = (
-            load * (num_ranks - machine.moving_hot_share) / (num_ranks - load[rounds, hot])[:, None]
-        )
-        load[rounds, hot] = machine.moving_hot_share
+        share_hot = min(machine.moving_hot_share, _MOST_MOVING * num_ranks)
+        load = load * (num_ranks - share_hot) / (num_ranks - load[rounds, hot])[:, None]
+        load[rounds, hot] = share_hot
     return load
 
 
