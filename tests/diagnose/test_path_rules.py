@@ -168,6 +168,16 @@ def test_many_single_paths_without_a_common_cause_are_one_remark() -> None:
     assert f"{len(paths)} single paths are slow" in said[0]
 
 
+def test_several_paths_of_a_rail_that_is_not_slow_are_one_remark() -> None:
+    snapshots = simulate(on_nodes(GPU, 8), 32, ROUNDS, seed=76, capacity=2 * ROUNDS)
+    paths = [(3, 11), (11, 3), (19, 3), (27, 11), (3, 27)]
+    found = diagnose.judge(diagnose.gather(slowed(snapshots, paths, 20_000)))
+    assert found.verdicts == []
+    said = [remark for remark in found.remarks if "5 single paths are slow" in remark]
+    assert len(said) == 2
+    assert all("most of them on rail 3" in remark for remark in said)
+
+
 def test_what_is_measured_exceeds_what_is_usual_by_the_effect() -> None:
     """No verdict rests on what a fit leaves over."""
     injected: list[GeneratorFault] = [SlowPath(2, 13, 15e-6), SlowIngress(13, 30e-6)]
