@@ -208,7 +208,7 @@ def _slow(candidates: _Candidates, floor: float, spreads: float) -> list[Group]:
     else:
         # Links, pairs and rails are few, and hardly half of them slow.
         spread = _deviation(both)
-    if candidates.cause == NODE_PAIR:
+    if candidates.cause == NODE_PAIR and middle.size > 2:
         # Both directions of three nodes are three numbers.
         spread = max(spread, _deviation(middle))
     bar = max(floor, spreads * spread)
@@ -453,9 +453,9 @@ def _node_pairs(m: Matrices, _paths: Paths, residual: FloatArray) -> list[_Candi
     def between(pair: tuple[int, int]) -> tuple[IntArray, IntArray]:
         return _index(np.flatnonzero(nodes == pair[1]), np.flatnonzero(nodes == pair[0]))
 
-    low, middle, known = (values[at] for values in _blocks(m, residual))
-    back = _blocks(m, residual)[1].T[at]
-    return [_Candidates(NODE_PAIR, NIC, pairs, low, middle, middle + back, known, between)]
+    low, middle, known = _blocks(m, residual)
+    both = middle + middle.T
+    return [_Candidates(NODE_PAIR, NIC, pairs, low[at], middle[at], both[at], known[at], between)]
 
 
 def _sides(m: Matrices, paths: Paths, residual: FloatArray) -> list[_Candidates]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -35,10 +36,16 @@ _SIDES = (INGRESS, EGRESS)
 _FEW_CELLS = 4
 _CELLS_SHARE = 0.03
 _MOST_CELLS = 12
+# Several of which more than this share have something in common are its doing.
+_SHARED = 0.7
 # A path is seen in this share of the operations, and a lasting cause shows this share of itself in the
 # quickest quarter of them.
 _SEEN_OFTEN = 1.0 / 3.0
 _LASTING = 1.0 / 3.0
+# A slow path finds ports less busy than others do; by how much is known to this share of its time.
+_OF_USUAL = 0.015
+# What a port's load explains is known to this factor.
+_LOAD_MARGIN = 1.3
 # A path stands out from the others of its rank where there are more than so many, itself included.
 _MIN_PEERS = 3
 
@@ -53,7 +60,7 @@ def slow_paths(kind: JudgedKind, hot_ranks: set[int]) -> list[Found]:
         if _is_named(kind, group) and not (group.cause in _SIDES and group.number in hot_ranks)
     ]
     cells = _slow_cells(kind)
-    if len(cells) <= _most_cells(kind):
+    if len(cells) <= _most_cells(kind) and not _in_common(kind, cells):
         found += [_slow_cell(kind, *cell) for cell in cells]
     return found + [_slow_both_ways(kind, *cell) for cell in _slow_there_or_back(kind)]
 
@@ -63,14 +70,37 @@ def path_remarks(kind: JudgedKind) -> list[str]:
     if kind.is_too_small_for_clocks:
         return []
     cells = _slow_cells(kind)
-    if len(cells) <= _most_cells(kind):
+    common = _in_common(kind, cells)
+    if len(cells) <= _most_cells(kind) and not common:
         return []
     residual = kind.explained.residual
     most = max(float(residual[cell]) for cell in cells) / 1e3
+    why = f"most of them {common}, whose other paths are not" if common else "no common cause found"
     return [
-        f"{kind.e.operation}: {len(cells)} single paths are slow, by up to {most:,.0f} us, and have "
-        "no cause in common that could be found; none of them is named"
+        f"{kind.e.operation}: {len(cells)} single paths are slow, by up to {most:,.0f} us; {why}"
     ]
+
+
+def _in_common(kind: JudgedKind, cells: Sequence[tuple[int, int]]) -> str:
+    """What most of several slow paths share although it is not slow as a whole; nothing if nothing."""
+    if len(cells) < _FEW_CELLS:
+        return ""
+    place = kind.e.m.place
+    receivers, sources = np.array(cells).T
+    shared = [("into rank", receivers), ("out of rank", sources)]
+    if 2 < place.num_nodes < place.num_ranks:
+        devices = np.array(place.devices)
+        same = np.where(devices[receivers] == devices[sources], devices[sources], -1)
+        shared += [
+            ("on rail", same),
+            ("into node", place.nodes[receivers]),
+            ("out of node", place.nodes[sources]),
+        ]
+    for what, numbers in shared:
+        known = numbers[numbers >= 0]
+        if known.size and np.bincount(known).max() > _SHARED * len(cells):
+            return f"{what} {int(np.bincount(known).argmax())}"
+    return ""
 
 
 def _is_named(kind: JudgedKind, group: Group) -> bool:
@@ -81,7 +111,8 @@ def _is_named(kind: JudgedKind, group: Group) -> bool:
         kind.z_ranks * group.error,
         limits.spread * group.spread,
     )
-    if not group.effect > max(bar, _by_load(kind, group)):
+    by_load = _LOAD_MARGIN * _by_load(kind, group)
+    if not (group.effect > bar and min(group.effect, group.reading) > by_load):
         return False
     quickest = group.reading - median_of((e.m.path - e.m.path_low)[group.paths])
     if not quickest > _LASTING * group.reading:
@@ -97,23 +128,24 @@ def _is_named(kind: JudgedKind, group: Group) -> bool:
 
 
 def _by_load(kind: JudgedKind, group: Group) -> float:
-    """What the tokens through a rank's port explain at most, ns: as if it did nothing else.
+    """What the tokens through the ports of its ranks explain at most, ns: as if these did nothing else.
 
     Up to some load the ports of the other ranks are what takes the time, so what a token costs here is
     not seen elsewhere.
     """
-    if group.cause not in (*_SIDES, EITHER_SIDE):
-        return 0.0
     e = kind.e
     counted = np.where(e.m.expected, e.m.tokens, 0.0)
     if group.link != ALL_LINKS:
         counted = np.where(e.paths.between == (group.link == NIC), counted, 0.0)
     into, out_of = np.nansum(counted, axis=1), np.nansum(counted, axis=0)
     usual = max(float(np.median(into)), float(np.median(out_of)))
-    load = float((out_of if group.cause == EGRESS else into)[group.number])
-    if not load > kind.limits.load * usual > 0:
+    if not usual > 0:
         return 0.0
-    return (load / usual - 1.0) * median_of(e.paths.usual[group.paths])
+    receivers, sources = group.paths
+    more = np.maximum(into[receivers], out_of[sources]) / usual - 1.0
+    if not more.max() > kind.limits.load - 1.0:
+        return 0.0
+    return float(np.mean(np.maximum(more, 0.0))) * or_zero(median_of(e.paths.usual[group.paths]))
 
 
 def _slow_group(kind: JudgedKind, group: Group) -> Found:
@@ -241,7 +273,9 @@ def _slow_cell(kind: JudgedKind, dst: int, src: int) -> Found:
             effect,
             error,
             e.load.size**2,
-            float(explained.spread[dst, src]),
+            math.hypot(
+                float(explained.spread[dst, src]), _OF_USUAL * float(e.paths.usual[dst, src])
+            ),
             int((e.m.expected & (e.paths.between == e.paths.between[dst, src])).sum()),
         ),
         (dst, src),
