@@ -31,9 +31,9 @@ _SLOWEST = 0.98
 _BELIEVED, _BELIEVED_ALONE = 3.0, 4.0
 # And then taken to last longer, by so many standard errors.
 _UNSURE = 1.0
-# Noise lasts where means vary by so much more; few independent values then tell how noisy it is, of
+# Noise lasts where means vary by so much more; few independent values, or one series, tell how noisy, of
 # which effects must exceed so many standard deviations.
-_LASTS, _LEAST_VALUES, _TESTED = 1.5, 10.0, 5.0
+_LASTS, _FEW_SERIES, _LEAST_VALUES, _TESTED = 1.5, 1.5, 10.0, 5.0
 
 
 def median(values: FloatArray, axis: int) -> FloatArray:
@@ -241,6 +241,8 @@ def inflation(values: FloatArray, spread: FloatArray) -> tuple[FloatArray, float
     # By chance, and because they are compared with each other.
     expected = columns**2 / size + columns / (columns - 1)
     series = columns**2 / max(float(np.vdot(product, product)) - expected, float(columns))
+    # Two are each other's mirror image.
+    series = 1.0 if columns == 2 else series
     each = products / np.maximum(squares, 1e-12)
     # What a few columns show is theirs alone.
     together = np.median(each, axis=1)
@@ -273,7 +275,7 @@ def _inflation(correlations: FloatArray, size: int, series: float) -> float:
         if abs(lost - before) < _SETTLED:
             break
     factor /= 1.0 - lost
-    if factor < _LASTS:
+    if factor < _LASTS and series > _FEW_SERIES:
         return factor
     # How noisy the series are is known from so few independent values that it may well be more.
     values = max(size * series / factor, _LEAST_VALUES)

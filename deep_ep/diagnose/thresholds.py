@@ -41,7 +41,7 @@ class Thresholds:
 
     delta_ns: float
     fraction: float = 0.02
-    own_fraction: float = 0.03
+    own_fraction: float = 0.02
     path_fraction: float = 0.15
     false_alarms: float = 1e-7
     spread: float = 6.0
