@@ -81,7 +81,9 @@ class Rank:
             memory = (
                 (ctypes.c_int64 * (len(native.COUNTER_FIELDS) * args.num_ranks))(),
                 (ctypes.c_int64 * len(native.OWN_FIELDS))(),
-                (ctypes.c_int64 * (capacity * (args.num_ranks + 1) * len(native.RING_OWN_FIELDS)))(),
+                (
+                    ctypes.c_int64 * (capacity * (args.num_ranks + 1) * len(native.RING_OWN_FIELDS))
+                )(),
             )
             self.counters[operation] = (memory, capacity)
 

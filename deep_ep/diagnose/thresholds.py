@@ -59,7 +59,7 @@ class Thresholds:
                 wall time, which mostly shows the operating system's scheduler.
         """
         if device == "cuda":
-            return cls(delta_ns=3_000.0, own_fraction=0.015, path_fraction=0.07, spread=4.0, clock_ns=4_000.0)
+            return cls(delta_ns=3_000.0, path_fraction=0.07, spread=4.0, clock_ns=4_000.0)
         return cls(delta_ns=100_000.0 if stamps_arrivals else 5_000_000.0)
 
     def floor_ns(self, duration_ns: float) -> float:

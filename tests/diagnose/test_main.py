@@ -348,7 +348,7 @@ def test_on_a_terminal_watch_shows_the_heatmaps(
 
     monkeypatch.setattr(watching.time, "sleep", sleep)
     monkeypatch.setenv("FORCE_COLOR", "1")
-    monkeypatch.setenv("LINES", "60")
+    monkeypatch.setenv("LINES", "80")
     status, out, _ = run("watch", folder)
     assert status == 0
     shown = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", out)
