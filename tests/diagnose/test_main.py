@@ -348,11 +348,11 @@ def test_on_a_terminal_watch_shows_the_heatmaps(
 
     monkeypatch.setattr(watching.time, "sleep", sleep)
     monkeypatch.setenv("FORCE_COLOR", "1")
-    monkeypatch.setenv("LINES", "80")
+    monkeypatch.setenv("LINES", "60")
     status, out, _ = run("watch", folder)
     assert status == 0
     shown = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", out)
-    assert "ep window 2: Comp-Slow rank 1" in shown
+    assert "ep window 2: Comm-Slow path 2 > 5" in shown  # one of the latest changes
     assert "dispatch: microseconds waited per operation" in shown
 
 
