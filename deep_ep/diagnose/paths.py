@@ -122,7 +122,7 @@ def split_paths(m: Matrices) -> Paths:
     # What may be off by more than paths take tells nothing that the paths themselves do not.
     known = np.where(m.path_clock <= _CLOCKS_AGREE_NS, m.path_clock, np.nan)
     coarse = np.zeros(num_ranks) if few else _coarse_clocks(m, known)
-    if coarse.any():
+    if coarse.any() or (few and _too_early(m, known)):
         known = np.full(known.shape, np.nan)
     classes = _classes(m.place)
     stalled = stalls(m, classes)
@@ -166,13 +166,18 @@ def _without_clocks(cells: FloatArray, clock: FloatArray) -> FloatArray:
     return cells - clock[:, None] + clock[None, :]
 
 
+def _too_early(m: Matrices, known: FloatArray) -> bool:
+    """Whether data seems to arrive before it was sent, by more than clocks are known to be off."""
+    return bool((np.where(m.path_seen, m.path, np.nan) < -np.nan_to_num(known)).any())
+
+
 def _coarse_clocks(m: Matrices, known: FloatArray) -> FloatArray:
     """[num_ranks]: clocks that have drifted far, which would drown everything else; else 0."""
     seen = np.where(m.path_seen, m.path, np.nan)
     # What arrives before it was sent leaves no doubt, by more than clocks are known to be off. Where
     # that is not known, the two directions tell; ranks on CPUs share a clock.
     unknown = m.place.device == "cuda" and not np.isfinite(known[m.expected]).any()
-    if not unknown and not (seen < -np.nan_to_num(known)).any():
+    if not unknown and not _too_early(m, known):
         return np.zeros(m.num_ranks)
     even = _two_way_clocks(seen)
     time = _set_clocks(m, even)

@@ -37,6 +37,8 @@ _LEAST_GAP_US = 1.0
 _LOCAL_EXPERTS = 5
 # A stated error of a clock is so many standard deviations of the true one.
 _STATED_DEVIATIONS = 2.0
+# What timers are thought to gain on each other, where nobody measured it.
+_LARGEST_DRIFT_PPM = 40.0
 # Operations over which the drift of a rank's speed forgets itself.
 _WANDER_OPERATIONS = 100.0
 
@@ -199,6 +201,13 @@ class _Run:
         stated = _STATED_DEVIATIONS * np.sqrt(2 * variance) * 1e3
         return np.where(self.own, 0, np.rint(stated)).astype(np.int64)
 
+    def _stated_drift(self, age_us: FloatArray) -> IntArray:
+        """[windows, receiver, source], ns: what clocks of this age may have drifted by, as kernels say."""
+        machine = self.setup.machine
+        drifts = machine.drift_ppm or machine.host_drift_ppm
+        stated = (_LARGEST_DRIFT_PPM if drifts else 0.0) * 1e-3 * age_us
+        return np.where(self.own, 0, np.rint(stated[:, :, None])).astype(np.int64)
+
     def _tokens(self, kind: Kind, dispatched: IntArray) -> IntArray:
         """[windows, receiver, source], from what experts' ranks get of each source."""
         if kind.tokens == "none":
@@ -229,7 +238,7 @@ class _Run:
         sources[..., ARRIVAL] = _to_ns(arrival, zero[:, :, None], step)
         sources[..., SEEN] = seen
         sources[..., TOKENS] = done.tokens
-        sources[..., CLOCK_ERROR] = self.stated_clock_error
+        sources[..., CLOCK_ERROR] = self.stated_clock_error + self._stated_drift(age)
         if kind.own_times_only:
             sources[:, ~self.own] = 0
         elif kind.same_rail_only:
