@@ -34,7 +34,8 @@ KINDS = (
 )
 # What Matrices have of each KindSummary, with what stands for a rank that did not report.
 _PER_OPERATION = dict.fromkeys(
-    ("gap", "span", "drain", "wait", "duration", "received", "last_arrival", "last_path"), np.nan
+    ("gap", "span", "held", "drain", "wait", "duration", "received", "last_arrival", "last_path"),
+    np.nan,
 ) | {"last": -1}
 _PER_PAIR = dict.fromkeys(
     (
@@ -91,7 +92,7 @@ class Matrices:
         present: [num_ranks] bool, who reported.
         counted: operations counted, the most of any rank.
         ops: [n] int64, numbers of the operations with raw stamps; empty: only totals were there.
-        gap, span, drain, wait, duration, received: [n, num_ranks]; one row of means without stamps.
+        gap, span, held, drain, wait, duration, received: [n, num_ranks]; one row of means without stamps.
         last, last_arrival, last_path: [n, num_ranks, 2], the two latest sources of each receiver, -1
             and NaN where there is none.
         wait_parts: [3, num_ranks, num_ranks], late, issue and path part of the waiting.
@@ -113,6 +114,7 @@ class Matrices:
     ops: IntArray
     gap: FloatArray
     span: FloatArray
+    held: FloatArray
     drain: FloatArray
     wait: FloatArray
     duration: FloatArray

@@ -10,7 +10,7 @@ from deep_ep.diagnose.estimate import Effect, Estimates, pooled
 from deep_ep.diagnose.findings import COMP_SLOW, MIXED_SLOW
 from deep_ep.diagnose.found import Found, Size, cells_of, found_cause, own_times
 from deep_ep.diagnose.paths import MIN_RANKS_TO_SPLIT_PATHS
-from deep_ep.diagnose.stats import healthy, scale
+from deep_ep.diagnose.stats import healthy, median, median_of, scale
 from deep_ep.diagnose.thresholds import JudgedKind, mostly
 from deep_ep.diagnose.whatif import Gain
 
@@ -98,6 +98,8 @@ def late_ranks(kinds: Sequence[JudgedKind], hot_ranks: set[int], at_times: set[i
                 # Inherited lateness has no counterpart in the rank's own work and is not its
                 # fault; work that shows nowhere, in no kind, keeps nobody waiting.
                 own_ns = float(effect.value[rank])
+                if cause == "late" and _is_held_by_a_path(kind.e, rank, own_ns):
+                    continue
                 if big and any(
                     _seen(float(k.e.late[rank]), k.e, rank, own_ns)
                     # Where clocks are not known, waiting is.
@@ -106,6 +108,19 @@ def late_ranks(kinds: Sequence[JudgedKind], hot_ranks: set[int], at_times: set[i
                 ):
                     found.append(_late_rank(kind, cause, effect, rank))
     return found
+
+
+def _is_held_by_a_path(e: Estimates, rank: int, own_ns: float) -> bool:
+    """Whether most of a rank's own time passes after it has handed over everything, and a path out of
+    it within its node is as slow.
+
+    Before it signals, a rank waits until NVLink has taken its stores.
+    """
+    held = median(e.m.held, 0)
+    longer = float(held[rank]) - median_of(held)
+    over = np.where(e.paths.classes[:, rank] == 0, (e.paths.time - e.paths.usual)[:, rank], np.nan)
+    slowest = float(np.fmax.reduce(over, initial=0.0))
+    return bool(longer > own_ns / 2 and slowest > longer / 2)
 
 
 def _together(kinds: Sequence[JudgedKind], effects: Sequence[Effect]) -> Effect | None:

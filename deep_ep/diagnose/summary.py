@@ -60,9 +60,10 @@ class KindSummary:
         totals, own: counters by name, `[num_ranks]` and scalars; of the totals ops, tokens, bytes
             and wait_ns.
         ops: [n] operation numbers in the ring; empty without a ring.
-        gap, span, drain, wait, duration, received: [n], this rank's own time between operations,
-            from entering to beginning to wait, from the last arrival to the end, its waiting, the
-            whole operation; and tokens received.
+        gap, span, held, drain, wait, duration, received: [n], this rank's own time between
+            operations, from entering to beginning to wait, of that since its last row was handed
+            over, from the last arrival to the end, its waiting, the whole operation; and tokens
+            received.
         last, last_arrival, last_path: [n, 2], the latest sources, when they came, after the begin of
             waiting, and how long after they had issued; NaN where they were there before.
         wait_parts: [3, num_ranks], late, issue and path part of the waiting per operation, without
@@ -91,6 +92,7 @@ class KindSummary:
     ops: IntArray
     gap: FloatArray
     span: FloatArray
+    held: FloatArray
     drain: FloatArray
     wait: FloatArray
     duration: FloatArray
@@ -207,6 +209,7 @@ def _summarize_kind(counters: CounterSnapshot, rank: int, device: str) -> KindSu
         ops=stamps["op"].copy(),
         gap=entered[:, rank] - _relative(stamps["previous_exit"], begin),
         span=-entered[:, rank],
+        held=_held(stamps.get("sent"), begin),
         drain=leaves - ready,
         wait=ready,
         duration=leaves - entered[:, rank],
@@ -263,6 +266,7 @@ def _from_totals(
         ops=np.zeros(0, np.int64),
         gap=one(own["gap_ns"]),
         span=one(own["send_ns"]),
+        held=one(float("nan")),
         drain=one(own["drain_ns"]),
         wait=one(own["wait_ns"]),
         duration=one(own["send_ns"] + own["wait_ns"] + own["drain_ns"]),
@@ -290,6 +294,11 @@ def _from_totals(
         stamps_arrivals=True,
         recent=None,
     )
+
+
+def _held(sent: IntArray | None, begin: IntArray) -> FloatArray:
+    """`[n]` ns from handing over the last row to the begin of waiting; NaN where rings do not tell."""
+    return np.full(begin.shape, np.nan) if sent is None else -_relative(sent, begin)
 
 
 def _was_seen(flags: IntArray | None, arrival: FloatArray, device: str) -> BoolArray:

@@ -17,12 +17,12 @@ from generator_faults import (
     SlowReceive,
     SlowSend,
 )
-from generator_machines import GPU, Machine
+from generator_machines import CLUSTER, GPU, Machine
 
 from deep_ep import diagnose
 from deep_ep.diagnose import Diagnosis
 from deep_ep.diagnose.estimate import Estimates, estimate_kinds
-from deep_ep.faults import HotRank, SlowRank
+from deep_ep.faults import HotRank, SlowPath, SlowRank
 
 NODES = replace(GPU, ranks_per_node=8)
 NUM_ROUNDS = 64
@@ -173,3 +173,12 @@ def test_without_all_causes_operations_take_what_they_take_in_the_same_run_witho
     ]
     assert len(right) >= 5
     assert np.mean(right) >= 0.8
+
+
+@pytest.mark.parametrize("delay_s", [20e-6, 100e-6])
+def test_who_waits_at_its_fence_for_a_slow_link_is_not_late(delay_s: float) -> None:
+    """Waiting begins when NVLink has taken what was sent; that time is the path's."""
+    fenced = replace(CLUSTER, ranks_per_node=8, fenced=True)
+    injected = [[SlowPath(seed % 8, (seed + 3) % 8, delay_s)] for seed in range(10)]
+    for window, found in judged(fenced, 8, injected, 900):
+        assert found.keys == window.truth.keys, found.verdicts
