@@ -54,6 +54,12 @@ def clock(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> st
     return str(name)
 
 
+def are_three_delays(total_ns: float, clock: str) -> bool:
+    """In wall time a busy machine may begin to wait late, or hear late."""
+    least, most = (2.9, 3.5) if clock == "rank" else (2.3, 4.0)
+    return bool(least * DELAY_NS < total_ns < most * DELAY_NS)
+
+
 def exchange(buffer: deep_ep.Buffer, inputs: Inputs, shape: Shape = SHAPE, mode: Mode = FP8) -> Any:
     """Dispatch and combine of one rank; returns the handle."""
     received = dispatch(buffer, inputs, shape, mode)
@@ -200,7 +206,7 @@ def test_tokens_and_bytes_are_those_of_the_routing() -> None:
         assert kinds["combine"]["bytes"].tolist() == (2 * rows_back * 512).tolist()
 
 
-def test_a_slow_rank_shows_as_lateness_in_its_column_and_as_its_own_gap() -> None:
+def test_a_slow_rank_shows_as_lateness_in_its_column_and_as_its_own_gap(clock: str) -> None:
     inputs = make_inputs(SHAPE)
 
     def run(rank: int, buffer: deep_ep.Buffer) -> Any:
@@ -220,7 +226,7 @@ def test_a_slow_rank_shows_as_lateness_in_its_column_and_as_its_own_gap() -> Non
             assert late.max() < DELAY_NS, "the late rank itself waits for nobody"
             assert snapshot.own_value("gap_ns") > 3 * DELAY_NS
             continue
-        assert 2.9 * DELAY_NS < late[2] < 3.5 * DELAY_NS
+        assert are_three_delays(late[2], clock)
         assert late[[0, 1, 3]].max() < 0.5 * DELAY_NS
         assert snapshot["path_ns"].max() < 0.5 * DELAY_NS
         assert snapshot["critical_ops"].tolist() == [0, 0, 3, 0]
@@ -228,7 +234,7 @@ def test_a_slow_rank_shows_as_lateness_in_its_column_and_as_its_own_gap() -> Non
         assert snapshot.own_value("gap_ns") < 0.5 * DELAY_NS
 
 
-def test_a_slow_path_shows_as_path_time_in_its_cell_and_makes_its_receiver_late() -> None:
+def test_a_slow_path_shows_as_path_time_in_its_cell_and_makes_its_receiver_late(clock: str) -> None:
     inputs = make_inputs(SHAPE)
 
     def run(rank: int, buffer: deep_ep.Buffer) -> Any:
@@ -245,19 +251,19 @@ def test_a_slow_path_shows_as_path_time_in_its_cell_and_makes_its_receiver_late(
     path = np.stack(
         [kinds["dispatch"]["path_ns"] + kinds["combine"]["path_ns"] for kinds in snapshots]
     )
-    assert 2.9 * DELAY_NS < path[3, 0] < 3.5 * DELAY_NS
+    assert are_three_delays(path[3, 0], clock)
     path[3, 0] = 0
     assert path.max() < 0.5 * DELAY_NS, "some other path looks slow"
     for rank in (0, 1, 2):
-        assert 2.9 * DELAY_NS < snapshots[rank]["combine"]["late_ns"][3] < 3.5 * DELAY_NS
+        assert are_three_delays(snapshots[rank]["combine"]["late_ns"][3], clock)
 
 
-def test_a_throttled_path_takes_time_in_proportion_to_its_bytes() -> None:
+def test_a_throttled_path_takes_time_in_proportion_to_its_bytes(clock: str) -> None:
     shape = replace(
         SHAPE, num_tokens=(4, 4, 4, 4), num_topk=8, dropped=0.0
     )  # every expert gets all
     inputs = make_inputs(shape)
-    bytes_per_s = 1e5
+    bytes_per_s = 1e5 if clock == "rank" else 1e4
 
     def run(rank: int, buffer: deep_ep.Buffer) -> Any:
         buffer.enable_counters()
@@ -269,9 +275,12 @@ def test_a_throttled_path_takes_time_in_proportion_to_its_bytes() -> None:
     with ranks_for(shape) as ranks:
         slow = ranks.run(run)[2]
     payload_ns = slow["bytes"][1] / bytes_per_s * 1e9
-    assert payload_ns < slow["wait_ns"][1] < 3 * payload_ns, (
-        "messages carry some bytes besides payload"
-    )
+    (slot,) = slow.operations()
+    stamps = dict(zip(slow.ring_source_fields, slot[1]))
+    # From issue to arrival, whenever the receiver began to wait; messages carry some bytes besides payload.
+    elapsed_ns = stamps["arrival"] - stamps["issued"] + stamps["clock_error"]
+    assert payload_ns < elapsed_ns < 3 * payload_ns
+    assert slow["wait_ns"][1] > 0.5 * payload_ns
     assert slow["wait_ns"][[0, 2, 3]].max() < 0.5 * payload_ns
 
 
@@ -296,7 +305,7 @@ def test_data_issued_long_before_the_receive_phase_is_slack_and_no_wait() -> Non
     assert snapshots[0]["slack_ns"].max() < 0.5 * DELAY_NS
 
 
-def test_an_artificial_clock_skew_does_not_show() -> None:
+def test_an_artificial_clock_skew_does_not_show(clock: str) -> None:
     inputs = make_inputs(SHAPE)
 
     def run(rank: int, buffer: deep_ep.Buffer) -> Any:
@@ -312,7 +321,7 @@ def test_an_artificial_clock_skew_does_not_show() -> None:
     with ranks_for(SHAPE) as ranks:
         snapshots = ranks.run(run)
     for rank in (0, 1, 3):
-        assert 2.9 * DELAY_NS < snapshots[rank]["late_ns"][2] < 3.5 * DELAY_NS
+        assert are_three_delays(snapshots[rank]["late_ns"][2], clock)
         assert snapshots[rank]["late_ns"][[0, 1, 3]].max() < 0.5 * DELAY_NS
         assert snapshots[rank]["path_ns"].max() < 0.5 * DELAY_NS
 

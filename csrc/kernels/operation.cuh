@@ -106,12 +106,12 @@ EP_DEVICE bool agrees_in_shape(const OperationArgs& args, const OpenOperation& o
     return true;
 }
 
-// What the threads of a block that waits share.
+// What the threads of a block that waits share. The words it looks for (items) are dealt to the
+// threads in turn.
 struct WaitShared {
-    static constexpr int kWordsPerMask = 64;
+    static constexpr int kItemsPerMask = 64;
 
-    // [masks, num_threads]: bit j of mask m of a thread is the word m * 64 + j of those it looks for,
-    // and set as long as that is missing.
+    // [masks, num_threads]: bit j of mask m of a thread is its item m * 64 + j, set while it is missing.
     uint64_t* missing;
     struct State {
         uint64_t begin_ns;
@@ -120,25 +120,96 @@ struct WaitShared {
         int quit;      // and all headers have come
     }* state;
 
-    EP_DEVICE WaitShared(SharedArena arena, int num_words) {
-        missing = arena.take<uint64_t>(num_masks(num_words, num_threads()) * num_threads());
+    EP_DEVICE WaitShared(SharedArena arena, int num_items) {
+        missing = arena.take<uint64_t>(num_masks(num_items, num_threads()) * num_threads());
         state = arena.take<State>(1);
     }
-    EP_HOST_DEVICE static int num_masks(int num_words, int threads) {
-        const int per_thread = (num_words + threads - 1) / threads;
-        return (per_thread + kWordsPerMask - 1) / kWordsPerMask;
+    EP_HOST_DEVICE static int num_masks(int num_items, int threads) {
+        const int per_thread = (num_items + threads - 1) / threads;
+        return (per_thread + kItemsPerMask - 1) / kItemsPerMask;
     }
     // With what alignment may cost.
-    EP_HOST_DEVICE static size_t bytes(int num_words, int threads) {
-        return sizeof(uint64_t) * num_masks(num_words, threads) * threads + sizeof(State) +
+    EP_HOST_DEVICE static size_t bytes(int num_items, int threads) {
+        return sizeof(uint64_t) * num_masks(num_items, threads) * threads + sizeof(State) +
                2 * alignof(uint64_t);
+    }
+
+    EP_DEVICE static int item(int mask, int bit) {
+        return (mask * kItemsPerMask + bit) * num_threads() + thread_index();
+    }
+    EP_DEVICE void miss_all(int num_items) const {
+        for (int mask = 0; mask < num_masks(num_items, num_threads()); ++mask) {
+            uint64_t mine = 0;
+            for (int bit = 0; bit < kItemsPerMask && item(mask, bit) < num_items; ++bit)
+                mine |= 1ull << bit;
+            missing[mask * num_threads() + thread_index()] = mine;
+        }
+    }
+    // Calls is_there(item) for each of this thread's items that are missing, and takes out those that
+    // are there. Whether none is left.
+    template <class IsThere>
+    EP_DEVICE bool look(int num_items, IsThere is_there) const {
+        uint64_t any = 0;
+        for (int mask = 0; mask < num_masks(num_items, num_threads()); ++mask) {
+            uint64_t& mine = missing[mask * num_threads() + thread_index()];
+            uint64_t left = mine;
+            for (int bit = 0; bit < kItemsPerMask && mine >> bit != 0; ++bit) {
+                if ((mine >> bit & 1) && is_there(item(mask, bit))) left &= ~(1ull << bit);
+            }
+            mine = left;
+            any |= left;
+        }
+        return any == 0;
     }
 };
 
-// Block. Begins the receive phase: waits for the headers of all ranks and the CountWords index_of(0)
-// .. index_of(num_words - 1), all in one loop, so that no source's arrival hides behind another's,
-// and notes their contents and when they were first seen. False when the operation has failed; all
-// threads agree. Pairs with the signals in send_headers() and announce_rows().
+// One thread. Whether the header of a source is there; checks its shape and notes when it was first
+// seen. Pairs with the signal in send_headers().
+EP_DEVICE bool find_header(const OperationArgs& args,
+                           const OpenOperation& open,
+                           WaitShared::State& state,
+                           int source,
+                           bool is_first_look) {
+    const size_t word = args.control.header(open.half, source) + offsetof(OpHeader, op);
+    const uint64_t seen = args.transport.poll(word);
+    if (seen < open.op) return false;
+    if (args.measures()) {
+        note_sight(&args.workspace->header_sight[source],
+                   sight_of(args, word, is_first_look, state.begin_ns));
+    }
+    const bool disagrees = seen == open.op && !agrees_in_shape(args, open, source);
+    if (disagrees) record_failure(args, open, FailureKind::kMismatch, source);
+    if (disagrees || seen > open.op) store_relaxed<Scope::kBlock>(&state.hopeless, 1);
+    // Counts of a rank that disagrees or has gone on need never come. Still all headers are awaited,
+    // so that everybody who disagrees is named, and not who gave up because of them.
+    if (add_acq_rel<Scope::kBlock>(&state.headers_left, -1) == 1 &&
+        load_relaxed<Scope::kBlock>(&state.hopeless) != 0) {
+        store_relaxed<Scope::kBlock>(&state.quit, 1);
+    }
+    return true;
+}
+
+// One thread. Whether a CountWord is there; notes its contents and when it was first seen. Pairs with
+// the signal in announce_rows().
+EP_DEVICE bool find_count(const OperationArgs& args,
+                          const OpenOperation& open,
+                          const WaitShared::State& state,
+                          int index,
+                          bool is_first_look) {
+    Workspace* workspace = args.workspace;
+    const size_t offset = args.control.count(open.half, index);
+    const CountWord word = CountWord::unpack(args.transport.poll(offset));
+    if (word.tag != CountWord::tag_of(open.op)) return false;
+    const Sight sight = sight_of(args, offset, is_first_look, state.begin_ns);
+    if (args.measures()) note_sight(&workspace->word_sight[index], sight);
+    workspace->counts[index] = word.count;
+    workspace->issued_lo[index] = word.issued_lo;
+    return true;
+}
+
+// Block. The receive phase: waits for the headers of all ranks and the CountWords index_of(0) ..
+// index_of(num_words - 1), all in one loop, so that no source's arrival hides behind another's. False
+// when the operation has failed; all threads agree.
 template <class IndexOf, class SourceOf>
 EP_DEVICE bool wait_for_words(const OperationArgs& args,
                               const OpenOperation& open,
@@ -146,98 +217,43 @@ EP_DEVICE bool wait_for_words(const OperationArgs& args,
                               int num_words,
                               IndexOf index_of,
                               SourceOf source_of) {
-    constexpr int kPerMask = WaitShared::kWordsPerMask;
-    Workspace* workspace = args.workspace;
+    const int num_ranks = args.num_ranks();
+    const int num_items = num_ranks + num_words;  // headers, then counts
     WaitShared::State& state = *shared.state;
-    const uint32_t tag = CountWord::tag_of(open.op);
-    // Headers first, then counts, dealt to the threads in turn.
-    const int num_items = args.num_ranks() + num_words;
-    const int num_masks = WaitShared::num_masks(num_items, num_threads());
-    const auto item_of = [](int mask, int bit) {
-        return (mask * kPerMask + bit) * num_threads() + thread_index();
-    };
-    for (int mask = 0; mask < num_masks; ++mask) {
-        uint64_t missing = 0;
-        for (int bit = 0; bit < kPerMask && item_of(mask, bit) < num_items; ++bit)
-            missing |= 1ull << bit;
-        shared.missing[mask * num_threads() + thread_index()] = missing;
-    }
+    uint32_t* failed = &args.workspace->failed;
+    shared.miss_all(num_items);
     if (thread_index() == 0) {
-        state = {now_ns(), args.num_ranks(), 0, 0};
-        max_relaxed<Scope::kDevice>(&workspace->wait_begin_ns, state.begin_ns);
+        state = {now_ns(), num_ranks, 0, 0};
+        max_relaxed<Scope::kDevice>(&args.workspace->wait_begin_ns, state.begin_ns);
     }
     block_sync();
 
     bool is_first_look = true;
-    const auto find_header = [&](int source) {
-        const size_t word = args.control.header(open.half, source) + offsetof(OpHeader, op);
-        const uint64_t seen = args.transport.poll(word);
-        if (seen < open.op) return false;
-        if (args.measures()) {
-            note_sight(&workspace->header_sight[source],
-                       sight_of(args, word, is_first_look, state.begin_ns));
-        }
-        const bool disagrees = seen == open.op && !agrees_in_shape(args, open, source);
-        if (disagrees) record_failure(args, open, FailureKind::kMismatch, source);
-        if (disagrees || seen > open.op) store_relaxed<Scope::kBlock>(&state.hopeless, 1);
-        // Counts of a rank that disagrees or has gone on need never come. Still all headers are
-        // awaited, so that everybody who disagrees is named, and not who gave up because of them.
-        if (add_acq_rel<Scope::kBlock>(&state.headers_left, -1) == 1 &&
-            load_relaxed<Scope::kBlock>(&state.hopeless) != 0) {
-            store_relaxed<Scope::kBlock>(&state.quit, 1);
-        }
-        return true;
-    };
-    const auto find_count = [&](int index) {
-        const size_t offset = args.control.count(open.half, index);
-        const CountWord word = CountWord::unpack(args.transport.poll(offset));
-        if (word.tag != tag) return false;
-        const Sight sight = sight_of(args, offset, is_first_look, state.begin_ns);
-        if (args.measures()) note_sight(&workspace->word_sight[index], sight);
-        workspace->counts[index] = word.count;
-        workspace->issued_lo[index] = word.issued_lo;
-        return true;
+    const auto is_there = [&](int item) {
+        return item < num_ranks
+                   ? find_header(args, open, state, item, is_first_look)
+                   : find_count(args, open, state, index_of(item - num_ranks), is_first_look);
     };
     const auto look = [&] {
-        bool complete = true;
-        for (int mask = 0; mask < num_masks; ++mask) {
-            uint64_t& mine = shared.missing[mask * num_threads() + thread_index()];
-            uint64_t missing = mine;
-            if (missing == 0) continue;
-            for (int bit = 0; bit < kPerMask && mine >> bit != 0; ++bit) {
-                if (!(mine >> bit & 1)) continue;
-                const int item = item_of(mask, bit);
-                const bool found = item < args.num_ranks()
-                                       ? find_header(item)
-                                       : find_count(index_of(item - args.num_ranks()));
-                if (found) missing &= ~(1ull << bit);
-            }
-            mine = missing;
-            complete = complete && missing == 0;
-        }
+        const bool complete = shared.look(num_items, is_there);
         is_first_look = false;
         return complete || load_relaxed<Scope::kBlock>(&state.quit) != 0;
     };
     if (!spin_until(look, open.deadline)) {
-        for (int mask = 0; mask < num_masks; ++mask) {
-            const uint64_t missing = shared.missing[mask * num_threads() + thread_index()];
-            for (int bit = 0; bit < kPerMask && missing >> bit != 0; ++bit) {
-                if (!(missing >> bit & 1)) continue;
-                const int item = item_of(mask, bit);
-                const int source =
-                    item < args.num_ranks() ? item : source_of(index_of(item - args.num_ranks()));
-                record_failure(args, open, FailureKind::kTimeout, source);
-            }
-        }
+        shared.look(num_items, [&](int item) {
+            const int source = item < num_ranks ? item : source_of(index_of(item - num_ranks));
+            record_failure(args, open, FailureKind::kTimeout, source);
+            return false;
+        });
     }
     // Another block may fail between two threads' looks, and they must not part ways.
-    if (block_any(load_relaxed<Scope::kDevice>(&workspace->failed) != 0)) return false;
+    if (block_any(load_relaxed<Scope::kDevice>(failed) != 0)) return false;
     // Only now: who gave up may have done so because another rank disagrees, and that one is to be named.
-    for (int source = thread_index(); source < args.num_ranks(); source += num_threads()) {
+    for (int source = thread_index(); source < num_ranks; source += num_threads()) {
         if (has_given_up(args, open, source))
             record_failure(args, open, FailureKind::kAbandoned, source);
     }
-    return !block_any(load_relaxed<Scope::kDevice>(&workspace->failed) != 0);
+    return !block_any(load_relaxed<Scope::kDevice>(failed) != 0);
 }
 
 // One thread. All rows of (this rank, expert) to dst have been put on `qp` and counted in `issued`.
