@@ -10,8 +10,8 @@ namespace ep {
 struct ClockOffsetArgs {
     OperationArgs common;
     int num_samples;
-    uint64_t
-        exchange_interval_ns;  // the longest between exchanges in operations; 0: there are none
+    // The longest time between exchanges in operations; 0: there are none.
+    uint64_t exchange_interval_ns;
 };
 
 EP_KERNEL void clock_offset(const EP_GRID_CONSTANT ClockOffsetArgs args) {
