@@ -20,8 +20,8 @@ from generator import Window, simulate_windows
 from generator_faults import Key, Truth
 
 from deep_ep import diagnose
-from deep_ep.diagnose.classic import Diagnose
-from deep_ep.diagnose.waits.judge import judge_waits
+from deep_ep.diagnose.analyze.waits_only.judge import judge_waits
+from deep_ep.diagnose.compat import Diagnose
 
 OURS, MEAN_NORMALISED, WAITS_ONLY = "deep_ep", "mean-normalised rule", "waits only"
 JUDGES = (OURS, MEAN_NORMALISED, WAITS_ONLY)

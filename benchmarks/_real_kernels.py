@@ -23,7 +23,7 @@ from _tables import Table, write_markdown
 from rich.console import Console
 
 from deep_ep import faults
-from deep_ep.diagnose import records
+from deep_ep.diagnose.storage import diagnosis_log as records
 from deep_ep.errors import EPArgumentError
 
 PROGRAM = Path(__file__).resolve().with_name("_exchange_program.py")

@@ -32,7 +32,7 @@ from deep_ep.topology import Topology, ranks_per_node
 
 if TYPE_CHECKING:
     from deep_ep._cpu import Runtime as NativeRuntime
-    from deep_ep.diagnose.monitor import Monitor
+    from deep_ep.diagnose.live.monitor import Monitor
 
 Tensor = torch.Tensor
 _NO_COUNTERS = (0, 0, 0, 0)
@@ -265,7 +265,7 @@ class Buffer:
 
             faults.apply(self, faults.parse_list(env.inject(), self.group_size))
         if watch.mode != "off" and self.low_latency_mode:
-            from deep_ep.diagnose import monitor
+            from deep_ep.diagnose.live import monitor
 
             self._monitor = monitor.start(self, self._group, watch)
 

@@ -13,8 +13,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from deep_ep.diagnose.classic import Diagnose, diagnose_matrix
-from deep_ep.diagnose.findings import (
+from deep_ep.diagnose.analyze.baseline import History
+from deep_ep.diagnose.analyze.engine import judge, verdicts
+from deep_ep.diagnose.analyze.thresholds import Thresholds
+from deep_ep.diagnose.analyze.waits_only.judge import judge_waits
+from deep_ep.diagnose.collect.group_matrices import Matrices, gather, gather_group
+from deep_ep.diagnose.collect.rank_summary import Summary, summarize
+from deep_ep.diagnose.collect.snapshot import Snapshot, snapshot
+from deep_ep.diagnose.compat import Diagnose, diagnose_matrix
+from deep_ep.diagnose.core.diagnosis import (
     COMM_SLOW,
     COMP_SLOW,
     MIXED_SLOW,
@@ -25,16 +32,9 @@ from deep_ep.diagnose.findings import (
     Timeline,
     Verdict,
 )
-from deep_ep.diagnose.gather import Matrices, gather, gather_group
-from deep_ep.diagnose.history import History
-from deep_ep.diagnose.reading import read_any
-from deep_ep.diagnose.report import heatmap_svg, report, save_svg
-from deep_ep.diagnose.saved import load, save
-from deep_ep.diagnose.snapshot import Snapshot, snapshot
-from deep_ep.diagnose.summary import Summary, summarize
-from deep_ep.diagnose.thresholds import Thresholds
-from deep_ep.diagnose.verdict import judge, verdicts
-from deep_ep.diagnose.waits.judge import judge_waits
+from deep_ep.diagnose.render.terminal import heatmap_svg, report, save_svg
+from deep_ep.diagnose.storage.counter_archive import load, save
+from deep_ep.diagnose.storage.loader import read_any
 from deep_ep.errors import EPTypeError
 from deep_ep.group import as_group
 

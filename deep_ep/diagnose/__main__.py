@@ -15,12 +15,12 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from deep_ep.diagnose import metrics
-from deep_ep.diagnose.following import Follower
-from deep_ep.diagnose.reading import read_any
-from deep_ep.diagnose.records import Log
-from deep_ep.diagnose.showing import VERDICTS, show
-from deep_ep.diagnose.watching import watch
+from deep_ep.diagnose.cli.show import VERDICTS, show
+from deep_ep.diagnose.cli.watch import watch
+from deep_ep.diagnose.render import prometheus as metrics
+from deep_ep.diagnose.storage.diagnosis_log import Log
+from deep_ep.diagnose.storage.loader import read_any
+from deep_ep.diagnose.storage.log_follower import Follower
 from deep_ep.errors import EPError
 
 _PROGRAM = "python -m deep_ep.diagnose"

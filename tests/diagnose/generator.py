@@ -38,8 +38,8 @@ from generator_machines import LOW_LATENCY, Kind, Machine, Setup
 from generator_recording import ARRIVAL, COLUMNS, WAIT_BEGIN, Recorded
 from generator_run import Batch
 
-from deep_ep.diagnose.findings import FloatArray, IntArray
-from deep_ep.diagnose.snapshot import Snapshot
+from deep_ep.diagnose.collect.snapshot import Snapshot
+from deep_ep.diagnose.core.diagnosis import FloatArray, IntArray
 
 # Stamps of one batch; bounds memory.
 _BATCH_BYTES = 2**28

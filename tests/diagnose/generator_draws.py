@@ -11,7 +11,7 @@ import numpy.typing as npt
 from generator_machines import Setup
 from generator_noise import draw_noise
 
-from deep_ep.diagnose.findings import FloatArray, IntArray
+from deep_ep.diagnose.core.diagnosis import FloatArray, IntArray
 
 # Hot experts stay for so many operations, where they move.
 MOVING_OPERATIONS = 50

@@ -10,7 +10,7 @@ import numpy as np
 from generator_machines import TOKEN_BYTES, Setup
 
 from deep_ep import faults as injectable
-from deep_ep.diagnose.findings import COMM_SLOW, COMP_SLOW, MIXED_SLOW, BoolArray, FloatArray
+from deep_ep.diagnose.core.diagnosis import COMM_SLOW, COMP_SLOW, MIXED_SLOW, BoolArray, FloatArray
 from deep_ep.faults import ClockFault, HotRank, SlowPath, SlowRank
 
 Key = tuple[str, Union[int, tuple, None]]

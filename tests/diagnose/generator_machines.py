@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from deep_ep.diagnose.findings import FloatArray, IntArray
+from deep_ep.diagnose.core.diagnosis import FloatArray, IntArray
 
 TOKEN_BYTES = 7168
 

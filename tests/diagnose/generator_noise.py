@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 from generator_machines import Setup
 
-from deep_ep.diagnose.findings import FloatArray
+from deep_ep.diagnose.core.diagnosis import FloatArray
 
 # A rail is congested for so many operations at a time.
 CONGESTED_OPERATIONS = (10, 50)

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import numpy as np
 from generator_machines import Setup
 
-from deep_ep.diagnose.findings import FloatArray, IntArray
+from deep_ep.diagnose.core.diagnosis import FloatArray, IntArray
 
 
 class Ports:

@@ -10,7 +10,7 @@ import numpy as np
 from generator_machines import TOKEN_BYTES, Kind, StampRule
 
 from deep_ep.counters import CounterSnapshot
-from deep_ep.diagnose.findings import IntArray
+from deep_ep.diagnose.core.diagnosis import IntArray
 
 COUNTER_FIELDS = (
     "ops",

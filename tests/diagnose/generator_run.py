@@ -27,7 +27,7 @@ from generator_recording import (
     WAIT_BEGIN,
 )
 
-from deep_ep.diagnose.findings import BoolArray, FloatArray, IntArray
+from deep_ep.diagnose.core.diagnosis import BoolArray, FloatArray, IntArray
 
 # `previous_exit` is stamped at the very end, `exit` before the counters are written.
 _EXIT_STAMPS_APART_US = 0.5

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from deep_ep.diagnose.findings import (
+from deep_ep.diagnose.core.diagnosis import (
     COMM_SLOW,
     COMP_SLOW,
     MIXED_SLOW,

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deep_ep import EPArgumentError, diagnose
-from deep_ep.diagnose.snapshot import Snapshot
+from deep_ep.diagnose.collect.snapshot import Snapshot
 from deep_ep.faults import SlowRank
 from deep_ep.group import thread_groups
 

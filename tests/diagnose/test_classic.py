@@ -19,8 +19,8 @@ import pytest
 import torch
 
 from deep_ep import EPArgumentError, env
-from deep_ep.diagnose import classic
-from deep_ep.diagnose.classic import Diagnose, diagnose_matrix
+from deep_ep.diagnose import compat as classic
+from deep_ep.diagnose.compat import Diagnose, diagnose_matrix
 from deep_ep.group import ThreadGroup, thread_groups
 from launch import DEVICE, raise_failures, run_processes
 
@@ -471,7 +471,7 @@ def test_a_program_that_never_stops_it_exits_all_the_same(settings: Path) -> Non
     program = textwrap.dedent(
         """
         from concurrent.futures import ThreadPoolExecutor
-        from deep_ep.diagnose.classic import Diagnose
+        from deep_ep.diagnose.compat import Diagnose
         from deep_ep.group import thread_groups
         with ThreadPoolExecutor(2) as pool:
             made = list(pool.map(lambda g: Diagnose(group=g, enable_async=True), thread_groups(2)))

@@ -44,7 +44,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deep_ep import faults
-from deep_ep.diagnose.snapshot import Snapshot
+from deep_ep.diagnose.collect.snapshot import Snapshot
 from deep_ep.faults import ClockFault, HotRank, SlowPath, SlowRank
 
 CALM = replace(

@@ -15,7 +15,7 @@ from generator_recording import ARRIVAL, ENTERED, ISSUED, SENT, TOKENS, WAIT_BEG
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deep_ep.diagnose.findings import FloatArray
+from deep_ep.diagnose.core.diagnosis import FloatArray
 from deep_ep.faults import HotRank
 
 CALM = replace(

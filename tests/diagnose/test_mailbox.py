@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from deep_ep.diagnose import mailbox as mailboxes
-from deep_ep.diagnose.mailbox import Mailbox, Rounds, open_mailbox
+from deep_ep.diagnose.live import mailbox as mailboxes
+from deep_ep.diagnose.live.mailbox import Mailbox, Rounds, open_mailbox
 from deep_ep.errors import EPTransportError, EPUsageError
 from deep_ep.group import Group, MpiGroup, as_group, thread_groups
 from launch import raise_failures, run_processes

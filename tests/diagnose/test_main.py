@@ -16,10 +16,12 @@ from pathlib import Path
 import handmade
 import pytest
 
-from deep_ep.diagnose import following, metrics, watching
 from deep_ep.diagnose.__main__ import main
-from deep_ep.diagnose.following import Follower
-from deep_ep.diagnose.records import Record, Writer, to_line
+from deep_ep.diagnose.cli import watch as watching
+from deep_ep.diagnose.render import prometheus as metrics
+from deep_ep.diagnose.storage import log_follower as following
+from deep_ep.diagnose.storage.diagnosis_log import Record, Writer, to_line
+from deep_ep.diagnose.storage.log_follower import Follower
 
 HEALTHY = handmade.diagnosis(8, ())
 SLOW = handmade.diagnosis(8, handmade.ALL_KINDS, per_host=4)

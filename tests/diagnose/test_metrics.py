@@ -13,10 +13,11 @@ import handmade
 import numpy as np
 import pytest
 
-from deep_ep.diagnose import metrics, records
-from deep_ep.diagnose.findings import Diagnosis
-from deep_ep.diagnose.metrics import Metrics, registry, serve, write_textfile
-from deep_ep.diagnose.records import Record
+from deep_ep.diagnose.core.diagnosis import Diagnosis
+from deep_ep.diagnose.render import prometheus as metrics
+from deep_ep.diagnose.render.prometheus import Metrics, registry, serve, write_textfile
+from deep_ep.diagnose.storage import diagnosis_log as records
+from deep_ep.diagnose.storage.diagnosis_log import Record
 from deep_ep.errors import EPNotBuiltError
 
 parser = pytest.importorskip("prometheus_client.parser")

@@ -21,13 +21,15 @@ import pytest
 import torch
 
 import deep_ep
-from deep_ep.diagnose import changes, monitor, records
-from deep_ep.diagnose.changes import Changes, verdict_line
-from deep_ep.diagnose.findings import COMM_SLOW, COMP_SLOW, Diagnosis, Verdict
-from deep_ep.diagnose.mailbox import Mailbox
-from deep_ep.diagnose.thresholds import Thresholds
-from deep_ep.diagnose.verdict import judge
-from deep_ep.diagnose.waits.judge import judge_waits
+from deep_ep.diagnose.analyze.engine import judge
+from deep_ep.diagnose.analyze.thresholds import Thresholds
+from deep_ep.diagnose.analyze.waits_only.judge import judge_waits
+from deep_ep.diagnose.core.diagnosis import COMM_SLOW, COMP_SLOW, Diagnosis, Verdict
+from deep_ep.diagnose.live import monitor
+from deep_ep.diagnose.live.mailbox import Mailbox
+from deep_ep.diagnose.render import change_log as changes
+from deep_ep.diagnose.render.change_log import Changes, verdict_line
+from deep_ep.diagnose.storage import diagnosis_log as records
 from deep_ep.errors import EPArgumentError
 from deep_ep.group import thread_groups
 from launch import DEVICE, Ranks, raise_failures, run_processes

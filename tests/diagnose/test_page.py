@@ -17,8 +17,8 @@ import pytest
 from handmade import HOT, LATE, LATE_RANK, NODE_PAIR, SLOW_PATH, diagnosis
 from selenium.webdriver.common.keys import Keys
 
-from deep_ep.diagnose.findings import Diagnosis, Event
-from deep_ep.diagnose.page import write_page
+from deep_ep.diagnose.core.diagnosis import Diagnosis, Event
+from deep_ep.diagnose.render.html import write_page
 from deep_ep.errors import EPArgumentError
 
 NAN = float("nan")

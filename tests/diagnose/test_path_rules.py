@@ -23,7 +23,7 @@ from generator_machines import CLUSTER, GPU, Machine
 
 from deep_ep import diagnose
 from deep_ep.diagnose import Diagnosis, Snapshot
-from deep_ep.diagnose.path_causes import NIC, NVLINK
+from deep_ep.diagnose.analyze.path_causes import NIC, NVLINK
 from deep_ep.faults import HotRank, SlowPath, SlowRank
 
 ROUNDS = 64

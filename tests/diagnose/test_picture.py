@@ -12,8 +12,8 @@ import pytest
 from handmade import LATE, LATE_RANK, SLOW_PATH, diagnosis
 from matplotlib import image
 
-from deep_ep.diagnose.findings import Diagnosis, FloatArray
-from deep_ep.diagnose.picture import write_picture
+from deep_ep.diagnose.core.diagnosis import Diagnosis, FloatArray
+from deep_ep.diagnose.render.figure import write_picture
 from deep_ep.errors import EPArgumentError, EPNotBuiltError
 
 

@@ -21,7 +21,7 @@ from generator_machines import CLUSTER, GPU, Machine
 
 from deep_ep import diagnose
 from deep_ep.diagnose import Diagnosis
-from deep_ep.diagnose.estimate import Estimates, estimate_kinds
+from deep_ep.diagnose.analyze.estimates import Estimates, estimate_kinds
 from deep_ep.faults import HotRank, SlowPath, SlowRank
 
 NODES = replace(GPU, ranks_per_node=8)

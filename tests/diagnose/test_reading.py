@@ -16,10 +16,10 @@ from generator import simulate
 from generator_machines import CPU
 
 from deep_ep import EPArgumentError, faults
-from deep_ep.diagnose import saved
-from deep_ep.diagnose.reading import read_any
-from deep_ep.diagnose.records import Record, Writer
-from deep_ep.diagnose.snapshot import Snapshot
+from deep_ep.diagnose.collect.snapshot import Snapshot
+from deep_ep.diagnose.storage import counter_archive as saved
+from deep_ep.diagnose.storage.diagnosis_log import Record, Writer
+from deep_ep.diagnose.storage.loader import read_any
 
 LATE_COLUMN = 2
 NUM_RANKS = 8

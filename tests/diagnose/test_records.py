@@ -16,8 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from deep_ep.diagnose import records
-from deep_ep.diagnose.findings import (
+from deep_ep.diagnose.core.diagnosis import (
     COMM_SLOW,
     COMP_SLOW,
     MIXED_SLOW,
@@ -28,7 +27,8 @@ from deep_ep.diagnose.findings import (
     Timeline,
     Verdict,
 )
-from deep_ep.diagnose.records import SCHEMA, Record, Writer, read, to_line
+from deep_ep.diagnose.storage import diagnosis_log as records
+from deep_ep.diagnose.storage.diagnosis_log import SCHEMA, Record, Writer, read, to_line
 from deep_ep.errors import EPArgumentError
 
 microseconds = st.floats(-1e9, 1e9).map(lambda us: round(us, 3) + 0.0)

@@ -17,7 +17,9 @@ from handmade import ALL_KINDS, HICCUP, LATE, SLOW_PATH
 from rich.console import Console
 
 from deep_ep import diagnose, faults
-from deep_ep.diagnose import Diagnosis, blocks, wording
+from deep_ep.diagnose import Diagnosis
+from deep_ep.diagnose.core import rank_blocks as blocks
+from deep_ep.diagnose.render import wording
 
 NAN = math.nan
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as nps
 
-from deep_ep.diagnose import stats
+from deep_ep.diagnose.core import robust_stats as stats
 
 MATRICES = nps.arrays(
     np.float64,

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from deep_ep import EPArgumentError
-from deep_ep.diagnose.classic import diagnose_matrix
-from deep_ep.diagnose.findings import COMM_SLOW, COMP_SLOW, MIXED_SLOW, Diagnosis
-from deep_ep.diagnose.waits.judge import judge_waits
+from deep_ep.diagnose.analyze.waits_only.judge import judge_waits
+from deep_ep.diagnose.compat import diagnose_matrix
+from deep_ep.diagnose.core.diagnosis import COMM_SLOW, COMP_SLOW, MIXED_SLOW, Diagnosis
 
 Matrix = npt.NDArray[np.float64]
 

@@ -1,0 +1,424 @@
+"""One rank condenses its counters to what the group needs: vectors per source, series of its own.
+
+Everything that needs the raw stamps of all sources happens here, on the rank that has them; what
+is sent is linear in the size of the group.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from deep_ep.counters import CounterSnapshot
+from deep_ep.diagnose.collect.snapshot import Snapshot
+from deep_ep.diagnose.collect.snapshot_checks import require_snapshot, without_contradictions
+from deep_ep.diagnose.core.diagnosis import BoolArray, FloatArray, IntArray
+from deep_ep.diagnose.core.robust_stats import median, quantile, standard_error
+
+# The latest arrivals of an operation that are kept: who held it up, and by how much.
+_KEPT_ARRIVALS = 2
+# Operations that the timeline shows.
+TIMELINE_OPERATIONS = 24
+# Counters per source that the group needs, besides what the stamps tell.
+_TOTALS = ("ops", "tokens", "bytes", "wait_ns")
+_PARTS = ("late_ns", "issue_ns", "path_ns", "critical_ns")
+_OWN = ("ops", "gap_ns", "send_ns", "wait_ns", "drain_ns")
+# A path seen less often, or in fewer of the operations, has no median worth the name.
+MIN_SEEN = 8
+_MIN_SEEN_SHARE = 8
+# A path that hid: faster than anything that was seen.
+_HIDDEN_NS = -1e15
+# Deviations beyond so many median deviations are cut to that.
+_CLIP = 4.5
+# A receiver that began to wait less than this before a path's usual arrival may have come too late; ns.
+RESOLUTION_NS = 1_500.0
+# Stretches of a window whose medians tell how far operations next to each other go together, how many
+# of them must be known, and operations that a stretch has at least.
+_STRETCHES = 8
+_MOST_STRETCHES = 6
+_MIN_STRETCH = 4
+
+
+@dataclass(frozen=True)
+class Recent:
+    """The latest operations with all stamps of one rank, ns on its clock; `[m]`, `[m, num_ranks]`."""
+
+    ops: IntArray
+    begin: IntArray
+    entered: FloatArray
+    arrival: FloatArray
+
+
+@dataclass(frozen=True)
+class KindSummary:
+    """One operation kind as one rank saw it. Times in ns; `[num_ranks]` per source unless said.
+
+    Attributes:
+        totals, own: counters by name, `[num_ranks]` and scalars; of the totals ops, tokens, bytes
+            and wait_ns.
+        ops: [n] operation numbers in the ring; empty without a ring.
+        gap, span, held, drain, wait, duration, received: [n], this rank's own time between
+            operations, from entering to beginning to wait, of that since its last row was handed
+            over, from the last arrival to the end, its waiting, the whole operation; and tokens
+            received.
+        last, last_arrival, last_path: [n, 2], the latest sources, when they came, after the begin of
+            waiting, and how long after they had issued; NaN where they were there before.
+        wait_parts: [3, num_ranks], late, issue and path part of the waiting per operation, without
+            the tenth of operations at either end.
+        late, late_error: issue stamps against the median source, median over operations.
+        send: issued minus entered.
+        path, path_error, path_low, path_count: arrival minus issued: median, its error, lower
+            quartile, and the operations in which it could be seen.
+        path_hidden: bool, the data was there already in most operations in which the receiver came
+            early enough to see a path time of interest: not slow, more is not known.
+        path_seen: bool, false where path times rest on how far apart the two clocks are thought to be.
+        path_clock: how far path times may be wrong because of the two clocks; NaN where nobody knows.
+        path_tokens: median over the operations in which the path could be seen; routing may move.
+        path_moments: [3, num_ranks], sums over operations of the squares and the product of how
+            tokens and path time deviate from their medians: what a token costs on this path.
+        tokens: median per operation.
+        blame: waiting per operation in which this source came last.
+        active: time per operation in which this source's data was on its way and this rank waited.
+        busy: the union of these over all sources, per operation.
+        stamps_arrivals: whether the true arrival of every word was stamped, however late the rank looked.
+        recent: the latest operations, of rank 0 only.
+    """
+
+    totals: Mapping[str, FloatArray]
+    own: Mapping[str, float]
+    ops: IntArray
+    gap: FloatArray
+    span: FloatArray
+    held: FloatArray
+    drain: FloatArray
+    wait: FloatArray
+    duration: FloatArray
+    received: FloatArray
+    last: IntArray
+    last_arrival: FloatArray
+    last_path: FloatArray
+    wait_parts: FloatArray
+    late: FloatArray
+    late_error: FloatArray
+    send: FloatArray
+    path: FloatArray
+    path_error: FloatArray
+    path_low: FloatArray
+    path_count: FloatArray
+    path_hidden: BoolArray
+    path_seen: BoolArray
+    path_clock: FloatArray
+    path_tokens: FloatArray
+    path_moments: FloatArray
+    tokens: FloatArray
+    blame: FloatArray
+    active: FloatArray
+    busy: float
+    stamps_arrivals: bool
+    recent: Recent | None
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What one rank tells about a window. Fields as in `Snapshot`, and
+
+    Attributes:
+        spoilt: per kind of operation, what was wrong with its counters; a kind that is here and not
+            in `kinds` was left out.
+    """
+
+    rank: int
+    num_ranks: int
+    device: str
+    host: str
+    device_index: int
+    node: int
+    kinds: Mapping[str, KindSummary]
+    spoilt: Mapping[str, str] = field(default_factory=dict)
+
+
+def summarize(snapshot: Snapshot) -> Summary:
+    """Condenses the counters of one rank; local, no communication.
+
+    Raises:
+        EPArgumentError: no snapshot, or its rank, sizes and fields do not fit each other.
+    """
+    require_snapshot("summarize", snapshot)
+    checked = {
+        kind: without_contradictions(counters, snapshot.rank)
+        for kind, counters in snapshot.operations.items()
+    }
+    return Summary(
+        snapshot.rank,
+        snapshot.num_ranks,
+        snapshot.device,
+        snapshot.host,
+        snapshot.device_index,
+        snapshot.node,
+        {
+            kind: _summarize_kind(counters, snapshot.rank, snapshot.device)
+            for kind, (counters, _) in checked.items()
+            if counters is not None
+        },
+        {kind: why for kind, (_, why) in checked.items() if why},
+    )
+
+
+def nothing_counted(num_ranks: int, rank: int) -> KindSummary:
+    """Of a kind of which nothing can be used."""
+    totals = dict.fromkeys((*_TOTALS, *_PARTS), np.zeros(num_ranks))
+    return _from_totals(totals, dict.fromkeys(_OWN, 0.0), rank)
+
+
+def _summarize_kind(counters: CounterSnapshot, rank: int, device: str) -> KindSummary:
+    totals = {name: row.astype(np.float64) for name, row in zip(counters.fields, counters.totals)}
+    own = {name: float(value) for name, value in zip(counters.own_fields, counters.own)}
+    used = counters.operations()
+    if not used.shape[0]:
+        return _from_totals(totals, own, rank)
+
+    stamps = {name: used[:, -1, i] for i, name in enumerate(counters.ring_own_fields)}
+    of_source = {name: used[:, :-1, i] for i, name in enumerate(counters.ring_source_fields)}
+    begin = stamps["wait_begin"]
+    entered, issued, arrival = (
+        _relative(of_source[name], begin[:, None]) for name in ("entered", "issued", "arrival")
+    )
+    took_part = np.isfinite(arrival)
+    tokens = np.where(took_part, of_source["tokens"], np.nan).astype(np.float64)
+    clock = _clock_errors(of_source.get("clock_error"), took_part)
+    leaves = _relative(stamps["exit"], begin)
+    ready = np.fmax(np.fmax.reduce(arrival, axis=1), 0.0)
+    was_seen = _was_seen(of_source.get("seen"), arrival, device)
+    elapsed, seen = _visible(arrival, issued, was_seen, clock)
+    elapsed[:, rank] = np.nan
+    looked = np.sum(np.isfinite(elapsed), axis=0)
+    often = looked >= max(MIN_SEEN, elapsed.shape[0] // _MIN_SEEN_SHARE)
+    hidden = often & (median(elapsed, 0) < 0.1 * _HIDDEN_NS)
+    elapsed[:, ~often | hidden] = np.nan
+    lateness = issued - median(issued, 1)[:, None]
+    last = np.argsort(np.where(took_part, -arrival, np.inf), axis=1)[:, :_KEPT_ARRIVALS]
+    start = np.maximum(entered, 0.0)
+    on_the_way = np.where(arrival > start, arrival - start, 0.0)
+    on_the_way[:, rank] = 0.0
+    return KindSummary(
+        totals={name: totals[name] for name in _TOTALS},
+        own=own,
+        ops=stamps["op"].copy(),
+        gap=entered[:, rank] - _relative(stamps["previous_exit"], begin),
+        span=-entered[:, rank],
+        held=_held(stamps.get("sent"), begin),
+        drain=leaves - ready,
+        wait=ready,
+        duration=leaves - entered[:, rank],
+        received=np.nansum(tokens, axis=1),
+        last=last.astype(np.int64),
+        last_arrival=np.take_along_axis(arrival, last, axis=1),
+        last_path=np.take_along_axis(np.where(arrival > 0, arrival - issued, np.nan), last, axis=1),
+        wait_parts=_trimmed_parts(entered, issued, arrival),
+        late=median(lateness, 0),
+        late_error=standard_error(lateness, 0),
+        send=median(issued - entered, 0),
+        path=median(elapsed, 0),
+        path_error=np.hypot(_error_of_median(elapsed), _rounding(stamps.get("timer_step"))),
+        path_low=quantile(elapsed, 0.25, 0),
+        path_count=np.sum(np.isfinite(elapsed), axis=0).astype(np.float64),
+        path_hidden=hidden,
+        path_seen=seen,
+        path_clock=clock,
+        path_tokens=median(np.where(np.isfinite(elapsed), tokens, np.nan), 0),
+        path_moments=_moments(tokens, elapsed),
+        tokens=median(tokens, 0),
+        blame=np.bincount(last[:, 0], ready, minlength=arrival.shape[1]) / ready.size,
+        active=np.mean(on_the_way, axis=0),
+        busy=_union(start, arrival, rank),
+        stamps_arrivals=bool((was_seen | ~took_part).all()),
+        # One rank's is enough for a timeline, and rank 0 is always there.
+        recent=_recent(stamps["op"], begin, entered, arrival) if rank == 0 else None,
+    )
+
+
+def _recent(ops: IntArray, begin: IntArray, entered: FloatArray, arrival: FloatArray) -> Recent:
+    last = slice(-TIMELINE_OPERATIONS, None)
+    return Recent(ops[last].copy(), begin[last].copy(), entered[last], arrival[last])
+
+
+def _from_totals(
+    totals: Mapping[str, FloatArray], own: Mapping[str, float], rank: int
+) -> KindSummary:
+    """Means instead of medians, and no errors: what a ring of 0 operations leaves."""
+    num_ranks = totals["ops"].size
+    ops = np.where(totals["ops"] > 0, totals["ops"], np.nan)
+    per_op = {name: values / ops for name, values in totals.items()}
+    path = per_op["path_ns"].copy()
+    path[rank] = np.nan
+    unknown = np.full(num_ranks, np.nan)
+    own_ops = own["ops"] if own["ops"] > 0 else float("nan")
+
+    def one(value: float) -> FloatArray:
+        return np.array([value / own_ops])
+
+    return KindSummary(
+        totals={name: totals[name] for name in _TOTALS},
+        own=own,
+        ops=np.zeros(0, np.int64),
+        gap=one(own["gap_ns"]),
+        span=one(own["send_ns"]),
+        held=one(float("nan")),
+        drain=one(own["drain_ns"]),
+        wait=one(own["wait_ns"]),
+        duration=one(own["send_ns"] + own["wait_ns"] + own["drain_ns"]),
+        received=one(float(totals["tokens"].sum())),
+        last=np.full((1, _KEPT_ARRIVALS), -1, np.int64),
+        last_arrival=np.full((1, _KEPT_ARRIVALS), np.nan),
+        last_path=np.full((1, _KEPT_ARRIVALS), np.nan),
+        wait_parts=np.stack([per_op[name] for name in ("late_ns", "issue_ns", "path_ns")]),
+        late=per_op["late_ns"] + per_op["issue_ns"],
+        late_error=0.0 * ops,
+        send=unknown,
+        path=path,
+        path_error=0.0 * path,
+        path_low=path,
+        path_count=np.where(np.isfinite(path), ops, 0.0),
+        path_hidden=np.zeros(num_ranks, dtype=bool),
+        path_seen=np.ones(num_ranks, dtype=bool),
+        path_clock=unknown,
+        path_tokens=per_op["tokens"],
+        path_moments=np.zeros((3, num_ranks)),
+        tokens=per_op["tokens"],
+        blame=np.nan_to_num(per_op["critical_ns"]),
+        active=unknown,
+        busy=float("nan"),
+        stamps_arrivals=True,
+        recent=None,
+    )
+
+
+def _held(sent: IntArray | None, begin: IntArray) -> FloatArray:
+    """`[n]` ns from handing over the last row to the begin of waiting; NaN where rings do not tell."""
+    return np.full(begin.shape, np.nan) if sent is None else -_relative(sent, begin)
+
+
+def _was_seen(flags: IntArray | None, arrival: FloatArray, device: str) -> BoolArray:
+    """`[n, num_ranks]`, whether a word was seen to arrive; else it was there at the first look.
+
+    Rings without the flag tell it by the time. Only the CPU's rank clock knows of arrivals before the
+    begin of waiting; it knows all of them then.
+    """
+    if flags is not None:
+        return np.asarray((flags != 0) & np.isfinite(arrival))
+    if device == "cpu" and np.any(arrival < 0):
+        return np.isfinite(arrival)
+    return np.asarray(arrival > 0)
+
+
+def _visible(
+    arrival: FloatArray, issued: FloatArray, was_seen: BoolArray, clock: FloatArray
+) -> tuple[FloatArray, BoolArray]:
+    """`[n, num_ranks]` path times of the operations in which they could be seen, NaN in the others;
+    and `[num_ranks]`, whether any arrival was seen, so that it does not matter what clocks say.
+
+    Of sources whose words were all seen every path time is known. Of the others, a word that was
+    there at the first look came earlier than that. Keeping what was seen would keep the slow ones
+    only, so operations are chosen by when the receiver came: so early that what is usual for this
+    path, when it is seen, could not have hidden. A path that hid all the same counts as faster than
+    any. The difference of the clocks is in all that is compared. Of a path that was never seen the
+    resolution stands for the usual, and clocks must be right.
+    """
+    elapsed = arrival - issued
+    took_part = np.isfinite(arrival)
+    ever = np.asarray(was_seen.any(axis=0))
+    always = (was_seen | ~took_part).all(axis=0)
+    if always.all():
+        return elapsed, ever
+    usual = median(np.where(was_seen, elapsed, np.nan), 0)
+    receiver_after_issue = -issued
+    never = RESOLUTION_NS - np.nan_to_num(clock)
+    in_time = receiver_after_issue <= np.where(ever, usual - RESOLUTION_NS, never)
+    in_time |= always
+    hidden = np.where(in_time & took_part, _HIDDEN_NS, np.nan)
+    return np.where((was_seen | ~ever) & in_time, elapsed, hidden), ever
+
+
+def _clock_errors(errors: IntArray | None, took_part: BoolArray) -> FloatArray:
+    """`[num_ranks]` ns, how far offsets may be wrong; NaN where rings do not tell."""
+    if errors is None:
+        return np.full(took_part.shape[1], np.nan)
+    return median(np.where(took_part, errors, np.nan), 0)
+
+
+def _rounding(steps: IntArray | None) -> float:
+    """Standard deviation of what a timer's step leaves open, ns."""
+    return 0.0 if steps is None else float(np.median(steps)) / math.sqrt(12.0)
+
+
+def _error_of_median(values: FloatArray) -> FloatArray:
+    """Standard error of the median of each column; operations may come in good and bad stretches.
+
+    Where neighbours go together, there are fewer independent operations than there are. Then the
+    medians of stretches differ by more than their number explains. What was known in a part of the
+    window only may have been different in the rest: its error is infinite.
+    """
+    alone = standard_error(values, 0)
+    length = values.shape[0] // _STRETCHES
+    if length < _MIN_STRETCH:
+        return alone
+    stretches = values[: length * _STRETCHES].reshape(_STRETCHES, length, -1)
+    medians = median(stretches, 1)
+    known = np.isfinite(medians)
+    count = np.maximum(known.sum(axis=0), 1)
+    mean = np.where(known, medians, 0.0).sum(axis=0) / count
+    apart = np.where(known, medians - mean, 0.0)
+    spread = (apart**2).sum(axis=0) / np.maximum(count - 1, 1)
+    error = np.fmax(alone, np.sqrt(spread / count))
+    return np.asarray(np.where(count >= _MOST_STRETCHES, error, np.inf))
+
+
+def _moments(tokens: FloatArray, elapsed: FloatArray) -> FloatArray:
+    """`[3, num_ranks]`: tokens squared, tokens times path time, path time squared; of deviations."""
+    time = elapsed - median(elapsed, 0)
+    # Hiccups are no cost of tokens.
+    limit = _CLIP * median(np.abs(time), 0)
+    time = np.clip(time, -limit, limit)
+    count = np.where(np.isfinite(time), tokens - median(tokens, 0), np.nan)
+    return np.stack([np.nansum(a, axis=0) for a in (count**2, count * time, time**2)])
+
+
+def _trimmed_parts(entered: FloatArray, issued: FloatArray, arrival: FloatArray) -> FloatArray:
+    """`[3, num_ranks]`: late, issue and path part of the waiting; the arithmetic of the counters."""
+    wait = np.maximum(arrival, 0.0)
+    late = np.clip(entered, 0.0, wait)
+    issue = np.clip(np.maximum(issued, entered), 0.0, wait) - late
+    parts = np.stack([late, issue, wait - late - issue])
+    count = np.sum(np.isfinite(wait), axis=0)
+    trim = count // 10
+    # Place of each operation among the known waits of its source; unknown ones sort last.
+    place = np.argsort(np.argsort(wait, axis=0), axis=0)
+    keep = (place >= trim) & (place < count - trim)
+    total = np.sum(np.where(keep, parts, 0.0), axis=1)
+    kept = (count - 2 * trim).astype(np.float64)
+    return np.asarray(np.divide(total, kept, out=np.full(total.shape, np.nan), where=kept > 0))
+
+
+def _union(start: FloatArray, arrival: FloatArray, rank: int) -> float:
+    """Mean length of the union of the intervals in which data of other ranks was on its way."""
+    others = np.arange(start.shape[1]) != rank
+    if not others.any():
+        return float("nan")
+    begin, end = start[:, others], arrival[:, others]
+    begin = np.where(end > begin, begin, np.inf)
+    order = np.argsort(begin, axis=1)
+    begin = np.take_along_axis(begin, order, axis=1)
+    end = np.where(np.isfinite(begin), np.take_along_axis(end, order, axis=1), -np.inf)
+    covered = np.maximum.accumulate(end, axis=1)
+    # What an interval adds lies after everything before it.
+    after = np.concatenate([np.full((end.shape[0], 1), -np.inf), covered[:, :-1]], axis=1)
+    added = end - np.maximum(begin, after)
+    return float(np.mean(np.sum(np.where(added > 0, added, 0.0), axis=1)))
+
+
+def _relative(stamps: IntArray, origin: IntArray) -> FloatArray:
+    """Subtracts in int64, where it is exact; a stamp of 0 means that there is none."""
+    return np.where(stamps != 0, (stamps - origin).astype(np.float64), np.nan)

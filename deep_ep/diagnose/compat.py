@@ -1,0 +1,494 @@
+"""The interface of the existing analyser: sums of waiting per source, compared with their mean.
+
+    from deep_ep import diagnose as ds
+
+    d = ds.Diagnose(group=group)
+    dispatch_stats, combine_stats = d.get_stats_ll_stats_tensor()
+    ...          # pass them as dispatch_wait_recv_cost_stats and combine_wait_recv_cost_stats
+    d.diagnose_ll_sync()      # every step, on every rank; or d.start_async_diagnose() once
+
+Its rule, `diagnose_matrix`, is kept as it is, with what it cannot see; every result carries our own
+verdicts beside it. They rest on the same sums; with the counters of a Buffer, `diagnose.run` and
+`DEEP_EP_DIAGNOSE` see more.
+"""
+
+from __future__ import annotations
+
+import logging
+import logging.handlers
+import math
+import socket
+import threading
+import time
+import uuid
+import weakref
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from deep_ep import backend, env
+from deep_ep.diagnose.analyze.waits_only.judge import judge_waits
+from deep_ep.diagnose.analyze.waits_only.square import square_matrix
+from deep_ep.diagnose.core.diagnosis import FloatArray, IntArray, Verdict
+from deep_ep.diagnose.live.mailbox import Mailbox, Rounds, open_mailbox
+from deep_ep.diagnose.render import wording
+from deep_ep.errors import EPArgumentError, ranks_text
+from deep_ep.group import Group, as_group
+
+Result = dict[str, Any]
+
+# Keeps the quotients of an empty matrix finite; part of the rule.
+_EPSILON = 1e-8
+_KINDS = ("dispatch", "combine")
+# What a rank may take to answer rank 0, and a thread to end. Chosen.
+_ANSWER_S, _JOIN_S = 30.0, 10.0
+
+
+def diagnose_matrix(
+    mat: Any,
+    thres_col: float = 3.0,
+    thres_row: float = 3.0,
+    thres_point: float = 5.0,
+    suppress_points_in_strong_rowscols: bool = True,
+    excluding_zeros: int = 0,
+) -> Result:
+    """The mean-normalised rule.
+
+    Args:
+        mat: [n, n] numbers >= 0 (list, array, tensor), rows wait, columns are waited for.
+        thres_col, thres_row: a column or row is abnormal when its mean is more than so many times
+            the mean of all cells.
+        thres_point: likewise a cell.
+        suppress_points_in_strong_rowscols: leaves out cells of abnormal columns and rows.
+        excluding_zeros: 1: cells are compared with the mean of those that are not 0.
+
+    Returns:
+        `abnormal_cols` and `abnormal_rows`, lists of [index, mean, normalised], and
+        `abnormal_points`, a list of [row, column, value, normalised]; ascending by index.
+
+    Raises:
+        EPArgumentError: not a square matrix of finite numbers >= 0.
+    """
+    matrix = square_matrix("diagnose_matrix", mat)
+    mean = float(matrix.mean()) + _EPSILON
+    columns = _above(matrix.mean(axis=0), mean, thres_col)
+    rows = _above(matrix.mean(axis=1), mean, thres_row)
+    used = matrix[matrix != 0] if excluding_zeros else matrix
+    normalised = matrix / ((float(used.mean()) if used.size else 0.0) + _EPSILON)
+    points = normalised > thres_point
+    if suppress_points_in_strong_rowscols:
+        points[:, [int(column[0]) for column in columns]] = False
+        points[[int(row[0]) for row in rows]] = False
+    return {
+        "abnormal_cols": columns,
+        "abnormal_rows": rows,
+        "abnormal_points": [
+            [int(i), int(j), float(matrix[i, j]), float(normalised[i, j])]
+            for i, j in np.argwhere(points)
+        ],
+    }
+
+
+def _above(means: FloatArray, mean: float, threshold: float) -> list[list[Any]]:
+    normalised = means / mean
+    return [
+        [int(i), float(means[i]), float(normalised[i])]
+        for i in np.flatnonzero(normalised > threshold)
+    ]
+
+
+class Diagnose:
+    """The existing analyser's class. Every rank of the group makes one.
+
+    With `DEEPEP_DIAGNOSE_ENABLE=0` it does nothing: tensors and results are `None`.
+    """
+
+    diagnose_matrix = staticmethod(diagnose_matrix)
+
+    def __init__(
+        self,
+        group: Any = None,
+        interval: float | None = None,
+        enable_ll_diagnose: bool = True,
+        enable_normal_diagnose: bool = False,
+        enable_async: bool = False,
+    ) -> None:
+        """Allocates the tensors. Collective only with `enable_async`.
+
+        Args:
+            group: a process group, an mpi4py communicator or a `deep_ep.group.Group`; the default
+                process group unless given.
+            interval: seconds between asynchronous diagnoses; `DEEPEP_DIAGNOSE_INTERVAL` unless given.
+            enable_ll_diagnose: for the low-latency kernels.
+            enable_normal_diagnose: for the normal kernels.
+            enable_async: calls `start_async_diagnose()`.
+
+        Raises:
+            EPArgumentError: there is no group, the interval is not above 0, a variable of the
+                environment cannot be read, or the log folder cannot be made.
+        """
+        self._settings = env.classic()
+        self._interval_s = self._settings.interval_s if interval is None else _interval(interval)
+        warming_time_s = self._settings.warming_time_s
+        self._warming_time_s = self._interval_s if warming_time_s is None else warming_time_s
+        self._group = _group(group)
+        self._instance_id = f"diagnose-rank{self._group.rank}-{uuid.uuid4().hex[:12]}"
+        self._created = time.monotonic()
+        self._worker: _Worker | None = None
+        self._modes: dict[str, _Mode] = {}
+        if not self._settings.enable:
+            return
+        enabled = {"ll": enable_ll_diagnose, "normal": enable_normal_diagnose}
+        self._modes = {
+            name: _Mode(name, self._group.size) for name, wanted in enabled.items() if wanted
+        }
+        self._log = _log(self._settings.log_path, self._group.rank, self._instance_id)
+        weakref.finalize(self, _close, self._log)
+        if enable_async:
+            self.start_async_diagnose()
+
+    def get_stats_ll_stats_tensor(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """(dispatch, combine) of the low-latency kernels, [num_ranks] int64 each, nanoseconds.
+
+        They live on the backend's device and stay the same for life. `(None, None)`, which the
+        operations take for "do not count", when the mode is off.
+        """
+        return self._tensors("ll")
+
+    def get_stats_normal_stats_tensor(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """The same for the normal kernels."""
+        return self._tensors("normal")
+
+    def get_all_stats_tensor(self) -> tuple[torch.Tensor | None, ...]:
+        """(low-latency dispatch, low-latency combine, normal dispatch, normal combine)."""
+        return (*self._tensors("ll"), *self._tensors("normal"))
+
+    def get_instance_id(self) -> str:
+        """A text no other instance has, on this rank or another."""
+        return self._instance_id
+
+    def diagnose_ll_sync(self, diagnose_step: int = 0) -> list[Result] | None:
+        """Counts a step, and compares the ranks when one is due. Call it on every rank, each step.
+
+        Due is every `diagnose_step`-th call, or every `DEEPEP_DIAGNOSE_SYNC_STEP`-th if it is 0; then
+        it is collective. What was measured before, and never judged, is the window. In the second
+        case the first windows are dropped until `DEEPEP_DIAGNOSE_WARMING_TIME` is over on rank 0.
+
+        Args:
+            diagnose_step: steps of a window, equal on all ranks; 0: from the environment.
+
+        Returns:
+            On rank 0, when due, a list of two: dispatch and combine. Each has the keys of
+            `diagnose_matrix`, and "verdicts", a list of `Verdict` of `judge_waits`. `None` otherwise.
+
+        Raises:
+            EPArgumentError: `diagnose_step` is negative.
+        """
+        return self._sync("diagnose_ll_sync", "ll", diagnose_step)
+
+    def diagnose_normal_sync(self, diagnose_step: int = 0) -> list[Result] | None:
+        """The same for the normal kernels."""
+        return self._sync("diagnose_normal_sync", "normal", diagnose_step)
+
+    def start_async_diagnose(self) -> None:
+        """Compares the ranks every interval, in a thread, until stopped. Collective.
+
+        Results go to the log of rank 0. Starting what is started does nothing. The thread talks
+        through a store of its own and never uses the group. If it fails, it says so in the log once
+        and ends; the program goes on.
+        """
+        if self._worker is not None or not self._modes:
+            return
+        mailbox = open_mailbox(self._group, "diagnose")
+        self._worker = _Worker(
+            mailbox,
+            [_Window(mode.name, mode.stats) for mode in self._modes.values()],
+            _Judge(self._settings, self._log),
+            self._log,
+            self._interval_s,
+            self._warming_time_s,
+        )
+        # At the end of the program, too; after that no thread may wait for a store.
+        self._finalize_worker = weakref.finalize(self, self._worker.stop)
+
+    def stop_async_diagnose(self) -> None:
+        """Ends the thread and waits for it. Not collective; stopping twice does nothing."""
+        if self._worker is not None:
+            self._finalize_worker()
+            self._worker = None
+
+    def _tensors(self, name: str) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        mode = self._modes.get(name)
+        return (None, None) if mode is None else (mode.stats[0], mode.stats[1])
+
+    def _sync(self, call: str, name: str, diagnose_step: int) -> list[Result] | None:
+        if diagnose_step < 0:
+            raise EPArgumentError(
+                f"{call}: diagnose_step is {diagnose_step}; it must be the number of steps of a "
+                "window, or 0 for DEEPEP_DIAGNOSE_SYNC_STEP. Correct it on all ranks."
+            )
+        mode = self._modes.get(name)
+        if mode is None or not mode.is_due(diagnose_step or self._settings.sync_step):
+            return None
+        gathered = self._group.all_gather_object((socket.gethostname(), mode.window.take()))
+        # Clocks differ between ranks: what depends on one comes after the exchange, on rank 0.
+        warm = diagnose_step > 0 or time.monotonic() - self._created >= self._warming_time_s
+        if self._group.rank != 0 or not warm:
+            return None
+        hosts = [host for host, _ in gathered]
+        judge = _Judge(self._settings, self._log)
+        return judge.results(name, np.stack([rows for _, rows in gathered], axis=1), hosts)
+
+
+class _Mode:
+    """The tensors of one sort of kernels, and the steps since the last synchronous diagnosis."""
+
+    def __init__(self, name: str, num_ranks: int) -> None:
+        self.name = name
+        self.stats = torch.zeros(
+            (len(_KINDS), num_ranks), dtype=torch.int64, device=backend.get().device()
+        )
+        self.window = _Window(name, self.stats)
+        self._steps = 0
+
+    def is_due(self, period: int) -> bool:
+        """Counts a step; whether it is the last one of a window. The same on all ranks."""
+        self._steps += 1
+        if self._steps < period:
+            return False
+        self._steps = 0
+        return True
+
+
+class _Window:
+    """What the kernels added to tensors since the last look. The tensors are only read.
+
+    Setting them to zero would lose what a kernel adds meanwhile.
+    """
+
+    def __init__(self, name: str, stats: torch.Tensor) -> None:
+        self.name = name
+        self.stats = stats
+        self._before: IntArray = np.zeros(tuple(stats.shape), np.int64)
+
+    def take(self, read: Callable[[], IntArray] | None = None) -> IntArray:
+        """`[2, num_ranks]` int64, waiting in dispatch and combine; the next window begins here.
+
+        Args:
+            read: reads the tensors; by default after what is queued on the current stream.
+        """
+        now = self.stats.cpu().numpy().copy() if read is None else read()
+        # Smaller than before: the program has set its tensors to zero.
+        window = np.where((now < self._before).any(), now, now - self._before)
+        self._before = now
+        return window
+
+
+class _Judge:
+    """Rank 0: matrices to results, and to lines of the log."""
+
+    def __init__(self, settings: env.ClassicSettings, log: logging.Logger) -> None:
+        self._settings = settings
+        self._log = log
+
+    def results(self, name: str, waits: FloatArray, hosts: Sequence[str]) -> list[Result]:
+        """One result for dispatch and one for combine.
+
+        Args:
+            name: "ll" or "normal".
+            waits: [2, num_ranks, num_ranks], rows wait; NaN rows: that rank did not answer.
+            hosts: [num_ranks], host names; "" where the rank did not answer.
+        """
+        prefix = "" if name == "ll" else f"{name} "
+        return [
+            self._result(prefix + kind, matrix, hosts)
+            for kind, matrix in zip(_KINDS, np.asarray(waits, np.float64))
+        ]
+
+    def _result(self, operation: str, matrix: FloatArray, hosts: Sequence[str]) -> Result:
+        s = self._settings
+        result = diagnose_matrix(
+            np.nan_to_num(matrix),
+            s.threshold_col,
+            s.threshold_row,
+            s.threshold_point,
+            excluding_zeros=s.excluding_zeros,
+        )
+        # A group without a name for every host is looked at as if it had none.
+        known = hosts if all(hosts) else None
+        found = judge_waits(matrix, operation=operation, hosts=known, unit_ns=1.0)
+        result["verdicts"] = list(found.verdicts)
+        self._write(operation, matrix, result)
+        return result
+
+    def _write(self, operation: str, matrix: FloatArray, result: Result) -> None:
+        missing = np.flatnonzero(np.isnan(matrix).all(axis=1))
+        if missing.size:
+            self._log.warning("%s: %s did not answer", operation, ranks_text(map(int, missing)))
+        if self._settings.log_details:
+            # The format of heat-map tools; other operations than the usual one are named.
+            suffix = "" if operation == "dispatch" else f" {operation}"
+            for rank in np.flatnonzero(~np.isnan(matrix).all(axis=1)):
+                row = " ".join(str(int(value)) for value in matrix[rank])
+                self._log.info("rank=%d [%s]%s", rank, row, suffix)
+        for verdict in result["verdicts"]:
+            self._log.info("%s: %s", operation, _sentence(verdict))
+        abnormal = {key: result[key] for key in result if key != "verdicts" and result[key]}
+        for key, entries in abnormal.items():
+            self._log.info("%s: %s %s", operation, key, entries)
+        if not abnormal and not result["verdicts"]:
+            self._log.info("%s: no anomaly", operation)
+
+
+def _sentence(verdict: Verdict) -> str:
+    """One verdict as a line. Effects are of the window: how many operations it has is not known."""
+    where = f" ({verdict.where})" if verdict.where else ""
+    return (
+        f"{wording.TITLES[verdict.kind]}, {verdict.cause}: {wording.subject(verdict)}{where}, "
+        f"{wording.microseconds(verdict.effect_us)} in this window, {wording.percent(verdict.share)} "
+        f"of all waiting. {verdict.next_step}"
+    )
+
+
+class _Worker:
+    """The thread of an asynchronous diagnosis. Rank 0 asks, the others answer.
+
+    It knows nothing of its `Diagnose`, so that this can go while the thread runs.
+    """
+
+    def __init__(
+        self,
+        mailbox: Mailbox,
+        windows: list[_Window],
+        judge: _Judge,
+        log: logging.Logger,
+        interval_s: float,
+        warming_time_s: float,
+    ) -> None:
+        self._mailbox = mailbox
+        self._rounds = Rounds(mailbox)
+        self._windows = windows
+        self._judge = judge
+        self._log = log
+        self._interval_s = interval_s
+        self._warming_time_s = warming_time_s
+        self._readers = [_aside(window.stats) for window in windows]
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="deep_ep diagnose", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ends the thread and waits for it."""
+        self._stopped.set()
+        self._mailbox.close()
+        # Garbage is collected in any thread, this one included.
+        if threading.current_thread() is not self._thread:
+            self._thread.join(_JOIN_S)
+
+    def _run(self) -> None:
+        try:
+            if self._mailbox.rank == 0:
+                self._ask()
+            else:
+                self._answer()
+        except Exception:  # noqa: BLE001 - whatever it is, the program goes on
+            if not self._stopped.is_set():
+                self._log.exception("the asynchronous diagnosis failed and has ended")
+        finally:
+            self._mailbox.close()
+
+    def _ask(self) -> None:
+        pause_s = self._warming_time_s
+        number = 0
+        while not self._stopped.wait(pause_s):
+            pause_s = self._interval_s
+            self._rounds.call(number, b"")
+            answers = {0: self._mine()}
+            answers.update(self._rounds.collect(number, max(self._interval_s, _ANSWER_S)))
+            # The first look only ends what was measured while the program warmed up.
+            if number and not self._stopped.is_set():
+                self._results(answers)
+            number += 1
+
+    def _answer(self) -> None:
+        number = 0
+        while self._rounds.await_call(number) is not None:
+            self._rounds.answer(number, self._mine())
+            number += 1
+
+    def _mine(self) -> bytes:
+        rows = [window.take(read) for window, read in zip(self._windows, self._readers)]
+        return np.stack(rows).tobytes() + socket.gethostname().encode()
+
+    def _results(self, answers: dict[int, bytes]) -> None:
+        size = self._mailbox.size
+        waits = np.full((len(self._windows), len(_KINDS), size, size), np.nan)
+        hosts = [""] * size
+        num_bytes = waits[:, :, 0].nbytes
+        for rank, answer in answers.items():
+            rows = np.frombuffer(answer[:num_bytes], np.int64)
+            waits[:, :, rank] = rows.reshape(waits[:, :, rank].shape)
+            hosts[rank] = answer[num_bytes:].decode()
+        for window, matrices in zip(self._windows, waits):
+            self._judge.results(window.name, matrices, hosts)
+
+
+def _aside(stats: torch.Tensor) -> Callable[[], IntArray]:
+    """Reads a tensor without waiting for what is queued on any stream."""
+    if stats.device.type == "cpu":
+        return lambda: stats.numpy().copy()
+    from deep_ep.copier import DeviceCopier
+
+    no_ring = torch.zeros((0, 1, 1), dtype=torch.int64, device=stats.device)
+    copier = DeviceCopier(stats, no_ring[:, 0, 0], no_ring, 0)
+    return lambda: copier.reading().totals
+
+
+def _group(given: Any) -> Group:
+    if given is not None:
+        return as_group(given)
+    import torch.distributed as dist
+
+    if not (dist.is_available() and dist.is_initialized()):
+        raise EPArgumentError(
+            "Diagnose: group is None and torch.distributed is not initialised; there must be a group "
+            "of ranks to compare. Pass one, or call torch.distributed.init_process_group first."
+        )
+    return as_group(dist.group.WORLD)
+
+
+def _interval(given: float) -> float:
+    if not 0 < given < math.inf:
+        raise EPArgumentError(
+            f"Diagnose: interval is {given}; it must be a number of seconds above 0. "
+            "Leave it out for DEEPEP_DIAGNOSE_INTERVAL."
+        )
+    return float(given)
+
+
+def _log(folder: Path, rank: int, name: str) -> logging.Logger:
+    """A logger that nothing else knows, into `diagnose_rank{N}.log`, a new file every day."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise EPArgumentError(
+            f"environment: DEEPEP_DIAGNOSE_LOG_PATH is {str(folder)!r}, which cannot be made "
+            f"({error.strerror}); it must be a folder that can be written to. Choose another one."
+        ) from error
+    handler = logging.handlers.TimedRotatingFileHandler(
+        folder / f"diagnose_rank{rank}.log", when="midnight", delay=True, encoding="utf-8"
+    )
+    handler.setFormatter(
+        logging.Formatter("[%(asctime)s.%(msecs)03d] %(message)s", "%Y-%m-%dT%H:%M:%S")
+    )
+    log = logging.Logger(name)  # noqa: LOG001 - one per instance; getLogger keeps them for ever
+    log.addHandler(handler)
+    return log
+
+
+def _close(log: logging.Logger) -> None:
+    for handler in log.handlers[:]:
+        handler.close()

@@ -1,0 +1,399 @@
+"""Words, heatmaps and a bandwidth table for a Diagnosis, on a terminal.
+
+A heatmap has a row per waiting rank and a column per rank waited for. Up to about ten ranks in 80
+columns a cell is a number; beyond, a shade; beyond 64 ranks a cell is a pair of nodes.
+Every shade is a character, so that it reads the same without colour.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from rich.color import Color
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.style import Style
+from rich.table import Table
+from rich.text import Text
+
+from deep_ep.diagnose.core import rank_blocks as blocks
+from deep_ep.diagnose.core.diagnosis import (
+    Bandwidth,
+    Diagnosis,
+    FloatArray,
+    Measured,
+    Verdict,
+)
+from deep_ep.diagnose.core.rank_blocks import Blocks
+from deep_ep.diagnose.render import wording
+
+_SHADES = "·░▒▓█"
+_ASCII_SHADES = ".-+*#"
+_LABEL_WIDTH = 6
+_WIDEST_LABEL = 17
+_WIDEST_CELL = 8
+# More ranks are shown per node: single columns are too many to find one's way.
+_MOST_CELLS = 64
+# Below this many microseconds a heatmap stays green: waiting of this size is everyday noise.
+_CALM_US = {"cuda": 10.0, "cpu": 100.0, "": 10.0}
+# Green, yellow, red, each dark enough for white and light enough for black text.
+_RAMP = ((46, 160, 67), (219, 187, 40), (215, 58, 45))
+# Of the ends of a list so many are named, and so many of single operations.
+_NAMED, _MOST_EVENTS = 3, 5
+
+
+def report(diagnosis: Diagnosis, console: Console | None = None) -> None:
+    """Prints the heatmap of every operation, the verdicts, and what the wires did.
+
+    Args:
+        diagnosis: what `run` or `judge` returned.
+        console: where to; standard output by default. Its width and its colours are respected.
+    """
+    console = console or Console()
+    console.print(render(diagnosis, console))
+
+
+def heatmap_svg(
+    diagnosis: Diagnosis,
+    path: str | Path,
+    *,
+    width: int = 88,
+    title: str = "deep_ep.diagnose",
+) -> None:
+    """Writes what `report` prints, in colour, to an SVG file.
+
+    Args:
+        diagnosis: what `run` or `judge` returned.
+        path: the file to write.
+        width: columns of the picture.
+        title: words in its title bar.
+    """
+    console = Console(
+        record=True, width=width, file=io.StringIO(), force_terminal=True, color_system="truecolor"
+    )
+    report(diagnosis, console)
+    save_svg(console, path, title=title)
+
+
+def save_svg(console: Console, path: str | Path, *, title: str = "deep_ep.diagnose") -> None:
+    """Writes what a recording console has printed to an SVG file that refers to nothing outside.
+
+    Args:
+        console: made with `record=True`.
+        path: the file to write.
+        title: words in its title bar.
+    """
+    picture = console.export_svg(title=title)
+    # rich names a web font; pictures go into tickets and are read offline.
+    picture = re.sub(r"@font-face \{.*?\n *\}\n", "", picture, flags=re.DOTALL)
+    Path(path).write_text(picture, encoding="utf-8")
+
+
+def render(diagnosis: Diagnosis, console: Console) -> RenderableType:
+    """The report as something rich can print; sized for `console`."""
+    sections: list[list[RenderableType]] = []
+    if diagnosis.num_ranks > 1:
+        sections += [[_heatmap(diagnosis, m, console)] for m in diagnosis.measured.values()]
+    sections += [*_causes(diagnosis), _events(diagnosis), _notes(diagnosis), _bandwidths(diagnosis)]
+    parts: list[RenderableType] = []
+    for section in sections:
+        if section:
+            parts += [Text(), *section] if parts else section
+    return Group(*parts)
+
+
+@dataclass(frozen=True)
+class _Hanging:
+    """Text that is wrapped so that the lines after the first stand further right."""
+
+    text: Text
+    rest: int
+    first: int = 0
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        lines = self.text.wrap(console, max(options.max_width - self.rest, 8))
+        for i, line in enumerate(lines):
+            line.pad_left(self.rest if i else self.first)
+            yield line
+
+
+def _causes(diagnosis: Diagnosis) -> list[list[RenderableType]]:
+    """A section per cause, the largest first; or why there is none."""
+    if diagnosis.verdicts:
+        causes = wording.by_cause(wording.by_effect(diagnosis))
+        together = [_Hanging(Text(text), 2) for text in wording.savings(diagnosis)]
+        return [*(_cause(diagnosis, verdicts) for verdicts in causes), [*together]]
+    style = "yellow" if diagnosis.remarks else "green"
+    answers = wording.headlines(diagnosis)
+    return [[_Hanging(Text(answer, style=f"bold {style}"), 2) for answer in answers]]
+
+
+def _notes(diagnosis: Diagnosis) -> list[RenderableType]:
+    return [
+        _Hanging(Text(f"note: {remark}", style="yellow"), 6) for remark in wording.notes(diagnosis)
+    ]
+
+
+def _cause(diagnosis: Diagnosis, verdicts: Sequence[Verdict]) -> list[RenderableType]:
+    largest = verdicts[0]
+    head = Text()
+    head.append(
+        f"{wording.TITLES[largest.kind]}  {wording.subject(largest)}",
+        style="bold red",
+    )
+    head.append(f"  {largest.where}" if largest.where else "", style="bold")
+    causes = dict.fromkeys(verdict.cause for verdict in verdicts)
+    head.append(f"  ({', '.join(causes)})")
+    lines = [Text(_numbers(diagnosis, verdict)) for verdict in verdicts]
+    saving = wording.saving(diagnosis, largest)
+    if saving:
+        lines.append(Text(saving + _durations(verdicts)))
+    evidence = wording.evidence(largest)
+    if evidence:
+        lines.append(Text(f"because, in {largest.operation}: {evidence}", style="dim"))
+    if largest.next_step:
+        lines.append(Text(f"next: {largest.next_step}"))
+    return [_Hanging(head, 2), *(_Hanging(line, 6, first=2) for line in lines)]
+
+
+def _numbers(diagnosis: Diagnosis, verdict: Verdict) -> str:
+    told = [f"{verdict.operation}: {wording.effect(diagnosis, verdict)}"]
+    if math.isfinite(verdict.seen_in):
+        told.append(f"in {wording.percent(verdict.seen_in)} of operations")
+    if math.isfinite(verdict.certainty):
+        told.append(f"certainty {wording.certainty(verdict)}")
+    return ", ".join(told)
+
+
+def _durations(verdicts: Sequence[Verdict]) -> str:
+    """What a saving is to be compared with."""
+    now = [
+        f"{verdict.operation} takes {wording.microseconds(verdict.duration_us)}"
+        for verdict in verdicts
+        if math.isfinite(verdict.duration_us)
+    ]
+    return f"; now {', '.join(now)}" if now else ""
+
+
+def _events(diagnosis: Diagnosis) -> list[RenderableType]:
+    if not diagnosis.events:
+        return []
+    told = [wording.event(diagnosis, event) for event in diagnosis.events[:_MOST_EVENTS]]
+    if len(diagnosis.events) > _MOST_EVENTS:
+        told.append(f"and {len(diagnosis.events) - _MOST_EVENTS} more")
+    heading = Text("single operations, not causes:", style="bold")
+    return [heading, *(_Hanging(Text(text), 4, first=2) for text in told)]
+
+
+def _bandwidths(diagnosis: Diagnosis) -> list[RenderableType]:
+    known = {m.operation: m.bandwidth for m in diagnosis.measured.values() if m.bandwidth}
+    if not known or diagnosis.num_ranks < 2:
+        return []
+    table = Table(
+        box=None,
+        padding=(0, 2, 0, 0),
+        title="bandwidth in GB/s; tokens that stay on their rank do not count",
+        title_justify="left",
+        title_style="bold",
+        header_style="dim",
+        collapse_padding=True,
+    )
+    for heading in (
+        "",
+        "program gets\nmedian, lowest",
+        "paths\nmedian",
+        "slowest\npaths",
+        "slowest\nNIC in",
+        "slowest\nNIC out",
+    ):
+        table.add_column(heading, overflow="fold")
+    for operation, bandwidth in known.items():
+        table.add_row(Text(operation), *_bandwidth_cells(bandwidth))
+    return [table]
+
+
+def _bandwidth_cells(bandwidth: Bandwidth) -> list[str]:
+    edge = bandwidth.edge
+    num_ranks = bandwidth.effective.size
+    slowest_edges = [
+        f"{_rate(rate)} {index % num_ranks} > {index // num_ranks}"
+        for index, rate in _lowest(edge.reshape(-1), _NAMED)
+    ]
+    effective = [f"{_rate(_middle(bandwidth.effective))}"]
+    effective += [f"{_rate(rate)} rank {rank}" for rank, rate in _lowest(bandwidth.effective, 1)]
+    return [
+        "\n".join(effective),
+        _rate(_middle(edge)),
+        "\n".join(slowest_edges) or "not known",
+        _slowest_ranks(bandwidth.ingress),
+        _slowest_ranks(bandwidth.egress),
+    ]
+
+
+def _slowest_ranks(rates: FloatArray) -> str:
+    return "\n".join(f"{_rate(r)} rank {rank}" for rank, r in _lowest(rates, _NAMED)) or "not known"
+
+
+def _lowest(values: FloatArray, most: int) -> list[tuple[int, float]]:
+    """(index, value) of the lowest known values, ascending."""
+    known = np.flatnonzero(np.isfinite(values))
+    order = known[np.argsort(values[known], kind="stable")][:most]
+    return [(int(i), float(values[i])) for i in order]
+
+
+def _middle(values: FloatArray) -> float:
+    known = values[np.isfinite(values)]
+    return float(np.median(known)) if known.size else math.nan
+
+
+def _rate(gb_per_s: float) -> str:
+    """Three digits: 0.0412, 4.12, 41.2, 412."""
+    if not math.isfinite(gb_per_s):
+        return "not known"
+    if gb_per_s >= 100 or gb_per_s <= 0:
+        return f"{gb_per_s:,.0f}"
+    return f"{gb_per_s:.{2 - math.floor(math.log10(gb_per_s))}f}"
+
+
+def _heatmap(diagnosis: Diagnosis, m: Measured, console: Console) -> Text:
+    ascii_only = console.encoding.lower().replace("-", "") not in ("utf8", "utf16", "utf32")
+    wait_us = np.array(m.wait_us)
+    per = wording.per(diagnosis, m.operation)
+    # A rank hardly waits for itself, and where it does it says nothing about the others.
+    np.fill_diagonal(wait_us, np.nan)
+    text = Text(no_wrap=True, overflow="ellipsis")
+    text.append(f"{m.operation}", style="bold")
+    text.append(f": microseconds waited {per}{_operations(m)}\n")
+    if not np.isfinite(wait_us).any():
+        text.append(_own_waiting(m))
+        return text
+    of = _blocks_for(diagnosis, console.width)
+    labels = _row_labels(of)
+    label_width = max(_LABEL_WIDTH, *(len(label) + 1 for label in labels))
+    cells = wait_us if of.single else of.largest(wait_us)
+    width = max(1, min(_WIDEST_CELL, (console.width - label_width) // of.count))
+    top = max(float(np.nanmax(cells, initial=0.0)), _CALM_US.get(diagnosis.device, 10.0))
+    shades = _ASCII_SHADES if ascii_only else _SHADES
+
+    text.append(f"rows wait, columns are waited for{_cell_meaning(of)}\n")
+    _append_column_labels(text, of, width, label_width)
+    # The shade leads the number, so that the picture is there without colour too.
+    with_numbers = width >= 2 + max(len(_short(us)) for us in cells[np.isfinite(cells)])
+    for row, label in enumerate(labels):
+        text.append(f"{label:>{label_width - 1}} ", style="dim")
+        for column in range(of.count):
+            _append_cell(text, float(cells[row, column]), top, width, shades, with_numbers)
+        text.append("\n")
+    _append_legend(text, top, shades)
+    return text
+
+
+def _blocks_for(diagnosis: Diagnosis, width: int) -> Blocks:
+    if diagnosis.num_ranks <= min(_MOST_CELLS, width - _LABEL_WIDTH):
+        return blocks.single(diagnosis.num_ranks)
+    return blocks.at_most(min(_MOST_CELLS, width - _WIDEST_LABEL), diagnosis)
+
+
+def _operations(m: Measured) -> str:
+    if not m.num_operations:
+        return ""
+    text = f", {m.num_operations:,} operations"
+    return f"{text} ({m.first_operation} to {m.last_operation})" if m.last_operation else text
+
+
+def _own_waiting(m: Measured) -> str:
+    longest = [
+        f"{wording.microseconds(-us)} rank {rank}" for rank, us in _lowest(-m.own_wait_us, _NAMED)
+    ]
+    if not longest:
+        return "not known for any pair of ranks"
+    middle = wording.microseconds(_middle(m.own_wait_us))
+    return (
+        f"no matrix stored for this window; a rank waits {middle} (median),\n"
+        f"longest {', '.join(longest)}"
+    )
+
+
+def _cell_meaning(of: Blocks) -> str:
+    if of.single:
+        return ""
+    size = of.first[1] - of.first[0] if of.count > 1 else of.of_rank.size
+    if not of.by_node:
+        return f"; a cell is the largest of {size} x {size} ranks"
+    return "; a cell is the largest of " + ("two nodes" if size == 1 else f"{size} x {size} nodes")
+
+
+def _row_labels(of: Blocks) -> list[str]:
+    """The number that verdicts use, and what tells hosts apart."""
+    numbers = [str(first) for first in of.first]
+    if not of.by_node:
+        return numbers
+    digits = max(map(len, numbers))
+    names = [_short_host(host, _WIDEST_LABEL - digits - 2) for host in of.hosts]
+    return [f"{name} {number:>{digits}}" for name, number in zip(names, numbers)]
+
+
+def _short_host(host: str, room: int) -> str:
+    first = host.split(".")[0]
+    name = host if first.isdecimal() else first
+    return name if len(name) <= room else f"~{name[1 - room :]}"
+
+
+def _append_column_labels(text: Text, of: Blocks, width: int, label_width: int) -> None:
+    labels = [str(first) for first in of.first]
+    if width > max(map(len, labels)):
+        text.append(
+            " " * label_width + "".join(f"{label:>{width}}" for label in labels), style="dim"
+        )
+        text.append("\n")
+        return
+    # Too narrow for labels side by side: mark every eighth column.
+    line = [" "] * (of.count * width)
+    for column in range(0, of.count, 8):
+        marked = labels[column][: len(line) - column * width]
+        line[column * width : column * width + len(marked)] = marked
+    text.append(" " * label_width + "".join(line).rstrip() + "\n", style="dim")
+
+
+def _append_cell(
+    text: Text, value: float, top: float, width: int, shades: str, with_number: bool
+) -> None:
+    if not math.isfinite(value):
+        text.append(" " * width)
+        return
+    level = min(max(value / top, 0.0), 1.0)
+    shade = shades[min(int(level * len(shades)), len(shades) - 1)]
+    if with_number:
+        text.append(f"{shade}{_short(value):>{width - 2}} ", style=_style(level))
+    else:
+        text.append(f"{shade * max(width - 1, 1):{width}}", style=_style(level))
+
+
+def _append_legend(text: Text, top: float, shades: str) -> None:
+    text.append(" " * _LABEL_WIDTH)
+    for i, shade in enumerate(shades):
+        text.append(f" {shade} ", style=_style((i + 0.5) / len(shades)))
+        text.append(f" {_short(i / len(shades) * top)}+  ", style="dim")
+    text.append("us", style="dim")
+
+
+def _style(level: float) -> Style:
+    position = level * (len(_RAMP) - 1)
+    low = min(int(position), len(_RAMP) - 2)
+    part = position - low
+    red, green, blue = (round(a + (b - a) * part) for a, b in zip(_RAMP[low], _RAMP[low + 1]))
+    return Style(color=Color.from_rgb(0, 0, 0), bgcolor=Color.from_rgb(red, green, blue))
+
+
+def _short(us: float) -> str:
+    """At most five characters: 12, 1234, 56.7k, 1.2M."""
+    if us < 9_999.5:
+        return f"{us:.0f}"
+    if us < 999_950:
+        return f"{us / 1e3:.1f}k" if us < 99_950 else f"{us / 1e3:.0f}k"
+    return f"{us / 1e6:.1f}M" if us < 99_950_000 else f"{us / 1e6:.0f}M"

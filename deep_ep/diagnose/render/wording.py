@@ -1,0 +1,261 @@
+"""What a Diagnosis says, in words: the same in pages, pictures and wherever else a sentence is needed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from deep_ep.diagnose.core.diagnosis import (
+    COMM_SLOW,
+    COMP_SLOW,
+    MIXED_SLOW,
+    Diagnosis,
+    Event,
+    Subject,
+    Verdict,
+)
+
+TITLES = {COMP_SLOW: "Comp-Slow", COMM_SLOW: "Comm-Slow", MIXED_SLOW: "Mixed-Slow"}
+
+# The host of ranks in matrices from elsewhere.
+UNKNOWN_HOST = "?"
+_MOST_CERTAIN = 0.9999
+
+# What each cause makes its subject do.
+CLAIMS = {
+    "late": "comes late",
+    "late at times": "comes late now and then",
+    "slow send": "takes long to send",
+    "slow receive": "takes long to receive",
+    "hot experts": "is sent more than the others",
+    "early": "comes before the others and waits for them",
+    "path": "is slow",
+    "ingress": "receives slowly from everybody",
+    "egress": "reaches everybody slowly",
+    "path or back": "is slow, or the way back is",
+    "ingress or egress": "receives slowly from everybody, or reaches everybody slowly",
+    "uplink": "reaches all other nodes slowly",
+    "downlink": "receives slowly from all other nodes",
+    "uplink or downlink": "reaches all other nodes slowly, or receives slowly from them",
+    "node pair": "is slow between all their ranks",
+    "rail": "is slow on every node",
+    "everywhere": "is slower than it used to be",
+    "sender side": "is waited for by everybody",
+    "receiver side": "waits for everybody",
+    "pair": "is slow",
+}
+
+
+def rank_name(diagnosis: Diagnosis, rank: int) -> str:
+    """`rank 5 (node1 cuda:1)`, `rank 5 (missing)`, or `rank 5` where no host is known."""
+    where = place(diagnosis, rank)
+    return f"rank {rank} ({where})" if where else f"rank {rank}"
+
+
+def place(diagnosis: Diagnosis, rank: int) -> str:
+    """`node1 cuda:1`: host and local device; `missing`; nothing where no host is known at all."""
+    host, device = diagnosis.hosts[rank], diagnosis.devices[rank]
+    if host == UNKNOWN_HOST:
+        return ""
+    if not host:
+        return "missing" if any(diagnosis.hosts) else ""
+    return f"{host} {diagnosis.device or 'device'}:{device}" if device >= 0 else host
+
+
+def missing_ranks(diagnosis: Diagnosis) -> Sequence[int]:
+    """Ranks from which nothing came; none where hosts are not known, as in logs from elsewhere."""
+    if not any(diagnosis.hosts):
+        return ()
+    return [rank for rank, host in enumerate(diagnosis.hosts) if not host]
+
+
+def size(diagnosis: Diagnosis) -> str:
+    """`8 ranks on 1 host, 2 NVLink domains, 1 missing`: what is known of the group."""
+    hosts = set(diagnosis.hosts) - {"", UNKNOWN_HOST}
+    text = _count(diagnosis.num_ranks, "rank")
+    if hosts:
+        text += f" on {_count(len(hosts), 'host')}"
+        nodes = set(diagnosis.nodes) - {-1}
+        if nodes and len(nodes) != len(hosts):
+            text += f", {_count(len(nodes), 'NVLink domain')}"
+    missing = len(missing_ranks(diagnosis))
+    return f"{text}, {missing} missing" if missing else text
+
+
+def _count(number_of: int, what: str) -> str:
+    return f"{number_of} {what}{'' if number_of == 1 else 's'}"
+
+
+def subject(verdict: Verdict) -> str:
+    """`rank 5`, `path 2 > 5`, `node 1`, `nodes 0 > 1`, `rail 3` or `all ranks`."""
+    if verdict.edge is not None:
+        return f"path {verdict.edge[0]} > {verdict.edge[1]}"
+    if verdict.nodes is not None:
+        return f"nodes {verdict.nodes[0]} > {verdict.nodes[1]}"
+    if verdict.node is not None:
+        return f"node {verdict.node}"
+    if verdict.rail is not None:
+        return f"rail {verdict.rail}"
+    return "all ranks" if verdict.rank is None else f"rank {verdict.rank}"
+
+
+def by_cause(verdicts: Sequence[Verdict]) -> list[list[Verdict]]:
+    """Verdicts of all operations that name the same thing together; both in the order given."""
+    causes: dict[tuple[str, Subject], list[Verdict]] = {}
+    for verdict in verdicts:
+        causes.setdefault(verdict.key, []).append(verdict)
+    return list(causes.values())
+
+
+def sentence(diagnosis: Diagnosis, verdicts: Sequence[Verdict]) -> str:
+    """One cause as a sentence a person can act on.
+
+    Args:
+        diagnosis: where it was found.
+        verdicts: of this cause, per operation in which it shows.
+    """
+    first = verdicts[0]
+    where = f" ({first.where})" if first.where else ""
+    text = f"{TITLES[first.kind]}: {subject(first)}{where}"
+    said = ""
+    for verdict in verdicts:
+        claim = CLAIMS.get(verdict.cause, verdict.cause)
+        joint = " " if not said else "; " if claim != said else ", and "
+        text += f"{joint}{claim} " if claim != said else joint
+        text += f"in {verdict.operation}, {effect(diagnosis, verdict)}"
+        said = claim
+    saved = saving(diagnosis, first)
+    return f"{text}. {saved[0].upper()}{saved[1:]}." if saved else f"{text}."
+
+
+def per(diagnosis: Diagnosis, operation: str) -> str:
+    """What times refer to; logs from elsewhere do not say how many operations they cover."""
+    measured = diagnosis.measured.get(operation)
+    known = measured is None or measured.num_operations
+    return "per operation" if known else "in the whole window"
+
+
+def effect(diagnosis: Diagnosis, verdict: Verdict) -> str:
+    """`+512 us (95 %: 500 to 524) per operation, 98 % of all waiting`."""
+    text = f"+{microseconds(verdict.effect_us)}{interval(verdict, '95 %: ')}"
+    text += f" {per(diagnosis, verdict.operation)}"
+    known = math.isfinite(verdict.share)
+    return f"{text}, {percent(verdict.share)} of all waiting" if known else text
+
+
+def interval(verdict: Verdict, what: str = "") -> str:
+    """` (500 to 524)`, or nothing where it is not known."""
+    low, high = verdict.interval_us
+    known = math.isfinite(low) and math.isfinite(high)
+    return f" ({what}{number(low)} to {number(high)})" if known else ""
+
+
+def saving(diagnosis: Diagnosis, verdict: Verdict) -> str:
+    """What the program would gain without this cause alone; nothing where that is not known."""
+    return _without(diagnosis, "it", verdict.operation, verdict.saving_us)
+
+
+def savings(diagnosis: Diagnosis) -> list[str]:
+    """What it would gain without all causes, where there is more than one."""
+    together: dict[float, list[str]] = {}
+    for operation, saving_us in diagnosis.savings_us.items():
+        together.setdefault(saving_us, []).append(operation)
+    said = []
+    # Operations of one program follow each other and save the same.
+    for saving_us, operations in together.items():
+        causes = by_cause([v for v in diagnosis.verdicts if v.operation in operations])
+        if len(causes) > 1:
+            said.append(_without(diagnosis, "all causes together", operations[0], saving_us))
+    return [text for text in said if text]
+
+
+def _without(diagnosis: Diagnosis, what: str, operation: str, saving_us: float) -> str:
+    if not math.isfinite(saving_us):
+        return ""
+    if diagnosis.source == "waits":
+        gain = f"a rank waits {microseconds(saving_us)} less"
+    elif number(saving_us) == "0":
+        return f"without {what}: nothing gained"
+    else:
+        gain = f"{microseconds(saving_us)} less"
+    return f"without {what}: {gain} {per(diagnosis, operation)}"
+
+
+def evidence(verdict: Verdict) -> str:
+    """`own time over median 2,020 us, error 12.2 us`: what is known of it."""
+    told = []
+    for name, value in verdict.evidence.items():
+        if math.isfinite(value):
+            plain, unit = (name[:-3], " us") if name.endswith((" us", "_us")) else (name, "")
+            told.append(f"{plain} {number(value)}{unit}")
+    return ", ".join(told)
+
+
+def event(diagnosis: Diagnosis, found: Event) -> str:
+    """One operation that stood out, as a sentence."""
+    return (
+        f"{found.operation} {found.number}: everybody waited {microseconds(found.effect_us)} longer "
+        f"for {rank_name(diagnosis, found.rank)} than for the others."
+    )
+
+
+def headlines(diagnosis: Diagnosis) -> list[str]:
+    """The answer first: a sentence per cause, or why there is none."""
+    if diagnosis.verdicts:
+        causes = [sentence(diagnosis, verdicts) for verdicts in by_cause(by_effect(diagnosis))]
+        return causes + [f"{text[0].upper()}{text[1:]}." for text in savings(diagnosis)]
+    if undecided(diagnosis):
+        return [f"{remark[0].upper()}{remark[1:]}." for remark in undecided(diagnosis)]
+    if not diagnosis.measured:
+        return ["Nothing measured."]
+    if diagnosis.remarks:
+        return ["No anomaly found in what could be judged; see the notes."]
+    return ["No anomaly: nothing stands out of the noise."]
+
+
+def undecided(diagnosis: Diagnosis) -> list[str]:
+    """Remarks that are the answer, where there is no verdict."""
+    said = [remark for remark in diagnosis.remarks if "undecided" in remark]
+    return [] if diagnosis.verdicts else said
+
+
+def notes(diagnosis: Diagnosis) -> list[str]:
+    """The other remarks."""
+    answers = undecided(diagnosis)
+    return [remark for remark in diagnosis.remarks if remark not in answers]
+
+
+def by_effect(diagnosis: Diagnosis) -> list[Verdict]:
+    """Verdicts, the largest effect first; what has no number comes last."""
+    return sorted(
+        diagnosis.verdicts,
+        key=lambda v: -v.effect_us if math.isfinite(v.effect_us) else math.inf,
+    )
+
+
+def certainty(verdict: Verdict) -> str:
+    """`> 99.9 %`; nobody is certain to the last digit."""
+    return percent(min(verdict.certainty, _MOST_CERTAIN))
+
+
+def percent(part: float) -> str:
+    """0.5 -> "50 %"; close to one is not rounded to certainty."""
+    if not math.isfinite(part):
+        return "not known"
+    if 0.9995 < part < 1:
+        return "> 99.9 %"
+    return f"{part:.1%}".replace(".0%", "%").replace("%", " %")
+
+
+def microseconds(us: float) -> str:
+    """`512 us`, or `not known`."""
+    return f"{number(us)} us" if math.isfinite(us) else "not known"
+
+
+def number(value: float) -> str:
+    """Three to four digits where there is a fraction, all of them where there is none."""
+    if not math.isfinite(value):
+        return "not known"
+    digits = 0 if abs(value) >= 1000 else 1 if abs(value) >= 10 else 2
+    text = f"{value:,.{digits}f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text
