@@ -7,10 +7,10 @@ REQUIREMENTS := third-party/requirements.txt
 TORCH_VERSION ?= $(shell sed -n 's/^torch==//p' $(REQUIREMENTS))
 RUN := $(abspath $(VENV))/bin
 STAMP := $(VENV)/.deep_ep-torch-$(TORCH_VERSION)
-# Found, not listed: a new file is formatted and checked without a change here.
+# Found, not listed: a new file is formatted without a change here.
 CPP := $(shell find csrc tests -name '*.cpp' -o -name '*.h' -o -name '*.cuh' -o -name '*.cu')
 
-.PHONY: help install build demo test lint tidy format fix bench accuracy smoke sanitize cuda clean
+.PHONY: help install build demo test lint hooks tidy format fix bench accuracy smoke sanitize explore mutants cuda clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z]*\):.*##/\1\t/p' Makefile
@@ -35,11 +35,11 @@ test: install  ## all tests; ARGS="-k name" selects
 	@tools/browser.sh
 	$(RUN)/python -m pytest $(ARGS)
 
-lint: $(STAMP)  ## style and types; `make format` repairs most of it
-	@status=0; \
-	for check in "ruff check ." "ruff format --check ." mypy "clang-format --dry-run -Werror $(CPP)"; do \
-	    $(RUN)/$$check || status=1; \
-	done; exit $$status
+lint: $(STAMP)  ## style, types and spelling (.pre-commit-config.yaml); `make format` repairs most of it
+	VENV=$(VENV) $(RUN)/pre-commit run --all-files
+
+hooks: $(STAMP)  ## `make lint` before each commit, on what the commit changes
+	$(RUN)/pre-commit install
 
 tidy: $(STAMP)  ## facts about the tree (tests/tidy)
 	$(RUN)/python -m pytest -q tests/tidy
@@ -65,6 +65,13 @@ smoke: bench  ## all benchmarks in small: do they still run?
 
 sanitize: $(STAMP)  ## C++ tests under address, undefined and thread sanitizers
 	$(RUN)/python tools/sanitize.py $(ARGS)
+
+SECONDS ?= 600
+explore: install  ## looks for faults of the protocol in new random programs; SECONDS=600
+	$(RUN)/python tools/explore.py --seconds $(SECONDS) $(ARGS)
+
+mutants: $(STAMP)  ## single faults put into the source: which test notices each; ARGS="part of a name"
+	$(RUN)/python tools/mutants.py $(ARGS)
 
 third-party/nvshmem:
 	./install_nvshmem.sh

@@ -76,8 +76,8 @@ def host_module() -> Module:
         raise SetupError(
             f"C++ compiler {compiler[0]!r} not found. Install g++ 12 or newer, or set CXX."
         )
-    sources = [CSRC / "bindings.cpp"]
-    for folder in ("runtime", "device/host", "transport/host"):
+    sources: list[Path] = []
+    for folder in ("bindings", "runtime", "device/host", "transport/host"):
         sources += sorted((CSRC / folder).glob("*.cpp")) + sorted((CSRC / folder).glob("*.S"))
     flags = ["-std=c++20", "-O3", "-fPIC", "-fvisibility=hidden", "-pthread", "-Wall", "-Wextra"]
     # GCC 12 takes fright at `"text" + std::string` (its bug 105651); clang does not know the word.

@@ -203,6 +203,49 @@ def alarm_table(healthy: Sequence[Result]) -> Table:
     )
 
 
+def waits_tables(runs: Sequence[Result]) -> list[Table]:
+    """Waiting alone: false alarms on healthy runs, and what is found, by group."""
+    shapes = list(by(runs, "shape"))
+    healthy = [r for r in runs if not r.task.cell.effect_us]
+    alarms = []
+    for family, results in by(healthy, "family").items():
+        for judge in generated.WAITS_JUDGES:
+            for what in (judge, f"{judge}{generated.IN_DEMAND}"):
+                counts = [_of(select(results, shape=s), what) for s in shapes]
+                if what == judge or counts != [
+                    _of(select(results, shape=s), judge) for s in shapes
+                ]:
+                    alarms.append([family, what, *counts])
+    found = []
+    for name, of_name in by([r for r in runs if r.task.cell.effect_us], "scenario").items():
+        for effect_us, results in by(of_name, "effect_us").items():
+            for judge in generated.WAITS_JUDGES:
+                cells = []
+                for shape in shapes:
+                    of = select(results, shape=shape)
+                    right = sum(r.scores[judge].right for r in of)
+                    cells.append(f"{right} / {_of(of, judge)}" if of else "-")
+                found.append([f"{name} of {effect_us:g} us", judge, *cells])
+    return [
+        Table(
+            "Waiting alone: healthy runs in which anybody is named",
+            ["machine", "judge", *shapes],
+            alarms,
+            "Judged whenever a window has ended, from the fifth on. Ranks whose experts truly are in demand count only "
+            "where it says so.",
+        ),
+        Table(
+            "Waiting alone: runs in which the cause is named, by class and subject / anybody else is",
+            ["fault", "judge", *shapes],
+            found,
+        ),
+    ]
+
+
+def _of(results: Sequence[Result], judge: str) -> str:
+    return f"{_alarms(results, judge)} of {_windows(results)}" if results else "-"
+
+
 def _surroundings(results: Sequence[Result]) -> dict[str, list[Result]]:
     """By what is not usual about the cell."""
     groups: dict[str, list[Result]] = defaultdict(list)

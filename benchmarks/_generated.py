@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 from _scenarios import (
     SCENARIOS,
     TOKENS_PER_RANK,
@@ -16,20 +17,25 @@ from _scenarios import (
     grade_subjects,
     meant,
 )
-from generator import Window, simulate_windows
-from generator_faults import Key, Truth
 
 from deep_ep import diagnose
 from deep_ep.diagnose.analyze.waits_only.judge import judge_waits
+from deep_ep.diagnose.analyze.waits_only.lasting import LEAST_WINDOWS, MOST_WINDOWS
+from deep_ep.diagnose.collect.rank_summary import summarize
 from deep_ep.diagnose.compat import Diagnose
+from deep_ep.diagnose.core.diagnosis import IntArray
+from generator import Window, simulate_windows
+from generator.faults import Key, Truth
 
 OURS, MEAN_NORMALISED, WAITS_ONLY = "deep_ep", "mean-normalised rule", "waits only"
 JUDGES = (OURS, MEAN_NORMALISED, WAITS_ONLY)
 KINDS = ("dispatch", "combine")
 # Lengths of windows, dispatches and combines counted together, for "until the first right verdict".
 LENGTHS = (8, 16, 24, 32, 48, 64, 96, 128)
-# The waits-only method gets the floor that ours has on GPUs.
-_FLOOR_NS = 3_000.0
+# Operations of each kind in a window of waits.
+WAITS_OPERATIONS = 32
+HOSTS_UNKNOWN, IN_DEMAND = "waits only, hosts unknown", ", ranks in demand too"
+WAITS_JUDGES = (WAITS_ONLY, HOSTS_UNKNOWN, MEAN_NORMALISED)
 _WRONG_SHOWN = 3
 
 Named = frozenset[Key]
@@ -91,14 +97,19 @@ def windows(task: Task, num_operations: int) -> Sequence[Window]:
 
 def ours(window: Window) -> diagnose.Diagnosis:
     """All that users get from stamps, without a history."""
-    return diagnose.judge(diagnose.gather([diagnose.summarize(s) for s in window.snapshots]))
+    return diagnose.judge(diagnose.gather([summarize(s) for s in window.snapshots]))
 
 
 def mean_normalised(window: Window, _per_node: int) -> Named:
+    """The rule on the sums of the window."""
+    return _by_mean(window.wait_matrix(kind) for kind in KINDS)
+
+
+def _by_mean(matrices: Iterable[IntArray]) -> Named:
     """Column: late rank. Row: receiver. Point: path."""
     named: set[Key] = set()
-    for kind in KINDS:
-        found = Diagnose.diagnose_matrix(window.wait_matrix(kind))
+    for matrix in matrices:
+        found = Diagnose.diagnose_matrix(matrix)
         named |= {(diagnose.COMP_SLOW, int(column)) for column, *_ in found["abnormal_cols"]}
         named |= {(diagnose.MIXED_SLOW, int(row)) for row, *_ in found["abnormal_rows"]}
         named |= {
@@ -109,20 +120,55 @@ def mean_normalised(window: Window, _per_node: int) -> Named:
 
 
 def waits_only(window: Window, per_node: int) -> Named:
-    """Sums of waiting, with host names, number of operations and our floor."""
-    num_ranks = len(window.wait_matrix(KINDS[0]))
-    hosts = [f"host{rank // per_node}" for rank in range(num_ranks)]
-    named: set[Key] = set()
-    for kind in KINDS:
-        found = judge_waits(
-            window.wait_matrix(kind),
-            operation=kind,
-            hosts=hosts,
-            operations=window.num_operations // len(KINDS),
-            delta_ns=_FLOOR_NS,
-        )
-        named |= found.keys
-    return frozenset(named)
+    """Sums of waiting over equal parts of the window, with number of operations."""
+    parts = np.linspace(0, window.num_operations, MOST_WINDOWS + 1).astype(int)
+    operations = window.num_operations // len(KINDS) // MOST_WINDOWS
+    ends = parts // len(KINDS) * len(KINDS)
+    return _lasting(_parts(window, ends), per_node, True, operations)
+
+
+def _parts(window: Window, ends: npt.NDArray[np.int64]) -> dict[str, IntArray]:
+    """By kind [k, receiver, source], what was waited from one end to the next."""
+    totals = [window.first(int(end)) for end in ends]
+    return {kind: np.diff([t.wait_matrix(kind) for t in totals], axis=0) for kind in KINDS}
+
+
+def _lasting(
+    parts: dict[str, IntArray],
+    per_node: int,
+    hosts_known: bool,
+    operations: int = WAITS_OPERATIONS,
+) -> Named:
+    num_ranks = parts[KINDS[0]].shape[-1]
+    hosts = [f"host{rank // per_node}" for rank in range(num_ranks)] if hosts_known else None
+    return frozenset(judge_waits(parts, hosts=hosts, operations=operations).keys)
+
+
+def waits_runs(task: Task) -> Result:
+    """Runs of windows as programs sample them, judged by waiting alone whenever one has ended."""
+    result = Result(task)
+    length = WAITS_OPERATIONS * len(KINDS)
+    per_node = task.cell.group.per_node
+    for window in windows(task, task.cell.num_operations):
+        parts = _parts(window, np.arange(0, task.cell.num_operations + 1, length))
+        num_windows = task.cell.num_operations // length
+        judged: dict[str, list[Named]] = {judge: [] for judge in WAITS_JUDGES}
+        for end in range(LEAST_WINDOWS, num_windows + 1):
+            latest = {k: w[max(0, end - MOST_WINDOWS) : end] for k, w in parts.items()}
+            judged[WAITS_ONLY].append(_lasting(latest, per_node, True))
+            judged[HOSTS_UNKNOWN].append(_lasting(latest, per_node, False))
+            judged[MEAN_NORMALISED].append(_by_mean(w.sum(axis=0) for w in latest.values()))
+        demanded = {subject for _, subject in window.truth.tolerated}
+        for judge, named in judged.items():
+            others = frozenset().union(*named) - window.truth.keys
+            for what, wrong in (
+                (judge, any(subject not in demanded for _, subject in others)),
+                (f"{judge}{IN_DEMAND}", bool(others)),
+            ):
+                result.alarms[what] = result.alarms.get(what, 0) + wrong
+            score = grade(named[-1], window.truth)
+            result.scores[judge] = result.scores.get(judge, Score()) + score
+    return result
 
 
 OTHERS: dict[str, Callable[[Window, int], Named]] = {

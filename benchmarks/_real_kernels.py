@@ -23,7 +23,7 @@ from _tables import Table, write_markdown
 from rich.console import Console
 
 from deep_ep import faults
-from deep_ep.diagnose.storage import diagnosis_log as records
+from deep_ep.diagnose.storage import diagnosis_log
 from deep_ep.errors import EPArgumentError
 
 PROGRAM = Path(__file__).resolve().with_name("_exchange_program.py")
@@ -159,7 +159,7 @@ def carry_out(run: Run) -> Outcome:
                 timeout=_TIMEOUT_S,
                 check=False,
             )
-            found = records.read(folder) if done.returncode == 0 else []
+            found = diagnosis_log.read(folder) if done.returncode == 0 else []
         except (subprocess.TimeoutExpired, EPArgumentError) as error:
             return Outcome(run, missed_all, said=[str(error)])
     if done.returncode:

@@ -14,7 +14,9 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "diagnose"))
 
-from generator_faults import (  # noqa: E402
+from deep_ep.diagnose import COMP_SLOW, MIXED_SLOW, Verdict
+from deep_ep.faults import HotRank, SlowPath, SlowRank  # noqa: E402
+from generator.faults import (  # noqa: E402
     EarlyRank,
     GeneratorFault,
     IntermittentRank,
@@ -31,10 +33,7 @@ from generator_faults import (  # noqa: E402
     SlowUplink,
     Truth,
 )
-from generator_machines import CLUSTER, Machine, StampRule  # noqa: E402
-
-from deep_ep.diagnose import COMP_SLOW, MIXED_SLOW, Verdict  # noqa: E402
-from deep_ep.faults import HotRank, SlowPath, SlowRank  # noqa: E402
+from generator.machines import CLUSTER, Machine, StampRule  # noqa: E402
 
 TOKENS_PER_RANK = 1024
 # Windows of one cell take seeds next to each other; no cell needs more.
@@ -75,14 +74,18 @@ SHAPES = {
     shape.text: shape
     for shape in (
         Shape(1, 2),
+        Shape(1, 3),
         Shape(1, 4),
         Shape(1, 8),
+        Shape(1, 16),
         Shape(8, 1),
         Shape(3, 4),
         Shape(2, 8),
+        Shape(4, 8),
         Shape(6, 8),
         Shape(8, 8),
         Shape(1, 72),
+        Shape(16, 8),
         Shape(18, 8),
     )
 }

@@ -41,9 +41,10 @@ class Rank:
 
     def __init__(self, native: Any, rank: int, args: argparse.Namespace) -> None:
         self.args = args
+        self.phase_send = native.PHASE_SEND
         num_local_experts = args.num_experts // args.num_ranks
         num_rows = num_local_experts * args.num_ranks * args.num_tokens
-        num_scales = args.hidden // 128
+        num_scales = args.hidden // native.CHANNELS_PER_SCALE
         self.runtime = native.Runtime(
             rank=rank,
             num_ranks=args.num_ranks,
@@ -71,7 +72,14 @@ class Rank:
         self.recv_x = (ctypes.c_uint8 * (num_rows * args.hidden))()
         self.recv_scales = (ctypes.c_float * (num_rows * num_scales))()
         self.recv_count = (ctypes.c_int32 * num_local_experts)()
-        self.src_info = (ctypes.c_int32 * (2 * num_rows))()  # source tokens, then their slots
+        num_words = self.runtime.handle_words(
+            num_max_dispatch_tokens_per_rank=args.num_tokens,
+            hidden=args.hidden,
+            num_experts=args.num_experts,
+            num_tokens=args.num_tokens,
+            num_topk=args.num_topk,
+        )
+        self.src_info = (ctypes.c_int32 * num_words)()
         self.layout_range = (ctypes.c_int64 * (num_local_experts * args.num_ranks))()
         self.ys = (ctypes.c_uint16 * (num_rows * args.hidden))()
         self.out = (ctypes.c_uint16 * (args.num_tokens * args.hidden))()
@@ -81,9 +89,7 @@ class Rank:
             memory = (
                 (ctypes.c_int64 * (len(native.COUNTER_FIELDS) * args.num_ranks))(),
                 (ctypes.c_int64 * len(native.OWN_FIELDS))(),
-                (
-                    ctypes.c_int64 * (capacity * (args.num_ranks + 1) * len(native.RING_OWN_FIELDS))
-                )(),
+                (ctypes.c_int64 * (capacity * (args.num_ranks + 1) * native.NUM_RING_FIELDS))(),
             )
             self.counters[operation] = (memory, capacity)
 
@@ -121,20 +127,25 @@ class Rank:
         )
 
     def combine(self, phases: int) -> None:
-        """One phase of a combine."""
+        """One phase of a combine; before the first, the look at the handle that `Buffer` takes."""
         args = self.args
+        common = {
+            "topk_idx": ctypes.addressof(self.topk_idx),
+            "src_info": ctypes.addressof(self.src_info),
+            "layout_range": ctypes.addressof(self.layout_range),
+            "num_tokens": args.num_tokens,
+            "hidden": args.hidden,
+            "num_topk": args.num_topk,
+            "num_max_dispatch_tokens_per_rank": args.num_tokens,
+            "num_experts": args.num_experts,
+        }
+        if phases & self.phase_send and self.runtime.find_handle_fault(**common) is not None:
+            raise SystemExit("the handle is refused")
         self.runtime.low_latency_combine(
+            **common,
             x=ctypes.addressof(self.ys),
-            topk_idx=ctypes.addressof(self.topk_idx),
             topk_weights=ctypes.addressof(self.weights),
-            src_info=ctypes.addressof(self.src_info),
-            layout_range=ctypes.addressof(self.layout_range),
             out=ctypes.addressof(self.out),
-            num_tokens=args.num_tokens,
-            hidden=args.hidden,
-            num_topk=args.num_topk,
-            num_max_dispatch_tokens_per_rank=args.num_tokens,
-            num_experts=args.num_experts,
             use_logfmt=False,
             zero_copy=False,
             wait_stats=0,

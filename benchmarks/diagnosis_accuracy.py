@@ -59,7 +59,19 @@ from _scenarios import (  # noqa: E402
 from _tables import Table, write_markdown  # noqa: E402
 from rich.console import Console  # noqa: E402
 
-_WINDOWS_PER_TASK = {2: 500, 4: 250, 8: 200, 12: 100, 16: 100, 48: 15, 64: 10, 72: 8, 144: 2}
+_WINDOWS_PER_TASK = {
+    2: 500,
+    3: 300,
+    4: 250,
+    8: 200,
+    12: 100,
+    16: 100,
+    32: 30,
+    48: 15,
+    64: 10,
+    72: 8,
+}
+_WINDOWS_PER_TASK |= {128: 2, 144: 2}
 _WRONG_SHOWN = 12
 
 
@@ -106,6 +118,20 @@ _MANY = {"1x2": 100, "1x4": 300, "1x8": 400, "8x1": 100, "3x4": 150, "2x8": 150}
 _MANY |= {"6x8": 10, "8x8": 6, "1x72": 5, "18x8": 2}
 _FEW = {"1x2": 20, "1x4": 20, "1x8": 20, "8x1": 20, "3x4": 16, "2x8": 12}
 _FEW |= {"6x8": 3, "8x8": 3, "1x72": 2, "18x8": 1}
+# Runs of twenty windows of 64 operations for waiting alone.
+_WAITS_OPERATIONS = 1280
+_WAITS_HEALTHY = {
+    "1x2": 10,
+    "1x3": 10,
+    "1x4": 10,
+    "1x8": 20,
+    "8x1": 10,
+    "3x4": 10,
+    "1x16": 10,
+    "2x8": 10,
+}
+_WAITS_HEALTHY |= {"4x8": 4, "8x8": 1, "16x8": 1}
+_WAITS_FAULTY = {"1x4": 5, "1x8": 20, "1x16": 10, "2x8": 10, "4x8": 4, "8x8": 1, "16x8": 1}
 
 
 def _some(windows: int, *shapes: str) -> dict[str, int]:
@@ -119,7 +145,7 @@ FULL = {
         Part(
             _SIDES,
             (20.0, 50.0, 200.0, 2000.0),
-            _some(8, "1x4", "1x8", "3x4", "2x8", "6x8"),
+            _some(8, "1x2", "1x4", "1x8", "3x4", "2x8", "6x8"),
             clocks=list(CLOCKS),
         )
     ],
@@ -137,6 +163,23 @@ FULL = {
         Part((HEALTHY,), (0.0,), _MANY, families=list(FAMILIES)),
         Part((HEALTHY,), (0.0,), _MANY, clocks=_AGED),
         Part((HEALTHY,), (0.0,), _some(50, "1x8", "3x4", "2x8"), stamps=(ALL_HEADERS,)),
+    ],
+    "waits": [
+        Part(
+            (HEALTHY,),
+            (0.0,),
+            _WAITS_HEALTHY,
+            families=list(FAMILIES),
+            num_operations=_WAITS_OPERATIONS,
+            run=generated.waits_runs,
+        ),
+        Part(
+            (LATE, PATH, "slow egress", "early rank"),
+            (20.0, 50.0, 200.0),
+            _WAITS_FAULTY,
+            num_operations=_WAITS_OPERATIONS,
+            run=generated.waits_runs,
+        ),
     ],
     "first": [
         Part(
@@ -158,6 +201,16 @@ QUICK = {
     "healthy": [
         Part((HEALTHY,), (0.0,), _some(20, *_QUICK_SHAPES), families=list(FAMILIES)),
         Part((HEALTHY,), (0.0,), _some(20, *_QUICK_SHAPES), clocks=_AGED),
+    ],
+    "waits": [
+        Part(
+            scenarios,
+            (effect_us,),
+            _some(2, *_QUICK_SHAPES),
+            num_operations=_WAITS_OPERATIONS,
+            run=generated.waits_runs,
+        )
+        for scenarios, effect_us in (((HEALTHY,), 0.0), ((LATE, PATH), 50.0))
     ],
     "first": [
         Part((LATE, PATH), (50.0,), _some(3, *_QUICK_SHAPES), run=generated.first_right_verdicts)
@@ -298,6 +351,8 @@ def all_tables(results: dict[str, list[Result]]) -> list[Table]:
         made.append(tables.interval_table("family", results["families"]))
     if results["healthy"]:
         made.append(tables.alarm_table(results["healthy"]))
+    if results["waits"]:
+        made += tables.waits_tables(results["waits"])
     if results["first"]:
         made.append(tables.operations_table(results["first"]))
     return [*made, tables.aim_table(results)]

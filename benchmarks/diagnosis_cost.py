@@ -32,12 +32,13 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "diagnose"), str(ROOT / "benchma
 
 import numpy as np  # noqa: E402
 from _tables import Table, write_markdown  # noqa: E402
-from generator import simulate_windows  # noqa: E402
-from generator_machines import GPU  # noqa: E402
 from rich.console import Console  # noqa: E402
 
 from deep_ep import diagnose  # noqa: E402
+from deep_ep.diagnose.collect.rank_summary import Summary, summarize  # noqa: E402
 from deep_ep.faults import HotRank, SlowPath, SlowRank  # noqa: E402
+from generator import simulate_windows  # noqa: E402
+from generator.machines import GPU  # noqa: E402
 
 KINDS = ("dispatch", "combine")
 FAULTS = [SlowRank(3, 30e-6), SlowPath(1, 5, 30e-6), HotRank(6, 2.0)]
@@ -59,7 +60,7 @@ class Subject:
     """
 
     snapshot: diagnose.Snapshot
-    summaries: list[diagnose.Summary]
+    summaries: list[Summary]
     waits: list[list[list[float]]]
 
 
@@ -116,7 +117,7 @@ def make_subject(num_ranks: int) -> Subject:
     )
     return Subject(
         snapshot=window.snapshot(0),
-        summaries=[diagnose.summarize(window.snapshot(rank)) for rank in range(num_ranks)],
+        summaries=[summarize(window.snapshot(rank)) for rank in range(num_ranks)],
         waits=[window.wait_matrix(kind).astype(np.float64).tolist() for kind in KINDS],
     )
 
@@ -149,7 +150,7 @@ def measure(num_ranks: int, args: argparse.Namespace) -> Cost:
     for _ in range(repetitions):
         judge_s.append(timed(judge))
         loops_s.append(timed(loops))
-        summarize_s.append(timed(lambda: diagnose.summarize(subject.snapshot)))
+        summarize_s.append(timed(lambda: summarize(subject.snapshot)))
     tracemalloc.start()
     judge()
     _, peak_bytes = tracemalloc.get_traced_memory()

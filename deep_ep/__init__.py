@@ -6,7 +6,7 @@ Importing needs no GPU and touches none; the backend is chosen when the first `B
 
 from __future__ import annotations
 
-from deep_ep import errors, group, utils
+from deep_ep import env, errors, group, utils, watchers
 from deep_ep.buffer import Buffer
 from deep_ep.config import Config, topk_idx_t
 from deep_ep.counters import CounterSnapshot, RecvCounters
@@ -14,6 +14,7 @@ from deep_ep.errors import (
     EPArgumentError,
     EPError,
     EPNotBuiltError,
+    EPRankGoneError,
     EPTimeoutError,
     EPTransportError,
     EPTypeError,
@@ -21,6 +22,18 @@ from deep_ep.errors import (
     EPUsageError,
 )
 from deep_ep.event import EventHandle, EventOverlap
+
+
+def _compare_ranks(
+    buffer: Buffer, ranks: group.Group, when: env.Diagnose
+) -> watchers.Watcher | None:
+    """The one place where the package knows `deep_ep.diagnose`; imported where it is asked for."""
+    from deep_ep.diagnose.live import monitor
+
+    return monitor.start(buffer, ranks, when)
+
+
+watchers.register(_compare_ranks)
 
 __version__ = "1.2.1+diagnose.1"
 
@@ -31,6 +44,7 @@ __all__ = [
     "EPArgumentError",
     "EPError",
     "EPNotBuiltError",
+    "EPRankGoneError",
     "EPTimeoutError",
     "EPTransportError",
     "EPTypeError",

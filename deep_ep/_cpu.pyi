@@ -1,4 +1,7 @@
-"""The native module of the cpu backend. All arguments are keywords; pointers are ints, 0 = absent."""
+"""The native module of the cpu backend. All arguments are keywords; pointers are ints, 0 = absent.
+
+tools/stub.py writes the calls that csrc/kernels/calls.def and csrc/runtime/options.def list.
+"""
 
 from typing import Any
 
@@ -6,11 +9,19 @@ COUNTER_FIELDS: list[str]
 OWN_FIELDS: list[str]
 RING_SOURCE_FIELDS: list[str]
 RING_OWN_FIELDS: list[str]
+NUM_RING_FIELDS: int
+OPERATIONS: list[str]
+FAILURE_KINDS: list[str]
+HANDLE_FAULTS: list[str]
 MAX_EXPERTS: int
 MAX_TOPK: int
 MAX_TOKENS: int
+MAX_HOST_THREADS: int
 PHASE_SEND: int
 PHASE_RECEIVE: int
+CHANNELS_PER_SCALE: int
+LOGFMT_GROUP: int
+BUFFER_ALIGNMENT: int
 
 def device_count() -> int: ...
 def low_latency_rdma_size_hint(
@@ -22,6 +33,33 @@ class Block:
 
 class HostPool:
     def take(self, num_bytes: int) -> Block: ...
+
+class RankDied(BaseException):
+    """A simulated rank has died where it stood."""
+
+class Simulation:
+    """Ranks of one process in virtual time, one at a time; csrc/device/host/simulation.h."""
+
+    def __init__(
+        self,
+        *,
+        num_ranks: int,
+        ranks_per_node: int,
+        seed: int,
+        points_per_step: int,
+        step_ns: int,
+        shortest_delivery_ns: int,
+        longest_delivery_ns: int,
+        end_ns: int,
+    ) -> None: ...
+    def enter(self, rank: int) -> None: ...
+    def leave(self) -> None: ...
+    def now_ns(self) -> int: ...
+    def has_ended(self) -> bool: ...
+    def sleep(self, ns: int) -> None: ...
+    def stop_after(self, points: int, ns: int) -> None: ...
+    def has_stopped(self) -> bool: ...
+    def die_after(self, points: int) -> None: ...
 
 class Runtime:
     def __init__(
@@ -36,9 +74,10 @@ class Runtime:
         timeout_ns: int,
         ranks_per_node: int,
         device_index: int,
-        allow_nvlink: bool = True,
-        clock: str = "rank",
-        clock_interval_ns: int = 0,
+        allow_nvlink: bool = ...,
+        clock: str = ...,
+        clock_interval_ns: int = ...,
+        verify: bool = ...,
     ) -> None: ...
     def local_handle(self) -> bytes: ...
     def connect(self, handles: list[bytes]) -> None: ...
@@ -49,50 +88,75 @@ class Runtime:
     def low_latency_dispatch(
         self,
         *,
-        x: int,
-        num_tokens: int,
-        hidden: int,
-        topk_idx: int,
-        num_topk: int,
         num_max_dispatch_tokens_per_rank: int,
+        hidden: int,
         num_experts: int,
-        use_fp8: bool,
-        round_scale: bool,
-        use_ue8m0: bool,
+        num_tokens: int,
+        num_topk: int,
+        topk_idx: int,
+        src_info: int,
+        layout_range: int,
+        x: int,
         recv_x: int,
         recv_scales: int,
         recv_count: int,
-        src_info: int,
-        layout_range: int,
         cumulative_local_expert_recv_stats: int,
+        use_fp8: bool,
+        round_scale: bool,
+        use_ue8m0: bool,
         wait_stats: int,
         counters: tuple[int, int, int, int],
-        phases: int,
+        phases: int = ...,
         stream: int,
     ) -> None: ...
     def low_latency_combine(
         self,
         *,
-        x: int,
+        num_max_dispatch_tokens_per_rank: int,
+        hidden: int,
+        num_experts: int,
+        num_tokens: int,
+        num_topk: int,
         topk_idx: int,
-        topk_weights: int,
         src_info: int,
         layout_range: int,
+        x: int,
+        topk_weights: int,
         out: int,
-        num_tokens: int,
-        hidden: int,
-        num_topk: int,
-        num_max_dispatch_tokens_per_rank: int,
-        num_experts: int,
         use_logfmt: bool,
         zero_copy: bool,
         wait_stats: int,
         counters: tuple[int, int, int, int],
-        phases: int,
+        phases: int = ...,
         stream: int,
     ) -> None: ...
+    def handle_words(
+        self,
+        *,
+        num_max_dispatch_tokens_per_rank: int,
+        hidden: int,
+        num_experts: int,
+        num_tokens: int,
+        num_topk: int,
+    ) -> int: ...
+    def find_handle_fault(
+        self,
+        *,
+        num_max_dispatch_tokens_per_rank: int,
+        hidden: int,
+        num_experts: int,
+        num_tokens: int,
+        num_topk: int,
+        topk_idx: int,
+        src_info: int,
+        layout_range: int,
+    ) -> tuple[str, int, int, int] | None: ...
     def next_combine_buffer(
-        self, *, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int
+        self,
+        *,
+        num_max_dispatch_tokens_per_rank: int,
+        hidden: int,
+        num_experts: int,
     ) -> tuple[int, int]: ...
     def clean_low_latency_buffer(self, *, stream: int = 0) -> None: ...
     def barrier(self, *, stream: int = 0) -> None: ...
@@ -115,6 +179,9 @@ class Runtime:
         stream: int,
     ) -> None: ...
     def take_failure(self) -> dict[str, Any] | None: ...
+    def mark_gone(self, rank: int) -> None: ...
+    def give_up(self, op: int) -> None: ...
+    def progress(self) -> dict[str, Any]: ...
     def delay(self, ns: int) -> None: ...
     def set_path_fault(self, *, dst: int, delay_ns: int, bytes_per_s: float) -> None: ...
     def set_clock_fault(self, *, offset_ns: int, drift_ppm: float) -> None: ...

@@ -38,11 +38,15 @@ class Binding(Protocol):
     OWN_FIELDS: list[str]
     RING_SOURCE_FIELDS: list[str]
     RING_OWN_FIELDS: list[str]
+    NUM_RING_FIELDS: int
     MAX_EXPERTS: int
     MAX_TOPK: int
     MAX_TOKENS: int
+    MAX_HOST_THREADS: int
     PHASE_SEND: int
     PHASE_RECEIVE: int
+    CHANNELS_PER_SCALE: int
+    BUFFER_ALIGNMENT: int
     Runtime: type[Runtime]
     HostPool: type[HostPool]
 
@@ -167,7 +171,7 @@ class CpuBackend:
         self, needs_rdma: bool, allow_nvlink: bool, allow_mnnvl: bool, **options: Any
     ) -> Runtime:
         schedule, delivery = env.schedule(), env.delivery()
-        blocks, warps = env.launch_shape()
+        blocks, warps = env.launch_shape(self.binding.MAX_HOST_THREADS)
         runtime = self.binding.Runtime(
             allow_nvlink=allow_nvlink,
             clock=env.cpu_clock(),

@@ -181,7 +181,7 @@ class DeviceCopier:
 
     @contextlib.contextmanager
     def _aside(self) -> Iterator[None]:
-        with _ignoring_captures(), torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+        with ignoring_captures(), torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             yield
 
 
@@ -204,20 +204,20 @@ def _side_stream(device_index: int) -> torch.cuda.Stream:
     handle = ctypes.c_void_p()
     with torch.cuda.device(device_index):
         torch.cuda.current_stream().query()  # makes the context current in this thread
-        _check(_driver().cuStreamCreate(ctypes.byref(handle), non_blocking), "cuStreamCreate")
+        _check(driver().cuStreamCreate(ctypes.byref(handle), non_blocking), "cuStreamCreate")
         stream: torch.cuda.Stream = torch.cuda.ExternalStream(handle.value)  # type: ignore[no-untyped-call]
         return stream
 
 
 @contextlib.contextmanager
-def _ignoring_captures() -> Iterator[None]:
+def ignoring_captures() -> Iterator[None]:
     """Lets this thread wait for its own events while others capture.
 
     A capture in global mode, torch's default, forbids that to all threads but those that say that
     they know what they do, and breaks when they do it all the same.
     """
     mode = ctypes.c_int(2)  # CU_STREAM_CAPTURE_MODE_RELAXED
-    exchange = _driver().cuThreadExchangeStreamCaptureMode
+    exchange = driver().cuThreadExchangeStreamCaptureMode
     _check(exchange(ctypes.byref(mode)), "cuThreadExchangeStreamCaptureMode")
     try:
         yield
@@ -226,7 +226,8 @@ def _ignoring_captures() -> Iterator[None]:
 
 
 @functools.cache
-def _driver() -> ctypes.CDLL:
+def driver() -> ctypes.CDLL:
+    """The CUDA driver's library."""
     return ctypes.CDLL("libcuda.so.1")
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from deep_ep import backend
+from deep_ep import backend, stamps
 from deep_ep.copier import DeviceCopier, HostCopier, Reading, copy_between_operations
 from deep_ep.errors import EPArgumentError
 
@@ -47,8 +47,8 @@ class CounterSnapshot:
         ring_own_fields: the same for this rank's own row, the last one.
         totals: `[len(fields), num_ranks]` int64, per source rank; nanoseconds where the name ends in `_ns`.
         own: `[len(own_fields)]` int64, of this rank.
-        ring: `[capacity, num_ranks + 1, 6]` int64, the raw times of recent operations, ascending by
-            operation number after `operations()`; unused slots are zeros.
+        ring: `[capacity, num_ranks + 1, num_ring_fields]` int64, the raw times of recent operations,
+            ascending by operation number after `operations()`; unused slots are zeros.
         lost: largest operation number whose slot was overwritten while it was copied; 0: none.
         estimated: fields that `until` could not roll back exactly.
     """
@@ -98,7 +98,7 @@ class CounterSnapshot:
         return int(self.own[self.own_fields.index(field)])
 
     def operations(self) -> Int64Array:
-        """The used ring slots in order of operation: `[n, num_ranks + 1, 6]` int64."""
+        """The used ring slots in order of operation: `[n, num_ranks + 1, num_ring_fields]` int64."""
         ops = self._ring_ops()
         order = np.argsort(ops, kind="stable")
         used: Int64Array = self.ring[order[ops[order] > 0]]
@@ -208,10 +208,10 @@ class CounterSnapshot:
     def _counted(
         self, slots: Int64Array, rank: int | None
     ) -> tuple[dict[str, Int64Array], dict[str, int]]:
-        """What operations added to the counters, from their raw times: as in kernels/counters.cuh.
+        """What operations added to the counters, from their raw times.
 
         Args:
-            slots: `[n, num_ranks + 1, 6]`, n >= 1.
+            slots: `[n, num_ranks + 1, num_ring_fields]`, n >= 1.
             rank: whose counters these are.
         """
         entered, issued, arrival, tokens = (
@@ -222,39 +222,18 @@ class CounterSnapshot:
             slots[:, -1, self.ring_own_fields.index(name)]
             for name in ("wait_begin", "exit", "previous_exit")
         )
-        start = begin[:, None]
-        end = np.maximum(arrival, start)
-        cut_entered = np.clip(entered, start, end)
-        cut_issued = np.clip(np.maximum(issued, entered), start, end)
-        last = np.argmax(arrival, axis=1)
-        in_order = np.sort(end, axis=1)
-        ready = in_order[:, -1]
-        runner_up = in_order[:, -2] if self.num_ranks > 1 else begin
-        critical_ops, critical_ns = np.zeros((2, self.num_ranks), dtype=np.int64)
-        waited = ready > begin
-        np.add.at(critical_ops, last[waited], 1)
-        np.add.at(critical_ns, last[waited], (ready - runner_up)[waited])
-        sources = {
-            "ops": np.full(self.num_ranks, slots.shape[0], dtype=np.int64),
-            "tokens": tokens.sum(axis=0),
-            "wait_ns": (end - start).sum(axis=0),
-            "late_ns": (cut_entered - start).sum(axis=0),
-            "issue_ns": (cut_issued - cut_entered).sum(axis=0),
-            "path_ns": (end - cut_issued).sum(axis=0),
-            "slack_ns": np.maximum(start - issued, 0).sum(axis=0),
-            "critical_ops": critical_ops,
-            "critical_ns": critical_ns,
-        }
-        own = {
-            "ops": slots.shape[0],
-            "wait_ns": int((ready - begin).sum()),
-            "drain_ns": int((leave - ready).sum()),
-        }
-        if rank is not None and "sent" in self.ring_own_fields:
-            sent = slots[:, -1, self.ring_own_fields.index("sent")]
-            own["send_ns"] = int(np.maximum(sent - entered[:, rank], 0).sum())
+        added = stamps.source_counters(entered, issued, arrival, begin)
+        sources = {name: values.sum(axis=0) for name, values in added.items()}
+        sources["ops"] = np.full(self.num_ranks, slots.shape[0], dtype=np.int64)
+        sources["tokens"] = tokens.sum(axis=0)
+        own_added = stamps.own_counters(arrival, begin, leave)
         if rank is not None:
-            own["gap_ns"] = int((entered[:, rank] - previous)[previous != 0].sum())
+            own_added["gap_ns"] = stamps.gap(entered[:, rank], previous)
+            if "sent" in self.ring_own_fields:
+                sent = slots[:, -1, self.ring_own_fields.index("sent")]
+                own_added["send_ns"] = stamps.send(entered[:, rank], sent)
+        own = {name: int(values.sum()) for name, values in own_added.items()}
+        own["ops"] = slots.shape[0]
         return sources, own
 
     def __sub__(self, earlier: CounterSnapshot) -> CounterSnapshot:
@@ -276,7 +255,8 @@ class RecvCounters:
         capacity: operations the ring keeps; 0 = no ring.
         totals: `[num_fields, num_ranks]` int64, on the device.
         own: `[num_own_fields]` int64, on the device.
-        ring: `[capacity, num_ranks + 1, 6]` int64, on the device; slot = operation number % capacity.
+        ring: `[capacity, num_ranks + 1, num_ring_fields]` int64, on the device; slot = operation
+            number % capacity.
     """
 
     def __init__(
@@ -306,14 +286,13 @@ class RecvCounters:
         self.ring_own_fields = tuple(binding.RING_OWN_FIELDS)
         self.num_ranks = num_ranks
         self.capacity = ring
-        columns = max(len(self.ring_source_fields), len(self.ring_own_fields))
 
         def zeros(*shape: int) -> torch.Tensor:
             return torch.zeros(shape, dtype=torch.int64, device=where)
 
         self.totals = zeros(len(self.fields), num_ranks)
         self.own = zeros(len(self.own_fields))
-        self.ring = zeros(ring, num_ranks + 1, columns)
+        self.ring = zeros(ring, num_ranks + 1, binding.NUM_RING_FIELDS)
         self._lock = threading.Lock()
         self._made_copier: HostCopier | DeviceCopier | None = None
 

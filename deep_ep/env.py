@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -53,6 +54,12 @@ CLOCK_INTERVAL_S = Variable(
     "",
     "longest time between two measurements of clocks within operations, 0: none; unset: 20 on GPUs, "
     "0 on the cpu backend",
+)
+VERIFY = Variable(
+    "DEEP_EP_VERIFY",
+    "0 | 1",
+    "0",
+    "1: rows travel with their operation's number and a checksum, and are compared on arrival",
 )
 SCHEDULE = Variable(
     "DEEP_EP_SCHEDULE",
@@ -129,6 +136,7 @@ VARIABLES = (
     RANKS_PER_NODE,
     CPU_CLOCK,
     CLOCK_INTERVAL_S,
+    VERIFY,
     SCHEDULE,
     DELIVERY,
     LAUNCH_SHAPE,
@@ -229,6 +237,11 @@ def clock_interval_s(default: float) -> float:
     return _number(CLOCK_INTERVAL_S) if CLOCK_INTERVAL_S.text() else default
 
 
+def verify() -> bool:
+    """Whether rows are verified on arrival."""
+    return _choice(VERIFY, ("0", "1")) == "1"
+
+
 def schedule() -> Order:
     """Fiber schedule of the cpu backend."""
     return _order(SCHEDULE, "round-robin")
@@ -239,15 +252,23 @@ def delivery() -> Order:
     return _order(DELIVERY, "in-order")
 
 
-def launch_shape() -> tuple[int, int]:
-    """Blocks and warps per block on the cpu backend; `(0, 0)` is automatic."""
+def launch_shape(max_threads: int) -> tuple[int, int]:
+    """Blocks and warps per block on the cpu backend; `(0, 0)` is automatic.
+
+    Args:
+        max_threads: what a launch may have, 32 to a warp.
+    """
     text = LAUNCH_SHAPE.text()
     if not text:
         return 0, 0
-    blocks, separator, warps = text.partition("x")
-    if not (separator and blocks.isdecimal() and warps.isdecimal() and int(blocks) and int(warps)):
-        raise LAUNCH_SHAPE.error("BLOCKSxWARPS with two positive numbers, such as 4x8")
-    return int(blocks), int(warps)
+    given = re.fullmatch(r"([1-9]\d{0,8})x([1-9]\d?)", text, re.ASCII)
+    blocks, warps = (int(number) for number in given.groups()) if given else (0, 0)
+    if not 0 < warps <= 32 or blocks * warps * 32 > max_threads:
+        raise LAUNCH_SHAPE.error(
+            "BLOCKSxWARPS, such as 4x8, with at most 32 warps per block and "
+            f"{max_threads // 32} in all"
+        )
+    return blocks, warps
 
 
 def inject() -> str:
@@ -261,7 +282,7 @@ def diagnose() -> Diagnose:
     if text in ("0", "1"):
         return Diagnose("async", seconds=20.0) if text == "1" else Diagnose("off")
     mode, _, number = text.partition(":")
-    if mode == "sync" and number.isdecimal() and int(number):
+    if mode == "sync" and _is_number(number) and int(number):
         return Diagnose("sync", steps=int(number))
     with contextlib.suppress(ValueError):
         if mode == "async" and 0 < float(number) < 1e9:
@@ -310,9 +331,14 @@ def _choice(variable: Variable, allowed: tuple[str, ...]) -> str:
 
 def _positive_int(variable: Variable) -> int:
     text = variable.text()
-    if not text.isdecimal() or int(text) == 0:
-        raise variable.error("a positive integer")
+    if not _is_number(text) or int(text) == 0:
+        raise variable.error("a positive integer of at most 18 digits")
     return int(text)
+
+
+def _is_number(text: str) -> bool:
+    """Whether these are digits that fit every integer type they may come to."""
+    return re.fullmatch(r"\d{1,18}", text, re.ASCII) is not None
 
 
 def _number(variable: Variable, above: float | None = None) -> float:
@@ -332,6 +358,6 @@ def _order(variable: Variable, plain: str) -> Order:
     if text == plain:
         return Order(plain, 0)
     kind, _, seed = text.partition(":")
-    if kind != "random" or not seed.isdecimal():
-        raise variable.error(f"{plain} or random:SEED with a seed >= 0")
+    if kind != "random" or not _is_number(seed):
+        raise variable.error(f"{plain} or random:SEED with a seed >= 0 of at most 18 digits")
     return Order("random", int(seed))

@@ -1,4 +1,4 @@
-"""Every exception of the package, and how a failed operation becomes one.
+"""Every exception of the package.
 
 All of them are `RuntimeError`, because programs written for DeepEP catch that. A message has four
 parts: where, what was given, what is allowed, what to do.
@@ -42,12 +42,19 @@ class EPTransportError(EPError):
 class EPTimeoutError(EPError):
     """Some ranks did not show up in time. The buffer stays usable once all ranks call again.
 
+    Ranks that can reach each other agree on `missing_ranks` and what follows from `dead_ranks` on.
+
     Attributes:
-        missing_ranks: ranks that were waited for, ascending.
-        last_seen: number of the last operation in which each missing rank was seen (0: never).
+        missing_ranks: ranks that were waited for and did not wait themselves, ascending.
+        last_seen: number of the last operation in which each missing rank was seen (0: never), as far
+            as this rank can tell.
         operation: name of the operation that waited.
         op: its number, 1-based (0: not an operation of a buffer).
-        waited_s: how long this rank waited, seconds.
+        waited_s: how long this rank may wait, seconds.
+        dead_ranks: those of the missing ranks whose process, or host, is gone.
+        left_ranks: those that destroyed their buffer or ended in order.
+        waiting_ranks: ranks that wait for others themselves; none if rank 0 could not be asked.
+        broken_paths: if nobody is missing: (source, destination) where nothing arrived.
     """
 
     def __init__(
@@ -58,6 +65,10 @@ class EPTimeoutError(EPError):
         operation: str = "",
         op: int = 0,
         waited_s: float = 0.0,
+        dead_ranks: Iterable[int] = (),
+        left_ranks: Iterable[int] = (),
+        waiting_ranks: Iterable[int] = (),
+        broken_paths: Iterable[tuple[int, int]] = (),
     ) -> None:
         super().__init__(message)
         self.missing_ranks = tuple(sorted(missing_ranks))
@@ -65,10 +76,19 @@ class EPTimeoutError(EPError):
         self.operation = operation
         self.op = op
         self.waited_s = waited_s
+        self.dead_ranks = tuple(sorted(dead_ranks))
+        self.left_ranks = tuple(sorted(left_ranks))
+        self.waiting_ranks = tuple(sorted(waiting_ranks))
+        self.broken_paths = tuple(broken_paths)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        state = (self.missing_ranks, self.last_seen, self.operation, self.op, self.waited_s)
-        return type(self), (str(self), *state)
+        waited = (self.missing_ranks, self.last_seen, self.operation, self.op, self.waited_s)
+        known = (self.dead_ranks, self.left_ranks, self.waiting_ranks, self.broken_paths)
+        return type(self), (str(self), *waited, *known)
+
+
+class EPRankGoneError(EPTimeoutError):
+    """Ranks are dead or have ended. They never come again, so this buffer cannot be used any more."""
 
 
 def ranks_text(ranks: Iterable[int]) -> str:
@@ -84,59 +104,3 @@ def ranks_text(ranks: Iterable[int]) -> str:
             runs.append([rank])
     parts = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
     return f"rank{'' if len(ordered) == 1 else 's'} {', '.join(parts)}"
-
-
-def error_from_failure(failure: Mapping[str, Any], rank: int) -> EPError:
-    """The exception for a failure record of the runtime (`Runtime.take_failure()`).
-
-    Args:
-        failure: the record; keys `kind`, `operation`, `op`, `ranks`, `last_op`, `expected`, `seen`, `waited_ns`.
-        rank: the rank that raises.
-    """
-    where = f"{failure['operation']} (operation {failure['op']}) on rank {rank}"
-    ranks = sorted(failure["ranks"])
-    kind = failure["kind"]
-    if kind == "timeout":
-        return _timeout(where, failure, ranks)
-    if kind == "mismatch":
-        return _mismatch(where, failure, ranks)
-    if kind == "index":
-        return EPArgumentError(
-            f"{where}: topk_idx holds an expert index out of range; entries must be -1 or in "
-            "[0, num_experts). Check the router's output."
-        )
-    return EPTransportError(
-        f"{where}: {ranks_text(ranks)} gave this operation up, so its results are not valid. "
-        "Read the error on that side first; the next operation starts afresh."
-    )
-
-
-def _timeout(where: str, failure: Mapping[str, Any], ranks: list[int]) -> EPTimeoutError:
-    last_seen = {int(key): max(0, int(value)) for key, value in failure["last_op"].items()}
-    waited_s = failure["waited_ns"] * 1e-9
-    seen = "; ".join(
-        f"rank {rank} was last seen in operation {last_seen[rank]}"
-        if last_seen.get(rank)
-        else f"rank {rank} has not been seen yet"
-        for rank in ranks
-    )
-    return EPTimeoutError(
-        f"{where}: {ranks_text(ranks)} did not arrive within {waited_s:.3g} s; {seen}. "
-        "See whether that process died, left the loop early or is still compiling; if it is only "
-        "slow, raise DEEP_EP_TIMEOUT_S. The buffer stays usable once all ranks call again.",
-        missing_ranks=ranks,
-        last_seen=last_seen,
-        operation=failure["operation"],
-        op=failure["op"],
-        waited_s=waited_s,
-    )
-
-
-def _mismatch(where: str, failure: Mapping[str, Any], ranks: list[int]) -> EPArgumentError:
-    expected, seen = failure["expected"], failure["seen"]
-    differing = [name for name in seen if seen[name] != expected.get(name)]
-    fields = ", ".join(f"{name} = {seen[name]} (here {expected.get(name)})" for name in differing)
-    return EPArgumentError(
-        f"{where}: {ranks_text(ranks)} called with {fields or 'other arguments'}; all ranks must "
-        "call the same operation with the same sizes. Make the ranks agree and call again."
-    )

@@ -23,10 +23,8 @@ class EventHandle:
     @classmethod
     def on_stream(cls, stream: Any) -> EventHandle:
         """The same for a given stream of the backend."""
-        handle = cls.__new__(cls)
-        handle._backend = backend.get()
-        handle._event = handle._backend.record_event(stream)
-        return handle
+        with backend.get().use_stream(stream):
+            return cls()
 
     def current_stream_wait(self) -> None:
         """Makes the current stream wait for this point. Does not block the host."""

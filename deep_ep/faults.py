@@ -177,8 +177,9 @@ def _inject(buffer: Any, fault: Fault) -> list[Callable[[], None]]:
         def be_busy(_operation: str) -> None:
             runtime.delay(delay_ns)
 
-        buffer._before_operation.append(be_busy)
-        return [lambda: buffer._before_operation.remove(be_busy)]
+        callbacks = buffer.communicator.before_operation
+        callbacks.append(be_busy)
+        return [lambda: callbacks.remove(be_busy)]
     if isinstance(fault, SlowPath) and fault.src == buffer.rank:
         dst = fault.dst
         runtime.set_path_fault(

@@ -6,7 +6,7 @@ groups, mpi4py communicators and threads of one process serve alike.
 
 from __future__ import annotations
 
-import pickle
+import copy
 import threading
 import time
 from typing import Any, Protocol, TypeVar
@@ -36,10 +36,14 @@ class Group(Protocol):
 
 
 class TorchGroup:
-    """A `torch.distributed.ProcessGroup`, of any backend that can gather objects."""
+    """A `torch.distributed.ProcessGroup`, of any backend that can gather objects.
+
+    torch pickles the objects and sends them through the group's own collectives, never through its
+    store: what another program writes into the store is not unpickled. Ranks must trust each other.
+    """
 
     def __init__(self, group: Any) -> None:
-        self._group = group
+        self.process_group = group
         self.rank = int(group.rank())
         self.size = int(group.size())
 
@@ -47,7 +51,7 @@ class TorchGroup:
         import torch.distributed as dist
 
         gathered: list[Any] = [None] * self.size
-        dist.all_gather_object(gathered, obj, group=self._group)
+        dist.all_gather_object(gathered, obj, group=self.process_group)
         return gathered
 
     def barrier(self) -> None:
@@ -56,7 +60,7 @@ class TorchGroup:
 
 
 class MpiGroup:
-    """An mpi4py communicator."""
+    """An mpi4py communicator. It pickles objects, like torch; ranks must trust each other."""
 
     def __init__(self, comm: Any) -> None:
         self._comm = comm
@@ -74,7 +78,7 @@ class _Meeting:
     """One exchange of a thread group: what was brought, taken back (when), and how often taken."""
 
     def __init__(self) -> None:
-        self.brought: dict[int, bytes] = {}
+        self.brought: dict[int, Any] = {}
         self.withdrawn: dict[int, float] = {}
         self.num_taken = 0
 
@@ -92,7 +96,7 @@ class _Meetings:
 class ThreadGroup:
     """One rank of a group whose ranks are threads of this process; made by `thread_groups()`.
 
-    Objects are pickled on their way, as between processes. After a timeout the group stays usable:
+    Objects are copied on their way, as between processes. After a timeout the group stays usable:
     who gives an exchange up takes back what it brought, and all meet in the next try.
     """
 
@@ -111,9 +115,10 @@ class ThreadGroup:
         meetings = self._meetings
         number = self._number
         started = time.monotonic()
+        mine = copy.deepcopy(obj)
         with meetings.changed:
             meeting = meetings.by_number.setdefault(number, _Meeting())
-            meeting.brought[self.rank] = pickle.dumps(obj)
+            meeting.brought[self.rank] = mine
             meetings.changed.notify_all()
             complete = meetings.changed.wait_for(
                 lambda: len(meeting.brought) == self.size, meetings.timeout_s
@@ -138,7 +143,7 @@ class ThreadGroup:
                 operation="all_gather_object",
                 waited_s=time.monotonic() - started,
             )
-        return [pickle.loads(brought[rank]) for rank in range(self.size)]
+        return [copy.deepcopy(brought[rank]) for rank in range(self.size)]
 
     def barrier(self) -> None:
         """Returns when all threads have called it; raises like `all_gather_object`."""

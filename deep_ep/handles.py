@@ -24,3 +24,8 @@ class LowLatencyHandle(NamedTuple):
     num_max_dispatch_tokens_per_rank: int
     hidden: int
     num_experts: int
+
+    @classmethod
+    def num_values(cls) -> int:
+        """How many values any tuple must have that is to serve as one."""
+        return len(cls._fields)

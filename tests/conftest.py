@@ -12,6 +12,9 @@ import pytest
 # Before anything imports the library: a hang must end long before a test's patience does.
 os.environ.setdefault("DEEP_EP_TIMEOUT_S", "30")
 
+# Rows prove themselves in every test that does not say otherwise.
+os.environ.setdefault("DEEP_EP_VERIFY", "1")
+
 import hypothesis  # noqa: E402
 import torch  # noqa: E402
 

@@ -82,9 +82,10 @@ def make_inputs(shape: Shape) -> list[Inputs]:
     """Inputs of all ranks. Magnitudes vary from group to group; some rows are zero."""
     generator = torch.Generator().manual_seed(shape.seed)
     inputs = []
+    num_groups = shape.hidden // reference.FP8_GROUP
     for num_tokens in shape.num_tokens:
-        groups = torch.randn(num_tokens, shape.hidden // 128, 128, generator=generator)
-        octaves = torch.randint(-12, 6, (num_tokens, shape.hidden // 128, 1), generator=generator)
+        groups = torch.randn(num_tokens, num_groups, reference.FP8_GROUP, generator=generator)
+        octaves = torch.randint(-12, 6, (num_tokens, num_groups, 1), generator=generator)
         zero = torch.rand(num_tokens, 1, 1, generator=generator) < 0.05
         x = torch.ldexp(groups, octaves).masked_fill(zero, 0).flatten(1).bfloat16()
         inputs.append(Inputs(x, *make_routing(shape, num_tokens, generator)))
@@ -122,11 +123,11 @@ def at_most(num_rows: int, topk_idx: torch.Tensor) -> torch.Tensor:
     return flat.view_as(topk_idx)
 
 
-def dispatch(
+def begin_dispatch(
     buffer: deep_ep.Buffer, inputs: Inputs, shape: Shape, mode: Mode, **arguments: Any
-) -> Received:
-    """One rank's dispatch, finished when this returns."""
-    recv_x, recv_count, handle, event, hook = buffer.low_latency_dispatch(
+) -> tuple[Received, Any, Any]:
+    """One rank's dispatch, its event, and its hook (None unless the mode asks for one)."""
+    *received, event, hook = buffer.low_latency_dispatch(
         inputs.x.to(DEVICE),
         inputs.topk_idx.to(DEVICE),
         shape.num_max_tokens,
@@ -138,8 +139,16 @@ def dispatch(
         return_recv_hook=mode.hook,
         **arguments,
     )
+    return Received(*received), event, hook
+
+
+def dispatch(
+    buffer: deep_ep.Buffer, inputs: Inputs, shape: Shape, mode: Mode, **arguments: Any
+) -> Received:
+    """One rank's dispatch, finished when this returns."""
+    received, event, hook = begin_dispatch(buffer, inputs, shape, mode, **arguments)
     finish(mode, event, hook)
-    return Received(recv_x, recv_count, handle)
+    return received
 
 
 def combine(
@@ -341,8 +350,9 @@ def assert_combined_from_logfmt(
 
 
 def group_maxima(rows: torch.Tensor) -> torch.Tensor:
-    """Each value replaced by the largest magnitude of its group of 128 channels."""
-    groups = rows.abs().unflatten(-1, (-1, 128))
+    """Each value replaced by the largest magnitude of the channels that LogFMT encodes together."""
+    size = deep_ep.backend.get().binding.LOGFMT_GROUP
+    groups = rows.abs().unflatten(-1, (-1, size))
     return groups.amax(-1, keepdim=True).expand_as(groups).flatten(-2)
 
 

@@ -334,7 +334,7 @@ def test_wait_cost_tensors_grow_in_the_own_row_only(square: bool) -> None:
 
     def exchange(rank: int, buffer: deep_ep.Buffer) -> None:
         if rank == 2 and DEVICE == "cpu":  # so that the others do wait
-            buffer.runtime.delay(3_000_000)
+            buffer.runtime.delay(30_000_000)
         received = dispatch(
             buffer, inputs[rank], SMALL, FP8, dispatch_wait_recv_cost_stats=costs[rank][0]
         )
@@ -354,7 +354,8 @@ def test_wait_cost_tensors_grow_in_the_own_row_only(square: bool) -> None:
                 assert (tensor[torch.arange(num_ranks) != rank] == 5).all()
         if rank != 2 and DEVICE == "cpu":
             own = costs[rank][0][rank] if square else costs[rank][0]
-            assert own[2] > 5 + 3_000_000, "nobody seems to have waited for the delayed rank"
+            # Far less than the delay: a thread may start late, which is no waiting.
+            assert own[2] > 5 + 1_000_000, "nobody seems to have waited for the delayed rank"
 
 
 @pytest.mark.parametrize("context", ["inference_mode", "no_grad", "requires_grad"])
@@ -519,7 +520,7 @@ def test_reference_scales_are_powers_of_two_that_fit() -> None:
     data, scales = reference.cast_fp8(x, round_scale=True)
     assert torch.equal(torch.ldexp(torch.ones_like(scales), scales.log2().int()), scales)
     assert torch.equal(reference.unpack_ue8m0(reference.pack_ue8m0(scales)), scales)
-    groups = x.float().unflatten(-1, (-1, 128)).abs().amax(-1)
+    groups = x.float().unflatten(-1, (-1, reference.FP8_GROUP)).abs().amax(-1)
     assert (groups / scales <= 448).all()
     assert (groups / scales > 224).logical_or(groups <= 1e-4).all()
     assert calc_diff(reference.dequantise(data, scales), x) < ROUNDED_SCALE_DIFF

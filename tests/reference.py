@@ -13,8 +13,10 @@ from typing import NamedTuple
 
 import torch
 
+from deep_ep import backend
+
 FP8_MAX = 448.0  # largest finite e4m3 value
-FP8_GROUP = 128  # channels that share one scale
+FP8_GROUP = backend.get().binding.CHANNELS_PER_SCALE  # channels that share one scale
 MIN_AMAX = 1e-4  # keeps the scale of an all-zero group finite
 
 

@@ -18,7 +18,17 @@ import pytest
 import torch
 
 import deep_ep
-from deep_ep import Buffer, Config, EventHandle, EventOverlap, backend, checks, env
+from deep_ep import (
+    Buffer,
+    Config,
+    EventHandle,
+    EventOverlap,
+    backend,
+    env,
+    low_latency_checks,
+    rules,
+    watchers,
+)
 from deep_ep.counters import RecvCounters
 from deep_ep.errors import (
     EPArgumentError,
@@ -27,10 +37,10 @@ from deep_ep.errors import (
     EPTransportError,
     EPUnsupportedError,
     EPUsageError,
-    error_from_failure,
     ranks_text,
 )
-from deep_ep.group import TorchGroup, as_group, thread_groups
+from deep_ep.failures import error_from_failure
+from deep_ep.group import Group, TorchGroup, as_group, thread_groups
 from deep_ep.handles import LowLatencyHandle
 from deep_ep.topology import Topology, ranks_per_node
 
@@ -170,10 +180,10 @@ def test_stubs_name_what_the_modules_offer() -> None:
 
 @pytest.mark.parametrize(
     ("call", "rule"),
-    [(call, rule) for call, rules in checks.TENSORS.items() for rule in rules],
+    [(call, rule) for call, table in rules.TENSORS.items() for rule in table],
     ids=lambda value: getattr(value, "argument", value),
 )
-def test_docstrings_give_the_shapes_that_are_checked(call: str, rule: checks.TensorRule) -> None:
+def test_docstrings_give_the_shapes_that_are_checked(call: str, rule: rules.TensorRule) -> None:
     text = " ".join((getattr(Buffer, call).__doc__ or "").split())
     assert f"{rule.argument}: {rule.text}" in text
 
@@ -355,12 +365,64 @@ def test_dropping_a_buffer_that_should_be_destroyed_warns() -> None:
         made.clear()
 
 
+def test_a_hook_keeps_the_buffer_that_it_receives_for() -> None:
+    size = Buffer.get_low_latency_rdma_size_hint(4, 256, 1, 2)
+    made = Buffer(thread_groups(1)[0], 0, size, low_latency_mode=True, num_qps_per_rank=2)
+    device = backend.get().device()
+    x = torch.ones(4, 256, dtype=torch.bfloat16, device=device)
+    topk_idx = torch.zeros(4, 1, dtype=torch.int64, device=device)
+    _, count, _, _, hook = made.low_latency_dispatch(x, topk_idx, 4, 2, return_recv_hook=True)
+    dropped = weakref.ref(made)
+    del made
+    assert hook is not None
+    assert dropped() is not None
+    hook()
+    assert count.tolist() == [4, 0]
+    del hook
+    assert dropped() is None
+
+
+@pytest.mark.parametrize("diagnose", ["0", "async:600"])
+def test_who_registers_is_started_with_a_buffer_that_is_watched_and_ended_with_it(
+    monkeypatch: pytest.MonkeyPatch, diagnose: str
+) -> None:
+    told: list[str] = []
+
+    class Watcher:
+        def end(self) -> None:
+            told.append("end")
+
+        def close(self) -> None:
+            told.append("close")
+
+    def start(buffer: Buffer, group: Group, when: env.Diagnose) -> Watcher:
+        assert buffer.dispatch_counters is not None
+        told.append(f"start on {group.rank} of {group.size}, {when.mode}")
+        return Watcher()
+
+    monkeypatch.setenv("DEEP_EP_DIAGNOSE", diagnose)
+    monkeypatch.setattr(watchers, "starts", [])
+    watchers.register(start)
+    watchers.register(lambda *_: None)
+    size = Buffer.get_low_latency_rdma_size_hint(4, 256, 1, 2)
+    made = Buffer(
+        thread_groups(1)[0],
+        num_rdma_bytes=size,
+        low_latency_mode=True,
+        num_qps_per_rank=2,
+        explicitly_destroy=True,
+    )
+    assert told == ([] if diagnose == "0" else ["start on 0 of 1, async"])
+    made.destroy()
+    assert told[1:] == ([] if diagnose == "0" else ["end", "close"])
+
+
 def test_the_environment_switches_counters_and_faults_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DEEP_EP_DIAGNOSE", "1")
     monkeypatch.setenv("DEEP_EP_INJECT", "slow-rank=0:1us")
     size = Buffer.get_low_latency_rdma_size_hint(4, 256, 1, 2)
     made = Buffer(thread_groups(1)[0], 0, size, low_latency_mode=True, num_qps_per_rank=2)
-    assert len(made._before_operation) == 1
+    assert len(made.communicator.before_operation) == 1
     device = backend.get().device()
     x = torch.ones(4, 256, dtype=torch.bfloat16, device=device)
     topk_idx = torch.zeros(4, 1, dtype=torch.int64, device=device)
@@ -376,6 +438,7 @@ def test_the_environment_switches_counters_and_faults_on(monkeypatch: pytest.Mon
     [
         ({"num_nvl_bytes": 100}, "num_nvl_bytes is 100"),
         ({"num_rdma_bytes": -128}, "num_rdma_bytes is -128"),
+        ({"num_nvl_bytes": 2**64 - 128}, "num_nvl_bytes is 18446744073709551488"),
         ({"num_nvl_bytes": 1e9}, "it must be an integer"),
         ({"num_rdma_bytes": 128}, "low_latency_mode=True"),
         ({"low_latency_mode": True, "num_qps_per_rank": 0}, "num_qps_per_rank is 0"),
@@ -473,7 +536,7 @@ def test_counters_follow_the_native_fields(buffer: Buffer) -> None:
     counters = RecvCounters(3, ring=5)
     assert counters.totals.shape == (len(binding.COUNTER_FIELDS), 3)
     assert counters.own.shape == (len(binding.OWN_FIELDS),)
-    assert counters.ring.shape == (5, 4, len(binding.RING_OWN_FIELDS))
+    assert counters.ring.shape == (5, 4, binding.NUM_RING_FIELDS)
     assert counters.pointers() == (
         counters.totals.data_ptr(),
         counters.own.data_ptr(),
@@ -582,6 +645,11 @@ def test_places_in_a_node() -> None:
 # ---- environment and errors
 
 
+def launch_shape() -> tuple[int, int]:
+    """`env.launch_shape` where a launch has at most 512 warps."""
+    return env.launch_shape(16384)
+
+
 @pytest.mark.parametrize(
     ("variable", "text", "read", "value"),
     [
@@ -590,8 +658,9 @@ def test_places_in_a_node() -> None:
         (env.RANKS_PER_NODE, "4", env.ranks_per_node, 4),
         (env.SCHEDULE, "random:7", env.schedule, ("random", 7)),
         (env.DELIVERY, "in-order", env.delivery, ("in-order", 0)),
-        (env.LAUNCH_SHAPE, "4x8", env.launch_shape, (4, 8)),
-        (env.LAUNCH_SHAPE, "", env.launch_shape, (0, 0)),
+        (env.LAUNCH_SHAPE, "4x8", launch_shape, (4, 8)),
+        (env.LAUNCH_SHAPE, "512x1", launch_shape, (512, 1)),
+        (env.LAUNCH_SHAPE, "", launch_shape, (0, 0)),
         (env.CPU_CLOCK, "wall", env.cpu_clock, "wall"),
         (env.DIAGNOSE, "0", env.diagnose, env.Diagnose("off")),
         (env.DIAGNOSE, "1", env.diagnose, env.Diagnose("async", seconds=20.0)),
@@ -616,13 +685,21 @@ def test_environment_variables_are_read(
         (env.TIMEOUT_S, "0", env.timeout_s),
         (env.TIMEOUT_S, "soon", env.timeout_s),
         (env.RANKS_PER_NODE, "-1", env.ranks_per_node),
+        (env.RANKS_PER_NODE, "1" + "0" * 5000, env.ranks_per_node),
         (env.SCHEDULE, "random", env.schedule),
+        (env.SCHEDULE, "random:18446744073709551616", env.schedule),
         (env.DELIVERY, "round-robin", env.delivery),
-        (env.LAUNCH_SHAPE, "4x0", env.launch_shape),
+        (env.LAUNCH_SHAPE, "4x0", launch_shape),
+        (env.LAUNCH_SHAPE, "4", launch_shape),
+        (env.LAUNCH_SHAPE, "1x33", launch_shape),
+        (env.LAUNCH_SHAPE, "513x1", launch_shape),
+        (env.LAUNCH_SHAPE, "1000000x1", launch_shape),
+        (env.LAUNCH_SHAPE, f"1{'0' * 5000}x1", launch_shape),
         (env.CPU_CLOCK, "sun", env.cpu_clock),
         (env.DIAGNOSE, "yes", env.diagnose),
         (env.DIAGNOSE, "sync", env.diagnose),
         (env.DIAGNOSE, "sync:0", env.diagnose),
+        (env.DIAGNOSE, "sync:" + "1" * 5000, env.diagnose),
         (env.DIAGNOSE, "async:0", env.diagnose),
         (env.DIAGNOSE, "async:nan", env.diagnose),
         (env.DIAGNOSE, "async:", env.diagnose),
@@ -662,6 +739,7 @@ FAILURE: dict[str, Any] = {
     "op": 17,
     "ranks": [5, 3],
     "last_op": {3: 16, 5: 0},
+    "given_up": {3: 0, 5: 0},
     "expected": {},
     "seen": {},
     "waited_ns": 2_000_000_000,
@@ -708,10 +786,10 @@ def test_the_low_latency_handle_is_a_tuple_of_five() -> None:
     assert (maximum, hidden, num_experts) == (4, 512, 6)
     assert handle[0] is src_info
     assert handle[1] is layout_range
-    assert checks.unpack_handle("test", tuple(handle)) == handle
+    assert low_latency_checks.unpack_handle("test", tuple(handle)) == handle
 
 
 def test_every_value_rule_says_what_is_allowed_and_what_to_do() -> None:
-    for name, rule in checks.VALUES.items():
+    for name, rule in rules.VALUES.items():
         assert rule.allowed, name
         assert rule.fix.endswith("."), name

@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import deep_ep
+import reference
 from deep_ep.counters import CounterSnapshot, RecvCounters
 from deep_ep.errors import EPTimeoutError
 from exchange import (
@@ -29,6 +30,7 @@ from exchange import (
     make_inputs,
     ranks_for,
 )
+from launch import measured_again
 
 MS = 1_000_000
 FP8 = Mode(use_fp8=True)
@@ -177,7 +179,9 @@ def test_every_wait_is_the_sum_of_its_parts(clock: str, case: Any, use_fp8: bool
 
     with ranks_for(shape) as ranks:
         snapshots = ranks.run(disturbed)
-    dispatch_bytes = shape.hidden + 4 * (shape.hidden // 128) if use_fp8 else 2 * shape.hidden
+    dispatch_bytes = (
+        shape.hidden + 4 * (shape.hidden // reference.FP8_GROUP) if use_fp8 else 2 * shape.hidden
+    )
     for rank, kinds in enumerate(snapshots):
         assert_consistent(kinds["dispatch"], dispatch_bytes, f"rank {rank}, dispatch")
         assert_consistent(kinds["combine"], 2 * shape.hidden, f"rank {rank}, combine")
@@ -206,6 +210,7 @@ def test_tokens_and_bytes_are_those_of_the_routing() -> None:
         assert kinds["combine"]["bytes"].tolist() == (2 * rows_back * 512).tolist()
 
 
+@measured_again
 def test_a_slow_rank_shows_as_lateness_in_its_column_and_as_its_own_gap(clock: str) -> None:
     inputs = make_inputs(SHAPE)
 
@@ -234,6 +239,7 @@ def test_a_slow_rank_shows_as_lateness_in_its_column_and_as_its_own_gap(clock: s
         assert snapshot.own_value("gap_ns") < 0.5 * DELAY_NS
 
 
+@measured_again
 def test_a_slow_path_shows_as_path_time_in_its_cell_and_makes_its_receiver_late(clock: str) -> None:
     inputs = make_inputs(SHAPE)
 

@@ -294,6 +294,44 @@ def test_a_bad_combine_raises_and_sends_nothing(
         assert_still_usable(ranks)
 
 
+def test_a_buffer_that_is_a_little_too_small_is_refused() -> None:
+    size = deep_ep.Buffer.get_low_latency_rdma_size_hint(
+        SHAPE.num_max_tokens, SHAPE.hidden, SHAPE.num_ranks, SHAPE.num_experts
+    )
+    with ranks_for(SHAPE, num_rdma_bytes=size - 128) as ranks:
+        assert_raises(
+            lambda: ranks.buffers[BAD_RANK].low_latency_dispatch(**good_dispatch_arguments()),
+            EPArgumentError,
+            ["low_latency_dispatch", f"num_rdma_bytes = {size - 128}", f"needs {size} bytes"],
+        )
+
+
+@pytest.mark.parametrize("num_experts", [4097, 2**31 - 1, 2**31, 2**63])
+def test_a_layout_of_more_experts_than_the_kernels_know_is_refused(num_experts: int) -> None:
+    with ranks_for(SHAPE) as ranks:
+        topk_idx = make_inputs(SHAPE)[0].topk_idx.to(DEVICE)
+        assert_raises(
+            lambda: ranks.buffers[0].get_dispatch_layout(topk_idx, num_experts),
+            EPArgumentError,
+            ["get_dispatch_layout", f"num_experts is {num_experts}", "at most 4096"],
+        )
+        per_expert = ranks.buffers[0].get_dispatch_layout(topk_idx, 4096)[2]
+        assert per_expert.shape == (4096,)
+
+
+@pytest.mark.skipif(deep_ep.backend.get().name != "cpu", reason="shapes a launch of fibers")
+@pytest.mark.parametrize(("blocks", "warps"), [(1_000_000, 1), (513, 1), (1, 33), (2**31 - 1, 32)])
+def test_a_launch_of_more_threads_than_fit_is_refused(blocks: int, warps: int) -> None:
+    with Ranks(1, 4, 512, 2) as ranks:
+        ranks.buffers[0].runtime.set_launch_shape(blocks=blocks, warps=warps)
+        x, topk_idx = (
+            torch.zeros(1, 512, dtype=torch.bfloat16),
+            torch.zeros(1, 1, dtype=torch.int64),
+        )
+        with pytest.raises(RuntimeError, match=f"launch shape {blocks} blocks x {32 * warps} thr"):
+            ranks.buffers[0].low_latency_dispatch(x, topk_idx, 4, 2)
+
+
 def test_unknown_keywords_are_type_errors() -> None:
     with ranks_for(SHAPE) as ranks:
         with pytest.raises(TypeError, match="use_fp4"):
@@ -380,6 +418,7 @@ def test_ranks_that_disagree_are_named_with_the_field(
                 assert f"rank {BAD_RANK}" in str(error), error
                 assert str(there) in str(error), error
                 assert str(here) in str(error), error
+                assert str(error).count("(here ") == 1, "fields that agree are not named"
         assert_still_usable(ranks)
 
 

@@ -91,7 +91,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         metavar="FAULT",
         help="slow-rank=3:2ms, slow-path=2>5:1ms or hot-rank=6; may be repeated;\nimplies --diagnose",
     )
-    ours.add_argument("--save-svg", metavar="FILE", help="the report of --diagnose as a picture")
+    ours.add_argument("--save-svg", metavar="FILE", help="a picture of what --diagnose found")
     args = parser.parse_args(argv)
     if args.shrink_test:
         parser.error(
@@ -346,7 +346,7 @@ def measure(
     x = torch.randn(args.num_tokens, args.hidden, device=DEVICE).bfloat16()
     problem = make_problem(args, group)
     num_selections = int((problem.topk_idx >= 0).sum())
-    num_scales = args.hidden // 128
+    num_scales = args.hidden // reference.FP8_GROUP
     dispatch_bytes = num_selections * (args.hidden + num_scales * 4 + 16)
     combine_bytes = num_selections * (
         args.hidden * 10 // 8 + num_scales * 4 if args.use_logfmt else args.hidden * 2
@@ -461,10 +461,10 @@ def report_diagnosis(
     diagnosis = diagnose.run(buffer)
     right = [True]
     if diagnosis is not None:
-        console = Console(record=bool(args.save_svg))
+        console = Console()
         diagnose.report(diagnosis, console)
         if args.save_svg:
-            diagnose.save_svg(console, args.save_svg)
+            diagnose.write_picture(diagnosis, args.save_svg)
         if args.inject:
             injected = set(faults.expected_verdicts(args.inject))
             named = {verdict.key for verdict in diagnosis.verdicts}

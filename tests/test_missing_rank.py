@@ -1,25 +1,30 @@
-"""A rank that was killed or does not come: the others name it in time, exit cleanly, and leave
-nothing behind.
+"""A rank that was killed, ended or does not come: the others agree on it in time, exit cleanly, and
+leave nothing behind.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import signal
+import socket
+import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
 import deep_ep
-from deep_ep.errors import EPTimeoutError, EPTransportError
+from deep_ep.errors import EPRankGoneError, EPTimeoutError, EPTransportError
 from exchange import (
     Inputs,
     Mode,
     Shape,
+    begin_dispatch,
     combine,
     dispatch,
     exchange_and_check,
@@ -33,6 +38,8 @@ SHAPE = Shape((4, 3, 4), num_max_tokens=4, hidden=512, num_experts=6, num_topk=3
 FP8 = Mode(use_fp8=True)
 MISSING = 1
 TIMEOUT_S = 2.0
+# Long, where the end of a wait is no matter of the timeout.
+NEVER_S = 100.0
 # An operation may need some time of its own beside the wait, on a machine that others use too.
 GRACE_S = 10.0
 
@@ -78,6 +85,11 @@ def timeout_of(call: Callable[[], Any]) -> dict[str, Any]:
             "operation": error.operation,
             "op": error.op,
             "text": str(error),
+            "reason": str(error).partition(": ")[2],
+            "dead": error.dead_ranks,
+            "left": error.left_ranks,
+            "waiting": error.waiting_ranks,
+            "type": type(error),
             "after_s": time.monotonic() - begin,
         }
     raise AssertionError("nobody was missed")
@@ -104,13 +116,112 @@ def rank_dies_between_operations(rank: int, group: dist.ProcessGroup) -> Any:
 def rank_dies_between_send_and_receive(rank: int, group: dist.ProcessGroup) -> Any:
     buffer = make_buffer(group)
     inputs = make_inputs(SHAPE)[rank]
-    *_, hook = buffer.low_latency_dispatch(
-        inputs.x, inputs.topk_idx, SHAPE.num_max_tokens, SHAPE.num_experts, return_recv_hook=True
-    )
+    _, _, hook = begin_dispatch(buffer, inputs, SHAPE, replace(FP8, hook=True))
     if rank == MISSING:
         die()
     hook()  # everything it owed us was sent
     return timeout_of(lambda: dispatch(buffer, inputs, SHAPE, FP8))
+
+
+def exchange_until_somebody_is_missing(
+    rank: int, group: dist.ProcessGroup, victims: Sequence[int], after_s: float
+) -> Any:
+    """Exchanges without a pause; the victims die somewhere on the way, all at once."""
+    buffer = make_buffer(group)
+    inputs = make_inputs(SHAPE)[rank]
+    if rank in victims:
+        threading.Timer(after_s, die).start()
+
+    def call() -> None:
+        while True:
+            exchange(buffer, inputs)
+
+    return timeout_of(call)
+
+
+def two_ranks_die_at_once(rank: int, group: dist.ProcessGroup) -> Any:
+    return exchange_until_somebody_is_missing(rank, group, (1, 2), 0.2)
+
+
+def rank_0_dies(rank: int, group: dist.ProcessGroup) -> Any:
+    return exchange_until_somebody_is_missing(rank, group, (0,), 0.2)
+
+
+def rank_dies_on_another_host(rank: int, group: dist.ProcessGroup) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(socket, "gethostname", lambda: f"host{rank}")
+        return exchange_until_somebody_is_missing(rank, group, (MISSING,), 0.2)
+
+
+def rank_destroys_its_buffer(rank: int, group: dist.ProcessGroup) -> Any:
+    buffer = make_buffer(group, explicitly_destroy=True)
+    exchange(buffer, make_inputs(SHAPE)[rank])
+    if rank == MISSING:
+        buffer.destroy()
+        return None
+    result = timeout_of(lambda: exchange(buffer, make_inputs(SHAPE)[rank]))
+    buffer.destroy()
+    return result
+
+
+def rank_drops_its_buffer(rank: int, group: dist.ProcessGroup) -> Any:
+    buffer = make_buffer(group)
+    exchange(buffer, make_inputs(SHAPE)[rank])
+    result = None
+    if rank == MISSING:
+        del buffer
+    else:
+        result = timeout_of(lambda: exchange(buffer, make_inputs(SHAPE)[rank]))
+    dist.barrier(group)
+    return result
+
+
+def rank_exits(rank: int, group: dist.ProcessGroup) -> Any:
+    buffer = make_buffer(group)
+    exchange(buffer, make_inputs(SHAPE)[rank])
+    if rank == MISSING:
+        sys.exit(3)
+    return timeout_of(lambda: exchange(buffer, make_inputs(SHAPE)[rank]))
+
+
+def rank_that_forked_dies(rank: int, group: dist.ProcessGroup) -> Any:
+    """Its child has what was open in the parent, and lives on."""
+    buffer = make_buffer(group)
+    child = os.fork() if rank == MISSING else 0
+    if rank == MISSING and child == 0:
+        time.sleep(2 * NEVER_S)
+        os._exit(0)
+    children: list[Any] = [None] * SHAPE.num_ranks
+    dist.all_gather_object(children, child, group=group)
+    exchange(buffer, make_inputs(SHAPE)[rank])
+    if rank == MISSING:
+        die()
+    result = timeout_of(lambda: exchange(buffer, make_inputs(SHAPE)[rank]))
+    if rank == 0:
+        os.kill(children[MISSING], signal.SIGKILL)
+    return result
+
+
+def rank_is_stopped_for_a_while(rank: int, group: dist.ProcessGroup) -> Any:
+    buffer = make_buffer(group)
+    inputs = make_inputs(SHAPE)[rank]
+    pids: list[Any] = [None] * SHAPE.num_ranks
+    dist.all_gather_object(pids, os.getpid(), group=group)
+    exchange(buffer, inputs)
+    if rank != MISSING:
+        result = timeout_of(lambda: exchange(buffer, inputs))
+        if rank == 0:
+            os.kill(pids[MISSING], signal.SIGCONT)
+    else:
+        os.kill(os.getpid(), signal.SIGSTOP)
+        try:
+            exchange(buffer, inputs)
+        except EPTransportError as error:
+            result = {"text": str(error)}
+    dist.barrier(group)
+    for _ in range(3):
+        exchange(buffer, inputs)
+    return result
 
 
 def rank_never_calls(rank: int, group: dist.ProcessGroup) -> Any:
@@ -135,7 +246,9 @@ def rank_dies_and_the_others_destroy(rank: int, group: dist.ProcessGroup) -> Any
 
 
 def rank_dies_while_buffers_are_made(rank: int, group: dist.ProcessGroup) -> Any:
+    group.barrier().wait()  # gloo itself has connected everybody
     if rank == MISSING:
+        time.sleep(0.2)
         die()
     begin = time.monotonic()
     try:
@@ -145,16 +258,21 @@ def rank_dies_while_buffers_are_made(rank: int, group: dist.ProcessGroup) -> Any
     raise AssertionError("the buffer was made without one of its ranks")
 
 
-def run_without(scenario: Callable[..., Any], victim_exit_code: int) -> list[dict[str, Any]]:
+def run_without(
+    scenario: Callable[..., Any],
+    victim_exit_code: int,
+    timeout_s: float,
+    victims: Sequence[int] = (MISSING,),
+) -> list[dict[str, Any]]:
     """Runs a scenario; checks that nothing is left, and how everybody ended. Returns what the
     survivors saw.
     """
     before = shared_memory_segments()
     outcomes = run_processes(
-        scenario, SHAPE.num_ranks, env={"DEEP_EP_TIMEOUT_S": str(TIMEOUT_S)}, timeout_s=60
+        scenario, SHAPE.num_ranks, env={"DEEP_EP_TIMEOUT_S": str(timeout_s)}, timeout_s=60
     )
-    survivors: list[Outcome] = [o for rank, o in enumerate(outcomes) if rank != MISSING]
-    assert outcomes[MISSING].exit_code == victim_exit_code
+    survivors: list[Outcome] = [o for rank, o in enumerate(outcomes) if rank not in victims]
+    assert [outcomes[victim].exit_code for victim in victims] == [victim_exit_code] * len(victims)
     for outcome in survivors:
         assert outcome.exit_code == 0, f"{outcome.error_type}: {outcome.error}"
     assert not shared_memory_left(before)
@@ -174,22 +292,109 @@ def run_without(scenario: Callable[..., Any], victim_exit_code: int) -> list[dic
 def test_a_killed_rank_is_named(
     scenario: Callable[..., Any], operation: str, op: int, last_seen: int
 ) -> None:
-    for seen in run_without(scenario, victim_exit_code=-signal.SIGKILL):
-        assert seen["missing"] == (MISSING,)
+    for seen in run_without(scenario, -signal.SIGKILL, NEVER_S):
+        assert seen["missing"] == seen["dead"] == (MISSING,)
         assert seen["last_seen"] == {MISSING: last_seen}
         assert (seen["operation"], seen["op"]) == (operation, op)
-        assert f"rank {MISSING}" in seen["text"]
+        assert f"rank {MISSING} is dead" in seen["text"]
+        assert seen["type"] is EPRankGoneError
+        assert seen["after_s"] < GRACE_S
+
+
+def all_alike(seen: list[dict[str, Any]]) -> dict[str, Any]:
+    """What all survivors say alike, in time."""
+    for one in seen:
+        assert one["after_s"] < GRACE_S
+        for what in ("missing", "dead", "left"):
+            assert one[what] == seen[0][what]
+    return seen[0]
+
+
+@pytest.mark.parametrize("after_s", [0.1, 0.2])
+def test_survivors_of_a_kill_say_the_same(after_s: float) -> None:
+    outcomes = run_processes(
+        exchange_until_somebody_is_missing,
+        SHAPE.num_ranks,
+        (MISSING,),
+        after_s,
+        env={"DEEP_EP_TIMEOUT_S": str(NEVER_S)},
+        timeout_s=60,
+    )
+    seen = [outcome.value for rank, outcome in enumerate(outcomes) if rank != MISSING]
+    assert all_alike(seen)["missing"] == (MISSING,)
+    for one in seen:
+        # Ranks are in one operation, or in two that follow each other.
+        assert abs(one["op"] - seen[0]["op"]) <= 1
+        if one["op"] == seen[0]["op"]:
+            assert one["reason"] == seen[0]["reason"]
+
+
+@pytest.mark.parametrize(
+    ("scenario", "victims"), [(two_ranks_die_at_once, (1, 2)), (rank_0_dies, (0,))]
+)
+def test_all_dead_ranks_are_named(scenario: Callable[..., Any], victims: tuple[int, ...]) -> None:
+    seen = all_alike(run_without(scenario, -signal.SIGKILL, NEVER_S, victims))
+    assert seen["missing"] == seen["dead"] == victims
+
+
+def test_a_death_on_another_host_is_known_at_once() -> None:
+    seen = all_alike(run_without(rank_dies_on_another_host, -signal.SIGKILL, NEVER_S))
+    assert seen["missing"] == seen["dead"] == (MISSING,)
+    assert f"on host host{MISSING} ended" in seen["text"]
+
+
+def test_children_of_a_dead_rank_do_not_keep_it_alive() -> None:
+    seen = all_alike(run_without(rank_that_forked_dies, -signal.SIGKILL, NEVER_S))
+    assert seen["dead"] == (MISSING,)
+
+
+@pytest.mark.parametrize(
+    ("scenario", "exit_code"),
+    [(rank_destroys_its_buffer, 0), (rank_drops_its_buffer, 0), (rank_exits, 3)],
+)
+def test_a_rank_that_ended_in_order_is_not_called_dead(
+    scenario: Callable[..., Any], exit_code: int
+) -> None:
+    seen = all_alike(run_without(scenario, exit_code, NEVER_S))
+    assert seen["missing"] == seen["left"] == (MISSING,)
+    assert seen["dead"] == ()
+    assert f"rank {MISSING} destroyed its buffer, or ended, after operation 2" in seen["text"]
+
+
+def test_a_stopped_rank_is_not_called_dead_and_comes_back() -> None:
+    outcomes = run_processes(
+        rank_is_stopped_for_a_while,
+        SHAPE.num_ranks,
+        env={"DEEP_EP_TIMEOUT_S": str(TIMEOUT_S)},
+        timeout_s=60,
+    )
+    assert [(o.exit_code, o.error) for o in outcomes] == [(0, "")] * SHAPE.num_ranks
+    for rank in (0, 2):
+        seen = outcomes[rank].value
+        assert seen["missing"] == (MISSING,)
+        assert seen["dead"] == ()
+        assert seen["waiting"] == (0, 2)
+        assert f"rank {MISSING} does not answer" in seen["text"]
         assert TIMEOUT_S <= seen["after_s"] < TIMEOUT_S + GRACE_S
+    assert re.search(gave_up(3), outcomes[MISSING].value["text"])
+
+
+def gave_up(op: int) -> str:
+    """What a late rank is told; the word of one of the two others may still be on its way."""
+    return rf"(ranks 0, 2|rank 0|rank 2) gave up operation {op} while"
 
 
 def test_a_rank_that_never_calls_is_named() -> None:
-    for seen in run_without(rank_never_calls, victim_exit_code=0):
+    for seen in run_without(rank_never_calls, 0, TIMEOUT_S):
         assert seen["missing"] == (MISSING,)
+        assert seen["waiting"] == (0, 2)
+        assert seen["type"] is EPTimeoutError
+        assert "rank 1 is between operations, after operation 0" in seen["text"]
         assert TIMEOUT_S <= seen["after_s"] < TIMEOUT_S + GRACE_S
 
 
 def test_a_rank_that_dies_while_buffers_are_made_leaves_nothing_behind() -> None:
-    for seen in run_without(rank_dies_while_buffers_are_made, victim_exit_code=-signal.SIGKILL):
+    for seen in run_without(rank_dies_while_buffers_are_made, -signal.SIGKILL, TIMEOUT_S):
         assert seen["after_s"] < GRACE_S
 
 
@@ -201,7 +406,18 @@ def test_all_missing_ranks_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
         )
         assert type(error) is EPTimeoutError
         assert error.missing_ranks == (1, 2)
+        assert error.waiting_ranks == (0,)
         assert error.last_seen == {1: 0, 2: 0}
+
+
+def test_a_rank_that_is_gone_is_named_without_those_that_are_only_late() -> None:
+    with ranks_for(SHAPE) as ranks:
+        ranks.buffers[0].runtime.mark_gone(MISSING)
+        (error, *_) = ranks.outcomes(
+            lambda rank, buffer: exchange(buffer, make_inputs(SHAPE)[rank]) if rank == 0 else None
+        )
+        assert isinstance(error, EPTimeoutError)
+        assert error.missing_ranks == (MISSING,)
 
 
 @pytest.mark.parametrize("num_missed", [1, 2, 3])
@@ -228,7 +444,8 @@ def test_a_late_rank_is_told_and_joins_the_next_operation(
                 assert early[rank].missing_ranks == (MISSING,)
         late = ranks.outcomes(lambda rank, buffer: call(rank, buffer) if rank == MISSING else None)
         assert type(late[MISSING]) is EPTransportError
-        assert "ranks 0, 2 gave this operation up" in str(late[MISSING])
+        assert early[0].op == early[2].op
+        assert re.search(gave_up(early[0].op), str(late[MISSING]))
         for _ in range(3):
             exchange_and_check(ranks, SHAPE, FP8)
 
@@ -238,6 +455,7 @@ def interrupted_rank(rank: int, group: dist.ProcessGroup) -> str:
     buffer = make_buffer(group)
     group.barrier().wait()
     if rank == MISSING:
+        group.barrier().wait()
         return "never called"
     threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
     try:
@@ -245,6 +463,7 @@ def interrupted_rank(rank: int, group: dist.ProcessGroup) -> str:
     except KeyboardInterrupt:
         with pytest.raises(RuntimeError, match="build a new Buffer"):
             exchange(buffer, make_inputs(SHAPE)[rank])
+        group.barrier().wait()
         return "interrupted"
     return "finished"
 

@@ -34,9 +34,12 @@ def test_sanitizer_is_content(
     native.check(program, folder, case, request.config.getoption("--schedule-seed"), replay)
 
 
-@pytest.mark.parametrize("program", MUST_FAIL, ids=lambda program: program.variant)
-def test_sanitizer_objects_to_a_weakened_release(program: Any) -> None:
+@pytest.mark.parametrize(
+    "program", MUST_FAIL, ids=lambda program: f"{program.variant}-{program.case}"
+)
+def test_sanitizer_objects_to_what_is_not_ordered(program: Any) -> None:
     folder = native.folder_with(PROGRAMS)
-    _, status, output = native.TOOL.execute(program, folder, ["bf16_equals_the_reference"])
+    case = program.case or "bf16_equals_the_reference"
+    _, status, output = native.TOOL.execute(program, folder, [case])
     assert status != 0
     assert "WARNING: ThreadSanitizer: data race" in output

@@ -17,6 +17,7 @@ import deep_ep
 from deep_ep import diagnose, faults
 from deep_ep.diagnose import Diagnosis
 from exchange import Mode, Shape, combine, dispatch, experts, make_inputs, ranks_for
+from launch import measured_again
 
 NUM_ROUNDS = 12
 KINDS = ("dispatch", "combine")
@@ -123,6 +124,7 @@ def assert_saves(found: Run, healthy: Run, kinds: Iterable[str] = KINDS) -> None
 
 @BOTH_MODES
 @pytest.mark.parametrize("num_ranks", [2, 4, 8])
+@measured_again
 def test_a_late_rank_darkens_its_own_column_and_no_other(num_ranks: int, mode: Mode) -> None:
     late, fault_us = num_ranks - 1, 40e3
     injected = f"slow-rank={late}:40ms"
@@ -138,6 +140,7 @@ def test_a_late_rank_darkens_its_own_column_and_no_other(num_ranks: int, mode: M
 
 @BOTH_MODES
 @pytest.mark.parametrize("num_ranks", [4, 8])
+@measured_again
 def test_a_slow_path_darkens_its_cell_and_no_other(num_ranks: int, mode: Mode) -> None:
     source, receiver, fault_us = 0, num_ranks - 1, 80e3
     injected = f"slow-path={source}>{receiver}:80ms"
@@ -165,6 +168,7 @@ def test_a_slow_path_darkens_its_cell_and_no_other(num_ranks: int, mode: Mode) -
         (8, "slow-rank=3:80ms slow-rank=6:80ms"),
     ],
 )
+@measured_again
 def test_two_faults_at_once_are_both_named(num_ranks: int, mode: Mode, injected: str) -> None:
     found = run(num_ranks, mode, injected)
     assert_says(found, injected)
@@ -173,11 +177,13 @@ def test_two_faults_at_once_are_both_named(num_ranks: int, mode: Mode, injected:
 
 @BOTH_MODES
 @pytest.mark.parametrize("num_ranks", [2, 4, 8])
+@measured_again
 def test_nothing_is_said_of_a_healthy_group(num_ranks: int, mode: Mode) -> None:
     assert not run(num_ranks, mode).diagnosis.verdicts
 
 
 @pytest.mark.parametrize("num_ranks", [4, 8])
+@measured_again
 def test_the_rule_on_the_original_s_tensors_finds_the_straggler(num_ranks: int) -> None:
     late = 2
     waits = run(num_ranks, FUSED, f"slow-rank={late}:60ms").waits

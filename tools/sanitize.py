@@ -6,6 +6,8 @@ may ask for a variant whose sanitizer must object, which proves that the check c
 
     // sanitize: thread thread-must-fail:-DEP_WEAKEN_SIGNAL=1
 
+ThreadSanitizer must also object to each case that is a RACE() and not a TEST(); those run one by one.
+
 pytest runs the same programs case by case (tests/native.py), also without a sanitizer ("plain").
 
 Usage: python tools/sanitize.py [name ...]   with parts of test names, e.g. `executor`
@@ -50,6 +52,7 @@ class Program:
     sanitizer: str
     defines: str
     must_fail: bool
+    case: str = ""  # runs alone; else all
 
     @property
     def variant(self) -> str:
@@ -74,6 +77,9 @@ def programs(selection: list[str]) -> list[Program]:
             if sanitizer not in FLAGS:
                 raise SystemExit(f"{source}: {item!r} is neither of {', '.join(FLAGS)}")
             found.append(Program(source, sanitizer, defines, kind.endswith("-must-fail")))
+            if kind == "thread":
+                races = re.findall(r"^RACE\((\w+)\)", source.read_text(), re.MULTILINE)
+                found += [Program(source, sanitizer, defines, True, race) for race in races]
     return found
 
 
@@ -88,7 +94,8 @@ def ninja_text(selected: list[Program]) -> str:
     # The instruction set of setup.py, so that the same code is tested.
     default = "x86-64-v3" if platform.machine() == "x86_64" else ""
     arch = os.environ.get("DEEP_EP_CPU_ARCH", default)
-    common = "-std=c++20 -g -fno-omit-frame-pointer -pthread -Wall -Wextra -Wno-restrict"
+    # Reports name lines; more than these takes a quarter of the compiler's time.
+    common = "-std=c++20 -g1 -fno-omit-frame-pointer -pthread -Wall -Wextra -Wno-restrict"
     common += f" -I{CSRC} -I{TESTS}" + (f" -march={arch}" if arch else "")
     sources = [
         path
@@ -118,8 +125,10 @@ def ninja_text(selected: list[Program]) -> str:
                 done.add(target)
                 lines.append(f"build {target}: compile {source}")
                 lines.append(f"  flags = {FLAGS[program.sanitizer]} {defines}")
-        lines.append(f"build {program.path}: link {' '.join(objects)}")
-        lines.append(f"  flags = {FLAGS[program.sanitizer]}")
+        if program.path not in done:
+            done.add(program.path)
+            lines.append(f"build {program.path}: link {' '.join(objects)}")
+            lines.append(f"  flags = {FLAGS[program.sanitizer]}")
     return "\n".join(lines) + "\n"
 
 
@@ -136,7 +145,9 @@ def build(selected: list[Program]) -> Path:
         fcntl.flock(lock, fcntl.LOCK_EX)  # Two builds of one tree would write the same objects.
         # All programs every time: ninja forgets what a build file no longer names.
         everything = {*programs([]), *(plain(source) for source in TESTS.glob("test_*.cpp"))}
-        ordered = sorted(everything, key=lambda program: (program.path, program.defines))
+        ordered = sorted(
+            everything, key=lambda program: (program.path, program.defines, program.case)
+        )
         (folder / "build.ninja").write_text(ninja_text(ordered))
         targets = [program.path for program in selected]
         subprocess.run([ninja, "-C", str(folder), "--quiet", *targets], check=True)
@@ -167,13 +178,13 @@ def execute(program: Program, folder: Path, arguments: list[str]) -> tuple[list[
 def run(program: Program, folder: Path) -> bool:
     """Run one program; true if it did what it must."""
     start = time.monotonic()
-    command, status, output = execute(program, folder, [])
+    command, status, output = execute(program, folder, [program.case] if program.case else [])
     objected = any(word in output for word in SANITIZER_WORDS)
     passed = objected if program.must_fail else status == 0 and not objected
     expectation = " (must be reported)" if program.must_fail else ""
     seconds = time.monotonic() - start
     print(
-        f"{'passed' if passed else 'FAILED'}  {program.path}{expectation}  {seconds:.1f} s",
+        f"{'passed' if passed else 'FAILED'}  {program.path} {program.case}{expectation}  {seconds:.1f} s",
         flush=True,
     )
     if not passed:

@@ -5,6 +5,10 @@
 
 namespace ep {
 
+// Of one launch on the host target. Each has a stack and a guard below it, which are two mappings,
+// and Linux grants a process 65530.
+constexpr int kMaxHostThreads = 16384;
+
 struct LaunchShape {
     int blocks = 1;
     int threads = 32;  // per block, a multiple of 32

@@ -2,7 +2,7 @@
 // gave up joins them in the next. Launched with one block.
 #pragma once
 
-#include "kernels/operation.cuh"
+#include "kernels/waiting.cuh"
 
 namespace ep {
 
@@ -10,18 +10,18 @@ EP_KERNEL void barrier(const EP_GRID_CONSTANT OperationArgs args) {
     const uint64_t given_up = newest_given_up(args, Series::kBarriers);
     const uint64_t round =
         (given_up > args.workspace->barriers ? given_up : args.workspace->barriers) + 1;
-    const OpenOperation open{round, 0, deadline_in(args.timeout_ns)};
+    const OpenOperation open{round, 0, deadline_in(args.timeout_ns), Series::kBarriers};
     for (int dst = thread_index(); dst < args.num_ranks(); dst += num_threads()) {
         args.transport.signal(dst, args.control.barrier(args.rank()), round, 0);
     }
-    for (int source = thread_index(); source < args.num_ranks(); source += num_threads()) {
-        const size_t word = args.control.barrier(source);
-        if (!spin_until([&] { return args.transport.poll(word) >= round; }, open.deadline))
-            record_failure(args, open, FailureKind::kTimeout, source);
-    }
+    await_all(
+        args,
+        open,
+        [&](int source) { return args.control.barrier(source); },
+        [](int) { return true; });
     block_sync();
     if (thread_index() != 0) return;
-    if (args.workspace->failed != 0) tell_given_up(args, Series::kBarriers, round);
+    if (args.workspace->failed != 0) tell_given_up(args, Series::kBarriers, {round, 1});
     args.workspace->barriers = round;
     args.workspace->failed = 0;
     args.transport.flush();

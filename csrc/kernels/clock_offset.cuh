@@ -3,7 +3,6 @@
 #pragma once
 
 #include "kernels/clocks.cuh"
-#include "kernels/operation.cuh"
 
 namespace ep {
 
@@ -20,9 +19,10 @@ EP_KERNEL void clock_offset(const EP_GRID_CONSTANT ClockOffsetArgs args) {
     const uint64_t given_up = newest_given_up(common, Series::kClockRounds);
     const uint64_t round =
         (given_up > workspace->clock_rounds ? given_up : workspace->clock_rounds) + 1;
-    const OpenOperation open{round, 0, deadline_in(common.timeout_ns)};
-    // The first bounce lets the ranks meet, the last brings the other's half of a sample.
-    const int num_bounces = args.num_samples + 2;
+    const OpenOperation open{round, 0, deadline_in(common.timeout_ns), Series::kClockRounds};
+    // The first bounce lets the ranks meet, the last brings the other's half of a sample. Their number is
+    // even: a partner that goes on at once must not overwrite the last with the first of the next round.
+    const int num_bounces = (args.num_samples + 3) / 2 * 2;
     const uint64_t first_number = round << 32;  // later rounds are newer, whatever they sample
     if (thread_index() == 0) workspace->timer_step_ns = timer_step();
     block_sync();
@@ -40,7 +40,7 @@ EP_KERNEL void clock_offset(const EP_GRID_CONSTANT ClockOffsetArgs args) {
     }
     block_sync();
     if (thread_index() != 0) return;
-    if (workspace->failed != 0) tell_given_up(common, Series::kClockRounds, round);
+    if (workspace->failed != 0) tell_given_up(common, Series::kClockRounds, {round, 1});
     restart_clock_schedule(workspace, now_ns(), args.exchange_interval_ns);
     workspace->clock_rounds = round;
     workspace->failed = 0;

@@ -11,7 +11,7 @@
 // after the first ones, exchanges take at most a millionth of the time.
 #pragma once
 
-#include "kernels/operation_state.cuh"
+#include "kernels/waiting.cuh"
 
 namespace ep {
 
@@ -60,7 +60,12 @@ EP_DEVICE bool exchange_stamps(const OperationArgs& args,
             if (seen >= number) arrival_ns = transport.arrival_ns(signal);
             return seen >= number;
         };
-        if (!spin_until(look, deadline) || seen != number) return false;
+        const bool ended = spin_until(
+            [&] {
+                return look() || (exchange == ClockExchange::kOfRound && is_gone(args, partner));
+            },
+            deadline);
+        if (!ended || seen != number) return false;
         const auto* message = reinterpret_cast<const ClockBounce*>(transport.local(mine + place));
         const int64_t their_delay = message->delay_ns;
         if (delay != kNoDelay && their_delay != kNoDelay &&

@@ -31,8 +31,10 @@ enum RingOwnField : int {
     kNumRingOwnFields
 };
 
-constexpr int kNumRingFields = kNumRingSourceFields;
-static_assert(int{kNumRingSourceFields} == int{kNumRingOwnFields}, "rows of an entry are alike");
+// Of a row of an entry; the shorter kind of row ends with zeros.
+constexpr int kNumRingFields = int{kNumRingSourceFields} > int{kNumRingOwnFields}
+                                   ? int{kNumRingSourceFields}
+                                   : int{kNumRingOwnFields};
 
 struct CounterView {
     int64_t* totals;  // [kNumSourceCounters, num_ranks]

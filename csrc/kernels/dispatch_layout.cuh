@@ -2,31 +2,19 @@
 // block.
 #pragma once
 
-#include "device/device.cuh"
+#include "kernels/calls.cuh"
 
 namespace ep {
 
-struct DispatchLayoutArgs {
-    const int64_t* topk_idx;  // [num_tokens, num_topk]
-    int num_tokens;
-    int num_topk;
-    int num_experts;
-    int num_ranks;
-    int ranks_per_node;
-    int32_t* num_tokens_per_rank;    // [num_ranks]
-    int32_t* num_tokens_per_node;    // [num_ranks / ranks_per_node], or nullptr
-    int32_t* num_tokens_per_expert;  // [num_experts]
-    bool* is_token_in_rank;          // [num_tokens, num_ranks]
-};
-
 EP_KERNEL void dispatch_layout(const EP_GRID_CONSTANT DispatchLayoutArgs args) {
     const int experts_per_rank = args.num_experts / args.num_ranks;
-    const int num_nodes = args.num_tokens_per_node == nullptr
+    const int num_nodes = args.num_tokens_per_rdma_rank == nullptr
                               ? 0
                               : (args.num_ranks + args.ranks_per_node - 1) / args.ranks_per_node;
     for (int i = thread_index(); i < args.num_ranks; i += num_threads())
         args.num_tokens_per_rank[i] = 0;
-    for (int i = thread_index(); i < num_nodes; i += num_threads()) args.num_tokens_per_node[i] = 0;
+    for (int i = thread_index(); i < num_nodes; i += num_threads())
+        args.num_tokens_per_rdma_rank[i] = 0;
     for (int i = thread_index(); i < args.num_experts; i += num_threads())
         args.num_tokens_per_expert[i] = 0;
     block_sync();
@@ -48,8 +36,8 @@ EP_KERNEL void dispatch_layout(const EP_GRID_CONSTANT DispatchLayoutArgs args) {
                 (rank + 1) % args.ranks_per_node == 0 || rank + 1 == args.num_ranks;
             if (!node_ends) continue;
             if (in_node && num_nodes > 0)
-                add_relaxed<Scope::kBlock>(&args.num_tokens_per_node[rank / args.ranks_per_node],
-                                           1);
+                add_relaxed<Scope::kBlock>(
+                    &args.num_tokens_per_rdma_rank[rank / args.ranks_per_node], 1);
             in_node = false;
         }
     }

@@ -13,38 +13,37 @@
 // only drop terms of the sum.
 #pragma once
 
-#include "kernels/low_latency_dispatch.cuh"
+#include "kernels/expert_rows.cuh"
+#include "kernels/handle.cuh"
+#include "kernels/operation.cuh"
+#include "kernels/verify.cuh"
 
 namespace ep {
 
-struct CombineArgs {
-    OperationArgs common;
-    const bf16* x;                // row r of expert e at x + (e * num_ranks * M + r) * x_stride
-    size_t x_stride;              // elements
-    bool x_is_staged;             // x is this half's staging memory (zero copy)
-    const int64_t* topk_idx;      // [num_tokens, num_topk]
-    const float* topk_weights;    // [num_tokens, num_topk]
-    const int32_t* src_info;      // [2, num_local_experts, num_ranks * M]
-    const int64_t* layout_range;  // [num_local_experts, num_ranks]
-    bf16* out;                    // [num_tokens, hidden]
-    int num_tokens;
-    int num_topk;
+struct CombineArgs : CommonArgs, CombineTensors {
+    HandleView handle;
+    size_t x_stride;   // elements; row r of expert e at x + (e * num_ranks * M + r) * x_stride
+    bool x_is_staged;  // x is this half's staging memory (zero copy)
     int staging_half;
 };
 
+// Shared memory of a block. The send half keeps two experts' offsets, because warps that are done with
+// one expert start on the next.
 struct CombineShared {
-    int* offsets;      // [num_ranks + 1]
+    int* offsets;      // [2, num_ranks + 1]
     SharedArena rest;  // for the receive half
 
-    EP_DEVICE explicit CombineShared(int num_ranks) { offsets = rest.take<int>(num_ranks + 1); }
+    EP_DEVICE explicit CombineShared(int num_ranks) {
+        offsets = rest.take<int>(2 * (num_ranks + 1));
+    }
     EP_HOST_DEVICE static size_t bytes(const LowLatencyMap& map, int threads) {
-        return (map.num_ranks + 1) * sizeof(int) +
+        return 2 * (map.num_ranks + 1) * sizeof(int) +
                WaitShared::bytes(map.num_ranks + map.num_experts, threads);
     }
 };
 
-EP_DEVICE int rows_of(const CombineArgs& args, int pair) {
-    return static_cast<int>(args.layout_range[pair] & 0xFFFFFFFF);
+EP_DEVICE RowRange range_of(const CombineArgs& args, int pair) {
+    return RowRange::unpack(args.layout_range[pair]);
 }
 
 // ---- send
@@ -107,15 +106,18 @@ EP_DEVICE void decode_vector(const std::byte* payload, int v, float (&values)[kV
 }
 
 // Warp. Puts one row back to its source.
-template <bool kLogFormat>
-EP_DEVICE void return_row(
-    const CombineArgs& args, size_t first_slot, int local_expert, int dst, int row) {
+template <bool kLogFormat, bool kVerify>
+EP_DEVICE void return_row(const CombineArgs& args,
+                          const OpenOperation& open,
+                          size_t first_slot,
+                          int local_expert,
+                          int dst,
+                          int row) {
     const OperationArgs& common = args.common;
     const CombineMessage message{common.map.hidden};
-    const size_t rows = common.map.rows_per_expert();
-    const size_t index = local_expert * rows + row;
-    const int token = args.src_info[index];
-    const int slot = args.src_info[common.map.num_local_experts() * rows + index];
+    const size_t index = local_expert * common.map.rows_per_expert() + row;
+    const int token = args.handle.tokens[index];
+    const int slot = static_cast<int>(args.handle.slots()[index] & SealedSlot::kSlotMask);
     const size_t destination =
         first_slot + (static_cast<size_t>(token) * kMaxTopk + slot) * message.bytes();
     const bf16* x = args.x + index * args.x_stride;
@@ -123,20 +125,23 @@ EP_DEVICE void return_row(
         return common.transport.local(
             common.map.combine_staging(args.staging_half, local_expert, row));
     };
+    RowProof proof{kRowBf16, static_cast<uint32_t>(open.op), 0};
     if (kLogFormat) {
         std::byte* staged = staging();
-        const bool encoded = encode_row(x, message.hidden, staged + message.data_offset());
+        std::byte* data = staged + message.data_offset();
+        const bool encoded = encode_row(x, message.hidden, data);
+        const size_t bytes = encoded ? message.log_bytes() : message.data_bytes();
         warp_sync();
-        if (!encoded) copy_warp(staged + message.data_offset(), x, message.data_bytes());
-        if (elect_one())
-            *reinterpret_cast<CombineHeader*>(staged) = {encoded ? kRowLogFmt : kRowBf16, {}};
+        if (!encoded) copy_warp(data, x, bytes);
+        if (encoded) proof.kind = kRowLogFmt;
+        if (kVerify) {
+            warp_sync();
+            proof.sum = sum_row(data, bytes);
+        }
+        if (elect_one()) *reinterpret_cast<RowProof*>(staged) = proof;
         warp_sync();
         common.transport.put_warp(
-            dst,
-            destination,
-            staged,
-            message.data_offset() + (encoded ? message.log_bytes() : message.data_bytes()),
-            local_expert);
+            dst, destination, staged, message.data_offset() + bytes, local_expert);
         return;
     }
     const void* source = x;
@@ -148,9 +153,52 @@ EP_DEVICE void return_row(
     }
     common.transport.put_warp(
         dst, destination + message.data_offset(), source, message.data_bytes(), local_expert);
+    if constexpr (kVerify) {
+        proof.sum = sum_row(static_cast<const std::byte*>(source), message.data_bytes());
+        if (!elect_one()) return;
+        common.transport.put_word(dst, destination, proof.first_word(), local_expert);
+        common.transport.put_word(
+            dst, destination + offsetof(RowProof, sum), proof.sum, local_expert);
+    }
 }
 
-template <bool kLogFormat>
+// Block. offsets[s]: first row of source s among this expert's; offsets[num_ranks]: all rows. False when
+// the handle is not as dispatch left it. Each block that sends rows of the expert looks at all of them
+// before it counts one of them as issued.
+EP_DEVICE bool find_offsets(const CombineArgs& args,
+                            const OpenOperation& open,
+                            int expert,
+                            int* offsets) {
+    const OperationArgs& common = args.common;
+    const int num_ranks = common.num_ranks();
+    const size_t first_row = expert * common.map.rows_per_expert();
+    // Threads that share the rows of a source.
+    const int team = num_threads() > num_ranks ? num_threads() / num_ranks : 1;
+    bool intact = true;
+    for (int i = thread_index(); i < num_ranks * team; i += num_threads()) {
+        const int source = i % num_ranks;
+        const int pair = expert * num_ranks + source;
+        const RowRange range = range_of(args, pair);
+        const int nth = i / num_ranks;
+        if (nth > 0 && nth >= range.count) continue;
+        const int end = source == 0 ? 0 : range_of(args, pair - 1).end();
+        if (nth == 0) {
+            offsets[source] = range.begin;
+            if (source == num_ranks - 1) offsets[num_ranks] = range.end();
+        }
+        if (!args.handle.is_intact(range, pair, end, common.map)) {
+            intact = false;
+            continue;
+        }
+        for (int row = range.begin + nth; row < range.end(); row += team)
+            intact = intact && args.handle.is_intact(first_row + row, source);
+    }
+    if (!block_any(!intact)) return true;
+    record_failure(common, open, FailureKind::kHandle, common.rank());
+    return false;
+}
+
+template <bool kLogFormat, bool kVerify>
 EP_DEVICE void return_rows(const CombineArgs& args,
                            const OpenOperation& open,
                            const CombineShared& shared) {
@@ -161,24 +209,20 @@ EP_DEVICE void return_rows(const CombineArgs& args,
     const int num_teams = num_blocks() / num_parts;
     const int part = block_index() % num_parts;
     const size_t first_slot = common.map.combined_row(open.half, 0, 0);
-    for (int expert = block_index() / num_parts; expert < num_local_experts; expert += num_teams) {
-        block_sync();  // the offsets of the previous expert are no longer read
-        for (int source = thread_index(); source < num_ranks; source += num_threads()) {
-            const int64_t range = args.layout_range[expert * num_ranks + source];
-            shared.offsets[source] = static_cast<int>(range >> 32);
-            if (source == num_ranks - 1)
-                shared.offsets[num_ranks] = static_cast<int>((range >> 32) + (range & 0xFFFFFFFF));
-        }
-        block_sync();
-        const int num_rows = shared.offsets[num_ranks];
+    int buffer = 0;
+    for (int expert = block_index() / num_parts; expert < num_local_experts;
+         expert += num_teams, buffer ^= 1) {
+        int* offsets = shared.offsets + buffer * (num_ranks + 1);
+        if (!find_offsets(args, open, expert, offsets)) continue;
+        const int num_rows = offsets[num_ranks];
         const int stride = num_parts * num_warps();
         uint32_t num_issued = 0;  // to this destination, and not yet counted
         for (int row = part * num_warps() + warp_id(); row < num_rows; row += stride) {
-            const int dst = source_of_row(shared.offsets, num_ranks, row);
-            return_row<kLogFormat>(args, first_slot, expert, dst, row);
+            const int dst = source_of_row(offsets, num_ranks, row);
+            return_row<kLogFormat, kVerify>(args, open, first_slot, expert, dst, row);
             ++num_issued;
             // Rows to one destination follow each other.
-            if (row + stride < shared.offsets[dst + 1]) continue;
+            if (row + stride < offsets[dst + 1]) continue;
             if (elect_one()) count_issued(common, expert * num_ranks + dst, num_issued, now_ns());
             num_issued = 0;
         }
@@ -193,11 +237,14 @@ EP_DEVICE void announce_returns(const CombineArgs& args, const OpenOperation& op
     for (int pair = first; pair < common.map.num_experts; pair += num_blocks() * num_threads()) {
         const int expert = pair / num_ranks;
         const int dst = pair % num_ranks;
-        const int count = rows_of(args, pair);
-        if (!wait_until_issued(common, open, pair, count))
-            record_failure(common, open, FailureKind::kTimeout, common.rank());
-        announce_rows(
-            common, open, dst, common.rank() * num_local_experts + expert, pair, count, expert);
+        const int count = range_of(args, pair).count;
+        announce_rows(common,
+                      open,
+                      dst,
+                      common.rank() * num_local_experts + expert,
+                      pair,
+                      wait_until_issued(common, open, pair, count) ? count : kRefusedCount,
+                      expert);
     }
 }
 
@@ -222,7 +269,7 @@ EP_DEVICE void reduce_tile(
         const std::byte* row = rows + k * message.bytes();
         const std::byte* data = row + message.data_offset();
         const bool encoded =
-            kLogFormat && reinterpret_cast<const CombineHeader*>(row)->encoding == kRowLogFmt;
+            kLogFormat && reinterpret_cast<const RowProof*>(row)->kind == kRowLogFmt;
         prefetch_ahead(reinterpret_cast<const Vector*>(data) + tile.first);
         EP_UNROLL(kTile)
         for (int j = 0; j < kTile; ++j) {
@@ -260,7 +307,48 @@ EP_DEVICE void reduce_token(const CombineArgs& args, const OpenOperation& open, 
     });
 }
 
+// Block. Every expert must return as many rows as dispatch sent it.
+EP_DEVICE void check_returned(const CombineArgs& args, const OpenOperation& open) {
+    const OperationArgs& common = args.common;
+    for (int expert = thread_index(); expert < common.map.num_experts; expert += num_threads()) {
+        if (load_relaxed<Scope::kDevice>(&common.workspace->counts[expert]) !=
+            args.handle.sent()[expert]) {
+            record_failure(
+                common, open, FailureKind::kReturned, expert / common.map.num_local_experts());
+        }
+    }
+}
+
+// Block. An entry that dispatch did not have would add what some earlier operation left in its place.
+EP_DEVICE void check_entries(const CombineArgs& args, const OpenOperation& open, int token) {
+    for (int k = thread_index(); k < args.num_topk; k += num_threads()) {
+        const size_t entry = static_cast<size_t>(token) * args.num_topk + k;
+        if (!args.handle.allows(entry, args.topk_idx[entry]))
+            record_failure(args.common, open, FailureKind::kHandle, args.common.rank());
+    }
+}
+
+// Block, after the rows of a token have been added up: a warp per row.
 template <bool kLogFormat>
+EP_DEVICE void verify_token(const CombineArgs& args, const OpenOperation& open, int token) {
+    const OperationArgs& common = args.common;
+    const CombineMessage message{common.map.hidden};
+    for (int k = warp_id(); k < args.num_topk; k += num_warps()) {
+        const int64_t expert = args.topk_idx[static_cast<size_t>(token) * args.num_topk + k];
+        if (expert < 0) continue;
+        const std::byte* row = common.transport.local(common.map.combined_row(open.half, token, k));
+        const auto& proof = *reinterpret_cast<const RowProof*>(row);
+        const bool encoded = kLogFormat && proof.kind == kRowLogFmt;
+        const uint64_t sum = sum_row(row + message.data_offset(),
+                                     encoded ? message.log_bytes() : message.data_bytes());
+        const int source = static_cast<int>(expert) / common.map.num_local_experts();
+        const RowProof expected{
+            encoded ? kRowLogFmt : kRowBf16, static_cast<uint32_t>(open.op), sum};
+        if (elect_one()) check_row(common, open, proof, expected, source);
+    }
+}
+
+template <bool kLogFormat, bool kVerify>
 EP_DEVICE void receive_tokens(const CombineArgs& args,
                               const OpenOperation& open,
                               const CombineShared& shared) {
@@ -270,23 +358,33 @@ EP_DEVICE void receive_tokens(const CombineArgs& args,
     const auto source_of = [&](int index) { return index / num_local_experts; };
     const WaitShared wait(shared.rest, common.num_ranks() + common.map.num_experts);
     if (!wait_for_words(common, open, wait, common.map.num_experts, index_of, source_of)) return;
+    if (block_index() == 0) check_returned(args, open);
     for (int token = block_index(); token < args.num_tokens; token += num_blocks()) {
         reduce_token<kLogFormat>(args, open, token);
+        check_entries(args, open, token);
+        if (kVerify) verify_token<kLogFormat>(args, open, token);
     }
 }
 
-template <bool kLogFormat>
+template <bool kLogFormat, bool kVerify>
 EP_KERNEL void low_latency_combine(const EP_GRID_CONSTANT CombineArgs args) {
     const OperationArgs& common = args.common;
     const OpenOperation open = current_operation(common);
     const CombineShared shared(common.num_ranks());
     if (common.phases & kPhaseSend) {
         send_headers(common, open);
-        return_rows<kLogFormat>(args, open, shared);
-        announce_returns(args, open);
+        if (hand_over(common, open)) {
+            // A handle without rows is read no further; all threads see the same.
+            if (args.handle.is_of(args.num_tokens, args.num_topk)) {
+                return_rows<kLogFormat, kVerify>(args, open, shared);
+            } else {
+                record_failure(common, open, FailureKind::kHandle, common.rank());
+            }
+            announce_returns(args, open);
+        }
         if (!(common.phases & kPhaseReceive)) return;
     }
-    receive_tokens<kLogFormat>(args, open, shared);
+    receive_tokens<kLogFormat, kVerify>(args, open, shared);
     const int num_local_experts = common.map.num_local_experts();
     close_operation(common, open, [&](int source) { return source * num_local_experts; }, 1);
 }

@@ -15,39 +15,33 @@
 // In hook mode 1-3 and 4-5 are two launches.
 #pragma once
 
+#include "kernels/expert_rows.cuh"
+#include "kernels/handle.cuh"
 #include "kernels/operation.cuh"
+#include "kernels/verify.cuh"
 
 namespace ep {
 
-struct DispatchArgs {
-    OperationArgs common;
-    const bf16* x;            // [num_tokens, hidden]
-    const int64_t* topk_idx;  // [num_tokens, num_topk]
-    int num_tokens;
-    int num_topk;
-    std::byte* recv_x;      // [num_local_experts, num_ranks * M, hidden] bf16 or e4m3
-    uint32_t* recv_scales;  // per local expert [num_scale_items, num_ranks * M]
-    int32_t* recv_count;    // [num_local_experts]
-    int32_t* src_info;      // [2, num_local_experts, num_ranks * M]: token, then top-k slot
-    int64_t* layout_range;  // [num_local_experts, num_ranks]: begin << 32 | count
-    int32_t* expert_stats;  // [num_local_experts], added to; or nullptr
+struct DispatchArgs : CommonArgs, DispatchTensors {
+    HandleView handle;
 };
 
-// Shared memory of a block. The send half keeps two tokens' routes, because warps that are done with
-// one token start on the next.
+// Shared memory of a block. It holds two tokens' routes and two experts' offsets, because warps that are
+// done with one start on the next.
 struct DispatchShared {
     int64_t* experts;  // [2, num_topk]
     int* positions;    // [2, num_topk]
-    int* offsets;      // [num_ranks + 1]
+    int* offsets;      // [2, num_ranks + 1]
     SharedArena rest;  // for the receive half
 
     EP_DEVICE DispatchShared(int num_topk, int num_ranks) {
         experts = rest.take<int64_t>(2 * num_topk);
         positions = rest.take<int>(2 * num_topk);
-        offsets = rest.take<int>(num_ranks + 1);
+        offsets = rest.take<int>(2 * (num_ranks + 1));
     }
     EP_HOST_DEVICE static size_t bytes(int num_topk, const LowLatencyMap& map, int threads) {
-        return 2 * num_topk * (sizeof(int64_t) + sizeof(int)) + (map.num_ranks + 1) * sizeof(int) +
+        return 2 * num_topk * (sizeof(int64_t) + sizeof(int)) +
+               2 * (map.num_ranks + 1) * sizeof(int) +
                WaitShared::bytes(map.num_ranks + map.num_experts, threads);
     }
 };
@@ -112,20 +106,29 @@ EP_DEVICE void cast_row(const bf16* x, const DispatchMessage& message, std::byte
 }
 
 // Block. What to put for this token: the staged message, or for plain bf16 in reach, x itself.
-template <Payload P>
+template <Payload P, bool kVerify>
 EP_DEVICE const std::byte* stage_row(const DispatchArgs& args,
                                      const OpenOperation& open,
                                      int token) {
     const OperationArgs& common = args.common;
-    const DispatchMessage message{common.map.hidden, P};
+    const DispatchMessage message{common.map.hidden, P, kVerify};
     const bf16* x = args.x + static_cast<size_t>(token) * message.hidden;
-    if (P == Payload::kBf16 && common.transport.all_direct())
+    if (P == Payload::kBf16 && !kVerify && common.transport.all_direct())
         return reinterpret_cast<const std::byte*>(x);
     std::byte* row = common.transport.local(common.map.dispatch_staging(open.half, token));
     if (P == Payload::kBf16) {
         copy_block(row, x, message.data_bytes());
     } else {
         cast_row<P>(x, message, row);
+    }
+    if constexpr (kVerify) {
+        block_sync();
+        if (warp_id() == 0) {
+            const uint64_t sum = sum_row(row, message.num_words() * sizeof(uint32_t));
+            if (elect_one())
+                *reinterpret_cast<RowProof*>(row + message.proof_offset()) = {
+                    static_cast<uint32_t>(token), static_cast<uint32_t>(open.op), sum};
+        }
     }
     return row;
 }
@@ -135,10 +138,10 @@ EP_DEVICE bool is_selected(const DispatchArgs& args, int64_t expert) {
 }
 
 // Block. positions[k]: how many entries before (token, k) name the same expert.
-EP_DEVICE void count_positions(const DispatchArgs& args,
-                               int token,
-                               const int64_t* experts,
-                               int* positions) {
+EP_ALWAYS_INLINE void count_positions(const DispatchArgs& args,
+                                      int token,
+                                      const int64_t* experts,
+                                      int* positions) {
     const int num_topk = args.num_topk;
     block_for(token * num_topk, [&](int earlier) {
         const int64_t expert = args.topk_idx[earlier];
@@ -154,24 +157,26 @@ EP_DEVICE void count_positions(const DispatchArgs& args,
     }
 }
 
-template <Payload P>
+template <Payload P, bool kVerify>
 EP_DEVICE void send_rows(const DispatchArgs& args,
                          const OpenOperation& open,
                          const DispatchShared& shared) {
     const OperationArgs& common = args.common;
-    const DispatchMessage message{common.map.hidden, P};
+    const DispatchMessage message{common.map.hidden, P, kVerify};
     const int num_local_experts = common.map.num_local_experts();
     int buffer = 0;
     for (int token = block_index(); token < args.num_tokens; token += num_blocks(), buffer ^= 1) {
         int64_t* experts = shared.experts + buffer * args.num_topk;
         int* positions = shared.positions + buffer * args.num_topk;
         for (int k = thread_index(); k < args.num_topk; k += num_threads()) {
-            experts[k] = args.topk_idx[static_cast<size_t>(token) * args.num_topk + k];
+            const size_t entry = static_cast<size_t>(token) * args.num_topk + k;
+            experts[k] = args.topk_idx[entry];
             positions[k] = 0;
+            args.handle.experts()[entry] = static_cast<int32_t>(experts[k]);
         }
         block_sync();
         count_positions(args, token, experts, positions);
-        const std::byte* row = stage_row<P>(args, open, token);
+        const std::byte* row = stage_row<P, kVerify>(args, open, token);
         block_sync();
         for (int k = warp_id(); k < args.num_topk; k += num_warps()) {
             const int64_t expert = experts[k];
@@ -232,9 +237,7 @@ EP_DEVICE void announce_experts(const DispatchArgs& args, const OpenOperation& o
         auto* list = reinterpret_cast<uint32_t*>(
             common.transport.local(common.map.list_staging(open.half, expert)));
         const int entries = list_rows(args, expert, list);
-        if (elect_one() && !wait_until_issued(args.common, open, expert, entries)) {
-            record_failure(common, open, FailureKind::kTimeout, common.rank());
-        }
+        const bool issued = elect_one() && wait_until_issued(args.common, open, expert, entries);
         warp_sync();
         const int count = entries < common.map.num_max_tokens ? entries : common.map.num_max_tokens;
         if (count > 0) {
@@ -244,37 +247,19 @@ EP_DEVICE void announce_experts(const DispatchArgs& args, const OpenOperation& o
                                       round_up(count * sizeof(uint32_t), sizeof(Vector)),
                                       qp);
         }
-        if (elect_one())
-            announce_rows(
-                common, open, dst, qp * common.num_ranks() + common.rank(), expert, count, qp);
+        if (!elect_one()) continue;
+        args.handle.sent()[expert] = static_cast<uint32_t>(count);
+        announce_rows(common,
+                      open,
+                      dst,
+                      qp * common.num_ranks() + common.rank(),
+                      expert,
+                      issued ? count : kRefusedCount,
+                      qp);
     }
 }
 
 // ---- receive
-
-// Warp 0. offsets[s]: first row of source s in this expert's block; offsets[num_ranks]: all rows.
-EP_DEVICE void prefix_counts(const uint32_t* counts, int num_ranks, int* offsets) {
-    int before = 0;
-    for (int base = 0; base < num_ranks; base += kWarpSize) {
-        const int source = base + lane_id();
-        const int count = source < num_ranks ? static_cast<int>(counts[source]) : 0;
-        const int prefix = before + warp_prefix_sum(count);
-        if (source < num_ranks) offsets[source] = prefix;
-        before = shuffle(prefix + count, kWarpSize - 1);
-    }
-    if (elect_one()) offsets[num_ranks] = before;
-}
-
-// The source whose rows include `row`: the last one that begins at or before it.
-EP_DEVICE int source_of_row(const int* offsets, int num_ranks, int row) {
-    int low = 0;
-    int high = num_ranks;
-    while (high - low > 1) {
-        const int middle = (low + high) / 2;
-        (offsets[middle] <= row ? low : high) = middle;
-    }
-    return low;
-}
 
 // Where the rows of one expert lie on arrival.
 struct ExpertSlots {
@@ -282,8 +267,44 @@ struct ExpertSlots {
     const std::byte* lists;  // [num_ranks] lists of RowSource
 };
 
+// One thread. `index`: of the row in [num_local_experts, rows].
+EP_DEVICE void note_origin(
+    const DispatchArgs& args, const ExpertSlots& slots, size_t index, int source, int position) {
+    const auto* list =
+        reinterpret_cast<const uint32_t*>(slots.lists + source * args.common.map.list_bytes());
+    const RowSource origin = RowSource::unpack(list[position]);
+    args.handle.tokens[index] = static_cast<int32_t>(origin.token);
+    args.handle.slots()[index] = SealedSlot::pack(origin, static_cast<uint32_t>(index), source);
+}
+
+// Warp, after the copies. Looks at them, because what lies in the slot may change.
+EP_DEVICE void verify_row(const DispatchArgs& args,
+                          const OpenOperation& open,
+                          const DispatchMessage& message,
+                          const std::byte* slot,
+                          int local_expert,
+                          int source,
+                          int row) {
+    const size_t rows = args.common.map.rows_per_expert();
+    const size_t index = local_expert * rows + row;
+    const auto* data =
+        reinterpret_cast<const uint32_t*>(args.recv_x + index * message.data_bytes());
+    const int num_data = static_cast<int>(message.data_bytes() / sizeof(uint32_t));
+    const size_t first_item = static_cast<size_t>(local_expert) * message.num_scale_items();
+    warp_sync();
+    const uint64_t sum = sum_words(message.num_words(), [&](int i) {
+        return i < num_data ? data[i] : args.recv_scales[(first_item + i - num_data) * rows + row];
+    });
+    if (!elect_one()) return;
+    const auto& proof = *reinterpret_cast<const RowProof*>(slot + message.proof_offset());
+    const auto token = static_cast<uint32_t>(args.handle.tokens[index]);
+    check_row(args.common, open, proof, {token, static_cast<uint32_t>(open.op), sum}, source);
+}
+
 // Warp. One row from its slot to the caller's tensors.
+template <bool kVerify>
 EP_DEVICE void receive_row(const DispatchArgs& args,
+                           const OpenOperation& open,
                            const DispatchMessage& message,
                            const ExpertSlots& slots,
                            int local_expert,
@@ -302,39 +323,36 @@ EP_DEVICE void receive_row(const DispatchArgs& args,
     const size_t first_item = static_cast<size_t>(local_expert) * num_items;
     warp_for(num_items,
              [&](int i) { args.recv_scales[(first_item + i) * rows + row] = scales[i]; });
-    if (!elect_one()) return;
-    const auto* list = reinterpret_cast<const uint32_t*>(slots.lists + source * map.list_bytes());
-    const RowSource origin = RowSource::unpack(list[position]);
-    args.src_info[index] = static_cast<int32_t>(origin.token);
-    args.src_info[static_cast<size_t>(map.num_local_experts()) * rows + index] =
-        static_cast<int32_t>(origin.slot);
+    if (elect_one()) note_origin(args, slots, index, source, position);
+    if (kVerify) verify_row(args, open, message, slot, local_expert, source, row);
 }
 
 // Block. One expert, or one of `num_parts` interleaved parts of its rows.
+template <bool kVerify>
 EP_DEVICE void receive_expert(const DispatchArgs& args,
                               const OpenOperation& open,
                               const DispatchMessage& message,
-                              const DispatchShared& shared,
+                              int* offsets,
                               int local_expert,
                               int part,
                               int num_parts) {
     const OperationArgs& common = args.common;
     const int num_ranks = common.num_ranks();
     const int first_word = local_expert * num_ranks;
-    block_sync();  // the offsets of the previous expert are no longer read
-    if (warp_id() == 0)
-        prefix_counts(common.workspace->counts + first_word, num_ranks, shared.offsets);
+    if (warp_id() == 0) prefix_counts(common.workspace->counts + first_word, num_ranks, offsets);
     block_sync();
-    const int num_rows = shared.offsets[num_ranks];
+    const int num_rows = offsets[num_ranks];
     if (part == 0) {
         for (int source = thread_index(); source < num_ranks; source += num_threads()) {
-            const int64_t begin = shared.offsets[source];
-            args.layout_range[first_word + source] =
-                begin << 32 | (shared.offsets[source + 1] - begin);
+            const int begin = offsets[source];
+            const RowRange range{begin, offsets[source + 1] - begin};
+            args.layout_range[first_word + source] = range.pack();
+            args.handle.received()[first_word + source] = static_cast<uint32_t>(range.count);
         }
         if (thread_index() == 0) {
             args.recv_count[local_expert] = num_rows;
-            if (args.expert_stats != nullptr) args.expert_stats[local_expert] += num_rows;
+            if (args.cumulative_local_expert_recv_stats != nullptr)
+                args.cumulative_local_expert_recv_stats[local_expert] += num_rows;
         }
     }
     const ExpertSlots slots{
@@ -342,11 +360,13 @@ EP_DEVICE void receive_expert(const DispatchArgs& args,
             common.map.dispatched_row(open.half, local_expert, 0, 0, message.bytes())),
         common.transport.local(common.map.received_list(open.half, local_expert, 0))};
     for (int row = part * num_warps() + warp_id(); row < num_rows; row += num_parts * num_warps()) {
-        const int source = source_of_row(shared.offsets, num_ranks, row);
-        receive_row(args, message, slots, local_expert, source, row - shared.offsets[source], row);
+        const int source = source_of_row(offsets, num_ranks, row);
+        receive_row<kVerify>(
+            args, open, message, slots, local_expert, source, row - offsets[source], row);
     }
 }
 
+template <bool kVerify>
 EP_DEVICE void receive_experts(const DispatchArgs& args,
                                const OpenOperation& open,
                                const DispatchMessage& message,
@@ -368,23 +388,36 @@ EP_DEVICE void receive_experts(const DispatchArgs& args,
     const WaitShared wait(shared.rest, num_ranks + common.map.num_experts);
     if (!wait_for_words(common, open, wait, num_mine * num_ranks, index_of, source_of)) return;
     for (int i = 0; i < num_mine; ++i) {
-        receive_expert(args, open, message, shared, first + i * num_teams, part, num_parts);
+        int* offsets = shared.offsets + i % 2 * (num_ranks + 1);
+        receive_expert<kVerify>(
+            args, open, message, offsets, first + i * num_teams, part, num_parts);
     }
 }
 
-template <Payload P>
+// A handle is worth nothing until its rows are there.
+EP_DEVICE void begin_handle(const DispatchArgs& args) {
+    if (block_index() != 0 || thread_index() != 0) return;
+    *args.handle.head() = {
+        0, static_cast<uint32_t>(args.num_tokens), static_cast<uint32_t>(args.num_topk)};
+}
+
+template <Payload P, bool kVerify>
 EP_KERNEL void low_latency_dispatch(const EP_GRID_CONSTANT DispatchArgs args) {
     const OperationArgs& common = args.common;
     const OpenOperation open = current_operation(common);
     const DispatchShared shared(args.num_topk, common.num_ranks());
     if (common.phases & kPhaseSend) {
+        begin_handle(args);
         send_headers(common, open);
-        send_rows<P>(args, open, shared);
-        announce_experts(args, open);
+        if (hand_over(common, open)) {
+            send_rows<P, kVerify>(args, open, shared);
+            announce_experts(args, open);
+        }
         if (!(common.phases & kPhaseReceive)) return;
     }
-    receive_experts(args, open, DispatchMessage{common.map.hidden, P}, shared);
-    close_operation(common, open, [](int source) { return source; }, common.num_ranks());
+    receive_experts<kVerify>(args, open, DispatchMessage{common.map.hidden, P, kVerify}, shared);
+    if (close_operation(common, open, [](int source) { return source; }, common.num_ranks()))
+        args.handle.head()->op = open.op;
 }
 
 }  // namespace ep

@@ -35,13 +35,6 @@ EP_DEVICE void note_sight(uint64_t* packed, const Sight& sight) {
     max_relaxed<Scope::kDevice>(packed, sight.pack());
 }
 
-// One thread. Its warp has handed over rows counted in `issued[index]`, the last one at `now`: taken
-// before this release, which may wait until the link has taken them. Pairs with wait_until_issued().
-EP_DEVICE void count_issued(const OperationArgs& args, int index, uint32_t num_rows, uint64_t now) {
-    max_relaxed<Scope::kDevice>(&args.workspace->issued_ns[index], now);
-    add_release<Scope::kDevice>(&args.workspace->issued[index], num_rows);
-}
-
 // What one source's words say of one operation.
 struct SourceSights {
     Sight last;       // of its last word

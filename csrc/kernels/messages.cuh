@@ -15,30 +15,39 @@ namespace ep {
 
 constexpr int kMaxExperts = 4096;
 constexpr int kMaxTopk = 32;
-constexpr int kNumHalves = 2;  // operations alternate, see LowLatencyMap
+constexpr size_t kBufferAlignment = 128;  // of buffers, and of what a program may ask for
+constexpr int kNumHalves = 2;             // operations alternate, see LowLatencyMap
 
 EP_HOST_DEVICE size_t round_up(size_t value, size_t multiple) {
     return (value + multiple - 1) / multiple * multiple;
 }
 
 enum class Operation : uint32_t {
-    kNone = 0,
-    kDispatch = 1,
-    kCombine = 2,
-    kBarrier = 3,
-    kClockOffset = 4
+#define EP_OPERATION_NAME(value, name) value,
+#include "kernels/names.def"
 };
 
 // Tells of one low-latency operation of one source, sent to every rank before any payload. `op` is
 // the signal; the other words are readable once it shows the operation's number.
 struct OpHeader {
     uint64_t op;
-    uint64_t entered_ns;        // source's clock
-    uint64_t shape[2];          // OpShape, packed
-    uint64_t exchanges_clocks;  // rank 0 only: whether this operation ends with a clock exchange
-    uint64_t reserved[3];
+    uint64_t entered_ns;  // source's clock
+    uint64_t flags;       // HeaderFlag
+    static constexpr int kNumAgreed = 3;
+    uint64_t agreed[kNumAgreed];  // OpShape, packed, and which dispatch a combine belongs to
+    uint64_t reserved[2];
 };
 static_assert(sizeof(OpHeader) == 64, "one cache line a source");
+
+// Offset in a header of word i of `agreed`.
+EP_HOST_DEVICE size_t agreed_field(int i) {
+    return offsetof(OpHeader, agreed) + i * sizeof(uint64_t);
+}
+
+enum HeaderFlag : uint64_t {
+    kExchangesClocks = 1,  // rank 0 only: this operation ends with a clock exchange
+    kHandsOver = 2         // the source sends no row before all have met, see hand_over.cuh
+};
 
 // What all ranks must agree on; anything that changes where messages land belongs here.
 struct OpShape {
@@ -85,7 +94,25 @@ struct CountWord {
         return not_before + static_cast<uint32_t>(issued_lo - static_cast<uint32_t>(not_before));
     }
 };
-constexpr int kMaxCount = 0xFFFF;
+constexpr int kMaxCount = 0xFFFE;
+constexpr int kRefusedCount = 0xFFFF;  // combine: the source found its handle to be wrong
+
+// What a rank has given up, in one word of a series: the numbers from `newest` back to the last one that
+// succeeded.
+struct GivenUp {
+    uint64_t newest;  // 48 bits
+    uint64_t count;   // 16 bits; more are as good as the most
+
+    EP_HOST_DEVICE uint64_t pack() const {
+        return (count < 0xFFFF ? count : 0xFFFFu) << 48 | newest;
+    }
+    EP_HOST_DEVICE static GivenUp unpack(uint64_t word) {
+        return {word & 0xFFFFFFFFFFFFu, word >> 48};
+    }
+    EP_HOST_DEVICE bool contains(uint64_t number) const {
+        return number <= newest && number + count > newest;
+    }
+};
 
 // One bounce of a clock exchange, from one partner.
 struct ClockBounce {
@@ -122,9 +149,13 @@ struct ControlMap {
     EP_HOST_DEVICE size_t barrier(int source) const {
         return clock_slot(ClockExchange::kEnd, 0) + source * sizeof(uint64_t);
     }
-    // Number of the newest operation (or barrier, or clock round) the source gave up waiting in.
+    // Number of the newest operation in which the source may be sent rows of any layout.
+    EP_HOST_DEVICE size_t handed_over(int source) const {
+        return barrier(num_ranks) + source * sizeof(uint64_t);
+    }
+    // GivenUp: operations (or barriers, or clock rounds) in which the source gave up waiting.
     EP_HOST_DEVICE size_t given_up(Series series, int source) const {
-        return barrier(num_ranks) +
+        return handed_over(num_ranks) +
                (static_cast<size_t>(series) * num_ranks + source) * sizeof(uint64_t);
     }
     // index: dispatch: local expert * num_ranks + source; combine: the source's expert, globally.
@@ -143,23 +174,30 @@ struct RowSource {
     EP_HOST_DEVICE uint32_t pack() const { return slot << 24 | token; }
     EP_HOST_DEVICE static RowSource unpack(uint32_t word) { return {word & 0xFFFFFFu, word >> 24}; }
 };
-constexpr int kMaxTokens = 1 << 16;  // a count must fit a CountWord
-
-// Leads a combined row; only the logarithmic format needs it on the wire.
-struct CombineHeader {
-    uint32_t encoding;  // RowEncoding
-    uint32_t reserved[3];
-};
-static_assert(sizeof(CombineHeader) == sizeof(Vector), "rows stay 16-byte aligned");
+constexpr int kMaxTokens = kMaxCount + 1;
 
 enum RowEncoding : uint32_t { kRowBf16 = 0, kRowLogFmt = 1 };
 
+// What a row says about itself. Leads a combined row, where the logarithmic format needs the encoding
+// on the wire; follows a dispatched one. The rest is there if rows are verified, see verify.cuh.
+struct RowProof {
+    uint32_t kind;  // combined: RowEncoding; dispatched: the token
+    uint32_t op;    // low half of the operation's number
+    uint64_t sum;   // over the row's words
+
+    // kind and op, as they lie in memory
+    EP_HOST_DEVICE uint64_t first_word() const { return static_cast<uint64_t>(op) << 32 | kind; }
+};
+static_assert(sizeof(RowProof) == sizeof(Vector), "rows stay 16-byte aligned");
+constexpr uint16_t kVerifiedFormat = 0x100;  // in OpShape::message_format
+
 enum class Payload : uint16_t { kBf16 = 0, kFp8 = 1, kFp8PowerOfTwo = 2, kFp8Ue8m0 = 3 };
 
-// A dispatched row: data, then scales (32-bit items: one float, or four UE8M0 bytes).
+// A dispatched row: data, then scales (32-bit items: one float, or four UE8M0 bytes), then its proof.
 struct DispatchMessage {
     int hidden;
     Payload payload;
+    bool verified;
 
     EP_HOST_DEVICE int num_groups() const { return hidden / kChannelsPerScale; }
     EP_HOST_DEVICE int num_scale_items() const {
@@ -171,8 +209,15 @@ struct DispatchMessage {
         return static_cast<size_t>(hidden) * (payload == Payload::kBf16 ? 2 : 1);
     }
     EP_HOST_DEVICE size_t scales_offset() const { return data_bytes(); }
-    EP_HOST_DEVICE size_t bytes() const {
+    // 32-bit words of data and scales.
+    EP_HOST_DEVICE int num_words() const {
+        return static_cast<int>(data_bytes() / sizeof(uint32_t)) + num_scale_items();
+    }
+    EP_HOST_DEVICE size_t proof_offset() const {
         return round_up(scales_offset() + num_scale_items() * sizeof(uint32_t), sizeof(Vector));
+    }
+    EP_HOST_DEVICE size_t bytes() const {
+        return proof_offset() + (verified ? sizeof(RowProof) : 0);
     }
 };
 
@@ -185,7 +230,7 @@ struct CombineMessage {
     static constexpr size_t kLogLowOffset = 16;
     static constexpr size_t kLogHighOffset = kLogLowOffset + kLogGroup;
 
-    EP_HOST_DEVICE size_t data_offset() const { return sizeof(CombineHeader); }
+    EP_HOST_DEVICE size_t data_offset() const { return sizeof(RowProof); }
     EP_HOST_DEVICE size_t data_bytes() const { return static_cast<size_t>(hidden) * 2; }
     EP_HOST_DEVICE size_t log_bytes() const {
         return static_cast<size_t>(hidden / kLogGroup) * kLogGroupBytes;
@@ -197,7 +242,8 @@ static_assert(CombineMessage::kLogHighOffset + kLogGroup / 4 == CombineMessage::
 
 // The low-latency use of the buffer. Operations alternate between two halves by their number: when
 // this rank sends operation n + 2 it has received operation n + 1 from everyone, so everyone has
-// finished reading operation n. The same argument frees the staging memory of one-sided puts.
+// finished reading operation n. The same argument frees the staging memory of one-sided puts. It holds
+// while the sizes stay; where they change, or after a failure, ranks hand over first (hand_over.cuh).
 // The receive region of a half serves dispatch and combine, since a half serves one operation.
 //
 // Slots: a dispatched row lies at (local expert, source, position among the source's rows for that
@@ -211,7 +257,7 @@ struct LowLatencyMap {
 
     EP_HOST_DEVICE int num_local_experts() const { return num_experts / num_ranks; }
     EP_HOST_DEVICE size_t max_dispatch_bytes() const {
-        return DispatchMessage{hidden, Payload::kBf16}.bytes();
+        return DispatchMessage{hidden, Payload::kBf16, true}.bytes();
     }
     EP_HOST_DEVICE size_t combine_bytes() const { return CombineMessage{hidden}.bytes(); }
     EP_HOST_DEVICE size_t rows_per_expert() const {
@@ -261,7 +307,9 @@ struct LowLatencyMap {
     EP_HOST_DEVICE size_t combined_row(int half, int token, int slot) const {
         return receive(half) + (static_cast<size_t>(token) * kMaxTopk + slot) * combine_bytes();
     }
-    EP_HOST_DEVICE size_t bytes() const { return round_up(receive(kNumHalves) - begin, 128); }
+    EP_HOST_DEVICE size_t bytes() const {
+        return round_up(receive(kNumHalves) - begin, kBufferAlignment);
+    }
 };
 
 }  // namespace ep

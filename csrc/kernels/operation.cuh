@@ -1,20 +1,25 @@
-// What dispatch and combine share: how an operation opens (headers to everyone), how a rank waits
-// for the others, and how it closes (counters, operation number).
+// The protocol of an operation, which dispatch and combine share.
 //
-//   open    Block 0 stamps the entry and sends every rank an OpHeader: number, entry, shape.
-//   wait    Of every source the header with our number, which must agree in shape, and its CountWords.
-//           Silence until the deadline means that the source is missing. This leaves a FailureRecord
-//           and ends the operation.
-//   close   The last block to finish turns stamps into counters, exchanges clocks where rank 0 asks for
-//           it, and counts the operation, failed or not. A rank that gave up tells the others: who
-//           comes late to an operation that others have given up fails as well and takes up their
-//           number, so that all meet in the next one.
+//   open     Block 0 stamps the entry and sends every rank an OpHeader: number, entry, shape. Where sizes
+//            have changed, or the last operation failed, ranks then hand over (hand_over.cuh).
+//   send     Warps count the rows that they have put. When all rows of a (source, expert) pair have been
+//            counted, a CountWord announces them.
+//   receive  Waits for the header of every source, with this operation's number, which must agree in shape,
+//            and for its CountWords. Silence until the deadline means that the source is missing; this
+//            ends the operation (waiting.cuh, failure.cuh).
+//   close    The last block to finish looks whether anybody has left the operation behind meanwhile, turns
+//            stamps into counters (measuring.cuh), exchanges clocks where rank 0 asks for it (clocks.cuh),
+//            and counts the operation, failed or not.
 #pragma once
 
 #include "kernels/clocks.cuh"
+#include "kernels/hand_over.cuh"
 #include "kernels/measuring.cuh"
+#include "kernels/waiting.cuh"
 
 namespace ep {
+
+// ---- open
 
 EP_DEVICE OpenOperation current_operation(const OperationArgs& args) {
     const uint64_t op = args.workspace->op + 1;
@@ -24,236 +29,54 @@ EP_DEVICE OpenOperation current_operation(const OperationArgs& args) {
 EP_DEVICE void send_headers(const OperationArgs& args, const OpenOperation& open) {
     if (block_index() != 0) return;
     const Transport& transport = args.transport;
-    if (thread_index() == 0) args.workspace->entered_ns = now_ns();
+    Workspace* workspace = args.workspace;
+    if (thread_index() == 0) {
+        const auto queue_pairs = static_cast<uint32_t>(args.map.num_local_experts());
+        if (queue_pairs > workspace->num_queue_pairs) workspace->num_queue_pairs = queue_pairs;
+        store_relaxed<Scope::kSystem>(&workspace->open_op, open.op);
+        workspace->entered_ns = now_ns();
+    }
     block_sync();
-    const uint64_t entered_ns = args.workspace->entered_ns;
-    const bool exchanges_clocks = clock_exchange_is_due(args, entered_ns);
+    const uint64_t entered_ns = workspace->entered_ns;
+    uint64_t flags = 0;
+    if (clock_exchange_is_due(args, entered_ns)) flags |= kExchangesClocks;
+    if (hands_over(args)) flags |= kHandsOver;
     for (int i = thread_index(); i < args.num_ranks(); i += num_threads()) {
         const int dst = (args.rank() + i) % args.num_ranks();
         const size_t header = args.control.header(open.half, args.rank());
         transport.put_word(dst, header + offsetof(OpHeader, entered_ns), entered_ns, 0);
-        transport.put_word(dst, header + offsetof(OpHeader, shape), args.shape.word(0), 0);
-        transport.put_word(
-            dst, header + offsetof(OpHeader, shape) + sizeof(uint64_t), args.shape.word(1), 0);
-        transport.put_word(
-            dst, header + offsetof(OpHeader, exchanges_clocks), exchanges_clocks ? 1 : 0, 0);
+        for (int i = 0; i < OpHeader::kNumAgreed; ++i)
+            transport.put_word(dst, header + agreed_field(i), args.agreed(i), 0);
+        transport.put_word(dst, header + offsetof(OpHeader, flags), flags, 0);
         transport.fence(dst, 0);
         transport.signal(dst, header + offsetof(OpHeader, op), open.op, 0);
     }
 }
 
-// One thread. The first kind recorded in an operation stays.
-EP_DEVICE void leave_record(const OperationArgs& args,
-                            const OpenOperation& open,
-                            FailureKind kind,
-                            int source) {
-    FailureRecord* record = args.failure;
-    record->operation = static_cast<Operation>(args.shape.operation);
-    record->op = open.op;
-    record->waited_ns = args.timeout_ns;
-    for (int i = 0; i < 2; ++i) {
-        const size_t seen = args.control.header(open.half, source) + offsetof(OpHeader, shape) +
-                            i * sizeof(uint64_t);
-        record->seen_shape[i] = *reinterpret_cast<const uint64_t*>(args.transport.local(seen));
-        record->expected_shape[i] = args.shape.word(i);
-    }
-    store_relaxed<Scope::kSystem>(&record->ranks[source], 1u);
-    store_release<Scope::kSystem>(&record->kind, static_cast<uint32_t>(kind));
+// ---- send
+
+// One thread. Its warp has handed over rows counted in `issued[index]`, the last one at `now`: taken
+// before this release, which may wait until the link has taken them. Pairs with wait_until_issued().
+EP_DEVICE void count_issued(const OperationArgs& args, int index, uint32_t num_rows, uint64_t now) {
+    max_relaxed<Scope::kDevice>(&args.workspace->issued_ns[index], now);
+    add_release<Scope::kDevice>(&args.workspace->issued[index], num_rows);
 }
 
-// One thread. Ends the operation on this rank.
-EP_DEVICE void record_failure(const OperationArgs& args,
-                              const OpenOperation& open,
-                              FailureKind kind,
-                              int source) {
-    const auto first = compare_exchange_relaxed<Scope::kDevice>(
-        &args.workspace->failed, 0u, static_cast<uint32_t>(kind));
-    if (first == 0) {
-        leave_record(args, open, kind, source);
-    } else if (first == static_cast<uint32_t>(kind)) {
-        store_relaxed<Scope::kSystem>(&args.failure->ranks[source], 1u);
-    }
-}
-
-// Newest number that any rank has given up in a series.
-EP_DEVICE uint64_t newest_given_up(const OperationArgs& args, Series series) {
-    uint64_t newest = 0;
-    for (int source = 0; source < args.num_ranks(); ++source) {
-        const uint64_t number = args.transport.newest(args.control.given_up(series, source));
-        newest = number > newest ? number : newest;
-    }
-    return newest;
-}
-
-EP_DEVICE void tell_given_up(const OperationArgs& args, Series series, uint64_t number) {
-    for (int dst = 0; dst < args.num_ranks(); ++dst) {
-        if (dst != args.rank())
-            args.transport.signal(dst, args.control.given_up(series, args.rank()), number, 0);
-    }
-}
-
-EP_DEVICE bool has_given_up(const OperationArgs& args, const OpenOperation& open, int source) {
-    const size_t header = args.control.header(open.half, source) + offsetof(OpHeader, op);
-    return args.transport.newest(header) > open.op ||
-           args.transport.newest(args.control.given_up(Series::kOperations, source)) >= open.op;
-}
-
-EP_DEVICE bool agrees_in_shape(const OperationArgs& args, const OpenOperation& open, int source) {
-    for (int i = 0; i < 2; ++i) {
-        const size_t word = offsetof(OpHeader, shape) + i * sizeof(uint64_t);
-        if (header_word(args, open.half, source, word) != args.shape.word(i)) return false;
-    }
-    return true;
-}
-
-// What the threads of a block that waits share. The words it looks for (items) are dealt to the
-// threads in turn.
-struct WaitShared {
-    static constexpr int kItemsPerMask = 64;
-
-    // [masks, num_threads]: bit j of mask m of a thread is its item m * 64 + j, set while it is missing.
-    uint64_t* missing;
-    struct State {
-        uint64_t begin_ns;
-        int headers_left;
-        int hopeless;  // a rank disagrees, or has left this operation behind
-        int quit;      // and all headers have come
-    }* state;
-
-    EP_DEVICE WaitShared(SharedArena arena, int num_items) {
-        missing = arena.take<uint64_t>(num_masks(num_items, num_threads()) * num_threads());
-        state = arena.take<State>(1);
-    }
-    EP_HOST_DEVICE static int num_masks(int num_items, int threads) {
-        const int per_thread = (num_items + threads - 1) / threads;
-        return (per_thread + kItemsPerMask - 1) / kItemsPerMask;
-    }
-    // With what alignment may cost.
-    EP_HOST_DEVICE static size_t bytes(int num_items, int threads) {
-        return sizeof(uint64_t) * num_masks(num_items, threads) * threads + sizeof(State) +
-               2 * alignof(uint64_t);
-    }
-
-    EP_DEVICE static int item(int mask, int bit) {
-        return (mask * kItemsPerMask + bit) * num_threads() + thread_index();
-    }
-    EP_DEVICE void miss_all(int num_items) const {
-        for (int mask = 0; mask < num_masks(num_items, num_threads()); ++mask) {
-            uint64_t mine = 0;
-            for (int bit = 0; bit < kItemsPerMask && item(mask, bit) < num_items; ++bit)
-                mine |= 1ull << bit;
-            missing[mask * num_threads() + thread_index()] = mine;
-        }
-    }
-    // Calls is_there(item) for each of this thread's items that are missing, and takes out those that
-    // are there. Whether none is left.
-    template <class IsThere>
-    EP_DEVICE bool look(int num_items, IsThere is_there) const {
-        uint64_t any = 0;
-        for (int mask = 0; mask < num_masks(num_items, num_threads()); ++mask) {
-            uint64_t& mine = missing[mask * num_threads() + thread_index()];
-            uint64_t left = mine;
-            for (int bit = 0; bit < kItemsPerMask && mine >> bit != 0; ++bit) {
-                if ((mine >> bit & 1) && is_there(item(mask, bit))) left &= ~(1ull << bit);
-            }
-            mine = left;
-            any |= left;
-        }
-        return any == 0;
-    }
-};
-
-// One thread. Whether the header of a source is there; checks its shape and notes when it was first
-// seen. Pairs with the signal in send_headers().
-EP_DEVICE bool find_header(const OperationArgs& args,
-                           const OpenOperation& open,
-                           WaitShared::State& state,
-                           int source,
-                           bool is_first_look) {
-    const size_t word = args.control.header(open.half, source) + offsetof(OpHeader, op);
-    const uint64_t seen = args.transport.poll(word);
-    if (seen < open.op) return false;
-    if (args.measures()) {
-        note_sight(&args.workspace->header_sight[source],
-                   sight_of(args, word, is_first_look, state.begin_ns));
-    }
-    const bool disagrees = seen == open.op && !agrees_in_shape(args, open, source);
-    if (disagrees) record_failure(args, open, FailureKind::kMismatch, source);
-    if (disagrees || seen > open.op) store_relaxed<Scope::kBlock>(&state.hopeless, 1);
-    // Counts of a rank that disagrees or has gone on need never come. Still all headers are awaited,
-    // so that everybody who disagrees is named, and not who gave up because of them.
-    if (add_acq_rel<Scope::kBlock>(&state.headers_left, -1) == 1 &&
-        load_relaxed<Scope::kBlock>(&state.hopeless) != 0) {
-        store_relaxed<Scope::kBlock>(&state.quit, 1);
-    }
-    return true;
-}
-
-// One thread. Whether a CountWord is there; notes its contents and when it was first seen. Pairs with
-// the signal in announce_rows().
-EP_DEVICE bool find_count(const OperationArgs& args,
-                          const OpenOperation& open,
-                          const WaitShared::State& state,
-                          int index,
-                          bool is_first_look) {
-    Workspace* workspace = args.workspace;
-    const size_t offset = args.control.count(open.half, index);
-    const CountWord word = CountWord::unpack(args.transport.poll(offset));
-    if (word.tag != CountWord::tag_of(open.op)) return false;
-    const Sight sight = sight_of(args, offset, is_first_look, state.begin_ns);
-    if (args.measures()) note_sight(&workspace->word_sight[index], sight);
-    workspace->counts[index] = word.count;
-    workspace->issued_lo[index] = word.issued_lo;
-    return true;
-}
-
-// Block. The receive phase: waits for the headers of all ranks and the CountWords index_of(0) ..
-// index_of(num_words - 1), all in one loop, so that no source's arrival hides behind another's. False
-// when the operation has failed; all threads agree.
-template <class IndexOf, class SourceOf>
-EP_DEVICE bool wait_for_words(const OperationArgs& args,
-                              const OpenOperation& open,
-                              const WaitShared& shared,
-                              int num_words,
-                              IndexOf index_of,
-                              SourceOf source_of) {
-    const int num_ranks = args.num_ranks();
-    const int num_items = num_ranks + num_words;  // headers, then counts
-    WaitShared::State& state = *shared.state;
-    uint32_t* failed = &args.workspace->failed;
-    shared.miss_all(num_items);
-    if (thread_index() == 0) {
-        state = {now_ns(), num_ranks, 0, 0};
-        max_relaxed<Scope::kDevice>(&args.workspace->wait_begin_ns, state.begin_ns);
-    }
-    block_sync();
-
-    bool is_first_look = true;
-    const auto is_there = [&](int item) {
-        return item < num_ranks
-                   ? find_header(args, open, state, item, is_first_look)
-                   : find_count(args, open, state, index_of(item - num_ranks), is_first_look);
-    };
+// One thread. Until every block's puts that `issued[counter_index]` counts have happened. False when
+// the operation has failed, on this rank, so that they may never.
+EP_DEVICE bool wait_until_issued(const OperationArgs& args,
+                                 const OpenOperation& open,
+                                 int counter_index,
+                                 int count) {
+    const uint32_t* issued = &args.workspace->issued[counter_index];
+    bool complete = false;
     const auto look = [&] {
-        const bool complete = shared.look(num_items, is_there);
-        is_first_look = false;
-        return complete || load_relaxed<Scope::kBlock>(&state.quit) != 0;
+        complete = load_acquire<Scope::kDevice>(issued) == static_cast<uint32_t>(count);
+        return complete || load_relaxed<Scope::kDevice>(&args.workspace->failed) != 0;
     };
-    if (!spin_until(look, open.deadline)) {
-        shared.look(num_items, [&](int item) {
-            const int source = item < num_ranks ? item : source_of(index_of(item - num_ranks));
-            record_failure(args, open, FailureKind::kTimeout, source);
-            return false;
-        });
-    }
-    // Another block may fail between two threads' looks, and they must not part ways.
-    if (block_any(load_relaxed<Scope::kDevice>(failed) != 0)) return false;
-    // Only now: who gave up may have done so because another rank disagrees, and that one is to be named.
-    for (int source = thread_index(); source < num_ranks; source += num_threads()) {
-        if (has_given_up(args, open, source))
-            record_failure(args, open, FailureKind::kAbandoned, source);
-    }
-    return !block_any(load_relaxed<Scope::kDevice>(failed) != 0);
+    if (!spin_until(look, open.deadline))
+        record_failure(args, open, FailureKind::kTimeout, args.rank());
+    return complete;
 }
 
 // One thread. All rows of (this rank, expert) to dst have been put on `qp` and counted in `issued`.
@@ -277,35 +100,150 @@ EP_DEVICE void announce_rows(const OperationArgs& args,
     workspace->issued_ns[counter_index] = 0;
 }
 
-// One thread. Until every block's puts that `issued[counter_index]` counts have happened.
-EP_DEVICE bool wait_until_issued(const OperationArgs& args,
-                                 const OpenOperation& open,
-                                 int counter_index,
-                                 int count) {
-    const uint32_t* issued = &args.workspace->issued[counter_index];
-    return spin_until(
-        [&] { return load_acquire<Scope::kDevice>(issued) == static_cast<uint32_t>(count); },
-        open.deadline);
+// ---- receive
+
+// One thread. Whether the header of a source is there; checks its shape and notes when it was first
+// seen. Pairs with the signal in send_headers().
+EP_DEVICE bool find_header(const OperationArgs& args,
+                           const OpenOperation& open,
+                           WaitShared::State& state,
+                           int source,
+                           bool is_first_look) {
+    const size_t word = args.control.header(open.half, source) + offsetof(OpHeader, op);
+    const uint64_t seen = args.transport.poll(word);
+    if (seen < open.op) return false;
+    if (args.measures()) {
+        note_sight(&args.workspace->header_sight[source],
+                   sight_of(args, word, is_first_look, state.begin_ns));
+    }
+    const bool disagrees = seen == open.op && !agrees_in_shape(args, open, source);
+    if (disagrees) record_failure(args, open, FailureKind::kMismatch, source);
+    if (disagrees || seen > open.op) store_relaxed<Scope::kBlock>(&state.hopeless, 1);
+    add_relaxed<Scope::kBlock>(&state.headers_left, -1);
+    return true;
+}
+
+// One thread. Whether a CountWord is there; notes its contents and when it was first seen. Pairs with
+// the signal in announce_rows().
+EP_DEVICE bool find_count(const OperationArgs& args,
+                          const OpenOperation& open,
+                          WaitShared::State& state,
+                          int index,
+                          int source,
+                          bool is_first_look) {
+    Workspace* workspace = args.workspace;
+    const size_t offset = args.control.count(open.half, index);
+    const CountWord word = CountWord::unpack(args.transport.poll(offset));
+    if (word.tag != CountWord::tag_of(open.op)) return false;
+    const Sight sight = sight_of(args, offset, is_first_look, state.begin_ns);
+    if (args.measures()) note_sight(&workspace->word_sight[index], sight);
+    if (word.count == kRefusedCount) {
+        record_failure(args, open, FailureKind::kAbandoned, source);
+        store_relaxed<Scope::kBlock>(&state.hopeless, 1);
+    }
+    // Blocks that wait for the same word all write it.
+    store_relaxed<Scope::kDevice>(&workspace->counts[index], word.count);
+    store_relaxed<Scope::kDevice>(&workspace->issued_lo[index], word.issued_lo);
+    return true;
+}
+
+// Block. The receive phase: waits for the headers of all ranks and the CountWords index_of(0) ..
+// index_of(num_words - 1), all in one loop, so that no source's arrival hides behind another's. False
+// when the operation has failed; all threads agree.
+template <class IndexOf, class SourceOf>
+EP_DEVICE bool wait_for_words(const OperationArgs& args,
+                              const OpenOperation& open,
+                              const WaitShared& shared,
+                              int num_words,
+                              IndexOf index_of,
+                              SourceOf source_of) {
+    const int num_ranks = args.num_ranks();
+    WaitShared::State& state = *shared.state;
+    if (thread_index() == 0) {
+        const bool failed = load_relaxed<Scope::kDevice>(&args.workspace->failed) != 0;
+        state = {now_ns(), num_ranks, failed ? 0 : num_words, 0, 0};
+        max_relaxed<Scope::kDevice>(&args.workspace->wait_begin_ns, state.begin_ns);
+    }
+    block_sync();
+    // Headers, then counts. Who has failed already still awaits the headers, because its next operation
+    // but one would overwrite what a slower rank has not looked at yet.
+    const int num_items = num_ranks + state.num_words;
+    shared.miss_all(num_items);
+
+    bool is_first_look = true;
+    const auto is_there = [&](int item) {
+        if (item < num_ranks) return find_header(args, open, state, item, is_first_look);
+        const int index = index_of(item - num_ranks);
+        return find_count(args, open, state, index, source_of(index), is_first_look);
+    };
+    const auto for_each_missing = [&](auto f) {
+        shared.look(num_items, [&](int item) {
+            f(item < num_ranks ? item : source_of(index_of(item - num_ranks)));
+            return false;
+        });
+    };
+    const auto look = [&] {
+        const bool complete = shared.look(num_items, is_there);
+        is_first_look = false;
+        if (complete || shared.is_over()) return true;
+        if (load_relaxed<Scope::kSystem>(&args.workspace->news.any) == 0) return false;
+        bool in_vain = is_lost(args, open);
+        for_each_missing([&](int source) { in_vain = in_vain || is_gone(args, source); });
+        if (in_vain) store_relaxed<Scope::kBlock>(&state.in_vain, 1);
+        return in_vain;
+    };
+    const bool in_time = spin_until(look, open.deadline);
+    if (block_any(!in_time || load_relaxed<Scope::kBlock>(&state.in_vain) != 0))
+        name_missing(args, open, for_each_missing);
+    // Who is hopeless has gone on; only now, because others may have done so for the one that disagrees.
+    if (load_relaxed<Scope::kBlock>(&state.hopeless) != 0 && !has_failed(args))
+        find_given_up(args, open);
+    // Another block may fail between two threads' looks, and they must not part ways.
+    return !has_failed(args);
+}
+
+// ---- close
+
+// Block. Rows of an operation that failed may have been counted after they had been announced.
+EP_DEVICE void forget_issued(const OperationArgs& args) {
+    for (int i = thread_index(); i < args.map.num_experts; i += num_threads()) {
+        args.workspace->issued[i] = 0;
+        args.workspace->issued_ns[i] = 0;
+    }
 }
 
 // Block, at the end of the receive phase. CountWords of a source are at first_word(source) and then
-// every word_stride. Nothing else in shared memory is needed any more.
+// every word_stride. Nothing else in shared memory is needed any more. True for one thread of the
+// launch, if the operation succeeded.
 template <class FirstWord>
-EP_DEVICE void close_operation(const OperationArgs& args,
+EP_DEVICE bool close_operation(const OperationArgs& args,
                                const OpenOperation& open,
                                FirstWord first_word,
                                int word_stride) {
     Workspace* workspace = args.workspace;
     SharedArena arena;
-    int* is_last = arena.take<int>(1);
+    enum { kNotLast, kLast, kLastOfFailed };
+    int* place = arena.take<int>(1);
+    int* out_of_step = arena.take<int>(1);
     block_sync();
     if (thread_index() == 0) {
-        *is_last = add_acq_rel<Scope::kDevice>(&workspace->blocks_done, 1u) + 1 ==
-                   static_cast<uint32_t>(num_blocks());
+        const bool is_last = add_acq_rel<Scope::kDevice>(&workspace->blocks_done, 1u) + 1 ==
+                             static_cast<uint32_t>(num_blocks());
+        const bool failed = load_relaxed<Scope::kDevice>(&workspace->failed) != 0;
+        *place = !is_last ? kNotLast : failed ? kLastOfFailed : kLast;
+        *out_of_step = 0;
     }
     block_sync();
-    if (!*is_last) return;
-    const bool succeeded = load_relaxed<Scope::kDevice>(&workspace->failed) == 0;
+    if (*place == kNotLast) return false;
+    // After the copies: they are of this operation only if nobody has left it behind.
+    if (*place == kLast) find_given_up(args, open);
+    // A rank that failed alone hands over while others do not; then all do in the next operation.
+    for (int source = thread_index(); source < args.num_ranks(); source += num_threads()) {
+        const uint64_t flags = header_word(args, open.half, source, offsetof(OpHeader, flags));
+        if (((flags & kHandsOver) != 0) != hands_over(args))
+            store_relaxed<Scope::kBlock>(out_of_step, 1);
+    }
+    const bool succeeded = !has_failed(args);
     const bool measured = args.measures() && succeeded;
     if (measured) {
         for (int source = thread_index(); source < args.num_ranks(); source += num_threads()) {
@@ -313,24 +251,33 @@ EP_DEVICE void close_operation(const OperationArgs& args,
         }
     }
     block_sync();
+    if (!succeeded) forget_issued(args);
     if (args.measures()) forget_sights(args);
     if (measured && args.counters.on() && thread_index() == 0) count_operation(args, open);
-    if (succeeded && header_word(args, open.half, 0, offsetof(OpHeader, exchanges_clocks)) != 0)
-        exchange_clocks(args, open);
-    if (thread_index() != 0) return;
+    const uint64_t flags = header_word(args, open.half, 0, offsetof(OpHeader, flags));
+    if (succeeded && (flags & kExchangesClocks)) exchange_clocks(args, open);
+    if (thread_index() != 0) return false;
     uint64_t op = open.op;
-    if (workspace->failed != 0) {
-        tell_given_up(args, Series::kOperations, op);
+    uint64_t num_given_up = 0;
+    if (!succeeded) {
+        num_given_up = workspace->num_given_up + 1;
+        tell_given_up(args, Series::kOperations, {op, num_given_up});
         const uint64_t newest = newest_given_up(args, Series::kOperations);
-        op = newest > op ? newest : op;
+        if (newest > op) {
+            num_given_up += newest - op;
+            op = newest;
+        }
     }
+    workspace->num_given_up = num_given_up;
     workspace->previous_exit_ns = now_ns();
-    workspace->wait_begin_ns = 0;
+    store_relaxed<Scope::kSystem>(&workspace->wait_begin_ns, 0);
     workspace->sent_ns = 0;
     workspace->blocks_done = 0;
     workspace->failed = 0;
-    workspace->op = op;
+    workspace->layout = succeeded && *out_of_step == 0 ? args.layout() : Layout::unknown();
+    store_relaxed<Scope::kSystem>(&workspace->op, op);
     args.transport.flush();
+    return succeeded;
 }
 
 }  // namespace ep

@@ -1,19 +1,16 @@
-// What an operation works on: its arguments, the rank's memory between launches, and what a kernel
-// that gives up leaves behind.
+// What an operation works on: its arguments, the rank's memory between launches, the headers of the
+// others, and the record that a kernel leaves when it gives up.
 #pragma once
 
-#include "kernels/counters.cuh"
+#include "kernels/calls.cuh"
 #include "kernels/messages.cuh"
 #include "transport/transport.cuh"
 
 namespace ep {
 
 enum class FailureKind : uint32_t {
-    kNone = 0,
-    kTimeout = 1,
-    kMismatch = 2,
-    kAbandoned = 3,
-    kIndex = 4
+#define EP_FAILURE_KIND(value, name) value,
+#include "kernels/names.def"
 };
 
 // Left in host-visible memory by a kernel that gives up.
@@ -22,8 +19,8 @@ struct FailureRecord {
     Operation operation;
     uint64_t op;
     uint64_t waited_ns;
-    uint64_t seen_shape[2];  // of the first rank that disagrees
-    uint64_t expected_shape[2];
+    uint64_t seen_shape[OpHeader::kNumAgreed];  // of the first rank that disagrees
+    uint64_t expected_shape[OpHeader::kNumAgreed];
     uint32_t ranks[kMaxExperts];  // 1: this rank is missing, disagrees or has given up
 };
 
@@ -53,9 +50,30 @@ struct ClockSchedule {
     uint64_t spent_ns;    // in exchanges at the end of operations, all together
 };
 
+// Sizes that say where the rows of an operation lie.
+struct Layout {
+    uint64_t words[2];  // zeroes: no operation has used the buffer
+
+    EP_HOST_DEVICE bool is_fresh() const { return words[0] == 0; }
+    EP_HOST_DEVICE bool operator==(const Layout& other) const {
+        return words[0] == other.words[0] && words[1] == other.words[1];
+    }
+    // Like no other one.
+    EP_HOST_DEVICE static Layout unknown() { return {{UINT64_MAX, UINT64_MAX}}; }
+};
+
+// What the host tells kernels while they run.
+struct News {
+    uint32_t any;                // set last; kernels that wait look at nothing else
+    uint32_t gone[kMaxExperts];  // by rank, 1: it will never come again
+    uint64_t lost_op;            // the group has given up operations up to this one
+};
+
 // Per-rank device memory, private to the rank and kept between launches.
 struct Workspace {
-    uint64_t op;  // operations closed
+    uint64_t op;            // operations closed
+    uint64_t open_op;       // the newest one that was opened
+    uint64_t num_given_up;  // operations since the last one that succeeded
     uint64_t barriers;
     uint64_t clock_rounds;
     uint64_t entered_ns;
@@ -66,6 +84,11 @@ struct Workspace {
     ClockSchedule clock_schedule;
     uint32_t blocks_done;
     uint32_t failed;
+    Layout layout;             // of the last operation; unknown() if it failed
+    uint32_t num_queue_pairs;  // that operations have used, at most
+    uint64_t handed_over;      // operation * 2 + whether it may send; see hand_over()
+    uint32_t meets;            // it waits for the others in order to hand over
+    News news;
     // By destination expert (dispatch) or local expert * num_ranks + destination (combine).
     uint32_t issued[kMaxExperts];
     uint64_t issued_ns[kMaxExperts];  // when the last row so far had been handed over; 0: none has
@@ -80,37 +103,53 @@ struct Workspace {
     int64_t source_arrival_ns[kMaxExperts];
 };
 
-enum Phase : int { kPhaseSend = 1, kPhaseReceive = 2 };
-
 // Arguments common to all low-latency kernels.
-struct OperationArgs {
+struct OperationArgs : OperationOptions {
     Transport transport;
     Workspace* workspace;
     FailureRecord* failure;
     ControlMap control;
     LowLatencyMap map;
     OpShape shape;
+    const uint64_t* dispatch_op;  // combine: the operation whose rows it returns; or nullptr
     uint64_t timeout_ns;
-    int phases;
-    CounterView counters;
-    int64_t* wait_stats;  // [num_ranks] nanoseconds, or nullptr
-    size_t row_bytes;     // payload of one received row
+    size_t row_bytes;  // payload of one received row
 
+    // What all ranks must agree on, by word of the header.
+    EP_DEVICE uint64_t agreed(int i) const {
+        return i < 2 ? shape.word(i) : dispatch_op == nullptr ? 0 : *dispatch_op;
+    }
+    EP_DEVICE Layout layout() const {
+        return {{shape.word(0), static_cast<uint64_t>(shape.num_experts)}};
+    }
     EP_DEVICE int rank() const { return transport.rank; }
     EP_DEVICE int num_ranks() const { return transport.num_ranks; }
     EP_DEVICE bool measures() const { return counters.on() || wait_stats != nullptr; }
 };
 
+// Leads the arguments of a kernel: one pointer then serves for both.
+struct CommonArgs {
+    OperationArgs common;
+};
+
 // The operation a launch belongs to. In hook mode send and receive are two launches of one operation.
 struct OpenOperation {
-    uint64_t op;
+    uint64_t op;  // its number in its series
     int half;
     Deadline deadline;
+    Series series = Series::kOperations;
 };
 
 EP_DEVICE uint64_t header_word(const OperationArgs& args, int half, int source, size_t field) {
     return *reinterpret_cast<const uint64_t*>(
         args.transport.local(args.control.header(half, source) + field));
+}
+
+EP_DEVICE bool agrees_in_shape(const OperationArgs& args, const OpenOperation& open, int source) {
+    for (int i = 0; i < OpHeader::kNumAgreed; ++i) {
+        if (header_word(args, open.half, source, agreed_field(i)) != args.agreed(i)) return false;
+    }
+    return true;
 }
 
 }  // namespace ep

@@ -9,6 +9,44 @@
 
 namespace ep {
 
+namespace {
+
+using DispatchKernel = void (*)(DispatchArgs);
+using CombineKernel = void (*)(CombineArgs);
+
+Agreed agreed_of(const uint64_t (&words)[OpHeader::kNumAgreed]) {
+    return {OpShape::from_words(words[0], words[1]), words[2]};
+}
+
+template <bool kVerify>
+DispatchKernel dispatch_kernel_for(Payload payload) {
+    switch (payload) {
+        case Payload::kBf16:
+            break;
+        case Payload::kFp8:
+            return &ep::low_latency_dispatch<Payload::kFp8, kVerify>;
+        case Payload::kFp8PowerOfTwo:
+            return &ep::low_latency_dispatch<Payload::kFp8PowerOfTwo, kVerify>;
+        case Payload::kFp8Ue8m0:
+            return &ep::low_latency_dispatch<Payload::kFp8Ue8m0, kVerify>;
+    }
+    return &ep::low_latency_dispatch<Payload::kBf16, kVerify>;
+}
+
+DispatchKernel dispatch_kernel(Payload payload, bool verify) {
+    return verify ? dispatch_kernel_for<true>(payload) : dispatch_kernel_for<false>(payload);
+}
+
+CombineKernel combine_kernel(bool use_logfmt, bool verify) {
+    if (verify)
+        return use_logfmt ? &ep::low_latency_combine<true, true>
+                          : &ep::low_latency_combine<false, true>;
+    return use_logfmt ? &ep::low_latency_combine<true, false>
+                      : &ep::low_latency_combine<false, false>;
+}
+
+}  // namespace
+
 Runtime::Runtime(const RuntimeOptions& options) : options_(options), control_{options.num_ranks} {
     if (options.num_ranks < 1 || options.num_ranks > kMaxExperts || options.rank < 0 ||
         options.rank >= options.num_ranks) {
@@ -21,18 +59,18 @@ Runtime::Runtime(const RuntimeOptions& options) : options_(options), control_{op
     memory.rank = options.rank;
     memory.num_ranks = options.num_ranks;
     memory.control_bytes = control_.bytes();
-    memory.data_bytes = round_up(options.num_nvl_bytes, 128) + options.num_rdma_bytes;
+    memory.data_bytes = round_up(options.num_nvl_bytes, kBufferAlignment) + options.num_rdma_bytes;
     memory.allow_nvlink = options.allow_nvlink;
     memory.num_queue_pairs = options.num_qps_per_rank;
     memory_ = std::make_unique<SymmetricMemory>(*device_, memory);
     workspace_ = static_cast<Workspace*>(device_->allocate(sizeof(Workspace)));
     failure_ = static_cast<FailureRecord*>(device_->allocate_host_visible(sizeof(FailureRecord)));
-    device_->prepare(&ep::low_latency_dispatch<Payload::kBf16>,
-                     &ep::low_latency_dispatch<Payload::kFp8>,
-                     &ep::low_latency_dispatch<Payload::kFp8PowerOfTwo>,
-                     &ep::low_latency_dispatch<Payload::kFp8Ue8m0>,
-                     &ep::low_latency_combine<false>,
-                     &ep::low_latency_combine<true>,
+    for (const auto payload :
+         {Payload::kBf16, Payload::kFp8, Payload::kFp8PowerOfTwo, Payload::kFp8Ue8m0}) {
+        device_->prepare(dispatch_kernel(payload, options.verify));
+    }
+    device_->prepare(combine_kernel(false, options.verify),
+                     combine_kernel(true, options.verify),
                      &ep::barrier,
                      &ep::clock_offset,
                      &ep::dispatch_layout);
@@ -66,7 +104,7 @@ std::pair<void*, size_t> Runtime::local_buffer(bool use_rdma) const {
     check_connected("local_buffer");
     std::byte* begin = memory_->local_base() + control_.bytes();
     if (!use_rdma) return {begin, options_.num_nvl_bytes};
-    return {begin + round_up(options_.num_nvl_bytes, 128), options_.num_rdma_bytes};
+    return {begin + round_up(options_.num_nvl_bytes, kBufferAlignment), options_.num_rdma_bytes};
 }
 
 uint64_t Runtime::operation() {
@@ -79,7 +117,7 @@ LowLatencyMap Runtime::map(const LowLatencySize& size) const {
             size.num_experts,
             size.num_max_dispatch_tokens_per_rank,
             size.hidden,
-            control_.bytes() + round_up(options_.num_nvl_bytes, 128)};
+            control_.bytes() + round_up(options_.num_nvl_bytes, kBufferAlignment)};
 }
 
 size_t Runtime::low_latency_bytes(const LowLatencySize& size, int num_ranks) {
@@ -95,7 +133,7 @@ void Runtime::check_size(const LowLatencySize& size, const char* call) const {
         throw std::runtime_error(std::string(call) + ": " + reason);
     };
     if (size.hidden <= 0 || size.hidden % kChannelsPerScale != 0)
-        refuse("hidden must be a multiple of 128");
+        refuse("hidden must be a multiple of " + std::to_string(kChannelsPerScale));
     if (size.num_experts <= 0 || size.num_experts > kMaxExperts ||
         size.num_experts % options_.num_ranks != 0) {
         refuse("num_experts must be a multiple of the number of ranks, at most " +
@@ -113,27 +151,25 @@ void Runtime::check_size(const LowLatencySize& size, const char* call) const {
     }
 }
 
-OperationArgs Runtime::operation_args(const LowLatencySize& size,
+OperationArgs Runtime::operation_args(const OperationCall& call,
                                       Operation operation,
-                                      uint16_t format,
-                                      int phases) const {
-    return {
-        .transport = memory_->transport(),
-        .workspace = workspace_,
-        .failure = failure_,
-        .control = control_,
-        .map = map(size),
-        .shape = {static_cast<uint32_t>(size.num_max_dispatch_tokens_per_rank),
-                  static_cast<uint32_t>(size.hidden),
-                  static_cast<uint32_t>(size.num_experts),
-                  format,
-                  static_cast<uint16_t>(operation)},
-        .timeout_ns = options_.timeout_ns,
-        .phases = phases,
-        .counters = {},
-        .wait_stats = nullptr,
-        .row_bytes = 0,
-    };
+                                      uint16_t format) const {
+    OperationArgs args;
+    static_cast<OperationOptions&>(args) = call;
+    args.transport = memory_->transport();
+    args.workspace = workspace_;
+    args.failure = failure_;
+    args.control = control_;
+    args.map = map(call);
+    args.shape = {static_cast<uint32_t>(call.num_max_dispatch_tokens_per_rank),
+                  static_cast<uint32_t>(call.hidden),
+                  static_cast<uint32_t>(call.num_experts),
+                  static_cast<uint16_t>(format | (options_.verify ? kVerifiedFormat : 0)),
+                  static_cast<uint16_t>(operation)};
+    args.dispatch_op = nullptr;
+    args.timeout_ns = options_.timeout_ns;
+    args.row_bytes = 0;
+    return args;
 }
 
 void Runtime::set_launch_shape(int blocks, int warps) {
@@ -156,39 +192,22 @@ LaunchShape Runtime::operation_shape(int num_rows, int num_local_experts) const 
 
 void Runtime::low_latency_dispatch(const DispatchCall& call) {
     const std::scoped_lock lock(mutex_);
-    check_size(call.size, "low_latency_dispatch");
-    const DispatchMessage message{call.size.hidden, call.payload};
-    DispatchArgs args;
-    args.common = operation_args(
-        call.size, Operation::kDispatch, static_cast<uint16_t>(call.payload), call.phases);
-    args.common.counters = call.counters;
-    args.common.wait_stats = call.wait_stats;
+    check_size(call, "low_latency_dispatch");
+    const Payload payload = call.payload();
+    const DispatchMessage message{call.hidden, payload, options_.verify};
+    DispatchArgs args{
+        {operation_args(call, Operation::kDispatch, static_cast<uint16_t>(payload))},
+        call,
+        HandleView::of(call.src_info, map(call)),
+    };
     args.common.row_bytes = message.data_bytes() + message.num_scale_items() * sizeof(uint32_t);
-    args.x = static_cast<const bf16*>(call.x);
-    args.topk_idx = call.topk_idx;
-    args.num_tokens = call.num_tokens;
-    args.num_topk = call.num_topk;
-    args.recv_x = static_cast<std::byte*>(call.recv_x);
-    args.recv_scales = static_cast<uint32_t*>(call.recv_scales);
-    args.recv_count = call.recv_count;
-    args.src_info = call.src_info;
-    args.layout_range = call.layout_range;
-    args.expert_stats = call.expert_stats;
     LaunchShape shape = operation_shape(call.num_tokens, args.common.map.num_local_experts());
     shape.shared_bytes = DispatchShared::bytes(call.num_topk, args.common.map, shape.threads);
-    const auto launch = [&](auto kernel) {
-        device_->launch("low_latency_dispatch", kernel, shape, args, call.stream);
-    };
-    switch (call.payload) {
-        case Payload::kBf16:
-            return launch(&ep::low_latency_dispatch<Payload::kBf16>);
-        case Payload::kFp8:
-            return launch(&ep::low_latency_dispatch<Payload::kFp8>);
-        case Payload::kFp8PowerOfTwo:
-            return launch(&ep::low_latency_dispatch<Payload::kFp8PowerOfTwo>);
-        case Payload::kFp8Ue8m0:
-            return launch(&ep::low_latency_dispatch<Payload::kFp8Ue8m0>);
-    }
+    device_->launch("low_latency_dispatch",
+                    dispatch_kernel(payload, options_.verify),
+                    shape,
+                    args,
+                    call.stream);
 }
 
 std::pair<void*, size_t> Runtime::next_combine_buffer(const LowLatencySize& size) const {
@@ -199,47 +218,74 @@ std::pair<void*, size_t> Runtime::next_combine_buffer(const LowLatencySize& size
     return {memory_->local_base() + first, layout.combine_bytes()};
 }
 
+size_t Runtime::handle_words(const LowLatencySize& size, int num_tokens, int num_topk) const {
+    return HandleView::num_words(map(size), num_tokens, num_topk);
+}
+
+HandleFault Runtime::find_handle_fault(const HandleCall& call) const {
+    // On the GPU a look would stall the stream; there the kernel finds it.
+    if constexpr (!Device::kIsHost) return {};
+    const LowLatencyMap layout = map(call);
+    const HandleView handle = HandleView::of(call.src_info, layout);
+    const HandleHead& head = *handle.head();
+    if (head.op == 0) return {.kind = HandleFault::kNotReceived};
+    if (!handle.is_of(call.num_tokens, call.num_topk))
+        return {.kind = HandleFault::kTopkShape, .place = {head.num_tokens, head.num_topk}};
+    for (int64_t entry = 0; entry < int64_t{call.num_tokens} * call.num_topk; ++entry) {
+        if (handle.allows(entry, call.topk_idx[entry])) continue;
+        return {.kind = HandleFault::kTopkEntry,
+                .place = {entry / call.num_topk, entry % call.num_topk},
+                .expected = handle.experts()[entry]};
+    }
+    for (int expert = 0; expert < layout.num_local_experts(); ++expert) {
+        const int64_t first_row = static_cast<int64_t>(expert * layout.rows_per_expert());
+        int end = 0;
+        for (int source = 0; source < layout.num_ranks; ++source) {
+            const int pair = expert * layout.num_ranks + source;
+            const RowRange range = RowRange::unpack(call.layout_range[pair]);
+            if (!handle.is_intact(range, pair, end, layout))
+                return {.kind = HandleFault::kRange, .place = {expert, source}};
+            for (; end < range.end(); ++end) {
+                if (!handle.is_intact(first_row + end, source))
+                    return {.kind = HandleFault::kRow, .place = {expert, end}};
+            }
+        }
+    }
+    return {};
+}
+
 void Runtime::low_latency_combine(const CombineCall& call) {
     const std::scoped_lock lock(mutex_);
-    check_size(call.size, "low_latency_combine");
-    CombineArgs args;
-    args.common = operation_args(call.size, Operation::kCombine, call.use_logfmt, call.phases);
-    args.common.counters = call.counters;
-    args.common.wait_stats = call.wait_stats;
-    args.common.row_bytes = CombineMessage{call.size.hidden}.data_bytes();
-    args.x_is_staged = call.zero_copy;
-    args.staging_half = combine_half_;
+    check_size(call, "low_latency_combine");
+    CombineArgs args{
+        {operation_args(call, Operation::kCombine, call.use_logfmt)},
+        call,
+        HandleView::of(call.src_info, map(call)),
+        static_cast<size_t>(call.hidden),
+        call.zero_copy,
+        combine_half_,
+    };
+    args.common.row_bytes = CombineMessage{call.hidden}.data_bytes();
+    args.common.dispatch_op = &args.handle.head()->op;
     if (call.zero_copy) {
-        const auto [first, stride] = next_combine_buffer(call.size);
+        const auto [first, stride] = next_combine_buffer(call);
         args.x = static_cast<const bf16*>(first);
         args.x_stride = stride / sizeof(bf16);
-    } else {
-        args.x = static_cast<const bf16*>(call.x);
-        args.x_stride = call.size.hidden;
     }
-    args.topk_idx = call.topk_idx;
-    args.topk_weights = call.topk_weights;
-    args.src_info = call.src_info;
-    args.layout_range = call.layout_range;
-    args.out = static_cast<bf16*>(call.out);
-    args.num_tokens = call.num_tokens;
-    args.num_topk = call.num_topk;
     LaunchShape shape = operation_shape(call.num_tokens, args.common.map.num_local_experts());
     shape.shared_bytes = CombineShared::bytes(args.common.map, shape.threads);
-    device_->launch(
-        "low_latency_combine",
-        call.use_logfmt ? &ep::low_latency_combine<true> : &ep::low_latency_combine<false>,
-        shape,
-        args,
-        call.stream);
+    device_->launch("low_latency_combine",
+                    combine_kernel(call.use_logfmt, options_.verify),
+                    shape,
+                    args,
+                    call.stream);
     if (call.phases & kPhaseReceive) combine_half_ ^= 1;
 }
 
 void Runtime::barrier(Stream stream) {
     const std::scoped_lock lock(mutex_);
     check_connected("barrier");
-    const OperationArgs args =
-        operation_args({}, Operation::kBarrier, 0, kPhaseSend | kPhaseReceive);
+    const OperationArgs args = operation_args({}, Operation::kBarrier);
     device_->launch("barrier", &ep::barrier, small_shape(), args, stream);
 }
 
@@ -248,9 +294,7 @@ std::vector<std::pair<int64_t, int64_t>> Runtime::measure_clock_offsets(int num_
     const std::scoped_lock lock(mutex_);
     check_connected("measure_clock_offsets");
     const ClockOffsetArgs args{
-        operation_args({}, Operation::kClockOffset, 0, kPhaseSend | kPhaseReceive),
-        num_samples,
-        options_.clock_interval_ns};
+        operation_args({}, Operation::kClockOffset), num_samples, options_.clock_interval_ns};
     device_->launch("clock_offset", &ep::clock_offset, small_shape(), args, stream);
     std::vector<std::pair<int64_t, int64_t>> result;
     for (int rank = 0; rank < options_.num_ranks; ++rank) {
@@ -260,9 +304,32 @@ std::vector<std::pair<int64_t, int64_t>> Runtime::measure_clock_offsets(int num_
     return result;
 }
 
-void Runtime::dispatch_layout(const DispatchLayoutArgs& args, Stream stream) {
+void Runtime::dispatch_layout(const DispatchLayoutCall& call) {
     const std::scoped_lock lock(mutex_);
-    device_->launch("dispatch_layout", &ep::dispatch_layout, small_shape(), args, stream);
+    const DispatchLayoutArgs& args = call;
+    device_->launch("dispatch_layout", &ep::dispatch_layout, small_shape(), args, call.stream);
+}
+
+void Runtime::mark_gone(int rank) {
+    check_connected("mark_gone");
+    if (rank < 0 || rank >= options_.num_ranks)
+        throw std::runtime_error("mark_gone: no rank " + std::to_string(rank));
+    device_->poke(&workspace_->news.gone[rank], 1u);
+    device_->poke(&workspace_->news.any, 1u);
+}
+
+void Runtime::give_up(uint64_t op) {
+    check_connected("give_up");
+    device_->poke(&workspace_->news.lost_op, op);
+    device_->poke(&workspace_->news.any, 1u);
+}
+
+Progress Runtime::progress() const {
+    check_connected("progress");
+    return {
+        device_->peek(&workspace_->op),
+        device_->peek(&workspace_->open_op),
+        device_->peek(&workspace_->wait_begin_ns) != 0 || device_->peek(&workspace_->meets) != 0};
 }
 
 std::optional<Failure> Runtime::take_failure() {
@@ -278,21 +345,24 @@ std::optional<Failure> Runtime::take_failure() {
         .waited_ns = failure_->waited_ns,
         .ranks = {},
         .last_op = {},
-        .expected = OpShape::from_words(failure_->expected_shape[0], failure_->expected_shape[1]),
-        .seen = OpShape::from_words(failure_->seen_shape[0], failure_->seen_shape[1]),
+        .given_up = {},
+        .expected = agreed_of(failure_->expected_shape),
+        .seen = agreed_of(failure_->seen_shape),
     };
     for (int rank = 0; rank < options_.num_ranks; ++rank) {
         if (failure_->ranks[rank] == 0) continue;
         failure_->ranks[rank] = 0;
         failure.ranks.push_back(rank);
+        const auto word_at = [&](size_t offset) {
+            return device_->peek(reinterpret_cast<const uint64_t*>(memory_->local_base() + offset));
+        };
         uint64_t newest = 0;
-        for (int half = 0; half < kNumHalves; ++half) {
-            const size_t word = control_.header(half, rank) + offsetof(OpHeader, op);
-            newest = std::max(
-                newest,
-                device_->peek(reinterpret_cast<const uint64_t*>(memory_->local_base() + word)));
-        }
+        for (int half = 0; half < kNumHalves; ++half)
+            newest =
+                std::max(newest, word_at(control_.header(half, rank) + offsetof(OpHeader, op)));
         failure.last_op.push_back(newest);
+        failure.given_up.push_back(
+            GivenUp::unpack(word_at(control_.given_up(Series::kOperations, rank))).newest);
     }
     failure_->kind = 0;
     return failure;

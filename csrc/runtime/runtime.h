@@ -15,66 +15,27 @@
 #include "kernels/dispatch_layout.cuh"
 #include "kernels/low_latency_combine.cuh"
 #include "kernels/low_latency_dispatch.cuh"
+#include "runtime/calls.h"
 #include "transport/symmetric_memory.h"
 
 namespace ep {
 
 struct RuntimeOptions {
-    int rank = 0;
-    int num_ranks = 1;
-    size_t num_nvl_bytes = 0;
-    size_t num_rdma_bytes = 0;
-    bool low_latency_mode = false;
-    int num_qps_per_rank = 24;
-    uint64_t timeout_ns = 0;
-    int ranks_per_node = 1;
-    int device_index = 0;
-    bool allow_nvlink = true;
-    std::string clock = "rank";      // host target: "rank" or "wall"
-    uint64_t clock_interval_ns = 0;  // longest between clock exchanges in operations; 0: none
+#define EP_OPTION(type, name, ...) type name{__VA_ARGS__};
+#include "runtime/options.def"
 };
 
-struct LowLatencySize {
-    int num_max_dispatch_tokens_per_rank = 0;
-    int hidden = 0;
-    int num_experts = 0;
+// Where a rank is.
+struct Progress {
+    uint64_t closed;  // newest operation that has ended
+    uint64_t open;    // newest one that was entered
+    bool waiting;     // for others: before it sends, or after it has sent everything
 };
 
-struct DispatchCall {
-    LowLatencySize size;
-    const void* x = nullptr;
-    int num_tokens = 0;
-    const int64_t* topk_idx = nullptr;
-    int num_topk = 0;
-    Payload payload = Payload::kBf16;
-    void* recv_x = nullptr;
-    void* recv_scales = nullptr;
-    int32_t* recv_count = nullptr;
-    int32_t* src_info = nullptr;
-    int64_t* layout_range = nullptr;
-    int32_t* expert_stats = nullptr;
-    int64_t* wait_stats = nullptr;
-    CounterView counters{};
-    int phases = kPhaseSend | kPhaseReceive;
-    Stream stream = 0;
-};
-
-struct CombineCall {
-    LowLatencySize size;
-    const void* x = nullptr;
-    int num_tokens = 0;
-    const int64_t* topk_idx = nullptr;
-    const float* topk_weights = nullptr;
-    int num_topk = 0;
-    const int32_t* src_info = nullptr;
-    const int64_t* layout_range = nullptr;
-    void* out = nullptr;
-    bool use_logfmt = false;
-    bool zero_copy = false;
-    int64_t* wait_stats = nullptr;
-    CounterView counters{};
-    int phases = kPhaseSend | kPhaseReceive;
-    Stream stream = 0;
+// What all ranks must agree on in an operation.
+struct Agreed {
+    OpShape shape;
+    uint64_t dispatch_op;  // combine: the operation whose rows it returns
 };
 
 // What a kernel that gave up left behind.
@@ -84,9 +45,10 @@ struct Failure {
     uint64_t op;
     uint64_t waited_ns;
     std::vector<int> ranks;
-    std::vector<uint64_t> last_op;  // of each of those ranks: the newest operation it announced
-    OpShape expected;
-    OpShape seen;
+    std::vector<uint64_t> last_op;   // of each of those ranks: the newest operation it announced
+    std::vector<uint64_t> given_up;  // and the newest one it gave up
+    Agreed expected;
+    Agreed seen;
 };
 
 class Runtime {
@@ -105,14 +67,25 @@ class Runtime {
 
     void low_latency_dispatch(const DispatchCall& call);
     void low_latency_combine(const CombineCall& call);
+    // 32-bit words of the tensor behind handle[0].
+    size_t handle_words(const LowLatencySize& size, int num_tokens, int num_topk) const;
+    // What keeps a combine from being made, found before anything is sent; on the host target only.
+    HandleFault find_handle_fault(const HandleCall& call) const;
     // First row the next zero-copy combine sends from, and the distance between rows in bytes.
     std::pair<void*, size_t> next_combine_buffer(const LowLatencySize& size) const;
     void barrier(Stream stream);
     // Per rank: (its clock minus this rank's, round trip), nanoseconds.
     std::vector<std::pair<int64_t, int64_t>> measure_clock_offsets(int num_samples, Stream stream);
-    void dispatch_layout(const DispatchLayoutArgs& args, Stream stream);
+    void dispatch_layout(const DispatchLayoutCall& call);
 
     std::optional<Failure> take_failure();
+
+    // Below: from any thread, at once, also while an operation runs in another one.
+    // Operations that wait for this rank end at once, now and from now on.
+    void mark_gone(int rank);
+    // The group has given up operations up to this one.
+    void give_up(uint64_t op);
+    Progress progress() const;
 
     Device& device() { return *device_; }
     SymmetricMemory& memory() { return *memory_; }
@@ -123,14 +96,13 @@ class Runtime {
 
   private:
     // One block of this many threads serves the small kernels.
-    LaunchShape small_shape() const { return {1, Device::kIsHost ? kWarpSize : 512, 0, false}; }
+    LaunchShape small_shape() const { return {1, Device::kIsHost ? kWarpSize : 256, 0, false}; }
     // Without its shared memory, which depends on it.
     LaunchShape operation_shape(int num_rows, int num_local_experts) const;
     LowLatencyMap map(const LowLatencySize& size) const;
-    OperationArgs operation_args(const LowLatencySize& size,
+    OperationArgs operation_args(const OperationCall& call,
                                  Operation operation,
-                                 uint16_t format,
-                                 int phases) const;
+                                 uint16_t format = 0) const;
     void check_connected(const char* call) const;
     void check_size(const LowLatencySize& size, const char* call) const;
 

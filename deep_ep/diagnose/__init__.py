@@ -1,4 +1,4 @@
-"""From counters to verdicts: snapshot, summarize, gather, judge, report.
+"""From counters to verdicts: who is slow, why, and by how much.
 
     buffer.enable_counters()
     ...                                    # operations
@@ -6,69 +6,56 @@
     if diagnosis is not None:
         diagnose.report(diagnosis)
 
-Rows of every matrix wait, columns are waited for.
+- In a program: `run`, judged by `Thresholds`, compared with a `History`; its `Diagnosis` has a `Verdict` for each
+  `Cause`, of class `COMP_SLOW`, `COMM_SLOW` or `MIXED_SLOW`. `report` prints it, `write_picture` draws it.
+- Later, or elsewhere: `save` the `snapshot` of each rank; `read_any` reads files of all kinds and judges them.
+- In steps: `judge(gather(snapshots))`, of the `Snapshot` of each rank.
+- Without timestamps: `judge_waits`; `Diagnose` and `diagnose_matrix` for programs of the existing analyser.
+
+Rows of every matrix wait, columns are waited for. The folders below hold the rest: `core` (plain data),
+`collect`, `analyze`, `storage`, `render`, `live`, `cli`.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from deep_ep.diagnose.analyze.baseline import History
-from deep_ep.diagnose.analyze.engine import judge, verdicts
-from deep_ep.diagnose.analyze.thresholds import Thresholds
-from deep_ep.diagnose.analyze.waits_only.judge import judge_waits
-from deep_ep.diagnose.collect.group_matrices import Matrices, gather, gather_group
-from deep_ep.diagnose.collect.rank_summary import Summary, summarize
-from deep_ep.diagnose.collect.snapshot import Snapshot, snapshot
-from deep_ep.diagnose.compat import Diagnose, diagnose_matrix
-from deep_ep.diagnose.core.diagnosis import (
-    COMM_SLOW,
-    COMP_SLOW,
-    MIXED_SLOW,
-    Bandwidth,
-    Diagnosis,
-    Event,
-    Measured,
-    Timeline,
-    Verdict,
-)
-from deep_ep.diagnose.render.terminal import heatmap_svg, report, save_svg
-from deep_ep.diagnose.storage.counter_archive import load, save
-from deep_ep.diagnose.storage.loader import read_any
-from deep_ep.errors import EPTypeError
-from deep_ep.group import as_group
+from .analyze.baseline import History
+from .analyze.engine import judge
+from .analyze.thresholds import Thresholds
+from .analyze.waits_only.judge import judge_waits
+from .collect.group_matrices import gather, gather_group
+from .collect.snapshot import Snapshot, snapshot
+from .compat import Diagnose, diagnose_matrix
+from .core.causes import COMM_SLOW, COMP_SLOW, MIXED_SLOW, Cause
+from .core.diagnosis import Diagnosis, Verdict
+from .core.package import EPTypeError, as_group
+from .render.figure import write_picture
+from .render.terminal import report
+from .storage.counter_archive import save
+from .storage.loader import read_any
 
 __all__ = [
     "COMM_SLOW",
     "COMP_SLOW",
     "MIXED_SLOW",
-    "Bandwidth",
+    "Cause",
     "Diagnose",
     "Diagnosis",
-    "Event",
     "History",
-    "Matrices",
-    "Measured",
     "Snapshot",
-    "Summary",
     "Thresholds",
-    "Timeline",
     "Verdict",
     "diagnose_matrix",
     "gather",
-    "gather_group",
-    "heatmap_svg",
     "judge",
     "judge_waits",
-    "load",
     "read_any",
     "report",
     "run",
     "save",
-    "save_svg",
     "snapshot",
-    "summarize",
-    "verdicts",
+    "write_picture",
 ]
 
 

@@ -9,19 +9,21 @@ import argparse
 import io
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from rich.console import Console
 from rich.text import Text
 
-from deep_ep.diagnose.cli.show import VERDICTS, show
-from deep_ep.diagnose.cli.watch import watch
-from deep_ep.diagnose.render import prometheus as metrics
-from deep_ep.diagnose.storage.diagnosis_log import Log
-from deep_ep.diagnose.storage.loader import read_any
-from deep_ep.diagnose.storage.log_follower import Follower
-from deep_ep.errors import EPError
+from .cli.show import VERDICTS, show
+from .cli.watch import watch
+from .core.package import EPError
+from .core.printable_text import printable
+from .render import prometheus
+from .storage.diagnosis_log import Log
+from .storage.loader import read_any
+from .storage.log_follower import Follower
+from .storage.record import Record
 
 _PROGRAM = "python -m deep_ep.diagnose"
 _BAD_INPUT = 2
@@ -127,16 +129,16 @@ def _prometheus(given: argparse.Namespace) -> int:
     if given.out is not None:
         log = read_any(given.path)
         _complain_about(log)
-        metrics.write_textfile(log, given.out)
+        prometheus.write_textfile(log, given.out)
         return 0
     follower = Follower(given.path)
 
-    def new_records() -> Log:
-        log = follower.poll()
-        _complain_about(log)
-        return log
+    def new_records() -> Iterator[Record]:
+        for log in follower.catch_up():
+            _complain_about(log)
+            yield from log
 
-    server = metrics.serve(metrics.Metrics(refresh=new_records), *given.listen)
+    server = prometheus.serve(prometheus.Metrics(refresh=new_records), *given.listen)
     host, port = server.server_address[:2]
     Console().print(Text(f"serving http://{host}:{port}/metrics"), soft_wrap=True)
     try:
@@ -155,7 +157,7 @@ def _complain_about(log: Log) -> None:
 
 def _complain(message: str) -> None:
     """One line for whoever started the program."""
-    sys.stderr.write(f"{_PROGRAM}: {' '.join(message.split())}\n")
+    sys.stderr.write(f"{_PROGRAM}: {printable(' '.join(message.split()))}\n")
 
 
 def _address(text: str) -> tuple[str, int]:

@@ -8,12 +8,13 @@
     d.diagnose_ll_sync()      # every step, on every rank; or d.start_async_diagnose() once
 
 Its rule, `diagnose_matrix`, is kept as it is, with what it cannot see; every result carries our own
-verdicts beside it. They rest on the same sums; with the counters of a Buffer, `diagnose.run` and
-`DEEP_EP_DIAGNOSE` see more.
+verdicts beside it, of those who stand out in nearly all of the latest windows. They rest on the same
+sums; with the counters of a Buffer, `diagnose.run` and `DEEP_EP_DIAGNOSE` see more.
 """
 
 from __future__ import annotations
 
+import io
 import logging
 import logging.handlers
 import math
@@ -29,14 +30,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from deep_ep import backend, env
-from deep_ep.diagnose.analyze.waits_only.judge import judge_waits
-from deep_ep.diagnose.analyze.waits_only.square import square_matrix
-from deep_ep.diagnose.core.diagnosis import FloatArray, IntArray, Verdict
-from deep_ep.diagnose.live.mailbox import Mailbox, Rounds, open_mailbox
-from deep_ep.diagnose.render import wording
-from deep_ep.errors import EPArgumentError, ranks_text
-from deep_ep.group import Group, as_group
+from .analyze.waits_only.judge import judge_waits
+from .analyze.waits_only.sampling import LEAST_STEPS, Windows, since
+from .analyze.waits_only.square import square_matrix
+from .core import quantities, safe_files
+from .core.causes import TITLES
+from .core.diagnosis import FloatArray, IntArray, Verdict
+from .core.package import EPArgumentError, Group, as_group, backend, env, ranks_text
+from .core.printable_text import printable
+from .live.mailbox import Mailbox, Rounds, open_mailbox
+from .render import wording
 
 Result = dict[str, Any]
 
@@ -45,6 +48,8 @@ _EPSILON = 1e-8
 _KINDS = ("dispatch", "combine")
 # What a rank may take to answer rank 0, and a thread to end. Chosen.
 _ANSWER_S, _JOIN_S = 30.0, 10.0
+# Bytes of a host name; the longest that Linux allows has 64.
+_LONGEST_HOST = 256
 
 
 def diagnose_matrix(
@@ -128,7 +133,7 @@ class Diagnose:
 
         Raises:
             EPArgumentError: there is no group, the interval is not above 0, a variable of the
-                environment cannot be read, or the log folder cannot be made.
+                environment cannot be read, the log folder cannot be made, or the log is a link.
         """
         self._settings = env.classic()
         self._interval_s = self._settings.interval_s if interval is None else _interval(interval)
@@ -146,6 +151,7 @@ class Diagnose:
             name: _Mode(name, self._group.size) for name, wanted in enabled.items() if wanted
         }
         self._log = _log(self._settings.log_path, self._group.rank, self._instance_id)
+        self._judge = _Judge(self._settings, self._log)
         weakref.finalize(self, _close, self._log)
         if enable_async:
             self.start_async_diagnose()
@@ -182,7 +188,8 @@ class Diagnose:
 
         Returns:
             On rank 0, when due, a list of two: dispatch and combine. Each has the keys of
-            `diagnose_matrix`, and "verdicts", a list of `Verdict` of `judge_waits`. `None` otherwise.
+            `diagnose_matrix`, and "verdicts", a list of `Verdict` of `judge_waits` from this window and
+            the ones before: none until there are five of 16 steps or more. `None` otherwise.
 
         Raises:
             EPArgumentError: `diagnose_step` is negative.
@@ -206,7 +213,7 @@ class Diagnose:
         self._worker = _Worker(
             mailbox,
             [_Window(mode.name, mode.stats) for mode in self._modes.values()],
-            _Judge(self._settings, self._log),
+            self._judge,
             self._log,
             self._interval_s,
             self._warming_time_s,
@@ -231,7 +238,8 @@ class Diagnose:
                 "window, or 0 for DEEPEP_DIAGNOSE_SYNC_STEP. Correct it on all ranks."
             )
         mode = self._modes.get(name)
-        if mode is None or not mode.is_due(diagnose_step or self._settings.sync_step):
+        period = diagnose_step or self._settings.sync_step
+        if mode is None or not mode.is_due(period):
             return None
         gathered = self._group.all_gather_object((socket.gethostname(), mode.window.take()))
         # Clocks differ between ranks: what depends on one comes after the exchange, on rank 0.
@@ -239,8 +247,8 @@ class Diagnose:
         if self._group.rank != 0 or not warm:
             return None
         hosts = [host for host, _ in gathered]
-        judge = _Judge(self._settings, self._log)
-        return judge.results(name, np.stack([rows for _, rows in gathered], axis=1), hosts)
+        waits = np.stack([rows for _, rows in gathered], axis=1).astype(np.float64)
+        return self._judge.results(name, waits, hosts, period)
 
 
 class _Mode:
@@ -281,8 +289,7 @@ class _Window:
             read: reads the tensors; by default after what is queued on the current stream.
         """
         now = self.stats.cpu().numpy().copy() if read is None else read()
-        # Smaller than before: the program has set its tensors to zero.
-        window = np.where((now < self._before).any(), now, now - self._before)
+        window = since(self._before, now)
         self._before = now
         return window
 
@@ -293,22 +300,38 @@ class _Judge:
     def __init__(self, settings: env.ClassicSettings, log: logging.Logger) -> None:
         self._settings = settings
         self._log = log
+        self._windows: dict[str, Windows] = {}
 
-    def results(self, name: str, waits: FloatArray, hosts: Sequence[str]) -> list[Result]:
+    def results(
+        self, name: str, waits: FloatArray, hosts: Sequence[str], steps: int = LEAST_STEPS
+    ) -> list[Result]:
         """One result for dispatch and one for combine.
 
         Args:
             name: "ll" or "normal".
             waits: [2, num_ranks, num_ranks], rows wait; NaN rows: that rank did not answer.
             hosts: [num_ranks], host names; "" where the rank did not answer.
+            steps: of this window; an interval of the thread is taken for long enough.
         """
+        waits = np.asarray(waits, np.float64)
+        windows = self._windows.setdefault(name, Windows())
+        windows.add(waits, steps)
         prefix = "" if name == "ll" else f"{name} "
+        kinds = [prefix + kind for kind in _KINDS]
+        # A group without a name for every host is looked at as if it had none.
+        known = hosts if all(hosts) else None
+        found = judge_waits(dict(zip(kinds, windows.latest())), hosts=known, unit_ns=1.0)
+        undecided = wording.undecided(found)
         return [
-            self._result(prefix + kind, matrix, hosts)
-            for kind, matrix in zip(_KINDS, np.asarray(waits, np.float64))
+            self._result(
+                kind, matrix, [v for v in found.verdicts if v.operation == kind], undecided
+            )
+            for kind, matrix in zip(kinds, waits)
         ]
 
-    def _result(self, operation: str, matrix: FloatArray, hosts: Sequence[str]) -> Result:
+    def _result(
+        self, operation: str, matrix: FloatArray, verdicts: list[Verdict], undecided: list[str]
+    ) -> Result:
         s = self._settings
         result = diagnose_matrix(
             np.nan_to_num(matrix),
@@ -317,14 +340,13 @@ class _Judge:
             s.threshold_point,
             excluding_zeros=s.excluding_zeros,
         )
-        # A group without a name for every host is looked at as if it had none.
-        known = hosts if all(hosts) else None
-        found = judge_waits(matrix, operation=operation, hosts=known, unit_ns=1.0)
-        result["verdicts"] = list(found.verdicts)
-        self._write(operation, matrix, result)
+        result["verdicts"] = verdicts
+        self._write(operation, matrix, result, undecided)
         return result
 
-    def _write(self, operation: str, matrix: FloatArray, result: Result) -> None:
+    def _write(
+        self, operation: str, matrix: FloatArray, result: Result, undecided: list[str]
+    ) -> None:
         missing = np.flatnonzero(np.isnan(matrix).all(axis=1))
         if missing.size:
             self._log.warning("%s: %s did not answer", operation, ranks_text(map(int, missing)))
@@ -339,7 +361,9 @@ class _Judge:
         abnormal = {key: result[key] for key in result if key != "verdicts" and result[key]}
         for key, entries in abnormal.items():
             self._log.info("%s: %s %s", operation, key, entries)
-        if not abnormal and not result["verdicts"]:
+        for remark in undecided:
+            self._log.info("%s: %s", operation, remark)
+        if not abnormal and not result["verdicts"] and not undecided:
             self._log.info("%s: no anomaly", operation)
 
 
@@ -347,8 +371,8 @@ def _sentence(verdict: Verdict) -> str:
     """One verdict as a line. Effects are of the window: how many operations it has is not known."""
     where = f" ({verdict.where})" if verdict.where else ""
     return (
-        f"{wording.TITLES[verdict.kind]}, {verdict.cause}: {wording.subject(verdict)}{where}, "
-        f"{wording.microseconds(verdict.effect_us)} in this window, {wording.percent(verdict.share)} "
+        f"{TITLES[verdict.kind]}, {verdict.cause}: {wording.subject(verdict)}{where}, "
+        f"{quantities.microseconds(verdict.effect_us)} in a window, {quantities.percent(verdict.share)} "
         f"of all waiting. {verdict.next_step}"
     )
 
@@ -376,6 +400,7 @@ class _Worker:
         self._interval_s = interval_s
         self._warming_time_s = warming_time_s
         self._readers = [_aside(window.stats) for window in windows]
+        self._refused: set[int] = set()
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="deep_ep diagnose", daemon=True)
         self._thread.start()
@@ -429,18 +454,31 @@ class _Worker:
         hosts = [""] * size
         num_bytes = waits[:, :, 0].nbytes
         for rank, answer in answers.items():
+            if not num_bytes <= len(answer) <= num_bytes + _LONGEST_HOST:
+                self._refuse(rank, len(answer), num_bytes)
+                continue
             rows = np.frombuffer(answer[:num_bytes], np.int64)
             waits[:, :, rank] = rows.reshape(waits[:, :, rank].shape)
-            hosts[rank] = answer[num_bytes:].decode()
+            hosts[rank] = printable(answer[num_bytes:].decode(errors="replace"))
         for window, matrices in zip(self._windows, waits):
             self._judge.results(window.name, matrices, hosts)
+
+    def _refuse(self, rank: int, given: int, expected: int) -> None:
+        if rank not in self._refused:
+            self._refused.add(rank)
+            self._log.warning(
+                "Diagnose: the answer of rank %d has %d bytes; expected %d and a host name of at most %d. "
+                "It is left out. Run the same version on all ranks, and let nobody else write to the "
+                "store of the job.",
+                rank, given, expected, _LONGEST_HOST,
+            )  # fmt: skip
 
 
 def _aside(stats: torch.Tensor) -> Callable[[], IntArray]:
     """Reads a tensor without waiting for what is queued on any stream."""
     if stats.device.type == "cpu":
         return lambda: stats.numpy().copy()
-    from deep_ep.copier import DeviceCopier
+    from .core.package import DeviceCopier
 
     no_ring = torch.zeros((0, 1, 1), dtype=torch.int64, device=stats.device)
     copier = DeviceCopier(stats, no_ring[:, 0, 0], no_ring, 0)
@@ -478,15 +516,24 @@ def _log(folder: Path, rank: int, name: str) -> logging.Logger:
             f"environment: DEEPEP_DIAGNOSE_LOG_PATH is {str(folder)!r}, which cannot be made "
             f"({error.strerror}); it must be a folder that can be written to. Choose another one."
         ) from error
-    handler = logging.handlers.TimedRotatingFileHandler(
-        folder / f"diagnose_rank{rank}.log", when="midnight", delay=True, encoding="utf-8"
-    )
+    path = folder / f"diagnose_rank{rank}.log"
+    # Later it would be told with every line.
+    safe_files.require_own(path)
+    handler = _LogFile(path, when="midnight", delay=True, encoding="utf-8")
     handler.setFormatter(
         logging.Formatter("[%(asctime)s.%(msecs)03d] %(message)s", "%Y-%m-%dT%H:%M:%S")
     )
     log = logging.Logger(name)  # noqa: LOG001 - one per instance; getLogger keeps them for ever
     log.addHandler(handler)
     return log
+
+
+class _LogFile(logging.handlers.TimedRotatingFileHandler):
+    """A log that is not written through a link."""
+
+    def _open(self) -> io.TextIOWrapper:
+        file = io.BufferedWriter(safe_files.open_to_append(self.baseFilename))
+        return io.TextIOWrapper(file, self.encoding)
 
 
 def _close(log: logging.Logger) -> None:

@@ -367,7 +367,7 @@ TEST(low_latency_map_rows_stay_in_their_half) {
             const size_t end = begin + map.receive_bytes();
             for (const Payload payload :
                  {Payload::kBf16, Payload::kFp8, Payload::kFp8PowerOfTwo, Payload::kFp8Ue8m0}) {
-                const DispatchMessage message{map.hidden, payload};
+                const DispatchMessage message{map.hidden, payload, false};
                 CHECK(message.bytes() <= map.max_dispatch_bytes());
                 CHECK(message.scales_offset() + message.num_scale_items() * sizeof(uint32_t) <=
                       message.bytes());

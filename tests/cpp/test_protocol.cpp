@@ -6,6 +6,8 @@
 // sanitize: address:-DEP_CAST_LANES=16 thread thread-must-fail:-DEP_WEAKEN_SIGNAL=1
 #include <algorithm>
 #include <chrono>
+#include <cmath>
+#include <limits>
 #include <map>
 #include <memory>
 #include <string>
@@ -21,7 +23,7 @@ using ep::testing::Random;
 
 namespace {
 
-constexpr uint64_t kPatienceNs = 40'000'000'000;
+const uint64_t kPatienceNs = ep::testing::patience_ns();
 
 struct Shape {
     int num_ranks;
@@ -35,10 +37,20 @@ struct Shape {
     LowLatencySize size() const { return {num_max_tokens, hidden, num_experts()}; }
 };
 
+template <class Call>
+Call call_of(const Shape& shape) {
+    Call call;
+    static_cast<LowLatencySize&>(call) = shape.size();
+    return call;
+}
+
 // ---- ranks
 
 struct Group {
-    explicit Group(int num_ranks, size_t bytes, uint64_t timeout_ns = kPatienceNs) {
+    explicit Group(int num_ranks,
+                   size_t bytes,
+                   uint64_t timeout_ns = kPatienceNs,
+                   bool verify = false) {
         std::vector<std::string> handles;
         for (int rank = 0; rank < num_ranks; ++rank) {
             RuntimeOptions options;
@@ -48,14 +60,18 @@ struct Group {
             options.low_latency_mode = true;
             options.timeout_ns = timeout_ns;
             options.ranks_per_node = num_ranks;
+            options.verify = verify;
             ranks.push_back(std::make_unique<Runtime>(options));
             handles.push_back(ranks.back()->local_handle());
         }
         for (const auto& rank : ranks) rank->connect(handles);
         for (const auto& rank : ranks) rank->release_handle();
     }
-    explicit Group(const Shape& shape)
-        : Group(shape.num_ranks, Runtime::low_latency_bytes(shape.size(), shape.num_ranks)) {}
+    explicit Group(const Shape& shape, bool verify = false)
+        : Group(shape.num_ranks,
+                Runtime::low_latency_bytes(shape.size(), shape.num_ranks),
+                kPatienceNs,
+                verify) {}
 
     Runtime& operator[](int rank) { return *ranks[rank]; }
     int size() const { return static_cast<int>(ranks.size()); }
@@ -105,6 +121,17 @@ std::vector<Inputs> random_inputs(const Shape& shape, Random& random) {
         }
     }
     return all;
+}
+
+// Some rows cannot be encoded: somewhere in them is an infinity.
+void put_infinities(const Shape& shape, std::vector<Inputs>& all, Random& random) {
+    for (Inputs& inputs : all) {
+        for (int token = 0; token < inputs.num_tokens; token += 2) {
+            const int channel = random.between(0, shape.hidden - 1);
+            inputs.x[static_cast<size_t>(token) * shape.hidden + channel] =
+                to_bf16(std::numeric_limits<float>::infinity());
+        }
+    }
 }
 
 struct Origin {
@@ -170,7 +197,7 @@ void check_received(const Shape& shape,
                     int rank,
                     Payload payload,
                     const Received& received) {
-    const DispatchMessage message{shape.hidden, payload};
+    const DispatchMessage message{shape.hidden, payload, false};
     for (int local = 0; local < shape.num_local_experts; ++local) {
         const auto rows = rows_of_expert(shape, inputs, rank * shape.num_local_experts + local);
         CHECK_EQUAL(received.count[local], static_cast<int>(rows.size()));
@@ -185,7 +212,8 @@ void check_received(const Shape& shape,
         for (size_t row = 0; row < rows.size(); ++row) {
             const size_t index = local * shape.rows() + row;
             CHECK_EQUAL(received.src_info[index], rows[row].token);
-            CHECK_EQUAL(received.src_info[shape.num_local_experts * shape.rows() + index],
+            CHECK_EQUAL(received.src_info[shape.num_local_experts * shape.rows() + index] &
+                            static_cast<int32_t>(SealedSlot::kSlotMask),
                         rows[row].slot);
             const bf16* x = inputs[rows[row].source].x.data() +
                             static_cast<size_t>(rows[row].token) * shape.hidden;
@@ -244,7 +272,9 @@ void check_combined(const Shape& shape,
                 magnitude += std::fabs(y * weight);
             }
             const bf16 got = out[static_cast<size_t>(token) * shape.hidden + channel];
-            if (logfmt) {
+            if (!std::isfinite(sum)) {
+                CHECK(!std::isfinite(to_float(got)));
+            } else if (logfmt) {
                 CHECK(std::fabs(to_float(got) - sum) <=
                       magnitude * kLogTolerance + std::fabs(sum) * 0x1p-8f + 1e-6f);
             } else {
@@ -263,13 +293,13 @@ void exchange(Group& group,
               Counters* counters) {
     Runtime& runtime = group[rank];
     const Inputs& mine = inputs[rank];
-    const DispatchMessage message{shape.hidden, mode.payload};
+    const DispatchMessage message{shape.hidden, mode.payload, false};
     const size_t num_rows = shape.num_local_experts * shape.rows();
     Received received;
     received.x.resize(num_rows * message.data_bytes());
     received.scales.resize(num_rows * message.num_scale_items());
     received.count.resize(shape.num_local_experts);
-    received.src_info.resize(2 * num_rows);
+    received.src_info.resize(runtime.handle_words(shape.size(), mine.num_tokens, shape.num_topk));
     received.layout_range.resize(shape.num_experts());
 
     const auto in_phases = [&](auto call, auto operation) {
@@ -280,13 +310,14 @@ void exchange(Group& group,
         }
         CHECK(!runtime.take_failure().has_value());
     };
-    DispatchCall dispatch;
-    dispatch.size = shape.size();
+    auto dispatch = call_of<DispatchCall>(shape);
     dispatch.x = mine.x.data();
     dispatch.num_tokens = mine.num_tokens;
     dispatch.topk_idx = mine.topk_idx.data();
     dispatch.num_topk = shape.num_topk;
-    dispatch.payload = mode.payload;
+    dispatch.use_fp8 = mode.payload != Payload::kBf16;
+    dispatch.round_scale = mode.payload == Payload::kFp8PowerOfTwo;
+    dispatch.use_ue8m0 = mode.payload == Payload::kFp8Ue8m0;
     dispatch.recv_x = received.x.data();
     dispatch.recv_scales = received.scales.data();
     dispatch.recv_count = received.count.data();
@@ -319,8 +350,7 @@ void exchange(Group& group,
         }
     }
     std::vector<bf16> out(static_cast<size_t>(mine.num_tokens) * shape.hidden);
-    CombineCall combine;
-    combine.size = shape.size();
+    auto combine = call_of<CombineCall>(shape);
     combine.x = y.data();
     combine.num_tokens = mine.num_tokens;
     combine.topk_idx = mine.topk_idx.data();
@@ -377,21 +407,26 @@ void check_failure(const std::optional<Failure>& failure,
     CHECK_THAT(failure->kind == kind && failure->ranks == ranks, text_of(*failure));
 }
 
+struct Handle {
+    std::vector<int32_t> src_info;
+    std::vector<int64_t> layout_range;
+};
+
 // A dispatch of nothing, which still needs everybody.
-void dispatch_nothing(Runtime& runtime, const Shape& shape) {
+Handle dispatch_nothing(Runtime& runtime, const Shape& shape) {
     const size_t num_rows = shape.num_local_experts * shape.rows();
     std::vector<std::byte> recv_x(num_rows * shape.hidden * 2);
     std::vector<int32_t> recv_count(shape.num_local_experts);
-    std::vector<int32_t> src_info(2 * num_rows);
-    std::vector<int64_t> layout_range(shape.num_experts());
-    DispatchCall call;
-    call.size = shape.size();
+    Handle handle{std::vector<int32_t>(runtime.handle_words(shape.size(), 0, shape.num_topk)),
+                  std::vector<int64_t>(shape.num_experts())};
+    auto call = call_of<DispatchCall>(shape);
     call.num_topk = shape.num_topk;
     call.recv_x = recv_x.data();
     call.recv_count = recv_count.data();
-    call.src_info = src_info.data();
-    call.layout_range = layout_range.data();
+    call.src_info = handle.src_info.data();
+    call.layout_range = handle.layout_range.data();
     runtime.low_latency_dispatch(call);
+    return handle;
 }
 
 }  // namespace
@@ -411,8 +446,24 @@ TEST(zero_copy_equals_the_reference) {
     exchange_shapes({.payload = Payload::kFp8, .zero_copy = true}, true);
 }
 TEST(logfmt_is_close_to_the_reference) { exchange_shapes({.logfmt = true}, true); }
-TEST(logfmt_with_zero_copy_and_hooks_is_close_to_the_reference) {
-    exchange_shapes({.hooks = true, .zero_copy = true, .logfmt = true}, true);
+TEST(logfmt_with_hooks_is_close_to_the_reference) {
+    exchange_shapes({.hooks = true, .logfmt = true}, true);
+}
+
+TEST(logfmt_sends_rows_as_they_are_that_it_cannot_encode) {
+    Random random(ep::testing::seed());
+    for (const Shape& shape : kShapes) {
+        const bool verify = shape.num_ranks % 2 == 0;
+        Group group(shape, verify);
+        for (int i = 0; i < 3; ++i) {
+            auto inputs = random_inputs(shape, random);
+            put_infinities(shape, inputs, random);
+            on_ranks(shape.num_ranks, [&](int rank) {
+                exchange(group, rank, shape, inputs, {.logfmt = true}, nullptr);
+            });
+            group.shake(random);
+        }
+    }
 }
 
 TEST(many_rounds_under_random_orders) {
@@ -446,6 +497,37 @@ TEST(ranks_that_enter_at_different_times) {
     });
 }
 
+TEST(rows_that_are_verified_equal_the_reference) {
+    Random random(ep::testing::seed());
+    for (const Shape& shape : kShapes) {
+        Group group(shape, true);
+        for (const Mode& mode : {Mode{},
+                                 Mode{.payload = Payload::kFp8Ue8m0, .logfmt = true},
+                                 Mode{.zero_copy = true}}) {
+            exchange_rounds(group, shape, 2, mode, random);
+            group.shake(random);
+        }
+    }
+}
+
+TEST(sizes_may_change_between_operations) {
+    Random random(ep::testing::seed());
+    const Shape small{3, 2, 3, 128, 2};
+    const Shape large{3, 2, 4, 256, 2};
+    Group group(large);
+    std::vector<std::vector<Inputs>> inputs;
+    const auto shape_of = [&](size_t round) { return round % 3 == 0 ? large : small; };
+    for (size_t round = 0; round < 12; ++round)
+        inputs.push_back(random_inputs(shape_of(round), random));
+    for (int i = 0; i < 3; ++i) {
+        on_ranks(3, [&](int rank) {
+            for (size_t round = 0; round < inputs.size(); ++round)
+                exchange(group, rank, shape_of(round), inputs[round], {}, nullptr);
+        });
+        group.shake(random);
+    }
+}
+
 TEST(counters_of_an_exchange_add_up) {
     Random random(ep::testing::seed());
     const Shape shape{3, 2, 4, 128, 2};
@@ -460,6 +542,10 @@ TEST(counters_of_an_exchange_add_up) {
     for (int rank = 0; rank < 3; ++rank) {
         const Counters& mine = counters[rank];
         CHECK_EQUAL(mine.own[kOwn_ops], kRounds);
+        // Before its first operation a rank has no gap, and after its last it waits for nobody.
+        constexpr int64_t kClockBegins = 1'000'000'000'000;
+        CHECK(mine.own[kOwn_gap_ns] >= 0 && mine.own[kOwn_gap_ns] < kClockBegins);
+        CHECK(!group[rank].progress().waiting);
         int64_t critical = 0;
         for (int source = 0; source < 3; ++source) {
             CHECK_EQUAL(mine.total(kSource_ops, source), kRounds);
@@ -477,6 +563,44 @@ TEST(counters_of_an_exchange_add_up) {
         }
         CHECK(critical <= kRounds);
     }
+}
+
+TEST(of_several_looks_the_first_counts) {
+    for (const bool first_is_earlier : {false, true}) {
+        uint64_t packed = 0;
+        note_sight(&packed, {first_is_earlier ? 100u : 200u, true});
+        note_sight(&packed, {first_is_earlier ? 200u : 100u, true});
+        CHECK_EQUAL(Sight::unpack(packed).at_ns, 100u);
+        note_sight(&packed, {100, false});
+        CHECK_EQUAL(Sight::unpack(packed).witnessed, false);
+    }
+}
+
+// Rows to the others are handed over first, then many to this rank itself: what it is waited for ends
+// with the first, though it announces them all at the end.
+TEST(issued_is_when_the_last_row_for_a_destination_was_handed_over) {
+    const Shape shape{2, 1, 64, 2048, 1};
+    Group group(shape);
+    std::vector<Inputs> inputs(2);
+    Inputs& sender = inputs[0];
+    sender.num_tokens = shape.num_max_tokens;
+    sender.x.resize(static_cast<size_t>(sender.num_tokens) * shape.hidden);
+    sender.topk_idx.assign(sender.num_tokens, 0);
+    sender.topk_idx[0] = 1;
+    sender.topk_weights.assign(sender.num_tokens, 1.0f);
+    std::vector<Counters> counters(2, Counters(2));
+    on_ranks(2, [&](int rank) {
+        for (int round = 0; round < 2; ++round)
+            exchange(group, rank, shape, inputs, {}, &counters[rank]);
+    });
+    constexpr uint64_t kSecondDispatch = 3;
+    const int64_t* seen = counters[1].view().ring_row(kSecondDispatch, 0, 2);
+    const int64_t* own = counters[0].view().ring_row(kSecondDispatch, 2, 2);
+    const int64_t* mine = counters[0].view().ring_row(kSecondDispatch, 0, 2);
+    const int64_t until_issued = seen[kRingSource_issued] - seen[kRingSource_entered];
+    const int64_t until_sent = own[kRingOwn_sent] - mine[kRingSource_entered];
+    CHECK_THAT(0 <= until_issued && until_issued < until_sent / 2,
+               std::to_string(until_issued) + " of " + std::to_string(until_sent) + " ns");
 }
 
 // ---- small collectives
@@ -500,12 +624,13 @@ TEST(barrier_holds_everyone_until_the_last_has_come) {
 TEST(clock_offsets_are_recovered_within_the_round_trip) {
     constexpr int kRanks = 4;
     const std::array<int64_t, kRanks> offsets = {0, 5'000'000'000, -3'000'000, 123'456'789};
+    Random random(ep::testing::seed());
     Group group(kRanks, 4096);
     for (int rank = 0; rank < kRanks; ++rank)
         group[rank].device().set_clock_fault(offsets[rank], 0);
-    on_ranks(kRanks, [&](int rank) {
-        // Twice: the second must not take replies of the first.
-        for (int repeat = 0; repeat < 2; ++repeat) {
+    // More than once: later ones must not take replies of earlier ones.
+    for (int repeat = 0; repeat < 6; ++repeat) {
+        on_ranks(kRanks, [&](int rank) {
             const auto measured = group[rank].measure_clock_offsets(8, 0);
             CHECK(!group[rank].take_failure().has_value());
             for (int other = 0; other < kRanks; ++other) {
@@ -515,8 +640,49 @@ TEST(clock_offsets_are_recovered_within_the_round_trip) {
                     other == rank ? offset == 0 : error <= round_trip,
                     std::to_string(error) + " ns off, round trip " + std::to_string(round_trip));
             }
+        });
+        if (repeat > 0) group.shake(random);
+    }
+}
+
+TEST(measurements_of_any_length_follow_each_other) {
+    Group group(2, 4096);
+    on_ranks(2, [&](int rank) {
+        for (int num_samples = 1; num_samples <= 40; ++num_samples) {
+            group[rank].measure_clock_offsets(num_samples % 5 + 1, 0);
+            CHECK(!group[rank].take_failure().has_value());
         }
     });
+}
+
+TEST(of_many_samples_the_shortest_round_trip_counts) {
+    Random random(ep::testing::seed());
+    std::array<int64_t, 2> sums{};  // with few samples, with many
+    for (int i = 0; i < 4; ++i) {
+        Group group(2, 4096);
+        group.shake(random);
+        on_ranks(2, [&](int rank) {
+            for (int repeat = 0; repeat < 30; ++repeat) {
+                for (const bool many : {false, true}) {
+                    const auto measured = group[rank].measure_clock_offsets(many ? 64 : 1, 0);
+                    CHECK(!group[rank].take_failure().has_value());
+                    if (rank == 0) sums[many] += measured[1].second;
+                }
+            }
+        });
+    }
+    CHECK_THAT(sums[1] * 10 < sums[0] * 9,
+               std::to_string(sums[1]) + " ns with many, " + std::to_string(sums[0]) + " with few");
+}
+
+TEST(exchanges_of_clocks_take_at_most_a_millionth_of_the_time) {
+    constexpr uint64_t kSecond = 1'000'000'000;
+    ClockSchedule schedule{kSecond, kSecond, kFirstClockIntervalNs, kSecond, 0};
+    // What is free is paid by nobody: the interval doubles, and that is all.
+    schedule_next_exchange(schedule, 2 * kSecond, kFreeClockNs);
+    CHECK_EQUAL(schedule.next_ns, 2 * kSecond + 2 * kFirstClockIntervalNs);
+    schedule_next_exchange(schedule, 3 * kSecond, 4000);
+    CHECK_EQUAL(schedule.next_ns, kSecond + 4000 * kClockBudget);
 }
 
 // ---- failures
@@ -564,8 +730,8 @@ TEST(ranks_that_disagree_are_named_and_the_group_works_on) {
         const auto failure = group[rank].take_failure();
         check_failure(
             failure, FailureKind::kMismatch, rank == 1 ? std::vector{0, 2} : std::vector{1});
-        CHECK_EQUAL(failure->expected.hidden, rank == 1 ? 256u : 128u);
-        CHECK_EQUAL(failure->seen.hidden, rank == 1 ? 128u : 256u);
+        CHECK_EQUAL(failure->expected.shape.hidden, rank == 1 ? 256u : 128u);
+        CHECK_EQUAL(failure->seen.shape.hidden, rank == 1 ? 128u : 256u);
     });
     exchange_rounds(group, shape, 3, {}, random);
 }
@@ -574,24 +740,57 @@ TEST(ranks_in_different_operations_are_named) {
     const Shape shape{2, 1, 2, 128, 1};
     Group group(shape);
     on_ranks(2, [&](int rank) {
+        Handle handle = dispatch_nothing(group[rank], shape);
         if (rank == 0) {
             dispatch_nothing(group[rank], shape);
         } else {
-            std::vector<int32_t> src_info(2 * shape.rows());
-            std::vector<int64_t> layout_range(2);
-            CombineCall call;
-            call.size = shape.size();
+            auto call = call_of<CombineCall>(shape);
             call.num_topk = 1;
-            call.src_info = src_info.data();
-            call.layout_range = layout_range.data();
+            call.src_info = handle.src_info.data();
+            call.layout_range = handle.layout_range.data();
             group[rank].low_latency_combine(call);
         }
         const auto failure = group[rank].take_failure();
         check_failure(failure, FailureKind::kMismatch, {1 - rank});
-        CHECK_EQUAL(failure->seen.operation,
+        CHECK_EQUAL(failure->seen.shape.operation,
                     rank == 0 ? static_cast<uint16_t>(Operation::kCombine)
                               : static_cast<uint16_t>(Operation::kDispatch));
     });
+}
+
+// What the host finds out, while ranks wait for one that is missing, ends their wait.
+template <class Tell, class Check>
+void check_news_end_the_wait(Tell tell, Check check) {
+    const Shape shape{3, 2, 2, 128, 2};
+    Group group(shape);
+    on_ranks(4, [&](int rank) {
+        if (rank == 2) return;
+        if (rank == 3) {
+            while (!group[0].progress().waiting || !group[1].progress().waiting)
+                std::this_thread::sleep_for(std::chrono::milliseconds(1));
+            for (const int other : {0, 1}) tell(group[other]);
+            return;
+        }
+        dispatch_nothing(group[rank], shape);
+        const auto failure = group[rank].take_failure();
+        CHECK(failure.has_value());
+        check(*failure);
+        CHECK(failure->kind == FailureKind::kTimeout);
+        CHECK(failure->waited_ns < kPatienceNs / 2);
+    });
+}
+
+TEST(a_rank_that_is_gone_ends_the_wait) {
+    check_news_end_the_wait([](Runtime& runtime) { runtime.mark_gone(2); },
+                            [](const Failure& failure) {
+                                CHECK_THAT(failure.ranks == std::vector{2}, text_of(failure));
+                            });
+}
+TEST(an_operation_that_the_host_gives_up_ends) {
+    // Who had not been seen yet is named as well.
+    check_news_end_the_wait(
+        [](Runtime& runtime) { runtime.give_up(1); },
+        [](const Failure& failure) { CHECK_THAT(failure.ranks.back() == 2, text_of(failure)); });
 }
 
 TEST(ranks_may_close_at_once_after_an_exchange) {

@@ -1,6 +1,8 @@
 // The test programs' harness: TEST(name) registers a case, CHECK ends it when something is wrong.
 // A program runs all its cases, or those named on its command line:
-//   test_x [--list] [--seed N] [name ...]
+//   test_x [--list] [--stop] [--seed N] [name ...]
+// --stop ends it with the first case that fails.
+// RACE(name) is a case that ThreadSanitizer must object to; it runs only when it is named.
 // Each case has a generator of its own, seeded with --seed (default 1); a failure prints the command
 // that repeats it. Include once per program: main() is here.
 #pragma once
@@ -40,6 +42,7 @@ class Failure : public std::runtime_error {
 struct Case {
     const char* name;
     void (*body)();
+    bool is_race;
 };
 
 inline std::vector<Case>& cases() {
@@ -52,8 +55,16 @@ inline uint64_t& seed() {
     return value;
 }
 
+// How long ranks wait for each other before that is a failure.
+inline uint64_t patience_ns() {
+    const char* seconds = std::getenv("DEEP_EP_TIMEOUT_S");
+    return (seconds == nullptr ? 40 : std::strtoull(seconds, nullptr, 10)) * 1'000'000'000;
+}
+
 struct Registration {
-    Registration(const char* name, void (*body)()) { cases().push_back({name, body}); }
+    Registration(const char* name, void (*body)(), bool is_race = false) {
+        cases().push_back({name, body, is_race});
+    }
 };
 
 [[noreturn]] inline void fail(const char* file, int line, const std::string& text) {
@@ -108,13 +119,16 @@ inline void on_ranks(int num_ranks, const std::function<void(int)>& body) {
 
 inline int run_main(int argc, char** argv) {
     std::vector<std::string> names;
+    bool stops = false;
     for (int i = 1; i < argc; ++i) {
         const std::string argument = argv[i];
         if (argument == "--list") {
             for (const Case& test : cases()) std::printf("%s\n", test.name);
             return 0;
         }
-        if (argument == "--seed" && i + 1 < argc) {
+        if (argument == "--stop") {
+            stops = true;
+        } else if (argument == "--seed" && i + 1 < argc) {
             seed() = std::strtoull(argv[++i], nullptr, 10);
         } else {
             names.push_back(argument);
@@ -123,7 +137,7 @@ inline int run_main(int argc, char** argv) {
     int num_run = 0;
     int num_failed = 0;
     for (const Case& test : cases()) {
-        bool selected = names.empty();
+        bool selected = names.empty() && !test.is_race;
         for (const std::string& name : names) selected = selected || name == test.name;
         if (!selected) continue;
         ++num_run;
@@ -143,6 +157,7 @@ inline int run_main(int argc, char** argv) {
                         test.name);
         }
         std::fflush(stdout);
+        if (stops && num_failed != 0) break;
     }
     if (num_run == 0) std::printf("no such test; --list names them\n");
     return num_run == 0 || num_failed != 0;
@@ -157,6 +172,11 @@ inline int run_main(int argc, char** argv) {
 
 #define CHECK(condition) \
     if (!(condition)) ::ep::testing::fail(__FILE__, __LINE__, #condition)
+
+#define RACE(name)                                                                      \
+    static void race_##name();                                                          \
+    static const ::ep::testing::Registration register_##name{#name, race_##name, true}; \
+    static void race_##name()
 
 // With a text that is only built on failure.
 #define CHECK_THAT(condition, text) \

@@ -8,7 +8,8 @@ import pytest
 
 import native
 
-PROGRAMS = {name: native.plain(name) for name in ("executor", "numbers")}
+NAMES = ("executor", "collectives", "memory", "launch_errors", "numbers")
+PROGRAMS = {name: native.plain(name) for name in NAMES}
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -175,7 +176,7 @@ class RecordingBuffer:
         self.group_size = 4
         self.runtime = self
         self.calls: list[tuple[str, Any]] = []
-        self._before_operation: list[Callable[[str], None]] = []
+        self.communicator = SimpleNamespace(before_operation=[])
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         return lambda *args, **kwargs: self.calls.append((name, args or kwargs))
@@ -215,7 +216,7 @@ def test_each_rank_takes_the_faults_that_concern_it(
 ) -> None:
     buffer = RecordingBuffer(rank)
     faults.apply(buffer, INJECTED)
-    for before in buffer._before_operation:
+    for before in buffer.communicator.before_operation:
         before("low_latency_dispatch")
     assert buffer.calls == calls
 
@@ -226,7 +227,7 @@ def test_faults_are_taken_back() -> None:
         remove = faults.apply(buffer, INJECTED)
         buffer.calls.clear()
         remove()
-        assert buffer._before_operation == []
+        assert buffer.communicator.before_operation == []
         assert buffer.calls[-1] == ("measure_clock_offsets", {})
     with pytest.raises(EPArgumentError, match="names rank 4"):
         faults.apply(RecordingBuffer(0), [SlowRank(4, 1e-3)])

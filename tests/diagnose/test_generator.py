@@ -7,8 +7,14 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from deep_ep import faults
+from deep_ep.diagnose.collect.snapshot import Snapshot
+from deep_ep.faults import ClockFault, HotRank, SlowPath, SlowRank
 from generator import Window, simulate, simulate_windows
-from generator_faults import (
+from generator.faults import (
     EarlyRank,
     Everything,
     GeneratorFault,
@@ -25,8 +31,8 @@ from generator_faults import (
     SlowSend,
     SlowUplink,
 )
-from generator_machines import CLUSTER, CPU, GPU, NORMAL, Machine, StampRule
-from generator_recording import (
+from generator.machines import CLUSTER, CPU, GPU, NORMAL, Machine, StampRule
+from generator.recording import (
     ARRIVAL,
     CLOCK_ERROR,
     ENTERED,
@@ -40,12 +46,6 @@ from generator_recording import (
     TOKENS,
     WAIT_BEGIN,
 )
-from hypothesis import given, settings
-from hypothesis import strategies as st
-
-from deep_ep import faults
-from deep_ep.diagnose.collect.snapshot import Snapshot
-from deep_ep.faults import ClockFault, HotRank, SlowPath, SlowRank
 
 CALM = replace(
     GPU,

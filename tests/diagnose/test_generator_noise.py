@@ -6,11 +6,12 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+
 from generator import Window, simulate_windows
-from generator_draws import MOVING_OPERATIONS
-from generator_machines import GPU, Machine, StampRule
-from generator_noise import CONGESTED_OPERATIONS, TICKS_APART, bursts, regular, remembering
-from generator_recording import (
+from generator.draws import MOVING_OPERATIONS
+from generator.machines import GPU, Machine, StampRule
+from generator.noise import CONGESTED_OPERATIONS, TICKS_APART, bursts, regular, remembering
+from generator.recording import (
     ARRIVAL,
     CLOCK_ERROR,
     ENTERED,

@@ -7,16 +7,16 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from generator import Window, simulate_windows
-from generator_faults import GeneratorFault, SlowNic, SlowPath
-from generator_machines import CLUSTER, NORMAL, Machine
-from generator_ports import served
-from generator_recording import ARRIVAL, ENTERED, ISSUED, SENT, TOKENS, WAIT_BEGIN
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deep_ep.diagnose.core.diagnosis import FloatArray
 from deep_ep.faults import HotRank
+from generator import Window, simulate_windows
+from generator.faults import GeneratorFault, SlowNic, SlowPath
+from generator.machines import CLUSTER, NORMAL, Machine
+from generator.ports import served
+from generator.recording import ARRIVAL, ENTERED, ISSUED, SENT, TOKENS, WAIT_BEGIN
 
 CALM = replace(
     CLUSTER,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 from functools import cache
@@ -19,9 +20,39 @@ MAY_INCLUDE = {
     "kernels": {"device", "transport", "kernels"},
     "runtime": {"device", "transport", "kernels", "runtime"},
 }
+# Which folder of deep_ep/diagnose may import from which; the modules beside them see all of them.
+MAY_IMPORT: dict[str, set[str]] = {
+    "core": set(),
+    "collect": {"core"},
+    "analyze": {"core", "collect"},
+    "storage": {"core", "collect", "analyze"},
+    "render": {"core", "storage"},
+    "live": {"core", "collect", "analyze", "storage", "render"},
+    "cli": {"core", "storage", "render"},
+}
+# csrc/kernels from the bottom up: each file includes only what stands in a line above its own. The last
+# line is the kernels, which nobody else includes.
+KERNEL_FILES = (
+    ("calls.def", "counters.def", "names.def"),
+    ("counters.cuh", "messages.cuh", "expert_rows.cuh"),
+    ("calls.cuh",),
+    ("operation_state.cuh", "handle.cuh"),
+    ("failure.cuh",),
+    ("waiting.cuh", "verify.cuh"),
+    ("clocks.cuh", "hand_over.cuh"),
+    ("measuring.cuh",),
+    ("operation.cuh",),
+    (
+        "barrier.cuh",
+        "clock_offset.cuh",
+        "dispatch_layout.cuh",
+        "low_latency_combine.cuh",
+        "low_latency_dispatch.cuh",
+    ),
+)
 # What setup.py compiles; every other file of csrc has to be included by one of them.
-COMPILED = ("csrc/bindings.cpp", "csrc/cuda_module.cu")
-COMPILED_FOLDERS = ("csrc/runtime", "csrc/device/host", "csrc/transport/host")
+COMPILED = ("csrc/cuda_module.cu",)
+COMPILED_FOLDERS = ("csrc/bindings", "csrc/runtime", "csrc/device/host", "csrc/transport/host")
 INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)
 ENVIRONMENT_VARIABLE = re.compile(r"\bDEEP_EP_[A-Z][A-Z_]*[A-Z]\b")
 
@@ -95,6 +126,37 @@ def test_the_environment_is_read_in_one_place() -> None:
         + lines_with(r"\b(secure_)?getenv\s*\(", code("csrc")),
         "Declare the variable in deep_ep/env.py and pass the value on.",
     )
+
+
+def package() -> list[str]:
+    """Python modules of deep_ep."""
+    return [path for path in files() if path.startswith("deep_ep/") and path.endswith(".py")]
+
+
+def core() -> list[str]:
+    """The same without deep_ep.diagnose."""
+    return [path for path in package() if not path.startswith("deep_ep/diagnose/")]
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.endswith("__")
+
+
+def test_modules_keep_out_of_each_other_s_private_names() -> None:
+    found = []
+    for path in package():
+        for node in ast.walk(ast.parse(read(path))):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.ImportFrom) else []
+            if isinstance(node, ast.Attribute) and ast.unparse(node.value) not in ("self", "cls"):
+                names = [node.attr]
+            found += [f"{path}:{node.lineno}: {name}" for name in names if is_private(name)]
+    report(found, "Give what others use a name without underscore, and say what it is.")
+
+
+def test_the_core_knows_diagnose_in_one_place() -> None:
+    imports = r"^\s*(from|import) deep_ep\.diagnose\b|^\s*from deep_ep import .*\bdiagnose\b"
+    paths = [path for path in core() if path != "deep_ep/__init__.py"]
+    report(lines_with(imports, paths, comments=True), "Register with deep_ep/watchers.py instead.")
 
 
 def test_no_open_ends_in_files() -> None:
@@ -179,6 +241,55 @@ def test_layers_include_downwards() -> None:
             if layer in MAY_INCLUDE and target[0] == "csrc" and target[1] not in MAY_INCLUDE[layer]:
                 found.append(f"{path} includes {name}")
     report(found, "The direction is device <- transport <- kernels <- runtime <- bindings.")
+
+
+def imports_of(path: str) -> list[str]:
+    """Dotted names of the modules that a Python file imports, relative ones resolved."""
+    package = path.split("/")[:-1]
+    found = []
+    for node in ast.walk(ast.parse(read(path))):
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            module = [*base, *([node.module] if node.module else [])]
+            # `from package import module` names the module only behind the import.
+            found += [".".join([*module, alias.name]) for alias in node.names]
+    return found
+
+
+def test_rooms_of_diagnosis_import_downwards() -> None:
+    found = []
+    for path in files():
+        parts = path.split("/")
+        if parts[:2] != ["deep_ep", "diagnose"] or not path.endswith(".py"):
+            continue
+        room = parts[2] if len(parts) > 3 else None
+        for name in imports_of(path):
+            outer, *inner = name.removeprefix("deep_ep.").split(".")
+            if not name.startswith("deep_ep."):
+                continue
+            if outer != "diagnose":
+                if path != "deep_ep/diagnose/core/package.py":
+                    found.append(f"{path} imports {name}; take it from core/package.py")
+            elif room is not None and inner[0] != room and inner[0] not in MAY_IMPORT[room]:
+                found.append(f"{path} imports {name}")
+    report(found, f"The direction is {' <- '.join(MAY_IMPORT)}; some see less: MAY_IMPORT.")
+
+
+def test_kernel_files_include_downwards() -> None:
+    line_of = {name: line for line, names in enumerate(KERNEL_FILES) for name in names}
+    found = []
+    for path in code("csrc/kernels"):
+        mine = line_of.get(Path(path).name)
+        if mine is None:
+            found.append(f"{path} is not in KERNEL_FILES")
+            continue
+        for name in INCLUDE.findall(read(path)):
+            target = Path(resolve(path, name) or name)
+            if target.parent == Path("csrc/kernels") and line_of.get(target.name, mine) >= mine:
+                found.append(f"{path} includes {name}")
+    report(found, "Move what both need into a file below both; KERNEL_FILES says what is below.")
 
 
 def test_targets_do_not_include_each_other() -> None:

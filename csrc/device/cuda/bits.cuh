@@ -11,6 +11,7 @@
 #include "device/bits.cuh"
 
 #define EP_DEVICE __device__ __forceinline__
+#define EP_ALWAYS_INLINE EP_DEVICE
 #define EP_HOST_DEVICE __host__ __device__ __forceinline__
 #define EP_PRAGMA(text) _Pragma(#text)
 #define EP_UNROLL(n) EP_PRAGMA(unroll n)

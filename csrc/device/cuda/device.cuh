@@ -18,7 +18,7 @@
 namespace ep {
 
 constexpr int kWarpSize = 32;
-constexpr int kMaxThreads = 512;  // of a block; leaves each thread 128 registers
+constexpr int kMaxThreads = 256;  // of a block; leaves each thread 255 registers
 constexpr uint32_t kFullWarp = 0xFFFFFFFFu;
 
 EP_DEVICE int thread_index() { return static_cast<int>(threadIdx.x); }
@@ -240,6 +240,10 @@ struct Deadline {
 // microseconds of each other; chosen, not tuned.
 constexpr uint64_t kClockPatienceNs = 100'000;
 EP_DEVICE Deadline deadline_in(uint64_t ns) { return {now_ns() + ns}; }
+EP_DEVICE uint64_t left_ns(Deadline deadline) {
+    const uint64_t now = now_ns();
+    return deadline.at_ns > now ? deadline.at_ns - now : 0;
+}
 
 // Polls at full speed as long as a message usually takes, then more and more rarely: a rank that is
 // late by milliseconds should not find its NVLink and L2 busy with polls.

@@ -85,6 +85,14 @@ void Device::copy_to_host(void* to, const void* from, size_t bytes, cudaStream_t
           "a status read; an earlier kernel may have failed");
 }
 
+void Device::copy_to_device(void* to, const void* from, size_t bytes) const {
+    const DeviceGuard guard(index_);
+    check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyHostToDevice, own_stream_),
+          "cudaMemcpyAsync",
+          std::to_string(bytes) + " bytes of news");
+    check(cudaStreamSynchronize(own_stream_), "cudaStreamSynchronize", "news to arrive");
+}
+
 uint64_t Device::now_ns() {
     auto* word = static_cast<uint64_t*>(allocate_host_visible(sizeof(uint64_t)));
     uint64_t result = 0;

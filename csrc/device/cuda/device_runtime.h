@@ -57,6 +57,12 @@ class Device {
         return value;
     }
 
+    // Writes what kernels that run may be reading, without waiting for them.
+    template <class T>
+    void poke(T* destination, T value) const {
+        copy_to_device(destination, &value, sizeof(value));
+    }
+
     // Loads kernels ahead of their first launch. Loading may have to wait for the GPU, which would be
     // for ever if a kernel that runs there waits for the one to be loaded.
     template <class... Kernels>
@@ -89,6 +95,7 @@ class Device {
 
   private:
     void copy_to_host(void* to, const void* from, size_t bytes, cudaStream_t stream) const;
+    void copy_to_device(void* to, const void* from, size_t bytes) const;
 
     int index_;
     int num_multiprocessors_ = 0;

@@ -68,7 +68,7 @@ inline void require_residency(const void* kernel,
         throw CudaError("launch of " + std::string(name) + ": a block of " +
                         std::to_string(shape.threads) + " threads and " +
                         std::to_string(shape.shared_bytes) +
-                        " bytes of shared memory does not fit; kernels are built for up to 512 "
+                        " bytes of shared memory does not fit; kernels are built for up to 256 "
                         "threads. Ask for fewer warps (DEEP_EP_LAUNCH_SHAPE).");
     }
     throw CudaError("launch of " + std::string(name) + ": " +

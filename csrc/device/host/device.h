@@ -18,6 +18,8 @@
 
 #define EP_KERNEL inline
 #define EP_DEVICE inline
+#define EP_ALWAYS_INLINE \
+    [[gnu::always_inline]] inline  // where the compiler chose otherwise, at a cost
 #define EP_HOST_DEVICE inline
 #define EP_UNROLL(n)      // the compiler unrolls constant loops by itself
 #define EP_GRID_CONSTANT  // kernel arguments stay in constant memory on the GPU
@@ -72,8 +74,7 @@ void for_lanes(uint32_t mask, F f) {
 }  // namespace host
 
 inline void warp_sync(uint32_t mask = kFullWarp) {
-    host::current_executor->warp_collective(
-        "warp_sync", mask, nullptr, [](void* const*, uint32_t) {});
+    host::current_executor->warp_collective("warp_sync", mask, nullptr, nullptr);
 }
 
 template <class T>
@@ -182,14 +183,18 @@ class SharedArena {
     size_t used_ = 0;
 };
 
-// Scopes do not differ between threads of one machine; the host target treats all as system.
+// Scopes do not differ between threads of one machine; the host target treats all as system. Under
+// ThreadSanitizer an atomic of block scope may only be where no other block can reach it.
 enum class Scope { kBlock, kDevice, kSystem };
 
 namespace host {
 
-template <class T>
+template <Scope S, class T>
 std::atomic_ref<T> atomic(T* pointer) {
-    if (current_executor != nullptr) current_executor->interleave();
+    if (current_executor != nullptr) {
+        if (kThreadSanitizer && S == Scope::kBlock) current_executor->check_block_scope(pointer);
+        current_executor->interleave();
+    }
     return std::atomic_ref<T>(*pointer);
 }
 
@@ -197,43 +202,43 @@ std::atomic_ref<T> atomic(T* pointer) {
 
 template <Scope S, class T>
 T load_acquire(const T* pointer) {
-    return host::atomic(const_cast<T*>(pointer)).load(std::memory_order_acquire);
+    return host::atomic<S>(const_cast<T*>(pointer)).load(std::memory_order_acquire);
 }
 template <Scope S, class T>
 T load_relaxed(const T* pointer) {
-    return host::atomic(const_cast<T*>(pointer)).load(std::memory_order_relaxed);
+    return host::atomic<S>(const_cast<T*>(pointer)).load(std::memory_order_relaxed);
 }
 template <Scope S, class T>
 void store_release(T* pointer, std::type_identity_t<T> value) {
-    host::atomic(pointer).store(value, std::memory_order_release);
+    host::atomic<S>(pointer).store(value, std::memory_order_release);
 }
 template <Scope S, class T>
 void store_relaxed(T* pointer, std::type_identity_t<T> value) {
-    host::atomic(pointer).store(value, std::memory_order_relaxed);
+    host::atomic<S>(pointer).store(value, std::memory_order_relaxed);
 }
 template <Scope S, class T>
 T add_relaxed(T* pointer, std::type_identity_t<T> value) {
-    return host::atomic(pointer).fetch_add(value, std::memory_order_relaxed);
+    return host::atomic<S>(pointer).fetch_add(value, std::memory_order_relaxed);
 }
 template <Scope S, class T>
 T add_release(T* pointer, std::type_identity_t<T> value) {
-    return host::atomic(pointer).fetch_add(value, std::memory_order_release);
+    return host::atomic<S>(pointer).fetch_add(value, std::memory_order_release);
 }
 template <Scope S, class T>
 T add_acq_rel(T* pointer, std::type_identity_t<T> value) {
-    return host::atomic(pointer).fetch_add(value, std::memory_order_acq_rel);
+    return host::atomic<S>(pointer).fetch_add(value, std::memory_order_acq_rel);
 }
 template <Scope S, class T>
 T or_relaxed(T* pointer, std::type_identity_t<T> value) {
-    return host::atomic(pointer).fetch_or(value, std::memory_order_relaxed);
+    return host::atomic<S>(pointer).fetch_or(value, std::memory_order_relaxed);
 }
 template <Scope S, class T>
 T exchange_relaxed(T* pointer, std::type_identity_t<T> value) {
-    return host::atomic(pointer).exchange(value, std::memory_order_relaxed);
+    return host::atomic<S>(pointer).exchange(value, std::memory_order_relaxed);
 }
 template <Scope S, class T>
 void max_relaxed(T* pointer, std::type_identity_t<T> value) {
-    const std::atomic_ref<T> word = host::atomic(pointer);
+    const std::atomic_ref<T> word = host::atomic<S>(pointer);
     T found = word.load(std::memory_order_relaxed);
     while (found < value && !word.compare_exchange_weak(found, value, std::memory_order_relaxed)) {
     }
@@ -243,17 +248,24 @@ template <Scope S, class T>
 T compare_exchange_relaxed(T* pointer,
                            std::type_identity_t<T> expected,
                            std::type_identity_t<T> desired) {
-    host::atomic(pointer).compare_exchange_strong(expected, desired, std::memory_order_relaxed);
+    host::atomic<S>(pointer).compare_exchange_strong(expected, desired, std::memory_order_relaxed);
     return expected;
 }
 
 struct Deadline {
     uint64_t at_ns;
 };
-inline Deadline deadline_in(uint64_t ns) { return {host::monotonic_ns() + ns}; }
+inline Deadline deadline_in(uint64_t ns) { return {host::current_executor->monotonic_ns() + ns}; }
+inline uint64_t left_ns(Deadline deadline) {
+    const uint64_t now = host::current_executor->monotonic_ns();
+    return deadline.at_ns > now ? deadline.at_ns - now : 0;
+}
 // How long a rank waits for the others in a clock exchange: they may have to be scheduled first.
 constexpr uint64_t kClockPatienceNs = 20'000'000;
-inline uint64_t now_ns() { return host::current_executor->clock().now_ns(); }
+inline uint64_t now_ns() {
+    const host::Unobserved own_records;
+    return host::current_executor->clock().now_ns();
+}
 
 template <class Predicate>
 [[nodiscard]] bool spin_until(Predicate ready, Deadline deadline) {
@@ -263,11 +275,11 @@ template <class Predicate>
             return true;
         }
         // Reading the clock at every poll would cost more than the poll.
-        if (polls % 8 == 0 && host::monotonic_ns() >= deadline.at_ns) {
+        if (polls % 8 == 0 && host::current_executor->monotonic_ns() >= deadline.at_ns) {
             host::current_executor->poll_succeeded();
             return false;
         }
-        host::current_executor->poll_failed();
+        host::current_executor->poll_failed(deadline.at_ns);
     }
 }
 
@@ -297,13 +309,37 @@ inline void copy_streaming(void* dst, const void* src, size_t bytes) {
     std::memcpy(dst, src, bytes);
 }
 
+namespace host {
+
+// What a GPU does, so that ThreadSanitizer knows which lane read and wrote what.
+inline void copy_interleaved(void* dst, const void* src, size_t bytes, int first, int stride) {
+    const auto num_vectors = static_cast<int>(bytes / sizeof(Vector));
+    for (int i = first; i < num_vectors; i += stride)
+        static_cast<Vector*>(dst)[i] = static_cast<const Vector*>(src)[i];
+}
+
+}  // namespace host
+
 // One lane copies for all: the C library's copy is faster than 32 strided ones, and the contract
-// (source visible before, destination after the next sync) allows it.
-inline void copy_warp(void* dst, const void* src, size_t bytes) {
-    if (elect_one()) copy_streaming(dst, src, bytes);
+// (source visible before, destination after the next sync) allows it. The other lanes' way past it is
+// in the caller: a call each would be one percent of a round.
+[[gnu::noinline]] inline void copy_by_one_lane(void* dst, const void* src, size_t bytes) {
+    host::current_executor->interleave();
+    copy_streaming(dst, src, bytes);
+}
+EP_ALWAYS_INLINE void copy_warp(void* dst, const void* src, size_t bytes) {
+    if (host::kThreadSanitizer) {
+        host::copy_interleaved(dst, src, bytes, lane_id(), kWarpSize);
+    } else if (elect_one()) {
+        copy_by_one_lane(dst, src, bytes);
+    }
 }
 inline void copy_block(void* dst, const void* src, size_t bytes) {
-    if (thread_index() == 0) std::memcpy(dst, src, bytes);
+    if (host::kThreadSanitizer) {
+        host::copy_interleaved(dst, src, bytes, thread_index(), num_threads());
+    } else if (thread_index() == 0) {
+        std::memcpy(dst, src, bytes);
+    }
 }
 
 // Contiguous chunks per thread, so that a thread's memory accesses are neighbours; the CUDA target
@@ -353,6 +389,7 @@ template <int V, class F>
 void block_for_tiles(int n, F f) {
     const int chunk = (n + num_threads() * V - 1) / (num_threads() * V) * V;
     const int end = std::min(n, (thread_index() + 1) * chunk);
+    host::current_executor->interleave();
     for (int i = thread_index() * chunk; i < end; i += V) f(Tile{i, std::min(V, end - i)});
 }
 

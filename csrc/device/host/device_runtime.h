@@ -1,6 +1,7 @@
 // The device of the host target: an executor on the calling thread.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <cstdlib>
 #include <functional>
@@ -44,7 +45,13 @@ class Device {
     // Copies what is there now, without waiting for kernels that may still run.
     template <class T>
     T peek(const T* source) const {
-        return *source;
+        return std::atomic_ref(*const_cast<T*>(source)).load(std::memory_order_acquire);
+    }
+
+    // Writes what kernels that run may be reading.
+    template <class T>
+    void poke(T* destination, T value) const {
+        std::atomic_ref(*destination).store(value, std::memory_order_release);
     }
 
     // The GPU loads kernels before their first launch; here they are loaded with the module.

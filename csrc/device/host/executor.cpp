@@ -3,6 +3,7 @@
 #include <sched.h>
 #include <signal.h>
 
+#include <algorithm>
 #include <cstdio>
 #include <cstring>
 #include <exception>
@@ -77,12 +78,18 @@ void Executor::run(const LaunchShape& shape, Body body, void* argument) {
     if (current_executor != nullptr)
         throw DeviceError("a kernel cannot launch a kernel on the host target");
     if (shape.blocks < 1 || shape.threads < kWarpSize || shape.threads % kWarpSize != 0 ||
-        shape.threads > 1024) {
+        shape.threads > 1024 ||
+        static_cast<size_t>(shape.blocks) * shape.threads > kMaxHostThreads) {
         throw DeviceError(
             "launch shape " + std::to_string(shape.blocks) + " blocks x " +
             std::to_string(shape.threads) +
-            " threads: at least one block, and 32 to 1024 threads in multiples of 32");
+            " threads: at least one block, 32 to 1024 threads in multiples of 32, and at most " +
+            std::to_string(kMaxHostThreads) + " threads in all");
     }
+    if (seat_ != nullptr && Simulation::seat() != seat_)
+        throw DeviceError(
+            "a simulated rank runs in its simulation only, on the thread it entered on");
+    const Unobserved own_records;
     use_alternate_signal_stack();
     start_launch(shape);
     body_ = body;
@@ -97,6 +104,7 @@ void Executor::run(const LaunchShape& shape, Body body, void* argument) {
         switch_fiber(main_, current_->context);
         if (!asks_launcher_) break;
         try {
+            if (dies_) throw RankDied();
             interrupt_check_();
         } catch (...) {
             interrupt = std::current_exception();
@@ -106,6 +114,7 @@ void Executor::run(const LaunchShape& shape, Body body, void* argument) {
     current_ = nullptr;
     end_idle();
     for (Fiber& fiber : fibers_) retire_fiber(fiber.context);
+    release_thread();
     if (interrupt) std::rethrow_exception(interrupt);
     if (!error_.empty()) throw DeviceError(error_);
 }
@@ -127,7 +136,8 @@ void Executor::start_launch(const LaunchShape& shape) {
     ready_not_polling_ = ready_polling_ = failed_polls_ = idle_rounds_ = 0;
     armed_ = false;
     schedule_->reset(num_fibers);
-    schedule_preempts_ = schedule_->describe() != "round-robin";
+    schedule_preempts_ = schedule_->describe() != "round-robin" || seat_ != nullptr;
+    next_deadline_ns_ = UINT64_MAX;
     for (size_t i = 0; i < num_fibers; ++i) {
         Fiber& fiber = fibers_[i];
         fiber.block = static_cast<int>(i / shape.threads);
@@ -142,6 +152,7 @@ void Executor::fiber_entry() {
     Executor& self = *current_executor;
     enter_fiber(self.current_->context);
     self.body_(self.argument_);
+    const Unobserved own_records;
     self.exit_current();
 }
 
@@ -199,6 +210,7 @@ void Executor::fail(std::string message) {
 }
 
 void Executor::warp_collective(const char* name, uint32_t mask, void* slot, Complete complete) {
+    const Unobserved own_records;
     Fiber& fiber = *current_;
     const int lane = fiber.thread % kWarpSize;
     const uint32_t me = 1u << lane;
@@ -238,10 +250,23 @@ void Executor::warp_collective(const char* name, uint32_t mask, void* slot, Comp
             return;
         }
     }
-    complete(warp.slots, mask);
+    if (complete != nullptr) {
+        complete(warp.slots, mask);
+    } else {
+        order_memory_of_lanes(fiber, mask);
+    }
     warp.arrived &= ~mask;
     for (uint32_t rest = mask & ~me; rest != 0; rest &= rest - 1)
         make_ready(&lane_of(fiber, __builtin_ctz(rest)));
+}
+
+void Executor::order_memory_of_lanes(const Fiber& fiber, uint32_t mask) {
+    if constexpr (kThreadSanitizer) {
+        std::vector<FiberContext*> lanes;
+        for (; mask != 0; mask &= mask - 1)
+            lanes.push_back(&lane_of(fiber, __builtin_ctz(mask)).context);
+        order_memory(lanes);
+    }
 }
 
 void Executor::release(Barrier& barrier) {
@@ -249,6 +274,12 @@ void Executor::release(Barrier& barrier) {
     std::vector<Fiber*> waiting;
     waiting.swap(barrier.waiting);
     barrier.arrived = 0;
+    if constexpr (kThreadSanitizer) {
+        std::vector<FiberContext*> all;
+        for (Fiber* fiber : waiting) all.push_back(&fiber->context);
+        if (!current_->exited) all.push_back(&current_->context);
+        order_memory(all);
+    }
     for (Fiber* fiber : waiting) make_ready(fiber);
     waiting.clear();
     if (barrier.waiting.empty()) barrier.waiting.swap(waiting);
@@ -270,6 +301,7 @@ void Executor::release_block(Block& block) {
 }
 
 bool Executor::block_barrier(bool vote) {
+    const Unobserved own_records;
     Block& block = blocks_[current_->block];
     block.vote = block.vote || vote;
     if (++block.sync.arrived == block.live) {
@@ -282,6 +314,7 @@ bool Executor::block_barrier(bool vote) {
 }
 
 void Executor::named_barrier(int id, int num_threads) {
+    const Unobserved own_records;
     if (id < 0 || id >= kNumNamedBarriers || num_threads % kWarpSize != 0 || num_threads <= 0 ||
         num_threads > shape_.threads) {
         fail(describe(*current_) + " calls bar_sync(" + std::to_string(id) + ", " +
@@ -303,6 +336,7 @@ void Executor::named_barrier(int id, int num_threads) {
 }
 
 void Executor::grid_barrier() {
+    const Unobserved own_records;
     if (!shape_.cooperative)
         fail(describe(*current_) + " calls grid_sync() in a launch that is not cooperative");
     if (++grid_.arrived == live_) {
@@ -312,24 +346,46 @@ void Executor::grid_barrier() {
     }
 }
 
-void Executor::poll_failed() {
+void Executor::check_block_scope(const void* address) {
+    const auto* byte = static_cast<const std::byte*>(address);
+    const std::byte* begin = shared_memory();
+    if (shape_.blocks == 1 || (byte >= begin && byte < begin + shared_stride_)) return;
+    fail(describe(*current_) +
+         " uses an atomic of block scope outside of shared memory in a launch of " +
+         std::to_string(shape_.blocks) + " blocks: use device scope");
+}
+
+void Executor::poll_failed(uint64_t deadline_ns) {
+    const Unobserved own_records;
     Fiber& fiber = *current_;
     fiber.polling = true;
-    ++failed_polls_;
+    if (ready_not_polling_ != 0) begin_look();
+    // What it read before it was interrupted may have changed since.
+    if (!std::exchange(fiber.interrupted, false) && fiber.last_look != look_) {
+        fiber.last_look = look_;
+        ++failed_polls_;
+    }
+    next_deadline_ns_ = std::min(next_deadline_ns_, deadline_ns);
     // Nobody but pollers, and each has looked since anything happened.
-    if (ready_not_polling_ == 0 && failed_polls_ > ready_polling_) idle();
+    if (failed_polls_ > ready_polling_ && ready_not_polling_ == 0) idle();
     make_ready(&fiber);
     switch_to_next(false);
 }
 
 void Executor::poll_succeeded() {
+    const Unobserved own_records;
     current_->polling = false;
-    failed_polls_ = 0;
+    begin_look();
     if (idle_rounds_ != 0) end_idle();
 }
 
 void Executor::idle() {
-    failed_polls_ = 0;
+    begin_look();
+    const uint64_t deadline_ns = std::exchange(next_deadline_ns_, UINT64_MAX);
+    if (seat_ != nullptr) {
+        if (!seat_->wait_for_signal(deadline_ns)) die();
+        return;
+    }
     clock_.pause();
     ++idle_rounds_;
     if (idle_waiter_ == nullptr) {
@@ -365,11 +421,20 @@ void Executor::end_idle() {
     clock_.resume();
 }
 
+void Executor::die() {
+    dies_ = true;
+    asks_launcher_ = true;
+    switch_fiber(current_->context, main_, true);
+}
+
 void Executor::maybe_preempt() {
+    const Unobserved own_records;
+    if (seat_ != nullptr && !seat_->reach_point()) die();
     if (!schedule_->preempt()) return;
     // Seldom: messages must pile up for a missing fence to show.
     if (idle_waiter_ != nullptr && schedule_->preempt() && schedule_->preempt())
         idle_waiter_->pump();
+    current_->interrupted = current_->polling;
     make_ready(current_);
     switch_to_next(false);
 }

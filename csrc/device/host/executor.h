@@ -16,6 +16,7 @@
 #include "device/host/fiber.h"
 #include "device/host/rank_clock.h"
 #include "device/host/schedule.h"
+#include "device/host/simulation.h"
 #include "device/launch_shape.h"
 
 namespace ep::host {
@@ -51,6 +52,8 @@ struct Fiber {
     int thread = 0;
     bool exited = false;
     bool polling = false;
+    bool interrupted = false;  // in the middle of its poll
+    uint32_t last_look = 0;    // the round in which its poll failed last
     Waiting waiting = Waiting::kNothing;
     int barrier_id = 0;
     const char* collective = "";  // what it waits in
@@ -82,18 +85,24 @@ class Executor {
     const Fiber& fiber() const { return *current_; }
     const LaunchShape& shape() const { return shape_; }
     std::byte* shared_memory() { return shared_.data() + current_->block * shared_stride_; }
+    // Without `complete` it is a warp_sync(), which orders memory; on a GPU the others do not.
     void warp_collective(const char* name, uint32_t mask, void* slot, Complete complete);
     // Whether any thread of the block came with `vote`.
     bool block_barrier(bool vote);
     void named_barrier(int id, int num_threads);
     void grid_barrier();
-    // A failed poll: gives way to others and, when nobody can move, to other ranks.
-    void poll_failed();
+    // A failed poll: gives way to others and, when nobody can move, to other ranks. `deadline_ns` is when
+    // the caller will give up.
+    void poll_failed(uint64_t deadline_ns);
     void poll_succeeded();
     // A point where another thread may run first, if the schedule wants so.
     void interleave() {
         if (schedule_preempts_) maybe_preempt();
     }
+    // Ends the launch if another block could reach `address`, which an atomic of block scope uses.
+    void check_block_scope(const void* address);
+    // For deadlines.
+    uint64_t monotonic_ns() { return clock_.monotonic_ns(); }
     // By value: the caller's frame is abandoned, so nothing of the message may stay with it.
     [[noreturn]] void fail(std::string message);
 
@@ -125,10 +134,16 @@ class Executor {
     void release_block(Block& block);
     void wait_in(Barrier& barrier, Waiting kind, const char* name, int id);
     void check_warp_at_exit(const Fiber& fiber);
+    void order_memory_of_lanes(const Fiber& fiber, uint32_t mask);
     void idle();
     void allow_interrupt();
     void end_idle();
     void maybe_preempt();
+    void die();
+    void begin_look() {
+        failed_polls_ = 0;
+        ++look_;
+    }
     Warp& warp_of(const Fiber& fiber) {
         return warps_[(fiber.block * shape_.threads + fiber.thread) / kWarpSize];
     }
@@ -137,13 +152,17 @@ class Executor {
     }
     std::string describe_stuck() const;
 
+    Seat* seat_ =
+        Simulation::seat();  // of a simulation, in which this executor was made; or nullptr
     RankClock clock_;
     std::unique_ptr<Schedule> schedule_;
     IdleWaiter* idle_waiter_ = nullptr;
     std::function<void()> interrupt_check_;
     uint64_t next_interrupt_check_ns_ = 0;
     bool asks_launcher_ = false;  // the fiber that switched to main_ wants to go on
+    bool dies_ = false;
     bool schedule_preempts_ = false;
+    uint64_t next_deadline_ns_ = UINT64_MAX;  // of those who poll
 
     StackPool stacks_;
     std::vector<Fiber> fibers_;
@@ -161,7 +180,10 @@ class Executor {
     int live_ = 0;
     int ready_not_polling_ = 0;
     int ready_polling_ = 0;
-    int failed_polls_ = 0;  // in a row, with nothing else happening
+    // Threads whose poll has failed since anything else happened, and the number of that stretch: under a
+    // random schedule one thread may poll often before another does.
+    int failed_polls_ = 0;
+    uint32_t look_ = 1;
     int idle_rounds_ = 0;
     bool armed_ = false;
     std::string error_;

@@ -13,6 +13,9 @@
 
 #if defined(__SANITIZE_THREAD__)
 #include <sanitizer/tsan_interface.h>
+// Exported by the runtime, declared by none of its headers.
+extern "C" void __tsan_ignore_thread_begin();
+extern "C" void __tsan_ignore_thread_end();
 #endif
 #if defined(__SANITIZE_ADDRESS__)
 #include <sanitizer/asan_interface.h>
@@ -103,6 +106,13 @@ GuardedRange guarded_ranges[kMaxRanges];
 std::atomic<DescribeFiber> describe_fiber{nullptr};
 struct sigaction previous_action;
 
+#if defined(__SANITIZE_THREAD__)
+constinit thread_local FiberContext* running = nullptr;
+#define EP_NOT_OBSERVED __attribute__((no_sanitize_thread))
+#else
+#define EP_NOT_OBSERVED
+#endif
+
 constexpr size_t kStride = StackPool::kStackBytes + kGuardBytes;
 
 void report_fault(int signal_number, siginfo_t* info, void* context) {
@@ -141,6 +151,10 @@ StackPool::~StackPool() {
     for (GuardedRange& range : guarded_ranges) {
         if (range.begin.load() == mapping_) range.begin = nullptr;
     }
+#if defined(__SANITIZE_ADDRESS__)
+    // Fibers never return from their first functions, whose red zones the next mapping here would have.
+    __asan_unpoison_memory_region(mapping_, count_ * kStride);
+#endif
     munmap(mapping_, count_ * kStride);
 }
 
@@ -159,9 +173,17 @@ void StackPool::reserve(size_t count) {
         throw std::runtime_error("host target: cannot map stacks for " + std::to_string(count) +
                                  " kernel threads; use a smaller launch shape");
     }
-    mapping_ = static_cast<std::byte*>(mapping);
+    auto* const begin = static_cast<std::byte*>(mapping);
+    for (size_t i = 0; i < count; ++i) {
+        if (mprotect(begin + i * kStride, kGuardBytes, PROT_NONE) == 0) continue;
+        munmap(mapping, count * kStride);
+        throw std::runtime_error("host target: cannot guard the stacks of " +
+                                 std::to_string(count) +
+                                 " kernel threads; use a smaller launch shape, or allow this "
+                                 "process more mappings (sysctl vm.max_map_count)");
+    }
+    mapping_ = begin;
     count_ = count;
-    for (size_t i = 0; i < count; ++i) mprotect(mapping_ + i * kStride, kGuardBytes, PROT_NONE);
     for (GuardedRange& range : guarded_ranges) {
         std::byte* expected = nullptr;
         if (range.begin.compare_exchange_strong(expected, mapping_)) {
@@ -200,19 +222,31 @@ void prepare_fiber(FiberContext& context, std::byte* stack_begin, size_t color, 
 
 void retire_fiber([[maybe_unused]] FiberContext& context) {
 #if defined(__SANITIZE_THREAD__)
-    if (context.sanitizer.tsan_fiber != nullptr) __tsan_destroy_fiber(context.sanitizer.tsan_fiber);
+    void* fiber = context.sanitizer.tsan_fiber;
+    if (fiber == nullptr) return;
+    void* caller = __tsan_get_current_fiber();
+    __tsan_switch_to_fiber(fiber, __tsan_switch_to_fiber_no_sync);
+    // An abandoned fiber has not come to the end of what it had begun.
+    for (int& left = context.sanitizer.unobserved; left > 0; --left) __tsan_ignore_thread_end();
+    __tsan_release(&context);
+    __tsan_switch_to_fiber(caller, __tsan_switch_to_fiber_no_sync);
+    __tsan_acquire(&context);
+    __tsan_destroy_fiber(fiber);
     context.sanitizer.tsan_fiber = nullptr;
 #endif
 }
 
-void switch_fiber(FiberContext& from, FiberContext& to, [[maybe_unused]] bool final) {
+EP_NOT_OBSERVED void switch_fiber(FiberContext& from,
+                                  FiberContext& to,
+                                  [[maybe_unused]] bool final) {
 #if defined(__SANITIZE_ADDRESS__)
     __sanitizer_start_switch_fiber(final ? nullptr : &from.sanitizer.asan_fake_stack,
                                    to.sanitizer.stack_bottom,
                                    to.sanitizer.stack_bytes);
 #endif
 #if defined(__SANITIZE_THREAD__)
-    __tsan_switch_to_fiber(to.sanitizer.tsan_fiber, 0);
+    running = &to;
+    __tsan_switch_to_fiber(to.sanitizer.tsan_fiber, __tsan_switch_to_fiber_no_sync);
 #endif
     ep_switch_stack(&from.stack_pointer, to.stack_pointer);
 #if defined(__SANITIZE_ADDRESS__)
@@ -226,9 +260,10 @@ void enter_fiber([[maybe_unused]] FiberContext& context) {
 #endif
 }
 
-void adopt_thread([[maybe_unused]] FiberContext& context) {
+EP_NOT_OBSERVED void adopt_thread([[maybe_unused]] FiberContext& context) {
 #if defined(__SANITIZE_THREAD__)
     context.sanitizer.tsan_fiber = __tsan_get_current_fiber();
+    running = &context;
 #endif
 #if defined(__SANITIZE_ADDRESS__)
     pthread_attr_t attributes;
@@ -239,6 +274,86 @@ void adopt_thread([[maybe_unused]] FiberContext& context) {
     context.sanitizer.stack_bottom = bottom;
 #endif
 }
+
+EP_NOT_OBSERVED void release_thread() {
+#if defined(__SANITIZE_THREAD__)
+    running = nullptr;
+#endif
+}
+
+#if defined(__SANITIZE_THREAD__)
+
+void order_memory(std::span<FiberContext* const> fibers) {
+    void* caller = __tsan_get_current_fiber();
+    const auto each = [&](auto action) {
+        for (const FiberContext* fiber : fibers) {
+            __tsan_switch_to_fiber(fiber->sanitizer.tsan_fiber, __tsan_switch_to_fiber_no_sync);
+            action();
+        }
+        __tsan_switch_to_fiber(caller, __tsan_switch_to_fiber_no_sync);
+    };
+    // The first one's store forgets what others have released here before.
+    std::atomic<int> meeting;
+    bool is_first = true;
+    each([&] {
+        if (is_first) {
+            meeting.store(0, std::memory_order_release);
+        } else {
+            meeting.fetch_add(1, std::memory_order_release);
+        }
+        is_first = false;
+    });
+    each([&] { (void)meeting.load(std::memory_order_acquire); });
+}
+
+EP_NOT_OBSERVED Unobserved::Unobserved() {
+    if (running != nullptr) ++running->sanitizer.unobserved;
+    __tsan_ignore_thread_begin();
+}
+
+EP_NOT_OBSERVED Unobserved::~Unobserved() {
+    if (running != nullptr) --running->sanitizer.unobserved;
+    __tsan_ignore_thread_end();
+}
+
+SanitizerThread::SanitizerThread() : tsan_fiber_(__tsan_create_fiber(0)) {}
+
+SanitizerThread::~SanitizerThread() {
+    take_back();
+    __tsan_destroy_fiber(tsan_fiber_);
+}
+
+void SanitizerThread::hand_over() {
+    __tsan_release(this);
+    run([&] { __tsan_acquire(this); });
+}
+
+void SanitizerThread::take_back() {
+    run([&] { __tsan_release(this); });
+    __tsan_acquire(this);
+}
+
+void* SanitizerThread::enter() {
+    void* caller = __tsan_get_current_fiber();
+    __tsan_switch_to_fiber(tsan_fiber_, __tsan_switch_to_fiber_no_sync);
+    return caller;
+}
+
+void SanitizerThread::leave(void* caller) {
+    __tsan_switch_to_fiber(caller, __tsan_switch_to_fiber_no_sync);
+}
+
+#else
+
+void order_memory(std::span<FiberContext* const>) {}
+SanitizerThread::SanitizerThread() = default;
+SanitizerThread::~SanitizerThread() = default;
+void SanitizerThread::hand_over() {}
+void SanitizerThread::take_back() {}
+void* SanitizerThread::enter() { return nullptr; }
+void SanitizerThread::leave(void*) {}
+
+#endif
 
 void install_stack_overflow_report(DescribeFiber describe) {
     describe_fiber = describe;

@@ -5,12 +5,14 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <span>
 
 namespace ep::host {
 
 // What a sanitizer must know about a stack to follow a switch to it; empty in ordinary builds.
 struct SanitizerState {
     void* tsan_fiber = nullptr;
+    int unobserved = 0;  // Unobserved objects that live on it
     void* asan_fake_stack = nullptr;
     const void* stack_bottom = nullptr;
     size_t stack_bytes = 0;
@@ -45,7 +47,7 @@ class StackPool {
 // cache sets.
 void prepare_fiber(FiberContext& context, std::byte* stack_begin, size_t color, void (*entry)());
 
-// Frees what prepare_fiber() made besides the stack.
+// Frees what prepare_fiber() made besides the stack. Everything the fiber did happened before.
 void retire_fiber(FiberContext& context);
 
 // Leaves `from` and continues `to`. `final` says that `from` will never be continued.
@@ -56,6 +58,61 @@ void enter_fiber(FiberContext& context);
 
 // Makes the calling thread's own stack a switch target.
 void adopt_thread(FiberContext& context);
+// And ends that.
+void release_thread();
+
+// ---- ThreadSanitizer. For it every fiber is a thread, and that they take turns on one OS thread
+// orders nothing: only the kernels' atomics do, and what is said here. In other builds none of this
+// does anything.
+#if defined(__SANITIZE_THREAD__)
+constexpr bool kThreadSanitizer = true;
+#else
+constexpr bool kThreadSanitizer = false;
+#endif
+
+// What the fibers did before the call happens before what they do after it, as at a barrier. All but
+// the caller must be waiting.
+void order_memory(std::span<FiberContext* const> fibers);
+
+// Accesses of the calling fiber are not looked at while one lives: the executor's and the link's
+// own records, which all fibers write, each in its turn.
+class Unobserved {
+  public:
+#if defined(__SANITIZE_THREAD__)
+    Unobserved();
+    ~Unobserved();
+#else
+    Unobserved() {}
+#endif
+    Unobserved(const Unobserved&) = delete;
+    Unobserved& operator=(const Unobserved&) = delete;
+};
+
+// A device that works beside the fibers: what it does is ordered by hand_over() alone.
+class SanitizerThread {
+  public:
+    SanitizerThread();
+    ~SanitizerThread();
+    SanitizerThread(const SanitizerThread&) = delete;
+    SanitizerThread& operator=(const SanitizerThread&) = delete;
+
+    // Everything the caller did happens before what the device does from now on.
+    void hand_over();
+    // And the other way round.
+    void take_back();
+    template <class F>
+    void run(F f) {
+        void* caller = enter();
+        f();
+        leave(caller);
+    }
+
+  private:
+    void* enter();
+    void leave(void* caller);
+
+    void* tsan_fiber_ = nullptr;
+};
 
 // "block 3 warp 1 lane 7" for a fault address inside a guard page; used by the fault handler.
 using DescribeFiber = void (*)(size_t fiber_index, char* text, size_t text_bytes);

@@ -9,6 +9,8 @@
 #include <cstdio>
 #include <cstdlib>
 
+#include "device/host/simulation.h"
+
 namespace ep::host {
 namespace {
 
@@ -46,7 +48,11 @@ uint64_t queued_ns() {
 uint64_t monotonic_ns() { return read_clock(CLOCK_MONOTONIC); }
 
 RankClock::RankClock(ClockMode mode) : mode_(mode) {
-    anchor_wall_ns_ = monotonic_ns();
+    if (const Seat* seat = Simulation::seat()) {
+        mode_ = ClockMode::kSimulated;
+        simulation_ = seat->simulation().shared_from_this();
+    }
+    anchor_wall_ns_ = host::monotonic_ns();
     anchor_queued_ns_ = queued_ns();
     anchor_thread_ = thread_id();
     // Far from zero, so that differences and artificial offsets of seconds stay positive.
@@ -59,7 +65,7 @@ uint64_t RankClock::operation_ns() {
     // Reading CPU time is a system call (about 0.5 us here). Within a few microseconds of the last
     // reading wall time serves: a preemption would show as a longer gap.
     constexpr uint64_t kTrustWallNs = 4000;
-    const uint64_t wall = monotonic_ns();
+    const uint64_t wall = host::monotonic_ns();
     if (wall - anchor_wall_ns_ < kTrustWallNs) return anchor_ns_ + (wall - anchor_wall_ns_);
     const uint64_t cpu = read_clock(CLOCK_THREAD_CPUTIME_ID);
     // Never backwards past what the wall-time shortcut has shown.
@@ -70,10 +76,14 @@ uint64_t RankClock::operation_ns() {
     return anchor_ns_;
 }
 
+uint64_t RankClock::monotonic_ns() {
+    return mode_ == ClockMode::kSimulated ? simulation_->now_ns() : host::monotonic_ns();
+}
+
 uint64_t RankClock::true_ns() {
-    if (mode_ == ClockMode::kWall) return monotonic_ns();
+    if (mode_ != ClockMode::kRank) return monotonic_ns();
     if (in_operation_) return operation_ns();
-    const uint64_t wall = monotonic_ns() - anchor_wall_ns_;
+    const uint64_t wall = host::monotonic_ns() - anchor_wall_ns_;
     const uint64_t queued = thread_id() == anchor_thread_ ? queued_ns() - anchor_queued_ns_ : 0;
     return anchor_ns_ + (wall > queued ? wall - queued : 0);
 }
@@ -99,7 +109,7 @@ void RankClock::advance_to(uint64_t true_ns) {
         }
         anchor_ns_ = true_ns;
         anchor_cpu_ns_ = read_clock(CLOCK_THREAD_CPUTIME_ID);
-        anchor_wall_ns_ = monotonic_ns();
+        anchor_wall_ns_ = host::monotonic_ns();
     }
 }
 
@@ -108,41 +118,46 @@ void RankClock::delay(uint64_t ns) {
         anchor_ns_ += ns;
         return;
     }
+    if (mode_ == ClockMode::kSimulated) {
+        Seat* seat = Simulation::seat();
+        if (seat != nullptr && !seat->sleep_until(simulation_->now_ns() + ns)) throw RankDied();
+        return;
+    }
     const timespec pause{static_cast<time_t>(ns / 1'000'000'000ull),
                          static_cast<long>(ns % 1'000'000'000ull)};
     nanosleep(&pause, nullptr);
 }
 
 void RankClock::enter_operation() {
-    if (mode_ == ClockMode::kWall) return;
+    if (mode_ != ClockMode::kRank) return;
     anchor_ns_ = true_ns();
     anchor_cpu_ns_ = read_clock(CLOCK_THREAD_CPUTIME_ID);
-    anchor_wall_ns_ = monotonic_ns();
+    anchor_wall_ns_ = host::monotonic_ns();
     in_operation_ = true;
     paused_ = false;
 }
 
 void RankClock::leave_operation() {
-    if (mode_ == ClockMode::kWall) return;
+    if (mode_ != ClockMode::kRank) return;
     anchor_ns_ = operation_ns();
     in_operation_ = false;
     paused_ = false;
-    anchor_wall_ns_ = monotonic_ns();
+    anchor_wall_ns_ = host::monotonic_ns();
     anchor_queued_ns_ = queued_ns();
     anchor_thread_ = thread_id();
 }
 
 void RankClock::pause() {
-    if (mode_ == ClockMode::kWall || paused_) return;
+    if (mode_ != ClockMode::kRank || paused_) return;
     anchor_ns_ = operation_ns();
     paused_ = true;
 }
 
 void RankClock::resume() {
-    if (mode_ == ClockMode::kWall || !paused_) return;
+    if (mode_ != ClockMode::kRank || !paused_) return;
     paused_ = false;
     anchor_cpu_ns_ = read_clock(CLOCK_THREAD_CPUTIME_ID);
-    anchor_wall_ns_ = monotonic_ns();
+    anchor_wall_ns_ = host::monotonic_ns();
 }
 
 }  // namespace ep::host

@@ -8,14 +8,18 @@
 //   - between operations it advances with wall time minus the time spent runnable but not running.
 // All ranks of a group start near zero, so their rank times are comparable; set_fault() bends what
 // a rank reads, to test the recovery of clock offsets.
-// Wall mode (CLOCK_MONOTONIC) is for machines with a core per rank.
+// Wall mode (CLOCK_MONOTONIC) is for machines with a core per rank. A rank that is made inside of a
+// simulation reads its virtual time.
 #pragma once
 
 #include <cstdint>
+#include <memory>
 
 namespace ep::host {
 
-enum class ClockMode { kRank, kWall };
+enum class ClockMode { kRank, kWall, kSimulated };
+
+class Simulation;
 
 uint64_t monotonic_ns();
 
@@ -25,6 +29,8 @@ class RankClock {
 
     ClockMode mode() const { return mode_; }
 
+    // For deadlines.
+    uint64_t monotonic_ns();
     // What a kernel reads: true time bent by the clock fault.
     uint64_t now_ns() { return bend(true_ns()); }
     // Comparable between ranks; stamps that leave the rank for the transport use it.
@@ -48,6 +54,7 @@ class RankClock {
     uint64_t operation_ns();
 
     ClockMode mode_;
+    std::shared_ptr<Simulation> simulation_;
     int64_t fault_offset_ns_ = 0;
     double fault_drift_ = 0.0;
     uint64_t fault_since_ns_ = 0;

@@ -25,21 +25,84 @@ constexpr std::memory_order kSignalOrder = std::memory_order_release;
 
 }  // namespace
 
-Link::Link(RankClock& clock, int rank, std::vector<PeerMemory> peers)
+Link::Link(RankClock& clock, int rank, size_t bytes, std::vector<PeerMemory> peers)
     : clock_(clock),
       rank_(rank),
+      bytes_(bytes),
       peers_(std::move(peers)),
       path_faults_(peers_.size()),
-      to_ring_(peers_.size(), 0) {}
+      to_ring_(peers_.size(), 0) {
+    if (seat_ == nullptr) return;
+    simulation_ = seat_->simulation().shared_from_this();
+    sender_ = simulation_->add(this, rank);
+    in_order_ = false;
+    for (int dst = 0; dst < static_cast<int>(peers_.size()); ++dst)
+        all_direct_ = all_direct_ && is_direct(dst);
+}
+
+Link::~Link() {
+    if (simulation_) simulation_->remove(sender_);
+}
 
 void Link::put(int dst, size_t offset, const void* src, size_t bytes, int qp) {
     const auto* begin = static_cast<const std::byte*>(src);
-    held_back_.push_back({dst, qp, generations_[{dst, qp}], offset, {begin, begin + bytes}});
+    std::vector<std::byte> copy;
+    if (is_direct(dst)) {
+        copy.assign(begin, begin + bytes);
+    } else if (begin < peers_[rank_].base || begin + bytes > peers_[rank_].base + bytes_) {
+        current_executor->fail(
+            "a put to another node takes its rows from outside of symmetric memory");
+    }
     account(dst, bytes);
+    HeldBack item{dst, qp, offset, std::move(copy)};
+    if (!is_direct(dst)) {
+        item.late_source = begin;
+        item.late_bytes = bytes;
+    }
+    send(std::move(item));
+}
+
+void Link::put_word(int dst, size_t offset, uint64_t value, int qp) {
+    const auto* begin = reinterpret_cast<const std::byte*>(&value);
+    account(dst, sizeof(value));
+    send({dst, qp, offset, {begin, begin + sizeof(value)}});
+}
+
+void Link::send(HeldBack item) {
+    nic_.hand_over();
+    const Unobserved own_records;
+    if (!simulation_) {
+        item.generation = generations_[{item.dst, item.qp}];
+        held_back_.push_back(std::move(item));
+        return;
+    }
+    QueuePair& queue = queue_pairs_[{item.dst, item.qp}];
+    const SimulationOptions& options = simulation_->options();
+    const uint64_t delivery_ns =
+        options.shortest_delivery_ns +
+        simulation_->draw(options.longest_delivery_ns - options.shortest_delivery_ns + 1);
+    const uint64_t at_ns = std::max(arrival_stamp(item.dst) + delivery_ns, queue.not_before_ns);
+    queue.latest_ns = std::max(queue.latest_ns, at_ns);
+    simulation_->schedule_arrival(sender_, num_sent_, at_ns);
+    item.stamp_ns = at_ns;
+    in_flight_.emplace(num_sent_++, std::move(item));
+}
+
+void Link::arrive(uint64_t id) {
+    const auto entry = in_flight_.find(id);
+    deliver(entry->second);
+    if (entry->second.is_signal) simulation_->signal(entry->second.dst);
+    in_flight_.erase(entry);
 }
 
 void Link::fence(int dst, int qp) {
-    if (!in_order()) ++generations_[{dst, qp}];
+    const Unobserved own_records;
+    if (simulation_) {
+        QueuePair& queue = queue_pairs_[{dst, qp}];
+        queue.not_before_ns = queue.latest_ns + 1;
+    } else if (!in_order()) {
+        ++generations_[{dst, qp}];
+    }
 }
 
 uint64_t Link::arrival_stamp(int dst) {
@@ -54,15 +117,22 @@ uint64_t Link::arrival_stamp(int dst) {
 }
 
 void Link::signal(int dst, size_t offset, uint64_t value, int qp) {
-    const uint64_t stamp = arrival_stamp(dst);
+    const Unobserved own_records;
+    // In a simulation the stamp is made when it is sent.
+    const uint64_t stamp = simulation_ ? 0 : arrival_stamp(dst);
     if (in_order()) {
         deliver_signal(dst, offset, value, stamp);
     } else {
-        held_back_.push_back({dst, qp, generations_[{dst, qp}], offset, {}, value, stamp, true});
+        HeldBack item{dst, qp, offset, {}};
+        item.value = value;
+        item.stamp_ns = stamp;
+        item.is_signal = true;
+        send(std::move(item));
     }
 }
 
 void Link::deliver_signal(int dst, size_t offset, uint64_t value, uint64_t stamp_ns) {
+    const Unobserved own_records;
     peers_[dst].signal_stamps[offset / sizeof(uint64_t)].store(stamp_ns, std::memory_order_relaxed);
     auto* word = reinterpret_cast<uint64_t*>(peers_[dst].base + offset);
     std::atomic_ref<uint64_t>(*word).store(value, kSignalOrder);
@@ -73,12 +143,15 @@ void Link::deliver_signal(int dst, size_t offset, uint64_t value, uint64_t stamp
 void Link::deliver(const HeldBack& item) {
     if (item.is_signal) {
         deliver_signal(item.dst, item.offset, item.value, item.stamp_ns);
+    } else if (item.late_source != nullptr) {
+        std::memcpy(peers_[item.dst].base + item.offset, item.late_source, item.late_bytes);
     } else {
         std::memcpy(peers_[item.dst].base + item.offset, item.bytes.data(), item.bytes.size());
     }
 }
 
 uint64_t Link::poll(size_t offset) {
+    const Unobserved own_records;
     if (any_to_ring_) ring();
     auto* word = reinterpret_cast<uint64_t*>(peers_[rank_].base + offset);
     const uint64_t value = std::atomic_ref<uint64_t>(*word).load(std::memory_order_acquire);
@@ -103,6 +176,7 @@ uint64_t Link::stamp_of(size_t offset) const {
 }
 
 uint64_t Link::arrival_ns(size_t offset) {
+    const Unobserved own_records;
     return stamps_arrivals() ? clock_.bend(stamp_of(offset)) : clock_.now_ns();
 }
 
@@ -114,6 +188,7 @@ bool Link::pass_time() {
 }
 
 void Link::ring() {
+    const Unobserved own_records;
     any_to_ring_ = false;
     for (size_t dst = 0; dst < peers_.size(); ++dst) {
         if (!to_ring_[dst]) continue;
@@ -143,6 +218,7 @@ void Link::set_reorder(std::optional<uint64_t> seed) {
     flush();
     reorder_.reset();
     if (seed) reorder_.emplace(*seed);
+    in_order_ = !seed && !simulation_;
 }
 
 bool Link::is_fenced(const HeldBack& item) const {
@@ -152,12 +228,22 @@ bool Link::is_fenced(const HeldBack& item) const {
 }
 
 void Link::deliver_at(size_t index) {
-    deliver(held_back_[index]);
+    // Between launches the calling thread is the only one, and sees what it had delivered.
+    const bool is_alone = current_executor == nullptr;
+    if (is_alone) nic_.hand_over();
+    nic_.run([&] { deliver(held_back_[index]); });
+    if (is_alone) nic_.take_back();
     held_back_.erase(held_back_.begin() + static_cast<ptrdiff_t>(index));
     if (held_back_.empty()) generations_.clear();
 }
 
 void Link::quiet(int dst, int qp) {
+    const Unobserved own_records;
+    if (simulation_) {
+        const uint64_t complete_ns = queue_pairs_[{dst, qp}].latest_ns + 1;
+        if (complete_ns > simulation_->now_ns()) seat_->sleep_until(complete_ns);
+        return;
+    }
     // In the order of issue, which respects every fence.
     for (size_t i = 0; i < held_back_.size();) {
         const bool mine = held_back_[i].dst == dst && held_back_[i].qp == qp;
@@ -167,9 +253,11 @@ void Link::quiet(int dst, int qp) {
             ++i;
         }
     }
+    nic_.take_back();
 }
 
 bool Link::pump() {
+    const Unobserved own_records;
     if (held_back_.empty()) return false;
     // Any item may be next that no fence puts behind another one on its queue pair.
     const size_t start = reorder_ ? reorder_->below(held_back_.size()) : 0;

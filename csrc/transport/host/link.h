@@ -28,25 +28,34 @@ struct PeerMemory {
     Doorbell* doorbell = nullptr;
 };
 
-class Link final : public IdleWaiter {
+class Link final : public IdleWaiter, public InFlight {
   public:
-    Link(RankClock& clock, int rank, std::vector<PeerMemory> peers);
+    Link(RankClock& clock, int rank, size_t bytes, std::vector<PeerMemory> peers);
+    ~Link() override;
 
     // Whether puts may go straight to the destination's memory.
-    bool in_order() const { return !reorder_.has_value(); }
+    bool in_order() const { return in_order_; }
+    // Whether the destination's memory can be addressed.
+    bool is_direct(int dst) const {
+        return seat_ == nullptr || seat_->simulation().is_same_node(rank_, dst);
+    }
+    bool all_direct() const { return all_direct_; }
+    // The source is read now or, in a simulation and for a rank on another node, when the put arrives.
     void put(int dst, size_t offset, const void* src, size_t bytes, int qp);
+    void put_word(int dst, size_t offset, uint64_t value, int qp);
     void fence(int dst, int qp);
     void quiet(int dst, int qp);
     void signal(int dst, size_t offset, uint64_t value, int qp);
     // Bytes that went straight to memory, for paths with limited bandwidth.
     void account(int dst, size_t bytes) {
+        const Unobserved own_records;
         if (faulty_) path_faults_[dst].bytes += bytes;
     }
 
     uint64_t poll(size_t offset);
     uint64_t newest(size_t offset) const;
     uint64_t arrival_ns(size_t offset);
-    bool stamps_arrivals() const { return clock_.mode() == ClockMode::kRank; }
+    bool stamps_arrivals() const { return clock_.mode() != ClockMode::kWall; }
     // Rings everyone signalled since the last call. Ringing once per phase instead of once per
     // signal keeps ranks that share a core from waking each other for nothing.
     void ring();
@@ -61,6 +70,7 @@ class Link final : public IdleWaiter {
     void arm() override;
     void sleep(uint64_t max_ns) override;
     void disarm() override;
+    void arrive(uint64_t id) override;
 
   private:
     struct PathFault {
@@ -72,14 +82,23 @@ class Link final : public IdleWaiter {
     struct HeldBack {
         int dst;
         int qp;
-        uint64_t generation;  // fences on (dst, qp) before it
         size_t offset;
-        std::vector<std::byte> bytes;  // a put
-        uint64_t value = 0;            // a signal
+        std::vector<std::byte> bytes;            // a put
+        const std::byte* late_source = nullptr;  // the same, read on arrival
+        size_t late_bytes = 0;
+        uint64_t value = 0;  // a signal
         uint64_t stamp_ns = 0;
         bool is_signal = false;
+        uint64_t generation = 0;  // fences on (dst, qp) before it
     };
 
+    // Arrivals on one queue pair of a simulation.
+    struct QueuePair {
+        uint64_t not_before_ns = 0;  // what is put now comes after what a fence covered
+        uint64_t latest_ns = 0;
+    };
+
+    void send(HeldBack item);
     uint64_t arrival_stamp(int dst);
     uint64_t stamp_of(size_t offset) const;
     bool is_fenced(const HeldBack& item) const;
@@ -88,17 +107,27 @@ class Link final : public IdleWaiter {
     void deliver_signal(int dst, size_t offset, uint64_t value, uint64_t stamp_ns);
 
     RankClock& clock_;
+    SanitizerThread nic_;  // delivers what is held back
     int rank_;
+    size_t bytes_;  // of symmetric memory
     std::vector<PeerMemory> peers_;
     std::vector<PathFault> path_faults_;
     bool faulty_ = false;
     std::vector<uint8_t> to_ring_;
     bool any_to_ring_ = false;
+    bool in_order_ = true;
+    bool all_direct_ = true;
     std::optional<SeededRandom> reorder_;
     std::vector<HeldBack> held_back_;
     std::map<std::pair<int, int>, uint64_t> generations_;
     uint32_t rings_seen_ = 0;
     uint64_t now_at_least_ns_ = 0;
+    Seat* seat_ = Simulation::seat();
+    std::shared_ptr<Simulation> simulation_;  // alive as long as the seat is needed
+    int sender_ = -1;
+    uint64_t num_sent_ = 0;
+    std::map<uint64_t, HeldBack> in_flight_;
+    std::map<std::pair<int, int>, QueuePair> queue_pairs_;
     uint64_t next_arrival_ns_ = UINT64_MAX;  // of the signals that poll() has hidden
 };
 

@@ -1,7 +1,4 @@
-// Symmetric memory on the host target: anonymous shared memory (memfd). It has no name, so nothing
-// can stay behind when a rank is killed, and it does not count against the size of /dev/shm. Other
-// processes open it through /proc/<pid>/fd; ranks that are threads of one process share pointers,
-// and keep each other's memory mapped, because a rank may close while another is about to wake it.
+// Symmetric memory on the host target: the shared memory of all ranks, and the link between them.
 #pragma once
 
 #include <cstddef>
@@ -12,6 +9,7 @@
 
 #include "device/device_runtime.h"
 #include "transport/host/link.h"
+#include "transport/host/shared_memory.h"
 #include "transport/host/transport.h"
 #include "transport/symmetric_memory_options.h"
 
@@ -25,14 +23,14 @@ class SymmetricMemory {
     SymmetricMemory& operator=(const SymmetricMemory&) = delete;
 
     // What another rank needs to map this memory.
-    std::string local_handle() const;
+    std::string local_handle() const { return memory_.handle(); }
     // handles[r] is rank r's local_handle(). Local, maps the others' memory.
     void connect(const std::vector<std::string>& handles);
     // The others have mapped this rank's memory: no further process can.
-    void release_handle();
+    void release_handle() { memory_.release_handle(); }
 
     bool connected() const { return link_ != nullptr; }
-    std::byte* local_base() const { return mapping_.get(); }
+    std::byte* local_base() const { return memory_.mapping().get(); }
     Transport transport() const;
 
     void set_path_fault(int dst, uint64_t delay_ns, double bytes_per_s);
@@ -45,8 +43,7 @@ class SymmetricMemory {
 
     Device& device_;
     SymmetricMemoryOptions options_;
-    int descriptor_ = -1;
-    std::shared_ptr<std::byte> mapping_;
+    host::SharedMemory memory_;
     std::vector<std::shared_ptr<std::byte>> mapped_;  // by rank
     std::vector<std::byte*> bases_;                   // the same, for kernels
     std::optional<uint64_t> reorder_seed_;

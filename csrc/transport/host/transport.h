@@ -13,8 +13,10 @@ struct Transport {
     int rank;
     int num_ranks;
 
-    bool all_direct() const { return true; }
-    void* direct(int dst, size_t offset) const { return peers[dst] + offset; }
+    bool all_direct() const { return link->all_direct(); }
+    void* direct(int dst, size_t offset) const {
+        return link->is_direct(dst) ? peers[dst] + offset : nullptr;
+    }
     std::byte* local(size_t offset) const { return peers[rank] + offset; }
 
     // Called by every lane for every row: a call each would be one percent of a round.
@@ -26,12 +28,13 @@ struct Transport {
             return;
         }
         copy_warp(peers[dst] + offset, src, bytes);
+        if (host::kThreadSanitizer) warp_sync();  // as on a GPU, where all lanes have copied
         if (elect_one()) link->account(dst, bytes);
     }
     void put_word(int dst, size_t offset, uint64_t value, int qp) const {
         host::current_executor->interleave();
         if (!link->in_order()) {
-            link->put(dst, offset, &value, sizeof(value), qp);
+            link->put_word(dst, offset, value, qp);
             return;
         }
         store_relaxed<Scope::kSystem>(reinterpret_cast<uint64_t*>(peers[dst] + offset), value);

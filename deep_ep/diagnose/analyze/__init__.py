@@ -1,0 +1,1 @@
+"""From matrices to verdicts. Pure: prints nothing, measures nothing."""

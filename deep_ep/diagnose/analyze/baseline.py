@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from deep_ep.diagnose.analyze.estimates import Estimates
+from .estimates import Estimates
 
 # Windows that make the reference; until then nothing is said.
 _WINDOWS = 5

@@ -22,19 +22,19 @@ from typing import Any
 
 import numpy as np
 
-from deep_ep.diagnose.analyze.baseline import History
-from deep_ep.diagnose.analyze.estimates import estimate_kinds
-from deep_ep.diagnose.analyze.finding import Found
-from deep_ep.diagnose.analyze.intermittent import late_at_times
-from deep_ep.diagnose.analyze.outliers import events
-from deep_ep.diagnose.analyze.path_rules import path_remarks, slow_paths, slower_than_before
-from deep_ep.diagnose.analyze.rank_rules import early_receivers, hot_experts, late_ranks
-from deep_ep.diagnose.analyze.silent_ranks import late_and_silent
-from deep_ep.diagnose.analyze.thresholds import MIN_OPERATIONS, JudgedKind, Thresholds
-from deep_ep.diagnose.analyze.what_if import savings_ns
-from deep_ep.diagnose.collect.group_matrices import LOW_LATENCY_KINDS, Matrices
-from deep_ep.diagnose.core.diagnosis import Diagnosis, Subject, Verdict
-from deep_ep.errors import EPTypeError, ranks_text
+from ..collect.group_matrices import LOW_LATENCY_KINDS, Matrices
+from ..core.diagnosis import Diagnosis, Subject, Verdict
+from ..core.package import EPTypeError, ranks_text
+from .baseline import History
+from .estimates import estimate_kinds
+from .finding import Found
+from .intermittent import late_at_times
+from .outliers import events
+from .path_rules import path_remarks, slow_paths, slower_than_before
+from .rank_rules import early_receivers, hot_experts, late_ranks
+from .silent_ranks import late_and_silent
+from .thresholds import MIN_OPERATIONS, JudgedKind, Thresholds
+from .what_if import savings_ns
 
 # Single savings are computed for this many verdicts; a report of more is not read to its end.
 _MOST_SAVINGS = 12

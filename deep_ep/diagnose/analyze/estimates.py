@@ -20,10 +20,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from deep_ep.diagnose.analyze.path_model import Paths, split_paths
-from deep_ep.diagnose.collect.group_matrices import Matrices
-from deep_ep.diagnose.core.diagnosis import FloatArray
-from deep_ep.diagnose.core.robust_stats import (
+from ..collect.group_matrices import Matrices
+from ..core.diagnosis import FloatArray
+from ..core.robust_stats import (
     MAD_TO_SIGMA,
     healthy,
     huber,
@@ -34,6 +33,7 @@ from deep_ep.diagnose.core.robust_stats import (
     or_zero,
     student,
 )
+from .path_model import Paths, split_paths
 
 # Operations whose tokens differ by less than this share of the median say nothing about their cost.
 _MIN_TOKEN_SPREAD = 0.01
@@ -212,7 +212,7 @@ def estimate(m: Matrices, before: Matrices | None = None) -> Estimates:
         token_time=by_work.time + by_drain.time,
         token_error=np.hypot(by_work.error, by_drain.error),
         cost_known=by_work.known and by_drain.known,
-        late=_lateness(m, paths.coarse_clock + paths.clock),
+        late=_lateness(m, paths.clock),
         late_error=median(m.late_error, 0),
         waited_for=_waited_for(m),
         load=_over_even_share(sent if m.operation.endswith("combine") else received),

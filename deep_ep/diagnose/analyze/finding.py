@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from deep_ep.diagnose.analyze.estimates import Estimates
-from deep_ep.diagnose.analyze.thresholds import JudgedKind
-from deep_ep.diagnose.analyze.what_if import Gain
-from deep_ep.diagnose.collect.group_matrices import Place
-from deep_ep.diagnose.core.diagnosis import COMM_SLOW, BoolArray, Verdict
-from deep_ep.diagnose.core.robust_stats import certainty
+from ..collect.group_matrices import Place
+from ..core.causes import Cause
+from ..core.diagnosis import BoolArray, EvidenceKey, Verdict
+from ..core.robust_stats import certainty
+from .estimates import Estimates
+from .thresholds import JudgedKind
+from .what_if import Gain
 
 _NORMAL_95 = 1.96
+_NONE: Mapping[str, str] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -54,31 +58,48 @@ class Size:
         return (self.effect - half) / 1e3, (self.effect + half) / 1e3
 
 
+class Named(NamedTuple):
+    """What a verdict names: one of these, as in `Verdict`, or nothing where everything is slow."""
+
+    rank: int | None = None
+    edge: tuple[int, int] | None = None
+    node: int | None = None
+    nodes: tuple[int, int] | None = None
+    rail: int | None = None
+
+
 def found_cause(
     kind: JudgedKind,
-    verdict_kind: str,
-    cause: str,
+    cause: Cause,
+    named: Named,
     size: Size,
     cells: BoolArray,
     gain: Gain,
     *,
+    evidence: Mapping[EvidenceKey, float],
+    seen_in: float = math.nan,
     most_certain: float = 1.0,
-    **rest: Any,
+    words: Mapping[str, str] = _NONE,
+    next_step: str = "",
 ) -> Found:
-    """A verdict on a rank.
+    """A verdict.
 
     Args:
         kind: the operation kind that shows it.
-        verdict_kind, cause: class and sub-class.
+        cause: of the waiting.
+        named: the rank, path, node, pair of nodes or rail.
         size: of the effect.
         cells: [receiver, source], whose waiting it explains.
         gain: what to take away for the savings.
+        evidence: numbers.
+        seen_in: share of the operations that show it.
         most_certain: where something that matters is not known.
-        rest: further fields of the verdict.
+        words: what the row's next step needs besides the operation and what is named.
+        next_step: instead of the row's.
     """
     e = kind.e
     verdict = Verdict(
-        kind=verdict_kind,
+        kind=cause.row.slow,
         cause=cause,
         operation=e.operation,
         effect_us=size.effect / 1e3,
@@ -88,18 +109,35 @@ def found_cause(
         certainty=min(certainty(size.effect, size.error, size.tests), most_certain)
         if e.has_stamps
         else float("nan"),
-        **{"rank": None, "edge": None, "seen_in": float("nan"), **rest},
+        seen_in=seen_in,
+        evidence=dict(evidence.items()),
+        where=_where(named, e.m.place),
+        next_step=next_step or cause.row.next_step.format_map({**_words_of(e, named), **words}),
+        rank=named.rank,
+        edge=named.edge,
+        node=named.node,
+        nodes=named.nodes,
+        rail=named.rail,
     )
-    return Found(replace(verdict, where=_where(verdict, e.m.place)), kind, gain)
+    return Found(verdict, kind, gain)
 
 
-def found_on_paths(kind: JudgedKind, cause: str, size: Size, paths: Any, **rest: Any) -> Found:
+def found_on_paths(
+    kind: JudgedKind,
+    cause: Cause,
+    named: Named,
+    size: Size,
+    paths: Any,
+    *,
+    evidence: Mapping[EvidenceKey, float],
+    words: Mapping[str, str] = _NONE,
+) -> Found:
     """A verdict on `paths`, an index into [receiver, source]."""
     cells = np.zeros(kind.e.blame.shape, dtype=bool)
     cells[paths] = True
     np.fill_diagonal(cells, False)
     gain = Gain(kind.e.operation, paths=paths, path_ns=size.effect)
-    return found_cause(kind, COMM_SLOW, cause, size, cells, gain, **rest)
+    return found_cause(kind, cause, named, size, cells, gain, evidence=evidence, words=words)
 
 
 def cells_of(e: Estimates, *, source: int | None = None, receiver: int | None = None) -> BoolArray:
@@ -112,16 +150,28 @@ def cells_of(e: Estimates, *, source: int | None = None, receiver: int | None = 
     return cells
 
 
-def own_times(e: Estimates, rank: int) -> dict[str, float]:
+def own_times(e: Estimates, rank: int) -> dict[EvidenceKey, float]:
     """What a rank does in an operation by itself, as evidence."""
     return {
-        "gap us": float(e.gap_ns[rank]) / 1e3,
-        "send us": float(e.send_ns[rank]) / 1e3,
-        "drain us": float(e.drain_ns[rank]) / 1e3,
+        "gap_us": float(e.gap_ns[rank]) / 1e3,
+        "send_us": float(e.send_ns[rank]) / 1e3,
+        "drain_us": float(e.drain_ns[rank]) / 1e3,
     }
 
 
-def _where(verdict: Verdict, place: Place) -> str:
+def _words_of(e: Estimates, named: Named) -> dict[str, object]:
+    source, destination = named.edge or named.nodes or (None, None)
+    return {
+        "operation": e.operation,
+        "rank": named.rank,
+        "node": named.node,
+        "rail": named.rail,
+        "source": source,
+        "destination": destination,
+    }
+
+
+def _where(named: Named, place: Place) -> str:
     def at(rank: int) -> str:
         if not place.hosts[rank]:
             return "did not report"
@@ -130,15 +180,15 @@ def _where(verdict: Verdict, place: Place) -> str:
     def on(node: int) -> str:
         return place.hosts[int(np.flatnonzero(place.nodes == node)[0])]
 
-    if verdict.rank is not None:
-        return at(verdict.rank)
-    if verdict.edge is not None:
-        return f"{at(verdict.edge[0])} > {at(verdict.edge[1])}"
-    if verdict.nodes is not None:
-        return f"{on(verdict.nodes[0])} > {on(verdict.nodes[1])}"
-    if verdict.node is not None:
-        return on(verdict.node)
-    return "" if verdict.rail is None else f"all hosts {place.device}:{verdict.rail}"
+    if named.rank is not None:
+        return at(named.rank)
+    if named.edge is not None:
+        return f"{at(named.edge[0])} > {at(named.edge[1])}"
+    if named.nodes is not None:
+        return f"{on(named.nodes[0])} > {on(named.nodes[1])}"
+    if named.node is not None:
+        return on(named.node)
+    return "" if named.rail is None else f"all hosts {place.device}:{named.rail}"
 
 
 def _share(e: Estimates, cells: BoolArray) -> float:

@@ -12,14 +12,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from deep_ep.diagnose.analyze.estimates import Estimates
-from deep_ep.diagnose.analyze.finding import Found, Size, cells_of, found_cause, own_times
-from deep_ep.diagnose.analyze.thresholds import JudgedKind
-from deep_ep.diagnose.analyze.what_if import Gain
-from deep_ep.diagnose.core.diagnosis import COMP_SLOW, BoolArray, FloatArray
-from deep_ep.diagnose.core.robust_stats import MAD_TO_SIGMA, median_of, or_zero
-
-CAUSE = "late at times"
+from ..core.causes import Cause
+from ..core.diagnosis import BoolArray, FloatArray
+from ..core.robust_stats import MAD_TO_SIGMA, median_of, or_zero
+from .estimates import Estimates
+from .finding import Found, Named, Size, cells_of, found_cause, own_times
+from .thresholds import JudgedKind
+from .what_if import Gain
 
 # Standard deviations of the group's noise from which on an operation counts as a late one.
 _FAR = 5.0
@@ -223,20 +222,17 @@ def _verdict(late: _Late, burst: int) -> Found:
     e: Estimates = kind.e
     return found_cause(
         kind,
-        COMP_SLOW,
-        CAUSE,
+        Cause.LATE_AT_TIMES,
+        Named(rank),
         Size(late.cost, late.error, e.load.size, late.share * e.work.apart),
         cells_of(e, source=rank),
         Gain(e.operation, rank, work_each=np.maximum(late.each, 0.0)),
-        rank=rank,
         seen_in=late.share,
         evidence={
-            "late by, when it is, us": late.typical / 1e3,
-            "mean over all us": late.cost / 1e3,
-            "longest burst operations": float(burst),
-            "error us": late.error / 1e3,
+            "lateness_when_late_us": late.typical / 1e3,
+            "mean_over_all_us": late.cost / 1e3,
+            "longest_burst_operations": float(burst),
+            "error_us": late.error / 1e3,
             **own_times(e, rank),
         },
-        next_step=f"It is late in some operations only: look for what rank {rank} does now and then "
-        "(garbage collection, logging, checkpoints, another process, clocks that throttle).",
     )

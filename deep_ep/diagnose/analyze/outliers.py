@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from deep_ep.diagnose.analyze.estimates import Estimates
-from deep_ep.diagnose.core.diagnosis import Event
-from deep_ep.diagnose.core.robust_stats import median, median_of, scale
+from ..core.diagnosis import Event
+from ..core.robust_stats import median, median_of, scale
+from .estimates import Estimates
 
 # So many standard deviations of a rank's own work are no everyday noise (spec: 20).
 _SPREADS = 20.0

@@ -15,27 +15,12 @@ from typing import Any
 
 import numpy as np
 
-from deep_ep.diagnose.analyze.path_model import MIN_RANKS_TO_SPLIT_PATHS, Paths, members, padded
-from deep_ep.diagnose.collect.group_matrices import Matrices
-from deep_ep.diagnose.core.diagnosis import FloatArray, IntArray
-from deep_ep.diagnose.core.robust_stats import (
-    MAD_TO_SIGMA,
-    MEDIAN_COST,
-    healthy,
-    median_of,
-    or_zero,
-    quantile,
-)
+from ..collect.group_matrices import Matrices
+from ..core.causes import Cause
+from ..core.diagnosis import FloatArray, IntArray
+from ..core.robust_stats import MAD_TO_SIGMA, MEDIAN_COST, healthy, median_of, or_zero, quantile
+from .path_model import MIN_RANKS_TO_SPLIT_PATHS, Paths, members, padded
 
-RAIL, UPLINK, DOWNLINK, INGRESS, EGRESS, NODE_PAIR = (
-    "rail",
-    "uplink",
-    "downlink",
-    "ingress",
-    "egress",
-    "node pair",
-)
-EITHER_SIDE, EITHER_LINK = "ingress or egress", "uplink or downlink"
 # Kinds of link: within a node, between nodes, or all of them.
 NVLINK, NIC, ALL_LINKS = "nvlink", "nic", "all"
 
@@ -61,7 +46,13 @@ _ALIKE = 0.25
 # Of so few groups a standard deviation says more than a median of deviations.
 _FEW = 8
 # The groups of the same subjects in the other direction.
-_BACK = {INGRESS: EGRESS, EGRESS: INGRESS, UPLINK: DOWNLINK, DOWNLINK: UPLINK, NODE_PAIR: NODE_PAIR}
+_BACK = {
+    Cause.INGRESS: Cause.EGRESS,
+    Cause.EGRESS: Cause.INGRESS,
+    Cause.UPLINK: Cause.DOWNLINK,
+    Cause.DOWNLINK: Cause.UPLINK,
+    Cause.NODE_PAIR: Cause.NODE_PAIR,
+}
 # Paths so many standard deviations slower than others say nothing of what is usual.
 _FAR = 4.0
 # Rounds of looking for groups among what the ones before have left.
@@ -73,7 +64,7 @@ class Group:
     """Paths that are slow together.
 
     Attributes:
-        cause: one of the constants above.
+        cause: what they have in common.
         number: the rail, the node or the rank; of a pair of nodes (source, destination).
         link: of which kind the paths are.
         paths: index into [receiver, source].
@@ -86,7 +77,7 @@ class Group:
         count: groups among which it was found.
     """
 
-    cause: str
+    cause: Cause
     number: int | tuple[int, int]
     link: str
     paths: tuple[IntArray, IntArray]
@@ -102,7 +93,7 @@ class Group:
     def over(self) -> Sequence[tuple[IntArray, IntArray]]:
         """The paths that share the effect evenly; both directions where nobody knows which it is."""
         towards, from_ = self.paths
-        both = self.cause in (EITHER_SIDE, EITHER_LINK)
+        both = self.cause in (Cause.INGRESS_OR_EGRESS, Cause.UPLINK_OR_DOWNLINK)
         return [self.paths, (from_, towards)] if both else [self.paths]
 
 
@@ -141,7 +132,7 @@ class _Candidates:
         paths: index of the paths of a group, by its number.
     """
 
-    cause: str
+    cause: Cause
     link: str
     numbers: Sequence[int | tuple[int, int]]
     low: FloatArray
@@ -203,12 +194,15 @@ def explain(m: Matrices, paths: Paths, floor: float, spreads: float) -> Explaine
 
 def _slow(candidates: _Candidates, floor: float, spreads: float) -> list[Group]:
     both, middle = candidates.both, candidates.middle
-    if candidates.cause in (INGRESS, EGRESS, EITHER_SIDE) or middle.size < 3:
+    if (
+        candidates.cause in (Cause.INGRESS, Cause.EGRESS, Cause.INGRESS_OR_EGRESS)
+        or middle.size < 3
+    ):
         spread = healthy(both)[1]
     else:
         # Links, pairs and rails are few, and hardly half of them slow.
         spread = _deviation(both)
-    if candidates.cause == NODE_PAIR and middle.size > 2:
+    if candidates.cause == Cause.NODE_PAIR and middle.size > 2:
         # Both directions of three nodes are three numbers.
         spread = max(spread, _deviation(middle))
     bar = max(floor, spreads * spread)
@@ -284,7 +278,7 @@ def _joined(groups: Sequence[Group], m: Matrices, floor: float) -> list[Group]:
         if len(alike) == 2 and max(effects) - min(effects) < max(floor, _ALIKE * max(effects)):
             rank = np.array([alike[0].number])
             everybody = np.flatnonzero(np.arange(m.num_ranks) != rank)
-            paths = (rank, everybody) if alike[0].cause == INGRESS else (everybody, rank)
+            paths = (rank, everybody) if alike[0].cause == Cause.INGRESS else (everybody, rank)
             joined.append(replace(alike[0], link=ALL_LINKS, paths=paths))
         else:
             joined += alike
@@ -296,7 +290,7 @@ def _of_whole_nodes(groups: Sequence[Group], m: Matrices) -> list[Group]:
     joined = list(groups)
     if not _MIN_NODES <= m.place.num_nodes < m.num_ranks:
         return joined
-    for side, cause in ((EGRESS, UPLINK), (INGRESS, DOWNLINK)):
+    for side, cause in ((Cause.EGRESS, Cause.UPLINK), (Cause.INGRESS, Cause.DOWNLINK)):
         sides = [g for g in groups if g.cause == side and g.link == NIC]
         of_node = np.array([nodes[g.number] for g in sides], dtype=np.int64)
         for node in np.unique(of_node).tolist():
@@ -304,7 +298,7 @@ def _of_whole_nodes(groups: Sequence[Group], m: Matrices) -> list[Group]:
             ranks, others = np.flatnonzero(nodes == node), np.flatnonzero(nodes != node)
             if len(together) < max(_MOST_OF_NODE * ranks.size, 2):
                 continue
-            paths = _index(others, ranks) if cause == UPLINK else _index(ranks, others)
+            paths = _index(others, ranks) if cause == Cause.UPLINK else _index(ranks, others)
             effect = float(np.median([g.effect for g in together]))
             joined = [g for g in joined if all(g is not side for side in together)]
             joined.append(Group(cause, node, NIC, paths, effect, count=m.place.num_nodes))
@@ -328,13 +322,13 @@ def _with_error(
     residual: FloatArray,
     spread: FloatArray,
     spread_both: FloatArray,
-    readings: Mapping[tuple[str, str], _Candidates],
+    readings: Mapping[tuple[Cause, str], _Candidates],
 ) -> Group:
     """With how far it may be wrong. What a clock adds to paths it takes from those of the other
     direction, so both are added up.
     """
     back = (group.paths[1], group.paths[0])
-    one_way = len(group.over) == 1 and group.cause != RAIL
+    one_way = len(group.over) == 1 and group.cause != Cause.RAIL
     slow_back = any(_same_paths(g.paths, back) for g in groups)
     known = np.isfinite(residual[group.paths])
     effect, size = group.effect, max(int(known.sum()), 1)
@@ -367,7 +361,7 @@ def _with_error(
 
 
 def _healthy_readings(
-    group: Group, groups: Sequence[Group], readings: Mapping[tuple[str, str], _Candidates]
+    group: Group, groups: Sequence[Group], readings: Mapping[tuple[Cause, str], _Candidates]
 ) -> FloatArray:
     """What the groups like this one read of which nothing is slow."""
     link = group.link if (group.cause, group.link) in readings else NIC
@@ -414,7 +408,7 @@ def _rails(m: Matrices, paths: Paths, residual: FloatArray) -> list[_Candidates]
     def on(rail: int) -> tuple[IntArray, IntArray]:
         return _index(np.flatnonzero(devices == rail), np.flatnonzero(devices == rail))
 
-    return [_candidates(RAIL, NIC, cells, possible, on)]
+    return [_candidates(Cause.RAIL, NIC, cells, possible, on)]
 
 
 def _node_links(m: Matrices, paths: Paths, residual: FloatArray) -> list[_Candidates]:
@@ -439,9 +433,9 @@ def _node_links(m: Matrices, paths: Paths, residual: FloatArray) -> list[_Candid
             np.nanmean(known, axis=axis),
             where,
         )
-        for cause, axis, where in ((DOWNLINK, 1, into), (UPLINK, 0, out_of))
+        for cause, axis, where in ((Cause.DOWNLINK, 1, into), (Cause.UPLINK, 0, out_of))
     )
-    return [_either(EITHER_LINK, down, up)] if paths.drifted else _in_both(up, down)
+    return [_either(Cause.UPLINK_OR_DOWNLINK, down, up)] if paths.drifted else _in_both(up, down)
 
 
 def _node_pairs(m: Matrices, _paths: Paths, residual: FloatArray) -> list[_Candidates]:
@@ -455,7 +449,9 @@ def _node_pairs(m: Matrices, _paths: Paths, residual: FloatArray) -> list[_Candi
 
     low, middle, known = _blocks(m, residual)
     both = middle + middle.T
-    return [_Candidates(NODE_PAIR, NIC, pairs, low[at], middle[at], both[at], known[at], between)]
+    return [
+        _Candidates(Cause.NODE_PAIR, NIC, pairs, low[at], middle[at], both[at], known[at], between)
+    ]
 
 
 def _sides(m: Matrices, paths: Paths, residual: FloatArray) -> list[_Candidates]:
@@ -464,7 +460,7 @@ def _sides(m: Matrices, paths: Paths, residual: FloatArray) -> list[_Candidates]
         for link, exists in ((NVLINK, not paths.between.all()), (NIC, paths.between.any()))
         if exists
         for side in _in_both(
-            *(_side(cause, link, m, paths, residual) for cause in (INGRESS, EGRESS))
+            *(_side(cause, link, m, paths, residual) for cause in (Cause.INGRESS, Cause.EGRESS))
         )
     ]
 
@@ -476,15 +472,18 @@ def _in_both(one: _Candidates, other: _Candidates) -> list[_Candidates]:
 
 def _either_sides(m: Matrices, paths: Paths, residual: FloatArray) -> list[_Candidates]:
     return [
-        _either(EITHER_SIDE, *(_side(c, ALL_LINKS, m, paths, residual) for c in (INGRESS, EGRESS)))
+        _either(
+            Cause.INGRESS_OR_EGRESS,
+            *(_side(c, ALL_LINKS, m, paths, residual) for c in (Cause.INGRESS, Cause.EGRESS)),
+        )
     ]
 
 
-def _side(cause: str, link: str, m: Matrices, paths: Paths, residual: FloatArray) -> _Candidates:
+def _side(cause: Cause, link: str, m: Matrices, paths: Paths, residual: FloatArray) -> _Candidates:
     of_link = {NVLINK: ~paths.between, NIC: paths.between}.get(link)
     possible = m.expected if of_link is None else m.expected & of_link
     cells = residual if of_link is None else np.where(of_link, residual, np.nan)
-    if cause == EGRESS:
+    if cause == Cause.EGRESS:
         cells, possible = cells.T, possible.T
     if link == NVLINK and m.place.num_nodes > 1:
         mates = members(m.place.nodes)[m.place.nodes]
@@ -493,13 +492,13 @@ def _side(cause: str, link: str, m: Matrices, paths: Paths, residual: FloatArray
     def of(rank: int) -> tuple[IntArray, IntArray]:
         others = np.flatnonzero(possible[rank])
         one = np.array([rank])
-        return (one, others) if cause == INGRESS else (others, one)
+        return (one, others) if cause == Cause.INGRESS else (others, one)
 
     return _candidates(cause, link, cells, possible.sum(axis=1), of)
 
 
 def _candidates(
-    cause: str, link: str, cells: FloatArray, possible: IntArray, paths: Any
+    cause: Cause, link: str, cells: FloatArray, possible: IntArray, paths: Any
 ) -> _Candidates:
     """cells: [groups, paths], possible: [groups], so many of them there can be; one is no group."""
     low, middle, count = _low_and_middle(cells)
@@ -521,7 +520,7 @@ def _low_and_middle(cells: FloatArray) -> tuple[FloatArray, FloatArray, IntArray
     return low, middle, count
 
 
-def _either(cause: str, into: _Candidates, out_of: _Candidates) -> _Candidates:
+def _either(cause: Cause, into: _Candidates, out_of: _Candidates) -> _Candidates:
     return replace(
         into,
         cause=cause,

@@ -1,17 +1,17 @@
-"""Path times against what healthy paths take: tokens, kind of link, order of sending, clocks.
+"""Path times against what healthy paths take: tokens, kind of link, order of sending.
 
 In this order, so that each explanation takes away what it explains before the next is tried:
 
-    time = class + tokens * cost + order + clock[receiver] - clock[source] + excess[receiver, source]
+    time = class + tokens * cost + order + excess[receiver, source]
 
 A source that hands over rows faster than its port takes them in makes those wait that it hands over
 last: order is how much, by when a source had handed over all for a receiver.
 
 What rails, nodes, sides of ranks and single paths have of the excess, path_causes tells. A clock
-that is wrong by c makes the paths into its rank c slower and those out of it c faster. A path cannot
-be faster than a healthy one, so what looks faster is the clock, and only the rest is slow. Clocks that
-make data arrive before it was sent come before all else, or they would drown it. Then c stands for
-half of what a slow side adds, and nobody knows any more which side it was.
+that is wrong by c makes the paths into its rank c slower and those out of it c faster; up to a few us
+that is left in, and verdicts allow for it. Clocks that make data arrive before it was sent come before
+all else, or they would drown it. Then c stands for half of what a slow side adds, and nobody knows any
+more which side it was.
 """
 
 from __future__ import annotations
@@ -23,27 +23,21 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from deep_ep.diagnose.analyze.sender_stalls import stalls
-from deep_ep.diagnose.collect.group_matrices import Matrices, Place
-from deep_ep.diagnose.collect.rank_summary import RESOLUTION_NS
-from deep_ep.diagnose.core.diagnosis import BoolArray, FloatArray, IntArray
-from deep_ep.diagnose.core.robust_stats import (
-    MAD_TO_SIGMA,
+from ..collect.group_matrices import Matrices, Place
+from ..collect.rank_summary import RESOLUTION_NS
+from ..core.diagnosis import BoolArray, FloatArray, IntArray
+from ..core.robust_stats import (
     healthy,
     lower_median,
     median,
     median_of,
     or_zero,
-    quantile,
     quantile_of,
 )
+from .sender_stalls import stalls
 
 # Below four ranks a row of the path matrix has too few cells to tell path from row and column.
 MIN_RANKS_TO_SPLIT_PATHS = 4
-# What stands for a row of which little is known.
-_LITTLE_KNOWN = 0.1
-# Up to so many ranks medians alone may not find what is additive.
-_FEW_RANKS = 8
 # Sweeps until what the two directions differ by is even; more where not all paths were seen.
 _CLOCK_SWEEPS = 3
 # Paths that were never seen rest on clocks that agree to this, ns.
@@ -66,8 +60,6 @@ _ORDER_EXPLAINS = 0.8
 # Pairs of cells, and sources, that its cost is taken from.
 _ORDER_PAIRS = 4_000
 _SOURCES_LOOKED_AT = 32
-# A clock is corrected when it is off by so many spreads between healthy ranks.
-_CLOCK_SPREADS = 2.0
 
 
 @dataclass(frozen=True)
@@ -78,15 +70,14 @@ class Paths:
         time: median of arrival minus issue, NaN where not known, and on the diagonal; with `stalled`.
         stalled: by how much a link within a node held up its sender, which then issued late.
         usual: what a healthy path of this class, these tokens and this place in the order takes.
-        excess: time over usual, clocks taken out; 0 where data was there so soon that more is not known.
+        excess: time over usual; 0 where data was there so soon that more is not known.
         classes: int, 0 within a node (an NVLink domain), 1 between nodes on one rail, 2 across rails,
             -1 on the diagonal.
         both_sides: [num_ranks], whether enough is known of what comes in and of what goes out; else a
             wrong clock cannot be told from a slow side.
         inbound: [num_ranks], how much slower paths into a rank are than others, tokens not taken out.
-        clock: [num_ranks], how far the clock of each rank seems ahead of what was measured.
-        coarse_clock: [num_ranks], how far it has drifted before that, where that is far; already taken
-            out of `time`.
+        clock: [num_ranks], how far the clock of each rank has drifted since it was measured, where that
+            is far; already taken out of `time`.
         clock_error: how far the measured difference of two clocks may be wrong; NaN where nobody knows
             or it is too far to rest anything on it.
         level: median of the healthy paths within a node, and between nodes; NaN where there is none.
@@ -100,7 +91,6 @@ class Paths:
     both_sides: BoolArray
     inbound: FloatArray
     clock: FloatArray
-    coarse_clock: FloatArray
     clock_error: FloatArray
     level: tuple[float, float]
 
@@ -112,41 +102,32 @@ class Paths:
     @property
     def drifted(self) -> bool:
         """Whether clocks have drifted so far that nobody knows which side of a rank is slow."""
-        return bool(self.coarse_clock.any())
+        return bool(self.clock.any())
 
 
 def split_paths(m: Matrices) -> Paths:
     """Takes the path matrix of one operation kind apart."""
-    num_ranks = m.num_ranks
-    few = num_ranks < MIN_RANKS_TO_SPLIT_PATHS
+    few = m.num_ranks < MIN_RANKS_TO_SPLIT_PATHS
     # What may be off by more than paths take tells nothing that the paths themselves do not.
     known = np.where(m.path_clock <= _CLOCKS_AGREE_NS, m.path_clock, np.nan)
-    coarse = np.zeros(num_ranks) if few else _coarse_clocks(m, known)
-    if coarse.any() or (few and _too_early(m, known)):
+    clock = np.zeros(m.num_ranks) if few else _drifted_clocks(m, known)
+    if clock.any() or (few and _too_early(m, known)):
         known = np.full(known.shape, np.nan)
     classes = _classes(m.place)
     stalled = stalls(m, classes)
-    time = _set_clocks(m, coarse) + stalled
+    time = _set_clocks(m, clock) + stalled
     usual, by_tokens, level = _usual(m, time, classes)
     usual = usual + _by_order(m, _excess(m, time, usual), classes)
     excess = _excess(m, time, usual)
-    clock, inbound = np.zeros(num_ranks), np.zeros(num_ranks)
-    both = np.zeros(num_ranks, dtype=bool)
+    both = _known_well(excess, 1) & _known_well(excess, 0)
+    inbound = np.zeros(m.num_ranks)
     if not few:
-        clock = _node_clocks(excess, m.place, known)
-        excess = _without_clocks(excess, clock)
-        telling = _telling_rows(m, excess), _telling_rows(m, excess.T)
-        rows, columns, _ = _rows_and_columns(excess, telling)
-        rank_clock = _rank_clocks(rows, columns, known)
-        excess = _without_clocks(excess, rank_clock)
-        excess = excess - _level_of_two_nodes(excess, m.place)
-        clock = clock + rank_clock
-        inbound = rows - rank_clock + median(by_tokens, 1)
+        inbound = np.nan_to_num(median(excess, 1)) + median(by_tokens, 1)
         inbound = inbound - healthy(inbound)[0]
-        both = _known_well(excess, 1) & _known_well(excess, 0) & telling[0] & telling[1]
-        if coarse.any():
-            # Nor is the clock known of a rank of which one direction is not.
-            excess = np.where(both[:, None] & both[None, :], excess, np.nan)
+        excess = excess - _level_of_two_nodes(excess, m.place)
+    if clock.any():
+        # Nor is the clock known of a rank of which one direction is not.
+        excess = np.where(both[:, None] & both[None, :], excess, np.nan)
     return Paths(
         time=time,
         stalled=stalled,
@@ -156,14 +137,9 @@ def split_paths(m: Matrices) -> Paths:
         both_sides=both,
         inbound=inbound,
         clock=clock,
-        coarse_clock=coarse,
         clock_error=known,
         level=level,
     )
-
-
-def _without_clocks(cells: FloatArray, clock: FloatArray) -> FloatArray:
-    return cells - clock[:, None] + clock[None, :]
 
 
 def _too_early(m: Matrices, known: FloatArray) -> bool:
@@ -171,7 +147,7 @@ def _too_early(m: Matrices, known: FloatArray) -> bool:
     return bool((np.where(m.path_seen, m.path, np.nan) < -np.nan_to_num(known)).any())
 
 
-def _coarse_clocks(m: Matrices, known: FloatArray) -> FloatArray:
+def _drifted_clocks(m: Matrices, known: FloatArray) -> FloatArray:
     """[num_ranks]: clocks that have drifted far, which would drown everything else; else 0."""
     seen = np.where(m.path_seen, m.path, np.nan)
     # What arrives before it was sent leaves no doubt, by more than clocks are known to be off. Where
@@ -182,9 +158,8 @@ def _coarse_clocks(m: Matrices, known: FloatArray) -> FloatArray:
     even = _two_way_clocks(seen)
     time = _set_clocks(m, even)
     excess = _excess(m, time, _usual(m, time, _classes(m.place))[0])
-    into = _telling_rows(m, excess) & _known_well(excess, 1)
-    out_of = _telling_rows(m, excess.T) & _known_well(excess, 0)
-    rows, columns, _ = _median_polish(excess, (into, out_of))
+    into, out_of = _known_well(excess, 1), _known_well(excess, 0)
+    rows, columns = _median_polish(excess, into, out_of)
     # Half of what the directions differ by; all of it where only one of them is known.
     clock = even + (rows - columns) / np.where(into & out_of, 2, 1)
     clock = clock - np.median(clock)
@@ -350,124 +325,31 @@ def _token_cost_between_paths(m: Matrices, time: FloatArray, link: BoolArray) ->
     return min(max(slope, 0.0), most)
 
 
-def _node_clocks(excess: FloatArray, place: Place, known: FloatArray) -> FloatArray:
-    """[num_ranks]: what makes the paths of a node look faster than healthy ones in one direction.
-
-    A clock that drifted since it was measured does this to all pairs of a host. With two nodes a
-    link that is slow in one direction does the same; then all that clocks can explain is theirs.
-    """
-    if place.num_nodes < 2:
-        return np.zeros(place.num_ranks)
-    blocks = block_quantiles(excess, place, 0.5)
-    np.fill_diagonal(blocks, np.nan)
-    # The lower of two: one slow node is not all others' clock.
-    into, out_of = (np.nan_to_num(quantile(blocks, 0.5, axis)) for axis in (1, 0))
-    most = np.array([_known_to(known, place.nodes, node) for node in range(place.num_nodes)])
-    if place.num_nodes == 2:
-        odd = (into - out_of) / 2
-        odd = odd - odd[0]
-        per_node = np.where(np.abs(odd) <= 2 * most.max(), odd, 0.0)
-    else:
-        per_node = np.clip(_opposite(into, out_of), -most, most)
-    return np.where(place.nodes >= 0, per_node[place.nodes], 0.0)
-
-
-def _known_to(known: FloatArray, nodes: IntArray, node: int) -> float:
-    """How far the clocks of a node may be wrong against the others; infinite if nobody knows."""
-    first = int(np.argmax(nodes == node))
-    most = median_of(known[first, nodes != node])
-    return most if math.isfinite(most) else math.inf
-
-
-def _opposite(into: FloatArray, out_of: FloatArray) -> FloatArray:
-    """What shows with opposite signs in the two directions, above the noise: a clock."""
-    into, out_of = into - np.median(into), out_of - np.median(out_of)
-    opposite = np.sign(into) != np.sign(out_of)
-    clock = np.sign(into) * np.minimum(np.abs(into), np.abs(out_of))
-    # Clocks cancel in the sum, so it tells the noise.
-    noise = _CLOCK_SPREADS * MAD_TO_SIGMA * median_of(np.abs(into + out_of))
-    return np.where(opposite & (np.abs(clock) > noise), clock, 0.0)
-
-
-def _rank_clocks(rows: FloatArray, columns: FloatArray, known: FloatArray) -> FloatArray:
-    """What makes the paths of a rank look faster than healthy ones in one of the directions."""
-    most = median(known, 1)
-    most = np.where(np.isfinite(most), most, np.inf)
-    return np.clip(_opposite(rows, columns), -most, most)
-
-
 def _level_of_two_nodes(excess: FloatArray, place: Place) -> FloatArray:
     """[num_ranks, num_ranks]: between two nodes the faster direction is the healthy one."""
     if place.num_nodes != 2:
         return np.zeros(excess.shape)
-    blocks = block_quantiles(excess, place, 0.5)
-    faster = or_zero(float(np.fmin(blocks[0, 1], blocks[1, 0])))
+    one, other = place.nodes == 0, place.nodes == 1
+    there, back = (lower_median(excess[a][:, b]) for a, b in ((one, other), (other, one)))
+    faster = or_zero(float(np.fmin(there, back)))
     return np.where(place.nodes[:, None] != place.nodes[None, :], faster, 0.0)
 
 
-def _telling_rows(m: Matrices, cells: FloatArray) -> BoolArray:
-    """[num_ranks]: whether the known cells of a row are more than one node's, and one rail's.
-
-    A rank that waits for one node or rail sees nothing of the others; that its known paths are all
-    slow says nothing of the rank then.
-    """
-    known = np.isfinite(cells)
-    telling = np.ones(m.num_ranks, dtype=bool)
-    for group in (m.place.nodes, np.array(m.place.devices)):
-        members = (group[:, None] == np.unique(group)[None, :]).astype(np.float32)
-        seen = (known.astype(np.float32) @ members > 0).sum(axis=1)
-        possible = (m.expected.astype(np.float32) @ members > 0).sum(axis=1)
-        telling &= (seen > 1) | (possible < 2)
-    return telling
-
-
-def _rows_and_columns(
-    cells: FloatArray, telling: tuple[BoolArray, BoolArray]
-) -> tuple[FloatArray, FloatArray, FloatArray]:
-    """Row effects, column effects and what they leave over; of rows and columns that are telling."""
-    plain = _median_polish(cells, telling)
-    complete = np.isnan(cells).sum() <= cells.shape[0]
-    if cells.shape[0] > _FEW_RANKS or not complete:
-        return plain
-    # Few cells with wrong clocks in all of them do not settle by medians alone. Then it helps to
-    # take out what the two directions of every pair differ by, and to give it back afterwards.
-    odd = np.where(np.isfinite(cells - cells.T), (cells - cells.T) / 2, 0.0)
-    clock = odd.mean(axis=1)
-    rows, columns, residual = _median_polish(cells - clock[:, None] + clock[None, :], telling)
-    if np.nansum(np.abs(residual)) < 0.9 * np.nansum(np.abs(plain[2])):
-        return rows + clock, columns - clock, residual
-    return plain
-
-
 def _median_polish(
-    cells: FloatArray, telling: tuple[BoolArray, BoolArray]
-) -> tuple[FloatArray, FloatArray, FloatArray]:
-    """Row effects, column effects and what they leave over, by medians; of what is telling."""
+    cells: FloatArray, of_rows: BoolArray, of_columns: BoolArray
+) -> tuple[FloatArray, FloatArray]:
+    """Row effects and column effects by medians, of some of them; 0 of the others."""
     residual = cells
     rows, columns = np.zeros(cells.shape[0]), np.zeros(cells.shape[1])
     for _ in range(_MAX_SWEEPS):
-        row_step = np.where(telling[0], _typical(residual, 1), 0.0)
+        row_step = np.where(of_rows, median(residual, 1), 0.0)
         rows, residual = rows + row_step, residual - row_step[:, None]
-        column_step = np.where(telling[1], _typical(residual, 0), 0.0)
+        column_step = np.where(of_columns, median(residual, 0), 0.0)
         columns, residual = columns + column_step, residual - column_step[None, :]
         moved = max(np.abs(row_step).max(initial=0.0), np.abs(column_step).max(initial=0.0))
         if moved < _SETTLED_NS:
             break
-    return rows, columns, residual
-
-
-def _typical(cells: FloatArray, axis: int) -> FloatArray:
-    """Median per row or column; of those of which little is known a low quantile, of one cell none.
-
-    A rank that waits for a few slow paths sees little of the healthy ones. So what it sees is mostly
-    slow, and only if all of it is, the rank is.
-    """
-    typical = median(cells, axis)
-    little = np.flatnonzero(~_known_well(cells, axis))
-    if little.size:
-        typical[little] = quantile(cells.take(little, 1 - axis), _LITTLE_KNOWN, axis)
-    known = np.isfinite(cells).sum(axis=axis)
-    return np.where(known > 1, typical, 0.0)
+    return rows, columns
 
 
 def _known_well(cells: FloatArray, axis: int) -> BoolArray:
@@ -478,13 +360,6 @@ def _known_well(cells: FloatArray, axis: int) -> BoolArray:
     known = np.isfinite(cells).sum(axis=axis)
     enough = max(MIN_RANKS_TO_SPLIT_PATHS - 1, 2 * int(known.max(initial=0)) // 3)
     return np.asarray(known >= enough)
-
-
-def block_quantiles(cells: FloatArray, place: Place, share: float) -> FloatArray:
-    """[num_nodes, num_nodes]: lower quantile per receiving and sending node; NaN where unknown."""
-    nodes = members(place.nodes)
-    blocks = padded(cells)[nodes[:, None, :, None], nodes[None, :, None, :]]
-    return quantile(blocks.reshape(*blocks.shape[:2], -1), share, axis=2)
 
 
 def members(groups: IntArray) -> IntArray:

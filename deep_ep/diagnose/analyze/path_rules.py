@@ -4,33 +4,28 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
-from deep_ep.diagnose.analyze.baseline import History
-from deep_ep.diagnose.analyze.finding import Found, Size, found_on_paths
-from deep_ep.diagnose.analyze.path_causes import (
-    ALL_LINKS,
-    DOWNLINK,
-    EGRESS,
-    EITHER_LINK,
-    EITHER_SIDE,
-    INGRESS,
-    NIC,
-    NVLINK,
-    RAIL,
-    UPLINK,
-    Group,
-)
-from deep_ep.diagnose.analyze.thresholds import JudgedKind
-from deep_ep.diagnose.collect.rank_summary import MIN_SEEN
-from deep_ep.diagnose.core.diagnosis import FloatArray
-from deep_ep.diagnose.core.robust_stats import MAD_TO_SIGMA, lower_median, median_of, or_zero
+from ..collect.rank_summary import MIN_SEEN
+from ..core.causes import Cause
+from ..core.diagnosis import EvidenceKey, FloatArray
+from ..core.robust_stats import MAD_TO_SIGMA, lower_median, median_of, or_zero
+from .baseline import History
+from .finding import Found, Named, Size, found_on_paths
+from .path_causes import ALL_LINKS, NIC, NVLINK, Group
+from .thresholds import JudgedKind
 
 # Clocks that are not known well are taken to be off by so many `clock_ns`.
 _CLOCKS = 3.0
-_SIDES = (INGRESS, EGRESS)
+_SIDES = (Cause.INGRESS, Cause.EGRESS)
+# What joins a rank to others, by kind of link.
+_LINKS = {NVLINK: " within the node", NIC: " between nodes", ALL_LINKS: ""}
+_CHECKS = {
+    NVLINK: "its NVLink port and the NVSwitch behind it",
+    NIC: "its NIC, its PCIe link and its switch port",
+    ALL_LINKS: "its PCIe link, its NVLink port, its NIC and its switch port",
+}
 # So many single paths are named whatever the size of the group; then a share of all, but no more
 # than anybody reads.
 _FEW_CELLS = 4
@@ -117,14 +112,18 @@ def _is_named(kind: JudgedKind, group: Group) -> bool:
     quickest = group.reading - median_of((e.m.path - e.m.path_low)[group.paths])
     if not quickest > _LASTING * group.reading:
         return False
-    if group.cause in (RAIL, EITHER_SIDE, EITHER_LINK):
+    if group.cause in (Cause.RAIL, Cause.INGRESS_OR_EGRESS, Cause.UPLINK_OR_DOWNLINK):
         return True
     # A clock is all it takes for one direction to look slow.
     known = median_of(e.paths.clock_error[group.paths])
     if math.isfinite(known):
         return group.reading > known + kind.z_ranks * group.error
-    sides = group.cause in _SIDES and kind.clocks_unknown
-    return not sides or bool(e.paths.both_sides[group.number])
+    if not kind.clocks_unknown:
+        return True
+    # Between two nodes there is nothing to compare with but the way back.
+    if group.cause == Cause.NODE_PAIR and e.m.place.num_nodes == 2:
+        return False
+    return group.cause not in _SIDES or bool(e.paths.both_sides[group.number])
 
 
 def _by_load(kind: JudgedKind, group: Group) -> float:
@@ -150,18 +149,20 @@ def _by_load(kind: JudgedKind, group: Group) -> float:
 
 def _slow_group(kind: JudgedKind, group: Group) -> Found:
     e = kind.e
-    subject, way, check = _subject_of(group)
-    links = {NVLINK: " within the node", NIC: " between nodes", ALL_LINKS: ""}[group.link]
-    evidence = {"over other paths us": group.effect / 1e3, "error us": group.error / 1e3}
-    if group.cause in (*_SIDES, EITHER_SIDE):
-        evidence["tokens over even share"] = float(e.load[group.number])
+    evidence: dict[EvidenceKey, float] = {
+        "over_other_paths_us": group.effect / 1e3,
+        "error_us": group.error / 1e3,
+    }
+    words = {}
+    if group.cause in (*_SIDES, Cause.INGRESS_OR_EGRESS):
+        evidence["tokens_over_even_share"] = float(e.load[group.number])
         # Within one node nothing else is there.
-        links = links if e.m.place.num_nodes > 1 else ""
-    else:
-        links = ""
+        links = _LINKS[group.link] if e.m.place.num_nodes > 1 else ""
+        words = {"links": links, "check": _CHECKS[group.link]}
     return found_on_paths(
         kind,
         group.cause,
+        _named(group),
         Size(
             group.effect,
             math.hypot(group.error, group.unknown),
@@ -170,48 +171,20 @@ def _slow_group(kind: JudgedKind, group: Group) -> Found:
             group.peers,
         ),
         group.paths,
-        **subject,
         evidence=evidence,
-        next_step=f"Every path{links} {way} is slow: check {check[group.link]}.",
+        words=words,
     )
 
 
-def _subject_of(group: Group) -> tuple[dict[str, Any], str, dict[str, str]]:
-    """The fields of a verdict that name it, which paths it is on, and by kind of link what to check."""
+def _named(group: Group) -> Named:
     number = group.number
     if isinstance(number, tuple):
-        source, destination = number
-        return (
-            {"nodes": number},
-            f"from node {source} to node {destination}",
-            {NIC: "the switches and routes between the two"},
-        )
-    if group.cause == RAIL:
-        return (
-            {"rail": number},
-            f"between nodes among the devices number {number}",
-            {NIC: "the rail switch that joins their NICs"},
-        )
-    ways = {
-        INGRESS: f"into rank {number}",
-        EGRESS: f"out of rank {number}",
-        # Clocks hide which; what is taken out for the savings is one of the two.
-        EITHER_SIDE: f"into rank {number}, or every path out of it,",
-        UPLINK: f"from node {number} to other nodes",
-        DOWNLINK: f"from other nodes to node {number}",
-        EITHER_LINK: f"from other nodes to node {number}, or every path out of it,",
-    }
-    if group.cause in (UPLINK, DOWNLINK, EITHER_LINK):
-        check = {
-            NIC: "what joins this node to the fabric: its switch, its cables, its NICs' settings"
-        }
-        return {"node": number}, ways[group.cause], check
-    check = {
-        NVLINK: "its NVLink port and the NVSwitch behind it",
-        NIC: "its NIC, its PCIe link and its switch port",
-        ALL_LINKS: "its PCIe link, its NVLink port, its NIC and its switch port",
-    }
-    return {"rank": number}, ways[group.cause], check
+        return Named(nodes=number)
+    if group.cause == Cause.RAIL:
+        return Named(rail=number)
+    if group.cause in (Cause.UPLINK, Cause.DOWNLINK, Cause.UPLINK_OR_DOWNLINK):
+        return Named(node=number)
+    return Named(rank=number)
 
 
 def _slow_cells(kind: JudgedKind) -> list[tuple[int, int]]:
@@ -264,11 +237,11 @@ def _most_cells(kind: JudgedKind) -> float:
 def _slow_cell(kind: JudgedKind, dst: int, src: int) -> Found:
     e, explained = kind.e, kind.explained
     effect, error = float(explained.residual[dst, src]), float(e.m.path_error[dst, src])
-    clock = float(e.paths.clock[dst] - e.paths.clock[src])
-    time = float(e.paths.time[dst, src]) - clock
+    time = float(e.paths.time[dst, src])
     return found_on_paths(
         kind,
-        "path",
+        Cause.PATH,
+        Named(edge=(src, dst)),
         Size(
             effect,
             error,
@@ -279,16 +252,13 @@ def _slow_cell(kind: JudgedKind, dst: int, src: int) -> Found:
             int((e.m.expected & (e.paths.between == e.paths.between[dst, src])).sum()),
         ),
         (dst, src),
-        edge=(src, dst),
         evidence={
-            "path us": time / 1e3,
-            "usual path us": (time - effect) / 1e3,
-            "error us": error / 1e3,
+            "path_us": time / 1e3,
+            "usual_path_us": (time - effect) / 1e3,
+            "error_us": error / 1e3,
             "tokens": float(e.m.tokens[dst, src]),
-            "operations seen": float(e.m.path_count[dst, src]),
+            "operations_seen": float(e.m.path_count[dst, src]),
         },
-        next_step=f"Only this direction of this pair is slow: check link, NIC and route "
-        f"from rank {src} to rank {dst} (error counters, speed, congestion).",
     )
 
 
@@ -335,18 +305,16 @@ def _slow_both_ways(kind: JudgedKind, dst: int, src: int) -> Found:
     waited = e.m.wait_parts.sum(axis=0) / 1e3
     return found_on_paths(
         kind,
-        "path or back",
+        Cause.PATH_OR_BACK,
+        Named(edge=(src, dst)),
         Size(effect, error, e.load.size**2, spread),
         (dst, src),
-        edge=(src, dst),
         evidence={
-            "there and back over usual us": effect / 1e3,
-            "error us": error / 1e3,
-            f"rank {dst} waits for rank {src} us": float(waited[dst, src]),
-            f"rank {src} waits for rank {dst} us": float(waited[src, dst]),
+            "there_and_back_over_usual_us": effect / 1e3,
+            "error_us": error / 1e3,
+            "destination_waits_for_source_us": float(waited[dst, src]),
+            "source_waits_for_destination_us": float(waited[src, dst]),
         },
-        next_step=f"The way from rank {src} to rank {dst} is slow, or the way back: clocks have "
-        "drifted too far to tell. Measure them again, buffer.measure_clock_offsets() on all ranks.",
     )
 
 
@@ -362,16 +330,16 @@ def slower_than_before(kind: JudgedKind, history: History) -> list[Found]:
         found.append(
             found_on_paths(
                 kind,
-                "everywhere",
+                Cause.EVERYWHERE,
+                Named(),
                 Size(shift, _mean_error(e.m.path_error[cells]), 2),
                 cells,
                 evidence={
-                    "before us": reference / 1e3,
-                    "now us": (reference + shift) / 1e3,
-                    "windows since": float(lasted),
+                    "before_us": reference / 1e3,
+                    "now_us": (reference + shift) / 1e3,
+                    "windows_since": float(lasted),
                 },
-                next_step=f"All paths {'within nodes' if link == 0 else 'between nodes'} are slower "
-                "than they were: look for another job on the fabric, or a changed clock or setting.",
+                words={"links": "within nodes" if link == 0 else "between nodes"},
             )
         )
     return found

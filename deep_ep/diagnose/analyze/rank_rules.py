@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from deep_ep.diagnose.analyze.estimates import Effect, Estimates, pooled
-from deep_ep.diagnose.analyze.finding import Found, Size, cells_of, found_cause, own_times
-from deep_ep.diagnose.analyze.path_model import MIN_RANKS_TO_SPLIT_PATHS
-from deep_ep.diagnose.analyze.thresholds import JudgedKind, mostly
-from deep_ep.diagnose.analyze.what_if import Gain
-from deep_ep.diagnose.core.diagnosis import COMP_SLOW, MIXED_SLOW
-from deep_ep.diagnose.core.robust_stats import healthy, median, median_of, scale
+from ..core.causes import Cause
+from ..core.robust_stats import healthy, median, median_of, scale
+from .estimates import Effect, Estimates, pooled
+from .finding import Found, Named, Size, cells_of, found_cause, own_times
+from .path_model import MIN_RANKS_TO_SPLIT_PATHS
+from .thresholds import JudgedKind, mostly
+from .what_if import Gain
 
 # A late rank is seen late by at least this share of its own extra time; what it shows to depends
 # on when it left the operation before, and ranks in lockstep take it in by halves.
@@ -45,22 +45,20 @@ def _hot_rank(kind: JudgedKind, rank: int, *, longer: bool, incast: bool) -> Fou
     inbound_ns = float(e.paths.inbound[rank]) if incast else 0.0
     return found_cause(
         kind,
-        MIXED_SLOW,
-        "hot experts",
+        Cause.HOT_EXPERTS,
+        Named(rank),
         Size(max(own_ns, inbound_ns), float(e.busy.error[rank]), e.load.size, e.busy.apart),
         cells_of(e, source=rank, receiver=rank if incast else None),
         _hot_gain(e, rank, max(own_ns, 0.0)),
-        rank=rank,
         seen_in=float(e.busy.above[rank]) if longer else float("nan"),
         evidence={
-            "tokens over even share": float(e.load[rank]),
-            "own time over median us": float(e.busy.value[rank]) / 1e3,
-            "explained by tokens us": float(e.token_time[rank]) / 1e3,
-            "path into it over median us": float(e.paths.inbound[rank]) / 1e3,
+            "tokens_over_even_share": float(e.load[rank]),
+            "own_time_over_median_us": float(e.busy.value[rank]) / 1e3,
+            "explained_by_tokens_us": float(e.token_time[rank]) / 1e3,
+            "path_into_it_over_median_us": float(e.paths.inbound[rank]) / 1e3,
             **own_times(e, rank),
         },
-        next_step=f"Its experts get {e.load[rank]:.1f} times an even share of the tokens: look at the "
-        "routing, and move or replicate its busiest experts.",
+        words={"load": f"{e.load[rank]:.1f}"},
     )
 
 
@@ -85,24 +83,24 @@ def late_ranks(kinds: Sequence[JudgedKind], hot_ranks: set[int], at_times: set[i
         at_times: whose lateness is known not to be there in most operations.
     """
     found = []
-    for cause in ("late", "slow receive"):
-        effects = [kind.e.work if cause == "late" else kind.e.drain for kind in kinds]
+    for cause in (Cause.LATE, Cause.SLOW_RECEIVE):
+        effects = [kind.e.work if cause == Cause.LATE else kind.e.drain for kind in kinds]
         together = _together(kinds, effects)
         for kind, effect in zip(kinds, effects):
             for rank in np.flatnonzero(effect.value > kind.floor).tolist():
                 # Far more tokens than usual, or of unknown cost, may explain any lateness.
                 known = kind.e.cost_known and kind.e.load[rank] <= kind.limits.high_load
-                if (rank in hot_ranks and not known) or (cause == "late" and rank in at_times):
+                if (rank in hot_ranks and not known) or (cause == Cause.LATE and rank in at_times):
                     continue
                 big = _stands_out(kind, effect, together, rank)
                 # Inherited lateness has no counterpart in the rank's own work and is not its
                 # fault; work that shows nowhere, in no kind, keeps nobody waiting.
                 own_ns = float(effect.value[rank])
-                if cause == "late" and _is_held_by_a_path(kind.e, rank, own_ns):
+                if cause == Cause.LATE and _is_held_by_a_path(kind.e, rank, own_ns):
                     continue
                 if big and any(
                     _seen(float(k.e.late[rank]), k.e, rank, own_ns)
-                    # Where clocks are not known, waiting is.
+                    # Of two or three ranks nobody can tell how far clocks have drifted; waiting is known.
                     or k.e.waited_for[rank] > _SEEN_LATE * own_ns
                     for k in kinds
                 ):
@@ -145,42 +143,32 @@ def _seen(later_ns: float, e: Estimates, rank: int, effect_ns: float) -> bool:
     return later_ns > max(_NOT_BY_CHANCE * error, _SEEN_LATE * effect_ns)
 
 
-def _late_rank(kind: JudgedKind, cause: str, effect: Effect, rank: int) -> Found:
+def _late_rank(kind: JudgedKind, cause: Cause, effect: Effect, rank: int) -> Found:
     e = kind.e
     extra = float(effect.value[rank])
     gain = Gain(
         e.operation,
         rank,
-        work_ns=extra if cause == "late" else 0.0,
-        drain_ns=extra if cause == "slow receive" else 0.0,
+        work_ns=extra if cause == Cause.LATE else 0.0,
+        drain_ns=extra if cause == Cause.SLOW_RECEIVE else 0.0,
     )
     send_surplus = float(e.send_ns[rank]) - float(np.nanmedian(e.send_ns))
-    if cause == "late" and send_surplus > extra / 2:
-        cause = "slow send"
-    next_step = {
-        "late": f"The time passes before it calls {e.operation}, or before its hook: profile what "
-        f"rank {rank} runs there (clocks, throttling, other processes, host code).",
-        "slow send": "It takes longer to send, not to get there: compare clocks, memory bandwidth "
-        f"and num_sms of rank {rank} with the others.",
-        "slow receive": "It takes longer to store what has arrived: compare clocks, memory "
-        f"bandwidth and num_sms of rank {rank} with the others.",
-    }[cause]
+    if cause == Cause.LATE and send_surplus > extra / 2:
+        cause = Cause.SLOW_SEND
     return found_cause(
         kind,
-        COMP_SLOW,
         cause,
+        Named(rank),
         Size(extra, float(effect.error[rank]), e.load.size, effect.apart),
         cells_of(e, source=rank),
         gain,
-        rank=rank,
         seen_in=float(effect.above[rank]),
         evidence={
-            "later than median us": float(e.late[rank]) / 1e3,
-            "own time over median us": extra / 1e3,
-            "error us": float(effect.error[rank]) / 1e3,
+            "later_than_median_us": float(e.late[rank]) / 1e3,
+            "own_time_over_median_us": extra / 1e3,
+            "error_us": float(effect.error[rank]) / 1e3,
             **own_times(e, rank),
         },
-        next_step=next_step,
     )
 
 
@@ -202,19 +190,16 @@ def _early_receiver(kind: JudgedKind, early: Effect, rank: int) -> Found:
     e = kind.e
     return found_cause(
         kind,
-        MIXED_SLOW,
-        "early",
+        Cause.EARLY,
+        Named(rank),
         Size(float(early.value[rank]), float(early.error[rank]), e.load.size, early.apart),
         cells_of(e, receiver=rank),
         # Nothing ends earlier when it comes later.
         Gain(e.operation),
-        rank=rank,
         seen_in=float(early.above[rank]),
         evidence={
-            "earlier than median us": -float(e.late[rank]) / 1e3,
-            "tokens over even share": float(e.load[rank]),
+            "earlier_than_median_us": -float(e.late[rank]) / 1e3,
+            "tokens_over_even_share": float(e.load[rank]),
             **own_times(e, rank),
         },
-        next_step=f"Rank {rank} has less to do than the others and waits for them; that is "
-        "no fault of its own: even out the work.",
     )

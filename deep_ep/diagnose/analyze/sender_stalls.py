@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from deep_ep.diagnose.collect.group_matrices import Matrices
-from deep_ep.diagnose.core.diagnosis import FloatArray, IntArray
-from deep_ep.diagnose.core.robust_stats import median, median_of
+from ..collect.group_matrices import Matrices
+from ..core.diagnosis import FloatArray, IntArray
+from ..core.robust_stats import median, median_of
 
 # A stall is at least so long, ns, and so many times as long as the next longest step from one
 # destination to the next.

@@ -8,12 +8,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from deep_ep.diagnose.analyze.finding import Found, Size, cells_of, found_cause
-from deep_ep.diagnose.analyze.thresholds import MIN_OPERATIONS, JudgedKind
-from deep_ep.diagnose.analyze.what_if import Gain
-from deep_ep.diagnose.collect.group_matrices import Matrices
-from deep_ep.diagnose.core.diagnosis import COMP_SLOW, BoolArray, FloatArray
-from deep_ep.diagnose.core.robust_stats import healthy, median_of, or_zero
+from ..collect.group_matrices import Matrices
+from ..core.causes import Cause
+from ..core.diagnosis import BoolArray, FloatArray
+from ..core.robust_stats import healthy, median_of, or_zero
+from .finding import Found, Named, Size, cells_of, found_cause
+from .thresholds import MIN_OPERATIONS, JudgedKind
+from .what_if import Gain
 
 # Two who agree are the least.
 _MIN_REPORTS = 2
@@ -115,17 +116,16 @@ def _verdict(seen: _Seen) -> Found:
     count = int(seen.waited.sum())
     return found_cause(
         seen.kind,
-        COMP_SLOW,
-        "late",
+        Cause.LATE,
+        Named(rank),
         Size(seen.effect, seen.error, e.load.size, seen.unsure),
         cells_of(e, source=rank),
         Gain(e.operation, rank, work_ns=seen.effect, is_recorded=False),
-        rank=rank,
         seen_in=seen.share,
         evidence={
-            "ranks that waited for it": float(count),
-            "later than median us": seen.late / 1e3,
-            "error us": seen.error / 1e3,
+            "ranks_that_waited_for_it": float(count),
+            "later_than_median_us": seen.late / 1e3,
+            "error_us": seen.error / 1e3,
         },
         next_step=f"Rank {rank} was seen late by {count} ranks and did not report, so its own clock is "
         "not known: see whether its process runs, what it does, and what holds it up.",

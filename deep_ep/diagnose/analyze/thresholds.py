@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from deep_ep.diagnose.analyze.estimates import Effect, Estimates
-from deep_ep.diagnose.analyze.path_causes import Explained, explain
-from deep_ep.diagnose.analyze.path_model import MIN_RANKS_TO_SPLIT_PATHS
-from deep_ep.diagnose.core.robust_stats import median_of, or_zero, z_for
+from ..core.robust_stats import median_of, or_zero, z_for
+from .estimates import Effect, Estimates
+from .path_causes import Explained, explain
+from .path_model import MIN_RANKS_TO_SPLIT_PATHS
 
 # Fewer operations say nothing.
 MIN_OPERATIONS = 8
@@ -89,7 +89,7 @@ class JudgedKind:
     @property
     def clocks_off_us(self) -> float:
         """How far clocks have drifted since they were measured, where that is worth a word; else 0."""
-        off_ns = float(np.abs(self.e.paths.coarse_clock + self.e.paths.clock).max(initial=0.0))
+        off_ns = float(np.abs(self.e.paths.clock).max(initial=0.0))
         worth_ns = _CLOCKS_OFF * self.limits.clock_ns
         return off_ns / 1e3 if 0 < worth_ns < off_ns else 0.0
 

@@ -20,9 +20,9 @@ from typing import Any
 
 import numpy as np
 
-from deep_ep.diagnose.analyze.estimates import Estimates
-from deep_ep.diagnose.core.diagnosis import BoolArray, FloatArray, IntArray
-from deep_ep.diagnose.core.robust_stats import median
+from ..core.diagnosis import BoolArray, FloatArray, IntArray
+from ..core.robust_stats import median
+from .estimates import Estimates
 
 # Operations replayed at most, and cells looked at, which bounds the time for large groups. What is
 # there now and then only takes more operations.
@@ -140,7 +140,7 @@ def _longer(
 ) -> Iterator[tuple[IntArray, FloatArray]]:
     """The latest sources' paths of some operations, and how much longer than usual; as in `_Step`."""
     last, took = e.m.last[at], e.m.last_path[at]
-    clock = e.paths.coarse_clock + e.paths.clock
+    clock = e.paths.clock
     receiver = np.arange(last.shape[1])[None, :, None]
     longer = took - clock[receiver] + clock[last] - usual[last, receiver]
     known = np.isfinite(longer) & (last != receiver) & (last >= 0)
@@ -266,8 +266,7 @@ def _healed_elsewhere(
 
 def _paths(e: Estimates) -> FloatArray:
     """[source, receiver] median path times, the usual ones where none was seen; none to oneself."""
-    clock = e.paths.clock
-    seen = e.paths.time - clock[:, None] + clock[None, :]
+    seen = e.paths.time
     expected, present = e.m.expected, e.m.present[:, None]
     # Of what comes into a rank that did not report the way back is the best guess.
     seen, expected = (np.where(present, x, x.T) for x in (seen, expected))

@@ -6,19 +6,21 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import replace
 
-import numpy as np
 from rich.console import Console
 from rich.text import Text
 
-from deep_ep.diagnose.cli.watch import heading, position
-from deep_ep.diagnose.core.diagnosis import Diagnosis
-from deep_ep.diagnose.render.terminal import report
-from deep_ep.diagnose.storage.diagnosis_log import Log, Record
-from deep_ep.diagnose.storage.loader import read_any
-from deep_ep.errors import EPArgumentError
+from ..core.diagnosis import Diagnosis
+from ..core.package import EPArgumentError
+from ..render.terminal import report
+from ..storage.diagnosis_log import Log
+from ..storage.loader import read_any
+from ..storage.record import Headline, Record
+from .watch import heading, position, spans_of
 
 # Exit status when a window shown has verdicts and --check was given.
 VERDICTS = 3
+# A page holds all its windows; a browser shows no more.
+_MOST_WINDOWS = 1000
 
 
 def show(given: argparse.Namespace) -> int:
@@ -33,49 +35,56 @@ def show(given: argparse.Namespace) -> int:
     """
     log = read_any(given.path)
     chosen, why = _choose(given, log)
-    if given.operation is not None:
-        chosen = [_only_operation(record, given.operation) for record in chosen]
     console = Console(width=given.width)
-    for record in chosen:
-        console.print(heading(record, position(log, record), why))
+    spans = spans_of(log.headlines)
+    found = False
+    for index in chosen:
+        record = _asked_for(given, log[index])
+        found = found or bool(record.diagnosis.verdicts)
+        console.print(heading(record, position(spans, record), why))
         report(record.diagnosis, console)
         console.print()
     for remark in log.remarks:
         console.print(Text(f"note: {remark}", style="yellow"))
     _write_files(given, log, chosen, console)
-    found = any(record.diagnosis.verdicts for record in chosen)
     return VERDICTS if given.check and found else 0
 
 
-def _choose(given: argparse.Namespace, log: Log) -> tuple[list[Record], str]:
-    """The windows to show, and why these in words."""
-    records = list(log)
-    if given.group is not None:
-        records = [record for record in records if record.group == given.group]
-    if not records:
-        groups = ", ".join(sorted({record.group for record in log})) or "; ".join(log.remarks)
+def _choose(given: argparse.Namespace, log: Log) -> tuple[Sequence[int], str]:
+    """Which records to show, and why these in words."""
+    headlines = log.headlines
+    places = [
+        place for place, headline in enumerate(headlines) if given.group in (None, headline.group)
+    ]
+    if not places:
+        groups = ", ".join(sorted({h.group for h in headlines})) or "; ".join(log.remarks)
         raise EPArgumentError(
             f"{given.path}: no whole window of group {given.group!r}; there are: {groups}."
             if given.group is not None
             else f"{given.path}: no whole window: {groups}"
         )
-    if given.window is None and len(records) > 1:
-        with_verdicts = [record for record in records if record.diagnosis.verdicts]
+    if given.window is None and len(places) > 1:
+        with_verdicts = [place for place in places if headlines[place].keys]
         if with_verdicts:
             # Matrices are not in every record; those of the same verdicts will do.
             latest = with_verdicts[-1]
-            drawn = [r for r in with_verdicts if _same_verdicts(r, latest) and _has_matrices(r)]
-            if drawn and drawn[-1] is not latest:
+            drawn = [
+                place
+                for place in with_verdicts
+                if _name_the_same(headlines[place], headlines[latest])
+                and headlines[place].has_matrices
+            ]
+            if drawn and drawn[-1] != latest:
                 return drawn[-1:], "the last with matrices"
             return [latest], "the last with a verdict"
-        return records[-1:], "the last; none has a verdict"
+        return places[-1:], "the last; none has a verdict"
     if given.window == "last":
-        return records[-1:], ""
+        return places[-1:], ""
     if given.window in (None, "all"):
-        return records, ""
-    numbered = [record for record in records if str(record.window) == given.window]
+        return places, ""
+    numbered = [place for place in places if str(headlines[place].window) == given.window]
     if not numbered:
-        numbers = sorted({record.window for record in records})
+        numbers = sorted({headlines[place].window for place in places})
         raise EPArgumentError(
             f"{given.path}: --window is {given.window!r}; it must be last, all, or one of the "
             f"{len(numbers)} windows from {numbers[0]} to {numbers[-1]}."
@@ -83,13 +92,13 @@ def _choose(given: argparse.Namespace, log: Log) -> tuple[list[Record], str]:
     return numbered, ""
 
 
-def _same_verdicts(one: Record, other: Record) -> bool:
-    """Whether they name the same; not counting in which operations."""
-    return one.group == other.group and one.diagnosis.keys == other.diagnosis.keys
+def _name_the_same(one: Headline, other: Headline) -> bool:
+    """Not counting in which operations."""
+    return one.group == other.group and one.keys == other.keys
 
 
-def _has_matrices(record: Record) -> bool:
-    return any(np.isfinite(m.wait_us).any() for m in record.diagnosis.measured.values())
+def _asked_for(given: argparse.Namespace, record: Record) -> Record:
+    return record if given.operation is None else _only_operation(record, given.operation)
 
 
 def _only_operation(record: Record, operation: str) -> Record:
@@ -111,24 +120,31 @@ def _only_operation(record: Record, operation: str) -> Record:
 
 
 def _write_files(
-    given: argparse.Namespace, log: Log, chosen: Sequence[Record], console: Console
+    given: argparse.Namespace, log: Log, chosen: Sequence[int], console: Console
 ) -> None:
     if given.html is not None:
-        from deep_ep.diagnose.render.html import write_page
+        from ..render.html import write_page
 
+        if len(chosen) > _MOST_WINDOWS:
+            raise EPArgumentError(
+                f"{given.path}: --html of {len(chosen)} windows; a page has at most {_MOST_WINDOWS}. "
+                "Choose with --window or --group."
+            )
+        records = [_asked_for(given, log[index]) for index in chosen]
         write_page(
-            [_with_remarks(record.diagnosis, log) for record in chosen],
+            [_with_remarks(record.diagnosis, log) for record in records],
             given.html,
-            title=chosen[-1].group,
-            times=[record.time_s for record in chosen],
-            block_of=[record.block_of for record in chosen],
+            title=records[-1].group,
+            times=[record.time_s for record in records],
+            block_of=[record.block_of for record in records],
         )
         console.print(Text(f"wrote {given.html}"))
     for picture in (given.png, given.svg):
         if picture is not None:
-            from deep_ep.diagnose.render.figure import write_picture
+            from ..render.figure import write_picture
 
-            write_picture(_with_remarks(chosen[-1].diagnosis, log), picture)
+            latest = _asked_for(given, log[chosen[-1]])
+            write_picture(_with_remarks(latest.diagnosis, log), picture)
             console.print(Text(f"wrote {picture}"))
 
 

@@ -5,19 +5,21 @@ from __future__ import annotations
 import argparse
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from deep_ep.diagnose.render import wording
-from deep_ep.diagnose.render.change_log import Changes
-from deep_ep.diagnose.render.terminal import render, report
-from deep_ep.diagnose.storage.diagnosis_log import FILE_PATTERN, Log, Record
-from deep_ep.diagnose.storage.log_follower import Follower
-from deep_ep.errors import EPArgumentError
+from ..core.package import EPArgumentError
+from ..render import wording
+from ..render.change_log import Changes
+from ..render.terminal import render, report
+from ..storage.log_follower import Follower
+from ..storage.record import Headline, Record
+from ..storage.record_layout import FILE_PATTERN
 
 # Above the heatmap a terminal shows so many of the latest changes.
 _RECENT_CHANGES = 6
@@ -67,19 +69,23 @@ def watch(given: argparse.Namespace) -> int:
 
 
 def _watch_once(given: argparse.Namespace, follower: Follower, console: Console) -> int:
-    log = follower.poll()
     watched = _Watched()
-    for record in log:
-        watched.take(record)
+    spans: Spans = {}
+    remarks: list[str] = []
+    for log in follower.catch_up():
+        remarks += log.remarks
+        spans_of(log, spans)
+        for record in log:
+            watched.take(record)
     if not watched.latest:
         raise EPArgumentError(
             f"{given.path}: no whole window in {FILE_PATTERN}"
-            + "".join(f"; {remark}" for remark in log.remarks)
+            + "".join(f"; {remark}" for remark in remarks)
         )
     for record in watched.latest.values():
-        console.print(heading(record, position(log, record), "the latest"))
+        console.print(heading(record, position(spans, record), "the latest"))
         report(record.diagnosis, console)
-    for remark in log.remarks:
+    for remark in remarks:
         console.print(Text(f"note: {remark}", style="yellow"))
     return 0
 
@@ -103,9 +109,11 @@ def _watch_live(given: argparse.Namespace, follower: Follower, console: Console)
 
 
 def _changes(watched: _Watched, follower: Follower) -> list[str]:
-    log = follower.poll()
-    lines = [line for record in log for line in watched.take(record)]
-    return [*lines, *(f"note: {remark}" for remark in log.remarks)]
+    lines: list[str] = []
+    for log in follower.catch_up():
+        lines += [line for record in log for line in watched.take(record)]
+        lines += [f"note: {remark}" for remark in log.remarks]
+    return lines
 
 
 def _screen(
@@ -120,13 +128,35 @@ def _screen(
     return Group(*parts)
 
 
-def position(log: Log, record: Record) -> str:
+@dataclass
+class Span:
+    """The windows of a group: number of the first and of the last, and how many there are."""
+
+    first: int
+    last: int
+    count: int = 0
+
+
+Spans = dict[str, Span]
+
+
+def spans_of(windows: Iterable[Headline | Record], spans: Spans | None = None) -> Spans:
+    """Per group; counted on from `spans`."""
+    spans = {} if spans is None else spans
+    for one in windows:
+        span = spans.setdefault(one.group, Span(one.window, one.window))
+        span.last = one.window
+        span.count += 1
+    return spans
+
+
+def position(spans: Spans, record: Record) -> str:
     """ "window 3 of 1-7", with the group where there are several."""
-    same_group = [other for other in log if other.group == record.group]
+    span = spans[record.group]
     text = f"window {record.window}"
-    if len(same_group) > 1:
-        text += f" of {same_group[0].window}-{same_group[-1].window}"
-    if len(same_group) < len(log):
+    if span.count > 1:
+        text += f" of {span.first}-{span.last}"
+    if len(spans) > 1:
         text += f", group {record.group}"
     return text
 

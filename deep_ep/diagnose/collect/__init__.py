@@ -1,0 +1,1 @@
+"""From counters on each rank to matrices of the group."""

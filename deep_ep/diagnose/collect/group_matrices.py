@@ -13,26 +13,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from deep_ep.diagnose.collect.rank_summary import KindSummary, Summary, nothing_counted, summarize
-from deep_ep.diagnose.collect.snapshot import Snapshot
-from deep_ep.diagnose.collect.snapshot_checks import (
-    latest_operation,
-    require_place,
-    require_snapshot,
-)
-from deep_ep.diagnose.core.diagnosis import (
-    Bandwidth,
-    BoolArray,
-    FloatArray,
-    IntArray,
-    Measured,
-    Timeline,
-)
-from deep_ep.diagnose.core.robust_stats import median, median_of
-from deep_ep.errors import EPArgumentError, EPError, EPTypeError
+from ..core.diagnosis import Bandwidth, BoolArray, FloatArray, IntArray, Measured, Timeline
+from ..core.package import EPArgumentError, EPError, EPTypeError
+from ..core.robust_stats import median, median_of
+from .fields import FIELDS, Field, Numbers
+from .rank_summary import KindSummary, Summary, nothing_counted, summarize
+from .snapshot import Snapshot
+from .snapshot_checks import latest_operation, require_place, require_snapshot
 
 if TYPE_CHECKING:
-    from deep_ep.group import Group
+    from ..core.package import Group
 
 # Kinds in the order in which they are shown; the low-latency kernels', then the normal kernels'.
 LOW_LATENCY_KINDS = ("dispatch", "combine")
@@ -43,27 +33,12 @@ KINDS = (
     "normal dispatch",
     "normal combine",
 )
-# What Matrices have of each KindSummary, with what stands for a rank that did not report.
-_PER_OPERATION = dict.fromkeys(
-    ("gap", "span", "held", "drain", "wait", "duration", "received", "last_arrival", "last_path"),
-    np.nan,
-) | {"last": -1}
-_PER_PAIR = dict.fromkeys(
-    (
-        "wait_parts",
-        "late",
-        "late_error",
-        "send",
-        "path",
-        "path_error",
-        "path_low",
-        "path_clock",
-        "path_tokens",
-        "tokens",
-        "active",
-    ),
-    np.nan,
-) | {"path_count": 0.0, "path_hidden": False, "path_seen": False, "path_moments": 0.0, "blame": 0.0}
+# Numbers, or NaN; ranks and truth values cannot be anything else.
+_FINITE = [n.name for n in FIELDS if isinstance(n.missing, float) and not n.may_be_infinite]
+# Nothing that is counted comes near the end of int64.
+_LARGEST = 2**62
+# Devices of one host, and more.
+_MOST_DEVICES = 2**16
 
 
 @dataclass(frozen=True)
@@ -94,8 +69,8 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Matrices:
-    """One operation kind of all ranks; see `summary.KindSummary` for what the names mean.
+class Matrices(Numbers):
+    """One operation kind of all ranks.
 
     Attributes:
         operation: kind.
@@ -103,15 +78,6 @@ class Matrices:
         present: [num_ranks] bool, who reported.
         counted: operations counted, the most of any rank.
         ops: [n] int64, numbers of the operations with raw stamps; empty: only totals were there.
-        gap, span, held, drain, wait, duration, received: [n, num_ranks]; one row of means without stamps.
-        last, last_arrival, last_path: [n, num_ranks, 2], the two latest sources of each receiver, -1
-            and NaN where there is none.
-        wait_parts: [3, num_ranks, num_ranks], late, issue and path part of the waiting.
-        path_hidden, path_seen: [num_ranks, num_ranks] bool.
-        path_moments: [3, num_ranks, num_ranks].
-        late, late_error, send, path, path_error, path_low, path_count, path_clock, path_tokens, tokens,
-            blame, active: [num_ranks, num_ranks].
-        busy: [num_ranks].
         stamps_arrivals: whether all ranks know true arrivals.
         totals, own: counters by name, [num_ranks, num_ranks] and [num_ranks].
         timeline: of the first rank that has one.
@@ -123,33 +89,6 @@ class Matrices:
     present: BoolArray
     counted: int
     ops: IntArray
-    gap: FloatArray
-    span: FloatArray
-    held: FloatArray
-    drain: FloatArray
-    wait: FloatArray
-    duration: FloatArray
-    received: FloatArray
-    last: IntArray
-    last_arrival: FloatArray
-    last_path: FloatArray
-    wait_parts: FloatArray
-    late: FloatArray
-    late_error: FloatArray
-    send: FloatArray
-    path: FloatArray
-    path_error: FloatArray
-    path_low: FloatArray
-    path_clock: FloatArray
-    path_tokens: FloatArray
-    path_count: FloatArray
-    path_hidden: BoolArray
-    path_seen: BoolArray
-    path_moments: FloatArray
-    tokens: FloatArray
-    blame: FloatArray
-    active: FloatArray
-    busy: FloatArray
     stamps_arrivals: bool
     totals: Mapping[str, FloatArray]
     own: Mapping[str, FloatArray]
@@ -233,7 +172,9 @@ def gather(reports: Sequence[Summary | Snapshot]) -> dict[str, Matrices]:
             f"gather: reports is a {type(reports).__name__}; it must be a list with a Snapshot or Summary "
             "of each rank. Pass [diagnose.snapshot(buffer), ...] of all ranks."
         )
-    summaries = [_checked(r) if isinstance(r, Summary) else summarize(r) for r in reports]
+    summaries = [
+        require_summary("gather", r if isinstance(r, Summary) else summarize(r)) for r in reports
+    ]
     summaries.sort(key=lambda s: s.rank)
     ranks = [s.rank for s in summaries]
     sizes = sorted({s.num_ranks for s in summaries})
@@ -260,17 +201,50 @@ def gather(reports: Sequence[Summary | Snapshot]) -> dict[str, Matrices]:
     }
 
 
-def _checked(summary: Summary) -> Summary:
-    require_place("gather", summary.rank, summary.num_ranks)
+def require_summary(where: str, summary: Summary) -> Summary:
+    """The summary, if its parts fit each other.
+
+    Raises:
+        EPArgumentError: they do not.
+    """
+    require_place(where, summary.rank, summary.num_ranks)
+    if not 0 <= summary.device_index < _MOST_DEVICES:
+        raise EPArgumentError(
+            f"{where}: rank {summary.rank} is on device {summary.device_index}; a local index from 0 to "
+            f"{_MOST_DEVICES - 1} is expected. Pass what rank_summary.summarize() returns."
+        )
     for kind, of_kind in summary.kinds.items():
         size = of_kind.totals["ops"].size
         if size != summary.num_ranks:
             raise EPArgumentError(
-                f"gather: the {kind} summary of rank {summary.rank} is of a group of {size} ranks, and its "
+                f"{where}: the {kind} summary of rank {summary.rank} is of a group of {size} ranks, and its "
                 f"num_ranks is {summary.num_ranks}; they must be the same. Pass what "
-                "diagnose.summarize() returns."
+                "rank_summary.summarize() returns."
+            )
+        if wrong := _what_cannot_be(of_kind, size):
+            raise EPArgumentError(
+                f"{where}: of the {kind} summary of rank {summary.rank}, {wrong}. Pass what "
+                "rank_summary.summarize() returns."
             )
     return summary
+
+
+def _what_cannot_be(s: KindSummary, num_ranks: int) -> str:
+    rows = max(s.ops.size, 1)
+    if s.gap.shape[0] != rows or s.last.shape[0] != rows:
+        return f"series have {s.gap.shape[0]} operations; they must have {rows}"
+    if s.last.min(initial=0) < -1 or s.last.max(initial=0) >= num_ranks:
+        return (
+            f"the last to arrive are ranks beyond -1 and {num_ranks - 1}, which are all there are"
+        )
+    if not all(abs(value) <= _LARGEST for value in s.own.values()):
+        return f"sums of its own are {dict(s.own)}; they must be numbers up to {_LARGEST:.0e}"
+    if s.ops.min(initial=0) < 0 or s.ops.max(initial=0) > _LARGEST:
+        return f"operations are numbered beyond 0 and {_LARGEST:.0e}"
+    for name in _FINITE:
+        if np.isinf(getattr(s, name)).any():
+            return f"{name} is infinite; it must be a number or NaN"
+    return ""
 
 
 def gather_group(group: Group, take: Callable[[], Snapshot]) -> dict[str, Matrices] | None:
@@ -326,50 +300,48 @@ def _gather_kind(kind: str, place: Place, by_rank: Mapping[int, KindSummary]) ->
     ]
     row, column = np.concatenate(rows), np.repeat(ranks, [r.size for r in rows])
 
-    def per_operation(name: str, fill: float) -> FloatArray:
-        values = np.concatenate([getattr(s, name) for s in used.values()])
-        shape = (max(ops.size, 1), place.num_ranks, *values.shape[1:])
-        series = np.full(shape, fill, values.dtype)
-        series[row, column] = values
+    def per_operation(values: Sequence[Any], fill: float) -> Any:
+        """[operations, num_ranks, ...] of [rows, ...] from each rank that is used."""
+        joined = np.concatenate(values)
+        series = np.full((max(ops.size, 1), place.num_ranks, *joined.shape[1:]), fill, joined.dtype)
+        series[row, column] = joined
         return series
 
-    def per_rank(reported: IntArray, values: Sequence[Any], fill: float) -> FloatArray:
-        """[..., num_ranks, k] of a [..., k] from each rank."""
-        stacked = np.moveaxis(np.array(values), 0, -2)
+    def per_rank(reported: IntArray, values: Sequence[Any], fill: float) -> Any:
+        """[num_ranks, ...] of [...] from each that reported."""
+        stacked = np.array(values)
         if reported.size == place.num_ranks:
             return stacked
-        shape = (*stacked.shape[:-2], place.num_ranks, stacked.shape[-1])
-        matrix = np.full(shape, fill, stacked.dtype)
-        matrix[..., reported, :] = stacked
-        return matrix
+        everyone = np.full((place.num_ranks, *stacked.shape[1:]), fill, stacked.dtype)
+        everyone[reported] = stacked
+        return everyone
 
-    own = {
-        name: per_rank(counted, [[s.own[name]] for s in by_rank.values()], np.nan)[:, 0]
-        for name in next(iter(by_rank.values())).own
-    }
-    totals = {
-        name: per_rank(counted, [s.totals[name] for s in by_rank.values()], np.nan)
-        for name in next(iter(by_rank.values())).totals
-    }
-    stacked: dict[str, Any] = {
-        **{name: per_operation(name, fill) for name, fill in _PER_OPERATION.items()},
-        **{
-            name: per_rank(ranks, [getattr(s, name) for s in used.values()], fill)
-            for name, fill in _PER_PAIR.items()
-        },
-    }
+    def group_of(number: Field) -> Any:
+        values = [getattr(s, number.name) for s in used.values()]
+        if number.is_per_operation:
+            return per_operation(values, number.missing)
+        stacked = per_rank(ranks, values, number.missing)
+        # Receivers stand beside their sources, behind what there are three of.
+        return np.moveaxis(stacked, 0, -2) if number.is_per_source else stacked
+
+    def by_name(counters: Sequence[Mapping[str, Any]]) -> dict[str, FloatArray]:
+        return {
+            name: per_rank(counted, [of_rank[name] for of_rank in counters], np.nan)
+            for name in counters[0]
+        }
+
+    own = by_name([s.own for s in by_rank.values()])
     return Matrices(
         operation=kind,
         place=place,
         present=np.isin(np.arange(place.num_ranks), counted),
         counted=int(np.nanmax(own["ops"])),
         ops=ops,
-        busy=per_rank(ranks, [[s.busy] for s in used.values()], np.nan)[:, 0],
         stamps_arrivals=all(s.stamps_arrivals for s in used.values()),
-        totals=totals,
+        totals=by_name([s.totals for s in by_rank.values()]),
         own=own,
         timeline=_timeline(with_stamps),
-        **stacked,
+        **{number.name: group_of(number) for number in FIELDS},
     )
 
 

@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Optional
 
 import numpy as np
 
-from deep_ep.counters import CounterSnapshot
-from deep_ep.diagnose.collect.snapshot import Snapshot
-from deep_ep.diagnose.collect.snapshot_checks import require_snapshot, without_contradictions
-from deep_ep.diagnose.core.diagnosis import BoolArray, FloatArray, IntArray
-from deep_ep.diagnose.core.robust_stats import median, quantile, standard_error
+from ..core.diagnosis import BoolArray, FloatArray, IntArray
+from ..core.package import CounterSnapshot, stamps
+from ..core.robust_stats import median, quantile, standard_error
+from .fields import FIELDS, KEPT_ARRIVALS, Numbers, PerSource
+from .snapshot import Snapshot
+from .snapshot_checks import require_snapshot, without_contradictions
 
-# The latest arrivals of an operation that are kept: who held it up, and by how much.
-_KEPT_ARRIVALS = 2
 # Operations that the timeline shows.
 TIMELINE_OPERATIONS = 24
 # Counters per source that the group needs, besides what the stamps tell.
@@ -46,79 +46,29 @@ _MIN_STRETCH = 4
 class Recent:
     """The latest operations with all stamps of one rank, ns on its clock; `[m]`, `[m, num_ranks]`."""
 
-    ops: IntArray
-    begin: IntArray
-    entered: FloatArray
-    arrival: FloatArray
+    ops: Annotated[IntArray, ("m",)]
+    begin: Annotated[IntArray, ("m",)]
+    entered: Annotated[FloatArray, ("m", "num_ranks")]
+    arrival: Annotated[FloatArray, ("m", "num_ranks")]
 
 
 @dataclass(frozen=True)
-class KindSummary:
-    """One operation kind as one rank saw it. Times in ns; `[num_ranks]` per source unless said.
+class KindSummary(Numbers):
+    """One operation kind as one rank saw it.
 
     Attributes:
         totals, own: counters by name, `[num_ranks]` and scalars; of the totals ops, tokens, bytes
             and wait_ns.
         ops: [n] operation numbers in the ring; empty without a ring.
-        gap, span, held, drain, wait, duration, received: [n], this rank's own time between
-            operations, from entering to beginning to wait, of that since its last row was handed
-            over, from the last arrival to the end, its waiting, the whole operation; and tokens
-            received.
-        last, last_arrival, last_path: [n, 2], the latest sources, when they came, after the begin of
-            waiting, and how long after they had issued; NaN where they were there before.
-        wait_parts: [3, num_ranks], late, issue and path part of the waiting per operation, without
-            the tenth of operations at either end.
-        late, late_error: issue stamps against the median source, median over operations.
-        send: issued minus entered.
-        path, path_error, path_low, path_count: arrival minus issued: median, its error, lower
-            quartile, and the operations in which it could be seen.
-        path_hidden: bool, the data was there already in most operations in which the receiver came
-            early enough to see a path time of interest: not slow, more is not known.
-        path_seen: bool, false where path times rest on how far apart the two clocks are thought to be.
-        path_clock: how far path times may be wrong because of the two clocks; NaN where nobody knows.
-        path_tokens: median over the operations in which the path could be seen; routing may move.
-        path_moments: [3, num_ranks], sums over operations of the squares and the product of how
-            tokens and path time deviate from their medians: what a token costs on this path.
-        tokens: median per operation.
-        blame: waiting per operation in which this source came last.
-        active: time per operation in which this source's data was on its way and this rank waited.
-        busy: the union of these over all sources, per operation.
         stamps_arrivals: whether the true arrival of every word was stamped, however late the rank looked.
         recent: the latest operations, of rank 0 only.
     """
 
-    totals: Mapping[str, FloatArray]
-    own: Mapping[str, float]
-    ops: IntArray
-    gap: FloatArray
-    span: FloatArray
-    held: FloatArray
-    drain: FloatArray
-    wait: FloatArray
-    duration: FloatArray
-    received: FloatArray
-    last: IntArray
-    last_arrival: FloatArray
-    last_path: FloatArray
-    wait_parts: FloatArray
-    late: FloatArray
-    late_error: FloatArray
-    send: FloatArray
-    path: FloatArray
-    path_error: FloatArray
-    path_low: FloatArray
-    path_count: FloatArray
-    path_hidden: BoolArray
-    path_seen: BoolArray
-    path_clock: FloatArray
-    path_tokens: FloatArray
-    path_moments: FloatArray
-    tokens: FloatArray
-    blame: FloatArray
-    active: FloatArray
-    busy: float
+    totals: Annotated[Mapping[str, PerSource], _TOTALS]
+    own: Annotated[Mapping[str, float], _OWN]
+    ops: Annotated[IntArray, ("n",)]
     stamps_arrivals: bool
-    recent: Recent | None
+    recent: Optional[Recent]  # noqa: UP045 - read at run time, by Python 3.9 as well
 
 
 @dataclass(frozen=True)
@@ -175,22 +125,24 @@ def nothing_counted(num_ranks: int, rank: int) -> KindSummary:
 
 def _summarize_kind(counters: CounterSnapshot, rank: int, device: str) -> KindSummary:
     totals = {name: row.astype(np.float64) for name, row in zip(counters.fields, counters.totals)}
-    own = {name: float(value) for name, value in zip(counters.own_fields, counters.own)}
+    own = {
+        name: float(value) for name, value in zip(counters.own_fields, counters.own) if name in _OWN
+    }
     used = counters.operations()
     if not used.shape[0]:
         return _from_totals(totals, own, rank)
 
-    stamps = {name: used[:, -1, i] for i, name in enumerate(counters.ring_own_fields)}
+    own_stamps = {name: used[:, -1, i] for i, name in enumerate(counters.ring_own_fields)}
     of_source = {name: used[:, :-1, i] for i, name in enumerate(counters.ring_source_fields)}
-    begin = stamps["wait_begin"]
+    begin = own_stamps["wait_begin"]
     entered, issued, arrival = (
         _relative(of_source[name], begin[:, None]) for name in ("entered", "issued", "arrival")
     )
     took_part = np.isfinite(arrival)
     tokens = np.where(took_part, of_source["tokens"], np.nan).astype(np.float64)
     clock = _clock_errors(of_source.get("clock_error"), took_part)
-    leaves = _relative(stamps["exit"], begin)
-    ready = np.fmax(np.fmax.reduce(arrival, axis=1), 0.0)
+    leaves = _relative(own_stamps["exit"], begin)
+    ready = stamps.ready(arrival, np.zeros(begin.shape))
     was_seen = _was_seen(of_source.get("seen"), arrival, device)
     elapsed, seen = _visible(arrival, issued, was_seen, clock)
     elapsed[:, rank] = np.nan
@@ -199,17 +151,17 @@ def _summarize_kind(counters: CounterSnapshot, rank: int, device: str) -> KindSu
     hidden = often & (median(elapsed, 0) < 0.1 * _HIDDEN_NS)
     elapsed[:, ~often | hidden] = np.nan
     lateness = issued - median(issued, 1)[:, None]
-    last = np.argsort(np.where(took_part, -arrival, np.inf), axis=1)[:, :_KEPT_ARRIVALS]
+    last = np.argsort(np.where(took_part, -arrival, np.inf), axis=1)[:, :KEPT_ARRIVALS]
     start = np.maximum(entered, 0.0)
     on_the_way = np.where(arrival > start, arrival - start, 0.0)
     on_the_way[:, rank] = 0.0
     return KindSummary(
         totals={name: totals[name] for name in _TOTALS},
         own=own,
-        ops=stamps["op"].copy(),
-        gap=entered[:, rank] - _relative(stamps["previous_exit"], begin),
+        ops=own_stamps["op"].copy(),
+        gap=entered[:, rank] - _relative(own_stamps["previous_exit"], begin),
         span=-entered[:, rank],
-        held=_held(stamps.get("sent"), begin),
+        held=_held(own_stamps.get("sent"), begin),
         drain=leaves - ready,
         wait=ready,
         duration=leaves - entered[:, rank],
@@ -222,7 +174,7 @@ def _summarize_kind(counters: CounterSnapshot, rank: int, device: str) -> KindSu
         late_error=standard_error(lateness, 0),
         send=median(issued - entered, 0),
         path=median(elapsed, 0),
-        path_error=np.hypot(_error_of_median(elapsed), _rounding(stamps.get("timer_step"))),
+        path_error=np.hypot(_error_of_median(elapsed), _rounding(own_stamps.get("timer_step"))),
         path_low=quantile(elapsed, 0.25, 0),
         path_count=np.sum(np.isfinite(elapsed), axis=0).astype(np.float64),
         path_hidden=hidden,
@@ -233,10 +185,10 @@ def _summarize_kind(counters: CounterSnapshot, rank: int, device: str) -> KindSu
         tokens=median(tokens, 0),
         blame=np.bincount(last[:, 0], ready, minlength=arrival.shape[1]) / ready.size,
         active=np.mean(on_the_way, axis=0),
-        busy=_union(start, arrival, rank),
+        busy=np.asarray(_union(start, arrival, rank)),
         stamps_arrivals=bool((was_seen | ~took_part).all()),
         # One rank's is enough for a timeline, and rank 0 is always there.
-        recent=_recent(stamps["op"], begin, entered, arrival) if rank == 0 else None,
+        recent=_recent(own_stamps["op"], begin, entered, arrival) if rank == 0 else None,
     )
 
 
@@ -254,45 +206,38 @@ def _from_totals(
     per_op = {name: values / ops for name, values in totals.items()}
     path = per_op["path_ns"].copy()
     path[rank] = np.nan
-    unknown = np.full(num_ranks, np.nan)
     own_ops = own["ops"] if own["ops"] > 0 else float("nan")
 
     def one(value: float) -> FloatArray:
         return np.array([value / own_ops])
 
-    return KindSummary(
+    nothing_known = KindSummary(
         totals={name: totals[name] for name in _TOTALS},
         own=own,
         ops=np.zeros(0, np.int64),
+        stamps_arrivals=True,
+        recent=None,
+        **{row.name: row.unknown(num_ranks) for row in FIELDS},
+    )
+    return replace(
+        nothing_known,
         gap=one(own["gap_ns"]),
         span=one(own["send_ns"]),
-        held=one(float("nan")),
         drain=one(own["drain_ns"]),
         wait=one(own["wait_ns"]),
         duration=one(own["send_ns"] + own["wait_ns"] + own["drain_ns"]),
         received=one(float(totals["tokens"].sum())),
-        last=np.full((1, _KEPT_ARRIVALS), -1, np.int64),
-        last_arrival=np.full((1, _KEPT_ARRIVALS), np.nan),
-        last_path=np.full((1, _KEPT_ARRIVALS), np.nan),
         wait_parts=np.stack([per_op[name] for name in ("late_ns", "issue_ns", "path_ns")]),
         late=per_op["late_ns"] + per_op["issue_ns"],
         late_error=0.0 * ops,
-        send=unknown,
         path=path,
         path_error=0.0 * path,
         path_low=path,
         path_count=np.where(np.isfinite(path), ops, 0.0),
-        path_hidden=np.zeros(num_ranks, dtype=bool),
         path_seen=np.ones(num_ranks, dtype=bool),
-        path_clock=unknown,
         path_tokens=per_op["tokens"],
-        path_moments=np.zeros((3, num_ranks)),
         tokens=per_op["tokens"],
         blame=np.nan_to_num(per_op["critical_ns"]),
-        active=unknown,
-        busy=float("nan"),
-        stamps_arrivals=True,
-        recent=None,
     )
 
 
@@ -387,11 +332,8 @@ def _moments(tokens: FloatArray, elapsed: FloatArray) -> FloatArray:
 
 
 def _trimmed_parts(entered: FloatArray, issued: FloatArray, arrival: FloatArray) -> FloatArray:
-    """`[3, num_ranks]`: late, issue and path part of the waiting; the arithmetic of the counters."""
-    wait = np.maximum(arrival, 0.0)
-    late = np.clip(entered, 0.0, wait)
-    issue = np.clip(np.maximum(issued, entered), 0.0, wait) - late
-    parts = np.stack([late, issue, wait - late - issue])
+    """`[3, num_ranks]`: late, issue and path part of the waiting; stamps since its begin."""
+    wait, *parts = stamps.waiting(entered, issued, arrival, np.zeros(arrival.shape[0]))
     count = np.sum(np.isfinite(wait), axis=0)
     trim = count // 10
     # Place of each operation among the known waits of its source; unknown ones sort last.

@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from deep_ep.errors import EPArgumentError
+from ..core.package import EPArgumentError
 
 if TYPE_CHECKING:
-    from deep_ep.counters import CounterSnapshot, RecvCounters
+    from ..core.package import CounterSnapshot, RecvCounters
 
 
 @dataclass(frozen=True)

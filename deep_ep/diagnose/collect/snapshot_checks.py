@@ -12,10 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from deep_ep.counters import CounterSnapshot
-from deep_ep.diagnose.collect.snapshot import Snapshot
-from deep_ep.diagnose.core.diagnosis import BoolArray, IntArray
-from deep_ep.errors import EPArgumentError, EPTypeError
+from ..core.diagnosis import BoolArray, IntArray
+from ..core.package import CounterSnapshot, EPArgumentError, EPTypeError
+from .snapshot import Snapshot
 
 # What the rules read; counters may have more.
 _NEEDED = {

@@ -1,0 +1,1 @@
+"""Plain data and arithmetic that every other room uses."""

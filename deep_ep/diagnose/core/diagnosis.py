@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Union
+from typing import Any, Literal, Union
 
 import numpy as np
 import numpy.typing as npt
@@ -16,9 +16,40 @@ FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
 
-COMP_SLOW = "comp-slow"
-COMM_SLOW = "comm-slow"
-MIXED_SLOW = "mixed-slow"
+# Evidence of verdicts; times per operation, and without a unit in the name: counts.
+EvidenceKey = Literal[
+    "error_us",  # standard error of the effect
+    # Of a rank: its own times, and how they and its entry compare with the others'.
+    "gap_us",
+    "send_us",
+    "drain_us",
+    "own_time_over_median_us",
+    "later_than_median_us",
+    "earlier_than_median_us",
+    "ranks_that_waited_for_it",
+    "tokens_over_even_share",  # a ratio
+    "explained_by_tokens_us",
+    "path_into_it_over_median_us",
+    # Of a rank that is late at times.
+    "lateness_when_late_us",
+    "mean_over_all_us",
+    "longest_burst_operations",
+    # Of paths: one alone, several that have something in common, a pair of ranks, and all of them.
+    "path_us",
+    "usual_path_us",
+    "tokens",
+    "operations_seen",
+    "over_other_paths_us",
+    "there_and_back_over_usual_us",
+    "destination_waits_for_source_us",
+    "source_waits_for_destination_us",
+    "before_us",
+    "now_us",
+    "windows_since",
+    # Of sums of waiting alone.
+    "windows",
+    "windows_with_it",
+]
 
 Subject = Union[int, tuple[Any, ...], None]
 
@@ -31,10 +62,7 @@ class Verdict:
 
     Attributes:
         kind: COMP_SLOW, COMM_SLOW or MIXED_SLOW.
-        cause: what kind of that kind: "late", "late at times", "slow send", "slow receive"; "hot experts",
-            "early"; "path", "path or back", "ingress", "egress", "ingress or egress", "uplink", "downlink",
-            "uplink or downlink", "node pair", "rail", "everywhere"; without timestamps only
-            "sender side", "receiver side" or "pair".
+        cause: one of `causes.Cause`; from a record of a later version, any text.
         operation: "dispatch", "combine", or a kind of the normal kernels.
         rank: the rank named, or None.
         edge: (source, destination) of the path named, or None.
@@ -51,7 +79,7 @@ class Verdict:
         duration_us: what the operation takes now.
         certainty: 1 - probability of such an effect anywhere in the group by chance, 0 to 1.
         seen_in: share of the operations that show the effect, 0 to 1; NaN where it was not counted.
-        evidence: the numbers it rests on, by name with unit.
+        evidence: the numbers it rests on, by `EvidenceKey`; records of other versions have other names.
         next_step: one sentence: what to check next.
     """
 

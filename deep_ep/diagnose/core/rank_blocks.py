@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from deep_ep.diagnose.core.diagnosis import Diagnosis, FloatArray, IntArray
+from .diagnosis import Diagnosis, FloatArray, IntArray
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from statistics import NormalDist
 
 import numpy as np
 
-from deep_ep.diagnose.core.diagnosis import FloatArray, IntArray
+from .diagnosis import FloatArray, IntArray
 
 # Median absolute deviation to standard deviation, and the cost of a median over a mean (normal).
 MAD_TO_SIGMA = 1.4826

@@ -1,0 +1,1 @@
+"""Diagnosis of a program while it runs."""

@@ -20,9 +20,7 @@ from collections import deque
 from datetime import timedelta
 from typing import Any
 
-from deep_ep import rendezvous
-from deep_ep.errors import EPUsageError
-from deep_ep.group import Group, ThreadGroup, TorchGroup
+from ..core.package import EPUsageError, Group, ThreadGroup, TorchGroup, rendezvous
 
 _CONNECT_S = 30.0
 # The longest that fits a TCPStore, whose timeouts are an int of milliseconds.
@@ -167,6 +165,10 @@ class Rounds:
         """Another rank: says its part."""
         self._mailbox.post(_key("answer", number, self._mailbox.rank), data)
 
+    def leave(self, data: bytes) -> None:
+        """Another rank: answers whatever round comes next, which is its last."""
+        self._mailbox.post(_goodbye(self._mailbox.rank), data)
+
     def collect(
         self, number: int, timeout_s: float, silent_s: float = math.inf
     ) -> dict[int, bytes]:
@@ -184,8 +186,12 @@ class Rounds:
             left_s = max(deadline - time.monotonic(), 0.0)
             data = self._mailbox.wait(key, min(left_s, silent_s) if rank in self.silent else left_s)
             if data is None:
-                self.silent.setdefault(rank, (number, time.time()))
                 self._unread.append(key)
+                data = self._mailbox.wait(_goodbye(rank), 0)
+                if data is not None:
+                    self.dismiss(rank)
+            if data is None:
+                self.silent.setdefault(rank, (number, time.time()))
             else:
                 self.silent.pop(rank, None)
                 answers[rank] = data
@@ -195,9 +201,17 @@ class Rounds:
                 self._unread.append(late)
         return answers
 
+    def refuse(self, number: int, rank: int) -> None:
+        """Rank 0: what was found is not that rank's answer, which may come yet and is not read."""
+        self._unread.append(_key("answer", number, rank))
+
     def dismiss(self, rank: int) -> None:
         """Rank 0: that rank is not called any more."""
         self._others.discard(rank)
+
+
+def _goodbye(rank: int) -> str:
+    return f"goodbye/{rank}"
 
 
 def _key(kind: str, number: int, rank: int) -> str:
@@ -258,7 +272,7 @@ def _store_of(group: Group) -> Any:
     if not isinstance(group, TorchGroup):
         return None
     try:
-        store: Any = group._group.get_group_store()
+        store: Any = group.process_group.get_group_store()
         below: Any = store
         while hasattr(below, "underlying_store"):
             below = below.underlying_store
@@ -280,15 +294,15 @@ def _own_stores(group: Group, hosts: list[str]) -> tuple[Any, Any, Any]:
     def serve() -> tuple[str, int] | None:
         if group.rank != 0:
             return None
-        alone = len(set(hosts)) == 1
-        listener = socket.create_server(("127.0.0.1" if alone else "", 0))
+        address = rendezvous.address(hosts)
+        listener = socket.create_server((address if address.startswith("127.") else "", 0))
         port = listener.getsockname()[1]
         servers.append(
             tcp_store(
                 "127.0.0.1", port, is_master=True, master_listen_fd=listener.detach(), **options
             )
         )
-        return ("127.0.0.1" if alone else _address()), port
+        return address, port
 
     where = rendezvous.together(group, "opening a mailbox", serve)[0]
     assert where is not None  # rank 0 always serves
@@ -299,15 +313,3 @@ def _own_stores(group: Group, hosts: list[str]) -> tuple[Any, Any, Any]:
 
     rendezvous.together(group, "connecting its mailbox", connect)
     return connections[0], connections[1], servers
-
-
-def _address() -> str:
-    """An address of this host that others can reach: its name's, or the one it sends from."""
-    with contextlib.suppress(OSError):
-        named = socket.gethostbyname(socket.gethostname())
-        if not named.startswith("127."):
-            return named
-    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect(("192.0.2.1", 9))  # a documentation address; nothing is sent
-        return str(probe.getsockname()[0])
-    return socket.gethostname()

@@ -13,7 +13,6 @@ import itertools
 import logging
 import multiprocessing.util
 import os
-import pickle
 import queue
 import socket
 import sys
@@ -21,36 +20,44 @@ import threading
 import time
 import weakref
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Optional, TypeVar
 
 import numpy as np
 
-from deep_ep import env, rendezvous
-from deep_ep.diagnose.analyze.baseline import History
-from deep_ep.diagnose.analyze.engine import judge
-from deep_ep.diagnose.analyze.thresholds import MIN_OPERATIONS
-from deep_ep.diagnose.collect.group_matrices import gather
-from deep_ep.diagnose.collect.rank_summary import Summary, summarize
-from deep_ep.diagnose.collect.snapshot import Observed, Snapshot, observe
-from deep_ep.diagnose.live.mailbox import Rounds, is_lost, open_mailbox
-from deep_ep.diagnose.render.change_log import Changes
-from deep_ep.diagnose.storage.diagnosis_log import Record, Writer
-from deep_ep.errors import EPArgumentError
+from ..analyze.baseline import History
+from ..analyze.engine import judge
+from ..analyze.thresholds import MIN_OPERATIONS
+from ..collect.group_matrices import gather, require_summary
+from ..collect.rank_summary import Summary, summarize
+from ..collect.snapshot import Observed, Snapshot, observe
+from ..core.package import EPArgumentError, EPError, env, rendezvous
+from ..live import wire
+from ..render.change_log import Changes
+from ..storage.log_writer import Writer
+from ..storage.record import Record
+from .mailbox import Rounds, is_lost, open_mailbox
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from deep_ep.group import Group
+    from ..core.package import Group
 
 # All of these are chosen. How long rank 0 waits for the others' shares of a window, of the last one,
 # and for a rank that was silent before; and how long a rank waits to reach the end of a window.
 _SHARES_S, _LAST_SHARES_S, _SILENT_S, _REACH_S = 5.0, 1.0, 0.1, 1.0
 # How long the end of a buffer, or of the process, may take.
 _END_S = 2.0
+# How long a thread that has been told to end may take to hear of it.
+_WAKE_S = 1.0
 # Pauses between looks at the counters.
 _SHORTEST_LOOK_S, _LONGEST_LOOK_S = 0.002, 0.02
 # Matrices are recorded when verdicts change, and in every so manieth window.
 _FULL_EVERY = 30
+
+# Operations that the ranks of a window may tell of together, for each that rank 0 keeps; and at least.
+_OPERATIONS_PER_OWN, _LEAST_OPERATIONS = 2, 2048
+
+T = TypeVar("T")
 
 _log = logging.getLogger("deep_ep.diagnose")
 _numbers = itertools.count()
@@ -61,7 +68,7 @@ _running: set[Monitor] = set()
 class _Call:
     """Rank 0 to another: a window ends with `operation`, or there is none; `last`: no more come."""
 
-    operation: int | None
+    operation: Optional[int]  # noqa: UP045 - read at run time, by Python 3.9 as well
     last: bool
 
 
@@ -69,7 +76,7 @@ class _Call:
 class _Share:
     """A rank to rank 0: what it saw in a window, or nothing, because it stopped."""
 
-    summary: Summary | None
+    summary: Optional[Summary]  # noqa: UP045
     remarks: tuple[str, ...] = ()
 
 
@@ -104,7 +111,7 @@ class Monitor:
         self._buffer = weakref.ref(buffer)
         self._observed = observe(buffer)
         self._window = 0
-        self._ended = False
+        self._ended = self._refused = False
         # Its put() may be called by a destructor; an Event's set() may not.
         self._bell: queue.SimpleQueue[None] = queue.SimpleQueue()
         # On a GPU the first copy allocates, which must not happen while a graph is captured.
@@ -130,7 +137,11 @@ class Monitor:
         """Ends this rank; waits at most so long for the last window."""
         self.end()
         self._thread.join(timeout_s)
+        if self._thread.is_alive() and self._mailbox.rank != 0:
+            self._leave()
         self._mailbox.close()
+        # A thread that wakes up in an interpreter that is gone would end the process.
+        self._thread.join(_WAKE_S)
 
     # ---- the thread
 
@@ -168,7 +179,14 @@ class Monitor:
             data = self._rounds.await_call(self._window)
             if data is None:
                 return
-            call: _Call = pickle.loads(data)
+            try:
+                where = f"diagnose: window {self._window}, from rank 0"
+                call = wire.decode(_Call, data, where, num_ranks=self._mailbox.size)
+            except EPArgumentError as error:
+                if not self._refused:
+                    _say(f"rank 0's word on a window is left out: {error}")
+                self._refused = True
+                continue
             last = call.last
             if call.operation is not None:
                 self._answer(self._share(call.operation, self._reach(call.operation)))
@@ -256,10 +274,21 @@ class Monitor:
                 return
 
     def _call(self, call: _Call) -> None:
-        self._rounds.call(self._window, pickle.dumps(call))
+        self._rounds.call(self._window, wire.encode(call))
 
     def _answer(self, share: _Share) -> None:
-        self._rounds.answer(self._window, pickle.dumps(share))
+        self._rounds.answer(self._window, wire.encode(share))
+
+    def _leave(self) -> None:
+        """This rank ends before the others; rank 0 is not to miss it."""
+        try:
+            now = self._snapshot()
+            self._rounds.leave(wire.encode(self._share(now.operation, now)))
+        except Exception as error:  # noqa: BLE001 - whatever it is, the program ends
+            _say(
+                f"rank {self._mailbox.rank} left without a last share: {_reason(error)}",
+                logging.INFO,
+            )
 
     def _stop(self, error: Exception) -> None:
         """Says why; tells whoever would wait for this rank."""
@@ -290,13 +319,15 @@ class _Jury:
         self._group = f"{socket.gethostname()}-{os.getpid()}-{number}"
         self._label = f"buffer {number}: " if number else ""
         self._folder = folder
+        self._unwritten: list[int] = []
         self._writer: Writer | None = None
         self._changes = Changes()
         self._history = History()
 
     def judge(self, window: int, own: _Share, timeout_s: float) -> None:
         """One window, from this rank's share on."""
-        shares = [own, *self._collect(window, timeout_s)]
+        others, refused = self._collect(window, own, timeout_s)
+        shares = [own, *others]
         time_s = time.time()
         summaries = [share.summary for share in shares if share.summary is not None]
         diagnosis = judge(gather(summaries), None, self._history)
@@ -306,23 +337,33 @@ class _Jury:
             for rank, (missed, since) in self._rounds.silent.items()
         ]
         said = [remark for share in shares for remark in share.remarks]
-        diagnosis = replace(diagnosis, remarks=[*diagnosis.remarks, *said, *silent])
+        diagnosis = replace(diagnosis, remarks=[*diagnosis.remarks, *said, *refused, *silent])
         news = self._changes.verdicts(diagnosis)
-        for line in (*news, *self._changes.remarks(silent)):
+        refused = self._changes.remarks(refused, whatever_the_numbers=True)
+        for line in (*news, *refused, *self._changes.remarks(silent)):
             _say(self._label + line)
         for line in self._changes.remarks(diagnosis.remarks, whatever_the_numbers=True):
             _say(self._label + line, logging.INFO)
-        full = bool(news) or window % _FULL_EVERY == 1
+        full = bool(news or self._unwritten) or window % _FULL_EVERY == 1
         self._write(Record(diagnosis, time_s, window, self._group), full)
 
-    def _collect(self, window: int, timeout_s: float) -> list[_Share]:
-        """Shares of the other ranks, of those that come in time."""
-        shares: list[_Share] = []
+    def _collect(
+        self, window: int, own: _Share, timeout_s: float
+    ) -> tuple[list[_Share], list[str]]:
+        """Shares of the other ranks, of those that come in time; and why others are left out."""
+        limits = _Limits(own)
+        shares, refused = [], []
         for rank, data in self._rounds.collect(window, timeout_s, _SILENT_S).items():
-            shares.append(pickle.loads(data))
-            if shares[-1].summary is None:
+            try:
+                share = limits.share_of(rank, data, f"diagnose: window {window}, from rank {rank}")
+            except EPArgumentError as error:
+                self._rounds.refuse(window, rank)
+                refused.append(f"what came for rank {rank} is left out: {error}")
+                continue
+            shares.append(share)
+            if share.summary is None:
                 self._rounds.dismiss(rank)
-        return shares
+        return shares, refused
 
     def _write(self, record: Record, with_matrices: bool) -> None:
         if self._folder is None:
@@ -331,9 +372,59 @@ class _Jury:
             if self._writer is None:
                 self._writer = Writer(self._folder, self._group)
             self._writer.write(record, with_matrices=with_matrices)
-        except OSError as error:
-            _say(f"{self._label}no more records: {_reason(error)}")
-            self._folder = None
+        except (OSError, EPError) as error:
+            if not self._unwritten:
+                _say(
+                    f"{self._label}window {record.window} cannot be recorded: {_reason(error)}; "
+                    "tried again with every window"
+                )
+            self._unwritten.append(record.window)
+            return
+        if self._unwritten:
+            _say(
+                f"{self._label}windows are recorded again; {len(self._unwritten)} from window "
+                f"{self._unwritten[0]} to {self._unwritten[-1]} are missing"
+            )
+            self._unwritten = []
+
+
+class _Limits:
+    """What the other ranks may say about a window, given what rank 0 saw in it."""
+
+    def __init__(self, own: _Share) -> None:
+        assert own.summary is not None  # rank 0 looks at its counters before it asks the others
+        self._num_ranks = own.summary.num_ranks
+        self._ops = {kind: of_kind.ops for kind, of_kind in own.summary.kinds.items()}
+        kept = max((ops.size for ops in self._ops.values()), default=0)
+        self._most = max(_OPERATIONS_PER_OWN * kept, _LEAST_OPERATIONS)
+
+    def share_of(self, rank: int, data: bytes, where: str) -> _Share:
+        """The share in a message.
+
+        Raises:
+            EPArgumentError: the message is none, of another rank, or would make matrices too large.
+        """
+        share = wire.decode(_Share, data, where, num_ranks=self._num_ranks)
+        if share.summary is None:
+            return share
+        summary = require_summary(where, share.summary)
+        if (summary.rank, summary.num_ranks) != (rank, self._num_ranks):
+            raise EPArgumentError(
+                f"{where}: the share is of rank {summary.rank} of {summary.num_ranks}; it must be of rank "
+                f"{rank} of {self._num_ranks}. Let nobody else write to the store of the job."
+            )
+        ops = {
+            kind: np.union1d(self._ops.get(kind, of_kind.ops), of_kind.ops)
+            for kind, of_kind in summary.kinds.items()
+        }
+        largest = max((numbers.size for numbers in ops.values()), default=0)
+        if largest > self._most:
+            raise EPArgumentError(
+                f"{where}: with it the window has {largest} operations of one kind; at most {self._most} "
+                "may be told of. Let nobody else write to the store of the job."
+            )
+        self._ops.update(ops)
+        return share
 
 
 def _num_ops(snapshot: Snapshot) -> int:

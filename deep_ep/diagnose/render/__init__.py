@@ -1,0 +1,1 @@
+"""Diagnoses as text, pages, pictures and metrics."""

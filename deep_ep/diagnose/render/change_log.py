@@ -6,8 +6,9 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from deep_ep.diagnose.core.diagnosis import Diagnosis, Subject, Verdict
-from deep_ep.diagnose.render import wording
+from ..core.causes import TITLES
+from ..core.diagnosis import Diagnosis, Subject, Verdict
+from ..render import wording
 
 # A cause is gone when it was not seen for so many windows; chosen.
 WINDOWS_WITHOUT = 2
@@ -77,4 +78,4 @@ def verdict_line(diagnosis: Diagnosis, verdicts: Sequence[Verdict]) -> str:
 
 def _who(verdict: Verdict) -> str:
     where = f" ({verdict.where})" if verdict.where else ""
-    return f"{wording.TITLES[verdict.kind]} {wording.subject(verdict)}{where}: {verdict.cause}"
+    return f"{TITLES[verdict.kind]} {wording.subject(verdict)}{where}: {verdict.cause}"

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from deep_ep.diagnose.core import rank_blocks as blocks
-from deep_ep.diagnose.core.diagnosis import Diagnosis, FloatArray, Measured
-from deep_ep.diagnose.render import wording
-from deep_ep.errors import EPArgumentError, EPNotBuiltError
+from ..core import quantities, rank_blocks, safe_files
+from ..core.diagnosis import Diagnosis, FloatArray, Measured
+from ..core.package import EPArgumentError, EPNotBuiltError
+from ..render import wording
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -72,7 +72,8 @@ def write_picture(diagnosis: Diagnosis, path: str | Path) -> None:
     metadata: dict[str, Any] = {"Date": None} if suffix == ".svg" else {}
     # A rank is at least one dot wide.
     dots = max(_DOTS_PER_INCH, diagnosis.num_ranks / _SIDE)
-    figure.savefig(path, format=suffix[1:], dpi=dots, metadata=metadata)
+    with safe_files.create(path) as file:
+        figure.savefig(file, format=suffix[1:], dpi=dots, metadata=metadata)
 
 
 def _draw(figure: Figure, diagnosis: Diagnosis) -> None:
@@ -122,7 +123,7 @@ def _heatmap(figure: Figure, axes: Axes, diagnosis: Diagnosis, m: Measured) -> N
     image = axes.imshow(m.wait_us, cmap="magma_r", norm=norm, interpolation="none")
     title = f"{m.operation}: waiting, us {wording.per(diagnosis, m.operation)}"
     if m.num_operations:
-        title += f"\n{m.num_operations} operations, {wording.microseconds(m.duration_us)} each"
+        title += f"\n{m.num_operations} operations, {quantities.microseconds(m.duration_us)} each"
     axes.set_title(title, fontsize=11)
     axes.set_xlabel("waited for: rank")
     axes.set_ylabel("waiting: rank")
@@ -135,7 +136,7 @@ def _heatmap(figure: Figure, axes: Axes, diagnosis: Diagnosis, m: Measured) -> N
     beside = axes.get_position()
     bar = figure.add_axes((beside.x1 + 0.01, beside.y0, 0.012, beside.height))
     levels = norm.inverse(np.linspace(0.0, 1.0, 6))
-    figure.colorbar(image, cax=bar, ticks=list(levels), format=lambda us, _: wording.number(us))
+    figure.colorbar(image, cax=bar, ticks=list(levels), format=lambda us, _: quantities.number(us))
 
 
 def _scale(wait_us: FloatArray) -> tuple[float, float]:
@@ -150,7 +151,7 @@ def _scale(wait_us: FloatArray) -> tuple[float, float]:
 
 
 def _draw_borders(axes: Axes, diagnosis: Diagnosis) -> None:
-    borders = blocks.borders(diagnosis)
+    borders = rank_blocks.borders(diagnosis)
     if _SIDE / (len(borders) + 1) < _CLOSEST_BORDERS:
         return
     for rank in borders:

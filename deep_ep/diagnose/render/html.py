@@ -1,4 +1,4 @@
-"""One self-contained HTML page from diagnoses: verdicts and tables as text, two pictures drawn by page.js.
+"""One self-contained HTML page from diagnoses: verdicts and tables as text, two pictures drawn by html.js.
 
 The page asks the network for nothing, and its own policy forbids it. It is built as a tree, so that
 whatever a host name holds stays text. Without a script, words and tables are still there.
@@ -20,10 +20,11 @@ from xml.etree import ElementTree
 
 import numpy as np
 
-from deep_ep.diagnose.core import rank_blocks as blocks
-from deep_ep.diagnose.core.diagnosis import Diagnosis, FloatArray, Measured, Verdict
-from deep_ep.diagnose.render import wording
-from deep_ep.errors import EPArgumentError
+from ..core import quantities, rank_blocks, safe_files
+from ..core.causes import TITLES
+from ..core.diagnosis import Diagnosis, FloatArray, Measured, Verdict
+from ..core.package import EPArgumentError
+from ..render import wording
 
 _PARTS = ("wait", "late", "issue", "path", "tokens")
 # Up to here matrices keep 16 bits of mantissa; beyond, 8: a page of 1024 ranks stays below 20 MB.
@@ -34,23 +35,6 @@ _ROUNDED_BITS = 8
 _SLOWEST = 3
 _MOST_RANKS = 64
 _MOST_EVENTS = 50
-# Which part of the waiting shows a cause, and whether it fills a column (waited for) or a row (waits).
-_PICTURE_OF = {
-    "late": ("late", "column"),
-    "slow send": ("issue", "column"),
-    "slow receive": ("wait", "row"),
-    "hot experts": ("tokens", "row"),
-    "early": ("late", "row"),
-    "ingress": ("path", "row"),
-    "egress": ("path", "column"),
-    "ingress or egress": ("path", "row"),
-    "uplink": ("path", "column"),
-    "downlink": ("path", "row"),
-    "uplink or downlink": ("path", "row"),
-    "sender side": ("wait", "column"),
-    "receiver side": ("wait", "row"),
-    "pair": ("wait", "cell"),
-}
 
 Element = ElementTree.Element
 
@@ -94,7 +78,8 @@ def write_page(
     page = _page(diagnoses, title, names, block_of or [()] * len(diagnoses))
     text = "<!DOCTYPE html>\n" + ElementTree.tostring(page, encoding="unicode", method="html")
     # A host name may hold what UTF-8 cannot.
-    Path(path).write_bytes(text.encode("utf-8", errors="replace"))
+    with safe_files.create(path) as file:
+        file.write(text.encode("utf-8", errors="replace"))
 
 
 def _check(diagnosis: Diagnosis) -> None:
@@ -167,7 +152,7 @@ def _page(
 
 
 def _resource(name: str) -> str:
-    return (resources.files("deep_ep.diagnose.render") / name).read_text(encoding="utf-8")
+    return (resources.files(__package__) / name).read_text(encoding="utf-8")
 
 
 def _hash(text: str) -> str:
@@ -216,7 +201,7 @@ def _about(diagnosis: Diagnosis) -> str:
     for name, m in diagnosis.measured.items():
         text += f"; {name}: {_operations(m)}"
         if math.isfinite(m.duration_us):
-            text += f", {wording.microseconds(m.duration_us)} each"
+            text += f", {quantities.microseconds(m.duration_us)} each"
     if diagnosis.source == "waits":
         text += "; from cumulative waiting alone: which side is slow, not why"
     return text
@@ -254,14 +239,14 @@ def _add_verdicts(section: Element, diagnosis: Diagnosis) -> None:
         same_cause = before is not None and before.key == verdict.key
         rows.append(
             [
-                f"{wording.TITLES[verdict.kind]}: {verdict.cause}",
+                f"{TITLES[verdict.kind]}: {verdict.cause}",
                 ", ".join(filter(None, (wording.subject(verdict), verdict.where))),
                 verdict.operation,
-                wording.number(verdict.effect_us) + wording.interval(verdict),
-                wording.percent(verdict.share),
+                quantities.number(verdict.effect_us) + wording.interval(verdict),
+                quantities.percent(verdict.share),
                 # One number for all operations that a cause shows in.
-                "" if same_cause else wording.number(verdict.saving_us),
-                wording.percent(verdict.seen_in),
+                "" if same_cause else quantities.number(verdict.saving_us),
+                quantities.percent(verdict.seen_in),
                 wording.certainty(verdict),
             ]
         )
@@ -285,7 +270,8 @@ def _add_verdicts(section: Element, diagnosis: Diagnosis) -> None:
 def _add_show_button(cell: Element, diagnosis: Diagnosis, verdict: Verdict) -> None:
     if verdict.operation not in diagnosis.measured:
         return
-    part, shape = _PICTURE_OF.get(verdict.cause, ("path", "cell"))
+    row = wording.row_of(verdict)
+    part, shape = (row.matrix, row.axis) if row else ("path", "cell")
     marks = _marks(diagnosis, verdict, shape)
     _add(
         cell,
@@ -325,7 +311,7 @@ def _marks(diagnosis: Diagnosis, verdict: Verdict, shape: str) -> list[list[int]
 
 
 def _of_node(diagnosis: Diagnosis, node: int) -> list[range]:
-    nodes = blocks.nodes_of(diagnosis)
+    nodes = rank_blocks.nodes_of(diagnosis)
     return _runs([rank for rank, of in enumerate(nodes) if of == node])
 
 
@@ -378,7 +364,7 @@ def _add_bandwidth(section: Element, diagnosis: Diagnosis, *, with_paths: bool) 
         [
             name,
             *(
-                wording.number(_median(values))
+                quantities.number(_median(values))
                 for values in (b.effective, b.ingress, b.egress, b.edge)
             ),
         ]
@@ -426,8 +412,8 @@ def _slowest_ranks(diagnosis: Diagnosis, what: str, rates: FloatArray) -> list[l
         [
             what,
             wording.rank_name(diagnosis, rank),
-            wording.number(float(rates[rank])),
-            wording.percent(float(rates[rank]) / median) if median > 0 else "",
+            quantities.number(float(rates[rank])),
+            quantities.percent(float(rates[rank]) / median) if median > 0 else "",
         ]
         for rank in ranks[:_SLOWEST]
     ]
@@ -446,8 +432,8 @@ def _slowest_edges(diagnosis: Diagnosis, what: str, rates: FloatArray) -> list[l
         if not np.isfinite(flat[cell]):
             continue
         ends = (wording.rank_name(diagnosis, source), wording.rank_name(diagnosis, receiver))
-        part = wording.percent(float(flat[cell]) / median) if median > 0 else ""
-        found.append([what, " > ".join(ends), wording.number(float(flat[cell])), part])
+        part = quantities.percent(float(flat[cell]) / median) if median > 0 else ""
+        found.append([what, " > ".join(ends), quantities.number(float(flat[cell])), part])
     return found
 
 
@@ -473,7 +459,7 @@ def _add_own_times(section: Element, diagnosis: Diagnosis) -> None:
             [name, "before it (gap)", "sending", "after the last arrival", "waiting"],
             [
                 [wording.rank_name(diagnosis, rank)]
-                + [wording.number(float(values[rank])) for values in columns]
+                + [quantities.number(float(values[rank])) for values in columns]
                 for rank in ranks
             ],
             numbers={1, 2, 3, 4},
@@ -546,12 +532,12 @@ def _add_choice(controls: Element, title: str, name: str, values: Sequence[str])
 
 
 def _window_data(diagnosis: Diagnosis, block_of: Sequence[int]) -> dict[str, Any]:
-    """What page.js reads of one window: names of the ranks, and packed matrices per operation."""
+    """What html.js reads of one window: names of the ranks, and packed matrices per operation."""
     ranks = range(diagnosis.num_ranks)
     return {
         "labels": [wording.rank_name(diagnosis, rank) for rank in ranks],
         "missing": list(wording.missing_ranks(diagnosis)),
-        "borders": blocks.borders(diagnosis),
+        "borders": rank_blocks.borders(diagnosis),
         "notes": ["Stored as means over blocks of ranks."] if block_of else [],
         "operations": {
             name: {"per": wording.per(diagnosis, name), **_operation_data(m)}

@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from deep_ep.diagnose.core.diagnosis import Diagnosis, FloatArray, Measured
-from deep_ep.diagnose.render import wording
-from deep_ep.diagnose.storage.diagnosis_log import Record
-from deep_ep.errors import EPNotBuiltError
+from ..core import safe_files
+from ..core.diagnosis import Diagnosis, FloatArray, Measured
+from ..core.package import EPNotBuiltError
+from ..render import wording
+from ..storage.record import Record
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -51,7 +52,7 @@ def write_textfile(given: Diagnosis | Record | Sequence[Record], path: Path | st
         EPNotBuiltError: `prometheus_client` is not installed.
         OSError: the file cannot be written.
     """
-    _client().write_to_textfile(str(path), registry(given))
+    safe_files.replace(path, _client().generate_latest(registry(given)))
 
 
 class Metrics:

@@ -7,12 +7,9 @@ Every shade is a character, so that it reads the same without colour.
 
 from __future__ import annotations
 
-import io
 import math
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 from rich.color import Color
@@ -21,16 +18,11 @@ from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
-from deep_ep.diagnose.core import rank_blocks as blocks
-from deep_ep.diagnose.core.diagnosis import (
-    Bandwidth,
-    Diagnosis,
-    FloatArray,
-    Measured,
-    Verdict,
-)
-from deep_ep.diagnose.core.rank_blocks import Blocks
-from deep_ep.diagnose.render import wording
+from ..core import quantities, rank_blocks
+from ..core.causes import TITLES
+from ..core.diagnosis import Bandwidth, Diagnosis, FloatArray, Measured, Verdict
+from ..core.rank_blocks import Blocks
+from ..render import wording
 
 _SHADES = "·░▒▓█"
 _ASCII_SHADES = ".-+*#"
@@ -56,42 +48,6 @@ def report(diagnosis: Diagnosis, console: Console | None = None) -> None:
     """
     console = console or Console()
     console.print(render(diagnosis, console))
-
-
-def heatmap_svg(
-    diagnosis: Diagnosis,
-    path: str | Path,
-    *,
-    width: int = 88,
-    title: str = "deep_ep.diagnose",
-) -> None:
-    """Writes what `report` prints, in colour, to an SVG file.
-
-    Args:
-        diagnosis: what `run` or `judge` returned.
-        path: the file to write.
-        width: columns of the picture.
-        title: words in its title bar.
-    """
-    console = Console(
-        record=True, width=width, file=io.StringIO(), force_terminal=True, color_system="truecolor"
-    )
-    report(diagnosis, console)
-    save_svg(console, path, title=title)
-
-
-def save_svg(console: Console, path: str | Path, *, title: str = "deep_ep.diagnose") -> None:
-    """Writes what a recording console has printed to an SVG file that refers to nothing outside.
-
-    Args:
-        console: made with `record=True`.
-        path: the file to write.
-        title: words in its title bar.
-    """
-    picture = console.export_svg(title=title)
-    # rich names a web font; pictures go into tickets and are read offline.
-    picture = re.sub(r"@font-face \{.*?\n *\}\n", "", picture, flags=re.DOTALL)
-    Path(path).write_text(picture, encoding="utf-8")
 
 
 def render(diagnosis: Diagnosis, console: Console) -> RenderableType:
@@ -143,7 +99,7 @@ def _cause(diagnosis: Diagnosis, verdicts: Sequence[Verdict]) -> list[Renderable
     largest = verdicts[0]
     head = Text()
     head.append(
-        f"{wording.TITLES[largest.kind]}  {wording.subject(largest)}",
+        f"{TITLES[largest.kind]}  {wording.subject(largest)}",
         style="bold red",
     )
     head.append(f"  {largest.where}" if largest.where else "", style="bold")
@@ -164,7 +120,7 @@ def _cause(diagnosis: Diagnosis, verdicts: Sequence[Verdict]) -> list[Renderable
 def _numbers(diagnosis: Diagnosis, verdict: Verdict) -> str:
     told = [f"{verdict.operation}: {wording.effect(diagnosis, verdict)}"]
     if math.isfinite(verdict.seen_in):
-        told.append(f"in {wording.percent(verdict.seen_in)} of operations")
+        told.append(f"in {quantities.percent(verdict.seen_in)} of operations")
     if math.isfinite(verdict.certainty):
         told.append(f"certainty {wording.certainty(verdict)}")
     return ", ".join(told)
@@ -173,7 +129,7 @@ def _numbers(diagnosis: Diagnosis, verdict: Verdict) -> str:
 def _durations(verdicts: Sequence[Verdict]) -> str:
     """What a saving is to be compared with."""
     now = [
-        f"{verdict.operation} takes {wording.microseconds(verdict.duration_us)}"
+        f"{verdict.operation} takes {quantities.microseconds(verdict.duration_us)}"
         for verdict in verdicts
         if math.isfinite(verdict.duration_us)
     ]
@@ -295,8 +251,8 @@ def _heatmap(diagnosis: Diagnosis, m: Measured, console: Console) -> Text:
 
 def _blocks_for(diagnosis: Diagnosis, width: int) -> Blocks:
     if diagnosis.num_ranks <= min(_MOST_CELLS, width - _LABEL_WIDTH):
-        return blocks.single(diagnosis.num_ranks)
-    return blocks.at_most(min(_MOST_CELLS, width - _WIDEST_LABEL), diagnosis)
+        return rank_blocks.single(diagnosis.num_ranks)
+    return rank_blocks.at_most(min(_MOST_CELLS, width - _WIDEST_LABEL), diagnosis)
 
 
 def _operations(m: Measured) -> str:
@@ -308,11 +264,12 @@ def _operations(m: Measured) -> str:
 
 def _own_waiting(m: Measured) -> str:
     longest = [
-        f"{wording.microseconds(-us)} rank {rank}" for rank, us in _lowest(-m.own_wait_us, _NAMED)
+        f"{quantities.microseconds(-us)} rank {rank}"
+        for rank, us in _lowest(-m.own_wait_us, _NAMED)
     ]
     if not longest:
         return "not known for any pair of ranks"
-    middle = wording.microseconds(_middle(m.own_wait_us))
+    middle = quantities.microseconds(_middle(m.own_wait_us))
     return (
         f"no matrix stored for this window; a rank waits {middle} (median),\n"
         f"longest {', '.join(longest)}"

@@ -5,45 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from deep_ep.diagnose.core.diagnosis import (
-    COMM_SLOW,
-    COMP_SLOW,
-    MIXED_SLOW,
-    Diagnosis,
-    Event,
-    Subject,
-    Verdict,
-)
-
-TITLES = {COMP_SLOW: "Comp-Slow", COMM_SLOW: "Comm-Slow", MIXED_SLOW: "Mixed-Slow"}
+from ..core import quantities
+from ..core.causes import CAUSES, TITLES, CauseRow
+from ..core.diagnosis import Diagnosis, Event, Subject, Verdict
 
 # The host of ranks in matrices from elsewhere.
 UNKNOWN_HOST = "?"
 _MOST_CERTAIN = 0.9999
-
-# What each cause makes its subject do.
-CLAIMS = {
-    "late": "comes late",
-    "late at times": "comes late now and then",
-    "slow send": "takes long to send",
-    "slow receive": "takes long to receive",
-    "hot experts": "is sent more than the others",
-    "early": "comes before the others and waits for them",
-    "path": "is slow",
-    "ingress": "receives slowly from everybody",
-    "egress": "reaches everybody slowly",
-    "path or back": "is slow, or the way back is",
-    "ingress or egress": "receives slowly from everybody, or reaches everybody slowly",
-    "uplink": "reaches all other nodes slowly",
-    "downlink": "receives slowly from all other nodes",
-    "uplink or downlink": "reaches all other nodes slowly, or receives slowly from them",
-    "node pair": "is slow between all their ranks",
-    "rail": "is slow on every node",
-    "everywhere": "is slower than it used to be",
-    "sender side": "is waited for by everybody",
-    "receiver side": "waits for everybody",
-    "pair": "is slow",
-}
 
 
 def rank_name(diagnosis: Diagnosis, rank: int) -> str:
@@ -99,6 +67,11 @@ def subject(verdict: Verdict) -> str:
     return "all ranks" if verdict.rank is None else f"rank {verdict.rank}"
 
 
+def row_of(verdict: Verdict) -> CauseRow | None:
+    """What is known about its cause; `None` for one that a later version recorded."""
+    return CAUSES.get(verdict.cause)
+
+
 def by_cause(verdicts: Sequence[Verdict]) -> list[list[Verdict]]:
     """Verdicts of all operations that name the same thing together; both in the order given."""
     causes: dict[tuple[str, Subject], list[Verdict]] = {}
@@ -119,7 +92,8 @@ def sentence(diagnosis: Diagnosis, verdicts: Sequence[Verdict]) -> str:
     text = f"{TITLES[first.kind]}: {subject(first)}{where}"
     said = ""
     for verdict in verdicts:
-        claim = CLAIMS.get(verdict.cause, verdict.cause)
+        row = row_of(verdict)
+        claim = row.claim if row else verdict.cause
         joint = " " if not said else "; " if claim != said else ", and "
         text += f"{joint}{claim} " if claim != said else joint
         text += f"in {verdict.operation}, {effect(diagnosis, verdict)}"
@@ -137,17 +111,17 @@ def per(diagnosis: Diagnosis, operation: str) -> str:
 
 def effect(diagnosis: Diagnosis, verdict: Verdict) -> str:
     """`+512 us (95 %: 500 to 524) per operation, 98 % of all waiting`."""
-    text = f"+{microseconds(verdict.effect_us)}{interval(verdict, '95 %: ')}"
+    text = f"+{quantities.microseconds(verdict.effect_us)}{interval(verdict, '95 %: ')}"
     text += f" {per(diagnosis, verdict.operation)}"
     known = math.isfinite(verdict.share)
-    return f"{text}, {percent(verdict.share)} of all waiting" if known else text
+    return f"{text}, {quantities.percent(verdict.share)} of all waiting" if known else text
 
 
 def interval(verdict: Verdict, what: str = "") -> str:
     """` (500 to 524)`, or nothing where it is not known."""
     low, high = verdict.interval_us
     known = math.isfinite(low) and math.isfinite(high)
-    return f" ({what}{number(low)} to {number(high)})" if known else ""
+    return f" ({what}{quantities.number(low)} to {quantities.number(high)})" if known else ""
 
 
 def saving(diagnosis: Diagnosis, verdict: Verdict) -> str:
@@ -173,11 +147,11 @@ def _without(diagnosis: Diagnosis, what: str, operation: str, saving_us: float) 
     if not math.isfinite(saving_us):
         return ""
     if diagnosis.source == "waits":
-        gain = f"a rank waits {microseconds(saving_us)} less"
-    elif number(saving_us) == "0":
+        gain = f"a rank waits {quantities.microseconds(saving_us)} less"
+    elif quantities.number(saving_us) == "0":
         return f"without {what}: nothing gained"
     else:
-        gain = f"{microseconds(saving_us)} less"
+        gain = f"{quantities.microseconds(saving_us)} less"
     return f"without {what}: {gain} {per(diagnosis, operation)}"
 
 
@@ -186,15 +160,16 @@ def evidence(verdict: Verdict) -> str:
     told = []
     for name, value in verdict.evidence.items():
         if math.isfinite(value):
-            plain, unit = (name[:-3], " us") if name.endswith((" us", "_us")) else (name, "")
-            told.append(f"{plain} {number(value)}{unit}")
+            words = name.replace("_", " ")
+            plain, unit = (words[:-3], " us") if words.endswith(" us") else (words, "")
+            told.append(f"{plain} {quantities.number(value)}{unit}")
     return ", ".join(told)
 
 
 def event(diagnosis: Diagnosis, found: Event) -> str:
     """One operation that stood out, as a sentence."""
     return (
-        f"{found.operation} {found.number}: everybody waited {microseconds(found.effect_us)} longer "
+        f"{found.operation} {found.number}: everybody waited {quantities.microseconds(found.effect_us)} longer "
         f"for {rank_name(diagnosis, found.rank)} than for the others."
     )
 
@@ -235,27 +210,4 @@ def by_effect(diagnosis: Diagnosis) -> list[Verdict]:
 
 def certainty(verdict: Verdict) -> str:
     """`> 99.9 %`; nobody is certain to the last digit."""
-    return percent(min(verdict.certainty, _MOST_CERTAIN))
-
-
-def percent(part: float) -> str:
-    """0.5 -> "50 %"; close to one is not rounded to certainty."""
-    if not math.isfinite(part):
-        return "not known"
-    if 0.9995 < part < 1:
-        return "> 99.9 %"
-    return f"{part:.1%}".replace(".0%", "%").replace("%", " %")
-
-
-def microseconds(us: float) -> str:
-    """`512 us`, or `not known`."""
-    return f"{number(us)} us" if math.isfinite(us) else "not known"
-
-
-def number(value: float) -> str:
-    """Three to four digits where there is a fraction, all of them where there is none."""
-    if not math.isfinite(value):
-        return "not known"
-    digits = 0 if abs(value) >= 1000 else 1 if abs(value) >= 10 else 2
-    text = f"{value:,.{digits}f}"
-    return text.rstrip("0").rstrip(".") if "." in text else text
+    return quantities.percent(min(verdict.certainty, _MOST_CERTAIN))

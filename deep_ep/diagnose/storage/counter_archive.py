@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import math
 import struct
 import zipfile
 import zlib
@@ -11,16 +13,45 @@ from typing import Any
 
 import numpy as np
 
-from deep_ep.counters import CounterSnapshot
-from deep_ep.diagnose.collect.snapshot import Snapshot
-from deep_ep.errors import EPArgumentError
+from ..collect.snapshot import Snapshot
+from ..core import safe_files
+from ..core.package import CounterSnapshot, EPArgumentError
+from .codec import TEXT, Int64Array, Integer, List, Object, Schema, Wrong, not_as_expected
 
 SCHEMA = "deep_ep.counters/1"
 FILE_PATTERN = "counters-rank*.npz"
 
-_NAMES = ("fields", "own_fields", "ring_source_fields", "ring_own_fields", "estimated")
-_ARRAYS = ("totals", "own", "ring")
-_DAMAGED = (zipfile.BadZipFile, zlib.error, struct.error)
+_COUNT = Integer()
+# What is of all kinds of operations.
+HEAD = Object(
+    dict,
+    (Schema(SCHEMA), "schema"),
+    (_COUNT, "rank"),
+    (Integer(least=1), "num_ranks"),
+    (TEXT, "device", "host"),
+    (_COUNT, "device_index", "node"),
+    (List(TEXT), "kinds"),
+)
+# Of each kind; its name and "/" stand before those of the entries.
+COUNTERS = Object(
+    CounterSnapshot,
+    (List(TEXT, "fields", tuple), "fields"),
+    (List(TEXT, "own_fields", tuple), "own_fields"),
+    (List(TEXT, "ring_source_fields", tuple), "ring_source_fields"),
+    (List(TEXT, "ring_own_fields", tuple), "ring_own_fields"),
+    (List(TEXT, make=tuple), "estimated"),
+    (Int64Array(("fields", "num_ranks")), "totals"),
+    (Int64Array(("own_fields",)), "own"),
+    (Int64Array((None, "num_sources", ("ring_source_fields", "ring_own_fields"))), "ring"),
+    (_COUNT, "lost"),
+)
+_DAMAGED = (zipfile.BadZipFile, zlib.error, struct.error, RuntimeError, OverflowError)
+_HEADERS = {
+    (1, 0): np.lib.format.read_array_header_1_0,
+    (2, 0): np.lib.format.read_array_header_2_0,
+}
+# What a file may unpack to: rings of some thousand operations of 1,024 ranks.
+_LARGEST = 512 * 2**20
 
 
 def save(snapshots: Snapshot | Sequence[Snapshot], folder: Path | str) -> list[Path]:
@@ -34,32 +65,27 @@ def save(snapshots: Snapshot | Sequence[Snapshot], folder: Path | str) -> list[P
         The files.
 
     Raises:
+        EPArgumentError: the name of a file is a link.
         OSError: a file cannot be written.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    files = []
+    written = []
     for snapshot in [snapshots] if isinstance(snapshots, Snapshot) else snapshots:
-        stored: dict[str, Any] = {
-            "schema": SCHEMA,
-            "rank": snapshot.rank,
-            "num_ranks": snapshot.num_ranks,
-            "device": snapshot.device,
-            "host": snapshot.host,
-            "device_index": snapshot.device_index,
-            "node": snapshot.node,
-            "kinds": np.array(list(snapshot.operations), dtype=np.str_),
-        }
-        for kind, counters in snapshot.operations.items():
-            for name in _NAMES:
-                stored[f"{kind}/{name}"] = np.array(getattr(counters, name), dtype=np.str_)
-            for name in _ARRAYS:
-                stored[f"{kind}/{name}"] = getattr(counters, name)
-            stored[f"{kind}/lost"] = counters.lost
-        files.append(folder / f"counters-rank{snapshot.rank}.npz")
-        with files[-1].open("wb") as file:
-            np.savez_compressed(file, **stored)
-    return files
+        kinds = snapshot.operations
+        stored = HEAD.write({**vars(snapshot), "schema": SCHEMA, "kinds": kinds})
+        for kind, counters in kinds.items():
+            of_kind = COUNTERS.write(counters)
+            stored.update({f"{kind}/{name}": value for name, value in of_kind.items()})
+        written.append(folder / f"counters-rank{snapshot.rank}.npz")
+        with safe_files.create(written[-1]) as file:
+            np.savez_compressed(file, **{name: _array(value) for name, value in stored.items()})
+    return written
+
+
+def _array(value: Any) -> Any:
+    """An entry; only texts come in lists."""
+    return np.array(value, dtype=np.str_) if isinstance(value, list) else value
 
 
 def load(path: Path | str) -> list[Snapshot]:
@@ -77,13 +103,13 @@ def load(path: Path | str) -> list[Snapshot]:
         OSError: a file cannot be read.
     """
     path = Path(path)
-    files = sorted(path.glob(FILE_PATTERN)) if path.is_dir() else [path]
-    if not files:
+    found = sorted(path.glob(FILE_PATTERN)) if path.is_dir() else [path]
+    if not found:
         raise EPArgumentError(
             f"{path}: there is no {FILE_PATTERN} in this folder; expected one per rank, as "
             "diagnose.save() writes them. Pass that folder, or a file."
         )
-    return sorted((_load_file(file) for file in files), key=lambda snapshot: snapshot.rank)
+    return sorted((_load_file(file) for file in found), key=lambda snapshot: snapshot.rank)
 
 
 def _load_file(file: Path) -> Snapshot:
@@ -93,106 +119,91 @@ def _load_file(file: Path) -> Snapshot:
             f"{file}: no archive, or cut off; {expected}. Was the program stopped while it wrote?"
         )
     try:
-        with np.load(file, allow_pickle=False) as stored:
-            arrays = {name: stored[name] for name in stored.files}
+        with zipfile.ZipFile(file) as archive:
+            arrays = _read_arrays(archive)
     except (ValueError, EOFError, KeyError, NotImplementedError, *_DAMAGED) as error:
         raise EPArgumentError(
             f"{file}: damaged ({error}); {expected}. Copy the file again."
         ) from None
-    return _Archive(file, arrays).snapshot()
+    try:
+        return _snapshot({name: _plain(value) for name, value in arrays.items()})
+    except Wrong as wrong:
+        raise wrong.refusal(str(file), "entry", SCHEMA) from None
 
 
-class _Archive:
-    """The arrays of one file while they are checked."""
+def _read_arrays(archive: zipfile.ZipFile) -> dict[str, Any]:
+    """What np.load reads; but an array that would be larger than its entry is never allocated.
 
-    def __init__(self, file: Path, arrays: dict[str, Any]) -> None:
-        self.file = file
-        self.arrays = arrays
-
-    def snapshot(self) -> Snapshot:
-        schema = self.text("schema")
-        if schema != SCHEMA:
-            raise EPArgumentError(
-                f"{self.file}: schema is {schema!r}; this version reads {SCHEMA!r} only. "
-                "Read the file with the version of deep_ep that wrote it."
-            )
-        num_ranks = self.number("num_ranks", least=1)
-        rank = self.number("rank", least=0)
-        if rank >= num_ranks:
-            raise self.error("rank", f"a rank below num_ranks = {num_ranks}", rank)
-        return Snapshot(
-            rank=rank,
-            num_ranks=num_ranks,
-            device=self.text("device"),
-            host=self.text("host"),
-            operations={kind: self.counters(kind, num_ranks) for kind in self.texts("kinds")},
-            device_index=self.number("device_index", least=0),
-            node=self.number("node", least=0),
+    Raises:
+        ValueError: an entry is no array, or all together are too large.
+    """
+    entries = archive.infolist()
+    unpacked = sum(entry.file_size for entry in entries)
+    if unpacked > _LARGEST:
+        raise ValueError(f"{unpacked} bytes when unpacked, where {_LARGEST} are allowed")
+    arrays = {}
+    for entry in entries:
+        with archive.open(entry) as packed:
+            data = io.BytesIO(packed.read(entry.file_size))
+        _require_whole_array(data)
+        arrays[entry.filename.removesuffix(".npy")] = np.lib.format.read_array(
+            data, allow_pickle=False
         )
+    return arrays
 
-    def counters(self, kind: str, num_ranks: int) -> CounterSnapshot:
-        names = {name: self.texts(f"{kind}/{name}") for name in _NAMES}
-        columns = max(len(names["ring_source_fields"]), len(names["ring_own_fields"]))
-        totals = self.integers(f"{kind}/totals", (len(names["fields"]), num_ranks))
-        counters = CounterSnapshot(
-            **names,
-            totals=totals,
-            own=self.integers(f"{kind}/own", (len(names["own_fields"]),)),
-            ring=self.integers(f"{kind}/ring", (None, num_ranks + 1, columns)),
-            lost=self.number(f"{kind}/lost", least=0),
+
+def _require_whole_array(data: io.BytesIO) -> None:
+    """Leaves it at its beginning."""
+    version = np.lib.format.read_magic(data)
+    if version not in _HEADERS:
+        raise ValueError(f"an array of version {version}")
+    shape, _, dtype = _HEADERS[version](data)
+    count = math.prod(shape)
+    size = count * dtype.itemsize
+    left = data.getbuffer().nbytes - data.tell()
+    # Texts without characters take no bytes, any number of them.
+    if count > max(left, 1) or (size != left and not dtype.hasobject):
+        raise ValueError(f"{dtype} of shape {list(shape)} in {left} bytes")
+    data.seek(0)
+
+
+def _plain(value: Any) -> Any:
+    """An entry that is a text, an integer, or a list of texts; any other as it is."""
+    is_plain = value.dtype.kind == "U" or (value.dtype.kind == "i" and not value.shape)
+    return value.tolist() if is_plain else value
+
+
+def _snapshot(stored: dict[str, Any]) -> Snapshot:
+    """Raises Wrong with the name of the entry."""
+    head = HEAD.read(stored, {})
+    del head["schema"]
+    kinds, rank, num_ranks = head.pop("kinds"), head["rank"], head["num_ranks"]
+    if rank >= num_ranks:
+        raise not_as_expected(rank, f"a rank below num_ranks = {num_ranks}").at("rank")
+    return Snapshot(**head, operations={kind: _counters(stored, kind, num_ranks) for kind in kinds})
+
+
+def _counters(stored: dict[str, Any], kind: str, num_ranks: int) -> CounterSnapshot:
+    of_kind = {
+        name: stored[f"{kind}/{name}"] for name in COUNTERS.fields if f"{kind}/{name}" in stored
+    }
+    try:
+        counters: CounterSnapshot = COUNTERS.read(
+            of_kind, {"num_ranks": num_ranks, "num_sources": num_ranks + 1}
         )
-        if (totals < 0).any():
-            field, source = np.argwhere(totals < 0)[0].tolist()
-            raise self.error(
-                f"{kind}/totals",
-                "counters of at least 0; they wrapped, or two snapshots were subtracted in the "
-                f"wrong order: see {names['fields'][field]} of source {source}",
-                totals[field, source],
-            )
-        return counters
-
-    def get(self, name: str, expected: str) -> Any:
-        if name not in self.arrays:
-            raise EPArgumentError(
-                f"{self.file}: entry {name} is missing; expected {expected} ({SCHEMA}). "
-                "The file is damaged or was written by something else."
-            )
-        return self.arrays[name]
-
-    def error(self, name: str, expected: str, given: object) -> EPArgumentError:
-        return EPArgumentError(
-            f"{self.file}: entry {name} is {given}; expected {expected} ({SCHEMA}). "
-            "The file is damaged or was written by something else."
-        )
-
-    def text(self, name: str) -> str:
-        value = self.get(name, "a text")
-        if value.shape or value.dtype.kind != "U":
-            raise self.error(name, "a text", _kind_of(value))
-        return str(value)
-
-    def texts(self, name: str) -> tuple[str, ...]:
-        value = self.get(name, "a list of texts")
-        if value.ndim != 1 or value.dtype.kind != "U":
-            raise self.error(name, "a list of texts", _kind_of(value))
-        return tuple(value.tolist())
-
-    def number(self, name: str, least: int) -> int:
-        value = self.get(name, "an integer")
-        if value.shape or value.dtype.kind != "i" or value < least:
-            raise self.error(name, f"an integer of at least {least}", _kind_of(value))
-        return int(value)
-
-    def integers(self, name: str, shape: tuple[int | None, ...]) -> Any:
-        expected = f"int64 of shape {list(shape)}".replace("None", "any")
-        value = self.get(name, expected)
-        fits = value.ndim == len(shape) and all(
-            want in (None, have) for want, have in zip(shape, value.shape)
-        )
-        if not fits or value.dtype != np.int64:
-            raise self.error(name, expected, _kind_of(value))
-        return value
+        _require_growing(counters)
+    except Wrong as wrong:
+        wrong.path[0] = f"{kind}/{wrong.path[0]}"
+        raise
+    return counters
 
 
-def _kind_of(value: Any) -> str:
-    return f"{value.dtype} of shape {list(value.shape)}" if value.shape else str(value)
+def _require_growing(counters: CounterSnapshot) -> None:
+    totals = counters.totals
+    if (totals < 0).any():
+        field, source = np.argwhere(totals < 0)[0].tolist()
+        raise not_as_expected(
+            int(totals[field, source]),
+            "counters of at least 0; they wrapped, or two snapshots were subtracted in the "
+            f"wrong order: see {counters.fields[field]} of source {source}",
+        ).at("totals")

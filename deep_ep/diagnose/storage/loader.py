@@ -5,25 +5,29 @@ What a file is, its content says, not its name.
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
-from collections.abc import Sequence
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 
 import numpy as np
 
-from deep_ep.diagnose.analyze.engine import judge
-from deep_ep.diagnose.analyze.waits_only.judge import judge_waits
-from deep_ep.diagnose.collect.group_matrices import gather
-from deep_ep.diagnose.collect.snapshot import Snapshot
-from deep_ep.diagnose.collect.snapshot_checks import latest_operation, require_snapshot
-from deep_ep.diagnose.core.diagnosis import FloatArray
-from deep_ep.diagnose.storage import counter_archive as saved
-from deep_ep.diagnose.storage import diagnosis_log as records
-from deep_ep.diagnose.storage.diagnosis_log import Log, Record
-from deep_ep.errors import EPArgumentError, ranks_text
+from ..analyze.engine import judge
+from ..analyze.waits_only.judge import judge_waits
+from ..analyze.waits_only.lasting import MOST_WINDOWS
+from ..collect.group_matrices import gather
+from ..collect.snapshot import Snapshot
+from ..collect.snapshot_checks import latest_operation, require_snapshot
+from ..core.diagnosis import FloatArray
+from ..core.package import EPArgumentError, ranks_text
+from ..core.printable_text import printable
+from . import counter_archive, diagnosis_log, record_layout
+from .diagnosis_log import Log
+from .record import Record
 
 _EXPECTED = (
     "records (diagnose-*.jsonl), saved counters (counters-rank*.npz), or a log with lines "
@@ -36,6 +40,8 @@ _HEAD_BYTES = 4096
 _ROW = re.compile(r"\brank\s*=\s*(?P<rank>-?\d+)\s*[:,]?\s*\[(?P<values>[^\[\]]*)(?P<end>\]?)")
 _TIME = re.compile(r"\[\s*(\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:[.,]\d{1,6})?)\s*\]")
 _DEFAULT_OPERATION = "dispatch"
+# Windows of a matrix log that are judged, and numbers that their matrices may have.
+_MOST_WINDOWS, _MOST_NUMBERS = 1000, 2**21
 _OPERATION = re.compile(r"\b((?:normal |gateway )?(?:dispatch|combine)|notify)\b", re.IGNORECASE)
 
 
@@ -62,14 +68,14 @@ def read_any(path: Path | str) -> Log:
     if head.startswith((_ARCHIVE, _ARRAY)):
         return _read_counters([path])
     if head.lstrip().startswith(b"{"):
-        return records.read(path)
+        return diagnosis_log.read(path)
     return _read_matrices([path])
 
 
 def _read_folder(folder: Path) -> Log:
-    if any(folder.glob(records.FILE_PATTERN)):
-        return records.read(folder)
-    counters = sorted(folder.glob(saved.FILE_PATTERN))
+    if any(folder.glob(record_layout.FILE_PATTERN)):
+        return diagnosis_log.read(folder)
+    counters = sorted(folder.glob(counter_archive.FILE_PATTERN))
     if counters:
         return _read_counters(counters)
     # Daily rotation appends the date to the name.
@@ -84,11 +90,11 @@ def _read_counters(files: Sequence[Path]) -> Log:
     remarks: list[str] = []
     for file in files:
         try:
-            snapshots += saved.load(file)
+            snapshots += counter_archive.load(file)
         except EPArgumentError as error:
             if len(files) == 1:
                 raise
-            remarks.append(f"left out: {error}")
+            remarks.append(printable(f"left out: {error}"))
     if not snapshots:
         raise EPArgumentError(f"{files[0].parent}: no file can be read; {remarks[0]}")
     try:
@@ -102,7 +108,7 @@ def _read_counters(files: Sequence[Path]) -> Log:
         diagnosis=diagnosis,
         time_s=max(file.stat().st_mtime for file in files),
         window=1,
-        group=files[0].resolve().parent.name,
+        group=printable(files[0].resolve().parent.name),
     )
     return Log((record,), tuple(remarks))
 
@@ -127,6 +133,7 @@ def _put_at_same_operation(snapshots: list[Snapshot]) -> list[str]:
 class _Row:
     """One line of a matrix log: what one rank waited for every rank."""
 
+    number: int
     where: str
     time: str
     operation: str
@@ -151,21 +158,25 @@ def _read_matrices(files: Sequence[Path]) -> Log:
         raise EPArgumentError(f"{where}: nothing to read; expected {_EXPECTED}{seen}")
     by_file.sort(key=lambda rows: rows[0].time)
     windows = _windows(by_file)
+    before: dict[str, deque[FloatArray]] = {}
     kept = [
-        _judge_window(window, number, files[0].stem, remarks)
+        _judge_window(window, number, printable(files[0].stem), remarks, before)
         for number, window in enumerate(windows, start=1)
     ]
     return Log(tuple(kept), tuple(remarks))
 
 
 def _rows(file: Path, remarks: list[str]) -> list[_Row]:
-    rows: list[_Row] = []
-    # Around the rows a log may hold anything.
-    for number, line in enumerate(file.read_text("utf-8", "replace").split("\n"), start=1):
+    first: _Row | None = None
+    # Of each rank and operation its latest rows, because logs are larger than memory.
+    kept: dict[tuple[int, str], deque[_Row]] = {}
+    left_out = Counter[tuple[int, str]]()
+    for number, line in _lines(file):
+        # Around the rows a log may hold anything.
         found = _ROW.search(line)
         if found is None or not _holds_numbers(found["values"]):
             continue
-        where = f"{file}:{number}"
+        where = f"{printable(str(file))}:{number}"
         if not found["end"]:
             remarks.append(
                 f"{where}: the line is cut off; what rank {found['rank']} waited is missing."
@@ -175,15 +186,46 @@ def _rows(file: Path, remarks: list[str]) -> list[_Row]:
         time = _TIME.search(around)
         operation = _OPERATION.search(around)
         row = _Row(
+            number=number,
             where=where,
             time=time[1].replace(",", ".") if time else "",
             operation=operation[1].lower() if operation else _DEFAULT_OPERATION,
             rank=int(found["rank"]),
             waits=_waits(where, found["values"]),
         )
-        _require_same_size(row, rows[0] if rows else row)
-        rows.append(row)
-    return rows
+        first = first or row
+        _require_same_size(row, first)
+        key = row.rank, row.operation
+        of_rank = kept.setdefault(key, deque(maxlen=_most_windows(first.waits.size)))
+        left_out[key] += len(of_rank) == of_rank.maxlen
+        of_rank.append(row)
+    num_left_out = max(left_out.values(), default=0)
+    if num_left_out:
+        remarks.append(
+            f"{printable(str(file))}: the first {num_left_out} windows are left out; of a log "
+            "the latest are judged. Split the file to see the others."
+        )
+    return sorted((row for rows in kept.values() for row in rows), key=lambda row: row.number)
+
+
+def _most_windows(num_ranks: int) -> int:
+    return max(1, min(_MOST_WINDOWS, _MOST_NUMBERS // max(num_ranks, 1) ** 2))
+
+
+def _lines(file: Path) -> Iterator[tuple[int, str]]:
+    """Lines with their numbers, from 1 on."""
+    with file.open("rb") as opened:
+        for number in itertools.count(1):
+            line = opened.readline(record_layout.LONGEST_LINE + 1)
+            if not line:
+                return
+            if len(line) > record_layout.LONGEST_LINE:
+                where = f"{printable(str(file))}:{number}"
+                raise EPArgumentError(
+                    f"{where}: the line has more than {record_layout.LONGEST_LINE} bytes; expected "
+                    f"{_EXPECTED}. Leave the line out, or pass another file."
+                )
+            yield number, line.decode("utf-8", "replace")
 
 
 def _holds_numbers(values: str) -> bool:
@@ -251,14 +293,23 @@ def _windows_of_ranks(by_file: Sequence[Sequence[_Row]]) -> list[_Window]:
     return [windows[key] for key in sorted(windows, key=lambda key: key[0])]
 
 
-def _judge_window(window: _Window, number: int, group: str, remarks: list[str]) -> Record:
+def _judge_window(
+    window: _Window,
+    number: int,
+    group: str,
+    remarks: list[str],
+    before: dict[str, deque[FloatArray]],
+) -> Record:
+    """Judges a window with those before it; `before` holds the latest of each operation."""
     rows = sorted(window.rows.values(), key=lambda row: row.rank)
     num_ranks = rows[0].waits.size
     matrix = np.full((num_ranks, num_ranks), np.nan)
     for row in rows:
         matrix[row.rank] = row.waits
+    latest = before.setdefault(window.operation, deque(maxlen=MOST_WINDOWS))
+    latest.append(matrix)
     try:
-        diagnosis = judge_waits(matrix, operation=window.operation)
+        diagnosis = judge_waits(np.stack(latest), operation=window.operation)
     except EPArgumentError as error:
         raise EPArgumentError(f"{rows[0].where}: {error}") from None
     missing = sorted(set(range(num_ranks)) - set(window.rows))

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from deep_ep.diagnose.storage import diagnosis_log as records
-from deep_ep.diagnose.storage.diagnosis_log import Log, Record
-from deep_ep.errors import EPArgumentError
+from ..core.package import EPArgumentError
+from ..core.printable_text import printable
+from . import diagnosis_log, record_layout
+from .diagnosis_log import Log
+from .record import Record
+
+# Of a file so many bytes at a time, so that a log of any size takes little memory.
+_AT_ONCE = 4 * 2**20
 
 
 @dataclass
 class _Position:
-    """How far a file has been read."""
+    """How far a file has been read; whether in the middle of a line that is too long."""
 
     offset: int = 0
     line: int = 0
+    skips: bool = False
 
 
 @dataclass
@@ -29,46 +36,73 @@ class Follower:
     path: Path
     _positions: dict[Path, _Position] = field(default_factory=dict)
 
-    def poll(self) -> Log:
-        """The records that came since the last call, and remarks about lines that are none.
+    def catch_up(self) -> Iterator[Log]:
+        """The records that came since the last call, some at a time, and remarks about lines that are none.
 
         Raises:
             OSError: a file cannot be read.
         """
-        found: list[Record] = []
-        remarks: list[str] = []
         files = self._files()
         # A file that is gone and comes back is a new one.
         self._positions = {file: self._positions.get(file, _Position()) for file in files}
         for file, position in self._positions.items():
-            lines = self._new_lines(file, position)
-            for line in lines:
-                position.line += 1
-                self._take(line, f"{file}:{position.line}", found, remarks)
-        return Log(tuple(found), tuple(remarks))
+            while (log := self._read_on(file, position)) is not None:
+                yield log
+
+    def poll(self) -> Log:
+        """All of `catch_up()` together."""
+        logs = list(self.catch_up())
+        return Log(
+            tuple(record for log in logs for record in log),
+            tuple(remark for log in logs for remark in log.remarks),
+        )
 
     def _files(self) -> list[Path]:
         if self.path.is_dir():
-            return sorted(self.path.glob(records.FILE_PATTERN))
+            return sorted(self.path.glob(record_layout.FILE_PATTERN))
         return [self.path] if self.path.exists() else []
 
-    def _new_lines(self, file: Path, position: _Position) -> list[bytes]:
+    def _read_on(self, file: Path, position: _Position) -> Log | None:
+        """What some more whole lines hold; None if there is none."""
+        found: list[Record] = []
+        remarks: list[str] = []
+        text = self._new_text(file, position)
+        # What follows the last line end is still being written.
+        whole = text[: text.rfind(b"\n") + 1]
+        if not whole and len(text) <= record_layout.LONGEST_LINE:
+            return None
+        if not whole:
+            position.offset += len(text)
+            position.skips = True
+            return Log((), ())
+        position.offset += len(whole)
+        for line in whole.split(b"\n")[:-1]:
+            position.line += 1
+            where = f"{printable(str(file))}:{position.line}"
+            if position.skips:
+                position.skips = False
+                remarks.append(diagnosis_log.too_long(where))
+            else:
+                self._take(line, where, found, remarks)
+        return Log(tuple(found), tuple(remarks))
+
+    def _new_text(self, file: Path, position: _Position) -> bytes:
         with file.open("rb") as opened:
             if opened.seek(0, 2) < position.offset:
                 # The file was replaced by a shorter one.
                 position.offset = position.line = 0
+                position.skips = False
             opened.seek(position.offset)
-            text = opened.read()
-        # What follows the last line end is still being written.
-        whole = text[: text.rfind(b"\n") + 1]
-        position.offset += len(whole)
-        return whole.split(b"\n")[:-1]
+            text = opened.read(_AT_ONCE)
+            if b"\n" not in text:
+                text += opened.readline(max(record_layout.LONGEST_LINE + 1 - len(text), 0))
+        return text
 
     def _take(self, line: bytes, where: str, found: list[Record], remarks: list[str]) -> None:
         if not line.strip():
             return
         try:
-            record = records.parse_line(line, where)
+            record = diagnosis_log.parse_line(line, where)
         except EPArgumentError as error:
             remarks.append(str(error))
             return

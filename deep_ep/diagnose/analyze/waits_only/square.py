@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from deep_ep.diagnose.core.diagnosis import FloatArray
-from deep_ep.errors import EPArgumentError
+from ...core.diagnosis import FloatArray
+from ...core.package import EPArgumentError
 
 
 def square_matrix(where: str, matrix: Any, *, missing_rows: bool = False) -> FloatArray:
@@ -57,6 +58,36 @@ def square_matrix(where: str, matrix: Any, *, missing_rows: bool = False) -> Flo
             "or wrapped between two readings; take the later reading as it is."
         )
     return values
+
+
+def wait_windows(where: str, given: Mapping[str, Any]) -> FloatArray:
+    """[kinds, k, n, n]: k windows of each kind of operation; rows of NaN are ranks that are missing.
+
+    Args:
+        where: the function to name in errors.
+        given: by kind of operation [k, n, n], or [n, n] for one window.
+
+    Raises:
+        EPArgumentError: a window is no square matrix of finite numbers >= 0, or kinds differ in shape.
+    """
+    kinds = []
+    for matrix in given.values():
+        cells = matrix.detach().cpu().numpy() if hasattr(matrix, "detach") else matrix
+        try:
+            is_one = np.ndim(cells) != 3
+        except ValueError:  # rows differ in length, as square_matrix says
+            is_one = True
+        windows = [cells] if is_one else cells
+        kinds.append([square_matrix(where, window, missing_rows=True) for window in windows])
+    shapes = {(len(windows), *(w.shape[0] for w in windows)) for windows in kinds}
+    if len(shapes) != 1 or len(set(next(iter(shapes))[1:])) != 1:
+        counts = [len(windows) for windows in kinds]
+        raise EPArgumentError(
+            f"{where}: {', '.join(given) or 'no kind of operation'} with {counts} windows; there must be "
+            "as many windows of each kind, one at least, of equally many ranks. Pass the windows that all "
+            "kinds have."
+        )
+    return np.array(kinds)
 
 
 def _check_unknown(what: str, values: FloatArray, missing_rows: bool) -> None:

@@ -1,0 +1,54 @@
+#include <pybind11/stl.h>
+
+#include <iterator>
+#include <string>
+#include <vector>
+
+#include "bindings/bindings.h"
+#include "bindings/names.h"
+#include "device/launch_shape.h"
+#include "kernels/operation_state.cuh"
+
+namespace ep {
+namespace {
+
+template <class Names>
+std::vector<std::string> list(const Names& names) {
+    return {std::begin(names), std::end(names)};
+}
+
+}  // namespace
+
+void bind_constants(pybind11::module_& m) {
+    m.attr("COUNTER_FIELDS") = std::vector<std::string>{
+#define EP_SOURCE_COUNTER(name) #name,
+#include "kernels/counters.def"
+    };
+    m.attr("OWN_FIELDS") = std::vector<std::string>{
+#define EP_OWN_COUNTER(name) #name,
+#include "kernels/counters.def"
+    };
+    m.attr("RING_SOURCE_FIELDS") = std::vector<std::string>{
+#define EP_RING_SOURCE(name) #name,
+#include "kernels/counters.def"
+    };
+    m.attr("RING_OWN_FIELDS") = std::vector<std::string>{
+#define EP_RING_OWN(name) #name,
+#include "kernels/counters.def"
+    };
+    m.attr("NUM_RING_FIELDS") = kNumRingFields;
+    m.attr("OPERATIONS") = list(kOperationNames);
+    m.attr("FAILURE_KINDS") = list(kFailureKindNames);
+    m.attr("HANDLE_FAULTS") = list(kHandleFaultNames);
+    m.attr("PHASE_SEND") = static_cast<int>(kPhaseSend);
+    m.attr("PHASE_RECEIVE") = static_cast<int>(kPhaseReceive);
+    m.attr("MAX_EXPERTS") = kMaxExperts;
+    m.attr("MAX_TOPK") = kMaxTopk;
+    m.attr("MAX_TOKENS") = kMaxTokens - 1;
+    m.attr("MAX_HOST_THREADS") = kMaxHostThreads;
+    m.attr("CHANNELS_PER_SCALE") = kChannelsPerScale;
+    m.attr("LOGFMT_GROUP") = kLogGroup;
+    m.attr("BUFFER_ALIGNMENT") = kBufferAlignment;
+}
+
+}  // namespace ep

@@ -1,0 +1,19 @@
+// What Python calls the values of our enums, by number.
+#pragma once
+
+namespace ep {
+
+inline constexpr const char* kOperationNames[] = {
+#define EP_OPERATION_NAME(value, name) name,
+#include "kernels/names.def"
+};
+inline constexpr const char* kFailureKindNames[] = {
+#define EP_FAILURE_KIND(value, name) name,
+#include "kernels/names.def"
+};
+inline constexpr const char* kHandleFaultNames[] = {
+#define EP_HANDLE_FAULT(value, name) name,
+#include "kernels/names.def"
+};
+
+}  // namespace ep

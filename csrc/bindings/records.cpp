@@ -1,0 +1,98 @@
+#include "bindings/records.h"
+
+#include <pybind11/stl.h>
+
+#include <iterator>
+#include <optional>
+#include <string>
+
+#include "bindings/gil.h"
+#include "bindings/names.h"
+
+namespace py = pybind11;
+
+namespace ep {
+namespace {
+
+// A number may come from another rank.
+const char* operation_name(uint32_t operation) {
+    return kOperationNames[operation < std::size(kOperationNames) ? operation : 0];
+}
+
+std::string format_name(const OpShape& shape) {
+    const auto format = static_cast<uint16_t>(shape.message_format & ~kVerifiedFormat);
+    if (static_cast<Operation>(shape.operation) == Operation::kCombine)
+        return format ? "logfmt" : "bf16";
+    switch (static_cast<Payload>(format)) {
+        case Payload::kBf16:
+            return "bf16";
+        case Payload::kFp8:
+            return "fp8";
+        case Payload::kFp8PowerOfTwo:
+            return "fp8 round_scale";
+        case Payload::kFp8Ue8m0:
+            return "fp8 use_ue8m0";
+    }
+    return "format " + std::to_string(shape.message_format);
+}
+
+py::dict agreed_dict(const Agreed& agreed) {
+    const OpShape& shape = agreed.shape;
+    py::dict result;
+    result["operation"] = operation_name(shape.operation);
+    result["num_max_dispatch_tokens_per_rank"] = shape.num_max_tokens;
+    result["hidden"] = shape.hidden;
+    result["num_experts"] = shape.num_experts;
+    result["dtype"] = format_name(shape);
+    if (agreed.dispatch_op != 0) result["dispatch"] = agreed.dispatch_op;
+    return result;
+}
+
+}  // namespace
+
+py::object failure_dict(Runtime& runtime) {
+    std::optional<Failure> failure;
+    {
+        const ReleaseGil release;
+        failure = runtime.take_failure();
+    }
+    if (!failure) return py::none();
+    py::dict result;
+    result["kind"] = kFailureKindNames[static_cast<int>(failure->kind)];
+    result["operation"] = operation_name(static_cast<uint32_t>(failure->operation));
+    result["op"] = failure->op;
+    result["ranks"] = failure->ranks;
+    py::dict last_op;
+    for (size_t i = 0; i < failure->ranks.size(); ++i)
+        last_op[py::int_(failure->ranks[i])] = failure->last_op[i];
+    result["last_op"] = last_op;
+    py::dict given_up;
+    for (size_t i = 0; i < failure->ranks.size(); ++i)
+        given_up[py::int_(failure->ranks[i])] = failure->given_up[i];
+    result["given_up"] = given_up;
+    result["expected"] = agreed_dict(failure->expected);
+    result["seen"] = agreed_dict(failure->seen);
+    result["waited_ns"] = failure->waited_ns;
+    return result;
+}
+
+py::dict progress_dict(const Runtime& runtime) {
+    Progress progress;
+    {
+        py::gil_scoped_release release;
+        progress = runtime.progress();
+    }
+    py::dict result;
+    result["closed"] = progress.closed;
+    result["open"] = progress.open > progress.closed ? progress.open : 0;
+    result["waiting"] = progress.waiting;
+    return result;
+}
+
+py::object handle_fault_tuple(const HandleFault& fault) {
+    if (fault.kind == HandleFault::kNone) return py::none();
+    return py::make_tuple(
+        kHandleFaultNames[fault.kind], fault.place[0], fault.place[1], fault.expected);
+}
+
+}  // namespace ep

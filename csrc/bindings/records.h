@@ -1,0 +1,16 @@
+// What the runtime reports, as Python objects.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include "runtime/runtime.h"
+
+namespace ep {
+
+// Runtime::take_failure(); None if there is none.
+pybind11::object failure_dict(Runtime& runtime);
+pybind11::dict progress_dict(const Runtime& runtime);
+// (kind, place, place, expected); None if there is none.
+pybind11::object handle_fault_tuple(const HandleFault& fault);
+
+}  // namespace ep

@@ -1,0 +1,161 @@
+// A group of ranks as one deterministic simulation: every rank keeps its OS thread, but only one of
+// them runs at a time, and the time is virtual.
+//
+// Events (a rank goes on, a message arrives) are worked off in the order of their times. A rank that
+// gives way says when it wants to go on; how long the steps between take is drawn from the seed, and
+// from that follows who is ahead of whom. So a seed repeats exactly, ranks run at the same virtual time
+// as though each had a core of its own, and waiting costs nothing: when all ranks wait, the time is that
+// of the next arrival or deadline.
+//
+// A rank gives way where another rank could notice (the executor's points of interleaving) and where it
+// waits. At such a point it may also be stopped for any time, or die.
+#pragma once
+
+#include <condition_variable>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <queue>
+#include <stdexcept>
+#include <vector>
+
+#include "device/host/schedule.h"
+
+namespace ep::host {
+
+struct SimulationOptions {
+    int num_ranks = 1;
+    // Ranks of one node reach each other's memory; a put to another node goes through its link.
+    int ranks_per_node = 1;
+    uint64_t seed = 0;
+    // A rank gives way after up to twice this many points, and has then spent up to twice this time.
+    uint64_t points_per_step = 16;
+    uint64_t step_ns = 500;
+    // Of a message.
+    uint64_t shortest_delivery_ns = 500;
+    uint64_t longest_delivery_ns = 20'000;
+    // Whoever still waits then waits for ever.
+    uint64_t end_ns = UINT64_MAX;
+};
+
+// A rank's thread has died where it stood, or the simulation has ended under it.
+class RankDied final : public std::exception {
+  public:
+    const char* what() const noexcept override { return "the rank has died"; }
+};
+
+class Simulation;
+
+// Where messages of a link are kept until their time has come.
+class InFlight {
+  public:
+    virtual ~InFlight() = default;
+    virtual void arrive(uint64_t id) = 0;
+};
+
+// The place of one rank. Everything is called on the rank's own thread.
+class Seat {
+  public:
+    Seat(Simulation& simulation, int rank) : simulation_(simulation), rank_(rank) {}
+
+    Simulation& simulation() const { return simulation_; }
+    int rank() const { return rank_; }
+
+    // Where another rank could notice what this one does. False: the rank ends here.
+    bool reach_point();
+    // Until a signal has come since the last call, or `deadline_ns`. False: the rank ends here.
+    bool wait_for_signal(uint64_t deadline_ns);
+    bool sleep_until(uint64_t time_ns);
+
+    // At the `points`-th point from now the rank stops for `ns`, or dies. UINT64_MAX: no longer.
+    void stop_after(uint64_t points, uint64_t ns);
+    void die_after(uint64_t points) { points_to_death_ = points; }
+    // Whether a stop that was asked for has happened.
+    bool has_stopped() const { return points_to_stop_ == kNever; }
+
+  private:
+    friend class Simulation;
+    static constexpr uint64_t kNever = UINT64_MAX;
+
+    bool give_way(uint64_t until_ns);
+
+    Simulation& simulation_;
+    int rank_;
+    std::condition_variable may_run_;
+    bool entered_ = false;
+    bool left_ = false;
+    bool dead_ = false;
+    bool waits_ = false;     // for a signal
+    bool has_mail_ = false;  // a signal came since the last wait
+    uint64_t turn_ = 0;      // of its events only the newest counts
+    uint64_t points_to_step_ = 0;
+    uint64_t points_to_stop_ = kNever;
+    uint64_t stop_ns_ = 0;
+    uint64_t points_to_death_ = kNever;
+    uint64_t cut_off_ns_ = kNever;  // what arrives later died with its sender
+};
+
+class Simulation : public std::enable_shared_from_this<Simulation> {
+  public:
+    explicit Simulation(const SimulationOptions& options);
+
+    // The seat of the calling thread; nullptr outside of simulations.
+    static Seat* seat();
+
+    const SimulationOptions& options() const { return options_; }
+    // The calling thread is `rank` from now on, and runs when this returns. Once all ranks have entered,
+    // the simulation begins.
+    void enter(int rank);
+    void leave();
+
+    // Every reading is later than the one before.
+    uint64_t now_ns() { return ++now_ns_; }
+    uint64_t draw(uint64_t bound) { return bound == 0 ? 0 : random_.below(bound); }
+    bool is_same_node(int a, int b) const {
+        return a / options_.ranks_per_node == b / options_.ranks_per_node;
+    }
+    // Whether somebody waited for ever.
+    bool has_ended() const { return ended_; }
+
+    int add(InFlight* messages, int sender);
+    void remove(int id);
+    void schedule_arrival(int messages, uint64_t id, uint64_t time_ns);
+    void signal(int rank);
+
+  private:
+    friend class Seat;
+    struct Event {
+        uint64_t time_ns;
+        uint64_t number;  // of two at the same time, the one asked for first
+        int seat;         // -1: a message arrives
+        uint64_t turn;
+        int messages;
+        uint64_t message;
+        bool operator>(const Event& other) const {
+            return time_ns != other.time_ns ? time_ns > other.time_ns : number > other.number;
+        }
+    };
+    struct Sender {
+        InFlight* messages;
+        int rank;
+    };
+
+    void push_seat(Seat& seat, uint64_t time_ns);
+    // Works off events until one is a rank's, and lets that rank run.
+    void run_next();
+
+    SimulationOptions options_;
+    SeededRandom random_;
+    std::mutex mutex_;
+    std::vector<std::unique_ptr<Seat>> seats_;
+    std::vector<Sender> senders_;
+    std::priority_queue<Event, std::vector<Event>, std::greater<>> events_;
+    uint64_t num_events_ = 0;
+    // Far from zero, as rank clocks are.
+    uint64_t now_ns_ = 1'000'000'000'000ull;
+    int num_entered_ = 0;
+    int running_ = -1;
+    bool ended_ = false;
+};
+
+}  // namespace ep::host

@@ -1,0 +1,44 @@
+// What kernels see of a call: the lists of calls.def that are theirs, as structs.
+#pragma once
+
+#include "kernels/counters.cuh"
+
+namespace ep {
+
+enum Phase : int { kPhaseSend = 1, kPhaseReceive = 2 };
+
+#define EP_FIELD(type, name, ...) type name{__VA_ARGS__};
+
+struct Routing {
+#define EP_ROUTING EP_FIELD
+#include "kernels/calls.def"
+};
+
+struct HandleTensors {
+#define EP_HANDLE EP_FIELD
+#include "kernels/calls.def"
+};
+
+struct DispatchTensors : Routing, HandleTensors {
+#define EP_DISPATCH EP_FIELD
+#include "kernels/calls.def"
+};
+
+struct CombineTensors : Routing, HandleTensors {
+#define EP_COMBINE EP_FIELD
+#include "kernels/calls.def"
+};
+
+struct OperationOptions {
+#define EP_OPERATION EP_FIELD
+#include "kernels/calls.def"
+};
+
+struct DispatchLayoutArgs {
+#define EP_LAYOUT EP_FIELD
+#include "kernels/calls.def"
+};
+
+#undef EP_FIELD
+
+}  // namespace ep

@@ -1,0 +1,88 @@
+// From one layout of the buffer to another, and back into step after a failure.
+//
+// While sizes stay, the two halves keep apart what ranks still read and what others already send. Rows
+// of another layout would lie across both. And after an operation that failed nobody knows what the
+// others still read, or what is still on its way. So before a rank sends in an operation whose layout
+// differs from its last one's, or whose last one failed, it waits
+//
+//   1 for the headers of all ranks: they have left every earlier operation, and agree in shape;
+//   2 until what it sent itself, to anybody, has been delivered, and until all others that hand over
+//     say the same of theirs: nothing old can arrive any more, anywhere.
+//
+// This costs nothing while sizes stay, and two round trips where they change. Headers say who hands
+// over; who has another layout than the others finds that out before it sends.
+#pragma once
+
+#include "kernels/waiting.cuh"
+
+namespace ep {
+
+// Whether rows of this operation may lie across what earlier ones still use.
+EP_DEVICE bool hands_over(const OperationArgs& args) {
+    const Layout& last = args.workspace->layout;
+    return !(last == args.layout()) && !last.is_fresh();
+}
+
+// Block. Tells all ranks that everything this rank has sent so far is there. To all of them: a rank
+// that is told sends to others than this one, over what this one may have sent them.
+EP_DEVICE void tell_handed_over(const OperationArgs& args, const OpenOperation& open) {
+    for (int dst = thread_index(); dst < args.num_ranks(); dst += num_threads())
+        for (int qp = 0; qp < static_cast<int>(args.workspace->num_queue_pairs); ++qp)
+            args.transport.quiet(dst, qp);
+    block_sync();
+    for (int dst = thread_index(); dst < args.num_ranks(); dst += num_threads())
+        args.transport.signal(dst, args.control.handed_over(args.rank()), open.op, 0);
+}
+
+// Block 0. Whether rows may be sent.
+EP_DEVICE bool meet_all(const OperationArgs& args, const OpenOperation& open) {
+    const auto header = [&](int source) { return args.control.header(open.half, source); };
+    await_all(
+        args,
+        open,
+        [&](int s) { return header(s) + offsetof(OpHeader, op); },
+        [](int) { return true; });
+    if (has_failed(args)) return false;
+    for (int source = thread_index(); source < args.num_ranks(); source += num_threads()) {
+        const uint64_t op = args.transport.poll(header(source) + offsetof(OpHeader, op));
+        if (op == open.op && !agrees_in_shape(args, open, source))
+            record_failure(args, open, FailureKind::kMismatch, source);
+    }
+    if (has_failed(args)) return false;
+    find_given_up(args, open);
+    if (has_failed(args)) return false;
+    tell_handed_over(args, open);
+    await_all(
+        args,
+        open,
+        [&](int s) { return args.control.handed_over(s); },
+        [&](int s) {
+            return (header_word(args, open.half, s, offsetof(OpHeader, flags)) & kHandsOver) != 0;
+        });
+    return !has_failed(args);
+}
+
+// Block, after send_headers(). Whether this rank may send rows; all blocks agree. False when the
+// operation has failed.
+EP_DEVICE bool hand_over(const OperationArgs& args, const OpenOperation& open) {
+    if (!hands_over(args)) return true;
+    uint64_t* handed_over = &args.workspace->handed_over;
+    if (block_index() == 0) {
+        if (thread_index() == 0) store_relaxed<Scope::kSystem>(&args.workspace->meets, 1u);
+        const bool may_send = meet_all(args, open);
+        if (thread_index() == 0) {
+            store_relaxed<Scope::kSystem>(&args.workspace->meets, 0u);
+            store_release<Scope::kDevice>(handed_over, open.op * 2 + (may_send ? 1 : 0));
+        }
+    }
+    uint64_t outcome = 0;
+    const auto look = [&] {
+        outcome = load_acquire<Scope::kDevice>(handed_over);
+        return outcome / 2 >= open.op;
+    };
+    while (!spin_until(look, open.deadline)) {  // block 0 keeps the deadline
+    }
+    return !block_any(outcome % 2 == 0);
+}
+
+}  // namespace ep

@@ -1,0 +1,355 @@
+"""Who is missing: how the ranks that wait in an operation come to one answer.
+
+The arbiter, on rank 0, hears of every failed operation. It asks all ranks where they are, decides
+once per operation, and tells everybody. It does no input or output and reads no clock: it is given a
+way to send and a timer, so that every order of events can be tested.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Callable, NamedTuple
+
+# All of these are chosen. How long rank 0 waits for ranks to say where they are: where that decides
+# who is named, and where it does not; for others that die with the first; and for the report of the
+# rank that gave up, where another one has seen that it did.
+_ANSWERS_S, _REMARKS_S, _SETTLE_S, _ABANDONED_S = 1.0, 0.3, 0.1, 0.3
+# Within this a decision is there, if it comes at all.
+LONGEST_S = _ANSWERS_S + _SETTLE_S + 1.0
+# Decisions that are kept: ranks are a few operations apart.
+_KEPT = 64
+
+Message = dict[str, Any]
+
+
+class Key(NamedTuple):
+    """What a decision is about.
+
+    Attributes:
+        series: "operation" for dispatch and combine, which are numbered together; else the name.
+        op: number in that series.
+    """
+
+    series: str
+    op: int
+
+    @property
+    def is_operation(self) -> bool:
+        """Whether `op` counts what `Progress` counts."""
+        return self.series == "operation"
+
+
+class Progress(NamedTuple):
+    """Where a rank is.
+
+    Attributes:
+        closed: newest operation that it has finished.
+        open: the one that it is in; 0: between operations.
+        waiting: whether it waits there for others.
+    """
+
+    closed: int
+    open: int
+    waiting: bool
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Who is the reason that an operation failed. The same on all ranks.
+
+    Attributes:
+        key: which operation.
+        dead: ranks that are dead: "process" if that ended, "host" if that cannot be reached.
+        left: ranks that ended in order, and the last operation they finished.
+        silent: missing ranks that do not say where they are: stopped, or busy.
+        elsewhere: missing ranks that live and are elsewhere.
+        waiting: ranks that wait themselves, and in which operation.
+        paths: if all others are empty but `waiting`: (source, destination) where nothing arrived.
+    """
+
+    key: Key
+    dead: Mapping[int, str] = field(default_factory=dict)
+    left: Mapping[int, int] = field(default_factory=dict)
+    silent: tuple[int, ...] = ()
+    elsewhere: Mapping[int, Progress] = field(default_factory=dict)
+    waiting: Mapping[int, int] = field(default_factory=dict)
+    paths: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def culprits(self) -> tuple[int, ...]:
+        """Everybody who is missing and does not wait, ascending."""
+        return tuple(sorted({*self.dead, *self.left, *self.silent, *self.elsewhere}))
+
+    def message(self) -> Message:
+        """As plain data."""
+        return {
+            "kind": "decision",
+            "key": list(self.key),
+            "dead": sorted(self.dead.items()),
+            "left": sorted(self.left.items()),
+            "silent": list(self.silent),
+            "elsewhere": [[rank, list(at)] for rank, at in sorted(self.elsewhere.items())],
+            "waiting": sorted(self.waiting.items()),
+            "paths": [list(path) for path in self.paths],
+        }
+
+    @staticmethod
+    def of(message: Message) -> Decision:
+        """From plain data.
+
+        Raises:
+            ValueError, TypeError, KeyError: it is none.
+        """
+        return Decision(
+            key_of(message["key"]),
+            {int(rank): str(how) for rank, how in message["dead"]},
+            {int(rank): int(op) for rank, op in message["left"]},
+            tuple(int(rank) for rank in message["silent"]),
+            {int(rank): progress_of(at) for rank, at in message["elsewhere"]},
+            {int(rank): int(op) for rank, op in message["waiting"]},
+            tuple((int(source), int(destination)) for source, destination in message["paths"]),
+        )
+
+
+def key_of(plain: Any) -> Key:
+    """From `[series, op]`."""
+    series, op = plain
+    return Key(str(series), int(op))
+
+
+def progress_of(plain: Any) -> Progress:
+    """From `[closed, open, waiting]`."""
+    closed, opened, waiting = plain
+    return Progress(int(closed), int(opened), bool(waiting))
+
+
+def decide(
+    key: Key,
+    missed: Mapping[int, Iterable[int]],
+    progress: Mapping[int, Progress],
+    dead: Mapping[int, str],
+    left: Mapping[int, int],
+    excused: Iterable[int] = (),
+) -> Decision:
+    """The decision from what is known.
+
+    Args:
+        key: which operation.
+        missed: by rank that gave it up, whom it missed.
+        progress: where ranks say they are.
+        dead: see `Decision`; all of them are named, since an operation needs all ranks.
+        left: ranks that ended in order, and after which operation.
+        excused: ranks that failed themselves because others were missing, and have not called since;
+            they are named only if nobody else can be.
+    """
+    waiting = dict.fromkeys(missed, key.op)
+    if key.is_operation:  # else who waits in an operation is in the wrong place
+        waiting = {rank: at.open for rank, at in progress.items() if at.waiting} | waiting
+    gone = {rank: op for rank, op in left.items() if op < key.op or not key.is_operation}
+    candidates = {rank for ranks in missed.values() for rank in ranks}
+    candidates -= waiting.keys() | dead.keys() | left.keys()
+    # Who is in the operation may wait where its progress does not show it.
+    others = candidates - set(excused) - {r for r, at in progress.items() if at.open == key.op}
+    if dead or gone or others:
+        candidates = others
+    decision = Decision(
+        key,
+        dict(dead),
+        gone,
+        tuple(sorted(candidates - progress.keys())),
+        {rank: progress[rank] for rank in sorted(candidates & progress.keys())},
+        {rank: op for rank, op in waiting.items() if rank not in dead and rank not in left},
+    )
+    if decision.culprits:
+        return decision
+    paths = sorted((source, rank) for rank, sources in missed.items() for source in sources)
+    return Decision(key, waiting=decision.waiting, paths=tuple(paths))
+
+
+@dataclass
+class _Round:
+    """One decision in the making."""
+
+    number: int
+    answers_by: float
+    remarks_by: float
+    missed: dict[int, set[int]] = field(default_factory=dict)
+    progress: dict[int, Progress] = field(default_factory=dict)
+    asked: set[int] = field(default_factory=set)
+
+
+class Arbiter:
+    """Rank 0's part. One thread at a time.
+
+    Attributes:
+        dead: ranks that are dead, see `Decision`.
+        left: ranks that ended in order, and the last operation they finished.
+    """
+
+    def __init__(
+        self,
+        num_ranks: int,
+        send: Callable[[int, Message], None],
+        call_later: Callable[[float, Callable[[], None]], None],
+        now: Callable[[], float],
+    ) -> None:
+        """Without any input or output of its own.
+
+        Args:
+            num_ranks: size of the group.
+            send: hands a message to a rank; must not wait.
+            call_later: calls a function after so many seconds.
+            now: the time, seconds.
+        """
+        self.dead: dict[int, str] = {}
+        self.left: dict[int, int] = {}
+        self._num_ranks = num_ranks
+        self._send, self._call_later, self._now = send, call_later, now
+        self._numbers = itertools.count(1)
+        self._rounds: dict[Key, _Round] = {}
+        self._decisions: OrderedDict[Key, Decision | None] = OrderedDict()
+        # Asked and not heard of since, and what they are told once they are.
+        self._unanswered: dict[int, deque[Message]] = {}
+        self._unwatched: set[int] = set()
+        self._failed: set[int] = set()
+        self._newest = 0
+        self._settled = 0.0
+
+    # ---- events
+
+    def handle(self, rank: int, message: Message) -> None:
+        """What a rank says.
+
+        Raises:
+            ValueError, TypeError, KeyError: that is none of the messages there are.
+        """
+        kind = message["kind"]
+        if kind == "report":
+            missing = {int(other) for other in message["missing"]}
+            self._report(rank, key_of(message["key"]), str(message["failure"]), missing)
+        elif kind == "progress":
+            self._progress(rank, int(message["round"]), progress_of(message["at"]))
+        elif kind == "left":
+            self._leave(rank, int(message["closed"]))
+        elif kind == "unwatched":
+            self.unwatch(rank)
+        else:
+            raise ValueError(f"kind is {kind!r}")
+
+    def lose(self, rank: int, how: str) -> None:
+        """The connection to a rank has ended, although it had not said so before."""
+        if rank in self.dead or rank in self.left or rank in self._unwatched:
+            return
+        self.dead[rank] = how
+        self._settled = self._now() + _SETTLE_S
+        self._tell({"kind": "dead", "rank": rank, "how": how})
+        self._look()
+
+    def unwatch(self, rank: int) -> None:
+        """There is no connection to a rank, for a reason that says nothing about it."""
+        self._unwatched.add(rank)
+        self._look()
+
+    def _leave(self, rank: int, closed: int) -> None:
+        self.left[rank] = closed
+        self._tell({"kind": "left", "rank": rank, "closed": closed})
+        self._look()
+
+    def _report(self, rank: int, key: Key, failure: str, missing: set[int]) -> None:
+        if failure == "other":
+            # Whoever asks because this rank gave up is told that nobody is missing.
+            self._remember(key, self._decisions.get(key))
+            return
+        decision = self._decisions.get(key)
+        if decision is not None:
+            self._send(rank, decision.message())
+            return
+        if failure == "abandoned" and key not in self._rounds:
+            delay_s = 0.0 if key in self._decisions else _ABANDONED_S
+            self._call_later(delay_s, lambda: self._leave_undecided(rank, key))
+            return
+        opened = self._rounds.get(key) or self._open(key)
+        opened.missed.setdefault(rank, set()).update(missing - {rank})
+        self._look()
+
+    def _progress(self, rank: int, number: int, at: Progress) -> None:
+        for owed in self._unanswered.pop(rank, ()):
+            self._send(rank, owed)
+        for opened in self._rounds.values():
+            if opened.number == number:
+                opened.progress[rank] = at
+        self._look()
+
+    # ---- rounds
+
+    def _open(self, key: Key) -> _Round:
+        now = self._now()
+        opened = _Round(next(self._numbers), now + _ANSWERS_S, now + _REMARKS_S)
+        self._rounds[key] = opened
+        for rank in range(self._num_ranks):
+            # A rank that did not answer before is not asked again: it may be stopped for long.
+            if self._is_there(rank) and rank not in self._unanswered:
+                opened.asked.add(rank)
+                self._unanswered[rank] = deque(maxlen=_KEPT)
+        for rank in sorted(opened.asked):
+            self._send(rank, {"kind": "ask", "round": opened.number})
+        for delay_s in (_SETTLE_S, _REMARKS_S, _ANSWERS_S):
+            self._call_later(delay_s, self._look)
+        return opened
+
+    def _look(self) -> None:
+        """Decides what can be decided now."""
+        now = self._now()
+        if self._rounds and now < self._settled:
+            self._call_later(self._settled - now, self._look)
+            return
+        for key, opened in list(self._rounds.items()):
+            if self._is_complete(opened, now):
+                del self._rounds[key]
+                self._decide(key, opened)
+
+    def _is_complete(self, opened: _Round, now: float) -> bool:
+        still = {rank for rank in opened.asked - opened.progress.keys() if self._is_there(rank)}
+        still -= opened.missed.keys()
+        if not still or now >= opened.answers_by:
+            return True
+        return now >= opened.remarks_by and not still & set().union(*opened.missed.values())
+
+    def _decide(self, key: Key, opened: _Round) -> None:
+        excused = {
+            rank
+            for rank, at in opened.progress.items()
+            if rank in self._failed and not at.open and at.closed <= self._newest
+        }
+        decision = decide(key, opened.missed, opened.progress, self.dead, self.left, excused)
+        self._remember(key, decision)
+        if key.is_operation:
+            self._failed.update(decision.waiting)
+            self._newest = max(self._newest, key.op)
+        self._tell(decision.message())
+
+    def _remember(self, key: Key, decision: Decision | None) -> None:
+        self._decisions[key] = decision
+        while len(self._decisions) > _KEPT:
+            self._decisions.popitem(last=False)
+
+    def _leave_undecided(self, rank: int, key: Key) -> None:
+        # If there was a reason after all, everybody is or will be told.
+        if key not in self._rounds and self._decisions.get(key) is None:
+            self._send(rank, {"kind": "undecided", "key": list(key)})
+
+    def _tell(self, message: Message) -> None:
+        """To all ranks; to those that do not answer, once they do, lest a stopped one fill its line."""
+        for rank in range(self._num_ranks):
+            if not self._is_there(rank):
+                continue
+            if rank in self._unanswered:
+                self._unanswered[rank].append(message)
+            else:
+                self._send(rank, message)
+
+    def _is_there(self, rank: int) -> bool:
+        return not (rank in self.dead or rank in self.left or rank in self._unwatched)

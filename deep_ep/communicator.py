@@ -1,0 +1,252 @@
+"""A rank that is connected with its group: the runtime that operations run on, one at a time.
+
+Every operation asks it for the runtime, which it refuses where none may run, and has it raise what
+went wrong. What operations there are it does not know.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import warnings
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Callable
+
+import torch
+
+from deep_ep import checks
+from deep_ep.errors import EPUsageError
+from deep_ep.failures import error_from_failure
+from deep_ep.rules import fail
+
+if TYPE_CHECKING:
+    from deep_ep.backend import Backend
+    from deep_ep.checks import Limits
+    from deep_ep.group import Group
+    from deep_ep.hooks import PendingReceive
+    from deep_ep.liveness import Liveness
+    from deep_ep.rendezvous import Place
+    from deep_ep.runtime import Runtime
+    from deep_ep.watchers import Watcher
+
+_communicators: weakref.WeakSet[Communicator] = weakref.WeakSet()
+
+
+class Communicator:
+    """Usable from several threads of a rank, one operation at a time, but not in a fork.
+
+    Attributes:
+        group: the ranks.
+        rank: this rank.
+        num_ranks: size of the group.
+        backend: on which it runs.
+        limits: what calls are checked against.
+        runtime: the native runtime; `None` once destroyed.
+        lock: held for the time of a call.
+        pending: the receive phase that is to run before the next operation; or `None`.
+        before_operation: called with the name of each operation before it begins.
+        watchers: who is told of the end.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        backend: Backend,
+        runtime: Runtime,
+        limits: Limits,
+        places: Sequence[Place],
+        liveness: Liveness | None,
+    ) -> None:
+        """Internal: use `construction.connect`.
+
+        Args:
+            group: see above, like all that is not described here.
+            backend: see above.
+            runtime: see above.
+            limits: see above.
+            places: where the ranks run.
+            liveness: this rank's part in who lives; `None` if it is alone.
+        """
+        self.group = group
+        self.rank = group.rank
+        self.num_ranks = group.size
+        self.backend = backend
+        self.limits = limits
+        self.runtime: Runtime | None = runtime
+        self.lock = threading.RLock()
+        self.pending: PendingReceive | None = None
+        self.before_operation: list[Callable[[str], None]] = []
+        self.watchers: list[Watcher] = []
+        self._places = places
+        self._liveness = liveness
+        self._process = os.getpid()
+        _communicators.add(self)
+
+    # ---- who may call
+
+    @property
+    def is_in_a_fork(self) -> bool:
+        """Whether this is a fork of the process that connected it."""
+        return self._process != os.getpid()
+
+    def check_process(self, where: str) -> None:
+        """Refuses calls in a fork.
+
+        Raises:
+            EPUsageError: this is one.
+        """
+        if self.is_in_a_fork:
+            got = f"the buffer was made in process {self._process}, this is its fork {os.getpid()}"
+            fail(where, got, "forked", EPUsageError)
+
+    def connected_runtime(self, where: str) -> Runtime:
+        """The runtime, for what may be done while a receive phase is pending.
+
+        Raises:
+            EPUsageError: this is a fork, or it was destroyed.
+        """
+        self.check_process(where)
+        if self.runtime is None:
+            fail(where, "destroy() was called", "destroyed", EPUsageError)
+        return self.runtime
+
+    def idle_runtime(self, where: str) -> Runtime:
+        """The runtime, for the next operation.
+
+        Raises:
+            EPUsageError: as `connected_runtime`, or a hook is to be called first.
+        """
+        runtime = self.connected_runtime(where)
+        if self.pending is not None:
+            name = self.pending.name
+            if not self.pending.is_lost:
+                got = f"the hook of {name} has not been called"
+                fail(where, got, "pending_hook", EPUsageError, pending=name)
+            warnings.warn(
+                f"{where} on rank {self.rank}: the hook of {name} was lost before it was called; "
+                "what it would have received is received now and dropped",
+                RuntimeWarning,
+                stacklevel=5,
+            )
+            self.abandon_hook()
+        return runtime
+
+    # ---- waiting
+
+    def receive(self, pending: PendingReceive) -> None:
+        """Runs a receive phase, for its hook."""
+        self.check_process(pending.name)
+        with self.lock:
+            if self.pending is pending:
+                self.pending = None
+            if self.runtime is None:
+                fail(
+                    pending.name,
+                    "its hook was called after destroy()",
+                    "hook_after_destroy",
+                    EPUsageError,
+                )
+            pending.run()
+            self.raise_failure()
+
+    def abandon_hook(self) -> None:
+        """Runs the receive phase that is pending, if there is one, in place of its hook."""
+        self.check_process("abandon_hook")
+        with self.lock:
+            if self.pending is not None:
+                self.receive(self.pending)
+
+    def raise_failure(self, called: str | None = None) -> None:
+        """Raises what the runtime recorded, if it did; the buffer stays usable.
+
+        Args:
+            called: what the user called, where the runtime only knows it as a barrier.
+        """
+        failure = self.runtime.native.take_failure() if self.runtime is not None else None
+        if failure is None:
+            return
+        if called is not None and failure["operation"] == "barrier":
+            failure = {**failure, "operation": called}
+        decision = self._liveness.agree(failure) if self._liveness is not None else None
+        raise error_from_failure(failure, self.rank, decision, self._places)
+
+    # ---- clocks and memory
+
+    def measure_clock_offsets(self, samples: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `Buffer.measure_clock_offsets`."""
+        where = "measure_clock_offsets"
+        checks.positive_int(where, "samples", samples)
+        with self.lock:
+            runtime = self.idle_runtime(where)
+            stream = self.backend.stream_handle(self.backend.current_stream())
+            measured = runtime.native.measure_clock_offsets(samples=samples, stream=stream)
+            self.raise_failure()
+        pairs = torch.tensor(measured, dtype=torch.int64).reshape(self.num_ranks, 2)
+        return pairs[:, 0].clone(), pairs[:, 1].clone()
+
+    def local_buffer_tensor(
+        self,
+        dtype: torch.dtype,
+        size: torch.Size | Sequence[int] | None,
+        offset: int,
+        use_rdma_buffer: bool,
+    ) -> torch.Tensor:
+        """See `Buffer.get_local_buffer_tensor`."""
+        where = "get_local_buffer_tensor"
+        runtime = self.connected_runtime(where)
+        memory = runtime.get_local_buffer_tensor(dtype, 0, use_rdma_buffer)
+        wanted = torch.Size(size).numel() if size is not None else memory.numel() - offset
+        if offset < 0 or wanted < 0 or offset + wanted > memory.numel():
+            got = f"offset is {offset} and size {size if size is None else list(size)}"
+            fail(where, got, "view_size", available=memory.numel())
+        view = memory[offset : offset + wanted]
+        return view if size is None else view.view(torch.Size(size))
+
+    # ---- end of life
+
+    def destroy(self) -> None:
+        """Releases all memory once all ranks have come. Collective; see `Buffer.destroy`."""
+        self.check_process("destroy")
+        with self.lock:
+            if self.runtime is None:
+                return
+            runtime, self.runtime = self.runtime, None
+            self.pending = None
+            watchers, self.watchers = self.watchers, []
+            try:
+                self.backend.synchronize()
+                # Before the others are waited for: they may be waiting for this rank.
+                if self._liveness is not None:
+                    self._liveness.close()
+                for watcher in watchers:
+                    watcher.end()
+                self.group.barrier()
+            except RuntimeError as error:
+                warnings.warn(
+                    f"destroy on rank {self.rank}: not all ranks came ({error}); local memory is "
+                    "released all the same",
+                    RuntimeWarning,
+                    stacklevel=3,
+                )
+            finally:
+                runtime.native.close()
+                for watcher in watchers:
+                    watcher.close()
+
+    def abort(self) -> None:
+        """Releases local memory and says goodbye, without waiting for anybody."""
+        runtime, self.runtime = self.runtime, None
+        if self._liveness is not None:
+            self._liveness.close()
+        if runtime is not None:
+            runtime.native.close()
+
+
+def _replace_locks() -> None:
+    """In a fork: a thread that only the parent has may hold a lock for ever."""
+    for communicator in _communicators:
+        communicator.lock = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_replace_locks)

@@ -1,0 +1,205 @@
+"""How a buffer comes to be: the ranks agree on its settings, allocate, connect, and start.
+
+Each step is collective, and what goes wrong on one rank is raised on all of them (rendezvous.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, NamedTuple
+
+from deep_ep import backend, checks, env, faults, liveness, rendezvous, watchers
+from deep_ep.checks import Limits
+from deep_ep.communicator import Communicator
+from deep_ep.errors import EPError, EPUsageError
+from deep_ep.rules import fail
+from deep_ep.runtime import Runtime
+from deep_ep.topology import Topology, ranks_per_node
+
+if TYPE_CHECKING:
+    from deep_ep._cpu import Runtime as NativeRuntime
+    from deep_ep.backend import Backend
+    from deep_ep.buffer import Buffer
+    from deep_ep.group import Group
+    from deep_ep.liveness import Liveness
+    from deep_ep.rendezvous import Place
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What must be equal on all ranks; names and meaning are those of `Buffer`'s arguments."""
+
+    num_nvl_bytes: int
+    num_rdma_bytes: int
+    low_latency_mode: bool
+    num_qps_per_rank: int
+    allow_nvlink_for_low_latency_mode: bool
+    allow_mnnvl: bool
+    enable_shrink: bool
+
+    def checked(self) -> Settings:
+        """The same, with sizes that are allowed.
+
+        Raises:
+            EPArgumentError: they are not.
+        """
+        return replace(
+            self,
+            num_nvl_bytes=checks.byte_size("num_nvl_bytes", self.num_nvl_bytes),
+            num_rdma_bytes=checks.byte_size("num_rdma_bytes", self.num_rdma_bytes),
+        )
+
+    def uses_rdma(self, topology: Topology) -> bool:
+        """Whether the RDMA buffer is used."""
+        return self.low_latency_mode or topology.num_nodes > 1
+
+    def check_topology(self, topology: Topology) -> None:
+        """Rules that depend on the number of nodes; the same on all ranks, so all of them raise."""
+        uses_rdma = self.uses_rdma(topology)
+        if self.num_rdma_bytes and not uses_rdma and topology.num_ranks <= 8:
+            fail("Buffer", f"num_rdma_bytes is {self.num_rdma_bytes}", "rdma_on_one_node")
+        if uses_rdma and not self.num_qps_per_rank > 0:
+            got = f"num_qps_per_rank is {self.num_qps_per_rank}"
+            fail("Buffer", got, "queue_pairs", EPUsageError)
+
+
+class Agreement(NamedTuple):
+    """What all ranks have agreed on, and where they are.
+
+    Attributes:
+        settings: checked.
+        backend: the same on all ranks.
+        topology: this rank's place.
+        places: where all ranks run.
+    """
+
+    settings: Settings
+    backend: Backend
+    topology: Topology
+    places: Sequence[Place]
+
+
+def agree(group: Group, settings: Settings) -> Agreement:
+    """Checks the settings here and against the other ranks'. Collective; nothing is allocated yet.
+
+    Raises:
+        EPArgumentError: a setting is not allowed, or ranks passed different ones; names them.
+        EPNotBuiltError: the backend asked for is not available.
+        EPTimeoutError: some ranks did not come.
+    """
+    selected: Backend | None = None
+    error: EPError | None = None
+    asked_ranks_per_node = None
+    try:
+        selected = backend.get()
+        asked_ranks_per_node = env.ranks_per_node()
+        env.verify()
+        env.diagnose()  # is needed later, when an error would be this rank's alone
+        settings = settings.checked()
+    except EPError as raised:
+        error = raised
+    facts = rendezvous.exchange_facts(
+        group,
+        {
+            "the group size": group.size,
+            "the backend": selected.name if selected else None,
+            "DEEP_EP_RANKS_PER_NODE": asked_ranks_per_node,
+            "DEEP_EP_DIAGNOSE": env.DIAGNOSE.text(),
+            "DEEP_EP_VERIFY": env.VERIFY.text(),
+            **vars(settings),
+        },
+        error,
+    )
+    assert selected is not None  # otherwise there was an error, and the exchange raised it
+    places = [fact.place for fact in facts]
+    hosts = [place.host for place in places]
+    topology = Topology(group.rank, group.size, ranks_per_node(hosts, asked_ranks_per_node))
+    settings.check_topology(topology)
+    return Agreement(settings, selected, topology, places)
+
+
+def connect(owner: object, group: Group, agreed: Agreement) -> Communicator:
+    """Allocates and maps the memory of all ranks, and connects those who watch over them. Collective.
+
+    Args:
+        owner: the buffer; the others hear of it when it is collected.
+        group: the ranks.
+        agreed: by them.
+
+    Raises:
+        EPTransportError: some rank could not allocate or connect; raised on all ranks.
+        EPTimeoutError: some ranks did not come.
+    """
+    settings, selected, topology, places = agreed
+    natives: list[NativeRuntime] = []
+    offers: list[liveness.Offer | None] = []
+    members: list[Liveness | None] = []
+
+    def allocate() -> tuple[str, liveness.Offer | None]:
+        native = selected.create_runtime(
+            needs_rdma=topology.num_nodes > 1,
+            allow_nvlink=settings.allow_nvlink_for_low_latency_mode,
+            allow_mnnvl=settings.allow_mnnvl,
+            rank=group.rank,
+            num_ranks=group.size,
+            num_nvl_bytes=settings.num_nvl_bytes,
+            num_rdma_bytes=settings.num_rdma_bytes,
+            low_latency_mode=settings.low_latency_mode,
+            num_qps_per_rank=settings.num_qps_per_rank,
+            timeout_ns=round(env.timeout_s() * 1e9),
+            verify=env.verify(),
+            ranks_per_node=topology.ranks_per_node,
+            device_index=selected.device().index or 0,
+        )
+        natives.append(native)
+        handle = native.local_handle().hex()
+        offers.append(liveness.offer(group.rank, places))
+        return handle, offers[0]
+
+    def connect_to_all() -> str | None:
+        natives[0].connect([bytes.fromhex(handle) for handle, _ in allocated])
+        offered = liveness.Offer.of(allocated[0][1])
+        member, problem = liveness.join(owner, group.rank, natives[0], offered)
+        members.append(member)
+        return problem
+
+    try:
+        allocated = rendezvous.together(group, "allocating memory", allocate)
+        problems = rendezvous.together(group, "connecting", connect_to_all)
+    except RuntimeError:
+        for member in members:
+            if member is not None:
+                member.close()
+        for offered in offers:
+            liveness.withdraw(offered)
+        for native in natives:
+            native.close()
+        raise
+    liveness.complete(offers[0], problems)
+    natives[0].release_handle()
+    runtime = Runtime(natives[0], selected, topology)
+    limits = Limits(group.size, settings.num_rdma_bytes, selected.device(), selected.binding)
+    return Communicator(group, selected, runtime, limits, places, members[0])
+
+
+def start(buffer: Buffer) -> None:
+    """What a connected buffer does first: measures clocks and starts what the environment asks for.
+
+    Raises:
+        EPError: that failed; the buffer is let go.
+    """
+    communicator = buffer.communicator
+    try:
+        if buffer.low_latency_mode:
+            buffer.measure_clock_offsets()
+        watch = env.diagnose()
+        if watch.mode != "off":
+            buffer.enable_counters()
+        if env.inject() and buffer.low_latency_mode:
+            faults.apply(buffer, faults.parse_list(env.inject(), buffer.group_size))
+        if watch.mode != "off" and buffer.low_latency_mode:
+            communicator.watchers = watchers.start_all(buffer, communicator.group, watch)
+    except RuntimeError:
+        communicator.abort()
+        raise

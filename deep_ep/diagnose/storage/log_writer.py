@@ -1,0 +1,60 @@
+"""Appends records to a log: a line each, whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from pathlib import Path
+
+from ..core import safe_files
+from ..core.package import EPArgumentError
+from ..core.printable_text import printable
+from . import record_layout
+from .record import Record
+
+
+class Writer:
+    """Appends records of one group to `FOLDER/diagnose-GROUP.jsonl`."""
+
+    def __init__(self, folder: Path | str, group: str) -> None:
+        """Nothing is written yet.
+
+        Args:
+            folder: where to; made when it is not there.
+            group: name of the group; what a file name cannot hold becomes "-".
+        """
+        name = re.sub(r"[^A-Za-z0-9_.]+", "-", group) or "group"
+        self.path = Path(folder) / f"diagnose-{name}.jsonl"
+
+    def write(self, record: Record, *, with_matrices: bool) -> None:
+        """Appends one line, in one write, so that who follows the file meets whole lines.
+
+        Raises:
+            EPArgumentError: the name of the file is a link, or the record is longer than a line may be.
+            OSError: the file cannot be written; nothing of the line is left in it.
+        """
+        line = record_layout.to_line(record, with_matrices=with_matrices).encode() + b"\n"
+        if len(line) > record_layout.LONGEST_LINE:
+            raise EPArgumentError(
+                f"{printable(str(self.path))}: a record of {len(line)} bytes; a line has at most "
+                f"{record_layout.LONGEST_LINE}, beyond which no reader goes. Write it without matrices."
+            )
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with safe_files.open_to_append(self.path) as file:
+            size = file.seek(0, os.SEEK_END)
+            if size and not _ends_a_line(file.fileno(), size):
+                # The program before this one was stopped in the middle of a line.
+                line = b"\n" + line
+            try:
+                # A disk that is full takes a part of a line, and says so at the next one.
+                while line:
+                    line = line[file.write(line) :]
+            except OSError:
+                with contextlib.suppress(OSError):
+                    file.truncate(size)
+                raise
+
+
+def _ends_a_line(file: int, size: int) -> bool:
+    return os.pread(file, 1, size - 1) == b"\n"

@@ -1,0 +1,192 @@
+"""How a failed operation becomes an exception: the record that a kernel left, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from deep_ep.errors import (
+    EPArgumentError,
+    EPError,
+    EPRankGoneError,
+    EPTimeoutError,
+    EPTransportError,
+    ranks_text,
+)
+
+if TYPE_CHECKING:
+    from deep_ep.agreement import Decision
+    from deep_ep.rendezvous import Place
+
+
+def error_from_failure(
+    failure: Mapping[str, Any],
+    rank: int,
+    decision: Decision | None = None,
+    places: Sequence[Place] = (),
+) -> EPError:
+    """The exception for a failure record of the runtime (`Runtime.take_failure()`).
+
+    Args:
+        failure: the record; keys `kind`, `operation`, `op`, `ranks`, `last_op`, `expected`, `seen`, `waited_ns`,
+            `given_up` (newest operation that each of the ranks gave up).
+        rank: the rank that raises.
+        decision: what all ranks agreed on, if they did.
+        places: where the ranks run; needed with a decision.
+    """
+    where = f"{failure['operation']} (operation {failure['op']}) on rank {rank}"
+    ranks = sorted(failure["ranks"])
+    kind = failure["kind"]
+    if kind == "mismatch":
+        return _mismatch(where, failure, ranks)
+    if kind == "index":
+        return EPArgumentError(
+            f"{where}: topk_idx holds an expert index out of range; entries must be -1 or in "
+            "[0, num_experts). Check the router's output."
+        )
+    if kind == "handle":
+        return EPArgumentError(
+            f"{where}: the handle or topk_idx is not what the dispatch left or was given; combine "
+            "needs both unchanged, except that entries of topk_idx may have become -1. Pass the "
+            "handle and topk_idx of one dispatch that has been received."
+        )
+    if kind == "returned":
+        return EPTransportError(
+            f"{where}: {ranks_text(ranks)} returned other rows than this rank had dispatched, so its "
+            "results are not valid. Read the error on that side first; the next operation starts "
+            "afresh."
+        )
+    if kind == "corrupt":
+        return EPTransportError(
+            f"{where}: rows of {ranks_text(ranks)} are not what was sent in this operation "
+            "(DEEP_EP_VERIFY compares them); they must be. Report it with both ranks' logs: memory "
+            "was overwritten or a message arrived out of order."
+        )
+    if decision is not None and rank in decision.culprits:
+        return _given_up(where, failure, dict.fromkeys(decision.waiting, decision.key.op))
+    if decision is not None:
+        return _agreed(where, failure, decision, places)
+    if kind == "timeout":
+        return _timeout(where, failure, ranks)
+    return _given_up(
+        where, failure, {r: max(failure["op"], op) for r, op in failure["given_up"].items()}
+    )
+
+
+def _given_up(where: str, failure: Mapping[str, Any], given_up: Mapping[int, int]) -> EPError:
+    ranks = sorted(given_up)
+    given = f"{ranks_text(ranks)} gave up operation {max(given_up.values(), default=failure['op'])}"
+    return EPTransportError(
+        f"{where}: {given} while this rank was in operation {failure['op']}, so its results are not "
+        "valid; all ranks must be in one operation. Read the error on that side first; the next "
+        "operation starts afresh."
+    )
+
+
+def _last_seen(failure: Mapping[str, Any]) -> dict[int, int]:
+    return {int(key): max(0, int(value)) for key, value in failure["last_op"].items()}
+
+
+def _agreed(
+    where: str, failure: Mapping[str, Any], decision: Decision, places: Sequence[Place]
+) -> EPTimeoutError:
+    """What all ranks say alike, but for `where`."""
+    culprits, last_seen = decision.culprits, _last_seen(failure)
+    gone = bool(decision.dead or decision.left)
+    if culprits:
+        found = "; ".join(_state(rank, decision, places[rank]) for rank in culprits)
+    else:
+        paths = ", ".join(f"{source} > {destination}" for source, destination in decision.paths)
+        found = f"nobody is missing, but what was sent did not arrive on the paths {paths}"
+    if gone:
+        advice = (
+            "An operation needs all ranks: end the job, or build a new Buffer on a group of those "
+            "that live."
+        )
+    elif culprits:
+        advice = (
+            "See whether that process is stopped, left the loop early or is still compiling; if it "
+            "is only slow, raise DEEP_EP_TIMEOUT_S. The buffer stays usable once all ranks call again."
+        )
+    else:
+        advice = (
+            "Check the links between these ranks; all ranks must be able to write to all others."
+        )
+    return (EPRankGoneError if gone else EPTimeoutError)(
+        f"{where}: {'; '.join([found, *_waiting(decision)])}. {advice}",
+        missing_ranks=culprits,
+        last_seen={rank: last_seen[rank] for rank in culprits if rank in last_seen},
+        operation=failure["operation"],
+        op=failure["op"],
+        waited_s=failure["waited_ns"] * 1e-9,
+        dead_ranks=decision.dead,
+        left_ranks=decision.left,
+        waiting_ranks=decision.waiting,
+        broken_paths=decision.paths,
+    )
+
+
+def _state(rank: int, decision: Decision, place: Place) -> str:
+    process = f"process {place.pid} on host {place.host}"
+    how = decision.dead.get(rank)
+    if how == "host":
+        return f"rank {rank} is dead (host {place.host} cannot be reached)"
+    if how is not None:
+        return f"rank {rank} is dead (its {process} ended)"
+    if rank in decision.left:
+        return (
+            f"rank {rank} destroyed its buffer, or ended, after operation {decision.left[rank]} "
+            f"({process})"
+        )
+    if rank in decision.silent:
+        return f"rank {rank} does not answer ({process} is stopped or busy)"
+    at = decision.elsewhere[rank]
+    if not at.open:
+        return f"rank {rank} is between operations, after operation {at.closed} ({process})"
+    return f"rank {rank} is in operation {at.open} and does not wait there ({process})"
+
+
+def _waiting(decision: Decision) -> list[str]:
+    """`["ranks 1, 2 wait for it in operation 73"]`: one for each operation."""
+    whom = (
+        "" if not decision.culprits else " for it" if len(decision.culprits) == 1 else " for them"
+    )
+    by_op: dict[int, list[int]] = {}
+    for rank, op in decision.waiting.items():
+        by_op.setdefault(op, []).append(rank)
+    where = "operation" if decision.key.is_operation else decision.key.series
+    return [
+        f"{ranks_text(ranks)} wait{'s' if len(ranks) == 1 else ''}{whom} in {where} {op}"
+        for op, ranks in sorted(by_op.items())
+    ]
+
+
+def _timeout(where: str, failure: Mapping[str, Any], ranks: list[int]) -> EPTimeoutError:
+    last_seen = _last_seen(failure)
+    waited_s = failure["waited_ns"] * 1e-9
+    seen = "; ".join(
+        f"rank {rank} was last seen in operation {last_seen[rank]}"
+        if last_seen.get(rank)
+        else f"rank {rank} has not been seen yet"
+        for rank in ranks
+    )
+    return EPTimeoutError(
+        f"{where}: {ranks_text(ranks)} did not arrive within {waited_s:.3g} s; {seen}. "
+        "See whether that process died, left the loop early or is still compiling; if it is only "
+        "slow, raise DEEP_EP_TIMEOUT_S. The buffer stays usable once all ranks call again.",
+        missing_ranks=ranks,
+        last_seen=last_seen,
+        operation=failure["operation"],
+        op=failure["op"],
+        waited_s=waited_s,
+    )
+
+
+def _mismatch(where: str, failure: Mapping[str, Any], ranks: list[int]) -> EPArgumentError:
+    expected, seen = failure["expected"], failure["seen"]
+    differing = [name for name in seen if seen[name] != expected.get(name)]
+    fields = ", ".join(f"{name} = {seen[name]} (here {expected.get(name)})" for name in differing)
+    return EPArgumentError(
+        f"{where}: {ranks_text(ranks)} called with {fields or 'other arguments'}; all ranks must "
+        "call the same operation with the same sizes. Make the ranks agree and call again."
+    )

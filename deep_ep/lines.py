@@ -1,0 +1,179 @@
+"""Messages between the processes of a group, outside of its own collectives: JSON, one to a line.
+
+Nothing that arrives is trusted further than that: it is plain data of bounded size.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import socket
+from typing import Any
+
+# Of a message, bytes: what is told about 1024 ranks takes a twentieth of it.
+_LONGEST = 1 << 20
+# Of what waits to be sent, bytes.
+_MOST_UNSENT = 8 << 20
+# A host that does not answer is gone: looked for once a second, given up after so many looks, and
+# after so long. Kernels answer each other, so a process may be stopped for any time.
+_LOOKS, _LOOK_EVERY_S, _UNREACHABLE_MS = 3, 1, 3500
+_NO_ROUTE = {
+    errno.ETIMEDOUT,
+    errno.EHOSTUNREACH,
+    errno.ENETUNREACH,
+    errno.EHOSTDOWN,
+    errno.ENETDOWN,
+}
+
+
+class LineClosed(Exception):  # noqa: N818 - an event, not an error
+    """The other end is gone: `how` is "process" if its process ended, "host" if that is unreachable."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__(how)
+        self.how = how
+
+
+class Line:
+    """One end of a connection. One thread at a time.
+
+    Attributes:
+        connection: the socket.
+    """
+
+    def __init__(self, connection: socket.socket) -> None:
+        """Takes the connection over."""
+        self.connection = connection
+        self._unsent = bytearray()
+        self._unread = bytearray()
+        connection.setblocking(False)
+        if connection.family != socket.AF_UNIX:
+            _watch_host(connection)
+
+    def fileno(self) -> int:
+        """For a selector; -1 once closed."""
+        return self.connection.fileno()
+
+    @property
+    def has_unsent(self) -> bool:
+        """Whether `flush` is to be called when the connection takes data again."""
+        return bool(self._unsent)
+
+    def send(self, message: dict[str, Any]) -> None:
+        """Sends a message; does not wait.
+
+        Raises:
+            LineClosed: the other end is gone, or has read nothing for long.
+        """
+        self._unsent += json.dumps(message, separators=(",", ":")).encode() + b"\n"
+        if len(self._unsent) > _MOST_UNSENT:
+            raise LineClosed("process")
+        self.flush()
+
+    def flush(self) -> None:
+        """Sends what has not been sent yet, as far as that is possible now.
+
+        Raises:
+            LineClosed: the other end is gone.
+        """
+        try:
+            while self._unsent:
+                del self._unsent[: self.connection.send(self._unsent)]
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError as error:
+            raise _closed(error) from error
+
+    def receive(self) -> list[dict[str, Any]]:
+        """The messages that have arrived in full.
+
+        Raises:
+            LineClosed: the other end is gone, and all it sent has been returned.
+            ValueError: what came is no message.
+        """
+        while True:
+            try:
+                data = self.connection.recv(1 << 16)
+            except (BlockingIOError, InterruptedError):
+                return self._messages()
+            except OSError as error:
+                raise _closed(error) from error
+            if not data:
+                messages = self._messages()
+                if messages:
+                    return messages
+                raise LineClosed("process")
+            self._unread += data
+            if len(self._unread) > _LONGEST:
+                return self._messages()
+
+    def close(self) -> None:
+        """Closes this end. May be repeated."""
+        self.connection.close()
+
+    def _messages(self) -> list[dict[str, Any]]:
+        *complete, rest = self._unread.split(b"\n")
+        if any(len(line) > _LONGEST for line in (*complete, rest)):
+            raise ValueError(f"a message has more than {_LONGEST} bytes")
+        self._unread = bytearray(rest)
+        messages = [json.loads(line) for line in complete]
+        if not all(isinstance(message, dict) for message in messages):
+            raise ValueError("a message is no object")
+        return messages
+
+
+class Bell:
+    """Wakes a selector from any thread, also from a destructor or a signal handler."""
+
+    def __init__(self) -> None:
+        """Two connected sockets."""
+        self._inner, self._outer = socket.socketpair()
+        self._inner.setblocking(False)
+        self._outer.setblocking(False)
+
+    def fileno(self) -> int:
+        """For a selector; -1 once closed."""
+        return self._inner.fileno()
+
+    def ring(self) -> None:
+        """May be called at any time, also after `close`."""
+        with contextlib.suppress(OSError):  # enough has rung, or nobody listens any more
+            self._outer.send(b"\0")
+
+    def hear(self) -> None:
+        """Forgets how often it rang."""
+        with contextlib.suppress(BlockingIOError):
+            self._inner.recv(4096)
+
+    def close(self) -> None:
+        """Ends it. May be repeated."""
+        self._inner.close()
+        self._outer.close()
+
+
+def _closed(error: OSError) -> LineClosed:
+    return LineClosed("host" if error.errno in _NO_ROUTE else "process")
+
+
+def _watch_host(connection: socket.socket) -> None:
+    """Lets the kernels of both hosts find out that the other one is gone."""
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (
+        ("TCP_KEEPIDLE", _LOOK_EVERY_S),
+        ("TCP_KEEPINTVL", _LOOK_EVERY_S),
+        ("TCP_KEEPCNT", _LOOKS),
+        ("TCP_USER_TIMEOUT", _UNREACHABLE_MS),
+    ):
+        if hasattr(socket, name):  # all of them on Linux
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+def descriptors_left() -> int:
+    """How many more files and sockets this process may open."""
+    import resource
+
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return int(limit) - len(os.listdir("/proc/self/fd")) if limit >= 0 else 1 << 30

@@ -1,0 +1,328 @@
+"""Who lives: a star of connections around rank 0 that tells of a death at once.
+
+Every rank holds one connection, and has one thread that sleeps on it; operations know nothing of
+it. A process that ends closes its connections, whatever ends it, and kernels answer for a process
+that is stopped or busy, so nobody who lives is called dead. Who ends in order says so first.
+
+When an operation fails because ranks are missing, `Liveness.agree` asks rank 0's arbiter
+(agreement.py), so that all ranks raise one answer. Ranks that are threads of one process share the
+thread and need no connection.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import threading
+import warnings
+import weakref
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from deep_ep import agreement, rendezvous
+from deep_ep.agreement import Decision, Key, Message, Progress
+from deep_ep.errors import ranks_text
+from deep_ep.loop import Loop
+from deep_ep.rendezvous import Place
+from deep_ep.star import Hub, Spoke
+
+if TYPE_CHECKING:
+    from deep_ep._cpu import Runtime as NativeRuntime
+
+# Pauses between looks whether this rank has finished what another one finished before it ended, and
+# decisions that are kept. Chosen.
+_FIRST_LOOK_S, _LAST_LOOK_S = 0.05, 0.4
+_KEPT = 64
+
+# Hubs of ranks in this process, from the moment rank 0 makes one until all have joined.
+_hubs: dict[str, Hub] = {}
+
+
+class Liveness:
+    """One rank's part.
+
+    Attributes:
+        rank: this rank.
+        loop: the thread that speaks for it; `None` before it is connected, and in a fork.
+        alone: whether rank 0 cannot be asked.
+        dead: ranks that are dead, see `Decision`.
+        left: ranks that ended in order, and the last operation they finished.
+    """
+
+    def __init__(self, rank: int, native: NativeRuntime) -> None:
+        """Internal: use `join`.
+
+        Args:
+            rank: this rank.
+            native: of its buffer; let go with `close`.
+        """
+        self.rank = rank
+        # Held for calls that do not wait; again by a destructor that runs in the midst of one.
+        self._native_lock = threading.RLock()
+        self._native: NativeRuntime | None = native
+        self.loop: Loop | None = None
+        self._changed = threading.Condition()
+        self._decisions: OrderedDict[Key, Decision | None] = OrderedDict()
+        self.dead: dict[int, str] = {}
+        self.left: dict[int, int] = {}
+        self.alone = True
+
+    def agree(self, failure: Mapping[str, Any]) -> Decision | None:
+        """Who is the reason for a failure; the same on all ranks.
+
+        Args:
+            failure: of `Runtime.take_failure()`.
+
+        Returns:
+            `None` if nobody is missing, or if nothing is known beyond the failure itself.
+        """
+        missing = [rank for rank in failure["ranks"] if rank != self.rank]
+        kind = failure["kind"] if failure["kind"] in ("timeout", "abandoned") else "other"
+        report = {"kind": "report", "failure": kind, "missing": missing}
+        key = _key_of(failure)
+        if kind == "other":
+            self._say({**report, "key": key})
+        if kind == "other" or not missing:
+            return None
+        with self._changed:
+            if self._decisions.get(key) is None:
+                self._decisions.pop(key, None)
+                self._say({**report, "key": key})
+                self._changed.wait_for(
+                    lambda: self.alone or key in self._decisions, agreement.LONGEST_S
+                )
+            decision = self._decisions.get(key)
+            if decision is None and kind == "timeout":
+                decision = self._own_view(key, missing)
+        return decision
+
+    def close(self) -> None:
+        """Says goodbye; does not wait. May be repeated, and be called by a destructor."""
+        with self._native_lock:
+            closed = self.progress().closed
+            native, self._native = self._native, None
+        loop = self.loop
+        if native is not None and loop is not None:
+            loop.post(lambda: loop.leave(self.rank, closed))
+
+    def forget(self) -> None:
+        """In a forked child, where a thread that is not there any more may hold the lock."""
+        self._native_lock = threading.RLock()
+        self._native, self.loop, self.alone = None, None, True
+
+    # ---- called by the loop
+
+    def attach(self, loop: Loop) -> None:
+        """From now on that thread speaks for this rank."""
+        self.loop, self.alone = loop, False
+
+    def progress(self) -> Progress:
+        """Where this rank is; all zero once it has ended."""
+        with self._native_lock:
+            return (
+                Progress(0, 0, False)
+                if self._native is None
+                else Progress(**self._native.progress())
+            )
+
+    def handle(self, message: Message) -> None:
+        """What rank 0 says.
+
+        Raises:
+            ValueError, TypeError, KeyError: that is none of the messages there are.
+        """
+        kind = message["kind"]
+        if kind == "ask":
+            self._say({"kind": "progress", "round": int(message["round"]), "at": self.progress()})
+        elif kind == "decision":
+            self._take(Decision.of(message))
+        elif kind == "undecided":
+            self._remember(agreement.key_of(message["key"]), None)
+        elif kind == "dead":
+            self.dead[int(message["rank"])] = str(message["how"])
+            self._mark_gone(int(message["rank"]))
+        elif kind == "left":
+            self.left[int(message["rank"])] = int(message["closed"])
+            self._mark_left_later(int(message["rank"]), _FIRST_LOOK_S)
+        else:
+            raise ValueError(f"kind is {kind!r}")
+
+    def lose(self, how: str) -> None:
+        """The connection to rank 0 has ended; `how` as in `Decision.dead`, empty if that tells nothing."""
+        with self._changed:
+            self.alone = True
+            self._changed.notify_all()
+        if how and 0 not in self.left:
+            self.handle({"kind": "dead", "rank": 0, "how": how})
+
+    def _take(self, decision: Decision) -> None:
+        self._remember(decision.key, decision)
+        at, op = self.progress(), decision.key.op
+        if decision.key.is_operation and at.waiting and 0 < at.open <= op:
+            with self._native_lock:
+                if self._native is not None:
+                    self._native.give_up(op)
+
+    def _remember(self, key: Key, decision: Decision | None) -> None:
+        with self._changed:
+            self._decisions[key] = decision
+            while len(self._decisions) > _KEPT:
+                self._decisions.popitem(last=False)
+            self._changed.notify_all()
+
+    def _mark_left_later(self, rank: int, pause_s: float) -> None:
+        """Once nothing can be missing that the rank sent before it ended, barriers included."""
+        loop, closed = self.loop, self.left[rank]
+
+        def look() -> None:
+            at = self.progress()
+            if at.open > closed or (at.open == 0 and at.closed >= closed):
+                self._mark_gone(rank)
+            elif self._native is not None:
+                self._mark_left_later(rank, min(2 * pause_s, _LAST_LOOK_S))
+
+        if loop is not None:
+            loop.call_later(pause_s, look)
+
+    def _mark_gone(self, rank: int) -> None:
+        with self._native_lock:
+            if self._native is not None:
+                self._native.mark_gone(rank)
+
+    def _say(self, message: Message) -> None:
+        loop = self.loop
+        if loop is not None:
+            loop.post(lambda: loop.say(self.rank, message))
+
+    def _own_view(self, key: Key, missing: Sequence[int]) -> Decision | None:
+        """Without rank 0: who is known to be gone, or else rank 0 itself, so that all say the same."""
+        silent = set() if self.alone else {0} & set(missing)
+        decision = agreement.decide(key, {self.rank: silent}, {}, self.dead, self.left)
+        return replace(decision, waiting={}) if decision.culprits else None
+
+
+class Offer(NamedTuple):
+    """How ranks reach rank 0. Plain data.
+
+    Attributes:
+        address: host and port; `None` if there is none, for the reason `problem`.
+        token: what who comes must know.
+    """
+
+    address: tuple[str, int] | None
+    token: str
+    problem: str = ""
+
+    @staticmethod
+    def of(plain: Any) -> Offer | None:
+        """From plain data.
+
+        Raises:
+            ValueError, TypeError: it is none.
+        """
+        if plain is None:
+            return None
+        address, token, problem = plain
+        if address is not None:
+            host, port = address
+            address = (str(host), int(port))
+        return Offer(address, str(token), str(problem))
+
+
+def offer(rank: int, places: Sequence[Place]) -> Offer | None:
+    """First step of connecting the ranks of a buffer: rank 0's offer, for all ranks.
+
+    Args:
+        rank: this rank.
+        places: of all ranks.
+    """
+    if rank != 0 or len(places) == 1:
+        return None
+    token = secrets.token_hex(16)
+    try:
+        hub = Hub(len(places), token, rendezvous.address([place.host for place in places]))
+    except OSError as error:
+        return Offer(None, token, str(error))
+    _hubs[token] = hub
+    hub.start()
+    return Offer(hub.address, token)
+
+
+def join(
+    buffer: Any, rank: int, native: NativeRuntime, offered: Offer | None
+) -> tuple[Liveness | None, str | None]:
+    """Second step: takes rank 0's offer.
+
+    Args:
+        buffer: says goodbye when it is collected.
+        rank: this rank.
+        native: runtime of the buffer, connected.
+        offered: by rank 0.
+
+    Returns:
+        This rank's part, and why it is not connected, if it is not.
+    """
+    if offered is None:
+        return None, None
+    member = Liveness(rank, native)
+    weakref.finalize(buffer, member.close).atexit = False
+    if offered.address is None:
+        return member, offered.problem
+    hub = _hubs.get(offered.token)
+    try:
+        if hub is not None:
+            hub.take_in(member)
+        else:
+            Spoke(member, offered.address, offered.token).start()
+    except (OSError, ValueError) as error:
+        return member, f"{type(error).__name__}: {error}"
+    return member, None
+
+
+def complete(own: Offer | None, problems: Sequence[str | None]) -> None:
+    """Last step: what the second one said on all ranks is known.
+
+    Without a connection the buffer works, and ranks that are missing are found by the timeout: a
+    `RuntimeWarning` on rank 0 says so.
+
+    Args:
+        own: this rank's offer.
+        problems: of all ranks.
+    """
+    if own is None:
+        return
+    unreachable = [rank for rank, problem in enumerate(problems) if problem is not None]
+    hub = _hubs.pop(own.token, None)
+    if hub is not None:
+        hub.post(lambda: hub.complete(unreachable))
+    if unreachable:
+        warnings.warn(
+            f"Buffer: {ranks_text(unreachable)} cannot be watched ({problems[unreachable[0]]}); "
+            "all ranks must reach rank 0 over TCP. Operations work; a rank that dies is found after "
+            "DEEP_EP_TIMEOUT_S only.",
+            RuntimeWarning,
+            stacklevel=4,
+        )
+
+
+def withdraw(own: Offer | None) -> None:
+    """Instead of the last step: there will be no buffer, and this rank's offer is void."""
+    hub = _hubs.pop(own.token, None) if own is not None else None
+    if hub is not None:
+        hub.post(hub.leave_all)
+
+
+def _key_of(failure: Mapping[str, Any]) -> Key:
+    """What a decision on a failure is about; ranks that were given up count by who gave them up."""
+    operation = failure["operation"]
+    if operation not in ("low_latency_dispatch", "low_latency_combine"):
+        return Key(operation, failure["op"])
+    newest: int = failure["op"]
+    if failure["kind"] == "abandoned":
+        newest = max([newest, *failure["given_up"].values()])
+    return Key("operation", newest)
+
+
+os.register_at_fork(after_in_child=_hubs.clear)

@@ -1,0 +1,340 @@
+"""The low-latency operations: output tensors, the arguments of the kernels, launching, hooks."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from typing import TYPE_CHECKING, Any, Callable, Optional
+
+import torch
+
+from deep_ep import backend, checks, low_latency_checks
+from deep_ep.counters import RecvCounters
+from deep_ep.errors import EPUsageError
+from deep_ep.event import EventHandle, EventOverlap
+from deep_ep.handles import LowLatencyHandle
+from deep_ep.hooks import PendingReceive, ReceiveHook
+from deep_ep.low_latency_checks import Shape
+from deep_ep.rules import COMBINE, DISPATCH, fail
+
+if TYPE_CHECKING:
+    from deep_ep.communicator import Communicator
+    from deep_ep.runtime import Runtime
+
+Tensor = torch.Tensor
+# What one operation reads and writes: it lives until that is done.
+Used = tuple[tuple[Optional[Tensor], ...], Optional[RecvCounters]]
+
+_NO_COUNTERS = (0, 0, 0, 0)
+
+
+def rdma_size_hint(
+    num_max_dispatch_tokens_per_rank: int, hidden: int, num_ranks: int, num_experts: int
+) -> int:
+    """See `Buffer.get_low_latency_rdma_size_hint`."""
+    where = "get_low_latency_rdma_size_hint"
+    num_ranks = checks.positive_int(where, "num_ranks", num_ranks)
+    binding = backend.get().binding
+    sizes = low_latency_checks.sizes_of(
+        where, num_max_dispatch_tokens_per_rank, hidden, num_experts, num_ranks, binding
+    )
+    return low_latency_checks.num_bytes(binding, num_ranks, sizes)
+
+
+class LowLatency:
+    """The low-latency operations of one buffer.
+
+    Attributes:
+        dispatch_counters: used where a dispatch is given none of its own; or `None`.
+        combine_counters: the same for a combine.
+    """
+
+    def __init__(self, communicator: Communicator, owner: object, is_enabled: bool) -> None:
+        """Does not communicate.
+
+        Args:
+            communicator: what they run on.
+            owner: the buffer; hooks keep it alive.
+            is_enabled: whether the buffer was built for them.
+        """
+        self.dispatch_counters: RecvCounters | None = None
+        self.combine_counters: RecvCounters | None = None
+        self._communicator = communicator
+        self._owner = weakref.ref(owner)
+        self._is_enabled = is_enabled
+        self._is_staged = False  # the next combine's rows may be in its buffer
+
+    def dispatch(
+        self,
+        x: Tensor,
+        topk_idx: Tensor,
+        num_max_dispatch_tokens_per_rank: int,
+        num_experts: int,
+        cumulative_local_expert_recv_stats: Tensor | None,
+        dispatch_wait_recv_cost_stats: Tensor | None,
+        use_fp8: bool,
+        round_scale: bool,
+        use_ue8m0: bool,
+        async_finish: bool,
+        return_recv_hook: bool,
+        recv_counters: RecvCounters | None,
+    ) -> tuple[
+        Tensor | tuple[Tensor, Tensor], Tensor, LowLatencyHandle, EventOverlap, ReceiveHook | None
+    ]:
+        """See `Buffer.low_latency_dispatch`."""
+        communicator = self._communicator
+        with communicator.lock:
+            runtime = self._idle_runtime(DISPATCH)
+            shape = low_latency_checks.dispatch(
+                communicator.limits,
+                x,
+                topk_idx,
+                num_max_dispatch_tokens_per_rank,
+                num_experts,
+                cumulative_local_expert_recv_stats,
+                dispatch_wait_recv_cost_stats,
+                recv_counters,
+                use_fp8=use_fp8,
+                round_scale=round_scale,
+                use_ue8m0=use_ue8m0,
+                async_finish=async_finish,
+                return_recv_hook=return_recv_hook,
+            )
+            new = communicator.backend.empty
+            rows = (shape.num_local_experts, shape.num_recv_rows)
+            recv_x = new(
+                (*rows, shape.hidden), dtype=torch.float8_e4m3fn if use_fp8 else torch.bfloat16
+            )
+            scales = _new_scales(shape, use_ue8m0, communicator.backend) if use_fp8 else None
+            recv_count = new((shape.num_local_experts,), dtype=torch.int32)
+            # Behind it the kernel leaves what combine checks the handle against.
+            num_words = runtime.native.handle_words(**shape.sizes, **shape.routing)
+            src_info = new((num_words,), dtype=torch.int32)[: rows[0] * rows[1]].view(rows)
+            layout_range = new((shape.num_local_experts, shape.num_ranks), dtype=torch.int64)
+            counters = recv_counters or self.dispatch_counters
+            run = functools.partial(
+                runtime.native.low_latency_dispatch,
+                x=x.data_ptr(),
+                topk_idx=topk_idx.data_ptr(),
+                **shape.sizes,
+                **shape.routing,
+                use_fp8=use_fp8,
+                round_scale=round_scale,
+                use_ue8m0=use_ue8m0,
+                recv_x=recv_x.data_ptr(),
+                recv_scales=_pointer(scales),
+                recv_count=recv_count.data_ptr(),
+                src_info=src_info.data_ptr(),
+                layout_range=layout_range.data_ptr(),
+                cumulative_local_expert_recv_stats=_pointer(cumulative_local_expert_recv_stats),
+                wait_stats=_own_row(dispatch_wait_recv_cost_stats, communicator.rank),
+                counters=counters.pointers() if counters else _NO_COUNTERS,
+            )
+            used = (
+                *(x, topk_idx, recv_x, scales, recv_count, src_info, layout_range),
+                *(cumulative_local_expert_recv_stats, dispatch_wait_recv_cost_stats),
+            )
+            event, hook = self._launch(
+                DISPATCH, run, (used, counters), async_finish, return_recv_hook
+            )
+        handle = LowLatencyHandle(
+            src_info,
+            layout_range,
+            shape.num_max_dispatch_tokens_per_rank,
+            shape.hidden,
+            shape.num_experts,
+        )
+        return recv_x if scales is None else (recv_x, scales), recv_count, handle, event, hook
+
+    def combine(
+        self,
+        x: Tensor,
+        topk_idx: Tensor,
+        topk_weights: Tensor,
+        handle: tuple[Any, ...],
+        use_logfmt: bool,
+        zero_copy: bool,
+        async_finish: bool,
+        return_recv_hook: bool,
+        out: Tensor | None,
+        combine_wait_recv_cost_stats: Tensor | None,
+        recv_counters: RecvCounters | None,
+    ) -> tuple[Tensor, EventOverlap, ReceiveHook | None]:
+        """See `Buffer.low_latency_combine`."""
+        communicator = self._communicator
+        with communicator.lock:
+            runtime = self._idle_runtime(COMBINE)
+            shape = low_latency_checks.combine(
+                communicator.limits,
+                x,
+                topk_idx,
+                topk_weights,
+                handle,
+                out,
+                combine_wait_recv_cost_stats,
+                recv_counters,
+                use_logfmt=use_logfmt,
+                zero_copy=zero_copy,
+                async_finish=async_finish,
+                return_recv_hook=return_recv_hook,
+            )
+            src_info, layout_range = handle[0], handle[1]
+            low_latency_checks.handle_values(
+                runtime.native, shape, topk_idx, src_info, layout_range
+            )
+            if zero_copy and not self._is_staged:
+                fail(COMBINE, "zero_copy is True", "combine_buffer", EPUsageError)
+            self._is_staged = False
+            if out is None:
+                out = torch.empty(
+                    (shape.num_tokens, shape.hidden),
+                    dtype=torch.bfloat16,
+                    device=communicator.limits.device,
+                )
+            counters = recv_counters or self.combine_counters
+            run = functools.partial(
+                runtime.native.low_latency_combine,
+                x=x.data_ptr(),
+                topk_idx=topk_idx.data_ptr(),
+                topk_weights=topk_weights.data_ptr(),
+                src_info=src_info.data_ptr(),
+                layout_range=layout_range.data_ptr(),
+                out=out.data_ptr(),
+                **shape.sizes,
+                **shape.routing,
+                use_logfmt=use_logfmt,
+                zero_copy=zero_copy,
+                wait_stats=_own_row(combine_wait_recv_cost_stats, communicator.rank),
+                counters=counters.pointers() if counters else _NO_COUNTERS,
+            )
+            used = (
+                *(x, topk_idx, topk_weights, src_info, layout_range),
+                *(out, combine_wait_recv_cost_stats),
+            )
+            event, hook = self._launch(
+                COMBINE, run, (used, counters), async_finish, return_recv_hook
+            )
+        return out, event, hook
+
+    def next_combine_buffer(self, handle: tuple[Any, ...]) -> Tensor:
+        """See `Buffer.get_next_low_latency_combine_buffer`."""
+        where = "get_next_low_latency_combine_buffer"
+        communicator = self._communicator
+        self._check_enabled(where)
+        runtime = communicator.connected_runtime(where)
+        given = low_latency_checks.unpack_handle(where, handle)
+        maximum, hidden, num_experts = low_latency_checks.sizes_that_fit(
+            where,
+            given.num_max_dispatch_tokens_per_rank,
+            given.hidden,
+            given.num_experts,
+            communicator.limits,
+        )
+        self._is_staged = True
+        pointer, stride_bytes = runtime.native.next_combine_buffer(
+            num_max_dispatch_tokens_per_rank=maximum, hidden=hidden, num_experts=num_experts
+        )
+        item = torch.bfloat16.itemsize
+        num_ranks = communicator.num_ranks
+        shape = (num_experts // num_ranks, num_ranks * maximum, hidden)
+        num_bytes = (shape[0] * shape[1] - 1) * stride_bytes + hidden * item
+        memory = communicator.backend.tensor_at(pointer, num_bytes, runtime.native)
+        stride = stride_bytes // item
+        return memory.view(torch.bfloat16).as_strided(shape, (shape[1] * stride, stride, 1))
+
+    def clean(self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int) -> None:
+        """See `Buffer.clean_low_latency_buffer`."""
+        where = "clean_low_latency_buffer"
+        communicator = self._communicator
+        with communicator.lock:
+            runtime = self._idle_runtime(where)
+            low_latency_checks.sizes_that_fit(
+                where, num_max_dispatch_tokens_per_rank, hidden, num_experts, communicator.limits
+            )
+            back = communicator.backend
+            runtime.native.clean_low_latency_buffer(
+                stream=back.stream_handle(back.current_stream())
+            )
+            communicator.raise_failure(called=where)
+
+    def enable_counters(self, ring: int) -> None:
+        """See `Buffer.enable_counters`."""
+        communicator = self._communicator
+        communicator.check_process("enable_counters")
+        limits = communicator.limits
+        with communicator.lock:
+            if self.dispatch_counters is None or self.dispatch_counters.capacity != ring:
+                self.dispatch_counters = RecvCounters(limits.num_ranks, ring, limits.device)
+            if self.combine_counters is None or self.combine_counters.capacity != ring:
+                self.combine_counters = RecvCounters(limits.num_ranks, ring, limits.device)
+
+    def disable_counters(self) -> None:
+        """See `Buffer.disable_counters`."""
+        self._communicator.check_process("disable_counters")
+        with self._communicator.lock:
+            self.dispatch_counters = None
+            self.combine_counters = None
+
+    def _launch(
+        self,
+        name: str,
+        run: Callable[..., None],
+        used: Used,
+        async_finish: bool,
+        return_recv_hook: bool,
+    ) -> tuple[EventOverlap, ReceiveHook | None]:
+        """Runs an operation, or its send phase."""
+        communicator = self._communicator
+        for callback in communicator.before_operation:
+            callback(name)
+        back, binding = communicator.backend, communicator.backend.binding
+        current = back.current_stream()
+        if return_recv_hook:
+            handle = back.stream_handle(current)
+            run(phases=binding.PHASE_SEND, stream=handle)
+            # What went wrong in it the hook raises, for its phase ends the operation.
+            receive = functools.partial(run, phases=binding.PHASE_RECEIVE, stream=handle)
+            pending = PendingReceive(name, receive, used)
+            communicator.pending = pending
+            return EventOverlap(), pending.hook_for(communicator, self._owner())
+        comm = communicator.connected_runtime(name).get_comm_stream()
+        back.wait_stream(comm, current)
+        phases = binding.PHASE_SEND | binding.PHASE_RECEIVE
+        run(phases=phases, stream=back.stream_handle(comm))
+        communicator.raise_failure()
+        if async_finish:
+            tensors, counters = used
+            counted = (counters.totals, counters.own, counters.ring) if counters else ()
+            kept = tuple(tensor for tensor in (*tensors, *counted) if tensor is not None)
+            return EventOverlap(EventHandle.on_stream(comm), kept), None
+        back.wait_stream(current, comm)
+        return EventOverlap(), None
+
+    def _idle_runtime(self, where: str) -> Runtime:
+        self._check_enabled(where)
+        return self._communicator.idle_runtime(where)
+
+    def _check_enabled(self, where: str) -> None:
+        if not self._is_enabled:
+            fail(where, "low_latency_mode is False", "low_latency_mode", EPUsageError)
+
+
+def _new_scales(shape: Shape, use_ue8m0: bool, selected: backend.Backend) -> Tensor:
+    """Scales `[num_local_experts, num_recv_rows, columns]` with stride 1 along rows."""
+    columns = shape.hidden // selected.binding.CHANNELS_PER_SCALE
+    dtype = torch.float32
+    if use_ue8m0:
+        columns, dtype = -(-columns // 4), torch.int32
+    size = (shape.num_local_experts, columns, shape.num_recv_rows)
+    return selected.empty(size, dtype).transpose(1, 2)
+
+
+def _pointer(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def _own_row(wait_stats: Tensor | None, rank: int) -> int:
+    """Pointer of a wait tensor, or of this rank's row where it has rows."""
+    if wait_stats is not None and wait_stats.dim() == 2:
+        wait_stats = wait_stats[rank]
+    return _pointer(wait_stats)

@@ -1,0 +1,221 @@
+// How an operation opens, hands over and closes, and how ranks exchange clocks: kernels/operation.cuh,
+// hand_over.cuh and clocks.cuh by themselves, in a simulation, so that what must wait for something is
+// seen to do so, whatever comes late.
+// sanitize: address
+#include <array>
+#include <cstdlib>
+#include <string>
+
+#include "kernels/clock_offset.cuh"
+#include "kernels/operation.cuh"
+#include "ranks.h"
+
+using namespace ep;
+using ep::testing::OperatingRank;
+using ep::testing::simulate;
+
+namespace {
+
+constexpr int kRanks = 3;
+constexpr int kLate = 2;
+constexpr int kHidden = 128;
+constexpr uint64_t kLateNs = 5'000'000;  // longer than all that is not late
+constexpr int kLastQueuePair = OperatingRank::kExpertsPerRank - 1;
+
+host::SimulationOptions nodes(int num_ranks, uint64_t seed = 1) {
+    host::SimulationOptions options;
+    options.num_ranks = num_ranks;
+    options.seed = seed;
+    options.end_ns = 600'000'000'000;
+    return options;
+}
+
+uint64_t now() { return host::Simulation::seat()->simulation().now_ns(); }
+void sleep(uint64_t ns) { host::Simulation::seat()->sleep_until(now() + ns); }
+
+// The blocks of an operation that opens, with what they make of it.
+struct Opened {
+    std::array<int, 4> may_send{};
+    uint64_t at_ns = 0;  // when block 0 knew
+};
+
+// kernel() follows where blocks may send.
+template <class F>
+Opened open_operation(OperatingRank& self, const OperationArgs& args, int blocks, F kernel) {
+    Opened opened;
+    self.launch(
+        [&](const Transport&) {
+            const OpenOperation open = current_operation(args);
+            send_headers(args, open);
+            const bool may_send = hand_over(args, open);
+            if (thread_index() == 0) opened.may_send[block_index()] = may_send;
+            if (block_index() == 0 && thread_index() == 0) opened.at_ns = now();
+            if (may_send) kernel();
+        },
+        {.blocks = blocks, .threads = kWarpSize, .cooperative = true});
+    return opened;
+}
+Opened open_operation(OperatingRank& self, const OperationArgs& args, int blocks = 1) {
+    return open_operation(self, args, blocks, [] {});
+}
+
+// As the last operation of other sizes leaves it.
+void use_other_sizes(OperatingRank& self) {
+    self.workspace->layout = self.args(2 * kHidden).layout();
+}
+
+// An operation without rows until all have come; `fails`: on this rank alone, and after the others.
+void finish_operation(OperatingRank& self, const OperationArgs& args, bool fails = false) {
+    const LaunchShape shape{1, kWarpSize, 64, true};
+    self.launch(
+        [&](const Transport&) {
+            const OpenOperation open = current_operation(args);
+            await_all(
+                args,
+                open,
+                [&](int s) { return args.control.header(open.half, s) + offsetof(OpHeader, op); },
+                [](int) { return true; });
+        },
+        shape);
+    if (fails) sleep(kLateNs);
+    self.launch(
+        [&](const Transport&) {
+            const OpenOperation open = current_operation(args);
+            if (fails && thread_index() == 0)
+                record_failure(args, open, FailureKind::kCorrupt, args.rank());
+            close_operation(args, open, [](int source) { return source; }, kRanks);
+        },
+        shape);
+}
+
+}  // namespace
+
+// ---- hand-over
+
+TEST(no_rank_sends_in_a_new_layout_while_old_rows_are_on_their_way) {
+    constexpr int kSender = 0;
+    constexpr int kReceiver = 1;
+    simulate<OperatingRank>(nodes(kRanks), [&](OperatingRank& self, int rank) {
+        const OperationArgs args = self.args(kHidden);
+        const size_t row = args.map.begin;
+        const size_t source = row + 1024;
+        if (rank == kSender) {
+            *self.words(source) = 42;
+            self.memory.set_path_fault(kReceiver, kLateNs, 0.0);
+            self.launch([&](const Transport& transport) {
+                transport.put_warp(
+                    kReceiver, row, transport.local(source), sizeof(Vector), kLastQueuePair);
+            });
+            self.memory.set_path_fault(kReceiver, 0, 0.0);
+        }
+        use_other_sizes(self);
+        uint64_t arrived = 0;
+        const Opened opened = open_operation(self, args, 1, [&] {
+            arrived = *reinterpret_cast<const uint64_t*>(args.transport.peers[kReceiver] + row);
+        });
+        CHECK(opened.may_send[0]);
+        CHECK_EQUAL(arrived, 42u);
+    });
+}
+
+TEST(no_rank_sends_in_a_new_layout_before_all_have_come) {
+    uint64_t came_ns = 0;
+    simulate<OperatingRank>(nodes(kRanks), [&](OperatingRank& self, int rank) {
+        if (rank == kLate) {
+            sleep(kLateNs);
+            came_ns = now();
+        }
+        use_other_sizes(self);
+        const Opened opened = open_operation(self, self.args(kHidden));
+        CHECK(opened.may_send[0]);
+        CHECK(came_ns != 0 && opened.at_ns > came_ns);
+    });
+}
+
+TEST(no_block_sends_when_a_rank_does_not_come_to_a_hand_over) {
+    simulate<OperatingRank>(nodes(kRanks), [&](OperatingRank& self, int rank) {
+        if (rank == kLate) return;
+        use_other_sizes(self);
+        const Opened opened = open_operation(self, self.args(kHidden, kLateNs), 3);
+        CHECK(opened.may_send == (std::array<int, 4>{}));
+        CHECK_EQUAL(self.failure->kind, static_cast<uint32_t>(FailureKind::kTimeout));
+        CHECK_EQUAL(self.failure->ranks[kLate], 1u);
+    });
+}
+
+TEST(no_block_sends_when_a_rank_hands_over_to_another_layout) {
+    simulate<OperatingRank>(nodes(kRanks), [&](OperatingRank& self, int rank) {
+        use_other_sizes(self);
+        const int hidden = rank == kLate ? 3 * kHidden : kHidden;
+        const Opened opened = open_operation(self, self.args(hidden), 3);
+        CHECK(opened.may_send == (std::array<int, 4>{}));
+        CHECK_EQUAL(self.failure->kind, static_cast<uint32_t>(FailureKind::kMismatch));
+    });
+}
+
+// A rank fails alone, hands over alone in the next operation, and in the one after that all do: only
+// then nothing of the failed one can be on its way. After it nobody waits any longer.
+TEST(all_follow_a_rank_that_handed_over_alone) {
+    constexpr uint64_t kNumOperations = 4;
+    std::array<uint64_t, kNumOperations + 1> came_ns{};
+    simulate<OperatingRank>(nodes(kRanks), [&](OperatingRank& self, int rank) {
+        const OperationArgs args = self.args(kHidden);
+        for (uint64_t op = 1; op <= kNumOperations; ++op) {
+            if (rank == kLate) {
+                sleep(kLateNs);
+                came_ns[op] = now();
+            }
+            const Opened opened = open_operation(self, args);
+            CHECK(opened.may_send[0]);
+            if (rank != kLate)
+                CHECK_THAT((came_ns[op] != 0) == (op == 3), "operation " + std::to_string(op));
+            finish_operation(self, args, rank == kLate && op == 1);
+            CHECK_EQUAL(self.workspace->op, op);
+        }
+    });
+}
+
+// ---- close
+
+// Of two blocks; whichever of them is the last to come, the other one's warp is waited for as well.
+TEST(an_operation_closes_only_when_all_warps_have_copied) {
+    for (const int copying : {0, 1}) {
+        simulate<OperatingRank>(nodes(1), [&](OperatingRank& self, int) {
+            const OperationArgs args = self.args(kHidden);
+            uint64_t closed = 0;
+            self.launch(
+                [&](const Transport&) {
+                    const OpenOperation open = current_operation(args);
+                    send_headers(args, open);
+                    if (block_index() == copying && warp_id() == 1) {
+                        CHECK(!spin_until([] { return false; }, deadline_in(kLateNs)));
+                        if (elect_one()) closed = load_relaxed<Scope::kSystem>(&args.workspace->op);
+                    }
+                    close_operation(args, open, [](int source) { return source; }, 1);
+                },
+                {.blocks = 2, .threads = 2 * kWarpSize, .shared_bytes = 64, .cooperative = true});
+            CHECK_EQUAL(closed, 0u);
+            CHECK_EQUAL(self.workspace->op, 1u);
+        });
+    }
+}
+
+// ---- clocks
+
+TEST(the_first_exchange_of_clocks_is_right_in_any_order_of_delivery) {
+    constexpr std::array<int64_t, 2> kOffsets = {0, 5'000'000'000};
+    constexpr int kSamples = 4;
+    for (uint64_t seed = 0; seed < 20; ++seed) {
+        simulate<OperatingRank>(nodes(2, seed), [&](OperatingRank& self, int rank) {
+            const int other = 1 - rank;
+            self.device.set_clock_fault(kOffsets[rank], 0);
+            const ClockOffsetArgs args{self.args(kHidden), kSamples, 0};
+            self.launch([&](const Transport&) { clock_offset(args); });
+            const ClockLine& clock = self.workspace->clocks[other];
+            const int64_t error = std::abs(clock.offset_ns - (kOffsets[other] - kOffsets[rank]));
+            CHECK_THAT(error <= clock.round_trip_ns,
+                       std::to_string(error) + " ns off, round trip " +
+                           std::to_string(clock.round_trip_ns));
+        });
+    }
+}

@@ -1,0 +1,273 @@
+"""Paths: what slows many of them is one cause, and nothing is named for what clocks or orders do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from deep_ep import diagnose
+from deep_ep.diagnose import Diagnosis, Snapshot
+from deep_ep.diagnose.analyze.path_causes import NIC, NVLINK
+from deep_ep.faults import HotRank, SlowPath, SlowRank
+from generator import simulate, simulate_windows
+from generator.faults import (
+    GeneratorFault,
+    SlowDownlink,
+    SlowEgress,
+    SlowIngress,
+    SlowNic,
+    SlowNodePair,
+    SlowRail,
+    SlowSend,
+    SlowUplink,
+)
+from generator.machines import CLUSTER, GPU, Machine
+from launch import on_all_cores
+
+ROUNDS = 64
+
+
+def diagnosed(snapshots: Sequence[Snapshot]) -> Diagnosis:
+    return diagnose.judge(diagnose.gather(snapshots))
+
+
+def windows(
+    machine: Machine,
+    num_ranks: int,
+    faults: Sequence[GeneratorFault],
+    seeds: range,
+) -> list[Diagnosis]:
+    """A diagnosis per seed."""
+    made = simulate_windows(
+        machine, num_ranks, ROUNDS, [faults] * len(seeds), seeds.start, capacity=2 * ROUNDS
+    )
+    return on_all_cores(diagnosed, (window.snapshots for window in made))
+
+
+def without_clock_errors(snapshots: Sequence[Snapshot]) -> list[Snapshot]:
+    """As rings were that did not tell what was seen to come, nor how far clocks are off."""
+    return [
+        replace(
+            s,
+            operations={
+                kind: replace(
+                    counters,
+                    ring=counters.ring[:, :, :4],
+                    ring_source_fields=counters.ring_source_fields[:4],
+                    ring_own_fields=counters.ring_own_fields[:4],
+                )
+                for kind, counters in s.operations.items()
+            },
+        )
+        for s in snapshots
+    ]
+
+
+def on_nodes(machine: Machine, ranks_per_node: int) -> Machine:
+    return replace(machine, ranks_per_node=ranks_per_node)
+
+
+@pytest.mark.parametrize(("num_nodes", "ranks_per_node"), [(3, 8), (4, 8), (3, 4)])
+@pytest.mark.parametrize("fault", [SlowUplink(1, 20e-6), SlowDownlink(2, 20e-6)])
+def test_a_nodes_link_is_one_cause(
+    fault: SlowUplink | SlowDownlink, num_nodes: int, ranks_per_node: int
+) -> None:
+    machine = on_nodes(GPU, ranks_per_node)
+    cause = "uplink" if isinstance(fault, SlowUplink) else "downlink"
+    for found in windows(machine, num_nodes * ranks_per_node, [fault], range(40, 44)):
+        assert found.keys == {("comm-slow", ("node", fault.node, cause))}
+        for verdict in found.verdicts:
+            low, high = verdict.interval_us
+            assert verdict.effect_us == pytest.approx(20, abs=1)
+            assert low < verdict.effect_us < high
+            assert verdict.where == f"host{fault.node}"
+            assert f"node {fault.node}" in verdict.next_step
+
+
+def test_between_two_nodes_a_slow_direction_is_a_pair_where_clocks_are_known() -> None:
+    for found in windows(on_nodes(GPU, 4), 8, [SlowUplink(1, 20e-6)], range(44, 48)):
+        assert found.keys == {("comm-slow", ("nodes", 1, 0))}
+
+
+def test_between_two_nodes_clocks_that_drifted_by_less_than_paths_take_are_no_slow_pair() -> None:
+    machine = replace(on_nodes(CLUSTER, 8), clock_age_s=0.3, host_drift_ppm=10.0)
+    for found in windows(machine, 16, [], range(300, 304)):
+        assert not found.verdicts
+    for found in windows(machine, 16, [SlowEgress(1, 20e-6)], range(300, 304)):
+        assert found.keys == {("comm-slow", 1)}
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        SlowSend(5, 20e-6),
+        HotRank(5, 4.0),
+        SlowNic(5, 4.0),
+        SlowRail(3, 20e-6),
+        SlowNodePair(0, 2, 20e-6),
+        SlowIngress(5, 20e-6),
+        SlowEgress(5, 20e-6),
+        SlowUplink(1, 20e-6),
+    ],
+    ids=lambda fault: type(fault).__name__,
+)
+def test_one_cause_adds_no_paths_and_no_rails_where_ports_are_shared(
+    fault: GeneratorFault,
+) -> None:
+    """Tokens of several sources wait for each other, so that a slow one makes others look odd."""
+    made = simulate_windows(
+        on_nodes(CLUSTER, 8), 24, ROUNDS, [[fault]] * 4, 50, capacity=2 * ROUNDS
+    )
+    for window in made:
+        found = diagnose.judge(diagnose.gather(window.snapshots))
+        assert found.keys == window.truth.keys
+
+
+@pytest.mark.parametrize("by_destination", [False, True])
+@pytest.mark.parametrize("ranks_per_node", [8, 24])
+def test_the_order_of_sending_is_nobodys_fault(
+    ranks_per_node: int, *, by_destination: bool
+) -> None:
+    machine = replace(on_nodes(CLUSTER, ranks_per_node), combine_by_destination=by_destination)
+    for found in windows(machine, 24, [], range(60, 66)):
+        assert not found.verdicts
+
+
+@pytest.mark.parametrize(
+    ("fault", "link", "words"),
+    [
+        (SlowNic(5, 4.0), NIC, "between nodes"),
+        (SlowIngress(5, 20e-6), "", "Every path into rank 5"),
+    ],
+)
+def test_a_slow_nic_slows_the_paths_between_nodes_only(
+    fault: GeneratorFault, link: str, words: str
+) -> None:
+    for found in windows(on_nodes(CLUSTER, 8), 24, [fault], range(70, 73)):
+        assert found.keys == {("comm-slow", 5)}
+        assert all(words in verdict.next_step for verdict in found.verdicts), link
+        assert not any("within the node" in verdict.next_step for verdict in found.verdicts)
+
+
+def slowed(
+    snapshots: list[Snapshot], paths: Sequence[tuple[int, int]], ns: int, *, issued: bool = False
+) -> list[Snapshot]:
+    """The same, with everything on these (receiver, source) paths seen to come later, or issued later."""
+    for receiver, source in paths:
+        for counters in snapshots[receiver].operations.values():
+            used = counters.ring[:, -1, 0] > 0
+            before = counters.ring[used, :-1, 2].max(axis=1)
+            counters.ring[used, source, 1 if issued else 2 : 3] += ns
+            counters.ring[used, -1, 2] += counters.ring[used, :-1, 2].max(axis=1) - before
+    return snapshots
+
+
+def test_a_slow_nvlink_port_slows_the_paths_within_the_node_only() -> None:
+    snapshots = simulate(on_nodes(GPU, 8), 24, ROUNDS, seed=74, capacity=2 * ROUNDS)
+    into = [(5, source) for source in range(8) if source != 5]
+    found = diagnose.judge(diagnose.gather(slowed(snapshots, into, 20_000)))
+    assert found.keys == {("comm-slow", 5)}
+    assert {v.cause for v in found.verdicts} == {"ingress"}
+    assert all("within the node" in v.next_step and "NVLink" in v.next_step for v in found.verdicts)
+
+
+def test_many_single_paths_without_a_common_cause_are_one_remark() -> None:
+    generator = np.random.default_rng(75)
+    snapshots = simulate(on_nodes(GPU, 8), 24, ROUNDS, seed=75, capacity=2 * ROUNDS)
+    paths = [(i, j) for i in range(24) for j in range(24) if i != j and generator.random() < 0.08]
+    found = diagnose.judge(diagnose.gather(slowed(snapshots, paths, 20_000)))
+    assert found.verdicts == []
+    said = [remark for remark in found.remarks if "single paths are slow" in remark]
+    assert len(said) == 2
+    assert f"{len(paths)} single paths are slow" in said[0]
+
+
+def test_several_paths_of_a_rail_that_is_not_slow_are_one_remark() -> None:
+    snapshots = simulate(on_nodes(GPU, 8), 32, ROUNDS, seed=76, capacity=2 * ROUNDS)
+    paths = [(3, 11), (11, 3), (19, 3), (27, 11), (3, 27)]
+    found = diagnose.judge(diagnose.gather(slowed(snapshots, paths, 20_000)))
+    assert found.verdicts == []
+    said = [remark for remark in found.remarks if "5 single paths are slow" in remark]
+    assert len(said) == 2
+    assert all("most of them on rail 3" in remark for remark in said)
+
+
+def test_what_is_measured_exceeds_what_is_usual_by_the_effect() -> None:
+    """No verdict rests on what a fit leaves over."""
+    injected: list[GeneratorFault] = [SlowPath(2, 13, 15e-6), SlowIngress(13, 30e-6)]
+    found = windows(on_nodes(CLUSTER, 8), 24, [injected[0]], range(80, 84))
+    found += windows(on_nodes(CLUSTER, 8), 24, injected[1:], range(80, 84))
+    for diagnosis in found:
+        for verdict in diagnosis.verdicts:
+            if verdict.cause == "path":
+                over = verdict.evidence["path_us"] - verdict.evidence["usual_path_us"]
+                assert over == pytest.approx(verdict.effect_us)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_where_clocks_are_known_two_ranks_are_enough_for_a_slow_path(num_ranks: int) -> None:
+    for found in windows(GPU, num_ranks, [SlowPath(1, 0, 30e-6)], range(84, 88)):
+        assert found.keys == {("comm-slow", (1, 0))}
+        assert not any("paths are not judged" in remark for remark in found.remarks)
+    for found in windows(GPU, num_ranks, [SlowRank(1, 30e-6)], range(84, 88)):
+        assert found.keys == {("comp-slow", 1)}
+
+
+@pytest.mark.parametrize("num_ranks", [4, 8, 16])
+@pytest.mark.parametrize("delay_s", [50e-6, 200e-6, 2e-3])
+def test_where_clocks_have_drifted_far_a_slow_path_is_named_or_which_way_is_not_known(
+    num_ranks: int, delay_s: float
+) -> None:
+    machine = replace(on_nodes(GPU, 8), clock_error=400.0, host_clock_error=400.0, drift_ppm=20.0)
+    right = 0
+    for seed in range(90, 100):
+        snapshots = simulate(
+            machine, num_ranks, ROUNDS, [SlowPath(2, 1, delay_s)], seed=seed, capacity=2 * ROUNDS
+        )
+        found = diagnose.judge(diagnose.gather(without_clock_errors(snapshots)))
+        right += found.keys == {("comm-slow", (2, 1))}
+        for verdict in found.verdicts:
+            assert verdict.effect_us == pytest.approx(delay_s * 1e6, rel=0.05, abs=3)
+            if verdict.cause == "path or back":
+                assert "destination_waits_for_source_us" in verdict.evidence
+    assert right >= 9
+
+
+def test_everything_there_at_the_first_look_says_nothing_of_paths() -> None:
+    machine = replace(on_nodes(GPU, 8), hook_us=300.0)
+    for found in windows(machine, 16, [SlowPath(3, 9, 50e-6)], range(100, 103)):
+        assert not found.verdicts
+
+
+@pytest.mark.parametrize("link", [NVLINK, NIC])
+def test_coarse_timers_and_offsets_that_are_wrong_by_two_us_are_no_slow_paths(link: str) -> None:
+    machine = replace(
+        on_nodes(CLUSTER, 24 if link == NVLINK else 4),
+        timer_step_ns=1024,
+        clock_error=1.0,
+        host_clock_error=1.0,
+    )
+    for found in windows(machine, 24, [], range(110, 120)):
+        assert not found.verdicts
+    for found in windows(machine, 24, [SlowPath(3, 9, 20e-6)], range(110, 114)):
+        assert found.keys == {("comm-slow", (3, 9))}
+
+
+@pytest.mark.parametrize("in_turn", [False, True])
+def test_a_link_that_holds_up_its_sender_is_a_path(*, in_turn: bool) -> None:
+    """Rank 2's stores to rank 5 wait for 20 us; in turn, those for later ranks as well."""
+    snapshots = simulate(on_nodes(GPU, 8), 8, ROUNDS, seed=120, capacity=2 * ROUNDS)
+    held_up = [(5, 2), (6, 2), (7, 2)] if in_turn else [(5, 2)]
+    snapshots = slowed(snapshots, held_up, 20_000, issued=True)
+    found = diagnose.judge(diagnose.gather(snapshots))
+    assert found.keys == {("comm-slow", (2, 5))}
+    for verdict in found.verdicts:
+        assert verdict.effect_us == pytest.approx(20, abs=2.5)
+
+
+def test_a_rank_that_sends_slowly_to_everybody_is_no_path() -> None:
+    for found in windows(on_nodes(GPU, 8), 8, [SlowSend(2, 20e-6)], range(121, 125)):
+        assert found.keys == {("comp-slow", 2)}

@@ -1,0 +1,78 @@
+"""What the accuracy benchmark injects and calls right: every cell can be run, every subject compared."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from fixtures import LATE, NODE_PAIR, SLOW_PATH
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "benchmarks"))
+
+from _generated import Task, windows  # noqa: E402
+from _scenarios import (  # noqa: E402
+    CLOCKS,
+    FAMILIES,
+    FAULTY,
+    RE_MEASURED,
+    SCENARIOS,
+    SHAPES,
+    STAMPS,
+    Cell,
+    Score,
+    Shape,
+    grade,
+    meant,
+)
+
+from generator.faults import Truth  # noqa: E402
+
+SMALL = [name for name, shape in SHAPES.items() if shape.num_ranks <= 16]
+
+
+def truth(*keys: tuple) -> Truth:
+    return Truth(frozenset(keys), dict.fromkeys(keys, 20.0))
+
+
+@pytest.mark.parametrize("name", FAULTY)
+def test_every_fault_is_injected_where_it_fits(name: str) -> None:
+    for shape in SMALL:
+        if not SCENARIOS[name].fits(SHAPES[shape], 200.0):
+            continue
+        (window,) = windows(Task(Cell(name, shape, 200.0), 1, 1), 4)
+        keys = window.truth.keys
+        # A rank that is late in bursts may be between two of them.
+        assert keys or window.truth.tolerated
+        if SCENARIOS[name].single:
+            assert len(keys) <= 1
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_machine_runs_with_clocks_of_every_age_and_all_stamps(family: str) -> None:
+    for shape in SMALL:
+        for clock in CLOCKS if shape == "3x4" else (RE_MEASURED,):
+            for stamps in STAMPS:
+                cell = Cell("healthy", shape, 0.0, family, clock, stamps)
+                (window,) = windows(Task(cell, cell.seed, 1), 4)
+                assert len(window.snapshots) == SHAPES[shape].num_ranks
+                assert window.truth.keys == frozenset()
+
+
+def test_the_only_rank_of_a_node_is_its_node() -> None:
+    alone, shared = Shape(8, 1), Shape(3, 4)
+    pair = truth(("comm-slow", (0, 1)))
+    assert meant(NODE_PAIR, pair, alone) == ("comm-slow", (0, 1))
+    assert meant(NODE_PAIR, pair, shared) == ("comm-slow", ("nodes", 0, 1))
+    assert meant(LATE, pair, alone) == LATE.key
+    assert meant(SLOW_PATH, pair, alone) == ("comm-slow", (2, 5))
+
+
+def test_what_is_true_and_not_injected_counts_neither_way() -> None:
+    tolerated = Truth(frozenset(), {}, frozenset({("mixed-slow", 3)}))
+    assert grade({("mixed-slow", 3)}, tolerated) == Score(0, 0, 0)
+    assert grade({("mixed-slow", 2)}, tolerated) == Score(0, 1, 0)
+    late = Truth(frozenset({("comp-slow", 3)}), {}, frozenset({("mixed-slow", 3)}))
+    assert grade({("mixed-slow", 3)}, late) == Score(1, 0, 0)
+    assert grade(set(), late) == Score(0, 0, 1)

@@ -1,0 +1,394 @@
+"""`python -m deep_ep.diagnose`: what it prints, what it writes, how it ends."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import fixtures
+from deep_ep.diagnose.__main__ import main
+from deep_ep.diagnose.cli import watch
+from deep_ep.diagnose.render import prometheus
+from deep_ep.diagnose.storage import log_follower
+from deep_ep.diagnose.storage.log_follower import Follower
+from deep_ep.diagnose.storage.log_writer import Writer
+from deep_ep.diagnose.storage.record import Record
+from deep_ep.diagnose.storage.record_layout import to_line
+
+HEALTHY = fixtures.diagnosis(8, ())
+SLOW = fixtures.diagnosis(8, fixtures.ALL_KINDS, per_host=4)
+
+
+def record(diagnosis: object = SLOW, window: int = 1, group: str = "ep") -> Record:
+    return Record(diagnosis, 1.7e9 + 20 * window, window, group)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Three windows; the second has verdicts and matrices."""
+    made = tmp_path / "records"
+    writer = Writer(made, "ep")
+    writer.write(record(HEALTHY, 1), with_matrices=True)
+    writer.write(record(SLOW, 2), with_matrices=True)
+    writer.write(record(HEALTHY, 3), with_matrices=False)
+    return made
+
+
+Run = Callable[..., "tuple[int, str, str]"]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+    monkeypatch.setenv("COLUMNS", "80")
+
+    def call(*arguments: object) -> tuple[int, str, str]:
+        status = main([str(argument) for argument in arguments])
+        printed = capsys.readouterr()
+        return status, printed.out, printed.err
+
+    return call
+
+
+def test_show_takes_the_last_window_with_a_verdict_and_says_which(run: Run, folder: Path) -> None:
+    status, out, err = run("show", folder)
+    assert (status, err) == (0, "")
+    heading = " ".join(out.split("dispatch:")[0].split())
+    assert heading.startswith("window 2 of 1-3, the last with a verdict; 20")
+    assert heading.endswith("8 ranks on 2 hosts")
+    assert "Comp-Slow  rank 1" in out
+    assert "rows wait, columns are waited for" in out
+    assert "bandwidth in GB/s" in out
+    assert max(map(len, out.splitlines())) <= 80
+
+
+def test_show_takes_the_last_of_several_windows_with_a_verdict(run: Run, folder: Path) -> None:
+    Writer(folder, "ep").write(record(SLOW, 4), with_matrices=True)
+    Writer(folder, "ep").write(record(HEALTHY, 5), with_matrices=True)
+    assert run("show", folder)[1].startswith("window 4 of 1-5, the last with")
+
+
+def test_show_takes_the_window_of_the_same_verdicts_that_has_matrices(
+    run: Run, folder: Path
+) -> None:
+    Writer(folder, "ep").write(record(SLOW, 4), with_matrices=False)
+    out = run("show", folder)[1]
+    assert out.startswith("window 2 of 1-4, the last with matrices; ")
+    assert "rows wait, columns are waited for" in out
+    other = replace(SLOW, verdicts=[fixtures.LATE])
+    Writer(folder, "ep").write(record(other, 5), with_matrices=False)
+    assert run("show", folder)[1].startswith("window 5 of 1-5, the last with a verdict; ")
+
+
+def test_show_takes_the_last_window_when_none_has_a_verdict(run: Run, tmp_path: Path) -> None:
+    for window in (1, 2):
+        Writer(tmp_path, "ep").write(record(HEALTHY, window), with_matrices=True)
+    _, out, _ = run("show", tmp_path)
+    assert out.startswith("window 2 of 1-2, the last; none has a verdict")
+    assert "No anomaly" in out
+
+
+def test_show_takes_the_window_asked_for(run: Run, folder: Path) -> None:
+    assert run("show", folder, "--window", "1")[1].startswith("window 1 of 1-3")
+    assert run("show", folder, "--window", "last")[1].startswith("window 3 of 1-3")
+    out = run("show", folder, "--window", "all")[1]
+    assert re.findall(r"^window (\d) of 1-3", out, re.MULTILINE) == ["1", "2", "3"]
+    status, _, err = run("show", folder, "--window", "9")
+    assert status == 2
+    assert "--window is '9'; it must be last, all, or one of the 3 windows from 1 to 3" in err
+
+
+def test_show_takes_the_group_asked_for(run: Run, folder: Path) -> None:
+    Writer(folder, "other").write(record(HEALTHY, 7, "other"), with_matrices=True)
+    _, out, _ = run("show", folder, "--group", "other")
+    assert "window 7, group other" in out
+    status, _, err = run("show", folder, "--group", "none")
+    assert status == 2
+    assert "no whole window of group 'none'; there are: ep, other" in err
+
+
+def test_show_takes_the_operation_asked_for(run: Run, folder: Path) -> None:
+    _, out, _ = run("show", folder, "--operation", "combine")
+    assert "combine:" in out
+    assert "dispatch" not in out
+    status, _, err = run("show", folder, "--operation", "notify")
+    assert status == 2
+    assert "--operation is 'notify'; window 2 has these: dispatch, combine" in err
+
+
+def test_show_keeps_to_the_width_asked_for(run: Run, folder: Path) -> None:
+    _, out, _ = run("show", folder, "--width", "60")
+    assert 50 < max(map(len, out.splitlines())) <= 60
+
+
+def test_check_tells_verdicts_by_the_exit_status(run: Run, folder: Path) -> None:
+    assert run("show", folder)[0] == 0
+    assert run("show", folder, "--check")[0] == 3
+    assert run("show", folder, "--check", "--window", "last")[0] == 0
+
+
+def test_show_writes_a_page_and_pictures(run: Run, folder: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    page, png, svg = tmp_path / "o.html", tmp_path / "o.png", tmp_path / "o.svg"
+    status, out, _ = run("show", folder, "--html", page, "--png", png, "--svg", svg)
+    assert status == 0
+    assert "<html" in page.read_text(encoding="utf-8")
+    assert png.read_bytes().startswith(b"\x89PNG")
+    assert "<svg" in svg.read_text(encoding="utf-8")
+    for file in (page, png, svg):
+        assert f"wrote {file}" in out.replace("\n", "")
+
+
+def test_show_tells_what_is_missing(run: Run, folder: Path) -> None:
+    file = folder / "diagnose-ep.jsonl"
+    file.write_bytes(file.read_bytes()[:-50])
+    status, out, _ = run("show", folder)
+    assert status == 0
+    assert "note:" in out
+    assert "the line is cut off" in " ".join(out.split())
+    page = folder / "page.html"
+    run("show", folder, "--html", page)
+    assert "the line is cut off" in page.read_text(encoding="utf-8")
+
+
+def test_show_says_that_stored_matrices_are_means_over_blocks(run: Run, tmp_path: Path) -> None:
+    Writer(tmp_path, "ep").write(record(fixtures.diagnosis(256)), with_matrices=True)
+    _, out, _ = run("show", tmp_path)
+    assert "matrices were stored as means over blocks of ranks" in " ".join(out.split())
+    page = tmp_path / "page.html"
+    run("show", tmp_path, "--html", page)
+    assert "Stored as means over blocks of ranks." in page.read_text(encoding="utf-8")
+
+
+def test_show_reads_matrix_logs(run: Run, tmp_path: Path) -> None:
+    rows = []
+    for rank in range(8):
+        waits = [str(2_000_000 if j == 5 != rank else 90_000 + rank * j) for j in range(8)]
+        rows.append(f"[2025-09-15T16:28:53.686] rank={rank} [{' '.join(waits)}]")
+    file = tmp_path / "wait.log"
+    file.write_text("\n".join(rows), encoding="utf-8")
+    assert "undecided: one window" in run("show", file)[1].lower()
+    file.write_text("\n".join(rows * 5), encoding="utf-8")
+    status, out, _ = run("show", file, "--check")
+    assert status == 3
+    assert "2025-09-15 16:28:53; 8 ranks\n" in out
+    assert "Comp-Slow  rank 5" in out
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"", "expected records"),
+        (b"{", "no whole window"),
+        (b'{"a": 1}\n', "thing:1: field schema is missing"),
+        (b"rank=0 [1 2]\nrank=1 [3 -4]\n", "thing:2: value 2 is '-4'"),
+        (b"PK\x03\x04 nonsense", "no archive, or cut off"),
+    ],
+)
+def test_bad_input_is_one_line_and_status_2(
+    run: Run, tmp_path: Path, content: bytes, said: str
+) -> None:
+    file = tmp_path / "thing"
+    file.write_bytes(content)
+    status, out, err = run("show", file)
+    assert (status, out) == (2, "")
+    assert err.count("\n") == 1
+    assert err.startswith("python -m deep_ep.diagnose: ")
+    assert str(file) in err
+    assert said in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "COMMAND"),
+        (["show"], "FILE_OR_DIR"),
+        (["show", "x", "--width", "0"], "is not an integer above 0"),
+        (["watch", "x", "--interval", "nan"], "is not a number of seconds above 0"),
+        (["prometheus", "x"], "--out --listen is required"),
+        (["prometheus", "x", "--listen", "here"], "is not HOST:PORT, such as 127.0.0.1:9477"),
+        (["prometheus", "x", "--listen", "h:1", "--out", "o"], "not allowed with"),
+    ],
+)
+def test_bad_arguments_are_explained(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_watch_once_prints_the_latest_window(run: Run, folder: Path) -> None:
+    status, out, _ = run("watch", folder, "--once")
+    assert status == 0
+    assert out.startswith("window 3 of 1-3, the latest")
+    assert "No anomaly" in out
+
+
+def test_watch_once_of_nothing_is_an_error(run: Run, tmp_path: Path) -> None:
+    status, _, err = run("watch", tmp_path, "--once")
+    assert status == 2
+    assert "no whole window in diagnose-*.jsonl" in err
+
+
+def test_watch_prints_what_changes_and_ends_with_ctrl_c(
+    run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = folder / "diagnose-ep.jsonl"
+    file.unlink()
+    late = replace(SLOW, verdicts=[fixtures.LATE])
+    windows = [HEALTHY, HEALTHY, late, late, HEALTHY, HEALTHY, HEALTHY]
+    steps = [
+        lambda i=i, found=found: Writer(folder, "ep").write(record(found, i), with_matrices=False)
+        for i, found in enumerate(windows)
+    ]
+
+    def sleep(seconds: float) -> None:
+        assert seconds == 0.5
+        if not steps:
+            raise KeyboardInterrupt
+        steps.pop(0)()
+
+    monkeypatch.setattr(watch.time, "sleep", sleep)
+    status, out, _ = run("watch", folder, "--interval", "0.5")
+    assert status == 0
+    first, came, went = out.splitlines()
+    assert first.endswith("ep window 0: no verdict so far")
+    assert "ep window 2: Comp-Slow rank 1 (node0 cuda:1)" in came
+    assert "resolved: Comp-Slow rank 1" in went
+
+
+def test_a_follower_reads_whole_lines_once(tmp_path: Path) -> None:
+    follower = Follower(tmp_path / "jobs")
+    assert not follower.poll()
+    (tmp_path / "jobs").mkdir()
+    file = tmp_path / "jobs" / "diagnose-ep.jsonl"
+    lines = [to_line(record(HEALTHY, i), with_matrices=False) + "\n" for i in range(3)]
+    with file.open("a", encoding="utf-8") as growing:
+        growing.write(lines[0] + lines[1][:100])
+        growing.flush()
+        assert [r.window for r in follower.poll()] == [0]
+        assert not follower.poll()
+        growing.write(lines[1][100:])
+        growing.flush()
+        assert [r.window for r in follower.poll()] == [1]
+    Writer(tmp_path / "jobs", "new").write(record(HEALTHY, 9, "new"), with_matrices=False)
+    assert [r.group for r in follower.poll()] == ["new"]
+
+
+def test_a_follower_starts_anew_when_the_file_does(tmp_path: Path) -> None:
+    file = tmp_path / "diagnose-ep.jsonl"
+    line = to_line(record(HEALTHY), with_matrices=False) + "\n"
+    file.write_text(line * 2, encoding="utf-8")
+    follower = Follower(file)
+    assert len(follower.poll()) == 2
+    file.write_text(line, encoding="utf-8")
+    assert len(follower.poll()) == 1
+    file.unlink()
+    assert not follower.poll()
+    file.write_text(line, encoding="utf-8")
+    assert len(follower.poll()) == 1
+
+
+def test_a_follower_tells_about_bad_lines_and_goes_on(tmp_path: Path) -> None:
+    file = tmp_path / "diagnose-ep.jsonl"
+    line = to_line(record(HEALTHY), with_matrices=False)
+    file.write_text(f"nonsense\n{line[:300]}\n\n{line}\n", encoding="utf-8")
+    log = log_follower.Follower(tmp_path).poll()
+    assert len(log) == 1
+    assert log.remarks[0].startswith(f"{file}:1: not JSON")
+    assert log.remarks[1].startswith(f"{file}:2: the line is cut off")
+
+
+def test_prometheus_writes_a_file(run: Run, folder: Path, tmp_path: Path) -> None:
+    pytest.importorskip("prometheus_client")
+    out = tmp_path / "deep_ep.prom"
+    assert run("prometheus", folder, "--out", out)[0] == 0
+    text = out.read_text(encoding="utf-8")
+    assert 'deep_ep_operations_total{group="ep",operation="dispatch"} 360.0' in text
+
+
+def test_prometheus_serves_until_ctrl_c(
+    run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("prometheus_client")
+    (folder / "diagnose-bad.jsonl").write_text("nonsense\n", encoding="utf-8")
+    scraped = []
+    serve = prometheus.serve
+
+    def serve_and_scrape(*arguments: object) -> object:
+        server = serve(*arguments)  # type: ignore[arg-type]
+
+        def sleep(_: float) -> None:
+            url = f"http://127.0.0.1:{server.server_port}/metrics"
+            with urllib.request.urlopen(url, timeout=10) as answer:
+                scraped.append(answer.read().decode())
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(time, "sleep", sleep)
+        return server
+
+    monkeypatch.setattr(prometheus, "serve", serve_and_scrape)
+    status, out, err = run("prometheus", folder, "--listen", "127.0.0.1:0")
+    assert status == 0
+    assert re.fullmatch(r"serving http://127.0.0.1:\d+/metrics\n", out)
+    assert 'deep_ep_verdicts{group="ep"} 0.0' in scraped[0]
+    assert "diagnose-bad.jsonl:1: not JSON" in err
+
+
+def test_on_a_terminal_watch_shows_the_heatmaps(
+    run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def sleep(_: float) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(watch.time, "sleep", sleep)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("LINES", "60")
+    status, out, _ = run("watch", folder)
+    assert status == 0
+    shown = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", out)
+    assert "ep window 2: Comm-Slow path 2 > 5" in shown  # one of the latest changes
+    assert "dispatch: microseconds waited per operation" in shown
+
+
+def test_the_program_starts_and_ctrl_c_ends_it_with_0(tmp_path: Path) -> None:
+    # It prints a line once it follows, so that the signal cannot come too early.
+    Writer(tmp_path, "ep").write(record(HEALTHY), with_matrices=False)
+    program = subprocess.Popen(
+        [sys.executable, "-m", "deep_ep.diagnose", "watch", str(tmp_path), "--interval", "60"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+    )
+    assert program.stdout is not None
+    assert "no verdict so far" in program.stdout.readline()
+    program.send_signal(signal.SIGINT)
+    _, err = program.communicate(timeout=60)
+    assert program.returncode == 0
+    assert err == ""
+
+
+def test_reading_and_showing_need_no_optional_package() -> None:
+    script = (
+        "import sys\n"
+        "for name in ('plotly', 'matplotlib', 'prometheus_client'): sys.modules[name] = None\n"
+        "import deep_ep.diagnose.__main__ as program\n"
+        "program.main(['show', '--help'])\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "--window N|last|all" in done.stdout

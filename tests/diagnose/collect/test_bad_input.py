@@ -1,0 +1,273 @@
+"""What is no measurement of a group: a message or a remark, never a traceback, never a confident verdict."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from deep_ep import EPArgumentError, diagnose
+from deep_ep.diagnose.analyze.engine import verdicts
+from deep_ep.diagnose.collect.group_matrices import gather_group
+from deep_ep.diagnose.collect.rank_summary import summarize
+from deep_ep.diagnose.collect.snapshot import Snapshot
+from deep_ep.faults import SlowRank
+from deep_ep.group import thread_groups
+from generator import simulate
+from generator.machines import CPU, GPU
+
+NUM_ROUNDS = 30
+Spoil = Callable[[np.ndarray, np.random.Generator], None]
+
+
+def healthy(num_ranks: int = 4, seed: int = 1) -> list[Snapshot]:
+    return simulate(GPU, num_ranks, NUM_ROUNDS, seed=seed)
+
+
+def with_counters(snapshot: Snapshot, **changes: Any) -> Snapshot:
+    return replace(
+        snapshot,
+        operations={kind: replace(c, **changes) for kind, c in snapshot.operations.items()},
+    )
+
+
+def of_another_group(snapshots: list[Snapshot]) -> list[Snapshot]:
+    return [replace(snapshots[0], operations=healthy(8)[0].operations), *snapshots[1:]]
+
+
+def without_field(snapshots: list[Snapshot]) -> list[Snapshot]:
+    counters = snapshots[1].operations["combine"]
+    fields = tuple("waited" if name == "wait_ns" else name for name in counters.fields)
+    return [snapshots[0], with_counters(snapshots[1], fields=fields)]
+
+
+WRONG: dict[str, tuple[Callable[[list[Snapshot]], Any], str]] = {
+    "None": (lambda _: None, "reports is a NoneType"),
+    "a text": (lambda _: "snapshots", "reports is a str"),
+    "a None among them": (lambda s: [s[0], None], "a report is a NoneType"),
+    "a number": (lambda s: [s[0], 3], "a report is a int"),
+    "rank below 0": (lambda s: [replace(s[0], rank=-1)], "rank -1 of 4"),
+    "rank out of range": (lambda s: [replace(s[0], rank=4)], "rank 4 of 4"),
+    "rank no integer": (lambda s: [replace(s[0], rank=None)], "rank None of 4"),
+    "rank NaN": (lambda s: [replace(s[0], rank=float("nan"))], "rank nan of 4"),
+    "rank twice": (lambda s: [s[0], s[0]], r"ranks \[0, 0\]"),
+    "num_ranks wrong": (lambda s: [replace(s[0], num_ranks=5)], "a group of 5 ranks"),
+    "num_ranks differ": (lambda s: [s[0], *healthy(3)[1:]], r"sizes \[3, 4\]"),
+    "counters of another group": (of_another_group, "a group of 4 ranks"),
+    "a missing field": (without_field, "no wait_ns in fields"),
+    "no counters": (
+        lambda s: [replace(s[0], operations={"dispatch": None})],
+        "dispatch counters of rank 0 are a NoneType",
+    ),
+    "no operations": (lambda s: [replace(s[0], operations=None)], "operations of rank 0"),
+    "floats": (
+        lambda s: [with_counters(s[0], ring=s[0].operations["dispatch"].ring * np.nan)],
+        "ring is float64",
+    ),
+    "a ring of too few columns": (
+        lambda s: [with_counters(s[0], ring=s[0].operations["dispatch"].ring[:, :, :3])],
+        "ring is int64",
+    ),
+    "totals of one dimension": (
+        lambda s: [with_counters(s[0], totals=s[0].operations["dispatch"].totals[0])],
+        "totals is int64",
+    ),
+}
+
+
+@pytest.mark.parametrize(("spoil", "said"), WRONG.values(), ids=WRONG.keys())
+def test_what_is_no_report_of_the_group_is_refused_with_what_to_do(
+    spoil: Callable[[list[Snapshot]], Any], said: str
+) -> None:
+    given_ = spoil(healthy())
+    with pytest.raises(EPArgumentError, match=said) as caught:
+        diagnose.gather(given_)
+    assert str(caught.value).startswith(("gather:", "summarize:"))
+    assert any(word in str(caught.value) for word in ("Pass", "Take", "Leave"))
+
+
+def test_a_summary_of_another_group_is_refused() -> None:
+    summary = summarize(healthy()[0])
+    with pytest.raises(EPArgumentError, match="group of 4 ranks, and its num_ranks is 6"):
+        diagnose.gather([replace(summary, num_ranks=6)])
+    with pytest.raises(EPArgumentError, match="rank 9 of 4"):
+        diagnose.gather([replace(summary, rank=9)])
+
+
+@pytest.mark.parametrize("given_", [None, 3, [1], {"dispatch": None}, {"dispatch": np.eye(3)}])
+@pytest.mark.parametrize("call", [diagnose.judge, verdicts])
+def test_what_are_no_matrices_is_refused(call: Callable[[Any], Any], given_: Any) -> None:
+    with pytest.raises(EPArgumentError, match=r"Pass what diagnose\.gather\(\) returns"):
+        call(given_)
+
+
+def test_run_without_a_buffer_says_so() -> None:
+    with pytest.raises(EPArgumentError, match="run: buffer is a NoneType"):
+        diagnose.run(None)
+
+
+def test_a_rank_whose_counters_cannot_be_used_is_named_on_all_ranks() -> None:
+    (group,) = thread_groups(1)
+    broken = with_counters(simulate(CPU, 1, 3)[0], own_fields=("ops",))
+    with pytest.raises(
+        EPArgumentError, match="diagnose: dispatch counters of rank 0 have no gap_ns"
+    ):
+        gather_group(group, lambda: broken)
+
+
+def test_saved_counters_without_a_field_are_refused_with_where_they_are(tmp_path: Path) -> None:
+    snapshots = healthy()
+    fields = tuple(f"x{name}" for name in snapshots[2].operations["dispatch"].fields)
+    diagnose.save([*snapshots[:2], with_counters(snapshots[2], fields=fields)], tmp_path)
+    with pytest.raises(EPArgumentError, match="rank 2 have no ops, tokens") as caught:
+        diagnose.read_any(tmp_path)
+    assert str(caught.value).startswith(str(tmp_path))
+
+
+def test_a_saved_file_of_another_group_is_left_out_with_a_remark(tmp_path: Path) -> None:
+    snapshots = healthy()
+    diagnose.save([*snapshots[:2], replace(snapshots[2], num_ranks=5)], tmp_path)
+    assert any("counters-rank2" in remark for remark in diagnose.read_any(tmp_path).remarks)
+
+
+def test_a_saved_ring_of_nonsense_does_not_take_the_others_back_to_where_it_begins(
+    tmp_path: Path,
+) -> None:
+    snapshots = simulate(GPU, 8, NUM_ROUNDS, [SlowRank(3, 60e-6)], seed=4)
+    for counters in snapshots[6].operations.values():
+        counters.ring[:] = np.random.default_rng(1).integers(0, 9, counters.ring.shape)
+    diagnose.save(snapshots, tmp_path)
+    (record,) = diagnose.read_any(tmp_path).records
+    assert record.diagnosis.keys == {("comp-slow", 3)}
+    assert record.diagnosis.measured["dispatch"].num_operations >= 28
+
+
+# --- stamps that never were ------------------------------------------------------------------------
+
+
+def exit_before_entry(ring: np.ndarray, _: np.random.Generator) -> None:
+    ring[:, -1, 2] = np.where(ring[:, -1, 2] != 0, ring[:, -1, 1] - 10**9, 0)
+
+
+def arrival_before_issue_by_hours(ring: np.ndarray, _: np.random.Generator) -> None:
+    ring[:, :-1, 2] -= 8 * 3_600 * 10**9 * (ring[:, :-1, 2] != 0)
+
+
+def operations_that_do_not_grow(ring: np.ndarray, generator: np.random.Generator) -> None:
+    ring[:, -1, 0] = np.where(ring[:, -1, 0] > 0, generator.permutation(len(ring)) + 1, 0)
+
+
+def random_stamps(ring: np.ndarray, generator: np.random.Generator) -> None:
+    ring[:, :, 1:] = generator.integers(-(2**63), 2**63 - 1, ring[:, :, 1:].shape)
+
+
+def random_everything(ring: np.ndarray, generator: np.random.Generator) -> None:
+    ring[:] = generator.integers(-(2**63), 2**63 - 1, ring.shape)
+
+
+def small_random_stamps(ring: np.ndarray, generator: np.random.Generator) -> None:
+    ring[:, :, 1:] = generator.integers(0, 10**8, ring[:, :, 1:].shape)
+
+
+def negative_stamps(ring: np.ndarray, _: np.random.Generator) -> None:
+    ring[:, :-1, :3] *= -1
+
+
+def huge_stamps(ring: np.ndarray, _: np.random.Generator) -> None:
+    ring[:, :-1, 1] = 2**63 - 1
+
+
+SPOILS: list[Spoil] = [
+    exit_before_entry,
+    arrival_before_issue_by_hours,
+    operations_that_do_not_grow,
+    random_stamps,
+    random_everything,
+    small_random_stamps,
+    negative_stamps,
+    huge_stamps,
+]
+
+
+def spoilt(snapshot: Snapshot, spoil: Spoil) -> Snapshot:
+    generator = np.random.default_rng(snapshot.rank)
+    for counters in snapshot.operations.values():
+        spoil(counters.ring, generator)
+    return snapshot
+
+
+@pytest.mark.parametrize("spoil", SPOILS)
+def test_a_rank_whose_stamps_contradict_each_other_is_left_out_and_the_others_are_judged(
+    spoil: Spoil,
+) -> None:
+    snapshots = simulate(GPU, 8, NUM_ROUNDS, [SlowRank(3, 60e-6)], seed=2)
+    spoilt(snapshots[5], spoil)
+    found = diagnose.judge(diagnose.gather(snapshots))
+    assert found.keys == {("comp-slow", 3)}
+    assert any(r.startswith("dispatch: of rank 5 ") and "left out" in r for r in found.remarks)
+
+
+@pytest.mark.parametrize("spoil", SPOILS)
+def test_where_all_stamps_contradict_each_other_nothing_is_concluded(spoil: Spoil) -> None:
+    found = diagnose.judge(diagnose.gather([spoilt(s, spoil) for s in healthy()]))
+    assert found.verdicts == []
+    assert found.events == []
+    assert any("dispatch: of rank 2 " in remark for remark in found.remarks)
+    assert "dispatch: undecided, fewer than 2 ranks reported what can be compared" in found.remarks
+
+
+def test_a_few_operations_that_contradict_themselves_are_left_out_of_the_rest() -> None:
+    snapshots = simulate(GPU, 4, NUM_ROUNDS, [SlowRank(3, 60e-6)], seed=3)
+    ring = snapshots[1].operations["dispatch"].ring
+    slot = np.flatnonzero(ring[:, -1, 0])[4]
+    ring[slot, -1, 2] -= 10**12
+    found = diagnose.judge(diagnose.gather(snapshots))
+    assert found.keys == {("comp-slow", 3)}
+    assert any(
+        "of rank 1 1 of 30 operations contradict themselves (an end before" in remark
+        for remark in found.remarks
+    )
+
+
+@pytest.mark.parametrize("field", ["ops", "tokens", "wait_ns"])
+@pytest.mark.parametrize("value", [-1, 2**62])
+def test_impossible_sums_are_left_out(field: str, value: int) -> None:
+    snapshots = healthy()
+    for counters in snapshots[2].operations.values():
+        counters.totals[counters.fields.index(field), 1] = value
+    found = diagnose.judge(diagnose.gather(snapshots))
+    assert found.verdicts == []
+    assert f"dispatch: of rank 2 its sums are impossible ({field}); left out" in found.remarks
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    num_ranks=st.integers(1, 5),
+    bad=st.sets(st.integers(0, 4), min_size=1),
+    bits=st.sampled_from([8, 32, 62, 63]),
+    columns=st.sampled_from(["stamps", "all"]),
+    sums=st.booleans(),
+    seed=st.integers(0, 2**31),
+)
+def test_arbitrary_rings_and_sums_never_raise_and_never_convince(
+    num_ranks: int, bad: set[int], bits: int, columns: str, sums: bool, seed: int
+) -> None:
+    generator = np.random.default_rng(seed)
+    snapshots = simulate(GPU, num_ranks, 12, seed=7)
+    for snapshot in snapshots:
+        if snapshot.rank not in bad:
+            continue
+        for counters in snapshot.operations.values():
+            least = -(2**bits) if bits > 8 else 0
+            arrays = [counters.ring[:, :, 0 if columns == "all" else 1 :]]
+            arrays += [counters.totals, counters.own] if sums else []
+            for array in arrays:
+                array[:] = generator.integers(least, 2**bits - 1, array.shape)
+    found = diagnose.judge(diagnose.gather(snapshots))
+    assert found.verdicts == []

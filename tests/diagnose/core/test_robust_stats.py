@@ -1,0 +1,152 @@
+"""Robust statistics: what is not known does not count, and slow members do not move the healthy."""
+
+from __future__ import annotations
+
+import warnings
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as nps
+
+from deep_ep.diagnose.core import robust_stats
+
+MATRICES = nps.arrays(
+    np.float64,
+    st.tuples(st.integers(1, 9), st.integers(1, 9)),
+    elements=st.one_of(st.floats(-1e9, 1e9), st.just(np.nan)),
+)
+
+
+@given(MATRICES, st.integers(0, 1))
+def test_median_is_that_of_the_known_values(values: np.ndarray, axis: int) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", category=RuntimeWarning)
+        expected = np.nanmedian(values, axis=axis)
+    np.testing.assert_allclose(robust_stats.median(values, axis), expected)
+
+
+@given(MATRICES, st.floats(0, 1))
+def test_a_quantile_is_a_known_value_with_its_share_below(values: np.ndarray, share: float) -> None:
+    found = robust_stats.quantile(values, share, 0)
+    for column, value in zip(values.T, found):
+        known = np.sort(column[np.isfinite(column)])
+        if known.size:
+            assert value in known
+            assert np.sum(known < value) <= share * known.size
+        else:
+            assert np.isnan(value)
+
+
+def test_nothing_known_is_nan_and_not_an_error() -> None:
+    nothing = np.full((3, 2), np.nan)
+    assert np.isnan(robust_stats.median(nothing, 0)).all()
+    assert np.isnan(robust_stats.median_of(nothing))
+    assert np.isnan(robust_stats.lower_median(nothing))
+    assert np.isnan(robust_stats.healthy(nothing)[0])
+
+
+@pytest.mark.parametrize("noise", [0.0, 1.0])
+@given(num_healthy=st.integers(5, 40), slow_share=st.floats(0.0, 0.9), seed=st.integers(0, 2**31))
+def test_slow_members_do_not_move_the_healthy(
+    noise: float, num_healthy: int, slow_share: float, seed: int
+) -> None:
+    generator = np.random.default_rng(seed)
+    healthy = generator.uniform(-1.0, 1.0, num_healthy)
+    slow = generator.uniform(30.0, 90.0, int(slow_share * num_healthy))
+    location, spread = robust_stats.healthy(np.concatenate([slow, healthy]), noise)
+    assert -1.0 <= location <= 1.0
+    assert spread <= 1.5
+
+
+def test_the_standard_error_shrinks_with_the_operations() -> None:
+    noise = np.random.default_rng(1).normal(0.0, 5.0, (6400, 1))
+    assert robust_stats.standard_error(noise, 0)[0] == pytest.approx(1.2533 * 5.0 / 80, rel=0.1)
+    assert robust_stats.standard_error(noise[:64], 0)[0] == pytest.approx(1.2533 * 5.0 / 8, rel=0.4)
+
+
+@pytest.mark.parametrize("degrees", [3.0, 1e9], ids=["heavy tails", "normal"])
+def test_hubers_location_is_nearer_than_the_median_and_knows_how_near(degrees: float) -> None:
+    values = 7.0 + np.random.default_rng(1).standard_t(degrees, (64, 4_000))
+    medians = robust_stats.median(values, 0)
+    location, error = robust_stats.huber(values, medians)
+    assert np.mean(location) == pytest.approx(7.0, abs=0.02)
+    assert np.std(location) < 0.95 * np.std(medians)
+    assert np.mean(error) == pytest.approx(np.std(location), rel=0.1)
+
+
+def test_hubers_location_does_not_follow_hiccups_nor_count_what_is_unknown() -> None:
+    values = np.random.default_rng(1).normal(size=(64, 2))
+    spoilt = values.copy()
+    spoilt[:6] = 1e9
+    spoilt[6:12, 1] = np.nan
+    location, error = robust_stats.huber(spoilt, robust_stats.median(spoilt, 0))
+    assert (np.abs(location) < 0.5).all()
+    assert np.isfinite(error).all()
+    nothing = np.full((8, 1), np.nan)
+    assert np.isnan(robust_stats.huber(nothing, robust_stats.median(nothing, 0))[0]).all()
+
+
+def test_more_tests_ask_for_more_standard_errors() -> None:
+    assert robust_stats.z_for(1, 0.025) == pytest.approx(1.96, abs=0.001)
+    assert robust_stats.z_for(1_000, 1e-6) > robust_stats.z_for(10, 1e-6) > 4.5
+
+
+def test_certainty_falls_with_the_number_of_places_looked_at() -> None:
+    assert robust_stats.certainty(10.0, 1.0, 1) > 0.999999
+    assert robust_stats.certainty(3.0, 1.0, 1) > robust_stats.certainty(3.0, 1.0, 100) > 0.8
+    assert robust_stats.certainty(0.0, 1.0, 100) == 0.0
+
+
+def correlated(memory: float, size: int, columns: int, seed: int = 1) -> np.ndarray:
+    """AR(1) noise of standard deviation 1."""
+    steps = np.random.default_rng(seed).normal(size=(size + 300, columns))
+    values = np.zeros_like(steps)
+    for at in range(1, len(steps)):
+        values[at] = memory * values[at - 1] + np.sqrt(1 - memory**2) * steps[at]
+    return values[300:]
+
+
+def inflation(values: np.ndarray) -> tuple[np.ndarray, float]:
+    return robust_stats.inflation(values - np.median(values, axis=0), robust_stats.scale(values, 0))
+
+
+@pytest.mark.parametrize("size", [64, 256])
+@pytest.mark.parametrize("white", [0.0, 1.0])
+@pytest.mark.parametrize("memory", [0.0, 0.3, 0.7, 0.9, 0.97])
+def test_noise_that_lasts_leaves_fewer_independent_operations(
+    memory: float, white: float, size: int
+) -> None:
+    means, errors = [], []
+    for seed in range(80):
+        values = correlated(memory, size, 8, seed)
+        values += white * np.random.default_rng(1_000 + seed).normal(size=values.shape)
+        factor, _ = inflation(values)
+        assert (factor >= 1.0).all()
+        means.append(values.mean(axis=0))
+        errors.append(values.std(axis=0) * np.sqrt(factor / size))
+    ratio = np.std(means) / np.median(errors)
+    # What outlasts the window cannot be known from it, and is rather taken for too much.
+    assert ratio < (1.3 if memory < 0.97 else 1.6)
+    assert ratio > (0.7 if memory < 0.9 else 0.2)
+
+
+def test_columns_that_move_together_count_once() -> None:
+    alone = correlated(0.5, 128, 8)
+    together = np.repeat(correlated(0.5, 128, 2), 4, axis=1)
+    assert inflation(alone)[1] > 5
+    assert inflation(together)[1] < 3
+
+
+def test_one_column_may_last_while_the_others_do_not() -> None:
+    values = correlated(0.0, 128, 8)
+    values[:, 5] = correlated(0.9, 128, 1, seed=2)[:, 0]
+    factor, _ = inflation(values)
+    assert factor[5] > 5
+    assert np.delete(factor, 5).max() < 2.5
+
+
+@pytest.mark.parametrize(("degrees", "expected"), [(2, 4.303), (5, 2.571), (10, 2.228), (60, 2.0)])
+def test_few_values_ask_for_more_standard_deviations(degrees: int, expected: float) -> None:
+    assert robust_stats.student(1.96, degrees) == pytest.approx(expected, rel=0.05)

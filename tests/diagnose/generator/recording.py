@@ -1,0 +1,93 @@
+"""What the kernels would have written: counters and rings, from the stamps of every operation.
+
+Stamps are [., receiver, source or own, 6] int64, as rings hold them: a row per source, and the
+receiver's own times last.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from deep_ep import backend
+from deep_ep import stamps as stamps_of
+from deep_ep.counters import CounterSnapshot
+from deep_ep.diagnose.core.diagnosis import IntArray
+from generator.machines import TOKEN_BYTES, Kind, StampRule
+
+_BINDING = backend.get().binding
+COUNTER_FIELDS = tuple(_BINDING.COUNTER_FIELDS)
+OWN_FIELDS = tuple(_BINDING.OWN_FIELDS)
+RING_SOURCE_FIELDS = tuple(_BINDING.RING_SOURCE_FIELDS)
+RING_OWN_FIELDS = tuple(_BINDING.RING_OWN_FIELDS)
+# Their places in the last dimension of the stamps.
+ENTERED, ISSUED, ARRIVAL, TOKENS, SEEN, CLOCK_ERROR = range(6)
+OP, WAIT_BEGIN, EXIT, PREVIOUS_EXIT, SENT, TIMER_STEP = range(6)
+COLUMNS = _BINDING.NUM_RING_FIELDS
+# Kernels that waited for all headers first had only these.
+_OLD_COLUMNS = 4
+
+# Cells that are counted at once; bounds memory.
+_COUNTED_CELLS = 2**21
+
+
+class Recorded:
+    """Counters of all ranks of one operation kind, from its stamps [n, receiver, source or own, 6]."""
+
+    def __init__(self, stamps: IntArray, kind: Kind, capacity: int, rule: StampRule) -> None:
+        self.stamps = stamps
+        self.kind = kind
+        self.capacity = capacity
+        self.columns = _OLD_COLUMNS if rule is StampRule.AFTER_ALL_HEADERS else COLUMNS
+        num_ranks = stamps.shape[1]
+        self.totals = np.zeros((num_ranks, len(COUNTER_FIELDS), num_ranks), np.int64)
+        self.own = np.zeros((num_ranks, len(OWN_FIELDS)), np.int64)
+        step = max(1, _COUNTED_CELLS // num_ranks**2)
+        for begin in range(0, len(stamps), step):
+            self._count(stamps[begin : begin + step])
+        # A slot holds the last operation that was written to it.
+        slots = stamps[::-1, 0, -1, OP] % max(capacity, 1)
+        self.kept = len(stamps) - 1 - np.unique(slots, return_index=True)[1]
+
+    def counters(self, rank: int) -> CounterSnapshot:
+        num_ranks = self.stamps.shape[1]
+        ring = np.zeros((self.capacity, num_ranks + 1, self.columns), np.int64)
+        if self.capacity:
+            kept = self.stamps[self.kept, rank, :, : self.columns]
+            if self.kind.own_times_only:
+                kept[:, :-1] = 0
+            ring[kept[:, -1, OP] % self.capacity] = kept
+        return CounterSnapshot(
+            fields=COUNTER_FIELDS,
+            own_fields=OWN_FIELDS,
+            ring_source_fields=RING_SOURCE_FIELDS[: self.columns],
+            ring_own_fields=RING_OWN_FIELDS[: self.columns],
+            totals=self.totals[rank],
+            own=self.own[rank],
+            ring=ring,
+        )
+
+    def _count(self, stamps: IntArray) -> None:
+        entered, issued, arrival, tokens = np.moveaxis(stamps[:, :, :-1, : TOKENS + 1], -1, 0)
+        _, wait_begin, exit_at, previous_exit, sent = np.moveaxis(
+            stamps[:, :, -1, : SENT + 1], -1, 0
+        )
+        itself = np.arange(stamps.shape[1])
+        heard = arrival != 0
+        own_entered = entered[:, itself, itself]
+        own = {
+            "ops": np.ones_like(wait_begin),
+            "gap_ns": stamps_of.gap(own_entered, previous_exit),
+            "send_ns": stamps_of.send(own_entered, sent),
+            **stamps_of.own_counters(arrival, wait_begin, exit_at),
+        }
+        for name, values in own.items():
+            self.own[:, OWN_FIELDS.index(name)] += values.sum(axis=0)
+        if self.kind.own_times_only:
+            return
+        added = stamps_of.source_counters(entered, issued, arrival, wait_begin)
+        sums = {name: np.where(heard, values, 0) for name, values in added.items()}
+        sums |= {"ops": heard, "tokens": tokens, "bytes": tokens * TOKEN_BYTES}
+        for name, values in sums.items():
+            self.totals[:, COUNTER_FIELDS.index(name)] += values.sum(axis=0)
+        largest = self.totals[:, COUNTER_FIELDS.index("max_wait_ns")]
+        np.maximum(largest, sums["wait_ns"].max(axis=0, initial=0), out=largest)

@@ -1,0 +1,272 @@
+"""The run itself: the protocol followed causally, operation after operation, and stamped."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from deep_ep.diagnose.core.diagnosis import BoolArray, FloatArray, IntArray
+from generator.draws import draw
+from generator.faults import GeneratorFault, added_by
+from generator.machines import Kind, Setup, StampRule
+from generator.ports import Ports
+from generator.recording import (
+    ARRIVAL,
+    CLOCK_ERROR,
+    COLUMNS,
+    ENTERED,
+    EXIT,
+    ISSUED,
+    OP,
+    PREVIOUS_EXIT,
+    SEEN,
+    SENT,
+    TIMER_STEP,
+    TOKENS,
+    WAIT_BEGIN,
+)
+
+# `previous_exit` is stamped at the very end, `exit` before the counters are written.
+_EXIT_STAMPS_APART_US = 0.5
+# Nobody enters an operation sooner than this after the one before.
+_LEAST_GAP_US = 1.0
+# So many experts of a rank send one after the other.
+_LOCAL_EXPERTS = 5
+# A stated error of a clock is so many standard deviations of the true one.
+_STATED_DEVIATIONS = 2.0
+# What timers are thought to gain on each other, where nobody measured it.
+_LARGEST_DRIFT_PPM = 40.0
+# Operations over which the drift of a rank's speed forgets itself.
+_WANDER_OPERATIONS = 100.0
+
+
+class Batch:
+    """Windows that go through the operations together.
+
+    Attributes:
+        stamps: [windows, operations, receiver, source or own, 6] int64, as rings hold them.
+        exits: [windows, operations + 1, num_ranks], us; the first is the start.
+        loads: [windows, num_ranks], how popular each rank's experts are; 1 is even.
+    """
+
+    def __init__(
+        self, setup: Setup, faults: Sequence[Sequence[GeneratorFault]], seeds: Sequence[int]
+    ) -> None:
+        self.setup = setup
+        self.seeds = seeds
+        size, ranks = len(faults), setup.num_ranks
+        self.stamps = np.zeros((size, setup.num_operations, ranks, ranks + 1, COLUMNS), np.int64)
+        run = _Run(setup, faults, seeds)
+        self.exits, self.loads = run.exits(self.stamps), run.draws.load
+
+    @functools.cached_property
+    def healthy_exits(self) -> FloatArray:
+        """`exits` of the same windows without faults."""
+        return _Run(self.setup, [()] * len(self.seeds), self.seeds).exits()
+
+
+class _Operation(NamedTuple):
+    """One operation of all windows; times in us on a clock that nobody has."""
+
+    tokens: IntArray  # [windows, receiver, source]
+    entered: FloatArray  # [windows, num_ranks]
+    issued: FloatArray  # [windows, receiver, source]
+    sent: FloatArray  # [windows, num_ranks]
+    wait_begin: FloatArray  # [windows, num_ranks]
+    arrival: FloatArray  # [windows, receiver, source]; -inf: nothing is sent
+    headers: FloatArray  # [windows, num_ranks]: when the last source's header was there
+    exit: FloatArray  # [windows, num_ranks]
+
+
+class _Run:
+    """All windows of a batch, with the faults of each."""
+
+    def __init__(
+        self, setup: Setup, faults: Sequence[Sequence[GeneratorFault]], seeds: Sequence[int]
+    ) -> None:
+        num_ranks = setup.num_ranks
+        self.setup = setup
+        self.extra = added_by(faults, setup, seeds)
+        self.draws = draw(setup, self.extra.share, seeds)
+        path, path_per_token = setup.machine.latency(num_ranks)
+        self.path = path * self.draws.own_path + self.extra.path
+        self.own = np.eye(num_ranks, dtype=bool)
+        self.node, self.index = setup.machine.node_and_index(num_ranks)
+        self.between = self.node[:, None] != self.node[None, :]
+        nic = np.maximum(self.extra.nic[:, :, None], self.extra.nic[:, None, :])
+        path_per_token = path_per_token * np.where(self.between, nic, 1.0)
+        self.path_per_token = path_per_token + self.extra.path_per_token
+        self.same_rail = self.index[:, None] == self.index[None, :]
+        self.stated_clock_error = self._stated_clock_error()
+        self.ports = Ports(setup, self.extra.nic) if setup.machine.ports else None
+        # Where the experts of a rank send one after the other, each to one destination after the
+        # other, those of the last expert are the last for everybody.
+        last_expert = 1 - (np.arange(num_ranks)[:, None] + 1) / num_ranks
+        self.by_expert = 1 - last_expert / _LOCAL_EXPERTS
+        rank = np.arange(num_ranks)
+        self.behind_next = 1 - ((rank[:, None] - rank[None, :] - 1) % num_ranks) / num_ranks
+
+    def exits(self, stamps: IntArray | None = None) -> FloatArray:
+        """Follows the protocol; returns exits and fills in `stamps`, as `Batch` has them."""
+        exits = [self.draws.start]
+        wander = self.draws.wander[:, 0]
+        memory = np.exp(-1.0 / _WANDER_OPERATIONS)
+        for op in range(self.setup.num_operations):
+            if op:
+                wander = memory * wander + np.sqrt(1 - memory**2) * self.draws.wander[:, op]
+            speed = self.draws.personal + self.setup.machine.wander * wander
+            operation = self._operation(op, speed, exits[-1])
+            if stamps is not None:
+                self._stamp(stamps[:, op], op, operation, exits[-1])
+            exits.append(operation.exit)
+        return np.stack(exits, axis=1)
+
+    def _operation(self, op: int, speed: FloatArray, previous_exit: FloatArray) -> _Operation:
+        machine, draws, extra = self.setup.machine, self.draws, self.extra
+        kind = self._kind(op)
+        tokens = self._tokens(kind, draws.tokens[:, op // len(self.setup.kinds)])
+        outgoing, incoming = tokens.sum(axis=1), tokens.sum(axis=2)
+
+        layer_gap = draws.layer_gap[:, self.setup.layer(op), None]
+        gap = kind.gap * machine.gap * layer_gap
+        if kind.computes:
+            gap = gap + machine.compute_per_token * outgoing
+        gap = speed * gap + machine.jitter * draws.gap[:, op] + draws.late[:, op] - extra.early
+        entered = previous_exit + np.maximum(gap, _LEAST_GAP_US) + extra.gap
+        for place, rank, late_us in extra.hiccups.get(op + 1, ()):
+            entered[place, rank] += late_us
+
+        send = speed * (machine.send + machine.send_per_token * outgoing)
+        send = np.maximum(send + machine.jitter / 3 * draws.send[:, op], 0.0) + extra.send
+        order = self._order(kind, tokens)
+        issued = entered[:, None, :] + send[:, None, :] * order
+        sent = entered + send
+        wait_begin = sent + machine.hook_us * draws.personal
+
+        latency = np.where(self.own, 0.0, self.path)
+        latency = latency + machine.path_jitter * np.where(self.own, 0.0, np.abs(draws.path[:, op]))
+        latency = latency + self._congestion(draws.rail[:, op])
+        headers = (entered[:, None, :] + latency).max(axis=2)
+        if self.ports is None:
+            arrival = issued + latency + np.where(self.own, 0.0, self.path_per_token * tokens)
+        else:
+            share = None if self._by_destination(kind) else order
+            arrival = self.ports.arrivals(tokens, entered, issued, share, latency)
+            arrival += self.extra.path_per_token * tokens
+        if machine.fenced:
+            landed = np.where(self.between, -np.inf, arrival).max(axis=1)
+            wait_begin = np.maximum(sent, landed) + machine.hook_us * draws.personal
+        if kind.same_rail_only:
+            arrival = np.where(self.same_rail, arrival, -np.inf)
+        ready = np.maximum(wait_begin, arrival.max(axis=2))
+
+        drain = speed * (machine.drain + machine.drain_per_token * incoming)
+        drain = np.maximum(drain + machine.jitter / 3 * draws.drain[:, op], 0.0) + extra.drain
+        return _Operation(
+            tokens, entered, issued, sent, wait_begin, arrival, headers, ready + drain
+        )
+
+    def _congestion(self, rail: FloatArray) -> FloatArray:
+        """[windows, receiver, source], us; rail [windows, devices of a node]."""
+        is_far = self.between & self.same_rail
+        return np.where(is_far, rail[:, None, self.index], 0.0)
+
+    def _by_destination(self, kind: Kind) -> bool:
+        return self.setup.machine.combine_by_destination and kind.tokens == "returned"
+
+    def _order(self, kind: Kind, tokens: IntArray) -> FloatArray:
+        """[windows, receiver, source]: the part of its sending after which a source has handed over
+        all for a receiver."""
+        if kind.own_times_only:
+            return np.ones(tokens.shape)
+        if self._by_destination(kind):
+            return np.cumsum(tokens, axis=1) / np.maximum(tokens.sum(axis=1, keepdims=True), 1)
+        if self.ports is None or kind.tokens == "returned":
+            return np.broadcast_to(self.by_expert, tokens.shape)
+        # Tokens are sent as they are numbered, each to where it is routed: the last of n for one
+        # destination has one of n + 1 equal parts after it. The first is sent to the next rank.
+        order = 1 - self.behind_next / (tokens + 1)
+        return order / order.max(axis=1, keepdims=True)
+
+    def _kind(self, op: int) -> Kind:
+        return self.setup.kinds[op % len(self.setup.kinds)]
+
+    def _stated_clock_error(self) -> IntArray:
+        """[receiver, source], ns: what offsets were thought to be wrong by when they were measured."""
+        machine = self.setup.machine
+        variance = machine.clock_error**2 + self.between * machine.host_clock_error**2
+        stated = _STATED_DEVIATIONS * np.sqrt(2 * variance) * 1e3
+        return np.where(self.own, 0, np.rint(stated)).astype(np.int64)
+
+    def _stated_drift(self, age_us: FloatArray) -> IntArray:
+        """[windows, receiver, source], ns: what clocks of this age may have drifted by, as kernels say."""
+        machine = self.setup.machine
+        drifts = machine.drift_ppm or machine.host_drift_ppm
+        stated = (_LARGEST_DRIFT_PPM if drifts else 0.0) * 1e-3 * age_us
+        return np.where(self.own, 0, np.rint(stated[:, :, None])).astype(np.int64)
+
+    def _tokens(self, kind: Kind, dispatched: IntArray) -> IntArray:
+        """[windows, receiver, source], from what experts' ranks get of each source."""
+        if kind.tokens == "none":
+            return np.zeros_like(dispatched)
+        if kind.tokens == "returned":
+            return np.swapaxes(dispatched, 1, 2)
+        if kind.tokens == "forwarded":
+            same_node = (self.node[:, None] == self.node[None, :]).astype(np.int64)
+            return np.where(self.same_rail, same_node @ dispatched, 0)
+        return dispatched
+
+    def _stamp(
+        self, stamps: IntArray, op: int, done: _Operation, previous_exit: FloatArray
+    ) -> None:
+        """Fills in `stamps` [windows, receiver, source or own, 6]."""
+        kind, machine, draws = self._kind(op), self.setup.machine, self.draws
+        zero, step = draws.clock_zero, machine.timer_step_ns
+        sources, own = stamps[:, :, :-1], stamps[:, :, -1]
+        # From the source's clock to the receiver's, by an offset that is wrong by some.
+        age = machine.clock_age_s * 1e6 + done.entered
+        wrong = draws.clock_error + (draws.drift + self.extra.drift) * age
+        clock = np.rint(wrong * 1e3).astype(np.int64) + zero
+        offset = clock[:, :, None] - clock[:, None, :]
+        entered = _to_ns(done.entered, zero, step)
+        sources[..., ENTERED] = entered[:, None, :] + offset
+        sources[..., ISSUED] = _to_ns(done.issued, zero[:, None, :], step) + offset
+        arrival, seen = self._look(kind, done)
+        sources[..., ARRIVAL] = _to_ns(arrival, zero[:, :, None], step)
+        sources[..., SEEN] = seen
+        sources[..., TOKENS] = done.tokens
+        sources[..., CLOCK_ERROR] = self.stated_clock_error + self._stated_drift(age)
+        if kind.own_times_only:
+            sources[:, ~self.own] = 0
+        elif kind.same_rail_only:
+            sources[:, ~self.same_rail] = 0
+        own[..., OP] = op + 1
+        own[..., WAIT_BEGIN] = _to_ns(done.wait_begin, zero, step)
+        own[..., EXIT] = _to_ns(done.exit, zero, step)
+        own[..., SENT] = _to_ns(done.sent, zero, step)
+        own[..., TIMER_STEP] = step
+        if op:
+            own[..., PREVIOUS_EXIT] = _to_ns(previous_exit + _EXIT_STAMPS_APART_US, zero, step)
+
+    def _look(self, kind: Kind, done: _Operation) -> tuple[FloatArray, BoolArray]:
+        """[windows, receiver, source] each: when a source is said to have come, and whether it was
+        seen to; 0 where nothing was sent."""
+        arrival = done.arrival
+        if kind.own_times_only:  # all that is seen is the last
+            arrival = np.broadcast_to(arrival.max(axis=2)[:, :, None], arrival.shape)
+        arrival = np.where(np.isfinite(arrival), arrival, 0.0)
+        rule, begin = self.setup.machine.stamp_rule, done.wait_begin[:, :, None]
+        if rule is StampRule.TRUE_ARRIVAL:
+            return arrival, np.ones(arrival.shape, bool)
+        if rule is StampRule.AFTER_ALL_HEADERS:
+            begin = np.maximum(begin, done.headers[:, :, None])
+        return np.maximum(arrival, begin), arrival > begin
+
+
+def _to_ns(us: FloatArray, zero: IntArray, step: int) -> IntArray:
+    """On the clock that read `zero` ns when the run began and counts in steps of `step` ns."""
+    stamps: IntArray = np.rint(us * 1e3).astype(np.int64) + zero
+    return stamps - stamps % step if step > 1 else stamps

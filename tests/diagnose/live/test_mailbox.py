@@ -1,0 +1,307 @@
+"""The mailbox: what one rank posts another reads, once, whatever kind of group they share."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from deep_ep.diagnose.live import mailbox as mailboxes
+from deep_ep.diagnose.live.mailbox import Mailbox, Rounds, open_mailbox
+from deep_ep.errors import EPTransportError, EPUsageError
+from deep_ep.group import Group, MpiGroup, as_group, thread_groups
+from launch import raise_failures, run_processes
+
+LARGE = bytes(range(256)) * 800  # 200 KB
+
+
+class Communicator:
+    """What an mpi4py communicator offers, between threads."""
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+
+    def Get_rank(self) -> int:
+        return self._group.rank
+
+    def Get_size(self) -> int:
+        return self._group.size
+
+    def allgather(self, obj: Any) -> list[Any]:
+        return self._group.all_gather_object(obj)
+
+
+def each(groups: list[Any], fn: Callable[[Any], Any]) -> list[Any]:
+    """fn(group) in a thread per group; results in rank order, or the first error."""
+    results: list[Any] = [None] * len(groups)
+
+    def one(i: int) -> None:
+        try:
+            results[i] = fn(groups[i])
+        except Exception as error:  # noqa: BLE001 - raised again below
+            results[i] = error
+
+    threads = [threading.Thread(target=one, args=(i,)) for i in range(len(groups))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    for result in results:
+        if isinstance(result, Exception):
+            raise result
+    return results
+
+
+def thread_boxes(num_ranks: int) -> list[Mailbox]:
+    return each(list(thread_groups(num_ranks, 20)), lambda group: open_mailbox(group, "test"))
+
+
+def mpi_boxes(num_ranks: int) -> list[Mailbox]:
+    groups = [MpiGroup(Communicator(group)) for group in thread_groups(num_ranks, 20)]
+    return each(groups, lambda group: open_mailbox(group, "test"))
+
+
+BOXES = pytest.mark.parametrize("open_boxes", [thread_boxes, mpi_boxes], ids=["threads", "mpi"])
+
+
+@BOXES
+def test_what_is_posted_is_read_once_and_then_gone(
+    open_boxes: Callable[[int], list[Mailbox]],
+) -> None:
+    boxes = open_boxes(3)
+    assert [(box.rank, box.size) for box in boxes] == [(0, 3), (1, 3), (2, 3)]
+    boxes[1].post("window/1", LARGE)
+    boxes[2].post("window/2", b"")
+    assert boxes[0].wait("window/1", 10) == LARGE
+    assert boxes[0].wait("window/2", 10) == b""
+    assert boxes[0].wait("window/1", 0) is None, "still in the store"
+    for box in boxes:
+        box.close()
+
+
+@BOXES
+def test_a_wait_ends_with_the_post_and_keeps_nobody_from_posting(
+    open_boxes: Callable[[int], list[Mailbox]],
+) -> None:
+    zero, one = open_boxes(2)
+    for timeout_s in (None, 30.0):
+        read: list[bytes | None] = []
+        waiting = threading.Thread(
+            target=lambda t=timeout_s, into=read: into.append(one.wait("late", t))
+        )
+        waiting.start()
+        one.post("from the one that waits", b"1")
+        assert zero.wait("from the one that waits", 10) == b"1"
+        assert waiting.is_alive()
+        zero.post("late", b"2")
+        waiting.join(10)
+        assert read == [b"2"]
+    zero.close()
+    one.close()
+
+
+@BOXES
+def test_nothing_comes_of_what_nobody_posts(open_boxes: Callable[[int], list[Mailbox]]) -> None:
+    zero, one = open_boxes(2)
+    assert zero.wait("nothing", 0) is None
+    assert zero.wait("nothing", 0.05) is None
+    zero.close()
+    one.close()
+
+
+@BOXES
+def test_closing_ends_a_wait_at_once_and_twice_does_nothing(
+    open_boxes: Callable[[int], list[Mailbox]],
+) -> None:
+    zero, one = open_boxes(2)
+    for box, timeout_s in ((zero, None), (one, 600.0)):
+        read: list[bytes | None] = []
+        waiting = threading.Thread(
+            target=lambda b=box, t=timeout_s, into=read: into.append(b.wait("never", t))
+        )
+        waiting.start()
+        time.sleep(0.05)
+        box.close()
+        waiting.join(10)
+        assert read == [None]
+        box.close()
+        assert box.wait("never", None) is None
+        with pytest.raises(EPUsageError, match="is closed"):
+            box.post("late", b"")
+
+
+@BOXES
+def test_what_nobody_reads_can_be_discarded(open_boxes: Callable[[int], list[Mailbox]]) -> None:
+    zero, one = open_boxes(2)
+    one.post("too late", b"x")
+    assert zero.discard("too late")
+    assert not zero.discard("too late")
+    assert zero.wait("too late", 0) is None
+    zero.close()
+    one.close()
+
+
+def rounds_of(open_boxes: Callable[[int], list[Mailbox]]) -> tuple[list[Mailbox], list[Rounds]]:
+    boxes = open_boxes(3)
+    return boxes, [Rounds(box) for box in boxes]
+
+
+@BOXES
+def test_in_a_round_rank_0_calls_and_the_others_answer(
+    open_boxes: Callable[[int], list[Mailbox]],
+) -> None:
+    boxes, rounds = rounds_of(open_boxes)
+    for number in range(3):
+        rounds[0].call(number, b"what?")
+        for rank in (1, 2):
+            assert rounds[rank].await_call(number) == b"what?"
+            rounds[rank].answer(number, bytes([rank]))
+        assert rounds[0].collect(number, 10) == {1: b"\x01", 2: b"\x02"}
+    assert rounds[0].silent == {}
+    boxes[1].close()
+    assert rounds[1].await_call(3) is None
+    for box in boxes:
+        box.close()
+
+
+@BOXES
+def test_who_missed_a_round_is_silent_until_in_time_again_and_leaves_nothing_behind(
+    open_boxes: Callable[[int], list[Mailbox]],
+) -> None:
+    boxes, rounds = rounds_of(open_boxes)
+    for number in range(3):
+        rounds[2].answer(number, b"2")
+        began = time.monotonic()
+        assert rounds[0].collect(number, 0.05 if number == 0 else 60, 0.01) == {2: b"2"}
+        assert time.monotonic() - began < 30, "a silent rank is waited for as if it were not"
+    ((rank, (missed, since)),) = rounds[0].silent.items()
+    assert (rank, missed) == (1, 0)
+    assert 0 <= time.time() - since < 60
+    for number in range(4):  # the rank goes on, with all that it was asked
+        rounds[1].answer(number, b"late")
+    assert rounds[0].collect(3, 0.05) == {1: b"late"}
+    assert list(rounds[0].silent) == [2]
+    assert not any(boxes[0].discard(f"answer/{number}/1") for number in range(4))
+    for box in boxes:
+        box.close()
+
+
+@BOXES
+def test_who_leaves_answers_the_next_round_and_is_not_missed_after_it(
+    open_boxes: Callable[[int], list[Mailbox]],
+) -> None:
+    boxes, rounds = rounds_of(open_boxes)
+    rounds[1].leave(b"bye")
+    boxes[1].close()
+    for number, expected in ((7, {1: b"bye", 2: b"2"}), (8, {2: b"2"})):
+        rounds[2].answer(number, b"2")
+        assert rounds[0].collect(number, 0.05) == expected
+    assert rounds[0].silent == {}
+    for box in boxes:
+        box.close()
+
+
+@BOXES
+def test_who_is_dismissed_is_neither_called_nor_waited_for(
+    open_boxes: Callable[[int], list[Mailbox]],
+) -> None:
+    boxes, rounds = rounds_of(open_boxes)
+    rounds[0].dismiss(1)
+    rounds[0].dismiss(1)
+    rounds[0].call(0, b"what?")
+    assert boxes[1].wait("call/0/1", 0) is None
+    rounds[2].answer(0, b"2")
+    assert rounds[0].collect(0, 60) == {2: b"2"}
+    assert rounds[0].silent == {}
+    for box in boxes:
+        box.close()
+
+
+def test_mailboxes_of_one_name_are_different_ones() -> None:
+    groups = list(thread_groups(2, 20))
+
+    def open_two(group: Group) -> tuple[Mailbox, Mailbox]:
+        return open_mailbox(group, "test"), open_mailbox(group, "test")
+
+    (first, second), (other_first, _) = each(groups, open_two)
+    other_first.post("key", b"1")
+    assert second.wait("key", 0) is None
+    assert first.wait("key", 0) == b"1"
+    assert not mailboxes._of_threads, "a store stays behind"
+
+
+def test_a_store_of_its_own_listens_on_loopback_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    bound: list[Any] = []
+    create_server = socket.create_server
+
+    def listen(address: Any, **options: Any) -> socket.socket:
+        bound.append(address)
+        return create_server(address, **options)
+
+    monkeypatch.setattr(mailboxes.socket, "create_server", listen)
+    for box in mpi_boxes(2):
+        box.close()
+    assert bound == [("127.0.0.1", 0)]
+
+
+def test_a_rank_that_cannot_connect_is_named_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(address: Any, **options: Any) -> socket.socket:
+        raise OSError("no port is free")
+
+    monkeypatch.setattr(mailboxes.socket, "create_server", refuse)
+    groups = [MpiGroup(Communicator(group)) for group in thread_groups(2, 20)]
+
+    def outcome(group: Group) -> str:
+        with pytest.raises(EPTransportError) as got:
+            open_mailbox(group, "test")
+        return str(got.value)
+
+    for text in each(groups, outcome):
+        assert "rank 0 failed" in text
+        assert "no port is free" in text
+
+
+def _talk(rank: int, group: Any, on_tcp: bool) -> Any:
+    if on_tcp:
+        tcp = dist.TCPStore("127.0.0.1", 0, None, True) if rank == 0 else None
+        port = as_group(group).all_gather_object(tcp.port if tcp else 0)[0]
+        store = tcp or dist.TCPStore("127.0.0.1", port, None, False)
+        dist.destroy_process_group()
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=3)
+        group = dist.new_group([0, 1, 2])
+    keys_before = store.num_keys() if on_tcp else None
+    as_group(group).barrier()
+    box = open_mailbox(as_group(group), "test")
+    read: list[Any] = []
+    if rank == 0:
+        for number in range(3):
+            read += [box.wait(f"{number}/{source}", 20) for source in (1, 2)]
+            for target in (1, 2):
+                box.post(f"answer {number}/{target}", LARGE)
+    else:
+        for number in range(3):
+            box.post(f"{number}/{rank}", LARGE + bytes([rank]))
+            read.append(box.wait(f"answer {number}/{rank}", None))
+    as_group(group).barrier()
+    keys_after = store.num_keys() if on_tcp else None
+    box.close()
+    as_group(group).barrier()
+    return [len(one) for one in read], keys_before, keys_after
+
+
+@pytest.mark.parametrize("on_tcp", [True, False], ids=["tcp store", "file store"])
+def test_processes_of_a_process_group_talk(on_tcp: bool) -> None:
+    talked = raise_failures(run_processes(_talk, 3, on_tcp))
+    assert [read for read, _, _ in talked] == [
+        [len(LARGE) + 1] * 6,
+        [len(LARGE)] * 3,
+        [len(LARGE)] * 3,
+    ]
+    if on_tcp:
+        _, before, after = talked[0]
+        assert after - before < 20, "keys of barriers at most: what was read is deleted"

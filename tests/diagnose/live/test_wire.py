@@ -1,0 +1,162 @@
+"""Messages between watching ranks: what was sent is read, and no bytes whatever do anything else."""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+import struct
+from dataclasses import dataclass, replace
+from typing import Annotated, Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from deep_ep import EPArgumentError, diagnose
+from deep_ep.diagnose.collect.rank_summary import Summary, summarize
+from deep_ep.diagnose.core.diagnosis import FloatArray
+from deep_ep.diagnose.live import wire
+from deep_ep.diagnose.live.monitor import _Call, _Limits, _Share
+from generator import simulate
+from generator.machines import GPU
+
+NUM_RANKS = 4
+SHARES = [
+    _Share(summarize(snapshot), (f"rank {rank} is here",))
+    for rank, snapshot in enumerate(simulate(GPU, NUM_RANKS, 20, seed=1))
+]
+MESSAGE = wire.encode(SHARES[2])
+
+
+def decode(kind: Any, data: bytes, num_ranks: int = NUM_RANKS) -> Any:
+    return wire.decode(kind, data, "here", num_ranks=num_ranks)
+
+
+def assert_same(one: Any, other: Any) -> None:
+    assert type(one) is type(other)
+    if dataclasses.is_dataclass(one):
+        for field in dataclasses.fields(one):
+            assert_same(getattr(one, field.name), getattr(other, field.name))
+    elif isinstance(one, dict):
+        assert list(one) == list(other)
+        for name in one:
+            assert_same(one[name], other[name])
+    elif isinstance(one, np.ndarray):
+        assert one.dtype == other.dtype
+        np.testing.assert_array_equal(one, other)
+    else:
+        np.testing.assert_equal(one, other)
+
+
+@pytest.mark.parametrize("share", [*SHARES, _Share(None, ("stopped", "really"))])
+def test_a_share_is_read_as_it_was_sent(share: _Share) -> None:
+    assert_same(decode(_Share, wire.encode(share)), share)
+
+
+def test_a_share_without_a_ring_is_read_as_it_was_sent() -> None:
+    (snapshot, _) = simulate(GPU, 2, 20, seed=1, capacity=0)
+    share = _Share(summarize(snapshot))
+    assert_same(decode(_Share, wire.encode(share), 2), share)
+
+
+@pytest.mark.parametrize("call", [_Call(None, True), _Call(2**40, False)])
+def test_a_call_is_read_as_it_was_sent(call: _Call) -> None:
+    assert decode(_Call, wire.encode(call)) == call
+
+
+def test_texts_are_made_printable_and_cut() -> None:
+    share = _Share(None, ("\x1b]0;title\x07 \ud800 \u202e", "x" * 10**6))
+    first, second = decode(_Share, wire.encode(share)).remarks
+    assert first == r"\x1b]0;title\x07 \ud800 \u202e"
+    assert second == "x" * 4096
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (b"", "0 bytes ends after 0 bytes, in the middle"),
+        (pickle.dumps(SHARES[2]), "begins with another mark"),
+        (wire.encode(_Call(1, last=False)), "begins with another mark"),
+        (MESSAGE[:-1], "in the middle of a value"),
+        (MESSAGE + b"\0", "goes on after its"),
+        (MESSAGE + bytes(wire.LARGEST_MESSAGE), "is too long"),
+    ],
+)
+def test_what_is_no_share_is_refused_with_what_to_do(data: bytes, said: str) -> None:
+    with pytest.raises(EPArgumentError, match=said) as caught:
+        decode(_Share, data)
+    assert str(caught.value).startswith("here: the message of ")
+    assert "let nobody else write to the store" in str(caught.value)
+
+
+def test_a_share_of_a_group_of_another_size_is_refused() -> None:
+    with pytest.raises(EPArgumentError, match=r"an array of shape \[3, 4\] where it must be"):
+        decode(_Share, MESSAGE, num_ranks=5)
+
+
+@dataclass(frozen=True)
+class Series:
+    values: Annotated[FloatArray, ("n", "m")]
+
+
+def test_an_array_larger_than_its_message_is_refused_before_it_is_allocated() -> None:
+    data = bytearray(wire.encode(Series(np.zeros((1, 1)))))
+    data[8:16] = struct.pack("<2I", 2**32 - 1, 2**32 - 1)
+    with pytest.raises(EPArgumentError, match="in the middle of a value"):
+        decode(Series, bytes(data))
+
+
+def test_a_share_of_1024_ranks_with_all_kinds_fits_a_message() -> None:
+    """As long as the ring holds no more than a thousand operations."""
+    kinds = SHARES[1].summary.kinds["dispatch"]  # type: ignore[union-attr]
+    sides = {NUM_RANKS: 1024, kinds.ops.size: 1000}
+
+    def widened(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: widened(item) for name, item in value.items()}
+        if isinstance(value, np.ndarray):
+            return np.resize(value, [sides.get(side, side) for side in value.shape])
+        return value
+
+    wide = replace(
+        kinds, **{f.name: widened(getattr(kinds, f.name)) for f in dataclasses.fields(kinds)}
+    )
+    summary = replace(
+        SHARES[1].summary,  # type: ignore[type-var]
+        num_ranks=1024,
+        kinds=dict.fromkeys((f"kind {i}" for i in range(6)), wide),
+    )
+    assert len(wire.encode(_Share(summary))) < wire.LARGEST_MESSAGE / 4
+
+
+@pytest.mark.parametrize("index", [-1, 2**56])
+def test_a_device_that_no_host_has_is_refused(index: int) -> None:
+    """Ranks of a rail are counted by it."""
+    summary = replace(SHARES[1].summary, device_index=index)  # type: ignore[type-var]
+    with pytest.raises(EPArgumentError, match=f"here: rank 1 is on device {index}"):
+        _Limits(SHARES[0]).share_of(1, wire.encode(_Share(summary)), "here")
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.data())
+def test_spoilt_messages_are_refused_or_judged(data: st.DataObject) -> None:
+    spoilt = bytearray(MESSAGE)
+    places = st.integers(8, len(MESSAGE) - 1) | st.integers(8, 400)
+    for at in data.draw(st.lists(places, min_size=1, max_size=20)):
+        some = data.draw(st.binary(min_size=1, max_size=8))
+        spoilt[at : at + len(some)] = some
+    limits = _Limits(SHARES[0])
+    try:
+        share = limits.share_of(2, bytes(spoilt), "here")
+    except EPArgumentError:
+        return
+    summaries = [s.summary for s in (SHARES[0], SHARES[1], share) if s.summary is not None]
+    diagnose.judge(diagnose.gather(summaries))
+
+
+def test_every_field_of_a_summary_travels() -> None:
+    """A field that is added needs no second list: it is in the layout, or building that fails."""
+    layout = wire._codec(Summary).layout
+    for field in dataclasses.fields(Summary):
+        assert f"{field.name}: " in layout

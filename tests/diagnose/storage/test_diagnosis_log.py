@@ -1,0 +1,414 @@
+"""Records: what is written can be read, and what cannot be read is refused with file and line."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from dataclasses import fields, is_dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+
+import fixtures
+from deep_ep.diagnose.core.causes import COMM_SLOW, COMP_SLOW, MIXED_SLOW
+from deep_ep.diagnose.core.diagnosis import Bandwidth, Diagnosis, Event, Measured, Timeline, Verdict
+from deep_ep.diagnose.core.printable_text import printable
+from deep_ep.diagnose.storage import counter_archive, diagnosis_log, record_layout
+from deep_ep.diagnose.storage.codec import Codec, List, Maybe, Object
+from deep_ep.diagnose.storage.diagnosis_log import read
+from deep_ep.diagnose.storage.log_writer import Writer
+from deep_ep.diagnose.storage.record import MATRICES, Means, Record
+from deep_ep.diagnose.storage.record_layout import SCHEMA, to_line
+from deep_ep.errors import EPArgumentError
+
+microseconds = st.floats(-1e9, 1e9).map(lambda us: round(us, 3) + 0.0)
+maybe_microseconds = microseconds | st.just(math.nan)
+shares = st.floats(0, 1).map(lambda part: round(part, 6))
+counts = st.integers(0, 2**40)
+words = st.text(max_size=12).map(printable)
+operations = st.sampled_from(["dispatch", "combine", "gateway dispatch"])
+
+
+@st.composite
+def verdicts(draw: st.DrawFn, num_ranks: int) -> Verdict:
+    rank = st.integers(0, num_ranks - 1)
+    subject = draw(
+        st.one_of(
+            st.fixed_dictionaries({"rank": rank, "edge": st.none()}),
+            st.fixed_dictionaries({"rank": st.none(), "edge": st.tuples(rank, rank)}),
+            st.fixed_dictionaries(
+                {"rank": st.none(), "edge": st.none(), "nodes": st.tuples(rank, rank)}
+            ),
+            st.fixed_dictionaries(
+                {"rank": st.none(), "edge": st.none(), "rail": st.integers(0, 7)}
+            ),
+            st.fixed_dictionaries({"rank": st.none(), "edge": st.none(), "node": rank}),
+            st.just({"rank": None, "edge": None}),
+        )
+    )
+    return Verdict(
+        kind=draw(st.sampled_from([COMP_SLOW, COMM_SLOW, MIXED_SLOW])),
+        cause=draw(words),
+        operation=draw(operations),
+        effect_us=draw(maybe_microseconds),
+        share=draw(shares),
+        seen_in=draw(shares),
+        evidence=draw(st.dictionaries(words, maybe_microseconds, max_size=3)),
+        next_step=draw(words),
+        where=draw(words),
+        interval_us=draw(st.tuples(maybe_microseconds, maybe_microseconds)),
+        saving_us=draw(maybe_microseconds),
+        duration_us=draw(maybe_microseconds),
+        certainty=draw(shares),
+        **subject,
+    )
+
+
+@st.composite
+def measurements(draw: st.DrawFn, num_ranks: int, operation: str) -> Measured:
+    def array(*shape: int) -> Any:
+        return draw(
+            arrays.arrays(np.float64, shape, elements=maybe_microseconds, fill=st.nothing())
+        )
+
+    def timeline(count: int) -> Timeline:
+        return Timeline(
+            observer=draw(st.integers(0, num_ranks - 1)),
+            ops=np.arange(count) + draw(counts),
+            begin_us=array(count),
+            entered_us=array(count, num_ranks),
+            arrival_us=array(count, num_ranks),
+            last=np.array(
+                [draw(st.integers(0, num_ranks - 1)) for _ in range(count)], dtype=np.int64
+            ),
+        )
+
+    pairs, ranks = (num_ranks, num_ranks), (num_ranks,)
+    return Measured(
+        operation=operation,
+        num_operations=draw(counts),
+        first_operation=draw(counts),
+        last_operation=draw(counts),
+        duration_us=draw(maybe_microseconds),
+        **{name: array(*pairs) for name in MATRICES},
+        **{name: array(*ranks) for name in ("gap_us", "send_us", "drain_us", "own_wait_us")},
+        bandwidth=draw(st.booleans()) and Bandwidth(array(*pairs), *(array(*ranks),) * 3) or None,
+        timeline=timeline(draw(st.integers(0, 3))) if draw(st.booleans()) else None,
+    )
+
+
+@st.composite
+def diagnoses(draw: st.DrawFn) -> Diagnosis:
+    num_ranks = draw(st.integers(1, 4))
+    kinds = draw(st.lists(operations, unique=True, max_size=2))
+    events = st.builds(Event, operations, counts, st.integers(0, num_ranks - 1), maybe_microseconds)
+    return Diagnosis(
+        measured={kind: draw(measurements(num_ranks, kind)) for kind in kinds},
+        verdicts=draw(st.lists(verdicts(num_ranks), max_size=2)),
+        remarks=draw(st.lists(words, max_size=2)),
+        events=draw(st.lists(events, max_size=2)),
+        hosts=tuple(draw(st.lists(words, min_size=num_ranks, max_size=num_ranks))),
+        devices=tuple(draw(st.integers(-1, 7)) for _ in range(num_ranks)),
+        nodes=draw(st.sampled_from([(), (0,) * num_ranks, tuple(range(-1, num_ranks - 1))])),
+        device=draw(st.sampled_from(["cpu", "cuda", ""])),
+        savings_us=draw(st.dictionaries(operations, maybe_microseconds, max_size=2)),
+        source=draw(st.sampled_from(["stamps", "waits"])),
+    )
+
+
+def plain(value: Any) -> Any:
+    """Something that == compares: arrays as lists, NaN as a word, data classes as dictionaries."""
+    if is_dataclass(value):
+        return {f.name: plain(getattr(value, f.name)) for f in fields(value)}
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, np.ndarray):
+        return plain(value.tolist())
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    if isinstance(value, float) and math.isnan(value):
+        return "NaN"
+    return value
+
+
+@settings(max_examples=60, deadline=None)
+@given(diagnosis=diagnoses(), time_s=st.floats(0, 4e9).map(lambda s: round(s, 3)), window=counts)
+def test_what_is_written_is_read(diagnosis: Diagnosis, time_s: float, window: int) -> None:
+    line = to_line(Record(diagnosis, time_s, window, "ep"), with_matrices=True)
+    assert "\n" not in line
+    record = diagnosis_log.parse_line(line.encode(), "file:1")
+    assert record is not None
+    assert plain(record.diagnosis) == plain(diagnosis)
+    assert (record.time_s, record.window, record.group) == (time_s, window, "ep")
+    assert to_line(record, with_matrices=True) == line
+
+
+@settings(max_examples=20, deadline=None)
+@given(diagnosis=diagnoses())
+def test_without_matrices_the_rest_and_the_means_are_there(diagnosis: Diagnosis) -> None:
+    record = Record(diagnosis, 0.0, 1, "ep")
+    back = diagnosis_log.parse_line(to_line(record, with_matrices=False).encode(), "file:1")
+    assert back is not None
+    assert plain(back.diagnosis.verdicts) == plain(diagnosis.verdicts)
+    for kind, measured in diagnosis.measured.items():
+        stored = back.diagnosis.measured[kind]
+        assert np.isnan(stored.wait_us).all()
+        assert stored.wait_us.shape == measured.wait_us.shape
+        assert stored.timeline is None
+        assert plain(stored.own_wait_us) == plain(measured.own_wait_us)
+        for name in MATRICES:
+            for side in ("waiting", "waited_for"):
+                np.testing.assert_allclose(
+                    getattr(back.means(kind), side)[name],
+                    getattr(record.means(kind), side)[name],
+                    atol=6e-4,
+                )
+
+
+def test_means_leave_out_what_a_rank_waits_for_itself() -> None:
+    wait = np.array([[1000.0, 2.0, 4.0], [1.0, 1000.0, np.nan], [np.nan] * 3])
+    measured = replace(fixtures.measured(3), wait_us=wait)
+    means = Means.of(measured)
+    np.testing.assert_array_equal(means.waiting["wait_us"], [3.0, 1.0, np.nan])
+    np.testing.assert_array_equal(means.waited_for["wait_us"], [1.0, 2.0, 4.0])
+
+
+def test_above_128_ranks_matrices_are_means_over_nodes_and_say_so(tmp_path: Path) -> None:
+    diagnosis = fixtures.diagnosis(256)
+    Writer(tmp_path, "ep").write(Record(diagnosis, 0.0, 1, "ep"), with_matrices=True)
+    (record,) = read(tmp_path)
+    assert record.block_of == tuple(rank // 8 for rank in range(256))
+    wait = diagnosis.measured["dispatch"].wait_us
+    back = record.diagnosis.measured["dispatch"].wait_us
+    assert back.shape == (256, 256)
+    expected = wait[8:16, 16:24].mean()
+    np.testing.assert_allclose(back[8:16, 16:24], expected, atol=6e-4)
+    own_node = wait[8:16, 8:16][~np.eye(8, dtype=bool)].mean()
+    assert back[9, 10] == pytest.approx(own_node, abs=6e-4)
+    # Stored once more, nothing changes.
+    assert (
+        to_line(record, with_matrices=True).encode() + b"\n"
+        == next(tmp_path.iterdir()).read_bytes()
+    )
+    assert (tmp_path / "diagnose-ep.jsonl").stat().st_size < 1_000_000
+
+
+def test_above_128_ranks_nodes_of_one_host_are_kept_apart(tmp_path: Path) -> None:
+    nodes = tuple(rank // 32 for rank in range(256))
+    diagnosis = replace(fixtures.diagnosis(256, per_host=256), nodes=nodes)
+    Writer(tmp_path, "ep").write(Record(diagnosis, 0.0, 1, "ep"), with_matrices=True)
+    (record,) = read(tmp_path)
+    assert record.block_of == record.diagnosis.nodes == nodes
+
+
+def test_a_record_without_nodes_is_read(tmp_path: Path) -> None:
+    line = json.loads(to_line(record(), with_matrices=False))
+    del line["nodes"]
+    (read_back,) = read(write_lines(tmp_path, json.dumps(line)))
+    assert read_back.diagnosis.nodes == ()
+    assert read_back.diagnosis.hosts == record().diagnosis.hosts
+
+
+def test_of_many_ranks_the_timeline_keeps_the_latest_operations() -> None:
+    count, num_ranks = 200, 128
+    long = Timeline(
+        observer=0,
+        ops=np.arange(count),
+        begin_us=np.arange(count) * 10.0,
+        entered_us=np.zeros((count, num_ranks)),
+        arrival_us=np.zeros((count, num_ranks)),
+        last=np.zeros(count, dtype=np.int64),
+    )
+    diagnosis = fixtures.diagnosis(num_ranks)
+    measured = replace(diagnosis.measured["dispatch"], timeline=long)
+    diagnosis = replace(diagnosis, measured={"dispatch": measured})
+    line = to_line(Record(diagnosis, 0.0, 1, "ep"), with_matrices=True)
+    back = diagnosis_log.parse_line(line.encode(), "file:1")
+    assert back is not None
+    timeline = back.diagnosis.measured["dispatch"].timeline
+    assert timeline is not None
+    assert timeline.ops.tolist() == list(range(72, 200))
+    assert timeline.begin_us[0] == 0
+
+
+def test_a_group_is_a_file_and_its_name_is_tamed(tmp_path: Path) -> None:
+    folder = tmp_path / "new" / "folder"
+    for group in ("a", "../b c"):
+        Writer(folder, group).write(record(group=group), with_matrices=False)
+    assert sorted(file.name for file in folder.iterdir()) == [
+        "diagnose-..-b-c.jsonl",
+        "diagnose-a.jsonl",
+    ]
+    assert {r.group for r in read(folder)} == {"a", "../b c"}
+
+
+def test_a_folder_is_read_in_order_of_time(tmp_path: Path) -> None:
+    for group, time_s in (("a", 30.0), ("b", 20.0), ("a", 40.0)):
+        Writer(tmp_path, group).write(record(group=group, time_s=time_s), with_matrices=False)
+    assert [r.time_s for r in read(tmp_path)] == [20.0, 30.0, 40.0]
+
+
+def record(**changes: Any) -> Record:
+    return replace(Record(fixtures.diagnosis(2), 1.0, 1, "ep"), **changes)
+
+
+def write_lines(folder: Path, *lines: str, end: str = "\n") -> Path:
+    file = folder / "diagnose-ep.jsonl"
+    file.write_text("\n".join(lines) + end, encoding="utf-8")
+    return file
+
+
+GOOD = to_line(record(), with_matrices=True)
+
+
+def changed(**values: Any) -> str:
+    """A good line with some fields set; a path has __ between its parts."""
+    line = json.loads(GOOD)
+    for path, value in values.items():
+        at = line
+        *parts, last = [int(p) if p.isdecimal() else p for p in path.split("__")]
+        for part in parts:
+            at = at[part]
+        if value is KeyError:
+            del at[last]
+        else:
+            at[last] = value
+    return json.dumps(line)
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("what is this", r"not JSON .*expected a 'deep_ep.diagnose/1' object per line"),
+        ("[1, 2]", r"the line is \[1, 2\]; expected an object"),
+        (GOOD.replace("2430.0", "NaN"), r"NaN is not a JSON number; unknown numbers are null"),
+        (
+            changed(schema="deep_ep.diagnose/2"),
+            r"schema is 'deep_ep.diagnose/2'; this version reads",
+        ),
+        (changed(schema=KeyError), r"field schema is missing; expected a text"),
+        (changed(group=KeyError), r"field group is missing; expected a text"),
+        (changed(window="3"), r'window is "3"; expected an integer of at least 0'),
+        (changed(window=True), r"window is true; expected an integer"),
+        (changed(hosts=["a"]), r"hosts has 1 entries; expected 2"),
+        (changed(nodes=[0]), r"nodes has 1 entries; expected 2"),
+        (changed(nodes=[1, -1]), r"nodes is \[1, -1\]; expected every node from 0 on"),
+        (changed(source="guess"), r'source is "guess"; expected "stamps" or "waits"'),
+        (changed(verdicts__0__kind="odd"), r'verdicts\[0\].kind is "odd"; expected "comp-slow" or'),
+        (changed(verdicts__0__rank=2), r"verdicts\[0\].rank is 2; expected .* below 2"),
+        (changed(verdicts__0__edge=[0]), r"verdicts\[0\].edge has 1 entries; expected 2"),
+        (changed(verdicts__0__effect_us="9"), r'effect_us is "9"; expected a number or null'),
+        (changed(events={}), r"events is {}; expected a list"),
+        (changed(measured__0__duration_us=KeyError), r"measured\[0\].duration_us is missing"),
+        (changed(measured__0__gap_us=[1.0]), r"measured\[0\].gap_us has 1 entries; expected 2"),
+        (
+            changed(measured__0__matrices__wait_us=[[1.0, 2.0]]),
+            r"measured\[0\].matrices.wait_us has 1 entries; expected 2",
+        ),
+        (
+            changed(measured__0__matrices__wait_us=[[1.0, 2.0], [1.0]]),
+            r"wait_us\[1\] is 1 entries; expected a row of 2, so that the matrix is 2 x 2",
+        ),
+        (
+            changed(measured__0__matrices__late_us=[[1.0, 2.0], [1.0, "x"]]),
+            r'late_us\[1\]\[1\] is "x"; expected a number or null',
+        ),
+        (
+            changed(measured__0__matrices__late_us=[[0, 98765.5], [0, 0]]).replace(
+                "98765.5", "1e999"
+            ),
+            r"late_us\[0\]\[1\] is Infinity; expected a number that fits a double",
+        ),
+        (changed(measured__0__matrices__late_us=[[0, 10**400], [0, 0]]), r"fits a double"),
+        (changed(block_of=[0, 2]), r"block_of\[1\] is 2; expected an integer of .* below 2"),
+        (changed(block_of=[1, 1]), r"block_of is \[1, 1\]; expected every block from 0 on"),
+    ],
+)
+def test_what_is_no_record_is_refused_with_file_and_line(
+    tmp_path: Path, line: str, said: str
+) -> None:
+    file = write_lines(tmp_path, GOOD, line, GOOD)
+    with pytest.raises(EPArgumentError, match=re.escape(f"{file}:2: ")) as caught:
+        read(file)
+    assert re.search(said, str(caught.value)), str(caught.value)
+
+
+def test_empty_files_and_folders_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(EPArgumentError, match=r"there is no diagnose-\*.jsonl in this folder"):
+        read(tmp_path)
+    file = write_lines(tmp_path, "", end="\n")
+    with pytest.raises(EPArgumentError, match=f"{file}: the file is empty"):
+        read(file)
+
+
+@pytest.mark.parametrize("kept", [1, 20, len(GOOD) // 2, len(GOOD) - 1])
+def test_a_line_cut_off_at_the_end_is_left_out_with_a_remark(tmp_path: Path, kept: int) -> None:
+    file = write_lines(tmp_path, GOOD, GOOD[:kept], end="")
+    log = read(file)
+    assert len(log) == 1
+    assert len(log.remarks) == 1
+    assert log.remarks[0].startswith(f"{file}:2: the line is cut off")
+
+
+def test_a_last_line_without_line_end_counts(tmp_path: Path) -> None:
+    log = read(write_lines(tmp_path, GOOD, GOOD, end=""))
+    assert (len(log), log.remarks) == (2, ())
+
+
+def test_a_program_that_goes_on_after_a_cut_line_starts_a_new_one(tmp_path: Path) -> None:
+    write_lines(tmp_path, GOOD, GOOD[:-200], end="")
+    Writer(tmp_path, "ep").write(record(window=9), with_matrices=False)
+    log = read(tmp_path)
+    assert [r.window for r in log] == [1, 9]
+    assert ":2: the line is cut off" in log.remarks[0]
+
+
+PAGE = (Path(__file__).parents[3] / "docs" / "records.md").read_text(encoding="utf-8")
+
+
+def stored_in(layout: Object) -> dict[str, Codec]:
+    """All fields, those of objects in it as well."""
+    found: dict[str, Codec] = {}
+    for name, codec in layout.fields.items():
+        found[name] = codec
+        inner = codec
+        while isinstance(inner, (List, Maybe)):
+            inner = inner.inner
+        if isinstance(inner, Object):
+            found.update(stored_in(inner))
+    return found
+
+
+def test_every_stored_field_is_documented() -> None:
+    assert SCHEMA in PAGE
+    stored = {*stored_in(record_layout.RECORD), *stored_in(counter_archive.HEAD)}
+    assert {name for name in stored if f"`{name}`" not in PAGE} == set()
+
+
+@pytest.mark.parametrize("layout", ["RECORD", "VERDICT", "MEASURED"])
+def test_types_are_documented_as_they_are_read(layout: str) -> None:
+    fields = getattr(record_layout, layout).fields
+    rows = re.findall(r"^\| (`[^|]*`) \| ([^|]*) \|", PAGE, re.MULTILINE)
+    documented = {(name, kind) for names, kind in rows for name in re.findall(r"`(.*?)`", names)}
+    assert {(name, codec.type_name) for name, codec in fields.items()} - documented == set()
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout"),
+    [
+        (Diagnosis, record_layout.RECORD),
+        (Verdict, record_layout.VERDICT),
+        (Event, record_layout.EVENT),
+        (Bandwidth, record_layout.BANDWIDTH),
+        (Timeline, record_layout.TIMELINE),
+        (Measured, record_layout.MEASURED),
+    ],
+)
+def test_no_field_of_a_diagnosis_is_forgotten(kind: Any, layout: Object) -> None:
+    assert {f.name for f in fields(kind)} - set(stored_in(layout)) == set()

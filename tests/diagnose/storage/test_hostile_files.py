@@ -1,0 +1,485 @@
+"""Files that others wrote: read or refused with file and line; nothing in them reaches a terminal, and no name is followed."""
+
+from __future__ import annotations
+
+import errno
+import io
+import json
+import math
+import os
+import re
+import threading
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+
+import fixtures
+from deep_ep import EPArgumentError
+from deep_ep.diagnose.__main__ import main
+from deep_ep.diagnose.core import safe_files
+from deep_ep.diagnose.core.printable_text import printable
+from deep_ep.diagnose.render import prometheus
+from deep_ep.diagnose.render.figure import write_picture
+from deep_ep.diagnose.render.html import write_page
+from deep_ep.diagnose.render.terminal import report
+from deep_ep.diagnose.storage import counter_archive, diagnosis_log, record_layout
+from deep_ep.diagnose.storage.diagnosis_log import read
+from deep_ep.diagnose.storage.loader import read_any
+from deep_ep.diagnose.storage.log_follower import Follower
+from deep_ep.diagnose.storage.log_writer import Writer
+from deep_ep.diagnose.storage.record import Record
+from deep_ep.diagnose.storage.record_layout import to_line
+from generator import simulate
+from generator.machines import GPU
+
+# Sets the title, clears the screen, turns text around; is in no encoding; begins a tag.
+EVIL = "\x1b]0;mine\x07\x1b[2J\x9b31m\u202e\r\n\ud800\x00<script>"
+UNFIT = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u202a-\u202e\ud800-\udfff]")
+SLOW = Record(fixtures.diagnosis(4, fixtures.ALL_KINDS[:1], per_host=2), 1.7e9, 3, "ep")
+GOOD = to_line(SLOW, with_matrices=True)
+
+
+def with_evil(value: Any, keys_too: tuple[str, ...] = ()) -> Any:
+    """Every text of a record that is free becomes hostile, and names of evidence as well."""
+    if isinstance(value, dict):
+        return {
+            (f"{EVIL}{key}" if "evidence" in keys_too else key): (
+                item if key in ("schema", "kind", "source") else with_evil(item, (key,))
+            )
+            for key, item in value.items()
+        }
+    if isinstance(value, list):
+        return [with_evil(item) for item in value]
+    return f"{EVIL}{value}" if isinstance(value, str) else value
+
+
+@pytest.fixture
+def evil(tmp_path: Path) -> Path:
+    file = tmp_path / "diagnose-ep.jsonl"
+    line = json.loads(GOOD)
+    line["remarks"] = ["remark"]
+    line["events"] = [{"operation": "dispatch", "number": 1, "rank": 0, "effect_us": 1.0}]
+    file.write_text(json.dumps(with_evil(line)) + "\n", encoding="utf-8")
+    return file
+
+
+def test_text_that_is_fit_stays_as_it_is() -> None:
+    assert (
+        printable("node-1.example Zürich 東京 +5 us <b>") == "node-1.example Zürich 東京 +5 us <b>"
+    )
+    assert printable("a\x1b[2J\u202e\ud800\n") == r"a\x1b[2J\u202e\ud800\n"
+
+
+@pytest.mark.parametrize("arguments", [("show",), ("watch", "--once")])
+def test_texts_of_records_reach_the_terminal_written_out(
+    evil: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...]
+) -> None:
+    assert main([arguments[0], str(evil), *arguments[1:]]) == 0
+    printed = capsys.readouterr()
+    assert r"\x1b]0;mine\x07" in "".join(printed.out.split())
+    assert UNFIT.search(printed.out + printed.err) is None
+
+
+def test_texts_of_records_reach_pages_pictures_and_metrics_written_out(
+    evil: Path, tmp_path: Path
+) -> None:
+    pytest.importorskip("prometheus_client")
+    pytest.importorskip("matplotlib")
+    (record,) = read(evil)
+    write_page([record.diagnosis], tmp_path / "page.html", title=record.group)
+    prometheus.write_textfile([record], tmp_path / "x.prom")
+    write_picture(record.diagnosis, tmp_path / "picture.svg")
+    for name in ("page.html", "x.prom", "picture.svg"):
+        text = (tmp_path / name).read_text(encoding="utf-8")
+        assert r"\x1b" in text
+        assert UNFIT.search(text.replace("\t", "")) is None, name
+    assert "mine" in (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert "<script>x" not in (tmp_path / "page.html").read_text(encoding="utf-8")
+
+
+def test_hostile_texts_are_stored_again_as_they_are_shown(evil: Path, tmp_path: Path) -> None:
+    (record,) = read(evil)
+    Writer(tmp_path / "again", "ep").write(record, with_matrices=True)
+    (again,) = read(tmp_path / "again")
+    assert again.diagnosis.hosts == record.diagnosis.hosts
+    assert again.diagnosis.verdicts == record.diagnosis.verdicts
+
+
+def test_hostile_file_names_and_logs_reach_the_terminal_written_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "diagnose-\x1b[2J.jsonl").write_text(GOOD + "\nnonsense\n", encoding="utf-8")
+    assert main(["show", str(tmp_path)]) == 2
+    assert main(["watch", "--once", str(tmp_path)]) == 0
+    log = tmp_path / "\x1b[2J.log"
+    log.write_text("rank=0 [1 2]\nrank=1 [3 \x1b[2J4\nrank=1 [\x1b 1]", encoding="utf-8")
+    assert main(["show", str(log)]) in (0, 2)
+    printed = capsys.readouterr()
+    assert UNFIT.search(printed.out + printed.err) is None
+
+
+def line_of(**changes: Any) -> bytes:
+    return json.dumps({**json.loads(GOOD), **changes}).encode()
+
+
+TOO_MUCH = {
+    "a billion ranks": (line_of(num_ranks=10**9), "num_ranks is 1000000000; expected .* below 2049"),
+    "more kinds than there are": (
+        line_of(measured=json.loads(GOOD)["measured"] * 5),
+        r"measured is .*; expected a list of at most 8",
+    ),
+    "nesting": (b'{"schema": ' + b"[" * 100_000, "not JSON"),
+    "nesting that is JSON": (line_of(window=0).replace(b'"window": 0', b'"window": ' + b"[" * 500 + b"]" * 500), "window is"),
+    "a huge integer": (line_of(window=10**400), "window is 1000"),
+    "a number that overflows": (line_of(window=0).replace(b'"window": 0', b'"window": 1e999'), "window is Infinity"),
+    "a number too large to add up": (GOOD.replace("2430.0", "1e300").encode(), "duration_us is 1e.300; expected .* up to 1e.20"),
+    "no UTF-8": (GOOD.encode().replace(b"node0", b"node\xff"), "not JSON .*can't decode"),
+    "a time in the year 30000": (line_of(time=1e12), "time is 1000000000000.0; expected seconds"),
+    "a time before all": (line_of(time=-1e300), "time is -1e"),
+    "a rank of the timeline": (GOOD.replace('"observer": 0', '"observer": 4').encode(), "observer is 4"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("line", "said"), TOO_MUCH.values(), ids=TOO_MUCH.keys())
+def test_a_line_that_asks_for_too_much_is_refused_with_file_and_line(
+    tmp_path: Path, line: bytes, said: str
+) -> None:
+    file = tmp_path / "diagnose-ep.jsonl"
+    file.write_bytes(GOOD.encode() + b"\n" + line + b"\n" + GOOD.encode() + b"\n")
+    with pytest.raises(EPArgumentError, match=re.escape(f"{file}:2: ")) as caught:
+        read(file)
+    assert re.search(said, str(caught.value)), str(caught.value)
+    log = Follower(file).poll()
+    assert len(log) == 2
+    assert log.remarks[0].startswith(f"{file}:2: ")
+
+
+class Counted(io.FileIO):
+    """A file that knows how much of it was read."""
+
+    taken = 0
+
+    def readinto(self, buffer: Any) -> int:
+        count = super().readinto(buffer) or 0
+        Counted.taken += count
+        return count
+
+
+def test_a_line_too_long_is_refused_by_its_size_without_reading_it_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(record_layout, "LONGEST_LINE", 100_000)
+    monkeypatch.setattr(Counted, "taken", 0)
+    file = tmp_path / "diagnose-ep.jsonl"
+    file.write_text(GOOD + "\n" + "[" * 10_000_000 + "\n" + GOOD + "\n", encoding="utf-8")
+    open_ = Path.open
+    monkeypatch.setattr(
+        Path,
+        "open",
+        lambda path, mode="r", *rest: (
+            io.BufferedReader(Counted(str(path))) if mode == "rb" else open_(path, mode, *rest)
+        ),
+    )
+    with pytest.raises(EPArgumentError, match=f"{file}:2: the line has more than 100000 bytes"):
+        read(file)
+    assert Counted.taken < 500_000
+    monkeypatch.undo()
+    monkeypatch.setattr(record_layout, "LONGEST_LINE", 100_000)
+    log = Follower(file).poll()
+    assert len(log) == 2
+    assert log.remarks == (diagnosis_log.too_long(f"{file}:2"),)
+
+
+def test_a_log_is_not_kept_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parsed: list[str] = []
+    parse = diagnosis_log.parse_line
+
+    def count(line: bytes, where: str, **how: Any) -> Record | None:
+        parsed.append(where)
+        return parse(line, where, **how)
+
+    monkeypatch.setattr(diagnosis_log, "parse_line", count)
+    file = tmp_path / "diagnose-ep.jsonl"
+    file.write_text((GOOD + "\n") * 5, encoding="utf-8")
+    log = read(file)
+    assert parsed == [f"{file}:{number}" for number in range(1, 6)]
+    assert log[3].window == 3
+    assert parsed[5:] == [f"{file}:4"]
+    file.write_text(GOOD[:50], encoding="utf-8")
+    with pytest.raises(EPArgumentError, match=f"{file}:4: "):
+        log[3]
+
+
+# --- anything at all -------------------------------------------------------------------------------
+
+scalars = (
+    st.none()
+    | st.booleans()
+    | st.integers(-3, 5)
+    | st.sampled_from([2**63, -(2**63), 10**30, 1e20, -1e20, 1e300, -0.0, 1e-320])
+    | st.floats(-1e21, 1e21)
+    | st.sampled_from(["", EVIL, "dispatch", "late", "x" * 5000, "\udfff"])
+)
+anything = st.recursive(
+    scalars, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=3), inner)
+)
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    inner = value.items() if isinstance(value, dict) else enumerate(value)
+    found = [path] * bool(path)
+    if isinstance(value, (dict, list)):
+        for key, item in inner:
+            found += (
+                places(item, (*path, key)) if isinstance(item, (dict, list)) else [(*path, key)]
+            )
+    return found
+
+
+PLACES = places(json.loads(GOOD))
+
+
+def look_at(file: Path) -> None:
+    """Everything that shows a record."""
+    log = read(file)
+    console = Console(file=io.StringIO(), width=80)
+    for record in log:
+        report(record.diagnosis, console)
+        to_line(record, with_matrices=True)
+        write_page(
+            [record.diagnosis], file.with_suffix(".html"), title=record.group, times=[record.time_s]
+        )
+    prometheus.Metrics(log)
+    assert UNFIT.search(console.file.getvalue()) is None  # type: ignore[attr-defined]
+
+
+def mutated(draw: st.DrawFn) -> bytes:
+    value = json.loads(GOOD)
+    for path in draw(st.lists(st.sampled_from(PLACES), min_size=1, max_size=3)):
+        at = value
+        try:
+            for key in path[:-1]:
+                at = at[key]
+            if draw(st.integers(0, 4)):
+                at[path[-1]] = draw(anything)
+            else:
+                del at[path[-1]]
+        except (KeyError, IndexError, TypeError):
+            continue  # what was there has been replaced
+    return json.dumps(value).encode()
+
+
+@st.composite
+def spoilt_lines(draw: st.DrawFn) -> bytes:
+    line = bytearray(mutated(draw))
+    for _ in range(draw(st.integers(0, 2))):
+        at = draw(st.integers(0, len(line) - 1))
+        line[at : at + draw(st.integers(0, 3))] = draw(st.binary(max_size=4))
+    return bytes(line)
+
+
+@pytest.mark.filterwarnings("error")
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@given(line=spoilt_lines())
+def test_any_record_is_shown_or_refused_with_file_and_line(
+    line: bytes, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    file = tmp_path_factory.mktemp("fuzz") / "diagnose-ep.jsonl"
+    file.write_bytes(GOOD.encode() + b"\n" + line + b"\n")
+    try:
+        look_at(file)
+    except EPArgumentError as error:
+        assert re.match(re.escape(str(file)) + r":\d+: ", str(error)), str(error)  # noqa: PT017 - both are fine
+
+
+@pytest.mark.filterwarnings("error")
+@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    lines=st.lists(
+        st.builds(
+            lambda rank, waits, end: f"rank={rank} [{waits}{end}",
+            st.integers(-1, 4),
+            st.lists(
+                st.floats(allow_nan=True).map(repr)
+                | st.integers(-1, 2**70).map(str)
+                | st.just(EVIL[:-20]),
+                max_size=4,
+            ).map(" ".join),
+            st.sampled_from(["]", "", "] combine", "]" + EVIL]),
+        ),
+        max_size=8,
+    )
+)
+def test_any_matrix_log_is_judged_or_refused_with_where(
+    lines: list[str], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    file = tmp_path_factory.mktemp("fuzz") / "wait.log"
+    file.write_text("\n".join(lines), encoding="utf-8", errors="surrogatepass")
+    console = Console(file=io.StringIO(), width=80)
+    try:
+        for record in read_any(file):
+            report(record.diagnosis, console)
+    except EPArgumentError as error:
+        assert str(error).startswith(str(file)), str(error)  # noqa: PT017 - both are fine
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_any_saved_counters_are_judged_or_refused_with_the_file(
+    data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.mktemp("fuzz")
+    (file,) = counter_archive.save(COUNTERS, folder)
+    spoilt = bytearray(file.read_bytes())
+    for _ in range(data.draw(st.integers(1, 5))):
+        # The directory at the end of an archive is as interesting as all the rest.
+        at = data.draw(
+            st.integers(0, len(spoilt) - 1) | st.integers(len(spoilt) - 800, len(spoilt) - 1)
+        )
+        spoilt[at] = data.draw(st.integers(0, 255))
+    file.write_bytes(spoilt)
+    try:
+        read_any(file)
+    except EPArgumentError as error:
+        assert str(error).startswith(str(folder)), str(error)  # noqa: PT017 - both are fine
+
+
+COUNTERS = simulate(GPU, 2, 12, seed=1)[0]
+
+
+@pytest.mark.parametrize("dtype", ["<i8", "<U0"])
+def test_an_array_larger_than_its_file_is_refused_before_it_is_allocated(
+    tmp_path: Path, dtype: str
+) -> None:
+    (file,) = counter_archive.save(COUNTERS, tmp_path)
+    with np.load(file) as stored:
+        arrays = {name: stored[name] for name in stored.files}
+    header = io.BytesIO()
+    np.lib.format.write_array_header_1_0(
+        header, {"descr": dtype, "fortran_order": False, "shape": (2**40,)}
+    )
+    del arrays["kinds"]
+    with zipfile.ZipFile(file, "w") as archive:
+        for name, array in arrays.items():
+            kept = io.BytesIO()
+            np.save(kept, array)
+            archive.writestr(f"{name}.npy", kept.getvalue())
+        archive.writestr("kinds.npy", header.getvalue())
+    with pytest.raises(EPArgumentError, match=f"{file}: damaged .*1099511627776"):
+        read_any(file)
+
+
+# --- names that anybody can guess ------------------------------------------------------------------
+
+
+def write_record(folder: Path) -> Path:
+    Writer(folder, "ep").write(SLOW, with_matrices=False)
+    return folder / "diagnose-ep.jsonl"
+
+
+def write_counters(folder: Path) -> Path:
+    return counter_archive.save(COUNTERS, folder)[0]
+
+
+def write_html(folder: Path) -> Path:
+    write_page([SLOW.diagnosis], folder / "page.html", title="ep")
+    return folder / "page.html"
+
+
+def write_png(folder: Path) -> Path:
+    pytest.importorskip("matplotlib")
+    write_picture(SLOW.diagnosis, folder / "picture.png")
+    return folder / "picture.png"
+
+
+WRITERS: list[Callable[[Path], Path]] = [write_record, write_counters, write_html, write_png]
+
+
+@pytest.mark.parametrize("write", WRITERS)
+@pytest.mark.parametrize("plant", [os.symlink, os.link])
+def test_nothing_is_written_through_a_planted_link(
+    tmp_path: Path, write: Callable[[Path], Path], plant: Callable[[Path, Path], None]
+) -> None:
+    target = write(tmp_path)
+    kept = target.rename(tmp_path / "kept")
+    kept.write_text("precious", encoding="utf-8")
+    plant(kept, target)
+    with pytest.raises(EPArgumentError, match=f"{target}: .*(is a symbolic link|has 2 names)"):
+        write(tmp_path)
+    assert kept.read_text(encoding="utf-8") == "precious"
+    target.unlink()
+    assert write(tmp_path).stat().st_size > 100
+
+
+def test_a_pipe_in_the_place_of_a_file_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "page.html")
+    with pytest.raises((EPArgumentError, OSError), match=r"page\.html"):
+        write_html(tmp_path)
+
+
+def test_metrics_replace_a_link_and_leave_alone_what_it_names(tmp_path: Path) -> None:
+    pytest.importorskip("prometheus_client")
+    kept = tmp_path / "kept"
+    kept.write_text("precious", encoding="utf-8")
+    os.symlink(kept, tmp_path / "x.prom")
+    # What another writer would take for the name of its temporary file.
+    guess = tmp_path / f"x.prom.{os.getpid()}.{threading.current_thread().ident}"
+    os.symlink(kept, guess)
+    prometheus.write_textfile([SLOW], tmp_path / "x.prom")
+    assert kept.read_text(encoding="utf-8") == "precious"
+    assert "deep_ep_verdicts" in (tmp_path / "x.prom").read_text(encoding="utf-8")
+    assert sorted(os.listdir(tmp_path)) == ["kept", "x.prom", guess.name]
+
+
+class Full(io.FileIO):
+    """A disk with room for some bytes."""
+
+    room = 1000
+
+    def write(self, data: Any) -> int:
+        if not self.room:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        taken = super().write(bytes(data)[: self.room])
+        self.room -= taken
+        return taken
+
+
+def test_a_disk_that_is_full_leaves_no_half_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = write_record(tmp_path)
+    before = file.read_bytes()
+    with monkeypatch.context() as patched:
+        patched.setattr(safe_files, "open_to_append", lambda path: Full(str(path), "ab+"))
+        with pytest.raises(OSError, match="No space left"):
+            write_record(tmp_path)
+    assert file.read_bytes() == before
+    write_record(tmp_path)
+    assert len(read(file)) == 2
+
+
+def test_a_device_that_is_full_says_so(tmp_path: Path) -> None:
+    os.symlink("/dev/full", tmp_path / "diagnose-ep.jsonl")
+    with pytest.raises(EPArgumentError, match="symbolic link"):
+        write_record(tmp_path)
+    writer = Writer(tmp_path, "ep")
+    writer.path = Path("/dev/full")
+    with pytest.raises(OSError, match="No space left"):
+        writer.write(SLOW, with_matrices=False)
+
+
+def test_a_record_that_no_reader_would_take_is_not_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(record_layout, "LONGEST_LINE", 1000)
+    with pytest.raises(EPArgumentError, match="a line has at most 1000"):
+        write_record(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    assert math.isfinite(SLOW.time_s)

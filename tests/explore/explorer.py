@@ -1,0 +1,101 @@
+"""A seed from beginning to end: its program on simulated ranks, judged by the model."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from dataclasses import dataclass, field
+from unittest import mock
+
+import torch
+
+from deep_ep._cpu import RankDied
+from deep_ep.errors import EPError
+from explore.machine import Machine
+from explore.model import Model, Record
+from explore.program import KINDS, TIMEOUT_S, Program, draw_program
+from explore.rank import Rank
+
+
+@dataclass
+class Explored:
+    """What came of one seed; without `failures` all went as it should."""
+
+    seed: int
+    num_operations: int
+    num_errors: int
+    injected: Counter[str] = field(default_factory=Counter)
+    failures: list[str] = field(default_factory=list)
+    calls: list[str] = field(default_factory=list)  # in the order in which they began
+
+
+def explore(seed: int, kinds: tuple[str, ...] = KINDS) -> Explored:
+    """Runs a seed's program, with disturbances of these kinds only."""
+    torch.set_num_threads(1)
+    program = draw_program(seed, kinds)
+    machine = Machine(program.num_ranks, program.ranks_per_node, program.pace, seed)
+    model = Model(program.num_ranks)
+    ranks = [Rank(program, machine, model, rank) for rank in range(program.num_ranks)]
+    with mock.patch.dict(os.environ, environment(program)):
+        outcomes = machine.run(lambda rank: ranks[rank].run())
+    explored = Explored(seed, len(model.calls), 0)
+    for rank in ranks:
+        explored.injected.update(one.kind for one in rank.disturbed)
+    if machine.has_hung():
+        explored.failures.append("somebody waited for ever")
+    explored.failures += [
+        f"rank {rank} raised {type(outcome).__name__}: {outcome}"
+        for rank, outcome in enumerate(outcomes)
+        if outcome is not None and not isinstance(outcome, RankDied)
+    ]
+    explored.failures += judge(program, model, ranks)
+    explored.num_errors = sum(record.error is not None for record in model.calls)
+    explored.calls = [describe(record, machine.began_ns) for record in model.calls]
+    return explored
+
+
+def environment(program: Program) -> dict[str, str]:
+    """What the buffers of a program are made with."""
+    return {
+        "DEEP_EP_TIMEOUT_S": f"{TIMEOUT_S:g}",
+        "DEEP_EP_CLOCK_INTERVAL_S": f"{program.clock_interval_s:g}",
+        "DEEP_EP_VERIFY": f"{program.verifies:d}",
+    }
+
+
+def describe(record: Record, from_ns: int) -> str:
+    """A call in a line."""
+    ended = "returned"
+    if record.error is not None:
+        ended = f"{type(record.error).__name__}: {record.error}"
+    lie = f" with another {record.lie}" if record.lie else ""
+    sizes = record.sizes
+    return (
+        f"{(record.began_ns - from_ns) / 1e6:10.3f} to {(record.ended_ns - from_ns) / 1e6:10.3f} ms  "
+        f"{record}{lie}, sizes {sizes.num_max_tokens} {sizes.hidden} {sizes.num_experts}: {ended}"
+    )
+
+
+def judge(program: Program, model: Model, ranks: list[Rank]) -> list[str]:
+    """Everything that should not have come of a program."""
+    found = []
+    disturbed_from = min(
+        (one.began_ns for rank in ranks for one in rank.disturbed if one.kind != "pause"),
+        default=None,
+    )
+    settled = {op for rank in ranks for ops in rank.settled for op in ops}
+    for op, calls in sorted(model.records.items()):
+        for record in calls.values():
+            if record.error is None:
+                wrong = model.check(record)
+                if wrong is not None:
+                    found.append(wrong)
+            elif isinstance(record.error, EPError):
+                raised = f"{record}: {type(record.error).__name__}: {record.error}"
+                if disturbed_from is None or record.ended_ns < disturbed_from:
+                    found.append(f"{raised} (nothing had been disturbed)")
+                elif op in settled:
+                    found.append(f"{raised} (all ranks had called again for long)")
+        if op in settled and len(calls) < program.num_ranks:
+            found.append(f"operation {op}: only ranks {sorted(calls)} called it, after recovery")
+    return found

@@ -1,0 +1,120 @@
+"""What every call had to return, given what all ranks passed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+import reference
+from exchange import (
+    Inputs,
+    Mode,
+    Shape,
+    assert_combined_from_logfmt,
+    assert_received_one,
+    assert_same_bytes,
+    expected_combine,
+    expected_dispatch,
+)
+
+
+@dataclass
+class Record:
+    """One call of one rank: what it passed, and how it ended.
+
+    `op` is the operation's number; `handle_of` the dispatch whose handle a combine passed. `lie`
+    says what was wrong with it.
+    """
+
+    rank: int
+    op: int
+    kind: str
+    sizes: Shape
+    mode: Mode
+    inputs: Inputs
+    began_ns: int
+    handle_of: int = 0
+    ys: list[torch.Tensor] = field(default_factory=list)
+    lie: str = ""
+    ended_ns: int = 0
+    result: Any = None
+    error: BaseException | None = None
+
+    def __str__(self) -> str:
+        return f"rank {self.rank}, operation {self.op} ({self.kind})"
+
+
+class Model:
+    """All calls of a group, by operation."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self.num_ranks = num_ranks
+        self.records: dict[int, dict[int, Record]] = {}  # by operation, then by rank
+        self.calls: list[Record] = []
+        self._dispatched: dict[int, list[reference.Dispatched]] = {}
+
+    def add(self, record: Record) -> None:
+        """A call that is about to be made."""
+        self.records.setdefault(record.op, {})[record.rank] = record
+        self.calls.append(record)
+
+    def withdraw(self, record: Record) -> None:
+        """It was refused before it became an operation."""
+        del self.records[record.op][record.rank]
+
+    def check(self, record: Record) -> str | None:
+        """What is wrong with the result of a call that returned; None when it is right."""
+        others = self.records[record.op]
+        absent = [rank for rank in range(self.num_ranks) if rank not in others]
+        if absent:
+            return f"{record}: returned, though ranks {absent} never called it"
+        for other in others.values():
+            if (other.kind, _agreed(other)) != (record.kind, _agreed(record)):
+                return f"{record}: returned, though it does not agree with {other}"
+            if other.lie:
+                return f"{record}: returned, though the handle of {other} was changed ({other.lie})"
+            if other.handle_of != record.handle_of:
+                return f"{record}: returned, though {other} combines operation {other.handle_of}"
+        try:
+            if record.kind == "dispatch":
+                self._check_dispatch(record)
+            else:
+                self._check_combine(record)
+        except AssertionError as error:
+            return f"{record}: wrong result: {str(error).splitlines()[0]}"
+        return None
+
+    def _check_dispatch(self, record: Record) -> None:
+        want = self._expected_dispatch(record.op)[record.rank]
+        assert_received_one(record.result, want, record.sizes, record.mode, str(record))
+
+    def _check_combine(self, record: Record) -> None:
+        calls = [self.records[record.op][rank] for rank in range(self.num_ranks)]
+        dispatched = self._expected_dispatch(record.handle_of)
+        ys, inputs = [one.ys for one in calls], [one.inputs for one in calls]
+        if not record.mode.use_logfmt:
+            want = reference.combine_one(
+                record.rank, ys, record.inputs.topk_idx, record.inputs.topk_weights, dispatched
+            )
+            assert_same_bytes(record.result, want, str(record))
+            return
+        # Of the others' results nothing is known here.
+        everybody = expected_combine(inputs, ys, dispatched)
+        everybody[record.rank] = record.result
+        assert_combined_from_logfmt(everybody, ys, inputs, dispatched)
+
+    def _expected_dispatch(self, op: int) -> list[reference.Dispatched]:
+        if op not in self._dispatched:
+            calls = [self.records[op][rank] for rank in range(self.num_ranks)]
+            self._dispatched[op] = expected_dispatch(
+                [one.inputs for one in calls], calls[0].sizes, calls[0].mode
+            )
+        return self._dispatched[op]
+
+
+def _agreed(record: Record) -> tuple[Any, ...]:
+    sizes, mode = record.sizes, record.mode
+    how = (mode.use_fp8, mode.round_scale, mode.use_ue8m0, mode.use_logfmt)
+    return (sizes.num_max_tokens, sizes.hidden, sizes.num_experts, how)

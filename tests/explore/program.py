@@ -1,0 +1,200 @@
+"""What a seed makes of a group: its size, its pace, what is exchanged, and who does what wrong when.
+
+What an operation exchanges follows from its number, so ranks that are in step agree, however often they
+had to begin again.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+from exchange import Mode, Shape
+
+MS = 1_000_000
+TIMEOUT_S = 0.1  # virtual
+TIMEOUT_NS = round(TIMEOUT_S * 1e9)
+
+# Disturbances: what one rank does or suffers. All but the first let operations fail, on all ranks.
+#   pause  it stands still at some point of an operation, for less than the others' patience
+#   stop   it stands still at some point of an operation, longer than the others wait
+#   copy   the same while it copies what it has received, at its next hook
+#   link   what it sends to another rank in one operation takes longer than that
+#   late   it comes to an operation later than that
+#   sizes  it alone calls with other sizes
+#   skip   it dispatches where the others combine
+#   hook   it loses its receive hook
+#   lie    it combines with values changed in its handle, or with another topk_idx
+#   die    its process dies at some point of an operation; the program ends with it
+KINDS = ("pause", "stop", "copy", "link", "late", "sizes", "skip", "hook", "lie", "die")
+# Puts of the handle or of topk_idx that `lie` can change.
+LIES = ("token", "slot", "begin", "count", "negative", "expert")
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How the simulation runs; see simulation.h."""
+
+    points_per_step: int
+    step_ns: int
+    shortest_delivery_ns: int
+    longest_delivery_ns: int
+
+
+@dataclass(frozen=True)
+class Disturbance:
+    """What happens to `rank` when its next operation has at least this number."""
+
+    kind: str
+    rank: int
+    op: int
+    points: int  # of the executor, until it stops or dies
+    pause_ns: int
+    what: str = ""
+
+
+@dataclass(frozen=True)
+class RankSetting:
+    """How one rank is set up."""
+
+    launch_shape: tuple[int, int]
+    schedule_seed: int | None
+    clock_offset_ns: int
+    clock_drift_ppm: float
+    counts: bool
+    longest_pause_ns: int  # between its calls
+    slow_path: tuple[int, int] | None  # to this rank messages take so many nanoseconds longer
+
+
+@dataclass(frozen=True)
+class Call:
+    """What one operation's number says about it: of a dispatch, and of the combines that follow it."""
+
+    sizes: Shape
+    dispatch: Mode
+    combine: Mode
+    num_combines: int
+    meets_before: bool  # ranks call clean_low_latency_buffer first
+
+
+@dataclass(frozen=True)
+class Program:
+    """Everything that a seed decides. Operations `first_op(e)` .. of episode e."""
+
+    seed: int
+    num_ranks: int
+    ranks_per_node: int
+    pace: Pace
+    ranks: tuple[RankSetting, ...]
+    sizes: tuple[Shape, ...]
+    clock_interval_s: float
+    verifies: bool
+    num_episodes: int
+    episode_length: int
+    disturbances: tuple[tuple[Disturbance, ...], ...] = field(default=())  # of each episode
+
+    def call(self, op: int) -> Call:
+        """What the dispatch numbered `op` and its combines are."""
+        draw = random.Random(self.seed * 1_000_003 + op)
+        # Sizes stay for a while, or change with every dispatch.
+        period = random.Random(self.seed * 7 + op // 24).choice((1, 2, 8, 24))
+        sizes = random.Random(self.seed * 31 + op // period).choice(self.sizes)
+        use_fp8, logfmt = draw.random() < 0.5, draw.random() < 0.2
+        hooks = (draw.random() < 0.4, draw.random() < 0.4)
+        round_scale = use_fp8 and draw.random() < 0.4
+        dispatch = Mode(
+            use_fp8=use_fp8,
+            round_scale=round_scale,
+            use_ue8m0=round_scale and draw.random() < 0.5,
+            hook=hooks[0],
+            async_finish=not hooks[0] and draw.random() < 0.3,
+        )
+        combine = Mode(
+            use_logfmt=logfmt,
+            zero_copy=not logfmt and draw.random() < 0.3,
+            hook=hooks[1],
+            async_finish=not hooks[1] and draw.random() < 0.3,
+            use_out=draw.random() < 0.3,
+        )
+        return Call(sizes, dispatch, combine, draw.choice((0, 1, 1, 1, 1, 2)), draw.random() < 0.03)
+
+
+def draw_program(seed: int, kinds: tuple[str, ...] = KINDS) -> Program:
+    """The program of a seed, with disturbances of the given kinds only."""
+    draw = random.Random(seed)
+    num_ranks = draw.choice((1, 2, 2, 3, 3, 4, 4, 5, 6))
+    longest_delivery_ns = draw.choice((1_000, 10_000, 100_000, 2 * MS))
+    pace = Pace(
+        points_per_step=draw.choice((1, 4, 16, 64, 256)),
+        step_ns=draw.choice((50, 500, 5_000)),
+        shortest_delivery_ns=draw.choice((1, 500, 1_000)),
+        longest_delivery_ns=longest_delivery_ns,
+    )
+    bends_clocks = draw.random() < 0.3
+    ranks = tuple(_draw_rank(draw, num_ranks, bends_clocks) for _ in range(num_ranks))
+    sizes = tuple(_draw_sizes(draw, num_ranks) for _ in range(draw.choice((1, 2, 3))))
+    num_episodes = draw.choice((1, 2, 3))
+    length = draw.choice((8, 16, 24))
+    program = Program(
+        seed=seed,
+        num_ranks=num_ranks,
+        ranks_per_node=draw.choice((1, 2, num_ranks)),
+        pace=pace,
+        ranks=ranks,
+        sizes=sizes,
+        clock_interval_s=draw.choice((0.0, 0.0, 0.001)),
+        verifies=draw.random() < 0.5,
+        num_episodes=num_episodes,
+        episode_length=length,
+    )
+    disturbances = []
+    for episode in range(num_episodes):
+        found: list[Disturbance] = []
+        if kinds and num_ranks > 1 and draw.random() < 0.7:
+            found = [
+                _draw_disturbance(draw, program, kinds) for _ in range(draw.choice((1, 1, 2, 3)))
+            ]
+        if episode + 1 < num_episodes:
+            found = [one for one in found if one.kind != "die"]
+        disturbances.append(tuple(found))
+    return Program(**{**vars(program), "disturbances": tuple(disturbances)})
+
+
+def _draw_rank(draw: random.Random, num_ranks: int, bends_clocks: bool) -> RankSetting:
+    return RankSetting(
+        launch_shape=draw.choice(((1, 1), (1, 1), (2, 1), (1, 2), (3, 1))),
+        schedule_seed=draw.choice((None, draw.randrange(1 << 30))),
+        clock_offset_ns=draw.randrange(-50 * MS, 50 * MS) if bends_clocks else 0,
+        clock_drift_ppm=draw.uniform(-20, 20) if bends_clocks else 0.0,
+        counts=draw.random() < 0.5,
+        longest_pause_ns=draw.choice((0, 1_000, 100_000, 5 * MS)),
+        slow_path=draw.choice((None, None, (draw.randrange(num_ranks), draw.randrange(2 * MS)))),
+    )
+
+
+def _draw_sizes(draw: random.Random, num_ranks: int) -> Shape:
+    num_max_tokens = draw.choice((1, 2, 3, 4, 5, 6))
+    num_experts = num_ranks * draw.choice((1, 1, 2, 3))
+    routing = draw.choice(("random", "random", "random", "repeats", "one-expert", "nowhere"))
+    return Shape(
+        num_tokens=tuple(draw.randint(0, num_max_tokens) for _ in range(num_ranks)),
+        num_max_tokens=num_max_tokens,
+        hidden=draw.choice((128, 128, 256, 384)),
+        num_experts=num_experts,
+        num_topk=draw.choice((1, 2, 3)),
+        routing=routing,
+        dropped=draw.choice((0.0, 0.1, 0.5)),
+    )
+
+
+def _draw_disturbance(draw: random.Random, program: Program, kinds: tuple[str, ...]) -> Disturbance:
+    kind = draw.choice(kinds)
+    pause_ns = round(TIMEOUT_NS * draw.choice((0.99, 1.01, 1.5, 3.5))) + draw.randrange(-MS, MS)
+    return Disturbance(
+        kind=kind,
+        rank=draw.randrange(program.num_ranks),
+        op=draw.randrange(program.episode_length),
+        points=round(10 ** draw.uniform(0, 3)),
+        pause_ns=draw.randrange(TIMEOUT_NS // 4) if kind == "pause" else pause_ns,
+        what=draw.choice(LIES),
+    )

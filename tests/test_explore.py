@@ -1,0 +1,37 @@
+"""Random programs of a group in simulated time, judged by a model: tests/explore.
+
+`make explore` looks at new seeds; here are always the same.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+import deep_ep
+
+if deep_ep.backend.get().name != "cpu":
+    pytest.skip("the simulation is of the cpu backend", allow_module_level=True)
+
+from explore.explorer import explore
+from explore.fleet import Seeds, explore_all
+from explore.program import KINDS
+
+NUM_SEEDS = 200
+JOBS = 2
+
+
+def test_no_seed_finds_a_wrong_result_or_a_group_that_does_not_recover() -> None:
+    summary = explore_all(Seeds(range(NUM_SEEDS)), KINDS, JOBS)
+    assert summary.num_seeds == NUM_SEEDS
+    assert set(summary.injected) == set(KINDS)
+    failed = [
+        f"{failures[0]}\n    replay: python tools/explore.py --seed {seed}"
+        for seed, failures in sorted(summary.failures.items())
+    ]
+    assert not failed, "\n".join(failed)
+
+
+def test_a_seed_repeats_exactly() -> None:
+    first, second = (explore(5) for _ in range(2))
+    assert first.calls
+    assert first == second

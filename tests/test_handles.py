@@ -1,0 +1,358 @@
+"""Handles that lie: whatever a program does to the tensors between dispatch and combine, it gets the
+right sums or an error by name, and the group goes on.
+
+On the CPU the values are looked at before anything is sent; on a GPU the kernel finds them. Both are
+tested here, the kernel with the look left out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from typing import Any, Callable
+
+import pytest
+import torch
+
+import deep_ep
+from deep_ep import low_latency_checks
+from deep_ep.errors import EPArgumentError, EPError, EPTimeoutError, EPTransportError, EPUsageError
+from exchange import (
+    Mode,
+    Received,
+    Shape,
+    begin_dispatch,
+    combine,
+    dispatch,
+    exchange_and_check,
+    experts,
+    make_inputs,
+    ranks_for,
+)
+
+SHAPE = Shape((4, 3, 4), num_max_tokens=4, hidden=256, num_experts=6, num_topk=3, dropped=0.2)
+MODE = Mode()
+LIAR = 1
+
+Lie = Callable[[list[Any]], None]
+
+
+def first_row(handle: list[Any]) -> tuple[int, int]:
+    """A (local expert, source) of the handle that has rows."""
+    expert, source = (int(i) for i in ((handle[1] & 0xFFFFFFFF) > 0).nonzero()[0])
+    return expert, source
+
+
+def hidden_words(handle: list[Any]) -> torch.Tensor:
+    """What lies behind handle[0] in its storage."""
+    flat = torch.empty(0, dtype=torch.int32).set_(handle[0].untyped_storage())
+    return flat[handle[0].storage_offset() + handle[0].numel() :]
+
+
+def other_token(handle: list[Any]) -> None:
+    expert, source = first_row(handle)
+    row = int(handle[1][expert, source]) >> 32
+    handle[0][expert, row] = (handle[0][expert, row] + 1) % SHAPE.num_max_tokens
+
+
+def far_token(handle: list[Any]) -> None:
+    expert, source = first_row(handle)
+    handle[0][expert, int(handle[1][expert, source]) >> 32] = 1 << 30
+
+
+def negative_token(handle: list[Any]) -> None:
+    expert, source = first_row(handle)
+    handle[0][expert, int(handle[1][expert, source]) >> 32] = -5
+
+
+def other_slot(handle: list[Any]) -> None:
+    expert, source = first_row(handle)
+    row = expert * handle[0].shape[1] + (int(handle[1][expert, source]) >> 32)
+    hidden_words(handle)[row] ^= 1
+
+
+def no_slots(handle: list[Any]) -> None:
+    hidden_words(handle)[: handle[0].numel()] = 0x7F7F7F7F
+
+
+def one_row_less(handle: list[Any]) -> None:
+    expert, source = first_row(handle)
+    handle[1][expert, source] -= 1
+
+
+def many_rows(handle: list[Any]) -> None:
+    expert, source = first_row(handle)
+    handle[1][expert, source] += 1 << 20
+
+
+def negative_count(handle: list[Any]) -> None:
+    expert, source = first_row(handle)
+    handle[1][expert, source] |= 0x80000000
+
+
+def far_begin(handle: list[Any]) -> None:
+    expert, source = first_row(handle)
+    handle[1][expert, source] += 1 << 52
+
+
+def swapped_rows(handle: list[Any]) -> None:
+    """Two rows of one source change places."""
+    counts = handle[1] & 0xFFFFFFFF
+    expert, source = (int(i) for i in (counts > 1).nonzero()[0])
+    row = int(handle[1][expert, source]) >> 32
+    first = expert * handle[0].shape[1] + row
+    for plane in (handle[0].view(-1)[first : first + 2], hidden_words(handle)[first : first + 2]):
+        plane.copy_(plane.flip(0).clone())
+
+
+def no_ranges(handle: list[Any]) -> None:
+    handle[1].zero_()
+
+
+# With these, counts are as they were: the liar says that it returns nothing, and nobody counts rows.
+LIES_ABOUT_ROWS: list[Lie] = [
+    *(other_token, far_token, negative_token, other_slot, no_slots, swapped_rows)
+]
+LIES: list[Lie] = [
+    *LIES_ABOUT_ROWS,
+    *(one_row_less, many_rows, negative_count, far_begin, no_ranges),
+]
+
+
+def combine_as(
+    rank: int, buffer: deep_ep.Buffer, inputs: Any, received: Received, handle: Any
+) -> Any:
+    """A combine of what the experts made of `received`, with another handle."""
+    return combine(buffer, inputs[rank], handle, experts(received, rank), MODE)
+
+
+@pytest.fixture
+def the_kernel_looks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether the look before sending is left out, as it is on a GPU."""
+    if request.param:
+        monkeypatch.setattr(low_latency_checks, "handle_values", lambda *_: None)
+    return bool(request.param)
+
+
+in_both = pytest.mark.parametrize(
+    "the_kernel_looks", [False, True], ids=["before-sending", "in-the-kernel"], indirect=True
+)
+
+
+@in_both
+@pytest.mark.parametrize("lie", LIES, ids=lambda lie: lie.__name__)
+@pytest.mark.parametrize("blocks", [1, 4])
+def test_a_handle_with_other_values_is_refused(
+    lie: Lie, the_kernel_looks: bool, blocks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DEEP_EP_TIMEOUT_S", "5")
+    inputs = make_inputs(SHAPE)
+
+    def run(rank: int, buffer: deep_ep.Buffer) -> str:
+        received = dispatch(buffer, inputs[rank], SHAPE, MODE)
+        true = [value.clone() if i == 1 else value for i, value in enumerate(received.handle)]
+        if rank == LIAR:
+            untouched = torch.cat((received.handle[0].flatten(), hidden_words(true))).clone()
+            lie(list(received.handle))
+            with pytest.raises(EPArgumentError, match="handle"):
+                combine_as(rank, buffer, inputs, received, received.handle)
+            hidden_words(true).copy_(untouched[true[0].numel() :])
+            true[0].copy_(untouched[: true[0].numel()].view_as(true[0]))
+        elif the_kernel_looks:
+            said = "gave" if lie in LIES_ABOUT_ROWS else f"rank {LIAR}"
+            with pytest.raises(EPTransportError, match=said):
+                combine_as(rank, buffer, inputs, received, received.handle)
+        combine_as(rank, buffer, inputs, received, tuple(true))
+        return "combined"
+
+    with ranks_for(SHAPE) as ranks:
+        for buffer in ranks.buffers:
+            buffer.runtime.set_launch_shape(blocks=blocks, warps=2)
+        assert ranks.run(run) == ["combined"] * SHAPE.num_ranks
+        exchange_and_check(ranks, SHAPE, MODE)
+
+
+def dispatched_nowhere(topk_idx: torch.Tensor) -> torch.Tensor:
+    """An entry that dispatch had as -1 names an expert."""
+    token, k = (int(i) for i in (topk_idx < 0).nonzero()[0])
+    topk_idx[token, k] = 0
+    return topk_idx
+
+
+def another_expert(topk_idx: torch.Tensor) -> torch.Tensor:
+    token, k = (int(i) for i in (topk_idx >= 0).nonzero()[0])
+    topk_idx[token, k] = (topk_idx[token, k] + 1) % SHAPE.num_experts
+    return topk_idx
+
+
+def fewer_tokens(topk_idx: torch.Tensor) -> torch.Tensor:
+    return topk_idx[:-1].contiguous()
+
+
+def fewer_slots(topk_idx: torch.Tensor) -> torch.Tensor:
+    return topk_idx[:, :-1].contiguous()
+
+
+@in_both
+@pytest.mark.parametrize(
+    "change",
+    [dispatched_nowhere, another_expert, fewer_tokens, fewer_slots],
+    ids=lambda change: change.__name__,
+)
+def test_a_topk_idx_that_dispatch_did_not_have_is_refused(
+    change: Callable[[torch.Tensor], torch.Tensor], the_kernel_looks: bool
+) -> None:
+    inputs = make_inputs(SHAPE)
+    inputs[LIAR].topk_idx[0, 0] = -1
+
+    def run(rank: int, buffer: deep_ep.Buffer) -> str:
+        received = dispatch(buffer, inputs[rank], SHAPE, MODE)
+        ys = experts(received, rank)
+        mine = inputs[rank]
+        if rank == LIAR:
+            changed = change(mine.topk_idx.clone())
+            weights = mine.topk_weights[: len(changed), : changed.shape[1]].contiguous()
+            lie = mine._replace(x=mine.x[: len(changed)], topk_idx=changed, topk_weights=weights)
+            with pytest.raises(EPArgumentError, match="topk_idx"):
+                combine(buffer, lie, received.handle, ys, MODE)
+        elif the_kernel_looks:
+            # Whether it fails with the liar depends on who is first; if so, it says why.
+            with contextlib.suppress(EPTransportError):
+                combine(buffer, mine, received.handle, ys, MODE)
+        combine(buffer, mine, received.handle, ys, MODE)
+        return "combined"
+
+    with ranks_for(SHAPE) as ranks:
+        assert ranks.run(run) == ["combined"] * SHAPE.num_ranks
+        exchange_and_check(ranks, SHAPE, MODE)
+
+
+def test_entries_may_become_minus_one() -> None:
+    inputs = make_inputs(SHAPE)
+
+    def run(rank: int, buffer: deep_ep.Buffer) -> None:
+        received = dispatch(buffer, inputs[rank], SHAPE, MODE)
+        mine = inputs[rank]._replace(topk_idx=torch.full_like(inputs[rank].topk_idx, -1))
+        sums = combine(buffer, mine, received.handle, experts(received, rank), MODE)
+        assert not sums.any()
+
+    with ranks_for(SHAPE) as ranks:
+        ranks.run(run)
+
+
+def test_handles_of_different_dispatches_are_refused_on_all_ranks() -> None:
+    inputs = make_inputs(SHAPE)
+
+    def run(rank: int, buffer: deep_ep.Buffer) -> None:
+        old = dispatch(buffer, inputs[rank], SHAPE, MODE)
+        new = dispatch(buffer, inputs[rank], SHAPE, MODE)
+        mine = old if rank == LIAR else new
+        with pytest.raises(EPArgumentError, match=r"dispatch = [12] \(here [12]\)"):
+            combine_as(rank, buffer, inputs, mine, mine.handle)
+        combine_as(rank, buffer, inputs, old, old.handle)
+
+    with ranks_for(SHAPE) as ranks:
+        ranks.run(run)
+        exchange_and_check(ranks, SHAPE, MODE)
+
+
+@in_both
+def test_a_handle_whose_receive_failed_is_refused(
+    the_kernel_looks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The program catches the hook's error and goes on to combine."""
+    monkeypatch.setenv("DEEP_EP_TIMEOUT_S", "1")
+    inputs = make_inputs(SHAPE)
+    late = 2
+
+    def run(rank: int, buffer: deep_ep.Buffer) -> None:
+        if rank == late:
+            return
+        (_, _, handle), _, hook = begin_dispatch(buffer, inputs[rank], SHAPE, Mode(hook=True))
+        with pytest.raises(EPTimeoutError):
+            hook()
+        x = torch.zeros((SHAPE.num_local_experts, handle[0].shape[1], SHAPE.hidden)).bfloat16()
+        # The kernel misses the late rank first.
+        what = f"rank {late}" if the_kernel_looks else "handle is empty"
+        for _ in range(2):
+            with pytest.raises(EPError, match=what):
+                buffer.low_latency_combine(
+                    x, inputs[rank].topk_idx, inputs[rank].topk_weights, handle
+                )
+
+    with ranks_for(SHAPE) as ranks:
+        ranks.run(run)
+
+
+def test_rows_that_do_not_come_back_are_missed_where_they_belong() -> None:
+    """A handle whose hidden record lies as well; whose rows they are notices all the same."""
+    inputs = make_inputs(SHAPE)
+
+    def run(rank: int, buffer: deep_ep.Buffer) -> None:
+        received = dispatch(buffer, inputs[rank], SHAPE, MODE)
+        if rank == LIAR:
+            ranges = received.handle[1]
+            num_pairs = ranges.numel()
+            hidden = hidden_words(list(received.handle))
+            # The slots, the head, the rows sent, then the rows received.
+            counts = hidden[received.handle[0].numel() + 4 + SHAPE.num_experts :][:num_pairs]
+            assert counts.tolist() == (ranges.flatten() & 0xFFFFFFFF).tolist()
+            ranges.zero_()
+            counts.zero_()
+        with pytest.raises(EPTransportError, match=f"rank {LIAR} returned other rows|gave"):
+            combine_as(rank, buffer, inputs, received, received.handle)
+
+    with ranks_for(SHAPE) as ranks:
+        ranks.run(run)
+        exchange_and_check(ranks, SHAPE, MODE)
+
+
+def test_a_repeated_zero_copy_combine_asks_for_its_buffer_again() -> None:
+    """A combine takes the other half of the staging memory than the one before, also after an error."""
+    inputs = make_inputs(SHAPE)
+
+    def run(rank: int, buffer: deep_ep.Buffer) -> None:
+        received = dispatch(buffer, inputs[rank], SHAPE, MODE)
+        combine(
+            buffer, inputs[rank], received.handle, experts(received, rank), Mode(zero_copy=True)
+        )
+        x = torch.empty(
+            (SHAPE.num_local_experts, received.handle[0].shape[1], SHAPE.hidden),
+            dtype=torch.bfloat16,
+        )
+        with pytest.raises(EPUsageError, match="get_next_low_latency_combine_buffer"):
+            buffer.low_latency_combine(
+                x, inputs[rank].topk_idx, inputs[rank].topk_weights, received.handle, zero_copy=True
+            )
+
+    with ranks_for(SHAPE) as ranks:
+        ranks.run(run)
+        exchange_and_check(ranks, SHAPE, MODE)
+
+
+@pytest.mark.parametrize("loses", [False, True], ids=["abandoned", "lost"])
+def test_a_hook_that_is_never_called_does_not_lock_the_buffer(loses: bool) -> None:
+    inputs = make_inputs(SHAPE)
+
+    def run(rank: int, buffer: deep_ep.Buffer) -> None:
+        _, _, hook = begin_dispatch(buffer, inputs[rank], SHAPE, Mode(hook=True))
+        if rank != LIAR:
+            hook()
+        elif loses:
+            del hook
+            gc.collect()
+            with pytest.warns(RuntimeWarning, match="the hook of low_latency_dispatch was lost"):
+                dispatch(buffer, inputs[rank], SHAPE, MODE)
+            return
+        else:
+            with pytest.raises(EPUsageError, match="abandon_hook"):
+                dispatch(buffer, inputs[rank], SHAPE, MODE)
+            buffer.abandon_hook()
+            with pytest.raises(EPUsageError, match="called or abandoned before"):
+                hook()
+            buffer.abandon_hook()  # nothing is pending
+        dispatch(buffer, inputs[rank], SHAPE, MODE)
+
+    with ranks_for(SHAPE) as ranks:
+        ranks.run(run)
+        exchange_and_check(ranks, SHAPE, MODE)

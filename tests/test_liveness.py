@@ -1,0 +1,445 @@
+"""The connections that tell who lives: what they survive, whom they believe, what they cost."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deep_ep import agreement, liveness, rendezvous
+from deep_ep.agreement import Decision, Progress
+from deep_ep.group import thread_groups
+from deep_ep.lines import Line, LineClosed
+from deep_ep.rendezvous import Place
+from deep_ep.star import Hub
+
+LONG_S = 40.0
+TIMEOUT: dict[str, Any] = {
+    "kind": "timeout",
+    "operation": "low_latency_dispatch",
+    "op": 5,
+    "given_up": {},
+}
+
+
+class Native:
+    """In operation 5, where it waits, and told of ranks that are gone."""
+
+    def __init__(self) -> None:
+        self.at = Progress(4, 5, True)
+        self.gone: list[int] = []
+        self.given_up: list[int] = []
+
+    def progress(self) -> dict[str, Any]:
+        return self.at._asdict()
+
+    def mark_gone(self, rank: int) -> None:
+        self.gone.append(rank)
+
+    def give_up(self, op: int) -> None:
+        self.given_up.append(op)
+
+
+class Buffer:
+    """Something that can be collected."""
+
+
+class Rank:
+    """One rank of a star."""
+
+    def __init__(self, member: liveness.Liveness, native: Native, buffer: Buffer) -> None:
+        self.member, self.native, self.buffer = member, native, buffer
+
+    def agree(self, missing: Sequence[int]) -> Decision | None:
+        return self.member.agree({**TIMEOUT, "ranks": [self.member.rank, *missing]})
+
+
+def start(buffer: Buffer, group: Any, places: Sequence[Place], native: Any) -> liveness.Liveness:
+    """All steps of connecting a rank. Collective."""
+    own = liveness.offer(group.rank, places)
+    offered = liveness.Offer.of(group.all_gather_object(own)[0])
+    member, problem = liveness.join(buffer, group.rank, native, offered)
+    liveness.complete(own, group.all_gather_object(problem))
+    assert member is not None
+    return member
+
+
+def until(condition: Any) -> None:
+    deadline = time.monotonic() + LONG_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+class OnlyOwn(dict[str, Any]):
+    """Only the thread that made a hub finds it; the others connect as processes do."""
+
+    def __setitem__(self, token: str, hub: Any) -> None:
+        super().__setitem__(token, hub)
+        self.owner = threading.get_ident()
+
+    def get(self, token: str, default: Any = None) -> Any:
+        return super().get(token) if threading.get_ident() == self.owner else default
+
+
+class FileGroup:
+    """Two processes in two network namespaces, which share a folder."""
+
+    def __init__(self, rank: int, folder: str) -> None:
+        self.rank, self.size = rank, 2
+        self._folder, self._number = Path(folder), 0
+
+    def all_gather_object(self, obj: Any) -> list[Any]:
+        self._number += 1
+        paths = [self._folder / f"{self._number}.{rank}" for rank in range(self.size)]
+        draft = paths[self.rank].with_suffix(".draft")
+        draft.write_text(json.dumps(obj))
+        draft.rename(paths[self.rank])
+        until(lambda: all(path.exists() for path in paths))
+        return [json.loads(path.read_text()) for path in paths]
+
+    def barrier(self) -> None:
+        self.all_gather_object(None)
+
+
+@contextmanager
+def star(num_ranks: int) -> Iterator[list[Rank]]:
+    """Ranks that are threads, one after the other done with everything that is collective."""
+    ranks: list[Any] = [None] * num_ranks
+    places = [Place("here", 1)] * num_ranks
+
+    def join(rank: int, group: Any) -> None:
+        native, buffer = Native(), Buffer()
+        ranks[rank] = Rank(start(buffer, group, places, native), native, buffer)
+
+    threads = [
+        threading.Thread(target=join, args=(rank, group))
+        for rank, group in enumerate(thread_groups(num_ranks, LONG_S))
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    try:
+        yield ranks
+    finally:
+        for rank in ranks:
+            rank.member.close()
+        until(lambda: not our_threads())
+
+
+def our_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if "liveness" in thread.name]
+
+
+@pytest.fixture(params=["sockets", "in one process"])
+def connected_by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    if request.param == "sockets":
+        monkeypatch.setattr(liveness, "_hubs", OnlyOwn())
+    return str(request.param)
+
+
+@pytest.fixture
+def by_sockets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(liveness, "_hubs", OnlyOwn())
+
+
+def run_rank_of_a_host(rank: int, folder: str) -> None:
+    """Prints how this rank hears of the other one's end, and how many seconds after the cut."""
+    rendezvous.address = lambda hosts: f"10.99.0.{rank + 1}"
+    native, buffer = Native(), Buffer()
+    places = [Place("host0", 1), Place("host1", 1)]
+    member = start(buffer, FileGroup(rank, folder), places, native)
+    Path(folder, f"connected.{rank}").touch()
+    until(lambda: native.gone)
+    cut = float(Path(folder, "cut").read_text())
+    print(json.dumps([member.dead, time.monotonic() - cut]))
+
+
+@contextmanager
+def two_hosts() -> Iterator[list[str]]:
+    """Names of two network namespaces that are joined by a link."""
+    names = [f"deep_ep_{os.getpid()}_{i}" for i in range(2)]
+
+    def ip(*words: str) -> None:
+        subprocess.run(["ip", *words], check=True, capture_output=True)
+
+    try:
+        for name in names:
+            ip("netns", "add", name)
+        ip("-n", names[0], "link", "add", "v0", "type", "veth", "peer", "v1", "netns", names[1])
+        for i, name in enumerate(names):
+            ip("-n", name, "addr", "add", f"10.99.0.{i + 1}/24", "dev", f"v{i}")
+            ip("-n", name, "link", "set", f"v{i}", "up")
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("needs the right to make network namespaces")
+    else:
+        yield names
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
+
+
+def line_of(rank: Rank) -> Line:
+    loop: Any = rank.member.loop
+    line: Line = loop.line
+    return line
+
+
+def test_all_ranks_get_one_answer_and_who_waits_gives_up(connected_by: str) -> None:
+    with star(4) as ranks:
+        ranks[2].native.at = Progress(4, 0, False)
+        ranks[3].native.at = Progress(4, 4, False)
+        first = ranks[0].agree([1, 2])
+        assert first is not None
+        assert first.culprits == (2,)
+        assert first.waiting == {0: 5, 1: 5}
+        until(lambda: ranks[1].native.given_up == [5])
+        assert ranks[1].agree([2]) == first
+        assert ranks[2].native.given_up == ranks[3].native.given_up == []
+
+
+def test_threads(connected_by: str) -> None:
+    with star(3):
+        assert len(our_threads()) == (3 if connected_by == "sockets" else 1)
+
+
+def test_a_broken_connection_is_a_death(by_sockets: None) -> None:
+    with star(3) as ranks:
+        line_of(ranks[1]).connection.shutdown(socket.SHUT_RDWR)
+        until(lambda: ranks[0].native.gone == ranks[2].native.gone == [1])
+        decision = ranks[2].agree([1])
+        assert decision is not None
+        assert decision.dead == {1: "process"}
+
+
+def test_without_rank_0_all_say_the_same(by_sockets: None) -> None:
+    with star(3) as ranks:
+        hub: Any = ranks[0].member.loop
+        for line in list(hub.lines.values()):
+            line.connection.shutdown(socket.SHUT_RDWR)
+        until(lambda: ranks[1].native.gone == ranks[2].native.gone == [0])
+        answers = [ranks[rank].agree([0, 3 - rank]) for rank in (1, 2)]
+        assert answers[0] == answers[1]
+        assert answers[0] is not None
+        assert answers[0].dead == {0: "process"}
+
+
+def test_if_rank_0_does_not_answer_it_is_named_and_no_other(
+    by_sockets: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agreement, "LONGEST_S", 0.1)
+    with star(3) as ranks:
+        hub: Any = ranks[0].member.loop
+        goes_on = threading.Event()
+        hub.post(lambda: goes_on.wait(LONG_S))
+        answers = [ranks[1].agree([0, 2]), ranks[2].agree([0])]
+        goes_on.set()
+        assert answers[0] == answers[1]
+        assert answers[0] is not None
+        assert answers[0].culprits == answers[0].silent == (0,)
+
+
+def test_who_ended_in_order_is_waited_for_in_what_it_had_finished(connected_by: str) -> None:
+    with star(3) as ranks:
+        ranks[1].native.at = Progress(5, 0, False)
+        ranks[1].member.close()
+        until(lambda: 1 in ranks[0].member.left and 1 in ranks[2].member.left)
+        assert ranks[0].native.gone == []
+        ranks[0].native.at = Progress(5, 0, False)
+        until(lambda: ranks[0].native.gone == [1])
+        assert ranks[2].native.gone == []
+        ranks[2].native.at = Progress(5, 6, True)
+        until(lambda: ranks[2].native.gone == [1])
+
+
+def test_a_dropped_buffer_says_goodbye(connected_by: str) -> None:
+    with star(2) as ranks:
+        ranks[1].native.at = Progress(4, 0, False)
+        del ranks[1].buffer
+        until(lambda: ranks[0].native.gone == [1])
+        decision = ranks[0].agree([1])
+        assert decision is not None
+        assert decision.left == {1: 4}
+        ranks[1].buffer = Buffer()
+
+
+def test_kernels_of_both_ends_look_whether_the_other_host_is_there(by_sockets: None) -> None:
+    with star(2) as ranks:
+        hub: Any = ranks[0].member.loop
+        until(lambda: hub.lines)
+        for line in (line_of(ranks[1]), hub.lines[1]):
+            option = line.connection.getsockopt
+            assert option(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+            looks = option(socket.IPPROTO_TCP, socket.TCP_KEEPCNT)
+            every_s = option(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL)
+            assert option(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) + looks * every_s < 5
+            assert option(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) < 5000
+
+
+def test_a_host_that_is_cut_off_is_known_within_five_seconds(tmp_path: Path) -> None:
+    with two_hosts() as names:
+        ranks = [
+            subprocess.Popen(
+                ["ip", "netns", "exec", name, sys.executable, __file__, str(rank), str(tmp_path)],
+                stdout=subprocess.PIPE,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+            )
+            for rank, name in enumerate(names)
+        ]
+        try:
+            until(lambda: all((tmp_path / f"connected.{rank}").exists() for rank in range(2)))
+            (tmp_path / "cut").write_text(str(time.monotonic()))
+            command = ["ip", "-n", names[1], "addr", "flush", "dev", "v1"]
+            subprocess.run(command, check=True)
+            for rank, process in enumerate(ranks):
+                dead, after_s = json.loads(process.communicate(timeout=LONG_S)[0])
+                assert dead == {str(1 - rank): "host"}
+                assert after_s < 10  # 4.1 on a machine that is idle
+        finally:
+            for process in ranks:
+                process.kill()
+                process.wait()
+
+
+def test_only_who_knows_the_token_comes_in() -> None:
+    hub = Hub(3, "token", "127.0.0.1")
+    hub.start()
+    try:
+        for message in (
+            b'{"token":"other","rank":1}\n',
+            b'{"token":"token","rank":0}\n',
+            b'{"token":"token","rank":3}\n',
+            b'{"rank":1}\n',
+            b"[]\n",
+            b"\x80\x04.\n",
+        ):
+            with socket.create_connection(hub.address, LONG_S) as stranger:
+                stranger.settimeout(LONG_S)
+                stranger.sendall(message)
+                assert stranger.recv(100) == b""
+        with socket.create_connection(hub.address, LONG_S) as member:
+            member.settimeout(LONG_S)
+            member.sendall(b'{"token":"token","rank":1}\n')
+            assert json.loads(member.recv(100)) == {"kind": "welcome"}
+            hub.post(lambda: hub.complete([2]))
+            until(lambda: hub.listener.fileno() == -1)
+            assert member.getpeername()[0] == "127.0.0.1"
+    finally:
+        hub.post(hub.leave_all)
+        hub.join(LONG_S)
+
+
+def test_nonsense_of_a_rank_says_nothing_about_it(
+    by_sockets: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    with star(3) as ranks:
+        line_of(ranks[1]).connection.send(b'{"kind":"report"}\n')
+        until(lambda: "rank 1" in caplog.text)
+        decision = ranks[2].agree([1])
+        assert decision is not None
+        assert (decision.dead, decision.silent) == ({}, (1,))
+        assert ranks[2].native.gone == []
+
+
+def test_a_fault_of_a_thread_is_no_death(
+    by_sockets: None, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with star(3) as ranks:
+        monkeypatch.setattr(ranks[1].member, "handle", lambda message: 1 / 0)
+        decision = ranks[2].agree([1])
+        assert decision is not None
+        assert (decision.dead, decision.silent) == ({}, (1,))
+        assert "by the timeout only" in caplog.text
+        assert ranks[1].agree([0]) is None
+
+
+def test_a_fault_of_rank_0_s_thread_is_no_death(
+    by_sockets: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    with star(3) as ranks:
+        hub: Any = ranks[0].member.loop
+        hub.post(lambda: 1 / 0)
+        until(lambda: all(rank.member.alone for rank in ranks))
+        for rank in ranks:
+            assert rank.agree([]) is None
+            assert rank.native.gone == []
+        assert "by the timeout only" in caplog.text
+
+
+@pytest.mark.parametrize("what", ["connection", "descriptors"])
+def test_ranks_that_cannot_connect_work_as_without(
+    what: str, by_sockets: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any) -> Any:
+        raise OSError("no route")
+
+    if what == "connection":
+        monkeypatch.setattr(socket, "create_connection", fails)
+    else:
+        monkeypatch.setattr("deep_ep.star.descriptors_left", lambda: 10)
+    said: list[str] = []
+    monkeypatch.setattr(warnings, "warn", lambda text, *_, **__: said.append(text))
+    with star(3) as ranks:
+        (text,) = said
+        assert ("no route" if what == "connection" else "ulimit -n") in text
+        assert ranks[1].agree([2]) is None
+        assert ranks[1].native.gone == []
+
+
+def test_a_line_takes_only_messages_of_bounded_size() -> None:
+    ours, theirs = socket.socketpair()
+    line = Line(ours)
+    theirs.sendall(b'{"a":1}\n{"b":')
+    assert line.receive() == [{"a": 1}]
+    theirs.sendall(b"2}\n")
+    assert line.receive() == [{"b": 2}]
+    for nonsense in (b"[1]\n", b"no json\n", b"\xff\n"):
+        theirs.sendall(nonsense)
+        with pytest.raises(ValueError, match="."):
+            line.receive()
+
+    def flood() -> None:
+        for _ in range(40):
+            theirs.sendall(b"x" * 50_000)
+            line.receive()
+
+    with pytest.raises(ValueError, match="more than"):
+        flood()
+    line.close()
+    theirs.close()
+
+
+def test_a_line_keeps_what_the_other_end_cannot_take_yet() -> None:
+    ours, theirs = socket.socketpair()
+    line = Line(ours)
+    other = Line(theirs)
+    message = {"text": "x" * 100_000}
+    for _ in range(20):
+        line.send(message)
+    assert line.has_unsent
+    received: list[Any] = []
+    while len(received) < 20:
+        received += other.receive()
+        line.flush()
+    assert received == [message] * 20
+    line.close()
+    with pytest.raises(LineClosed):
+        other.receive()
+    with pytest.raises(LineClosed):
+        other.send(message)
+
+
+if __name__ == "__main__":
+    run_rank_of_a_host(int(sys.argv[1]), sys.argv[2])

@@ -1,0 +1,138 @@
+"""The list of single faults (tests/mutants) fits the source, and a few of them are noticed.
+
+`make mutants` tries all of them, which takes long.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import native
+
+
+def load_tool() -> Any:
+    """tools/mutants.py as a module."""
+    path = Path(__file__).resolve().parent.parent / "tools" / "mutants.py"
+    spec = importlib.util.spec_from_file_location("mutants", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["mutants"] = module  # Dataclasses look their module up.
+    spec.loader.exec_module(module)
+    return module
+
+
+TOOL = load_tool()
+
+
+def mutant(original: str, mutated: str, name: str = "fault") -> Any:
+    return TOOL.Mutant(name, "file", "why", original, mutated, (), number=7)
+
+
+def test_every_fault_of_the_list_fits_the_source() -> None:
+    assert TOOL.misfits() == []
+    assert len(TOOL.all_mutants()) >= 60
+
+
+def test_every_killer_is_there() -> None:
+    """Cases and files that a list names; a renamed test would let its mutants survive."""
+    for each in TOOL.all_mutants():
+        for killer in (*each.killers, *each.others):
+            first, *rest = killer.arguments
+            if killer.kind == "pytest":
+                assert (TOOL.ROOT / "tests" / first).exists(), (each.name, str(killer))
+            else:
+                assert set(rest) <= set(native.cases(first)), (each.name, str(killer))
+
+
+def test_a_snippet_that_occurs_twice_or_never_is_refused() -> None:
+    with pytest.raises(TOOL.ListError, match="fault: what it replaces occurs 2 times"):
+        mutant("a = 1;", "").span("a = 1; a  =  1;")
+    with pytest.raises(TOOL.ListError, match="occurs 0 times"):
+        mutant("a = 1;", "").span("ba = 1;")
+
+
+def test_white_space_and_context_do_not_matter() -> None:
+    text = "f(\n    a,\n    b); g(a, b);"
+    begin, end = mutant("f(a, «b»);", "c").span(text)
+    assert text[begin:end] == "b"
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "original", "mutated", "result"),
+    [
+        (
+            "a.cuh",
+            "a = 1; b = 2;",
+            "b = 2;",
+            "b = 3;",
+            '#include "device/mutant.h"\na = 1; {if (ep_mutant(7)) {\nb = 3;\n} else {\nb = 2;\n}}',
+        ),
+        (
+            "a.cpp",
+            "x = a + b;",
+            "a + b",
+            "a - b",
+            '#include "device/mutant.h"\nx = (ep_mutant(7) ? (a - b) : (a + b));',
+        ),
+        (
+            "a.py",
+            "def f():\n    a = 1\n    return a\n",
+            "a = 1",
+            "",
+            'def f():\n    if __import__("os").environ.get("EP_MUTANT") == "7":\n        pass\n'
+            "    else:\n        a = 1\n    return a\n",
+        ),
+        (
+            "a.py",
+            "x = a < b\n",
+            "a < b",
+            "a > b",
+            'x = ((a > b) if __import__("os").environ.get("EP_MUTANT") == "7" else (a < b))\n',
+        ),
+    ],
+    ids=["statement", "expression", "python-statement", "python-expression"],
+)
+def test_a_mutant_is_a_branch_on_its_number(
+    file: str, text: str, original: str, mutated: str, result: str
+) -> None:
+    assert TOOL.mutated_source(file, text, [mutant(original, mutated)]) == result
+
+
+def test_tests_of_a_list_are_built_only_for_what_survives_the_named_ones(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    named, general = (TOOL.Killer("plain", (name,)) for name in ("named", "general"))
+    noticed, survives, unnamed = (
+        TOOL.Mutant(name, "file", "why", "a", "b", killers, number=number, others=(general,))
+        for number, (name, killers) in enumerate(
+            [("noticed", (named,)), ("survives", (named,)), ("unnamed", ())], 1
+        )
+    )
+    built = []
+    monkeypatch.setattr(TOOL, "build", lambda _, killers: built.append(set(killers)))
+
+    def run(_: Path, __: Any, killer: Any, number: int, ___: float) -> tuple[bool, str]:
+        is_red = number == noticed.number or (number == unnamed.number and killer == general)
+        return not is_red, "red"
+
+    monkeypatch.setattr(TOOL, "run", run)
+    outcomes = list(TOOL.judge_layer(tmp_path, [noticed, survives, unnamed]))
+    assert {outcome.mutant.name: outcome.killer for outcome in outcomes} == {
+        "noticed": named,
+        "survives": None,
+        "unnamed": general,
+    }
+    assert built == [{named}, {general}]
+
+
+@pytest.mark.slow
+def test_a_few_faults_are_noticed() -> None:
+    outcomes, wrong = TOOL.check([], quick=True)
+    assert len(outcomes) >= 8
+    assert wrong == []

@@ -1,0 +1,129 @@
+"""`DEEP_EP_VERIFY=1`: a row that is not what was sent in this operation is never returned silently."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import deep_ep
+from deep_ep.errors import EPArgumentError, EPTransportError
+from exchange import (
+    Mode,
+    Shape,
+    begin_dispatch,
+    dispatch,
+    exchange_and_check,
+    experts,
+    make_inputs,
+    ranks_for,
+)
+from launch import run_processes
+
+SHAPE = Shape((4, 3, 4), num_max_tokens=4, hidden=256, num_experts=6, num_topk=3)
+VICTIM = 1
+MODES = [Mode(), Mode(use_fp8=True), Mode(use_fp8=True, round_scale=True, use_ue8m0=True)]
+
+
+def send(rank: int, buffer: deep_ep.Buffer, inputs: Any, mode: Mode) -> Any:
+    """A dispatch's hook."""
+    return begin_dispatch(buffer, inputs[rank], SHAPE, replace(mode, hook=True))[2]
+
+
+def overwrite(buffer: deep_ep.Buffer) -> None:
+    """Changes the lowest bit of every 64th byte of what this rank has received so far."""
+    buffer.get_local_buffer_tensor(torch.uint8, use_rdma_buffer=True)[::64] ^= 1
+
+
+@pytest.mark.parametrize("mode", MODES, ids=["bf16", "fp8", "ue8m0"])
+def test_dispatched_rows_that_were_overwritten_are_reported(mode: Mode) -> None:
+    inputs = make_inputs(SHAPE)
+    with ranks_for(SHAPE) as ranks:
+        hooks = ranks.run(lambda rank, buffer: send(rank, buffer, inputs, mode))
+        overwrite(ranks.buffers[VICTIM])
+        outcomes = ranks.outcomes(lambda rank, _: hooks[rank]())
+        assert isinstance(outcomes[VICTIM], EPTransportError)
+        assert "not what was sent" in str(outcomes[VICTIM])
+        exchange_and_check(ranks, SHAPE, mode)
+
+
+@pytest.mark.parametrize("logfmt", [False, True], ids=["bf16", "logfmt"])
+def test_combined_rows_that_were_overwritten_are_reported(logfmt: bool) -> None:
+    inputs = make_inputs(SHAPE)
+
+    def send_back(rank: int, buffer: deep_ep.Buffer) -> Any:
+        received = dispatch(buffer, inputs[rank], SHAPE, Mode())
+        x = torch.ones((*received.handle[0].shape, SHAPE.hidden), dtype=torch.bfloat16)
+        assert len(experts(received, rank)) == len(x)
+        return buffer.low_latency_combine(
+            x,
+            inputs[rank].topk_idx,
+            inputs[rank].topk_weights,
+            received.handle,
+            use_logfmt=logfmt,
+            return_recv_hook=True,
+        )[2]
+
+    with ranks_for(SHAPE) as ranks:
+        hooks = ranks.run(send_back)
+        overwrite(ranks.buffers[VICTIM])
+        outcomes = ranks.outcomes(lambda rank, _: hooks[rank]())
+        assert isinstance(outcomes[VICTIM], EPTransportError)
+        assert "not what was sent" in str(outcomes[VICTIM])
+        exchange_and_check(ranks, SHAPE, Mode(use_logfmt=logfmt))
+
+
+def test_rows_of_an_earlier_operation_are_reported() -> None:
+    """They are whole, and in their places, but not of this operation."""
+    inputs = make_inputs(SHAPE)
+    with ranks_for(SHAPE) as ranks:
+        memory = ranks.buffers[VICTIM].get_local_buffer_tensor(torch.uint8, use_rdma_buffer=True)
+        exchange_and_check(ranks, SHAPE, Mode())
+        earlier = memory.clone()  # of the half that the next dispatch uses as well
+        hooks = ranks.run(lambda rank, buffer: send(rank, buffer, inputs, Mode()))
+        memory.copy_(earlier)
+        outcomes = ranks.outcomes(lambda rank, _: hooks[rank]())
+        assert isinstance(outcomes[VICTIM], EPTransportError)
+        assert "not what was sent" in str(outcomes[VICTIM])
+
+
+def test_a_row_whose_words_changed_places_is_reported() -> None:
+    inputs = make_inputs(SHAPE)
+    with ranks_for(SHAPE) as ranks:
+        hooks = ranks.run(lambda rank, buffer: send(rank, buffer, inputs, Mode()))
+        memory = ranks.buffers[VICTIM].get_local_buffer_tensor(torch.uint8, use_rdma_buffer=True)
+        found = memory.numpy().tobytes()
+        for one in inputs:
+            for row in one.x.view(torch.uint8).numpy():
+                at = found.find(row.tobytes())
+                while at >= 0:
+                    words = memory[at : at + 8]
+                    words.copy_(words.roll(4))
+                    at = found.find(row.tobytes(), at + 1)
+        outcomes = ranks.outcomes(lambda rank, _: hooks[rank]())
+        assert isinstance(outcomes[VICTIM], EPTransportError)
+        assert "not what was sent" in str(outcomes[VICTIM])
+
+
+@pytest.mark.parametrize(
+    "mode", [*MODES, Mode(use_logfmt=True), Mode(zero_copy=True, hook=True)], ids=str
+)
+def test_results_are_the_same_without(mode: Mode, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DEEP_EP_VERIFY", "0")
+    with ranks_for(SHAPE) as ranks:
+        exchange_and_check(ranks, SHAPE, mode)
+
+
+def build_with_own_choice(rank: int, group: Any) -> str:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DEEP_EP_VERIFY", str(rank))
+        with pytest.raises(EPArgumentError, match="DEEP_EP_VERIFY is"):
+            deep_ep.Buffer(group, num_rdma_bytes=1 << 20, low_latency_mode=True)
+    return "refused"
+
+
+def test_all_ranks_must_verify_or_none() -> None:
+    outcomes = run_processes(build_with_own_choice, 2)
+    assert [outcome.value for outcome in outcomes] == ["refused", "refused"]
