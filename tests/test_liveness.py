@@ -227,8 +227,13 @@ def test_a_broken_connection_is_a_death(by_sockets: None) -> None:
 def test_without_rank_0_all_say_the_same(by_sockets: None) -> None:
     with star(3) as ranks:
         hub: Any = ranks[0].member.loop
-        for line in list(hub.lines.values()):
-            line.connection.shutdown(socket.SHUT_RDWR)
+
+        def cut_all() -> None:
+            for line in list(hub.lines.values()):
+                line.connection.shutdown(socket.SHUT_RDWR)
+
+        # On the hub's thread: between two cuts it would tell one rank that the other is gone.
+        hub.post(cut_all)
         until(lambda: ranks[1].native.gone == ranks[2].native.gone == [0])
         answers = [ranks[rank].agree([0, 3 - rank]) for rank in (1, 2)]
         assert answers[0] == answers[1]

@@ -229,8 +229,10 @@ EP_DEVICE bool close_operation(const OperationArgs& args,
     if (thread_index() == 0) {
         const bool is_last = add_acq_rel<Scope::kDevice>(&workspace->blocks_done, 1u) + 1 ==
                              static_cast<uint32_t>(num_blocks());
-        const bool failed = load_relaxed<Scope::kDevice>(&workspace->failed) != 0;
-        *place = !is_last ? kNotLast : failed ? kLastOfFailed : kLast;
+        // Only the last one may look: it resets this word.
+        *place = !is_last                                                ? kNotLast
+                 : load_relaxed<Scope::kDevice>(&workspace->failed) != 0 ? kLastOfFailed
+                                                                         : kLast;
         *out_of_step = 0;
     }
     block_sync();
