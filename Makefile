@@ -33,7 +33,8 @@ demo: install  ## eight ranks on this machine, one of them slow: who, why, by ho
 
 test: install  ## all tests; ARGS="-k name" selects
 	@tools/browser.sh
-	$(RUN)/python -m pytest $(ARGS)
+	$(RUN)/python -m slipcover --source deep_ep --json --out $(CURDIR)/build/coverage.json -m pytest $(ARGS)
+	@$(RUN)/python tools/coverage.py build/coverage.json
 
 lint: $(STAMP)  ## style, types and spelling (.pre-commit-config.yaml); `make format` repairs most of it
 	VENV=$(VENV) $(RUN)/pre-commit run --all-files

@@ -136,7 +136,7 @@ def test_verdicts_name_what_was_injected_and_nothing_else(
 ) -> None:
     # One of 34 windows may be wrong, none of fewer; three of two ranks, which tell little of how noise
     # lasts.
-    num_windows = 5 if num_ranks == 64 else 34 if machine in (CPU, GPU) else 10
+    num_windows = 5 if num_ranks == 64 else 34 if machine is GPU else 10
     wrong = Counter[str]()
     seeds = range(FIRST_SEED, FIRST_SEED + num_windows)
     of_seed = functools.partial(named_and_expected, scenario, num_ranks, machine)
