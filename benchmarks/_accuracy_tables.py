@@ -113,7 +113,7 @@ def overall_table(faulty: Sequence[Result]) -> Table:
         f"All faults of {AIM_EFFECT_US:g} us and more",
         ["judge", "precision", "recall", "F1", "F1 of the subject alone"],
         rows,
-        "F1 asks for the kind (comp-slow, comm-slow, mixed-slow) and the rank or path; the last column for "
+        "F1 asks for the class (comp-slow, comm-slow, mixed-slow) and the rank or path; the last column for "
         "the rank or path only.",
     )
 

@@ -56,7 +56,7 @@ class Result:
     """What came out of one task.
 
     Attributes:
-        scores, subject_scores: per judge, by (kind, subject) and by subject alone.
+        scores, subject_scores: per judge, by (class, subject) and by subject alone.
         alarms: per judge, windows with any verdict that is neither injected nor tolerated.
         all_right: windows in which ours named all that was injected and nothing else.
         tolerated: verdicts of ours that are true without being injected.
@@ -238,19 +238,19 @@ def _add_mistakes(
     mistakes = [f"false {cause}" for _, cause in false]
     score = grade(named, truth)
     if score.missed:
-        mistakes += [f"missed {_kind_of(key)}" for key in truth.keys - named]
+        mistakes += [f"missed {_class_of(key)}" for key in truth.keys - named]
     result.mistakes = dict(Counter(result.mistakes) + Counter(mistakes))
     if len(result.wrong) < _WRONG_SHOWN:
         texts = [sorted(keys, key=str) for keys in (named, truth.keys)]
         result.wrong.append(f"seed {window.seed}: named {texts[0]}, injected {texts[1]}")
 
 
-def _kind_of(key: Key) -> str:
-    """What kind of cause, of what kind of subject."""
-    kind, subject = key
+def _class_of(key: Key) -> str:
+    """The class of the verdict, and what its subject is."""
+    verdict_class, subject = key
     if isinstance(subject, tuple):
-        return f"{kind} {subject[0] if isinstance(subject[0], str) else 'path'}"
-    return f"{kind} rank"
+        return f"{verdict_class} {subject[0] if isinstance(subject[0], str) else 'path'}"
+    return f"{verdict_class} rank"
 
 
 def first_right_verdicts(task: Task) -> Result:

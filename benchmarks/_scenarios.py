@@ -353,16 +353,18 @@ def meant(verdict: Verdict, truth: Truth, shape: Shape) -> Key:
     Where clocks do not tell, a verdict says so: "path or back", "uplink or downlink". The only rank of
     a node is its node.
     """
-    kind, subject = verdict.key
-    options: list[Key] = [(kind, subject)]
+    verdict_class, subject = verdict.key
+    options: list[Key] = [(verdict_class, subject)]
     if verdict.cause.endswith(" or back") and verdict.edge is not None:
-        options.append((kind, verdict.edge[::-1]))
+        options.append((verdict_class, verdict.edge[::-1]))
     if isinstance(subject, tuple) and subject[0] == "node":
-        options = [(kind, ("node", subject[1], side)) for side in str(subject[2]).split(" or ")]
+        options = [
+            (verdict_class, ("node", subject[1], side)) for side in str(subject[2]).split(" or ")
+        ]
         if shape.per_node == 1:
-            options = [(kind, subject[1])]
+            options = [(verdict_class, subject[1])]
     if isinstance(subject, tuple) and subject[0] == "nodes" and shape.per_node == 1:
-        options = [(kind, tuple(subject[1:]))]
+        options = [(verdict_class, tuple(subject[1:]))]
     return next((key for key in options if key in truth.keys), options[0])
 
 
@@ -397,15 +399,15 @@ class Score:
 
 
 def grade(named: Collection[Key], truth: Truth) -> Score:
-    """By (kind, subject). Keys that are true without being injected count neither way.
+    """By (class, subject). Keys that are true without being injected count neither way.
 
     A late rank whose experts are in demand may be named for either, as `faults.expected_verdicts` says
     of hot ranks: its lateness cannot be told from that of its experts.
     """
     excused = {
-        (kind, subject)
-        for kind, subject in truth.keys - set(named)
-        if kind == COMP_SLOW and (MIXED_SLOW, subject) in truth.tolerated & set(named)
+        (verdict_class, subject)
+        for verdict_class, subject in truth.keys - set(named)
+        if verdict_class == COMP_SLOW and (MIXED_SLOW, subject) in truth.tolerated & set(named)
     }
     wrong = set(named) - truth.keys - truth.tolerated
     right = (truth.keys & set(named)) | excused
@@ -413,7 +415,7 @@ def grade(named: Collection[Key], truth: Truth) -> Score:
 
 
 def grade_subjects(named: Collection[Key], truth: Truth) -> Score:
-    """By subject alone: whether the right rank or path is named, whatever the kind."""
+    """By subject alone: whether the right rank or path is named, whatever the class."""
     subjects = {subject for _, subject in named}
     expected = {subject for _, subject in truth.keys}
     wrong = subjects - expected - {subject for _, subject in truth.tolerated}

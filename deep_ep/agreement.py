@@ -2,7 +2,7 @@
 
 The arbiter, on rank 0, hears of every failed operation. It asks all ranks where they are, decides
 once per operation, and tells everybody. It does no input or output and reads no clock: it is given a
-way to send and a timer, so that every order of events can be tested.
+way to send and a timer, so that every order of messages can be tested.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, Callable, NamedTuple
 # All of these are chosen. How long rank 0 waits for ranks to say where they are: where that decides
 # who is named, and where it does not; for others that die with the first; and for the report of the
 # rank that gave up, where another one has seen that it did.
-_ANSWERS_S, _REMARKS_S, _SETTLE_S, _ABANDONED_S = 1.0, 0.3, 0.1, 0.3
+_ANSWERS_S, _OTHERS_S, _SETTLE_S, _ABANDONED_S = 1.0, 0.3, 0.1, 0.3
 # Within this a decision is there, if it comes at all.
 LONGEST_S = _ANSWERS_S + _SETTLE_S + 1.0
 # Decisions that are kept: ranks are a few operations apart.
@@ -86,7 +86,7 @@ class Decision:
     def message(self) -> Message:
         """As plain data."""
         return {
-            "kind": "decision",
+            "type": "decision",
             "key": list(self.key),
             "dead": sorted(self.dead.items()),
             "left": sorted(self.left.items()),
@@ -175,7 +175,7 @@ class _Round:
 
     number: int
     answers_by: float
-    remarks_by: float
+    others_by: float
     missed: dict[int, set[int]] = field(default_factory=dict)
     progress: dict[int, Progress] = field(default_factory=dict)
     asked: set[int] = field(default_factory=set)
@@ -218,7 +218,7 @@ class Arbiter:
         self._newest = 0
         self._settled = 0.0
 
-    # ---- events
+    # ---- what it hears
 
     def handle(self, rank: int, message: Message) -> None:
         """What a rank says.
@@ -226,18 +226,18 @@ class Arbiter:
         Raises:
             ValueError, TypeError, KeyError: that is none of the messages there are.
         """
-        kind = message["kind"]
-        if kind == "report":
+        type_ = message["type"]
+        if type_ == "report":
             missing = {int(other) for other in message["missing"]}
             self._report(rank, key_of(message["key"]), str(message["failure"]), missing)
-        elif kind == "progress":
+        elif type_ == "progress":
             self._progress(rank, int(message["round"]), progress_of(message["at"]))
-        elif kind == "left":
+        elif type_ == "left":
             self._leave(rank, int(message["closed"]))
-        elif kind == "unwatched":
+        elif type_ == "unwatched":
             self.unwatch(rank)
         else:
-            raise ValueError(f"kind is {kind!r}")
+            raise ValueError(f"type is {type_!r}")
 
     def lose(self, rank: int, how: str) -> None:
         """The connection to a rank has ended, although it had not said so before."""
@@ -245,7 +245,7 @@ class Arbiter:
             return
         self.dead[rank] = how
         self._settled = self._now() + _SETTLE_S
-        self._tell({"kind": "dead", "rank": rank, "how": how})
+        self._tell({"type": "dead", "rank": rank, "how": how})
         self._look()
 
     def unwatch(self, rank: int) -> None:
@@ -255,7 +255,7 @@ class Arbiter:
 
     def _leave(self, rank: int, closed: int) -> None:
         self.left[rank] = closed
-        self._tell({"kind": "left", "rank": rank, "closed": closed})
+        self._tell({"type": "left", "rank": rank, "closed": closed})
         self._look()
 
     def _report(self, rank: int, key: Key, failure: str, missing: set[int]) -> None:
@@ -287,7 +287,7 @@ class Arbiter:
 
     def _open(self, key: Key) -> _Round:
         now = self._now()
-        opened = _Round(next(self._numbers), now + _ANSWERS_S, now + _REMARKS_S)
+        opened = _Round(next(self._numbers), now + _ANSWERS_S, now + _OTHERS_S)
         self._rounds[key] = opened
         for rank in range(self._num_ranks):
             # A rank that did not answer before is not asked again: it may be stopped for long.
@@ -295,8 +295,8 @@ class Arbiter:
                 opened.asked.add(rank)
                 self._unanswered[rank] = deque(maxlen=_KEPT)
         for rank in sorted(opened.asked):
-            self._send(rank, {"kind": "ask", "round": opened.number})
-        for delay_s in (_SETTLE_S, _REMARKS_S, _ANSWERS_S):
+            self._send(rank, {"type": "ask", "round": opened.number})
+        for delay_s in (_SETTLE_S, _OTHERS_S, _ANSWERS_S):
             self._call_later(delay_s, self._look)
         return opened
 
@@ -316,7 +316,7 @@ class Arbiter:
         still -= opened.missed.keys()
         if not still or now >= opened.answers_by:
             return True
-        return now >= opened.remarks_by and not still & set().union(*opened.missed.values())
+        return now >= opened.others_by and not still & set().union(*opened.missed.values())
 
     def _decide(self, key: Key, opened: _Round) -> None:
         excused = {
@@ -339,7 +339,7 @@ class Arbiter:
     def _leave_undecided(self, rank: int, key: Key) -> None:
         # If there was a reason after all, everybody is or will be told.
         if key not in self._rounds and self._decisions.get(key) is None:
-            self._send(rank, {"kind": "undecided", "key": list(key)})
+            self._send(rank, {"type": "undecided", "key": list(key)})
 
     def _tell(self, message: Message) -> None:
         """To all ranks; to those that do not answer, once they do, lest a stopped one fill its line."""

@@ -179,8 +179,8 @@ class CpuBackend:
             clock_interval_ns=round(env.clock_interval_s(0.0) * 1e9),
             **options,
         )
-        runtime.set_schedule(kind=schedule.kind, seed=schedule.seed)
-        runtime.set_delivery(kind=delivery.kind, seed=delivery.seed)
+        runtime.set_schedule(policy=schedule.policy, seed=schedule.seed)
+        runtime.set_delivery(policy=delivery.policy, seed=delivery.seed)
         runtime.set_launch_shape(blocks=blocks, warps=warps)
         return runtime
 

@@ -200,9 +200,9 @@ class Diagnose:
 
 
 class Order(NamedTuple):
-    """A kind of order and its seed (0 where the kind needs none)."""
+    """A policy of ordering and its seed (0 where the policy needs none)."""
 
-    kind: str
+    policy: str
     seed: int
 
 
@@ -357,7 +357,7 @@ def _order(variable: Variable, plain: str) -> Order:
     text = variable.text()
     if text == plain:
         return Order(plain, 0)
-    kind, _, seed = text.partition(":")
-    if kind != "random" or not _is_number(seed):
+    policy, _, seed = text.partition(":")
+    if policy != "random" or not _is_number(seed):
         raise variable.error(f"{plain} or random:SEED with a seed >= 0 of at most 18 digits")
     return Order("random", int(seed))

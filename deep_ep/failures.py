@@ -28,7 +28,7 @@ def error_from_failure(
     """The exception for a failure record of the runtime (`Runtime.take_failure()`).
 
     Args:
-        failure: the record; keys `kind`, `operation`, `op`, `ranks`, `last_op`, `expected`, `seen`, `waited_ns`,
+        failure: the record; keys `reason`, `operation`, `op`, `ranks`, `last_op`, `expected`, `seen`, `waited_ns`,
             `given_up` (newest operation that each of the ranks gave up).
         rank: the rank that raises.
         decision: what all ranks agreed on, if they did.
@@ -36,27 +36,27 @@ def error_from_failure(
     """
     where = f"{failure['operation']} (operation {failure['op']}) on rank {rank}"
     ranks = sorted(failure["ranks"])
-    kind = failure["kind"]
-    if kind == "mismatch":
+    reason = failure["reason"]
+    if reason == "mismatch":
         return _mismatch(where, failure, ranks)
-    if kind == "index":
+    if reason == "index":
         return EPArgumentError(
             f"{where}: topk_idx holds an expert index out of range; entries must be -1 or in "
             "[0, num_experts). Check the router's output."
         )
-    if kind == "handle":
+    if reason == "handle":
         return EPArgumentError(
             f"{where}: the handle or topk_idx is not what the dispatch left or was given; combine "
             "needs both unchanged, except that entries of topk_idx may have become -1. Pass the "
             "handle and topk_idx of one dispatch that has been received."
         )
-    if kind == "returned":
+    if reason == "returned":
         return EPTransportError(
             f"{where}: {ranks_text(ranks)} returned other rows than this rank had dispatched, so its "
             "results are not valid. Read the error on that side first; the next operation starts "
             "afresh."
         )
-    if kind == "corrupt":
+    if reason == "corrupt":
         return EPTransportError(
             f"{where}: rows of {ranks_text(ranks)} are not what was sent in this operation "
             "(DEEP_EP_VERIFY compares them); they must be. Report it with both ranks' logs: memory "
@@ -66,7 +66,7 @@ def error_from_failure(
         return _given_up(where, failure, dict.fromkeys(decision.waiting, decision.key.op))
     if decision is not None:
         return _agreed(where, failure, decision, places)
-    if kind == "timeout":
+    if reason == "timeout":
         return _timeout(where, failure, ranks)
     return _given_up(
         where, failure, {r: max(failure["op"], op) for r, op in failure["given_up"].items()}

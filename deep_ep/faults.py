@@ -252,7 +252,7 @@ def skew_routing(
 
 
 def expected_verdicts(faults: Sequence[Fault]) -> set[tuple[str, int | tuple[int, int]]]:
-    """What `deep_ep.diagnose` must name: (kind, rank or (source, destination)) per fault.
+    """What `deep_ep.diagnose` must name: (class, rank or (source, destination)) per fault.
 
     A clock fault must not be seen at all. A slow rank that is hot as well is named as hot, since
     its lateness cannot be told from that of its experts.

@@ -28,7 +28,7 @@ _NO_ROUTE = {
 }
 
 
-class LineClosed(Exception):  # noqa: N818 - an event, not an error
+class LineClosed(Exception):  # noqa: N818 - how a line ends, not an error
     """The other end is gone: `how` is "process" if its process ended, "host" if that is unreachable."""
 
     def __init__(self, how: str) -> None:

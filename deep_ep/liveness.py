@@ -79,12 +79,12 @@ class Liveness:
             `None` if nobody is missing, or if nothing is known beyond the failure itself.
         """
         missing = [rank for rank in failure["ranks"] if rank != self.rank]
-        kind = failure["kind"] if failure["kind"] in ("timeout", "abandoned") else "other"
-        report = {"kind": "report", "failure": kind, "missing": missing}
+        reason = failure["reason"] if failure["reason"] in ("timeout", "abandoned") else "other"
+        report = {"type": "report", "failure": reason, "missing": missing}
         key = _key_of(failure)
-        if kind == "other":
+        if reason == "other":
             self._say({**report, "key": key})
-        if kind == "other" or not missing:
+        if reason == "other" or not missing:
             return None
         with self._changed:
             if self._decisions.get(key) is None:
@@ -94,7 +94,7 @@ class Liveness:
                     lambda: self.alone or key in self._decisions, agreement.LONGEST_S
                 )
             decision = self._decisions.get(key)
-            if decision is None and kind == "timeout":
+            if decision is None and reason == "timeout":
                 decision = self._own_view(key, missing)
         return decision
 
@@ -133,21 +133,21 @@ class Liveness:
         Raises:
             ValueError, TypeError, KeyError: that is none of the messages there are.
         """
-        kind = message["kind"]
-        if kind == "ask":
-            self._say({"kind": "progress", "round": int(message["round"]), "at": self.progress()})
-        elif kind == "decision":
+        type_ = message["type"]
+        if type_ == "ask":
+            self._say({"type": "progress", "round": int(message["round"]), "at": self.progress()})
+        elif type_ == "decision":
             self._take(Decision.of(message))
-        elif kind == "undecided":
+        elif type_ == "undecided":
             self._remember(agreement.key_of(message["key"]), None)
-        elif kind == "dead":
+        elif type_ == "dead":
             self.dead[int(message["rank"])] = str(message["how"])
             self._mark_gone(int(message["rank"]))
-        elif kind == "left":
+        elif type_ == "left":
             self.left[int(message["rank"])] = int(message["closed"])
             self._mark_left_later(int(message["rank"]), _FIRST_LOOK_S)
         else:
-            raise ValueError(f"kind is {kind!r}")
+            raise ValueError(f"type is {type_!r}")
 
     def lose(self, how: str) -> None:
         """The connection to rank 0 has ended; `how` as in `Decision.dead`, empty if that tells nothing."""
@@ -155,7 +155,7 @@ class Liveness:
             self.alone = True
             self._changed.notify_all()
         if how and 0 not in self.left:
-            self.handle({"kind": "dead", "rank": 0, "how": how})
+            self.handle({"type": "dead", "rank": 0, "how": how})
 
     def _take(self, decision: Decision) -> None:
         self._remember(decision.key, decision)
@@ -320,7 +320,7 @@ def _key_of(failure: Mapping[str, Any]) -> Key:
     if operation not in ("low_latency_dispatch", "low_latency_combine"):
         return Key(operation, failure["op"])
     newest: int = failure["op"]
-    if failure["kind"] == "abandoned":
+    if failure["reason"] == "abandoned":
         newest = max([newest, *failure["given_up"].values()])
     return Key("operation", newest)
 

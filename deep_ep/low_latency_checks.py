@@ -316,17 +316,17 @@ def fail_for(
     layout_range: torch.Tensor,
 ) -> NoReturn:
     """Raises for what the native runtime found wrong in the handle of a combine."""
-    kind, *place, expected = fault
+    reason, *place, expected = fault
     where = tuple(place)
-    if kind == "not received":
+    if reason == "not received":
         fail(COMBINE, "handle is empty", "handle_not_received", EPUsageError)
-    if kind == "topk shape":
+    if reason == "topk shape":
         got = f"topk_idx has shape {list(topk_idx.shape)}"
         fail(COMBINE, got, "topk_of_dispatch", expected=f"shape {place}")
-    if kind == "topk entry":
+    if reason == "topk entry":
         got = f"topk_idx{place} is {int(topk_idx[where])}"
         fail(COMBINE, got, "topk_of_dispatch", expected=expected)
-    if kind == "range":
+    if reason == "range":
         begin, count = divmod(int(layout_range[where]), 1 << 32)
         fail(COMBINE, f"handle[1]{place} is row {begin}, {count} rows", "handle_values")
     fail(COMBINE, f"handle[0]{place} is {int(src_info[where])}", "handle_values")

@@ -176,10 +176,10 @@ def address(hosts: Sequence[str]) -> str:
     return socket.gethostname()
 
 
-def _raise_first_error(where: str, errors: list[str | None], kind: type[EPError]) -> None:
+def _raise_first_error(where: str, errors: list[str | None], error_type: type[EPError]) -> None:
     failed = [rank for rank, error in enumerate(errors) if error is not None]
     if failed:
-        raise kind(
+        raise error_type(
             f"{where}: {ranks_text(failed)} failed, first: {errors[failed[0]]} "
             "All ranks must succeed; correct it there and build the buffer again on all ranks."
         )

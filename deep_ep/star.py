@@ -72,7 +72,7 @@ class Hub(Loop):
 
     def leave(self, rank: int, closed: int) -> None:
         self._members.pop(rank, None)
-        self._arbiter.handle(rank, {"kind": "left", "closed": closed})
+        self._arbiter.handle(rank, {"type": "left", "closed": closed})
         self._stop_if_last()
 
     def leave_all(self) -> None:
@@ -83,7 +83,7 @@ class Hub(Loop):
     def fail(self) -> None:
         for line in list(self.lines.values()):
             with contextlib.suppress(LineClosed):
-                line.send({"kind": "off"})
+                line.send({"type": "off"})
         for member in self.members():
             member.lose("")
 
@@ -128,7 +128,7 @@ class Hub(Loop):
             if not messages:
                 return
             rank = self._admitted(messages[0])
-            line.send({"kind": "welcome"})
+            line.send({"type": "welcome"})
         except (LineClosed, ValueError, TypeError, KeyError):
             with contextlib.suppress(ValueError):  # there were too many
                 self._strangers.remove(line)
@@ -202,7 +202,7 @@ class Spoke(Loop):
 
     def leave(self, rank: int, closed: int) -> None:
         with contextlib.suppress(LineClosed):
-            self.line.send({"kind": "left", "closed": closed})
+            self.line.send({"type": "left", "closed": closed})
         self._stop()
 
     def leave_all(self) -> None:
@@ -210,7 +210,7 @@ class Spoke(Loop):
 
     def fail(self) -> None:
         with contextlib.suppress(LineClosed):
-            self.line.send({"kind": "unwatched"})
+            self.line.send({"type": "unwatched"})
         self._member.lose("")
 
     def forget(self) -> None:
@@ -231,7 +231,7 @@ class Spoke(Loop):
         try:
             self.line.flush()
             for message in self.line.receive():
-                if message.get("kind") == "off":
+                if message.get("type") == "off":
                     self._end("")
                     return
                 self._member.handle(message)

@@ -119,11 +119,11 @@ class Ranks:
 
     def __exit__(
         self,
-        kind: type[BaseException] | None,
+        error_type: type[BaseException] | None,
         error: BaseException | None,
         where: TracebackType | None,
     ) -> None:
-        if kind is None:
+        if error_type is None:
             self.close()
         else:  # the ranks may be out of step: no collective then
             for thread in self._threads:

@@ -37,7 +37,7 @@ class Ranks:
 
     def _send(self, rank: int, message: Message) -> None:
         self.told[rank].append(json.loads(json.dumps(message)))
-        if message["kind"] == "ask":
+        if message["type"] == "ask":
             self._asked.append((rank, message["round"]))
 
     def _call_later(self, delay_s: float, action: Callable[[], None]) -> None:
@@ -47,7 +47,7 @@ class Ranks:
         self, rank: int, missing: list[int], failure: str = "timeout", key: Key = OP
     ) -> None:
         self.arbiter.handle(
-            rank, {"kind": "report", "key": list(key), "failure": failure, "missing": missing}
+            rank, {"type": "report", "key": list(key), "failure": failure, "missing": missing}
         )
 
     def answer(self) -> None:
@@ -56,7 +56,7 @@ class Ranks:
             if rank in self.at:
                 self._asked.remove((rank, number))
                 self.arbiter.handle(
-                    rank, {"kind": "progress", "round": number, "at": list(self.at[rank])}
+                    rank, {"type": "progress", "round": number, "at": list(self.at[rank])}
                 )
 
     def pass_time(self, seconds: float = LONGEST_S) -> None:
@@ -69,7 +69,7 @@ class Ranks:
         self.now = end
 
     def decisions(self, rank: int) -> list[Decision]:
-        return [Decision.of(told) for told in self.told[rank] if told["kind"] == "decision"]
+        return [Decision.of(told) for told in self.told[rank] if told["type"] == "decision"]
 
     def decision(self) -> Decision:
         """The one decision that every rank that lives and answers was told."""
@@ -84,7 +84,7 @@ def test_a_dead_rank_is_named_and_who_waits_is_not() -> None:
     ranks = Ranks(dict.fromkeys((0, 1, 2), WAITS))
     ranks.arbiter.lose(3, "process")
     for rank in range(3):
-        assert {"kind": "dead", "rank": 3, "how": "process"} in ranks.told[rank]
+        assert {"type": "dead", "rank": 3, "how": "process"} in ranks.told[rank]
     ranks.report(1, [0, 3])
     ranks.answer()
     ranks.pass_time()
@@ -191,7 +191,7 @@ def test_who_gave_up_for_another_rank_is_not_named_in_the_next_operation() -> No
 def test_a_rank_that_ended_is_missing_after_its_last_operation_only() -> None:
     for closed, culprits in ((72, (3,)), (73, ())):
         ranks = Ranks(dict.fromkeys(range(3), WAITS))
-        ranks.arbiter.handle(3, {"kind": "left", "closed": closed})
+        ranks.arbiter.handle(3, {"type": "left", "closed": closed})
         ranks.report(0, [3])
         ranks.answer()
         assert ranks.decision().culprits == culprits
@@ -199,7 +199,7 @@ def test_a_rank_that_ended_is_missing_after_its_last_operation_only() -> None:
 
 def test_a_closed_connection_after_a_goodbye_is_no_death() -> None:
     ranks = Ranks(dict.fromkeys(range(3), WAITS))
-    ranks.arbiter.handle(3, {"kind": "left", "closed": 73})
+    ranks.arbiter.handle(3, {"type": "left", "closed": 73})
     ranks.arbiter.lose(3, "process")
     assert not ranks.arbiter.dead
 
@@ -221,7 +221,7 @@ def test_who_sees_first_that_others_gave_up_waits_for_their_reason() -> None:
     ranks.answer()
     ranks.pass_time()
     assert ranks.decision().culprits == (1,)
-    assert not [told for told in ranks.told[2] if told["kind"] == "undecided"]
+    assert not [told for told in ranks.told[2] if told["type"] == "undecided"]
 
 
 @pytest.mark.parametrize("said", [True, False])
@@ -233,12 +233,12 @@ def test_who_saw_that_others_gave_up_for_another_reason_is_told_that_nobody_is_m
         ranks.report(0, [], "other")
     ranks.report(2, [0], "abandoned")
     ranks.pass_time()
-    assert ranks.told[2] == [{"kind": "undecided", "key": list(OP)}]
+    assert ranks.told[2] == [{"type": "undecided", "key": list(OP)}]
 
 
 def test_a_wrong_message_is_refused() -> None:
     ranks = Ranks({})
-    for message in ({"kind": "no such"}, {}, {"kind": "report", "key": 3}, {"kind": "left"}):
+    for message in ({"type": "no such"}, {}, {"type": "report", "key": 3}, {"type": "left"}):
         with pytest.raises((ValueError, TypeError, KeyError)):
             ranks.arbiter.handle(1, message)
 
@@ -253,7 +253,7 @@ def test_in_a_barrier_who_waits_in_an_operation_is_missing() -> None:
 
 
 FAILURE: dict[str, Any] = {
-    "kind": "timeout",
+    "reason": "timeout",
     "operation": "low_latency_dispatch",
     "op": 73,
     "ranks": [0, 3],

@@ -734,7 +734,7 @@ def test_every_error_is_a_runtime_error_and_pickles() -> None:
 
 
 FAILURE: dict[str, Any] = {
-    "kind": "timeout",
+    "reason": "timeout",
     "operation": "low_latency_dispatch",
     "op": 17,
     "ranks": [5, 3],
@@ -764,14 +764,14 @@ def test_a_timeout_carries_its_facts() -> None:
 
 def test_a_mismatch_names_the_fields_that_differ() -> None:
     shapes = {"expected": {"hidden": 512, "M": 4}, "seen": {"hidden": 1024, "M": 4}}
-    error = error_from_failure({**FAILURE, "kind": "mismatch", "ranks": [2], **shapes}, 0)
+    error = error_from_failure({**FAILURE, "reason": "mismatch", "ranks": [2], **shapes}, 0)
     assert type(error) is EPArgumentError
     assert "rank 2 called with hidden = 1024 (here 512)" in str(error)
 
 
 def test_other_failures_have_their_own_errors() -> None:
-    assert type(error_from_failure({**FAILURE, "kind": "abandoned"}, 0)) is EPTransportError
-    assert type(error_from_failure({**FAILURE, "kind": "index"}, 0)) is EPArgumentError
+    assert type(error_from_failure({**FAILURE, "reason": "abandoned"}, 0)) is EPTransportError
+    assert type(error_from_failure({**FAILURE, "reason": "index"}, 0)) is EPArgumentError
 
 
 def test_ranks_are_written_as_runs() -> None:

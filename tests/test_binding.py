@@ -36,7 +36,7 @@ def test_operations_are_named_after_the_calls_that_start_them() -> None:
         assert hasattr(BINDING.Runtime, name)
 
 
-def test_every_kind_of_failure_is_told_in_words_of_its_own() -> None:
+def test_every_reason_of_a_failure_is_told_in_words_of_its_own() -> None:
     failure: dict[str, Any] = {
         "operation": DISPATCH,
         "op": 17,
@@ -47,16 +47,16 @@ def test_every_kind_of_failure_is_told_in_words_of_its_own() -> None:
         "seen": {},
         "waited_ns": 1,
     }
-    kinds = BINDING.FAILURE_KINDS[1:]
-    texts = {str(error_from_failure({**failure, "kind": kind}, 0)) for kind in kinds}
-    assert len(texts) == len(kinds)
+    reasons = BINDING.FAILURE_REASONS[1:]
+    texts = {str(error_from_failure({**failure, "reason": reason}, 0)) for reason in reasons}
+    assert len(texts) == len(reasons)
 
 
 def test_every_fault_of_a_handle_is_told_in_words_of_its_own() -> None:
-    def text(raises: Callable[..., Any], kind: str) -> str:
+    def text(raises: Callable[..., Any], reason: str) -> str:
         with pytest.raises(EPArgumentError) as caught:
-            raises((kind, 0, 0, 0), *(torch.zeros(1, 1, dtype=torch.int64),) * 3)
+            raises((reason, 0, 0, 0), *(torch.zeros(1, 1, dtype=torch.int64),) * 3)
         return str(caught.value)
 
-    kinds = BINDING.HANDLE_FAULTS[1:]
-    assert len({text(low_latency_checks.fail_for, kind) for kind in kinds}) == len(kinds)
+    reasons = BINDING.HANDLE_FAULTS[1:]
+    assert len({text(low_latency_checks.fail_for, reason) for reason in reasons}) == len(reasons)

@@ -14,16 +14,16 @@ if deep_ep.backend.get().name != "cpu":
 
 from explore.explorer import explore
 from explore.fleet import Seeds, explore_all
-from explore.program import KINDS
+from explore.program import DISTURBANCES
 
 NUM_SEEDS = 200
 JOBS = 2
 
 
 def test_no_seed_finds_a_wrong_result_or_a_group_that_does_not_recover() -> None:
-    summary = explore_all(Seeds(range(NUM_SEEDS)), KINDS, JOBS)
+    summary = explore_all(Seeds(range(NUM_SEEDS)), DISTURBANCES, JOBS)
     assert summary.num_seeds == NUM_SEEDS
-    assert set(summary.injected) == set(KINDS)
+    assert set(summary.injected) == set(DISTURBANCES)
     failed = [
         f"{failures[0]}\n    replay: python tools/explore.py --seed {seed}"
         for seed, failures in sorted(summary.failures.items())

@@ -58,8 +58,8 @@ def test_any_schedule_and_delivery_order_gives_the_reference(
     blocks, warps = LAUNCH_SHAPES[schedule_seed // 3 % len(LAUNCH_SHAPES)]
 
     def disturb(rank: int, buffer: deep_ep.Buffer) -> None:
-        buffer.runtime.set_schedule(kind="random", seed=schedule_seed * 100 + rank)
-        buffer.runtime.set_delivery(kind="random", seed=schedule_seed * 100 + 50 + rank)
+        buffer.runtime.set_schedule(policy="random", seed=schedule_seed * 100 + rank)
+        buffer.runtime.set_delivery(policy="random", seed=schedule_seed * 100 + 50 + rank)
         buffer.runtime.set_launch_shape(blocks=blocks, warps=warps)
 
     # Half of the seeds cross between "nodes", where puts travel on queue pairs.

@@ -26,7 +26,7 @@ from deep_ep.star import Hub
 
 LONG_S = 40.0
 TIMEOUT: dict[str, Any] = {
-    "kind": "timeout",
+    "reason": "timeout",
     "operation": "low_latency_dispatch",
     "op": 5,
     "given_up": {},
@@ -337,7 +337,7 @@ def test_only_who_knows_the_token_comes_in() -> None:
         with socket.create_connection(hub.address, LONG_S) as member:
             member.settimeout(LONG_S)
             member.sendall(b'{"token":"token","rank":1}\n')
-            assert json.loads(member.recv(100)) == {"kind": "welcome"}
+            assert json.loads(member.recv(100)) == {"type": "welcome"}
             hub.post(lambda: hub.complete([2]))
             until(lambda: hub.listener.fileno() == -1)
             assert member.getpeername()[0] == "127.0.0.1"
@@ -350,7 +350,7 @@ def test_nonsense_of_a_rank_says_nothing_about_it(
     by_sockets: None, caplog: pytest.LogCaptureFixture
 ) -> None:
     with star(3) as ranks:
-        line_of(ranks[1]).connection.send(b'{"kind":"report"}\n')
+        line_of(ranks[1]).connection.send(b'{"type":"report"}\n')
         until(lambda: "rank 1" in caplog.text)
         decision = ranks[2].agree([1])
         assert decision is not None

@@ -44,7 +44,7 @@ def test_every_killer_is_there() -> None:
     for each in TOOL.all_mutants():
         for killer in (*each.killers, *each.others):
             first, *rest = killer.arguments
-            if killer.kind == "pytest":
+            if killer.runner == "pytest":
                 assert (TOOL.ROOT / "tests" / first).exists(), (each.name, str(killer))
             else:
                 assert set(rest) <= set(native.cases(first)), (each.name, str(killer))

@@ -35,7 +35,7 @@ RANK = 1  # whose handle is not what it should be
 class Handle:
     """The handle of a rank's memory, as `MemoryHandle` in C++ lays it out."""
 
-    kind: bytes
+    magic: bytes
     bytes: int
     token: tuple[int, int]
     pid_namespace: int
@@ -45,12 +45,12 @@ class Handle:
 
     @classmethod
     def unpack(cls, text: bytes) -> Handle:
-        kind, size, token0, token1, *where, server0, server1 = struct.unpack("8sQQQQqqQQ", text)
-        return cls(kind, size, (token0, token1), *where, server=(server0, server1))
+        magic, size, token0, token1, *where, server0, server1 = struct.unpack("8sQQQQqqQQ", text)
+        return cls(magic, size, (token0, token1), *where, server=(server0, server1))
 
     def pack(self) -> bytes:
         where = (self.pid_namespace, self.process, self.descriptor)
-        return struct.pack("8sQQQQqqQQ", self.kind, self.bytes, *self.token, *where, *self.server)
+        return struct.pack("8sQQQQqqQQ", self.magic, self.bytes, *self.token, *where, *self.server)
 
 
 def new_runtime(rank: int) -> Any:

@@ -82,7 +82,7 @@ def run(
         native = buffer.runtime.native
         if schedule_seed is not None:
             native.set_launch_shape(blocks=2, warps=1)
-            native.set_schedule(kind="random", seed=schedule_seed + rank)
+            native.set_schedule(policy="random", seed=schedule_seed + rank)
         if slow_path_ns and rank == 0:
             native.set_path_fault(dst=3, delay_ns=slow_path_ns, bytes_per_s=0.0)
         machine.sleep(begins[0] - 50 * MS - machine.now_ns())

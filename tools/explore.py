@@ -23,7 +23,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from explore.explorer import explore  # noqa: E402
 from explore.fleet import Seeds, explore_all  # noqa: E402
-from explore.program import KINDS  # noqa: E402
+from explore.program import DISTURBANCES  # noqa: E402
 
 
 def main() -> int:
@@ -39,15 +39,16 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="worker processes")
     parser.add_argument(
         "--kinds",
-        type=lambda text: tuple(kind for kind in text.split(",") if kind),
-        default=KINDS,
-        help=f"disturbances, of {','.join(KINDS)} (all)",
+        dest="disturbances",
+        type=lambda text: tuple(name for name in text.split(",") if name),
+        default=DISTURBANCES,
+        help=f"only these, of {','.join(DISTURBANCES)} (all)",
     )
     args = parser.parse_args()
-    if not set(args.kinds) <= set(KINDS):
-        parser.error(f"--kinds: allowed are {', '.join(KINDS)}")
+    if not set(args.disturbances) <= set(DISTURBANCES):
+        parser.error(f"--kinds: allowed are {', '.join(DISTURBANCES)}")
     if args.seed is not None:
-        return explore_one(args.seed, args.kinds, args.trace)
+        return explore_one(args.seed, args.disturbances, args.trace)
     first = int(time.time()) * 1000 if args.first is None else args.first
     seeds = (
         Seeds(count(first), time.monotonic() + args.seconds)
@@ -55,15 +56,15 @@ def main() -> int:
         else Seeds(range(first, first + args.count))
     )
     began = time.monotonic()
-    summary = explore_all(seeds, args.kinds, args.jobs)
+    summary = explore_all(seeds, args.disturbances, args.jobs)
     took_s = time.monotonic() - began
-    only = "" if args.kinds == KINDS else f" --kinds {','.join(args.kinds)}"
+    only = "" if args.disturbances == DISTURBANCES else f" --kinds {','.join(args.disturbances)}"
     for seed, failures in sorted(summary.failures.items()):
         print(f"seed {seed}: {failures[0]}")
         if len(failures) > 1:
             print(f"    and {len(failures) - 1} more")
         print(f"    replay: python tools/explore.py --seed {seed}{only}")
-    injected = ", ".join(f"{kind} {n}" for kind, n in sorted(summary.injected.items()))
+    injected = ", ".join(f"{name} {n}" for name, n in sorted(summary.injected.items()))
     print(
         f"{summary.num_seeds} seeds from {first} on, {summary.num_operations} operations in "
         f"{took_s:.0f} s ({summary.num_operations / took_s:.0f} a second); disturbances: "
@@ -73,10 +74,10 @@ def main() -> int:
     return 1 if summary.failures else 0
 
 
-def explore_one(seed: int, kinds: tuple[str, ...], shows_calls: bool) -> int:
+def explore_one(seed: int, names: tuple[str, ...], shows_calls: bool) -> int:
     """Repeats one seed in this process, so that a debugger can be there."""
     faulthandler.enable()
-    explored = explore(seed, kinds)
+    explored = explore(seed, names)
     if shows_calls:
         print("\n".join(explored.calls))
     print("\n".join(explored.failures) or f"seed {seed}: nothing wrong")

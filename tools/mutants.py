@@ -73,11 +73,11 @@ class ListError(Exception):
 class Killer:
     """A test that may notice a mutant: the words after `>`."""
 
-    kind: str  # "plain" and "thread": a program of tests/cpp; "pytest"
+    runner: str  # "plain" and "thread": a program of tests/cpp; "pytest"
     arguments: tuple[str, ...]
 
     def __str__(self) -> str:
-        return shlex.join((self.kind, *self.arguments))
+        return shlex.join((self.runner, *self.arguments))
 
 
 @dataclass(frozen=True)
@@ -167,8 +167,8 @@ def read_list(path: Path) -> Iterator[Mutant]:
             entry = {"name": head[1], "file": head[2], "quick": bool(head[3])}
             entry.update({key: [] for key in ("why", "-", "+", ">", "=")})
         elif line.startswith("> "):
-            kind, *arguments = shlex.split(line[2:])
-            (entry[">"] if entry else defaults).append(Killer(kind, tuple(arguments)))
+            runner, *arguments = shlex.split(line[2:])
+            (entry[">"] if entry else defaults).append(Killer(runner, tuple(arguments)))
         elif entry and line[:1] in ("-", "+", "="):
             entry[line[0]].append(line[2:])
         elif entry and line.strip() and not line.startswith("#"):
@@ -342,17 +342,17 @@ def load_sanitize(tree: Path) -> Any:
 def program_of(tool: Any, killer: Killer) -> Any:
     """The C++ program that a killer runs."""
     source = tool.TESTS / f"test_{killer.arguments[0]}.cpp"
-    return tool.Program(source, killer.kind, "", must_fail=False)
+    return tool.Program(source, killer.runner, "", must_fail=False)
 
 
 def build(tree: Path, killers: Iterable[Killer]) -> Any:
     """Builds what the killers need; the tree's tools/sanitize.py."""
     tool = load_sanitize(tree)
     used = set(killers)
-    programs = {program_of(tool, killer) for killer in used if killer.kind != "pytest"}
+    programs = {program_of(tool, killer) for killer in used if killer.runner != "pytest"}
     if programs:
         tool.build(sorted(programs, key=lambda program: program.path))
-    if any(killer.kind == "pytest" for killer in used):
+    if any(killer.runner == "pytest" for killer in used):
         subprocess.run(
             [sys.executable, "setup.py", "-q", "build_ext", "--inplace"],
             cwd=tree,
@@ -367,12 +367,12 @@ def build(tree: Path, killers: Iterable[Killer]) -> Any:
 
 def command_of(tree: Path, tool: Any, killer: Killer) -> list[str]:
     """The command of a killer in a tree."""
-    if killer.kind == "pytest":
+    if killer.runner == "pytest":
         file, *rest = killer.arguments
         options = ["-q", "-x", "--no-header", "-p", "no:cacheprovider"]
         return [sys.executable, "-m", "pytest", *options, f"tests/{file}", *rest]
     path = tree / "build" / "sanitize" / str(program_of(tool, killer).path)
-    prefix = ["setarch", "-R"] if killer.kind == "thread" and shutil.which("setarch") else []
+    prefix = ["setarch", "-R"] if killer.runner == "thread" and shutil.which("setarch") else []
     return [*prefix, str(path), "--stop", *killer.arguments[1:]]
 
 

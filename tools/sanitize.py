@@ -72,12 +72,12 @@ def programs(selection: list[str]) -> list[Program]:
             continue
         match = re.search(r"^// sanitize: (.+)$", source.read_text(), re.MULTILINE)
         for item in (match.group(1) if match else "address thread").split():
-            kind, _, defines = item.partition(":")
-            sanitizer = kind.removesuffix("-must-fail")
+            name, _, defines = item.partition(":")
+            sanitizer = name.removesuffix("-must-fail")
             if sanitizer not in FLAGS:
                 raise SystemExit(f"{source}: {item!r} is neither of {', '.join(FLAGS)}")
-            found.append(Program(source, sanitizer, defines, kind.endswith("-must-fail")))
-            if kind == "thread":
+            found.append(Program(source, sanitizer, defines, name.endswith("-must-fail")))
+            if name == "thread":
                 races = re.findall(r"^RACE\((\w+)\)", source.read_text(), re.MULTILINE)
                 found += [Program(source, sanitizer, defines, True, race) for race in races]
     return found

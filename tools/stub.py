@@ -24,8 +24,8 @@ def keywords() -> dict[str, list[str]]:
         text = path.read_text(encoding="utf-8")
         arguments: dict[str, list[str]] = {}
         for name, inside in re.findall(r"^EP_(\w+)\((.+?)\)", text, re.MULTILINE):
-            kind, argument, *default = inside.split(", ")
-            keyword = f"{argument}: {TYPES.get(kind, 'int')}{' = ...' if default else ''}"
+            c_type, argument, *default = inside.split(", ")
+            keyword = f"{argument}: {TYPES.get(c_type, 'int')}{' = ...' if default else ''}"
             arguments.setdefault(name, []).append(keyword)
         for call, names in re.findall(r"^//   (\w+) +([A-Z_]+(?:, [A-Z_]+)*)$", text, re.MULTILINE):
             found[call] = [keyword for name in names.split(", ") for keyword in arguments[name]]

@@ -38,7 +38,7 @@ void bind_constants(pybind11::module_& m) {
     };
     m.attr("NUM_RING_FIELDS") = kNumRingFields;
     m.attr("OPERATIONS") = list(kOperationNames);
-    m.attr("FAILURE_KINDS") = list(kFailureKindNames);
+    m.attr("FAILURE_REASONS") = list(kFailureReasonNames);
     m.attr("HANDLE_FAULTS") = list(kHandleFaultNames);
     m.attr("PHASE_SEND") = static_cast<int>(kPhaseSend);
     m.attr("PHASE_RECEIVE") = static_cast<int>(kPhaseReceive);

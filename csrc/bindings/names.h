@@ -7,8 +7,8 @@ inline constexpr const char* kOperationNames[] = {
 #define EP_OPERATION_NAME(value, name) name,
 #include "kernels/names.def"
 };
-inline constexpr const char* kFailureKindNames[] = {
-#define EP_FAILURE_KIND(value, name) name,
+inline constexpr const char* kFailureReasonNames[] = {
+#define EP_FAILURE_REASON(value, name) name,
 #include "kernels/names.def"
 };
 inline constexpr const char* kHandleFaultNames[] = {

@@ -58,7 +58,7 @@ py::object failure_dict(Runtime& runtime) {
     }
     if (!failure) return py::none();
     py::dict result;
-    result["kind"] = kFailureKindNames[static_cast<int>(failure->kind)];
+    result["reason"] = kFailureReasonNames[static_cast<int>(failure->reason)];
     result["operation"] = operation_name(static_cast<uint32_t>(failure->operation));
     result["op"] = failure->op;
     result["ranks"] = failure->ranks;
@@ -90,9 +90,9 @@ py::dict progress_dict(const Runtime& runtime) {
 }
 
 py::object handle_fault_tuple(const HandleFault& fault) {
-    if (fault.kind == HandleFault::kNone) return py::none();
+    if (fault.reason == HandleFault::kNone) return py::none();
     return py::make_tuple(
-        kHandleFaultNames[fault.kind], fault.place[0], fault.place[1], fault.expected);
+        kHandleFaultNames[fault.reason], fault.place[0], fault.place[1], fault.expected);
 }
 
 }  // namespace ep

@@ -10,7 +10,7 @@ namespace ep {
 // Runtime::take_failure(); None if there is none.
 pybind11::object failure_dict(Runtime& runtime);
 pybind11::dict progress_dict(const Runtime& runtime);
-// (kind, place, place, expected); None if there is none.
+// (reason, place, place, expected); None if there is none.
 pybind11::object handle_fault_tuple(const HandleFault& fault);
 
 }  // namespace ep

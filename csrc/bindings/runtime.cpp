@@ -164,19 +164,19 @@ void bind_runtime(py::module_& m) {
             "drift_ppm"_a)
         .def(
             "set_schedule",
-            [](Runtime& self, const std::string& kind, uint64_t seed) {
-                self.device().set_schedule(kind, seed);
+            [](Runtime& self, const std::string& policy, uint64_t seed) {
+                self.device().set_schedule(policy, seed);
             },
             py::kw_only(),
-            "kind"_a,
+            "policy"_a,
             "seed"_a)
         .def(
             "set_delivery",
-            [](Runtime& self, const std::string& kind, uint64_t seed) {
-                self.memory().set_delivery(kind, seed);
+            [](Runtime& self, const std::string& policy, uint64_t seed) {
+                self.memory().set_delivery(policy, seed);
             },
             py::kw_only(),
-            "kind"_a,
+            "policy"_a,
             "seed"_a)
         .def("set_launch_shape", &Runtime::set_launch_shape, py::kw_only(), "blocks"_a, "warps"_a)
         .def("now_ns", [](Runtime& self) { return self.device().now_ns(); }, Release());

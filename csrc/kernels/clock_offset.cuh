@@ -34,7 +34,7 @@ EP_KERNEL void clock_offset(const EP_GRID_CONSTANT ClockOffsetArgs args) {
                              first_number,
                              num_bounces,
                              open.deadline)) {
-            record_failure(common, open, FailureKind::kTimeout, partner);
+            record_failure(common, open, FailureReason::kTimeout, partner);
         }
         take_sample(workspace, partner, true);
     }

@@ -9,10 +9,10 @@
 
 namespace ep {
 
-// One thread. The first kind recorded in an operation stays.
+// One thread. The first reason recorded in an operation stays.
 EP_DEVICE void leave_record(const OperationArgs& args,
                             const OpenOperation& open,
-                            FailureKind kind,
+                            FailureReason reason,
                             int source) {
     FailureRecord* record = args.failure;
     record->operation = static_cast<Operation>(args.shape.operation);
@@ -23,19 +23,19 @@ EP_DEVICE void leave_record(const OperationArgs& args,
         record->expected_shape[i] = args.agreed(i);
     }
     store_relaxed<Scope::kSystem>(&record->ranks[source], 1u);
-    store_release<Scope::kSystem>(&record->kind, static_cast<uint32_t>(kind));
+    store_release<Scope::kSystem>(&record->reason, static_cast<uint32_t>(reason));
 }
 
 // One thread. Ends the operation on this rank.
 EP_DEVICE void record_failure(const OperationArgs& args,
                               const OpenOperation& open,
-                              FailureKind kind,
+                              FailureReason reason,
                               int source) {
     const auto first = compare_exchange_relaxed<Scope::kDevice>(
-        &args.workspace->failed, 0u, static_cast<uint32_t>(kind));
+        &args.workspace->failed, 0u, static_cast<uint32_t>(reason));
     if (first == 0) {
-        leave_record(args, open, kind, source);
-    } else if (first == static_cast<uint32_t>(kind)) {
+        leave_record(args, open, reason, source);
+    } else if (first == static_cast<uint32_t>(reason)) {
         store_relaxed<Scope::kSystem>(&args.failure->ranks[source], 1u);
     }
 }
@@ -70,7 +70,7 @@ EP_DEVICE void find_given_up(const OperationArgs& args, const OpenOperation& ope
         const size_t given_up = args.control.given_up(Series::kOperations, source);
         if (args.transport.newest(header) > open.op ||
             GivenUp::unpack(args.transport.newest(given_up)).contains(open.op))
-            record_failure(args, open, FailureKind::kAbandoned, source);
+            record_failure(args, open, FailureReason::kAbandoned, source);
     }
 }
 

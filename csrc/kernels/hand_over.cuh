@@ -46,7 +46,7 @@ EP_DEVICE bool meet_all(const OperationArgs& args, const OpenOperation& open) {
     for (int source = thread_index(); source < args.num_ranks(); source += num_threads()) {
         const uint64_t op = args.transport.poll(header(source) + offsetof(OpHeader, op));
         if (op == open.op && !agrees_in_shape(args, open, source))
-            record_failure(args, open, FailureKind::kMismatch, source);
+            record_failure(args, open, FailureReason::kMismatch, source);
     }
     if (has_failed(args)) return false;
     find_given_up(args, open);

@@ -102,11 +102,11 @@ struct HandleView {
 
 // The first thing in a handle that is not as dispatch left it.
 struct HandleFault {
-    enum Kind : int {
+    enum Reason : int {
 #define EP_HANDLE_FAULT(value, name) value,
 #include "kernels/names.def"
     };
-    Kind kind = kNone;
+    Reason reason = kNone;
     int64_t place[2] = {0, 0};  // index in the tensor, or the shape in the dispatch
     int64_t expected = 0;
 };

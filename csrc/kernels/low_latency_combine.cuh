@@ -133,7 +133,7 @@ EP_DEVICE void return_row(const CombineArgs& args,
         const size_t bytes = encoded ? message.log_bytes() : message.data_bytes();
         warp_sync();
         if (!encoded) copy_warp(data, x, bytes);
-        if (encoded) proof.kind = kRowLogFmt;
+        if (encoded) proof.encoding_or_token = kRowLogFmt;
         if (kVerify) {
             warp_sync();
             proof.sum = sum_row(data, bytes);
@@ -194,7 +194,7 @@ EP_DEVICE bool find_offsets(const CombineArgs& args,
             intact = intact && args.handle.is_intact(first_row + row, source);
     }
     if (!block_any(!intact)) return true;
-    record_failure(common, open, FailureKind::kHandle, common.rank());
+    record_failure(common, open, FailureReason::kHandle, common.rank());
     return false;
 }
 
@@ -269,7 +269,7 @@ EP_DEVICE void reduce_tile(
         const std::byte* row = rows + k * message.bytes();
         const std::byte* data = row + message.data_offset();
         const bool encoded =
-            kLogFormat && reinterpret_cast<const RowProof*>(row)->kind == kRowLogFmt;
+            kLogFormat && reinterpret_cast<const RowProof*>(row)->encoding_or_token == kRowLogFmt;
         prefetch_ahead(reinterpret_cast<const Vector*>(data) + tile.first);
         EP_UNROLL(kTile)
         for (int j = 0; j < kTile; ++j) {
@@ -314,7 +314,7 @@ EP_DEVICE void check_returned(const CombineArgs& args, const OpenOperation& open
         if (load_relaxed<Scope::kDevice>(&common.workspace->counts[expert]) !=
             args.handle.sent()[expert]) {
             record_failure(
-                common, open, FailureKind::kReturned, expert / common.map.num_local_experts());
+                common, open, FailureReason::kReturned, expert / common.map.num_local_experts());
         }
     }
 }
@@ -324,7 +324,7 @@ EP_DEVICE void check_entries(const CombineArgs& args, const OpenOperation& open,
     for (int k = thread_index(); k < args.num_topk; k += num_threads()) {
         const size_t entry = static_cast<size_t>(token) * args.num_topk + k;
         if (!args.handle.allows(entry, args.topk_idx[entry]))
-            record_failure(args.common, open, FailureKind::kHandle, args.common.rank());
+            record_failure(args.common, open, FailureReason::kHandle, args.common.rank());
     }
 }
 
@@ -338,7 +338,7 @@ EP_DEVICE void verify_token(const CombineArgs& args, const OpenOperation& open, 
         if (expert < 0) continue;
         const std::byte* row = common.transport.local(common.map.combined_row(open.half, token, k));
         const auto& proof = *reinterpret_cast<const RowProof*>(row);
-        const bool encoded = kLogFormat && proof.kind == kRowLogFmt;
+        const bool encoded = kLogFormat && proof.encoding_or_token == kRowLogFmt;
         const uint64_t sum = sum_row(row + message.data_offset(),
                                      encoded ? message.log_bytes() : message.data_bytes());
         const int source = static_cast<int>(expert) / common.map.num_local_experts();
@@ -378,7 +378,7 @@ EP_KERNEL void low_latency_combine(const EP_GRID_CONSTANT CombineArgs args) {
             if (args.handle.is_of(args.num_tokens, args.num_topk)) {
                 return_rows<kLogFormat, kVerify>(args, open, shared);
             } else {
-                record_failure(common, open, FailureKind::kHandle, common.rank());
+                record_failure(common, open, FailureReason::kHandle, common.rank());
             }
             announce_returns(args, open);
         }

@@ -181,7 +181,7 @@ EP_DEVICE void send_rows(const DispatchArgs& args,
         for (int k = warp_id(); k < args.num_topk; k += num_warps()) {
             const int64_t expert = experts[k];
             if (expert >= common.map.num_experts && elect_one())
-                leave_record(common, open, FailureKind::kIndex, common.rank());
+                leave_record(common, open, FailureReason::kIndex, common.rank());
             if (!is_selected(args, expert)) continue;
             const int dst = static_cast<int>(expert) / num_local_experts;
             const int local_expert = static_cast<int>(expert) % num_local_experts;
@@ -190,7 +190,7 @@ EP_DEVICE void send_rows(const DispatchArgs& args,
                     open.half, local_expert, common.rank(), positions[k], message.bytes());
                 common.transport.put_warp(dst, slot, row, message.bytes(), local_expert);
             } else if (elect_one()) {
-                leave_record(common, open, FailureKind::kIndex, common.rank());
+                leave_record(common, open, FailureReason::kIndex, common.rank());
             }
         }
         if (!elect_one()) continue;

@@ -54,7 +54,7 @@ struct OpShape {
     uint32_t num_max_tokens;
     uint32_t hidden;
     uint32_t num_experts;
-    uint16_t message_format;  // payload kind, so that the message size agrees
+    uint16_t message_format;  // of the payload, so that the message size agrees
     uint16_t operation;
 
     EP_HOST_DEVICE uint64_t word(int i) const {
@@ -181,12 +181,14 @@ enum RowEncoding : uint32_t { kRowBf16 = 0, kRowLogFmt = 1 };
 // What a row says about itself. Leads a combined row, where the logarithmic format needs the encoding
 // on the wire; follows a dispatched one. The rest is there if rows are verified, see verify.cuh.
 struct RowProof {
-    uint32_t kind;  // combined: RowEncoding; dispatched: the token
-    uint32_t op;    // low half of the operation's number
-    uint64_t sum;   // over the row's words
+    uint32_t encoding_or_token;  // combined: RowEncoding; dispatched: the token
+    uint32_t op;                 // low half of the operation's number
+    uint64_t sum;                // over the row's words
 
-    // kind and op, as they lie in memory
-    EP_HOST_DEVICE uint64_t first_word() const { return static_cast<uint64_t>(op) << 32 | kind; }
+    // encoding_or_token and op, as they lie in memory
+    EP_HOST_DEVICE uint64_t first_word() const {
+        return static_cast<uint64_t>(op) << 32 | encoding_or_token;
+    }
 };
 static_assert(sizeof(RowProof) == sizeof(Vector), "rows stay 16-byte aligned");
 constexpr uint16_t kVerifiedFormat = 0x100;  // in OpShape::message_format

@@ -75,7 +75,7 @@ EP_DEVICE bool wait_until_issued(const OperationArgs& args,
         return complete || load_relaxed<Scope::kDevice>(&args.workspace->failed) != 0;
     };
     if (!spin_until(look, open.deadline))
-        record_failure(args, open, FailureKind::kTimeout, args.rank());
+        record_failure(args, open, FailureReason::kTimeout, args.rank());
     return complete;
 }
 
@@ -117,7 +117,7 @@ EP_DEVICE bool find_header(const OperationArgs& args,
                    sight_of(args, word, is_first_look, state.begin_ns));
     }
     const bool disagrees = seen == open.op && !agrees_in_shape(args, open, source);
-    if (disagrees) record_failure(args, open, FailureKind::kMismatch, source);
+    if (disagrees) record_failure(args, open, FailureReason::kMismatch, source);
     if (disagrees || seen > open.op) store_relaxed<Scope::kBlock>(&state.hopeless, 1);
     add_relaxed<Scope::kBlock>(&state.headers_left, -1);
     return true;
@@ -138,7 +138,7 @@ EP_DEVICE bool find_count(const OperationArgs& args,
     const Sight sight = sight_of(args, offset, is_first_look, state.begin_ns);
     if (args.measures()) note_sight(&workspace->word_sight[index], sight);
     if (word.count == kRefusedCount) {
-        record_failure(args, open, FailureKind::kAbandoned, source);
+        record_failure(args, open, FailureReason::kAbandoned, source);
         store_relaxed<Scope::kBlock>(&state.hopeless, 1);
     }
     // Blocks that wait for the same word all write it.

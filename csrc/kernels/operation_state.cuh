@@ -8,14 +8,14 @@
 
 namespace ep {
 
-enum class FailureKind : uint32_t {
-#define EP_FAILURE_KIND(value, name) value,
+enum class FailureReason : uint32_t {
+#define EP_FAILURE_REASON(value, name) value,
 #include "kernels/names.def"
 };
 
 // Left in host-visible memory by a kernel that gives up.
 struct FailureRecord {
-    uint32_t kind;  // FailureKind
+    uint32_t reason;  // FailureReason
     Operation operation;
     uint64_t op;
     uint64_t waited_ns;

@@ -29,7 +29,7 @@ EP_DEVICE void check_row(const OperationArgs& args,
                          const RowProof& found,
                          int source) {
     if (proof.first_word() != found.first_word() || proof.sum != found.sum)
-        record_failure(args, open, FailureKind::kCorrupt, source);
+        record_failure(args, open, FailureReason::kCorrupt, source);
 }
 
 }  // namespace ep

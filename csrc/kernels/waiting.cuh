@@ -27,11 +27,11 @@ EP_DEVICE void name_missing(const OperationArgs& args,
                             const OpenOperation& open,
                             ForEachMissing for_each_missing) {
     for_each_missing([&](int source) {
-        if (is_gone(args, source)) record_failure(args, open, FailureKind::kTimeout, source);
+        if (is_gone(args, source)) record_failure(args, open, FailureReason::kTimeout, source);
     });
     if (has_failed(args)) return;
     for_each_missing(
-        [&](int source) { record_failure(args, open, FailureKind::kTimeout, source); });
+        [&](int source) { record_failure(args, open, FailureReason::kTimeout, source); });
 }
 
 // Block. Waits until a word of each source that `concerns` is at least the operation's number, or names

@@ -228,12 +228,12 @@ HandleFault Runtime::find_handle_fault(const HandleCall& call) const {
     const LowLatencyMap layout = map(call);
     const HandleView handle = HandleView::of(call.src_info, layout);
     const HandleHead& head = *handle.head();
-    if (head.op == 0) return {.kind = HandleFault::kNotReceived};
+    if (head.op == 0) return {.reason = HandleFault::kNotReceived};
     if (!handle.is_of(call.num_tokens, call.num_topk))
-        return {.kind = HandleFault::kTopkShape, .place = {head.num_tokens, head.num_topk}};
+        return {.reason = HandleFault::kTopkShape, .place = {head.num_tokens, head.num_topk}};
     for (int64_t entry = 0; entry < int64_t{call.num_tokens} * call.num_topk; ++entry) {
         if (handle.allows(entry, call.topk_idx[entry])) continue;
-        return {.kind = HandleFault::kTopkEntry,
+        return {.reason = HandleFault::kTopkEntry,
                 .place = {entry / call.num_topk, entry % call.num_topk},
                 .expected = handle.experts()[entry]};
     }
@@ -244,10 +244,10 @@ HandleFault Runtime::find_handle_fault(const HandleCall& call) const {
             const int pair = expert * layout.num_ranks + source;
             const RowRange range = RowRange::unpack(call.layout_range[pair]);
             if (!handle.is_intact(range, pair, end, layout))
-                return {.kind = HandleFault::kRange, .place = {expert, source}};
+                return {.reason = HandleFault::kRange, .place = {expert, source}};
             for (; end < range.end(); ++end) {
                 if (!handle.is_intact(first_row + end, source))
-                    return {.kind = HandleFault::kRow, .place = {expert, end}};
+                    return {.reason = HandleFault::kRow, .place = {expert, end}};
             }
         }
     }
@@ -336,10 +336,10 @@ std::optional<Failure> Runtime::take_failure() {
     const std::scoped_lock lock(mutex_);
     if (failure_ == nullptr) return std::nullopt;
     // A kernel may still be running. Pairs with the release at the end of record_failure().
-    const uint32_t kind = std::atomic_ref(failure_->kind).load(std::memory_order_acquire);
-    if (kind == 0) return std::nullopt;
+    const uint32_t reason = std::atomic_ref(failure_->reason).load(std::memory_order_acquire);
+    if (reason == 0) return std::nullopt;
     Failure failure{
-        .kind = static_cast<FailureKind>(kind),
+        .reason = static_cast<FailureReason>(reason),
         .operation = failure_->operation,
         .op = failure_->op,
         .waited_ns = failure_->waited_ns,
@@ -364,7 +364,7 @@ std::optional<Failure> Runtime::take_failure() {
         failure.given_up.push_back(
             GivenUp::unpack(word_at(control_.given_up(Series::kOperations, rank))).newest);
     }
-    failure_->kind = 0;
+    failure_->reason = 0;
     return failure;
 }
 

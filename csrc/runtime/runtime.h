@@ -40,7 +40,7 @@ struct Agreed {
 
 // What a kernel that gave up left behind.
 struct Failure {
-    FailureKind kind;
+    FailureReason reason;
     Operation operation;
     uint64_t op;
     uint64_t waited_ns;

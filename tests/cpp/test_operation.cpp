@@ -82,7 +82,7 @@ void finish_operation(OperatingRank& self, const OperationArgs& args, bool fails
         [&](const Transport&) {
             const OpenOperation open = current_operation(args);
             if (fails && thread_index() == 0)
-                record_failure(args, open, FailureKind::kCorrupt, args.rank());
+                record_failure(args, open, FailureReason::kCorrupt, args.rank());
             close_operation(args, open, [](int source) { return source; }, kRanks);
         },
         shape);
@@ -138,7 +138,7 @@ TEST(no_block_sends_when_a_rank_does_not_come_to_a_hand_over) {
         use_other_sizes(self);
         const Opened opened = open_operation(self, self.args(kHidden, kLateNs), 3);
         CHECK(opened.may_send == (std::array<int, 4>{}));
-        CHECK_EQUAL(self.failure->kind, static_cast<uint32_t>(FailureKind::kTimeout));
+        CHECK_EQUAL(self.failure->reason, static_cast<uint32_t>(FailureReason::kTimeout));
         CHECK_EQUAL(self.failure->ranks[kLate], 1u);
     });
 }
@@ -149,7 +149,7 @@ TEST(no_block_sends_when_a_rank_hands_over_to_another_layout) {
         const int hidden = rank == kLate ? 3 * kHidden : kHidden;
         const Opened opened = open_operation(self, self.args(hidden), 3);
         CHECK(opened.may_send == (std::array<int, 4>{}));
-        CHECK_EQUAL(self.failure->kind, static_cast<uint32_t>(FailureKind::kMismatch));
+        CHECK_EQUAL(self.failure->reason, static_cast<uint32_t>(FailureReason::kMismatch));
     });
 }
 

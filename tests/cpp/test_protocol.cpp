@@ -103,10 +103,10 @@ float to_float(bf16 value) { return static_cast<float>(ep::testing::value_of_bf1
 std::vector<Inputs> random_inputs(const Shape& shape, Random& random) {
     std::vector<Inputs> all(shape.num_ranks);
     for (Inputs& inputs : all) {
-        const int kind = random.between(0, 3);
-        inputs.num_tokens = kind == 0   ? 0
-                            : kind == 1 ? shape.num_max_tokens
-                                        : random.between(1, shape.num_max_tokens);
+        const int choice = random.between(0, 3);
+        inputs.num_tokens = choice == 0   ? 0
+                            : choice == 1 ? shape.num_max_tokens
+                                          : random.between(1, shape.num_max_tokens);
         inputs.x.resize(static_cast<size_t>(inputs.num_tokens) * shape.hidden);
         for (bf16& value : inputs.x) value = to_bf16(static_cast<float>(random.unit() * 8 - 4));
         for (int token = 0; token < inputs.num_tokens; ++token) {
@@ -395,16 +395,16 @@ void exchange_shapes(const Mode& mode, bool shaken) {
 }
 
 std::string text_of(const Failure& failure) {
-    std::string text = "kind " + std::to_string(static_cast<int>(failure.kind)) + " ranks";
+    std::string text = "reason " + std::to_string(static_cast<int>(failure.reason)) + " ranks";
     for (const int rank : failure.ranks) text += " " + std::to_string(rank);
     return text;
 }
 
 void check_failure(const std::optional<Failure>& failure,
-                   FailureKind kind,
+                   FailureReason reason,
                    const std::vector<int>& ranks) {
     CHECK(failure.has_value());
-    CHECK_THAT(failure->kind == kind && failure->ranks == ranks, text_of(*failure));
+    CHECK_THAT(failure->reason == reason && failure->ranks == ranks, text_of(*failure));
 }
 
 struct Handle {
@@ -693,13 +693,13 @@ TEST(a_missing_rank_is_named_by_the_others) {
     on_ranks(3, [&](int rank) {
         if (rank == 2) return;
         dispatch_nothing(group[rank], shape);
-        check_failure(group[rank].take_failure(), FailureKind::kTimeout, {2});
+        check_failure(group[rank].take_failure(), FailureReason::kTimeout, {2});
         CHECK(!group[rank].take_failure().has_value());
     });
     on_ranks(3, [&](int rank) {
         if (rank == 1) return;
         group[rank].barrier(0);
-        check_failure(group[rank].take_failure(), FailureKind::kTimeout, {1});
+        check_failure(group[rank].take_failure(), FailureReason::kTimeout, {1});
     });
 }
 
@@ -710,7 +710,7 @@ TEST(a_group_works_on_after_a_timeout) {
     on_ranks(3, [&](int rank) {
         if (rank == 1) return;
         dispatch_nothing(group[rank], shape);
-        check_failure(group[rank].take_failure(), FailureKind::kTimeout, {1});
+        check_failure(group[rank].take_failure(), FailureReason::kTimeout, {1});
     });
     // The late rank learns that the others have given this operation up, and all meet in the next.
     dispatch_nothing(group[1], shape);
@@ -729,7 +729,7 @@ TEST(ranks_that_disagree_are_named_and_the_group_works_on) {
         dispatch_nothing(group[rank], rank == 1 ? other : shape);
         const auto failure = group[rank].take_failure();
         check_failure(
-            failure, FailureKind::kMismatch, rank == 1 ? std::vector{0, 2} : std::vector{1});
+            failure, FailureReason::kMismatch, rank == 1 ? std::vector{0, 2} : std::vector{1});
         CHECK_EQUAL(failure->expected.shape.hidden, rank == 1 ? 256u : 128u);
         CHECK_EQUAL(failure->seen.shape.hidden, rank == 1 ? 128u : 256u);
     });
@@ -751,7 +751,7 @@ TEST(ranks_in_different_operations_are_named) {
             group[rank].low_latency_combine(call);
         }
         const auto failure = group[rank].take_failure();
-        check_failure(failure, FailureKind::kMismatch, {1 - rank});
+        check_failure(failure, FailureReason::kMismatch, {1 - rank});
         CHECK_EQUAL(failure->seen.shape.operation,
                     rank == 0 ? static_cast<uint16_t>(Operation::kCombine)
                               : static_cast<uint16_t>(Operation::kDispatch));
@@ -775,7 +775,7 @@ void check_news_end_the_wait(Tell tell, Check check) {
         const auto failure = group[rank].take_failure();
         CHECK(failure.has_value());
         check(*failure);
-        CHECK(failure->kind == FailureKind::kTimeout);
+        CHECK(failure->reason == FailureReason::kTimeout);
         CHECK(failure->waited_ns < kPatienceNs / 2);
     });
 }

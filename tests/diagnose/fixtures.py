@@ -11,9 +11,9 @@ from deep_ep.diagnose.core.causes import COMM_SLOW, COMP_SLOW, MIXED_SLOW
 from deep_ep.diagnose.core.diagnosis import (
     Bandwidth,
     Diagnosis,
-    Event,
     FloatArray,
     Measured,
+    Outlier,
     Timeline,
     Verdict,
 )
@@ -57,7 +57,7 @@ HOT = replace(
     LATE, kind=MIXED_SLOW, cause="hot experts", rank=3, effect_us=90.0, where="node0 cuda:3"
 )
 ALL_KINDS = (LATE, SLOW_PATH, HOT, NODE_PAIR, RAIL, UPLINK, EVERYWHERE)
-HICCUP = Event("dispatch", 1234, 3, 20_100.0)
+HICCUP = Outlier("dispatch", 1234, 3, 20_100.0)
 
 # A slice, because the smallest group lacks that rank.
 _LATE_COLUMN = np.s_[:, LATE_RANK : LATE_RANK + 1]

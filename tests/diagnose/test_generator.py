@@ -317,7 +317,7 @@ def test_a_hiccup_is_in_one_operation() -> None:
     assert added.pop(7) == pytest.approx(1_000_000, abs=5)
     assert max(added.values()) <= 5
     assert faulty.truth.keys == frozenset()
-    assert faulty.truth.events == {(7, 2)}
+    assert faulty.truth.outliers == {(7, 2)}
 
 
 @pytest.mark.parametrize(("share", "burst"), [(0.3, 1), (0.3, 20), (0.2, 10)])

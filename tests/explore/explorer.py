@@ -13,7 +13,7 @@ from deep_ep._cpu import RankDied
 from deep_ep.errors import EPError
 from explore.machine import Machine
 from explore.model import Model, Record
-from explore.program import KINDS, TIMEOUT_S, Program, draw_program
+from explore.program import DISTURBANCES, TIMEOUT_S, Program, draw_program
 from explore.rank import Rank
 
 
@@ -29,10 +29,10 @@ class Explored:
     calls: list[str] = field(default_factory=list)  # in the order in which they began
 
 
-def explore(seed: int, kinds: tuple[str, ...] = KINDS) -> Explored:
-    """Runs a seed's program, with disturbances of these kinds only."""
+def explore(seed: int, names: tuple[str, ...] = DISTURBANCES) -> Explored:
+    """Runs a seed's program, with disturbances of these names only."""
     torch.set_num_threads(1)
-    program = draw_program(seed, kinds)
+    program = draw_program(seed, names)
     machine = Machine(program.num_ranks, program.ranks_per_node, program.pace, seed)
     model = Model(program.num_ranks)
     ranks = [Rank(program, machine, model, rank) for rank in range(program.num_ranks)]
@@ -40,7 +40,7 @@ def explore(seed: int, kinds: tuple[str, ...] = KINDS) -> Explored:
         outcomes = machine.run(lambda rank: ranks[rank].run())
     explored = Explored(seed, len(model.calls), 0)
     for rank in ranks:
-        explored.injected.update(one.kind for one in rank.disturbed)
+        explored.injected.update(one.name for one in rank.disturbed)
     if machine.has_hung():
         explored.failures.append("somebody waited for ever")
     explored.failures += [
@@ -80,7 +80,7 @@ def judge(program: Program, model: Model, ranks: list[Rank]) -> list[str]:
     """Everything that should not have come of a program."""
     found = []
     disturbed_from = min(
-        (one.began_ns for rank in ranks for one in rank.disturbed if one.kind != "pause"),
+        (one.began_ns for rank in ranks for one in rank.disturbed if one.name != "pause"),
         default=None,
     )
     settled = {op for rank in ranks for ops in rank.settled for op in ops}

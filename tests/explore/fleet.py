@@ -54,7 +54,7 @@ class Seeds:
             return next(self._seeds, None) if time.monotonic() < self._until else None
 
 
-def explore_all(seeds: Seeds, kinds: tuple[str, ...], jobs: int) -> Summary:
+def explore_all(seeds: Seeds, names: tuple[str, ...], jobs: int) -> Summary:
     """Explores all seeds in `jobs` worker processes."""
     summary = Summary()
     lock = threading.Lock()
@@ -62,7 +62,7 @@ def explore_all(seeds: Seeds, kinds: tuple[str, ...], jobs: int) -> Summary:
     def serve() -> None:
         worker = None
         while (seed := seeds.take()) is not None:
-            worker = worker or _Worker(kinds)
+            worker = worker or _Worker(names)
             explored, is_alive = worker.explore(seed)
             if not is_alive:
                 worker = None
@@ -82,10 +82,10 @@ def explore_all(seeds: Seeds, kinds: tuple[str, ...], jobs: int) -> Summary:
 class _Worker:
     """A process that explores the seeds it is given, one after the other."""
 
-    def __init__(self, kinds: tuple[str, ...]) -> None:
+    def __init__(self, names: tuple[str, ...]) -> None:
         path = os.pathsep.join([str(TESTS.parent), str(TESTS)])
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "explore.fleet", ",".join(kinds)],
+            [sys.executable, "-m", "explore.fleet", ",".join(names)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -122,9 +122,9 @@ def main() -> None:
     """A worker: reads seeds, writes a line of JSON for each."""
     from explore.explorer import explore
 
-    kinds = tuple(kind for kind in sys.argv[1].split(",") if kind)
+    names = tuple(name for name in sys.argv[1].split(",") if name)
     for line in sys.stdin:
-        explored = explore(int(line), kinds)
+        explored = explore(int(line), names)
         explored.calls.clear()
         print(json.dumps(vars(explored)), flush=True)
 

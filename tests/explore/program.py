@@ -26,7 +26,7 @@ TIMEOUT_NS = round(TIMEOUT_S * 1e9)
 #   hook   it loses its receive hook
 #   lie    it combines with values changed in its handle, or with another topk_idx
 #   die    its process dies at some point of an operation; the program ends with it
-KINDS = ("pause", "stop", "copy", "link", "late", "sizes", "skip", "hook", "lie", "die")
+DISTURBANCES = ("pause", "stop", "copy", "link", "late", "sizes", "skip", "hook", "lie", "die")
 # Puts of the handle or of topk_idx that `lie` can change.
 LIES = ("token", "slot", "begin", "count", "negative", "expert")
 
@@ -45,7 +45,7 @@ class Pace:
 class Disturbance:
     """What happens to `rank` when its next operation has at least this number."""
 
-    kind: str
+    name: str  # of DISTURBANCES
     rank: int
     op: int
     points: int  # of the executor, until it stops or dies
@@ -119,8 +119,8 @@ class Program:
         return Call(sizes, dispatch, combine, draw.choice((0, 1, 1, 1, 1, 2)), draw.random() < 0.03)
 
 
-def draw_program(seed: int, kinds: tuple[str, ...] = KINDS) -> Program:
-    """The program of a seed, with disturbances of the given kinds only."""
+def draw_program(seed: int, names: tuple[str, ...] = DISTURBANCES) -> Program:
+    """The program of a seed, with disturbances of the given names only."""
     draw = random.Random(seed)
     num_ranks = draw.choice((1, 2, 2, 3, 3, 4, 4, 5, 6))
     longest_delivery_ns = draw.choice((1_000, 10_000, 100_000, 2 * MS))
@@ -150,12 +150,12 @@ def draw_program(seed: int, kinds: tuple[str, ...] = KINDS) -> Program:
     disturbances = []
     for episode in range(num_episodes):
         found: list[Disturbance] = []
-        if kinds and num_ranks > 1 and draw.random() < 0.7:
+        if names and num_ranks > 1 and draw.random() < 0.7:
             found = [
-                _draw_disturbance(draw, program, kinds) for _ in range(draw.choice((1, 1, 2, 3)))
+                _draw_disturbance(draw, program, names) for _ in range(draw.choice((1, 1, 2, 3)))
             ]
         if episode + 1 < num_episodes:
-            found = [one for one in found if one.kind != "die"]
+            found = [one for one in found if one.name != "die"]
         disturbances.append(tuple(found))
     return Program(**{**vars(program), "disturbances": tuple(disturbances)})
 
@@ -187,14 +187,14 @@ def _draw_sizes(draw: random.Random, num_ranks: int) -> Shape:
     )
 
 
-def _draw_disturbance(draw: random.Random, program: Program, kinds: tuple[str, ...]) -> Disturbance:
-    kind = draw.choice(kinds)
+def _draw_disturbance(draw: random.Random, program: Program, names: tuple[str, ...]) -> Disturbance:
+    name = draw.choice(names)
     pause_ns = round(TIMEOUT_NS * draw.choice((0.99, 1.01, 1.5, 3.5))) + draw.randrange(-MS, MS)
     return Disturbance(
-        kind=kind,
+        name=name,
         rank=draw.randrange(program.num_ranks),
         op=draw.randrange(program.episode_length),
         points=round(10 ** draw.uniform(0, 3)),
-        pause_ns=draw.randrange(TIMEOUT_NS // 4) if kind == "pause" else pause_ns,
+        pause_ns=draw.randrange(TIMEOUT_NS // 4) if name == "pause" else pause_ns,
         what=draw.choice(LIES),
     )

@@ -25,7 +25,7 @@ GOOD = 6
 class Disturbed(NamedTuple):
     """What this rank did or suffered, and when it began."""
 
-    kind: str
+    name: str  # of DISTURBANCES
     began_ns: int
 
 
@@ -96,7 +96,7 @@ class Rank:
         blocks, warps = setting.launch_shape
         native.set_launch_shape(blocks=blocks, warps=warps)
         if setting.schedule_seed is not None:
-            native.set_schedule(kind="random", seed=setting.schedule_seed)
+            native.set_schedule(policy="random", seed=setting.schedule_seed)
         native.set_clock_fault(offset_ns=setting.clock_offset_ns, drift_ppm=setting.clock_drift_ppm)
         if setting.slow_path is not None:
             self._slow_path(*setting.slow_path)
@@ -127,12 +127,12 @@ class Rank:
     def _pause(self) -> None:
         self.machine.sleep(self.draw.randrange(self.setting.longest_pause_ns + 1) + 1)
 
-    def _disturb(self, kind: str, op: int) -> Disturbance | None:
-        """The next disturbance of this kind, if it is due; it comes once."""
+    def _disturb(self, name: str, op: int) -> Disturbance | None:
+        """The next disturbance of this name, if it is due; it comes once."""
         for one in self.disturbances:
-            if one.kind == kind and op >= one.op:
+            if one.name == name and op >= one.op:
                 self.disturbances.remove(one)
-                self.disturbed.append(Disturbed(kind, self.machine.now_ns()))
+                self.disturbed.append(Disturbed(name, self.machine.now_ns()))
                 return one
         return None
 

@@ -91,7 +91,7 @@ class Device {
     // Faults and schedules belong to the host target.
     void delay(uint64_t ns);
     void set_clock_fault(int64_t offset_ns, double drift_ppm);
-    void set_schedule(const std::string& kind, uint64_t seed);
+    void set_schedule(const std::string& policy, uint64_t seed);
 
   private:
     void copy_to_host(void* to, const void* from, size_t bytes, cudaStream_t stream) const;

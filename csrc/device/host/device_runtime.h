@@ -102,9 +102,9 @@ class Device {
     void set_clock_fault(int64_t offset_ns, double drift_ppm) {
         executor_.clock().set_fault(offset_ns, drift_ppm);
     }
-    void set_schedule(const std::string& kind, uint64_t seed) {
-        executor_.set_schedule(kind == "random" ? host::make_random_schedule(seed)
-                                                : host::make_round_robin_schedule());
+    void set_schedule(const std::string& policy, uint64_t seed) {
+        executor_.set_schedule(policy == "random" ? host::make_random_schedule(seed)
+                                                  : host::make_round_robin_schedule());
     }
 
   private:

@@ -285,9 +285,9 @@ void Executor::release(Barrier& barrier) {
     if (barrier.waiting.empty()) barrier.waiting.swap(waiting);
 }
 
-void Executor::wait_in(Barrier& barrier, Waiting kind, const char* name, int id) {
+void Executor::wait_in(Barrier& barrier, Waiting waiting, const char* name, int id) {
     Fiber& fiber = *current_;
-    fiber.waiting = kind;
+    fiber.waiting = waiting;
     fiber.collective = name;
     fiber.barrier_id = id;
     barrier.waiting.push_back(&fiber);

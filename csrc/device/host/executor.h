@@ -132,7 +132,7 @@ class Executor {
     void switch_to_next(bool final);
     void release(Barrier& barrier);
     void release_block(Block& block);
-    void wait_in(Barrier& barrier, Waiting kind, const char* name, int id);
+    void wait_in(Barrier& barrier, Waiting waiting, const char* name, int id);
     void check_warp_at_exit(const Fiber& fiber);
     void order_memory_of_lanes(const Fiber& fiber, uint32_t mask);
     void idle();

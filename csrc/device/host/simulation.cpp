@@ -48,13 +48,13 @@ void Simulation::leave() {
 }
 
 void Simulation::push_seat(Seat& seat, uint64_t time_ns) {
-    events_.push({time_ns, num_events_++, seat.rank_, ++seat.turn_, -1, 0});
+    scheduled_.push({time_ns, num_scheduled_++, seat.rank_, ++seat.turn_, -1, 0});
 }
 
 void Simulation::run_next() {
     running_ = -1;
     while (true) {
-        if (events_.empty() || (!ended_ && events_.top().time_ns > options_.end_ns)) {
+        if (scheduled_.empty() || (!ended_ && scheduled_.top().time_ns > options_.end_ns)) {
             // Nothing can happen any more, or not in time: everybody who is left ends.
             const bool anybody = std::any_of(
                 seats_.begin(), seats_.end(), [](const auto& seat) { return !seat->left_; });
@@ -64,19 +64,19 @@ void Simulation::run_next() {
                 if (!seat->left_) push_seat(*seat, now_ns_);
             }
         }
-        const Event event = events_.top();
-        events_.pop();
-        if (event.seat < 0) {
-            now_ns_ = std::max(now_ns_, event.time_ns);
-            const Sender& sender = senders_[event.messages];
-            if (sender.messages != nullptr && event.time_ns <= seats_[sender.rank]->cut_off_ns_)
-                sender.messages->arrive(event.message);
+        const Scheduled next = scheduled_.top();
+        scheduled_.pop();
+        if (next.seat < 0) {
+            now_ns_ = std::max(now_ns_, next.time_ns);
+            const Sender& sender = senders_[next.messages];
+            if (sender.messages != nullptr && next.time_ns <= seats_[sender.rank]->cut_off_ns_)
+                sender.messages->arrive(next.message);
             continue;
         }
-        Seat& seat = *seats_[event.seat];
-        if (seat.left_ || event.turn != seat.turn_) continue;
-        now_ns_ = std::max(now_ns_, event.time_ns);
-        running_ = event.seat;
+        Seat& seat = *seats_[next.seat];
+        if (seat.left_ || next.turn != seat.turn_) continue;
+        now_ns_ = std::max(now_ns_, next.time_ns);
+        running_ = next.seat;
         seat.may_run_.notify_one();
         return;
     }
@@ -94,7 +94,7 @@ void Simulation::remove(int id) {
 }
 
 void Simulation::schedule_arrival(int messages, uint64_t id, uint64_t time_ns) {
-    events_.push({time_ns, num_events_++, -1, 0, messages, id});
+    scheduled_.push({time_ns, num_scheduled_++, -1, 0, messages, id});
 }
 
 void Simulation::signal(int rank) {

@@ -1,7 +1,7 @@
 // A group of ranks as one deterministic simulation: every rank keeps its OS thread, but only one of
 // them runs at a time, and the time is virtual.
 //
-// Events (a rank goes on, a message arrives) are worked off in the order of their times. A rank that
+// What is scheduled (a rank goes on, a message arrives) is worked off in the order of time. A rank that
 // gives way says when it wants to go on; how long the steps between take is drawn from the seed, and
 // from that follows who is ahead of whom. So a seed repeats exactly, ranks run at the same virtual time
 // as though each had a core of its own, and waiting costs nothing: when all ranks wait, the time is that
@@ -87,7 +87,7 @@ class Seat {
     bool dead_ = false;
     bool waits_ = false;     // for a signal
     bool has_mail_ = false;  // a signal came since the last wait
-    uint64_t turn_ = 0;      // of its events only the newest counts
+    uint64_t turn_ = 0;      // of those scheduled only the newest counts
     uint64_t points_to_step_ = 0;
     uint64_t points_to_stop_ = kNever;
     uint64_t stop_ns_ = 0;
@@ -124,14 +124,14 @@ class Simulation : public std::enable_shared_from_this<Simulation> {
 
   private:
     friend class Seat;
-    struct Event {
+    struct Scheduled {
         uint64_t time_ns;
         uint64_t number;  // of two at the same time, the one asked for first
         int seat;         // -1: a message arrives
         uint64_t turn;
         int messages;
         uint64_t message;
-        bool operator>(const Event& other) const {
+        bool operator>(const Scheduled& other) const {
             return time_ns != other.time_ns ? time_ns > other.time_ns : number > other.number;
         }
     };
@@ -141,7 +141,7 @@ class Simulation : public std::enable_shared_from_this<Simulation> {
     };
 
     void push_seat(Seat& seat, uint64_t time_ns);
-    // Works off events until one is a rank's, and lets that rank run.
+    // Works off what is scheduled until one is a rank's, and lets that rank run.
     void run_next();
 
     SimulationOptions options_;
@@ -149,8 +149,8 @@ class Simulation : public std::enable_shared_from_this<Simulation> {
     std::mutex mutex_;
     std::vector<std::unique_ptr<Seat>> seats_;
     std::vector<Sender> senders_;
-    std::priority_queue<Event, std::vector<Event>, std::greater<>> events_;
-    uint64_t num_events_ = 0;
+    std::priority_queue<Scheduled, std::vector<Scheduled>, std::greater<>> scheduled_;
+    uint64_t num_scheduled_ = 0;
     // Far from zero, as rank clocks are.
     uint64_t now_ns_ = 1'000'000'000'000ull;
     int num_entered_ = 0;

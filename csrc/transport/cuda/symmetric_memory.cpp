@@ -18,14 +18,14 @@ using cuda_target::check;
 using cuda_target::DeviceGuard;
 
 #if defined(EP_WITH_NVSHMEM)
-constexpr char kKind[8] = "epnvsh1";
+constexpr char kMagic[8] = "epnvsh1";
 #else
-constexpr char kKind[8] = "epcuda1";
+constexpr char kMagic[8] = "epcuda1";
 #endif
 
 // What ranks tell each other through the group, as plain bytes.
 struct Handle {
-    char kind[sizeof(kKind)];
+    char magic[sizeof(kMagic)];
     uint64_t process;  // random, one per process
     char host[40];     // boot id: the same in all containers of a machine
     char gpu[16];      // UUID
@@ -65,7 +65,7 @@ std::string boot_id() {
 
 Handle parse_handle(const std::string& text, int rank, size_t expected_bytes) {
     Handle handle;
-    if (text.size() != sizeof(handle) || std::memcmp(text.data(), kKind, sizeof(kKind)) != 0) {
+    if (text.size() != sizeof(handle) || std::memcmp(text.data(), kMagic, sizeof(kMagic)) != 0) {
         throw std::runtime_error(
             "connect: the handle of rank " + std::to_string(rank) +
             " comes from another module than this rank's; all ranks must use the same backend.");
@@ -168,7 +168,7 @@ SymmetricMemory::~SymmetricMemory() {
 std::string SymmetricMemory::local_handle() const {
     const DeviceGuard guard(device_.index());
     Handle handle{};
-    std::memcpy(handle.kind, kKind, sizeof(kKind));
+    std::memcpy(handle.magic, kMagic, sizeof(kMagic));
     handle.process = process_token();
     boot_id().copy(handle.host, sizeof(handle.host) - 1);
     cudaDeviceProp properties;

@@ -34,7 +34,7 @@ class SymmetricMemory {
 
     // Faults belong to the host target.
     void set_path_fault(int dst, uint64_t delay_ns, double bytes_per_s);
-    void set_delivery(const std::string& kind, uint64_t seed);
+    void set_delivery(const std::string& policy, uint64_t seed);
 
   private:
     size_t total_bytes() const { return options_.control_bytes + options_.data_bytes; }

@@ -15,7 +15,7 @@
 namespace ep::host {
 namespace {
 
-constexpr char kKind[sizeof(MemoryHandle::kind)] = "epcpu-1";
+constexpr char kMagic[sizeof(MemoryHandle::magic)] = "epcpu-1";
 constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
 
 // The token lies behind what the caller asked for.
@@ -161,14 +161,14 @@ SharedMemory::SharedMemory(size_t bytes)
 }
 
 std::string SharedMemory::handle() const {
-    MemoryHandle handle{.kind = {},
+    MemoryHandle handle{.magic = {},
                         .bytes = bytes_,
                         .token = token_,
                         .pid_namespace = pid_namespace(),
                         .process = process_number(),
                         .descriptor = descriptor_.number(),
                         .server = server_ ? server_->name() : Token{}};
-    std::memcpy(handle.kind, kKind, sizeof(kKind));
+    std::memcpy(handle.magic, kMagic, sizeof(kMagic));
     return {reinterpret_cast<const char*>(&handle), sizeof(handle)};
 }
 
@@ -183,7 +183,7 @@ void SharedMemory::release_handle() {
 
 MemoryHandle parse_handle(const std::string& text, int rank, size_t bytes) {
     MemoryHandle handle;
-    if (text.size() != sizeof(handle) || std::memcmp(text.data(), kKind, sizeof(kKind)) != 0) {
+    if (text.size() != sizeof(handle) || std::memcmp(text.data(), kMagic, sizeof(kMagic)) != 0) {
         throw std::runtime_error("connect: the handle of rank " + std::to_string(rank) +
                                  " is not one of the cpu backend of this version; all ranks must "
                                  "use the same. Install one version on all ranks.");

@@ -22,7 +22,7 @@ namespace ep::host {
 
 // What another rank needs to map a memory. Crosses the group as bytes.
 struct MemoryHandle {
-    char kind[8];
+    char magic[8];
     uint64_t bytes;
     Token token;             // random; lies in the memory as well
     uint64_t pid_namespace;  // in which `process` is meant

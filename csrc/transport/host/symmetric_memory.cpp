@@ -68,8 +68,8 @@ void SymmetricMemory::set_path_fault(int dst, uint64_t delay_ns, double bytes_pe
     link_->set_path_fault(dst, delay_ns, bytes_per_s);
 }
 
-void SymmetricMemory::set_delivery(const std::string& kind, uint64_t seed) {
-    reorder_seed_ = kind == "random" ? std::optional(seed) : std::nullopt;
+void SymmetricMemory::set_delivery(const std::string& policy, uint64_t seed) {
+    reorder_seed_ = policy == "random" ? std::optional(seed) : std::nullopt;
     if (link_) link_->set_reorder(reorder_seed_);
 }
 

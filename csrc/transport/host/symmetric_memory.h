@@ -34,7 +34,7 @@ class SymmetricMemory {
     Transport transport() const;
 
     void set_path_fault(int dst, uint64_t delay_ns, double bytes_per_s);
-    void set_delivery(const std::string& kind, uint64_t seed);
+    void set_delivery(const std::string& policy, uint64_t seed);
 
   private:
     host::PeerMemory peer_memory(std::byte* base) const;

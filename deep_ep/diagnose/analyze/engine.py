@@ -29,7 +29,7 @@ from .baseline import History
 from .estimates import estimate_kinds
 from .finding import Found
 from .intermittent import late_at_times
-from .outliers import events
+from .outliers import outliers
 from .path_rules import path_remarks, slow_paths, slower_than_before
 from .rank_rules import early_receivers, hot_experts, late_ranks
 from .silent_ranks import late_and_silent
@@ -59,7 +59,7 @@ def judge(
     kinds = _estimate(matrices, thresholds)
     found = _causes(kinds, history)
     judged, savings_us = _savings(kinds, found)
-    seen = [event for kind in kinds for event in events(kind.e, kind.floor)]
+    seen = [outlier for kind in kinds for outlier in outliers(kind.e, kind.floor)]
     place = next(iter(matrices.values())).place if matrices else None
     return Diagnosis(
         measured={kind: m.measured() for kind, m in matrices.items()},
@@ -69,7 +69,7 @@ def judge(
             *_clock_remarks(kinds),
             *(remark for kind in kinds for remark in path_remarks(kind)),
         ],
-        events=sorted(seen, key=lambda event: -event.effect_us),
+        events=sorted(seen, key=lambda outlier: -outlier.effect_us),
         hosts=place.hosts if place else (),
         devices=place.devices if place else (),
         nodes=tuple(place.nodes.tolist()) if place else (),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..core.diagnosis import Event
+from ..core.diagnosis import Outlier
 from ..core.robust_stats import median, median_of, scale
 from .estimates import Estimates
 
@@ -13,7 +13,7 @@ _SPREADS = 20.0
 _MOST = 5
 
 
-def events(e: Estimates, floor_ns: float) -> list[Event]:
+def outliers(e: Estimates, floor_ns: float) -> list[Outlier]:
     """The largest hiccups: the rank's own clock shows it, and most others waited for it.
 
     Args:
@@ -36,5 +36,5 @@ def events(e: Estimates, floor_ns: float) -> list[Event]:
         first, second = m.last_arrival[at, waited, 0], m.last_arrival[at, waited, 1]
         lead = median_of(first - np.maximum(np.nan_to_num(second), 0.0))
         if lead > floor_ns:
-            found.append(Event(e.operation, int(m.ops[at]), rank, lead / 1e3))
-    return sorted(found, key=lambda event: -event.effect_us)[:_MOST]
+            found.append(Outlier(e.operation, int(m.ops[at]), rank, lead / 1e3))
+    return sorted(found, key=lambda outlier: -outlier.effect_us)[:_MOST]

@@ -114,7 +114,7 @@ def _only_operation(record: Record, operation: str) -> Record:
             diagnosis,
             measured={operation: diagnosis.measured[operation]},
             verdicts=[v for v in diagnosis.verdicts if v.operation == operation],
-            events=[e for e in diagnosis.events if e.operation == operation],
+            events=[one for one in diagnosis.events if one.operation == operation],
         ),
     )
 

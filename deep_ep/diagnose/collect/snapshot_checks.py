@@ -178,7 +178,7 @@ def without_contradictions(
 
     Returns:
         None where so many contradict themselves that the others are not believed, or sums do; and
-        a remark, "" where all is well.
+        a note, "" where all is well.
     """
     if (why := _impossible_sums(counters)) is not None:
         return None, f"its sums are impossible ({why}); left out"

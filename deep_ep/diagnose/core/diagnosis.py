@@ -1,4 +1,4 @@
-"""What a diagnosis says: verdicts, events, remarks, and the measured numbers beside them. Plain data.
+"""What a diagnosis says: verdicts, outliers, notes, and the measured numbers beside them. Plain data.
 
 Rows of every matrix wait, columns are waited for. What is not known is NaN, never zero.
 """
@@ -61,7 +61,7 @@ class Verdict:
     Exactly one of `rank`, `edge`, `node`, `nodes` and `rail` is set, or none where everything is slow.
 
     Attributes:
-        kind: COMP_SLOW, COMM_SLOW or MIXED_SLOW.
+        kind: its class: COMP_SLOW, COMM_SLOW or MIXED_SLOW.
         cause: one of `causes.Cause`; from a record of a later version, any text.
         operation: "dispatch", "combine", or a kind of the normal kernels.
         rank: the rank named, or None.
@@ -118,12 +118,12 @@ class Verdict:
 
     @property
     def key(self) -> tuple[str, Subject]:
-        """(kind, subject), to compare with `faults.expected_verdicts`."""
+        """(class, subject), to compare with `faults.expected_verdicts`."""
         return self.kind, self.subject
 
 
 @dataclass(frozen=True)
-class Event:
+class Outlier:
     """One operation in which everybody waited for one rank: a single hiccup, not a cause.
 
     Attributes:
@@ -225,8 +225,8 @@ class Diagnosis:
     Attributes:
         measured: per operation kind.
         verdicts: causes of waiting, the largest effect first; empty: no anomaly.
-        remarks: what could not be judged, and why; a sentence each.
-        events: single operations that stood out, the largest first.
+        remarks: notes on what could not be judged, and why; a sentence each.
+        events: outliers, the largest first.
         hosts: host name per rank, "" where the rank is missing, "?" where it is not known (matrices
             from elsewhere).
         devices: local device index per rank, -1 where the rank is missing.
@@ -240,7 +240,7 @@ class Diagnosis:
     measured: Mapping[str, Measured]
     verdicts: Sequence[Verdict]
     remarks: Sequence[str]
-    events: Sequence[Event] = ()
+    events: Sequence[Outlier] = ()
     hosts: tuple[str, ...] = ()
     devices: tuple[int, ...] = ()
     nodes: tuple[int, ...] = ()
@@ -255,5 +255,5 @@ class Diagnosis:
 
     @property
     def keys(self) -> set[tuple[str, Subject]]:
-        """(kind, subject) of every verdict, to compare with `faults.expected_verdicts`."""
+        """(class, subject) of every verdict, to compare with `faults.expected_verdicts`."""
         return {verdict.key for verdict in self.verdicts}

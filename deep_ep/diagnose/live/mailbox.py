@@ -214,8 +214,8 @@ def _goodbye(rank: int) -> str:
     return f"goodbye/{rank}"
 
 
-def _key(kind: str, number: int, rank: int) -> str:
-    return f"{kind}/{number}/{rank}"
+def _key(type_: str, number: int, rank: int) -> str:
+    return f"{type_}/{number}/{rank}"
 
 
 def open_mailbox(group: Group, name: str) -> Mailbox:

@@ -85,11 +85,11 @@ def encode(message: Any) -> bytes:
     return bytes(out)
 
 
-def decode(kind: type[T], data: bytes, where: str, *, num_ranks: int) -> T:
+def decode(cls: type[T], data: bytes, where: str, *, num_ranks: int) -> T:
     """What `encode` wrote. Arrays are read only; texts are printable.
 
     Args:
-        kind: the dataclass.
+        cls: the dataclass.
         data: the bytes.
         where: whose message it is, for the error.
         num_ranks: length of sides of arrays that are called "num_ranks".
@@ -98,10 +98,10 @@ def decode(kind: type[T], data: bytes, where: str, *, num_ranks: int) -> T:
         EPArgumentError: the bytes are no such message, or too many.
     """
     try:
-        value: T = _decode(_codec(kind), data, num_ranks)
+        value: T = _decode(_codec(cls), data, num_ranks)
     except _NotOurs as wrong:
         raise EPArgumentError(
-            f"{where}: the message of {len(data)} bytes {wrong}; expected a {kind.__name__} of this version "
+            f"{where}: the message of {len(data)} bytes {wrong}; expected a {cls.__name__} of this version "
             f"of deep_ep, at most {LARGEST_MESSAGE} bytes. Run the same version on all ranks, and let "
             "nobody else write to the store of the job."
         ) from None
@@ -150,9 +150,9 @@ def _made_codec(hint: Hashable) -> _Codec:
     return _of_mapping(hint, None)
 
 
-def _of_dataclass(kind: Any) -> _Codec:
-    hints = typing.get_type_hints(kind, include_extras=True)
-    inner = [(f.name, _codec(hints[f.name])) for f in fields(kind)]
+def _of_dataclass(cls: Any) -> _Codec:
+    hints = typing.get_type_hints(cls, include_extras=True)
+    inner = [(f.name, _codec(hints[f.name])) for f in fields(cls)]
 
     def write(out: bytearray, value: Any) -> None:
         for name, codec in inner:
@@ -161,10 +161,10 @@ def _of_dataclass(kind: Any) -> _Codec:
     def read(message: _Message, sides: dict[str, int]) -> Any:
         # Sides are of one length within an object, and another in the next.
         own = dict(sides)
-        return kind(*(codec.read(message, own) for _, codec in inner))
+        return cls(*(codec.read(message, own) for _, codec in inner))
 
     names = ", ".join(f"{name}: {codec.layout}" for name, codec in inner)
-    return _Codec(f"{kind.__name__}({names})", write, read)
+    return _Codec(f"{cls.__name__}({names})", write, read)
 
 
 def _of_array(scalar: Any, sides: tuple[Any, ...]) -> _Codec:

@@ -55,9 +55,9 @@ class Changes:
         """Those that were not made before, or only with other numbers in them."""
         new = []
         for remark in remarks:
-            kind = re.sub(r"\d[\d.,:]*", "0", remark) if whatever_the_numbers else remark
-            if kind not in self._remarks:
-                self._remarks.add(kind)
+            pattern = re.sub(r"\d[\d.,:]*", "0", remark) if whatever_the_numbers else remark
+            if pattern not in self._remarks:
+                self._remarks.add(pattern)
                 new.append(remark)
         return new
 

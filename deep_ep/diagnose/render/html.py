@@ -34,7 +34,7 @@ _ROUNDED_BITS = 8
 # Longer tables hide what matters; the matrices hold the rest.
 _SLOWEST = 3
 _MOST_RANKS = 64
-_MOST_EVENTS = 50
+_MOST_OUTLIERS = 50
 
 Element = ElementTree.Element
 
@@ -135,7 +135,7 @@ def _page(
         _add(section, "p", f"{names[index]}: {_about(diagnosis)}", **{"class": "about"})
         _add_headlines(section, diagnosis)
         _add_verdicts(section, diagnosis)
-        _add_events(section, diagnosis)
+        _add_outliers(section, diagnosis)
         _add_remarks(section, diagnosis)
     _add_pictures(body)
     for index, diagnosis in enumerate(diagnoses):
@@ -326,15 +326,15 @@ def _runs(ranks: Sequence[int]) -> list[range]:
     return runs
 
 
-def _add_events(section: Element, diagnosis: Diagnosis) -> None:
+def _add_outliers(section: Element, diagnosis: Diagnosis) -> None:
     if not diagnosis.events:
         return
     _add(section, "h2", "Single operations that stood out")
     items = _add(section, "ul")
-    for event in diagnosis.events[:_MOST_EVENTS]:
-        _add(items, "li", wording.event(diagnosis, event))
-    if len(diagnosis.events) > _MOST_EVENTS:
-        _add(items, "li", f"and {len(diagnosis.events) - _MOST_EVENTS} more")
+    for outlier in diagnosis.events[:_MOST_OUTLIERS]:
+        _add(items, "li", wording.outlier(diagnosis, outlier))
+    if len(diagnosis.events) > _MOST_OUTLIERS:
+        _add(items, "li", f"and {len(diagnosis.events) - _MOST_OUTLIERS} more")
 
 
 def _add_remarks(section: Element, diagnosis: Diagnosis) -> None:

@@ -36,7 +36,7 @@ _CALM_US = {"cuda": 10.0, "cpu": 100.0, "": 10.0}
 # Green, yellow, red, each dark enough for white and light enough for black text.
 _RAMP = ((46, 160, 67), (219, 187, 40), (215, 58, 45))
 # Of the ends of a list so many are named, and so many of single operations.
-_NAMED, _MOST_EVENTS = 3, 5
+_NAMED, _MOST_OUTLIERS = 3, 5
 
 
 def report(diagnosis: Diagnosis, console: Console | None = None) -> None:
@@ -55,7 +55,12 @@ def render(diagnosis: Diagnosis, console: Console) -> RenderableType:
     sections: list[list[RenderableType]] = []
     if diagnosis.num_ranks > 1:
         sections += [[_heatmap(diagnosis, m, console)] for m in diagnosis.measured.values()]
-    sections += [*_causes(diagnosis), _events(diagnosis), _notes(diagnosis), _bandwidths(diagnosis)]
+    sections += [
+        *_causes(diagnosis),
+        _outliers(diagnosis),
+        _notes(diagnosis),
+        _bandwidths(diagnosis),
+    ]
     parts: list[RenderableType] = []
     for section in sections:
         if section:
@@ -136,12 +141,12 @@ def _durations(verdicts: Sequence[Verdict]) -> str:
     return f"; now {', '.join(now)}" if now else ""
 
 
-def _events(diagnosis: Diagnosis) -> list[RenderableType]:
+def _outliers(diagnosis: Diagnosis) -> list[RenderableType]:
     if not diagnosis.events:
         return []
-    told = [wording.event(diagnosis, event) for event in diagnosis.events[:_MOST_EVENTS]]
-    if len(diagnosis.events) > _MOST_EVENTS:
-        told.append(f"and {len(diagnosis.events) - _MOST_EVENTS} more")
+    told = [wording.outlier(diagnosis, outlier) for outlier in diagnosis.events[:_MOST_OUTLIERS]]
+    if len(diagnosis.events) > _MOST_OUTLIERS:
+        told.append(f"and {len(diagnosis.events) - _MOST_OUTLIERS} more")
     heading = Text("single operations, not causes:", style="bold")
     return [heading, *(_Hanging(Text(text), 4, first=2) for text in told)]
 

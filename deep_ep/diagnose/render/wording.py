@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from ..core import quantities
 from ..core.causes import CAUSES, TITLES, CauseRow
-from ..core.diagnosis import Diagnosis, Event, Subject, Verdict
+from ..core.diagnosis import Diagnosis, Outlier, Subject, Verdict
 
 # The host of ranks in matrices from elsewhere.
 UNKNOWN_HOST = "?"
@@ -166,7 +166,7 @@ def evidence(verdict: Verdict) -> str:
     return ", ".join(told)
 
 
-def event(diagnosis: Diagnosis, found: Event) -> str:
+def outlier(diagnosis: Diagnosis, found: Outlier) -> str:
     """One operation that stood out, as a sentence."""
     return (
         f"{found.operation} {found.number}: everybody waited {quantities.microseconds(found.effect_us)} longer "
@@ -189,13 +189,13 @@ def headlines(diagnosis: Diagnosis) -> list[str]:
 
 
 def undecided(diagnosis: Diagnosis) -> list[str]:
-    """Remarks that are the answer, where there is no verdict."""
+    """Notes that are the answer, where there is no verdict."""
     said = [remark for remark in diagnosis.remarks if "undecided" in remark]
     return [] if diagnosis.verdicts else said
 
 
 def notes(diagnosis: Diagnosis) -> list[str]:
-    """The other remarks."""
+    """The other notes."""
     answers = undecided(diagnosis)
     return [remark for remark in diagnosis.remarks if remark not in answers]
 

@@ -24,7 +24,7 @@ class Log(Sequence[Record]):
 
     Attributes:
         records: what could be read; of a large file they are read again each time they are asked for.
-        remarks: what could not, a sentence each.
+        remarks: notes on what could not, a sentence each.
     """
 
     records: Sequence[Record]
@@ -102,7 +102,7 @@ def read(path: Path | str) -> Log:
         path: a file, or a folder with `diagnose-*.jsonl` files.
 
     Returns:
-        The records, with a remark for each line that is cut off; such lines are left out.
+        The records, with a note for each line that is cut off; such lines are left out.
 
     Raises:
         EPArgumentError: nothing is there, or a line is not a record of this version; names file, line

@@ -37,7 +37,7 @@ class Follower:
     _positions: dict[Path, _Position] = field(default_factory=dict)
 
     def catch_up(self) -> Iterator[Log]:
-        """The records that came since the last call, some at a time, and remarks about lines that are none.
+        """The records that came since the last call, some at a time, and notes about lines that are none.
 
         Raises:
             OSError: a file cannot be read.

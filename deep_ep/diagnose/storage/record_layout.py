@@ -18,9 +18,9 @@ from ..core.causes import COMM_SLOW, COMP_SLOW, MIXED_SLOW
 from ..core.diagnosis import (
     Bandwidth,
     Diagnosis,
-    Event,
     FloatArray,
     Measured,
+    Outlier,
     Timeline,
     Verdict,
 )
@@ -72,8 +72,8 @@ def _int64(values: list[int]) -> Any:
     return np.array(values, dtype=np.int64)
 
 
-EVENT = Object(
-    Event,
+OUTLIER = Object(
+    Outlier,
     (TEXT, "operation"),
     (_COUNT, "number"),
     (_RANK, "rank"),
@@ -189,7 +189,7 @@ RECORD = Object(
     (Word(("stamps", "waits")), "source"),
     (Maybe(Numbering(_RANK, "num_ranks", of="block")), "block_of"),
     (List(VERDICT), "verdicts"),
-    (List(EVENT), "events"),
+    (List(OUTLIER), "events"),
     (List(TEXT), "remarks"),
     (MappingOf(_TIME_US), "savings_us"),
     (List(MEASURED, most=_MOST_KINDS), "measured"),

@@ -288,13 +288,13 @@ def test_the_saving_is_what_the_operation_gains_without_the_cause() -> None:
     assert sum(v.saving_us for v in alone) / 2 == pytest.approx(window.saving_us, rel=0.1)
 
 
-def test_a_single_hiccup_is_an_event_and_not_a_verdict() -> None:
+def test_a_single_hiccup_is_an_outlier_and_not_a_verdict() -> None:
     snapshots = simulate(GPU, 8, 32, [Hiccup(2, 31, 5e-3)], seed=11)
     found = diagnose.judge(diagnose.gather(snapshots))
     assert found.verdicts == []
-    (event,) = found.events
-    assert (event.operation, event.number, event.rank) == ("dispatch", 31, 2)
-    assert event.effect_us == pytest.approx(5_000, rel=0.05)
+    (outlier,) = found.events
+    assert (outlier.operation, outlier.number, outlier.rank) == ("dispatch", 31, 2)
+    assert outlier.effect_us == pytest.approx(5_000, rel=0.05)
 
 
 def test_what_slows_everything_is_found_in_the_groups_own_history() -> None:
@@ -450,7 +450,7 @@ def test_verdicts_take_one_operation_kind_as_well() -> None:
     assert [v.key for v in verdicts(matrices["combine"])] == [("comp-slow", 3)]
 
 
-def test_a_missing_rank_is_remarked_and_the_others_are_judged() -> None:
+def test_a_missing_rank_is_noted_and_the_others_are_judged() -> None:
     snapshots = simulate(CPU, 8, NUM_ROUNDS, [SlowRank(3, 5e-3)], seed=11)
     found = diagnose.judge(diagnose.gather([s for s in snapshots if s.rank != 6]))
     assert found.keys == {("comp-slow", 3)}

@@ -247,7 +247,7 @@ class Truth:
     """What is the matter in one window.
 
     Attributes:
-        keys: (kind, subject) of the lasting causes that the other ranks show, as
+        keys: (class, subject) of the lasting causes that the other ranks show, as
             `faults.expected_verdicts` has them; of ingress, egress, early ranks: the rank; of node
             pairs ("nodes", source, destination); of rails ("rail", index); of what leaves or enters
             a node ("node", node, "uplink" or "downlink").
@@ -257,14 +257,14 @@ class Truth:
         tolerated: keys that are true and need not be named: ranks whose experts are in demand, or are
             not, and ranks that happen to be late in a few operations only.
         everything_us: by how much all paths are slower.
-        events: (operation number, rank) of single hiccups.
+        outliers: (operation number, rank) of single hiccups.
     """
 
     keys: frozenset[Key]
     effects_us: Mapping[Key, float]
     tolerated: frozenset[Key] = frozenset()
     everything_us: float = 0.0
-    events: frozenset[tuple[int, int]] = frozenset()
+    outliers: frozenset[tuple[int, int]] = frozenset()
 
 
 def truth_of(faults: Sequence[GeneratorFault], setup: Setup, load: FloatArray, seed: int) -> Truth:
@@ -286,7 +286,7 @@ def truth_of(faults: Sequence[GeneratorFault], setup: Setup, load: FloatArray, s
         tolerated=(frozenset((MIXED_SLOW, int(rank)) for rank in tolerated) | rarely)
         - set(effects),
         everything_us=sum(f.delay_s for f in faults if isinstance(f, Everything)) * 1e6,
-        events=frozenset((f.operation, f.rank) for f in faults if isinstance(f, Hiccup)),
+        outliers=frozenset((f.operation, f.rank) for f in faults if isinstance(f, Hiccup)),
     )
 
 

@@ -29,8 +29,8 @@ SHARES = [
 MESSAGE = wire.encode(SHARES[2])
 
 
-def decode(kind: Any, data: bytes, num_ranks: int = NUM_RANKS) -> Any:
-    return wire.decode(kind, data, "here", num_ranks=num_ranks)
+def decode(cls: Any, data: bytes, num_ranks: int = NUM_RANKS) -> Any:
+    return wire.decode(cls, data, "here", num_ranks=num_ranks)
 
 
 def assert_same(one: Any, other: Any) -> None:

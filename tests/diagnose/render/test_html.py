@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from selenium.webdriver.common.keys import Keys
 
-from deep_ep.diagnose.core.diagnosis import Diagnosis, Event
+from deep_ep.diagnose.core.diagnosis import Diagnosis, Outlier
 from deep_ep.diagnose.render.html import write_page
 from deep_ep.errors import EPArgumentError
 from fixtures import HOT, LATE, LATE_RANK, NODE_PAIR, SLOW_PATH, diagnosis
@@ -224,9 +224,9 @@ def test_without_a_count_of_operations_times_are_of_the_window(tmp_path: Path) -
     assert "+2,013 us (95 %: 1,990 to 2,040) in the whole window" in reader.text
 
 
-def test_events_name_operation_and_rank(tmp_path: Path) -> None:
-    events = [Event("dispatch", 512, 4, 20000.0)]
-    text = Reader(written(tmp_path, replace(diagnosis(8), events=events))).text
+def test_outliers_name_operation_and_rank(tmp_path: Path) -> None:
+    outliers = [Outlier("dispatch", 512, 4, 20000.0)]
+    text = Reader(written(tmp_path, replace(diagnosis(8), events=outliers))).text
     assert "dispatch 512: everybody waited 20,000 us longer for rank 4 (node0 cuda:4)" in text
 
 

@@ -17,7 +17,14 @@ from hypothesis.extra import numpy as arrays
 
 import fixtures
 from deep_ep.diagnose.core.causes import COMM_SLOW, COMP_SLOW, MIXED_SLOW
-from deep_ep.diagnose.core.diagnosis import Bandwidth, Diagnosis, Event, Measured, Timeline, Verdict
+from deep_ep.diagnose.core.diagnosis import (
+    Bandwidth,
+    Diagnosis,
+    Measured,
+    Outlier,
+    Timeline,
+    Verdict,
+)
 from deep_ep.diagnose.core.printable_text import printable
 from deep_ep.diagnose.storage import counter_archive, diagnosis_log, record_layout
 from deep_ep.diagnose.storage.codec import Codec, List, Maybe, Object
@@ -107,12 +114,14 @@ def measurements(draw: st.DrawFn, num_ranks: int, operation: str) -> Measured:
 def diagnoses(draw: st.DrawFn) -> Diagnosis:
     num_ranks = draw(st.integers(1, 4))
     kinds = draw(st.lists(operations, unique=True, max_size=2))
-    events = st.builds(Event, operations, counts, st.integers(0, num_ranks - 1), maybe_microseconds)
+    outliers = st.builds(
+        Outlier, operations, counts, st.integers(0, num_ranks - 1), maybe_microseconds
+    )
     return Diagnosis(
         measured={kind: draw(measurements(num_ranks, kind)) for kind in kinds},
         verdicts=draw(st.lists(verdicts(num_ranks), max_size=2)),
         remarks=draw(st.lists(words, max_size=2)),
-        events=draw(st.lists(events, max_size=2)),
+        events=draw(st.lists(outliers, max_size=2)),
         hosts=tuple(draw(st.lists(words, min_size=num_ranks, max_size=num_ranks))),
         devices=tuple(draw(st.integers(-1, 7)) for _ in range(num_ranks)),
         nodes=draw(st.sampled_from([(), (0,) * num_ranks, tuple(range(-1, num_ranks - 1))])),
@@ -404,7 +413,7 @@ def test_types_are_documented_as_they_are_read(layout: str) -> None:
     [
         (Diagnosis, record_layout.RECORD),
         (Verdict, record_layout.VERDICT),
-        (Event, record_layout.EVENT),
+        (Outlier, record_layout.OUTLIER),
         (Bandwidth, record_layout.BANDWIDTH),
         (Timeline, record_layout.TIMELINE),
         (Measured, record_layout.MEASURED),

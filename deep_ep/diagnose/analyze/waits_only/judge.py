@@ -71,7 +71,7 @@ def judge_waits(
 
     Returns:
         A Diagnosis with source "waits". Verdicts rest on the latest `lasting.MOST_WINDOWS` windows,
-        `measured` shows the last one; times are in microseconds. Without verdicts a remark says
+        `measured` shows the last one; times are in microseconds. Without verdicts a note says
         what is undecided and what is missing.
 
     Raises:
