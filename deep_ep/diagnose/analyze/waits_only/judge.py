@@ -1,8 +1,7 @@
 """Verdicts from cumulative waiting alone: tensors of any kernels that fill them, matrices of old logs.
 
 Nobody knows when a source started, so a verdict takes several windows, and all kinds of operation to
-tell a rank that loses the time itself from a link that does. A rank to which much is sent looks like
-one that is late.
+tell a rank that loses the time itself from a link that does, and from one to which more is sent.
 """
 
 from __future__ import annotations
@@ -34,9 +33,9 @@ from .square import wait_windows
 _NEARLY, _NEARLY_ERRORS = 0.5, 6.0
 # Kinds of operation before which experts work, by the ends of their names.
 _AFTER_EXPERTS = "combine"
-# What others wait in other kinds is more than load does to them from this share of the whole on, or beyond
-# the spread of the ranks: a fifth was the most on generated data, and a late rank's least two fifths. Up to
-# so many times the usual tokens are no load.
+# What others wait in other kinds is more than load does to them from this share of the whole on (load: a fifth
+# at most on generated data, a late rank: half as a rule), or beyond the spread of the ranks. Up to so many times
+# the usual tokens are no load.
 _ELSEWHERE, _EVEN = 1 / 3, 1.05
 _ONE_KIND = (
     "Pass all kinds of operation together: of one alone, a late rank, a slow link out of it and a slow "
