@@ -254,8 +254,8 @@ _ROWS = {
         "rank *j*",
         "is waited for by everybody",
         "without timestamps: its column of waiting, and it waits less than the others by as much",
-        "Compare its work and the tokens it receives with the other ranks': it waits less than they do "
-        "by what they wait for it; without token counts a hot rank looks the same.",
+        "Compare its work with the other ranks': it waits less than they do by what they wait for it, in "
+        "dispatches too, where more tokens for its experts would not show.",
         "wait",
         "column",
     ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -51,6 +52,11 @@ def with_cell(m: Matrix, receiver: int, source: int, wait: float) -> Matrix:
 
 def with_row(m: Matrix, receiver: int, wait: float) -> Matrix:
     m[receiver, :] = wait
+    return m
+
+
+def with_column(m: Matrix, source: int, wait: float) -> Matrix:
+    m[:, source] = wait
     return m
 
 
@@ -293,6 +299,72 @@ def test_of_more_windows_the_latest_count() -> None:
     assert judge_waits(windows).keys == LATE
 
 
+# ---- what a larger load explains
+
+
+@pytest.mark.parametrize(("num_ranks", "per_node"), [(8, 8), (16, 8)])
+def test_loads_that_differ_for_good_name_nobody(num_ranks: int, per_node: int) -> None:
+    machine = replace(CLUSTER, skew=0.25, ranks_per_node=per_node)
+    hosts = [f"node{rank // per_node}" for rank in range(num_ranks)]
+    told = 0
+    for seed in range(4):
+        windows = generated(machine, num_ranks, None, seed)
+        diagnosis = judge_waits(windows, operations=OPERATIONS, hosts=hosts)
+        assert diagnosis.keys == set()
+        told += any("in combines only" in remark for remark in diagnosis.remarks)
+    assert told
+
+
+def in_one_kind(kind: str) -> dict[str, Matrix]:
+    return again(even(8)) | {kind: again(late(8, 5, wait=100.0))[kind]}
+
+
+def test_who_is_late_to_combines_only_is_told_from_a_hot_rank_by_its_tokens() -> None:
+    windows, tokens = in_one_kind("combine"), np.full(8, 1000)
+    assert judge_waits(windows).keys == set()
+    assert "rank 5 in combines only" in undecided(judge_waits(windows))
+    assert "pass tokens" in undecided(judge_waits(windows))
+    assert judge_waits(windows, tokens=tokens).keys == LATE
+    tokens[5] = 1300
+    assert judge_waits(windows, tokens=tokens).keys == set()
+    assert "it received more than usual" in undecided(judge_waits(windows, tokens=tokens))
+    assert judge_waits(windows["combine"], operation="combine").keys == set()
+
+
+def test_load_explains_nothing_that_dispatches_show() -> None:
+    assert judge_waits(in_one_kind("dispatch")).keys == LATE
+
+
+@pytest.mark.parametrize(("dispatches", "spread"), [(4.0, 0.0), (20.0, 10.0)])
+def test_load_explains_what_dispatches_hardly_show(dispatches: float, spread: float) -> None:
+    windows = in_one_kind("combine")
+    columns = spread * np.resize([1.0, -1.0], 8)
+    columns[5] = dispatches
+    windows["dispatch"] = again(100.0 + np.tile(columns, (8, 1)))["dispatch"]
+    assert judge_waits(windows, operations=1, unit_ns=1e3).keys == set()
+    columns[5] = 60.0
+    windows["dispatch"] = again(100.0 + np.tile(columns, (8, 1)))["dispatch"]
+    assert judge_waits(windows, operations=1, unit_ns=1e3, hosts=["a"] * 8).verdicts[0].rank == 5
+
+
+def test_a_hot_rank_is_said_beside_a_late_one() -> None:
+    windows = again(late(8, 2, wait=100.0))
+    windows["combine"] = again(with_column(late(8, 2, wait=100.0), 5, 200.0))["combine"]
+    diagnosis = judge_waits(windows, operations=1, unit_ns=1e3)
+    assert diagnosis.keys == {(COMP_SLOW, 2)}
+    assert "rank 5 in combines only" in undecided(diagnosis)
+
+
+def test_a_rank_is_early_in_every_kind_and_only_if_others_wait_for_nobody() -> None:
+    windows = again(with_row(even(8), 3, 130), 10)
+    assert judge_waits(windows).keys == {(MIXED_SLOW, 3)}
+    assert judge_waits(windows["dispatch"]).keys == set()
+    # It lasts too little for a verdict, and is there.
+    combine = windows["combine"].copy()
+    combine[:8, :, 5] += 100.0
+    assert judge_waits(windows | {"combine": combine}).keys == set()
+
+
 # ---- what a verdict says
 
 
@@ -442,6 +514,9 @@ def test_lists_arrays_and_tensors_are_taken_and_left_as_they_are() -> None:
         ([[0, 1], [1, 0]], {"operations": 0}, "operations is 0"),
         ([[0, 1], [1, 0]], {"unit_ns": 0.0}, r"unit_ns is 0\.0"),
         ([[0, 1], [1, 0]], {"delta_ns": -1.0}, r"delta_ns is -1\.0"),
+        ([[0, 1], [1, 0]], {"tokens": [1]}, r"tokens is \[1\]; it must be 2 numbers"),
+        ([[0, 1], [1, 0]], {"tokens": [1, -1]}, r"tokens is \[1, -1\]"),
+        ([[0, 1], [1, 0]], {"tokens": "many"}, "tokens is many"),
     ],
 )
 def test_bad_input_is_named(matrix: Any, arguments: dict[str, Any], message: str) -> None:

@@ -1,36 +1,28 @@
 """Verdicts from cumulative waiting alone: tensors of any kernels that fill them, matrices of old logs.
 
 Nobody knows when a source started, so a verdict takes several windows, and all kinds of operation to
-tell a rank that loses the time itself from a link that does. A rank to which much is sent looks like
-one that is late.
+tell a rank that loses the time itself from a link that does, and from one to which more is sent.
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ...core import quantities
 from ...core.causes import Cause
-from ...core.diagnosis import (
-    BoolArray,
-    Diagnosis,
-    FloatArray,
-    Measured,
-    Verdict,
-)
+from ...core.diagnosis import BoolArray, Diagnosis, FloatArray, Measured, Verdict
 from ...core.package import EPArgumentError, ranks_text
-from ...core.robust_stats import scale
+from ...core.robust_stats import median, median_of, scale
 from .lasting import (
     FLOOR_US,
     LEAST_RANKS,
     LEAST_WINDOWS,
     MOST_WINDOWS,
+    SPREADS,
     Lasting,
     error_of_median,
     find_lasting,
@@ -39,6 +31,12 @@ from .square import wait_windows
 
 # How near to a threshold, and how many errors from zero, an effect is told that is too small for a verdict.
 _NEARLY, _NEARLY_ERRORS = 0.5, 6.0
+# Kinds of operation before which experts work, by the ends of their names.
+_AFTER_EXPERTS = "combine"
+# What others wait in other kinds is more than load does to them from this share of the whole on (load: a fifth
+# at most on generated data, a late rank: half as a rule), or beyond the spread of the ranks. Up to so many times
+# the usual tokens are no load.
+_ELSEWHERE, _EVEN = 1 / 3, 1.05
 _ONE_KIND = (
     "Pass all kinds of operation together: of one alone, a late rank, a slow link out of it and a slow "
     "path into it look the same."
@@ -53,6 +51,7 @@ def judge_waits(
     operations: int | None = None,
     unit_ns: float | None = None,
     delta_ns: float = 0.0,
+    tokens: Any = None,
 ) -> Diagnosis:
     """Verdicts from windows of summed waiting, of those who are waited for in nearly all of them.
 
@@ -68,6 +67,8 @@ def judge_waits(
         unit_ns: nanoseconds of one unit of the matrix; nanoseconds are assumed unless given.
         delta_ns: the smallest effect of interest, in nanoseconds per operation (or of a window),
             summed over the kinds.
+        tokens: [n], tokens that each rank's experts got in these windows, if known: a rank that got no
+            more than the others is named even if a larger load would explain it.
 
     Returns:
         A Diagnosis with source "waits". Verdicts rest on the latest `lasting.MOST_WINDOWS` windows,
@@ -81,6 +82,7 @@ def judge_waits(
     windows = wait_windows("judge_waits", given)[:, -MOST_WINDOWS:]
     num_ranks = windows.shape[-1]
     _check_arguments(num_ranks, hosts, operations, unit_ns, delta_ns)
+    loads = None if tokens is None else _loads(tokens, num_ranks)
     missing: BoolArray = np.asarray(np.isnan(windows).all(axis=(0, 1, 3)))
     windows[..., np.arange(num_ranks), np.arange(num_ranks)] = np.nan
     windows = windows * ((1.0 if unit_ns is None else unit_ns) / (operations or 1) / 1e3)
@@ -89,23 +91,23 @@ def judge_waits(
     nodes = np.array([names.index(host) for host in hosts or ()] or [0] * num_ranks, np.int64)
     floor = max(delta_ns / 1e3, FLOOR_US if operations else 0.0)
     found = find_lasting(windows, nodes, floor)
+    unexplained = _unexplained(found, list(given), loads, floor)
     undecided = _undecided(windows, missing, found)
-    named = [] if undecided else _named(found, len(given), hosts is not None)
-    waits = {kind: _mean(of_kind) for kind, of_kind in zip(given, windows)}
+    named = [] if undecided else _named(found, unexplained, hosts is not None)
     verdicts, savings = [], {}
-    for i, (kind, wait) in enumerate(waits.items()):
+    for i, (kind, of_kind) in enumerate(zip(given, windows)):
+        wait = _mean(of_kind)
         effects = [found.by_kind[one.side, i, :, one.rank] for one in named]
-        shown = [(one, e) for one, e in zip(named, effects) if np.nanmedian(e) >= one.effect / 2]
-        verdicts += [_verdict(one, e, kind, wait, hosts) for one, e in shown]
-        savings[kind] = _saving(wait, [(one.cells, float(np.nanmedian(e))) for one, e in shown])
+        shown = [(o, e) for o, e in zip(named, effects) if np.nanmedian(e) >= o.effect(found) / 2]
+        verdicts += [_verdict(found, one, e, kind, wait, hosts) for one, e in shown]
+        savings[kind] = _saving(wait, [(one.cells(num_ranks), e) for one, e in shown])
+    undecided = undecided or _explained(found, unexplained, loads is not None)
     if not verdicts:
         undecided = undecided or _nobody(found, windows.shape[1], hosts is not None)
+    latest = zip(given, windows[:, -1])
     devices = _devices(hosts or [""] * num_ranks)
     return Diagnosis(
-        measured={
-            kind: _measured(of_kind[-1], kind, operations or 0)
-            for kind, of_kind in zip(given, windows)
-        },
+        measured={kind: _measured(wait, kind, operations or 0) for kind, wait in latest},
         verdicts=sorted(verdicts, key=lambda v: -v.effect_us),
         remarks=_remarks(undecided, missing, hosts, unit_ns, operations),
         hosts=tuple("" if gone else n for n, gone in zip(hosts or ["?"] * num_ranks, missing)),
@@ -119,92 +121,92 @@ def judge_waits(
 # ---- what is named
 
 
-@dataclass(frozen=True)
-class _Named:
-    """Who is named, and for what.
+class _Named(NamedTuple):
+    """For whom others wait (side 0), or who waits for others (1).
 
-    Attributes:
-        side: 0: others wait for the rank; 1: the rank waits for others.
-        source: of the slow path into the rank, if that is what makes it late.
-        effect: mean over the kinds of operation, us.
-        windows: in how many it shows.
-        cells: [n, n], the waiting that is due to it.
-        next_step: what to check.
+    `source`: of the slow path into the rank, if that is what makes it late.
     """
 
     cause: Cause
     side: int
     rank: int
-    source: int | None
-    effect: float
-    windows: int
-    cells: BoolArray
-    next_step: str
+    source: int | None = None
+
+    def effect(self, found: Lasting) -> float:
+        """Mean over the kinds of operation, us."""
+        return float(found.sides[self.side].effect[self.rank] / found.by_kind.shape[1])
+
+    def cells(self, num_ranks: int) -> BoolArray:
+        """[n, n], the waiting that is due to it."""
+        cells = np.zeros((num_ranks, num_ranks), bool)
+        (cells if self.side else cells.T)[self.rank] = True
+        if self.source is not None:
+            cells[self.rank, self.source] = True
+        return cells
 
 
-def _named(found: Lasting, num_kinds: int, hosts_known: bool) -> list[_Named]:
-    named = []
-    for rank in map(int, np.flatnonzero(found.waited_for.named)):
-        cause, source = _class(found, rank)
-        # Where nodes are not known, the mates of an early rank look like ranks of slow links.
-        if hosts_known or cause != Cause.LINK:
-            named.append(_one(found, 0, rank, cause, source, num_kinds))
+def _unexplained(
+    found: Lasting, kinds: Sequence[str], loads: FloatArray | None, floor: float
+) -> BoolArray:
+    """[n]: of whom others wait for more than a larger share of the tokens can explain.
+
+    Tokens take their experts' rank time between dispatch and combine: a rank in demand comes late to
+    combines, and not to dispatches.
+    """
+    others = [i for i, kind in enumerate(kinds) if not kind.endswith(_AFTER_EXPERTS)]
+    elsewhere = median(found.by_kind[0, others].sum(axis=0), 0)
+    spread = np.nan_to_num(median_of(np.abs(elsewhere)))
+    least = np.fmin(_ELSEWHERE * found.waited_for.effect, SPREADS * spread)
+    unexplained: BoolArray = elsewhere > np.maximum(least, floor / len(kinds))
+    return unexplained if loads is None else unexplained | (loads <= _EVEN)
+
+
+def _named(found: Lasting, unexplained: BoolArray, hosts_known: bool) -> list[_Named]:
+    late = map(int, np.flatnonzero(found.waited_for.named & unexplained))
+    # Where nodes are not known, the mates of an early rank look like ranks of slow links.
+    named = [
+        one for rank in late if (one := _class(found, rank)).cause != Cause.LINK or hosts_known
+    ]
     # Whoever is waited for changes what all others wait; an early rank is early in every kind.
-    for rank in (
-        map(int, np.flatnonzero(found.waits.named)) if not found.waited_for.named.any() else ()
-    ):
-        effects = np.nanmedian(found.by_kind[1, :, :, rank], axis=1)
-        if effects.min() >= effects.mean() / 2:
-            named.append(_one(found, 1, rank, Cause.RECEIVER_SIDE, None, num_kinds))
+    waited_for, waits = median(found.by_kind, 2)
+    for rank in map(int, np.flatnonzero(found.waits.named)):
+        effects = waits[:, rank]
+        if np.nanmax(waited_for) < effects.mean() / 2 <= effects.min() and len(effects) > 1:
+            named.append(_Named(Cause.RECEIVER_SIDE, 1, rank))
     return named
 
 
-def _class(found: Lasting, rank: int) -> tuple[Cause, int | None]:
+def _class(found: Lasting, rank: int) -> _Named:
     """What makes others wait for a rank: itself, a path into it, or its link."""
     effect = found.waited_for.effect[rank]
     if not found.shortfall[rank] < effect / 2:
-        return Cause.SENDER_SIDE, None
+        return _Named(Cause.SENDER_SIDE, 0, rank)
     *_, second, longest = np.argsort(np.nan_to_num(found.cells[rank], nan=-np.inf))
     of_longest, of_second = found.cells[rank, longest], found.cells[rank, second]
     # Of equal cells one is the longest by chance.
     if of_longest > max(2 * of_second, effect / 2):
-        return Cause.PAIR, int(longest)
-    return Cause.LINK, None
-
-
-def _one(
-    found: Lasting, side: int, rank: int, cause: Cause, source: int | None, num_kinds: int
-) -> _Named:
-    of_side = (found.waited_for, found.waits)[side]
-    cells = np.zeros(found.cells.shape, bool)
-    cells.T[rank] |= side == 0
-    cells[rank] |= side == 1
-    if source is not None:
-        cells[rank, source] = True
-    unclear = num_kinds == 1 and side == 0
-    return _Named(
-        cause=cause,
-        side=side,
-        rank=rank,
-        source=source,
-        effect=float(of_side.effect[rank]) / num_kinds,
-        windows=int(of_side.in_windows[rank]),
-        cells=cells,
-        next_step=_ONE_KIND if unclear else cause.row.next_step,
-    )
+        return _Named(Cause.PAIR, 0, rank, int(longest))
+    return _Named(Cause.LINK, 0, rank)
 
 
 def _verdict(
-    one: _Named, effects: FloatArray, kind: str, wait: FloatArray, hosts: Sequence[str] | None
+    found: Lasting,
+    one: _Named,
+    effects: FloatArray,
+    kind: str,
+    wait: FloatArray,
+    hosts: Sequence[str] | None,
 ) -> Verdict:
     """Of one kind of operation; `effects` are [k], what it adds in every window."""
     effect, count = float(np.nanmedian(effects)), int(np.isfinite(effects).sum())
     half = 1.96 * float(error_of_median(scale(effects, 0), count)) or math.nan
-    longest = np.nan_to_num(wait).max(axis=1)
-    last = np.nan_to_num(wait).argmax(axis=1)
-    due = one.cells[np.arange(last.size), last]
+    longest, last = np.nan_to_num(wait).max(axis=1), np.nan_to_num(wait).argmax(axis=1)
+    cells = one.cells(len(wait))
+    due = cells[np.arange(last.size), last]
     ends = [one.rank] if one.source is None else [one.source, one.rank]
     devices = _devices(hosts or ())
+    one_kind = len(found.by_kind[0]) == 1 and one.side == 0
+    windows_with_it = float(found.sides[one.side].in_windows[one.rank])
     return Verdict(
         kind=one.cause.row.slow,
         cause=one.cause,
@@ -214,20 +216,20 @@ def _verdict(
         effect_us=effect,
         interval_us=(effect - half, effect + half),
         share=float(longest[due].sum() / longest.sum()) if longest.any() else 0.0,
-        saving_us=_saving(wait, [(one.cells, effect)]),
+        saving_us=_saving(wait, [(cells, effects)]),
         seen_in=math.nan,
-        evidence={"windows": float(count), "windows_with_it": float(one.windows)},
+        evidence={"windows": float(count), "windows_with_it": windows_with_it},
         where=" > ".join(f"{hosts[end]} device:{devices[end]}" for end in ends) if hosts else "",
-        next_step=one.next_step,
+        next_step=_ONE_KIND if one_kind else one.cause.row.next_step,
     )
 
 
-def _saving(wait: FloatArray, causes: list[tuple[BoolArray, float]]) -> float:
-    """What a receiver would wait less without these causes, us."""
+def _saving(wait: FloatArray, causes: list[tuple[BoolArray, FloatArray]]) -> float:
+    """What a receiver would wait less without these causes, us; each: cells, and [k] effects."""
     reported = max(int(np.isfinite(wait).any(axis=1).sum()), 1)
     rest = wait = np.nan_to_num(wait)
-    for cells, effect in causes:
-        rest = np.maximum(rest - effect * cells, 0.0)
+    for cells, effects in causes:
+        rest = np.maximum(rest - float(np.nanmedian(effects)) * cells, 0.0)
     return float((wait.max(axis=1) - rest.max(axis=1)).sum()) / reported
 
 
@@ -260,6 +262,22 @@ def _undecided(windows: FloatArray, missing: BoolArray, found: Lasting) -> str:
     return ""
 
 
+def _explained(found: Lasting, unexplained: BoolArray, tokens_known: bool) -> str:
+    """Who is waited for as a rank with more tokens would be; empty if nobody is."""
+    explained = list(map(int, np.flatnonzero(found.waited_for.named & ~unexplained)))
+    if not explained:
+        return ""
+    missing = (
+        "it received more than usual, and only timestamps (DEEP_EP_DIAGNOSE) tell what they cost"
+        if tokens_known
+        else "pass tokens, or use timestamps (DEEP_EP_DIAGNOSE)"
+    )
+    return (
+        f"undecided: others wait for {ranks_text(explained)} in combines only, "
+        f"as for a rank to which more tokens are sent; {missing}"
+    )
+
+
 def _nobody(found: Lasting, num_windows: int, hosts_known: bool) -> str:
     """What is missing for a verdict, of the rank that is nearest to one."""
     if found.waited_for.named.any() and not hosts_known:
@@ -267,8 +285,7 @@ def _nobody(found: Lasting, num_windows: int, hosts_known: bool) -> str:
         return (
             f"undecided: {ranks} seem to have slow links; pass hosts, because links of nodes differ"
         )
-    sides = ("others wait for", found.waited_for), ("the waiting of", found.waits)
-    for what, side in sides:
+    for what, side in zip(("others wait for", "the waiting of"), found.sides):
         rank = int(np.argmax(np.nan_to_num(side.effect, nan=-np.inf)))
         effect, often = float(side.effect[rank]), int(side.in_windows[rank])
         size = f"{what} rank {rank}, {quantities.microseconds(effect)} above the usual"
@@ -291,27 +308,18 @@ def _remarks(
     unit_ns: float | None,
     operations: int | None,
 ) -> list[str]:
-    remarks = [undecided] if undecided else []
-    if missing.size == 1:
-        return remarks
-    remarks.append(
-        "only sums of waiting are known, no timestamps: a hot rank looks like a late one"
-    )
-    if missing.any():
-        gone = ranks_text(int(rank) for rank in np.flatnonzero(missing))
-        remarks.append(f"{gone} did not report: what they waited for is not known")
-    if hosts is None:
-        remarks.append(
-            "hosts are not known: all links are compared as one kind, and what is small beside "
-            "the difference between links is not seen"
-        )
-    if unit_ns is None:
-        remarks.append("the unit of the matrix is not known and taken for nanoseconds")
-    if operations is None:
-        remarks.append(
-            "the number of operations is not known: effects are of a window, and none is too small"
-        )
-    return remarks
+    gone = ranks_text(map(int, np.flatnonzero(missing)))
+    remarks = {
+        "only sums of waiting are known, no timestamps: what a larger load explains is not decided": True,
+        f"{gone} did not report: what they waited for is not known": missing.any(),
+        "hosts are not known: all links are compared as one kind, and what is small beside "
+        "the difference between links is not seen": hosts is None,
+        "the unit of the matrix is not known and taken for nanoseconds": unit_ns is None,
+        "the number of operations is not known: effects are of a window, and none is too "
+        "small": operations is None,
+    }
+    said = [undecided] if undecided else []
+    return said + [text for text, holds in remarks.items() if holds and missing.size > 1]
 
 
 # ---- the rest
@@ -324,60 +332,54 @@ def _check_arguments(
     unit_ns: float | None,
     delta_ns: float,
 ) -> None:
-    if hosts is not None and len(hosts) != num_ranks:
+    wrong = {
+        f"hosts has {len(hosts or ())} entries, the matrix {num_ranks} ranks; there must be one host per "
+        "rank. Pass them in rank order, or None.": hosts is not None and len(hosts) != num_ranks,
+        f"operations is {operations}; the sums must cover at least 1. Pass None if the number is not "
+        "known.": operations is not None and operations < 1,
+        f"unit_ns is {unit_ns}; it must be a number above 0. Pass 1 for nanoseconds, 1e9 / clock rate for "
+        "cycles.": unit_ns is not None and not 0 < unit_ns < math.inf,
+        f"delta_ns is {delta_ns}; it must be 0 or more. Pass 0 for no floor.": not 0
+        <= delta_ns
+        < math.inf,
+    }
+    for message, is_wrong in wrong.items():
+        if is_wrong:
+            raise EPArgumentError(f"judge_waits: {message}")
+
+
+def _loads(tokens: Any, num_ranks: int) -> FloatArray:
+    """[n], tokens over the usual."""
+    try:
+        counts = np.asarray(tokens, np.float64)
+    except (TypeError, ValueError):
+        counts = np.array(math.nan)
+    if counts.shape != (num_ranks,) or not (np.isfinite(counts) & (counts >= 0)).all():
         raise EPArgumentError(
-            f"judge_waits: hosts has {len(hosts)} entries, the matrix {num_ranks} ranks; there "
-            "must be one host per rank. Pass them in rank order, or None."
+            f"judge_waits: tokens is {tokens}; it must be {num_ranks} numbers of 0 or more, what each "
+            "rank's experts got. Add up the counts of each rank's experts, or pass None."
         )
-    if operations is not None and operations < 1:
-        raise EPArgumentError(
-            f"judge_waits: operations is {operations}; the sums must cover at least 1. "
-            "Pass None if the number is not known."
-        )
-    if unit_ns is not None and not 0 < unit_ns < math.inf:
-        raise EPArgumentError(
-            f"judge_waits: unit_ns is {unit_ns}; it must be a number above 0. Pass 1 for "
-            "nanoseconds, 1e9 / clock rate for cycles."
-        )
-    if not 0 <= delta_ns < math.inf:
-        raise EPArgumentError(
-            f"judge_waits: delta_ns is {delta_ns}; it must be 0 or more. Pass 0 for no floor."
-        )
+    return counts / max(float(np.median(counts)), 1.0)
 
 
 def _mean(of_windows: FloatArray) -> FloatArray:
     """Over windows, of what is known."""
     count = np.isfinite(of_windows).sum(axis=0)
-    total = np.nansum(of_windows, axis=0)
-    return np.where(count > 0, total / np.maximum(count, 1), np.nan)
+    return np.where(count > 0, np.nansum(of_windows, axis=0) / np.maximum(count, 1), np.nan)
 
 
 def _devices(hosts: Sequence[str]) -> list[int]:
     """Place of each rank among those of its host."""
-    counted: Counter[str] = Counter()
-    places = []
-    for host in hosts:
-        places.append(counted[host])
-        counted[host] += 1
+    places = [0] * len(hosts)
+    for host in set(hosts):
+        for place, rank in enumerate(i for i, other in enumerate(hosts) if other == host):
+            places[rank] = place
     return places
 
 
 def _measured(wait_us: FloatArray, operation: str, operations: int) -> Measured:
-    unknown, row = np.full(wait_us.shape, np.nan), np.full(len(wait_us), np.nan)
-    return Measured(
-        operation=operation,
-        num_operations=operations,
-        first_operation=0,
-        last_operation=0,
-        duration_us=float("nan"),
-        wait_us=wait_us,
-        late_us=unknown,
-        issue_us=unknown,
-        path_us=unknown,
-        tokens=unknown,
-        bytes=unknown,
-        gap_us=row,
-        send_us=row,
-        drain_us=row,
-        own_wait_us=np.fmax.reduce(wait_us, axis=1, initial=np.nan),
-    )
+    """What is known of a window: its waiting."""
+    cell, rank = np.full(wait_us.shape, np.nan), np.full(len(wait_us), np.nan)
+    longest = np.fmax.reduce(wait_us, axis=1, initial=np.nan)
+    times = (wait_us, cell, cell, cell, cell, cell, rank, rank, rank, longest)
+    return Measured(operation, operations, 0, 0, math.nan, *times)

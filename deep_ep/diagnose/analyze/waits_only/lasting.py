@@ -26,7 +26,7 @@ FLOOR_US = 10.0
 _MOST_OF_THEM, _ERRORS = 0.9, 6.0
 # And above the spread of healthy ranks, and a share of the longest that a usual rank waits beyond what is
 # usual for the kind of link.
-_SPREADS, _OF_LONGEST = 4.0, 0.25
+SPREADS, _OF_LONGEST = 4.0, 0.25
 # The share where there is no floor, because operations were not counted.
 _WITHOUT_FLOOR = 0.5
 _MIDDLE = 0.5
@@ -69,6 +69,11 @@ class Lasting:
     by_kind: FloatArray
     shortfall: FloatArray
     cells: FloatArray
+
+    @property
+    def sides(self) -> tuple[Side, Side]:
+        """In the order of `by_kind`."""
+        return self.waited_for, self.waits
 
 
 def find_lasting(windows: FloatArray, nodes: IntArray, floor: float) -> Lasting:
@@ -123,7 +128,7 @@ def _side(of_windows: FloatArray, floor: float) -> Side:
     effect, sigma = median(of_windows, 0), scale(of_windows, 0)
     sigma = np.fmax(sigma, median_of(sigma))
     error = error_of_median(sigma, count)
-    threshold = max(floor, _SPREADS * np.nan_to_num(median_of(np.abs(effect))))
+    threshold = max(floor, SPREADS * np.nan_to_num(median_of(np.abs(effect))))
     in_windows = (of_windows > threshold).sum(axis=0)
     lasts = (count >= LEAST_WINDOWS) & (in_windows >= _MOST_OF_THEM * count)
     return Side(effect, error, in_windows, threshold, lasts & (effect > _ERRORS * error))

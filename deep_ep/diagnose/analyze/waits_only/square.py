@@ -1,4 +1,4 @@
-"""Checks a matrix that a caller gave: square, finite, 0 or more, else an error that says where."""
+"""Checks matrices that a caller gave: square, finite, 0 or more, else an error that says where."""
 
 from __future__ import annotations
 
@@ -22,40 +22,41 @@ def square_matrix(where: str, matrix: Any, *, missing_rows: bool = False) -> Flo
     Raises:
         EPArgumentError: it is anything else.
     """
-    given = matrix.detach().cpu().numpy() if hasattr(matrix, "detach") else matrix
     what = f"{where}: the matrix must be [n, n] numbers, row i what rank i waited for each rank"
     try:
-        array = np.asarray(given)
+        array = np.asarray(_on_host(matrix))
     except ValueError:
         raise EPArgumentError(
             f"{what}; its rows differ in length. Pass n rows of n numbers."
         ) from None
+    wrong = ""
     if array.dtype.kind not in "biuf":
-        raise EPArgumentError(
-            f"{what}; this one holds {array.dtype.name} values. Convert them to integers or floats."
+        wrong = f"this one holds {array.dtype.name} values. Convert them to integers or floats."
+    elif array.ndim != 2 or array.size == 0:
+        wrong = f"this one has shape {list(array.shape)}. Pass two dimensions of equal length."
+    elif array.shape[0] != array.shape[1]:
+        wrong = (
+            f"this one has {array.shape[0]} rows and {array.shape[1]} columns. Pass one row per rank; a "
+            "rank that did not report gets a row of NaN."
         )
-    if array.ndim != 2 or array.size == 0:
-        raise EPArgumentError(
-            f"{what}; this one has shape {list(array.shape)}. Pass two dimensions of equal length."
-        )
-    if array.shape[0] != array.shape[1]:
-        raise EPArgumentError(
-            f"{what}; this one has {array.shape[0]} rows and {array.shape[1]} columns. Pass one "
-            "row per rank; a rank that did not report gets a row of NaN."
-        )
+    if wrong:
+        raise EPArgumentError(f"{what}; {wrong}")
     values = array.astype(np.float64)
-    if np.isinf(values).any():
-        row, column = np.argwhere(np.isinf(values))[0]
-        raise EPArgumentError(
-            f"{what}, all finite; [{row}][{column}] is {values[row, column]}. Correct that "
-            "rank's row."
+    unknown = np.isnan(values)
+    allowed = np.zeros(values.shape, bool)
+    if missing_rows:
+        gone = np.asarray(unknown.all(axis=1))
+        allowed = gone[:, None] | gone | np.eye(gone.size, dtype=bool)
+    bad = np.where(unknown, ~allowed, ~(np.isfinite(values) & (values >= 0)))
+    if bad.any():
+        row, column = np.argwhere(bad)[0]
+        value = f"{values[row, column]:g}".replace("nan", "NaN")
+        advice = (
+            "A counter that was reset between two readings is taken as it is; only whole rows may be NaN, "
+            "of ranks that did not report, and only in judge_waits."
         )
-    _check_unknown(what, values, missing_rows)
-    if (values < 0).any():
-        row, column = np.argwhere(values < 0)[0]
         raise EPArgumentError(
-            f"{what}, 0 or more; [{row}][{column}] is {values[row, column]:g}. A counter was reset "
-            "or wrapped between two readings; take the later reading as it is."
+            f"{what}, finite and 0 or more; [{row}][{column}] is {value}. {advice}"
         )
     return values
 
@@ -71,13 +72,11 @@ def wait_windows(where: str, given: Mapping[str, Any]) -> FloatArray:
         EPArgumentError: a window is no square matrix of finite numbers >= 0, or kinds differ in shape.
     """
     kinds = []
-    for matrix in given.values():
-        cells = matrix.detach().cpu().numpy() if hasattr(matrix, "detach") else matrix
+    for matrix in map(_on_host, given.values()):
         try:
-            is_one = np.ndim(cells) != 3
+            windows = matrix if np.ndim(matrix) == 3 else [matrix]
         except ValueError:  # rows differ in length, as square_matrix says
-            is_one = True
-        windows = [cells] if is_one else cells
+            windows = [matrix]
         kinds.append([square_matrix(where, window, missing_rows=True) for window in windows])
     shapes = {(len(windows), *(w.shape[0] for w in windows)) for windows in kinds}
     if len(shapes) != 1 or len(set(next(iter(shapes))[1:])) != 1:
@@ -90,20 +89,5 @@ def wait_windows(where: str, given: Mapping[str, Any]) -> FloatArray:
     return np.array(kinds)
 
 
-def _check_unknown(what: str, values: FloatArray, missing_rows: bool) -> None:
-    unknown = np.isnan(values)
-    allowed = np.zeros(values.shape, bool)
-    if missing_rows:
-        gone = np.flatnonzero(unknown.all(axis=1))
-        allowed[gone] = allowed[:, gone] = True
-        np.fill_diagonal(allowed, True)
-    if (unknown & ~allowed).any():
-        row, column = np.argwhere(unknown & ~allowed)[0]
-        raise EPArgumentError(
-            f"{what}; [{row}][{column}] is NaN. "
-            + (
-                "Only whole rows may be NaN: ranks that did not report."
-                if missing_rows
-                else "Leave ranks that did not report to judge_waits, which takes rows of NaN."
-            )
-        )
+def _on_host(given: Any) -> Any:
+    return given.detach().cpu().numpy() if hasattr(given, "detach") else given
