@@ -261,6 +261,7 @@ void SymmetricMemory::publish(const std::vector<std::byte*>& peers) {
 Transport SymmetricMemory::transport() const {
     return {
         .peers = peer_table_,
+        .own = base_,
         .rank = options_.rank,
         .num_ranks = options_.num_ranks,
         .all_in_reach = all_in_reach_,
