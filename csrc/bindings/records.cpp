@@ -10,6 +10,7 @@
 #include "bindings/names.h"
 
 namespace py = pybind11;
+using py::operator""_a;
 
 namespace ep {
 namespace {
@@ -87,6 +88,20 @@ py::dict progress_dict(const Runtime& runtime) {
     result["open"] = progress.open > progress.closed ? progress.open : 0;
     result["waiting"] = progress.waiting;
     return result;
+}
+
+py::dict traffic_dict(Runtime& runtime) {
+    const Traffic& traffic = runtime.memory().traffic();
+    py::list paths;
+    for (const PathTraffic& path : traffic.to) {
+        paths.append(py::dict("puts"_a = path.puts,
+                              "put_bytes"_a = path.put_bytes,
+                              "words"_a = path.words,
+                              "signals"_a = path.signals,
+                              "fences"_a = path.fences,
+                              "quiets"_a = path.quiets));
+    }
+    return py::dict("to"_a = paths, "polls"_a = traffic.polls);
 }
 
 py::object handle_fault_tuple(const HandleFault& fault) {

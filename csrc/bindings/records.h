@@ -10,6 +10,8 @@ namespace ep {
 // Runtime::take_failure(); None if there is none.
 pybind11::object failure_dict(Runtime& runtime);
 pybind11::dict progress_dict(const Runtime& runtime);
+// SymmetricMemory::traffic(): {"to": counts by destination, "polls"}.
+pybind11::dict traffic_dict(Runtime& runtime);
 // (reason, place, place, expected); None if there is none.
 pybind11::object handle_fault_tuple(const HandleFault& fault);
 

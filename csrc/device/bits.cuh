@@ -1,5 +1,6 @@
 // Bit casts, bf16 and the conversions whose instructions differ per target. Both offer
 //   bits_to_float float_to_bits divide fused_multiply_add log2_approx exp2_approx
+//   load_vector(from) store_vector(to, vector)  16 bytes in one instruction
 //   unpack(vector, values)  8 bf16 elements to floats
 //   pack(values)            to bf16, round to nearest even, NaN stays NaN
 //   largest_magnitude(vectors) bits of the largest absolute bf16 element; NaN counts as largest

@@ -56,7 +56,7 @@ EP_DEVICE bool encode_row(const bf16* x, int hidden, std::byte* payload) {
     for (int base = 0; base < num_vectors; base += kWarpSize) {
         const int v = base + lane_id();
         float values[kVectorElements] = {};
-        if (v < num_vectors) unpack(reinterpret_cast<const Vector*>(x)[v], values);
+        if (v < num_vectors) unpack(load_vector(reinterpret_cast<const Vector*>(x) + v), values);
         float bounds[2] = {0.0f,
                            -3.0e38f};  // largest magnitude, and minus the smallest that is not zero
         bool finite = true;
@@ -250,43 +250,77 @@ EP_DEVICE void announce_returns(const CombineArgs& args, const OpenOperation& op
 
 // ---- receive
 
-// Thread. Sums up to kTile vectors of a token over its top-k rows.
-template <bool kLogFormat, bool kFullTile, int kTile>
-EP_DEVICE void reduce_tile(
-    const CombineArgs& args, const std::byte* rows, size_t entry, const Tile& tile, Vector* out) {
+// Thread. Adds a tile of kRows rows, in order; all of them are under way before the first is added.
+template <bool kLogFormat, bool kFullTile, int kTile, int kRows>
+EP_DEVICE void add_rows(const CombineArgs& args,
+                        const std::byte* rows,
+                        size_t entry,
+                        const int (&slots)[kRows],
+                        const Tile& tile,
+                        float (&sums)[kTile][kVectorElements]) {
     const CombineMessage message{args.common.map.hidden};
     // Past the end of the last tile its last vector is summed again and not stored: no branch.
     const auto index_of = [&](int j) { return kFullTile ? tile.index(j) : tile.clamped(j); };
-    float sums[kTile][kVectorElements];
-    EP_UNROLL(kTile)
-    for (auto& sum : sums) {
-        EP_UNROLL(8)
-        for (float& element : sum) element = 0.0f;
-    }
-    for (int k = 0; k < args.num_topk; ++k) {
-        if (args.topk_idx[entry + k] < 0) continue;
-        const float weight = args.topk_weights[entry + k];
-        const std::byte* row = rows + k * message.bytes();
-        const std::byte* data = row + message.data_offset();
-        const bool encoded =
+    const std::byte* data[kRows];
+    bool encoded[kRows];
+    Vector vectors[kRows][kTile];
+    EP_UNROLL(4)
+    for (int r = 0; r < kRows; ++r) {
+        const std::byte* row = rows + slots[r] * message.bytes();
+        data[r] = row + message.data_offset();
+        encoded[r] =
             kLogFormat && reinterpret_cast<const RowProof*>(row)->encoding_or_token == kRowLogFmt;
-        prefetch_ahead(reinterpret_cast<const Vector*>(data) + tile.first);
+        prefetch_ahead(reinterpret_cast<const Vector*>(data[r]) + tile.first);
+        if (encoded[r]) continue;
+        EP_UNROLL(kTile)
+        for (int j = 0; j < kTile; ++j)
+            vectors[r][j] = load_vector(reinterpret_cast<const Vector*>(data[r]) + index_of(j));
+    }
+    EP_UNROLL(4)
+    for (int r = 0; r < kRows; ++r) {
+        const float weight = args.topk_weights[entry + slots[r]];
         EP_UNROLL(kTile)
         for (int j = 0; j < kTile; ++j) {
             float values[kVectorElements];
-            if (encoded) {
-                decode_vector(data, index_of(j), values);
+            if (encoded[r]) {
+                decode_vector(data[r], index_of(j), values);
             } else {
-                unpack(reinterpret_cast<const Vector*>(data)[index_of(j)], values);
+                unpack(vectors[r][j], values);
             }
             EP_UNROLL(8)
             for (int i = 0; i < kVectorElements; ++i)
                 sums[j][i] = fused_multiply_add(values[i], weight, sums[j][i]);
         }
     }
+}
+
+// Thread. Sums up to kTile vectors of a token over its top-k rows.
+template <bool kLogFormat, bool kFullTile, int kTile>
+EP_DEVICE void reduce_tile(
+    const CombineArgs& args, const std::byte* rows, size_t entry, const Tile& tile, Vector* out) {
+    float sums[kTile][kVectorElements];
+    EP_UNROLL(kTile)
+    for (auto& sum : sums) {
+        EP_UNROLL(8)
+        for (float& element : sum) element = 0.0f;
+    }
+    const auto next = [&](int k) {
+        while (k < args.num_topk && args.topk_idx[entry + k] < 0) ++k;
+        return k;
+    };
+    int k = next(0);
+    // Rows in the logarithmic format take too many instructions to wait for a load.
+    if constexpr (!kLogFormat && kRowsInFlight == 2) {
+        for (int second = next(k + 1); second < args.num_topk; second = next(k + 1)) {
+            add_rows<kLogFormat, kFullTile, kTile, 2>(args, rows, entry, {k, second}, tile, sums);
+            k = next(second + 1);
+        }
+    }
+    for (; k < args.num_topk; k = next(k + 1))
+        add_rows<kLogFormat, kFullTile, kTile, 1>(args, rows, entry, {k}, tile, sums);
     EP_UNROLL(kTile)
     for (int j = 0; j < kTile; ++j) {
-        if (kFullTile || j < tile.count) out[tile.index(j)] = pack(sums[j]);
+        if (kFullTile || j < tile.count) store_vector(out + tile.index(j), pack(sums[j]));
     }
 }
 

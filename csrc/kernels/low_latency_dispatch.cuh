@@ -68,7 +68,8 @@ EP_DEVICE void cast_row(const bf16* x, const DispatchMessage& message, std::byte
             const int first = group * kVectorsPerGroup + lane_id() % kCastLanes * kVectorsPerLane;
             EP_UNROLL(kVectorsPerLane)
             for (int v = 0; v < kVectorsPerLane; ++v) {
-                vectors[u][v] = group < message.num_groups() ? source[first + v] : Vector{};
+                vectors[u][v] =
+                    group < message.num_groups() ? load_vector(source + first + v) : Vector{};
             }
             abs_max[u] = largest_magnitude(vectors[u]);
         }

@@ -38,6 +38,15 @@ EP_HOST_DEVICE float log2_approx(float value) {
 }
 EP_HOST_DEVICE float exp2_approx(float value) { return exp2f(value); }
 
+EP_DEVICE Vector load_vector(const Vector* from) {
+    const uint4 words = *reinterpret_cast<const uint4*>(from);
+    return {{words.x, words.y, words.z, words.w}};
+}
+EP_DEVICE void store_vector(Vector* to, const Vector& vector) {
+    *reinterpret_cast<uint4*>(to) =
+        make_uint4(vector.words[0], vector.words[1], vector.words[2], vector.words[3]);
+}
+
 EP_DEVICE void unpack(const Vector& vector, float (&values)[kVectorElements]) {
     EP_UNROLL(4)
     for (int i = 0; i < 4; ++i) {

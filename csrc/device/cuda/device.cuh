@@ -265,7 +265,8 @@ template <class Predicate>
 namespace cuda_target {
 
 // Consecutive threads move consecutive vectors; each has kInFlight loads under way before its first
-// store, because a load from HBM or a peer takes longer than the stores of a whole row.
+// store, because a load from HBM or a peer takes longer than the stores of a whole row. What is left at
+// the end is one more such step, and no loop of its own.
 EP_DEVICE void copy(void* dst, const void* src, size_t bytes, int thread, int threads) {
     constexpr int kInFlight = 8;
     auto* to = static_cast<uint4*>(dst);
@@ -279,7 +280,14 @@ EP_DEVICE void copy(void* dst, const void* src, size_t bytes, int thread, int th
         EP_UNROLL(8)
         for (int j = 0; j < kInFlight; ++j) to[i + j * threads] = values[j];
     }
-    for (; i < vectors; i += threads) to[i] = from[i];
+    if (i >= vectors) return;
+    uint4 rest[kInFlight];
+    EP_UNROLL(8)
+    for (int j = 0; j < kInFlight; ++j)
+        if (i + j * threads < vectors) rest[j] = from[i + j * threads];
+    EP_UNROLL(8)
+    for (int j = 0; j < kInFlight; ++j)
+        if (i + j * threads < vectors) to[i + j * threads] = rest[j];
 }
 
 }  // namespace cuda_target
@@ -308,8 +316,9 @@ EP_DEVICE void prefetch_ahead(const Vector* /*vector*/) {}
 constexpr int kCastLanes = 16;
 constexpr int kCastUnroll = 4;
 
-// Vectors a thread keeps in registers at a time.
+// Vectors a thread sums up at a time, and rows of which it has them under way.
 constexpr int kTileVectors = 4;
+constexpr int kRowsInFlight = 2;
 
 struct Tile {
     int first;

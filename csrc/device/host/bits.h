@@ -28,6 +28,9 @@ using F32x8 = float __attribute__((vector_size(32)));
 
 }  // namespace host
 
+inline Vector load_vector(const Vector* from) { return *from; }
+inline void store_vector(Vector* to, const Vector& vector) { *to = vector; }
+
 inline void unpack(const Vector& vector, float (&values)[kVectorElements]) {
     const auto elements = std::bit_cast<host::U16x8>(vector);
     const host::U32x8 bits = __builtin_convertvector(elements, host::U32x8) << 16;

@@ -376,8 +376,10 @@ constexpr int kCastLanes = 1;
 constexpr int kCastUnroll = 1;
 #endif
 
-// Vectors a thread keeps in registers at a time.
+// Vectors a thread sums up at a time, and rows of which it has them under way: here the processor looks
+// ahead by itself.
 constexpr int kTileVectors = 8;
+constexpr int kRowsInFlight = 1;
 
 struct Tile {
     int first;

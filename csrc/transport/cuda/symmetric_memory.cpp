@@ -261,6 +261,7 @@ void SymmetricMemory::publish(const std::vector<std::byte*>& peers) {
 Transport SymmetricMemory::transport() const {
     return {
         .peers = peer_table_,
+        .own = base_,
         .rank = options_.rank,
         .num_ranks = options_.num_ranks,
         .all_in_reach = all_in_reach_,
@@ -270,6 +271,7 @@ Transport SymmetricMemory::transport() const {
     };
 }
 
+const Traffic& SymmetricMemory::traffic() const { refuse_on_cuda("traffic"); }
 void SymmetricMemory::set_path_fault(int, uint64_t, double) { refuse_on_cuda("set_path_fault"); }
 void SymmetricMemory::set_delivery(const std::string&, uint64_t) { refuse_on_cuda("set_delivery"); }
 

@@ -11,6 +11,7 @@
 #include "device/device_runtime.h"
 #include "transport/cuda/transport.cuh"
 #include "transport/symmetric_memory_options.h"
+#include "transport/traffic.h"
 
 namespace ep {
 
@@ -31,6 +32,8 @@ class SymmetricMemory {
     bool connected() const { return peer_table_ != nullptr; }
     std::byte* local_base() const { return base_; }
     Transport transport() const;
+    // The host target counts.
+    const Traffic& traffic() const;
 
     // Faults belong to the host target.
     void set_path_fault(int dst, uint64_t delay_ns, double bytes_per_s);

@@ -13,6 +13,7 @@ namespace ep {
 
 struct Transport {
     std::byte* const* peers;  // in device memory; nullptr for ranks out of reach
+    std::byte* own;           // peers[rank], so that a poll is one load
     int rank;
     int num_ranks;
     bool all_in_reach;
@@ -25,7 +26,7 @@ struct Transport {
         return peer == nullptr ? nullptr : peer + offset;
     }
     EP_DEVICE bool all_direct() const { return all_in_reach; }
-    EP_DEVICE std::byte* local(size_t offset) const { return peers[rank] + offset; }
+    EP_DEVICE std::byte* local(size_t offset) const { return own + offset; }
 
     EP_DEVICE void put_warp(
         int dst, size_t offset, const void* src, size_t bytes, [[maybe_unused]] int qp) const {

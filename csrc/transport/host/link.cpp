@@ -31,6 +31,7 @@ Link::Link(RankClock& clock, int rank, size_t bytes, std::vector<PeerMemory> pee
       bytes_(bytes),
       peers_(std::move(peers)),
       path_faults_(peers_.size()),
+      traffic_{std::vector<PathTraffic>(peers_.size())},
       to_ring_(peers_.size(), 0) {
     if (seat_ == nullptr) return;
     simulation_ = seat_->simulation().shared_from_this();
@@ -64,7 +65,7 @@ void Link::put(int dst, size_t offset, const void* src, size_t bytes, int qp) {
 
 void Link::put_word(int dst, size_t offset, uint64_t value, int qp) {
     const auto* begin = reinterpret_cast<const std::byte*>(&value);
-    account(dst, sizeof(value));
+    account_word(dst);
     send({dst, qp, offset, {begin, begin + sizeof(value)}});
 }
 
@@ -97,6 +98,7 @@ void Link::arrive(uint64_t id) {
 
 void Link::fence(int dst, int qp) {
     const Unobserved own_records;
+    ++traffic_.to[dst].fences;
     if (simulation_) {
         QueuePair& queue = queue_pairs_[{dst, qp}];
         queue.not_before_ns = queue.latest_ns + 1;
@@ -118,6 +120,7 @@ uint64_t Link::arrival_stamp(int dst) {
 
 void Link::signal(int dst, size_t offset, uint64_t value, int qp) {
     const Unobserved own_records;
+    ++traffic_.to[dst].signals;
     // In a simulation the stamp is made when it is sent.
     const uint64_t stamp = simulation_ ? 0 : arrival_stamp(dst);
     if (in_order()) {
@@ -152,6 +155,7 @@ void Link::deliver(const HeldBack& item) {
 
 uint64_t Link::poll(size_t offset) {
     const Unobserved own_records;
+    ++traffic_.polls;
     if (any_to_ring_) ring();
     auto* word = reinterpret_cast<uint64_t*>(peers_[rank_].base + offset);
     const uint64_t value = std::atomic_ref<uint64_t>(*word).load(std::memory_order_acquire);
@@ -166,7 +170,9 @@ uint64_t Link::poll(size_t offset) {
     return 0;
 }
 
-uint64_t Link::newest(size_t offset) const {
+uint64_t Link::newest(size_t offset) {
+    const Unobserved own_records;
+    ++traffic_.polls;
     auto* word = reinterpret_cast<uint64_t*>(peers_[rank_].base + offset);
     return std::atomic_ref<uint64_t>(*word).load(std::memory_order_acquire);
 }
@@ -239,6 +245,7 @@ void Link::deliver_at(size_t index) {
 
 void Link::quiet(int dst, int qp) {
     const Unobserved own_records;
+    ++traffic_.to[dst].quiets;
     if (simulation_) {
         const uint64_t complete_ns = queue_pairs_[{dst, qp}].latest_ns + 1;
         if (complete_ns > simulation_->now_ns()) seat_->sleep_until(complete_ns);

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "device/host/executor.h"
+#include "transport/traffic.h"
 
 namespace ep::host {
 
@@ -46,14 +47,22 @@ class Link final : public IdleWaiter, public InFlight {
     void fence(int dst, int qp);
     void quiet(int dst, int qp);
     void signal(int dst, size_t offset, uint64_t value, int qp);
-    // Bytes that went straight to memory, for paths with limited bandwidth.
+    // A put that went straight to memory.
     void account(int dst, size_t bytes) {
         const Unobserved own_records;
+        ++traffic_.to[dst].puts;
+        traffic_.to[dst].put_bytes += bytes;
         if (faulty_) path_faults_[dst].bytes += bytes;
     }
+    // The same of a word, which takes no time of a path with limited bandwidth.
+    void account_word(int dst) {
+        const Unobserved own_records;
+        ++traffic_.to[dst].words;
+    }
+    const Traffic& traffic() const { return traffic_; }
 
     uint64_t poll(size_t offset);
-    uint64_t newest(size_t offset) const;
+    uint64_t newest(size_t offset);
     uint64_t arrival_ns(size_t offset);
     bool stamps_arrivals() const { return clock_.mode() != ClockMode::kWall; }
     // Rings everyone signalled since the last call. Ringing once per phase instead of once per
@@ -113,6 +122,7 @@ class Link final : public IdleWaiter, public InFlight {
     std::vector<PeerMemory> peers_;
     std::vector<PathFault> path_faults_;
     bool faulty_ = false;
+    Traffic traffic_;
     std::vector<uint8_t> to_ring_;
     bool any_to_ring_ = false;
     bool in_order_ = true;

@@ -59,6 +59,11 @@ Transport SymmetricMemory::transport() const {
     return {bases_.data(), link_.get(), options_.rank, options_.num_ranks};
 }
 
+const Traffic& SymmetricMemory::traffic() const {
+    if (!link_) throw std::runtime_error("traffic: connect first");
+    return link_->traffic();
+}
+
 void SymmetricMemory::set_path_fault(int dst, uint64_t delay_ns, double bytes_per_s) {
     if (!link_) throw std::runtime_error("set_path_fault: connect first");
     if (dst < 0 || dst >= options_.num_ranks) {

@@ -12,6 +12,7 @@
 #include "transport/host/shared_memory.h"
 #include "transport/host/transport.h"
 #include "transport/symmetric_memory_options.h"
+#include "transport/traffic.h"
 
 namespace ep {
 
@@ -32,6 +33,8 @@ class SymmetricMemory {
     bool connected() const { return link_ != nullptr; }
     std::byte* local_base() const { return memory_.mapping().get(); }
     Transport transport() const;
+    // What kernels have asked of it so far.
+    const Traffic& traffic() const;
 
     void set_path_fault(int dst, uint64_t delay_ns, double bytes_per_s);
     void set_delivery(const std::string& policy, uint64_t seed);

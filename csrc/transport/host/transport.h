@@ -38,6 +38,7 @@ struct Transport {
             return;
         }
         store_relaxed<Scope::kSystem>(reinterpret_cast<uint64_t*>(peers[dst] + offset), value);
+        link->account_word(dst);
     }
     void fence(int dst, int qp) const { link->fence(dst, qp); }
     void quiet(int dst, int qp) const { link->quiet(dst, qp); }

@@ -1,0 +1,291 @@
+"""What one low-latency operation costs, counted on the host target: messages, bytes, signals, fences and
+polls of a rank, and what they mean on NVLink and on a NIC.
+
+Every rank sends, then every rank receives, so nobody waits and counts repeat exactly. Polls are then those
+that find something: one per word. The second round of a group is counted, because the first one has to
+agree on sizes. Numbers are means over the ranks of a group.
+
+    python benchmarks/operation_counts.py                      the tables of docs/cost_model.md
+    python benchmarks/operation_counts.py --write              puts them there
+    python benchmarks/operation_counts.py --num-ranks 8 --instructions    with valgrind's count
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from _one_thread_group import Group, GroupShape, random_routes
+
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "cost_model.md"
+BEGIN, END = "<!-- counted: begin -->", "<!-- counted: end -->"
+RANKS = (8, 16, 64)
+RANKS_PER_NODE = 8
+NVLINK_BYTES_PER_US = 450e3  # one way
+NIC_BYTES_PER_US = 50e3  # 400 Gb/s
+CHANNELS_PER_SCALE = 128
+OPERATIONS = ("dispatch", "combine")
+COUNTED = ("puts", "put_bytes", "words", "signals", "fences", "quiets")
+
+
+@dataclass(frozen=True)
+class PathCounts:
+    """What a rank sends in one operation over one kind of path, and the payload in it."""
+
+    rows: float
+    payload_bytes: float
+    counts: dict[str, float]
+
+    @property
+    def messages(self) -> float:
+        """Puts, words and signals: what a NIC takes as a work request each."""
+        return self.counts["puts"] + self.counts["words"] + self.counts["signals"]
+
+    @property
+    def bytes(self) -> float:
+        """All that is sent."""
+        return self.counts["put_bytes"] + 8 * (self.counts["words"] + self.counts["signals"])
+
+
+@dataclass(frozen=True)
+class OperationCounts:
+    """One operation of one rank, mean of the group."""
+
+    num_ranks: int
+    operation: str
+    num_tokens: int
+    nvlink: PathCounts  # to the others of the node
+    nic: PathCounts  # to other nodes
+    polls: float
+
+
+def row_bytes(operation: str, hidden: int) -> int:
+    """Payload of a row: FP8 and its scales out, bf16 back."""
+    if operation == "dispatch":
+        return hidden + 4 * (hidden // CHANNELS_PER_SCALE)
+    return 2 * hidden
+
+
+def traffic(group: Group) -> list[dict[str, Any]]:
+    """What every rank has sent so far."""
+    return [rank.runtime.traffic() for rank in group.ranks]
+
+
+def count(shape: GroupShape) -> list[OperationCounts]:
+    """Counts a dispatch and a combine of `shape` with random routes."""
+    routes = random_routes(shape)
+    group = Group(shape, routes)
+    group.dispatch()
+    group.combine()
+    seen = [traffic(group)]
+    for operation in (group.dispatch, group.combine):
+        operation()
+        seen.append(traffic(group))
+    group.close()
+    num_local_experts = shape.num_experts // shape.num_ranks
+    rows = [[0] * shape.num_ranks for _ in range(shape.num_ranks)]
+    for source, experts in enumerate(routes):
+        for expert in experts:
+            rows[source][expert // num_local_experts] += 1
+    result = []
+    for i, operation in enumerate(OPERATIONS):
+        before, after = seen[i], seen[i + 1]
+        if operation == "combine":  # rows go back
+            rows = [list(column) for column in zip(*rows)]
+
+        def path(
+            same_node: bool,
+            operation: str = operation,
+            before: list[dict[str, Any]] = before,
+            after: list[dict[str, Any]] = after,
+            rows: list[list[int]] = rows,
+        ) -> PathCounts:
+            pairs = [
+                (rank, peer)
+                for rank in range(shape.num_ranks)
+                for peer in range(shape.num_ranks)
+                if rank != peer and (rank // RANKS_PER_NODE == peer // RANKS_PER_NODE) == same_node
+            ]
+            num_rows = sum(rows[rank][peer] for rank, peer in pairs) / shape.num_ranks
+            counts = {
+                name: sum(
+                    after[rank]["to"][peer][name] - before[rank]["to"][peer][name]
+                    for rank, peer in pairs
+                )
+                / shape.num_ranks
+                for name in COUNTED
+            }
+            return PathCounts(num_rows, num_rows * row_bytes(operation, shape.hidden), counts)
+
+        polls = sum(now["polls"] - then["polls"] for then, now in zip(before, after))
+        result.append(
+            OperationCounts(
+                shape.num_ranks,
+                operation,
+                shape.num_tokens,
+                path(True),
+                path(False),
+                polls / shape.num_ranks,
+            )
+        )
+    return result
+
+
+def instructions(shape: GroupShape) -> dict[str, float]:
+    """Executed by a rank in an operation, as valgrind counts them, by operation."""
+    if shutil.which("valgrind") is None:
+        sys.exit("valgrind is not installed; on Debian or Ubuntu: apt-get install valgrind")
+    totals = []
+    for dispatches, combines in ((1, 1), (2, 1), (1, 2)):
+        command = [
+            "valgrind", "--tool=cachegrind", "--cache-sim=no", "--cachegrind-out-file=/dev/null",
+            sys.executable, __file__, "--run", str(dispatches), str(combines),
+            "--num-ranks", str(shape.num_ranks), "--num-tokens", str(shape.num_tokens),
+            "--hidden", str(shape.hidden), "--num-topk", str(shape.num_topk),
+            "--num-experts", str(shape.num_experts),
+        ]  # fmt: skip
+        # A fixed hash seed, because Python's own instructions depend on it.
+        env = {**os.environ, "PYTHONHASHSEED": "0", "DEEP_EP_CPU_CLOCK": "wall"}
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
+        found = re.search(r"I\s+refs:\s+([\d,]+)", done.stderr)
+        if done.returncode or found is None:
+            sys.exit(f"{' '.join(command)} failed:\n{done.stdout}{done.stderr}")
+        totals.append(int(found[1].replace(",", "")))
+    base, *more = totals
+    return {name: (total - base) / shape.num_ranks for name, total in zip(OPERATIONS, more)}
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of Markdown."""
+    return [
+        "| " + " | ".join(header) + " |",
+        "|---" * 2 + "|---:" * (len(header) - 2) + "|",
+        *("| " + " | ".join(row) + " |" for row in rows),
+    ]
+
+
+def counted_rows(counts: Sequence[OperationCounts]) -> list[list[str]]:
+    """Rows of the table of counts: an operation of a rank, to all other ranks."""
+    rows = []
+    for one in counts:
+        paths = (one.nvlink, one.nic)
+
+        def total(name: str, paths: tuple[PathCounts, PathCounts] = paths) -> float:
+            return sum(path.counts[name] for path in paths)
+
+        messages = sum(path.messages for path in paths)
+        sent = sum(path.bytes for path in paths)
+        rows.append(
+            [
+                f"EP{one.num_ranks}",
+                one.operation,
+                *(f"{sum(path.rows for path in paths):,.0f}",),
+                *(f"{total(name):,.0f}" for name in ("puts", "words", "signals", "fences")),
+                f"{one.polls:,.0f}",
+                f"{messages / one.num_tokens:.2f}",
+                f"{sent / one.num_tokens:,.0f}",
+            ]
+        )
+    return rows
+
+
+def bound_rows(counts: Sequence[OperationCounts]) -> list[list[str]]:
+    """Rows of the table of bounds: an operation of a rank, each kind of path for itself."""
+    rows = []
+    for one in counts:
+        for name, path, speed in (
+            ("NVLink", one.nvlink, NVLINK_BYTES_PER_US),
+            ("NIC", one.nic, NIC_BYTES_PER_US),
+        ):
+            if path.rows == 0:
+                continue
+            rows.append(
+                [
+                    f"EP{one.num_ranks}",
+                    f"{one.operation}, {name}",
+                    f"{path.rows:,.0f}",
+                    f"{path.payload_bytes / 1e6:.3f}",
+                    f"{path.payload_bytes / speed:.2f}",
+                    f"{path.bytes / speed:.2f}",
+                    f"{(path.bytes / path.payload_bytes - 1) * 100:.2f} %",
+                    f"{path.messages:,.0f}",
+                    f"{path.messages / path.rows:.2f}",
+                ]
+            )
+    return rows
+
+
+def tables(counts: Sequence[OperationCounts]) -> str:
+    """Both tables, as the page has them."""
+    return "\n".join(
+        [
+            *table(
+                ("group", "operation", "rows", "puts", "words", "signals", "fences", "polls",
+                 "messages a token", "bytes a token"),
+                counted_rows(counts),
+            ),
+            "",
+            *table(
+                ("group", "operation, path", "rows", "payload MB", "bound us", "as sent us",
+                 "more bytes", "messages", "messages a row"),
+                bound_rows(counts),
+            ),
+        ]
+    )  # fmt: skip
+
+
+def main() -> int:
+    """Counts and prints; `--write` puts the tables into the page."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--num-ranks", type=int, nargs="+", default=list(RANKS))
+    parser.add_argument("--num-tokens", type=int, default=128)
+    parser.add_argument("--hidden", type=int, default=7168)
+    parser.add_argument("--num-topk", type=int, default=8)
+    parser.add_argument("--num-experts", type=int, default=256)
+    parser.add_argument("--instructions", action="store_true", help="needs valgrind, takes minutes")
+    parser.add_argument("--write", action="store_true", help=f"into {PAGE.name}")
+    parser.add_argument("--run", type=int, nargs=2, help="be the program that valgrind counts")
+    args = parser.parse_args()
+    shapes = [
+        GroupShape(num_ranks, args.num_tokens, args.hidden, args.num_topk, args.num_experts)
+        for num_ranks in args.num_ranks
+    ]
+    if args.run:
+        group = Group(shapes[0], random_routes(shapes[0]))
+        dispatches, combines = args.run
+        for _ in range(dispatches):
+            group.dispatch()
+        for _ in range(combines):
+            group.combine()
+        group.close()
+        return 0
+    if args.instructions:
+        for shape in shapes:
+            for operation, number in instructions(shape).items():
+                print(
+                    f"EP{shape.num_ranks} {operation}: {number:,.0f} instructions a rank, "
+                    f"{number / shape.num_tokens:,.0f} a token"
+                )
+        return 0
+    text = tables([one for shape in shapes for one in count(shape)])
+    print(text)
+    if args.write:
+        page = PAGE.read_text(encoding="utf-8")
+        before, _, rest = page.partition(BEGIN)
+        _, _, after = rest.partition(END)
+        PAGE.write_text(f"{before}{BEGIN}\n\n{text}\n\n{END}{after}", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
