@@ -266,10 +266,9 @@ class CudaBackend:
                     "or set DEEP_EP_RANKS_PER_NODE if NVLink reaches all ranks."
                 )
             binding = found or binding
-        if allow_mnnvl:
-            env.allow_multi_node_nvlink()
         return binding.Runtime(
             allow_nvlink=allow_nvlink,
+            allow_mnnvl=allow_mnnvl,
             clock_interval_ns=round(env.clock_interval_s(_GPU_CLOCK_INTERVAL_S) * 1e9),
             **options,
         )

@@ -317,11 +317,6 @@ def nvshmem_qp_depth() -> int:
     return _positive_int(NVSHMEM_QP_DEPTH)
 
 
-def allow_multi_node_nvlink() -> None:
-    """Tells NVSHMEM, which reads its variables when it starts, to use NVLink between hosts."""
-    os.environ["NVSHMEM_DISABLE_MNNVL"] = "0"
-
-
 def _choice(variable: Variable, allowed: tuple[str, ...]) -> str:
     text = variable.text()
     if text not in allowed:

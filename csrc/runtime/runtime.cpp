@@ -61,6 +61,7 @@ Runtime::Runtime(const RuntimeOptions& options) : options_(options), control_{op
     memory.control_bytes = control_.bytes();
     memory.data_bytes = round_up(options.num_nvl_bytes, kBufferAlignment) + options.num_rdma_bytes;
     memory.allow_nvlink = options.allow_nvlink;
+    memory.allow_mnnvl = options.allow_mnnvl;
     memory.num_queue_pairs = options.num_qps_per_rank;
     memory_ = std::make_unique<SymmetricMemory>(*device_, memory);
     workspace_ = static_cast<Workspace*>(device_->allocate(sizeof(Workspace)));

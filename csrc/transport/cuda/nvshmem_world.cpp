@@ -21,7 +21,8 @@ void require(int status, const char* call, const std::string& purpose) {
                              ". NVSHMEM_DEBUG=INFO makes NVSHMEM say more.");
 }
 
-// What DeepEP sets before it starts NVSHMEM (API specification, section 1.4). NVSHMEM reads these once.
+// What DeepEP sets before it starts NVSHMEM (API specification, section 1.4). NVSHMEM reads its variables
+// once per process, in the first call that touches it, which on rank 0 is the one for the unique id.
 void set_environment(const NvshmemWorld::Membership& membership) {
     const auto set = [](const char* name, const std::string& value) {
         setenv(name, value.c_str(), 1);
@@ -34,7 +35,7 @@ void set_environment(const NvshmemWorld::Membership& membership) {
     set("NVSHMEM_MAX_TEAMS", "7");
     set("NVSHMEM_DISABLE_NVLS", "1");
     set("NVSHMEM_CUMEM_GRANULARITY", "536870912");
-    set_default("NVSHMEM_DISABLE_MNNVL", "1");  // Python sets 0 for allow_mnnvl
+    set("NVSHMEM_DISABLE_MNNVL", membership.allow_mnnvl ? "0" : "1");
 }
 
 }  // namespace
@@ -44,9 +45,10 @@ NvshmemWorld& NvshmemWorld::instance() {
     return world;
 }
 
-void NvshmemWorld::write_unique_id(char* id) {
+void NvshmemWorld::write_unique_id(const Membership& membership, char* id) {
     const std::lock_guard lock(mutex_);
     if (joined_) return;
+    set_environment(membership);
     nvshmemx_uniqueid_t value = NVSHMEMX_UNIQUEID_INITIALIZER;
     require(nvshmemx_get_uniqueid(&value), "nvshmemx_get_uniqueid", "the address where ranks meet");
     std::memcpy(id, &value, sizeof(value));
@@ -58,6 +60,7 @@ void NvshmemWorld::join(const Membership& membership, const char* unique_id) {
         if (membership.rank == membership_.rank && membership.num_ranks == membership_.num_ranks &&
             membership.device == membership_.device &&
             membership.allow_nvlink == membership_.allow_nvlink &&
+            membership.allow_mnnvl == membership_.allow_mnnvl &&
             membership.num_queue_pairs <= membership_.num_queue_pairs) {
             return;
         }

@@ -7,10 +7,6 @@
 #include <fstream>
 #include <stdexcept>
 
-#if defined(EP_WITH_NVSHMEM)
-#include "transport/cuda/nvshmem_world.h"
-#endif
-
 namespace ep {
 namespace {
 
@@ -149,6 +145,15 @@ SymmetricMemory::~SymmetricMemory() {
     device_.release(peer_table_);
 }
 
+NvshmemWorld::Membership SymmetricMemory::membership() const {
+    return {.rank = options_.rank,
+            .num_ranks = options_.num_ranks,
+            .num_queue_pairs = options_.num_queue_pairs,
+            .allow_nvlink = options_.allow_nvlink,
+            .allow_mnnvl = options_.allow_mnnvl,
+            .device = device_.index()};
+}
+
 #else
 
 SymmetricMemory::SymmetricMemory(Device& device, const SymmetricMemoryOptions& options)
@@ -180,7 +185,8 @@ std::string SymmetricMemory::local_handle() const {
     handle.bytes = total_bytes();
     handle.address = reinterpret_cast<uint64_t>(base_);
 #if defined(EP_WITH_NVSHMEM)
-    if (options_.rank == 0) NvshmemWorld::instance().write_unique_id(handle.unique_id);
+    if (options_.rank == 0)
+        NvshmemWorld::instance().write_unique_id(membership(), handle.unique_id);
 #else
     check(cudaIpcGetMemHandle(&handle.memory, base_),
           "cudaIpcGetMemHandle",
@@ -212,12 +218,7 @@ void SymmetricMemory::connect(const std::vector<std::string>& texts) {
             std::to_string(options_.rank) + "; NVSHMEM has one rank per process.");
     }
     NvshmemWorld& world = NvshmemWorld::instance();
-    world.join({options_.rank,
-                options_.num_ranks,
-                options_.num_queue_pairs,
-                options_.allow_nvlink,
-                device_.index()},
-               handles[0].unique_id);
+    world.join(membership(), handles[0].unique_id);
     base_ = world.allocate(total_bytes());
     for (int rank = 0; rank < options_.num_ranks; ++rank) {
         if (options_.allow_nvlink || rank == options_.rank) peers[rank] = world.peer(base_, rank);
