@@ -9,15 +9,17 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import glob
 import importlib
 import importlib.util
 import math
+import os
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
-from deep_ep import env
+from deep_ep import env, nvshmem
 from deep_ep.errors import EPNotBuiltError
 
 if TYPE_CHECKING:
@@ -27,6 +29,10 @@ if TYPE_CHECKING:
 # Outputs of at least this size come from the pool of the cpu backend; smaller ones the C library
 # keeps mapped by itself.
 _POOLED_BYTES = 1 << 20
+# Of a block, as on a GPU.
+_HOST_WARPS = 32
+# Of a launch: grids are limited by what is resident, which the launch checks.
+_GPU_THREADS = 1 << 31
 # GPU timers drift apart by up to 40 us per second; csrc/kernels/clocks.cuh says what is done then.
 _GPU_CLOCK_INTERVAL_S = 20.0
 
@@ -60,6 +66,12 @@ class Binding(Protocol):
         hidden: int,
         num_experts: int,
     ) -> int: ...
+
+
+class CudaBinding(Binding, Protocol):
+    """What a CUDA module offers besides; see `_cuda.pyi`."""
+
+    MAX_WARPS: int
 
 
 class Backend(Protocol):
@@ -171,7 +183,7 @@ class CpuBackend:
         self, needs_rdma: bool, allow_nvlink: bool, allow_mnnvl: bool, **options: Any
     ) -> Runtime:
         schedule, delivery = env.schedule(), env.delivery()
-        blocks, warps = env.launch_shape(self.binding.MAX_HOST_THREADS)
+        blocks, warps = env.launch_shape(_HOST_WARPS, self.binding.MAX_HOST_THREADS)
         runtime = self.binding.Runtime(
             allow_nvlink=allow_nvlink,
             clock=env.cpu_clock(),
@@ -249,29 +261,32 @@ class CudaBackend:
 
     name = "cuda"
 
-    def __init__(self, binding: Binding) -> None:
-        self.binding = binding
+    def __init__(self, binding: CudaBinding) -> None:
+        self.binding: Binding = binding
+        self._max_warps = binding.MAX_WARPS
 
     def create_runtime(
         self, needs_rdma: bool, allow_nvlink: bool, allow_mnnvl: bool, **options: Any
     ) -> Runtime:
         binding = self.binding
+        blocks, warps = env.launch_shape(self._max_warps, _GPU_THREADS)
         # Ranks that NVLink reaches never load NVSHMEM, unless it is to be kept from using NVLink.
         if needs_rdma or not allow_nvlink:
-            found, reason = _load("cuda_nvshmem")
+            found, reason = _load_with_nvshmem()
             if found is None and needs_rdma:
                 raise EPNotBuiltError(
                     "backend: some ranks are out of NVLink's reach, which takes NVSHMEM, but "
-                    f"{reason}; it must be built and load. Run install_nvshmem.sh and build again, "
-                    "or set DEEP_EP_RANKS_PER_NODE if NVLink reaches all ranks."
+                    f"{reason}."
                 )
             binding = found or binding
-        return binding.Runtime(
+        runtime = binding.Runtime(
             allow_nvlink=allow_nvlink,
             allow_mnnvl=allow_mnnvl,
             clock_interval_ns=round(env.clock_interval_s(_GPU_CLOCK_INTERVAL_S) * 1e9),
             **options,
         )
+        runtime.set_launch_shape(blocks=blocks, warps=warps)
+        return runtime
 
     def device(self) -> torch.device:
         return torch.device("cuda", torch.cuda.current_device())
@@ -320,28 +335,46 @@ class CudaBackend:
 
 
 def get() -> Backend:
-    """The backend in use: `DEEP_EP_BACKEND`, else cuda where its module and a GPU are there, else cpu.
+    """The backend in use: `DEEP_EP_BACKEND`, else cuda where there is a GPU, else cpu.
 
     Raises:
-        EPNotBuiltError: the backend asked for, or every backend, is unavailable; says why.
+        EPNotBuiltError: the backend asked for, or every backend, is unavailable, or there is a GPU that
+            cannot be used; says why.
     """
     return _select(env.backend())
 
 
 def unavailable_reason(name: str) -> str | None:
     """Why backend `name` cannot be used here, `None` if it can."""
-    _, reason = _load(name)
-    return reason
+    _, obstacle = _load(name)
+    return None if obstacle is None else obstacle.reason
+
+
+class _Obstacle(NamedTuple):
+    """Why a module cannot be used.
+
+    Attributes:
+        reason: in words.
+        is_fault: whether there is a GPU that ought to be used.
+    """
+
+    reason: str
+    is_fault: bool = False
 
 
 @functools.cache
 def _select(wanted: str) -> Backend:
     reasons = {}
     for name in (wanted,) if wanted else ("cuda", "cpu"):
-        binding, reason = _load(name)
-        if binding is not None:
+        binding, obstacle = _load(name)
+        if obstacle is None:
             return CudaBackend(binding) if name == "cuda" else CpuBackend(binding)
-        reasons[name] = reason
+        if obstacle.is_fault and not wanted:
+            raise EPNotBuiltError(
+                f"backend: this machine has a GPU that cannot be used: {obstacle.reason}. The CPU takes "
+                "over only where that is asked for. Correct it, or set DEEP_EP_BACKEND=cpu."
+            )
+        reasons[name] = obstacle.reason
     asked = f"DEEP_EP_BACKEND={wanted} cannot be used" if wanted else "no backend can be used"
     why = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
     raise EPNotBuiltError(
@@ -351,18 +384,66 @@ def _select(wanted: str) -> Backend:
     )
 
 
-def _load(name: str) -> tuple[Binding | None, str | None]:
-    """The native module, or why it cannot be used here."""
-    module = f"deep_ep._{name}"
-    if importlib.util.find_spec(module) is None:
-        return None, f"module {module} was not built"
-    on_gpu = name != "cpu"
-    if on_gpu and not torch.cuda.is_available():
-        return None, "torch finds no GPU, or is a build without CUDA"
+def _load(name: str) -> tuple[Any, _Obstacle | None]:
+    """The native module of a backend, or why it cannot be used here."""
+    if name == "cpu":
+        return _import(f"deep_ep._{name}")
+    if torch.version.cuda is None:
+        return None, _Obstacle("this torch is a build without CUDA")
+    torch_sees_gpu = torch.cuda.is_available()
+    binding, obstacle = _import(f"deep_ep._{name}")
+    if obstacle is not None:
+        return None, _Obstacle(obstacle.reason, is_fault=torch_sees_gpu)
     try:
-        binding: Any = importlib.import_module(module)
+        num_gpus = binding.device_count()
+    except RuntimeError as error:  # CUDA's own words
+        return None, _Obstacle(str(error), is_fault=True)
+    if num_gpus == 0:
+        closed = [path for path in _device_files() if not os.access(path, os.R_OK | os.W_OK)]
+        if closed:
+            files = ", ".join(closed)
+            return None, _Obstacle(
+                f"CUDA finds no GPU, and this process may not open {files}; give it the permission "
+                "to read and write there",
+                is_fault=True,
+            )
+    if (num_gpus > 0) != torch_sees_gpu:
+        finds = (
+            f"deep_ep._{name} finds {num_gpus} GPU(s), torch {'some' if torch_sees_gpu else 'none'}"
+        )
+        return None, _Obstacle(
+            f"{finds}; both must. Build the package with the CUDA of torch, {torch.version.cuda}",
+            is_fault=True,
+        )
+    return (binding, None) if num_gpus else (None, _Obstacle("CUDA finds no GPU"))
+
+
+def _device_files() -> list[str]:
+    """The files through which the driver gives access to GPUs."""
+    return sorted(glob.glob("/dev/nvidia[0-9]*"))
+
+
+def _import(module: str) -> tuple[Any, _Obstacle | None]:
+    if importlib.util.find_spec(module) is None:
+        return None, _Obstacle(f"module {module} was not built")
+    try:
+        return importlib.import_module(module), None
     except ImportError as error:
-        return None, f"module {module} does not load: {error}"
-    if on_gpu and binding.device_count() == 0:
-        return None, f"module {module} finds no GPU"
-    return binding, None
+        return None, _Obstacle(f"module {module} does not load: {error}")
+
+
+def _load_with_nvshmem() -> tuple[Any, str | None]:
+    """The module with NVSHMEM, for a process that has the one without; or why it cannot be used."""
+    build = nvshmem.built_with(vars(importlib.import_module("deep_ep._cuda")))
+    if build is not None:
+        conflict = nvshmem.conflict(*build)
+        if conflict is not None:
+            return None, conflict
+    binding, obstacle = _import("deep_ep._cuda_nvshmem")
+    if obstacle is None:
+        return binding, None
+    conflict = nvshmem.conflict_on_path(*build) if build is not None else None
+    return None, conflict or (
+        f"{obstacle.reason}; it must be built and load. Run install_nvshmem.sh and build again, or set "
+        "DEEP_EP_RANKS_PER_NODE if NVLink reaches all ranks"
+    )

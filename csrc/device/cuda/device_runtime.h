@@ -26,7 +26,7 @@ class Device {
     Device(const Device&) = delete;
     Device& operator=(const Device&) = delete;
 
-    // GPUs this process can use; 0 without a driver.
+    // GPUs this process can use; 0 without a driver or a GPU. Throws where CUDA cannot say.
     static int count();
 
     int index() const { return index_; }
