@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import torch
 
 from deep_ep import env, nvshmem
-from deep_ep.errors import EPNotBuiltError
+from deep_ep.errors import EPNotBuiltError, EPUsageError
+from deep_ep.rules import fail
 
 if TYPE_CHECKING:
     from deep_ep._cpu import HostPool, Runtime
@@ -81,18 +82,25 @@ class Backend(Protocol):
     binding: Binding
 
     def create_runtime(
-        self, needs_rdma: bool, allow_nvlink: bool, allow_mnnvl: bool, **options: Any
+        self,
+        needs_rdma: bool,
+        spans_hosts: bool,
+        allow_nvlink: bool,
+        allow_mnnvl: bool,
+        **options: Any,
     ) -> Runtime:
         """The native runtime of one buffer.
 
         Args:
             needs_rdma: whether some ranks are out of reach of NVLink.
+            spans_hosts: whether the ranks are on several hosts.
             allow_nvlink: whether the others may use it.
             allow_mnnvl: whether NVLink may reach beyond the host.
             options: the other arguments of the native constructor.
 
         Raises:
             EPNotBuiltError: ranks are out of reach, and the module for that is not built.
+            EPUsageError: NVLink is to reach beyond the host, but must not be used at all.
         """
 
     def device(self) -> torch.device:
@@ -180,7 +188,12 @@ class CpuBackend:
         self._pool = binding.HostPool()
 
     def create_runtime(
-        self, needs_rdma: bool, allow_nvlink: bool, allow_mnnvl: bool, **options: Any
+        self,
+        needs_rdma: bool,
+        spans_hosts: bool,
+        allow_nvlink: bool,
+        allow_mnnvl: bool,
+        **options: Any,
     ) -> Runtime:
         schedule, delivery = env.schedule(), env.delivery()
         blocks, warps = env.launch_shape(_HOST_WARPS, self.binding.MAX_HOST_THREADS)
@@ -266,18 +279,27 @@ class CudaBackend:
         self._max_warps = binding.MAX_WARPS
 
     def create_runtime(
-        self, needs_rdma: bool, allow_nvlink: bool, allow_mnnvl: bool, **options: Any
+        self,
+        needs_rdma: bool,
+        spans_hosts: bool,
+        allow_nvlink: bool,
+        allow_mnnvl: bool,
+        **options: Any,
     ) -> Runtime:
         binding = self.binding
         blocks, warps = env.launch_shape(self._max_warps, _GPU_THREADS)
-        # Ranks that NVLink reaches never load NVSHMEM, unless it is to be kept from using NVLink.
-        if needs_rdma or not allow_nvlink:
+        beyond_host = spans_hosts and allow_mnnvl
+        if beyond_host and not allow_nvlink:
+            fail("Buffer", "allow_mnnvl is True", "mnnvl_without_nvlink", EPUsageError)
+        # Ranks that NVLink reaches within the host never load NVSHMEM, unless it is to be kept from using
+        # NVLink. Between hosts it maps their memory.
+        if needs_rdma or beyond_host or not allow_nvlink:
             found, reason = _load_with_nvshmem()
-            if found is None and needs_rdma:
-                raise EPNotBuiltError(
-                    "backend: some ranks are out of NVLink's reach, which takes NVSHMEM, but "
-                    f"{reason}."
+            if found is None and (needs_rdma or beyond_host):
+                what = (
+                    "some ranks are out of NVLink's reach" if needs_rdma else "allow_mnnvl is True"
                 )
+                raise EPNotBuiltError(f"backend: {what}, which takes NVSHMEM, but {reason}.")
             binding = found or binding
         runtime = binding.Runtime(
             allow_nvlink=allow_nvlink,

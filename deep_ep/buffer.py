@@ -80,7 +80,8 @@ class Buffer:
             low_latency_mode: enable the low-latency operations.
             num_qps_per_rank: queue pairs per peer; experts per rank for low latency.
             allow_nvlink_for_low_latency_mode: whether low latency may use NVLink. Results are equal.
-            allow_mnnvl: whether NVLink may reach beyond the host.
+            allow_mnnvl: use NVLink between hosts, through NVSHMEM; refused where it reaches no other
+                host. Without effect on one host.
             explicitly_destroy: `destroy()` will be called; otherwise memory is released with the object.
             use_fabric: as `allow_mnnvl`; the name some revisions of DeepEP use.
             enable_shrink: allow ranks to be masked.

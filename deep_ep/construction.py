@@ -139,6 +139,7 @@ def connect(owner: object, group: Group, agreed: Agreement) -> Communicator:
     def allocate() -> tuple[str, liveness.Offer | None]:
         native = selected.create_runtime(
             needs_rdma=topology.num_nodes > 1,
+            spans_hosts=len({place.host for place in places}) > 1,
             allow_nvlink=settings.allow_nvlink_for_low_latency_mode,
             allow_mnnvl=settings.allow_mnnvl,
             rank=group.rank,

@@ -200,6 +200,10 @@ VALUES: dict[str, ValueRule] = {
         "one call at a time may be waiting for its receive phase",
         "Call the hook of {pending} first, or abandon_hook() if its results are not wanted.",
     ),
+    "mnnvl_without_nvlink": ValueRule(
+        "NVLink between hosts takes allow_nvlink_for_low_latency_mode=True",
+        "Pass that too, or allow_mnnvl=False to reach other hosts over RDMA.",
+    ),
     "hook_twice": ValueRule("a hook may be called once", "Drop the second call."),
     "hook_after_destroy": ValueRule(
         "a destroyed buffer cannot receive", "Call the hook before destroy()."

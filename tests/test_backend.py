@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from deep_ep import EPNotBuiltError, backend, nvshmem
+from deep_ep.errors import EPUsageError
 
 TOO_OLD = (
     "cudaGetDeviceCount failed: CUDA driver version is insufficient for CUDA runtime version "
@@ -143,7 +144,13 @@ class Runtime:
 
 
 def create(machine: Machine, **changed: Any) -> Any:
-    arguments = {"needs_rdma": True, "allow_nvlink": True, "allow_mnnvl": False, **changed}
+    arguments = {
+        "needs_rdma": True,
+        "spans_hosts": True,
+        "allow_nvlink": True,
+        "allow_mnnvl": False,
+        **changed,
+    }
     machine.binding.Runtime = Runtime
     return backend.get().create_runtime(**arguments)
 
@@ -175,3 +182,31 @@ def test_the_launch_shape_that_errors_advise_is_read_on_the_gpu(machine: Machine
     machine.monkeypatch.setenv("DEEP_EP_LAUNCH_SHAPE", "64x9")
     with pytest.raises(ValueError, match="at most 8 warps per block"):
         create(machine, needs_rdma=False)
+
+
+def with_nvshmem(machine: Machine) -> Any:
+    """The module with NVSHMEM, whose runtimes can be told from the other's."""
+    module: Any = ModuleType("deep_ep._cuda_nvshmem")
+    module.Runtime = type("RuntimeWithNvshmem", (Runtime,), {})
+    machine.built.add("deep_ep._cuda_nvshmem")
+    machine.monkeypatch.setitem(sys.modules, "deep_ep._cuda_nvshmem", module)
+    return module
+
+
+def test_nvlink_between_hosts_goes_through_nvshmem(machine: Machine) -> None:
+    module = with_nvshmem(machine)
+    made = create(machine, needs_rdma=False, allow_mnnvl=True)
+    assert isinstance(made, module.Runtime)
+    assert made.options["allow_mnnvl"] is True
+    made = create(machine, needs_rdma=False, spans_hosts=False, allow_mnnvl=True)
+    assert not isinstance(made, module.Runtime)
+
+
+def test_nvlink_between_hosts_without_nvshmem_is_refused(machine: Machine) -> None:
+    with pytest.raises(EPNotBuiltError, match="allow_mnnvl is True, which takes NVSHMEM, but"):
+        create(machine, needs_rdma=False, allow_mnnvl=True)
+
+
+def test_nvlink_between_hosts_and_none_at_all_exclude_each_other(machine: Machine) -> None:
+    with pytest.raises(EPUsageError, match="allow_nvlink_for_low_latency_mode=True"):
+        create(machine, allow_nvlink=False, allow_mnnvl=True)

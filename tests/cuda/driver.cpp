@@ -96,6 +96,9 @@ void begin_capture(cudaStream_t stream) {
     get(stream).capture = ++num_captures;
     open_captures.insert(num_captures);
 }
+void join_capture(cudaStream_t stream, cudaStream_t captured) {
+    get(stream).capture = get(captured).capture;
+}
 void end_capture(cudaStream_t stream) {
     open_captures.erase(get(stream).capture);
     get(stream).capture = 0;
@@ -324,7 +327,8 @@ int nvshmemx_qp_create(int count, nvshmemx_qp_handle_t** handles) {
     nvshmem("nvshmemx_qp_create");
     if (!machine().has_queue_pairs) return 1;
     *handles = static_cast<nvshmemx_qp_handle_t*>(std::calloc(count, sizeof(**handles)));
-    for (int i = 0; i < count; ++i) (*handles)[i] = machine().first_handle + i;
+    const int32_t next = machine().is_first_handle_alone ? 100 : machine().first_handle;
+    for (int i = 0; i < count; ++i) (*handles)[i] = i == 0 ? machine().first_handle : next + i;
     return 0;
 }
 void nvshmemx_vendor_get_version_info(int* major, int* minor, int* patch) {

@@ -35,6 +35,8 @@ cudaStream_t new_stream();
 // Graph capture in global mode, torch's default.
 void begin_capture(cudaStream_t stream);
 void end_capture(cudaStream_t stream);
+// As a wait of `stream` for an event of a captured stream does.
+void join_capture(cudaStream_t stream, cudaStream_t captured);
 
 // What the machine is like; a test sets it before the calls that should see it.
 struct Machine {
@@ -49,7 +51,8 @@ struct Machine {
     std::vector<bool> reachable;
     bool has_queue_pairs = true;
     int32_t first_handle = 16;
-    int nvshmem_status = 0;  // before anybody starts it
+    bool is_first_handle_alone = false;  // the others are ordinary
+    int nvshmem_status = 0;              // before anybody starts it
 };
 Machine& machine();
 

@@ -3,24 +3,11 @@
 
 #include "device/device_runtime.h"
 #include "driver.h"
+#include "errors.h"
 #include "testing.h"
 
 namespace ep {
 namespace {
-
-template <class F>
-std::string error_of(F f) {
-    try {
-        f();
-    } catch (const std::exception& error) {
-        return error.what();
-    }
-    return "no error";
-}
-
-bool contains(const std::string& text, const std::string& part) {
-    return text.find(part) != std::string::npos;
-}
 
 struct NoArgs {};
 void kernel(NoArgs) {}

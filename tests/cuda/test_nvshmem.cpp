@@ -4,6 +4,7 @@
 #include <string>
 
 #include "driver.h"
+#include "errors.h"
 #include "testing.h"
 #include "transport/cuda/symmetric_memory.h"
 
@@ -77,6 +78,83 @@ TEST(nvlink_between_hosts_is_on_where_it_is_allowed) {
     SymmetricMemory memory(device, allowed);
     (void)memory.local_handle();
     check_settings("0");
+}
+
+// Handles as the device gets them.
+std::vector<int> handles(const QueuePairs& pairs) {
+    return {pairs.handles, pairs.handles + pairs.num_handles * QueuePairs::kCopies};
+}
+
+// Rank 0 of two on different hosts, joined.
+std::string connect(const SymmetricMemoryOptions& asked, QueuePairs* pairs = nullptr) {
+    Device device(0, "");
+    SymmetricMemory memory(device, asked);
+    const std::string handle = memory.local_handle();
+    return error_of([&] {
+        memory.connect({handle, other(handle)});
+        if (pairs != nullptr) *pairs = memory.transport().queue_pairs;
+    });
+}
+
+TEST(each_queue_pair_is_there_so_often_that_its_number_means_no_default) {
+    QueuePairs pairs{};
+    CHECK_EQUAL(connect(options(0), &pairs), std::string("no error"));
+    CHECK_EQUAL(pairs.num_handles, 12);
+    const auto found = handles(pairs);
+    for (int qp = 0; qp < 24; ++qp) {
+        CHECK_EQUAL(pairs.handle(qp) - pairs.handles, qp % 12 * QueuePairs::kCopies);
+        for (int copy = 0; copy < QueuePairs::kCopies; ++copy)
+            CHECK_EQUAL(pairs.handle(qp)[copy], driver::machine().first_handle + qp % 12);
+    }
+    CHECK(QueuePairs::kCopies != NVSHMEMX_QP_DEFAULT);
+    CHECK_EQUAL(found.size(), size_t{24});
+}
+
+// The first of twelve handles is a reserved one.
+void check_refused(int reserved) {
+    driver::machine().first_handle = reserved;
+    driver::machine().is_first_handle_alone = true;
+    const std::string said = connect(options(0));
+    CHECK(contains(said, "nvshmemx_qp_create returned the handle " + std::to_string(reserved)));
+}
+
+TEST(a_created_handle_that_means_the_host_s_queue_pair_is_refused) {
+    check_refused(NVSHMEMX_QP_HOST);
+}
+TEST(a_created_handle_that_means_the_default_ones_is_refused) {
+    check_refused(NVSHMEMX_QP_DEFAULT);
+}
+TEST(a_created_handle_that_means_any_is_refused) { check_refused(NVSHMEMX_QP_ANY); }
+
+TEST(a_transport_without_queue_pairs_uses_the_default_one_alone) {
+    driver::machine().has_queue_pairs = false;
+    QueuePairs pairs{};
+    CHECK_EQUAL(connect(options(0), &pairs), std::string("no error"));
+    CHECK_EQUAL(pairs.num_handles, 1);
+    for (const int handle : handles(pairs)) CHECK_EQUAL(handle, int{NVSHMEMX_QP_DEFAULT});
+}
+
+TEST(queue_pairs_are_created_once) {
+    CHECK_EQUAL(connect(options(0)), std::string("no error"));
+    CHECK_EQUAL(connect(options(0)), std::string("no error"));
+    CHECK_EQUAL(driver::count("nvshmemx_qp_create"), 1);
+    CHECK_EQUAL(driver::count("nvshmemx_init_attr"), 1);
+}
+
+TEST(nvlink_between_hosts_that_is_not_there_is_refused) {
+    SymmetricMemoryOptions asked = options(0);
+    asked.allow_mnnvl = true;
+    const std::string said = connect(asked);
+    CHECK(contains(said, "allow_mnnvl is True"));
+    CHECK(contains(said, "nvidia-imex"));
+    CHECK(contains(said, "allow_mnnvl=False"));
+}
+
+TEST(nvlink_between_hosts_is_used_where_it_is) {
+    driver::machine().reachable = {true, true};
+    SymmetricMemoryOptions asked = options(0);
+    asked.allow_mnnvl = true;
+    CHECK_EQUAL(connect(asked), std::string("no error"));
 }
 
 }  // namespace

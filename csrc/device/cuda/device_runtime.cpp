@@ -30,6 +30,7 @@ Device::Device(int device_index, const std::string& /*clock*/) : index_(device_i
     check(cudaStreamCreateWithFlags(&own_stream_, cudaStreamNonBlocking),
           "cudaStreamCreateWithFlags",
           "a stream for status reads");
+    order_.emplace();
 }
 
 Device::~Device() {

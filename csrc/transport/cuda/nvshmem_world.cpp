@@ -4,6 +4,7 @@
 #include <cstring>
 #include <stdexcept>
 #include <string>
+#include <vector>
 
 #include "device/cuda/error.h"
 
@@ -36,6 +37,16 @@ void set_environment(const NvshmemWorld::Membership& membership) {
     set("NVSHMEM_DISABLE_NVLS", "1");
     set("NVSHMEM_CUMEM_GRANULARITY", "536870912");
     set("NVSHMEM_DISABLE_MNNVL", membership.allow_mnnvl ? "0" : "1");
+}
+
+// A handle that means all queue pairs, the default ones or the host's would have every fence and quiet on it
+// wait for the wrong ones, or for none.
+void require_ordinary(nvshmemx_qp_handle_t handle) {
+    if (handle != NVSHMEMX_QP_HOST && handle != NVSHMEMX_QP_DEFAULT && handle != NVSHMEMX_QP_ANY)
+        return;
+    throw std::runtime_error("nvshmemx_qp_create returned the handle " + std::to_string(handle) +
+                             ", which NVSHMEM's interface reserves for its own queue pairs. Use an "
+                             "NVSHMEM that this version was tested with (install_nvshmem.sh).");
 }
 
 }  // namespace
@@ -98,20 +109,24 @@ void NvshmemWorld::create_queue_pairs() {
           "cudaDeviceGetAttribute",
           "the ordering of RDMA writes");
     queue_pairs_.reorders_arrivals = ordering < cudaGPUDirectRDMAWritesOrderingAllDevices;
-    // Transports through a proxy may have no queue pairs of their own; the default one serves all.
-    nvshmemx_qp_handle_t default_handle = NVSHMEMX_QP_DEFAULT;
-    nvshmemx_qp_handle_t* handles = nullptr;
-    int count = membership_.num_queue_pairs;
-    if (nvshmemx_qp_create(count, &handles) != 0 || handles == nullptr) {
-        handles = &default_handle;
-        count = 1;
+    std::vector<nvshmemx_qp_handle_t> handles;
+    nvshmemx_qp_handle_t* created = nullptr;
+    if (nvshmemx_qp_create(membership_.num_queue_pairs, &created) == 0 && created != nullptr) {
+        for (int i = 0; i < membership_.num_queue_pairs; ++i) {
+            require_ordinary(created[i]);
+            handles.insert(handles.end(), QueuePairs::kCopies, created[i]);
+        }
+    } else {
+        // Transports through a proxy may have no queue pairs of their own; the default one serves all, and a
+        // fence on it waits for whatever is on it.
+        handles.assign(QueuePairs::kCopies, NVSHMEMX_QP_DEFAULT);
     }
-    const size_t bytes = count * sizeof(*handles);
+    const size_t bytes = handles.size() * sizeof(handles[0]);
     check(cudaMalloc(&queue_pairs_.handles, bytes), "cudaMalloc", "the handles of queue pairs");
-    check(cudaMemcpy(queue_pairs_.handles, handles, bytes, cudaMemcpyHostToDevice),
+    check(cudaMemcpy(queue_pairs_.handles, handles.data(), bytes, cudaMemcpyHostToDevice),
           "cudaMemcpy",
           "the handles of queue pairs");
-    queue_pairs_.num_handles = count;
+    queue_pairs_.num_handles = static_cast<int>(handles.size()) / QueuePairs::kCopies;
 }
 
 std::byte* NvshmemWorld::allocate(size_t bytes) {
