@@ -479,10 +479,10 @@ class Buffer:
         )
 
     def abandon_hook(self) -> None:
-        """Gives up the receive hook that has not been called, so that the next call is allowed.
+        """Gives up the receive hooks that have not been called, so that the next call is allowed.
 
-        What the hook would have received is received, because the others have sent it, and dropped;
-        its results must not be used. For programs that went on after an exception between a call
+        What the hooks would have received is received, because the others have sent it, and dropped;
+        the results must not be used. For programs that went on after an exception between a call
         and its hook. Where the program has lost the hook, the next call does this by itself and
         warns. Does nothing if no hook is pending.
 

@@ -197,8 +197,8 @@ VALUES: dict[str, ValueRule] = {
         "Ask for that buffer and fill it before each combine, also after one that raised an error.",
     ),
     "pending_hook": ValueRule(
-        "one call at a time may be waiting for its receive phase",
-        "Call the hook of {pending} first, or abandon_hook() if its results are not wanted.",
+        "at most {most} calls may wait for their hooks",
+        "Call the first of these hooks first, or abandon_hook() if their results are not wanted.",
     ),
     "mnnvl_without_nvlink": ValueRule(
         "NVLink between hosts takes allow_nvlink_for_low_latency_mode=True",
