@@ -14,7 +14,7 @@ import importlib
 import importlib.util
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
@@ -34,6 +34,8 @@ _POOLED_BYTES = 1 << 20
 _HOST_WARPS = 32
 # Of a launch: grids are limited by what is resident, which the launch checks.
 _GPU_THREADS = 1 << 31
+# torch hands its streams out in turn, so that many different ones, of each priority.
+_POOLED_STREAMS = 32
 # GPU timers drift apart by up to 40 us per second; csrc/kernels/clocks.cuh says what is done then.
 _GPU_CLOCK_INTERVAL_S = 20.0
 
@@ -76,10 +78,17 @@ class CudaBinding(Binding, Protocol):
 
 
 class Backend(Protocol):
-    """Streams, events and memory of one target. A stream is an opaque object that can be stored."""
+    """Streams, events and memory of one target. A stream is an opaque object that can be stored.
+
+    Attributes:
+        name: of the backend.
+        binding: its native module.
+        runs_in_streams: whether an operation is queued on a stream, behind what is there.
+    """
 
     name: str
     binding: Binding
+    runs_in_streams: bool
 
     def create_runtime(
         self,
@@ -109,8 +118,8 @@ class Backend(Protocol):
     def current_stream(self) -> Any:
         """The stream the caller works on."""
 
-    def create_comm_stream(self) -> Any:
-        """A stream of high priority for one buffer."""
+    def create_comm_stream(self, others: Collection[int] = ()) -> Any:
+        """A stream of high priority for one buffer, none of those with these native handles."""
 
     def stream_handle(self, stream: Any) -> int:
         """The native handle of a stream."""
@@ -181,6 +190,7 @@ class CpuBackend:
     """Backend `cpu`: the kernels on the host target."""
 
     name = "cpu"
+    runs_in_streams = False
 
     def __init__(self, binding: Binding) -> None:
         self.binding = binding
@@ -215,7 +225,7 @@ class CpuBackend:
     def current_stream(self) -> CpuStream:
         return self._current
 
-    def create_comm_stream(self) -> CpuStream:
+    def create_comm_stream(self, others: Collection[int] = ()) -> CpuStream:
         return CpuStream()
 
     def stream_handle(self, stream: CpuStream) -> int:
@@ -273,6 +283,7 @@ class CudaBackend:
     """Backend `cuda`: the kernels on the GPU that is current in torch."""
 
     name = "cuda"
+    runs_in_streams = True
 
     def __init__(self, binding: CudaBinding) -> None:
         self.binding: Binding = binding
@@ -316,8 +327,11 @@ class CudaBackend:
     def current_stream(self) -> torch.cuda.Stream:
         return torch.cuda.current_stream()
 
-    def create_comm_stream(self) -> torch.cuda.Stream:
-        stream: torch.cuda.Stream = torch.cuda.Stream(priority=-1)  # type: ignore[no-untyped-call]
+    def create_comm_stream(self, others: Collection[int] = ()) -> torch.cuda.Stream:
+        for _ in range(_POOLED_STREAMS):
+            stream: torch.cuda.Stream = torch.cuda.Stream(priority=-1)  # type: ignore[no-untyped-call]
+            if stream.cuda_stream not in others:
+                break
         return stream
 
     def stream_handle(self, stream: torch.cuda.Stream) -> int:

@@ -11,7 +11,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Callable
+from typing import TYPE_CHECKING, Any, Callable
 
 import torch
 
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from deep_ep.liveness import Liveness
     from deep_ep.rendezvous import Place
     from deep_ep.runtime import Runtime
+    from deep_ep.streams import StreamClaims
     from deep_ep.watchers import Watcher
 
 _communicators: weakref.WeakSet[Communicator] = weakref.WeakSet()
@@ -58,6 +59,7 @@ class Communicator:
         limits: Limits,
         places: Sequence[Place],
         liveness: Liveness | None,
+        claims: StreamClaims | None = None,
     ) -> None:
         """Internal: use `construction.connect`.
 
@@ -68,6 +70,7 @@ class Communicator:
             limits: see above.
             places: where the ranks run.
             liveness: this rank's part in who lives; `None` if it is alone.
+            claims: the streams of this rank, where others of this process may not use them.
         """
         self.group = group
         self.rank = group.rank
@@ -81,6 +84,9 @@ class Communicator:
         self.watchers: list[Watcher] = []
         self._places = places
         self._liveness = liveness
+        self._claims = claims
+        if claims is not None:
+            weakref.finalize(self, claims.release)
         self._process = os.getpid()
         _communicators.add(self)
 
@@ -153,6 +159,17 @@ class Communicator:
             got = "the hook of the dispatch that returned handle has not been called"
             fail(where, got, "handle_not_received", EPUsageError)
 
+    def calling_stream(self, where: str) -> Any:
+        """The stream that the caller works on, once no other rank of the process does.
+
+        Raises:
+            EPUsageError: another one does.
+        """
+        stream = self.backend.current_stream()
+        if self._claims is not None:
+            self._claims.use(where, self.backend.stream_handle(stream))
+        return stream
+
     # ---- waiting
 
     def receive(self, pending: PendingReceive) -> None:
@@ -199,8 +216,8 @@ class Communicator:
         checks.positive_int(where, "samples", samples)
         with self.lock:
             runtime = self.idle_runtime(where)
+            stream = self.backend.stream_handle(self.calling_stream(where))
             self.receive_sent()
-            stream = self.backend.stream_handle(self.backend.current_stream())
             measured = runtime.native.measure_clock_offsets(samples=samples, stream=stream)
             self.raise_failure()
         pairs = torch.tensor(measured, dtype=torch.int64).reshape(self.num_ranks, 2)

@@ -252,11 +252,9 @@ class LowLatency:
             low_latency_checks.sizes_that_fit(
                 where, num_max_dispatch_tokens_per_rank, hidden, num_experts, communicator.limits
             )
+            stream = communicator.backend.stream_handle(communicator.calling_stream(where))
             communicator.receive_sent()
-            back = communicator.backend
-            runtime.native.clean_low_latency_buffer(
-                stream=back.stream_handle(back.current_stream())
-            )
+            runtime.native.clean_low_latency_buffer(stream=stream)
             communicator.raise_failure(called=where)
 
     def enable_counters(self, ring: int) -> None:
@@ -288,11 +286,11 @@ class LowLatency:
     ) -> tuple[EventOverlap, ReceiveHook | None]:
         """Runs an operation, or its send phase. `handle` is `handle[0]` of a dispatch."""
         communicator = self._communicator
+        current = communicator.calling_stream(name)
         communicator.receive_sent()
         for callback in communicator.before_operation:
             callback(name)
         back, binding = communicator.backend, communicator.backend.binding
-        current = back.current_stream()
         if return_recv_hook:
             stream = back.stream_handle(current)
             run(phases=binding.PHASE_SEND, stream=stream)

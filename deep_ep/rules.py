@@ -200,6 +200,11 @@ VALUES: dict[str, ValueRule] = {
         "at most {most} calls may wait for their hooks",
         "Call the first of these hooks first, or abandon_hook() if their results are not wanted.",
     ),
+    "shared_stream": ValueRule(
+        "ranks that are threads of one process need a stream each on a GPU that they share, because "
+        "kernels of one stream run in turn and these wait for each other",
+        "Call torch.cuda.set_stream(torch.cuda.Stream()) in each rank's thread before it makes its buffer.",
+    ),
     "mnnvl_without_nvlink": ValueRule(
         "NVLink between hosts takes allow_nvlink_for_low_latency_mode=True",
         "Pass that too, or allow_mnnvl=False to reach other hosts over RDMA.",
