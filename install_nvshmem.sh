@@ -15,12 +15,18 @@ Usage: ./install_nvshmem.sh [--cuda MAJOR]    the pinned PyPI wheel for this CUD
        ./install_nvshmem.sh --prefix DIR      an NVSHMEM that is installed already; nothing is fetched
        ./install_nvshmem.sh --source DIR      build this NVSHMEM source tree with CMake
        ./install_nvshmem.sh --check           look at what third-party/nvshmem has
+       ./install_nvshmem.sh --repair [--cuda MAJOR]
+                                              put the pinned wheel into PYTHON's environment, in place of
+                                              the older one that torch brought there
 
 Afterwards third-party/nvshmem points to it, and setup.py builds deep_ep._cuda_nvshmem against it.
 NVSHMEM is only needed when ranks do not all reach each other over NVLink.
 
+A process has one libnvshmem_host.so.3. CUDA builds of torch load their own, which may be too old for the
+module built here. --repair replaces it by the pinned one, which serves torch as well.
+
   --cuda MAJOR   12 or 13; default: what nvcc says, else nvidia-smi
-  PYTHON         interpreter whose pip fetches the wheel (default .venv/bin/python, else python3)
+  PYTHON         interpreter whose pip fetches or installs the wheel (default .venv/bin/python, else python3)
   CUDA_HOME      toolkit for --source (default: the one of nvcc on PATH)
   CMAKE_ARGS     further options for --source, e.g. -DNVSHMEM_UCX_SUPPORT=ON
   MAX_JOBS       parallel compilations for --source (default: number of cores)
@@ -89,6 +95,34 @@ check() {
     say "  device library  $lib/libnvshmem_device.a"
     say "  host library    $lib/libnvshmem_host.so.3"
     say "  IBGDA transport $(compgen -G "$lib/nvshmem_transport_ibgda.so*" | tail -n 1)"
+    offer_repair "$version"
+}
+
+# What a program run by $1 loads where torch brings an NVSHMEM; empty if it brings none.
+version_in_environment() {
+    "$1" - 2>/dev/null <<'PY' || true
+from importlib.metadata import distributions
+for found in distributions():
+    if (found.metadata["Name"] or "").startswith("nvidia-nvshmem-cu"):
+        print(found.version)
+        break
+PY
+}
+
+is_older() {
+    [[ $1 != "$2" && $(printf '%s\n' "$1" "$2" | sort -V | head -n 1) == "$1" ]]
+}
+
+# torch loads the wheel of its environment before ours is asked for.
+offer_repair() {
+    local version=$1 python found
+    python=$(pick_python 2>/dev/null) || return 0
+    found=$(version_in_environment "$python")
+    [[ -n $found ]] || return 0
+    if is_older "${found%.*}" "${version%.*}"; then
+        say "the environment of $python has NVSHMEM $found, which torch loads first; $version does not run with it."
+        say "Replace it: ./install_nvshmem.sh --repair"
+    fi
 }
 
 # A link is replaced; a folder that somebody put there is not ours to delete.
@@ -100,11 +134,31 @@ point_to() {
     printf 'export NVSHMEM_DIR=%q\n' "$1"
 }
 
+pin_of() {
+    grep "^nvidia-nvshmem-cu$1==" "$lock" || fail "third-party/nvshmem.lock pins no nvidia-nvshmem-cu$1." \
+        "There is one for CUDA 12 and 13; for another, build NVSHMEM with --source."
+}
+
+repair() {
+    local major=$1 pin python work
+    pin=$(pin_of "$major")
+    python=$(pick_python)
+    work=$(mktemp -d)
+    # shellcheck disable=SC2064  # The folder of now, not of the moment of exit.
+    trap "rm -rf '$work'" EXIT
+    printf '%s\n' "$pin" >"$work/requirements.txt"
+    # Without dependencies: torch asks for its own version, and pip would put that back.
+    "$python" -m pip install --disable-pip-version-check -q --no-deps --only-binary=:all: \
+        --require-hashes -r "$work/requirements.txt" ||
+        fail "pip could not install ${pin%% *} into the environment of $python, see above." \
+            "Without a network: start programs with LD_PRELOAD=<prefix>/lib/libnvshmem_host.so.3"
+    say "installed ${pin%% *} into the environment of $python"
+}
+
 from_wheel() {
     local major=$1 pin package version target python work
     package=nvidia-nvshmem-cu$major
-    pin=$(grep "^$package==" "$lock") || fail "third-party/nvshmem.lock pins no $package." \
-        "There is one for CUDA 12 and 13; for another, build NVSHMEM with --source."
+    pin=$(pin_of "$major")
     version=${pin#*==}
     version=${version%% *}
     target=$third_party/nvshmem-$version-cu$major
@@ -176,8 +230,8 @@ while (($#)); do
             fi
             shift 2
             ;;
-        --check)
-            mode=check
+        --check | --repair)
+            mode=${1#--}
             shift
             ;;
         -h | --help)
@@ -192,6 +246,10 @@ case $mode in
     wheel)
         [[ -n $major ]] || major=$(cuda_major)
         from_wheel "$major"
+        ;;
+    repair)
+        [[ -n $major ]] || major=$(cuda_major)
+        repair "$major"
         ;;
     source) from_source "$argument" ;;
     check)

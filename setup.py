@@ -37,6 +37,7 @@ ROOT = Path(__file__).resolve().parent
 CSRC = ROOT / "csrc"
 CUDA_SOURCE = CSRC / "cuda_module.cu"
 OLDEST_SM = 90  # The kernels use cluster-era instructions; Hopper is the first that has them.
+HOST_LIBRARY = "libnvshmem_host.so.3"
 OLDEST_NVSHMEM = (3, 5)  # First version with the queue-pair API.
 
 
@@ -64,6 +65,10 @@ class Nvshmem:
     library_dir: Path
     version: tuple[int, ...]
     origin: str
+
+    @property
+    def text(self) -> str:
+        return ".".join(map(str, self.version))
 
 
 # ---------------------------------------------------------------------------------------- host
@@ -135,6 +140,11 @@ def cuda_modules() -> list[Module]:
     # ptxas says what each kernel uses; tools/kernel_resources.py makes a table of it.
     flags = ["-std=c++20", "-O3", "-Xcompiler=-fPIC,-fvisibility=hidden", "-Xptxas=-v", *gencode]
     link = [str(nvcc), "-shared", "-cudart=static", *gencode]
+    nvshmem = find_nvshmem(cuda_major=version[0])
+    if isinstance(nvshmem, Nvshmem):
+        library = nvshmem.library_dir / HOST_LIBRARY
+        flags.append(f'-DEP_NVSHMEM_VERSION="{nvshmem.text}"')
+        flags.append(f'-DEP_NVSHMEM_LIBRARY="{library}"')
     say(f"builds deep_ep._cuda for {', '.join(flag.split(',code=')[1] for flag in gencode)}")
     plain = Module(
         name="_cuda",
@@ -144,13 +154,12 @@ def cuda_modules() -> list[Module]:
         libraries=[],
     )
 
-    nvshmem = find_nvshmem(cuda_major=version[0])
     if isinstance(nvshmem, str):
         return [plain, *leave_out("deep_ep._cuda_nvshmem", nvshmem, required=wanted == "1")]
-    say(f"found NVSHMEM {'.'.join(map(str, nvshmem.version))}: {nvshmem.prefix} ({nvshmem.origin})")
+    say(f"found NVSHMEM {nvshmem.text}: {nvshmem.prefix} ({nvshmem.origin})")
     say("builds deep_ep._cuda_nvshmem, to be loaded only when a rank is out of NVLink's reach")
     flags += ["-rdc=true", "-isystem", str(nvshmem.prefix / "include"), "-DEP_WITH_NVSHMEM=1"]
-    libraries = [f"-L{nvshmem.library_dir}", "-lnvshmem_device", "-Xlinker=-l:libnvshmem_host.so.3"]
+    libraries = [f"-L{nvshmem.library_dir}", "-lnvshmem_device", f"-Xlinker=-l:{HOST_LIBRARY}"]
     # Where it was found, then the wheel's place beside ours in site-packages.
     for path in (str(nvshmem.library_dir), "$ORIGIN/../nvidia/nvshmem/lib"):
         libraries.append(f"-Xlinker=-rpath={path}")
@@ -245,12 +254,9 @@ def inspect_nvshmem(prefix: Path, origin: str) -> Nvshmem | str:
         )
     for folder in ("lib", "lib64"):
         library_dir = prefix / folder
-        if all(
-            (library_dir / name).exists()
-            for name in ("libnvshmem_device.a", "libnvshmem_host.so.3")
-        ):
+        if all((library_dir / name).exists() for name in ("libnvshmem_device.a", HOST_LIBRARY)):
             return Nvshmem(prefix, library_dir, version, origin)
-    return f"{prefix} ({origin}) lacks lib/libnvshmem_device.a or lib/libnvshmem_host.so.3"
+    return f"{prefix} ({origin}) lacks lib/libnvshmem_device.a or lib/{HOST_LIBRARY}"
 
 
 # --------------------------------------------------------------------------------------- ninja

@@ -75,6 +75,7 @@ class Runtime:
         ranks_per_node: int,
         device_index: int,
         allow_nvlink: bool = ...,
+        allow_mnnvl: bool = ...,
         clock: str = ...,
         clock_interval_ns: int = ...,
         verify: bool = ...,

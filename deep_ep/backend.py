@@ -9,16 +9,19 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import glob
 import importlib
 import importlib.util
 import math
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Protocol
+import os
+from collections.abc import Collection, Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
-from deep_ep import env
-from deep_ep.errors import EPNotBuiltError
+from deep_ep import env, nvshmem
+from deep_ep.errors import EPNotBuiltError, EPUsageError
+from deep_ep.rules import fail
 
 if TYPE_CHECKING:
     from deep_ep._cpu import HostPool, Runtime
@@ -27,6 +30,12 @@ if TYPE_CHECKING:
 # Outputs of at least this size come from the pool of the cpu backend; smaller ones the C library
 # keeps mapped by itself.
 _POOLED_BYTES = 1 << 20
+# Of a block, as on a GPU.
+_HOST_WARPS = 32
+# Of a launch: grids are limited by what is resident, which the launch checks.
+_GPU_THREADS = 1 << 31
+# torch hands its streams out in turn, so that many different ones, of each priority.
+_POOLED_STREAMS = 32
 # GPU timers drift apart by up to 40 us per second; csrc/kernels/clocks.cuh says what is done then.
 _GPU_CLOCK_INTERVAL_S = 20.0
 
@@ -62,25 +71,45 @@ class Binding(Protocol):
     ) -> int: ...
 
 
+class CudaBinding(Binding, Protocol):
+    """What a CUDA module offers besides; see `_cuda.pyi`."""
+
+    MAX_WARPS: int
+
+
 class Backend(Protocol):
-    """Streams, events and memory of one target. A stream is an opaque object that can be stored."""
+    """Streams, events and memory of one target. A stream is an opaque object that can be stored.
+
+    Attributes:
+        name: of the backend.
+        binding: its native module.
+        runs_in_streams: whether an operation is queued on a stream, behind what is there.
+    """
 
     name: str
     binding: Binding
+    runs_in_streams: bool
 
     def create_runtime(
-        self, needs_rdma: bool, allow_nvlink: bool, allow_mnnvl: bool, **options: Any
+        self,
+        needs_rdma: bool,
+        spans_hosts: bool,
+        allow_nvlink: bool,
+        allow_mnnvl: bool,
+        **options: Any,
     ) -> Runtime:
         """The native runtime of one buffer.
 
         Args:
             needs_rdma: whether some ranks are out of reach of NVLink.
+            spans_hosts: whether the ranks are on several hosts.
             allow_nvlink: whether the others may use it.
             allow_mnnvl: whether NVLink may reach beyond the host.
             options: the other arguments of the native constructor.
 
         Raises:
             EPNotBuiltError: ranks are out of reach, and the module for that is not built.
+            EPUsageError: NVLink is to reach beyond the host, but must not be used at all.
         """
 
     def device(self) -> torch.device:
@@ -89,8 +118,8 @@ class Backend(Protocol):
     def current_stream(self) -> Any:
         """The stream the caller works on."""
 
-    def create_comm_stream(self) -> Any:
-        """A stream of high priority for one buffer."""
+    def create_comm_stream(self, others: Collection[int] = ()) -> Any:
+        """A stream of high priority for one buffer, none of those with these native handles."""
 
     def stream_handle(self, stream: Any) -> int:
         """The native handle of a stream."""
@@ -161,6 +190,7 @@ class CpuBackend:
     """Backend `cpu`: the kernels on the host target."""
 
     name = "cpu"
+    runs_in_streams = False
 
     def __init__(self, binding: Binding) -> None:
         self.binding = binding
@@ -168,10 +198,15 @@ class CpuBackend:
         self._pool = binding.HostPool()
 
     def create_runtime(
-        self, needs_rdma: bool, allow_nvlink: bool, allow_mnnvl: bool, **options: Any
+        self,
+        needs_rdma: bool,
+        spans_hosts: bool,
+        allow_nvlink: bool,
+        allow_mnnvl: bool,
+        **options: Any,
     ) -> Runtime:
         schedule, delivery = env.schedule(), env.delivery()
-        blocks, warps = env.launch_shape(self.binding.MAX_HOST_THREADS)
+        blocks, warps = env.launch_shape(_HOST_WARPS, self.binding.MAX_HOST_THREADS)
         runtime = self.binding.Runtime(
             allow_nvlink=allow_nvlink,
             clock=env.cpu_clock(),
@@ -190,7 +225,7 @@ class CpuBackend:
     def current_stream(self) -> CpuStream:
         return self._current
 
-    def create_comm_stream(self) -> CpuStream:
+    def create_comm_stream(self, others: Collection[int] = ()) -> CpuStream:
         return CpuStream()
 
     def stream_handle(self, stream: CpuStream) -> int:
@@ -248,31 +283,43 @@ class CudaBackend:
     """Backend `cuda`: the kernels on the GPU that is current in torch."""
 
     name = "cuda"
+    runs_in_streams = True
 
-    def __init__(self, binding: Binding) -> None:
-        self.binding = binding
+    def __init__(self, binding: CudaBinding) -> None:
+        self.binding: Binding = binding
+        self._max_warps = binding.MAX_WARPS
 
     def create_runtime(
-        self, needs_rdma: bool, allow_nvlink: bool, allow_mnnvl: bool, **options: Any
+        self,
+        needs_rdma: bool,
+        spans_hosts: bool,
+        allow_nvlink: bool,
+        allow_mnnvl: bool,
+        **options: Any,
     ) -> Runtime:
         binding = self.binding
-        # Ranks that NVLink reaches never load NVSHMEM, unless it is to be kept from using NVLink.
-        if needs_rdma or not allow_nvlink:
-            found, reason = _load("cuda_nvshmem")
-            if found is None and needs_rdma:
-                raise EPNotBuiltError(
-                    "backend: some ranks are out of NVLink's reach, which takes NVSHMEM, but "
-                    f"{reason}; it must be built and load. Run install_nvshmem.sh and build again, "
-                    "or set DEEP_EP_RANKS_PER_NODE if NVLink reaches all ranks."
+        blocks, warps = env.launch_shape(self._max_warps, _GPU_THREADS)
+        beyond_host = spans_hosts and allow_mnnvl
+        if beyond_host and not allow_nvlink:
+            fail("Buffer", "allow_mnnvl is True", "mnnvl_without_nvlink", EPUsageError)
+        # Ranks that NVLink reaches within the host never load NVSHMEM, unless it is to be kept from using
+        # NVLink. Between hosts it maps their memory.
+        if needs_rdma or beyond_host or not allow_nvlink:
+            found, reason = _load_with_nvshmem()
+            if found is None and (needs_rdma or beyond_host):
+                what = (
+                    "some ranks are out of NVLink's reach" if needs_rdma else "allow_mnnvl is True"
                 )
+                raise EPNotBuiltError(f"backend: {what}, which takes NVSHMEM, but {reason}.")
             binding = found or binding
-        if allow_mnnvl:
-            env.allow_multi_node_nvlink()
-        return binding.Runtime(
+        runtime = binding.Runtime(
             allow_nvlink=allow_nvlink,
+            allow_mnnvl=allow_mnnvl,
             clock_interval_ns=round(env.clock_interval_s(_GPU_CLOCK_INTERVAL_S) * 1e9),
             **options,
         )
+        runtime.set_launch_shape(blocks=blocks, warps=warps)
+        return runtime
 
     def device(self) -> torch.device:
         return torch.device("cuda", torch.cuda.current_device())
@@ -280,8 +327,11 @@ class CudaBackend:
     def current_stream(self) -> torch.cuda.Stream:
         return torch.cuda.current_stream()
 
-    def create_comm_stream(self) -> torch.cuda.Stream:
-        stream: torch.cuda.Stream = torch.cuda.Stream(priority=-1)  # type: ignore[no-untyped-call]
+    def create_comm_stream(self, others: Collection[int] = ()) -> torch.cuda.Stream:
+        for _ in range(_POOLED_STREAMS):
+            stream: torch.cuda.Stream = torch.cuda.Stream(priority=-1)  # type: ignore[no-untyped-call]
+            if stream.cuda_stream not in others:
+                break
         return stream
 
     def stream_handle(self, stream: torch.cuda.Stream) -> int:
@@ -321,28 +371,46 @@ class CudaBackend:
 
 
 def get() -> Backend:
-    """The backend in use: `DEEP_EP_BACKEND`, else cuda where its module and a GPU are there, else cpu.
+    """The backend in use: `DEEP_EP_BACKEND`, else cuda where there is a GPU, else cpu.
 
     Raises:
-        EPNotBuiltError: the backend asked for, or every backend, is unavailable; says why.
+        EPNotBuiltError: the backend asked for, or every backend, is unavailable, or there is a GPU that
+            cannot be used; says why.
     """
     return _select(env.backend())
 
 
 def unavailable_reason(name: str) -> str | None:
     """Why backend `name` cannot be used here, `None` if it can."""
-    _, reason = _load(name)
-    return reason
+    _, obstacle = _load(name)
+    return None if obstacle is None else obstacle.reason
+
+
+class _Obstacle(NamedTuple):
+    """Why a module cannot be used.
+
+    Attributes:
+        reason: in words.
+        is_fault: whether there is a GPU that ought to be used.
+    """
+
+    reason: str
+    is_fault: bool = False
 
 
 @functools.cache
 def _select(wanted: str) -> Backend:
     reasons = {}
     for name in (wanted,) if wanted else ("cuda", "cpu"):
-        binding, reason = _load(name)
-        if binding is not None:
+        binding, obstacle = _load(name)
+        if obstacle is None:
             return CudaBackend(binding) if name == "cuda" else CpuBackend(binding)
-        reasons[name] = reason
+        if obstacle.is_fault and not wanted:
+            raise EPNotBuiltError(
+                f"backend: this machine has a GPU that cannot be used: {obstacle.reason}. The CPU takes "
+                "over only where that is asked for. Correct it, or set DEEP_EP_BACKEND=cpu."
+            )
+        reasons[name] = obstacle.reason
     asked = f"DEEP_EP_BACKEND={wanted} cannot be used" if wanted else "no backend can be used"
     why = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
     raise EPNotBuiltError(
@@ -352,18 +420,66 @@ def _select(wanted: str) -> Backend:
     )
 
 
-def _load(name: str) -> tuple[Binding | None, str | None]:
-    """The native module, or why it cannot be used here."""
-    module = f"deep_ep._{name}"
-    if importlib.util.find_spec(module) is None:
-        return None, f"module {module} was not built"
-    on_gpu = name != "cpu"
-    if on_gpu and not torch.cuda.is_available():
-        return None, "torch finds no GPU, or is a build without CUDA"
+def _load(name: str) -> tuple[Any, _Obstacle | None]:
+    """The native module of a backend, or why it cannot be used here."""
+    if name == "cpu":
+        return _import(f"deep_ep._{name}")
+    if torch.version.cuda is None:
+        return None, _Obstacle("this torch is a build without CUDA")
+    torch_sees_gpu = torch.cuda.is_available()
+    binding, obstacle = _import(f"deep_ep._{name}")
+    if obstacle is not None:
+        return None, _Obstacle(obstacle.reason, is_fault=torch_sees_gpu)
     try:
-        binding: Any = importlib.import_module(module)
+        num_gpus = binding.device_count()
+    except RuntimeError as error:  # CUDA's own words
+        return None, _Obstacle(str(error), is_fault=True)
+    if num_gpus == 0:
+        closed = [path for path in _device_files() if not os.access(path, os.R_OK | os.W_OK)]
+        if closed:
+            files = ", ".join(closed)
+            return None, _Obstacle(
+                f"CUDA finds no GPU, and this process may not open {files}; give it the permission "
+                "to read and write there",
+                is_fault=True,
+            )
+    if (num_gpus > 0) != torch_sees_gpu:
+        finds = (
+            f"deep_ep._{name} finds {num_gpus} GPU(s), torch {'some' if torch_sees_gpu else 'none'}"
+        )
+        return None, _Obstacle(
+            f"{finds}; both must. Build the package with the CUDA of torch, {torch.version.cuda}",
+            is_fault=True,
+        )
+    return (binding, None) if num_gpus else (None, _Obstacle("CUDA finds no GPU"))
+
+
+def _device_files() -> list[str]:
+    """The files through which the driver gives access to GPUs."""
+    return sorted(glob.glob("/dev/nvidia[0-9]*"))
+
+
+def _import(module: str) -> tuple[Any, _Obstacle | None]:
+    if importlib.util.find_spec(module) is None:
+        return None, _Obstacle(f"module {module} was not built")
+    try:
+        return importlib.import_module(module), None
     except ImportError as error:
-        return None, f"module {module} does not load: {error}"
-    if on_gpu and binding.device_count() == 0:
-        return None, f"module {module} finds no GPU"
-    return binding, None
+        return None, _Obstacle(f"module {module} does not load: {error}")
+
+
+def _load_with_nvshmem() -> tuple[Any, str | None]:
+    """The module with NVSHMEM, for a process that has the one without; or why it cannot be used."""
+    build = nvshmem.built_with(vars(importlib.import_module("deep_ep._cuda")))
+    if build is not None:
+        conflict = nvshmem.conflict(*build)
+        if conflict is not None:
+            return None, conflict
+    binding, obstacle = _import("deep_ep._cuda_nvshmem")
+    if obstacle is None:
+        return binding, None
+    conflict = nvshmem.conflict_on_path(*build) if build is not None else None
+    return None, conflict or (
+        f"{obstacle.reason}; it must be built and load. Run install_nvshmem.sh and build again, or set "
+        "DEEP_EP_RANKS_PER_NODE if NVLink reaches all ranks"
+    )

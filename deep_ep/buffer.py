@@ -80,7 +80,8 @@ class Buffer:
             low_latency_mode: enable the low-latency operations.
             num_qps_per_rank: queue pairs per peer; experts per rank for low latency.
             allow_nvlink_for_low_latency_mode: whether low latency may use NVLink. Results are equal.
-            allow_mnnvl: whether NVLink may reach beyond the host.
+            allow_mnnvl: use NVLink between hosts, through NVSHMEM; refused where it reaches no other
+                host. Without effect on one host.
             explicitly_destroy: `destroy()` will be called; otherwise memory is released with the object.
             use_fabric: as `allow_mnnvl`; the name some revisions of DeepEP use.
             enable_shrink: allow ranks to be masked.
@@ -478,10 +479,10 @@ class Buffer:
         )
 
     def abandon_hook(self) -> None:
-        """Gives up the receive hook that has not been called, so that the next call is allowed.
+        """Gives up the receive hooks that have not been called, so that the next call is allowed.
 
-        What the hook would have received is received, because the others have sent it, and dropped;
-        its results must not be used. For programs that went on after an exception between a call
+        What the hooks would have received is received, because the others have sent it, and dropped;
+        the results must not be used. For programs that went on after an exception between a call
         and its hook. Where the program has lost the hook, the next call does this by itself and
         warns. Does nothing if no hook is pending.
 

@@ -11,13 +11,14 @@ import threading
 import warnings
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Callable
+from typing import TYPE_CHECKING, Any, Callable
 
 import torch
 
 from deep_ep import checks
 from deep_ep.errors import EPUsageError
 from deep_ep.failures import error_from_failure
+from deep_ep.hooks import MOST_OPEN_HOOKS
 from deep_ep.rules import fail
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from deep_ep.liveness import Liveness
     from deep_ep.rendezvous import Place
     from deep_ep.runtime import Runtime
+    from deep_ep.streams import StreamClaims
     from deep_ep.watchers import Watcher
 
 _communicators: weakref.WeakSet[Communicator] = weakref.WeakSet()
@@ -44,7 +46,7 @@ class Communicator:
         limits: what calls are checked against.
         runtime: the native runtime; `None` once destroyed.
         lock: held for the time of a call.
-        pending: the receive phase that is to run before the next operation; or `None`.
+        open_hooks: the receive phases whose hooks have not been called, at most `MOST_OPEN_HOOKS`.
         before_operation: called with the name of each operation before it begins.
         watchers: who is told of the end.
     """
@@ -57,6 +59,7 @@ class Communicator:
         limits: Limits,
         places: Sequence[Place],
         liveness: Liveness | None,
+        claims: StreamClaims | None = None,
     ) -> None:
         """Internal: use `construction.connect`.
 
@@ -67,6 +70,7 @@ class Communicator:
             limits: see above.
             places: where the ranks run.
             liveness: this rank's part in who lives; `None` if it is alone.
+            claims: the streams of this rank, where others of this process may not use them.
         """
         self.group = group
         self.rank = group.rank
@@ -75,11 +79,14 @@ class Communicator:
         self.limits = limits
         self.runtime: Runtime | None = runtime
         self.lock = threading.RLock()
-        self.pending: PendingReceive | None = None
+        self.open_hooks: list[PendingReceive] = []
         self.before_operation: list[Callable[[str], None]] = []
         self.watchers: list[Watcher] = []
         self._places = places
         self._liveness = liveness
+        self._claims = claims
+        if claims is not None:
+            weakref.finalize(self, claims.release)
         self._process = os.getpid()
         _communicators.add(self)
 
@@ -112,25 +119,56 @@ class Communicator:
         return self.runtime
 
     def idle_runtime(self, where: str) -> Runtime:
-        """The runtime, for the next operation.
+        """The runtime, for the next operation. Where that sends, `receive_sent` comes first.
 
         Raises:
             EPUsageError: as `connected_runtime`, or a hook is to be called first.
         """
         runtime = self.connected_runtime(where)
-        if self.pending is not None:
-            name = self.pending.name
-            if not self.pending.is_lost:
-                got = f"the hook of {name} has not been called"
-                fail(where, got, "pending_hook", EPUsageError, pending=name)
+        for pending in list(self.open_hooks):
+            if not pending.is_lost:
+                continue
             warnings.warn(
-                f"{where} on rank {self.rank}: the hook of {name} was lost before it was called; "
-                "what it would have received is received now and dropped",
+                f"{where} on rank {self.rank}: the hook of {pending.name} was lost before it was "
+                "called; what it would have received is received now and dropped",
                 RuntimeWarning,
                 stacklevel=5,
             )
-            self.abandon_hook()
+            self.receive(pending)
+        if len(self.open_hooks) >= MOST_OPEN_HOOKS:
+            names = " and ".join(pending.name for pending in self.open_hooks)
+            got = f"the hooks of {names} have not been called"
+            fail(where, got, "pending_hook", EPUsageError, most=MOST_OPEN_HOOKS)
         return runtime
+
+    def receive_sent(self) -> None:
+        """Receives, ahead of their hooks, what earlier operations have sent.
+
+        An operation is received before the next one is sent: rows of two would come to one place.
+        """
+        for pending in self.open_hooks:
+            pending.run_ahead(self.raise_failure)
+
+    def check_received(self, where: str, handle: torch.Tensor) -> None:
+        """Refuses `handle[0]` of a dispatch whose hook has not been called.
+
+        Raises:
+            EPUsageError: it is one.
+        """
+        if any(pending.fills(handle) for pending in self.open_hooks):
+            got = "the hook of the dispatch that returned handle has not been called"
+            fail(where, got, "handle_not_received", EPUsageError)
+
+    def calling_stream(self, where: str) -> Any:
+        """The stream that the caller works on, once no other rank of the process does.
+
+        Raises:
+            EPUsageError: another one does.
+        """
+        stream = self.backend.current_stream()
+        if self._claims is not None:
+            self._claims.use(where, self.backend.stream_handle(stream))
+        return stream
 
     # ---- waiting
 
@@ -138,8 +176,8 @@ class Communicator:
         """Runs a receive phase, for its hook."""
         self.check_process(pending.name)
         with self.lock:
-            if self.pending is pending:
-                self.pending = None
+            if pending in self.open_hooks:
+                self.open_hooks.remove(pending)
             if self.runtime is None:
                 fail(
                     pending.name,
@@ -147,15 +185,14 @@ class Communicator:
                     "hook_after_destroy",
                     EPUsageError,
                 )
-            pending.run()
-            self.raise_failure()
+            pending.finish(self.raise_failure)
 
     def abandon_hook(self) -> None:
-        """Runs the receive phase that is pending, if there is one, in place of its hook."""
+        """Runs the receive phases whose hooks have not been called, in place of these."""
         self.check_process("abandon_hook")
         with self.lock:
-            if self.pending is not None:
-                self.receive(self.pending)
+            for pending in list(self.open_hooks):
+                self.receive(pending)
 
     def raise_failure(self, called: str | None = None) -> None:
         """Raises what the runtime recorded, if it did; the buffer stays usable.
@@ -179,7 +216,8 @@ class Communicator:
         checks.positive_int(where, "samples", samples)
         with self.lock:
             runtime = self.idle_runtime(where)
-            stream = self.backend.stream_handle(self.backend.current_stream())
+            stream = self.backend.stream_handle(self.calling_stream(where))
+            self.receive_sent()
             measured = runtime.native.measure_clock_offsets(samples=samples, stream=stream)
             self.raise_failure()
         pairs = torch.tensor(measured, dtype=torch.int64).reshape(self.num_ranks, 2)
@@ -212,7 +250,7 @@ class Communicator:
             if self.runtime is None:
                 return
             runtime, self.runtime = self.runtime, None
-            self.pending = None
+            self.open_hooks.clear()
             watchers, self.watchers = self.watchers, []
             try:
                 self.backend.synchronize()

@@ -5,9 +5,10 @@ Each step is collective, and what goes wrong on one rank is raised on all of the
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from deep_ep import backend, checks, env, faults, liveness, rendezvous, watchers
 from deep_ep.checks import Limits
@@ -15,6 +16,7 @@ from deep_ep.communicator import Communicator
 from deep_ep.errors import EPError, EPUsageError
 from deep_ep.rules import fail
 from deep_ep.runtime import Runtime
+from deep_ep.streams import StreamClaims
 from deep_ep.topology import Topology, ranks_per_node
 
 if TYPE_CHECKING:
@@ -133,12 +135,15 @@ def connect(owner: object, group: Group, agreed: Agreement) -> Communicator:
     """
     settings, selected, topology, places = agreed
     natives: list[NativeRuntime] = []
+    comm_streams: list[Any] = []
+    claims: list[StreamClaims] = []
     offers: list[liveness.Offer | None] = []
     members: list[Liveness | None] = []
 
     def allocate() -> tuple[str, liveness.Offer | None]:
         native = selected.create_runtime(
             needs_rdma=topology.num_nodes > 1,
+            spans_hosts=len({place.host for place in places}) > 1,
             allow_nvlink=settings.allow_nvlink_for_low_latency_mode,
             allow_mnnvl=settings.allow_mnnvl,
             rank=group.rank,
@@ -158,6 +163,14 @@ def connect(owner: object, group: Group, agreed: Agreement) -> Communicator:
         return handle, offers[0]
 
     def connect_to_all() -> str | None:
+        if selected.runs_in_streams and list(places).count(places[group.rank]) > 1:
+            # All ranks have the same handles, and no other buffer has them.
+            name = hashlib.sha256("".join(handle for handle, _ in allocated).encode()).hexdigest()
+            claims.append(StreamClaims(name, selected.device().index or 0, group.rank))
+            comm_streams.append(claims[0].take(selected.create_comm_stream, selected.stream_handle))
+            claims[0].use("Buffer", selected.stream_handle(selected.current_stream()))
+        else:
+            comm_streams.append(selected.create_comm_stream())
         natives[0].connect([bytes.fromhex(handle) for handle, _ in allocated])
         offered = liveness.Offer.of(allocated[0][1])
         member, problem = liveness.join(owner, group.rank, natives[0], offered)
@@ -175,12 +188,15 @@ def connect(owner: object, group: Group, agreed: Agreement) -> Communicator:
             liveness.withdraw(offered)
         for native in natives:
             native.close()
+        for claimed in claims:
+            claimed.release()
         raise
     liveness.complete(offers[0], problems)
     natives[0].release_handle()
-    runtime = Runtime(natives[0], selected, topology)
+    runtime = Runtime(natives[0], selected, topology, comm_streams[0])
     limits = Limits(group.size, settings.num_rdma_bytes, selected.device(), selected.binding)
-    return Communicator(group, selected, runtime, limits, places, members[0])
+    own = claims[0] if claims else None
+    return Communicator(group, selected, runtime, limits, places, members[0], own)
 
 
 def start(buffer: Buffer) -> None:

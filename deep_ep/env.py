@@ -34,7 +34,10 @@ class Variable:
 
 
 BACKEND = Variable(
-    "DEEP_EP_BACKEND", "cpu | cuda", "", "backend to use; unset: cuda where module and GPU exist"
+    "DEEP_EP_BACKEND",
+    "cpu | cuda",
+    "",
+    "backend to use; unset: cuda where there is a GPU, else cpu",
 )
 TIMEOUT_S = Variable(
     "DEEP_EP_TIMEOUT_S", "seconds", "100", "how long an operation waits for a rank before it raises"
@@ -74,7 +77,10 @@ DELIVERY = Variable(
     "order in which the cpu backend delivers puts that no fence orders",
 )
 LAUNCH_SHAPE = Variable(
-    "DEEP_EP_LAUNCH_SHAPE", "BLOCKSxWARPS", "", "launch shape on the cpu backend; unset: automatic"
+    "DEEP_EP_LAUNCH_SHAPE",
+    "BLOCKSxWARPS",
+    "",
+    "blocks of an operation and warps of a block; unset: automatic",
 )
 INJECT = Variable(
     "DEEP_EP_INJECT", "FAULT[,FAULT...]", "", "faults every Buffer injects, as --inject takes them"
@@ -252,10 +258,11 @@ def delivery() -> Order:
     return _order(DELIVERY, "in-order")
 
 
-def launch_shape(max_threads: int) -> tuple[int, int]:
-    """Blocks and warps per block on the cpu backend; `(0, 0)` is automatic.
+def launch_shape(max_warps: int, max_threads: int) -> tuple[int, int]:
+    """Blocks and warps per block; `(0, 0)` is automatic.
 
     Args:
+        max_warps: what a block may have.
         max_threads: what a launch may have, 32 to a warp.
     """
     text = LAUNCH_SHAPE.text()
@@ -263,9 +270,9 @@ def launch_shape(max_threads: int) -> tuple[int, int]:
         return 0, 0
     given = re.fullmatch(r"([1-9]\d{0,8})x([1-9]\d?)", text, re.ASCII)
     blocks, warps = (int(number) for number in given.groups()) if given else (0, 0)
-    if not 0 < warps <= 32 or blocks * warps * 32 > max_threads:
+    if not 0 < warps <= max_warps or blocks * warps * 32 > max_threads:
         raise LAUNCH_SHAPE.error(
-            "BLOCKSxWARPS, such as 4x8, with at most 32 warps per block and "
+            f"BLOCKSxWARPS, such as 4x8, with at most {max_warps} warps per block and "
             f"{max_threads // 32} in all"
         )
     return blocks, warps
@@ -315,11 +322,6 @@ def classic() -> ClassicSettings:
 def nvshmem_qp_depth() -> int:
     """Depth of NVSHMEM's queue pairs."""
     return _positive_int(NVSHMEM_QP_DEPTH)
-
-
-def allow_multi_node_nvlink() -> None:
-    """Tells NVSHMEM, which reads its variables when it starts, to use NVLink between hosts."""
-    os.environ["NVSHMEM_DISABLE_MNNVL"] = "0"
 
 
 def _choice(variable: Variable, allowed: tuple[str, ...]) -> str:

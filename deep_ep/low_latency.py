@@ -135,7 +135,7 @@ class LowLatency:
                 *(cumulative_local_expert_recv_stats, dispatch_wait_recv_cost_stats),
             )
             event, hook = self._launch(
-                DISPATCH, run, (used, counters), async_finish, return_recv_hook
+                DISPATCH, run, (used, counters), async_finish, return_recv_hook, src_info
             )
         handle = LowLatencyHandle(
             src_info,
@@ -179,6 +179,7 @@ class LowLatency:
                 return_recv_hook=return_recv_hook,
             )
             src_info, layout_range = handle[0], handle[1]
+            communicator.check_received(COMBINE, src_info)
             low_latency_checks.handle_values(
                 runtime.native, shape, topk_idx, src_info, layout_range
             )
@@ -251,10 +252,9 @@ class LowLatency:
             low_latency_checks.sizes_that_fit(
                 where, num_max_dispatch_tokens_per_rank, hidden, num_experts, communicator.limits
             )
-            back = communicator.backend
-            runtime.native.clean_low_latency_buffer(
-                stream=back.stream_handle(back.current_stream())
-            )
+            stream = communicator.backend.stream_handle(communicator.calling_stream(where))
+            communicator.receive_sent()
+            runtime.native.clean_low_latency_buffer(stream=stream)
             communicator.raise_failure(called=where)
 
     def enable_counters(self, ring: int) -> None:
@@ -282,20 +282,22 @@ class LowLatency:
         used: Used,
         async_finish: bool,
         return_recv_hook: bool,
+        handle: Tensor | None = None,
     ) -> tuple[EventOverlap, ReceiveHook | None]:
-        """Runs an operation, or its send phase."""
+        """Runs an operation, or its send phase. `handle` is `handle[0]` of a dispatch."""
         communicator = self._communicator
+        current = communicator.calling_stream(name)
+        communicator.receive_sent()
         for callback in communicator.before_operation:
             callback(name)
         back, binding = communicator.backend, communicator.backend.binding
-        current = back.current_stream()
         if return_recv_hook:
-            handle = back.stream_handle(current)
-            run(phases=binding.PHASE_SEND, stream=handle)
+            stream = back.stream_handle(current)
+            run(phases=binding.PHASE_SEND, stream=stream)
             # What went wrong in it the hook raises, for its phase ends the operation.
-            receive = functools.partial(run, phases=binding.PHASE_RECEIVE, stream=handle)
-            pending = PendingReceive(name, receive, used)
-            communicator.pending = pending
+            receive = functools.partial(run, phases=binding.PHASE_RECEIVE, stream=stream)
+            pending = PendingReceive(name, receive, used, handle)
+            communicator.open_hooks.append(pending)
             return EventOverlap(), pending.hook_for(communicator, self._owner())
         comm = communicator.connected_runtime(name).get_comm_stream()
         back.wait_stream(comm, current)

@@ -197,8 +197,17 @@ VALUES: dict[str, ValueRule] = {
         "Ask for that buffer and fill it before each combine, also after one that raised an error.",
     ),
     "pending_hook": ValueRule(
-        "one call at a time may be waiting for its receive phase",
-        "Call the hook of {pending} first, or abandon_hook() if its results are not wanted.",
+        "at most {most} calls may wait for their hooks",
+        "Call the first of these hooks first, or abandon_hook() if their results are not wanted.",
+    ),
+    "shared_stream": ValueRule(
+        "ranks that are threads of one process need a stream each on a GPU that they share, because "
+        "kernels of one stream run in turn and these wait for each other",
+        "Call torch.cuda.set_stream(torch.cuda.Stream()) in each rank's thread before it makes its buffer.",
+    ),
+    "mnnvl_without_nvlink": ValueRule(
+        "NVLink between hosts takes allow_nvlink_for_low_latency_mode=True",
+        "Pass that too, or allow_mnnvl=False to reach other hosts over RDMA.",
     ),
     "hook_twice": ValueRule("a hook may be called once", "Drop the second call."),
     "hook_after_destroy": ValueRule(

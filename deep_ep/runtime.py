@@ -19,11 +19,13 @@ class Runtime:
     Internal: programs should call `Buffer`. What is here answers those that ask DeepEP's object.
     """
 
-    def __init__(self, native: NativeRuntime, backend: Backend, topology: Topology) -> None:
+    def __init__(
+        self, native: NativeRuntime, backend: Backend, topology: Topology, comm_stream: Any
+    ) -> None:
         self.native = native
         self.topology = topology
         self._backend = backend
-        self._comm_stream = backend.create_comm_stream()
+        self._comm_stream = comm_stream
 
     def is_available(self) -> bool:
         """True: a buffer that exists is connected."""

@@ -647,7 +647,7 @@ def test_places_in_a_node() -> None:
 
 def launch_shape() -> tuple[int, int]:
     """`env.launch_shape` where a launch has at most 512 warps."""
-    return env.launch_shape(16384)
+    return env.launch_shape(32, 16384)
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from deep_ep.errors import EPArgumentError, EPTypeError, EPUsageError
 from exchange import (
     Mode,
     Shape,
+    begin_dispatch,
     dispatch,
     exchange_and_check,
     make_inputs,
@@ -353,26 +354,44 @@ def test_a_buffer_that_is_not_low_latency_says_so() -> None:
             assert_raises(call, EPUsageError, ["low_latency_mode=True"])
 
 
-def test_a_second_call_before_the_hook_raises_and_the_hook_still_works() -> None:
+def test_a_third_call_before_the_hooks_raises_and_the_hooks_still_work() -> None:
     inputs = make_inputs(SHAPE)
 
     def exchange(rank: int, buffer: deep_ep.Buffer) -> None:
         one = inputs[rank]
-        *_, hook = buffer.low_latency_dispatch(
-            one.x.to(DEVICE),
-            one.topk_idx.to(DEVICE),
-            SHAPE.num_max_tokens,
-            SHAPE.num_experts,
-            return_recv_hook=True,
-        )
+        hooks = [begin_dispatch(buffer, one, SHAPE, Mode(hook=True))[2] for _ in range(2)]
         if rank == BAD_RANK:
             assert_raises(
                 lambda: dispatch(buffer, one, SHAPE, PLAIN),
                 EPUsageError,
-                ["hook", "low_latency_dispatch"],
+                ["the hooks of low_latency_dispatch and low_latency_dispatch", "at most 2 calls"],
             )
+        for hook in hooks:
+            hook()
+            assert_raises(hook, EPUsageError, ["once"])
+
+    with ranks_for(SHAPE) as ranks:
+        ranks.run(exchange)
+        assert_still_usable(ranks)
+
+
+def test_a_handle_is_refused_until_its_hook_was_called() -> None:
+    inputs = make_inputs(SHAPE)
+
+    def exchange(rank: int, buffer: deep_ep.Buffer) -> None:
+        one = inputs[rank]
+        received, _, hook = begin_dispatch(buffer, one, SHAPE, Mode(hook=True))
+        x = torch.zeros(
+            *received.handle[0].shape, SHAPE.hidden, dtype=torch.bfloat16, device=DEVICE
+        )
+        assert_raises(
+            lambda: buffer.low_latency_combine(
+                x, one.topk_idx.to(DEVICE), one.topk_weights.to(DEVICE), received.handle
+            ),
+            EPUsageError,
+            ["the hook of the dispatch that returned handle has not been called"],
+        )
         hook()
-        assert_raises(hook, EPUsageError, ["once"])
 
     with ranks_for(SHAPE) as ranks:
         ranks.run(exchange)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+from dataclasses import replace
 from typing import Any, Callable
 
 import pytest
@@ -18,6 +19,7 @@ import deep_ep
 from deep_ep import low_latency_checks
 from deep_ep.errors import EPArgumentError, EPError, EPTimeoutError, EPTransportError, EPUsageError
 from exchange import (
+    Inputs,
     Mode,
     Received,
     Shape,
@@ -29,6 +31,7 @@ from exchange import (
     make_inputs,
     ranks_for,
 )
+from launch import DEVICE
 
 SHAPE = Shape((4, 3, 4), num_max_tokens=4, hidden=256, num_experts=6, num_topk=3, dropped=0.2)
 MODE = Mode()
@@ -345,8 +348,6 @@ def test_a_hook_that_is_never_called_does_not_lock_the_buffer(loses: bool) -> No
                 dispatch(buffer, inputs[rank], SHAPE, MODE)
             return
         else:
-            with pytest.raises(EPUsageError, match="abandon_hook"):
-                dispatch(buffer, inputs[rank], SHAPE, MODE)
             buffer.abandon_hook()
             with pytest.raises(EPUsageError, match="called or abandoned before"):
                 hook()
@@ -356,3 +357,78 @@ def test_a_hook_that_is_never_called_does_not_lock_the_buffer(loses: bool) -> No
     with ranks_for(SHAPE) as ranks:
         ranks.run(run)
         exchange_and_check(ranks, SHAPE, MODE)
+
+
+def send_back(buffer: deep_ep.Buffer, one: Inputs, received: Received, **arguments: Any) -> Any:
+    """A combine of the rows as they came."""
+    topk_idx, topk_weights = one.topk_idx.to(DEVICE), one.topk_weights.to(DEVICE)
+    return buffer.low_latency_combine(
+        received.recv_x, topk_idx, topk_weights, received.handle, **arguments
+    )
+
+
+@pytest.mark.parametrize("hooks_of_combine", [False, True])
+def test_two_batches_overlap_and_each_hook_has_its_own_rows(hooks_of_combine: bool) -> None:
+    """Both dispatches are open at once; some ranks call the hooks in order, others in reverse."""
+    batches = [make_inputs(replace(SHAPE, seed=seed)) for seed in (1, 2)]
+
+    def in_turn(rank: int, buffer: deep_ep.Buffer) -> list[torch.Tensor]:
+        received = [dispatch(buffer, batch[rank], SHAPE, MODE) for batch in batches]
+        pairs = zip(batches, received)
+        return [send_back(buffer, batch[rank], rows)[0].cpu() for batch, rows in pairs]
+
+    def overlapped(rank: int, buffer: deep_ep.Buffer) -> list[torch.Tensor]:
+        begun = [begin_dispatch(buffer, batch[rank], SHAPE, Mode(hook=True)) for batch in batches]
+        for _, _, hook in begun if rank % 2 else reversed(begun):
+            hook()
+        combined = [
+            send_back(buffer, batch[rank], received, return_recv_hook=hooks_of_combine)
+            for batch, (received, _, _) in zip(batches, begun)
+        ]
+        for _, _, hook in combined if hooks_of_combine else []:
+            hook()
+        return [out.cpu() for out, _, _ in combined]
+
+    with ranks_for(SHAPE) as ranks:
+        for expected, got in zip(ranks.run(in_turn), ranks.run(overlapped)):
+            for one, other in zip(expected, got):
+                assert torch.equal(one, other)
+        exchange_and_check(ranks, SHAPE, MODE)
+
+
+def test_a_combine_may_come_while_the_other_batch_is_open() -> None:
+    inputs = make_inputs(SHAPE)
+
+    def run(rank: int, buffer: deep_ep.Buffer) -> None:
+        first, second = (
+            begin_dispatch(buffer, inputs[rank], SHAPE, Mode(hook=True)) for _ in range(2)
+        )
+        first[2]()
+        one = send_back(buffer, inputs[rank], first[0])[0]
+        second[2]()
+        assert torch.equal(one, send_back(buffer, inputs[rank], second[0])[0])
+
+    with ranks_for(SHAPE) as ranks:
+        ranks.run(run)
+
+
+def test_what_goes_wrong_in_an_open_batch_its_own_hook_raises(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The first batch is given up while the second one is sent, which says nothing of it."""
+    monkeypatch.setenv("DEEP_EP_TIMEOUT_S", "1")
+    inputs = make_inputs(SHAPE)
+
+    def run(rank: int, buffer: deep_ep.Buffer) -> None:
+        if rank == LIAR:
+            return
+        hooks = [begin_dispatch(buffer, inputs[rank], SHAPE, Mode(hook=True))[2] for _ in range(2)]
+        ops = []
+        for hook in hooks:
+            with pytest.raises(EPTimeoutError, match="low_latency_dispatch") as raised:
+                hook()
+            ops.append(raised.value.op)
+        assert ops[0] < ops[1]
+
+    with ranks_for(SHAPE) as ranks:
+        ranks.run(run)

@@ -149,8 +149,47 @@ def test_without_cuda_the_version_is_asked_for(tree: Path, tmp_path: Path) -> No
 def test_help_names_every_mode(tree: Path) -> None:
     result = install(tree, "--help")
     assert result.returncode == 0
-    for word in ("--prefix", "--source", "--check", "--cuda"):
+    for word in ("--prefix", "--source", "--check", "--repair", "--cuda"):
         assert word in result.stdout
+
+
+def python_with(folder: Path, nvshmem: str) -> Path:
+    """An interpreter whose environment has this NVSHMEM, and whose pip writes its arguments down."""
+    python = folder / "python"
+    python.write_text(
+        "#!/usr/bin/env bash\n"
+        'if [[ "$*" == "-m pip --version" ]]; then exit 0; fi\n'
+        f'if [[ $1 == - ]]; then echo "{nvshmem}"; exit 0; fi\n'
+        f'echo "$*" >> {folder}/arguments\n'
+        f'while (($#)); do [[ $1 != -r ]] || cat "$2" >> {folder}/requirements; shift; done\n'
+    )
+    python.chmod(0o755)
+    return python
+
+
+@pytest.mark.parametrize(("brought", "offered"), [("3.4.5", True), ("3.8.1", False), ("", False)])
+def test_the_repair_is_offered_where_torch_brought_an_older_one(
+    tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, brought: str, offered: bool
+) -> None:
+    monkeypatch.setenv("PYTHON", str(python_with(tmp_path, brought)))
+    result = install(tree, "--prefix", make_prefix(tmp_path / "prefix"))
+    assert result.returncode == 0, result.stderr
+    assert ("--repair" in result.stdout) == offered
+    assert (f"has NVSHMEM {brought}, which torch loads first" in result.stdout) == offered
+
+
+def test_the_repair_installs_the_pinned_wheel_and_not_what_torch_asks_for(
+    tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHON", str(python_with(tmp_path, "3.4.5")))
+    result = install(tree, "--repair", "--cuda", "13")
+    assert result.returncode == 0, result.stderr
+    arguments = (tmp_path / "arguments").read_text()
+    assert arguments.startswith("-m pip install ")
+    assert {"--no-deps", "--require-hashes"} <= set(arguments.split())
+    lock = (tree / "third-party" / "nvshmem.lock").read_text().splitlines()
+    assert (tmp_path / "requirements").read_text().strip() in lock
+    assert "nvidia-nvshmem-cu13==" in result.stdout
 
 
 @pytest.mark.skipif(shutil.which("cmake") is None, reason="needs cmake: apt-get install cmake")

@@ -57,6 +57,7 @@ def new_runtime(rank: int) -> Any:
     """The native runtime of one of two ranks."""
     return backend.get().create_runtime(
         needs_rdma=False,
+        spans_hosts=False,
         allow_nvlink=True,
         allow_mnnvl=False,
         rank=rank,

@@ -49,6 +49,15 @@ void bind_constants(pybind11::module_& m) {
     m.attr("CHANNELS_PER_SCALE") = kChannelsPerScale;
     m.attr("LOGFMT_GROUP") = kLogGroup;
     m.attr("BUFFER_ALIGNMENT") = kBufferAlignment;
+#if defined(EP_TARGET_CUDA)
+    m.attr("MAX_WARPS") = kMaxThreads / kWarpSize;  // of a block
+    m.attr("CUDA_MAJOR") = CUDART_VERSION / 1000;
+#endif
+#if defined(EP_NVSHMEM_VERSION)
+    // What deep_ep._cuda_nvshmem is built with, known before it is loaded; see deep_ep/nvshmem.py.
+    m.attr("NVSHMEM_VERSION") = EP_NVSHMEM_VERSION;
+    m.attr("NVSHMEM_LIBRARY") = EP_NVSHMEM_LIBRARY;
+#endif
 }
 
 }  // namespace ep

@@ -61,6 +61,7 @@ Runtime::Runtime(const RuntimeOptions& options) : options_(options), control_{op
     memory.control_bytes = control_.bytes();
     memory.data_bytes = round_up(options.num_nvl_bytes, kBufferAlignment) + options.num_rdma_bytes;
     memory.allow_nvlink = options.allow_nvlink;
+    memory.allow_mnnvl = options.allow_mnnvl;
     memory.num_queue_pairs = options.num_qps_per_rank;
     memory_ = std::make_unique<SymmetricMemory>(*device_, memory);
     workspace_ = static_cast<Workspace*>(device_->allocate(sizeof(Workspace)));
@@ -203,11 +204,11 @@ void Runtime::low_latency_dispatch(const DispatchCall& call) {
     args.common.row_bytes = message.data_bytes() + message.num_scale_items() * sizeof(uint32_t);
     LaunchShape shape = operation_shape(call.num_tokens, args.common.map.num_local_experts());
     shape.shared_bytes = DispatchShared::bytes(call.num_topk, args.common.map, shape.threads);
-    device_->launch("low_latency_dispatch",
-                    dispatch_kernel(payload, options_.verify),
-                    shape,
-                    args,
-                    call.stream);
+    device_->launch_operation("low_latency_dispatch",
+                              dispatch_kernel(payload, options_.verify),
+                              shape,
+                              args,
+                              call.stream);
 }
 
 std::pair<void*, size_t> Runtime::next_combine_buffer(const LowLatencySize& size) const {
@@ -274,11 +275,11 @@ void Runtime::low_latency_combine(const CombineCall& call) {
     }
     LaunchShape shape = operation_shape(call.num_tokens, args.common.map.num_local_experts());
     shape.shared_bytes = CombineShared::bytes(args.common.map, shape.threads);
-    device_->launch("low_latency_combine",
-                    combine_kernel(call.use_logfmt, options_.verify),
-                    shape,
-                    args,
-                    call.stream);
+    device_->launch_operation("low_latency_combine",
+                              combine_kernel(call.use_logfmt, options_.verify),
+                              shape,
+                              args,
+                              call.stream);
     if (call.phases & kPhaseReceive) combine_half_ ^= 1;
 }
 
@@ -286,7 +287,7 @@ void Runtime::barrier(Stream stream) {
     const std::scoped_lock lock(mutex_);
     check_connected("barrier");
     const OperationArgs args = operation_args({}, Operation::kBarrier);
-    device_->launch("barrier", &ep::barrier, small_shape(), args, stream);
+    device_->launch_operation("barrier", &ep::barrier, small_shape(), args, stream);
 }
 
 std::vector<std::pair<int64_t, int64_t>> Runtime::measure_clock_offsets(int num_samples,
@@ -295,7 +296,7 @@ std::vector<std::pair<int64_t, int64_t>> Runtime::measure_clock_offsets(int num_
     check_connected("measure_clock_offsets");
     const ClockOffsetArgs args{
         operation_args({}, Operation::kClockOffset), num_samples, options_.clock_interval_ns};
-    device_->launch("clock_offset", &ep::clock_offset, small_shape(), args, stream);
+    device_->launch_operation("clock_offset", &ep::clock_offset, small_shape(), args, stream);
     std::vector<std::pair<int64_t, int64_t>> result;
     for (int rank = 0; rank < options_.num_ranks; ++rank) {
         const ClockLine clock = device_->read(&workspace_->clocks[rank], stream);

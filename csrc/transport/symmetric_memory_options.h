@@ -11,6 +11,7 @@ struct SymmetricMemoryOptions {
     size_t control_bytes = 0;  // signals and their payload, at offset 0
     size_t data_bytes = 0;     // right behind
     bool allow_nvlink = true;  // whether peers' memory may be addressed; on the host it always is
+    bool allow_mnnvl = false;  // whether that may reach beyond the host
     int num_queue_pairs = 1;   // per peer out of reach
 };
 

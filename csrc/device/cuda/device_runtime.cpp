@@ -30,6 +30,7 @@ Device::Device(int device_index, const std::string& /*clock*/) : index_(device_i
     check(cudaStreamCreateWithFlags(&own_stream_, cudaStreamNonBlocking),
           "cudaStreamCreateWithFlags",
           "a stream for status reads");
+    order_.emplace();
 }
 
 Device::~Device() {
@@ -38,11 +39,25 @@ Device::~Device() {
 
 int Device::count() {
     int devices = 0;
-    if (cudaGetDeviceCount(&devices) != cudaSuccess) {
-        (void)cudaGetLastError();
-        return 0;
-    }
-    return devices;
+    const cudaError_t status = cudaGetDeviceCount(&devices);
+    if (status == cudaSuccess) return devices;
+    (void)cudaGetLastError();
+    int driver = 0;
+    int runtime = 0;
+    (void)cudaDriverGetVersion(&driver);
+    (void)cudaRuntimeGetVersion(&runtime);
+    // CUDA says of a machine without a driver that its driver is too old.
+    const bool no_driver = status == cudaErrorInsufficientDriver && driver == 0;
+    if (status == cudaErrorNoDevice || no_driver) return 0;
+    const auto text = [](int version) {
+        return std::to_string(version / 1000) + "." + std::to_string(version % 1000 / 10);
+    };
+    throw cuda_target::CudaError(
+        std::string("cudaGetDeviceCount failed: ") + cudaGetErrorString(status) + " (" +
+        cudaGetErrorName(status) + "). The driver serves CUDA " + text(driver) +
+        " and older, this module is built with CUDA " + text(runtime) +
+        "; if that is the reason, update the driver or build with an older toolkit, else see "
+        "nvidia-smi and dmesg");
 }
 
 void* Device::allocate(size_t bytes) {

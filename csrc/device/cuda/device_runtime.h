@@ -7,10 +7,12 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <optional>
 #include <stdexcept>
 #include <string>
 
 #include "device/cuda/launch.h"
+#include "device/cuda/launch_order.h"
 
 namespace ep {
 
@@ -26,7 +28,7 @@ class Device {
     Device(const Device&) = delete;
     Device& operator=(const Device&) = delete;
 
-    // GPUs this process can use; 0 without a driver.
+    // GPUs this process can use; 0 without a driver or a GPU. Throws where CUDA cannot say.
     static int count();
 
     int index() const { return index_; }
@@ -86,6 +88,20 @@ class Device {
                             args);
     }
 
+    // The same for an operation, which shares the rank's workspace with the others: they run one after
+    // another on whichever streams. Not for several threads at once.
+    template <class Args>
+    void launch_operation(const char* name,
+                          void (*kernel)(Args),
+                          const LaunchShape& shape,
+                          const Args& args,
+                          Stream stream) {
+        const cuda_target::DeviceGuard guard(index_);
+        order_->before(reinterpret_cast<cudaStream_t>(stream));
+        launch(name, kernel, shape, args, stream);
+        order_->after(reinterpret_cast<cudaStream_t>(stream));
+    }
+
     uint64_t now_ns();
 
     // Faults and schedules belong to the host target.
@@ -100,6 +116,7 @@ class Device {
     int index_;
     int num_multiprocessors_ = 0;
     int ranks_on_device_ = 1;
+    std::optional<cuda_target::LaunchOrder> order_;  // made on this device, before anybody captures
     cudaStream_t own_stream_ = nullptr;  // non-blocking: never waits for a caller's stream
 };
 

@@ -71,6 +71,14 @@ inline void require_residency(const void* kernel,
                         " bytes of shared memory does not fit; kernels are built for up to 256 "
                         "threads. Ask for fewer warps (DEEP_EP_LAUNCH_SHAPE).");
     }
+    if (resident < place.ranks_on_device) {
+        throw CudaError("launch of " + std::string(name) + ": " +
+                        std::to_string(place.ranks_on_device) + " ranks share GPU " +
+                        std::to_string(place.device) + ", which holds " + std::to_string(resident) +
+                        " blocks of " + std::to_string(shape.threads) +
+                        " threads; each rank needs one, or they would wait for each other for "
+                        "ever. Put fewer ranks on it.");
+    }
     throw CudaError("launch of " + std::string(name) + ": " +
                     std::to_string(place.ranks_on_device) + " rank(s) on GPU " +
                     std::to_string(place.device) + " with " + std::to_string(shape.blocks) +

@@ -91,6 +91,16 @@ class Device {
         executor_.clock().leave_operation();
     }
 
+    // The same for an operation. Here the one before has ended.
+    template <class Args>
+    void launch_operation(const char* name,
+                          void (*kernel)(Args),
+                          const LaunchShape& shape,
+                          const Args& args,
+                          Stream stream) {
+        launch(name, kernel, shape, args, stream);
+    }
+
     host::Executor& executor() { return executor_; }
     void set_interrupt_check(std::function<void()> check) {
         executor_.set_interrupt_check(std::move(check));

@@ -4,6 +4,7 @@
 #include <cstring>
 #include <stdexcept>
 #include <string>
+#include <vector>
 
 #include "device/cuda/error.h"
 
@@ -21,7 +22,8 @@ void require(int status, const char* call, const std::string& purpose) {
                              ". NVSHMEM_DEBUG=INFO makes NVSHMEM say more.");
 }
 
-// What DeepEP sets before it starts NVSHMEM (API specification, section 1.4). NVSHMEM reads these once.
+// What DeepEP sets before it starts NVSHMEM (API specification, section 1.4). NVSHMEM reads its variables
+// once per process, in the first call that touches it, which on rank 0 is the one for the unique id.
 void set_environment(const NvshmemWorld::Membership& membership) {
     const auto set = [](const char* name, const std::string& value) {
         setenv(name, value.c_str(), 1);
@@ -34,7 +36,17 @@ void set_environment(const NvshmemWorld::Membership& membership) {
     set("NVSHMEM_MAX_TEAMS", "7");
     set("NVSHMEM_DISABLE_NVLS", "1");
     set("NVSHMEM_CUMEM_GRANULARITY", "536870912");
-    set_default("NVSHMEM_DISABLE_MNNVL", "1");  // Python sets 0 for allow_mnnvl
+    set("NVSHMEM_DISABLE_MNNVL", membership.allow_mnnvl ? "0" : "1");
+}
+
+// A handle that means all queue pairs, the default ones or the host's would have every fence and quiet on it
+// wait for the wrong ones, or for none.
+void require_ordinary(nvshmemx_qp_handle_t handle) {
+    if (handle != NVSHMEMX_QP_HOST && handle != NVSHMEMX_QP_DEFAULT && handle != NVSHMEMX_QP_ANY)
+        return;
+    throw std::runtime_error("nvshmemx_qp_create returned the handle " + std::to_string(handle) +
+                             ", which NVSHMEM's interface reserves for its own queue pairs. Use an "
+                             "NVSHMEM that this version was tested with (install_nvshmem.sh).");
 }
 
 }  // namespace
@@ -44,9 +56,10 @@ NvshmemWorld& NvshmemWorld::instance() {
     return world;
 }
 
-void NvshmemWorld::write_unique_id(char* id) {
+void NvshmemWorld::write_unique_id(const Membership& membership, char* id) {
     const std::lock_guard lock(mutex_);
     if (joined_) return;
+    set_environment(membership);
     nvshmemx_uniqueid_t value = NVSHMEMX_UNIQUEID_INITIALIZER;
     require(nvshmemx_get_uniqueid(&value), "nvshmemx_get_uniqueid", "the address where ranks meet");
     std::memcpy(id, &value, sizeof(value));
@@ -58,6 +71,7 @@ void NvshmemWorld::join(const Membership& membership, const char* unique_id) {
         if (membership.rank == membership_.rank && membership.num_ranks == membership_.num_ranks &&
             membership.device == membership_.device &&
             membership.allow_nvlink == membership_.allow_nvlink &&
+            membership.allow_mnnvl == membership_.allow_mnnvl &&
             membership.num_queue_pairs <= membership_.num_queue_pairs) {
             return;
         }
@@ -95,20 +109,24 @@ void NvshmemWorld::create_queue_pairs() {
           "cudaDeviceGetAttribute",
           "the ordering of RDMA writes");
     queue_pairs_.reorders_arrivals = ordering < cudaGPUDirectRDMAWritesOrderingAllDevices;
-    // Transports through a proxy may have no queue pairs of their own; the default one serves all.
-    nvshmemx_qp_handle_t default_handle = NVSHMEMX_QP_DEFAULT;
-    nvshmemx_qp_handle_t* handles = nullptr;
-    int count = membership_.num_queue_pairs;
-    if (nvshmemx_qp_create(count, &handles) != 0 || handles == nullptr) {
-        handles = &default_handle;
-        count = 1;
+    std::vector<nvshmemx_qp_handle_t> handles;
+    nvshmemx_qp_handle_t* created = nullptr;
+    if (nvshmemx_qp_create(membership_.num_queue_pairs, &created) == 0 && created != nullptr) {
+        for (int i = 0; i < membership_.num_queue_pairs; ++i) {
+            require_ordinary(created[i]);
+            handles.insert(handles.end(), QueuePairs::kCopies, created[i]);
+        }
+    } else {
+        // Transports through a proxy may have no queue pairs of their own; the default one serves all, and a
+        // fence on it waits for whatever is on it.
+        handles.assign(QueuePairs::kCopies, NVSHMEMX_QP_DEFAULT);
     }
-    const size_t bytes = count * sizeof(*handles);
+    const size_t bytes = handles.size() * sizeof(handles[0]);
     check(cudaMalloc(&queue_pairs_.handles, bytes), "cudaMalloc", "the handles of queue pairs");
-    check(cudaMemcpy(queue_pairs_.handles, handles, bytes, cudaMemcpyHostToDevice),
+    check(cudaMemcpy(queue_pairs_.handles, handles.data(), bytes, cudaMemcpyHostToDevice),
           "cudaMemcpy",
           "the handles of queue pairs");
-    queue_pairs_.num_handles = count;
+    queue_pairs_.num_handles = static_cast<int>(handles.size()) / QueuePairs::kCopies;
 }
 
 std::byte* NvshmemWorld::allocate(size_t bytes) {

@@ -20,14 +20,15 @@ class NvshmemWorld {
         int num_ranks = 1;
         int num_queue_pairs = 1;
         bool allow_nvlink = true;
+        bool allow_mnnvl = false;  // NVLink between hosts
         int device = 0;
     };
 
     static NvshmemWorld& instance();
 
     // On rank 0, for the others: where they meet it. Once the world exists, nothing.
-    void write_unique_id(char* id);
-    // Collective. A second call must ask for the same world.
+    void write_unique_id(const Membership& membership, char* id);
+    // Collective; `membership` as before. A second call must ask for the same world.
     void join(const Membership& membership, const char* unique_id);
 
     // Collective, in the same order on all ranks: zeroed symmetric memory.

@@ -10,6 +10,10 @@
 namespace ep {
 
 struct QueuePairs {
+    // How often each handle stands in `handles`. A count of one is also NVSHMEMX_QP_DEFAULT, and quiet takes it
+    // for that: it would wait for the default queue pairs and not for the one that is named (3.8.0).
+    static constexpr int kCopies = 2;
+
     // In device memory. NVSHMEM's default queue alone where its transport cannot create others.
     nvshmemx_qp_handle_t* handles;
     int num_handles;
@@ -17,7 +21,9 @@ struct QueuePairs {
     // keeps the order of such writes, so there an acquiring load is enough.
     bool reorders_arrivals;
 
-    EP_DEVICE nvshmemx_qp_handle_t* handle(int qp) const { return handles + qp % num_handles; }
+    EP_DEVICE nvshmemx_qp_handle_t* handle(int qp) const {
+        return handles + qp % num_handles * kCopies;
+    }
 
     // Full warp; 16-byte aligned, multiples of 16. Returns before `src` has been read.
     EP_DEVICE void put_warp(
@@ -38,7 +44,7 @@ struct QueuePairs {
     // a fence over several would have to wait for all of their completions.
     EP_DEVICE void fence(int dst, int qp) const { nvshmemx_qp_fence(dst, handle(qp), 1); }
 
-    EP_DEVICE void quiet(int dst, int qp) const { nvshmemx_qp_quiet(dst, handle(qp), 1); }
+    EP_DEVICE void quiet(int dst, int qp) const { nvshmemx_qp_quiet(dst, handle(qp), kCopies); }
 
     EP_DEVICE void signal(int dst, std::byte* place, uint64_t value, int qp) const {
         nvshmemx_qp_signal_op(

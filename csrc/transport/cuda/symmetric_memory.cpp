@@ -7,10 +7,6 @@
 #include <fstream>
 #include <stdexcept>
 
-#if defined(EP_WITH_NVSHMEM)
-#include "transport/cuda/nvshmem_world.h"
-#endif
-
 namespace ep {
 namespace {
 
@@ -89,8 +85,28 @@ void wait_for_kernels(const Device& device) {
     (void)cudaSetDevice(previous);
 }
 
-#if !defined(EP_WITH_NVSHMEM)
-// A peer's memory in this process, or why it cannot be had.
+#if defined(EP_WITH_NVSHMEM)
+// It was asked for, so without it operations would be slow in silence.
+void require_nvlink_between_hosts(const Handle& own,
+                                  const std::vector<Handle>& handles,
+                                  const std::vector<std::byte*>& peers) {
+    int num_elsewhere = 0;
+    for (size_t rank = 0; rank < handles.size(); ++rank) {
+        if (own.same_host(handles[rank])) continue;
+        if (peers[rank] != nullptr) return;
+        ++num_elsewhere;
+    }
+    if (num_elsewhere == 0) return;
+    throw std::runtime_error(
+        "connect: allow_mnnvl is True, but NVSHMEM can address none of the " +
+        std::to_string(num_elsewhere) +
+        " ranks on other hosts over NVLink; some must be in this GPU's NVLink domain. "
+        "`nvidia-smi -q` shows the fabric's state and clique, and nvidia-imex must run on all "
+        "hosts of "
+        "it. Pass allow_mnnvl=False to reach them over RDMA.");
+}
+#else
+// A peer's memory in this process, or why it cannot be had and what helps.
 struct Reach {
     std::byte* memory = nullptr;
     bool is_mapping = false;  // to be closed again
@@ -107,7 +123,9 @@ Reach reach_within_process(const Handle& own, const Handle& peer) {
               &possible, static_cast<int>(own.device), static_cast<int>(peer.device)),
           "cudaDeviceCanAccessPeer",
           pair);
-    if (possible == 0) return {nullptr, false, pair + " have no peer access"};
+    if (possible == 0)
+        return {
+            nullptr, false, pair + " have no peer access; run each rank in a process of its own"};
     const cudaError_t status = cudaDeviceEnablePeerAccess(static_cast<int>(peer.device), 0);
     if (status == cudaErrorPeerAccessAlreadyEnabled) {
         (void)cudaGetLastError();
@@ -123,15 +141,26 @@ Reach reach_across_processes(const Handle& peer) {
         cudaIpcOpenMemHandle(&memory, peer.memory, cudaIpcMemLazyEnablePeerAccess);
     if (status == cudaSuccess) return {static_cast<std::byte*>(memory), true, {}};
     (void)cudaGetLastError();
-    return {
-        nullptr, false, std::string("cudaIpcOpenMemHandle failed: ") + cudaGetErrorString(status)};
+    return {nullptr,
+            false,
+            std::string("cudaIpcOpenMemHandle failed: ") + cudaGetErrorString(status) +
+                "; DEEP_EP_RANKS_PER_NODE=1 reaches it through NVSHMEM"};
 }
 
 Reach reach(const Handle& own, const Handle& peer, bool allow_nvlink) {
-    if (!allow_nvlink) return {nullptr, false, "NVLink is not allowed for this buffer"};
+    if (!allow_nvlink) {
+        return {
+            nullptr,
+            false,
+            "NVLink is not allowed for this buffer, which takes the module "
+            "deep_ep._cuda_nvshmem (install_nvshmem.sh, then build again) and a process per rank"};
+    }
     if (own.same_process(peer)) return reach_within_process(own, peer);
     if (own.same_host(peer)) return reach_across_processes(peer);
-    return {nullptr, false, "it runs on another host"};
+    return {nullptr,
+            false,
+            "it runs on another host; pass allow_mnnvl=True if NVLink joins the hosts, else unset "
+            "DEEP_EP_RANKS_PER_NODE"};
 }
 #endif
 
@@ -147,6 +176,15 @@ SymmetricMemory::~SymmetricMemory() {
     wait_for_kernels(device_);
     NvshmemWorld::instance().give_back(base_);
     device_.release(peer_table_);
+}
+
+NvshmemWorld::Membership SymmetricMemory::membership() const {
+    return {.rank = options_.rank,
+            .num_ranks = options_.num_ranks,
+            .num_queue_pairs = options_.num_queue_pairs,
+            .allow_nvlink = options_.allow_nvlink,
+            .allow_mnnvl = options_.allow_mnnvl,
+            .device = device_.index()};
 }
 
 #else
@@ -180,7 +218,8 @@ std::string SymmetricMemory::local_handle() const {
     handle.bytes = total_bytes();
     handle.address = reinterpret_cast<uint64_t>(base_);
 #if defined(EP_WITH_NVSHMEM)
-    if (options_.rank == 0) NvshmemWorld::instance().write_unique_id(handle.unique_id);
+    if (options_.rank == 0)
+        NvshmemWorld::instance().write_unique_id(membership(), handle.unique_id);
 #else
     check(cudaIpcGetMemHandle(&handle.memory, base_),
           "cudaIpcGetMemHandle",
@@ -212,16 +251,12 @@ void SymmetricMemory::connect(const std::vector<std::string>& texts) {
             std::to_string(options_.rank) + "; NVSHMEM has one rank per process.");
     }
     NvshmemWorld& world = NvshmemWorld::instance();
-    world.join({options_.rank,
-                options_.num_ranks,
-                options_.num_queue_pairs,
-                options_.allow_nvlink,
-                device_.index()},
-               handles[0].unique_id);
+    world.join(membership(), handles[0].unique_id);
     base_ = world.allocate(total_bytes());
     for (int rank = 0; rank < options_.num_ranks; ++rank) {
         if (options_.allow_nvlink || rank == options_.rank) peers[rank] = world.peer(base_, rank);
     }
+    if (options_.allow_mnnvl) require_nvlink_between_hosts(own, handles, peers);
     queue_pairs_ = world.queue_pairs();
 #else
     std::string obstacles;
@@ -234,14 +269,11 @@ void SymmetricMemory::connect(const std::vector<std::string>& texts) {
         peers[rank] = found.memory;
         if (found.is_mapping) opened_.push_back(found.memory);
         if (found.memory == nullptr)
-            obstacles += " rank " + std::to_string(rank) + ": " + found.obstacle + ";";
+            obstacles += " rank " + std::to_string(rank) + ": " + found.obstacle + ".";
     }
     if (!obstacles.empty()) {
-        throw std::runtime_error(
-            "connect: rank " + std::to_string(options_.rank) +
-            " cannot address the memory of some ranks:" + obstacles +
-            " such ranks need the module deep_ep._cuda_nvshmem, which the build makes when it "
-            "finds NVSHMEM (install_nvshmem.sh).");
+        throw std::runtime_error("connect: rank " + std::to_string(options_.rank) +
+                                 " cannot address the memory of some ranks:" + obstacles);
     }
 #endif
     publish(peers);

@@ -13,6 +13,10 @@
 #include "transport/symmetric_memory_options.h"
 #include "transport/traffic.h"
 
+#if defined(EP_WITH_NVSHMEM)
+#include "transport/cuda/nvshmem_world.h"
+#endif
+
 namespace ep {
 
 class SymmetricMemory {
@@ -50,6 +54,8 @@ class SymmetricMemory {
     std::vector<void*> opened_;         // IPC mappings
     bool all_in_reach_ = false;
 #if defined(EP_WITH_NVSHMEM)
+    NvshmemWorld::Membership membership() const;
+
     QueuePairs queue_pairs_{};
 #endif
 };

@@ -1,0 +1,13 @@
+// For the host half of the CUDA target, whose kernels are compiled and never run: the host target's
+// interface, and the one name that the CUDA transport takes from libcu++.
+#pragma once
+
+#include "device/host/device.h"
+
+namespace cuda {
+
+enum memory_order { memory_order_acq_rel };
+enum thread_scope { thread_scope_system };
+inline void atomic_thread_fence(memory_order, thread_scope) {}
+
+}  // namespace cuda

@@ -1,0 +1,74 @@
+// A GPU as the host sees it: what counts as none, and launches that would wait for ever.
+#include <string>
+
+#include "device/device_runtime.h"
+#include "driver.h"
+#include "errors.h"
+#include "testing.h"
+
+namespace ep {
+namespace {
+
+struct NoArgs {};
+void kernel(NoArgs) {}
+
+std::string launch_error(int blocks, int ranks_on_device) {
+    Device device(0, "");
+    device.share_with(ranks_on_device);
+    return error_of([&] { device.launch("some_kernel", &kernel, {blocks, 256, 0, true}, {}, 0); });
+}
+
+TEST(without_a_gpu_there_are_none) {
+    driver::machine().failing["cudaGetDeviceCount"] = cudaErrorNoDevice;
+    CHECK_EQUAL(Device::count(), 0);
+}
+
+TEST(without_a_driver_there_are_none) {
+    driver::machine().failing["cudaGetDeviceCount"] = cudaErrorInsufficientDriver;
+    driver::machine().driver_version = 0;
+    CHECK_EQUAL(Device::count(), 0);
+}
+
+TEST(a_driver_that_is_too_old_is_named_with_both_versions) {
+    driver::machine().failing["cudaGetDeviceCount"] = cudaErrorInsufficientDriver;
+    driver::machine().driver_version = 12020;
+    const std::string said = error_of([] { Device::count(); });
+    CHECK(contains(said, "CUDA driver version is insufficient for CUDA runtime version"));
+    CHECK(contains(said, "serves CUDA 12.2 and older, this module is built with CUDA 13.0"));
+}
+
+TEST(any_other_error_is_cuda_s_own_words) {
+    for (const cudaError_t error : {cudaErrorNotPermitted, cudaErrorDevicesUnavailable}) {
+        driver::machine().failing["cudaGetDeviceCount"] = error;
+        const std::string said = error_of([] { Device::count(); });
+        CHECK(contains(said, cudaGetErrorString(error)));
+        CHECK(contains(said, cudaGetErrorName(error)));
+    }
+}
+
+TEST(a_device_says_why_it_cannot_be_had) {
+    driver::machine().failing["cudaGetDeviceCount"] = cudaErrorNotPermitted;
+    CHECK(contains(error_of([] { Device device(0, ""); }), "operation not permitted"));
+}
+
+TEST(a_grid_that_is_not_resident_is_refused_with_a_number_that_is) {
+    CHECK_EQUAL(launch_error(132, 1), std::string("no error"));
+    CHECK(contains(launch_error(133, 1), "at most 132 blocks a rank (DEEP_EP_LAUNCH_SHAPE)"));
+    CHECK(contains(launch_error(100, 2), "at most 66 blocks a rank (DEEP_EP_LAUNCH_SHAPE)"));
+}
+
+TEST(more_ranks_than_blocks_are_refused_without_impossible_advice) {
+    const std::string said = launch_error(1, 133);
+    CHECK(contains(said, "133 ranks share GPU 0, which holds 132 blocks"));
+    CHECK(contains(said, "Put fewer ranks on it."));
+}
+
+TEST(ranks_that_share_a_gpu_launch_without_the_cooperative_attribute) {
+    CHECK_EQUAL(launch_error(16, 2), std::string("no error"));
+    CHECK(!driver::launches().at(0).cooperative);
+    CHECK_EQUAL(launch_error(16, 1), std::string("no error"));
+    CHECK(driver::launches().at(1).cooperative);
+}
+
+}  // namespace
+}  // namespace ep

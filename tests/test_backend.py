@@ -1,0 +1,212 @@
+"""Which backend is chosen, and what is said where there is a GPU that cannot be used; torch and the modules
+are stand-ins.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from deep_ep import EPNotBuiltError, backend, nvshmem
+from deep_ep.errors import EPUsageError
+
+TOO_OLD = (
+    "cudaGetDeviceCount failed: CUDA driver version is insufficient for CUDA runtime version "
+    "(cudaErrorInsufficientDriver)"
+)
+
+
+class Machine:
+    """What torch and `deep_ep._cuda` find."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.monkeypatch = monkeypatch
+        self.binding: Any = ModuleType("deep_ep._cuda")
+        self.binding.MAX_WARPS = 8
+        self.built = {"deep_ep._cpu", "deep_ep._cuda"}
+        monkeypatch.delenv("DEEP_EP_BACKEND", raising=False)
+        monkeypatch.setattr(torch.version, "cuda", "13.0")
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: name in self.built or None)
+        monkeypatch.setitem(sys.modules, "deep_ep._cuda", self.binding)
+        monkeypatch.setattr(backend, "_device_files", list)
+        self.gpus(torch_sees=1, module_finds=1)
+        backend._select.cache_clear()
+
+    def gpus(self, torch_sees: int, module_finds: int | Exception) -> None:
+        """Sets both counts; the module may raise instead."""
+
+        def device_count() -> int:
+            if isinstance(module_finds, Exception):
+                raise module_finds
+            return module_finds
+
+        self.monkeypatch.setattr(torch.cuda, "is_available", lambda: torch_sees > 0)
+        self.binding.device_count = device_count
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Any:
+    yield Machine(monkeypatch)
+    backend._select.cache_clear()
+
+
+def refusal() -> str:
+    with pytest.raises(EPNotBuiltError) as raised:
+        backend.get()
+    return str(raised.value)
+
+
+def test_a_gpu_that_both_find_is_used(machine: Machine) -> None:
+    assert backend.get().name == "cuda"
+
+
+def test_the_cpu_is_used_where_there_is_no_gpu(machine: Machine) -> None:
+    machine.gpus(torch_sees=0, module_finds=0)
+    assert backend.get().name == "cpu"
+
+
+def test_the_cpu_is_used_where_torch_is_a_build_without_cuda(machine: Machine) -> None:
+    machine.monkeypatch.setattr(torch.version, "cuda", None)
+    assert backend.get().name == "cpu"
+    assert backend.unavailable_reason("cuda") == "this torch is a build without CUDA"
+
+
+@pytest.mark.parametrize("torch_sees", [0, 1])
+def test_an_error_of_cuda_is_not_taken_for_no_gpu(machine: Machine, torch_sees: int) -> None:
+    machine.gpus(torch_sees, RuntimeError(TOO_OLD))
+    said = refusal()
+    assert TOO_OLD in said
+    assert "DEEP_EP_BACKEND=cpu" in said
+
+
+def test_a_gpu_that_torch_sees_and_the_module_does_not_is_an_error(machine: Machine) -> None:
+    machine.gpus(torch_sees=1, module_finds=0)
+    assert "finds 0 GPU(s), torch some" in refusal()
+
+
+def test_a_gpu_that_torch_cannot_use_is_an_error(machine: Machine) -> None:
+    machine.gpus(torch_sees=0, module_finds=8)
+    assert "finds 8 GPU(s), torch none" in refusal()
+
+
+def test_a_gpu_without_the_module_is_an_error(machine: Machine) -> None:
+    machine.built.remove("deep_ep._cuda")
+    assert "module deep_ep._cuda was not built" in refusal()
+
+
+def test_a_module_that_does_not_load_is_an_error_where_there_is_a_gpu(machine: Machine) -> None:
+    machine.monkeypatch.setitem(sys.modules, "deep_ep._cuda", None)
+    assert "module deep_ep._cuda does not load" in refusal()
+    machine.gpus(torch_sees=0, module_finds=0)
+    assert backend.get().name == "cpu"
+
+
+def test_a_device_that_may_not_be_opened_is_named(machine: Machine) -> None:
+    machine.gpus(torch_sees=0, module_finds=0)
+    machine.monkeypatch.setattr(backend, "_device_files", lambda: ["/dev/nvidia0", "/dev/nvidia1"])
+    machine.monkeypatch.setattr(backend.os, "access", lambda path, mode: path != "/dev/nvidia1")
+    assert "this process may not open /dev/nvidia1; give it the permission" in refusal()
+
+
+@pytest.mark.parametrize("torch_sees", [0, 1])
+def test_the_cpu_is_used_where_it_is_asked_for(machine: Machine, torch_sees: int) -> None:
+    machine.gpus(torch_sees, RuntimeError(TOO_OLD))
+    machine.monkeypatch.setenv("DEEP_EP_BACKEND", "cpu")
+    assert backend.get().name == "cpu"
+
+
+@pytest.mark.parametrize("found", [0, RuntimeError(TOO_OLD)], ids=["no-gpu", "error"])
+def test_cuda_asked_for_is_never_the_cpu(machine: Machine, found: int | Exception) -> None:
+    machine.gpus(0, found)
+    machine.monkeypatch.setenv("DEEP_EP_BACKEND", "cuda")
+    said = refusal()
+    assert "DEEP_EP_BACKEND=cuda cannot be used" in said
+    assert str(found or "CUDA finds no GPU") in said
+
+
+# ---- NVSHMEM
+
+
+class Runtime:
+    """Writes down what it is made with and told."""
+
+    def __init__(self, **options: Any) -> None:
+        self.options = options
+
+    def set_launch_shape(self, *, blocks: int, warps: int) -> None:
+        self.shape = (blocks, warps)
+
+
+def create(machine: Machine, **changed: Any) -> Any:
+    arguments = {
+        "needs_rdma": True,
+        "spans_hosts": True,
+        "allow_nvlink": True,
+        "allow_mnnvl": False,
+        **changed,
+    }
+    machine.binding.Runtime = Runtime
+    return backend.get().create_runtime(**arguments)
+
+
+def test_an_nvshmem_that_does_not_serve_is_refused_before_the_module_is_loaded(
+    machine: Machine,
+) -> None:
+    machine.binding.NVSHMEM_VERSION = "3.8.0"
+    machine.binding.NVSHMEM_LIBRARY = "/ours/libnvshmem_host.so.3"
+    machine.binding.CUDA_MAJOR = 13
+    machine.built.add("deep_ep._cuda_nvshmem")
+    machine.monkeypatch.setitem(sys.modules, "deep_ep._cuda_nvshmem", None)  # would not load
+    found = nvshmem.HostLibrary("3.4.5", "/torch/libnvshmem_host.so.3")
+    machine.monkeypatch.setattr(nvshmem, "in_process", lambda: found)
+    with pytest.raises(EPNotBuiltError) as raised:
+        create(machine)
+    assert "NVSHMEM 3.4.5 (/torch/libnvshmem_host.so.3)" in str(raised.value)
+    assert "does not load" not in str(raised.value)
+
+
+def test_ranks_that_nvlink_reaches_do_not_look_for_nvshmem(machine: Machine) -> None:
+    machine.monkeypatch.setattr(nvshmem, "in_process", lambda: pytest.fail("looked"))
+    assert create(machine, needs_rdma=False).options["allow_nvlink"] is True
+
+
+def test_the_launch_shape_that_errors_advise_is_read_on_the_gpu(machine: Machine) -> None:
+    machine.monkeypatch.setenv("DEEP_EP_LAUNCH_SHAPE", "64x8")
+    assert create(machine, needs_rdma=False).shape == (64, 8)
+    machine.monkeypatch.setenv("DEEP_EP_LAUNCH_SHAPE", "64x9")
+    with pytest.raises(ValueError, match="at most 8 warps per block"):
+        create(machine, needs_rdma=False)
+
+
+def with_nvshmem(machine: Machine) -> Any:
+    """The module with NVSHMEM, whose runtimes can be told from the other's."""
+    module: Any = ModuleType("deep_ep._cuda_nvshmem")
+    module.Runtime = type("RuntimeWithNvshmem", (Runtime,), {})
+    machine.built.add("deep_ep._cuda_nvshmem")
+    machine.monkeypatch.setitem(sys.modules, "deep_ep._cuda_nvshmem", module)
+    return module
+
+
+def test_nvlink_between_hosts_goes_through_nvshmem(machine: Machine) -> None:
+    module = with_nvshmem(machine)
+    made = create(machine, needs_rdma=False, allow_mnnvl=True)
+    assert isinstance(made, module.Runtime)
+    assert made.options["allow_mnnvl"] is True
+    made = create(machine, needs_rdma=False, spans_hosts=False, allow_mnnvl=True)
+    assert not isinstance(made, module.Runtime)
+
+
+def test_nvlink_between_hosts_without_nvshmem_is_refused(machine: Machine) -> None:
+    with pytest.raises(EPNotBuiltError, match="allow_mnnvl is True, which takes NVSHMEM, but"):
+        create(machine, needs_rdma=False, allow_mnnvl=True)
+
+
+def test_nvlink_between_hosts_and_none_at_all_exclude_each_other(machine: Machine) -> None:
+    with pytest.raises(EPUsageError, match="allow_nvlink_for_low_latency_mode=True"):
+        create(machine, allow_nvlink=False, allow_mnnvl=True)
