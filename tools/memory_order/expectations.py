@@ -40,3 +40,9 @@ NO_DIFFERENCE = {
     "close_operation.store_relaxed#3: narrowed to gpu": ORDERED,
     "close_operation.store_relaxed#3: narrowed to cta": ORDERED,
 }
+
+# Functions whose loads from, or stores to, global memory move 16 bytes each.
+WIDE_LOADS = ("copy", "cast_row")
+WIDE_STORES = ("copy", "reduce_tile")
+# Functions that should, and do not yet: the compiler splits their loads. The audit counts them.
+NARROW_LOADS = ("unpack",)

@@ -6,6 +6,7 @@ names the source line that it stands for (sources.py); rows, lists and other pay
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import z3
@@ -70,10 +71,13 @@ def close_block(program: Program, block: str, worker: Actor, done_before: int) -
     return first
 
 
-def last_block(program: Program) -> tuple[Actor, Actor]:
-    """The last block of two closes the operation: its first thread and another."""
+def last_block(
+    program: Program, look: Callable[[Actor], None] = lambda first: None
+) -> tuple[Actor, Actor]:
+    """The last block of two closes the operation: its first thread, which looks first, and another."""
     idle = program.thread("B", "2")
     first = close_block(program, "2", idle, 1)
+    look(first)
     first.meet("last", at="close_operation.block_sync#2")
     other = program.thread("B", "2")
     other.meet("last", at="close_operation.block_sync#2")
@@ -388,10 +392,9 @@ def failure_of_another_block(p: Program) -> None:
     failing.update("failed", set_if_zero, at="record_failure.compare_exchange_relaxed")
     failing.read("failed", "early", at="has_failed.load_relaxed", sees=1)
     close_block(p, "1", failing, 0)
-    first, _ = last_block(p)
-    first.thread.events.pop()  # it looks before it tells its block
-    first.read("failed", "failed", at="close_operation.load_relaxed")
-    first.meet("last", at="close_operation.block_sync#2")
+    first, _ = last_block(
+        p, lambda first: first.read("failed", "failed", at="close_operation.load_relaxed")
+    )
     first.write("failed", 0)
     p.forbid(any_zero("failed"))
 

@@ -141,7 +141,7 @@ class Source:
     """All sites by name, of the working tree or of a changed copy of some files."""
 
     def __init__(self, changed: dict[str, str] | None = None) -> None:
-        changed = changed or {}
+        self.changed = changed = changed or {}
         self.sites: dict[str, Site] = {}
         for folder in FOLDERS:
             for file in sorted((ROOT / folder).glob("*.cuh")):
