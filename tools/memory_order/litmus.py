@@ -9,6 +9,8 @@ from typing import Any
 from .ptx import SCOPES, WEAK, Event, Execution, Order, Thread, find_execution
 from .sources import ATOMICS, CALLS, DEVICE, FENCE, Source
 
+# What the kernels' scopes mean, in device.cuh.
+DEVICE_SCOPES = tuple(f"device.{scope}" for scope in SCOPES)
 # Barriers whose only purpose is to order; the result of the others is needed.
 REMOVABLE_BARRIERS = ("block_sync", "warp_sync")
 
@@ -193,17 +195,14 @@ def variants(source: Source, test: Litmus) -> list[Variant]:
         for name, primitive in primitives.items():
             if primitive in (FENCE, "fence", "quiet", *REMOVABLE_BARRIERS):
                 made.append(Variant(name, "removed"))
-            if name == order.sites[0] or primitive not in CALLS:
-                weaker_orders = []
-                # A fence is there for its release; libcu++ makes the same instruction of acq_rel and release.
-                if primitive not in (FENCE, "fence", "quiet") and not name.startswith("device.k"):
-                    weaker_orders += ["no acquire"] if order.acquires else []
-                    weaker_orders += ["no release"] if order.releases else []
-                made += [Variant(name, change) for change in weaker_orders]
-            carries_scope = (
-                name in source.sites and source.sites[name].scope
-            ) or name == f"device.{order.scope}"
-            if carries_scope:
+            is_scope = name in DEVICE_SCOPES
+            # What the transport calls has no order of its own. A fence is there for its release; libcu++
+            # makes the same instruction of acq_rel and release.
+            has_order = name == order.sites[0] or primitive not in CALLS
+            if has_order and not is_scope and primitive not in (FENCE, "fence", "quiet"):
+                made += [Variant(name, "no acquire")] if order.acquires else []
+                made += [Variant(name, "no release")] if order.releases else []
+            if is_scope or (name in source.sites and source.sites[name].scope):
                 narrower = SCOPES[: SCOPES.index(order.scope)]
                 made += [Variant(name, scope) for scope in narrower]
     return list(dict.fromkeys(made))

@@ -113,7 +113,6 @@ class Device:
 
     orders: dict[str, str]  # by primitive
     widths: dict[str, str]  # what a scope that the kernels name means
-    lines: dict[str, int]  # of the wrappers
 
 
 def device_of(text: str) -> Device:
@@ -134,7 +133,7 @@ def device_of(text: str) -> Device:
             f"{DEVICE}: the table of scopes was not found; teach device_of() its new form."
         )
     widths = dict(zip(("cta", "gpu", "sys"), (WIDTHS[width] for width in mapping.groups())))
-    return Device(orders, widths, {name: line for line, name in heads})
+    return Device(orders, widths)
 
 
 class Source:
