@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from itertools import combinations
 
 import pytest
 
@@ -37,6 +38,34 @@ def test_the_program_can_run_at_all(test: Litmus) -> None:
     """A wait that never ends would make every claim true."""
     program = test.program(SOURCE)
     assert find_execution(program.threads, program.initial, lambda _: True, None) is not None
+
+
+# Where the next round of a loop follows.
+LOOPS = {"bounce_places"}
+
+
+def out_of_order(source: Source, test: Litmus) -> list[tuple[str, str]]:
+    """Pairs of a thread's lines that the same function has the other way round."""
+    found = []
+    for thread in test.program(source).threads:
+        lines = [event.order.sites[0] for event in thread.events if event.order.sites]
+        for first, second in combinations(lines, 2):
+            same = first.rpartition(".")[0] == second.rpartition(".")[0]
+            if same and source.site(first).line > source.site(second).line:
+                found.append((first, second))
+    return found
+
+
+def test_programs_have_their_lines_in_the_order_of_the_source() -> None:
+    for test in ALL:
+        assert (out_of_order(SOURCE, test) != []) is (test.name in LOOPS), test.name
+    words = "        transport.fence(dst, 0);\n"
+    moved = changed("csrc/kernels/operation.cuh", words, "\n")
+    text = moved.changed["csrc/kernels/operation.cuh"]
+    signal = "offsetof(OpHeader, op), open.op, 0);\n"
+    moved = Source({"csrc/kernels/operation.cuh": text.replace(signal, signal + words, 1)})
+    wrong = [test.name for test in ALL if test.name not in LOOPS and out_of_order(moved, test)]
+    assert "header_words" in wrong
 
 
 def test_every_variant_is_found_or_changes_nothing_for_a_stated_reason() -> None:

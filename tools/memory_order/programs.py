@@ -637,8 +637,8 @@ def state_of_a_wait(p: Program) -> None:
     for name in ("one", "two"):
         other = p.thread("B")
         other.meet("begin", at="wait_for_words.block_sync")
-        other.update("headers_left", plus(-1), at="find_header.add_relaxed", register=name)
         other.write("hopeless", at="find_header.store_relaxed")
+        other.update("headers_left", plus(-1), at="find_header.add_relaxed", register=name)
         other.write("hopeless", at="find_count.store_relaxed#1")
         other.write("in_vain", at="wait_for_words.store_relaxed")
         other.read("in_vain", at="WaitShared.is_over.load_relaxed#1")
