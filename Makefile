@@ -77,10 +77,11 @@ mutants: $(STAMP)  ## single faults put into the source: which test notices each
 third-party/nvshmem:
 	./install_nvshmem.sh
 
-cuda: $(STAMP) third-party/nvshmem  ## both CUDA modules: build, link, load, resources of each kernel
+cuda: $(STAMP) third-party/nvshmem  ## both CUDA modules: build, link, load, resources of each kernel, audit of the machine code
 	DEEP_EP_CUDA=1 $(RUN)/python setup.py -q build_ext --inplace
 	$(RUN)/python -c "import deep_ep._cuda, deep_ep._cuda_nvshmem; print('both modules load')"
 	$(RUN)/python tools/kernel_resources.py --check
+	$(RUN)/python tools/machine_code.py
 
 clean:  ## what was built, without .venv and third-party/nvshmem
 	rm -rf build deep_ep/*.so *.egg-info

@@ -137,8 +137,10 @@ def cuda_modules() -> list[Module]:
     version = nvcc_version(nvcc)
     gencode = gencode_flags(os.environ.get("TORCH_CUDA_ARCH_LIST", ""))
     say(f"found CUDA {version[0]}.{version[1]}: {nvcc}")
-    # ptxas says what each kernel uses; tools/kernel_resources.py makes a table of it.
-    flags = ["-std=c++20", "-O3", "-Xcompiler=-fPIC,-fvisibility=hidden", "-Xptxas=-v", *gencode]
+    # ptxas says what each kernel uses; tools/kernel_resources.py makes a table of it. tools/machine_code.py
+    # and profilers find the source line of an instruction.
+    flags = ["-std=c++20", "-O3", "-Xcompiler=-fPIC,-fvisibility=hidden", *gencode]
+    flags += ["-Xptxas=-v", "-lineinfo"]
     link = [str(nvcc), "-shared", "-cudart=static", *gencode]
     nvshmem = find_nvshmem(cuda_major=version[0])
     if isinstance(nvshmem, Nvshmem):

@@ -1,0 +1,48 @@
+"""What the litmus tests do not tell apart, and why that is right."""
+
+from __future__ import annotations
+
+HOST_COPIES = "progress that the host copies while the kernel runs; nothing is ordered by it"
+QUEUE_PAIRS = (
+    "orders queue pairs: NVSHMEM documents what they promise, the PTX model says nothing of NICs"
+)
+
+# Sites that no litmus test stands for.
+LEFT_OUT = {
+    "send_headers.store_relaxed": HOST_COPIES,
+    "hand_over.store_relaxed#1": HOST_COPIES,
+    "hand_over.store_relaxed#2": HOST_COPIES,
+    "close_operation.store_relaxed#2": HOST_COPIES,
+    "exchange_clocks.block_sync": "orders time, not memory: rank 0 stamps when all threads are done",
+    "tell_handed_over.block_sync": QUEUE_PAIRS,
+    "QueuePairs.put_warp.warp_sync": QUEUE_PAIRS,
+    "Transport.put_warp.queue_pairs.put_warp": QUEUE_PAIRS,
+    "Transport.put_word.queue_pairs.put_word": QUEUE_PAIRS,
+    "Transport.fence.queue_pairs.fence": QUEUE_PAIRS,
+    "Transport.quiet.queue_pairs.quiet": QUEUE_PAIRS,
+    "Transport.signal.queue_pairs.signal": QUEUE_PAIRS,
+}
+
+WORD = "payload in front of a fence: a weak store would do; the host target and NVSHMEM have words anyway"
+ALONE = "nothing is read behind this word, and the word itself is newer at the next look"
+ORDERED = "already ordered by blocks_done or by the end of the launch: a weak access would do"
+
+# Variants that change nothing that the model can show.
+NO_DIFFERENCE = {
+    "Transport.put_word.store_relaxed: narrowed to gpu": WORD,
+    "Transport.put_word.store_relaxed: narrowed to cta": WORD,
+    "meet_all.poll: no acquire": "await_all() has acquired the same word in the same thread",
+    "find_given_up.newest#2: no acquire": ALONE,
+    "newest_given_up.newest: no acquire": ALONE,
+    "leave_record.store_relaxed: narrowed to gpu": "stands before the release of `kind`",
+    "leave_record.store_relaxed: narrowed to cta": "stands before the release of `kind`",
+    "close_operation.load_relaxed: narrowed to cta": ORDERED,
+    "close_operation.store_relaxed#3: narrowed to gpu": ORDERED,
+    "close_operation.store_relaxed#3: narrowed to cta": ORDERED,
+}
+
+# Functions whose loads from, or stores to, global memory move 16 bytes each.
+WIDE_LOADS = ("copy", "cast_row")
+WIDE_STORES = ("copy", "reduce_tile")
+# Functions that should, and do not yet: the compiler splits their loads. The audit counts them.
+NARROW_LOADS = ("unpack",)

@@ -1,0 +1,703 @@
+"""The litmus tests of the protocol: across ranks, between the blocks of a rank, within a block.
+
+Rank A sends and B receives; C is a third. Names of places are those of the source. Every strong operation
+names the source line that it stands for (sources.py); rows, lists and other payload are weak accesses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import z3
+
+from .litmus import ALL, Actor, Program, litmus
+from .ptx import Order
+
+__all__ = ["ALL"]
+
+HOST_ACQUIRES = Order(acquires=True, scope="sys")
+HOST_RELAXED = Order(scope="sys")
+
+
+def plus(amount: int) -> Any:
+    return lambda value: value + amount
+
+
+def at_least(stamp: int) -> Any:
+    return lambda value: z3.If(value > stamp, value, z3.IntVal(stamp))
+
+
+def set_if_zero(value: Any) -> Any:
+    return z3.If(value == 0, z3.IntVal(1), value)
+
+
+def send_header(thread: Actor, number: int = 1) -> None:
+    thread.fence(at="send_headers.fence")
+    thread.write("header", number, at="send_headers.signal")
+
+
+def announce(thread: Actor) -> None:
+    thread.fence(at="announce_rows.fence")
+    thread.write("count", at="announce_rows.signal")
+
+
+def see_count(program: Program, rank: str) -> Actor:
+    """Another thread of the block whose first thread has seen the count word."""
+    first = program.thread(rank)
+    first.read("count", at="find_count.poll", sees=1)
+    first.meet("seen", at="wait_for_words.block_any")
+    other = program.thread(rank)
+    other.meet("seen", at="wait_for_words.block_any")
+    return other
+
+
+def put(program: Program, block: str, place: str, at: str) -> Actor:
+    """A warp puts a row: a lane writes, and the first lane goes on behind put_warp()."""
+    lane = program.thread("A", block)
+    lane.write(place)
+    lane.meet(f"{block}.put", at=at)
+    first = program.thread("A", block)
+    first.meet(f"{block}.put", at=at)
+    return first
+
+
+def close_block(program: Program, block: str, worker: Actor, done_before: int) -> Actor:
+    """A block of B counts itself done, after what its worker did. Its first thread."""
+    worker.meet(f"{block}.end", at="close_operation.block_sync#1")
+    first = program.thread("B", block)
+    first.meet(f"{block}.end", at="close_operation.block_sync#1")
+    first.update("blocks_done", plus(1), at="close_operation.add_acq_rel", sees=done_before)
+    return first
+
+
+def last_block(
+    program: Program, look: Callable[[Actor], None] = lambda first: None
+) -> tuple[Actor, Actor]:
+    """The last block of two closes the operation: its first thread, which looks first, and another."""
+    idle = program.thread("B", "2")
+    first = close_block(program, "2", idle, 1)
+    look(first)
+    first.meet("last", at="close_operation.block_sync#2")
+    other = program.thread("B", "2")
+    other.meet("last", at="close_operation.block_sync#2")
+    return first, other
+
+
+def any_zero(*names: str) -> Any:
+    return lambda registers: z3.Or(*[registers[name] == 0 for name in names])
+
+
+# ---- across ranks
+
+
+@litmus("Once a header's number is seen, its other words are there.")
+def header_words(p: Program) -> None:
+    a = p.thread("A")
+    a.write("entered", at="send_headers.put_word#1")
+    a.write("agreed", at="send_headers.put_word#2")
+    a.write("flags", at="send_headers.put_word#3")
+    send_header(a)
+    b = p.thread("B")
+    b.read("header", at="find_header.poll", sees=1)
+    for word in ("entered", "agreed", "flags"):
+        b.read(word, word)
+    p.forbid(any_zero("entered", "agreed", "flags"))
+
+
+@litmus("The block that closes reads the flags of a header that another block has seen.")
+def header_seen_by_another_block(p: Program) -> None:
+    a = p.thread("A")
+    a.write("flags", at="send_headers.put_word#3")
+    send_header(a)
+    b = p.thread("B", "1")
+    b.read("header", at="find_header.poll", sees=1)
+    close_block(p, "1", b, 0)
+    _, other = last_block(p)
+    other.read("flags", "flags")
+    p.forbid(any_zero("flags"))
+
+
+@litmus("Once a count word is seen, the rows of all blocks that it counts are there (dispatch).")
+def rows_behind_their_count(p: Program) -> None:
+    for block in ("1", "2"):
+        first = put(p, block, f"row{block}", "send_rows.put_warp")
+        first.update("issued", plus(1), at="count_issued.add_release")
+    announcer = p.thread("A", "3")
+    announcer.read("issued", at="wait_until_issued.load_acquire", sees=2)
+    announce(announcer)
+    b = see_count(p, "B")
+    b.read("row1", "row1")
+    b.read("row2", "row2")
+    p.forbid(any_zero("row1", "row2"))
+
+
+@litmus("The same for combine, whose rows are put as they are or in the logarithmic format.")
+def returned_rows_behind_their_count(p: Program) -> None:
+    for block, at in (("1", "return_row.put_warp#1"), ("2", "return_row.put_warp#2")):
+        first = put(p, block, f"row{block}", at)
+        first.update("issued", plus(1), at="count_issued.add_release")
+    announcer = p.thread("A", "3")
+    announcer.read("issued", at="wait_until_issued.load_acquire", sees=2)
+    announce(announcer)
+    b = see_count(p, "B")
+    b.read("row1", "row1")
+    b.read("row2", "row2")
+    p.forbid(any_zero("row1", "row2"))
+
+
+@litmus("What a verified row says of itself is there with the row.")
+def proof_behind_its_count(p: Program) -> None:
+    first = p.thread("A", "1")
+    first.write("word", at="return_row.put_word#1")
+    first.write("sum", at="return_row.put_word#2")
+    first.update("issued", plus(1), at="count_issued.add_release")
+    announcer = p.thread("A", "2")
+    announcer.read("issued", at="wait_until_issued.load_acquire", sees=1)
+    announce(announcer)
+    b = see_count(p, "B")
+    b.read("word", "word")
+    b.read("sum", "sum")
+    p.forbid(any_zero("word", "sum"))
+
+
+@litmus("The list that follows an expert's rows is whole when its count is seen.")
+def list_behind_its_count(p: Program) -> None:
+    writer = p.thread("A", "1")
+    writer.write("staged")
+    writer.meet("listed", at="announce_experts.warp_sync")
+    writer.meet("put", at="announce_experts.put_warp")
+    copier = p.thread("A", "1")
+    copier.meet("listed", at="announce_experts.warp_sync")
+    copier.read("staged", "copied")
+    copier.write("list", lambda registers: registers["copied"])
+    copier.meet("put", at="announce_experts.put_warp")
+    first = p.thread("A", "1")
+    first.meet("listed", at="announce_experts.warp_sync")
+    first.meet("put", at="announce_experts.put_warp")
+    announce(first)
+    see_count(p, "B").read("list", "list")
+    p.forbid(any_zero("list"))
+
+
+@litmus("Two halves: no row of operation n + 2 comes before operation n has been read.")
+def halves(p: Program) -> None:
+    reader = p.thread("B", "n.1")
+    reader.read("row", "row")
+    reader.meet("next launch")
+    b = p.thread("B", "n+1.0")
+    b.meet("next launch")
+    send_header(b, 2)
+    a = p.thread("A", "n+1.1")
+    a.read("header", at="find_header.poll", sees=2)
+    a.meet("next launch")
+    sender = p.thread("A", "n+2.2")
+    sender.meet("next launch")
+    sender.write("row", 2)
+    p.forbid(lambda registers: registers["row"] == 2)
+
+
+def may_send(p: Program, rank: str, word: str) -> Actor:
+    """A thread of another block than the one that has met all."""
+    met = p.thread(rank, "0")
+    met.read(word, at="await_all.poll", sees=1)
+    met.meet("all", at="await_all.block_any")
+    met.meet("none failed", at="has_failed.block_any")
+    first = p.thread(rank, "0")
+    first.meet("all", at="await_all.block_any")
+    first.meet("none failed", at="has_failed.block_any")
+    first.write("handed_over", at="hand_over.store_release")
+    looking = p.thread(rank, "1")
+    looking.read("handed_over", at="hand_over.load_acquire", sees=1)
+    looking.meet("may send", at="hand_over.block_any")
+    sender = p.thread(rank, "1")
+    sender.meet("may send", at="hand_over.block_any")
+    return sender
+
+
+@litmus("Handing over: no block sends before the others have left earlier operations.")
+def hand_over_waits_for_readers(p: Program) -> None:
+    reader = p.thread("A", "before")
+    reader.read("row", "row")
+    reader.meet("next launch")
+    a = p.thread("A", "0")
+    a.meet("next launch")
+    send_header(a)
+    may_send(p, "B", "header").write("row", 2)
+    p.forbid(lambda registers: registers["row"] == 2)
+
+
+@litmus("Handing over: a row that was sent before never overwrites one that is sent afterwards.")
+def hand_over_waits_for_writers(p: Program) -> None:
+    earlier = p.thread("A", "before")
+    earlier.write("row", 1)
+    earlier.meet("next launch")
+    a = p.thread("A", "0")
+    a.meet("next launch")
+    send_header(a)
+    sender = may_send(p, "B", "header")
+    sender.write("row", 2)
+    announce(sender)
+    see_count(p, "C").read("row", "row")
+    p.forbid(lambda registers: registers["row"] != 2)
+
+
+@litmus("quiet() by itself: what was put before is there for whoever sees a later signal.")
+def quiet_delivers(p: Program) -> None:
+    a = p.thread("A")
+    a.write("row", 1)
+    a.fence(at="tell_handed_over.quiet")
+    a.write("told", at="tell_handed_over.signal")
+    sender = may_send(p, "B", "told")
+    sender.write("row", 2)
+    announce(sender)
+    see_count(p, "C").read("row", "row")
+    p.forbid(lambda registers: registers["row"] != 2)
+
+
+@litmus("A rank that meets all agrees with a header before it looks at its words again.")
+def shapes_are_compared_behind_the_header(p: Program) -> None:
+    a = p.thread("A")
+    a.write("agreed", at="send_headers.put_word#2")
+    send_header(a)
+    b = p.thread("B")
+    b.read("header", at="await_all.poll", sees=1)
+    b.read("header", at="meet_all.poll", sees=1)
+    b.read("agreed", "agreed")
+    p.forbid(any_zero("agreed"))
+
+
+@litmus("Who sees the next operation of a rank sees that it has given up this one.")
+def giving_up_is_known_with_the_next_header(p: Program) -> None:
+    a = p.thread("A", "n")
+    a.write("given_up", at="tell_given_up.signal")
+    a.meet("next launch")
+    next_a = p.thread("A", "n+1")
+    next_a.meet("next launch")
+    send_header(next_a, 2)
+    b = p.thread("B")
+    b.read("header", at="find_given_up.newest#1", sees=2)
+    b.read("given_up", "named", at="find_given_up.newest#2")
+    closer = p.thread("B", "1")
+    closer.read("header", at="find_header.poll", sees=2)
+    closer.read("given_up", "taken", at="newest_given_up.newest")
+    p.forbid(any_zero("named", "taken"))
+
+
+@litmus("A clock's bounce is whole when its number is seen.")
+def bounce_words(p: Program) -> None:
+    a = p.thread("A")
+    a.write("delay_ns", at="exchange_stamps.put_word#1")
+    a.write("sent_ns", at="exchange_stamps.put_word#2")
+    a.fence(at="exchange_stamps.fence")
+    a.write("number", at="exchange_stamps.signal")
+    b = p.thread("B")
+    b.read("number", at="exchange_stamps.poll", sees=1)
+    b.read("delay_ns", "delay_ns")
+    b.read("sent_ns", "sent_ns")
+    p.forbid(any_zero("delay_ns", "sent_ns"))
+
+
+@litmus("A clock's bounce is read before the next but one takes its place.")
+def bounce_places(p: Program) -> None:
+    b = p.thread("B")
+    b.read("sent_ns", "sent_ns")
+    b.fence(at="exchange_stamps.fence")
+    b.write("number", at="exchange_stamps.signal")
+    a = p.thread("A")
+    a.read("number", at="exchange_stamps.poll", sees=1)
+    a.write("sent_ns", 2, at="exchange_stamps.put_word#2")
+    p.forbid(lambda registers: registers["sent_ns"] == 2)
+
+
+@litmus(
+    "A barrier's words do not race, and a rank that was missed is known to the thread that closes."
+)
+def barrier_words(p: Program) -> None:
+    a = p.thread("A")
+    a.write("barrier", at="barrier.signal")
+    b = p.thread("B")
+    b.read("barrier", at="await_all.poll")
+    b.update("failed", set_if_zero, at="record_failure.compare_exchange_relaxed")
+    b.meet("end", at="barrier.block_sync")
+    first = p.thread("B")
+    first.meet("end", at="barrier.block_sync")
+    first.read("failed", "failed")
+    p.forbid(any_zero("failed"))
+
+
+@litmus("The host reads a failure that is whole.")
+def failure_record(p: Program) -> None:
+    b = p.thread("B")
+    b.write("operation")
+    b.write("rank", at="leave_record.store_relaxed")
+    b.write("kind", at="leave_record.store_release")
+    second = p.thread("B", "1")
+    second.write("second rank", at="record_failure.store_relaxed")
+    host = p.thread("host")
+    host.read("kind", sees=1, order=HOST_ACQUIRES)
+    host.read("operation", "operation")
+    host.read("rank", "rank", order=HOST_RELAXED)
+    host.read("second rank", order=HOST_RELAXED)
+    p.forbid(any_zero("operation", "rank"))
+
+
+# ---- between the blocks of a rank
+
+
+@litmus("The stamp of the last row is known to the thread that announces.")
+def issue_stamps(p: Program) -> None:
+    for block, stamp in (("1", 7), ("2", 5)):
+        sender = p.thread("A", block)
+        sender.update("issued_ns", at_least(stamp), at="count_issued.max_relaxed")
+        sender.update("issued", plus(1), at="count_issued.add_release")
+    announcer = p.thread("A", "3")
+    announcer.read("issued", at="wait_until_issued.load_acquire", sees=2)
+    announcer.read("issued_ns", "issued_ns")
+    p.forbid(lambda registers: registers["issued_ns"] != 7)
+
+
+@litmus("The count of issued rows loses none, and starts the next launch at zero.")
+def issued_is_reset(p: Program) -> None:
+    for block in ("1", "2"):
+        sender = p.thread("A", block)
+        sender.update("issued", plus(1), at="count_issued.add_release")
+    announcer = p.thread("A", "3")
+    announcer.read("issued", at="wait_until_issued.load_acquire", sees=2)
+    announcer.write("issued", 0)
+    announcer.meet("next launch")
+    later = p.thread("A", "next")
+    later.meet("next launch")
+    later.read("issued", "issued")
+    p.forbid(lambda registers: registers["issued"] != 0)
+
+
+@litmus("One failure alone is the first; the other blocks see it without a race.")
+def first_failure(p: Program) -> None:
+    for block in ("1", "2"):
+        failing = p.thread("B", block)
+        failing.update(
+            "failed", set_if_zero, at="record_failure.compare_exchange_relaxed", register=block
+        )
+    looking = p.thread("B", "3")
+    looking.read("failed", at="has_failed.load_relaxed")
+    looking.read("failed", at="wait_until_issued.load_relaxed")
+    looking.read("failed", at="wait_for_words.load_relaxed#1")
+    p.forbid(lambda registers: z3.And(registers["1"] == 0, registers["2"] == 0))
+
+
+@litmus("The last block knows of a failure of any block, and resets it after everybody's looks.")
+def failure_of_another_block(p: Program) -> None:
+    failing = p.thread("B", "1")
+    failing.update("failed", set_if_zero, at="record_failure.compare_exchange_relaxed")
+    failing.read("failed", "early", at="has_failed.load_relaxed", sees=1)
+    close_block(p, "1", failing, 0)
+    first, _ = last_block(
+        p, lambda first: first.read("failed", "failed", at="close_operation.load_relaxed")
+    )
+    first.write("failed", 0)
+    p.forbid(any_zero("failed"))
+
+
+@litmus("Blocks that wait for the same word note the same count; readers see it without a race.")
+def counts_of_several_blocks(p: Program) -> None:
+    for block in ("1", "2"):
+        first = p.thread("B", block)
+        first.write("counts", at="find_count.store_relaxed#2")
+        first.write("issued_lo", at="find_count.store_relaxed#3")
+        first.meet(f"{block}.seen", at="wait_for_words.block_any")
+        other = p.thread("B", block)
+        other.meet(f"{block}.seen", at="wait_for_words.block_any")
+        reader = "prefix_counts.load_relaxed" if block == "1" else "check_returned.load_relaxed"
+        other.read("counts", block, at=reader)
+    p.forbid(any_zero("1", "2"))
+
+
+@litmus(
+    "What several blocks measure of one thing keeps the largest value, and the last block has it."
+)
+def largest_stamps(p: Program) -> None:
+    measured = {
+        "sight": "note_sight.max_relaxed",
+        "wait_begin_ns": "wait_for_words.max_relaxed",
+        "sent_ns": "announce_rows.max_relaxed",
+    }
+    one = p.thread("B", "1")
+    two = p.thread("B", "2")
+    for place, at in measured.items():
+        one.update(place, at_least(7), at=at)
+        two.update(place, at_least(5), at=at)
+    close_block(p, "1", one, 0)
+    first = close_block(p, "2", two, 1)
+    for place in measured:
+        first.read(place, place)
+    p.forbid(lambda registers: z3.Or(*[registers[place] != 7 for place in measured]))
+
+
+@litmus(
+    "Counts that one block has noted are there for the last block, which forgets them afterwards."
+)
+def sights_reach_the_last_block(p: Program) -> None:
+    b = p.thread("B", "1")
+    b.write("issued_lo", at="find_count.store_relaxed#3")
+    close_block(p, "1", b, 0)
+    first, other = last_block(p)
+    other.read("issued_lo", "issued_lo")
+    other.meet("counted", at="close_operation.block_sync#3")
+    first.meet("counted", at="close_operation.block_sync#3")
+    first.write("issued_lo", 0)
+    p.forbid(any_zero("issued_lo"))
+
+
+@litmus("All blocks read the operation's number before the last one changes it.")
+def number_of_the_operation(p: Program) -> None:
+    b = p.thread("B", "1")
+    b.read("op", "op")
+    close_block(p, "1", b, 0)
+    first, _ = last_block(p)
+    first.write("op", 2, at="close_operation.store_relaxed#3")
+    p.forbid(lambda registers: registers["op"] == 2)
+
+
+@litmus("Arrivals of all sources are there for the thread that adds them up.")
+def arrivals_are_added_up(p: Program) -> None:
+    other = p.thread("B")
+    other.write("source_arrival_ns")
+    other.meet("counted", at="close_operation.block_sync#3")
+    first = p.thread("B")
+    first.meet("counted", at="close_operation.block_sync#3")
+    first.read("source_arrival_ns", "arrival")
+    p.forbid(any_zero("arrival"))
+
+
+# ---- within a block
+
+
+@litmus(
+    "The last block's threads know that it is the last, and its shared memory is no longer in use."
+)
+def place_in_shared_memory(p: Program) -> None:
+    p.initial["shared"] = 3
+    worker = p.thread("B")
+    worker.read("shared", "offsets")
+    worker.meet("end", at="close_operation.block_sync#1")
+    worker.meet("last", at="close_operation.block_sync#2")
+    worker.read("shared", "place")
+    first = p.thread("B")
+    first.meet("end", at="close_operation.block_sync#1")
+    first.write("shared", 1)
+    first.meet("last", at="close_operation.block_sync#2")
+    p.forbid(lambda registers: z3.Or(registers["offsets"] != 3, registers["place"] != 1))
+
+
+@litmus("A rank that is out of step is known to the thread that keeps the layout.")
+def out_of_step(p: Program) -> None:
+    other = p.thread("B")
+    other.write("out_of_step", at="close_operation.store_relaxed#1")
+    other.meet("none failed", at="has_failed.block_any")
+    first = p.thread("B")
+    first.meet("none failed", at="has_failed.block_any")
+    first.read("out_of_step", "out_of_step")
+    p.forbid(any_zero("out_of_step"))
+
+
+@litmus("All threads send the same time of entry.")
+def time_of_entry(p: Program) -> None:
+    first = p.thread("A")
+    first.write("entered_ns")
+    first.meet("entered", at="send_headers.block_sync")
+    other = p.thread("A")
+    other.meet("entered", at="send_headers.block_sync")
+    other.read("entered_ns", "entered_ns")
+    p.forbid(any_zero("entered_ns"))
+
+
+@litmus(
+    "A token's routes and its staged row are whole before a warp puts it, and read before they change."
+)
+def routes_of_a_token(p: Program) -> None:
+    staging = p.thread("A")
+    staging.write("experts")
+    staging.write("positions", 1)
+    staging.meet("routes", at="send_rows.block_sync#1")
+    staging.read("experts", "counting")
+    staging.write("staged")
+    staging.meet("staged", at="send_rows.block_sync#2")
+    counting = p.thread("A")
+    counting.meet("routes", at="send_rows.block_sync#1")
+    counting.update("positions", plus(1), at="count_positions.add_relaxed#1")
+    counting.meet("staged", at="send_rows.block_sync#2")
+    also = p.thread("A")
+    also.meet("routes", at="send_rows.block_sync#1")
+    also.read("experts", "experts")
+    also.update("positions", plus(1), at="count_positions.add_relaxed#2")
+    also.meet("staged", at="send_rows.block_sync#2")
+    also.read("positions", "position")
+    also.read("staged", "staged")
+    p.forbid(
+        lambda registers: z3.Or(
+            registers["experts"] == 0, registers["position"] != 3, registers["staged"] == 0
+        )
+    )
+
+
+@litmus("A staged row is whole before its sum is taken.")
+def sum_of_a_staged_row(p: Program) -> None:
+    staging = p.thread("A")
+    staging.write("staged")
+    staging.meet("staged", at="stage_row.block_sync")
+    summing = p.thread("A")
+    summing.meet("staged", at="stage_row.block_sync")
+    summing.read("staged", "staged")
+    p.forbid(any_zero("staged"))
+
+
+@litmus(
+    "Offsets of an expert's rows are there for all warps, and are read before the next but one's."
+)
+def offsets_of_an_expert(p: Program) -> None:
+    first = p.thread("B")
+    first.write("offsets", 1)
+    first.meet("one", at="receive_expert.block_sync")
+    first.meet("two", at="receive_expert.block_sync")
+    first.write("offsets", 3)
+    other = p.thread("B")
+    other.meet("one", at="receive_expert.block_sync")
+    other.read("offsets", "offsets")
+    other.meet("two", at="receive_expert.block_sync")
+    p.forbid(lambda registers: registers["offsets"] != 1)
+
+
+@litmus("Combine's offsets are there for all warps that return rows.")
+def offsets_of_returned_rows(p: Program) -> None:
+    first = p.thread("A")
+    first.write("offsets")
+    first.meet("found", at="find_offsets.block_any")
+    other = p.thread("A")
+    other.meet("found", at="find_offsets.block_any")
+    other.read("offsets", "offsets")
+    p.forbid(any_zero("offsets"))
+
+
+@litmus("A received row is copied before its sum is compared.")
+def sum_of_a_received_row(p: Program) -> None:
+    copying = p.thread("B")
+    copying.write("recv_x")
+    copying.meet("copied", at="verify_row.warp_sync")
+    summing = p.thread("B")
+    summing.meet("copied", at="verify_row.warp_sync")
+    summing.read("recv_x", "recv_x")
+    p.forbid(any_zero("recv_x"))
+
+
+@litmus(
+    "A row that cannot be encoded is copied over what was encoded of it, summed, and put with its header."
+)
+def staged_returned_row(p: Program) -> None:
+    encoding = p.thread("A")
+    copying = p.thread("A")
+    summing = p.thread("A")
+    encoding.write("data", 1)
+    for lane in (encoding, copying, summing):
+        lane.meet("encoded", at="return_row.warp_sync#1")
+    copying.write("data", 2)
+    for lane in (encoding, copying, summing):
+        lane.meet("copied", at="return_row.warp_sync#2")
+    summing.read("data", "summed")
+    p.forbid(lambda registers: registers["summed"] != 2)
+
+
+@litmus("The header of a staged row, and its data, are there for the lanes that put it.")
+def header_of_a_staged_row(p: Program) -> None:
+    writing = p.thread("A")
+    writing.write("staged")
+    writing.meet("staged", at="return_row.warp_sync#3")
+    putting = p.thread("A")
+    putting.meet("staged", at="return_row.warp_sync#3")
+    putting.read("staged", "staged")
+    p.forbid(any_zero("staged"))
+
+
+@litmus("A plain row that is staged is there for the lanes that put it.")
+def plain_staged_row(p: Program) -> None:
+    writing = p.thread("A")
+    writing.write("staged")
+    writing.meet("staged", at="return_row.warp_sync#4")
+    putting = p.thread("A")
+    putting.meet("staged", at="return_row.warp_sync#4")
+    putting.read("staged", "staged")
+    p.forbid(any_zero("staged"))
+
+
+@litmus("Threads of a block that wait share what they find.")
+def state_of_a_wait(p: Program) -> None:
+    first = p.thread("B")
+    first.write("headers_left", 2)
+    first.meet("begin", at="wait_for_words.block_sync")
+    for name in ("one", "two"):
+        other = p.thread("B")
+        other.meet("begin", at="wait_for_words.block_sync")
+        other.write("hopeless", at="find_header.store_relaxed")
+        other.update("headers_left", plus(-1), at="find_header.add_relaxed", register=name)
+        other.write("hopeless", at="find_count.store_relaxed#1")
+        other.write("in_vain", at="wait_for_words.store_relaxed")
+        other.read("in_vain", at="WaitShared.is_over.load_relaxed#1")
+        other.read("hopeless", at="WaitShared.is_over.load_relaxed#2")
+        other.read("headers_left", at="WaitShared.is_over.load_relaxed#3")
+        other.read("in_vain", at="wait_for_words.load_relaxed#3")
+        other.read("hopeless", at="wait_for_words.load_relaxed#4")
+    p.forbid(lambda registers: z3.Or(registers["one"] + registers["two"] != 3))
+
+
+@litmus("The timer's step is known to all threads that take a sample.")
+def step_of_the_timer(p: Program) -> None:
+    first = p.thread("B")
+    first.write("timer_step_ns")
+    first.meet("measured", at="clock_offset.block_sync#1")
+    other = p.thread("B")
+    other.meet("measured", at="clock_offset.block_sync#1")
+    other.read("timer_step_ns", "step")
+    p.forbid(any_zero("step"))
+
+
+@litmus("A rank that missed a clock round is known to the thread that closes it.")
+def failure_of_a_clock_round(p: Program) -> None:
+    other = p.thread("B")
+    other.update("failed", set_if_zero, at="record_failure.compare_exchange_relaxed")
+    other.meet("end", at="clock_offset.block_sync#2")
+    first = p.thread("B")
+    first.meet("end", at="clock_offset.block_sync#2")
+    first.read("failed", "failed")
+    p.forbid(any_zero("failed"))
+
+
+@litmus("Counts of a layout start at zero and lose none.")
+def counts_of_a_layout(p: Program) -> None:
+    p.initial = {"expert": 9, "rank": 9, "node": 9}
+    sites = {
+        "expert": "dispatch_layout.add_relaxed#1",
+        "rank": "dispatch_layout.add_relaxed#2",
+        "node": "dispatch_layout.add_relaxed#3",
+    }
+    first = p.thread("A")
+    for place in sites:
+        first.write(place, 0)
+    first.meet("cleared", at="dispatch_layout.block_sync")
+    other = p.thread("A")
+    other.meet("cleared", at="dispatch_layout.block_sync")
+    for place, at in sites.items():
+        other.update(place, plus(1), at=at, register=place)
+    p.forbid(lambda registers: z3.Or(*[registers[place] != 0 for place in sites]))
+
+
+@litmus("What the host tells kernels that run is read without a race.")
+def news(p: Program) -> None:
+    host = p.thread("host")
+    for place in ("gone", "lost_op", "any"):
+        host.write(place, order=HOST_RELAXED)
+    b = p.thread("B")
+    b.read("any", at="is_gone.load_relaxed#1")
+    b.read("gone", at="is_gone.load_relaxed#2")
+    b.read("any", at="is_lost.load_relaxed#1")
+    b.read("lost_op", at="is_lost.load_relaxed#2")
+    b.read("any", at="wait_for_words.load_relaxed#2")
