@@ -112,6 +112,9 @@ class Backend(Protocol):
             EPUsageError: NVLink is to reach beyond the host, but must not be used at all.
         """
 
+    def may_hang(self, runtime: Runtime) -> bool:
+        """Whether its kernels may wait within a library that knows no deadline."""
+
     def device(self) -> torch.device:
         """The device on which the caller's tensors must be."""
 
@@ -219,6 +222,9 @@ class CpuBackend:
         runtime.set_launch_shape(blocks=blocks, warps=warps)
         return runtime
 
+    def may_hang(self, runtime: Runtime) -> bool:
+        return False
+
     def device(self) -> torch.device:
         return torch.device("cpu")
 
@@ -320,6 +326,9 @@ class CudaBackend:
         )
         runtime.set_launch_shape(blocks=blocks, warps=warps)
         return runtime
+
+    def may_hang(self, runtime: Runtime) -> bool:
+        return type(runtime) is not self.binding.Runtime  # of the module with NVSHMEM
 
     def device(self) -> torch.device:
         return torch.device("cuda", torch.cuda.current_device())

@@ -18,6 +18,7 @@ from deep_ep.rules import fail
 from deep_ep.runtime import Runtime
 from deep_ep.streams import StreamClaims
 from deep_ep.topology import Topology, ranks_per_node
+from deep_ep.watchdog import Watchdog
 
 if TYPE_CHECKING:
     from deep_ep._cpu import Runtime as NativeRuntime
@@ -206,6 +207,9 @@ def start(buffer: Buffer) -> None:
         EPError: that failed; the buffer is let go.
     """
     communicator = buffer.communicator
+    runtime = communicator.connected_runtime("Buffer")
+    if communicator.backend.may_hang(runtime.native):
+        communicator.watchers.append(Watchdog(communicator, env.timeout_s()).start())
     try:
         if buffer.low_latency_mode:
             buffer.measure_clock_offsets()
@@ -215,7 +219,7 @@ def start(buffer: Buffer) -> None:
         if env.inject() and buffer.low_latency_mode:
             faults.apply(buffer, faults.parse_list(env.inject(), buffer.group_size))
         if watch.mode != "off" and buffer.low_latency_mode:
-            communicator.watchers = watchers.start_all(buffer, communicator.group, watch)
+            communicator.watchers += watchers.start_all(buffer, communicator.group, watch)
     except RuntimeError:
         communicator.abort()
         raise

@@ -210,3 +210,10 @@ def test_nvlink_between_hosts_without_nvshmem_is_refused(machine: Machine) -> No
 def test_nvlink_between_hosts_and_none_at_all_exclude_each_other(machine: Machine) -> None:
     with pytest.raises(EPUsageError, match="allow_nvlink_for_low_latency_mode=True"):
         create(machine, allow_nvlink=False, allow_mnnvl=True)
+
+
+def test_only_kernels_that_call_nvshmem_may_hang_in_it(machine: Machine) -> None:
+    with_nvshmem(machine)
+    cuda = backend.get()
+    assert cuda.may_hang(create(machine))
+    assert not cuda.may_hang(create(machine, needs_rdma=False))
