@@ -210,7 +210,7 @@ EP_DEVICE void send_rows(const DispatchArgs& args,
             const int local_expert = static_cast<int>(expert) % num_local_experts;
             if (positions[k] < common.map.num_max_tokens) {
                 const size_t slot = common.map.dispatched_row(
-                    open.half, local_expert, common.rank(), positions[k], message.bytes());
+                    open.half, local_expert, common.rank(), positions[k], message.stride());
                 common.transport.put_warp(dst, slot, row, message.bytes(), local_expert);
                 if (elect_one()) {
                     const RowSource source{static_cast<uint32_t>(token), static_cast<uint32_t>(k)};
@@ -324,7 +324,7 @@ EP_DEVICE void receive_row(const DispatchArgs& args,
     const size_t index = local_expert * rows + row;
     const std::byte* slot =
         slots.rows +
-        (static_cast<size_t>(source) * map.num_max_tokens + position) * message.bytes();
+        (static_cast<size_t>(source) * map.num_max_tokens + position) * message.stride();
     copy_warp(args.recv_x + index * message.data_bytes(), slot, message.data_bytes());
     const int num_items = message.num_scale_items();
     const auto* scales = reinterpret_cast<const uint32_t*>(slot + message.scales_offset());
@@ -365,7 +365,7 @@ EP_DEVICE void receive_expert(const DispatchArgs& args,
     }
     const ExpertSlots slots{
         common.transport.local(
-            common.map.dispatched_row(open.half, local_expert, 0, 0, message.bytes())),
+            common.map.dispatched_row(open.half, local_expert, 0, 0, message.stride())),
         common.transport.local(common.map.received_list(open.half, local_expert, 0))};
     for (int row = part * num_warps() + warp_id(); row < num_rows; row += num_parts * num_warps()) {
         const int source = source_of_row(offsets, num_ranks, row);

@@ -17,6 +17,8 @@ constexpr int kMaxExperts = 4096;
 constexpr int kMaxTopk = 32;
 constexpr size_t kBufferAlignment = 128;  // of buffers, and of what a program may ask for
 constexpr int kNumHalves = 2;             // operations alternate, see LowLatencyMap
+// Payload of rows begins here: no line of L2 and no packet of NVLink is shared by two rows.
+constexpr size_t kRowAlignment = 128;
 
 EP_HOST_DEVICE size_t round_up(size_t value, size_t multiple) {
     return (value + multiple - 1) / multiple * multiple;
@@ -219,9 +221,11 @@ struct DispatchMessage {
     EP_HOST_DEVICE size_t bytes() const {
         return proof_offset() + (verified ? sizeof(RowProof) : 0);
     }
+    // From one row to the next.
+    EP_HOST_DEVICE size_t stride() const { return round_up(bytes(), kRowAlignment); }
 };
 
-// A row on its way back: header, then bf16 data or the logarithmic format, group by group.
+// A row on its way back: its proof, then bf16 data or the logarithmic format, group by group.
 struct CombineMessage {
     int hidden;
 
@@ -230,12 +234,15 @@ struct CombineMessage {
     static constexpr size_t kLogLowOffset = 16;
     static constexpr size_t kLogHighOffset = kLogLowOffset + kLogGroup;
 
-    EP_HOST_DEVICE size_t data_offset() const { return sizeof(RowProof); }
+    EP_HOST_DEVICE size_t data_offset() const { return kRowAlignment; }
+    EP_HOST_DEVICE size_t proof_offset() const { return data_offset() - sizeof(RowProof); }
     EP_HOST_DEVICE size_t data_bytes() const { return static_cast<size_t>(hidden) * 2; }
     EP_HOST_DEVICE size_t log_bytes() const {
         return static_cast<size_t>(hidden / kLogGroup) * kLogGroupBytes;
     }
-    EP_HOST_DEVICE size_t bytes() const { return data_offset() + data_bytes(); }
+    EP_HOST_DEVICE size_t stride() const {
+        return data_offset() + round_up(data_bytes(), kRowAlignment);
+    }
 };
 static_assert(CombineMessage::kLogHighOffset + kLogGroup / 4 == CombineMessage::kLogGroupBytes,
               "a group is packed");
@@ -257,15 +264,15 @@ struct LowLatencyMap {
 
     EP_HOST_DEVICE int num_local_experts() const { return num_experts / num_ranks; }
     EP_HOST_DEVICE size_t max_dispatch_bytes() const {
-        return DispatchMessage{hidden, Payload::kBf16, true}.bytes();
+        return DispatchMessage{hidden, Payload::kBf16, true}.stride();
     }
-    EP_HOST_DEVICE size_t combine_bytes() const { return CombineMessage{hidden}.bytes(); }
+    EP_HOST_DEVICE size_t combine_bytes() const { return CombineMessage{hidden}.stride(); }
     EP_HOST_DEVICE size_t rows_per_expert() const {
         return static_cast<size_t>(num_ranks) * num_max_tokens;
     }
     // RowSource words of one (source, expert) pair.
     EP_HOST_DEVICE size_t list_bytes() const {
-        return round_up(num_max_tokens * sizeof(uint32_t), sizeof(Vector));
+        return round_up(num_max_tokens * sizeof(uint32_t), kRowAlignment);
     }
 
     EP_HOST_DEVICE size_t dispatch_staging(int half, int token) const {
@@ -297,12 +304,12 @@ struct LowLatencyMap {
         const size_t combined = static_cast<size_t>(num_max_tokens) * kMaxTopk * combine_bytes();
         return dispatched > combined ? dispatched : combined;
     }
-    EP_HOST_DEVICE size_t dispatched_row(
-        int half, int local_expert, int source, int position, size_t message_bytes) const {
+    EP_HOST_DEVICE size_t
+    dispatched_row(int half, int local_expert, int source, int position, size_t row_stride) const {
         return receive(half) +
                ((static_cast<size_t>(local_expert) * num_ranks + source) * num_max_tokens +
                 position) *
-                   message_bytes;
+                   row_stride;
     }
     EP_HOST_DEVICE size_t combined_row(int half, int token, int slot) const {
         return receive(half) + (static_cast<size_t>(token) * kMaxTopk + slot) * combine_bytes();

@@ -348,7 +348,7 @@ TEST(low_latency_map_regions_do_not_overlap) {
                 {map.receive(half), map.receive_bytes(), indexed("receive", half, 0, 0)});
         }
         for (const Region& region : regions)
-            CHECK_THAT(region.begin % sizeof(Vector) == 0, region.name);
+            CHECK_THAT(region.begin % kRowAlignment == 0, region.name);
         check_disjoint(regions, map.begin, map.begin + map.bytes());
     }
 }
@@ -376,12 +376,13 @@ TEST(low_latency_map_rows_stay_in_their_half) {
                     for (int source = 0; source < num_ranks; ++source) {
                         for (int position = 0; position < map.num_max_tokens; ++position) {
                             rows.push_back({map.dispatched_row(
-                                                half, expert, source, position, message.bytes()),
+                                                half, expert, source, position, message.stride()),
                                             message.bytes(),
                                             indexed("dispatched_row", expert, source, position)});
                         }
                     }
                 }
+                for (const Region& row : rows) CHECK_THAT(row.begin % kRowAlignment == 0, row.name);
                 check_disjoint(rows, begin, end);
             }
             std::vector<Region> rows;
@@ -394,7 +395,8 @@ TEST(low_latency_map_rows_stay_in_their_half) {
             }
             check_disjoint(rows, begin, end);
             const CombineMessage message{map.hidden};
-            CHECK(message.data_offset() + message.log_bytes() <= message.bytes());
+            CHECK(message.data_offset() + message.log_bytes() <= message.stride());
+            CHECK(message.data_offset() % kRowAlignment == 0);
         }
     }
 }
