@@ -30,16 +30,23 @@ enum class Operation : uint32_t {
 };
 
 // Tells of one low-latency operation of one source, sent to every rank before any payload. `op` is
-// the signal; the other words are readable once it shows the operation's number.
+// the signal; the other words are one put, and readable once `op` shows the operation's number.
 struct OpHeader {
     uint64_t op;
+    uint64_t reserved;
     uint64_t entered_ns;  // source's clock
     uint64_t flags;       // HeaderFlag
     static constexpr int kNumAgreed = 3;
     uint64_t agreed[kNumAgreed];  // OpShape, packed, and which dispatch a combine belongs to
-    uint64_t reserved[2];
+    uint64_t padding;             // puts are multiples of 16 bytes
+
+    static constexpr size_t kContentsOffset = 16;
+    static constexpr size_t kContentsBytes = 48;
 };
 static_assert(sizeof(OpHeader) == 64, "one cache line a source");
+static_assert(OpHeader::kContentsOffset == offsetof(OpHeader, entered_ns) &&
+                  OpHeader::kContentsOffset + OpHeader::kContentsBytes == sizeof(OpHeader),
+              "one put covers everything but the signal");
 
 // Offset in a header of word i of `agreed`.
 EP_HOST_DEVICE size_t agreed_field(int i) {
