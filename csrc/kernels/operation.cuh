@@ -259,7 +259,7 @@ EP_DEVICE bool close_operation(const OperationArgs& args,
     block_sync();
     if (!succeeded) forget_issued(args);
     if (args.measures()) forget_sights(args);
-    if (measured && args.counters.on() && thread_index() == 0) count_operation(args, open);
+    if (measured && args.counters.on() && warp_id() == 0) count_operation(args, open);
     const uint64_t flags = header_word(args, open.half, 0, offsetof(OpHeader, flags));
     if (succeeded && (flags & kExchangesClocks)) exchange_clocks(args, open);
     if (thread_index() != 0) return false;
