@@ -326,4 +326,13 @@ struct LowLatencyMap {
     }
 };
 
+// Blocks that have work in an operation: one for each token that this rank sends, and a warp for each row
+// that it may receive, whether it sends any or not.
+EP_HOST_DEVICE int operation_blocks(const LowLatencyMap& map, int num_tokens, int warps) {
+    const size_t rows = map.rows_per_expert() * map.num_local_experts();
+    const size_t receiving = (rows + warps - 1) / warps;
+    const auto sending = static_cast<size_t>(num_tokens);
+    return static_cast<int>(sending > receiving ? sending : receiving);
+}
+
 }  // namespace ep

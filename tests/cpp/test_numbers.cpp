@@ -401,6 +401,17 @@ TEST(low_latency_map_rows_stay_in_their_half) {
     }
 }
 
+TEST(a_rank_without_tokens_gets_blocks_for_what_it_may_receive) {
+    const LowLatencyMap map{8, 32, 128, 7168, 0};
+    constexpr int kWarps = 8;
+    const int all_rows = 4 * 8 * 128;
+    CHECK(operation_blocks(map, 0, kWarps) == all_rows / kWarps);
+    CHECK(operation_blocks(map, 128, kWarps) == all_rows / kWarps);
+    const LowLatencyMap small{2, 2, 4, 7168, 0};
+    CHECK(operation_blocks(small, 0, kWarps) == 1);
+    CHECK(operation_blocks(small, 4, kWarps) == 4);
+}
+
 TEST(control_map_words_do_not_overlap) {
     for (const int num_ranks : {1, 2, 3, 8, 64}) {
         const ControlMap map{num_ranks};
