@@ -46,12 +46,14 @@ def test_the_page_states_what_the_command_counts(command: Any) -> None:
     assert not missing, "run benchmarks/operation_counts.py --write"
 
 
-def test_every_row_is_one_put(counts: dict[str, Any]) -> None:
+def test_every_row_and_header_is_one_put(counts: dict[str, Any]) -> None:
+    headers = NUM_RANKS - 1
     for operation in ("dispatch", "combine"):
         path = counts[operation].nvlink
         assert path.rows > 0
-        lists = path.counts["puts"] - path.rows
+        lists = path.counts["puts"] - path.rows - headers
         assert lists == 0 if operation == "combine" else 0 < lists <= path.counts["signals"]
+        assert path.counts["words"] == 0
 
 
 def test_each_signal_has_a_fence_and_each_word_is_found_by_one_poll(

@@ -119,7 +119,7 @@ EP_DEVICE void return_row(const CombineArgs& args,
     const int token = args.handle.tokens[index];
     const int slot = static_cast<int>(args.handle.slots()[index] & SealedSlot::kSlotMask);
     const size_t destination =
-        first_slot + (static_cast<size_t>(token) * kMaxTopk + slot) * message.bytes();
+        first_slot + (static_cast<size_t>(token) * kMaxTopk + slot) * message.stride();
     const bf16* x = args.x + index * args.x_stride;
     const auto staging = [&] {
         return common.transport.local(
@@ -138,10 +138,13 @@ EP_DEVICE void return_row(const CombineArgs& args,
             warp_sync();
             proof.sum = sum_row(data, bytes);
         }
-        if (elect_one()) *reinterpret_cast<RowProof*>(staged) = proof;
+        if (elect_one()) *reinterpret_cast<RowProof*>(staged + message.proof_offset()) = proof;
         warp_sync();
-        common.transport.put_warp(
-            dst, destination, staged, message.data_offset() + bytes, local_expert);
+        common.transport.put_warp(dst,
+                                  destination + message.proof_offset(),
+                                  staged + message.proof_offset(),
+                                  sizeof(RowProof) + bytes,
+                                  local_expert);
         return;
     }
     const void* source = x;
@@ -156,9 +159,9 @@ EP_DEVICE void return_row(const CombineArgs& args,
     if constexpr (kVerify) {
         proof.sum = sum_row(static_cast<const std::byte*>(source), message.data_bytes());
         if (!elect_one()) return;
-        common.transport.put_word(dst, destination, proof.first_word(), local_expert);
-        common.transport.put_word(
-            dst, destination + offsetof(RowProof, sum), proof.sum, local_expert);
+        const size_t place = destination + message.proof_offset();
+        common.transport.put_word(dst, place, proof.first_word(), local_expert);
+        common.transport.put_word(dst, place + offsetof(RowProof, sum), proof.sum, local_expert);
     }
 }
 
@@ -266,10 +269,12 @@ EP_DEVICE void add_rows(const CombineArgs& args,
     Vector vectors[kRows][kTile];
     EP_UNROLL(4)
     for (int r = 0; r < kRows; ++r) {
-        const std::byte* row = rows + slots[r] * message.bytes();
+        const std::byte* row = rows + slots[r] * message.stride();
         data[r] = row + message.data_offset();
         encoded[r] =
-            kLogFormat && reinterpret_cast<const RowProof*>(row)->encoding_or_token == kRowLogFmt;
+            kLogFormat &&
+            reinterpret_cast<const RowProof*>(row + message.proof_offset())->encoding_or_token ==
+                kRowLogFmt;
         prefetch_ahead(reinterpret_cast<const Vector*>(data[r]) + tile.first);
         if (encoded[r]) continue;
         EP_UNROLL(kTile)
@@ -371,7 +376,7 @@ EP_DEVICE void verify_token(const CombineArgs& args, const OpenOperation& open, 
         const int64_t expert = args.topk_idx[static_cast<size_t>(token) * args.num_topk + k];
         if (expert < 0) continue;
         const std::byte* row = common.transport.local(common.map.combined_row(open.half, token, k));
-        const auto& proof = *reinterpret_cast<const RowProof*>(row);
+        const auto& proof = *reinterpret_cast<const RowProof*>(row + message.proof_offset());
         const bool encoded = kLogFormat && proof.encoding_or_token == kRowLogFmt;
         const uint64_t sum = sum_row(row + message.data_offset(),
                                      encoded ? message.log_bytes() : message.data_bytes());

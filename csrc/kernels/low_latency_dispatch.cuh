@@ -2,13 +2,13 @@
 // rank, which packs the rows of each of its experts.
 //
 //   send     1 Every rank is told that this one has entered (operation.cuh).
-//            2 A block per token: casts the row into staging memory, counts how many earlier entries
-//              name the same expert (that is the row's position, so the order is deterministic), and
-//              puts it into the receiver's slot (expert, source, position). Then adds one to the
-//              expert's `issued`.
-//            3 A warp per expert: when `issued` has reached the number of entries, puts the list of
-//              their (token, slot) and signals the count. Rows, list and count of an expert travel on
-//              one queue pair, so fence() suffices before the signal.
+//            2 A block takes neighbouring tokens. It counts how many entries of those before name each
+//              expert; that is the row's position, so the order is deterministic. It casts a row into
+//              staging memory, puts it into the receiver's slot (expert, source, position), and notes
+//              (token, slot) in the expert's list. Then adds one to the expert's `issued`.
+//            3 A warp per expert: when `issued` has reached the number of entries, puts the list and
+//              signals the count. Rows, list and count of an expert travel on one queue pair, so
+//              fence() suffices before the signal.
 //   receive  4 Blocks wait for all headers and the counts of their experts; the prefix sum over the
 //              sources is where each source's rows begin.
 //            5 Rows, scales and origins are copied to the caller's tensors.
@@ -29,19 +29,21 @@ struct DispatchArgs : CommonArgs, DispatchTensors {
 // Shared memory of a block. It holds two tokens' routes and two experts' offsets, because warps that are
 // done with one start on the next.
 struct DispatchShared {
+    int* num_entries;  // [num_experts], of those that have been counted
     int64_t* experts;  // [2, num_topk]
     int* positions;    // [2, num_topk]
     int* offsets;      // [2, num_ranks + 1]
     SharedArena rest;  // for the receive half
 
-    EP_DEVICE DispatchShared(int num_topk, int num_ranks) {
+    EP_DEVICE DispatchShared(int num_topk, const LowLatencyMap& map) {
         experts = rest.take<int64_t>(2 * num_topk);
         positions = rest.take<int>(2 * num_topk);
-        offsets = rest.take<int>(2 * (num_ranks + 1));
+        offsets = rest.take<int>(2 * (map.num_ranks + 1));
+        num_entries = rest.take<int>(map.num_experts);
     }
     EP_HOST_DEVICE static size_t bytes(int num_topk, const LowLatencyMap& map, int threads) {
         return 2 * num_topk * (sizeof(int64_t) + sizeof(int)) +
-               2 * (map.num_ranks + 1) * sizeof(int) +
+               (2 * (map.num_ranks + 1) + map.num_experts) * sizeof(int) +
                WaitShared::bytes(map.num_ranks + map.num_experts, threads);
     }
 };
@@ -138,24 +140,38 @@ EP_DEVICE bool is_selected(const DispatchArgs& args, int64_t expert) {
     return expert >= 0 && expert < args.common.map.num_experts;
 }
 
-// Block. positions[k]: how many entries before (token, k) name the same expert.
-EP_ALWAYS_INLINE void count_positions(const DispatchArgs& args,
-                                      int token,
-                                      const int64_t* experts,
-                                      int* positions) {
-    const int num_topk = args.num_topk;
-    block_for(token * num_topk, [&](int earlier) {
-        const int64_t expert = args.topk_idx[earlier];
-        for (int k = 0; k < num_topk; ++k) {
-            if (expert == experts[k] && expert >= 0) add_relaxed<Scope::kBlock>(&positions[k], 1);
-        }
-    });
-    for (int k = 1 + thread_index(); k < num_topk; k += num_threads()) {
-        for (int j = 0; j < k; ++j) {
-            if (experts[j] == experts[k] && experts[k] >= 0)
-                add_relaxed<Scope::kBlock>(&positions[k], 1);
-        }
+// First token of a block; the next block's is the end.
+EP_DEVICE int first_token(const DispatchArgs& args, int block) {
+    return block * args.num_tokens / num_blocks();
+}
+
+// Block. Counts the experts of the tokens begin .. end.
+EP_DEVICE void count_entries(const DispatchArgs& args, int begin, int end, int* num_entries) {
+    for (int i = begin * args.num_topk + thread_index(); i < end * args.num_topk;
+         i += num_threads()) {
+        const int64_t expert = args.topk_idx[i];
+        if (is_selected(args, expert)) add_relaxed<Scope::kBlock>(&num_entries[expert], 1);
     }
+}
+
+// Block. positions[k]: how many entries before (token, k) name the same expert, given those of all
+// tokens before.
+EP_DEVICE void find_positions(const DispatchArgs& args,
+                              const int64_t* experts,
+                              const int* num_entries,
+                              int* positions) {
+    for (int k = thread_index(); k < args.num_topk; k += num_threads()) {
+        if (!is_selected(args, experts[k])) continue;
+        int position = num_entries[experts[k]];
+        for (int j = 0; j < k; ++j) position += experts[j] == experts[k] ? 1 : 0;
+        positions[k] = position;
+    }
+}
+
+// Where the rows of an expert come from: a RowSource for each position.
+EP_DEVICE uint32_t* staged_list(const OperationArgs& args, const OpenOperation& open, int expert) {
+    return reinterpret_cast<uint32_t*>(
+        args.transport.local(args.map.list_staging(open.half, expert)));
 }
 
 template <Payload P, bool kVerify>
@@ -165,20 +181,26 @@ EP_DEVICE void send_rows(const DispatchArgs& args,
     const OperationArgs& common = args.common;
     const DispatchMessage message{common.map.hidden, P, kVerify};
     const int num_local_experts = common.map.num_local_experts();
+    const int first = first_token(args, block_index());
+    const int end = first_token(args, block_index() + 1);
+    for (int expert = thread_index(); expert < common.map.num_experts; expert += num_threads())
+        shared.num_entries[expert] = 0;
+    block_sync();
+    count_entries(args, 0, first, shared.num_entries);
     int buffer = 0;
-    for (int token = block_index(); token < args.num_tokens; token += num_blocks(), buffer ^= 1) {
+    for (int token = first; token < end; ++token, buffer ^= 1) {
         int64_t* experts = shared.experts + buffer * args.num_topk;
         int* positions = shared.positions + buffer * args.num_topk;
         for (int k = thread_index(); k < args.num_topk; k += num_threads()) {
             const size_t entry = static_cast<size_t>(token) * args.num_topk + k;
             experts[k] = args.topk_idx[entry];
-            positions[k] = 0;
             args.handle.experts()[entry] = static_cast<int32_t>(experts[k]);
         }
         block_sync();
-        count_positions(args, token, experts, positions);
+        find_positions(args, experts, shared.num_entries, positions);
         const std::byte* row = stage_row<P, kVerify>(args, open, token);
         block_sync();
+        count_entries(args, token, token + 1, shared.num_entries);
         for (int k = warp_id(); k < args.num_topk; k += num_warps()) {
             const int64_t expert = experts[k];
             if (expert >= common.map.num_experts && elect_one())
@@ -188,8 +210,13 @@ EP_DEVICE void send_rows(const DispatchArgs& args,
             const int local_expert = static_cast<int>(expert) % num_local_experts;
             if (positions[k] < common.map.num_max_tokens) {
                 const size_t slot = common.map.dispatched_row(
-                    open.half, local_expert, common.rank(), positions[k], message.bytes());
+                    open.half, local_expert, common.rank(), positions[k], message.stride());
                 common.transport.put_warp(dst, slot, row, message.bytes(), local_expert);
+                if (elect_one()) {
+                    const RowSource source{static_cast<uint32_t>(token), static_cast<uint32_t>(k)};
+                    staged_list(common, open, static_cast<int>(expert))[positions[k]] =
+                        source.pack();
+                }
             } else if (elect_one()) {
                 leave_record(common, open, FailureReason::kIndex, common.rank());
             }
@@ -201,50 +228,30 @@ EP_DEVICE void send_rows(const DispatchArgs& args,
                 count_issued(common, static_cast<int>(experts[k]), 1, issued_ns);
         }
     }
+    count_entries(args, end, args.num_tokens, shared.num_entries);
+    block_sync();
 }
 
-// Warp. Writes the (token, slot) list of one expert and returns its length.
-EP_DEVICE int list_rows(const DispatchArgs& args, int expert, uint32_t* list) {
-    const int num_entries = args.num_tokens * args.num_topk;
-    const int chunk = (num_entries + kWarpSize - 1) / kWarpSize;
-    const int begin = lane_id() * chunk;
-    const int end = begin + chunk < num_entries ? begin + chunk : num_entries;
-    int mine = 0;
-    for (int i = begin; i < end; ++i) mine += args.topk_idx[i] == expert;
-    int position = warp_prefix_sum(mine);
-    const int total = shuffle(position + mine, kWarpSize - 1);
-    const int capacity = args.common.map.num_max_tokens;
-    for (int i = begin; i < end && mine != 0; ++i) {
-        if (args.topk_idx[i] != expert) continue;
-        if (position < capacity) {
-            list[position] = RowSource{static_cast<uint32_t>(i / args.num_topk),
-                                       static_cast<uint32_t>(i % args.num_topk)}
-                                 .pack();
-        }
-        ++position;
-    }
-    return total;
-}
-
-EP_DEVICE void announce_experts(const DispatchArgs& args, const OpenOperation& open) {
+// Block, after send_rows(), which has counted the entries of every expert.
+EP_DEVICE void announce_experts(const DispatchArgs& args,
+                                const OpenOperation& open,
+                                const int* num_entries) {
     const OperationArgs& common = args.common;
     const int num_local_experts = common.map.num_local_experts();
-    // Last blocks first: the first ones have the headers and an extra token to send.
+    // Last blocks first: the first one has the headers to send.
     const int first = (num_blocks() - 1 - block_index()) * num_warps() + warp_id();
     for (int expert = first; expert < common.map.num_experts;
          expert += num_blocks() * num_warps()) {
         const int dst = expert / num_local_experts;
         const int qp = expert % num_local_experts;
-        auto* list = reinterpret_cast<uint32_t*>(
-            common.transport.local(common.map.list_staging(open.half, expert)));
-        const int entries = list_rows(args, expert, list);
+        const int entries = num_entries[expert];
         const bool issued = elect_one() && wait_until_issued(args.common, open, expert, entries);
         warp_sync();
         const int count = entries < common.map.num_max_tokens ? entries : common.map.num_max_tokens;
         if (count > 0) {
             common.transport.put_warp(dst,
                                       common.map.received_list(open.half, qp, common.rank()),
-                                      list,
+                                      staged_list(common, open, expert),
                                       round_up(count * sizeof(uint32_t), sizeof(Vector)),
                                       qp);
         }
@@ -317,7 +324,7 @@ EP_DEVICE void receive_row(const DispatchArgs& args,
     const size_t index = local_expert * rows + row;
     const std::byte* slot =
         slots.rows +
-        (static_cast<size_t>(source) * map.num_max_tokens + position) * message.bytes();
+        (static_cast<size_t>(source) * map.num_max_tokens + position) * message.stride();
     copy_warp(args.recv_x + index * message.data_bytes(), slot, message.data_bytes());
     const int num_items = message.num_scale_items();
     const auto* scales = reinterpret_cast<const uint32_t*>(slot + message.scales_offset());
@@ -358,7 +365,7 @@ EP_DEVICE void receive_expert(const DispatchArgs& args,
     }
     const ExpertSlots slots{
         common.transport.local(
-            common.map.dispatched_row(open.half, local_expert, 0, 0, message.bytes())),
+            common.map.dispatched_row(open.half, local_expert, 0, 0, message.stride())),
         common.transport.local(common.map.received_list(open.half, local_expert, 0))};
     for (int row = part * num_warps() + warp_id(); row < num_rows; row += num_parts * num_warps()) {
         const int source = source_of_row(offsets, num_ranks, row);
@@ -406,13 +413,13 @@ template <Payload P, bool kVerify>
 EP_KERNEL void low_latency_dispatch(const EP_GRID_CONSTANT DispatchArgs args) {
     const OperationArgs& common = args.common;
     const OpenOperation open = current_operation(common);
-    const DispatchShared shared(args.num_topk, common.num_ranks());
+    const DispatchShared shared(args.num_topk, common.map);
     if (common.phases & kPhaseSend) {
         begin_handle(args);
         send_headers(common, open);
         if (hand_over(common, open)) {
             send_rows<P, kVerify>(args, open, shared);
-            announce_experts(args, open);
+            announce_experts(args, open, shared.num_entries);
         }
         if (!(common.phases & kPhaseReceive)) return;
     }

@@ -52,6 +52,7 @@ EP_DEVICE SourceSights sights_of(const OperationArgs& args,
     uint64_t last = workspace.header_sight[source];
     uint64_t issued = entered_remote;
     int64_t tokens = 0;
+    EP_UNROLL(8)  // whose loads do not wait for each other
     for (int i = 0; i < args.map.num_local_experts(); ++i) {
         const int index = first_word + i * word_stride;
         const CountWord word{0, 0, workspace.issued_lo[index]};
@@ -85,18 +86,22 @@ EP_DEVICE void count_source(const OperationArgs& args,
     if (args.wait_stats != nullptr) args.wait_stats[source] += wait;
     if (!args.counters.on()) return;
 
-    const auto total = [&](SourceCounter counter) -> int64_t& {
-        return args.counters.totals[counter * args.num_ranks() + source];
-    };
-    total(kSource_ops) += 1;
-    total(kSource_tokens) += seen.tokens;
-    total(kSource_bytes) += seen.tokens * static_cast<int64_t>(args.row_bytes);
-    total(kSource_wait_ns) += wait;
-    total(kSource_late_ns) += timing.late();
-    total(kSource_issue_ns) += timing.issue();
-    total(kSource_path_ns) += timing.path();
-    total(kSource_slack_ns) += timing.slack();
-    if (wait > total(kSource_max_wait_ns)) total(kSource_max_wait_ns) = wait;
+    // All loads before the first store, or each would wait for the one before.
+    int64_t* totals = args.counters.totals + source;
+    int64_t total[kNumSourceCounters];
+    EP_UNROLL(16)
+    for (int i = 0; i < kNumSourceCounters; ++i) total[i] = totals[i * args.num_ranks()];
+    total[kSource_ops] += 1;
+    total[kSource_tokens] += seen.tokens;
+    total[kSource_bytes] += seen.tokens * static_cast<int64_t>(args.row_bytes);
+    total[kSource_wait_ns] += wait;
+    total[kSource_late_ns] += timing.late();
+    total[kSource_issue_ns] += timing.issue();
+    total[kSource_path_ns] += timing.path();
+    total[kSource_slack_ns] += timing.slack();
+    if (wait > total[kSource_max_wait_ns]) total[kSource_max_wait_ns] = wait;
+    EP_UNROLL(16)
+    for (int i = 0; i < kNumSourceCounters; ++i) totals[i * args.num_ranks()] = total[i];
     if (args.counters.ring_capacity == 0) return;
     int64_t* row = args.counters.ring_row(open.op, source, args.num_ranks());
     row[kRingSource_entered] = timing.entered;
@@ -108,21 +113,39 @@ EP_DEVICE void count_source(const OperationArgs& args,
         source == args.rank() ? 0 : clock_error_at(clock, seen.last.at_ns);
 }
 
-// One thread, after count_source() for all.
+// Who arrived last, and when the one before did; INT64_MIN where there is none.
+struct LastArrival {
+    int source;
+    int64_t at_ns;
+    int64_t second_ns;
+};
+
+// Warp. Each lane looks at its share of the sources.
+EP_DEVICE LastArrival find_last_arrival(const OperationArgs& args) {
+    const int64_t* arrivals = args.workspace->source_arrival_ns;
+    int64_t latest = INT64_MIN;
+    int64_t second = INT64_MIN;
+    int source = args.num_ranks();
+    for (int i = lane_id(); i < args.num_ranks(); i += kWarpSize) {
+        const int64_t arrival = arrivals[i];
+        const bool is_latest = arrival > latest;
+        second = is_latest ? latest : arrival > second ? arrival : second;
+        if (is_latest) source = i;
+        latest = is_latest ? arrival : latest;
+    }
+    const int64_t at_ns = warp_reduce<Max>(latest);
+    const int last = warp_reduce<Min>(latest == at_ns ? source : args.num_ranks());
+    return {last, at_ns, warp_reduce<Max>(source == last ? second : latest)};
+}
+
+// Warp, after count_source() for all.
 EP_DEVICE void count_operation(const OperationArgs& args, const OpenOperation& open) {
     const Workspace& workspace = *args.workspace;
     const CounterView& counters = args.counters;
+    const auto [last, last_arrival, second] = find_last_arrival(args);
+    if (!elect_one()) return;
     const auto wait_begin = static_cast<int64_t>(workspace.wait_begin_ns);
-    int last = 0;
-    int64_t runner_up = wait_begin;
-    for (int source = 1; source < args.num_ranks(); ++source) {
-        const int64_t arrival = workspace.source_arrival_ns[source];
-        const int64_t latest = workspace.source_arrival_ns[last];
-        const int64_t second = arrival > latest ? latest : arrival;
-        runner_up = second > runner_up ? second : runner_up;
-        if (arrival > latest) last = source;
-    }
-    const int64_t last_arrival = workspace.source_arrival_ns[last];
+    const int64_t runner_up = second > wait_begin ? second : wait_begin;
     if (last_arrival > wait_begin) {
         counters.totals[kSource_critical_ops * args.num_ranks() + last] += 1;
         counters.totals[kSource_critical_ns * args.num_ranks() + last] += last_arrival - runner_up;
@@ -131,11 +154,16 @@ EP_DEVICE void count_operation(const OperationArgs& args, const OpenOperation& o
     const auto sent = static_cast<int64_t>(workspace.sent_ns);
     const auto exit = static_cast<int64_t>(now_ns());
     const auto previous_exit = static_cast<int64_t>(workspace.previous_exit_ns);
-    counters.own[kOwn_ops] += 1;
-    if (previous_exit != 0) counters.own[kOwn_gap_ns] += entered - previous_exit;
-    counters.own[kOwn_send_ns] += sent > entered ? sent - entered : 0;
-    counters.own[kOwn_wait_ns] += last_arrival > wait_begin ? last_arrival - wait_begin : 0;
-    counters.own[kOwn_drain_ns] += exit - (last_arrival > wait_begin ? last_arrival : wait_begin);
+    int64_t own[kNumOwnCounters];
+    EP_UNROLL(8)
+    for (int i = 0; i < kNumOwnCounters; ++i) own[i] = counters.own[i];
+    own[kOwn_ops] += 1;
+    if (previous_exit != 0) own[kOwn_gap_ns] += entered - previous_exit;
+    own[kOwn_send_ns] += sent > entered ? sent - entered : 0;
+    own[kOwn_wait_ns] += last_arrival > wait_begin ? last_arrival - wait_begin : 0;
+    own[kOwn_drain_ns] += exit - (last_arrival > wait_begin ? last_arrival : wait_begin);
+    EP_UNROLL(8)
+    for (int i = 0; i < kNumOwnCounters; ++i) counters.own[i] = own[i];
     if (counters.ring_capacity == 0) return;
     int64_t* row = counters.ring_row(open.op, args.num_ranks(), args.num_ranks());
     row[kRingOwn_op] = static_cast<int64_t>(open.op);

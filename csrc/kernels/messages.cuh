@@ -17,6 +17,8 @@ constexpr int kMaxExperts = 4096;
 constexpr int kMaxTopk = 32;
 constexpr size_t kBufferAlignment = 128;  // of buffers, and of what a program may ask for
 constexpr int kNumHalves = 2;             // operations alternate, see LowLatencyMap
+// Payload of rows begins here: no line of L2 and no packet of NVLink is shared by two rows.
+constexpr size_t kRowAlignment = 128;
 
 EP_HOST_DEVICE size_t round_up(size_t value, size_t multiple) {
     return (value + multiple - 1) / multiple * multiple;
@@ -28,16 +30,23 @@ enum class Operation : uint32_t {
 };
 
 // Tells of one low-latency operation of one source, sent to every rank before any payload. `op` is
-// the signal; the other words are readable once it shows the operation's number.
+// the signal; the other words are one put, and readable once `op` shows the operation's number.
 struct OpHeader {
     uint64_t op;
+    uint64_t reserved;
     uint64_t entered_ns;  // source's clock
     uint64_t flags;       // HeaderFlag
     static constexpr int kNumAgreed = 3;
     uint64_t agreed[kNumAgreed];  // OpShape, packed, and which dispatch a combine belongs to
-    uint64_t reserved[2];
+    uint64_t padding;             // puts are multiples of 16 bytes
+
+    static constexpr size_t kContentsOffset = 16;
+    static constexpr size_t kContentsBytes = 48;
 };
 static_assert(sizeof(OpHeader) == 64, "one cache line a source");
+static_assert(OpHeader::kContentsOffset == offsetof(OpHeader, entered_ns) &&
+                  OpHeader::kContentsOffset + OpHeader::kContentsBytes == sizeof(OpHeader),
+              "one put covers everything but the signal");
 
 // Offset in a header of word i of `agreed`.
 EP_HOST_DEVICE size_t agreed_field(int i) {
@@ -221,9 +230,11 @@ struct DispatchMessage {
     EP_HOST_DEVICE size_t bytes() const {
         return proof_offset() + (verified ? sizeof(RowProof) : 0);
     }
+    // From one row to the next.
+    EP_HOST_DEVICE size_t stride() const { return round_up(bytes(), kRowAlignment); }
 };
 
-// A row on its way back: header, then bf16 data or the logarithmic format, group by group.
+// A row on its way back: its proof, then bf16 data or the logarithmic format, group by group.
 struct CombineMessage {
     int hidden;
 
@@ -232,12 +243,15 @@ struct CombineMessage {
     static constexpr size_t kLogLowOffset = 16;
     static constexpr size_t kLogHighOffset = kLogLowOffset + kLogGroup;
 
-    EP_HOST_DEVICE size_t data_offset() const { return sizeof(RowProof); }
+    EP_HOST_DEVICE size_t data_offset() const { return kRowAlignment; }
+    EP_HOST_DEVICE size_t proof_offset() const { return data_offset() - sizeof(RowProof); }
     EP_HOST_DEVICE size_t data_bytes() const { return static_cast<size_t>(hidden) * 2; }
     EP_HOST_DEVICE size_t log_bytes() const {
         return static_cast<size_t>(hidden / kLogGroup) * kLogGroupBytes;
     }
-    EP_HOST_DEVICE size_t bytes() const { return data_offset() + data_bytes(); }
+    EP_HOST_DEVICE size_t stride() const {
+        return data_offset() + round_up(data_bytes(), kRowAlignment);
+    }
 };
 static_assert(CombineMessage::kLogHighOffset + kLogGroup / 4 == CombineMessage::kLogGroupBytes,
               "a group is packed");
@@ -259,15 +273,15 @@ struct LowLatencyMap {
 
     EP_HOST_DEVICE int num_local_experts() const { return num_experts / num_ranks; }
     EP_HOST_DEVICE size_t max_dispatch_bytes() const {
-        return DispatchMessage{hidden, Payload::kBf16, true}.bytes();
+        return DispatchMessage{hidden, Payload::kBf16, true}.stride();
     }
-    EP_HOST_DEVICE size_t combine_bytes() const { return CombineMessage{hidden}.bytes(); }
+    EP_HOST_DEVICE size_t combine_bytes() const { return CombineMessage{hidden}.stride(); }
     EP_HOST_DEVICE size_t rows_per_expert() const {
         return static_cast<size_t>(num_ranks) * num_max_tokens;
     }
     // RowSource words of one (source, expert) pair.
     EP_HOST_DEVICE size_t list_bytes() const {
-        return round_up(num_max_tokens * sizeof(uint32_t), sizeof(Vector));
+        return round_up(num_max_tokens * sizeof(uint32_t), kRowAlignment);
     }
 
     EP_HOST_DEVICE size_t dispatch_staging(int half, int token) const {
@@ -299,12 +313,12 @@ struct LowLatencyMap {
         const size_t combined = static_cast<size_t>(num_max_tokens) * kMaxTopk * combine_bytes();
         return dispatched > combined ? dispatched : combined;
     }
-    EP_HOST_DEVICE size_t dispatched_row(
-        int half, int local_expert, int source, int position, size_t message_bytes) const {
+    EP_HOST_DEVICE size_t
+    dispatched_row(int half, int local_expert, int source, int position, size_t row_stride) const {
         return receive(half) +
                ((static_cast<size_t>(local_expert) * num_ranks + source) * num_max_tokens +
                 position) *
-                   message_bytes;
+                   row_stride;
     }
     EP_HOST_DEVICE size_t combined_row(int half, int token, int slot) const {
         return receive(half) + (static_cast<size_t>(token) * kMaxTopk + slot) * combine_bytes();
@@ -313,5 +327,14 @@ struct LowLatencyMap {
         return round_up(receive(kNumHalves) - begin, kBufferAlignment);
     }
 };
+
+// Blocks that have work in an operation: one for each token that this rank sends, and a warp for each row
+// that it may receive, whether it sends any or not.
+EP_HOST_DEVICE int operation_blocks(const LowLatencyMap& map, int num_tokens, int warps) {
+    const size_t rows = map.rows_per_expert() * map.num_local_experts();
+    const size_t receiving = (rows + warps - 1) / warps;
+    const auto sending = static_cast<size_t>(num_tokens);
+    return static_cast<int>(sending > receiving ? sending : receiving);
+}
 
 }  // namespace ep

@@ -30,24 +30,28 @@ EP_DEVICE void send_headers(const OperationArgs& args, const OpenOperation& open
     if (block_index() != 0) return;
     const Transport& transport = args.transport;
     Workspace* workspace = args.workspace;
+    const size_t header = args.control.header(open.half, args.rank());
+    const size_t contents = header + OpHeader::kContentsOffset;
     if (thread_index() == 0) {
         const auto queue_pairs = static_cast<uint32_t>(args.map.num_local_experts());
         if (queue_pairs > workspace->num_queue_pairs) workspace->num_queue_pairs = queue_pairs;
         store_relaxed<Scope::kSystem>(&workspace->open_op, open.op);
-        workspace->entered_ns = now_ns();
+        const uint64_t entered_ns = now_ns();
+        workspace->entered_ns = entered_ns;
+        // The header for this rank, from which the others' are put. Like staged rows, it stays until the
+        // next operation but one.
+        auto* own = reinterpret_cast<OpHeader*>(transport.local(header));
+        own->entered_ns = entered_ns;
+        own->flags = 0;
+        if (clock_exchange_is_due(args, entered_ns)) own->flags |= kExchangesClocks;
+        if (hands_over(args)) own->flags |= kHandsOver;
+        for (int i = 0; i < OpHeader::kNumAgreed; ++i) own->agreed[i] = args.agreed(i);
     }
     block_sync();
-    const uint64_t entered_ns = workspace->entered_ns;
-    uint64_t flags = 0;
-    if (clock_exchange_is_due(args, entered_ns)) flags |= kExchangesClocks;
-    if (hands_over(args)) flags |= kHandsOver;
     for (int i = thread_index(); i < args.num_ranks(); i += num_threads()) {
         const int dst = (args.rank() + i) % args.num_ranks();
-        const size_t header = args.control.header(open.half, args.rank());
-        transport.put_word(dst, header + offsetof(OpHeader, entered_ns), entered_ns, 0);
-        for (int i = 0; i < OpHeader::kNumAgreed; ++i)
-            transport.put_word(dst, header + agreed_field(i), args.agreed(i), 0);
-        transport.put_word(dst, header + offsetof(OpHeader, flags), flags, 0);
+        if (dst != args.rank())
+            transport.put(dst, contents, transport.local(contents), OpHeader::kContentsBytes, 0);
         transport.fence(dst, 0);
         transport.signal(dst, header + offsetof(OpHeader, op), open.op, 0);
     }
@@ -255,7 +259,7 @@ EP_DEVICE bool close_operation(const OperationArgs& args,
     block_sync();
     if (!succeeded) forget_issued(args);
     if (args.measures()) forget_sights(args);
-    if (measured && args.counters.on() && thread_index() == 0) count_operation(args, open);
+    if (measured && args.counters.on() && warp_id() == 0) count_operation(args, open);
     const uint64_t flags = header_word(args, open.half, 0, offsetof(OpHeader, flags));
     if (succeeded && (flags & kExchangesClocks)) exchange_clocks(args, open);
     if (thread_index() != 0) return false;

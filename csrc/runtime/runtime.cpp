@@ -178,16 +178,16 @@ void Runtime::set_launch_shape(int blocks, int warps) {
     shape_warps_ = warps;
 }
 
-LaunchShape Runtime::operation_shape(int num_rows, int num_local_experts) const {
+LaunchShape Runtime::operation_shape(const LowLatencyMap& map, int num_tokens) const {
     if (shape_blocks_ > 0) return {shape_blocks_, std::max(shape_warps_, 1) * kWarpSize, 0, true};
     if constexpr (Device::kIsHost) {
         // Fibers of one thread gain nothing from company; fewer stacks stay in the cache.
         return {1, kWarpSize, 0, true};
     } else {
-        // A block per token or per part of an expert, as many as are resident; 8 warps put a token's
-        // usual top-8 at once. Chosen, not tuned.
-        const int wanted = std::max(num_rows, num_local_experts * 2);
-        return {std::clamp(wanted, 1, device_->num_multiprocessors()), 8 * kWarpSize, 0, true};
+        // 8 warps put a token's usual top-8 at once. Chosen, not tuned.
+        constexpr int kWarps = 8;
+        const int blocks = operation_blocks(map, num_tokens, kWarps);
+        return {std::min(blocks, device_->num_multiprocessors()), kWarps * kWarpSize, 0, true};
     }
 }
 
@@ -202,7 +202,7 @@ void Runtime::low_latency_dispatch(const DispatchCall& call) {
         HandleView::of(call.src_info, map(call)),
     };
     args.common.row_bytes = message.data_bytes() + message.num_scale_items() * sizeof(uint32_t);
-    LaunchShape shape = operation_shape(call.num_tokens, args.common.map.num_local_experts());
+    LaunchShape shape = operation_shape(args.common.map, call.num_tokens);
     shape.shared_bytes = DispatchShared::bytes(call.num_topk, args.common.map, shape.threads);
     device_->launch_operation("low_latency_dispatch",
                               dispatch_kernel(payload, options_.verify),
@@ -273,7 +273,7 @@ void Runtime::low_latency_combine(const CombineCall& call) {
         args.x = static_cast<const bf16*>(first);
         args.x_stride = stride / sizeof(bf16);
     }
-    LaunchShape shape = operation_shape(call.num_tokens, args.common.map.num_local_experts());
+    LaunchShape shape = operation_shape(args.common.map, call.num_tokens);
     shape.shared_bytes = CombineShared::bytes(args.common.map, shape.threads);
     device_->launch_operation("low_latency_combine",
                               combine_kernel(call.use_logfmt, options_.verify),

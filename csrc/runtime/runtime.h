@@ -98,7 +98,7 @@ class Runtime {
     // One block of this many threads serves the small kernels.
     LaunchShape small_shape() const { return {1, Device::kIsHost ? kWarpSize : 256, 0, false}; }
     // Without its shared memory, which depends on it.
-    LaunchShape operation_shape(int num_rows, int num_local_experts) const;
+    LaunchShape operation_shape(const LowLatencyMap& map, int num_tokens) const;
     LowLatencyMap map(const LowLatencySize& size) const;
     OperationArgs operation_args(const OperationCall& call,
                                  Operation operation,

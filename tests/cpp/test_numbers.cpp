@@ -348,7 +348,7 @@ TEST(low_latency_map_regions_do_not_overlap) {
                 {map.receive(half), map.receive_bytes(), indexed("receive", half, 0, 0)});
         }
         for (const Region& region : regions)
-            CHECK_THAT(region.begin % sizeof(Vector) == 0, region.name);
+            CHECK_THAT(region.begin % kRowAlignment == 0, region.name);
         check_disjoint(regions, map.begin, map.begin + map.bytes());
     }
 }
@@ -376,12 +376,13 @@ TEST(low_latency_map_rows_stay_in_their_half) {
                     for (int source = 0; source < num_ranks; ++source) {
                         for (int position = 0; position < map.num_max_tokens; ++position) {
                             rows.push_back({map.dispatched_row(
-                                                half, expert, source, position, message.bytes()),
+                                                half, expert, source, position, message.stride()),
                                             message.bytes(),
                                             indexed("dispatched_row", expert, source, position)});
                         }
                     }
                 }
+                for (const Region& row : rows) CHECK_THAT(row.begin % kRowAlignment == 0, row.name);
                 check_disjoint(rows, begin, end);
             }
             std::vector<Region> rows;
@@ -394,9 +395,21 @@ TEST(low_latency_map_rows_stay_in_their_half) {
             }
             check_disjoint(rows, begin, end);
             const CombineMessage message{map.hidden};
-            CHECK(message.data_offset() + message.log_bytes() <= message.bytes());
+            CHECK(message.data_offset() + message.log_bytes() <= message.stride());
+            CHECK(message.data_offset() % kRowAlignment == 0);
         }
     }
+}
+
+TEST(a_rank_without_tokens_gets_blocks_for_what_it_may_receive) {
+    const LowLatencyMap map{8, 32, 128, 7168, 0};
+    constexpr int kWarps = 8;
+    const int all_rows = 4 * 8 * 128;
+    CHECK(operation_blocks(map, 0, kWarps) == all_rows / kWarps);
+    CHECK(operation_blocks(map, 128, kWarps) == all_rows / kWarps);
+    const LowLatencyMap small{2, 2, 4, 7168, 0};
+    CHECK(operation_blocks(small, 0, kWarps) == 1);
+    CHECK(operation_blocks(small, 4, kWarps) == 4);
 }
 
 TEST(control_map_words_do_not_overlap) {

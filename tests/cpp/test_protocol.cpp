@@ -482,6 +482,19 @@ TEST(many_rounds_under_random_orders) {
     }
 }
 
+// So many that the list of an expert is put by several lanes, with entries that other blocks wrote.
+TEST(tokens_of_several_blocks_keep_their_order) {
+    Random random(ep::testing::seed());
+    const Shape shape{2, 1, 24, 128, 1};
+    Group group(shape);
+    for (const auto& rank : group.ranks) rank->set_launch_shape(3, 2);
+    for (int round = 0; round < 4; ++round) {
+        std::vector<Inputs> inputs = random_inputs(shape, random);
+        for (Inputs& one : inputs) one.topk_idx.assign(one.num_tokens, round % 2);
+        on_ranks(2, [&](int rank) { exchange(group, rank, shape, inputs, {}, nullptr); });
+    }
+}
+
 TEST(ranks_that_enter_at_different_times) {
     Random random(ep::testing::seed());
     const Shape shape{3, 1, 3, 128, 2};

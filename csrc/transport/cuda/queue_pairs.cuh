@@ -36,6 +36,15 @@ struct QueuePairs {
         warp_sync();
     }
 
+    // One thread, and the same.
+    EP_DEVICE void put(int dst, std::byte* place, const void* src, size_t bytes, int qp) const {
+        nvshmemx_qp_uint64_put_nbi(reinterpret_cast<uint64_t*>(place),
+                                   static_cast<const uint64_t*>(src),
+                                   bytes / sizeof(uint64_t),
+                                   dst,
+                                   *handle(qp));
+    }
+
     EP_DEVICE void put_word(int dst, std::byte* place, uint64_t value, int qp) const {
         nvshmemx_qp_uint64_p(reinterpret_cast<uint64_t*>(place), value, dst, *handle(qp));
     }

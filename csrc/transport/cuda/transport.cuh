@@ -40,6 +40,17 @@ struct Transport {
 #endif
     }
 
+    EP_DEVICE void put(
+        int dst, size_t offset, const void* src, size_t bytes, [[maybe_unused]] int qp) const {
+        if (std::byte* there = direct(dst, offset)) {
+            cuda_target::copy(there, src, bytes, 0, 1);
+            return;
+        }
+#if defined(EP_WITH_NVSHMEM)
+        queue_pairs.put(dst, local(offset), src, bytes, qp);
+#endif
+    }
+
     EP_DEVICE void put_word(int dst, size_t offset, uint64_t value, [[maybe_unused]] int qp) const {
         if (std::byte* there = direct(dst, offset)) {
             store_relaxed<Scope::kSystem>(reinterpret_cast<uint64_t*>(there), value);

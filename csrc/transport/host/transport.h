@@ -31,6 +31,15 @@ struct Transport {
         if (host::kThreadSanitizer) warp_sync();  // as on a GPU, where all lanes have copied
         if (elect_one()) link->account(dst, bytes);
     }
+    void put(int dst, size_t offset, const void* src, size_t bytes, int qp) const {
+        host::current_executor->interleave();
+        if (!link->in_order()) {
+            link->put(dst, offset, src, bytes, qp);
+            return;
+        }
+        std::memcpy(peers[dst] + offset, src, bytes);
+        link->account(dst, bytes);
+    }
     void put_word(int dst, size_t offset, uint64_t value, int qp) const {
         host::current_executor->interleave();
         if (!link->in_order()) {
