@@ -83,9 +83,6 @@ def main() -> int:
         rules = ", ".join(f"{count} {rule}" for rule, count in findings.facts.items())
         print(f"{module.name.split('.')[0]}: {len(findings.functions)} kernels, ", end="")
         print(f"{findings.instructions} instructions; {rules}")
-        for function, count in findings.narrow.items():
-            if count:
-                print(f"    known: {count} loads of {function}() move less than 16 bytes")
     for fault in faults[:MOST_SHOWN]:
         print(fault)
     print(f"machine code: {total} facts checked, {len(faults)} do not hold")

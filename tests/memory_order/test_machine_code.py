@@ -134,7 +134,7 @@ def test_weaker_code_is_found(index: int, instead: str, rule: str) -> None:
 
 
 def test_a_store_between_fence_and_signal_is_found() -> None:
-    code = [*GOOD[:5], ("ST.E.64 desc[UR12][R2.64], R4", [place("send_headers.put_word#1")])]
+    code = [*GOOD[:5], ("ST.E.64 desc[UR12][R2.64], R4", [place("send_headers.block_sync")])]
     faults = audit([*code, *GOOD[5:]]).faults
     assert [fault.split(":")[0] for fault in faults] == ["signals"]
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cache
 
-from .expectations import NARROW_LOADS, WIDE_LOADS, WIDE_STORES
+from .expectations import WIDE_LOADS, WIDE_STORES
 from .litmus import inner, order_of
 from .ptx import SCOPES, Order
 from .sass import LOADS, SHARED, STORES, UPDATES, Instruction
@@ -36,7 +36,6 @@ class Findings:
 
     facts: Counter[str] = field(default_factory=Counter)
     faults: list[str] = field(default_factory=list)
-    narrow: Counter[str] = field(default_factory=Counter)  # known loads of less than 16 bytes
     instructions: int = 0
     functions: set[str] = field(default_factory=set)
 
@@ -241,8 +240,6 @@ class Audit:
         """Copies and payload move 16 bytes at a time."""
         function = self.places.innermost(instruction)
         wide = WIDE_LOADS if instruction.name in LOADS else WIDE_STORES
-        known = instruction.name in LOADS and function in NARROW_LOADS
-        self.findings.narrow[function] += known and "128" not in instruction.modifiers
         if instruction.name in (*LOADS, *STORES) and function in wide:
             holds = "128" in instruction.modifiers
             self.findings.check(

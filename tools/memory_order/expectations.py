@@ -42,7 +42,5 @@ NO_DIFFERENCE = {
 }
 
 # Functions whose loads from, or stores to, global memory move 16 bytes each.
-WIDE_LOADS = ("copy", "cast_row")
-WIDE_STORES = ("copy", "reduce_tile")
-# Functions that should, and do not yet: the compiler splits their loads. The audit counts them.
-NARROW_LOADS = ("unpack",)
+WIDE_LOADS = ("copy", "load_vector")
+WIDE_STORES = ("copy", "store_vector")

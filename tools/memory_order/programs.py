@@ -32,6 +32,18 @@ def set_if_zero(value: Any) -> Any:
     return z3.If(value == 0, z3.IntVal(1), value)
 
 
+def send_contents(program: Program) -> None:
+    """A writes a header for itself, and another thread of the block sends it."""
+    first = program.thread("A")
+    first.write("own header")
+    first.meet("entered", at="send_headers.block_sync")
+    sender = program.thread("A")
+    sender.meet("entered", at="send_headers.block_sync")
+    sender.read("own header", "sent")
+    sender.write("contents", lambda registers: registers["sent"])
+    send_header(sender)
+
+
 def send_header(thread: Actor, number: int = 1) -> None:
     thread.fence(at="send_headers.fence")
     thread.write("header", number, at="send_headers.signal")
@@ -91,30 +103,37 @@ def any_zero(*names: str) -> Any:
 # ---- across ranks
 
 
-@litmus("Once a header's number is seen, its other words are there.")
+@litmus("Once a header's number is seen, what it contains is there.")
 def header_words(p: Program) -> None:
-    a = p.thread("A")
-    a.write("entered", at="send_headers.put_word#1")
-    a.write("agreed", at="send_headers.put_word#2")
-    a.write("flags", at="send_headers.put_word#3")
-    send_header(a)
+    send_contents(p)
     b = p.thread("B")
     b.read("header", at="find_header.poll", sees=1)
-    for word in ("entered", "agreed", "flags"):
-        b.read(word, word)
-    p.forbid(any_zero("entered", "agreed", "flags"))
+    b.read("contents", "contents")
+    p.forbid(any_zero("contents"))
+
+
+@litmus("The same for the header that a rank keeps for itself, which another of its blocks sees.")
+def own_header(p: Program) -> None:
+    first = p.thread("A", "0")
+    first.write("own header")
+    first.meet("entered", at="send_headers.block_sync")
+    sender = p.thread("A", "0")
+    sender.meet("entered", at="send_headers.block_sync")
+    send_header(sender)
+    other = p.thread("A", "1")
+    other.read("header", at="find_header.poll", sees=1)
+    other.read("own header", "contents")
+    p.forbid(any_zero("contents"))
 
 
 @litmus("The block that closes reads the flags of a header that another block has seen.")
 def header_seen_by_another_block(p: Program) -> None:
-    a = p.thread("A")
-    a.write("flags", at="send_headers.put_word#3")
-    send_header(a)
+    send_contents(p)
     b = p.thread("B", "1")
     b.read("header", at="find_header.poll", sees=1)
     close_block(p, "1", b, 0)
     _, other = last_block(p)
-    other.read("flags", "flags")
+    other.read("contents", "flags")
     p.forbid(any_zero("flags"))
 
 
@@ -161,23 +180,27 @@ def proof_behind_its_count(p: Program) -> None:
     p.forbid(any_zero("word", "sum"))
 
 
-@litmus("The list that follows an expert's rows is whole when its count is seen.")
+@litmus("The list of an expert's rows, to which all blocks add, is whole when its count is seen.")
 def list_behind_its_count(p: Program) -> None:
-    writer = p.thread("A", "1")
-    writer.write("staged")
-    writer.meet("listed", at="announce_experts.warp_sync")
-    writer.meet("put", at="announce_experts.put_warp")
-    copier = p.thread("A", "1")
-    copier.meet("listed", at="announce_experts.warp_sync")
-    copier.read("staged", "copied")
-    copier.write("list", lambda registers: registers["copied"])
-    copier.meet("put", at="announce_experts.put_warp")
-    first = p.thread("A", "1")
-    first.meet("listed", at="announce_experts.warp_sync")
+    for block in ("1", "2"):
+        sender = p.thread("A", block)
+        sender.write(f"staged{block}")
+        sender.update("issued", plus(1), at="count_issued.add_release")
+    first = p.thread("A", "3")
+    first.read("issued", at="wait_until_issued.load_acquire", sees=2)
+    first.meet("issued", at="announce_experts.warp_sync")
     first.meet("put", at="announce_experts.put_warp")
     announce(first)
-    see_count(p, "B").read("list", "list")
-    p.forbid(any_zero("list"))
+    copier = p.thread("A", "3")
+    copier.meet("issued", at="announce_experts.warp_sync")
+    for block in ("1", "2"):
+        copier.read(f"staged{block}", f"copied{block}")
+        copier.write(f"list{block}", lambda registers, block=block: registers[f"copied{block}"])
+    copier.meet("put", at="announce_experts.put_warp")
+    b = see_count(p, "B")
+    b.read("list1", "list1")
+    b.read("list2", "list2")
+    p.forbid(any_zero("list1", "list2"))
 
 
 @litmus("Two halves: no row of operation n + 2 comes before operation n has been read.")
@@ -257,13 +280,11 @@ def quiet_delivers(p: Program) -> None:
 
 @litmus("A rank that meets all agrees with a header before it looks at its words again.")
 def shapes_are_compared_behind_the_header(p: Program) -> None:
-    a = p.thread("A")
-    a.write("agreed", at="send_headers.put_word#2")
-    send_header(a)
+    send_contents(p)
     b = p.thread("B")
     b.read("header", at="await_all.poll", sees=1)
     b.read("header", at="meet_all.poll", sees=1)
-    b.read("agreed", "agreed")
+    b.read("contents", "agreed")
     p.forbid(any_zero("agreed"))
 
 
@@ -331,11 +352,11 @@ def failure_record(p: Program) -> None:
     b = p.thread("B")
     b.write("operation")
     b.write("rank", at="leave_record.store_relaxed")
-    b.write("kind", at="leave_record.store_release")
+    b.write("reason", at="leave_record.store_release")
     second = p.thread("B", "1")
     second.write("second rank", at="record_failure.store_relaxed")
     host = p.thread("host")
-    host.read("kind", sees=1, order=HOST_ACQUIRES)
+    host.read("reason", sees=1, order=HOST_ACQUIRES)
     host.read("operation", "operation")
     host.read("rank", "rank", order=HOST_RELAXED)
     host.read("second rank", order=HOST_RELAXED)
@@ -501,44 +522,43 @@ def out_of_step(p: Program) -> None:
     p.forbid(any_zero("out_of_step"))
 
 
-@litmus("All threads send the same time of entry.")
-def time_of_entry(p: Program) -> None:
-    first = p.thread("A")
-    first.write("entered_ns")
-    first.meet("entered", at="send_headers.block_sync")
-    other = p.thread("A")
-    other.meet("entered", at="send_headers.block_sync")
-    other.read("entered_ns", "entered_ns")
-    p.forbid(any_zero("entered_ns"))
-
-
 @litmus(
-    "A token's routes and its staged row are whole before a warp puts it, and read before they change."
+    "Positions count all entries of earlier tokens and no others; routes and staged row are whole before the puts."
 )
 def routes_of_a_token(p: Program) -> None:
+    p.initial["num_entries"] = 9
     staging = p.thread("A")
+    staging.write("num_entries", 0)
+    staging.meet("cleared", at="send_rows.block_sync#1")
+    staging.update("num_entries", plus(1), at="count_entries.add_relaxed")
     staging.write("experts")
-    staging.write("positions", 1)
-    staging.meet("routes", at="send_rows.block_sync#1")
-    staging.read("experts", "counting")
+    staging.meet("routes", at="send_rows.block_sync#2")
+    staging.read("num_entries", "entries")
+    staging.write("positions")
     staging.write("staged")
-    staging.meet("staged", at="send_rows.block_sync#2")
+    staging.meet("staged", at="send_rows.block_sync#3")
+    putting = p.thread("A")
+    putting.meet("cleared", at="send_rows.block_sync#1")
+    putting.update("num_entries", plus(1), at="count_entries.add_relaxed")
+    putting.meet("routes", at="send_rows.block_sync#2")
+    putting.read("experts", "experts")
+    putting.meet("staged", at="send_rows.block_sync#3")
+    putting.update("num_entries", plus(1), at="count_entries.add_relaxed")
+    putting.read("positions", "positions")
+    putting.read("staged", "staged")
+    incomplete = any_zero("experts", "positions", "staged")
+    p.forbid(lambda registers: z3.Or(registers["entries"] != 2, incomplete(registers)))
+
+
+@litmus("All entries of an expert have been counted before it is announced.")
+def entries_of_an_expert(p: Program) -> None:
     counting = p.thread("A")
-    counting.meet("routes", at="send_rows.block_sync#1")
-    counting.update("positions", plus(1), at="count_positions.add_relaxed#1")
-    counting.meet("staged", at="send_rows.block_sync#2")
-    also = p.thread("A")
-    also.meet("routes", at="send_rows.block_sync#1")
-    also.read("experts", "experts")
-    also.update("positions", plus(1), at="count_positions.add_relaxed#2")
-    also.meet("staged", at="send_rows.block_sync#2")
-    also.read("positions", "position")
-    also.read("staged", "staged")
-    p.forbid(
-        lambda registers: z3.Or(
-            registers["experts"] == 0, registers["position"] != 3, registers["staged"] == 0
-        )
-    )
+    counting.update("num_entries", plus(1), at="count_entries.add_relaxed")
+    counting.meet("counted", at="send_rows.block_sync#4")
+    announcer = p.thread("A")
+    announcer.meet("counted", at="send_rows.block_sync#4")
+    announcer.read("num_entries", "entries")
+    p.forbid(any_zero("entries"))
 
 
 @litmus("A staged row is whole before its sum is taken.")
