@@ -39,6 +39,8 @@ void* nvshmem_ptr(const void* memory, int rank);
 
 inline void nvshmemx_qp_uint64_put_nbi_warp(
     uint64_t*, const uint64_t*, size_t, int, nvshmemx_qp_handle_t) {}
+inline void nvshmemx_qp_uint64_put_nbi(
+    uint64_t*, const uint64_t*, size_t, int, nvshmemx_qp_handle_t) {}
 inline void nvshmemx_qp_uint64_p(uint64_t*, uint64_t, int, nvshmemx_qp_handle_t) {}
 inline void nvshmemx_qp_fence(int, nvshmemx_qp_handle_t*, int) {}
 inline void nvshmemx_qp_quiet(int, nvshmemx_qp_handle_t*, int) {}

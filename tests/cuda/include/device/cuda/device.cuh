@@ -1,5 +1,5 @@
 // For the host half of the CUDA target, whose kernels are compiled and never run: the host target's
-// interface, and the one name that the CUDA transport takes from libcu++.
+// interface, and the two names that the CUDA transport takes from elsewhere.
 #pragma once
 
 #include "device/host/device.h"
@@ -11,3 +11,9 @@ enum thread_scope { thread_scope_system };
 inline void atomic_thread_fence(memory_order, thread_scope) {}
 
 }  // namespace cuda
+
+namespace ep::cuda_target {
+
+inline void copy(void*, const void*, size_t, int, int) {}
+
+}  // namespace ep::cuda_target
