@@ -192,7 +192,9 @@ def misfits() -> list[str]:
     found = []
     for mutant in all_mutants():
         try:
-            mutant.span((ROOT / mutant.file).read_text())
+            mutated_source(mutant.file, (ROOT / mutant.file).read_text(), [mutant])
+        except SyntaxError as error:
+            found.append(f"{mutant.name}: with it {mutant.file} is no Python: {error}")
         except (ListError, FileNotFoundError) as error:
             found.append(str(error))
     return found
