@@ -100,6 +100,17 @@ def any_zero(*names: str) -> Any:
     return lambda registers: z3.Or(*[registers[name] == 0 for name in names])
 
 
+def known_behind(p: Program, rank: str, at: str, place: str, write_at: str = "") -> None:
+    """What a thread writes before a barrier, another thread of its block reads behind it."""
+    writing = p.thread(rank)
+    writing.write(place, at=write_at)
+    writing.meet("there", at=at)
+    reading = p.thread(rank)
+    reading.meet("there", at=at)
+    reading.read(place, place)
+    p.forbid(any_zero(place))
+
+
 # ---- across ranks
 
 
@@ -482,13 +493,7 @@ def number_of_the_operation(p: Program) -> None:
 
 @litmus("Arrivals of all sources are there for the thread that adds them up.")
 def arrivals_are_added_up(p: Program) -> None:
-    other = p.thread("B")
-    other.write("source_arrival_ns")
-    other.meet("counted", at="close_operation.block_sync#3")
-    first = p.thread("B")
-    first.meet("counted", at="close_operation.block_sync#3")
-    first.read("source_arrival_ns", "arrival")
-    p.forbid(any_zero("arrival"))
+    known_behind(p, "B", "close_operation.block_sync#3", "source_arrival_ns")
 
 
 # ---- within a block
@@ -513,13 +518,7 @@ def place_in_shared_memory(p: Program) -> None:
 
 @litmus("A rank that is out of step is known to the thread that keeps the layout.")
 def out_of_step(p: Program) -> None:
-    other = p.thread("B")
-    other.write("out_of_step", at="close_operation.store_relaxed#1")
-    other.meet("none failed", at="has_failed.block_any")
-    first = p.thread("B")
-    first.meet("none failed", at="has_failed.block_any")
-    first.read("out_of_step", "out_of_step")
-    p.forbid(any_zero("out_of_step"))
+    known_behind(p, "B", "has_failed.block_any", "out_of_step", "close_operation.store_relaxed#1")
 
 
 @litmus(
@@ -563,13 +562,7 @@ def entries_of_an_expert(p: Program) -> None:
 
 @litmus("A staged row is whole before its sum is taken.")
 def sum_of_a_staged_row(p: Program) -> None:
-    staging = p.thread("A")
-    staging.write("staged")
-    staging.meet("staged", at="stage_row.block_sync")
-    summing = p.thread("A")
-    summing.meet("staged", at="stage_row.block_sync")
-    summing.read("staged", "staged")
-    p.forbid(any_zero("staged"))
+    known_behind(p, "A", "stage_row.block_sync", "staged")
 
 
 @litmus(
@@ -590,24 +583,12 @@ def offsets_of_an_expert(p: Program) -> None:
 
 @litmus("Combine's offsets are there for all warps that return rows.")
 def offsets_of_returned_rows(p: Program) -> None:
-    first = p.thread("A")
-    first.write("offsets")
-    first.meet("found", at="find_offsets.block_any")
-    other = p.thread("A")
-    other.meet("found", at="find_offsets.block_any")
-    other.read("offsets", "offsets")
-    p.forbid(any_zero("offsets"))
+    known_behind(p, "A", "find_offsets.block_any", "offsets")
 
 
 @litmus("A received row is copied before its sum is compared.")
 def sum_of_a_received_row(p: Program) -> None:
-    copying = p.thread("B")
-    copying.write("recv_x")
-    copying.meet("copied", at="verify_row.warp_sync")
-    summing = p.thread("B")
-    summing.meet("copied", at="verify_row.warp_sync")
-    summing.read("recv_x", "recv_x")
-    p.forbid(any_zero("recv_x"))
+    known_behind(p, "B", "verify_row.warp_sync", "recv_x")
 
 
 @litmus(
@@ -629,24 +610,12 @@ def staged_returned_row(p: Program) -> None:
 
 @litmus("The header of a staged row, and its data, are there for the lanes that put it.")
 def header_of_a_staged_row(p: Program) -> None:
-    writing = p.thread("A")
-    writing.write("staged")
-    writing.meet("staged", at="return_row.warp_sync#3")
-    putting = p.thread("A")
-    putting.meet("staged", at="return_row.warp_sync#3")
-    putting.read("staged", "staged")
-    p.forbid(any_zero("staged"))
+    known_behind(p, "A", "return_row.warp_sync#3", "staged")
 
 
 @litmus("A plain row that is staged is there for the lanes that put it.")
 def plain_staged_row(p: Program) -> None:
-    writing = p.thread("A")
-    writing.write("staged")
-    writing.meet("staged", at="return_row.warp_sync#4")
-    putting = p.thread("A")
-    putting.meet("staged", at="return_row.warp_sync#4")
-    putting.read("staged", "staged")
-    p.forbid(any_zero("staged"))
+    known_behind(p, "A", "return_row.warp_sync#4", "staged")
 
 
 @litmus("Threads of a block that wait share what they find.")
@@ -671,13 +640,7 @@ def state_of_a_wait(p: Program) -> None:
 
 @litmus("The timer's step is known to all threads that take a sample.")
 def step_of_the_timer(p: Program) -> None:
-    first = p.thread("B")
-    first.write("timer_step_ns")
-    first.meet("measured", at="clock_offset.block_sync#1")
-    other = p.thread("B")
-    other.meet("measured", at="clock_offset.block_sync#1")
-    other.read("timer_step_ns", "step")
-    p.forbid(any_zero("step"))
+    known_behind(p, "B", "clock_offset.block_sync#1", "timer_step_ns")
 
 
 @litmus("A rank that missed a clock round is known to the thread that closes it.")
