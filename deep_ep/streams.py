@@ -6,6 +6,7 @@ wait for ever.
 
 from __future__ import annotations
 
+import queue
 import threading
 from collections.abc import Collection
 from typing import Any, Callable
@@ -16,6 +17,8 @@ from deep_ep.rules import fail
 _lock = threading.Lock()
 # By buffer and rank: native handles of the streams that it used last.
 _used: dict[tuple[str, int], set[int]] = {}
+# What `release` was called for: the garbage collector may call it in the thread that holds the lock.
+_released: queue.SimpleQueue[tuple[str, int]] = queue.SimpleQueue()
 
 
 class StreamClaims:
@@ -44,6 +47,7 @@ class StreamClaims:
             handle_of: the native handle of a stream.
         """
         with _lock:
+            _forget_released()
             others = {handle for _, handles in self._of_others() for handle in handles}
             stream = create(others)
             self._own.add(handle_of(stream))
@@ -57,6 +61,7 @@ class StreamClaims:
             EPUsageError: another rank uses it.
         """
         with _lock:
+            _forget_released()
             wanted = {*self._own, handle}
             for rank, handles in self._of_others():
                 for shared in sorted(wanted & handles):
@@ -68,9 +73,8 @@ class StreamClaims:
             _used[self._buffer, self._rank] = wanted
 
     def release(self) -> None:
-        """The buffer has ended."""
-        with _lock:
-            _used.pop((self._buffer, self._rank), None)
+        """The buffer has ended. May be called by a destructor, wherever its thread is."""
+        _released.put((self._buffer, self._rank))
 
     def _of_others(self) -> list[tuple[int, set[int]]]:
         return [
@@ -78,3 +82,8 @@ class StreamClaims:
             for (buffer, rank), handles in sorted(_used.items())
             if buffer == self._buffer and rank != self._rank
         ]
+
+
+def _forget_released() -> None:
+    while not _released.empty():
+        _used.pop(_released.get(), None)

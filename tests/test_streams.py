@@ -14,7 +14,9 @@ import deep_ep
 from deep_ep import backend
 from deep_ep.backend import CpuBackend, CpuStream
 from deep_ep.errors import EPError, EPUsageError
+from deep_ep.streams import StreamClaims
 from exchange import Mode, Shape, dispatch, exchange_and_check, make_inputs, ranks_for
+from launch import HANG_S
 
 SHAPE = Shape((4, 3, 4), num_max_tokens=4, hidden=256, num_experts=6, num_topk=3)
 SHARED, FIRST_POOLED = 0x70, 0x100
@@ -122,3 +124,20 @@ def test_a_stream_that_was_left_may_be_another_rank_s(monkeypatch: pytest.Monkey
         ranks.run(lambda rank, buffer: on(rank, buffer, 1000))
         ranks.run(lambda rank, buffer: on(rank, buffer, 2000))
         ranks.run(lambda rank, buffer: on(rank, buffer, 1001))
+
+
+def test_a_buffer_may_be_collected_while_another_rank_takes_a_stream() -> None:
+    """The garbage collector releases a rank's streams in any thread, wherever that is."""
+    ended, ours = StreamClaims("one", 0, rank=0), StreamClaims("one", 0, rank=1)
+    ended.take(lambda others: SHARED, int)
+
+    def create(others: Collection[int]) -> int:
+        ended.release()
+        return FIRST_POOLED
+
+    thread = threading.Thread(target=ours.take, args=(create, int), daemon=True)
+    thread.start()
+    thread.join(HANG_S)
+    assert not thread.is_alive()
+    ours.use("dispatch", SHARED)
+    ours.release()

@@ -39,6 +39,7 @@ from .core.diagnosis import FloatArray, IntArray, Verdict
 from .core.package import EPArgumentError, Group, as_group, backend, env, ranks_text
 from .core.printable_text import printable
 from .live.mailbox import Mailbox, Rounds, open_mailbox
+from .live.stop_flag import StopFlag
 from .render import wording
 
 Result = dict[str, Any]
@@ -401,12 +402,12 @@ class _Worker:
         self._warming_time_s = warming_time_s
         self._readers = [_aside(window.stats) for window in windows]
         self._refused: set[int] = set()
-        self._stopped = threading.Event()
+        self._stopped = StopFlag()
         self._thread = threading.Thread(target=self._run, name="deep_ep diagnose", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
-        """Ends the thread and waits for it."""
+        """Ends the thread and waits for it. May be called by a destructor."""
         self._stopped.set()
         self._mailbox.close()
         # Garbage is collected in any thread, this one included.

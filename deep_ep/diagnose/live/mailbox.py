@@ -21,6 +21,7 @@ from datetime import timedelta
 from typing import Any
 
 from ..core.package import EPUsageError, Group, ThreadGroup, TorchGroup, rendezvous
+from .stop_flag import StopFlag
 
 _CONNECT_S = 30.0
 # The longest that fits a TCPStore, whose timeouts are an int of milliseconds.
@@ -61,8 +62,8 @@ class Mailbox:
         self.rank = rank
         self.size = size
         self._inbox, self._outbox, self._kept = inbox, outbox, kept
-        self._lock = threading.Lock()
-        self._closed = threading.Event()
+        self._lock = threading.RLock()
+        self._closed = StopFlag()
         self._awaited: str | None = None
 
     def post(self, key: str, data: bytes) -> None:
@@ -106,7 +107,10 @@ class Mailbox:
         return bool(self._outbox.check([key])) and bool(self._outbox.delete_key(key))
 
     def close(self) -> None:
-        """Ends every wait, on this rank, and closes this end. Not collective; may be repeated."""
+        """Ends every wait, on this rank, and closes this end. Not collective; may be repeated.
+
+        May be called by a destructor, also in the thread that waits.
+        """
         with self._lock:
             self._closed.set()
             if self._awaited is not None:
@@ -115,10 +119,10 @@ class Mailbox:
 
     def _wait_until_closed(self, key: str) -> bool:
         with self._lock:
-            if self._closed.is_set():
-                return False
             self._awaited = key
         try:
+            if self._closed.is_set():  # before, or by a destructor in this very place
+                return False
             while not self._inbox.check([key]):
                 with contextlib.suppress(_distributed().DistStoreError):  # that long passed
                     self._inbox.wait([key], _LONGEST)

@@ -13,7 +13,6 @@ import itertools
 import logging
 import multiprocessing.util
 import os
-import queue
 import socket
 import sys
 import threading
@@ -36,6 +35,7 @@ from ..render.change_log import Changes
 from ..storage.log_writer import Writer
 from ..storage.record import Record
 from .mailbox import Rounds, is_lost, open_mailbox
+from .stop_flag import StopFlag
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -111,9 +111,8 @@ class Monitor:
         self._buffer = weakref.ref(buffer)
         self._observed = observe(buffer)
         self._window = 0
-        self._ended = self._refused = False
-        # Its put() may be called by a destructor; an Event's set() may not.
-        self._bell: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._refused = False
+        self._ended = StopFlag()
         # On a GPU the first copy allocates, which must not happen while a graph is captured.
         rendezvous.together(group, "starting its diagnosis", lambda: self._snapshot().operation)
         self._before = self._snapshot()
@@ -130,8 +129,7 @@ class Monitor:
 
     def end(self) -> None:
         """Asks for the last window; returns at once. Rank 0 ends all ranks."""
-        self._ended = True
-        self._bell.put(None)
+        self._ended.set()
 
     def close(self, timeout_s: float = _END_S) -> None:
         """Ends this rank; waits at most so long for the last window."""
@@ -194,14 +192,14 @@ class Monitor:
     def _end_of_window(self) -> tuple[Snapshot, int, bool]:
         """Waits for the end of a window: the counters then, its last operation, whether it is the last."""
         if self._when.mode == "async":
-            self._pause(self._when.seconds)
-            now, last = self._snapshot(), self._ended
+            self._ended.wait(self._when.seconds)
+            now, last = self._snapshot(), self._ended.is_set()
             return now, now.operation, last
         due = self._pause_until_due()
         now = self._snapshot()
         num_ops = _num_ops(now)
         if num_ops < due:
-            return now, now.operation, self._ended
+            return now, now.operation, self._ended.is_set()
         # So many may have come meanwhile that the rings no longer tell which one was due.
         operation = _operation_before(now, num_ops - due)
         if operation is None:
@@ -217,12 +215,12 @@ class Monitor:
             if num_ops < before:  # counters were made anew
                 before = 0
             due = (before // self._steps + 1) * self._steps
-            if num_ops >= due or self._ended:
+            if num_ops >= due or self._ended.is_set():
                 return due
             # Half of the time that it takes at the pace so far.
             done, passed_s = num_ops - first, time.monotonic() - began
             pause_s = (due - num_ops) * passed_s / (2 * done) if done > 0 else _LONGEST_LOOK_S
-            self._pause(min(max(pause_s, _SHORTEST_LOOK_S), _LONGEST_LOOK_S))
+            self._ended.wait(min(max(pause_s, _SHORTEST_LOOK_S), _LONGEST_LOOK_S))
             num_ops = self._observe().num_ops()
 
     def _reach(self, operation: int) -> Snapshot:
@@ -265,13 +263,6 @@ class Monitor:
 
     def _snapshot(self) -> Snapshot:
         return self._observe().snapshot(wait=False)
-
-    def _pause(self, seconds: float) -> None:
-        if not self._ended:
-            try:
-                self._bell.get(timeout=seconds)
-            except queue.Empty:
-                return
 
     def _call(self, call: _Call) -> None:
         self._rounds.call(self._window, wire.encode(call))

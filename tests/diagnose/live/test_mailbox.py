@@ -15,7 +15,7 @@ from deep_ep.diagnose.live import mailbox as mailboxes
 from deep_ep.diagnose.live.mailbox import Mailbox, Rounds, open_mailbox
 from deep_ep.errors import EPTransportError, EPUsageError
 from deep_ep.group import Group, MpiGroup, as_group, thread_groups
-from launch import raise_failures, run_processes
+from launch import HANG_S, raise_failures, run_processes
 
 LARGE = bytes(range(256)) * 800  # 200 KB
 
@@ -133,6 +133,21 @@ def test_closing_ends_a_wait_at_once_and_twice_does_nothing(
         assert box.wait("never", None) is None
         with pytest.raises(EPUsageError, match="is closed"):
             box.post("late", b"")
+
+
+def test_a_destructor_may_close_a_mailbox_in_the_thread_that_waits() -> None:
+    """The garbage collector runs it there, at the worst with the lock in hand."""
+    box = thread_boxes(1)[0]
+
+    def close_within() -> None:
+        with box._lock:
+            box.close()
+
+    closing = threading.Thread(target=close_within, daemon=True)
+    closing.start()
+    closing.join(HANG_S)
+    assert not closing.is_alive()
+    assert box.wait("key", None) is None
 
 
 @BOXES
