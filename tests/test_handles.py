@@ -396,6 +396,29 @@ def test_two_batches_overlap_and_each_hook_has_its_own_rows(hooks_of_combine: bo
         exchange_and_check(ranks, SHAPE, MODE)
 
 
+def test_rows_without_copy_may_be_written_while_the_combine_of_the_other_batch_is_open() -> None:
+    """They go to the half that nobody reads."""
+    batches = [make_inputs(replace(SHAPE, seed=seed)) for seed in (1, 2)]
+
+    def run(rank: int, buffer: deep_ep.Buffer) -> None:
+        for batch in batches:
+            received = dispatch(buffer, batch[rank], SHAPE, MODE)
+            copied = send_back(buffer, batch[rank], received)[0]
+            half = buffer.get_next_low_latency_combine_buffer(received.handle)
+            half.copy_(received.recv_x)
+            out, _, hook = send_back(
+                buffer, batch[rank], received, zero_copy=True, return_recv_hook=True
+            )
+            following = buffer.get_next_low_latency_combine_buffer(received.handle)
+            assert following.data_ptr() != half.data_ptr()
+            following.fill_(torch.nan)
+            hook()
+            assert torch.equal(copied, out)
+
+    with ranks_for(SHAPE) as ranks:
+        ranks.run(run)
+
+
 def test_a_combine_may_come_while_the_other_batch_is_open() -> None:
     inputs = make_inputs(SHAPE)
 

@@ -5,6 +5,8 @@
 
 namespace ep {
 
+constexpr int kMaxThreads = 256;  // of a block on a GPU; leaves each thread 255 registers
+
 // Of one launch on the host target. Each has a stack and a guard below it, which are two mappings,
 // and Linux grants a process 65530.
 constexpr int kMaxHostThreads = 16384;

@@ -22,9 +22,17 @@ namespace ep {
 
 struct CombineArgs : CommonArgs, CombineTensors {
     HandleView handle;
-    size_t x_stride;   // elements; row r of expert e at x + (e * num_ranks * M + r) * x_stride
-    bool x_is_staged;  // x is this half's staging memory (zero copy)
-    int staging_half;
+    size_t x_stride;     // elements; row r of expert e at x + (e * num_ranks * M + r) * x_stride
+    int zero_copy_half;  // of the staging memory, which x is in; kNotStaged: x is elsewhere
+    static constexpr int kNotStaged = -1;
+
+    EP_DEVICE bool x_is_staged() const { return zero_copy_half != kNotStaged; }
+    // Where rows are staged. Counted on the device unless the caller has written there: a captured graph
+    // may hold any number of combines.
+    EP_DEVICE int staging_half() const {
+        return x_is_staged() ? zero_copy_half
+                             : static_cast<int>(common.workspace->num_combines % kNumHalves);
+    }
 };
 
 // Shared memory of a block. The send half keeps two experts' offsets, because warps that are done with
@@ -123,7 +131,7 @@ EP_DEVICE void return_row(const CombineArgs& args,
     const bf16* x = args.x + index * args.x_stride;
     const auto staging = [&] {
         return common.transport.local(
-            common.map.combine_staging(args.staging_half, local_expert, row));
+            common.map.combine_staging(args.staging_half(), local_expert, row));
     };
     RowProof proof{kRowBf16, static_cast<uint32_t>(open.op), 0};
     if (kLogFormat) {
@@ -148,7 +156,7 @@ EP_DEVICE void return_row(const CombineArgs& args,
         return;
     }
     const void* source = x;
-    if (!args.x_is_staged && common.transport.direct(dst, 0) == nullptr) {
+    if (!args.x_is_staged() && common.transport.direct(dst, 0) == nullptr) {
         std::byte* staged = staging() + message.data_offset();
         copy_warp(staged, x, message.data_bytes());
         warp_sync();

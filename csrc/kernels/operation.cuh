@@ -275,6 +275,8 @@ EP_DEVICE bool close_operation(const OperationArgs& args,
         }
     }
     workspace->num_given_up = num_given_up;
+    if (args.shape.operation == static_cast<uint16_t>(Operation::kCombine))
+        ++workspace->num_combines;
     workspace->previous_exit_ns = now_ns();
     store_relaxed<Scope::kSystem>(&workspace->wait_begin_ns, 0);
     workspace->sent_ns = 0;

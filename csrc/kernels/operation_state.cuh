@@ -74,6 +74,7 @@ struct Workspace {
     uint64_t op;            // operations closed
     uint64_t open_op;       // the newest one that was opened
     uint64_t num_given_up;  // operations since the last one that succeeded
+    uint64_t num_combines;  // closed
     uint64_t barriers;
     uint64_t clock_rounds;
     uint64_t entered_ns;

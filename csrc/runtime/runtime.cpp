@@ -215,7 +215,7 @@ std::pair<void*, size_t> Runtime::next_combine_buffer(const LowLatencySize& size
     check_size(size, "get_next_low_latency_combine_buffer");
     const LowLatencyMap layout = map(size);
     const size_t first =
-        layout.combine_staging(combine_half_, 0, 0) + CombineMessage{size.hidden}.data_offset();
+        layout.combine_staging(zero_copy_half_, 0, 0) + CombineMessage{size.hidden}.data_offset();
     return {memory_->local_base() + first, layout.combine_bytes()};
 }
 
@@ -263,8 +263,7 @@ void Runtime::low_latency_combine(const CombineCall& call) {
         call,
         HandleView::of(call.src_info, map(call)),
         static_cast<size_t>(call.hidden),
-        call.zero_copy,
-        combine_half_,
+        call.zero_copy ? zero_copy_half_ : CombineArgs::kNotStaged,
     };
     args.common.row_bytes = CombineMessage{call.hidden}.data_bytes();
     args.common.dispatch_op = &args.handle.head()->op;
@@ -280,7 +279,7 @@ void Runtime::low_latency_combine(const CombineCall& call) {
                               shape,
                               args,
                               call.stream);
-    if (call.phases & kPhaseReceive) combine_half_ ^= 1;
+    if (call.phases & kPhaseSend) zero_copy_half_ ^= 1;
 }
 
 void Runtime::barrier(Stream stream) {

@@ -96,7 +96,9 @@ class Runtime {
 
   private:
     // One block of this many threads serves the small kernels.
-    LaunchShape small_shape() const { return {1, Device::kIsHost ? kWarpSize : 256, 0, false}; }
+    LaunchShape small_shape() const {
+        return {1, Device::kIsHost ? kWarpSize : kMaxThreads, 0, false};
+    }
     // Without its shared memory, which depends on it.
     LaunchShape operation_shape(const LowLatencyMap& map, int num_tokens) const;
     LowLatencyMap map(const LowLatencySize& size) const;
@@ -113,7 +115,7 @@ class Runtime {
     ControlMap control_;
     Workspace* workspace_ = nullptr;
     FailureRecord* failure_ = nullptr;
-    int combine_half_ = 0;  // of the staging memory of the next combine
+    int zero_copy_half_ = 0;  // of the staging memory, for the next combine if it is without copy
     int shape_blocks_ = 0;
     int shape_warps_ = 0;
 };

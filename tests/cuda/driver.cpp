@@ -291,19 +291,23 @@ cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, const voi
     *blocks = machine().blocks_per_multiprocessor;
     return cudaSuccess;
 }
-cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* kernel, void**) {
+cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config,
+                                const void* kernel,
+                                void** arguments) {
     if (const cudaError_t status = record("cudaLaunchKernelExC"); status != cudaSuccess)
         return status;
     CUstream_st& stream = get(config->stream);
     if (config->stream == nullptr && !open_captures.empty())
         return refuse("a launch on the default stream while another one is captured",
                       cudaErrorStreamCaptureImplicit);
+    const auto* argument = static_cast<const std::byte*>(arguments[0]);
     launches().push_back({kernel,
                           config->stream,
                           config->gridDim.x,
                           config->numAttrs != 0,
                           {stream.seen.begin(), stream.seen.end()},
-                          stream.capture});
+                          stream.capture,
+                          {argument, argument + machine().argument_bytes}});
     stream.seen.insert(launches().size() - 1);
     return cudaSuccess;
 }

@@ -2,6 +2,7 @@
 // as the documentation describes them, and refuse what that forbids. No kernel runs.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <map>
 #include <string>
@@ -19,6 +20,8 @@ struct Launch {
     // Launches that are known to have ended before it begins, by their number.
     std::vector<size_t> after;
     unsigned long long capture;  // 0: not captured
+    // The first Machine::argument_bytes of its only argument, which a captured graph keeps.
+    std::vector<std::byte> arguments;
 };
 
 // Everything that was called, in order: names, with an argument where that matters.
@@ -52,6 +55,7 @@ struct Machine {
     bool has_queue_pairs = true;
     int32_t first_handle = 16;
     bool is_first_handle_alone = false;  // the others are ordinary
+    size_t argument_bytes = 0;           // of each launch, recorded
     int nvshmem_status = 0;              // before anybody starts it
 };
 Machine& machine();

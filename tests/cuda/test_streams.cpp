@@ -1,9 +1,11 @@
 // The operations of one rank on the caller's streams: order, and what a graph capture allows.
+#include <cstring>
 #include <string>
 #include <vector>
 
 #include "driver.h"
 #include "errors.h"
+#include "kernels/low_latency_combine.cuh"
 #include "runtime/runtime.h"
 #include "testing.h"
 
@@ -111,6 +113,20 @@ TEST(operations_may_be_captured) {
     check_legal();
     CHECK_EQUAL(driver::count("cudaStreamWaitEvent external"), 1);
     CHECK(driver::ordered(1, 2));
+}
+
+TEST(a_captured_combine_does_not_know_how_many_came_before) {
+    Rank rank;
+    driver::machine().argument_bytes = sizeof(CombineArgs);
+    const cudaStream_t stream = driver::new_stream();
+    driver::begin_capture(stream);
+    for (int i = 0; i < 3; ++i) rank.combine(stream);
+    driver::end_capture(stream);
+    for (const driver::Launch& launch : driver::launches()) {
+        CombineArgs args{};
+        std::memcpy(&args, launch.arguments.data(), sizeof(args));
+        CHECK_EQUAL(args.zero_copy_half, CombineArgs::kNotStaged);
+    }
 }
 
 TEST(a_capture_that_forks_keeps_the_order) {

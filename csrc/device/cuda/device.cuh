@@ -10,6 +10,7 @@
 #include <type_traits>
 
 #include "device/cuda/bits.cuh"
+#include "device/launch_shape.h"
 
 // One resident block per SM is enough, so registers are limited by the largest block alone.
 #define EP_KERNEL __global__ __launch_bounds__(ep::kMaxThreads, 1)
@@ -18,7 +19,6 @@
 namespace ep {
 
 constexpr int kWarpSize = 32;
-constexpr int kMaxThreads = 256;  // of a block; leaves each thread 255 registers
 constexpr uint32_t kFullWarp = 0xFFFFFFFFu;
 
 EP_DEVICE int thread_index() { return static_cast<int>(threadIdx.x); }

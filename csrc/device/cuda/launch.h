@@ -65,11 +65,11 @@ inline void require_residency(const void* kernel,
     const int resident = resident_blocks(kernel, name, shape, place.device);
     if (shape.blocks * place.ranks_on_device <= resident) return;
     if (resident == 0) {
-        throw CudaError("launch of " + std::string(name) + ": a block of " +
-                        std::to_string(shape.threads) + " threads and " +
-                        std::to_string(shape.shared_bytes) +
-                        " bytes of shared memory does not fit; kernels are built for up to 256 "
-                        "threads. Ask for fewer warps (DEEP_EP_LAUNCH_SHAPE).");
+        throw CudaError(
+            "launch of " + std::string(name) + ": a block of " + std::to_string(shape.threads) +
+            " threads and " + std::to_string(shape.shared_bytes) +
+            " bytes of shared memory does not fit; kernels are built for up to " +
+            std::to_string(kMaxThreads) + " threads. Ask for fewer warps (DEEP_EP_LAUNCH_SHAPE).");
     }
     if (resident < place.ranks_on_device) {
         throw CudaError("launch of " + std::string(name) + ": " +
