@@ -27,7 +27,7 @@ void check_settings(const std::string& mnnvl) {
     for (const auto& [name, value] : std::map<std::string, std::string>{
              {"NVSHMEM_DISABLE_P2P", "0"},
              {"NVSHMEM_IB_ENABLE_IBGDA", "1"},
-             {"NVSHMEM_IBGDA_NUM_RC_PER_PE", "12"},
+             {"NVSHMEM_IBGDA_NUM_RC_PER_PE", "1"},
              {"NVSHMEM_QP_DEPTH", "1024"},
              {"NVSHMEM_MAX_TEAMS", "7"},
              {"NVSHMEM_DISABLE_NVLS", "1"},

@@ -22,7 +22,8 @@ void require(int status, const char* call, const std::string& purpose) {
                              ". NVSHMEM_DEBUG=INFO makes NVSHMEM say more.");
 }
 
-// What DeepEP sets before it starts NVSHMEM (API specification, section 1.4). NVSHMEM reads its variables
+// What DeepEP sets before it starts NVSHMEM (API specification, section 1.4), but for the number of queue
+// pairs, which would be there twice. NVSHMEM reads its variables
 // once per process, in the first call that touches it, which on rank 0 is the one for the unique id.
 void set_environment(const NvshmemWorld::Membership& membership) {
     const auto set = [](const char* name, const std::string& value) {
@@ -31,7 +32,8 @@ void set_environment(const NvshmemWorld::Membership& membership) {
     const auto set_default = [](const char* name, const char* value) { setenv(name, value, 0); };
     set("NVSHMEM_DISABLE_P2P", membership.allow_nvlink ? "0" : "1");
     set("NVSHMEM_IB_ENABLE_IBGDA", "1");
-    set("NVSHMEM_IBGDA_NUM_RC_PER_PE", std::to_string(membership.num_queue_pairs));
+    // NVSHMEM's own, which nothing uses: create_queue_pairs() makes those that operations use.
+    set("NVSHMEM_IBGDA_NUM_RC_PER_PE", "1");
     set_default("NVSHMEM_QP_DEPTH", "1024");
     set("NVSHMEM_MAX_TEAMS", "7");
     set("NVSHMEM_DISABLE_NVLS", "1");
