@@ -29,6 +29,10 @@ import deep_ep
 from deep_ep import backend
 from deep_ep.group import thread_groups
 
+# Read when CUDA starts. Kernels of all ranks of a process must run at once: each stream needs a queue of its
+# own, of which there are 8 otherwise, and loading a kernel may wait for all that run.
+os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
 # Where the tensors of the backend under test live: "cpu" or "cuda".
 DEVICE = backend.get().name
 # Forked from a process that has imported everything, ranks start at once; CUDA survives no fork.
@@ -46,6 +50,29 @@ def _own_stream() -> None:
     """On a GPU each rank works on a stream of its own: kernels of two ranks wait for each other."""
     if DEVICE == "cuda":
         torch.cuda.set_stream(torch.cuda.Stream())
+
+
+def keep_busy(buffer: deep_ep.Buffer, duration_ns: int) -> None:
+    """Delays what this rank calls next: a kernel on its current stream, or a delay of the cpu backend."""
+    if DEVICE == "cuda":
+        torch.cuda._sleep(round(duration_ns * _cycles_per_ns()))
+    else:
+        buffer.runtime.delay(duration_ns)
+
+
+@functools.cache
+def _cycles_per_ns() -> float:
+    """Of the GPU's clock under load, measured once."""
+    num_cycles = 50_000_000
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(num_cycles)  # an idle GPU clocks low
+        begin.record()
+        torch.cuda._sleep(num_cycles)
+        end.record()
+    stream.synchronize()
+    return num_cycles / (begin.elapsed_time(end) * 1e6)
 
 
 class Ranks:
