@@ -310,20 +310,27 @@ def main() -> None:
     about = f"{device}: timer's step {found['timer_step_ns']} ns, a copy moves {found['copy_gb_per_s']:.0f} GB/s"
     console.print(about, highlight=False)
     rows: list[Row] = []
+    shape = f"{args.num_tokens} x {args.hidden} x top-{args.num_topk} of {args.num_experts}"
+    title = f"{shape}, FP8 dispatch, BF16 combine, {device}"
+    if args.json is not None:
+        write_json(args.json, found, rows)
     for num_ranks in () if args.facts else args.num_ranks:
         rows += measure_group(num_ranks, args)
-        console.print(f"{num_ranks} ranks measured", highlight=False)
-    if rows:
-        shape = f"{args.num_tokens} x {args.hidden} x top-{args.num_topk} of {args.num_experts}"
-        title = f"{shape}, FP8 dispatch, BF16 combine, {device}"
         table = latency_table(rows, found["timer_step_ns"], title)
-        table.show(console)
-        console.print(f"{len(rows)} settings measured", highlight=False)
+        # What has been measured is kept if a larger group fails.
+        if args.json is not None:
+            write_json(args.json, found, rows)
         if args.markdown is not None:
             write_markdown(args.markdown, "## Ranks that share one GPU", [table])
-    if args.json is not None:
-        result = {"facts": found, "rows": [asdict(row) for row in rows]}
-        args.json.write_text(json.dumps(result, indent=1))
+        console.print(f"{num_ranks} ranks measured", highlight=False)
+    if rows:
+        table.show(console)
+        console.print(f"{len(rows)} settings measured; {about}", highlight=False)
+
+
+def write_json(path: Path, found: dict[str, Any], rows: list[Row]) -> None:
+    """The facts and all figures."""
+    path.write_text(json.dumps({"facts": found, "rows": [asdict(row) for row in rows]}, indent=1))
 
 
 if __name__ == "__main__":

@@ -50,6 +50,7 @@ def test_a_step_that_fails_is_named_and_the_rest_goes_on(tmp_path: Path) -> None
     found = run(python("bad", "print('why'); raise SystemExit(3)"), FINE, out=tmp_path)
     assert outcomes(found) == {"bad": FAILED, "fine": PASSED}
     assert found["bad"]["detail"] == "exit status 3; why"
+    assert found["bad"]["tail"][-1] == "why"
     assert "all is well" in (tmp_path / "fine.txt").read_text()
 
 
@@ -66,7 +67,7 @@ def test_a_step_that_hangs_is_ended_with_what_it_started_and_says_where(tmp_path
     hangs = python("hangs", code, limit_s=5.0, environment={"PYTHONFAULTHANDLER": "1"})
     found = run(hangs, FINE, out=tmp_path)
     assert outcomes(found) == {"hangs": OUT_OF_TIME, "fine": PASSED}
-    assert "stuck_here" in (tmp_path / "hangs.txt").read_text()
+    assert "in stuck_here" in (tmp_path / "hangs.txt").read_text()
     status = Path("/proc", child.read_text(), "stat")
     assert not status.exists() or status.read_text().split()[2] == "Z"
 
@@ -83,18 +84,19 @@ def test_a_step_ended_by_a_signal_says_so(tmp_path: Path) -> None:
 
 
 def test_garbage_is_a_failure_and_leaves_a_readable_table(tmp_path: Path) -> None:
-    garbage = "import os; os.write(1, bytes(range(256)) * 4 + b'| a | b |')"
+    garbage = "import os; os.write(1, bytes(range(256)) * 4 + b'|' * 200)"
     found = run(
         python("binary", garbage),
         python("tests", garbage, judge=gpu.tests_passed),
         python("sanitizer", garbage, judge=gpu.nothing_found),
+        python("bars", "print('|' * 321)"),
         FINE,
         out=tmp_path,
     )
     assert outcomes(found) == {
-        "binary": PASSED, "tests": FAILED, "sanitizer": FAILED, "fine": PASSED,
+        "binary": PASSED, "tests": FAILED, "sanitizer": FAILED, "bars": PASSED, "fine": PASSED,
     }  # fmt: skip
-    header, rule, *rows = (tmp_path / "summary.txt").read_text().splitlines()[:6]
+    header, rule, *rows = (tmp_path / "summary.txt").read_text().splitlines()[:7]
     for line in (header, rule, *rows):
         assert line.isprintable()
         assert len(re.findall(r"(?<!\\)\|", line)) == 6, line
@@ -116,16 +118,17 @@ def test_results_that_cannot_be_read_are_a_failure(
     (tmp_path / "found.json").write_text('{"of": "an earlier run"}')
     path = str(tmp_path / "found.json")
     code = "" if text is None else f"open({path!r}, 'w').write({text!r})"
-    found = run(python("measures", code, writes="found.json"), FINE, out=tmp_path)
+    found = run(python("measures", code, writes=("found.json",)), FINE, out=tmp_path)
     assert outcomes(found) == {"measures": FAILED, "fine": PASSED}
     assert found["measures"]["detail"].startswith(why)
 
 
 def test_results_that_can_be_read_go_into_those_of_the_run(tmp_path: Path) -> None:
     path = str(tmp_path / "found.json")
-    code = f"open({path!r}, 'w').write('{{\"us\": 7}}')"
-    found = run(python("measures", code, writes="found.json"), out=tmp_path)
-    assert found["measures"]["wrote"] == {"us": 7}
+    # Also of a step that failed later.
+    code = f"open({path!r}, 'w').write('{{\"us\": 7}}'); raise SystemExit(1)"
+    found = run(python("measures", code, writes=("found.json",)), out=tmp_path)
+    assert found["measures"]["wrote"] == {"found.json": {"us": 7}}
 
 
 def test_what_needs_a_step_that_failed_is_left_out(tmp_path: Path) -> None:
@@ -158,6 +161,7 @@ def test_a_step_gets_no_more_than_is_left_of_the_budget(
     hangs = python("hangs", "import time; time.sleep(1000)")
     found = run(hangs, FINE, out=tmp_path, budget_s=1.0)
     assert outcomes(found) == {"hangs": OUT_OF_TIME, "fine": LEFT_OUT}
+    assert found["hangs"]["detail"] != f"ended after {LIMIT_S:.0f} s", "it got its own limit"
 
 
 @pytest.mark.parametrize(
@@ -237,8 +241,8 @@ def test_a_dry_run_does_all_that_it_can_without_a_gpu(tmp_path: Path) -> None:
     found = json.loads((tmp_path / "results.json").read_text())["steps"]
     assert {one["name"] for one in found if one["outcome"] == SHOWN} == {"build", "code"}
     by_name = {one["name"]: one for one in found}
-    assert by_name["facts"]["wrote"]["facts"]["timer_step_ns"] > 0
-    rows = by_name["latency"]["wrote"]["rows"]
+    assert by_name["facts"]["wrote"]["facts.json"]["facts"]["timer_step_ns"] > 0
+    rows = by_name["latency"]["wrote"]["latency.json"]["rows"]
     assert {row["setting"]["hooks"] for row in rows} == {False, True}
     assert "| dispatch us |" in done.stdout
     assert "nothing of this is a fact about a GPU" in done.stdout

@@ -85,21 +85,23 @@ def nothing_found(output: str) -> tuple[bool, str]:
     return clean, found[-1]
 
 
-def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file.
+def read(path: Path) -> dict[str, Any]:
+    """By its name, the JSON object in a file; of other files, that they are there.
 
     Raises:
-        ValueError: there is none; says why.
+        ValueError: what ought to be there is not; says what.
     """
+    if not path.exists():
+        raise ValueError(f"{path.name} was not written")
+    if path.suffix != ".json":
+        return {}
     try:
-        found = json.loads(path.read_text())
-    except OSError:
-        raise ValueError(f"{path.name} was not written") from None
+        found = json.loads(path.read_bytes())
     except ValueError as error:
         raise ValueError(f"{path.name} is no JSON: {error}") from None
     if not isinstance(found, dict) or not found:
         raise ValueError(f"{path.name} holds no JSON object")
-    return found
+    return {path.name: found}
 
 
 # --- steps ----------------------------------------------------------------------------------------
@@ -117,7 +119,7 @@ class Step:
         needs: steps that must have passed.
         programs: that must be on PATH.
         judge: what the output means.
-        writes: a file in the folder of results, a JSON object, that it must write.
+        writes: files in the folder of results that it must write; those in JSON hold an object.
         environment: besides that of all steps.
         only_shown: a line for a step that is not run here.
     """
@@ -129,7 +131,7 @@ class Step:
     needs: Sequence[str] = ()
     programs: Sequence[str] = ()
     judge: Judge = last_line
-    writes: str = ""
+    writes: Sequence[str] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
     only_shown: str = ""
 
@@ -144,7 +146,8 @@ class Result:
     detail: str
     seconds: float = 0.0
     commands: list[str] = field(default_factory=list)
-    wrote: dict[str, Any] = field(default_factory=dict)
+    wrote: dict[str, Any] = field(default_factory=dict)  # by file, what is in JSON
+    tail: list[str] = field(default_factory=list)  # of what it printed, if it did not pass
 
 
 def run_steps(
@@ -167,9 +170,8 @@ def run_steps(
         result = run_step(step, results, {s.name for s in steps}, left_s, out, environment)
         results.append(result)
         say(f"--- {step.name} {result.outcome} after {result.seconds:.0f} s: {result.detail}")
-        if result.outcome in (FAILED, OUT_OF_TIME):
-            for line in text_of(out / f"{step.name}.txt").splitlines()[-LINES_SHOWN:]:
-                say(f"    {line}")
+        for line in result.tail:
+            say(f"    {line}")
         write_summary(results, out)
     return results
 
@@ -187,6 +189,8 @@ def run_step(
         step.name, step.shows, LEFT_OUT, "", 0.0, [shlex.join(c) for c in step.commands]
     )
     good = {one.name for one in earlier if one.outcome in (PASSED, SHOWN)}
+    for name in step.writes:
+        (out / name).unlink(missing_ok=True)  # of an earlier run
     # A step that was not selected is taken for done.
     lacking = [name for name in step.needs if name in selected and name not in good]
     path = {**os.environ, **environment}.get("PATH")
@@ -201,15 +205,16 @@ def run_step(
         result.detail = f"the budget is used up: {max(0.0, left_s):.0f} s are left"
     else:
         began = time.monotonic()
-        if step.writes:
-            (out / step.writes).unlink(missing_ok=True)  # of an earlier run
         file = out / f"{step.name}.txt"
         run_judged(step, result, file, min(step.limit_s, left_s), {**os.environ, **environment})
-        if step.writes and result.outcome == PASSED:
+        for name in step.writes:
             try:
-                result.wrote = read_object(out / step.writes)
+                result.wrote |= read(out / name)
             except ValueError as error:
-                result.outcome, result.detail = FAILED, str(error)
+                if result.outcome == PASSED:
+                    result.outcome, result.detail = FAILED, str(error)
+        if result.outcome != PASSED:
+            result.tail = text_of(file).splitlines()[-LINES_SHOWN:]
         result.seconds = time.monotonic() - began
     return result
 
@@ -279,7 +284,7 @@ def text_of(file: Path) -> str:
 def cell(text: str) -> str:
     """Printable text of one line, for a table in Markdown."""
     plain = "".join(c if c.isprintable() else " " for c in text)
-    return " ".join(plain.split()).replace("|", "\\|")[:160]
+    return " ".join(plain.split())[:160].replace("|", "\\|")
 
 
 def summary(results: Iterable[Result]) -> str:
@@ -325,8 +330,9 @@ def all_steps(out: Path, dry: bool) -> list[Step]:
             "driver",
             "a GPU, its driver and the toolkit",
             [
-                ["nvidia-smi"],
                 ["nvcc", "--version"],
+                ["nvidia-smi"],
+                ["nvidia-smi", "--query-gpu=name,driver_version,memory.total,clocks.max.sm", "--format=csv,noheader"],
             ],
             30,
             programs=("nvidia-smi", "nvcc"),
@@ -358,7 +364,7 @@ def all_steps(out: Path, dry: bool) -> list[Step]:
             [[*benchmark, "--facts", "--json", str(out / "facts.json")]],
             60,
             needs=("build",),
-            writes="facts.json",
+            writes=("facts.json",),
         ),
         Step(
             "gpu",
@@ -395,7 +401,7 @@ def all_steps(out: Path, dry: bool) -> list[Step]:
             ],
             120,
             needs=("build",),
-            writes="latency.json",
+            writes=("latency.json", TABLE),
         ),
         Step(
             "calls",
@@ -564,8 +570,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.dry_run:
         print("\nA dry run on the cpu backend: nothing of this is a fact about a GPU.")
     print(f"\n{summary(results)}\nresults: {args.out}")
-    if any(one.name == "latency" and one.outcome == PASSED for one in results):
-        print(f"\n{(args.out / TABLE).read_text()}")
+    table = args.out / TABLE
+    if any(TABLE in step.writes for step in args.steps) and table.exists():
+        print(f"\n{table.read_text()}")
     return 0 if all(one.outcome in (PASSED, SHOWN) for one in results) else 1
 
 

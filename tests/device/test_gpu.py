@@ -44,7 +44,7 @@ SHAPE = Shape((4, 3, 4, 2), num_max_tokens=4, hidden=512, num_experts=8, num_top
 NUM_ROUNDS = 12
 BOTH_MODES = pytest.mark.parametrize("mode", [PLAIN, HOOK], ids=["fused", "hooks"])
 
-needs_graphs = pytest.mark.skipif(
+needs_a_gpu = pytest.mark.skipif(
     DEVICE != "cuda", reason="CUDA graphs; `make gpu` runs this on a machine with a GPU"
 )
 
@@ -271,7 +271,8 @@ def capture(buffer: deep_ep.Buffer, inputs: Inputs, hook: bool) -> Captured:
     return Captured(graph, held, Received(*received), combined)
 
 
-@needs_graphs
+@pytest.mark.gpu
+@needs_a_gpu
 @BOTH_MODES
 def test_a_captured_exchange_gives_the_reference_at_each_replay_and_is_counted(mode: Mode) -> None:
     one_at_a_time = threading.Lock()
