@@ -25,14 +25,11 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+import cuda_settings  # noqa: F401 - before CUDA starts
 import deep_ep
 from deep_ep import backend
 from deep_ep.group import thread_groups
 
-# Read when CUDA starts. Kernels of all ranks of a process must run at once: each stream needs a queue of its
-# own, of which there are 8 otherwise, and loading a kernel may wait for all that run.
-os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
-os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
 # Where the tensors of the backend under test live: "cpu" or "cuda".
 DEVICE = backend.get().name
 # Forked from a process that has imported everything, ranks start at once; CUDA survives no fork.

@@ -5,8 +5,12 @@ What the cpu backend can run of it runs there too, in wall time. `make gpu` runs
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import threading
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -353,3 +357,22 @@ def test_ranks_with_automatic_launches_share_the_device(num_ranks: int) -> None:
     with Ranks(num_ranks, 16, 1024, 64) as ranks:
         for mode in (FP8, PLAIN, Mode(hook=True, zero_copy=True)):
             exchange_and_check(ranks, shape, mode)
+
+
+def test_cuda_is_told_what_ranks_that_share_a_gpu_need_before_it_starts() -> None:
+    """Whatever is imported first: modules of tests start CUDA when they ask for the backend."""
+    code = (
+        "import os, sys; from deep_ep import backend\n"
+        "for name in ('CUDA_DEVICE_MAX_CONNECTIONS', 'CUDA_MODULE_LOADING'): os.environ.pop(name, None)\n"
+        "told, get = [], backend.get\n"
+        "backend.get = lambda: told.append(os.environ.get('CUDA_MODULE_LOADING')) or get()\n"
+        "__import__(sys.argv[1])\n"
+        "assert told and set(told) == {'EAGER'}, told\n"
+    )
+    for module in ("launch", "reference"):
+        path = os.pathsep.join([str(Path(deep_ep.__file__).parent.parent), *sys.path])
+        done = subprocess.run(
+            [sys.executable, "-c", code, module], env={**os.environ, "PYTHONPATH": path},
+            capture_output=True, text=True, timeout=300, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, f"{module}: {done.stderr}"
