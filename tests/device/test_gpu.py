@@ -40,12 +40,14 @@ from exchange import (
     ranks_for,
 )
 from launch import DEVICE, Ranks, keep_busy, measured_again
-from test_wall_time import assert_dark
+from test_wall_time import LIGHT, assert_dark
 
 MS = 1_000_000
 PLAIN, FP8, HOOK = Mode(), Mode(use_fp8=True), Mode(hook=True)
 SHAPE = Shape((4, 3, 4, 2), num_max_tokens=4, hidden=512, num_experts=8, num_topk=3)
 NUM_ROUNDS = 12
+# Of a rank that is late; large against what the scheduler of a small machine adds.
+DELAY_NS = 40 * MS
 BOTH_MODES = pytest.mark.parametrize("mode", [PLAIN, HOOK], ids=["fused", "hooks"])
 
 needs_a_gpu = pytest.mark.skipif(
@@ -122,11 +124,12 @@ def test_a_receive_launched_long_after_arrival_shows_no_waiting(counts: bool) ->
     assert not waits.any()
 
 
-def waits_and_verdicts(mode: Mode, late: int, delay_ns: int) -> tuple[Any, list[np.ndarray]]:
-    """Rounds in which one rank is busy before each of its operations.
+def named_and_waits(mode: Mode, late: int | None) -> tuple[set[Any], list[np.ndarray]]:
+    """Rounds in which one rank, or none, is busy before each of its operations.
 
     Returns:
-        The diagnosis, and per kind of operation the waits `[receiver, source]` in us per operation.
+        What the verdicts name, and per kind of operation the waits `[receiver, source]` in us per operation.
+        Small effects are left out: threads do wait for each other's Python, and a GPU's timer shows it.
     """
     inputs = make_inputs(SHAPE)
 
@@ -140,7 +143,7 @@ def waits_and_verdicts(mode: Mode, late: int, delay_ns: int) -> tuple[Any, list[
         buffer.enable_counters()
         if rank == late:
             before_operation = buffer.communicator.before_operation
-            before_operation.append(lambda _: keep_busy(buffer, delay_ns))
+            before_operation.append(lambda _: keep_busy(buffer, DELAY_NS))
         for _ in range(NUM_ROUNDS):
             round_of(rank, buffer)
         finish(buffer)
@@ -150,17 +153,26 @@ def waits_and_verdicts(mode: Mode, late: int, delay_ns: int) -> tuple[Any, list[
 
     with ranks_for(SHAPE) as ranks:
         results = ranks.run(program)
-    return results[0][0], [np.stack(kind) for kind in zip(*(waits for _, waits in results))]
+    verdicts = results[0][0].verdicts
+    named = {one.key for one in verdicts if one.effect_us > LIGHT * DELAY_NS / 1e3}
+    return named, [np.stack(kind) for kind in zip(*(waits for _, waits in results))]
 
 
 @BOTH_MODES
 @measured_again
 def test_a_delayed_rank_darkens_its_own_column_only(mode: Mode) -> None:
-    late, delay_ns = 2, 40 * MS
-    diagnosis, kinds = waits_and_verdicts(mode, late, delay_ns)
+    late = 2
+    named, kinds = named_and_waits(mode, late)
     for waits in kinds:
-        assert_dark(waits, delay_ns / 1e3, lambda _, source: source == late, "wait_us")
-    assert diagnosis.keys == {("comp-slow", late)}, diagnosis.verdicts
+        assert_dark(waits, DELAY_NS / 1e3, lambda _, source: source == late, "wait_us")
+    assert named == {("comp-slow", late)}
+
+
+@BOTH_MODES
+@measured_again
+def test_nothing_is_said_of_ranks_that_are_not_delayed(mode: Mode) -> None:
+    named, _ = named_and_waits(mode, None)
+    assert not named
 
 
 def test_ranks_of_one_device_read_one_clock() -> None:
