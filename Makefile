@@ -10,7 +10,7 @@ STAMP := $(VENV)/.deep_ep-torch-$(TORCH_VERSION)
 # Found, not listed: a new file is formatted without a change here.
 CPP := $(shell find csrc tests -name '*.cpp' -o -name '*.h' -o -name '*.cuh' -o -name '*.cu')
 
-.PHONY: help install build demo test lint hooks tidy format fix bench accuracy smoke sanitize explore mutants cuda clean
+.PHONY: help install build demo test lint hooks tidy format fix bench accuracy smoke sanitize explore mutants cuda gpu clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z]*\):.*##/\1\t/p' Makefile
@@ -82,6 +82,9 @@ cuda: $(STAMP) third-party/nvshmem  ## both CUDA modules: build, link, load, res
 	$(RUN)/python -c "import deep_ep._cuda, deep_ep._cuda_nvshmem; print('both modules load')"
 	$(RUN)/python tools/kernel_resources.py --check
 	$(RUN)/python tools/machine_code.py
+
+gpu:  ## on a machine with a GPU, its own torch and nvcc: build, compare, try, measure; ARGS=--dry-run without one
+	$(PYTHON) tools/gpu.py $(ARGS)
 
 clean:  ## what was built, without .venv and third-party/nvshmem
 	rm -rf build deep_ep/*.so *.egg-info

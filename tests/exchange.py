@@ -299,9 +299,9 @@ def assert_received_one(
 
 
 def assert_same_bytes(got: torch.Tensor, want: torch.Tensor, what: str) -> None:
-    """Equal shape and bit pattern, NaN payloads included."""
+    """Equal shape and bit pattern, NaN payloads included, wherever the two are."""
     assert got.shape == want.shape, what
-    different = bytes_of(got) != bytes_of(want)
+    different = bytes_of(got.cpu()) != bytes_of(want.cpu())
     if different.any():
         row = int(different.view(len(got), -1).any(1).nonzero()[0])
         raise AssertionError(f"{what}: row {row} differs\ngot  {got[row]}\nwant {want[row]}")

@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+import cuda_settings  # noqa: F401 - before CUDA starts
 import deep_ep
 from deep_ep import backend
 from deep_ep.group import thread_groups
@@ -46,6 +47,29 @@ def _own_stream() -> None:
     """On a GPU each rank works on a stream of its own: kernels of two ranks wait for each other."""
     if DEVICE == "cuda":
         torch.cuda.set_stream(torch.cuda.Stream())
+
+
+def keep_busy(buffer: deep_ep.Buffer, duration_ns: int) -> None:
+    """Delays what this rank calls next: a kernel on its current stream, or a delay of the cpu backend."""
+    if DEVICE == "cuda":
+        torch.cuda._sleep(round(duration_ns * _cycles_per_ns()))
+    else:
+        buffer.runtime.delay(duration_ns)
+
+
+@functools.cache
+def _cycles_per_ns() -> float:
+    """Of the GPU's clock under load, measured once."""
+    num_cycles = 50_000_000
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(num_cycles)  # an idle GPU clocks low
+        begin.record()
+        torch.cuda._sleep(num_cycles)
+        end.record()
+    stream.synchronize()
+    return num_cycles / (begin.elapsed_time(end) * 1e6)
 
 
 class Ranks:

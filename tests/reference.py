@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 
+import cuda_settings  # noqa: F401 - before CUDA starts
 from deep_ep import backend
 
 FP8_MAX = 448.0  # largest finite e4m3 value

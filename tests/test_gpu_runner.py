@@ -1,0 +1,248 @@
+"""The runner of `make gpu`: whatever a step does, it is reported as what it is, and the others go on."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import gpu
+from gpu import FAILED, LEFT_OUT, OUT_OF_TIME, PASSED, SHOWN, Step
+
+RUNNER = Path(gpu.__file__)
+# Far above what a made-up step takes, far below what a test may.
+LIMIT_S = 60.0
+
+
+def python(name: str, code: str, **arguments: Any) -> Step:
+    """A step that runs Python."""
+    return Step(
+        name,
+        "what it shows",
+        [[sys.executable, "-c", code]],
+        **{"limit_s": LIMIT_S, **arguments},
+    )
+
+
+def run(*steps: Step, out: Path, budget_s: float = 10 * LIMIT_S) -> dict[str, dict[str, Any]]:
+    """What results.json says of each step."""
+    gpu.run_steps(steps, out, budget_s, {}, say=lambda _: None)
+    found = json.loads((out / "results.json").read_text())["steps"]
+    return {one["name"]: one for one in found}
+
+
+def outcomes(found: dict[str, dict[str, Any]]) -> dict[str, str]:
+    return {name: one["outcome"] for name, one in found.items()}
+
+
+FINE = python("fine", "print('all is well')")
+
+
+def test_a_step_that_fails_is_named_and_the_rest_goes_on(tmp_path: Path) -> None:
+    found = run(python("bad", "print('why'); raise SystemExit(3)"), FINE, out=tmp_path)
+    assert outcomes(found) == {"bad": FAILED, "fine": PASSED}
+    assert found["bad"]["detail"] == "exit status 3; why"
+    assert found["bad"]["tail"][-1] == "why"
+    assert "all is well" in (tmp_path / "fine.txt").read_text()
+
+
+def test_a_step_that_hangs_is_ended_with_what_it_started_and_says_where(tmp_path: Path) -> None:
+    child = tmp_path / "child"
+    code = (
+        "import subprocess, sys, time\n"
+        f"child = subprocess.Popen(['sleep', '{10 * LIMIT_S:.0f}'])\n"
+        f"open({str(child)!r}, 'w').write(str(child.pid))\n"
+        "def stuck_here(): time.sleep(1000)\n"
+        "stuck_here()\n"
+    )
+    # Long enough for an interpreter to start on a busy machine.
+    hangs = python("hangs", code, limit_s=5.0, environment={"PYTHONFAULTHANDLER": "1"})
+    found = run(hangs, FINE, out=tmp_path)
+    assert outcomes(found) == {"hangs": OUT_OF_TIME, "fine": PASSED}
+    assert "in stuck_here" in (tmp_path / "hangs.txt").read_text()
+    status = Path("/proc", child.read_text(), "stat")
+    assert not status.exists() or status.read_text().split()[2] == "Z"
+
+
+def test_a_step_that_cannot_be_run_fails(tmp_path: Path) -> None:
+    found = run(replace(FINE, name="absent", commands=[["/no/such/program"]]), FINE, out=tmp_path)
+    assert outcomes(found) == {"absent": FAILED, "fine": PASSED}
+    assert "/no/such/program cannot be run" in found["absent"]["detail"]
+
+
+def test_a_step_ended_by_a_signal_says_so(tmp_path: Path) -> None:
+    found = run(python("killed", "import os; os.kill(os.getpid(), 9)"), out=tmp_path)
+    assert found["killed"]["detail"].startswith("ended by signal 9")
+
+
+def test_garbage_is_a_failure_and_leaves_a_readable_table(tmp_path: Path) -> None:
+    garbage = "import os; os.write(1, bytes(range(256)) * 4 + b'|' * 200)"
+    found = run(
+        python("binary", garbage),
+        python("tests", garbage, judge=gpu.tests_passed),
+        python("sanitizer", garbage, judge=gpu.nothing_found),
+        python("bars", "print('|' * 321)"),
+        FINE,
+        out=tmp_path,
+    )
+    assert outcomes(found) == {
+        "binary": PASSED, "tests": FAILED, "sanitizer": FAILED, "bars": PASSED, "fine": PASSED,
+    }  # fmt: skip
+    header, rule, *rows = (tmp_path / "summary.txt").read_text().splitlines()[:7]
+    for line in (header, rule, *rows):
+        assert line.isprintable()
+        assert len(re.findall(r"(?<!\\)\|", line)) == 6, line
+    assert set(rule) <= set("|-:")
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        (None, "found.json was not written"),
+        ("{'a': 1}", "found.json is no JSON"),
+        ("[]", "found.json holds no JSON object"),
+        ("{}", "found.json holds no JSON object"),
+    ],
+)
+def test_results_that_cannot_be_read_are_a_failure(
+    tmp_path: Path, text: str | None, why: str
+) -> None:
+    (tmp_path / "found.json").write_text('{"of": "an earlier run"}')
+    path = str(tmp_path / "found.json")
+    code = "" if text is None else f"open({path!r}, 'w').write({text!r})"
+    found = run(python("measures", code, writes=("found.json",)), FINE, out=tmp_path)
+    assert outcomes(found) == {"measures": FAILED, "fine": PASSED}
+    assert found["measures"]["detail"].startswith(why)
+
+
+def test_results_that_can_be_read_go_into_those_of_the_run(tmp_path: Path) -> None:
+    path = str(tmp_path / "found.json")
+    # Also of a step that failed later.
+    code = f"open({path!r}, 'w').write('{{\"us\": 7}}'); raise SystemExit(1)"
+    found = run(python("measures", code, writes=("found.json",)), out=tmp_path)
+    assert found["measures"]["wrote"] == {"found.json": {"us": 7}}
+
+
+def test_what_needs_a_step_that_failed_is_left_out(tmp_path: Path) -> None:
+    bad = python("bad", "raise SystemExit(1)")
+    shown = Step("shown", "", [], LIMIT_S, only_shown="needs a GPU")
+    later = python("later", "", needs=("bad",))
+    found = run(bad, later, shown, replace(FINE, needs=("shown",)), out=tmp_path)
+    assert outcomes(found) == {"bad": FAILED, "later": LEFT_OUT, "shown": SHOWN, "fine": PASSED}
+    assert found["later"]["detail"] == "bad did not pass"
+    # Where it was not selected, it is taken for done.
+    assert outcomes(run(later, out=tmp_path)) == {"later": PASSED}
+
+
+def test_a_program_that_is_not_there_is_named(tmp_path: Path) -> None:
+    found = run(replace(FINE, programs=("sh", "no-such-program")), out=tmp_path)
+    assert outcomes(found) == {"fine": LEFT_OUT}
+    assert found["fine"]["detail"] == "no-such-program not found on PATH"
+
+
+def test_what_no_longer_fits_the_budget_is_named(tmp_path: Path) -> None:
+    found = run(FINE, replace(FINE, name="later"), out=tmp_path, budget_s=gpu.LEAST_S - 1)
+    assert outcomes(found) == {"fine": LEFT_OUT, "later": LEFT_OUT}
+    assert "the budget is used up" in found["later"]["detail"]
+
+
+def test_a_step_gets_no_more_than_is_left_of_the_budget(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu, "LEAST_S", 0.5)
+    hangs = python("hangs", "import time; time.sleep(1000)")
+    found = run(hangs, FINE, out=tmp_path, budget_s=1.0)
+    assert outcomes(found) == {"hangs": OUT_OF_TIME, "fine": LEFT_OUT}
+    assert found["hangs"]["detail"] != f"ended after {LIMIT_S:.0f} s", "it got its own limit"
+
+
+@pytest.mark.parametrize(
+    ("output", "is_good"),
+    [
+        ("........\n57 passed, 3 skipped in 6.99s\n", True),
+        ("57 passed in 6.99s\nError in sys.excepthook: the driver is gone\n", True),
+        ("92/117 tests collected (25 deselected) in 0.93s\n", True),
+        ("=== 1 failed, 14 passed in 7.00s ===\n1 failed, 14 passed in 7.00s\n", True),
+        ("3 skipped in 0.10s\n", False),
+        ("no tests ran in 0.10s\n", False),
+        ("57 passed\nSegmentation fault\n", False),
+        ("", False),
+    ],
+)
+def test_tests_that_were_all_skipped_have_shown_nothing(output: str, is_good: bool) -> None:
+    """Whether one failed the exit status says."""
+    assert gpu.tests_passed(output)[0] == is_good
+
+
+@pytest.mark.parametrize(
+    ("output", "is_good"),
+    [
+        ("========= ERROR SUMMARY: 0 errors\n", True),
+        ("========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)\n", True),
+        ("========= RACECHECK SUMMARY: 2 hazards displayed (0 errors, 2 warnings)\n", False),
+        ("========= ERROR SUMMARY: 10 errors\n", False),
+        ("========= ERROR SUMMARY: 3 errors\n========= ERROR SUMMARY: 0 errors\n", False),
+        ("2 passed in 3.00s\n", False),
+    ],
+)
+def test_a_sanitizer_that_looked_at_nothing_has_found_nothing_out(
+    output: str, is_good: bool
+) -> None:
+    assert gpu.nothing_found(output)[0] == is_good
+
+
+def test_steps_are_known_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        gpu.main(["--only", "latency", "speed"])
+    said = capsys.readouterr().err
+    assert "--only: speed is no step; the steps are driver, packages, build" in said
+    assert gpu.main(["--list"]) == 0
+    assert "compute-sanitizer --tool racecheck" in capsys.readouterr().out
+
+
+def test_steps_never_fall_back_to_the_other_backend() -> None:
+    assert gpu.step_environment([], dry=False)["DEEP_EP_BACKEND"] == "cuda"
+
+
+def test_missing_packages_come_from_wheels(tmp_path: Path) -> None:
+    """A package that no index knows, in a folder of wheels."""
+    source, wheels, target = (tmp_path / name for name in ("source", "wheels", "target"))
+    wheels.mkdir()
+    (source / "made_up_for_this").mkdir(parents=True)
+    info = source / "made_up_for_this-1.0.dist-info"
+    info.mkdir()
+    (source / "made_up_for_this" / "__init__.py").write_text("")
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: made-up-for-this\nVersion: 1.0\n")
+    (info / "WHEEL").write_text("Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+    (info / "RECORD").write_text("")
+    archive = shutil.make_archive(str(tmp_path / "wheel"), "zip", source)
+    Path(archive).rename(wheels / "made_up_for_this-1.0-py3-none-any.whl")
+    assert gpu.install(["made-up-for-this"], wheels, target) == 0
+    assert (target / "made_up_for_this" / "__init__.py").exists()
+    assert "--dest wheels pybind11 rich" in gpu.wheels_command(["pybind11", "rich"])
+
+
+@pytest.mark.slow
+def test_a_dry_run_does_all_that_it_can_without_a_gpu(tmp_path: Path) -> None:
+    command = [sys.executable, str(RUNNER), "--dry-run", "--out", str(tmp_path)]
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, timeout=600, cwd=RUNNER.parent.parent,
+        env={name: value for name, value in os.environ.items() if not name.startswith("DEEP_EP_")},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads((tmp_path / "results.json").read_text())["steps"]
+    assert {one["name"] for one in found if one["outcome"] == SHOWN} == {"build", "code"}
+    by_name = {one["name"]: one for one in found}
+    assert by_name["facts"]["wrote"]["facts.json"]["facts"]["timer_step_ns"] > 0
+    rows = by_name["latency"]["wrote"]["latency.json"]["rows"]
+    assert {row["setting"]["hooks"] for row in rows} == {False, True}
+    assert "| dispatch us |" in done.stdout
+    assert "nothing of this is a fact about a GPU" in done.stdout

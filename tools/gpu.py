@@ -1,0 +1,585 @@
+"""Proves the CUDA target on a machine with a GPU, in one command: `make gpu`, or python3 tools/gpu.py.
+
+Builds the modules for the torch of this interpreter, compares every mode with the reference, tries streams, graphs,
+late ranks and failures, measures, and has compute-sanitizer look. Ranks are threads of one process with a stream
+each. It needs torch with CUDA, nvcc and one GPU of compute capability 9.0 or newer; no network, no virtual
+environment. Each step is a process with a limit of its own: what fails or hangs is named, and the rest goes on. The
+folder OUT then holds what every step printed (STEP.txt), summary.txt and results.json. The exit status is 0 only if
+all steps passed.
+
+Packages that this interpreter lacks can travel as a folder of wheels; without it, the runner says how to make one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import json
+import os
+import re
+import resource
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+# What the steps import besides torch, by the name of the package.
+PACKAGES = {
+    "numpy": "numpy",
+    "pybind11": "pybind11",
+    "setuptools": "setuptools",
+    "ninja": "ninja",
+    "pytest": "pytest",
+    "hypothesis": "hypothesis",
+    "rich": "rich",
+}
+PASSED, SHOWN = "passed", "shown"
+FAILED, OUT_OF_TIME, LEFT_OUT = "FAILED", "OUT OF TIME", "left out"
+# What a step that was told to end may take to say where it hangs.
+GRACE_S = 3.0
+# With less time than this no step is begun.
+LEAST_S = 10.0
+LINES_SHOWN = 25
+# What the README may take over.
+TABLE = "latency.md"
+
+Judge = Callable[[str], "tuple[bool, str]"]
+
+
+# --- what output means ----------------------------------------------------------------------------
+
+
+def last_line(output: str) -> tuple[bool, str]:
+    """Any output will do; its last line says how it went."""
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    return True, lines[-1] if lines else "no output"
+
+
+def tests_passed(output: str) -> tuple[bool, str]:
+    """pytest's last line; tests that were all skipped have shown nothing."""
+    counts = (
+        r"\d+(?:/\d+)? (?:passed|failed|skipped|deselected|errors?|tests? collected)\b.* in [\d.]+s"
+    )
+    found = re.findall(counts, output)
+    if not found:
+        return False, "pytest said nothing of tests"
+    good = re.search(r"\b[1-9]\d*(/\d+)? (passed|tests? collected)", found[-1])
+    return good is not None, found[-1]
+
+
+def nothing_found(output: str) -> tuple[bool, str]:
+    """compute-sanitizer's summaries, one per process."""
+    found = re.findall(r"=+ ((?:ERROR|RACECHECK) SUMMARY: .*)", output)
+    if not found:
+        return False, "compute-sanitizer printed no summary"
+    clean = all(re.search(r"SUMMARY: 0 ", line) for line in found)
+    return clean, found[-1]
+
+
+def read(path: Path) -> dict[str, Any]:
+    """By its name, the JSON object in a file; of other files, that they are there.
+
+    Raises:
+        ValueError: what ought to be there is not; says what.
+    """
+    if not path.exists():
+        raise ValueError(f"{path.name} was not written")
+    if path.suffix != ".json":
+        return {}
+    try:
+        found = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{path.name} is no JSON: {error}") from None
+    if not isinstance(found, dict) or not found:
+        raise ValueError(f"{path.name} holds no JSON object")
+    return {path.name: found}
+
+
+# --- steps ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step.
+
+    Attributes:
+        name: one word.
+        shows: what it shows if it passes.
+        commands: run in turn until one fails; none: the step is only shown.
+        limit_s: for all of them together, seconds.
+        needs: steps that must have passed.
+        programs: that must be on PATH.
+        judge: what the output means.
+        writes: files in the folder of results that it must write; those in JSON hold an object.
+        environment: besides that of all steps.
+        only_shown: a line for a step that is not run here.
+    """
+
+    name: str
+    shows: str
+    commands: Sequence[Sequence[str]]
+    limit_s: float
+    needs: Sequence[str] = ()
+    programs: Sequence[str] = ()
+    judge: Judge = last_line
+    writes: Sequence[str] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+    only_shown: str = ""
+
+
+@dataclass
+class Result:
+    """How a step went: PASSED, SHOWN, FAILED, OUT_OF_TIME or LEFT_OUT, why, and what it wrote."""
+
+    name: str
+    shows: str
+    outcome: str
+    detail: str
+    seconds: float = 0.0
+    commands: list[str] = field(default_factory=list)
+    wrote: dict[str, Any] = field(default_factory=dict)  # by file, what is in JSON
+    tail: list[str] = field(default_factory=list)  # of what it printed, if it did not pass
+
+
+def print_now(line: str) -> None:
+    """Also where the output is a file or a pipe, which shows how far the run has come."""
+    print(line, flush=True)
+
+
+def run_steps(
+    steps: Sequence[Step],
+    out: Path,
+    budget_s: float,
+    environment: Mapping[str, str],
+    say: Callable[[str], None] = print_now,
+) -> list[Result]:
+    """Runs steps in order, within `budget_s` seconds in all, and writes what they gave into `out`.
+
+    The summary is written after each step, so that it is there if this process is ended.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    began = time.monotonic()
+    results: list[Result] = []
+    for step in steps:
+        left_s = budget_s - (time.monotonic() - began)
+        say(f"\n=== {step.name}: {step.shows}")
+        result = run_step(step, results, {s.name for s in steps}, left_s, out, environment)
+        results.append(result)
+        say(f"--- {step.name} {result.outcome} after {result.seconds:.0f} s: {result.detail}")
+        for line in result.tail:
+            say(f"    {line}")
+        write_summary(results, out)
+    return results
+
+
+def run_step(
+    step: Step,
+    earlier: Sequence[Result],
+    selected: set[str],
+    left_s: float,
+    out: Path,
+    environment: Mapping[str, str],
+) -> Result:
+    """One step: left out, shown, or run and judged."""
+    result = Result(
+        step.name, step.shows, LEFT_OUT, "", 0.0, [shlex.join(c) for c in step.commands]
+    )
+    good = {one.name for one in earlier if one.outcome in (PASSED, SHOWN)}
+    for name in step.writes:
+        (out / name).unlink(missing_ok=True)  # of an earlier run
+    # A step that was not selected is taken for done.
+    lacking = [name for name in step.needs if name in selected and name not in good]
+    path = {**os.environ, **environment}.get("PATH")
+    absent = [name for name in step.programs if shutil.which(name, path=path) is None]
+    if step.only_shown:
+        result.outcome, result.detail = SHOWN, step.only_shown
+    elif lacking:
+        result.detail = f"{' and '.join(lacking)} did not pass"
+    elif absent:
+        result.detail = f"{' and '.join(absent)} not found on PATH"
+    elif left_s < min(LEAST_S, step.limit_s):
+        result.detail = f"the budget is used up: {max(0.0, left_s):.0f} s are left"
+    else:
+        began = time.monotonic()
+        file = out / f"{step.name}.txt"
+        run_judged(step, result, file, min(step.limit_s, left_s), {**os.environ, **environment})
+        for name in step.writes:
+            try:
+                result.wrote |= read(out / name)
+            except ValueError as error:
+                if result.outcome == PASSED:
+                    result.outcome, result.detail = FAILED, str(error)
+        if result.outcome != PASSED:
+            result.tail = text_of(file).splitlines()[-LINES_SHOWN:]
+        result.seconds = time.monotonic() - began
+    return result
+
+
+def run_judged(
+    step: Step, result: Result, file: Path, limit_s: float, environment: Mapping[str, str]
+) -> None:
+    """Runs the commands; their output goes to `file`, the outcome into `result`."""
+    deadline = time.monotonic() + limit_s
+    with file.open("wb") as output:
+        for command in step.commands:
+            output.write(f"$ {shlex.join(command)}\n".encode())
+            output.flush()
+            try:
+                status = run_command(
+                    command, output.fileno(), deadline, {**environment, **step.environment}
+                )
+            except OSError as error:
+                result.outcome, result.detail = FAILED, f"{command[0]} cannot be run: {error}"
+                return
+            if status is None:
+                result.outcome, result.detail = OUT_OF_TIME, f"ended after {limit_s:.0f} s"
+                return
+            if status != 0:
+                _, detail = step.judge(text_of(file))
+                how = f"exit status {status}" if status > 0 else f"ended by signal {-status}"
+                result.outcome, result.detail = FAILED, f"{how}; {detail}"
+                return
+    good, result.detail = step.judge(text_of(file))
+    result.outcome = PASSED if good else FAILED
+
+
+def run_command(
+    command: Sequence[str], output: int, deadline: float, environment: Mapping[str, str]
+) -> int | None:
+    """The exit status of a command, `None` if it was ended at the deadline. Nothing it started outlives it."""
+    process = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=dict(environment),
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+    try:
+        return process.wait(max(0.0, deadline - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGABRT)  # Python's faulthandler then says where it hangs
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(GRACE_S)
+        return None
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def text_of(file: Path) -> str:
+    """What a step printed, whatever the bytes."""
+    return file.read_bytes().decode("utf-8", "replace")
+
+
+# --- the summary ----------------------------------------------------------------------------------
+
+
+def cell(text: str) -> str:
+    """Printable text of one line, for a table in Markdown."""
+    plain = "".join(c if c.isprintable() else " " for c in text)
+    return " ".join(plain.split())[:160].replace("|", "\\|")
+
+
+def summary(results: Iterable[Result]) -> str:
+    """A table in Markdown, then what may be said of the whole."""
+    lines = ["| Step | Outcome | s | Shows | Said |", "|---|---|---:|---|---|"]
+    counts: dict[str, int] = {}
+    for one in results:
+        counts[one.outcome] = counts.get(one.outcome, 0) + 1
+        cells = (one.name, one.outcome, f"{one.seconds:.0f}", cell(one.shows), cell(one.detail))
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join([*lines, "", ", ".join(f"{n} {outcome}" for outcome, n in counts.items()), ""])
+
+
+def write_summary(results: Sequence[Result], out: Path) -> None:
+    """summary.txt and results.json."""
+    (out / "summary.txt").write_text(summary(results))
+    found = [asdict(one) for one in results]
+    (out / "results.json").write_text(json.dumps({"steps": found}, indent=1))
+
+
+# --- the steps of this project --------------------------------------------------------------------
+
+
+def pytest_command(*words: str, dry: bool) -> list[str]:
+    """A selection of tests; in a dry run it is made and not run."""
+    flags = ["-q", "-p", "no:cacheprovider", *(["--collect-only"] if dry else [])]
+    return [sys.executable, "-m", "pytest", *flags, *words]
+
+
+def without(*words: str) -> list[str]:
+    """pytest's flag for tests whose names have none of these."""
+    return ["-k", " and ".join(f"not {word}" for word in words)]
+
+
+def all_steps(out: Path, dry: bool) -> list[Step]:
+    """What is done, in the order in which it is worth knowing; in a dry run on the cpu backend, in small."""
+    python = sys.executable
+    benchmark = [python, "benchmarks/low_latency_gpu.py"]
+    exchange = "tests/test_low_latency.py"
+    small = "--num-ranks 1 2 --blocks 2 --num-tokens 4 --hidden 256 --num-topk 2 --num-experts 8 --rounds 2"
+    steps = [
+        Step(
+            "driver",
+            "a GPU, its driver and the toolkit",
+            [
+                ["nvcc", "--version"],
+                ["nvidia-smi"],
+                ["nvidia-smi", "--query-gpu=name,driver_version,memory.total,clocks.max.sm", "--format=csv,noheader"],
+            ],
+            30,
+            programs=("nvidia-smi", "nvcc"),
+        ),
+        Step(
+            "packages",
+            "this interpreter has what the steps import, and its torch finds the GPU",
+            [
+                [python, "-c", f"import torch, {', '.join(PACKAGES)}; print('torch', torch.__version__, torch.version.cuda)"],
+                [python, "-c", "import torch; print(torch.cuda.get_device_name(), torch.cuda.get_device_capability())"],
+            ][: 1 if dry else 2],
+            60,
+        ),
+        Step(
+            "build",
+            "both targets compile and load with this torch",
+            [
+                [python, "setup.py", "build_ext", "--inplace"],
+                [python, "-c", "import torch, deep_ep._cpu, deep_ep._cuda as m; print(m.device_count(), 'GPU')"],
+            ],
+            300,
+            # Ranks that are threads need no NVSHMEM; without it one module less is compiled.
+            environment={"NVSHMEM_DIR": str(out / "no-nvshmem")},
+            only_shown="needs nvcc; here the modules are those of `make build`" if dry else "",
+        ),
+        Step(
+            "facts",
+            "two ranks exchange; the device, its timer's step, what a copy moves",
+            [[*benchmark, "--facts", "--json", str(out / "facts.json")]],
+            60,
+            needs=("build",),
+            writes=("facts.json",),
+        ),
+        Step(
+            "gpu",
+            "1 to 8 ranks share the GPU; late receives, delayed ranks and verdicts, events, graphs, failures",
+            [pytest_command("tests/device/test_gpu.py", dry=False)],
+            150,
+            needs=("build",),
+            judge=tests_passed,
+        ),
+        Step(
+            "modes",
+            "every mode, group size, hidden size and routing equals the reference",
+            [
+                pytest_command(
+                    exchange,
+                    # A process, or a node, for each rank; the program takes NCCL, a GPU for each.
+                    *without("program", "processes", "production", "nvlink", "nodes", "selections[1]", "selections[2]", "reference_"),
+                    dry=dry,
+                )
+            ],
+            150,
+            needs=("build",),
+            judge=tests_passed,
+        ),
+        Step(
+            "latency",
+            "latency, bandwidth, what counters cost",
+            [
+                [
+                    *benchmark,
+                    *(small.split() if dry else []),
+                    *("--json", str(out / "latency.json"), "--markdown", str(out / TABLE)),
+                ]
+            ],
+            120,
+            needs=("build",),
+            writes=("latency.json", TABLE),
+        ),
+        Step(
+            "calls",
+            "sizes that change between calls; kernels without verification; bad arguments are refused",
+            [
+                pytest_command(
+                    "tests/test_changing_sizes.py",
+                    "tests/test_errors.py",
+                    "tests/test_verify.py::test_results_are_the_same_without",
+                    # What the kernel finds is known on a GPU once it has run; the step `gpu` waits for it.
+                    *without("alone", "disagree", "another_operation", "expert-too", "expert-below", "more-rows"),
+                    dry=dry,
+                )
+            ],
+            120,
+            needs=("build",),
+            judge=tests_passed,
+        ),
+    ]  # fmt: skip
+    # Launches may come one after another there, and ranks that wait for each other would wait for ever: one
+    # rank, which sends to itself.
+    one_rank = [f"{exchange}::test_any_group_size_works[1-{mode}]" for mode in ("fp8", "bf16")]
+    tests = pytest_command(*one_rank, dry=False)
+    for tool in ("memcheck", "racecheck", "synccheck"):
+        steps.append(
+            Step(
+                tool,
+                f"compute-sanitizer {tool} finds nothing in one rank's dispatch and combine",
+                [["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", *tests]],
+                60,
+                needs=("build",),
+                programs=("compute-sanitizer",),
+                judge=nothing_found,
+                environment={
+                    "CUDA_MODULE_LOADING": "LAZY",
+                    "DEEP_EP_TIMEOUT_S": "50",
+                    "DEEP_EP_VERIFY": "0",
+                },
+            )
+        )
+    steps.append(
+        Step(
+            "code",
+            "registers and spills of each kernel; the machine code orders memory as the source does",
+            [
+                [python, "tools/kernel_resources.py", "--check"],
+                [python, "tools/machine_code.py"],
+            ],
+            90,
+            needs=("build",),
+            programs=() if dry else ("cuobjdump", "nvdisasm"),
+            only_shown="needs the CUDA modules, cuobjdump and nvdisasm" if dry else "",
+        )
+    )
+    return steps
+
+
+# --- the machine ----------------------------------------------------------------------------------
+
+
+def step_environment(folders: Sequence[Path], dry: bool) -> dict[str, str]:
+    """What all steps run with. `folders`: of programs, before those of PATH."""
+    paths = [str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
+    # A step must not take the cpu backend where it was to show the other one.
+    return {
+        "DEEP_EP_BACKEND": "cpu" if dry else "cuda",
+        "DEEP_EP_TIMEOUT_S": "20",  # what hangs says so before its step is ended
+        "PATH": os.pathsep.join([*map(str, folders), os.environ.get("PATH", "")]),
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        "PYTHONFAULTHANDLER": "1",
+        "PYTHONUNBUFFERED": "1",
+    }
+
+
+def toolkit() -> list[Path]:
+    """Where the programs of the CUDA toolkit are, also where PATH knows at most nvcc."""
+    nvcc = shutil.which("nvcc")
+    homes = [os.environ.get("CUDA_HOME"), nvcc and Path(nvcc).resolve().parent.parent]
+    folders = [Path(home) / "bin" for home in (*homes, "/usr/local/cuda") if home]
+    return [folder for folder in folders if folder.is_dir()]
+
+
+def stand_ins(folder: Path) -> Path:
+    """Programs for a dry run: they say what they are, and memcheck runs what it is given."""
+    programs = {
+        "nvidia-smi": 'echo "stand-in for nvidia-smi: there is no GPU"',
+        "nvcc": 'echo "stand-in for nvcc"',
+        "compute-sanitizer": 'tool=$2; shift 4; [ "$tool" != memcheck ] || "$@" || exit\n'
+        'echo "========= ERROR SUMMARY: 0 errors (stand-in: nothing was looked at)"',
+    }  # fmt: skip
+    for name, text in programs.items():
+        (folder / name).write_text(f"#!/bin/sh\n{text}\n")
+        (folder / name).chmod(0o755)
+    return folder
+
+
+def missing_packages() -> list[str]:
+    """Packages that this interpreter lacks."""
+    return [name for module, name in PACKAGES.items() if importlib.util.find_spec(module) is None]
+
+
+def wheels_command(names: Sequence[str]) -> str:
+    """What to run, where there is a network, for a folder of wheels that fits this interpreter."""
+    version = f"{sys.version_info.major}.{sys.version_info.minor}"
+    return (
+        f"python3 -m pip download --only-binary=:all: --python-version {version} --platform manylinux_2_28_x86_64 "
+        f"--platform manylinux2014_x86_64 --dest wheels {' '.join(names)}"
+    )
+
+
+def install(names: Sequence[str], wheels: Path, folder: Path) -> int:
+    """Installs packages from a folder of wheels into `folder`; returns pip's exit status."""
+    flags = ["--no-index", "--find-links", str(wheels), "--target", str(folder)]
+    command = [sys.executable, "-m", "pip", "install", "--quiet", *flags, *names]
+    return subprocess.run(command, check=False).returncode
+
+
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The options; names of steps are checked."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, default=ROOT / "build" / "gpu", help="folder of the results (build/gpu)")  # fmt: skip
+    parser.add_argument("--budget", type=float, default=570, metavar="SECONDS", help="for all steps together (570)")  # fmt: skip
+    parser.add_argument("--only", nargs="+", default=[], metavar="STEP", help="these steps and no others")  # fmt: skip
+    parser.add_argument("--wheels", type=Path, metavar="FOLDER", help="where packages that are missing come from")  # fmt: skip
+    parser.add_argument("--dry-run", action="store_true", help="without a GPU: the cpu backend in small, stand-ins for programs")  # fmt: skip
+    parser.add_argument("--list", action="store_true", help="print the steps and their commands")
+    args = parser.parse_args(argv)
+    args.steps = all_steps(args.out.resolve(), args.dry_run)
+    names = [step.name for step in args.steps]
+    unknown = [name for name in args.only if name not in names]
+    if unknown:
+        parser.error(f"--only: {', '.join(unknown)} is no step; the steps are {', '.join(names)}")
+    if args.only:
+        args.steps = [step for step in args.steps if step.name in args.only]
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the steps; returns the exit status."""
+    args = parse_arguments(argv)
+    if args.list:
+        for step in args.steps:
+            print(f"{step.name}, {step.limit_s:.0f} s at most: {step.shows}")
+            for command in step.commands:
+                print(f"    {shlex.join(command)}")
+        return 0
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # ended steps leave no core files
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # ends the step that runs as well
+    with tempfile.TemporaryDirectory(prefix="deep_ep_gpu_") as folder:
+        missing = missing_packages()
+        if missing and args.wheels is not None and install(missing, args.wheels, Path(folder)) == 0:
+            os.environ["PYTHONPATH"] = os.pathsep.join(
+                filter(None, [folder, os.environ.get("PYTHONPATH", "")])
+            )
+        elif missing:
+            print(
+                f"packages that are missing here: {', '.join(missing)}. Where there is a network, run"
+            )
+            print(f"    {wheels_command(missing)}")
+            print("and pass the folder with --wheels.")
+        programs = [stand_ins(Path(tempfile.mkdtemp(dir=folder)))] if args.dry_run else toolkit()
+        environment = step_environment(programs, args.dry_run)
+        results = run_steps(args.steps, args.out.resolve(), args.budget, environment)
+    if args.dry_run:
+        print("\nA dry run on the cpu backend: nothing of this is a fact about a GPU.")
+    print(f"\n{summary(results)}\nresults: {args.out}")
+    table = args.out / TABLE
+    if any(TABLE in step.writes for step in args.steps) and table.exists():
+        print(f"\n{table.read_text()}")
+    return 0 if all(one.outcome in (PASSED, SHOWN) for one in results) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
