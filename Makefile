@@ -32,7 +32,7 @@ demo: install  ## eight ranks on this machine, one of them slow: who, why, by ho
 	$(RUN)/python tests/test_low_latency.py --num-processes 8 --diagnose --inject slow-rank=3:2ms
 
 test: install  ## all tests; ARGS="-k name" selects
-	@tools/browser.sh
+	@tools/test_tools.sh
 	$(RUN)/python -m slipcover --source deep_ep --json --out $(CURDIR)/build/coverage.json -m pytest $(ARGS)
 	@$(RUN)/python tools/coverage.py build/coverage.json
 

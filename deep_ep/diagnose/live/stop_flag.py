@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 
 
@@ -28,8 +29,6 @@ class StopFlag:
     def wait(self, timeout_s: float) -> bool:
         """Waits for `set`, at most so long; whether it was called."""
         if not self._is_set:
-            try:
+            with contextlib.suppress(queue.Empty):
                 self._bell.get(timeout=timeout_s)
-            except queue.Empty:
-                pass
         return self._is_set

@@ -4,33 +4,29 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import pytest
 from selenium import webdriver
 from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.support.ui import WebDriverWait
 
-INSTALL = "apt-get install -y --no-install-recommends chromium chromium-driver"
+import system_tools
+
 # A page of 1024 ranks takes two seconds to draw; a machine under load gets much more.
 PATIENCE_S = 60
 
 
-def programs() -> tuple[str, str]:
-    """Paths of Chromium and its driver; without them the test is skipped, or fails where that is not allowed."""
-    chromium = shutil.which("chromium") or shutil.which("chromium-browser")
-    driver = shutil.which("chromedriver")
-    if chromium is None or driver is None:
-        message = f"needs a headless Chromium and its driver: {INSTALL} (or tools/browser.sh)"
-        if os.environ.get("CI_REQUIRE_BROWSER", "0") != "0":
-            pytest.fail(f"CI_REQUIRE_BROWSER is set: {message}")
-        pytest.skip(message)
-    return chromium, driver
+def programs() -> list[str]:
+    """Paths of Chromium and its driver."""
+    return system_tools.paths(
+        "a headless Chromium and its driver",
+        "chromium chromium-driver",
+        ("chromium", "chromium-browser"),
+        ("chromedriver",),
+    )
 
 
 @contextmanager

@@ -317,7 +317,7 @@ def test_without_a_browser_the_command_that_installs_it_is_named(
     monkeypatch: pytest.MonkeyPatch, required: str, outcome: type[BaseException]
 ) -> None:
     monkeypatch.setattr(shutil, "which", lambda _: None)
-    monkeypatch.setenv("CI_REQUIRE_BROWSER", required)
+    monkeypatch.setenv("CI_REQUIRE_TOOLS", required)
     with pytest.raises(outcome, match="apt-get install .* chromium chromium-driver"):
         browser.programs()
 

@@ -1,18 +1,19 @@
 #!/usr/bin/env bash
-# What the tests of the report page need from the system: a headless Chromium and its driver. On
-# Debian, as root, they are installed, otherwise named. Without them those tests are skipped;
-# CI_REQUIRE_BROWSER=1 makes that a failure, here and there.
+# What single tests need from the system: those of the report page a headless Chromium and its driver, those
+# of the protocol's model Spin. On Debian, as root, they are installed, otherwise named. Without them those
+# tests are skipped; CI_REQUIRE_TOOLS=1 makes that a failure, here and there.
 set -euo pipefail
 
 missing=()
 command -v chromium >/dev/null || command -v chromium-browser >/dev/null || missing+=(chromium)
 command -v chromedriver >/dev/null || missing+=(chromium-driver)
+command -v spin >/dev/null || missing+=(spin)
 ((${#missing[@]})) || exit 0
 
 # give_up WHY: say what is missing and what to run.
 give_up() {
-    printf 'deep_ep: %s missing, tests in a browser are skipped: %s\n' "${missing[*]}" "$1" >&2
-    [[ ${CI_REQUIRE_BROWSER:-0} == 0 ]] || exit 1
+    printf 'deep_ep: %s missing, tests that need it are skipped: %s\n' "${missing[*]}" "$1" >&2
+    [[ ${CI_REQUIRE_TOOLS:-0} == 0 ]] || exit 1
     exit 0
 }
 
