@@ -56,8 +56,8 @@ EP_DEVICE SourceSights sights_of(const OperationArgs& args,
     const Workspace& workspace = *args.workspace;
     const int num_words = args.map.num_local_experts();
     // The later sight has the smaller packed value.
-    uint64_t last[] = {workspace.header_sight[source]};
-    uint32_t issue_ns[] = {0};
+    uint64_t last = workspace.header_sight[source];
+    uint32_t issue_ns = 0;
     uint32_t tokens[] = {0};
     for (int first = lane_id() % kSourceLanes; first < num_words;
          first += kSourceLanes * kWordsInFlight) {
@@ -76,15 +76,15 @@ EP_DEVICE SourceSights sights_of(const OperationArgs& args,
         EP_UNROLL(8)
         for (int j = 0; j < kWordsInFlight; ++j) {
             const uint32_t after_ns = CountWord{0, 0, issued_lo[j]}.issue_ns(entered_remote);
-            issue_ns[0] = after_ns > issue_ns[0] ? after_ns : issue_ns[0];
-            last[0] = sight[j] < last[0] ? sight[j] : last[0];
+            issue_ns = after_ns > issue_ns ? after_ns : issue_ns;
+            last = sight[j] < last ? sight[j] : last;
             tokens[0] += count[j];
         }
     }
-    group_reduce<kSourceLanes, Min>(last);
-    group_reduce<kSourceLanes, Max>(issue_ns);
+    uint64_t latest[] = {~last, issue_ns};
+    group_reduce<kSourceLanes, Max>(latest);
     group_reduce<kSourceLanes, Sum>(tokens);
-    return {Sight::unpack(last[0]), entered_remote + issue_ns[0], tokens[0]};
+    return {Sight::unpack(~latest[0]), entered_remote + latest[1], tokens[0]};
 }
 
 // Warp, each group of kSourceLanes lanes for a source of its own: what one operation adds to the counters of
