@@ -59,6 +59,8 @@ class Binding(Protocol):
     Runtime: type[Runtime]
     HostPool: type[HostPool]
 
+    def __hash__(self) -> int: ...  # as of every module
+
     def device_count(self) -> int: ...
 
     def low_latency_rdma_size_hint(
@@ -130,8 +132,18 @@ class Backend(Protocol):
     def use_stream(self, stream: Any) -> contextlib.AbstractContextManager[None]:
         """Makes a stream the current one within a `with` block."""
 
-    def wait_stream(self, waiting: Any, waited_for: Any) -> None:
-        """Orders what follows on `waiting` after what is queued on `waited_for`."""
+    def new_event(self) -> Any:
+        """An event that nothing has recorded yet."""
+
+    def wait_stream(self, waiting: Any, waited_for: Any, event: Any = None) -> None:
+        """Orders what follows on `waiting` after what is queued on `waited_for`.
+
+        Args:
+            waiting: a stream.
+            waited_for: another one.
+            event: is recorded on the way, and may be used again at once, by one thread at a time; a new
+                one unless given.
+        """
 
     def record_event(self, stream: Any) -> Any:
         """An event after what is queued on `stream`."""
@@ -145,8 +157,21 @@ class Backend(Protocol):
     def synchronize(self) -> None:
         """Waits for everything queued on the device."""
 
-    def empty(self, size: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Uninitialised output tensor on the current stream."""
+    def empty(
+        self,
+        size: tuple[int, ...],
+        dtype: torch.dtype,
+        device: torch.device,
+        stride: tuple[int, ...] | None = None,
+    ) -> torch.Tensor:
+        """Uninitialised output tensor on the current stream.
+
+        Args:
+            size: of each dimension.
+            dtype: of the elements.
+            device: `device()`, which it takes time to find.
+            stride: a permutation of the contiguous ones, which it has unless given.
+        """
 
     def tensor_at(self, pointer: int, num_bytes: int, owner: object) -> torch.Tensor:
         """`[num_bytes]` uint8 over memory of `owner`, which it keeps alive."""
@@ -241,7 +266,12 @@ class CpuBackend:
     def use_stream(self, stream: CpuStream) -> Iterator[None]:
         yield
 
-    def wait_stream(self, waiting: CpuStream, waited_for: CpuStream) -> None:
+    def new_event(self) -> CpuEvent:
+        return CpuEvent()
+
+    def wait_stream(
+        self, waiting: CpuStream, waited_for: CpuStream, event: CpuEvent | None = None
+    ) -> None:
         """Nothing to wait for."""
 
     def record_event(self, stream: CpuStream) -> CpuEvent:
@@ -256,12 +286,21 @@ class CpuBackend:
     def synchronize(self) -> None:
         """Nothing is running."""
 
-    def empty(self, size: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    def empty(
+        self,
+        size: tuple[int, ...],
+        dtype: torch.dtype,
+        device: torch.device,
+        stride: tuple[int, ...] | None = None,
+    ) -> torch.Tensor:
         num_bytes = math.prod(size) * dtype.itemsize
         if num_bytes < _POOLED_BYTES:
-            return torch.empty(size, dtype=dtype)
-        block = self._pool.take(num_bytes)
-        return torch.frombuffer(block, dtype=torch.uint8, count=num_bytes).view(dtype).view(size)
+            tensor = torch.empty(size, dtype=dtype)
+        else:
+            block = self._pool.take(num_bytes)
+            pooled = torch.frombuffer(block, dtype=torch.uint8, count=num_bytes)
+            tensor = pooled.view(dtype).view(size)
+        return tensor if stride is None else tensor.as_strided(size, stride)
 
     def tensor_at(self, pointer: int, num_bytes: int, owner: object) -> torch.Tensor:
         if num_bytes == 0:
@@ -351,10 +390,18 @@ class CudaBackend:
         with torch.cuda.stream(stream):
             yield
 
-    def wait_stream(self, waiting: torch.cuda.Stream, waited_for: torch.cuda.Stream) -> None:
+    def new_event(self) -> torch.cuda.Event:
+        return torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+    def wait_stream(
+        self,
+        waiting: torch.cuda.Stream,
+        waited_for: torch.cuda.Stream,
+        event: torch.cuda.Event | None = None,
+    ) -> None:
         # torch hands out pooled streams, so the caller's may be the very same one.
         if waiting != waited_for:
-            waiting.wait_stream(waited_for)
+            waiting.wait_event(waited_for.record_event(event))
 
     def record_event(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
         event: torch.cuda.Event = stream.record_event()
@@ -369,8 +416,16 @@ class CudaBackend:
     def synchronize(self) -> None:
         torch.cuda.synchronize()
 
-    def empty(self, size: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(size, dtype=dtype, device=self.device())
+    def empty(
+        self,
+        size: tuple[int, ...],
+        dtype: torch.dtype,
+        device: torch.device,
+        stride: tuple[int, ...] | None = None,
+    ) -> torch.Tensor:
+        if stride is None:
+            return torch.empty(size, dtype=dtype, device=device)
+        return torch.empty_strided(size, stride, dtype=dtype, device=device)
 
     def tensor_at(self, pointer: int, num_bytes: int, owner: object) -> torch.Tensor:
         if num_bytes == 0:

@@ -55,11 +55,13 @@ class Tensors:
                 EPTypeError,
                 fix=f"Pass a tensor {rule.text}.",
             )
-        given = list(tensor.shape)
-        shapes = [shape for shape in rule.shapes if self._fits(shape, given)]
-        if not shapes:
-            self._fail(rule, f"has shape {given}", f"be {self._expected(rule)}")
-        self.dimensions.update(zip(shapes[0], given))
+        given = tensor.shape
+        for shape in rule.shapes:
+            if self._fits(shape, given):
+                break
+        else:
+            self._fail(rule, f"has shape {list(given)}", f"be {self._expected(rule)}")
+        self.dimensions.update(zip(shape, given))
         if tensor.dtype != rule.dtype:
             self._fail(rule, f"has dtype {tensor.dtype}", f"be {rule.dtype}")
         if tensor.device != self.device:
@@ -78,9 +80,12 @@ class Tensors:
             )
 
     def _fits(self, shape: Sequence[str], given: Sequence[int]) -> bool:
-        return len(shape) == len(given) and all(
-            self.dimensions.get(name, size) == size for name, size in zip(shape, given)
-        )
+        if len(shape) != len(given):
+            return False
+        for name, size in zip(shape, given):  # noqa: SIM110 - a generator costs more than the comparisons
+            if self.dimensions.get(name, size) != size:
+                return False
+        return True
 
     def _expected(self, rule: TensorRule) -> str:
         named = rule.text.rpartition(" ")[0]

@@ -47,6 +47,7 @@ class Communicator:
         runtime: the native runtime; `None` once destroyed.
         lock: held for the time of a call.
         open_hooks: the receive phases whose hooks have not been called, at most `MOST_OPEN_HOOKS`.
+        stream_event: orders two streams within an operation, for who holds the lock.
         before_operation: called with the name of each operation before it begins.
         watchers: who is told of the end.
     """
@@ -79,6 +80,7 @@ class Communicator:
         self.limits = limits
         self.runtime: Runtime | None = runtime
         self.lock = threading.RLock()
+        self.stream_event = backend.new_event()
         self.open_hooks: list[PendingReceive] = []
         self.before_operation: list[Callable[[str], None]] = []
         self.watchers: list[Watcher] = []

@@ -11,20 +11,22 @@ from deep_ep.errors import EPUsageError
 
 
 class EventHandle:
-    """A point on a stream: everything queued on the current stream when it was made.
+    """A point on a stream: everything queued there when it was made.
 
     On the cpu backend the point is always reached.
     """
 
-    def __init__(self) -> None:
-        self._backend = backend.get()
-        self._event = self._backend.record_event(self._backend.current_stream())
+    def __init__(self, stream: Any = None, selected: backend.Backend | None = None) -> None:
+        """Records the point.
 
-    @classmethod
-    def on_stream(cls, stream: Any) -> EventHandle:
-        """The same for a given stream of the backend."""
-        with backend.get().use_stream(stream):
-            return cls()
+        Args:
+            stream: the current one unless given.
+            selected: the backend of the stream; the one in use unless given.
+        """
+        self._backend = selected or backend.get()
+        if stream is None:
+            stream = self._backend.current_stream()
+        self._event = self._backend.record_event(stream)
 
     def current_stream_wait(self) -> None:
         """Makes the current stream wait for this point. Does not block the host."""

@@ -65,7 +65,7 @@ def dispatch_layout(
             back.record_use(tensor, comm)
             back.record_use(tensor, current)
     if async_finish:
-        event = EventOverlap(EventHandle.on_stream(comm))
+        event = EventOverlap(EventHandle(comm, back))
     else:
         event = EventOverlap()
         back.wait_stream(current, comm)

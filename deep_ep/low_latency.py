@@ -63,6 +63,7 @@ class LowLatency:
         self._owner = weakref.ref(owner)
         self._is_enabled = is_enabled
         self._is_staged = False  # the next combine's rows may be in its buffer
+        self._handle_words: dict[Shape, int] = {}
 
     def dispatch(
         self,
@@ -100,24 +101,25 @@ class LowLatency:
                 async_finish=async_finish,
                 return_recv_hook=return_recv_hook,
             )
-            new = communicator.backend.empty
-            rows = (shape.num_local_experts, shape.num_recv_rows)
+            new, device = communicator.backend.empty, communicator.limits.device
+            num_experts, num_rows = shape.num_local_experts, shape.num_recv_rows
             recv_x = new(
-                (*rows, shape.hidden), dtype=torch.float8_e4m3fn if use_fp8 else torch.bfloat16
+                (num_experts, num_rows, shape.hidden),
+                torch.float8_e4m3fn if use_fp8 else torch.bfloat16,
+                device,
             )
-            scales = _new_scales(shape, use_ue8m0, communicator.backend) if use_fp8 else None
-            recv_count = new((shape.num_local_experts,), dtype=torch.int32)
+            scales = _new_scales(shape, use_ue8m0, communicator) if use_fp8 else None
+            recv_count = new((num_experts,), torch.int32, device)
             # Behind it the kernel leaves what combine checks the handle against.
-            num_words = runtime.native.handle_words(**shape.sizes, **shape.routing)
-            src_info = new((num_words,), dtype=torch.int32)[: rows[0] * rows[1]].view(rows)
-            layout_range = new((shape.num_local_experts, shape.num_ranks), dtype=torch.int64)
+            src_info = new((self._num_handle_words(runtime, shape),), torch.int32, device)
+            src_info = src_info.as_strided((num_experts, num_rows), (num_rows, 1))
+            layout_range = new((num_experts, shape.num_ranks), torch.int64, device)
             counters = recv_counters or self.dispatch_counters
             run = functools.partial(
                 runtime.native.low_latency_dispatch,
                 x=x.data_ptr(),
                 topk_idx=topk_idx.data_ptr(),
-                **shape.sizes,
-                **shape.routing,
+                **shape.keywords,
                 use_fp8=use_fp8,
                 round_scale=round_scale,
                 use_ue8m0=use_ue8m0,
@@ -135,7 +137,7 @@ class LowLatency:
                 *(cumulative_local_expert_recv_stats, dispatch_wait_recv_cost_stats),
             )
             event, hook = self._launch(
-                DISPATCH, run, (used, counters), async_finish, return_recv_hook, src_info
+                DISPATCH, runtime, run, (used, counters), async_finish, return_recv_hook, src_info
             )
         handle = LowLatencyHandle(
             src_info,
@@ -201,8 +203,7 @@ class LowLatency:
                 src_info=src_info.data_ptr(),
                 layout_range=layout_range.data_ptr(),
                 out=out.data_ptr(),
-                **shape.sizes,
-                **shape.routing,
+                **shape.keywords,
                 use_logfmt=use_logfmt,
                 zero_copy=zero_copy,
                 wait_stats=_own_row(combine_wait_recv_cost_stats, communicator.rank),
@@ -213,7 +214,7 @@ class LowLatency:
                 *(out, combine_wait_recv_cost_stats),
             )
             event, hook = self._launch(
-                COMBINE, run, (used, counters), async_finish, return_recv_hook
+                COMBINE, runtime, run, (used, counters), async_finish, return_recv_hook
             )
         return out, event, hook
 
@@ -278,6 +279,7 @@ class LowLatency:
     def _launch(
         self,
         name: str,
+        runtime: Runtime,
         run: Callable[..., None],
         used: Used,
         async_finish: bool,
@@ -299,8 +301,8 @@ class LowLatency:
             pending = PendingReceive(name, receive, used, handle)
             communicator.open_hooks.append(pending)
             return EventOverlap(), pending.hook_for(communicator, self._owner())
-        comm = communicator.connected_runtime(name).get_comm_stream()
-        back.wait_stream(comm, current)
+        comm = runtime.get_comm_stream()
+        back.wait_stream(comm, current, communicator.stream_event)
         phases = binding.PHASE_SEND | binding.PHASE_RECEIVE
         run(phases=phases, stream=back.stream_handle(comm))
         communicator.raise_failure()
@@ -308,9 +310,16 @@ class LowLatency:
             tensors, counters = used
             counted = (counters.totals, counters.own, counters.ring) if counters else ()
             kept = tuple(tensor for tensor in (*tensors, *counted) if tensor is not None)
-            return EventOverlap(EventHandle.on_stream(comm), kept), None
-        back.wait_stream(current, comm)
+            return EventOverlap(EventHandle(comm, back), kept), None
+        back.wait_stream(current, comm, communicator.stream_event)
         return EventOverlap(), None
+
+    def _num_handle_words(self, runtime: Runtime, shape: Shape) -> int:
+        num_words = self._handle_words.get(shape)
+        if num_words is None:
+            num_words = runtime.native.handle_words(**shape.keywords)
+            self._handle_words[shape] = num_words
+        return num_words
 
     def _idle_runtime(self, where: str) -> Runtime:
         self._check_enabled(where)
@@ -321,14 +330,15 @@ class LowLatency:
             fail(where, "low_latency_mode is False", "low_latency_mode", EPUsageError)
 
 
-def _new_scales(shape: Shape, use_ue8m0: bool, selected: backend.Backend) -> Tensor:
+def _new_scales(shape: Shape, use_ue8m0: bool, communicator: Communicator) -> Tensor:
     """Scales `[num_local_experts, num_recv_rows, columns]` with stride 1 along rows."""
+    selected, num_rows = communicator.backend, shape.num_recv_rows
     columns = shape.hidden // selected.binding.CHANNELS_PER_SCALE
     dtype = torch.float32
     if use_ue8m0:
         columns, dtype = -(-columns // 4), torch.int32
-    size = (shape.num_local_experts, columns, shape.num_recv_rows)
-    return selected.empty(size, dtype).transpose(1, 2)
+    size, stride = (shape.num_local_experts, num_rows, columns), (columns * num_rows, 1, num_rows)
+    return selected.empty(size, dtype, communicator.limits.device, stride)
 
 
 def _pointer(tensor: Tensor | None) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
@@ -25,8 +27,9 @@ class Sizes(NamedTuple):
     num_experts: int
 
 
-class Shape(NamedTuple):
-    """Sizes of one low-latency call, checked."""
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of one low-latency call, checked; what follows from them is found once."""
 
     num_tokens: int
     hidden: int
@@ -35,29 +38,32 @@ class Shape(NamedTuple):
     num_experts: int
     num_ranks: int
 
-    @property
-    def sizes(self) -> dict[str, int]:
-        """What all ranks must agree on, as the native runtime takes it."""
+    @functools.cached_property
+    def keywords(self) -> dict[str, int]:
+        """What all ranks must agree on and the shape of this rank's topk_idx, as the native runtime
+        takes them.
+        """
         return {
             "num_max_dispatch_tokens_per_rank": self.num_max_dispatch_tokens_per_rank,
             "hidden": self.hidden,
             "num_experts": self.num_experts,
+            "num_tokens": self.num_tokens,
+            "num_topk": self.num_topk,
         }
 
-    @property
-    def routing(self) -> dict[str, int]:
-        """The shape of this rank's topk_idx, as the native runtime takes it."""
-        return {"num_tokens": self.num_tokens, "num_topk": self.num_topk}
-
-    @property
+    @functools.cached_property
     def num_local_experts(self) -> int:
         """Experts of this rank."""
         return self.num_experts // self.num_ranks
 
-    @property
+    @functools.cached_property
     def num_recv_rows(self) -> int:
         """Rows per local expert."""
         return self.num_ranks * self.num_max_dispatch_tokens_per_rank
+
+
+# A program calls with few sizes, again and again; only its number of tokens varies.
+_shape = functools.lru_cache(maxsize=1024)(Shape)
 
 
 def dispatch(
@@ -89,7 +95,7 @@ def dispatch(
         limits.binding,
     )
     maximum, hidden, experts = sizes
-    shape = Shape(x.shape[0], hidden, topk_idx.shape[1], maximum, experts, limits.num_ranks)
+    shape = _shape(x.shape[0], hidden, topk_idx.shape[1], maximum, experts, limits.num_ranks)
     tensors.dimensions["num_local_experts"] = shape.num_local_experts
     if stats is not None:
         tensors.check("cumulative_local_expert_recv_stats", stats)
@@ -153,7 +159,7 @@ def combine(
     if wait_stats is not None:
         tensors.check("combine_wait_recv_cost_stats", wait_stats)
     num_tokens, num_topk = topk_idx.shape
-    shape = Shape(num_tokens, hidden, num_topk, maximum, experts, limits.num_ranks)
+    shape = _shape(num_tokens, hidden, num_topk, maximum, experts, limits.num_ranks)
     _topk(COMBINE, shape, topk_idx, limits.binding.MAX_TOPK)
     if use_logfmt and zero_copy:
         fail(COMBINE, "use_logfmt and zero_copy are both True", "logfmt_and_zero_copy")
@@ -196,6 +202,7 @@ def sizes_of(
     return Sizes(maximum, num_channels, experts)
 
 
+@functools.lru_cache(maxsize=64)
 def num_bytes(binding: Binding, num_ranks: int, sizes: Sizes) -> int:
     """Bytes of RDMA buffer a call of these sizes needs."""
     return binding.low_latency_rdma_size_hint(
@@ -249,11 +256,15 @@ def _finish(call: str, async_finish: bool, return_recv_hook: bool) -> None:
         fail(call, "async_finish and return_recv_hook are both True", "async_and_hook")
 
 
+def _is_readable(tensor: torch.Tensor) -> bool:
+    # On the GPU a look at the values would stall the stream; there the kernel reports them.
+    return tensor.is_cpu
+
+
 def _expert_indices(
     call: str, shape: Shape, topk_idx: torch.Tensor, *, rows_per_expert: bool
 ) -> None:
-    # On the GPU a look at the values would stall the stream; there the kernel reports them.
-    if topk_idx.device.type != "cpu" or topk_idx.numel() == 0:
+    if not _is_readable(topk_idx) or topk_idx.numel() == 0:
         return
     low, high = (int(value) for value in torch.aminmax(topk_idx))
     if low < -1 or high >= shape.num_experts:
@@ -276,6 +287,8 @@ def _expert_indices(
 
 def unpack_handle(call: str, handle: Any) -> LowLatencyHandle:
     """A low-latency handle from any tuple or list of its five values."""
+    if isinstance(handle, LowLatencyHandle):
+        return handle
     if not isinstance(handle, (tuple, list)):
         fail(call, f"handle is a {type(handle).__name__}", "handle", EPTypeError)
     if len(handle) != LowLatencyHandle.num_values():
@@ -298,12 +311,13 @@ def handle_values(
     layout_range: torch.Tensor,
 ) -> None:
     """A handle whose values cannot be right is refused before anything is sent."""
+    if not _is_readable(topk_idx):
+        return
     fault = native.find_handle_fault(
         topk_idx=topk_idx.data_ptr(),
         src_info=src_info.data_ptr(),
         layout_range=layout_range.data_ptr(),
-        **shape.sizes,
-        **shape.routing,
+        **shape.keywords,
     )
     if fault is not None:
         fail_for(fault, topk_idx, src_info, layout_range)

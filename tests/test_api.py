@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import deep_ep
 from deep_ep import (
@@ -431,6 +432,64 @@ def test_the_environment_switches_counters_and_faults_on(monkeypatch: pytest.Mon
     assert made.dispatch_counters is not None
     assert made.dispatch_counters.snapshot()["tokens"].tolist() == [4]
     assert type(handle) is LowLatencyHandle
+
+
+class Recorder:
+    """A native runtime that writes down what it is asked."""
+
+    def __init__(self, native: Any) -> None:
+        self.native = native
+        self.asked: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        self.asked.append(name)
+        return getattr(self.native, name)
+
+
+class Allocations(TorchDispatchMode):
+    """Counts the tensors that torch allocates in a `with` block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.count += func.overloadpacket.__name__.startswith("empty")
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_call_of_known_sizes_asks_only_for_the_operation_and_allocates_only_its_outputs(
+    buffer: Buffer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = backend.get().device()
+    x = torch.ones(4, 256, dtype=torch.bfloat16, device=device)
+    topk_idx = torch.zeros(4, 1, dtype=torch.int64, device=device)
+    weights = torch.ones(4, 1, device=device)
+
+    def exchange() -> tuple[int, int]:
+        with Allocations() as of_dispatch:
+            (data, _), _, handle, _, _ = buffer.low_latency_dispatch(x, topk_idx, 4, 2)
+        rows = torch.zeros(data.shape, dtype=torch.bfloat16, device=device)
+        with Allocations() as of_combine:
+            buffer.low_latency_combine(rows, topk_idx, weights, handle)
+        return of_dispatch.count, of_combine.count
+
+    exchange()
+    runtime = buffer.runtime
+    assert runtime is not None
+    recorder = Recorder(runtime.native)
+    monkeypatch.setattr(runtime, "native", recorder)
+    binding = backend.get().binding
+    monkeypatch.setattr(binding, "low_latency_rdma_size_hint", lambda **_: pytest.fail("asked"))
+    # Rows, scales, counts, handle[0] and handle[1]; and what combine returns.
+    assert exchange() == (5, 1)
+    looks = [] if backend.get().runs_in_streams else ["find_handle_fault"]
+    assert recorder.asked == [
+        *("low_latency_dispatch", "take_failure"),
+        *(*looks, "low_latency_combine", "take_failure"),
+    ]
 
 
 @pytest.mark.parametrize(

@@ -50,6 +50,20 @@ class Machine:
         self.binding.device_count = device_count
 
 
+class Stream:
+    """A stream that writes down what is queued on it."""
+
+    def __init__(self, queued: list[tuple[str, Any, Any]]) -> None:
+        self.queued = queued
+
+    def record_event(self, event: Any) -> Any:
+        self.queued.append(("record", self, event))
+        return event
+
+    def wait_event(self, event: Any) -> None:
+        self.queued.append(("wait", self, event))
+
+
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Any:
     yield Machine(monkeypatch)
@@ -217,3 +231,13 @@ def test_only_kernels_that_call_nvshmem_may_hang_in_it(machine: Machine) -> None
     cuda = backend.get()
     assert cuda.may_hang(create(machine))
     assert not cuda.may_hang(create(machine, needs_rdma=False))
+
+
+def test_streams_wait_through_the_event_that_is_kept_and_never_for_themselves(machine: Any) -> None:
+    cuda = backend.CudaBackend(machine.binding)
+    queued: list[tuple[str, Any, Any]] = []
+    mine, theirs, event = Stream(queued), Stream(queued), object()
+    cuda.wait_stream(mine, mine, event)  # type: ignore[arg-type]
+    assert queued == []
+    cuda.wait_stream(mine, theirs, event)  # type: ignore[arg-type]
+    assert queued == [("record", theirs, event), ("wait", mine, event)]

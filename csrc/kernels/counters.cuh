@@ -43,9 +43,13 @@ struct CounterView {
     int ring_capacity;
 
     EP_DEVICE bool on() const { return totals != nullptr; }
-    // A source's row of an operation's entry, or the rank's own, which is number num_ranks.
-    EP_DEVICE int64_t* ring_row(uint64_t op, int row, int num_ranks) const {
-        return ring + (op % ring_capacity * (num_ranks + 1) + row) * kNumRingFields;
+    // Of an operation's entry, if there is a ring.
+    EP_DEVICE int ring_slot(uint64_t op) const {
+        return ring_capacity == 0 ? 0 : static_cast<int>(op % ring_capacity);
+    }
+    // A source's row of an entry, or the rank's own, which is number num_ranks.
+    EP_DEVICE int64_t* ring_row(int slot, int row, int num_ranks) const {
+        return ring + (static_cast<int64_t>(slot) * (num_ranks + 1) + row) * kNumRingFields;
     }
 };
 

@@ -98,9 +98,9 @@ struct CountWord {
     EP_HOST_DEVICE static uint32_t tag_of(uint64_t op) {
         return static_cast<uint32_t>(op % 0xFFFFu) + 1;
     }
-    // The full stamp, given one not more than 2^32 ns (4.29 s) before it.
-    EP_HOST_DEVICE uint64_t issued_ns(uint64_t not_before) const {
-        return not_before + static_cast<uint32_t>(issued_lo - static_cast<uint32_t>(not_before));
+    // From a stamp not more than 2^32 ns (4.29 s) before, to when it had handed over the last row.
+    EP_HOST_DEVICE uint32_t issue_ns(uint64_t since) const {
+        return issued_lo - static_cast<uint32_t>(since);
     }
 };
 constexpr int kMaxCount = 0xFFFE;

@@ -229,6 +229,7 @@ EP_DEVICE bool close_operation(const OperationArgs& args,
     enum { kNotLast, kLast, kLastOfFailed };
     int* place = arena.take<int>(1);
     int* out_of_step = arena.take<int>(1);
+    int* ring_slot = arena.take<int>(1);
     block_sync();
     if (thread_index() == 0) {
         const bool is_last = add_acq_rel<Scope::kDevice>(&workspace->blocks_done, 1u) + 1 ==
@@ -239,6 +240,8 @@ EP_DEVICE bool close_operation(const OperationArgs& args,
                                                                          : kLast;
         *out_of_step = 0;
     }
+    // A division, while the first thread waits for `blocks_done`.
+    if (thread_index() == num_threads() - 1) *ring_slot = args.counters.ring_slot(open.op);
     block_sync();
     if (*place == kNotLast) return false;
     // After the copies: they are of this operation only if nobody has left it behind.
@@ -251,15 +254,11 @@ EP_DEVICE bool close_operation(const OperationArgs& args,
     }
     const bool succeeded = !has_failed(args);
     const bool measured = args.measures() && succeeded;
-    if (measured) {
-        for (int source = thread_index(); source < args.num_ranks(); source += num_threads()) {
-            count_source(args, open, source, first_word(source), word_stride);
-        }
-    }
+    if (measured) count_sources(args, open, *ring_slot, first_word, word_stride);
     block_sync();
     if (!succeeded) forget_issued(args);
     if (args.measures()) forget_sights(args);
-    if (measured && args.counters.on() && warp_id() == 0) count_operation(args, open);
+    if (measured && args.counters.on() && warp_id() == 0) count_operation(args, open, *ring_slot);
     const uint64_t flags = header_word(args, open.half, 0, offsetof(OpHeader, flags));
     if (succeeded && (flags & kExchangesClocks)) exchange_clocks(args, open);
     if (thread_index() != 0) return false;

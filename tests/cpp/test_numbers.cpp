@@ -255,7 +255,7 @@ TEST(count_word_recovers_the_full_stamp) {
         const uint64_t entered = random.bits() >> 4;
         const uint64_t issued = entered + (random.bits() >> 32);  // less than 2^32 ns later
         const CountWord word{1, 0, static_cast<uint32_t>(issued)};
-        CHECK_EQUAL(CountWord::unpack(word.pack()).issued_ns(entered), issued);
+        CHECK_EQUAL(entered + CountWord::unpack(word.pack()).issue_ns(entered), issued);
     }
 }
 

@@ -516,6 +516,11 @@ def place_in_shared_memory(p: Program) -> None:
     p.forbid(lambda registers: z3.Or(registers["offsets"] != 3, registers["place"] != 1))
 
 
+@litmus("The slot of an operation in the ring is known to the threads that count.")
+def slot_of_the_ring(p: Program) -> None:
+    known_behind(p, "B", "close_operation.block_sync#2", "ring_slot")
+
+
 @litmus("A rank that is out of step is known to the thread that keeps the layout.")
 def out_of_step(p: Program) -> None:
     known_behind(p, "B", "has_failed.block_any", "out_of_step", "close_operation.store_relaxed#1")

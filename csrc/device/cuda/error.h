@@ -5,6 +5,7 @@
 
 #include <stdexcept>
 #include <string>
+#include <string_view>
 
 namespace ep::cuda_target {
 
@@ -14,12 +15,13 @@ class CudaError : public std::runtime_error {
 };
 
 // `call` is the name of the CUDA function, `purpose` says what for: "cudaMalloc", "512 bytes of ...".
-inline void check(cudaError_t status, const char* call, const std::string& purpose) {
+inline void check(cudaError_t status, const char* call, std::string_view purpose) {
     if (status == cudaSuccess) return;
     // The error has been reported here; without this the next check would report it again.
     (void)cudaGetLastError();
     throw CudaError(std::string(call) + " failed: " + cudaGetErrorString(status) + " (" +
-                    cudaGetErrorName(status) + "); it was called for " + purpose + ".");
+                    cudaGetErrorName(status) + "); it was called for " + std::string(purpose) +
+                    ".");
 }
 
 // Makes `device` current for the calling thread and puts back the previous one at the end.

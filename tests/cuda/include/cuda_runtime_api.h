@@ -6,6 +6,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#define CUDART_VERSION 13000
+
 enum cudaError_t {
     cudaSuccess = 0,
     cudaErrorInvalidValue = 1,

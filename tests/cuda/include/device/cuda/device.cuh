@@ -1,7 +1,8 @@
 // For the host half of the CUDA target, whose kernels are compiled and never run: the host target's
-// interface, and the two names that the CUDA transport takes from elsewhere.
+// interface, and the names that the CUDA target takes from elsewhere.
 #pragma once
 
+#include "cuda_runtime_api.h"
 #include "device/host/device.h"
 
 namespace cuda {
@@ -11,6 +12,12 @@ enum thread_scope { thread_scope_system };
 inline void atomic_thread_fence(memory_order, thread_scope) {}
 
 }  // namespace cuda
+
+namespace ep {
+
+constexpr int kMaxThreads = 256;
+
+}  // namespace ep
 
 namespace ep::cuda_target {
 
