@@ -13,12 +13,6 @@ inline void atomic_thread_fence(memory_order, thread_scope) {}
 
 }  // namespace cuda
 
-namespace ep {
-
-constexpr int kMaxThreads = 256;
-
-}  // namespace ep
-
 namespace ep::cuda_target {
 
 inline void copy(void*, const void*, size_t, int, int) {}
