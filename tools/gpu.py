@@ -374,7 +374,7 @@ def all_steps(out: Path, dry: bool) -> list[Step]:
         Step(
             "gpu",
             "1 to 8 ranks share the GPU; late receives, delayed ranks and verdicts, events, graphs, failures",
-            [pytest_command("tests/device/test_gpu.py", dry=False)],
+            [pytest_command("tests/device/test_gpu.py", dry=dry)],
             150,
             needs=("build",),
             judge=tests_passed,
