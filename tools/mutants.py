@@ -19,7 +19,7 @@ All mutants are compiled at once into a copy of the tree (build/mutants/tree), a
 number that a run takes from the environment. Those that overlap with others get a copy of their own.
 Every mutant runs its tests until one is red, two mutants at a time; too long is red.
 
-Usage: python tools/mutants.py [--list] [--quick [--build]] [part of a name ...]
+Usage: python tools/mutants.py [--list] [--quick] [part of a name ...]
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ VARIABLE = "EP_MUTANT"
 # Long enough for healthy ranks on a busy machine; the rest of a hang is the test's own patience.
 PATIENCE_S = "15"
 LEAST_LIMIT_S = 50.0
-# Enough for a few checks of everything in CI, in C++ alone.
+# Enough for a few checks of everything in CI, in C++ alone and without a sanitizer, which would be built as well.
 QUICK_MARK = "quick"
 
 HEADER = f"""\
@@ -501,9 +501,11 @@ def report(outcome: Outcome) -> str:
     return f"| {mutant.name} | {mutant.file} | {mutant.why} | {verdict} |"
 
 
-def trees(words: list[str], quick: bool) -> Iterator[tuple[Path, list[Mutant]]]:
-    """Copies of the tree with all mutants, and those of each that are selected."""
-    for i, layer in enumerate(layers(all_mutants())):
+def check(words: list[str], *, quick: bool = False) -> tuple[list[Outcome], list[str]]:
+    """Judge the mutants that are selected; their outcomes, and what is wrong with them."""
+    everything = all_mutants()
+    outcomes = []
+    for i, layer in enumerate(layers(everything)):
         selected = [
             mutant
             for mutant in layer
@@ -513,13 +515,6 @@ def trees(words: list[str], quick: bool) -> Iterator[tuple[Path, list[Mutant]]]:
             continue
         tree = FOLDER / f"tree{i or ''}"
         make_tree(tree, layer)
-        yield tree, selected
-
-
-def check(words: list[str], *, quick: bool = False) -> tuple[list[Outcome], list[str]]:
-    """Judge the mutants that are selected; their outcomes, and what is wrong with them."""
-    outcomes = []
-    for tree, selected in trees(words, quick):
         for outcome in judge_layer(tree, selected):
             print(f"{outcome.seconds:6.1f} s  {report(outcome)}", flush=True)
             outcomes.append(outcome)
@@ -538,10 +533,7 @@ def main() -> int:
     """Judge, tabulate, count."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--list", action="store_true", help="only say what there is")
-    parser.add_argument("--quick", action="store_true", help="those that CI runs")
-    parser.add_argument(
-        "--build", action="store_true", help="build for the tests they name, no more"
-    )
+    parser.add_argument("--quick", action="store_true", help="those that CI runs, which need one build")
     parser.add_argument("words", nargs="*", help="parts of names")
     arguments = parser.parse_args()
     if arguments.list:
@@ -551,10 +543,6 @@ def main() -> int:
     if misfits():
         print("\n".join(misfits()))
         return 1
-    if arguments.build:
-        for tree, selected in trees(arguments.words, arguments.quick):
-            build(tree, (killer for mutant in selected for killer in mutant.killers))
-        return 0
     outcomes, wrong = check(arguments.words, quick=arguments.quick)
     outcomes.sort(key=lambda outcome: outcome.mutant.number)
     head = "| mutant | file | fault | |\n|---|---|---|---|\n"

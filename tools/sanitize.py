@@ -11,7 +11,6 @@ ThreadSanitizer must also object to each case that is a RACE() and not a TEST();
 pytest runs the same programs case by case (tests/native.py), also without a sanitizer ("plain").
 
 Usage: python tools/sanitize.py [name ...]   with parts of test names, e.g. `executor`
-       python tools/sanitize.py --build      builds all that pytest runs, and runs nothing
 """
 
 from __future__ import annotations
@@ -204,11 +203,6 @@ def telling(lines: list[str]) -> list[str]:
 
 def main() -> int:
     """Build, run, count."""
-    if sys.argv[1:] == ["--build"]:
-        # One by one: pytest, which may run meanwhile, waits for no more than one. First those it begins with.
-        for program in (*map(plain, sorted(TESTS.glob("test_*.cpp"))), *programs([])):
-            build([program])
-        return 0
     selected = programs(sys.argv[1:])
     if not selected:
         print("no tests/cpp/test_*.cpp match")
