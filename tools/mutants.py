@@ -533,7 +533,9 @@ def main() -> int:
     """Judge, tabulate, count."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--list", action="store_true", help="only say what there is")
-    parser.add_argument("--quick", action="store_true", help="those that CI runs, which need one build")
+    parser.add_argument(
+        "--quick", action="store_true", help="those that CI runs, which need one build"
+    )
     parser.add_argument("words", nargs="*", help="parts of names")
     arguments = parser.parse_args()
     if arguments.list:
