@@ -264,6 +264,7 @@ def test_a_slow_path_shows_as_path_time_in_its_cell_and_makes_its_receiver_late(
         assert are_three_delays(snapshots[rank]["combine"]["late_ns"][3], clock)
 
 
+@measured_again
 def test_a_throttled_path_takes_time_in_proportion_to_its_bytes(clock: str) -> None:
     shape = replace(
         SHAPE, num_tokens=(4, 4, 4, 4), num_topk=8, dropped=0.0
