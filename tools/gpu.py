@@ -324,6 +324,31 @@ def without(*words: str) -> list[str]:
     return ["-k", " and ".join(f"not {word}" for word in words)]
 
 
+def sanitizer_steps(exchange: str) -> list[Step]:
+    """compute-sanitizer on the smallest exchange of a file of tests."""
+    # Launches may come one after another there, and ranks that wait for each other would wait for ever: one
+    # rank, which sends to itself.
+    one_rank = [f"{exchange}::test_any_group_size_works[1-{mode}]" for mode in ("fp8", "bf16")]
+    tests = pytest_command(*one_rank, dry=False)
+    return [
+        Step(
+            tool,
+            f"compute-sanitizer {tool} finds nothing in one rank's dispatch and combine",
+            [["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", *tests]],
+            60,
+            needs=("build",),
+            programs=("compute-sanitizer",),
+            judge=nothing_found,
+            environment={
+                "CUDA_MODULE_LOADING": "LAZY",
+                "DEEP_EP_TIMEOUT_S": "50",
+                "DEEP_EP_VERIFY": "0",
+            },
+        )
+        for tool in ("memcheck", "racecheck", "synccheck")
+    ]
+
+
 def all_steps(out: Path, dry: bool) -> list[Step]:
     """What is done, in the order in which it is worth knowing; in a dry run on the cpu backend, in small."""
     python = sys.executable
@@ -426,27 +451,7 @@ def all_steps(out: Path, dry: bool) -> list[Step]:
             judge=tests_passed,
         ),
     ]  # fmt: skip
-    # Launches may come one after another there, and ranks that wait for each other would wait for ever: one
-    # rank, which sends to itself.
-    one_rank = [f"{exchange}::test_any_group_size_works[1-{mode}]" for mode in ("fp8", "bf16")]
-    tests = pytest_command(*one_rank, dry=False)
-    for tool in ("memcheck", "racecheck", "synccheck"):
-        steps.append(
-            Step(
-                tool,
-                f"compute-sanitizer {tool} finds nothing in one rank's dispatch and combine",
-                [["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", *tests]],
-                60,
-                needs=("build",),
-                programs=("compute-sanitizer",),
-                judge=nothing_found,
-                environment={
-                    "CUDA_MODULE_LOADING": "LAZY",
-                    "DEEP_EP_TIMEOUT_S": "50",
-                    "DEEP_EP_VERIFY": "0",
-                },
-            )
-        )
+    steps += sanitizer_steps(exchange)
     steps.append(
         Step(
             "code",

@@ -135,8 +135,8 @@ def test_closing_ends_a_wait_at_once_and_twice_does_nothing(
             box.post("late", b"")
 
 
-def test_a_destructor_may_close_a_mailbox_in_the_thread_that_waits() -> None:
-    """The garbage collector runs it there, at the worst with the lock in hand."""
+def test_a_destructor_may_close_a_mailbox_whose_lock_its_own_thread_holds() -> None:
+    """The garbage collector may run it in the middle of a wait."""
     box = thread_boxes(1)[0]
 
     def close_within() -> None:
