@@ -104,8 +104,8 @@ def _check_nodes(
     """What goes to other nodes, and what is relayed from them."""
     num_tokens = len(handle.is_token_in_rank)
     in_node = handle.is_token_in_rank.view(num_tokens, place.num_nodes, place.ranks_per_node).any(2)
-    in_node[:, place.node] = False
     values.same("node_channel_prefix", _per_channel(in_node, begins))
+    in_node[:, place.node] = False  # what stays on the own node is in nvl_head
     values.heads("node_head", handle.node_head, in_node, begins)
     relayed = handle.recv_node_channel_prefix
     is_right = torch.diff(relayed, dim=1, prepend=relayed.new_zeros(place.num_nodes, 1)) >= 0

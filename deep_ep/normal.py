@@ -147,6 +147,7 @@ class Normal:
                 **self._common(shape, handle),
                 num_tokens_per_rank=pointers.of_tensor(layout.num_tokens_per_rank),
                 num_tokens_per_expert=pointers.of_tensor(layout.num_tokens_per_expert),
+                notify_counters=pointers.of_counters(self.counters.notify),
                 stream=order.handle,
             )
             # This rank is in the operation now, and ends it whatever happens.
@@ -353,7 +354,6 @@ class Normal:
             wait_stats=pointers.of_own_row(wait_stats, communicator.rank),
             counters=pointers.of_counters(counters),
             relay_counters=pointers.of_counters(self.counters.relay_dispatch),
-            notify_counters=pointers.of_counters(notify),
             stream=order.handle,
         )
         event = order.finish(
@@ -381,6 +381,8 @@ class Normal:
             fresh=True,
             abandon=True,
             wait_stats=0,
+            counters=pointers.of_counters(None),
+            relay_counters=pointers.of_counters(None),
             stream=order.handle,
         )
         runtime.get_comm_stream().synchronize()
@@ -430,7 +432,7 @@ class Normal:
             recv_channel_prefix=new(num_ranks, num_channels),
             source_prefixes=new(num_ranks),
             recv_src_meta=self._empty((0, 8), torch.uint8),
-            node_head=new(shape.num_tokens, num_nodes),
+            node_head=new(shape.num_tokens, num_nodes).fill_(-1),
             nvl_head=new(0, self._place.ranks_per_node),
         )
 
