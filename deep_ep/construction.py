@@ -222,7 +222,7 @@ def start(buffer: Buffer) -> None:
             buffer.enable_counters()
         if env.inject() and has_operations:
             faults.apply(buffer, faults.parse_list(env.inject(), buffer.group_size))
-        if watch.mode != "off" and buffer.low_latency_mode:
+        if watch.mode != "off" and has_operations:
             communicator.watchers += watchers.start_all(buffer, communicator.group, watch)
     except RuntimeError:
         communicator.abort()

@@ -271,6 +271,32 @@ EP_DEVICE bool returns_all(const NormalCombineArgs& args, const OpenOperation& o
     return false;
 }
 
+// Block. What the operation adds to the counters of its hops.
+EP_DEVICE void count_combine(const NormalCombineArgs& args, const OpenOperation& open) {
+    const Topology& topology = args.topology();
+    count_hop(args, open, args.relay_counters, nullptr, [&](int source, QueuesSeen& seen) {
+        if (topology.node_of(source) != args.node()) return false;
+        for (int node = 0; node < topology.num_nodes(); ++node) {
+            if (node == args.node()) continue;
+            for (int channel = 0; channel < args.num_channels; ++channel)
+                seen.add(args, nvl_queue(args, node, topology.local_of(source), channel));
+        }
+        return true;
+    });
+    const auto reduced = [&](int source, QueuesSeen& seen) {
+        const int node = topology.node_of(source);
+        const bool is_gateway = topology.local_of(source) == args.local_rank();
+        if (node != args.node() && !is_gateway) return false;
+        for (int channel = 0; channel < args.num_channels; ++channel) {
+            seen.add(args,
+                     node == args.node() ? nvl_queue(args, node, topology.local_of(source), channel)
+                                         : rdma_queue(args, node, channel));
+        }
+        return true;
+    };
+    count_hop(args, open, args.common.counters, args.common.wait_stats, reduced);
+}
+
 EP_KERNEL void normal_combine(const EP_GRID_CONSTANT NormalCombineArgs args) {
     const OperationArgs& common = args.common;
     const OpenOperation open = current_operation(common);
@@ -279,7 +305,7 @@ EP_KERNEL void normal_combine(const EP_GRID_CONSTANT NormalCombineArgs args) {
     tasks.lists = shared.rows;
     begin_normal(args, open, false);
     if (!has_failed(common) && returns_all(args, open)) run_tasks(args, open, tasks, shared.tasks);
-    close_normal(args, open);
+    close_normal(args, open, [&] { count_combine(args, open); });
 }
 
 }  // namespace ep

@@ -369,6 +369,26 @@ struct DispatchTasks {
     }
 };
 
+// Block. What the operation adds to the counters of its hops.
+EP_DEVICE void count_dispatch(const NormalDispatchArgs& args, const OpenOperation& open) {
+    const Topology& topology = args.topology();
+    count_hop(args, open, args.relay_counters, nullptr, [&](int source, QueuesSeen& seen) {
+        const int node = topology.node_of(source);
+        if (node == args.node() || topology.local_of(source) != args.local_rank()) return false;
+        for (int channel = 0; channel < args.num_channels; ++channel)
+            seen.add(args, rdma_queue(args, node, channel));
+        return true;
+    });
+    const auto received = [&](int source, QueuesSeen& seen) {
+        for (int channel = 0; channel < args.num_channels; ++channel) {
+            seen.add(args,
+                     nvl_queue(args, topology.node_of(source), topology.local_of(source), channel));
+        }
+        return true;
+    };
+    count_hop(args, open, args.common.counters, args.common.wait_stats, received);
+}
+
 EP_KERNEL void normal_dispatch(const EP_GRID_CONSTANT NormalDispatchArgs args) {
     const OperationArgs& common = args.common;
     const OpenOperation open = current_operation(common);
@@ -383,7 +403,7 @@ EP_KERNEL void normal_dispatch(const EP_GRID_CONSTANT NormalDispatchArgs args) {
     } else if (!failed && has_room(args, open)) {
         run_tasks(args, open, tasks, shared);
     }
-    const bool succeeded = close_normal(args, open);
+    const bool succeeded = close_normal(args, open, [&] { count_dispatch(args, open); });
     if (succeeded && args.fresh) *args.dispatch_op = open.op;
 }
 

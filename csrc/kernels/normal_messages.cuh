@@ -112,6 +112,7 @@ struct NormalControlMap {
     // What a rank says of itself in a fresh dispatch: numbers as int32, in this order. The experts are
     // the reader's.
     EP_HOST_DEVICE static int notice_tokens() { return 0; }
+    EP_HOST_DEVICE static int notice_issue_ns() { return 1; }  // after it entered
     EP_HOST_DEVICE static int notice_channels() { return 4; }
     EP_HOST_DEVICE static int notice_node_channels(int num_channels) {
         return notice_channels() + num_channels;

@@ -10,7 +10,7 @@
 // block.
 #pragma once
 
-#include "kernels/normal_state.cuh"
+#include "kernels/normal_counters.cuh"
 #include "kernels/operation.cuh"
 
 namespace ep {
@@ -70,6 +70,8 @@ EP_DEVICE int32_t notice_item(const NotifyArgs& args, int dst, int item) {
     const int nodes_begin = NormalControlMap::notice_node_channels(channels);
     const int experts_begin = NormalControlMap::notice_experts(channels);
     if (item == NormalControlMap::notice_tokens()) return args.num_tokens;
+    if (item == NormalControlMap::notice_issue_ns())
+        return static_cast<int32_t>(now_ns() - args.common.workspace->entered_ns);
     if (item < NormalControlMap::notice_channels()) return 0;
     if (item < nodes_begin) return args.to_rank(dst, item - NormalControlMap::notice_channels());
     if (item < experts_begin) {
@@ -106,17 +108,46 @@ EP_DEVICE const int32_t* notice_of(const NotifyArgs& args, const OpenOperation& 
         args.common.transport.local(args.words.notice(open.half, source, notice_bytes(args))));
 }
 
-// Block. Waits for the notices of all ranks. Whether they are there; all threads agree.
+// Block. Waits for the notices of all ranks, and notes when they came. Whether they are there; all threads
+// agree.
 EP_DEVICE bool await_notices(const NotifyArgs& args, const OpenOperation& open) {
     const OperationArgs& common = args.common;
-    await_all(common, open, [&](int s) { return args.words.noticed(s); }, [](int) { return true; });
+    uint64_t* sights = common.workspace->header_sight;
+    const uint64_t begin_ns = common.workspace->wait_begin_ns;
+    int num_looks = 0;  // of this thread, at its first source
+    const auto is_missing = [&](int source) {
+        if (source == thread_index()) ++num_looks;
+        if (sights[source] != 0) return false;
+        const size_t word = args.words.noticed(source);
+        if (common.transport.poll(word) < open.op) return true;
+        note_sight(&sights[source], sight_of(common, word, num_looks == 1, begin_ns));
+        return false;
+    };
+    await_all(common, open, [&](int s) { return args.words.noticed(s); }, is_missing);
     if (has_failed(common)) return false;
     for (int source = thread_index(); source < common.num_ranks(); source += num_threads()) {
+        is_missing(source);  // it may have come between two looks
         const bool is_refused = common.transport.poll(args.words.noticed(source)) > open.op ||
                                 notice_of(args, open, source)[0] == kRefusedNotice;
         if (is_refused) record_failure(common, open, FailureReason::kAbandoned, source);
     }
     return !has_failed(common);
+}
+
+// Block. What the exchange adds to its counters, if it has some.
+EP_DEVICE void count_notices(const NotifyArgs& args, const OpenOperation& open) {
+    uint64_t* sights = args.common.workspace->header_sight;
+    count_hop(args, open, args.notify_counters, nullptr, [&](int source, QueuesSeen& seen) {
+        const Sight sight = Sight::unpack(sights[source]);
+        const auto issue_ns = static_cast<uint32_t>(
+            notice_of(args, open, source)[NormalControlMap::notice_issue_ns()]);
+        const uint64_t entered_ns =
+            header_word(args.common, open.half, source, offsetof(OpHeader, entered_ns));
+        seen.arrival_ns = sight.at_ns;
+        seen.witnessed = sight.witnessed;
+        seen.issued_ns = entered_ns + issue_ns;
+        return true;
+    });
 }
 
 // Block. Where the rows of every source and channel come to lie, and those that are relayed.
@@ -194,6 +225,9 @@ EP_KERNEL void normal_notify(const EP_GRID_CONSTANT NotifyArgs args) {
     send_notices(args, open, refuses);
     const bool succeeded = !refuses && meet_headers(common, open) && await_notices(args, open);
     if (succeeded) place_rows(args, open);
+    if (succeeded) count_notices(args, open);
+    for (int source = thread_index(); source < common.num_ranks(); source += num_threads())
+        common.workspace->header_sight[source] = 0;
     tell_host(args, open, succeeded);
     common.transport.flush();
 }

@@ -1,6 +1,7 @@
 // How a normal operation begins and ends; see operation.cuh for what it shares with low latency.
 #pragma once
 
+#include "kernels/normal_counters.cuh"
 #include "kernels/operation.cuh"
 #include "kernels/tasks.cuh"
 
@@ -22,9 +23,13 @@ EP_DEVICE void begin_normal(const NormalArgs& args, const OpenOperation& open, b
     if (hand_over(common, open)) meet_headers(common, open);
 }
 
-// Block. True for one thread of the launch, if the operation succeeded.
-EP_DEVICE bool close_normal(const NormalArgs& args, const OpenOperation& open) {
-    return close_operation(args.common, open, [&](int, bool) {
+// Block. True for one thread of the launch, if the operation succeeded. count_hops() adds it to the counters.
+template <class CountHops>
+EP_DEVICE bool close_normal(const NormalArgs& args,
+                            const OpenOperation& open,
+                            CountHops count_hops) {
+    return close_operation(args.common, open, [&](int, bool succeeded) {
+        if (succeeded) count_hops();
         block_sync();
         forget_queues(args);
     });

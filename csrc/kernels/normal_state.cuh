@@ -8,10 +8,10 @@ namespace ep {
 
 // One end of a queue in one operation. Only the first thread of the block that has it looks here.
 struct QueueState {
-    uint32_t moved;  // slots filled (producer) or emptied (consumer)
-    uint32_t seen;   // how far the other end is known to be
-    int32_t cursor;  // where the task that has it is in its tokens or rows
-    int32_t padding;
+    uint32_t moved;       // slots filled (producer) or emptied (consumer)
+    uint32_t seen;        // how far the other end is known to be
+    int32_t cursor;       // where the task that has it is in its tokens or rows
+    int32_t has_waited;   // consumer: there was a look that found nothing new
     uint64_t blocked_ns;  // how long there was no slot to fill
     uint64_t blocked_since_ns;
     uint64_t arrival_ns;  // when the newest slots were seen to be filled

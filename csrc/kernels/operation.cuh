@@ -295,7 +295,7 @@ EP_DEVICE bool close_low_latency(const OperationArgs& args,
         if (!succeeded) forget_issued(args);
         if (args.measures()) forget_sights(args);
         if (measured && args.counters.on() && warp_id() == 0)
-            count_operation(args, open, ring_slot);
+            count_operation(args, open, args.counters, ring_slot);
     });
 }
 

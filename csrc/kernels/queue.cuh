@@ -138,7 +138,9 @@ EP_DEVICE void tell_filled(const NormalArgs& args,
 EP_DEVICE int filled_slots(const NormalArgs& args, const OpenOperation& open, const Queue& queue) {
     QueueState& state = state_of(args, queue, false);
     const uint32_t before = state.seen;
-    if (look_at(args, open, queue, NormalControlMap::kFilled, state) != before) {
+    if (look_at(args, open, queue, NormalControlMap::kFilled, state) == before) {
+        state.has_waited = 1;
+    } else {
         const size_t word = word_of(args, queue, NormalControlMap::kFilled, queue.here);
         state.arrival_ns = args.common.transport.arrival_ns(word);
     }
