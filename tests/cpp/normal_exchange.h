@@ -232,6 +232,28 @@ inline float returned_weight(int rank, const Origin& origin, int k) {
     return 1.0f / static_cast<float>(3 + 31 * rank + 7 * origin.source + 3 * origin.token + k);
 }
 
+// What a rank counts of one hop.
+struct HopCounters {
+    explicit HopCounters(int num_ranks)
+        : num_ranks(num_ranks),
+          totals(static_cast<size_t>(kNumSourceCounters) * num_ranks),
+          own(kNumOwnCounters),
+          ring(static_cast<size_t>(kCapacity) * (num_ranks + 1) * kNumRingFields) {}
+    static constexpr int kCapacity = 2;
+    CounterView view() { return {totals.data(), own.data(), ring.data(), kCapacity}; }
+    int64_t tokens() const {
+        int64_t sum = 0;
+        for (int source = 0; source < num_ranks; ++source)
+            sum += totals[kSource_tokens * num_ranks + source];
+        return sum;
+    }
+
+    int num_ranks;
+    std::vector<int64_t> totals;
+    std::vector<int64_t> own;
+    std::vector<int64_t> ring;
+};
+
 struct Handle {
     Handle(const Shape& shape, const Setting& setting, int num_tokens)
         : source_prefix(shape.num_ranks()),
@@ -300,7 +322,10 @@ struct Exchange {
           round(round),
           mine(round.inputs[rank]),
           rows(rows_of(shape, round.inputs, rank)),
-          handle(shape, round.setting, mine.num_tokens) {}
+          handle(shape, round.setting, mine.num_tokens),
+          received_rows(shape.num_ranks()),
+          relayed_rows(shape.num_ranks()),
+          notices(shape.num_ranks()) {}
 
     template <class Call>
     Call call_of(int num_topk, int num_scales) {
@@ -329,6 +354,7 @@ struct Exchange {
         auto call = call_of<NotifyCall>(dispatched_topk(), shape.num_scales);
         call.num_tokens_per_rank = num_tokens_per_rank.data();
         call.num_tokens_per_expert = mine.num_tokens_per_expert.data();
+        call.notify_counters = notices.view();
         runtime.normal_notify(call);
         const auto counts = runtime.normal_counts();
         if (!counts.has_value()) return false;
@@ -367,6 +393,8 @@ struct Exchange {
         call.recv_src_meta = shape.num_nodes == 1 ? nullptr : received.src_meta.data();
         call.num_recv_rows = handle.num_rows;
         call.num_relay_rows = handle.num_relayed;
+        call.counters = received_rows.view();
+        call.relay_counters = relayed_rows.view();
         return call;
     }
     // `which`: 0, fresh, after notify(); 1, with its handle.
@@ -484,6 +512,8 @@ struct Exchange {
             const Received received = dispatch(which);
             CHECK(!runtime.take_failure().has_value());
             check_received(which, received);
+            CHECK_EQUAL(received_rows.tokens(), (which + 1) * handle.num_rows);
+            CHECK_EQUAL(relayed_rows.tokens(), (which + 1) * handle.num_relayed);
             combine(which);
             CHECK(!runtime.take_failure().has_value());
             check_combined(which);
@@ -497,6 +527,9 @@ struct Exchange {
     const Inputs& mine;
     std::vector<Origin> rows;
     Handle handle;
+    HopCounters received_rows;
+    HopCounters relayed_rows;
+    HopCounters notices;
     std::vector<int> per_expert;
     std::vector<std::byte> packs;
     std::vector<bf16> combined;
