@@ -104,11 +104,13 @@ def _check_nodes(
     """What goes to other nodes, and what is relayed from them."""
     num_tokens = len(handle.is_token_in_rank)
     in_node = handle.is_token_in_rank.view(num_tokens, place.num_nodes, place.ranks_per_node).any(2)
-    in_node[:, place.node] = False
     values.same("node_channel_prefix", _per_channel(in_node, begins))
+    # Tokens for the own node go straight to its ranks.
+    in_node[:, place.node] = False
     values.heads("node_head", handle.node_head, in_node, begins)
     relayed = handle.recv_node_channel_prefix
-    is_right = torch.diff(relayed, dim=1, prepend=relayed.new_zeros(place.num_nodes, 1)) >= 0
+    per_channel = torch.diff(relayed, dim=1, prepend=relayed.new_zeros(place.num_nodes, 1))
+    is_right = per_channel >= 0
     is_right[place.node] &= relayed[place.node] == 0
     values.all("recv_node_channel_prefix", relayed, is_right)
     values.same("recv_node_prefix", relayed[:, -1].cumsum(0))
@@ -118,7 +120,6 @@ def _check_nodes(
         handle.recv_node_prefix,
         handle.recv_node_prefix <= handle.num_relay_rows,
     )
-    per_channel = torch.diff(relayed, dim=1, prepend=relayed.new_zeros(place.num_nodes, 1))
     relay_begins = per_channel.flatten().cumsum(0) - per_channel.flatten()
     heads = handle.nvl_head[num_tokens : num_tokens + num_relayed]
     values.heads("nvl_head", heads, heads >= 0, relay_begins, num_tokens)

@@ -287,7 +287,7 @@ class Normal:
 
     def _idle_runtime(self, where: str) -> Runtime:
         runtime = self._communicator.idle_runtime(where)
-        normal_checks.topology(where, self._place)
+        normal_checks.topology(where, self._place, self._communicator.limits.binding)
         return runtime
 
     def _order(self, name: str, runtime: Runtime, streams: Streams) -> StreamOrder:
@@ -430,7 +430,7 @@ class Normal:
             recv_channel_prefix=new(num_ranks, num_channels),
             source_prefixes=new(num_ranks),
             recv_src_meta=self._empty((0, 8), torch.uint8),
-            node_head=new(shape.num_tokens, num_nodes),
+            node_head=new(shape.num_tokens, num_nodes).fill_(-1),
             nvl_head=new(0, self._place.ranks_per_node),
         )
 
