@@ -58,7 +58,7 @@ def topk_of(rank: int) -> torch.Tensor:
     """What the tokens of a rank select; some entries nobody."""
     generator = torch.Generator().manual_seed(rank)
     scores = torch.rand(NUM_TOKENS[rank], NUM_EXPERTS, generator=generator)
-    topk_idx = scores.argsort(1)[:, :NUM_TOPK]
+    topk_idx = scores.argsort(1)[:, :NUM_TOPK].contiguous()
     topk_idx[torch.rand(topk_idx.shape, generator=generator) < 0.3] = -1
     return topk_idx.to(DEVICE)
 
@@ -422,10 +422,11 @@ def test_a_handle_with_wrong_numbers_is_refused_and_nothing_is_sent(
             places = [place for place in places if place[1] == BAD_RANK]
         for place in map(tuple, places[:: max(1, len(places) // 5)]):
             kept = item[place].clone()
-            is_unsent = kept < 0 and value < 0  # any negative number says so
+            # Any negative number says that a token is not sent; what is relayed to others nobody here knows.
+            is_unsent = value < 0 and (kept < 0 or place[0] >= NUM_TOKENS[BAD_RANK])
             item[place] = value
             if not is_unsent:
-                words = ["combine: ", f"handle[{i}][", "dispatch left something else"]
+                words = ["combine: handle[", "dispatch left something else"]
                 assert_raises(
                     lambda: buffer.combine(x, handle, config=CONFIG), EPArgumentError, words
                 )
@@ -494,7 +495,7 @@ def test_more_rows_than_the_worst_case_are_refused_where_they_come(ranks: Ranks)
     )
     for rank, outcome in enumerate(outcomes):
         assert rank == BAD_RANK or isinstance(outcome, EPTransportError)
-        assert rank == BAD_RANK or f"rank {BAD_RANK} gave up" in str(outcome)
+        assert rank == BAD_RANK or "gave up operation" in str(outcome)
     assert_usable(ranks)
 
 
