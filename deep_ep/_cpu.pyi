@@ -221,6 +221,7 @@ class Runtime:
         dispatch_op: int,
         num_tokens_per_rank: int,
         num_tokens_per_expert: int,
+        notify_counters: tuple[int, int, int, int],
         stream: int,
     ) -> None: ...
     def normal_counts(self) -> tuple[int, int, list[int]] | None: ...
@@ -268,7 +269,6 @@ class Runtime:
         wait_stats: int,
         counters: tuple[int, int, int, int],
         relay_counters: tuple[int, int, int, int],
-        notify_counters: tuple[int, int, int, int],
         stream: int,
     ) -> None: ...
     def normal_combine(
@@ -306,7 +306,6 @@ class Runtime:
         wait_stats: int,
         counters: tuple[int, int, int, int],
         relay_counters: tuple[int, int, int, int],
-        notify_counters: tuple[int, int, int, int],
         stream: int,
     ) -> None: ...
     def take_failure(self) -> dict[str, Any] | None: ...

@@ -146,6 +146,7 @@ class Normal:
                 **self._common(shape, handle),
                 num_tokens_per_rank=pointers.of_tensor(layout.num_tokens_per_rank),
                 num_tokens_per_expert=pointers.of_tensor(layout.num_tokens_per_expert),
+                notify_counters=pointers.of_counters(self.counters.notify),
                 stream=order.handle,
             )
             # This rank is in the operation now, and ends it whatever happens.
@@ -253,7 +254,6 @@ class Normal:
                 wait_stats=pointers.of_own_row(wait_stats, communicator.rank),
                 counters=pointers.of_counters(counters),
                 relay_counters=pointers.of_counters(self.counters.relay_combine),
-                notify_counters=pointers.of_counters(None),
                 stream=order.handle,
             )
             event = order.finish(
@@ -350,7 +350,6 @@ class Normal:
             wait_stats=pointers.of_own_row(wait_stats, communicator.rank),
             counters=pointers.of_counters(counters),
             relay_counters=pointers.of_counters(self.counters.relay_dispatch),
-            notify_counters=pointers.of_counters(notify),
             stream=order.handle,
         )
         event = order.finish(
@@ -380,7 +379,6 @@ class Normal:
             wait_stats=0,
             counters=nothing,
             relay_counters=nothing,
-            notify_counters=nothing,
             stream=order.handle,
         )
         runtime.get_comm_stream().synchronize()

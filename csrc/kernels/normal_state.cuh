@@ -31,7 +31,6 @@ struct NormalArgs : CommonArgs, NormalSize, NormalHandle {
     NormalControlMap words;
     NormalRow row;
     CounterView relay_counters;
-    CounterView notify_counters;
     QueueState* queue_states;  // [2 (producer, consumer), num_ranks + num_nodes, num_channels]
     ReceiveCounts* receive_counts;
 

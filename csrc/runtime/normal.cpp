@@ -148,7 +148,6 @@ void Runtime::normal_dispatch(const NormalDispatchCall& call) {
     static_cast<NormalDispatchFlags&>(args) = call;
     static_cast<OperationOptions&>(args.common) = {call.wait_stats, call.counters};
     args.relay_counters = call.relay_counters;
-    args.notify_counters = call.notify_counters;
     if (!call.fresh) args.common.dispatch_op = args.dispatch_op;
     if (!call.abandon) {
         pack({args.row,
