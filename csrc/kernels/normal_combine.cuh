@@ -314,8 +314,8 @@ EP_KERNEL void normal_combine(const EP_GRID_CONSTANT NormalCombineArgs args) {
     CombineTasks tasks{args, open, nullptr};
     const NormalCombineShared shared(tasks.count(), args.topology());
     tasks.lists = shared.lists;
-    begin_normal(args, open, false);
-    if (!has_failed(common) && returns_all(args, open)) run_tasks(args, open, tasks, shared.tasks);
+    if (begin_normal(args, open, false) && returns_all(args, open))
+        run_tasks(args, open, tasks, shared.tasks);
     close_normal(args, open, [&] { count_combine(args, open); });
 }
 

@@ -392,13 +392,12 @@ EP_KERNEL void normal_dispatch(const EP_GRID_CONSTANT NormalDispatchArgs args) {
     const OpenOperation open = current_operation(common);
     const DispatchTasks tasks{args, open};
     const TaskShared shared(tasks.count());
-    begin_normal(args, open, args.fresh);
-    const bool failed = has_failed(common);
+    const bool may_send = begin_normal(args, open, args.fresh);
     if (args.abandon) {
         // What normal_notify() has found stays as it is.
-        if (!failed && elect_one())
+        if (may_send && elect_one())
             record_failure(common, open, FailureReason::kAbandoned, common.rank());
-    } else if (!failed && has_room(args, open)) {
+    } else if (may_send && has_room(args, open)) {
         run_tasks(args, open, tasks, shared);
     }
     const bool succeeded = close_normal(args, open, [&] { count_dispatch(args, open); });

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -535,5 +536,45 @@ struct Exchange {
     std::vector<bf16> combined;
     std::vector<float> combined_weights;
 };
+
+// ---- shapes, and what fails
+
+//                                    nodes, ranks, experts, top-k, hidden, scales, tokens
+inline constexpr Shape kOneRank = /*      */ {1, 1, 3, 2, 16, 0, 5};
+inline constexpr Shape kOneNode = /*      */ {1, 4, 2, 4, 24, 3, 9};
+inline constexpr Shape kTwoNodes = /*     */ {2, 2, 2, 4, 16, 2, 9};
+inline constexpr Shape kNodePerRank = /*  */ {4, 1, 1, 2, 40, 0, 7};
+
+// As many tokens as there may be, each for every rank.
+inline Inputs everything_to_all(const Shape& shape) {
+    Inputs all;
+    all.num_tokens = shape.num_max_tokens;
+    for (int which = 0; which < 2; ++which) {
+        all.x[which].resize(all.num_tokens * shape.hidden);
+        all.biases[which].resize(all.num_tokens * shape.hidden);
+        all.scales[which].resize(all.num_tokens * shape.num_scales);
+    }
+    for (int i = 0; i < all.num_tokens * shape.num_topk; ++i)
+        all.topk_idx.push_back(i % shape.num_topk * shape.num_experts() / shape.num_topk);
+    all.topk_weights.resize(all.topk_idx.size());
+    lay_out(shape, all);
+    return all;
+}
+
+inline void check_failure(const std::optional<ep::Failure>& failure,
+                          FailureReason reason,
+                          const std::vector<int>& ranks) {
+    CHECK(failure.has_value());
+    std::string text = "reason " + std::to_string(static_cast<int>(failure->reason)) + " ranks";
+    for (const int rank : failure->ranks) text += " " + std::to_string(rank);
+    CHECK_THAT(failure->reason == reason && failure->ranks == ranks, text);
+}
+
+// Others have given up, those that began with it or those that followed them.
+inline void check_abandoned(const std::optional<ep::Failure>& failure, int rank) {
+    CHECK(failure.has_value());
+    CHECK(failure->reason == FailureReason::kAbandoned && !failure->ranks.empty());
+    CHECK(std::count(failure->ranks.begin(), failure->ranks.end(), rank) == 0);
+}
 
 }  // namespace ep::testing
