@@ -15,6 +15,10 @@ FAILURE_REASONS: list[str]
 HANDLE_FAULTS: list[str]
 MAX_EXPERTS: int
 MAX_TOPK: int
+MAX_CHANNELS: int
+MAX_NORMAL_TOPK: int
+MAX_NORMAL_SCALES: int
+MAX_RANKS_PER_NODE: int
 MAX_TOKENS: int
 MAX_HOST_THREADS: int
 PHASE_SEND: int
@@ -27,6 +31,18 @@ def device_count() -> int: ...
 def low_latency_rdma_size_hint(
     *, num_max_dispatch_tokens_per_rank: int, num_ranks: int, hidden: int, num_experts: int
 ) -> int: ...
+def normal_pack_bytes(*, num_topk: int, num_scales: int) -> int: ...
+def normal_bytes(
+    *,
+    num_ranks: int,
+    ranks_per_node: int,
+    num_channels: int,
+    row_bytes: int,
+    num_topk: int,
+    num_scales: int,
+    num_max_nvl_chunked_recv_tokens: int,
+    num_max_rdma_chunked_recv_tokens: int,
+) -> tuple[int, int]: ...
 
 class Block:
     """Memory on loan from a HostPool, through the buffer protocol."""
@@ -177,6 +193,119 @@ class Runtime:
         num_tokens_per_rdma_rank: int,
         num_tokens_per_expert: int,
         is_token_in_rank: int,
+        stream: int,
+    ) -> None: ...
+    def normal_notify(
+        self,
+        *,
+        num_tokens: int,
+        num_experts: int,
+        num_topk: int,
+        num_scales: int,
+        row_bytes: int,
+        num_channels: int,
+        num_max_nvl_chunked_send_tokens: int,
+        num_max_nvl_chunked_recv_tokens: int,
+        num_max_rdma_chunked_send_tokens: int,
+        num_max_rdma_chunked_recv_tokens: int,
+        is_token_in_rank: int,
+        source_prefix: int,
+        source_stride: int,
+        channel_prefix: int,
+        recv_channel_prefix: int,
+        node_channel_prefix: int,
+        recv_node_channel_prefix: int,
+        recv_node_prefix: int,
+        node_head: int,
+        nvl_head: int,
+        dispatch_op: int,
+        num_tokens_per_rank: int,
+        num_tokens_per_expert: int,
+        notify_counters: tuple[int, int, int, int],
+        stream: int,
+    ) -> None: ...
+    def normal_counts(self) -> tuple[int, int, list[int]] | None: ...
+    def normal_dispatch(
+        self,
+        *,
+        num_tokens: int,
+        num_experts: int,
+        num_topk: int,
+        num_scales: int,
+        row_bytes: int,
+        num_channels: int,
+        num_max_nvl_chunked_send_tokens: int,
+        num_max_nvl_chunked_recv_tokens: int,
+        num_max_rdma_chunked_send_tokens: int,
+        num_max_rdma_chunked_recv_tokens: int,
+        is_token_in_rank: int,
+        source_prefix: int,
+        source_stride: int,
+        channel_prefix: int,
+        recv_channel_prefix: int,
+        node_channel_prefix: int,
+        recv_node_channel_prefix: int,
+        recv_node_prefix: int,
+        node_head: int,
+        nvl_head: int,
+        dispatch_op: int,
+        x: int,
+        scales: int,
+        scale_row_stride: int,
+        scale_column_stride: int,
+        topk_idx: int,
+        topk_weights: int,
+        packs: int,
+        recv_x: int,
+        recv_scales: int,
+        recv_topk_idx: int,
+        recv_topk_weights: int,
+        recv_src_idx: int,
+        recv_src_meta: int,
+        num_recv_rows: int,
+        num_relay_rows: int,
+        fresh: bool,
+        abandon: bool,
+        wait_stats: int,
+        counters: tuple[int, int, int, int],
+        relay_counters: tuple[int, int, int, int],
+        stream: int,
+    ) -> None: ...
+    def normal_combine(
+        self,
+        *,
+        num_tokens: int,
+        num_experts: int,
+        num_topk: int,
+        num_scales: int,
+        row_bytes: int,
+        num_channels: int,
+        num_max_nvl_chunked_send_tokens: int,
+        num_max_nvl_chunked_recv_tokens: int,
+        num_max_rdma_chunked_send_tokens: int,
+        num_max_rdma_chunked_recv_tokens: int,
+        is_token_in_rank: int,
+        source_prefix: int,
+        source_stride: int,
+        channel_prefix: int,
+        recv_channel_prefix: int,
+        node_channel_prefix: int,
+        recv_node_channel_prefix: int,
+        recv_node_prefix: int,
+        node_head: int,
+        nvl_head: int,
+        dispatch_op: int,
+        x: int,
+        topk_weights: int,
+        packs: int,
+        bias_0: int,
+        bias_1: int,
+        combined_x: int,
+        combined_topk_weights: int,
+        num_rows: int,
+        wait_stats: int,
+        counters: tuple[int, int, int, int],
+        relay_counters: tuple[int, int, int, int],
         stream: int,
     ) -> None: ...
     def take_failure(self) -> dict[str, Any] | None: ...

@@ -51,6 +51,9 @@ class Binding(Protocol):
     MAX_EXPERTS: int
     MAX_TOPK: int
     MAX_TOKENS: int
+    MAX_CHANNELS: int
+    MAX_NORMAL_TOPK: int
+    MAX_NORMAL_SCALES: int
     MAX_HOST_THREADS: int
     PHASE_SEND: int
     PHASE_RECEIVE: int
@@ -71,6 +74,21 @@ class Binding(Protocol):
         hidden: int,
         num_experts: int,
     ) -> int: ...
+
+    def normal_bytes(
+        self,
+        *,
+        num_ranks: int,
+        ranks_per_node: int,
+        num_channels: int,
+        row_bytes: int,
+        num_topk: int,
+        num_scales: int,
+        num_max_nvl_chunked_recv_tokens: int,
+        num_max_rdma_chunked_recv_tokens: int,
+    ) -> tuple[int, int]: ...
+
+    def normal_pack_bytes(self, *, num_topk: int, num_scales: int) -> int: ...
 
 
 class CudaBinding(Binding, Protocol):

@@ -1,7 +1,7 @@
 """`Buffer`: the calls of one rank, what they take, return and raise. How they work is elsewhere.
 
-construction.py connects the ranks into a communicator (communicator.py); on it run the low-latency
-operations (low_latency.py) and the layout of a dispatch (layout.py).
+construction.py connects the ranks into a communicator (communicator.py); on it run the normal operations
+(normal.py), the layout of a dispatch (layout.py) and the low-latency operations (low_latency.py).
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from deep_ep.event import EventHandle, EventOverlap
 from deep_ep.group import as_group
 from deep_ep.handles import LowLatencyHandle
 from deep_ep.low_latency import LowLatency
+from deep_ep.normal import Normal, Streams
+from deep_ep.normal_checks import Layout
 from deep_ep.rules import fail
 from deep_ep.runtime import Runtime
 
@@ -48,6 +50,13 @@ class Buffer:
         communicator: internal; what operations run on.
         dispatch_counters: what `low_latency_dispatch` counts, see `enable_counters`; or `None`.
         combine_counters: what `low_latency_combine` counts; or `None`.
+        normal_dispatch_counters: what `dispatch` counts, by source of the rows; or `None`.
+        normal_combine_counters: what `combine` counts, by the rank that the rows come from; or `None`.
+        normal_notify_counters: what `dispatch` without a handle counts before rows travel, when ranks
+            tell each other how many will come; or `None`.
+        normal_relay_dispatch_counters: what `dispatch` counts of rows that this rank relays from other
+            nodes, by the rank that it has them from; `None` on one node.
+        normal_relay_combine_counters: the same for `combine`.
         num_sms: class attribute, SMs in the recommended configurations.
 
     Compatibility: the constructor and all methods of DeepEP, of every V1 revision.
@@ -75,8 +84,9 @@ class Buffer:
         Args:
             group: a `torch.distributed.ProcessGroup` of any backend, or a `deep_ep.group.Group`; used
                 for object exchange only. `None` if `comm` is given.
-            num_nvl_bytes: bytes for normal operations within a node, a multiple of 128.
-            num_rdma_bytes: bytes for low latency and between nodes, a multiple of 128.
+            num_nvl_bytes: bytes for normal operations, a multiple of 128; see the hints of `Config`.
+            num_rdma_bytes: bytes for low latency, and for normal operations between nodes; a multiple of
+                128.
             low_latency_mode: enable the low-latency operations.
             num_qps_per_rank: queue pairs per peer; experts per rank for low latency.
             allow_nvlink_for_low_latency_mode: whether low latency may use NVLink. Results are equal.
@@ -119,6 +129,7 @@ class Buffer:
             self.nvshmem_qp_depth = env.nvshmem_qp_depth()
         self.communicator = construction.connect(self, ranks, agreed)
         self._low_latency = LowLatency(self.communicator, self, self.low_latency_mode)
+        self._normal = Normal(self.communicator)
         construction.start(self)
 
     @property
@@ -266,20 +277,44 @@ class Buffer:
     def combine_counters(self) -> RecvCounters | None:
         return self._low_latency.combine_counters
 
-    def enable_counters(self, ring: int = 256) -> None:
-        """Counts every low-latency operation that is given no counters of its own, from now on.
+    @property
+    def normal_dispatch_counters(self) -> RecvCounters | None:
+        return self._normal.counters.dispatch
 
-        The counters are `dispatch_counters` and `combine_counters`. Calling it again keeps them,
-        unless the ring changes.
+    @property
+    def normal_combine_counters(self) -> RecvCounters | None:
+        return self._normal.counters.combine
+
+    @property
+    def normal_notify_counters(self) -> RecvCounters | None:
+        return self._normal.counters.notify
+
+    @property
+    def normal_relay_dispatch_counters(self) -> RecvCounters | None:
+        return self._normal.counters.relay_dispatch
+
+    @property
+    def normal_relay_combine_counters(self) -> RecvCounters | None:
+        return self._normal.counters.relay_combine
+
+    def enable_counters(self, ring: int = 256) -> None:
+        """Counts every operation that is given no counters of its own, from now on.
+
+        The counters are `dispatch_counters` and `combine_counters` of low latency, and those whose names
+        begin with `normal_` if there is an NVLink buffer, which normal operations need. Calling it again
+        keeps them, unless the ring changes.
 
         Args:
             ring: how many recent operations keep their raw times.
         """
         self._low_latency.enable_counters(ring)
+        if self.num_nvl_bytes:
+            self._normal.enable_counters(ring)
 
     def disable_counters(self) -> None:
-        """Counts no longer, and drops `dispatch_counters` and `combine_counters`."""
+        """Counts no longer, and drops all counters."""
         self._low_latency.disable_counters()
+        self._normal.disable_counters()
 
     def measure_clock_offsets(self, samples: int = 16) -> tuple[Tensor, Tensor]:
         """Measures all clocks against this rank's, for the counters. Collective.
@@ -526,7 +561,7 @@ class Buffer:
         """
         self._low_latency.clean(num_max_dispatch_tokens_per_rank, hidden, num_experts)
 
-    # ---- not in this version
+    # ---- normal mode
 
     def dispatch(
         self,
@@ -544,13 +579,91 @@ class Buffer:
         previous_event: EventOverlap | None = None,
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
-    ) -> NoReturn:
-        """Normal dispatch.
+        recv_counters: RecvCounters | None = None,
+        dispatch_wait_recv_cost_stats: Tensor | None = None,
+    ) -> tuple[
+        Tensor | tuple[Tensor, Tensor],
+        Tensor | None,
+        Tensor | None,
+        list[int] | None,
+        tuple[Tensor, ...] | None,
+        EventOverlap,
+    ]:
+        """Sends every token to the ranks of its experts, once to each. Collective.
+
+        The host waits until it knows how many rows come, unless there is a handle or `num_worst_tokens`.
+
+        Args:
+            x: [num_tokens, hidden] of any dtype, contiguous, rows of a multiple of 16 bytes, `num_tokens` 0
+                included; or a tuple of such data, of one byte per element, and its scales:
+                x_scales: [num_tokens, num_scales] float32 or int32, of any strides, at most 255 per token.
+            handle: of an earlier dispatch: sends to the same ranks again, with rows of any kind. Then the
+                next six arguments are not used, and top-k tensors not allowed.
+            num_tokens_per_rank: [num_ranks] int32, contiguous, like all that `get_dispatch_layout` returns.
+            num_tokens_per_rdma_rank: [num_nodes] int32; not used on one node.
+            is_token_in_rank: [num_tokens, num_ranks] bool.
+            num_tokens_per_expert: [num_experts] int32, a multiple of the group size.
+            topk_idx: [num_tokens, num_topk] int64, contiguous; at most 128 entries per token.
+            topk_weights: [num_tokens, num_topk] float32, contiguous; given if `topk_idx` is.
+            expert_alignment: rows per expert are returned rounded up to multiples of it.
+            num_worst_tokens: if above 0, allocate as many rows and do not wait for the number of rows;
+                requires `topk_idx`. No more rows than these may come to this rank, for itself or to
+                relay; the group size times the most tokens of a rank is always enough.
+            config: sizes of queues and number of channels; `get_dispatch_config` unless given. Equal on all
+                ranks, with the `num_sms` of the dispatch that `handle` is of.
+            previous_event: what to wait for instead of the current stream.
+            async_finish: do not make the current stream wait for the result.
+            allocate_on_comm_stream: allocate outputs on the comm stream, as is done with every
+                `previous_event`; requires `previous_event` and `async_finish`.
+            recv_counters: counters to use instead of `normal_dispatch_counters`.
+            dispatch_wait_recv_cost_stats: [num_ranks] or [num_ranks, num_ranks] int64, nanoseconds;
+                waiting per source rank is added, to this rank's own row if there are rows.
+
+        Returns:
+            recv_x: [num_recv_rows, hidden] like `x`, by source rank and then by source token; with scales
+                the tuple of data and [num_recv_rows, num_scales], contiguous.
+            recv_topk_idx: [num_recv_rows, num_topk] int64, number of the expert on this rank, or -1 where it
+                is on another one; in all rows that `num_worst_tokens` allocates and nobody fills.
+            recv_topk_weights: [num_recv_rows, num_topk] float32, 0 where `recv_topk_idx` is -1; undefined in
+                rows that nobody fills.
+            num_recv_tokens_per_expert_list: rows per expert of this rank, rounded up; empty with
+                `num_worst_tokens`.
+            handle: tuple of tensors for `combine` and later dispatches, see handles.py. It may be put
+                together again from the same tensors, but not from copies.
+            event: to wait for, if `async_finish`; else its `.event` is `None`.
+
+            With a handle all but the first and the last are `None`, without `topk_idx` the second and third.
 
         Raises:
-            EPUnsupportedError: always, in this version.
+            EPArgumentError: an argument is not allowed (nothing was sent), ranks passed different ones, or
+                more than `num_worst_tokens` rows come.
+            EPUsageError: the arguments do not go together (also an `AssertionError`).
+            EPUnsupportedError: nodes have different numbers of ranks.
+            EPTimeoutError: some ranks did not come; names them.
+            EPTransportError: other ranks gave the operation up.
+
+        Compatibility: same as DeepEP, with any group size, row size and number of experts per rank, and
+            with `num_worst_tokens` on several nodes too. A list serves as a tuple.
         """
-        _unsupported("dispatch")
+        if config is None:
+            config = Buffer.get_dispatch_config(self.group_size)
+        streams = Streams(previous_event, async_finish, allocate_on_comm_stream)
+        measured = (recv_counters, dispatch_wait_recv_cost_stats)
+        if handle is not None:
+            received, event = self._normal.dispatch_again(
+                x, handle, topk_idx, topk_weights, config, streams, *measured
+            )
+            return received.rows, None, None, None, None, event
+        layout = Layout(
+            num_tokens_per_rank, num_tokens_per_rdma_rank, is_token_in_rank, num_tokens_per_expert
+        )
+        received, per_expert, new_handle, event = self._normal.dispatch(
+            *(x, layout, topk_idx, topk_weights, expert_alignment, num_worst_tokens),
+            *(config, streams),
+            *measured,
+        )
+        recv_topk = received.topk_idx, received.topk_weights
+        return received.rows, *recv_topk, per_expert, new_handle, event
 
     def combine(
         self,
@@ -562,29 +675,126 @@ class Buffer:
         previous_event: EventOverlap | None = None,
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
-    ) -> NoReturn:
-        """Normal combine.
+        recv_counters: RecvCounters | None = None,
+        combine_wait_recv_cost_stats: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None, EventOverlap]:
+        """Sends rows back to where they came from and adds them up, unweighted, per token. Collective.
+
+        Args:
+            x: [num_recv_rows, hidden] bfloat16, contiguous; one row per row that the dispatch returned, in
+                their order. `hidden` is a multiple of 8 and may differ from the dispatch's.
+            handle: of the dispatch; may be combined repeatedly.
+            topk_weights: [num_recv_rows, num_topk] float32, contiguous; added up likewise, at most 128 per
+                row.
+            bias: added to the sums; a tensor, or a tuple of two of which each may be `None`.
+                bias[0]: [num_tokens, hidden] bfloat16, contiguous.
+                bias[1]: [num_tokens, hidden] bfloat16, contiguous.
+            config: as in `dispatch`; `get_combine_config` unless given.
+            previous_event: what to wait for instead of the current stream.
+            async_finish: do not make the current stream wait for the result.
+            allocate_on_comm_stream: as in `dispatch`.
+            recv_counters: counters to use instead of `normal_combine_counters`.
+            combine_wait_recv_cost_stats: [num_ranks] or [num_ranks, num_ranks] int64, nanoseconds;
+                waiting per source rank is added, to this rank's own row if there are rows.
+
+        Returns:
+            combined_x: [num_tokens, hidden] bfloat16, the sum of the biases and of the token's rows on all
+                ranks that it was sent to; zeros if there are none.
+            combined_topk_weights: [num_tokens, num_topk] float32, the sum of the weights of these rows;
+                `None` if none were given.
+            event: to wait for, if `async_finish`; else its `.event` is `None`.
 
         Raises:
-            EPUnsupportedError: always, in this version.
-        """
-        _unsupported("combine")
+            EPArgumentError: an argument is not allowed (nothing was sent), or ranks passed different ones.
+            EPUsageError: the handle's dispatch raised an error (also an `AssertionError`).
+            EPUnsupportedError: nodes have different numbers of ranks.
+            EPTimeoutError: some ranks did not come; names them.
+            EPTransportError: other ranks gave the operation up.
 
-    def internode_dispatch(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Normal dispatch between nodes.
+        Compatibility: same as DeepEP. A list of biases serves as a tuple.
+        """
+        if config is None:
+            config = Buffer.get_combine_config(self.group_size)
+        return self._normal.combine(
+            *(x, handle, topk_weights, checks.bias_pair(bias), config),
+            Streams(previous_event, async_finish, allocate_on_comm_stream),
+            *(recv_counters, combine_wait_recv_cost_stats),
+        )
+
+    def internode_dispatch(
+        self,
+        x: Tensor | tuple[Tensor, Tensor],
+        handle: tuple[Any, ...] | None = None,
+        num_tokens_per_rank: Tensor | None = None,
+        num_tokens_per_rdma_rank: Tensor | None = None,
+        is_token_in_rank: Tensor | None = None,
+        num_tokens_per_expert: Tensor | None = None,
+        topk_idx: Tensor | None = None,
+        topk_weights: Tensor | None = None,
+        expert_alignment: int = 1,
+        num_worst_tokens: int = 0,
+        config: Config | None = None,
+        previous_event: EventOverlap | None = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+        recv_counters: RecvCounters | None = None,
+        dispatch_wait_recv_cost_stats: Tensor | None = None,
+    ) -> tuple[
+        Tensor | tuple[Tensor, Tensor],
+        Tensor | None,
+        Tensor | None,
+        list[int] | None,
+        tuple[Tensor, ...] | None,
+        EventOverlap,
+    ]:
+        """`dispatch`, which goes between nodes as well. Collective.
+
+        Args:
+            config: must be given; the other arguments are those of `dispatch`.
 
         Raises:
-            EPUnsupportedError: always, in this version.
-        """
-        _unsupported("internode_dispatch")
+            EPUsageError: `config` is `None` (also an `AssertionError`); else as `dispatch`.
 
-    def internode_combine(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Normal combine between nodes.
+        Compatibility: same as DeepEP; works on one node, too.
+        """
+        return self.dispatch(
+            *(x, handle, num_tokens_per_rank, num_tokens_per_rdma_rank, is_token_in_rank),
+            *(num_tokens_per_expert, topk_idx, topk_weights, expert_alignment, num_worst_tokens),
+            checks.given_config("internode_dispatch", config),
+            *(previous_event, async_finish, allocate_on_comm_stream),
+            *(recv_counters, dispatch_wait_recv_cost_stats),
+        )
+
+    def internode_combine(
+        self,
+        x: Tensor,
+        handle: tuple[Any, ...],
+        topk_weights: Tensor | None = None,
+        bias: Tensor | tuple[Tensor | None, Tensor | None] | None = None,
+        config: Config | None = None,
+        previous_event: EventOverlap | None = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+        recv_counters: RecvCounters | None = None,
+        combine_wait_recv_cost_stats: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None, EventOverlap]:
+        """`combine`, which goes between nodes as well. Collective.
+
+        Args:
+            config: must be given; the other arguments are those of `combine`.
 
         Raises:
-            EPUnsupportedError: always, in this version.
+            EPUsageError: `config` is `None` (also an `AssertionError`); else as `combine`.
+
+        Compatibility: same as DeepEP; works on one node, too.
         """
-        _unsupported("internode_combine")
+        return self.combine(
+            *(x, handle, topk_weights, bias, checks.given_config("internode_combine", config)),
+            *(previous_event, async_finish, allocate_on_comm_stream),
+            *(recv_counters, combine_wait_recv_cost_stats),
+        )
+
+    # ---- not in this version
 
     def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> NoReturn:
         """Masks a rank.
@@ -612,8 +822,7 @@ class Buffer:
 
 
 def _unsupported(name: str) -> NoReturn:
-    what = "masks" if "mask" in name else "normal kernels"
     raise EPUnsupportedError(
-        f"{name}: this version has no {what}; low_latency_dispatch, low_latency_combine and "
-        "get_dispatch_layout are there. Use those, or a version that lists it in CHANGELOG.md."
+        f"{name}: this version has no masks; dispatch, combine and the low-latency calls are there, for "
+        "groups whose ranks all live. Use those, or a version that lists it in CHANGELOG.md."
     )

@@ -13,6 +13,7 @@ import torch
 
 from deep_ep import backend
 from deep_ep.backend import Binding
+from deep_ep.config import Config
 from deep_ep.counters import RecvCounters
 from deep_ep.errors import EPArgumentError, EPTypeError, EPUsageError
 from deep_ep.rules import TensorRule, fail, tensor_rule
@@ -28,12 +29,14 @@ class Limits(NamedTuple):
         num_rdma_bytes: size of its RDMA buffer.
         device: where tensors must be.
         binding: the native module; it knows the kernels' limits.
+        num_nvl_bytes: size of its NVLink buffer.
     """
 
     num_ranks: int
     num_rdma_bytes: int
     device: torch.device
     binding: Binding
+    num_nvl_bytes: int = 0
 
 
 class Tensors:
@@ -46,7 +49,11 @@ class Tensors:
 
     def check(self, argument: str, tensor: Any, contiguous: bool = True) -> None:
         """Shape, dtype, device and strides of one argument."""
-        rule = tensor_rule(self.call, argument)
+        self.check_rule(tensor_rule(self.call, argument), tensor, contiguous)
+
+    def check_rule(self, rule: TensorRule, tensor: Any, contiguous: bool = True) -> None:
+        """The same, by a rule that is not in the table of the call."""
+        argument = rule.argument
         if not isinstance(tensor, torch.Tensor):
             self._fail(
                 rule,
@@ -62,8 +69,9 @@ class Tensors:
         else:
             self._fail(rule, f"has shape {list(given)}", f"be {self._expected(rule)}")
         self.dimensions.update(zip(shape, given))
-        if tensor.dtype != rule.dtype:
-            self._fail(rule, f"has dtype {tensor.dtype}", f"be {rule.dtype}")
+        if rule.dtypes and tensor.dtype not in rule.dtypes:
+            allowed = " or ".join(str(dtype) for dtype in rule.dtypes)
+            self._fail(rule, f"has dtype {tensor.dtype}", f"be {allowed}")
         if tensor.device != self.device:
             self._fail(
                 rule,
@@ -88,7 +96,7 @@ class Tensors:
         return True
 
     def _expected(self, rule: TensorRule) -> str:
-        named = rule.text.rpartition(" ")[0]
+        named = rule.shape_text
         known = " or ".join(
             f"[{', '.join(str(self.dimensions.get(name, name)) for name in shape)}]"
             for shape in rule.shapes
@@ -106,23 +114,33 @@ class Tensors:
         raise error(f"{self.call}: {rule.argument} {got}; it must {allowed}. {fix or rule.fix}")
 
 
-def positive_int(where: str, name: str, value: Any) -> int:
-    """`value` as an int above 0."""
+def integer(where: str, name: str, value: Any) -> int:
+    """`value` as an int."""
     try:
-        number = operator.index(value)
+        return operator.index(value)
     except TypeError:
         fail(where, f"{name} is {value!r}", "integer", EPTypeError)
+
+
+def positive_int(where: str, name: str, value: Any) -> int:
+    """`value` as an int above 0."""
+    number = integer(where, name, value)
     if number <= 0:
         fail(where, f"{name} is {number}", "positive")
     return number
 
 
+def not_negative_int(where: str, name: str, value: Any) -> int:
+    """`value` as an int of at least 0."""
+    number = integer(where, name, value)
+    if number < 0:
+        fail(where, f"{name} is {number}", "not_negative")
+    return number
+
+
 def byte_size(name: str, value: Any) -> int:
     """`value` as the size of a buffer in bytes."""
-    try:
-        number = operator.index(value)
-    except TypeError:
-        fail("Buffer", f"{name} is {value!r}", "integer", EPTypeError)
+    number = integer("Buffer", name, value)
     alignment = backend.get().binding.BUFFER_ALIGNMENT
     if not 0 <= number <= MAX_BYTES or number % alignment:
         fail(
@@ -171,12 +189,16 @@ def bias_pair(bias: Any) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     return given[0], given[1]
 
 
+def given_config(call: str, config: Config | None) -> Config:
+    """The configuration of a call that takes no recommended one."""
+    if config is None:
+        fail(call, "config is None", "config_needed", EPUsageError)
+    return config
+
+
 def even_num_sms(value: Any) -> int:
     """The argument of `Buffer.set_num_sms`."""
-    try:
-        number = operator.index(value)
-    except TypeError:
-        fail("set_num_sms", f"num_sms is {value!r}", "integer", EPTypeError)
+    number = integer("set_num_sms", "num_sms", value)
     if number < 0 or number % 2:
         fail(
             "set_num_sms", f"num_sms is {number}", "num_sms", EPUsageError, even=max(0, number + 1)

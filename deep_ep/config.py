@@ -12,7 +12,7 @@ from deep_ep.errors import EPArgumentError
 
 topk_idx_t = torch.int64
 
-# Ranks per NVLink domain where nothing else is said: what DeepEP's hints assume.
+# Ranks per NVLink domain that the hints allow for where nobody says how many there are: DeepEP's.
 _DEFAULT_RANKS_PER_NODE = 8
 # The hints cover rows with this many top-k entries and scales.
 _MAX_TOPK = 128
@@ -78,6 +78,8 @@ class Config:
     def get_nvl_buffer_size_hint(self, hidden_bytes: int, num_ranks: int, /) -> int:
         """Bytes of NVLink buffer with which every normal call with this configuration fits.
 
+        Nodes are as in `get_rdma_buffer_size_hint`.
+
         Args:
             hidden_bytes: bytes of one row, at the larger of its size in dispatch and combine.
             num_ranks: size of the group.
@@ -91,14 +93,19 @@ class Config:
         Source: DeepEP's formula, so that numbers can be compared.
         Compatibility: any group size is accepted.
         """
-        num_nodes, num_local_ranks = self._topology(hidden_bytes, num_ranks)
-        per_token = hidden_bytes + 8 + _metadata_bytes()
-        per_channel = 4 * (2 * num_nodes + 3) + self.num_max_nvl_chunked_recv_tokens * per_token
-        return _round_up(self.num_sms // 2 * num_local_ranks * per_channel, _ALIGNMENT)
+        sizes = []
+        for num_local_ranks, num_nodes in self._topologies(hidden_bytes, num_ranks):
+            per_token = hidden_bytes + 8 + _metadata_bytes()
+            per_channel = 4 * (2 * num_nodes + 3) + self.num_max_nvl_chunked_recv_tokens * per_token
+            sizes.append(self.num_sms // 2 * num_local_ranks * per_channel)
+        return _round_up(max(sizes), _ALIGNMENT)
 
     def get_rdma_buffer_size_hint(self, hidden_bytes: int, num_ranks: int, /) -> int:
         """Bytes of RDMA buffer with which every normal call with this configuration fits; 0 on one node.
 
+        Unless DEEP_EP_RANKS_PER_NODE says how many ranks a node has, it is enough for 8, and for as many
+        as the launcher put on this host (LOCAL_WORLD_SIZE).
+
         Args:
             hidden_bytes: bytes of one row, at the larger of its size in dispatch and combine.
             num_ranks: size of the group.
@@ -112,28 +119,35 @@ class Config:
         Source: DeepEP's formula, so that numbers can be compared.
         Compatibility: any group size is accepted.
         """
-        num_nodes, _ = self._topology(hidden_bytes, num_ranks)
-        if num_nodes == 1:
-            return 0
-        per_token = hidden_bytes + 8 + _metadata_bytes() + 16
-        per_channel = 4 * 18 + self.num_max_rdma_chunked_recv_tokens * per_token
-        return _round_up(2 * (self.num_sms // 2) * num_nodes * per_channel, _ALIGNMENT)
+        sizes = []
+        for _, num_nodes in self._topologies(hidden_bytes, num_ranks):
+            per_token = hidden_bytes + 8 + _metadata_bytes() + 16
+            per_channel = 4 * 18 + self.num_max_rdma_chunked_recv_tokens * per_token
+            sizes.append(0 if num_nodes == 1 else self.num_sms // 2 * 2 * num_nodes * per_channel)
+        return _round_up(max(sizes), _ALIGNMENT)
 
-    def _topology(self, hidden_bytes: int, num_ranks: int) -> tuple[int, int]:
+    def _topologies(self, hidden_bytes: int, num_ranks: int) -> list[tuple[int, int]]:
+        """Ranks of a node and number of nodes, for each way in which the ranks may lie.
+
+        Programs ask for the hints before there is a buffer that knows the hosts. With nobody's word it
+        may be nodes of 8, and where a launcher says how many ranks this host has, nodes of that size.
+        """
         for name, value in (("hidden_bytes", hidden_bytes), ("num_ranks", num_ranks)):
             if operator.index(value) < 1:
                 raise EPArgumentError(
                     f"Config size hint: {name} is {value}; it must be at least 1. "
                     "Pass bytes per row and the size of the group."
                 )
-        num_local_ranks = min(num_ranks, env.ranks_per_node() or _DEFAULT_RANKS_PER_NODE)
-        num_nodes = -(-num_ranks // num_local_ranks)
-        if num_nodes > 1 and self.num_sms % 2:
+        asked = env.ranks_per_node()
+        sizes = [asked] if asked else [_DEFAULT_RANKS_PER_NODE, env.local_world_size()]
+        nodes = [min(num_ranks, size) for size in sizes if size is not None]
+        topologies = [(size, -(-num_ranks // size)) for size in nodes]
+        if self.num_sms % 2 and any(num_nodes > 1 for _, num_nodes in topologies):
             raise EPArgumentError(
                 f"Config size hint: num_sms is {self.num_sms}; it must be even with more than one node. "
                 f"Use {self.num_sms + 1}."
             )
-        return num_nodes, num_local_ranks
+        return topologies
 
 
 def _round_up(value: int, multiple: int) -> int:

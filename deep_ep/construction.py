@@ -59,10 +59,7 @@ class Settings:
 
     def check_topology(self, topology: Topology) -> None:
         """Rules that depend on the number of nodes; the same on all ranks, so all of them raise."""
-        uses_rdma = self.uses_rdma(topology)
-        if self.num_rdma_bytes and not uses_rdma and topology.num_ranks <= 8:
-            fail("Buffer", f"num_rdma_bytes is {self.num_rdma_bytes}", "rdma_on_one_node")
-        if uses_rdma and not self.num_qps_per_rank > 0:
+        if self.uses_rdma(topology) and not self.num_qps_per_rank > 0:
             got = f"num_qps_per_rank is {self.num_qps_per_rank}"
             fail("Buffer", got, "queue_pairs", EPUsageError)
 
@@ -195,7 +192,13 @@ def connect(owner: object, group: Group, agreed: Agreement) -> Communicator:
     liveness.complete(offers[0], problems)
     natives[0].release_handle()
     runtime = Runtime(natives[0], selected, topology, comm_streams[0])
-    limits = Limits(group.size, settings.num_rdma_bytes, selected.device(), selected.binding)
+    limits = Limits(
+        group.size,
+        settings.num_rdma_bytes,
+        selected.device(),
+        selected.binding,
+        settings.num_nvl_bytes,
+    )
     own = claims[0] if claims else None
     return Communicator(group, selected, runtime, limits, places, members[0], own)
 
@@ -210,15 +213,16 @@ def start(buffer: Buffer) -> None:
     runtime = communicator.connected_runtime("Buffer")
     if communicator.backend.may_hang(runtime.native):
         communicator.watchers.append(Watchdog(communicator, env.timeout_s()).start())
+    has_operations = buffer.low_latency_mode or buffer.num_nvl_bytes > 0
     try:
-        if buffer.low_latency_mode:
+        if has_operations:
             buffer.measure_clock_offsets()
         watch = env.diagnose()
         if watch.mode != "off":
             buffer.enable_counters()
-        if env.inject() and buffer.low_latency_mode:
+        if env.inject() and has_operations:
             faults.apply(buffer, faults.parse_list(env.inject(), buffer.group_size))
-        if watch.mode != "off" and buffer.low_latency_mode:
+        if watch.mode != "off" and has_operations:
             communicator.watchers += watchers.start_all(buffer, communicator.group, watch)
     except RuntimeError:
         communicator.abort()

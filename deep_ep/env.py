@@ -97,6 +97,12 @@ DIAGNOSE_DIR = Variable(
 NVSHMEM_QP_DEPTH = Variable(
     "NVSHMEM_QP_DEPTH", "int", "1024", "depth of NVSHMEM's queue pairs, as Buffer.nvshmem_qp_depth"
 )
+LOCAL_WORLD_SIZE = Variable(
+    "LOCAL_WORLD_SIZE",
+    "int",
+    "",
+    "ranks of this host, as torchrun says; Config's size hints allow for nodes of this size",
+)
 # Of the existing analyser, with its names and defaults; `deep_ep.diagnose.Diagnose` follows them.
 CLASSIC_ENABLE = Variable("DEEPEP_DIAGNOSE_ENABLE", "0 | 1", "1", "0: `Diagnose` does nothing")
 CLASSIC_INTERVAL = Variable(
@@ -150,6 +156,7 @@ VARIABLES = (
     DIAGNOSE,
     DIAGNOSE_DIR,
     NVSHMEM_QP_DEPTH,
+    LOCAL_WORLD_SIZE,
     CLASSIC_ENABLE,
     CLASSIC_INTERVAL,
     CLASSIC_WARMING_TIME,
@@ -322,6 +329,11 @@ def classic() -> ClassicSettings:
 def nvshmem_qp_depth() -> int:
     """Depth of NVSHMEM's queue pairs."""
     return _positive_int(NVSHMEM_QP_DEPTH)
+
+
+def local_world_size() -> int | None:
+    """Ranks of this host, `None` where nobody says."""
+    return _positive_int(LOCAL_WORLD_SIZE) if LOCAL_WORLD_SIZE.text() else None
 
 
 def _choice(variable: Variable, allowed: tuple[str, ...]) -> str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Callable, Optional
 
 import torch
 
-from deep_ep import backend, checks, low_latency_checks
+from deep_ep import backend, checks, low_latency_checks, pointers
 from deep_ep.counters import RecvCounters
 from deep_ep.errors import EPUsageError
 from deep_ep.event import EventHandle, EventOverlap
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 Tensor = torch.Tensor
 # What one operation reads and writes: it lives until that is done.
 Used = tuple[tuple[Optional[Tensor], ...], Optional[RecvCounters]]
-
-_NO_COUNTERS = (0, 0, 0, 0)
 
 
 def rdma_size_hint(
@@ -124,13 +122,15 @@ class LowLatency:
                 round_scale=round_scale,
                 use_ue8m0=use_ue8m0,
                 recv_x=recv_x.data_ptr(),
-                recv_scales=_pointer(scales),
+                recv_scales=pointers.of_tensor(scales),
                 recv_count=recv_count.data_ptr(),
                 src_info=src_info.data_ptr(),
                 layout_range=layout_range.data_ptr(),
-                cumulative_local_expert_recv_stats=_pointer(cumulative_local_expert_recv_stats),
-                wait_stats=_own_row(dispatch_wait_recv_cost_stats, communicator.rank),
-                counters=counters.pointers() if counters else _NO_COUNTERS,
+                cumulative_local_expert_recv_stats=pointers.of_tensor(
+                    cumulative_local_expert_recv_stats
+                ),
+                wait_stats=pointers.of_own_row(dispatch_wait_recv_cost_stats, communicator.rank),
+                counters=pointers.of_counters(counters),
             )
             used = (
                 *(x, topk_idx, recv_x, scales, recv_count, src_info, layout_range),
@@ -206,8 +206,8 @@ class LowLatency:
                 **shape.keywords,
                 use_logfmt=use_logfmt,
                 zero_copy=zero_copy,
-                wait_stats=_own_row(combine_wait_recv_cost_stats, communicator.rank),
-                counters=counters.pointers() if counters else _NO_COUNTERS,
+                wait_stats=pointers.of_own_row(combine_wait_recv_cost_stats, communicator.rank),
+                counters=pointers.of_counters(counters),
             )
             used = (
                 *(x, topk_idx, topk_weights, src_info, layout_range),
@@ -308,7 +308,7 @@ class LowLatency:
         communicator.raise_failure()
         if async_finish:
             tensors, counters = used
-            counted = (counters.totals, counters.own, counters.ring) if counters else ()
+            counted = pointers.tensors_of(counters)
             kept = tuple(tensor for tensor in (*tensors, *counted) if tensor is not None)
             return EventOverlap(EventHandle(comm, back), kept), None
         back.wait_stream(current, comm, communicator.stream_event)
@@ -339,14 +339,3 @@ def _new_scales(shape: Shape, use_ue8m0: bool, communicator: Communicator) -> Te
         columns, dtype = -(-columns // 4), torch.int32
     size, stride = (shape.num_local_experts, num_rows, columns), (columns * num_rows, 1, num_rows)
     return selected.empty(size, dtype, communicator.limits.device, stride)
-
-
-def _pointer(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
-
-
-def _own_row(wait_stats: Tensor | None, rank: int) -> int:
-    """Pointer of a wait tensor, or of this rank's row where it has rows."""
-    if wait_stats is not None and wait_stats.dim() == 2:
-        wait_stats = wait_stats[rank]
-    return _pointer(wait_stats)

@@ -13,10 +13,12 @@ from typing import NoReturn
 import torch
 
 from deep_ep.config import topk_idx_t
-from deep_ep.errors import EPArgumentError
+from deep_ep.errors import EPArgumentError, EPError
 
 DISPATCH = "low_latency_dispatch"
 COMBINE = "low_latency_combine"
+NORMAL_DISPATCH = "dispatch"
+NORMAL_COMBINE = "combine"
 LAYOUT = "get_dispatch_layout"
 
 
@@ -27,20 +29,25 @@ class TensorRule:
     Attributes:
         argument: its name in the call.
         shapes: the shapes allowed, dimensions by name; names mean the same in all arguments of a call.
-        dtype: the only dtype allowed.
+        dtypes: those allowed; none if all are.
         fix: what to do, as a sentence.
     """
 
     argument: str
     shapes: tuple[tuple[str, ...], ...]
-    dtype: torch.dtype
+    dtypes: tuple[torch.dtype, ...]
     fix: str
+
+    @property
+    def shape_text(self) -> str:
+        """The shapes as docstrings give them."""
+        return " or ".join(f"[{', '.join(shape)}]" for shape in self.shapes)
 
     @property
     def text(self) -> str:
         """Shape and dtype as docstrings give them."""
-        shapes = " or ".join(f"[{', '.join(shape)}]" for shape in self.shapes)
-        return f"{shapes} {str(self.dtype).rpartition('.')[2]}"
+        dtypes = " or ".join(str(dtype).rpartition(".")[2] for dtype in self.dtypes)
+        return f"{self.shape_text} {dtypes or 'of any dtype'}"
 
 
 @dataclass(frozen=True)
@@ -55,71 +62,147 @@ _ROWS = ("num_local_experts", "num_recv_rows")
 _WAIT_STATS = (("num_ranks",), ("num_ranks", "num_ranks"))
 _WAIT_STATS_FIX = "Allocate torch.zeros(buffer.group_size, dtype=torch.int64)."
 _HANDLE_FIX = "Pass the handle of the dispatch whose rows are combined, on the same buffer."
+_LAYOUT_FIX = "Pass what get_dispatch_layout returned for these tokens."
+_NORMAL_HANDLE_FIX = (
+    "Pass the handle of a dispatch on this buffer, with a config of the num_sms of that dispatch."
+)
+_BIAS = (("num_tokens", "hidden"),)
+_BIAS_FIX = "Give one row per dispatched token, cast with bias.bfloat16()."
 
 TENSORS: dict[str, tuple[TensorRule, ...]] = {
     DISPATCH: (
-        TensorRule("x", (("num_tokens", "hidden"),), torch.bfloat16, "Cast with x.bfloat16()."),
+        TensorRule("x", (("num_tokens", "hidden"),), (torch.bfloat16,), "Cast with x.bfloat16()."),
         TensorRule(
             "topk_idx",
             (("num_tokens", "num_topk"),),
-            topk_idx_t,
+            (topk_idx_t,),
             "Give one row per token of x, cast with topk_idx.to(deep_ep.topk_idx_t).",
         ),
         TensorRule(
             "cumulative_local_expert_recv_stats",
             (("num_local_experts",),),
-            torch.int32,
+            (torch.int32,),
             "Allocate torch.zeros(num_experts // buffer.group_size, dtype=torch.int32).",
         ),
-        TensorRule("dispatch_wait_recv_cost_stats", _WAIT_STATS, torch.int64, _WAIT_STATS_FIX),
+        TensorRule("dispatch_wait_recv_cost_stats", _WAIT_STATS, (torch.int64,), _WAIT_STATS_FIX),
     ),
     COMBINE: (
         TensorRule(
             "x",
             ((*_ROWS, "hidden"),),
-            torch.bfloat16,
+            (torch.bfloat16,),
             "Pass the experts' output in the row layout of the dispatch, cast with x.bfloat16().",
         ),
         TensorRule(
             "topk_idx",
             (("num_tokens", "num_topk"),),
-            topk_idx_t,
+            (topk_idx_t,),
             "Pass the topk_idx of the dispatch, cast with topk_idx.to(deep_ep.topk_idx_t).",
         ),
         TensorRule(
             "topk_weights",
             (("num_tokens", "num_topk"),),
-            torch.float32,
+            (torch.float32,),
             "Give one weight per entry of topk_idx, cast with topk_weights.float().",
         ),
-        TensorRule("handle[0]", (_ROWS,), torch.int32, _HANDLE_FIX),
-        TensorRule("handle[1]", (("num_local_experts", "num_ranks"),), torch.int64, _HANDLE_FIX),
+        TensorRule("handle[0]", (_ROWS,), (torch.int32,), _HANDLE_FIX),
+        TensorRule("handle[1]", (("num_local_experts", "num_ranks"),), (torch.int64,), _HANDLE_FIX),
         TensorRule(
             "out",
             (("num_tokens", "hidden"),),
-            torch.bfloat16,
+            (torch.bfloat16,),
             "Allocate torch.empty(topk_idx.shape[0], hidden, dtype=torch.bfloat16).",
         ),
-        TensorRule("combine_wait_recv_cost_stats", _WAIT_STATS, torch.int64, _WAIT_STATS_FIX),
+        TensorRule("combine_wait_recv_cost_stats", _WAIT_STATS, (torch.int64,), _WAIT_STATS_FIX),
     ),
     LAYOUT: (
         TensorRule(
             "topk_idx",
             (("num_tokens", "num_topk"),),
-            topk_idx_t,
+            (topk_idx_t,),
             "Cast with topk_idx.to(deep_ep.topk_idx_t).",
         ),
     ),
+    NORMAL_DISPATCH: (
+        TensorRule("x", (("num_tokens", "hidden"),), (), "Pass one row per token."),
+        TensorRule(
+            "x_scales",
+            (("num_tokens", "num_scales"),),
+            (torch.float32, torch.int32),
+            "Pass one row of scales per token, as float32 or packed into int32.",
+        ),
+        TensorRule("num_tokens_per_rank", (("num_ranks",),), (torch.int32,), _LAYOUT_FIX),
+        TensorRule("num_tokens_per_rdma_rank", (("num_nodes",),), (torch.int32,), _LAYOUT_FIX),
+        TensorRule("is_token_in_rank", (("num_tokens", "num_ranks"),), (torch.bool,), _LAYOUT_FIX),
+        TensorRule("num_tokens_per_expert", (("num_experts",),), (torch.int32,), _LAYOUT_FIX),
+        TensorRule(
+            "topk_idx",
+            (("num_tokens", "num_topk"),),
+            (topk_idx_t,),
+            "Give one row per token of x, cast with topk_idx.to(deep_ep.topk_idx_t).",
+        ),
+        TensorRule(
+            "topk_weights",
+            (("num_tokens", "num_topk"),),
+            (torch.float32,),
+            "Give one weight per entry of topk_idx, cast with topk_weights.float().",
+        ),
+        TensorRule("dispatch_wait_recv_cost_stats", _WAIT_STATS, (torch.int64,), _WAIT_STATS_FIX),
+    ),
+    NORMAL_COMBINE: (
+        TensorRule(
+            "x",
+            (("num_recv_rows", "hidden"),),
+            (torch.bfloat16,),
+            "Give one row per row that the dispatch returned, cast with x.bfloat16().",
+        ),
+        TensorRule(
+            "topk_weights",
+            (("num_recv_rows", "num_topk"),),
+            (torch.float32,),
+            "Give one row per row of x, cast with topk_weights.float().",
+        ),
+        TensorRule("bias[0]", _BIAS, (torch.bfloat16,), _BIAS_FIX),
+        TensorRule("bias[1]", _BIAS, (torch.bfloat16,), _BIAS_FIX),
+        TensorRule("combine_wait_recv_cost_stats", _WAIT_STATS, (torch.int64,), _WAIT_STATS_FIX),
+    ),
 }
+
+
+def _handle_rules(*items: tuple[tuple[str, ...], torch.dtype]) -> tuple[TensorRule, ...]:
+    return tuple(
+        TensorRule(f"handle[{i}]", (shape,), (dtype,), _NORMAL_HANDLE_FIX)
+        for i, (shape, dtype) in enumerate(items)
+    )
+
+
+# The items of a handle of `dispatch`, in order: handles.py says what they are. A receiving rank may have
+# sliced the one that has a row per received row.
+ONE_NODE_HANDLE = _handle_rules(
+    (("num_ranks", "num_ranks"), torch.int32),
+    (("num_ranks", "num_channels"), torch.int32),
+    (("num_ranks", "num_channels"), torch.int32),
+    (("num_recv_rows",), torch.int32),
+    (("num_tokens", "num_ranks"), torch.bool),
+    (("num_tokens", "num_ranks"), torch.int32),
+)
+SEVERAL_NODES_HANDLE = _handle_rules(
+    (("num_tokens", "num_ranks"), torch.bool),
+    (("num_nodes", "num_channels"), torch.int32),
+    (("num_ranks", "num_channels"), torch.int32),
+    (("num_nodes", "num_channels"), torch.int32),
+    (("num_nodes",), torch.int32),
+    (("num_ranks", "num_channels"), torch.int32),
+    (("num_ranks",), torch.int32),
+    (("num_recv_rows", "8"), torch.uint8),
+    (("num_tokens", "num_nodes"), torch.int32),
+    (("num_sent_rows", "ranks_per_node"), torch.int32),
+)
 
 VALUES: dict[str, ValueRule] = {
     "byte_size": ValueRule(
         "it must be a non-negative multiple of {alignment}, at most {maximum}",
         "Round it up, or use the size hints, which are multiples already.",
-    ),
-    "rdma_on_one_node": ValueRule(
-        "it must be 0 for normal kernels on one node",
-        "Pass num_rdma_bytes=0, or low_latency_mode=True.",
     ),
     "queue_pairs": ValueRule(
         "it must be above 0 with low_latency_mode or more than one node",
@@ -136,6 +219,7 @@ VALUES: dict[str, ValueRule] = {
     ),
     "integer": ValueRule("it must be an integer", "Pass a Python int."),
     "positive": ValueRule("it must be above 0", "Pass the number all ranks agreed on."),
+    "not_negative": ValueRule("it must not be negative", "Pass 0 or more."),
     "hidden": ValueRule("hidden must be a multiple of {multiple}", "Pad x to {padded}."),
     "kernel_limit": ValueRule(
         "the kernels allow at most {maximum}", "Send in parts, or over more groups."
@@ -228,6 +312,78 @@ VALUES: dict[str, ValueRule] = {
     "num_sms": ValueRule(
         "it must be even and not negative", "Two SMs make one channel; pass {even}."
     ),
+    "uneven_nodes": ValueRule(
+        "normal kernels need nodes of equal size",
+        "Use a multiple of {ranks_per_node} ranks, or set DEEP_EP_RANKS_PER_NODE on all ranks to a "
+        "divisor of {num_ranks}.",
+    ),
+    "config": ValueRule(
+        "it must be a Config, or None for the recommended one",
+        "Pass Buffer.get_dispatch_config(buffer.group_size), or a Config of your own.",
+    ),
+    "config_needed": ValueRule(
+        "this call needs one",
+        "Pass Buffer.get_dispatch_config(buffer.group_size), or a Config of your own.",
+    ),
+    "config_sms": ValueRule(
+        "two SMs make one channel, and normal kernels need from 1 to {maximum} of them",
+        "Pass an even num_sms from 2 to {most_sms}, as in Config(num_sms=20).",
+    ),
+    "config_queues": ValueRule(
+        "a queue is shared by {num_nodes} nodes and needs a place for each",
+        "Pass at least num_max_nvl_chunked_recv_tokens={num_nodes}.",
+    ),
+    "normal_buffer_size": ValueRule(
+        "this call needs {nvl_bytes} and {rdma_bytes} bytes",
+        "Build the Buffer with config.get_nvl_buffer_size_hint({row_bytes}, {num_ranks}) and "
+        "config.get_rdma_buffer_size_hint({row_bytes}, {num_ranks}), of this config; where nodes have "
+        "{ranks_per_node} ranks, DEEP_EP_RANKS_PER_NODE={ranks_per_node} tells the hints.",
+    ),
+    "row_bytes": ValueRule(
+        "rows must be multiples of 16 bytes, at least one", "Pad x to {padded} columns."
+    ),
+    "x_pair": ValueRule(
+        "it must be a tensor, or a tuple of data and scales", "Pass x, or (x, x_scales)."
+    ),
+    "scaled_item": ValueRule(
+        "data that has scales must have elements of one byte",
+        "Quantise x, for example to torch.float8_e4m3fn, or pass it without scales.",
+    ),
+    "layout_missing": ValueRule(
+        "a dispatch that is given no handle needs it",
+        "Pass what get_dispatch_layout returned, or the handle of an earlier dispatch.",
+    ),
+    "topk_pair": ValueRule("only both or neither of the two may be given", "Pass both."),
+    "topk_with_handle": ValueRule(
+        "a dispatch with a handle takes no top-k tensors",
+        "Pass None, or leave the handle out to route anew.",
+    ),
+    "worst_tokens_topk": ValueRule(
+        "it requires topk_idx and topk_weights, which tell the rows that are there from the rest",
+        "Pass both, or num_worst_tokens=0.",
+    ),
+    "worst_tokens": ValueRule(
+        "{needed} rows come to this rank and must fit",
+        "Pass the group size times the most tokens that a rank has; that is always enough.",
+    ),
+    "layout_values": ValueRule(
+        "the tensors of a layout must agree with each other and with topk_idx",
+        "Pass them as one call of get_dispatch_layout returned them, with its topk_idx.",
+    ),
+    "normal_handle": ValueRule(
+        "it must be the tuple of {length} tensors that dispatch returned", _NORMAL_HANDLE_FIX
+    ),
+    "normal_handle_copy": ValueRule(
+        "it must be the very tensor that dispatch returned",
+        "Keep the handle as it is; do not clone, move or convert its tensors.",
+    ),
+    "normal_handle_not_received": ValueRule(
+        "a handle can be used if its dispatch succeeded", "Dispatch again: it raised an error."
+    ),
+    "normal_handle_values": ValueRule("dispatch left something else there", _NORMAL_HANDLE_FIX),
+    "normal_handle_tokens": ValueRule(
+        "its dispatch had {num_tokens} tokens", "Pass one row of x per token of that dispatch."
+    ),
     "not_explicit": ValueRule(
         "it may be called only if explicitly_destroy=True was passed",
         "Build Buffer(..., explicitly_destroy=True), or drop the last reference to the buffer.",
@@ -243,7 +399,7 @@ def fail(
     where: str,
     got: str,
     rule: str,
-    error: type[EPArgumentError] = EPArgumentError,
+    error: type[EPError] = EPArgumentError,
     **values: object,
 ) -> NoReturn:
     """Raises `error` for a broken rule of `VALUES`; `values` fill its placeholders."""

@@ -56,6 +56,10 @@ SIGNATURES = {
     "is_token_in_rank=None, num_tokens_per_expert=None, topk_idx=None, topk_weights=None, "
     f"expert_alignment=1, num_worst_tokens=0, config=None, {STREAMS}",
     "combine": f"x, handle, topk_weights=None, bias=None, config=None, {STREAMS}",
+    "internode_dispatch": "x, handle=None, num_tokens_per_rank=None, num_tokens_per_rdma_rank=None, "
+    "is_token_in_rank=None, num_tokens_per_expert=None, topk_idx=None, topk_weights=None, "
+    f"expert_alignment=1, num_worst_tokens=0, config=None, {STREAMS}",
+    "internode_combine": f"x, handle, topk_weights=None, bias=None, config=None, {STREAMS}",
     "low_latency_dispatch": "x, topk_idx, num_max_dispatch_tokens_per_rank, num_experts, "
     "cumulative_local_expert_recv_stats=None, dispatch_wait_recv_cost_stats=None, use_fp8=True, "
     "round_scale=False, use_ue8m0=False, async_finish=False, return_recv_hook=False",
@@ -74,7 +78,9 @@ SIGNATURES = {
     "get_comm_stream": "",
     "destroy": "",
 }
+# In every call; and where only low latency has them in DeepEP.
 OWN_ADDITIONS = {"recv_counters"}
+NORMAL_ADDITIONS = {"dispatch_wait_recv_cost_stats", "combine_wait_recv_cost_stats"}
 
 
 @pytest.fixture
@@ -149,10 +155,11 @@ def test_importing_loads_no_backend_and_touches_no_gpu() -> None:
 @pytest.mark.parametrize("name", SIGNATURES)
 def test_signatures_are_those_of_deep_ep(name: str) -> None:
     parameters = list(inspect.signature(getattr(Buffer, name)).parameters.values())
+    ours = OWN_ADDITIONS if "low_latency" in name else OWN_ADDITIONS | NORMAL_ADDITIONS
     given = [
         p.name if p.default is p.empty else f"{p.name}={p.default!r}"
         for p in parameters
-        if p.kind is p.POSITIONAL_OR_KEYWORD and p.name not in {"self", *OWN_ADDITIONS}
+        if p.kind is p.POSITIONAL_OR_KEYWORD and p.name not in {"self", *ours}
     ]
     assert ", ".join(given) == SIGNATURES[name]
 
@@ -220,11 +227,35 @@ def test_config_refuses_other_types_and_keywords() -> None:
         Config(num_channels=10)  # type: ignore[call-arg]
 
 
-def test_size_hints_are_those_of_deep_ep() -> None:
+def test_size_hints_are_those_of_deep_ep(monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in ("DEEP_EP_RANKS_PER_NODE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(variable, raising=False)
     assert Buffer.get_dispatch_config(8).get_nvl_buffer_size_hint(14336, 8) == 335709824
     assert Buffer.get_dispatch_config(8).get_rdma_buffer_size_hint(14336, 8) == 0
     assert Buffer.get_dispatch_config(16).get_nvl_buffer_size_hint(14336, 16) == 377673984
     assert Buffer.get_dispatch_config(16).get_rdma_buffer_size_hint(14336, 16) == 91887744
+
+
+def test_size_hints_are_for_the_nodes_that_there_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = Buffer.get_dispatch_config(8)
+
+    def hints(**variables: str) -> tuple[int, int]:
+        for name in ("DEEP_EP_RANKS_PER_NODE", "LOCAL_WORLD_SIZE"):
+            monkeypatch.delenv(name, raising=False)
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        return (
+            config.get_nvl_buffer_size_hint(14336, 8),
+            config.get_rdma_buffer_size_hint(14336, 8),
+        )
+
+    alone = hints()
+    of_four = hints(DEEP_EP_RANKS_PER_NODE="4")
+    assert of_four[0] < alone[0]
+    assert of_four[1] > alone[1] == 0
+    assert hints(LOCAL_WORLD_SIZE="4") == (alone[0], of_four[1])
+    assert hints(LOCAL_WORLD_SIZE="8") == hints(LOCAL_WORLD_SIZE="64") == alone
+    assert hints(LOCAL_WORLD_SIZE="4", DEEP_EP_RANKS_PER_NODE="8") == alone
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3, 8, 12, 16, 20, 160])
@@ -499,7 +530,6 @@ def test_a_call_of_known_sizes_asks_only_for_the_operation_and_allocates_only_it
         ({"num_rdma_bytes": -128}, "num_rdma_bytes is -128"),
         ({"num_nvl_bytes": 2**64 - 128}, "num_nvl_bytes is 18446744073709551488"),
         ({"num_nvl_bytes": 1e9}, "it must be an integer"),
-        ({"num_rdma_bytes": 128}, "low_latency_mode=True"),
         ({"low_latency_mode": True, "num_qps_per_rank": 0}, "num_qps_per_rank is 0"),
     ],
 )
@@ -562,10 +592,6 @@ def test_layout_counts_a_token_once_per_node(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize(
     "call",
     [
-        lambda b: b.dispatch(torch.zeros(1, 8)),
-        lambda b: b.combine(torch.zeros(1, 8), ()),
-        lambda b: b.internode_dispatch(),
-        lambda b: b.internode_combine(),
         lambda b: b.low_latency_update_mask_buffer(0, True),
         lambda b: b.low_latency_query_mask_buffer(torch.zeros(1, dtype=torch.int32)),
         lambda b: b.low_latency_clean_mask_buffer(),
@@ -609,6 +635,21 @@ def test_counters_follow_the_native_fields(buffer: Buffer) -> None:
     assert buffer.dispatch_counters is kept
     buffer.disable_counters()
     assert buffer.dispatch_counters is buffer.combine_counters is None
+
+
+def test_normal_operations_have_counters_of_their_own(buffer: Buffer) -> None:
+    buffer.enable_counters(ring=8)
+    names = ("dispatch", "combine", "notify", "relay_dispatch", "relay_combine")
+    counters = [getattr(buffer, f"normal_{name}_counters") for name in names]
+    assert len({id(one) for one in counters[:3]} | {id(buffer.dispatch_counters)}) == 4
+    assert counters[3:] == [None, None], "nothing is relayed on one node"
+    buffer.enable_counters(ring=8)
+    assert buffer.normal_dispatch_counters is counters[0]
+    buffer.disable_counters()
+    assert buffer.normal_dispatch_counters is None
+    without = Buffer(thread_groups(1)[0])
+    without.enable_counters()
+    assert without.normal_dispatch_counters is None
 
 
 def test_windows_are_differences_of_snapshots() -> None:
@@ -728,6 +769,8 @@ def launch_shape() -> tuple[int, int]:
         (env.DIAGNOSE_DIR, "", env.diagnose_dir, None),
         (env.DIAGNOSE_DIR, "logs/ep", env.diagnose_dir, Path("logs/ep")),
         (env.NVSHMEM_QP_DEPTH, "2048", env.nvshmem_qp_depth, 2048),
+        (env.LOCAL_WORLD_SIZE, "", env.local_world_size, None),
+        (env.LOCAL_WORLD_SIZE, "4", env.local_world_size, 4),
     ],
 )
 def test_environment_variables_are_read(
@@ -741,6 +784,7 @@ def test_environment_variables_are_read(
     ("variable", "text", "read"),
     [
         (env.BACKEND, "rocm", env.backend),
+        (env.LOCAL_WORLD_SIZE, "none", env.local_world_size),
         (env.TIMEOUT_S, "0", env.timeout_s),
         (env.TIMEOUT_S, "soon", env.timeout_s),
         (env.RANKS_PER_NODE, "-1", env.ranks_per_node),

@@ -7,7 +7,7 @@
 #include "bindings/bindings.h"
 #include "bindings/names.h"
 #include "device/launch_shape.h"
-#include "kernels/operation_state.cuh"
+#include "kernels/normal_state.cuh"
 
 namespace ep {
 namespace {
@@ -44,6 +44,10 @@ void bind_constants(pybind11::module_& m) {
     m.attr("PHASE_RECEIVE") = static_cast<int>(kPhaseReceive);
     m.attr("MAX_EXPERTS") = kMaxExperts;
     m.attr("MAX_TOPK") = kMaxTopk;
+    m.attr("MAX_CHANNELS") = kMaxChannels;
+    m.attr("MAX_NORMAL_TOPK") = kMaxNormalTopk;
+    m.attr("MAX_NORMAL_SCALES") = kMaxNormalScales;
+    m.attr("MAX_RANKS_PER_NODE") = kMaxRanksPerNode;
     m.attr("MAX_TOKENS") = kMaxTokens - 1;
     m.attr("MAX_HOST_THREADS") = kMaxHostThreads;
     m.attr("CHANNELS_PER_SCALE") = kChannelsPerScale;

@@ -37,10 +37,26 @@ std::string format_name(const OpShape& shape) {
     return "format " + std::to_string(shape.message_format);
 }
 
+bool is_normal(const OpShape& shape) {
+    const auto operation = static_cast<Operation>(shape.operation);
+    return operation == Operation::kNormalDispatch || operation == Operation::kNormalCombine;
+}
+
 py::dict agreed_dict(const Agreed& agreed) {
     const OpShape& shape = agreed.shape;
     py::dict result;
     result["operation"] = operation_name(shape.operation);
+    if (is_normal(shape)) {
+        result["num_sms"] = shape.num_max_tokens;
+        result["bytes of a row"] = shape.hidden;
+        result["num_experts"] = shape.num_experts;
+        result["num_topk"] = shape.message_format >> 8;
+        result["scales of a row"] = shape.message_format & 0xFFu;
+        result["num_max_nvl_chunked_recv_tokens"] = agreed.capacities >> 32;
+        result["num_max_rdma_chunked_recv_tokens"] = agreed.capacities & 0xFFFFFFFFu;
+        result["dispatch"] = agreed.dispatch_op;
+        return result;
+    }
     result["num_max_dispatch_tokens_per_rank"] = shape.num_max_tokens;
     result["hidden"] = shape.hidden;
     result["num_experts"] = shape.num_experts;
@@ -102,6 +118,16 @@ py::dict traffic_dict(Runtime& runtime) {
                               "quiets"_a = path.quiets));
     }
     return py::dict("to"_a = paths, "polls"_a = traffic.polls);
+}
+
+py::object normal_counts_tuple(Runtime& runtime) {
+    std::optional<NormalCounts> counts;
+    {
+        const ReleaseGil release;
+        counts = runtime.normal_counts();
+    }
+    if (!counts) return py::none();
+    return py::make_tuple(counts->num_rows, counts->num_relayed, counts->per_expert);
 }
 
 py::object handle_fault_tuple(const HandleFault& fault) {

@@ -12,6 +12,8 @@ pybind11::object failure_dict(Runtime& runtime);
 pybind11::dict progress_dict(const Runtime& runtime);
 // SymmetricMemory::traffic(): {"to": counts by destination, "polls"}.
 pybind11::dict traffic_dict(Runtime& runtime);
+// Runtime::normal_counts(): (rows, rows relayed, rows by local expert); None if it failed.
+pybind11::object normal_counts_tuple(Runtime& runtime);
 // (reason, place, place, expected); None if there is none.
 pybind11::object handle_fault_tuple(const HandleFault& fault);
 

@@ -82,6 +82,30 @@ constexpr std::tuple kLayout{
 #define EP_STREAM(...) EP_KEYWORD(LaunchStream, __VA_ARGS__)
 #include "kernels/calls.def"
 };
+constexpr std::tuple kNormal{
+#define EP_NORMAL_SIZE(...) EP_KEYWORD(NormalSize, __VA_ARGS__)
+#define EP_NORMAL_HANDLE(...) EP_KEYWORD(NormalHandle, __VA_ARGS__)
+#include "kernels/calls.def"
+};
+constexpr std::tuple kNotify{
+#define EP_NOTIFY(...) EP_KEYWORD(NotifyTensors, __VA_ARGS__)
+#define EP_STREAM(...) EP_KEYWORD(LaunchStream, __VA_ARGS__)
+#include "kernels/calls.def"
+};
+constexpr std::tuple kNormalDispatch{
+#define EP_NORMAL_DISPATCH(...) EP_KEYWORD(NormalDispatchTensors, __VA_ARGS__)
+#define EP_NORMAL_FLAG(...) EP_KEYWORD(NormalDispatchFlags, __VA_ARGS__)
+#include "kernels/calls.def"
+};
+constexpr std::tuple kNormalCombine{
+#define EP_NORMAL_COMBINE(...) EP_KEYWORD(NormalCombineTensors, __VA_ARGS__)
+#include "kernels/calls.def"
+};
+constexpr std::tuple kNormalOperation{
+#define EP_NORMAL_OPERATION(...) EP_KEYWORD(NormalOperationOptions, __VA_ARGS__)
+#define EP_STREAM(...) EP_KEYWORD(LaunchStream, __VA_ARGS__)
+#include "kernels/calls.def"
+};
 // What a combine takes of its dispatch.
 constexpr auto kRouted = std::tuple_cat(kSize, kRouting, kHandle);
 
@@ -107,6 +131,44 @@ void bind_runtime(py::module_& m) {
         "num_ranks"_a,
         "hidden"_a,
         "num_experts"_a);
+
+    m.def(
+        "normal_pack_bytes",
+        [](int num_topk, int num_scales) {
+            return NormalRow{0, num_topk, num_scales}.pack_bytes();
+        },
+        py::kw_only(),
+        "num_topk"_a,
+        "num_scales"_a);
+    m.def(
+        "normal_bytes",
+        [](int num_ranks,
+           int ranks_per_node,
+           int num_channels,
+           int row_bytes,
+           int num_topk,
+           int num_scales,
+           int num_max_nvl_chunked_recv_tokens,
+           int num_max_rdma_chunked_recv_tokens) {
+            NormalSize size{};
+            size.num_channels = num_channels;
+            size.row_bytes = row_bytes;
+            size.num_topk = num_topk;
+            size.num_scales = num_scales;
+            size.num_max_nvl_chunked_recv_tokens = num_max_nvl_chunked_recv_tokens;
+            size.num_max_rdma_chunked_recv_tokens = num_max_rdma_chunked_recv_tokens;
+            const NormalBytes bytes = Runtime::normal_bytes(size, {num_ranks, ranks_per_node});
+            return std::pair(bytes.nvl, bytes.rdma);
+        },
+        py::kw_only(),
+        "num_ranks"_a,
+        "ranks_per_node"_a,
+        "num_channels"_a,
+        "row_bytes"_a,
+        "num_topk"_a,
+        "num_scales"_a,
+        "num_max_nvl_chunked_recv_tokens"_a,
+        "num_max_rdma_chunked_recv_tokens"_a);
 
     // Local to this module: the CUDA modules have classes of the same names.
     py::class_<Runtime, RuntimeHolder> runtime(m, "Runtime", py::module_local());
@@ -195,6 +257,18 @@ void bind_runtime(py::module_& m) {
                                          method("low_latency_combine", Release()));
     with_keywords<DispatchLayoutCall, Runtime&>(
         kLayout, &Runtime::dispatch_layout, method("dispatch_layout", Release()));
+    with_keywords<NotifyCall, Runtime&>(std::tuple_cat(kNormal, kNotify),
+                                        &Runtime::normal_notify,
+                                        method("normal_notify", Release()));
+    with_keywords<NormalDispatchCall, Runtime&>(
+        std::tuple_cat(kNormal, kNormalDispatch, kNormalOperation),
+        &Runtime::normal_dispatch,
+        method("normal_dispatch", Release()));
+    with_keywords<NormalCombineCall, Runtime&>(
+        std::tuple_cat(kNormal, kNormalCombine, kNormalOperation),
+        &Runtime::normal_combine,
+        method("normal_combine", Release()));
+    runtime.def("normal_counts", &normal_counts_tuple);
     with_keywords<HandleCall, const Runtime&>(
         std::tuple_cat(kSize, kRouting),
         [](const Runtime& self, const HandleCall& call) {

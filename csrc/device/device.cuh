@@ -24,6 +24,8 @@
 //               16. The source must be visible to the whole warp (block) before; the destination is
 //               after the next warp_sync (block_sync).
 // Loops         warp_for(n, f), block_for(n, f): f(i) for each i in [0, n), once, on some thread
+//               warp_for_tiles<V>(n, full, single): full(first, stride) for V indices from `first`,
+//                              single(i) for one; together [0, n)
 //               block_for_tiles<V>(n, f): f(tile) with up to V indices tile.index(j), j < tile.count;
 //                              tile.clamped(j) is the last one beyond that
 // Hints         prefetch_ahead(vector): what follows it is read soon

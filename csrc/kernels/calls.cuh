@@ -39,6 +39,41 @@ struct DispatchLayoutArgs {
 #include "kernels/calls.def"
 };
 
+struct NormalSize {
+#define EP_NORMAL_SIZE EP_FIELD
+#include "kernels/calls.def"
+};
+
+struct NormalHandle {
+#define EP_NORMAL_HANDLE EP_FIELD
+#include "kernels/calls.def"
+};
+
+struct NotifyTensors {
+#define EP_NOTIFY EP_FIELD
+#include "kernels/calls.def"
+};
+
+struct NormalDispatchTensors {
+#define EP_NORMAL_DISPATCH EP_FIELD
+#include "kernels/calls.def"
+};
+
+struct NormalDispatchFlags {
+#define EP_NORMAL_FLAG EP_FIELD
+#include "kernels/calls.def"
+};
+
+struct NormalCombineTensors {
+#define EP_NORMAL_COMBINE EP_FIELD
+#include "kernels/calls.def"
+};
+
+struct NormalOperationOptions {
+#define EP_NORMAL_OPERATION EP_FIELD
+#include "kernels/calls.def"
+};
+
 #undef EP_FIELD
 
 }  // namespace ep

@@ -20,7 +20,7 @@ namespace ep {
 // Whether rows of this operation may lie across what earlier ones still use.
 EP_DEVICE bool hands_over(const OperationArgs& args) {
     const Layout& last = args.workspace->layout;
-    return !(last == args.layout()) && !last.is_fresh();
+    return !(last == args.layout) && !last.is_fresh();
 }
 
 // Block. Tells all ranks that everything this rank has sent so far is there. To all of them: a rank
@@ -34,8 +34,9 @@ EP_DEVICE void tell_handed_over(const OperationArgs& args, const OpenOperation& 
         args.transport.signal(dst, args.control.handed_over(args.rank()), open.op, 0);
 }
 
-// Block 0. Whether rows may be sent.
-EP_DEVICE bool meet_all(const OperationArgs& args, const OpenOperation& open) {
+// Block. Waits for the headers of all ranks. Whether they are in this operation and agree in shape; all
+// threads agree.
+EP_DEVICE bool meet_headers(const OperationArgs& args, const OpenOperation& open) {
     const auto header = [&](int source) { return args.control.header(open.half, source); };
     await_all(
         args,
@@ -50,7 +51,12 @@ EP_DEVICE bool meet_all(const OperationArgs& args, const OpenOperation& open) {
     }
     if (has_failed(args)) return false;
     find_given_up(args, open);
-    if (has_failed(args)) return false;
+    return !has_failed(args);
+}
+
+// Block 0. Whether rows may be sent.
+EP_DEVICE bool meet_all(const OperationArgs& args, const OpenOperation& open) {
+    if (!meet_headers(args, open)) return false;
     tell_handed_over(args, open);
     await_all(
         args,

@@ -433,7 +433,7 @@ EP_KERNEL void low_latency_combine(const EP_GRID_CONSTANT CombineArgs args) {
     }
     receive_tokens<kLogFormat, kVerify>(args, open, shared);
     const int num_local_experts = common.map.num_local_experts();
-    close_operation(common, open, [&](int source) { return source * num_local_experts; }, 1);
+    close_low_latency(common, open, [&](int source) { return source * num_local_experts; }, 1);
 }
 
 }  // namespace ep

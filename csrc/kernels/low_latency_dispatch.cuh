@@ -424,7 +424,7 @@ EP_KERNEL void low_latency_dispatch(const EP_GRID_CONSTANT DispatchArgs args) {
         if (!(common.phases & kPhaseReceive)) return;
     }
     receive_experts<kVerify>(args, open, DispatchMessage{common.map.hidden, P, kVerify}, shared);
-    if (close_operation(common, open, [](int source) { return source; }, common.num_ranks()))
+    if (close_low_latency(common, open, [](int source) { return source; }, common.num_ranks()))
         args.handle.head()->op = open.op;
 }
 

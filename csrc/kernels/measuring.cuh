@@ -87,6 +87,59 @@ EP_DEVICE SourceSights sights_of(const OperationArgs& args,
     return {Sight::unpack(~latest[0]), entered_remote + latest[1], tokens[0]};
 }
 
+// What one operation tells of one source.
+struct SourceSeen {
+    SourceTiming timing;
+    int64_t tokens;
+    bool witnessed;
+    int64_t clock_error;
+};
+
+// One thread. The counters of a source, loaded before anything else is needed.
+struct SourceTotals {
+    int64_t values[kNumSourceCounters];
+
+    EP_DEVICE SourceTotals(const CounterView& counters, int source, int num_ranks, bool loads)
+        : values{} {
+        if (!loads) return;
+        EP_UNROLL(16)
+        for (int i = 0; i < kNumSourceCounters; ++i)
+            values[i] = counters.totals[i * num_ranks + source];
+    }
+};
+
+// One thread. Adds one operation to the counters of a source.
+EP_ALWAYS_INLINE void add_operation(const CounterView& counters,
+                                    SourceTotals& totals,
+                                    const SourceSeen& seen,
+                                    int ring_slot,
+                                    int source,
+                                    int num_ranks,
+                                    size_t row_bytes) {
+    const SourceTiming& timing = seen.timing;
+    const int64_t wait = timing.wait();
+    int64_t(&total)[kNumSourceCounters] = totals.values;
+    total[kSource_ops] += 1;
+    total[kSource_tokens] += seen.tokens;
+    total[kSource_bytes] += seen.tokens * static_cast<int64_t>(row_bytes);
+    total[kSource_wait_ns] += wait;
+    total[kSource_late_ns] += timing.late();
+    total[kSource_issue_ns] += timing.issue();
+    total[kSource_path_ns] += timing.path();
+    total[kSource_slack_ns] += timing.slack();
+    if (wait > total[kSource_max_wait_ns]) total[kSource_max_wait_ns] = wait;
+    EP_UNROLL(16)
+    for (int i = 0; i < kNumSourceCounters; ++i) counters.totals[i * num_ranks + source] = total[i];
+    if (counters.ring_capacity == 0) return;
+    int64_t* row = counters.ring_row(ring_slot, source, num_ranks);
+    row[kRingSource_entered] = timing.entered;
+    row[kRingSource_issued] = timing.issued;
+    row[kRingSource_arrival] = timing.arrival;
+    row[kRingSource_tokens] = seen.tokens;
+    row[kRingSource_seen] = seen.witnessed;
+    row[kRingSource_clock_error] = seen.clock_error;
+}
+
 // Warp, each group of kSourceLanes lanes for a source of its own: what one operation adds to the counters of
 // this source, unless `is_spare`. CountWords of the source are at `first_word` and then every `word_stride`.
 EP_DEVICE void count_source(const OperationArgs& args,
@@ -106,12 +159,7 @@ EP_DEVICE void count_source(const OperationArgs& args,
     const ClockLine clock = workspace.clocks[source];
     const auto wait_begin = static_cast<int64_t>(workspace.wait_begin_ns);
     const int64_t waited = adds && args.wait_stats != nullptr ? args.wait_stats[source] : 0;
-    int64_t total[kNumSourceCounters] = {};
-    if (adds && counters.on()) {
-        EP_UNROLL(16)
-        for (int i = 0; i < kNumSourceCounters; ++i)
-            total[i] = counters.totals[i * args.num_ranks() + source];
-    }
+    SourceTotals totals(counters, source, args.num_ranks(), adds && counters.on());
     const SourceSights seen = sights_of(args, source, entered_remote, first_word, word_stride);
     if (!adds) return;
 
@@ -121,30 +169,16 @@ EP_DEVICE void count_source(const OperationArgs& args,
                               static_cast<int64_t>(seen.issued) - offset,
                               static_cast<int64_t>(seen.last.at_ns)};
     args.workspace->source_arrival_ns[source] = timing.arrival;
-    const int64_t wait = timing.wait();
-    if (args.wait_stats != nullptr) args.wait_stats[source] = waited + wait;
+    if (args.wait_stats != nullptr) args.wait_stats[source] = waited + timing.wait();
     if (!counters.on()) return;
-    total[kSource_ops] += 1;
-    total[kSource_tokens] += seen.tokens;
-    total[kSource_bytes] += seen.tokens * static_cast<int64_t>(args.row_bytes);
-    total[kSource_wait_ns] += wait;
-    total[kSource_late_ns] += timing.late();
-    total[kSource_issue_ns] += timing.issue();
-    total[kSource_path_ns] += timing.path();
-    total[kSource_slack_ns] += timing.slack();
-    if (wait > total[kSource_max_wait_ns]) total[kSource_max_wait_ns] = wait;
-    EP_UNROLL(16)
-    for (int i = 0; i < kNumSourceCounters; ++i)
-        counters.totals[i * args.num_ranks() + source] = total[i];
-    if (counters.ring_capacity == 0) return;
-    int64_t* row = counters.ring_row(ring_slot, source, args.num_ranks());
-    row[kRingSource_entered] = timing.entered;
-    row[kRingSource_issued] = timing.issued;
-    row[kRingSource_arrival] = timing.arrival;
-    row[kRingSource_tokens] = seen.tokens;
-    row[kRingSource_seen] = seen.last.witnessed;
-    row[kRingSource_clock_error] =
-        source == args.rank() ? 0 : clock_error_at(clock, seen.last.at_ns);
+    const int64_t clock_error = source == args.rank() ? 0 : clock_error_at(clock, seen.last.at_ns);
+    add_operation(counters,
+                  totals,
+                  {timing, seen.tokens, seen.last.witnessed, clock_error},
+                  ring_slot,
+                  source,
+                  args.num_ranks(),
+                  args.row_bytes);
 }
 
 // Block. What one operation adds to the counters of all sources. Their CountWords are at first_word(source) and
@@ -191,12 +225,12 @@ EP_DEVICE LastArrival find_last_arrival(const OperationArgs& args) {
     return {last, at_ns, warp_reduce<Max>(source == last ? second : latest)};
 }
 
-// Warp, after count_sources().
+// Warp, after the sources have been counted.
 EP_DEVICE void count_operation(const OperationArgs& args,
                                const OpenOperation& open,
+                               const CounterView& counters,
                                int ring_slot) {
     const Workspace& workspace = *args.workspace;
-    const CounterView& counters = args.counters;
     // Before the arrivals, which it would wait for. Only for the lane that writes to the same places.
     const bool adds = elect_one();
     const auto load = [adds](const auto& value) {

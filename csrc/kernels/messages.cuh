@@ -36,9 +36,9 @@ struct OpHeader {
     uint64_t reserved;
     uint64_t entered_ns;  // source's clock
     uint64_t flags;       // HeaderFlag
-    static constexpr int kNumAgreed = 3;
-    uint64_t agreed[kNumAgreed];  // OpShape, packed, and which dispatch a combine belongs to
-    uint64_t padding;             // puts are multiples of 16 bytes
+    static constexpr int kNumAgreed = 4;
+    // OpShape, packed; which dispatch a combine belongs to; capacities of queues, packed
+    uint64_t agreed[kNumAgreed];
 
     static constexpr size_t kContentsOffset = 16;
     static constexpr size_t kContentsBytes = 48;

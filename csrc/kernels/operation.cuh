@@ -33,8 +33,8 @@ EP_DEVICE void send_headers(const OperationArgs& args, const OpenOperation& open
     const size_t header = args.control.header(open.half, args.rank());
     const size_t contents = header + OpHeader::kContentsOffset;
     if (thread_index() == 0) {
-        const auto queue_pairs = static_cast<uint32_t>(args.map.num_local_experts());
-        if (queue_pairs > workspace->num_queue_pairs) workspace->num_queue_pairs = queue_pairs;
+        if (args.num_queue_pairs > workspace->num_queue_pairs)
+            workspace->num_queue_pairs = args.num_queue_pairs;
         store_relaxed<Scope::kSystem>(&workspace->open_op, open.op);
         const uint64_t entered_ns = now_ns();
         workspace->entered_ns = entered_ns;
@@ -216,14 +216,13 @@ EP_DEVICE void forget_issued(const OperationArgs& args) {
     }
 }
 
-// Block, at the end of the receive phase. CountWords of a source are at first_word(source) and then
-// every word_stride. Nothing else in shared memory is needed any more. True for one thread of the
-// launch, if the operation succeeded.
-template <class FirstWord>
+// Block, at the end of an operation. Nothing else in shared memory is needed any more. measure(ring slot,
+// whether the operation succeeded) is called by the last block, after which nobody writes what it reads.
+// True for one thread of the launch, if the operation succeeded.
+template <class Measure>
 EP_DEVICE bool close_operation(const OperationArgs& args,
                                const OpenOperation& open,
-                               FirstWord first_word,
-                               int word_stride) {
+                               Measure measure) {
     Workspace* workspace = args.workspace;
     SharedArena arena;
     enum { kNotLast, kLast, kLastOfFailed };
@@ -253,12 +252,7 @@ EP_DEVICE bool close_operation(const OperationArgs& args,
             store_relaxed<Scope::kBlock>(out_of_step, 1);
     }
     const bool succeeded = !has_failed(args);
-    const bool measured = args.measures() && succeeded;
-    if (measured) count_sources(args, open, *ring_slot, first_word, word_stride);
-    block_sync();
-    if (!succeeded) forget_issued(args);
-    if (args.measures()) forget_sights(args);
-    if (measured && args.counters.on() && warp_id() == 0) count_operation(args, open, *ring_slot);
+    measure(*ring_slot, succeeded);
     const uint64_t flags = header_word(args, open.half, 0, offsetof(OpHeader, flags));
     if (succeeded && (flags & kExchangesClocks)) exchange_clocks(args, open);
     if (thread_index() != 0) return false;
@@ -281,10 +275,28 @@ EP_DEVICE bool close_operation(const OperationArgs& args,
     workspace->sent_ns = 0;
     workspace->blocks_done = 0;
     workspace->failed = 0;
-    workspace->layout = succeeded && *out_of_step == 0 ? args.layout() : Layout::unknown();
+    workspace->layout = succeeded && *out_of_step == 0 ? args.layout : Layout::unknown();
     store_relaxed<Scope::kSystem>(&workspace->op, op);
     args.transport.flush();
     return succeeded;
+}
+
+// Block. close_operation() of a low-latency operation. CountWords of a source are at first_word(source) and
+// then every word_stride.
+template <class FirstWord>
+EP_DEVICE bool close_low_latency(const OperationArgs& args,
+                                 const OpenOperation& open,
+                                 FirstWord first_word,
+                                 int word_stride) {
+    return close_operation(args, open, [&](int ring_slot, bool succeeded) {
+        const bool measured = args.measures() && succeeded;
+        if (measured) count_sources(args, open, ring_slot, first_word, word_stride);
+        block_sync();
+        if (!succeeded) forget_issued(args);
+        if (args.measures()) forget_sights(args);
+        if (measured && args.counters.on() && warp_id() == 0)
+            count_operation(args, open, args.counters, ring_slot);
+    });
 }
 
 }  // namespace ep

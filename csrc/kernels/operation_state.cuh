@@ -104,7 +104,7 @@ struct Workspace {
     int64_t source_arrival_ns[kMaxExperts];
 };
 
-// Arguments common to all low-latency kernels.
+// Arguments common to the kernels of all operations.
 struct OperationArgs : OperationOptions {
     Transport transport;
     Workspace* workspace;
@@ -112,16 +112,19 @@ struct OperationArgs : OperationOptions {
     ControlMap control;
     LowLatencyMap map;
     OpShape shape;
+    Layout layout;
+    uint64_t capacities;          // normal operations: of their queues, packed; else 0
     const uint64_t* dispatch_op;  // combine: the operation whose rows it returns; or nullptr
+    uint32_t num_queue_pairs;     // that it uses
     uint64_t timeout_ns;
     size_t row_bytes;  // payload of one received row
 
     // What all ranks must agree on, by word of the header.
     EP_DEVICE uint64_t agreed(int i) const {
-        return i < 2 ? shape.word(i) : dispatch_op == nullptr ? 0 : *dispatch_op;
-    }
-    EP_DEVICE Layout layout() const {
-        return {{shape.word(0), static_cast<uint64_t>(shape.num_experts)}};
+        return i < 2                    ? shape.word(i)
+               : i == 3                 ? capacities
+               : dispatch_op == nullptr ? 0
+                                        : *dispatch_op;
     }
     EP_DEVICE int rank() const { return transport.rank; }
     EP_DEVICE int num_ranks() const { return transport.num_ranks; }

@@ -40,6 +40,17 @@ struct CombineCall : OperationCall, CombineTensors {
 // What a combine takes of its dispatch.
 struct HandleCall : LowLatencySize, Routing, HandleTensors {};
 
+struct NormalCall : NormalSize, NormalHandle, LaunchStream {};
+
+struct NotifyCall : NormalCall, NotifyTensors {};
+
+struct NormalDispatchCall : NormalCall,
+                            NormalDispatchTensors,
+                            NormalDispatchFlags,
+                            NormalOperationOptions {};
+
+struct NormalCombineCall : NormalCall, NormalCombineTensors, NormalOperationOptions {};
+
 struct DispatchLayoutCall : DispatchLayoutArgs, LaunchStream {};
 
 #undef EP_FIELD

@@ -6,6 +6,9 @@
 
 #include "kernels/barrier.cuh"
 #include "kernels/clock_offset.cuh"
+#include "kernels/normal_combine.cuh"
+#include "kernels/normal_dispatch.cuh"
+#include "kernels/normal_notify.cuh"
 
 namespace ep {
 
@@ -15,7 +18,7 @@ using DispatchKernel = void (*)(DispatchArgs);
 using CombineKernel = void (*)(CombineArgs);
 
 Agreed agreed_of(const uint64_t (&words)[OpHeader::kNumAgreed]) {
-    return {OpShape::from_words(words[0], words[1]), words[2]};
+    return {OpShape::from_words(words[0], words[1]), words[2], words[3]};
 }
 
 template <bool kVerify>
@@ -47,7 +50,11 @@ CombineKernel combine_kernel(bool use_logfmt, bool verify) {
 
 }  // namespace
 
-Runtime::Runtime(const RuntimeOptions& options) : options_(options), control_{options.num_ranks} {
+Runtime::Runtime(const RuntimeOptions& options)
+    : options_(options),
+      control_{options.num_ranks},
+      topology_{options.num_ranks, std::max(options.ranks_per_node, 1)},
+      normal_control_{topology_, control_.bytes()} {
     if (options.num_ranks < 1 || options.num_ranks > kMaxExperts || options.rank < 0 ||
         options.rank >= options.num_ranks) {
         throw std::runtime_error("rank " + std::to_string(options.rank) + " of " +
@@ -58,7 +65,7 @@ Runtime::Runtime(const RuntimeOptions& options) : options_(options), control_{op
     SymmetricMemoryOptions memory;
     memory.rank = options.rank;
     memory.num_ranks = options.num_ranks;
-    memory.control_bytes = control_.bytes();
+    memory.control_bytes = normal_control_.end();
     memory.data_bytes = round_up(options.num_nvl_bytes, kBufferAlignment) + options.num_rdma_bytes;
     memory.allow_nvlink = options.allow_nvlink;
     memory.allow_mnnvl = options.allow_mnnvl;
@@ -66,6 +73,11 @@ Runtime::Runtime(const RuntimeOptions& options) : options_(options), control_{op
     memory_ = std::make_unique<SymmetricMemory>(*device_, memory);
     workspace_ = static_cast<Workspace*>(device_->allocate(sizeof(Workspace)));
     failure_ = static_cast<FailureRecord*>(device_->allocate_host_visible(sizeof(FailureRecord)));
+    const size_t num_queue_ends = 2 * (topology_.num_ranks + topology_.num_nodes()) * kMaxChannels;
+    queue_states_ =
+        static_cast<QueueState*>(device_->allocate(num_queue_ends * sizeof(QueueState)));
+    receive_counts_ =
+        static_cast<ReceiveCounts*>(device_->allocate_host_visible(sizeof(ReceiveCounts)));
     for (const auto payload :
          {Payload::kBf16, Payload::kFp8, Payload::kFp8PowerOfTwo, Payload::kFp8Ue8m0}) {
         device_->prepare(dispatch_kernel(payload, options.verify));
@@ -74,7 +86,11 @@ Runtime::Runtime(const RuntimeOptions& options) : options_(options), control_{op
                      combine_kernel(true, options.verify),
                      &ep::barrier,
                      &ep::clock_offset,
-                     &ep::dispatch_layout);
+                     &ep::dispatch_layout,
+                     &ep::normal_notify,
+                     &ep::normal_pack,
+                     &ep::normal_dispatch,
+                     &ep::normal_combine);
 }
 
 Runtime::~Runtime() { close(); }
@@ -84,9 +100,13 @@ void Runtime::close() {
     memory_.reset();
     if (!device_) return;
     device_->release(workspace_);
+    device_->release(queue_states_);
     device_->release_host_visible(failure_);
+    device_->release_host_visible(receive_counts_);
     workspace_ = nullptr;
+    queue_states_ = nullptr;
     failure_ = nullptr;
+    receive_counts_ = nullptr;
     device_.reset();
 }
 
@@ -103,7 +123,7 @@ void Runtime::check_connected(const char* call) const {
 
 std::pair<void*, size_t> Runtime::local_buffer(bool use_rdma) const {
     check_connected("local_buffer");
-    std::byte* begin = memory_->local_base() + control_.bytes();
+    std::byte* begin = memory_->local_base() + normal_control_.end();
     if (!use_rdma) return {begin, options_.num_nvl_bytes};
     return {begin + round_up(options_.num_nvl_bytes, kBufferAlignment), options_.num_rdma_bytes};
 }
@@ -118,7 +138,7 @@ LowLatencyMap Runtime::map(const LowLatencySize& size) const {
             size.num_experts,
             size.num_max_dispatch_tokens_per_rank,
             size.hidden,
-            control_.bytes() + round_up(options_.num_nvl_bytes, kBufferAlignment)};
+            normal_control_.end() + round_up(options_.num_nvl_bytes, kBufferAlignment)};
 }
 
 size_t Runtime::low_latency_bytes(const LowLatencySize& size, int num_ranks) {
@@ -152,24 +172,30 @@ void Runtime::check_size(const LowLatencySize& size, const char* call) const {
     }
 }
 
-OperationArgs Runtime::operation_args(const OperationCall& call,
-                                      Operation operation,
-                                      uint16_t format) const {
-    OperationArgs args;
-    static_cast<OperationOptions&>(args) = call;
+OperationArgs Runtime::common_args(Operation operation) const {
+    OperationArgs args{};
     args.transport = memory_->transport();
     args.workspace = workspace_;
     args.failure = failure_;
     args.control = control_;
+    args.shape.operation = static_cast<uint16_t>(operation);
+    args.timeout_ns = options_.timeout_ns;
+    return args;
+}
+
+OperationArgs Runtime::operation_args(const OperationCall& call,
+                                      Operation operation,
+                                      uint16_t format) const {
+    OperationArgs args = common_args(operation);
+    static_cast<OperationOptions&>(args) = call;
     args.map = map(call);
     args.shape = {static_cast<uint32_t>(call.num_max_dispatch_tokens_per_rank),
                   static_cast<uint32_t>(call.hidden),
                   static_cast<uint32_t>(call.num_experts),
                   static_cast<uint16_t>(format | (options_.verify ? kVerifiedFormat : 0)),
                   static_cast<uint16_t>(operation)};
-    args.dispatch_op = nullptr;
-    args.timeout_ns = options_.timeout_ns;
-    args.row_bytes = 0;
+    args.layout = {{args.shape.word(0), args.shape.num_experts}};
+    args.num_queue_pairs = static_cast<uint32_t>(args.map.num_local_experts());
     return args;
 }
 
@@ -285,7 +311,7 @@ void Runtime::low_latency_combine(const CombineCall& call) {
 void Runtime::barrier(Stream stream) {
     const std::scoped_lock lock(mutex_);
     check_connected("barrier");
-    const OperationArgs args = operation_args({}, Operation::kBarrier);
+    const OperationArgs args = common_args(Operation::kBarrier);
     device_->launch_operation("barrier", &ep::barrier, small_shape(), args, stream);
 }
 
@@ -294,7 +320,7 @@ std::vector<std::pair<int64_t, int64_t>> Runtime::measure_clock_offsets(int num_
     const std::scoped_lock lock(mutex_);
     check_connected("measure_clock_offsets");
     const ClockOffsetArgs args{
-        operation_args({}, Operation::kClockOffset), num_samples, options_.clock_interval_ns};
+        common_args(Operation::kClockOffset), num_samples, options_.clock_interval_ns};
     device_->launch_operation("clock_offset", &ep::clock_offset, small_shape(), args, stream);
     std::vector<std::pair<int64_t, int64_t>> result;
     for (int rank = 0; rank < options_.num_ranks; ++rank) {

@@ -15,6 +15,7 @@
 #include "kernels/dispatch_layout.cuh"
 #include "kernels/low_latency_combine.cuh"
 #include "kernels/low_latency_dispatch.cuh"
+#include "kernels/normal_pack.cuh"
 #include "runtime/calls.h"
 #include "transport/symmetric_memory.h"
 
@@ -36,6 +37,20 @@ struct Progress {
 struct Agreed {
     OpShape shape;
     uint64_t dispatch_op;  // combine: the operation whose rows it returns
+    uint64_t capacities;   // normal operations: of their queues
+};
+
+// What a rank receives in a normal dispatch.
+struct NormalCounts {
+    int num_rows;
+    int num_relayed;  // for other ranks of its node
+    std::vector<int> per_expert;
+};
+
+// Bytes that a normal operation needs of the user's buffer.
+struct NormalBytes {
+    size_t nvl;
+    size_t rdma;
 };
 
 // What a kernel that gave up left behind.
@@ -78,6 +93,13 @@ class Runtime {
     std::vector<std::pair<int64_t, int64_t>> measure_clock_offsets(int num_samples, Stream stream);
     void dispatch_layout(const DispatchLayoutCall& call);
 
+    // The first half of a fresh normal_dispatch(); see kernels/normal_notify.cuh.
+    void normal_notify(const NotifyCall& call);
+    // What it found, once it has; nothing if it failed.
+    std::optional<NormalCounts> normal_counts();
+    void normal_dispatch(const NormalDispatchCall& call);
+    void normal_combine(const NormalCombineCall& call);
+
     std::optional<Failure> take_failure();
 
     // Below: from any thread, at once, also while an operation runs in another one.
@@ -93,6 +115,7 @@ class Runtime {
     void set_launch_shape(int blocks, int warps);
 
     static size_t low_latency_bytes(const LowLatencySize& size, int num_ranks);
+    static NormalBytes normal_bytes(const NormalSize& size, const Topology& topology);
 
   private:
     // One block of this many threads serves the small kernels.
@@ -107,13 +130,25 @@ class Runtime {
                                  uint16_t format = 0) const;
     void check_connected(const char* call) const;
     void check_size(const LowLatencySize& size, const char* call) const;
+    void check_normal(const NormalSize& size, const char* call) const;
+    OperationArgs common_args(Operation operation) const;
+    template <class Args, class Call>
+    Args normal_args(const Call& call, Operation operation) const;
+    LaunchShape normal_shape(const NormalSize& size) const;
+    void pack(const PackArgs& args, Stream stream);
 
     RuntimeOptions options_;
     std::mutex mutex_;  // launches of one rank do not overlap
     std::unique_ptr<Device> device_;
     std::unique_ptr<SymmetricMemory> memory_;
     ControlMap control_;
+    Topology topology_;
+    NormalControlMap normal_control_;
     Workspace* workspace_ = nullptr;
+    QueueState* queue_states_ = nullptr;
+    ReceiveCounts* receive_counts_ = nullptr;
+    uint64_t ticket_ = 0;          // of the last normal_notify()
+    int num_counted_experts_ = 0;  // of this rank, in that call
     FailureRecord* failure_ = nullptr;
     int zero_copy_half_ = 0;  // of the staging memory, for the next combine if it is without copy
     int shape_blocks_ = 0;

@@ -327,6 +327,12 @@ struct Tile {
     EP_DEVICE int index(int j) const { return first + j * stride; }
     EP_DEVICE int clamped(int j) const { return index(j < count ? j : count - 1); }
 };
+template <int V, class Full, class Single>
+EP_DEVICE void warp_for_tiles(int n, Full full, Single single) {
+    const int whole = n / (V * kWarpSize) * (V * kWarpSize);
+    for (int first = lane_id(); first < whole; first += V * kWarpSize) full(first, kWarpSize);
+    for (int i = whole + lane_id(); i < n; i += kWarpSize) single(i);
+}
 template <int V, class F>
 EP_DEVICE void block_for_tiles(int n, F f) {
     const int stride = num_threads();

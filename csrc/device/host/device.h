@@ -357,6 +357,16 @@ void block_for(int n, F f) {
     for (int i = thread_index() * chunk; i < end; ++i) f(i);
 }
 
+// Tiles of kTile vectors a lane: full(first, stride) for whole ones, single(v) for what is left.
+template <int kTile, class Full, class Single>
+void warp_for_tiles(int n, Full full, Single single) {
+    const int chunk = (n + kWarpSize - 1) / kWarpSize;
+    const int end = std::min(n, (lane_id() + 1) * chunk);
+    int i = lane_id() * chunk;
+    for (; i + kTile <= end; i += kTile) full(i, 1);
+    for (; i < end; ++i) single(i);
+}
+
 // Hints that this thread, and then the next ones, will read on from `vector`. Several rows read side
 // by side are more streams than the processor follows by itself.
 inline void prefetch_ahead(const Vector* vector) {

@@ -30,6 +30,7 @@ KINDS = (
     *LOW_LATENCY_KINDS,
     "notify",
     "gateway dispatch",
+    "gateway combine",
     "normal dispatch",
     "normal combine",
 )

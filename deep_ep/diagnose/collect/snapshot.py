@@ -24,7 +24,9 @@ class Snapshot:
         rank, num_ranks: who, of how many.
         device: "cpu" or "cuda", where the counters live.
         host: host name.
-        operations: counters per operation kind, "dispatch" and "combine", as far as counted.
+        operations: counters per operation kind, as far as counted: "dispatch" and "combine" of low latency;
+            of normal mode "notify" (the exchange before a fresh dispatch), "gateway dispatch" and
+            "gateway combine" (what a gateway passes on), "normal dispatch" and "normal combine".
         device_index: index of the device on its host; the rank's place on its node on the cpu backend.
         node: the NVLink domain; ranks of one node share host and node.
     """
@@ -100,14 +102,15 @@ class Observed:
 
     def snapshot(self, *, wait: bool = True) -> Snapshot:
         """Copies the counters; `wait` as in `RecvCounters.snapshot`."""
+        copied = {kind: counters.snapshot(wait=wait) for kind, counters in self.counters.items()}
+        # A program uses some kinds only; all are there before its first operation.
+        used = {kind: counters for kind, counters in copied.items() if counters.ops > 0}
         return Snapshot(
             rank=self.rank,
             num_ranks=self.num_ranks,
             device=next((c.device.type for c in self.counters.values()), "cpu"),
             host=self.host,
-            operations={
-                kind: counters.snapshot(wait=wait) for kind, counters in self.counters.items()
-            },
+            operations=used or copied,
             device_index=self.device_index,
             node=self.node,
         )
@@ -119,7 +122,15 @@ class Observed:
 
 def observe(buffer: Any) -> Observed:
     """The counters that this rank's `buffer` has at the moment, and who it is."""
-    attached = {"dispatch": buffer.dispatch_counters, "combine": buffer.combine_counters}
+    attached = {
+        "dispatch": buffer.dispatch_counters,
+        "combine": buffer.combine_counters,
+        "notify": buffer.normal_notify_counters,
+        "gateway dispatch": buffer.normal_relay_dispatch_counters,
+        "gateway combine": buffer.normal_relay_combine_counters,
+        "normal dispatch": buffer.normal_dispatch_counters,
+        "normal combine": buffer.normal_combine_counters,
+    }
     counters = {kind: counter for kind, counter in attached.items() if counter is not None}
     topology = None if buffer.runtime is None else buffer.runtime.topology
     # A process that sees one GPU calls it 0, whichever it is.

@@ -1,0 +1,311 @@
+// Normal combine: the rows that dispatch delivered go back, and each token's are added up.
+//
+//   0 Every rank is told that this one has entered, and waits for all. The counts are those of the handle.
+//   Then, at the same time (tasks.cuh), for each channel:
+//   1 return        Rows go to the rank of their node from which they came: the source, or its gateway.
+//   2 relay         The gateway adds up the rows of its node for a token, in fp32 by rank, and sends the sum,
+//                   rounded, to the source.
+//   3 reduce        The source adds up, in fp32: the biases, then node by node the sum of that node or, of its
+//                   own node, the rows by rank. One rounding.
+//   Rows of a queue come in the order of tokens; the handle tells which tokens have one.
+#pragma once
+
+#include "device/launch_shape.h"
+#include "kernels/normal_operation.cuh"
+#include "kernels/row_sum.cuh"
+
+namespace ep {
+
+struct NormalCombineArgs : NormalArgs, NormalCombineTensors {};
+
+// Shared memory of a block: beside that for tasks, a list of rows for each warp.
+struct NormalCombineShared {
+    TaskShared tasks;
+    const std::byte** rows;  // [warps, most_rows()]
+
+    EP_DEVICE NormalCombineShared(int num_tasks, const Topology& topology) : tasks(num_tasks) {
+        rows = tasks.rest.take<const std::byte*>(num_warps() * most_rows(topology));
+    }
+    // Of a sum: two biases, the ranks of a node and the other nodes.
+    EP_HOST_DEVICE static int most_rows(const Topology& topology) {
+        return 2 + topology.ranks_per_node + topology.num_nodes() - 1;
+    }
+    EP_HOST_DEVICE static size_t bytes(int num_tasks,
+                                       const Topology& topology,
+                                       const LaunchShape& shape) {
+        return TaskShared::bytes(num_tasks, shape.blocks) + alignof(const std::byte*) +
+               shape.threads / kWarpSize * most_rows(topology) * sizeof(const std::byte*);
+    }
+};
+
+// Warp. Puts a row and its pack, which holds the weights.
+EP_DEVICE void return_row(const NormalCombineArgs& args,
+                          const Queue& to,
+                          int index,
+                          int64_t number) {
+    const Transport& transport = args.common.transport;
+    const NormalRow& row = args.row;
+    const size_t slot = slot_of(args, to, true, index);
+    const auto* x = reinterpret_cast<const std::byte*>(args.x);
+    transport.put_warp(
+        to.peer, slot, x + number * static_cast<int64_t>(row.row_bytes), row.row_bytes, to.channel);
+    if (row.num_topk == 0) return;
+    transport.put_warp(to.peer,
+                       slot + row.pack_offset(),
+                       args.packs + number * static_cast<int64_t>(row.pack_bytes()),
+                       row.pack_bytes(),
+                       to.channel);
+}
+
+struct CombineTasks {
+    const NormalCombineArgs& args;
+    const OpenOperation& open;
+    const std::byte** lists;  // [warps, most_rows()]
+
+    enum Kind { kReturn, kRelay, kReduce };
+    struct Task {
+        Kind kind;
+        int index;  // kReturn: source; kRelay: node
+        int channel;
+    };
+
+    EP_HOST_DEVICE static int count(const Topology& topology, int num_channels) {
+        return (topology.num_ranks + topology.num_nodes()) * num_channels;
+    }
+    EP_DEVICE int count() const { return count(args.topology(), args.num_channels); }
+    EP_DEVICE Task task(int number) const {
+        const Topology& topology = args.topology();
+        const int channel = number % args.num_channels;
+        const int index = number / args.num_channels;
+        if (index < topology.num_ranks)
+            return {kReturn, (args.common.rank() + index) % topology.num_ranks, channel};
+        const int node = (args.node() + 1 + index - topology.num_ranks) % topology.num_nodes();
+        return {node == args.node() ? kReduce : kRelay, node, channel};
+    }
+
+    EP_DEVICE Queue outbound(const Task& task) const {
+        const Topology& topology = args.topology();
+        return task.kind == kReturn ? nvl_queue(args,
+                                                topology.node_of(task.index),
+                                                topology.local_of(task.index),
+                                                task.channel)
+                                    : rdma_queue(args, task.index, task.channel);
+    }
+    // Rows of a task; of kReduce: tokens.
+    EP_DEVICE int total(const Task& task) const {
+        if (task.kind == kReturn) return args.from_rank(task.index, task.channel);
+        if (task.kind == kRelay) return args.relayed(task.index, task.channel);
+        const TokenRange range = TokenRange::of(task.channel, args.num_channels, args.num_tokens);
+        return range.end - range.begin;
+    }
+    // Its cursor tells how many have been done. A reduction has no queue of its own to a node; it uses the
+    // state of the one that would lead to the own node.
+    EP_DEVICE QueueState& state(const Task& task) const {
+        return state_of(args, outbound(task), true);
+    }
+
+    // Calls f(queue, place) for each queue that has a row for token or relayed row `number` of a task;
+    // while f() holds. Sums are in this order.
+    template <class F>
+    EP_DEVICE bool for_each_row(const Task& task, int number, F f) const {
+        const Topology& topology = args.topology();
+        const auto of_own_node = [&](int64_t head) {
+            for (int local = 0; local < topology.ranks_per_node; ++local) {
+                const int place = args.nvl_head[head * topology.ranks_per_node + local];
+                if (place < 0) continue;
+                if (!f(nvl_queue(args, task.index, local, task.channel), place)) return false;
+            }
+            return true;
+        };
+        if (task.kind == kRelay)
+            return of_own_node(args.first_relayed(task.index, task.channel) + number);
+        const int64_t token =
+            TokenRange::of(task.channel, args.num_channels, args.num_tokens).begin + number;
+        for (int node = 0; node < topology.num_nodes(); ++node) {
+            if (node == args.node()) {
+                if (!of_own_node(token)) return false;
+                continue;
+            }
+            const int place = args.node_head[token * topology.num_nodes() + node];
+            if (place >= 0 && !f(rdma_queue(args, node, task.channel), place)) return false;
+        }
+        return true;
+    }
+    // Calls f(queue) for each queue that a task empties.
+    template <class F>
+    EP_DEVICE void for_each_queue(const Task& task, F f) const {
+        const Topology& topology = args.topology();
+        for (int local = 0; local < topology.ranks_per_node; ++local)
+            f(nvl_queue(args, task.index, local, task.channel));
+        for (int node = 0; task.kind == kReduce && node < topology.num_nodes(); ++node)
+            if (node != args.node()) f(rdma_queue(args, node, task.channel));
+    }
+
+    EP_DEVICE bool is_done(int number) const {
+        const Task task = this->task(number);
+        return state(task).cursor == total(task);
+    }
+    EP_DEVICE int blocked_by(int number) const {
+        const Task task = this->task(number);
+        if (task.kind == kReturn) return outbound(task).peer;
+        int rank = args.common.rank();
+        for_each_row(task, state(task).cursor, [&](const Queue& queue, int place) {
+            rank = queue.peer;
+            return place < static_cast<int>(state_of(args, queue, false).seen);
+        });
+        return rank;
+    }
+    // Rows of a task for which everything has come, up to `most`.
+    EP_DEVICE int summable(const Task& task, int most) const {
+        for_each_queue(task, [&](const Queue& queue) { filled_slots(args, open, queue); });
+        const int done = state(task).cursor;
+        int rows = 0;
+        while (rows < most && for_each_row(
+                                  task,
+                                  done + rows,
+                                  [&](const Queue& queue, int place) {
+                                      return place <
+                                             static_cast<int>(state_of(args, queue, false).seen);
+                                  })) {
+            ++rows;
+        }
+        return rows;
+    }
+    EP_DEVICE int ready(int number, int*) const {
+        const Task task = this->task(number);
+        const auto at_most = [](int a, int b) { return a < b ? a : b; };
+        const int left = at_most(total(task) - state(task).cursor, kMaxStep);
+        if (task.kind == kReduce) return summable(task, left);
+        const int chunk = task.kind == kRelay ? args.num_max_rdma_chunked_send_tokens
+                                              : args.num_max_nvl_chunked_send_tokens;
+        const int free = free_slots(args, open, outbound(task), at_most(left, chunk));
+        return task.kind == kReturn || free == 0 ? free : summable(task, free);
+    }
+
+    // Warp. Adds up the rows of one token.
+    EP_DEVICE void sum_token(const Task& task, int number, std::byte* out, float* weights) const {
+        const Transport& transport = args.common.transport;
+        RowList list{lists + warp_id() * NormalCombineShared::most_rows(args.topology()), 0};
+        const bool is_reduction = task.kind == kReduce;
+        const int64_t token =
+            TokenRange::of(task.channel, args.num_channels, args.num_tokens).begin + number;
+        const int64_t first = token * static_cast<int64_t>(args.row.row_bytes);
+        const auto add_bias = [&](const bf16* bias) {
+            if (is_reduction && bias != nullptr)
+                list.add(reinterpret_cast<const std::byte*>(bias) + first);
+        };
+        warp_sync();
+        add_bias(args.bias_0);
+        add_bias(args.bias_1);
+        const int num_biases = list.count;
+        for_each_row(task, number, [&](const Queue& queue, int place) {
+            list.add(transport.local(slot_of(args, queue, false, place)));
+            return true;
+        });
+        warp_sync();
+        sum_rows(list, args.row.row_bytes, out);
+        if (weights != nullptr) sum_weights(list, num_biases, args.row, weights);
+    }
+    EP_DEVICE void move(int number, int rows, const int*) const {
+        const Task task = this->task(number);
+        const Queue to = outbound(task);
+        const NormalRow& row = args.row;
+        const int done = state(task).cursor;
+        for (int i = done + warp_id(); i < done + rows; i += num_warps()) {
+            if (task.kind == kReturn) {
+                return_row(args, to, i, args.first_row(task.index, task.channel) + i);
+            } else if (task.kind == kReduce) {
+                const int64_t token =
+                    TokenRange::of(task.channel, args.num_channels, args.num_tokens).begin + i;
+                auto* out = reinterpret_cast<std::byte*>(args.combined_x);
+                sum_token(task,
+                          i,
+                          out + token * static_cast<int64_t>(row.row_bytes),
+                          row.num_topk == 0 ? nullptr
+                                            : args.combined_topk_weights + token * row.num_topk);
+            } else {
+                std::byte* staged = args.common.transport.local(staging_of(args, to, i));
+                std::byte* pack = staged + row.pack_offset();
+                sum_token(task,
+                          i,
+                          staged,
+                          row.num_topk == 0
+                              ? nullptr
+                              : reinterpret_cast<float*>(pack + row.weights_offset()));
+                warp_sync();
+                args.common.transport.put_warp(
+                    to.peer, slot_of(args, to, true, i), staged, row.bytes(), to.channel);
+            }
+        }
+    }
+
+    EP_DEVICE void tell(int number, int rows, const int*) const {
+        const Task task = this->task(number);
+        QueueState& state = this->state(task);
+        const int done = state.cursor;
+        state.cursor += rows;
+        if (task.kind != kReduce) {
+            const uint64_t now = now_ns();
+            max_relaxed<Scope::kDevice>(&args.common.workspace->sent_ns, now);
+            tell_filled(args, open, outbound(task), rows, state.cursor == total(task), now);
+        }
+        if (task.kind == kReturn) return;
+        for (int i = done; i < done + rows; ++i) {
+            for_each_row(task, i, [&](const Queue& queue, int place) {
+                state_of(args, queue, false).cursor = place + 1;
+                return true;
+            });
+        }
+        for_each_queue(task, [&](const Queue& queue) {
+            const QueueState& inward = state_of(args, queue, false);
+            const int emptied = inward.cursor - static_cast<int>(inward.moved);
+            if (emptied > 0) give_back(args, open, queue, emptied);
+        });
+    }
+};
+
+// Block. Whether the caller's rows are all that dispatch delivered.
+EP_DEVICE bool returns_all(const NormalCombineArgs& args, const OpenOperation& open) {
+    if (args.source_end(args.topology().num_ranks - 1) <= args.num_rows) return true;
+    if (elect_one()) record_failure(args.common, open, FailureReason::kHandle, args.common.rank());
+    return false;
+}
+
+// Block. What the operation adds to the counters of its hops.
+EP_DEVICE void count_combine(const NormalCombineArgs& args, const OpenOperation& open) {
+    const Topology& topology = args.topology();
+    count_hop(args, open, args.relay_counters, nullptr, [&](int source, QueuesSeen& seen) {
+        if (topology.node_of(source) != args.node()) return false;
+        for (int node = 0; node < topology.num_nodes(); ++node) {
+            if (node == args.node()) continue;
+            for (int channel = 0; channel < args.num_channels; ++channel)
+                seen.add(args, nvl_queue(args, node, topology.local_of(source), channel));
+        }
+        return true;
+    });
+    const auto reduced = [&](int source, QueuesSeen& seen) {
+        const int node = topology.node_of(source);
+        const bool is_gateway = topology.local_of(source) == args.local_rank();
+        if (node != args.node() && !is_gateway) return false;
+        for (int channel = 0; channel < args.num_channels; ++channel) {
+            seen.add(args,
+                     node == args.node() ? nvl_queue(args, node, topology.local_of(source), channel)
+                                         : rdma_queue(args, node, channel));
+        }
+        return true;
+    };
+    count_hop(args, open, args.common.counters, args.common.wait_stats, reduced);
+}
+
+EP_KERNEL void normal_combine(const EP_GRID_CONSTANT NormalCombineArgs args) {
+    const OperationArgs& common = args.common;
+    const OpenOperation open = current_operation(common);
+    CombineTasks tasks{args, open, nullptr};
+    const NormalCombineShared shared(tasks.count(), args.topology());
+    tasks.lists = shared.rows;
+    begin_normal(args, open, false);
+    if (!has_failed(common) && returns_all(args, open)) run_tasks(args, open, tasks, shared.tasks);
+    close_normal(args, open, [&] { count_combine(args, open); });
+}
+
+}  // namespace ep

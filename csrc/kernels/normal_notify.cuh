@@ -1,0 +1,235 @@
+// The first half of a fresh dispatch: what each rank will send to each other one, before any row.
+//
+//   1 Every rank is told that this one has entered (operation.cuh), and ranks that must hand over do.
+//   2 The tokens for each rank, and for each node, are counted channel by channel.
+//   3 Every rank gets a notice: its tokens in each channel, those that it is to relay as a gateway, and
+//     the entries that name its experts.
+//   4 From the notices of all ranks follow the rows of the outputs. The host learns how many.
+//
+// The operation stays open; normal_dispatch() goes on with it, also if it has failed. Launched with one
+// block.
+#pragma once
+
+#include "kernels/normal_counters.cuh"
+#include "kernels/operation.cuh"
+
+namespace ep {
+
+struct NotifyArgs : NormalArgs, NotifyTensors {
+    uint64_t ticket;  // by which the host knows the counts
+};
+
+// A notice that tells only that there is none.
+constexpr int32_t kRefusedNotice = -1;
+
+// Block. Tokens of this rank that `is_for` names, up to and with each channel: prefix[row, channel].
+template <class IsFor>
+EP_DEVICE void count_channels(const NotifyArgs& args, int rows, int32_t* prefix, IsFor is_for) {
+    const int channels = args.num_channels;
+    for (int i = thread_index(); i < rows * channels; i += num_threads()) {
+        const TokenRange range = TokenRange::of(i % channels, channels, args.num_tokens);
+        int count = 0;
+        for (int token = range.begin; token < range.end; ++token)
+            count += is_for(token, i / channels) ? 1 : 0;
+        prefix[i] = count;
+    }
+    block_sync();
+    for (int row = thread_index(); row < rows; row += num_threads()) {
+        for (int channel = 1; channel < channels; ++channel)
+            prefix[row * channels + channel] += prefix[row * channels + channel - 1];
+    }
+    block_sync();
+}
+
+EP_DEVICE void count_tokens(const NotifyArgs& args, const OpenOperation& open) {
+    const Topology& topology = args.topology();
+    const int num_ranks = topology.num_ranks;
+    const int last = args.num_channels - 1;
+    count_channels(args, num_ranks, args.channel_prefix, [&](int token, int rank) {
+        return args.is_token_for(token, rank);
+    });
+    for (int rank = thread_index(); rank < num_ranks; rank += num_threads()) {
+        if (args.channel_prefix[rank * args.num_channels + last] != args.num_tokens_per_rank[rank])
+            record_failure(args.common, open, FailureReason::kCounts, args.common.rank());
+    }
+    if (topology.num_nodes() == 1) return;
+    count_channels(args, topology.num_nodes(), args.node_channel_prefix, [&](int token, int node) {
+        return args.local_ranks(token, node) != 0;
+    });
+}
+
+EP_DEVICE size_t notice_bytes(const NotifyArgs& args) {
+    return NormalControlMap::notice_bytes(args.num_channels,
+                                          args.num_experts / args.common.num_ranks());
+}
+
+// One number of the notice for a rank.
+EP_DEVICE int32_t notice_item(const NotifyArgs& args, int dst, int item) {
+    const Topology& topology = args.topology();
+    const int channels = args.num_channels;
+    const int nodes_begin = NormalControlMap::notice_node_channels(channels);
+    const int experts_begin = NormalControlMap::notice_experts(channels);
+    if (item == NormalControlMap::notice_tokens()) return args.num_tokens;
+    if (item == NormalControlMap::notice_issue_ns())
+        return static_cast<int32_t>(now_ns() - args.common.workspace->entered_ns);
+    if (item < NormalControlMap::notice_channels()) return 0;
+    if (item < nodes_begin) return args.to_rank(dst, item - NormalControlMap::notice_channels());
+    if (item < experts_begin) {
+        const int node = topology.node_of(dst);
+        const bool relays = node != args.node() && topology.local_of(dst) == args.local_rank();
+        return relays ? args.to_node(node, item - nodes_begin) : 0;
+    }
+    const int num_local_experts = args.num_experts / topology.num_ranks;
+    const int expert = item - experts_begin;
+    return expert < num_local_experts ? args.num_tokens_per_expert[dst * num_local_experts + expert]
+                                      : 0;
+}
+
+EP_DEVICE void send_notices(const NotifyArgs& args, const OpenOperation& open, bool refuses) {
+    const Transport& transport = args.common.transport;
+    const size_t bytes = notice_bytes(args);
+    const auto items = static_cast<int>(bytes / sizeof(int32_t));
+    const int rank = args.common.rank();
+    for (int dst = warp_id(); dst < args.common.num_ranks(); dst += num_warps()) {
+        const size_t staged = args.words.staged_notice(open.half, dst, bytes);
+        auto* notice = reinterpret_cast<int32_t*>(transport.local(staged));
+        for (int item = lane_id(); item < items; item += kWarpSize)
+            notice[item] = refuses ? kRefusedNotice : notice_item(args, dst, item);
+        warp_sync();
+        transport.put_warp(dst, args.words.notice(open.half, rank, bytes), notice, bytes, 0);
+        if (!elect_one()) continue;
+        transport.fence(dst, 0);
+        transport.signal(dst, args.words.noticed(rank), open.op, 0);
+    }
+}
+
+EP_DEVICE const int32_t* notice_of(const NotifyArgs& args, const OpenOperation& open, int source) {
+    return reinterpret_cast<const int32_t*>(
+        args.common.transport.local(args.words.notice(open.half, source, notice_bytes(args))));
+}
+
+// Block. Waits for the notices of all ranks, and notes when they came. Whether they are there; all threads
+// agree.
+EP_DEVICE bool await_notices(const NotifyArgs& args, const OpenOperation& open) {
+    const OperationArgs& common = args.common;
+    uint64_t* sights = common.workspace->header_sight;
+    const uint64_t begin_ns = common.workspace->wait_begin_ns;
+    int num_looks = 0;  // of this thread, at its first source
+    const auto is_missing = [&](int source) {
+        if (source == thread_index()) ++num_looks;
+        if (sights[source] != 0) return false;
+        const size_t word = args.words.noticed(source);
+        if (common.transport.poll(word) < open.op) return true;
+        note_sight(&sights[source], sight_of(common, word, num_looks == 1, begin_ns));
+        return false;
+    };
+    await_all(common, open, [&](int s) { return args.words.noticed(s); }, is_missing);
+    if (has_failed(common)) return false;
+    for (int source = thread_index(); source < common.num_ranks(); source += num_threads()) {
+        is_missing(source);  // it may have come between two looks
+        const bool is_refused = common.transport.poll(args.words.noticed(source)) > open.op ||
+                                notice_of(args, open, source)[0] == kRefusedNotice;
+        if (is_refused) record_failure(common, open, FailureReason::kAbandoned, source);
+    }
+    return !has_failed(common);
+}
+
+// Block. What the exchange adds to its counters, if it has some.
+EP_DEVICE void count_notices(const NotifyArgs& args, const OpenOperation& open) {
+    uint64_t* sights = args.common.workspace->header_sight;
+    count_hop(args, open, args.notify_counters, nullptr, [&](int source, QueuesSeen& seen) {
+        const Sight sight = Sight::unpack(sights[source]);
+        const auto issue_ns = static_cast<uint32_t>(
+            notice_of(args, open, source)[NormalControlMap::notice_issue_ns()]);
+        const uint64_t entered_ns =
+            header_word(args.common, open.half, source, offsetof(OpHeader, entered_ns));
+        seen.arrival_ns = sight.at_ns;
+        seen.witnessed = sight.witnessed;
+        seen.issued_ns = entered_ns + issue_ns;
+        return true;
+    });
+}
+
+// Block. Where the rows of every source and channel come to lie, and those that are relayed.
+EP_DEVICE void place_rows(const NotifyArgs& args, const OpenOperation& open) {
+    const Topology& topology = args.topology();
+    const int channels = args.num_channels;
+    const auto item = [&](int source, int i) { return notice_of(args, open, source)[i]; };
+    const int first = NormalControlMap::notice_channels();
+    for (int source = thread_index(); source < topology.num_ranks; source += num_threads()) {
+        int rows = 0;
+        for (int channel = 0; channel < channels; ++channel) {
+            args.recv_channel_prefix[source * channels + channel] = rows;
+            rows += item(source, first + channel);
+        }
+        args.source_prefix[source * args.source_stride] = rows;
+    }
+    block_sync();
+    if (thread_index() == 0) {
+        for (int source = 1; source < topology.num_ranks; ++source)
+            args.source_prefix[source * args.source_stride] += args.source_end(source - 1);
+    }
+    block_sync();
+    for (int source = 1 + thread_index(); source < topology.num_ranks; source += num_threads()) {
+        for (int channel = 0; channel < channels; ++channel)
+            args.recv_channel_prefix[source * channels + channel] += args.source_end(source - 1);
+    }
+    if (topology.num_nodes() == 1 || thread_index() != 0) return;
+    int relayed = 0;
+    for (int node = 0; node < topology.num_nodes(); ++node) {
+        const int source = topology.rank_of(node, args.local_rank());
+        int rows = 0;
+        for (int channel = 0; channel < channels; ++channel) {
+            rows += item(source, NormalControlMap::notice_node_channels(channels) + channel);
+            args.recv_node_channel_prefix[node * channels + channel] = rows;
+        }
+        relayed += rows;
+        args.recv_node_prefix[node] = relayed;
+    }
+}
+
+// Block. What the host waits for.
+EP_DEVICE void tell_host(const NotifyArgs& args, const OpenOperation& open, bool succeeded) {
+    ReceiveCounts& counts = *args.receive_counts;
+    const Topology& topology = args.topology();
+    block_sync();
+    if (succeeded) {
+        const int num_local_experts = args.num_experts / topology.num_ranks;
+        const int first = NormalControlMap::notice_experts(args.num_channels);
+        for (int expert = thread_index(); expert < num_local_experts; expert += num_threads()) {
+            int32_t rows = 0;
+            for (int source = 0; source < topology.num_ranks; ++source)
+                rows += notice_of(args, open, source)[first + expert];
+            counts.per_expert[expert] = rows;
+        }
+    }
+    block_sync();
+    if (thread_index() != 0) return;
+    counts.refused = succeeded ? 0 : 1;
+    if (succeeded) {
+        counts.num_rows = args.source_end(topology.num_ranks - 1);
+        counts.num_relayed =
+            topology.num_nodes() == 1 ? 0 : args.recv_node_prefix[topology.num_nodes() - 1];
+    }
+    store_release<Scope::kSystem>(&counts.ticket, args.ticket);
+}
+
+EP_KERNEL void normal_notify(const EP_GRID_CONSTANT NotifyArgs args) {
+    const OperationArgs& common = args.common;
+    const OpenOperation open = current_operation(common);
+    if (thread_index() == 0)
+        max_relaxed<Scope::kDevice>(&common.workspace->wait_begin_ns, now_ns());
+    send_headers(common, open);
+    if (hand_over(common, open)) count_tokens(args, open);
+    const bool refuses = has_failed(common);
+    send_notices(args, open, refuses);
+    const bool succeeded = !refuses && meet_headers(common, open) && await_notices(args, open);
+    if (succeeded) place_rows(args, open);
+    if (succeeded) count_notices(args, open);
+    for (int source = thread_index(); source < common.num_ranks(); source += num_threads())
+        common.workspace->header_sight[source] = 0;
+    tell_host(args, open, succeeded);
+    common.transport.flush();
+}
+
+}  // namespace ep

@@ -1,0 +1,38 @@
+// How a normal operation begins and ends; see operation.cuh for what it shares with low latency.
+#pragma once
+
+#include "kernels/normal_counters.cuh"
+#include "kernels/operation.cuh"
+#include "kernels/tasks.cuh"
+
+namespace ep {
+
+// Block. Enters the operation, unless normal_notify() has done so, and waits for all ranks: whoever is in it
+// has emptied every queue of the one before. has_failed() tells how it went.
+EP_DEVICE void begin_normal(const NormalArgs& args, const OpenOperation& open, bool is_entered) {
+    const OperationArgs& common = args.common;
+    if (thread_index() == 0)
+        max_relaxed<Scope::kDevice>(&common.workspace->wait_begin_ns, now_ns());
+    if (is_entered) return;
+    send_headers(common, open);
+    // All threads of all blocks see the same.
+    if (*args.dispatch_op == 0) {
+        if (elect_one()) record_failure(common, open, FailureReason::kHandle, common.rank());
+        return;
+    }
+    if (hand_over(common, open)) meet_headers(common, open);
+}
+
+// Block. True for one thread of the launch, if the operation succeeded. count_hops() adds it to the counters.
+template <class CountHops>
+EP_DEVICE bool close_normal(const NormalArgs& args,
+                            const OpenOperation& open,
+                            CountHops count_hops) {
+    return close_operation(args.common, open, [&](int, bool succeeded) {
+        if (succeeded) count_hops();
+        block_sync();
+        forget_queues(args);
+    });
+}
+
+}  // namespace ep

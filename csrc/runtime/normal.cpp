@@ -1,0 +1,187 @@
+// Normal operations, seen from the host.
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <stdexcept>
+#include <thread>
+
+#include "kernels/normal_combine.cuh"
+#include "kernels/normal_dispatch.cuh"
+#include "kernels/normal_notify.cuh"
+#include "runtime/runtime.h"
+
+namespace ep {
+
+namespace {
+
+NormalRow row_of(const NormalSize& size) {
+    return {static_cast<size_t>(size.row_bytes), size.num_topk, size.num_scales};
+}
+
+}  // namespace
+
+NormalBytes Runtime::normal_bytes(const NormalSize& size, const Topology& topology) {
+    const NormalRow row = row_of(size);
+    const auto channels = static_cast<size_t>(size.num_channels);
+    const auto nvl = static_cast<size_t>(nvl_slots(topology, size.num_max_nvl_chunked_recv_tokens));
+    const auto rdma = static_cast<size_t>(size.num_max_rdma_chunked_recv_tokens);
+    const bool has_nodes = topology.num_nodes() > 1;
+    return {topology.num_ranks * channels * nvl * row.nvl_slot_bytes(),
+            has_nodes ? 2 * topology.num_nodes() * channels * rdma * row.rdma_slot_bytes() : 0};
+}
+
+// Python checks arguments in the reader's words; these are the last line before memory is written.
+void Runtime::check_normal(const NormalSize& size, const char* call) const {
+    check_connected(call);
+    const auto require = [&](bool holds, const char* rule) {
+        if (!holds) throw std::runtime_error(std::string(call) + ": " + rule);
+    };
+    require(topology_.num_ranks % topology_.ranks_per_node == 0 &&
+                topology_.ranks_per_node <= kMaxRanksPerNode,
+            "all nodes must have the same number of ranks, at most 64");
+    require(size.num_channels >= 1 && size.num_channels <= kMaxChannels,
+            "num_channels must be between 1 and 128");
+    require(size.num_tokens >= 0 && size.row_bytes > 0 && size.row_bytes % sizeof(Vector) == 0,
+            "rows must be multiples of 16 bytes");
+    require(size.num_topk >= 0 && size.num_topk <= kMaxNormalTopk && size.num_scales >= 0 &&
+                size.num_scales <= kMaxNormalScales,
+            "too many top-k entries or scales");
+    require(size.num_experts >= 0 && size.num_experts <= kMaxExperts &&
+                size.num_experts % topology_.num_ranks == 0,
+            "num_experts must be a multiple of the number of ranks");
+    require(size.num_max_nvl_chunked_send_tokens > 0 && size.num_max_rdma_chunked_send_tokens > 0 &&
+                nvl_slots(topology_, size.num_max_nvl_chunked_recv_tokens) > 0 &&
+                size.num_max_rdma_chunked_recv_tokens > 0,
+            "queues must have slots");
+    const NormalBytes needed = normal_bytes(size, topology_);
+    require(needed.nvl <= options_.num_nvl_bytes && needed.rdma <= options_.num_rdma_bytes,
+            "the buffer is too small");
+}
+
+template <class Args, class Call>
+Args Runtime::normal_args(const Call& call, Operation operation) const {
+    Args args{};
+    static_cast<NormalSize&>(args) = call;
+    static_cast<NormalHandle&>(args) = call;
+    args.common = common_args(operation);
+    args.common.shape = {static_cast<uint32_t>(2 * call.num_channels),
+                         static_cast<uint32_t>(call.row_bytes),
+                         static_cast<uint32_t>(call.num_experts),
+                         static_cast<uint16_t>(call.num_topk << 8 | call.num_scales),
+                         static_cast<uint16_t>(operation)};
+    // Low latency has a positive number of tokens where this has none.
+    args.common.layout = {{static_cast<uint64_t>(call.num_channels), 0}};
+    args.common.capacities = static_cast<uint64_t>(call.num_max_nvl_chunked_recv_tokens) << 32 |
+                             static_cast<uint32_t>(call.num_max_rdma_chunked_recv_tokens);
+    args.common.num_queue_pairs = static_cast<uint32_t>(call.num_channels);
+    args.common.row_bytes = static_cast<size_t>(call.row_bytes);
+    args.queues = {topology_,
+                   call.num_channels,
+                   normal_control_.end(),
+                   options_.num_nvl_bytes,
+                   normal_control_.end() + round_up(options_.num_nvl_bytes, kBufferAlignment),
+                   options_.num_rdma_bytes};
+    args.words = normal_control_;
+    args.row = row_of(call);
+    args.queue_states = queue_states_;
+    args.receive_counts = receive_counts_;
+    return args;
+}
+
+LaunchShape Runtime::normal_shape(const NormalSize& size) const {
+    if (shape_blocks_ > 0) return {shape_blocks_, std::max(shape_warps_, 1) * kWarpSize, 0, true};
+    if constexpr (Device::kIsHost) {
+        // As for low latency: fibers of one thread gain nothing from company.
+        return {1, kWarpSize, 0, true};
+    } else {
+        const int num_sms = std::min(2 * size.num_channels, device_->num_multiprocessors());
+        return {num_sms, kMaxThreads, 0, true};
+    }
+}
+
+void Runtime::normal_notify(const NotifyCall& call) {
+    const std::scoped_lock lock(mutex_);
+    check_normal(call, "dispatch");
+    auto args = normal_args<NotifyArgs>(call, Operation::kNormalDispatch);
+    static_cast<NotifyTensors&>(args) = call;
+    args.ticket = ++ticket_;
+    num_counted_experts_ = call.num_experts / topology_.num_ranks;
+    device_->launch_operation(
+        "normal_notify", &ep::normal_notify, small_shape(), args, call.stream);
+}
+
+std::optional<NormalCounts> Runtime::normal_counts() {
+    check_connected("dispatch");
+    const std::atomic_ref ticket(receive_counts_->ticket);
+    // The kernel gives up by itself; this is for one that never begins.
+    const auto end = std::chrono::steady_clock::now() +
+                     std::chrono::nanoseconds(options_.timeout_ns + options_.timeout_ns / 2);
+    while (ticket.load(std::memory_order_acquire) != ticket_) {
+        if (std::chrono::steady_clock::now() > end) {
+            throw std::runtime_error(
+                "dispatch: the kernel that counts tokens has not begun; work queued before it on "
+                "the GPU does not end");
+        }
+        std::this_thread::yield();
+    }
+    const ReceiveCounts& counts = *receive_counts_;
+    if (counts.refused != 0) return std::nullopt;
+    return NormalCounts{counts.num_rows,
+                        counts.num_relayed,
+                        {counts.per_expert, counts.per_expert + num_counted_experts_}};
+}
+
+void Runtime::pack(const PackArgs& args, Stream stream) {
+    if (args.num_rows == 0) return;
+    constexpr int kMostBlocks = 64;
+    LaunchShape shape = small_shape();
+    if (!Device::kIsHost)
+        shape.blocks = std::min((args.num_rows + kMaxThreads - 1) / kMaxThreads, kMostBlocks);
+    device_->launch("normal_pack", &ep::normal_pack, shape, args, stream);
+}
+
+void Runtime::normal_dispatch(const NormalDispatchCall& call) {
+    const std::scoped_lock lock(mutex_);
+    check_normal(call, "dispatch");
+    auto args = normal_args<NormalDispatchArgs>(call, Operation::kNormalDispatch);
+    static_cast<NormalDispatchTensors&>(args) = call;
+    static_cast<NormalDispatchFlags&>(args) = call;
+    static_cast<OperationOptions&>(args.common) = {call.wait_stats, call.counters};
+    args.relay_counters = call.relay_counters;
+    if (!call.fresh) args.common.dispatch_op = args.dispatch_op;
+    if (!call.abandon) {
+        pack({args.row,
+              call.num_tokens,
+              call.topk_idx,
+              call.topk_weights,
+              call.scales,
+              call.scale_row_stride,
+              call.scale_column_stride,
+              call.packs},
+             call.stream);
+    }
+    LaunchShape shape = normal_shape(call);
+    shape.shared_bytes =
+        TaskShared::bytes(DispatchTasks::count(topology_, call.num_channels), shape.blocks);
+    device_->launch_operation("normal_dispatch", &ep::normal_dispatch, shape, args, call.stream);
+}
+
+void Runtime::normal_combine(const NormalCombineCall& call) {
+    const std::scoped_lock lock(mutex_);
+    check_normal(call, "combine");
+    auto args = normal_args<NormalCombineArgs>(call, Operation::kNormalCombine);
+    static_cast<NormalCombineTensors&>(args) = call;
+    static_cast<OperationOptions&>(args.common) = {call.wait_stats, call.counters};
+    args.relay_counters = call.relay_counters;
+    args.common.dispatch_op = args.dispatch_op;
+    if (call.num_topk > 0) {
+        pack({args.row, call.num_rows, nullptr, call.topk_weights, nullptr, 0, 0, call.packs},
+             call.stream);
+    }
+    LaunchShape shape = normal_shape(call);
+    shape.shared_bytes = NormalCombineShared::bytes(
+        CombineTasks::count(topology_, call.num_channels), topology_, shape);
+    device_->launch_operation("normal_combine", &ep::normal_combine, shape, args, call.stream);
+}
+
+}  // namespace ep
