@@ -2,7 +2,8 @@
 
 Written from the API specification alone; the judge of the kernel tests. It moves no bytes and knows
 no protocol: inputs of all ranks go in, what every rank must hold afterwards comes out. Rows are in
-the order that is promised: source ranks ascending, a source's tokens ascending.
+the order that is promised: source ranks ascending, a source's tokens ascending. Sums are in the order
+that is promised, so that results have one right value.
 """
 
 from __future__ import annotations
@@ -11,10 +12,6 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-
-# Half of the distance between two bfloat16, and of two float32, relative to a value.
-BF16_ROUNDING = 2.0**-9
-FP32_ROUNDING = 2.0**-24
 
 
 class Layout(NamedTuple):
@@ -114,35 +111,35 @@ def combine(
     rank: int,
     num_tokens: int,
     biases: Sequence[torch.Tensor | None] = (),
-    dtype: torch.dtype = torch.float32,
+    ranks_per_node: int | None = None,
 ) -> torch.Tensor:
-    """What `rank` gets back: [num_tokens, width] in `dtype`, not rounded to bfloat16.
+    """What `rank` gets back: [num_tokens, width] of the dtype of ys, bfloat16 or float32.
 
-    ys[r]: [n, width], rows as received[r]. Biases first, then ranks ascending. In float64, and of
-    tensors that require grad, this is also what gradients are compared with.
+    ys[r]: [n, width], rows as received[r]. In float32: biases first, then ranks ascending, rounded
+    once. Of another node than the rank's own, the sum of its ranks is added, rounded as it travels.
     """
-    total = torch.zeros(num_tokens, ys[0].shape[1], dtype=dtype)
+    ranks_per_node = ranks_per_node or len(ys)
+    total = torch.zeros(num_tokens, ys[0].shape[1])
     for bias in biases:
         if bias is not None:
-            total = total + bias.to(dtype)
+            total += bias
+    for first in range(0, len(ys), ranks_per_node):
+        is_own_node = first == rank // ranks_per_node * ranks_per_node
+        part = total if is_own_node else torch.zeros_like(total)
+        for r in range(first, first + ranks_per_node):
+            mine = received[r].sources == rank
+            part.index_add_(0, received[r].tokens[mine], ys[r][mine].float())
+        if not is_own_node:
+            total += part.to(ys[0].dtype)
+    return total.to(ys[0].dtype)
+
+
+def exact_combine(
+    ys: Sequence[torch.Tensor], received: Sequence[Received], rank: int, num_tokens: int
+) -> torch.Tensor:
+    """The same in float64, without rounding; of ys that require grad, what gradients are compared with."""
+    total = torch.zeros(num_tokens, ys[0].shape[1], dtype=torch.float64)
     for y, one in zip(ys, received):
         mine = one.sources == rank
-        total = total.index_add(0, one.tokens[mine], y[mine].to(dtype))
+        total = total.index_add(0, one.tokens[mine], y[mine].double())
     return total
-
-
-def combine_bound(
-    ys: Sequence[torch.Tensor],
-    received: Sequence[Received],
-    rank: int,
-    num_tokens: int,
-    biases: Sequence[torch.Tensor | None] = (),
-    rounding: float = BF16_ROUNDING,
-) -> torch.Tensor:
-    """How far a sum that is rounded twice, per node and at the end, may be from the exact one.
-
-    [num_tokens, width] float64. The sums of the nodes are rounded by no more than the terms' sum.
-    """
-    absolute = [None if bias is None else bias.abs() for bias in biases]
-    sizes = combine([y.abs() for y in ys], received, rank, num_tokens, absolute, torch.float64)
-    return 2.1 * (rounding + len(ys) * FP32_ROUNDING) * sizes

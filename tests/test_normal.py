@@ -417,8 +417,9 @@ def test_sums_that_need_no_rounding_are_exact(ranks_per_node: int) -> None:
         )
     for rank, got in enumerate(combined):
         num_tokens = FOUR.num_tokens[rank]
-        exact = reference.combine(ys, expected.received, rank, num_tokens, biases[rank])
-        assert_same_bytes(got, exact.bfloat16(), f"rank {rank}")
+        exact = reference.exact_combine(ys, expected.received, rank, num_tokens)
+        exact += sum(biases[rank])
+        assert torch.equal(got.cpu().double(), exact), f"rank {rank}"
 
 
 # --- gradients ------------------------------------------------------------------------------------
@@ -503,7 +504,7 @@ def test_gradients_are_those_of_the_reference_in_float64(ranks_per_node: int) ->
     ys = [one.x * one.topk_weights.sum(1, keepdim=True) for one in received]
     loss = torch.zeros((), dtype=torch.float64)
     for rank, x in enumerate(xs):
-        out = reference.combine(ys, received, rank, len(x), dtype=torch.float64)
+        out = reference.exact_combine(ys, received, rank, len(x))
         assert torch.equal(got[rank][0].cpu().double(), out), f"rank {rank}, forward"
         loss = loss + (out * grads[rank].double()).sum()
     loss.backward()
@@ -610,8 +611,9 @@ def test_buffers_that_come_and_go_leave_nothing(ranks_per_node: int) -> None:
 
     warm = live(10)
     later = live(40)
-    assert later[0] <= warm[0], "file descriptors"
-    assert later[1] <= warm[1], "threads"
+    # A leak would be one of each of eighty buffers, at least.
+    assert later[0] < warm[0] + 10, "file descriptors"
+    assert later[1] < warm[1] + 10, "threads"
     assert later[2] <= warm[2] + 16_000, "resident memory, kB"  # allocators keep some
     assert not shared_memory_left(segments)
 
@@ -634,7 +636,7 @@ def test_reference_gives_back_what_it_was_given() -> None:
     for rank, one in enumerate(inputs):
         owners = torch.where(one.topk_idx < 0, -1, one.topk_idx // 3)
         num_ranks = torch.tensor([len({r for r in row if r >= 0}) for row in owners.tolist()])
-        back = reference.combine(ys, received, rank, len(one.x), dtype=torch.float64)
+        back = reference.exact_combine(ys, received, rank, len(one.x))
         assert torch.equal(back, one.values.double() * num_ranks[:, None])
         weights = reference.combine([r.topk_weights for r in received], received, rank, len(one.x))
         assert torch.equal(weights, one.topk_weights.masked_fill(one.topk_idx < 0, 0))
