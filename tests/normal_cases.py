@@ -12,7 +12,6 @@ import os
 import statistics
 import sys
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -595,18 +594,6 @@ def run_measured_iterations(buffer: deep_ep.Buffer, args: argparse.Namespace) ->
     remove_faults()
 
 
-def normal_counters_of(buffer: deep_ep.Buffer) -> Any:
-    """This rank, with the counters of its normal operations where those of low latency are read."""
-    return SimpleNamespace(
-        rank=buffer.rank,
-        group=buffer.group,
-        group_size=buffer.group_size,
-        runtime=buffer.runtime,
-        dispatch_counters=buffer.normal_dispatch_counters,
-        combine_counters=buffer.normal_combine_counters,
-    )
-
-
 # --- the program ----------------------------------------------------------------------------------
 
 
@@ -640,7 +627,7 @@ def run_rank(local_rank: int, num_local_ranks: int, store: str, args: argparse.N
     right = True
     if args.diagnose:
         run_measured_iterations(buffer, args)
-        right = report_diagnosis(normal_counters_of(buffer), group, args)
+        right = report_diagnosis(buffer, group, args)
     buffer.destroy()
     dist.barrier(group)
     dist.destroy_process_group()

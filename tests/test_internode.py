@@ -30,19 +30,19 @@ def main(argv: list[str] | None = None) -> int:
     return start(run_rank, parse_arguments(argv, __doc__ or "", between_nodes=True))
 
 
-def test_program_checks_everything_and_measures() -> None:
-    done = run_program(Path(__file__), *REDUCED, "--test-ll-compatibility")
+def test_program_checks_repeats_itself_under_pressure_and_measures() -> None:
+    pressure = ("--pressure-test-mode=2", "--pressure-seeds=1", "--pressure-repetitions=1")
+    done = run_program(Path(__file__), *REDUCED, *pressure, "--test-ll-compatibility")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("passed") == 32 + 1, done.stdout
-    for words in ("num_nodes=2", "GB/s (RDMA)", "Best dispatch (FP8):", "Best combine:"):
+    for words in (
+        "num_nodes=2",
+        "Testing with seed 0",
+        "low latency on the same buffer ... passed",
+        "GB/s (RDMA)",
+        "Best dispatch (FP8):",
+        "Best combine:",
+    ):
         assert words in done.stdout, done.stdout
-
-
-def test_program_repeats_itself_under_pressure() -> None:
-    options = ("--pressure-test-mode=1", "--pressure-seeds=1", "--pressure-repetitions=3")
-    done = run_program(Path(__file__), *REDUCED, *options)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "Testing with seed 0" in done.stdout
 
 
 def test_program_says_that_one_node_is_not_enough(capsys: Any) -> None:
