@@ -54,6 +54,7 @@ class Binding(Protocol):
     MAX_CHANNELS: int
     MAX_NORMAL_TOPK: int
     MAX_NORMAL_SCALES: int
+    MAX_RANKS_PER_NODE: int
     MAX_HOST_THREADS: int
     PHASE_SEND: int
     PHASE_RECEIVE: int

@@ -13,6 +13,7 @@ from deep_ep.errors import (
     EPTransportError,
     ranks_text,
 )
+from deep_ep.rules import NORMAL_COMBINE, NORMAL_DISPATCH
 
 if TYPE_CHECKING:
     from deep_ep.agreement import Decision
@@ -43,6 +44,22 @@ def error_from_failure(
         return EPArgumentError(
             f"{where}: topk_idx holds an expert index out of range; entries must be -1 or in "
             "[0, num_experts). Check the router's output."
+        )
+    if reason == "counts":
+        return EPArgumentError(
+            f"{where}: num_tokens_per_rank and is_token_in_rank do not agree; they must be of one "
+            "layout. Pass them as one call of get_dispatch_layout returned them."
+        )
+    if reason == "room":
+        return EPArgumentError(
+            f"{where}: more rows came to this rank than num_worst_tokens, or than the handle says; all "
+            "must fit. Pass the group size times the most tokens that a rank has, or the handle as "
+            "dispatch returned it."
+        )
+    if reason == "handle" and failure["operation"] in (NORMAL_DISPATCH, NORMAL_COMBINE):
+        return EPArgumentError(
+            f"{where}: the handle is not what a dispatch left that succeeded; a handle can be used "
+            "unchanged, and once its dispatch has succeeded. Dispatch again, and keep its tensors."
         )
     if reason == "handle":
         return EPArgumentError(

@@ -90,12 +90,15 @@ def _check_received(values: _Values, handle: NormalHandle, place: Topology) -> N
         whole = torch.ones(handle.rank_prefix.shape, dtype=torch.bool)
         whole[:, place.rank] = is_right
         values.all(field, handle.rank_prefix, whole)
-    first = handle.recv_channel_prefix
-    begins = torch.cat([ends.new_zeros(1), ends[:-1]])
-    following = torch.cat([first[:, 1:], ends[:, None]], 1)
-    is_right = first <= following
-    is_right[:, 0] &= first[:, 0] == begins
-    values.all("recv_channel_prefix", first, is_right)
+    bounds = _row_bounds(handle, place)
+    is_right = torch.diff(bounds, dim=1) >= 0
+    is_right[:, 0] &= bounds[:, 0] == torch.cat([ends.new_zeros(1), ends[:-1]])
+    values.all("recv_channel_prefix", handle.recv_channel_prefix, is_right)
+
+
+def _row_bounds(handle: NormalHandle, place: Topology) -> Tensor:
+    """[num_ranks, num_channels + 1], first row of that source and channel, and the end of the last."""
+    return torch.cat([handle.recv_channel_prefix, handle.source_prefix(place.rank)[:, None]], 1)
 
 
 def _check_nodes(
@@ -105,10 +108,12 @@ def _check_nodes(
     num_tokens = len(handle.is_token_in_rank)
     in_node = handle.is_token_in_rank.view(num_tokens, place.num_nodes, place.ranks_per_node).any(2)
     values.same("node_channel_prefix", _per_channel(in_node, begins))
-    in_node[:, place.node] = False  # what stays on the own node is in nvl_head
+    # Tokens for the own node go straight to its ranks.
+    in_node[:, place.node] = False
     values.heads("node_head", handle.node_head, in_node, begins)
     relayed = handle.recv_node_channel_prefix
-    is_right = torch.diff(relayed, dim=1, prepend=relayed.new_zeros(place.num_nodes, 1)) >= 0
+    per_channel = torch.diff(relayed, dim=1, prepend=relayed.new_zeros(place.num_nodes, 1))
+    is_right = per_channel >= 0
     is_right[place.node] &= relayed[place.node] == 0
     values.all("recv_node_channel_prefix", relayed, is_right)
     values.same("recv_node_prefix", relayed[:, -1].cumsum(0))
@@ -118,10 +123,22 @@ def _check_nodes(
         handle.recv_node_prefix,
         handle.recv_node_prefix <= handle.num_relay_rows,
     )
-    per_channel = torch.diff(relayed, dim=1, prepend=relayed.new_zeros(place.num_nodes, 1))
     relay_begins = per_channel.flatten().cumsum(0) - per_channel.flatten()
     heads = handle.nvl_head[num_tokens : num_tokens + num_relayed]
-    values.heads("nvl_head", heads, heads >= 0, relay_begins, num_tokens)
+    sent = heads >= 0
+    values.heads("nvl_head", heads, sent, relay_begins, num_tokens)
+    # Each was relayed to somebody; those for this rank lie where its rows from the same source do.
+    is_right = sent.any(1, keepdim=True).expand(heads.shape).clone()
+    begins = torch.cat([relay_begins, torch.tensor([num_relayed])])
+    before = torch.cat([sent.new_zeros(1, dtype=torch.int64), sent[:, place.local_rank].cumsum(0)])
+    to_own = torch.diff(before[begins]).view(place.num_nodes, -1)
+    received = torch.diff(_row_bounds(handle, place), dim=1)
+    gateways = torch.arange(place.num_nodes) * place.ranks_per_node + place.local_rank
+    is_wrong = to_own != received[gateways]
+    is_wrong[place.node] = False
+    rows = is_wrong.flatten().repeat_interleave(per_channel.flatten())
+    is_right[rows, place.local_rank] = False
+    values.all("nvl_head", heads, is_right, num_tokens)
 
 
 def _channel_begins(num_tokens: int, num_channels: int) -> Tensor:

@@ -142,8 +142,7 @@ class Normal:
             with order.allocating():
                 handle = self._new_handle(shape, layout)
             order.begin()
-            native: Any = runtime.native
-            native.normal_notify(
+            runtime.native.normal_notify(
                 **self._common(shape, handle),
                 num_tokens_per_rank=pointers.of_tensor(layout.num_tokens_per_rank),
                 num_tokens_per_expert=pointers.of_tensor(layout.num_tokens_per_expert),
@@ -163,7 +162,7 @@ class Normal:
                             received.topk_idx.fill_(-1)
             except BaseException:
                 self._abandon(runtime, shape, handle, order)
-                native.take_failure()  # that this rank gave it up
+                runtime.native.take_failure()  # that this rank gave it up
                 raise
             if allocated is None:
                 self._abandon(runtime, shape, handle, order)
@@ -242,8 +241,7 @@ class Normal:
                 packs = self._packs(shape, len(x))
             counters = recv_counters or self.counters.combine
             order.begin()
-            native: Any = runtime.native
-            native.normal_combine(
+            runtime.native.normal_combine(
                 **self._common(shape, given),
                 x=x.data_ptr(),
                 topk_weights=pointers.of_tensor(topk_weights),
@@ -288,7 +286,7 @@ class Normal:
 
     def _idle_runtime(self, where: str) -> Runtime:
         runtime = self._communicator.idle_runtime(where)
-        normal_checks.topology(where, self._place)
+        normal_checks.topology(where, self._place, self._communicator.limits.binding)
         return runtime
 
     def _order(self, name: str, runtime: Runtime, streams: Streams) -> StreamOrder:
@@ -311,8 +309,7 @@ class Normal:
         worst = num_worst_tokens, num_worst_tokens if is_relaying else 0, list[int]()
         if num_worst_tokens and self._communicator.backend.runs_in_streams:
             return worst
-        native: Any = runtime.native
-        counts: tuple[int, int, list[int]] | None = native.normal_counts()
+        counts = runtime.native.normal_counts()
         if counts is None or not num_worst_tokens:
             return counts
         needed = max(counts[:2])
@@ -340,8 +337,7 @@ class Normal:
             packs = self._packs(shape, shape.num_tokens)
         notify = self.counters.notify if is_fresh else None
         order.begin()
-        native: Any = runtime.native
-        native.normal_dispatch(
+        runtime.native.normal_dispatch(
             **self._common(shape, handle),
             **_pointers(sent, received),
             packs=packs.data_ptr(),
@@ -369,8 +365,8 @@ class Normal:
         self, runtime: Runtime, shape: Shape, handle: NormalHandle, order: StreamOrder
     ) -> None:
         """Ends the operation that the first step of a dispatch began, so that the group meets again."""
-        native: Any = runtime.native
-        native.normal_dispatch(
+        nothing = pointers.of_counters(None)
+        runtime.native.normal_dispatch(
             **self._common(shape, handle),
             **dict.fromkeys(_SENT + _RECEIVED, 0),
             packs=0,
@@ -381,8 +377,8 @@ class Normal:
             fresh=True,
             abandon=True,
             wait_stats=0,
-            counters=pointers.of_counters(None),
-            relay_counters=pointers.of_counters(None),
+            counters=nothing,
+            relay_counters=nothing,
             stream=order.handle,
         )
         runtime.get_comm_stream().synchronize()

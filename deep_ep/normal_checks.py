@@ -94,13 +94,17 @@ class Rows(NamedTuple):
         """From a tensor, or data and scales. What they look like is not checked yet."""
         if not isinstance(x, (tuple, list)):
             return cls(x, None)
-        if len(x) != 2:
-            fail(NORMAL_DISPATCH, f"x has {len(x)} elements", "x_pair", EPTypeError)
+        if len(x) != 2 or x[1] is None:
+            types = ", ".join(type(item).__name__ for item in x)
+            fail(NORMAL_DISPATCH, f"x holds {types or 'nothing'}", "x_pair", EPTypeError)
         return cls(*x)
 
 
-def topology(call: str, place: Topology) -> None:
+def topology(call: str, place: Topology, binding: Binding) -> None:
     """Nodes must be equal: a gateway stands for the rank of its place on every other node."""
+    checks.kernel_limit(
+        call, "the number of ranks of a node", place.ranks_per_node, binding.MAX_RANKS_PER_NODE
+    )
     if place.num_ranks % place.ranks_per_node:
         fail(
             call,

@@ -1,0 +1,637 @@
+"""Every bad normal call: its own clear exception, nothing sent, and the group usable afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deep_ep import Buffer, Config, backend, normal
+from deep_ep.counters import RecvCounters
+from deep_ep.errors import (
+    EPArgumentError,
+    EPError,
+    EPTransportError,
+    EPTypeError,
+    EPUnsupportedError,
+    EPUsageError,
+)
+from launch import DEVICE, Ranks
+
+NUM_TOKENS = (5, 0, 3, 7)
+BAD_RANK = 2
+HIDDEN = 64
+NUM_EXPERTS, NUM_TOPK = 8, 3
+CONFIG = Config(4, 2, 8, 2, 8)
+NUM_BYTES = 1 << 20
+
+Arguments = dict[str, Any]
+Change = Callable[[Arguments], Arguments]
+reads_values = pytest.mark.skipif(DEVICE != "cpu", reason="on a GPU the host does not read values")
+
+
+def normal_ranks(num_ranks: int = len(NUM_TOKENS), **arguments: Any) -> Ranks:
+    """A group whose buffers fit normal calls only."""
+    sizes = {"num_nvl_bytes": NUM_BYTES, "num_rdma_bytes": NUM_BYTES, "low_latency_mode": False}
+    return Ranks(num_ranks, 1, 128, num_ranks, **{**sizes, **arguments})
+
+
+@pytest.fixture(scope="module", params=[4, 2], ids=["one-node", "two-nodes"])
+def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
+    """Four ranks, on one node or two; each test leaves them usable."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DEEP_EP_RANKS_PER_NODE", str(request.param))
+        with normal_ranks() as made:
+            yield made
+
+
+def num_nodes(ranks: Ranks) -> int:
+    """Of the group."""
+    return int(ranks.buffers[0].runtime.get_num_rdma_ranks())
+
+
+def topk_of(rank: int) -> torch.Tensor:
+    """What the tokens of a rank select; some entries nobody."""
+    generator = torch.Generator().manual_seed(rank)
+    scores = torch.rand(NUM_TOKENS[rank], NUM_EXPERTS, generator=generator)
+    topk_idx = scores.argsort(1)[:, :NUM_TOPK].contiguous()
+    topk_idx[torch.rand(topk_idx.shape, generator=generator) < 0.3] = -1
+    return topk_idx.to(DEVICE)
+
+
+def dispatch_arguments(rank: int, buffer: Buffer) -> Arguments:
+    """A correct call of a rank."""
+    topk_idx = topk_of(rank)
+    per_rank, per_node, per_expert, in_rank, _ = buffer.get_dispatch_layout(topk_idx, NUM_EXPERTS)
+    x = torch.full((NUM_TOKENS[rank], HIDDEN), rank + 1.0, dtype=torch.bfloat16, device=DEVICE)
+    return {
+        "x": x,
+        "num_tokens_per_rank": per_rank,
+        "num_tokens_per_rdma_rank": per_node,
+        "is_token_in_rank": in_rank,
+        "num_tokens_per_expert": per_expert,
+        "topk_idx": topk_idx,
+        "topk_weights": torch.ones(topk_idx.shape, device=DEVICE),
+        "config": CONFIG,
+    }
+
+
+def dispatched(ranks: Ranks, **changes: Any) -> list[Any]:
+    """What a correct dispatch returns on each rank."""
+    return ranks.run(
+        lambda rank, buffer: buffer.dispatch(**{**dispatch_arguments(rank, buffer), **changes})
+    )
+
+
+def combine_arguments(result: Any) -> Arguments:
+    """A correct combine of what a dispatch returned."""
+    x, _, weights, _, handle, _ = result
+    rows = torch.zeros_like(x[:1]).expand(NUM_TOKENS[BAD_RANK], -1).contiguous()
+    return {
+        "x": x,
+        "handle": handle,
+        "topk_weights": weights,
+        "bias": (rows, rows),
+        "config": CONFIG,
+    }
+
+
+def assert_usable(ranks: Ranks) -> None:
+    """A dispatch, one with its handle and a combine give what they should."""
+
+    def exchange(rank: int, buffer: Buffer) -> None:
+        arguments = dispatch_arguments(rank, buffer)
+        x, _, _, _, handle, _ = buffer.dispatch(**arguments)
+        again = buffer.dispatch(arguments["x"], handle=handle, config=CONFIG)[0]
+        assert torch.equal(x, again)
+        combined, _, _ = buffer.combine(x, handle, config=CONFIG)
+        expected = arguments["x"] * arguments["is_token_in_rank"].sum(1, keepdim=True)
+        assert torch.equal(combined, expected)
+
+    ranks.run(exchange)
+
+
+def assert_raises(call: Callable[[], Any], error: type[Exception], words: list[str]) -> None:
+    """`call` raises exactly `error`, and its text holds all `words`."""
+    with pytest.raises(error) as caught:
+        call()
+    assert type(caught.value) is error
+    for word in words:
+        assert word in str(caught.value), f"{word!r} is not in: {caught.value}"
+
+
+def of(name: str, change: Callable[[Any], Any]) -> Change:
+    """Changes one argument."""
+    return lambda arguments: {**arguments, name: change(arguments[name])}
+
+
+def to(**values: Any) -> Change:
+    """Sets arguments."""
+    return lambda arguments: {**arguments, **values}
+
+
+def strided(t: torch.Tensor) -> torch.Tensor:
+    """Equal shape, every second element of a larger tensor."""
+    return torch.zeros(*t.shape[:-1], 2 * t.shape[-1], dtype=t.dtype, device=t.device)[..., ::2]
+
+
+def elsewhere(t: torch.Tensor) -> torch.Tensor:
+    """Equal shape and dtype on a device of another kind."""
+    return torch.empty_like(t, device="meta")
+
+
+def with_value(place: Any, value: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The tensor with another value at one place."""
+
+    def change(t: torch.Tensor) -> torch.Tensor:
+        t = t.clone()
+        t[place] = value
+        return t
+
+    return change
+
+
+def tensor_cases(name: str, dtype: torch.dtype | None) -> list[Any]:
+    """Wrong type, dtype, rank, size, strides and device of one tensor argument."""
+    cases = {
+        "type": (lambda _: "text", EPTypeError, [name, "str"]),
+        "rank": (lambda t: t[None], EPArgumentError, [name, "shape"]),
+        "size": (lambda t: t[:-1], EPArgumentError, ["shape"]),
+        "strides": (strided, EPArgumentError, [name, "contiguous()"]),
+        "device": (elsewhere, EPArgumentError, [name, "meta", ".to("]),
+    }
+    if dtype is not None:
+        cases["dtype"] = (lambda t: t.to(dtype), EPArgumentError, [name, str(dtype)])
+    return [
+        pytest.param(of(name, change), error, words, id=f"{name}-{what}")
+        for what, (change, error, words) in cases.items()
+    ]
+
+
+def without_topk(arguments: Arguments) -> Arguments:
+    """The same call without top-k tensors."""
+    return {**arguments, "topk_idx": None, "topk_weights": None}
+
+
+def with_scales(change: Callable[[torch.Tensor], Any], data: torch.dtype = torch.uint8) -> Change:
+    """Data with scales of which something is wrong."""
+
+    def changed(arguments: Arguments) -> Arguments:
+        scales = torch.ones(NUM_TOKENS[BAD_RANK], 4, device=DEVICE)
+        return {**arguments, "x": (arguments["x"].to(data), change(scales))}
+
+    return changed
+
+
+DISPATCH_CASES = [
+    *tensor_cases("x", None),
+    *tensor_cases("num_tokens_per_rank", torch.int64),
+    *tensor_cases("is_token_in_rank", torch.int32),
+    *tensor_cases("topk_idx", torch.int32),
+    *tensor_cases("topk_weights", torch.float64),
+    pytest.param(
+        of("num_tokens_per_expert", lambda t: t.long()), EPArgumentError, ["torch.int32"], id="expert-dtype"
+    ),
+    pytest.param(to(num_tokens_per_rank=None), EPUsageError, ["num_tokens_per_rank is None"], id="no-rank-counts"),
+    pytest.param(to(is_token_in_rank=None), EPUsageError, ["is_token_in_rank is None"], id="no-mask"),
+    pytest.param(
+        to(num_tokens_per_expert=None), EPUsageError, ["num_tokens_per_expert is None"], id="no-expert-counts"
+    ),
+    pytest.param(
+        of("num_tokens_per_expert", lambda t: t[:7]), EPArgumentError, ["7 experts", "Use 8"], id="experts-7-of-4"
+    ),
+    pytest.param(
+        of("num_tokens_per_expert", lambda t: t[:0]), EPArgumentError, ["0 experts", "Use 4"], id="no-experts"
+    ),
+    pytest.param(
+        of("num_tokens_per_expert", lambda t: t.new_zeros(4100)), EPArgumentError, ["at most 4096"], id="too-many-experts"
+    ),
+    pytest.param(to(topk_idx=None), EPUsageError, ["topk_idx alone is None"], id="weights-alone"),
+    pytest.param(to(topk_weights=None), EPUsageError, ["topk_weights alone is None"], id="indices-alone"),
+    pytest.param(
+        to(topk_idx=None, topk_weights=None, num_worst_tokens=64),
+        EPUsageError,
+        ["num_worst_tokens is 64 and topk_idx is None"],
+        id="worst-tokens-without-top-k",
+    ),
+    pytest.param(to(num_worst_tokens=-1), EPArgumentError, ["num_worst_tokens is -1"], id="negative-worst-tokens"),
+    pytest.param(to(num_worst_tokens=1.5), EPTypeError, ["num_worst_tokens is 1.5"], id="broken-worst-tokens"),
+    pytest.param(to(num_worst_tokens=2**31), EPArgumentError, ["at most 2147483647"], id="huge-worst-tokens"),
+    pytest.param(to(expert_alignment=0), EPArgumentError, ["expert_alignment is 0"], id="no-alignment"),
+    pytest.param(to(expert_alignment=None), EPTypeError, ["expert_alignment is None"], id="alignment-type"),
+    pytest.param(
+        of("x", lambda x: x[:, :4].contiguous()), EPArgumentError, ["rows of 8 bytes", "Pad x to 8"], id="short-row"
+    ),
+    pytest.param(of("x", lambda x: x[:, :0]), EPArgumentError, ["rows of 0 bytes", "Pad x to 8"], id="empty-row"),
+    pytest.param(of("x", lambda x: (x,)), EPTypeError, ["x holds Tensor", "(x, x_scales)"], id="x-of-one"),
+    pytest.param(
+        with_scales(lambda s: s, torch.bfloat16), EPArgumentError, ["scales and dtype torch.bfloat16"], id="scaled-item"
+    ),
+    pytest.param(
+        with_scales(lambda s: s.double()), EPArgumentError, ["x_scales", "torch.float32 or torch.int32"], id="scale-dtype"
+    ),
+    pytest.param(with_scales(lambda s: s[:2]), EPArgumentError, ["x_scales", "shape"], id="scale-rows"),
+    pytest.param(with_scales(lambda _: None), EPTypeError, ["x holds Tensor, NoneType"], id="no-scales"),
+    pytest.param(
+        with_scales(lambda s: s.repeat(1, 64)), EPArgumentError, ["num_scales is 256", "at most 255"], id="many-scales"
+    ),
+    pytest.param(
+        lambda a: {
+            **a,
+            "topk_idx": a["topk_idx"].repeat(1, 43),
+            "topk_weights": a["topk_weights"].repeat(1, 43),
+        },
+        EPArgumentError,
+        ["num_topk is 129", "at most 128"],
+        id="top-k-above-128",
+    ),
+    pytest.param(to(config=20), EPTypeError, ["config is a int"], id="config-type"),
+    pytest.param(to(config=Config(5)), EPArgumentError, ["config.num_sms is 5", "even"], id="odd-sms"),
+    pytest.param(to(config=Config(0)), EPArgumentError, ["config.num_sms is 0"], id="no-sms"),
+    pytest.param(to(config=Config(258)), EPArgumentError, ["config.num_sms is 258", "from 2 to 256"], id="many-sms"),
+    pytest.param(
+        to(config=Config(200)),
+        EPArgumentError,
+        [f"num_nvl_bytes = {NUM_BYTES}", "get_nvl_buffer_size_hint(128, 4)", "DEEP_EP_RANKS_PER_NODE"],
+        id="buffer-too-small",
+    ),
+    pytest.param(to(recv_counters=3), EPTypeError, ["recv_counters", "int"], id="recv-counters-type"),
+    pytest.param(
+        lambda a: {**a, "recv_counters": RecvCounters(3)}, EPArgumentError, ["4 ranks"], id="counters-of-another-group"
+    ),
+    pytest.param(
+        lambda a: {**a, "dispatch_wait_recv_cost_stats": torch.zeros(4, device=DEVICE)},
+        EPArgumentError,
+        ["dispatch_wait_recv_cost_stats", "torch.int64"],
+        id="wait-stats-dtype",
+    ),
+    pytest.param(
+        to(allocate_on_comm_stream=True), EPArgumentError, ["allocate_on_comm_stream"], id="comm-stream-alone"
+    ),
+    pytest.param(
+        of("num_tokens_per_rank", with_value(1, 9)),
+        EPArgumentError,
+        ["num_tokens_per_rank[1] is 9", "is_token_in_rank counts"],
+        id="wrong-rank-count",
+        marks=reads_values,
+    ),
+    pytest.param(
+        of("num_tokens_per_expert", with_value(5, 9)),
+        EPArgumentError,
+        ["num_tokens_per_expert[5] is 9", "topk_idx counts"],
+        id="wrong-expert-count",
+        marks=reads_values,
+    ),
+    pytest.param(
+        lambda a: {**without_topk(a), "num_tokens_per_expert": torch.zeros_like(a["num_tokens_per_expert"])},
+        EPArgumentError,
+        ["num_tokens_per_expert is [0, 0] for the experts of rank 0"],
+        id="wrong-expert-count-without-top-k",
+        marks=reads_values,
+    ),
+    pytest.param(
+        of("topk_idx", lambda t: torch.full_like(t, 3)),
+        EPArgumentError,
+        ["num_tokens_per_expert[", "topk_idx counts"],
+        id="wrong-top-k",
+        marks=reads_values,
+    ),
+    pytest.param(
+        of("is_token_in_rank", lambda t: t.flip(0)),
+        EPArgumentError,
+        ["is_token_in_rank[", "topk_idx makes it"],
+        id="wrong-mask",
+        marks=reads_values,
+    ),
+]  # fmt: skip
+
+
+def changed_item(i: int, change: Callable[[torch.Tensor], Any]) -> Change:
+    """Changes one item of the handle."""
+    return of("handle", lambda h: (*h[:i], change(h[i]), *h[i + 1 :]))
+
+
+HANDLE_CASES = [
+    pytest.param(to(handle=3), EPTypeError, ["handle is a int", "tuple of"], id="type"),
+    pytest.param(of("handle", lambda h: h[:-1]), EPArgumentError, ["elements", "tuple of"], id="length"),
+    pytest.param(of("handle", lambda h: (None, *h[1:])), EPTypeError, ["handle[0] is a NoneType"], id="none"),
+    pytest.param(changed_item(2, lambda t: t.long()), EPArgumentError, ["handle[2]", "torch.int64"], id="dtype"),
+    pytest.param(changed_item(2, lambda t: t[:1]), EPArgumentError, ["handle[2]", "shape"], id="shape"),
+    pytest.param(changed_item(2, elsewhere), EPArgumentError, ["handle[2]", "meta"], id="device"),
+    pytest.param(changed_item(2, strided), EPArgumentError, ["handle[2]", "contiguous()"], id="strides"),
+    pytest.param(
+        of("handle", lambda h: tuple(t.clone() for t in h)), EPArgumentError, ["is a copy", "do not clone"], id="copy"
+    ),
+    pytest.param(
+        to(config=Config(6, 2, 8, 2, 8)), EPArgumentError, ["handle[1]", "shape", "num_sms"], id="other-num-sms"
+    ),
+    pytest.param(to(config=Config(5)), EPArgumentError, ["config.num_sms is 5"], id="odd-sms"),
+    pytest.param(
+        to(config=Config(4, 2, 4096)), EPArgumentError, ["get_nvl_buffer_size_hint(128, 4)"], id="buffer-too-small"
+    ),
+    pytest.param(to(recv_counters=3), EPTypeError, ["recv_counters", "int"], id="recv-counters-type"),
+]  # fmt: skip
+
+CACHED_CASES = [
+    pytest.param(of("x", lambda x: x[:-1]), EPArgumentError, ["x has 2 rows", "3 tokens"], id="other-tokens"),
+    pytest.param(of("x", lambda x: x[:, :4].contiguous()), EPArgumentError, ["rows of 8 bytes"], id="short-row"),
+    pytest.param(
+        to(topk_idx=torch.zeros(3, 1)), EPUsageError, ["handle and topk_idx are both given"], id="top-k"
+    ),
+    pytest.param(
+        to(topk_weights=torch.zeros(3, 1)), EPUsageError, ["handle and topk_weights are both given"], id="weights"
+    ),
+]  # fmt: skip
+
+COMBINE_CASES = [
+    *tensor_cases("x", torch.float32),
+    *tensor_cases("topk_weights", torch.float64),
+    pytest.param(of("x", lambda x: x[:, :4].contiguous()), EPArgumentError, ["rows of 8 bytes"], id="short-row"),
+    pytest.param(
+        of("topk_weights", lambda t: t.repeat(1, 43)), EPArgumentError, ["num_topk is 129"], id="top-k-above-128"
+    ),
+    pytest.param(of("bias", lambda b: (*b, b[0])), EPUsageError, ["bias holds Tensor, Tensor, Tensor"], id="3-biases"),
+    pytest.param(of("bias", lambda b: (b[0], 3)), EPUsageError, ["bias holds Tensor, int"], id="bias-type"),
+    pytest.param(
+        of("bias", lambda b: (b[0].float(), None)), EPArgumentError, ["bias[0]", "torch.float32"], id="bias-dtype"
+    ),
+    pytest.param(of("bias", lambda b: (None, b[1][1:])), EPArgumentError, ["bias[1]", "shape"], id="bias-rows"),
+    pytest.param(
+        of("bias", lambda b: (None, b[1][:, :8].contiguous())), EPArgumentError, ["bias[1]", "shape"], id="bias-hidden"
+    ),
+    pytest.param(
+        lambda a: {**a, "combine_wait_recv_cost_stats": torch.zeros(3, dtype=torch.int64, device=DEVICE)},
+        EPArgumentError,
+        ["combine_wait_recv_cost_stats", "shape"],
+        id="wait-stats-size",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "error", "words"), DISPATCH_CASES)
+def test_a_bad_dispatch_raises_and_sends_nothing(
+    ranks: Ranks, change: Change, error: type[Exception], words: list[str]
+) -> None:
+    buffer = ranks.buffers[BAD_RANK]
+    arguments = change(dispatch_arguments(BAD_RANK, buffer))
+    assert_raises(lambda: buffer.dispatch(**arguments), error, ["dispatch: ", *words])
+    assert_usable(ranks)
+
+
+@pytest.mark.parametrize(("change", "error", "words"), HANDLE_CASES + CACHED_CASES)
+def test_a_bad_dispatch_with_a_handle_raises_and_sends_nothing(
+    ranks: Ranks, change: Change, error: type[Exception], words: list[str]
+) -> None:
+    buffer = ranks.buffers[BAD_RANK]
+    x = dispatch_arguments(BAD_RANK, buffer)["x"]
+    handle = dispatched(ranks)[BAD_RANK][4]
+    arguments = change({"x": x, "handle": handle, "config": CONFIG})
+    assert_raises(lambda: buffer.dispatch(**arguments), error, ["dispatch: ", *words])
+    assert_usable(ranks)
+
+
+@pytest.mark.parametrize(("change", "error", "words"), HANDLE_CASES + COMBINE_CASES)
+def test_a_bad_combine_raises_and_sends_nothing(
+    ranks: Ranks, change: Change, error: type[Exception], words: list[str]
+) -> None:
+    buffer = ranks.buffers[BAD_RANK]
+    arguments = change(combine_arguments(dispatched(ranks)[BAD_RANK]))
+    assert_raises(lambda: buffer.combine(**arguments), error, ["combine: ", *words])
+    assert_usable(ranks)
+
+
+@reads_values
+@pytest.mark.parametrize("value", [-7, 1 << 20])
+def test_a_handle_with_wrong_numbers_is_refused_and_nothing_is_sent(
+    ranks: Ranks, value: int
+) -> None:
+    """Wherever the number is that was overwritten; sources of rows nobody goes by."""
+    buffer = ranks.buffers[BAD_RANK]
+    handle = dispatched(ranks)[BAD_RANK][4]
+    sources = 3 if len(handle) == 6 else 7
+    x = torch.zeros(len(handle[sources]), HIDDEN, dtype=torch.bfloat16)
+    for i, item in enumerate(handle):
+        if i == sources or item.dtype == torch.bool:
+            continue
+        places = list(torch.cartesian_prod(*map(torch.arange, item.shape)).view(-1, item.dim()))
+        if item.shape == (4, 4):  # of the prefix matrix the column of this rank
+            places = [place for place in places if place[1] == BAD_RANK]
+        for place in map(tuple, places[:: max(1, len(places) // 5)]):
+            kept = item[place].clone()
+            # Any negative number says that a token is not sent; what is relayed to others nobody here knows.
+            is_unsent = value < 0 and (kept < 0 or place[0] >= NUM_TOKENS[BAD_RANK])
+            item[place] = value
+            if not is_unsent:
+                words = ["combine: handle[", "dispatch left something else"]
+                assert_raises(
+                    lambda: buffer.combine(x, handle, config=CONFIG), EPArgumentError, words
+                )
+            item[place] = kept
+    assert_usable(ranks)
+
+
+@reads_values
+def test_a_mask_that_changed_since_the_dispatch_is_refused(ranks: Ranks) -> None:
+    buffer = ranks.buffers[BAD_RANK]
+    handle = dispatched(ranks)[BAD_RANK][4]
+    mask = handle[4] if len(handle) == 6 else handle[0]
+    x = torch.zeros(NUM_TOKENS[BAD_RANK], HIDDEN, dtype=torch.bfloat16)
+    mask[0, 1] = ~mask[0, 1]
+    assert_raises(
+        lambda: buffer.dispatch(x, handle=handle, config=CONFIG),
+        EPArgumentError,
+        ["handle[", "dispatch left something else there"],
+    )
+    assert_usable(ranks)
+
+
+def test_a_handle_works_when_it_is_put_together_again(ranks: Ranks) -> None:
+    results = dispatched(ranks)
+
+    def combine(rank: int, buffer: Buffer) -> Any:
+        x, _, weights, _, handle, _ = results[rank]
+        again = [item.view_as(item) for item in handle]
+        return buffer.combine(x, again, weights, config=CONFIG)[1]
+
+    for rank, weights in enumerate(ranks.run(combine)):
+        assert torch.equal(weights, (topk_of(rank) >= 0).float())
+
+
+@pytest.mark.parametrize("sliced", [False, True])
+def test_a_handle_of_more_rows_than_came_can_be_sliced(ranks: Ranks, sliced: bool) -> None:
+    results = dispatched(ranks, num_worst_tokens=64)
+
+    def combine(rank: int, buffer: Buffer) -> Any:
+        x, _, _, per_expert, handle, _ = results[rank]
+        assert x.shape[0] == 64
+        assert per_expert == []
+        if sliced:
+            prefix = handle[-4] if len(handle) == 10 else handle[0][:, rank]
+            count, i = int(prefix[-1]), 7 if len(handle) == 10 else 3
+            x, handle = x[:count], (*handle[:i], handle[i][:count], *handle[i + 1 :])
+        return buffer.combine(x, handle, config=CONFIG)[0]
+
+    for rank, combined in enumerate(ranks.run(combine)):
+        arguments = dispatch_arguments(rank, ranks.buffers[rank])
+        expected = arguments["x"] * arguments["is_token_in_rank"].sum(1, keepdim=True)
+        assert torch.equal(combined, expected)
+
+
+@reads_values
+def test_more_rows_than_the_worst_case_are_refused_where_they_come(ranks: Ranks) -> None:
+    def dispatch(rank: int, buffer: Buffer) -> None:
+        worst = 1 if rank == BAD_RANK else 64
+        buffer.dispatch(**dispatch_arguments(rank, buffer), num_worst_tokens=worst)
+
+    outcomes = ranks.outcomes(dispatch)
+    assert_raises(
+        lambda: raise_outcome(outcomes[BAD_RANK]),
+        EPArgumentError,
+        ["dispatch: num_worst_tokens is 1", "rows come to this rank"],
+    )
+    for rank, outcome in enumerate(outcomes):
+        assert rank == BAD_RANK or isinstance(outcome, EPTransportError)
+        assert rank == BAD_RANK or "gave up operation" in str(outcome)
+    assert_usable(ranks)
+
+
+def test_a_rank_without_memory_for_its_rows_gives_the_operation_up(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = normal.Normal._new_received
+
+    def failing(self: Any, *arguments: Any) -> Any:
+        if self._communicator.rank == BAD_RANK:
+            raise MemoryError("no room")
+        return plain(self, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(normal.Normal, "_new_received", failing)
+        outcomes = ranks.outcomes(
+            lambda rank, buffer: buffer.dispatch(**dispatch_arguments(rank, buffer))
+        )
+    assert isinstance(outcomes[BAD_RANK], MemoryError)
+    for rank, outcome in enumerate(outcomes):
+        assert rank == BAD_RANK or isinstance(outcome, EPTransportError)
+    assert_usable(ranks)
+
+
+def raise_outcome(outcome: Any) -> None:
+    """What the rank raised."""
+    if isinstance(outcome, EPError):
+        raise outcome
+
+
+def test_between_nodes_a_dispatch_needs_the_counts_of_nodes(ranks: Ranks) -> None:
+    buffer = ranks.buffers[BAD_RANK]
+    arguments = {**dispatch_arguments(BAD_RANK, buffer), "num_tokens_per_rdma_rank": None}
+    if num_nodes(ranks) == 1:
+        dispatched(ranks, num_tokens_per_rdma_rank=None)
+    else:
+        words = ["dispatch: num_tokens_per_rdma_rank is None", "get_dispatch_layout"]
+        assert_raises(lambda: buffer.dispatch(**arguments), EPUsageError, words)
+    assert_usable(ranks)
+
+
+@pytest.mark.parametrize("name", ["internode_dispatch", "internode_combine"])
+def test_the_calls_between_nodes_need_a_config(ranks: Ranks, name: str) -> None:
+    x = torch.zeros(1, HIDDEN, dtype=torch.bfloat16, device=DEVICE)
+    call = getattr(ranks.buffers[0], name)
+    assert_raises(lambda: call(x, None), EPUsageError, [f"{name}: config is None"])
+
+
+def test_nodes_of_different_sizes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DEEP_EP_RANKS_PER_NODE", "2")
+    x = torch.zeros(1, HIDDEN, dtype=torch.bfloat16, device=DEVICE)
+    with normal_ranks(3) as ranks:
+        for call in (lambda b: b.dispatch(x), lambda b: b.combine(x, ())):
+            with pytest.raises(EPUnsupportedError, match="3 ranks are on nodes of 2") as caught:
+                call(ranks.buffers[0])
+            assert "DEEP_EP_RANKS_PER_NODE" in str(caught.value)
+
+
+def test_a_queue_needs_a_place_for_every_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DEEP_EP_RANKS_PER_NODE", "1")
+    with normal_ranks() as ranks:
+        buffer = ranks.buffers[BAD_RANK]
+        arguments = {**dispatch_arguments(BAD_RANK, buffer), "config": Config(2, 2, 3, 1, 2)}
+        words = ["config.num_max_nvl_chunked_recv_tokens is 3", "4 nodes"]
+        assert_raises(lambda: buffer.dispatch(**arguments), EPArgumentError, words)
+
+
+def test_a_destroyed_buffer_says_so() -> None:
+    with normal_ranks(1) as ranks:
+        buffer = ranks.buffers[0]
+        ranks.run(lambda _, made: made.destroy())
+        x = torch.zeros(1, HIDDEN, dtype=torch.bfloat16, device=DEVICE)
+        for call in (lambda: buffer.dispatch(x), lambda: buffer.combine(x, ())):
+            assert_raises(call, EPUsageError, ["destroy() was called"])
+
+
+def test_a_buffer_of_the_hinted_size_fits_and_a_smaller_one_is_refused() -> None:
+    config = Config(2, 2, 4, 1, 2)
+    hint = config.get_nvl_buffer_size_hint(2 * HIDDEN, 1)
+    topk_idx = torch.zeros(1, 1, dtype=torch.int64, device=DEVICE)
+    x = torch.ones(1, HIDDEN, dtype=torch.bfloat16, device=DEVICE)
+
+    def dispatch(_: int, buffer: Buffer) -> Any:
+        layout = buffer.get_dispatch_layout(topk_idx, 1)
+        return buffer.dispatch(x, None, *layout[:2], layout[3], layout[2], config=config)[0]
+
+    for num_nvl_bytes in (hint, 0):
+        with normal_ranks(1, num_nvl_bytes=num_nvl_bytes) as ranks:
+            if num_nvl_bytes:
+                assert torch.equal(ranks.run(dispatch)[0], x)
+            else:
+                words = ["dispatch: the buffer has num_nvl_bytes = 0", "needs"]
+                assert_raises(lambda: dispatch(0, ranks.buffers[0]), EPArgumentError, words)
+
+
+@st.composite
+def configs(draw: st.DrawFn) -> Config:
+    """Any configuration that the kernels can follow."""
+    nvl_send, rdma_send = draw(st.integers(1, 40)), draw(st.integers(1, 40))
+    nvl_recv = draw(st.integers(nvl_send + 1, 1000))
+    rdma_recv = draw(st.integers(2 * rdma_send, 1000))
+    return Config(2 * draw(st.integers(1, 128)), nvl_send, nvl_recv, rdma_send, rdma_recv)
+
+
+@given(
+    config=configs(),
+    num_nodes=st.integers(1, 40),
+    ranks_per_node=st.integers(1, 64),
+    row_bytes=st.integers(1, 2000).map(lambda n: 16 * n),
+    num_topk=st.integers(0, 128),
+    num_scales=st.integers(0, 128),
+)
+def test_the_size_hints_fit_every_call(
+    config: Config,
+    num_nodes: int,
+    ranks_per_node: int,
+    row_bytes: int,
+    num_topk: int,
+    num_scales: int,
+) -> None:
+    num_ranks = num_nodes * ranks_per_node
+    needed = backend.get().binding.normal_bytes(
+        num_ranks=num_ranks,
+        ranks_per_node=ranks_per_node,
+        num_channels=config.num_sms // 2,
+        row_bytes=row_bytes,
+        num_topk=num_topk,
+        num_scales=num_scales,
+        num_max_nvl_chunked_recv_tokens=config.num_max_nvl_chunked_recv_tokens,
+        num_max_rdma_chunked_recv_tokens=config.num_max_rdma_chunked_recv_tokens,
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DEEP_EP_RANKS_PER_NODE", str(ranks_per_node))
+        hints = (
+            config.get_nvl_buffer_size_hint(row_bytes, num_ranks),
+            config.get_rdma_buffer_size_hint(row_bytes, num_ranks),
+        )
+    assert needed[0] <= hints[0]
+    assert needed[1] <= hints[1]
