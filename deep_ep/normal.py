@@ -141,6 +141,7 @@ class Normal:
             order = self._order(NORMAL_DISPATCH, runtime, streams)
             with order.allocating():
                 handle = self._new_handle(shape, layout)
+                packs = self._packs(shape, shape.num_tokens)
             order.begin()
             runtime.native.normal_notify(
                 **self._common(shape, handle),
@@ -170,7 +171,7 @@ class Normal:
                 raise EPTransportError(f"dispatch on rank {communicator.rank}: it was given up.")
             handle, received = allocated
             event = self._run_dispatch(
-                *(runtime, shape, handle, order, sent, received),
+                *(runtime, shape, handle, order, sent, packs, received),
                 *(recv_counters or self.counters.dispatch, wait_stats),
                 is_fresh=True,
             )
@@ -204,8 +205,9 @@ class Normal:
             order = self._order(NORMAL_DISPATCH, runtime, streams)
             with order.allocating():
                 received = self._new_received(shape, sent, given.num_rows)
+                packs = self._packs(shape, shape.num_tokens)
             event = self._run_dispatch(
-                *(runtime, shape, given, order, sent, received),
+                *(runtime, shape, given, order, sent, packs, received),
                 *(recv_counters or self.counters.dispatch, wait_stats),
                 is_fresh=False,
             )
@@ -325,6 +327,7 @@ class Normal:
         handle: NormalHandle,
         order: StreamOrder,
         sent: Sent,
+        packs: Tensor,
         received: Received,
         counters: RecvCounters | None,
         wait_stats: Tensor | None,
@@ -333,8 +336,6 @@ class Normal:
     ) -> EventOverlap:
         communicator = self._communicator
         data, scales = sent.rows
-        with order.allocating():
-            packs = self._packs(shape, shape.num_tokens)
         notify = self.counters.notify if is_fresh else None
         order.begin()
         runtime.native.normal_dispatch(

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deep_ep import Buffer, Config, backend, normal
+from deep_ep import Buffer, Config, backend, handle_values, layout_values, normal
 from deep_ep.counters import RecvCounters
 from deep_ep.errors import (
     EPArgumentError,
@@ -20,6 +20,7 @@ from deep_ep.errors import (
     EPUnsupportedError,
     EPUsageError,
 )
+from deep_ep.handles import hidden_word
 from launch import DEVICE, Ranks
 
 NUM_TOKENS = (5, 0, 3, 7)
@@ -518,6 +519,143 @@ def test_a_rank_without_memory_for_its_rows_gives_the_operation_up(
     for rank, outcome in enumerate(outcomes):
         assert rank == BAD_RANK or isinstance(outcome, EPTransportError)
     assert_usable(ranks)
+
+
+class Recorder:
+    """A native runtime that writes down what it is asked."""
+
+    def __init__(self, native: Any) -> None:
+        self.native = native
+        self.asked: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        self.asked.append(name)
+        return getattr(self.native, name)
+
+
+@pytest.fixture
+def like_a_gpu(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host reads no values and waits for nothing, as where operations are queued on streams."""
+    monkeypatch.setattr(ranks.buffers[0].communicator.backend, "runs_in_streams", True)
+    monkeypatch.setattr(layout_values, "check", lambda *_: None)
+    monkeypatch.setattr(handle_values, "check", lambda *_: None)
+
+
+@pytest.mark.usefixtures("like_a_gpu")
+def test_only_a_dispatch_of_unknown_size_waits_for_counts(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorders = [Recorder(buffer.runtime.native) for buffer in ranks.buffers]
+    for buffer, recorder in zip(ranks.buffers, recorders):
+        monkeypatch.setattr(buffer.runtime, "native", recorder)
+
+    def asked(fn: Callable[[int, Buffer], Any]) -> tuple[list[Any], list[str]]:
+        for recorder in recorders:
+            recorder.asked.clear()
+        results = ranks.run(fn)
+        assert len({tuple(recorder.asked) for recorder in recorders}) == 1
+        return results, [name for name in recorders[0].asked if name != "dispatch_layout"]
+
+    def dispatch(rank: int, buffer: Buffer, **arguments: Any) -> Any:
+        return buffer.dispatch(**dispatch_arguments(rank, buffer), **arguments)
+
+    end = ["normal_dispatch", "take_failure"]
+    results, names = asked(dispatch)
+    assert names == ["normal_notify", "normal_counts", *end]
+    assert asked(lambda r, b: dispatch(r, b, num_worst_tokens=64))[1] == ["normal_notify", *end]
+    again = lambda r, b: b.dispatch(dispatch_arguments(r, b)["x"], results[r][4], config=CONFIG)  # noqa: E731
+    assert asked(again)[1] == end
+    back = lambda r, b: b.combine(results[r][0], results[r][4], config=CONFIG)  # noqa: E731
+    assert asked(back)[1] == ["normal_combine", "take_failure"]
+
+
+@pytest.mark.usefixtures("like_a_gpu")
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (to(num_worst_tokens=1), ["more rows came to this rank than num_worst_tokens"]),
+        (
+            of("num_tokens_per_rank", with_value(1, 9)),
+            ["num_tokens_per_rank and is_token_in_rank do not agree"],
+        ),
+    ],
+    ids=["worst-tokens", "counts"],
+)
+def test_what_the_host_cannot_read_the_kernels_refuse(
+    ranks: Ranks, change: Change, words: list[str]
+) -> None:
+    def dispatch(rank: int, buffer: Buffer) -> None:
+        arguments = {**dispatch_arguments(rank, buffer), "num_worst_tokens": 64}
+        buffer.dispatch(**(change(arguments) if rank == BAD_RANK else arguments))
+
+    outcomes = ranks.outcomes(dispatch)
+    assert_raises(lambda: raise_outcome(outcomes[BAD_RANK]), EPArgumentError, words)
+    for rank, outcome in enumerate(outcomes):
+        assert rank == BAD_RANK or isinstance(outcome, EPTransportError)
+    assert_usable(ranks)
+
+
+@pytest.mark.usefixtures("like_a_gpu")
+def test_the_handle_of_a_failed_dispatch_is_refused_by_the_kernels(ranks: Ranks) -> None:
+    results = dispatched(ranks)
+    for _, _, _, _, handle, _ in results:
+        word = hidden_word(handle[1] if len(handle) == 6 else handle[2])
+        assert word is not None
+        assert int(word) > 0
+        word.zero_()
+    outcomes = ranks.outcomes(
+        lambda rank, buffer: buffer.combine(results[rank][0], results[rank][4], config=CONFIG)
+    )
+    for outcome in outcomes:
+        assert_raises(
+            lambda outcome=outcome: raise_outcome(outcome),
+            EPArgumentError,
+            ["combine", "the handle is not what a dispatch left that succeeded"],
+        )
+    assert_usable(ranks)
+
+
+@reads_values
+def test_the_handle_of_a_failed_dispatch_is_refused(ranks: Ranks) -> None:
+    x, _, _, _, handle, _ = dispatched(ranks)[BAD_RANK]
+    word = hidden_word(handle[1] if len(handle) == 6 else handle[2])
+    assert word is not None
+    word.zero_()
+    buffer = ranks.buffers[BAD_RANK]
+    for call in (
+        lambda: buffer.combine(x, handle, config=CONFIG),
+        lambda: buffer.dispatch(x[: NUM_TOKENS[BAD_RANK]], handle, config=CONFIG),
+    ):
+        assert_raises(call, EPUsageError, ["handle is empty", "Dispatch again"])
+    assert_usable(ranks)
+
+
+@pytest.mark.parametrize("previous", [False, True])
+@pytest.mark.parametrize("async_finish", [False, True])
+def test_events_are_there_if_asked_for(ranks: Ranks, previous: bool, async_finish: bool) -> None:
+    def exchange(rank: int, buffer: Buffer) -> None:
+        streams = {
+            "previous_event": Buffer.capture() if previous else None,
+            "async_finish": async_finish,
+            "allocate_on_comm_stream": previous and async_finish,
+        }
+        arguments = dispatch_arguments(rank, buffer)
+        x, _, _, _, handle, event = buffer.dispatch(**arguments, **streams)
+        assert (event.event is not None) == async_finish
+        with event:
+            again, _, _, _, _, event = buffer.dispatch(
+                arguments["x"], handle, config=CONFIG, **streams
+            )
+        assert (event.event is not None) == async_finish
+        with event:
+            combined, _, event = buffer.combine(again, handle, config=CONFIG, **streams)
+        assert (event.event is not None) == async_finish
+        with event:
+            pass
+        expected = arguments["x"] * arguments["is_token_in_rank"].sum(1, keepdim=True)
+        assert torch.equal(combined, expected)
+
+    ranks.run(exchange)
 
 
 def raise_outcome(outcome: Any) -> None:
