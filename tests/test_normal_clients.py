@@ -8,10 +8,15 @@ and every gradient has one right value. Where a checkout is given, the program's
 from __future__ import annotations
 
 import gc
+import importlib.util
 import inspect
+import os
+import sys
+import types
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -180,20 +185,35 @@ class FusedCombine(torch.autograd.Function):
         return grad_x, None, None, None
 
 
-def train(rank: Rank, buffer: deep_ep.Buffer, asynchronous: bool) -> None:
+def train_on(rank: Rank, buffer: deep_ep.Buffer, asynchronous: bool) -> None:
+    """A step with the functions above."""
+
+    def dispatch(x: Tensor, idx: Tensor, probs: Tensor, num_experts: int) -> tuple[Any, ...]:
+        return FusedDispatch.apply(x, idx, probs, num_experts, buffer, asynchronous)
+
+    def combine(x: Tensor, handle: Any) -> Tensor:
+        return FusedCombine.apply(x, buffer, handle, asynchronous)
+
+    train(rank, dispatch, combine, seed=int(asynchronous))
+
+
+def train(
+    rank: Rank,
+    dispatch: Callable[..., tuple[Any, ...]],
+    combine: Callable[..., Tensor],
+    seed: int,
+) -> None:
     """A step: forward, and a backward whose gradients are known."""
-    problem = problem_of(rank, seed=int(asynchronous))
+    problem = problem_of(rank, seed)
     x = problem.x.clone().requires_grad_()
     probs = problem.weights.clone().requires_grad_()
-    recv_x, recv_idx, recv_probs, counts, handle = FusedDispatch.apply(
-        x, problem.topk_idx, probs, problem.num_experts, buffer, asynchronous
+    recv_x, recv_idx, recv_probs, counts, handle = dispatch(
+        x, problem.topk_idx, probs, problem.num_experts
     )
     assert recv_idx.dtype == torch.int64
     assert recv_probs.dtype == torch.float32
     assert_counts(counts.tolist(), recv_idx)
-    combined = FusedCombine.apply(
-        run_experts(recv_x, recv_idx, recv_probs), buffer, handle, asynchronous
-    )
+    combined = combine(run_experts(recv_x, recv_idx, recv_probs), handle)
     assert_weighted(combined.detach(), problem)
     grad = torch.ones_like(combined)
     grad[:, 1::2] = -1
@@ -230,7 +250,7 @@ def megatron_core(rank: Rank) -> None:
     buffer = get_buffer(None, HIDDEN * 2)
     for asynchronous in (True, False):
         assert get_buffer(buffer, HIDDEN * 2) is buffer  # nothing is rebuilt
-        train(rank, buffer, asynchronous)
+        train_on(rank, buffer, asynchronous)
 
 
 def automodel(rank: Rank) -> None:
@@ -244,7 +264,7 @@ def automodel(rank: Rank) -> None:
         num_ranks=rank.num_ranks,
     )
     buffer = Buffer(rank.group, nvl, rdma, explicitly_destroy=True)
-    train(rank, buffer, asynchronous=True)
+    train_on(rank, buffer, asynchronous=True)
     buffer.destroy()
 
 
@@ -1020,3 +1040,47 @@ def run_in_process(rank: int, group: dist.ProcessGroup) -> None:
 
 def test_programs_run_in_processes_of_a_gloo_group() -> None:
     raise_failures(run_processes(run_in_process, 2))
+
+
+# The programs' own files, of checkouts that these variables name.
+OWN_FILES = {
+    "CLIENT_MEGATRON_CORE": "megatron/core/transformer/moe/fused_a2a.py",
+    "CLIENT_AUTOMODEL": "nemo_automodel/components/moe/megatron/fused_a2a.py",
+}
+
+
+def train_with_own_file(rank: int, group: dist.ProcessGroup, path: str) -> None:
+    """Steps with the functions of that file, which keeps its buffer for itself."""
+    utils = types.ModuleType("megatron.core.utils")
+    utils.internal_api = lambda decorated: decorated  # type: ignore[attr-defined]
+    for parent in ("megatron", "megatron.core"):
+        sys.modules.setdefault(parent, types.ModuleType(parent))
+    sys.modules.setdefault("megatron.core.utils", utils)
+    spec = importlib.util.spec_from_file_location("fused_a2a", path)
+    assert spec is not None
+    assert spec.loader is not None
+    own = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(own)
+    own.set_deepep_num_sms(20)
+    who = Rank(rank, group.size(), group.size(), group)
+    for asynchronous in (False, True):
+        timing = asynchronous, asynchronous
+
+        def dispatch(*routed: Any, timing: Any = timing) -> tuple[Any, ...]:
+            return own.fused_dispatch(*routed, group, *timing)
+
+        def combine(x: Tensor, handle: Any, timing: Any = timing) -> Tensor:
+            return own.fused_combine(x, group, handle, *timing)[0]
+
+        train(who, dispatch, combine, seed=int(asynchronous))
+    if hasattr(own, "free_buffer"):
+        own.free_buffer()
+
+
+@pytest.mark.parametrize("variable", OWN_FILES)
+def test_a_program_s_own_file_runs(variable: str) -> None:
+    checkout = os.environ.get(variable)
+    if not checkout:
+        pytest.skip(f"{variable} names no checkout")
+    path = str(Path(checkout, OWN_FILES[variable]))
+    raise_failures(run_processes(train_with_own_file, 2, path))
