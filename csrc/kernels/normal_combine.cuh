@@ -38,9 +38,9 @@ struct NormalCombineShared {
 
 // Warp. Puts a row and its pack, which holds the weights.
 EP_DEVICE void put_row_back(const NormalCombineArgs& args,
-                          const Queue& to,
-                          int index,
-                          int64_t number) {
+                            const Queue& to,
+                            int index,
+                            int64_t number) {
     const Transport& transport = args.common.transport;
     const NormalRow& row = args.row;
     const size_t slot = slot_of(args, to, true, index);

@@ -11,10 +11,9 @@ namespace ep {
 // has emptied every queue of the one before. Whether rows may be sent; all threads agree.
 EP_DEVICE bool begin_normal(const NormalArgs& args, const OpenOperation& open, bool is_entered) {
     const OperationArgs& common = args.common;
-    if (thread_index() == 0)
-        max_relaxed<Scope::kDevice>(&common.workspace->wait_begin_ns, now_ns());
+    if (!is_entered) send_headers(common, open);
+    begin_waiting(common);
     if (is_entered) return !has_failed(common);
-    send_headers(common, open);
     // All threads see the same. Only block 0 may look at the header, which it has just written.
     if (*args.dispatch_op == 0) {
         if (block_index() == 0 && elect_one())
