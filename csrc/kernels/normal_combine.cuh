@@ -10,7 +10,6 @@
 //   Rows of a queue come in the order of tokens; the handle tells which tokens have one.
 #pragma once
 
-#include "device/launch_shape.h"
 #include "kernels/normal_operation.cuh"
 #include "kernels/row_sum.cuh"
 
@@ -18,23 +17,22 @@ namespace ep {
 
 struct NormalCombineArgs : NormalArgs, NormalCombineTensors {};
 
-// Shared memory of a block: beside that for tasks, a list of rows for each warp.
+// Of a sum: two biases, the ranks of a node and the other nodes.
+EP_HOST_DEVICE int most_rows(const Topology& topology) {
+    return 2 + topology.ranks_per_node + topology.num_nodes() - 1;
+}
+
+// Shared memory of a block: beside that for tasks, the rows of each sum of a step.
 struct NormalCombineShared {
     TaskShared tasks;
-    const std::byte** rows;  // [warps, most_rows()]
+    RowList::Entry* lists;  // [kMaxStep, RowList::size(most_rows())]
 
     EP_DEVICE NormalCombineShared(int num_tasks, const Topology& topology) : tasks(num_tasks) {
-        rows = tasks.rest.take<const std::byte*>(num_warps() * most_rows(topology));
+        lists = tasks.rest.take<RowList::Entry>(kMaxStep * RowList::size(most_rows(topology)));
     }
-    // Of a sum: two biases, the ranks of a node and the other nodes.
-    EP_HOST_DEVICE static int most_rows(const Topology& topology) {
-        return 2 + topology.ranks_per_node + topology.num_nodes() - 1;
-    }
-    EP_HOST_DEVICE static size_t bytes(int num_tasks,
-                                       const Topology& topology,
-                                       const LaunchShape& shape) {
-        return TaskShared::bytes(num_tasks, shape.blocks) + alignof(const std::byte*) +
-               shape.threads / kWarpSize * most_rows(topology) * sizeof(const std::byte*);
+    EP_HOST_DEVICE static size_t bytes(int num_tasks, const Topology& topology, int blocks) {
+        return TaskShared::bytes(num_tasks, blocks) + alignof(RowList::Entry) +
+               kMaxStep * RowList::size(most_rows(topology)) * sizeof(RowList::Entry);
     }
 };
 
@@ -60,7 +58,7 @@ EP_DEVICE void return_row(const NormalCombineArgs& args,
 struct CombineTasks {
     const NormalCombineArgs& args;
     const OpenOperation& open;
-    const std::byte** lists;  // [warps, most_rows()]
+    RowList::Entry* lists;  // see NormalCombineShared
 
     enum Kind { kReturn, kRelay, kReduce };
     struct Task {
@@ -173,70 +171,83 @@ struct CombineTasks {
     }
     EP_DEVICE int ready(int number, int*) const {
         const Task task = this->task(number);
-        const auto at_most = [](int a, int b) { return a < b ? a : b; };
-        const int left = at_most(total(task) - state(task).cursor, kMaxStep);
-        if (task.kind == kReduce) return summable(task, left);
+        const int left = total(task) - state(task).cursor;
+        if (task.kind == kReduce) return summable(task, rows_of_step(kMaxStep, left));
         const int chunk = task.kind == kRelay ? args.num_max_rdma_chunked_send_tokens
                                               : args.num_max_nvl_chunked_send_tokens;
-        const int free = free_slots(args, open, outbound(task), at_most(left, chunk));
+        const int free = free_slots(args, open, outbound(task), rows_of_step(chunk, left));
         return task.kind == kReturn || free == 0 ? free : summable(task, free);
     }
 
+    // Token of a reduction.
+    EP_DEVICE int64_t token_of(const Task& task, int number) const {
+        return TokenRange::of(task.channel, args.num_channels, args.num_tokens).begin + number;
+    }
+    EP_DEVICE RowList list_of(int i) const {
+        return {lists + static_cast<int64_t>(i) * RowList::size(most_rows(args.topology()))};
+    }
+    // Block. The rows of each sum of a step.
+    EP_DEVICE void list_rows(const Task& task, int done, int rows) const {
+        for (int i = thread_index(); i < rows; i += num_threads()) {
+            RowList list = list_of(i);
+            list.clear();
+            const auto add_bias = [&](const bf16* bias) {
+                if (task.kind != kReduce || bias == nullptr) return;
+                const int64_t first = token_of(task, done + i) * bytes_of_row();
+                list.add_bias(reinterpret_cast<const std::byte*>(bias) + first);
+            };
+            add_bias(args.bias_0);
+            add_bias(args.bias_1);
+            for_each_row(task, done + i, [&](const Queue& queue, int place) {
+                list.add(args.common.transport.local(slot_of(args, queue, false, place)));
+                return true;
+            });
+        }
+        block_sync();
+    }
+    EP_DEVICE int64_t bytes_of_row() const { return static_cast<int64_t>(args.row.row_bytes); }
     // Warp. Adds up the rows of one token.
-    EP_DEVICE void sum_token(const Task& task, int number, std::byte* out, float* weights) const {
-        const Transport& transport = args.common.transport;
-        RowList list{lists + warp_id() * NormalCombineShared::most_rows(args.topology()), 0};
-        const bool is_reduction = task.kind == kReduce;
-        const int64_t token =
-            TokenRange::of(task.channel, args.num_channels, args.num_tokens).begin + number;
-        const int64_t first = token * static_cast<int64_t>(args.row.row_bytes);
-        const auto add_bias = [&](const bf16* bias) {
-            if (is_reduction && bias != nullptr)
-                list.add(reinterpret_cast<const std::byte*>(bias) + first);
-        };
-        warp_sync();
-        add_bias(args.bias_0);
-        add_bias(args.bias_1);
-        const int num_biases = list.count;
-        for_each_row(task, number, [&](const Queue& queue, int place) {
-            list.add(transport.local(slot_of(args, queue, false, place)));
-            return true;
-        });
-        warp_sync();
+    EP_DEVICE void sum_token(int i, std::byte* out, float* weights) const {
+        const RowList list = list_of(i);
         sum_rows(list, args.row.row_bytes, out);
-        if (weights != nullptr) sum_weights(list, num_biases, args.row, weights);
+        if (args.row.num_topk > 0) sum_weights(list, args.row, weights);
     }
     EP_DEVICE void move(int number, int rows, const int*) const {
         const Task task = this->task(number);
-        const Queue to = outbound(task);
-        const NormalRow& row = args.row;
         const int done = state(task).cursor;
-        for (int i = done + warp_id(); i < done + rows; i += num_warps()) {
-            if (task.kind == kReturn) {
-                return_row(args, to, i, args.first_row(task.index, task.channel) + i);
-            } else if (task.kind == kReduce) {
-                const int64_t token =
-                    TokenRange::of(task.channel, args.num_channels, args.num_tokens).begin + i;
-                auto* out = reinterpret_cast<std::byte*>(args.combined_x);
-                sum_token(task,
-                          i,
-                          out + token * static_cast<int64_t>(row.row_bytes),
-                          row.num_topk == 0 ? nullptr
-                                            : args.combined_topk_weights + token * row.num_topk);
-            } else {
-                std::byte* staged = args.common.transport.local(staging_of(args, to, i));
-                std::byte* pack = staged + row.pack_offset();
-                sum_token(task,
-                          i,
-                          staged,
-                          row.num_topk == 0
-                              ? nullptr
-                              : reinterpret_cast<float*>(pack + row.weights_offset()));
-                warp_sync();
-                args.common.transport.put_warp(
-                    to.peer, slot_of(args, to, true, i), staged, row.bytes(), to.channel);
-            }
+        if (task.kind == kReturn) {
+            const int first = args.first_row(task.index, task.channel);
+            for (int i = done + warp_id(); i < done + rows; i += num_warps())
+                return_row(args, outbound(task), i, first + i);
+            return;
         }
+        list_rows(task, done, rows);
+        if (task.kind == kReduce) {
+            auto* out = reinterpret_cast<std::byte*>(args.combined_x);
+            for (int i = warp_id(); i < rows; i += num_warps()) {
+                const int64_t token = token_of(task, done + i);
+                sum_token(i,
+                          out + token * bytes_of_row(),
+                          args.combined_topk_weights + token * args.row.num_topk);
+            }
+        } else {
+            relay_sums(outbound(task), done, rows);
+        }
+    }
+    // Block.
+    EP_DEVICE void relay_sums(const Queue& to, int done, int rows) const {
+        const Transport& transport = args.common.transport;
+        const NormalRow& row = args.row;
+        const auto staged = [&](int i) { return transport.local(staging_of(args, to, done + i)); };
+        for (int i = warp_id(); i < rows; i += num_warps()) {
+            std::byte* weights = staged(i) + row.pack_offset() + row.weights_offset();
+            sum_token(i, staged(i), reinterpret_cast<float*>(weights));
+        }
+        block_sync();
+        const size_t bytes = row.num_topk == 0 ? row.row_bytes : row.bytes();
+        for (int i = warp_id(); i < rows; i += num_warps())
+            transport.put_warp(
+                to.peer, slot_of(args, to, true, done + i), staged(i), bytes, to.channel);
     }
 
     EP_DEVICE void tell(int number, int rows, const int*) const {
@@ -302,7 +313,7 @@ EP_KERNEL void normal_combine(const EP_GRID_CONSTANT NormalCombineArgs args) {
     const OpenOperation open = current_operation(common);
     CombineTasks tasks{args, open, nullptr};
     const NormalCombineShared shared(tasks.count(), args.topology());
-    tasks.lists = shared.rows;
+    tasks.lists = shared.lists;
     begin_normal(args, open, false);
     if (!has_failed(common) && returns_all(args, open)) run_tasks(args, open, tasks, shared.tasks);
     close_normal(args, open, [&] { count_combine(args, open); });

@@ -277,21 +277,19 @@ struct DispatchTasks {
     EP_DEVICE int ready(int number, int* tokens) const {
         const Task task = this->task(number);
         const int rows = total(task);
-        const auto at_most = [](int a, int b) { return a < b ? a : b; };
         if (!is_sender(task)) {
             const Queue from = inbound(task);
-            const int filled = at_most(filled_slots(args, open, from), kMaxStep);
-            if (task.kind == kReceive || filled == 0) return filled;
-            const int chunk = at_most(filled, args.num_max_nvl_chunked_send_tokens);
-            return relayable(args, open, task.index, from, chunk);
+            const int filled = filled_slots(args, open, from);
+            if (task.kind == kReceive || filled == 0) return rows_of_step(kMaxStep, filled);
+            const int chunk = args.num_max_nvl_chunked_send_tokens;
+            return relayable(args, open, task.index, from, rows_of_step(chunk, filled));
         }
         const Queue to = outbound(task);
         QueueState& state = state_of(args, to, true);
         const int chunk = task.kind == kToNode ? args.num_max_rdma_chunked_send_tokens
                                                : args.num_max_nvl_chunked_send_tokens;
         const int left = rows - static_cast<int>(state.moved);
-        const int wanted = at_most(at_most(left, chunk), kMaxStep);
-        const int free = free_slots(args, open, to, wanted);
+        const int free = free_slots(args, open, to, rows_of_step(chunk, left));
         if (free == 0) return 0;
         const TokenRange range = TokenRange::of(task.channel, args.num_channels, args.num_tokens);
         if (task.kind == kToNode) {

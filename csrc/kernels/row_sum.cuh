@@ -5,15 +5,28 @@
 
 namespace ep {
 
-// The rows of one sum: a list in the shared memory of its warp, which one lane writes.
+// The rows of one sum, as a list in shared memory that one thread writes.
 struct RowList {
-    const std::byte** rows;
-    int count;
+    union Entry {
+        const std::byte* row;
+        struct {
+            int32_t count;
+            int32_t num_biases;
+        } head;
+    };
+    Entry* entries;
 
-    EP_DEVICE void add(const std::byte* row) {
-        if (elect_one()) rows[count] = row;
-        ++count;
+    EP_HOST_DEVICE static int size(int most_rows) { return 1 + most_rows; }
+    EP_DEVICE void clear() { entries[0].head = {0, 0}; }
+    EP_DEVICE void add(const std::byte* row) { entries[++entries[0].head.count].row = row; }
+    // Before all others. It has no pack.
+    EP_DEVICE void add_bias(const std::byte* row) {
+        add(row);
+        ++entries[0].head.num_biases;
     }
+    EP_DEVICE int count() const { return entries[0].head.count; }
+    EP_DEVICE int num_biases() const { return entries[0].head.num_biases; }
+    EP_DEVICE const std::byte* row(int i) const { return entries[1 + i].row; }
 };
 
 // Thread. Sums up some vectors of the rows.
@@ -25,8 +38,9 @@ EP_DEVICE void sum_tile(const RowList& list, int first, int stride, Vector* out)
         EP_UNROLL(8)
         for (float& element : sum) element = 0.0f;
     }
-    for (int r = 0; r < list.count; ++r) {
-        const auto* row = reinterpret_cast<const Vector*>(list.rows[r]) + first;
+    const int count = list.count();
+    for (int r = 0; r < count; ++r) {
+        const auto* row = reinterpret_cast<const Vector*>(list.row(r)) + first;
         Vector vectors[kTile];
         EP_UNROLL(kTile)
         for (int j = 0; j < kTile; ++j) vectors[j] = load_vector(row + j * stride);
@@ -52,13 +66,13 @@ EP_DEVICE void sum_rows(const RowList& list, size_t row_bytes, std::byte* out) {
         [&](int v) { sum_tile<1>(list, v, 1, to); });
 }
 
-// Warp. out[k] = the sum of item k of the packs behind the rows, which begin at `first_row` of the list.
-EP_DEVICE void sum_weights(const RowList& list, int first_row, const NormalRow& row, float* out) {
+// Warp. out[k] = the sum of weight k in the packs behind the rows, which biases have none of.
+EP_DEVICE void sum_weights(const RowList& list, const NormalRow& row, float* out) {
     for (int k = lane_id(); k < row.num_topk; k += kWarpSize) {
         float sum = 0.0f;
-        for (int r = first_row; r < list.count; ++r) {
-            sum += reinterpret_cast<const float*>(list.rows[r] + row.pack_offset() +
-                                                  row.weights_offset())[k];
+        for (int r = list.num_biases(); r < list.count(); ++r) {
+            const std::byte* weights = list.row(r) + row.pack_offset() + row.weights_offset();
+            sum += reinterpret_cast<const float*>(weights)[k];
         }
         out[k] = sum;
     }

@@ -22,6 +22,12 @@ namespace ep {
 // Rows of a step, at most.
 constexpr int kMaxStep = 32;
 
+// One thread. Rows of a step of a producer: a chunk of Config, or what the target needs for a step to pay.
+EP_DEVICE int rows_of_step(int chunk, int left) {
+    const int most = chunk < kLeastStep ? kLeastStep : chunk > kMaxStep ? kMaxStep : chunk;
+    return left < most ? left : most;
+}
+
 struct TaskShared {
     int* step;    // [3]: task, rows, whether the block has ended
     int* tokens;  // [kMaxStep]
@@ -59,7 +65,7 @@ struct TaskSearch {
     const Tasks& tasks;
     const TaskShared& shared;
     int num_left = 0;
-    int next = 0;  // where the search goes on
+    int next = 0;  // where the search goes on: with the task that moved rows last
     int num_looks = 0;
 
     EP_DEVICE void begin() {
@@ -83,16 +89,18 @@ struct TaskSearch {
     // Whether there is a task to go on with, in `shared.step`, or nothing left to look for.
     EP_DEVICE bool look() {
         for (int i = 0; i < num_left; ++i) {
-            next = next + 1 < num_left ? next + 1 : 0;
+            if (next >= num_left) next = 0;
             const int task = shared.left[next];
             if (tasks.is_done(task)) {
                 shared.left[next] = shared.left[--num_left];
-                --next;
                 --i;
                 continue;
             }
             const int rows = tasks.ready(task, shared.tokens);
-            if (rows == 0) continue;
+            if (rows == 0) {
+                ++next;
+                continue;
+            }
             shared.step[0] = task;
             shared.step[1] = rows;
             return true;

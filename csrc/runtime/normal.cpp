@@ -180,7 +180,7 @@ void Runtime::normal_combine(const NormalCombineCall& call) {
     }
     LaunchShape shape = normal_shape(call);
     shape.shared_bytes = NormalCombineShared::bytes(
-        CombineTasks::count(topology_, call.num_channels), topology_, shape);
+        CombineTasks::count(topology_, call.num_channels), topology_, shape.blocks);
     device_->launch_operation("normal_combine", &ep::normal_combine, shape, args, call.stream);
 }
 

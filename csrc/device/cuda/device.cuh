@@ -316,6 +316,9 @@ EP_DEVICE void prefetch_ahead(const Vector* /*vector*/) {}
 constexpr int kCastLanes = 16;
 constexpr int kCastUnroll = 4;
 
+// Rows that a step of a normal operation moves at least: what Config says.
+constexpr int kLeastStep = 1;
+
 // Vectors a thread sums up at a time, and rows of which it has them under way.
 constexpr int kTileVectors = 4;
 constexpr int kRowsInFlight = 2;

@@ -386,6 +386,9 @@ constexpr int kCastLanes = 1;
 constexpr int kCastUnroll = 1;
 #endif
 
+// Rows that a step of a normal operation moves at least, if there are so many: fibers meet twice in a step.
+constexpr int kLeastStep = 32;
+
 // Vectors a thread sums up at a time, and rows of which it has them under way: here the processor looks
 // ahead by itself.
 constexpr int kTileVectors = 8;
