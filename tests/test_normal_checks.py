@@ -173,6 +173,10 @@ def tensor_cases(name: str, dtype: torch.dtype | None) -> list[Any]:
     ]
 
 
+# Equal sums over the experts of each rank.
+SHIFTED = torch.tensor([-99, 99] * (NUM_EXPERTS // 2), dtype=torch.int32, device=DEVICE)
+
+
 def without_topk(arguments: Arguments) -> Arguments:
     """The same call without top-k tensors."""
     return {**arguments, "topk_idx": None, "topk_weights": None}
@@ -292,6 +296,13 @@ DISPATCH_CASES = [
         EPArgumentError,
         ["num_tokens_per_expert is [0, 0] for the experts of rank 0"],
         id="wrong-expert-count-without-top-k",
+        marks=reads_values,
+    ),
+    pytest.param(
+        lambda a: {**without_topk(a), "num_tokens_per_expert": a["num_tokens_per_expert"] + SHIFTED},
+        EPArgumentError,
+        ["num_tokens_per_expert is [-", "for the experts of rank 0"],
+        id="negative-expert-count-without-top-k",
         marks=reads_values,
     ),
     pytest.param(
@@ -415,16 +426,19 @@ def test_a_handle_with_wrong_numbers_is_refused_and_nothing_is_sent(
     handle = dispatched(ranks)[BAD_RANK][4]
     sources = 3 if len(handle) == 6 else 7
     x = torch.zeros(len(handle[sources]), HIDDEN, dtype=torch.bfloat16)
+    own_local = BAD_RANK % (len(NUM_TOKENS) // num_nodes(ranks))
     for i, item in enumerate(handle):
         if i == sources or item.dtype == torch.bool:
             continue
         places = list(torch.cartesian_prod(*map(torch.arange, item.shape)).view(-1, item.dim()))
         if item.shape == (4, 4):  # of the prefix matrix the column of this rank
             places = [place for place in places if place[1] == BAD_RANK]
-        for place in map(tuple, places[:: max(1, len(places) // 5)]):
+        step = 1 if i == len(handle) - 1 else max(1, len(places) // 5)
+        for place in map(tuple, places[::step]):
             kept = item[place].clone()
-            # Any negative number says that a token is not sent; what is relayed to others nobody here knows.
-            is_unsent = value < 0 and (kept < 0 or place[0] >= NUM_TOKENS[BAD_RANK])
+            # Any negative number says that a token is not sent; to whom else it was relayed nobody here knows.
+            is_relayed = place[0] >= NUM_TOKENS[BAD_RANK] and place[-1] != own_local
+            is_unsent = value < 0 and (kept < 0 or is_relayed)
             item[place] = value
             if not is_unsent:
                 words = ["combine: handle[", "dispatch left something else"]
@@ -467,12 +481,14 @@ def test_a_handle_of_more_rows_than_came_can_be_sliced(ranks: Ranks, sliced: boo
     results = dispatched(ranks, num_worst_tokens=64)
 
     def combine(rank: int, buffer: Buffer) -> Any:
-        x, _, _, per_expert, handle, _ = results[rank]
-        assert x.shape[0] == 64
+        x, topk_idx, _, per_expert, handle, _ = results[rank]
+        assert x.shape[0] == len(topk_idx) == 64
         assert per_expert == []
+        prefix = handle[-4] if len(handle) == 10 else handle[0][:, rank]
+        count, i = int(prefix[-1]), 7 if len(handle) == 10 else 3
+        assert (topk_idx[:count] >= 0).any(1).all()
+        assert (topk_idx[count:] == -1).all()
         if sliced:
-            prefix = handle[-4] if len(handle) == 10 else handle[0][:, rank]
-            count, i = int(prefix[-1]), 7 if len(handle) == 10 else 3
             x, handle = x[:count], (*handle[:i], handle[i][:count], *handle[i + 1 :])
         return buffer.combine(x, handle, config=CONFIG)[0]
 
@@ -672,6 +688,19 @@ def test_between_nodes_a_dispatch_needs_the_counts_of_nodes(ranks: Ranks) -> Non
     else:
         words = ["dispatch: num_tokens_per_rdma_rank is None", "get_dispatch_layout"]
         assert_raises(lambda: buffer.dispatch(**arguments), EPUsageError, words)
+    assert_usable(ranks)
+
+
+@reads_values
+def test_between_nodes_the_counts_of_nodes_must_be_right(ranks: Ranks) -> None:
+    buffer = ranks.buffers[BAD_RANK]
+    wrong = torch.tensor([2, 99], dtype=torch.int32)[: num_nodes(ranks)]
+    if num_nodes(ranks) == 1:
+        dispatched(ranks, num_tokens_per_rdma_rank=wrong)
+    else:
+        arguments = {**dispatch_arguments(BAD_RANK, buffer), "num_tokens_per_rdma_rank": wrong}
+        words = ["num_tokens_per_rdma_rank[", "is_token_in_rank counts"]
+        assert_raises(lambda: buffer.dispatch(**arguments), EPArgumentError, words)
     assert_usable(ranks)
 
 
