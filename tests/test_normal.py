@@ -468,7 +468,8 @@ def test_wait_cost_tensors_grow_in_the_own_row_only(square: bool, ranks_per_node
             assert not square or (tensor[torch.arange(4) != rank] == 5).all()
             # Far less than the delay: a thread may start late, which is no waiting.
             if number > 0 and rank != 2 and DEVICE == "cpu":
-                assert own[2] > 5 + 1_000_000, "nobody seems to have waited for the delayed rank"
+                waited = own[2] if ranks_per_node == 4 else own.max()  # or for who relays for it
+                assert waited > 5 + 1_000_000, "nobody seems to have waited for the delayed rank"
 
 
 @pytest.mark.parametrize("ranks_per_node", [4, 2])
