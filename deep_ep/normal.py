@@ -243,13 +243,14 @@ class Normal:
                 packs = self._packs(shape, len(x))
             counters = recv_counters or self.counters.combine
             order.begin()
+            rows, topk_weights, *biases_read = order.contiguous(x, topk_weights, *biases)
             runtime.native.normal_combine(
                 **self._common(shape, given),
-                x=x.data_ptr(),
+                x=pointers.of_tensor(rows),
                 topk_weights=pointers.of_tensor(topk_weights),
                 packs=packs.data_ptr(),
-                bias_0=pointers.of_tensor(biases[0]),
-                bias_1=pointers.of_tensor(biases[1]),
+                bias_0=pointers.of_tensor(biases_read[0]),
+                bias_1=pointers.of_tensor(biases_read[1]),
                 combined_x=combined_x.data_ptr(),
                 combined_topk_weights=pointers.of_tensor(combined_weights),
                 num_rows=len(x),
@@ -259,7 +260,15 @@ class Normal:
                 stream=order.handle,
             )
             event = order.finish(
-                *(x, topk_weights, packs, *biases, combined_x, combined_weights, wait_stats),
+                *(
+                    rows,
+                    topk_weights,
+                    packs,
+                    *biases_read,
+                    combined_x,
+                    combined_weights,
+                    wait_stats,
+                ),
                 *given,
                 *pointers.tensors_of(counters, self.counters.relay_combine),
             )
@@ -335,9 +344,12 @@ class Normal:
         is_fresh: bool,
     ) -> EventOverlap:
         communicator = self._communicator
-        data, scales = sent.rows
         notify = self.counters.notify if is_fresh else None
         order.begin()
+        data, weights = order.contiguous(sent.rows.data, sent.topk_weights)
+        assert data is not None
+        scales = sent.rows.scales
+        sent = Sent(Rows(data, scales), sent.topk_idx, weights)
         runtime.native.normal_dispatch(
             **self._common(shape, handle),
             **_pointers(sent, received),

@@ -37,7 +37,7 @@ struct NormalCombineShared {
 };
 
 // Warp. Puts a row and its pack, which holds the weights.
-EP_DEVICE void return_row(const NormalCombineArgs& args,
+EP_DEVICE void put_row_back(const NormalCombineArgs& args,
                           const Queue& to,
                           int index,
                           int64_t number) {
@@ -218,7 +218,7 @@ struct CombineTasks {
         if (task.kind == kReturn) {
             const int first = args.first_row(task.index, task.channel);
             for (int i = done + warp_id(); i < done + rows; i += num_warps())
-                return_row(args, outbound(task), i, first + i);
+                put_row_back(args, outbound(task), i, first + i);
             return;
         }
         list_rows(task, done, rows);
@@ -314,8 +314,8 @@ EP_KERNEL void normal_combine(const EP_GRID_CONSTANT NormalCombineArgs args) {
     CombineTasks tasks{args, open, nullptr};
     const NormalCombineShared shared(tasks.count(), args.topology());
     tasks.lists = shared.lists;
-    begin_normal(args, open, false);
-    if (!has_failed(common) && returns_all(args, open)) run_tasks(args, open, tasks, shared.tasks);
+    if (begin_normal(args, open, false) && returns_all(args, open))
+        run_tasks(args, open, tasks, shared.tasks);
     close_normal(args, open, [&] { count_combine(args, open); });
 }
 

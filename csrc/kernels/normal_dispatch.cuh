@@ -392,10 +392,12 @@ EP_KERNEL void normal_dispatch(const EP_GRID_CONSTANT NormalDispatchArgs args) {
     const OpenOperation open = current_operation(common);
     const DispatchTasks tasks{args, open};
     const TaskShared shared(tasks.count());
-    begin_normal(args, open, args.fresh);
+    const bool may_send = begin_normal(args, open, args.fresh);
     if (args.abandon) {
-        if (elect_one()) record_failure(common, open, FailureReason::kAbandoned, common.rank());
-    } else if (!has_failed(common) && has_room(args, open)) {
+        // What normal_notify() has found stays as it is.
+        if (may_send && elect_one())
+            record_failure(common, open, FailureReason::kAbandoned, common.rank());
+    } else if (may_send && has_room(args, open)) {
         run_tasks(args, open, tasks, shared);
     }
     const bool succeeded = close_normal(args, open, [&] { count_dispatch(args, open); });

@@ -8,19 +8,20 @@
 namespace ep {
 
 // Block. Enters the operation, unless normal_notify() has done so, and waits for all ranks: whoever is in it
-// has emptied every queue of the one before. has_failed() tells how it went.
-EP_DEVICE void begin_normal(const NormalArgs& args, const OpenOperation& open, bool is_entered) {
+// has emptied every queue of the one before. Whether rows may be sent; all threads agree.
+EP_DEVICE bool begin_normal(const NormalArgs& args, const OpenOperation& open, bool is_entered) {
     const OperationArgs& common = args.common;
     if (thread_index() == 0)
         max_relaxed<Scope::kDevice>(&common.workspace->wait_begin_ns, now_ns());
-    if (is_entered) return;
+    if (is_entered) return !has_failed(common);
     send_headers(common, open);
-    // All threads of all blocks see the same.
+    // All threads see the same. Only block 0 may look at the header, which it has just written.
     if (*args.dispatch_op == 0) {
-        if (elect_one()) record_failure(common, open, FailureReason::kHandle, common.rank());
-        return;
+        if (block_index() == 0 && elect_one())
+            record_failure(common, open, FailureReason::kHandle, common.rank());
+        return false;
     }
-    if (hand_over(common, open)) meet_headers(common, open);
+    return hand_over(common, open) && meet_headers(common, open);
 }
 
 // Block. True for one thread of the launch, if the operation succeeded. count_hops() adds it to the counters.

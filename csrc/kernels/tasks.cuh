@@ -77,8 +77,7 @@ struct TaskSearch {
         if (num_left == 0) return true;
         if (load_relaxed<Scope::kDevice>(&args.common.workspace->failed) != 0) return true;
         // Seldom, for it takes longer than to look for a task.
-        constexpr int kLooks = 64;
-        if (++num_looks % kLooks != 0) return false;
+        if (++num_looks % kLooksPerCheck != 0) return false;
         if (somebody_gave_up(args.common, open)) return true;
         if (load_relaxed<Scope::kSystem>(&args.common.workspace->news.any) == 0) return false;
         bool in_vain = is_lost(args.common, open);

@@ -319,6 +319,9 @@ constexpr int kCastUnroll = 4;
 // Rows that a step of a normal operation moves at least: what Config says.
 constexpr int kLeastStep = 1;
 
+// Looks for something to do in a normal operation, for each look whether somebody has given it up.
+constexpr int kLooksPerCheck = 64;
+
 // Vectors a thread sums up at a time, and rows of which it has them under way.
 constexpr int kTileVectors = 4;
 constexpr int kRowsInFlight = 2;

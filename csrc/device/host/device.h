@@ -389,6 +389,10 @@ constexpr int kCastUnroll = 1;
 // Rows that a step of a normal operation moves at least, if there are so many: fibers meet twice in a step.
 constexpr int kLeastStep = 32;
 
+// Looks for something to do in a normal operation, for each look whether somebody has given it up: who
+// sleeps until a signal comes looks once.
+constexpr int kLooksPerCheck = 1;
+
 // Vectors a thread sums up at a time, and rows of which it has them under way: here the processor looks
 // ahead by itself.
 constexpr int kTileVectors = 8;

@@ -210,6 +210,7 @@ void Link::ring() {
 void Link::flush() {
     while (pump()) {
     }
+    nic_.take_back();
     ring();
 }
 
