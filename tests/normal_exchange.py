@@ -251,7 +251,12 @@ def run_exchange(
 
 
 def run_dispatch(
-    buffer: deep_ep.Buffer, inputs: Inputs, shape: Shape, mode: Mode, config: deep_ep.Config
+    buffer: deep_ep.Buffer,
+    inputs: Inputs,
+    shape: Shape,
+    mode: Mode,
+    config: deep_ep.Config,
+    **arguments: Any,
 ) -> tuple[tuple[Any, ...], tuple[Any, ...], int]:
     """What get_dispatch_layout and dispatch returned, and num_worst_tokens."""
     topk_idx = inputs.topk_idx.to(DEVICE)
@@ -274,6 +279,7 @@ def run_dispatch(
         num_worst_tokens=num_worst_tokens,
         config=config,
         **timing(buffer, mode),
+        **arguments,
     )
     finish(dispatched[-1], mode)
     return tuple(layout), dispatched, num_worst_tokens

@@ -45,8 +45,17 @@ Tensor = torch.Tensor
 PLAIN = Mode()
 FP8 = Mode(dtype="float8_e4m3fn", scales="float32", scale_strides="columns")
 WORST = Mode(spare_rows=3)
-# Ranks and ranks per node.
-NODES = {"1": (1, 1), "3": (3, 3), "8x1": (8, 8), "2x2": (4, 2), "3x2": (6, 2), "2x4": (8, 4), "4x2": (8, 2), "1x4": (4, 1)}  # fmt: skip
+# Nodes x ranks per node: ranks, and ranks per node.
+NODES = {
+    "1x1": (1, 1),
+    "1x3": (3, 3),
+    "1x8": (8, 8),
+    "2x2": (4, 2),
+    "3x2": (6, 2),
+    "2x4": (8, 4),
+    "4x2": (8, 2),
+    "8x1": (8, 1),
+}
 FOUR = shape_of((5, 0, 9, 3), 32, 12, 3)
 
 
@@ -420,6 +429,69 @@ def test_sums_that_need_no_rounding_are_exact(ranks_per_node: int) -> None:
         exact = reference.exact_combine(ys, expected.received, rank, num_tokens)
         exact += sum(biases[rank])
         assert torch.equal(got.cpu().double(), exact), f"rank {rank}"
+
+
+# --- what is counted ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ranks_per_node", [4, 2])
+@pytest.mark.parametrize("square", [False, True], ids=["R", "RxR"])
+def test_wait_cost_tensors_grow_in_the_own_row_only(square: bool, ranks_per_node: int) -> None:
+    shape = replace(FOUR, num_tokens=(5, 8, 9, 3))
+    inputs = make_inputs(shape, PLAIN)
+    expected = expect(inputs, shape, PLAIN, ranks_per_node)
+    size = (4, 4) if square else (4,)
+    costs = [[torch.full(size, 5, dtype=torch.int64, device=DEVICE) for _ in "fdc"] for _ in inputs]
+
+    def be_late(rank: int, buffer: deep_ep.Buffer) -> None:
+        if rank == 2 and DEVICE == "cpu":  # so that the others do wait
+            buffer.runtime.delay(30_000_000)
+
+    def measured_exchange(rank: int, buffer: deep_ep.Buffer) -> None:
+        fresh, cached, combine = costs[rank]
+        handle = run_dispatch(
+            buffer, inputs[rank], shape, PLAIN, SMALL, dispatch_wait_recv_cost_stats=fresh
+        )[1][4]
+        be_late(rank, buffer)
+        x = inputs[rank].cached_x.to(DEVICE)
+        buffer.dispatch(x, handle, config=SMALL, dispatch_wait_recv_cost_stats=cached)
+        be_late(rank, buffer)
+        y = expected.ys[rank].to(DEVICE)
+        buffer.combine(y, handle, config=SMALL, combine_wait_recv_cost_stats=combine)
+
+    with four_ranks(ranks_per_node) as ranks:
+        ranks.run(measured_exchange)
+    for rank, tensors in enumerate(costs):
+        for number, tensor in enumerate(tensors):
+            own = tensor[rank] if square else tensor
+            assert (own >= 5).all()
+            assert not square or (tensor[torch.arange(4) != rank] == 5).all()
+            # Far less than the delay: a thread may start late, which is no waiting.
+            if number > 0 and rank != 2 and DEVICE == "cpu":
+                waited = own[2] if ranks_per_node == 4 else own.max()  # or for who relays for it
+                assert waited > 5 + 1_000_000, "nobody seems to have waited for the delayed rank"
+
+
+@pytest.mark.parametrize("ranks_per_node", [4, 2])
+def test_counters_count_rows_of_their_sources(ranks_per_node: int) -> None:
+    shape = replace(FOUR, num_tokens=(5, 8, 9, 3))
+    inputs = make_inputs(shape, PLAIN)
+    expected = expect(inputs, shape, PLAIN, ranks_per_node)
+    with four_ranks(ranks_per_node) as ranks:
+        ranks.run(lambda _, buffer: buffer.enable_counters())
+        for _ in range(3):
+            ranks.run(
+                lambda rank, buffer: run_exchange(
+                    buffer, inputs[rank], expected, shape, PLAIN, SMALL
+                )
+            )
+        counted = ranks.run(lambda _, buffer: buffer.normal_dispatch_counters.snapshot())
+        combined = ranks.run(lambda _, buffer: buffer.normal_combine_counters.snapshot())
+    for rank, one in enumerate(counted):
+        rows = torch.bincount(expected.received[rank].sources, minlength=4)
+        assert one.ops == 6, "three fresh dispatches, three cached ones"
+        assert combined[rank].ops == 3
+        assert one["tokens"].tolist() == (6 * rows).tolist()
 
 
 # --- gradients ------------------------------------------------------------------------------------
