@@ -127,7 +127,8 @@ EP_DEVICE bool await_notices(const NotifyArgs& args, const OpenOperation& open) 
     if (has_failed(common)) return false;
     for (int source = thread_index(); source < common.num_ranks(); source += num_threads()) {
         is_missing(source);  // it may have come between two looks
-        const bool is_refused = common.transport.poll(args.words.noticed(source)) > open.op ||
+        // It may already be in the next one, whose notices go to the other half.
+        const bool is_refused = common.transport.poll(args.words.noticed(source)) > open.op + 1 ||
                                 notice_of(args, open, source)[0] == kRefusedNotice;
         if (is_refused) record_failure(common, open, FailureReason::kAbandoned, source);
     }
@@ -192,7 +193,6 @@ EP_DEVICE void place_rows(const NotifyArgs& args, const OpenOperation& open) {
 EP_DEVICE void tell_host(const NotifyArgs& args, const OpenOperation& open, bool succeeded) {
     ReceiveCounts& counts = *args.receive_counts;
     const Topology& topology = args.topology();
-    block_sync();
     if (succeeded) {
         const int num_local_experts = args.num_experts / topology.num_ranks;
         const int first = NormalControlMap::notice_experts(args.num_channels);

@@ -2,6 +2,7 @@
 // staged must stay as it is until then. Waiting costs nothing, and a seed repeats.
 // Not under ThreadSanitizer; see test_simulation.cpp.
 // sanitize: address
+#include <algorithm>
 #include <vector>
 
 #include "normal_exchange.h"
@@ -54,8 +55,56 @@ void exchange_simulated() {
 
 }  // namespace
 
-TEST(two_nodes_equal_the_reference) { exchange_simulated<kTwoNodes>(); }
-TEST(a_node_per_rank_equals_the_reference) { exchange_simulated<kNodePerRank>(); }
+TEST(two_simulated_nodes_equal_the_reference) { exchange_simulated<kTwoNodes>(); }
+TEST(a_simulated_node_per_rank_equals_the_reference) { exchange_simulated<kNodePerRank>(); }
+
+// A rank that has nothing to wait for goes on while others still wait for notices.
+TEST(dispatches_may_follow_each_other) {
+    Random random(ep::testing::seed());
+    for (int i = 0; i < kNumSimulations; ++i) {
+        const Setting setting = random_setting(kTwoNodes, random);
+        std::vector<Round> rounds;
+        for (int j = 0; j < 12; ++j) {
+            rounds.push_back(random_round(kTwoNodes, setting, random));
+            rounds.back().combines = false;
+            rounds.back().again = false;
+            const int first = std::max(0, random.between(-6, kTwoNodes.num_ranks()));
+            for (int rank = first; rank < kTwoNodes.num_ranks(); ++rank) {
+                Inputs& inputs = rounds.back().inputs[rank];
+                std::fill(inputs.topk_idx.begin(), inputs.topk_idx.end(), -1);
+                lay_out(kTwoNodes, inputs);
+            }
+        }
+        auto options = simulation_of(kTwoNodes, random.bits());
+        options.longest_delivery_ns = 2'000'000;
+        simulate<SimulatedRank<kTwoNodes>>(options, [&](SimulatedRank<kTwoNodes>& self, int rank) {
+            for (const Round& round : rounds) Exchange(self.runtime, rank, kTwoNodes, round).run();
+        });
+    }
+}
+
+TEST(a_missing_rank_is_named_and_the_group_works_on) {
+    Random random(ep::testing::seed());
+    const Round round = random_round(kTwoNodes, random_setting(kTwoNodes, random), random);
+    const Round after = random_round(kTwoNodes, random_setting(kTwoNodes, random), random);
+    simulate<SimulatedRank<kTwoNodes>>(
+        simulation_of(kTwoNodes, random.bits()), [&](SimulatedRank<kTwoNodes>& self, int rank) {
+            host::Seat& seat = *host::Simulation::seat();
+            const uint64_t late_ns = 2 * SimulatedRank<kTwoNodes>::kPatienceNs;
+            const uint64_t next_ns = seat.simulation().now_ns() + late_ns;
+            if (rank == 1) seat.sleep_until(next_ns);
+            Exchange exchange(self.runtime, rank, kTwoNodes, round);
+            CHECK(!exchange.notify(exchange.mine.num_tokens_per_rank));
+            exchange.abandon();
+            if (rank == 1) {
+                check_failure(self.runtime.take_failure(), FailureReason::kAbandoned, {0, 2, 3});
+            } else {
+                check_failure(self.runtime.take_failure(), FailureReason::kTimeout, {1});
+                seat.sleep_until(next_ns);
+            }
+            Exchange(self.runtime, rank, kTwoNodes, after).run();
+        });
+}
 
 // Rows of an operation that failed may still be on their way when the next one begins.
 TEST(a_rank_without_room_ends_the_operation_of_all) {
@@ -64,7 +113,11 @@ TEST(a_rank_without_room_ends_the_operation_of_all) {
         Round round = random_round(kTwoNodes, random_setting(kTwoNodes, random), random);
         round.inputs.assign(kTwoNodes.num_ranks(), everything_to_all(kTwoNodes));
         std::vector<Round> after;
-        for (int j = 0; j < 2; ++j) after.push_back(random_round(kTwoNodes, round.setting, random));
+        for (int j = 0; j < 2; ++j) {
+            Setting moved = round.setting;
+            moved.num_channels = 1 + moved.num_channels % 3;
+            after.push_back(random_round(kTwoNodes, moved, random));
+        }
         const int full = random.between(0, 3);
         const bool waits = random.between(0, 1) == 0;
         const auto options = simulation_of(kTwoNodes, random.bits());

@@ -8,7 +8,7 @@ import pytest
 
 import native
 
-PROGRAMS = {name: native.plain(name) for name in ("transport", "protocol")}
+PROGRAMS = {name: native.plain(name) for name in ("transport", "protocol", "normal", "normal_simulation")}
 
 
 @pytest.mark.parametrize(

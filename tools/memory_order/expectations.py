@@ -15,6 +15,7 @@ LEFT_OUT = {
     "close_operation.store_relaxed#2": HOST_COPIES,
     "exchange_clocks.block_sync": "orders time, not memory: rank 0 stamps when all threads are done",
     "tell_handed_over.block_sync": QUEUE_PAIRS,
+    "run_tasks.block_any": "all threads need its result; what it would order is read by one thread only",
     "QueuePairs.put_warp.warp_sync": QUEUE_PAIRS,
     "Transport.put_warp.queue_pairs.put_warp": QUEUE_PAIRS,
     "Transport.put_word.queue_pairs.put_word": QUEUE_PAIRS,
@@ -25,15 +26,20 @@ LEFT_OUT = {
 
 WORD = "payload in front of a fence: a weak store would do; the host target and NVSHMEM have words anyway"
 ALONE = "nothing is read behind this word, and the word itself is newer at the next look"
+TWICE = "the same thread acquires the same word in the other line"
 ORDERED = "already ordered by blocks_done or by the end of the launch: a weak access would do"
 
 # Variants that change nothing that the model can show.
 NO_DIFFERENCE = {
     "Transport.put_word.store_relaxed: narrowed to gpu": WORD,
     "Transport.put_word.store_relaxed: narrowed to cta": WORD,
-    "meet_all.poll: no acquire": "await_all() has acquired the same word in the same thread",
+    "meet_headers.poll: no acquire": "await_all() has acquired the same word in the same thread",
     "find_given_up.newest#2: no acquire": ALONE,
     "newest_given_up.newest: no acquire": ALONE,
+    "somebody_gave_up.newest: no acquire": ALONE,
+    "await_notices.poll#1: no acquire": TWICE,
+    "await_notices.poll#2: no acquire": TWICE,
+    "normal_notify.max_relaxed: narrowed to cta": "normal_notify() has one block",
     "leave_record.store_relaxed: narrowed to gpu": "stands before the release of `reason`",
     "leave_record.store_relaxed: narrowed to cta": "stands before the release of `reason`",
     "close_operation.load_relaxed: narrowed to cta": ORDERED,

@@ -294,7 +294,7 @@ def shapes_are_compared_behind_the_header(p: Program) -> None:
     send_contents(p)
     b = p.thread("B")
     b.read("header", at="await_all.poll", sees=1)
-    b.read("header", at="meet_all.poll", sees=1)
+    b.read("header", at="meet_headers.poll", sees=1)
     b.read("contents", "agreed")
     p.forbid(any_zero("agreed"))
 
@@ -475,8 +475,8 @@ def sights_reach_the_last_block(p: Program) -> None:
     close_block(p, "1", b, 0)
     first, other = last_block(p)
     other.read("issued_lo", "issued_lo")
-    other.meet("counted", at="close_operation.block_sync#3")
-    first.meet("counted", at="close_operation.block_sync#3")
+    other.meet("counted", at="close_low_latency.block_sync")
+    first.meet("counted", at="close_low_latency.block_sync")
     first.write("issued_lo", 0)
     p.forbid(any_zero("issued_lo"))
 
@@ -493,7 +493,7 @@ def number_of_the_operation(p: Program) -> None:
 
 @litmus("Arrivals of all sources are there for the thread that adds them up.")
 def arrivals_are_added_up(p: Program) -> None:
-    known_behind(p, "B", "close_operation.block_sync#3", "source_arrival_ns")
+    known_behind(p, "B", "close_low_latency.block_sync", "source_arrival_ns")
 
 
 # ---- within a block

@@ -1,0 +1,330 @@
+"""The litmus tests of normal operations: queues, relays, sums, notices. See programs.py for the others.
+
+A queue leads from rank A to rank B. The first thread of a block looks and tells, the others move rows.
+"""
+
+from __future__ import annotations
+
+import z3
+
+from .litmus import ALL, Actor, Program, litmus
+from .programs import (
+    HOST_ACQUIRES,
+    HOST_RELAXED,
+    any_zero,
+    at_least,
+    close_block,
+    known_behind,
+    set_if_zero,
+)
+
+__all__ = ["ALL"]
+
+
+def tell_filled(thread: Actor, place: str = "filled") -> None:
+    thread.fence(at="tell_filled.fence")
+    thread.write(place, at="tell_filled.signal")
+
+
+def put_step(program: Program, rank: str, rows: dict[str, str]) -> Actor:
+    """A warp puts rows, each by the line named, in a step. The block's first thread, behind the step."""
+    lane = program.thread(rank)
+    first = program.thread(rank)
+    for row, at in rows.items():
+        lane.write(row)
+        for thread in (lane, first):
+            thread.meet(f"put {row}", at=at)
+    for thread in (lane, first):
+        thread.meet("moved", at="run_tasks.block_sync#2")
+    return first
+
+
+def see_filled(program: Program, rank: str, place: str = "filled") -> Actor:
+    """Another thread of the block whose first thread has seen that slots are filled."""
+    first = program.thread(rank)
+    first.read(place, at="look_at.poll", sees=1)
+    first.meet("step", at="run_tasks.block_sync#1")
+    other = program.thread(rank)
+    other.meet("step", at="run_tasks.block_sync#1")
+    return other
+
+
+# ---- across ranks
+
+
+@litmus("Slots that are called filled hold their rows, put by any warp.")
+def rows_of_filled_slots(p: Program) -> None:
+    tell_filled(put_step(p, "A", {"row": "put_token.put_warp#1", "pack": "put_token.put_warp#2"}))
+    b = see_filled(p, "B")
+    b.read("row", "row")
+    b.read("pack", "pack")
+    p.forbid(any_zero("row", "pack"))
+
+
+@litmus("The same for rows that go back.")
+def returned_rows_of_filled_slots(p: Program) -> None:
+    puts = {"row": "put_row_back.put_warp#1", "pack": "put_row_back.put_warp#2"}
+    tell_filled(put_step(p, "A", puts))
+    b = see_filled(p, "B")
+    b.read("row", "row")
+    b.read("pack", "pack")
+    p.forbid(any_zero("row", "pack"))
+
+
+@litmus("The mark of a row between nodes is there with it, where it is put word by word.")
+def marks_of_filled_slots(p: Program) -> None:
+    warp = p.thread("A")
+    warp.write("mark", at="put_marked_token.put_word")
+    warp.meet("moved", at="run_tasks.block_sync#2")
+    first = p.thread("A")
+    first.meet("moved", at="run_tasks.block_sync#2")
+    tell_filled(first)
+    see_filled(p, "B").read("mark", "mark")
+    p.forbid(any_zero("mark"))
+
+
+@litmus("A row between nodes, its pack and its mark are staged before they are put.")
+def staged_marked_row(p: Program) -> None:
+    staging = p.thread("A")
+    staging.write("staged")
+    staging.meet("staged", at="put_marked_token.warp_sync")
+    staging.meet("put", at="put_marked_token.put_warp")
+    putting = p.thread("A")
+    putting.meet("staged", at="put_marked_token.warp_sync")
+    putting.read("staged", "copied")
+    putting.write("row", lambda registers: registers["copied"])
+    putting.meet("put", at="put_marked_token.put_warp")
+    staging.meet("moved", at="run_tasks.block_sync#2")
+    first = p.thread("A")
+    first.meet("moved", at="run_tasks.block_sync#2")
+    tell_filled(first)
+    see_filled(p, "B").read("row", "row")
+    p.forbid(any_zero("row"))
+
+
+@litmus("What comes with the last slots is there for the block that closes.")
+def words_of_filled_slots(p: Program) -> None:
+    a = p.thread("A")
+    a.write("issued_ns", at="tell_filled.put_word")
+    tell_filled(a)
+    b = p.thread("B", "1")
+    b.read("filled", at="look_at.poll", sees=1)
+    close_block(p, "1", b, 0)
+    last = close_block(p, "2", p.thread("B", "2"), 1)
+    last.read("issued_ns", "issued_ns")
+    p.forbid(any_zero("issued_ns"))
+
+
+@litmus("A slot that is given back has been read by all warps before its next row comes.")
+def slots_given_back(p: Program) -> None:
+    reading = p.thread("B")
+    reading.read("row", "row")
+    reading.meet("moved", at="run_tasks.block_sync#2")
+    first = p.thread("B")
+    first.meet("moved", at="run_tasks.block_sync#2")
+    first.fence(at="give_back.fence")
+    first.write("given", at="give_back.signal")
+    see_filled(p, "A", "given").write("row", 2)
+    p.forbid(lambda registers: registers["row"] == 2)
+
+
+@litmus("A row that a gateway passes on is the one that it was sent.")
+def relayed_rows(p: Program) -> None:
+    a = p.thread("A")
+    a.write("row")
+    tell_filled(a)
+    relay = see_filled(p, "B")
+    relay.read("row", "passed")
+    relay.write("relayed", lambda registers: registers["passed"])
+    relay.meet("put", at="relay_row.put_warp")
+    first = p.thread("B")
+    first.meet("put", at="relay_row.put_warp")
+    for thread in (relay, first):
+        thread.meet("moved", at="run_tasks.block_sync#2")
+    tell_filled(first, "relayed filled")
+    see_filled(p, "C", "relayed filled").read("relayed", "row")
+    p.forbid(any_zero("row"))
+
+
+@litmus("A gateway's sum is whole when it is put, and there when its slot is called filled.")
+def relayed_sums(p: Program) -> None:
+    adding = p.thread("A")
+    adding.write("staged")
+    adding.meet("added", at="CombineTasks.relay_sums.block_sync")
+    adding.meet("moved", at="run_tasks.block_sync#2")
+    putting = p.thread("A")
+    putting.meet("added", at="CombineTasks.relay_sums.block_sync")
+    putting.read("staged", "copied")
+    putting.write("row", lambda registers: registers["copied"])
+    putting.meet("put", at="CombineTasks.relay_sums.put_warp")
+    putting.meet("moved", at="run_tasks.block_sync#2")
+    first = p.thread("A")
+    first.meet("added", at="CombineTasks.relay_sums.block_sync")
+    first.meet("put", at="CombineTasks.relay_sums.put_warp")
+    first.meet("moved", at="run_tasks.block_sync#2")
+    tell_filled(first)
+    see_filled(p, "B").read("row", "row")
+    p.forbid(any_zero("row"))
+
+
+@litmus("A notice is whole when it is sent, and there for all threads once its number is seen.")
+def notices(p: Program) -> None:
+    writing = p.thread("A")
+    writing.write("staged")
+    writing.meet("staged", at="send_notices.warp_sync")
+    writing.meet("put", at="send_notices.put_warp")
+    sending = p.thread("A")
+    sending.meet("staged", at="send_notices.warp_sync")
+    sending.read("staged", "copied")
+    sending.write("notice", lambda registers: registers["copied"])
+    sending.meet("put", at="send_notices.put_warp")
+    sending.fence(at="send_notices.fence")
+    sending.write("noticed", at="send_notices.signal")
+    looking = p.thread("B")
+    looking.read("noticed", at="await_notices.poll#1", sees=1)
+    looking.read("noticed", at="await_notices.poll#2", sees=1)
+    looking.meet("none failed", at="has_failed.block_any")
+    other = p.thread("B")
+    other.meet("none failed", at="has_failed.block_any")
+    other.read("notice", "notice")
+    p.forbid(any_zero("notice"))
+
+
+@litmus("The host reads counts that are whole.")
+def counts_for_the_host(p: Program) -> None:
+    counting = p.thread("B")
+    counting.write("per_expert")
+    counting.meet("counted", at="tell_host.block_sync")
+    first = p.thread("B")
+    first.meet("counted", at="tell_host.block_sync")
+    first.write("num_rows")
+    first.write("ticket", at="tell_host.store_release")
+    host = p.thread("host")
+    host.read("ticket", sees=1, order=HOST_ACQUIRES)
+    host.read("per_expert", "per_expert")
+    host.read("num_rows", "num_rows")
+    p.forbid(any_zero("per_expert", "num_rows"))
+
+
+@litmus(
+    "Who looks for something to do reads what others and the host have given up without a race."
+)
+def search_that_is_over(p: Program) -> None:
+    a = p.thread("A")
+    a.write("given_up", at="tell_given_up.signal")
+    host = p.thread("host")
+    host.write("any", order=HOST_RELAXED)
+    failing = p.thread("B", "1")
+    failing.update("failed", set_if_zero, at="record_failure.compare_exchange_relaxed")
+    b = p.thread("B", "2")
+    b.read("failed", at="TaskSearch.is_over.load_relaxed#1")
+    b.read("given_up", at="somebody_gave_up.newest")
+    b.read("any", at="TaskSearch.is_over.load_relaxed#2")
+
+
+# ---- between the blocks of a rank
+
+
+@litmus("When the last block began to wait and sent its last row is known to the one that closes.")
+def largest_stamps_of_normal_operations(p: Program) -> None:
+    places = {
+        "DispatchTasks.tell.max_relaxed": "sent_ns",
+        "CombineTasks.tell.max_relaxed": "sent_ns of a combine",
+        "begin_normal.max_relaxed": "wait_begin_ns",
+    }
+    notify = p.thread("B", "notify")
+    notify.update("wait_begin_ns", at_least(3), at="normal_notify.max_relaxed")
+    notify.meet("next launch")
+    one = p.thread("B", "1")
+    two = p.thread("B", "2")
+    for thread, stamp in ((one, 7), (two, 5)):
+        thread.meet("next launch")
+        for at, place in places.items():
+            thread.update(place, at_least(stamp), at=at)
+    close_block(p, "1", one, 0)
+    first = close_block(p, "2", two, 1)
+    for place in places.values():
+        first.read(place, place)
+    p.forbid(lambda registers: z3.Or(*[registers[place] != 7 for place in places.values()]))
+
+
+# ---- within a block
+
+
+@litmus("All warps work on the step that the first thread has found, and on no later one.")
+def step_of_a_block(p: Program) -> None:
+    first = p.thread("A")
+    first.write("step", 1)
+    first.meet("found", at="run_tasks.block_sync#1")
+    first.meet("moved", at="run_tasks.block_sync#2")
+    first.write("step", 2)
+    other = p.thread("A")
+    other.meet("found", at="run_tasks.block_sync#1")
+    other.read("step", "step")
+    other.meet("moved", at="run_tasks.block_sync#2")
+    p.forbid(lambda registers: registers["step"] != 1)
+
+
+@litmus("The rows of a sum are listed before they are added up.")
+def rows_of_a_sum(p: Program) -> None:
+    known_behind(p, "B", "CombineTasks.list_rows.block_sync", "list")
+
+
+@litmus(
+    "Arrivals on a hop are there for the threads that add them up, before those of the next hop."
+)
+def arrivals_on_a_hop(p: Program) -> None:
+    noting = p.thread("B")
+    noting.write("source_arrival_ns", 1)
+    noting.meet("noted", at="count_hop.block_sync#1")
+    noting.meet("added", at="count_hop.block_sync#2")
+    noting.write("source_arrival_ns", 2)
+    adding = p.thread("B")
+    adding.meet("noted", at="count_hop.block_sync#1")
+    adding.read("source_arrival_ns", "arrival")
+    adding.meet("added", at="count_hop.block_sync#2")
+    p.forbid(lambda registers: registers["arrival"] != 1)
+
+
+@litmus("Queues are forgotten when they have been counted.")
+def queues_are_forgotten(p: Program) -> None:
+    p.initial["moved"] = 1
+    counting = p.thread("B")
+    counting.read("moved", "moved")
+    counting.meet("counted", at="close_normal.block_sync")
+    forgetting = p.thread("B")
+    forgetting.meet("counted", at="close_normal.block_sync")
+    forgetting.write("moved", 0)
+    p.forbid(any_zero("moved"))
+
+
+@litmus(
+    "Tokens are counted in all channels before they are added up, and that before they are told."
+)
+def tokens_of_channels(p: Program) -> None:
+    counting = p.thread("A")
+    counting.write("in channel")
+    counting.meet("counted", at="count_channels.block_sync#1")
+    counting.meet("added", at="count_channels.block_sync#2")
+    counting.read("prefix", "prefix")
+    adding = p.thread("A")
+    adding.meet("counted", at="count_channels.block_sync#1")
+    adding.read("in channel", "count")
+    adding.write("prefix")
+    adding.meet("added", at="count_channels.block_sync#2")
+    p.forbid(any_zero("count", "prefix"))
+
+
+@litmus("Rows of all sources are counted before they are placed behind each other.")
+def places_of_rows(p: Program) -> None:
+    counting = p.thread("B")
+    counting.write("rows of source")
+    counting.meet("counted", at="place_rows.block_sync#1")
+    counting.meet("added", at="place_rows.block_sync#2")
+    counting.read("source_prefix", "prefix")
+    first = p.thread("B")
+    first.meet("counted", at="place_rows.block_sync#1")
+    first.read("rows of source", "rows")
+    first.write("source_prefix")
+    first.meet("added", at="place_rows.block_sync#2")
+    p.forbid(any_zero("rows", "prefix"))
