@@ -33,7 +33,8 @@ import deep_ep  # noqa: E402
 import reference  # noqa: E402
 from deep_ep import backend  # noqa: E402
 from launch import DEVICE, Ranks, keep_busy  # noqa: E402
-from test_low_latency import FP8_COMBINE_DIFF, calc_diff  # noqa: E402
+from program import calc_diff  # noqa: E402
+from test_low_latency import FP8_COMBINE_DIFF  # noqa: E402
 
 WARM_UP_ROUNDS = 3
 # Batches alternate between counters off and on, so that what else changes hits both.

@@ -594,7 +594,7 @@ class Buffer:
         The host waits until it knows how many rows come, unless there is a handle or `num_worst_tokens`.
 
         Args:
-            x: [num_tokens, hidden] of any dtype, contiguous, rows of a multiple of 16 bytes, `num_tokens` 0
+            x: [num_tokens, hidden] of any dtype and strides, rows of a multiple of 16 bytes, `num_tokens` 0
                 included; or a tuple of such data, of one byte per element, and its scales:
                 x_scales: [num_tokens, num_scales] float32 or int32, of any strides, at most 255 per token.
             handle: of an earlier dispatch: sends to the same ranks again, with rows of any kind. Then the
@@ -604,7 +604,7 @@ class Buffer:
             is_token_in_rank: [num_tokens, num_ranks] bool.
             num_tokens_per_expert: [num_experts] int32, a multiple of the group size.
             topk_idx: [num_tokens, num_topk] int64, contiguous; at most 128 entries per token.
-            topk_weights: [num_tokens, num_topk] float32, contiguous; given if `topk_idx` is.
+            topk_weights: [num_tokens, num_topk] float32, any strides; given if `topk_idx` is.
             expert_alignment: rows per expert are returned rounded up to multiples of it.
             num_worst_tokens: if above 0, allocate as many rows and do not wait for the number of rows;
                 requires `topk_idx`. No more rows than these may come to this rank, for itself or to
@@ -681,14 +681,14 @@ class Buffer:
         """Sends rows back to where they came from and adds them up, unweighted, per token. Collective.
 
         Args:
-            x: [num_recv_rows, hidden] bfloat16, contiguous; one row per row that the dispatch returned, in
+            x: [num_recv_rows, hidden] bfloat16, any strides; one row per row that the dispatch returned, in
                 their order. `hidden` is a multiple of 8 and may differ from the dispatch's.
             handle: of the dispatch; may be combined repeatedly.
-            topk_weights: [num_recv_rows, num_topk] float32, contiguous; added up likewise, at most 128 per
+            topk_weights: [num_recv_rows, num_topk] float32, any strides; added up likewise, at most 128 per
                 row.
             bias: added to the sums; a tensor, or a tuple of two of which each may be `None`.
-                bias[0]: [num_tokens, hidden] bfloat16, contiguous.
-                bias[1]: [num_tokens, hidden] bfloat16, contiguous.
+                bias[0]: [num_tokens, hidden] bfloat16, any strides.
+                bias[1]: [num_tokens, hidden] bfloat16, any strides.
             config: as in `dispatch`; `get_combine_config` unless given.
             previous_event: what to wait for instead of the current stream.
             async_finish: do not make the current stream wait for the result.

@@ -34,7 +34,7 @@ _NUMBER = r"([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)"
 
 @dataclass(frozen=True)
 class SlowRank:
-    """Rank `rank` is busy for `delay_s` seconds before each low-latency operation."""
+    """Rank `rank` is busy for `delay_s` seconds before each operation."""
 
     rank: int
     delay_s: float

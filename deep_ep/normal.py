@@ -141,6 +141,7 @@ class Normal:
             order = self._order(NORMAL_DISPATCH, runtime, streams)
             with order.allocating():
                 handle = self._new_handle(shape, layout)
+                packs = self._packs(shape, shape.num_tokens)
             order.begin()
             runtime.native.normal_notify(
                 **self._common(shape, handle),
@@ -170,7 +171,7 @@ class Normal:
                 raise EPTransportError(f"dispatch on rank {communicator.rank}: it was given up.")
             handle, received = allocated
             event = self._run_dispatch(
-                *(runtime, shape, handle, order, sent, received),
+                *(runtime, shape, handle, order, sent, packs, received),
                 *(recv_counters or self.counters.dispatch, wait_stats),
                 is_fresh=True,
             )
@@ -204,8 +205,9 @@ class Normal:
             order = self._order(NORMAL_DISPATCH, runtime, streams)
             with order.allocating():
                 received = self._new_received(shape, sent, given.num_rows)
+                packs = self._packs(shape, shape.num_tokens)
             event = self._run_dispatch(
-                *(runtime, shape, given, order, sent, received),
+                *(runtime, shape, given, order, sent, packs, received),
                 *(recv_counters or self.counters.dispatch, wait_stats),
                 is_fresh=False,
             )
@@ -241,13 +243,14 @@ class Normal:
                 packs = self._packs(shape, len(x))
             counters = recv_counters or self.counters.combine
             order.begin()
+            rows, topk_weights, *biases_read = order.contiguous(x, topk_weights, *biases)
             runtime.native.normal_combine(
                 **self._common(shape, given),
-                x=x.data_ptr(),
+                x=pointers.of_tensor(rows),
                 topk_weights=pointers.of_tensor(topk_weights),
                 packs=packs.data_ptr(),
-                bias_0=pointers.of_tensor(biases[0]),
-                bias_1=pointers.of_tensor(biases[1]),
+                bias_0=pointers.of_tensor(biases_read[0]),
+                bias_1=pointers.of_tensor(biases_read[1]),
                 combined_x=combined_x.data_ptr(),
                 combined_topk_weights=pointers.of_tensor(combined_weights),
                 num_rows=len(x),
@@ -257,7 +260,15 @@ class Normal:
                 stream=order.handle,
             )
             event = order.finish(
-                *(x, topk_weights, packs, *biases, combined_x, combined_weights, wait_stats),
+                *(
+                    rows,
+                    topk_weights,
+                    packs,
+                    *biases_read,
+                    combined_x,
+                    combined_weights,
+                    wait_stats,
+                ),
                 *given,
                 *pointers.tensors_of(counters, self.counters.relay_combine),
             )
@@ -325,6 +336,7 @@ class Normal:
         handle: NormalHandle,
         order: StreamOrder,
         sent: Sent,
+        packs: Tensor,
         received: Received,
         counters: RecvCounters | None,
         wait_stats: Tensor | None,
@@ -332,11 +344,12 @@ class Normal:
         is_fresh: bool,
     ) -> EventOverlap:
         communicator = self._communicator
-        data, scales = sent.rows
-        with order.allocating():
-            packs = self._packs(shape, shape.num_tokens)
         notify = self.counters.notify if is_fresh else None
         order.begin()
+        data, weights = order.contiguous(sent.rows.data, sent.topk_weights)
+        assert data is not None
+        scales = sent.rows.scales
+        sent = Sent(Rows(data, scales), sent.topk_idx, weights)
         runtime.native.normal_dispatch(
             **self._common(shape, handle),
             **_pointers(sent, received),

@@ -149,7 +149,7 @@ def fresh_dispatch(
         fail(call, f"{missing} alone is None", "topk_pair", EPUsageError)
     if topk_idx is not None:
         tensors.check("topk_idx", topk_idx)
-        tensors.check("topk_weights", topk_weights)
+        tensors.check("topk_weights", topk_weights, contiguous=False)
     elif checks.not_negative_int(call, "num_worst_tokens", num_worst_tokens):
         got = f"num_worst_tokens is {num_worst_tokens} and topk_idx is None"
         fail(call, got, "worst_tokens_topk", EPUsageError)
@@ -214,13 +214,13 @@ def combine(
     config = _usable(call, config, place, limits)
     tensors = _tensors(call, limits, place)
     given = _handle(tensors, handle, place, config)
-    tensors.check("x", x)
+    tensors.check("x", x, contiguous=False)
     row_bytes = _row_bytes(call, x)
     if topk_weights is not None:
-        tensors.check("topk_weights", topk_weights)
+        tensors.check("topk_weights", topk_weights, contiguous=False)
     for i, bias in enumerate(biases):
         if bias is not None:
-            tensors.check(f"bias[{i}]", bias)
+            tensors.check(f"bias[{i}]", bias, contiguous=False)
     num_tokens = tensors.dimensions["num_tokens"]
     num_topk = _num_topk(call, topk_weights, limits)
     shape = _shape(num_tokens, row_bytes, num_topk, 0, 0, config)
@@ -311,7 +311,7 @@ def _tensors(call: str, limits: Limits, place: Topology) -> Tensors:
 def _rows(tensors: Tensors, rows: Rows, limits: Limits) -> tuple[int, int]:
     """Bytes of a row, and its number of scales."""
     data, scales = rows
-    tensors.check("x", data)
+    tensors.check("x", data, contiguous=False)
     row_bytes = _row_bytes(tensors.call, data)
     checks.kernel_limit(tensors.call, "num_tokens", data.shape[0], limits.binding.MAX_TOKENS)
     if scales is None:

@@ -70,6 +70,11 @@ class StreamOrder:
         else:
             self._back.wait_stream(self._comm, self._current)
 
+    def contiguous(self, *tensors: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        """The same, or copies that the comm stream makes: programs pass gradients as they come."""
+        with self._back.use_stream(self._comm):
+            return tuple(tensor if tensor is None else tensor.contiguous() for tensor in tensors)
+
     def finish(self, *tensors: torch.Tensor | None) -> EventOverlap:
         """The caller's part: it waits, or gets an event to wait for.
 

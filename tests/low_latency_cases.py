@@ -7,10 +7,6 @@ Apart, so that the program runs where neither pytest nor hypothesis is installed
 from __future__ import annotations
 
 import ctypes
-import os
-import subprocess
-import sys
-from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -48,7 +44,8 @@ from launch import (
     shared_memory_left,
     shared_memory_segments,
 )
-from test_low_latency import ROUNDED_SCALE_DIFF, calc_diff
+from program import calc_diff, run_program
+from test_low_latency import ROUNDED_SCALE_DIFF
 
 PROGRAM = Path(__file__).with_name("test_low_latency.py")
 
@@ -526,16 +523,6 @@ def test_reference_scales_are_powers_of_two_that_fit() -> None:
     assert calc_diff(reference.dequantise(data, scales), x) < ROUNDED_SCALE_DIFF
 
 
-def run_program(*arguments: str, launcher: Sequence[str] = ()) -> subprocess.CompletedProcess[str]:
-    """The program, on the cpu backend's default settings."""
-    command = [sys.executable, *launcher, str(PROGRAM), *arguments]
-    package = str(Path(deep_ep.__file__).parent.parent)  # the one under test, installed or not
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([package, *sys.path])}
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=300, check=False, env=env
-    )
-
-
 REDUCED = (
     "--num-tokens",
     "32",
@@ -561,7 +548,7 @@ REDUCED = (
 )
 def test_program_names_what_was_injected(injected: tuple[str, ...]) -> None:
     flags = [word for fault in injected for word in ("--inject", fault)]
-    done = run_program(*REDUCED, "--diagnose", *flags)
+    done = run_program(PROGRAM, *REDUCED, "--diagnose", *flags)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "the verdicts name what was injected, and nothing else" in done.stdout
 
@@ -574,7 +561,7 @@ def test_program_names_what_was_injected_in_wall_time(
 ) -> None:
     monkeypatch.setenv("DEEP_EP_CPU_CLOCK", "wall")
     done = run_program(
-        "--num-processes", "4", "--num-tokens", "16", "--hidden", "512", "--num-topk", "4",
+        PROGRAM, "--num-processes", "4", "--num-tokens", "16", "--hidden", "512", "--num-topk", "4",
         "--num-experts", "16", "--quick", "--inject", injected,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
@@ -585,14 +572,14 @@ def test_program_fails_when_a_fault_is_not_named() -> None:
     """A delay far below what matters is injected, so naming it would be wrong, and not naming it is
     a failure.
     """
-    done = run_program(*REDUCED, "--inject", "slow-rank=3:1us")
+    done = run_program(PROGRAM, *REDUCED, "--inject", "slow-rank=3:1us")
     assert done.returncode == 1, done.stdout + done.stderr
     assert "injected but not named" in done.stdout
 
 
 @pytest.mark.slow
 def test_program_at_full_size_checks_measures_and_diagnoses() -> None:
-    done = run_program("--diagnose", "--inject", "slow-rank=3:2ms")
+    done = run_program(PROGRAM, "--diagnose", "--inject", "slow-rank=3:2ms")
     assert done.returncode == 0, done.stdout + done.stderr
     for words in (
         "Allocating buffer size:",
@@ -603,13 +590,15 @@ def test_program_at_full_size_checks_measures_and_diagnoses() -> None:
 
 
 def test_program_repeats_itself_under_pressure() -> None:
-    done = run_program(*REDUCED, "--num-processes", "4", "--pressure-test", "--pressure-seeds", "1")
+    done = run_program(
+        PROGRAM, *REDUCED, "--num-processes", "4", "--pressure-test", "--pressure-seeds", "1"
+    )
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_program_runs_every_loop_with_logfmt() -> None:
     done = run_program(
-        "--num-processes", "2", "--num-tokens", "16", "--hidden", "1024", "--num-experts", "8",
+        PROGRAM, "--num-processes", "2", "--num-tokens", "16", "--hidden", "1024", "--num-experts", "8",
         "--num-topk", "4", "--use-logfmt", "--disable-nvlink",
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
@@ -617,11 +606,11 @@ def test_program_runs_every_loop_with_logfmt() -> None:
 
 def test_program_runs_under_torchrun() -> None:
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4")
-    done = run_program(*REDUCED, launcher=launcher)
+    done = run_program(PROGRAM, *REDUCED, launcher=launcher)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_program_says_that_shrinking_comes_later() -> None:
-    done = run_program("--shrink-test")
+    done = run_program(PROGRAM, "--shrink-test")
     assert done.returncode == 2
     assert "later release" in done.stderr

@@ -11,25 +11,28 @@ makes a rank, a path or an expert slow first, and succeeds only if the verdicts 
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 import sys
-import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
-from rich.console import Console
 
 import deep_ep
 import reference
-from deep_ep import diagnose, faults
-from launch import (
-    DEVICE,
-    START_METHOD,
+from deep_ep import faults
+from launch import DEVICE
+from program import (
+    add_diagnosis_options,
+    calc_diff,
+    hash_tensor,
+    inject_into_routing,
+    join,
+    parse_faults,
+    report_diagnosis,
+    seconds,
+    start,
 )
 
 RANK_OFFSET = 128  # keeps rank - offset negative and exact in bfloat16
@@ -83,41 +86,18 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     ours.add_argument(
         "--quick", action="store_true", help="one check and no timing before --diagnose"
     )
-    ours.add_argument("--diagnose", action="store_true", help="heatmaps and verdicts at the end")
-    ours.add_argument(
-        "--inject",
-        action="append",
-        default=[],
-        metavar="FAULT",
-        help="slow-rank=3:2ms, slow-path=2>5:1ms or hot-rank=6; may be repeated;\nimplies --diagnose",
-    )
-    ours.add_argument("--save-svg", metavar="FILE", help="a picture of what --diagnose found")
+    add_diagnosis_options(ours)
     args = parser.parse_args(argv)
     if args.shrink_test:
         parser.error(
             "--shrink-test: masking ranks out belongs to a later release; run without it, or kill a "
             "rank and see tests/test_missing_rank.py"
         )
-    try:
-        args.inject = [faults.parse(text) for text in args.inject]
-    except ValueError as error:
-        parser.error(f"--inject: {error}")
-    args.diagnose |= bool(args.inject)
+    parse_faults(parser, args)
     return args
 
 
 # --- the checks -----------------------------------------------------------------------------------
-
-
-def calc_diff(x: torch.Tensor, y: torch.Tensor) -> float:
-    """1 - cosine-like similarity in float64; 0 when equal, insensitive to zeros."""
-    x, y = x.double() + 1, y.double() + 1
-    return float(1 - 2 * (x * y).sum() / (x * x + y * y).sum())
-
-
-def hash_tensor(t: torch.Tensor) -> int:
-    """Sum of the tensor's 32-bit words: insensitive to the order of rows."""
-    return int(t.contiguous().view(torch.int32).sum())
 
 
 def ways_to_dispatch() -> Iterator[Dispatch]:
@@ -322,20 +302,6 @@ def check_all(
 # --- timing ---------------------------------------------------------------------------------------
 
 
-def seconds(fn: Callable[[], None]) -> float:
-    """How long `fn` takes, its work on the device included."""
-    if DEVICE != "cuda":
-        begin = time.perf_counter()
-        fn()
-        return time.perf_counter() - begin
-    begin_event, end_event = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin_event.record()
-    fn()
-    end_event.record()
-    end_event.synchronize()
-    return float(begin_event.elapsed_time(end_event)) / 1e3
-
-
 def measure(
     buffer: deep_ep.Buffer, group: dist.ProcessGroup, args: argparse.Namespace, seed: int
 ) -> None:
@@ -434,12 +400,7 @@ def run_measured_iterations(buffer: deep_ep.Buffer, args: argparse.Namespace) ->
     for _ in range(DIAGNOSE_ITERATIONS):
         scores = torch.rand((args.num_tokens, args.num_experts), generator=generator)
         topk_idx = scores.topk(args.num_topk, dim=1).indices
-        for fault in args.inject:
-            if isinstance(fault, faults.HotRank):
-                topk_idx = faults.skew_routing(
-                    topk_idx, fault, args.num_experts, buffer.group_size, generator
-                )
-        topk_idx = topk_idx.to(DEVICE)
+        topk_idx = inject_into_routing(topk_idx, args, buffer.group_size, generator).to(DEVICE)
         (data, _), recv_count, handle, _, _ = buffer.low_latency_dispatch(
             x, topk_idx, args.num_tokens, args.num_experts
         )
@@ -448,35 +409,6 @@ def run_measured_iterations(buffer: deep_ep.Buffer, args: argparse.Namespace) ->
             expert_outputs[i, :count] = data[i, :count]
         buffer.low_latency_combine(expert_outputs, topk_idx, weights, handle)
     remove_faults()
-
-
-def report_diagnosis(
-    buffer: deep_ep.Buffer, group: dist.ProcessGroup, args: argparse.Namespace
-) -> bool:
-    """Prints heatmaps and verdicts on rank 0; returns on all ranks whether the verdicts are the
-    injected faults.
-
-    Without --inject any verdict is right: the machine may well be uneven.
-    """
-    diagnosis = diagnose.run(buffer)
-    right = [True]
-    if diagnosis is not None:
-        console = Console()
-        diagnose.report(diagnosis, console)
-        if args.save_svg:
-            diagnose.write_picture(diagnosis, args.save_svg)
-        if args.inject:
-            injected = set(faults.expected_verdicts(args.inject))
-            named = {verdict.key for verdict in diagnosis.verdicts}
-            right = [named == injected]
-            for key in sorted(injected - named, key=str):
-                console.print(f"[red]injected but not named:[/] {key}", highlight=False)
-            for key in sorted(named - injected, key=str):
-                console.print(f"[red]named but not injected:[/] {key}", highlight=False)
-            if right[0]:
-                console.print("[green]the verdicts name what was injected, and nothing else[/]")
-    dist.broadcast_object_list(right, src=0, group=group)
-    return right[0]
 
 
 # --- the program ----------------------------------------------------------------------------------
@@ -533,64 +465,12 @@ def check_under_pressure(
             )
 
 
-def join(local_rank: int, num_local_ranks: int, store: str) -> dist.ProcessGroup:
-    """The group of all ranks: under torchrun its own, else as the original does.
-
-    Without torchrun WORLD_SIZE counts nodes and RANK is this node's index, and a single node needs
-    neither address nor port.
-    """
-    torch.set_num_threads(1)
-    if DEVICE == "cuda":
-        torch.cuda.set_device(local_rank % torch.cuda.device_count())
-    backend = "nccl" if DEVICE == "cuda" else "gloo"
-    num_nodes = int(os.getenv("WORLD_SIZE", "1"))
-    if under_torchrun():
-        dist.init_process_group(backend)
-    elif num_nodes == 1:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        dist.init_process_group(
-            backend, init_method=store, rank=local_rank, world_size=num_local_ranks
-        )
-    else:
-        address, port = os.getenv("MASTER_ADDR", "127.0.0.1"), os.getenv("MASTER_PORT", "8361")
-        dist.init_process_group(
-            backend,
-            init_method=f"tcp://{address}:{port}",
-            rank=int(os.getenv("RANK", "0")) * num_local_ranks + local_rank,
-            world_size=num_nodes * num_local_ranks,
-        )
-    return dist.new_group(list(range(dist.get_world_size())))
-
-
-def under_torchrun() -> bool:
-    """Whether a launcher has started this process as one rank."""
-    return "LOCAL_RANK" in os.environ
-
-
 def main(argv: list[str] | None = None) -> int:
     """Runs the program; returns the exit status."""
-    args = parse_arguments(argv)
-    if under_torchrun():
-        run_rank(int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]), "", args)
-        return 0
-    with tempfile.TemporaryDirectory(prefix="deep_ep_") as folder:
-        store = f"file://{folder}/store"
-        try:
-            mp.start_processes(
-                run_rank,
-                args=(args.num_processes, store, args),
-                nprocs=args.num_processes,
-                start_method=START_METHOD,
-            )
-        except mp.ProcessExitedException as error:
-            return error.exit_code
-        except mp.ProcessRaisedException as error:
-            print(error, file=sys.stderr)
-            return 1
-    return 0
+    return start(run_rank, parse_arguments(argv))
 
 
 if __name__ == "__main__":
     sys.exit(main())
-if __name__ not in ("__main__", "__mp_main__"):  # pytest's import, not a run of the program
+if "pytest" in sys.modules:  # pytest's import, not a run of the program
     from low_latency_cases import *  # noqa: F403

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deep_ep import Buffer, Config, backend, normal
+from deep_ep import Buffer, Config, backend, handle_values, layout_values, normal
 from deep_ep.counters import RecvCounters
 from deep_ep.errors import (
     EPArgumentError,
@@ -20,6 +20,7 @@ from deep_ep.errors import (
     EPUnsupportedError,
     EPUsageError,
 )
+from deep_ep.handles import hidden_word
 from launch import DEVICE, Ranks
 
 NUM_TOKENS = (5, 0, 3, 7)
@@ -155,6 +156,10 @@ def with_value(place: Any, value: int) -> Callable[[torch.Tensor], torch.Tensor]
     return change
 
 
+# Copied where they are not contiguous, as gradients of broadcast tensors are.
+ANY_STRIDES = ("x", "topk_weights", "bias[0]", "bias[1]")
+
+
 def tensor_cases(name: str, dtype: torch.dtype | None) -> list[Any]:
     """Wrong type, dtype, rank, size, strides and device of one tensor argument."""
     cases = {
@@ -164,12 +169,18 @@ def tensor_cases(name: str, dtype: torch.dtype | None) -> list[Any]:
         "strides": (strided, EPArgumentError, [name, "contiguous()"]),
         "device": (elsewhere, EPArgumentError, [name, "meta", ".to("]),
     }
+    if name in ANY_STRIDES:
+        del cases["strides"]
     if dtype is not None:
         cases["dtype"] = (lambda t: t.to(dtype), EPArgumentError, [name, str(dtype)])
     return [
         pytest.param(of(name, change), error, words, id=f"{name}-{what}")
         for what, (change, error, words) in cases.items()
     ]
+
+
+# Equal sums over the experts of each rank.
+SHIFTED = torch.tensor([-99, 99] * (NUM_EXPERTS // 2), dtype=torch.int32, device=DEVICE)
 
 
 def without_topk(arguments: Arguments) -> Arguments:
@@ -294,6 +305,13 @@ DISPATCH_CASES = [
         marks=reads_values,
     ),
     pytest.param(
+        lambda a: {**without_topk(a), "num_tokens_per_expert": a["num_tokens_per_expert"] + SHIFTED},
+        EPArgumentError,
+        ["num_tokens_per_expert is [-", "for the experts of rank 0"],
+        id="negative-expert-count-without-top-k",
+        marks=reads_values,
+    ),
+    pytest.param(
         of("topk_idx", lambda t: torch.full_like(t, 3)),
         EPArgumentError,
         ["num_tokens_per_expert[", "topk_idx counts"],
@@ -414,16 +432,19 @@ def test_a_handle_with_wrong_numbers_is_refused_and_nothing_is_sent(
     handle = dispatched(ranks)[BAD_RANK][4]
     sources = 3 if len(handle) == 6 else 7
     x = torch.zeros(len(handle[sources]), HIDDEN, dtype=torch.bfloat16)
+    own_local = BAD_RANK % (len(NUM_TOKENS) // num_nodes(ranks))
     for i, item in enumerate(handle):
         if i == sources or item.dtype == torch.bool:
             continue
         places = list(torch.cartesian_prod(*map(torch.arange, item.shape)).view(-1, item.dim()))
         if item.shape == (4, 4):  # of the prefix matrix the column of this rank
             places = [place for place in places if place[1] == BAD_RANK]
-        for place in map(tuple, places[:: max(1, len(places) // 5)]):
+        step = 1 if i == len(handle) - 1 else max(1, len(places) // 5)
+        for place in map(tuple, places[::step]):
             kept = item[place].clone()
-            # Any negative number says that a token is not sent; what is relayed to others nobody here knows.
-            is_unsent = value < 0 and (kept < 0 or place[0] >= NUM_TOKENS[BAD_RANK])
+            # Any negative number says that a token is not sent; to whom else it was relayed nobody here knows.
+            is_relayed = place[0] >= NUM_TOKENS[BAD_RANK] and place[-1] != own_local
+            is_unsent = value < 0 and (kept < 0 or is_relayed)
             item[place] = value
             if not is_unsent:
                 words = ["combine: handle[", "dispatch left something else"]
@@ -466,12 +487,14 @@ def test_a_handle_of_more_rows_than_came_can_be_sliced(ranks: Ranks, sliced: boo
     results = dispatched(ranks, num_worst_tokens=64)
 
     def combine(rank: int, buffer: Buffer) -> Any:
-        x, _, _, per_expert, handle, _ = results[rank]
-        assert x.shape[0] == 64
+        x, topk_idx, _, per_expert, handle, _ = results[rank]
+        assert x.shape[0] == len(topk_idx) == 64
         assert per_expert == []
+        prefix = handle[-4] if len(handle) == 10 else handle[0][:, rank]
+        count, i = int(prefix[-1]), 7 if len(handle) == 10 else 3
+        assert (topk_idx[:count] >= 0).any(1).all()
+        assert (topk_idx[count:] == -1).all()
         if sliced:
-            prefix = handle[-4] if len(handle) == 10 else handle[0][:, rank]
-            count, i = int(prefix[-1]), 7 if len(handle) == 10 else 3
             x, handle = x[:count], (*handle[:i], handle[i][:count], *handle[i + 1 :])
         return buffer.combine(x, handle, config=CONFIG)[0]
 
@@ -520,6 +543,143 @@ def test_a_rank_without_memory_for_its_rows_gives_the_operation_up(
     assert_usable(ranks)
 
 
+class Recorder:
+    """A native runtime that writes down what it is asked."""
+
+    def __init__(self, native: Any) -> None:
+        self.native = native
+        self.asked: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        self.asked.append(name)
+        return getattr(self.native, name)
+
+
+@pytest.fixture
+def like_a_gpu(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host reads no values and waits for nothing, as where operations are queued on streams."""
+    monkeypatch.setattr(ranks.buffers[0].communicator.backend, "runs_in_streams", True)
+    monkeypatch.setattr(layout_values, "check", lambda *_: None)
+    monkeypatch.setattr(handle_values, "check", lambda *_: None)
+
+
+@pytest.mark.usefixtures("like_a_gpu")
+def test_only_a_dispatch_of_unknown_size_waits_for_counts(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorders = [Recorder(buffer.runtime.native) for buffer in ranks.buffers]
+    for buffer, recorder in zip(ranks.buffers, recorders):
+        monkeypatch.setattr(buffer.runtime, "native", recorder)
+
+    def asked(fn: Callable[[int, Buffer], Any]) -> tuple[list[Any], list[str]]:
+        for recorder in recorders:
+            recorder.asked.clear()
+        results = ranks.run(fn)
+        assert len({tuple(recorder.asked) for recorder in recorders}) == 1
+        return results, [name for name in recorders[0].asked if name != "dispatch_layout"]
+
+    def dispatch(rank: int, buffer: Buffer, **arguments: Any) -> Any:
+        return buffer.dispatch(**dispatch_arguments(rank, buffer), **arguments)
+
+    end = ["normal_dispatch", "take_failure"]
+    results, names = asked(dispatch)
+    assert names == ["normal_notify", "normal_counts", *end]
+    assert asked(lambda r, b: dispatch(r, b, num_worst_tokens=64))[1] == ["normal_notify", *end]
+    again = lambda r, b: b.dispatch(dispatch_arguments(r, b)["x"], results[r][4], config=CONFIG)  # noqa: E731
+    assert asked(again)[1] == end
+    back = lambda r, b: b.combine(results[r][0], results[r][4], config=CONFIG)  # noqa: E731
+    assert asked(back)[1] == ["normal_combine", "take_failure"]
+
+
+@pytest.mark.usefixtures("like_a_gpu")
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (to(num_worst_tokens=1), ["more rows came to this rank than num_worst_tokens"]),
+        (
+            of("num_tokens_per_rank", with_value(1, 9)),
+            ["num_tokens_per_rank and is_token_in_rank do not agree"],
+        ),
+    ],
+    ids=["worst-tokens", "counts"],
+)
+def test_what_the_host_cannot_read_the_kernels_refuse(
+    ranks: Ranks, change: Change, words: list[str]
+) -> None:
+    def dispatch(rank: int, buffer: Buffer) -> None:
+        arguments = {**dispatch_arguments(rank, buffer), "num_worst_tokens": 64}
+        buffer.dispatch(**(change(arguments) if rank == BAD_RANK else arguments))
+
+    outcomes = ranks.outcomes(dispatch)
+    assert_raises(lambda: raise_outcome(outcomes[BAD_RANK]), EPArgumentError, words)
+    for rank, outcome in enumerate(outcomes):
+        assert rank == BAD_RANK or isinstance(outcome, EPTransportError)
+    assert_usable(ranks)
+
+
+@pytest.mark.usefixtures("like_a_gpu")
+def test_the_handle_of_a_failed_dispatch_is_refused_by_the_kernels(ranks: Ranks) -> None:
+    results = dispatched(ranks)
+    for _, _, _, _, handle, _ in results:
+        word = hidden_word(handle[1] if len(handle) == 6 else handle[2])
+        assert word is not None
+        assert int(word) > 0
+        word.zero_()
+    outcomes = ranks.outcomes(
+        lambda rank, buffer: buffer.combine(results[rank][0], results[rank][4], config=CONFIG)
+    )
+    for outcome in outcomes:
+        assert_raises(
+            lambda outcome=outcome: raise_outcome(outcome),
+            EPArgumentError,
+            ["combine", "the handle is not what a dispatch left that succeeded"],
+        )
+    assert_usable(ranks)
+
+
+@reads_values
+def test_the_handle_of_a_failed_dispatch_is_refused(ranks: Ranks) -> None:
+    x, _, _, _, handle, _ = dispatched(ranks)[BAD_RANK]
+    word = hidden_word(handle[1] if len(handle) == 6 else handle[2])
+    assert word is not None
+    word.zero_()
+    buffer = ranks.buffers[BAD_RANK]
+    for call in (
+        lambda: buffer.combine(x, handle, config=CONFIG),
+        lambda: buffer.dispatch(x[: NUM_TOKENS[BAD_RANK]], handle, config=CONFIG),
+    ):
+        assert_raises(call, EPUsageError, ["handle is empty", "Dispatch again"])
+    assert_usable(ranks)
+
+
+@pytest.mark.parametrize("previous", [False, True])
+@pytest.mark.parametrize("async_finish", [False, True])
+def test_events_are_there_if_asked_for(ranks: Ranks, previous: bool, async_finish: bool) -> None:
+    def exchange(rank: int, buffer: Buffer) -> None:
+        streams = {
+            "previous_event": Buffer.capture() if previous else None,
+            "async_finish": async_finish,
+            "allocate_on_comm_stream": previous and async_finish,
+        }
+        arguments = dispatch_arguments(rank, buffer)
+        x, _, _, _, handle, event = buffer.dispatch(**arguments, **streams)
+        assert (event.event is not None) == async_finish
+        with event:
+            again, _, _, _, _, event = buffer.dispatch(
+                arguments["x"], handle, config=CONFIG, **streams
+            )
+        assert (event.event is not None) == async_finish
+        with event:
+            combined, _, event = buffer.combine(again, handle, config=CONFIG, **streams)
+        assert (event.event is not None) == async_finish
+        with event:
+            pass
+        expected = arguments["x"] * arguments["is_token_in_rank"].sum(1, keepdim=True)
+        assert torch.equal(combined, expected)
+
+    ranks.run(exchange)
+
+
 def raise_outcome(outcome: Any) -> None:
     """What the rank raised."""
     if isinstance(outcome, EPError):
@@ -534,6 +694,19 @@ def test_between_nodes_a_dispatch_needs_the_counts_of_nodes(ranks: Ranks) -> Non
     else:
         words = ["dispatch: num_tokens_per_rdma_rank is None", "get_dispatch_layout"]
         assert_raises(lambda: buffer.dispatch(**arguments), EPUsageError, words)
+    assert_usable(ranks)
+
+
+@reads_values
+def test_between_nodes_the_counts_of_nodes_must_be_right(ranks: Ranks) -> None:
+    buffer = ranks.buffers[BAD_RANK]
+    wrong = torch.tensor([2, 99], dtype=torch.int32)[: num_nodes(ranks)]
+    if num_nodes(ranks) == 1:
+        dispatched(ranks, num_tokens_per_rdma_rank=wrong)
+    else:
+        arguments = {**dispatch_arguments(BAD_RANK, buffer), "num_tokens_per_rdma_rank": wrong}
+        words = ["num_tokens_per_rdma_rank[", "is_token_in_rank counts"]
+        assert_raises(lambda: buffer.dispatch(**arguments), EPArgumentError, words)
     assert_usable(ranks)
 
 

@@ -1,0 +1,285 @@
+"""Normal dispatch + combine on the cpu backend, side by side with the same exchange over gloo.
+
+Both exchanges run in the same processes and alternate round by round, so that whatever else the
+machine does hits both: where tokens go, FP8 rows with scales and top-k to every rank that has an
+expert of theirs, BF16 rows back, their sum. The gloo version sorts by destination, exchanges with
+torch.distributed.all_to_all_single, takes the same way back, and sums. A round's time is that of
+its slowest rank; the ratio is that of the medians.
+
+In the same rounds all ranks copy memory at once. What dispatch and combine must move, over the time
+they take, is given as a share of what those copies reach.
+
+    python benchmarks/normal_cpu.py [--nodes 1 2] [--num-tokens 512] [--rounds 5]
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+os.environ.setdefault("DEEP_EP_BACKEND", "cpu")
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+
+import deep_ep  # noqa: E402
+import reference  # noqa: E402
+from launch import raise_failures, run_processes  # noqa: E402
+
+WARM_UP_ROUNDS = 1
+# Of a copy: far more than caches hold.
+COPIED_BYTES = 64 << 20
+NUM_COPIES = 4
+
+
+class Problem(NamedTuple):
+    """One rank's tokens and their routing."""
+
+    data: torch.Tensor  # [T, hidden] float8_e4m3fn
+    scales: torch.Tensor  # [T, hidden / 128] float32
+    topk_idx: torch.Tensor  # [T, K] int64, all selected
+    topk_weights: torch.Tensor  # [T, K] float32
+    num_experts: int
+
+
+class Received(NamedTuple):
+    """What one rank got, rows by source rank and token, and what combine needs."""
+
+    data: torch.Tensor
+    scales: torch.Tensor
+    state: Any
+
+
+class Gloo:
+    """The exchange as one would write it with collectives: rows sorted by destination, one
+    all-to-all each way.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self.num_ranks = group.size()
+
+    def all_to_all(self, rows: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
+        """Rows [sum(sent), ...] of bytes, in the order of their destinations."""
+        result = torch.empty((sum(received), *rows.shape[1:]), dtype=rows.dtype)
+        dist.all_to_all_single(result, rows, received, sent, group=self.group)
+        return result
+
+    def dispatch(self, problem: Problem) -> Received:
+        """One row per token and rank; experts are made local as dispatch does it."""
+        num_local_experts = problem.num_experts // self.num_ranks
+        num_tokens, num_topk = problem.topk_idx.shape
+        in_rank = torch.zeros(num_tokens, self.num_ranks, dtype=torch.bool)
+        in_rank.scatter_(1, problem.topk_idx // num_local_experts, True)
+        ranks, tokens = in_rank.t().nonzero(as_tuple=True)
+        sent = in_rank.sum(0)
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=self.group)
+        splits = sent.tolist(), received.tolist()
+        experts = problem.topk_idx[tokens] - ranks[:, None] * num_local_experts
+        elsewhere = (experts < 0) | (experts >= num_local_experts)
+        parts = [
+            problem.data.view(torch.uint8)[tokens],
+            problem.scales.view(torch.uint8)[tokens],
+            experts.masked_fill(elsewhere, -1).view(torch.uint8),
+            problem.topk_weights[tokens].masked_fill(elsewhere, 0).view(torch.uint8),
+        ]
+        arrived = self.all_to_all(torch.cat(parts, dim=1), *splits)
+        data, scales, experts, weights = (
+            part.contiguous() for part in arrived.split([part.shape[1] for part in parts], dim=1)
+        )
+        # As a model gets them; nobody reads the experts here.
+        del experts, weights
+        return Received(
+            data.view(torch.float8_e4m3fn),
+            scales.view(torch.float32),
+            (tokens, num_tokens, *splits),
+        )
+
+    def combine(self, ys: torch.Tensor, received: Received) -> torch.Tensor:
+        """ys [received rows, hidden] bfloat16 -> [T, hidden] bfloat16."""
+        tokens, num_tokens, sent, came = received.state
+        returned = self.all_to_all(ys.view(torch.uint8), came, sent).view(torch.bfloat16)
+        total = torch.zeros(num_tokens, ys.shape[1])
+        for rows, part in zip(tokens.split(sent), returned.split(sent)):
+            total.index_add_(0, rows, part.float())
+        return total.bfloat16()
+
+
+class Ours:
+    """The same with deep_ep: layout, dispatch, combine."""
+
+    def __init__(self, group: dist.ProcessGroup, args: argparse.Namespace) -> None:
+        num_ranks = group.size()
+        self.configs = (
+            deep_ep.Buffer.get_dispatch_config(num_ranks),
+            deep_ep.Buffer.get_combine_config(num_ranks),
+        )
+        row_bytes = args.hidden * 2
+        self.buffer = deep_ep.Buffer(
+            group,
+            max(c.get_nvl_buffer_size_hint(row_bytes, num_ranks) for c in self.configs),
+            max(c.get_rdma_buffer_size_hint(row_bytes, num_ranks) for c in self.configs),
+            explicitly_destroy=True,
+        )
+
+    def dispatch(self, problem: Problem) -> Received:
+        """The handle is the state."""
+        per_rank, per_node, per_expert, in_rank, _ = self.buffer.get_dispatch_layout(
+            problem.topk_idx, problem.num_experts
+        )
+        (data, scales), _, _, _, handle, _ = self.buffer.dispatch(
+            (problem.data, problem.scales),
+            None,
+            per_rank,
+            per_node,
+            in_rank,
+            per_expert,
+            problem.topk_idx,
+            problem.topk_weights,
+            config=self.configs[0],
+        )
+        return Received(data, scales, handle)
+
+    def combine(self, ys: torch.Tensor, received: Received) -> torch.Tensor:
+        """As Gloo.combine."""
+        combined: torch.Tensor = self.buffer.combine(ys, received.state, config=self.configs[1])[0]
+        return combined
+
+
+def make_problem(rank: int, args: argparse.Namespace) -> Problem:
+    """Random tokens, distinct experts."""
+    generator = torch.Generator().manual_seed(rank)
+    x = torch.randn(args.num_tokens, args.hidden, generator=generator).bfloat16()
+    scores = torch.rand(args.num_tokens, args.num_experts, generator=generator)
+    topk_idx = scores.topk(args.num_topk, dim=1).indices
+    weights = torch.rand(args.num_tokens, args.num_topk, generator=generator)
+    return Problem(*reference.cast_fp8(x), topk_idx, weights, args.num_experts)
+
+
+def bytes_to_move(
+    rank: int, num_ranks: int, received: Received, problem: Problem, args: argparse.Namespace
+) -> dict[str, float]:
+    """Of this rank's share, by phase: rows for it, and those of its tokens that another node relays."""
+    num_rows = len(received.data)
+    ranks_per_node = num_ranks // args.num_nodes
+    experts_per_node = problem.num_experts // args.num_nodes
+    in_node = torch.zeros(args.num_tokens, args.num_nodes, dtype=torch.bool)
+    in_node.scatter_(1, problem.topk_idx // experts_per_node, True)
+    in_node[:, rank // ranks_per_node] = False
+    num_rows += int(in_node.sum())
+    row_bytes = args.hidden + problem.scales.shape[1] * 4 + args.num_topk * 12
+    return {"dispatch": num_rows * row_bytes, "combine": num_rows * args.hidden * 2}
+
+
+def run_rank(rank: int, group: dist.ProcessGroup, args: argparse.Namespace) -> dict[str, Any]:
+    """One rank: alternating rounds of both exchanges and of copies. Returns seconds per round and
+    phase, and bytes.
+    """
+    problem = make_problem(rank, args)
+    gloo, ours = Gloo(group), Ours(group, args)
+    times: dict[str, list[float]] = {}
+
+    def timed(name: str, fn: Callable[[], Any]) -> Any:
+        begin = time.perf_counter()
+        result = fn()
+        times.setdefault(name, []).append(time.perf_counter() - begin)
+        return result
+
+    # What the experts would return is made once; only the exchange is timed.
+    received = ours.dispatch(problem)
+    other = gloo.dispatch(problem)
+    for mine, theirs in zip(received[:2], other[:2]):
+        assert torch.equal(mine.view(torch.uint8), theirs.view(torch.uint8)), "rows differ"
+    del other
+    parts = zip(received.data.split(1024), received.scales.split(1024))
+    ys = torch.cat([reference.dequantise(*part) for part in parts])
+    to_move = bytes_to_move(rank, group.size(), received, problem, args)
+    del received
+    source = torch.ones(COPIED_BYTES, dtype=torch.uint8)
+    target = torch.zeros_like(source)
+
+    def round_of(name: str, exchange: Gloo | Ours) -> torch.Tensor:
+        dist.barrier(group)
+        begin = time.perf_counter()
+        received = timed(f"{name} dispatch", lambda: exchange.dispatch(problem))
+        received = received._replace(data=None, scales=None)
+        combined = timed(f"{name} combine", lambda: exchange.combine(ys, received))
+        times.setdefault(name, []).append(time.perf_counter() - begin)
+        return combined
+
+    def copy() -> None:
+        for _ in range(NUM_COPIES):
+            target.copy_(source)
+
+    for _ in range(WARM_UP_ROUNDS + args.rounds):
+        mine, theirs = round_of("deep_ep", ours), round_of("gloo", gloo)
+        dist.barrier(group)
+        timed("copy", copy)
+    difference = (mine.float() - theirs.float()).abs().max()
+    assert difference <= 2**-6 * theirs.float().abs().max(), "the two exchanges disagree"
+    ours.buffer.destroy()
+    return {
+        "times": {name: values[WARM_UP_ROUNDS:] for name, values in times.items()},
+        "bytes": to_move,
+    }
+
+
+def report(results: list[dict[str, Any]]) -> None:
+    """Prints a line per exchange, the ratio, and the shares of what copies reach."""
+    medians = {
+        name: statistics.median(map(max, zip(*(one["times"][name] for one in results))))
+        for name in results[0]["times"]
+    }
+    for name in ("deep_ep", "gloo"):
+        print(
+            f"  {name:8} {medians[name] * 1e3:8.0f} ms a round (median of the slowest rank; dispatch "
+            f"{medians[f'{name} dispatch'] * 1e3:.0f}, combine {medians[f'{name} combine'] * 1e3:.0f})"
+        )
+    print(f"  ratio    {medians['gloo'] / medians['deep_ep']:8.2f} x")
+    copied = len(results) * COPIED_BYTES * NUM_COPIES / medians["copy"]
+    print(f"  copies   {copied / 1e9:8.2f} GB/s, of all ranks at once")
+    for phase in ("dispatch", "combine"):
+        total = sum(one["bytes"][phase] for one in results)
+        rate = total / medians[f"deep_ep {phase}"]
+        print(
+            f"  {phase:8} {rate / 1e9:8.2f} GB/s of the {total / 1e9:.2f} GB that must move: "
+            f"{rate / copied:.0%} of copies"
+        )
+
+
+def main() -> None:
+    """Parses the options and runs each number of nodes."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--num-processes", type=int, default=8)
+    parser.add_argument("--nodes", type=int, nargs="+", default=[1, 2], help="of equal size")
+    parser.add_argument("--num-tokens", type=int, default=4096)
+    parser.add_argument("--hidden", type=int, default=7168)
+    parser.add_argument("--num-topk", type=int, default=8)
+    parser.add_argument("--num-experts", type=int, default=256)
+    parser.add_argument("--rounds", type=int, default=5)
+    args = parser.parse_args()
+    print(
+        f"{args.num_tokens} tokens x {args.hidden} x top-{args.num_topk} of {args.num_experts} experts, FP8 dispatch, "
+        f"BF16 combine; {os.cpu_count()} cores; torch {torch.__version__}"
+    )
+    for num_nodes in args.nodes:
+        args.num_nodes = num_nodes
+        ranks_per_node = args.num_processes // num_nodes
+        print(f"EP{args.num_processes}, {num_nodes} x {ranks_per_node}", flush=True)
+        env = {"DEEP_EP_RANKS_PER_NODE": str(ranks_per_node)}
+        outcomes = run_processes(run_rank, args.num_processes, args, env=env, timeout_s=900)
+        report(raise_failures(outcomes))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,201 @@
+"""What the programs among the tests share: options, comparison, ranks as processes, verdicts at the end.
+
+Used by test_low_latency.py, test_intranode.py and test_internode.py, which run where neither pytest
+nor hypothesis is installed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from rich.console import Console
+
+import deep_ep
+from deep_ep import diagnose, faults
+from launch import DEVICE, START_METHOD
+
+# Of rows in float64 at a time: a production-sized tensor in float64 would cost half a gigabyte per rank.
+COMPARED_ELEMENTS = 1 << 22
+
+
+# --- comparison -----------------------------------------------------------------------------------
+
+
+def calc_diff(x: torch.Tensor, y: torch.Tensor) -> float:
+    """1 - cosine-like similarity in float64; 0 when equal, insensitive to zeros."""
+    if x.numel() == 0:
+        return 0.0
+    products, squares = 0.0, 0.0
+    for a, b in zip(x.flatten().split(COMPARED_ELEMENTS), y.flatten().split(COMPARED_ELEMENTS)):
+        a, b = a.double() + 1, b.double() + 1
+        products += float((a * b).sum())
+        squares += float((a * a + b * b).sum())
+    return 1 - 2 * products / squares
+
+
+def hash_tensor(t: torch.Tensor) -> int:
+    """Sum of the tensor's 32-bit words: insensitive to the order of rows."""
+    return int(t.contiguous().view(torch.int32).sum())
+
+
+def seconds(fn: Callable[[], object]) -> float:
+    """How long `fn` takes, its work on the device included."""
+    if DEVICE != "cuda":
+        begin = time.perf_counter()
+        fn()
+        return time.perf_counter() - begin
+    begin_event, end_event = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin_event.record()
+    fn()
+    end_event.record()
+    end_event.synchronize()
+    return float(begin_event.elapsed_time(end_event)) / 1e3
+
+
+# --- diagnosis ------------------------------------------------------------------------------------
+
+
+def add_diagnosis_options(options: argparse._ArgumentGroup) -> None:
+    """--diagnose and what goes with it."""
+    options.add_argument("--diagnose", action="store_true", help="heatmaps and verdicts at the end")
+    options.add_argument(
+        "--inject",
+        action="append",
+        default=[],
+        metavar="FAULT",
+        help="slow-rank=3:2ms, slow-path=2>5:1ms or hot-rank=6; may be repeated;\nimplies --diagnose",
+    )
+    options.add_argument("--save-svg", metavar="FILE", help="a picture of what --diagnose found")
+
+
+def parse_faults(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Replaces the texts of --inject by faults, or ends the program with what is wrong with them."""
+    try:
+        args.inject = [faults.parse(text) for text in args.inject]
+    except ValueError as error:
+        parser.error(f"--inject: {error}")
+    args.diagnose |= bool(args.inject)
+
+
+def inject_into_routing(
+    topk_idx: torch.Tensor,
+    args: argparse.Namespace,
+    num_ranks: int,
+    generator: torch.Generator,
+) -> torch.Tensor:
+    """What the injected hot ranks make of a routing."""
+    for fault in args.inject:
+        if isinstance(fault, faults.HotRank):
+            topk_idx = faults.skew_routing(topk_idx, fault, args.num_experts, num_ranks, generator)
+    return topk_idx
+
+
+def report_diagnosis(observed: Any, group: dist.ProcessGroup, args: argparse.Namespace) -> bool:
+    """Prints heatmaps and verdicts on rank 0; returns on all ranks whether the verdicts are the
+    injected faults.
+
+    `observed` is the buffer, or what has its counters. Without --inject any verdict is right: the
+    machine may well be uneven.
+    """
+    diagnosis = diagnose.run(observed)
+    right = [True]
+    if diagnosis is not None:
+        console = Console()
+        diagnose.report(diagnosis, console)
+        if args.save_svg:
+            diagnose.write_picture(diagnosis, args.save_svg)
+        if args.inject:
+            injected = set(faults.expected_verdicts(args.inject))
+            named = {verdict.key for verdict in diagnosis.verdicts}
+            right = [named == injected]
+            for key in sorted(injected - named, key=str):
+                console.print(f"[red]injected but not named:[/] {key}", highlight=False)
+            for key in sorted(named - injected, key=str):
+                console.print(f"[red]named but not injected:[/] {key}", highlight=False)
+            if right[0]:
+                console.print("[green]the verdicts name what was injected, and nothing else[/]")
+    dist.broadcast_object_list(right, src=0, group=group)
+    return right[0]
+
+
+# --- ranks ----------------------------------------------------------------------------------------
+
+
+def join(local_rank: int, num_local_ranks: int, store: str) -> dist.ProcessGroup:
+    """The group of all ranks: under torchrun its own, else as the original does.
+
+    Without torchrun WORLD_SIZE counts nodes and RANK is this node's index, and a single node needs
+    neither address nor port.
+    """
+    torch.set_num_threads(1)
+    if DEVICE == "cuda":
+        torch.cuda.set_device(local_rank % torch.cuda.device_count())
+    backend = "nccl" if DEVICE == "cuda" else "gloo"
+    num_nodes = int(os.getenv("WORLD_SIZE", "1"))
+    if under_torchrun():
+        dist.init_process_group(backend)
+    elif num_nodes == 1:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        dist.init_process_group(
+            backend, init_method=store, rank=local_rank, world_size=num_local_ranks
+        )
+    else:
+        address, port = os.getenv("MASTER_ADDR", "127.0.0.1"), os.getenv("MASTER_PORT", "8361")
+        dist.init_process_group(
+            backend,
+            init_method=f"tcp://{address}:{port}",
+            rank=int(os.getenv("RANK", "0")) * num_local_ranks + local_rank,
+            world_size=num_nodes * num_local_ranks,
+        )
+    return dist.new_group(list(range(dist.get_world_size())))
+
+
+def under_torchrun() -> bool:
+    """Whether a launcher has started this process as one rank."""
+    return "LOCAL_RANK" in os.environ
+
+
+def start(run_rank: Callable[..., None], args: argparse.Namespace) -> int:
+    """Calls run_rank(local_rank, num_local_ranks, store, args) in each of --num-processes processes, or
+    in this one under a launcher; returns the exit status."""
+    if under_torchrun():
+        run_rank(int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]), "", args)
+        return 0
+    with tempfile.TemporaryDirectory(prefix="deep_ep_") as folder:
+        store = f"file://{folder}/store"
+        try:
+            mp.start_processes(
+                run_rank,
+                args=(args.num_processes, store, args),
+                nprocs=args.num_processes,
+                start_method=START_METHOD,
+            )
+        except mp.ProcessExitedException as error:
+            return error.exit_code
+        except mp.ProcessRaisedException as error:
+            print(error, file=sys.stderr)
+            return 1
+    return 0
+
+
+def run_program(
+    program: Path, *arguments: str, launcher: Sequence[str] = (), timeout_s: float = 300
+) -> subprocess.CompletedProcess[str]:
+    """The program as its users start it, on the cpu backend's default settings."""
+    command = [sys.executable, *launcher, str(program), *arguments]
+    package = str(Path(deep_ep.__file__).parent.parent)  # the one under test, installed or not
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([package, *sys.path])}
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=timeout_s, check=False, env=env
+    )
