@@ -79,6 +79,21 @@ TEST(settings_may_change_between_operations) {
     }
 }
 
+TEST(queues_move_when_nothing_is_on_its_way_any_more) {
+    Random random(ep::testing::seed());
+    Group group(kTwoNodes);
+    const auto num_quiets = [&](int rank) {
+        uint64_t sum = 0;
+        for (const auto& path : group[rank].memory().transport().link->traffic().to)
+            sum += path.quiets;
+        return sum;
+    };
+    exchange_rounds(group, kTwoNodes, {1, 1, 4, 1, 2}, 2, random);
+    for (int rank = 0; rank < kTwoNodes.num_ranks(); ++rank) CHECK_EQUAL(num_quiets(rank), 0u);
+    exchange_rounds(group, kTwoNodes, {2, 1, 4, 1, 2}, 1, random);
+    for (int rank = 0; rank < kTwoNodes.num_ranks(); ++rank) CHECK(num_quiets(rank) > 0);
+}
+
 TEST(ranks_that_enter_at_different_times) {
     Random random(ep::testing::seed());
     Group group(kTwoNodes);

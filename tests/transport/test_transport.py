@@ -8,7 +8,9 @@ import pytest
 
 import native
 
-PROGRAMS = {name: native.plain(name) for name in ("transport", "protocol", "normal", "normal_simulation")}
+PROGRAMS = {
+    name: native.plain(name) for name in ("transport", "protocol", "normal", "normal_simulation")
+}
 
 
 @pytest.mark.parametrize(
