@@ -38,9 +38,9 @@ struct NormalCombineShared {
 
 // Warp. Puts a row and its pack, which holds the weights.
 EP_DEVICE void put_row_back(const NormalCombineArgs& args,
-                          const Queue& to,
-                          int index,
-                          int64_t number) {
+                            const Queue& to,
+                            int index,
+                            int64_t number) {
     const Transport& transport = args.common.transport;
     const NormalRow& row = args.row;
     const size_t slot = slot_of(args, to, true, index);
@@ -277,7 +277,7 @@ struct CombineTasks {
 
 // Block. Whether the caller's rows are all that dispatch delivered.
 EP_DEVICE bool returns_all(const NormalCombineArgs& args, const OpenOperation& open) {
-    if (args.source_end(args.topology().num_ranks - 1) <= args.num_rows) return true;
+    if (rows_lie_within(args, args.num_rows)) return true;
     if (elect_one()) record_failure(args.common, open, FailureReason::kHandle, args.common.rank());
     return false;
 }

@@ -12,6 +12,11 @@
 
 namespace ep {
 
+// Block, once it has entered: what it does from here on depends on the others.
+EP_DEVICE void begin_waiting(const OperationArgs& args) {
+    if (thread_index() == 0) max_relaxed<Scope::kDevice>(&args.workspace->wait_begin_ns, now_ns());
+}
+
 // What the queues of one source say.
 struct QueuesSeen {
     uint64_t arrival_ns = 0;

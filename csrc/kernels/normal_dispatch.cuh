@@ -21,14 +21,16 @@ struct NormalDispatchArgs : NormalArgs, NormalDispatchTensors, NormalDispatchFla
 
 // ---- 1, 2: from the caller's rows
 
-// One thread. The next tokens of a channel that `is_for` names; up to `count`, of which there are as many.
+// One thread. The next tokens of a channel that `is_for` names, up to `count`; how many there are. Fewer
+// only if the handle contradicts itself.
 template <class IsFor>
-EP_DEVICE void find_tokens(
+EP_DEVICE int find_tokens(
     const TokenRange& range, int cursor, int count, int* tokens, IsFor is_for) {
-    int token = range.begin + cursor;
-    for (int found = 0; found < count && token < range.end; ++token) {
+    int found = 0;
+    for (int token = range.begin + cursor; found < count && token < range.end; ++token) {
         if (is_for(token)) tokens[found++] = token;
     }
+    return found;
 }
 
 // Where the producer goes on after it has sent a token.
@@ -180,11 +182,12 @@ EP_DEVICE void deliver_row(const NormalDispatchArgs& args,
 EP_DEVICE bool has_room(const NormalDispatchArgs& args, const OpenOperation& open) {
     const Topology& topology = args.topology();
     const int nodes = topology.num_nodes();
-    const bool has_rows = args.source_end(topology.num_ranks - 1) <= args.num_recv_rows;
+    const bool has_rows = rows_lie_within(args, args.num_recv_rows);
     const bool has_relays =
         nodes == 1 || !args.fresh || args.recv_node_prefix[nodes - 1] <= args.num_relay_rows;
     if (has_rows && has_relays) return true;
-    if (elect_one()) record_failure(args.common, open, FailureReason::kRoom, args.common.rank());
+    const FailureReason reason = args.fresh ? FailureReason::kRoom : FailureReason::kHandle;
+    if (elect_one()) record_failure(args.common, open, reason, args.common.rank());
     return false;
 }
 
@@ -293,16 +296,14 @@ struct DispatchTasks {
         if (free == 0) return 0;
         const TokenRange range = TokenRange::of(task.channel, args.num_channels, args.num_tokens);
         if (task.kind == kToNode) {
-            find_tokens(range, state.cursor, free, tokens, [&](int token) {
+            return find_tokens(range, state.cursor, free, tokens, [&](int token) {
                 return args.local_ranks(token, task.index) != 0;
             });
-        } else {
-            const int rank = destination(task);
-            find_tokens(range, state.cursor, free, tokens, [&](int token) {
-                return args.is_token_for(token, rank);
-            });
         }
-        return free;
+        const int rank = destination(task);
+        return find_tokens(range, state.cursor, free, tokens, [&](int token) {
+            return args.is_token_for(token, rank);
+        });
     }
 
     EP_DEVICE void move(int number, int rows, const int* tokens) const {

@@ -217,12 +217,11 @@ EP_DEVICE void tell_host(const NotifyArgs& args, const OpenOperation& open, bool
 EP_KERNEL void normal_notify(const EP_GRID_CONSTANT NotifyArgs args) {
     const OperationArgs& common = args.common;
     const OpenOperation open = current_operation(common);
-    if (thread_index() == 0)
-        max_relaxed<Scope::kDevice>(&common.workspace->wait_begin_ns, now_ns());
     send_headers(common, open);
     if (hand_over(common, open)) count_tokens(args, open);
     const bool refuses = has_failed(common);
     send_notices(args, open, refuses);
+    begin_waiting(common);
     const bool succeeded = !refuses && meet_headers(common, open) && await_notices(args, open);
     if (succeeded) place_rows(args, open);
     if (succeeded) count_notices(args, open);

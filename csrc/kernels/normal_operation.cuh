@@ -11,10 +11,9 @@ namespace ep {
 // has emptied every queue of the one before. Whether rows may be sent; all threads agree.
 EP_DEVICE bool begin_normal(const NormalArgs& args, const OpenOperation& open, bool is_entered) {
     const OperationArgs& common = args.common;
-    if (thread_index() == 0)
-        max_relaxed<Scope::kDevice>(&common.workspace->wait_begin_ns, now_ns());
+    if (!is_entered) send_headers(common, open);
+    begin_waiting(common);
     if (is_entered) return !has_failed(common);
-    send_headers(common, open);
     // All threads see the same. Only block 0 may look at the header, which it has just written.
     if (*args.dispatch_op == 0) {
         if (block_index() == 0 && elect_one())
@@ -22,6 +21,19 @@ EP_DEVICE bool begin_normal(const NormalArgs& args, const OpenOperation& open, b
         return false;
     }
     return hand_over(common, open) && meet_headers(common, open);
+}
+
+// Block. Whether the rows that a handle tells of lie within `num_rows`, whoever may have changed it: it is the
+// caller's. All threads agree.
+EP_DEVICE bool rows_lie_within(const NormalArgs& args, int num_rows) {
+    bool is_outside = false;
+    const int num_parts = args.topology().num_ranks * args.num_channels;
+    for (int i = thread_index(); i < num_parts; i += num_threads()) {
+        const int first = args.first_row(i / args.num_channels, i % args.num_channels);
+        const int rows = args.from_rank(i / args.num_channels, i % args.num_channels);
+        is_outside = is_outside || first < 0 || rows < 0 || rows > num_rows - first;
+    }
+    return !block_any(is_outside);
 }
 
 // Block. True for one thread of the launch, if the operation succeeded. count_hops() adds it to the counters.
