@@ -221,6 +221,7 @@ class Runtime:
         dispatch_op: int,
         num_tokens_per_rank: int,
         num_tokens_per_expert: int,
+        wait_stats: int,
         notify_counters: tuple[int, int, int, int],
         stream: int,
     ) -> None: ...

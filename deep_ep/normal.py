@@ -147,6 +147,7 @@ class Normal:
                 **self._common(shape, handle),
                 num_tokens_per_rank=pointers.of_tensor(layout.num_tokens_per_rank),
                 num_tokens_per_expert=pointers.of_tensor(layout.num_tokens_per_expert),
+                wait_stats=pointers.of_own_row(wait_stats, communicator.rank),
                 notify_counters=pointers.of_counters(self.counters.notify),
                 stream=order.handle,
             )

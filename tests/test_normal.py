@@ -445,7 +445,7 @@ def test_wait_cost_tensors_grow_in_the_own_row_only(square: bool, ranks_per_node
 
     def be_late(rank: int, buffer: deep_ep.Buffer) -> None:
         if rank == 2 and DEVICE == "cpu":  # so that the others do wait
-            buffer.runtime.delay(30_000_000)
+            buffer.runtime.delay(200_000_000)
 
     def measured_exchange(rank: int, buffer: deep_ep.Buffer) -> None:
         fresh, cached, combine = costs[rank]

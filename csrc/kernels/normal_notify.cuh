@@ -138,7 +138,7 @@ EP_DEVICE bool await_notices(const NotifyArgs& args, const OpenOperation& open) 
 // Block. What the exchange adds to its counters, if it has some.
 EP_DEVICE void count_notices(const NotifyArgs& args, const OpenOperation& open) {
     uint64_t* sights = args.common.workspace->header_sight;
-    count_hop(args, open, args.notify_counters, nullptr, [&](int source, QueuesSeen& seen) {
+    count_hop(args, open, args.notify_counters, args.wait_stats, [&](int source, QueuesSeen& seen) {
         const Sight sight = Sight::unpack(sights[source]);
         const auto issue_ns = static_cast<uint32_t>(
             notice_of(args, open, source)[NormalControlMap::notice_issue_ns()]);

@@ -161,7 +161,7 @@ TEST(failures_are_read_in_memory_that_the_host_shares) {
     const size_t copies = driver::calls().size();
     CHECK(!rank.runtime().take_failure().has_value());
     CHECK_EQUAL(driver::calls().size(), copies);
-    // And the counts of a dispatch.
+    // The record of failures, and the counts of a dispatch.
     CHECK_EQUAL(driver::count("cudaHostAlloc"), 2);
 }
 
