@@ -145,7 +145,7 @@ class CounterSnapshot:
 
         The raw times of later operations are taken out of the sums, in the arithmetic of the
         kernels. Not exact are what they do not hold, and `estimated` names it: `send_ns` and
-        `gap_ns` of this rank, unless `rank` is given, are cut in proportion to the operations,
+        `gap_ns` of this rank, unless `rank` is given, and `credit_ns` are cut in proportion to the operations,
         `bytes` in proportion to the tokens where rows were of several sizes. `max_wait_ns` stays.
 
         Args:
@@ -182,8 +182,9 @@ class CounterSnapshot:
                     estimated.add(field)
                 totals[row] -= row_bytes * sources["tokens"]
             elif _is_sum(field):
+                if totals[row].any():
+                    estimated.add(field)
                 totals[row] = _in_proportion(totals[row], kept, self.ops)
-                estimated.add(field)
         for place, field in enumerate(self.own_fields):
             if field in own:
                 own_totals[place] -= own[field]
@@ -247,7 +248,7 @@ class CounterSnapshot:
 class RecvCounters:
     """What one rank measures about what it receives, for one kind of operation.
 
-    Pass it to `low_latency_dispatch` or `low_latency_combine` as `recv_counters`, or let
+    Pass it to a dispatch or combine, low-latency or normal, as `recv_counters`, or let
     `Buffer.enable_counters()` make one for each. Use one object per kind of operation.
 
     Attributes:

@@ -20,7 +20,8 @@ EP_DEVICE void begin_waiting(const OperationArgs& args) {
 // What the queues of one source say.
 struct QueuesSeen {
     uint64_t arrival_ns = 0;
-    uint64_t issued_ns = 0;  // on the source's clock
+    uint64_t issued_ns = 0;   // on the source's clock
+    uint64_t blocked_ns = 0;  // in the channel that waited longest
     int64_t tokens = 0;
     bool witnessed = false;
 
@@ -28,7 +29,9 @@ struct QueuesSeen {
         const QueueState& state = state_of(args, queue, false);
         if (state.moved == 0) return;
         const uint64_t issued = last_word(args, queue, NormalControlMap::kIssuedNs);
+        const uint64_t blocked = last_word(args, queue, NormalControlMap::kBlockedNs);
         tokens += state.moved;
+        blocked_ns = blocked > blocked_ns ? blocked : blocked_ns;
         issued_ns = issued > issued_ns ? issued : issued_ns;
         if (state.arrival_ns < arrival_ns) return;
         arrival_ns = state.arrival_ns;
@@ -61,13 +64,14 @@ EP_DEVICE void count_queues(const NormalArgs& args,
     if (!counters.on()) return;
     SourceTotals totals(counters, source, common.num_ranks(), true);
     const int64_t clock_error = source == common.rank() ? 0 : clock_error_at(clock, arrival);
-    add_operation(counters,
-                  totals,
-                  {timing, seen.tokens, seen.witnessed, clock_error},
-                  ring_slot,
-                  source,
-                  common.num_ranks(),
-                  common.row_bytes);
+    add_operation(
+        counters,
+        totals,
+        {timing, seen.tokens, seen.witnessed, clock_error, static_cast<int64_t>(seen.blocked_ns)},
+        ring_slot,
+        source,
+        common.num_ranks(),
+        common.row_bytes);
 }
 
 // Block. seen_of(source, QueuesSeen) adds the queues of a source; false: the hop has none.

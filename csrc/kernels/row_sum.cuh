@@ -41,6 +41,7 @@ EP_DEVICE void sum_tile(const RowList& list, int first, int stride, Vector* out)
     const int count = list.count();
     for (int r = 0; r < count; ++r) {
         const auto* row = reinterpret_cast<const Vector*>(list.row(r)) + first;
+        prefetch_ahead(row);
         Vector vectors[kTile];
         EP_UNROLL(kTile)
         for (int j = 0; j < kTile; ++j) vectors[j] = load_vector(row + j * stride);
