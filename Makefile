@@ -50,8 +50,9 @@ format fix: $(STAMP)  ## repairs what the tools can repair
 	$(RUN)/ruff format .
 	$(RUN)/clang-format -i $(CPP)
 
-bench: install  ## dispatch + combine against gloo, what a call takes on the host, and what the counters cost
+bench: install  ## dispatch + combine against gloo, both modes; what a call takes on the host, and what the counters cost
 	$(RUN)/python benchmarks/low_latency_cpu.py $(ARGS)
+	$(RUN)/python benchmarks/normal_cpu.py $(NORMAL)
 	$(RUN)/python benchmarks/host_time.py $(HOST_TIME)
 	$(if $(shell command -v valgrind),$(RUN)/python benchmarks/counters_overhead.py,@echo "counters_overhead.py left out: apt-get install valgrind")
 
@@ -61,6 +62,7 @@ accuracy: install  ## who is right about injected faults, generated and real, an
 	$(RUN)/python benchmarks/diagnosis_cost.py
 
 smoke: ARGS = --num-processes 2 --num-tokens 16 --rounds 3
+smoke: NORMAL = --num-processes 4 --num-tokens 64 --hidden 1024 --num-experts 16 --rounds 1
 smoke: HOST_TIME = --quick
 smoke: bench  ## all benchmarks in small: do they still run?
 	$(RUN)/python benchmarks/diagnosis_accuracy.py --quick
