@@ -1,9 +1,8 @@
 // What a normal operation adds to the counters: hop by hop, and per source rank of the hop.
 //
-//   kReceive  what ends on this rank. Dispatch: by the rank whose tokens they are, whichever gateway passed
-//             them on. Combine: by the rank of this node, or the gateway, that sent them.
-//   kRelay    what this rank passes on as a gateway. Dispatch: by the gateway that sent it. Combine: by rank of
-//             this node.
+//   what ends here    Dispatch: by the rank whose tokens they are, whichever gateway passed them on. Combine:
+//                     by the rank of this node, or the gateway, that sent them.
+//   what is relayed   Dispatch: by the gateway that sent it. Combine: by rank of this node.
 // What of an issue time was waiting for slots is the receiver's doing, and counted by itself.
 #pragma once
 
