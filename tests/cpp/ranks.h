@@ -94,6 +94,8 @@ struct OperatingRank : Rank {
                       static_cast<uint32_t>(num_experts),
                       0,
                       static_cast<uint16_t>(Operation::kDispatch)};
+        args.layout = {{args.shape.word(0), args.shape.num_experts}};
+        args.num_queue_pairs = kExpertsPerRank;
         args.timeout_ns = timeout_ns;
         return args;
     }

@@ -61,7 +61,7 @@ Opened open_operation(OperatingRank& self, const OperationArgs& args, int blocks
 
 // As the last operation of other sizes leaves it.
 void use_other_sizes(OperatingRank& self) {
-    self.workspace->layout = self.args(2 * kHidden).layout();
+    self.workspace->layout = self.args(2 * kHidden).layout;
 }
 
 // An operation without rows until all have come; `fails`: on this rank alone, and after the others.
@@ -83,7 +83,7 @@ void finish_operation(OperatingRank& self, const OperationArgs& args, bool fails
             const OpenOperation open = current_operation(args);
             if (fails && thread_index() == 0)
                 record_failure(args, open, FailureReason::kCorrupt, args.rank());
-            close_operation(args, open, [](int source) { return source; }, kRanks);
+            close_low_latency(args, open, [](int source) { return source; }, kRanks);
         },
         shape);
 }
@@ -191,7 +191,7 @@ TEST(an_operation_closes_only_when_all_warps_have_copied) {
                         CHECK(!spin_until([] { return false; }, deadline_in(kLateNs)));
                         if (elect_one()) closed = load_relaxed<Scope::kSystem>(&args.workspace->op);
                     }
-                    close_operation(args, open, [](int source) { return source; }, 1);
+                    close_low_latency(args, open, [](int source) { return source; }, 1);
                 },
                 {.blocks = 2, .threads = 2 * kWarpSize, .shared_bytes = 64, .cooperative = true});
             CHECK_EQUAL(closed, 0u);

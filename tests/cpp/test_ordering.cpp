@@ -214,7 +214,7 @@ TEST(a_hand_over_orders_what_was_read_before_what_any_block_sends) {
     for (const auto& rank : ranks) rank->memory.connect(handles);
     ep::testing::on_ranks(2, [&](int rank) {
         OperatingRank& self = *ranks[rank];
-        self.workspace->layout = self.args(256).layout();  // of the last operation
+        self.workspace->layout = self.args(256).layout;  // of the last operation
         const OperationArgs args = self.args(128, kPatienceNs);
         const size_t row = args.map.begin;
         uint64_t was_there = 0;
