@@ -22,8 +22,10 @@ from deep_ep.diagnose.storage.log_writer import Writer
 from deep_ep.diagnose.storage.record import Record
 from generator import simulate
 from generator.machines import CPU
+from generator.recording import COUNTER_FIELDS
 
 LATE_COLUMN = 2
+NUM_FIELDS = len(COUNTER_FIELDS)
 NUM_RANKS = 8
 
 
@@ -305,11 +307,14 @@ def rewrite(file: Path, **changes: Any) -> None:
         ({"num_ranks": 0}, "entry num_ranks is 0; expected an integer of at least 1"),
         ({"kinds": np.zeros(2)}, "entry kinds is float64 of shape [2]; expected a list of texts"),
         ({"dispatch__own": None}, "entry dispatch/own is missing"),
-        ({"dispatch__totals": np.zeros((11, 3), int)}, "expected int64 of shape [11, 4]"),
-        ({"dispatch__ring": np.zeros((8, 4, 4), int)}, "expected int64 of shape [any, 5, 6]"),
-        ({"dispatch__totals": np.zeros((11, 4))}, "is float64 of shape [11, 4]; expected int64"),
         (
-            {"dispatch__totals": np.full((11, 4), -1)},
+            {"dispatch__totals": np.zeros((NUM_FIELDS, 3), int)},
+            f"expected int64 of shape [{NUM_FIELDS}, 4]",
+        ),
+        ({"dispatch__ring": np.zeros((8, 4, 4), int)}, "expected int64 of shape [any, 5, 6]"),
+        ({"dispatch__totals": np.zeros((NUM_FIELDS, 4))}, f"is float64 of shape [{NUM_FIELDS}, 4]"),
+        (
+            {"dispatch__totals": np.full((NUM_FIELDS, 4), -1)},
             "they wrapped, or two snapshots were subtracted",
         ),
         ({"dispatch__own": np.array([{}], object)}, "Object arrays cannot be loaded"),
