@@ -139,6 +139,14 @@ struct CombineTasks {
             if (node != args.node()) f(rdma_queue(args, node, task.channel));
     }
 
+    // Rows of such a queue. A gateway does not know.
+    EP_DEVICE int total_of(const Task& task, const Queue& queue) const {
+        if (task.kind == kRelay) return INT32_MAX;
+        return queue.hop == Hop::kNvl
+                   ? args.to_rank(queue.peer, queue.channel)
+                   : args.to_node(args.topology().node_of(queue.peer), queue.channel);
+    }
+
     EP_DEVICE bool is_done(int number) const {
         const Task task = this->task(number);
         return state(task).cursor == total(task);
@@ -270,7 +278,7 @@ struct CombineTasks {
         for_each_queue(task, [&](const Queue& queue) {
             const QueueState& inward = state_of(args, queue, false);
             const int emptied = inward.cursor - static_cast<int>(inward.moved);
-            if (emptied > 0) give_back(args, open, queue, emptied);
+            if (emptied > 0) give_back(args, open, queue, emptied, total_of(task, queue));
         });
     }
 };

@@ -345,7 +345,7 @@ struct DispatchTasks {
         }
         const Queue from = inbound(task);
         if (task.kind == kRelay) tell_relayed(task.index, from, rows);
-        give_back(args, open, from, rows);
+        give_back(args, open, from, rows, total(task));
     }
     // One thread. The rows of a step are in the queues of the local ranks.
     EP_DEVICE void tell_relayed(int node, const Queue& from, int rows) const {

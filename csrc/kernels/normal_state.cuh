@@ -10,6 +10,7 @@ namespace ep {
 struct QueueState {
     uint32_t moved;       // slots filled (producer) or emptied (consumer)
     uint32_t seen;        // how far the other end is known to be
+    uint32_t told;        // consumer: slots that the producer knows to be empty again
     int32_t cursor;       // where the task that has it is in its tokens or rows
     int32_t has_waited;   // consumer: there was a look that found nothing new
     uint64_t blocked_ns;  // how long there was no slot to fill

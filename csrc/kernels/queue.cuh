@@ -147,14 +147,17 @@ EP_DEVICE int filled_slots(const NormalArgs& args, const OpenOperation& open, co
     return static_cast<int>(state.seen - state.moved);
 }
 
-// One thread, when the block has emptied `count` slots.
-EP_DEVICE void give_back(const NormalArgs& args,
-                         const OpenOperation& open,
-                         const Queue& queue,
-                         int count) {
+// One thread, when the block has emptied `count` slots; total: all rows that come in the operation, or
+// more. The producer is told once half of the slots are empty, if it has rows left that need them.
+EP_DEVICE void give_back(
+    const NormalArgs& args, const OpenOperation& open, const Queue& queue, int count, int total) {
     const Transport& transport = args.common.transport;
     QueueState& state = state_of(args, queue, false);
     state.moved += count;
+    const auto slots = static_cast<uint32_t>(queue.slots);
+    if (2 * (state.moved - state.told) < slots) return;
+    if (static_cast<uint32_t>(total) <= state.told + slots) return;
+    state.told = state.moved;
     const int qp = queue.channel;
     // Keeps the words in order, of which only the last one counts.
     transport.fence(queue.peer, qp);

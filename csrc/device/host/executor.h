@@ -34,7 +34,8 @@ class DeviceError : public std::runtime_error {
 class IdleWaiter {
   public:
     virtual ~IdleWaiter() = default;
-    // Lets deferred work of this rank (delayed delivery) make progress; true if it did.
+    // Nobody can move: lets deferred work of this rank (bells, delayed delivery) make progress; true if some
+    // is left.
     virtual bool pump() = 0;
     // Everybody waits: lets the clock go on to the next arrival that is known of, if it is that kind of
     // clock; true if it did.

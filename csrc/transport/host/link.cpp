@@ -23,6 +23,9 @@ constexpr std::memory_order kSignalOrder = std::memory_order_relaxed;
 constexpr std::memory_order kSignalOrder = std::memory_order_release;
 #endif
 
+// A rank that still finds work rings after so much: some 100 us of copying. Chosen.
+constexpr uint64_t kBytesPerRing = 512 << 10;
+
 }  // namespace
 
 Link::Link(RankClock& clock, int rank, size_t bytes, std::vector<PeerMemory> peers)
@@ -156,7 +159,7 @@ void Link::deliver(const HeldBack& item) {
 uint64_t Link::poll(size_t offset) {
     const Unobserved own_records;
     ++traffic_.polls;
-    if (any_to_ring_) ring();
+    if (unrung_bytes_ >= kBytesPerRing && any_to_ring_) ring();
     auto* word = reinterpret_cast<uint64_t*>(peers_[rank_].base + offset);
     const uint64_t value = std::atomic_ref<uint64_t>(*word).load(std::memory_order_acquire);
     if (value == 0) return 0;
@@ -196,6 +199,7 @@ bool Link::pass_time() {
 void Link::ring() {
     const Unobserved own_records;
     any_to_ring_ = false;
+    unrung_bytes_ = 0;
     for (size_t dst = 0; dst < peers_.size(); ++dst) {
         if (!to_ring_[dst]) continue;
         to_ring_[dst] = 0;
@@ -266,6 +270,7 @@ void Link::quiet(int dst, int qp) {
 
 bool Link::pump() {
     const Unobserved own_records;
+    if (any_to_ring_) ring();
     if (held_back_.empty()) return false;
     // Any item may be next that no fence puts behind another one on its queue pair.
     const size_t start = reorder_ ? reorder_->below(held_back_.size()) : 0;

@@ -52,6 +52,7 @@ class Link final : public IdleWaiter, public InFlight {
         const Unobserved own_records;
         ++traffic_.to[dst].puts;
         traffic_.to[dst].put_bytes += bytes;
+        unrung_bytes_ += bytes;
         if (faulty_) path_faults_[dst].bytes += bytes;
     }
     // The same of a word, which takes no time of a path with limited bandwidth.
@@ -65,8 +66,8 @@ class Link final : public IdleWaiter, public InFlight {
     uint64_t newest(size_t offset);
     uint64_t arrival_ns(size_t offset);
     bool stamps_arrivals() const { return clock_.mode() != ClockMode::kWall; }
-    // Rings everyone signalled since the last call. Ringing once per phase instead of once per
-    // signal keeps ranks that share a core from waking each other for nothing.
+    // Rings everyone signalled since the last call. Ringing when this rank has nothing to do, or has done
+    // much, instead of once per signal keeps ranks that share a core from waking each other for nothing.
     void ring();
     // Delivers everything that is still held back. Called when a launch has ended.
     void flush();
@@ -125,6 +126,7 @@ class Link final : public IdleWaiter, public InFlight {
     Traffic traffic_;
     std::vector<uint8_t> to_ring_;
     bool any_to_ring_ = false;
+    uint64_t unrung_bytes_ = 0;  // put since the last ring
     bool in_order_ = true;
     bool all_direct_ = true;
     std::optional<SeededRandom> reorder_;
