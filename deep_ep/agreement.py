@@ -291,7 +291,9 @@ class Arbiter:
             return
         opened = self._rounds.get(key) or self._open(key)
         # Of "abandoned" they are those who gave up before, who need not owe it anything.
-        opened.missed.setdefault(rank, set()).update(missing - {rank} if failure == "timeout" else ())
+        opened.missed.setdefault(rank, set()).update(
+            missing - {rank} if failure == "timeout" else ()
+        )
         self._look()
 
     def _progress(self, rank: int, number: int, at: Progress) -> None:
