@@ -127,3 +127,14 @@ def test_a_single_node_uses_no_network(normal_command: Any) -> None:
     counts = normal_command.count(shape, 3)
     assert {one.hop for one in counts} == {"NVLink"}
     assert all(one.counts["puts"] > one.rows > 0 for one in counts)
+
+
+@pytest.mark.parametrize("ranks_per_node", [4, 2])
+def test_the_program_whose_instructions_are_counted_runs(
+    normal_command: Any, ranks_per_node: int
+) -> None:
+    """It says itself if an operation fails, or counts nothing."""
+    shape = normal_command.GroupShape(NUM_RANKS, NUM_TOKENS, 256, NUM_TOPK, NUM_EXPERTS)
+    routes = normal_command.random_routes(shape)
+    for keeps_counters in (False, True):
+        load("_normal_group").run_rounds(shape, ranks_per_node, routes, 2, keeps_counters)
