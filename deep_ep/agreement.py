@@ -344,7 +344,23 @@ class Arbiter:
         if now >= opened.others_by:
             missed = set().union(*opened.missed.values())
             return not unheard or not (unheard & missed) and self._names_somebody(key, opened)
-        return not unheard and not _may_report(key, opened)
+        if _may_report(key, opened) or self._may_report_before(key, opened):
+            return False
+        return not unheard
+
+    def _may_report_before(self, key: Key, opened: _Round) -> bool:
+        """Whether somebody is gone, and a rank may have yet to say that the operation before failed for that:
+        it is not missing then.
+        """
+        excused = self._excused(opened)
+        return (
+            key.is_operation
+            and bool(self.dead or self.left)
+            and any(
+                not at.open and at.closed == key.op - 1 and rank not in excused
+                for rank, at in opened.progress.items()
+            )
+        )
 
     def _unheard(self, opened: _Round) -> set[int]:
         """Ranks that live and have said nothing."""

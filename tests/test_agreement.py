@@ -180,6 +180,21 @@ def test_operations_are_decided_in_their_order() -> None:
     assert [decision.culprits for decision in ranks.decisions(2)] == [(1,), (1,)]
 
 
+def test_who_failed_one_operation_before_is_not_named_beside_the_dead() -> None:
+    """Its report comes behind those of ranks that were one ahead."""
+    ahead = Progress(73, 74, True)
+    ranks = Ranks({0: Progress(73, 0, False), 2: ahead, 3: ahead})
+    ranks.arbiter.lose(1, "process")
+    ranks.report(2, [0, 1], key=Key("operation", 74))
+    ranks.answer()
+    ranks.pass_time(0.15)
+    assert not ranks.decisions(0)
+    ranks.report(0, [1])
+    ranks.answer()
+    ranks.pass_time()
+    assert [decision.culprits for decision in ranks.decisions(2)] == [(1,), (1,)]
+
+
 def test_who_gave_up_first_is_no_source_of_a_path() -> None:
     ranks = Ranks(dict.fromkeys(range(4), WAITS))
     ranks.report(0, [1])
