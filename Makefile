@@ -54,7 +54,7 @@ bench: install  ## dispatch + combine against gloo, both modes; what a call take
 	$(RUN)/python benchmarks/low_latency_cpu.py $(ARGS)
 	$(RUN)/python benchmarks/normal_cpu.py $(NORMAL)
 	$(RUN)/python benchmarks/host_time.py $(HOST_TIME)
-	$(if $(shell command -v valgrind),$(RUN)/python benchmarks/counters_overhead.py,@echo "counters_overhead.py left out: apt-get install valgrind")
+	$(if $(shell command -v valgrind),$(RUN)/python benchmarks/counters_overhead.py $(OVERHEAD),@echo "counters_overhead.py left out: apt-get install valgrind")
 
 accuracy: install  ## who is right about injected faults, generated and real, and what verdicts cost
 	$(RUN)/python benchmarks/diagnosis_accuracy.py $(ARGS)
@@ -64,6 +64,7 @@ accuracy: install  ## who is right about injected faults, generated and real, an
 smoke: ARGS = --num-processes 2 --num-tokens 16 --rounds 3
 smoke: NORMAL = --num-processes 4 --num-tokens 64 --hidden 1024 --num-experts 16 --rounds 1
 smoke: HOST_TIME = --quick
+smoke: OVERHEAD = --only low-latency
 smoke: bench  ## all benchmarks in small: do they still run?
 	$(RUN)/python benchmarks/diagnosis_accuracy.py --quick
 	$(RUN)/python benchmarks/diagnosis_cost.py --quick

@@ -1,10 +1,11 @@
 """What the counters cost: executed instructions of the host target with counters on and off.
 
-valgrind counts the instructions of a program that drives all ranks of a group from one thread:
-first every rank sends, then every rank receives, so nobody ever waits and the count repeats to the
+valgrind counts the instructions of a program that drives all ranks of a group. In low latency from one
+thread: first every rank sends, then every rank receives, so nobody ever waits. In normal mode, within a
+node and between nodes, in the simulation, where ranks wait in virtual time. So the count repeats to the
 instruction or nearly so. Start-up is taken out by the difference of a long and a short run.
 
-    python benchmarks/counters_overhead.py [--num-ranks 4] [--num-tokens 32]
+    python benchmarks/counters_overhead.py [--num-ranks 4] [--num-tokens 32] [--only normal]
 """
 
 from __future__ import annotations
@@ -15,26 +16,45 @@ import re
 import shutil
 import subprocess
 import sys
+from typing import NamedTuple
 
+import _normal_group
 from _one_thread_group import Group, GroupShape
 
-SHORT_RUN, LONG_RUN = 2, 8  # rounds of dispatch + combine
+
+class Workload(NamedTuple):
+    """What is measured; `num_nodes` is 0 for low latency."""
+
+    num_nodes: int
+    num_tokens: int  # of a rank; few, for what the mode is for
+    rounds: tuple[int, int]  # of dispatch + combine, of the short and of the long run
+
+
+WORKLOADS = {
+    "low-latency": Workload(0, 32, (2, 8)),
+    "normal": Workload(1, 128, (2, 4)),
+    "normal-2-nodes": Workload(2, 128, (2, 4)),
+}
 LIMIT = 1.01
 
 
 def run_rounds(args: argparse.Namespace) -> None:
-    """The measured program: all ranks in one thread, one phase after the other."""
-    shape = GroupShape(
-        args.num_ranks, args.num_tokens, args.hidden, args.num_topk, args.num_experts
-    )
+    """The measured program."""
+    workload = WORKLOADS[args.run]
+    num_tokens = args.num_tokens or workload.num_tokens
+    shape = GroupShape(args.num_ranks, num_tokens, args.hidden, args.num_topk, args.num_experts)
     experts = [
         [
             (token * 7 + slot * 11 + rank) % args.num_experts
-            for token in range(args.num_tokens)
+            for token in range(num_tokens)
             for slot in range(args.num_topk)
         ]
         for rank in range(args.num_ranks)
     ]
+    if workload.num_nodes > 0:
+        ranks_per_node = args.num_ranks // workload.num_nodes
+        _normal_group.run_rounds(shape, ranks_per_node, experts, args.rounds, args.counters)
+        return
     group = Group(shape, experts, args.counters)
     for _ in range(args.rounds):
         group.dispatch()
@@ -46,14 +66,15 @@ def run_rounds(args: argparse.Namespace) -> None:
     group.close()
 
 
-def instructions(args: argparse.Namespace, rounds: int, counters: bool) -> int:
+def instructions(args: argparse.Namespace, workload: str, rounds: int, counters: bool) -> int:
     """Executed by one run, as valgrind counts them."""
     command = [
         "valgrind", "--tool=cachegrind", "--cache-sim=no", "--cachegrind-out-file=/dev/null",
-        sys.executable, __file__, "--run", "--rounds", str(rounds),
+        sys.executable, __file__, "--run", workload, "--rounds", str(rounds),
         *(["--counters"] if counters else []),
         *(word for name in ("num_ranks", "num_tokens", "hidden", "num_topk", "num_experts")
-          for word in (f"--{name.replace('_', '-')}", str(getattr(args, name)))),
+          if (value := getattr(args, name)) is not None
+          for word in (f"--{name.replace('_', '-')}", str(value))),
     ]  # fmt: skip
     # A fixed hash seed, because Python's own instructions depend on it.
     env = {**os.environ, "PYTHONHASHSEED": "0", "DEEP_EP_CPU_CLOCK": "wall"}
@@ -70,12 +91,13 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--num-ranks", type=int, default=4)
-    parser.add_argument("--num-tokens", type=int, default=32)
+    parser.add_argument("--num-tokens", type=int, help="of a rank (32, in normal mode 128)")
     parser.add_argument("--hidden", type=int, default=7168)
     parser.add_argument("--num-topk", type=int, default=8)
     parser.add_argument("--num-experts", type=int, default=64)
-    parser.add_argument("--run", action="store_true", help="be the measured program")
-    parser.add_argument("--rounds", type=int, default=LONG_RUN)
+    parser.add_argument("--only", default="", help="workloads whose names begin so")
+    parser.add_argument("--run", choices=WORKLOADS, help="be the measured program")
+    parser.add_argument("--rounds", type=int, default=1, help="with --run")
     parser.add_argument("--counters", action="store_true", help="with --run: keep counters")
     args = parser.parse_args()
     if args.run:
@@ -83,19 +105,28 @@ def main() -> int:
         return 0
     if shutil.which("valgrind") is None:
         sys.exit("valgrind is not installed; on Debian or Ubuntu: apt-get install valgrind")
+    print(
+        f"{args.num_ranks} ranks, {args.hidden} x top-{args.num_topk} of {args.num_experts} experts; "
+        "a round is a dispatch and a combine of all ranks"
+    )
+    ratios = [measure(args, name) for name in WORKLOADS if name.startswith(args.only)]
+    return 0 if max(ratios) <= LIMIT else 1
+
+
+def measure(args: argparse.Namespace, workload: str) -> float:
+    """Instructions with counters over those without; prints all three."""
+    _, num_tokens, rounds = WORKLOADS[workload]
     per_round = {}
     for counters in (False, True):
-        short, long = (instructions(args, rounds, counters) for rounds in (SHORT_RUN, LONG_RUN))
-        per_round[counters] = (long - short) / (LONG_RUN - SHORT_RUN)
-        print(
-            f"counters {'on ' if counters else 'off'}  {per_round[counters]:15,.0f} instructions a round"
-        )
+        short, long = (instructions(args, workload, number, counters) for number in rounds)
+        per_round[counters] = (long - short) / (rounds[1] - rounds[0])
     ratio = per_round[True] / per_round[False]
     print(
-        f"ratio         {ratio:15.4f}  ({args.num_ranks} ranks, {args.num_tokens} tokens x {args.hidden} x "
-        f"top-{args.num_topk} of {args.num_experts} experts; a round is a dispatch and a combine of all ranks)"
+        f"{workload:15} {args.num_tokens or num_tokens:4} tokens, {per_round[False]:14,.0f} instructions a round without counters, "
+        f"{per_round[True]:14,.0f} with: {ratio:.4f}",
+        flush=True,
     )
-    return 0 if ratio <= LIMIT else 1
+    return ratio
 
 
 if __name__ == "__main__":

@@ -7,7 +7,8 @@ torch.distributed.all_to_all_single, takes the same way back, and sums. A round'
 its slowest rank; the ratio is that of the medians.
 
 In the same rounds all ranks copy memory at once. What dispatch and combine must move, over the time
-they take, is given as a share of what those copies reach.
+they take, is given as a share of what those copies reach. With several nodes, what crosses the network
+is counted in a round of its own, and compared with the least: each token once for each node.
 
     python benchmarks/normal_cpu.py [--nodes 1 2] [--num-tokens 512] [--rounds 5]
 """
@@ -164,19 +165,62 @@ def make_problem(rank: int, args: argparse.Namespace) -> Problem:
     return Problem(*reference.cast_fp8(x), topk_idx, weights, args.num_experts)
 
 
+def rows_to_relay(rank: int, num_ranks: int, problem: Problem, args: argparse.Namespace) -> int:
+    """Tokens of this rank for other nodes, once for each."""
+    experts_per_node = problem.num_experts // args.num_nodes
+    in_node = torch.zeros(args.num_tokens, args.num_nodes, dtype=torch.bool)
+    in_node.scatter_(1, problem.topk_idx // experts_per_node, True)
+    in_node[:, rank // (num_ranks // args.num_nodes)] = False
+    return int(in_node.sum())
+
+
 def bytes_to_move(
     rank: int, num_ranks: int, received: Received, problem: Problem, args: argparse.Namespace
 ) -> dict[str, float]:
     """Of this rank's share, by phase: rows for it, and those of its tokens that another node relays."""
-    num_rows = len(received.data)
-    ranks_per_node = num_ranks // args.num_nodes
-    experts_per_node = problem.num_experts // args.num_nodes
-    in_node = torch.zeros(args.num_tokens, args.num_nodes, dtype=torch.bool)
-    in_node.scatter_(1, problem.topk_idx // experts_per_node, True)
-    in_node[:, rank // ranks_per_node] = False
-    num_rows += int(in_node.sum())
+    num_rows = len(received.data) + rows_to_relay(rank, num_ranks, problem, args)
     row_bytes = args.hidden + problem.scales.shape[1] * 4 + args.num_topk * 12
     return {"dispatch": num_rows * row_bytes, "combine": num_rows * args.hidden * 2}
+
+
+class Crossing(NamedTuple):
+    """What one rank has to do with the network in one operation."""
+
+    rows_came: int  # to this rank
+    least_rows: int  # of this rank for other nodes: dispatch sends them, combine gets them back
+    row_bytes: int  # payload
+    bytes_sent: int  # by this rank, all of them
+
+
+def count_crossing(
+    ours: Ours, problem: Problem, ys: torch.Tensor, args: argparse.Namespace
+) -> dict[str, Crossing]:
+    """By operation, in a round of its own."""
+    buffer = ours.buffer
+    rank, num_ranks = buffer.rank, buffer.group_size
+    elsewhere = torch.arange(num_ranks) // (num_ranks // args.num_nodes)
+    elsewhere = elsewhere != elsewhere[rank]
+
+    def bytes_sent() -> int:
+        paths = [path for path, far in zip(buffer.runtime.native.traffic()["to"], elsewhere) if far]
+        return sum(path["put_bytes"] + 8 * (path["words"] + path["signals"]) for path in paths)
+
+    buffer.enable_counters()
+    sent = [bytes_sent()]
+    received = ours.dispatch(problem)
+    sent.append(bytes_sent())
+    ours.combine(ys, received)
+    sent.append(bytes_sent())
+    counters = buffer.normal_relay_dispatch_counters, buffer.normal_combine_counters
+    came = [int(one.snapshot()["tokens"][elsewhere.numpy()].sum()) for one in counters]
+    buffer.disable_counters()
+    least_rows = rows_to_relay(rank, num_ranks, problem, args)
+    entries = args.num_topk * 8  # as they travel
+    row_bytes = args.hidden + problem.scales.shape[1] * 4 + entries, args.hidden * 2
+    return {
+        name: Crossing(came[i], least_rows, row_bytes[i], sent[i + 1] - sent[i])
+        for i, name in enumerate(("dispatch", "combine"))
+    }
 
 
 def run_rank(rank: int, group: dist.ProcessGroup, args: argparse.Namespace) -> dict[str, Any]:
@@ -203,6 +247,7 @@ def run_rank(rank: int, group: dist.ProcessGroup, args: argparse.Namespace) -> d
     ys = torch.cat([reference.dequantise(*part) for part in parts])
     to_move = bytes_to_move(rank, group.size(), received, problem, args)
     del received
+    crossing = count_crossing(ours, problem, ys, args) if args.num_nodes > 1 else {}
     source = torch.ones(COPIED_BYTES, dtype=torch.uint8)
     target = torch.zeros_like(source)
 
@@ -229,6 +274,7 @@ def run_rank(rank: int, group: dist.ProcessGroup, args: argparse.Namespace) -> d
     return {
         "times": {name: values[WARM_UP_ROUNDS:] for name, values in times.items()},
         "bytes": to_move,
+        "crossing": crossing,
     }
 
 
@@ -252,6 +298,14 @@ def report(results: list[dict[str, Any]]) -> None:
         print(
             f"  {phase:8} {rate / 1e9:8.2f} GB/s of the {total / 1e9:.2f} GB that must move: "
             f"{rate / copied:.0%} of copies"
+        )
+    for phase in results[0]["crossing"]:
+        ranks = [one["crossing"][phase] for one in results]
+        least_rows = sum(one.least_rows for one in ranks)
+        payload = sum(one.least_rows * one.row_bytes for one in ranks)
+        print(
+            f"  network  {phase}: {sum(one.rows_came for one in ranks) / least_rows:.2f} of the least rows; "
+            f"{sum(one.bytes_sent for one in ranks) / payload:.4f} of their {payload / 1e9:.3f} GB with headers"
         )
 
 

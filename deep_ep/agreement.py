@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Callable, NamedTuple
 
 # All of these are chosen. How long rank 0 waits for ranks to say where they are: where that decides
@@ -133,6 +133,7 @@ def decide(
     dead: Mapping[int, str],
     left: Mapping[int, int],
     excused: Iterable[int] = (),
+    unheard: Iterable[int] = (),
 ) -> Decision:
     """The decision from what is known.
 
@@ -144,6 +145,8 @@ def decide(
         left: ranks that ended in order, and after which operation.
         excused: ranks that failed themselves because others were missing, and have not called since;
             they are named only if nobody else can be.
+        unheard: ranks that do not say where they are, whether anybody missed them or not. Rows may come by
+            way of others, who wait as well; so these are named if all who are missed wait themselves.
     """
     waiting = dict.fromkeys(missed, key.op)
     if key.is_operation:  # else who waits in an operation is in the wrong place
@@ -163,6 +166,8 @@ def decide(
         {rank: progress[rank] for rank in sorted(candidates & progress.keys())},
         {rank: op for rank, op in waiting.items() if rank not in dead and rank not in left},
     )
+    if not decision.culprits:
+        decision = replace(decision, silent=tuple(sorted(set(unheard) - waiting.keys())))
     if decision.culprits:
         return decision
     paths = sorted((source, rank) for rank, sources in missed.items() for source in sources)
@@ -220,6 +225,8 @@ class Arbiter:
         self._send, self._call_later, self._now = send, call_later, now
         self._numbers = itertools.count(1)
         self._rounds: dict[Key, _Round] = {}
+        # Who gave up for another one's sake, before anybody said why.
+        self._abandoned: dict[Key, set[int]] = {}
         self._decisions: OrderedDict[Key, Decision | None] = OrderedDict()
         # Asked and not heard of since, and what they are told once they are.
         self._unanswered: dict[int, deque[Message]] = {}
@@ -278,11 +285,15 @@ class Arbiter:
             self._send(rank, decision.message())
             return
         if failure == "abandoned" and key not in self._rounds:
+            self._abandoned.setdefault(key, set()).add(rank)
             delay_s = 0.0 if key in self._decisions else _ABANDONED_S
             self._call_later(delay_s, lambda: self._leave_undecided(rank, key))
             return
         opened = self._rounds.get(key) or self._open(key)
-        opened.missed.setdefault(rank, set()).update(missing - {rank})
+        # Of "abandoned" they are those who gave up before, who need not owe it anything.
+        opened.missed.setdefault(rank, set()).update(
+            missing - {rank} if failure == "timeout" else ()
+        )
         self._look()
 
     def _progress(self, rank: int, number: int, at: Progress) -> None:
@@ -298,6 +309,7 @@ class Arbiter:
     def _open(self, key: Key) -> _Round:
         now = self._now()
         opened = _Round(next(self._numbers), now + _ANSWERS_S, now + _OTHERS_S)
+        opened.missed.update((rank, set()) for rank in self._abandoned.pop(key, ()))
         self._rounds[key] = opened
         for rank in range(self._num_ranks):
             # A rank that did not answer before is not asked again: it may be stopped for long.
@@ -316,27 +328,60 @@ class Arbiter:
         if self._rounds and now < self._settled:
             self._call_later(self._settled - now, self._look)
             return
-        for key, opened in list(self._rounds.items()):
-            if self._is_complete(key, opened, now):
+        undecided = set()
+        # In order, since who gave up one operation is excused in the next one.
+        for key, opened in sorted(self._rounds.items(), key=lambda item: item[0]):
+            if key.series not in undecided and self._is_complete(key, opened, now):
                 del self._rounds[key]
                 self._decide(key, opened)
+            else:
+                undecided.add(key.series)
 
     def _is_complete(self, key: Key, opened: _Round, now: float) -> bool:
-        unheard = {rank for rank in opened.asked - opened.progress.keys() if self._is_there(rank)}
-        unheard -= opened.missed.keys()
+        unheard = opened.asked & self._unheard(opened)
         if now >= opened.answers_by:
             return True
         if now >= opened.others_by:
-            return not unheard & set().union(*opened.missed.values())
-        return not unheard and not _may_report(key, opened)
+            missed = set().union(*opened.missed.values())
+            return not unheard or not (unheard & missed) and self._names_somebody(key, opened)
+        if _may_report(key, opened) or self._may_report_before(key, opened):
+            return False
+        return not unheard
 
-    def _decide(self, key: Key, opened: _Round) -> None:
-        excused = {
+    def _may_report_before(self, key: Key, opened: _Round) -> bool:
+        """Whether somebody is gone, and a rank may have yet to say that the operation before failed for that:
+        it is not missing then.
+        """
+        excused = self._excused(opened)
+        return (
+            key.is_operation
+            and bool(self.dead or self.left)
+            and any(
+                not at.open and at.closed == key.op - 1 and rank not in excused
+                for rank, at in opened.progress.items()
+            )
+        )
+
+    def _unheard(self, opened: _Round) -> set[int]:
+        """Ranks that live and have said nothing."""
+        heard = opened.progress.keys() | opened.missed.keys()
+        return {rank for rank in range(self._num_ranks) if self._is_there(rank)} - heard
+
+    def _names_somebody(self, key: Key, opened: _Round) -> bool:
+        """Whether a decision names a rank, whatever the unheard ones say."""
+        known = opened.missed, opened.progress, self.dead, self.left
+        return bool(decide(key, *known, self._excused(opened)).culprits)
+
+    def _excused(self, opened: _Round) -> set[int]:
+        return {
             rank
             for rank, at in opened.progress.items()
             if rank in self._failed and not at.open and at.closed <= self._newest
         }
-        decision = decide(key, opened.missed, opened.progress, self.dead, self.left, excused)
+
+    def _decide(self, key: Key, opened: _Round) -> None:
+        known = opened.missed, opened.progress, self.dead, self.left
+        decision = decide(key, *known, self._excused(opened), self._unheard(opened))
         self._remember(key, decision)
         if key.is_operation:
             self._failed.update(decision.waiting)
@@ -351,6 +396,7 @@ class Arbiter:
     def _leave_undecided(self, rank: int, key: Key) -> None:
         # If there was a reason after all, everybody is or will be told.
         if key not in self._rounds and self._decisions.get(key) is None:
+            self._abandoned.pop(key, None)
             self._send(rank, {"type": "undecided", "key": list(key)})
 
     def _tell(self, message: Message) -> None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Callable
 import torch
 
 from deep_ep import checks
-from deep_ep.errors import EPUsageError
+from deep_ep.errors import EPTransportError, EPUsageError, ranks_text
 from deep_ep.failures import error_from_failure
 from deep_ep.hooks import MOST_OPEN_HOOKS
 from deep_ep.rules import fail
@@ -261,7 +261,7 @@ class Communicator:
                     self._liveness.close()
                 for watcher in watchers:
                     watcher.end()
-                self.group.barrier()
+                self._meet_at_the_end()
             except RuntimeError as error:
                 warnings.warn(
                     f"destroy on rank {self.rank}: not all ranks came ({error}); local memory is "
@@ -273,6 +273,17 @@ class Communicator:
                 runtime.native.close()
                 for watcher in watchers:
                     watcher.close()
+
+    def _meet_at_the_end(self) -> None:
+        """Waits for all ranks, unless one is known to be dead: gloo can wait for such a one for half an hour.
+
+        Raises:
+            RuntimeError: not all come.
+        """
+        dead = {} if self._liveness is None else self._liveness.dead
+        if dead:
+            raise EPTransportError(f"{ranks_text(dead)} died")
+        self.group.barrier()
 
     def abort(self) -> None:
         """Releases local memory and says goodbye, without waiting for anybody."""

@@ -26,10 +26,14 @@ from deep_ep.agreement import Decision, Key, Message, Progress
 from deep_ep.errors import ranks_text
 from deep_ep.loop import Loop
 from deep_ep.rendezvous import Place
+from deep_ep.rules import COMBINE, DISPATCH, NORMAL_COMBINE, NORMAL_DISPATCH
 from deep_ep.star import Hub, Spoke
 
 if TYPE_CHECKING:
     from deep_ep._cpu import Runtime as NativeRuntime
+
+# Of both modes; the others are numbered each by itself.
+_NUMBERED_TOGETHER = (DISPATCH, COMBINE, NORMAL_DISPATCH, NORMAL_COMBINE)
 
 # Pauses between looks whether this rank has finished what another one finished before it ended, and
 # decisions that are kept. Chosen.
@@ -317,7 +321,7 @@ def withdraw(own: Offer | None) -> None:
 def _key_of(failure: Mapping[str, Any]) -> Key:
     """What a decision on a failure is about; ranks that were given up count by who gave them up."""
     operation = failure["operation"]
-    if operation not in ("low_latency_dispatch", "low_latency_combine"):
+    if operation not in _NUMBERED_TOGETHER:
         return Key(operation, failure["op"])
     newest: int = failure["op"]
     if failure["reason"] == "abandoned":

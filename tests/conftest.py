@@ -29,8 +29,8 @@ hypothesis.settings.register_profile(
 )  # fmt: skip
 hypothesis.settings.load_profile("ci")
 
-# Its assertions are tests', though its name does not say so.
-pytest.register_assert_rewrite("low_latency_cases")
+# Their assertions are tests', though their names do not say so.
+pytest.register_assert_rewrite("low_latency_cases", "missing_rank")
 
 REPLAYS = pytest.StashKey[str]()
 

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import faulthandler
 import functools
+import gc
 import os
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
@@ -19,7 +21,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -280,6 +282,33 @@ def raise_failures(outcomes: Sequence[Outcome]) -> list[Any]:
     ]
     assert not failed, "\n".join(failed)
     return [outcome.value for outcome in outcomes]
+
+
+class Held(NamedTuple):
+    """What this process has of the system."""
+
+    descriptors: int
+    threads: int
+    mappings: int  # of buffers' memory
+    resident_kb: int
+
+    @staticmethod
+    def now() -> Held:
+        """Once garbage is collected."""
+        gc.collect()
+        return Held(
+            len(os.listdir("/proc/self/fd")),
+            threading.active_count(),
+            Path("/proc/self/maps").read_text().count("memfd:deep_ep"),
+            int(Path("/proc/self/status").read_text().split("VmRSS:")[1].split()[0]),
+        )
+
+
+def assert_no_more_held(later: Held, warm: Held) -> None:
+    """Of what forty buffers of each rank would have left at least one each, had they left any."""
+    for what in ("descriptors", "threads", "mappings"):
+        assert getattr(later, what) < getattr(warm, what) + 10, what
+    assert later.resident_kb <= warm.resident_kb + 16_000, "memory"  # allocators keep some
 
 
 def shared_memory_segments() -> set[str]:

@@ -44,7 +44,7 @@ from launch import (
     shared_memory_left,
     shared_memory_segments,
 )
-from program import calc_diff, run_program
+from program import calc_diff, run_program, torchrun
 from test_low_latency import ROUNDED_SCALE_DIFF
 
 PROGRAM = Path(__file__).with_name("test_low_latency.py")
@@ -605,8 +605,7 @@ def test_program_runs_every_loop_with_logfmt() -> None:
 
 
 def test_program_runs_under_torchrun() -> None:
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4")
-    done = run_program(PROGRAM, *REDUCED, launcher=launcher)
+    done = run_program(PROGRAM, *REDUCED, launcher=torchrun(4))
     assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -348,12 +348,25 @@ def exchange_and_check(
         lambda rank, buffer: run_exchange(buffer, inputs[rank], expected, shape, mode, config)
     )
     for rank, got in enumerate(outputs):
-        assert_layout(got.layout, expected.layouts[rank], f"rank {rank}")
-        assert_dispatched(got, expected.received[rank], shape, mode, f"rank {rank}")
-        assert_handle(got.handle, rank, inputs[rank], expected, config.num_sms // 2)
-        assert_cached(got, expected.cached[rank], f"rank {rank}, cached")
-        assert_combined(got, rank, inputs[rank], expected, mode)
+        assert_outputs(got, rank, inputs[rank], expected, shape, mode, config)
     return outputs
+
+
+def assert_outputs(
+    got: Outputs,
+    rank: int,
+    inputs: Inputs,
+    expected: Expected,
+    shape: Shape,
+    mode: Mode,
+    config: deep_ep.Config,
+) -> None:
+    """All results of one rank are the reference's."""
+    assert_layout(got.layout, expected.layouts[rank], f"rank {rank}")
+    assert_dispatched(got, expected.received[rank], shape, mode, f"rank {rank}")
+    assert_handle(got.handle, rank, inputs, expected, config.num_sms // 2)
+    assert_cached(got, expected.cached[rank], f"rank {rank}, cached")
+    assert_combined(got, rank, inputs, expected, mode)
 
 
 def assert_layout(got: tuple[Any, ...], want: reference.Layout, where: str) -> None:

@@ -161,6 +161,11 @@ def join(local_rank: int, num_local_ranks: int, store: str) -> dist.ProcessGroup
     return dist.new_group(list(range(dist.get_world_size())))
 
 
+def torchrun(num_ranks: int) -> tuple[str, ...]:
+    """The launcher, for as many ranks on this machine."""
+    return ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks))
+
+
 def under_torchrun() -> bool:
     """Whether a launcher has started this process as one rank."""
     return "LOCAL_RANK" in os.environ

@@ -142,6 +142,67 @@ def test_a_rank_that_does_not_answer_is_named_only_if_it_is_missing() -> None:
     assert decision.waiting == {0: 73, 2: 73}
 
 
+def test_a_silent_rank_is_named_if_all_who_are_missed_wait_themselves() -> None:
+    """As in normal operations, whose rows come by way of others."""
+    ranks = Ranks({0: WAITS, 2: WAITS, 3: WAITS})
+    ranks.report(2, [0])
+    ranks.answer()
+    ranks.report(0, [2, 3], "abandoned")
+    ranks.pass_time(0.5)
+    assert not ranks.decisions(0)
+    ranks.pass_time()
+    decision = ranks.decision()
+    assert decision.silent == decision.culprits == (1,)
+    assert decision.waiting == {0: 73, 2: 73, 3: 73}
+
+
+def test_who_gave_up_for_another_rank_waits_whichever_report_comes_first() -> None:
+    ranks = Ranks({0: WAITS, 2: Progress(73, 0, False), 3: Progress(73, 0, False)})
+    ranks.report(2, [0], "abandoned")
+    ranks.report(3, [0], "abandoned")
+    ranks.report(0, [1])
+    ranks.answer()
+    ranks.pass_time()
+    assert ranks.decision().culprits == (1,)
+    assert ranks.decision().waiting == {0: 73, 2: 73, 3: 73}
+
+
+def test_operations_are_decided_in_their_order() -> None:
+    """Rank 2 has got all that rank 1 owed it, and is one ahead of the others."""
+    ranks = Ranks({0: Progress(73, 0, False), 2: Progress(73, 74, True), 3: Progress(73, 0, False)})
+    ranks.report(0, [1])
+    ranks.answer()
+    ranks.report(2, [0, 1, 3], key=Key("operation", 74))
+    ranks.answer()
+    ranks.report(3, [1])
+    ranks.pass_time()
+    assert [decision.key.op for decision in ranks.decisions(2)] == [73, 74]
+    assert [decision.culprits for decision in ranks.decisions(2)] == [(1,), (1,)]
+
+
+def test_who_failed_one_operation_before_is_not_named_beside_the_dead() -> None:
+    """Its report comes behind those of ranks that were one ahead."""
+    ahead = Progress(73, 74, True)
+    ranks = Ranks({0: Progress(73, 0, False), 2: ahead, 3: ahead})
+    ranks.arbiter.lose(1, "process")
+    ranks.report(2, [0, 1], key=Key("operation", 74))
+    ranks.answer()
+    ranks.pass_time(0.15)
+    assert not ranks.decisions(0)
+    ranks.report(0, [1])
+    ranks.answer()
+    ranks.pass_time()
+    assert [decision.culprits for decision in ranks.decisions(2)] == [(1,), (1,)]
+
+
+def test_who_gave_up_first_is_no_source_of_a_path() -> None:
+    ranks = Ranks(dict.fromkeys(range(4), WAITS))
+    ranks.report(0, [1])
+    ranks.report(2, [0], "abandoned")
+    ranks.answer()
+    assert ranks.decision().paths == ((1, 0),)
+
+
 def test_a_rank_that_is_elsewhere_is_named_with_its_place() -> None:
     ranks = Ranks({0: WAITS, 1: IDLE, 2: WAITS, 3: WAITS})
     ranks.report(0, [1, 2])

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from normal_cases import parse_arguments, run_rank
-from program import run_program, start
+from program import run_program, start, torchrun
 
 # Shapes of tests: all loops, in seconds.
 REDUCED = (
@@ -30,9 +30,10 @@ def main(argv: list[str] | None = None) -> int:
     return start(run_rank, parse_arguments(argv, __doc__ or "", between_nodes=True))
 
 
-def test_program_checks_repeats_itself_under_pressure_and_measures() -> None:
+def test_program_repeats_itself_under_pressure_and_measures_under_torchrun() -> None:
     pressure = ("--pressure-test-mode=2", "--pressure-seeds=1", "--pressure-repetitions=1")
-    done = run_program(Path(__file__), *REDUCED, *pressure, "--test-ll-compatibility")
+    options = (*REDUCED, *pressure, "--test-ll-compatibility")
+    done = run_program(Path(__file__), *options, launcher=torchrun(4))
     assert done.returncode == 0, done.stdout + done.stderr
     for words in (
         "num_nodes=2",

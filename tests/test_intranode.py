@@ -5,6 +5,7 @@ for whom, with --inject it makes a rank, a path or an expert slow first and succ
 verdicts name exactly that:
 
     python tests/test_intranode.py --num-processes 8
+    torchrun --nproc-per-node 8 tests/test_intranode.py --tune
     python tests/test_intranode.py --num-tokens 256 --quick --diagnose --inject slow-rank=3:2ms
 """
 
@@ -14,7 +15,7 @@ import sys
 from pathlib import Path
 
 from normal_cases import parse_arguments, run_rank
-from program import run_program, start
+from program import run_program, start, torchrun
 
 # Shapes of tests: all loops, in seconds.
 REDUCED = (
@@ -38,6 +39,18 @@ def test_program_checks_measures_and_names_what_was_injected() -> None:
     assert done.stdout.count("passed") == 24 + 1, output
     for words in ("[layout] Kernel performance:", "Best dispatch (FP8):", "Best combine:"):
         assert words in done.stdout, output
+
+
+def test_program_times_all_chunk_sizes_under_torchrun() -> None:
+    sizes = ("--num-tokens=8", "--hidden=128", "--num-topk=2", "--num-experts=4")
+    done = run_program(Path(__file__), *sizes, "--tune", launcher=torchrun(2))
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = [line for line in done.stdout.splitlines() if ", NVL chunk " in line]
+    of_each = {"NVL chunk 4:": 3, "NVL chunk 32:": 2, "NVL chunk 15:": 1, "NVL chunk default:": 3}
+    for words, times in of_each.items():  # of two dispatches and a combine, and who is best
+        tried = [line for line in lines if words in line and "Best" not in line]
+        assert len(tried) == times, done.stdout
+    assert sum("Best" in line for line in lines) == 3, done.stdout
 
 
 if __name__ == "__main__":

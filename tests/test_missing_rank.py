@@ -32,16 +32,20 @@ from exchange import (
     make_inputs,
     ranks_for,
 )
-from launch import Outcome, run_processes, shared_memory_left, shared_memory_segments
+from launch import run_processes
+from missing_rank import (
+    GRACE_S,
+    MISSING,
+    NEVER_S,
+    TIMEOUT_S,
+    all_alike,
+    die,
+    run_without,
+    timeout_of,
+)
 
 SHAPE = Shape((4, 3, 4), num_max_tokens=4, hidden=512, num_experts=6, num_topk=3)
 FP8 = Mode(use_fp8=True)
-MISSING = 1
-TIMEOUT_S = 2.0
-# Long, where the end of a wait is no matter of the timeout.
-NEVER_S = 100.0
-# An operation may need some time of its own beside the wait, on a machine that others use too.
-GRACE_S = 10.0
 
 pytestmark = pytest.mark.skipif(
     deep_ep.backend.get().name != "cpu", reason="ranks that are processes share no GPU"
@@ -66,33 +70,6 @@ def exchange(buffer: deep_ep.Buffer, inputs: Inputs) -> None:
     """A dispatch and a combine."""
     received = dispatch(buffer, inputs, SHAPE, FP8)
     combine(buffer, inputs, received.handle, experts(received, buffer.rank), FP8)
-
-
-def die() -> None:
-    """As the kernel's out-of-memory killer does it."""
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def timeout_of(call: Callable[[], Any]) -> dict[str, Any]:
-    """What the expected EPTimeoutError of `call` says, and after how many seconds."""
-    begin = time.monotonic()
-    try:
-        call()
-    except EPTimeoutError as error:
-        return {
-            "missing": error.missing_ranks,
-            "last_seen": error.last_seen,
-            "operation": error.operation,
-            "op": error.op,
-            "text": str(error),
-            "reason": str(error).partition(": ")[2],
-            "dead": error.dead_ranks,
-            "left": error.left_ranks,
-            "waiting": error.waiting_ranks,
-            "type": type(error),
-            "after_s": time.monotonic() - begin,
-        }
-    raise AssertionError("nobody was missed")
 
 
 def rank_dies_before_its_first_operation(rank: int, group: dist.ProcessGroup) -> Any:
@@ -258,27 +235,6 @@ def rank_dies_while_buffers_are_made(rank: int, group: dist.ProcessGroup) -> Any
     raise AssertionError("the buffer was made without one of its ranks")
 
 
-def run_without(
-    scenario: Callable[..., Any],
-    victim_exit_code: int,
-    timeout_s: float,
-    victims: Sequence[int] = (MISSING,),
-) -> list[dict[str, Any]]:
-    """Runs a scenario; checks that nothing is left, and how everybody ended. Returns what the
-    survivors saw.
-    """
-    before = shared_memory_segments()
-    outcomes = run_processes(
-        scenario, SHAPE.num_ranks, env={"DEEP_EP_TIMEOUT_S": str(timeout_s)}, timeout_s=60
-    )
-    survivors: list[Outcome] = [o for rank, o in enumerate(outcomes) if rank not in victims]
-    assert [outcomes[victim].exit_code for victim in victims] == [victim_exit_code] * len(victims)
-    for outcome in survivors:
-        assert outcome.exit_code == 0, f"{outcome.error_type}: {outcome.error}"
-    assert not shared_memory_left(before)
-    return [outcome.value for outcome in survivors]
-
-
 @pytest.mark.parametrize(
     ("scenario", "operation", "op", "last_seen"),
     [
@@ -292,22 +248,13 @@ def run_without(
 def test_a_killed_rank_is_named(
     scenario: Callable[..., Any], operation: str, op: int, last_seen: int
 ) -> None:
-    for seen in run_without(scenario, -signal.SIGKILL, NEVER_S):
+    for seen in run_without(scenario, SHAPE.num_ranks, -signal.SIGKILL, NEVER_S):
         assert seen["missing"] == seen["dead"] == (MISSING,)
         assert seen["last_seen"] == {MISSING: last_seen}
         assert (seen["operation"], seen["op"]) == (operation, op)
         assert f"rank {MISSING} is dead" in seen["text"]
         assert seen["type"] is EPRankGoneError
         assert seen["after_s"] < GRACE_S
-
-
-def all_alike(seen: list[dict[str, Any]]) -> dict[str, Any]:
-    """What all survivors say alike, in time."""
-    for one in seen:
-        assert one["after_s"] < GRACE_S
-        for what in ("missing", "dead", "left"):
-            assert one[what] == seen[0][what]
-    return seen[0]
 
 
 @pytest.mark.parametrize("after_s", [0.1, 0.2])
@@ -333,18 +280,22 @@ def test_survivors_of_a_kill_say_the_same(after_s: float) -> None:
     ("scenario", "victims"), [(two_ranks_die_at_once, (1, 2)), (rank_0_dies, (0,))]
 )
 def test_all_dead_ranks_are_named(scenario: Callable[..., Any], victims: tuple[int, ...]) -> None:
-    seen = all_alike(run_without(scenario, -signal.SIGKILL, NEVER_S, victims))
+    seen = all_alike(
+        run_without(scenario, SHAPE.num_ranks, -signal.SIGKILL, NEVER_S, victims=victims)
+    )
     assert seen["missing"] == seen["dead"] == victims
 
 
 def test_a_death_on_another_host_is_known_at_once() -> None:
-    seen = all_alike(run_without(rank_dies_on_another_host, -signal.SIGKILL, NEVER_S))
+    seen = all_alike(
+        run_without(rank_dies_on_another_host, SHAPE.num_ranks, -signal.SIGKILL, NEVER_S)
+    )
     assert seen["missing"] == seen["dead"] == (MISSING,)
     assert f"on host host{MISSING} ended" in seen["text"]
 
 
 def test_children_of_a_dead_rank_do_not_keep_it_alive() -> None:
-    seen = all_alike(run_without(rank_that_forked_dies, -signal.SIGKILL, NEVER_S))
+    seen = all_alike(run_without(rank_that_forked_dies, SHAPE.num_ranks, -signal.SIGKILL, NEVER_S))
     assert seen["dead"] == (MISSING,)
 
 
@@ -355,7 +306,7 @@ def test_children_of_a_dead_rank_do_not_keep_it_alive() -> None:
 def test_a_rank_that_ended_in_order_is_not_called_dead(
     scenario: Callable[..., Any], exit_code: int
 ) -> None:
-    seen = all_alike(run_without(scenario, exit_code, NEVER_S))
+    seen = all_alike(run_without(scenario, SHAPE.num_ranks, exit_code, NEVER_S))
     assert seen["missing"] == seen["left"] == (MISSING,)
     assert seen["dead"] == ()
     assert f"rank {MISSING} destroyed its buffer, or ended, after operation 2" in seen["text"]
@@ -385,7 +336,7 @@ def gave_up(op: int) -> str:
 
 
 def test_a_rank_that_never_calls_is_named() -> None:
-    for seen in run_without(rank_never_calls, 0, TIMEOUT_S):
+    for seen in run_without(rank_never_calls, SHAPE.num_ranks, 0, TIMEOUT_S):
         assert seen["missing"] == (MISSING,)
         assert seen["waiting"] == (0, 2)
         assert seen["type"] is EPTimeoutError
@@ -394,7 +345,9 @@ def test_a_rank_that_never_calls_is_named() -> None:
 
 
 def test_a_rank_that_dies_while_buffers_are_made_leaves_nothing_behind() -> None:
-    for seen in run_without(rank_dies_while_buffers_are_made, -signal.SIGKILL, TIMEOUT_S):
+    for seen in run_without(
+        rank_dies_while_buffers_are_made, SHAPE.num_ranks, -signal.SIGKILL, TIMEOUT_S
+    ):
         assert seen["after_s"] < GRACE_S
 
 

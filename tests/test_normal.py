@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import gc
-import os
-import threading
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +15,14 @@ import deep_ep
 import exchange
 import normal_reference as reference
 from exchange import Shape, assert_same_bytes
-from launch import DEVICE, Ranks, shared_memory_left, shared_memory_segments
+from launch import (
+    DEVICE,
+    Held,
+    Ranks,
+    assert_no_more_held,
+    shared_memory_left,
+    shared_memory_segments,
+)
 from normal_exchange import (
     SMALL,
     TINY,
@@ -679,16 +682,18 @@ def test_low_latency_and_normal_calls_take_turns_on_one_buffer(ranks_per_node: i
 
 
 def test_several_buffers_of_a_process_do_not_disturb_each_other() -> None:
-    with four_ranks() as ranks, four_ranks(2) as others, normal_ranks(2, 2, [TINY], 512) as two:
+    low = Shape((3, 0, 4, 2), 4, 128, 12, 3)
+    with (
+        four_ranks() as ranks,
+        four_ranks(2) as others,
+        normal_ranks(2, 2, [TINY], 512) as two,
+        exchange.ranks_for(low) as low_latency,
+    ):
         for seed in range(3):
             exchange_and_check(ranks, replace(FOUR, seed=seed), PLAIN, SMALL, 4)
             exchange_and_check(two, replace(FOUR, num_tokens=(3, 4)), PLAIN, TINY, 2)
+            exchange.exchange_and_check(low_latency, replace(low, seed=seed), exchange.Mode())
             exchange_and_check(others, replace(FOUR, seed=seed), PLAIN, SMALL, 2)
-
-
-def resident_kb() -> int:
-    fields = Path("/proc/self/status").read_text().split("VmRSS:")[1].split()
-    return int(fields[0])
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="looks at what this process holds of the cpu backend")
@@ -697,19 +702,14 @@ def test_buffers_that_come_and_go_leave_nothing(ranks_per_node: int) -> None:
     shape = replace(FOUR, num_tokens=(3, 4))
     segments = shared_memory_segments()
 
-    def live(times: int) -> tuple[int, int, int]:
+    def live(times: int) -> Held:
         for _ in range(times):
             with normal_ranks(2, ranks_per_node, [SMALL], 512) as ranks:
                 exchange_and_check(ranks, shape, PLAIN, SMALL, ranks_per_node)
-        gc.collect()
-        return len(os.listdir("/proc/self/fd")), threading.active_count(), resident_kb()
+        return Held.now()
 
     warm = live(10)
-    later = live(40)
-    # A leak would be one of each of eighty buffers, at least.
-    assert later[0] < warm[0] + 10, "file descriptors"
-    assert later[1] < warm[1] + 10, "threads"
-    assert later[2] <= warm[2] + 16_000, "resident memory, kB"  # allocators keep some
+    assert_no_more_held(live(40), warm)
     assert not shared_memory_left(segments)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -808,3 +809,113 @@ def test_the_size_hints_fit_every_call(
         )
     assert needed[0] <= hints[0]
     assert needed[1] <= hints[1]
+
+
+# --- ranks that call something else ----------------------------------------------------------------
+
+
+def among_more_experts(arguments: Arguments) -> Arguments:
+    """Each rank has as many more, which nobody selects."""
+    per_expert = arguments["num_tokens_per_expert"].view(len(NUM_TOKENS), -1)
+    padded = torch.cat([per_expert, torch.zeros_like(per_expert)], dim=1).flatten()
+    return {**without_topk(arguments), "num_tokens_per_expert": padded}
+
+
+# What BAD_RANK changes, and the fields in which it differs: there, here.
+DISAGREEMENTS = [
+    pytest.param(of("x", lambda x: x.repeat(1, 2)), {"bytes of a row": (256, 128)}, id="hidden"),
+    pytest.param(of("x", lambda x: x.float()), {"bytes of a row": (256, 128)}, id="dtype"),
+    pytest.param(
+        with_scales(lambda s: s), {"bytes of a row": (64, 128), "scales of a row": (4, 0)}, id="scales"
+    ),
+    pytest.param(without_topk, {"num_topk": (0, 3)}, id="no-top-k"),
+    pytest.param(among_more_experts, {"num_experts": (16, 8), "num_topk": (0, 3)}, id="experts"),
+    pytest.param(to(config=Config(6, 2, 8, 2, 8)), {"num_sms": (6, 4)}, id="num-sms"),
+    pytest.param(
+        to(config=Config(4, 2, 10, 2, 8)), {"num_max_nvl_chunked_recv_tokens": (10, 8)}, id="nvl-queues"
+    ),
+    pytest.param(
+        to(config=Config(4, 2, 8, 2, 12)), {"num_max_rdma_chunked_recv_tokens": (12, 8)}, id="rdma-queues"
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "fields"), DISAGREEMENTS)
+def test_ranks_that_disagree_are_named_with_the_fields(
+    ranks: Ranks, change: Change, fields: dict[str, tuple[int, int]]
+) -> None:
+    def dispatch(rank: int, buffer: Buffer) -> None:
+        arguments = dispatch_arguments(rank, buffer)
+        buffer.dispatch(**(change(arguments) if rank == BAD_RANK else arguments))
+
+    for rank, error in enumerate(ranks.outcomes(dispatch)):
+        assert type(error) is EPArgumentError, f"rank {rank}: {error!r}"
+        assert str(error).count("(here ") == len(fields), "fields that agree are not named"
+        if rank != BAD_RANK:
+            assert f"rank {BAD_RANK} called with" in str(error)
+            for name, (there, here) in fields.items():
+                assert f"{name} = {there} (here {here})" in str(error)
+    assert_usable(ranks)
+
+
+def test_what_only_the_sender_uses_need_not_agree(ranks: Ranks) -> None:
+    def exchange(rank: int, buffer: Buffer) -> None:
+        worst = 64 if rank == BAD_RANK else 0
+        config = Config(4, 1 + rank, 8, 2 ** (rank % 3), 8)
+        arguments = {**dispatch_arguments(rank, buffer), "config": config}
+        x, _, _, _, handle, _ = buffer.dispatch(
+            **arguments, num_worst_tokens=worst, expert_alignment=1 + rank
+        )
+        combined, _, _ = buffer.combine(x, handle, config=config)
+        assert torch.equal(
+            combined, arguments["x"] * arguments["is_token_in_rank"].sum(1, keepdim=True)
+        )
+
+    ranks.run(exchange)
+
+
+Calls = dict[str, Callable[[int, Buffer], Any]]
+
+
+def calls_of(ranks: Ranks) -> Calls:
+    """What a rank may call next, each correct by itself."""
+    first, second = dispatched(ranks), dispatched(ranks)
+
+    def again(rank: int, buffer: Buffer) -> None:
+        buffer.dispatch(dispatch_arguments(rank, buffer)["x"], first[rank][4], config=CONFIG)
+
+    def low_latency(_: int, buffer: Buffer) -> None:
+        x = torch.zeros(1, 128, dtype=torch.bfloat16, device=DEVICE)
+        topk_idx = torch.zeros(1, 1, dtype=torch.int64, device=DEVICE)
+        buffer.low_latency_dispatch(x, topk_idx, 1, len(NUM_TOKENS), use_fp8=False)
+
+    return {
+        "dispatch": lambda rank, buffer: buffer.dispatch(**dispatch_arguments(rank, buffer)),
+        "dispatch again": again,
+        "combine": lambda r, buffer: buffer.combine(first[r][0], first[r][4], config=CONFIG),
+        "combine another": lambda r, b: b.combine(second[r][0], second[r][4], config=CONFIG),
+        "low_latency_dispatch": low_latency,
+    }
+
+
+@pytest.mark.parametrize("ranks_per_node", [4, 2], ids=["one-node", "two-nodes"])
+def test_a_rank_that_calls_something_else_is_named(
+    ranks_per_node: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each call of one rank against each of the others'."""
+    monkeypatch.setenv("DEEP_EP_RANKS_PER_NODE", str(ranks_per_node))
+    with normal_ranks(low_latency_mode=True) as ranks:
+        calls = calls_of(ranks)
+        for theirs, mine in itertools.permutations(calls, 2):
+            outcomes = ranks.outcomes(
+                lambda rank, buffer, called=(mine, theirs): calls[called[rank == BAD_RANK]](
+                    rank, buffer
+                )
+            )
+            operations = {theirs.split()[0], mine.split()[0]}
+            for rank, error in enumerate(outcomes):
+                assert type(error) is EPArgumentError, f"{theirs}, {mine}, rank {rank}: {error!r}"
+                assert rank == BAD_RANK or f"rank {BAD_RANK} called with" in str(error)
+                assert ("operation = " in str(error)) == (len(operations) == 2)
+                assert all(name in str(error) for name in operations)
+            assert_usable(ranks)

@@ -1,34 +1,44 @@
-"""What operations send, as benchmarks/operation_counts.py counts it, and the page that states it."""
+"""What operations send, as benchmarks/operation_counts.py and normal_counts.py count it, and the page that
+states it.
+"""
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-import deep_ep  # noqa: F401 - its native module is the one that is counted
+import deep_ep
+from deep_ep import _cpu  # noqa: F401 - the module that is counted; it can be loaded once
 
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 NUM_RANKS, NUM_TOKENS, NUM_TOPK, NUM_EXPERTS = 4, 16, 2, 8
 
 
+def load(name: str) -> Any:
+    """A program of benchmarks as a module."""
+    sys.path.insert(0, str(BENCHMARKS))
+    try:
+        return importlib.import_module(name)
+    finally:
+        sys.path.remove(str(BENCHMARKS))
+
+
 @pytest.fixture(scope="module")
 def command() -> Any:
-    """benchmarks/operation_counts.py as a module."""
-    sys.path.insert(0, str(BENCHMARKS))
-    spec = importlib.util.spec_from_file_location(
-        "operation_counts", BENCHMARKS / "operation_counts.py"
-    )
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["operation_counts"] = module  # Dataclasses look their module up.
-    spec.loader.exec_module(module)
-    sys.path.remove(str(BENCHMARKS))
-    return module
+    """benchmarks/operation_counts.py."""
+    return load("operation_counts")
+
+
+@pytest.fixture(scope="module")
+def normal_command() -> Any:
+    """benchmarks/normal_counts.py."""
+    if deep_ep.backend.get().name != "cpu":
+        pytest.skip("the simulation is of the cpu backend")
+    return load("normal_counts")
 
 
 @pytest.fixture(scope="module")
@@ -72,3 +82,59 @@ def test_each_signal_has_a_fence_and_each_word_is_found_by_one_poll(
 def test_a_group_within_one_node_sends_nothing_to_others(counts: dict[str, Any]) -> None:
     for one in counts.values():
         assert one.nic.rows == one.nic.messages == 0
+
+
+# --- normal operations ----------------------------------------------------------------------------
+
+
+def test_the_page_states_what_normal_operations_send(normal_command: Any) -> None:
+    shape = normal_command.GroupShape(8, 128, 7168, 8, 256)
+    lines = normal_command.lines_of(normal_command.count(shape, 4)).splitlines()
+    page = normal_command.PAGE.read_text(encoding="utf-8").splitlines()
+    missing = [line for line in lines if line not in page]
+    assert not missing, "run benchmarks/normal_counts.py --write"
+
+
+@pytest.fixture(scope="module", params=[1, 2, 3], ids="nodes of {}".format)
+def normal_counts(request: pytest.FixtureRequest, normal_command: Any) -> dict[str, Any]:
+    """What goes to other nodes in a group of six, by operation."""
+    shape = normal_command.GroupShape(6, NUM_TOKENS, 256, NUM_TOPK, 12)
+    counts = normal_command.count(shape, request.param)
+    return {one.operation: one for one in counts if one.hop == "network"}
+
+
+def test_each_token_crosses_the_network_once_per_node(normal_counts: dict[str, Any]) -> None:
+    for operation, one in normal_counts.items():
+        others = one.num_ranks - one.ranks_per_node
+        messages = 2 * others if operation == "dispatch" else others  # headers, and notices
+        assert one.rows > 0
+        assert one.counts["puts"] == pytest.approx(one.rows + messages)
+        # What leads a row and what marks it, and the larger one of header and notice.
+        most = one.payload_bytes + one.rows * (16 + 32 + 15) + messages * 256
+        assert one.payload_bytes < one.counts["put_bytes"] <= most
+
+
+def test_each_signal_to_another_node_has_a_fence(normal_counts: dict[str, Any]) -> None:
+    for one in normal_counts.values():
+        assert one.counts["fences"] == one.counts["signals"]
+        assert one.counts["quiets"] == 0
+        # At most a word for each row and one that gives its slot back; and of headers and notices.
+        assert one.counts["signals"] <= 2 * one.rows + 2 * one.num_ranks
+
+
+def test_a_single_node_uses_no_network(normal_command: Any) -> None:
+    shape = normal_command.GroupShape(3, NUM_TOKENS, 256, NUM_TOPK, 6)
+    counts = normal_command.count(shape, 3)
+    assert {one.hop for one in counts} == {"NVLink"}
+    assert all(one.counts["puts"] > one.rows > 0 for one in counts)
+
+
+@pytest.mark.parametrize("ranks_per_node", [4, 2])
+def test_the_program_whose_instructions_are_counted_runs(
+    normal_command: Any, ranks_per_node: int
+) -> None:
+    """It says itself if an operation fails, or counts nothing."""
+    shape = normal_command.GroupShape(NUM_RANKS, NUM_TOKENS, 256, NUM_TOPK, NUM_EXPERTS)
+    routes = normal_command.random_routes(shape)
+    for keeps_counters in (False, True):
+        load("_normal_group").run_rounds(shape, ranks_per_node, routes, 2, keeps_counters)

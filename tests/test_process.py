@@ -1,4 +1,6 @@
-"""What a process does with a buffer beyond operations: it exits while a rank waits, and it forks."""
+"""What a process does with buffers beyond operations: it exits while a rank waits, it forks, and it makes
+many, one after the other.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +8,18 @@ import subprocess
 import sys
 
 import pytest
+import torch.distributed as dist
 
 import deep_ep
+import normal_exchange as normal
+from launch import (
+    Held,
+    assert_no_more_held,
+    raise_failures,
+    run_processes,
+    shared_memory_left,
+    shared_memory_segments,
+)
 
 pytestmark = pytest.mark.skipif(
     deep_ep.backend.get().name != "cpu", reason="ranks that are threads wait for each other"
@@ -161,3 +173,30 @@ def test_a_fork_while_another_thread_waits_is_refused_all_the_same() -> None:
     ended = run("wait_in_a_thread()\nhooks = []\n" + IN_A_FORK)
     assert (ended.returncode, ended.stderr) == (0, "")
     assert ended.stdout.splitlines() == REFUSED
+
+
+def buffers_come_and_go(rank: int, group: dist.ProcessGroup) -> tuple[Held, Held]:
+    """What this process holds after ten of them, and after forty more."""
+    shape, mode = normal.shape_of((3, 4), 32, 12, 3), normal.Mode()
+    inputs = normal.make_inputs(shape, mode)
+
+    def live(times: int) -> Held:
+        for number in range(times):
+            ranks_per_node = 1 + number % 2
+            with normal.nodes_of(ranks_per_node):
+                buffer = deep_ep.Buffer(group, 1 << 18, 1 << 18, explicitly_destroy=True)
+            expected = normal.expect(inputs, shape, mode, ranks_per_node)
+            got = normal.run_exchange(buffer, inputs[rank], expected, shape, mode, normal.SMALL)
+            normal.assert_outputs(got, rank, inputs[rank], expected, shape, mode, normal.SMALL)
+            buffer.destroy()
+        return Held.now()
+
+    return live(10), live(40)
+
+
+def test_buffers_that_come_and_go_leave_nothing_in_processes() -> None:
+    """Where each has connections and descriptors to the others."""
+    segments = shared_memory_segments()
+    for warm, later in raise_failures(run_processes(buffers_come_and_go, 2)):
+        assert_no_more_held(later, warm)
+    assert not shared_memory_left(segments)

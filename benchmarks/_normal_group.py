@@ -1,0 +1,260 @@
+"""All ranks of a group in one simulated process, straight on the native module, for normal operations: a rank
+waits for others in the midst of them, so ranks are threads, of which one runs at a time. What is counted
+repeats.
+
+Ranks need no torch, which would be long under valgrind.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+from _one_thread_group import GroupShape, load_native, zeros
+
+NUM_CHANNELS = 10
+QUEUES = {
+    "num_max_nvl_chunked_send_tokens": 6,
+    "num_max_nvl_chunked_recv_tokens": 256,
+    "num_max_rdma_chunked_send_tokens": 6,
+    "num_max_rdma_chunked_recv_tokens": 128,
+}
+KINDS = ("notify", "dispatch", "relay_dispatch", "combine", "relay_combine")
+RING = 256
+
+
+class Rank:
+    """One rank's runtime and the memory its calls work on; `experts` are its routes. Its thread makes it."""
+
+    def __init__(
+        self,
+        native: Any,
+        rank: int,
+        shape: GroupShape,
+        ranks_per_node: int,
+        experts: Sequence[int],
+        keeps_counters: bool,
+    ) -> None:
+        self.shape, self.keeps_counters = shape, keeps_counters
+        self.is_one_node = ranks_per_node == shape.num_ranks
+        num_ranks, num_nodes = shape.num_ranks, shape.num_ranks // ranks_per_node
+        num_tokens, num_rows = shape.num_tokens, shape.num_ranks * shape.num_tokens
+        self.num_scales = num_scales = shape.hidden // native.CHANNELS_PER_SCALE
+        self.size = {
+            "num_tokens": num_tokens,
+            "num_topk": shape.num_topk,
+            "num_channels": NUM_CHANNELS,
+            **QUEUES,
+        }
+        num_nvl_bytes, num_rdma_bytes = native.normal_bytes(
+            num_ranks=num_ranks,
+            ranks_per_node=ranks_per_node,
+            num_channels=NUM_CHANNELS,
+            row_bytes=2 * shape.hidden,
+            num_topk=shape.num_topk,
+            num_scales=num_scales,
+            num_max_nvl_chunked_recv_tokens=QUEUES["num_max_nvl_chunked_recv_tokens"],
+            num_max_rdma_chunked_recv_tokens=QUEUES["num_max_rdma_chunked_recv_tokens"],
+        )
+        self.runtime = native.Runtime(
+            rank=rank,
+            num_ranks=num_ranks,
+            num_nvl_bytes=num_nvl_bytes,
+            num_rdma_bytes=num_rdma_bytes,
+            low_latency_mode=False,
+            num_qps_per_rank=2 * NUM_CHANNELS,
+            timeout_ns=10**12,
+            ranks_per_node=ranks_per_node,
+            device_index=0,
+        )
+        pack_bytes = native.normal_pack_bytes(num_topk=shape.num_topk, num_scales=num_scales)
+        self.topk_idx = (ctypes.c_int64 * len(experts))(*experts)
+        # What the calls read and write, by the names of their arguments; some calls take part of it.
+        self.sent = {
+            "x": zeros(ctypes.c_uint8, num_tokens * shape.hidden),
+            "scales": zeros(ctypes.c_float, num_tokens * num_scales),
+            "topk_idx": self.topk_idx,
+            "topk_weights": zeros(ctypes.c_float, len(experts)),
+        }
+        self.received = {
+            "recv_x": zeros(ctypes.c_uint8, num_rows * shape.hidden),
+            "recv_scales": zeros(ctypes.c_float, num_rows * num_scales),
+            "recv_topk_idx": zeros(ctypes.c_int64, num_rows * shape.num_topk),
+            "recv_topk_weights": zeros(ctypes.c_float, num_rows * shape.num_topk),
+            "recv_src_idx": zeros(ctypes.c_int32, num_rows),
+            "recv_src_meta": zeros(ctypes.c_int32, num_rows * 2),
+        }
+        self.layout = {
+            "num_tokens_per_rank": zeros(ctypes.c_int32, num_ranks),
+            "num_tokens_per_rdma_rank": zeros(ctypes.c_int32, num_nodes),
+            "num_tokens_per_expert": zeros(ctypes.c_int32, shape.num_experts),
+            "is_token_in_rank": zeros(ctypes.c_uint8, num_tokens * num_ranks),
+        }
+        self.handle = {
+            "is_token_in_rank": self.layout["is_token_in_rank"],
+            "source_prefix": zeros(ctypes.c_int32, num_ranks),
+            "channel_prefix": zeros(ctypes.c_int32, num_ranks * NUM_CHANNELS),
+            "recv_channel_prefix": zeros(ctypes.c_int32, num_ranks * NUM_CHANNELS),
+            "node_channel_prefix": zeros(ctypes.c_int32, num_nodes * NUM_CHANNELS),
+            "recv_node_channel_prefix": zeros(ctypes.c_int32, num_nodes * NUM_CHANNELS),
+            "recv_node_prefix": zeros(ctypes.c_int32, num_nodes),
+            "node_head": zeros(ctypes.c_int32, num_tokens * num_nodes),
+            "nvl_head": zeros(ctypes.c_int32, (num_tokens + num_rows) * ranks_per_node),
+            "dispatch_op": zeros(ctypes.c_uint64, 1),
+        }
+        self.packs = zeros(ctypes.c_uint8, num_rows * pack_bytes)
+        self.ys = zeros(ctypes.c_uint16, num_rows * shape.hidden)
+        self.combined_x = zeros(ctypes.c_uint16, num_tokens * shape.hidden)
+        self.combined_weights = zeros(ctypes.c_float, len(experts))
+        self.num_recv_rows = 0
+        self.counters = {
+            kind: (
+                zeros(ctypes.c_int64, len(native.COUNTER_FIELDS) * num_ranks),
+                zeros(ctypes.c_int64, len(native.OWN_FIELDS)),
+                zeros(ctypes.c_int64, RING * (num_ranks + 1) * native.NUM_RING_FIELDS),
+            )
+            for kind in KINDS
+        }
+        self.runtime.dispatch_layout(
+            topk_idx=ctypes.addressof(self.topk_idx),
+            num_tokens=num_tokens,
+            num_topk=shape.num_topk,
+            num_experts=shape.num_experts,
+            num_ranks=num_ranks,
+            ranks_per_node=ranks_per_node,
+            **_addresses(self.layout),
+            stream=0,
+        )
+
+    def pointers(self, kind: str) -> tuple[int, int, int, int]:
+        """The counters of one kind of operation, or none."""
+        if not self.keeps_counters or (self.is_one_node and kind.startswith("relay")):
+            return (0, 0, 0, 0)
+        totals, own, ring = (ctypes.addressof(memory) for memory in self.counters[kind])
+        return totals, own, ring, RING
+
+    def dispatch(self) -> None:
+        """A fresh dispatch of FP8 rows, with scales and top-k entries."""
+        for name in ("node_head", "nvl_head"):
+            ctypes.memset(self.handle[name], 0xFF, ctypes.sizeof(self.handle[name]))
+        common = {
+            **self.size,
+            "num_experts": self.shape.num_experts,
+            "num_scales": self.num_scales,
+            "row_bytes": self.shape.hidden,
+            "source_stride": 1,
+            **_addresses(self.handle),
+            "stream": 0,
+        }
+        self.runtime.normal_notify(
+            **common,
+            num_tokens_per_rank=ctypes.addressof(self.layout["num_tokens_per_rank"]),
+            num_tokens_per_expert=ctypes.addressof(self.layout["num_tokens_per_expert"]),
+            wait_stats=0,
+            notify_counters=self.pointers("notify"),
+        )
+        self.num_recv_rows, num_relay_rows, _ = self.runtime.normal_counts()
+        received = _addresses(self.received)
+        received["recv_src_meta" if self.is_one_node else "recv_src_idx"] = 0
+        self.runtime.normal_dispatch(
+            **common,
+            **_addresses(self.sent),
+            **received,
+            scale_row_stride=self.num_scales,
+            scale_column_stride=1,
+            packs=ctypes.addressof(self.packs),
+            num_recv_rows=self.num_recv_rows,
+            num_relay_rows=num_relay_rows,
+            fresh=True,
+            abandon=False,
+            wait_stats=0,
+            counters=self.pointers("dispatch"),
+            relay_counters=self.pointers("relay_dispatch"),
+        )
+
+    def combine(self) -> None:
+        """Of bf16 rows and weights."""
+        self.runtime.normal_combine(
+            **self.size,
+            num_experts=0,
+            num_scales=0,
+            row_bytes=2 * self.shape.hidden,
+            source_stride=1,
+            **_addresses(self.handle),
+            x=ctypes.addressof(self.ys),
+            topk_weights=ctypes.addressof(self.received["recv_topk_weights"]),
+            packs=ctypes.addressof(self.packs),
+            bias_0=0,
+            bias_1=0,
+            combined_x=ctypes.addressof(self.combined_x),
+            combined_topk_weights=ctypes.addressof(self.combined_weights),
+            num_rows=self.num_recv_rows,
+            wait_stats=0,
+            counters=self.pointers("combine"),
+            relay_counters=self.pointers("relay_combine"),
+            stream=0,
+        )
+
+
+def _addresses(arrays: dict[str, Any]) -> dict[str, int]:
+    return {name: ctypes.addressof(array) for name, array in arrays.items()}
+
+
+def run_rounds(
+    shape: GroupShape,
+    ranks_per_node: int,
+    experts: Sequence[Sequence[int]],
+    rounds: int,
+    keeps_counters: bool,
+) -> None:
+    """Rounds of a dispatch and a combine of all ranks. `experts[rank]` are the routes of a rank."""
+    native = load_native()
+    simulation = native.Simulation(
+        num_ranks=shape.num_ranks,
+        ranks_per_node=ranks_per_node,
+        seed=1,
+        points_per_step=16,
+        step_ns=500,
+        shortest_delivery_ns=2_000,
+        longest_delivery_ns=2_000,
+        end_ns=10**15,
+    )
+    handles: dict[int, bytes] = {}
+    connected: set[int] = set()
+    failed: list[Any] = []
+
+    def run_rank(rank: int) -> None:
+        this = Rank(native, rank, shape, ranks_per_node, experts[rank], keeps_counters)
+        handles[rank] = this.runtime.local_handle()
+        while len(handles) < shape.num_ranks:
+            simulation.sleep(1_000_000)
+        this.runtime.connect([handles[source] for source in range(shape.num_ranks)])
+        connected.add(rank)
+        while len(connected) < shape.num_ranks:
+            simulation.sleep(1_000_000)
+        this.runtime.release_handle()
+        for _ in range(rounds):
+            this.dispatch()
+            this.combine()
+        failed.append(this.runtime.take_failure())
+        if keeps_counters:
+            assert this.counters["dispatch"][0][0] == rounds, "nothing was counted"
+        while len(failed) < shape.num_ranks:
+            simulation.sleep(1_000_000)
+        this.runtime.close()
+
+    def enter(rank: int) -> None:
+        simulation.enter(rank)
+        try:
+            run_rank(rank)
+        finally:
+            simulation.leave()
+
+    threads = [threading.Thread(target=enter, args=(rank,)) for rank in range(shape.num_ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failed == [None] * shape.num_ranks, failed
