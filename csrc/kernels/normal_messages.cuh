@@ -53,7 +53,7 @@ struct RelayMark {
     uint64_t local_ranks;  // a bit each
     uint64_t last_of;      // those of them that get no later row of this channel
     uint64_t issued_ns;    // when the source handed it over
-    uint64_t padding;
+    uint64_t proof;        // if rows are verified: proof_of_mark()
 };
 static_assert(sizeof(RelayMark) % sizeof(Vector) == 0, "slots stay 16-byte aligned");
 
@@ -63,9 +63,12 @@ struct NormalRow {
     size_t row_bytes;  // a multiple of 16
     int num_topk;
     int num_scales;  // 32-bit items
+    bool verified;
 
+    // Whether combine reads more of a slot than the row.
+    EP_HOST_DEVICE bool returns_packs() const { return num_topk > 0 || verified; }
     EP_HOST_DEVICE size_t pack_offset() const { return row_bytes; }
-    // Within a pack: PackHead, experts, weights, scales.
+    // Within a pack: RowProof, experts, weights, scales.
     EP_HOST_DEVICE size_t experts_offset() const { return sizeof(Vector); }
     EP_HOST_DEVICE size_t weights_offset() const {
         return experts_offset() + num_topk * sizeof(int32_t);
@@ -84,13 +87,6 @@ struct NormalRow {
     }
 };
 
-// Leads a pack.
-struct PackHead {
-    int32_t token;  // on its source
-    int32_t padding[3];
-};
-static_assert(sizeof(PackHead) == sizeof(Vector), "packs stay 16-byte aligned");
-
 // How far one end of a queue is, in one word. `tag` tells the operation, so nothing has to be cleared.
 struct QueueWord {
     uint32_t tag;    // CountWord::tag_of(op)
@@ -101,8 +97,6 @@ struct QueueWord {
         return {static_cast<uint32_t>(word >> 32), static_cast<uint32_t>(word)};
     }
 };
-
-enum class Hop : int { kNvl, kRdma };
 
 // The control region of normal operations. It follows that of low latency.
 struct NormalControlMap {
