@@ -102,6 +102,23 @@ def judge(program: Program, model: Model, ranks: list[Rank]) -> list[str]:
                     found.append(f"{raised} (nothing had been disturbed)")
                 elif op in settled:
                     found.append(f"{raised} (all ranks had called again for long)")
+                elif "not what was sent" in str(record.error):
+                    found.append(f"{raised} (nobody had overwritten memory)")
+                elif wronged := named_without_fault(record, model, ranks):
+                    found.append(f"{raised} (ranks {wronged} had done nothing wrong)")
         if op in settled and len(calls) < program.num_ranks:
             found.append(f"operation {op}: only ranks {sorted(calls)} called it, after recovery")
     return found
+
+
+def named_without_fault(record: Record, model: Model, ranks: list[Rank]) -> list[int]:
+    """Ranks that an error calls missing, though nothing had happened to them and no call of theirs had failed."""
+    named = set(getattr(record.error, "missing_ranks", ()))
+    for rank in ranks:
+        for one in rank.disturbed:
+            if one.name != "pause" and one.began_ns <= record.ended_ns:
+                named.difference_update(one.ranks)
+    for other in model.calls:
+        if other.error is not None and other.ended_ns <= record.ended_ns:
+            named.discard(other.rank)
+    return sorted(named)

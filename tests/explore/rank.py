@@ -29,6 +29,7 @@ class Disturbed(NamedTuple):
 
     name: str  # of DISTURBANCES
     began_ns: int
+    ranks: tuple[int, ...]  # that may be named for it
 
 
 class Rank:
@@ -213,9 +214,14 @@ class Rank:
         for one in self.disturbances:
             if one.name == name and op >= one.op:
                 self.disturbances.remove(one)
-                self.disturbed.append(Disturbed(name, self.machine.now_ns()))
+                ranks = (self.rank, self._other(one)) if name == "link" else (self.rank,)
+                self.disturbed.append(Disturbed(name, self.machine.now_ns(), ranks))
                 return one
         return None
+
+    def _other(self, link: Disturbance) -> int:
+        """To whom a path is slow."""
+        return (self.rank + 1 + link.points) % self.program.num_ranks
 
     def _prepare(self, op: int) -> None:
         """Between two calls: pauses, and what this rank will suffer in the next."""
@@ -225,7 +231,7 @@ class Rank:
             self._slowed = None
         link = self._disturb("link", op)
         if link is not None:
-            self._slowed = (self.rank + 1 + link.points) % self.program.num_ranks
+            self._slowed = self._other(link)
             self._slow_path(self._slowed, link.pause_ns)
         late = self._disturb("late", op)
         if late is not None:
