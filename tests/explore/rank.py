@@ -221,7 +221,8 @@ class Rank:
 
     def _other(self, link: Disturbance) -> int:
         """To whom a path is slow."""
-        return (self.rank + 1 + link.points) % self.program.num_ranks
+        num_ranks = self.program.num_ranks
+        return (self.rank + 1 + link.points % (num_ranks - 1)) % num_ranks
 
     def _prepare(self, op: int) -> None:
         """Between two calls: pauses, and what this rank will suffer in the next."""
