@@ -33,7 +33,7 @@ demo: install  ## eight ranks on this machine, one of them slow: who, why, by ho
 
 test: install  ## all tests; ARGS="-k name" selects
 	@tools/test_tools.sh
-	$(RUN)/python -m slipcover --source deep_ep --json --out $(CURDIR)/build/coverage.json -m pytest $(ARGS)
+	@tools/test.sh $(RUN)/python $(ARGS)
 	@$(RUN)/python tools/coverage.py build/coverage.json
 
 lint: $(STAMP)  ## style, types and spelling (.pre-commit-config.yaml); `make format` repairs most of it

@@ -181,6 +181,16 @@ class _Round:
     asked: set[int] = field(default_factory=set)
 
 
+def _may_report(key: Key, opened: _Round) -> bool:
+    """Whether a rank that was in the operation, but did not wait, has yet to say how that ended. Ranks
+    time out within moments of each other, so its report may be on its way behind its answer.
+    """
+    return key.is_operation and any(
+        key.op in (at.open, at.closed) and not at.waiting and rank not in opened.missed
+        for rank, at in opened.progress.items()
+    )
+
+
 class Arbiter:
     """Rank 0's part. One thread at a time.
 
@@ -307,16 +317,18 @@ class Arbiter:
             self._call_later(self._settled - now, self._look)
             return
         for key, opened in list(self._rounds.items()):
-            if self._is_complete(opened, now):
+            if self._is_complete(key, opened, now):
                 del self._rounds[key]
                 self._decide(key, opened)
 
-    def _is_complete(self, opened: _Round, now: float) -> bool:
-        still = {rank for rank in opened.asked - opened.progress.keys() if self._is_there(rank)}
-        still -= opened.missed.keys()
-        if not still or now >= opened.answers_by:
+    def _is_complete(self, key: Key, opened: _Round, now: float) -> bool:
+        unheard = {rank for rank in opened.asked - opened.progress.keys() if self._is_there(rank)}
+        unheard -= opened.missed.keys()
+        if now >= opened.answers_by:
             return True
-        return now >= opened.others_by and not still & set().union(*opened.missed.values())
+        if now >= opened.others_by:
+            return not unheard & set().union(*opened.missed.values())
+        return not unheard and not _may_report(key, opened)
 
     def _decide(self, key: Key, opened: _Round) -> None:
         excused = {

@@ -117,6 +117,19 @@ def test_who_waits_is_told_even_if_it_answers_a_little_later() -> None:
     assert ranks.decision().waiting == {0: 73, 1: 73, 2: 73}
 
 
+@pytest.mark.parametrize("at", [Progress(72, 73, False), Progress(73, 0, False)])
+def test_who_gave_up_just_before_it_was_asked_is_among_those_who_waited(at: Progress) -> None:
+    """Its answer comes before its report: it does not wait any more."""
+    ranks = Ranks({0: WAITS, 1: IDLE, 2: at, 3: WAITS})
+    ranks.report(0, [1])
+    ranks.answer()
+    assert not ranks.decisions(0)
+    ranks.report(2, [1])
+    decision = ranks.decision()
+    assert decision.culprits == (1,)
+    assert decision.waiting == {0: 73, 2: 73, 3: 73}
+
+
 def test_a_rank_that_does_not_answer_is_named_only_if_it_is_missing() -> None:
     ranks = Ranks({0: WAITS, 2: WAITS})
     ranks.report(0, [1])
@@ -141,6 +154,7 @@ def test_a_rank_that_is_still_sending_in_the_operation_is_not_named() -> None:
     ranks = Ranks({0: WAITS, 1: IDLE, 2: Progress(72, 73, False), 3: WAITS})
     ranks.report(0, [1, 2])
     ranks.answer()
+    ranks.pass_time()
     assert ranks.decision().culprits == (1,)
 
 

@@ -17,6 +17,7 @@ EP_KERNEL void barrier(const EP_GRID_CONSTANT OperationArgs args) {
     await_all(
         args,
         open,
+        open.op,
         [&](int source) { return args.control.barrier(source); },
         [](int) { return true; });
     block_sync();

@@ -41,6 +41,7 @@ EP_DEVICE bool meet_headers(const OperationArgs& args, const OpenOperation& open
     await_all(
         args,
         open,
+        open.op,
         [&](int s) { return header(s) + offsetof(OpHeader, op); },
         [](int) { return true; });
     if (has_failed(args)) return false;
@@ -61,6 +62,7 @@ EP_DEVICE bool meet_all(const OperationArgs& args, const OpenOperation& open) {
     await_all(
         args,
         open,
+        open.op,
         [&](int s) { return args.control.handed_over(s); },
         [&](int s) {
             return (header_word(args, open.half, s, offsetof(OpHeader, flags)) & kHandsOver) != 0;

@@ -98,6 +98,16 @@ struct QueueWord {
     }
 };
 
+// What one rank last said to another in the exchange of counts: that its notice is there, or that there is
+// none.
+struct NoticeWord {
+    uint64_t op;
+    bool refuses;
+
+    EP_HOST_DEVICE uint64_t pack() const { return op << 1 | (refuses ? 1 : 0); }
+    EP_HOST_DEVICE static NoticeWord unpack(uint64_t word) { return {word >> 1, (word & 1) != 0}; }
+};
+
 // The control region of normal operations. It follows that of low latency.
 struct NormalControlMap {
     Topology topology;
@@ -128,7 +138,7 @@ struct NormalControlMap {
     EP_HOST_DEVICE size_t staged_notice(int half, int dst, size_t bytes) const {
         return notice(kNumHalves, 0, 0) + half * notices_bytes() + dst * bytes;
     }
-    // Number of the newest operation whose notice a source has sent.
+    // NoticeWord of a source.
     EP_HOST_DEVICE size_t noticed(int source) const {
         return staged_notice(kNumHalves, 0, 0) + source * sizeof(uint64_t);
     }

@@ -19,9 +19,6 @@ struct NotifyArgs : NormalArgs, NotifyTensors {
     uint64_t ticket;  // by which the host knows the counts
 };
 
-// A notice that tells only that there is none.
-constexpr int32_t kRefusedNotice = -1;
-
 // Block. Tokens of this rank that `is_for` names, up to and with each channel: prefix[row, channel].
 template <class IsFor>
 EP_DEVICE void count_channels(const NotifyArgs& args, int rows, int32_t* prefix, IsFor is_for) {
@@ -91,15 +88,18 @@ EP_DEVICE void send_notices(const NotifyArgs& args, const OpenOperation& open, b
     const auto items = static_cast<int>(bytes / sizeof(int32_t));
     const int rank = args.common.rank();
     for (int dst = warp_id(); dst < args.common.num_ranks(); dst += num_warps()) {
-        const size_t staged = args.words.staged_notice(open.half, dst, bytes);
-        auto* notice = reinterpret_cast<int32_t*>(transport.local(staged));
-        for (int item = lane_id(); item < items; item += kWarpSize)
-            notice[item] = refuses ? kRefusedNotice : notice_item(args, dst, item);
-        warp_sync();
-        transport.put_warp(dst, args.words.notice(open.half, rank, bytes), notice, bytes, 0);
+        // Who refuses may not have handed over, so that others may still read this half.
+        if (!refuses) {
+            const size_t staged = args.words.staged_notice(open.half, dst, bytes);
+            auto* notice = reinterpret_cast<int32_t*>(transport.local(staged));
+            for (int item = lane_id(); item < items; item += kWarpSize)
+                notice[item] = notice_item(args, dst, item);
+            warp_sync();
+            transport.put_warp(dst, args.words.notice(open.half, rank, bytes), notice, bytes, 0);
+        }
         if (!elect_one()) continue;
         transport.fence(dst, 0);
-        transport.signal(dst, args.words.noticed(rank), open.op, 0);
+        transport.signal(dst, args.words.noticed(rank), NoticeWord{open.op, refuses}.pack(), 0);
     }
 }
 
@@ -114,24 +114,27 @@ EP_DEVICE bool await_notices(const NotifyArgs& args, const OpenOperation& open) 
     const OperationArgs& common = args.common;
     uint64_t* sights = common.workspace->header_sight;
     const uint64_t begin_ns = common.workspace->wait_begin_ns;
+    const uint64_t expected = NoticeWord{open.op, false}.pack();
     int num_looks = 0;  // of this thread, at its first source
     const auto is_missing = [&](int source) {
         if (source == thread_index()) ++num_looks;
         if (sights[source] != 0) return false;
         const size_t word = args.words.noticed(source);
-        if (common.transport.poll(word) < open.op) return true;
+        if (common.transport.poll(word) < expected) return true;
         note_sight(&sights[source], sight_of(common, word, num_looks == 1, begin_ns));
         return false;
     };
-    await_all(common, open, [&](int s) { return args.words.noticed(s); }, is_missing);
+    await_all(common, open, expected, [&](int s) { return args.words.noticed(s); }, is_missing);
     if (has_failed(common)) return false;
     for (int source = thread_index(); source < common.num_ranks(); source += num_threads()) {
         is_missing(source);  // it may have come between two looks
         // It may already be in the next one, whose notices go to the other half.
-        const bool is_refused = common.transport.poll(args.words.noticed(source)) > open.op + 1 ||
-                                notice_of(args, open, source)[0] == kRefusedNotice;
-        if (is_refused) record_failure(common, open, FailureReason::kAbandoned, source);
+        const auto word = NoticeWord::unpack(common.transport.poll(args.words.noticed(source)));
+        if (word.op > open.op + 1 || (word.op == open.op && word.refuses))
+            record_failure(common, open, FailureReason::kAbandoned, source);
     }
+    // Who is in the next one after a refusal has said so before.
+    find_given_up(common, open);
     return !has_failed(common);
 }
 

@@ -34,15 +34,16 @@ EP_DEVICE void name_missing(const OperationArgs& args,
         [&](int source) { record_failure(args, open, FailureReason::kTimeout, source); });
 }
 
-// Block. Waits until a word of each source that `concerns` is at least the operation's number, or names
-// the sources where it is not.
+// Block. Waits until a word of each source that `concerns` is at least `number`, or names the sources where
+// it is not.
 template <class WordOf, class Concerns>
 EP_DEVICE void await_all(const OperationArgs& args,
                          const OpenOperation& open,
+                         uint64_t number,
                          WordOf word_of,
                          Concerns concerns) {
     const auto has_come = [&](int source) {
-        return !concerns(source) || args.transport.poll(word_of(source)) >= open.op;
+        return !concerns(source) || args.transport.poll(word_of(source)) >= number;
     };
     const auto for_each_missing = [&](auto f) {
         for (int source = thread_index(); source < args.num_ranks(); source += num_threads()) {

@@ -168,6 +168,23 @@ TEST(numbers_that_do_not_agree_are_refused_and_the_group_works_on) {
     }
 }
 
+// Another rank may still read those of an earlier dispatch.
+TEST(who_refuses_sends_no_notice) {
+    Random random(ep::testing::seed());
+    Group group(kTwoNodes);
+    fail_together(group, kTwoNodes, random, [&](Exchange& exchange, int rank) {
+        std::vector<int32_t> numbers = exchange.mine.num_tokens_per_rank;
+        if (rank == 2) ++numbers[1];
+        CHECK(!exchange.notify(numbers));
+        const Traffic& traffic = group[rank].memory().transport().link->traffic();
+        for (int dst = 0; dst < kTwoNodes.num_ranks(); ++dst) {
+            const uint64_t num_headers = dst == rank ? 0 : 1;
+            CHECK_EQUAL(traffic.to[dst].puts, num_headers + (rank == 2 ? 0 : 1));
+        }
+        exchange.abandon();
+    });
+}
+
 TEST(more_rows_than_there_is_room_for_are_refused_and_the_group_works_on) {
     Random random(ep::testing::seed());
     Group group(kTwoNodes);

@@ -73,6 +73,7 @@ void finish_operation(OperatingRank& self, const OperationArgs& args, bool fails
             await_all(
                 args,
                 open,
+                open.op,
                 [&](int s) { return args.control.header(open.half, s) + offsetof(OpHeader, op); },
                 [](int) { return true; });
         },

@@ -1,0 +1,30 @@
+#!/usr/bin/env bash
+# All tests, with coverage: first those that only compute, one on each core; then all others, whose ranks need
+# every core for themselves. Arguments are pytest's, and make it one run without those two parts.
+#
+# Usage: tools/test.sh PYTHON [argument ...]
+set -euo pipefail
+
+python=$1
+shift
+computing=(
+    tests/diagnose/analyze tests/diagnose/collect tests/diagnose/core tests/diagnose/render
+    tests/diagnose/storage tests/memory_order tests/model
+)
+
+# cover NAME ARGUMENT...: pytest, and build/coverage-NAME.json.
+cover() {
+    "$python" -m slipcover --source deep_ep --json --out "build/coverage-$1.json" -m pytest "${@:2}"
+}
+
+mkdir -p build
+rm -f build/coverage*.json
+status=0
+if (($#)); then
+    cover all "$@" || status=$?
+else
+    cover computing -n "$(nproc)" --dist worksteal "${computing[@]}" || status=$?
+    cover others "${computing[@]/#/--ignore=}" || status=$?
+fi
+"$python" -m slipcover --merge build/coverage-*.json --out build/coverage.json >/dev/null
+exit "$status"
