@@ -298,6 +298,8 @@ class Runtime:
         dispatch_op: int,
         x: int,
         topk_weights: int,
+        recv_tokens: int,
+        recv_token_stride: int,
         packs: int,
         bias_0: int,
         bias_1: int,

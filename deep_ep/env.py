@@ -62,7 +62,8 @@ VERIFY = Variable(
     "DEEP_EP_VERIFY",
     "0 | 1",
     "0",
-    "1: rows of low-latency operations travel with their number and a checksum, and are compared on arrival",
+    "1: rows travel with their number and a checksum, and are compared on arrival, in normal operations on every "
+    "hop",
 )
 SCHEDULE = Variable(
     "DEEP_EP_SCHEDULE",

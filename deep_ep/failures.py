@@ -30,7 +30,8 @@ def error_from_failure(
 
     Args:
         failure: the record; keys `reason`, `operation`, `op`, `ranks`, `last_op`, `expected`, `seen`, `waited_ns`,
-            `given_up` (newest operation that each of the ranks gave up).
+            `given_up` (newest operation that each of the ranks gave up), `row` (where a row was found that
+            is not what was sent).
         rank: the rank that raises.
         decision: what all ranks agreed on, if they did.
         places: where the ranks run; needed with a decision.
@@ -74,11 +75,7 @@ def error_from_failure(
             "afresh."
         )
     if reason == "corrupt":
-        return EPTransportError(
-            f"{where}: rows of {ranks_text(ranks)} are not what was sent in this operation "
-            "(DEEP_EP_VERIFY compares them); they must be. Report it with both ranks' logs: memory "
-            "was overwritten or a message arrived out of order."
-        )
+        return _corrupt(where, failure["row"], ranks)
     if decision is not None and rank in decision.culprits:
         return _given_up(where, failure, dict.fromkeys(decision.waiting, decision.key.op))
     if decision is not None:
@@ -87,6 +84,18 @@ def error_from_failure(
         return _timeout(where, failure, ranks)
     return _given_up(
         where, failure, {r: max(failure["op"], op) for r, op in failure["given_up"].items()}
+    )
+
+
+_OVER = {"direct": "", "NVLink": " over NVLink", "network": " over the network"}
+
+
+def _corrupt(where: str, row: Mapping[str, Any], ranks: list[int]) -> EPTransportError:
+    return EPTransportError(
+        f"{where}: rows of {ranks_text(ranks)} are not what was sent in this operation "
+        f"(DEEP_EP_VERIFY compares them), first that for token {row['token']} of rank {row['owner']}, "
+        f"which rank {row['sender']} sent{_OVER[row['hop']]}; they must be. Report it with both ranks' "
+        "logs: memory was overwritten or a message arrived out of order."
     )
 
 

@@ -77,6 +77,10 @@ class OneNodeHandle(NamedTuple):
         """[num_ranks], rows received from that source and all before it, on this rank."""
         return self.rank_prefix[:, rank]
 
+    def token_pointers(self) -> dict[str, int]:
+        """Of the source token of each received row, as the native combine takes them."""
+        return {"recv_tokens": self.recv_src_idx.data_ptr(), "recv_token_stride": 1}
+
     def pointers(self, rank: int) -> dict[str, int]:
         """What the native calls on this rank take."""
         return {
@@ -148,6 +152,11 @@ class SeveralNodesHandle(NamedTuple):
     def source_prefix(self, rank: int) -> torch.Tensor:
         """[num_ranks], rows received from that source and all before it, on this rank."""
         return self.source_prefixes
+
+    def token_pointers(self) -> dict[str, int]:
+        """Of the source token of each received row, as the native combine takes them."""
+        meta = self.recv_src_meta
+        return {"recv_tokens": meta.data_ptr() + meta.shape[1] // 2, "recv_token_stride": 2}
 
     def pointers(self, rank: int) -> dict[str, int]:
         """What the native calls on this rank take."""

@@ -247,6 +247,7 @@ class Normal:
             rows, topk_weights, *biases_read = order.contiguous(x, topk_weights, *biases)
             runtime.native.normal_combine(
                 **self._common(shape, given),
+                **given.token_pointers(),
                 x=pointers.of_tensor(rows),
                 topk_weights=pointers.of_tensor(topk_weights),
                 packs=packs.data_ptr(),

@@ -381,28 +381,48 @@ def assert_layout(got: tuple[Any, ...], want: reference.Layout, where: str) -> N
 def assert_dispatched(
     got: Outputs, want: reference.Received, shape: Shape, mode: Mode, where: str
 ) -> None:
+    """Of all that a rank got, what its fresh dispatch returned."""
+    total = len(want.x)
+    if mode.spare_rows is not None:
+        total = max(1, sum(shape.num_tokens) + mode.spare_rows)
+    assert_received_rows(
+        *(got.recv_x, got.recv_topk_idx, got.recv_topk_weights, got.counts),
+        *(want, total, mode, where),
+    )
+
+
+def assert_received_rows(
+    got_x: Any,
+    recv_topk_idx: Tensor | None,
+    recv_topk_weights: Tensor | None,
+    got_counts: Any,
+    want: reference.Received,
+    total: int,
+    mode: Mode,
+    where: str,
+) -> None:
     """Rows, their order, what goes with them, counts. Behind them, in the worst-case mode, -1."""
     num_rows = len(want.x)
-    total = num_rows if mode.spare_rows is None else max(1, sum(shape.num_tokens) + mode.spare_rows)
-    recv_x, recv_scales = got.recv_x if mode.scales else (got.recv_x, None)
+    recv_x, recv_scales = got_x if mode.scales else (got_x, None)
     if mode.scales:
-        assert isinstance(got.recv_x, tuple), where
+        assert isinstance(got_x, tuple), where
         assert_rows(recv_scales, want.scales, total, f"{where}, scales")
     assert_rows(recv_x, want.x, total, f"{where}, rows")
     if mode.has_topk:
-        assert_rows(got.recv_topk_idx, want.topk_idx, total, f"{where}, experts")
-        assert_rows(got.recv_topk_weights, want.topk_weights, total, f"{where}, weights")
-        assert (got.recv_topk_idx[num_rows:] == -1).all(), where
+        assert_rows(recv_topk_idx, want.topk_idx, total, f"{where}, experts")
+        assert_rows(recv_topk_weights, want.topk_weights, total, f"{where}, weights")
+        assert recv_topk_idx is not None
+        assert (recv_topk_idx[num_rows:] == -1).all(), where
     else:
-        assert got.recv_topk_idx is None, where
-        assert got.recv_topk_weights is None, where
+        assert recv_topk_idx is None, where
+        assert recv_topk_weights is None, where
     if mode.spare_rows is None:
         alignment = mode.expert_alignment
         counts = [-(-count // alignment) * alignment for count in want.counts]
-        assert got.counts == counts, where
-        assert all(type(count) is int for count in got.counts), where
+        assert got_counts == counts, where
+        assert all(type(count) is int for count in got_counts), where
     else:
-        assert got.counts == [], where
+        assert got_counts == [], where
 
 
 def assert_rows(got: Any, want: Tensor | None, total: int, where: str) -> None:

@@ -46,6 +46,7 @@ def test_every_reason_of_a_failure_is_told_in_words_of_its_own() -> None:
         "expected": {},
         "seen": {},
         "waited_ns": 1,
+        "row": {"token": 2, "owner": 1, "sender": 3, "hop": "network"},
     }
     reasons = BINDING.FAILURE_REASONS[1:]
     texts = {str(error_from_failure({**failure, "reason": reason}, 0)) for reason in reasons}

@@ -16,7 +16,7 @@ from explore.explorer import explore
 from explore.fleet import Seeds, explore_all
 from explore.program import DISTURBANCES
 
-NUM_SEEDS = 200
+NUM_SEEDS = 40
 JOBS = 2
 
 

@@ -244,5 +244,8 @@ def test_a_dry_run_does_all_that_it_can_without_a_gpu(tmp_path: Path) -> None:
     assert by_name["facts"]["wrote"]["facts.json"]["facts"]["timer_step_ns"] > 0
     rows = by_name["latency"]["wrote"]["latency.json"]["rows"]
     assert {row["setting"]["hooks"] for row in rows} == {False, True}
-    assert "| dispatch us |" in done.stdout
+    rows = by_name["bandwidth"]["wrote"]["normal.json"]["rows"]
+    assert [row["num_ranks"] for row in rows] == [2, 4]
+    assert all(set(row[kind]) == {"off", "on"} for row in rows for kind in ("dispatch", "combine"))
+    assert done.stdout.count("| dispatch us |") == 2
     assert "nothing of this is a fact about a GPU" in done.stdout

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import deep_ep
-from deep_ep.errors import EPArgumentError, EPTransportError
+from deep_ep.errors import EPArgumentError, EPError, EPTransportError
 from exchange import (
     Mode,
     Shape,
@@ -19,6 +19,22 @@ from exchange import (
     experts,
     make_inputs,
     ranks_for,
+)
+from explore.damage import (
+    EARLIER_TOKEN,
+    HOPS,
+    NUM_RANKS,
+    OWNER,
+    TOKEN,
+    Damage,
+    Exchange,
+    Hop,
+    flip_mark,
+    flip_operation,
+    flip_row,
+    flip_weight,
+    restore_earlier,
+    swap_words,
 )
 from launch import run_processes
 
@@ -114,6 +130,55 @@ def test_results_are_the_same_without(mode: Mode, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("DEEP_EP_VERIFY", "0")
     with ranks_for(SHAPE) as ranks:
         exchange_and_check(ranks, SHAPE, mode)
+
+
+DAMAGES = (flip_row, flip_weight, flip_operation, swap_words, restore_earlier)
+OF_A_HOP = pytest.mark.parametrize(
+    "hop", HOPS, ids=lambda hop: f"{hop.operation}-{hop.over.split()[-1]}"
+)
+
+
+def assert_found(damage: Damage, hop: Hop) -> None:
+    """Who receives the row raises and names it; nobody returns anything wrong."""
+    exchange = Exchange(hop, damage, verifies=True)
+    outcomes = exchange.run()
+    error = outcomes[hop.receiver]
+    assert isinstance(error, EPTransportError), error
+    # In combine the last receiver knows whose turn it is.
+    is_awaited = damage is not restore_earlier or hop == HOPS[-1]
+    token = TOKEN if is_awaited else EARLIER_TOKEN
+    prover = OWNER if hop.operation == "dispatch" else hop.sender
+    assert str(error).startswith(f"{hop.operation} (operation "), error
+    assert f"rows of rank {prover} are not what was sent" in str(error), error
+    place = f"for token {token} of rank {OWNER}, which rank {hop.sender} sent over {hop.over}"
+    assert place in str(error), error
+    for rank, outcome in enumerate(outcomes):
+        if not isinstance(outcome, EPError):
+            assert isinstance(outcome, torch.Tensor), outcome
+            assert torch.equal(outcome, exchange.xs[rank]), f"rank {rank} returned another row"
+
+
+@OF_A_HOP
+@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
+def test_a_damaged_row_of_a_normal_operation_is_named_with_its_hop(
+    damage: Damage, hop: Hop
+) -> None:
+    assert_found(damage, hop)
+
+
+def test_a_mark_that_would_send_a_row_elsewhere_is_found() -> None:
+    assert_found(flip_mark, HOPS[0])
+
+
+@OF_A_HOP
+def test_the_damage_is_real(hop: Hop) -> None:
+    exchange = Exchange(hop, flip_row, verifies=False)
+    outcomes = exchange.run()
+    assert all(isinstance(outcome, torch.Tensor) for outcome in outcomes), outcomes
+    damaged = [
+        rank for rank in range(NUM_RANKS) if not torch.equal(outcomes[rank], exchange.xs[rank])
+    ]
+    assert damaged == [OWNER]
 
 
 def build_with_own_choice(rank: int, group: Any) -> str:

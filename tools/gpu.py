@@ -50,7 +50,7 @@ GRACE_S = 3.0
 LEAST_S = 10.0
 LINES_SHOWN = 25
 # What the README may take over.
-TABLE = "latency.md"
+TABLE, NORMAL_TABLE = "latency.md", "normal.md"
 
 Judge = Callable[[str], "tuple[bool, str]"]
 
@@ -324,18 +324,21 @@ def without(*words: str) -> list[str]:
     return ["-k", " and ".join(f"not {word}" for word in words)]
 
 
-def sanitizer_steps(exchange: str) -> list[Step]:
-    """compute-sanitizer on the smallest exchange of a file of tests."""
+def sanitizer_steps(exchange: str, normal: str) -> list[Step]:
+    """compute-sanitizer on the smallest exchanges of two files of tests."""
     # Launches may come one after another there, and ranks that wait for each other would wait for ever: one
     # rank, which sends to itself.
-    one_rank = [f"{exchange}::test_any_group_size_works[1-{mode}]" for mode in ("fp8", "bf16")]
+    one_rank = [
+        *(f"{exchange}::test_any_group_size_works[1-{mode}]" for mode in ("fp8", "bf16")),
+        *(f"{normal}::test_each_node_shape_equals_the_reference[{mode}-1x1]" for mode in ("fp8", "bf16")),
+    ]  # fmt: skip
     tests = pytest_command(*one_rank, dry=False)
     return [
         Step(
             tool,
-            f"compute-sanitizer {tool} finds nothing in one rank's dispatch and combine",
+            f"compute-sanitizer {tool} finds nothing in one rank's dispatch and combine, of both modes",
             [["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", *tests]],
-            60,
+            90,
             needs=("build",),
             programs=("compute-sanitizer",),
             judge=nothing_found,
@@ -353,8 +356,10 @@ def all_steps(out: Path, dry: bool) -> list[Step]:
     """What is done, in the order in which it is worth knowing; in a dry run on the cpu backend, in small."""
     python = sys.executable
     benchmark = [python, "benchmarks/low_latency_gpu.py"]
-    exchange = "tests/test_low_latency.py"
-    small = "--num-ranks 1 2 --blocks 2 --num-tokens 4 --hidden 256 --num-topk 2 --num-experts 8 --rounds 2"
+    normal_benchmark = [python, "benchmarks/normal_gpu.py"]
+    exchange, normal = "tests/test_low_latency.py", "tests/test_normal.py"
+    few = "--num-tokens 4 --hidden 256 --num-topk 2 --num-experts 8 --rounds 2"
+    small, normal_small = f"--num-ranks 1 2 --blocks 2 {few}", f"--num-ranks 2 4 --num-sms 4 {few}"
     steps = [
         Step(
             "driver",
@@ -434,6 +439,28 @@ def all_steps(out: Path, dry: bool) -> list[Step]:
             writes=("latency.json", TABLE),
         ),
         Step(
+            "normal",
+            "normal mode on 1 x 4, 1 x 8 and 2 x 4 ranks equals the reference: fresh, with a handle, FP8, bias, graphs",
+            [pytest_command("tests/device/test_normal_gpu.py", dry=dry)],
+            150,
+            needs=("build",),
+            judge=tests_passed,
+        ),
+        Step(
+            "bandwidth",
+            "normal mode, 4096 tokens of 4 and 8 ranks: share of a copy of the same bytes, what counters cost",
+            [
+                [
+                    *normal_benchmark,
+                    *(normal_small.split() if dry else []),
+                    *("--json", str(out / "normal.json"), "--markdown", str(out / NORMAL_TABLE)),
+                ]
+            ],
+            120,
+            needs=("build",),
+            writes=("normal.json", NORMAL_TABLE),
+        ),
+        Step(
             "calls",
             "sizes that change between calls; kernels without verification; bad arguments are refused",
             [
@@ -451,7 +478,7 @@ def all_steps(out: Path, dry: bool) -> list[Step]:
             judge=tests_passed,
         ),
     ]  # fmt: skip
-    steps += sanitizer_steps(exchange)
+    steps += sanitizer_steps(exchange, normal)
     steps.append(
         Step(
             "code",
@@ -580,9 +607,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.dry_run:
         print("\nA dry run on the cpu backend: nothing of this is a fact about a GPU.")
     print(f"\n{summary(results)}\nresults: {args.out}")
-    table = args.out / TABLE
-    if any(TABLE in step.writes for step in args.steps) and table.exists():
-        print(f"\n{table.read_text()}")
+    for name in (TABLE, NORMAL_TABLE):
+        table = args.out / name
+        if any(name in step.writes for step in args.steps) and table.exists():
+            print(f"\n{table.read_text()}")
     return 0 if all(one.outcome in (PASSED, SHOWN) for one in results) else 1
 
 

@@ -11,6 +11,10 @@ inline constexpr const char* kFailureReasonNames[] = {
 #define EP_FAILURE_REASON(value, name) name,
 #include "kernels/names.def"
 };
+inline constexpr const char* kHopNames[] = {
+#define EP_HOP_NAME(value, name) name,
+#include "kernels/names.def"
+};
 inline constexpr const char* kHandleFaultNames[] = {
 #define EP_HANDLE_FAULT(value, name) name,
 #include "kernels/names.def"

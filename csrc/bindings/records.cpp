@@ -90,6 +90,11 @@ py::object failure_dict(Runtime& runtime) {
     result["expected"] = agreed_dict(failure->expected);
     result["seen"] = agreed_dict(failure->seen);
     result["waited_ns"] = failure->waited_ns;
+    const RowPlace& row = failure->row;
+    result["row"] = py::dict("token"_a = row.token,
+                             "owner"_a = row.owner,
+                             "sender"_a = row.sender,
+                             "hop"_a = kHopNames[static_cast<int>(row.hop)]);
     return result;
 }
 

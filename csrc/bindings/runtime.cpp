@@ -135,7 +135,7 @@ void bind_runtime(py::module_& m) {
     m.def(
         "normal_pack_bytes",
         [](int num_topk, int num_scales) {
-            return NormalRow{0, num_topk, num_scales}.pack_bytes();
+            return NormalRow{0, num_topk, num_scales, false}.pack_bytes();
         },
         py::kw_only(),
         "num_topk"_a,

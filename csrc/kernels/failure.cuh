@@ -13,7 +13,8 @@ namespace ep {
 EP_DEVICE void leave_record(const OperationArgs& args,
                             const OpenOperation& open,
                             FailureReason reason,
-                            int source) {
+                            int source,
+                            const RowPlace& row = {}) {
     FailureRecord* record = args.failure;
     record->operation = static_cast<Operation>(args.shape.operation);
     record->op = open.op;
@@ -22,6 +23,7 @@ EP_DEVICE void leave_record(const OperationArgs& args,
         record->seen_shape[i] = header_word(args, open.half, source, agreed_field(i));
         record->expected_shape[i] = args.agreed(i);
     }
+    record->row = row;
     store_relaxed<Scope::kSystem>(&record->ranks[source], 1u);
     store_release<Scope::kSystem>(&record->reason, static_cast<uint32_t>(reason));
 }
@@ -30,11 +32,12 @@ EP_DEVICE void leave_record(const OperationArgs& args,
 EP_DEVICE void record_failure(const OperationArgs& args,
                               const OpenOperation& open,
                               FailureReason reason,
-                              int source) {
+                              int source,
+                              const RowPlace& row = {}) {
     const auto first = compare_exchange_relaxed<Scope::kDevice>(
         &args.workspace->failed, 0u, static_cast<uint32_t>(reason));
     if (first == 0) {
-        leave_record(args, open, reason, source);
+        leave_record(args, open, reason, source, row);
     } else if (first == static_cast<uint32_t>(reason)) {
         store_relaxed<Scope::kSystem>(&args.failure->ranks[source], 1u);
     }

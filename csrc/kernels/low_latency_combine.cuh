@@ -391,7 +391,8 @@ EP_DEVICE void verify_token(const CombineArgs& args, const OpenOperation& open, 
         const int source = static_cast<int>(expert) / common.map.num_local_experts();
         const RowProof expected{
             encoded ? kRowLogFmt : kRowBf16, static_cast<uint32_t>(open.op), sum};
-        if (elect_one()) check_row(common, open, proof, expected, source);
+        const RowPlace place{static_cast<uint32_t>(token), common.rank(), source, Hop::kDirect};
+        if (elect_one()) check_row(common, open, proof, expected, source, place);
     }
 }
 

@@ -306,7 +306,12 @@ EP_DEVICE void verify_row(const DispatchArgs& args,
     if (!elect_one()) return;
     const auto& proof = *reinterpret_cast<const RowProof*>(slot + message.proof_offset());
     const auto token = static_cast<uint32_t>(args.handle.tokens[index]);
-    check_row(args.common, open, proof, {token, static_cast<uint32_t>(open.op), sum}, source);
+    check_row(args.common,
+              open,
+              proof,
+              {token, static_cast<uint32_t>(open.op), sum},
+              source,
+              {token, source, source, Hop::kDirect});
 }
 
 // Warp. One row from its slot to the caller's tensors.

@@ -29,6 +29,12 @@ enum class Operation : uint32_t {
 #include "kernels/names.def"
 };
 
+// What rows travel by.
+enum class Hop : uint32_t {
+#define EP_HOP_NAME(value, name) value,
+#include "kernels/names.def"
+};
+
 // Tells of one low-latency operation of one source, sent to every rank before any payload. `op` is
 // the signal; the other words are one put, and readable once `op` shows the operation's number.
 struct OpHeader {
@@ -187,10 +193,11 @@ constexpr int kMaxTokens = kMaxCount + 1;
 
 enum RowEncoding : uint32_t { kRowBf16 = 0, kRowLogFmt = 1 };
 
-// What a row says about itself. Leads a combined row, where the logarithmic format needs the encoding
-// on the wire; follows a dispatched one. The rest is there if rows are verified, see verify.cuh.
+// What a row says about itself. Low latency: leads a combined row, where the logarithmic format needs the
+// encoding on the wire; follows a dispatched one. Normal operations: leads a pack. The rest is there if rows
+// are verified, see verify.cuh.
 struct RowProof {
-    uint32_t encoding_or_token;  // combined: RowEncoding; dispatched: the token
+    uint32_t encoding_or_token;  // low-latency combine: RowEncoding; else the token
     uint32_t op;                 // low half of the operation's number
     uint64_t sum;                // over the row's words
 

@@ -11,6 +11,7 @@
 #pragma once
 
 #include "kernels/normal_operation.cuh"
+#include "kernels/normal_verify.cuh"
 #include "kernels/row_sum.cuh"
 
 namespace ep {
@@ -47,7 +48,7 @@ EP_DEVICE void put_row_back(const NormalCombineArgs& args,
     const auto* x = reinterpret_cast<const std::byte*>(args.x);
     transport.put_warp(
         to.peer, slot, x + number * static_cast<int64_t>(row.row_bytes), row.row_bytes, to.channel);
-    if (row.num_topk == 0) return;
+    if (!row.returns_packs()) return;
     transport.put_warp(to.peer,
                        slot + row.pack_offset(),
                        args.packs + number * static_cast<int64_t>(row.pack_bytes()),
@@ -237,22 +238,51 @@ struct CombineTasks {
                 sum_token(i,
                           out + token * bytes_of_row(),
                           args.combined_topk_weights + token * args.row.num_topk);
+                if (args.row.verified) verify(task, done + i);
             }
         } else {
-            relay_sums(outbound(task), done, rows);
+            relay_sums(task, done, rows);
         }
     }
+    // Warp. The rows of one sum.
+    EP_DEVICE void verify(const Task& task, int number) const {
+        const bool is_own = task.kind == kReduce;
+        const int owner =
+            args.topology().rank_of(is_own ? args.node() : task.index, args.local_rank());
+        const int token = is_own ? static_cast<int>(token_of(task, number)) : -1;
+        for_each_row(task, number, [&](const Queue& queue, int place) {
+            const std::byte* slot = args.common.transport.local(slot_of(args, queue, false, place));
+            verify_slot(args, open, queue, place, {owner, queue.peer, token}, slot);
+            return true;
+        });
+    }
+    // One thread. Of the rows of one sum, which are of one token.
+    EP_DEVICE uint32_t token_of_sum(const Task& task, int number) const {
+        uint32_t token = 0;
+        for_each_row(task, number, [&](const Queue& queue, int place) {
+            token = proof_in(args, queue, place).encoding_or_token;
+            return false;
+        });
+        return token;
+    }
+    EP_DEVICE void verify_and_prove(const Task& task, int number, std::byte* sum) const {
+        verify(task, number);
+        const uint32_t token = token_of_sum(task, number);
+        prove_row(args.row, open.op, args.common.rank(), token, sum, sum + args.row.pack_offset());
+    }
     // Block.
-    EP_DEVICE void relay_sums(const Queue& to, int done, int rows) const {
+    EP_DEVICE void relay_sums(const Task& task, int done, int rows) const {
+        const Queue to = outbound(task);
         const Transport& transport = args.common.transport;
         const NormalRow& row = args.row;
         const auto staged = [&](int i) { return transport.local(staging_of(args, to, done + i)); };
         for (int i = warp_id(); i < rows; i += num_warps()) {
             std::byte* weights = staged(i) + row.pack_offset() + row.weights_offset();
             sum_token(i, staged(i), reinterpret_cast<float*>(weights));
+            if (row.verified) verify_and_prove(task, done + i, staged(i));
         }
         block_sync();
-        const size_t bytes = row.num_topk == 0 ? row.row_bytes : row.bytes();
+        const size_t bytes = row.returns_packs() ? row.bytes() : row.row_bytes;
         for (int i = warp_id(); i < rows; i += num_warps())
             transport.put_warp(
                 to.peer, slot_of(args, to, true, done + i), staged(i), bytes, to.channel);
@@ -272,6 +302,7 @@ struct CombineTasks {
         for (int i = done; i < done + rows; ++i) {
             for_each_row(task, i, [&](const Queue& queue, int place) {
                 state_of(args, queue, false).cursor = place + 1;
+                if (args.row.verified) note_token(args, queue, place);
                 return true;
             });
         }

@@ -14,6 +14,7 @@
 #pragma once
 
 #include "kernels/normal_operation.cuh"
+#include "kernels/normal_verify.cuh"
 
 namespace ep {
 
@@ -55,31 +56,39 @@ EP_DEVICE void put_token(const NormalDispatchArgs& args,
 }
 
 // One thread. Whom a token is for on a node.
-EP_DEVICE RelayMark mark_of(const NormalArgs& args, int node, int channel, int token) {
+EP_DEVICE RelayMark
+mark_of(const NormalArgs& args, const OpenOperation& open, int node, int channel, int token) {
     const TokenRange range = TokenRange::of(channel, args.num_channels, args.num_tokens);
     const uint64_t local_ranks = args.local_ranks(token, node);
     uint64_t last_of = local_ranks;
     for (int later = token + 1; later < range.end && last_of != 0; ++later)
         last_of &= ~args.local_ranks(later, node);
-    return {local_ranks, last_of, now_ns(), 0};
+    RelayMark mark{local_ranks, last_of, now_ns(), 0};
+    if (args.row.verified) mark.proof = proof_of_mark(mark, open.op, static_cast<uint32_t>(token));
+    return mark;
 }
 
 // Warp. Puts a row with its mark; from staging memory if the other node cannot be addressed.
-EP_DEVICE void put_marked_token(
-    const NormalDispatchArgs& args, const Queue& queue, int node, int index, int token) {
+EP_DEVICE void put_marked_token(const NormalDispatchArgs& args,
+                                const OpenOperation& open,
+                                const Queue& queue,
+                                int node,
+                                int index,
+                                int token) {
     const Transport& transport = args.common.transport;
     const NormalRow& row = args.row;
     const size_t slot = slot_of(args, queue, true, index);
     if (transport.direct(queue.peer, 0) != nullptr) {
         put_token(args, queue, slot, token);
         if (!elect_one()) return;
-        const RelayMark mark = mark_of(args, node, queue.channel, token);
+        const RelayMark mark = mark_of(args, open, node, queue.channel, token);
         const auto put = [&](size_t field, uint64_t value) {
             transport.put_word(queue.peer, slot + row.relay_offset() + field, value, queue.channel);
         };
         put(offsetof(RelayMark, local_ranks), mark.local_ranks);
         put(offsetof(RelayMark, last_of), mark.last_of);
         put(offsetof(RelayMark, issued_ns), mark.issued_ns);
+        if (row.verified) put(offsetof(RelayMark, proof), mark.proof);
         return;
     }
     std::byte* staged = transport.local(staging_of(args, queue, index));
@@ -87,7 +96,7 @@ EP_DEVICE void put_marked_token(
     copy_warp(staged + row.pack_offset(), args.packs + token * row.pack_bytes(), row.pack_bytes());
     if (elect_one())
         *reinterpret_cast<RelayMark*>(staged + row.relay_offset()) =
-            mark_of(args, node, queue.channel, token);
+            mark_of(args, open, node, queue.channel, token);
     warp_sync();
     transport.put_warp(
         queue.peer, slot, staged, row.relay_offset() + sizeof(RelayMark), queue.channel);
@@ -170,7 +179,7 @@ EP_DEVICE void deliver_row(const NormalDispatchArgs& args,
         args.recv_topk_weights[number * row.num_topk + k] = is_here ? weights[k] : 0.0f;
     }
     if (!elect_one() || !args.fresh) return;
-    const int token = reinterpret_cast<const PackHead*>(pack)->token;
+    const auto token = static_cast<int>(reinterpret_cast<const RowProof*>(pack)->encoding_or_token);
     if (args.recv_src_idx != nullptr) args.recv_src_idx[number] = token;
     if (args.recv_src_meta != nullptr) {
         args.recv_src_meta[2 * number] = args.topology().node_of(source);
@@ -312,14 +321,19 @@ struct DispatchTasks {
         const Queue queue = is_sender(task) ? outbound(task) : inbound(task);
         for (int i = warp_id(); i < rows; i += num_warps()) {
             if (task.kind == kReceive) {
+                const int64_t number = args.first_row(task.index, task.channel) + done + i;
                 deliver_row(args,
                             task.index,
                             args.common.transport.local(slot_of(args, queue, false, done + i)),
-                            args.first_row(task.index, task.channel) + done + i);
+                            number);
+                const std::byte* data =
+                    args.recv_x + number * static_cast<int64_t>(args.row.row_bytes);
+                if (args.row.verified) verify(queue, done + i, task.index, data);
             } else if (task.kind == kRelay) {
                 relay_row(args, task.index, queue, done, i);
+                if (args.row.verified) verify_relayed(queue, done + i);
             } else if (task.kind == kToNode) {
-                put_marked_token(args, queue, task.index, done + i, tokens[i]);
+                put_marked_token(args, open, queue, task.index, done + i, tokens[i]);
                 if (args.fresh && elect_one())
                     args.node_head[tokens[i] * args.topology().num_nodes() + task.index] = done + i;
             } else {
@@ -329,6 +343,23 @@ struct DispatchTasks {
                         done + i;
             }
         }
+    }
+
+    EP_DEVICE void verify(const Queue& from, int index, int source, const std::byte* data) const {
+        verify_slot(args, open, from, index, {source, source}, data);
+    }
+
+    // Warp. A row between nodes, with its mark.
+    EP_DEVICE void verify_relayed(const Queue& from, int index) const {
+        verify(from, index, from.peer, relayed_row(args, from, index));
+        const RelayMark& mark = mark_in(args, from, index);
+        const uint32_t token = proof_in(args, from, index).encoding_or_token;
+        if (!elect_one() || mark.proof == proof_of_mark(mark, open.op, token)) return;
+        record_failure(args.common,
+                       open,
+                       FailureReason::kCorrupt,
+                       from.peer,
+                       {token, from.peer, from.peer, from.hop});
     }
 
     EP_DEVICE void tell(int number, int rows, const int* tokens) const {
@@ -344,6 +375,8 @@ struct DispatchTasks {
             return;
         }
         const Queue from = inbound(task);
+        if (args.row.verified)
+            note_token(args, from, static_cast<int>(state_of(args, from, false).moved) + rows - 1);
         if (task.kind == kRelay) tell_relayed(task.index, from, rows);
         give_back(args, open, from, rows, total(task));
     }

@@ -53,7 +53,7 @@ struct RelayMark {
     uint64_t local_ranks;  // a bit each
     uint64_t last_of;      // those of them that get no later row of this channel
     uint64_t issued_ns;    // when the source handed it over
-    uint64_t padding;
+    uint64_t proof;        // if rows are verified: proof_of_mark()
 };
 static_assert(sizeof(RelayMark) % sizeof(Vector) == 0, "slots stay 16-byte aligned");
 
@@ -63,9 +63,12 @@ struct NormalRow {
     size_t row_bytes;  // a multiple of 16
     int num_topk;
     int num_scales;  // 32-bit items
+    bool verified;
 
+    // Whether combine reads more of a slot than the row.
+    EP_HOST_DEVICE bool returns_packs() const { return num_topk > 0 || verified; }
     EP_HOST_DEVICE size_t pack_offset() const { return row_bytes; }
-    // Within a pack: PackHead, experts, weights, scales.
+    // Within a pack: RowProof, experts, weights, scales.
     EP_HOST_DEVICE size_t experts_offset() const { return sizeof(Vector); }
     EP_HOST_DEVICE size_t weights_offset() const {
         return experts_offset() + num_topk * sizeof(int32_t);
@@ -83,13 +86,6 @@ struct NormalRow {
         return round_up(bytes() + sizeof(RelayMark), kRowAlignment);
     }
 };
-
-// Leads a pack.
-struct PackHead {
-    int32_t token;  // on its source
-    int32_t padding[3];
-};
-static_assert(sizeof(PackHead) == sizeof(Vector), "packs stay 16-byte aligned");
 
 // How far one end of a queue is, in one word. `tag` tells the operation, so nothing has to be cleared.
 struct QueueWord {
@@ -111,8 +107,6 @@ struct NoticeWord {
     EP_HOST_DEVICE uint64_t pack() const { return op << 1 | (refuses ? 1 : 0); }
     EP_HOST_DEVICE static NoticeWord unpack(uint64_t word) { return {word >> 1, (word & 1) != 0}; }
 };
-
-enum class Hop : int { kNvl, kRdma };
 
 // The control region of normal operations. It follows that of low latency.
 struct NormalControlMap {

@@ -1,7 +1,7 @@
 // Packs: what travels with each row, put together once for all destinations.
 #pragma once
 
-#include "kernels/normal_state.cuh"
+#include "kernels/normal_verify.cuh"
 
 namespace ep {
 
@@ -17,13 +17,23 @@ struct PackArgs {
     std::byte* packs;
 };
 
+// What rows are proved with.
+struct ProveArgs : CommonArgs {
+    NormalRow row;
+    int num_rows;
+    const std::byte* x;     // [num_rows, row_bytes]
+    const int32_t* tokens;  // of the rows, or nullptr: their numbers
+    int token_stride;
+    std::byte* packs;
+};
+
 // A thread a row.
 EP_KERNEL void normal_pack(const EP_GRID_CONSTANT PackArgs args) {
     const NormalRow& row = args.row;
     for (int i = block_index() * num_threads() + thread_index(); i < args.num_rows;
          i += num_blocks() * num_threads()) {
         std::byte* pack = args.packs + i * row.pack_bytes();
-        *reinterpret_cast<PackHead*>(pack) = {i, {}};
+        *reinterpret_cast<RowProof*>(pack) = {static_cast<uint32_t>(i), 0, 0};
         auto* experts = reinterpret_cast<int32_t*>(pack + row.experts_offset());
         auto* weights = reinterpret_cast<float*>(pack + row.weights_offset());
         auto* scales = reinterpret_cast<uint32_t*>(pack + row.scales_offset());
@@ -35,6 +45,22 @@ EP_KERNEL void normal_pack(const EP_GRID_CONSTANT PackArgs args) {
         }
         for (int s = 0; s < row.num_scales; ++s)
             scales[s] = args.scales[i * args.scale_row_stride + s * args.scale_column_stride];
+    }
+}
+
+// A warp a row, behind normal_pack() and before the operation that sends the rows.
+EP_KERNEL void normal_prove(const EP_GRID_CONSTANT ProveArgs args) {
+    const uint64_t op = args.common.workspace->op + 1;
+    for (int i = block_index() * num_warps() + warp_id(); i < args.num_rows;
+         i += num_blocks() * num_warps()) {
+        const int64_t row = i;
+        const int32_t token = args.tokens == nullptr ? i : args.tokens[row * args.token_stride];
+        prove_row(args.row,
+                  op,
+                  args.common.rank(),
+                  static_cast<uint32_t>(token),
+                  args.x + row * static_cast<int64_t>(args.row.row_bytes),
+                  args.packs + row * static_cast<int64_t>(args.row.pack_bytes()));
     }
 }
 

@@ -13,6 +13,7 @@ struct QueueState {
     uint32_t told;        // consumer: slots that the producer knows to be empty again
     int32_t cursor;       // where the task that has it is in its tokens or rows
     int32_t has_waited;   // consumer: there was a look that found nothing new
+    uint32_t next_token;  // consumer that verifies: no row that is still to come is of one below
     uint64_t blocked_ns;  // how long there was no slot to fill
     uint64_t blocked_since_ns;
     uint64_t arrival_ns;  // when the newest slots were seen to be filled

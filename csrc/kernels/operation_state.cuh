@@ -13,6 +13,14 @@ enum class FailureReason : uint32_t {
 #include "kernels/names.def"
 };
 
+// Which row a failure is about.
+struct RowPlace {
+    uint32_t token;
+    int32_t owner;   // the rank whose token it is
+    int32_t sender;  // who put the row, over
+    Hop hop;
+};
+
 // Left in host-visible memory by a kernel that gives up.
 struct FailureRecord {
     uint32_t reason;  // FailureReason
@@ -21,6 +29,7 @@ struct FailureRecord {
     uint64_t waited_ns;
     uint64_t seen_shape[OpHeader::kNumAgreed];  // of the first rank that disagrees
     uint64_t expected_shape[OpHeader::kNumAgreed];
+    RowPlace row;                 // of the first row found that is not what was sent
     uint32_t ranks[kMaxExperts];  // 1: this rank is missing, disagrees or has given up
 };
 

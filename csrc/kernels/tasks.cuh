@@ -128,6 +128,8 @@ EP_DEVICE void run_tasks(const NormalArgs& args,
         const int rows = shared.step[1];
         tasks.move(task, rows, shared.tokens);
         block_sync();
+        // Of rows that are not what was sent nobody is told.
+        if (args.row.verified && has_failed(args.common)) break;
         if (thread_index() == 0) tasks.tell(task, rows, shared.tokens);
     }
     const bool is_done = search.num_left == 0;

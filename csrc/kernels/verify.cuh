@@ -22,14 +22,15 @@ EP_DEVICE uint64_t sum_row(const std::byte* row, size_t bytes) {
     return sum_words(static_cast<int>(bytes / sizeof(uint32_t)), [&](int i) { return words[i]; });
 }
 
-// One thread. Compares what came with a row with what was found in it.
+// One thread. Compares what came with a row of `source` with what was found in it.
 EP_DEVICE void check_row(const OperationArgs& args,
                          const OpenOperation& open,
                          const RowProof& proof,
                          const RowProof& found,
-                         int source) {
+                         int source,
+                         const RowPlace& place) {
     if (proof.first_word() != found.first_word() || proof.sum != found.sum)
-        record_failure(args, open, FailureReason::kCorrupt, source);
+        record_failure(args, open, FailureReason::kCorrupt, source, place);
 }
 
 }  // namespace ep

@@ -15,7 +15,7 @@ namespace ep {
 namespace {
 
 NormalRow row_of(const NormalSize& size) {
-    return {static_cast<size_t>(size.row_bytes), size.num_topk, size.num_scales};
+    return {static_cast<size_t>(size.row_bytes), size.num_topk, size.num_scales, false};
 }
 
 }  // namespace
@@ -83,6 +83,7 @@ Args Runtime::normal_args(const Call& call, Operation operation) const {
                    options_.num_rdma_bytes};
     args.words = normal_control_;
     args.row = row_of(call);
+    args.row.verified = options_.verify;
     args.queue_states = queue_states_;
     args.receive_counts = receive_counts_;
     return args;
@@ -131,13 +132,26 @@ std::optional<NormalCounts> Runtime::normal_counts() {
                         {counts.per_expert, counts.per_expert + num_counted_experts_}};
 }
 
+LaunchShape Runtime::shape_for_threads(int64_t num_threads) const {
+    constexpr int64_t kMostBlocks = 64;
+    LaunchShape shape = small_shape();
+    if (!Device::kIsHost) {
+        const int64_t blocks = (num_threads + kMaxThreads - 1) / kMaxThreads;
+        shape.blocks = static_cast<int>(std::min(blocks, kMostBlocks));
+    }
+    return shape;
+}
+
 void Runtime::pack(const PackArgs& args, Stream stream) {
     if (args.num_rows == 0) return;
-    constexpr int kMostBlocks = 64;
-    LaunchShape shape = small_shape();
-    if (!Device::kIsHost)
-        shape.blocks = std::min((args.num_rows + kMaxThreads - 1) / kMaxThreads, kMostBlocks);
+    const LaunchShape shape = shape_for_threads(args.num_rows);
     device_->launch("normal_pack", &ep::normal_pack, shape, args, stream);
+}
+
+void Runtime::prove(const ProveArgs& args, Stream stream) {
+    if (!options_.verify || args.num_rows == 0) return;
+    const LaunchShape shape = shape_for_threads(int64_t{args.num_rows} * kWarpSize);
+    device_->launch("normal_prove", &ep::normal_prove, shape, args, stream);
 }
 
 void Runtime::normal_dispatch(const NormalDispatchCall& call) {
@@ -159,6 +173,8 @@ void Runtime::normal_dispatch(const NormalDispatchCall& call) {
               call.scale_column_stride,
               call.packs},
              call.stream);
+        prove({{args.common}, args.row, call.num_tokens, call.x, nullptr, 0, call.packs},
+              call.stream);
     }
     LaunchShape shape = normal_shape(call);
     shape.shared_bytes =
@@ -178,6 +194,14 @@ void Runtime::normal_combine(const NormalCombineCall& call) {
         pack({args.row, call.num_rows, nullptr, call.topk_weights, nullptr, 0, 0, call.packs},
              call.stream);
     }
+    prove({{args.common},
+           args.row,
+           call.num_rows,
+           reinterpret_cast<const std::byte*>(call.x),
+           call.recv_tokens,
+           call.recv_token_stride,
+           call.packs},
+          call.stream);
     LaunchShape shape = normal_shape(call);
     shape.shared_bytes = NormalCombineShared::bytes(
         CombineTasks::count(topology_, call.num_channels), topology_, shape.blocks);

@@ -89,6 +89,7 @@ Runtime::Runtime(const RuntimeOptions& options)
                      &ep::dispatch_layout,
                      &ep::normal_notify,
                      &ep::normal_pack,
+                     &ep::normal_prove,
                      &ep::normal_dispatch,
                      &ep::normal_combine);
 }
@@ -374,6 +375,7 @@ std::optional<Failure> Runtime::take_failure() {
         .given_up = {},
         .expected = agreed_of(failure_->expected_shape),
         .seen = agreed_of(failure_->seen_shape),
+        .row = failure_->row,
     };
     for (int rank = 0; rank < options_.num_ranks; ++rank) {
         if (failure_->ranks[rank] == 0) continue;

@@ -64,6 +64,7 @@ struct Failure {
     std::vector<uint64_t> given_up;  // and the newest one it gave up
     Agreed expected;
     Agreed seen;
+    RowPlace row;  // of kCorrupt
 };
 
 class Runtime {
@@ -135,7 +136,10 @@ class Runtime {
     template <class Args, class Call>
     Args normal_args(const Call& call, Operation operation) const;
     LaunchShape normal_shape(const NormalSize& size) const;
+    // Of a kernel that has so much to do for so many threads, or less for fewer.
+    LaunchShape shape_for_threads(int64_t num_threads) const;
     void pack(const PackArgs& args, Stream stream);
+    void prove(const ProveArgs& args, Stream stream);
 
     RuntimeOptions options_;
     std::mutex mutex_;  // launches of one rank do not overlap

@@ -346,7 +346,7 @@ struct Exchange {
         call.nvl_head = handle.nvl_head.data();
         call.dispatch_op = &handle.dispatch_op;
         packs.resize(std::max<size_t>(std::max<size_t>(mine.num_tokens, rows.size()), 1) *
-                     NormalRow{0, num_topk, num_scales}.pack_bytes());
+                     NormalRow{0, num_topk, num_scales, false}.pack_bytes());
         return call;
     }
     int dispatched_topk() const { return round.has_topk ? shape.num_topk : 0; }

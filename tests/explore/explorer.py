@@ -11,6 +11,7 @@ import torch
 
 from deep_ep._cpu import RankDied
 from deep_ep.errors import EPError
+from exchange import Shape
 from explore.machine import Machine
 from explore.model import Model, Record
 from explore.program import DISTURBANCES, TIMEOUT_S, Program, draw_program
@@ -60,6 +61,7 @@ def environment(program: Program) -> dict[str, str]:
         "DEEP_EP_TIMEOUT_S": f"{TIMEOUT_S:g}",
         "DEEP_EP_CLOCK_INTERVAL_S": f"{program.clock_interval_s:g}",
         "DEEP_EP_VERIFY": f"{program.verifies:d}",
+        **({"DEEP_EP_RANKS_PER_NODE": f"{program.ranks_per_node}"} if program.normal_sizes else {}),
     }
 
 
@@ -70,9 +72,13 @@ def describe(record: Record, from_ns: int) -> str:
         ended = f"{type(record.error).__name__}: {record.error}"
     lie = f" with another {record.lie}" if record.lie else ""
     sizes = record.sizes
+    if isinstance(sizes, Shape):
+        sizes_text = f"{sizes.num_max_tokens} {sizes.hidden} {sizes.num_experts}"
+    else:
+        sizes_text = str(sizes)
     return (
         f"{(record.began_ns - from_ns) / 1e6:10.3f} to {(record.ended_ns - from_ns) / 1e6:10.3f} ms  "
-        f"{record}{lie}, sizes {sizes.num_max_tokens} {sizes.hidden} {sizes.num_experts}: {ended}"
+        f"{record}{lie}, sizes {sizes_text}: {ended}"
     )
 
 
@@ -96,6 +102,23 @@ def judge(program: Program, model: Model, ranks: list[Rank]) -> list[str]:
                     found.append(f"{raised} (nothing had been disturbed)")
                 elif op in settled:
                     found.append(f"{raised} (all ranks had called again for long)")
+                elif "not what was sent" in str(record.error):
+                    found.append(f"{raised} (nobody had overwritten memory)")
+                elif wronged := named_without_fault(record, model, ranks):
+                    found.append(f"{raised} (ranks {wronged} had done nothing wrong)")
         if op in settled and len(calls) < program.num_ranks:
             found.append(f"operation {op}: only ranks {sorted(calls)} called it, after recovery")
     return found
+
+
+def named_without_fault(record: Record, model: Model, ranks: list[Rank]) -> list[int]:
+    """Ranks that an error calls missing, though nothing had happened to them and no call of theirs had failed."""
+    named = set(getattr(record.error, "missing_ranks", ()))
+    for rank in ranks:
+        for one in rank.disturbed:
+            if one.name != "pause" and one.began_ns <= record.ended_ns:
+                named.difference_update(one.ranks)
+    for other in model.calls:
+        if other.error is not None and other.ended_ns <= record.ended_ns:
+            named.discard(other.rank)
+    return sorted(named)

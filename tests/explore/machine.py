@@ -76,10 +76,14 @@ class Machine:
 
     def meet(self, name: str, number: int, rank: int, brought: T) -> dict[int, T]:
         """What every rank that is not gone brought to this meeting, once all of them came."""
-        meeting = self._meetings.setdefault((name, number), {})
+        meeting = self.meeting(name, number)
         meeting[rank] = brought
         self._look_until(lambda: len(meeting.keys() | self.gone) == self.num_ranks, NEVER)
         return meeting
+
+    def meeting(self, name: str, number: int) -> dict[int, Any]:
+        """What has been brought to this meeting so far, by rank."""
+        return self._meetings.setdefault((name, number), {})
 
     def _look_until(self, ready: Callable[[], bool], deadline_ns: int) -> bool:
         pause = 1000
@@ -108,7 +112,7 @@ class SimulatedGroup:
             EPTimeoutError: some ranks did not come in time.
         """
         machine = self._machine
-        meeting = machine._meetings.setdefault(("gather", self._number), {})
+        meeting = machine.meeting("gather", self._number)
         self._number += 1
         meeting[self.rank] = obj
         deadline = machine.now_ns() + self._timeout_ns

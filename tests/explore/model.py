@@ -5,11 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
+import normal_reference
 import reference
 from exchange import (
-    Inputs,
     Mode,
     Shape,
     assert_combined_from_logfmt,
@@ -18,25 +16,26 @@ from exchange import (
     expected_combine,
     expected_dispatch,
 )
+from explore import normal
 
 
 @dataclass
 class Record:
     """One call of one rank: what it passed, and how it ended.
 
-    `op` is the operation's number; `handle_of` the dispatch whose handle a combine passed. `lie`
-    says what was wrong with it.
+    `op` is the operation's number; `handle_of` the dispatch whose handle a combine, or a cached dispatch,
+    passed. `lie` says what was wrong with it. `inputs` and `ys` are of the kind of operation.
     """
 
     rank: int
     op: int
-    kind: str
-    sizes: Shape
+    kind: str  # "dispatch", "combine", "normal dispatch", "cached dispatch" or "normal combine"
+    sizes: Shape | normal.Sizes
     mode: Mode
-    inputs: Inputs
+    inputs: Any
     began_ns: int
     handle_of: int = 0
-    ys: list[torch.Tensor] = field(default_factory=list)
+    ys: Any = field(default_factory=list)
     lie: str = ""
     ended_ns: int = 0
     result: Any = None
@@ -54,6 +53,7 @@ class Model:
         self.records: dict[int, dict[int, Record]] = {}  # by operation, then by rank
         self.calls: list[Record] = []
         self._dispatched: dict[int, list[reference.Dispatched]] = {}
+        self._received: dict[int, list[normal_reference.Received]] = {}
 
     def add(self, record: Record) -> None:
         """A call that is about to be made."""
@@ -76,22 +76,59 @@ class Model:
             if other.lie:
                 return f"{record}: returned, though the handle of {other} was changed ({other.lie})"
             if other.handle_of != record.handle_of:
-                return f"{record}: returned, though {other} combines operation {other.handle_of}"
+                return f"{record}: returned, though {other} uses operation {other.handle_of}"
+        check = {
+            "dispatch": self._check_dispatch,
+            "combine": self._check_combine,
+            "normal dispatch": self._check_normal_dispatch,
+            "cached dispatch": self._check_cached_dispatch,
+            "normal combine": self._check_normal_combine,
+        }
         try:
-            if record.kind == "dispatch":
-                self._check_dispatch(record)
-            else:
-                self._check_combine(record)
+            check[record.kind](record)
         except AssertionError as error:
             return f"{record}: wrong result: {str(error).splitlines()[0]}"
         return None
 
+    def _check_normal_dispatch(self, record: Record) -> None:
+        assert isinstance(record.sizes, normal.Sizes)
+        want = self._expected_received(record.op)[record.rank]
+        normal.check_dispatch(record.result, want, record.sizes, str(record))
+
+    def _check_cached_dispatch(self, record: Record) -> None:
+        routed = [one.inputs for one in self._calls(record.handle_of)]
+        calls = self._calls(record.op)
+        want = normal.expected_dispatch(
+            [one.inputs for one in calls], _normal(calls), False, routed
+        )
+        normal.check_cached(record.result, want[record.rank], str(record))
+
+    def _check_normal_combine(self, record: Record) -> None:
+        assert isinstance(record.sizes, normal.Sizes)
+        normal.check_combine(
+            record.result,
+            [one.ys for one in self._calls(record.op)],
+            self._expected_received(record.handle_of),
+            *(record.rank, record.inputs, record.sizes, str(record)),
+        )
+
+    def _expected_received(self, op: int) -> list[normal_reference.Received]:
+        if op not in self._received:
+            calls = self._calls(op)
+            inputs = [one.inputs for one in calls]
+            self._received[op] = normal.expected_dispatch(inputs, _normal(calls), True, inputs)
+        return self._received[op]
+
+    def _calls(self, op: int) -> list[Record]:
+        return [self.records[op][rank] for rank in range(self.num_ranks)]
+
     def _check_dispatch(self, record: Record) -> None:
+        assert isinstance(record.sizes, Shape)
         want = self._expected_dispatch(record.op)[record.rank]
         assert_received_one(record.result, want, record.sizes, record.mode, str(record))
 
     def _check_combine(self, record: Record) -> None:
-        calls = [self.records[record.op][rank] for rank in range(self.num_ranks)]
+        calls = self._calls(record.op)
         dispatched = self._expected_dispatch(record.handle_of)
         ys, inputs = [one.ys for one in calls], [one.inputs for one in calls]
         if not record.mode.use_logfmt:
@@ -107,7 +144,8 @@ class Model:
 
     def _expected_dispatch(self, op: int) -> list[reference.Dispatched]:
         if op not in self._dispatched:
-            calls = [self.records[op][rank] for rank in range(self.num_ranks)]
+            calls = self._calls(op)
+            assert isinstance(calls[0].sizes, Shape)
             self._dispatched[op] = expected_dispatch(
                 [one.inputs for one in calls], calls[0].sizes, calls[0].mode
             )
@@ -116,5 +154,11 @@ class Model:
 
 def _agreed(record: Record) -> tuple[Any, ...]:
     sizes, mode = record.sizes, record.mode
+    if isinstance(sizes, normal.Sizes):
+        return sizes.agreed(record.kind)
     how = (mode.use_fp8, mode.round_scale, mode.use_ue8m0, mode.use_logfmt)
     return (sizes.num_max_tokens, sizes.hidden, sizes.num_experts, how)
+
+
+def _normal(calls: list[Record]) -> list[normal.Sizes]:
+    return [one.sizes for one in calls if isinstance(one.sizes, normal.Sizes)]

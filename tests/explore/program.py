@@ -7,9 +7,10 @@ had to begin again.
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from exchange import Mode, Shape
+from explore import normal
 
 MS = 1_000_000
 TIMEOUT_S = 0.1  # virtual
@@ -23,8 +24,9 @@ TIMEOUT_NS = round(TIMEOUT_S * 1e9)
 #   late   it comes to an operation later than that
 #   sizes  it alone calls with other sizes
 #   skip   it dispatches where the others combine
-#   hook   it loses its receive hook
-#   lie    it combines with values changed in its handle, or with another topk_idx
+#   hook   it loses its receive hook; in low latency
+#   lie    it combines with values changed in its handle, or with another topk_idx; in normal operations
+#          with the handle of an earlier dispatch
 #   die    its process dies at some point of an operation; the program ends with it
 DISTURBANCES = ("pause", "stop", "copy", "link", "late", "sizes", "skip", "hook", "lie", "die")
 # Puts of the handle or of topk_idx that `lie` can change.
@@ -68,13 +70,18 @@ class RankSetting:
 
 @dataclass(frozen=True)
 class Call:
-    """What one operation's number says about it: of a dispatch, and of the combines that follow it."""
+    """What one operation's number says about it: of a dispatch, and of what follows it.
+
+    normal: of a normal dispatch; the modes are of a low-latency one. then: names of what comes after it.
+    """
 
     sizes: Shape
     dispatch: Mode
     combine: Mode
     num_combines: int
     meets_before: bool  # ranks call clean_low_latency_buffer first
+    normal: normal.Sizes | None = None
+    then: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -87,6 +94,8 @@ class Program:
     pace: Pace
     ranks: tuple[RankSetting, ...]
     sizes: tuple[Shape, ...]
+    normal_sizes: tuple[normal.Sizes, ...]  # none: low latency only
+    normal_share: float  # of the time
     clock_interval_s: float
     verifies: bool
     num_episodes: int
@@ -116,7 +125,19 @@ class Program:
             async_finish=not hooks[1] and draw.random() < 0.3,
             use_out=draw.random() < 0.3,
         )
-        return Call(sizes, dispatch, combine, draw.choice((0, 1, 1, 1, 1, 2)), draw.random() < 0.03)
+        num_combines, meets = draw.choice((0, 1, 1, 1, 1, 2)), draw.random() < 0.03
+        call = Call(sizes, dispatch, combine, num_combines, meets)
+        # So does the mode.
+        of_mode = random.Random(self.seed * 57 + op // (2 * period))
+        if of_mode.random() >= self.normal_share:
+            return call
+        return replace(
+            call,
+            normal=of_mode.choice(self.normal_sizes),
+            then=tuple(
+                draw.choices(("cached dispatch", *2 * ("normal combine",)), k=draw.randrange(4))
+            ),
+        )
 
 
 def draw_program(seed: int, names: tuple[str, ...] = DISTURBANCES) -> Program:
@@ -133,15 +154,27 @@ def draw_program(seed: int, names: tuple[str, ...] = DISTURBANCES) -> Program:
     bends_clocks = draw.random() < 0.3
     ranks = tuple(_draw_rank(draw, num_ranks, bends_clocks) for _ in range(num_ranks))
     sizes = tuple(_draw_sizes(draw, num_ranks) for _ in range(draw.choice((1, 2, 3))))
+    normal_share = draw.choice((0.0, 0.5, 1.0, 1.0))
+    ranks_per_node = draw.choice((1, 2, num_ranks))
+    normal_sizes: tuple[normal.Sizes, ...] = ()
+    if normal_share > 0:
+        # Nodes are equal.
+        ranks_per_node = draw.choice([n for n in range(1, num_ranks + 1) if num_ranks % n == 0])
+        normal_sizes = tuple(
+            normal.draw_sizes(draw, num_ranks, ranks_per_node)
+            for _ in range(draw.choice((1, 2, 3)))
+        )
     num_episodes = draw.choice((1, 2, 3))
     length = draw.choice((8, 16, 24))
     program = Program(
         seed=seed,
         num_ranks=num_ranks,
-        ranks_per_node=draw.choice((1, 2, num_ranks)),
+        ranks_per_node=ranks_per_node,
         pace=pace,
         ranks=ranks,
         sizes=sizes,
+        normal_sizes=normal_sizes,
+        normal_share=normal_share,
         clock_interval_s=draw.choice((0.0, 0.0, 0.001)),
         verifies=draw.random() < 0.5,
         num_episodes=num_episodes,

@@ -12,9 +12,11 @@ import torch
 import deep_ep
 from deep_ep.errors import EPArgumentError, EPError
 from exchange import Inputs, Mode, Received, Shape, begin_dispatch, experts, make_routing
+from explore import normal
 from explore.machine import NEVER, Machine, SimulatedGroup
 from explore.model import Model, Record
 from explore.program import TIMEOUT_NS, TIMEOUT_S, Disturbance, Program
+from normal_exchange import finish, run_combine, run_dispatch, timing
 
 # After the last disturbance of an episode: operations until all ranks are in step again, and how many
 # must then succeed.
@@ -27,6 +29,7 @@ class Disturbed(NamedTuple):
 
     name: str  # of DISTURBANCES
     began_ns: int
+    ranks: tuple[int, ...]  # that may be named for it
 
 
 class Rank:
@@ -44,6 +47,8 @@ class Rank:
         self.disturbed: list[Disturbed] = []
         self.settled: list[range] = []  # operations of each episode that must succeed
         self._num_inputs = 0
+        self._was_normal = False  # the last round
+        self._older: dict[normal.Sizes, tuple[Any, ...]] = {}  # handles of the round before
         self._slowed: int | None = (
             None  # the rank to which this one's path is slow for an operation
         )
@@ -85,11 +90,14 @@ class Rank:
             )
             for one in program.sizes
         )
+        hints = [one.buffer_bytes() for one in program.normal_sizes]
+        channels = [one.config[0] for one in program.normal_sizes]
         self.buffer = deep_ep.Buffer(
             SimulatedGroup(self.machine, self.rank, TIMEOUT_S),
-            num_rdma_bytes=size,
+            num_nvl_bytes=max((nvl for nvl, _ in hints), default=0),
+            num_rdma_bytes=max(size, *(rdma for _, rdma in hints)) if hints else size,
             low_latency_mode=True,
-            num_qps_per_rank=max(one.num_local_experts for one in program.sizes),
+            num_qps_per_rank=max(*channels, *(one.num_local_experts for one in program.sizes), 1),
         )
         assert self.buffer.runtime is not None
         native = self.buffer.runtime.native
@@ -113,8 +121,12 @@ class Rank:
         while self._operation() < target:
             op = self._operation() + 1
             call = self.program.call(op)
-            if meets and call.meets_before:
+            if call.normal is not None:
+                self._exchange_normal(op, call.normal, call.then)
+                continue
+            if meets and (call.meets_before or self._was_normal):
                 self._clean(call.sizes)
+            self._was_normal = False
             received = self._dispatch(op, self._sizes_of(op))
             if received is None:
                 continue
@@ -124,6 +136,76 @@ class Rank:
                 if not self._combine(received, op, number):
                     break
 
+    def _exchange_normal(self, op: int, sizes: normal.Sizes, then: tuple[str, ...]) -> None:
+        self._was_normal = True
+        if self._disturb("sizes", op) is not None:
+            sizes = self.draw.choice(self.program.normal_sizes)
+        older, handle = self._older.get(sizes), self._normal_dispatch(op, sizes)
+        if handle is None:
+            return
+        self._older[sizes] = handle
+        for kind in then:
+            next_op = self._operation() + 1
+            if self._disturb("skip", next_op) is not None:
+                return
+            handle_of, used = op, handle
+            if older is not None and self._disturb("lie", next_op) is not None:
+                handle_of, used = -1, older
+            if not self._use(kind, sizes, handle_of, used):
+                return
+
+    def _normal_dispatch(self, op: int, sizes: normal.Sizes) -> tuple[Any, ...] | None:
+        inputs = normal.inputs_of(sizes, self.rank, self._seed())
+        self._prepare(op)
+        record = self._record(op, "normal dispatch", sizes, inputs)
+        config = deep_ep.Config(*sizes.config)
+
+        def call() -> Any:
+            return run_dispatch(self.buffer, inputs, sizes.shape, sizes.mode, config)[1]
+
+        result = self._recorded(record, call)
+        return None if result is None else result[4]
+
+    def _use(self, kind: str, sizes: normal.Sizes, handle_of: int, handle: tuple[Any, ...]) -> bool:
+        """A cached dispatch or a combine. Whether it succeeded."""
+        op = self._operation() + 1
+        config = deep_ep.Config(*sizes.config)
+        seed = self._seed()
+        self._prepare(op)
+        if kind == "cached dispatch":
+            inputs = normal.inputs_of(sizes, self.rank, seed)
+            record = self._record(op, kind, sizes, inputs, handle_of)
+
+            def call() -> Any:
+                timed = timing(self.buffer, sizes.mode)
+                *result, event = self.buffer.dispatch(
+                    inputs.cached_x, handle=handle, config=config, **timed
+                )
+                finish(event, sizes.mode)
+                return result[0]
+        else:
+            inputs = normal.inputs_of(sizes, self.rank, seed)
+            rows = normal.Rows(sizes, normal.num_rows_of(handle), seed)
+            record = self._record(op, kind, sizes, inputs, handle_of)
+            record.ys = rows
+
+            def call() -> Any:
+                y, weights, mode = rows.y, rows.weights, sizes.mode
+                return run_combine(self.buffer, y, handle, inputs.biases, weights, mode, config)
+
+        return self._recorded(record, call) is not None
+
+    def _record(
+        self, op: int, kind: str, sizes: normal.Sizes, inputs: Any, handle_of: int = 0
+    ) -> Record:
+        now_ns = self.machine.now_ns()
+        return Record(self.rank, op, kind, sizes, Mode(), inputs, now_ns, handle_of)
+
+    def _seed(self) -> int:
+        """Another one for each call of each rank."""
+        self._num_inputs += 1
+        return (self.program.seed * 64 + self.rank) * 4096 + self._num_inputs
+
     def _pause(self) -> None:
         self.machine.sleep(self.draw.randrange(self.setting.longest_pause_ns + 1) + 1)
 
@@ -132,9 +214,15 @@ class Rank:
         for one in self.disturbances:
             if one.name == name and op >= one.op:
                 self.disturbances.remove(one)
-                self.disturbed.append(Disturbed(name, self.machine.now_ns()))
+                ranks = (self.rank, self._other(one)) if name == "link" else (self.rank,)
+                self.disturbed.append(Disturbed(name, self.machine.now_ns(), ranks))
                 return one
         return None
+
+    def _other(self, link: Disturbance) -> int:
+        """To whom a path is slow."""
+        num_ranks = self.program.num_ranks
+        return (self.rank + 1 + link.points % (num_ranks - 1)) % num_ranks
 
     def _prepare(self, op: int) -> None:
         """Between two calls: pauses, and what this rank will suffer in the next."""
@@ -144,7 +232,7 @@ class Rank:
             self._slowed = None
         link = self._disturb("link", op)
         if link is not None:
-            self._slowed = (self.rank + 1 + link.points) % self.program.num_ranks
+            self._slowed = self._other(link)
             self._slow_path(self._slowed, link.pause_ns)
         late = self._disturb("late", op)
         if late is not None:
@@ -177,9 +265,7 @@ class Rank:
             )
 
     def _make_inputs(self, sizes: Shape) -> Inputs:
-        self._num_inputs += 1
-        seed = (self.program.seed * 64 + self.rank) * 4096 + self._num_inputs
-        generator = torch.Generator().manual_seed(seed)
+        generator = torch.Generator().manual_seed(self._seed())
         num_tokens = sizes.num_tokens[self.rank]
         x = torch.randn(num_tokens, sizes.hidden, generator=generator).bfloat16()
         return Inputs(x, *make_routing(sizes, num_tokens, generator))
@@ -203,6 +289,7 @@ class Rank:
         op = self._operation() + 1
         mode = given.combine
         sizes = dispatch.sizes
+        assert isinstance(sizes, Shape)
         # Two combines of one dispatch return different rows.
         ys = [rows * (1 + number) for rows in experts(received, self.rank)]
         inputs, handle = dispatch.inputs, received.handle

@@ -40,7 +40,7 @@ KERNEL_FILES = (
     ("failure.cuh", "normal_state.cuh"),
     ("waiting.cuh", "verify.cuh", "queue.cuh", "row_sum.cuh"),
     ("clocks.cuh", "hand_over.cuh"),
-    ("measuring.cuh", "tasks.cuh"),
+    ("measuring.cuh", "tasks.cuh", "normal_verify.cuh"),
     ("operation.cuh", "normal_counters.cuh"),
     ("normal_operation.cuh",),
     (

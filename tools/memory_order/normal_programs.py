@@ -146,6 +146,11 @@ def relayed_rows(p: Program) -> None:
     p.forbid(any_zero("row"))
 
 
+@litmus("A row is copied, or added up, before its sum is taken.")
+def sum_of_a_moved_row(p: Program) -> None:
+    known_behind(p, "B", "sum_with_pack.warp_sync", "row")
+
+
 @litmus("A gateway's sum is whole when it is put, and there when its slot is called filled.")
 def relayed_sums(p: Program) -> None:
     adding = p.thread("A")

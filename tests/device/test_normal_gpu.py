@@ -1,0 +1,144 @@
+"""Normal operations of ranks that share one GPU: every mode, within a node and between nodes, and graphs.
+
+What the cpu backend can run of it runs there too. `make gpu` runs it on a GPU, where nodes are a matter of
+DEEP_EP_RANKS_PER_NODE alone: gateways relay, and all memory is in reach.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, NamedTuple
+from unittest import mock
+
+import pytest
+import torch
+
+import deep_ep
+from deep_ep.backend import CudaBackend
+from exchange import Shape, assert_same_bytes
+from launch import DEVICE, Ranks
+from normal_exchange import (
+    SMALL,
+    TINY,
+    Mode,
+    assert_sums,
+    exchange_and_check,
+    expect,
+    make_inputs,
+    normal_ranks,
+    run_dispatch,
+    shape_of,
+)
+
+NODES = {"1x4": (4, 4), "1x8": (8, 8), "2x4": (8, 4)}
+MODES = {
+    "bf16": Mode(),
+    "fp8": Mode(dtype="float8_e4m3fn", scales="float32", scale_strides="columns"),
+    "worst": Mode(spare_rows=3),
+    "bias": Mode(num_biases=2, async_finish=True),
+}
+BYTES_PER_ROW = 4096
+
+
+@contextmanager
+def ranks_of(nodes: str, config: deep_ep.Config) -> Iterator[Ranks]:
+    """Ranks of one process, none of which is out of reach of another, on nodes that are so named."""
+    num_ranks, ranks_per_node = NODES[nodes]
+    create = CudaBackend.create_runtime
+
+    def create_in_reach(self: CudaBackend, needs_rdma: bool, **options: Any) -> Any:
+        return create(self, needs_rdma=False, **options)
+
+    with (
+        mock.patch.object(CudaBackend, "create_runtime", create_in_reach),
+        normal_ranks(num_ranks, ranks_per_node, [config], BYTES_PER_ROW) as ranks,
+    ):
+        yield ranks
+
+
+def shape_for(num_ranks: int, hidden: int = 512, **more: Any) -> Shape:
+    """Ranks with different numbers of tokens, one with none."""
+    tokens = [(37 * rank + 20) % 61 for rank in range(num_ranks - 1)]
+    return shape_of([*tokens, 0], hidden, 4 * num_ranks, 4, **more)
+
+
+@pytest.mark.parametrize("nodes", NODES)
+@pytest.mark.parametrize("mode", MODES)
+def test_ranks_that_share_a_device_equal_the_reference(nodes: str, mode: str) -> None:
+    """Fresh dispatch, dispatch with a handle, combine."""
+    num_ranks, ranks_per_node = NODES[nodes]
+    with ranks_of(nodes, SMALL) as ranks:
+        for seed in range(2):
+            exchange_and_check(
+                ranks, shape_for(num_ranks, seed=seed), MODES[mode], SMALL, ranks_per_node
+            )
+
+
+@pytest.mark.parametrize("nodes", NODES)
+def test_queues_of_two_slots_carry_everything(nodes: str) -> None:
+    num_ranks, ranks_per_node = NODES[nodes]
+    # A slot for each node at least.
+    with ranks_of(nodes, TINY) as ranks:
+        shape = shape_for(num_ranks, dropped=0.0)
+        exchange_and_check(ranks, shape, MODES["bf16"], TINY, ranks_per_node)
+
+
+class Captured(NamedTuple):
+    """One rank's dispatch with a handle, and the combine of what it brings, as a graph."""
+
+    graph: Any
+    x: torch.Tensor
+    received: torch.Tensor
+    combined: torch.Tensor
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(
+    DEVICE != "cuda", reason="CUDA graphs; `make gpu` runs this on a machine with a GPU"
+)
+@pytest.mark.parametrize("nodes", NODES)
+def test_a_captured_exchange_gives_the_reference_at_each_replay(nodes: str) -> None:
+    num_ranks, ranks_per_node = NODES[nodes]
+    one_at_a_time = threading.Lock()
+    shape, mode = shape_for(num_ranks, hidden=24), MODES["bf16"]
+    inputs = make_inputs(shape, mode)
+
+    def capture(rank: int, buffer: deep_ep.Buffer, handle: tuple[Any, ...]) -> Captured:
+        x = inputs[rank].values.to(DEVICE)
+        graph = torch.cuda.CUDAGraph()
+        with (
+            one_at_a_time,
+            torch.cuda.graph(
+                graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"
+            ),
+        ):
+            received = buffer.dispatch(x, handle=handle, config=SMALL)[0]
+            combined = buffer.combine(received, handle, config=SMALL)[0]
+        return Captured(graph, x, received, combined)
+
+    with ranks_of(nodes, SMALL) as ranks:
+        dispatched = ranks.run(
+            lambda rank, buffer: run_dispatch(buffer, inputs[rank], shape, mode, SMALL)[1]
+        )
+        captured = ranks.run(lambda rank, buffer: capture(rank, buffer, dispatched[rank][4]))
+        for seed in range(3):
+            others = make_inputs(replace(shape, seed=seed), mode)
+            # Other rows by the ways of the captured handle.
+            sent = [one._replace(cached_x=other.values) for one, other in zip(inputs, others)]
+
+            def replay(rank: int, buffer: deep_ep.Buffer, sent: list[Any] = sent) -> None:
+                captured[rank].x.copy_(sent[rank].cached_x)
+                captured[rank].graph.replay()
+                torch.cuda.current_stream().synchronize()
+                buffer.communicator.raise_failure()
+
+            ranks.run(replay)
+            expected = expect(sent, shape, mode, ranks_per_node)
+            expected = expected._replace(ys=[one.x for one in expected.cached])
+            for rank, one in enumerate(captured):
+                where = f"rank {rank}, replay {seed}"
+                assert_same_bytes(one.received, expected.cached[rank].x, where)
+                assert_sums(one.combined, rank, sent[rank], expected, where)
