@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
@@ -45,16 +45,26 @@ _LOAD_MARGIN = 1.3
 _MIN_PEERS = 3
 
 
-def slow_paths(kind: JudgedKind, hot_ranks: set[int]) -> list[Found]:
-    """Rails, links of nodes, sides, node pairs and single paths, where enough paths could be seen."""
+def slow_paths(
+    kind: JudgedKind, hot_ranks: set[int], holding_up: Collection[int] = ()
+) -> list[Found]:
+    """Rails, links of nodes, sides, node pairs and single paths, where enough paths could be seen.
+
+    Args:
+        kind: of operation.
+        hot_ranks: whose sides are slow for their tokens.
+        holding_up: receivers that empty their queues slowly, and so may see late what has come.
+    """
     if kind.is_too_small_for_clocks:
         return []
     found = [
         _slow_group(kind, group)
         for group in kind.explained.groups
-        if _is_named(kind, group) and not (group.cause in _SIDES and group.number in hot_ranks)
+        if _is_named(kind, group)
+        and not (group.cause in _SIDES and group.number in hot_ranks)
+        and not (group.cause == Cause.INGRESS and group.number in holding_up)
     ]
-    cells = _slow_cells(kind)
+    cells = [(dst, src) for dst, src in _slow_cells(kind) if dst not in holding_up]
     if len(cells) <= _most_cells(kind) and not _in_common(kind, cells):
         found += [_slow_cell(kind, *cell) for cell in cells]
     return found + [_slow_both_ways(kind, *cell) for cell in _slow_there_or_back(kind)]
