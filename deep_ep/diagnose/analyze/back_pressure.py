@@ -7,6 +7,9 @@ another cause.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+
 import numpy as np
 
 from ..collect.hops import LAST_HOPS
@@ -23,6 +26,9 @@ _MIN_SOURCES = 2
 _CERTAIN = 3.0
 # If paths into the rank are slow by this share of it, they are the reason.
 _BY_PATHS = 0.5
+# How long they hold up others is known to this factor, by what else it makes look slow.
+FOR_SLOTS = 1.3
+NOBODY: Mapping[int, float] = MappingProxyType({})
 
 
 def slow_receivers(kind: JudgedKind, hot_ranks: set[int]) -> list[Found]:
@@ -50,6 +56,16 @@ def slow_receivers(kind: JudgedKind, hot_ranks: set[int]) -> list[Found]:
         for rank in np.flatnonzero(certain).tolist()
         if rank not in hot_ranks
     ]
+
+
+def longest(found: Sequence[Found]) -> dict[int, float]:
+    """By rank, how long it holds up its sources in any operation, ns."""
+    by_rank: dict[int, float] = {}
+    for f in found:
+        rank = f.verdict.rank
+        if rank is not None:
+            by_rank[rank] = max(by_rank.get(rank, 0.0), f.verdict.effect_us * 1e3)
+    return by_rank
 
 
 def _slow_receiver(

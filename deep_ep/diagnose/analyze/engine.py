@@ -30,7 +30,7 @@ import numpy as np
 from ..collect.group_matrices import LOW_LATENCY_KINDS, Matrices
 from ..core.diagnosis import Diagnosis, Subject, Verdict
 from ..core.package import EPTypeError, ranks_text
-from .back_pressure import slow_receivers
+from .back_pressure import longest, slow_receivers
 from .baseline import History
 from .estimates import estimate_kinds
 from .finding import Found
@@ -134,14 +134,17 @@ def _causes_of(kinds: Sequence[JudgedKind], history: History | None) -> list[Fou
     of_ranks = _of_ranks(kinds)
     found = [f for kind in of_ranks for f in hot_experts(kind)]
     hot_ranks = _ranks(found)
-    holding_up = [f for kind in of_ranks for f in slow_receivers(kind, hot_ranks)]
-    found += holding_up
+    slow = [f for kind in of_ranks for f in slow_receivers(kind, hot_ranks)]
+    holding_up = longest(slow)
+    found += slow
     at_times = late_at_times(of_ranks, _ranks(found))
     found += at_times
-    found += late_ranks(of_ranks, hot_ranks, _ranks(at_times), _longest(holding_up))
+    found += late_ranks(of_ranks, hot_ranks, _ranks(at_times), holding_up)
     found += late_and_silent(of_ranks)
+    hops = [kind for kind in kinds if kind.takes_rows_of_hops]
     for kind in kinds:
-        found += slow_paths(kind, hot_ranks, _ranks(holding_up))
+        others = [hop for hop in hops if hop is not kind] if kind.takes_rows_of_hops else []
+        found += slow_paths(kind, hot_ranks, holding_up, others)
         if history is not None:
             found += slower_than_before(kind, history)
     return found
@@ -157,16 +160,6 @@ def _families(kinds: Sequence[JudgedKind]) -> list[list[JudgedKind]]:
 
 def _of_ranks(kinds: Sequence[JudgedKind]) -> list[JudgedKind]:
     return [kind for kind in kinds if kind.shows_ranks]
-
-
-def _longest(holding_up: Sequence[Found]) -> dict[int, float]:
-    """By rank, how long it holds up its sources, ns."""
-    longest: dict[int, float] = {}
-    for f in holding_up:
-        rank = f.verdict.rank
-        if rank is not None:
-            longest[rank] = max(longest.get(rank, 0.0), f.verdict.effect_us * 1e3)
-    return longest
 
 
 def _ranks(found: Sequence[Found]) -> set[int]:

@@ -478,6 +478,7 @@ def estimate_kinds(matrices: Mapping[str, Matrices]) -> list[Estimates]:
 def _held_up(matrices: Mapping[str, Matrices]) -> FloatArray:
     """[num_ranks]: how long the sending of a normal dispatch waited for slots, ns."""
     hops = [matrices[kind] for kind in (GATEWAY_DISPATCH, NORMAL_DISPATCH) if kind in matrices]
-    # Of what a gateway has passed on, the gateway waited.
-    longest = [np.max(m.credit, axis=0, initial=0.0, where=m.expected) for m in hops]
+    # Of what a gateway has passed on, the gateway waited; a rank may wait for its own slots.
+    waited = [np.where(m.has_sources & ~m.is_relayed, m.credit, 0.0) for m in hops]
+    longest = [credit.max(axis=0) for credit in waited]
     return np.asarray(np.max(longest, axis=0))

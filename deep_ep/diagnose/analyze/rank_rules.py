@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 
 import numpy as np
 
 from ..collect.hops import LAST_HOPS, NORMAL_COMBINE
 from ..core.causes import Cause
 from ..core.robust_stats import healthy, median, median_of, scale
+from .back_pressure import FOR_SLOTS, NOBODY
 from .estimates import Effect, Estimates, pooled
 from .finding import Found, Named, Size, cells_of, found_cause, own_times
 from .path_model import MIN_RANKS_TO_SPLIT_PATHS
@@ -23,9 +23,6 @@ _SEEN_LATE = 0.2
 _NOT_BY_CHANCE = 2.0
 # A load stands out from loads that differ by so many of their standard deviations.
 _LOAD_SPREADS = 3.0
-# What receivers keep others waiting for slots is known to this factor.
-_FOR_SLOTS = 1.3
-_NOBODY: Mapping[int, float] = MappingProxyType({})
 
 
 def hot_experts(kind: JudgedKind) -> list[Found]:
@@ -95,7 +92,7 @@ def late_ranks(
     kinds: Sequence[JudgedKind],
     hot_ranks: set[int],
     at_times: set[int],
-    holding_up: Mapping[int, float] = _NOBODY,
+    holding_up: Mapping[int, float] = NOBODY,
 ) -> list[Found]:
     """Ranks that work longer by their own clock and are seen late; kinds bear each other out.
 
@@ -118,7 +115,7 @@ def late_ranks(
                 if (rank in hot_ranks and not known) or (cause == Cause.LATE and rank in at_times):
                     continue
                 by_slots = kind.e.operation in LAST_HOPS and (
-                    rank in holding_up or effect.value[rank] < _FOR_SLOTS * for_slots
+                    rank in holding_up or effect.value[rank] < FOR_SLOTS * for_slots
                 )
                 if cause == Cause.SLOW_RECEIVE and by_slots:
                     continue
