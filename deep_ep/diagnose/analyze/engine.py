@@ -141,9 +141,9 @@ def _causes_of(kinds: Sequence[JudgedKind], history: History | None) -> list[Fou
     found += at_times
     found += late_ranks(of_ranks, hot_ranks, _ranks(at_times), holding_up)
     found += late_and_silent(of_ranks)
-    hops = [kind for kind in kinds if kind.takes_rows_of_hops]
+    hops = [kind for kind in kinds if kind.carries_rows]
     for kind in kinds:
-        others = [hop for hop in hops if hop is not kind] if kind.takes_rows_of_hops else []
+        others = [hop for hop in hops if hop is not kind] if kind.carries_rows else []
         found += slow_paths(kind, hot_ranks, holding_up, others)
         if history is not None:
             found += slower_than_before(kind, history)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..collect.hops import GATEWAY_HOPS, LAST_HOPS
+from ..collect.hops import GATEWAY_HOPS, ROW_HOPS
 from ..core.robust_stats import median_of, or_zero, z_for
 from .estimates import Effect, Estimates
 from .path_causes import Explained, explain
@@ -82,9 +82,9 @@ class JudgedKind:
         return self.e.operation not in GATEWAY_HOPS
 
     @property
-    def takes_rows_of_hops(self) -> bool:
+    def carries_rows(self) -> bool:
         """Whether it is a hop of a normal operation that rows travel on."""
-        return self.e.operation in (*GATEWAY_HOPS, *LAST_HOPS)
+        return self.e.operation in ROW_HOPS
 
     @property
     def floor(self) -> float:

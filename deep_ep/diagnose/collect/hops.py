@@ -26,7 +26,8 @@ from ..core.package import CounterSnapshot
 NOTIFY = "notify"
 GATEWAY_DISPATCH, GATEWAY_COMBINE = GATEWAY_HOPS = ("gateway dispatch", "gateway combine")
 NORMAL_DISPATCH, NORMAL_COMBINE = LAST_HOPS = ("normal dispatch", "normal combine")
-NORMAL_KINDS = (NOTIFY, *GATEWAY_HOPS, *LAST_HOPS)
+ROW_HOPS = (*GATEWAY_HOPS, *LAST_HOPS)
+NORMAL_KINDS = (NOTIFY, *ROW_HOPS)
 
 
 class OwnTimes(NamedTuple):

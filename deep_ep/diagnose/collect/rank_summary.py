@@ -17,7 +17,7 @@ from ..core.diagnosis import BoolArray, FloatArray, IntArray
 from ..core.package import CounterSnapshot, stamps
 from ..core.robust_stats import median, quantile, standard_error
 from .fields import FIELDS, KEPT_ARRIVALS, Numbers, PerSource
-from .hops import NORMAL_KINDS, NOTIFY, OwnTimes, own_times
+from .hops import NORMAL_KINDS, NOTIFY, ROW_HOPS, OwnTimes, own_times
 from .snapshot import Snapshot
 from .snapshot_checks import require_snapshot, without_contradictions
 
@@ -144,6 +144,10 @@ def _summarize_kind(
     )
     took_part = np.isfinite(arrival)
     tokens = np.where(took_part, of_source["tokens"], np.nan).astype(np.float64)
+    if kind in ROW_HOPS:
+        # A queue without rows has no word that could come.
+        took_part &= tokens > 0
+        arrival = np.where(took_part, arrival, np.nan)
     clock = _clock_errors(of_source.get("clock_error"), took_part)
     leaves = _relative(own_stamps["exit"], begin)
     ready = stamps.ready(arrival, np.zeros(begin.shape))
