@@ -132,14 +132,14 @@ def _causes(kinds: Sequence[JudgedKind], history: History | None) -> list[Found]
 def _causes_of(kinds: Sequence[JudgedKind], history: History | None) -> list[Found]:
     """Of kinds that follow each other."""
     of_ranks = _of_ranks(kinds)
-    found = [f for kind in of_ranks for f in hot_experts(kind)]
-    hot_ranks = _ranks(found)
+    hot = [f for kind in of_ranks for f in hot_experts(kind)]
+    hot_ranks = _ranks(hot)
     slow = [f for kind in of_ranks for f in slow_receivers(kind, hot_ranks)]
     holding_up = longest(slow)
-    found += slow
+    found = [*hot, *slow]
     at_times = late_at_times(of_ranks, _ranks(found))
     found += at_times
-    found += late_ranks(of_ranks, hot_ranks, _ranks(at_times), holding_up)
+    found += late_ranks(of_ranks, hot_ranks, _ranks(at_times), {**longest(hot), **holding_up})
     found += late_and_silent(of_ranks)
     hops = [kind for kind in kinds if kind.carries_rows]
     for kind in kinds:

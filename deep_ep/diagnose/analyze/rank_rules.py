@@ -23,6 +23,8 @@ _SEEN_LATE = 0.2
 _NOT_BY_CHANCE = 2.0
 # A load stands out from loads that differ by so many of their standard deviations.
 _LOAD_SPREADS = 3.0
+# Who has far more rows to return is late with them if it is by so many standard errors.
+_RETURNS_LATE = 3.0
 
 
 def hot_experts(kind: JudgedKind) -> list[Found]:
@@ -45,7 +47,7 @@ def hot_experts(kind: JudgedKind) -> list[Found]:
 
 def _issues_late(kind: JudgedKind, rank: int) -> bool:
     e = kind.e
-    error = kind.z_ranks * float(e.late_error[rank])
+    error = _RETURNS_LATE * float(e.late_error[rank])
     return bool(e.late[rank] > max(kind.floor, error, kind.limits.spread * healthy(e.late)[1]))
 
 
@@ -100,7 +102,8 @@ def late_ranks(
         kinds: of operations.
         hot_ranks: whose tokens may explain it.
         at_times: whose lateness is known not to be there in most operations.
-        holding_up: receivers that keep others waiting for slots, and how long, ns.
+        holding_up: ranks that rows pile up for, whose own end and that of their gateways comes later for
+            it, and by how much, ns.
     """
     found = []
     # Rows for them are still to be sent or passed on when everything else is done.
