@@ -225,8 +225,10 @@ class CounterSnapshot:
             for name in ("wait_begin", "exit", "previous_exit")
         )
         added = stamps.source_counters(entered, issued, arrival, begin)
-        sources = {name: values.sum(axis=0) for name, values in added.items()}
-        sources["ops"] = np.full(self.num_ranks, slots.shape[0], dtype=np.int64)
+        # Not every rank is a source of every hop.
+        heard = arrival != 0
+        sources = {name: np.where(heard, v, 0).sum(axis=0) for name, v in added.items()}
+        sources["ops"] = heard.sum(axis=0)
         sources["tokens"] = tokens.sum(axis=0)
         own_added = stamps.own_counters(arrival, begin, leave)
         # A gateway that is no source of its own hop has no entry there.

@@ -166,5 +166,7 @@ def test_nothing_comes_before_it_was_issued_on_machines_of_any_shape(
         for kind in w.snapshots[0].operations:
             rows = stamps(w, kind)[:, :, :-1]
             heard = rows[..., ENTERED] > 0
+            if kind != "notify":  # of a queue without rows nothing need come
+                heard &= rows[..., TOKENS] > 0
             assert (rows[..., ARRIVAL] >= rows[..., ISSUED])[heard].all()
             assert (rows[..., ISSUED] > 0)[heard].all()

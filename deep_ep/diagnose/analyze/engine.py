@@ -136,18 +136,33 @@ def _causes_of(kinds: Sequence[JudgedKind], history: History | None) -> list[Fou
     hot_ranks = _ranks(hot)
     slow = [f for kind in of_ranks for f in slow_receivers(kind, hot_ranks)]
     holding_up = longest(slow)
-    found = [*hot, *slow]
-    at_times = late_at_times(of_ranks, _ranks(found))
-    found += at_times
-    found += late_ranks(of_ranks, hot_ranks, _ranks(at_times), {**longest(hot), **holding_up})
-    found += late_and_silent(of_ranks)
+    on_paths = []
     hops = [kind for kind in kinds if kind.carries_rows]
     for kind in kinds:
         others = [hop for hop in hops if hop is not kind] if kind.carries_rows else []
-        found += slow_paths(kind, hot_ranks, holding_up, others)
+        on_paths += slow_paths(kind, hot_ranks, holding_up, others)
         if history is not None:
-            found += slower_than_before(kind, history)
-    return found
+            on_paths += slower_than_before(kind, history)
+    at_times = late_at_times(of_ranks, hot_ranks | set(holding_up))
+    late = late_ranks(
+        of_ranks,
+        hot_ranks,
+        _ranks(at_times),
+        {**longest(hot), **holding_up},
+        _late_gateways(on_paths),
+    )
+    return [*hot, *slow, *at_times, *late, *late_and_silent(of_ranks), *on_paths]
+
+
+def _late_gateways(on_paths: Sequence[Found]) -> set[int]:
+    """Ranks that get rows late which they have to pass on."""
+    late: set[int] = set()
+    for f in on_paths:
+        if not f.kind.shows_ranks:
+            cells = np.zeros(f.kind.e.blame.shape, dtype=bool)
+            cells[f.gain.paths] = True
+            late |= set(np.flatnonzero(cells.any(axis=1)).tolist())
+    return late
 
 
 def _families(kinds: Sequence[JudgedKind]) -> list[list[JudgedKind]]:

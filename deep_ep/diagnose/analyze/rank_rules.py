@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 
@@ -95,6 +95,7 @@ def late_ranks(
     hot_ranks: set[int],
     at_times: set[int],
     holding_up: Mapping[int, float] = NOBODY,
+    late_gateways: Collection[int] = (),
 ) -> list[Found]:
     """Ranks that work longer by their own clock and are seen late; kinds bear each other out.
 
@@ -104,6 +105,7 @@ def late_ranks(
         at_times: whose lateness is known not to be there in most operations.
         holding_up: ranks that rows pile up for, whose own end and that of their gateways comes later for
             it, and by how much, ns.
+        late_gateways: ranks that pass rows on late because they came late.
     """
     found = []
     # Rows for them are still to be sent or passed on when everything else is done.
@@ -117,10 +119,12 @@ def late_ranks(
                 known = kind.e.cost_known and kind.e.load[rank] <= kind.limits.high_load
                 if (rank in hot_ranks and not known) or (cause == Cause.LATE and rank in at_times):
                     continue
-                by_slots = kind.e.operation in LAST_HOPS and (
-                    rank in holding_up or effect.value[rank] < FOR_SLOTS * for_slots
+                passes_on = (
+                    rank in holding_up
+                    or rank in late_gateways
+                    or effect.value[rank] < FOR_SLOTS * for_slots
                 )
-                if cause == Cause.SLOW_RECEIVE and by_slots:
+                if cause == Cause.SLOW_RECEIVE and kind.e.operation in LAST_HOPS and passes_on:
                     continue
                 big = _stands_out(kind, effect, together, rank)
                 # Inherited lateness has no counterpart in the rank's own work and is not its

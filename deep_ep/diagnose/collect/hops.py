@@ -30,6 +30,13 @@ ROW_HOPS = (*GATEWAY_HOPS, *LAST_HOPS)
 NORMAL_KINDS = (NOTIFY, *ROW_HOPS)
 
 
+def call_of(kind: str) -> str:
+    """What a program calls in which this kind of operation happens."""
+    if kind not in NORMAL_KINDS:
+        return kind
+    return "combine" if kind in (GATEWAY_COMBINE, NORMAL_COMBINE) else "dispatch"
+
+
 class OwnTimes(NamedTuple):
     """What a rank does by itself in each operation; `[n]` each, ns.
 
