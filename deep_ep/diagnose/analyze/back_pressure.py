@@ -26,8 +26,8 @@ _MIN_SOURCES = 2
 _CERTAIN = 3.0
 # If paths into the rank are slow by this share of it, they are the reason.
 _BY_PATHS = 0.5
-# How long they hold up others is known to this factor, by what else it makes look slow.
-FOR_SLOTS = 1.3
+# What one cause makes of others that only look slow is known to this factor.
+UNEVEN = 1.3
 NOBODY: Mapping[int, float] = MappingProxyType({})
 
 

@@ -144,25 +144,13 @@ def _causes_of(kinds: Sequence[JudgedKind], history: History | None) -> list[Fou
         if history is not None:
             on_paths += slower_than_before(kind, history)
     at_times = late_at_times(of_ranks, hot_ranks | set(holding_up))
-    late = late_ranks(
-        of_ranks,
-        hot_ranks,
-        _ranks(at_times),
-        {**longest(hot), **holding_up},
-        _late_gateways(on_paths),
-    )
+    uneven = [*hot, *slow, *(f for f in on_paths if f.kind.carries_rows)]
+    late = late_ranks(of_ranks, hot_ranks, _ranks(at_times), set(holding_up), _largest_ns(uneven))
     return [*hot, *slow, *at_times, *late, *late_and_silent(of_ranks), *on_paths]
 
 
-def _late_gateways(on_paths: Sequence[Found]) -> set[int]:
-    """Ranks that get rows late which they have to pass on."""
-    late: set[int] = set()
-    for f in on_paths:
-        if not f.kind.shows_ranks:
-            cells = np.zeros(f.kind.e.blame.shape, dtype=bool)
-            cells[f.gain.paths] = True
-            late |= set(np.flatnonzero(cells.any(axis=1)).tolist())
-    return late
+def _largest_ns(found: Sequence[Found]) -> float:
+    return max((f.verdict.effect_us * 1e3 for f in found), default=0.0)
 
 
 def _families(kinds: Sequence[JudgedKind]) -> list[list[JudgedKind]]:

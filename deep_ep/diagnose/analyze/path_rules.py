@@ -13,7 +13,7 @@ from ..collect.rank_summary import MIN_SEEN
 from ..core.causes import Cause
 from ..core.diagnosis import EvidenceKey, FloatArray
 from ..core.robust_stats import MAD_TO_SIGMA, lower_median, median_of, or_zero
-from .back_pressure import FOR_SLOTS, NOBODY
+from .back_pressure import NOBODY, UNEVEN
 from .baseline import History
 from .finding import Found, Named, Size, found_on_paths
 from .path_causes import ALL_LINKS, NIC, NVLINK, Group
@@ -67,7 +67,7 @@ def slow_paths(
     """
     if kind.is_too_small_for_clocks:
         return []
-    for_slots = FOR_SLOTS * max(holding_up.values(), default=0.0)
+    for_slots = UNEVEN * max(holding_up.values(), default=0.0)
     found = [
         _slow_group(kind, group)
         for group in kind.explained.groups

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
 from ..collect.hops import LAST_HOPS, NORMAL_COMBINE
 from ..core.causes import Cause
 from ..core.robust_stats import healthy, median, median_of, scale
-from .back_pressure import FOR_SLOTS, NOBODY
+from .back_pressure import UNEVEN
 from .estimates import Effect, Estimates, pooled
 from .finding import Found, Named, Size, cells_of, found_cause, own_times
 from .path_model import MIN_RANKS_TO_SPLIT_PATHS
@@ -94,8 +94,8 @@ def late_ranks(
     kinds: Sequence[JudgedKind],
     hot_ranks: set[int],
     at_times: set[int],
-    holding_up: Mapping[int, float] = NOBODY,
-    late_gateways: Collection[int] = (),
+    holding_up: Collection[int] = (),
+    uneven_ns: float = 0.0,
 ) -> list[Found]:
     """Ranks that work longer by their own clock and are seen late; kinds bear each other out.
 
@@ -103,13 +103,11 @@ def late_ranks(
         kinds: of operations.
         hot_ranks: whose tokens may explain it.
         at_times: whose lateness is known not to be there in most operations.
-        holding_up: ranks that rows pile up for, whose own end and that of their gateways comes later for
-            it, and by how much, ns.
-        late_gateways: ranks that pass rows on late because they came late.
+        holding_up: slow receivers.
+        uneven_ns: by how much rows come later to some ranks than to others in normal operations. Who has
+            to wait for them does meanwhile what others do at the end, or passes them on at the end.
     """
     found = []
-    # Rows for them are still to be sent or passed on when everything else is done.
-    for_slots = max(holding_up.values(), default=0.0)
     for cause in (Cause.LATE, Cause.SLOW_RECEIVE):
         effects = [kind.e.work if cause == Cause.LATE else kind.e.drain for kind in kinds]
         together = _together(kinds, effects)
@@ -119,12 +117,8 @@ def late_ranks(
                 known = kind.e.cost_known and kind.e.load[rank] <= kind.limits.high_load
                 if (rank in hot_ranks and not known) or (cause == Cause.LATE and rank in at_times):
                     continue
-                passes_on = (
-                    rank in holding_up
-                    or rank in late_gateways
-                    or effect.value[rank] < FOR_SLOTS * for_slots
-                )
-                if cause == Cause.SLOW_RECEIVE and kind.e.operation in LAST_HOPS and passes_on:
+                follows = rank in holding_up or effect.value[rank] < UNEVEN * uneven_ns
+                if cause == Cause.SLOW_RECEIVE and kind.e.operation in LAST_HOPS and follows:
                     continue
                 big = _stands_out(kind, effect, together, rank)
                 # Inherited lateness has no counterpart in the rank's own work and is not its
