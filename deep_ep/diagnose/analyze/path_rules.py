@@ -81,6 +81,7 @@ def slow_paths(
         cell
         for cell in _slow_cells(kind)
         if cell[0] not in holding_up
+        and not (kind.carries_rows and cell[0] in hot_ranks)
         and _is_borne_out(cell, float(kind.explained.residual[cell]), others)
     ]
     if len(cells) <= _most_cells(kind) and not _in_common(kind, cells):

@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 
 import numpy as np
 
-from ..collect.hops import LAST_HOPS, NORMAL_COMBINE
+from ..collect.hops import LAST_HOPS, NORMAL_COMBINE, NORMAL_DISPATCH
 from ..core.causes import Cause
 from ..core.robust_stats import healthy, median, median_of, scale
 from .back_pressure import UNEVEN
@@ -118,7 +118,9 @@ def late_ranks(
                 if (rank in hot_ranks and not known) or (cause == Cause.LATE and rank in at_times):
                     continue
                 follows = rank in holding_up or effect.value[rank] < UNEVEN * uneven_ns
-                if cause == Cause.SLOW_RECEIVE and kind.e.operation in LAST_HOPS and follows:
+                # In dispatch a rank passes rows on while it sends its own.
+                shared = LAST_HOPS if cause == Cause.SLOW_RECEIVE else (NORMAL_DISPATCH,)
+                if kind.e.operation in shared and follows:
                     continue
                 big = _stands_out(kind, effect, together, rank)
                 # Inherited lateness has no counterpart in the rank's own work and is not its
