@@ -15,6 +15,7 @@ from _scenarios import (
     CLOCKS,
     FAMILIES,
     FIRST_SIGHT,
+    HEALTHY,
     MIXED_CLASSES,
     PATH,
     RE_MEASURED,
@@ -178,6 +179,37 @@ def surroundings_table(field: str, results: Sequence[Result]) -> Table:
     ]
     title = f"Share of windows that are all right, by {_NAMES[field]}"
     return Table(title, [_NAMES[field], "fault", *shapes, "F1", "mistakes"], rows)
+
+
+def normal_table(normal: Sequence[Result]) -> Table:
+    """F1 by fault and shape in normal operations; healthy windows; all of a shape together."""
+    shapes = list(by(normal, "shape"))
+    rows = []
+    faulty = [r for r in normal if r.task.cell.scenario != HEALTHY]
+    for name, results in by(faulty, "scenario").items():
+        score = total(results, OURS)
+        numbers = [f"{x:.3f}" for x in (score.precision, score.recall, score.f1)]
+        cells = [_f1(select(results, shape=s)) for s in shapes]
+        rows.append([name, f"{_windows(results)}", *cells, *numbers, _mistakes(results)])
+    for what in ("precision", "recall", "f1"):
+        of_shape = [total(select(faulty, shape=s), OURS) for s in shapes]
+        cells = [f"{getattr(score, what):.3f}" for score in of_shape]
+        everything = f"{getattr(total(faulty, OURS), what):.3f}"
+        own = ["", "", ""]
+        own[("precision", "recall", "f1").index(what)] = everything
+        rows.append([f"all, {what.replace('f1', 'F1')}", "", *cells, *own, ""])
+    healthy = select(normal, scenario=HEALTHY)
+    cells = []
+    for shape in shapes:
+        found = select(healthy, shape=shape)
+        cells.append(f"{_alarms(found)} of {_windows(found)}" if found else "-")
+    rows.append(["healthy: false", f"{_windows(healthy)}", *cells, "", "", "", _mistakes(healthy)])
+    return Table(
+        "Normal operations: F1 by fault and nodes x ranks per node",
+        ["fault", "windows", *shapes, "precision", "recall", "F1", "mistakes"],
+        rows,
+        "Healthy: windows with a false verdict.",
+    )
 
 
 # --- healthy --------------------------------------------------------------------------------------

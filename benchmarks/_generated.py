@@ -92,6 +92,7 @@ def windows(task: Task, num_operations: int) -> Sequence[Window]:
         task.first_seed,
         TOKENS_PER_RANK,
         num_operations,
+        task.cell.kinds,
     )
 
 
@@ -209,7 +210,7 @@ def _add_ours(result: Result, window: Window, diagnosis: diagnose.Diagnosis, nam
     result.all_right += not score.false + score.missed
     if score.false + score.missed:
         _add_mistakes(result, window, diagnosis, named)
-    if not SCENARIOS[cell.scenario].single or not truth.keys:
+    if not SCENARIOS[cell.scenario].single or not truth.keys or cell.is_normal:
         return
     (key,) = truth.keys
     verdicts = [v for v in diagnosis.verdicts if meant(v, truth, cell.group) == key]

@@ -6,7 +6,7 @@ import math
 import sys
 import zlib
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +26,24 @@ from generator.faults import (  # noqa: E402
     SlowEgress,
     SlowIngress,
     SlowNic,
+    SlowNicOut,
     SlowNodePair,
     SlowRail,
     SlowReceive,
+    SlowReceiver,
     SlowSend,
     SlowUplink,
     Truth,
 )
-from generator.machines import CLUSTER, Machine, StampRule  # noqa: E402
+from generator.machines import (  # noqa: E402
+    CLUSTER,
+    LOW_LATENCY,
+    NORMAL,
+    NORMAL_OF_ONE_NODE,
+    Kind,
+    Machine,
+    StampRule,
+)
 
 TOKENS_PER_RANK = 1024
 # Windows of one cell take seeds next to each other; no cell needs more.
@@ -77,6 +87,8 @@ SHAPES = {
         Shape(1, 3),
         Shape(1, 4),
         Shape(1, 8),
+        Shape(2, 4),
+        Shape(4, 2),
         Shape(1, 16),
         Shape(8, 1),
         Shape(3, 4),
@@ -87,6 +99,7 @@ SHAPES = {
         Shape(1, 72),
         Shape(16, 8),
         Shape(18, 8),
+        Shape(32, 8),
     )
 }
 
@@ -196,6 +209,16 @@ def _late_and_side(side: Callable[[int, float], GeneratorFault], share: float) -
     return build
 
 
+def _nvlink_pair(generator: np.random.Generator, shape: Shape, effect_s: float) -> Faults:
+    (node,), (src, dst) = _pick(generator, shape.nodes), _pick(generator, shape.per_node, 2)
+    return [SlowPath(node * shape.per_node + src, node * shape.per_node + dst, effect_s)]
+
+
+def _path_of_rail(generator: np.random.Generator, shape: Shape, effect_s: float) -> Faults:
+    (src, dst), (index,) = _pick(generator, shape.nodes, 2), _pick(generator, shape.per_node)
+    return [SlowPath(src * shape.per_node + index, dst * shape.per_node + index, effect_s)]
+
+
 LATE, PATH, HALF_LATE, HEALTHY = "late rank", "slow path", "N/2-1 late ranks", "healthy"
 SCENARIOS = {
     scenario.name: scenario
@@ -237,6 +260,23 @@ SCENARIOS = {
     )
 }
 FAULTY = [name for name in SCENARIOS if name != HEALTHY]
+# In normal operations rows for other nodes travel on rails.
+_NORMAL_ONLY = (
+    Scenario("slow receiver", _one(SlowReceiver)),
+    Scenario("slow NVLink pair", _nvlink_pair, least_per_node=2),
+    Scenario("slow path of a rail", _path_of_rail, least_nodes=2),
+    # Of two nodes a NIC has one path.
+    Scenario("slow NIC, outwards", _one(SlowNicOut), least_nodes=3),
+)
+SCENARIOS |= {scenario.name: scenario for scenario in _NORMAL_ONLY}
+NORMAL_FAULTY = [
+    LATE,
+    "slow send",
+    "slow receive",
+    "hot rank",
+    *(scenario.name for scenario in _NORMAL_ONLY),
+    "NIC at a quarter",
+]
 MIXED_CLASSES = [
     "late + path + hot",
     "late + ingress",
@@ -292,7 +332,10 @@ FIRST_SIGHT = "first sight"
 
 @dataclass(frozen=True)
 class Cell:
-    """A fault in groups of one shape, with one effect; the noise around it, and how it was stamped."""
+    """A fault in groups of one shape, with one effect; the noise around it, and how it was stamped.
+
+    Operations are dispatches and combines, whatever hops they have.
+    """
 
     scenario: str
     shape: str
@@ -301,6 +344,15 @@ class Cell:
     clock: str = RE_MEASURED
     stamps: str = FIRST_SIGHT
     num_operations: int = 128
+    # Has no part in the seed, which stays what it was.
+    is_normal: bool = field(default=False, repr=False)
+
+    @property
+    def kinds(self) -> tuple[Kind, ...]:
+        """What a round consists of."""
+        if not self.is_normal:
+            return LOW_LATENCY
+        return NORMAL if self.group.nodes > 1 else NORMAL_OF_ONE_NODE
 
     @property
     def seed(self) -> int:

@@ -46,6 +46,7 @@ from _scenarios import (  # noqa: E402
     FIRST_SIGHT,
     HEALTHY,
     LATE,
+    NORMAL_FAULTY,
     PATH,
     RE_MEASURED,
     SCENARIOS,
@@ -71,7 +72,7 @@ _WINDOWS_PER_TASK = {
     64: 10,
     72: 8,
 }
-_WINDOWS_PER_TASK |= {128: 2, 144: 2}
+_WINDOWS_PER_TASK |= {128: 2, 144: 2, 256: 1}
 _WRONG_SHOWN = 12
 
 
@@ -86,6 +87,7 @@ class Part:
         windows: of each cell, by shape.
         run: what is done with them.
         judges: who judges them.
+        is_normal: whether operations are normal ones; else of low latency.
     """
 
     scenarios: Sequence[str]
@@ -97,13 +99,14 @@ class Part:
     num_operations: int = 128
     run: Callable[[Task], Result] = generated.judge_windows
     judges: tuple[str, ...] = (OURS,)
+    is_normal: bool = False
 
     def cells(self) -> list[Cell]:
         """Those that there can be."""
         combined = itertools.product(
             self.scenarios, self.windows, self.effects_us, self.families, self.clocks, self.stamps
         )
-        cells = (Cell(*values, self.num_operations) for values in combined)
+        cells = (Cell(*values, self.num_operations, self.is_normal) for values in combined)
         return [cell for cell in cells if cell.can_be]
 
 
@@ -129,6 +132,19 @@ _WAITS_FAULTY = {"1x4": 5, "1x8": 20, "1x16": 20, "2x8": 20, "4x8": 10, "8x8": 5
 def _some(windows: int, *shapes: str) -> dict[str, int]:
     """As many of each shape, fewer of large ones."""
     return {s: min(windows, 2) if SHAPES[s].num_ranks > 16 else windows for s in shapes}
+
+
+_NORMAL = {"1x8": 8, "2x4": 8, "4x2": 8, "2x8": 6, "4x8": 2}
+_LARGE = {"8x8": 2, "32x8": 1}
+
+
+def _normal(
+    scenarios: Sequence[str],
+    effects_us: Sequence[float],
+    windows: dict[str, int],
+    num_operations: int = 128,
+) -> Part:
+    return Part(scenarios, effects_us, windows, num_operations=num_operations, is_normal=True)
 
 
 FULL = {
@@ -182,6 +198,13 @@ FULL = {
             run=generated.first_right_verdicts,
         )
     ],
+    "normal": [
+        _normal(NORMAL_FAULTY, (10.0, 20.0, 50.0, 200.0), _NORMAL),
+        # A window of 256 ranks takes half a minute.
+        _normal(NORMAL_FAULTY, (20.0,), _LARGE, 32),
+        _normal((HEALTHY,), (0.0,), {shape: 10 * count for shape, count in _NORMAL.items()}),
+        _normal((HEALTHY,), (0.0,), _LARGE, 32),
+    ],
 }
 _QUICK_SHAPES = ("1x8", "3x4")
 QUICK = {
@@ -206,6 +229,10 @@ QUICK = {
     ],
     "first": [
         Part((LATE, PATH), (50.0,), _some(3, *_QUICK_SHAPES), run=generated.first_right_verdicts)
+    ],
+    "normal": [
+        _normal(NORMAL_FAULTY, (20.0, 100.0), _some(2, "1x8", "2x4", "4x2")),
+        _normal((HEALTHY,), (0.0,), _some(4, "1x8", "2x4", "4x2")),
     ],
 }
 
@@ -347,6 +374,8 @@ def all_tables(results: dict[str, list[Result]]) -> list[Table]:
         made += tables.waits_tables(results["waits"])
     if results["first"]:
         made.append(tables.operations_table(results["first"]))
+    if results["normal"]:
+        made.append(tables.normal_table(results["normal"]))
     return [*made, tables.aim_table(results)]
 
 

@@ -145,8 +145,9 @@ class CounterSnapshot:
 
         The raw times of later operations are taken out of the sums, in the arithmetic of the
         kernels. Not exact are what they do not hold, and `estimated` names it: `send_ns` and
-        `gap_ns` of this rank, unless `rank` is given, and `credit_ns` are cut in proportion to the operations,
-        `bytes` in proportion to the tokens where rows were of several sizes. `max_wait_ns` stays.
+        `gap_ns` of this rank, unless `rank` is given and a source here, and `credit_ns` are cut in
+        proportion to the operations, `bytes` in proportion to the tokens where rows were of several
+        sizes. `max_wait_ns` stays.
 
         Args:
             operation: number of an operation of any kind.
@@ -224,11 +225,14 @@ class CounterSnapshot:
             for name in ("wait_begin", "exit", "previous_exit")
         )
         added = stamps.source_counters(entered, issued, arrival, begin)
-        sources = {name: values.sum(axis=0) for name, values in added.items()}
-        sources["ops"] = np.full(self.num_ranks, slots.shape[0], dtype=np.int64)
+        # Not every rank is a source of every hop.
+        heard = arrival != 0
+        sources = {name: np.where(heard, v, 0).sum(axis=0) for name, v in added.items()}
+        sources["ops"] = heard.sum(axis=0)
         sources["tokens"] = tokens.sum(axis=0)
         own_added = stamps.own_counters(arrival, begin, leave)
-        if rank is not None:
+        # A gateway that is no source of its own hop has no entry there.
+        if rank is not None and (entered[:, rank] != 0).all():
             own_added["gap_ns"] = stamps.gap(entered[:, rank], previous)
             if "sent" in self.ring_own_fields:
                 sent = slots[:, -1, self.ring_own_fields.index("sent")]

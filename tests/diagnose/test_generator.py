@@ -28,10 +28,20 @@ from generator.faults import (
     SlowNodePair,
     SlowRail,
     SlowReceive,
+    SlowReceiver,
     SlowSend,
     SlowUplink,
 )
-from generator.machines import CLUSTER, CPU, GPU, NORMAL, Machine, StampRule
+from generator.machines import (
+    CLUSTER,
+    CPU,
+    GPU,
+    NORMAL,
+    NORMAL_OF_ONE_NODE,
+    Kind,
+    Machine,
+    StampRule,
+)
 from generator.recording import (
     ARRIVAL,
     CLOCK_ERROR,
@@ -133,40 +143,48 @@ FAULTS: list[GeneratorFault] = [
     machine=machines,
     num_ranks=st.integers(2, 7),
     injected=st.lists(st.sampled_from(FAULTS), max_size=3),
-    kinds=st.sampled_from([None, NORMAL]),
     seed=st.integers(0, 2**31),
 )
 def test_every_wait_is_late_and_issue_and_path_and_rings_hold_the_same(
-    machine: Machine,
-    num_ranks: int,
-    injected: list[GeneratorFault],
-    kinds: Sequence | None,
-    seed: int,
+    machine: Machine, num_ranks: int, injected: list[GeneratorFault], seed: int
 ) -> None:
-    more = {} if kinds is None else {"kinds": kinds}
-    for s in simulate(machine, num_ranks, 6, injected, seed=seed, **more):
-        for counters in s.operations.values():
-            parts = counters["late_ns"] + counters["issue_ns"] + counters["path_ns"]
-            np.testing.assert_array_equal(counters["wait_ns"], parts)
-            assert min(counters["late_ns"].min(), counters["issue_ns"].min()) >= 0
-            assert counters["path_ns"].min() >= 0
-            ring = counters.operations()
-            assert len(ring) == counters.ops == 6
-            sources, own = ring[:, :-1], ring[:, -1]
-            begin = own[:, WAIT_BEGIN, None]
-            wait = np.maximum(sources[..., ARRIVAL] - begin, 0)
-            np.testing.assert_array_equal(wait.sum(axis=0), counters["wait_ns"])
-            sending = np.minimum(sources[..., ISSUED], sources[..., ARRIVAL])
-            sending = np.maximum(sending - np.maximum(sources[..., ENTERED], begin), 0)
-            np.testing.assert_array_equal(sending.sum(axis=0), counters["issue_ns"])
-            np.testing.assert_array_equal(wait.max(axis=0), counters["max_wait_ns"])
-            np.testing.assert_array_equal(sources[..., TOKENS].sum(axis=0), counters["tokens"])
-            spent = own[:, EXIT] - own[:, WAIT_BEGIN]
-            assert spent.sum() == counters.own_value("wait_ns") + counters.own_value("drain_ns")
-            if not counters["ops"].any():  # only its own times are known
-                continue
-            assert wait.max(axis=1).sum() == counters.own_value("wait_ns")
-            assert counters["critical_ops"].sum() == (wait.max(axis=1) > 0).sum()
+    for s in simulate(machine, num_ranks, 6, injected, seed=seed):
+        require_exact_sums(s)
+
+
+@pytest.mark.parametrize("kinds", [NORMAL, NORMAL_OF_ONE_NODE])
+def test_the_same_holds_for_every_hop_of_normal_operations(kinds: Sequence[Kind]) -> None:
+    machine = replace(CLUSTER, ranks_per_node=3 if kinds is NORMAL else None)
+    for seed, injected in enumerate([[], [SlowReceiver(1, 50e-6)], *([fault] for fault in FAULTS)]):
+        for s in simulate(machine, 6, 6, injected, seed=seed, kinds=kinds):
+            require_exact_sums(s)
+            assert list(s.operations) == [kind.name for kind in kinds]
+
+
+def require_exact_sums(s: Snapshot) -> None:
+    for counters in s.operations.values():
+        parts = counters["late_ns"] + counters["issue_ns"] + counters["path_ns"]
+        np.testing.assert_array_equal(counters["wait_ns"], parts)
+        assert min(counters["late_ns"].min(), counters["issue_ns"].min()) >= 0
+        assert counters["path_ns"].min() >= 0
+        assert (counters["credit_ns"] <= counters["issue_ns"]).all()
+        ring = counters.operations()
+        assert len(ring) == counters.ops == 6
+        sources, own = ring[:, :-1], ring[:, -1]
+        begin = own[:, WAIT_BEGIN, None]
+        heard = sources[..., ARRIVAL] != 0
+        np.testing.assert_array_equal(heard.sum(axis=0), counters["ops"])
+        wait = np.where(heard, np.maximum(sources[..., ARRIVAL] - begin, 0), 0)
+        np.testing.assert_array_equal(wait.sum(axis=0), counters["wait_ns"])
+        sending = np.minimum(sources[..., ISSUED], sources[..., ARRIVAL])
+        sending = np.maximum(sending - np.maximum(sources[..., ENTERED], begin), 0)
+        np.testing.assert_array_equal(np.where(heard, sending, 0).sum(axis=0), counters["issue_ns"])
+        np.testing.assert_array_equal(wait.max(axis=0), counters["max_wait_ns"])
+        np.testing.assert_array_equal(sources[..., TOKENS].sum(axis=0), counters["tokens"])
+        spent = own[:, EXIT] - own[:, WAIT_BEGIN]
+        assert spent.sum() == counters.own_value("wait_ns") + counters.own_value("drain_ns")
+        assert wait.max(axis=1).sum() == counters.own_value("wait_ns")
+        assert counters["critical_ops"].sum() == (wait.max(axis=1) > 0).sum()
 
 
 def test_the_runner_up_decides_how_critical_the_last_was() -> None:
@@ -535,29 +553,53 @@ def test_wait_matrices_are_those_of_the_counters() -> None:
         np.testing.assert_array_equal(w.wait_matrix(kind), expected)
 
 
-def test_normal_kinds_have_their_own_cells() -> None:
-    far_across = replace(TWO_NODES, path_cross_rail=500.0)
-    snapshots = simulate(far_across, 8, 10, kinds=NORMAL, seed=6)
+def test_hops_of_normal_operations_have_their_own_cells_and_share_their_stamps() -> None:
+    snapshots = simulate(TWO_NODES, 8, 10, kinds=NORMAL, seed=6)
     ranks = np.arange(8)
     same_rail = ranks[:, None] % 4 == ranks[None, :] % 4
+    same_node = ranks[:, None] // 4 == ranks[None, :] // 4
     for s in snapshots:
         ops = {kind: counters["ops"] for kind, counters in s.operations.items()}
-        assert (ops["notify"] == 0).all()
+        assert (ops["notify"] == 10).all()
         assert (ops["normal dispatch"] == 10).all()
-        assert (ops["normal combine"] == 10).all()
-        np.testing.assert_array_equal(ops["gateway dispatch"], 10 * same_rail[s.rank])
-        gateway = s.operations["gateway dispatch"]
-        # Nobody waits for a source that sends it nothing.
-        work_ns = 10 * 10_000 + 10 * gateway["tokens"].sum()
-        assert gateway.own_value("drain_ns") == pytest.approx(work_ns, abs=100)
-        own = {name: s.operations["notify"].own_value(f"{name}_ns") for name in ("send", "wait")}
-        assert own["send"] == 10 * 10_000
-        assert own["wait"] > 10 * 10_000
-        assert not s.operations["notify"].ring[:, :-1].any()
-    forwarded = sum(s.operations["gateway dispatch"]["tokens"].sum() for s in snapshots)
-    assert forwarded == 8 * 10 * 1024
-    numbers = [c.operations()[0, -1, OP] for c in snapshots[0].operations.values()]
-    assert numbers == [1, 2, 3, 4]
+        at_gateway = same_rail & ~same_node
+        np.testing.assert_array_equal(ops["gateway dispatch"], 10 * at_gateway[s.rank])
+        np.testing.assert_array_equal(ops["gateway combine"], 10 * same_node[s.rank])
+        np.testing.assert_array_equal(ops["normal combine"], 10 * (same_node | same_rail)[s.rank])
+        own = {kind: c.operations()[:, -1] for kind, c in s.operations.items()}
+        assert own["notify"][:, OP].tolist() == list(range(1, 20, 2))
+        assert own["normal combine"][:, OP].tolist() == list(range(2, 21, 2))
+        for hop, last in (
+            ("gateway dispatch", "normal dispatch"),
+            ("gateway combine", "normal combine"),
+        ):
+            np.testing.assert_array_equal(own[hop], own[last])
+        assert (own["normal dispatch"][:, WAIT_BEGIN] > own["notify"][:, EXIT]).all()
+        assert not s.operations["notify"]["tokens"].any()
+    # Every row crosses to another node once, and comes to its rank.
+    rows = {
+        kind: np.array([s.operations[kind]["tokens"] for s in snapshots])
+        for kind in ("gateway dispatch", "normal dispatch")
+    }
+    away = np.where(same_node, 0, rows["normal dispatch"])
+    assert rows["gateway dispatch"].sum() == away.sum()
+    assert rows["normal dispatch"].sum() == 8 * 10 * 1024
+
+
+def test_who_sends_to_a_slow_receiver_waits_for_its_slots_and_so_do_gateways_before() -> None:
+    slow = simulate(TWO_NODES, 8, 10, [SlowReceiver(2, 50e-6)], kinds=NORMAL, seed=6)
+    healthy = simulate(TWO_NODES, 8, 10, kinds=NORMAL, seed=6)
+    for kind in ("normal dispatch", "normal combine"):
+        more_us = (
+            np.array([s.operations[kind]["credit_ns"] for s in slow])
+            - np.array([s.operations[kind]["credit_ns"] for s in healthy])
+        ) / 1e4
+        mates = [0, 1, 3]
+        np.testing.assert_allclose(more_us[2, mates], 50, atol=0.1)
+        np.testing.assert_allclose(np.delete(more_us, 2, axis=0), 0, atol=0.1)
+    at_gateway = np.array([s.operations["gateway dispatch"]["credit_ns"] for s in slow]) / 1e4
+    assert (at_gateway[:4].max(axis=1) >= 24).all()
+    assert at_gateway[4:].max() < 10
 
 
 def test_ranks_say_where_they_are() -> None:

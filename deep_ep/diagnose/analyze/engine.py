@@ -3,12 +3,17 @@
 Order of the rules, each taking the ranks it explains away from the later ones:
 
 1. Mixed-Slow, hot experts: far more tokens than the others *and* more time because of it.
+   Slow receiver: most of its sources wait for slots that it does not give back.
 2. Comp-Slow: a rank's own clock says it worked longer *and* the others see it late; in most operations,
    or in some. Of a rank that did not report, most others must have waited for it.
 3. Comm-Slow: all paths into (ingress) or out of (egress) one rank, between two nodes, on one rail;
    or one path slower than all that explains.
 4. Mixed-Slow, early receiver: a rank works clearly less than the others, and nothing else is
    the matter.
+
+Hops of one normal operation are judged together, in the order in which rows travel, each by what only it
+can cause: a rank's own time in the hop in which it passes, a path on the hop that takes it (`collect.hops`).
+Low latency and normal operations are judged apart, for a rank need not be slow in both.
 
 A cause is named when its effect is big enough to care about, far outside its own error, outside
 of how healthy ranks differ from each other, and there in most operations.
@@ -25,6 +30,7 @@ import numpy as np
 from ..collect.group_matrices import LOW_LATENCY_KINDS, Matrices
 from ..core.diagnosis import Diagnosis, Subject, Verdict
 from ..core.package import EPTypeError, ranks_text
+from .back_pressure import longest, slow_receivers
 from .baseline import History
 from .estimates import estimate_kinds
 from .finding import Found
@@ -59,7 +65,7 @@ def judge(
     kinds = _estimate(matrices, thresholds)
     found = _causes(kinds, history)
     judged, savings_us = _savings(kinds, found)
-    seen = [outlier for kind in kinds for outlier in outliers(kind.e, kind.floor)]
+    seen = [outlier for kind in _of_ranks(kinds) for outlier in outliers(kind.e, kind.floor)]
     place = next(iter(matrices.values())).place if matrices else None
     return Diagnosis(
         measured={kind: m.measured() for kind, m in matrices.items()},
@@ -115,21 +121,48 @@ def _estimate(matrices: Mapping[str, Matrices], thresholds: Thresholds | None) -
 
 
 def _causes(kinds: Sequence[JudgedKind], history: History | None) -> list[Found]:
-    found = [f for kind in kinds for f in hot_experts(kind)]
-    hot_ranks = _ranks(found)
-    at_times = late_at_times(kinds, hot_ranks)
-    found += at_times
-    found += late_ranks(kinds, hot_ranks, _ranks(at_times))
-    found += late_and_silent(kinds)
-    for kind in kinds:
-        found += slow_paths(kind, hot_ranks)
-        if history is not None:
-            found += slower_than_before(kind, history)
+    found = [f for family in _families(kinds) for f in _causes_of(family, history)]
     if not found:
-        found = early_receivers(kinds)
+        found = [f for family in _families(kinds) for f in early_receivers(_of_ranks(family))]
     if history is not None:
         history.end_window()
     return sorted(found, key=lambda f: -f.verdict.effect_us)
+
+
+def _causes_of(kinds: Sequence[JudgedKind], history: History | None) -> list[Found]:
+    """Of kinds that follow each other."""
+    of_ranks = _of_ranks(kinds)
+    hot = [f for kind in of_ranks for f in hot_experts(kind)]
+    hot_ranks = _ranks(hot)
+    slow = [f for kind in of_ranks for f in slow_receivers(kind, hot_ranks)]
+    holding_up = longest(slow)
+    on_paths = []
+    hops = [kind for kind in kinds if kind.carries_rows]
+    for kind in kinds:
+        others = [hop for hop in hops if hop is not kind] if kind.carries_rows else []
+        on_paths += slow_paths(kind, hot_ranks, holding_up, others)
+        if history is not None:
+            on_paths += slower_than_before(kind, history)
+    at_times = late_at_times(of_ranks, hot_ranks | set(holding_up))
+    uneven = [*hot, *slow, *(f for f in on_paths if f.kind.carries_rows)]
+    late = late_ranks(of_ranks, hot_ranks, _ranks(at_times), set(holding_up), _largest_ns(uneven))
+    return [*hot, *slow, *at_times, *late, *late_and_silent(of_ranks), *on_paths]
+
+
+def _largest_ns(found: Sequence[Found]) -> float:
+    return max((f.verdict.effect_us * 1e3 for f in found), default=0.0)
+
+
+def _families(kinds: Sequence[JudgedKind]) -> list[list[JudgedKind]]:
+    """Low latency, and normal operations."""
+    low_latency = [kind.e.operation in LOW_LATENCY_KINDS for kind in kinds]
+    return [
+        [k for k, is_low in zip(kinds, low_latency) if is_low == which] for which in (True, False)
+    ]
+
+
+def _of_ranks(kinds: Sequence[JudgedKind]) -> list[JudgedKind]:
+    return [kind for kind in kinds if kind.shows_ranks]
 
 
 def _ranks(found: Sequence[Found]) -> set[int]:
@@ -146,8 +179,7 @@ def _savings(
     """
     judged = [f.verdict for f in found]
     together: dict[str, float] = {}
-    for low_latency in (True, False):
-        family = [k.e for k in kinds if (k.e.operation in LOW_LATENCY_KINDS) == low_latency]
+    for family in ([kind.e for kind in of_family] for of_family in _families(kinds)):
         operations = [e.operation for e in family]
         causes: dict[tuple[str, Subject], list[int]] = {}
         for i, verdict in enumerate(judged):

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..collect.group_matrices import Matrices
+from ..collect.hops import GATEWAY_DISPATCH, NORMAL_COMBINE, NORMAL_DISPATCH
 from ..core.diagnosis import FloatArray
 from ..core.robust_stats import (
     MAD_TO_SIGMA,
@@ -185,21 +186,24 @@ class Estimates:
         return _compare(self.m.gap + self.m.span + self.m.drain, self.m)
 
 
-def estimate(m: Matrices, before: Matrices | None = None) -> Estimates:
+def estimate(
+    m: Matrices, before: Matrices | None = None, held_up: FloatArray | float = 0.0
+) -> Estimates:
     """Condenses matrices of one operation kind of a group of at least two ranks.
 
     Args:
         m: the kind.
         before: for a combine, the dispatch of the same group: what a rank's experts handled there
             explains its work here.
+        held_up: [num_ranks], how long each rank's sending waited for slots of others, ns.
     """
     work = m.gap + m.span
     sent, received = _sent_and_received(m)
     paths = split_paths(m)
     by_work = _explained(work, sent, _handled_before(m, before))
     by_drain = _explained(m.drain, received, m.received)
-    # A link that holds up its sender is no fault of the sender's.
-    own = work - by_work.each - paths.stalled.sum(axis=0)
+    # A link or a receiver that holds up its sender is no fault of the sender's.
+    own = work - by_work.each - paths.stalled.sum(axis=0) - held_up
     return Estimates(
         m=m,
         num_operations=m.num_operations or m.counted,
@@ -215,7 +219,7 @@ def estimate(m: Matrices, before: Matrices | None = None) -> Estimates:
         late=_lateness(m, paths.clock),
         late_error=median(m.late_error, 0),
         waited_for=_waited_for(m),
-        load=_over_even_share(sent if m.operation.endswith("combine") else received),
+        load=_over_even_share(_handled(m, before, sent, received)),
         gap_ns=median(m.gap, 0),
         span_ns=median(m.span, 0),
         send_ns=m.send_ns(),
@@ -237,6 +241,16 @@ def _sent_and_received(m: Matrices) -> tuple[FloatArray, FloatArray]:
     sent = sent * m.num_ranks / max(int(reported.sum()), 1)
     received = np.where(known, m.tokens, 0.0).sum(axis=1)
     return np.where(known.any(axis=0), sent, np.nan), np.where(reported, received, np.nan)
+
+
+def _handled(
+    m: Matrices, before: Matrices | None, sent: FloatArray, received: FloatArray
+) -> FloatArray:
+    """[num_ranks]: tokens that the experts of each rank got, or return."""
+    if m.operation == NORMAL_COMBINE and before is not None:
+        # Gateways return sums in the place of others.
+        return _sent_and_received(before)[1]
+    return sent if m.operation.endswith("combine") else received
 
 
 def _handled_before(m: Matrices, before: Matrices | None) -> FloatArray | None:
@@ -453,7 +467,18 @@ def estimate_kinds(matrices: Mapping[str, Matrices]) -> list[Estimates]:
     """Estimates of every kind that can be judged, each combine with its dispatch."""
     return [
         estimate(
-            m, matrices.get(kind.replace("combine", "dispatch")) if "combine" in kind else None
+            m,
+            matrices.get(kind.replace("combine", "dispatch")) if "combine" in kind else None,
+            _held_up(matrices) if kind == NORMAL_DISPATCH else 0.0,
         )
         for kind, m in matrices.items()
     ]
+
+
+def _held_up(matrices: Mapping[str, Matrices]) -> FloatArray:
+    """[num_ranks]: how long the sending of a normal dispatch waited for slots, ns."""
+    hops = [matrices[kind] for kind in (GATEWAY_DISPATCH, NORMAL_DISPATCH) if kind in matrices]
+    # Of what a gateway has passed on, the gateway waited; a rank may wait for its own slots.
+    waited = [np.where(m.has_sources & ~m.is_relayed, m.credit, 0.0) for m in hops]
+    longest = [credit.max(axis=0) for credit in waited]
+    return np.asarray(np.max(longest, axis=0))

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..collect.group_matrices import Place
+from ..collect.hops import call_of
 from ..core.causes import Cause
 from ..core.diagnosis import BoolArray, EvidenceKey, Verdict
 from ..core.robust_stats import certainty
@@ -162,7 +163,7 @@ def own_times(e: Estimates, rank: int) -> dict[EvidenceKey, float]:
 def _words_of(e: Estimates, named: Named) -> dict[str, object]:
     source, destination = named.edge or named.nodes or (None, None)
     return {
-        "operation": e.operation,
+        "operation": call_of(e.operation),
         "rank": named.rank,
         "node": named.node,
         "rail": named.rail,

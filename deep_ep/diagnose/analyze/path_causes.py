@@ -389,7 +389,9 @@ def _looks(m: Matrices, paths: Paths) -> list[_Look]:
     grouped = 1 < place.num_nodes < m.num_ranks
     looks: list[Any] = []
     if grouped:
-        looks.append(_rails)
+        # On the hop of gateways every path is on a rail, and of two nodes each rail has a pair of paths.
+        if place.num_nodes >= _MIN_NODES or (paths.classes[m.expected] > 1).any():
+            looks.append(_rails)
         # Between two nodes an uplink, a downlink and a pair of nodes are the same paths.
         looks.append(_node_pairs if place.num_nodes < _MIN_NODES else _node_links)
     looks.append(sides)

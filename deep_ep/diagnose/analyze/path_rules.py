@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
+from ..collect.hops import NOTIFY
 from ..collect.rank_summary import MIN_SEEN
 from ..core.causes import Cause
 from ..core.diagnosis import EvidenceKey, FloatArray
 from ..core.robust_stats import MAD_TO_SIGMA, lower_median, median_of, or_zero
+from .back_pressure import NOBODY, UNEVEN
 from .baseline import History
 from .finding import Found, Named, Size, found_on_paths
 from .path_causes import ALL_LINKS, NIC, NVLINK, Group
@@ -43,21 +46,58 @@ _OF_USUAL = 0.015
 _LOAD_MARGIN = 1.3
 # A path stands out from the others of its rank where there are more than so many, itself included.
 _MIN_PEERS = 3
+# Another hop must show this share of what is slow on one.
+_BORNE_OUT = 0.4
 
 
-def slow_paths(kind: JudgedKind, hot_ranks: set[int]) -> list[Found]:
-    """Rails, links of nodes, sides, node pairs and single paths, where enough paths could be seen."""
+def slow_paths(
+    kind: JudgedKind,
+    hot_ranks: set[int],
+    holding_up: Mapping[int, float] = NOBODY,
+    others: Sequence[JudgedKind] = (),
+) -> list[Found]:
+    """Rails, links of nodes, sides, node pairs and single paths, where enough paths could be seen.
+
+    Args:
+        kind: of operation.
+        hot_ranks: whose sides are slow for their tokens.
+        holding_up: receivers that empty their queues slowly, and by how much they hold up others, ns. They
+            see late what has come, and who waits for slots finds its port less busy than others do.
+        others: hops on which rows take some of the same paths, which must bear out what is slow.
+    """
     if kind.is_too_small_for_clocks:
         return []
+    for_slots = UNEVEN * max(holding_up.values(), default=0.0)
     found = [
         _slow_group(kind, group)
         for group in kind.explained.groups
-        if _is_named(kind, group) and not (group.cause in _SIDES and group.number in hot_ranks)
+        if _is_named(kind, group)
+        and not (group.cause in _SIDES and group.number in hot_ranks)
+        and not (group.cause == Cause.INGRESS and group.number in holding_up)
+        and (kind.e.operation == NOTIFY or group.effect > for_slots)
+        and _is_borne_out(group.paths, group.effect, others)
     ]
-    cells = _slow_cells(kind)
+    cells = [
+        cell
+        for cell in _slow_cells(kind)
+        if cell[0] not in holding_up
+        and not (kind.carries_rows and cell[0] in hot_ranks)
+        and _is_borne_out(cell, float(kind.explained.residual[cell]), others)
+    ]
     if len(cells) <= _most_cells(kind) and not _in_common(kind, cells):
         found += [_slow_cell(kind, *cell) for cell in cells]
     return found + [_slow_both_ways(kind, *cell) for cell in _slow_there_or_back(kind)]
+
+
+def _is_borne_out(paths: Any, effect: float, others: Sequence[JudgedKind]) -> bool:
+    """Whether paths are slow on another hop as well, or are seen on no other.
+
+    How long a port has been busy when the last row comes to it depends on when its rank could begin, and
+    that on others. A slow path is slow whatever came before.
+    """
+    seen = [median_of(np.atleast_1d(kind.e.paths.excess[paths])) for kind in others]
+    known = [excess for excess in seen if math.isfinite(excess)]
+    return not known or max(known) > _BORNE_OUT * effect
 
 
 def path_remarks(kind: JudgedKind) -> list[str]:

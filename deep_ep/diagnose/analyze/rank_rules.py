@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
+from ..collect.hops import LAST_HOPS, NORMAL_COMBINE, NORMAL_DISPATCH
 from ..core.causes import Cause
 from ..core.robust_stats import healthy, median, median_of, scale
+from .back_pressure import UNEVEN
 from .estimates import Effect, Estimates, pooled
 from .finding import Found, Named, Size, cells_of, found_cause, own_times
 from .path_model import MIN_RANKS_TO_SPLIT_PATHS
@@ -21,6 +23,8 @@ _SEEN_LATE = 0.2
 _NOT_BY_CHANCE = 2.0
 # A load stands out from loads that differ by so many of their standard deviations.
 _LOAD_SPREADS = 3.0
+# Who has far more rows to return is late with them if it is by so many standard errors.
+_RETURNS_LATE = 3.0
 
 
 def hot_experts(kind: JudgedKind) -> list[Found]:
@@ -34,20 +38,31 @@ def hot_experts(kind: JudgedKind) -> list[Found]:
         incast = bool(e.paths.inbound[rank] > slow_inbound)
         many = e.load[rank] > limits.high_load
         longer = many and kind.exceeds(e.busy, rank) or kind.costs(rank)
-        if longer or (many and incast):
-            found.append(_hot_rank(kind, rank, longer=longer, incast=incast))
+        # In normal combine all begin together, and who has more rows to return takes longer.
+        returns = e.operation == NORMAL_COMBINE and _issues_late(kind, rank)
+        if longer or (many and (incast or returns)):
+            found.append(_hot_rank(kind, rank, longer=longer, incast=incast, returns=returns))
     return found
 
 
-def _hot_rank(kind: JudgedKind, rank: int, *, longer: bool, incast: bool) -> Found:
+def _issues_late(kind: JudgedKind, rank: int) -> bool:
+    e = kind.e
+    error = _RETURNS_LATE * float(e.late_error[rank])
+    return bool(e.late[rank] > max(kind.floor, error, kind.limits.spread * healthy(e.late)[1]))
+
+
+def _hot_rank(kind: JudgedKind, rank: int, *, longer: bool, incast: bool, returns: bool) -> Found:
     e = kind.e
     own_ns = float(e.busy.value[rank]) if longer else 0.0
     inbound_ns = float(e.paths.inbound[rank]) if incast else 0.0
+    late_ns = float(e.late[rank]) if returns else 0.0
     return found_cause(
         kind,
         Cause.HOT_EXPERTS,
         Named(rank),
-        Size(max(own_ns, inbound_ns), float(e.busy.error[rank]), e.load.size, e.busy.apart),
+        Size(
+            max(own_ns, inbound_ns, late_ns), float(e.busy.error[rank]), e.load.size, e.busy.apart
+        ),
         cells_of(e, source=rank, receiver=rank if incast else None),
         _hot_gain(e, rank, max(own_ns, 0.0)),
         seen_in=float(e.busy.above[rank]) if longer else float("nan"),
@@ -56,6 +71,7 @@ def _hot_rank(kind: JudgedKind, rank: int, *, longer: bool, incast: bool) -> Fou
             "own_time_over_median_us": float(e.busy.value[rank]) / 1e3,
             "explained_by_tokens_us": float(e.token_time[rank]) / 1e3,
             "path_into_it_over_median_us": float(e.paths.inbound[rank]) / 1e3,
+            **({"issued_later_than_median_us": late_ns / 1e3} if returns else {}),
             **own_times(e, rank),
         },
         words={"load": f"{e.load[rank]:.1f}"},
@@ -74,13 +90,22 @@ def _hot_gain(e: Estimates, rank: int, own_ns: float) -> Gain:
     return Gain(e.operation, rank, work_ns=own_ns, is_shared=True, paths=paths, path_ns=longer)
 
 
-def late_ranks(kinds: Sequence[JudgedKind], hot_ranks: set[int], at_times: set[int]) -> list[Found]:
+def late_ranks(
+    kinds: Sequence[JudgedKind],
+    hot_ranks: set[int],
+    at_times: set[int],
+    holding_up: Collection[int] = (),
+    uneven_ns: float = 0.0,
+) -> list[Found]:
     """Ranks that work longer by their own clock and are seen late; kinds bear each other out.
 
     Args:
         kinds: of operations.
         hot_ranks: whose tokens may explain it.
         at_times: whose lateness is known not to be there in most operations.
+        holding_up: slow receivers.
+        uneven_ns: by how much rows come later to some ranks than to others in normal operations. Who has
+            to wait for them does meanwhile what others do at the end, or passes them on at the end.
     """
     found = []
     for cause in (Cause.LATE, Cause.SLOW_RECEIVE):
@@ -91,6 +116,11 @@ def late_ranks(kinds: Sequence[JudgedKind], hot_ranks: set[int], at_times: set[i
                 # Far more tokens than usual, or of unknown cost, may explain any lateness.
                 known = kind.e.cost_known and kind.e.load[rank] <= kind.limits.high_load
                 if (rank in hot_ranks and not known) or (cause == Cause.LATE and rank in at_times):
+                    continue
+                follows = rank in holding_up or effect.value[rank] < UNEVEN * uneven_ns
+                # In dispatch a rank passes rows on while it sends its own.
+                shared = LAST_HOPS if cause == Cause.SLOW_RECEIVE else (NORMAL_DISPATCH,)
+                if kind.e.operation in shared and follows:
                     continue
                 big = _stands_out(kind, effect, together, rank)
                 # Inherited lateness has no counterpart in the rank's own work and is not its

@@ -29,8 +29,10 @@ def stalls(m: Matrices, classes: IntArray) -> FloatArray:
         classes: [receiver, source], kind of link, 0 within a node.
     """
     found = np.zeros(classes.shape)
-    for source in _suspects(m, classes).tolist():
-        when = m.send[:, source]
+    # A source that waits for slots is held up by its receiver.
+    handed_over = m.send - m.credit
+    for source in _suspects(handed_over, classes).tolist():
+        when = handed_over[:, source]
         order = np.argsort(when)[: int(np.isfinite(when).sum())]
         steps = np.diff(when[order])
         if order.size < _MIN_DESTINATIONS:
@@ -41,7 +43,7 @@ def stalls(m: Matrices, classes: IntArray) -> FloatArray:
         stall = float(steps[longest] - np.median(others))
         if longest + 2 == order.size:
             # None waited for it, and its usual place may be any other.
-            usual = m.send[held_up] - median(m.send, 0)
+            usual = handed_over[held_up] - median(handed_over, 0)
             stall = float(usual[source]) - median_of(np.delete(usual, source))
         alone = steps[longest] > _TIMES_LONGER * max(float(others.max()), _LEAST_NS / _TIMES_LONGER)
         if alone and stall > _LEAST_NS and classes[held_up, source] == 0:
@@ -49,9 +51,9 @@ def stalls(m: Matrices, classes: IntArray) -> FloatArray:
     return found
 
 
-def _suspects(m: Matrices, classes: IntArray) -> IntArray:
+def _suspects(handed_over: FloatArray, classes: IntArray) -> IntArray:
     """Sources that hand over to one rank of their node much later than to the others."""
-    when = np.where(classes == 0, m.send, np.nan)
+    when = np.where(classes == 0, handed_over, np.nan)
     with_known = np.isfinite(when).any(axis=0)
     last = np.nanmax(when[:, with_known], axis=0)
     first = np.nanmin(when[:, with_known], axis=0)

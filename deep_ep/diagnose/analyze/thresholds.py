@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ..collect.hops import GATEWAY_HOPS, ROW_HOPS
 from ..core.robust_stats import median_of, or_zero, z_for
 from .estimates import Effect, Estimates
 from .path_causes import Explained, explain
@@ -74,6 +75,16 @@ class JudgedKind:
 
     e: Estimates
     limits: Thresholds
+
+    @property
+    def shows_ranks(self) -> bool:
+        """Whether ranks spend time of their own here; on the hop of gateways only paths do."""
+        return self.e.operation not in GATEWAY_HOPS
+
+    @property
+    def carries_rows(self) -> bool:
+        """Whether it is a hop of a normal operation that rows travel on."""
+        return self.e.operation in ROW_HOPS
 
     @property
     def floor(self) -> float:

@@ -108,6 +108,15 @@ class Numbers:
     ]
     late_error: Annotated[PerSource, Field("ns", "Standard error of `late`.", may_be_infinite=True)]
     send: Annotated[PerSource, Field("ns", "Issued minus entered, median.")]
+    credit: Annotated[
+        PerSource,
+        Field(
+            "ns",
+            "Of the waiting while the source issued, what it could not go on because this rank had given "
+            "no slots back; mean.",
+            missing=0.0,
+        ),
+    ]
     path: Annotated[PerSource, Field("ns", "Arrival minus issued, median where it could be seen.")]
     path_error: Annotated[PerSource, Field("ns", "Standard error of `path`.", may_be_infinite=True)]
     path_low: Annotated[PerSource, Field("ns", "Lower quartile of what `path` is the median of.")]

@@ -17,6 +17,7 @@ from ..core.diagnosis import Bandwidth, BoolArray, FloatArray, IntArray, Measure
 from ..core.package import EPArgumentError, EPError, EPTypeError
 from ..core.robust_stats import median, median_of
 from .fields import FIELDS, Field, Numbers
+from .hops import NORMAL_DISPATCH, NORMAL_KINDS
 from .rank_summary import KindSummary, Summary, nothing_counted, summarize
 from .snapshot import Snapshot
 from .snapshot_checks import latest_operation, require_place, require_snapshot
@@ -26,14 +27,7 @@ if TYPE_CHECKING:
 
 # Kinds in the order in which they are shown; the low-latency kernels', then the normal kernels'.
 LOW_LATENCY_KINDS = ("dispatch", "combine")
-KINDS = (
-    *LOW_LATENCY_KINDS,
-    "notify",
-    "gateway dispatch",
-    "gateway combine",
-    "normal dispatch",
-    "normal combine",
-)
+KINDS = (*LOW_LATENCY_KINDS, *NORMAL_KINDS)
 # Numbers, or NaN; ranks and truth values cannot be anything else.
 _FINITE = [n.name for n in FIELDS if isinstance(n.missing, float) and not n.may_be_infinite]
 # Nothing that is counted comes near the end of int64.
@@ -108,10 +102,20 @@ class Matrices(Numbers):
 
     @functools.cached_property
     def expected(self) -> BoolArray:
-        """[num_ranks, num_ranks]: the paths between two ranks over which anything came."""
-        came = self.totals["ops"] > 0
+        """[num_ranks, num_ranks]: the paths between two ranks over which anything came in this hop."""
+        came = self.has_sources & ~self.is_relayed
         np.fill_diagonal(came, False)
         return came
+
+    @property
+    def has_sources(self) -> BoolArray:
+        """[num_ranks, num_ranks]: whose rows came to whom, whichever way."""
+        return np.asarray(self.totals["ops"] > 0)
+
+    @property
+    def is_relayed(self) -> BoolArray:
+        """[num_ranks, num_ranks]: rows that came by way of a gateway, which has a hop of its own."""
+        return _is_relayed(self.operation, self.place)
 
     def measured(self) -> Measured:
         """What people look at."""
@@ -325,6 +329,13 @@ def _gather_kind(kind: str, place: Place, by_rank: Mapping[int, KindSummary]) ->
         # Receivers stand beside their sources, behind what there are three of.
         return np.moveaxis(stacked, 0, -2) if number.is_per_source else stacked
 
+    relayed = _is_relayed(kind, place)
+
+    def of_this_hop(number: Field, values: Any) -> Any:
+        """Path times of rows that a gateway has passed on are its own hop's."""
+        is_path = number.is_per_source and number.name.startswith("path")
+        return np.where(relayed, number.missing, values).astype(values.dtype) if is_path else values
+
     def by_name(counters: Sequence[Mapping[str, Any]]) -> dict[str, FloatArray]:
         return {
             name: per_rank(counted, [of_rank[name] for of_rank in counters], np.nan)
@@ -342,8 +353,13 @@ def _gather_kind(kind: str, place: Place, by_rank: Mapping[int, KindSummary]) ->
         totals=by_name([s.totals for s in by_rank.values()]),
         own=own,
         timeline=_timeline(with_stamps),
-        **{number.name: group_of(number) for number in FIELDS},
+        **{number.name: of_this_hop(number, group_of(number)) for number in FIELDS},
     )
+
+
+def _is_relayed(kind: str, place: Place) -> BoolArray:
+    between = place.nodes[:, None] != place.nodes[None, :]
+    return np.asarray(between & (kind == NORMAL_DISPATCH))
 
 
 def _timeline(with_stamps: Mapping[int, KindSummary]) -> Timeline | None:

@@ -17,6 +17,7 @@ from ..core.diagnosis import BoolArray, FloatArray, IntArray
 from ..core.package import CounterSnapshot, stamps
 from ..core.robust_stats import median, quantile, standard_error
 from .fields import FIELDS, KEPT_ARRIVALS, Numbers, PerSource
+from .hops import NORMAL_KINDS, NOTIFY, ROW_HOPS, OwnTimes, own_times
 from .snapshot import Snapshot
 from .snapshot_checks import require_snapshot, without_contradictions
 
@@ -101,6 +102,7 @@ def summarize(snapshot: Snapshot) -> Summary:
         kind: without_contradictions(counters, snapshot.rank)
         for kind, counters in snapshot.operations.items()
     }
+    believed = {kind: counters for kind, (counters, _) in checked.items() if counters is not None}
     return Summary(
         snapshot.rank,
         snapshot.num_ranks,
@@ -109,9 +111,8 @@ def summarize(snapshot: Snapshot) -> Summary:
         snapshot.device_index,
         snapshot.node,
         {
-            kind: _summarize_kind(counters, snapshot.rank, snapshot.device)
-            for kind, (counters, _) in checked.items()
-            if counters is not None
+            kind: _summarize_kind(kind, believed, snapshot.rank, snapshot.device)
+            for kind in believed
         },
         {kind: why for kind, (_, why) in checked.items() if why},
     )
@@ -123,7 +124,10 @@ def nothing_counted(num_ranks: int, rank: int) -> KindSummary:
     return _from_totals(totals, dict.fromkeys(_OWN, 0.0), rank)
 
 
-def _summarize_kind(counters: CounterSnapshot, rank: int, device: str) -> KindSummary:
+def _summarize_kind(
+    kind: str, kinds: Mapping[str, CounterSnapshot], rank: int, device: str
+) -> KindSummary:
+    counters = kinds[kind]
     totals = {name: row.astype(np.float64) for name, row in zip(counters.fields, counters.totals)}
     own = {
         name: float(value) for name, value in zip(counters.own_fields, counters.own) if name in _OWN
@@ -140,6 +144,10 @@ def _summarize_kind(counters: CounterSnapshot, rank: int, device: str) -> KindSu
     )
     took_part = np.isfinite(arrival)
     tokens = np.where(took_part, of_source["tokens"], np.nan).astype(np.float64)
+    if kind in ROW_HOPS:
+        # A queue without rows has no word that could come.
+        took_part &= tokens > 0
+        arrival = np.where(took_part, arrival, np.nan)
     clock = _clock_errors(of_source.get("clock_error"), took_part)
     leaves = _relative(own_stamps["exit"], begin)
     ready = stamps.ready(arrival, np.zeros(begin.shape))
@@ -150,7 +158,21 @@ def _summarize_kind(counters: CounterSnapshot, rank: int, device: str) -> KindSu
     often = looked >= max(MIN_SEEN, elapsed.shape[0] // _MIN_SEEN_SHARE)
     hidden = often & (median(elapsed, 0) < 0.1 * _HIDDEN_NS)
     elapsed[:, ~often | hidden] = np.nan
+    own_ns = OwnTimes(
+        gap=entered[:, rank] - _relative(own_stamps["previous_exit"], begin),
+        span=-entered[:, rank],
+        held=_held(own_stamps.get("sent"), begin),
+        drain=leaves - ready,
+        duration=leaves - entered[:, rank],
+        meets=np.full(begin.shape, kind in NORMAL_KINDS and kind != NOTIFY),
+    )
+    if kind in NORMAL_KINDS:
+        sent = _relative(own_stamps.get("sent", np.zeros_like(begin)), begin)
+        own_ns = own_times(kind, kinds, own_stamps["op"], begin, sent, ready, leaves, own_ns)
     lateness = issued - median(issued, 1)[:, None]
+    # Where all begin together, nobody is seen to issue later than who entered last.
+    came_later = entered - median(entered, 1)[:, None]
+    lateness = lateness + np.where(own_ns.meets[:, None], came_later, 0.0)
     last = np.argsort(np.where(took_part, -arrival, np.inf), axis=1)[:, :KEPT_ARRIVALS]
     start = np.maximum(entered, 0.0)
     on_the_way = np.where(arrival > start, arrival - start, 0.0)
@@ -159,12 +181,12 @@ def _summarize_kind(counters: CounterSnapshot, rank: int, device: str) -> KindSu
         totals={name: totals[name] for name in _TOTALS},
         own=own,
         ops=own_stamps["op"].copy(),
-        gap=entered[:, rank] - _relative(own_stamps["previous_exit"], begin),
-        span=-entered[:, rank],
-        held=_held(own_stamps.get("sent"), begin),
-        drain=leaves - ready,
+        gap=own_ns.gap,
+        span=own_ns.span,
+        held=own_ns.held,
+        drain=own_ns.drain,
         wait=ready,
-        duration=leaves - entered[:, rank],
+        duration=own_ns.duration,
         received=np.nansum(tokens, axis=1),
         last=last.astype(np.int64),
         last_arrival=np.take_along_axis(arrival, last, axis=1),
@@ -173,6 +195,7 @@ def _summarize_kind(counters: CounterSnapshot, rank: int, device: str) -> KindSu
         late=median(lateness, 0),
         late_error=standard_error(lateness, 0),
         send=median(issued - entered, 0),
+        credit=_credit(totals),
         path=median(elapsed, 0),
         path_error=np.hypot(_error_of_median(elapsed), _rounding(own_stamps.get("timer_step"))),
         path_low=quantile(elapsed, 0.25, 0),
@@ -230,6 +253,7 @@ def _from_totals(
         wait_parts=np.stack([per_op[name] for name in ("late_ns", "issue_ns", "path_ns")]),
         late=per_op["late_ns"] + per_op["issue_ns"],
         late_error=0.0 * ops,
+        credit=_credit(totals),
         path=path,
         path_error=0.0 * path,
         path_low=path,
@@ -239,6 +263,12 @@ def _from_totals(
         tokens=per_op["tokens"],
         blame=np.nan_to_num(per_op["critical_ns"]),
     )
+
+
+def _credit(totals: Mapping[str, FloatArray]) -> FloatArray:
+    """`[num_ranks]` ns per operation; counters of older versions do not tell."""
+    blocked = totals.get("credit_ns", 0.0 * totals["ops"])
+    return blocked / np.maximum(totals["ops"], 1.0)
 
 
 def _held(sent: IntArray | None, begin: IntArray) -> FloatArray:

@@ -35,6 +35,7 @@ class Cause(str, enum.Enum):
     RAIL = "rail"
     EVERYWHERE = "everywhere"
     HOT_EXPERTS = "hot experts"
+    SLOW_RECEIVER = "slow receiver"
     EARLY = "early"
     # Without timestamps.
     SENDER_SIDE = "sender side"
@@ -237,6 +238,17 @@ _ROWS = {
         "Its experts get {load} times an even share of the tokens: look at the routing, and move or "
         "replicate its busiest experts.",
         "tokens",
+        "row",
+    ),
+    Cause.SLOW_RECEIVER: CauseRow(
+        MIXED_SLOW,
+        "rank *i*",
+        "holds up whoever sends to it",
+        "normal operations: most of its sources wait for slots of its queues, longer than those of other "
+        "ranks do, and the paths into it are not slow",
+        "It empties its queues slowly, so that others cannot send: compare clocks, memory bandwidth and "
+        "num_sms of rank {rank} with the others, and its tokens; a larger Config gives it more slots.",
+        "issue",
         "row",
     ),
     Cause.EARLY: CauseRow(

@@ -16,6 +16,7 @@ from _scenarios import (  # noqa: E402
     CLOCKS,
     FAMILIES,
     FAULTY,
+    NORMAL_FAULTY,
     RE_MEASURED,
     SCENARIOS,
     SHAPES,
@@ -47,6 +48,18 @@ def test_every_fault_is_injected_where_it_fits(name: str) -> None:
         assert keys or window.truth.tolerated
         if SCENARIOS[name].single:
             assert len(keys) <= 1
+
+
+@pytest.mark.parametrize("name", NORMAL_FAULTY)
+def test_every_fault_of_normal_operations_is_injected_where_it_fits(name: str) -> None:
+    for shape in ("1x4", "2x4", "4x2"):
+        if not SCENARIOS[name].fits(SHAPES[shape], 200.0):
+            continue
+        (window,) = windows(Task(Cell(name, shape, 200.0, is_normal=True), 1, 1), 4)
+        assert len(window.truth.keys) == 1
+        hops = window.snapshots[0].operations
+        assert ("gateway combine" in hops) == (SHAPES[shape].nodes > 1)
+        assert {counters.ops for counters in hops.values()} == {2}
 
 
 @pytest.mark.parametrize("family", FAMILIES)

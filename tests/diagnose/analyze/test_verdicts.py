@@ -33,7 +33,7 @@ from generator.faults import (
     SlowReceive,
     SlowSend,
 )
-from generator.machines import CPU, GPU, NORMAL, Machine, StampRule
+from generator.machines import CPU, GPU, Machine, StampRule
 from launch import on_all_cores
 
 NUM_ROUNDS = 30
@@ -314,38 +314,6 @@ def test_what_slows_everything_is_found_in_the_groups_own_history() -> None:
             assert verdict.effect_us == pytest.approx(20, abs=1)
             assert verdict.evidence["windows_since"] == since
     assert judge_with_history([], 30).verdicts == []
-
-
-@pytest.mark.parametrize(
-    ("fault", "expected"),
-    [
-        ([], set()),
-        ([SlowRank(9, 30e-6)], {("comp-slow", 9)}),
-        ([SlowPath(2, 11, 30e-6)], {("comm-slow", (2, 11))}),
-        ([SlowIngress(14, 30e-6)], {("comm-slow", 14)}),
-    ],
-)
-def test_the_matrices_of_the_normal_kernels_have_their_place(
-    fault: list[GeneratorFault], expected: set[tuple[str, object]]
-) -> None:
-    """Final receivers, the gateway hop (same rail only) and notify (own times only)."""
-    snapshots = simulate(NODES, 24, 32, fault, seed=12, capacity=128, kinds=NORMAL)
-    found = diagnose.judge(diagnose.gather(snapshots))
-    assert list(found.measured) == [
-        "notify",
-        "gateway dispatch",
-        "normal dispatch",
-        "normal combine",
-    ]
-    assert found.keys == expected
-
-
-def test_a_slow_path_on_the_gateway_hop_is_named_there() -> None:
-    snapshots = simulate(
-        NODES, 24, 32, [SlowPath(1, 17, 30e-6)], seed=13, capacity=128, kinds=NORMAL
-    )
-    found = diagnose.judge(diagnose.gather(snapshots))
-    assert ("gateway dispatch", (1, 17)) in {(v.operation, v.subject) for v in found.verdicts}
 
 
 @pytest.mark.parametrize("num_ranks", [8, 32])

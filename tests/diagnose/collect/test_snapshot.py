@@ -18,6 +18,8 @@ from deep_ep import copier as copiers
 from deep_ep.copier import Reading, copy_between_operations
 from deep_ep.counters import CounterSnapshot, RecvCounters
 from deep_ep.errors import EPArgumentError
+from generator import simulate_windows
+from generator.machines import CLUSTER, NORMAL
 from launch import DEVICE, Ranks
 
 BINDING = backend.get().binding
@@ -195,6 +197,19 @@ def test_windows_of_rolled_back_snapshots_hold_exactly_their_operations(run: Any
     got = model.snapshot().until(until, model.rank).since(early)
     assert difference(got, window.snapshot()) == []
     assert np.array_equal(got.operations(), window.snapshot().operations())
+
+
+def test_hops_that_have_some_sources_only_roll_back_exactly() -> None:
+    machine = replace(CLUSTER, ranks_per_node=2)
+    (window,) = simulate_windows(machine, 4, 6, [[]], seed=3, capacity=12, kinds=NORMAL)
+    for now, then in zip(window.snapshots, window.first(4 * len(NORMAL)).snapshots):
+        back = now.until(8)
+        for kind, counters in back.operations.items():
+            for name in ("ops", "tokens", "wait_ns", "late_ns", "issue_ns", "path_ns"):
+                np.testing.assert_array_equal(counters[name], then.operations[kind][name])
+            assert counters.own_value("drain_ns") == then.operations[kind].own_value("drain_ns")
+            exact_gap = now.rank not in np.flatnonzero(counters["ops"] == 0)
+            assert ("gap_ns" in counters.estimated) == (not exact_gap)
 
 
 def test_what_the_ring_does_not_tell_is_cut_in_proportion_and_named() -> None:

@@ -22,8 +22,9 @@ Every window has random streams of its own, so a window does not depend on the b
 shorter run is the beginning of a longer one, and faults change the faulty times only.
 
 How healthy ranks behave is in generator_machines, what can be the matter in generator_faults, the
-random numbers in generator_draws and generator_noise, the protocol in generator_run, what shares a
-wire in generator_ports, what kernels write in generator_recording.
+random numbers in generator_draws and generator_noise, the protocol in generator_run and, of normal
+operations, generator_normal, what shares a wire in generator_ports, what kernels write in
+generator_recording.
 """
 
 from __future__ import annotations
@@ -36,10 +37,10 @@ import numpy as np
 
 from deep_ep.diagnose.collect.snapshot import Snapshot
 from deep_ep.diagnose.core.diagnosis import FloatArray, IntArray
+from generator.batch import Batch
 from generator.faults import GeneratorFault, NonReporting, Truth, truth_of
 from generator.machines import LOW_LATENCY, Kind, Machine, Setup
 from generator.recording import ARRIVAL, COLUMNS, WAIT_BEGIN, Recorded
-from generator.run import Batch
 
 # Stamps of one batch; bounds memory.
 _BATCH_BYTES = 2**28
@@ -85,7 +86,7 @@ def simulate_windows(
         seed: of the first window.
         tokens_per_rank: tokens times experts per token that each rank sends.
         capacity: operations of all kinds together that the rings hold.
-        kinds: LOW_LATENCY or NORMAL.
+        kinds: LOW_LATENCY, or NORMAL, whose hops count as operations; of one node NORMAL_OF_ONE_NODE.
 
     Returns:
         An iterator that holds one batch at a time (of about 256 MB of stamps, or one window).
@@ -151,7 +152,13 @@ class Window:
     def _recorded(self) -> list[Recorded]:
         setup = self._batch.setup
         return [
-            Recorded(self._stamps(i), kind, setup.capacity, setup.machine.stamp_rule)
+            Recorded(
+                self._of_kind(self._batch.stamps, i),
+                None if self._batch.blocked is None else self._of_kind(self._batch.blocked, i),
+                kind,
+                setup.capacity,
+                setup.machine.stamp_rule,
+            )
             for i, kind in enumerate(setup.kinds)
         ]
 
@@ -171,7 +178,7 @@ class Window:
     def wait_matrix(self, kind: str) -> IntArray:
         """[receiver, source] int64: nanoseconds the row waited for the column, over all operations."""
         names = [k.name for k in self._batch.setup.kinds]
-        stamps = self._stamps(names.index(kind))
+        stamps = self._of_kind(self._batch.stamps, names.index(kind))
         wait = stamps[:, :, :-1, ARRIVAL] - stamps[:, :, -1:, WAIT_BEGIN]
         waited: IntArray = np.maximum(wait, 0).sum(axis=0)
         return waited
@@ -180,11 +187,10 @@ class Window:
         """The same window, ended after its first operations (of all kinds together)."""
         return replace(self, num_operations=min(num_operations, self.num_operations))
 
-    def _stamps(self, kind: int) -> IntArray:
-        """[n, receiver, source or own, 6] of one kind."""
+    def _of_kind(self, values: IntArray, kind: int) -> IntArray:
+        """[n, ...] of one kind, of what a batch has of all windows and operations."""
         step = len(self._batch.setup.kinds)
-        stamps: IntArray = self._batch.stamps[self._place, kind : self.num_operations : step]
-        return stamps
+        return values[self._place, kind : self.num_operations : step]
 
     def _period(self, exits: FloatArray) -> float:
         """Of exits as `Batch` has them; the first round is left out, if there are others."""

@@ -40,12 +40,20 @@ class SlowReceive(_RankDelay):
     """Rank `rank` takes `delay_s` longer to take in what has arrived."""
 
 
+class SlowReceiver(_RankDelay):
+    """Rank `rank` empties its queues slowly: its sources wait `delay_s` longer for slots of them."""
+
+
 class SlowIngress(_RankDelay):
     """Data from everybody to `rank` takes `delay_s` longer."""
 
 
 class SlowEgress(_RankDelay):
     """Data from `rank` to everybody takes `delay_s` longer."""
+
+
+class SlowNicOut(_RankDelay):
+    """Data from `rank` to other nodes takes `delay_s` longer."""
 
 
 @dataclass(frozen=True)
@@ -128,8 +136,10 @@ GeneratorFault = Union[
     EarlyRank,
     SlowSend,
     SlowReceive,
+    SlowReceiver,
     SlowIngress,
     SlowEgress,
+    SlowNicOut,
     SlowNodePair,
     SlowRail,
     SlowUplink,
@@ -152,6 +162,7 @@ class Extra(NamedTuple):
     early: FloatArray
     send: FloatArray
     drain: FloatArray
+    slots: FloatArray
     drift: FloatArray  # [., num_ranks], us per us
     path: FloatArray  # [., receiver, source]
     path_per_token: FloatArray
@@ -165,12 +176,18 @@ def added_by(
 ) -> Extra:
     """faults, seeds: of each window."""
     num_ranks, size = setup.num_ranks, len(faults)
-    gap, early, send, drain, drift = np.zeros((5, size, num_ranks))
+    gap, early, send, drain, slots, drift = np.zeros((6, size, num_ranks))
     path, path_per_token = np.zeros((2, size, num_ranks, num_ranks))
     nic = np.ones((size, num_ranks))
     share = np.full((size, num_ranks), np.nan)
     hiccups: dict[int, list[tuple[int, int, float]]] = {}
-    own_work = {SlowRank: gap, EarlyRank: early, SlowSend: send, SlowReceive: drain}
+    own_work = {
+        SlowRank: gap,
+        EarlyRank: early,
+        SlowSend: send,
+        SlowReceive: drain,
+        SlowReceiver: slots,
+    }
     for i, members in enumerate(faults):
         for fault in members:
             us = getattr(fault, "delay_s", 0.0) * 1e6
@@ -194,7 +211,7 @@ def added_by(
                 path[i, slow] += us
                 if isinstance(fault, SlowPath) and fault.bytes_per_s:
                     path_per_token[i, slow] += TOKEN_BYTES / fault.bytes_per_s * 1e6
-    return Extra(gap, early, send, drain, drift, path, path_per_token, nic, share, hiccups)
+    return Extra(gap, early, send, drain, slots, drift, path, path_per_token, nic, share, hiccups)
 
 
 def late_operations(fault: IntermittentRank, num_operations: int, seed: int) -> list[int]:
@@ -226,6 +243,8 @@ def _slow_paths(fault: GeneratorFault, setup: Setup) -> BoolArray:
         return np.outer(rank == fault.rank, everybody)
     if isinstance(fault, SlowEgress):
         return np.outer(everybody, rank == fault.rank)
+    if isinstance(fault, SlowNicOut):
+        return np.outer(node != node[fault.rank], rank == fault.rank)
     if isinstance(fault, SlowNodePair):
         return np.outer(node == fault.dst, node == fault.src)
     if isinstance(fault, SlowRail):
@@ -294,7 +313,7 @@ def _key(fault: GeneratorFault) -> Key | None:
     """None: it is no lasting cause, or cannot be seen within one window."""
     if isinstance(fault, (SlowRank, SlowSend, SlowReceive, IntermittentRank)):
         return COMP_SLOW, fault.rank
-    if isinstance(fault, (SlowIngress, SlowEgress, SlowNic)):
+    if isinstance(fault, (SlowIngress, SlowEgress, SlowNic, SlowNicOut)):
         return COMM_SLOW, fault.rank
     if isinstance(fault, SlowPath):
         return COMM_SLOW, (fault.src, fault.dst)
@@ -306,7 +325,7 @@ def _key(fault: GeneratorFault) -> Key | None:
         return COMM_SLOW, ("node", fault.node, "uplink")
     if isinstance(fault, SlowDownlink):
         return COMM_SLOW, ("node", fault.node, "downlink")
-    if isinstance(fault, (EarlyRank, HotRank)):
+    if isinstance(fault, (EarlyRank, HotRank, SlowReceiver)):
         return MIXED_SLOW, fault.rank
     return None
 

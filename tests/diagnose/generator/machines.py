@@ -171,33 +171,29 @@ CLUSTER = replace(GPU, ports=True, path_per_token=0.02)
 
 @dataclass(frozen=True)
 class Kind:
-    """One operation of a round.
+    """One operation of a round, or a hop of it.
 
     Attributes:
         name: as snapshots name it.
-        gap: what of the machine's gap stands before it.
         computes: whether the experts work before it.
-        tokens: "dispatched", "returned", "forwarded" (to the gateway of a node), or "none".
-        same_rail_only: whether only sources of the receiver's device index send to it.
-        own_times_only: whether nothing is stamped per source.
+        tokens: "dispatched" or "returned".
     """
 
     name: str
-    gap: float = 1.0
     computes: bool = False
     tokens: str = "dispatched"
-    same_rail_only: bool = False
-    own_times_only: bool = False
 
 
 LOW_LATENCY = (Kind("dispatch"), Kind("combine", computes=True, tokens="returned"))
-# The parts of a normal dispatch one after the other, each with an operation number of its own.
+# The hops of a fresh dispatch and of a combine; those of gateways only where there are several nodes.
 NORMAL = (
-    Kind("notify", tokens="none", own_times_only=True),
-    Kind("gateway dispatch", gap=0.05, tokens="forwarded", same_rail_only=True),
-    Kind("normal dispatch", gap=0.05),
+    Kind("notify"),
+    Kind("gateway dispatch"),
+    Kind("normal dispatch"),
+    Kind("gateway combine"),
     Kind("normal combine", computes=True, tokens="returned"),
 )
+NORMAL_OF_ONE_NODE = tuple(kind for kind in NORMAL if "gateway" not in kind.name)
 
 
 @dataclass(frozen=True)
@@ -215,6 +211,11 @@ class Setup:
     def num_operations(self) -> int:
         """Of all kinds together."""
         return self.num_rounds * len(self.kinds)
+
+    @property
+    def is_normal(self) -> bool:
+        """Whether these are normal operations, of several hops."""
+        return self.kinds[0] == NORMAL[0]
 
     def layer(self, op: int) -> int:
         """Which layer operation `op` belongs to; the first operation is 0."""

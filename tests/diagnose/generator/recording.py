@@ -33,7 +33,14 @@ _COUNTED_CELLS = 2**21
 class Recorded:
     """Counters of all ranks of one operation kind, from its stamps [n, receiver, source or own, 6]."""
 
-    def __init__(self, stamps: IntArray, kind: Kind, capacity: int, rule: StampRule) -> None:
+    def __init__(
+        self,
+        stamps: IntArray,
+        blocked: IntArray | None,
+        kind: Kind,
+        capacity: int,
+        rule: StampRule,
+    ) -> None:
         self.stamps = stamps
         self.kind = kind
         self.capacity = capacity
@@ -43,7 +50,8 @@ class Recorded:
         self.own = np.zeros((num_ranks, len(OWN_FIELDS)), np.int64)
         step = max(1, _COUNTED_CELLS // num_ranks**2)
         for begin in range(0, len(stamps), step):
-            self._count(stamps[begin : begin + step])
+            part = slice(begin, begin + step)
+            self._count(stamps[part], None if blocked is None else blocked[part])
         # A slot holds the last operation that was written to it.
         slots = stamps[::-1, 0, -1, OP] % max(capacity, 1)
         self.kept = len(stamps) - 1 - np.unique(slots, return_index=True)[1]
@@ -53,8 +61,6 @@ class Recorded:
         ring = np.zeros((self.capacity, num_ranks + 1, self.columns), np.int64)
         if self.capacity:
             kept = self.stamps[self.kept, rank, :, : self.columns]
-            if self.kind.own_times_only:
-                kept[:, :-1] = 0
             ring[kept[:, -1, OP] % self.capacity] = kept
         return CounterSnapshot(
             fields=COUNTER_FIELDS,
@@ -66,7 +72,7 @@ class Recorded:
             ring=ring,
         )
 
-    def _count(self, stamps: IntArray) -> None:
+    def _count(self, stamps: IntArray, blocked: IntArray | None) -> None:
         entered, issued, arrival, tokens = np.moveaxis(stamps[:, :, :-1, : TOKENS + 1], -1, 0)
         _, wait_begin, exit_at, previous_exit, sent = np.moveaxis(
             stamps[:, :, -1, : SENT + 1], -1, 0
@@ -74,18 +80,20 @@ class Recorded:
         itself = np.arange(stamps.shape[1])
         heard = arrival != 0
         own_entered = entered[:, itself, itself]
+        # A gateway is no source of its own hop, and its entry is not in these stamps.
+        is_source = own_entered != 0
         own = {
             "ops": np.ones_like(wait_begin),
-            "gap_ns": stamps_of.gap(own_entered, previous_exit),
-            "send_ns": stamps_of.send(own_entered, sent),
+            "gap_ns": np.where(is_source, stamps_of.gap(own_entered, previous_exit), 0),
+            "send_ns": np.where(is_source, stamps_of.send(own_entered, sent), 0),
             **stamps_of.own_counters(arrival, wait_begin, exit_at),
         }
         for name, values in own.items():
             self.own[:, OWN_FIELDS.index(name)] += values.sum(axis=0)
-        if self.kind.own_times_only:
-            return
         added = stamps_of.source_counters(entered, issued, arrival, wait_begin)
         sums = {name: np.where(heard, values, 0) for name, values in added.items()}
+        if blocked is not None:
+            sums["credit_ns"] = np.minimum(blocked, sums["issue_ns"])
         sums |= {"ops": heard, "tokens": tokens, "bytes": tokens * TOKEN_BYTES}
         for name, values in sums.items():
             self.totals[:, COUNTER_FIELDS.index(name)] += values.sum(axis=0)

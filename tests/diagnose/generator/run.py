@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -16,7 +15,6 @@ from generator.ports import Ports
 from generator.recording import (
     ARRIVAL,
     CLOCK_ERROR,
-    COLUMNS,
     ENTERED,
     EXIT,
     ISSUED,
@@ -43,33 +41,8 @@ _LARGEST_DRIFT_PPM = 40.0
 _WANDER_OPERATIONS = 100.0
 
 
-class Batch:
-    """Windows that go through the operations together.
-
-    Attributes:
-        stamps: [windows, operations, receiver, source or own, 6] int64, as rings hold them.
-        exits: [windows, operations + 1, num_ranks], us; the first is the start.
-        loads: [windows, num_ranks], how popular each rank's experts are; 1 is even.
-    """
-
-    def __init__(
-        self, setup: Setup, faults: Sequence[Sequence[GeneratorFault]], seeds: Sequence[int]
-    ) -> None:
-        self.setup = setup
-        self.seeds = seeds
-        size, ranks = len(faults), setup.num_ranks
-        self.stamps = np.zeros((size, setup.num_operations, ranks, ranks + 1, COLUMNS), np.int64)
-        run = _Run(setup, faults, seeds)
-        self.exits, self.loads = run.exits(self.stamps), run.draws.load
-
-    @functools.cached_property
-    def healthy_exits(self) -> FloatArray:
-        """`exits` of the same windows without faults."""
-        return _Run(self.setup, [()] * len(self.seeds), self.seeds).exits()
-
-
-class _Operation(NamedTuple):
-    """One operation of all windows; times in us on a clock that nobody has."""
+class Operation(NamedTuple):
+    """One operation of all windows, or one hop of it; times in us on a clock that nobody has."""
 
     tokens: IntArray  # [windows, receiver, source]
     entered: FloatArray  # [windows, num_ranks]
@@ -79,9 +52,17 @@ class _Operation(NamedTuple):
     arrival: FloatArray  # [windows, receiver, source]; -inf: nothing is sent
     headers: FloatArray  # [windows, num_ranks]: when the last source's header was there
     exit: FloatArray  # [windows, num_ranks]
+    # [windows, receiver, source]: how long a source waited for slots; there are enough in low latency
+    blocked: FloatArray = np.zeros(())
 
 
-class _Run:
+def headers_seen(entered: FloatArray, latency: FloatArray) -> FloatArray:
+    """[windows, num_ranks]: when the header of the last source is there."""
+    seen: FloatArray = (entered[:, None, :] + latency).max(axis=2)
+    return seen
+
+
+class Run:
     """All windows of a batch, with the faults of each."""
 
     def __init__(
@@ -109,65 +90,97 @@ class _Run:
         rank = np.arange(num_ranks)
         self.behind_next = 1 - ((rank[:, None] - rank[None, :] - 1) % num_ranks) / num_ranks
 
-    def exits(self, stamps: IntArray | None = None) -> FloatArray:
-        """Follows the protocol; returns exits and fills in `stamps`, as `Batch` has them."""
+    def exits(self, stamps: IntArray | None = None, blocked: IntArray | None = None) -> FloatArray:
+        """Follows the protocol; returns exits and fills in `stamps` and `blocked`, as `Batch` has them."""
         exits = [self.draws.start]
         wander = self.draws.wander[:, 0]
         memory = np.exp(-1.0 / _WANDER_OPERATIONS)
-        for op in range(self.setup.num_operations):
+        op = number = 0
+        while op < self.setup.num_operations:
             if op:
                 wander = memory * wander + np.sqrt(1 - memory**2) * self.draws.wander[:, op]
             speed = self.draws.personal + self.setup.machine.wander * wander
-            operation = self._operation(op, speed, exits[-1])
-            if stamps is not None:
-                self._stamp(stamps[:, op], op, operation, exits[-1])
-            exits.append(operation.exit)
+            previous_exit = exits[-1]
+            hops = self.operation(op, speed, previous_exit)
+            number += 1
+            for place, hop in enumerate(hops, op):
+                if stamps is not None:
+                    self._stamp(stamps[:, place], number, hop, previous_exit)
+                if blocked is not None:
+                    blocked[:, place] = np.rint(hop.blocked * 1e3)
+                exits.append(hop.exit)
+            op += len(hops)
         return np.stack(exits, axis=1)
 
-    def _operation(self, op: int, speed: FloatArray, previous_exit: FloatArray) -> _Operation:
+    def operation(self, op: int, speed: FloatArray, previous_exit: FloatArray) -> list[Operation]:
+        """The hops of the operation that begins with hop `op`, all with the same number."""
+        return [self._operation(op, speed, previous_exit)]
+
+    def _operation(self, op: int, speed: FloatArray, previous_exit: FloatArray) -> Operation:
         machine, draws, extra = self.setup.machine, self.draws, self.extra
-        kind = self._kind(op)
+        kind = self.kind(op)
         tokens = self._tokens(kind, draws.tokens[:, op // len(self.setup.kinds)])
         outgoing, incoming = tokens.sum(axis=1), tokens.sum(axis=2)
 
-        layer_gap = draws.layer_gap[:, self.setup.layer(op), None]
-        gap = kind.gap * machine.gap * layer_gap
+        entered = self.enter(op, speed, previous_exit, kind, outgoing)
+        send = speed * (machine.send + machine.send_per_token * outgoing)
+        send = np.maximum(send + machine.jitter / 3 * draws.send[:, op], 0.0) + extra.send
+        order = self.order(kind, tokens)
+        issued = entered[:, None, :] + send[:, None, :] * order
+        sent = entered + send
+        wait_begin = sent + machine.hook_us * draws.personal
+
+        latency = self.latency(op)
+        headers = headers_seen(entered, latency)
+        share = None if self._by_destination(kind) else order
+        arrival = self.arrive(tokens, entered, issued, share, latency)
+        if machine.fenced:
+            landed = np.where(self.between, -np.inf, arrival).max(axis=1)
+            wait_begin = np.maximum(sent, landed) + machine.hook_us * draws.personal
+        ready = np.maximum(wait_begin, arrival.max(axis=2))
+
+        drain = speed * (machine.drain + machine.drain_per_token * incoming)
+        drain = np.maximum(drain + machine.jitter / 3 * draws.drain[:, op], 0.0) + extra.drain
+        return Operation(tokens, entered, issued, sent, wait_begin, arrival, headers, ready + drain)
+
+    def enter(
+        self,
+        op: int,
+        speed: FloatArray,
+        previous_exit: FloatArray,
+        kind: Kind,
+        outgoing: IntArray,
+    ) -> FloatArray:
+        """[windows, num_ranks]: when each rank enters; outgoing [windows, num_ranks], its tokens."""
+        machine, draws, extra = self.setup.machine, self.draws, self.extra
+        gap = machine.gap * draws.layer_gap[:, self.setup.layer(op), None]
         if kind.computes:
             gap = gap + machine.compute_per_token * outgoing
         gap = speed * gap + machine.jitter * draws.gap[:, op] + draws.late[:, op] - extra.early
         entered = previous_exit + np.maximum(gap, _LEAST_GAP_US) + extra.gap
         for place, rank, late_us in extra.hiccups.get(op + 1, ()):
             entered[place, rank] += late_us
+        return entered
 
-        send = speed * (machine.send + machine.send_per_token * outgoing)
-        send = np.maximum(send + machine.jitter / 3 * draws.send[:, op], 0.0) + extra.send
-        order = self._order(kind, tokens)
-        issued = entered[:, None, :] + send[:, None, :] * order
-        sent = entered + send
-        wait_begin = sent + machine.hook_us * draws.personal
+    def latency(self, op: int) -> FloatArray:
+        """[windows, receiver, source]: of each way in this operation, whatever is sent."""
+        jitter = self.setup.machine.path_jitter * np.abs(self.draws.path[:, op])
+        latency = np.where(self.own, 0.0, self.path) + np.where(self.own, 0.0, jitter)
+        return latency + self._congestion(self.draws.rail[:, op])
 
-        latency = np.where(self.own, 0.0, self.path)
-        latency = latency + machine.path_jitter * np.where(self.own, 0.0, np.abs(draws.path[:, op]))
-        latency = latency + self._congestion(draws.rail[:, op])
-        headers = (entered[:, None, :] + latency).max(axis=2)
+    def arrive(
+        self,
+        tokens: IntArray,
+        entered: FloatArray,
+        issued: FloatArray,
+        share: FloatArray | None,
+        latency: FloatArray,
+    ) -> FloatArray:
+        """[windows, receiver, source]: when the last token of each is there; see `Ports.arrivals`."""
         if self.ports is None:
-            arrival = issued + latency + np.where(self.own, 0.0, self.path_per_token * tokens)
-        else:
-            share = None if self._by_destination(kind) else order
-            arrival = self.ports.arrivals(tokens, entered, issued, share, latency)
-            arrival += self.extra.path_per_token * tokens
-        if machine.fenced:
-            landed = np.where(self.between, -np.inf, arrival).max(axis=1)
-            wait_begin = np.maximum(sent, landed) + machine.hook_us * draws.personal
-        if kind.same_rail_only:
-            arrival = np.where(self.same_rail, arrival, -np.inf)
-        ready = np.maximum(wait_begin, arrival.max(axis=2))
-
-        drain = speed * (machine.drain + machine.drain_per_token * incoming)
-        drain = np.maximum(drain + machine.jitter / 3 * draws.drain[:, op], 0.0) + extra.drain
-        return _Operation(
-            tokens, entered, issued, sent, wait_begin, arrival, headers, ready + drain
-        )
+            return issued + latency + np.where(self.own, 0.0, self.path_per_token * tokens)
+        arrival = self.ports.arrivals(tokens, entered, issued, share, latency)
+        return arrival + self.extra.path_per_token * tokens
 
     def _congestion(self, rail: FloatArray) -> FloatArray:
         """[windows, receiver, source], us; rail [windows, devices of a node]."""
@@ -177,11 +190,9 @@ class _Run:
     def _by_destination(self, kind: Kind) -> bool:
         return self.setup.machine.combine_by_destination and kind.tokens == "returned"
 
-    def _order(self, kind: Kind, tokens: IntArray) -> FloatArray:
+    def order(self, kind: Kind, tokens: IntArray) -> FloatArray:
         """[windows, receiver, source]: the part of its sending after which a source has handed over
         all for a receiver."""
-        if kind.own_times_only:
-            return np.ones(tokens.shape)
         if self._by_destination(kind):
             return np.cumsum(tokens, axis=1) / np.maximum(tokens.sum(axis=1, keepdims=True), 1)
         if self.ports is None or kind.tokens == "returned":
@@ -191,7 +202,7 @@ class _Run:
         order = 1 - self.behind_next / (tokens + 1)
         return order / order.max(axis=1, keepdims=True)
 
-    def _kind(self, op: int) -> Kind:
+    def kind(self, op: int) -> Kind:
         return self.setup.kinds[op % len(self.setup.kinds)]
 
     def _stated_clock_error(self) -> IntArray:
@@ -210,20 +221,13 @@ class _Run:
 
     def _tokens(self, kind: Kind, dispatched: IntArray) -> IntArray:
         """[windows, receiver, source], from what experts' ranks get of each source."""
-        if kind.tokens == "none":
-            return np.zeros_like(dispatched)
-        if kind.tokens == "returned":
-            return np.swapaxes(dispatched, 1, 2)
-        if kind.tokens == "forwarded":
-            same_node = (self.node[:, None] == self.node[None, :]).astype(np.int64)
-            return np.where(self.same_rail, same_node @ dispatched, 0)
-        return dispatched
+        return np.swapaxes(dispatched, 1, 2) if kind.tokens == "returned" else dispatched
 
     def _stamp(
-        self, stamps: IntArray, op: int, done: _Operation, previous_exit: FloatArray
+        self, stamps: IntArray, number: int, done: Operation, previous_exit: FloatArray
     ) -> None:
-        """Fills in `stamps` [windows, receiver, source or own, 6]."""
-        kind, machine, draws = self._kind(op), self.setup.machine, self.draws
+        """Fills in `stamps` [windows, receiver, source or own, 6] of a hop of operation `number`."""
+        machine, draws = self.setup.machine, self.draws
         zero, step = draws.clock_zero, machine.timer_step_ns
         sources, own = stamps[:, :, :-1], stamps[:, :, -1]
         # From the source's clock to the receiver's, by an offset that is wrong by some.
@@ -234,30 +238,24 @@ class _Run:
         entered = _to_ns(done.entered, zero, step)
         sources[..., ENTERED] = entered[:, None, :] + offset
         sources[..., ISSUED] = _to_ns(done.issued, zero[:, None, :], step) + offset
-        arrival, seen = self._look(kind, done)
+        arrival, seen = self._look(done)
         sources[..., ARRIVAL] = _to_ns(arrival, zero[:, :, None], step)
         sources[..., SEEN] = seen
         sources[..., TOKENS] = done.tokens
         sources[..., CLOCK_ERROR] = self.stated_clock_error + self._stated_drift(age)
-        if kind.own_times_only:
-            sources[:, ~self.own] = 0
-        elif kind.same_rail_only:
-            sources[:, ~self.same_rail] = 0
-        own[..., OP] = op + 1
+        sources[~np.isfinite(done.arrival)] = 0
+        own[..., OP] = number
         own[..., WAIT_BEGIN] = _to_ns(done.wait_begin, zero, step)
         own[..., EXIT] = _to_ns(done.exit, zero, step)
         own[..., SENT] = _to_ns(done.sent, zero, step)
         own[..., TIMER_STEP] = step
-        if op:
+        if number > 1:
             own[..., PREVIOUS_EXIT] = _to_ns(previous_exit + _EXIT_STAMPS_APART_US, zero, step)
 
-    def _look(self, kind: Kind, done: _Operation) -> tuple[FloatArray, BoolArray]:
+    def _look(self, done: Operation) -> tuple[FloatArray, BoolArray]:
         """[windows, receiver, source] each: when a source is said to have come, and whether it was
         seen to; 0 where nothing was sent."""
-        arrival = done.arrival
-        if kind.own_times_only:  # all that is seen is the last
-            arrival = np.broadcast_to(arrival.max(axis=2)[:, :, None], arrival.shape)
-        arrival = np.where(np.isfinite(arrival), arrival, 0.0)
+        arrival = np.where(np.isfinite(done.arrival), done.arrival, 0.0)
         rule, begin = self.setup.machine.stamp_rule, done.wait_begin[:, :, None]
         if rule is StampRule.TRUE_ARRIVAL:
             return arrival, np.ones(arrival.shape, bool)
