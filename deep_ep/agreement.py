@@ -55,6 +55,11 @@ class Progress(NamedTuple):
     open: int
     waiting: bool
 
+    @property
+    def newest(self) -> int:
+        """The newest operation that it has entered."""
+        return max(self.closed, self.open)
+
 
 @dataclass(frozen=True)
 class Decision:
@@ -310,12 +315,14 @@ class Arbiter:
         now = self._now()
         opened = _Round(next(self._numbers), now + _ANSWERS_S, now + _OTHERS_S)
         opened.missed.update((rank, set()) for rank in self._abandoned.pop(key, ()))
+        just_asked = set().union(*(other.asked for other in self._rounds.values()))
         self._rounds[key] = opened
         for rank in range(self._num_ranks):
-            # A rank that did not answer before is not asked again: it may be stopped for long.
-            if self._is_there(rank) and rank not in self._unanswered:
+            # A rank that did not answer before is not asked again: it may be stopped for long. One that was
+            # asked for a decision that is still open may only not have had the time.
+            if self._is_there(rank) and (rank not in self._unanswered or rank in just_asked):
                 opened.asked.add(rank)
-                self._unanswered[rank] = deque(maxlen=_KEPT)
+                self._unanswered.setdefault(rank, deque(maxlen=_KEPT))
         for rank in sorted(opened.asked):
             self._send(rank, {"type": "ask", "round": opened.number})
         for delay_s in (_SETTLE_S, _OTHERS_S, _ANSWERS_S):
@@ -357,7 +364,7 @@ class Arbiter:
             key.is_operation
             and bool(self.dead or self.left)
             and any(
-                not at.open and at.closed == key.op - 1 and rank not in excused
+                at.newest == key.op - 1 and not at.waiting and rank not in excused
                 for rank, at in opened.progress.items()
             )
         )
@@ -376,7 +383,7 @@ class Arbiter:
         return {
             rank
             for rank, at in opened.progress.items()
-            if rank in self._failed and not at.open and at.closed <= self._newest
+            if rank in self._failed and at.newest <= self._newest
         }
 
     def _decide(self, key: Key, opened: _Round) -> None:

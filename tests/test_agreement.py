@@ -180,16 +180,28 @@ def test_operations_are_decided_in_their_order() -> None:
     assert [decision.culprits for decision in ranks.decisions(2)] == [(1,), (1,)]
 
 
-def test_who_failed_one_operation_before_is_not_named_beside_the_dead() -> None:
+@pytest.mark.parametrize("at", [Progress(73, 0, False), Progress(72, 73, False)])
+def test_who_failed_one_operation_before_is_not_named_beside_the_dead(at: Progress) -> None:
     """Its report comes behind those of ranks that were one ahead."""
     ahead = Progress(73, 74, True)
-    ranks = Ranks({0: Progress(73, 0, False), 2: ahead, 3: ahead})
+    ranks = Ranks({0: at, 2: ahead, 3: ahead})
     ranks.arbiter.lose(1, "process")
     ranks.report(2, [0, 1], key=Key("operation", 74))
     ranks.answer()
     ranks.pass_time(0.15)
     assert not ranks.decisions(0)
     ranks.report(0, [1])
+    ranks.answer()
+    ranks.pass_time()
+    assert [decision.culprits for decision in ranks.decisions(2)] == [(1,), (1,)]
+
+
+def test_who_is_asked_for_two_decisions_answers_for_both() -> None:
+    """It did not have the time to answer for the first before the second."""
+    ranks = Ranks({0: WAITS, 2: Progress(73, 74, True), 3: WAITS})
+    ranks.report(0, [1])
+    ranks.report(2, [1, 3], key=Key("operation", 74))
+    ranks.arbiter.lose(1, "process")
     ranks.answer()
     ranks.pass_time()
     assert [decision.culprits for decision in ranks.decisions(2)] == [(1,), (1,)]

@@ -105,16 +105,24 @@ class Rank:
         run_combine(self.buffer, y, handle, (), None, MODE, SMALL)
 
 
+def group_of(*ranks: int) -> dist.ProcessGroup:
+    return dist.new_group(ranks, use_local_synchronization=True)
+
+
 # --- killed ---------------------------------------------------------------------------------------
 
 
 def rank_dies_while_rows_travel(rank: int, group: dist.ProcessGroup, ranks_per_node: int) -> Any:
-    """At whatever moment of many exchanges it is."""
+    """At whatever moment of many exchanges it is. Who knows it first does not end before the others do."""
     this = Rank(group, ranks_per_node)
     this.exchange()
     if rank == MISSING:
         threading.Timer(0.1, die).start()
-    return timeout_of(this.exchange_for_ever)
+        this.exchange_for_ever()
+    others = group_of(*OTHERS)
+    seen = timeout_of(this.exchange_for_ever)
+    others.barrier().wait()
+    return seen
 
 
 def rank_dies_before_its_rows(rank: int, group: dist.ProcessGroup, ranks_per_node: int) -> Any:
@@ -161,9 +169,6 @@ def rank_dies_and_the_others_build_anew(
 ) -> Any:
     """First without it, then with a spare process in its place."""
     spare = NUM_RANKS
-
-    def group_of(*ranks: int) -> dist.ProcessGroup:
-        return dist.new_group(ranks, use_local_synchronization=True)
 
     if rank == spare:
         seen = None
