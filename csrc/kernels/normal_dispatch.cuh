@@ -293,8 +293,9 @@ struct DispatchTasks {
             const Queue from = inbound(task);
             const int filled = filled_slots(args, open, from);
             if (task.kind == kReceive || filled == 0) return rows_of_step(kMaxStep, filled);
-            const int chunk = args.num_max_nvl_chunked_send_tokens;
-            return relayable(args, open, task.index, from, rows_of_step(chunk, filled));
+            const int most = rows_of_step(args.num_max_nvl_chunked_send_tokens, filled);
+            if (args.row.verified && !marks_hold(from, most)) return 0;
+            return relayable(args, open, task.index, from, most);
         }
         const Queue to = outbound(task);
         QueueState& state = state_of(args, to, true);
@@ -331,7 +332,8 @@ struct DispatchTasks {
                 if (args.row.verified) verify(queue, done + i, task.index, data);
             } else if (task.kind == kRelay) {
                 relay_row(args, task.index, queue, done, i);
-                if (args.row.verified) verify_relayed(queue, done + i);
+                if (args.row.verified)
+                    verify(queue, done + i, queue.peer, relayed_row(args, queue, done + i));
             } else if (task.kind == kToNode) {
                 put_marked_token(args, open, queue, task.index, done + i, tokens[i]);
                 if (args.fresh && elect_one())
@@ -349,17 +351,19 @@ struct DispatchTasks {
         verify_slot(args, open, from, index, {source, source}, data);
     }
 
-    // Warp. A row between nodes, with its mark.
-    EP_DEVICE void verify_relayed(const Queue& from, int index) const {
-        verify(from, index, from.peer, relayed_row(args, from, index));
-        const RelayMark& mark = mark_in(args, from, index);
-        const uint32_t token = proof_in(args, from, index).encoding_or_token;
-        if (!elect_one() || mark.proof == proof_of_mark(mark, open.op, token)) return;
-        record_failure(args.common,
-                       open,
-                       FailureReason::kCorrupt,
-                       from.peer,
-                       {token, from.peer, from.peer, from.hop});
+    // One thread. Whether the next rows are for whom their marks say; a rank for which none is may give no slot
+    // back, so this is known before slots are looked for.
+    EP_DEVICE bool marks_hold(const Queue& from, int rows) const {
+        const int done = static_cast<int>(state_of(args, from, false).moved);
+        for (int i = done; i < done + rows; ++i) {
+            const RelayMark& mark = mark_in(args, from, i);
+            const uint32_t token = proof_in(args, from, i).encoding_or_token;
+            if (mark.proof == proof_of_mark(mark, open.op, token)) continue;
+            const RowPlace place{token, from.peer, from.peer, from.hop};
+            record_failure(args.common, open, FailureReason::kCorrupt, from.peer, place);
+            return false;
+        }
+        return true;
     }
 
     EP_DEVICE void tell(int number, int rows, const int* tokens) const {

@@ -174,7 +174,11 @@ class Exchange:
         row = self.xs[OWNER, token].view(torch.uint8).numpy().tobytes()
         while len(self._machine.gone) < NUM_RANKS:
             at = memory.numpy().tobytes().find(row)
-            if at >= 0 and bool(memory[at + len(row) :].any()):
+            # Its pack is another put, and may still be that of the row before.
+            pack = memory[at + len(row) :]
+            if at >= 0 and (
+                int(pack[:4].view(torch.int32)) == token if self.verifies else pack.any()
+            ):
                 return Slot(memory[at:], len(row), None)
             self._machine.sleep(20 if memory.any() else 500)
         return None
