@@ -185,6 +185,8 @@ class Rank:
             **_addresses(self.handle),
             x=ctypes.addressof(self.ys),
             topk_weights=ctypes.addressof(self.received["recv_topk_weights"]),
+            recv_tokens=0,  # rows are not verified
+            recv_token_stride=0,
             packs=ctypes.addressof(self.packs),
             bias_0=0,
             bias_1=0,

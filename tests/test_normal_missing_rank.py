@@ -176,7 +176,7 @@ def rank_dies_and_the_others_build_anew(
         first.exchange()
         if rank == MISSING:
             threading.Timer(0.1, die).start()
-        seen = timeout_of(first.exchange_for_ever)["missing"]
+        seen = timeout_of(first.exchange_for_ever)["dead"]
         first.buffer.destroy()
         left = Rank(group_of(*OTHERS), len(OTHERS))
         left.exchange()

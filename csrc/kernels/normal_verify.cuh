@@ -75,9 +75,8 @@ EP_DEVICE void verify_slot(const NormalArgs& args,
     const RowProof& proof = proof_in(args, from, index);
     const uint32_t said = proof.encoding_or_token;
     const uint32_t next = state_of(args, from, false).next_token;
-    const uint32_t token = origin.token >= 0 ? static_cast<uint32_t>(origin.token)
-                           : said < next     ? next
-                                             : said;
+    const uint32_t due = said < next ? next : said;
+    const uint32_t token = origin.token >= 0 ? static_cast<uint32_t>(origin.token) : due;
     const auto* pack = reinterpret_cast<const std::byte*>(&proof);
     const uint64_t sum = sum_with_pack(args.row, origin.prover, token, data, pack);
     if (!elect_one()) return;
