@@ -140,6 +140,7 @@ def buffer(num_ranks: int, num_experts: int, num_tokens: int, hidden: int) -> de
     limits = Limits(num_ranks, num_rdma_bytes, backend.device(), backend.binding)
     made = object.__new__(deep_ep.Buffer)  # its constructor connects ranks
     made.explicitly_destroy = False
+    made.num_nvl_bytes = 0
     made.communicator = Communicator(group, backend, runtime, limits, [], None)
     made._low_latency = LowLatency(made.communicator, made, True)
     return made
