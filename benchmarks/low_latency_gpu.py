@@ -1,10 +1,9 @@
 """Low-latency dispatch and combine of ranks that share one GPU: latency, bandwidth, what counters cost.
 
-Ranks are threads of this process with a stream each. Before a measured batch each keeps its stream busy until all
-calls are queued, so the host's time is not in the figures: what is measured is the kernels, and in fused calls the
-hand-over between two streams. A round's time is that of its slowest rank; figures are medians of rounds. Bandwidth
-is the payload that all ranks send together, and its share of what a copy within the GPU moves of the same size in
-the same time. All ranks share the memory of one GPU, so it says nothing of NVLink.
+benchmarks/_gpu_rounds.py says how rounds are timed: what is measured is the kernels, and in fused calls the
+hand-over between two streams. Figures are medians of rounds. Bandwidth is the payload that all ranks send together,
+and its share of what a copy within the GPU moves of the same size in the same time. All ranks share the memory of
+one GPU, so it says nothing of NVLink.
 
 On the cpu backend the same program runs, to be tried out; its figures mean nothing.
 
@@ -15,52 +14,22 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
-import sys
-import time
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+import torch
+from _gpu_rounds import Measured, Round, copy_us, measure, num_multiprocessors, options, title
+from _tables import Table, write_markdown
+from rich.console import Console
 
-import torch  # noqa: E402
-from _tables import Table, write_markdown  # noqa: E402
-from rich.console import Console  # noqa: E402
+import deep_ep
+import reference
+from launch import DEVICE, Ranks
+from program import calc_diff
+from test_low_latency import FP8_COMBINE_DIFF
 
-import deep_ep  # noqa: E402
-import reference  # noqa: E402
-from deep_ep import backend  # noqa: E402
-from launch import DEVICE, Ranks, keep_busy  # noqa: E402
-from program import calc_diff  # noqa: E402
-from test_low_latency import FP8_COMBINE_DIFF  # noqa: E402
-
-WARM_UP_ROUNDS = 3
-# Batches alternate between counters off and on, so that what else changes hits both.
-NUM_BATCHES = 3
-# What one rank's round may take to be queued, by a host that queues for one rank at a time.
-QUEUE_NS = 400_000
 WARPS = 8  # as automatic launches have
-NUM_COPIES = 20
-
-
-class Mark:
-    """A moment of the current stream: an event on a GPU, the time of day on the cpu backend."""
-
-    def __init__(self) -> None:
-        self.event: torch.cuda.Event | None = None
-        if DEVICE == "cuda":
-            self.event = torch.cuda.Event(enable_timing=True)
-            self.event.record()
-        else:
-            self.at_s = time.perf_counter()
-
-    def us_until(self, later: Mark) -> float:
-        """Both have been reached."""
-        if self.event is not None and later.event is not None:
-            return self.event.elapsed_time(later.event) * 1e3
-        return (later.at_s - self.at_s) * 1e6
 
 
 @dataclass(frozen=True)
@@ -73,31 +42,12 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class Figures:
-    """Microseconds of one operation: median, quartiles and least, per round the slowest rank's."""
-
-    median: float
-    lower: float
-    upper: float
-    least: float
-
-    @classmethod
-    def of(cls, times: Sequence[float]) -> Figures:
-        lower, median, upper = statistics.quantiles(times, n=4, method="inclusive")
-        return cls(median, lower, upper, min(times))
-
-
-@dataclass(frozen=True)
 class Row:
-    """What one setting gave, by operation and by whether counters were on ("off", "on")."""
+    """What one setting gave."""
 
     setting: Setting
-    dispatch: dict[str, Figures]
-    combine: dict[str, Figures]
-    dispatch_bytes: int
-    combine_bytes: int
-    dispatch_copy_us: float
-    combine_copy_us: float
+    dispatch: Measured
+    combine: Measured
 
 
 class Problem(NamedTuple):
@@ -128,79 +78,43 @@ def make_problem(rank: int, buffer: deep_ep.Buffer, args: argparse.Namespace) ->
     return Problem(x, topk_idx, weights, ys)
 
 
-def run_batch(
+def round_of(
     buffer: deep_ep.Buffer, problem: Problem, hooks: bool, args: argparse.Namespace
-) -> list[tuple[float, float]]:
-    """(dispatch, combine) in us of each round of one rank, warm-up left out. Collective."""
-    num_rounds = WARM_UP_ROUNDS + args.rounds
-    if DEVICE == "cuda":
-        keep_busy(buffer, QUEUE_NS * buffer.group_size * num_rounds)
-    marks = []
-    for _ in range(num_rounds):
-        begin = Mark()
+) -> Round:
+    """What one rank does."""
+
+    def dispatch() -> Any:
         *_, handle, _, receive = buffer.low_latency_dispatch(
             problem.x, problem.topk_idx, args.num_tokens, args.num_experts, return_recv_hook=hooks
         )
         if receive is not None:
             receive()
-        between = Mark()
+        return handle
+
+    def combine(handle: Any) -> None:
         *_, receive = buffer.low_latency_combine(
             problem.ys, problem.topk_idx, problem.topk_weights, handle, return_recv_hook=hooks
         )
         if receive is not None:
             receive()
-        marks.append((begin, between, Mark()))
-    backend.get().current_stream().synchronize()
-    buffer.communicator.raise_failure()
-    return [(a.us_until(b), b.us_until(c)) for a, b, c in marks[WARM_UP_ROUNDS:]]
+
+    return Round(dispatch, combine)
 
 
-def copy_us(num_bytes: int) -> float:
-    """Median time of a copy within the device."""
-    source = torch.zeros(num_bytes, dtype=torch.uint8, device=DEVICE)
-    target = torch.empty_like(source)
-    marks = []
-    for _ in range(WARM_UP_ROUNDS + NUM_COPIES):
-        begin = Mark()
-        target.copy_(source)
-        marks.append((begin, Mark()))
-    backend.get().synchronize()
-    return statistics.median(begin.us_until(end) for begin, end in marks[WARM_UP_ROUNDS:])
-
-
-def measure(
+def measure_setting(
     ranks: Ranks, problems: list[Problem], setting: Setting, args: argparse.Namespace
 ) -> Row:
     """All batches of one setting."""
-    rounds: dict[str, list[list[float]]] = {"off": [[], []], "on": [[], []]}
     for buffer in ranks.buffers:
         buffer.runtime.set_launch_shape(blocks=setting.blocks, warps=WARPS if setting.blocks else 0)
-    for batch in range(2 * NUM_BATCHES):
-        counters = "on" if batch % 2 else "off"
-        for buffer in ranks.buffers:
-            if counters == "on":
-                buffer.enable_counters()
-            else:
-                buffer.disable_counters()
-        by_rank = ranks.run(
-            lambda rank, buffer: run_batch(buffer, problems[rank], setting.hooks, args)
-        )
-        for of_ranks in zip(*by_rank):
-            for times, values in zip(rounds[counters], zip(*of_ranks)):
-                times.append(max(values))
-    selections = setting.num_ranks * args.num_tokens * args.num_topk
-    num_scales = args.hidden // reference.FP8_GROUP
-    dispatch_bytes = selections * (args.hidden + 4 * num_scales)
-    combine_bytes = selections * 2 * args.hidden
-    return Row(
-        setting,
-        {name: Figures.of(times) for name, (times, _) in rounds.items()},
-        {name: Figures.of(times) for name, (_, times) in rounds.items()},
-        dispatch_bytes,
-        combine_bytes,
-        copy_us(dispatch_bytes),
-        copy_us(combine_bytes),
+    dispatch, combine = measure(
+        ranks,
+        lambda rank, buffer: round_of(buffer, problems[rank], setting.hooks, args),
+        args.rounds,
+        setting.num_ranks * args.num_tokens * args.num_topk,
+        args.hidden,
     )
+    return Row(setting, dispatch, combine)
 
 
 def measure_group(num_ranks: int, args: argparse.Namespace) -> list[Row]:
@@ -213,14 +127,7 @@ def measure_group(num_ranks: int, args: argparse.Namespace) -> list[Row]:
     ]
     with Ranks(num_ranks, args.num_tokens, args.hidden, args.num_experts) as ranks:
         problems = ranks.run(lambda rank, buffer: make_problem(rank, buffer, args))
-        return [measure(ranks, problems, setting, args) for setting in settings]
-
-
-def num_multiprocessors() -> int:
-    """How many blocks may wait for each other at once; without limit on the cpu backend."""
-    if DEVICE != "cuda":
-        return sys.maxsize
-    return int(torch.cuda.get_device_properties(0).multi_processor_count)
+        return [measure_setting(ranks, problems, setting, args) for setting in settings]
 
 
 def facts() -> dict[str, Any]:
@@ -259,13 +166,12 @@ def facts() -> dict[str, Any]:
 def latency_table(rows: list[Row], step_ns: int, title: str) -> Table:
     """A line per setting."""
 
-    def cells(figures: dict[str, Figures], num_bytes: int, copied_us: float) -> list[str]:
-        off = figures["off"]
+    def cells(measured: Measured) -> list[str]:
+        off, on = measured.figures["off"], measured.figures["on"]
         return [
             f"{off.median:.1f} ({off.lower:.1f} to {off.upper:.1f})",
-            f"{figures['on'].median - off.median:+.2f}",
-            f"{num_bytes / 1e3 / off.median:.0f}",
-            f"{copied_us / off.median:.0%}",
+            f"{on.median - off.median:+.2f}",
+            *measured.speed,
         ]
 
     return Table(
@@ -279,8 +185,8 @@ def latency_table(rows: list[Row], step_ns: int, title: str) -> Table:
             [
                 f"{row.setting.num_ranks}, {row.setting.blocks or 'automatic'}, "
                 f"{'hooks' if row.setting.hooks else 'fused'}",
-                *cells(row.dispatch, row.dispatch_bytes, row.dispatch_copy_us),
-                *cells(row.combine, row.combine_bytes, row.combine_copy_us),
+                *cells(row.dispatch),
+                *cells(row.combine),
             ]
             for row in rows
         ],
@@ -291,19 +197,9 @@ def latency_table(rows: list[Row], step_ns: int, title: str) -> Table:
 
 def main() -> None:
     """Parses the options, measures, prints and writes."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("--num-ranks", type=int, nargs="+", default=[1, 2, 4, 8])
+    parser = options(__doc__, [1, 2, 4, 8], num_tokens=128, rounds=30)
     parser.add_argument("--blocks", type=int, nargs="+", default=[0, 4, 16], help="0: automatic")
-    parser.add_argument("--num-tokens", type=int, default=128)
-    parser.add_argument("--hidden", type=int, default=7168)
-    parser.add_argument("--num-topk", type=int, default=8)
-    parser.add_argument("--num-experts", type=int, default=256)
-    parser.add_argument("--rounds", type=int, default=30, help="of a batch (30)")
     parser.add_argument("--facts", action="store_true", help="only what the device is")
-    parser.add_argument("--json", type=Path, metavar="FILE")
-    parser.add_argument("--markdown", type=Path, metavar="FILE")
     args = parser.parse_args()
     found = facts()
     console = Console(width=200)
@@ -311,13 +207,11 @@ def main() -> None:
     about = f"{device}: timer's step {found['timer_step_ns']} ns, a copy moves {found['copy_gb_per_s']:.0f} GB/s"
     console.print(about, highlight=False)
     rows: list[Row] = []
-    shape = f"{args.num_tokens} x {args.hidden} x top-{args.num_topk} of {args.num_experts}"
-    title = f"{shape}, FP8 dispatch, BF16 combine, {device}"
     if args.json is not None:
         write_json(args.json, found, rows)
     for num_ranks in () if args.facts else args.num_ranks:
         rows += measure_group(num_ranks, args)
-        table = latency_table(rows, found["timer_step_ns"], title)
+        table = latency_table(rows, found["timer_step_ns"], title(args, device))
         # What has been measured is kept if a larger group fails.
         if args.json is not None:
             write_json(args.json, found, rows)

@@ -11,7 +11,6 @@ Numbers are means over the ranks of a group.
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from collections.abc import Sequence
@@ -24,8 +23,16 @@ os.environ.setdefault("DEEP_EP_BACKEND", "cpu")
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
 import torch  # noqa: E402
+from _counts import (  # noqa: E402
+    CHANNELS_PER_SCALE,
+    PathCounts,
+    mean_sent,
+    options,
+    pairs_of,
+    table,
+    write_into_page,
+)
 from _one_thread_group import GroupShape, random_routes  # noqa: E402
-from operation_counts import CHANNELS_PER_SCALE, COUNTED, PAGE, table  # noqa: E402
 
 import deep_ep  # noqa: E402
 import normal_reference as reference  # noqa: E402
@@ -43,32 +50,16 @@ PACE = Pace(16, 500, 2_000, 2_000)
 
 @dataclass(frozen=True)
 class HopCounts:
-    """What a rank sends in one operation over one hop, mean of the group.
+    """One operation of one rank over one hop, mean of the group.
 
-    Attributes:
-        rows: that had to go this way: within the node one for each token and rank, to other nodes one for each
-            token and node.
-        payload_bytes: of those rows: data, scales, and top-k entries of 8 bytes.
-        counts: calls of the transport, by name.
+    Rows within the node are one for each token and rank, those to other nodes one for each token and node.
     """
 
     num_ranks: int
     ranks_per_node: int
     operation: str
     hop: str
-    rows: float
-    payload_bytes: float
-    counts: dict[str, float]
-
-    @property
-    def messages(self) -> float:
-        """Puts, words and signals: what a NIC takes as a work request each."""
-        return self.counts["puts"] + self.counts["words"] + self.counts["signals"]
-
-    @property
-    def bytes(self) -> float:
-        """All that is sent."""
-        return self.counts["put_bytes"] + 8 * (self.counts["words"] + self.counts["signals"])
+    path: PathCounts
 
 
 def row_bytes(operation: str, shape: GroupShape) -> int:
@@ -155,27 +146,18 @@ def count(shape: GroupShape, ranks_per_node: int) -> list[HopCounts]:
         for one in topk_idx
     ]
 
-    def sent(operation: int, hop: str, name: str) -> float:
-        """By a rank in the second round."""
-        total = 0
-        for rank in range(shape.num_ranks):
-            before, after = seen[rank][4 + operation : 6 + operation]
-            for peer in range(shape.num_ranks):
-                is_near = rank // ranks_per_node == peer // ranks_per_node
-                if rank != peer and is_near == (hop == "NVLink"):
-                    total += after["to"][peer][name] - before["to"][peer][name]
-        return total / shape.num_ranks
-
     result = []
     to_send = rows_to_send(layouts, ranks_per_node)
     for number, operation in enumerate(OPERATIONS):
+        before, after = (
+            [of_rank[4 + number + when] for of_rank in seen.values()] for when in (0, 1)
+        )
         for hop in HOPS if ranks_per_node < shape.num_ranks else HOPS[:1]:
             rows = to_send[hop] / shape.num_ranks
-            payload = rows * row_bytes(operation, shape)
-            counts = {name: sent(number, hop, name) for name in COUNTED}
-            result.append(
-                HopCounts(*(shape.num_ranks, ranks_per_node, operation, hop, rows, payload, counts))
-            )
+            pairs = pairs_of(shape.num_ranks, ranks_per_node, same_node=hop == "NVLink")
+            counts = mean_sent(before, after, pairs)
+            path = PathCounts(rows, rows * row_bytes(operation, shape), counts)
+            result.append(HopCounts(shape.num_ranks, ranks_per_node, operation, hop, path))
     return result
 
 
@@ -185,11 +167,11 @@ def lines_of(counts: Sequence[HopCounts]) -> str:
         [
             f"{one.num_ranks // one.ranks_per_node} x {one.ranks_per_node}",
             f"{one.operation}: {one.hop}",
-            f"{one.rows:,.0f}",
-            *(f"{one.counts[name]:,.0f}" for name in ("puts", "words", "signals", "fences")),
-            f"{one.payload_bytes / 1e6:.3f}",
-            f"{(one.bytes / one.payload_bytes - 1) * 100:.2f} %",
-            f"{one.messages / one.rows:.2f}",
+            f"{one.path.rows:,.0f}",
+            *(f"{one.path.counts[name]:,.0f}" for name in ("puts", "words", "signals", "fences")),
+            f"{one.path.payload_bytes / 1e6:.3f}",
+            one.path.overhead,
+            f"{one.path.messages / one.path.rows:.2f}",
         ]
         for one in counts
     ]
@@ -197,20 +179,12 @@ def lines_of(counts: Sequence[HopCounts]) -> str:
         "nodes", "operation, hop", "rows", "puts", "words", "signals", "fences", "payload MB", "more bytes",
         "messages a row",
     )  # fmt: skip
-    return "\n".join(table(header, rows))
+    return table(header, rows)
 
 
 def main() -> int:
     """Counts and prints; `--write` puts the table into the page."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("--num-tokens", type=int, default=128)
-    parser.add_argument("--hidden", type=int, default=7168)
-    parser.add_argument("--num-topk", type=int, default=8)
-    parser.add_argument("--num-experts", type=int, default=256)
-    parser.add_argument("--write", action="store_true", help=f"into {PAGE.name}")
-    args = parser.parse_args()
+    args = options(__doc__).parse_args()
     counts: list[HopCounts] = []
     for num_ranks, ranks_per_node in GROUPS:
         shape = GroupShape(num_ranks, args.num_tokens, args.hidden, args.num_topk, args.num_experts)
@@ -218,10 +192,7 @@ def main() -> int:
     text = lines_of(counts)
     print(text)
     if args.write:
-        page = PAGE.read_text(encoding="utf-8")
-        before, _, rest = page.partition(BEGIN)
-        _, _, after = rest.partition(END)
-        PAGE.write_text(f"{before}{BEGIN}\n\n{text}\n\n{END}{after}", encoding="utf-8")
+        write_into_page(BEGIN, END, text)
     return 0
 
 

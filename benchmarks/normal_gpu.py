@@ -1,10 +1,10 @@
 """Normal dispatch and combine of ranks that share one GPU: bandwidth, and what counters cost.
 
-Dispatch is that of FP8 rows with a handle, because a fresh one waits for the host; combine is of BF16 rows. Ranks
-are threads with a stream each, as in benchmarks/low_latency_gpu.py: a round's time is that of its slowest rank,
-figures are medians of rounds, and the share is that of what a copy of the same bytes within the GPU takes. The bytes
-are those of the rows that all ranks receive together. A row is written into a queue and copied from there, so half
-of a copy's speed is the most that can be reached. All ranks share the memory of one GPU: this says nothing of NVLink.
+Dispatch is that of FP8 rows with a handle, because a fresh one waits for the host; combine is of BF16 rows.
+benchmarks/_gpu_rounds.py says how rounds are timed; figures are medians of rounds, and the share is that of what a
+copy of the same bytes within the GPU takes. The bytes are those of the rows that all ranks receive together. A row
+is written into a queue and copied from there, so half of a copy's speed is the most that can be reached. All ranks
+share the memory of one GPU: this says nothing of NVLink.
 
 Blocks of all ranks wait for each other, so together they may not be more than the GPU has multiprocessors.
 
@@ -18,26 +18,16 @@ from __future__ import annotations
 import argparse
 import json
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from _gpu_rounds import Measured, Round, measure, num_multiprocessors, options, title
 from _tables import Table, write_markdown
-from low_latency_gpu import (
-    NUM_BATCHES,
-    QUEUE_NS,
-    WARM_UP_ROUNDS,
-    Figures,
-    Mark,
-    copy_us,
-    num_multiprocessors,
-)
 from rich.console import Console
 
 import deep_ep
 import reference
-from deep_ep import backend
-from launch import DEVICE, Ranks, keep_busy
+from launch import DEVICE
 from normal_exchange import normal_ranks
 from program import calc_diff
 from test_low_latency import FP8_COMBINE_DIFF
@@ -48,16 +38,12 @@ NVL_CHUNK, NVL_SLOTS = 32, 256
 
 @dataclass(frozen=True)
 class Row:
-    """What one setting gave, by operation and by whether counters were on ("off", "on")."""
+    """What one setting gave."""
 
     num_ranks: int
     num_sms: int
-    dispatch: dict[str, Figures]
-    combine: dict[str, Figures]
-    dispatch_bytes: int
-    combine_bytes: int
-    dispatch_copy_us: float
-    combine_copy_us: float
+    dispatch: Measured
+    combine: Measured
 
 
 class Problem(NamedTuple):
@@ -92,75 +78,40 @@ def make_problem(
     return Problem((data, scales), handle, ys)
 
 
-def run_batch(
-    buffer: deep_ep.Buffer, problem: Problem, config: deep_ep.Config, num_rounds: int
-) -> list[tuple[float, float]]:
-    """(dispatch, combine) in us of each round of one rank, warm-up left out. Collective."""
-    num_rounds += WARM_UP_ROUNDS
-    if DEVICE == "cuda":
-        keep_busy(buffer, QUEUE_NS * buffer.group_size * num_rounds)
-    marks = []
-    for _ in range(num_rounds):
-        begin = Mark()
+def round_of(buffer: deep_ep.Buffer, problem: Problem, config: deep_ep.Config) -> Round:
+    """What one rank does."""
+
+    def dispatch() -> Any:
         buffer.dispatch(problem.x, handle=problem.handle, config=config)
-        between = Mark()
-        buffer.combine(problem.ys, problem.handle, config=config)
-        marks.append((begin, between, Mark()))
-    backend.get().current_stream().synchronize()
-    buffer.communicator.raise_failure()
-    return [(a.us_until(b), b.us_until(c)) for a, b, c in marks[WARM_UP_ROUNDS:]]
+        return problem.handle
+
+    def combine(handle: Any) -> None:
+        buffer.combine(problem.ys, handle, config=config)
+
+    return Round(dispatch, combine)
 
 
-def measure(ranks: Ranks, config: deep_ep.Config, num_sms: int, args: argparse.Namespace) -> Row:
-    """All batches of one setting."""
-    problems = ranks.run(lambda rank, buffer: make_problem(rank, buffer, config, args))
-    rounds: dict[str, list[list[float]]] = {"off": [[], []], "on": [[], []]}
-    for batch in range(2 * NUM_BATCHES):
-        counters = "on" if batch % 2 else "off"
-        for buffer in ranks.buffers:
-            if counters == "on":
-                buffer.enable_counters()
-            else:
-                buffer.disable_counters()
-        by_rank = ranks.run(
-            lambda rank, buffer: run_batch(buffer, problems[rank], config, args.rounds)
-        )
-        for of_ranks in zip(*by_rank):
-            for times, values in zip(rounds[counters], zip(*of_ranks)):
-                times.append(max(values))
-    num_rows = sum(len(problem.ys) for problem in problems)
-    dispatch_bytes = num_rows * (args.hidden + 4 * (args.hidden // reference.FP8_GROUP))
-    combine_bytes = num_rows * 2 * args.hidden
-    return Row(
-        ranks.num_ranks,
-        num_sms,
-        {name: Figures.of(times) for name, (times, _) in rounds.items()},
-        {name: Figures.of(times) for name, (_, times) in rounds.items()},
-        dispatch_bytes,
-        combine_bytes,
-        copy_us(dispatch_bytes),
-        copy_us(combine_bytes),
-    )
-
-
-def measure_group(num_ranks: int, num_sms: int, args: argparse.Namespace) -> Row:
+def measure_setting(num_ranks: int, num_sms: int, args: argparse.Namespace) -> Row:
     """One setting on buffers of the hinted size."""
     config = deep_ep.Config(num_sms, NVL_CHUNK, NVL_SLOTS)
     with normal_ranks(num_ranks, num_ranks, [config], 2 * args.hidden) as ranks:
-        return measure(ranks, config, num_sms, args)
+        problems = ranks.run(lambda rank, buffer: make_problem(rank, buffer, config, args))
+        dispatch, combine = measure(
+            ranks,
+            lambda rank, buffer: round_of(buffer, problems[rank], config),
+            args.rounds,
+            sum(len(problem.ys) for problem in problems),
+            args.hidden,
+        )
+        return Row(num_ranks, num_sms, dispatch, combine)
 
 
 def bandwidth_table(rows: list[Row], title: str) -> Table:
     """A line per setting."""
 
-    def cells(figures: dict[str, Figures], num_bytes: int, copied_us: float) -> list[str]:
-        off = figures["off"].median
-        return [
-            f"{off:.0f}",
-            f"{figures['on'].median / off - 1:+.1%}",
-            f"{num_bytes / 1e3 / off:.0f}",
-            f"{copied_us / off:.0%}",
-        ]
+    def cells(measured: Measured) -> list[str]:
+        off, on = measured.figures["off"].median, measured.figures["on"].median
+        return [f"{off:.0f}", f"{on / off - 1:+.1%}", *measured.speed]
 
     return Table(
         title,
@@ -172,8 +123,8 @@ def bandwidth_table(rows: list[Row], title: str) -> Table:
         [
             [
                 f"{row.num_ranks}, {row.num_sms}",
-                *cells(row.dispatch, row.dispatch_bytes, row.dispatch_copy_us),
-                *cells(row.combine, row.combine_bytes, row.combine_copy_us),
+                *cells(row.dispatch),
+                *cells(row.combine),
             ]
             for row in rows
         ],
@@ -184,31 +135,20 @@ def bandwidth_table(rows: list[Row], title: str) -> Table:
 
 def main() -> None:
     """Parses the options, measures, prints and writes."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("--num-ranks", type=int, nargs="+", default=[4, 8])
+    parser = options(__doc__, [4, 8], num_tokens=4096, rounds=5)
     parser.add_argument("--num-sms", type=int, nargs="+", default=[8, 16, 24], help="of each rank")
-    parser.add_argument("--num-tokens", type=int, default=4096)
-    parser.add_argument("--hidden", type=int, default=7168)
-    parser.add_argument("--num-topk", type=int, default=8)
-    parser.add_argument("--num-experts", type=int, default=256)
-    parser.add_argument("--rounds", type=int, default=5, help="of a batch (5)")
-    parser.add_argument("--json", type=Path, metavar="FILE")
-    parser.add_argument("--markdown", type=Path, metavar="FILE")
     args = parser.parse_args()
     console = Console(width=200)
     device = "the cpu backend, whose figures mean nothing"
     if DEVICE == "cuda":
         device = torch.cuda.get_device_name()
-    shape = f"{args.num_tokens} x {args.hidden} x top-{args.num_topk} of {args.num_experts}"
     rows: list[Row] = []
     for num_ranks in args.num_ranks:
         for num_sms in args.num_sms:
             if num_ranks * num_sms > num_multiprocessors():
                 continue
-            rows.append(measure_group(num_ranks, num_sms, args))
-            table = bandwidth_table(rows, f"{shape}, FP8 dispatch, BF16 combine, {device}")
+            rows.append(measure_setting(num_ranks, num_sms, args))
+            table = bandwidth_table(rows, title(args, device))
             # What has been measured is kept if a larger setting fails.
             if args.json is not None:
                 args.json.write_text(json.dumps({"rows": [asdict(row) for row in rows]}, indent=1))

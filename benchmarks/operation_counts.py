@@ -12,7 +12,6 @@ agree on sizes. Numbers are means over the ranks of a group.
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import shutil
@@ -20,39 +19,25 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+from _counts import (
+    CHANNELS_PER_SCALE,
+    PathCounts,
+    mean_sent,
+    options,
+    pairs_of,
+    table,
+    write_into_page,
+)
 from _one_thread_group import Group, GroupShape, random_routes
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "cost_model.md"
 BEGIN, END = "<!-- counted: begin -->", "<!-- counted: end -->"
 RANKS = (8, 16, 64)
 RANKS_PER_NODE = 8
 NVLINK_BYTES_PER_US = 450e3  # one way
 NIC_BYTES_PER_US = 50e3  # 400 Gb/s
-CHANNELS_PER_SCALE = 128
 OPERATIONS = ("dispatch", "combine")
-COUNTED = ("puts", "put_bytes", "words", "signals", "fences", "quiets")
-
-
-@dataclass(frozen=True)
-class PathCounts:
-    """What a rank sends in one operation over one kind of path, and the payload in it."""
-
-    rows: float
-    payload_bytes: float
-    counts: dict[str, float]
-
-    @property
-    def messages(self) -> float:
-        """Puts, words and signals: what a NIC takes as a work request each."""
-        return self.counts["puts"] + self.counts["words"] + self.counts["signals"]
-
-    @property
-    def bytes(self) -> float:
-        """All that is sent."""
-        return self.counts["put_bytes"] + 8 * (self.counts["words"] + self.counts["signals"])
 
 
 @dataclass(frozen=True)
@@ -108,21 +93,9 @@ def count(shape: GroupShape) -> list[OperationCounts]:
             after: list[dict[str, Any]] = after,
             rows: list[list[int]] = rows,
         ) -> PathCounts:
-            pairs = [
-                (rank, peer)
-                for rank in range(shape.num_ranks)
-                for peer in range(shape.num_ranks)
-                if rank != peer and (rank // RANKS_PER_NODE == peer // RANKS_PER_NODE) == same_node
-            ]
+            pairs = pairs_of(shape.num_ranks, RANKS_PER_NODE, same_node)
             num_rows = sum(rows[rank][peer] for rank, peer in pairs) / shape.num_ranks
-            counts = {
-                name: sum(
-                    after[rank]["to"][peer][name] - before[rank]["to"][peer][name]
-                    for rank, peer in pairs
-                )
-                / shape.num_ranks
-                for name in COUNTED
-            }
+            counts = mean_sent(before, after, pairs)
             return PathCounts(num_rows, num_rows * row_bytes(operation, shape.hidden), counts)
 
         polls = sum(now["polls"] - then["polls"] for then, now in zip(before, after))
@@ -161,15 +134,6 @@ def instructions(shape: GroupShape) -> dict[str, float]:
         totals.append(int(found[1].replace(",", "")))
     base, *more = totals
     return {name: (total - base) / shape.num_ranks for name, total in zip(OPERATIONS, more)}
-
-
-def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of Markdown."""
-    return [
-        "| " + " | ".join(header) + " |",
-        "|---" * 2 + "|---:" * (len(header) - 2) + "|",
-        *("| " + " | ".join(row) + " |" for row in rows),
-    ]
 
 
 def counted_rows(counts: Sequence[OperationCounts]) -> list[list[str]]:
@@ -215,7 +179,7 @@ def bound_rows(counts: Sequence[OperationCounts]) -> list[list[str]]:
                     f"{path.payload_bytes / 1e6:.3f}",
                     f"{path.payload_bytes / speed:.2f}",
                     f"{path.bytes / speed:.2f}",
-                    f"{(path.bytes / path.payload_bytes - 1) * 100:.2f} %",
+                    path.overhead,
                     f"{path.messages:,.0f}",
                     f"{path.messages / path.rows:.2f}",
                 ]
@@ -227,13 +191,13 @@ def tables(counts: Sequence[OperationCounts]) -> str:
     """Both tables, as the page has them."""
     return "\n".join(
         [
-            *table(
+            table(
                 ("group", "operation", "rows", "puts", "words", "signals", "fences", "polls",
                  "messages a token", "bytes a token"),
                 counted_rows(counts),
             ),
             "",
-            *table(
+            table(
                 ("group", "operation, path", "rows", "payload MB", "bound us", "as sent us",
                  "more bytes", "messages", "messages a row"),
                 bound_rows(counts),
@@ -244,16 +208,9 @@ def tables(counts: Sequence[OperationCounts]) -> str:
 
 def main() -> int:
     """Counts and prints; `--write` puts the tables into the page."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = options(__doc__)
     parser.add_argument("--num-ranks", type=int, nargs="+", default=list(RANKS))
-    parser.add_argument("--num-tokens", type=int, default=128)
-    parser.add_argument("--hidden", type=int, default=7168)
-    parser.add_argument("--num-topk", type=int, default=8)
-    parser.add_argument("--num-experts", type=int, default=256)
     parser.add_argument("--instructions", action="store_true", help="needs valgrind, takes minutes")
-    parser.add_argument("--write", action="store_true", help=f"into {PAGE.name}")
     parser.add_argument("--run", type=int, nargs=2, help="be the program that valgrind counts")
     args = parser.parse_args()
     shapes = [
@@ -280,10 +237,7 @@ def main() -> int:
     text = tables([one for shape in shapes for one in count(shape)])
     print(text)
     if args.write:
-        page = PAGE.read_text(encoding="utf-8")
-        before, _, rest = page.partition(BEGIN)
-        _, _, after = rest.partition(END)
-        PAGE.write_text(f"{before}{BEGIN}\n\n{text}\n\n{END}{after}", encoding="utf-8")
+        write_into_page(BEGIN, END, text)
     return 0
 
 

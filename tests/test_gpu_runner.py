@@ -246,6 +246,7 @@ def test_a_dry_run_does_all_that_it_can_without_a_gpu(tmp_path: Path) -> None:
     assert {row["setting"]["hooks"] for row in rows} == {False, True}
     rows = by_name["bandwidth"]["wrote"]["normal.json"]["rows"]
     assert [row["num_ranks"] for row in rows] == [2, 4]
-    assert all(set(row[kind]) == {"off", "on"} for row in rows for kind in ("dispatch", "combine"))
+    operations = [row[kind] for row in rows for kind in ("dispatch", "combine")]
+    assert all(set(operation["figures"]) == {"off", "on"} for operation in operations)
     assert done.stdout.count("| dispatch us |") == 2
     assert "nothing of this is a fact about a GPU" in done.stdout

@@ -51,7 +51,7 @@ def counts(command: Any) -> dict[str, Any]:
 def test_the_page_states_what_the_command_counts(command: Any) -> None:
     shape = command.GroupShape(8, 128, 7168, 8, 256)
     lines = command.tables(command.count(shape)).splitlines()
-    page = command.PAGE.read_text(encoding="utf-8").splitlines()
+    page = load("_counts").PAGE.read_text(encoding="utf-8").splitlines()
     missing = [line for line in lines if line and line not in page]
     assert not missing, "run benchmarks/operation_counts.py --write"
 
@@ -90,7 +90,7 @@ def test_a_group_within_one_node_sends_nothing_to_others(counts: dict[str, Any])
 def test_the_page_states_what_normal_operations_send(normal_command: Any) -> None:
     shape = normal_command.GroupShape(8, 128, 7168, 8, 256)
     lines = normal_command.lines_of(normal_command.count(shape, 4)).splitlines()
-    page = normal_command.PAGE.read_text(encoding="utf-8").splitlines()
+    page = load("_counts").PAGE.read_text(encoding="utf-8").splitlines()
     missing = [line for line in lines if line not in page]
     assert not missing, "run benchmarks/normal_counts.py --write"
 
@@ -107,26 +107,26 @@ def test_each_token_crosses_the_network_once_per_node(normal_counts: dict[str, A
     for operation, one in normal_counts.items():
         others = one.num_ranks - one.ranks_per_node
         messages = 2 * others if operation == "dispatch" else others  # headers, and notices
-        assert one.rows > 0
-        assert one.counts["puts"] == pytest.approx(one.rows + messages)
+        assert one.path.rows > 0
+        assert one.path.counts["puts"] == pytest.approx(one.path.rows + messages)
         # What leads a row and what marks it, and the larger one of header and notice.
-        most = one.payload_bytes + one.rows * (16 + 32 + 15) + messages * 256
-        assert one.payload_bytes < one.counts["put_bytes"] <= most
+        most = one.path.payload_bytes + one.path.rows * (16 + 32 + 15) + messages * 256
+        assert one.path.payload_bytes < one.path.counts["put_bytes"] <= most
 
 
 def test_each_signal_to_another_node_has_a_fence(normal_counts: dict[str, Any]) -> None:
     for one in normal_counts.values():
-        assert one.counts["fences"] == one.counts["signals"]
-        assert one.counts["quiets"] == 0
+        assert one.path.counts["fences"] == one.path.counts["signals"]
+        assert one.path.counts["quiets"] == 0
         # At most a word for each row and one that gives its slot back; and of headers and notices.
-        assert one.counts["signals"] <= 2 * one.rows + 2 * one.num_ranks
+        assert one.path.counts["signals"] <= 2 * one.path.rows + 2 * one.num_ranks
 
 
 def test_a_single_node_uses_no_network(normal_command: Any) -> None:
     shape = normal_command.GroupShape(3, NUM_TOKENS, 256, NUM_TOPK, 6)
     counts = normal_command.count(shape, 3)
     assert {one.hop for one in counts} == {"NVLink"}
-    assert all(one.counts["puts"] > one.rows > 0 for one in counts)
+    assert all(one.path.counts["puts"] > one.path.rows > 0 for one in counts)
 
 
 @pytest.mark.parametrize("ranks_per_node", [4, 2])

@@ -20,6 +20,7 @@ import numpy as np
 from deep_ep.diagnose.core.diagnosis import BoolArray, FloatArray, IntArray
 from generator.faults import GeneratorFault
 from generator.machines import Setup
+from generator.ports import Sends
 from generator.run import Operation, Run, headers_seen
 
 # What a host does between the notices and the rows; what a gateway does with a row before it passes it on;
@@ -78,7 +79,7 @@ class NormalRun(Run):
         order = self.order(self.kind(last), first)
         sending = self._sending(last, speed, first)
         issued = begin[:, None, :] + sending[:, None, :] * order + first_waits
-        came = self.arrive(first, begin, issued, order, latency) + self._seen_later
+        came = self.arrive(Sends(first, begin, issued, order, latency)) + self._seen_later
         # From the gateway as any row within a node.
         relay = np.take_along_axis(latency + waits, self.gateway, axis=2) + _RELAY_US
         passed_on = np.take_along_axis(came, self.gateway, axis=1) + relay + self._seen_later
@@ -114,12 +115,12 @@ class NormalRun(Run):
         order = self.order(self.kind(last), within)
         sending = self._sending(last, speed, within)
         issued = starts[:, None, :] + sending[:, None, :] * order + waits
-        came = self.arrive(within, starts, issued, order, latency) + self._seen_later
+        came = self.arrive(Sends(within, starts, issued, order, latency)) + self._seen_later
         # A sum leaves when the last row for it has come.
         sums = np.swapaxes(self._forwarded(dispatched), 1, 2)
         of_node = np.where((for_gateways > 0) | self.own, came, -np.inf).max(axis=2)
         summed = (of_node + _RELAY_US)[:, None, :] + waits
-        sums_came = self.arrive(sums, starts, summed, np.ones(rows.shape), latency)
+        sums_came = self.arrive(Sends(sums, starts, summed, np.ones(rows.shape), latency))
         tokens = np.where(self.between, sums, direct)
         issued_last = np.where(self.between, summed, issued)
         arrival = np.where(self.between, sums_came + self._seen_later, came)

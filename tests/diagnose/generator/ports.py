@@ -9,11 +9,31 @@ ports than for one.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 
 from deep_ep.diagnose.core.diagnosis import FloatArray, IntArray
 from generator.machines import Setup
+
+
+class Sends(NamedTuple):
+    """What the ranks send in one operation.
+
+    Attributes:
+        tokens: [windows, receiver, source].
+        entered: [windows, num_ranks], when each rank began to send.
+        issued: [windows, receiver, source], when it had handed over its last token for each.
+        share: [windows, receiver, source], of all tokens those that were handed over until then, whatever the
+            port; None: those for one destination are handed over after those for the one before.
+        latency: [windows, receiver, source], of the way itself.
+    """
+
+    tokens: IntArray
+    entered: FloatArray
+    issued: FloatArray
+    share: FloatArray | None
+    latency: FloatArray
 
 
 class Ports:
@@ -36,25 +56,9 @@ class Ports:
         self.entering = cost * np.where(self.between, nic[:, :, None], 1.0)
         self.neighbours = self._neighbours()
 
-    def arrivals(
-        self,
-        tokens: IntArray,
-        entered: FloatArray,
-        issued: FloatArray,
-        share: FloatArray | None,
-        latency: FloatArray,
-    ) -> FloatArray:
-        """[windows, receiver, source]: when the last token of each source has come.
-
-        Args:
-            tokens: [windows, receiver, source].
-            entered: [windows, num_ranks], when each rank began to send.
-            issued: [windows, receiver, source], when it had handed over its last token for each.
-            share: [windows, receiver, source], of all tokens those that were handed over until then,
-                whatever the port; None: those for one destination are handed over after those for the
-                one before.
-            latency: [windows, receiver, source], of the way itself.
-        """
+    def arrivals(self, sends: Sends) -> FloatArray:
+        """[windows, receiver, source]: when the last token of each source has come."""
+        tokens, entered, issued, share, latency = sends
         work = self.leaving * tokens
         if share is None:
             begin, end = self._one_after_the_other(entered, issued, work)

@@ -11,7 +11,7 @@ from deep_ep.diagnose.core.diagnosis import BoolArray, FloatArray, IntArray
 from generator.draws import draw
 from generator.faults import GeneratorFault, added_by
 from generator.machines import Kind, Setup, StampRule
-from generator.ports import Ports
+from generator.ports import Ports, Sends
 from generator.recording import (
     ARRIVAL,
     CLOCK_ERROR,
@@ -133,7 +133,7 @@ class Run:
         latency = self.latency(op)
         headers = headers_seen(entered, latency)
         share = None if self._by_destination(kind) else order
-        arrival = self.arrive(tokens, entered, issued, share, latency)
+        arrival = self.arrive(Sends(tokens, entered, issued, share, latency))
         if machine.fenced:
             landed = np.where(self.between, -np.inf, arrival).max(axis=1)
             wait_begin = np.maximum(sent, landed) + machine.hook_us * draws.personal
@@ -168,19 +168,15 @@ class Run:
         latency = np.where(self.own, 0.0, self.path) + np.where(self.own, 0.0, jitter)
         return latency + self._congestion(self.draws.rail[:, op])
 
-    def arrive(
-        self,
-        tokens: IntArray,
-        entered: FloatArray,
-        issued: FloatArray,
-        share: FloatArray | None,
-        latency: FloatArray,
-    ) -> FloatArray:
+    def arrive(self, sends: Sends) -> FloatArray:
         """[windows, receiver, source]: when the last token of each is there; see `Ports.arrivals`."""
         if self.ports is None:
-            return issued + latency + np.where(self.own, 0.0, self.path_per_token * tokens)
-        arrival = self.ports.arrivals(tokens, entered, issued, share, latency)
-        return arrival + self.extra.path_per_token * tokens
+            return (
+                sends.issued
+                + sends.latency
+                + np.where(self.own, 0.0, self.path_per_token * sends.tokens)
+            )
+        return self.ports.arrivals(sends) + self.extra.path_per_token * sends.tokens
 
     def _congestion(self, rail: FloatArray) -> FloatArray:
         """[windows, receiver, source], us; rail [windows, devices of a node]."""
