@@ -48,6 +48,7 @@ class Line:
         self.connection = connection
         self._unsent = bytearray()
         self._unread = bytearray()
+        self._end: LineClosed | None = None
         connection.setblocking(False)
         if connection.family != socket.AF_UNIX:
             _watch_host(connection)
@@ -84,7 +85,7 @@ class Line:
         except (BlockingIOError, InterruptedError):
             return
         except OSError as error:
-            raise _closed(error) from error
+            raise self._ended_by(error) from error
 
     def receive(self) -> list[dict[str, Any]]:
         """The messages that have arrived in full.
@@ -99,12 +100,15 @@ class Line:
             except (BlockingIOError, InterruptedError):
                 return self._messages()
             except OSError as error:
-                raise _closed(error) from error
+                data, end = b"", self._ended_by(error)
+            else:
+                end = self._end or LineClosed("process")
             if not data:
+                # Who closes with something unread resets the connection, behind its last words.
                 messages = self._messages()
                 if messages:
                     return messages
-                raise LineClosed("process")
+                raise end
             self._unread += data
             if len(self._unread) > _LONGEST:
                 return self._messages()
@@ -112,6 +116,12 @@ class Line:
     def close(self) -> None:
         """Closes this end. May be repeated."""
         self.connection.close()
+
+    def _ended_by(self, error: OSError) -> LineClosed:
+        """The first error says how; behind it the system says only that it is over."""
+        if self._end is None:
+            self._end = LineClosed("host" if error.errno in _NO_ROUTE else "process")
+        return self._end
 
     def _messages(self) -> list[dict[str, Any]]:
         *complete, rest = self._unread.split(b"\n")
@@ -151,10 +161,6 @@ class Bell:
         """Ends it. May be repeated."""
         self._inner.close()
         self._outer.close()
-
-
-def _closed(error: OSError) -> LineClosed:
-    return LineClosed("host" if error.errno in _NO_ROUTE else "process")
 
 
 def _watch_host(connection: socket.socket) -> None:

@@ -156,7 +156,8 @@ class Hub(Loop):
         if line is None:
             return
         try:
-            line.flush()
+            with contextlib.suppress(LineClosed):  # behind what it still sent
+                line.flush()
             for message in line.receive():
                 self._arbiter.handle(rank, message)
             self._watch(line, lambda: self._serve(rank))
@@ -229,7 +230,8 @@ class Spoke(Loop):
 
     def _serve(self) -> None:
         try:
-            self.line.flush()
+            with contextlib.suppress(LineClosed):  # behind what it still sent
+                self.line.flush()
             for message in self.line.receive():
                 if message.get("type") == "off":
                     self._end("")

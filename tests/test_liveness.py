@@ -446,5 +446,24 @@ def test_a_line_keeps_what_the_other_end_cannot_take_yet() -> None:
         other.send(message)
 
 
+@pytest.mark.parametrize("sends", [False, True], ids=["reads", "sends, then reads"])
+def test_the_last_words_of_who_closes_without_reading_are_heard(sends: bool) -> None:
+    """As ranks do that end while they are told of others that end; TCP resets such a connection."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        ours = Line(socket.create_connection(server.getsockname()))
+        theirs = Line(server.accept()[0])
+    ours.send({"type": "left", "rank": 7})
+    theirs.send({"type": "left", "rank": 2})
+    until(lambda: theirs.connection.recv(1, socket.MSG_PEEK))
+    theirs.close()
+    if sends:
+        with pytest.raises(LineClosed):
+            until(lambda: ours.send({"type": "ask"}))
+    assert ours.receive() == [{"type": "left", "rank": 2}]
+    with pytest.raises(LineClosed, match="process"):
+        ours.receive()
+    ours.close()
+
+
 if __name__ == "__main__":
     run_rank_of_a_host(int(sys.argv[1]), sys.argv[2])
