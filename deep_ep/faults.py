@@ -3,20 +3,23 @@
     slow-rank=3:2ms         rank 3 is busy for 2 ms before each operation
     slow-path=2>5:1ms       data from rank 2 to rank 5 arrives 1 ms late
     slow-path=2>5:10GB/s    it passes at most 10 GB/s; "1ms,10GB/s" does both
+    slow-nic=2:1ms          data between rank 2 and all other nodes arrives 1 ms late, both ways; takes a rate too
+    slow-receiver=4:1ms     rank 4 takes in the rows of normal operations 1 ms after they came
     hot-rank=6              the experts of rank 6 get 4 times their even share of the tokens
     hot-rank=6:2x           2 times
     clock=3:1.5s,20ppm      rank 3's clock is 1.5 s ahead and gains 20 us per second
 
-Delays, paths and clocks are faults of the cpu backend; hot ranks work on every backend, because
-the caller skews the routing with `skew_routing`.
+All but hot ranks are faults of the cpu backend. Hot ranks work on every backend, because the caller skews the
+routing with `skew_routing`.
 """
 
 from __future__ import annotations
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Union
+from typing import Any, ClassVar, Union
 
 import torch
 
@@ -30,59 +33,247 @@ DEFAULT_HOT_SHARE = 4.0
 _SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 _BYTES = {"B/s": 1.0, "KB/s": 1e3, "MB/s": 1e6, "GB/s": 1e9}
 _NUMBER = r"([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)"
+_TIME = rf"{_NUMBER}(us|ms|s)"
+
+# (class, rank or (source, destination)) of a verdict.
+Key = tuple[str, Union[int, tuple[int, int]]]
+Undo = Callable[[], None]
+
+
+class Fault(ABC):
+    """One fault. `str` writes it as `parse` reads it.
+
+    Attributes:
+        name: what stands before the equals sign.
+        form: of the text, for messages.
+    """
+
+    name: ClassVar[str]
+    form: ClassVar[str]
+
+    @classmethod
+    @abstractmethod
+    def read(cls, text: str, value: str) -> Fault:
+        """From what stands behind the equals sign of `text`.
+
+        Raises:
+            EPArgumentError: it cannot be read.
+        """
+
+    @property
+    @abstractmethod
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks it names."""
+
+    @property
+    @abstractmethod
+    def verdict(self) -> Key | None:
+        """What must be named for it; None: nothing may be."""
+
+    def inject(self, buffer: Any) -> Undo | None:
+        """Injects this rank's part; returns how to take it back, None if there is none."""
+        return None
 
 
 @dataclass(frozen=True)
-class SlowRank:
+class _FaultOfRank(Fault):
+    rank: int
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return (self.rank,)
+
+
+@dataclass(frozen=True)
+class SlowRank(_FaultOfRank):
     """Rank `rank` is busy for `delay_s` seconds before each operation."""
 
-    rank: int
+    name, form = "slow-rank", "slow-rank=RANK:TIME"
     delay_s: float
 
     def __str__(self) -> str:
-        return f"slow-rank={self.rank}:{_time_text(self.delay_s)}"
+        return f"{self.name}={self.rank}:{_time_text(self.delay_s)}"
+
+    @classmethod
+    def read(cls, text: str, value: str) -> SlowRank:
+        return cls(*_rank_and_time(text, value))
+
+    @property
+    def verdict(self) -> Key:
+        return _COMP_SLOW, self.rank
+
+    def inject(self, buffer: Any) -> Undo | None:
+        if buffer.rank != self.rank:
+            return None
+        runtime, delay_ns = buffer.runtime, round(self.delay_s * 1e9)
+
+        def be_busy(_operation: str) -> None:
+            runtime.delay(delay_ns)
+
+        callbacks = buffer.communicator.before_operation
+        callbacks.append(be_busy)
+        return lambda: callbacks.remove(be_busy)
 
 
 @dataclass(frozen=True)
-class SlowPath:
+class SlowPath(Fault):
     """Data from `src` to `dst` takes `delay_s` seconds longer, at most `bytes_per_s`."""
 
+    name, form = "slow-path", "slow-path=SRC>DST:TIME[,RATE]"
     src: int
     dst: int
     delay_s: float = 0.0
     bytes_per_s: float | None = None
 
     def __str__(self) -> str:
-        dials = [_time_text(self.delay_s)] if self.delay_s or self.bytes_per_s is None else []
-        if self.bytes_per_s is not None:
-            dials.append(f"{self.bytes_per_s / 1e9:g}GB/s")
-        return f"slow-path={self.src}>{self.dst}:{','.join(dials)}"
+        return f"{self.name}={self.src}>{self.dst}:{_dials_text(self.delay_s, self.bytes_per_s)}"
+
+    @classmethod
+    def read(cls, text: str, value: str) -> SlowPath:
+        match = re.fullmatch(r"(\d+)>(\d+):(.+)", value)
+        if match is None:
+            raise _malformed(text)
+        return cls(int(match[1]), int(match[2]), *_dials(text, match[3]))
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return self.src, self.dst
+
+    @property
+    def verdict(self) -> Key:
+        return _COMM_SLOW, (self.src, self.dst)
+
+    def inject(self, buffer: Any) -> Undo | None:
+        if buffer.rank != self.src:
+            return None
+        return _slow_paths(buffer.runtime, [self.dst], self.delay_s, self.bytes_per_s)
 
 
 @dataclass(frozen=True)
-class HotRank:
+class SlowNic(_FaultOfRank):
+    """Data between `rank` and ranks of other nodes takes `delay_s` seconds longer, at most `bytes_per_s` a path."""
+
+    name, form = "slow-nic", "slow-nic=RANK:TIME[,RATE]"
+    delay_s: float = 0.0
+    bytes_per_s: float | None = None
+
+    def __str__(self) -> str:
+        return f"{self.name}={self.rank}:{_dials_text(self.delay_s, self.bytes_per_s)}"
+
+    @classmethod
+    def read(cls, text: str, value: str) -> SlowNic:
+        match = re.fullmatch(r"(\d+):(.+)", value)
+        if match is None:
+            raise _malformed(text)
+        return cls(int(match[1]), *_dials(text, match[2]))
+
+    @property
+    def verdict(self) -> Key:
+        return _COMM_SLOW, self.rank
+
+    def inject(self, buffer: Any) -> Undo | None:
+        topology = buffer.runtime.topology
+        if topology.num_nodes == 1:
+            raise EPArgumentError(
+                f"fault: {self} slows what passes between nodes; all ranks of this group are on one node. Set "
+                "DEEP_EP_RANKS_PER_NODE, or name a slow-path."
+            )
+        node = self.rank // topology.ranks_per_node
+        others = [r for r in range(buffer.group_size) if r // topology.ranks_per_node != node]
+        ends = {self.rank: others} | dict.fromkeys(others, [self.rank])
+        destinations = ends.get(buffer.rank, [])
+        return _slow_paths(buffer.runtime, destinations, self.delay_s, self.bytes_per_s)
+
+
+@dataclass(frozen=True)
+class SlowReceiver(_FaultOfRank):
+    """Rank `rank` sees the rows that normal operations send it `delay_s` seconds after they came."""
+
+    name, form = "slow-receiver", "slow-receiver=RANK:TIME"
+    delay_s: float
+
+    def __str__(self) -> str:
+        return f"{self.name}={self.rank}:{_time_text(self.delay_s)}"
+
+    @classmethod
+    def read(cls, text: str, value: str) -> SlowReceiver:
+        return cls(*_rank_and_time(text, value))
+
+    @property
+    def verdict(self) -> Key:
+        return _MIXED_SLOW, self.rank
+
+    def inject(self, buffer: Any) -> Undo | None:
+        if buffer.rank != self.rank:
+            return None
+        runtime = buffer.runtime
+        runtime.set_receive_fault(delay_ns=round(self.delay_s * 1e9))
+        return lambda: runtime.set_receive_fault(delay_ns=0)
+
+
+@dataclass(frozen=True)
+class HotRank(_FaultOfRank):
     """The experts of `rank` are selected `share` times as often as an even routing would."""
 
-    rank: int
+    name, form = "hot-rank", "hot-rank=RANK[:SHAREx]"
     share: float = DEFAULT_HOT_SHARE
 
     def __str__(self) -> str:
-        return f"hot-rank={self.rank}:{self.share:g}x"
+        return f"{self.name}={self.rank}:{self.share:g}x"
+
+    @classmethod
+    def read(cls, text: str, value: str) -> HotRank:
+        match = re.fullmatch(rf"(\d+)(?::{_NUMBER}x)?", value)
+        if match is None:
+            raise _malformed(text)
+        share = float(match[2]) if match[2] else DEFAULT_HOT_SHARE
+        if share <= 1:
+            raise EPArgumentError(
+                f"fault: {text!r} gives the rank {share:g} times its even share; a hot rank has more "
+                "than 1. Write for example hot-rank=6:4x."
+            )
+        return cls(int(match[1]), share)
+
+    @property
+    def verdict(self) -> Key:
+        return _MIXED_SLOW, self.rank
 
 
 @dataclass(frozen=True)
-class ClockFault:
+class ClockFault(_FaultOfRank):
     """The clock of `rank` is `offset_s` seconds ahead and gains `drift_ppm` us per second."""
 
-    rank: int
+    name, form = "clock", "clock=RANK:TIME[,DRIFTppm]"
     offset_s: float = 0.0
     drift_ppm: float = 0.0
 
     def __str__(self) -> str:
-        return f"clock={self.rank}:{_time_text(self.offset_s)},{self.drift_ppm:g}ppm"
+        return f"{self.name}={self.rank}:{_time_text(self.offset_s)},{self.drift_ppm:g}ppm"
+
+    @classmethod
+    def read(cls, text: str, value: str) -> ClockFault:
+        match = re.fullmatch(rf"(\d+):{_TIME}(?:,{_NUMBER}ppm)?", value)
+        if match is None:
+            raise _malformed(text)
+        drift_ppm = float(match[4]) if match[4] else 0.0
+        return cls(int(match[1]), _seconds(match[2], match[3]), drift_ppm)
+
+    @property
+    def verdict(self) -> None:
+        return None
+
+    def inject(self, buffer: Any) -> Undo | None:
+        if buffer.rank != self.rank:
+            return None
+        runtime = buffer.runtime
+        runtime.set_clock_fault(offset_ns=round(self.offset_s * 1e9), drift_ppm=self.drift_ppm)
+        return lambda: runtime.set_clock_fault(offset_ns=0, drift_ppm=0.0)
 
 
-Fault = Union[SlowRank, SlowPath, HotRank, ClockFault]
+_FAULTS: dict[str, type[Fault]] = {
+    fault.name: fault for fault in (SlowRank, SlowPath, SlowNic, SlowReceiver, HotRank, ClockFault)
+}
+_FORMS = ", ".join(fault.form for fault in _FAULTS.values())
 
 
 def parse(text: str, num_ranks: int | None = None) -> Fault:
@@ -96,13 +287,12 @@ def parse(text: str, num_ranks: int | None = None) -> Fault:
         EPArgumentError: the text is no fault, or names a rank outside of the group.
     """
     name, equals, value = text.strip().partition("=")
-    parser = _PARSERS.get(name)
-    if parser is None or not equals:
+    kind = _FAULTS.get(name)
+    if kind is None or not equals:
         raise EPArgumentError(
-            f"fault: {text!r} is not a fault; the faults are {', '.join(_FORMS.values())}. "
-            "Write one of these forms."
+            f"fault: {text!r} is not a fault; the faults are {_FORMS}. Write one of these forms."
         )
-    fault = parser(text, value)
+    fault = kind.read(text, value)
     if num_ranks is not None:
         validate(fault, num_ranks)
     return fault
@@ -124,8 +314,7 @@ def validate(fault: Fault, num_ranks: int) -> None:
     Raises:
         EPArgumentError: a rank outside of the group, or a path from a rank to itself.
     """
-    ranks = (fault.src, fault.dst) if isinstance(fault, SlowPath) else (fault.rank,)
-    for rank in ranks:
+    for rank in fault.ranks:
         if not 0 <= rank < num_ranks:
             raise EPArgumentError(
                 f"fault: {fault} names rank {rank}; ranks of this group are 0 to {num_ranks - 1}. "
@@ -149,12 +338,12 @@ def apply(buffer: Any, faults: Sequence[Fault]) -> Callable[[], None]:
         A function that takes the faults back (collective likewise).
 
     Raises:
-        EPArgumentError: a fault names a rank outside of the group.
+        EPArgumentError: a fault names a rank outside of the group, or a NIC where there is one node.
         RuntimeError: the backend cannot inject the fault.
     """
     for fault in faults:
         validate(fault, buffer.group_size)
-    undo = [step for fault in faults for step in _inject(buffer, fault)]
+    undo = [step for step in (fault.inject(buffer) for fault in faults) if step is not None]
     clocks_changed = any(isinstance(fault, ClockFault) for fault in faults)
     if clocks_changed:
         buffer.measure_clock_offsets()
@@ -168,28 +357,15 @@ def apply(buffer: Any, faults: Sequence[Fault]) -> Callable[[], None]:
     return remove
 
 
-def _inject(buffer: Any, fault: Fault) -> list[Callable[[], None]]:
-    """Injects one fault if it concerns this rank; returns how to take it back."""
-    runtime = buffer.runtime
-    if isinstance(fault, SlowRank) and fault.rank == buffer.rank:
-        delay_ns = round(fault.delay_s * 1e9)
+def _slow_paths(
+    runtime: Any, destinations: Sequence[int], delay_s: float, bytes_per_s: float | None
+) -> Undo:
+    def set_all(delay_ns: int, rate: float) -> None:
+        for dst in destinations:
+            runtime.set_path_fault(dst=dst, delay_ns=delay_ns, bytes_per_s=rate)
 
-        def be_busy(_operation: str) -> None:
-            runtime.delay(delay_ns)
-
-        callbacks = buffer.communicator.before_operation
-        callbacks.append(be_busy)
-        return [lambda: callbacks.remove(be_busy)]
-    if isinstance(fault, SlowPath) and fault.src == buffer.rank:
-        dst = fault.dst
-        runtime.set_path_fault(
-            dst=dst, delay_ns=round(fault.delay_s * 1e9), bytes_per_s=fault.bytes_per_s or 0.0
-        )
-        return [lambda: runtime.set_path_fault(dst=dst, delay_ns=0, bytes_per_s=0.0)]
-    if isinstance(fault, ClockFault) and fault.rank == buffer.rank:
-        runtime.set_clock_fault(offset_ns=round(fault.offset_s * 1e9), drift_ppm=fault.drift_ppm)
-        return [lambda: runtime.set_clock_fault(offset_ns=0, drift_ppm=0.0)]
-    return []
+    set_all(round(delay_s * 1e9), bytes_per_s or 0.0)
+    return lambda: set_all(0, 0.0)
 
 
 def skew_routing(
@@ -251,87 +427,46 @@ def skew_routing(
     return torch.where(replace, chosen, skewed)
 
 
-def expected_verdicts(faults: Sequence[Fault]) -> set[tuple[str, int | tuple[int, int]]]:
+def expected_verdicts(faults: Sequence[Fault]) -> set[Key]:
     """What `deep_ep.diagnose` must name: (class, rank or (source, destination)) per fault.
 
     A clock fault must not be seen at all. A slow rank that is hot as well is named as hot, since
     its lateness cannot be told from that of its experts.
     """
     hot = {fault.rank for fault in faults if isinstance(fault, HotRank)}
-    expected: set[tuple[str, int | tuple[int, int]]] = {(_MIXED_SLOW, rank) for rank in hot}
-    for fault in faults:
-        if isinstance(fault, SlowRank) and fault.rank not in hot:
-            expected.add((_COMP_SLOW, fault.rank))
-        elif isinstance(fault, SlowPath):
-            expected.add((_COMM_SLOW, (fault.src, fault.dst)))
-    return expected
+    hidden = {(_COMP_SLOW, rank) for rank in hot}
+    return {key for fault in faults if (key := fault.verdict) is not None} - hidden
 
 
-def _parse_slow_rank(text: str, value: str) -> Fault:
-    match = re.fullmatch(rf"(\d+):{_NUMBER}(us|ms|s)", value)
+def _rank_and_time(text: str, value: str) -> tuple[int, float]:
+    match = re.fullmatch(rf"(\d+):{_TIME}", value)
     if match is None:
         raise _malformed(text)
-    return SlowRank(int(match[1]), _not_negative(text, _seconds(match[2], match[3])))
+    return int(match[1]), _not_negative(text, _seconds(match[2], match[3]))
 
 
-def _parse_slow_path(text: str, value: str) -> Fault:
-    match = re.fullmatch(
-        rf"(\d+)>(\d+):(?:{_NUMBER}(us|ms|s))?(,)?(?:{_NUMBER}(B/s|KB/s|MB/s|GB/s))?", value
-    )
+def _dials(text: str, value: str) -> tuple[float, float | None]:
+    """Delay in seconds, and bytes per second if they are limited."""
+    match = re.fullmatch(rf"(?:{_TIME})?(,)?(?:{_NUMBER}(B/s|KB/s|MB/s|GB/s))?", value)
     # A comma stands between the two dials and nowhere else; at least one dial is given.
-    if match is None or (match[5] is not None) != (match[3] is not None and match[6] is not None):
+    if match is None or (match[3] is not None) != (match[1] is not None and match[4] is not None):
         raise _malformed(text)
-    if match[3] is None and match[6] is None:
+    if match[1] is None and match[4] is None:
         raise _malformed(text)
-    delay_s = _seconds(match[3], match[4]) if match[3] else 0.0
-    bytes_per_s = float(match[6]) * _BYTES[match[7]] if match[6] else None
+    delay_s = _seconds(match[1], match[2]) if match[1] else 0.0
+    bytes_per_s = float(match[4]) * _BYTES[match[5]] if match[4] else None
     if bytes_per_s is not None and bytes_per_s <= 0:
         raise EPArgumentError(
             f"fault: {text!r} throttles to {bytes_per_s:g} bytes per second; a throttle must be "
             "above 0. Name a rate such as 10GB/s, or only a delay."
         )
-    return SlowPath(int(match[1]), int(match[2]), _not_negative(text, delay_s), bytes_per_s)
-
-
-def _parse_hot_rank(text: str, value: str) -> Fault:
-    match = re.fullmatch(rf"(\d+)(?::{_NUMBER}x)?", value)
-    if match is None:
-        raise _malformed(text)
-    share = float(match[2]) if match[2] else DEFAULT_HOT_SHARE
-    if share <= 1:
-        raise EPArgumentError(
-            f"fault: {text!r} gives the rank {share:g} times its even share; a hot rank has more "
-            "than 1. Write for example hot-rank=6:4x."
-        )
-    return HotRank(int(match[1]), share)
-
-
-def _parse_clock(text: str, value: str) -> Fault:
-    match = re.fullmatch(rf"(\d+):{_NUMBER}(us|ms|s)(?:,{_NUMBER}ppm)?", value)
-    if match is None:
-        raise _malformed(text)
-    drift_ppm = float(match[4]) if match[4] else 0.0
-    return ClockFault(int(match[1]), _seconds(match[2], match[3]), drift_ppm)
-
-
-_PARSERS: dict[str, Callable[[str, str], Fault]] = {
-    "slow-rank": _parse_slow_rank,
-    "slow-path": _parse_slow_path,
-    "hot-rank": _parse_hot_rank,
-    "clock": _parse_clock,
-}
-_FORMS = {
-    "slow-rank": "slow-rank=RANK:TIME",
-    "slow-path": "slow-path=SRC>DST:TIME[,RATE]",
-    "hot-rank": "hot-rank=RANK[:SHAREx]",
-    "clock": "clock=RANK:TIME[,DRIFTppm]",
-}
+    return _not_negative(text, delay_s), bytes_per_s
 
 
 def _malformed(text: str) -> EPArgumentError:
     name = text.strip().partition("=")[0]
     return EPArgumentError(
-        f"fault: {text!r} cannot be read; the form is {_FORMS[name]}, with times in us, ms or s and "
+        f"fault: {text!r} cannot be read; the form is {_FAULTS[name].form}, with times in us, ms or s and "
         "rates in B/s, KB/s, MB/s or GB/s. Write for example slow-rank=3:2ms, "
         "slow-path=2>5:1ms,10GB/s, hot-rank=6:4x or clock=3:1.5s,20ppm."
     )
@@ -349,6 +484,13 @@ def _not_negative(text: str, seconds: float) -> float:
             "Make it 0 or more."
         )
     return seconds
+
+
+def _dials_text(delay_s: float, bytes_per_s: float | None) -> str:
+    dials = [_time_text(delay_s)] if delay_s or bytes_per_s is None else []
+    if bytes_per_s is not None:
+        dials.append(f"{bytes_per_s / 1e9:g}GB/s")
+    return ",".join(dials)
 
 
 def _time_text(seconds: float) -> str:

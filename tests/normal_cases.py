@@ -125,6 +125,11 @@ def parse_arguments(
         )
     ours.add_argument("--quick", action="store_true", help="two ways to call, and no timing")
     ours.add_argument("--tune", action="store_true", help="time all chunk sizes, not the default")
+    ours.add_argument(
+        "--nvl-slots",
+        type=int,
+        help="of an NVLink queue; few run out with few tokens (the original's)",
+    )
     add_diagnosis_options(ours)
     args = parser.parse_args(argv)
     parse_faults(parser, args)
@@ -140,11 +145,14 @@ def parse_arguments(
 
 
 def make_config(buffer: deep_ep.Buffer, args: argparse.Namespace) -> deep_ep.Config:
-    """The original's."""
-    if not args.between_nodes:
-        return deep_ep.Config(NUM_SMS, 8, 256)
-    capacity = 720 if buffer.group_size in (24, 48, 96, 144, 160) else 512
-    return deep_ep.Config(NUM_SMS, 8, capacity, 16, 128)
+    """The original's, unless other slots are asked for."""
+    capacity = 256
+    if args.between_nodes:
+        capacity = 720 if buffer.group_size in (24, 48, 96, 144, 160) else 512
+    if args.nvl_slots:
+        capacity = args.nvl_slots
+    network = (16, 128) if args.between_nodes else ()
+    return deep_ep.Config(NUM_SMS, min(8, capacity - 1), capacity, *network)
 
 
 # --- what is sent ---------------------------------------------------------------------------------

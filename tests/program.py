@@ -74,7 +74,7 @@ def add_diagnosis_options(options: argparse._ArgumentGroup) -> None:
         action="append",
         default=[],
         metavar="FAULT",
-        help="slow-rank=3:2ms, slow-path=2>5:1ms or hot-rank=6; may be repeated;\nimplies --diagnose",
+        help="one of the forms of deep_ep/faults.py, as slow-rank=3:2ms; may be repeated;\nimplies --diagnose",
     )
     options.add_argument("--save-svg", metavar="FILE", help="a picture of what --diagnose found")
 

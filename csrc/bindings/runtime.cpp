@@ -217,6 +217,7 @@ void bind_runtime(py::module_& m) {
             "dst"_a,
             "delay_ns"_a,
             "bytes_per_s"_a)
+        .def("set_receive_fault", &Runtime::set_receive_fault, py::kw_only(), "delay_ns"_a)
         .def(
             "set_clock_fault",
             [](Runtime& self, int64_t offset_ns, double drift_ppm) {

@@ -30,6 +30,13 @@ NormalBytes Runtime::normal_bytes(const NormalSize& size, const Topology& topolo
             has_nodes ? 2 * topology.num_nodes() * channels * rdma * row.rdma_slot_bytes() : 0};
 }
 
+void Runtime::set_receive_fault(uint64_t delay_ns) {
+    const auto first = [&](Hop hop) {
+        return normal_control_.word(NormalControlMap::kFilled, hop, 0, 0);
+    };
+    memory_->set_receive_fault(first(Hop::kNvl), first(Hop::kRdma), delay_ns);
+}
+
 // Python checks arguments in the reader's words; these are the last line before memory is written.
 void Runtime::check_normal(const NormalSize& size, const char* call) const {
     check_connected(call);

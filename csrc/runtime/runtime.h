@@ -112,6 +112,8 @@ class Runtime {
 
     Device& device() { return *device_; }
     SymmetricMemory& memory() { return *memory_; }
+    // A fault of the host target: normal operations see the rows of other ranks so much after they came.
+    void set_receive_fault(uint64_t delay_ns);
     // For tests: blocks and warps of low-latency launches; 0 chooses.
     void set_launch_shape(int blocks, int warps);
 

@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deep_ep import EPArgumentError, faults
-from deep_ep.faults import ClockFault, Fault, HotRank, SlowPath, SlowRank
+from deep_ep.faults import ClockFault, Fault, HotRank, SlowNic, SlowPath, SlowRank, SlowReceiver
+from deep_ep.topology import Topology
 
 
 @pytest.mark.parametrize(
@@ -24,6 +25,9 @@ from deep_ep.faults import ClockFault, Fault, HotRank, SlowPath, SlowRank
         ("slow-path=2>5:1ms", SlowPath(2, 5, 1e-3)),
         ("slow-path=2>5:1ms,10GB/s", SlowPath(2, 5, 1e-3, 10e9)),
         ("slow-path=2>5:250MB/s", SlowPath(2, 5, 0.0, 250e6)),
+        ("slow-nic=2:1ms", SlowNic(2, 1e-3)),
+        ("slow-nic=2:1ms,10GB/s", SlowNic(2, 1e-3, 10e9)),
+        ("slow-receiver=4:1ms", SlowReceiver(4, 1e-3)),
         ("hot-rank=6", HotRank(6, 4.0)),
         ("hot-rank=6:2.5x", HotRank(6, 2.5)),
         ("clock=3:1.5s,20ppm", ClockFault(3, 1.5, 20.0)),
@@ -51,6 +55,9 @@ def test_a_fault_is_read(text: str, fault: Fault) -> None:
         ("slow-path=2>5:1ms10GB/s", "cannot be read"),
         ("slow-path=2>5:,10GB/s", "cannot be read"),
         ("slow-path=2>5:0GB/s", "a throttle must be above 0"),
+        ("slow-nic=2", r"the form is slow-nic=RANK:TIME\[,RATE\]"),
+        ("slow-nic=2>5:1ms", "the form is slow-nic="),
+        ("slow-receiver=4", "the form is slow-receiver=RANK:TIME"),
         ("hot-rank=6:4", "the form is hot-rank="),
         ("hot-rank=6:0.5x", "a hot rank has more than 1"),
         ("clock=3:20ppm", "the form is clock="),
@@ -62,7 +69,15 @@ def test_what_is_no_fault_is_refused_with_advice(text: str, message: str) -> Non
 
 
 @pytest.mark.parametrize(
-    "text", ["slow-rank=8:1ms", "slow-path=1>8:1ms", "hot-rank=9", "clock=8:1s"]
+    "text",
+    [
+        "slow-rank=8:1ms",
+        "slow-path=1>8:1ms",
+        "slow-nic=8:1s",
+        "slow-receiver=8:1s",
+        "hot-rank=9",
+        "clock=8:1s",
+    ],
 )
 def test_ranks_outside_of_the_group_are_refused(text: str) -> None:
     faults.parse(text)
@@ -93,6 +108,8 @@ def test_a_list_is_split_at_faults_not_at_their_dials() -> None:
         SlowPath(2, 5, 1e-6),
         SlowPath(2, 5, 1e-3, 10e9),
         SlowPath(2, 5, 0.0, 5e8),
+        SlowNic(1, 2e-3, 1e9),
+        SlowReceiver(4, 1e-3),
         HotRank(6, 2.5),
         ClockFault(1, -1.5, 20.0),
     ],
@@ -103,12 +120,14 @@ def test_a_fault_prints_as_it_is_written(fault: Fault) -> None:
 
 def test_expected_verdicts() -> None:
     injected = faults.parse_list(
-        "slow-rank=3:2ms slow-path=2>5:1ms hot-rank=6 slow-rank=6:1ms clock=1:1s"
+        "slow-rank=3:2ms slow-path=2>5:1ms hot-rank=6 slow-rank=6:1ms clock=1:1s slow-nic=0:1ms slow-receiver=7:1ms"
     )
     assert faults.expected_verdicts(injected) == {
         ("comp-slow", 3),
         ("comm-slow", (2, 5)),
         ("mixed-slow", 6),
+        ("comm-slow", 0),
+        ("mixed-slow", 7),
     }
     assert faults.expected_verdicts([]) == set()
 
@@ -171,9 +190,10 @@ def test_experts_that_do_not_divide_are_refused() -> None:
 class RecordingBuffer:
     """What `apply` needs of a Buffer; writes down what it is told."""
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, ranks_per_node: int = 2) -> None:
         self.rank = rank
         self.group_size = 4
+        self.topology = Topology(rank, 4, ranks_per_node)
         self.runtime = self
         self.calls: list[tuple[str, Any]] = []
         self.communicator = SimpleNamespace(before_operation=[])
@@ -187,17 +207,24 @@ INJECTED = [
     SlowPath(1, 2, 1e-3, 1e9),
     ClockFault(2, 1.5, 20.0),
     HotRank(3),
+    SlowReceiver(3, 1e-3),
+    SlowNic(3, 2e-3),
 ]
+NIC_OF_3: tuple[str, Any] = (
+    "set_path_fault",
+    {"dst": 3, "delay_ns": 2_000_000, "bytes_per_s": 0.0},
+)
 
 
 @pytest.mark.parametrize(
     ("rank", "calls"),
     [
-        (0, [("measure_clock_offsets", {}), ("delay", (2_000_000,))]),
+        (0, [NIC_OF_3, ("measure_clock_offsets", {}), ("delay", (2_000_000,))]),
         (
             1,
             [
                 ("set_path_fault", {"dst": 2, "delay_ns": 1_000_000, "bytes_per_s": 1e9}),
+                NIC_OF_3,
                 ("measure_clock_offsets", {}),
             ],
         ),
@@ -208,7 +235,17 @@ INJECTED = [
                 ("measure_clock_offsets", {}),
             ],
         ),
-        (3, [("measure_clock_offsets", {})]),
+        (
+            3,
+            [
+                ("set_receive_fault", {"delay_ns": 1_000_000}),
+                *(
+                    ("set_path_fault", {"dst": dst, "delay_ns": 2_000_000, "bytes_per_s": 0.0})
+                    for dst in (0, 1)
+                ),
+                ("measure_clock_offsets", {}),
+            ],
+        ),
     ],
 )
 def test_each_rank_takes_the_faults_that_concern_it(
@@ -219,6 +256,11 @@ def test_each_rank_takes_the_faults_that_concern_it(
     for before in buffer.communicator.before_operation:
         before("low_latency_dispatch")
     assert buffer.calls == calls
+
+
+def test_a_nic_is_no_fault_of_a_single_node() -> None:
+    with pytest.raises(EPArgumentError, match="all ranks of this group are on one node"):
+        faults.apply(RecordingBuffer(0, ranks_per_node=4), [SlowNic(1, 1e-3)])
 
 
 def test_faults_are_taken_back() -> None:

@@ -305,6 +305,9 @@ Transport SymmetricMemory::transport() const {
 
 const Traffic& SymmetricMemory::traffic() const { refuse_on_cuda("traffic"); }
 void SymmetricMemory::set_path_fault(int, uint64_t, double) { refuse_on_cuda("set_path_fault"); }
+void SymmetricMemory::set_receive_fault(size_t, size_t, uint64_t) {
+    refuse_on_cuda("set_receive_fault");
+}
 void SymmetricMemory::set_delivery(const std::string&, uint64_t) { refuse_on_cuda("set_delivery"); }
 
 }  // namespace ep

@@ -41,6 +41,7 @@ class SymmetricMemory {
 
     // Faults belong to the host target.
     void set_path_fault(int dst, uint64_t delay_ns, double bytes_per_s);
+    void set_receive_fault(size_t begin, size_t end, uint64_t delay_ns);
     void set_delivery(const std::string& policy, uint64_t seed);
 
   private:

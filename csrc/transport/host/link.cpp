@@ -164,7 +164,8 @@ uint64_t Link::poll(size_t offset) {
     const uint64_t value = std::atomic_ref<uint64_t>(*word).load(std::memory_order_acquire);
     if (value == 0) return 0;
     // A signal that arrives later by its stamp is there already but must not be seen yet.
-    const uint64_t stamp = stamp_of(offset);
+    const bool is_late = offset >= receive_fault_.begin && offset < receive_fault_.end;
+    const uint64_t stamp = stamp_of(offset) + (is_late ? receive_fault_.delay_ns : 0);
     // Reading the clock costs more than the rest.
     if (stamp <= now_at_least_ns_) return value;
     now_at_least_ns_ = clock_.true_ns();
@@ -223,6 +224,10 @@ void Link::set_path_fault(int dst, uint64_t delay_ns, double bytes_per_s) {
     faulty_ = std::any_of(path_faults_.begin(), path_faults_.end(), [](const PathFault& path) {
         return path.delay_ns != 0 || path.ns_per_byte != 0.0;
     });
+}
+
+void Link::set_receive_fault(size_t begin, size_t end, uint64_t delay_ns) {
+    receive_fault_ = {begin, end, delay_ns};
 }
 
 void Link::set_reorder(std::optional<uint64_t> seed) {

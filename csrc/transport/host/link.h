@@ -73,6 +73,8 @@ class Link final : public IdleWaiter, public InFlight {
     void flush();
 
     void set_path_fault(int dst, uint64_t delay_ns, double bytes_per_s);
+    // This rank sees the words at begin to end so much after they have arrived.
+    void set_receive_fault(size_t begin, size_t end, uint64_t delay_ns);
     void set_reorder(std::optional<uint64_t> seed);
 
     bool pump() override;
@@ -88,6 +90,11 @@ class Link final : public IdleWaiter, public InFlight {
         double ns_per_byte = 0.0;
         uint64_t busy_until_ns = 0;
         uint64_t bytes = 0;
+    };
+    struct ReceiveFault {
+        size_t begin = 0;
+        size_t end = 0;
+        uint64_t delay_ns = 0;
     };
     struct HeldBack {
         int dst;
@@ -123,6 +130,7 @@ class Link final : public IdleWaiter, public InFlight {
     std::vector<PeerMemory> peers_;
     std::vector<PathFault> path_faults_;
     bool faulty_ = false;
+    ReceiveFault receive_fault_;
     Traffic traffic_;
     std::vector<uint8_t> to_ring_;
     bool any_to_ring_ = false;

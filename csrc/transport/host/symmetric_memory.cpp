@@ -73,6 +73,11 @@ void SymmetricMemory::set_path_fault(int dst, uint64_t delay_ns, double bytes_pe
     link_->set_path_fault(dst, delay_ns, bytes_per_s);
 }
 
+void SymmetricMemory::set_receive_fault(size_t begin, size_t end, uint64_t delay_ns) {
+    if (!link_) throw std::runtime_error("set_receive_fault: connect first");
+    link_->set_receive_fault(begin, end, delay_ns);
+}
+
 void SymmetricMemory::set_delivery(const std::string& policy, uint64_t seed) {
     reorder_seed_ = policy == "random" ? std::optional(seed) : std::nullopt;
     if (link_) link_->set_reorder(reorder_seed_);
