@@ -11,15 +11,12 @@ instruction or nearly so. Start-up is taken out by the difference of a long and 
 from __future__ import annotations
 
 import argparse
-import os
-import re
-import shutil
-import subprocess
 import sys
 from typing import NamedTuple
 
 import _normal_group
 from _one_thread_group import Group, GroupShape
+from _valgrind import instructions, require_valgrind
 
 
 class Workload(NamedTuple):
@@ -66,23 +63,16 @@ def run_rounds(args: argparse.Namespace) -> None:
     group.close()
 
 
-def instructions(args: argparse.Namespace, workload: str, rounds: int, counters: bool) -> int:
-    """Executed by one run, as valgrind counts them."""
-    command = [
-        "valgrind", "--tool=cachegrind", "--cache-sim=no", "--cachegrind-out-file=/dev/null",
-        sys.executable, __file__, "--run", workload, "--rounds", str(rounds),
-        *(["--counters"] if counters else []),
-        *(word for name in ("num_ranks", "num_tokens", "hidden", "num_topk", "num_experts")
-          if (value := getattr(args, name)) is not None
-          for word in (f"--{name.replace('_', '-')}", str(value))),
-    ]  # fmt: skip
-    # A fixed hash seed, because Python's own instructions depend on it.
-    env = {**os.environ, "PYTHONHASHSEED": "0", "DEEP_EP_CPU_CLOCK": "wall"}
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
-    found = re.search(r"I\s+refs:\s+([\d,]+)", done.stderr)
-    if done.returncode or found is None:
-        sys.exit(f"{' '.join(command)} failed:\n{done.stdout}{done.stderr}")
-    return int(found[1].replace(",", ""))
+def run(args: argparse.Namespace, workload: str, rounds: int, counters: bool) -> int:
+    """Executed by one run of the measured program."""
+    sizes = (
+        word
+        for name in ("num_ranks", "num_tokens", "hidden", "num_topk", "num_experts")
+        if (value := getattr(args, name)) is not None
+        for word in (f"--{name.replace('_', '-')}", str(value))
+    )
+    flags = ["--counters"] if counters else []
+    return instructions(__file__, "--run", workload, "--rounds", str(rounds), *flags, *sizes)
 
 
 def main() -> int:
@@ -103,8 +93,7 @@ def main() -> int:
     if args.run:
         run_rounds(args)
         return 0
-    if shutil.which("valgrind") is None:
-        sys.exit("valgrind is not installed; on Debian or Ubuntu: apt-get install valgrind")
+    require_valgrind()
     print(
         f"{args.num_ranks} ranks, {args.hidden} x top-{args.num_topk} of {args.num_experts} experts; "
         "a round is a dispatch and a combine of all ranks"
@@ -118,7 +107,7 @@ def measure(args: argparse.Namespace, workload: str) -> float:
     _, num_tokens, rounds = WORKLOADS[workload]
     per_round = {}
     for counters in (False, True):
-        short, long = (instructions(args, workload, number, counters) for number in rounds)
+        short, long = (run(args, workload, number, counters) for number in rounds)
         per_round[counters] = (long - short) / (rounds[1] - rounds[0])
     ratio = per_round[True] / per_round[False]
     print(

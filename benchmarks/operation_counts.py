@@ -12,10 +12,6 @@ agree on sizes. Numbers are means over the ranks of a group.
 
 from __future__ import annotations
 
-import os
-import re
-import shutil
-import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,6 +27,7 @@ from _counts import (
     write_into_page,
 )
 from _one_thread_group import Group, GroupShape, random_routes
+from _valgrind import instructions, require_valgrind
 
 BEGIN, END = "<!-- counted: begin -->", "<!-- counted: end -->"
 RANKS = (8, 16, 64)
@@ -112,27 +109,17 @@ def count(shape: GroupShape) -> list[OperationCounts]:
     return result
 
 
-def instructions(shape: GroupShape) -> dict[str, float]:
-    """Executed by a rank in an operation, as valgrind counts them, by operation."""
-    if shutil.which("valgrind") is None:
-        sys.exit("valgrind is not installed; on Debian or Ubuntu: apt-get install valgrind")
-    totals = []
-    for dispatches, combines in ((1, 1), (2, 1), (1, 2)):
-        command = [
-            "valgrind", "--tool=cachegrind", "--cache-sim=no", "--cachegrind-out-file=/dev/null",
-            sys.executable, __file__, "--run", str(dispatches), str(combines),
-            "--num-ranks", str(shape.num_ranks), "--num-tokens", str(shape.num_tokens),
-            "--hidden", str(shape.hidden), "--num-topk", str(shape.num_topk),
-            "--num-experts", str(shape.num_experts),
-        ]  # fmt: skip
-        # A fixed hash seed, because Python's own instructions depend on it.
-        env = {**os.environ, "PYTHONHASHSEED": "0", "DEEP_EP_CPU_CLOCK": "wall"}
-        done = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
-        found = re.search(r"I\s+refs:\s+([\d,]+)", done.stderr)
-        if done.returncode or found is None:
-            sys.exit(f"{' '.join(command)} failed:\n{done.stdout}{done.stderr}")
-        totals.append(int(found[1].replace(",", "")))
-    base, *more = totals
+def executed(shape: GroupShape) -> dict[str, float]:
+    """Instructions of a rank in an operation, by operation."""
+    sizes = (
+        "--num-ranks", str(shape.num_ranks), "--num-tokens", str(shape.num_tokens),
+        "--hidden", str(shape.hidden), "--num-topk", str(shape.num_topk),
+        "--num-experts", str(shape.num_experts),
+    )  # fmt: skip
+    base, *more = (
+        instructions(__file__, "--run", str(dispatches), str(combines), *sizes)
+        for dispatches, combines in ((1, 1), (2, 1), (1, 2))
+    )
     return {name: (total - base) / shape.num_ranks for name, total in zip(OPERATIONS, more)}
 
 
@@ -227,8 +214,9 @@ def main() -> int:
         group.close()
         return 0
     if args.instructions:
+        require_valgrind()
         for shape in shapes:
-            for operation, number in instructions(shape).items():
+            for operation, number in executed(shape).items():
                 print(
                     f"EP{shape.num_ranks} {operation}: {number:,.0f} instructions a rank, "
                     f"{number / shape.num_tokens:,.0f} a token"
