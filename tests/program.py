@@ -129,6 +129,14 @@ def report_diagnosis(observed: Any, group: dist.ProcessGroup, args: argparse.Nam
     return right[0]
 
 
+def assert_named(done: subprocess.CompletedProcess[str], verdict: str) -> None:
+    """The program has named what was injected. It may name others besides: cores are shared here."""
+    output = done.stdout + done.stderr
+    assert done.returncode == 0 or "named but not injected" in output, output
+    assert "injected but not named" not in output, output
+    assert verdict in output, output
+
+
 # --- ranks ----------------------------------------------------------------------------------------
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from normal_cases import parse_arguments, run_rank
-from program import run_program, start, torchrun
+from program import assert_named, run_program, start, torchrun
 
 # Shapes of tests: all loops, in seconds.
 REDUCED = (
@@ -44,6 +44,13 @@ def test_program_repeats_itself_under_pressure_and_measures_under_torchrun() -> 
         "Best combine:",
     ):
         assert words in done.stdout, done.stdout
+
+
+def test_program_names_a_slow_nic_and_not_its_paths() -> None:
+    options = ("--quick", "--ranks-per-node=1", "--inject", "slow-nic=2:5ms")
+    done = run_program(Path(__file__), *REDUCED, *options)
+    assert_named(done, "Comm-Slow  rank 2")
+    assert "Comm-Slow  path" not in done.stdout, done.stdout
 
 
 def test_program_says_that_one_node_is_not_enough(capsys: Any) -> None:
