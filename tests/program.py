@@ -7,7 +7,9 @@ nor hypothesis is installed.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -205,10 +207,20 @@ def start(run_rank: Callable[..., None], args: argparse.Namespace) -> int:
 def run_program(
     program: Path, *arguments: str, launcher: Sequence[str] = (), timeout_s: float = 300
 ) -> subprocess.CompletedProcess[str]:
-    """The program as its users start it, on the cpu backend's default settings."""
+    """The program as its users start it, on the cpu backend's default settings.
+
+    If it takes too long, its ranks are ended with it, and what they printed is lost.
+    """
     command = [sys.executable, *launcher, str(program), *arguments]
     package = str(Path(deep_ep.__file__).parent.parent)  # the one under test, installed or not
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([package, *sys.path])}
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=timeout_s, check=False, env=env
-    )
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env,
+        start_new_session=True,
+    ) as started:  # fmt: skip
+        try:
+            output, errors = started.communicate(timeout=timeout_s)
+        finally:
+            with contextlib.suppress(ProcessLookupError):  # nobody is left
+                os.killpg(started.pid, signal.SIGKILL)
+    return subprocess.CompletedProcess(command, started.returncode, output, errors)
