@@ -8,13 +8,14 @@ set -euo pipefail
 python=$1
 shift
 computing=(
+    tests/test_gpu_runner.py tests/test_explore.py tests/test_simulated_counters.py tests/test_operation_counts.py
     tests/diagnose/analyze tests/diagnose/collect tests/diagnose/core tests/diagnose/render
     tests/diagnose/storage tests/memory_order tests/model
 )
 
 # cover NAME ARGUMENT...: pytest, and build/coverage-NAME.json.
 cover() {
-    "$python" -m slipcover --source deep_ep --json --out "build/coverage-$1.json" -m pytest "${@:2}"
+    "$python" -m slipcover --source deep_ep --json --out "build/coverage-$1.json" -m pytest --durations=12 "${@:2}"
 }
 
 mkdir -p build
