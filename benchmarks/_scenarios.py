@@ -266,7 +266,7 @@ _NORMAL_ONLY = (
     Scenario("slow NVLink pair", _nvlink_pair, least_per_node=2),
     Scenario("slow path of a rail", _path_of_rail, least_nodes=2),
     # Of two nodes a NIC has one path.
-    Scenario("slow NIC, outwards", _one(SlowNicOut), least_nodes=3),
+    Scenario("slow NIC, outwards", _one(SlowNicOut), least_nodes=2),
 )
 SCENARIOS |= {scenario.name: scenario for scenario in _NORMAL_ONLY}
 NORMAL_FAULTY = [

@@ -36,7 +36,7 @@ from .estimates import estimate_kinds
 from .finding import Found
 from .intermittent import late_at_times
 from .outliers import outliers
-from .path_rules import path_remarks, slow_paths, slower_than_before
+from .path_rules import path_remarks, slow_paths, slower_than_before, without_parts
 from .rank_rules import early_receivers, hot_experts, late_ranks
 from .silent_ranks import late_and_silent
 from .thresholds import MIN_OPERATIONS, JudgedKind, Thresholds
@@ -146,7 +146,7 @@ def _causes_of(kinds: Sequence[JudgedKind], history: History | None) -> list[Fou
     at_times = late_at_times(of_ranks, hot_ranks | set(holding_up))
     uneven = [*hot, *slow, *(f for f in on_paths if f.kind.carries_rows)]
     late = late_ranks(of_ranks, hot_ranks, _ranks(at_times), set(holding_up), _largest_ns(uneven))
-    return [*hot, *slow, *at_times, *late, *late_and_silent(of_ranks), *on_paths]
+    return [*hot, *slow, *at_times, *late, *late_and_silent(of_ranks), *without_parts(on_paths)]
 
 
 def _largest_ns(found: Sequence[Found]) -> float:

@@ -387,16 +387,16 @@ def _looks(m: Matrices, paths: Paths) -> list[_Look]:
     place = m.place
     sides = _either_sides if paths.drifted else _sides
     grouped = 1 < place.num_nodes < m.num_ranks
-    looks: list[Any] = []
-    if grouped:
-        # On the hop of gateways every path is on a rail, and of two nodes each rail has a pair of paths.
-        if place.num_nodes >= _MIN_NODES or (paths.classes[m.expected] > 1).any():
+    if not grouped:
+        looks: list[Any] = [sides]
+    elif place.num_nodes >= _MIN_NODES:
+        looks = [_rails, _node_links, sides, _node_pairs]
+    else:
+        # Between two nodes an uplink, a downlink and a pair of nodes are the same paths, and a rail is one
+        # path and its way back, of more that a NIC has.
+        looks = [_node_pairs, sides]
+        if (paths.classes[m.expected] > 1).any():  # on the hop of gateways every path is on a rail
             looks.append(_rails)
-        # Between two nodes an uplink, a downlink and a pair of nodes are the same paths.
-        looks.append(_node_pairs if place.num_nodes < _MIN_NODES else _node_links)
-    looks.append(sides)
-    if grouped and place.num_nodes >= _MIN_NODES:
-        looks.append(_node_pairs)
     return [functools.partial(look, m, paths) for look in looks]
 
 

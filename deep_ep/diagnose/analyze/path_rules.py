@@ -100,6 +100,24 @@ def _is_borne_out(paths: Any, effect: float, others: Sequence[JudgedKind]) -> bo
     return not known or max(known) > _BORNE_OUT * effect
 
 
+def without_parts(found: Sequence[Found]) -> list[Found]:
+    """Of what is slow on the hops of an operation, not the paths of a NIC, link or side that is slow on
+    another one: between two nodes rows take one path of a NIC, and notices all of them.
+    """
+    return [f for f in found if not any(_is_part(f, of) for of in found)]
+
+
+def _is_part(found: Found, of: Found) -> bool:
+    if found.verdict.edge is None or not found.kind.carries_rows:
+        return False
+    if of.gain.paths is None or of.verdict.edge is not None or of.verdict.cause == Cause.EVERYWHERE:
+        return False
+    src, dst = found.verdict.edge
+    covered = np.zeros(of.kind.e.blame.shape, dtype=bool)
+    covered[of.gain.paths] = True
+    return bool(covered[dst, src]) and of.verdict.effect_us > _BORNE_OUT * found.verdict.effect_us
+
+
 def path_remarks(kind: JudgedKind) -> list[str]:
     """What single paths say together that none of them says alone."""
     if kind.is_too_small_for_clocks:

@@ -107,6 +107,11 @@ def test_a_slow_nic_is_one_rank_and_not_eight() -> None:
     assert operations(found) == {"notify", "gateway dispatch", "normal combine"}
 
 
+def test_between_two_nodes_a_slow_nic_is_neither_a_rail_nor_the_path_that_rows_take() -> None:
+    found = judge(2, 4, SlowNicOut(1, EFFECT_S))
+    assert causes(found) == {("egress", 1)}
+
+
 def test_a_late_rank_and_a_slow_path_and_a_slow_receiver_are_told_apart() -> None:
     injected = [SlowRank(3, 2 * EFFECT_S), SlowPath(0, 4, EFFECT_S), SlowReceiver(6, EFFECT_S)]
     assert causes(judge(2, 4, *injected)) == {
