@@ -1,0 +1,114 @@
+"""`python -m deep_ep.doctor`: examines this installation and this machine, and under torchrun the whole job.
+
+Exit status: 0 nothing is wrong or only warned of, 1 something cannot work, 2 bad arguments.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Callable
+
+from deep_ep.doctor import container, libraries, package, settings, sizes
+from deep_ep.doctor.finding import FAIL, Finding, exit_status, show, to_json
+from deep_ep.doctor.host import Host
+
+_PROGRAM = "python -m deep_ep.doctor"
+_CHECKS: tuple[Callable[[Host], list[Finding]], ...] = (
+    package.check,
+    libraries.check,
+    container.check,
+    settings.check,
+)
+_MODEL = ("tokens", "hidden", "experts", "topk", "ranks")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the program and returns its exit status."""
+    parser = _parser()
+    given = parser.parse_args(arguments)
+    host = Host()
+    findings = examine(host, _model(parser, given))
+    if given.json is None:
+        show(findings, sys.stdout, verbose=given.verbose)
+    else:
+        _write(to_json(findings), given.json)
+    return exit_status(findings)
+
+
+def examine(host: Host, model: sizes.Model | None = None) -> list[Finding]:
+    """All findings on one machine.
+
+    Args:
+        host: the machine.
+        model: whose needs are counted too.
+    """
+    checks = list(_CHECKS)
+    if model is not None:
+        checks.append(lambda machine: sizes.check(machine, model))
+    findings = []
+    for check in checks:
+        try:
+            findings += check(host)
+        except Exception as error:  # noqa: BLE001 - the other checks still have something to say
+            name = check.__module__.rpartition(".")[2]
+            said = package.chain(error)
+            why = "what this check looks at is not judged"
+            findings.append(
+                Finding(name, FAIL, f"the check failed: {said}", why, "report this error")
+            )
+    return findings
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=_PROGRAM,
+        description="Examines the installation, the machine and the environment. Every line says ok, warn "
+        "or fail, and what repairs it.",
+        epilog="Exit status: 0 nothing fails; 1 something does; 2 bad arguments.",
+    )
+    parser.add_argument(
+        "--json", metavar="FILE", help="write JSON there instead; - is standard output"
+    )
+    parser.add_argument(
+        "--verbose", action="store_true", help="also why the lines that are ok matter"
+    )
+    model = parser.add_argument_group("a model, whose needs are counted; all five or none")
+    model.add_argument("--tokens", type=_positive, help="most tokens a rank dispatches at once")
+    model.add_argument("--hidden", type=_positive, help="channels of a token")
+    model.add_argument("--experts", type=_positive, help="experts in total")
+    model.add_argument("--topk", type=_positive, help="experts of a token")
+    model.add_argument("--ranks", type=_positive, help="size of the group")
+    model.add_argument(
+        "--ranks-per-node", type=_positive, default=8, help="of an NVLink domain (default: 8)"
+    )
+    return parser
+
+
+def _model(parser: argparse.ArgumentParser, given: argparse.Namespace) -> sizes.Model | None:
+    values = {name: getattr(given, name) for name in _MODEL}
+    if all(value is None for value in values.values()):
+        return None
+    missing = [f"--{name}" for name, value in values.items() if value is None]
+    if missing:
+        parser.error(f"a model takes {', '.join(missing)} too")
+    return sizes.Model(**values, ranks_per_node=given.ranks_per_node)
+
+
+def _write(text: str, target: str) -> None:
+    if target == "-":
+        sys.stdout.write(f"{text}\n")
+    else:
+        Path(target).write_text(f"{text}\n")
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not an integer above 0")
+    return int(text)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
