@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Callable
 
-from deep_ep.doctor import container, libraries, package, settings, sizes
+from deep_ep.doctor import container, gpu, libraries, network, package, settings, sizes
 from deep_ep.doctor.finding import FAIL, Finding, exit_status, show, to_json
 from deep_ep.doctor.host import Host
 
@@ -19,6 +19,8 @@ _PROGRAM = "python -m deep_ep.doctor"
 _CHECKS: tuple[Callable[[Host], list[Finding]], ...] = (
     package.check,
     libraries.check,
+    gpu.check,
+    network.check,
     container.check,
     settings.check,
 )

@@ -45,7 +45,17 @@ def test_this_machine_has_every_line_and_a_status_that_follows_from_them() -> No
             "deep_ep._cuda_nvshmem",
             "torch",
         ),
-        *("NVSHMEM", "NVSHMEM in process", "/dev/shm", "memlock", "open files", "/proc", "ptrace"),
+        *(
+            "NVSHMEM",
+            "NVSHMEM in process",
+            "GPU",
+            "RDMA devices",
+            "/dev/shm",
+            "memlock",
+            "open files",
+            "/proc",
+            "ptrace",
+        ),
         *(
             "memory of container",
             "variables",
