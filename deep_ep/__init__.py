@@ -21,16 +21,13 @@ from deep_ep.errors import (
     EPUsageError,
 )
 
-try:
+# `python -m deep_ep.doctor` begins without torch, and says so if that does not load.
+if "deep_ep.doctor" not in getattr(sys, "orig_argv", ()):
     from deep_ep import group, utils
     from deep_ep.buffer import Buffer
     from deep_ep.config import Config, topk_idx_t
     from deep_ep.counters import CounterSnapshot, RecvCounters
     from deep_ep.event import EventHandle, EventOverlap
-except (ImportError, OSError):
-    # `python -m deep_ep.doctor` says why, and what else is wrong.
-    if "deep_ep.doctor" not in getattr(sys, "orig_argv", ()):
-        raise
 
 
 def _compare_ranks(

@@ -6,13 +6,15 @@ Exit status: 0 nothing is wrong or only warned of, 1 something cannot work, 2 ba
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Callable
 
-from deep_ep.doctor import container, gpu, libraries, network, package, settings, sizes
-from deep_ep.doctor.finding import FAIL, Finding, exit_status, show, to_json
+from deep_ep.doctor import container, gpu, libraries, network, package, ranks, settings, sizes
+from deep_ep.doctor.finding import FAIL, OK, Finding, exit_status, show, to_json
 from deep_ep.doctor.host import Host
 
 _PROGRAM = "python -m deep_ep.doctor"
@@ -32,11 +34,39 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser()
     given = parser.parse_args(arguments)
     host = Host()
-    findings = examine(host, _model(parser, given))
+    model = _model(parser, given)
+    job = ranks.job_of(host)
+    if job is None:
+        return _report(examine(host, model), given)
+    # A launcher ends all ranks when one has failed: the others still say what they know.
+    hurry = threading.Event()
+    signal.signal(signal.SIGTERM, lambda number, frame: hurry.set())
+    return _among_ranks(examine(host, model), job, hurry, given)
+
+
+def _among_ranks(
+    findings: list[Finding], job: ranks.Job, hurry: threading.Event, given: argparse.Namespace
+) -> int:
+    """Reports on one rank for all; its exit status is the job's, that of the others 0."""
+    try:
+        meeting = ranks.Meeting(ranks.open_store(job, given.deadline), job)
+        said = meeting.gather(findings, given.deadline, hurry)
+        status = 0 if said is None else _report(ranks.together(said, job.size), given)
+        meeting.leave(has_reported=said is not None)
+    except (ImportError, OSError, RuntimeError) as error:
+        alone = [*findings, ranks.unreachable(job, error)]
+        return _report([finding for finding in alone if finding.status != OK], given)
+    return status
+
+
+def _report(findings: list[Finding], given: argparse.Namespace) -> int:
     if given.json is None:
         show(findings, sys.stdout, verbose=given.verbose)
+    elif given.json == "-":
+        sys.stdout.write(f"{to_json(findings)}\n")
     else:
-        _write(to_json(findings), given.json)
+        Path(given.json).write_text(f"{to_json(findings)}\n")
+    sys.stdout.flush()
     return exit_status(findings)
 
 
@@ -77,6 +107,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--verbose", action="store_true", help="also why the lines that are ok matter"
     )
+    parser.add_argument(
+        "--deadline",
+        type=_positive,
+        default=60,
+        metavar="SECONDS",
+        help="under torchrun: how long to wait for ranks that do not come (default: 60)",
+    )
     model = parser.add_argument_group("a model, whose needs are counted; all five or none")
     model.add_argument("--tokens", type=_positive, help="most tokens a rank dispatches at once")
     model.add_argument("--hidden", type=_positive, help="channels of a token")
@@ -97,13 +134,6 @@ def _model(parser: argparse.ArgumentParser, given: argparse.Namespace) -> sizes.
     if missing:
         parser.error(f"a model takes {', '.join(missing)} too")
     return sizes.Model(**values, ranks_per_node=given.ranks_per_node)
-
-
-def _write(text: str, target: str) -> None:
-    if target == "-":
-        sys.stdout.write(f"{text}\n")
-    else:
-        Path(target).write_text(f"{text}\n")
 
 
 def _positive(text: str) -> int:

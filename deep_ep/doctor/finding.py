@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import textwrap
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any, TextIO
 
 OK, WARN, FAIL = "ok", "warn", "fail"
@@ -24,7 +24,7 @@ class Finding:
         found: what is there, in words.
         why: what follows from it for a program.
         repair: a command, or what to do; empty where nothing is to be done.
-        agreed: what must be equal on all ranks; `None`: each rank may have its own.
+        agreed: what must be equal on all ranks, by name.
     """
 
     name: str
@@ -32,7 +32,7 @@ class Finding:
     found: str
     why: str
     repair: str = ""
-    agreed: str | None = None
+    agreed: Mapping[str, str] = field(default_factory=dict)
 
 
 def exit_status(findings: Iterable[Finding]) -> int:
@@ -69,13 +69,12 @@ def show(findings: Sequence[Finding], stream: TextIO, *, verbose: bool = False) 
     write(f"\n{summary(findings)}\n", "bold")
 
 
-def to_json(findings: Sequence[Finding], **more: Any) -> str:
-    """An object with the exit status, the summary and every finding; `more` adds fields."""
+def to_json(findings: Sequence[Finding]) -> str:
+    """An object with the exit status, the summary and every finding."""
     return json.dumps(
         {
             "exit_status": exit_status(findings),
             "summary": summary(findings),
-            **more,
             "findings": [asdict(finding) for finding in findings],
         },
         indent=1,

@@ -54,7 +54,7 @@ def _gpus(host: Host) -> list[Gpu] | Finding:
     ran = host.run(["nvidia-smi", f"--query-gpu={_QUERY}", "--format=csv,noheader"])
     if ran.status == 0:
         rows = [[cell.strip() for cell in line.split(",")] for line in ran.text.splitlines()]
-        return [Gpu(*row) for row in rows if len(row) == len(Gpu._fields)]
+        return [Gpu(*row) for row in rows if len(row) == len(_QUERY.split(","))]
     why = "without a GPU the cpu backend runs the kernels, a thousand times slower"
     said = " ".join(ran.text.split())
     if not host.has_gpu_driver():
@@ -87,9 +87,9 @@ def _driver(host: Host, gpus: list[Gpu]) -> Finding:
             f"{found}; torch is built for CUDA {built_for}",
             why,
             f"install a newer driver, or a torch for CUDA {serves}",
-            agreed=version,
+            agreed={"driver": version},
         )
-    return Finding("driver", OK, found, why, agreed=version)
+    return Finding("driver", OK, found, why, agreed={"driver": version})
 
 
 def _cuda_of_torch(host: Host) -> str:
@@ -118,7 +118,7 @@ def _models(gpus: list[Gpu]) -> list[Finding]:
             status, found = WARN, f"{found}, divided by MIG"
             why = "instances of a GPU that is divided cannot reach other GPUs' memory"
             repair = "nvidia-smi -mig 0"
-        agreed = f"{name} {capability}"
+        agreed = {"GPU": f"{name} {capability}"}
         findings.append(Finding("GPU", status, found, why, repair, agreed=agreed))
     return findings
 
@@ -192,7 +192,7 @@ def _nvlink(host: Host) -> Finding:
         OK,
         f"between all {len(pairs)} pairs: {', '.join(kinds)}{rate}",
         _NVLINK_WHY,
-        agreed=", ".join(kinds),
+        agreed={"NVLink": ", ".join(kinds)},
     )
 
 

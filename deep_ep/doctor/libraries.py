@@ -118,7 +118,7 @@ def _copies(found: list[Copy], is_needed: bool) -> list[Finding]:
         )
     elif whole:
         listed = ", ".join(map(str, whole))
-        findings.append(Finding("NVSHMEM", OK, listed, _WHY, agreed=whole[0].version))
+        findings.append(Finding("NVSHMEM", OK, listed, _WHY, agreed={"NVSHMEM": whole[0].version}))
     return findings
 
 
@@ -138,7 +138,9 @@ def judge_loaded(
     library, cuda_major = needed
     said = f"{loaded}; needed: {library.version} ({library.path})"
     if found is None or found.serves(library):
-        return Finding("NVSHMEM in process", OK, said, _WHY, agreed=library.version)
+        return Finding(
+            "NVSHMEM in process", OK, said, _WHY, agreed={"NVSHMEM of the build": library.version}
+        )
     text = nvshmem.conflict_text(found, library, cuda_major)
     return Finding(
         "NVSHMEM in process",
@@ -146,5 +148,5 @@ def judge_loaded(
         said,
         text.split(". torch may")[0],
         text.split("Replace it: ")[-1],
-        agreed=library.version,
+        agreed={"NVSHMEM of the build": library.version},
     )

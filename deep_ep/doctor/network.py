@@ -97,7 +97,7 @@ def _state(host: Host, devices: list[str]) -> list[Finding]:
         elif vendor and vendor != _MELLANOX:
             why, status = "IBGDA works with NICs of NVIDIA (ConnectX-4 and newer) alone", WARN
             repair = "list the usable ones in NVSHMEM_HCA_LIST"
-        agreed = f"{model} firmware {firmware}"
+        agreed = {f"firmware of {device}": f"{model} {firmware}"}
         findings.append(Finding("RDMA device", status, found, why, repair, agreed=agreed))
     if not active:
         repair = "ibstat; check cables, switch and subnet manager"
@@ -152,7 +152,9 @@ def _gids(host: Host, device: str) -> list[Finding]:
             findings.append(Finding("GID", FAIL, found, why, repair))
         else:
             found = f"{device} port {port}: RoCE v2 at {', '.join(usable)}"
-            findings.append(Finding("GID", OK, found, why, agreed=", ".join(usable)))
+            findings.append(
+                Finding("GID", OK, found, why, agreed={f"GID of {device}": ", ".join(usable)})
+            )
     return findings
 
 
@@ -197,7 +199,7 @@ def _libmlx5(host: Host) -> Finding:
             return Finding("libmlx5", FAIL, f"{file}: {error.strerror}", why, repair)
         if not has_symbols:
             return Finding("libmlx5", WARN, f"{file} has no symbols {_MLX5_SYMBOLS}", why, repair)
-        return Finding("libmlx5", OK, file, why, agreed=files[-1])
+        return Finding("libmlx5", OK, file, why, agreed={"libmlx5": files[-1]})
     return Finding("libmlx5", FAIL, "not found", why, "apt-get install ibverbs-providers")
 
 
@@ -216,7 +218,7 @@ def _driver_options(host: Host) -> Finding:
     ]
     why = "with these options a GPU rings the NIC's doorbell itself; without, NVSHMEM takes a thread of the CPU, or fails"
     if not missing:
-        return Finding("driver options", OK, "set for IBGDA", why, agreed="set")
+        return Finding("driver options", OK, "set for IBGDA", why, agreed={"driver options": "set"})
     options = (
         'options nvidia NVreg_EnableStreamMemOPs=1 NVreg_RegistryDwords="PeerMappingOverride=1;"'
     )
@@ -226,7 +228,7 @@ def _driver_options(host: Host) -> Finding:
         f"/proc/driver/nvidia/params lacks {' and '.join(missing)}",
         why,
         f"echo '{options}' > /etc/modprobe.d/nvidia-ibgda.conf && update-initramfs -u && reboot",
-        agreed="not set",
+        agreed={"driver options": "not set"},
     )
 
 

@@ -92,7 +92,7 @@ def _deep_ep(host: Host) -> Finding:
         OK,
         f"{version} in {host.package}, Python {sys.version.split()[0]}",
         "ranks of one job must run the same version",
-        agreed=version,
+        agreed={"deep_ep": version},
     )
 
 
@@ -266,7 +266,16 @@ def _torch(host: Host, cuda: Loaded) -> list[Finding]:
         status = WARN
         why = "this machine has a GPU, and a torch without CUDA cannot use it"
         repair = "pip install a torch with CUDA (https://pytorch.org/get-started/locally)"
-    findings = [Finding("torch", status, found, why, repair, agreed=f"{version} CUDA {built_for}")]
+    findings = [
+        Finding(
+            "torch",
+            status,
+            found,
+            why,
+            repair,
+            agreed={"torch": version, "CUDA of torch": str(built_for)},
+        )
+    ]
     if built_for is not None and cuda.constants is not None:
         findings.append(_same_cuda(str(built_for), cuda.constants))
     return findings

@@ -74,13 +74,12 @@ def _set(host: Host) -> Finding:
     shown = {
         name: value for name, value in sorted(host.environment.items()) if _SHOWN.fullmatch(name)
     }
-    texts = {name: f"{name}={value}" for name, value in shown.items()}
     return Finding(
         "variables",
         OK,
-        ", ".join(texts.values()) or "none is set",
+        ", ".join(f"{name}={value}" for name, value in shown.items()) or "none is set",
         "ranks with different settings disagree when they meet",
-        agreed=", ".join(text for name, text in texts.items() if name not in _PER_RANK),
+        agreed={name: value for name, value in shown.items() if name not in _PER_RANK},
     )
 
 
@@ -192,8 +191,8 @@ def _timeout(host: Host) -> Finding:
     )
     repair = "export DEEP_EP_TIMEOUT_S=1800, or compile on all ranks before the first operation and meet at a barrier"
     if seconds < 10 or (not cached and host.has_gpu_driver() and seconds < _PATIENT_S):
-        return Finding("timeout", WARN, found, why, repair, agreed=f"{seconds:g}")
-    return Finding("timeout", OK, found, why, agreed=f"{seconds:g}")
+        return Finding("timeout", WARN, found, why, repair)
+    return Finding("timeout", OK, found, why)
 
 
 def _verify() -> Finding:
@@ -204,7 +203,6 @@ def _verify() -> Finding:
         "DEEP_EP_VERIFY=1" if is_on else "off (DEEP_EP_VERIFY=1 switches it on)",
         "where results are wrong, it says which row was overwritten, and who sent it: buffers that are "
         "shared by two modes, graphs that are replayed with old sizes, memory, wires",
-        agreed=str(int(is_on)),
     )
 
 

@@ -120,7 +120,7 @@ def _queue_depth(model: Model) -> Finding:
     if model.ranks > model.ranks_per_node and depth < needed:
         power = 1 << (needed - 1).bit_length()
         return Finding("queue depth", FAIL, found, why, f"export NVSHMEM_QP_DEPTH={power}")
-    return Finding("queue depth", OK, found, why, agreed=str(depth))
+    return Finding("queue depth", OK, found, why)
 
 
 def _memory(host: Host, low_latency: int, normal: int, received: int) -> Finding:

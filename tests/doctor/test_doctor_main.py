@@ -145,4 +145,4 @@ def test_only_fails_are_an_exit_status() -> None:
     lines.append(Finding("c", FAIL, "x", "y", "z"))
     assert exit_status(lines) == 1
     assert summary(lines) == "1 fail: c; 1 warn: b"
-    assert json.loads(to_json(lines, rank=3))["rank"] == 3
+    assert json.loads(to_json(lines))["exit_status"] == 1
