@@ -7,25 +7,36 @@ from __future__ import annotations
 
 import argparse
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Callable
 
-from deep_ep.doctor import container, gpu, libraries, network, package, ranks, settings, sizes
+from deep_ep.doctor import (
+    container,
+    exchange,
+    gpu,
+    libraries,
+    network,
+    package,
+    ranks,
+    settings,
+    sizes,
+)
 from deep_ep.doctor.finding import FAIL, OK, Finding, exit_status, show, to_json
 from deep_ep.doctor.host import Host
 
 _PROGRAM = "python -m deep_ep.doctor"
-_CHECKS: tuple[Callable[[Host], list[Finding]], ...] = (
-    package.check,
-    libraries.check,
-    gpu.check,
-    network.check,
-    container.check,
-    settings.check,
-)
+_CHECKS: dict[str, Callable[[Host], list[Finding]]] = {
+    "package": package.check,
+    "libraries": libraries.check,
+    "gpu": gpu.check,
+    "network": network.check,
+    "container": container.check,
+    "settings": settings.check,
+}
 _MODEL = ("tokens", "hidden", "experts", "topk", "ranks")
 
 
@@ -37,20 +48,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
     model = _model(parser, given)
     job = ranks.job_of(host)
     if job is None:
-        return _report(examine(host, model), given)
+        seconds = given.deadline if given.test else 0
+        return _report(examine(host, model, seconds), given)
     # A launcher ends all ranks when one has failed: the others still say what they know.
     hurry = threading.Event()
     signal.signal(signal.SIGTERM, lambda number, frame: hurry.set())
-    return _among_ranks(examine(host, model), job, hurry, given)
+    return _among_ranks(host, examine(host, model), job, hurry, given)
 
 
 def _among_ranks(
-    findings: list[Finding], job: ranks.Job, hurry: threading.Event, given: argparse.Namespace
+    host: Host,
+    findings: list[Finding],
+    job: ranks.Job,
+    hurry: threading.Event,
+    given: argparse.Namespace,
 ) -> int:
     """Reports on one rank for all; its exit status is the job's, that of the others 0."""
     try:
         meeting = ranks.Meeting(ranks.open_store(job, given.deadline), job)
-        said = meeting.gather(findings, given.deadline, hurry)
+        tried = None
+        if given.test and meeting.all_ready(given.deadline, hurry):
+            place = exchange.Place(job.address, job.port, job.rank, job.size, job.local_rank)
+            tried = exchange.try_rank(host.environment, place, given.deadline, hurry)
+        mine = ranks.Said(socket.gethostname(), findings, tried)
+        said = meeting.gather(mine, given.deadline, hurry)
         status = 0 if said is None else _report(ranks.together(said, job.size), given)
         meeting.leave(has_reported=said is not None)
     except (ImportError, OSError, RuntimeError) as error:
@@ -70,22 +91,24 @@ def _report(findings: list[Finding], given: argparse.Namespace) -> int:
     return exit_status(findings)
 
 
-def examine(host: Host, model: sizes.Model | None = None) -> list[Finding]:
+def examine(host: Host, model: sizes.Model | None = None, exchange_s: int = 0) -> list[Finding]:
     """All findings on one machine.
 
     Args:
         host: the machine.
         model: whose needs are counted too.
+        exchange_s: above 0: ranks exchange rows too, and wait for each other this long, seconds.
     """
-    checks = list(_CHECKS)
+    checks = dict(_CHECKS)
     if model is not None:
-        checks.append(lambda machine: sizes.check(machine, model))
+        checks["sizes"] = lambda machine: sizes.check(machine, model)
+    if exchange_s:
+        checks["exchange"] = lambda machine: exchange.on_this_machine(machine, exchange_s)
     findings = []
-    for check in checks:
+    for name, check in checks.items():
         try:
             findings += check(host)
         except Exception as error:  # noqa: BLE001 - the other checks still have something to say
-            name = check.__module__.rpartition(".")[2]
             said = package.chain(error)
             why = "what this check looks at is not judged"
             findings.append(
@@ -112,7 +135,13 @@ def _parser() -> argparse.ArgumentParser:
         type=_positive,
         default=60,
         metavar="SECONDS",
-        help="under torchrun: how long to wait for ranks that do not come (default: 60)",
+        help="how long to wait for ranks that do not come, and in --test (default: 60)",
+    )
+    parser.add_argument(
+        "--test",
+        action="store_true",
+        help="also let ranks exchange rows: those of the job, or one for each GPU of this machine, or "
+        "four on its CPU",
     )
     model = parser.add_argument_group("a model, whose needs are counted; all five or none")
     model.add_argument("--tokens", type=_positive, help="most tokens a rank dispatches at once")

@@ -7,7 +7,6 @@ once the launcher wants to end them because one has failed.
 from __future__ import annotations
 
 import json
-import socket
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -15,6 +14,7 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any, Callable, NamedTuple
 
+from deep_ep.doctor import exchange
 from deep_ep.doctor.finding import FAIL, OK, WARN, Finding
 from deep_ep.doctor.host import Host
 from deep_ep.errors import ranks_text
@@ -42,6 +42,7 @@ class Job(NamedTuple):
         address: host of the store.
         port: of the store.
         launcher_serves: whether the launcher serves the store; otherwise rank 0 does.
+        local_rank: place among the ranks of its host.
     """
 
     rank: int
@@ -49,14 +50,22 @@ class Job(NamedTuple):
     address: str
     port: int
     launcher_serves: bool
+    local_rank: int = 0
 
 
 @dataclass(frozen=True)
 class Said:
-    """What one rank has published."""
+    """What one rank has published.
+
+    Attributes:
+        host: where it runs.
+        findings: its own.
+        tried: what it saw of the exchange, if one was tried.
+    """
 
     host: str
     findings: Sequence[Finding]
+    tried: exchange.Outcome | None = None
 
 
 def job_of(host: Host) -> Job | None:
@@ -68,7 +77,9 @@ def job_of(host: Host) -> Job | None:
         return None
     rank, size, port = map(int, texts)
     served = host.environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return Job(rank, size, address, port, served) if size > 1 else None
+    local = host.environment.get("LOCAL_RANK", "")
+    local_rank = int(local) if local.isdecimal() else 0
+    return Job(rank, size, address, port, served, local_rank) if size > 1 else None
 
 
 def open_store(job: Job, patience_s: float) -> Any:
@@ -103,21 +114,26 @@ class Meeting:
         self._store = store
         self._job = job
 
+    def all_ready(self, patience_s: float, hurry: threading.Event) -> bool:
+        """Whether all ranks have come to this point, for which it waits; see `gather`."""
+        self._store.add("ready", 1)
+        self._wait(lambda: self._count("ready") >= self._job.size, patience_s, hurry)
+        return self._count("ready") >= self._job.size
+
     def gather(
-        self, findings: Sequence[Finding], patience_s: float, hurry: threading.Event
+        self, said: Said, patience_s: float, hurry: threading.Event
     ) -> dict[int, Said] | None:
         """Publishes, waits for the others, and returns what came on the one rank that is to report.
 
         Args:
-            findings: of this rank.
+            said: by this rank.
             patience_s: how long to wait for ranks that do not come.
             hurry: set when the job is being ended; then it waits for a moment only.
 
         Returns:
             What each rank has published; `None` on ranks that need not report.
         """
-        said = {"host": socket.gethostname(), "findings": [asdict(finding) for finding in findings]}
-        self._store.set(self._key(self._job.rank), json.dumps(said))
+        self._store.set(self._key(self._job.rank), json.dumps(asdict(said)))
         self._store.add("came", 1)
         self._wait(lambda: self._count("came") >= self._job.size, patience_s, hurry)
         came = [rank for rank in range(self._job.size) if self._store.check([self._key(rank)])]
@@ -165,7 +181,8 @@ class Meeting:
 
     def _read(self, rank: int) -> Said:
         said = json.loads(self._store.get(self._key(rank)))
-        return Said(str(said["host"]), [Finding(**fields) for fields in said["findings"]])
+        findings = [Finding(**fields) for fields in said["findings"]]
+        return Said(str(said["host"]), findings, said["tried"])
 
 
 def together(said: Mapping[int, Said], size: int) -> list[Finding]:
@@ -189,7 +206,8 @@ def together(said: Mapping[int, Said], size: int) -> list[Finding]:
     for (name, status, found, why, repair), ranks in ranks_of.items():
         where = "" if len(ranks) == len(came) else f"{ranks_text(ranks)}: "
         findings.append(Finding(name, status, f"{where}{found}", why, repair))
-    return findings
+    tried = {rank: one.tried for rank, one in said.items() if one.tried is not None}
+    return findings + (exchange.judge(tried, size) if tried else [])
 
 
 def _attendance(said: Mapping[int, Said], size: int) -> Finding:

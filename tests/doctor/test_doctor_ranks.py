@@ -46,7 +46,7 @@ def meet(
 
     def run(rank: int) -> dict[int, Said] | None:
         meeting = Meeting(store, Job(rank, size, "", 0, launcher_serves=False))
-        said = meeting.gather([LINE], patience_s, ended)
+        said = meeting.gather(Said("a", [LINE]), patience_s, ended)
         meeting.leave(has_reported=said is not None)
         return said
 
