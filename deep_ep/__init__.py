@@ -22,7 +22,8 @@ from deep_ep.errors import (
 )
 
 # `python -m deep_ep.doctor` begins without torch, and says so if that does not load.
-if "deep_ep.doctor" not in getattr(sys, "orig_argv", ()):
+_words = getattr(sys, "orig_argv", [])
+if ("-m", "deep_ep.doctor") not in zip(_words, _words[1:]):
     from deep_ep import group, utils
     from deep_ep.buffer import Buffer
     from deep_ep.config import Config, topk_idx_t

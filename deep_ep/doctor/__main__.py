@@ -37,6 +37,7 @@ _CHECKS: dict[str, Callable[[Host], list[Finding]]] = {
     "container": container.check,
     "settings": settings.check,
 }
+_BAD_ARGUMENTS = 2
 _MODEL = ("tokens", "hidden", "experts", "topk", "ranks")
 
 
@@ -68,7 +69,9 @@ def _among_ranks(
         meeting = ranks.Meeting(ranks.open_store(job, given.deadline), job)
         tried = None
         if given.test and meeting.all_ready(given.deadline, hurry):
-            place = exchange.Place(job.address, job.port, job.rank, job.size, job.local_rank)
+            place = exchange.Place(
+                f"tcp://{job.address}:{job.port}", job.rank, job.size, job.local_rank
+            )
             tried = exchange.try_rank(host.environment, place, given.deadline, hurry)
         mine = ranks.Said(socket.gethostname(), findings, tried)
         said = meeting.gather(mine, given.deadline, hurry)
@@ -86,7 +89,11 @@ def _report(findings: list[Finding], given: argparse.Namespace) -> int:
     elif given.json == "-":
         sys.stdout.write(f"{to_json(findings)}\n")
     else:
-        Path(given.json).write_text(f"{to_json(findings)}\n")
+        try:
+            Path(given.json).write_text(f"{to_json(findings)}\n")
+        except OSError as error:
+            sys.stderr.write(f"{_PROGRAM}: {given.json}: {error.strerror}\n")
+            return _BAD_ARGUMENTS
     sys.stdout.flush()
     return exit_status(findings)
 

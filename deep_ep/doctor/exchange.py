@@ -8,7 +8,8 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
-from datetime import timedelta
+from concurrent.futures import ThreadPoolExecutor
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple, Union
 
 from deep_ep import env
@@ -27,10 +28,16 @@ Outcome = Union[dict[str, Any], str]
 
 
 class Place(NamedTuple):
-    """One rank of an exchange, and the store where the ranks meet."""
+    """One rank of an exchange.
 
-    address: str
-    port: int
+    Attributes:
+        store: where the ranks meet: `tcp://ADDRESS:PORT` of a store that is served, or `file://PATH`.
+        rank: the rank.
+        size: number of ranks.
+        local_rank: its place among those of its host.
+    """
+
+    store: str
     rank: int
     size: int
     local_rank: int
@@ -44,31 +51,15 @@ def on_this_machine(host: Host, seconds: int) -> list[Finding]:
         seconds: how long a rank waits for another one.
     """
     from torch import cuda
-    from torch import distributed as dist
 
     size = cuda.device_count() or _CPU_RANKS
-    store = dist.TCPStore(  # type: ignore[attr-defined]
-        "127.0.0.1",
-        0,
-        is_master=True,
-        timeout=timedelta(seconds=seconds),
-        wait_for_workers=False,
-    )
-    # Sockets of ranks of one machine need no network.
+    # Ranks of one machine need no network.
     local = {**host.environment, "GLOO_SOCKET_IFNAME": "lo"}
-    outcomes: dict[int, Outcome] = {}
     never = threading.Event()
-
-    def run(rank: int) -> None:
-        place = Place("127.0.0.1", store.port, rank, size, rank)
-        outcomes[rank] = try_rank(local, place, seconds, never)
-
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return judge(outcomes, size)
+    with TemporaryDirectory(prefix="deep_ep_doctor_") as folder, ThreadPoolExecutor(size) as pool:
+        places = [Place(f"file://{folder}/store", rank, size, rank) for rank in range(size)]
+        outcomes = pool.map(lambda place: try_rank(local, place, seconds, never), places)
+        return judge(dict(enumerate(outcomes)), size)
 
 
 def try_rank(

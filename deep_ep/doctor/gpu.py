@@ -54,9 +54,11 @@ def _gpus(host: Host) -> list[Gpu] | Finding:
     ran = host.run(["nvidia-smi", f"--query-gpu={_QUERY}", "--format=csv,noheader"])
     if ran.status == 0:
         rows = [[cell.strip() for cell in line.split(",")] for line in ran.text.splitlines()]
-        return [Gpu(*row) for row in rows if len(row) == len(_QUERY.split(","))]
+        gpus = [Gpu(*row) for row in rows if len(row) == len(_QUERY.split(","))]
+        if gpus:
+            return gpus
     why = "without a GPU the cpu backend runs the kernels, a thousand times slower"
-    said = " ".join(ran.text.split())
+    said = " ".join(ran.text.split()) or "there is no GPU"
     if not host.has_gpu_driver():
         found = "none: NVIDIA's driver is not loaded"
         if any(name.startswith("nvidia") for name in host.names("/dev")):
@@ -74,7 +76,7 @@ def _gpus(host: Host) -> list[Gpu] | Finding:
 
 
 def _driver(host: Host, gpus: list[Gpu]) -> Finding:
-    version = gpus[0].driver if gpus else "of an unknown version"
+    version = gpus[0].driver
     banner = re.search(r"CUDA Version:\s*([\d.]+)", host.run(["nvidia-smi"]).text)
     serves = banner.group(1) if banner else ""
     found = f"{version}, serves CUDA up to {serves or 'an unknown version'}"

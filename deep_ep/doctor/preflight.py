@@ -1,7 +1,8 @@
-"""`python -m deep_ep.doctor.preflight ADDRESS PORT RANK SIZE LOCAL_RANK SECONDS`: one rank of a small exchange.
+"""`python -m deep_ep.doctor.preflight STORE RANK SIZE LOCAL_RANK SECONDS`: one rank of a small exchange.
 
 A program of its own, because what it tries may hang or crash. Every rank sends rows to every rank, each row saying
 whose it is; then a few more operations are counted and judged. The last line that it prints is JSON: a `Tried`.
+STORE is where the ranks meet: tcp://ADDRESS:PORT of a store that is served, or file://PATH.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -55,14 +57,13 @@ class Tried:
 
 def main(arguments: Sequence[str]) -> int:
     """Runs the program and returns its exit status, which is 0 if it has something to say."""
-    address, *numbers = arguments
-    port, rank, size, local_rank, seconds = map(int, numbers)
+    where, *numbers = arguments
+    rank, size, local_rank, seconds = map(int, numbers)
     torch.set_num_threads(1)
     if backend.get().name == "cuda":
         torch.cuda.set_device(local_rank % torch.cuda.device_count())
     patience = timedelta(seconds=max(seconds, _MEETING_S))
-    served = dist.TCPStore(address, port, timeout=patience)  # type: ignore[attr-defined]
-    store = dist.PrefixStore("deep_ep.doctor.preflight", served)  # type: ignore[attr-defined]
+    store = _store(where, size, patience)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=patience)
     tried = Tried()
     try:
@@ -75,6 +76,14 @@ def main(arguments: Sequence[str]) -> int:
         tried.error = str(error)
     sys.stdout.write(f"{json.dumps(asdict(tried))}\n")
     return 0
+
+
+def _store(where: str, size: int, patience: timedelta) -> Any:
+    if where.startswith("file://"):
+        return dist.FileStore(where.removeprefix("file://"), size)  # type: ignore[attr-defined]
+    address, _, port = where.removeprefix("tcp://").rpartition(":")
+    served = dist.TCPStore(address, int(port), timeout=patience)  # type: ignore[attr-defined]
+    return dist.PrefixStore("deep_ep.doctor.preflight", served)  # type: ignore[attr-defined]
 
 
 def _try_all(tried: Tried, rank: int, size: int) -> None:

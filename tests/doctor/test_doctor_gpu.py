@@ -60,6 +60,11 @@ def test_a_driver_that_does_not_answer_fails_in_its_own_words(tmp_path: Path) ->
     assert (found.status, words in found.found) == (FAIL, True)
 
 
+def test_a_driver_that_lists_no_gpu_fails(tmp_path: Path) -> None:
+    (found,) = look(tmp_path, commands={QUERY: ""})
+    assert (found.status, "there is no GPU" in found.found) == (FAIL, True)
+
+
 def test_two_hoppers_with_nvlink_are_ok_and_their_bandwidth_is_told(tmp_path: Path) -> None:
     findings = look(tmp_path)
     assert {finding.status for finding in findings} == {OK}

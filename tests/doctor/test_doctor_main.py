@@ -122,6 +122,13 @@ def test_json_goes_to_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert not capsys.readouterr().out
 
 
+def test_a_file_that_cannot_be_written_is_a_bad_argument(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--json", str(tmp_path / "none" / "findings.json")]) == 2
+    assert "findings.json: No such file or directory" in capsys.readouterr().err
+
+
 def test_part_of_a_model_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["--tokens", "128"])
