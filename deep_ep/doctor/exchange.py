@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -25,6 +26,14 @@ _LOOK_EVERY_S = 0.2
 
 # What a rank printed (`preflight.Tried`), or why it printed nothing.
 Outcome = Union[dict[str, Any], str]
+_TYPES = {
+    "bad_pairs": list,
+    "missing": list,
+    "awaited": list,
+    "error": str,
+    "operation": int,
+    "verdicts": list,
+}
 
 
 class Place(NamedTuple):
@@ -96,12 +105,13 @@ def try_rank(
             except subprocess.TimeoutExpired:
                 if hurry.is_set() or time.monotonic() > deadline:
                     process.kill()
-    try:
-        said: dict[str, Any] = json.loads(printed.splitlines()[-1])
-    except (ValueError, IndexError):
-        lines = complaints.strip().splitlines() or ["nothing was said"]
-        return f"ended with status {process.returncode}: {lines[-1]}"
-    return said
+    lines = printed.splitlines()
+    with contextlib.suppress(ValueError):
+        said: Outcome = json.loads(lines[-1] if lines else "")
+        if isinstance(said, dict) and is_outcome(said):
+            return said
+    last_words = complaints.strip().splitlines() or ["nothing was said"]
+    return f"ended with status {process.returncode}: {last_words[-1]}"
 
 
 def judge(outcomes: Mapping[int, Outcome], size: int) -> list[Finding]:
@@ -134,6 +144,13 @@ def judge(outcomes: Mapping[int, Outcome], size: int) -> list[Finding]:
         return findings
     found = f"rows of all {size} ranks arrive at all ranks, and come back"
     return [Finding("exchange", OK, found, _WHY), _first_diagnosis(ended)]
+
+
+def is_outcome(value: object) -> bool:
+    """Whether this is what a rank of this version says of an exchange."""
+    if isinstance(value, dict):
+        return {name: type(item) for name, item in value.items()} == _TYPES
+    return isinstance(value, str)
 
 
 def _broken_pairs(ended: Mapping[int, dict[str, Any]]) -> set[tuple[int, int]]:

@@ -57,7 +57,7 @@ def _gpus(host: Host) -> list[Gpu] | Finding:
         gpus = [Gpu(*row) for row in rows if len(row) == len(_QUERY.split(","))]
         if gpus:
             return gpus
-    why = "without a GPU the cpu backend runs the kernels, a thousand times slower"
+    why = "without a GPU the cpu backend runs the kernels, which is for tests and far slower"
     said = " ".join(ran.text.split()) or "there is no GPU"
     if not host.has_gpu_driver():
         found = "none: NVIDIA's driver is not loaded"

@@ -90,10 +90,11 @@ def _copies(found: list[Copy], is_needed: bool) -> list[Finding]:
     if not found:
         status = FAIL if is_needed else OK
         return [Finding("NVSHMEM", status, "none found", _WHY, _INSTALL if is_needed else "")]
+    whole = [copy for copy in found if not copy.missing]
     findings = [
         Finding(
             "NVSHMEM",
-            FAIL if is_needed else WARN,
+            FAIL if is_needed and not whole else WARN,
             f"{copy} is incomplete: it has no {', no '.join(copy.missing)}",
             "the loader takes the first folder with a library of the right name, and what the copy "
             "lacks is missed when a job starts",
@@ -102,7 +103,6 @@ def _copies(found: list[Copy], is_needed: bool) -> list[Finding]:
         for copy in found
         if copy.missing
     ]
-    whole = [copy for copy in found if not copy.missing]
     versions = {copy.version for copy in whole}
     if len(versions) > 1:
         listed = ", then ".join(map(str, whole))

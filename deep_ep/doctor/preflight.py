@@ -7,7 +7,6 @@ STORE is where the ranks meet: tcp://ADDRESS:PORT of a store that is served, or 
 
 from __future__ import annotations
 
-import contextlib
 import json
 import sys
 from collections.abc import Sequence
@@ -161,5 +160,4 @@ def _sentence(verdict: diagnose.Verdict) -> str:
 
 
 if __name__ == "__main__":
-    with contextlib.suppress(BrokenPipeError):
-        sys.exit(main(sys.argv[1:]))
+    sys.exit(main(sys.argv[1:]))

@@ -6,6 +6,7 @@ once the launcher wants to end them because one has failed.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 import time
@@ -180,9 +181,34 @@ class Meeting:
         return f"rank {rank}"
 
     def _read(self, rank: int) -> Said:
-        said = json.loads(self._store.get(self._key(rank)))
-        findings = [Finding(**fields) for fields in said["findings"]]
-        return Said(str(said["host"]), findings, said["tried"])
+        from deep_ep.diagnose.core.printable_text import printable
+
+        # Of any program that reaches the store, or of a doctor of another version.
+        text = self._store.get(self._key(rank)).decode(errors="replace")
+        with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
+            said = json.loads(text)
+            findings = [_received(one, printable) for one in said["findings"]]
+            if said["tried"] is None or exchange.is_outcome(said["tried"]):
+                return Said(printable(said["host"]), findings, said["tried"])
+        found = f"it published {printable(text[:80])!r}, which this version does not understand"
+        why, repair = (
+            "the doctors of a job must be of one version",
+            "install one version of deep_ep",
+        )
+        return Said("?", [Finding("other doctor", FAIL, found, why, repair)])
+
+
+def _received(said: Mapping[str, Any], printable: Callable[[str], str]) -> Finding:
+    if said["status"] not in (OK, WARN, FAIL):
+        raise ValueError(said["status"])
+    return Finding(
+        printable(said["name"]),
+        printable(said["status"]),
+        printable(said["found"]),
+        printable(said["why"]),
+        printable(said["repair"]),
+        {printable(name): printable(value) for name, value in said["agreed"].items()},
+    )
 
 
 def together(said: Mapping[int, Said], size: int) -> list[Finding]:
@@ -232,6 +258,7 @@ def _differences(said: Mapping[int, Said]) -> list[Finding]:
     values = {
         rank: {name: text for one in said[rank].findings for name, text in one.agreed.items()}
         for rank in sorted(said)
+        if any(one.agreed for one in said[rank].findings)
     }
     findings = []
     for name in sorted({name for of_rank in values.values() for name in of_rank}):

@@ -51,7 +51,6 @@ _PATIENT_S = 600.0
 _CACHES = (
     ("DG_JIT_CACHE_DIR", ".deep_gemm"),
     ("TRITON_CACHE_DIR", ".triton/cache"),
-    ("FLASHINFER_WORKSPACE_BASE", ".cache/flashinfer"),
 )
 
 
@@ -120,7 +119,10 @@ def _contradictions(host: Host) -> list[Finding]:
         )
         found.append((FAIL, what, why, "unset DEEP_EP_BACKEND, or install NVIDIA's driver"))
     if wanted == "cpu" and has_gpu:
-        what, why = "DEEP_EP_BACKEND=cpu, and there is a GPU", "the CPU is a thousand times slower"
+        what, why = (
+            "DEEP_EP_BACKEND=cpu, and there is a GPU",
+            "the cpu backend is for tests and far slower",
+        )
         found.append((WARN, what, why, "unset DEEP_EP_BACKEND"))
     if wanted == "cuda" or (has_gpu and wanted != "cpu"):
         for variable in (env.SCHEDULE, env.DELIVERY, env.CPU_CLOCK):

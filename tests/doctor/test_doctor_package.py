@@ -202,6 +202,17 @@ def test_an_incomplete_nvshmem_is_named_with_what_it_lacks(tmp_path: Path) -> No
     assert "nvshmem_transport_ibgda.so" in found.found
 
 
+def test_an_incomplete_nvshmem_fails_where_it_is_needed_and_the_only_one(tmp_path: Path) -> None:
+    nvshmem_copy(tmp_path / "nv", "3.8.0", WHOLE[:1])
+    environment = {"NVSHMEM_DIR": str(tmp_path / "nv")}
+    host = installation(tmp_path, ("_cpu", "_cuda"), json.dumps(CONSTANTS), environment=environment)
+    assert named(libraries.check(host), "NVSHMEM").status == FAIL
+    nvshmem_copy(tmp_path / "home", "3.8.0", WHOLE)
+    environment["NVSHMEM_HOME"] = str(tmp_path / "home")
+    statuses = [finding.status for finding in all_named(libraries.check(host), "NVSHMEM")]
+    assert statuses == [WARN, OK]
+
+
 def test_several_versions_of_nvshmem_are_named_the_loader_s_first(tmp_path: Path) -> None:
     first = nvshmem_copy(tmp_path / "cluster", "3.8.0", WHOLE)
     nvshmem_copy(tmp_path / "site" / "nvidia" / "nvshmem", "3.4.5", WHOLE)

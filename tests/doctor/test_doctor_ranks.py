@@ -79,6 +79,30 @@ def test_a_job_that_is_being_ended_is_not_waited_for(monkeypatch: pytest.MonkeyP
     assert sorted(said[0]) == [0]
 
 
+@pytest.mark.parametrize(
+    "published",
+    [
+        "",
+        "[]",
+        '{"host": "b", "findings": [{}]}',
+        '{"host": "b", "findings": [], "tried": {"x": 1}}',
+        '{"host": "b", "tried": null, "findings": [{"name": "torch", "status": "great", "found": "", '
+        '"why": "", "repair": "", "agreed": {}}]}',
+    ],
+)
+def test_what_no_doctor_of_this_version_publishes_is_a_finding(published: str) -> None:
+    store = HashStore()
+    store.set("rank 1", published)
+    store.add("came", 1)
+    said = Meeting(store, Job(0, 2, "", 0, True)).gather(Said("a", [LINE]), 60, threading.Event())
+    assert said is not None
+    assert said[0] == Said("a", [LINE])
+    findings = together(said, 2)
+    found = named(findings, "other doctor")
+    assert (found.status, found.found.startswith("rank 1: it published")) == (FAIL, True)
+    assert not all_named(findings, "ranks differ")
+
+
 def said_by(*findings: Finding, host: str = "a") -> Said:
     return Said(host, findings)
 
