@@ -135,6 +135,9 @@ def _contradictions(host: Host) -> list[Finding]:
     if env.diagnose_dir() is not None and env.diagnose().mode == "off":
         what = "DEEP_EP_DIAGNOSE_DIR is set, and DEEP_EP_DIAGNOSE is off"
         found.append((WARN, what, "no record is written", "export DEEP_EP_DIAGNOSE=1"))
+    if env.inject():
+        what, why = f"DEEP_EP_INJECT={env.inject()}", "every Buffer injects these faults"
+        found.append((WARN, what, why, "unset DEEP_EP_INJECT, unless this is a test"))
     for name in _WRITTEN:
         if name in host.environment:
             what, why = f"{name} is set", "deep_ep writes it itself, from the arguments of Buffer"
