@@ -6,10 +6,9 @@ Importing needs no GPU and touches none; the backend is chosen when the first `B
 
 from __future__ import annotations
 
-from deep_ep import env, errors, group, utils, watchers
-from deep_ep.buffer import Buffer
-from deep_ep.config import Config, topk_idx_t
-from deep_ep.counters import CounterSnapshot, RecvCounters
+import sys
+
+from deep_ep import env, errors, watchers
 from deep_ep.errors import (
     EPArgumentError,
     EPError,
@@ -21,7 +20,15 @@ from deep_ep.errors import (
     EPUnsupportedError,
     EPUsageError,
 )
-from deep_ep.event import EventHandle, EventOverlap
+
+# `python -m deep_ep.doctor` begins without torch, and says so if that does not load.
+_words = getattr(sys, "orig_argv", [])
+if ("-m", "deep_ep.doctor") not in zip(_words, _words[1:]):
+    from deep_ep import group, utils
+    from deep_ep.buffer import Buffer
+    from deep_ep.config import Config, topk_idx_t
+    from deep_ep.counters import CounterSnapshot, RecvCounters
+    from deep_ep.event import EventHandle, EventOverlap
 
 
 def _compare_ranks(

@@ -5,11 +5,15 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 from deep_ep.errors import EPArgumentError
+
+# Where variables are read.
+_environment: Mapping[str, str] = os.environ
 
 
 @dataclass(frozen=True)
@@ -23,7 +27,7 @@ class Variable:
 
     def text(self) -> str:
         """The value given by the user, or the default."""
-        return os.environ.get(self.name, "").strip() or self.default
+        return _environment.get(self.name, "").strip() or self.default
 
     def error(self, allowed: str) -> EPArgumentError:
         """The error for a value that cannot be used."""
@@ -218,6 +222,22 @@ class Order(NamedTuple):
 
     policy: str
     seed: int
+
+
+def everything() -> dict[str, str]:
+    """All variables of this process, whoever reads them."""
+    return dict(os.environ)
+
+
+@contextlib.contextmanager
+def read_from(environment: Mapping[str, str]) -> Iterator[None]:
+    """Lets every function here answer for another environment within a `with` block; not for threads."""
+    global _environment
+    before, _environment = _environment, environment
+    try:
+        yield
+    finally:
+        _environment = before
 
 
 def backend() -> str:

@@ -139,8 +139,9 @@ def package() -> list[str]:
 
 
 def core() -> list[str]:
-    """The same without deep_ep.diagnose."""
-    return [path for path in package() if not path.startswith("deep_ep/diagnose/")]
+    """The same without deep_ep.diagnose and deep_ep.doctor, which are programs on top of it."""
+    on_top = ("deep_ep/diagnose/", "deep_ep/doctor/")
+    return [path for path in package() if not path.startswith(on_top)]
 
 
 def is_private(name: str) -> bool:

@@ -1,0 +1,182 @@
+"""`python -m deep_ep.doctor`: examines this installation and this machine, and under torchrun the whole job.
+
+Exit status: 0 nothing is wrong or only warned of, 1 something cannot work, 2 bad arguments.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Callable
+
+from deep_ep.doctor import (
+    container,
+    exchange,
+    gpu,
+    libraries,
+    network,
+    package,
+    ranks,
+    settings,
+    sizes,
+)
+from deep_ep.doctor.finding import FAIL, OK, Finding, exit_status, show, to_json
+from deep_ep.doctor.host import Host
+
+_PROGRAM = "python -m deep_ep.doctor"
+_CHECKS: dict[str, Callable[[Host], list[Finding]]] = {
+    "package": package.check,
+    "libraries": libraries.check,
+    "gpu": gpu.check,
+    "network": network.check,
+    "container": container.check,
+    "settings": settings.check,
+}
+_BAD_ARGUMENTS = 2
+_MODEL = ("tokens", "hidden", "experts", "topk", "ranks")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the program and returns its exit status."""
+    parser = _parser()
+    given = parser.parse_args(arguments)
+    host = Host()
+    model = _model(parser, given)
+    job = ranks.job_of(host)
+    if job is None:
+        seconds = given.deadline if given.test else 0
+        return _report(examine(host, model, seconds), given)
+    # A launcher ends all ranks when one has failed: the others still say what they know.
+    hurry = threading.Event()
+    signal.signal(signal.SIGTERM, lambda number, frame: hurry.set())
+    return _among_ranks(host, examine(host, model), job, hurry, given)
+
+
+def _among_ranks(
+    host: Host,
+    findings: list[Finding],
+    job: ranks.Job,
+    hurry: threading.Event,
+    given: argparse.Namespace,
+) -> int:
+    """Reports on one rank for all; its exit status is the job's, that of the others 0."""
+    try:
+        meeting = ranks.Meeting(ranks.open_store(job, given.deadline), job)
+        tried = None
+        if given.test and meeting.all_ready(given.deadline, hurry):
+            place = exchange.Place(
+                f"tcp://{job.address}:{job.port}", job.rank, job.size, job.local_rank
+            )
+            tried = exchange.try_rank(host.environment, place, given.deadline, hurry)
+        mine = ranks.Said(socket.gethostname(), findings, tried)
+        said = meeting.gather(mine, given.deadline, hurry)
+        status = 0 if said is None else _report(ranks.together(said, job.size), given)
+        meeting.leave(has_reported=said is not None)
+    except (ImportError, OSError, RuntimeError) as error:
+        alone = [*findings, ranks.unreachable(job, error)]
+        return _report([finding for finding in alone if finding.status != OK], given)
+    return status
+
+
+def _report(findings: list[Finding], given: argparse.Namespace) -> int:
+    if given.json is None:
+        show(findings, sys.stdout, verbose=given.verbose)
+    elif given.json == "-":
+        sys.stdout.write(f"{to_json(findings)}\n")
+    else:
+        try:
+            Path(given.json).write_text(f"{to_json(findings)}\n")
+        except OSError as error:
+            sys.stderr.write(f"{_PROGRAM}: {given.json}: {error.strerror}\n")
+            return _BAD_ARGUMENTS
+    sys.stdout.flush()
+    return exit_status(findings)
+
+
+def examine(host: Host, model: sizes.Model | None = None, exchange_s: int = 0) -> list[Finding]:
+    """All findings on one machine.
+
+    Args:
+        host: the machine.
+        model: whose needs are counted too.
+        exchange_s: above 0: ranks exchange rows too, and wait for each other this long, seconds.
+    """
+    checks = dict(_CHECKS)
+    if model is not None:
+        checks["sizes"] = lambda machine: sizes.check(machine, model)
+    if exchange_s:
+        checks["exchange"] = lambda machine: exchange.on_this_machine(machine, exchange_s)
+    findings = []
+    for name, check in checks.items():
+        try:
+            findings += check(host)
+        except Exception as error:  # noqa: BLE001 - the other checks still have something to say
+            said = package.chain(error)
+            why = "what this check looks at is not judged"
+            findings.append(
+                Finding(name, FAIL, f"the check failed: {said}", why, "report this error")
+            )
+    return findings
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=_PROGRAM,
+        description="Examines the installation, the machine and the environment. Every line says ok, warn "
+        "or fail, and what repairs it.",
+        epilog="Exit status: 0 nothing fails; 1 something does; 2 bad arguments.",
+    )
+    parser.add_argument(
+        "--json", metavar="FILE", help="write JSON there instead; - is standard output"
+    )
+    parser.add_argument(
+        "--verbose", action="store_true", help="also why the lines that are ok matter"
+    )
+    parser.add_argument(
+        "--deadline",
+        type=_positive,
+        default=60,
+        metavar="SECONDS",
+        help="how long to wait for ranks that do not come, and in --test (default: 60)",
+    )
+    parser.add_argument(
+        "--test",
+        action="store_true",
+        help="also let ranks exchange rows: those of the job, or one for each GPU of this machine, or "
+        "four on its CPU",
+    )
+    model = parser.add_argument_group("a model, whose needs are counted; all five or none")
+    model.add_argument("--tokens", type=_positive, help="most tokens a rank dispatches at once")
+    model.add_argument("--hidden", type=_positive, help="channels of a token")
+    model.add_argument("--experts", type=_positive, help="experts in total")
+    model.add_argument("--topk", type=_positive, help="experts of a token")
+    model.add_argument("--ranks", type=_positive, help="size of the group")
+    model.add_argument(
+        "--ranks-per-node", type=_positive, default=8, help="of an NVLink domain (default: 8)"
+    )
+    return parser
+
+
+def _model(parser: argparse.ArgumentParser, given: argparse.Namespace) -> sizes.Model | None:
+    values = {name: getattr(given, name) for name in _MODEL}
+    if all(value is None for value in values.values()):
+        return None
+    missing = [f"--{name}" for name, value in values.items() if value is None]
+    if missing:
+        parser.error(f"a model takes {', '.join(missing)} too")
+    return sizes.Model(**values, ranks_per_node=given.ranks_per_node)
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not an integer above 0")
+    return int(text)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,163 @@
+"""`python -m deep_ep.doctor.preflight STORE RANK SIZE LOCAL_RANK SECONDS`: one rank of a small exchange.
+
+A program of its own, because what it tries may hang or crash. Every rank sends rows to every rank, each row saying
+whose it is; then a few more operations are counted and judged. The last line that it prints is JSON: a `Tried`.
+STORE is where the ranks meet: tcp://ADDRESS:PORT of a store that is served, or file://PATH.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from deep_ep import backend, diagnose
+from deep_ep.buffer import Buffer
+from deep_ep.diagnose.render import wording
+from deep_ep.errors import EPTimeoutError
+
+_HIDDEN = 512
+# A rank sends so many rows to each rank.
+_ROWS = 2
+# How long ranks may need to start, whatever they are to wait for in operations.
+_MEETING_S = 60
+# Enough operations for a verdict.
+_ROUNDS = 40
+
+Pair = tuple[int, int]
+
+
+@dataclass
+class Tried:
+    """What one rank has seen.
+
+    Attributes:
+        bad_pairs: (source, destination) between which rows did not arrive, or arrived wrong.
+        missing: ranks that all who waited, waited for.
+        awaited: those of them from which nothing came to this rank.
+        error: what was raised, in words; empty if nothing was.
+        operation: how many operations this rank has begun.
+        verdicts: what the first diagnosis says; on rank 0 alone.
+    """
+
+    bad_pairs: list[Pair] = field(default_factory=list)
+    missing: list[int] = field(default_factory=list)
+    awaited: list[int] = field(default_factory=list)
+    error: str = ""
+    operation: int = 0
+    verdicts: list[str] = field(default_factory=list)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs the program and returns its exit status, which is 0 if it has something to say."""
+    where, *numbers = arguments
+    rank, size, local_rank, seconds = map(int, numbers)
+    torch.set_num_threads(1)
+    if backend.get().name == "cuda":
+        torch.cuda.set_device(local_rank % torch.cuda.device_count())
+    patience = timedelta(seconds=max(seconds, _MEETING_S))
+    store = _store(where, size, patience)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=patience)
+    tried = Tried()
+    try:
+        _try_all(tried, rank, size)
+    except EPTimeoutError as error:
+        tried.error = str(error)
+        tried.missing, tried.awaited = list(error.missing_ranks), sorted(error.last_seen)
+        tried.bad_pairs += error.broken_paths
+    except RuntimeError as error:
+        tried.error = str(error)
+    sys.stdout.write(f"{json.dumps(asdict(tried))}\n")
+    return 0
+
+
+def _store(where: str, size: int, patience: timedelta) -> Any:
+    if where.startswith("file://"):
+        return dist.FileStore(where.removeprefix("file://"), size)  # type: ignore[attr-defined]
+    address, _, port = where.removeprefix("tcp://").rpartition(":")
+    served = dist.TCPStore(address, int(port), timeout=patience)  # type: ignore[attr-defined]
+    return dist.PrefixStore("deep_ep.doctor.preflight", served)  # type: ignore[attr-defined]
+
+
+def _try_all(tried: Tried, rank: int, size: int) -> None:
+    num_tokens = _ROWS * size
+    hint = Buffer.get_low_latency_rdma_size_hint(num_tokens, _HIDDEN, size, size)
+    group = dist.new_group(list(range(size)))
+    buffer = Buffer(
+        group, 0, hint, low_latency_mode=True, num_qps_per_rank=1, explicitly_destroy=True
+    )
+    x, topk_idx = sent_rows(rank, size), _routing(rank, size)
+    device = buffer.communicator.backend.device()
+    x, topk_idx = x.to(device), topk_idx.to(device)
+    weights = torch.ones_like(topk_idx, dtype=torch.float32)
+
+    def exchange() -> tuple[torch.Tensor, torch.Tensor]:
+        tried.operation += 1
+        received, count, handle, _, _ = buffer.low_latency_dispatch(
+            x, topk_idx, num_tokens, size, use_fp8=False
+        )
+        assert isinstance(received, torch.Tensor)
+        tried.operation += 1
+        combined, _, _ = buffer.low_latency_combine(received, topk_idx, weights, handle)
+        return received[0, : int(count[0])].cpu(), combined.cpu()
+
+    received, combined = exchange()
+    tried.bad_pairs += wrong_pairs(rank, size, received, combined)
+    buffer.enable_counters()
+    for _ in range(_ROUNDS):
+        exchange()
+    diagnosis = diagnose.run(buffer)
+    if diagnosis is not None:
+        tried.verdicts = [_sentence(verdict) for verdict in diagnosis.verdicts]
+    buffer.destroy()
+
+
+def sent_rows(rank: int, size: int) -> torch.Tensor:
+    """[tokens, hidden] bfloat16 of one rank: small integers, which bfloat16 holds exactly."""
+    tokens = torch.arange(_ROWS * size)
+    rows = ((rank * 31 + tokens * 7)[:, None] + torch.arange(_HIDDEN)) % 127
+    rows[:, 0], rows[:, 1] = rank // 128, rank % 128
+    rows[:, 2], rows[:, 3] = tokens // 128, tokens % 128
+    return rows.bfloat16()
+
+
+def _routing(rank: int, size: int) -> torch.Tensor:
+    """[tokens, 1] int64: one expert a rank, and each token to the next rank."""
+    return ((torch.arange(_ROWS * size) + rank) % size)[:, None]
+
+
+def wrong_pairs(rank: int, size: int, received: torch.Tensor, combined: torch.Tensor) -> list[Pair]:
+    """(source, destination) of what did not come to a rank, or came wrong.
+
+    Args:
+        rank: this one.
+        size: of the group.
+        received: [rows, hidden] bfloat16, what its expert got, in any order.
+        combined: [tokens, hidden] bfloat16, what came back, which is what was sent.
+    """
+    there = {tuple(row) for row in received.tolist()}
+    pairs = []
+    for source in range(size):
+        expected = sent_rows(source, size)[_routing(source, size)[:, 0] == rank]
+        if any(tuple(row) not in there for row in expected.tolist()):
+            pairs.append((source, rank))
+    is_wrong = (combined != sent_rows(rank, size)).any(1)
+    back = sorted(set(_routing(rank, size)[is_wrong, 0].tolist()))
+    return pairs + [(destination, rank) for destination in back if (destination, rank) not in pairs]
+
+
+def _sentence(verdict: diagnose.Verdict) -> str:
+    return (
+        f"{verdict.operation}: {wording.subject(verdict)}, {verdict.cause} ({verdict.kind}), "
+        f"{verdict.effect_us:.0f} us per operation"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,288 @@
+"""All ranks of a job: each publishes its findings in the job's store, and one reports what they say together.
+
+Ranks that cannot start publish nothing. The others do not wait for them longer than they were told to, nor
+once the launcher wants to end them because one has failed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from typing import Any, Callable, NamedTuple
+
+from deep_ep.doctor import exchange
+from deep_ep.doctor.finding import FAIL, OK, WARN, Finding
+from deep_ep.doctor.host import Host
+from deep_ep.errors import ranks_text
+
+_PREFIX = "deep_ep.doctor"
+_LOOK_EVERY_S = 0.1
+# For ranks that are about to publish when the launcher ends the job, and for a report that is being made.
+_GRACE_S = 2.0
+# Ranks that differ in these cannot make a Buffer.
+_MUST_AGREE = {
+    "deep_ep",
+    "DEEP_EP_RANKS_PER_NODE",
+    "DEEP_EP_VERIFY",
+    "DEEP_EP_DIAGNOSE",
+    "DEEP_EP_BACKEND",
+}
+
+
+class Job(NamedTuple):
+    """This rank's place in a job, and where the ranks meet.
+
+    Attributes:
+        rank: this one.
+        size: number of ranks.
+        address: host of the store.
+        port: of the store.
+        launcher_serves: whether the launcher serves the store; otherwise rank 0 does.
+        local_rank: place among the ranks of its host.
+    """
+
+    rank: int
+    size: int
+    address: str
+    port: int
+    launcher_serves: bool
+    local_rank: int = 0
+
+
+@dataclass(frozen=True)
+class Said:
+    """What one rank has published.
+
+    Attributes:
+        host: where it runs.
+        findings: its own.
+        tried: what it saw of the exchange, if one was tried.
+    """
+
+    host: str
+    findings: Sequence[Finding]
+    tried: exchange.Outcome | None = None
+
+
+def job_of(host: Host) -> Job | None:
+    """The job that a launcher has made this process a rank of; `None` if there is none."""
+    names = ("RANK", "WORLD_SIZE", "MASTER_PORT")
+    texts = [host.environment.get(name, "") for name in names]
+    address = host.environment.get("MASTER_ADDR", "")
+    if not address or not all(text.isdecimal() for text in texts):
+        return None
+    rank, size, port = map(int, texts)
+    served = host.environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    local = host.environment.get("LOCAL_RANK", "")
+    local_rank = int(local) if local.isdecimal() else 0
+    return Job(rank, size, address, port, served, local_rank) if size > 1 else None
+
+
+def open_store(job: Job, patience_s: float) -> Any:
+    """The store of the job, with a prefix of its own.
+
+    Raises:
+        ImportError: torch does not load.
+        RuntimeError: nobody serves it.
+    """
+    from torch import distributed as dist
+
+    store = dist.TCPStore(  # type: ignore[attr-defined]
+        job.address,
+        job.port,
+        is_master=job.rank == 0 and not job.launcher_serves,
+        timeout=timedelta(seconds=patience_s),
+        wait_for_workers=False,
+    )
+    return dist.PrefixStore(_PREFIX, store)  # type: ignore[attr-defined]
+
+
+class Meeting:
+    """One rank's side of a job's findings."""
+
+    def __init__(self, store: Any, job: Job) -> None:
+        """Publishes nothing yet.
+
+        Args:
+            store: as `open_store` returns it, the same for all ranks.
+            job: this rank's.
+        """
+        self._store = store
+        self._job = job
+
+    def all_ready(self, patience_s: float, hurry: threading.Event) -> bool:
+        """Whether all ranks have come to this point, for which it waits; see `gather`."""
+        self._store.add("ready", 1)
+        self._wait(lambda: self._count("ready") >= self._job.size, patience_s, hurry)
+        return self._count("ready") >= self._job.size
+
+    def gather(
+        self, said: Said, patience_s: float, hurry: threading.Event
+    ) -> dict[int, Said] | None:
+        """Publishes, waits for the others, and returns what came on the one rank that is to report.
+
+        Args:
+            said: by this rank.
+            patience_s: how long to wait for ranks that do not come.
+            hurry: set when the job is being ended; then it waits for a moment only.
+
+        Returns:
+            What each rank has published; `None` on ranks that need not report.
+        """
+        self._store.set(self._key(self._job.rank), json.dumps(asdict(said)))
+        self._store.add("came", 1)
+        self._wait(lambda: self._count("came") >= self._job.size, patience_s, hurry)
+        came = [rank for rank in range(self._job.size) if self._store.check([self._key(rank)])]
+        # The lowest one reports; another does it if that one has been ended meanwhile.
+        if self._job.rank != min(came):
+            self._wait(self._is_reported, patience_s + _GRACE_S, hurry)
+        if self._is_reported() or self._store.add("reporters", 1) > 1:
+            return None
+        return {rank: self._read(rank) for rank in came}
+
+    def leave(self, *, has_reported: bool) -> None:
+        """Ends this rank's part, once the report is out: the launcher ends all ranks when one fails.
+
+        Args:
+            has_reported: whether it was this rank that reported.
+        """
+        if has_reported:
+            self._store.set("reported", "1")
+        self._wait(self._is_reported, _GRACE_S)
+        self._store.add("left", 1)
+        if self._job.rank == 0 and not self._job.launcher_serves:
+            self._wait(lambda: self._count("left") >= self._count("came"), _GRACE_S)
+
+    def _is_reported(self) -> bool:
+        return bool(self._store.check(["reported"]))
+
+    def _count(self, name: str) -> int:
+        return int(self._store.add(name, 0))
+
+    def _wait(
+        self,
+        is_over: Callable[[], bool],
+        patience_s: float,
+        hurry: threading.Event | None = None,
+    ) -> None:
+        began = time.monotonic()
+        while not is_over() and time.monotonic() < began + patience_s:
+            if hurry is not None and hurry.is_set():
+                self._wait(is_over, _GRACE_S)
+                return
+            time.sleep(_LOOK_EVERY_S)
+
+    def _key(self, rank: int) -> str:
+        return f"rank {rank}"
+
+    def _read(self, rank: int) -> Said:
+        from deep_ep.diagnose.core.printable_text import printable
+
+        # Of any program that reaches the store, or of a doctor of another version.
+        text = self._store.get(self._key(rank)).decode(errors="replace")
+        with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
+            said = json.loads(text)
+            findings = [_received(one, printable) for one in said["findings"]]
+            if said["tried"] is None or exchange.is_outcome(said["tried"]):
+                return Said(printable(said["host"]), findings, said["tried"])
+        found = f"it published {printable(text[:80])!r}, which this version does not understand"
+        why, repair = (
+            "the doctors of a job must be of one version",
+            "install one version of deep_ep",
+        )
+        return Said("?", [Finding("other doctor", FAIL, found, why, repair)])
+
+
+def _received(said: Mapping[str, Any], printable: Callable[[str], str]) -> Finding:
+    if said["status"] not in (OK, WARN, FAIL):
+        raise ValueError(said["status"])
+    return Finding(
+        printable(said["name"]),
+        printable(said["status"]),
+        printable(said["found"]),
+        printable(said["why"]),
+        printable(said["repair"]),
+        {printable(name): printable(value) for name, value in said["agreed"].items()},
+    )
+
+
+def together(said: Mapping[int, Said], size: int) -> list[Finding]:
+    """What the ranks have found, as one list.
+
+    Lines that are ok are those of the lowest rank; of the others each stands once, with its ranks.
+
+    Args:
+        said: by rank, of those that came.
+        size: number of ranks.
+    """
+    came = sorted(said)
+    findings = [_attendance(said, size), *_differences(said)]
+    findings += [finding for finding in said[came[0]].findings if finding.status == OK]
+    ranks_of: dict[tuple[str, ...], list[int]] = {}
+    for rank in came:
+        for one in said[rank].findings:
+            if one.status != OK:
+                texts = (one.name, one.status, one.found, one.why, one.repair)
+                ranks_of.setdefault(texts, []).append(rank)
+    for (name, status, found, why, repair), ranks in ranks_of.items():
+        where = "" if len(ranks) == len(came) else f"{ranks_text(ranks)}: "
+        findings.append(Finding(name, status, f"{where}{found}", why, repair))
+    tried = {rank: one.tried for rank, one in said.items() if one.tried is not None}
+    return findings + (exchange.judge(tried, size) if tried else [])
+
+
+def _attendance(said: Mapping[int, Said], size: int) -> Finding:
+    names = {one.host for one in said.values()}
+    hosts = f"{len(names)} host{'' if len(names) == 1 else 's'}"
+    missing = [rank for rank in range(size) if rank not in said]
+    why = "a job waits for all of its ranks"
+    if not missing:
+        return Finding("ranks", OK, f"all {size} came, on {hosts}", why)
+    return Finding(
+        "ranks",
+        FAIL,
+        f"{ranks_text(missing)} did not come; {ranks_text(said)} did, on {hosts}",
+        f"{why}; those that did not come could not start, or cannot reach MASTER_ADDR and MASTER_PORT",
+        "read what these ranks printed (torchrun --redirects 3 --log-dir DIR), and run "
+        "python -m deep_ep.doctor on their hosts",
+    )
+
+
+def _differences(said: Mapping[int, Said]) -> list[Finding]:
+    """What should be equal on all ranks and is not."""
+    values = {
+        rank: {name: text for one in said[rank].findings for name, text in one.agreed.items()}
+        for rank in sorted(said)
+        if any(one.agreed for one in said[rank].findings)
+    }
+    findings = []
+    for name in sorted({name for of_rank in values.values() for name in of_rank}):
+        ranks_of: dict[str, list[int]] = {}
+        for rank, of_rank in values.items():
+            ranks_of.setdefault(of_rank.get(name, "not there"), []).append(rank)
+        if len(ranks_of) > 1:
+            found = "; ".join(f"{text} on {ranks_text(ranks)}" for text, ranks in ranks_of.items())
+            why, repair = (
+                "ranks of one job must not differ in it",
+                f"make {name} the same on all ranks",
+            )
+            status = FAIL if name in _MUST_AGREE else WARN
+            findings.append(Finding("ranks differ", status, f"{name}: {found}", why, repair))
+    return findings
+
+
+def unreachable(job: Job, error: Exception) -> Finding:
+    """What a rank says that cannot reach the others."""
+    server = "the launcher" if job.launcher_serves else "rank 0"
+    return Finding(
+        "ranks",
+        FAIL,
+        f"rank {job.rank} cannot reach the store at {job.address}:{job.port}: {' '.join(str(error).split())}",
+        f"{server} serves it, and all ranks meet there",
+        "see that MASTER_ADDR and MASTER_PORT name the host that serves it, on all ranks, and that no firewall is between",
+    )

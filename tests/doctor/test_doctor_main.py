@@ -1,0 +1,155 @@
+"""`python -m deep_ep.doctor` as a program: what it prints, how it ends, and that it needs nothing to run."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import deep_ep
+from deep_ep.doctor.__main__ import examine, main
+from deep_ep.doctor.finding import FAIL, OK, WARN, Finding, exit_status, summary, to_json
+from made_up_host import made_up, named
+
+ROOT = Path(deep_ep.__file__).resolve().parent.parent
+MODEL = ("--tokens", "128", "--hidden", "7168", "--experts", "256", "--topk", "8", "--ranks", "8")
+
+
+def doctor(
+    *arguments: str, path: tuple[Path, ...] = (), **env: str
+) -> subprocess.CompletedProcess[str]:
+    """The program in a process of its own, with these folders first on its path."""
+    search = ":".join(map(str, (*path, ROOT)))
+    return subprocess.run(
+        [sys.executable, "-m", "deep_ep.doctor", *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={"PYTHONPATH": search, "PATH": "/usr/bin:/bin", "HOME": "/nonexistent", **env},
+    )
+
+
+def test_this_machine_has_every_line_and_a_status_that_follows_from_them() -> None:
+    ran = doctor("--json", "-", *MODEL)
+    said = json.loads(ran.stdout)
+    names = {finding["name"] for finding in said["findings"]}
+    assert names >= {
+        *(
+            "deep_ep",
+            "distribution",
+            "deep_ep._cpu",
+            "deep_ep._cuda",
+            "deep_ep._cuda_nvshmem",
+            "torch",
+        ),
+        *(
+            "NVSHMEM",
+            "NVSHMEM in process",
+            "GPU",
+            "RDMA devices",
+            "/dev/shm",
+            "memlock",
+            "open files",
+            "/proc",
+            "ptrace",
+        ),
+        *(
+            "memory of container",
+            "variables",
+            "timeout",
+            "verification of rows",
+            "kernels of others",
+        ),
+        *(
+            "low-latency buffer",
+            "normal buffers",
+            "Config of dispatch",
+            "queue pairs",
+            "memory per GPU",
+        ),
+    }
+    fails = any(finding["status"] == FAIL for finding in said["findings"])
+    assert ran.returncode == said["exit_status"] == int(fails)
+    assert all(finding["repair"] for finding in said["findings"] if finding["status"] != OK)
+    assert all(finding["why"] for finding in said["findings"])
+
+
+def test_it_runs_where_torch_does_not_load(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise OSError('libcudart.so.13: cannot open')\n")
+    ran = doctor(path=(tmp_path,))
+    assert ran.returncode == 1
+    assert "fail   torch" in ran.stdout
+    assert "OSError: libcudart.so.13: cannot open" in ran.stdout
+    assert "ok     deep_ep._cpu" in ran.stdout
+    assert "Traceback" not in ran.stderr
+
+
+def test_without_the_doctor_a_torch_that_does_not_load_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise OSError('libcudart.so.13: cannot open')\n")
+    ran = subprocess.run(
+        [sys.executable, "-c", "import deep_ep"],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={"PYTHONPATH": f"{tmp_path}:{ROOT}"},
+    )
+    assert "OSError: libcudart.so.13: cannot open" in ran.stderr
+
+
+def test_a_fail_is_the_exit_status_and_the_summary_names_it() -> None:
+    ran = doctor(DEEP_EP_TIMEOUT_S="never")
+    assert ran.returncode == 1
+    assert "fail   variable out of range  DEEP_EP_TIMEOUT_S is 'never'" in ran.stdout
+    assert "variable out of range" in ran.stdout.splitlines()[-1]
+
+
+def test_why_is_told_of_what_is_bad_and_on_request_of_everything(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    main([])
+    brief = capsys.readouterr().out
+    main(["--verbose"])
+    assert brief.count("why:") < capsys.readouterr().out.count("why:")
+
+
+def test_json_goes_to_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = tmp_path / "findings.json"
+    status = main(["--json", str(target)])
+    assert json.loads(target.read_text())["exit_status"] == status
+    assert not capsys.readouterr().out
+
+
+def test_a_file_that_cannot_be_written_is_a_bad_argument(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--json", str(tmp_path / "none" / "findings.json")]) == 2
+    assert "findings.json: No such file or directory" in capsys.readouterr().err
+
+
+def test_part_of_a_model_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--tokens", "128"])
+    assert ended.value.code == 2
+    assert "--hidden, --experts, --topk, --ranks" in capsys.readouterr().err
+
+
+def test_a_check_that_fails_itself_does_not_end_the_others(tmp_path: Path) -> None:
+    def broken(name: str) -> None:
+        raise ValueError("unheard of")
+
+    findings = examine(made_up(tmp_path, load=broken))
+    assert "ValueError: unheard of" in named(findings, "package").found
+    assert named(findings, "memlock").status == OK
+
+
+def test_only_fails_are_an_exit_status() -> None:
+    lines = [Finding("a", OK, "x", "y"), Finding("b", WARN, "x", "y", "z")]
+    assert exit_status(lines) == 0
+    assert summary(lines) == "1 warn: b"
+    lines.append(Finding("c", FAIL, "x", "y", "z"))
+    assert exit_status(lines) == 1
+    assert summary(lines) == "1 fail: c; 1 warn: b"
+    assert json.loads(to_json(lines))["exit_status"] == 1

@@ -1,0 +1,142 @@
+"""Environments that are made up, and what a model needs."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from deep_ep import Buffer, env
+from deep_ep.doctor import settings, sizes
+from deep_ep.doctor.finding import FAIL, OK, WARN, Finding
+from deep_ep.doctor.sizes import Model
+from made_up_host import all_named, made_up, named
+
+DRIVER = {"/proc/driver/nvidia/version": "NVRM version: 570.86"}
+DEEPSEEK = Model(tokens=128, hidden=7168, experts=256, topk=8, ranks=64)
+
+
+def check(tmp_path: Path, files: dict[str, str] | None = None, **environment: str) -> list[Finding]:
+    return settings.check(made_up(tmp_path, files, environment=environment))
+
+
+def test_nothing_set_is_ok(tmp_path: Path) -> None:
+    findings = check(tmp_path)
+    assert {finding.status for finding in findings} == {OK}
+    assert named(findings, "variables").found == "none is set"
+
+
+def test_a_misspelt_variable_is_named_with_the_nearest_known_one(tmp_path: Path) -> None:
+    findings = check(tmp_path, DEEP_EP_TIMEOUT="300", DEEP_EP_CUDA="1")
+    found = named(findings, "unknown variable")
+    assert (found.status, found.found) == (WARN, "DEEP_EP_TIMEOUT; DEEP_EP_TIMEOUT_S may be meant")
+    assert found.repair == "unset DEEP_EP_TIMEOUT; export DEEP_EP_TIMEOUT_S=300"
+
+
+@pytest.mark.parametrize(
+    "variable",
+    [one for one in env.VARIABLES if one.type not in ("folder", "FAULT[,FAULT...]")],
+    ids=lambda one: str(one.name),
+)
+def test_a_value_out_of_range_fails_by_name(tmp_path: Path, variable: env.Variable) -> None:
+    found = named(check(tmp_path, **{variable.name: "nonsense"}), "variable out of range")
+    assert found.status == FAIL
+    assert found.found.startswith(f"{variable.name} is 'nonsense'; it must be")
+    assert found.repair.startswith("Correct it or unset it")
+
+
+def test_the_process_s_own_environment_does_not_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DEEP_EP_TIMEOUT_S", "soon")
+    assert named(check(tmp_path), "timeout").status == OK
+    assert os.environ["DEEP_EP_TIMEOUT_S"] == "soon"
+    with pytest.raises(ValueError, match="soon"):
+        env.timeout_s()
+
+
+@pytest.mark.parametrize(
+    ("environment", "files", "status", "said"),
+    [
+        ({"DEEP_EP_BACKEND": "cuda"}, {}, FAIL, "no driver of a GPU"),
+        ({"DEEP_EP_BACKEND": "cpu"}, DRIVER, WARN, "there is a GPU"),
+        ({"DEEP_EP_SCHEDULE": "random:1"}, DRIVER, WARN, "the backend is cuda"),
+        ({"DEEP_EP_DIAGNOSE_DIR": "/tmp/x"}, {}, WARN, "DEEP_EP_DIAGNOSE is off"),
+        ({"DEEP_EP_INJECT": "hot-rank=1"}, {}, WARN, "DEEP_EP_INJECT=hot-rank=1"),
+        ({"NVSHMEM_IB_ENABLE_IBGDA": "0"}, {}, WARN, "NVSHMEM_IB_ENABLE_IBGDA is set"),
+        ({"NVSHMEM_IBGDA_NIC_HANDLER": "cpu"}, {}, WARN, "NIC_HANDLER=cpu"),
+        ({"DEEP_EP_RANKS_PER_NODE": "3", "WORLD_SIZE": "8"}, {}, FAIL, "does not divide"),
+        (
+            {"CUDA_VISIBLE_DEVICES": "0,1", "LOCAL_WORLD_SIZE": "4"},
+            {},
+            FAIL,
+            "for LOCAL_WORLD_SIZE=4",
+        ),
+    ],
+)
+def test_contradictions_are_named(
+    tmp_path: Path, environment: dict[str, str], files: dict[str, str], status: str, said: str
+) -> None:
+    found = named(check(tmp_path, files, **environment), "contradiction")
+    assert (found.status, said in found.found) == (status, True)
+
+
+def test_a_timeout_shorter_than_a_cold_compile_is_warned_of(tmp_path: Path) -> None:
+    cold = named(check(tmp_path / "cold", DRIVER, HOME="/root"), "timeout")
+    assert (cold.status, "no compiled kernels" in cold.found) == (WARN, True)
+    assert "EPTimeoutError, which names it" in cold.why
+    assert "export DEEP_EP_TIMEOUT_S=1800" in cold.repair
+    cache = {"/root/.triton/cache/kernel": "", **DRIVER}
+    assert named(check(tmp_path / "warm", cache, HOME="/root"), "timeout").status == OK
+    patient = check(tmp_path / "patient", DRIVER, DEEP_EP_TIMEOUT_S="1800")
+    assert named(patient, "timeout").status == OK
+
+
+def test_streams_in_one_queue_are_warned_of(tmp_path: Path) -> None:
+    found = named(check(tmp_path, CUDA_DEVICE_MAX_CONNECTIONS="1"), "kernels of others")
+    assert found.status == WARN
+    assert "NCCL" in found.why
+    assert "same order on all ranks" in found.repair
+
+
+def test_verification_of_rows_is_offered(tmp_path: Path) -> None:
+    found = named(check(tmp_path), "verification of rows")
+    assert "DEEP_EP_VERIFY=1 switches it on" in found.found
+    assert "shared by two modes" in found.why
+
+
+def test_sizes_are_those_of_the_hints(tmp_path: Path) -> None:
+    findings = sizes.check(made_up(tmp_path), DEEPSEEK)
+    bytes_needed = Buffer.get_low_latency_rdma_size_hint(128, 7168, 64, 256)
+    low_latency = named(findings, "low-latency buffer")
+    assert f"num_rdma_bytes={bytes_needed} " in low_latency.found
+    assert "num_qps_per_rank=4" in low_latency.found
+    assert "more tokens is refused" in low_latency.why
+    assert named(findings, "Config of dispatch").found == repr(Buffer.get_dispatch_config(64))
+    assert "4 to each of 56 ranks" in named(findings, "queue pairs").found
+    assert {finding.status for finding in findings} == {OK}
+
+
+def test_a_shallow_queue_fails_with_the_depth_that_is_enough(tmp_path: Path) -> None:
+    model = Model(tokens=1024, hidden=7168, experts=256, topk=8, ranks=64)
+    found = named(sizes.check(made_up(tmp_path), model), "queue depth")
+    assert (found.status, found.repair) == (FAIL, "export NVSHMEM_QP_DEPTH=4096")
+    one_node = Model(tokens=1024, hidden=7168, experts=256, topk=8, ranks=8)
+    assert named(sizes.check(made_up(tmp_path), one_node), "queue depth").status == OK
+
+
+def test_memory_is_compared_with_what_a_gpu_has(tmp_path: Path) -> None:
+    host = made_up(tmp_path, commands={"nvidia-smi": "80000\n1024\n"})
+    found = named(sizes.check(host, DEEPSEEK), "memory per GPU")
+    assert (found.status, found.found.endswith("a GPU has 1,024 MiB free")) == (WARN, True)
+
+
+def test_sizes_that_are_not_allowed_fail_with_the_library_s_words(tmp_path: Path) -> None:
+    model = Model(tokens=128, hidden=7168, experts=255, topk=8, ranks=64)
+    (found,) = sizes.check(made_up(tmp_path), model)
+    assert (found.name, found.status) == ("sizes", FAIL)
+    assert "multiple of the group size" in found.found
+    many = Model(tokens=128, hidden=7168, experts=256, topk=64, ranks=64)
+    assert named(sizes.check(made_up(tmp_path), many), "top-k").status == FAIL
+    assert not all_named(sizes.check(made_up(tmp_path), DEEPSEEK), "top-k")
