@@ -4,7 +4,7 @@
     slow-path=2>5:1ms       data from rank 2 to rank 5 arrives 1 ms late
     slow-path=2>5:10GB/s    it passes at most 10 GB/s; "1ms,10GB/s" does both
     slow-nic=2:1ms          data between rank 2 and all other nodes arrives 1 ms late, both ways; takes a rate too
-    slow-receiver=4:1ms     rank 4 takes in the rows of normal operations 1 ms after they came
+    slow-receiver=4:1ms     rank 4 takes in the rows of normal operations 1 ms after they came; named so if slots run out
     hot-rank=6              the experts of rank 6 get 4 times their even share of the tokens
     hot-rank=6:2x           2 times
     clock=3:1.5s,20ppm      rank 3's clock is 1.5 s ahead and gains 20 us per second
