@@ -138,9 +138,9 @@ OF_A_HOP = pytest.mark.parametrize(
 )
 
 
-def assert_found(damage: Damage, hop: Hop) -> None:
+def assert_found(damage: Damage, hop: Hop, seed: int = 1) -> None:
     """Who receives the row raises and names it; nobody returns anything wrong."""
-    exchange = Exchange(hop, damage, verifies=True)
+    exchange = Exchange(hop, damage, verifies=True, seed=seed)
     outcomes = exchange.run()
     error = outcomes[hop.receiver]
     assert isinstance(error, EPTransportError), error
@@ -164,6 +164,13 @@ def test_a_damaged_row_of_a_normal_operation_is_named_with_its_hop(
     damage: Damage, hop: Hop
 ) -> None:
     assert_found(damage, hop)
+
+
+@pytest.mark.parametrize("seed", range(2, 8))
+def test_nobody_is_told_of_a_sum_that_its_gateway_has_found_wrong(seed: int) -> None:
+    """Its owner could return it before it hears that the gateway has given up."""
+    (gateway,) = (hop for hop in HOPS if hop.operation == "combine" and hop.receiver != OWNER)
+    assert_found(flip_row, gateway, seed)
 
 
 def test_a_mark_that_would_send_a_row_elsewhere_is_found() -> None:

@@ -91,10 +91,11 @@ def flip_mark(slot: Slot) -> None:
 class Exchange:
     """What all ranks pass, and what came of it."""
 
-    def __init__(self, hop: Hop, damage: Damage, verifies: bool) -> None:
+    def __init__(self, hop: Hop, damage: Damage, verifies: bool, seed: int = 1) -> None:
         self.hop = hop
         self.damage = damage
         self.verifies = verifies
+        self.seed = seed
         self.buffers: list[deep_ep.Buffer] = [None] * NUM_RANKS  # type: ignore[list-item]
         generator = torch.Generator().manual_seed(1)
         self.xs = torch.randn(NUM_RANKS, NUM_TOKENS, HIDDEN, generator=generator).bfloat16()
@@ -103,7 +104,7 @@ class Exchange:
     def run(self) -> list[object]:
         """Per rank: its combined rows, or what it raised."""
         # The last seat is nobody's rank.
-        machine = Machine(NUM_RANKS + 1, RANKS_PER_NODE, PACE, seed=1)
+        machine = Machine(NUM_RANKS + 1, RANKS_PER_NODE, PACE, self.seed)
         self._machine = machine
         environment = {
             "DEEP_EP_TIMEOUT_S": f"{TIMEOUT_S:g}",
