@@ -85,18 +85,25 @@ class _FaultOfRank(Fault):
 
 
 @dataclass(frozen=True)
-class SlowRank(_FaultOfRank):
-    """Rank `rank` is busy for `delay_s` seconds before each operation."""
-
-    name, form = "slow-rank", "slow-rank=RANK:TIME"
+class _DelayOfRank(_FaultOfRank):
     delay_s: float
 
     def __str__(self) -> str:
         return f"{self.name}={self.rank}:{_time_text(self.delay_s)}"
 
     @classmethod
-    def read(cls, text: str, value: str) -> SlowRank:
-        return cls(*_rank_and_time(text, value))
+    def read(cls, text: str, value: str) -> Fault:
+        match = re.fullmatch(rf"(\d+):{_TIME}", value)
+        if match is None:
+            raise _malformed(text)
+        return cls(int(match[1]), _not_negative(text, _seconds(match[2], match[3])))
+
+
+@dataclass(frozen=True)
+class SlowRank(_DelayOfRank):
+    """Rank `rank` is busy for `delay_s` seconds before each operation."""
+
+    name, form = "slow-rank", "slow-rank=RANK:TIME"
 
     @property
     def verdict(self) -> Key:
@@ -186,18 +193,10 @@ class SlowNic(_FaultOfRank):
 
 
 @dataclass(frozen=True)
-class SlowReceiver(_FaultOfRank):
+class SlowReceiver(_DelayOfRank):
     """Rank `rank` sees the rows that normal operations send it `delay_s` seconds after they came."""
 
     name, form = "slow-receiver", "slow-receiver=RANK:TIME"
-    delay_s: float
-
-    def __str__(self) -> str:
-        return f"{self.name}={self.rank}:{_time_text(self.delay_s)}"
-
-    @classmethod
-    def read(cls, text: str, value: str) -> SlowReceiver:
-        return cls(*_rank_and_time(text, value))
 
     @property
     def verdict(self) -> Key:
@@ -436,13 +435,6 @@ def expected_verdicts(faults: Sequence[Fault]) -> set[Key]:
     hot = {fault.rank for fault in faults if isinstance(fault, HotRank)}
     hidden = {(_COMP_SLOW, rank) for rank in hot}
     return {key for fault in faults if (key := fault.verdict) is not None} - hidden
-
-
-def _rank_and_time(text: str, value: str) -> tuple[int, float]:
-    match = re.fullmatch(rf"(\d+):{_TIME}", value)
-    if match is None:
-        raise _malformed(text)
-    return int(match[1]), _not_negative(text, _seconds(match[2], match[3]))
 
 
 def _dials(text: str, value: str) -> tuple[float, float | None]:

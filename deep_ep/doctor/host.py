@@ -62,6 +62,7 @@ class Host:
         package: folder of the deep_ep that is examined.
         run: runs a command.
         load: imports a module by name; raises as `import` does.
+        tried: what `package.load_native` has found, by file: several checks ask, and each try is a process.
     """
 
     root: Path = Path("/")
@@ -70,6 +71,7 @@ class Host:
     package: Path = Path(__file__).resolve().parent.parent
     run: Callable[[Sequence[str]], Ran] = run
     load: Callable[[str], Any] = importlib.import_module
+    tried: dict[Path, Any] = field(default_factory=dict)
 
     def path(self, absolute: str) -> Path:
         """Where a file of the machine is."""

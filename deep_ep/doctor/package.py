@@ -200,6 +200,13 @@ def load_native(host: Host, name: str) -> Loaded:
     file = host.package / f"{name}{sysconfig.get_config_var('EXT_SUFFIX')}"
     if not file.is_file():
         return Loaded(None)
+    if file not in host.tried:
+        host.tried[file] = _try(host, name, file)
+    outcome: Loaded = host.tried[file]
+    return outcome
+
+
+def _try(host: Host, name: str, file: Path) -> Loaded:
     ran = host.run([sys.executable, "-c", _LOAD, name, str(file)])
     if ran.status == 0:
         return Loaded(file, json.loads(ran.text.splitlines()[-1]))

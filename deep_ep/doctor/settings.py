@@ -180,7 +180,7 @@ def _contradictory_sizes(host: Host) -> list[tuple[str, str, str, str]]:
 
 def _timeout(host: Host) -> Finding:
     seconds = env.timeout_s()
-    home = host.environment.get("HOME", "/root")
+    home = host.environment.get("HOME", "")
     cached = [
         folder
         for name, default in _CACHES

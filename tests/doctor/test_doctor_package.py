@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 import sysconfig
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -127,6 +129,20 @@ def test_a_module_that_does_not_load_says_what_its_error_means(
     assert error in found.found
     assert meaning in found.why
     assert repair in found.repair
+
+
+def test_a_module_is_tried_once_for_all_checks(tmp_path: Path) -> None:
+    host = installation(tmp_path, ("_cuda",))
+    tried: list[str] = []
+
+    def run(command: Sequence[str]) -> Ran:
+        tried.extend(command)
+        return host.run(command)
+
+    counting = dataclasses.replace(host, run=run)
+    package.check(counting)
+    libraries.check(counting)
+    assert tried.count("_cuda") == 1
 
 
 def test_a_module_that_crashes_is_a_finding(tmp_path: Path) -> None:

@@ -83,12 +83,12 @@ def test_contradictions_are_named(
 
 
 def test_a_timeout_shorter_than_a_cold_compile_is_warned_of(tmp_path: Path) -> None:
-    cold = named(check(tmp_path / "cold", DRIVER, HOME="/root"), "timeout")
+    cold = named(check(tmp_path / "cold", DRIVER, HOME="/home/me"), "timeout")
     assert (cold.status, "no compiled kernels" in cold.found) == (WARN, True)
     assert "EPTimeoutError, which names it" in cold.why
     assert "export DEEP_EP_TIMEOUT_S=1800" in cold.repair
-    cache = {"/root/.triton/cache/kernel": "", **DRIVER}
-    assert named(check(tmp_path / "warm", cache, HOME="/root"), "timeout").status == OK
+    cache = {"/home/me/.triton/cache/kernel": "", **DRIVER}
+    assert named(check(tmp_path / "warm", cache, HOME="/home/me"), "timeout").status == OK
     patient = check(tmp_path / "patient", DRIVER, DEEP_EP_TIMEOUT_S="1800")
     assert named(patient, "timeout").status == OK
 
