@@ -66,7 +66,8 @@ def odd_ranks(sides: Sequence[Side]) -> tuple[int, ...]:
     ranks = sorted(rank for side in sides for rank in side.ranks)
     if 2 * len(sides[0].ranks) <= len(ranks):
         return tuple(ranks)
-    return tuple(rank for rank in ranks if rank not in sides[0].ranks)
+    majority = set(sides[0].ranks)
+    return tuple(rank for rank in ranks if rank not in majority)
 
 
 def called_from(call: Call) -> Frame | None:

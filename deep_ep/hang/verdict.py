@@ -85,11 +85,17 @@ class _Case:
         self.edges = self._find_edges()
         self.drafts: dict[tuple[object, ...], _Draft] = {}
         self.links: dict[int, set[int]] = {}
-        self.sides = {
-            place: sides
-            for place in sorted({(edge.series, edge.number) for edge in self.edges})
-            if (sides := sides_at(states, *place))
-        }
+        self.known_calls: dict[tuple[int, str, int], Sequence[Numbered]] = {}
+        self.known_entered: dict[tuple[int, str], int] = {}
+        self.known_names: dict[tuple[str, int], str] = {}
+        # By series and number in which not all did alike: the side of each rank, and the cause.
+        self.side_of: dict[tuple[str, int], dict[int, int]] = {}
+        self.mismatches: dict[tuple[str, int], _Draft] = {}
+        for place in sorted({(edge.series, edge.number) for edge in self.edges}):
+            sides = sides_at(states, *place)
+            if sides:
+                self.side_of[place] = {r: i for i, side in enumerate(sides) for r in side.ranks}
+                self.mismatches[place] = self._mismatch(sides)
 
     def verdict(self) -> Verdict:
         masked = self._masked_by_all()
@@ -155,9 +161,23 @@ class _Case:
         state = self.states.get(rank)
         if state is None:
             return Accused(rank, process="unknown")
-        last = newest_entered(state, OPERATIONS)
+        last = self._entered(state, OPERATIONS)
         known = (state.exit, state.raised, state.in_call)
         return Accused(rank, state.host, state.pid, state.process, last, *known)
+
+    def _calls(self, state: RankState, series: str, number: int) -> Sequence[Numbered]:
+        """As `calls_at`, which is asked once for each rank and not for each edge."""
+        key = (state.rank, series, number)
+        if key not in self.known_calls:
+            self.known_calls[key] = calls_at(state, series, number)
+        return self.known_calls[key]
+
+    def _entered(self, state: RankState, series: str) -> int:
+        """As `newest_entered`, likewise."""
+        key = (state.rank, series)
+        if key not in self.known_entered:
+            self.known_entered[key] = newest_entered(state, series)
+        return self.known_entered[key]
 
     def _node(self, rank: int) -> int:
         return rank // self.ranks_per_node
@@ -173,7 +193,7 @@ class _Case:
             self._blame(edge.owed, edge, *_OF_PROCESS[state.process])
         elif self._is_among_sides(edge) or self._is_stale(edge, state):
             return
-        elif newest_entered(state, edge.series) < edge.number:
+        elif self._entered(state, edge.series) < edge.number:
             self._follow_behind(edge, state)
         elif edge.what == "slots":
             self._follow_slots(edge, state)
@@ -184,18 +204,18 @@ class _Case:
 
     def _is_among_sides(self, edge: Edge) -> bool:
         """Whether both ranks called this number, and not all did alike: then that is why anybody waits in it."""
-        sides = self.sides.get((edge.series, edge.number), ())
-        mine = [side for side in sides if edge.waiter in side.ranks or edge.owed in side.ranks]
-        if not any(edge.owed in side.ranks for side in mine):
+        place = (edge.series, edge.number)
+        side_of = self.side_of.get(place, {})
+        if not {edge.waiter, edge.owed} <= side_of.keys():
             return False
-        if len(mine) == 2:
-            self._mismatch(sides).waiters.update((edge.waiter, edge.owed))
+        if side_of[edge.waiter] != side_of[edge.owed]:
+            self.mismatches[place].waiters.update((edge.waiter, edge.owed))
         return True
 
     def _is_stale(self, edge: Edge, state: RankState) -> bool:
         """Whether the operation was called only after the waiter had said that it waits."""
         said_ns = self.states[edge.waiter].taken_ns
-        calls = calls_at(state, edge.series, edge.number)
+        calls = self._calls(state, edge.series, edge.number)
         return said_ns > 0 and bool(calls) and calls[0].call.called_ns > said_ns
 
     def _follow_behind(self, edge: Edge, state: RankState) -> None:
@@ -213,7 +233,7 @@ class _Case:
         elif state.opened:
             # It is in an operation before that one, and does not wait there.
             before = replace(edge, series=OPERATIONS, number=state.opened)
-            self._blame_in(before, state, calls_at(state, OPERATIONS, state.opened))
+            self._blame_in(before, state, self._calls(state, OPERATIONS, state.opened))
         elif has_pending(state):
             self._blame(edge.owed, edge, "not_started")
         else:
@@ -258,7 +278,7 @@ class _Case:
 
     def _follow_slots(self, edge: Edge, state: RankState) -> None:
         """It has entered, and does not empty its queues."""
-        calls = calls_at(state, edge.series, edge.number)
+        calls = self._calls(state, edge.series, edge.number)
         if _has_left(state, edge, calls):
             self._break_path(edge, edge.owed, edge.waiter)
         elif state.waits is not None:
@@ -270,7 +290,7 @@ class _Case:
 
     def _follow_rows(self, edge: Edge, state: RankState) -> None:
         """It has entered, and its rows are not there."""
-        calls = calls_at(state, edge.series, edge.number)
+        calls = self._calls(state, edge.series, edge.number)
         name = self._name(edge.series, edge.number)
         last = calls[-1].call if calls else None
         if last is not None and last.failed:
@@ -317,7 +337,7 @@ class _Case:
         through = replace(edge, owed=gateway)
         if state is None or state.process in _OF_PROCESS:
             self._follow(through)
-        elif newest_entered(state, edge.series) < edge.number:
+        elif self._entered(state, edge.series) < edge.number:
             self._follow_behind(through, state)
         elif state.waits is not None and (
             edge.owed in state.waits.missing.get("rows", ()) or state.waits.missing.get("slots")
@@ -436,30 +456,35 @@ class _Case:
         if any(draft.cause.kind != "given_up" for draft in drafts):
             # Who gave up did so because of somebody else.
             drafts = [draft for draft in drafts if draft.cause.kind != "given_up"]
-        causes = [self._with_waiters(draft.cause, draft.waiters) for draft in drafts]
+        waited_s = {edge.waiter: edge.waited_s for edge in self.edges}
+        causes = [self._with_waiters(draft, waited_s) for draft in _merged(drafts)]
         return sorted(
-            _merged(causes),
-            key=lambda cause: (-len(cause.waited_by), cause.ranks, cause.paths, cause.kind),
+            causes, key=lambda cause: (-len(cause.waited_by), cause.ranks, cause.paths, cause.kind)
         )
 
-    def _with_waiters(self, cause: Cause, direct: set[int]) -> Cause:
+    def _with_waiters(self, draft: _Draft, waited_s: Mapping[int, float]) -> Cause:
+        """With all who wait for it, also because others do."""
+        cause = draft.cause
         mine = () if cause.kind in ("circle", "mismatch", "unknown") else cause.ranks
-        waiters = reaching(self.links, direct) - set(mine)
-        waited_s = (edge.waited_s for edge in self.edges if edge.waiter in waiters)
-        waited_by = tuple(sorted(waiters & {edge.waiter for edge in self.edges}))
-        return replace(cause, waited_by=waited_by, waited_s=max(waited_s, default=0.0))
+        waiters = (reaching(self.links, draft.waiters) & waited_s.keys()) - set(mine)
+        longest_s = max((waited_s[rank] for rank in waiters), default=0.0)
+        return replace(cause, waited_by=tuple(sorted(waiters)), waited_s=longest_s)
 
     def _name(self, series: str, number: int, rank: int | None = None) -> str:
         """The operation's name as those say who wait in it, or else that rank."""
         at = (series, number)
-        ranks = [edge.waiter for edge in self.edges if (edge.series, edge.number) == at]
-        for known in [*ranks, *([] if rank is None else [rank])]:
-            state = self.states.get(known)
-            calls = calls_at(state, series, number) if state is not None else []
-            entered = [call.call.name for call in calls if call.has_entered]
-            if entered:
-                return entered[-1]
-        return "" if series == OPERATIONS else series
+        if at not in self.known_names:
+            waiters = (edge.waiter for edge in self.edges if (edge.series, edge.number) == at)
+            named = (self._name_of(waiter, *at) for waiter in waiters)
+            self.known_names[at] = next(filter(None, named), "")
+        own = self._name_of(rank, *at) if rank is not None else ""
+        return self.known_names[at] or own or ("" if series == OPERATIONS else series)
+
+    def _name_of(self, rank: int, series: str, number: int) -> str:
+        """What that rank is in at this number."""
+        state = self.states.get(rank)
+        calls = self._calls(state, series, number) if state is not None else []
+        return next((call.call.name for call in reversed(calls) if call.has_entered), "")
 
 
 def _has_left(state: RankState, edge: Edge, calls: Sequence[Numbered]) -> bool:
@@ -496,13 +521,14 @@ def _turned(circle: tuple[int, ...]) -> tuple[int, ...]:
     return circle[at:] + circle[:at]
 
 
-def _merged(causes: Iterable[Cause]) -> list[Cause]:
+def _merged(drafts: Sequence[_Draft]) -> list[_Draft]:
     """Says once what is true of several ranks, and of several paths with a common end."""
-    found: dict[object, Cause] = {}
-    causes = list(causes)
+    found: dict[object, _Draft] = {}
+    causes = [draft.cause for draft in drafts]
     sources, destinations = _ends(causes, 0), _ends(causes, 1)
-    for cause in causes:
-        key: object
+    key: object
+    for draft in drafts:
+        cause = draft.cause
         if cause.kind == "not_arrived":
             ((source, destination),) = cause.paths
             is_source = len(sources[source]) >= len(destinations[destination])
@@ -512,7 +538,9 @@ def _merged(causes: Iterable[Cause]) -> list[Cause]:
             key = cause
         else:
             key = _alike(cause)
-        found[key] = _joined(found[key], cause) if key in found else cause
+        same = found.setdefault(key, _Draft(cause))
+        same.waiters |= draft.waiters
+        same.cause = _joined(same.cause, cause)
     return list(found.values())
 
 
@@ -543,13 +571,10 @@ def _alike(cause: Cause) -> object:
 
 
 def _joined(one: Cause, other: Cause) -> Cause:
-    accused = tuple(sorted((*one.accused, *other.accused), key=lambda accused: accused.rank))
-    ranks = {accused.rank for accused in accused}
+    accused = {accused.rank: accused for accused in (*one.accused, *other.accused)}
     return replace(
         one,
-        accused=accused,
-        waited_by=tuple(sorted({*one.waited_by, *other.waited_by} - ranks)),
-        waited_s=max(one.waited_s, other.waited_s),
+        accused=tuple(accused[rank] for rank in sorted(accused)),
         paths=tuple(sorted({*one.paths, *other.paths})),
         passed_on=tuple(sorted({*one.passed_on, *other.passed_on})),
     )

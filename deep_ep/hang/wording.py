@@ -70,10 +70,16 @@ _RAISED = "Read that rank's exception first; all ranks must leave an operation t
 _HOOK = "Call the hook that the operation returned, or Buffer.abandon_hook()."
 
 
+# Of a line.
+_MOST_CAUSES = 4
+
+
 def line(verdict: Verdict) -> str:
     """One line for the log: who is waited for, what it is, by whom, for how long. No advice."""
     if verdict.causes:
-        return "; also: ".join(sentence(cause) for cause in verdict.causes)
+        said = [sentence(cause) for cause in verdict.causes[:_MOST_CAUSES]]
+        more = len(verdict.causes) - len(said)
+        return "; also: ".join(said) + (f"; and {more} more" if more else "")
     if verdict.edges:
         return (
             f"{ranks_text(verdict.waiting)} {_verb(verdict.waiting, 'waits')}, and what for has come "

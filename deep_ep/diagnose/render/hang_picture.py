@@ -74,8 +74,8 @@ def picture(verdict: Verdict) -> Element:
         _add_arrow(svg, places[waiter], places[owed], "arrow", label)
     lost = [path for cause in verdict.causes for path in cause.paths if path[0] != path[1]]
     for source, destination in lost[:_MOST_ARROWS]:
-        label = "lost" if len(lost) < _MOST_LABELS else ""
-        _add_arrow(svg, places[node_of[source]], places[node_of[destination]], "lost", label)
+        name = "lost" if len(lost) < _MOST_LABELS else ""
+        _add_arrow(svg, places[node_of[source]], places[node_of[destination]], "lost", name)
     accused = {rank: title_of(cause) for cause in verdict.causes for rank in cause.ranks}
     for node in places.values():
         _add_node(svg, node, accused.get(node.ranks[0], ""))
