@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -121,3 +122,10 @@ def test_nobody_waits() -> None:
 def test_every_kind_says_what_to_do_last(kind: str) -> None:
     cause = Cause(kind, number=3, series="operation")  # type: ignore[arg-type]
     assert wording.text(Verdict(causes=(cause,))).rstrip().endswith(wording.advice(cause))
+
+
+def test_the_document_explains_every_kind() -> None:
+    document = (Path(__file__).parents[2] / "docs/hang.md").read_text(encoding="utf-8")
+    missing = [title for title in wording.TITLES.values() if f"| {title} |" not in document]
+    assert not missing
+    assert set(wording.TITLES) == set(KINDS)
