@@ -173,7 +173,7 @@ class RankState:
 def _known(kind: type, plain: Any) -> dict[str, Any]:
     """The fields of a dataclass that plain data has, of the types of their defaults."""
     if not isinstance(plain, Mapping):
-        raise ValueError(f"a {kind.__name__} is {type(plain).__name__}, not an object")
+        raise TypeError(f"a {kind.__name__} is {type(plain).__name__}, not an object")
     values: dict[str, Any] = {}
     for known in fields(kind):
         if known.name not in plain:
