@@ -95,6 +95,8 @@ def agree(group: Group, settings: Settings) -> Agreement:
         selected = backend.get()
         asked_ranks_per_node = env.ranks_per_node()
         env.verify()
+        env.recorder()
+        env.warn_s()
         env.diagnose()  # is needed later, when an error would be this rank's alone
         settings = settings.checked()
     except EPError as raised:
@@ -152,6 +154,7 @@ def connect(owner: object, group: Group, agreed: Agreement) -> Communicator:
             num_qps_per_rank=settings.num_qps_per_rank,
             timeout_ns=round(env.timeout_s() * 1e9),
             verify=env.verify(),
+            num_recorded_calls=env.recorder(),
             ranks_per_node=topology.ranks_per_node,
             device_index=selected.device().index or 0,
         )

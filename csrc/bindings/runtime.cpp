@@ -205,6 +205,9 @@ void bind_runtime(py::module_& m) {
         .def("mark_gone", &Runtime::mark_gone, "rank"_a, Release())
         .def("give_up", &Runtime::give_up, "op"_a, Release())
         .def("progress", &progress_dict)
+        .def("num_calls", &Runtime::num_calls)
+        .def("recorded_calls", &recorded_list, py::kw_only(), "most"_a)
+        .def("waits", &waits_dict)
         .def("traffic", &traffic_dict)
         .def(
             "delay", [](Runtime& self, uint64_t ns) { self.device().delay(ns); }, "ns"_a, Release())

@@ -17,7 +17,8 @@
 // Atomics       load_acquire<S> load_relaxed<S> store_release<S> store_relaxed<S> add_relaxed<S>
 //               add_release<S> add_acq_rel<S>(pointer, value) -> old value; max_relaxed<S>(pointer,
 //               value); S names the scope
-// Waiting       spin_until(predicate, deadline) -> false when the deadline passed; the only way to poll
+// Waiting       spin_until(predicate, deadline) -> false when the deadline passed; the only way to poll.
+//               spin_until(predicate, deadline, note) calls note() every kNoteIntervalNs
 // Time          now_ns(): this rank's clock, for stamps. deadline_in(ns): real time, for giving up.
 //               kClockPatienceNs: how long a clock exchange waits for a rank
 // Copies        copy_warp(dst, src, bytes), copy_block(dst, src, bytes): 16-byte aligned, multiples of

@@ -149,7 +149,11 @@ static_assert(sizeof(ClockSlot) == 64, "one cache line a partner");
 enum class ClockExchange : int { kOfRound, kOfOperation, kEnd };
 
 // What is numbered on its own.
-enum class Series : int { kOperations, kBarriers, kClockRounds, kEnd };
+enum class Series : int {
+#define EP_SERIES(value, name) value,
+#include "kernels/names.def"
+    kEnd
+};
 
 struct ControlMap {
     int num_ranks;

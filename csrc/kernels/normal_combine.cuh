@@ -152,15 +152,17 @@ struct CombineTasks {
         const Task task = this->task(number);
         return state(task).cursor == total(task);
     }
-    EP_DEVICE int blocked_by(int number) const {
+    EP_DEVICE Blocker blocked_by(int number) const {
         const Task task = this->task(number);
-        if (task.kind == kReturn) return outbound(task).peer;
+        const Blocker next{outbound(task).peer, Owed::kSlots};
+        if (task.kind == kReturn) return next;
         int rank = args.common.rank();
-        for_each_row(task, state(task).cursor, [&](const Queue& queue, int place) {
-            rank = queue.peer;
-            return place < static_cast<int>(state_of(args, queue, false).seen);
-        });
-        return rank;
+        const bool has_come =
+            for_each_row(task, state(task).cursor, [&](const Queue& queue, int place) {
+                rank = queue.peer;
+                return place < static_cast<int>(state_of(args, queue, false).seen);
+            });
+        return has_come && task.kind == kRelay ? next : Blocker{rank, Owed::kRows};
     }
     // Rows of a task for which everything has come, up to `most`.
     EP_DEVICE int summable(const Task& task, int most) const {

@@ -273,18 +273,20 @@ struct DispatchTasks {
         const Task task = this->task(number);
         return state(task).moved == static_cast<uint32_t>(total(task));
     }
-    EP_DEVICE int blocked_by(int number) const {
+    EP_DEVICE Blocker blocked_by(int number) const {
         const Task task = this->task(number);
-        if (is_sender(task)) return outbound(task).peer;
+        if (is_sender(task)) return {outbound(task).peer, Owed::kSlots};
         const Queue from = inbound(task);
         const QueueState& inward = state_of(args, from, false);
-        if (task.kind != kRelay || inward.seen == inward.moved) return from.peer;
+        const Blocker source{from.peer, Owed::kRows};
+        if (task.kind != kRelay || inward.seen == inward.moved) return source;
         for (int local = 0; local < args.topology().ranks_per_node; ++local) {
             const Queue to = nvl_queue(args, task.index, local, task.channel);
             const QueueState& outward = state_of(args, to, true);
-            if (outward.moved - outward.seen == static_cast<uint32_t>(to.slots)) return to.peer;
+            if (outward.moved - outward.seen == static_cast<uint32_t>(to.slots))
+                return {to.peer, Owed::kSlots};
         }
-        return from.peer;
+        return source;
     }
     EP_DEVICE int ready(int number, int* tokens) const {
         const Task task = this->task(number);

@@ -11,13 +11,19 @@
 //   ready(task, tokens)     one thread: rows that can be moved now; may note up to kMaxStep tokens
 //   move(task, n, tokens)   block
 //   tell(task, n, tokens)   one thread
-//   blocked_by(task)        one thread: the rank for which it waits
+//   blocked_by(task)        one thread: for whom it waits
 #pragma once
 
 #include "kernels/hand_over.cuh"
 #include "kernels/queue.cuh"
 
 namespace ep {
+
+// For whom a task waits, and what for.
+struct Blocker {
+    int rank;
+    Owed owed;
+};
 
 // Rows of a step, at most.
 constexpr int kMaxStep = 32;
@@ -82,7 +88,7 @@ struct TaskSearch {
         if (load_relaxed<Scope::kSystem>(&args.common.workspace->news.any) == 0) return false;
         bool in_vain = is_lost(args.common, open);
         for (int i = 0; i < num_left; ++i)
-            in_vain = in_vain || is_gone(args.common, tasks.blocked_by(shared.left[i]));
+            in_vain = in_vain || is_gone(args.common, tasks.blocked_by(shared.left[i]).rank);
         return in_vain;
     }
     // Whether there is a task to go on with, in `shared.step`, or nothing left to look for.
@@ -107,6 +113,13 @@ struct TaskSearch {
         shared.step[1] = 0;
         return is_over();
     }
+    // For the host: it has been waiting for long.
+    EP_DEVICE void note() const {
+        for (int i = 0; i < num_left; ++i) {
+            const Blocker blocker = tasks.blocked_by(shared.left[i]);
+            note_missing(args.common, open, blocker.owed, blocker.rank);
+        }
+    }
 };
 
 // Block. Does its tasks. Afterwards the operation has failed, or they are done.
@@ -119,7 +132,8 @@ EP_DEVICE void run_tasks(const NormalArgs& args,
     if (thread_index() == 0) search.begin();
     while (true) {
         if (thread_index() == 0) {
-            const bool in_time = spin_until([&] { return search.look(); }, open.deadline);
+            const bool in_time = spin_until(
+                [&] { return search.look(); }, open.deadline, [&] { search.note(); });
             shared.step[2] = in_time && shared.step[1] > 0 ? 0 : 1;
         }
         block_sync();
@@ -138,7 +152,7 @@ EP_DEVICE void run_tasks(const NormalArgs& args,
     if (has_failed(args.common)) return;
     name_missing(args.common, open, [&](auto miss) {
         if (thread_index() != 0) return;
-        for (int i = 0; i < search.num_left; ++i) miss(tasks.blocked_by(shared.left[i]));
+        for (int i = 0; i < search.num_left; ++i) miss(tasks.blocked_by(shared.left[i]).rank);
     });
 }
 

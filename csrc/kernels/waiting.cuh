@@ -3,6 +3,7 @@
 #pragma once
 
 #include "kernels/failure.cuh"
+#include "kernels/recorder.cuh"
 
 namespace ep {
 
@@ -41,7 +42,8 @@ EP_DEVICE void await_all(const OperationArgs& args,
                          const OpenOperation& open,
                          uint64_t number,
                          WordOf word_of,
-                         Concerns concerns) {
+                         Concerns concerns,
+                         Owed owed = Owed::kEntry) {
     const auto has_come = [&](int source) {
         return !concerns(source) || args.transport.poll(word_of(source)) >= number;
     };
@@ -60,7 +62,10 @@ EP_DEVICE void await_all(const OperationArgs& args,
         });
         return all_came || in_vain;
     };
-    const bool in_time = spin_until(look, open.deadline);
+    const auto note = [&] {
+        for_each_missing([&](int source) { note_missing(args, open, owed, source); });
+    };
+    const bool in_time = spin_until(look, open.deadline, note);
     if (block_any(!in_time || !all_came)) name_missing(args, open, for_each_missing);
 }
 

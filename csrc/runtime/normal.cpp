@@ -66,7 +66,7 @@ void Runtime::check_normal(const NormalSize& size, const char* call) const {
 }
 
 template <class Args, class Call>
-Args Runtime::normal_args(const Call& call, Operation operation) const {
+Args Runtime::normal_args(const Call& call, Operation operation, bool continues) {
     Args args{};
     static_cast<NormalSize&>(args) = call;
     static_cast<NormalHandle&>(args) = call;
@@ -93,6 +93,12 @@ Args Runtime::normal_args(const Call& call, Operation operation) const {
     args.row.verified = options_.verify;
     args.queue_states = queue_states_;
     args.receive_counts = receive_counts_;
+    args.common.record =
+        log_.add({args.common.shape, 0, args.common.capacities},
+                 call.num_tokens,
+                 call.stream,
+                 continues,
+                 false);
     return args;
 }
 
@@ -164,7 +170,7 @@ void Runtime::prove(const ProveArgs& args, Stream stream) {
 void Runtime::normal_dispatch(const NormalDispatchCall& call) {
     const std::scoped_lock lock(mutex_);
     check_normal(call, "dispatch");
-    auto args = normal_args<NormalDispatchArgs>(call, Operation::kNormalDispatch);
+    auto args = normal_args<NormalDispatchArgs>(call, Operation::kNormalDispatch, call.fresh);
     static_cast<NormalDispatchTensors&>(args) = call;
     static_cast<NormalDispatchFlags&>(args) = call;
     static_cast<OperationOptions&>(args.common) = {call.wait_stats, call.counters};

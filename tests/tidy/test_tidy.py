@@ -37,7 +37,7 @@ KERNEL_FILES = (
     ("counters.cuh", "messages.cuh", "expert_rows.cuh"),
     ("calls.cuh",),
     ("operation_state.cuh", "handle.cuh", "normal_messages.cuh"),
-    ("failure.cuh", "normal_state.cuh"),
+    ("failure.cuh", "normal_state.cuh", "recorder.cuh"),
     ("waiting.cuh", "verify.cuh", "queue.cuh", "row_sum.cuh"),
     ("clocks.cuh", "hand_over.cuh"),
     ("measuring.cuh", "tasks.cuh", "normal_verify.cuh"),

@@ -1,0 +1,199 @@
+"""Why an operation hangs: how rank 0 comes to a verdict while ranks still wait.
+
+A rank that has been waiting for long says so. Rank 0 then asks all ranks where they are, lets a rank of the
+same host look at those that do not answer, and judges the states (hang/verdict.py). The verdict goes to all
+ranks, so that their exceptions carry it. As the arbiter (agreement.py), this does no input or output and reads
+no clock.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Callable
+
+from deep_ep.agreement import Message
+from deep_ep.hang.states import PROCESSES, RankState
+from deep_ep.hang.verdict import Verdict, judge
+
+if TYPE_CHECKING:
+    from deep_ep.agreement import Arbiter
+    from deep_ep.rendezvous import Place
+
+# How long ranks may take to say where they are, and others of their hosts to look at them. Chosen.
+_ANSWERS_S, _LOOKS_S = 0.8, 0.8
+
+TYPES = ("published", "stuck", "state", "seen", "raised")
+
+
+@dataclass(frozen=True)
+class Told:
+    """What an inquiry ended with.
+
+    Attributes:
+        verdict: of all states.
+        states: by rank.
+        is_final: whether the operation is about to time out.
+    """
+
+    verdict: Verdict
+    states: Mapping[int, RankState]
+    is_final: bool
+
+
+@dataclass
+class _Inquiry:
+    """One that is open."""
+
+    number: int
+    is_final: bool
+    asked: set[int]
+    states: dict[int, RankState] = field(default_factory=dict)
+    looked_at: set[int] = field(default_factory=set)
+    seen: dict[int, RankState] = field(default_factory=dict)
+
+
+class Inquiries:
+    """Rank 0's part. One thread at a time."""
+
+    def __init__(
+        self,
+        places: Sequence[Place],
+        arbiter: Arbiter,
+        send: Callable[[int, Message], None],
+        call_later: Callable[[float, Callable[[], None]], None],
+        tell: Callable[[Told], None],
+    ) -> None:
+        """Without any input or output of its own.
+
+        Args:
+            places: where the ranks run.
+            arbiter: knows who is dead, and who has left.
+            send: hands a message to a rank; must not wait.
+            call_later: calls a function after so many seconds.
+            tell: called with every verdict.
+        """
+        self._places = places
+        self._arbiter = arbiter
+        self._send, self._call_later, self._tell = send, call_later, tell
+        self._published: dict[int, RankState] = {}
+        self._raised: dict[int, str] = {}
+        self._number = 0
+        self._open: _Inquiry | None = None
+
+    def handle(self, rank: int, message: Message) -> None:
+        """What a rank says; `type` is one of `TYPES`.
+
+        Raises:
+            ValueError, TypeError, KeyError: that is none of the messages there are.
+        """
+        type_ = message["type"]
+        if type_ == "raised":
+            self._raised[rank] = str(message["text"])
+        elif type_ == "published":
+            self._published[rank] = _state_of(message["state"], rank)
+        elif type_ == "stuck":
+            self.ask(bool(message["final"]))
+        elif type_ == "state":
+            state = _state_of(message["state"], rank)
+            self._published[rank] = state
+            if self._open is not None and message["inquiry"] == self._open.number:
+                self._open.states[rank] = state
+                self._look()
+        else:
+            seen = int(message["rank"])
+            if self._open is not None and message["inquiry"] == self._open.number:
+                self._open.seen[seen] = self._looked_at(seen, rank, message)
+                self._look()
+
+    def ask(self, is_final: bool) -> None:
+        """Opens an inquiry, unless one is open."""
+        if self._open is not None:
+            self._open.is_final = self._open.is_final or is_final
+            return
+        self._number += 1
+        gone = self._arbiter.dead.keys() | self._arbiter.left.keys()
+        asked = set(range(len(self._places))) - gone
+        opened = self._open = _Inquiry(self._number, is_final, asked)
+        for rank in sorted(asked):
+            self._send(rank, {"type": "ask_state", "inquiry": opened.number})
+        self._call_later(_ANSWERS_S, lambda: self._have_looked_at(opened))
+
+    def _have_looked_at(self, opened: _Inquiry) -> None:
+        """Others of their hosts look at the ranks that do not answer."""
+        if self._open is not opened:
+            return
+        silent = opened.asked - opened.states.keys()
+        for rank in sorted(silent):
+            place = self._places[rank]
+            near = [r for r in sorted(opened.states) if self._places[r].host == place.host]
+            if near:
+                opened.looked_at.add(rank)
+                self._send(
+                    near[0],
+                    {"type": "look", "inquiry": opened.number, "rank": rank, "pid": place.pid},
+                )
+        if opened.looked_at:
+            self._call_later(_LOOKS_S, lambda: self._conclude(opened))
+        else:
+            self._conclude(opened)
+
+    def _look(self) -> None:
+        opened = self._open
+        if opened is None:
+            return
+        heard = opened.states.keys() | opened.seen.keys()
+        gone = self._arbiter.dead.keys() | self._arbiter.left.keys()
+        if opened.asked - gone <= heard:
+            self._conclude(opened)
+
+    def _conclude(self, opened: _Inquiry) -> None:
+        if self._open is not opened:
+            return
+        self._open = None
+        states = {rank: self._state(rank, opened) for rank in range(len(self._places))}
+        self._tell(Told(judge(states), states, opened.is_final))
+
+    def _state(self, rank: int, opened: _Inquiry) -> RankState:
+        arbiter = self._arbiter
+        if rank in opened.states and rank not in arbiter.dead:
+            state = opened.states[rank]
+        elif rank in arbiter.dead:
+            process = "unreachable" if arbiter.dead[rank] == "host" else "gone"
+            state = replace(self._last(rank), process=process, waits=None, threads=())
+        elif rank in arbiter.left:
+            state = replace(
+                self._last(rank),
+                process="ended",
+                closed=arbiter.left[rank],
+                opened=0,
+                waits=None,
+                threads=(),
+            )
+        else:
+            state = opened.seen.get(rank) or replace(
+                self._last(rank), process="silent", waits=None, threads=()
+            )
+        raised = state.raised or self._raised.get(rank, "")
+        return replace(state, raised=raised)
+
+    def _looked_at(self, rank: int, by: int, message: Message) -> RankState:
+        process = message["process"]
+        if process not in PROCESSES:
+            raise ValueError(f"process is {process!r}")
+        plain = {**self._last(rank).plain(), "threads": message["threads"], "process": process}
+        return replace(RankState.of(plain), written_by=by, waits=None, taken_ns=time.time_ns())
+
+    def _last(self, rank: int) -> RankState:
+        """What it has said last, or what is known without that."""
+        place = self._places[rank]
+        known = RankState(rank, len(self._places), host=place.host, pid=place.pid, written_by=0)
+        return self._published.get(rank, known)
+
+
+def _state_of(plain: Any, rank: int) -> RankState:
+    state = RankState.of(plain)
+    if state.rank != rank:
+        raise ValueError(f"rank {rank} says that it is rank {state.rank}")
+    return state
