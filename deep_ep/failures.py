@@ -13,10 +13,12 @@ from deep_ep.errors import (
     EPTransportError,
     ranks_text,
 )
+from deep_ep.hang import wording
 from deep_ep.rules import NORMAL_COMBINE, NORMAL_DISPATCH
 
 if TYPE_CHECKING:
     from deep_ep.agreement import Decision
+    from deep_ep.hang.cause import Verdict
     from deep_ep.rendezvous import Place
 
 
@@ -25,6 +27,7 @@ def error_from_failure(
     rank: int,
     decision: Decision | None = None,
     places: Sequence[Place] = (),
+    verdict: Verdict | None = None,
 ) -> EPError:
     """The exception for a failure record of the runtime (`Runtime.take_failure()`).
 
@@ -35,6 +38,7 @@ def error_from_failure(
         rank: the rank that raises.
         decision: what all ranks agreed on, if they did.
         places: where the ranks run; needed with a decision.
+        verdict: what ranks were found to wait for while they did.
     """
     where = f"{failure['operation']} (operation {failure['op']}) on rank {rank}"
     ranks = sorted(failure["ranks"])
@@ -79,9 +83,9 @@ def error_from_failure(
     if decision is not None and rank in decision.culprits:
         return _given_up(where, failure, dict.fromkeys(decision.waiting, decision.key.op))
     if decision is not None:
-        return _agreed(where, failure, decision, places)
+        return _with_verdict(_agreed(where, failure, decision, places), verdict)
     if reason == "timeout":
-        return _timeout(where, failure, ranks)
+        return _with_verdict(_timeout(where, failure, ranks), verdict)
     return _given_up(
         where, failure, {r: max(failure["op"], op) for r, op in failure["given_up"].items()}
     )
@@ -107,6 +111,13 @@ def _given_up(where: str, failure: Mapping[str, Any], given_up: Mapping[int, int
         "valid; all ranks must be in one operation. Read the error on that side first; the next "
         "operation starts afresh."
     )
+
+
+def _with_verdict(error: EPTimeoutError, verdict: Verdict | None) -> EPTimeoutError:
+    if verdict is not None:
+        error.args = (f"{error} While ranks waited: {wording.line(verdict)}.",)
+        error.verdict = verdict
+    return error
 
 
 def _last_seen(failure: Mapping[str, Any]) -> dict[int, int]:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 # How long ranks may take to say where they are, and others of their hosts to look at them. Chosen.
 _ANSWERS_S, _LOOKS_S = 0.8, 0.8
 
-TYPES = ("published", "stuck", "state", "seen", "raised")
+TYPES = ("published", "stuck", "dump", "state", "seen", "raised")
 
 
 @dataclass(frozen=True)
@@ -35,11 +35,13 @@ class Told:
         verdict: of all states.
         states: by rank.
         is_final: whether the operation is about to time out.
+        dump_to: folders that were asked for.
     """
 
     verdict: Verdict
     states: Mapping[int, RankState]
     is_final: bool
+    dump_to: tuple[str, ...]
 
 
 @dataclass
@@ -49,6 +51,7 @@ class _Inquiry:
     number: int
     is_final: bool
     asked: set[int]
+    dump_to: list[str] = field(default_factory=list)
     states: dict[int, RankState] = field(default_factory=dict)
     looked_at: set[int] = field(default_factory=set)
     seen: dict[int, RankState] = field(default_factory=dict)
@@ -60,6 +63,7 @@ class Inquiries:
     def __init__(
         self,
         places: Sequence[Place],
+        ranks_per_node: int,
         arbiter: Arbiter,
         send: Callable[[int, Message], None],
         call_later: Callable[[float, Callable[[], None]], None],
@@ -69,16 +73,19 @@ class Inquiries:
 
         Args:
             places: where the ranks run.
+            ranks_per_node: where operations go by way of gateways.
             arbiter: knows who is dead, and who has left.
             send: hands a message to a rank; must not wait.
             call_later: calls a function after so many seconds.
             tell: called with every verdict.
         """
         self._places = places
+        self._ranks_per_node = ranks_per_node
         self._arbiter = arbiter
         self._send, self._call_later, self._tell = send, call_later, tell
         self._published: dict[int, RankState] = {}
         self._raised: dict[int, str] = {}
+        self._stacks: dict[int, Any] = {}  # what stacks.look_at() takes
         self._number = 0
         self._open: _Inquiry | None = None
 
@@ -93,8 +100,11 @@ class Inquiries:
             self._raised[rank] = str(message["text"])
         elif type_ == "published":
             self._published[rank] = _state_of(message["state"], rank)
+            self._stacks[rank] = message["stacks"]
         elif type_ == "stuck":
             self.ask(bool(message["final"]))
+        elif type_ == "dump":
+            self.ask(False, str(message["directory"]))
         elif type_ == "state":
             state = _state_of(message["state"], rank)
             self._published[rank] = state
@@ -107,15 +117,22 @@ class Inquiries:
                 self._open.seen[seen] = self._looked_at(seen, rank, message)
                 self._look()
 
-    def ask(self, is_final: bool) -> None:
-        """Opens an inquiry, unless one is open."""
+    def ask(self, is_final: bool, dump_to: str = "") -> None:
+        """Opens an inquiry, unless one is open.
+
+        Args:
+            is_final: whether the operation is about to time out.
+            dump_to: a folder for a dump; empty: none is asked for.
+        """
         if self._open is not None:
             self._open.is_final = self._open.is_final or is_final
+            self._open.dump_to += [dump_to] if dump_to else []
             return
         self._number += 1
         gone = self._arbiter.dead.keys() | self._arbiter.left.keys()
         asked = set(range(len(self._places))) - gone
         opened = self._open = _Inquiry(self._number, is_final, asked)
+        opened.dump_to += [dump_to] if dump_to else []
         for rank in sorted(asked):
             self._send(rank, {"type": "ask_state", "inquiry": opened.number})
         self._call_later(_ANSWERS_S, lambda: self._have_looked_at(opened))
@@ -130,10 +147,8 @@ class Inquiries:
             near = [r for r in sorted(opened.states) if self._places[r].host == place.host]
             if near:
                 opened.looked_at.add(rank)
-                self._send(
-                    near[0],
-                    {"type": "look", "inquiry": opened.number, "rank": rank, "pid": place.pid},
-                )
+                of_rank = {"rank": rank, "pid": place.pid, "stacks": self._stacks.get(rank)}
+                self._send(near[0], {"type": "look", "inquiry": opened.number, **of_rank})
         if opened.looked_at:
             self._call_later(_LOOKS_S, lambda: self._conclude(opened))
         else:
@@ -153,7 +168,8 @@ class Inquiries:
             return
         self._open = None
         states = {rank: self._state(rank, opened) for rank in range(len(self._places))}
-        self._tell(Told(judge(states), states, opened.is_final))
+        verdict = judge(states, self._ranks_per_node)
+        self._tell(Told(verdict, states, opened.is_final, tuple(opened.dump_to)))
 
     def _state(self, rank: int, opened: _Inquiry) -> RankState:
         arbiter = self._arbiter

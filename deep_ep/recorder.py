@@ -90,6 +90,10 @@ class Recorder:
             threads=_threads(self._thread) if with_threads else (),
         )
 
+    def place(self) -> tuple[int, int]:
+        """What changes when it goes on: its calls, and the operations that have ended."""
+        return self._native.num_calls(), self._native.progress()["closed"]
+
     def waits(self) -> Waits | None:
         """For whom it waits now."""
         waits = self._native.waits()

@@ -43,6 +43,14 @@ def offer() -> dict[str, int] | None:
     return {"fd": _reading_end, "started": _started(os.getpid())}
 
 
+def forget() -> None:
+    """In a forked child, which has the pipe of its parent."""
+    global _reading_end
+    if _reading_end >= 0:
+        faulthandler.unregister(SIGNAL)
+        _reading_end = -1
+
+
 def look_at(pid: int, offered: Any) -> tuple[Process, tuple[Thread, ...]]:
     """What another process of this host is doing that does not answer.
 

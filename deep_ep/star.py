@@ -10,13 +10,20 @@ import socket
 import time
 from collections.abc import Sequence
 
+from deep_ep import inquiry
 from deep_ep.agreement import Arbiter, Message
+from deep_ep.hang import wording
+from deep_ep.hang.cause import Verdict
+from deep_ep.inquiry import Inquiries, Told
 from deep_ep.lines import Line, LineClosed, descriptors_left
 from deep_ep.loop import Loop, Member
+from deep_ep.rendezvous import Place
 
 # How long a rank may take to connect, and descriptors that are left to the program. Chosen.
 _CONNECT_S = 10.0
 _SPARE_DESCRIPTORS = 64
+# Until those who are told of a death have ended what waited for that rank. Chosen.
+_LAST_WORDS_S = 0.2
 
 _log = logging.getLogger("deep_ep")
 
@@ -30,7 +37,10 @@ class Hub(Loop):
         lines: the connections, by rank.
     """
 
-    def __init__(self, num_ranks: int, token: str, address: str) -> None:
+    def __init__(
+        self, places: Sequence[Place], ranks_per_node: int, token: str, address: str
+    ) -> None:
+        num_ranks = len(places)
         if descriptors_left() < num_ranks + _SPARE_DESCRIPTORS:
             raise OSError(
                 f"{num_ranks} connections are needed, and {descriptors_left()} more descriptors are "
@@ -39,10 +49,14 @@ class Hub(Loop):
         super().__init__("deep_ep.liveness hub")
         self._token = token
         self._arbiter = Arbiter(num_ranks, self._send, self.call_later, time.monotonic)
+        self._inquiries = Inquiries(
+            places, ranks_per_node, self._arbiter, self._send, self.call_later, self._tell
+        )
         self._num_ranks = num_ranks
         self._members: dict[int, Member] = {}
         self.lines: dict[int, Line] = {}
         self._strangers: list[Line] = []
+        self._told: list[object] = []
         loopback = address.startswith("127.")
         self.listener = socket.create_server((address if loopback else "", 0), backlog=num_ranks)
         self.listener.setblocking(False)
@@ -68,7 +82,10 @@ class Hub(Loop):
         return list(self._members.values())
 
     def say(self, rank: int, message: Message) -> None:
-        self._arbiter.handle(rank, message)
+        if message["type"] in inquiry.TYPES:
+            self._inquiries.handle(rank, message)
+        else:
+            self._arbiter.handle(rank, message)
 
     def leave(self, rank: int, closed: int) -> None:
         self._members.pop(rank, None)
@@ -92,6 +109,16 @@ class Hub(Loop):
         self.listener.close()
         for line in (*self.lines.values(), *self._strangers):
             line.close()
+
+    def _tell(self, told: Told) -> None:
+        """A verdict: to the log, to all ranks, and where dumps go."""
+        said = _said(told.verdict)
+        if said and said != self._told:
+            self._told = said
+            _log.warning("deep_ep: %s", wording.line(told.verdict))
+        plain = told.verdict.plain()
+        for rank in (*self._members, *self.lines):
+            self._send(rank, {"type": "verdict", "verdict": plain})
 
     def _stop_if_last(self) -> None:
         if not self._members and not self.lines:
@@ -159,11 +186,12 @@ class Hub(Loop):
             with contextlib.suppress(LineClosed):  # behind what it still sent
                 line.flush()
             for message in line.receive():
-                self._arbiter.handle(rank, message)
+                self.say(rank, message)
             self._watch(line, lambda: self._serve(rank))
         except LineClosed as closed:
             self._drop(rank)
             self._arbiter.lose(rank, closed.how)
+            self.call_later(_LAST_WORDS_S, lambda: self._inquiries.ask(is_final=True))
             self._stop_if_last()
         except (ValueError, TypeError, KeyError) as error:
             _log.warning("deep_ep: what rank %d says is not understood: %s", rank, error)
@@ -245,3 +273,8 @@ class Spoke(Loop):
         """No more of rank 0; what the rank itself looks for goes on."""
         self._unwatch(self.line)
         self._member.lose(how)
+
+
+def _said(verdict: Verdict) -> list[object]:
+    """What makes one verdict another one than the last."""
+    return [(c.kind, c.ranks, c.series, c.number, c.paths, c.circle) for c in verdict.causes]
