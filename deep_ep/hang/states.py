@@ -24,11 +24,17 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class Frame:
-    """A place in Python code."""
+    """A place in Python code.
+
+    Attributes:
+        function, file, line: where it is.
+        text: of that line; empty if it is not known.
+    """
 
     function: str
     file: str
     line: int
+    text: str = ""
 
 
 @dataclass(frozen=True)
@@ -159,7 +165,7 @@ class RankState:
         Raises:
             ValueError, TypeError, KeyError: it is none.
         """
-        values = _known(RankState, plain)
+        values = known_fields(RankState, plain)
         if values.get("process", "alive") not in PROCESSES:
             raise ValueError(f"process is {values['process']!r}, not one of {', '.join(PROCESSES)}")
         values["calls"] = tuple(_call_of(call) for call in values.get("calls", ()))
@@ -170,8 +176,15 @@ class RankState:
         return RankState(**values)
 
 
-def _known(kind: type, plain: Any) -> dict[str, Any]:
-    """The fields of a dataclass that plain data has, of the types of their defaults."""
+_TYPES = {"int": int, "str": str, "bool": bool, "float": (int, float)}
+
+
+def known_fields(kind: type, plain: Any) -> dict[str, Any]:
+    """The fields of a dataclass that plain data has, of the types of their defaults.
+
+    Raises:
+        TypeError: it is no object, or a field has another type.
+    """
     if not isinstance(plain, Mapping):
         raise TypeError(f"a {kind.__name__} is {type(plain).__name__}, not an object")
     values: dict[str, Any] = {}
@@ -179,32 +192,33 @@ def _known(kind: type, plain: Any) -> dict[str, Any]:
         if known.name not in plain:
             continue
         value = plain[known.name]
-        wanted = {"int": int, "str": str, "bool": bool, "float": (int, float)}.get(str(known.type))
+        wanted: Any = _TYPES.get(str(known.type))
         if wanted is not None and not isinstance(value, wanted):
-            raise ValueError(f"{known.name} is {type(value).__name__}, not {known.type}")
+            raise TypeError(f"{known.name} is {type(value).__name__}, not {known.type}")
         values[known.name] = value
     return values
 
 
-def _frames_of(plain: Any) -> tuple[Frame, ...]:
-    return tuple(Frame(**_known(Frame, frame)) for frame in plain)
+def frames_of(plain: Any) -> tuple[Frame, ...]:
+    """Frames from a list of plain data. Raises as `RankState.of`."""
+    return tuple(Frame(**known_fields(Frame, frame)) for frame in plain)
 
 
 def _thread_of(plain: Any) -> Thread:
-    values = _known(Thread, plain)
-    return Thread(values["name"], _frames_of(values.get("frames", ())))
+    values = known_fields(Thread, plain)
+    return Thread(values["name"], frames_of(values.get("frames", ())))
 
 
 def _call_of(plain: Any) -> Call:
-    values = _known(Call, plain)
+    values = known_fields(Call, plain)
     values["sizes"] = {str(key): int(value) for key, value in values.get("sizes", {}).items()}
     values["agreed"] = tuple(str(name) for name in values.get("agreed", ()))
-    values["frames"] = _frames_of(values.get("frames", ()))
+    values["frames"] = frames_of(values.get("frames", ()))
     return Call(**values)
 
 
 def _waits_of(plain: Any) -> Waits:
-    values = _known(Waits, plain)
+    values = known_fields(Waits, plain)
     missing = values["missing"]
     values["missing"] = {
         owed: tuple(int(rank) for rank in missing[owed]) for owed in OWED if owed in missing
