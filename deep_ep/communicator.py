@@ -214,8 +214,9 @@ class Communicator:
         if self._liveness is None:
             raise error_from_failure(failure, self.rank)
         decision = self._liveness.agree(failure)
-        verdict = self._liveness.hangs.verdict_on(failure["operation"], failure["op"])
-        raise error_from_failure(failure, self.rank, decision, self._places, verdict)
+        hangs = self._liveness.hangs
+        verdict = hangs.verdict_on(failure["operation"], failure["op"])
+        raise error_from_failure(failure, self.rank, decision, self._places, verdict, hangs.raised)
 
     # ---- hangs
 
@@ -230,11 +231,16 @@ class Communicator:
         if self.runtime is None:
             return
         self.recorder = Recorder(
-            self.rank, self.num_ranks, buffer, self._places[self.rank], self.runtime.native, most_calls
+            self.rank,
+            self.num_ranks,
+            buffer,
+            self._places[self.rank],
+            self.runtime.native,
+            most_calls,
         )
         self.before_operation.append(self.recorder.note_call)
         if self._liveness is not None:
-            self._liveness.watch(self.recorder, settings)
+            self._liveness.watch(self.recorder, settings, self._places[0])
 
     def warn_after(self, seconds: float) -> None:
         """See `Buffer.set_hang_warning`."""

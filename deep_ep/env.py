@@ -73,7 +73,10 @@ VERIFY = Variable(
     "hop",
 )
 RECORDER = Variable(
-    "DEEP_EP_RECORDER", "int", "64", "calls that every Buffer remembers for the case of a hang, 0: none"
+    "DEEP_EP_RECORDER",
+    "int",
+    "64",
+    "calls that every Buffer remembers for the case of a hang, 0: none",
 )
 WARN_S = Variable(
     "DEEP_EP_WARN_S",

@@ -90,7 +90,13 @@ class EPTimeoutError(EPError):
 
     def __reduce__(self) -> tuple[Any, ...]:
         waited = (self.missing_ranks, self.last_seen, self.operation, self.op, self.waited_s)
-        known = (self.dead_ranks, self.left_ranks, self.waiting_ranks, self.broken_paths, self.verdict)
+        known = (
+            self.dead_ranks,
+            self.left_ranks,
+            self.waiting_ranks,
+            self.broken_paths,
+            self.verdict,
+        )
         return type(self), (str(self), *waited, *known)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from deep_ep.errors import (
@@ -28,6 +29,7 @@ def error_from_failure(
     decision: Decision | None = None,
     places: Sequence[Place] = (),
     verdict: Verdict | None = None,
+    raised: Mapping[int, str] = MappingProxyType({}),
 ) -> EPError:
     """The exception for a failure record of the runtime (`Runtime.take_failure()`).
 
@@ -39,6 +41,7 @@ def error_from_failure(
         decision: what all ranks agreed on, if they did.
         places: where the ranks run; needed with a decision.
         verdict: what ranks were found to wait for while they did.
+        raised: the exceptions that ended programs, by rank.
     """
     where = f"{failure['operation']} (operation {failure['op']}) on rank {rank}"
     ranks = sorted(failure["ranks"])
@@ -83,7 +86,7 @@ def error_from_failure(
     if decision is not None and rank in decision.culprits:
         return _given_up(where, failure, dict.fromkeys(decision.waiting, decision.key.op))
     if decision is not None:
-        return _with_verdict(_agreed(where, failure, decision, places), verdict)
+        return _with_verdict(_agreed(where, failure, decision, places, raised), verdict)
     if reason == "timeout":
         return _with_verdict(_timeout(where, failure, ranks), verdict)
     return _given_up(
@@ -125,13 +128,21 @@ def _last_seen(failure: Mapping[str, Any]) -> dict[int, int]:
 
 
 def _agreed(
-    where: str, failure: Mapping[str, Any], decision: Decision, places: Sequence[Place]
+    where: str,
+    failure: Mapping[str, Any],
+    decision: Decision,
+    places: Sequence[Place],
+    raised: Mapping[int, str],
 ) -> EPTimeoutError:
     """What all ranks say alike, but for `where`."""
     culprits, last_seen = decision.culprits, _last_seen(failure)
     gone = bool(decision.dead or decision.left)
     if culprits:
-        found = "; ".join(_state(rank, decision, places[rank]) for rank in culprits)
+        found = "; ".join(
+            _state(rank, decision, places[rank])
+            + (f", whose program raised {raised[rank]}" if rank in raised else "")
+            for rank in culprits
+        )
     else:
         paths = ", ".join(f"{source} > {destination}" for source, destination in decision.paths)
         found = f"nobody is missing, but what was sent did not arrive on the paths {paths}"

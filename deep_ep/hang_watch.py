@@ -6,13 +6,18 @@ All but what is marked runs in the thread that speaks for the rank (loop.py).
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Callable
 
 from deep_ep import env, recorder, stacks
+from deep_ep.hang import wording
 from deep_ep.hang.cause import Verdict
+from deep_ep.hang.states import Process, RankState, Thread
+from deep_ep.hang.verdict import judge
+from deep_ep.rendezvous import Place
 from deep_ep.rules import COMBINE, DISPATCH, NORMAL_COMBINE, NORMAL_DISPATCH
 
 if TYPE_CHECKING:
@@ -28,8 +33,12 @@ _CALLS_PUBLISHED, _CALLS_TOLD = 8, 64
 _AGAIN = 4.0
 # Before an operation times out, there is a last inquiry: so long before, but not before half of the time.
 _FINAL_S, _SHORTEST_TIMEOUT_S = 3.0, 2.0
+# How long rank 0 may take to come to a verdict.
+_VERDICT_S = 2.0
 
-TYPES = ("ask_state", "look", "verdict")
+_log = logging.getLogger("deep_ep")
+
+TYPES = ("ask_state", "look", "verdict", "raised")
 _NUMBERED_TOGETHER = (DISPATCH, COMBINE, NORMAL_DISPATCH, NORMAL_COMBINE)
 
 
@@ -59,7 +68,12 @@ class Settings:
 
 
 class HangWatch:
-    """Of one rank of one buffer."""
+    """Of one rank of one buffer.
+
+    Attributes:
+        hub_stacks: what lets this process see the stacks of rank 0's; `None` if that is not known.
+        raised: by rank, the exception that ended its program.
+    """
 
     def __init__(self, rank: int, say: Callable[[Message], None]) -> None:
         """Does nothing yet.
@@ -68,6 +82,8 @@ class HangWatch:
             rank: this rank.
             say: takes a message to rank 0; from any thread.
         """
+        self.hub_stacks: Any = None
+        self.raised: dict[int, str] = {}
         self._rank, self._say = rank, say
         self._recorder: Recorder | None = None
         self._settings = Settings(0.0, 0.0)
@@ -78,12 +94,20 @@ class HangWatch:
         self._published: tuple[int, int] | None = None
         self._verdict: Verdict | None = None
         self._stop_watching: Callable[[], None] | None = None
+        self._hub = Place("", 0)
+        self._unanswered_s = 0.0  # since when rank 0 owes a verdict; 0: it does not
 
     # ---- called by the program's threads
 
-    def begin(self, own: Recorder, settings: Settings) -> None:
-        """Before the first `look`."""
-        self._recorder, self._settings = own, settings
+    def begin(self, own: Recorder, settings: Settings, hub: Place) -> None:
+        """Before the first `look`.
+
+        Args:
+            own: what this rank can say of itself.
+            settings: when it says that it waits.
+            hub: where rank 0 runs.
+        """
+        self._recorder, self._settings, self._hub = own, settings, hub
         self._stop_watching = recorder.watch_exceptions(
             lambda text: self._say({"type": "raised", "text": text})
         )
@@ -135,6 +159,12 @@ class HangWatch:
                 self._said_final = self._said_final or is_final
                 self._next_warning_s = max(self._next_warning_s, waits.waited_s) * _AGAIN
                 self._say({"type": "stuck", "final": is_final})
+                self._unanswered_s = self._unanswered_s or time.monotonic()
+        else:
+            self._unanswered_s = 0.0
+        if self._unanswered_s and time.monotonic() - self._unanswered_s > _VERDICT_S:
+            self._unanswered_s = 0.0
+            self._judge_alone(own)
         self._publish(own)
         wanted = min(settings.warn_s or _LONGEST_S, settings.final_s) / 8
         return min(max(wanted, _SHORTEST_S), _LONGEST_S)
@@ -148,6 +178,9 @@ class HangWatch:
         own = self._recorder
         if message["type"] == "verdict":
             self._verdict = Verdict.of(message["verdict"])
+            self._unanswered_s = 0.0
+        elif message["type"] == "raised":
+            self.raised[int(message["rank"])] = str(message["text"])
         elif message["type"] == "look":
             process, threads = stacks.look_at(int(message["pid"]), message["stacks"])
             self._say(
@@ -162,6 +195,24 @@ class HangWatch:
         elif own is not None:
             state = own.state(_CALLS_TOLD, with_threads=True).plain()
             self._say({"type": "state", "inquiry": message["inquiry"], "state": state})
+
+    def _judge_alone(self, own: Recorder) -> None:
+        """Without rank 0, which does not answer. Only rank 1 says so in the log, so that one does."""
+        state = own.state(_CALLS_TOLD, with_threads=False)
+        process: Process = "silent"
+        threads: tuple[Thread, ...] = ()
+        if self._hub.host == state.host:
+            process, threads = stacks.look_at(self._hub.pid, self.hub_stacks)
+        hub = RankState(
+            *(0, state.num_ranks, state.buffer, self._hub.host, self._hub.pid),
+            written_by=self._rank,
+            process=process,
+            threads=threads,
+        )
+        self._verdict = judge({0: hub, self._rank: state})
+        if self._rank == 1 and self._verdict.causes:
+            said = wording.line(self._verdict)
+            _log.warning("deep_ep: %s", said, extra={"verdict": self._verdict})
 
     def _publish(self, own: Recorder) -> None:
         """So that something is known of this rank when it does not answer any more."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Callable
 
 from deep_ep.agreement import Message
-from deep_ep.hang.states import PROCESSES, RankState
+from deep_ep.hang.states import PROCESSES, Process, RankState
 from deep_ep.hang.verdict import Verdict, judge
 
 if TYPE_CHECKING:
@@ -98,6 +98,7 @@ class Inquiries:
         type_ = message["type"]
         if type_ == "raised":
             self._raised[rank] = str(message["text"])
+            self._send_all({"type": "raised", "rank": rank, "text": self._raised[rank]})
         elif type_ == "published":
             self._published[rank] = _state_of(message["state"], rank)
             self._stacks[rank] = message["stacks"]
@@ -136,6 +137,10 @@ class Inquiries:
         for rank in sorted(asked):
             self._send(rank, {"type": "ask_state", "inquiry": opened.number})
         self._call_later(_ANSWERS_S, lambda: self._have_looked_at(opened))
+
+    def _send_all(self, message: Message) -> None:
+        for rank in range(len(self._places)):
+            self._send(rank, message)
 
     def _have_looked_at(self, opened: _Inquiry) -> None:
         """Others of their hosts look at the ranks that do not answer."""
@@ -176,7 +181,7 @@ class Inquiries:
         if rank in opened.states and rank not in arbiter.dead:
             state = opened.states[rank]
         elif rank in arbiter.dead:
-            process = "unreachable" if arbiter.dead[rank] == "host" else "gone"
+            process: Process = "unreachable" if arbiter.dead[rank] == "host" else "gone"
             state = replace(self._last(rank), process=process, waits=None, threads=())
         elif rank in arbiter.left:
             state = replace(

@@ -110,7 +110,7 @@ class Liveness:
         with self._native_lock:
             closed = self.progress().closed
             native, self._native = self._native, None
-        self.hangs.close()
+            self.hangs.close()
         loop = self.loop
         if native is not None and loop is not None:
             loop.post(lambda: loop.leave(self.rank, closed))
@@ -127,16 +127,17 @@ class Liveness:
         """From now on that thread speaks for this rank."""
         self.loop, self.alone = loop, False
 
-    def watch(self, recorder: Recorder, settings: hang_watch.Settings) -> None:
+    def watch(self, recorder: Recorder, settings: hang_watch.Settings, hub: Place) -> None:
         """Says from now on when this rank waits for long. By the program's thread.
 
         Args:
             recorder: what it can say of itself.
             settings: when.
+            hub: where rank 0 runs.
         """
         loop = self.loop
         if loop is not None:
-            self.hangs.begin(recorder, settings)
+            self.hangs.begin(recorder, settings, hub)
             loop.post(lambda: self._look_at_own_waits(loop))
 
     def progress(self) -> Progress:
@@ -261,13 +262,13 @@ class Offer(NamedTuple):
         return Offer(address, str(token), str(problem))
 
 
-def offer(rank: int, places: Sequence[Place], ranks_per_node: int) -> Offer | None:
+def offer(rank: int, places: Sequence[Place], ranks_per_node: int = 0) -> Offer | None:
     """First step of connecting the ranks of a buffer: rank 0's offer, for all ranks.
 
     Args:
         rank: this rank.
         places: of all ranks.
-        ranks_per_node: where normal operations go by way of gateways.
+        ranks_per_node: where normal operations go by way of gateways; 0: they do not.
     """
     if rank != 0 or len(places) == 1:
         return None

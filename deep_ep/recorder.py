@@ -82,7 +82,7 @@ class Recorder:
             global_rank=_global_rank(),
             taken_ns=time.time_ns(),
             written_by=self._rank,
-            raised=raised(),
+            raised=_raised or _handled_by(self._thread),
             closed=progress["closed"],
             opened=progress["open"],
             calls=tuple(calls),
@@ -107,7 +107,7 @@ def _call(plain: dict[str, Any], sites: dict[int, tuple[CodeType, int]]) -> Call
     if plain["num_tokens"]:
         sizes["num_tokens"] = plain["num_tokens"]
     del plain["num_tokens"]
-    frames = ()
+    frames: tuple[Frame, ...] = ()
     if plain["call"] in sites:
         code, line = sites[plain["call"]]
         frames = (Frame(code.co_name, code.co_filename, line),)
@@ -151,15 +151,23 @@ def _frames(frame: FrameType) -> tuple[Frame, ...]:
     return tuple(found)
 
 
-# ---- exceptions that end a program
+# ---- exceptions
 
-_raised = ""
+_raised = ""  # the one that ends this process
 _listeners: list[Callable[[str], None]] = []
 
 
-def raised() -> str:
-    """The exception that ends this process, with its place; empty if there is none."""
-    return _raised
+def _handled_by(thread: int) -> str:
+    """The exception that a thread is handling, as in a `finally` that does not end."""
+    handled = sys._current_exceptions().get(thread)
+    error = handled if handled is None or isinstance(handled, BaseException) else handled[1]
+    return "" if error is None else _text_of(error, error.__traceback__)
+
+
+def _text_of(error: BaseException, trace: TracebackType | None) -> str:
+    place = traceback.extract_tb(trace)[-1:] if trace is not None else []
+    where = "".join(f" at {frame.filename}:{frame.lineno} in {frame.name}" for frame in place)
+    return f"{type(error).__name__}: {error}"[:_MOST_TEXT] + where
 
 
 def watch_exceptions(listener: Callable[[str], None]) -> Callable[[], None]:
@@ -188,9 +196,7 @@ def _on_exception(
 ) -> None:
     global _raised
     try:
-        place = traceback.extract_tb(trace)[-1:] if trace is not None else []
-        where = "".join(f" at {frame.filename}:{frame.lineno} in {frame.name}" for frame in place)
-        _raised = f"{kind.__name__}: {error}"[:_MOST_TEXT] + where
+        _raised = _text_of(error, trace)
         for listener in list(_listeners):
             listener(_raised)
     finally:

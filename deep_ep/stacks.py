@@ -111,12 +111,15 @@ def parse(text: str) -> tuple[Thread, ...]:
     for line in text.splitlines():
         head, frame = _HEAD.match(line), _FRAME.match(line)
         if head:
-            threads.append((f"thread {head[1]}", []))
+            threads.append((head[1], []))
         elif frame and threads:
             threads[-1][1].append(Frame(frame[3], frame[1], int(frame[2])))
-    named = [Thread(name, tuple(frames)) for name, frames in reversed(threads)]
+    if threads:
+        threads[-1] = ("MainThread", threads[-1][1])
     return tuple(
-        thread for thread in named if not any(_is_ours(frame) for frame in thread.frames[-4:])
+        Thread(name, tuple(frames))
+        for name, frames in reversed(threads)
+        if not any(_is_ours(frame) for frame in frames[-4:])
     )
 
 

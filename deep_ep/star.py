@@ -10,7 +10,7 @@ import socket
 import time
 from collections.abc import Sequence
 
-from deep_ep import inquiry
+from deep_ep import inquiry, stacks
 from deep_ep.agreement import Arbiter, Message
 from deep_ep.hang import wording
 from deep_ep.hang.cause import Verdict
@@ -115,7 +115,7 @@ class Hub(Loop):
         said = _said(told.verdict)
         if said and said != self._told:
             self._told = said
-            _log.warning("deep_ep: %s", wording.line(told.verdict))
+            _log.warning("deep_ep: %s", wording.line(told.verdict), extra={"verdict": told.verdict})
         plain = told.verdict.plain()
         for rank in (*self._members, *self.lines):
             self._send(rank, {"type": "verdict", "verdict": plain})
@@ -155,7 +155,7 @@ class Hub(Loop):
             if not messages:
                 return
             rank = self._admitted(messages[0])
-            line.send({"type": "welcome"})
+            line.send({"type": "welcome", "stacks": stacks.offer()})
         except (LineClosed, ValueError, TypeError, KeyError):
             with contextlib.suppress(ValueError):  # there were too many
                 self._strangers.remove(line)
@@ -252,7 +252,8 @@ class Spoke(Loop):
             if not waiting.select(_CONNECT_S):
                 raise OSError(f"rank 0 did not answer within {_CONNECT_S:g} s")
         try:
-            self.line.receive()
+            for welcome in self.line.receive():
+                self._member.hangs.hub_stacks = welcome.get("stacks")
         except LineClosed as error:
             raise OSError("rank 0 closed the connection") from error
 
