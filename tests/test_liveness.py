@@ -319,7 +319,7 @@ def test_a_host_that_is_cut_off_is_known_within_five_seconds(tmp_path: Path) -> 
 
 
 def test_only_who_knows_the_token_comes_in() -> None:
-    hub = Hub(3, "token", "127.0.0.1")
+    hub = Hub([Place("here", rank) for rank in range(3)], 0, "token", "127.0.0.1")
     hub.start()
     try:
         for message in (
