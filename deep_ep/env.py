@@ -400,6 +400,12 @@ def local_world_size() -> int | None:
     return _positive_int(LOCAL_WORLD_SIZE) if LOCAL_WORLD_SIZE.text() else None
 
 
+def torch_dump_prefix() -> str:
+    """Path, without the rank, of what torch's flight recorder writes; `""` if nobody says."""
+    names = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
+    return next((_environment[name] for name in names if _environment.get(name)), "")
+
+
 def _choice(variable: Variable, allowed: tuple[str, ...]) -> str:
     text = variable.text()
     if text not in allowed:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, get_args
 
 from deep_ep.hang.activity import Doing
@@ -49,6 +49,10 @@ class Edge:
     series: str
     number: int
     waited_s: float = 0.0
+
+    def order(self) -> tuple[int, int, str]:
+        """Sorts edges."""
+        return self.waiter, self.owed, self.what
 
 
 @dataclass(frozen=True)
@@ -145,6 +149,7 @@ class Verdict:
     Attributes:
         buffer: names it.
         num_ranks: size of its group.
+        ranks_per_node: where operations between nodes go by way of gateways; 0: they do not.
         causes: independent of each other, what most ranks wait for first.
         edges: who waits for whom, ascending.
         masked: ranks that all others have masked out.
@@ -154,6 +159,7 @@ class Verdict:
 
     buffer: str = ""
     num_ranks: int = 0
+    ranks_per_node: int = 0
     causes: tuple[Cause, ...] = ()
     edges: tuple[Edge, ...] = ()
     masked: tuple[int, ...] = ()
@@ -171,8 +177,14 @@ class Verdict:
         return tuple(sorted({edge.waiter for edge in self.edges}))
 
     def plain(self) -> dict[str, Any]:
-        """As data for JSON."""
-        return {"format": FORMAT, **asdict(self)}
+        """As data for JSON. Edges that differ in nothing but whom they lead to are one."""
+        owed: dict[tuple[Any, ...], list[int]] = {}
+        for e in self.edges:
+            key = (e.waiter, e.what, e.series, e.number, e.waited_s)
+            owed.setdefault(key, []).append(e.owed)
+        names = ("waiter", "what", "series", "number", "waited_s")
+        edges = [{**dict(zip(names, key)), "owed": ranks} for key, ranks in owed.items()]
+        return {"format": FORMAT, **asdict(replace(self, edges=())), "edges": edges}
 
     @staticmethod
     def of(plain: Any) -> Verdict:
@@ -183,7 +195,8 @@ class Verdict:
         """
         values = known_fields(Verdict, plain)
         values["causes"] = tuple(_cause_of(cause) for cause in values.get("causes", ()))
-        values["edges"] = tuple(_edge_of(edge) for edge in values.get("edges", ()))
+        edges = [edge for plain in values.get("edges", ()) for edge in _edges_of(plain)]
+        values["edges"] = tuple(sorted(edges, key=Edge.order))
         for name in ("masked", "missing"):
             values[name] = _ranks_of(values.get(name, ()))
         return Verdict(**values)
@@ -211,10 +224,10 @@ def _accused_of(plain: Any) -> Accused:
     return Accused(**values)
 
 
-def _edge_of(plain: Any) -> Edge:
-    values = known_fields(Edge, plain)
+def _edges_of(plain: Any) -> list[Edge]:
+    values = known_fields(Edge, {**plain, "owed": 0})
     _require(values["what"], OWED, "what")
-    return Edge(**values)
+    return [Edge(**{**values, "owed": rank}) for rank in _ranks_of(plain["owed"])]
 
 
 def _side_of(plain: Any) -> Side:

@@ -102,6 +102,7 @@ class _Case:
         return Verdict(
             buffer=next((state.buffer for state in self.states.values()), ""),
             num_ranks=self.num_ranks,
+            ranks_per_node=self.ranks_per_node,
             causes=tuple(self._causes()),
             edges=self.edges,
             masked=tuple(sorted(masked)),
@@ -132,7 +133,7 @@ class _Case:
                 for owed in ranks
                 if owed not in state.masked
             ]
-        return tuple(sorted(edges, key=lambda edge: (edge.waiter, edge.owed, edge.what)))
+        return tuple(sorted(edges, key=Edge.order))
 
     def _mismatch(self, sides: tuple[Side, ...]) -> _Draft:
         first = sides[0]
