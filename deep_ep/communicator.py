@@ -240,7 +240,7 @@ class Communicator:
         )
         self.before_operation.append(self.recorder.note_call)
         if self._liveness is not None:
-            self._liveness.watch(self.recorder, settings, self._places[0])
+            self._liveness.watch(self.recorder, settings, self._places)
 
     def warn_after(self, seconds: float) -> None:
         """See `Buffer.set_hang_warning`."""

@@ -86,9 +86,9 @@ def error_from_failure(
     if decision is not None and rank in decision.culprits:
         return _given_up(where, failure, dict.fromkeys(decision.waiting, decision.key.op))
     if decision is not None:
-        return _with_verdict(_agreed(where, failure, decision, places, raised), verdict)
+        return _with_verdict(_agreed(where, failure, decision, places, raised), where, verdict)
     if reason == "timeout":
-        return _with_verdict(_timeout(where, failure, ranks), verdict)
+        return _with_verdict(_timeout(where, failure, ranks), where, verdict)
     return _given_up(
         where, failure, {r: max(failure["op"], op) for r, op in failure["given_up"].items()}
     )
@@ -116,10 +116,19 @@ def _given_up(where: str, failure: Mapping[str, Any], given_up: Mapping[int, int
     )
 
 
-def _with_verdict(error: EPTimeoutError, verdict: Verdict | None) -> EPTimeoutError:
-    if verdict is not None:
-        error.args = (f"{error} While ranks waited: {wording.line(verdict)}.",)
-        error.verdict = verdict
+def _with_verdict(error: EPTimeoutError, where: str, verdict: Verdict | None) -> EPTimeoutError:
+    """Adds what was found while ranks waited. That knows more than what they say once they have given up."""
+    if verdict is None:
+        return error
+    error.verdict = verdict
+    said = wording.line(verdict)
+    if verdict.ranks == error.missing_ranks or error.dead_ranks or error.left_ranks:
+        error.args = (f"{error} While ranks waited: {said}.",)
+        return error
+    error.args = (f"{where}: {said}. {wording.advice(verdict.causes[0])}",)
+    error.missing_ranks = verdict.ranks
+    error.broken_paths = tuple(path for cause in verdict.causes for path in cause.paths)
+    error.last_seen = {rank: error.last_seen.get(rank, 0) for rank in verdict.ranks}
     return error
 
 

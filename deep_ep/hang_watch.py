@@ -9,7 +9,8 @@ from __future__ import annotations
 import logging
 import os
 import time
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Callable
 
 from deep_ep import env, recorder, stacks
@@ -17,12 +18,12 @@ from deep_ep.hang import wording
 from deep_ep.hang.cause import Verdict
 from deep_ep.hang.states import Process, RankState, Thread
 from deep_ep.hang.verdict import judge
-from deep_ep.rendezvous import Place
 from deep_ep.rules import COMBINE, DISPATCH, NORMAL_COMBINE, NORMAL_DISPATCH
 
 if TYPE_CHECKING:
     from deep_ep.agreement import Message
     from deep_ep.recorder import Recorder
+    from deep_ep.rendezvous import Place
 
 # All of these are chosen. Looks at the own waits, seconds, at least and at most; how often a rank says where it
 # is while all is well; calls that it tells then, and where somebody asks; after how many times the time before it
@@ -94,20 +95,20 @@ class HangWatch:
         self._published: tuple[int, int] | None = None
         self._verdict: Verdict | None = None
         self._stop_watching: Callable[[], None] | None = None
-        self._hub = Place("", 0)
+        self._places: Sequence[Place] = ()
         self._unanswered_s = 0.0  # since when rank 0 owes a verdict; 0: it does not
 
     # ---- called by the program's threads
 
-    def begin(self, own: Recorder, settings: Settings, hub: Place) -> None:
+    def begin(self, own: Recorder, settings: Settings, places: Sequence[Place]) -> None:
         """Before the first `look`.
 
         Args:
             own: what this rank can say of itself.
             settings: when it says that it waits.
-            hub: where rank 0 runs.
+            places: where the ranks run.
         """
-        self._recorder, self._settings, self._hub = own, settings, hub
+        self._recorder, self._settings, self._places = own, settings, places
         self._stop_watching = recorder.watch_exceptions(
             lambda text: self._say({"type": "raised", "text": text})
         )
@@ -197,22 +198,31 @@ class HangWatch:
             self._say({"type": "state", "inquiry": message["inquiry"], "state": state})
 
     def _judge_alone(self, own: Recorder) -> None:
-        """Without rank 0, which does not answer. Only rank 1 says so in the log, so that one does."""
+        """Without rank 0, which does not answer. Only rank 1 says so in the log, so that one does.
+
+        Of other ranks only those are known that can be seen to be dead or stopped.
+        """
         state = own.state(_CALLS_TOLD, with_threads=False)
-        process: Process = "silent"
-        threads: tuple[Thread, ...] = ()
-        if self._hub.host == state.host:
-            process, threads = stacks.look_at(self._hub.pid, self.hub_stacks)
-        hub = RankState(
-            *(0, state.num_ranks, state.buffer, self._hub.host, self._hub.pid),
-            written_by=self._rank,
-            process=process,
-            threads=threads,
-        )
-        self._verdict = judge({0: hub, self._rank: state})
-        if self._rank == 1 and self._verdict.causes:
+        states = {self._rank: state, 0: self._look_at(0, state, self.hub_stacks)}
+        for rank in state.waits.ranks() if state.waits is not None else ():
+            seen = self._look_at(rank, state, None)
+            if seen.process in ("gone", "stopped"):
+                states[rank] = seen
+        verdict = judge(states)
+        known = tuple(cause for cause in verdict.causes if {*cause.ranks} <= states.keys())
+        self._verdict = replace(verdict, causes=known)
+        if self._rank == 1 and known:
             said = wording.line(self._verdict)
             _log.warning("deep_ep: %s", said, extra={"verdict": self._verdict})
+
+    def _look_at(self, rank: int, own: RankState, offered: Any) -> RankState:
+        place = self._places[rank]
+        process: Process = "silent"
+        threads: tuple[Thread, ...] = ()
+        if place.host == own.host:
+            process, threads = stacks.look_at(place.pid, offered)
+        of_rank = rank, own.num_ranks, own.buffer, place.host, place.pid
+        return RankState(*of_rank, written_by=self._rank, process=process, threads=threads)
 
     def _publish(self, own: Recorder) -> None:
         """So that something is known of this rank when it does not answer any more."""

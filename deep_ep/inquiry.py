@@ -182,20 +182,12 @@ class Inquiries:
             state = opened.states[rank]
         elif rank in arbiter.dead:
             process: Process = "unreachable" if arbiter.dead[rank] == "host" else "gone"
-            state = replace(self._last(rank), process=process, waits=None, threads=())
+            state = self._said_of(rank, process)
         elif rank in arbiter.left:
-            state = replace(
-                self._last(rank),
-                process="ended",
-                closed=arbiter.left[rank],
-                opened=0,
-                waits=None,
-                threads=(),
-            )
+            ended = self._said_of(rank, "ended")
+            state = replace(ended, closed=arbiter.left[rank], opened=0)
         else:
-            state = opened.seen.get(rank) or replace(
-                self._last(rank), process="silent", waits=None, threads=()
-            )
+            state = opened.seen.get(rank) or self._said_of(rank, "silent")
         raised = state.raised or self._raised.get(rank, "")
         return replace(state, raised=raised)
 
@@ -203,13 +195,17 @@ class Inquiries:
         process = message["process"]
         if process not in PROCESSES:
             raise ValueError(f"process is {process!r}")
-        plain = {**self._last(rank).plain(), "threads": message["threads"], "process": process}
-        return replace(RankState.of(plain), written_by=by, waits=None, taken_ns=time.time_ns())
+        plain = {**self._said_of(rank, process).plain(), "threads": message["threads"]}
+        return replace(RankState.of(plain), written_by=by, taken_ns=time.time_ns())
+
+    def _said_of(self, rank: int, process: Process) -> RankState:
+        """The state of a rank that does not say where it is."""
+        return replace(self._last(rank), process=process, waits=None, threads=(), written_by=0)
 
     def _last(self, rank: int) -> RankState:
         """What it has said last, or what is known without that."""
         place = self._places[rank]
-        known = RankState(rank, len(self._places), host=place.host, pid=place.pid, written_by=0)
+        known = RankState(rank, len(self._places), host=place.host, pid=place.pid)
         return self._published.get(rank, known)
 
 

@@ -127,17 +127,19 @@ class Liveness:
         """From now on that thread speaks for this rank."""
         self.loop, self.alone = loop, False
 
-    def watch(self, recorder: Recorder, settings: hang_watch.Settings, hub: Place) -> None:
+    def watch(
+        self, recorder: Recorder, settings: hang_watch.Settings, places: Sequence[Place]
+    ) -> None:
         """Says from now on when this rank waits for long. By the program's thread.
 
         Args:
             recorder: what it can say of itself.
             settings: when.
-            hub: where rank 0 runs.
+            places: where the ranks run.
         """
         loop = self.loop
         if loop is not None:
-            self.hangs.begin(recorder, settings, hub)
+            self.hangs.begin(recorder, settings, places)
             loop.post(lambda: self._look_at_own_waits(loop))
 
     def progress(self) -> Progress:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from deep_ep import inquiry, stacks
 from deep_ep.agreement import Arbiter, Message
-from deep_ep.hang import wording
+from deep_ep.hang import traces, wording
 from deep_ep.hang.cause import Verdict
 from deep_ep.inquiry import Inquiries, Told
 from deep_ep.lines import Line, LineClosed, descriptors_left
@@ -57,6 +57,7 @@ class Hub(Loop):
         self.lines: dict[int, Line] = {}
         self._strangers: list[Line] = []
         self._told: list[object] = []
+        self._dumps_to = traces.default_folder()
         loopback = address.startswith("127.")
         self.listener = socket.create_server((address if loopback else "", 0), backlog=num_ranks)
         self.listener.setblocking(False)
@@ -119,6 +120,11 @@ class Hub(Loop):
         plain = told.verdict.plain()
         for rank in (*self._members, *self.lines):
             self._send(rank, {"type": "verdict", "verdict": plain})
+        folders = [*told.dump_to]
+        if told.is_final and self._dumps_to is not None:
+            folders.append(str(self._dumps_to / told.verdict.buffer))
+        for folder in folders:
+            _dump(folder, told)
 
     def _stop_if_last(self) -> None:
         if not self._members and not self.lines:
@@ -274,6 +280,16 @@ class Spoke(Loop):
         """No more of rank 0; what the rank itself looks for goes on."""
         self._unwatch(self.line)
         self._member.lose(how)
+
+
+def _dump(folder: str, told: Told) -> None:
+    try:
+        files = traces.write_dump(folder, told.states, told.verdict)
+    except OSError as error:
+        _log.warning("deep_ep: no dump in %s: %s", folder, error)
+    else:
+        read = "python -m deep_ep.diagnose hang"
+        _log.warning("deep_ep: %d files in %s; %s %s", len(files), folder, read, folder)
 
 
 def _said(verdict: Verdict) -> list[object]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import time
@@ -27,6 +26,7 @@ class Fault:
         ends: whether the process is gone, or of no use any more, afterwards.
         recovers: whether the operation ends well, after a warning.
         raises: whether all ranks raise at once, with no cause that has to be looked for.
+        loses_path: whether it is the path to the next rank of its node that fails, and the rank is fine.
         hooked: whether it strikes between the two halves of an operation.
     """
 
@@ -37,9 +37,12 @@ class Fault:
     recovers: bool = False
     raises: bool = False
     hooked: bool = False
+    loses_path: bool = False
 
     def is_named_by(self, cause: Cause, rank: int) -> bool:
-        """Whether a cause says what happened to a rank."""
+        """Whether a cause says what happened to a rank, or to a path from it."""
+        if cause.kind == "not_arrived" and cause.kind in self.kinds:
+            return any(source == rank for source, _ in cause.paths)
         return cause.kind in self.kinds and cause.ranks == (rank,)
 
 
@@ -54,7 +57,7 @@ def _spin() -> None:
 
 
 def _long_call_in_c() -> None:
-    ctypes.PyDLL(None).usleep(int(FOR_EVER_S * 1e6))
+    sum(range(1 << 40))
 
 
 def _fail_and_clean_up() -> None:
@@ -75,6 +78,7 @@ FAULTS = (
     Fault("loops in Python", _spin, ("not_called",), ends=True),
     Fault("raised and cleans up", _fail_and_clean_up, ("not_called",), ends=True),
     Fault("stands between two halves", _fail_and_clean_up, ("not_called",), ends=True, hooked=True),
+    Fault("loses what it sends", kinds=("not_arrived",), ends=True, loses_path=True),
     Fault("compiles for a while", _compile, ("not_called",), recovers=True),
     Fault("leaves out an operation", kinds=("not_called",), raises=False),
     Fault("calls another operation", kinds=("mismatch",), raises=True),

@@ -16,7 +16,7 @@ import torch.distributed as dist
 import deep_ep
 from deep_ep.errors import EPArgumentError, EPError, EPTimeoutError
 from deep_ep.hang.cause import Verdict
-from trials.faults import BY_NAME, Fault
+from trials.faults import BY_NAME, FOR_EVER_S, Fault
 
 TOKENS, HIDDEN, TOPK = 8, 256, 2
 WARM_STEPS, STEPS = 2, 5
@@ -111,11 +111,21 @@ class _Rank:
 
     def step(self, fault: Fault | None = None) -> bool:
         """Whether the result is right."""
+        if fault is not None and fault.loses_path:
+            self._lose_path()
         if fault is not None and not self.trial.at_combine and not fault.hooked:
             fault.act()
         if self.trial.mode == "low latency":
             return self._low_latency(fault)
         return self._normal(fault)
+
+    def _lose_path(self) -> None:
+        """To the next rank of the node; what is sent there comes when the trial is over."""
+        per_node = self.trial.ranks_per_node
+        destination = self.rank // per_node * per_node + (self.rank + 1) % per_node
+        self.buffer.runtime.native.set_path_fault(
+            dst=destination, delay_ns=round(FOR_EVER_S * 1e9), bytes_per_s=0.0
+        )
 
     def _low_latency(self, fault: Fault | None) -> bool:
         hooked = fault is not None and fault.hooked
@@ -182,7 +192,8 @@ def run(rank: int, group: dist.ProcessGroup, trial: Trial) -> Seen:
     dist.all_gather_object(pids, os.getpid(), group)
     own = trial.faults().get(rank)
     healthy = [r for r in range(trial.num_ranks) if r not in trial.victims]
-    seen.is_right = all([this.step() for _ in range(WARM_STEPS)])
+    for _ in range(WARM_STEPS):
+        seen.is_right = this.step() and seen.is_right
     group.barrier().wait()
     skipped = own is not None and own.name == "leaves out an operation"
     try:
