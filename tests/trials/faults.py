@@ -43,7 +43,7 @@ class Fault:
         """Whether a cause says what happened to a rank, or to a path from it."""
         if cause.kind == "not_arrived" and cause.kind in self.kinds:
             return any(source == rank for source, _ in cause.paths)
-        return cause.kind in self.kinds and cause.ranks == (rank,)
+        return cause.kind in self.kinds and rank in cause.ranks
 
 
 class Broken(Exception):

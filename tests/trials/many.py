@@ -13,7 +13,7 @@ from trials.rank import Trial, run
 
 WARN_S, TIMEOUT_S = 0.6, 4.0
 # At once; and until what still runs is killed.
-_ABREAST, _PATIENCE_S = 3, 45.0
+_ABREAST, _PATIENCE_S = 5, 45.0
 # How often two ranks have a fault of their own.
 _TWO_FAULTS = 0.2
 
