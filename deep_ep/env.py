@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import signal
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -168,6 +169,13 @@ CLASSIC_EXCLUDING_ZEROS = Variable(
     "DEEPEP_DIAGNOSE_EXCLUDING_ZEROS", "0 | 1", "0", "1: the mean for cells leaves zeros out"
 )
 
+DUMP_SIGNAL = Variable(
+    "DEEP_EP_DUMP_SIGNAL",
+    "signal | 0",
+    "SIGUSR2",
+    "signal on which a process with a Buffer writes a dump; 0: none",
+)
+
 VARIABLES = (
     BACKEND,
     TIMEOUT_S,
@@ -186,6 +194,7 @@ VARIABLES = (
     DIAGNOSE_DIR,
     NVSHMEM_QP_DEPTH,
     LOCAL_WORLD_SIZE,
+    DUMP_SIGNAL,
     CLASSIC_ENABLE,
     CLASSIC_INTERVAL,
     CLASSIC_WARMING_TIME,
@@ -398,6 +407,15 @@ def nvshmem_qp_depth() -> int:
 def local_world_size() -> int | None:
     """Ranks of this host, `None` where nobody says."""
     return _positive_int(LOCAL_WORLD_SIZE) if LOCAL_WORLD_SIZE.text() else None
+
+
+def dump_signal() -> int:
+    """Number of the signal that asks for a dump; 0: none."""
+    text = DUMP_SIGNAL.text()
+    number = int(text) if text.isdecimal() else getattr(signal.Signals, text, 0)
+    if text != "0" and number not in {*signal.valid_signals()} - {signal.SIGKILL, signal.SIGSTOP}:
+        raise DUMP_SIGNAL.error("the name or number of a signal that can be handled, or 0")
+    return int(number)
 
 
 def torch_dump_prefix() -> str:
