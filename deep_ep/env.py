@@ -69,6 +69,13 @@ VERIFY = Variable(
     "1: rows travel with their number and a checksum, and are compared on arrival, in normal operations on every "
     "hop",
 )
+BULK_COPIES = Variable(
+    "DEEP_EP_BULK_COPIES",
+    "0 | 1",
+    "",
+    "1: normal operations move whole rows through shared memory, on GPUs by bulk copies (TMA), where it "
+    "suffices; unset: 1 on GPUs, 0 on the cpu backend",
+)
 SCHEDULE = Variable(
     "DEEP_EP_SCHEDULE",
     "round-robin | random:SEED",
@@ -154,6 +161,7 @@ VARIABLES = (
     CPU_CLOCK,
     CLOCK_INTERVAL_S,
     VERIFY,
+    BULK_COPIES,
     SCHEDULE,
     DELIVERY,
     LAUNCH_SHAPE,
@@ -274,6 +282,11 @@ def clock_interval_s(default: float) -> float:
 def verify() -> bool:
     """Whether rows are verified on arrival."""
     return _choice(VERIFY, ("0", "1")) == "1"
+
+
+def bulk_copies(default: bool) -> bool:
+    """Whether whole rows move through shared memory."""
+    return _choice(BULK_COPIES, ("0", "1")) == "1" if BULK_COPIES.text() else default
 
 
 def schedule() -> Order:

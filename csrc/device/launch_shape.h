@@ -11,6 +11,10 @@ constexpr int kMaxThreads = 256;  // of a block on a GPU; leaves each thread 255
 // and Linux grants a process 65530.
 constexpr int kMaxHostThreads = 16384;
 
+// Shared memory of a block: what every GPU from Hopper on has. Beyond the first, a kernel must ask for it.
+constexpr size_t kUsualSharedBytes = 48 * 1024;
+constexpr size_t kMaxSharedBytes = 227 * 1024;
+
 struct LaunchShape {
     int blocks = 1;
     int threads = 32;  // per block, a multiple of 32

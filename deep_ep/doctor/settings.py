@@ -37,6 +37,7 @@ _READERS: tuple[Callable[[], Any], ...] = (
     env.cpu_clock,
     lambda: env.clock_interval_s(0.0),
     env.verify,
+    lambda: env.bulk_copies(default=True),
     env.schedule,
     env.delivery,
     lambda: env.launch_shape(max_warps=32, max_threads=1 << 31),
