@@ -14,6 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 DEVICE = "csrc/device/cuda/device.cuh"
+ROW_COPY = "csrc/device/cuda/row_copy.cuh"
 TRANSPORT = "csrc/transport/cuda/transport.cuh"
 FOLDERS = ("csrc/kernels", "csrc/transport/cuda")
 
