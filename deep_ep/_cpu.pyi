@@ -94,6 +94,7 @@ class Runtime:
         allow_mnnvl: bool = ...,
         clock: str = ...,
         clock_interval_ns: int = ...,
+        bulk_copies: bool = ...,
         verify: bool = ...,
         num_recorded_calls: int = ...,
     ) -> None: ...

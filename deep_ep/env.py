@@ -91,6 +91,13 @@ DUMP_DIR = Variable(
     "",
     "where a dump of all ranks goes when an operation times out; unset: beside TORCH_FR_DUMP_TEMP_FILE, or nowhere",
 )
+BULK_COPIES = Variable(
+    "DEEP_EP_BULK_COPIES",
+    "0 | 1",
+    "",
+    "1: normal operations move whole rows through shared memory, on GPUs by bulk copies (TMA), where it "
+    "suffices; unset: 1 on GPUs, 0 on the cpu backend",
+)
 SCHEDULE = Variable(
     "DEEP_EP_SCHEDULE",
     "round-robin | random:SEED",
@@ -186,6 +193,7 @@ VARIABLES = (
     RECORDER,
     WARN_S,
     DUMP_DIR,
+    BULK_COPIES,
     SCHEDULE,
     DELIVERY,
     LAUNCH_SHAPE,
@@ -326,6 +334,11 @@ def dump_dir() -> Path | None:
     """Where dumps go, `None` if this variable does not say."""
     text = DUMP_DIR.text()
     return Path(text) if text else None
+
+
+def bulk_copies(default: bool) -> bool:
+    """Whether whole rows move through shared memory."""
+    return _choice(BULK_COPIES, ("0", "1")) == "1" if BULK_COPIES.text() else default
 
 
 def schedule() -> Order:

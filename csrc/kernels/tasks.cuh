@@ -12,6 +12,7 @@
 //   move(task, n, tokens)   block
 //   tell(task, n, tokens)   one thread
 //   blocked_by(task)        one thread: for whom it waits
+//   copy                    the RowCopy of the warp, with which move() moves whole rows
 #pragma once
 
 #include "kernels/hand_over.cuh"
@@ -52,6 +53,17 @@ struct TaskShared {
         return (3 + kMaxStep + of_block(num_tasks, blocks)) * sizeof(int);
     }
 };
+
+// Warp. Its own piece is in shared memory behind all that a block has otherwise.
+EP_DEVICE RowCopy row_copy_of_warp(const NormalArgs& args, SharedArena rest) {
+    struct alignas(RowCopy::kAlignment) Unit {
+        std::byte bytes[RowCopy::kAlignment];
+    };
+    if (args.row_piece_bytes == 0) return RowCopy(nullptr, 0);
+    const auto units = static_cast<int>(args.row_piece_bytes / sizeof(Unit));
+    Unit* piece = rest.take<Unit>(num_warps() * units) + warp_id() * units;
+    return RowCopy(piece->bytes, args.row_piece_bytes);
+}
 
 // One thread. Whether a rank has given this operation up, or has gone on without it. Nobody does the latter
 // who has not given it up, since all wait for all at its begin; so one word a rank is looked at.
@@ -141,6 +153,7 @@ EP_DEVICE void run_tasks(const NormalArgs& args,
         const int task = shared.step[0];
         const int rows = shared.step[1];
         tasks.move(task, rows, shared.tokens);
+        tasks.copy.finish();
         block_sync();
         // Of rows that are not what was sent nobody is told.
         if (args.row.verified && has_failed(args.common)) break;

@@ -102,6 +102,17 @@ Args Runtime::normal_args(const Call& call, Operation operation, bool continues)
     return args;
 }
 
+// Shared memory for the RowCopy of each warp is added to the shape, if rows are to have it and it fits.
+size_t Runtime::add_row_pieces(LaunchShape& shape, const NormalRow& row) const {
+    if (!options_.bulk_copies) return 0;
+    const size_t piece = RowCopy::piece_bytes(row.bytes());
+    const size_t bytes =
+        shape.shared_bytes + RowCopy::kAlignment + shape.threads / kWarpSize * piece;
+    if (bytes > kMaxSharedBytes) return 0;
+    shape.shared_bytes = bytes;
+    return piece;
+}
+
 LaunchShape Runtime::normal_shape(const NormalSize& size) const {
     if (shape_blocks_ > 0) return {shape_blocks_, std::max(shape_warps_, 1) * kWarpSize, 0, true};
     if constexpr (Device::kIsHost) {
@@ -192,6 +203,7 @@ void Runtime::normal_dispatch(const NormalDispatchCall& call) {
     LaunchShape shape = normal_shape(call);
     shape.shared_bytes =
         TaskShared::bytes(DispatchTasks::count(topology_, call.num_channels), shape.blocks);
+    args.row_piece_bytes = add_row_pieces(shape, args.row);
     device_->launch_operation("normal_dispatch", &ep::normal_dispatch, shape, args, call.stream);
 }
 
@@ -218,6 +230,7 @@ void Runtime::normal_combine(const NormalCombineCall& call) {
     LaunchShape shape = normal_shape(call);
     shape.shared_bytes = NormalCombineShared::bytes(
         CombineTasks::count(topology_, call.num_channels), topology_, shape.blocks);
+    args.row_piece_bytes = add_row_pieces(shape, args.row);
     device_->launch_operation("normal_combine", &ep::normal_combine, shape, args, call.stream);
 }
 

@@ -138,6 +138,7 @@ class Runtime {
     template <class Args, class Call>
     Args normal_args(const Call& call, Operation operation, bool continues = false);
     LaunchShape normal_shape(const NormalSize& size) const;
+    size_t add_row_pieces(LaunchShape& shape, const NormalRow& row) const;
     // Of a kernel that has so much to do for so many threads, or less for fewer.
     LaunchShape shape_for_threads(int64_t num_threads) const;
     void pack(const PackArgs& args, Stream stream);

@@ -39,6 +39,7 @@ _READERS: tuple[Callable[[], Any], ...] = (
     env.verify,
     env.recorder,
     env.warn_s,
+    lambda: env.bulk_copies(default=True),
     env.schedule,
     env.delivery,
     lambda: env.launch_shape(max_warps=32, max_threads=1 << 31),
