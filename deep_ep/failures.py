@@ -120,7 +120,7 @@ def _agreed(
     culprits, last_seen = decision.culprits, _last_seen(failure)
     gone = bool(decision.dead or decision.left)
     if culprits:
-        found = "; ".join(_state(rank, decision, places[rank]) for rank in culprits)
+        found = "; ".join(state_of(rank, decision, places[rank]) for rank in culprits)
     else:
         paths = ", ".join(f"{source} > {destination}" for source, destination in decision.paths)
         found = f"nobody is missing, but what was sent did not arrive on the paths {paths}"
@@ -152,7 +152,8 @@ def _agreed(
     )
 
 
-def _state(rank: int, decision: Decision, place: Place) -> str:
+def state_of(rank: int, decision: Decision, place: Place) -> str:
+    """What a decision says of one of its culprits, in words."""
     process = f"process {place.pid} on host {place.host}"
     how = decision.dead.get(rank)
     if how == "host":

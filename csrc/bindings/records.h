@@ -9,6 +9,8 @@ namespace ep {
 
 // Runtime::take_failure(); None if there is none.
 pybind11::object failure_dict(Runtime& runtime);
+// Runtime::take_masked(): (rank, series, number in that series) of each.
+pybind11::list masked_list(Runtime& runtime);
 pybind11::dict progress_dict(const Runtime& runtime);
 // SymmetricMemory::traffic(): {"to": counts by destination, "polls"}.
 pybind11::dict traffic_dict(Runtime& runtime);
