@@ -19,6 +19,7 @@ from deep_ep import checks
 from deep_ep.errors import EPTransportError, EPUsageError, ranks_text
 from deep_ep.failures import error_from_failure
 from deep_ep.hooks import MOST_OPEN_HOOKS
+from deep_ep.masks import Masks
 from deep_ep.recorder import Recorder
 from deep_ep.rules import fail
 
@@ -53,6 +54,7 @@ class Communicator:
         stream_event: orders two streams within an operation, for who holds the lock.
         before_operation: called with the name of each operation before it begins.
         watchers: who is told of the end.
+        masks: whom operations go on without.
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class Communicator:
         places: Sequence[Place],
         liveness: Liveness | None,
         claims: StreamClaims | None = None,
+        may_mask: bool = False,
     ) -> None:
         """Internal: use `construction.connect`.
 
@@ -75,6 +78,7 @@ class Communicator:
             places: where the ranks run.
             liveness: this rank's part in who lives; `None` if it is alone.
             claims: the streams of this rank, where others of this process may not use them.
+            may_mask: whether ranks may be masked.
         """
         self.group = group
         self.rank = group.rank
@@ -88,6 +92,7 @@ class Communicator:
         self.before_operation: list[Callable[[str], None]] = []
         self.watchers: list[Watcher] = []
         self.recorder: Recorder | None = None
+        self.masks = Masks(self, may_mask, liveness, places)
         self._places = places
         self._liveness = liveness
         self._claims = claims
@@ -206,6 +211,7 @@ class Communicator:
         Args:
             called: what the user called, where the runtime only knows it as a barrier.
         """
+        self.masks.notice()
         failure = self.runtime.native.take_failure() if self.runtime is not None else None
         if failure is None:
             return
@@ -303,7 +309,7 @@ class Communicator:
                     self._liveness.close()
                 for watcher in watchers:
                     watcher.end()
-                self._meet_at_the_end()
+                self._meet_at_the_end(runtime)
             except RuntimeError as error:
                 warnings.warn(
                     f"destroy on rank {self.rank}: not all ranks came ({error}); local memory is "
@@ -316,12 +322,17 @@ class Communicator:
                 for watcher in watchers:
                     watcher.close()
 
-    def _meet_at_the_end(self) -> None:
+    def _meet_at_the_end(self, runtime: Runtime) -> None:
         """Waits for all ranks, unless one is known to be dead: gloo can wait for such a one for half an hour.
+        Where ranks may be masked, for those that are not, and no longer than for an operation.
 
         Raises:
             RuntimeError: not all come.
         """
+        if self.masks.is_enabled:
+            runtime.native.part(stream=self.backend.stream_handle(runtime.get_comm_stream()))
+            self.backend.synchronize()
+            return
         dead = {} if self._liveness is None else self._liveness.dead
         if dead:
             raise EPTransportError(f"{ranks_text(dead)} died")

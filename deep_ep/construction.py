@@ -57,6 +57,11 @@ class Settings:
         """Whether the RDMA buffer is used."""
         return self.low_latency_mode or topology.num_nodes > 1
 
+    @property
+    def may_mask(self) -> bool:
+        """Whether operations may go on without ranks."""
+        return self.enable_shrink and self.num_rdma_bytes > 0
+
     def check_topology(self, topology: Topology) -> None:
         """Rules that depend on the number of nodes; the same on all ranks, so all of them raise."""
         if self.uses_rdma(topology) and not self.num_qps_per_rank > 0:
@@ -155,6 +160,7 @@ def connect(owner: object, group: Group, agreed: Agreement) -> Communicator:
             timeout_ns=round(env.timeout_s() * 1e9),
             verify=env.verify(),
             num_recorded_calls=env.recorder(),
+            enable_shrink=settings.may_mask,
             ranks_per_node=topology.ranks_per_node,
             device_index=selected.device().index or 0,
         )
@@ -173,7 +179,9 @@ def connect(owner: object, group: Group, agreed: Agreement) -> Communicator:
             comm_streams.append(selected.create_comm_stream())
         natives[0].connect([bytes.fromhex(handle) for handle, _ in allocated])
         offered = liveness.Offer.of(allocated[0][1])
-        member, problem = liveness.join(owner, group.rank, natives[0], offered)
+        # Shorter than others wait for this rank in the next operation.
+        patience_s = env.timeout_s() / 2 if settings.may_mask else 0.0
+        member, problem = liveness.join(owner, group.rank, natives[0], offered, patience_s)
         members.append(member)
         return problem
 
@@ -202,7 +210,9 @@ def connect(owner: object, group: Group, agreed: Agreement) -> Communicator:
         settings.num_nvl_bytes,
     )
     own = claims[0] if claims else None
-    communicator = Communicator(group, selected, runtime, limits, places, members[0], own)
+    communicator = Communicator(
+        group, selected, runtime, limits, places, members[0], own, settings.may_mask
+    )
     if env.recorder():
         name = _name_of(handle for handle, _ in allocated)
         communicator.record(name[:12], env.recorder(), hang_watch.Settings.from_environment())

@@ -148,7 +148,7 @@ def _agreed(
     gone = bool(decision.dead or decision.left)
     if culprits:
         found = "; ".join(
-            _state(rank, decision, places[rank])
+            state_of(rank, decision, places[rank])
             + (f", whose program raised {raised[rank]}" if rank in raised else "")
             for rank in culprits
         )
@@ -183,7 +183,8 @@ def _agreed(
     )
 
 
-def _state(rank: int, decision: Decision, place: Place) -> str:
+def state_of(rank: int, decision: Decision, place: Place) -> str:
+    """What a decision says of one of its culprits, in words."""
     process = f"process {place.pid} on host {place.host}"
     how = decision.dead.get(rank)
     if how == "host":

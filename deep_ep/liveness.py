@@ -55,14 +55,16 @@ class Liveness:
         alone: whether rank 0 cannot be asked.
         dead: ranks that are dead, see `Decision`.
         left: ranks that ended in order, and the last operation they finished.
+        patience_s: of a rank that operations go on without, how long to wait for the decision on it.
     """
 
-    def __init__(self, rank: int, native: NativeRuntime) -> None:
+    def __init__(self, rank: int, native: NativeRuntime, patience_s: float = 0.0) -> None:
         """Internal: use `join`.
 
         Args:
             rank: this rank.
             native: of its buffer; let go with `close`.
+            patience_s: see above.
         """
         self.rank = rank
         # Held for calls that do not wait; again by a destructor that runs in the midst of one.
@@ -75,6 +77,7 @@ class Liveness:
         self.left: dict[int, int] = {}
         self.alone = True
         self.hangs = HangWatch(rank, self._say)
+        self.patience_s = patience_s
 
     def agree(self, failure: Mapping[str, Any]) -> Decision | None:
         """Who is the reason for a failure; the same on all ranks.
@@ -93,17 +96,38 @@ class Liveness:
             self._say({**report, "key": key})
         if reason == "other" or not missing:
             return None
+        decision = self._ask(key, report, agreement.LONGEST_S)
+        if decision is None and reason == "timeout":
+            decision = self._own_view(key, missing)
+        return decision
+
+    def agree_on_masked(self, key: Key, missing: Sequence[int]) -> Decision | None:
+        """Who is the reason that an operation went on without ranks; all others go on without them, too.
+
+        Args:
+            key: which operation.
+            missing: whom this rank has left out.
+
+        Returns:
+            `None` if nothing is known beyond that.
+        """
+        if set(missing) <= self.dead.keys() | self.left.keys():
+            return agreement.decide(key, {self.rank: missing}, {}, self.dead, self.left)
+        report = {"type": "report", "failure": "timeout", "missing": list(missing), "masks": True}
+        return self._ask(key, report, min(self.patience_s, agreement.LONGEST_S))
+
+    def come_back(self) -> None:
+        """This rank masks nobody any more, and others may wait for it again."""
+        self._say({"type": "back"})
+
+    def _ask(self, key: Key, report: Message, longest_s: float) -> Decision | None:
+        """Reports to rank 0, and waits for what it decides."""
         with self._changed:
             if self._decisions.get(key) is None:
                 self._decisions.pop(key, None)
                 self._say({**report, "key": key})
-                self._changed.wait_for(
-                    lambda: self.alone or key in self._decisions, agreement.LONGEST_S
-                )
-            decision = self._decisions.get(key)
-            if decision is None and reason == "timeout":
-                decision = self._own_view(key, missing)
-        return decision
+                self._changed.wait_for(lambda: self.alone or key in self._decisions, longest_s)
+            return self._decisions.get(key)
 
     def close(self) -> None:
         """Says goodbye; does not wait. May be repeated, and be called by a destructor."""
@@ -193,10 +217,21 @@ class Liveness:
     def _take(self, decision: Decision) -> None:
         self._remember(decision.key, decision)
         at, op = self.progress(), decision.key.op
+        if self.patience_s > 0.0:
+            self._mark_out(decision)
+            return
         if decision.key.is_operation and at.waiting and 0 < at.open <= op:
             with self._native_lock:
                 if self._native is not None:
                     self._native.give_up(op)
+
+    def _mark_out(self, decision: Decision) -> None:
+        """Operations go on without those whom it names. One that is named itself is out of it."""
+        if not decision.key.is_operation or self.rank in decision.culprits:
+            return
+        with self._native_lock:
+            for rank in decision.culprits if self._native is not None else ():
+                self._native.mark_out(rank, decision.key.op)
 
     def _remember(self, key: Key, decision: Decision | None) -> None:
         with self._changed:
@@ -286,7 +321,7 @@ def offer(rank: int, places: Sequence[Place], ranks_per_node: int = 0) -> Offer 
 
 
 def join(
-    buffer: Any, rank: int, native: NativeRuntime, offered: Offer | None
+    buffer: Any, rank: int, native: NativeRuntime, offered: Offer | None, patience_s: float = 0.0
 ) -> tuple[Liveness | None, str | None]:
     """Second step: takes rank 0's offer.
 
@@ -295,13 +330,14 @@ def join(
         rank: this rank.
         native: runtime of the buffer, connected.
         offered: by rank 0.
+        patience_s: see `Liveness`; 0 unless ranks may be masked.
 
     Returns:
         This rank's part, and why it is not connected, if it is not.
     """
     if offered is None:
         return None, None
-    member = Liveness(rank, native)
+    member = Liveness(rank, native, patience_s)
     weakref.finalize(buffer, member.close).atexit = False
     if offered.address is None:
         return member, offered.problem

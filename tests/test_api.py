@@ -36,7 +36,6 @@ from deep_ep.errors import (
     EPError,
     EPTimeoutError,
     EPTransportError,
-    EPUnsupportedError,
     EPUsageError,
     ranks_text,
 )
@@ -587,19 +586,6 @@ def test_layout_counts_a_token_once_per_node(monkeypatch: pytest.MonkeyPatch) ->
         1,
         1,
     )
-
-
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda b: b.low_latency_update_mask_buffer(0, True),
-        lambda b: b.low_latency_query_mask_buffer(torch.zeros(1, dtype=torch.int32)),
-        lambda b: b.low_latency_clean_mask_buffer(),
-    ],
-)
-def test_calls_of_later_versions_say_so(buffer: Buffer, call: Any) -> None:
-    with pytest.raises(EPUnsupportedError, match="this version has no"):
-        call(buffer)
 
 
 def test_biases_are_unpacked() -> None:

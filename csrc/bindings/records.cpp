@@ -98,6 +98,22 @@ py::object failure_dict(Runtime& runtime) {
     return result;
 }
 
+py::list masked_list(Runtime& runtime) {
+    std::vector<Masked> masked;
+    {
+        const ReleaseGil release;
+        masked = runtime.take_masked();
+    }
+    py::list result;
+    for (const Masked& each : masked) {
+        const char* series = each.series == Series::kOperations ? "operation"
+                             : each.series == Series::kBarriers ? "barrier"
+                                                                : "measure_clock_offsets";
+        result.append(py::make_tuple(each.rank, series, each.number));
+    }
+    return result;
+}
+
 py::dict progress_dict(const Runtime& runtime) {
     Progress progress;
     {

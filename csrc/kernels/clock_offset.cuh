@@ -3,6 +3,7 @@
 #pragma once
 
 #include "kernels/clocks.cuh"
+#include "kernels/join.cuh"
 #include "kernels/recorder.cuh"
 
 namespace ep {
@@ -17,6 +18,7 @@ struct ClockOffsetArgs {
 EP_KERNEL void clock_offset(const EP_GRID_CONSTANT ClockOffsetArgs args) {
     const OperationArgs& common = args.common;
     Workspace* workspace = common.workspace;
+    join_if_cleaned(common);
     const uint64_t given_up = newest_given_up(common, Series::kClockRounds);
     const uint64_t round =
         (given_up > workspace->clock_rounds ? given_up : workspace->clock_rounds) + 1;
@@ -31,14 +33,18 @@ EP_KERNEL void clock_offset(const EP_GRID_CONSTANT ClockOffsetArgs args) {
     }
     block_sync();
     for (int partner = thread_index(); partner < common.num_ranks(); partner += num_threads()) {
-        if (partner == common.rank()) continue;
+        if (partner == common.rank() || is_masked(common, partner)) continue;
         if (!exchange_stamps(common,
                              ClockExchange::kOfRound,
                              partner,
                              first_number,
                              num_bounces,
                              open.deadline)) {
-            record_failure(common, open, FailureReason::kTimeout, partner);
+            if (common.masks != nullptr) {
+                mask_missing(common, open, partner);
+            } else {
+                record_failure(common, open, FailureReason::kTimeout, partner);
+            }
         }
         take_sample(workspace, partner, true);
     }

@@ -60,6 +60,13 @@ struct Record {
     RecordedWaits* waits;
 };
 
+// Left in host-visible memory by a kernel that masks ranks which have not arrived.
+struct MaskRecord {
+    uint32_t any;  // set last
+    uint64_t when
+        [kMaxExperts];  // by rank: number in its series * Series::kEnd + series; 0: not masked since
+};
+
 // What this rank knows of another one's clock: a straight line, and how far it may be off.
 struct ClockLine {
     int64_t offset_ns;      // its clock minus this rank's, at `measured_ns`
@@ -103,6 +110,22 @@ struct News {
     uint32_t any;                // set last; kernels that wait look at nothing else
     uint32_t gone[kMaxExperts];  // by rank, 1: it will never come again
     uint64_t lost_op;            // the group has given up operations up to this one
+    uint64_t out[kMaxExperts];   // by rank: the newest operation that the group goes on without it
+};
+
+// Whom operations go on without, if ranks may be masked. Private to the rank; written in the order of its
+// streams. `masked` stays while an operation sends and receives, except that block 0 adds to it before the other
+// blocks look.
+struct Masks {
+    int32_t masked[kMaxExperts];   // by rank, 1: neither sent to nor waited for
+    int32_t of_sent[kMaxExperts];  // as they were when the operation that is not received was sent
+    uint32_t left_out[kMaxExperts];  // by source: did not arrive in the operation that is open
+    uint32_t blocks_decided;         // that no longer wait in it
+    uint32_t cleans;                 // how often masks have been cleaned
+    uint32_t joins;                  // and up to which of them all have joined
+    uint64_t cleaned_op;             // the newest operation at that time
+    uint64_t joined[kMaxExperts];    // by rank: the newest JoinSlot::number that was taken up
+    MaskRecord* record;
 };
 
 // Per-rank device memory, private to the rank and kept between launches.
@@ -145,6 +168,7 @@ struct Workspace {
 struct OperationArgs : OperationOptions {
     Transport transport;
     Workspace* workspace;
+    Masks* masks;  // nullptr: ranks cannot be masked
     FailureRecord* failure;
     Record record;
     ControlMap control;

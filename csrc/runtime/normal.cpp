@@ -71,6 +71,7 @@ Args Runtime::normal_args(const Call& call, Operation operation, bool continues)
     static_cast<NormalSize&>(args) = call;
     static_cast<NormalHandle&>(args) = call;
     args.common = common_args(operation);
+    args.common.masks = nullptr;  // normal operations need all ranks
     args.common.shape = {static_cast<uint32_t>(2 * call.num_channels),
                          static_cast<uint32_t>(call.row_bytes),
                          static_cast<uint32_t>(call.num_experts),

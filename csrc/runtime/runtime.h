@@ -61,6 +61,13 @@ struct Failure {
     RowPlace row;  // of kCorrupt
 };
 
+// A rank that operations go on without since it did not arrive.
+struct Masked {
+    int rank;
+    Series series;
+    uint64_t number;  // in that series
+};
+
 class Runtime {
   public:
     explicit Runtime(const RuntimeOptions& options);
@@ -97,11 +104,22 @@ class Runtime {
 
     std::optional<Failure> take_failure();
 
+    // Masks; see kernels/masks.cuh. Only with `enable_shrink`.
+    void update_mask(int rank, bool masked, Stream stream);
+    void query_masks(int32_t* status, Stream stream);
+    void clean_masks(Stream stream);
+    // Waits for all ranks that are not masked to do the same.
+    void part(Stream stream);
+    // Ranks that kernels have masked since the last call.
+    std::vector<Masked> take_masked();
+
     // Below: from any thread, at once, also while an operation runs in another one.
     // Operations that wait for this rank end at once, now and from now on.
     void mark_gone(int rank);
     // The group has given up operations up to this one.
     void give_up(uint64_t op);
+    // The group goes on without this rank since this operation; until masks are cleaned after that.
+    void mark_out(int rank, uint64_t op);
     Progress progress() const;
     // What the last calls were and where their kernels are, without asking the device; oldest first.
     std::vector<RecordedCall> recorded_calls(size_t most) const { return log_.calls(most); }
@@ -132,6 +150,8 @@ class Runtime {
                                  Operation operation,
                                  uint16_t format);
     void check_connected(const char* call) const;
+    void check_rank(const char* call, int rank) const;
+    void check_masks(const char* call) const;
     void check_size(const LowLatencySize& size, const char* call) const;
     void check_normal(const NormalSize& size, const char* call) const;
     OperationArgs common_args(Operation operation) const;
@@ -158,6 +178,8 @@ class Runtime {
     int num_counted_experts_ = 0;  // of this rank, in that call
     FailureRecord* failure_ = nullptr;
     CallLog log_;
+    Masks* masks_ = nullptr;  // nullptr: ranks cannot be masked
+    MaskRecord* mask_record_ = nullptr;
     int zero_copy_half_ = 0;  // of the staging memory, for the next combine if it is without copy
     int shape_blocks_ = 0;
     int shape_warps_ = 0;
