@@ -96,8 +96,8 @@ class Runtime:
         clock_interval_ns: int = ...,
         bulk_copies: bool = ...,
         verify: bool = ...,
-        num_recorded_calls: int = ...,
         enable_shrink: bool = ...,
+        num_recorded_calls: int = ...,
     ) -> None: ...
     def local_handle(self) -> bytes: ...
     def connect(self, handles: list[bytes]) -> None: ...
