@@ -189,6 +189,7 @@ class _Round:
     missed: dict[int, set[int]] = field(default_factory=dict)
     progress: dict[int, Progress] = field(default_factory=dict)
     asked: set[int] = field(default_factory=set)
+    masks: bool = False  # those who report go on without whom they miss
 
 
 def _may_report(key: Key, opened: _Round) -> bool:
@@ -237,6 +238,8 @@ class Arbiter:
         self._unanswered: dict[int, deque[Message]] = {}
         self._unwatched: set[int] = set()
         self._failed: set[int] = set()
+        # Named by a decision after which the others have gone on without them.
+        self._masked: set[int] = set()
         self._newest = 0
         self._settled = 0.0
 
@@ -250,12 +253,21 @@ class Arbiter:
         """
         type_ = message["type"]
         if type_ == "report":
+            key = key_of(message["key"])
             missing = {int(other) for other in message["missing"]}
-            self._report(rank, key_of(message["key"]), str(message["failure"]), missing)
+            if message.get("masks") and rank in self._masked:
+                # Everybody goes on without it, so it misses everybody.
+                self._send(rank, {"type": "undecided", "key": list(key)})
+                return
+            self._report(rank, key, str(message["failure"]), missing)
+            if message.get("masks") and key in self._rounds:
+                self._rounds[key].masks = True
         elif type_ == "progress":
             self._progress(rank, int(message["round"]), progress_of(message["at"]))
         elif type_ == "left":
             self._leave(rank, int(message["closed"]))
+        elif type_ == "back":
+            self._masked.discard(rank)
         elif type_ == "unwatched":
             self.unwatch(rank)
         else:
@@ -391,6 +403,8 @@ class Arbiter:
         decision = decide(key, *known, self._excused(opened), self._unheard(opened))
         self._remember(key, decision)
         if key.is_operation:
+            if opened.masks:
+                self._masked.update(decision.culprits)
             self._failed.update(decision.waiting)
             self._newest = max(self._newest, key.op)
         self._tell(decision.message())

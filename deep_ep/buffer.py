@@ -6,9 +6,10 @@ construction.py connects the ranks into a communicator (communicator.py); on it 
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Sequence
-from typing import Any, Callable, NoReturn
+from typing import Any, Callable
 
 import torch
 
@@ -16,7 +17,7 @@ from deep_ep import checks, config, construction, env, layout, low_latency
 from deep_ep.config import Config
 from deep_ep.construction import Settings
 from deep_ep.counters import RecvCounters
-from deep_ep.errors import EPUnsupportedError, EPUsageError
+from deep_ep.errors import EPUsageError
 from deep_ep.event import EventHandle, EventOverlap
 from deep_ep.group import as_group
 from deep_ep.handles import LowLatencyHandle
@@ -94,7 +95,8 @@ class Buffer:
                 host. Without effect on one host.
             explicitly_destroy: `destroy()` will be called; otherwise memory is released with the object.
             use_fabric: as `allow_mnnvl`; the name some revisions of DeepEP use.
-            enable_shrink: allow ranks to be masked.
+            enable_shrink: allow ranks to be masked, if there is an RDMA buffer; a rank that does not arrive in
+                time is masked then. Rows are verified on arrival, as with `DEEP_EP_VERIFY=1`.
             comm: an mpi4py communicator, used if `group` is `None`.
 
         Raises:
@@ -151,6 +153,28 @@ class Buffer:
         if not self.explicitly_destroy:
             fail("destroy", "explicitly_destroy is False", "not_explicit", EPUsageError)
         self.communicator.destroy()
+
+    def set_hang_warning(self, seconds: float) -> None:
+        """Changes how long this rank waits in an operation until rank 0 logs for whom and why.
+
+        Args:
+            seconds: at least 0; 0: never. DEEP_EP_WARN_S is what it is at first.
+
+        Raises:
+            EPArgumentError: that is no such number.
+        """
+        self.communicator.warn_after(checks.seconds("set_hang_warning", "seconds", seconds))
+
+    def dump_state(self, directory: str | os.PathLike[str]) -> None:
+        """Has rank 0 write what all ranks are doing into a folder, for `python -m deep_ep.diagnose hang`.
+
+        Does not wait: the files are there about a second later. Any rank may call it, at any time, also while
+        operations hang.
+
+        Args:
+            directory: on the host of rank 0; is made if it is not there.
+        """
+        self.communicator.dump(os.fspath(directory))
 
     def __del__(self) -> None:
         # Memory goes with the native object, without any collective: nothing can keep an
@@ -794,35 +818,65 @@ class Buffer:
             *(recv_counters, combine_wait_recv_cost_stats),
         )
 
-    # ---- not in this version
+    # ---- masks
 
-    def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> NoReturn:
-        """Masks a rank.
+    def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> None:
+        """Masks a rank, or no longer. Local, in the order of the current stream; does not wait.
 
-        Raises:
-            EPUnsupportedError: always, in this version.
-        """
-        _unsupported("low_latency_update_mask_buffer")
+        A masked rank is neither sent to nor waited for by low-latency operations,
+        `clean_low_latency_buffer` and `measure_clock_offsets` of this rank. docs/masks.md says what all
+        ranks must do alike.
 
-    def low_latency_query_mask_buffer(self, mask_status: Tensor) -> NoReturn:
-        """Reads which ranks are masked.
-
-        Raises:
-            EPUnsupportedError: always, in this version.
-        """
-        _unsupported("low_latency_query_mask_buffer")
-
-    def low_latency_clean_mask_buffer(self) -> NoReturn:
-        """Masks no rank.
+        Args:
+            rank_to_mask: another rank; a rank cannot mask itself.
+            mask: whether it is masked from now on.
 
         Raises:
-            EPUnsupportedError: always, in this version.
+            EPUsageError: the buffer was built without `enable_shrink` or RDMA buffer.
+            EPArgumentError: there is no such rank, or it is this one.
+
+        Compatibility: same as DeepEP, which lets a rank mask itself.
         """
-        _unsupported("low_latency_clean_mask_buffer")
+        self.communicator.masks.update(rank_to_mask, mask)
 
+    def low_latency_query_mask_buffer(self, mask_status: Tensor) -> None:
+        """Copies which ranks are masked. Local, in the order of the current stream; does not wait.
 
-def _unsupported(name: str) -> NoReturn:
-    raise EPUnsupportedError(
-        f"{name}: this version has no masks; dispatch, combine and the low-latency calls are there, for "
-        "groups whose ranks all live. Use those, or a version that lists it in CHANGELOG.md."
-    )
+        Args:
+            mask_status: [num_ranks] int32, overwritten: 1 where the rank is masked, else 0.
+
+        Raises:
+            EPUsageError: the buffer was built without `enable_shrink` or RDMA buffer.
+            EPArgumentError: another shape or dtype.
+
+        Compatibility: same as DeepEP.
+        """
+        self.communicator.masks.query(mask_status)
+
+    def low_latency_clean_mask_buffer(self) -> None:
+        """Masks no rank any more. In the order of the current stream; does not wait.
+
+        All ranks that are to go on together call it, those that were masked too: in its next operation, every
+        rank waits until all others have called it, and all go on from the same number. A rank that does not
+        come is masked again, after the timeout; one whose process has ended at once.
+
+        Raises:
+            EPUsageError: the buffer was built without `enable_shrink` or RDMA buffer.
+
+        Compatibility: DeepEP only sets the masks to 0, so that a rank that was away must not come back.
+        """
+        self.communicator.masks.clean()
+
+    def why_masked(self) -> dict[int, str]:
+        """Which ranks are masked as far as the host knows, and why.
+
+        Returns:
+            By rank: that the program asked for it, or in which operation it did not arrive and what was
+            found then: its process ended, is stopped or busy, or is elsewhere.
+
+        Raises:
+            EPUsageError: the buffer was built without `enable_shrink` or RDMA buffer.
+
+        Compatibility: not in DeepEP.
+        """
+        return self.communicator.masks.why()

@@ -13,6 +13,9 @@ from typing import NamedTuple
 
 from deep_ep.errors import EPArgumentError
 
+# Chosen: a call takes 200 bytes.
+MOST_RECORDED = 1 << 16
+
 # Where variables are read.
 _environment: Mapping[str, str] = os.environ
 
@@ -69,6 +72,31 @@ VERIFY = Variable(
     "0",
     "1: rows travel with their number and a checksum, and are compared on arrival, in normal operations on every "
     "hop",
+)
+RECORDER = Variable(
+    "DEEP_EP_RECORDER",
+    "int",
+    "64",
+    "calls that every Buffer remembers for the case of a hang, 0: none",
+)
+WARN_S = Variable(
+    "DEEP_EP_WARN_S",
+    "seconds",
+    "10",
+    "how long an operation waits until rank 0 says for whom and why, 0: it does not",
+)
+DUMP_DIR = Variable(
+    "DEEP_EP_DUMP_DIR",
+    "folder",
+    "",
+    "where a dump of all ranks goes when an operation times out; unset: beside TORCH_FR_DUMP_TEMP_FILE, or nowhere",
+)
+BULK_COPIES = Variable(
+    "DEEP_EP_BULK_COPIES",
+    "0 | 1",
+    "",
+    "1: normal operations move whole rows through shared memory, on GPUs by bulk copies (TMA), where it "
+    "suffices; unset: 1 on GPUs, 0 on the cpu backend",
 )
 SCHEDULE = Variable(
     "DEEP_EP_SCHEDULE",
@@ -162,6 +190,10 @@ VARIABLES = (
     CPU_CLOCK,
     CLOCK_INTERVAL_S,
     VERIFY,
+    RECORDER,
+    WARN_S,
+    DUMP_DIR,
+    BULK_COPIES,
     SCHEDULE,
     DELIVERY,
     LAUNCH_SHAPE,
@@ -283,6 +315,30 @@ def clock_interval_s(default: float) -> float:
 def verify() -> bool:
     """Whether rows are verified on arrival."""
     return _choice(VERIFY, ("0", "1")) == "1"
+
+
+def recorder() -> int:
+    """Calls that a buffer remembers; 0: none."""
+    text = RECORDER.text()
+    if not _is_number(text) or int(text) > MOST_RECORDED:
+        raise RECORDER.error(f"an integer from 0 to {MOST_RECORDED}")
+    return int(text)
+
+
+def warn_s() -> float:
+    """Seconds of waiting until rank 0 says why; 0: it does not."""
+    return _number(WARN_S)
+
+
+def dump_dir() -> Path | None:
+    """Where dumps go, `None` if this variable does not say."""
+    text = DUMP_DIR.text()
+    return Path(text) if text else None
+
+
+def bulk_copies(default: bool) -> bool:
+    """Whether whole rows move through shared memory."""
+    return _choice(BULK_COPIES, ("0", "1")) == "1" if BULK_COPIES.text() else default
 
 
 def schedule() -> Order:

@@ -21,9 +21,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from deep_ep import agreement, rendezvous
+from deep_ep import agreement, hang_watch, rendezvous
 from deep_ep.agreement import Decision, Key, Message, Progress
 from deep_ep.errors import ranks_text
+from deep_ep.hang_watch import HangWatch
 from deep_ep.loop import Loop
 from deep_ep.rendezvous import Place
 from deep_ep.rules import COMBINE, DISPATCH, NORMAL_COMBINE, NORMAL_DISPATCH
@@ -31,6 +32,7 @@ from deep_ep.star import Hub, Spoke
 
 if TYPE_CHECKING:
     from deep_ep._cpu import Runtime as NativeRuntime
+    from deep_ep.recorder import Recorder
 
 # Of both modes; the others are numbered each by itself.
 _NUMBERED_TOGETHER = (DISPATCH, COMBINE, NORMAL_DISPATCH, NORMAL_COMBINE)
@@ -53,14 +55,16 @@ class Liveness:
         alone: whether rank 0 cannot be asked.
         dead: ranks that are dead, see `Decision`.
         left: ranks that ended in order, and the last operation they finished.
+        patience_s: of a rank that operations go on without, how long to wait for the decision on it.
     """
 
-    def __init__(self, rank: int, native: NativeRuntime) -> None:
+    def __init__(self, rank: int, native: NativeRuntime, patience_s: float = 0.0) -> None:
         """Internal: use `join`.
 
         Args:
             rank: this rank.
             native: of its buffer; let go with `close`.
+            patience_s: see above.
         """
         self.rank = rank
         # Held for calls that do not wait; again by a destructor that runs in the midst of one.
@@ -72,6 +76,8 @@ class Liveness:
         self.dead: dict[int, str] = {}
         self.left: dict[int, int] = {}
         self.alone = True
+        self.hangs = HangWatch(rank, self._say)
+        self.patience_s = patience_s
 
     def agree(self, failure: Mapping[str, Any]) -> Decision | None:
         """Who is the reason for a failure; the same on all ranks.
@@ -90,23 +96,45 @@ class Liveness:
             self._say({**report, "key": key})
         if reason == "other" or not missing:
             return None
+        decision = self._ask(key, report, agreement.LONGEST_S)
+        if decision is None and reason == "timeout":
+            decision = self._own_view(key, missing)
+        return decision
+
+    def agree_on_masked(self, key: Key, missing: Sequence[int]) -> Decision | None:
+        """Who is the reason that an operation went on without ranks; all others go on without them, too.
+
+        Args:
+            key: which operation.
+            missing: whom this rank has left out.
+
+        Returns:
+            `None` if nothing is known beyond that.
+        """
+        if set(missing) <= self.dead.keys() | self.left.keys():
+            return agreement.decide(key, {self.rank: missing}, {}, self.dead, self.left)
+        report = {"type": "report", "failure": "timeout", "missing": list(missing), "masks": True}
+        return self._ask(key, report, min(self.patience_s, agreement.LONGEST_S))
+
+    def come_back(self) -> None:
+        """This rank masks nobody any more, and others may wait for it again."""
+        self._say({"type": "back"})
+
+    def _ask(self, key: Key, report: Message, longest_s: float) -> Decision | None:
+        """Reports to rank 0, and waits for what it decides."""
         with self._changed:
             if self._decisions.get(key) is None:
                 self._decisions.pop(key, None)
                 self._say({**report, "key": key})
-                self._changed.wait_for(
-                    lambda: self.alone or key in self._decisions, agreement.LONGEST_S
-                )
-            decision = self._decisions.get(key)
-            if decision is None and reason == "timeout":
-                decision = self._own_view(key, missing)
-        return decision
+                self._changed.wait_for(lambda: self.alone or key in self._decisions, longest_s)
+            return self._decisions.get(key)
 
     def close(self) -> None:
         """Says goodbye; does not wait. May be repeated, and be called by a destructor."""
         with self._native_lock:
             closed = self.progress().closed
             native, self._native = self._native, None
+            self.hangs.close()
         loop = self.loop
         if native is not None and loop is not None:
             loop.post(lambda: loop.leave(self.rank, closed))
@@ -115,12 +143,28 @@ class Liveness:
         """In a forked child, where a thread that is not there any more may hold the lock."""
         self._native_lock = threading.RLock()
         self._native, self.loop, self.alone = None, None, True
+        self.hangs.close()
 
     # ---- called by the loop
 
     def attach(self, loop: Loop) -> None:
         """From now on that thread speaks for this rank."""
         self.loop, self.alone = loop, False
+
+    def watch(
+        self, recorder: Recorder, settings: hang_watch.Settings, places: Sequence[Place]
+    ) -> None:
+        """Says from now on when this rank waits for long. By the program's thread.
+
+        Args:
+            recorder: what it can say of itself.
+            settings: when.
+            places: where the ranks run.
+        """
+        loop = self.loop
+        if loop is not None:
+            self.hangs.begin(recorder, settings, places)
+            loop.post(lambda: self._look_at_own_waits(loop))
 
     def progress(self) -> Progress:
         """Where this rank is; all zero once it has ended."""
@@ -138,7 +182,10 @@ class Liveness:
             ValueError, TypeError, KeyError: that is none of the messages there are.
         """
         type_ = message["type"]
-        if type_ == "ask":
+        if type_ in hang_watch.TYPES:
+            with self._native_lock:
+                self.hangs.handle(message)
+        elif type_ == "ask":
             self._say({"type": "progress", "round": int(message["round"]), "at": self.progress()})
         elif type_ == "decision":
             self._take(Decision.of(message))
@@ -161,13 +208,30 @@ class Liveness:
         if how and 0 not in self.left:
             self.handle({"type": "dead", "rank": 0, "how": how})
 
+    def _look_at_own_waits(self, loop: Loop) -> None:
+        with self._native_lock:
+            pause_s = self.hangs.look()
+        if pause_s is not None:
+            loop.call_later(pause_s, lambda: self._look_at_own_waits(loop))
+
     def _take(self, decision: Decision) -> None:
         self._remember(decision.key, decision)
         at, op = self.progress(), decision.key.op
+        if self.patience_s > 0.0:
+            self._mark_out(decision)
+            return
         if decision.key.is_operation and at.waiting and 0 < at.open <= op:
             with self._native_lock:
                 if self._native is not None:
                     self._native.give_up(op)
+
+    def _mark_out(self, decision: Decision) -> None:
+        """Operations go on without those whom it names. One that is named itself is out of it."""
+        if not decision.key.is_operation or self.rank in decision.culprits:
+            return
+        with self._native_lock:
+            for rank in decision.culprits if self._native is not None else ():
+                self._native.mark_out(rank, decision.key.op)
 
     def _remember(self, key: Key, decision: Decision | None) -> None:
         with self._changed:
@@ -235,18 +299,20 @@ class Offer(NamedTuple):
         return Offer(address, str(token), str(problem))
 
 
-def offer(rank: int, places: Sequence[Place]) -> Offer | None:
+def offer(rank: int, places: Sequence[Place], ranks_per_node: int = 0) -> Offer | None:
     """First step of connecting the ranks of a buffer: rank 0's offer, for all ranks.
 
     Args:
         rank: this rank.
         places: of all ranks.
+        ranks_per_node: where normal operations go by way of gateways; 0: they do not.
     """
     if rank != 0 or len(places) == 1:
         return None
     token = secrets.token_hex(16)
     try:
-        hub = Hub(len(places), token, rendezvous.address([place.host for place in places]))
+        address = rendezvous.address([place.host for place in places])
+        hub = Hub(places, ranks_per_node, token, address)
     except OSError as error:
         return Offer(None, token, str(error))
     _hubs[token] = hub
@@ -255,7 +321,7 @@ def offer(rank: int, places: Sequence[Place]) -> Offer | None:
 
 
 def join(
-    buffer: Any, rank: int, native: NativeRuntime, offered: Offer | None
+    buffer: Any, rank: int, native: NativeRuntime, offered: Offer | None, patience_s: float = 0.0
 ) -> tuple[Liveness | None, str | None]:
     """Second step: takes rank 0's offer.
 
@@ -264,13 +330,14 @@ def join(
         rank: this rank.
         native: runtime of the buffer, connected.
         offered: by rank 0.
+        patience_s: see `Liveness`; 0 unless ranks may be masked.
 
     Returns:
         This rank's part, and why it is not connected, if it is not.
     """
     if offered is None:
         return None, None
-    member = Liveness(rank, native)
+    member = Liveness(rank, native, patience_s)
     weakref.finalize(buffer, member.close).atexit = False
     if offered.address is None:
         return member, offered.problem

@@ -300,6 +300,7 @@ class Normal:
     def _idle_runtime(self, where: str) -> Runtime:
         runtime = self._communicator.idle_runtime(where)
         normal_checks.topology(where, self._place, self._communicator.limits.binding)
+        self._communicator.masks.require_none(where)
         return runtime
 
     def _order(self, name: str, runtime: Runtime, streams: Streams) -> StreamOrder:

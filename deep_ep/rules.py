@@ -20,6 +20,7 @@ COMBINE = "low_latency_combine"
 NORMAL_DISPATCH = "dispatch"
 NORMAL_COMBINE = "combine"
 LAYOUT = "get_dispatch_layout"
+QUERY_MASKS = "low_latency_query_mask_buffer"
 
 
 @dataclass(frozen=True)
@@ -123,6 +124,14 @@ TENSORS: dict[str, tuple[TensorRule, ...]] = {
             "Cast with topk_idx.to(deep_ep.topk_idx_t).",
         ),
     ),
+    QUERY_MASKS: (
+        TensorRule(
+            "mask_status",
+            (("num_ranks",),),
+            (torch.int32,),
+            "Allocate torch.empty(buffer.group_size, dtype=torch.int32).",
+        ),
+    ),
     NORMAL_DISPATCH: (
         TensorRule("x", (("num_tokens", "hidden"),), (), "Pass one row per token."),
         TensorRule(
@@ -212,12 +221,31 @@ VALUES: dict[str, ValueRule] = {
         "the buffer must be built with low_latency_mode=True",
         "Build Buffer(..., low_latency_mode=True).",
     ),
+    "enable_shrink": ValueRule(
+        "it must be built with enable_shrink=True and num_rdma_bytes above 0",
+        "Build Buffer(..., enable_shrink=True) on all ranks.",
+    ),
+    "rank_to_mask": ValueRule(
+        "it must be a rank of the group, 0 to {last}", "Pass the rank's number in the group."
+    ),
+    "mask_itself": ValueRule(
+        "a rank can mask others only",
+        "Mask it on the other ranks, and let this one call no operation.",
+    ),
+    "masked_ranks": ValueRule(
+        "normal operations need all ranks",
+        "Call low_latency_clean_mask_buffer() on all ranks once they are back, or build a new Buffer on "
+        "those that live.",
+    ),
     "destroyed": ValueRule("a destroyed buffer cannot be used", "Build a new Buffer."),
     "forked": ValueRule(
         "a buffer can be used only in the process that built it",
         "Build it after the fork, in the process that uses it.",
     ),
     "integer": ValueRule("it must be an integer", "Pass a Python int."),
+    "seconds": ValueRule(
+        "it must be a number of at least 0, below 1e9", "Pass seconds; 0 is never."
+    ),
     "positive": ValueRule("it must be above 0", "Pass the number all ranks agreed on."),
     "not_negative": ValueRule("it must not be negative", "Pass 0 or more."),
     "hidden": ValueRule("hidden must be a multiple of {multiple}", "Pad x to {padded}."),

@@ -13,7 +13,7 @@ import time
 
 from memory_order.expectations import LEFT_OUT, NO_DIFFERENCE
 from memory_order.litmus import Litmus, Variant, site_line, variants
-from memory_order.normal_programs import ALL
+from memory_order.mask_programs import ALL
 from memory_order.sources import Source, working_tree
 
 

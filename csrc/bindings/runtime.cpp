@@ -204,7 +204,30 @@ void bind_runtime(py::module_& m) {
         .def("take_failure", &failure_dict)
         .def("mark_gone", &Runtime::mark_gone, "rank"_a, Release())
         .def("give_up", &Runtime::give_up, "op"_a, Release())
+        .def("mark_out", &Runtime::mark_out, "rank"_a, "op"_a, Release())
+        .def("update_mask",
+             &Runtime::update_mask,
+             py::kw_only(),
+             "rank"_a,
+             "masked"_a,
+             "stream"_a = 0,
+             Release())
+        .def(
+            "query_masks",
+            [](Runtime& self, uintptr_t status, Stream stream) {
+                self.query_masks(reinterpret_cast<int32_t*>(status), stream);
+            },
+            py::kw_only(),
+            "status"_a,
+            "stream"_a = 0,
+            Release())
+        .def("clean_masks", &Runtime::clean_masks, py::kw_only(), "stream"_a = 0, Release())
+        .def("part", &Runtime::part, py::kw_only(), "stream"_a = 0, Release())
+        .def("take_masked", &masked_list)
         .def("progress", &progress_dict)
+        .def("num_calls", &Runtime::num_calls)
+        .def("recorded_calls", &recorded_list, py::kw_only(), "most"_a)
+        .def("waits", &waits_dict)
         .def("traffic", &traffic_dict)
         .def(
             "delay", [](Runtime& self, uint64_t ns) { self.device().delay(ns); }, "ns"_a, Release())

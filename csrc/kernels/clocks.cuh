@@ -146,13 +146,14 @@ EP_DEVICE void exchange_clocks(const OperationArgs& args, const OpenOperation& o
     const Deadline deadline = deadline_in(kClockPatienceNs);
     const uint64_t first_number = open.op * kClockBounces + 1;
     for (int partner = thread_index(); partner < args.num_ranks(); partner += num_threads()) {
-        if (partner == args.rank()) continue;
+        if (partner == args.rank() || is_left_out(args, partner)) continue;
         exchange_stamps(
             args, ClockExchange::kOfOperation, partner, first_number, kClockBounces, deadline);
     }
     // Apart from the exchange, whose registers add to those of sending.
     for (int partner = thread_index(); partner < args.num_ranks(); partner += num_threads()) {
-        if (partner != args.rank()) take_sample(args.workspace, partner, false);
+        if (partner != args.rank() && !is_left_out(args, partner))
+            take_sample(args.workspace, partner, false);
     }
     block_sync();
     if (thread_index() != 0 || args.rank() != 0) return;

@@ -5,7 +5,7 @@
 // so that all meet in the next one.
 #pragma once
 
-#include "kernels/operation_state.cuh"
+#include "kernels/masks.cuh"
 
 namespace ep {
 
@@ -50,7 +50,7 @@ EP_DEVICE bool has_failed(const OperationArgs& args) {
 
 EP_DEVICE void tell_given_up(const OperationArgs& args, Series series, const GivenUp& given_up) {
     for (int dst = 0; dst < args.num_ranks(); ++dst) {
-        if (dst == args.rank()) continue;
+        if (dst == args.rank() || is_masked(args, dst)) continue;
         args.transport.signal(dst, args.control.given_up(series, args.rank()), given_up.pack(), 0);
     }
 }
@@ -59,6 +59,7 @@ EP_DEVICE void tell_given_up(const OperationArgs& args, Series series, const Giv
 EP_DEVICE uint64_t newest_given_up(const OperationArgs& args, Series series) {
     uint64_t newest = 0;
     for (int source = 0; source < args.num_ranks(); ++source) {
+        if (is_masked(args, source)) continue;
         const auto word = args.transport.newest(args.control.given_up(series, source));
         const uint64_t number = GivenUp::unpack(word).newest;
         newest = number > newest ? number : newest;
@@ -69,6 +70,7 @@ EP_DEVICE uint64_t newest_given_up(const OperationArgs& args, Series series) {
 // Block. Names the ranks that have left this operation behind.
 EP_DEVICE void find_given_up(const OperationArgs& args, const OpenOperation& open) {
     for (int source = thread_index(); source < args.num_ranks(); source += num_threads()) {
+        if (is_left_out(args, source)) continue;
         const size_t header = args.control.header(open.half, source) + offsetof(OpHeader, op);
         const size_t given_up = args.control.given_up(Series::kOperations, source);
         if (args.transport.newest(header) > open.op ||

@@ -23,15 +23,24 @@ EP_DEVICE bool hands_over(const OperationArgs& args) {
     return !(last == args.layout) && !last.is_fresh();
 }
 
+// Block. Returns when everything this rank has sent so far is there.
+EP_DEVICE void deliver_all(const OperationArgs& args) {
+    for (int dst = thread_index(); dst < args.num_ranks(); dst += num_threads()) {
+        if (is_masked(args, dst)) continue;
+        for (int qp = 0; qp < static_cast<int>(args.workspace->num_queue_pairs); ++qp)
+            args.transport.quiet(dst, qp);
+    }
+}
+
 // Block. Tells all ranks that everything this rank has sent so far is there. To all of them: a rank
 // that is told sends to others than this one, over what this one may have sent them.
 EP_DEVICE void tell_handed_over(const OperationArgs& args, const OpenOperation& open) {
-    for (int dst = thread_index(); dst < args.num_ranks(); dst += num_threads())
-        for (int qp = 0; qp < static_cast<int>(args.workspace->num_queue_pairs); ++qp)
-            args.transport.quiet(dst, qp);
+    deliver_all(args);
     block_sync();
-    for (int dst = thread_index(); dst < args.num_ranks(); dst += num_threads())
+    for (int dst = thread_index(); dst < args.num_ranks(); dst += num_threads()) {
+        if (is_masked(args, dst)) continue;
         args.transport.signal(dst, args.control.handed_over(args.rank()), open.op, 0);
+    }
 }
 
 // Block. Waits for the headers of all ranks. Whether they are in this operation and agree in shape; all
@@ -46,6 +55,7 @@ EP_DEVICE bool meet_headers(const OperationArgs& args, const OpenOperation& open
         [](int) { return true; });
     if (has_failed(args)) return false;
     for (int source = thread_index(); source < args.num_ranks(); source += num_threads()) {
+        if (is_masked(args, source)) continue;
         const uint64_t op = args.transport.poll(header(source) + offsetof(OpHeader, op));
         if (op == open.op && !agrees_in_shape(args, open, source))
             record_failure(args, open, FailureReason::kMismatch, source);
@@ -66,7 +76,8 @@ EP_DEVICE bool meet_all(const OperationArgs& args, const OpenOperation& open) {
         [&](int s) { return args.control.handed_over(s); },
         [&](int s) {
             return (header_word(args, open.half, s, offsetof(OpHeader, flags)) & kHandsOver) != 0;
-        });
+        },
+        Owed::kRows);
     return !has_failed(args);
 }
 

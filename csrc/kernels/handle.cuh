@@ -80,9 +80,13 @@ struct HandleView {
         return head()->op != 0 && head()->num_tokens == static_cast<uint32_t>(num_tokens) &&
                head()->num_topk == static_cast<uint32_t>(num_topk);
     }
+    // In experts(): an expert that was selected, and is not sent to because its rank was masked.
+    EP_HOST_DEVICE static int32_t withheld(int64_t expert) {
+        return static_cast<int32_t>(-2 - expert);
+    }
     // Whether combine may take `expert` where dispatch had its entry `entry`: the same, or none.
     EP_HOST_DEVICE bool allows(size_t entry, int64_t expert) const {
-        return expert < 0 || expert == experts()[entry];
+        return expert < 0 || expert == experts()[entry] || withheld(expert) == experts()[entry];
     }
     // `end`: where the rows of the source before end.
     EP_HOST_DEVICE bool is_intact(const RowRange& range,

@@ -230,6 +230,7 @@ EP_DEVICE void return_rows(const CombineArgs& args,
         uint32_t num_issued = 0;  // to this destination, and not yet counted
         for (int row = part * num_warps() + warp_id(); row < num_rows; row += stride) {
             const int dst = source_of_row(offsets, num_ranks, row);
+            if (is_masked(common, dst)) continue;
             return_row<kLogFormat, kVerify>(args, open, first_slot, expert, dst, row);
             ++num_issued;
             // Rows to one destination follow each other.
@@ -248,6 +249,7 @@ EP_DEVICE void announce_returns(const CombineArgs& args, const OpenOperation& op
     for (int pair = first; pair < common.map.num_experts; pair += num_blocks() * num_threads()) {
         const int expert = pair / num_ranks;
         const int dst = pair % num_ranks;
+        if (is_masked(common, dst)) continue;
         const int count = range_of(args, pair).count;
         announce_rows(common,
                       open,
@@ -307,6 +309,15 @@ EP_DEVICE void add_rows(const CombineArgs& args,
     }
 }
 
+// Whether a row came back for an entry of topk_idx.
+EP_DEVICE bool is_returned(const CombineArgs& args, size_t entry) {
+    const OperationArgs& common = args.common;
+    const int64_t expert = args.topk_idx[entry];
+    if (expert < 0 || common.masks == nullptr) return expert >= 0;
+    const int owner = static_cast<int>(expert) / common.map.num_local_experts();
+    return args.handle.experts()[entry] == expert && !is_left_out(common, owner);
+}
+
 // Thread. Sums up to kTile vectors of a token over its top-k rows.
 template <bool kLogFormat, bool kFullTile, int kTile>
 EP_DEVICE void reduce_tile(
@@ -318,7 +329,7 @@ EP_DEVICE void reduce_tile(
         for (float& element : sum) element = 0.0f;
     }
     const auto next = [&](int k) {
-        while (k < args.num_topk && args.topk_idx[entry + k] < 0) ++k;
+        while (k < args.num_topk && !is_returned(args, entry + k)) ++k;
         return k;
     };
     int k = next(0);
@@ -358,11 +369,10 @@ EP_DEVICE void reduce_token(const CombineArgs& args, const OpenOperation& open, 
 EP_DEVICE void check_returned(const CombineArgs& args, const OpenOperation& open) {
     const OperationArgs& common = args.common;
     for (int expert = thread_index(); expert < common.map.num_experts; expert += num_threads()) {
-        if (load_relaxed<Scope::kDevice>(&common.workspace->counts[expert]) !=
-            args.handle.sent()[expert]) {
-            record_failure(
-                common, open, FailureReason::kReturned, expert / common.map.num_local_experts());
-        }
+        const int source = expert / common.map.num_local_experts();
+        const uint32_t count = load_relaxed<Scope::kDevice>(&common.workspace->counts[expert]);
+        if (count != args.handle.sent()[expert] && !is_left_out(common, source))
+            record_failure(common, open, FailureReason::kReturned, source);
     }
 }
 
@@ -381,14 +391,14 @@ EP_DEVICE void verify_token(const CombineArgs& args, const OpenOperation& open, 
     const OperationArgs& common = args.common;
     const CombineMessage message{common.map.hidden};
     for (int k = warp_id(); k < args.num_topk; k += num_warps()) {
-        const int64_t expert = args.topk_idx[static_cast<size_t>(token) * args.num_topk + k];
-        if (expert < 0) continue;
+        const size_t entry = static_cast<size_t>(token) * args.num_topk + k;
+        if (!is_returned(args, entry)) continue;
         const std::byte* row = common.transport.local(common.map.combined_row(open.half, token, k));
         const auto& proof = *reinterpret_cast<const RowProof*>(row + message.proof_offset());
         const bool encoded = kLogFormat && proof.encoding_or_token == kRowLogFmt;
         const uint64_t sum = sum_row(row + message.data_offset(),
                                      encoded ? message.log_bytes() : message.data_bytes());
-        const int source = static_cast<int>(expert) / common.map.num_local_experts();
+        const int source = static_cast<int>(args.topk_idx[entry]) / common.map.num_local_experts();
         const RowProof expected{
             encoded ? kRowLogFmt : kRowBf16, static_cast<uint32_t>(open.op), sum};
         const RowPlace place{static_cast<uint32_t>(token), common.rank(), source, Hop::kDirect};
@@ -417,11 +427,11 @@ EP_DEVICE void receive_tokens(const CombineArgs& args,
 template <bool kLogFormat, bool kVerify>
 EP_KERNEL void low_latency_combine(const EP_GRID_CONSTANT CombineArgs args) {
     const OperationArgs& common = args.common;
-    const OpenOperation open = current_operation(common);
+    OpenOperation open = current_operation(common);
     const CombineShared shared(common.num_ranks());
     if (common.phases & kPhaseSend) {
         send_headers(common, open);
-        if (hand_over(common, open)) {
+        if (may_send(common, open)) {
             // A handle without rows is read no further; all threads see the same.
             if (args.handle.is_of(args.num_tokens, args.num_topk)) {
                 return_rows<kLogFormat, kVerify>(args, open, shared);

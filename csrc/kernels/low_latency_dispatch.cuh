@@ -136,8 +136,15 @@ EP_DEVICE const std::byte* stage_row(const DispatchArgs& args,
     return row;
 }
 
+// Whether an expert gets no rows because its rank is masked.
+EP_DEVICE bool is_withheld(const DispatchArgs& args, int64_t expert) {
+    const OperationArgs& common = args.common;
+    return common.masks != nullptr && expert >= 0 && expert < common.map.num_experts &&
+           is_masked(common, static_cast<int>(expert) / common.map.num_local_experts());
+}
+
 EP_DEVICE bool is_selected(const DispatchArgs& args, int64_t expert) {
-    return expert >= 0 && expert < args.common.map.num_experts;
+    return expert >= 0 && expert < args.common.map.num_experts && !is_withheld(args, expert);
 }
 
 // First token of a block; the next block's is the end.
@@ -194,7 +201,9 @@ EP_DEVICE void send_rows(const DispatchArgs& args,
         for (int k = thread_index(); k < args.num_topk; k += num_threads()) {
             const size_t entry = static_cast<size_t>(token) * args.num_topk + k;
             experts[k] = args.topk_idx[entry];
-            args.handle.experts()[entry] = static_cast<int32_t>(experts[k]);
+            args.handle.experts()[entry] = is_withheld(args, experts[k])
+                                               ? HandleView::withheld(experts[k])
+                                               : static_cast<int32_t>(experts[k]);
         }
         block_sync();
         find_positions(args, experts, shared.num_entries, positions);
@@ -257,6 +266,7 @@ EP_DEVICE void announce_experts(const DispatchArgs& args,
         }
         if (!elect_one()) continue;
         args.handle.sent()[expert] = static_cast<uint32_t>(count);
+        if (is_masked(common, dst)) continue;
         announce_rows(common,
                       open,
                       dst,
@@ -388,7 +398,9 @@ EP_DEVICE void receive_experts(const DispatchArgs& args,
     const int num_ranks = common.num_ranks();
     const int num_local_experts = common.map.num_local_experts();
     const int num_parts = num_blocks() > num_local_experts ? num_blocks() / num_local_experts : 1;
-    if (block_index() >= num_local_experts * num_parts) return;
+    const int num_waiting =
+        num_blocks() < num_local_experts ? num_blocks() : num_local_experts * num_parts;
+    if (block_index() >= num_waiting) return;
     const int first = block_index() / num_parts;
     const int part = block_index() % num_parts;
     const int num_teams = num_parts == 1 ? num_blocks() : num_local_experts;
@@ -399,7 +411,8 @@ EP_DEVICE void receive_experts(const DispatchArgs& args,
     };
     const auto source_of = [&](int index) { return index % num_ranks; };
     const WaitShared wait(shared.rest, num_ranks + common.map.num_experts);
-    if (!wait_for_words(common, open, wait, num_mine * num_ranks, index_of, source_of)) return;
+    const int num_words = num_mine * num_ranks;
+    if (!wait_for_words(common, open, wait, num_words, index_of, source_of, num_waiting)) return;
     for (int i = 0; i < num_mine; ++i) {
         int* offsets = shared.offsets + i % 2 * (num_ranks + 1);
         receive_expert<kVerify>(
@@ -417,12 +430,12 @@ EP_DEVICE void begin_handle(const DispatchArgs& args) {
 template <Payload P, bool kVerify>
 EP_KERNEL void low_latency_dispatch(const EP_GRID_CONSTANT DispatchArgs args) {
     const OperationArgs& common = args.common;
-    const OpenOperation open = current_operation(common);
+    OpenOperation open = current_operation(common);
     const DispatchShared shared(args.num_topk, common.map);
     if (common.phases & kPhaseSend) {
         begin_handle(args);
         send_headers(common, open);
-        if (hand_over(common, open)) {
+        if (may_send(common, open)) {
             send_rows<P, kVerify>(args, open, shared);
             announce_experts(args, open, shared.num_entries);
         }

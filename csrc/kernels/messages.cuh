@@ -145,11 +145,27 @@ struct ClockSlot {
 };
 static_assert(sizeof(ClockSlot) == 64, "one cache line a partner");
 
+// Where a rank is that has cleaned its masks, so that all go on from the same numbers; see masks.cuh. `number`
+// is the signal: how often the rank has cleaned (16 bits), and its newest operation (48 bits).
+struct JoinSlot {
+    uint64_t number;
+    uint64_t barriers;
+    uint64_t clock_rounds;
+    uint64_t reserved;
+
+    static constexpr int kOpBits = 48;
+};
+static_assert(sizeof(JoinSlot) == 32, "two to a cache line");
+
 // Who exchanges clocks: all ranks in a launch of their own, or at the end of an operation.
 enum class ClockExchange : int { kOfRound, kOfOperation, kEnd };
 
 // What is numbered on its own.
-enum class Series : int { kOperations, kBarriers, kClockRounds, kEnd };
+enum class Series : int {
+#define EP_SERIES(value, name) value,
+#include "kernels/names.def"
+    kEnd
+};
 
 struct ControlMap {
     int num_ranks;
@@ -173,9 +189,12 @@ struct ControlMap {
         return handed_over(num_ranks) +
                (static_cast<size_t>(series) * num_ranks + source) * sizeof(uint64_t);
     }
+    EP_HOST_DEVICE size_t join(int source) const {
+        return round_up(given_up(Series::kEnd, 0), 64) + source * sizeof(JoinSlot);
+    }
     // index: dispatch: local expert * num_ranks + source; combine: the source's expert, globally.
     EP_HOST_DEVICE size_t count(int half, int index) const {
-        return round_up(given_up(Series::kEnd, 0), 64) +
+        return round_up(join(num_ranks), 64) +
                (static_cast<size_t>(half) * kMaxExperts + index) * sizeof(uint64_t);
     }
     EP_HOST_DEVICE size_t bytes() const { return round_up(count(kNumHalves, 0), 4096); }

@@ -13,7 +13,7 @@
 #pragma once
 
 #include "kernels/clocks.cuh"
-#include "kernels/hand_over.cuh"
+#include "kernels/join.cuh"
 #include "kernels/measuring.cuh"
 #include "kernels/waiting.cuh"
 
@@ -21,7 +21,9 @@ namespace ep {
 
 // ---- open
 
+// Block.
 EP_DEVICE OpenOperation current_operation(const OperationArgs& args) {
+    join_if_cleaned(args);
     const uint64_t op = args.workspace->op + 1;
     return {op, static_cast<int>(op % kNumHalves), deadline_in(args.timeout_ns)};
 }
@@ -38,6 +40,7 @@ EP_DEVICE void send_headers(const OperationArgs& args, const OpenOperation& open
         store_relaxed<Scope::kSystem>(&workspace->open_op, open.op);
         const uint64_t entered_ns = now_ns();
         workspace->entered_ns = entered_ns;
+        record_entry(args, open.op, entered_ns);
         // The header for this rank, from which the others' are put. Like staged rows, it stays until the
         // next operation but one.
         auto* own = reinterpret_cast<OpHeader*>(transport.local(header));
@@ -50,11 +53,21 @@ EP_DEVICE void send_headers(const OperationArgs& args, const OpenOperation& open
     block_sync();
     for (int i = thread_index(); i < args.num_ranks(); i += num_threads()) {
         const int dst = (args.rank() + i) % args.num_ranks();
+        if (is_masked(args, dst)) continue;
         if (dst != args.rank())
             transport.put(dst, contents, transport.local(contents), OpHeader::kContentsBytes, 0);
         transport.fence(dst, 0);
         transport.signal(dst, header + offsetof(OpHeader, op), open.op, 0);
     }
+}
+
+// Block, after send_headers(). hand_over() of a low-latency operation; where ranks may be masked, that has its
+// full time afterwards.
+EP_DEVICE bool may_send(const OperationArgs& args, OpenOperation& open) {
+    const bool handed_over = hand_over(args, open);
+    if (args.masks != nullptr) open.deadline = deadline_in(args.timeout_ns);
+    keep_masks(args);
+    return handed_over;
 }
 
 // ---- send
@@ -151,22 +164,43 @@ EP_DEVICE bool find_count(const OperationArgs& args,
     return true;
 }
 
+// One thread. The header of a source that the operation is without is not waited for.
+EP_DEVICE bool pass_header(WaitShared::State& state) {
+    add_relaxed<Scope::kBlock>(&state.headers_left, -1);
+    return true;
+}
+
+// Block. Nothing of a source that is left out counts, whatever some block has seen of it.
+template <class IndexOf, class SourceOf>
+EP_DEVICE void drop_counts(const OperationArgs& args,
+                           int num_words,
+                           IndexOf index_of,
+                           SourceOf source_of) {
+    for (int i = thread_index(); i < num_words; i += num_threads()) {
+        const int index = index_of(i);
+        if (is_left_out(args, source_of(index)))
+            store_relaxed<Scope::kDevice>(&args.workspace->counts[index], 0u);
+    }
+}
+
 // Block. The receive phase: waits for the headers of all ranks and the CountWords index_of(0) ..
 // index_of(num_words - 1), all in one loop, so that no source's arrival hides behind another's. False
-// when the operation has failed; all threads agree.
+// when the operation has failed; all threads agree, and all of the `num_waiting` blocks on whom they leave out.
 template <class IndexOf, class SourceOf>
 EP_DEVICE bool wait_for_words(const OperationArgs& args,
                               const OpenOperation& open,
                               const WaitShared& shared,
                               int num_words,
                               IndexOf index_of,
-                              SourceOf source_of) {
+                              SourceOf source_of,
+                              int num_waiting = num_blocks()) {
     const int num_ranks = args.num_ranks();
     WaitShared::State& state = *shared.state;
     if (thread_index() == 0) {
         const bool failed = load_relaxed<Scope::kDevice>(&args.workspace->failed) != 0;
         state = {now_ns(), num_ranks, failed ? 0 : num_words, 0, 0};
         max_relaxed<Scope::kDevice>(&args.workspace->wait_begin_ns, state.begin_ns);
+        record_sent(args, state.begin_ns);
     }
     block_sync();
     // Headers, then counts. Who has failed already still awaits the headers, because its next operation
@@ -176,9 +210,11 @@ EP_DEVICE bool wait_for_words(const OperationArgs& args,
 
     bool is_first_look = true;
     const auto is_there = [&](int item) {
-        if (item < num_ranks) return find_header(args, open, state, item, is_first_look);
-        const int index = index_of(item - num_ranks);
-        return find_count(args, open, state, index, source_of(index), is_first_look);
+        const int index = item < num_ranks ? 0 : index_of(item - num_ranks);
+        const int source = item < num_ranks ? item : source_of(index);
+        if (is_left_out(args, source)) return item >= num_ranks || pass_header(state);
+        return item < num_ranks ? find_header(args, open, state, source, is_first_look)
+                                : find_count(args, open, state, index, source, is_first_look);
     };
     const auto for_each_missing = [&](auto f) {
         shared.look(num_items, [&](int item) {
@@ -192,13 +228,34 @@ EP_DEVICE bool wait_for_words(const OperationArgs& args,
         if (complete || shared.is_over()) return true;
         if (load_relaxed<Scope::kSystem>(&args.workspace->news.any) == 0) return false;
         bool in_vain = is_lost(args, open);
-        for_each_missing([&](int source) { in_vain = in_vain || is_gone(args, source); });
+        for_each_missing([&](int source) {
+            const bool gone = is_gone(args, source);
+            if (gone && args.masks != nullptr) return leave_out(args, source);
+            in_vain = in_vain || gone;
+        });
         if (in_vain) store_relaxed<Scope::kBlock>(&state.in_vain, 1);
         return in_vain;
     };
-    const bool in_time = spin_until(look, open.deadline);
-    if (block_any(!in_time || load_relaxed<Scope::kBlock>(&state.in_vain) != 0))
-        name_missing(args, open, for_each_missing);
+    const auto note = [&] {
+        shared.look(num_items, [&](int item) {
+            if (item < num_ranks)
+                note_missing(args, open, Owed::kEntry, item);
+            else
+                note_missing(args, open, Owed::kRows, source_of(index_of(item - num_ranks)));
+            return false;
+        });
+    };
+    const bool in_time = spin_until(look, open.deadline, note);
+    if (block_any(!in_time || load_relaxed<Scope::kBlock>(&state.in_vain) != 0)) {
+        if (args.masks == nullptr) name_missing(args, open, for_each_missing);
+        // Of ranks that have gone on nothing comes any more; that is no reason to leave them out.
+        else if (!shared.is_hopeless())
+            for_each_missing([&](int source) { leave_out(args, source); });
+    }
+    if (args.masks != nullptr) {
+        agree_on_left_out(args, num_waiting);
+        drop_counts(args, num_words, index_of, source_of);
+    }
     // Who is hopeless has gone on; only now, because others may have done so for the one that disagrees.
     if (load_relaxed<Scope::kBlock>(&state.hopeless) != 0 && !has_failed(args))
         find_given_up(args, open);
@@ -247,6 +304,7 @@ EP_DEVICE bool close_operation(const OperationArgs& args,
     if (*place == kLast) find_given_up(args, open);
     // A rank that failed alone hands over while others do not; then all do in the next operation.
     for (int source = thread_index(); source < args.num_ranks(); source += num_threads()) {
+        if (is_left_out(args, source)) continue;
         const uint64_t flags = header_word(args, open.half, source, offsetof(OpHeader, flags));
         if (((flags & kHandsOver) != 0) != hands_over(args))
             store_relaxed<Scope::kBlock>(out_of_step, 1);
@@ -254,7 +312,9 @@ EP_DEVICE bool close_operation(const OperationArgs& args,
     const bool succeeded = !has_failed(args);
     measure(*ring_slot, succeeded);
     const uint64_t flags = header_word(args, open.half, 0, offsetof(OpHeader, flags));
-    if (succeeded && (flags & kExchangesClocks)) exchange_clocks(args, open);
+    if (succeeded && (flags & kExchangesClocks) && !is_left_out(args, 0))
+        exchange_clocks(args, open);
+    mask_left_out(args, open, succeeded);
     if (thread_index() != 0) return false;
     uint64_t op = open.op;
     uint64_t num_given_up = 0;
@@ -271,9 +331,11 @@ EP_DEVICE bool close_operation(const OperationArgs& args,
     if (args.shape.operation == static_cast<uint16_t>(Operation::kCombine))
         ++workspace->num_combines;
     workspace->previous_exit_ns = now_ns();
+    record_end(args, workspace->failed, workspace->previous_exit_ns);
     store_relaxed<Scope::kSystem>(&workspace->wait_begin_ns, 0);
     workspace->sent_ns = 0;
     workspace->blocks_done = 0;
+    workspace->blocks_waiting = 0;
     workspace->failed = 0;
     workspace->layout = succeeded && *out_of_step == 0 ? args.layout : Layout::unknown();
     store_relaxed<Scope::kSystem>(&workspace->op, op);

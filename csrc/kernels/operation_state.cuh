@@ -33,6 +33,40 @@ struct FailureRecord {
     uint32_t ranks[kMaxExperts];  // 1: this rank is missing, disagrees or has given up
 };
 
+// What the host reads of an operation while its kernel runs. Zero where that has not happened.
+struct RecordedEntry {
+    uint64_t number;  // in its series
+    uint64_t entered_ns;
+    uint64_t sent_ns;  // low latency: when all blocks had sent what they send
+    uint64_t finished_ns;
+    uint32_t failed;  // FailureReason
+};
+
+// What a rank waits for of another one.
+enum class Owed : uint32_t {
+#define EP_OWED(value, name) value,
+#include "kernels/names.def"
+    kNumKinds
+};
+
+// Which ranks a kernel that waits for long has last been missing, and when: see recorder.cuh.
+struct RecordedWaits {
+    uint64_t noted[static_cast<int>(Owed::kNumKinds)][kMaxExperts];  // WaitNote, packed
+};
+
+// Both are nullptr where nothing is recorded.
+struct Record {
+    RecordedEntry* entry;
+    RecordedWaits* waits;
+};
+
+// Left in host-visible memory by a kernel that masks ranks which have not arrived.
+struct MaskRecord {
+    uint32_t any;  // set last
+    uint64_t when
+        [kMaxExperts];  // by rank: number in its series * Series::kEnd + series; 0: not masked since
+};
+
 // What this rank knows of another one's clock: a straight line, and how far it may be off.
 struct ClockLine {
     int64_t offset_ns;      // its clock minus this rank's, at `measured_ns`
@@ -76,6 +110,22 @@ struct News {
     uint32_t any;                // set last; kernels that wait look at nothing else
     uint32_t gone[kMaxExperts];  // by rank, 1: it will never come again
     uint64_t lost_op;            // the group has given up operations up to this one
+    uint64_t out[kMaxExperts];   // by rank: the newest operation that the group goes on without it
+};
+
+// Whom operations go on without, if ranks may be masked. Private to the rank; written in the order of its
+// streams. `masked` stays while an operation sends and receives, except that block 0 adds to it before the other
+// blocks look.
+struct Masks {
+    int32_t masked[kMaxExperts];   // by rank, 1: neither sent to nor waited for
+    int32_t of_sent[kMaxExperts];  // as they were when the operation that is not received was sent
+    uint32_t left_out[kMaxExperts];  // by source: did not arrive in the operation that is open
+    uint32_t blocks_decided;         // that no longer wait in it
+    uint32_t cleans;                 // how often masks have been cleaned
+    uint32_t joins;                  // and up to which of them all have joined
+    uint64_t cleaned_op;             // the newest operation at that time
+    uint64_t joined[kMaxExperts];    // by rank: the newest JoinSlot::number that was taken up
+    MaskRecord* record;
 };
 
 // Per-rank device memory, private to the rank and kept between launches.
@@ -93,6 +143,7 @@ struct Workspace {
     uint64_t timer_step_ns;
     ClockSchedule clock_schedule;
     uint32_t blocks_done;
+    uint32_t blocks_waiting;
     uint32_t failed;
     Layout layout;             // of the last operation; unknown() if it failed
     uint32_t num_queue_pairs;  // that operations have used, at most
@@ -117,7 +168,9 @@ struct Workspace {
 struct OperationArgs : OperationOptions {
     Transport transport;
     Workspace* workspace;
+    Masks* masks;  // nullptr: ranks cannot be masked
     FailureRecord* failure;
+    Record record;
     ControlMap control;
     LowLatencyMap map;
     OpShape shape;

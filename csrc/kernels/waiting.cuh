@@ -3,14 +3,22 @@
 #pragma once
 
 #include "kernels/failure.cuh"
+#include "kernels/recorder.cuh"
 
 namespace ep {
 
 // One thread. Whether the host knows that a rank will never come again.
-EP_DEVICE bool is_gone(const OperationArgs& args, int rank) {
+EP_DEVICE bool has_ended(const OperationArgs& args, int rank) {
     const News& news = args.workspace->news;
     return load_relaxed<Scope::kSystem>(&news.any) != 0 &&
            load_relaxed<Scope::kSystem>(&news.gone[rank]) != 0;
+}
+
+// One thread. The same, or, where ranks may be masked, that the group goes on without it.
+EP_DEVICE bool is_gone(const OperationArgs& args, int rank) {
+    return has_ended(args, rank) ||
+           (args.masks != nullptr &&
+            load_relaxed<Scope::kSystem>(&args.workspace->news.out[rank]) > args.masks->cleaned_op);
 }
 
 // One thread. Whether the host knows that the group has given an operation up.
@@ -34,34 +42,56 @@ EP_DEVICE void name_missing(const OperationArgs& args,
         [&](int source) { record_failure(args, open, FailureReason::kTimeout, source); });
 }
 
-// Block. Waits until a word of each source that `concerns` is at least `number`, or names the sources where
-// it is not.
-template <class WordOf, class Concerns>
-EP_DEVICE void await_all(const OperationArgs& args,
-                         const OpenOperation& open,
-                         uint64_t number,
-                         WordOf word_of,
-                         Concerns concerns) {
-    const auto has_come = [&](int source) {
-        return !concerns(source) || args.transport.poll(word_of(source)) >= number;
-    };
+// Block, the only one that looks at masks now. Waits until has_come(source) for each source that is not masked.
+// Names the sources that do not come; or masks them, where ranks may be masked.
+template <class HasCome>
+EP_DEVICE void await_sources(const OperationArgs& args,
+                             const OpenOperation& open,
+                             HasCome has_come,
+                             Owed owed = Owed::kEntry) {
     const auto for_each_missing = [&](auto f) {
         for (int source = thread_index(); source < args.num_ranks(); source += num_threads()) {
-            if (!has_come(source)) f(source);
+            if (!is_masked(args, source) && !has_come(source)) f(source);
         }
     };
+    const bool masks = args.masks != nullptr;
+    const auto mask = [&](int source) { mask_missing(args, open, source); };
     bool all_came = false;
     const auto look = [&] {
         all_came = true;
         bool in_vain = is_lost(args, open);
         for_each_missing([&](int source) {
+            const bool gone = is_gone(args, source);
+            if (masks && gone) return mask(source);
             all_came = false;
-            in_vain = in_vain || is_gone(args, source);
+            in_vain = in_vain || gone;
         });
         return all_came || in_vain;
     };
-    const bool in_time = spin_until(look, open.deadline);
-    if (block_any(!in_time || !all_came)) name_missing(args, open, for_each_missing);
+    // Who has waited in vain for one rank has the full time for the others.
+    const auto note = [&] {
+        for_each_missing([&](int source) { note_missing(args, open, owed, source); });
+    };
+    const Deadline deadline = masks ? deadline_in(args.timeout_ns) : open.deadline;
+    const bool in_time = spin_until(look, deadline, note);
+    if (!block_any(!in_time || !all_came)) return;
+    if (!masks) return name_missing(args, open, for_each_missing);
+    for_each_missing(mask);
+    block_sync();
+}
+
+// Block. The same for a word of each source that `concerns`, which must be at least `number`.
+template <class WordOf, class Concerns>
+EP_DEVICE void await_all(const OperationArgs& args,
+                         const OpenOperation& open,
+                         uint64_t number,
+                         WordOf word_of,
+                         Concerns concerns,
+                         Owed owed = Owed::kEntry) {
+    const auto has_come = [&](int source) {
+        return !concerns(source) || args.transport.poll(word_of(source)) >= number;
+    };
+    await_sources(args, open, has_come, owed);
 }
 
 // What the threads of a block that waits share. The words it looks for (items) are dealt to the
@@ -86,6 +116,11 @@ struct WaitShared {
         if (load_relaxed<Scope::kBlock>(&state->in_vain) != 0) return true;
         return load_relaxed<Scope::kBlock>(&state->hopeless) != 0 &&
                load_relaxed<Scope::kBlock>(&state->headers_left) == 0;
+    }
+
+    // One thread. Whether a rank disagrees, or has left this operation behind.
+    EP_DEVICE bool is_hopeless() const {
+        return load_relaxed<Scope::kBlock>(&state->hopeless) != 0;
     }
 
     EP_DEVICE WaitShared(SharedArena arena, int num_items) {

@@ -6,6 +6,7 @@
 
 #include "kernels/barrier.cuh"
 #include "kernels/clock_offset.cuh"
+#include "kernels/mask_calls.cuh"
 #include "kernels/normal_combine.cuh"
 #include "kernels/normal_dispatch.cuh"
 #include "kernels/normal_notify.cuh"
@@ -73,17 +74,25 @@ Runtime::Runtime(const RuntimeOptions& options)
     memory_ = std::make_unique<SymmetricMemory>(*device_, memory);
     workspace_ = static_cast<Workspace*>(device_->allocate(sizeof(Workspace)));
     failure_ = static_cast<FailureRecord*>(device_->allocate_host_visible(sizeof(FailureRecord)));
+    if (options.enable_shrink) {
+        options_.verify = true;
+        masks_ = static_cast<Masks*>(device_->allocate(sizeof(Masks)));
+        mask_record_ = static_cast<MaskRecord*>(device_->allocate_host_visible(sizeof(MaskRecord)));
+        device_->poke(&masks_->record, mask_record_);
+        device_->prepare(&ep::update_mask, &ep::query_masks, &ep::clean_masks, &ep::part);
+    }
     const size_t num_queue_ends = 2 * (topology_.num_ranks + topology_.num_nodes()) * kMaxChannels;
     queue_states_ =
         static_cast<QueueState*>(device_->allocate(num_queue_ends * sizeof(QueueState)));
     receive_counts_ =
         static_cast<ReceiveCounts*>(device_->allocate_host_visible(sizeof(ReceiveCounts)));
+    log_.open(*device_, options.num_recorded_calls);
     for (const auto payload :
          {Payload::kBf16, Payload::kFp8, Payload::kFp8PowerOfTwo, Payload::kFp8Ue8m0}) {
-        device_->prepare(dispatch_kernel(payload, options.verify));
+        device_->prepare(dispatch_kernel(payload, options_.verify));
     }
-    device_->prepare(combine_kernel(false, options.verify),
-                     combine_kernel(true, options.verify),
+    device_->prepare(combine_kernel(false, options_.verify),
+                     combine_kernel(true, options_.verify),
                      &ep::barrier,
                      &ep::clock_offset,
                      &ep::dispatch_layout,
@@ -102,11 +111,16 @@ void Runtime::close() {
     if (!device_) return;
     device_->release(workspace_);
     device_->release(queue_states_);
+    if (masks_ != nullptr) device_->release(masks_);
+    if (masks_ != nullptr) device_->release_host_visible(mask_record_);
     device_->release_host_visible(failure_);
     device_->release_host_visible(receive_counts_);
+    log_.close(*device_);
     workspace_ = nullptr;
     queue_states_ = nullptr;
     failure_ = nullptr;
+    masks_ = nullptr;
+    mask_record_ = nullptr;
     receive_counts_ = nullptr;
     device_.reset();
 }
@@ -177,6 +191,7 @@ OperationArgs Runtime::common_args(Operation operation) const {
     OperationArgs args{};
     args.transport = memory_->transport();
     args.workspace = workspace_;
+    args.masks = masks_;
     args.failure = failure_;
     args.control = control_;
     args.shape.operation = static_cast<uint16_t>(operation);
@@ -185,8 +200,9 @@ OperationArgs Runtime::common_args(Operation operation) const {
 }
 
 OperationArgs Runtime::operation_args(const OperationCall& call,
+                                      int num_tokens,
                                       Operation operation,
-                                      uint16_t format) const {
+                                      uint16_t format) {
     OperationArgs args = common_args(operation);
     static_cast<OperationOptions&>(args) = call;
     args.map = map(call);
@@ -197,6 +213,9 @@ OperationArgs Runtime::operation_args(const OperationCall& call,
                   static_cast<uint16_t>(operation)};
     args.layout = {{args.shape.word(0), args.shape.num_experts}};
     args.num_queue_pairs = static_cast<uint32_t>(args.map.num_local_experts());
+    const bool sends = (call.phases & kPhaseSend) != 0;
+    const bool has_hook = call.phases == kPhaseSend;
+    args.record = log_.add({args.shape, 0, 0}, num_tokens, call.stream, !sends, has_hook);
     return args;
 }
 
@@ -224,7 +243,7 @@ void Runtime::low_latency_dispatch(const DispatchCall& call) {
     const Payload payload = call.payload();
     const DispatchMessage message{call.hidden, payload, options_.verify};
     DispatchArgs args{
-        {operation_args(call, Operation::kDispatch, static_cast<uint16_t>(payload))},
+        {operation_args(call, call.num_tokens, Operation::kDispatch, static_cast<uint16_t>(payload))},
         call,
         HandleView::of(call.src_info, map(call)),
     };
@@ -286,7 +305,7 @@ void Runtime::low_latency_combine(const CombineCall& call) {
     const std::scoped_lock lock(mutex_);
     check_size(call, "low_latency_combine");
     CombineArgs args{
-        {operation_args(call, Operation::kCombine, call.use_logfmt)},
+        {operation_args(call, call.num_tokens, Operation::kCombine, call.use_logfmt)},
         call,
         HandleView::of(call.src_info, map(call)),
         static_cast<size_t>(call.hidden),
@@ -312,7 +331,8 @@ void Runtime::low_latency_combine(const CombineCall& call) {
 void Runtime::barrier(Stream stream) {
     const std::scoped_lock lock(mutex_);
     check_connected("barrier");
-    const OperationArgs args = common_args(Operation::kBarrier);
+    OperationArgs args = common_args(Operation::kBarrier);
+    args.record = log_.add({args.shape, 0, 0}, 0, stream, false, false);
     device_->launch_operation("barrier", &ep::barrier, small_shape(), args, stream);
 }
 
@@ -320,8 +340,9 @@ std::vector<std::pair<int64_t, int64_t>> Runtime::measure_clock_offsets(int num_
                                                                         Stream stream) {
     const std::scoped_lock lock(mutex_);
     check_connected("measure_clock_offsets");
-    const ClockOffsetArgs args{
+    ClockOffsetArgs args{
         common_args(Operation::kClockOffset), num_samples, options_.clock_interval_ns};
+    args.common.record = log_.add({args.common.shape, 0, 0}, 0, stream, false, false);
     device_->launch_operation("clock_offset", &ep::clock_offset, small_shape(), args, stream);
     std::vector<std::pair<int64_t, int64_t>> result;
     for (int rank = 0; rank < options_.num_ranks; ++rank) {
@@ -337,10 +358,69 @@ void Runtime::dispatch_layout(const DispatchLayoutCall& call) {
     device_->launch("dispatch_layout", &ep::dispatch_layout, small_shape(), args, call.stream);
 }
 
-void Runtime::mark_gone(int rank) {
-    check_connected("mark_gone");
+void Runtime::check_rank(const char* call, int rank) const {
+    check_connected(call);
     if (rank < 0 || rank >= options_.num_ranks)
-        throw std::runtime_error("mark_gone: no rank " + std::to_string(rank));
+        throw std::runtime_error(std::string(call) + ": no rank " + std::to_string(rank));
+}
+
+void Runtime::check_masks(const char* call) const {
+    check_connected(call);
+    if (masks_ == nullptr) throw std::runtime_error(std::string(call) + ": enable_shrink is False");
+}
+
+void Runtime::update_mask(int rank, bool masked, Stream stream) {
+    const std::scoped_lock lock(mutex_);
+    check_masks("update_mask");
+    check_rank("update_mask", rank);
+    const UpdateMaskArgs args{masks_, rank, masked ? 1 : 0};
+    device_->launch_operation("update_mask", &ep::update_mask, small_shape(), args, stream);
+}
+
+void Runtime::query_masks(int32_t* status, Stream stream) {
+    const std::scoped_lock lock(mutex_);
+    check_masks("query_masks");
+    const QueryMasksArgs args{masks_, options_.num_ranks, status};
+    device_->launch_operation("query_masks", &ep::query_masks, small_shape(), args, stream);
+}
+
+void Runtime::clean_masks(Stream stream) {
+    const std::scoped_lock lock(mutex_);
+    check_masks("clean_masks");
+    const OperationArgs args = common_args(Operation::kBarrier);
+    device_->launch_operation("clean_masks", &ep::clean_masks, small_shape(), args, stream);
+}
+
+void Runtime::part(Stream stream) {
+    const std::scoped_lock lock(mutex_);
+    check_masks("part");
+    const OperationArgs args = common_args(Operation::kBarrier);
+    device_->launch_operation("part", &ep::part, small_shape(), args, stream);
+}
+
+std::vector<Masked> Runtime::take_masked() {
+    const std::scoped_lock lock(mutex_);
+    std::vector<Masked> masked;
+    // Pairs with the release at the end of mask_missing(). What comes in between is found at the next call.
+    if (mask_record_ == nullptr || std::atomic_ref(mask_record_->any).exchange(0) == 0)
+        return masked;
+    constexpr auto kSeries = static_cast<uint64_t>(Series::kEnd);
+    for (int rank = 0; rank < options_.num_ranks; ++rank) {
+        const uint64_t when = std::atomic_ref(mask_record_->when[rank]).exchange(0);
+        if (when != 0)
+            masked.push_back({rank, static_cast<Series>(when % kSeries), when / kSeries});
+    }
+    return masked;
+}
+
+void Runtime::mark_out(int rank, uint64_t op) {
+    check_rank("mark_out", rank);
+    device_->poke(&workspace_->news.out[rank], op);
+    device_->poke(&workspace_->news.any, 1u);
+}
+
+void Runtime::mark_gone(int rank) {
+    check_rank("mark_gone", rank);
     device_->poke(&workspace_->news.gone[rank], 1u);
     device_->poke(&workspace_->news.any, 1u);
 }

@@ -63,7 +63,7 @@ class Accused:
         rank: in the group.
         host, pid: where it runs; empty and 0 if that is not known.
         process: see `states.Process`.
-        last: newest operation that it has entered; 0: none.
+        last: newest operation that it has entered; 0: none; -1: that is not known.
         exit, raised, in_call: as in `RankState`.
     """
 

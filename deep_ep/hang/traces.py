@@ -25,6 +25,8 @@ _PREFIX = re.compile(r"[A-Za-z0-9_-]*[A-Za-z_-]")
 # in the place of the other; what follows the type it shows and does not compare.
 _BACKEND, _DISPATCH, _COMBINE, _OTHER = "nccl", "all_to_all", "all_to_all_single", "barrier"
 _DTYPES = {
+    "bf16": "BFloat16",
+    "fp8": "Float8_e4m3fn",
     "bfloat16": "BFloat16",
     "float16": "Half",
     "float32": "Float",
@@ -40,6 +42,12 @@ def default_place() -> tuple[Path, str]:
     """
     torch_prefix = env.torch_dump_prefix()
     return Path(f"{torch_prefix}deep_ep" if torch_prefix else "deep_ep_dump"), DEFAULT_PREFIX
+
+
+def default_folder() -> Path | None:
+    """Where dumps of operations that time out go; `None`: nowhere."""
+    named = env.dump_dir()
+    return named or (default_place()[0] if env.torch_dump_prefix() else None)
 
 
 def write_dump(
@@ -213,7 +221,7 @@ def _sizes(call: Call, num_ranks: int) -> list[int]:
 
 
 def _dtype(name: str) -> str:
-    return _DTYPES.get(name.rpartition(".")[2], name or "Byte")
+    return _DTYPES.get(name.rpartition(".")[2].partition(" ")[0], name or "Byte")
 
 
 def _status(entries: list[dict[str, Any]], group: str) -> dict[str, int]:

@@ -161,7 +161,9 @@ class _Case:
         state = self.states.get(rank)
         if state is None:
             return Accused(rank, process="unknown")
-        last = self._entered(state, OPERATIONS)
+        # What others remember of it may be old.
+        is_own = state.written_by in (rank, -1)
+        last = self._entered(state, OPERATIONS) if is_own else -1
         known = (state.exit, state.raised, state.in_call)
         return Accused(rank, state.host, state.pid, state.process, last, *known)
 

@@ -304,7 +304,7 @@ def _evidence(cause: Cause) -> list[str]:
     if cause.kind in _IN_PYTHON and cause.doing is not None:
         said.append(doing_text(cause.doing, whose))
     last = sorted({accused.last for accused in cause.accused})
-    behind = cause.number - last[0] > 1 if last else False
+    behind = bool(last) and last[0] >= 0 and cause.number - last[0] > 1
     if cause.series == OPERATIONS and behind:
         said.append(
             f"the last that {_who(cause)} entered was {last[0]}"

@@ -12,7 +12,7 @@ pytest.importorskip("z3")
 
 from memory_order.expectations import LEFT_OUT, NO_DIFFERENCE  # noqa: E402
 from memory_order.litmus import Litmus, Variant, order_of, variants  # noqa: E402
-from memory_order.normal_programs import ALL  # noqa: E402
+from memory_order.mask_programs import ALL  # noqa: E402
 from memory_order.ptx import find_execution  # noqa: E402
 from memory_order.sources import DEVICE, ROOT, TRANSPORT, Source, working_tree  # noqa: E402
 

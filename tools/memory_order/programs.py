@@ -235,10 +235,10 @@ def may_send(p: Program, rank: str, word: str) -> Actor:
     """A thread of another block than the one that has met all."""
     met = p.thread(rank, "0")
     met.read(word, at="await_all.poll", sees=1)
-    met.meet("all", at="await_all.block_any")
+    met.meet("all", at="await_sources.block_any")
     met.meet("none failed", at="has_failed.block_any")
     first = p.thread(rank, "0")
-    first.meet("all", at="await_all.block_any")
+    first.meet("all", at="await_sources.block_any")
     first.meet("none failed", at="has_failed.block_any")
     first.write("handed_over", at="hand_over.store_release")
     looking = p.thread(rank, "1")
@@ -280,7 +280,7 @@ def hand_over_waits_for_writers(p: Program) -> None:
 def quiet_delivers(p: Program) -> None:
     a = p.thread("A")
     a.write("row", 1)
-    a.fence(at="tell_handed_over.quiet")
+    a.fence(at="deliver_all.quiet")
     a.write("told", at="tell_handed_over.signal")
     sender = may_send(p, "B", "told")
     sender.write("row", 2)
@@ -632,13 +632,15 @@ def state_of_a_wait(p: Program) -> None:
         other = p.thread("B")
         other.meet("begin", at="wait_for_words.block_sync")
         other.write("hopeless", at="find_header.store_relaxed")
-        other.update("headers_left", plus(-1), at="find_header.add_relaxed", register=name)
+        counted = "find_header.add_relaxed" if name == "one" else "pass_header.add_relaxed"
+        other.update("headers_left", plus(-1), at=counted, register=name)
         other.write("hopeless", at="find_count.store_relaxed#1")
         other.write("in_vain", at="wait_for_words.store_relaxed")
         other.read("in_vain", at="WaitShared.is_over.load_relaxed#1")
         other.read("hopeless", at="WaitShared.is_over.load_relaxed#2")
         other.read("headers_left", at="WaitShared.is_over.load_relaxed#3")
         other.read("in_vain", at="wait_for_words.load_relaxed#3")
+        other.read("hopeless", at="WaitShared.is_hopeless.load_relaxed")
         other.read("hopeless", at="wait_for_words.load_relaxed#4")
     p.forbid(lambda registers: z3.Or(registers["one"] + registers["two"] != 3))
 
@@ -681,11 +683,12 @@ def counts_of_a_layout(p: Program) -> None:
 @litmus("What the host tells kernels that run is read without a race.")
 def news(p: Program) -> None:
     host = p.thread("host")
-    for place in ("gone", "lost_op", "any"):
+    for place in ("gone", "out", "lost_op", "any"):
         host.write(place, order=HOST_RELAXED)
     b = p.thread("B")
-    b.read("any", at="is_gone.load_relaxed#1")
-    b.read("gone", at="is_gone.load_relaxed#2")
+    b.read("any", at="has_ended.load_relaxed#1")
+    b.read("gone", at="has_ended.load_relaxed#2")
+    b.read("out", at="is_gone.load_relaxed")
     b.read("any", at="is_lost.load_relaxed#1")
     b.read("lost_op", at="is_lost.load_relaxed#2")
     b.read("any", at="wait_for_words.load_relaxed#2")

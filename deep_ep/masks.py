@@ -1,0 +1,176 @@
+"""The masks of a buffer: whom its low-latency operations go on without, and why.
+
+The masks themselves are in device memory, where kernels read them and add ranks that do not arrive
+(csrc/kernels/masks.cuh). Here are the program's calls, and what the host knows: it learns of a rank that
+a kernel has masked, tells the others by way of rank 0 (liveness.py), and keeps the reason.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING
+
+from deep_ep import checks
+from deep_ep.agreement import Key
+from deep_ep.errors import EPUsageError, ranks_text
+from deep_ep.failures import state_of
+from deep_ep.rules import QUERY_MASKS, fail
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
+    from deep_ep.agreement import Decision
+    from deep_ep.communicator import Communicator
+    from deep_ep.liveness import Liveness
+    from deep_ep.rendezvous import Place
+    from deep_ep.runtime import Runtime
+
+ASKED = "the program asked for it"
+
+
+class Masks:
+    """Whom one rank goes on without.
+
+    Attributes:
+        is_enabled: whether the buffer was built for that.
+    """
+
+    def __init__(
+        self,
+        communicator: Communicator,
+        is_enabled: bool,
+        liveness: Liveness | None,
+        places: Sequence[Place],
+    ) -> None:
+        """Does not communicate.
+
+        Args:
+            communicator: what the operations run on.
+            is_enabled: whether the buffer was built for masks.
+            liveness: this rank's part in who lives; `None` if it is alone.
+            places: where the ranks run.
+        """
+        self.is_enabled = is_enabled
+        self._communicator = communicator
+        self._liveness = liveness
+        self._places = places
+        self._why: dict[int, str] = {}
+
+    # ---- calls
+
+    def update(self, rank_to_mask: int, mask: bool) -> None:
+        """See `Buffer.low_latency_update_mask_buffer`."""
+        where = "low_latency_update_mask_buffer"
+        communicator = self._communicator
+        with communicator.lock:
+            runtime = self._runtime(where)
+            rank = checks.integer(where, "rank_to_mask", rank_to_mask)
+            if not 0 <= rank < communicator.num_ranks:
+                got = f"rank_to_mask is {rank}"
+                fail(where, got, "rank_to_mask", last=communicator.num_ranks - 1)
+            if rank == communicator.rank and mask:
+                fail(where, f"rank_to_mask is {rank}, this rank", "mask_itself")
+            runtime.native.update_mask(rank=rank, masked=bool(mask), stream=self._stream(where))
+            self.notice()
+            if mask:
+                self._why[rank] = ASKED
+            else:
+                self._why.pop(rank, None)
+
+    def query(self, mask_status: torch.Tensor) -> None:
+        """See `Buffer.low_latency_query_mask_buffer`."""
+        communicator = self._communicator
+        with communicator.lock:
+            runtime = self._runtime(QUERY_MASKS)
+            limits = communicator.limits
+            tensors = checks.Tensors(QUERY_MASKS, limits.device, num_ranks=limits.num_ranks)
+            tensors.check("mask_status", mask_status)
+            runtime.native.query_masks(
+                status=mask_status.data_ptr(), stream=self._stream(QUERY_MASKS)
+            )
+
+    def clean(self) -> None:
+        """See `Buffer.low_latency_clean_mask_buffer`."""
+        where = "low_latency_clean_mask_buffer"
+        communicator = self._communicator
+        with communicator.lock:
+            runtime = self._runtime(where)
+            stream = self._stream(where)
+            communicator.receive_sent()
+            self.notice()
+            if self._liveness is not None:
+                self._liveness.come_back()
+            runtime.native.clean_masks(stream=stream)
+            self._why.clear()
+
+    def why(self) -> dict[int, str]:
+        """See `Buffer.why_masked`."""
+        with self._communicator.lock:
+            self._runtime("why_masked")
+            self.notice()
+            return dict(sorted(self._why.items()))
+
+    def require_none(self, where: str) -> None:
+        """Refuses an operation that needs all ranks.
+
+        Raises:
+            EPUsageError: some are masked.
+        """
+        self.notice()
+        if self._why:
+            verb = "is" if len(self._why) == 1 else "are"
+            fail(where, f"{ranks_text(self._why)} {verb} masked", "masked_ranks", EPUsageError)
+
+    # ---- what kernels have masked
+
+    def notice(self) -> None:
+        """Takes up whom kernels have masked since, tells the others, and warns."""
+        communicator = self._communicator
+        runtime = communicator.runtime
+        if not self.is_enabled or runtime is None:
+            return
+        by_key: dict[Key, list[int]] = {}
+        for rank, series, number in runtime.native.take_masked():
+            by_key.setdefault(Key(series, number), []).append(rank)
+        for key, ranks in sorted(by_key.items()):
+            decision = self._liveness.agree_on_masked(key, ranks) if self._liveness else None
+            found = {rank: _reason(rank, key, decision, self._places) for rank in ranks}
+            self._why.update(found)
+            warnings.warn(
+                f"{_name(key)} on rank {communicator.rank} went on without {ranks_text(ranks)}, now "
+                f"masked: {'; '.join(found.values())}. Its results are those of the other ranks; "
+                "low_latency_query_mask_buffer tells who is masked.",
+                RuntimeWarning,
+                stacklevel=5,
+            )
+
+    # ---- steps
+
+    def _runtime(self, where: str) -> Runtime:
+        runtime = self._communicator.connected_runtime(where)
+        if not self.is_enabled:
+            fail(where, "the buffer has no masks", "enable_shrink", EPUsageError)
+        return runtime
+
+    def _stream(self, where: str) -> int:
+        """The caller's stream, behind all operations; a native handle."""
+        communicator = self._communicator
+        back, current = communicator.backend, communicator.calling_stream(where)
+        runtime = communicator.connected_runtime(where)
+        back.wait_stream(current, runtime.get_comm_stream(), communicator.stream_event)
+        return back.stream_handle(current)
+
+
+def _name(key: Key) -> str:
+    return f"{key.series} {key.op}"
+
+
+def _reason(rank: int, key: Key, decision: Decision | None, places: Sequence[Place]) -> str:
+    found = f"rank {rank} did not arrive in {_name(key)}"
+    if decision is None:
+        return found
+    if rank in decision.culprits:
+        return f"{found}: {state_of(rank, decision, places[rank])}"
+    return f"{found}: it lives, but what it sent did not arrive"
