@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from deep_ep.hang.states import Frame, Thread, frames_of, known_fields
@@ -115,7 +118,7 @@ _IMPORT = re.compile(r"<frozen importlib")
 # An import that is under way shows near the innermost frame; all that a module does when it is imported
 # has such frames further out.
 _NEAR = 4
-_LIBRARY = re.compile(r"/(site|dist)-packages/|/lib(64)?/python[\d.]+/|^<|(^|/)deep_ep/")
+_LIBRARY = re.compile(r"/(site|dist)-packages/|/lib(64)?/python[\d.]+/|^<")
 
 
 def doing(threads: Sequence[Thread]) -> Doing | None:
@@ -144,7 +147,30 @@ def doing(threads: Sequence[Thread]) -> Doing | None:
 
 def user_frame(frames: Iterable[Frame]) -> Frame | None:
     """The innermost frame outside of libraries; `None` if all are inside."""
-    return next((frame for frame in frames if not _LIBRARY.search(_slashes(frame.file))), None)
+    return next((frame for frame in frames if not _is_library(frame)), None)
+
+
+def call_of(threads: Sequence[Thread]) -> str:
+    """The call of this package in which the main thread is, by its stack; empty: in none that has a kernel."""
+    thread = next((thread for thread in threads if thread.frames), None)
+    inside = itertools.takewhile(_is_library, thread.frames if thread is not None else ())
+    ours = [frame.function for frame in inside if _is_ours(frame)]
+    return ours[-1] if ours and ours[-1] != "__init__" else ""
+
+
+def _is_library(frame: Frame) -> bool:
+    return _LIBRARY.search(_slashes(frame.file)) is not None or _is_ours(frame)
+
+
+def _is_ours(frame: Frame) -> bool:
+    """By the names of our modules: a program may lie in a folder of that name as well."""
+    return _slashes(frame.file).rpartition("/deep_ep/")[2] in _our_modules()
+
+
+@functools.cache
+def _our_modules() -> frozenset[str]:
+    package = Path(__file__).parents[1]
+    return frozenset(path.relative_to(package).as_posix() for path in package.rglob("*.py"))
 
 
 def _fits(pattern: _Pattern, frame: Frame) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from deep_ep.hang.activity import Doing, doing
+from deep_ep.hang.activity import Doing, call_of, doing
 from deep_ep.hang.cause import Accused, Cause, Edge, Kind, Side, Verdict
 from deep_ep.hang.graph import components, reaching, shortest_path
 from deep_ep.hang.mismatch import odd_ranks, sides_across, sides_at
@@ -164,7 +164,7 @@ class _Case:
         # What others remember of it may be old.
         is_own = state.written_by in (rank, -1)
         last = self._entered(state, OPERATIONS) if is_own else -1
-        known = (state.exit, state.raised, state.in_call)
+        known = (state.exit, state.raised, state.in_call or call_of(state.threads))
         return Accused(rank, state.host, state.pid, state.process, last, *known)
 
     def _calls(self, state: RankState, series: str, number: int) -> Sequence[Numbered]:
@@ -273,7 +273,7 @@ class _Case:
         other = next(filter(_is_in_operation, self.elsewhere.get(edge.owed, ())), None)
         if other is not None:
             self._blame(edge.owed, edge, "other_buffer", elsewhere=_where(other))
-        elif state.in_call and not state.raised:
+        elif (state.in_call or call_of(state.threads)) and not state.raised:
             self._blame(edge.owed, edge, "host_in_call")
         else:
             self._blame(edge.owed, edge, "not_called")

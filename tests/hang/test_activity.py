@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from deep_ep.hang.activity import PHRASES, Doing, doing
+from deep_ep.hang.activity import PHRASES, Doing, call_of, doing, user_frame
 from deep_ep.hang.states import Frame, Thread
 
 USER = Frame("step", "/home/user/train.py", 41)
@@ -73,3 +73,32 @@ def test_a_program_that_runs_while_it_is_imported_is_not_importing() -> None:
 def test_nothing_is_known() -> None:
     assert doing([]) is None
     assert doing([Thread("MainThread", ())]) is None
+
+
+OURS = [
+    Frame("_wait", f"{SITE}/deep_ep/normal.py", 3),
+    Frame("dispatch", "/x/deep_ep/buffer.py", 9),
+]
+
+
+@pytest.mark.parametrize(
+    ("frames", "call"),
+    [
+        ([*OURS, USER], "dispatch"),
+        # A collective that our call makes is within that call.
+        (
+            [Frame("barrier", f"{SITE}/torch/distributed/distributed_c10d.py", 9), *OURS, USER],
+            "dispatch",
+        ),
+        ([USER, *OURS], ""),
+        ([Frame("__init__", f"{SITE}/deep_ep/buffer.py", 9), USER], ""),
+        ([], ""),
+    ],
+)
+def test_the_call_of_ours_in_which_the_host_is(frames: list[Frame], call: str) -> None:
+    assert call_of([Thread("MainThread", tuple(frames))]) == call
+
+
+def test_a_program_in_a_folder_of_our_name_is_no_library() -> None:
+    program = Frame("step", "/home/user/deep_ep/train.py", 4)
+    assert user_frame([*OURS, program]) == program

@@ -165,6 +165,20 @@ def test_a_rank_that_raised_has_not_called() -> None:
     )
 
 
+def test_a_host_in_a_call_by_its_stack() -> None:
+    states = Group(4, stuck={1: "not_called"}).states()
+    ours = Frame("dispatch", "/usr/lib/python3/site-packages/deep_ep/buffer.py", 9)
+    states[1] = replace(states[1], threads=thread(ours, TRAIN))
+    (cause,) = judge(states).causes
+    assert (cause.kind, cause.accused[0].in_call) == ("host_in_call", "dispatch")
+
+
+def test_what_others_remember_of_a_rank_says_not_how_far_it_is() -> None:
+    states = Group(4, stuck={1: "stopped"}).states()
+    states[1] = replace(states[1], written_by=0)
+    assert judge(states).causes[0].accused[0].last == -1
+
+
 def test_a_rank_several_operations_behind() -> None:
     group = Group(4, stuck={1: "not_called"})
     states = group.states()
