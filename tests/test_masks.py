@@ -309,10 +309,11 @@ def test_all_blocks_agree(monkeypatch: pytest.MonkeyPatch, policy: str) -> None:
 # ---- who does not come
 
 
-def test_a_rank_that_does_not_come_is_masked(hasty: Ranks) -> None:
-    exchange(hasty, SHAPE, BF16)
+@pytest.mark.parametrize("mode", [BF16, Mode(hook=True), Mode(async_finish=True)], ids=str)
+def test_a_rank_that_does_not_come_is_masked(hasty: Ranks, mode: Mode) -> None:
+    exchange(hasty, SHAPE, mode)
     with pytest.warns(RuntimeWarning, match="went on without rank 2, now masked"):
-        exchange(hasty, SHAPE, BF16, masked=[MASKED])
+        exchange(hasty, SHAPE, mode, masked=[MASKED])
     for rank in set(ALL) - {MASKED}:
         assert masks_of(hasty.buffers[rank]) == [MASKED]
         reason = hasty.buffers[rank].why_masked()[MASKED]
