@@ -230,8 +230,9 @@ class Liveness:
         if not decision.key.is_operation or self.rank in decision.culprits:
             return
         with self._native_lock:
-            for rank in decision.culprits if self._native is not None else ():
-                self._native.mark_out(rank, decision.key.op)
+            for rank in decision.culprits:
+                if self._native is not None:
+                    self._native.mark_out(rank, decision.key.op)
 
     def _remember(self, key: Key, decision: Decision | None) -> None:
         with self._changed:

@@ -115,6 +115,7 @@ def forgotten_words(p: Program) -> None:
     forgetting.meet("forgotten", at="join_all.block_sync")
     telling = p.thread("B")
     telling.meet("forgotten", at="join_all.block_sync")
+    telling.fence(at="deliver_all.quiet")
     telling.write("told", at="tell_handed_over.signal")
     sender = may_send(p, "A", "told")
     announce(sender)
