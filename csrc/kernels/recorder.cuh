@@ -47,8 +47,7 @@ EP_DEVICE void record_sent(const OperationArgs& args, uint64_t now) {
     RecordedEntry* entry = args.record.entry;
     if (entry == nullptr) return;
     const uint32_t others = add_relaxed<Scope::kDevice>(&args.workspace->blocks_waiting, 1u);
-    if (others + 1 == static_cast<uint32_t>(num_blocks()))
-        show_host(&entry->sent_ns, now);
+    if (others + 1 == static_cast<uint32_t>(num_blocks())) show_host(&entry->sent_ns, now);
 }
 
 // One thread of the launch; `failed` as in the workspace.
