@@ -32,7 +32,11 @@ _NO_NUMBERS = ("operation", "dtype")
 
 
 class Recorder:
-    """Of one rank of one buffer."""
+    """Of one rank of one buffer.
+
+    Attributes:
+        buffer: names it.
+    """
 
     def __init__(
         self, rank: int, num_ranks: int, buffer: str, place: Place, native: NativeRuntime, most: int
@@ -48,7 +52,7 @@ class Recorder:
             most: calls that it remembers.
         """
         self._rank, self._num_ranks = rank, num_ranks
-        self._buffer, self._place = buffer, place
+        self.buffer, self._place = buffer, place
         self._native = native
         self._thread = threading.get_ident()
         # Of the last calls: number, and where the program called.
@@ -76,7 +80,7 @@ class Recorder:
         return RankState(
             rank=self._rank,
             num_ranks=self._num_ranks,
-            buffer=self._buffer,
+            buffer=self.buffer,
             host=self._place.host,
             pid=self._place.pid,
             global_rank=_global_rank(),
