@@ -100,6 +100,22 @@ def test_a_circle_with_a_way_out_is_none(num_ranks: int, data: st.DataObject) ->
     assert accused(judge(group.states())) == {("not_called", outside)}
 
 
+def test_of_two_circles_the_one_that_waits_for_the_other_is_none() -> None:
+    group = Group(5, blocked={0: (1,), 1: (0, 2), 2: (3,), 3: (2,)})
+    (cause,) = judge(group.states()).causes
+    assert cause.circle == (2, 3)
+
+
+def test_slots_close_a_circle_before_rows_do() -> None:
+    group = Group(4, blocked={0: (1,), 1: (2,), 2: (0,)})
+    states = group.states()
+    # Rank 2 waits for rows of rank 1, which has not sent them for want of slots.
+    waits = Waits("operation", 12, 12.0, {"slots": (0,), "rows": (1,)})
+    states[2] = replace(states[2], waits=waits)
+    (cause,) = judge(states).causes
+    assert cause.circle == (0, 1, 2)
+
+
 @settings(deadline=None, max_examples=100)
 @given(st.integers(3, 64), st.data())
 def test_a_rank_that_calls_something_else_is_named(num_ranks: int, data: st.DataObject) -> None:
@@ -203,6 +219,56 @@ def test_the_second_half_of_a_normal_dispatch_that_its_host_does_not_launch() ->
     launched = group.call(12, call=13, number=0, entered_ns=0, sent_ns=0)
     states[1] = replace(states[1], calls=(*done, notify, launched), raised="", in_call="dispatch")
     assert accused(judge(states)) == {("not_started", 1)}
+
+
+def test_a_rank_that_has_entered_and_whose_word_of_that_is_not_there() -> None:
+    states = Group(3, blocked={1: (2,), 2: (1,)}).states()
+    waits = Waits("operation", 12, 12.0, {"entry": (1,)})
+    states[0] = replace(states[0], waits=waits)
+    assert paths(judge(states)) == {(1, 0)}
+
+
+def test_who_waits_in_the_first_half_of_a_dispatch_needs_what_that_sends() -> None:
+    """Rank 1 is through with it, so what rank 0 waits for was sent, whatever keeps rank 1 now."""
+    group = Group(3, name="normal_notify", lost={(1, 0)}, stuck={2: "stopped"})
+    states = group.states()
+    *done, notify = states[1].calls
+    second = group.call(12, call=13, name="normal_dispatch", sent_ns=0)
+    waits = Waits("operation", 12, 12.0, {"rows": (2,)})
+    states[1] = replace(states[1], calls=(*done, replace(notify, finished_ns=5), second))
+    states[1] = replace(states[1], waits=waits)
+    assert paths(judge(states)) == {(1, 0)}
+
+
+def test_slots_that_a_receive_hook_would_free() -> None:
+    group = Group(2, blocked={0: (1,)})
+    states = group.states()
+    *done, call = states[1].calls
+    waiting = replace(call, has_hook=True)
+    states[1] = replace(states[1], calls=(*done, waiting), waits=None)
+    (cause,) = judge(states).causes
+    assert (cause.kind, cause.ranks, cause.hook) == ("not_called", (1,), 12)
+
+
+def test_a_rank_that_holds_the_gil_between_two_halves_is_busy() -> None:
+    states = Group(4, stuck={1: "hook"}).states()
+    states[1] = replace(states[1], process="busy")
+    assert accused(judge(states)) == {("busy", 1)}
+
+
+def test_a_rank_that_neither_waits_nor_has_ended_is_undecided() -> None:
+    states = Group(4, stuck={1: "hook"}).states()
+    *done, call = states[1].calls
+    states[1] = replace(states[1], calls=(*done, replace(call, has_hook=False)))
+    (cause,) = judge(states).causes
+    assert (cause.kind, cause.ranks, cause.between) == ("unknown", (1,), ("not_called", "not_sent"))
+
+
+def test_the_oldest_operation_in_which_it_is_waited_for_is_named() -> None:
+    states = Group(4, stuck={1: "not_called"}).states()
+    states[0] = replace(states[0], waits=Waits("operation", 14, 2.0, {"entry": (1,)}))
+    (cause,) = judge(states).causes
+    assert (cause.number, cause.waited_by, cause.waited_s) == (12, (0, 2, 3), 12.0)
 
 
 def test_a_rank_in_another_buffer() -> None:
@@ -316,4 +382,5 @@ def test_a_gateway_s_sum_needs_its_node() -> None:
     for rank in (0, 1, 2, 3):
         waits = Waits("operation", 12, 12.0, {"rows": (rank + 4,)})
         states[rank] = replace(states[rank], waits=waits)
-    assert accused(judge(states, ranks_per_node=4)) == {("not_sent", 6)}
+    verdict = judge(states, ranks_per_node=4)
+    assert (accused(verdict), paths(verdict)) == ({("not_sent", 6)}, set())
