@@ -10,7 +10,7 @@ STAMP := $(VENV)/.deep_ep-torch-$(TORCH_VERSION)
 # Found, not listed: a new file is formatted without a change here.
 CPP := $(shell find csrc tests -name '*.cpp' -o -name '*.h' -o -name '*.cuh' -o -name '*.cu')
 
-.PHONY: help install build demo test lint hooks tidy format fix bench accuracy smoke sanitize explore mutants cuda gpu clean
+.PHONY: help install build demo test lint hooks tidy format fix bench accuracy smoke sanitize trials explore mutants cuda gpu clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z]*\):.*##/\1\t/p' Makefile
@@ -71,6 +71,9 @@ smoke: bench  ## all benchmarks in small: do they still run?
 
 sanitize: $(STAMP)  ## C++ tests under address, undefined and thread sanitizers
 	$(RUN)/python tools/sanitize.py $(ARGS)
+
+trials: install  ## faults in groups of real processes: is the right rank named? ARGS="--trials 300"
+	$(RUN)/python tools/trials.py $(ARGS)
 
 SECONDS ?= 600
 explore: install  ## looks for faults of the protocol in new random programs; SECONDS=600

@@ -129,7 +129,7 @@ def cuda_modules() -> list[Module]:
         return leave_out("deep_ep._cuda", "DEEP_EP_CUDA=0", required=False)
     nvcc = find_nvcc()
     if nvcc is None:
-        reason = "nvcc is neither in CUDA_HOME nor on PATH; install a CUDA toolkit (12.4 or newer)"
+        reason = "nvcc is neither in CUDA_HOME nor on PATH; install a CUDA toolkit (12.5 or newer)"
         return leave_out("deep_ep._cuda", reason, required=wanted == "1")
     if not CUDA_SOURCE.exists():
         return leave_out("deep_ep._cuda", "csrc/cuda_module.cu is missing", required=wanted == "1")

@@ -6,6 +6,7 @@ construction.py connects the ranks into a communicator (communicator.py); on it 
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Sequence
 from typing import Any, Callable
@@ -152,6 +153,28 @@ class Buffer:
         if not self.explicitly_destroy:
             fail("destroy", "explicitly_destroy is False", "not_explicit", EPUsageError)
         self.communicator.destroy()
+
+    def set_hang_warning(self, seconds: float) -> None:
+        """Changes how long this rank waits in an operation until rank 0 logs for whom and why.
+
+        Args:
+            seconds: at least 0; 0: never. DEEP_EP_WARN_S is what it is at first.
+
+        Raises:
+            EPArgumentError: that is no such number.
+        """
+        self.communicator.warn_after(checks.seconds("set_hang_warning", "seconds", seconds))
+
+    def dump_state(self, directory: str | os.PathLike[str]) -> None:
+        """Has rank 0 write what all ranks are doing into a folder, for `python -m deep_ep.diagnose hang`.
+
+        Does not wait: the files are there about a second later. Any rank may call it, at any time, also while
+        operations hang.
+
+        Args:
+            directory: on the host of rank 0; is made if it is not there.
+        """
+        self.communicator.dump(os.fspath(directory))
 
     def __del__(self) -> None:
         # Memory goes with the native object, without any collective: nothing can keep an

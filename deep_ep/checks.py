@@ -138,6 +138,13 @@ def not_negative_int(where: str, name: str, value: Any) -> int:
     return number
 
 
+def seconds(where: str, name: str, value: Any) -> float:
+    """`value` as a time of at least 0."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1e9:
+        fail(where, f"{name} is {value!r}", "seconds")
+    return float(value)
+
+
 def byte_size(name: str, value: Any) -> int:
     """`value` as the size of a buffer in bytes."""
     number = integer("Buffer", name, value)

@@ -20,9 +20,11 @@ from deep_ep.errors import EPTransportError, EPUsageError, ranks_text
 from deep_ep.failures import error_from_failure
 from deep_ep.hooks import MOST_OPEN_HOOKS
 from deep_ep.masks import Masks
+from deep_ep.recorder import Recorder
 from deep_ep.rules import fail
 
 if TYPE_CHECKING:
+    from deep_ep import hang_watch
     from deep_ep.backend import Backend
     from deep_ep.checks import Limits
     from deep_ep.group import Group
@@ -47,6 +49,7 @@ class Communicator:
         limits: what calls are checked against.
         runtime: the native runtime; `None` once destroyed.
         lock: held for the time of a call.
+        recorder: of its calls; `None` if it remembers none.
         open_hooks: the receive phases whose hooks have not been called, at most `MOST_OPEN_HOOKS`.
         stream_event: orders two streams within an operation, for who holds the lock.
         before_operation: called with the name of each operation before it begins.
@@ -88,6 +91,7 @@ class Communicator:
         self.open_hooks: list[PendingReceive] = []
         self.before_operation: list[Callable[[str], None]] = []
         self.watchers: list[Watcher] = []
+        self.recorder: Recorder | None = None
         self.masks = Masks(self, may_mask, liveness, places)
         self._places = places
         self._liveness = liveness
@@ -213,8 +217,46 @@ class Communicator:
             return
         if called is not None and failure["operation"] == "barrier":
             failure = {**failure, "operation": called}
-        decision = self._liveness.agree(failure) if self._liveness is not None else None
-        raise error_from_failure(failure, self.rank, decision, self._places)
+        if self._liveness is None:
+            raise error_from_failure(failure, self.rank)
+        decision = self._liveness.agree(failure)
+        hangs = self._liveness.hangs
+        verdict = hangs.verdict_on(failure["operation"], failure["op"])
+        raise error_from_failure(failure, self.rank, decision, self._places, verdict, hangs.raised)
+
+    # ---- hangs
+
+    def record(self, buffer: str, most_calls: int, settings: hang_watch.Settings) -> None:
+        """Remembers calls from now on, and says when this rank waits for long.
+
+        Args:
+            buffer: names the buffer, the same on all ranks.
+            most_calls: that are remembered.
+            settings: when it says so.
+        """
+        if self.runtime is None:
+            return
+        self.recorder = Recorder(
+            self.rank,
+            self.num_ranks,
+            buffer,
+            self._places[self.rank],
+            self.runtime.native,
+            most_calls,
+        )
+        self.before_operation.append(self.recorder.note_call)
+        if self._liveness is not None:
+            self._liveness.watch(self.recorder, settings, self._places)
+
+    def warn_after(self, seconds: float) -> None:
+        """See `Buffer.set_hang_warning`."""
+        if self._liveness is not None:
+            self._liveness.hangs.warn_after(seconds)
+
+    def dump(self, directory: str) -> None:
+        """See `Buffer.dump_state`."""
+        if self._liveness is not None:
+            self._liveness.hangs.ask_for_dump(directory)
 
     # ---- clocks and memory
 

@@ -6,11 +6,11 @@ Each step is collective, and what goes wrong on one rank is raised on all of the
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from deep_ep import backend, checks, env, faults, liveness, rendezvous, watchers
+from deep_ep import backend, checks, env, faults, hang_watch, liveness, rendezvous, watchers
 from deep_ep.checks import Limits
 from deep_ep.communicator import Communicator
 from deep_ep.errors import EPError, EPUsageError
@@ -100,6 +100,8 @@ def agree(group: Group, settings: Settings) -> Agreement:
         selected = backend.get()
         asked_ranks_per_node = env.ranks_per_node()
         env.verify()
+        env.recorder()
+        env.warn_s()
         env.diagnose()  # is needed later, when an error would be this rank's alone
         settings = settings.checked()
     except EPError as raised:
@@ -157,19 +159,19 @@ def connect(owner: object, group: Group, agreed: Agreement) -> Communicator:
             num_qps_per_rank=settings.num_qps_per_rank,
             timeout_ns=round(env.timeout_s() * 1e9),
             verify=env.verify(),
+            num_recorded_calls=env.recorder(),
             enable_shrink=settings.may_mask,
             ranks_per_node=topology.ranks_per_node,
             device_index=selected.device().index or 0,
         )
         natives.append(native)
         handle = native.local_handle().hex()
-        offers.append(liveness.offer(group.rank, places))
+        offers.append(liveness.offer(group.rank, places, topology.ranks_per_node))
         return handle, offers[0]
 
     def connect_to_all() -> str | None:
         if selected.runs_in_streams and list(places).count(places[group.rank]) > 1:
-            # All ranks have the same handles, and no other buffer has them.
-            name = hashlib.sha256("".join(handle for handle, _ in allocated).encode()).hexdigest()
+            name = _name_of(handle for handle, _ in allocated)
             claims.append(StreamClaims(name, selected.device().index or 0, group.rank))
             comm_streams.append(claims[0].take(selected.create_comm_stream, selected.stream_handle))
             claims[0].use("Buffer", selected.stream_handle(selected.current_stream()))
@@ -208,9 +210,18 @@ def connect(owner: object, group: Group, agreed: Agreement) -> Communicator:
         settings.num_nvl_bytes,
     )
     own = claims[0] if claims else None
-    return Communicator(
+    communicator = Communicator(
         group, selected, runtime, limits, places, members[0], own, settings.may_mask
     )
+    if env.recorder():
+        name = _name_of(handle for handle, _ in allocated)
+        communicator.record(name[:12], env.recorder(), hang_watch.Settings.from_environment())
+    return communicator
+
+
+def _name_of(handles: Iterable[str]) -> str:
+    """Names a buffer: all ranks have the same handles, and no other buffer has them."""
+    return hashlib.sha256("".join(handles).encode()).hexdigest()
 
 
 def start(buffer: Buffer) -> None:

@@ -5,12 +5,16 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import signal
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 from deep_ep.errors import EPArgumentError
+
+# Chosen: a call takes 200 bytes.
+MOST_RECORDED = 1 << 16
 
 # Where variables are read.
 _environment: Mapping[str, str] = os.environ
@@ -68,6 +72,31 @@ VERIFY = Variable(
     "0",
     "1: rows travel with their number and a checksum, and are compared on arrival, in normal operations on every "
     "hop",
+)
+RECORDER = Variable(
+    "DEEP_EP_RECORDER",
+    "int",
+    "64",
+    "calls that every Buffer remembers for the case of a hang, 0: none",
+)
+WARN_S = Variable(
+    "DEEP_EP_WARN_S",
+    "seconds",
+    "10",
+    "how long an operation waits until rank 0 says for whom and why, 0: it does not",
+)
+DUMP_DIR = Variable(
+    "DEEP_EP_DUMP_DIR",
+    "folder",
+    "",
+    "where a dump of all ranks goes when an operation times out; unset: beside TORCH_FR_DUMP_TEMP_FILE, or nowhere",
+)
+BULK_COPIES = Variable(
+    "DEEP_EP_BULK_COPIES",
+    "0 | 1",
+    "",
+    "1: normal operations move whole rows through shared memory, on GPUs by bulk copies (TMA), where it "
+    "suffices; unset: 1 on GPUs, 0 on the cpu backend",
 )
 SCHEDULE = Variable(
     "DEEP_EP_SCHEDULE",
@@ -147,6 +176,13 @@ CLASSIC_EXCLUDING_ZEROS = Variable(
     "DEEPEP_DIAGNOSE_EXCLUDING_ZEROS", "0 | 1", "0", "1: the mean for cells leaves zeros out"
 )
 
+DUMP_SIGNAL = Variable(
+    "DEEP_EP_DUMP_SIGNAL",
+    "signal | 0",
+    "SIGUSR2",
+    "signal on which a process with a Buffer writes a dump; 0: none",
+)
+
 VARIABLES = (
     BACKEND,
     TIMEOUT_S,
@@ -154,6 +190,10 @@ VARIABLES = (
     CPU_CLOCK,
     CLOCK_INTERVAL_S,
     VERIFY,
+    RECORDER,
+    WARN_S,
+    DUMP_DIR,
+    BULK_COPIES,
     SCHEDULE,
     DELIVERY,
     LAUNCH_SHAPE,
@@ -162,6 +202,7 @@ VARIABLES = (
     DIAGNOSE_DIR,
     NVSHMEM_QP_DEPTH,
     LOCAL_WORLD_SIZE,
+    DUMP_SIGNAL,
     CLASSIC_ENABLE,
     CLASSIC_INTERVAL,
     CLASSIC_WARMING_TIME,
@@ -276,6 +317,30 @@ def verify() -> bool:
     return _choice(VERIFY, ("0", "1")) == "1"
 
 
+def recorder() -> int:
+    """Calls that a buffer remembers; 0: none."""
+    text = RECORDER.text()
+    if not _is_number(text) or int(text) > MOST_RECORDED:
+        raise RECORDER.error(f"an integer from 0 to {MOST_RECORDED}")
+    return int(text)
+
+
+def warn_s() -> float:
+    """Seconds of waiting until rank 0 says why; 0: it does not."""
+    return _number(WARN_S)
+
+
+def dump_dir() -> Path | None:
+    """Where dumps go, `None` if this variable does not say."""
+    text = DUMP_DIR.text()
+    return Path(text) if text else None
+
+
+def bulk_copies(default: bool) -> bool:
+    """Whether whole rows move through shared memory."""
+    return _choice(BULK_COPIES, ("0", "1")) == "1" if BULK_COPIES.text() else default
+
+
 def schedule() -> Order:
     """Fiber schedule of the cpu backend."""
     return _order(SCHEDULE, "round-robin")
@@ -355,6 +420,21 @@ def nvshmem_qp_depth() -> int:
 def local_world_size() -> int | None:
     """Ranks of this host, `None` where nobody says."""
     return _positive_int(LOCAL_WORLD_SIZE) if LOCAL_WORLD_SIZE.text() else None
+
+
+def dump_signal() -> int:
+    """Number of the signal that asks for a dump; 0: none."""
+    text = DUMP_SIGNAL.text()
+    number = int(text) if text.isdecimal() else getattr(signal.Signals, text, 0)
+    if text != "0" and number not in {*signal.valid_signals()} - {signal.SIGKILL, signal.SIGSTOP}:
+        raise DUMP_SIGNAL.error("the name or number of a signal that can be handled, or 0")
+    return int(number)
+
+
+def torch_dump_prefix() -> str:
+    """Path, without the rank, of what torch's flight recorder writes; `""` if nobody says."""
+    names = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
+    return next((_environment[name] for name in names if _environment.get(name)), "")
 
 
 def _choice(variable: Variable, allowed: tuple[str, ...]) -> str:

@@ -7,7 +7,10 @@ parts: where, what was given, what is allowed, what to do.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from deep_ep.hang.cause import Verdict
 
 
 class EPError(RuntimeError):
@@ -55,6 +58,8 @@ class EPTimeoutError(EPError):
         left_ranks: those that destroyed their buffer or ended in order.
         waiting_ranks: ranks that wait for others themselves; none if rank 0 could not be asked.
         broken_paths: if nobody is missing: (source, destination) where nothing arrived.
+        verdict: what ranks were found to wait for while they did, a `deep_ep.hang.cause.Verdict`; `None` if
+            that was not asked, as where operations time out within two seconds.
     """
 
     def __init__(
@@ -69,6 +74,7 @@ class EPTimeoutError(EPError):
         left_ranks: Iterable[int] = (),
         waiting_ranks: Iterable[int] = (),
         broken_paths: Iterable[tuple[int, int]] = (),
+        verdict: Verdict | None = None,
     ) -> None:
         super().__init__(message)
         self.missing_ranks = tuple(sorted(missing_ranks))
@@ -80,10 +86,17 @@ class EPTimeoutError(EPError):
         self.left_ranks = tuple(sorted(left_ranks))
         self.waiting_ranks = tuple(sorted(waiting_ranks))
         self.broken_paths = tuple(broken_paths)
+        self.verdict = verdict
 
     def __reduce__(self) -> tuple[Any, ...]:
         waited = (self.missing_ranks, self.last_seen, self.operation, self.op, self.waited_s)
-        known = (self.dead_ranks, self.left_ranks, self.waiting_ranks, self.broken_paths)
+        known = (
+            self.dead_ranks,
+            self.left_ranks,
+            self.waiting_ranks,
+            self.broken_paths,
+            self.verdict,
+        )
         return type(self), (str(self), *waited, *known)
 
 

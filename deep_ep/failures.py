@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from deep_ep.errors import (
@@ -13,10 +14,12 @@ from deep_ep.errors import (
     EPTransportError,
     ranks_text,
 )
+from deep_ep.hang import wording
 from deep_ep.rules import NORMAL_COMBINE, NORMAL_DISPATCH
 
 if TYPE_CHECKING:
     from deep_ep.agreement import Decision
+    from deep_ep.hang.cause import Verdict
     from deep_ep.rendezvous import Place
 
 
@@ -25,6 +28,8 @@ def error_from_failure(
     rank: int,
     decision: Decision | None = None,
     places: Sequence[Place] = (),
+    verdict: Verdict | None = None,
+    raised: Mapping[int, str] = MappingProxyType({}),
 ) -> EPError:
     """The exception for a failure record of the runtime (`Runtime.take_failure()`).
 
@@ -35,6 +40,8 @@ def error_from_failure(
         rank: the rank that raises.
         decision: what all ranks agreed on, if they did.
         places: where the ranks run; needed with a decision.
+        verdict: what ranks were found to wait for while they did.
+        raised: the exceptions that ended programs, by rank.
     """
     where = f"{failure['operation']} (operation {failure['op']}) on rank {rank}"
     ranks = sorted(failure["ranks"])
@@ -79,9 +86,9 @@ def error_from_failure(
     if decision is not None and rank in decision.culprits:
         return _given_up(where, failure, dict.fromkeys(decision.waiting, decision.key.op))
     if decision is not None:
-        return _agreed(where, failure, decision, places)
+        return _with_verdict(_agreed(where, failure, decision, places, raised), where, verdict)
     if reason == "timeout":
-        return _timeout(where, failure, ranks)
+        return _with_verdict(_timeout(where, failure, ranks), where, verdict)
     return _given_up(
         where, failure, {r: max(failure["op"], op) for r, op in failure["given_up"].items()}
     )
@@ -109,18 +116,42 @@ def _given_up(where: str, failure: Mapping[str, Any], given_up: Mapping[int, int
     )
 
 
+def _with_verdict(error: EPTimeoutError, where: str, verdict: Verdict | None) -> EPTimeoutError:
+    """Adds what was found while ranks waited. That knows more than what they say once they have given up."""
+    if verdict is None:
+        return error
+    error.verdict = verdict
+    said = wording.line(verdict)
+    if verdict.ranks == error.missing_ranks or error.dead_ranks or error.left_ranks:
+        error.args = (f"{error} While ranks waited: {said}.",)
+        return error
+    error.args = (f"{where}: {said}. {wording.advice(verdict.causes[0])}",)
+    error.missing_ranks = verdict.ranks
+    error.broken_paths = tuple(path for cause in verdict.causes for path in cause.paths)
+    error.last_seen = {rank: error.last_seen.get(rank, 0) for rank in verdict.ranks}
+    return error
+
+
 def _last_seen(failure: Mapping[str, Any]) -> dict[int, int]:
     return {int(key): max(0, int(value)) for key, value in failure["last_op"].items()}
 
 
 def _agreed(
-    where: str, failure: Mapping[str, Any], decision: Decision, places: Sequence[Place]
+    where: str,
+    failure: Mapping[str, Any],
+    decision: Decision,
+    places: Sequence[Place],
+    raised: Mapping[int, str],
 ) -> EPTimeoutError:
     """What all ranks say alike, but for `where`."""
     culprits, last_seen = decision.culprits, _last_seen(failure)
     gone = bool(decision.dead or decision.left)
     if culprits:
-        found = "; ".join(state_of(rank, decision, places[rank]) for rank in culprits)
+        found = "; ".join(
+            state_of(rank, decision, places[rank])
+            + (f", whose program raised {raised[rank]}" if rank in raised else "")
+            for rank in culprits
+        )
     else:
         paths = ", ".join(f"{source} > {destination}" for source, destination in decision.paths)
         found = f"nobody is missing, but what was sent did not arrive on the paths {paths}"

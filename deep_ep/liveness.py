@@ -21,9 +21,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from deep_ep import agreement, rendezvous
+from deep_ep import agreement, hang_watch, rendezvous
 from deep_ep.agreement import Decision, Key, Message, Progress
 from deep_ep.errors import ranks_text
+from deep_ep.hang_watch import HangWatch
 from deep_ep.loop import Loop
 from deep_ep.rendezvous import Place
 from deep_ep.rules import COMBINE, DISPATCH, NORMAL_COMBINE, NORMAL_DISPATCH
@@ -31,6 +32,7 @@ from deep_ep.star import Hub, Spoke
 
 if TYPE_CHECKING:
     from deep_ep._cpu import Runtime as NativeRuntime
+    from deep_ep.recorder import Recorder
 
 # Of both modes; the others are numbered each by itself.
 _NUMBERED_TOGETHER = (DISPATCH, COMBINE, NORMAL_DISPATCH, NORMAL_COMBINE)
@@ -74,6 +76,7 @@ class Liveness:
         self.dead: dict[int, str] = {}
         self.left: dict[int, int] = {}
         self.alone = True
+        self.hangs = HangWatch(rank, self._say)
         self.patience_s = patience_s
 
     def agree(self, failure: Mapping[str, Any]) -> Decision | None:
@@ -131,6 +134,7 @@ class Liveness:
         with self._native_lock:
             closed = self.progress().closed
             native, self._native = self._native, None
+            self.hangs.close()
         loop = self.loop
         if native is not None and loop is not None:
             loop.post(lambda: loop.leave(self.rank, closed))
@@ -139,12 +143,28 @@ class Liveness:
         """In a forked child, where a thread that is not there any more may hold the lock."""
         self._native_lock = threading.RLock()
         self._native, self.loop, self.alone = None, None, True
+        self.hangs.close()
 
     # ---- called by the loop
 
     def attach(self, loop: Loop) -> None:
         """From now on that thread speaks for this rank."""
         self.loop, self.alone = loop, False
+
+    def watch(
+        self, recorder: Recorder, settings: hang_watch.Settings, places: Sequence[Place]
+    ) -> None:
+        """Says from now on when this rank waits for long. By the program's thread.
+
+        Args:
+            recorder: what it can say of itself.
+            settings: when.
+            places: where the ranks run.
+        """
+        loop = self.loop
+        if loop is not None:
+            self.hangs.begin(recorder, settings, places)
+            loop.post(lambda: self._look_at_own_waits(loop))
 
     def progress(self) -> Progress:
         """Where this rank is; all zero once it has ended."""
@@ -162,7 +182,10 @@ class Liveness:
             ValueError, TypeError, KeyError: that is none of the messages there are.
         """
         type_ = message["type"]
-        if type_ == "ask":
+        if type_ in hang_watch.TYPES:
+            with self._native_lock:
+                self.hangs.handle(message)
+        elif type_ == "ask":
             self._say({"type": "progress", "round": int(message["round"]), "at": self.progress()})
         elif type_ == "decision":
             self._take(Decision.of(message))
@@ -184,6 +207,12 @@ class Liveness:
             self._changed.notify_all()
         if how and 0 not in self.left:
             self.handle({"type": "dead", "rank": 0, "how": how})
+
+    def _look_at_own_waits(self, loop: Loop) -> None:
+        with self._native_lock:
+            pause_s = self.hangs.look()
+        if pause_s is not None:
+            loop.call_later(pause_s, lambda: self._look_at_own_waits(loop))
 
     def _take(self, decision: Decision) -> None:
         self._remember(decision.key, decision)
@@ -271,18 +300,20 @@ class Offer(NamedTuple):
         return Offer(address, str(token), str(problem))
 
 
-def offer(rank: int, places: Sequence[Place]) -> Offer | None:
+def offer(rank: int, places: Sequence[Place], ranks_per_node: int = 0) -> Offer | None:
     """First step of connecting the ranks of a buffer: rank 0's offer, for all ranks.
 
     Args:
         rank: this rank.
         places: of all ranks.
+        ranks_per_node: where normal operations go by way of gateways; 0: they do not.
     """
     if rank != 0 or len(places) == 1:
         return None
     token = secrets.token_hex(16)
     try:
-        hub = Hub(len(places), token, rendezvous.address([place.host for place in places]))
+        address = rendezvous.address([place.host for place in places])
+        hub = Hub(places, ranks_per_node, token, address)
     except OSError as error:
         return Offer(None, token, str(error))
     _hubs[token] = hub

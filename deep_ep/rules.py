@@ -243,6 +243,9 @@ VALUES: dict[str, ValueRule] = {
         "Build it after the fork, in the process that uses it.",
     ),
     "integer": ValueRule("it must be an integer", "Pass a Python int."),
+    "seconds": ValueRule(
+        "it must be a number of at least 0, below 1e9", "Pass seconds; 0 is never."
+    ),
     "positive": ValueRule("it must be above 0", "Pass the number all ranks agreed on."),
     "not_negative": ValueRule("it must not be negative", "Pass 0 or more."),
     "hidden": ValueRule("hidden must be a multiple of {multiple}", "Pad x to {padded}."),

@@ -10,13 +10,20 @@ import socket
 import time
 from collections.abc import Sequence
 
+from deep_ep import inquiry, stacks
 from deep_ep.agreement import Arbiter, Message
+from deep_ep.hang import traces, wording
+from deep_ep.hang.cause import Verdict
+from deep_ep.inquiry import Inquiries, Told
 from deep_ep.lines import Line, LineClosed, descriptors_left
 from deep_ep.loop import Loop, Member
+from deep_ep.rendezvous import Place
 
 # How long a rank may take to connect, and descriptors that are left to the program. Chosen.
 _CONNECT_S = 10.0
 _SPARE_DESCRIPTORS = 64
+# Until those who are told of a death have ended what waited for that rank. Chosen.
+_LAST_WORDS_S = 0.2
 
 _log = logging.getLogger("deep_ep")
 
@@ -30,7 +37,10 @@ class Hub(Loop):
         lines: the connections, by rank.
     """
 
-    def __init__(self, num_ranks: int, token: str, address: str) -> None:
+    def __init__(
+        self, places: Sequence[Place], ranks_per_node: int, token: str, address: str
+    ) -> None:
+        num_ranks = len(places)
         if descriptors_left() < num_ranks + _SPARE_DESCRIPTORS:
             raise OSError(
                 f"{num_ranks} connections are needed, and {descriptors_left()} more descriptors are "
@@ -39,10 +49,15 @@ class Hub(Loop):
         super().__init__("deep_ep.liveness hub")
         self._token = token
         self._arbiter = Arbiter(num_ranks, self._send, self.call_later, time.monotonic)
+        self._inquiries = Inquiries(
+            places, ranks_per_node, self._arbiter, self._send, self.call_later, self._tell
+        )
         self._num_ranks = num_ranks
         self._members: dict[int, Member] = {}
         self.lines: dict[int, Line] = {}
         self._strangers: list[Line] = []
+        self._told: list[object] = []
+        self._dumps_to = traces.default_folder()
         loopback = address.startswith("127.")
         self.listener = socket.create_server((address if loopback else "", 0), backlog=num_ranks)
         self.listener.setblocking(False)
@@ -68,7 +83,10 @@ class Hub(Loop):
         return list(self._members.values())
 
     def say(self, rank: int, message: Message) -> None:
-        self._arbiter.handle(rank, message)
+        if message["type"] in inquiry.TYPES:
+            self._inquiries.handle(rank, message)
+        else:
+            self._arbiter.handle(rank, message)
 
     def leave(self, rank: int, closed: int) -> None:
         self._members.pop(rank, None)
@@ -92,6 +110,21 @@ class Hub(Loop):
         self.listener.close()
         for line in (*self.lines.values(), *self._strangers):
             line.close()
+
+    def _tell(self, told: Told) -> None:
+        """A verdict: to the log, to all ranks, and where dumps go."""
+        said = _said(told.verdict)
+        if said and said != self._told:
+            self._told = said
+            _log.warning("deep_ep: %s", wording.line(told.verdict), extra={"verdict": told.verdict})
+        plain = told.verdict.plain()
+        for rank in (*self._members, *self.lines):
+            self._send(rank, {"type": "verdict", "verdict": plain})
+        folders = [*told.dump_to]
+        if told.is_final and self._dumps_to is not None:
+            folders.append(str(self._dumps_to / told.verdict.buffer))
+        for folder in folders:
+            _dump(folder, told)
 
     def _stop_if_last(self) -> None:
         if not self._members and not self.lines:
@@ -128,7 +161,7 @@ class Hub(Loop):
             if not messages:
                 return
             rank = self._admitted(messages[0])
-            line.send({"type": "welcome"})
+            line.send({"type": "welcome", "stacks": stacks.offer()})
         except (LineClosed, ValueError, TypeError, KeyError):
             with contextlib.suppress(ValueError):  # there were too many
                 self._strangers.remove(line)
@@ -159,11 +192,12 @@ class Hub(Loop):
             with contextlib.suppress(LineClosed):  # behind what it still sent
                 line.flush()
             for message in line.receive():
-                self._arbiter.handle(rank, message)
+                self.say(rank, message)
             self._watch(line, lambda: self._serve(rank))
         except LineClosed as closed:
             self._drop(rank)
             self._arbiter.lose(rank, closed.how)
+            self.call_later(_LAST_WORDS_S, lambda: self._inquiries.ask(is_final=True))
             self._stop_if_last()
         except (ValueError, TypeError, KeyError) as error:
             _log.warning("deep_ep: what rank %d says is not understood: %s", rank, error)
@@ -224,7 +258,8 @@ class Spoke(Loop):
             if not waiting.select(_CONNECT_S):
                 raise OSError(f"rank 0 did not answer within {_CONNECT_S:g} s")
         try:
-            self.line.receive()
+            for welcome in self.line.receive():
+                self._member.hangs.hub_stacks = welcome.get("stacks")
         except LineClosed as error:
             raise OSError("rank 0 closed the connection") from error
 
@@ -245,3 +280,18 @@ class Spoke(Loop):
         """No more of rank 0; what the rank itself looks for goes on."""
         self._unwatch(self.line)
         self._member.lose(how)
+
+
+def _dump(folder: str, told: Told) -> None:
+    try:
+        files = traces.write_dump(folder, told.states, told.verdict)
+    except OSError as error:
+        _log.warning("deep_ep: no dump in %s: %s", folder, error)
+    else:
+        read = "python -m deep_ep.diagnose hang"
+        _log.warning("deep_ep: %d files in %s; %s %s", len(files), folder, read, folder)
+
+
+def _said(verdict: Verdict) -> list[object]:
+    """What makes one verdict another one than the last."""
+    return [(c.kind, c.ranks, c.series, c.number, c.paths, c.circle) for c in verdict.causes]

@@ -731,6 +731,11 @@ def test_places_in_a_node() -> None:
 # ---- environment and errors
 
 
+def bulk_copies() -> bool:
+    """`env.bulk_copies` where they are on by default."""
+    return env.bulk_copies(default=True)
+
+
 def launch_shape() -> tuple[int, int]:
     """`env.launch_shape` where a launch has at most 512 warps."""
     return env.launch_shape(32, 16384)
@@ -747,6 +752,9 @@ def launch_shape() -> tuple[int, int]:
         (env.LAUNCH_SHAPE, "4x8", launch_shape, (4, 8)),
         (env.LAUNCH_SHAPE, "512x1", launch_shape, (512, 1)),
         (env.LAUNCH_SHAPE, "", launch_shape, (0, 0)),
+        (env.BULK_COPIES, "", bulk_copies, True),
+        (env.BULK_COPIES, "0", bulk_copies, False),
+        (env.BULK_COPIES, "1", bulk_copies, True),
         (env.CPU_CLOCK, "wall", env.cpu_clock, "wall"),
         (env.DIAGNOSE, "0", env.diagnose, env.Diagnose("off")),
         (env.DIAGNOSE, "1", env.diagnose, env.Diagnose("async", seconds=20.0)),
@@ -784,6 +792,7 @@ def test_environment_variables_are_read(
         (env.LAUNCH_SHAPE, "513x1", launch_shape),
         (env.LAUNCH_SHAPE, "1000000x1", launch_shape),
         (env.LAUNCH_SHAPE, f"1{'0' * 5000}x1", launch_shape),
+        (env.BULK_COPIES, "on", bulk_copies),
         (env.CPU_CLOCK, "sun", env.cpu_clock),
         (env.DIAGNOSE, "yes", env.diagnose),
         (env.DIAGNOSE, "sync", env.diagnose),

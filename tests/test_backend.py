@@ -198,6 +198,14 @@ def test_the_launch_shape_that_errors_advise_is_read_on_the_gpu(machine: Machine
         create(machine, needs_rdma=False)
 
 
+def test_rows_are_moved_by_bulk_copies_on_the_gpu_unless_that_is_switched_off(
+    machine: Machine,
+) -> None:
+    assert create(machine, needs_rdma=False).options["bulk_copies"] is True
+    machine.monkeypatch.setenv("DEEP_EP_BULK_COPIES", "0")
+    assert create(machine, needs_rdma=False).options["bulk_copies"] is False
+
+
 def with_nvshmem(machine: Machine) -> Any:
     """The module with NVSHMEM, whose runtimes can be told from the other's."""
     module: Any = ModuleType("deep_ep._cuda_nvshmem")

@@ -42,7 +42,7 @@ def ninja_text() -> str:
     ]
     common = [*sorted((CSRC / "device/host").glob("*.cpp")), TESTS / "driver.cpp"]
     concerned = {
-        "plain": [CSRC / "runtime/runtime.cpp", CSRC / "runtime/normal.cpp"],
+        "plain": [CSRC / f"runtime/{name}.cpp" for name in ("call_log", "normal", "runtime")],
         "nvshmem": [CSRC / "transport/cuda/nvshmem_world.cpp"],
     }
     for variant, flags in (("plain", ""), ("nvshmem", "-DEP_WITH_NVSHMEM=1")):

@@ -163,6 +163,23 @@ def test_queues_of_two_slots_carry_everything(routing: str, ranks_per_node: int)
         exchange_and_check(ranks, shape, replace(PLAIN, num_biases=2), TINY, ranks_per_node)
 
 
+@pytest.mark.parametrize("nodes", ["1x3", "2x2"])
+@pytest.mark.parametrize("verify", ["0", "1"])
+def test_rows_that_move_through_shared_memory_are_the_same(
+    nodes: str, verify: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A row lies there until the next one; those too large for all warps together go without."""
+    monkeypatch.setenv("DEEP_EP_BULK_COPIES", "1")
+    monkeypatch.setenv("DEEP_EP_VERIFY", verify)
+    monkeypatch.setenv("DEEP_EP_LAUNCH_SHAPE", "2x8")
+    num_ranks, ranks_per_node = NODES[nodes]
+    with normal_ranks(num_ranks, ranks_per_node, [SMALL], 4 * 65536) as ranks:
+        for hidden in (512, 65536):
+            shape = shape_of([7] * (num_ranks - 1) + [0], hidden, 4 * num_ranks, 3)
+            exchange_and_check(ranks, shape, FP8, SMALL, ranks_per_node)
+            exchange_and_check(ranks, shape, PLAIN, SMALL, ranks_per_node)
+
+
 def test_the_recommended_configuration_is_used_where_none_is_given() -> None:
     config = deep_ep.Buffer.get_dispatch_config(4)
     combine_config = deep_ep.Buffer.get_combine_config(4)

@@ -493,6 +493,23 @@ def all_steps(out: Path, dry: bool) -> list[Step]:
             only_shown="needs the CUDA modules, cuobjdump and nvdisasm" if dry else "",
         )
     )
+    steps.append(
+        Step(
+            "lanes",
+            "normal mode without bulk copies, to compare with the step bandwidth",
+            [
+                [
+                    *normal_benchmark,
+                    *(normal_small.split() if dry else []),
+                    *("--json", str(out / "normal_lanes.json")),
+                ]
+            ],
+            120,
+            needs=("build",),
+            writes=("normal_lanes.json",),
+            environment={"DEEP_EP_BULK_COPIES": "0"},
+        )
+    )
     return steps
 
 

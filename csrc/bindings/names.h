@@ -15,6 +15,14 @@ inline constexpr const char* kHopNames[] = {
 #define EP_HOP_NAME(value, name) name,
 #include "kernels/names.def"
 };
+inline constexpr const char* kOwedNames[] = {
+#define EP_OWED(value, name) name,
+#include "kernels/names.def"
+};
+inline constexpr const char* kSeriesNames[] = {
+#define EP_SERIES(value, name) name,
+#include "kernels/names.def"
+};
 inline constexpr const char* kHandleFaultNames[] = {
 #define EP_HANDLE_FAULT(value, name) name,
 #include "kernels/names.def"

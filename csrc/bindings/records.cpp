@@ -127,6 +127,39 @@ py::dict progress_dict(const Runtime& runtime) {
     return result;
 }
 
+py::list recorded_list(const Runtime& runtime, size_t most) {
+    const std::vector<RecordedCall> calls = runtime.recorded_calls(most);
+    py::list result;
+    for (const RecordedCall& call : calls) {
+        result.append(py::dict("call"_a = call.call,
+                               "series"_a = kSeriesNames[static_cast<int>(call.series)],
+                               "number"_a = call.seen.number,
+                               "agreed"_a = agreed_dict(call.agreed),
+                               "num_tokens"_a = call.num_tokens,
+                               "stream"_a = call.stream,
+                               "called_ns"_a = call.called_ns,
+                               "receive_called_ns"_a = call.receive_called_ns,
+                               "has_hook"_a = call.has_hook,
+                               "entered_ns"_a = call.seen.entered_ns,
+                               "sent_ns"_a = call.seen.sent_ns,
+                               "finished_ns"_a = call.seen.finished_ns,
+                               "failed"_a = kFailureReasonNames[call.seen.failed]));
+    }
+    return result;
+}
+
+py::object waits_dict(const Runtime& runtime) {
+    const WaitsNow waits = runtime.waits_now();
+    if (waits.number == 0) return py::none();
+    py::dict missing;
+    for (size_t owed = 0; owed < waits.missing.size(); ++owed)
+        if (!waits.missing[owed].empty()) missing[kOwedNames[owed]] = waits.missing[owed];
+    return py::dict("series"_a = kSeriesNames[static_cast<int>(waits.series)],
+                    "number"_a = waits.number,
+                    "waited_s"_a = waits.waited_s,
+                    "missing"_a = missing);
+}
+
 py::dict traffic_dict(Runtime& runtime) {
     const Traffic& traffic = runtime.memory().traffic();
     py::list paths;

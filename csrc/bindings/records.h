@@ -12,6 +12,9 @@ pybind11::object failure_dict(Runtime& runtime);
 // Runtime::take_masked(): (rank, series, number in that series) of each.
 pybind11::list masked_list(Runtime& runtime);
 pybind11::dict progress_dict(const Runtime& runtime);
+// Runtime::recorded_calls() and waits_now(); the latter None if it waits for nobody.
+pybind11::list recorded_list(const Runtime& runtime, size_t most);
+pybind11::object waits_dict(const Runtime& runtime);
 // SymmetricMemory::traffic(): {"to": counts by destination, "polls"}.
 pybind11::dict traffic_dict(Runtime& runtime);
 // Runtime::normal_counts(): (rows, rows relayed, rows by local expert); None if it failed.

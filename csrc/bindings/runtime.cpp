@@ -225,6 +225,9 @@ void bind_runtime(py::module_& m) {
         .def("part", &Runtime::part, py::kw_only(), "stream"_a = 0, Release())
         .def("take_masked", &masked_list)
         .def("progress", &progress_dict)
+        .def("num_calls", &Runtime::num_calls)
+        .def("recorded_calls", &recorded_list, py::kw_only(), "most"_a)
+        .def("waits", &waits_dict)
         .def("traffic", &traffic_dict)
         .def(
             "delay", [](Runtime& self, uint64_t ns) { self.device().delay(ns); }, "ns"_a, Release())

@@ -17,12 +17,21 @@
 // Atomics       load_acquire<S> load_relaxed<S> store_release<S> store_relaxed<S> add_relaxed<S>
 //               add_release<S> add_acq_rel<S>(pointer, value) -> old value; max_relaxed<S>(pointer,
 //               value); S names the scope
-// Waiting       spin_until(predicate, deadline) -> false when the deadline passed; the only way to poll
+// Waiting       spin_until(predicate, deadline) -> false when the deadline passed; the only way to poll.
+//               spin_until(predicate, deadline, note) calls note() every kNoteIntervalNs
 // Time          now_ns(): this rank's clock, for stamps. deadline_in(ns): real time, for giving up.
 //               kClockPatienceNs: how long a clock exchange waits for a rank
 // Copies        copy_warp(dst, src, bytes), copy_block(dst, src, bytes): 16-byte aligned, multiples of
 //               16. The source must be visible to the whole warp (block) before; the destination is
 //               after the next warp_sync (block_sync).
+// Rows          RowCopy row(piece, piece_bytes): a warp's way to move whole rows, 16-byte aligned, multiples of
+//               16. All lanes call each member.
+//   RowCopy::piece_bytes(row_bytes)  of shared memory, aligned to RowCopy::kAlignment, of which the warp needs a
+//                                    piece of its own; piece nullptr: as copy_warp()
+//   take(src, bytes)   begins to read a row. The source must be visible to elect_one()'s lane before, and
+//                      stay until finish() or the next take().
+//   give(dst)          writes the row; to several places in turn. They may be written since take().
+//   finish()           ends what was begun. Destinations are visible after the next warp_sync (block_sync).
 // Loops         warp_for(n, f), block_for(n, f): f(i) for each i in [0, n), once, on some thread
 //               warp_for_tiles<V>(n, full, single): full(first, stride) for V indices from `first`,
 //                              single(i) for one; together [0, n)
@@ -36,8 +45,10 @@
 
 #if defined(EP_TARGET_CUDA)
 #include "device/cuda/device.cuh"
+#include "device/cuda/row_copy.cuh"
 #else
 #include "device/host/device.h"
+#include "device/host/row_copy.h"
 #endif
 
 #include "device/numbers.cuh"

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 
 namespace ep {
 
@@ -10,6 +11,13 @@ constexpr int kMaxThreads = 256;  // of a block on a GPU; leaves each thread 255
 // Of one launch on the host target. Each has a stack and a guard below it, which are two mappings,
 // and Linux grants a process 65530.
 constexpr int kMaxHostThreads = 16384;
+
+// How often who waits for long says so to the host.
+constexpr uint64_t kNoteIntervalNs = 100'000'000;
+
+// Shared memory of a block: what every GPU from Hopper on has. Beyond the first, a kernel must ask for it.
+constexpr size_t kUsualSharedBytes = 48 * 1024;
+constexpr size_t kMaxSharedBytes = 227 * 1024;
 
 struct LaunchShape {
     int blocks = 1;

@@ -12,6 +12,7 @@ EP_KERNEL void barrier(const EP_GRID_CONSTANT OperationArgs args) {
     const uint64_t round =
         (given_up > args.workspace->barriers ? given_up : args.workspace->barriers) + 1;
     const OpenOperation open{round, 0, deadline_in(args.timeout_ns), Series::kBarriers};
+    if (thread_index() == 0) record_entry(args, round, now_ns());
     for (int dst = thread_index(); dst < args.num_ranks(); dst += num_threads()) {
         if (is_masked(args, dst)) continue;
         args.transport.signal(dst, args.control.barrier(args.rank()), round, 0);
@@ -25,6 +26,7 @@ EP_KERNEL void barrier(const EP_GRID_CONSTANT OperationArgs args) {
     block_sync();
     if (thread_index() != 0) return;
     if (args.workspace->failed != 0) tell_given_up(args, Series::kBarriers, {round, 1});
+    record_end(args, args.workspace->failed, now_ns());
     args.workspace->barriers = round;
     args.workspace->failed = 0;
     args.transport.flush();

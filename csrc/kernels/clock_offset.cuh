@@ -4,6 +4,7 @@
 
 #include "kernels/clocks.cuh"
 #include "kernels/join.cuh"
+#include "kernels/recorder.cuh"
 
 namespace ep {
 
@@ -26,7 +27,10 @@ EP_KERNEL void clock_offset(const EP_GRID_CONSTANT ClockOffsetArgs args) {
     // even: a partner that goes on at once must not overwrite the last with the first of the next round.
     const int num_bounces = (args.num_samples + 3) / 2 * 2;
     const uint64_t first_number = round << 32;  // later rounds are newer, whatever they sample
-    if (thread_index() == 0) workspace->timer_step_ns = timer_step();
+    if (thread_index() == 0) {
+        record_entry(common, round, now_ns());
+        workspace->timer_step_ns = timer_step();
+    }
     block_sync();
     for (int partner = thread_index(); partner < common.num_ranks(); partner += num_threads()) {
         if (partner == common.rank() || is_masked(common, partner)) continue;
@@ -48,6 +52,7 @@ EP_KERNEL void clock_offset(const EP_GRID_CONSTANT ClockOffsetArgs args) {
     if (thread_index() != 0) return;
     if (workspace->failed != 0) tell_given_up(common, Series::kClockRounds, {round, 1});
     restart_clock_schedule(workspace, now_ns(), args.exchange_interval_ns);
+    record_end(common, workspace->failed, now_ns());
     workspace->clock_rounds = round;
     workspace->failed = 0;
     common.transport.flush();

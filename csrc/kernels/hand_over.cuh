@@ -76,7 +76,8 @@ EP_DEVICE bool meet_all(const OperationArgs& args, const OpenOperation& open) {
         [&](int s) { return args.control.handed_over(s); },
         [&](int s) {
             return (header_word(args, open.half, s, offsetof(OpHeader, flags)) & kHandsOver) != 0;
-        });
+        },
+        Owed::kRows);
     return !has_failed(args);
 }
 

@@ -161,7 +161,11 @@ static_assert(sizeof(JoinSlot) == 32, "two to a cache line");
 enum class ClockExchange : int { kOfRound, kOfOperation, kEnd };
 
 // What is numbered on its own.
-enum class Series : int { kOperations, kBarriers, kClockRounds, kEnd };
+enum class Series : int {
+#define EP_SERIES(value, name) value,
+#include "kernels/names.def"
+    kEnd
+};
 
 struct ControlMap {
     int num_ranks;

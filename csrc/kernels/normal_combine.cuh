@@ -38,28 +38,24 @@ struct NormalCombineShared {
 };
 
 // Warp. Puts a row and its pack, which holds the weights.
-EP_DEVICE void put_row_back(const NormalCombineArgs& args,
-                            const Queue& to,
-                            int index,
-                            int64_t number) {
-    const Transport& transport = args.common.transport;
+EP_DEVICE void put_row_back(
+    const NormalCombineArgs& args, const Queue& to, RowCopy& copy, int index, int64_t number) {
     const NormalRow& row = args.row;
-    const size_t slot = slot_of(args, to, true, index);
     const auto* x = reinterpret_cast<const std::byte*>(args.x);
-    transport.put_warp(
-        to.peer, slot, x + number * static_cast<int64_t>(row.row_bytes), row.row_bytes, to.channel);
-    if (!row.returns_packs()) return;
-    transport.put_warp(to.peer,
-                       slot + row.pack_offset(),
-                       args.packs + number * static_cast<int64_t>(row.pack_bytes()),
-                       row.pack_bytes(),
-                       to.channel);
+    const std::byte* pack = args.packs + number * static_cast<int64_t>(row.pack_bytes());
+    put_row_and_pack(args,
+                     to,
+                     copy,
+                     slot_of(args, to, true, index),
+                     x + number * static_cast<int64_t>(row.row_bytes),
+                     row.returns_packs() ? pack : nullptr);
 }
 
 struct CombineTasks {
     const NormalCombineArgs& args;
     const OpenOperation& open;
     RowList::Entry* lists;  // see NormalCombineShared
+    RowCopy& copy;
 
     enum Kind { kReturn, kRelay, kReduce };
     struct Task {
@@ -152,15 +148,17 @@ struct CombineTasks {
         const Task task = this->task(number);
         return state(task).cursor == total(task);
     }
-    EP_DEVICE int blocked_by(int number) const {
+    EP_DEVICE Blocker blocked_by(int number) const {
         const Task task = this->task(number);
-        if (task.kind == kReturn) return outbound(task).peer;
+        const Blocker next{outbound(task).peer, Owed::kSlots};
+        if (task.kind == kReturn) return next;
         int rank = args.common.rank();
-        for_each_row(task, state(task).cursor, [&](const Queue& queue, int place) {
-            rank = queue.peer;
-            return place < static_cast<int>(state_of(args, queue, false).seen);
-        });
-        return rank;
+        const bool has_come =
+            for_each_row(task, state(task).cursor, [&](const Queue& queue, int place) {
+                rank = queue.peer;
+                return place < static_cast<int>(state_of(args, queue, false).seen);
+            });
+        return has_come && task.kind == kRelay ? next : Blocker{rank, Owed::kRows};
     }
     // Rows of a task for which everything has come, up to `most`.
     EP_DEVICE int summable(const Task& task, int most) const {
@@ -227,7 +225,7 @@ struct CombineTasks {
         if (task.kind == kReturn) {
             const int first = args.first_row(task.index, task.channel);
             for (int i = done + warp_id(); i < done + rows; i += num_warps())
-                put_row_back(args, outbound(task), i, first + i);
+                put_row_back(args, outbound(task), copy, i, first + i);
             return;
         }
         list_rows(task, done, rows);
@@ -350,9 +348,10 @@ EP_DEVICE void count_combine(const NormalCombineArgs& args, const OpenOperation&
 EP_KERNEL void normal_combine(const EP_GRID_CONSTANT NormalCombineArgs args) {
     const OperationArgs& common = args.common;
     const OpenOperation open = current_operation(common);
-    CombineTasks tasks{args, open, nullptr};
-    const NormalCombineShared shared(tasks.count(), args.topology());
-    tasks.lists = shared.lists;
+    const NormalCombineShared shared(CombineTasks::count(args.topology(), args.num_channels),
+                                     args.topology());
+    RowCopy copy = row_copy_of_warp(args, shared.tasks.rest);
+    const CombineTasks tasks{args, open, shared.lists, copy};
     if (begin_normal(args, open, false) && returns_all(args, open))
         run_tasks(args, open, tasks, shared.tasks);
     close_normal(args, open, [&] { count_combine(args, open); });

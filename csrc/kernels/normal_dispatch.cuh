@@ -34,25 +34,16 @@ EP_DEVICE int find_tokens(
     return found;
 }
 
-// Where the producer goes on after it has sent a token.
-EP_DEVICE int cursor_after(const NormalArgs& args, int channel, int token) {
-    return token + 1 - TokenRange::of(channel, args.num_channels, args.num_tokens).begin;
-}
-
-// Warp. Puts a row and its pack next to each other.
-EP_DEVICE void put_token(const NormalDispatchArgs& args,
-                         const Queue& queue,
-                         size_t slot,
-                         int token) {
-    const Transport& transport = args.common.transport;
+// Warp.
+EP_DEVICE void put_token(
+    const NormalDispatchArgs& args, const Queue& queue, RowCopy& copy, size_t slot, int token) {
     const NormalRow& row = args.row;
-    transport.put_warp(
-        queue.peer, slot, args.x + token * row.row_bytes, row.row_bytes, queue.channel);
-    transport.put_warp(queue.peer,
-                       slot + row.pack_offset(),
-                       args.packs + token * row.pack_bytes(),
-                       row.pack_bytes(),
-                       queue.channel);
+    put_row_and_pack(args,
+                     queue,
+                     copy,
+                     slot,
+                     args.x + token * row.row_bytes,
+                     args.packs + token * row.pack_bytes());
 }
 
 // One thread. Whom a token is for on a node.
@@ -72,6 +63,7 @@ mark_of(const NormalArgs& args, const OpenOperation& open, int node, int channel
 EP_DEVICE void put_marked_token(const NormalDispatchArgs& args,
                                 const OpenOperation& open,
                                 const Queue& queue,
+                                RowCopy& copy,
                                 int node,
                                 int index,
                                 int token) {
@@ -79,7 +71,7 @@ EP_DEVICE void put_marked_token(const NormalDispatchArgs& args,
     const NormalRow& row = args.row;
     const size_t slot = slot_of(args, queue, true, index);
     if (transport.direct(queue.peer, 0) != nullptr) {
-        put_token(args, queue, slot, token);
+        put_token(args, queue, copy, slot, token);
         if (!elect_one()) return;
         const RelayMark mark = mark_of(args, open, node, queue.channel, token);
         const auto put = [&](size_t field, uint64_t value) {
@@ -138,18 +130,21 @@ EP_DEVICE int relayable(
 }
 
 // Warp. Passes one row on to the local ranks it is marked for, behind `before` other rows of the step.
-EP_DEVICE void relay_row(
-    const NormalDispatchArgs& args, int node, const Queue& from, int done, int before) {
+EP_DEVICE void relay_row(const NormalDispatchArgs& args,
+                         RowCopy& copy,
+                         int node,
+                         const Queue& from,
+                         int done,
+                         int before) {
     const int index = done + before;
-    const std::byte* row = relayed_row(args, from, index);
+    copy.take(relayed_row(args, from, index), args.row.bytes());
     const int head = args.first_relayed(node, from.channel) + index;
     for (int local = 0; local < args.topology().ranks_per_node; ++local) {
         if (!is_marked(args, from, index, local)) continue;
         const Queue to = nvl_queue(args, node, local, from.channel);
         int place = static_cast<int>(state_of(args, to, true).moved);
         for (int i = 0; i < before; ++i) place += is_marked(args, from, done + i, local) ? 1 : 0;
-        args.common.transport.put_warp(
-            to.peer, slot_of(args, to, true, place), row, args.row.bytes(), to.channel);
+        args.common.transport.put_row(to.peer, slot_of(args, to, true, place), copy, to.channel);
         if (args.fresh && elect_one())
             args.nvl_head[static_cast<int64_t>(head) * args.topology().ranks_per_node + local] =
                 place;
@@ -160,11 +155,12 @@ EP_DEVICE void relay_row(
 
 // Warp. `number` of the row in the outputs.
 EP_DEVICE void deliver_row(const NormalDispatchArgs& args,
+                           RowCopy& copy,
                            int source,
                            const std::byte* slot,
                            int64_t number) {
     const NormalRow& row = args.row;
-    copy_warp(args.recv_x + number * static_cast<int64_t>(row.row_bytes), slot, row.row_bytes);
+    copy.take(slot, row.row_bytes);
     const std::byte* pack = slot + row.pack_offset();
     const auto* scales = reinterpret_cast<const uint32_t*>(pack + row.scales_offset());
     for (int i = lane_id(); i < row.num_scales; i += kWarpSize)
@@ -178,6 +174,7 @@ EP_DEVICE void deliver_row(const NormalDispatchArgs& args,
         args.recv_topk_idx[number * row.num_topk + k] = is_here ? experts[k] - first : -1;
         args.recv_topk_weights[number * row.num_topk + k] = is_here ? weights[k] : 0.0f;
     }
+    copy.give(args.recv_x + number * static_cast<int64_t>(row.row_bytes));
     if (!elect_one() || !args.fresh) return;
     const auto token = static_cast<int>(reinterpret_cast<const RowProof*>(pack)->encoding_or_token);
     if (args.recv_src_idx != nullptr) args.recv_src_idx[number] = token;
@@ -205,6 +202,7 @@ EP_DEVICE bool has_room(const NormalDispatchArgs& args, const OpenOperation& ope
 struct DispatchTasks {
     const NormalDispatchArgs& args;
     const OpenOperation& open;
+    RowCopy& copy;
 
     enum Kind { kToNode, kToRank, kRelay, kReceive };
     struct Task {
@@ -273,18 +271,20 @@ struct DispatchTasks {
         const Task task = this->task(number);
         return state(task).moved == static_cast<uint32_t>(total(task));
     }
-    EP_DEVICE int blocked_by(int number) const {
+    EP_DEVICE Blocker blocked_by(int number) const {
         const Task task = this->task(number);
-        if (is_sender(task)) return outbound(task).peer;
+        if (is_sender(task)) return {outbound(task).peer, Owed::kSlots};
         const Queue from = inbound(task);
         const QueueState& inward = state_of(args, from, false);
-        if (task.kind != kRelay || inward.seen == inward.moved) return from.peer;
+        const Blocker source{from.peer, Owed::kRows};
+        if (task.kind != kRelay || inward.seen == inward.moved) return source;
         for (int local = 0; local < args.topology().ranks_per_node; ++local) {
             const Queue to = nvl_queue(args, task.index, local, task.channel);
             const QueueState& outward = state_of(args, to, true);
-            if (outward.moved - outward.seen == static_cast<uint32_t>(to.slots)) return to.peer;
+            if (outward.moved - outward.seen == static_cast<uint32_t>(to.slots))
+                return {to.peer, Owed::kSlots};
         }
-        return from.peer;
+        return source;
     }
     EP_DEVICE int ready(int number, int* tokens) const {
         const Task task = this->task(number);
@@ -324,22 +324,25 @@ struct DispatchTasks {
             if (task.kind == kReceive) {
                 const int64_t number = args.first_row(task.index, task.channel) + done + i;
                 deliver_row(args,
+                            copy,
                             task.index,
                             args.common.transport.local(slot_of(args, queue, false, done + i)),
                             number);
                 const std::byte* data =
                     args.recv_x + number * static_cast<int64_t>(args.row.row_bytes);
-                if (args.row.verified) verify(queue, done + i, task.index, data);
+                if (!args.row.verified) continue;
+                copy.finish();
+                verify(queue, done + i, task.index, data);
             } else if (task.kind == kRelay) {
-                relay_row(args, task.index, queue, done, i);
+                relay_row(args, copy, task.index, queue, done, i);
                 if (args.row.verified)
                     verify(queue, done + i, queue.peer, relayed_row(args, queue, done + i));
             } else if (task.kind == kToNode) {
-                put_marked_token(args, open, queue, task.index, done + i, tokens[i]);
+                put_marked_token(args, open, queue, copy, task.index, done + i, tokens[i]);
                 if (args.fresh && elect_one())
                     args.node_head[tokens[i] * args.topology().num_nodes() + task.index] = done + i;
             } else {
-                put_token(args, queue, slot_of(args, queue, true, done + i), tokens[i]);
+                put_token(args, queue, copy, slot_of(args, queue, true, done + i), tokens[i]);
                 if (args.fresh && elect_one())
                     args.nvl_head[tokens[i] * args.topology().ranks_per_node + task.index] =
                         done + i;
@@ -370,7 +373,10 @@ struct DispatchTasks {
         const Task task = this->task(number);
         if (is_sender(task)) {
             const Queue to = outbound(task);
-            state_of(args, to, true).cursor = cursor_after(args, task.channel, tokens[rows - 1]);
+            // The producer goes on behind the last token that it has sent.
+            const int begin =
+                TokenRange::of(task.channel, args.num_channels, args.num_tokens).begin;
+            state_of(args, to, true).cursor = tokens[rows - 1] + 1 - begin;
             const uint64_t now = now_ns();
             max_relaxed<Scope::kDevice>(&args.common.workspace->sent_ns, now);
             const bool is_last =
@@ -428,8 +434,9 @@ EP_DEVICE void count_dispatch(const NormalDispatchArgs& args, const OpenOperatio
 EP_KERNEL void normal_dispatch(const EP_GRID_CONSTANT NormalDispatchArgs args) {
     const OperationArgs& common = args.common;
     const OpenOperation open = current_operation(common);
-    const DispatchTasks tasks{args, open};
-    const TaskShared shared(tasks.count());
+    const TaskShared shared(DispatchTasks::count(args.topology(), args.num_channels));
+    RowCopy copy = row_copy_of_warp(args, shared.rest);
+    const DispatchTasks tasks{args, open, copy};
     const bool may_send = begin_normal(args, open, args.fresh);
     if (args.abandon) {
         // What normal_notify() has found stays as it is.

@@ -124,7 +124,13 @@ EP_DEVICE bool await_notices(const NotifyArgs& args, const OpenOperation& open) 
         note_sight(&sights[source], sight_of(common, word, num_looks == 1, begin_ns));
         return false;
     };
-    await_all(common, open, expected, [&](int s) { return args.words.noticed(s); }, is_missing);
+    await_all(
+        common,
+        open,
+        expected,
+        [&](int s) { return args.words.noticed(s); },
+        is_missing,
+        Owed::kRows);
     if (has_failed(common)) return false;
     for (int source = thread_index(); source < common.num_ranks(); source += num_threads()) {
         is_missing(source);  // it may have come between two looks

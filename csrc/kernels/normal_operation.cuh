@@ -36,6 +36,23 @@ EP_DEVICE bool rows_lie_within(const NormalArgs& args, int num_rows) {
     return !block_any(is_outside);
 }
 
+// Warp. Puts a row and its pack, nullptr for none, next to each other. The pack is on its way while the row is
+// read.
+EP_DEVICE void put_row_and_pack(const NormalArgs& args,
+                                const Queue& to,
+                                RowCopy& copy,
+                                size_t slot,
+                                const std::byte* row,
+                                const std::byte* pack) {
+    const Transport& transport = args.common.transport;
+    copy.take(row, args.row.row_bytes);
+    if (pack != nullptr) {
+        const size_t place = slot + args.row.pack_offset();
+        transport.put_warp(to.peer, place, pack, args.row.pack_bytes(), to.channel);
+    }
+    transport.put_row(to.peer, slot, copy, to.channel);
+}
+
 // Block. True for one thread of the launch, if the operation succeeded. count_hops() adds it to the counters.
 template <class CountHops>
 EP_DEVICE bool close_normal(const NormalArgs& args,

@@ -35,6 +35,7 @@ struct NormalArgs : CommonArgs, NormalSize, NormalHandle {
     CounterView relay_counters;
     QueueState* queue_states;  // [2 (producer, consumer), num_ranks + num_nodes, num_channels]
     ReceiveCounts* receive_counts;
+    size_t row_piece_bytes;  // of shared memory, for the RowCopy of each warp; 0: none
 
     EP_DEVICE const Topology& topology() const { return queues.topology; }
     EP_DEVICE int node() const { return topology().node_of(common.rank()); }

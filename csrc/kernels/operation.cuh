@@ -40,6 +40,7 @@ EP_DEVICE void send_headers(const OperationArgs& args, const OpenOperation& open
         store_relaxed<Scope::kSystem>(&workspace->open_op, open.op);
         const uint64_t entered_ns = now_ns();
         workspace->entered_ns = entered_ns;
+        record_entry(args, open.op, entered_ns);
         // The header for this rank, from which the others' are put. Like staged rows, it stays until the
         // next operation but one.
         auto* own = reinterpret_cast<OpHeader*>(transport.local(header));
@@ -199,6 +200,7 @@ EP_DEVICE bool wait_for_words(const OperationArgs& args,
         const bool failed = load_relaxed<Scope::kDevice>(&args.workspace->failed) != 0;
         state = {now_ns(), num_ranks, failed ? 0 : num_words, 0, 0};
         max_relaxed<Scope::kDevice>(&args.workspace->wait_begin_ns, state.begin_ns);
+        record_sent(args, state.begin_ns);
     }
     block_sync();
     // Headers, then counts. Who has failed already still awaits the headers, because its next operation
@@ -234,7 +236,16 @@ EP_DEVICE bool wait_for_words(const OperationArgs& args,
         if (in_vain) store_relaxed<Scope::kBlock>(&state.in_vain, 1);
         return in_vain;
     };
-    const bool in_time = spin_until(look, open.deadline);
+    const auto note = [&] {
+        shared.look(num_items, [&](int item) {
+            if (item < num_ranks)
+                note_missing(args, open, Owed::kEntry, item);
+            else
+                note_missing(args, open, Owed::kRows, source_of(index_of(item - num_ranks)));
+            return false;
+        });
+    };
+    const bool in_time = spin_until(look, open.deadline, note);
     if (block_any(!in_time || load_relaxed<Scope::kBlock>(&state.in_vain) != 0)) {
         if (args.masks == nullptr) name_missing(args, open, for_each_missing);
         // Of ranks that have gone on nothing comes any more; that is no reason to leave them out.
@@ -320,9 +331,11 @@ EP_DEVICE bool close_operation(const OperationArgs& args,
     if (args.shape.operation == static_cast<uint16_t>(Operation::kCombine))
         ++workspace->num_combines;
     workspace->previous_exit_ns = now_ns();
+    record_end(args, workspace->failed, workspace->previous_exit_ns);
     store_relaxed<Scope::kSystem>(&workspace->wait_begin_ns, 0);
     workspace->sent_ns = 0;
     workspace->blocks_done = 0;
+    workspace->blocks_waiting = 0;
     workspace->failed = 0;
     workspace->layout = succeeded && *out_of_step == 0 ? args.layout : Layout::unknown();
     store_relaxed<Scope::kSystem>(&workspace->op, op);

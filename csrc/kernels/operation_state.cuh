@@ -33,6 +33,33 @@ struct FailureRecord {
     uint32_t ranks[kMaxExperts];  // 1: this rank is missing, disagrees or has given up
 };
 
+// What the host reads of an operation while its kernel runs. Zero where that has not happened.
+struct RecordedEntry {
+    uint64_t number;  // in its series
+    uint64_t entered_ns;
+    uint64_t sent_ns;  // low latency: when all blocks had sent what they send
+    uint64_t finished_ns;
+    uint32_t failed;  // FailureReason
+};
+
+// What a rank waits for of another one.
+enum class Owed : uint32_t {
+#define EP_OWED(value, name) value,
+#include "kernels/names.def"
+    kNumKinds
+};
+
+// Which ranks a kernel that waits for long has last been missing, and when: see recorder.cuh.
+struct RecordedWaits {
+    uint64_t noted[static_cast<int>(Owed::kNumKinds)][kMaxExperts];  // WaitNote, packed
+};
+
+// Both are nullptr where nothing is recorded.
+struct Record {
+    RecordedEntry* entry;
+    RecordedWaits* waits;
+};
+
 // Left in host-visible memory by a kernel that masks ranks which have not arrived.
 struct MaskRecord {
     uint32_t any;  // set last
@@ -116,6 +143,7 @@ struct Workspace {
     uint64_t timer_step_ns;
     ClockSchedule clock_schedule;
     uint32_t blocks_done;
+    uint32_t blocks_waiting;
     uint32_t failed;
     Layout layout;             // of the last operation; unknown() if it failed
     uint32_t num_queue_pairs;  // that operations have used, at most
@@ -142,6 +170,7 @@ struct OperationArgs : OperationOptions {
     Workspace* workspace;
     Masks* masks;  // nullptr: ranks cannot be masked
     FailureRecord* failure;
+    Record record;
     ControlMap control;
     LowLatencyMap map;
     OpShape shape;

@@ -11,13 +11,20 @@
 //   ready(task, tokens)     one thread: rows that can be moved now; may note up to kMaxStep tokens
 //   move(task, n, tokens)   block
 //   tell(task, n, tokens)   one thread
-//   blocked_by(task)        one thread: the rank for which it waits
+//   blocked_by(task)        one thread: for whom it waits
+//   copy                    the RowCopy of the warp, with which move() moves whole rows
 #pragma once
 
 #include "kernels/hand_over.cuh"
 #include "kernels/queue.cuh"
 
 namespace ep {
+
+// For whom a task waits, and what for.
+struct Blocker {
+    int rank;
+    Owed owed;
+};
 
 // Rows of a step, at most.
 constexpr int kMaxStep = 32;
@@ -46,6 +53,17 @@ struct TaskShared {
         return (3 + kMaxStep + of_block(num_tasks, blocks)) * sizeof(int);
     }
 };
+
+// Warp. Its own piece is in shared memory behind all that a block has otherwise.
+EP_DEVICE RowCopy row_copy_of_warp(const NormalArgs& args, SharedArena rest) {
+    struct alignas(RowCopy::kAlignment) Unit {
+        std::byte bytes[RowCopy::kAlignment];
+    };
+    if (args.row_piece_bytes == 0) return RowCopy(nullptr, 0);
+    const auto units = static_cast<int>(args.row_piece_bytes / sizeof(Unit));
+    Unit* piece = rest.take<Unit>(num_warps() * units) + warp_id() * units;
+    return RowCopy(piece->bytes, args.row_piece_bytes);
+}
 
 // One thread. Whether a rank has given this operation up, or has gone on without it. Nobody does the latter
 // who has not given it up, since all wait for all at its begin; so one word a rank is looked at.
@@ -82,7 +100,7 @@ struct TaskSearch {
         if (load_relaxed<Scope::kSystem>(&args.common.workspace->news.any) == 0) return false;
         bool in_vain = is_lost(args.common, open);
         for (int i = 0; i < num_left; ++i)
-            in_vain = in_vain || is_gone(args.common, tasks.blocked_by(shared.left[i]));
+            in_vain = in_vain || is_gone(args.common, tasks.blocked_by(shared.left[i]).rank);
         return in_vain;
     }
     // Whether there is a task to go on with, in `shared.step`, or nothing left to look for.
@@ -107,6 +125,13 @@ struct TaskSearch {
         shared.step[1] = 0;
         return is_over();
     }
+    // For the host: it has been waiting for long.
+    EP_DEVICE void note() const {
+        for (int i = 0; i < num_left; ++i) {
+            const Blocker blocker = tasks.blocked_by(shared.left[i]);
+            note_missing(args.common, open, blocker.owed, blocker.rank);
+        }
+    }
 };
 
 // Block. Does its tasks. Afterwards the operation has failed, or they are done.
@@ -119,7 +144,8 @@ EP_DEVICE void run_tasks(const NormalArgs& args,
     if (thread_index() == 0) search.begin();
     while (true) {
         if (thread_index() == 0) {
-            const bool in_time = spin_until([&] { return search.look(); }, open.deadline);
+            const bool in_time = spin_until(
+                [&] { return search.look(); }, open.deadline, [&] { search.note(); });
             shared.step[2] = in_time && shared.step[1] > 0 ? 0 : 1;
         }
         block_sync();
@@ -127,6 +153,7 @@ EP_DEVICE void run_tasks(const NormalArgs& args,
         const int task = shared.step[0];
         const int rows = shared.step[1];
         tasks.move(task, rows, shared.tokens);
+        tasks.copy.finish();
         block_sync();
         // Of rows that are not what was sent nobody is told.
         if (args.row.verified && has_failed(args.common)) break;
@@ -138,7 +165,7 @@ EP_DEVICE void run_tasks(const NormalArgs& args,
     if (has_failed(args.common)) return;
     name_missing(args.common, open, [&](auto miss) {
         if (thread_index() != 0) return;
-        for (int i = 0; i < search.num_left; ++i) miss(tasks.blocked_by(shared.left[i]));
+        for (int i = 0; i < search.num_left; ++i) miss(tasks.blocked_by(shared.left[i]).rank);
     });
 }
 

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "kernels/failure.cuh"
+#include "kernels/recorder.cuh"
 
 namespace ep {
 
@@ -46,7 +47,8 @@ EP_DEVICE void name_missing(const OperationArgs& args,
 template <class HasCome>
 EP_DEVICE void await_sources(const OperationArgs& args,
                              const OpenOperation& open,
-                             HasCome has_come) {
+                             HasCome has_come,
+                             Owed owed = Owed::kEntry) {
     const auto for_each_missing = [&](auto f) {
         for (int source = thread_index(); source < args.num_ranks(); source += num_threads()) {
             if (!is_masked(args, source) && !has_come(source)) f(source);
@@ -67,7 +69,11 @@ EP_DEVICE void await_sources(const OperationArgs& args,
         return all_came || in_vain;
     };
     // Who has waited in vain for one rank has the full time for the others.
-    const bool in_time = spin_until(look, masks ? deadline_in(args.timeout_ns) : open.deadline);
+    const auto note = [&] {
+        for_each_missing([&](int source) { note_missing(args, open, owed, source); });
+    };
+    const Deadline deadline = masks ? deadline_in(args.timeout_ns) : open.deadline;
+    const bool in_time = spin_until(look, deadline, note);
     if (!block_any(!in_time || !all_came)) return;
     if (!masks) return name_missing(args, open, for_each_missing);
     for_each_missing(mask);
@@ -80,10 +86,12 @@ EP_DEVICE void await_all(const OperationArgs& args,
                          const OpenOperation& open,
                          uint64_t number,
                          WordOf word_of,
-                         Concerns concerns) {
-    await_sources(args, open, [&](int source) {
+                         Concerns concerns,
+                         Owed owed = Owed::kEntry) {
+    const auto has_come = [&](int source) {
         return !concerns(source) || args.transport.poll(word_of(source)) >= number;
-    });
+    };
+    await_sources(args, open, has_come, owed);
 }
 
 // What the threads of a block that waits share. The words it looks for (items) are dealt to the

@@ -66,7 +66,7 @@ void Runtime::check_normal(const NormalSize& size, const char* call) const {
 }
 
 template <class Args, class Call>
-Args Runtime::normal_args(const Call& call, Operation operation) const {
+Args Runtime::normal_args(const Call& call, Operation operation, bool continues) {
     Args args{};
     static_cast<NormalSize&>(args) = call;
     static_cast<NormalHandle&>(args) = call;
@@ -94,7 +94,24 @@ Args Runtime::normal_args(const Call& call, Operation operation) const {
     args.row.verified = options_.verify;
     args.queue_states = queue_states_;
     args.receive_counts = receive_counts_;
+    args.common.record =
+        log_.add({args.common.shape, 0, args.common.capacities},
+                 call.num_tokens,
+                 call.stream,
+                 continues,
+                 false);
     return args;
+}
+
+// Shared memory for the RowCopy of each warp is added to the shape, if rows are to have it and it fits.
+size_t Runtime::add_row_pieces(LaunchShape& shape, const NormalRow& row) const {
+    if (!options_.bulk_copies) return 0;
+    const size_t piece = RowCopy::piece_bytes(row.bytes());
+    const size_t bytes =
+        shape.shared_bytes + RowCopy::kAlignment + shape.threads / kWarpSize * piece;
+    if (bytes > kMaxSharedBytes) return 0;
+    shape.shared_bytes = bytes;
+    return piece;
 }
 
 LaunchShape Runtime::normal_shape(const NormalSize& size) const {
@@ -165,7 +182,7 @@ void Runtime::prove(const ProveArgs& args, Stream stream) {
 void Runtime::normal_dispatch(const NormalDispatchCall& call) {
     const std::scoped_lock lock(mutex_);
     check_normal(call, "dispatch");
-    auto args = normal_args<NormalDispatchArgs>(call, Operation::kNormalDispatch);
+    auto args = normal_args<NormalDispatchArgs>(call, Operation::kNormalDispatch, call.fresh);
     static_cast<NormalDispatchTensors&>(args) = call;
     static_cast<NormalDispatchFlags&>(args) = call;
     static_cast<OperationOptions&>(args.common) = {call.wait_stats, call.counters};
@@ -187,6 +204,7 @@ void Runtime::normal_dispatch(const NormalDispatchCall& call) {
     LaunchShape shape = normal_shape(call);
     shape.shared_bytes =
         TaskShared::bytes(DispatchTasks::count(topology_, call.num_channels), shape.blocks);
+    args.row_piece_bytes = add_row_pieces(shape, args.row);
     device_->launch_operation("normal_dispatch", &ep::normal_dispatch, shape, args, call.stream);
 }
 
@@ -213,6 +231,7 @@ void Runtime::normal_combine(const NormalCombineCall& call) {
     LaunchShape shape = normal_shape(call);
     shape.shared_bytes = NormalCombineShared::bytes(
         CombineTasks::count(topology_, call.num_channels), topology_, shape.blocks);
+    args.row_piece_bytes = add_row_pieces(shape, args.row);
     device_->launch_operation("normal_combine", &ep::normal_combine, shape, args, call.stream);
 }
 

@@ -86,6 +86,7 @@ Runtime::Runtime(const RuntimeOptions& options)
         static_cast<QueueState*>(device_->allocate(num_queue_ends * sizeof(QueueState)));
     receive_counts_ =
         static_cast<ReceiveCounts*>(device_->allocate_host_visible(sizeof(ReceiveCounts)));
+    log_.open(*device_, options.num_recorded_calls);
     for (const auto payload :
          {Payload::kBf16, Payload::kFp8, Payload::kFp8PowerOfTwo, Payload::kFp8Ue8m0}) {
         device_->prepare(dispatch_kernel(payload, options_.verify));
@@ -114,6 +115,7 @@ void Runtime::close() {
     if (masks_ != nullptr) device_->release_host_visible(mask_record_);
     device_->release_host_visible(failure_);
     device_->release_host_visible(receive_counts_);
+    log_.close(*device_);
     workspace_ = nullptr;
     queue_states_ = nullptr;
     failure_ = nullptr;
@@ -198,8 +200,9 @@ OperationArgs Runtime::common_args(Operation operation) const {
 }
 
 OperationArgs Runtime::operation_args(const OperationCall& call,
+                                      int num_tokens,
                                       Operation operation,
-                                      uint16_t format) const {
+                                      uint16_t format) {
     OperationArgs args = common_args(operation);
     static_cast<OperationOptions&>(args) = call;
     args.map = map(call);
@@ -210,6 +213,9 @@ OperationArgs Runtime::operation_args(const OperationCall& call,
                   static_cast<uint16_t>(operation)};
     args.layout = {{args.shape.word(0), args.shape.num_experts}};
     args.num_queue_pairs = static_cast<uint32_t>(args.map.num_local_experts());
+    const bool sends = (call.phases & kPhaseSend) != 0;
+    const bool has_hook = call.phases == kPhaseSend;
+    args.record = log_.add({args.shape, 0, 0}, num_tokens, call.stream, !sends, has_hook);
     return args;
 }
 
@@ -237,7 +243,7 @@ void Runtime::low_latency_dispatch(const DispatchCall& call) {
     const Payload payload = call.payload();
     const DispatchMessage message{call.hidden, payload, options_.verify};
     DispatchArgs args{
-        {operation_args(call, Operation::kDispatch, static_cast<uint16_t>(payload))},
+        {operation_args(call, call.num_tokens, Operation::kDispatch, static_cast<uint16_t>(payload))},
         call,
         HandleView::of(call.src_info, map(call)),
     };
@@ -299,7 +305,7 @@ void Runtime::low_latency_combine(const CombineCall& call) {
     const std::scoped_lock lock(mutex_);
     check_size(call, "low_latency_combine");
     CombineArgs args{
-        {operation_args(call, Operation::kCombine, call.use_logfmt)},
+        {operation_args(call, call.num_tokens, Operation::kCombine, call.use_logfmt)},
         call,
         HandleView::of(call.src_info, map(call)),
         static_cast<size_t>(call.hidden),
@@ -325,7 +331,8 @@ void Runtime::low_latency_combine(const CombineCall& call) {
 void Runtime::barrier(Stream stream) {
     const std::scoped_lock lock(mutex_);
     check_connected("barrier");
-    const OperationArgs args = common_args(Operation::kBarrier);
+    OperationArgs args = common_args(Operation::kBarrier);
+    args.record = log_.add({args.shape, 0, 0}, 0, stream, false, false);
     device_->launch_operation("barrier", &ep::barrier, small_shape(), args, stream);
 }
 
@@ -333,8 +340,9 @@ std::vector<std::pair<int64_t, int64_t>> Runtime::measure_clock_offsets(int num_
                                                                         Stream stream) {
     const std::scoped_lock lock(mutex_);
     check_connected("measure_clock_offsets");
-    const ClockOffsetArgs args{
+    ClockOffsetArgs args{
         common_args(Operation::kClockOffset), num_samples, options_.clock_interval_ns};
+    args.common.record = log_.add({args.common.shape, 0, 0}, 0, stream, false, false);
     device_->launch_operation("clock_offset", &ep::clock_offset, small_shape(), args, stream);
     std::vector<std::pair<int64_t, int64_t>> result;
     for (int rank = 0; rank < options_.num_ranks; ++rank) {

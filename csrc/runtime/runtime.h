@@ -16,6 +16,7 @@
 #include "kernels/low_latency_combine.cuh"
 #include "kernels/low_latency_dispatch.cuh"
 #include "kernels/normal_pack.cuh"
+#include "runtime/call_log.h"
 #include "runtime/calls.h"
 #include "transport/symmetric_memory.h"
 
@@ -31,13 +32,6 @@ struct Progress {
     uint64_t closed;  // newest operation that has ended
     uint64_t open;    // newest one that was entered
     bool waiting;     // for others: before it sends, or after it has sent everything
-};
-
-// What all ranks must agree on in an operation.
-struct Agreed {
-    OpShape shape;
-    uint64_t dispatch_op;  // combine: the operation whose rows it returns
-    uint64_t capacities;   // normal operations: of their queues
 };
 
 // What a rank receives in a normal dispatch.
@@ -127,6 +121,11 @@ class Runtime {
     // The group goes on without this rank since this operation; until masks are cleaned after that.
     void mark_out(int rank, uint64_t op);
     Progress progress() const;
+    // What the last calls were and where their kernels are, without asking the device; oldest first.
+    std::vector<RecordedCall> recorded_calls(size_t most) const { return log_.calls(most); }
+    uint64_t num_calls() const { return log_.num_calls(); }
+    // For whom the newest of them that waits has been waiting lately; by what they owe, by rank.
+    WaitsNow waits_now() const { return log_.waits(options_.num_ranks); }
 
     Device& device() { return *device_; }
     SymmetricMemory& memory() { return *memory_; }
@@ -147,8 +146,9 @@ class Runtime {
     LaunchShape operation_shape(const LowLatencyMap& map, int num_tokens) const;
     LowLatencyMap map(const LowLatencySize& size) const;
     OperationArgs operation_args(const OperationCall& call,
+                                 int num_tokens,
                                  Operation operation,
-                                 uint16_t format = 0) const;
+                                 uint16_t format);
     void check_connected(const char* call) const;
     void check_rank(const char* call, int rank) const;
     void check_masks(const char* call) const;
@@ -156,8 +156,9 @@ class Runtime {
     void check_normal(const NormalSize& size, const char* call) const;
     OperationArgs common_args(Operation operation) const;
     template <class Args, class Call>
-    Args normal_args(const Call& call, Operation operation) const;
+    Args normal_args(const Call& call, Operation operation, bool continues = false);
     LaunchShape normal_shape(const NormalSize& size) const;
+    size_t add_row_pieces(LaunchShape& shape, const NormalRow& row) const;
     // Of a kernel that has so much to do for so many threads, or less for fewer.
     LaunchShape shape_for_threads(int64_t num_threads) const;
     void pack(const PackArgs& args, Stream stream);
@@ -176,6 +177,7 @@ class Runtime {
     uint64_t ticket_ = 0;          // of the last normal_notify()
     int num_counted_experts_ = 0;  // of this rank, in that call
     FailureRecord* failure_ = nullptr;
+    CallLog log_;
     Masks* masks_ = nullptr;  // nullptr: ranks cannot be masked
     MaskRecord* mask_record_ = nullptr;
     int zero_copy_half_ = 0;  // of the staging memory, for the next combine if it is without copy

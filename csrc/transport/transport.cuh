@@ -6,6 +6,8 @@
 //                                          `src` must stay unchanged until a later signal on the same
 //                                          queue pair has been seen by dst; for ranks out of NVLink
 //                                          reach it must lie in symmetric memory.
+//   put_row(dst, offset, row, qp)          Full warp. The same for what a RowCopy has taken, and covered only
+//                                          behind its finish() and a block_sync(). dst is within NVLink reach.
 //   put(dst, offset, src, bytes, qp)       One thread. The same for a few times 16 bytes.
 //   put_word(dst, offset, value, qp)       One thread. 8 bytes.
 //   fence(dst, qp)                         One thread. Puts to dst on this queue pair that happened

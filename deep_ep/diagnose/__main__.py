@@ -1,6 +1,7 @@
-"""`python -m deep_ep.diagnose show | watch | prometheus`: reads what was measured and tells about it.
+"""`python -m deep_ep.diagnose show | watch | prometheus | hang | dump`: reads what was measured and tells about it.
 
-Exit status: 0 read and shown, 2 bad input or arguments, 3 (`show --check`) there are verdicts.
+Exit status: 0 read and shown, 2 bad input or arguments, 3 (`show --check`, `hang --check`) there are verdicts,
+4 (`dump`) a process that was asked has written nothing.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
+from .cli.dump import dump
+from .cli.hang import CAUSES, hang
 from .cli.show import VERDICTS, show
 from .cli.watch import watch
 from .core.package import EPError
@@ -46,8 +49,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=_PROGRAM,
         description="Tells who waited for whom, and why.",
-        epilog="Exit status: 0 read and shown; 2 bad input or arguments; 3 with show --check when "
-        "there are verdicts.",
+        epilog="Exit status: 0 read and shown; 2 bad input or arguments; 3 with show --check or hang "
+        "--check when there are verdicts; 4 when dump has asked a process that has written nothing.",
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_show(
@@ -55,7 +58,52 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_watch(commands.add_parser("watch", help="follow a running job"))
     _add_prometheus(commands.add_parser("prometheus", help="write or serve metrics for Prometheus"))
+    _add_hang(commands.add_parser("hang", help="say why operations hang, from dumps"))
+    _add_dump(commands.add_parser("dump", help="ask running processes for a dump"))
     return parser
+
+
+def _add_hang(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Reads a directory of dumps and prints which rank is waited for and why, who waits for whom, the "
+        "newest operations of all ranks, and Python stacks. Dumps of torch's flight recorder that lie "
+        "there are part of the story."
+    )
+    parser.add_argument("path", type=Path, metavar="DIR", help="where dumps were written")
+    parser.add_argument("--svg", type=Path, metavar="OUT", help="also write the graph as a picture")
+    parser.add_argument(
+        "--html", type=Path, metavar="OUT", help="also write a page that needs no network"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON instead")
+    parser.add_argument(
+        "--width", type=_positive_int, help="columns to print; the terminal's by default"
+    )
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help=f"exit with status {CAUSES} when something hangs",
+    )
+    parser.set_defaults(run=hang)
+
+
+def _add_dump(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Asks processes of this user and host for a dump of their buffers, and waits until it is written."
+    parser.add_argument(
+        "whom",
+        metavar="PID_OR_DIR",
+        help="a process, or the directory into which a job writes dumps",
+    )
+    parser.add_argument(
+        "--into", type=Path, metavar="DIR", help="where to write; by default where the job does"
+    )
+    parser.add_argument(
+        "--timeout",
+        type=_positive_float,
+        default=10.0,
+        metavar="SECONDS",
+        help="how long to wait for each process (default: 10)",
+    )
+    parser.set_defaults(run=dump)
 
 
 def _add_show(parser: argparse.ArgumentParser) -> None:

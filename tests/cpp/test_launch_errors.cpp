@@ -165,3 +165,12 @@ TEST(error_shared_arena_overflow) {
     });
     check_contains(text, {"takes 65 bytes of shared memory", "gave 64"});
 }
+
+TEST(error_row_beyond_its_piece) {
+    const std::string text = error_of({.blocks = 1, .threads = 32, .shared_bytes = 64}, [] {
+        RowCopy row(SharedArena().take<std::byte>(64), 64);
+        const Vector vectors[5] = {};
+        row.take(vectors, sizeof(vectors));
+    });
+    check_contains(text, {"a row of 80 bytes is copied through 64 bytes of shared memory"});
+}

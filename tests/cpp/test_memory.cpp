@@ -115,6 +115,68 @@ TEST(copies_are_there_after_the_next_sync) {
     });
 }
 
+namespace {
+
+constexpr int kRowVectors = 24;
+constexpr size_t kRowBytes = kRowVectors * sizeof(Vector);
+
+// Two warps, each with a RowCopy: through its piece of shared memory, or without.
+template <class F>
+void with_row_copies(bool has_pieces, F kernel) {
+    const size_t piece = RowCopy::piece_bytes(kRowBytes);
+    launch({.blocks = 1, .threads = 64, .shared_bytes = 2 * piece}, [&] {
+        SharedArena arena;
+        std::byte* pieces = arena.take<std::byte>(static_cast<int>(2 * piece));
+        RowCopy row(has_pieces ? pieces + warp_id() * piece : nullptr, piece);
+        kernel(row);
+    });
+}
+
+}  // namespace
+
+TEST(rows_are_where_they_were_given_when_they_are_finished) {
+    under_schedules([](Random& random) {
+        constexpr int kRows = 3;
+        constexpr int kPlaces = 2;  // of each row
+        std::vector<Vector> source(2 * kRows * kRowVectors);
+        for (Vector& vector : source) {
+            for (uint32_t& word : vector.words) word = static_cast<uint32_t>(random.bits());
+        }
+        for (const bool has_pieces : {false, true}) {
+            std::vector<Vector> copies(kPlaces * source.size());
+            bool right = true;
+            with_row_copies(has_pieces, [&](RowCopy& row) {
+                const auto begin = [&](int i) { return (warp_id() * kRows + i) * kRowVectors; };
+                for (int i = 0; i < kRows; ++i) {
+                    row.take(source.data() + begin(i), kRowBytes);
+                    for (int place = 0; place < kPlaces; ++place)
+                        row.give(copies.data() + place * source.size() + begin(i));
+                }
+                row.finish();
+                block_sync();
+                for (int place = 0; place < kPlaces; ++place) {
+                    const Vector* copy = copies.data() + place * source.size();
+                    right = right &&
+                            std::memcmp(copy, source.data(), source.size() * sizeof(Vector)) == 0;
+                }
+            });
+            CHECK(right);
+        }
+    });
+}
+
+// As on a GPU, where bulk copies are on their way until somebody waits for them.
+TEST(a_row_that_is_not_finished_is_not_there) {
+    std::vector<Vector> source(kRowVectors, Vector{{1, 2, 3, 4}});
+    std::vector<Vector> copy(kRowVectors);
+    with_row_copies(true, [&](RowCopy& row) {
+        if (warp_id() != 0) return;
+        row.take(source.data(), kRowBytes);
+        row.give(copy.data());
+    });
+    for (const Vector& vector : copy) CHECK_EQUAL(vector.words[0], 0u);
+}
+
 TEST(loops_cover_every_index_once) {
     for (const int n : {0, 1, 7, 31, 32, 33, 63, 64, 65, 100, 127, 128, 129, 1000}) {
         std::vector<int> warp_hits(2 * n);

@@ -45,6 +45,15 @@ cudaError_t record(const std::string& call) {
     return found == machine().failing.end() ? cudaSuccess : found->second;
 }
 
+// Dynamic shared memory of a block that a kernel may have; only those that have asked are listed.
+std::map<const void*, size_t> shared_memory_asked_for;
+
+bool has_shared_memory(const void* kernel, size_t bytes) {
+    constexpr size_t kWithoutAsking = 48 * 1024;
+    const auto asked = shared_memory_asked_for.find(kernel);
+    return bytes <= (asked == shared_memory_asked_for.end() ? kWithoutAsking : asked->second);
+}
+
 // A call that may allocate or wait: forbidden while anybody captures in global mode.
 cudaError_t unsafe(const std::string& call) {
     if (const cudaError_t status = record(call); status != cudaSuccess) return status;
@@ -295,8 +304,18 @@ cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned
 cudaError_t cudaFuncGetAttributes(cudaFuncAttributes*, const void*) {
     return record("cudaFuncGetAttributes");
 }
-cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, const void*, int, size_t) {
-    *blocks = machine().blocks_per_multiprocessor;
+cudaError_t cudaFuncSetAttribute(const void* kernel, cudaFuncAttribute, int value) {
+    constexpr int kMost = 227 * 1024;
+    if (value > kMost) return cudaErrorInvalidValue;
+    shared_memory_asked_for[kernel] = static_cast<size_t>(value);
+    return record("cudaFuncSetAttribute");
+}
+cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks,
+                                                          const void* kernel,
+                                                          int,
+                                                          size_t shared_bytes) {
+    const bool fits = has_shared_memory(kernel, shared_bytes);
+    *blocks = fits ? machine().blocks_per_multiprocessor : 0;
     return cudaSuccess;
 }
 cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config,
@@ -304,6 +323,7 @@ cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config,
                                 void** arguments) {
     if (const cudaError_t status = record("cudaLaunchKernelExC"); status != cudaSuccess)
         return status;
+    if (!has_shared_memory(kernel, config->dynamicSmemBytes)) return cudaErrorInvalidValue;
     if (!kRemembers) return cudaSuccess;
     CUstream_st& stream = get(config->stream);
     if (config->stream == nullptr && !open_captures.empty())

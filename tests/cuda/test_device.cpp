@@ -12,10 +12,11 @@ namespace {
 struct NoArgs {};
 void kernel(NoArgs) {}
 
-std::string launch_error(int blocks, int ranks_on_device) {
+std::string launch_error(int blocks, int ranks_on_device, size_t shared_bytes = 0) {
     Device device(0, "");
     device.share_with(ranks_on_device);
-    return error_of([&] { device.launch("some_kernel", &kernel, {blocks, 256, 0, true}, {}, 0); });
+    return error_of(
+        [&] { device.launch("some_kernel", &kernel, {blocks, 256, shared_bytes, true}, {}, 0); });
 }
 
 TEST(without_a_gpu_there_are_none) {
@@ -68,6 +69,15 @@ TEST(ranks_that_share_a_gpu_launch_without_the_cooperative_attribute) {
     CHECK(!driver::launches().at(0).cooperative);
     CHECK_EQUAL(launch_error(16, 1), std::string("no error"));
     CHECK(driver::launches().at(1).cooperative);
+}
+
+TEST(shared_memory_beyond_the_usual_is_asked_for) {
+    CHECK_EQUAL(launch_error(4, 1, kUsualSharedBytes), std::string("no error"));
+    CHECK_EQUAL(driver::count("cudaFuncSetAttribute"), 0);
+    for (const size_t bytes : {kMaxSharedBytes, kMaxSharedBytes / 2, kMaxSharedBytes})
+        CHECK_EQUAL(launch_error(4, 1, bytes), std::string("no error"));
+    CHECK_EQUAL(driver::count("cudaFuncSetAttribute"), 2);  // once for each size
+    CHECK(contains(launch_error(4, 1, kMaxSharedBytes + 1), "does not fit"));
 }
 
 }  // namespace

@@ -15,7 +15,14 @@ pytest.importorskip("z3")
 
 from memory_order.audit import Audit, Findings  # noqa: E402
 from memory_order.sass import read  # noqa: E402
-from memory_order.sources import DEVICE, ROOT, Source, functions, working_tree  # noqa: E402
+from memory_order.sources import (  # noqa: E402
+    DEVICE,
+    ROOT,
+    ROW_COPY,
+    Source,
+    functions,
+    working_tree,
+)
 
 SOURCE = working_tree()
 
@@ -45,10 +52,10 @@ def place(name: str) -> tuple[str, int]:
     return site.path, site.line
 
 
-def wrapper(name: str) -> tuple[str, int]:
+def wrapper(name: str, path: str = DEVICE) -> tuple[str, int]:
     """The first line of a function of the device interface."""
-    head = next(line for line, found in functions((ROOT / DEVICE).read_text()) if found == name)
-    return DEVICE, head
+    head = next(line for line, found in functions((ROOT / path).read_text()) if found == name)
+    return path, head
 
 
 def disassembly(*code: tuple[str, list[tuple[str, int]]]) -> str:
@@ -73,6 +80,11 @@ RECORD = [wrapper("store_release"), place("leave_record.store_release")]
 DONE = [wrapper("add_acq_rel"), place("close_operation.add_acq_rel")]
 BARRIER = [wrapper("block_sync"), place("close_operation.block_sync#1")]
 COPY = [wrapper("copy")]
+MADE = [wrapper("RowCopy.RowCopy", ROW_COPY), place("deliver_row.take")]
+TAKE = [wrapper("RowCopy.take", ROW_COPY), place("deliver_row.take")]
+WAIT = [wrapper("RowCopy.await_row", ROW_COPY), wrapper("RowCopy.give", ROW_COPY)]
+GIVE = [wrapper("RowCopy.give", ROW_COPY)]
+FINISH = [wrapper("RowCopy.finish", ROW_COPY), place("run_tasks.finish")]
 
 # As ptxas writes them for sm_90a.
 GOOD = [
@@ -90,6 +102,17 @@ GOOD = [
     ("CCTL.IVALL", DONE),
     ("LD.E.128 R4, desc[UR12][R2.64]", COPY),
     ("ST.E.128 desc[UR12][R2.64], R4", COPY),
+    ("FENCE.VIEW.ASYNC.G", TAKE),
+    ("DEPBAR.LE SB0, 0x0", TAKE),
+    ("UBLKCP.S.G [UR26], [UR10], UR6", TAKE),
+    ("SYNCS.PHASECHK.TRANS64.TRYWAIT P1, [R11+URZ], R129", WAIT),
+    ("UBLKCP.G.S [UR10], [UR7], UR6", GIVE),
+    ("UTMACMDFLUSH", GIVE),
+    ("DEPBAR.LE SB0, 0x0", FINISH),
+    ("CCTL.IVALL", FINISH),
+    ("SYNCS.EXCH.64 URZ, [UR7], UR4", MADE),
+    ("MEMBAR.ALL.CTA", MADE),
+    ("FENCE.VIEW.ASYNC.S", MADE),
 ]
 
 
@@ -101,7 +124,16 @@ def test_code_that_does_what_its_lines_say_has_no_fault() -> None:
     findings = audit(GOOD)
     assert findings.faults == []
     assert findings.functions == {"kernel"}
-    rules = ("atomics", "acquires", "releases", "fences", "signals", "barriers", "16 bytes")
+    rules = (
+        "atomics",
+        "acquires",
+        "releases",
+        "fences",
+        "signals",
+        "barriers",
+        "16 bytes",
+        "bulk copies",
+    )
     assert all(findings.facts[rule] > 0 for rule in rules), findings.facts
 
 
@@ -125,6 +157,13 @@ def test_code_that_does_what_its_lines_say_has_no_fault() -> None:
         (12, "LDG.E.128.CONSTANT R4, desc[UR12][R2.64]", "coherent loads"),
         (13, "ST.E.64 desc[UR12][R2.64], R4", "16 bytes"),
         (13, "ST.E.128.STRONG.SYS desc[UR12][R2.64], R4", "known lines"),
+        (14, "NOP", "bulk copies"),
+        (14, "FENCE.VIEW.ASYNC.S", "bulk copies"),
+        (17, "NOP", "bulk copies"),
+        (18, "UBLKCP.S.S [UR10], [UR7], UR6", "bulk copies"),
+        (19, "NOP", "bulk copies"),
+        (21, "NOP", "bulk copies"),
+        (24, "NOP", "bulk copies"),
     ],
 )
 def test_weaker_code_is_found(index: int, instead: str, rule: str) -> None:

@@ -10,12 +10,23 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import takewhile
 
 from .expectations import WIDE_LOADS, WIDE_STORES
 from .litmus import inner, order_of
 from .ptx import SCOPES, Order
-from .sass import LOADS, SHARED, STORES, UPDATES, Instruction
-from .sources import ATOMICS, DEVICE, FENCE, ROOT, Source, functions, without_comments
+from .sass import BULK, LOADS, SHARED, STORES, UPDATES, Instruction
+from .sources import (
+    ATOMICS,
+    DEVICE,
+    FENCE,
+    ROOT,
+    ROW_COPIES,
+    ROW_COPY,
+    Source,
+    functions,
+    without_comments,
+)
 
 QUEUE_PAIRS = "csrc/transport/cuda/queue_pairs.cuh"
 # What the transport promises, whatever its source says: (acquires, releases, scope).
@@ -84,8 +95,8 @@ class Places:
         path, line = frames[0]
         primitive = FENCE
         callers = frames
-        if path == DEVICE and len(frames) > 1:
-            primitive = self.function(path, line)
+        if path in (DEVICE, ROW_COPY) and len(frames) > 1:
+            primitive = self.function(path, line).rpartition(".")[2]
             callers = frames[1:]
         site = self.by_line.get((*callers[0], primitive))
         if site is not None or primitive == FENCE:
@@ -165,7 +176,7 @@ class Audit:
         self.contract()
         for name, site in self.source.sites.items():
             ours = "queue_pairs" not in name and not name.startswith("QueuePairs")
-            if ours and site.primitive in (*ATOMICS, FENCE, *BARRIER_OPCODES):
+            if ours and site.primitive in (*ATOMICS, FENCE, *BARRIER_OPCODES, *ROW_COPIES):
                 # Neighbours of one kind may get one line.
                 near = {
                     other.name
@@ -188,9 +199,12 @@ class Audit:
             where = f"{instruction.function} at {instruction.address:#x}: {instruction.opcode}"
             self.paths(instruction, where)
             self.widths(instruction, where)
+            self.bulk_copies(code, index, where)
             name = sites[index]
             if instruction.is_strong or instruction.name in ("MEMBAR", *UPDATES):
-                self.findings.check("known lines", bool(name), f"{where} is at no known line")
+                # Its proxy fence for the mbarrier is compiled with a MEMBAR.
+                is_known = bool(name) or self.places.innermost(instruction) == "RowCopy.RowCopy"
+                self.findings.check("known lines", is_known, f"{where} is at no known line")
             if not name:
                 continue
             site = self.source.sites[name]
@@ -225,7 +239,8 @@ class Audit:
         return {
             name
             for instruction, name in zip(code, sites)
-            if name and (instruction.is_strong or instruction.name in ("MEMBAR", "BAR", *SHARED))
+            if name
+            and (instruction.is_strong or instruction.name in ("MEMBAR", "BAR", *SHARED, *BULK))
         }
 
     def paths(self, instruction: Instruction, where: str) -> None:
@@ -245,6 +260,40 @@ class Audit:
             self.findings.check(
                 "16 bytes", holds, f"{where} in {function}() moves less than 16 bytes"
             )
+
+    def bulk_copies(self, code: list[Instruction], index: int, where: str) -> None:
+        """What orders the async proxy stands where RowCopy has it: see row_copy.cuh."""
+        function = self.places.innermost(code[index])
+        if code[index].opcode == "SYNCS.EXCH.64":
+            behind = {one.opcode for one in self.since_bulk_copy(code[index + 1 :])}
+            holds = function == "RowCopy.RowCopy" and "FENCE.VIEW.ASYNC.S" in behind
+            self.findings.check("bulk copies", holds, f"{where}: no proxy fence of its mbarrier")
+        elif code[index].opcode == "UBLKCP.S.G":
+            has_fence = any(
+                one.opcode == "FENCE.VIEW.ASYNC.G" and self.places.innermost(one) == "RowCopy.take"
+                for one in self.since_bulk_copy(code[:index][::-1])
+            )
+            holds = function == "RowCopy.take" and has_fence
+            self.findings.check("bulk copies", holds, f"{where} has no proxy fence before it")
+        elif code[index].opcode == "UBLKCP.G.S":
+            before = {
+                one.opcode.partition(".TRANS")[0]
+                for one in self.since_bulk_copy(code[:index][::-1])
+            }
+            behind = {one.name for one in self.since_bulk_copy(code[index + 1 :])}
+            holds = function == "RowCopy.give" and "SYNCS.PHASECHK" in before
+            self.findings.check("bulk copies", holds, f"{where} does not wait for the row")
+            self.findings.check("bulk copies", "UTMACMDFLUSH" in behind, f"{where} is in no group")
+        elif code[index].name == "UBLKCP":
+            self.findings.check("bulk copies", False, f"{where} is none of RowCopy's")
+        elif code[index].name == "DEPBAR" and function == "RowCopy.finish":
+            after = self.next_of(code, index)
+            holds = after is not None and after.opcode == "CCTL.IVALL"
+            self.findings.check("bulk copies", holds, f"{where} waits for reads only")
+
+    def since_bulk_copy(self, code: Iterable[Instruction]) -> Iterable[Instruction]:
+        """Instructions up to the next bulk copy."""
+        return takewhile(lambda one: one.name != "UBLKCP", code)
 
     def access(self, code: list[Instruction], sites: list[str], index: int, where: str) -> None:
         """An atomic access: strong, wide enough, ordered as its line says."""

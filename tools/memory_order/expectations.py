@@ -13,6 +13,7 @@ LEFT_OUT = {
     "hand_over.store_relaxed#1": HOST_COPIES,
     "hand_over.store_relaxed#2": HOST_COPIES,
     "close_operation.store_relaxed#2": HOST_COPIES,
+    "show_host.store_relaxed": HOST_COPIES,
     "exchange_clocks.block_sync": "orders time, not memory: rank 0 stamps when all threads are done",
     "tell_handed_over.block_sync": QUEUE_PAIRS,
     "rows_lie_within.block_any": "all threads need its result; what it looks at is the caller's",

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .ptx import SCOPES, WEAK, Event, Execution, Order, Thread, find_execution
-from .sources import ATOMICS, CALLS, DEVICE, FENCE, Source
+from .sources import ATOMICS, CALLS, DEVICE, FENCE, ROW_COPIES, Source
 
 # What the kernels' scopes mean, in device.cuh.
 DEVICE_SCOPES = tuple(f"device.{scope}" for scope in SCOPES)
-# Barriers whose only purpose is to order; the result of the others is needed.
-REMOVABLE_BARRIERS = ("block_sync", "warp_sync")
+# Meetings whose only purpose is to order, as far as the model goes; the result of the others is needed.
+REMOVABLE_MEETINGS = ("block_sync", "warp_sync", *ROW_COPIES)
 
 
 @dataclass(frozen=True)
@@ -193,7 +193,7 @@ def variants(source: Source, test: Litmus) -> list[Variant]:
             for name in order.sites
         }
         for name, primitive in primitives.items():
-            if primitive in (FENCE, "fence", "quiet", *REMOVABLE_BARRIERS):
+            if primitive in (FENCE, "fence", "quiet", *REMOVABLE_MEETINGS):
                 made.append(Variant(name, "removed"))
             is_scope = name in DEVICE_SCOPES
             # What the transport calls has no order of its own. A fence is there for its release; libcu++

@@ -26,14 +26,28 @@ def tell_filled(thread: Actor, place: str = "filled") -> None:
     thread.write(place, at="tell_filled.signal")
 
 
-def put_step(program: Program, rank: str, rows: dict[str, str]) -> Actor:
-    """A warp puts rows, each by the line named, in a step. The block's first thread, behind the step."""
-    lane = program.thread(rank)
-    first = program.thread(rank)
-    for row, at in rows.items():
-        lane.write(row)
-        for thread in (lane, first):
-            thread.meet(f"put {row}", at=at)
+def copy_in_bulk(
+    program: Program, lane: Actor, at: tuple[str, str], source: str, *destinations: str
+) -> None:
+    """A bulk copy of a lane that takes and finishes at these lines.
+
+    The async proxy is a thread of its own: take() has its accesses behind what the lane knows, finish() has them
+    before what the lane does next, and nothing else does.
+    """
+    proxy = program.thread(lane.thread.rank, lane.thread.block)
+    register = f"copied from {source}"
+    for thread in (lane, proxy):
+        thread.meet(f"{source} taken", at=at[0])
+    proxy.read(source, register)
+    for destination in destinations:
+        proxy.write(destination, lambda registers: registers[register])
+    for thread in (lane, proxy):
+        thread.meet(f"{source} finished", at=at[1])
+
+
+def end_step(program: Program, lane: Actor) -> Actor:
+    """The block's first thread, behind the step of which a warp's lane has done its part."""
+    first = program.thread(lane.thread.rank)
     for thread in (lane, first):
         thread.meet("moved", at="run_tasks.block_sync#2")
     return first
@@ -52,19 +66,14 @@ def see_filled(program: Program, rank: str, place: str = "filled") -> Actor:
 # ---- across ranks
 
 
-@litmus("Slots that are called filled hold their rows, put by any warp.")
+@litmus("Slots that are called filled hold their rows, put by any warp, and their packs.")
 def rows_of_filled_slots(p: Program) -> None:
-    tell_filled(put_step(p, "A", {"row": "put_token.put_warp#1", "pack": "put_token.put_warp#2"}))
-    b = see_filled(p, "B")
-    b.read("row", "row")
-    b.read("pack", "pack")
-    p.forbid(any_zero("row", "pack"))
-
-
-@litmus("The same for rows that go back.")
-def returned_rows_of_filled_slots(p: Program) -> None:
-    puts = {"row": "put_row_back.put_warp#1", "pack": "put_row_back.put_warp#2"}
-    tell_filled(put_step(p, "A", puts))
+    p.initial["x"] = 1
+    lane = p.thread("A")
+    lane.write("pack")
+    copy_in_bulk(p, lane, ("put_row_and_pack.take", "run_tasks.finish"), "x", "row")
+    lane.meet("put", at="put_row_and_pack.put_warp")
+    tell_filled(end_step(p, lane))
     b = see_filled(p, "B")
     b.read("row", "row")
     b.read("pack", "pack")
@@ -117,32 +126,42 @@ def words_of_filled_slots(p: Program) -> None:
 
 @litmus("A slot that is given back has been read by all warps before its next row comes.")
 def slots_given_back(p: Program) -> None:
+    p.initial["x"] = 2
     reading = p.thread("B")
-    reading.read("row", "row")
-    reading.meet("moved", at="run_tasks.block_sync#2")
-    first = p.thread("B")
-    first.meet("moved", at="run_tasks.block_sync#2")
+    reading.read("pack", "pack")
+    copy_in_bulk(p, reading, ("deliver_row.take", "run_tasks.finish"), "row", "recv_x")
+    first = end_step(p, reading)
     first.fence(at="give_back.fence")
     first.write("given", at="give_back.signal")
-    see_filled(p, "A", "given").write("row", 2)
-    p.forbid(lambda registers: registers["row"] == 2)
+    lane = see_filled(p, "A", "given")
+    lane.write("pack", 2)
+    copy_in_bulk(p, lane, ("put_row_and_pack.take", "run_tasks.finish"), "x", "row")
+    p.forbid(lambda registers: z3.Or(registers["copied from row"] == 2, registers["pack"] == 2))
 
 
-@litmus("A row that a gateway passes on is the one that it was sent.")
+@litmus("A row that a gateway passes on to several ranks is the one that it was sent.")
 def relayed_rows(p: Program) -> None:
     a = p.thread("A")
     a.write("row")
     tell_filled(a)
     relay = see_filled(p, "B")
-    relay.read("row", "passed")
-    relay.write("relayed", lambda registers: registers["passed"])
-    relay.meet("put", at="relay_row.put_warp")
-    first = p.thread("B")
-    first.meet("put", at="relay_row.put_warp")
-    for thread in (relay, first):
-        thread.meet("moved", at="run_tasks.block_sync#2")
-    tell_filled(first, "relayed filled")
+    copy_in_bulk(p, relay, ("relay_row.take", "run_tasks.finish"), "row", "relayed", "other")
+    tell_filled(end_step(p, relay), "relayed filled")
     see_filled(p, "C", "relayed filled").read("relayed", "row")
+    p.forbid(any_zero("row"))
+
+
+@litmus("A row that is delivered is the one that was sent, also for the warp that verifies it.")
+def delivered_rows(p: Program) -> None:
+    a = p.thread("A")
+    a.write("row")
+    tell_filled(a)
+    lane = see_filled(p, "B")
+    copy_in_bulk(p, lane, ("deliver_row.take", "DispatchTasks.move.finish"), "row", "recv_x")
+    verifying = p.thread("B")
+    for thread in (lane, verifying):
+        thread.meet("summing", at="sum_with_pack.warp_sync")
+    verifying.read("recv_x", "row")
     p.forbid(any_zero("row"))
 
 

@@ -15,6 +15,7 @@ LOADS = ("LD", "LDG")
 STORES = ("ST", "STG")
 UPDATES = ("ATOM", "ATOMG", "RED", "REDG")
 SHARED = ("LDS", "STS", "ATOMS")
+BULK = ("UBLKCP", "DEPBAR")  # bulk copies, and the wait for groups of them
 WIDTHS = {"SM": "cta", "CTA": "cta", "GPU": "gpu", "SYS": "sys"}
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 DEVICE = "csrc/device/cuda/device.cuh"
+ROW_COPY = "csrc/device/cuda/row_copy.cuh"
 TRANSPORT = "csrc/transport/cuda/transport.cuh"
 FOLDERS = ("csrc/kernels", "csrc/transport/cuda")
 
@@ -24,11 +25,14 @@ ATOMICS = (
 BARRIERS = ("block_sync", "warp_sync", "block_any", "bar_sync", "grid_sync")
 CALLS = ("put_warp", "put_word", "fence", "quiet", "signal", "poll", "newest")
 FENCE = "atomic_thread_fence"
+# Of a RowCopy: they order the accesses of the async proxy behind and before those of the generic one.
+ROW_COPIES = ("take", "finish")
 
 SITE = re.compile(
     rf"\b(?P<atomic>{'|'.join(ATOMICS)})<(?:Scope::k(?P<scope>\w+))?"
     rf"|\b(?P<barrier>{'|'.join(BARRIERS)})\("
     rf"|(?P<object>\w+)\.(?P<call>{'|'.join(CALLS)})\("
+    rf"|\w+\.(?P<row_copy>{'|'.join(ROW_COPIES)})\("
     rf"|\b(?P<newest>poll)\(offset\);"
     rf"|\b(?P<fence>{FENCE})\(\s*cuda::memory_order_(?P<order>\w+),\s*cuda::thread_scope_(?P<width>\w+)"
 )
@@ -88,7 +92,7 @@ def sites_of(path: str, text: str) -> list[Site]:
         function = [name for first, name in heads if first <= line][-1]
         primitive = next(
             match.group(key)
-            for key in ("atomic", "barrier", "call", "newest", "fence")
+            for key in ("atomic", "barrier", "call", "row_copy", "newest", "fence")
             if match.group(key)
         )
         if match.group("object") == "queue_pairs":

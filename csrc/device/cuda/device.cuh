@@ -247,19 +247,29 @@ EP_DEVICE uint64_t left_ns(Deadline deadline) {
 
 // Polls at full speed as long as a message usually takes, then more and more rarely: a rank that is
 // late by milliseconds should not find its NVLink and L2 busy with polls.
-template <class Predicate>
-[[nodiscard]] EP_DEVICE bool spin_until(Predicate ready, Deadline deadline) {
+template <class Predicate, class Note>
+[[nodiscard]] EP_DEVICE bool spin_until(Predicate ready, Deadline deadline, Note note) {
     constexpr int kEagerPolls = 256;       // chosen, not tuned
     constexpr uint32_t kMaxSleepNs = 256;  // chosen, not tuned
     for (int polls = 0; polls < kEagerPolls; ++polls) {
         if (ready()) return true;
     }
+    uint64_t note_at_ns = now_ns() + kNoteIntervalNs;
     for (uint32_t sleep_ns = 32;;) {
         if (ready()) return true;
-        if (now_ns() >= deadline.at_ns) return false;
+        const uint64_t now = now_ns();
+        if (now >= deadline.at_ns) return false;
+        if (now >= note_at_ns) {
+            note();
+            note_at_ns = now + kNoteIntervalNs;
+        }
         __nanosleep(sleep_ns);
         sleep_ns = sleep_ns < kMaxSleepNs ? sleep_ns * 2 : kMaxSleepNs;
     }
+}
+template <class Predicate>
+[[nodiscard]] EP_DEVICE bool spin_until(Predicate ready, Deadline deadline) {
+    return spin_until(ready, deadline, [] {});
 }
 
 namespace cuda_target {

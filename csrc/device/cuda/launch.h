@@ -41,6 +41,12 @@ inline int resident_blocks(const void* kernel,
         known.try_emplace({kernel, device, shape.threads, shape.shared_bytes}, 0);
     if (!is_new) return entry->second;
     try {
+        if (shape.shared_bytes > kUsualSharedBytes) {
+            check(cudaFuncSetAttribute(
+                      kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kMaxSharedBytes),
+                  "cudaFuncSetAttribute",
+                  name);
+        }
         int per_multiprocessor = 0;
         int multiprocessors = 0;
         check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(

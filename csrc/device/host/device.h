@@ -267,20 +267,30 @@ inline uint64_t now_ns() {
     return host::current_executor->clock().now_ns();
 }
 
-template <class Predicate>
-[[nodiscard]] bool spin_until(Predicate ready, Deadline deadline) {
+template <class Predicate, class Note>
+[[nodiscard]] bool spin_until(Predicate ready, Deadline deadline, Note note) {
+    uint64_t note_at_ns = 0;
     for (int polls = 1;; ++polls) {
         if (ready()) {
             host::current_executor->poll_succeeded();
             return true;
         }
         // Reading the clock at every poll would cost more than the poll.
-        if (polls % 8 == 0 && host::current_executor->monotonic_ns() >= deadline.at_ns) {
-            host::current_executor->poll_succeeded();
-            return false;
+        if (polls % 8 == 0) {
+            const uint64_t now = host::current_executor->monotonic_ns();
+            if (now >= deadline.at_ns) {
+                host::current_executor->poll_succeeded();
+                return false;
+            }
+            if (note_at_ns != 0 && now >= note_at_ns) note();
+            if (now >= note_at_ns) note_at_ns = now + kNoteIntervalNs;
         }
         host::current_executor->poll_failed(deadline.at_ns);
     }
+}
+template <class Predicate>
+[[nodiscard]] bool spin_until(Predicate ready, Deadline deadline) {
+    return spin_until(ready, deadline, [] {});
 }
 
 // Rows go to memory that another core reads next, and that is far more than the cache: stores that

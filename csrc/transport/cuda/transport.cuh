@@ -4,6 +4,7 @@
 #pragma once
 
 #include "device/cuda/device.cuh"
+#include "device/cuda/row_copy.cuh"
 
 #if defined(EP_WITH_NVSHMEM)
 #include "transport/cuda/queue_pairs.cuh"
@@ -38,6 +39,10 @@ struct Transport {
 #if defined(EP_WITH_NVSHMEM)
         queue_pairs.put_warp(dst, local(offset), src, bytes, qp);
 #endif
+    }
+
+    EP_DEVICE void put_row(int dst, size_t offset, RowCopy& row, int /*qp*/) const {
+        row.give(direct(dst, offset));
     }
 
     EP_DEVICE void put(

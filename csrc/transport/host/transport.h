@@ -3,6 +3,7 @@
 #pragma once
 
 #include "device/host/device.h"
+#include "device/host/row_copy.h"
 #include "transport/host/link.h"
 
 namespace ep {
@@ -30,6 +31,15 @@ struct Transport {
         copy_warp(peers[dst] + offset, src, bytes);
         if (host::kThreadSanitizer) warp_sync();  // as on a GPU, where all lanes have copied
         if (elect_one()) link->account(dst, bytes);
+    }
+    [[gnu::always_inline]] void put_row(int dst, size_t offset, RowCopy& row, int qp) const {
+        host::current_executor->interleave();
+        if (!link->in_order()) {
+            if (elect_one()) link->put(dst, offset, row.source(), row.bytes(), qp);
+            return;
+        }
+        row.give(peers[dst] + offset);
+        if (elect_one()) link->account(dst, row.bytes());
     }
     void put(int dst, size_t offset, const void* src, size_t bytes, int qp) const {
         host::current_executor->interleave();

@@ -14,8 +14,12 @@ from deep_ep.errors import (
     ranks_text,
 )
 from deep_ep.group import Group, ThreadGroup, TorchGroup, as_group
+from deep_ep.hang import folder, rank_calls, request, states, torch_dumps, traces
+from deep_ep.hang import wording as hang_wording
+from deep_ep.hang.cause import Cause, Edge, Verdict
 
 __all__ = [
+    "Cause",
     "CounterSnapshot",
     "DeviceCopier",
     "EPArgumentError",
@@ -23,14 +27,23 @@ __all__ = [
     "EPNotBuiltError",
     "EPTypeError",
     "EPUsageError",
+    "Edge",
     "Group",
     "RecvCounters",
     "ThreadGroup",
     "TorchGroup",
+    "Verdict",
     "as_group",
     "backend",
     "env",
+    "folder",
+    "hang_wording",
+    "rank_calls",
     "ranks_text",
     "rendezvous",
+    "request",
     "stamps",
+    "states",
+    "torch_dumps",
+    "traces",
 ]

@@ -7,13 +7,11 @@ whatever a host name holds stays text. Without a script, words and tables are st
 from __future__ import annotations
 
 import base64
-import hashlib
 import json
 import math
 import zlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
-from importlib import resources
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -25,6 +23,7 @@ from ..core.causes import TITLES
 from ..core.diagnosis import Diagnosis, FloatArray, Measured, Verdict
 from ..core.package import EPArgumentError
 from ..render import wording
+from .page_parts import Element, add, add_table, resource, source_of
 
 _PARTS = ("wait", "late", "issue", "path", "tokens")
 # Up to here matrices keep 16 bits of mantissa; beyond, 8: a page of 1024 ranks stays below 20 MB.
@@ -35,8 +34,6 @@ _ROUNDED_BITS = 8
 _SLOWEST = 3
 _MOST_RANKS = 64
 _MOST_OUTLIERS = 50
-
-Element = ElementTree.Element
 
 
 def write_page(
@@ -116,23 +113,23 @@ def _page(
     names: Sequence[str],
     block_of: Sequence[Sequence[int]],
 ) -> Element:
-    style, script = _resource("html.css"), _resource("html.js")
+    style, script = resource("html.css"), resource("html.js")
     page = Element("html", lang="en")
-    head = _add(page, "head")
-    _add(head, "meta", charset="utf-8")
-    _add(head, "meta", name="viewport", content="width=device-width, initial-scale=1")
+    head = add(page, "head")
+    add(head, "meta", charset="utf-8")
+    add(head, "meta", name="viewport", content="width=device-width, initial-scale=1")
     # Only this script and this style, and nothing from anywhere else.
-    policy = f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}"
-    _add(head, "meta", content=policy, **{"http-equiv": "Content-Security-Policy"})
-    _add(head, "title", f"{title}, {names[-1]}")
-    _add(head, "style", style)
+    policy = f"default-src 'none'; script-src {source_of(script)}; style-src {source_of(style)}"
+    add(head, "meta", content=policy, **{"http-equiv": "Content-Security-Policy"})
+    add(head, "title", f"{title}, {names[-1]}")
+    add(head, "style", style)
 
-    body = _add(page, "body")
-    _add(body, "h1", title)
+    body = add(page, "body")
+    add(body, "h1", title)
     _add_window_choice(body, diagnoses, names)
     for index, diagnosis in enumerate(diagnoses):
         section = _add_window_part(body, index, len(diagnoses))
-        _add(section, "p", f"{names[index]}: {_about(diagnosis)}", **{"class": "about"})
+        add(section, "p", f"{names[index]}: {_about(diagnosis)}", **{"class": "about"})
         _add_headlines(section, diagnosis)
         _add_verdicts(section, diagnosis)
         _add_outliers(section, diagnosis)
@@ -146,34 +143,19 @@ def _page(
     windows = [_window_data(*window) for window in zip(diagnoses, block_of)]
     data = json.dumps({"windows": windows})
     # Text of a script element ends at the first "</script", wherever it stands.
-    _add(body, "script", data.replace("<", "\\u003c"), id="data", type="application/json")
-    _add(body, "script", script)
+    add(body, "script", data.replace("<", "\\u003c"), id="data", type="application/json")
+    add(body, "script", script)
     return page
-
-
-def _resource(name: str) -> str:
-    return (resources.files(__package__) / name).read_text(encoding="utf-8")
-
-
-def _hash(text: str) -> str:
-    digest = hashlib.sha256(text.encode("utf-8")).digest()
-    return f"'sha256-{base64.b64encode(digest).decode('ascii')}'"
-
-
-def _add(parent: Element, tag: str, text: str = "", **attributes: str) -> Element:
-    element = ElementTree.SubElement(parent, tag, attributes)
-    element.text = text
-    return element
 
 
 def _add_window_choice(body: Element, diagnoses: Sequence[Diagnosis], names: Sequence[str]) -> None:
     # The script reads the choice; a single window needs none.
     if len(diagnoses) == 1:
         return
-    label = _add(_add(body, "p"), "label", "Window ")
-    choice = _add(label, "select", id="window", autocomplete="off")
+    label = add(add(body, "p"), "label", "Window ")
+    choice = add(label, "select", id="window", autocomplete="off")
     for index, (diagnosis, name) in enumerate(zip(diagnoses, names)):
-        option = _add(choice, "option", f"{name}: {_short_answer(diagnosis)}", value=str(index))
+        option = add(choice, "option", f"{name}: {_short_answer(diagnosis)}", value=str(index))
         if index == len(diagnoses) - 1:
             option.set("selected", "selected")
 
@@ -188,7 +170,7 @@ def _short_answer(diagnosis: Diagnosis) -> str:
 
 
 def _add_window_part(body: Element, index: int, count: int) -> Element:
-    section = _add(body, "section", **{"data-window": str(index)})
+    section = add(body, "section", **{"data-window": str(index)})
     if index != count - 1:
         section.set("hidden", "hidden")
     return section
@@ -222,15 +204,15 @@ def _add_headlines(section: Element, diagnosis: Diagnosis) -> None:
         mood = "bad"
     else:
         mood = "good" if diagnosis.measured and not diagnosis.remarks else "open"
-    answers = _add(section, "ul", **{"class": f"headlines {mood}"})
+    answers = add(section, "ul", **{"class": f"headlines {mood}"})
     for text in wording.headlines(diagnosis):
-        _add(answers, "li", text)
+        add(answers, "li", text)
 
 
 def _add_verdicts(section: Element, diagnosis: Diagnosis) -> None:
     if not diagnosis.verdicts:
         return
-    _add(section, "h2", "Verdicts, the largest effect first")
+    add(section, "h2", "Verdicts, the largest effect first")
     # The same for all: windows of logs from elsewhere have no count of operations at all.
     per = wording.per(diagnosis, diagnosis.verdicts[0].operation)
     rows = []
@@ -250,7 +232,7 @@ def _add_verdicts(section: Element, diagnosis: Diagnosis) -> None:
                 wording.certainty(verdict),
             ]
         )
-    body = _add_table(
+    body = add_table(
         section,
         ["Class: cause", "Where", "Operation", f"Effect, us {per} (95 %)"]
         + ["Share of all waiting", f"Less without it, us {per}", "Seen in", "Certainty"],
@@ -262,8 +244,8 @@ def _add_verdicts(section: Element, diagnosis: Diagnosis) -> None:
     for index, verdict in enumerate(verdicts):
         line = Element("tr", {"class": "words"})
         body.insert(2 * index + 1, line)
-        cell = _add(line, "td", verdict.next_step, colspan=str(len(rows[0])))
-        _add(cell, "div", wording.evidence(verdict), **{"class": "evidence"})
+        cell = add(line, "td", verdict.next_step, colspan=str(len(rows[0])))
+        add(cell, "div", wording.evidence(verdict), **{"class": "evidence"})
         _add_show_button(cell, diagnosis, verdict)
 
 
@@ -273,7 +255,7 @@ def _add_show_button(cell: Element, diagnosis: Diagnosis, verdict: Verdict) -> N
     row = wording.row_of(verdict)
     part, shape = (row.matrix, row.axis) if row else ("path", "cell")
     marks = _marks(diagnosis, verdict, shape)
-    _add(
+    add(
         cell,
         "button",
         "show in the heatmap",
@@ -329,30 +311,30 @@ def _runs(ranks: Sequence[int]) -> list[range]:
 def _add_outliers(section: Element, diagnosis: Diagnosis) -> None:
     if not diagnosis.events:
         return
-    _add(section, "h2", "Single operations that stood out")
-    items = _add(section, "ul")
+    add(section, "h2", "Single operations that stood out")
+    items = add(section, "ul")
     for outlier in diagnosis.events[:_MOST_OUTLIERS]:
-        _add(items, "li", wording.outlier(diagnosis, outlier))
+        add(items, "li", wording.outlier(diagnosis, outlier))
     if len(diagnosis.events) > _MOST_OUTLIERS:
-        _add(items, "li", f"and {len(diagnosis.events) - _MOST_OUTLIERS} more")
+        add(items, "li", f"and {len(diagnosis.events) - _MOST_OUTLIERS} more")
 
 
 def _add_remarks(section: Element, diagnosis: Diagnosis) -> None:
     remarks = wording.notes(diagnosis)
     if not remarks:
         return
-    _add(section, "h2", "Notes")
-    items = _add(section, "ul", **{"class": "remarks"})
+    add(section, "h2", "Notes")
+    items = add(section, "ul", **{"class": "remarks"})
     for remark in remarks:
-        _add(items, "li", remark)
+        add(items, "li", remark)
 
 
 def _add_bandwidth(section: Element, diagnosis: Diagnosis, *, with_paths: bool) -> None:
     known = {name: m.bandwidth for name, m in diagnosis.measured.items() if m.bandwidth}
     if not known:
         return
-    _add(section, "h2", "Bandwidth, GB/s")
-    _add(
+    add(section, "h2", "Bandwidth, GB/s")
+    add(
         section,
         "p",
         "Effective: bytes into a rank over all its waiting, what the program gets. True: bytes over "
@@ -370,7 +352,7 @@ def _add_bandwidth(section: Element, diagnosis: Diagnosis, *, with_paths: bool) 
         ]
         for name, b in known.items()
     ]
-    _add_table(
+    add_table(
         section,
         [
             "Median",
@@ -390,8 +372,8 @@ def _add_bandwidth(section: Element, diagnosis: Diagnosis, *, with_paths: bool) 
         if with_paths:
             slowest += _slowest_edges(diagnosis, f"{name}, path", b.edge)
     if slowest:
-        _add(section, "h2", "Slowest")
-        _add_table(
+        add(section, "h2", "Slowest")
+        add_table(
             section,
             ["Operation", "Where", "GB/s", "of the median"],
             slowest,
@@ -445,16 +427,16 @@ def _add_own_times(section: Element, diagnosis: Diagnosis) -> None:
     }
     if not known:
         return
-    details = _add(section, "details")
-    _add(details, "summary", "What each rank did by itself, microseconds")
+    details = add(section, "details")
+    add(details, "summary", "What each rank did by itself, microseconds")
     for name, m in known.items():
         ranks: Sequence[int] = range(m.gap_us.shape[0])
         if len(ranks) > _MOST_RANKS:
             order = np.argsort(np.where(np.isfinite(m.gap_us), -m.gap_us, np.inf), kind="stable")
             ranks = [int(rank) for rank in order[:_MOST_RANKS]]
-            _add(details, "p", f"{name}: the {_MOST_RANKS} ranks with the largest gap")
+            add(details, "p", f"{name}: the {_MOST_RANKS} ranks with the largest gap")
         columns = (m.gap_us, m.send_us, m.drain_us, m.own_wait_us)
-        _add_table(
+        add_table(
             details,
             [name, "before it (gap)", "sending", "after the last arrival", "waiting"],
             [
@@ -467,62 +449,39 @@ def _add_own_times(section: Element, diagnosis: Diagnosis) -> None:
         )
 
 
-def _add_table(
-    parent: Element,
-    titles: Sequence[str],
-    rows: Sequence[Sequence[str]],
-    *,
-    css_class: str,
-    numbers: Collection[int],
-) -> Element:
-    """A table that scrolls by itself; returns its tbody."""
-    table = _add(_add(parent, "div", **{"class": "scroll"}), "table", **{"class": css_class})
-    head = _add(_add(table, "thead"), "tr")
-    for title in titles:
-        _add(head, "th", title, scope="col")
-    body = _add(table, "tbody")
-    for row in rows:
-        line = _add(body, "tr")
-        for column, text in enumerate(row):
-            _add(line, "td", text, **({"class": "number"} if column in numbers else {}))
-    return body
-
-
 # -------------------------------------------------------------------------------- pictures
 
 
 def _add_pictures(body: Element) -> None:
-    controls = _add(body, "div", id="controls", hidden="hidden", **{"class": "controls"})
-    _add(controls, "fieldset", id="operations")
+    controls = add(body, "div", id="controls", hidden="hidden", **{"class": "controls"})
+    add(controls, "fieldset", id="operations")
     _add_choice(controls, "Heatmap of", "part", _PARTS)
     _add_choice(controls, "Colour", "scale", ("log", "linear"))
-    sizes = _add(controls, "fieldset")
-    _add(sizes, "legend", "Size")
+    sizes = add(controls, "fieldset")
+    add(sizes, "legend", "Size")
     for name, sign in (("smaller", "\N{MINUS SIGN}"), ("larger", "+")):
-        _add(sizes, "button", sign, id=name, type="button", **{"aria-label": f"{name} cells"})
+        add(sizes, "button", sign, id=name, type="button", **{"aria-label": f"{name} cells"})
         sizes[-1].tail = " "
 
-    _add(
-        body, "p", "Heatmap and timeline need a script, or nothing was measured.", id="no-pictures"
-    )
-    pictures = _add(body, "div", id="pictures", hidden="hidden")
+    add(body, "p", "Heatmap and timeline need a script, or nothing was measured.", id="no-pictures")
+    pictures = add(body, "div", id="pictures", hidden="hidden")
     for name, title in (("heat", "Who waits for whom"), ("line", "Recent operations")):
-        _add(pictures, "h2", title)
-        figure = _add(pictures, "figure")
-        _add(figure, "figcaption", id=f"{name}-caption")
+        add(pictures, "h2", title)
+        figure = add(pictures, "figure")
+        add(figure, "figcaption", id=f"{name}-caption")
         if name == "heat":
-            _add(figure, "canvas", id="legend", **{"aria-hidden": "true"})
-        box = _add(figure, "div", id=f"{name}-box", **{"class": "scroll"})
-        _add(box, "canvas", id=name, tabindex="0", role="img")
-    _add(body, "div", id="tip", role="status", hidden="hidden", **{"aria-live": "polite"})
+            add(figure, "canvas", id="legend", **{"aria-hidden": "true"})
+        box = add(figure, "div", id=f"{name}-box", **{"class": "scroll"})
+        add(box, "canvas", id=name, tabindex="0", role="img")
+    add(body, "div", id="tip", role="status", hidden="hidden", **{"aria-live": "polite"})
 
 
 def _add_choice(controls: Element, title: str, name: str, values: Sequence[str]) -> None:
-    choice = _add(controls, "fieldset")
-    _add(choice, "legend", title)
+    choice = add(controls, "fieldset")
+    add(choice, "legend", title)
     for index, value in enumerate(values):
-        label = _add(choice, "label")
-        button = _add(label, "input", type="radio", name=name, value=value, autocomplete="off")
+        label = add(choice, "label")
+        button = add(label, "input", type="radio", name=name, value=value, autocomplete="off")
         button.tail = f" {value}"
         if index == 0:
             button.set("checked", "checked")

@@ -1,0 +1,55 @@
+"""`python -m deep_ep.diagnose dump`: asks running processes for a dump."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from rich.console import Console
+from rich.text import Text
+
+from ..core.package import EPArgumentError, EPError, request
+from ..core.printable_text import printable
+
+# Exit status when a process that was asked has written nothing.
+NO_ANSWER = 4
+
+
+def dump(given: argparse.Namespace) -> int:
+    """Asks, waits, and prints what was written.
+
+    Returns:
+        The exit status.
+
+    Raises:
+        EPArgumentError: there is nobody to ask.
+        OSError: somebody cannot be asked.
+    """
+    console = Console()
+    failed = False
+    for asked in [request.request_dump(pid, given.into) for pid in _pids(given.whom)]:
+        try:
+            answer = request.wait_for_answer(asked, given.timeout)
+        except EPError as error:
+            said, is_there = str(error), False
+        else:
+            said, is_there = (
+                answer.error or "\n".join([*answer.files, answer.line]),
+                not answer.error,
+            )
+        failed = failed or not is_there
+        for line in said.splitlines():
+            console.print(Text(f"process {asked.pid}: {printable(line)}"), soft_wrap=True)
+    return NO_ANSWER if failed else 0
+
+
+def _pids(whom: str) -> list[int]:
+    if whom.isdecimal() and not Path(whom).is_dir():
+        return [int(whom)]
+    found = [process.pid for process in request.processes(whom)]
+    if not found:
+        raise EPArgumentError(
+            f"dump: no process of this user and host writes dumps into {whom!r}; name a process, or the "
+            "directory of dumps of a running job (DEEP_EP_DUMP_SIGNAL must not be 0 there)."
+        )
+    return found

@@ -1,0 +1,185 @@
+"""What a rank is doing, read off its Python stack: a table of patterns over frames."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from deep_ep.hang.states import Frame, Thread, frames_of, known_fields
+
+
+@dataclass(frozen=True)
+class Doing:
+    """What a thread is doing.
+
+    Attributes:
+        what: key of `PHRASES`; "runs" if no pattern fits.
+        thread: its name.
+        frame: the one that shows it; `None` if there is no Python frame.
+        user: the innermost frame outside of libraries; `None` if there is none.
+    """
+
+    what: str
+    thread: str = ""
+    frame: Frame | None = None
+    user: Frame | None = None
+
+    @staticmethod
+    def of(plain: Any) -> Doing:
+        """From plain data. Raises as `RankState.of`."""
+        values = known_fields(Doing, plain)
+        for name in ("frame", "user"):
+            if values.get(name) is not None:
+                (values[name],) = frames_of([values[name]])
+        return Doing(**values)
+
+
+# What each of them is in words, behind the name of a thread.
+PHRASES = {
+    "compiling": "is compiling",
+    "initialising": "is initialising",
+    "collective": "is in another collective",
+    "optimiser": "is in the optimiser",
+    "checkpoint": "is saving or loading a checkpoint",
+    "data": "is loading data",
+    "debugger": "is in a debugger",
+    "importing": "is importing modules",
+    "gpu": "waits for its GPU",
+    "process": "waits for a program that it has started",
+    "thread": "waits for another thread",
+    "network": "waits for the network",
+    "sleeping": "sleeps",
+    "runs": "runs",
+}
+
+
+class _Pattern(NamedTuple):
+    """A frame that shows what its thread does. All parts must be found; file names have forward slashes."""
+
+    what: str
+    file: str
+    function: str = ""
+    text: str = ""
+
+
+_COLLECTIVES = (
+    r"^(_?(all_|reduce_|broadcast|barrier|monitored_barrier|gather|scatter|send|recv|isend|irecv|"
+    r"batch_isend_irecv|reduce)|wait)"
+)
+# Where several frames fit, the innermost one says it. What is specific is looked for first: whoever compiles
+# may wait for a thread while he does.
+_SPECIFIC = (
+    _Pattern("debugger", r"(^|/)(pdb|bdb|ipdb/\w+|debugpy/.*)\.py$"),
+    _Pattern("compiling", r"/torch/_(inductor|dynamo|functorch)/"),
+    _Pattern("compiling", r"/triton/(compiler|backends|runtime/(build|autotuner))"),
+    _Pattern(
+        "compiling", r"/triton/runtime/jit\.py$", r"^(_do_compile|compile|warmup|create_binder)"
+    ),
+    _Pattern("compiling", r"/torch/utils/cpp_extension\.py$"),
+    _Pattern(
+        "compiling", r"/(deep_gemm|flashinfer|tilelang|tvm|cutlass|numba)/(.*/)?(jit|compile)"
+    ),
+    _Pattern("collective", r"/torch/distributed/distributed_c10d\.py$", _COLLECTIVES),
+    _Pattern("collective", r"/torch/distributed/(_functional_collectives|nn/functional)\.py$"),
+    _Pattern("collective", r"/(pynccl|communicator|mpi4py)[\w/]*\.py$", _COLLECTIVES),
+    _Pattern(
+        "initialising", r"/torch/distributed/distributed_c10d\.py$", r"init_process_group|new_group"
+    ),
+    _Pattern("initialising", r"/torch/distributed/(rendezvous|elastic/rendezvous/.*)\.py$"),
+    _Pattern("initialising", r"/deep_ep/(construction|rendezvous|nvshmem)\.py$"),
+    _Pattern("initialising", r"/torch/cuda/__init__\.py$", r"^(_lazy_init|init|set_device)$"),
+    _Pattern("initialising", r"/(model_loader|modeling_utils|weight_utils)[\w/]*\.py$"),
+    _Pattern("checkpoint", r"/torch/(serialization|distributed/checkpoint/.*)\.py$"),
+    _Pattern("checkpoint", r"/safetensors/"),
+    _Pattern("data", r"/torch/utils/data/"),
+    _Pattern("data", r"/(datasets|webdataset|streaming)/\w"),
+    _Pattern("optimiser", r"/torch/optim/"),
+    _Pattern("optimiser", r"/torch/nn/utils/clip_grad\.py$"),
+    _Pattern("optimiser", r"/(optimizer|optimizers)/\w|/(distrib_)?optimizer\.py$"),
+)
+_GENERAL = (
+    _Pattern("gpu", r"/torch/cuda/(__init__|streams|graphs)\.py$", r"^(synchronize|wait)"),
+    _Pattern(
+        "process", r"(^|/)subprocess\.py$", r"^(_?wait|communicate|_try_wait|run|_communicate)$"
+    ),
+    _Pattern("network", r"(^|/)(socket|ssl|http/client|urllib/request|urllib3/.*)\.py$"),
+    _Pattern(
+        "thread", r"(^|/)(threading|queue)\.py$", r"^(wait|join|get|put|acquire|_wait|__enter__)"
+    ),
+    _Pattern("sleeping", "", "", r"\bsleep\("),
+    _Pattern("sleeping", "", r"^_?sleep$"),
+)
+_IMPORT = re.compile(r"<frozen importlib")
+# An import that is under way shows near the innermost frame; all that a module does when it is imported
+# has such frames further out.
+_NEAR = 4
+_LIBRARY = re.compile(r"/(site|dist)-packages/|/lib(64)?/python[\d.]+/|^<")
+
+
+def doing(threads: Sequence[Thread]) -> Doing | None:
+    """What the main thread does.
+
+    Args:
+        threads: of a process, the main thread first.
+
+    Returns:
+        What it does; `None` if nothing is known of its threads.
+    """
+    thread = next((thread for thread in threads if thread.frames), None)
+    if thread is None:
+        return None
+    frames, user = thread.frames, user_frame(thread.frames)
+    for table in (_SPECIFIC, _GENERAL):
+        for frame in frames:
+            for pattern in table:
+                if _fits(pattern, frame):
+                    return Doing(pattern.what, thread.name, frame, user)
+    if any(_IMPORT.match(frame.file) for frame in frames[:_NEAR]):
+        imported = next((frame for frame in frames if not _IMPORT.match(frame.file)), frames[0])
+        return Doing("importing", thread.name, imported, user)
+    return Doing("runs", thread.name, user or frames[0], user)
+
+
+def user_frame(frames: Iterable[Frame]) -> Frame | None:
+    """The innermost frame outside of libraries; `None` if all are inside."""
+    return next((frame for frame in frames if not _is_library(frame)), None)
+
+
+def call_of(threads: Sequence[Thread]) -> str:
+    """The call of this package in which the main thread is, by its stack; empty: in none that has a kernel."""
+    thread = next((thread for thread in threads if thread.frames), None)
+    inside = itertools.takewhile(_is_library, thread.frames if thread is not None else ())
+    ours = [frame.function for frame in inside if _is_ours(frame)]
+    return ours[-1] if ours and ours[-1] != "__init__" else ""
+
+
+def _is_library(frame: Frame) -> bool:
+    return _LIBRARY.search(_slashes(frame.file)) is not None or _is_ours(frame)
+
+
+def _is_ours(frame: Frame) -> bool:
+    """By the names of our modules: a program may lie in a folder of that name as well."""
+    return _slashes(frame.file).rpartition("/deep_ep/")[2] in _our_modules()
+
+
+@functools.cache
+def _our_modules() -> frozenset[str]:
+    package = Path(__file__).parents[1]
+    return frozenset(path.relative_to(package).as_posix() for path in package.rglob("*.py"))
+
+
+def _fits(pattern: _Pattern, frame: Frame) -> bool:
+    return (
+        re.search(pattern.file, _slashes(frame.file)) is not None
+        and re.search(pattern.function, frame.function) is not None
+        and re.search(pattern.text, frame.text) is not None
+    )
+
+
+def _slashes(file: str) -> str:
+    return file.replace("\\", "/")

@@ -1,0 +1,249 @@
+"""Why operations hang, as plain data: causes, who waits for whom, and the verdict that holds them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Literal, get_args
+
+from deep_ep.hang.activity import Doing
+from deep_ep.hang.states import OWED, PROCESSES, Frame, Owed, Process, frames_of, known_fields
+
+# docs/hang.md says what each of them means.
+Kind = Literal[
+    "gone",
+    "ended",
+    "stopped",
+    "unreachable",
+    "busy",
+    "not_called",
+    "host_in_call",
+    "other_buffer",
+    "not_started",
+    "not_sent",
+    "not_arrived",
+    "circle",
+    "mismatch",
+    "given_up",
+    "unknown",
+]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Edge:
+    """A rank waits for another one.
+
+    Attributes:
+        waiter, owed: the ranks.
+        what: the waiter needs of it.
+        series, number: of the operation in which it waits.
+        waited_s: how long its kernel has been waiting, seconds.
+    """
+
+    waiter: int
+    owed: int
+    what: Owed
+    series: str
+    number: int
+    waited_s: float = 0.0
+
+    def order(self) -> tuple[int, int, str]:
+        """Sorts edges."""
+        return self.waiter, self.owed, self.what
+
+
+@dataclass(frozen=True)
+class Accused:
+    """A rank that is the reason, and what is known of it.
+
+    Attributes:
+        rank: in the group.
+        host, pid: where it runs; empty and 0 if that is not known.
+        process: see `states.Process`.
+        last: newest operation that it has entered; 0: none; -1: that is not known.
+        exit, raised, in_call: as in `RankState`.
+    """
+
+    rank: int
+    host: str = ""
+    pid: int = 0
+    process: Process = "alive"
+    last: int = 0
+    exit: str = ""
+    raised: str = ""
+    in_call: str = ""
+
+
+@dataclass(frozen=True)
+class Side:
+    """Ranks that called the same thing, where others called something else.
+
+    Attributes:
+        ranks: ascending.
+        series, number, name: of their operation.
+        values: sizes and dtype in which the sides differ.
+        frame: where one of them called it; `None` if that is not known.
+    """
+
+    ranks: tuple[int, ...]
+    series: str
+    number: int
+    name: str
+    values: Mapping[str, str] = field(default_factory=dict, hash=False)
+    frame: Frame | None = None
+
+
+@dataclass(frozen=True)
+class Cause:
+    """One reason why ranks wait. Independent causes stand beside each other in a verdict.
+
+    Attributes:
+        kind: see `Kind`.
+        accused: the ranks that are the reason, ascending; none where paths are.
+        series, number, name: of the operation that is concerned; "" and 0 if there is none.
+        what: others wait for; empty if nobody does.
+        waited_by: all ranks that wait for it, directly or because others do, ascending.
+        waited_s: the longest of them, seconds.
+        doing: what the main thread of the first of the accused does; `None` if that is not known.
+        hook: operation whose receive hook they have not called; 0: none.
+        elsewhere: where they are instead, for "other_buffer".
+        paths: (source, destination) on which something did not arrive.
+        hop: of these paths: "NVLink" or "network"; empty if there is only one kind.
+        passed_on: whose rows the sources of these paths had to pass on; empty: their own.
+        circle: ranks of which each waits for slots of the next one, and the last one for the first.
+        sides: of a mismatch, the largest first.
+        between: the kinds between which it cannot be decided.
+    """
+
+    kind: Kind
+    accused: tuple[Accused, ...] = ()
+    series: str = ""
+    number: int = 0
+    name: str = ""
+    what: Owed | Literal[""] = ""
+    waited_by: tuple[int, ...] = ()
+    waited_s: float = 0.0
+    doing: Doing | None = None
+    hook: int = 0
+    elsewhere: str = ""
+    paths: tuple[tuple[int, int], ...] = ()
+    hop: str = ""
+    passed_on: tuple[int, ...] = ()
+    circle: tuple[int, ...] = ()
+    sides: tuple[Side, ...] = ()
+    between: tuple[Kind, ...] = ()
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The accused ranks, ascending. Empty where paths are the reason: neither end is at fault."""
+        return tuple(accused.rank for accused in self.accused)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Why the ranks of a buffer wait.
+
+    Attributes:
+        buffer: names it.
+        num_ranks: size of its group.
+        ranks_per_node: where operations between nodes go by way of gateways; 0: they do not.
+        causes: independent of each other, what most ranks wait for first.
+        edges: who waits for whom, ascending.
+        masked: ranks that all others have masked out.
+        missing: ranks of which no state was there.
+        taken_ns: time of the newest state, UTC, ns since 1970.
+    """
+
+    buffer: str = ""
+    num_ranks: int = 0
+    ranks_per_node: int = 0
+    causes: tuple[Cause, ...] = ()
+    edges: tuple[Edge, ...] = ()
+    masked: tuple[int, ...] = ()
+    missing: tuple[int, ...] = ()
+    taken_ns: int = 0
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """All accused ranks, ascending."""
+        return tuple(sorted({rank for cause in self.causes for rank in cause.ranks}))
+
+    @property
+    def waiting(self) -> tuple[int, ...]:
+        """All ranks that wait, ascending."""
+        return tuple(sorted({edge.waiter for edge in self.edges}))
+
+    def plain(self) -> dict[str, Any]:
+        """As data for JSON. Edges that differ in nothing but whom they lead to are one."""
+        owed: dict[tuple[Any, ...], list[int]] = {}
+        for e in self.edges:
+            key = (e.waiter, e.what, e.series, e.number, e.waited_s)
+            owed.setdefault(key, []).append(e.owed)
+        names = ("waiter", "what", "series", "number", "waited_s")
+        edges = [{**dict(zip(names, key)), "owed": ranks} for key, ranks in owed.items()]
+        return {"format": FORMAT, **asdict(replace(self, edges=())), "edges": edges}
+
+    @staticmethod
+    def of(plain: Any) -> Verdict:
+        """From plain data of this or a later format; what that has in addition is left out.
+
+        Raises:
+            ValueError, TypeError, KeyError: it is none.
+        """
+        values = known_fields(Verdict, plain)
+        values["causes"] = tuple(_cause_of(cause) for cause in values.get("causes", ()))
+        edges = [edge for plain in values.get("edges", ()) for edge in _edges_of(plain)]
+        values["edges"] = tuple(sorted(edges, key=Edge.order))
+        for name in ("masked", "missing"):
+            values[name] = _ranks_of(values.get(name, ()))
+        return Verdict(**values)
+
+
+def _cause_of(plain: Any) -> Cause:
+    values = known_fields(Cause, plain)
+    _require(values["kind"], KINDS, "kind")
+    _require(values.get("what", ""), (*OWED, ""), "what")
+    values["accused"] = tuple(_accused_of(accused) for accused in values.get("accused", ()))
+    values["doing"] = None if values.get("doing") is None else Doing.of(values["doing"])
+    values["paths"] = tuple((int(a), int(b)) for a, b in values.get("paths", ()))
+    values["sides"] = tuple(_side_of(side) for side in values.get("sides", ()))
+    for name in ("waited_by", "passed_on", "circle"):
+        values[name] = _ranks_of(values.get(name, ()))
+    values["between"] = tuple(
+        _require(kind, KINDS, "between") for kind in values.get("between", ())
+    )
+    return Cause(**values)
+
+
+def _accused_of(plain: Any) -> Accused:
+    values = known_fields(Accused, plain)
+    _require(values.get("process", "alive"), PROCESSES, "process")
+    return Accused(**values)
+
+
+def _edges_of(plain: Any) -> list[Edge]:
+    values = known_fields(Edge, {**plain, "owed": 0})
+    _require(values["what"], OWED, "what")
+    return [Edge(**{**values, "owed": rank}) for rank in _ranks_of(plain["owed"])]
+
+
+def _side_of(plain: Any) -> Side:
+    values = known_fields(Side, plain)
+    values["ranks"] = _ranks_of(values["ranks"])
+    values["values"] = {str(key): str(value) for key, value in values.get("values", {}).items()}
+    if values.get("frame") is not None:
+        (values["frame"],) = frames_of([values["frame"]])
+    return Side(**values)
+
+
+def _ranks_of(plain: Any) -> tuple[int, ...]:
+    return tuple(int(rank) for rank in plain)
+
+
+def _require(value: Any, allowed: tuple[Any, ...], name: str) -> Any:
+    if value not in allowed:
+        raise ValueError(f"{name} is {value!r}, not one of {', '.join(map(str, allowed))}")
+    return value

@@ -1,0 +1,201 @@
+"""Reads a directory of dumps: ours, torch's, and whatever else lies there."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from deep_ep.errors import EPArgumentError
+from deep_ep.hang import files, plain_pickle
+from deep_ep.hang.cause import Verdict
+from deep_ep.hang.states import RankState
+from deep_ep.hang.torch_dumps import Hanging, TorchDump, dump_of, hanging, is_torch_dump
+from deep_ep.hang.traces import STATE_FORMAT, VERDICT_FORMAT
+from deep_ep.hang.verdict import judge
+
+# Ours lie in a folder beside torch's, so folders within folders are looked at, so deep; and so many files.
+_DEPTH, _MOST_FILES = 2, 1 << 14
+_PICKLE, _JSON = b"\x80", b"{"
+_RANK = re.compile(r"(\d+)(?:\.json)?$")
+
+
+@dataclass(frozen=True)
+class BufferDump:
+    """What is known of one buffer.
+
+    Attributes:
+        states: by rank.
+        verdict: made of these states, here and now.
+    """
+
+    states: Mapping[int, RankState]
+    verdict: Verdict
+
+
+@dataclass(frozen=True)
+class Folder:
+    """What a directory holds.
+
+    Attributes:
+        buffers: that of which most is waited for first.
+        torch: torch's own dumps, by rank.
+        collectives: of torch's, that do not end.
+        remarks: what could not be read, and what does not fit: file, position, reason.
+    """
+
+    buffers: tuple[BufferDump, ...]
+    torch: tuple[TorchDump, ...]
+    collectives: tuple[Hanging, ...]
+    remarks: tuple[str, ...]
+
+
+@dataclass
+class _Read:
+    states: list[tuple[Path, RankState]] = field(default_factory=list)
+    verdicts: list[Verdict] = field(default_factory=list)
+    torch: dict[int, TorchDump] = field(default_factory=dict)
+    remarks: list[str] = field(default_factory=list)
+
+
+def read_folder(directory: Path | str) -> Folder:
+    """Reads and judges all that can be read.
+
+    Raises:
+        EPArgumentError: it is no directory, or nothing in it can be read.
+    """
+    directory = Path(directory)
+    if not directory.is_dir():
+        raise EPArgumentError(
+            f"{directory}: there is no such directory; expected one with dumps (<rank>.hang.json). "
+            "Name what the log or the exception says that was written."
+        )
+    read = _Read()
+    for path in _files(directory, read.remarks):
+        try:
+            _read_file(path, read)
+        except (ValueError, TypeError, KeyError, OSError) as error:
+            reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
+            read.remarks.append(f"{path}: left out: {reason}")
+    buffers = _buffers(read)
+    if not buffers and not read.torch:
+        why = f"; {read.remarks[0]}" if read.remarks else ""
+        raise EPArgumentError(
+            f"{directory}: no dump can be read; expected <rank>.hang.json of this package, or files of "
+            f"torch's flight recorder. Name the directory in which they were written{why}"
+        )
+    dumps = tuple(read.torch[rank] for rank in sorted(read.torch))
+    return Folder(buffers, dumps, tuple(hanging(dumps)), tuple(read.remarks))
+
+
+def _files(directory: Path, remarks: list[str], depth: int = _DEPTH) -> list[Path]:
+    found: list[Path] = []
+    for path in sorted(directory.iterdir()):
+        if len(found) >= _MOST_FILES:
+            remarks.append(f"{directory}: only the first {_MOST_FILES} files are read")
+            break
+        if path.is_dir():
+            if depth and not path.is_symlink():
+                found += _files(path, remarks, depth - 1)
+        else:
+            found.append(path)
+    return found
+
+
+def _read_file(path: Path, read: _Read) -> None:
+    data = files.read(path)
+    if data.startswith(_PICKLE):
+        _take(path, plain_pickle.loads(data), read)
+    elif data.lstrip()[:1] == _JSON:
+        _take(path, _json(data), read)
+    else:
+        raise ValueError("byte 0: it is neither a pickle nor a JSON object, so it is no dump")
+
+
+def _json(data: bytes) -> Any:
+    try:
+        return json.loads(data)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"line {error.lineno} column {error.colno}: {error.msg}") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"byte {error.start}: it is not UTF-8") from None
+    except RecursionError:
+        raise ValueError("byte 0: it is nested too deeply") from None
+
+
+def _take(path: Path, plain: Any, read: _Read) -> None:
+    kind = plain.get("kind") if isinstance(plain, dict) else None
+    if kind == STATE_FORMAT:
+        read.states.append((path, _checked(RankState.of(plain))))
+    elif kind == VERDICT_FORMAT:
+        read.verdicts.append(Verdict.of(plain))
+    elif is_torch_dump(plain):
+        if "deep_ep" in plain:  # ours in torch's format
+            read.states.append((path, _checked(RankState.of(plain["deep_ep"]))))
+            return
+        rank = _RANK.search(path.name)
+        if rank is None:
+            raise ValueError("its name does not end in a rank")
+        dump = dump_of(plain, int(rank[1]))
+        if dump.rank in read.torch:
+            read.remarks.append(f"{path}: left out: another file is of rank {dump.rank} as well")
+            return
+        read.torch[dump.rank] = dump
+    else:
+        raise ValueError("it is no dump: neither the keys of ours nor of torch's are in it")
+
+
+def _checked(state: RankState) -> RankState:
+    """Numbers that are used to count ranks.
+
+    Raises:
+        ValueError: they cannot be.
+    """
+    if not 0 <= state.rank < state.num_ranks <= 1 << 16:
+        raise ValueError(f"rank is {state.rank} of {state.num_ranks}")
+    waits = state.waits.ranks() if state.waits is not None else ()
+    wrong = [rank for rank in (*waits, *state.masked) if not 0 <= rank < state.num_ranks]
+    if wrong:
+        raise ValueError(f"rank {wrong[0]} of {state.num_ranks} is waited for, or masked")
+    return state
+
+
+def _buffers(read: _Read) -> tuple[BufferDump, ...]:
+    groups = _groups(read)
+    nodes = {(v.buffer, v.num_ranks): v.ranks_per_node for v in read.verdicts}
+    found = []
+    for key, states in groups.items():
+        processes = {(s.host, s.pid): rank for rank, s in states.items() if s.pid}
+        elsewhere: dict[int, list[RankState]] = {}
+        for other, theirs in groups.items():
+            for state in theirs.values() if other != key else ():
+                rank = processes.get((state.host, state.pid))
+                if rank is not None:
+                    elsewhere.setdefault(rank, []).append(state)
+        found.append(BufferDump(states, judge(states, nodes.get(key, 0), elsewhere)))
+    return tuple(sorted(found, key=lambda buffer: -len(buffer.verdict.waiting)))
+
+
+def _groups(read: _Read) -> dict[tuple[str, int], dict[int, RankState]]:
+    """States by buffer; of several of a rank the newest."""
+    groups: dict[tuple[str, int], dict[int, RankState]] = {}
+    for path, state in sorted(read.states, key=lambda item: item[1].taken_ns):
+        group = groups.setdefault((state.buffer, state.num_ranks), {})
+        if group.get(state.rank, state) != state:
+            read.remarks.append(
+                f"{path}: taken instead of an older state of rank {state.rank} of buffer {state.buffer}"
+            )
+        group[state.rank] = state
+    sizes: dict[str, list[int]] = {}
+    for name, num_ranks in groups:
+        sizes.setdefault(name, []).append(num_ranks)
+    for name, found in sizes.items():
+        if len(found) > 1:
+            read.remarks.append(
+                f"states of buffer {name} are of groups of {' and '.join(map(str, sorted(found)))} ranks: dumps of "
+                "several jobs are mixed, and judged apart"
+            )
+    return groups

@@ -1,0 +1,229 @@
+"""How another program asks a process for a dump: a file with what is asked for, and a signal.
+
+Both sides meet in a directory of the user's own, `deep_ep-UID` under the temporary one, which only this user
+may open. A process with buffers that handles the signal says so there (`announce`), and so nobody sends
+it to a process that it would end. Who asks (`request_dump`) leaves `PID.request` there and sends the
+signal. The process takes that (`read_request`), writes its dump, and says so (`answer`) in
+`PID.answer`. A signal without a request asks for a dump into the process's own directory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import stat
+import tempfile
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from deep_ep.errors import EPTransportError, EPUsageError
+from deep_ep.hang import files
+from deep_ep.hang.states import known_fields
+
+_LOOK_EVERY_S = 0.05
+
+
+@dataclass(frozen=True)
+class Process:
+    """A process that writes a dump when it is asked to.
+
+    Attributes:
+        pid: of it.
+        signal: that asks it.
+        directory: where it writes if nobody says otherwise.
+        started: when it began, in the kernel's ticks: another process may get its number.
+    """
+
+    pid: int
+    signal: int
+    directory: str
+    started: int
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is asked of a process.
+
+    Attributes:
+        pid: of it.
+        name: of this request.
+        directory: where the dump shall be written; empty: where the process writes by itself.
+    """
+
+    pid: int
+    name: str
+    directory: str
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What became of a request.
+
+    Attributes:
+        name: of the request.
+        files: that were written.
+        line: the verdict.
+        error: why there is no dump; empty if there is one.
+    """
+
+    name: str
+    files: tuple[str, ...] = ()
+    line: str = ""
+    error: str = ""
+
+
+# ---- the process
+
+
+def announce(directory: Path | str, signal_number: int) -> None:
+    """Says that this process handles the signal. To be called once it does.
+
+    Raises:
+        EPUsageError: the directory for requests belongs to somebody else.
+        OSError: it cannot be written.
+    """
+    pid = os.getpid()
+    where = str(Path(directory).absolute())
+    process = Process(pid, signal_number, where, _started(pid))
+    _write(_meeting_place() / f"{pid}.ready", asdict(process))
+
+
+def withdraw() -> None:
+    """Takes back what this process has announced. May be repeated; raises nothing."""
+    pid = os.getpid()
+    with contextlib.suppress(OSError, EPUsageError):
+        for kind in ("ready", "request", "answer"):
+            (_meeting_place() / f"{pid}.{kind}").unlink(missing_ok=True)
+
+
+def read_request() -> Request | None:
+    """Takes the request that came with the signal; `None` if there is none, or it cannot be read."""
+    try:
+        path = _meeting_place() / f"{os.getpid()}.request"
+        request = Request(**known_fields(Request, _read(path)))
+        path.unlink()
+    except (OSError, ValueError, TypeError, EPUsageError):
+        return None
+    return request
+
+
+def answer(request: Request, written: Iterable[Path], line: str = "", error: str = "") -> None:
+    """Says what became of a request.
+
+    Raises:
+        OSError, EPUsageError: as `announce`.
+    """
+    paths = tuple(str(path) for path in written)
+    said = Answer(request.name, paths, line, error)
+    _write(_meeting_place() / f"{request.pid}.answer", asdict(said))
+
+
+# ---- who asks
+
+
+def processes(directory: Path | str | None = None) -> list[Process]:
+    """The processes of this user and host that write dumps, ascending.
+
+    Args:
+        directory: only those that write into it; `None`: all.
+
+    Raises:
+        EPUsageError: as `announce`.
+    """
+    found = []
+    for path in _meeting_place().glob("*.ready"):
+        with contextlib.suppress(OSError, ValueError, TypeError):
+            process = Process(**known_fields(Process, _read(path)))
+            if process.started == _started(process.pid):
+                found.append(process)
+    if directory is not None:
+        wanted = Path(directory).resolve()
+        found = [process for process in found if Path(process.directory).resolve() == wanted]
+    return sorted(found, key=lambda process: process.pid)
+
+
+def request_dump(pid: int, directory: Path | str | None = None) -> Request:
+    """Asks a process of this user and host for a dump. Does not wait for it.
+
+    Args:
+        pid: of the process.
+        directory: where it shall write; `None`: where it does by itself.
+
+    Raises:
+        EPUsageError: it has no buffers, handles no signal, or belongs to somebody else.
+        OSError: it cannot be asked.
+    """
+    process = next((process for process in processes() if process.pid == pid), None)
+    if process is None:
+        raise EPUsageError(
+            f"dump: process {pid} does not write dumps; it must be a process of this user, on this host, with a "
+            "deep_ep.Buffer and DEEP_EP_DUMP_SIGNAL not 0. Name another one, or the directory of the job."
+        )
+    where = "" if directory is None else str(Path(directory).absolute())
+    request = Request(pid, secrets.token_hex(8), where)
+    _write(_meeting_place() / f"{pid}.request", asdict(request))
+    os.kill(pid, process.signal)
+    return request
+
+
+def wait_for_answer(request: Request, timeout_s: float) -> Answer:
+    """What became of a request.
+
+    Raises:
+        EPTransportError: the process has not answered in time, or is gone.
+    """
+    path = _meeting_place() / f"{request.pid}.answer"
+    until_s = time.monotonic() + timeout_s
+    while time.monotonic() < until_s:
+        with contextlib.suppress(OSError, ValueError, TypeError):
+            values = known_fields(Answer, _read(path))
+            values["files"] = tuple(str(name) for name in values.get("files", ()))
+            said = Answer(**values)
+            if said.name == request.name:
+                path.unlink(missing_ok=True)
+                return said
+        time.sleep(_LOOK_EVERY_S)
+    raise EPTransportError(
+        f"dump: process {request.pid} has not answered within {timeout_s:g} s; it must be running, and not be "
+        "stopped. Read what its peers have written of it, or look at it with py-spy."
+    )
+
+
+# ---- the directory
+
+
+def _meeting_place() -> Path:
+    path = Path(tempfile.gettempdir()) / f"deep_ep-{os.geteuid()}"
+    with contextlib.suppress(FileExistsError):
+        path.mkdir(mode=0o700)
+    found = path.lstat()
+    is_ours = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
+    if not is_ours or found.st_mode & 0o077:
+        raise EPUsageError(
+            f"dump: {path} is not a directory that only this user may open; requests for dumps are left there. "
+            "Remove it, or set TMPDIR to another directory, for the job and for who asks."
+        )
+    return path
+
+
+def _write(path: Path, plain: Mapping[str, Any]) -> None:
+    files.replace(path, json.dumps(plain).encode())
+
+
+def _read(path: Path) -> Any:
+    return json.loads(files.read(path))
+
+
+def _started(pid: int) -> int:
+    """When a process began; 0 if there is none."""
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return 0
+    # Behind the name, which may hold blanks and brackets.
+    return int(status.rpartition(")")[2].split()[19])

@@ -1,0 +1,226 @@
+"""What one rank says of itself, or is said of it, when operations hang. Plain data.
+
+A verdict (verdict.py) is made from the states of all ranks, and a dump is one of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, Literal, get_args
+
+# What a rank waits for of another one: that it enters the operation; its rows, or the word that there
+# are none; or that it empties slots of its queues.
+Owed = Literal["entry", "rows", "slots"]
+OWED: tuple[Owed, ...] = get_args(Owed)
+
+# "busy": the process runs and does not let its Python threads run. "silent": it does not answer, and it is not
+# known why. "ended": in order. "unknown": nothing was ever heard.
+Process = Literal["alive", "busy", "stopped", "silent", "unreachable", "gone", "ended", "unknown"]
+PROCESSES: tuple[Process, ...] = get_args(Process)
+
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Frame:
+    """A place in Python code.
+
+    Attributes:
+        function, file, line: where it is.
+        text: of that line; empty if it is not known.
+    """
+
+    function: str
+    file: str
+    line: int
+    text: str = ""
+
+
+@dataclass(frozen=True)
+class Thread:
+    """A Python thread.
+
+    Attributes:
+        name: of the thread.
+        frames: innermost first.
+    """
+
+    name: str
+    frames: tuple[Frame, ...]
+
+
+@dataclass(frozen=True)
+class Call:
+    """An operation in the ring of a rank. Times are 0 where that has not happened.
+
+    Attributes:
+        call: number of the host's call, from 1. All replays of a captured graph have one.
+        series: "operation" for dispatch and combine, which are numbered together; else as `name`.
+        number: in its series, from 1; 0: its kernel has not entered yet.
+        name: of the operation.
+        sizes: by name; what all ranks must agree on comes with `agreed`.
+        agreed: names in `sizes` which must be the same on all ranks.
+        dtype: of the rows; empty if it has none.
+        stream: on which it was called.
+        called_ns: when the host called it, UTC, ns since 1970.
+        receive_called_ns: the same for the hook of an operation that has one.
+        has_hook: whether it has one.
+        entered_ns: on the device's clock, as all that follow.
+        sent_ns: when the last row to anybody had been handed over.
+        finished_ns: when it ended.
+        failed: the reason, if it ended by a failure.
+        frames: who called it, innermost first.
+    """
+
+    call: int
+    series: str
+    number: int
+    name: str
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    agreed: tuple[str, ...] = ()
+    dtype: str = ""
+    stream: int = 0
+    called_ns: int = 0
+    receive_called_ns: int = 0
+    has_hook: bool = False
+    entered_ns: int = 0
+    sent_ns: int = 0
+    finished_ns: int = 0
+    failed: str = ""
+    frames: tuple[Frame, ...] = ()
+
+
+@dataclass(frozen=True)
+class Waits:
+    """For whom a kernel waits now.
+
+    Attributes:
+        series, number: of the operation, as in `Call`.
+        waited_s: how long the kernel has been waiting, seconds.
+        missing: by what it waits for, the ranks that owe it, ascending.
+    """
+
+    series: str
+    number: int
+    waited_s: float
+    missing: Mapping[Owed, tuple[int, ...]]
+
+    def ranks(self) -> tuple[int, ...]:
+        """All ranks that it waits for, ascending."""
+        return tuple(sorted({rank for ranks in self.missing.values() for rank in ranks}))
+
+
+@dataclass(frozen=True)
+class RankState:
+    """One rank of one buffer.
+
+    Attributes:
+        rank: in the group of the buffer.
+        num_ranks: size of that group.
+        buffer: names the buffer, the same on all ranks.
+        host, pid: where it runs; empty and 0 if that is not known.
+        global_rank: in the job; -1 if that is not known.
+        taken_ns: when this was so, UTC, ns since 1970.
+        written_by: the rank that said it.
+        process: see `Process`.
+        exit: how the process ended, if that is known: "exit status 1", "signal 9".
+        raised: the exception that the program has raised, if it has: type, text, and where.
+        closed: newest operation that has ended; the series is "operation".
+        opened: the one it is in; 0: none.
+        in_call: name of the call of this package in which the host is now; empty: none.
+        calls: the ring, oldest first.
+        waits: for whom it waits; `None`: for nobody.
+        threads: its Python threads, the main thread first.
+        masked: ranks that are masked out.
+    """
+
+    rank: int
+    num_ranks: int
+    buffer: str = ""
+    host: str = ""
+    pid: int = 0
+    global_rank: int = -1
+    taken_ns: int = 0
+    written_by: int = -1
+    process: Process = "alive"
+    exit: str = ""
+    raised: str = ""
+    closed: int = 0
+    opened: int = 0
+    in_call: str = ""
+    calls: tuple[Call, ...] = ()
+    waits: Waits | None = None
+    threads: tuple[Thread, ...] = ()
+    masked: tuple[int, ...] = ()
+
+    def plain(self) -> dict[str, Any]:
+        """As data for JSON."""
+        return {"format": FORMAT, **asdict(self)}
+
+    @staticmethod
+    def of(plain: Any) -> RankState:
+        """From plain data of this or a later format; what that has in addition is left out.
+
+        Raises:
+            ValueError, TypeError, KeyError: it is none.
+        """
+        values = known_fields(RankState, plain)
+        if values.get("process", "alive") not in PROCESSES:
+            raise ValueError(f"process is {values['process']!r}, not one of {', '.join(PROCESSES)}")
+        values["calls"] = tuple(_call_of(call) for call in values.get("calls", ()))
+        values["threads"] = tuple(_thread_of(thread) for thread in values.get("threads", ()))
+        values["masked"] = tuple(int(rank) for rank in values.get("masked", ()))
+        waits = values.get("waits")
+        values["waits"] = None if waits is None else _waits_of(waits)
+        return RankState(**values)
+
+
+_TYPES = {"int": int, "str": str, "bool": bool, "float": (int, float)}
+
+
+def known_fields(kind: type, plain: Any) -> dict[str, Any]:
+    """The fields of a dataclass that plain data has, of the types of their defaults.
+
+    Raises:
+        TypeError: it is no object, or a field has another type.
+    """
+    if not isinstance(plain, Mapping):
+        raise TypeError(f"a {kind.__name__} is {type(plain).__name__}, not an object")
+    values: dict[str, Any] = {}
+    for known in fields(kind):
+        if known.name not in plain:
+            continue
+        value = plain[known.name]
+        wanted: Any = _TYPES.get(str(known.type))
+        if wanted is not None and not isinstance(value, wanted):
+            raise TypeError(f"{known.name} is {type(value).__name__}, not {known.type}")
+        values[known.name] = value
+    return values
+
+
+def frames_of(plain: Any) -> tuple[Frame, ...]:
+    """Frames from a list of plain data. Raises as `RankState.of`."""
+    return tuple(Frame(**known_fields(Frame, frame)) for frame in plain)
+
+
+def _thread_of(plain: Any) -> Thread:
+    values = known_fields(Thread, plain)
+    return Thread(values["name"], frames_of(values.get("frames", ())))
+
+
+def _call_of(plain: Any) -> Call:
+    values = known_fields(Call, plain)
+    values["sizes"] = {str(key): int(value) for key, value in values.get("sizes", {}).items()}
+    values["agreed"] = tuple(str(name) for name in values.get("agreed", ()))
+    values["frames"] = frames_of(values.get("frames", ()))
+    return Call(**values)
+
+
+def _waits_of(plain: Any) -> Waits:
+    values = known_fields(Waits, plain)
+    missing = values["missing"]
+    values["missing"] = {
+        owed: tuple(int(rank) for rank in missing[owed]) for owed in OWED if owed in missing
+    }
+    return Waits(**values)

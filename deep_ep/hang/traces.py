@@ -1,0 +1,241 @@
+"""Dumps: for every rank a file that torch's `torchfrtrace` reads, and our JSON with states and verdict."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from deep_ep import env
+from deep_ep.errors import EPArgumentError
+from deep_ep.hang import files
+from deep_ep.hang.cause import Verdict
+from deep_ep.hang.rank_calls import NOTIFY, OPERATIONS, Numbered, numbered
+from deep_ep.hang.states import Call, RankState
+
+# Of torch's format, the one in which its own recorder writes. It reads dumps of all ranks only if all have it.
+VERSION = "2.10"
+DEFAULT_PREFIX = "deep_ep_rank_"
+STATE_FORMAT, VERDICT_FORMAT = "deep_ep.hang.state", "deep_ep.hang.verdict"
+_PREFIX = re.compile(r"[A-Za-z0-9_-]*[A-Za-z_-]")
+# Torch's tool knows only these backends and types. Dispatch and combine differ in type, so that it sees one
+# in the place of the other; what follows the type it shows and does not compare.
+_BACKEND, _DISPATCH, _COMBINE, _OTHER = "nccl", "all_to_all", "all_to_all_single", "barrier"
+_DTYPES = {
+    "bf16": "BFloat16",
+    "fp8": "Float8_e4m3fn",
+    "bfloat16": "BFloat16",
+    "float16": "Half",
+    "float32": "Float",
+    "float8_e4m3fn": "Float8_e4m3fn",
+}
+
+
+def default_place() -> tuple[Path, str]:
+    """Directory and prefix where nobody names them.
+
+    Where torch's recorder writes `NAME<rank>`, ours go into a directory `NAMEdeep_ep` beside that: its tool
+    must not meet both in one. Otherwise they go into `deep_ep_dump` in the working directory.
+    """
+    torch_prefix = env.torch_dump_prefix()
+    return Path(f"{torch_prefix}deep_ep" if torch_prefix else "deep_ep_dump"), DEFAULT_PREFIX
+
+
+def default_folder() -> Path | None:
+    """Where dumps of operations that time out go; `None`: nowhere."""
+    named = env.dump_dir()
+    return named or (default_place()[0] if env.torch_dump_prefix() else None)
+
+
+def write_dump(
+    directory: Path | str | None,
+    states: Mapping[int, RankState],
+    verdict: Verdict,
+    prefix: str | None = None,
+) -> tuple[Path, ...]:
+    """Writes the states of all ranks of one buffer, also of those that are dead or were never heard of.
+
+    Nothing here waits for a rank. Each file appears as a whole. A second dump into the same place replaces
+    the first one, so each buffer needs its own directory, or prefix.
+
+    Args:
+        directory: is made if it is not there; `None`: `default_place()`.
+        states: by rank.
+        verdict: on these states.
+        prefix: of the names of torch's files, which end in the global rank: letters, digits, "_" and "-", the
+            last one no digit; `None`: that of `default_place()`.
+
+    Returns:
+        The files: `<prefix><rank>` and `<rank>.hang.json` of each rank, and `verdict.hang.json`.
+
+    Raises:
+        EPArgumentError: the prefix cannot be told from a rank, or from the names of our JSON.
+        OSError: a file cannot be written.
+    """
+    directory = Path(directory) if directory is not None else default_place()[0]
+    prefix = DEFAULT_PREFIX if prefix is None else prefix
+    if not _PREFIX.fullmatch(prefix) or prefix in "verdict.hang.json":
+        raise EPArgumentError(
+            f"write_dump: prefix is {prefix!r}; it must be letters, digits, '_' and '-', must not end in a digit "
+            f"and not be a part of 'verdict.hang.json'. Use a name such as {DEFAULT_PREFIX!r}."
+        )
+    directory.mkdir(parents=True, exist_ok=True)
+    unheard = (
+        RankState(rank, verdict.num_ranks, verdict.buffer, process="unknown")
+        for rank in range(verdict.num_ranks)
+    )
+    states = {state.rank: states.get(state.rank, state) for state in unheard}
+    written: dict[Path, bytes] = {}
+    global_ranks = _global_ranks(states, verdict.num_ranks)
+    for rank, trace in _traces(states, verdict, global_ranks).items():
+        written[directory / f"{prefix}{global_ranks[rank]}"] = pickle.dumps(trace, protocol=2)
+        name = f"{global_ranks[rank]}.hang.json"
+        written[directory / name] = _json(STATE_FORMAT, states[rank].plain())
+    written[directory / "verdict.hang.json"] = _json(VERDICT_FORMAT, verdict.plain())
+    for path, data in written.items():
+        files.replace(path, data)
+    return tuple(written)
+
+
+def _json(kind: str, plain: Mapping[str, Any]) -> bytes:
+    return json.dumps({"kind": kind, **plain}, separators=(",", ":")).encode() + b"\n"
+
+
+def _global_ranks(states: Mapping[int, RankState], num_ranks: int) -> list[int]:
+    """By rank; the ranks themselves where not all can be known."""
+    known = {rank: state.global_rank for rank, state in states.items() if state.global_rank >= 0}
+    offsets = {value - rank for rank, value in known.items()}
+    ranks = range(num_ranks)
+    if len(known) == num_ranks and len(set(known.values())) == num_ranks:
+        return [known[rank] for rank in ranks]
+    offset = offsets.pop() if len(offsets) == 1 else 0
+    return [rank + max(0, offset) for rank in ranks]
+
+
+# ---- torch's format
+
+
+def _traces(
+    states: Mapping[int, RankState], verdict: Verdict, global_ranks: list[int]
+) -> dict[int, dict[str, Any]]:
+    ranks = range(verdict.num_ranks)
+    group = verdict.buffer or "deep_ep"
+    entries = {rank: _entries(states[rank], OPERATIONS, group) for rank in ranks}
+    groups = {group: "deep_ep"}
+    # What is numbered by itself is a group of its own, behind all operations; where a rank has none of these,
+    # torch's tool would take its first barrier for the beginning of all.
+    series = {call.series for state in states.values() for call in state.calls} - {OPERATIONS}
+    if all(entries[rank] for rank in ranks):
+        for name in sorted(series):
+            own = f"{group}/{name}"
+            groups[own] = f"deep_ep {name}"
+            _append(entries, {rank: _entries(states[rank], name, own) for rank in ranks})
+    config = {
+        name: {"name": name, "desc": desc, "ranks": str(sorted(global_ranks))}
+        for name, desc in groups.items()
+    }
+    return {
+        rank: {
+            "version": VERSION,
+            "pg_config": config,
+            "pg_status": {"0": _status(entries[rank], group)},
+            "entries": entries[rank],
+            "deep_ep": states[rank].plain(),
+        }
+        for rank in ranks
+    }
+
+
+def _append(entries: dict[int, list[Any]], more: Mapping[int, list[Any]]) -> None:
+    """Appends entries of another series, from where all rings that hold any of it begin."""
+    begins = [found[0]["collective_seq_id"] for found in more.values() if found]
+    base = max(entry["record_id"] for found in entries.values() for entry in found)
+    for rank, found in more.items():
+        for entry in found:
+            if entry["collective_seq_id"] >= max(begins):
+                entries[rank].append({**entry, "record_id": base + entry["collective_seq_id"]})
+
+
+def _entries(state: RankState, series: str, group: str) -> list[dict[str, Any]]:
+    by_number: dict[int, list[Numbered]] = {}
+    for call in numbered(state, series):
+        by_number.setdefault(call.number, []).append(call)
+    return [
+        _entry(number, calls, group, state.num_ranks) for number, calls in sorted(by_number.items())
+    ]
+
+
+def _entry(number: int, calls: list[Numbered], group: str, num_ranks: int) -> dict[str, Any]:
+    """One operation. Both kernels of a normal dispatch are one: torch takes two of a number for a batch."""
+    first, last = calls[0].call, calls[-1].call
+    sizes, dtypes = [_sizes(last, num_ranks)], [_dtype(last.dtype)]
+    is_completed = bool(last.finished_ns) and not last.failed and last.name != NOTIFY
+    has_started = any(call.has_entered for call in calls)
+    return {
+        "record_id": number - 1,
+        "pg_id": 0,
+        "process_group": (
+            group,
+            "deep_ep" if first.series == OPERATIONS else f"deep_ep {first.series}",
+        ),
+        "collective_seq_id": number,
+        "p2p_seq_id": 0,
+        "op_id": number,
+        "is_p2p": False,
+        "profiling_name": f"{_BACKEND}:{_type(first)} deep_ep.{_name(last)}",
+        "time_created_ns": max(1, first.called_ns),
+        "input_sizes": sizes,
+        "output_sizes": sizes,
+        "input_dtypes": dtypes,
+        "output_dtypes": dtypes,
+        "state": "completed" if is_completed else "started" if has_started else "scheduled",
+        "time_discovered_started_ns": None,
+        "time_discovered_completed_ns": None,
+        "retired": bool(last.finished_ns),
+        "frames": [
+            {"name": frame.function, "filename": frame.file, "line": frame.line}
+            for frame in first.frames
+        ],
+    }
+
+
+def _type(call: Call) -> str:
+    if call.series != OPERATIONS:
+        return _OTHER
+    return _COMBINE if "combine" in call.name else _DISPATCH
+
+
+def _name(call: Call) -> str:
+    """The tool splits names at colons and blanks."""
+    return re.sub(r"[^\w.]", "_", call.name)
+
+
+def _sizes(call: Call, num_ranks: int) -> list[int]:
+    hidden, capacity = (call.sizes.get(n) for n in ("hidden", "num_max_dispatch_tokens_per_rank"))
+    if hidden is not None and capacity is not None:
+        return [num_ranks * capacity, hidden]
+    return [call.sizes[name] for name in call.agreed if name in call.sizes]
+
+
+def _dtype(name: str) -> str:
+    return _DTYPES.get(name.rpartition(".")[2].partition(" ")[0], name or "Byte")
+
+
+def _status(entries: list[dict[str, Any]], group: str) -> dict[str, int]:
+    states = {
+        entry["collective_seq_id"]: entry["state"]
+        for entry in entries
+        if entry["process_group"][0] == group
+    }
+
+    def newest(*which: str) -> int:
+        return max((number for number, state in states.items() if state in which), default=-1)
+
+    return {
+        "last_enqueued_collective": newest("scheduled", "started", "completed"),
+        "last_started_collective": newest("started", "completed"),
+        "last_completed_collective": newest("completed"),
+    }

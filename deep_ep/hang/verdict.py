@@ -1,0 +1,582 @@
+"""Why operations hang: follows who waits for whom to where that ends.
+
+A rank that waits itself passes the blame on; what it ends at is a cause. No rank is a cause because many
+wait for it, and none is one for being slow to say where it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from deep_ep.hang.activity import Doing, call_of, doing
+from deep_ep.hang.cause import Accused, Cause, Edge, Kind, Side, Verdict
+from deep_ep.hang.graph import components, reaching, shortest_path
+from deep_ep.hang.mismatch import odd_ranks, sides_across, sides_at
+from deep_ep.hang.rank_calls import (
+    NORMAL_COMBINE,
+    NORMAL_DISPATCH,
+    NOTIFY,
+    OPERATIONS,
+    Numbered,
+    calls_at,
+    has_pending,
+    newest_entered,
+    open_hook,
+)
+from deep_ep.hang.states import Process, RankState
+
+__all__ = ["Cause", "Verdict", "judge"]
+
+# What is a cause whatever the rank did before.
+_OF_PROCESS: dict[Process, tuple[Kind, tuple[Kind, ...]]] = {
+    "gone": ("gone", ()),
+    "ended": ("ended", ()),
+    "stopped": ("stopped", ()),
+    "unreachable": ("unreachable", ()),
+    "silent": ("unknown", ("stopped", "busy", "unreachable")),
+    "unknown": ("unknown", ("gone", "stopped", "unreachable", "not_called")),
+}
+# These ranks can take part in nothing any more, whether or not anybody waits for them yet.
+_LOST: tuple[Process, ...] = ("gone", "stopped", "unreachable")
+
+
+def judge(
+    states: Mapping[int, RankState],
+    ranks_per_node: int = 0,
+    elsewhere: Mapping[int, Sequence[RankState]] | None = None,
+) -> Verdict:
+    """The verdict on the ranks of one buffer.
+
+    Args:
+        states: by rank. Ranks without a state are unknown.
+        ranks_per_node: if operations between nodes go by way of gateways; 0: they do not, or that is not known.
+        elsewhere: what the processes of these ranks say of other buffers.
+
+    Returns:
+        All causes; none if nobody waits and no rank is lost.
+    """
+    return _Case(states, ranks_per_node, elsewhere or {}).verdict()
+
+
+@dataclass
+class _Draft:
+    """A cause in the making, and who waits for it directly."""
+
+    cause: Cause
+    waiters: set[int] = field(default_factory=set)
+
+
+class _Case:
+    """One judgement."""
+
+    def __init__(
+        self,
+        states: Mapping[int, RankState],
+        ranks_per_node: int,
+        elsewhere: Mapping[int, Sequence[RankState]],
+    ) -> None:
+        self.states = states
+        self.elsewhere = elsewhere
+        self.num_ranks = max(
+            (max(state.num_ranks, rank + 1) for rank, state in states.items()), default=0
+        )
+        self.ranks_per_node = ranks_per_node if ranks_per_node < self.num_ranks else 0
+        self.edges = self._find_edges()
+        self.drafts: dict[tuple[object, ...], _Draft] = {}
+        self.links: dict[int, set[int]] = {}
+        self.known_calls: dict[tuple[int, str, int], Sequence[Numbered]] = {}
+        self.known_entered: dict[tuple[int, str], int] = {}
+        self.known_names: dict[tuple[str, int], str] = {}
+        # By series and number in which not all did alike: the side of each rank, and the cause.
+        self.side_of: dict[tuple[str, int], dict[int, int]] = {}
+        self.mismatches: dict[tuple[str, int], _Draft] = {}
+        for place in sorted({(edge.series, edge.number) for edge in self.edges}):
+            sides = sides_at(states, *place)
+            if sides:
+                self.side_of[place] = {r: i for i, side in enumerate(sides) for r in side.ranks}
+                self.mismatches[place] = self._mismatch(sides)
+
+    def verdict(self) -> Verdict:
+        masked = self._masked_by_all()
+        for edge in self.edges:
+            self._follow(edge)
+        self._close_circles()
+        for rank, state in self.states.items():
+            if state.process in _LOST and rank not in masked:
+                self._blame(rank, None, *_OF_PROCESS[state.process])
+        return Verdict(
+            buffer=next((state.buffer for state in self.states.values()), ""),
+            num_ranks=self.num_ranks,
+            ranks_per_node=self.ranks_per_node,
+            causes=tuple(self._causes()),
+            edges=self.edges,
+            masked=tuple(sorted(masked)),
+            missing=tuple(rank for rank in range(self.num_ranks) if rank not in self.states),
+            taken_ns=max((state.taken_ns for state in self.states.values()), default=0),
+        )
+
+    # ---- what is known
+
+    def _masked_by_all(self) -> set[int]:
+        living = {
+            r: set(s.masked) for r, s in self.states.items() if s.process in ("alive", "busy")
+        }
+        masked = set().union(*living.values()) if living else set()
+        return {
+            rank for rank in masked if all(rank in s for r, s in living.items() if r not in masked)
+        }
+
+    def _find_edges(self) -> tuple[Edge, ...]:
+        edges = []
+        for waiter, state in sorted(self.states.items()):
+            waits = state.waits
+            if waits is None or state.process not in ("alive", "busy"):
+                continue
+            edges += [
+                Edge(waiter, owed, what, waits.series, waits.number, waits.waited_s)
+                for what, ranks in waits.missing.items()
+                for owed in ranks
+                if owed not in state.masked
+            ]
+        return tuple(sorted(edges, key=Edge.order))
+
+    def _mismatch(self, sides: tuple[Side, ...]) -> _Draft:
+        first = sides[0]
+        return self.drafts.setdefault(
+            ("mismatch", sides),
+            _Draft(
+                Cause(
+                    "mismatch",
+                    tuple(self._accused(rank) for rank in odd_ranks(sides)),
+                    first.series,
+                    first.number,
+                    first.name,
+                    sides=sides,
+                )
+            ),
+        )
+
+    def _accused(self, rank: int) -> Accused:
+        state = self.states.get(rank)
+        if state is None:
+            return Accused(rank, process="unknown")
+        # What others remember of it may be old.
+        is_own = state.written_by in (rank, -1)
+        last = self._entered(state, OPERATIONS) if is_own else -1
+        known = (state.exit, state.raised, state.in_call or call_of(state.threads))
+        return Accused(rank, state.host, state.pid, state.process, last, *known)
+
+    def _calls(self, state: RankState, series: str, number: int) -> Sequence[Numbered]:
+        """As `calls_at`, which is asked once for each rank and not for each edge."""
+        key = (state.rank, series, number)
+        if key not in self.known_calls:
+            self.known_calls[key] = calls_at(state, series, number)
+        return self.known_calls[key]
+
+    def _entered(self, state: RankState, series: str) -> int:
+        """As `newest_entered`, likewise."""
+        key = (state.rank, series)
+        if key not in self.known_entered:
+            self.known_entered[key] = newest_entered(state, series)
+        return self.known_entered[key]
+
+    def _node(self, rank: int) -> int:
+        return rank // self.ranks_per_node
+
+    # ---- one edge
+
+    def _follow(self, edge: Edge) -> None:
+        """Finds where an edge leads: on to other ranks, or to a cause."""
+        state = self.states.get(edge.owed)
+        if state is None:
+            self._blame(edge.owed, edge, *_OF_PROCESS["unknown"])
+        elif state.process in _OF_PROCESS:
+            self._blame(edge.owed, edge, *_OF_PROCESS[state.process])
+        elif self._is_among_sides(edge) or self._is_stale(edge, state):
+            return
+        elif self._entered(state, edge.series) < edge.number:
+            self._follow_behind(edge, state)
+        elif edge.what == "slots":
+            self._follow_slots(edge, state)
+        elif edge.what == "entry":
+            self._break_path(edge, edge.owed, edge.waiter)
+        else:
+            self._follow_rows(edge, state)
+
+    def _is_among_sides(self, edge: Edge) -> bool:
+        """Whether both ranks called this number, and not all did alike: then that is why anybody waits in it."""
+        place = (edge.series, edge.number)
+        side_of = self.side_of.get(place, {})
+        if not {edge.waiter, edge.owed} <= side_of.keys():
+            return False
+        if side_of[edge.waiter] != side_of[edge.owed]:
+            self.mismatches[place].waiters.update((edge.waiter, edge.owed))
+        return True
+
+    def _is_stale(self, edge: Edge, state: RankState) -> bool:
+        """Whether the operation was called only after the waiter had said that it waits."""
+        said_ns = self.states[edge.waiter].taken_ns
+        calls = self._calls(state, edge.series, edge.number)
+        return said_ns > 0 and bool(calls) and calls[0].call.called_ns > said_ns
+
+    def _follow_behind(self, edge: Edge, state: RankState) -> None:
+        """The rank has not entered the operation."""
+        waits = state.waits
+        if waits is not None:
+            if waits.series != edge.series and edge.waiter in waits.ranks():
+                self._cross(edge)
+            else:
+                self._pass_on(edge, edge.owed)
+        elif state.process == "busy":
+            self._blame(edge.owed, edge, "busy")
+        elif open_hook(state):
+            self._blame(edge.owed, edge, "not_called", hook=open_hook(state))
+        elif state.opened:
+            # It is in an operation before that one, and does not wait there.
+            before = replace(edge, series=OPERATIONS, number=state.opened)
+            self._blame_in(before, state, self._calls(state, OPERATIONS, state.opened))
+        elif has_pending(state):
+            self._blame(edge.owed, edge, "not_started")
+        else:
+            self._blame_host(edge, state)
+
+    def _cross(self, edge: Edge) -> None:
+        """Both wait for each other, in different series."""
+        waiters = {e.waiter: (e.series, e.number) for e in self.edges}
+        places = {rank: waiters[rank] for rank in (edge.waiter, edge.owed)}
+        both = set(places.values())
+        places = {rank: place for rank, place in waiters.items() if place in both}
+        draft = self._mismatch(sides_across(self.states, places))
+        draft.waiters.update((edge.waiter, edge.owed))
+
+    def _blame_in(self, edge: Edge, state: RankState, calls: Sequence[Numbered]) -> None:
+        """It has entered, has not sent all, and does not wait."""
+        last = calls[-1] if calls else None
+        if last is not None and last.is_pending:
+            self._blame(edge.owed, edge, "not_started")
+        elif last is not None and last.call.name == NOTIFY and last.call.finished_ns:
+            self._blame_host(edge, state)
+        elif state.process == "busy":
+            self._blame(edge.owed, edge, "busy")
+        elif last is not None and last.call.sent_ns and edge.what != "slots":
+            # It neither waits nor has ended: what it says of itself was not of one moment.
+            self._blame(edge.owed, edge, "unknown", ("not_called", "not_sent"))
+        else:
+            self._blame(edge.owed, edge, "not_sent")
+
+    def _blame_host(self, edge: Edge, state: RankState) -> None:
+        """No kernel of it runs; so it is the host that does not go on."""
+        if state.process == "busy":
+            self._blame(edge.owed, edge, "busy")
+            return
+        other = next(filter(_is_in_operation, self.elsewhere.get(edge.owed, ())), None)
+        if other is not None:
+            self._blame(edge.owed, edge, "other_buffer", elsewhere=_where(other))
+        elif (state.in_call or call_of(state.threads)) and not state.raised:
+            self._blame(edge.owed, edge, "host_in_call")
+        else:
+            self._blame(edge.owed, edge, "not_called")
+
+    def _follow_slots(self, edge: Edge, state: RankState) -> None:
+        """It has entered, and does not empty its queues."""
+        calls = self._calls(state, edge.series, edge.number)
+        if _has_left(state, edge, calls):
+            self._break_path(edge, edge.owed, edge.waiter)
+        elif state.waits is not None:
+            self._pass_on(edge, edge.owed)
+        elif open_hook(state) == edge.number:
+            self._blame(edge.owed, edge, "not_called", hook=edge.number)
+        else:
+            self._blame_in(edge, state, calls)
+
+    def _follow_rows(self, edge: Edge, state: RankState) -> None:
+        """It has entered, and its rows are not there."""
+        calls = self._calls(state, edge.series, edge.number)
+        name = self._name(edge.series, edge.number)
+        last = calls[-1].call if calls else None
+        if last is not None and last.failed:
+            self._blame(edge.owed, edge, "given_up")
+        elif self.ranks_per_node and self._node(edge.owed) != self._node(edge.waiter):
+            self._follow_network(edge, state, calls, name)
+        elif _has_left(state, edge, calls) or _has_sent(calls, name):
+            self._break_path(edge, edge.owed, edge.waiter)
+        elif state.waits is not None:
+            self._pass_on(edge, edge.owed)
+        else:
+            self._blame_in(edge, state, calls)
+
+    def _follow_network(
+        self, edge: Edge, state: RankState, calls: Sequence[Numbered], name: str
+    ) -> None:
+        """The same between nodes, where a gateway passes rows of normal operations on."""
+        has_sent = _has_left(state, edge, calls) or _has_sent(calls, name)
+        if name == NORMAL_COMBINE and not _has_left(state, edge, calls):
+            # The gateway sends a sum, for which it needs the rows of its node.
+            needs = state.waits.ranks() if state.waits is not None else ()
+            if any(self._node(rank) == self._node(edge.owed) for rank in needs):
+                self._pass_on(edge, edge.owed)
+                return
+        if not has_sent:
+            if state.waits is not None:
+                self._pass_on(edge, edge.owed)
+            else:
+                self._blame_in(edge, state, calls)
+            return
+        gateway = self._gateway(edge)
+        if name != NORMAL_DISPATCH or gateway in (edge.waiter, edge.owed):
+            self._break_path(edge, edge.owed, edge.waiter)
+            return
+        self._follow_gateway(edge, gateway)
+
+    def _gateway(self, edge: Edge) -> int:
+        """In dispatch rows go first to the rank of the other node that has the sender's place there."""
+        place = edge.owed % self.ranks_per_node
+        return self._node(edge.waiter) * self.ranks_per_node + place
+
+    def _follow_gateway(self, edge: Edge, gateway: int) -> None:
+        state = self.states.get(gateway)
+        through = replace(edge, owed=gateway)
+        if state is None or state.process in _OF_PROCESS:
+            self._follow(through)
+        elif self._entered(state, edge.series) < edge.number:
+            self._follow_behind(through, state)
+        elif state.waits is not None and (
+            edge.owed in state.waits.missing.get("rows", ()) or state.waits.missing.get("slots")
+        ):
+            self._pass_on(edge, gateway)
+        elif state.process == "busy" and not _has_left(state, edge, ()):
+            self._blame(gateway, edge, "busy")
+        else:
+            self._break_path(edge, gateway, edge.waiter, passed_on=edge.owed)
+
+    # ---- what an edge leads to
+
+    def _pass_on(self, edge: Edge, rank: int) -> None:
+        self.links.setdefault(edge.waiter, set()).add(rank)
+
+    def _blame(
+        self,
+        rank: int,
+        edge: Edge | None,
+        kind: Kind,
+        between: tuple[Kind, ...] = (),
+        hook: int = 0,
+        elsewhere: str = "",
+    ) -> None:
+        """Accuses a rank: of the oldest operation in which anybody waits for it."""
+        series, number = (edge.series, edge.number) if edge else ("", 0)
+        draft = self.drafts.get((kind, rank))
+        if draft is None or edge and not 0 < draft.cause.number <= number:
+            state = self.states.get(rank)
+            cause = Cause(
+                kind,
+                (self._accused(rank),),
+                series,
+                number,
+                self._name(series, number, rank),
+                edge.what if edge else "",
+                doing=doing(state.threads) if state is not None else None,
+                hook=hook,
+                elsewhere=elsewhere,
+                between=between,
+            )
+            draft = _Draft(cause, draft.waiters if draft else set())
+            self.drafts[kind, rank] = draft
+        if edge:
+            draft.waiters.add(edge.waiter)
+
+    def _break_path(
+        self, edge: Edge, source: int, destination: int, passed_on: int | None = None
+    ) -> None:
+        hop = ""
+        if self.ranks_per_node:
+            hop = "NVLink" if self._node(source) == self._node(destination) else "network"
+        key = ("not_arrived", source, destination, edge.series, edge.number)
+        draft = self.drafts.setdefault(
+            key,
+            _Draft(
+                Cause(
+                    "not_arrived",
+                    series=edge.series,
+                    number=edge.number,
+                    name=self._name(edge.series, edge.number),
+                    what=edge.what,
+                    paths=((source, destination),),
+                    hop=hop,
+                )
+            ),
+        )
+        if passed_on is not None:
+            whose = tuple(sorted({*draft.cause.passed_on, passed_on}))
+            draft.cause = replace(draft.cause, passed_on=whose)
+        draft.waiters.add(edge.waiter)
+
+    def _close_circles(self) -> None:
+        """Ranks that wait for each other, and for nothing else."""
+        ends = set().union(*(draft.waiters for draft in self.drafts.values()))
+        for ranks in components(self.links):
+            inside = {rank: self.links.get(rank, set()) & set(ranks) for rank in ranks}
+            leaves = any(self.links.get(rank, set()) - set(ranks) for rank in ranks)
+            if leaves or ends & set(ranks) or not any(inside.values()):
+                continue
+            self._add_circle(inside)
+
+    def _add_circle(self, inside: Mapping[int, set[int]]) -> None:
+        slots = {
+            rank: {e.owed for e in self.edges if e.waiter == rank and e.what == "slots"} & targets
+            for rank, targets in inside.items()
+        }
+        waits = min(
+            (edge for edge in self.edges if edge.waiter in inside), key=lambda edge: edge.number
+        )
+        cause = Cause(
+            "circle",
+            tuple(self._accused(rank) for rank in sorted(inside)),
+            waits.series,
+            waits.number,
+            self._name(waits.series, waits.number),
+        )
+        for graph in (slots, inside):
+            for rank, targets in slots.items():
+                ways = [shortest_path(graph, target, rank) for target in sorted(targets)]
+                circle = min(filter(None, ways), key=len, default=())
+                if circle:
+                    accused = tuple(self._accused(member) for member in sorted(circle))
+                    found = replace(cause, accused=accused, what="slots", circle=_turned(circle))
+                    self.drafts["circle", circle] = _Draft(found, set(inside))
+                    return
+        between: tuple[Kind, ...] = ("not_arrived", "circle")
+        found = replace(cause, kind="unknown", what="rows", between=between)
+        key = ("unknown", *inside)
+        self.drafts[key] = _Draft(found, set(inside))
+
+    # ---- the causes
+
+    def _causes(self) -> Iterable[Cause]:
+        drafts = list(self.drafts.values())
+        if any(draft.cause.kind != "given_up" for draft in drafts):
+            # Who gave up did so because of somebody else.
+            drafts = [draft for draft in drafts if draft.cause.kind != "given_up"]
+        waited_s = {edge.waiter: edge.waited_s for edge in self.edges}
+        causes = [self._with_waiters(draft, waited_s) for draft in _merged(drafts)]
+        return sorted(
+            causes, key=lambda cause: (-len(cause.waited_by), cause.ranks, cause.paths, cause.kind)
+        )
+
+    def _with_waiters(self, draft: _Draft, waited_s: Mapping[int, float]) -> Cause:
+        """With all who wait for it, also because others do."""
+        cause = draft.cause
+        mine = () if cause.kind in ("circle", "mismatch", "unknown") else cause.ranks
+        waiters = (reaching(self.links, draft.waiters) & waited_s.keys()) - set(mine)
+        longest_s = max((waited_s[rank] for rank in waiters), default=0.0)
+        return replace(cause, waited_by=tuple(sorted(waiters)), waited_s=longest_s)
+
+    def _name(self, series: str, number: int, rank: int | None = None) -> str:
+        """The operation's name as those say who wait in it, or else that rank."""
+        at = (series, number)
+        if at not in self.known_names:
+            waiters = (edge.waiter for edge in self.edges if (edge.series, edge.number) == at)
+            named = (self._name_of(waiter, *at) for waiter in waiters)
+            self.known_names[at] = next(filter(None, named), "")
+        own = self._name_of(rank, *at) if rank is not None else ""
+        return self.known_names[at] or own or ("" if series == OPERATIONS else series)
+
+    def _name_of(self, rank: int, series: str, number: int) -> str:
+        """What that rank is in at this number."""
+        state = self.states.get(rank)
+        calls = self._calls(state, series, number) if state is not None else []
+        return next((call.call.name for call in reversed(calls) if call.has_entered), "")
+
+
+def _has_left(state: RankState, edge: Edge, calls: Sequence[Numbered]) -> bool:
+    """Whether a rank has finished the operation, or is in a later one."""
+    if edge.series == OPERATIONS:
+        return state.closed >= edge.number or state.opened > edge.number
+    return bool(calls and calls[-1].call.finished_ns)
+
+
+def _has_sent(calls: Sequence[Numbered], name: str) -> bool:
+    """Whether all was sent that a rank waits for in the kernel `name`."""
+    if not calls:
+        return False
+    if name == NOTIFY:
+        return len(calls) > 1 or calls[0].call.sent_ns > 0
+    return calls[-1].call.name != NOTIFY and calls[-1].call.sent_ns > 0
+
+
+def _is_in_operation(state: RankState) -> bool:
+    return state.waits is not None or bool(state.opened or state.in_call)
+
+
+def _where(state: RankState) -> str:
+    """In words: "operation 4 (low_latency_combine) of buffer b"."""
+    calls = calls_at(state, OPERATIONS, state.opened) if state.opened else []
+    name = calls[-1].call.name if calls else state.in_call
+    what = f"operation {state.opened}" + (f" ({name})" if name else "") if state.opened else name
+    return f"{what} of buffer {state.buffer}" if state.buffer else f"{what} of another buffer"
+
+
+def _turned(circle: tuple[int, ...]) -> tuple[int, ...]:
+    """Begins with its lowest rank."""
+    at = circle.index(min(circle))
+    return circle[at:] + circle[:at]
+
+
+def _merged(drafts: Sequence[_Draft]) -> list[_Draft]:
+    """Says once what is true of several ranks, and of several paths with a common end."""
+    found: dict[object, _Draft] = {}
+    causes = [draft.cause for draft in drafts]
+    sources, destinations = _ends(causes, 0), _ends(causes, 1)
+    key: object
+    for draft in drafts:
+        cause = draft.cause
+        if cause.kind == "not_arrived":
+            ((source, destination),) = cause.paths
+            is_source = len(sources[source]) >= len(destinations[destination])
+            end = ("from", source) if is_source else ("to", destination)
+            key = (cause.kind, cause.series, cause.number, cause.hop, cause.passed_on == (), end)
+        elif cause.kind in ("circle", "mismatch") or len(cause.accused) != 1:
+            key = cause
+        else:
+            key = _alike(cause)
+        same = found.setdefault(key, _Draft(cause))
+        same.waiters |= draft.waiters
+        same.cause = _joined(same.cause, cause)
+    return list(found.values())
+
+
+def _ends(causes: Iterable[Cause], which: int) -> dict[int, set[tuple[int, int]]]:
+    found: dict[int, set[tuple[int, int]]] = {}
+    for cause in causes:
+        for path in cause.paths:
+            found.setdefault(path[which], set()).add(path)
+    return found
+
+
+def _alike(cause: Cause) -> object:
+    does: Doing | None = cause.doing
+    (accused,) = cause.accused
+    return (
+        cause.kind,
+        cause.series,
+        cause.number,
+        cause.between,
+        cause.hook,
+        cause.elsewhere,
+        accused.exit,
+        accused.raised,
+        accused.in_call,
+        accused.last,
+        (does.what, does.user) if does is not None else None,
+    )
+
+
+def _joined(one: Cause, other: Cause) -> Cause:
+    accused = {accused.rank: accused for accused in (*one.accused, *other.accused)}
+    return replace(
+        one,
+        accused=tuple(accused[rank] for rank in sorted(accused)),
+        paths=tuple(sorted({*one.paths, *other.paths})),
+        passed_on=tuple(sorted({*one.passed_on, *other.passed_on})),
+    )

@@ -1,0 +1,240 @@
+"""One rank's part in finding out why an operation hangs: it says when it waits for long, answers where it is,
+and keeps the verdict (inquiry.py is rank 0's part).
+
+All but what is marked runs in the thread that speaks for the rank (loop.py).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any, Callable
+
+from deep_ep import env, recorder, stacks
+from deep_ep.hang import wording
+from deep_ep.hang.cause import Verdict
+from deep_ep.hang.states import Process, RankState, Thread
+from deep_ep.hang.verdict import judge
+from deep_ep.rules import COMBINE, DISPATCH, NORMAL_COMBINE, NORMAL_DISPATCH
+
+if TYPE_CHECKING:
+    from deep_ep.agreement import Message
+    from deep_ep.recorder import Recorder
+    from deep_ep.rendezvous import Place
+
+# All of these are chosen. Looks at the own waits, seconds, at least and at most; how often a rank says where it
+# is while all is well; calls that it tells then, and where somebody asks; after how many times the time before it
+# says again that it waits.
+_SHORTEST_S, _LONGEST_S = 0.05, 1.0
+_PUBLISH_S = 2.0
+_CALLS_PUBLISHED, _CALLS_TOLD = 8, 64
+_AGAIN = 4.0
+# Before an operation times out, there is a last inquiry: so long before, but not before half of the time.
+_FINAL_S, _SHORTEST_TIMEOUT_S = 3.0, 2.0
+# How long rank 0 may take to come to a verdict.
+_VERDICT_S = 2.0
+
+_log = logging.getLogger("deep_ep")
+
+TYPES = ("ask_state", "look", "verdict", "raised")
+_NUMBERED_TOGETHER = (DISPATCH, COMBINE, NORMAL_DISPATCH, NORMAL_COMBINE)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """When a rank says that it waits.
+
+    Attributes:
+        warn_s: after so long; 0: never.
+        timeout_s: how long an operation may wait.
+    """
+
+    warn_s: float
+    timeout_s: float
+
+    @staticmethod
+    def from_environment() -> Settings:
+        """DEEP_EP_WARN_S and DEEP_EP_TIMEOUT_S."""
+        return Settings(env.warn_s(), env.timeout_s())
+
+    @property
+    def final_s(self) -> float:
+        """When the last inquiry begins; infinite if operations time out too soon for one."""
+        if self.timeout_s < _SHORTEST_TIMEOUT_S:
+            return float("inf")
+        return max(self.timeout_s / 2, self.timeout_s - _FINAL_S)
+
+
+class HangWatch:
+    """Of one rank of one buffer.
+
+    Attributes:
+        hub_stacks: what lets this process see the stacks of rank 0's; `None` if that is not known.
+        raised: by rank, the exception that ended its program.
+    """
+
+    def __init__(self, rank: int, say: Callable[[Message], None]) -> None:
+        """Does nothing yet.
+
+        Args:
+            rank: this rank.
+            say: takes a message to rank 0; from any thread.
+        """
+        self.hub_stacks: Any = None
+        self.raised: dict[int, str] = {}
+        self._rank, self._say = rank, say
+        self._recorder: Recorder | None = None
+        self._settings = Settings(0.0, 0.0)
+        self._waits_in: tuple[str, int] = ("", 0)
+        self._next_warning_s = 0.0
+        self._said_final = False
+        self._published_s = 0.0
+        self._published: tuple[int, int] | None = None
+        self._verdict: Verdict | None = None
+        self._stop_watching: Callable[[], None] | None = None
+        self._places: Sequence[Place] = ()
+        self._unanswered_s = 0.0  # since when rank 0 owes a verdict; 0: it does not
+
+    # ---- called by the program's threads
+
+    def begin(self, own: Recorder, settings: Settings, places: Sequence[Place]) -> None:
+        """Before the first `look`.
+
+        Args:
+            own: what this rank can say of itself.
+            settings: when it says that it waits.
+            places: where the ranks run.
+        """
+        self._recorder, self._settings, self._places = own, settings, places
+        self._stop_watching = recorder.watch_exceptions(
+            lambda text: self._say({"type": "raised", "text": text})
+        )
+
+    def close(self) -> None:
+        """The buffer ends. May be repeated, and be called by a destructor."""
+        self._recorder = None
+        stop, self._stop_watching = self._stop_watching, None
+        if stop is not None:
+            stop()
+
+    def warn_after(self, seconds: float) -> None:
+        """Changes when it says that it waits; 0: never."""
+        self._settings = Settings(seconds, self._settings.timeout_s)
+        self._waits_in = ("", 0)
+
+    def ask_for_dump(self, directory: str) -> None:
+        """Has rank 0 write a dump of all ranks into a folder of its host."""
+        self._say({"type": "dump", "directory": directory})
+
+    def verdict_on(self, operation: str, number: int) -> Verdict | None:
+        """What ranks that waited in an operation were found to wait for; `None` if that is not known."""
+        series = "operation" if operation in _NUMBERED_TOGETHER else operation
+        verdict = self._verdict
+        if verdict is None or not verdict.causes:
+            return None
+        at = {(edge.series, edge.number) for edge in verdict.edges}
+        return verdict if (series, number) in at else None
+
+    # ---- called by the thread that speaks for the rank
+
+    def look(self) -> float | None:
+        """Says that this rank waits, where that is due.
+
+        Returns:
+            When to look again, seconds from now; `None`: never.
+        """
+        own, settings = self._recorder, self._settings
+        if own is None:
+            return None
+        waits = own.waits()
+        if waits is not None:
+            place = waits.series, waits.number
+            if place != self._waits_in:
+                self._waits_in, self._next_warning_s = place, settings.warn_s
+                self._said_final = False
+            is_final = waits.waited_s >= settings.final_s and not self._said_final
+            if is_final or 0 < self._next_warning_s <= waits.waited_s:
+                self._said_final = self._said_final or is_final
+                self._next_warning_s = max(self._next_warning_s, waits.waited_s) * _AGAIN
+                self._say({"type": "stuck", "final": is_final})
+                self._unanswered_s = self._unanswered_s or time.monotonic()
+        else:
+            self._unanswered_s = 0.0
+        if self._unanswered_s and time.monotonic() - self._unanswered_s > _VERDICT_S:
+            self._unanswered_s = 0.0
+            self._judge_alone(own)
+        self._publish(own)
+        wanted = min(settings.warn_s or _LONGEST_S, settings.final_s) / 8
+        return min(max(wanted, _SHORTEST_S), _LONGEST_S)
+
+    def handle(self, message: Message) -> None:
+        """What rank 0 says; `type` is one of `TYPES`.
+
+        Raises:
+            ValueError, TypeError, KeyError: that is none of the messages there are.
+        """
+        own = self._recorder
+        if message["type"] == "verdict":
+            self._verdict = Verdict.of(message["verdict"])
+            self._unanswered_s = 0.0
+        elif message["type"] == "raised":
+            self.raised[int(message["rank"])] = str(message["text"])
+        elif message["type"] == "look":
+            process, threads = stacks.look_at(int(message["pid"]), message["stacks"])
+            self._say(
+                {
+                    "type": "seen",
+                    "inquiry": message["inquiry"],
+                    "rank": message["rank"],
+                    "process": process,
+                    "threads": [asdict(thread) for thread in threads],
+                }
+            )
+        elif own is not None:
+            state = own.state(_CALLS_TOLD, with_threads=True).plain()
+            self._say({"type": "state", "inquiry": message["inquiry"], "state": state})
+
+    def _judge_alone(self, own: Recorder) -> None:
+        """Without rank 0, which does not answer. Only rank 1 says so in the log, so that one does.
+
+        Of other ranks only those are known that can be seen to be dead or stopped.
+        """
+        state = own.state(_CALLS_TOLD, with_threads=False)
+        states = {self._rank: state, 0: self._look_at(0, state, self.hub_stacks)}
+        for rank in state.waits.ranks() if state.waits is not None else ():
+            seen = self._look_at(rank, state, None)
+            if seen.process in ("gone", "stopped"):
+                states[rank] = seen
+        verdict = judge(states)
+        known = tuple(cause for cause in verdict.causes if {*cause.ranks} <= states.keys())
+        self._verdict = replace(verdict, causes=known)
+        if self._rank == 1 and known:
+            said = wording.line(self._verdict)
+            _log.warning("deep_ep: %s", said, extra={"verdict": self._verdict})
+
+    def _look_at(self, rank: int, own: RankState, offered: Any) -> RankState:
+        place = self._places[rank]
+        process: Process = "silent"
+        threads: tuple[Thread, ...] = ()
+        if place.host == own.host:
+            process, threads = stacks.look_at(place.pid, offered)
+        of_rank = rank, own.num_ranks, own.buffer, place.host, place.pid
+        return RankState(*of_rank, written_by=self._rank, process=process, threads=threads)
+
+    def _publish(self, own: Recorder) -> None:
+        """So that something is known of this rank when it does not answer any more."""
+        now = time.monotonic()
+        if self._published is not None and now - self._published_s < _PUBLISH_S:
+            return
+        place = own.place()
+        if place == self._published:
+            return
+        self._published_s, self._published = now, place
+        state: dict[str, Any] = own.state(_CALLS_PUBLISHED, with_threads=False).plain()
+        self._say({"type": "published", "state": state, "stacks": stacks.offer()})
+
+
+os.register_at_fork(after_in_child=stacks.forget)

@@ -1,0 +1,203 @@
+"""What a rank can say of itself at any time, also while its kernel waits: its `RankState`.
+
+The ring of calls and stamps is the runtime's (csrc/runtime/call_log.h), which is read without asking the
+device. Added here is who called, and where the threads of the program are.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+import traceback
+from collections import deque
+from pathlib import Path
+from types import CodeType, FrameType, TracebackType
+from typing import TYPE_CHECKING, Any, Callable
+
+import torch
+
+from deep_ep.hang.states import Call, Frame, RankState, Thread, Waits
+
+if TYPE_CHECKING:
+    from deep_ep._cpu import Runtime as NativeRuntime
+    from deep_ep.rendezvous import Place
+
+_PACKAGE = str(Path(__file__).parent) + os.sep
+# Frames of a thread that are told, and characters of an exception. Chosen.
+_MOST_FRAMES, _MOST_TEXT = 40, 2000
+# Of what all ranks must agree on, what has no number; and what says nothing where it is zero.
+_NO_NUMBERS = ("operation", "dtype")
+
+
+class Recorder:
+    """Of one rank of one buffer."""
+
+    def __init__(
+        self, rank: int, num_ranks: int, buffer: str, place: Place, native: NativeRuntime, most: int
+    ) -> None:
+        """Called by the thread that makes the buffer.
+
+        Args:
+            rank: this rank.
+            num_ranks: size of the group.
+            buffer: names the buffer, the same on all ranks.
+            place: where this rank runs.
+            native: its runtime.
+            most: calls that it remembers.
+        """
+        self._rank, self._num_ranks = rank, num_ranks
+        self._buffer, self._place = buffer, place
+        self._native = native
+        self._thread = threading.get_ident()
+        # Of the last calls: number, and where the program called.
+        self._sites: deque[tuple[int, CodeType, int]] = deque(maxlen=max(most, 1))
+
+    def note_call(self, name: str) -> None:
+        """Remembers from where the program makes its next call. Before every operation."""
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+            frame = frame.f_back
+        if frame is not None:
+            self._sites.append((self._native.num_calls() + 1, frame.f_code, frame.f_lineno))
+
+    def state(self, most_calls: int, with_threads: bool) -> RankState:
+        """What this rank says of itself now. From any thread; waits for nothing but the GIL.
+
+        Args:
+            most_calls: how many calls, the newest.
+            with_threads: whether the stacks of all Python threads are wanted.
+        """
+        native = self._native
+        sites = {call: (code, line) for call, code, line in list(self._sites)}
+        calls = [_call(plain, sites) for plain in native.recorded_calls(most=most_calls)]
+        progress, waits = native.progress(), native.waits()
+        return RankState(
+            rank=self._rank,
+            num_ranks=self._num_ranks,
+            buffer=self._buffer,
+            host=self._place.host,
+            pid=self._place.pid,
+            global_rank=_global_rank(),
+            taken_ns=time.time_ns(),
+            written_by=self._rank,
+            raised=_raised or _handled_by(self._thread),
+            closed=progress["closed"],
+            opened=progress["open"],
+            calls=tuple(calls),
+            waits=None if waits is None else Waits(**waits),
+            threads=_threads(self._thread) if with_threads else (),
+        )
+
+    def place(self) -> tuple[int, int]:
+        """What changes when it goes on: its calls, and the operations that have ended."""
+        return self._native.num_calls(), self._native.progress()["closed"]
+
+    def waits(self) -> Waits | None:
+        """For whom it waits now."""
+        waits = self._native.waits()
+        return None if waits is None else Waits(**waits)
+
+
+def _call(plain: dict[str, Any], sites: dict[int, tuple[CodeType, int]]) -> Call:
+    agreed = plain.pop("agreed")
+    sizes = {name: value for name, value in agreed.items() if name not in _NO_NUMBERS and value}
+    names = tuple(sizes)
+    if plain["num_tokens"]:
+        sizes["num_tokens"] = plain["num_tokens"]
+    del plain["num_tokens"]
+    frames: tuple[Frame, ...] = ()
+    if plain["call"] in sites:
+        code, line = sites[plain["call"]]
+        frames = (Frame(code.co_name, code.co_filename, line),)
+    failed = plain.pop("failed")
+    return Call(
+        **plain,
+        name=agreed["operation"],
+        sizes=sizes,
+        agreed=names,
+        dtype=agreed.get("dtype", "") if names else "",
+        failed="" if failed == "none" else failed,
+        frames=frames,
+    )
+
+
+def _global_rank() -> int:
+    distributed = torch.distributed
+    if distributed.is_available() and distributed.is_initialized():
+        return int(distributed.get_rank())
+    return -1
+
+
+def _threads(first: int) -> tuple[Thread, ...]:
+    """The Python threads of this process, `first` first; not those of this package."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    found = []
+    for ident, frame in sys._current_frames().items():
+        name = names.get(ident, f"thread {ident}")
+        if not name.startswith("deep_ep"):
+            found.append((ident != first, name, _frames(frame)))
+    return tuple(Thread(name, frames) for _, name, frames in sorted(found))
+
+
+def _frames(frame: FrameType) -> tuple[Frame, ...]:
+    """Innermost first."""
+    found: list[Frame] = []
+    inner: FrameType | None = frame
+    while inner is not None and len(found) < _MOST_FRAMES:
+        found.append(Frame(inner.f_code.co_name, inner.f_code.co_filename, inner.f_lineno or 0))
+        inner = inner.f_back
+    return tuple(found)
+
+
+# ---- exceptions
+
+_raised = ""  # the one that ends this process
+_listeners: list[Callable[[str], None]] = []
+
+
+def _handled_by(thread: int) -> str:
+    """The exception that a thread is handling, as in a `finally` that does not end."""
+    handled = sys._current_exceptions().get(thread)
+    error = handled if handled is None or isinstance(handled, BaseException) else handled[1]
+    return "" if error is None else _text_of(error, error.__traceback__)
+
+
+def _text_of(error: BaseException, trace: TracebackType | None) -> str:
+    place = traceback.extract_tb(trace)[-1:] if trace is not None else []
+    where = "".join(f" at {frame.filename}:{frame.lineno} in {frame.name}" for frame in place)
+    return f"{type(error).__name__}: {error}"[:_MOST_TEXT] + where
+
+
+def watch_exceptions(listener: Callable[[str], None]) -> Callable[[], None]:
+    """Has `listener` called with the text of an exception that nobody catches.
+
+    Returns:
+        What ends that.
+    """
+    global _next_hook
+    if sys.excepthook is not _on_exception:
+        _next_hook, sys.excepthook = sys.excepthook, _on_exception
+    _listeners.append(listener)
+
+    def end() -> None:
+        if listener in _listeners:
+            _listeners.remove(listener)
+
+    return end
+
+
+_next_hook: Callable[..., Any] = sys.excepthook
+
+
+def _on_exception(
+    kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    global _raised
+    try:
+        _raised = _text_of(error, trace)
+        for listener in list(_listeners):
+            listener(_raised)
+    finally:
+        _next_hook(kind, error, trace)

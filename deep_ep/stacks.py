@@ -1,0 +1,143 @@
+"""Python stacks of a process from outside, whatever holds its GIL.
+
+A signal makes faulthandler write the stacks of all threads into a pipe of that process, from within the signal
+handler. Another process of the same user and host sends the signal and opens the reading end through /proc.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import re
+import signal
+import time
+from typing import Any
+
+from deep_ep.hang.states import Frame, Process, Thread
+
+# Real-time signals are free for programs; if this one is taken, stacks are not to be had. Chosen.
+SIGNAL = signal.SIGRTMAX - 3
+# How long a process may take to write its stacks, and the most that is read. A pipe holds 64 KiB.
+_PATIENCE_S, _PAUSE_S, _MOST_BYTES = 0.4, 0.02, 1 << 16
+
+_HEAD = re.compile(r"^(?:Current thread|Thread) (0x[0-9a-f]+)")
+_FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')
+
+_reading_end = -1
+
+
+def offer() -> dict[str, int] | None:
+    """Lets others of this host see the stacks of this process.
+
+    Returns:
+        What they need for that, plain data; `None` if the signal is taken.
+    """
+    global _reading_end
+    if _reading_end < 0:
+        if signal.getsignal(SIGNAL) is not signal.SIG_DFL:
+            return None
+        reading, writing = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        faulthandler.register(SIGNAL, file=writing, all_threads=True, chain=False)
+        _reading_end = reading
+    return {"fd": _reading_end, "started": _started(os.getpid())}
+
+
+def forget() -> None:
+    """In a forked child, which has the pipe of its parent."""
+    global _reading_end
+    if _reading_end >= 0:
+        faulthandler.unregister(SIGNAL)
+        _reading_end = -1
+
+
+def look_at(pid: int, offered: Any) -> tuple[Process, tuple[Thread, ...]]:
+    """What another process of this host is doing that does not answer.
+
+    Args:
+        pid: its number.
+        offered: what `offer` returned there; `None` if that is not known.
+
+    Returns:
+        "gone", "stopped" or "busy", or "silent" where it cannot be seen; and its threads, the main thread first.
+    """
+    state = _field(pid, 3)
+    if state is None:
+        return ("gone" if os.path.isdir("/proc/self") else "silent"), ()
+    if state in "ZX":
+        return "gone", ()
+    if state in "Tt":
+        return "stopped", ()
+    try:
+        fd, started = int(offered["fd"]), int(offered["started"])
+    except (TypeError, ValueError, KeyError):
+        return "silent", ()
+    if started != _started(pid):  # the number is that of another process by now, or here
+        return "silent", ()
+    return "busy", _threads(pid, fd)
+
+
+def _threads(pid: int, fd: int) -> tuple[Thread, ...]:
+    try:
+        end = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return ()
+    try:
+        _read(end)  # what an earlier look has left
+        os.kill(pid, SIGNAL)
+        text, deadline = b"", time.monotonic() + _PATIENCE_S
+        while time.monotonic() < deadline:
+            time.sleep(_PAUSE_S)
+            more = _read(end)
+            text += more
+            if text and not more:
+                break
+        return parse(text.decode(errors="replace"))
+    except OSError:
+        return ()
+    finally:
+        os.close(end)
+
+
+def _read(end: int) -> bytes:
+    with contextlib.suppress(BlockingIOError):
+        return os.read(end, _MOST_BYTES)
+    return b""
+
+
+def parse(text: str) -> tuple[Thread, ...]:
+    """The threads of a text of faulthandler, which has the main thread last; the main thread first."""
+    threads: list[tuple[str, list[Frame]]] = []
+    for line in text.splitlines():
+        head, frame = _HEAD.match(line), _FRAME.match(line)
+        if head:
+            threads.append((head[1], []))
+        elif frame and threads:
+            threads[-1][1].append(Frame(frame[3], frame[1], int(frame[2])))
+    if threads:
+        threads[-1] = ("MainThread", threads[-1][1])
+    return tuple(
+        Thread(name, tuple(frames))
+        for name, frames in reversed(threads)
+        if not any(_is_ours(frame) for frame in frames[-4:])
+    )
+
+
+def _is_ours(frame: Frame) -> bool:
+    """Whether a thread of this package has begun there."""
+    return frame.function == "_run" and frame.file.endswith(("deep_ep/loop.py", "live/monitor.py"))
+
+
+def _started(pid: int) -> int:
+    """When a process began, clock ticks since the host did: another one with its number has another one."""
+    return int(_field(pid, 22) or 0)
+
+
+def _field(pid: int, number: int) -> str | None:
+    """A field of /proc/PID/stat, counted from 1; `None` without that process."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            behind_name = file.read().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return behind_name[number - 3]

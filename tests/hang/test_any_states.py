@@ -1,0 +1,104 @@
+"""Whatever ranks say, or files hold: there is a verdict, and it can be shown."""
+
+from __future__ import annotations
+
+import json
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from deep_ep.diagnose.render.hang_page import page
+from deep_ep.diagnose.render.hang_picture import svg_text
+from deep_ep.diagnose.render.hang_views import view
+from deep_ep.hang import traces, wording
+from deep_ep.hang.cause import Verdict
+from deep_ep.hang.folder import BufferDump
+from deep_ep.hang.states import OWED, PROCESSES, Call, Frame, RankState, Thread, Waits
+from deep_ep.hang.verdict import judge
+
+RANKS = 5
+NAMES = ["low_latency_dispatch", "normal_notify", "normal_dispatch", "normal_combine", ""]
+NUMBERS = st.integers(0, 4)
+TEXTS = st.sampled_from(["", "x", "\x1b[2J", "\ud800", "<b>"])
+FRAMES = st.builds(Frame, TEXTS, TEXTS, NUMBERS, TEXTS)
+CALLS = st.builds(
+    Call,
+    call=NUMBERS,
+    series=st.sampled_from(["operation", "operation", "barrier", ""]),
+    number=NUMBERS,
+    name=st.sampled_from(NAMES),
+    sizes=st.dictionaries(st.sampled_from("ab"), NUMBERS),
+    agreed=st.lists(st.sampled_from("abc")).map(tuple),
+    called_ns=NUMBERS,
+    receive_called_ns=NUMBERS,
+    has_hook=st.booleans(),
+    entered_ns=NUMBERS,
+    sent_ns=NUMBERS,
+    finished_ns=NUMBERS,
+    failed=st.sampled_from(["", "", "timeout"]),
+    frames=st.lists(FRAMES, max_size=2).map(tuple),
+)
+SOME_RANKS = st.sets(st.integers(0, RANKS - 1), min_size=1).map(lambda s: tuple(sorted(s)))
+WAITS = st.builds(
+    Waits,
+    series=st.sampled_from(["operation", "operation", "barrier"]),
+    number=NUMBERS,
+    waited_s=st.floats(0, 100),
+    missing=st.dictionaries(st.sampled_from(OWED), SOME_RANKS),
+)
+
+
+def states_of(rank: int) -> st.SearchStrategy[RankState]:
+    return st.builds(
+        RankState,
+        rank=st.just(rank),
+        num_ranks=st.just(RANKS),
+        taken_ns=NUMBERS,
+        process=st.sampled_from([*PROCESSES, *["alive"] * 8]),
+        raised=TEXTS,
+        closed=NUMBERS,
+        opened=NUMBERS,
+        in_call=TEXTS,
+        calls=st.lists(CALLS, max_size=4).map(tuple),
+        waits=st.none() | WAITS,
+        threads=st.lists(st.builds(Thread, TEXTS, st.lists(FRAMES, max_size=2).map(tuple))).map(
+            tuple
+        ),
+        masked=st.just(()) | SOME_RANKS,
+    )
+
+
+GROUPS = st.tuples(*(st.none() | states_of(rank) for rank in range(RANKS))).map(
+    lambda states: {state.rank: state for state in states if state is not None}
+)
+
+
+@settings(deadline=None, max_examples=400)
+@given(GROUPS, st.integers(0, RANKS))
+def test_there_is_a_verdict(states: dict[int, RankState], ranks_per_node: int) -> None:
+    verdict = judge(states, ranks_per_node, elsewhere={0: list(states.values())})
+    assert Verdict.of(json.loads(json.dumps(verdict.plain()))) == verdict
+    for cause in verdict.causes:
+        assert cause.accused or cause.paths
+        assert set(cause.waited_by) <= set(verdict.waiting)
+        assert wording.sentence(cause)
+        assert "\n" not in wording.line(verdict)
+    shown = view(BufferDump(states, verdict))
+    svg_text(verdict)
+    page("title", [shown], [], [])
+
+
+@settings(deadline=None, max_examples=200)
+@given(GROUPS)
+def test_states_survive_being_written(states: dict[int, RankState]) -> None:
+    for state in states.values():
+        assert RankState.of(json.loads(json.dumps(state.plain()))) == state
+
+
+@settings(deadline=None, max_examples=50)
+@given(GROUPS)
+def test_there_is_a_dump(tmp_path_factory: object, states: dict[int, RankState]) -> None:
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as directory:
+        traces.write_dump(directory, states, judge(states))

@@ -1,0 +1,330 @@
+"""Dumps: what torch's own tool makes of them, and what happens to files that are none."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import pickle
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deep_ep.errors import EPArgumentError
+from deep_ep.hang import plain_pickle, traces
+from deep_ep.hang.folder import read_folder
+from deep_ep.hang.states import Call, RankState
+from deep_ep.hang.verdict import judge
+from deep_ep.hang.wording import line
+from made_up_ranks import Group
+
+fr_trace = pytest.importorskip("torch.distributed.flight_recorder.fr_trace")
+
+
+def dump(directory: Path, states: dict[int, RankState], **options: Any) -> tuple[Path, ...]:
+    return traces.write_dump(directory, states, judge(states), **options)
+
+
+def findings(directory: Path, *options: str) -> list[Any]:
+    """The collectives that torch's tool finds fault with."""
+    out = directory.parent / "db.pkl"
+    try:
+        fr_trace.main([str(directory), "-o", str(out), *options])
+    finally:
+        gc.enable()  # which the tool turns off
+    _, db = pickle.loads(out.read_bytes())
+    return [c for c in db.collectives if c.missing_ranks or c.mismatch_collectives]
+
+
+@pytest.mark.parametrize("stuck", ["gone", "not_called", "unknown", "hook"])
+def test_torch_s_tool_names_the_rank_that_is_missing(tmp_path: Path, stuck: str) -> None:
+    dump(tmp_path / "fr", Group(4, stuck={2: stuck}).states())
+    *others, found = findings(tmp_path / "fr")
+    assert found.missing_ranks == {2}
+    assert found.collective_seq_id == 12
+    # Whose hook was not called is in the operation before, which the others have completed.
+    assert [other.collective_seq_id for other in others] == ([11] if stuck == "hook" else [])
+
+
+def test_a_rank_of_which_nothing_was_heard_has_a_file(tmp_path: Path) -> None:
+    states = Group(4, stuck={3: "gone"}).states()
+    del states[3]
+    written = dump(tmp_path / "fr", states)
+    assert tmp_path / "fr" / "deep_ep_rank_3" in written
+    # Of all that it has ever called nothing is known.
+    assert {frozenset(found.missing_ranks) for found in findings(tmp_path / "fr")} == {
+        frozenset({3})
+    }
+
+
+def test_torch_s_tool_sees_that_an_operation_was_called_in_the_place_of_another(
+    tmp_path: Path,
+) -> None:
+    dump(tmp_path / "fr", Group(4, stuck={2: "mismatch"}).states())
+    (found,) = findings(tmp_path / "fr")
+    assert found.collective_seq_id == 12
+    assert found.mismatch_collectives
+
+
+def test_torch_s_tool_finds_nothing_where_all_are_in_one_operation(tmp_path: Path) -> None:
+    group = Group(4, lost={(0, 1), (1, 0), (2, 3), (3, 2)})
+    dump(tmp_path / "fr", group.states())
+    assert findings(tmp_path / "fr") == []
+
+
+def test_both_kernels_of_a_normal_dispatch_and_barriers_are_matched(tmp_path: Path) -> None:
+    group = Group(4, lost={(0, 1), (1, 0), (2, 3), (3, 2)}, name="normal_dispatch")
+    states = group.states()
+    for rank, state in states.items():
+        notify = [replace(call, name="normal_notify") for call in state.calls]
+        pairs = [call for pair in zip(notify, state.calls) for call in pair]
+        # Rings begin where they have room for.
+        barriers = [
+            Call(n, "barrier", n, "barrier", called_ns=n, entered_ns=n, finished_ns=n)
+            for n in range(1 + rank, 8 if rank != 2 else 7)
+        ]
+        states[rank] = replace(state, calls=(*barriers, *pairs))
+    dump(tmp_path / "fr", states)
+    (found,) = findings(tmp_path / "fr")
+    assert (found.pass_check, found.missing_ranks) == (True, {2})
+    assert found.collective_name.startswith("nccl:barrier")
+
+
+def test_the_program_that_torch_installs(tmp_path: Path) -> None:
+    dump(tmp_path / "fr", Group(4, stuck={2: "gone"}).states())
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.flight_recorder.fr_trace",
+        str(tmp_path / "fr"),
+    ]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    assert "collective: nccl:all_to_all deep_ep.low_latency_dispatch" in said
+    assert "missing ranks: {2}" in said
+
+
+def test_where_torch_s_recorder_writes_ours_lie_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCH_FR_DUMP_TEMP_FILE", str(tmp_path / "nccl_trace_rank_"))
+    states = Group(2, stuck={1: "gone"}).states()
+    dump(None, states)  # type: ignore[arg-type]
+    folder = tmp_path / "nccl_trace_rank_deep_ep"
+    assert (folder / "deep_ep_rank_1").is_file()
+    # Its tool walks through folders: names of ours are none of its own.
+    assert not any("nccl_trace_rank_" in path.name for path in folder.iterdir())
+
+
+@pytest.mark.parametrize("prefix", ["", "run1", "a b", "../x", "hang", "json"])
+def test_a_prefix_that_cannot_be_told_from_a_rank(tmp_path: Path, prefix: str) -> None:
+    with pytest.raises(EPArgumentError, match="prefix"):
+        dump(tmp_path, Group(2).states(), prefix=prefix)
+    assert not list(tmp_path.iterdir())
+
+
+def test_global_ranks_name_the_files(tmp_path: Path) -> None:
+    states = Group(2, stuck={1: "gone"}).states()
+    states = {rank: replace(state, global_rank=8 + rank) for rank, state in states.items()}
+    dump(tmp_path / "fr", states)
+    assert {path.name for path in (tmp_path / "fr").iterdir()} == {
+        *("deep_ep_rank_8", "deep_ep_rank_9", "8.hang.json", "9.hang.json", "verdict.hang.json")
+    }
+    (found,) = findings(tmp_path / "fr")
+    assert found.missing_ranks == {9}
+
+
+# ---- reading
+
+
+def test_a_dump_is_read_and_judged_again(tmp_path: Path) -> None:
+    states = Group(8, stuck={3: "not_called"}).states()
+    dump(tmp_path, states)
+    folder = read_folder(tmp_path)
+    (buffer,) = folder.buffers
+    assert (dict(buffer.states), buffer.verdict) == (states, judge(states))
+    assert folder.remarks == ()
+
+
+def test_torch_s_files_alone_are_enough(tmp_path: Path) -> None:
+    states = Group(4, stuck={3: "not_called"}).states()
+    dump(tmp_path, states)
+    for path in tmp_path.glob("*.json"):
+        path.unlink()
+    assert read_folder(tmp_path).buffers[0].verdict == judge(states)
+
+
+class Malicious:
+    """Makes a file when it is loaded."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.path),)
+
+
+@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+def test_a_dump_cannot_run_code(tmp_path: Path, protocol: int) -> None:
+    proof = tmp_path / "proof"
+    trap = {"version": "2.10", "entries": [Malicious(proof)], "pg_config": {}}
+    data = pickle.dumps(trap, protocol=protocol)
+    with pytest.raises(ValueError, match=r"byte \d+: \w*GLOBAL"):
+        plain_pickle.loads(data)
+    dump(tmp_path / "fr", Group(2, stuck={1: "gone"}).states())
+    (tmp_path / "fr" / "trace_7").write_bytes(data)
+    folder = read_folder(tmp_path / "fr")
+    assert not proof.exists()
+    assert len(folder.remarks) == 1
+    assert str(tmp_path / "fr" / "trace_7") in folder.remarks[0]
+
+
+@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+def test_plain_data_of_every_protocol_is_read(protocol: int) -> None:
+    data = {"a": [1, -(2**70), 2.5, None, True, (), (1, 2, 3, 4)], "b": "ä" * 300, 3: {}}
+    assert plain_pickle.loads(pickle.dumps(data, protocol=protocol)) == data
+
+
+def test_a_number_that_would_take_all_memory_is_refused() -> None:
+    with pytest.raises(ValueError, match="LONG_BINPUT 2147483632 is out of range"):
+        plain_pickle.loads(b"\x80\x02Nr\xf0\xff\xff\x7f.")
+
+
+@pytest.mark.parametrize("share", [0.0, 0.01, 0.3, 0.99])
+def test_damaged_files_are_named_with_the_position(tmp_path: Path, share: float) -> None:
+    states = Group(4, stuck={3: "not_called"}).states()
+    dump(tmp_path, states)
+    for name in ("0.hang.json", "deep_ep_rank_0"):
+        path = tmp_path / name
+        path.write_bytes(path.read_bytes()[: int(share * path.stat().st_size)])
+    folder = read_folder(tmp_path)
+    assert len(folder.remarks) == 2
+    for name, remark in zip(("0.hang.json", "deep_ep_rank_0"), folder.remarks):
+        assert str(tmp_path / name) in remark
+        assert "byte" in remark or "line 1 column" in remark
+    (buffer,) = folder.buffers
+    assert buffer.verdict.missing == (0,)
+    assert line(buffer.verdict).startswith("rank 3 has not called")
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"hello", "byte 0: it is neither a pickle nor a JSON object"),
+        (b"{}", "it is no dump"),
+        (b"[" * 100_000, "byte 0: it is neither"),
+        (b'{"a":' * 100_000, "byte 0: it is nested too deeply"),
+        (b'{"kind": "deep_ep.hang.state"}', "missing 2 required"),
+        (b'{"kind": "deep_ep.hang.state", "rank": "0", "num_ranks": 2}', "rank is str, not int"),
+        (b'{"kind": "deep_ep.hang.state", "rank": 7, "num_ranks": 2}', "rank is 7 of 2"),
+        (b'{"kind": "deep_ep.hang.verdict", "causes": [{}]}', "'kind' is missing"),
+        (b'{"version": "2.10", "entries": [3]}', "entry 0: TypeError"),
+        (b'{"version": "2.10", "entries": 3}', "entries is int"),
+        (b"\x80\x02.", "the pickle is damaged"),
+    ],
+)
+def test_foreign_files_are_left_out_by_name(tmp_path: Path, content: bytes, reason: str) -> None:
+    dump(tmp_path, Group(2, stuck={1: "gone"}).states())
+    (tmp_path / "other_5").write_bytes(content)
+    folder = read_folder(tmp_path)
+    assert len(folder.buffers) == 1
+    (remark,) = folder.remarks
+    assert f"{tmp_path / 'other_5'}: left out: " in remark
+    assert reason in remark
+
+
+def test_a_named_pipe_keeps_nobody_waiting(tmp_path: Path) -> None:
+    dump(tmp_path, Group(2, stuck={1: "gone"}).states())
+    os.mkfifo(tmp_path / "pipe")
+    (remark,) = read_folder(tmp_path).remarks
+    assert "it is no regular file" in remark
+
+
+def test_dumps_of_two_jobs_are_judged_apart(tmp_path: Path) -> None:
+    dump(tmp_path / "a", Group(2, stuck={1: "gone"}).states())
+    dump(tmp_path / "b", Group(4, stuck={2: "not_called"}).states())
+    folder = read_folder(tmp_path)
+    assert {buffer.verdict.ranks for buffer in folder.buffers} == {(1,), (2,)}
+    assert any("several jobs are mixed" in remark for remark in folder.remarks)
+
+
+def test_of_two_dumps_of_one_rank_the_newer_counts(tmp_path: Path) -> None:
+    states = Group(4, stuck={2: "not_called"}).states()
+    dump(tmp_path / "a", states)
+    later = {rank: replace(state, taken_ns=state.taken_ns + 1) for rank, state in states.items()}
+    later[2] = replace(later[2], process="gone")
+    dump(tmp_path / "b", later)
+    (buffer,) = read_folder(tmp_path).buffers
+    assert [cause.kind for cause in buffer.verdict.causes] == ["gone"]
+
+
+@pytest.mark.parametrize("make", [lambda path: None, lambda path: path.mkdir()])
+def test_nothing_to_read(tmp_path: Path, make: Any) -> None:
+    make(tmp_path / "no")
+    with pytest.raises(EPArgumentError, match="Name "):
+        read_folder(tmp_path / "no")
+
+
+def test_a_later_format_with_more_in_it_is_read(tmp_path: Path) -> None:
+    states = Group(2, stuck={1: "gone"}).states()
+    dump(tmp_path, states)
+    for path in tmp_path.glob("*.json"):
+        plain = json.loads(path.read_text())
+        path.write_text(json.dumps({**plain, "format": 2, "new": [1]}))
+    assert read_folder(tmp_path).remarks == ()
+
+
+# ---- torch's own
+
+
+def torch_entry(number: int, state: str, name: str = "nccl:all_reduce") -> dict[str, Any]:
+    return {
+        "process_group": ("0", "default_pg"),
+        "collective_seq_id": number,
+        "profiling_name": name,
+        "state": state,
+        "retired": False,
+    }
+
+
+def torch_dump(entries: list[dict[str, Any]]) -> dict[str, Any]:
+    config = {"0": {"name": "0", "desc": "default_pg", "ranks": "[0, 1, 2, 3]"}}
+    return {"version": "2.10", "pg_config": config, "entries": entries}
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_a_collective_of_torch_that_hangs_is_part_of_the_story(
+    tmp_path: Path, as_json: bool
+) -> None:
+    for rank in range(4):
+        entries = [torch_entry(4, "completed")] + [torch_entry(5, "started")] * (rank != 3)
+        plain = torch_dump(entries)
+        path = tmp_path / f"nccl_trace_rank_{rank}"
+        data = json.dumps(plain).encode() if as_json else pickle.dumps(plain)
+        path.with_suffix(".json" if as_json else "").write_bytes(data)
+    dump(tmp_path / "nccl_trace_rank_deep_ep", Group(4, stuck={2: "not_called"}).states())
+    folder = read_folder(tmp_path)
+    assert folder.remarks == ()
+    assert len(folder.buffers) == 1
+    (found,) = folder.collectives
+    assert (found.number, found.waiting, found.missing) == (5, (0, 1, 2), (3,))
+
+
+def test_what_torch_itself_writes_is_read(tmp_path: Path) -> None:
+    """The real recorder, in a process of its own; gloo's entries are over once they are retired."""
+    code = (
+        "import sys, torch, torch.distributed as d\n"
+        "d.init_process_group('gloo', rank=0, world_size=1, store=d.HashStore())\n"
+        "d.all_reduce(torch.ones(4)); d.barrier()\n"
+        "from torch._C._distributed_c10d import _dump_fr_trace\n"
+        "open(sys.argv[1], 'wb').write(_dump_fr_trace())\n"
+    )
+    environment = {**os.environ, "TORCH_FR_BUFFER_SIZE": "100"}
+    command = [sys.executable, "-c", code, str(tmp_path / "trace_0")]
+    subprocess.run(command, check=True, env=environment)
+    folder = read_folder(tmp_path)
+    assert [c.name for c in folder.torch[0].collectives][:1] == ["gloo:all_reduce"]
+    assert (folder.collectives, folder.remarks) == ((), ())

@@ -1,0 +1,319 @@
+"""The verdict names who is stuck, and nobody else."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from deep_ep.hang.cause import Verdict
+from deep_ep.hang.states import Call, Frame, RankState, Waits
+from deep_ep.hang.verdict import judge
+from made_up_ranks import BEFORE, NOW_NS, TRAIN, Group, S, thread
+
+# What a rank that is stuck in this way is accused of.
+KIND = {**{how: how for how in BEFORE}, "not_sent": "not_sent", "mismatch": "mismatch"}
+KIND |= {"hook": "not_called", "silent": "unknown"}
+
+
+def accused(verdict: Verdict) -> set[tuple[str, int]]:
+    return {(cause.kind, rank) for cause in verdict.causes for rank in cause.ranks}
+
+
+def paths(verdict: Verdict) -> set[tuple[int, int]]:
+    return {path for cause in verdict.causes for path in cause.paths}
+
+
+@st.composite
+def stories(draw: st.DrawFn) -> Group:
+    """One to three ranks that are stuck, each in its way, and paths that lose rows between others."""
+    group = Group(draw(st.integers(2, 64)), number=draw(st.integers(3, 40)))
+    ranks = draw(st.permutations(range(group.num_ranks)))
+    causes = draw(st.integers(1, min(3, group.num_ranks - 1)))
+    for rank in ranks[:causes]:
+        group.stuck[rank] = draw(st.sampled_from([*BEFORE, "not_sent"]))
+    healthy = ranks[causes:]
+    if len(healthy) > 1 and draw(st.booleans()):
+        ends = st.tuples(st.sampled_from(healthy), st.sampled_from(healthy))
+        group.lost = {(a, b) for a, b in draw(st.lists(ends, max_size=2)) if a != b}
+    if not group.lost and draw(st.booleans()):
+        # Some wait for slots of those who are stuck, and keep others waiting for their rows.
+        for rank in healthy[: draw(st.integers(0, 3))]:
+            of = draw(st.sets(st.sampled_from(sorted(group.stuck)), min_size=1))
+            group.blocked[rank] = tuple(sorted(of))
+    return group
+
+
+@settings(deadline=None, max_examples=300)
+@given(stories())
+def test_who_is_stuck_is_named_with_the_reason_and_nobody_else(group: Group) -> None:
+    verdict = judge(group.states())
+    assert accused(verdict) == {(KIND[how], rank) for rank, how in group.stuck.items()}
+    assert paths(verdict) == group.lost
+    for cause in verdict.causes:
+        assert set(cause.waited_by) <= set(range(group.num_ranks)) - set(group.stuck)
+
+
+@settings(deadline=None, max_examples=100)
+@given(stories())
+def test_a_verdict_survives_being_written(group: Group) -> None:
+    import json
+
+    verdict = judge(group.states())
+    assert Verdict.of(json.loads(json.dumps(verdict.plain()))) == verdict
+
+
+@settings(deadline=None, max_examples=100)
+@given(stories(), st.data())
+def test_an_unheard_rank_is_unknown_and_hides_no_other(group: Group, data: st.DataObject) -> None:
+    states = group.states()
+    unheard = data.draw(st.sampled_from(sorted(group.stuck)))
+    del states[unheard]
+    verdict = judge({**states})
+    expected = {(KIND[how], rank) for rank, how in group.stuck.items() if rank != unheard}
+    assert accused(verdict) == {*expected, ("unknown", unheard)}
+    assert verdict.missing == (unheard,)
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.integers(3, 64), st.data())
+def test_a_circle_is_named_whoever_else_waits(num_ranks: int, data: st.DataObject) -> None:
+    ranks = data.draw(st.permutations(range(num_ranks)))
+    circle = ranks[: data.draw(st.integers(2, min(4, num_ranks)))]
+    group = Group(num_ranks, name="normal_combine")
+    group.blocked = {a: (b,) for a, b in zip(circle, [*circle[1:], circle[0]])}
+    (cause,) = judge(group.states()).causes
+    at = circle.index(min(circle))
+    assert (cause.kind, list(cause.circle)) == ("circle", circle[at:] + circle[:at])
+    assert cause.waited_by == tuple(range(num_ranks))
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.integers(3, 64), st.data())
+def test_a_circle_with_a_way_out_is_none(num_ranks: int, data: st.DataObject) -> None:
+    """Who waits for a rank outside of it, too, may get slots from that."""
+    ranks = data.draw(st.permutations(range(num_ranks)))
+    a, b, outside = ranks[:3]
+    group = Group(num_ranks, stuck={outside: "not_called"}, blocked={a: (b,), b: (a, outside)})
+    assert accused(judge(group.states())) == {("not_called", outside)}
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.integers(3, 64), st.data())
+def test_a_rank_that_calls_something_else_is_named(num_ranks: int, data: st.DataObject) -> None:
+    odd = data.draw(st.integers(0, num_ranks - 1))
+    (cause,) = judge(Group(num_ranks, stuck={odd: "mismatch"}).states()).causes
+    assert (cause.kind, cause.ranks) == ("mismatch", (odd,))
+    others, mine = cause.sides
+    assert (others.name, mine.name) == ("low_latency_dispatch", "low_latency_combine")
+    assert mine.frame == others.frame == TRAIN
+
+
+def test_where_no_side_is_larger_all_are_named() -> None:
+    (cause,) = judge(Group(4, stuck={0: "mismatch", 2: "mismatch"}).states()).causes
+    assert (cause.kind, cause.ranks) == ("mismatch", (0, 1, 2, 3))
+    assert [side.ranks for side in cause.sides] == [(0, 2), (1, 3)]
+
+
+def test_other_sizes_are_a_mismatch_although_nobody_says_so() -> None:
+    states = Group(4, lost={(0, 1), (1, 0), (2, 1), (3, 1)}).states()
+    *done, call = states[1].calls
+    states[1] = replace(states[1], calls=(*done, replace(call, sizes={"hidden": 4096})))
+    (cause,) = judge(states).causes
+    assert (cause.kind, cause.ranks) == ("mismatch", (1,))
+    assert [side.values for side in cause.sides] == [{"hidden": "7168"}, {"hidden": "4096"}]
+
+
+def test_ranks_that_wait_for_each_other_in_two_series_called_in_another_order() -> None:
+    group = Group(4)
+    barrier = Call(12, "barrier", 3, "barrier", called_ns=NOW_NS - S, entered_ns=5, frames=(TRAIN,))
+    states = {
+        rank: group.state(
+            rank,
+            calls=(*group.done_calls(11), barrier),
+            waits=Waits("barrier", 3, 12.0, {"entry": (2,)}),
+        )
+        for rank in (0, 1, 3)
+    }
+    waits = Waits("operation", 12, 12.0, {"entry": (0, 1, 3)})
+    states[2] = group.state(
+        2, opened=12, calls=(*group.done_calls(11), group.call(12)), waits=waits
+    )
+    (cause,) = judge(states).causes
+    assert (cause.kind, cause.ranks) == ("mismatch", (2,))
+    assert [side.series for side in cause.sides] == ["barrier", "operation"]
+
+
+def test_a_kernel_that_has_not_started_of_another_operation_is_a_mismatch() -> None:
+    states = Group(4, stuck={1: "not_started"}).states()
+    *done, call = states[1].calls
+    states[1] = replace(states[1], calls=(*done, replace(call, name="low_latency_combine")))
+    (cause,) = judge(states).causes
+    assert (cause.kind, cause.ranks) == ("mismatch", (1,))
+
+
+def test_a_rank_that_raised_has_not_called() -> None:
+    states = Group(4, stuck={1: "host_in_call"}).states()
+    states[1] = replace(states[1], raised="ValueError: no (train.py:3)")
+    (cause,) = judge(states).causes
+    assert (cause.kind, cause.ranks, cause.accused[0].raised) == (
+        "not_called",
+        (1,),
+        "ValueError: no (train.py:3)",
+    )
+
+
+def test_a_host_in_a_call_by_its_stack() -> None:
+    states = Group(4, stuck={1: "not_called"}).states()
+    ours = Frame("dispatch", "/usr/lib/python3/site-packages/deep_ep/buffer.py", 9)
+    states[1] = replace(states[1], threads=thread(ours, TRAIN))
+    (cause,) = judge(states).causes
+    assert (cause.kind, cause.accused[0].in_call) == ("host_in_call", "dispatch")
+
+
+def test_what_others_remember_of_a_rank_says_not_how_far_it_is() -> None:
+    states = Group(4, stuck={1: "stopped"}).states()
+    states[1] = replace(states[1], written_by=0)
+    assert judge(states).causes[0].accused[0].last == -1
+
+
+def test_a_rank_several_operations_behind() -> None:
+    group = Group(4, stuck={1: "not_called"})
+    states = group.states()
+    states[1] = replace(states[1], closed=5, calls=group.done_calls(5))
+    (cause,) = judge(states).causes
+    assert (cause.kind, cause.number, cause.accused[0].last) == ("not_called", 12, 5)
+
+
+def test_the_second_half_of_a_normal_dispatch_that_its_host_does_not_launch() -> None:
+    group = Group(4, name="normal_dispatch", stuck={1: "not_sent"})
+    states = group.states()
+    *done, _ = states[1].calls
+    notify = group.call(12, name="normal_notify", finished_ns=5)
+    for rank in (0, 2, 3):
+        *before, call = states[rank].calls
+        calls = (*before, notify, replace(call, call=13))
+        states[rank] = replace(states[rank], calls=calls)
+    states[1] = replace(states[1], calls=(*done, notify), in_call="dispatch")
+    assert accused(judge(states)) == {("host_in_call", 1)}
+    states[1] = replace(states[1], in_call="", raised="ValueError: no")
+    assert accused(judge(states)) == {("not_called", 1)}
+    launched = group.call(12, call=13, number=0, entered_ns=0, sent_ns=0)
+    states[1] = replace(states[1], calls=(*done, notify, launched), raised="", in_call="dispatch")
+    assert accused(judge(states)) == {("not_started", 1)}
+
+
+def test_a_rank_in_another_buffer() -> None:
+    states = Group(4, stuck={1: "host_in_call"}).states()
+    other = RankState(1, 4, buffer="b1", opened=3, waits=Waits("operation", 3, 9.0, {"rows": (0,)}))
+    (cause,) = judge(states, elsewhere={1: [other]}).causes
+    assert (cause.kind, cause.ranks) == ("other_buffer", (1,))
+    assert cause.elsewhere == "operation 3 of buffer b1"
+
+
+@pytest.mark.parametrize("stuck", BEFORE)
+def test_masked_ranks_are_left_out(stuck: str) -> None:
+    states = Group(4, stuck={1: stuck}).states()
+    states = {rank: replace(state, masked=(1,)) for rank, state in states.items()}
+    verdict = judge(states)
+    assert (verdict.causes, verdict.edges, verdict.masked) == ((), (), (1,))
+
+
+def test_a_rank_that_came_since_is_not_accused() -> None:
+    group = Group(4, stuck={1: "not_started"})
+    states = group.states()
+    *done, call = states[1].calls
+    states[1] = replace(states[1], calls=(*done, replace(call, called_ns=NOW_NS + 1)))
+    assert judge(states).causes == ()
+
+
+def test_who_gave_up_for_another_one_s_sake_is_not_accused() -> None:
+    group = Group(4, stuck={1: "not_called", 2: "not_sent"})
+    states = group.states()
+    *done, call = states[2].calls
+    failed = replace(call, failed="timeout", finished_ns=9)
+    states[2] = replace(states[2], calls=(*done, failed), opened=0, closed=12)
+    assert accused(judge(states)) == {("not_called", 1)}
+    alone = {rank: state for rank, state in states.items() if rank != 1}
+    alone[0] = replace(alone[0], waits=Waits("operation", 12, 12.0, {"rows": (2,)}))
+    del alone[3]
+    assert accused(judge(alone)) == {("given_up", 2)}
+
+
+def test_a_dead_rank_is_named_before_anybody_waits_for_it() -> None:
+    states = Group(4).states()
+    states[3] = replace(states[3], process="gone", exit="signal 9")
+    (cause,) = judge(states).causes
+    assert (cause.kind, cause.ranks, cause.waited_by) == ("gone", (3,), ())
+
+
+def test_ranks_that_wait_for_each_other_s_rows_and_say_no_more_are_undecided() -> None:
+    states = Group(4, lost={(0, 1), (1, 0)}).states()
+    states = {rank: replace(state, calls=()) for rank, state in states.items()}
+    (cause,) = judge(states).causes
+    assert (cause.kind, cause.between) == ("unknown", ("not_arrived", "circle"))
+
+
+def test_alike_ranks_share_a_cause_and_others_do_not() -> None:
+    states = Group(8, stuck={1: "not_called", 2: "not_called", 3: "not_called"}).states()
+    elsewhere = thread(Frame("evaluate", "/home/user/train.py", 99))
+    states[3] = replace(states[3], threads=elsewhere)
+    assert [cause.ranks for cause in judge(states).causes] == [(1, 2), (3,)]
+
+
+# ---- two nodes
+
+
+@st.composite
+def dispatches(draw: st.DrawFn) -> tuple[int, int, int]:
+    """Ranks per node, and two ranks on different nodes."""
+    per_node = draw(st.integers(2, 8))
+    nodes = draw(st.integers(2, 4))
+    one = draw(st.integers(0, per_node * nodes - 1))
+    other = draw(
+        st.integers(0, per_node * nodes - 1).filter(lambda r: r // per_node != one // per_node)
+    )
+    return per_node, one, other
+
+
+@settings(deadline=None, max_examples=200)
+@given(dispatches(), st.sampled_from(["gateway does not pass on", "network", *BEFORE]))
+def test_between_nodes_the_gateway_or_its_hop_is_named(
+    drawn: tuple[int, int, int], how: str
+) -> None:
+    per_node, source, destination = drawn
+    gateway = destination // per_node * per_node + source % per_node
+    num_ranks = per_node * (max(source, destination) // per_node + 1)
+    group = Group(num_ranks, name="normal_dispatch", ranks_per_node=per_node)
+    group.lost = {(source, destination)}
+    if how == "network":
+        # The gateway needs the rows as well, and passes on none.
+        node = destination // per_node * per_node
+        group.lost = {(source, rank) for rank in range(node, node + per_node)}
+    elif how in BEFORE:
+        if gateway == destination:
+            group.lost = set()
+        group.stuck = {gateway: how}
+    verdict = judge(group.states(), ranks_per_node=per_node)
+    if how in BEFORE:
+        assert accused(verdict) == {(KIND[how], gateway)}
+        assert not paths(verdict)
+        return
+    assert not accused(verdict)
+    is_hop = how != "network" and gateway != destination
+    assert paths(verdict) == {(gateway, destination) if is_hop else (source, gateway)}
+    (cause,) = verdict.causes
+    assert cause.hop == ("NVLink" if is_hop else "network")
+    assert cause.passed_on == ((source,) if is_hop else ())
+
+
+def test_a_gateway_s_sum_needs_its_node() -> None:
+    group = Group(8, name="normal_combine", ranks_per_node=4, stuck={6: "not_sent"})
+    states = group.states()
+    # Rank 1 waits for the sum of rank 5, which waits for rank 6; ranks of the other node for none of it.
+    for rank in (0, 1, 2, 3):
+        waits = Waits("operation", 12, 12.0, {"rows": (rank + 4,)})
+        states[rank] = replace(states[rank], waits=waits)
+    assert accused(judge(states, ranks_per_node=4)) == {("not_sent", 6)}

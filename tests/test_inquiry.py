@@ -1,0 +1,318 @@
+"""How rank 0 comes to a verdict: whom it asks, who looks at ranks that do not answer, and what is told."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Callable
+
+import pytest
+
+import deep_ep
+from deep_ep import stacks
+from deep_ep.agreement import Message
+from deep_ep.errors import EPTimeoutError
+from deep_ep.hang.states import Call, Frame, RankState, Thread, Waits
+from deep_ep.hang_watch import HangWatch, Settings
+from deep_ep.inquiry import Inquiries, Told
+from deep_ep.rendezvous import Place
+from exchange import Mode, Shape, dispatch, make_inputs
+from launch import Ranks
+
+PLACES = [Place("a", 100), Place("a", 101), Place("b", 102), Place("b", 103)]
+WAITING = Waits("operation", 7, 12.0, {"entry": (3,), "rows": (3,)})
+
+
+def call_of(number: int, **more: Any) -> Call:
+    stamps = {"entered_ns": 10, "sent_ns": 11, "finished_ns": 12}
+    return Call(number, "operation", number, "low_latency_dispatch", **{**stamps, **more})
+
+
+def waiting(rank: int) -> RankState:
+    calls = (call_of(6), call_of(7, finished_ns=0))
+    return RankState(rank, 4, closed=6, opened=7, calls=calls, waits=WAITING, written_by=rank)
+
+
+def elsewhere(rank: int) -> RankState:
+    thread = Thread("MainThread", (Frame("step", "/home/me/train.py", 12),))
+    return RankState(rank, 4, closed=6, calls=(call_of(6),), threads=(thread,), written_by=rank)
+
+
+class Rank0:
+    """Inquiries on four ranks, in a time of their own."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.sent: list[tuple[int, Message]] = []
+        self.told: list[Told] = []
+        self.arbiter = SimpleNamespace(dead={}, left={})
+        self._timers: list[tuple[float, Callable[[], None]]] = []
+        self.inquiries = Inquiries(
+            *(PLACES, 4, self.arbiter), self._send, self._call_later, self.told.append
+        )
+
+    def _send(self, rank: int, message: Message) -> None:
+        self.sent.append((rank, json.loads(json.dumps(message))))
+
+    def _call_later(self, delay_s: float, action: Callable[[], None]) -> None:
+        self._timers.append((self.now + delay_s, action))
+
+    def hear(self, by: int, type_: str, **message: Any) -> None:
+        self.inquiries.handle(by, json.loads(json.dumps({"type": type_, **message})))
+
+    def answer(self, states: dict[int, RankState]) -> None:
+        for rank, message in list(self.sent):
+            if message["type"] == "ask_state" and rank in states:
+                plain = states[rank].plain()
+                self.hear(rank, "state", inquiry=message["inquiry"], state=plain)
+
+    def pass_time(self, seconds: float) -> None:
+        self.now += seconds
+        due = [timer for timer in self._timers if timer[0] <= self.now]
+        self._timers = [timer for timer in self._timers if timer[0] > self.now]
+        for _, action in due:
+            action()
+
+    def causes(self) -> list[tuple[str, tuple[int, ...]]]:
+        return [(cause.kind, cause.ranks) for cause in self.told[-1].verdict.causes]
+
+
+def test_who_waits_has_all_asked_and_the_verdict_follows_from_the_answers() -> None:
+    rank_0 = Rank0()
+    rank_0.hear(1, "stuck", final=False)
+    assert sorted(rank for rank, m in rank_0.sent if m["type"] == "ask_state") == [0, 1, 2, 3]
+    rank_0.answer({0: waiting(0), 1: waiting(1), 2: waiting(2)})
+    assert not rank_0.told
+    rank_0.answer({3: elsewhere(3)})
+    assert rank_0.causes() == [("not_called", (3,))]
+    assert not rank_0.told[0].is_final
+
+
+def test_a_rank_that_does_not_answer_is_looked_at_by_one_of_its_host() -> None:
+    rank_0 = Rank0()
+    rank_0.hear(3, "published", state=elsewhere(3).plain(), stacks={"fd": 9, "started": 5})
+    rank_0.hear(0, "stuck", final=True)
+    rank_0.answer({0: waiting(0), 1: waiting(1), 2: waiting(2)})
+    rank_0.pass_time(1.0)
+    rank, look = rank_0.sent[-1]
+    assert rank == 2
+    assert (look["type"], look["rank"], look["pid"]) == ("look", 3, 103)
+    assert look["stacks"] == {"fd": 9, "started": 5}
+    rank_0.hear(2, "seen", inquiry=look["inquiry"], rank=3, process="stopped", threads=[])
+    assert rank_0.causes() == [("stopped", (3,))]
+    assert rank_0.told[0].is_final
+
+
+def test_without_anybody_of_its_host_it_is_said_that_nothing_is_known() -> None:
+    rank_0 = Rank0()
+    rank_0.hear(0, "stuck", final=False)
+    rank_0.answer({0: waiting(0), 1: waiting(1)})
+    rank_0.pass_time(1.0)
+    assert not any(message["type"] == "look" for _, message in rank_0.sent)
+    assert ("unknown", (3,)) in rank_0.causes()
+
+
+def test_the_dead_are_not_asked_and_are_named() -> None:
+    rank_0 = Rank0()
+    rank_0.arbiter.dead[3] = "process"
+    rank_0.inquiries.ask(is_final=True)
+    assert sorted(rank for rank, m in rank_0.sent if m["type"] == "ask_state") == [0, 1, 2]
+    rank_0.answer({0: waiting(0), 1: waiting(1), 2: waiting(2)})
+    assert rank_0.causes() == [("gone", (3,))]
+
+
+def test_an_exception_that_ended_a_program_is_told_to_all_and_stays_known() -> None:
+    rank_0 = Rank0()
+    rank_0.hear(3, "raised", text="ValueError: no batch at train.py:12 in step")
+    assert [rank for rank, m in rank_0.sent if m["type"] == "raised"] == [0, 1, 2, 3]
+    rank_0.arbiter.left[3] = 6
+    rank_0.hear(0, "stuck", final=False)
+    rank_0.answer({0: waiting(0), 1: waiting(1), 2: waiting(2)})
+    assert rank_0.told[-1].states[3].raised.startswith("ValueError")
+
+
+def test_an_old_answer_belongs_to_no_new_inquiry() -> None:
+    rank_0 = Rank0()
+    rank_0.hear(0, "stuck", final=False)
+    rank_0.pass_time(1.0)
+    rank_0.pass_time(1.0)
+    assert len(rank_0.told) == 1
+    rank_0.hear(0, "stuck", final=False)
+    rank_0.hear(3, "state", inquiry=1, state=elsewhere(3).plain())
+    rank_0.answer({})
+    assert len(rank_0.told) == 1
+
+
+def test_a_dump_that_is_asked_for_meanwhile_comes_with_the_verdict() -> None:
+    rank_0 = Rank0()
+    rank_0.hear(0, "stuck", final=False)
+    rank_0.hear(1, "dump", directory="/somewhere")
+    rank_0.answer({rank: waiting(rank) for rank in range(3)} | {3: elsewhere(3)})
+    assert rank_0.told[0].dump_to == ("/somewhere",)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"type": "state", "inquiry": 1, "state": []},
+        {"type": "state", "inquiry": 1, "state": RankState(2, 4).plain()},
+        {"type": "state", "inquiry": 1, "state": {"rank": 3, "num_ranks": 4, "process": "?"}},
+        {"type": "published"},
+        {"type": "stuck"},
+    ],
+)
+def test_what_is_no_message_is_refused(message: Message) -> None:
+    rank_0 = Rank0()
+    rank_0.hear(0, "stuck", final=False)
+    with pytest.raises((ValueError, TypeError, KeyError)):
+        rank_0.inquiries.handle(3, message)
+
+
+# --- a rank's own part ----------------------------------------------------------------------------
+
+
+class OwnRecorder:
+    """Says what the test says."""
+
+    def __init__(self) -> None:
+        self.now: Waits | None = None
+
+    def waits(self) -> Waits | None:
+        return self.now
+
+    def place(self) -> tuple[int, int]:
+        return 1, 1
+
+    def state(self, most_calls: int, with_threads: bool) -> RankState:
+        return RankState(1, 4)
+
+
+def waits_for(seconds: float, number: int = 7) -> Waits:
+    return Waits("operation", number, seconds, {"rows": (3,)})
+
+
+def test_a_rank_says_that_it_waits_once_then_rarely_and_once_before_the_end() -> None:
+    said: list[Message] = []
+    watch, own = HangWatch(1, said.append), OwnRecorder()
+    watch.begin(own, Settings(10.0, 100.0), PLACES)  # type: ignore[arg-type]
+    told = []
+    for seconds in (None, 1.0, 9.9, 10.1, 11.0, 39.0, 41.0, 96.0, 97.1, 99.0):
+        own.now = None if seconds is None else waits_for(seconds)
+        watch.look()
+        told.append([m["final"] for m in said if m["type"] == "stuck"])
+    watch.close()
+    assert told[2] == []
+    assert told[3] == told[5] == [False]
+    assert told[6] == told[7] == [False, False]
+    assert told[8] == told[9] == [False, False, True]
+
+
+def test_zero_seconds_warn_of_nothing_but_the_end_is_told() -> None:
+    said: list[Message] = []
+    watch, own = HangWatch(1, said.append), OwnRecorder()
+    watch.begin(own, Settings(10.0, 100.0), PLACES)  # type: ignore[arg-type]
+    watch.warn_after(0.0)
+    for seconds in (11.0, 50.0, 98.0):
+        own.now = waits_for(seconds)
+        watch.look()
+    watch.close()
+    assert [m["final"] for m in said if m["type"] == "stuck"] == [True]
+
+
+# --- stacks from outside --------------------------------------------------------------------------
+
+_BUSY = """
+import json, sys
+from deep_ep import stacks
+def holds_the_gil():
+    return sum(range(1 << 40))
+print(json.dumps(stacks.offer()), flush=True)
+holds_the_gil()
+"""
+
+
+def start(text: str) -> tuple[subprocess.Popen[str], Any]:
+    process = subprocess.Popen([sys.executable, "-c", text], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    return process, json.loads(process.stdout.readline())
+
+
+def test_the_stack_of_a_process_that_holds_its_gil_is_seen_from_outside() -> None:
+    process, offered = start(_BUSY)
+    try:
+        state, threads = stacks.look_at(process.pid, offered)
+        assert state == "busy"
+        assert [frame.function for frame in threads[0].frames] == ["holds_the_gil", "<module>"]
+        assert stacks.look_at(process.pid, {**offered, "started": 1}) == ("silent", ())
+        assert stacks.look_at(process.pid, None) == ("silent", ())
+        process.send_signal(signal.SIGSTOP)
+        deadline = time.monotonic() + 10
+        while stacks.look_at(process.pid, None)[0] != "stopped":
+            assert time.monotonic() < deadline
+    finally:
+        process.kill()
+        process.wait()
+    assert stacks.look_at(process.pid, offered)[0] == "gone"
+
+
+def test_a_program_that_uses_the_signal_keeps_it() -> None:
+    text = """
+import json, signal
+from deep_ep import stacks
+signal.signal(stacks.SIGNAL, lambda *_: None)
+print(json.dumps(stacks.offer()), flush=True)
+"""
+    process, offered = start(text)
+    process.wait()
+    assert offered is None
+
+
+# --- in a group -----------------------------------------------------------------------------------
+
+
+def test_a_warning_names_who_has_not_called_and_the_exception_and_the_dump_say_the_same(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    for name, value in (("WARN_S", "0.3"), ("TIMEOUT_S", "3"), ("DUMP_DIR", str(tmp_path))):
+        monkeypatch.setenv(f"DEEP_EP_{name}", value)
+    shape = Shape((8, 5), 8, 256, 4, 2)
+    inputs = make_inputs(shape)
+    has_raised = threading.Event()
+
+    def run(rank: int, buffer: deep_ep.Buffer) -> tuple[EPTimeoutError] | None:
+        dispatch(buffer, inputs[rank], shape, Mode())
+        if rank == 1:
+            has_raised.wait(30)
+            return None
+        with pytest.raises(EPTimeoutError) as raised:
+            dispatch(buffer, inputs[rank], shape, Mode())
+        has_raised.set()
+        return (raised.value,)
+
+    with caplog.at_level(logging.WARNING, "deep_ep"), Ranks(2, 8, 256, 4) as ranks:
+        (error,) = ranks.run(run)[0]
+        ranks.buffers[1].dump_state(tmp_path / "asked")
+        deadline = time.monotonic() + 20
+        while not (tmp_path / "asked" / "verdict.hang.json").exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+    lines = [record.getMessage() for record in caplog.records]
+    assert any(
+        "rank 1 has not called operation 2 (low_latency_dispatch)" in line
+        and "rank 0 waits for it" in line
+        for line in lines
+    )
+    assert error.verdict is not None
+    assert error.verdict.ranks == error.missing_ranks == (1,)
+    assert "its thread" in str(error) or "its main thread" in str(error)
+    written = {path.name for path in tmp_path.rglob("*.hang.json")}
+    assert written == {"0.hang.json", "1.hang.json", "verdict.hang.json"}
+    assert os.fspath(tmp_path) in "".join(lines)

@@ -1,0 +1,57 @@
+"""Draws trials and runs several of them at once: most of the time their ranks wait."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+from launch import run_processes
+from trials.faults import FAULTS, Fault
+from trials.judge import Judged, judge
+from trials.rank import Trial, run
+
+WARN_S, TIMEOUT_S = 0.6, 4.0
+# At once; and until what still runs is killed.
+_ABREAST, _PATIENCE_S = 5, 45.0
+# How often two ranks have a fault of their own.
+_TWO_FAULTS = 0.2
+
+
+def draw(seed: int) -> Trial:
+    """The trial of a seed."""
+    rng = random.Random(seed)
+    mode = rng.choice(["low latency", "normal"])
+    num_ranks, ranks_per_node = rng.choice([(4, 4), (4, 2), (8, 8), (8, 4)])
+    # A normal operation has no hooks.
+    kinds = [fault for fault in FAULTS if not (fault.hooked and mode == "normal")]
+    lasting = [fault for fault in kinds if fault.ends and not fault.hooked]
+    chosen: list[Fault] = [rng.choice(kinds)]
+    # Who has sent and stands still is not waited for while another one is.
+    if chosen[0].ends and not chosen[0].hooked and rng.random() < _TWO_FAULTS:
+        chosen.append(rng.choice(lasting))
+    ranks = rng.sample(range(num_ranks), len(chosen))
+    at_combine = rng.random() < 0.5 and not any(fault.hooked for fault in chosen)
+    victims = {rank: fault.name for rank, fault in zip(ranks, chosen)}
+    return Trial(seed, mode, num_ranks, ranks_per_node, victims, at_combine)
+
+
+def run_trial(trial: Trial) -> Judged:
+    """Its outcome."""
+    environment = {
+        "DEEP_EP_WARN_S": str(WARN_S),
+        "DEEP_EP_TIMEOUT_S": str(TIMEOUT_S),
+        "DEEP_EP_VERIFY": "0",
+        # Where ranks have clocks of their own, a late path takes no real time.
+        "DEEP_EP_CPU_CLOCK": "wall"
+        if any(f.loses_path for f in trial.faults().values())
+        else "rank",
+    }
+    outcomes = run_processes(run, trial.num_ranks, trial, env=environment, timeout_s=_PATIENCE_S)
+    return judge(trial, outcomes)
+
+
+def run_all(seeds: Iterable[int]) -> Iterator[Judged]:
+    """All of them, as they end."""
+    with ThreadPoolExecutor(_ABREAST) as pool:
+        yield from pool.map(lambda seed: run_trial(draw(seed)), seeds)
