@@ -496,7 +496,12 @@ def exchange_while_others_die(
         started = time.monotonic()
         check_exchange(buffer, replace(SHAPE, seed=seed))
         longest_s = max(longest_s, time.monotonic() - started)
-    seen = {"masked": masks_of(buffer), "why": buffer.why_masked()}
+    # Who is dead is masked again when all who live have cleaned.
+    before = masks_of(buffer)
+    buffer.low_latency_clean_mask_buffer()
+    check_exchange(buffer, SHAPE)
+    assert masks_of(buffer) == before
+    seen = {"masked": before, "why": buffer.why_masked()}
     ending = time.monotonic()
     buffer.destroy()
     # The group is not whole any more: nobody may wait for it.
