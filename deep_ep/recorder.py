@@ -6,7 +6,6 @@ device. Added here is who called, and where the threads of the program are.
 
 from __future__ import annotations
 
-import os
 import sys
 import threading
 import time
@@ -24,7 +23,8 @@ if TYPE_CHECKING:
     from deep_ep._cpu import Runtime as NativeRuntime
     from deep_ep.rendezvous import Place
 
-_PACKAGE = str(Path(__file__).parent) + os.sep
+# Of this package; looked up for every call.
+_OWN_FILES = frozenset(map(str, Path(__file__).parent.rglob("*.py")))
 # Frames of a thread that are told, and characters of an exception. Chosen.
 _MOST_FRAMES, _MOST_TEXT = 40, 2000
 # Of what all ranks must agree on, what has no number; and what says nothing where it is zero.
@@ -61,7 +61,7 @@ class Recorder:
     def note_call(self, name: str) -> None:
         """Remembers from where the program makes its next call. Before every operation."""
         frame: FrameType | None = sys._getframe(1)
-        while frame is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+        while frame is not None and frame.f_code.co_filename in _OWN_FILES:
             frame = frame.f_back
         if frame is not None:
             self._sites.append((self._native.num_calls() + 1, frame.f_code, frame.f_lineno))
