@@ -112,6 +112,10 @@ class Masks:
             self.notice()
             return dict(sorted(self._why.items()))
 
+    def known(self) -> tuple[int, ...]:
+        """Whom it goes on without, as far as the host knows; from any thread."""
+        return tuple(self._why)
+
     def require_none(self, where: str) -> None:
         """Refuses an operation that needs all ranks.
 

@@ -11,6 +11,7 @@ import threading
 import time
 import traceback
 from collections import deque
+from collections.abc import Iterable
 from pathlib import Path
 from types import CodeType, FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, Callable
@@ -39,7 +40,14 @@ class Recorder:
     """
 
     def __init__(
-        self, rank: int, num_ranks: int, buffer: str, place: Place, native: NativeRuntime, most: int
+        self,
+        rank: int,
+        num_ranks: int,
+        buffer: str,
+        place: Place,
+        native: NativeRuntime,
+        most: int,
+        masked: Callable[[], Iterable[int]] = tuple,
     ) -> None:
         """Called by the thread that makes the buffer.
 
@@ -50,10 +58,11 @@ class Recorder:
             place: where this rank runs.
             native: its runtime.
             most: calls that it remembers.
+            masked: whom it goes on without.
         """
         self._rank, self._num_ranks = rank, num_ranks
         self.buffer, self._place = buffer, place
-        self._native = native
+        self._native, self._masked = native, masked
         self._thread = threading.get_ident()
         # Of the last calls: number, and where the program called.
         self._sites: deque[tuple[int, CodeType, int]] = deque(maxlen=max(most, 1))
@@ -92,6 +101,7 @@ class Recorder:
             calls=tuple(calls),
             waits=None if waits is None else Waits(**waits),
             threads=_threads(self._thread) if with_threads else (),
+            masked=tuple(sorted(self._masked())),
         )
 
     def place(self) -> tuple[int, int]:
