@@ -109,9 +109,9 @@ def test_of_two_circles_the_one_that_waits_for_the_other_is_none() -> None:
 def test_slots_close_a_circle_before_rows_do() -> None:
     group = Group(4, blocked={0: (1,), 1: (2,), 2: (0,)})
     states = group.states()
-    # Rank 2 waits for rows of rank 1, which has not sent them for want of slots.
-    waits = Waits("operation", 12, 12.0, {"slots": (0,), "rows": (1,)})
-    states[2] = replace(states[2], waits=waits)
+    # Rank 1 waits for rows of rank 0, which has not sent them for want of slots.
+    waits = Waits("operation", 12, 12.0, {"slots": (2,), "rows": (0,)})
+    states[1] = replace(states[1], waits=waits)
     (cause,) = judge(states).causes
     assert cause.circle == (0, 1, 2)
 
@@ -140,6 +140,27 @@ def test_other_sizes_are_a_mismatch_although_nobody_says_so() -> None:
     (cause,) = judge(states).causes
     assert (cause.kind, cause.ranks) == ("mismatch", (1,))
     assert [side.values for side in cause.sides] == [{"hidden": "7168"}, {"hidden": "4096"}]
+
+
+def test_sizes_of_different_operations_are_not_compared() -> None:
+    states = Group(4, stuck={1: "mismatch"}).states()
+    *done, call = states[1].calls
+    states[1] = replace(states[1], calls=(*done, replace(call, sizes={"hidden": 4096})))
+    (cause,) = judge(states).causes
+    assert [dict(side.values) for side in cause.sides] == [{}, {}]
+
+
+def test_a_ring_that_has_lost_the_first_half_of_a_dispatch_is_no_mismatch() -> None:
+    group = Group(3, name="normal_dispatch", stuck={1: "not_called"})
+    states = group.states()
+    notify = group.call(12, name="normal_notify", finished_ns=5)
+    for rank, state in states.items():
+        *done, call = state.calls
+        if rank == 0:
+            states[rank] = replace(state, calls=(*done, notify, call))
+        elif rank == 2:
+            states[rank] = replace(state, calls=(call,))
+    assert accused(judge(states)) == {("not_called", 1)}
 
 
 def test_ranks_that_wait_for_each_other_in_two_series_called_in_another_order() -> None:
@@ -384,3 +405,25 @@ def test_a_gateway_s_sum_needs_its_node() -> None:
         states[rank] = replace(states[rank], waits=waits)
     verdict = judge(states, ranks_per_node=4)
     assert (accused(verdict), paths(verdict)) == ({("not_sent", 6)}, set())
+
+
+def test_a_gateway_that_waits_for_slots_passes_the_blame_on() -> None:
+    # Rank 0 sends to rank 7 by way of rank 4, which waits for slots of rank 5.
+    group = Group(8, name="normal_dispatch", ranks_per_node=4, stuck={5: "not_sent"})
+    group.blocked = {4: (5,)}
+    states = group.states()
+    for rank in (0, 1, 2, 3, 6):
+        states[rank] = group.state(rank, closed=12, calls=group.done_calls(12))
+    waits = Waits("operation", 12, 12.0, {"rows": (0,)})
+    states[7] = replace(states[7], waits=waits)
+    verdict = judge(states, ranks_per_node=4)
+    assert (accused(verdict), paths(verdict)) == ({("not_sent", 5)}, set())
+    assert verdict.causes[0].waited_by == (4, 7)
+
+
+def test_without_a_recorder_a_rank_is_where_it_waits() -> None:
+    states = {
+        rank: RankState(rank, 2, waits=Waits("barrier", 3, 12.0, {"entry": (1 - rank,)}))
+        for rank in (0, 1)
+    }
+    assert paths(judge(states)) == {(0, 1), (1, 0)}
