@@ -68,6 +68,7 @@ class Rank:
             timeout_ns=10**12,
             ranks_per_node=ranks_per_node,
             device_index=0,
+            num_recorded_calls=shape.num_recorded_calls,
         )
         pack_bytes = native.normal_pack_bytes(num_topk=shape.num_topk, num_scales=num_scales)
         self.topk_idx = (ctypes.c_int64 * len(experts))(*experts)

@@ -29,6 +29,7 @@ class GroupShape:
     hidden: int
     num_topk: int
     num_experts: int
+    num_recorded_calls: int = 0
 
 
 def load_native() -> Any:
@@ -80,6 +81,7 @@ class Rank:
             timeout_ns=10**12,
             ranks_per_node=args.num_ranks,
             device_index=0,
+            num_recorded_calls=args.num_recorded_calls,
             clock="wall",  # in rank time a signal may be there and not to be seen yet
         )
         group = array.array("H", (0x3F80 + (i * 37 + rank) % 128 for i in range(128)))

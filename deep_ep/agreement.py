@@ -400,7 +400,9 @@ class Arbiter:
 
     def _decide(self, key: Key, opened: _Round) -> None:
         known = opened.missed, opened.progress, self.dead, self.left
-        decision = decide(key, *known, self._excused(opened), self._unheard(opened))
+        # Nobody is left out whom nobody has missed.
+        unheard = () if opened.masks else self._unheard(opened)
+        decision = decide(key, *known, self._excused(opened), unheard)
         self._remember(key, decision)
         if key.is_operation:
             if opened.masks:

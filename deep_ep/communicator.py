@@ -236,14 +236,8 @@ class Communicator:
         """
         if self.runtime is None:
             return
-        self.recorder = Recorder(
-            self.rank,
-            self.num_ranks,
-            buffer,
-            self._places[self.rank],
-            self.runtime.native,
-            most_calls,
-        )
+        own = self.rank, self.num_ranks, buffer, self._places[self.rank]
+        self.recorder = Recorder(*own, self.runtime.native, most_calls, self.masks.known)
         self.before_operation.append(self.recorder.note_call)
         if self._liveness is not None:
             self._liveness.watch(self.recorder, settings, self._places)

@@ -6,16 +6,20 @@ All but what is marked runs in the thread that speaks for the rank (loop.py).
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Callable
 
-from deep_ep import env, recorder, stacks
-from deep_ep.hang import wording
+from deep_ep import dump_requests, env, recorder, stacks
+from deep_ep.errors import EPUsageError
+from deep_ep.hang import request, wording
 from deep_ep.hang.cause import Verdict
+from deep_ep.hang.request import Request
 from deep_ep.hang.states import Process, RankState, Thread
 from deep_ep.hang.verdict import judge
 from deep_ep.rules import COMBINE, DISPATCH, NORMAL_COMBINE, NORMAL_DISPATCH
@@ -72,6 +76,7 @@ class HangWatch:
     """Of one rank of one buffer.
 
     Attributes:
+        buffer: names it.
         hub_stacks: what lets this process see the stacks of rank 0's; `None` if that is not known.
         raised: by rank, the exception that ended its program.
     """
@@ -83,6 +88,7 @@ class HangWatch:
             rank: this rank.
             say: takes a message to rank 0; from any thread.
         """
+        self.buffer = ""
         self.hub_stacks: Any = None
         self.raised: dict[int, str] = {}
         self._rank, self._say = rank, say
@@ -96,6 +102,7 @@ class HangWatch:
         self._verdict: Verdict | None = None
         self._stop_watching: Callable[[], None] | None = None
         self._places: Sequence[Place] = ()
+        self._requests: dict[str, Request] = {}  # by folder
         self._unanswered_s = 0.0  # since when rank 0 owes a verdict; 0: it does not
 
     # ---- called by the program's threads
@@ -109,6 +116,7 @@ class HangWatch:
             places: where the ranks run.
         """
         self._recorder, self._settings, self._places = own, settings, places
+        self.buffer = own.buffer
         self._stop_watching = recorder.watch_exceptions(
             lambda text: self._say({"type": "raised", "text": text})
         )
@@ -116,6 +124,7 @@ class HangWatch:
     def close(self) -> None:
         """The buffer ends. May be repeated, and be called by a destructor."""
         self._recorder = None
+        dump_requests.detach(self)
         stop, self._stop_watching = self._stop_watching, None
         if stop is not None:
             stop()
@@ -125,8 +134,15 @@ class HangWatch:
         self._settings = Settings(seconds, self._settings.timeout_s)
         self._waits_in = ("", 0)
 
-    def ask_for_dump(self, directory: str) -> None:
-        """Has rank 0 write a dump of all ranks into a folder of its host."""
+    def ask_for_dump(self, directory: str, asked: Request | None = None) -> None:
+        """Has rank 0 write a dump of all ranks into a folder of its host.
+
+        Args:
+            directory: the folder.
+            asked: the request of another process, which is answered once the dump is there.
+        """
+        if asked is not None:
+            self._requests[directory] = asked
         self._say({"type": "dump", "directory": directory})
 
     def verdict_on(self, operation: str, number: int) -> Verdict | None:
@@ -180,6 +196,7 @@ class HangWatch:
         if message["type"] == "verdict":
             self._verdict = Verdict.of(message["verdict"])
             self._unanswered_s = 0.0
+            self._answer(message["dumped"])
         elif message["type"] == "raised":
             self.raised[int(message["rank"])] = str(message["text"])
         elif message["type"] == "look":
@@ -223,6 +240,15 @@ class HangWatch:
             process, threads = stacks.look_at(place.pid, offered)
         of_rank = rank, own.num_ranks, own.buffer, place.host, place.pid
         return RankState(*of_rank, written_by=self._rank, process=process, threads=threads)
+
+    def _answer(self, dumped: dict[str, list[str]]) -> None:
+        """Tells who has asked for dumps which files they are; none could be written if the list is empty."""
+        said = wording.line(self._verdict) if self._verdict is not None else ""
+        for folder in self._requests.keys() & dumped.keys():
+            error = "" if dumped[folder] else f"rank 0 cannot write into {folder}; see its log"
+            with contextlib.suppress(OSError, EPUsageError):  # who asked has gone
+                written = [Path(name) for name in dumped[folder]]
+                request.answer(self._requests.pop(folder), written, said, error)
 
     def _publish(self, own: Recorder) -> None:
         """So that something is known of this rank when it does not answer any more."""

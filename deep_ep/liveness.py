@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from deep_ep import agreement, hang_watch, rendezvous
+from deep_ep import agreement, dump_requests, hang_watch, rendezvous
 from deep_ep.agreement import Decision, Key, Message, Progress
 from deep_ep.errors import ranks_text
 from deep_ep.hang_watch import HangWatch
@@ -164,6 +164,8 @@ class Liveness:
         loop = self.loop
         if loop is not None:
             self.hangs.begin(recorder, settings, places)
+            requests = dump_requests.attach(self.hangs)
+            loop.post(lambda: loop.listen(requests, dump_requests.take))
             loop.post(lambda: self._look_at_own_waits(loop))
 
     def progress(self) -> Progress:
@@ -230,8 +232,9 @@ class Liveness:
         if not decision.key.is_operation or self.rank in decision.culprits:
             return
         with self._native_lock:
-            for rank in decision.culprits if self._native is not None else ():
-                self._native.mark_out(rank, decision.key.op)
+            for rank in decision.culprits:
+                if self._native is not None:
+                    self._native.mark_out(rank, decision.key.op)
 
     def _remember(self, key: Key, decision: Decision | None) -> None:
         with self._changed:

@@ -84,6 +84,11 @@ class Loop(ABC):
         self._timers.append((time.monotonic() + delay_s, next(self._timer_numbers), action))
         self._timers.sort()
 
+    def listen(self, descriptor: int, action: Callable[[], None]) -> None:
+        """Has the thread call it when there is something to read. From that thread only; -1: never."""
+        if descriptor >= 0 and descriptor not in self._selector.get_map():
+            self._selector.register(descriptor, selectors.EVENT_READ, action)
+
     def join(self, timeout_s: float) -> None:
         """Waits for the end of the thread."""
         self._thread.join(timeout_s)

@@ -8,7 +8,7 @@ a kernel has masked, tells the others by way of rank 0 (liveness.py), and keeps 
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Callable
 
 from deep_ep import checks
 from deep_ep.agreement import Key
@@ -72,7 +72,8 @@ class Masks:
                 fail(where, got, "rank_to_mask", last=communicator.num_ranks - 1)
             if rank == communicator.rank and mask:
                 fail(where, f"rank_to_mask is {rank}, this rank", "mask_itself")
-            runtime.native.update_mask(rank=rank, masked=bool(mask), stream=self._stream(where))
+            native = runtime.native
+            self._run(where, lambda on: native.update_mask(rank=rank, masked=bool(mask), stream=on))
             self.notice()
             if mask:
                 self._why[rank] = ASKED
@@ -87,9 +88,8 @@ class Masks:
             limits = communicator.limits
             tensors = checks.Tensors(QUERY_MASKS, limits.device, num_ranks=limits.num_ranks)
             tensors.check("mask_status", mask_status)
-            runtime.native.query_masks(
-                status=mask_status.data_ptr(), stream=self._stream(QUERY_MASKS)
-            )
+            native, status = runtime.native, mask_status.data_ptr()
+            self._run(QUERY_MASKS, lambda on: native.query_masks(status=status, stream=on))
 
     def clean(self) -> None:
         """See `Buffer.low_latency_clean_mask_buffer`."""
@@ -97,12 +97,12 @@ class Masks:
         communicator = self._communicator
         with communicator.lock:
             runtime = self._runtime(where)
-            stream = self._stream(where)
             communicator.receive_sent()
             self.notice()
             if self._liveness is not None:
                 self._liveness.come_back()
-            runtime.native.clean_masks(stream=stream)
+            native = runtime.native
+            self._run(where, lambda on: native.clean_masks(stream=on))
             self._why.clear()
 
     def why(self) -> dict[int, str]:
@@ -111,6 +111,10 @@ class Masks:
             self._runtime("why_masked")
             self.notice()
             return dict(sorted(self._why.items()))
+
+    def known(self) -> tuple[int, ...]:
+        """Whom it goes on without, as far as the host knows; from any thread."""
+        return tuple(self._why)
 
     def require_none(self, where: str) -> None:
         """Refuses an operation that needs all ranks.
@@ -143,7 +147,7 @@ class Masks:
                 f"masked: {'; '.join(found.values())}. Its results are those of the other ranks; "
                 "low_latency_query_mask_buffer tells who is masked.",
                 RuntimeWarning,
-                stacklevel=5,
+                stacklevel=6,
             )
 
     # ---- steps
@@ -154,13 +158,14 @@ class Masks:
             fail(where, "the buffer has no masks", "enable_shrink", EPUsageError)
         return runtime
 
-    def _stream(self, where: str) -> int:
-        """The caller's stream, behind all operations; a native handle."""
+    def _run(self, where: str, launch: Callable[[int], None]) -> None:
+        """Launches on the stream of the operations, behind and before what the caller's stream has."""
         communicator = self._communicator
         back, current = communicator.backend, communicator.calling_stream(where)
-        runtime = communicator.connected_runtime(where)
-        back.wait_stream(current, runtime.get_comm_stream(), communicator.stream_event)
-        return back.stream_handle(current)
+        comm = communicator.connected_runtime(where).get_comm_stream()
+        back.wait_stream(comm, current, communicator.stream_event)
+        launch(back.stream_handle(comm))
+        back.wait_stream(current, comm, communicator.stream_event)
 
 
 def _name(key: Key) -> str:
@@ -173,4 +178,4 @@ def _reason(rank: int, key: Key, decision: Decision | None, places: Sequence[Pla
         return found
     if rank in decision.culprits:
         return f"{found}: {state_of(rank, decision, places[rank])}"
-    return f"{found}: it lives, but what it sent did not arrive"
+    return f"{found}, although it is not known to be missing"

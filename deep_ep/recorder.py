@@ -6,12 +6,12 @@ device. Added here is who called, and where the threads of the program are.
 
 from __future__ import annotations
 
-import os
 import sys
 import threading
 import time
 import traceback
 from collections import deque
+from collections.abc import Iterable
 from pathlib import Path
 from types import CodeType, FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, Callable
@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from deep_ep._cpu import Runtime as NativeRuntime
     from deep_ep.rendezvous import Place
 
-_PACKAGE = str(Path(__file__).parent) + os.sep
+# Of this package; looked up for every call.
+_OWN_FILES = frozenset(map(str, Path(__file__).parent.rglob("*.py")))
 # Frames of a thread that are told, and characters of an exception. Chosen.
 _MOST_FRAMES, _MOST_TEXT = 40, 2000
 # Of what all ranks must agree on, what has no number; and what says nothing where it is zero.
@@ -32,10 +33,21 @@ _NO_NUMBERS = ("operation", "dtype")
 
 
 class Recorder:
-    """Of one rank of one buffer."""
+    """Of one rank of one buffer.
+
+    Attributes:
+        buffer: names it.
+    """
 
     def __init__(
-        self, rank: int, num_ranks: int, buffer: str, place: Place, native: NativeRuntime, most: int
+        self,
+        rank: int,
+        num_ranks: int,
+        buffer: str,
+        place: Place,
+        native: NativeRuntime,
+        most: int,
+        masked: Callable[[], Iterable[int]] = tuple,
     ) -> None:
         """Called by the thread that makes the buffer.
 
@@ -46,10 +58,11 @@ class Recorder:
             place: where this rank runs.
             native: its runtime.
             most: calls that it remembers.
+            masked: whom it goes on without.
         """
         self._rank, self._num_ranks = rank, num_ranks
-        self._buffer, self._place = buffer, place
-        self._native = native
+        self.buffer, self._place = buffer, place
+        self._native, self._masked = native, masked
         self._thread = threading.get_ident()
         # Of the last calls: number, and where the program called.
         self._sites: deque[tuple[int, CodeType, int]] = deque(maxlen=max(most, 1))
@@ -57,7 +70,7 @@ class Recorder:
     def note_call(self, name: str) -> None:
         """Remembers from where the program makes its next call. Before every operation."""
         frame: FrameType | None = sys._getframe(1)
-        while frame is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+        while frame is not None and frame.f_code.co_filename in _OWN_FILES:
             frame = frame.f_back
         if frame is not None:
             self._sites.append((self._native.num_calls() + 1, frame.f_code, frame.f_lineno))
@@ -76,7 +89,7 @@ class Recorder:
         return RankState(
             rank=self._rank,
             num_ranks=self._num_ranks,
-            buffer=self._buffer,
+            buffer=self.buffer,
             host=self._place.host,
             pid=self._place.pid,
             global_rank=_global_rank(),
@@ -88,6 +101,7 @@ class Recorder:
             calls=tuple(calls),
             waits=None if waits is None else Waits(**waits),
             threads=_threads(self._thread) if with_threads else (),
+            masked=tuple(sorted(self._masked())),
         )
 
     def place(self) -> tuple[int, int]:

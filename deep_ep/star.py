@@ -117,14 +117,13 @@ class Hub(Loop):
         if said and said != self._told:
             self._told = said
             _log.warning("deep_ep: %s", wording.line(told.verdict), extra={"verdict": told.verdict})
-        plain = told.verdict.plain()
-        for rank in (*self._members, *self.lines):
-            self._send(rank, {"type": "verdict", "verdict": plain})
         folders = [*told.dump_to]
         if told.is_final and self._dumps_to is not None:
             folders.append(str(self._dumps_to / told.verdict.buffer))
-        for folder in folders:
-            _dump(folder, told)
+        dumped = {folder: _dump(folder, told) for folder in dict.fromkeys(folders)}
+        message = {"type": "verdict", "verdict": told.verdict.plain(), "dumped": dumped}
+        for rank in (*self._members, *self.lines):
+            self._send(rank, message)
 
     def _stop_if_last(self) -> None:
         if not self._members and not self.lines:
@@ -282,14 +281,17 @@ class Spoke(Loop):
         self._member.lose(how)
 
 
-def _dump(folder: str, told: Told) -> None:
+def _dump(folder: str, told: Told) -> list[str]:
+    """The files that were written; none if that failed."""
     try:
         files = traces.write_dump(folder, told.states, told.verdict)
     except OSError as error:
         _log.warning("deep_ep: no dump in %s: %s", folder, error)
+        return []
     else:
         read = "python -m deep_ep.diagnose hang"
         _log.warning("deep_ep: %d files in %s; %s %s", len(files), folder, read, folder)
+        return [str(file) for file in files]
 
 
 def _said(verdict: Verdict) -> list[object]:

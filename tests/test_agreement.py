@@ -398,3 +398,42 @@ def test_the_late_rank_is_told_what_the_others_gave_up() -> None:
     error = error_from_failure(FAILURE, 1, decision, PLACES)
     assert type(error) is EPTransportError
     assert "ranks 0, 2 gave up operation 74 while this rank was in operation 73" in str(error)
+
+
+# ---- ranks that operations go on without
+
+
+def report_masked(ranks: Ranks, rank: int, missing: list[int], key: Key = OP) -> None:
+    """A rank tells whom it has left out."""
+    report = {"key": list(key), "failure": "timeout", "missing": missing, "masks": True}
+    ranks.arbiter.handle(rank, {"type": "report", **report})
+
+
+def test_who_is_masked_names_nobody_until_it_is_back() -> None:
+    """All others go on without it, so it misses them."""
+    ranks = Ranks({0: IDLE, 1: IDLE, 2: IDLE, 3: IDLE})
+    report_masked(ranks, 0, [3])
+    ranks.answer()
+    ranks.pass_time()
+    assert ranks.decision().culprits == (3,)
+    later = Key("operation", 74)
+    report_masked(ranks, 3, [0, 1, 2], later)
+    ranks.answer()
+    ranks.pass_time()
+    assert ranks.told[3][-1] == {"type": "undecided", "key": list(later)}
+    assert len(ranks.decisions(0)) == 1
+    ranks.arbiter.handle(3, {"type": "back"})
+    report_masked(ranks, 3, [2], Key("operation", 80))
+    ranks.answer()
+    ranks.pass_time()
+    assert ranks.decisions(0)[-1].culprits == (2,)
+
+
+def test_nobody_is_left_out_whom_nobody_misses() -> None:
+    """Rank 3 is busy, and does not say where it is; but its rows have come."""
+    ranks = Ranks({0: WAITS, 1: WAITS, 2: WAITS})
+    report_masked(ranks, 0, [1])
+    ranks.answer()
+    ranks.pass_time()
+    assert ranks.decision().culprits == ()
+    assert ranks.decision().paths == ((1, 0),)

@@ -450,6 +450,7 @@ def test_who_registers_is_started_with_a_buffer_that_is_watched_and_ended_with_i
 
 def test_the_environment_switches_counters_and_faults_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DEEP_EP_DIAGNOSE", "1")
+    monkeypatch.setenv("DEEP_EP_RECORDER", "0")
     monkeypatch.setenv("DEEP_EP_INJECT", "slow-rank=0:1us")
     size = Buffer.get_low_latency_rdma_size_hint(4, 256, 1, 2)
     made = Buffer(thread_groups(1)[0], 0, size, low_latency_mode=True, num_qps_per_rank=2)

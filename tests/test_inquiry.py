@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -19,6 +20,7 @@ import pytest
 import deep_ep
 from deep_ep import stacks
 from deep_ep.agreement import Message
+from deep_ep.diagnose.__main__ import main
 from deep_ep.errors import EPTimeoutError
 from deep_ep.hang.states import Call, Frame, RankState, Thread, Waits
 from deep_ep.hang_watch import HangWatch, Settings
@@ -182,6 +184,8 @@ def test_what_is_no_message_is_refused(message: Message) -> None:
 class OwnRecorder:
     """Says what the test says."""
 
+    buffer = "b0"
+
     def __init__(self) -> None:
         self.now: Waits | None = None
 
@@ -273,6 +277,50 @@ print(json.dumps(stacks.offer()), flush=True)
     process, offered = start(text)
     process.wait()
     assert offered is None
+
+
+# --- dumps for who asks -----------------------------------------------------------------------------
+
+_PROGRAM = """
+import os, sys, time
+import torch, torch.distributed as dist
+import deep_ep
+rank = int(sys.argv[1])
+os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=2)
+size = deep_ep.Buffer.get_low_latency_rdma_size_hint(8, 256, 2, 4)
+buffer = deep_ep.Buffer(dist.group.WORLD, 0, size, low_latency_mode=True)
+print("ready", flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_process_writes_a_dump_when_it_is_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", _PROGRAM, str(rank), str(tmp_path / "store")],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        for process in ranks:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "ready\n"
+        given = ["dump", str(ranks[1].pid), "--into", str(tmp_path / "dump")]
+        assert main(given) == 0
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
+    assert "no rank waits" in capsys.readouterr().out
+    names = {path.name for path in (tmp_path / "dump").iterdir()}
+    assert {"0.hang.json", "1.hang.json", "verdict.hang.json"} < names
 
 
 # --- in a group -----------------------------------------------------------------------------------

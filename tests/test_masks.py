@@ -7,7 +7,6 @@ import random
 import signal
 import threading
 import time
-import warnings
 from collections.abc import Collection, Iterator
 from dataclasses import replace
 from typing import Any
@@ -17,13 +16,13 @@ import torch
 import torch.distributed as dist
 
 import deep_ep
-from deep_ep.errors import EPArgumentError, EPError, EPTransportError, EPUsageError
+from deep_ep import diagnose
+from deep_ep.errors import EPArgumentError, EPError, EPUsageError
 from exchange import (
     Inputs,
     Mode,
     Received,
     Shape,
-    assert_combined,
     assert_combined_from_logfmt,
     assert_received_one,
     assert_same_bytes,
@@ -38,7 +37,7 @@ from exchange import (
     make_inputs,
     ranks_for,
 )
-from launch import DEVICE, Ranks, raise_failures, run_processes
+from launch import DEVICE, Ranks, keep_busy, raise_failures, run_processes
 
 SHAPE = Shape((5, 3, 4, 6), num_max_tokens=6, hidden=512, num_experts=8, num_topk=3)
 ALL = range(SHAPE.num_ranks)
@@ -46,6 +45,8 @@ MASKED = 2
 BF16 = Mode()
 # A wait that a test provokes, and one that it must not see.
 SHORT_S, NEVER_S = 1.0, 60.0
+# Of ranks that die while the others exchange, and exchanges meanwhile and afterwards.
+LAST_DEATH_S, NUM_EXCHANGES = 0.6, 40
 
 processes_only = pytest.mark.skipif(DEVICE != "cpu", reason="ranks that are processes share no GPU")
 pytestmark = pytest.mark.filterwarnings("ignore:.* went on without:RuntimeWarning")
@@ -168,9 +169,9 @@ def test_masks_are_set_read_and_cleaned(patient: Ranks) -> None:
     ],
 )
 def test_a_buffer_without_masks_refuses_them(call: Any) -> None:
-    with ranks_for(replace(SHAPE, num_tokens=(4, 4))) as ranks:
-        with pytest.raises(EPUsageError, match="enable_shrink=True"):
-            call(ranks.buffers[0])
+    ranks = ranks_for(replace(SHAPE, num_tokens=(4, 4)))
+    with ranks, pytest.raises(EPUsageError, match="enable_shrink=True"):
+        call(ranks.buffers[0])
 
 
 def test_without_an_rdma_buffer_there_are_no_masks() -> None:
@@ -308,14 +309,17 @@ def test_all_blocks_agree(monkeypatch: pytest.MonkeyPatch, policy: str) -> None:
 # ---- who does not come
 
 
-def test_a_rank_that_does_not_come_is_masked(hasty: Ranks) -> None:
-    exchange(hasty, SHAPE, BF16)
+@pytest.mark.parametrize("mode", [BF16, Mode(hook=True), Mode(async_finish=True)], ids=str)
+def test_a_rank_that_does_not_come_is_masked(hasty: Ranks, mode: Mode) -> None:
+    exchange(hasty, SHAPE, mode)
     with pytest.warns(RuntimeWarning, match="went on without rank 2, now masked"):
-        exchange(hasty, SHAPE, BF16, masked=[MASKED])
+        exchange(hasty, SHAPE, mode, masked=[MASKED])
     for rank in set(ALL) - {MASKED}:
         assert masks_of(hasty.buffers[rank]) == [MASKED]
         reason = hasty.buffers[rank].why_masked()[MASKED]
-        assert reason.startswith("rank 2 did not arrive in operation 3: rank 2 is between operations")
+        assert reason.startswith(
+            "rank 2 did not arrive in operation 3: rank 2 is between operations"
+        )
     exchange(hasty, SHAPE, Mode(hook=True), masked=[MASKED])
 
 
@@ -438,3 +442,230 @@ def test_a_rank_that_does_not_clean_is_masked_again(hasty: Ranks) -> None:
     assert masks_of(hasty.buffers[0]) == [MASKED]
     clean_all(hasty)
     exchange(hasty, SHAPE, BF16)
+
+
+# ---- ranks that are processes, and die
+
+
+def make_buffer(group: dist.ProcessGroup) -> deep_ep.Buffer:
+    """A buffer for SHAPE that may be shrunk."""
+    size = deep_ep.Buffer.get_low_latency_rdma_size_hint(
+        SHAPE.num_max_tokens, SHAPE.hidden, SHAPE.num_ranks, SHAPE.num_experts
+    )
+    return deep_ep.Buffer(
+        group,
+        num_rdma_bytes=size,
+        low_latency_mode=True,
+        num_qps_per_rank=SHAPE.num_local_experts,
+        explicitly_destroy=True,
+        enable_shrink=True,
+    )
+
+
+def check_exchange(buffer: deep_ep.Buffer, shape: Shape) -> None:
+    """A dispatch and a combine of this rank; what they return is right for some sets of masked ranks: those
+    whom it masked before, or after, or some between.
+    """
+    inputs = make_inputs(shape)
+    received = dispatch(buffer, inputs[buffer.rank], shape, BF16)
+    # Whoever is masked after an operation did not take part in it, or was masked before.
+    gone = masks_of(buffer)
+    expected = expected_dispatch(without(inputs, shape, gone), shape, BF16)
+    assert_received_one(received, expected[buffer.rank], shape, BF16, f"dispatch without {gone}")
+    ys = experts(received, buffer.rank)
+    combined = combine(buffer, inputs[buffer.rank], received.handle, ys, BF16)
+    gone = masks_of(buffer)
+    # An expert multiplies each row by a number of its own, so its other rows do not matter.
+    everybody = expected_dispatch(inputs, shape, BF16)
+    want = expected_combine(without(inputs, shape, gone), expected_experts(everybody), everybody)
+    assert_same_bytes(combined.cpu(), want[buffer.rank], f"combine without {gone}")
+
+
+def exchange_while_others_die(
+    rank: int, group: dist.ProcessGroup, deaths: dict[int, float], signal_number: int
+) -> dict[str, Any]:
+    """Exchanges for a while, every one with other inputs; ranks die at their moment."""
+    buffer = make_buffer(group)
+    dist.barrier(group)
+    if rank in deaths:
+        threading.Timer(deaths[rank], os.kill, (os.getpid(), signal_number)).start()
+    longest_s = 0.0
+    # As many on all ranks that live, and for longer than anybody has to die.
+    for seed in range(NUM_EXCHANGES):
+        time.sleep(LAST_DEATH_S / (NUM_EXCHANGES - 10))
+        started = time.monotonic()
+        check_exchange(buffer, replace(SHAPE, seed=seed))
+        longest_s = max(longest_s, time.monotonic() - started)
+    # Who is dead is masked again when all who live have cleaned.
+    before = masks_of(buffer)
+    buffer.low_latency_clean_mask_buffer()
+    check_exchange(buffer, SHAPE)
+    assert masks_of(buffer) == before
+    seen = {"masked": before, "why": buffer.why_masked()}
+    ending = time.monotonic()
+    buffer.destroy()
+    # The group is not whole any more: nobody may wait for it.
+    return seen | {"longest_s": longest_s, "destroy_s": time.monotonic() - ending}
+
+
+def survivors_of(deaths: dict[int, float], signal_number: int, timeout_s: float) -> list[Any]:
+    """What those who live have seen."""
+    outcomes = run_processes(
+        exchange_while_others_die,
+        SHAPE.num_ranks,
+        deaths,
+        signal_number,
+        env={"DEEP_EP_TIMEOUT_S": str(timeout_s), "PYTHONWARNINGS": "ignore"},
+        timeout_s=60,
+    )
+    return raise_failures([one for rank, one in enumerate(outcomes) if rank not in deaths])
+
+
+@processes_only
+@pytest.mark.parametrize("victim", [1, 0], ids=["rank-1", "rank-0"])
+def test_the_others_go_on_at_once_when_a_rank_is_killed(victim: int) -> None:
+    for seen in survivors_of({victim: 0.3}, signal.SIGKILL, NEVER_S):
+        assert seen["masked"] == [victim]
+        assert f"rank {victim} is dead (its process" in seen["why"][victim]
+        assert seen["longest_s"] < NEVER_S / 2
+        assert seen["destroy_s"] < NEVER_S / 2
+
+
+@processes_only
+@pytest.mark.parametrize("seed", range(4))
+def test_no_result_is_wrong_while_ranks_are_killed_at_random(seed: int) -> None:
+    generator = random.Random(seed)
+    victims = generator.sample(list(ALL), generator.choice((1, 2, 2, 3)))
+    deaths = {victim: generator.uniform(0.0, LAST_DEATH_S) for victim in victims}
+    for seen in survivors_of(deaths, signal.SIGKILL, 4.0):
+        assert seen["masked"] == sorted(deaths), f"seed {seed}"
+
+
+def exchange_while_one_is_stopped(
+    rank: int, group: dist.ProcessGroup, after_s: float
+) -> dict[str, Any]:
+    """One rank is stopped for longer than the others wait, wherever it is; then all clean, and go on."""
+    buffer = make_buffer(group)
+    processes: list[Any] = [None] * SHAPE.num_ranks
+    dist.all_gather_object(processes, os.getpid(), group=group)
+    if rank == 0:
+        stop = lambda number: os.kill(processes[MASKED], number)  # noqa: E731
+        threading.Timer(after_s, stop, (signal.SIGSTOP,)).start()
+        threading.Timer(after_s + 2.5 * SHORT_S, stop, (signal.SIGCONT,)).start()
+    end = time.monotonic() + 4 * SHORT_S
+    right = refused = 0
+    while time.monotonic() < end:
+        try:
+            check_exchange(buffer, replace(SHAPE, seed=buffer.runtime.operation() % 50))
+            right += 1
+        except EPError:  # an operation of which the stopped rank is told that it is over
+            refused += 1
+    was = masks_of(buffer)
+    dist.barrier(group)
+    buffer.low_latency_clean_mask_buffer()
+    for seed in range(6):
+        check_exchange(buffer, replace(SHAPE, seed=seed))
+    now = masks_of(buffer)
+    buffer.destroy()
+    return {"right": right, "refused": refused, "was": was, "now": now}
+
+
+@processes_only
+@pytest.mark.parametrize("after_s", [0.1, 0.17])
+def test_a_rank_that_was_stopped_comes_back_and_no_result_is_wrong(after_s: float) -> None:
+    seen = raise_failures(
+        run_processes(
+            exchange_while_one_is_stopped,
+            SHAPE.num_ranks,
+            after_s,
+            env={"DEEP_EP_TIMEOUT_S": str(SHORT_S), "PYTHONWARNINGS": "ignore"},
+            timeout_s=60,
+        )
+    )
+    for rank, one in enumerate(seen):
+        assert one["now"] == []
+        assert one["right"] > 0
+        if rank != MASKED:
+            assert MASKED in one["was"]
+
+
+# ---- what programs do with masks
+
+
+def test_a_server_that_recovers_asks_empties_and_cleans(hasty: Ranks) -> None:
+    """After each step it asks for the masks. If there are any, all ranks, the repaired one too, empty their
+    buffers and clean.
+    """
+    exchange(hasty, SHAPE, Mode(use_fp8=True))
+    exchange(hasty, SHAPE, Mode(use_fp8=True), masked=[MASKED])
+
+    def recover(rank: int, buffer: deep_ep.Buffer) -> bool:
+        status = torch.zeros(buffer.group_size, dtype=torch.int32, device=DEVICE)
+        buffer.low_latency_query_mask_buffer(status)
+        is_degraded = bool(status.any())
+        buffer.get_local_buffer_tensor(dtype=torch.int8, use_rdma_buffer=True).zero_()
+        buffer.low_latency_clean_mask_buffer()
+        buffer.low_latency_query_mask_buffer(status)
+        assert not status.any()
+        return is_degraded
+
+    assert hasty.run(recover) == [rank != MASKED for rank in ALL]
+    for _ in range(3):
+        exchange(hasty, SHAPE, Mode(use_fp8=True))
+
+
+def test_a_server_keeps_a_tensor_of_active_ranks(hasty: Ranks) -> None:
+    """One tensor for good: 1 minus the mask; tokens are routed to experts of active ranks only."""
+    active = [torch.ones(4, dtype=torch.int32, device=DEVICE) for _ in ALL]
+    inputs = make_inputs(SHAPE)
+
+    def step(rank: int, buffer: deep_ep.Buffer) -> torch.Tensor | None:
+        if rank == MASKED:
+            return None
+        received = dispatch(buffer, inputs[rank], SHAPE, BF16)
+        combined = combine(buffer, inputs[rank], received.handle, experts(received, rank), BF16)
+        status = torch.empty_like(active[rank])
+        buffer.low_latency_query_mask_buffer(status)
+        torch.sub(1, status, out=active[rank])
+        return combined
+
+    hasty.run(step)
+    for rank in set(ALL) - {MASKED}:
+        assert active[rank].tolist() == [int(other != MASKED) for other in ALL]
+    assert torch.equal(active[0], active[1])
+
+
+# ---- counters and diagnosis
+
+
+def test_counters_of_a_masked_source_get_nothing(patient: Ranks) -> None:
+    patient.run(lambda _, buffer: buffer.enable_counters(ring=16))
+    exchange(patient, SHAPE, BF16)
+    mask(patient, [MASKED])
+    before = [buffer.dispatch_counters.snapshot() for buffer in patient.buffers]
+    for _ in range(4):
+        exchange(patient, SHAPE, BF16, masked=[MASKED])
+    for rank in set(ALL) - {MASKED}:
+        after = patient.buffers[rank].dispatch_counters.snapshot()
+        grown = after.totals - before[rank].totals
+        assert not grown[:, MASKED].any()
+        ops = grown[after.fields.index("ops")]
+        assert ops.tolist() == [0 if source == MASKED else 4 for source in ALL]
+
+
+def test_a_diagnosis_leaves_a_masked_rank_out(patient: Ranks) -> None:
+    """Rank 1 is slow; that one does not come is no reason to name another."""
+    mask(patient, [MASKED])
+    inputs = make_inputs(SHAPE)
+    patient.run(lambda _, buffer: buffer.enable_counters(ring=64))
+
+    def rounds(rank: int, buffer: deep_ep.Buffer) -> diagnose.Snapshot:
+        for _ in range(40 if rank != MASKED else 0):
+            if rank == 1:
+                keep_busy(buffer, 5_000_000)
+            dispatch(buffer, inputs[rank], SHAPE, BF16)
+        return diagnose.snapshot(buffer)
+
+    snapshots = [s for s in patient.run(rounds) if s.rank != MASKED]
+    found = diagnose.judge(diagnose.gather(snapshots))
+    assert {verdict.key for verdict in found.verdicts} == {(diagnose.COMP_SLOW, 1)}

@@ -10,7 +10,7 @@ shift
 computing=(
     tests/test_gpu_runner.py tests/test_explore.py tests/test_simulated_counters.py tests/test_operation_counts.py
     tests/diagnose/analyze tests/diagnose/collect tests/diagnose/core tests/diagnose/render
-    tests/diagnose/storage tests/doctor tests/memory_order tests/model
+    tests/diagnose/storage tests/doctor tests/hang tests/memory_order tests/model
 )
 
 # cover NAME ARGUMENT...: pytest, and build/coverage-NAME.json.

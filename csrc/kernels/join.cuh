@@ -40,6 +40,7 @@ EP_DEVICE void join_all(const OperationArgs& args) {
         take_newer(&workspace->clock_rounds,
                    args.transport.newest(slot + offsetof(JoinSlot, clock_rounds)));
     }
+    masks->cleaned_op = op;
     workspace->num_given_up = 0;
     workspace->layout = Layout::unknown();
     store_relaxed<Scope::kSystem>(&workspace->op, op);

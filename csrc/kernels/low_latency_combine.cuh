@@ -15,6 +15,7 @@
 
 #include "kernels/expert_rows.cuh"
 #include "kernels/handle.cuh"
+#include "kernels/log_rows.cuh"
 #include "kernels/operation.cuh"
 #include "kernels/verify.cuh"
 
@@ -38,14 +39,16 @@ struct CombineArgs : CommonArgs, CombineTensors {
 // Shared memory of a block. The send half keeps two experts' offsets, because warps that are done with
 // one expert start on the next.
 struct CombineShared {
+    int64_t* experts;  // [kMaxTopk], of the token that is added up, if ranks may be masked
     int* offsets;      // [2, num_ranks + 1]
     SharedArena rest;  // for the receive half
 
     EP_DEVICE explicit CombineShared(int num_ranks) {
+        experts = rest.take<int64_t>(kMaxTopk);
         offsets = rest.take<int>(2 * (num_ranks + 1));
     }
     EP_HOST_DEVICE static size_t bytes(const LowLatencyMap& map, int threads) {
-        return 2 * (map.num_ranks + 1) * sizeof(int) +
+        return kMaxTopk * sizeof(int64_t) + 2 * (map.num_ranks + 1) * sizeof(int) +
                WaitShared::bytes(map.num_ranks + map.num_experts, threads);
     }
 };
@@ -55,63 +58,6 @@ EP_DEVICE RowRange range_of(const CombineArgs& args, int pair) {
 }
 
 // ---- send
-
-// Warp. Encodes a row in the logarithmic format; false when a value is not finite. 16 lanes share a
-// group of 128 values, 8 each: 8 low bytes and 8 high bit pairs.
-EP_DEVICE bool encode_row(const bf16* x, int hidden, std::byte* payload) {
-    constexpr int kLanesPerGroup = kLogGroup / kVectorElements;
-    const int num_vectors = hidden / kVectorElements;
-    for (int base = 0; base < num_vectors; base += kWarpSize) {
-        const int v = base + lane_id();
-        float values[kVectorElements] = {};
-        if (v < num_vectors) unpack(load_vector(reinterpret_cast<const Vector*>(x) + v), values);
-        float bounds[2] = {0.0f,
-                           -3.0e38f};  // largest magnitude, and minus the smallest that is not zero
-        bool finite = true;
-        for (float value : values) {
-            const float magnitude = value < 0.0f ? -value : value;
-            finite = finite && magnitude <= 3.4e38f;
-            bounds[0] = Max{}(bounds[0], magnitude);
-            if (magnitude > 0.0f) bounds[1] = Max{}(bounds[1], -magnitude);
-        }
-        if (ballot(!finite) != 0) return false;
-        group_reduce<kLanesPerGroup, Max>(bounds);
-        if (v >= num_vectors) continue;
-        const LogScale scale =
-            bounds[0] > 0.0f ? log_scale(-bounds[1], bounds[0]) : LogScale{0.0f, 0.0f};
-        std::byte* group =
-            payload + static_cast<size_t>(v / kLanesPerGroup) * CombineMessage::kLogGroupBytes;
-        const int part = v % kLanesPerGroup;
-        if (part == 0) *reinterpret_cast<LogScale*>(group) = scale;
-        uint64_t low = 0;
-        uint32_t high = 0;
-        for (int i = 0; i < kVectorElements; ++i) {
-            const uint32_t code = log_encode(values[i], scale);
-            low |= static_cast<uint64_t>(code & 0xFFu) << (8 * i);
-            high |= code >> 8 << (2 * i);
-        }
-        reinterpret_cast<uint64_t*>(group + CombineMessage::kLogLowOffset)[part] = low;
-        reinterpret_cast<uint16_t*>(group + CombineMessage::kLogHighOffset)[part] =
-            static_cast<uint16_t>(high);
-    }
-    return true;
-}
-
-// Warp.
-EP_DEVICE void decode_vector(const std::byte* payload, int v, float (&values)[kVectorElements]) {
-    constexpr int kLanesPerGroup = kLogGroup / kVectorElements;
-    const std::byte* group =
-        payload + static_cast<size_t>(v / kLanesPerGroup) * CombineMessage::kLogGroupBytes;
-    const LogScale scale = *reinterpret_cast<const LogScale*>(group);
-    const uint64_t low = reinterpret_cast<const uint64_t*>(
-        group + CombineMessage::kLogLowOffset)[v % kLanesPerGroup];
-    const uint32_t high = reinterpret_cast<const uint16_t*>(
-        group + CombineMessage::kLogHighOffset)[v % kLanesPerGroup];
-    EP_UNROLL(8)
-    for (int i = 0; i < kVectorElements; ++i) {
-        values[i] = log_decode((low >> (8 * i) & 0xFFu) | (high >> (2 * i) & 3u) << 8, scale);
-    }
-}
 
 // Warp. Puts one row back to its source.
 template <bool kLogFormat, bool kVerify>
@@ -318,10 +264,25 @@ EP_DEVICE bool is_returned(const CombineArgs& args, size_t entry) {
     return args.handle.experts()[entry] == expert && !is_left_out(common, owner);
 }
 
-// Thread. Sums up to kTile vectors of a token over its top-k rows.
+// Block. The experts of a token whose rows came back; the others are -1. `noted`: [num_topk], if ranks may be
+// masked; else all came.
+EP_DEVICE const int64_t* experts_of(const CombineArgs& args, size_t entry, int64_t* noted) {
+    if (args.common.masks == nullptr) return args.topk_idx + entry;
+    block_sync();
+    for (int k = thread_index(); k < args.num_topk; k += num_threads())
+        noted[k] = is_returned(args, entry + k) ? args.topk_idx[entry + k] : -1;
+    block_sync();
+    return noted;
+}
+
+// Thread. Sums up to kTile vectors of a token over its top-k rows, which `experts` returned.
 template <bool kLogFormat, bool kFullTile, int kTile>
-EP_DEVICE void reduce_tile(
-    const CombineArgs& args, const std::byte* rows, size_t entry, const Tile& tile, Vector* out) {
+EP_DEVICE void reduce_tile(const CombineArgs& args,
+                           const std::byte* rows,
+                           const int64_t* experts,
+                           size_t entry,
+                           const Tile& tile,
+                           Vector* out) {
     float sums[kTile][kVectorElements];
     EP_UNROLL(kTile)
     for (auto& sum : sums) {
@@ -329,7 +290,7 @@ EP_DEVICE void reduce_tile(
         for (float& element : sum) element = 0.0f;
     }
     const auto next = [&](int k) {
-        while (k < args.num_topk && !is_returned(args, entry + k)) ++k;
+        while (k < args.num_topk && experts[k] < 0) ++k;
         return k;
     };
     int k = next(0);
@@ -349,18 +310,22 @@ EP_DEVICE void reduce_tile(
 }
 
 template <bool kLogFormat>
-EP_DEVICE void reduce_token(const CombineArgs& args, const OpenOperation& open, int token) {
+EP_DEVICE void reduce_token(const CombineArgs& args,
+                            const OpenOperation& open,
+                            const CombineShared& shared,
+                            int token) {
     constexpr int kTile = kLogFormat ? 1 : kTileVectors;
     const OperationArgs& common = args.common;
     const std::byte* rows = common.transport.local(common.map.combined_row(open.half, token, 0));
     const size_t entry = static_cast<size_t>(token) * args.num_topk;
+    const int64_t* experts = experts_of(args, entry, shared.experts);
     auto* out =
         reinterpret_cast<Vector*>(args.out + static_cast<size_t>(token) * common.map.hidden);
     block_for_tiles<kTile>(common.map.hidden / kVectorElements, [&](const Tile& tile) {
         if (tile.count == kTile) {
-            reduce_tile<kLogFormat, true, kTile>(args, rows, entry, tile, out);
+            reduce_tile<kLogFormat, true, kTile>(args, rows, experts, entry, tile, out);
         } else {
-            reduce_tile<kLogFormat, false, kTile>(args, rows, entry, tile, out);
+            reduce_tile<kLogFormat, false, kTile>(args, rows, experts, entry, tile, out);
         }
     });
 }
@@ -418,7 +383,7 @@ EP_DEVICE void receive_tokens(const CombineArgs& args,
     if (!wait_for_words(common, open, wait, common.map.num_experts, index_of, source_of)) return;
     if (block_index() == 0) check_returned(args, open);
     for (int token = block_index(); token < args.num_tokens; token += num_blocks()) {
-        reduce_token<kLogFormat>(args, open, token);
+        reduce_token<kLogFormat>(args, open, shared, token);
         check_entries(args, open, token);
         if (kVerify) verify_token<kLogFormat>(args, open, token);
     }

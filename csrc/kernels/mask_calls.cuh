@@ -56,7 +56,7 @@ EP_KERNEL void clean_masks(const EP_GRID_CONSTANT OperationArgs args) {
     deliver_all(args);
     if (thread_index() == 0) {
         ++masks->cleans;
-        masks->cleaned_op = workspace->op;
+        masks->cleaned_op = UINT64_MAX;  // until the number is known from which all go on
     }
     block_sync();
     const uint64_t number =

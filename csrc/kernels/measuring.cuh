@@ -142,17 +142,12 @@ EP_ALWAYS_INLINE void add_operation(const CounterView& counters,
     row[kRingSource_clock_error] = seen.clock_error;
 }
 
-// One thread. An operation without this source: no counter grows, and in the ring nobody waited for it.
-EP_DEVICE void pass_over(const OperationArgs& args, int ring_slot, int source, int64_t wait_begin) {
+// One thread. An operation without this source: no counter grows, and in the ring it was not heard of.
+EP_DEVICE void pass_over(const OperationArgs& args, int ring_slot, int source) {
     args.workspace->source_arrival_ns[source] = INT64_MIN;
     if (!args.counters.on() || args.counters.ring_capacity == 0) return;
     int64_t* row = args.counters.ring_row(ring_slot, source, args.num_ranks());
-    row[kRingSource_entered] = wait_begin;
-    row[kRingSource_issued] = wait_begin;
-    row[kRingSource_arrival] = wait_begin;
-    row[kRingSource_tokens] = 0;
-    row[kRingSource_seen] = 0;
-    row[kRingSource_clock_error] = 0;
+    for (int i = 0; i < kNumRingSourceFields; ++i) row[i] = 0;
 }
 
 // Warp, each group of kSourceLanes lanes for a source of its own: what one operation adds to the counters of
@@ -177,7 +172,7 @@ EP_DEVICE void count_source(const OperationArgs& args,
     SourceTotals totals(counters, source, args.num_ranks(), adds && counters.on());
     const SourceSights seen = sights_of(args, source, entered_remote, first_word, word_stride);
     if (!adds) return;
-    if (is_left_out(args, source)) return pass_over(args, ring_slot, source, wait_begin);
+    if (is_left_out(args, source)) return pass_over(args, ring_slot, source);
 
     const int64_t offset = clock_offset_at(clock, seen.last.at_ns);
     const SourceTiming timing{wait_begin,

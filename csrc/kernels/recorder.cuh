@@ -25,16 +25,21 @@ struct WaitNote {
     }
 };
 
+template <class T>
+EP_DEVICE void show_host(T* word, T value) {
+    store_relaxed<Scope::kSystem>(word, value);
+}
+
 // One thread of the launch.
 EP_DEVICE void record_entry(const OperationArgs& args, uint64_t number, uint64_t entered_ns) {
     RecordedEntry* entry = args.record.entry;
     if (entry == nullptr) return;
     // A captured graph enters again, so that the stamps of its last replay may be there.
-    store_relaxed<Scope::kSystem>(&entry->finished_ns, 0);
-    store_relaxed<Scope::kSystem>(&entry->sent_ns, 0);
-    store_relaxed<Scope::kSystem>(&entry->failed, 0u);
-    store_relaxed<Scope::kSystem>(&entry->number, number);
-    store_relaxed<Scope::kSystem>(&entry->entered_ns, entered_ns);
+    show_host(&entry->finished_ns, uint64_t{0});
+    show_host(&entry->sent_ns, uint64_t{0});
+    show_host(&entry->failed, 0u);
+    show_host(&entry->number, number);
+    show_host(&entry->entered_ns, entered_ns);
 }
 
 // One thread of each block, which has sent all that it sends.
@@ -42,16 +47,15 @@ EP_DEVICE void record_sent(const OperationArgs& args, uint64_t now) {
     RecordedEntry* entry = args.record.entry;
     if (entry == nullptr) return;
     const uint32_t others = add_relaxed<Scope::kDevice>(&args.workspace->blocks_waiting, 1u);
-    if (others + 1 == static_cast<uint32_t>(num_blocks()))
-        store_relaxed<Scope::kSystem>(&entry->sent_ns, now);
+    if (others + 1 == static_cast<uint32_t>(num_blocks())) show_host(&entry->sent_ns, now);
 }
 
 // One thread of the launch; `failed` as in the workspace.
 EP_DEVICE void record_end(const OperationArgs& args, uint32_t failed, uint64_t now) {
     RecordedEntry* entry = args.record.entry;
     if (entry == nullptr) return;
-    store_relaxed<Scope::kSystem>(&entry->failed, failed);
-    store_relaxed<Scope::kSystem>(&entry->finished_ns, now);
+    show_host(&entry->failed, failed);
+    show_host(&entry->finished_ns, now);
 }
 
 // One thread, which has been waiting for long.
@@ -63,8 +67,7 @@ EP_DEVICE void note_missing(const OperationArgs& args,
     const uint64_t waited_ns = args.timeout_ns - left_ns(open.deadline);
     const WaitNote note{
         static_cast<uint64_t>(open.series), open.op, 1 + waited_ns / WaitNote::kUnitNs};
-    store_relaxed<Scope::kSystem>(&args.record.waits->noted[static_cast<int>(owed)][source],
-                                  note.pack());
+    show_host(&args.record.waits->noted[static_cast<int>(owed)][source], note.pack());
 }
 
 }  // namespace ep

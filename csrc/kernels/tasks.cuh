@@ -144,8 +144,8 @@ EP_DEVICE void run_tasks(const NormalArgs& args,
     if (thread_index() == 0) search.begin();
     while (true) {
         if (thread_index() == 0) {
-            const bool in_time = spin_until(
-                [&] { return search.look(); }, open.deadline, [&] { search.note(); });
+            const bool in_time =
+                spin_until([&] { return search.look(); }, open.deadline, [&] { search.note(); });
             shared.step[2] = in_time && shared.step[1] > 0 ? 0 : 1;
         }
         block_sync();

@@ -47,8 +47,7 @@ class CallLog {
 
     // A call, or the second half of one (`continues`) such as the receive phase of a hook. Where its kernel
     // writes.
-    Record add(
-        const Agreed& agreed, int num_tokens, Stream stream, bool continues, bool has_hook);
+    Record add(const Agreed& agreed, int num_tokens, Stream stream, bool continues, bool has_hook);
 
     uint64_t num_calls() const;
     // At most so many, oldest first.

@@ -94,12 +94,11 @@ Args Runtime::normal_args(const Call& call, Operation operation, bool continues)
     args.row.verified = options_.verify;
     args.queue_states = queue_states_;
     args.receive_counts = receive_counts_;
-    args.common.record =
-        log_.add({args.common.shape, 0, args.common.capacities},
-                 call.num_tokens,
-                 call.stream,
-                 continues,
-                 false);
+    args.common.record = log_.add({args.common.shape, 0, args.common.capacities},
+                                  call.num_tokens,
+                                  call.stream,
+                                  continues,
+                                  false);
     return args;
 }
 

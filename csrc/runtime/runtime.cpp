@@ -243,7 +243,8 @@ void Runtime::low_latency_dispatch(const DispatchCall& call) {
     const Payload payload = call.payload();
     const DispatchMessage message{call.hidden, payload, options_.verify};
     DispatchArgs args{
-        {operation_args(call, call.num_tokens, Operation::kDispatch, static_cast<uint16_t>(payload))},
+        {operation_args(
+            call, call.num_tokens, Operation::kDispatch, static_cast<uint16_t>(payload))},
         call,
         HandleView::of(call.src_info, map(call)),
     };

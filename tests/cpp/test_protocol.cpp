@@ -50,7 +50,8 @@ struct Group {
     explicit Group(int num_ranks,
                    size_t bytes,
                    uint64_t timeout_ns = kPatienceNs,
-                   bool verify = false) {
+                   bool verify = false,
+                   bool enable_shrink = false) {
         std::vector<std::string> handles;
         for (int rank = 0; rank < num_ranks; ++rank) {
             RuntimeOptions options;
@@ -61,6 +62,7 @@ struct Group {
             options.timeout_ns = timeout_ns;
             options.ranks_per_node = num_ranks;
             options.verify = verify;
+            options.enable_shrink = enable_shrink;
             ranks.push_back(std::make_unique<Runtime>(options));
             handles.push_back(ranks.back()->local_handle());
         }
@@ -730,6 +732,37 @@ TEST(a_group_works_on_after_a_timeout) {
     const auto late = group[1].take_failure();
     CHECK(late.has_value());
     exchange_rounds(group, shape, 3, {}, random);
+}
+
+TEST(blocks_agree_on_whom_they_leave_out_and_ranks_join_again) {
+    Random random(ep::testing::seed());
+    const Shape shape{3, 2, 2, 128, 2};
+    const size_t bytes = Runtime::low_latency_bytes(shape.size(), 3);
+    Group group(3, bytes, 2'000'000'000, false, true);
+    for (const auto& rank : group.ranks) {
+        rank->device().set_schedule("random", random.bits());
+        rank->set_launch_shape(random.between(2, 4), random.between(1, 2));
+    }
+    exchange_rounds(group, shape, 2, {}, random);
+    on_ranks(3, [&](int rank) {
+        if (rank == 1) return;
+        for (int round = 0; round < 3; ++round) {
+            dispatch_nothing(group[rank], shape);
+            CHECK(!group[rank].take_failure().has_value());
+        }
+        const auto masked = group[rank].take_masked();
+        CHECK_EQUAL(masked.size(), size_t{1});
+        CHECK_EQUAL(masked[0].rank, 1);
+        CHECK_EQUAL(masked[0].number, uint64_t{5});
+        group[rank].barrier(0);
+    });
+    on_ranks(3, [&](int rank) { group[rank].clean_masks(0); });
+    exchange_rounds(group, shape, 2, {}, random);
+    on_ranks(3, [&](int rank) {
+        group[rank].barrier(0);
+        CHECK(group[rank].take_masked().empty());
+        group[rank].part(0);
+    });
 }
 
 TEST(ranks_that_disagree_are_named_and_the_group_works_on) {

@@ -41,7 +41,7 @@ def test_the_program_can_run_at_all(test: Litmus) -> None:
 
 
 # Where the next round of a loop follows.
-LOOPS = {"bounce_places"}
+LOOPS = {"bounce_places", "rows_that_came_back"}
 
 
 def out_of_order(source: Source, test: Litmus) -> list[tuple[str, str]]:

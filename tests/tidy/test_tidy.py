@@ -39,7 +39,7 @@ KERNEL_FILES = (
     ("operation_state.cuh", "handle.cuh", "normal_messages.cuh"),
     ("masks.cuh", "normal_state.cuh"),
     ("failure.cuh", "recorder.cuh"),
-    ("waiting.cuh", "verify.cuh", "queue.cuh", "row_sum.cuh"),
+    ("waiting.cuh", "verify.cuh", "queue.cuh", "row_sum.cuh", "log_rows.cuh"),
     ("clocks.cuh", "hand_over.cuh"),
     ("join.cuh",),
     ("measuring.cuh", "tasks.cuh", "normal_verify.cuh"),

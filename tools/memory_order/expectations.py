@@ -13,6 +13,8 @@ LEFT_OUT = {
     "hand_over.store_relaxed#1": HOST_COPIES,
     "hand_over.store_relaxed#2": HOST_COPIES,
     "close_operation.store_relaxed#2": HOST_COPIES,
+    "show_host.store_relaxed": HOST_COPIES,
+    "record_sent.add_relaxed": "counts blocks; nothing is read behind it",
     "exchange_clocks.block_sync": "orders time, not memory: rank 0 stamps when all threads are done",
     "tell_handed_over.block_sync": QUEUE_PAIRS,
     "rows_lie_within.block_any": "all threads need its result; what it looks at is the caller's",
@@ -30,6 +32,9 @@ ALONE = "nothing is read behind this word, and the word itself is newer at the n
 TWICE = "the same thread acquires the same word in the other line"
 ORDERED = "already ordered by blocks_done or by the end of the launch: a weak access would do"
 
+FORGOTTEN = "others write the word only after they have been told, behind a fence"
+AGREED = "already ordered by blocks_decided: a weak access would do"
+
 # Variants that change nothing that the model can show.
 NO_DIFFERENCE = {
     "Transport.put_word.store_relaxed: narrowed to gpu": WORD,
@@ -42,6 +47,22 @@ NO_DIFFERENCE = {
     "await_notices.poll#2: no acquire": TWICE,
     "leave_record.store_relaxed: narrowed to gpu": "stands before the release of `reason`",
     "leave_record.store_relaxed: narrowed to cta": "stands before the release of `reason`",
+    "agree_on_left_out.add_acq_rel: no acquire": "the thread acquires the same word in its look",
+    "leave_out.store_relaxed: narrowed to cta": AGREED,
+    "is_left_out.load_relaxed: narrowed to cta": AGREED,
+    "drop_counts.store_relaxed: narrowed to cta": AGREED,
+    "mask_left_out.load_relaxed: narrowed to cta": ORDERED,
+    "mask_left_out.store_relaxed: narrowed to cta": ORDERED,
+    "mask_missing.store_relaxed: narrowed to gpu": "stands before the release of `any`",
+    "mask_missing.store_relaxed: narrowed to cta": "stands before the release of `any`",
+    "join_all.poll: no acquire": "newest() acquires the same word in the thread that reads on",
+    "join_all.newest#1: no acquire": "another thread of the block has acquired the word, in front of a barrier",
+    "join_all.newest#2: no acquire": "behind the number, which was acquired",
+    "join_all.newest#3: no acquire": "behind the number, which was acquired",
+    "join_all.store_relaxed#1: narrowed to gpu": FORGOTTEN,
+    "join_all.store_relaxed#1: narrowed to cta": FORGOTTEN,
+    "join_all.store_relaxed#2: narrowed to gpu": "for the host's look; other blocks read it behind `joins`",
+    "join_all.store_relaxed#2: narrowed to cta": "for the host's look; other blocks read it behind `joins`",
     "close_operation.load_relaxed: narrowed to cta": ORDERED,
     "close_operation.store_relaxed#3: narrowed to gpu": ORDERED,
     "close_operation.store_relaxed#3: narrowed to cta": ORDERED,
