@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -97,8 +98,6 @@ def test_states_survive_being_written(states: dict[int, RankState]) -> None:
 
 @settings(deadline=None, max_examples=50)
 @given(GROUPS)
-def test_there_is_a_dump(tmp_path_factory: object, states: dict[int, RankState]) -> None:
-    import tempfile
-
+def test_there_is_a_dump(states: dict[int, RankState]) -> None:
     with tempfile.TemporaryDirectory() as directory:
         traces.write_dump(directory, states, judge(states))

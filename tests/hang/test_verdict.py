@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -59,8 +60,6 @@ def test_who_is_stuck_is_named_with_the_reason_and_nobody_else(group: Group) -> 
 @settings(deadline=None, max_examples=100)
 @given(stories())
 def test_a_verdict_survives_being_written(group: Group) -> None:
-    import json
-
     verdict = judge(group.states())
     assert Verdict.of(json.loads(json.dumps(verdict.plain()))) == verdict
 
