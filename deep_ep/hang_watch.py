@@ -214,13 +214,23 @@ class HangWatch:
             state = own.state(_CALLS_TOLD, with_threads=True).plain()
             self._say({"type": "state", "inquiry": message["inquiry"], "state": state})
 
-    def _judge_alone(self, own: Recorder) -> None:
+    def lose_rank_0(self, process: Process) -> None:
+        """Rank 0 is "gone" or "unreachable": nobody else says so."""
+        if self._recorder is not None:
+            self._judge_alone(self._recorder, process)
+
+    def _judge_alone(self, own: Recorder, process: Process | None = None) -> None:
         """Without rank 0, which does not answer. Only rank 1 says so in the log, so that one does.
 
         Of other ranks only those are known that can be seen to be dead or stopped.
+
+        Args:
+            own: what this rank can say of itself.
+            process: what is known of rank 0's.
         """
         state = own.state(_CALLS_TOLD, with_threads=False)
-        states = {self._rank: state, 0: self._look_at(0, state, self.hub_stacks)}
+        hub = self._look_at(0, state, self.hub_stacks)
+        states = {self._rank: state, 0: replace(hub, process=process or hub.process)}
         for rank in state.waits.ranks() if state.waits is not None else ():
             seen = self._look_at(rank, state, None)
             if seen.process in ("gone", "stopped"):

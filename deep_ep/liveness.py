@@ -208,6 +208,8 @@ class Liveness:
             self.alone = True
             self._changed.notify_all()
         if how and 0 not in self.left:
+            with self._native_lock:
+                self.hangs.lose_rank_0("unreachable" if how == "host" else "gone")
             self.handle({"type": "dead", "rank": 0, "how": how})
 
     def _look_at_own_waits(self, loop: Loop) -> None:

@@ -6,6 +6,7 @@ device. Added here is who called, and where the threads of the program are.
 
 from __future__ import annotations
 
+import linecache
 import sys
 import threading
 import time
@@ -26,8 +27,8 @@ if TYPE_CHECKING:
 
 # Of this package; looked up for every call.
 _OWN_FILES = frozenset(map(str, Path(__file__).parent.rglob("*.py")))
-# Frames of a thread that are told, and characters of an exception. Chosen.
-_MOST_FRAMES, _MOST_TEXT = 40, 2000
+# Frames of a thread that are told, characters of an exception and of a line. Chosen.
+_MOST_FRAMES, _MOST_TEXT, _MOST_OF_LINE = 40, 2000, 200
 # Of what all ranks must agree on, what has no number; and what says nothing where it is zero.
 _NO_NUMBERS = ("operation", "dtype")
 
@@ -160,7 +161,9 @@ def _frames(frame: FrameType) -> tuple[Frame, ...]:
     found: list[Frame] = []
     inner: FrameType | None = frame
     while inner is not None and len(found) < _MOST_FRAMES:
-        found.append(Frame(inner.f_code.co_name, inner.f_code.co_filename, inner.f_lineno or 0))
+        file, line = inner.f_code.co_filename, inner.f_lineno or 0
+        text = linecache.getline(file, line).strip()[:_MOST_OF_LINE]
+        found.append(Frame(inner.f_code.co_name, file, line, text))
         inner = inner.f_back
     return tuple(found)
 

@@ -59,6 +59,8 @@ def judge(trial: Trial, outcomes: Sequence[Outcome]) -> Judged:
         texts = [one.error for r, one in seen.items() if r != rank]
         by_cause = any(fault.is_named_by(cause, rank) for cause in causes)
         by_error = fault.raises and any(_names(text, rank) for _, text in texts)
+        if fault.name == "killed":
+            by_error = any(f"rank {rank} is dead" in text for _, text in texts)
         # A death ends the operation before anybody can tell what else is wrong.
         hidden = has_dead and fault.name != "killed"
         named[rank] = by_cause or by_error or hidden
@@ -82,5 +84,5 @@ def judge(trial: Trial, outcomes: Sequence[Outcome]) -> Judged:
 
 
 def _names(text: str, rank: int) -> bool:
-    before, _, behind = text.partition(": ")
-    return any(f"rank {rank} " in part for part in (behind,)) or f"ranks {rank}" in behind
+    behind = text.partition(": ")[2]
+    return f"rank {rank} " in behind or f"ranks {rank}" in behind

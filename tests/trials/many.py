@@ -25,10 +25,11 @@ def draw(seed: int) -> Trial:
     num_ranks, ranks_per_node = rng.choice([(4, 4), (4, 2), (8, 8), (8, 4)])
     # A normal operation has no hooks.
     kinds = [fault for fault in FAULTS if not (fault.hooked and mode == "normal")]
-    lasting = [fault for fault in kinds if fault.ends and not fault.hooked]
+    # Nor is a path to a rank that says nothing.
+    lasting = [fault for fault in kinds if fault.ends and not fault.hooked and not fault.loses_path]
     chosen: list[Fault] = [rng.choice(kinds)]
     # Who has sent and stands still is not waited for while another one is.
-    if chosen[0].ends and not chosen[0].hooked and rng.random() < _TWO_FAULTS:
+    if chosen[0] in lasting and rng.random() < _TWO_FAULTS:
         chosen.append(rng.choice(lasting))
     ranks = rng.sample(range(num_ranks), len(chosen))
     at_combine = rng.random() < 0.5 and not any(fault.hooked for fault in chosen)
