@@ -67,7 +67,9 @@ def masked_while_waiting(p: Program) -> None:
     known_behind(p, "B", "await_sources.block_sync", "masked")
 
 
-@litmus("All threads see which rows of a token came back, and the next token's are noted after that.")
+@litmus(
+    "All threads see which rows of a token came back, and the next token's are noted after that."
+)
 def rows_that_came_back(p: Program) -> None:
     noting = p.thread("B")
     noting.write("noted")
