@@ -316,10 +316,13 @@ def test_a_collective_of_torch_that_hangs_is_part_of_the_story(
 def test_what_torch_itself_writes_is_read(tmp_path: Path) -> None:
     """The real recorder, in a process of its own; gloo's entries are over once they are retired."""
     code = (
-        "import sys, torch, torch.distributed as d\n"
+        "import pickle, sys, time, torch, torch.distributed as d\n"
         "d.init_process_group('gloo', rank=0, world_size=1, store=d.HashStore())\n"
         "d.all_reduce(torch.ones(4)); d.barrier()\n"
         "from torch._C._distributed_c10d import _dump_fr_trace\n"
+        "end = time.monotonic() + 30\n"
+        "while not all(entry['retired'] for entry in pickle.loads(_dump_fr_trace())['entries']):\n"
+        "    assert time.monotonic() < end\n"
         "open(sys.argv[1], 'wb').write(_dump_fr_trace())\n"
     )
     environment = {**os.environ, "TORCH_FR_BUFFER_SIZE": "100"}
