@@ -6,6 +6,7 @@
 #include "bindings/records.cpp"
 #include "bindings/runtime.cpp"
 #include "device/cuda/device_runtime.cpp"
+#include "runtime/call_log.cpp"
 #include "runtime/normal.cpp"
 #include "runtime/runtime.cpp"
 #if defined(EP_WITH_NVSHMEM)

@@ -94,7 +94,7 @@ Args Runtime::normal_args(const Call& call, Operation operation, bool continues)
     args.row.verified = options_.verify;
     args.queue_states = queue_states_;
     args.receive_counts = receive_counts_;
-    args.common.record = log_.add({args.common.shape, 0, args.common.capacities},
+    args.common.record = log_.add(Agreed{args.common.shape, 0, args.common.capacities},
                                   call.num_tokens,
                                   call.stream,
                                   continues,

@@ -215,7 +215,7 @@ OperationArgs Runtime::operation_args(const OperationCall& call,
     args.num_queue_pairs = static_cast<uint32_t>(args.map.num_local_experts());
     const bool sends = (call.phases & kPhaseSend) != 0;
     const bool has_hook = call.phases == kPhaseSend;
-    args.record = log_.add({args.shape, 0, 0}, num_tokens, call.stream, !sends, has_hook);
+    args.record = log_.add(Agreed{args.shape, 0, 0}, num_tokens, call.stream, !sends, has_hook);
     return args;
 }
 
@@ -333,7 +333,7 @@ void Runtime::barrier(Stream stream) {
     const std::scoped_lock lock(mutex_);
     check_connected("barrier");
     OperationArgs args = common_args(Operation::kBarrier);
-    args.record = log_.add({args.shape, 0, 0}, 0, stream, false, false);
+    args.record = log_.add(Agreed{args.shape, 0, 0}, 0, stream, false, false);
     device_->launch_operation("barrier", &ep::barrier, small_shape(), args, stream);
 }
 
@@ -343,7 +343,7 @@ std::vector<std::pair<int64_t, int64_t>> Runtime::measure_clock_offsets(int num_
     check_connected("measure_clock_offsets");
     ClockOffsetArgs args{
         common_args(Operation::kClockOffset), num_samples, options_.clock_interval_ns};
-    args.common.record = log_.add({args.common.shape, 0, 0}, 0, stream, false, false);
+    args.common.record = log_.add(Agreed{args.common.shape, 0, 0}, 0, stream, false, false);
     device_->launch_operation("clock_offset", &ep::clock_offset, small_shape(), args, stream);
     std::vector<std::pair<int64_t, int64_t>> result;
     for (int rank = 0; rank < options_.num_ranks; ++rank) {
