@@ -63,7 +63,7 @@ class Recorder:
         """
         self._rank, self._num_ranks = rank, num_ranks
         self.buffer, self._place = buffer, place
-        self._native, self._masked = native, masked
+        self._native, self._most, self._masked = native, most, masked
         self._thread = threading.get_ident()
         # Of the last calls: number, and where the program called.
         self._sites: deque[tuple[int, CodeType, int]] = deque(maxlen=max(most, 1))
@@ -85,8 +85,10 @@ class Recorder:
         """
         native = self._native
         sites = {call: (code, line) for call, code, line in list(self._sites)}
-        calls = [_call(plain, sites) for plain in native.recorded_calls(most=most_calls)]
-        progress, waits = native.progress(), native.waits()
+        # Not `progress()`, which asks the device: not while another thread captures a graph.
+        calls = [_call(plain, sites) for plain in native.recorded_calls(most=self._most)]
+        entered = [call for call in calls if call.series == "operation" and call.entered_ns]
+        waits = native.waits()
         return RankState(
             rank=self._rank,
             num_ranks=self._num_ranks,
@@ -97,17 +99,18 @@ class Recorder:
             taken_ns=time.time_ns(),
             written_by=self._rank,
             raised=_raised or _handled_by(self._thread),
-            closed=progress["closed"],
-            opened=progress["open"],
-            calls=tuple(calls),
+            closed=max((call.number for call in entered if call.finished_ns), default=0),
+            opened=max((call.number for call in entered if not call.finished_ns), default=0),
+            calls=tuple(calls[-most_calls:]),
             waits=None if waits is None else Waits(**waits),
             threads=_threads(self._thread) if with_threads else (),
             masked=tuple(sorted(self._masked())),
         )
 
     def place(self) -> tuple[int, int]:
-        """What changes when it goes on: its calls, and the operations that have ended."""
-        return self._native.num_calls(), self._native.progress()["closed"]
+        """What changes when it goes on: its calls, and when the newest one has ended."""
+        newest = self._native.recorded_calls(most=1)
+        return self._native.num_calls(), newest[0]["finished_ns"] if newest else 0
 
     def waits(self) -> Waits | None:
         """For whom it waits now."""
