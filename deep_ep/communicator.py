@@ -226,13 +226,16 @@ class Communicator:
 
     # ---- hangs
 
-    def record(self, buffer: str, most_calls: int, settings: hang_watch.Settings) -> None:
+    def record(
+        self, buffer: str, most_calls: int, settings: hang_watch.Settings, offers: Sequence[Any]
+    ) -> None:
         """Remembers calls from now on, and says when this rank waits for long.
 
         Args:
             buffer: names the buffer, the same on all ranks.
             most_calls: that are remembered.
             settings: when it says so.
+            offers: of all ranks, what lets others see their stacks.
         """
         if self.runtime is None:
             return
@@ -240,7 +243,7 @@ class Communicator:
         self.recorder = Recorder(*own, self.runtime.native, most_calls, self.masks.known)
         self.before_operation.append(self.recorder.note_call)
         if self._liveness is not None:
-            self._liveness.watch(self.recorder, settings, self._places)
+            self._liveness.watch(self.recorder, settings, self._places, offers)
 
     def warn_after(self, seconds: float) -> None:
         """See `Buffer.set_hang_warning`."""

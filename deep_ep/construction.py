@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from deep_ep import backend, checks, env, faults, hang_watch, liveness, rendezvous, watchers
+from deep_ep import backend, checks, env, faults, hang_watch, liveness, rendezvous, stacks, watchers
 from deep_ep.checks import Limits
 from deep_ep.communicator import Communicator
 from deep_ep.errors import EPError, EPUsageError
@@ -145,7 +145,7 @@ def connect(owner: object, group: Group, agreed: Agreement) -> Communicator:
     offers: list[liveness.Offer | None] = []
     members: list[Liveness | None] = []
 
-    def allocate() -> tuple[str, liveness.Offer | None]:
+    def allocate() -> tuple[str, liveness.Offer | None, dict[str, int]]:
         native = selected.create_runtime(
             needs_rdma=topology.num_nodes > 1,
             spans_hosts=len({place.host for place in places}) > 1,
@@ -167,17 +167,17 @@ def connect(owner: object, group: Group, agreed: Agreement) -> Communicator:
         natives.append(native)
         handle = native.local_handle().hex()
         offers.append(liveness.offer(group.rank, places, topology.ranks_per_node))
-        return handle, offers[0]
+        return handle, offers[0], stacks.offer()
 
     def connect_to_all() -> str | None:
         if selected.runs_in_streams and list(places).count(places[group.rank]) > 1:
-            name = _name_of(handle for handle, _ in allocated)
+            name = _name_of(handle for handle, *_ in allocated)
             claims.append(StreamClaims(name, selected.device().index or 0, group.rank))
             comm_streams.append(claims[0].take(selected.create_comm_stream, selected.stream_handle))
             claims[0].use("Buffer", selected.stream_handle(selected.current_stream()))
         else:
             comm_streams.append(selected.create_comm_stream())
-        natives[0].connect([bytes.fromhex(handle) for handle, _ in allocated])
+        natives[0].connect([bytes.fromhex(handle) for handle, *_ in allocated])
         offered = liveness.Offer.of(allocated[0][1])
         # Shorter than others wait for this rank in the next operation.
         patience_s = env.timeout_s() / 2 if settings.may_mask else 0.0
@@ -214,8 +214,10 @@ def connect(owner: object, group: Group, agreed: Agreement) -> Communicator:
         group, selected, runtime, limits, places, members[0], own, settings.may_mask
     )
     if env.recorder():
-        name = _name_of(handle for handle, _ in allocated)
-        communicator.record(name[:12], env.recorder(), hang_watch.Settings.from_environment())
+        name = _name_of(handle for handle, *_ in allocated)
+        settings_of_watch = hang_watch.Settings.from_environment()
+        shown = [offered for *_, offered in allocated]
+        communicator.record(name[:12], env.recorder(), settings_of_watch, shown)
     return communicator
 
 

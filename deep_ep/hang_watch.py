@@ -77,7 +77,6 @@ class HangWatch:
 
     Attributes:
         buffer: names it.
-        hub_stacks: what lets this process see the stacks of rank 0's; `None` if that is not known.
         raised: by rank, the exception that ended its program.
     """
 
@@ -89,7 +88,6 @@ class HangWatch:
             say: takes a message to rank 0; from any thread.
         """
         self.buffer = ""
-        self.hub_stacks: Any = None
         self.raised: dict[int, str] = {}
         self._rank, self._say = rank, say
         self._recorder: Recorder | None = None
@@ -102,20 +100,25 @@ class HangWatch:
         self._verdict: Verdict | None = None
         self._stop_watching: Callable[[], None] | None = None
         self._places: Sequence[Place] = ()
+        self._offers: Sequence[Any] = ()
         self._requests: dict[str, Request] = {}  # by folder
         self._unanswered_s = 0.0  # since when rank 0 owes a verdict; 0: it does not
 
     # ---- called by the program's threads
 
-    def begin(self, own: Recorder, settings: Settings, places: Sequence[Place]) -> None:
+    def begin(
+        self, own: Recorder, settings: Settings, places: Sequence[Place], offers: Sequence[Any]
+    ) -> None:
         """Before the first `look`.
 
         Args:
             own: what this rank can say of itself.
             settings: when it says that it waits.
             places: where the ranks run.
+            offers: what lets others see their stacks, of `stacks.offer`.
         """
-        self._recorder, self._settings, self._places = own, settings, places
+        self._recorder, self._settings = own, settings
+        self._places, self._offers = places, offers
         self.buffer = own.buffer
         self._stop_watching = recorder.watch_exceptions(
             lambda text: self._say({"type": "raised", "text": text})
@@ -200,7 +203,8 @@ class HangWatch:
         elif message["type"] == "raised":
             self.raised[int(message["rank"])] = str(message["text"])
         elif message["type"] == "look":
-            process, threads = stacks.look_at(int(message["pid"]), message["stacks"])
+            # Whom it may send a signal to follows from what the ranks said when the buffer was made.
+            process, threads = self._look_at(int(message["rank"]))
             self._say(
                 {
                     "type": "seen",
@@ -229,12 +233,11 @@ class HangWatch:
             process: what is known of rank 0's.
         """
         state = own.state(_CALLS_TOLD, with_threads=False)
-        hub = self._look_at(0, state, self.hub_stacks)
-        states = {self._rank: state, 0: replace(hub, process=process or hub.process)}
+        states = {self._rank: state, 0: self._state_of(0, state, process)}
         for rank in state.waits.ranks() if state.waits is not None else ():
-            seen = self._look_at(rank, state, None)
+            seen = self._state_of(rank, state)
             if seen.process in ("gone", "stopped"):
-                states[rank] = seen
+                states.setdefault(rank, seen)
         verdict = judge(states)
         known = tuple(cause for cause in verdict.causes if {*cause.ranks} <= states.keys())
         self._verdict = replace(verdict, causes=known)
@@ -242,14 +245,18 @@ class HangWatch:
             said = wording.line(self._verdict)
             _log.warning("deep_ep: %s", said, extra={"verdict": self._verdict})
 
-    def _look_at(self, rank: int, own: RankState, offered: Any) -> RankState:
+    def _state_of(self, rank: int, own: RankState, process: Process | None = None) -> RankState:
+        """What can be seen of a rank, and what is known of its process."""
         place = self._places[rank]
-        process: Process = "silent"
+        seen: Process = "silent"
         threads: tuple[Thread, ...] = ()
         if place.host == own.host:
-            process, threads = stacks.look_at(place.pid, offered)
+            seen, threads = self._look_at(rank)
         of_rank = rank, own.num_ranks, own.buffer, place.host, place.pid
-        return RankState(*of_rank, written_by=self._rank, process=process, threads=threads)
+        return RankState(*of_rank, written_by=self._rank, process=process or seen, threads=threads)
+
+    def _look_at(self, rank: int) -> tuple[Process, tuple[Thread, ...]]:
+        return stacks.look_at(self._places[rank].pid, self._offers[rank])
 
     def _answer(self, dumped: dict[str, list[str]]) -> None:
         """Tells who has asked for dumps which files they are; none could be written if the list is empty."""
@@ -270,7 +277,7 @@ class HangWatch:
             return
         self._published_s, self._published = now, place
         state: dict[str, Any] = own.state(_CALLS_PUBLISHED, with_threads=False).plain()
-        self._say({"type": "published", "state": state, "stacks": stacks.offer()})
+        self._say({"type": "published", "state": state})
 
 
 os.register_at_fork(after_in_child=stacks.forget)

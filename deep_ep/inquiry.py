@@ -85,7 +85,6 @@ class Inquiries:
         self._send, self._call_later, self._tell = send, call_later, tell
         self._published: dict[int, RankState] = {}
         self._raised: dict[int, str] = {}
-        self._stacks: dict[int, Any] = {}  # what stacks.look_at() takes
         self._number = 0
         self._open: _Inquiry | None = None
 
@@ -101,7 +100,6 @@ class Inquiries:
             self._send_all({"type": "raised", "rank": rank, "text": self._raised[rank]})
         elif type_ == "published":
             self._published[rank] = _state_of(message["state"], rank)
-            self._stacks[rank] = message["stacks"]
         elif type_ == "stuck":
             self.ask(bool(message["final"]))
         elif type_ == "dump":
@@ -152,8 +150,7 @@ class Inquiries:
             near = [r for r in sorted(opened.states) if self._places[r].host == place.host]
             if near:
                 opened.looked_at.add(rank)
-                of_rank = {"rank": rank, "pid": place.pid, "stacks": self._stacks.get(rank)}
-                self._send(near[0], {"type": "look", "inquiry": opened.number, **of_rank})
+                self._send(near[0], {"type": "look", "inquiry": opened.number, "rank": rank})
         if opened.looked_at:
             self._call_later(_LOOKS_S, lambda: self._conclude(opened))
         else:

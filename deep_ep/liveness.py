@@ -152,7 +152,11 @@ class Liveness:
         self.loop, self.alone = loop, False
 
     def watch(
-        self, recorder: Recorder, settings: hang_watch.Settings, places: Sequence[Place]
+        self,
+        recorder: Recorder,
+        settings: hang_watch.Settings,
+        places: Sequence[Place],
+        offers: Sequence[Any],
     ) -> None:
         """Says from now on when this rank waits for long. By the program's thread.
 
@@ -160,10 +164,11 @@ class Liveness:
             recorder: what it can say of itself.
             settings: when.
             places: where the ranks run.
+            offers: what lets others see their stacks.
         """
         loop = self.loop
         if loop is not None:
-            self.hangs.begin(recorder, settings, places)
+            self.hangs.begin(recorder, settings, places, offers)
             requests = dump_requests.attach(self.hangs)
             loop.post(lambda: loop.listen(requests, dump_requests.take))
             loop.post(lambda: self._look_at_own_waits(loop))

@@ -20,7 +20,6 @@ from collections.abc import Sequence
 from typing import Callable, Protocol
 
 from deep_ep.agreement import Message, Progress
-from deep_ep.hang_watch import HangWatch
 from deep_ep.lines import Bell, Line
 
 # How long the end of a process waits for its last words to be sent; chosen.
@@ -34,7 +33,6 @@ class Member(Protocol):
     """A rank of this process, as the thread that speaks for it sees it."""
 
     rank: int
-    hangs: HangWatch
 
     def attach(self, loop: Loop) -> None:
         """From now on that thread speaks for this rank."""

@@ -27,20 +27,18 @@ _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')
 _reading_end = -1
 
 
-def offer() -> dict[str, int] | None:
+def offer() -> dict[str, int]:
     """Lets others of this host see the stacks of this process.
 
     Returns:
-        What they need for that, plain data; `None` if the signal is taken.
+        What they need for that, plain data; "fd" is -1 if the program has the signal for itself.
     """
     global _reading_end
-    if _reading_end < 0:
-        if signal.getsignal(SIGNAL) is not signal.SIG_DFL:
-            return None
+    if _reading_end < 0 and signal.getsignal(SIGNAL) is signal.SIG_DFL:
         reading, writing = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         faulthandler.register(SIGNAL, file=writing, all_threads=True, chain=False)
         _reading_end = reading
-    return {"fd": _reading_end, "started": _started(os.getpid())}
+    return {"fd": _reading_end, "started": _started(os.getpid()), "space": _space()}
 
 
 def forget() -> None:
@@ -56,25 +54,23 @@ def look_at(pid: int, offered: Any) -> tuple[Process, tuple[Thread, ...]]:
 
     Args:
         pid: its number.
-        offered: what `offer` returned there; `None` if that is not known.
+        offered: what `offer` returned there.
 
     Returns:
         "gone", "stopped" or "busy", or "silent" where it cannot be seen; and its threads, the main thread first.
     """
+    try:
+        fd, started, space = (int(offered[name]) for name in ("fd", "started", "space"))
+    except (TypeError, ValueError, KeyError):
+        return "silent", ()
+    if space != _space():  # a container, where the number is that of another process
+        return "silent", ()
     state = _field(pid, 3)
-    if state is None:
-        return ("gone" if os.path.isdir("/proc/self") else "silent"), ()
-    if state in "ZX":
+    if state is None or state in "ZX" or _started(pid) != started:
         return "gone", ()
     if state in "Tt":
         return "stopped", ()
-    try:
-        fd, started = int(offered["fd"]), int(offered["started"])
-    except (TypeError, ValueError, KeyError):
-        return "silent", ()
-    if started != _started(pid):  # the number is that of another process by now, or here
-        return "silent", ()
-    return "busy", _threads(pid, fd)
+    return "busy", _threads(pid, fd) if fd >= 0 else ()
 
 
 def _threads(pid: int, fd: int) -> tuple[Thread, ...]:
@@ -131,6 +127,11 @@ def _is_ours(frame: Frame) -> bool:
 def _started(pid: int) -> int:
     """When a process began, clock ticks since the host did: another one with its number has another one."""
     return int(_field(pid, 22) or 0)
+
+
+def _space() -> int:
+    """In which numbers of processes mean what they mean here."""
+    return os.stat("/proc/self/ns/pid").st_ino
 
 
 def _field(pid: int, number: int) -> str | None:

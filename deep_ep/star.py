@@ -10,7 +10,7 @@ import socket
 import time
 from collections.abc import Sequence
 
-from deep_ep import inquiry, stacks
+from deep_ep import inquiry
 from deep_ep.agreement import Arbiter, Message
 from deep_ep.hang import traces, wording
 from deep_ep.hang.cause import Verdict
@@ -160,7 +160,7 @@ class Hub(Loop):
             if not messages:
                 return
             rank = self._admitted(messages[0])
-            line.send({"type": "welcome", "stacks": stacks.offer()})
+            line.send({"type": "welcome"})
         except (LineClosed, ValueError, TypeError, KeyError):
             with contextlib.suppress(ValueError):  # there were too many
                 self._strangers.remove(line)
@@ -257,8 +257,7 @@ class Spoke(Loop):
             if not waiting.select(_CONNECT_S):
                 raise OSError(f"rank 0 did not answer within {_CONNECT_S:g} s")
         try:
-            for welcome in self.line.receive():
-                self._member.hangs.hub_stacks = welcome.get("stacks")
+            self.line.receive()
         except LineClosed as error:
             raise OSError("rank 0 closed the connection") from error
 

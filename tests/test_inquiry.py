@@ -100,14 +100,13 @@ def test_who_waits_has_all_asked_and_the_verdict_follows_from_the_answers() -> N
 
 def test_a_rank_that_does_not_answer_is_looked_at_by_one_of_its_host() -> None:
     rank_0 = Rank0()
-    rank_0.hear(3, "published", state=elsewhere(3).plain(), stacks={"fd": 9, "started": 5})
+    rank_0.hear(3, "published", state=elsewhere(3).plain())
     rank_0.hear(0, "stuck", final=True)
     rank_0.answer({0: waiting(0), 1: waiting(1), 2: waiting(2)})
     rank_0.pass_time(1.0)
     rank, look = rank_0.sent[-1]
     assert rank == 2
-    assert (look["type"], look["rank"], look["pid"]) == ("look", 3, 103)
-    assert look["stacks"] == {"fd": 9, "started": 5}
+    assert (look["type"], look["rank"]) == ("look", 3)
     rank_0.hear(2, "seen", inquiry=look["inquiry"], rank=3, process="stopped", threads=[])
     assert rank_0.causes() == [("stopped", (3,))]
     assert rank_0.told[0].is_final
@@ -206,7 +205,7 @@ def waits_for(seconds: float, number: int = 7) -> Waits:
 def test_a_rank_says_that_it_waits_once_then_rarely_and_once_before_the_end() -> None:
     said: list[Message] = []
     watch, own = HangWatch(1, said.append), OwnRecorder()
-    watch.begin(own, Settings(10.0, 100.0), PLACES)  # type: ignore[arg-type]
+    watch.begin(own, Settings(10.0, 100.0), PLACES, [None] * 4)  # type: ignore[arg-type]
     told = []
     for seconds in (None, 1.0, 9.9, 10.1, 11.0, 39.0, 41.0, 96.0, 97.1, 99.0):
         own.now = None if seconds is None else waits_for(seconds)
@@ -222,7 +221,7 @@ def test_a_rank_says_that_it_waits_once_then_rarely_and_once_before_the_end() ->
 def test_zero_seconds_warn_of_nothing_but_the_end_is_told() -> None:
     said: list[Message] = []
     watch, own = HangWatch(1, said.append), OwnRecorder()
-    watch.begin(own, Settings(10.0, 100.0), PLACES)  # type: ignore[arg-type]
+    watch.begin(own, Settings(10.0, 100.0), PLACES, [None] * 4)  # type: ignore[arg-type]
     watch.warn_after(0.0)
     for seconds in (11.0, 50.0, 98.0):
         own.now = waits_for(seconds)
@@ -255,11 +254,13 @@ def test_the_stack_of_a_process_that_holds_its_gil_is_seen_from_outside() -> Non
         state, threads = stacks.look_at(process.pid, offered)
         assert state == "busy"
         assert [frame.function for frame in threads[0].frames] == ["holds_the_gil", "<module>"]
-        assert stacks.look_at(process.pid, {**offered, "started": 1}) == ("silent", ())
+        assert stacks.look_at(process.pid, {**offered, "started": 1}) == ("gone", ())
+        assert stacks.look_at(process.pid, {**offered, "space": 1}) == ("silent", ())
+        assert stacks.look_at(process.pid, {**offered, "fd": -1}) == ("busy", ())
         assert stacks.look_at(process.pid, None) == ("silent", ())
         process.send_signal(signal.SIGSTOP)
         deadline = time.monotonic() + 10
-        while stacks.look_at(process.pid, None)[0] != "stopped":
+        while stacks.look_at(process.pid, offered)[0] != "stopped":
             assert time.monotonic() < deadline
     finally:
         process.kill()
@@ -276,7 +277,7 @@ print(json.dumps(stacks.offer()), flush=True)
 """
     process, offered = start(text)
     process.wait()
-    assert offered is None
+    assert offered["fd"] == -1
 
 
 # --- dumps for who asks -----------------------------------------------------------------------------

@@ -337,7 +337,7 @@ def test_only_who_knows_the_token_comes_in() -> None:
         with socket.create_connection(hub.address, LONG_S) as member:
             member.settimeout(LONG_S)
             member.sendall(b'{"token":"token","rank":1}\n')
-            assert json.loads(member.recv(100))["type"] == "welcome"
+            assert json.loads(member.recv(100)) == {"type": "welcome"}
             hub.post(lambda: hub.complete([2]))
             until(lambda: hub.listener.fileno() == -1)
             assert member.getpeername()[0] == "127.0.0.1"
