@@ -40,6 +40,7 @@ def attach(watch: HangWatch) -> int:
         reading, writing = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         faulthandler.register(number, file=writing, all_threads=False, chain=False)
         _reading_end = reading
+    if _reading_end >= 0 and not _watches:
         try:
             request.announce(_own_folder(), number)
         except (OSError, EPUsageError) as error:

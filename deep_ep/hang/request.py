@@ -83,6 +83,8 @@ class Answer:
 def announce(directory: Path | str, signal_number: int) -> None:
     """Says that this process handles the signal. To be called once it does.
 
+    What processes have left that were killed is removed.
+
     Raises:
         EPUsageError: the directory for requests belongs to somebody else.
         OSError: it cannot be written.
@@ -90,6 +92,9 @@ def announce(directory: Path | str, signal_number: int) -> None:
     pid = os.getpid()
     where = str(Path(directory).absolute())
     process = Process(pid, signal_number, where, _started(pid))
+    for path in _meeting_place().glob("*.*"):
+        if path.stem.isdecimal() and not _started(int(path.stem)):
+            path.unlink(missing_ok=True)
     _write(_meeting_place() / f"{pid}.ready", asdict(process))
 
 

@@ -147,3 +147,16 @@ def test_signals_that_cannot_be_handled(text: str) -> None:
         pytest.raises(EPArgumentError, match="DEEP_EP_DUMP_SIGNAL"),
     ):
         env.dump_signal()
+
+
+def test_what_a_killed_process_has_left_is_removed(tmp_path: Path) -> None:
+    place = tmp_path / f"deep_ep-{os.geteuid()}"
+    place.mkdir(mode=0o700)
+    with subprocess.Popen([sys.executable, "-c", ""]) as ended:
+        ended.wait()
+    for kind in ("ready", "answer"):
+        (place / f"{ended.pid}.{kind}").write_text("{}")
+    request.announce(place, signal.SIGUSR2)
+    assert [path.name for path in place.iterdir()] == [f"{os.getpid()}.ready"]
+    request.withdraw()
+    assert not list(place.iterdir())
