@@ -12,7 +12,7 @@ from pathlib import Path
 LARGEST = 64 << 20
 
 
-def replace(path: Path, data: bytes) -> None:
+def replace(path: Path | str, data: bytes) -> None:
     """Puts a new file in the place of whatever has that name; who reads meets the old or the new one.
 
     Meanwhile it has a name that begins as no dump does, so that what reads dumps passes it over.
@@ -20,6 +20,7 @@ def replace(path: Path, data: bytes) -> None:
     Raises:
         OSError: the file cannot be written.
     """
+    path = Path(path)
     file, name = tempfile.mkstemp(dir=path.parent, prefix=".~", suffix=".~")
     try:
         with os.fdopen(file, "wb") as opened:

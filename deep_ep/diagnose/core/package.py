@@ -17,6 +17,7 @@ from deep_ep.group import Group, ThreadGroup, TorchGroup, as_group
 from deep_ep.hang import folder, rank_calls, request, states, torch_dumps, traces
 from deep_ep.hang import wording as hang_wording
 from deep_ep.hang.cause import Cause, Edge, Verdict
+from deep_ep.hang.files import replace as replace_file
 
 __all__ = [
     "Cause",
@@ -41,6 +42,7 @@ __all__ = [
     "rank_calls",
     "ranks_text",
     "rendezvous",
+    "replace_file",
     "request",
     "stamps",
     "states",

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import stat
-import tempfile
 from pathlib import Path
 from typing import BinaryIO
 
@@ -43,25 +41,6 @@ def require_own(path: Path | str) -> None:
     """Raises as `create`, where there is something under that name; changes nothing."""
     if os.path.lexists(path):
         os.close(_open(Path(path), os.O_WRONLY))
-
-
-def replace(path: Path | str, data: bytes) -> None:
-    """Puts a new file in the place of whatever has that name; who reads meets the old or the new one.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
-    path = Path(path)
-    file, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(file, "wb") as opened:
-            opened.write(data)
-            os.fchmod(file, 0o644)
-        os.replace(name, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(name)
-        raise
 
 
 def _open(path: Path, flags: int) -> int:

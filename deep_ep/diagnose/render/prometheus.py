@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..core import safe_files
 from ..core.diagnosis import Diagnosis, FloatArray, Measured
-from ..core.package import EPNotBuiltError
+from ..core.package import EPNotBuiltError, replace_file
 from ..render import wording
 from ..storage.record import Record
 
@@ -52,7 +51,7 @@ def write_textfile(given: Diagnosis | Record | Sequence[Record], path: Path | st
         EPNotBuiltError: `prometheus_client` is not installed.
         OSError: the file cannot be written.
     """
-    safe_files.replace(path, _client().generate_latest(registry(given)))
+    replace_file(path, _client().generate_latest(registry(given)))
 
 
 class Metrics:
