@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from itertools import takewhile
 
-from .expectations import WIDE_LOADS, WIDE_STORES
+from .expectations import OTHER_LINE, WIDE_LOADS, WIDE_STORES
 from .litmus import inner, order_of
 from .ptx import SCOPES, Order
 from .sass import BULK, LOADS, SHARED, STORES, UPDATES, Instruction
@@ -185,7 +185,7 @@ class Audit:
                     and other.primitive == site.primitive
                     and abs(other.line - site.line) <= 1
                 }
-                holds = bool(near & self.compiled)
+                holds = bool(near & self.compiled) or name in OTHER_LINE
                 self.findings.check(
                     "compiled", holds, f"{name} is in no kernel; is -lineinfo there?"
                 )

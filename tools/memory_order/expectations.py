@@ -27,6 +27,12 @@ LEFT_OUT = {
     "Transport.signal.queue_pairs.signal": QUEUE_PAIRS,
 }
 
+# Sites whose instructions the compiler gives the line of another one, with which it merges them.
+OTHER_LINE = {
+    "barrier.block_sync": "of the barrier at the end of await_sources()",
+    "close_operation.store_relaxed#2": "of the stores of show_host() in front of it",
+}
+
 WORD = "payload in front of a fence: a weak store would do; the host target and NVSHMEM have words anyway"
 ALONE = "nothing is read behind this word, and the word itself is newer at the next look"
 TWICE = "the same thread acquires the same word in the other line"
