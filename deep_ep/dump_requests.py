@@ -11,6 +11,7 @@ import faulthandler
 import logging
 import os
 import signal
+import threading
 from typing import TYPE_CHECKING
 
 from deep_ep import env
@@ -23,8 +24,12 @@ if TYPE_CHECKING:
 _log = logging.getLogger("deep_ep")
 # Of what the signal makes faulthandler write; a pipe holds no more.
 _MOST_BYTES = 1 << 16
+# Once for each signal. The rest of a stack follows in many pieces, of which each may wake a reader.
+_HEADER = b"Stack (most recent call first):"
 
 _reading_end = -1
+_tail = b""  # of what was read: a header may come in two pieces
+_reading = threading.Lock()
 _watches: set[HangWatch] = set()
 
 
@@ -58,9 +63,7 @@ def detach(watch: HangWatch) -> None:
 
 def take() -> None:
     """Passes a request on to all ranks of this process; the pipe has become readable."""
-    try:
-        os.read(_reading_end, _MOST_BYTES)
-    except BlockingIOError:  # another thread has taken it
+    if not _signalled():
         return
     asked = request.read_request()
     folder = asked.directory if asked is not None and asked.directory else _own_folder()
@@ -71,9 +74,22 @@ def take() -> None:
         watch.ask_for_dump(place, asked)
 
 
+def _signalled() -> bool:
+    global _tail
+    with _reading:
+        try:
+            written = _tail + os.read(_reading_end, _MOST_BYTES)
+        except BlockingIOError:  # another thread has read it
+            return False
+        _tail = written[written.rfind(_HEADER) + len(_HEADER) :] if _HEADER in written else written
+        _tail = _tail[1 - len(_HEADER) :]
+        return _HEADER in written
+
+
 def forget() -> None:
     """In a forked child, which has the pipe of its parent."""
-    global _reading_end
+    global _reading_end, _reading
+    _reading = threading.Lock()
     if _reading_end >= 0:
         with contextlib.suppress(ValueError):
             faulthandler.unregister(env.dump_signal())

@@ -13,12 +13,12 @@ import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Callable
+from typing import Any, Callable, ClassVar
 
 import pytest
 
 import deep_ep
-from deep_ep import stacks
+from deep_ep import dump_requests, stacks
 from deep_ep.agreement import Message
 from deep_ep.diagnose.__main__ import main
 from deep_ep.errors import EPTimeoutError
@@ -234,7 +234,7 @@ def test_zero_seconds_warn_of_nothing_but_the_end_is_told() -> None:
 
 _BUSY = """
 import json, sys
-from deep_ep import stacks
+from deep_ep import dump_requests, stacks
 def holds_the_gil():
     return sum(range(1 << 40))
 print(json.dumps(stacks.offer()), flush=True)
@@ -271,7 +271,7 @@ def test_the_stack_of_a_process_that_holds_its_gil_is_seen_from_outside() -> Non
 def test_a_program_that_uses_the_signal_keeps_it() -> None:
     text = """
 import json, signal
-from deep_ep import stacks
+from deep_ep import dump_requests, stacks
 signal.signal(stacks.SIGNAL, lambda *_: None)
 print(json.dumps(stacks.offer()), flush=True)
 """
@@ -322,6 +322,33 @@ def test_a_process_writes_a_dump_when_it_is_asked(
     assert "no rank waits" in capsys.readouterr().out
     names = {path.name for path in (tmp_path / "dump").iterdir()}
     assert {"0.hang.json", "1.hang.json", "verdict.hang.json"} < names
+
+
+def test_a_signal_asks_once_in_however_many_pieces_its_stack_arrives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Asked:
+        buffer = "ep"
+        folders: ClassVar[list[str]] = []
+
+        def ask_for_dump(self, folder: str, _: object) -> None:
+            self.folders.append(folder)
+
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setenv("DEEP_EP_DUMP_DIR", str(tmp_path / "own"))
+    reading, writing = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+    monkeypatch.setattr(dump_requests, "_reading_end", reading)
+    monkeypatch.setattr(dump_requests, "_watches", {Asked()})
+    for piece in (b"Stack (most recent ca", b"ll first):\n", b'  File "train.py", line 3 in step\n'):
+        os.write(writing, piece)
+        dump_requests.take()
+    assert Asked.folders == [str(tmp_path / "own")]
+    os.write(writing, b"Stack (most recent call first):\n")
+    dump_requests.take()
+    assert len(Asked.folders) == 2
+    os.close(reading)
+    os.close(writing)
 
 
 # --- in a group -----------------------------------------------------------------------------------
