@@ -82,7 +82,7 @@ explore: install  ## looks for faults of the protocol in new random programs; SE
 mutants: $(STAMP)  ## single faults put into the source: which test notices each; ARGS="part of a name"
 	$(RUN)/python tools/mutants.py $(ARGS)
 
-third-party/nvshmem:
+third-party/nvshmem: | $(STAMP)
 	./install_nvshmem.sh
 
 cuda: $(STAMP) third-party/nvshmem  ## both CUDA modules: build, link, load, resources of each kernel, audit of the machine code

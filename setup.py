@@ -26,6 +26,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -342,14 +343,17 @@ class NinjaBuild(build_ext):
         folder = (
             ROOT / "build" / f"native-{sysconfig.get_platform()}-{sys.implementation.cache_tag}"
         )
-        for name, modules in (("host", self.modules[:1]), ("cuda", self.modules[1:])):
-            if not modules:
-                continue
-            run_ninja(folder / name, modules)
+        builds = [(folder / "host", self.modules[:1]), (folder / "cuda", self.modules[1:])]
+        builds = [(where, modules) for where, modules in builds if modules]
+        # At once, since each CUDA module is one long compilation. Who limits jobs means all of them.
+        with ThreadPoolExecutor(1 if "MAX_JOBS" in os.environ else len(builds)) as pool:
+            for _ in pool.map(run_ninja, *zip(*builds)):
+                pass
+        for where, modules in builds:
             for module in modules:
                 target = Path(self.get_ext_fullpath(f"deep_ep.{module.name}"))
                 target.parent.mkdir(parents=True, exist_ok=True)
-                self.copy_file(str(folder / name / module_file(module)), str(target))
+                self.copy_file(str(where / module_file(module)), str(target))
 
 
 def extension(name: str) -> Extension:

@@ -8,9 +8,11 @@ set -euo pipefail
 python=$1
 shift
 computing=(
-    tests/test_gpu_runner.py tests/test_explore.py tests/test_simulated_counters.py tests/test_operation_counts.py
+    tests/test_gpu_runner.py tests/test_sanitizers.py tests/test_mutants.py tests/test_cuda_host.py
+    tests/test_build.py tests/test_install_nvshmem.py tests/test_nvshmem_library.py
+    tests/test_explore.py tests/test_simulated_counters.py tests/test_operation_counts.py
     tests/diagnose/analyze tests/diagnose/collect tests/diagnose/core tests/diagnose/render
-    tests/diagnose/storage tests/doctor tests/hang tests/memory_order tests/model
+    tests/diagnose/storage tests/doctor tests/hang tests/memory_order tests/model tests/tidy
 )
 
 # cover NAME ARGUMENT...: pytest, and build/coverage-NAME.json.
