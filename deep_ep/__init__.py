@@ -29,6 +29,7 @@ if ("-m", "deep_ep.doctor") not in zip(_words, _words[1:]):
     from deep_ep.config import Config, topk_idx_t
     from deep_ep.counters import CounterSnapshot, RecvCounters
     from deep_ep.event import EventHandle, EventOverlap
+    from deep_ep.model_sizes import Sizes, sizes
 
 
 def _compare_ranks(
@@ -60,9 +61,11 @@ __all__ = [
     "EventHandle",
     "EventOverlap",
     "RecvCounters",
+    "Sizes",
     "__version__",
     "errors",
     "group",
+    "sizes",
     "topk_idx_t",
     "utils",
 ]

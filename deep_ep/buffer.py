@@ -13,7 +13,7 @@ from typing import Any, Callable
 
 import torch
 
-from deep_ep import checks, config, construction, env, layout, low_latency
+from deep_ep import checks, config, construction, env, layout, low_latency, registry
 from deep_ep.config import Config
 from deep_ep.construction import Settings
 from deep_ep.counters import RecvCounters
@@ -49,6 +49,7 @@ class Buffer:
         nvshmem_qp_depth: depth of queue pairs; only with `low_latency_mode` or several nodes.
         runtime: the native runtime; `None` once destroyed.
         communicator: internal; what operations run on.
+        number: of this buffer in its process, for operators that take numbers.
         dispatch_counters: what `low_latency_dispatch` counts, see `enable_counters`; or `None`.
         combine_counters: what `low_latency_combine` counts; or `None`.
         normal_dispatch_counters: what `dispatch` counts, by source of the rows; or `None`.
@@ -132,6 +133,7 @@ class Buffer:
         self.communicator = construction.connect(self, ranks, agreed)
         self._low_latency = LowLatency(self.communicator, self, self.low_latency_mode)
         self._normal = Normal(self.communicator)
+        self.number = registry.add(self)
         construction.start(self)
 
     @property

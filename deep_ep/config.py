@@ -15,7 +15,7 @@ topk_idx_t = torch.int64
 # Ranks per NVLink domain that the hints allow for where nobody says how many there are: DeepEP's.
 _DEFAULT_RANKS_PER_NODE = 8
 # The hints cover rows with this many top-k entries and scales.
-_MAX_TOPK = 128
+MAX_TOPK = 128
 _MAX_SCALES = 128
 _ALIGNMENT = 128
 
@@ -155,7 +155,7 @@ def _round_up(value: int, multiple: int) -> int:
 
 
 def _metadata_bytes() -> int:
-    return _MAX_TOPK * (topk_idx_t.itemsize + 4) + _MAX_SCALES * 4
+    return MAX_TOPK * (topk_idx_t.itemsize + 4) + _MAX_SCALES * 4
 
 
 # Per group size: NVLink send, NVLink receive, RDMA send, RDMA receive (tokens). The values DeepEP

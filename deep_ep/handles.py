@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Union
+from typing import Callable, NamedTuple, Union
 
 import torch
+
+from deep_ep.topology import Topology
 
 
 class LowLatencyHandle(NamedTuple):
@@ -185,6 +187,48 @@ def new_channel_prefix(num_ranks: int, num_channels: int, device: torch.device) 
     num_bytes = _hidden_offset(num_ranks * num_channels) + _WORD
     storage = torch.zeros(num_bytes // torch.int32.itemsize, dtype=torch.int32, device=device)
     return storage.as_strided((num_ranks, num_channels), (num_channels, 1))
+
+
+def new_handle(
+    place: Topology,
+    num_channels: int,
+    is_token_in_rank: torch.Tensor,
+    empty: Callable[[tuple[int, ...], torch.dtype], torch.Tensor],
+) -> NormalHandle:
+    """The handle of a fresh dispatch, without what has a row per received or relayed row.
+
+    Args:
+        place: of this rank.
+        num_channels: of the dispatch.
+        is_token_in_rank: [num_tokens, num_ranks] bool.
+        empty: allocates a tensor of that shape and dtype.
+    """
+
+    def new(*size: int) -> torch.Tensor:
+        return empty(size, torch.int32)
+
+    channel_prefix = new_channel_prefix(place.num_ranks, num_channels, is_token_in_rank.device)
+    if place.num_nodes == 1:
+        return OneNodeHandle(
+            rank_prefix=new(place.num_ranks, place.num_ranks),
+            channel_prefix=channel_prefix,
+            recv_channel_prefix=new(place.num_ranks, num_channels),
+            recv_src_idx=new(0),
+            is_token_in_rank=is_token_in_rank,
+            nvl_head=new(0, place.num_ranks),
+        )
+    return SeveralNodesHandle(
+        is_token_in_rank=is_token_in_rank,
+        node_channel_prefix=new(place.num_nodes, num_channels),
+        channel_prefix=channel_prefix,
+        recv_node_channel_prefix=new(place.num_nodes, num_channels),
+        recv_node_prefix=new(place.num_nodes),
+        recv_channel_prefix=new(place.num_ranks, num_channels),
+        source_prefixes=new(place.num_ranks),
+        recv_src_meta=empty((0, 8), torch.uint8),
+        node_head=new(is_token_in_rank.shape[0], place.num_nodes).fill_(-1),
+        nvl_head=new(0, place.ranks_per_node),
+    )
 
 
 def hidden_word(channel_prefix: torch.Tensor) -> torch.Tensor | None:

@@ -15,7 +15,7 @@ import torch
 from deep_ep import normal_checks, pointers
 from deep_ep.counters import RecvCounters
 from deep_ep.errors import EPTransportError
-from deep_ep.handles import NormalHandle, OneNodeHandle, SeveralNodesHandle, new_channel_prefix
+from deep_ep.handles import NormalHandle, new_handle
 from deep_ep.normal_checks import Layout, Rows, Shape
 from deep_ep.rules import NORMAL_COMBINE, NORMAL_DISPATCH, fail
 from deep_ep.stream_order import StreamOrder
@@ -417,36 +417,8 @@ class Normal:
 
     def _new_handle(self, shape: Shape, layout: Layout) -> NormalHandle:
         """The handle of a fresh dispatch, without what has a row per received or relayed row."""
-        num_ranks, num_nodes = self._place.num_ranks, self._place.num_nodes
-        num_channels = shape.num_channels
         assert layout.is_token_in_rank is not None
-
-        def new(*size: int) -> Tensor:
-            return self._empty(size, torch.int32)
-
-        device = self._communicator.limits.device
-        channel_prefix = new_channel_prefix(num_ranks, num_channels, device)
-        if num_nodes == 1:
-            return OneNodeHandle(
-                rank_prefix=new(num_ranks, num_ranks),
-                channel_prefix=channel_prefix,
-                recv_channel_prefix=new(num_ranks, num_channels),
-                recv_src_idx=new(0),
-                is_token_in_rank=layout.is_token_in_rank,
-                nvl_head=new(0, num_ranks),
-            )
-        return SeveralNodesHandle(
-            is_token_in_rank=layout.is_token_in_rank,
-            node_channel_prefix=new(num_nodes, num_channels),
-            channel_prefix=channel_prefix,
-            recv_node_channel_prefix=new(num_nodes, num_channels),
-            recv_node_prefix=new(num_nodes),
-            recv_channel_prefix=new(num_ranks, num_channels),
-            source_prefixes=new(num_ranks),
-            recv_src_meta=self._empty((0, 8), torch.uint8),
-            node_head=new(shape.num_tokens, num_nodes).fill_(-1),
-            nvl_head=new(0, self._place.ranks_per_node),
-        )
+        return new_handle(self._place, shape.num_channels, layout.is_token_in_rank, self._empty)
 
     def _fill(self, handle: NormalHandle, received: Received, num_relayed: int) -> NormalHandle:
         """The handle with a row per received and relayed row."""

@@ -340,7 +340,11 @@ def test_a_signal_asks_once_in_however_many_pieces_its_stack_arrives(
     reading, writing = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     monkeypatch.setattr(dump_requests, "_reading_end", reading)
     monkeypatch.setattr(dump_requests, "_watches", {Asked()})
-    for piece in (b"Stack (most recent ca", b"ll first):\n", b'  File "train.py", line 3 in step\n'):
+    for piece in (
+        b"Stack (most recent ca",
+        b"ll first):\n",
+        b'  File "train.py", line 3 in step\n',
+    ):
         os.write(writing, piece)
         dump_requests.take()
     assert Asked.folders == [str(tmp_path / "own")]

@@ -56,28 +56,27 @@ def check(host: Host, model: Model) -> list[Finding]:
 
 def _findings(host: Host, model: Model) -> list[Finding]:
     from deep_ep import backend
-    from deep_ep.buffer import Buffer
+    from deep_ep.model_sizes import sizes
 
     most_topk = backend.get().binding.MAX_TOPK
-    low_latency = Buffer.get_low_latency_rdma_size_hint(
-        model.tokens, model.hidden, model.ranks, model.experts
+    needed = sizes(
+        hidden=model.hidden,
+        tokens=model.tokens,
+        topk=model.topk,
+        experts=model.experts,
+        ranks=model.ranks,
     )
-    dispatch, combine = (
-        Buffer.get_dispatch_config(model.ranks),
-        Buffer.get_combine_config(model.ranks),
+    low_latency, nvl, rdma = (
+        needed.low_latency_rdma_bytes,
+        needed.num_nvl_bytes,
+        needed.num_rdma_bytes,
     )
-    row_bytes = model.hidden * _BF16_BYTES
-    nvl, rdma = (
-        max(getattr(config, hint)(row_bytes, model.ranks) for config in (dispatch, combine))
-        for hint in ("get_nvl_buffer_size_hint", "get_rdma_buffer_size_hint")
-    )
-    received = model.local_experts * model.ranks * model.tokens * row_bytes
     findings = [
         Finding(
             "low-latency buffer",
             OK,
             f"num_rdma_bytes={low_latency} ({_mib(low_latency)}) on each rank, "
-            f"num_qps_per_rank={model.local_experts}",
+            f"num_qps_per_rank={needed.num_qps_per_rank}",
             f"it fits {model.tokens} tokens of a rank to any experts; a call with more tokens is refused, "
             "so all ranks must count the largest batch of any of them, also while graphs are captured",
         ),
@@ -85,14 +84,24 @@ def _findings(host: Host, model: Model) -> list[Finding]:
             "normal buffers",
             OK,
             f"num_nvl_bytes={nvl} ({_mib(nvl)}), num_rdma_bytes={rdma} ({_mib(rdma)}) on each rank",
-            f"queues for rows of {row_bytes} bytes with the recommended configurations, in nodes of "
+            f"queues for rows of {model.hidden * _BF16_BYTES} bytes with the recommended configurations, in nodes of "
             f"{model.ranks_per_node} ranks",
         ),
-        Finding("Config of dispatch", OK, repr(dispatch), "Buffer.get_dispatch_config returns it"),
-        Finding("Config of combine", OK, repr(combine), "Buffer.get_combine_config returns it"),
+        Finding(
+            "Config of dispatch",
+            OK,
+            repr(needed.dispatch_config),
+            "Buffer.get_dispatch_config returns it",
+        ),
+        Finding(
+            "Config of combine",
+            OK,
+            repr(needed.combine_config),
+            "Buffer.get_combine_config returns it",
+        ),
         _queue_pairs(model),
         _queue_depth(model),
-        _memory(host, low_latency, nvl + rdma, received),
+        _memory(host, low_latency, nvl + rdma, needed.num_recv_bytes),
     ]
     if model.topk > most_topk:
         why = f"low-latency kernels take at most {most_topk} entries of a token"

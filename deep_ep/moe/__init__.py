@@ -1,0 +1,11 @@
+"""Training integration: dispatch and combine with gradients, and a module around experts.
+
+Everything here stands on `Buffer.dispatch` and `Buffer.combine`; nothing there knows of it.
+"""
+
+from __future__ import annotations
+
+from deep_ep.moe.exchange import Dispatched, combine, dispatch
+from deep_ep.moe.expert_parallel import ExpertParallel
+
+__all__ = ["Dispatched", "ExpertParallel", "combine", "dispatch"]

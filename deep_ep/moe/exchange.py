@@ -1,0 +1,192 @@
+"""`dispatch` and `combine` with gradients, eager and compiled."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from deep_ep.buffer import Buffer
+from deep_ep.errors import EPArgumentError
+from deep_ep.moe import ops, steps
+from deep_ep.moe.awaited import AwaitedTensor
+from deep_ep.moe.quantization import GROUP
+from deep_ep.moe.steps import Options, Way
+
+Tensor = torch.Tensor
+
+
+class Dispatched(NamedTuple):
+    """What `dispatch` returns, and `combine` takes.
+
+    Attributes:
+        x: rows for the experts of this rank; gradients go back to the tokens. With `permute`
+            [sum of num_tokens_per_expert, hidden]: expert by expert, within an expert by source rank and source
+            token; rows of padding are 0. Without, [num_recv_rows, hidden] by source rank and source token.
+        num_tokens_per_expert: [num_local_experts] int64 on the host; multiples of `expert_alignment`.
+        topk_idx: [num_recv_rows, num_topk] int64, experts of this rank, -1 elsewhere.
+        topk_weights: [num_recv_rows, num_topk] float32, 0 elsewhere; gradients go back to the routing weights.
+        way: for `combine`.
+        buffer: for `combine`.
+    """
+
+    x: Tensor
+    num_tokens_per_expert: Tensor
+    topk_idx: Tensor
+    topk_weights: Tensor
+    way: Way
+    buffer: Buffer
+
+
+def dispatch(
+    x: Tensor,
+    topk_idx: Tensor,
+    topk_weights: Tensor,
+    buffer: Buffer,
+    num_experts: int,
+    *,
+    expert_alignment: int = 1,
+    fp8: bool = False,
+    permute: bool = True,
+) -> Dispatched:
+    """Sends every token to the ranks of its experts. Collective; so is its backward.
+
+    Args:
+        x: [num_tokens, hidden] bfloat16, `num_tokens` 0 included.
+        topk_idx: [num_tokens, num_topk] of an integer dtype, experts of each token; -1: none.
+        topk_weights: [num_tokens, num_topk] float32, their weights.
+        buffer: with room for normal operations.
+        num_experts: in total, a multiple of the group size.
+        expert_alignment: with `permute`, the rows of an expert are padded to a multiple of it.
+        fp8: rows travel in float8_e4m3fn with a scale for every 128 channels; hidden must be a multiple of
+            128. What arrives is bfloat16 again, and gradients travel as bfloat16.
+        permute: return rows by expert, as grouped matrix products take them; then `combine` weighs what the
+            experts return. Otherwise rows stay as they came, and their weights are the caller's to apply.
+
+    Returns:
+        Rows, and what `combine` needs. The host waits until it knows how many come.
+
+    Raises:
+        EPArgumentError: an argument is not allowed (nothing was sent), or ranks passed different ones.
+        EPTimeoutError, EPTransportError: see `Buffer.dispatch`; backward raises those of `Buffer.combine`.
+
+    Under `torch.compile` it is the operator `deep_ep::moe_dispatch`, without a graph break.
+    """
+    _check(x, expert_alignment, fp8, permute)
+    options = Options(num_experts, expert_alignment, fp8, permute)
+    topk_idx, topk_weights = topk_idx.to(torch.int64), topk_weights.to(torch.float32)
+    if torch.compiler.is_compiling():
+        arrived = ops.dispatch(buffer.number, x, topk_idx, topk_weights, options)
+    else:
+        arrived = MoEDispatch.apply(  # type: ignore[no-untyped-call]
+            x, topk_idx, topk_weights, num_experts, options.fp8, options.permute, buffer, options
+        )
+    rows, recv_idx, recv_weights, num_per_expert, way = arrived
+    return Dispatched(rows, num_per_expert, recv_idx, recv_weights, way, buffer)
+
+
+def combine(y: Tensor, dispatched: Dispatched, *, async_finish: bool = False) -> Tensor:
+    """Brings back what the experts made of each token, summed up. Collective; so is its backward.
+
+    Args:
+        y: [rows of dispatched.x, any width] bfloat16, what the experts made of these rows.
+        dispatched: of the dispatch. It may be combined repeatedly.
+        async_finish: do not make the current stream wait; the first use of the result does. Without effect
+            under `torch.compile`.
+
+    Returns:
+        [num_tokens, width of y] bfloat16. With `permute`, each row times its weight; sums on this rank and
+        between ranks are in float32.
+
+    Raises:
+        EPArgumentError: `y` has another number of rows or dtype (nothing was sent).
+        EPTimeoutError, EPTransportError: see `Buffer.combine`; backward raises those of `Buffer.dispatch`.
+    """
+    _check_bfloat16("combine: y", y)
+    if not torch.compiler.is_compiling() and len(y) != len(dispatched.x):
+        raise EPArgumentError(
+            f"deep_ep.moe.combine: y has {len(y)} rows; it must have {len(dispatched.x)}, one for each row of "
+            "dispatched.x. Return a row for each row, padding included."
+        )
+    weights, way, buffer = dispatched.topk_weights, dispatched.way, dispatched.buffer
+    if torch.compiler.is_compiling():
+        return ops.combine(buffer.number, way, y, weights)
+    combined: Tensor = MoECombine.apply(  # type: ignore[no-untyped-call]
+        y, weights, async_finish, way, buffer
+    )
+    return combined
+
+
+class MoEDispatch(torch.autograd.Function):
+    """The name and the first four arguments are those by which trace readers know a dispatch."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        topk_idx: Tensor,
+        topk_weights: Tensor,
+        num_experts: int,
+        fp8: bool,
+        permute: bool,
+        buffer: Buffer,
+        options: Options,
+    ) -> Any:
+        arrived = steps.dispatch(buffer, x, topk_idx, topk_weights, options)
+        ctx.buffer, ctx.way = buffer, arrived.way
+        ctx.save_for_backward(arrived.topk_idx)
+        ctx.mark_non_differentiable(arrived.topk_idx, arrived.num_per_expert)
+        return tuple(arrived)
+
+    @staticmethod
+    def backward(ctx: Any, grad_x: Tensor, _: Any, grad_weights: Tensor, *others: Any) -> Any:
+        (topk_idx,) = ctx.saved_tensors
+        grads = steps.dispatch_backward(ctx.buffer, ctx.way, topk_idx, grad_x, grad_weights)
+        return (grads[0], None, grads[1], *(None,) * 5)
+
+
+class MoECombine(torch.autograd.Function):
+    """Named as `MoEDispatch` is."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, y: Tensor, weights: Tensor, async_finish: bool, way: Way, buffer: Buffer
+    ) -> Tensor:
+        ctx.buffer, ctx.way = buffer, way
+        ctx.save_for_backward(y, weights)
+        combined, event = steps.combine(buffer, way, y, weights, async_finish)
+        return AwaitedTensor(combined, event) if event.event is not None else combined
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return (
+            *steps.combine_backward(ctx.buffer, ctx.way, grad, *ctx.saved_tensors),
+            *(None,) * 3,
+        )
+
+
+def _check(x: Tensor, expert_alignment: int, fp8: bool, permute: bool) -> None:
+    _check_bfloat16("dispatch: x", x)
+    if expert_alignment < 1:
+        raise EPArgumentError(
+            f"deep_ep.moe.dispatch: expert_alignment is {expert_alignment}; it must be at least 1. Leave it out, "
+            "or pass what the grouped matrix product asks for, such as 128."
+        )
+    if fp8 and x.shape[-1] % GROUP:
+        raise EPArgumentError(
+            f"deep_ep.moe.dispatch: x has {x.shape[-1]} channels; with fp8 they must be a multiple of {GROUP}, "
+            "since so many share a scale. Pass fp8=False."
+        )
+    if expert_alignment != 1 and not permute:
+        raise EPArgumentError(
+            f"deep_ep.moe.dispatch: expert_alignment is {expert_alignment} and permute is False; only rows by "
+            "expert can be padded. Pass permute=True, or leave expert_alignment out."
+        )
+
+
+def _check_bfloat16(where: str, tensor: Tensor) -> None:
+    if tensor.dtype != torch.bfloat16 or tensor.dim() != 2:
+        raise EPArgumentError(
+            f"deep_ep.moe.{where} is {tensor.dtype} with {tensor.dim()} dimensions; it must be torch.bfloat16 with "
+            "two, since sums between ranks are of such rows. Cast with .bfloat16(), flatten leading dimensions."
+        )

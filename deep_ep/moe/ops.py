@@ -1,0 +1,241 @@
+"""Dispatch and combine as operators, which `torch.compile` traces without a graph break.
+
+An operator takes tensors and numbers only: the buffer by its number, the way of the rows as a list of tensors.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Callable
+
+import torch
+
+from deep_ep import handles, registry
+from deep_ep.buffer import Buffer
+from deep_ep.moe import steps
+from deep_ep.moe.permutation import Permutation
+from deep_ep.moe.steps import Arrived, Options, Way
+
+Tensor = torch.Tensor
+# What a way is, as an operator has it: three index tensors of the permutation, or none; then the handle.
+_Flat = list[Tensor]
+_NUM_INDICES = 3
+
+
+def dispatch(
+    number: int, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, options: Options
+) -> Arrived:
+    """See `steps.dispatch`; the buffer by its number."""
+    rows, idx, weights, num_per_expert, flat = torch.ops.deep_ep.moe_dispatch(
+        *(x, topk_idx, topk_weights, options.num_experts, options.fp8, options.permute),
+        *(options.expert_alignment, number),
+    )
+    way = _way(flat, rows.shape[0], idx.shape[0], options.permute)
+    return Arrived(rows, idx, weights, num_per_expert, way)
+
+
+def combine(number: int, way: Way, y: Tensor, weights: Tensor) -> Tensor:
+    """See `steps.combine`; the buffer by its number."""
+    combined: Tensor = torch.ops.deep_ep.moe_combine(
+        y, weights, _flat(way), way.permutation is not None, number
+    )
+    return combined
+
+
+def _flat(way: Way) -> _Flat:
+    if way.permutation is None:
+        return list(way.handle)
+    entries, rows, places, _ = way.permutation
+    return [entries, rows, places, *way.handle]
+
+
+def _way(flat: _Flat, num_rows: int, num_recv_rows: int, permute: bool) -> Way:
+    if not permute:
+        return Way(tuple(flat), num_recv_rows, None)
+    entries, rows, places, *handle = flat
+    return Way(tuple(handle), num_recv_rows, Permutation(entries, rows, places, num_rows))
+
+
+# ---- dispatch
+
+
+def _dispatch(
+    x: Tensor,
+    topk_idx: Tensor,
+    topk_weights: Tensor,
+    num_experts: int,
+    fp8: bool,
+    permute: bool,
+    expert_alignment: int,
+    buffer: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, _Flat]:
+    options = Options(num_experts, expert_alignment, fp8, permute)
+    arrived = steps.dispatch(registry.get(buffer), x, topk_idx, topk_weights, options)
+    rows, idx, weights, num_per_expert, way = arrived
+    return rows, idx, weights, num_per_expert, _flat(way)
+
+
+def _dispatch_fake(
+    x: Tensor,
+    topk_idx: Tensor,
+    topk_weights: Tensor,
+    num_experts: int,
+    fp8: bool,
+    permute: bool,
+    expert_alignment: int,
+    buffer: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, _Flat]:
+    to = registry.get(buffer)
+    new_size = torch.library.get_ctx().new_dynamic_size
+    num_recv = new_size()
+    indices: list[Tensor] = []
+    num_rows = num_recv
+    if permute:
+        num_pairs = new_size()
+        num_rows = num_pairs if expert_alignment == 1 else new_size()
+        num_places = 0 if expert_alignment == 1 else num_pairs
+        indices = [topk_idx.new_empty(size) for size in (num_pairs, num_pairs, num_places)]
+    return (
+        x.new_empty(num_rows, x.shape[1]),
+        topk_idx.new_empty(num_recv, topk_idx.shape[1]),
+        topk_weights.new_empty(num_recv, topk_idx.shape[1]),
+        torch.empty(num_experts // to.group_size, dtype=torch.int64),
+        [*indices, *_handle_fake(to, x, num_recv)],
+    )
+
+
+def _handle_fake(buffer: Buffer, x: Tensor, num_recv: torch.SymInt) -> tuple[Tensor, ...]:
+    place = buffer.communicator.connected_runtime("torch.compile").topology
+    channels = Buffer.get_dispatch_config(place.num_ranks).num_sms // 2
+
+    def empty(size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return x.new_empty(size, dtype=dtype)
+
+    in_rank = empty((x.shape[0], place.num_ranks), torch.bool)
+    handle = handles.new_handle(place, channels, in_rank, empty)
+    if isinstance(handle, handles.OneNodeHandle):
+        heads = empty((x.shape[0], place.num_ranks), torch.int32)
+        return tuple(handle.with_rows(x.new_empty(num_recv, dtype=torch.int32), heads))
+    num_heads = torch.library.get_ctx().new_dynamic_size()
+    sources = x.new_empty(num_recv, 8, dtype=torch.uint8)
+    heads = x.new_empty(num_heads, place.ranks_per_node, dtype=torch.int32)
+    return tuple(handle.with_rows(sources, heads))
+
+
+def _dispatch_backward(
+    topk_idx: Tensor,
+    grad_x: Tensor,
+    grad_weights: Tensor,
+    flat: _Flat,
+    permute: bool,
+    buffer: int,
+) -> tuple[Tensor, Tensor]:
+    way = _way(flat, grad_x.shape[0], topk_idx.shape[0], permute)
+    return steps.dispatch_backward(registry.get(buffer), way, topk_idx, grad_x, grad_weights)
+
+
+def _dispatch_backward_fake(
+    topk_idx: Tensor,
+    grad_x: Tensor,
+    grad_weights: Tensor,
+    flat: _Flat,
+    permute: bool,
+    buffer: int,
+) -> tuple[Tensor, Tensor]:
+    num_tokens = _num_tokens(flat, permute, buffer)
+    return (
+        grad_x.new_empty(num_tokens, grad_x.shape[1]),
+        grad_weights.new_empty(num_tokens, grad_weights.shape[1]),
+    )
+
+
+def _num_tokens(flat: _Flat, permute: bool, buffer: int) -> int:
+    handle = flat[_NUM_INDICES:] if permute else flat
+    fields = len(handles.OneNodeHandle._fields)
+    kind = handles.OneNodeHandle if len(handle) == fields else handles.SeveralNodesHandle
+    return kind(*handle).is_token_in_rank.shape[0]
+
+
+def _keep_of_dispatch(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+    ctx.permute, ctx.buffer = inputs[5], inputs[7]
+    ctx.save_for_backward(output[1], *output[-1])
+
+
+def _through_dispatch(ctx: Any, grad_x: Tensor, _: Any, grad_weights: Tensor, *others: Any) -> Any:
+    topk_idx, *flat = ctx.saved_tensors
+    grads = torch.ops.deep_ep.moe_dispatch_backward(
+        topk_idx, grad_x, grad_weights, flat, ctx.permute, ctx.buffer
+    )
+    return (grads[0], None, grads[1], *(None,) * 5)
+
+
+# ---- combine
+
+
+def _combine(y: Tensor, weights: Tensor, flat: _Flat, permute: bool, buffer: int) -> Tensor:
+    way = _way(flat, y.shape[0], weights.shape[0], permute)
+    return steps.combine(registry.get(buffer), way, y, weights)[0]
+
+
+def _combine_fake(y: Tensor, weights: Tensor, flat: _Flat, permute: bool, buffer: int) -> Tensor:
+    return y.new_empty(_num_tokens(flat, permute, buffer), y.shape[1])
+
+
+def _combine_backward(
+    grad: Tensor, y: Tensor, weights: Tensor, flat: _Flat, permute: bool, buffer: int
+) -> tuple[Tensor, Tensor]:
+    way = _way(flat, y.shape[0], weights.shape[0], permute)
+    return steps.combine_backward(registry.get(buffer), way, grad, y, weights)
+
+
+def _combine_backward_fake(
+    grad: Tensor, y: Tensor, weights: Tensor, flat: _Flat, permute: bool, buffer: int
+) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(y), torch.empty_like(weights)
+
+
+def _keep_of_combine(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    y, weights, flat, ctx.permute, ctx.buffer = inputs
+    ctx.save_for_backward(y, weights, *flat)
+
+
+def _through_combine(ctx: Any, grad: Tensor) -> Any:
+    y, weights, *flat = ctx.saved_tensors
+    grads = torch.ops.deep_ep.moe_combine_backward(grad, y, weights, flat, ctx.permute, ctx.buffer)
+    return (*grads, [None] * len(flat), None, None)
+
+
+# ---- registration
+
+
+def _define(name: str, schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> Any:
+    operator = torch.library.custom_op(f"deep_ep::{name}", run, mutates_args=(), schema=schema)
+    operator.register_fake(fake)
+    return operator
+
+
+_define(
+    "moe_dispatch",
+    "(Tensor x, Tensor topk_idx, Tensor topk_weights, int num_experts, bool fp8, bool permute, "
+    "int expert_alignment, int buffer) -> (Tensor, Tensor, Tensor, Tensor, Tensor[])",
+    _dispatch,
+    _dispatch_fake,
+).register_autograd(_through_dispatch, setup_context=_keep_of_dispatch)
+_define(
+    "moe_dispatch_backward",
+    "(Tensor topk_idx, Tensor grad_x, Tensor grad_weights, Tensor[] way, bool permute, int buffer) "
+    "-> (Tensor, Tensor)",
+    _dispatch_backward,
+    _dispatch_backward_fake,
+)
+_define(
+    "moe_combine",
+    "(Tensor y, Tensor weights, Tensor[] way, bool permute, int buffer) -> Tensor",
+    _combine,
+    _combine_fake,
+).register_autograd(_through_combine, setup_context=_keep_of_combine)
+_define(
+    "moe_combine_backward",
+    "(Tensor grad, Tensor y, Tensor weights, Tensor[] way, bool permute, int buffer) -> (Tensor, Tensor)",
+    _combine_backward,
+    _combine_backward_fake,
+)

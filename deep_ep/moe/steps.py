@@ -1,0 +1,131 @@
+"""What dispatch and combine do, forward and backward, without autograd.
+
+Dispatch sends rows, and its backward is a combine; combine brings rows back, and its backward is a dispatch
+with the same handle. The functions of exchange.py and the operators of ops.py are wrappers of these four.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from deep_ep.buffer import Buffer
+from deep_ep.event import EventOverlap
+from deep_ep.moe import permutation as permuting
+from deep_ep.moe.permutation import Permutation
+from deep_ep.moe.quantization import dequantize, quantize
+
+Tensor = torch.Tensor
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to dispatch; see `deep_ep.moe.dispatch`."""
+
+    num_experts: int
+    expert_alignment: int = 1
+    fp8: bool = False
+    permute: bool = False
+
+
+class Way(NamedTuple):
+    """The way that rows of a dispatch took, for all that goes the same way, or back.
+
+    Attributes:
+        handle: of the buffer's dispatch.
+        num_rows: received rows.
+        permutation: from received rows to rows by expert; `None`: rows stay as they came.
+    """
+
+    handle: tuple[Tensor, ...]
+    num_rows: int
+    permutation: Permutation | None
+
+
+class Arrived(NamedTuple):
+    """What a dispatch returns.
+
+    Attributes:
+        x: [num_rows, hidden], one per received row, or by expert.
+        topk_idx: [num_recv_rows, num_topk] int64.
+        topk_weights: [num_recv_rows, num_topk] float32.
+        num_per_expert: [num_local_experts] int64 on the host, rows of each expert, padding included.
+        way: for the way back.
+    """
+
+    x: Tensor
+    topk_idx: Tensor
+    topk_weights: Tensor
+    num_per_expert: Tensor
+    way: Way
+
+
+def dispatch(
+    buffer: Buffer, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, options: Options
+) -> Arrived:
+    """Sends tokens to the ranks of their experts. Collective."""
+    per_rank, per_node, per_expert, in_rank, _ = buffer.get_dispatch_layout(
+        topk_idx, options.num_experts
+    )
+    received, recv_idx, recv_weights, counts, handle, _ = buffer.dispatch(
+        quantize(x) if options.fp8 else x,
+        num_tokens_per_rank=per_rank,
+        num_tokens_per_rdma_rank=per_node,
+        is_token_in_rank=in_rank,
+        num_tokens_per_expert=per_expert,
+        topk_idx=topk_idx,
+        topk_weights=topk_weights,
+    )
+    # Not with a handle: then they are there.
+    assert recv_idx is not None
+    assert recv_weights is not None
+    assert counts is not None
+    assert handle is not None
+    num_per_expert = torch.tensor(counts, dtype=torch.int64)
+    alignment = options.expert_alignment
+    permutation = None
+    parts = list(received) if isinstance(received, tuple) else [received]
+    if options.permute:
+        permutation = permuting.by_expert(recv_idx, num_per_expert, alignment)
+        # Still in FP8, which saves a copy of what is twice as large.
+        parts = [permuting.gather(part, permutation) for part in parts]
+    rows = dequantize(parts[0], parts[1], x.dtype) if options.fp8 else parts[0]
+    way = Way(tuple(handle), len(recv_idx), permutation)
+    padded = permuting.aligned(num_per_expert, alignment)
+    return Arrived(rows, recv_idx, recv_weights, padded, way)
+
+
+def dispatch_backward(
+    buffer: Buffer, way: Way, topk_idx: Tensor, grad_x: Tensor, grad_weights: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Gradients of what was dispatched: [num_tokens, hidden], [num_tokens, num_topk]. Collective."""
+    # A weight arrived at the rank of its expert alone; elsewhere there is a constant in its place.
+    grad_weights = grad_weights.masked_fill(topk_idx < 0, 0)
+    if way.permutation is not None:
+        grad_x = permuting.add_up(grad_x, way.permutation, way.num_rows, None)
+    grads, weights, _ = buffer.combine(grad_x, way.handle, topk_weights=grad_weights)
+    assert weights is not None
+    return grads, weights
+
+
+def combine(
+    buffer: Buffer, way: Way, y: Tensor, weights: Tensor, async_finish: bool = False
+) -> tuple[Tensor, EventOverlap]:
+    """Brings back one row for each token, [num_tokens, hidden]; rows by expert are weighed first. Collective."""
+    if way.permutation is not None:
+        y = permuting.add_up(y, way.permutation, way.num_rows, weights)
+    combined, _, event = buffer.combine(y, way.handle, async_finish=async_finish)
+    return combined, event
+
+
+def combine_backward(
+    buffer: Buffer, way: Way, grad: Tensor, y: Tensor, weights: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Gradients of what was combined, like `y` and `weights`. Collective."""
+    received = buffer.dispatch(grad, handle=way.handle)[0]
+    assert isinstance(received, Tensor)
+    if way.permutation is None:
+        return received, torch.zeros_like(weights)
+    return permuting.weighed_backward(received, y, way.permutation, weights)

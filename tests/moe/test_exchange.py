@@ -1,0 +1,324 @@
+"""`deep_ep.moe`: results and gradients against a layer without exchange; what it refuses; what it repeats."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch.utils.checkpoint import checkpoint
+
+import deep_ep
+import reference
+from deep_ep import moe
+from deep_ep.errors import EPArgumentError
+from deep_ep.event import EventOverlap
+from deep_ep.moe.awaited import AwaitedTensor
+from deep_ep.moe.quantization import dequantize, quantize
+from launch import DEVICE, raise_failures, run_processes
+from layers import Sizes, assert_exact, expected, layer, ranks_of, tokens_of
+
+Tensor = torch.Tensor
+
+UNEVEN = Sizes((7, 0, 12))
+SQUARE = Sizes((9, 4, 6, 11))
+
+
+@pytest.mark.parametrize("alignment", [1, 16])
+@pytest.mark.parametrize(("sizes", "nodes"), [(UNEVEN, 3), (SQUARE, 2), (SQUARE, 4)])
+def test_results_and_gradients_are_those_of_a_layer_without_exchange(
+    sizes: Sizes, nodes: int, alignment: int
+) -> None:
+    def run(rank: int, buffer: deep_ep.Buffer) -> None:
+        tokens = tokens_of(sizes, rank)
+        _, combined = layer(tokens, buffer, sizes, expert_alignment=alignment)
+        assert_exact(tokens.results(combined), expected(tokens, sizes))
+
+    with ranks_of(sizes, nodes) as ranks:
+        ranks.run(run)
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    st.lists(st.integers(0, 20), min_size=1, max_size=4),
+    st.sampled_from([1, 2, 5]),
+    st.sampled_from([1, 2, 8]),
+    st.sampled_from([128, 256]),
+    st.sampled_from(["random", "one-expert", "nowhere"]),
+    st.sampled_from([1, 4, 128]),
+    st.integers(0, 99),
+)
+def test_any_sizes_and_routings(
+    num_tokens: list[int],
+    experts: int,
+    topk: int,
+    hidden: int,
+    routing: str,
+    alignment: int,
+    seed: int,
+) -> None:
+    sizes = Sizes(tuple(num_tokens), hidden, experts, topk, routing, seed)
+
+    def run(rank: int, buffer: deep_ep.Buffer) -> None:
+        tokens = tokens_of(sizes, rank)
+        sent, combined = layer(tokens, buffer, sizes, expert_alignment=alignment)
+        assert not (sent.num_tokens_per_expert % alignment).any()
+        assert_exact(tokens.results(combined), expected(tokens, sizes))
+
+    with ranks_of(sizes) as ranks:
+        ranks.run(run)
+
+
+def test_rows_are_by_expert_then_by_source_and_padding_is_zero() -> None:
+    everybody = [tokens_of(SQUARE, rank) for rank in range(SQUARE.num_ranks)]
+
+    def run(rank: int, buffer: deep_ep.Buffer) -> None:
+        tokens = everybody[rank]
+        sent = moe.dispatch(
+            *(tokens.x, tokens.topk_idx, tokens.weights, buffer, SQUARE.num_experts),
+            expert_alignment=8,
+        )
+        want = []
+        for number in range(rank * SQUARE.experts_per_rank, (rank + 1) * SQUARE.experts_per_rank):
+            mine = [each.x[(each.topk_idx == number).nonzero()[:, 0]] for each in everybody]
+            rows = torch.cat(mine)
+            want += [rows, rows.new_zeros(-len(rows) % 8, SQUARE.hidden)]
+        assert torch.equal(sent.x, torch.cat(want))
+
+    with ranks_of(SQUARE) as ranks:
+        ranks.run(run)
+
+
+def test_rows_that_stay_as_they_came_are_the_caller_s_to_weigh() -> None:
+    """What a trainer with a layer of its own does: received rows and weights, with gradients to both."""
+
+    def run(rank: int, buffer: deep_ep.Buffer) -> None:
+        tokens = tokens_of(SQUARE, rank)
+        sent = moe.dispatch(
+            *(tokens.x, tokens.topk_idx, tokens.weights, buffer, SQUARE.num_experts), permute=False
+        )
+        assert len(sent.x) == len(sent.topk_idx)
+        weight = sent.topk_weights.sum(1, keepdim=True)
+        got = tokens.results(moe.combine((sent.x * weight).bfloat16(), sent))
+        total = torch.where(tokens.topk_idx >= 0, tokens.weights.detach(), 0).sum(1, keepdim=True)
+        x, grad = tokens.x.detach().double(), tokens.grad.double()
+        per_weight = (x * grad).sum(1, keepdim=True) * (tokens.topk_idx >= 0)
+        assert_exact(got, (x * total, grad * total, per_weight))
+
+    with ranks_of(SQUARE) as ranks:
+        ranks.run(run)
+
+
+def test_fp8_goes_there_and_bfloat16_comes_back() -> None:
+    sizes = Sizes((6, 9), 256)
+
+    def run(rank: int, buffer: deep_ep.Buffer) -> None:
+        tokens = tokens_of(sizes, rank)
+        tokens.x.data += 0.37  # no longer exact
+        sent, combined = layer(tokens, buffer, sizes, fp8=True)
+        assert sent.x.dtype == torch.bfloat16
+        rounded = tokens_of(sizes, rank)
+        rounded.x.data = dequantize(*reference.cast_fp8(tokens.x.detach()), torch.bfloat16)
+        got, want = tokens.results(combined), expected(rounded, sizes)
+        torch.testing.assert_close(got[0].double(), want[0], rtol=2**-7, atol=0.1)
+        assert torch.equal(got[1].double(), want[1])  # does not depend on what was rounded
+
+    with ranks_of(sizes) as ranks:
+        ranks.run(run)
+
+
+@pytest.mark.parametrize("num_tokens", [0, 5])
+def test_quantized_rows_are_within_half_a_step_of_float8(num_tokens: int) -> None:
+    x = torch.randn(num_tokens, 512).bfloat16()
+    x[1:2] = 0
+    data, scales = quantize(x)
+    assert data.shape == x.shape
+    torch.testing.assert_close(scales, reference.cast_fp8(x)[1])
+    back = dequantize(data, scales, torch.float32)
+    assert (back - x).abs().le(2**-4 * x.abs() + scales.repeat_interleave(128, 1) * 2**-10).all()
+
+
+def test_a_checkpointed_layer_sends_again_and_has_the_same_gradients() -> None:
+    def run(rank: int, buffer: deep_ep.Buffer) -> None:
+        tokens = tokens_of(SQUARE, rank)
+
+        def forward(x: Tensor, weights: Tensor) -> Tensor:
+            tokens.x, tokens.weights = x, weights
+            return layer(tokens, buffer, SQUARE)[1]
+
+        x, weights = tokens.x, tokens.weights
+        combined = checkpoint(forward, x, weights, use_reentrant=False)
+        tokens.x, tokens.weights = x, weights
+        assert_exact(tokens.results(combined), expected(tokens, SQUARE))
+
+    with ranks_of(SQUARE) as ranks:
+        ranks.run(run)
+
+
+@pytest.mark.parametrize("async_combine", [False, True])
+def test_the_module_takes_any_leading_dimensions_and_its_experts_learn(async_combine: bool) -> None:
+    sizes = Sizes((6, 6), 128)
+
+    class Scale(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.full((sizes.hidden,), 2.0, dtype=torch.bfloat16))
+
+        def forward(self, rows: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
+            assert len(rows) == int(num_tokens_per_expert.sum())
+            return rows * self.weight
+
+    def run(rank: int, buffer: deep_ep.Buffer) -> None:
+        tokens = tokens_of(sizes, rank)
+        layer = moe.ExpertParallel(
+            Scale().to(DEVICE), sizes.num_experts, buffer, async_combine=async_combine
+        )
+        shaped = [t.detach().unflatten(0, (2, 3)) for t in (tokens.topk_idx, tokens.weights)]
+        x = tokens.x.detach().unflatten(0, (2, 3)).requires_grad_()
+        combined = layer(x, *shaped)
+        assert combined.shape == x.shape
+        total = torch.where(shaped[0] >= 0, shaped[1], 0).sum(-1, keepdim=True)
+        residual = x + combined
+        assert torch.equal(residual.float(), (x + (2 * x * total).bfloat16()).float())
+        residual.sum().backward()
+        assert x.grad is not None
+        assert torch.equal(x.grad.float(), (1 + 2 * total).expand_as(x))
+        (weight,) = layer.parameters()
+        assert weight.grad is not None
+        assert weight.grad.any()
+
+    with ranks_of(sizes) as ranks:
+        ranks.run(run)
+
+
+class Filling(EventOverlap):
+    """An event that fills a tensor when it is waited for, as another stream would have done by then."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        super().__init__()
+        self.event: Any = self
+        self.num_waits = 0
+        self._tensor = tensor
+
+    def current_stream_wait(self, release_handle: bool = False) -> None:
+        self.num_waits += 1
+        self._tensor.fill_(3)
+        self.event = None
+
+
+def test_the_first_use_of_an_awaited_tensor_waits_and_no_other() -> None:
+    late = torch.zeros(4, 2)
+    event = Filling(late)
+    awaited = AwaitedTensor(late, event)
+    assert awaited.shape == (4, 2)
+    viewed = awaited.view(2, 4).detach()
+    assert event.num_waits == 0
+    residual = torch.ones(2, 4) + viewed
+    assert torch.equal(residual, torch.full((2, 4), 4.0))
+    assert type(residual) is torch.Tensor
+    assert torch.equal(awaited * 2, torch.full((4, 2), 6.0))
+    assert event.num_waits == 1
+    assert "3." in repr(awaited)
+
+
+class Awaits(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, event: Filling) -> Tensor:
+        return AwaitedTensor(event._tensor, event)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad, None
+
+
+def test_gradients_pass_an_awaited_tensor() -> None:
+    x = torch.ones(3, requires_grad=True)
+    event = Filling(torch.zeros(3))
+    awaited = Awaits.apply(x, event)
+    assert event.num_waits == 0
+    (awaited * 5).sum().backward()
+    assert torch.equal(x.grad, torch.full((3,), 5.0))
+
+
+def compare_compiled(rank: int, group: dist.ProcessGroup) -> int:
+    """Graphs that were compiled; raises if one breaks, or computes something else."""
+    sizes = Sizes((7, 5), 128)
+    needed = deep_ep.sizes(hidden=128, tokens=16, topk=3, experts=4, ranks=2)
+    buffer = deep_ep.Buffer(
+        group, needed.num_nvl_bytes, needed.num_rdma_bytes, explicitly_destroy=True
+    )
+    num_graphs = 0
+
+    def counted(graph: Any, inputs: Any) -> Any:
+        nonlocal num_graphs
+        num_graphs += 1
+        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+
+    for options in ({}, {"expert_alignment": 8}, {"permute": False}, {"fp8": True}):
+
+        def forward(x: Tensor, topk_idx: Tensor, weights: Tensor, kw: Any = options) -> Tensor:
+            sent = moe.dispatch(x, topk_idx, weights, buffer, sizes.num_experts, **kw)
+            return moe.combine(torch.nn.functional.silu(sent.x), sent)
+
+        eager, compiled = (tokens_of(sizes, rank) for _ in range(2))
+        want = eager.results(forward(eager.x, eager.topk_idx, eager.weights))
+        once = torch.compile(forward, fullgraph=True, backend=counted)
+        got = compiled.results(once(compiled.x, compiled.topk_idx, compiled.weights))
+        assert_exact(got, tuple(each.double() for each in want))
+    buffer.destroy()
+    return num_graphs
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_compiled_it_is_one_graph_with_the_same_results(nodes: int) -> None:
+    env = {"DEEP_EP_RANKS_PER_NODE": str(2 // nodes), "DEEP_EP_TIMEOUT_S": "100"}
+    assert raise_failures(run_processes(compare_compiled, 2, env=env)) == [4, 4]
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"dtype": torch.float32}, r"dispatch: x is torch.float32 .* Cast with .bfloat16\(\)"),
+        ({"hidden": 64, "fp8": True}, "x has 64 channels; with fp8"),
+        ({"expert_alignment": 0}, "expert_alignment is 0"),
+        ({"expert_alignment": 8, "permute": False}, "only rows by expert can be padded"),
+    ],
+)
+def test_what_is_refused_is_refused_before_anything_is_sent(
+    given: dict[str, Any], said: str
+) -> None:
+    sizes = Sizes((3,), given.pop("hidden", 128))
+    dtype = given.pop("dtype", torch.bfloat16)
+
+    def run(rank: int, buffer: deep_ep.Buffer) -> None:
+        tokens = tokens_of(sizes, rank)
+        with pytest.raises(EPArgumentError, match=said):
+            moe.dispatch(
+                *(tokens.x.to(dtype), tokens.topk_idx, tokens.weights, buffer, sizes.num_experts),
+                **given,
+            )
+        sent, _ = layer(tokens, buffer, sizes)
+        with pytest.raises(EPArgumentError, match=r"y has \d+ rows; it must have \d+"):
+            moe.combine(sent.x.new_zeros(len(sent.x) + 1, 128), sent)
+        with pytest.raises(EPArgumentError, match="combine: y is torch.float32"):
+            moe.combine(sent.x.float(), sent)
+        with pytest.raises(EPArgumentError, match="num_experts is 0"):
+            moe.ExpertParallel(lambda rows, _: rows, 0, buffer)
+
+    with ranks_of(sizes) as ranks:
+        ranks.run(run)
+
+
+def test_sizes_are_those_that_buffers_and_the_doctor_count() -> None:
+    needed = deep_ep.sizes(hidden=7168, tokens=128, topk=8, experts=256, ranks=8)
+    assert needed.low_latency_rdma_bytes == deep_ep.Buffer.get_low_latency_rdma_size_hint(
+        128, 7168, 8, 256
+    )
+    config = deep_ep.Buffer.get_dispatch_config(8)
+    assert needed.num_nvl_bytes >= config.get_nvl_buffer_size_hint(2 * 7168, 8)
+    assert (needed.num_rdma_bytes, needed.num_qps_per_rank) == (0, 32)
+    with pytest.raises(EPArgumentError, match="topk is 0"):
+        deep_ep.sizes(hidden=7168, tokens=128, topk=0, experts=256, ranks=8)
