@@ -17,20 +17,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from deep_ep import backend, diagnose
+from deep_ep import backend, diagnose, identity
 from deep_ep.buffer import Buffer
 from deep_ep.diagnose.render import wording
 from deep_ep.errors import EPTimeoutError
 
-_HIDDEN = 512
-# A rank sends so many rows to each rank.
-_ROWS = 2
 # How long ranks may need to start, whatever they are to wait for in operations.
 _MEETING_S = 60
 # Enough operations for a verdict.
 _ROUNDS = 40
-
-Pair = tuple[int, int]
 
 
 @dataclass
@@ -46,7 +41,7 @@ class Tried:
         verdicts: what the first diagnosis says; on rank 0 alone.
     """
 
-    bad_pairs: list[Pair] = field(default_factory=list)
+    bad_pairs: list[identity.Pair] = field(default_factory=list)
     missing: list[int] = field(default_factory=list)
     awaited: list[int] = field(default_factory=list)
     error: str = ""
@@ -86,13 +81,13 @@ def _store(where: str, size: int, patience: timedelta) -> Any:
 
 
 def _try_all(tried: Tried, rank: int, size: int) -> None:
-    num_tokens = _ROWS * size
-    hint = Buffer.get_low_latency_rdma_size_hint(num_tokens, _HIDDEN, size, size)
+    x, topk_idx = identity.rows_of(rank, size), identity.routing_of(rank, size)
+    num_tokens, hidden = x.shape
+    hint = Buffer.get_low_latency_rdma_size_hint(num_tokens, hidden, size, size)
     group = dist.new_group(list(range(size)))
     buffer = Buffer(
         group, 0, hint, low_latency_mode=True, num_qps_per_rank=1, explicitly_destroy=True
     )
-    x, topk_idx = sent_rows(rank, size), _routing(rank, size)
     device = buffer.communicator.backend.device()
     x, topk_idx = x.to(device), topk_idx.to(device)
     weights = torch.ones_like(topk_idx, dtype=torch.float32)
@@ -108,7 +103,7 @@ def _try_all(tried: Tried, rank: int, size: int) -> None:
         return received[0, : int(count[0])].cpu(), combined.cpu()
 
     received, combined = exchange()
-    tried.bad_pairs += wrong_pairs(rank, size, received, combined)
+    tried.bad_pairs += identity.wrong_pairs(rank, size, received, combined)
     buffer.enable_counters()
     for _ in range(_ROUNDS):
         exchange()
@@ -116,40 +111,6 @@ def _try_all(tried: Tried, rank: int, size: int) -> None:
     if diagnosis is not None:
         tried.verdicts = [_sentence(verdict) for verdict in diagnosis.verdicts]
     buffer.destroy()
-
-
-def sent_rows(rank: int, size: int) -> torch.Tensor:
-    """[tokens, hidden] bfloat16 of one rank: small integers, which bfloat16 holds exactly."""
-    tokens = torch.arange(_ROWS * size)
-    rows = ((rank * 31 + tokens * 7)[:, None] + torch.arange(_HIDDEN)) % 127
-    rows[:, 0], rows[:, 1] = rank // 128, rank % 128
-    rows[:, 2], rows[:, 3] = tokens // 128, tokens % 128
-    return rows.bfloat16()
-
-
-def _routing(rank: int, size: int) -> torch.Tensor:
-    """[tokens, 1] int64: one expert a rank, and each token to the next rank."""
-    return ((torch.arange(_ROWS * size) + rank) % size)[:, None]
-
-
-def wrong_pairs(rank: int, size: int, received: torch.Tensor, combined: torch.Tensor) -> list[Pair]:
-    """(source, destination) of what did not come to a rank, or came wrong.
-
-    Args:
-        rank: this one.
-        size: of the group.
-        received: [rows, hidden] bfloat16, what its expert got, in any order.
-        combined: [tokens, hidden] bfloat16, what came back, which is what was sent.
-    """
-    there = {tuple(row) for row in received.tolist()}
-    pairs = []
-    for source in range(size):
-        expected = sent_rows(source, size)[_routing(source, size)[:, 0] == rank]
-        if any(tuple(row) not in there for row in expected.tolist()):
-            pairs.append((source, rank))
-    is_wrong = (combined != sent_rows(rank, size)).any(1)
-    back = sorted(set(_routing(rank, size)[is_wrong, 0].tolist()))
-    return pairs + [(destination, rank) for destination in back if (destination, rank) not in pairs]
 
 
 def _sentence(verdict: diagnose.Verdict) -> str:

@@ -7,5 +7,6 @@ from __future__ import annotations
 
 from deep_ep.moe.exchange import Dispatched, combine, dispatch
 from deep_ep.moe.expert_parallel import ExpertParallel
+from deep_ep.moe.first_exchange import preflight
 
-__all__ = ["Dispatched", "ExpertParallel", "combine", "dispatch"]
+__all__ = ["Dispatched", "ExpertParallel", "combine", "dispatch", "preflight"]

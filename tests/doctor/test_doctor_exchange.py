@@ -13,7 +13,8 @@ import pytest
 import torch
 
 import deep_ep
-from deep_ep.doctor import exchange, preflight
+from deep_ep import identity
+from deep_ep.doctor import exchange
 from deep_ep.doctor.finding import FAIL, OK, WARN, Finding
 from deep_ep.doctor.host import Host
 from made_up_host import named
@@ -28,15 +29,15 @@ def received_by(rank: int) -> torch.Tensor:
     to = torch.arange(2 * SIZE)
     return torch.cat(
         [
-            preflight.sent_rows(source, SIZE)[(to + source) % SIZE == rank]
+            identity.rows_of(source, SIZE)[(to + source) % SIZE == rank]
             for source in reversed(range(SIZE))
         ]
     )
 
 
 def test_rows_that_are_all_there_in_any_order_are_right() -> None:
-    combined = preflight.sent_rows(1, SIZE)
-    assert preflight.wrong_pairs(1, SIZE, received_by(1), combined) == []
+    combined = identity.rows_of(1, SIZE)
+    assert identity.wrong_pairs(1, SIZE, received_by(1), combined) == []
 
 
 @pytest.mark.parametrize("damage", ["lost", "changed"])
@@ -47,14 +48,14 @@ def test_the_source_of_a_row_that_is_lost_or_changed_is_named(damage: str) -> No
         received = received[torch.arange(len(received)) != place]
     else:
         received[place, 300] += 1
-    combined = preflight.sent_rows(1, SIZE)
-    assert preflight.wrong_pairs(1, SIZE, received, combined) == [(2, 1)]
+    combined = identity.rows_of(1, SIZE)
+    assert identity.wrong_pairs(1, SIZE, received, combined) == [(2, 1)]
 
 
 def test_the_rank_from_which_a_row_comes_back_wrong_is_named() -> None:
-    combined = preflight.sent_rows(1, SIZE)
+    combined = identity.rows_of(1, SIZE)
     combined[2] = 0  # of the token that goes to rank (2 + 1) % 4
-    assert preflight.wrong_pairs(1, SIZE, received_by(1), combined) == [(3, 1)]
+    assert identity.wrong_pairs(1, SIZE, received_by(1), combined) == [(3, 1)]
 
 
 def seen(**what: Any) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import deep_ep
 import reference
 from deep_ep import moe
-from deep_ep.errors import EPArgumentError
+from deep_ep.errors import EPArgumentError, EPTransportError
 from deep_ep.event import EventOverlap
 from deep_ep.moe.awaited import AwaitedTensor
 from deep_ep.moe.quantization import dequantize, quantize
@@ -322,3 +323,20 @@ def test_sizes_are_those_that_buffers_and_the_doctor_count() -> None:
     assert (needed.num_rdma_bytes, needed.num_qps_per_rank) == (0, 32)
     with pytest.raises(EPArgumentError, match="topk is 0"):
         deep_ep.sizes(hidden=7168, tokens=128, topk=0, experts=256, ranks=8)
+
+
+def test_a_first_exchange_names_the_pair_whose_rows_come_wrong(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def damaged(x: Tensor, topk_idx: Tensor, *others: Any, **more: Any) -> moe.Dispatched:
+        arrived = moe.dispatch(x, topk_idx, *others, **more)
+        if arrived.buffer.rank == 1:
+            arrived.x[-1] += 1  # from the last rank
+        return arrived
+
+    with ranks_of(Sizes((1, 1, 1))) as ranks:
+        ranks.run(lambda _, buffer: moe.preflight(buffer))
+        monkeypatch.setattr(sys.modules[moe.preflight.__module__], "dispatch", damaged)
+        for error in ranks.outcomes(lambda _, buffer: moe.preflight(buffer)):
+            assert isinstance(error, EPTransportError)
+            assert "2 to 1" in str(error)
