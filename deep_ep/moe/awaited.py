@@ -1,4 +1,4 @@
-"""A tensor that another stream is still writing: its first use waits for it."""
+"""A tensor that another stream is still writing: who uses its values waits for it."""
 
 from __future__ import annotations
 
@@ -19,10 +19,15 @@ _OF_SHAPES = (
 
 
 class AwaitedTensor(torch.Tensor):
-    """Stands for a tensor until its values are used; what is done with it is done with the tensor itself."""
+    """Stands for a tensor until its values are used; what is done with it is done with the tensor itself.
 
-    _data: Tensor
-    _event: EventOverlap
+    Attributes:
+        written: that tensor.
+        event: after which its values are there.
+    """
+
+    written: Tensor
+    event: EventOverlap
 
     @staticmethod
     def __new__(cls: type[AwaitedTensor], data: Tensor, event: EventOverlap) -> AwaitedTensor:
@@ -39,14 +44,13 @@ class AwaitedTensor(torch.Tensor):
             dtype=data.dtype,
             device=data.device,
         )
-        awaited._data, awaited._event = data, event
+        awaited.written, awaited.event = data, event
         return awaited
 
     def wait(self) -> Tensor:
-        """The tensor, once the current stream waits for it. May be repeated."""
-        if self._event.event is not None:
-            self._event.current_stream_wait(release_handle=True)
-        return self._data
+        """The tensor, once the current stream waits for it. To be repeated by each stream that uses it."""
+        self.event.current_stream_wait()
+        return self.written
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -54,7 +58,7 @@ class AwaitedTensor(torch.Tensor):
     ) -> Any:
         if func in _OF_SHAPES:
             awaited, *rest = args
-            return AwaitedTensor(func(awaited._data, *rest), awaited._event)
+            return AwaitedTensor(func(awaited.written, *rest), awaited.event)
         args, kwargs = pytree.tree_map_only(AwaitedTensor, AwaitedTensor.wait, (args, kwargs or {}))
         return func(*args, **kwargs)
 
