@@ -12,7 +12,8 @@ computing=(
     tests/test_build.py tests/test_install_nvshmem.py tests/test_nvshmem_library.py
     tests/test_explore.py tests/test_simulated_counters.py tests/test_operation_counts.py
     tests/diagnose/analyze tests/diagnose/collect tests/diagnose/core tests/diagnose/render
-    tests/diagnose/storage tests/doctor tests/hang tests/memory_order tests/model tests/tidy
+    tests/diagnose/storage tests/diagnose/trace tests/doctor tests/hang tests/memory_order tests/model
+    tests/tidy
 )
 
 # cover NAME ARGUMENT...: pytest, and build/coverage-NAME.json.

@@ -1,4 +1,4 @@
-"""`python -m deep_ep.diagnose show | watch | prometheus | hang | dump`: reads what was measured and tells about it.
+"""`python -m deep_ep.diagnose show | watch | prometheus | hang | dump | trace`: reads what was measured and tells about it.
 
 Exit status: 0 read and shown, 2 bad input or arguments, 3 (`show --check`, `hang --check`) there are verdicts,
 4 (`dump`) a process that was asked has written nothing.
@@ -19,6 +19,7 @@ from rich.text import Text
 from .cli.dump import dump
 from .cli.hang import CAUSES, hang
 from .cli.show import VERDICTS, show
+from .cli.trace import trace
 from .cli.watch import watch
 from .core.package import EPError
 from .core.printable_text import printable
@@ -60,6 +61,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_prometheus(commands.add_parser("prometheus", help="write or serve metrics for Prometheus"))
     _add_hang(commands.add_parser("hang", help="say why operations hang, from dumps"))
     _add_dump(commands.add_parser("dump", help="ask running processes for a dump"))
+    _add_trace(commands.add_parser("trace", help="dispatch and combine in profiler traces"))
     return parser
 
 
@@ -84,6 +86,22 @@ def _add_hang(parser: argparse.ArgumentParser) -> None:
         help=f"exit with status {CAUSES} when something hangs",
     )
     parser.set_defaults(run=hang)
+
+
+def _add_trace(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Reads traces of the torch profiler (JSON, or gzip of it), of one rank or of all, and prints what dispatch "
+        "and combine take, how much of it is exposed, and the bandwidth that they reach; with all ranks' traces "
+        "also who came last, and the bandwidth without waiting."
+    )
+    parser.add_argument(
+        "paths", type=Path, nargs="+", metavar="FILE_OR_DIR", help="a trace of each rank"
+    )
+    parser.add_argument("--csv", action="store_true", help="print the operators as CSV instead")
+    parser.add_argument(
+        "--width", type=_positive_int, help="columns to print; the terminal's by default"
+    )
+    parser.set_defaults(run=trace)
 
 
 def _add_dump(parser: argparse.ArgumentParser) -> None:

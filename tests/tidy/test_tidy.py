@@ -28,7 +28,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "storage": {"core", "collect", "analyze"},
     "render": {"core", "storage"},
     "live": {"core", "collect", "analyze", "storage", "render"},
-    "cli": {"core", "storage", "render"},
+    "trace": {"core"},
+    "cli": {"core", "storage", "render", "trace"},
 }
 # csrc/kernels from the bottom up: each file includes only what stands in a line above its own. The last
 # line is the kernels, which nobody else includes.

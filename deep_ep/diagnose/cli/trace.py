@@ -1,0 +1,129 @@
+"""`python -m deep_ep.diagnose trace`: what dispatch and combine take in traces of the torch profiler."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from ..core.package import EPArgumentError
+from ..core.printable_text import printable
+from ..core.quantities import number, percent
+from ..trace import rank_trace, summary
+from ..trace.summary import GroupRow, OperatorRow
+
+# Ranks that are named as the last to come; the rest is one word.
+_MOST_NAMED = 3
+
+
+def trace(given: argparse.Namespace) -> int:
+    """Prints tables of operators, of each rank and of all together, or CSV.
+
+    Returns:
+        The exit status.
+
+    Raises:
+        EPArgumentError: nothing can be read, or two files are of the same rank.
+        OSError: a file cannot be read.
+    """
+    traces = sorted(map(rank_trace.read, _files(given.paths)), key=lambda each: each.rank)
+    ranks = [each.rank for each in traces]
+    for before, after in zip(traces, traces[1:]):
+        if before.rank == after.rank:
+            raise EPArgumentError(
+                f"{before.path} and {after.path} are both of rank {before.rank}; each rank has one trace. Name files "
+                "of one profile, or files whose names say `rank3`."
+            )
+    rows = [row for each in traces for row in summary.operators(each)]
+    together = summary.group(traces)
+    if given.csv:
+        _write_csv(rows)
+        return 0
+    console = Console(width=given.width)
+    console.print(_operators(rows, is_several=len(ranks) > 1))
+    if together:
+        console.print(_together(together))
+    for remark in summary.remarks(traces):
+        console.print(Text(f"note: {printable(remark)}", style="yellow"), soft_wrap=True)
+    return 0
+
+
+def _files(paths: Sequence[Path]) -> list[Path]:
+    found: list[Path] = []
+    for path in paths:
+        inside = (
+            sorted([*path.glob("*.json"), *path.glob("*.json.gz")]) if path.is_dir() else [path]
+        )
+        if not inside:
+            raise EPArgumentError(
+                f"{path}: it has no .json and no .json.gz; expected traces of the torch profiler. Name the "
+                "directory that the profiler wrote into."
+            )
+        found += inside
+    return found
+
+
+def _operators(rows: Sequence[OperatorRow], *, is_several: bool) -> Table:
+    shown = Table(
+        title="Dispatch and combine", title_justify="left", box=None, padding=(0, 2, 0, 0)
+    )
+    columns = ["count", "us", "of GPU time", "exposed", "MB", "effective TB/s"]
+    shown.add_column("rank" if is_several else "", justify="right")
+    shown.add_column("operator", overflow="fold")
+    for column in columns:
+        shown.add_column(column, justify="right")
+    for row in rows:
+        cells = [
+            str(row.rank) if is_several and row.rank >= 0 else "",
+            printable(row.name),
+            str(row.count),
+            number(row.mean_us),
+            _share(row.share),
+            _share(row.exposed),
+            "-" if row.mean_bytes is None else number(row.mean_bytes / 1e6),
+            _tbps(row.effective_tbps),
+        ]
+        shown.add_row(*map(Text, cells))
+    return shown
+
+
+def _together(rows: Sequence[GroupRow]) -> Table:
+    shown = Table(title="All ranks together", title_justify="left", box=None, padding=(0, 2, 0, 0))
+    shown.add_column("operator", overflow="fold")
+    for column in ("count", "waiting us", "moving us", "true TB/s", "comes last"):
+        shown.add_column(column, justify="right")
+    for row in rows:
+        last = ", ".join(f"rank {rank} {percent(part)}" for rank, part in row.last[:_MOST_NAMED])
+        cells = [
+            printable(row.name),
+            str(row.count),
+            number(row.waiting_us),
+            number(row.moving_us),
+            _tbps(row.true_tbps),
+            last,
+        ]
+        shown.add_row(*map(Text, cells))
+    return shown
+
+
+def _share(part: float) -> str:
+    return percent(part) if math.isfinite(part) else "-"
+
+
+def _tbps(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4f}"
+
+
+def _write_csv(rows: Sequence[OperatorRow]) -> None:
+    names = list(OperatorRow.__dataclass_fields__)
+    writer = csv.DictWriter(sys.stdout, names)
+    writer.writeheader()
+    writer.writerows(asdict(row) for row in rows)

@@ -1,0 +1,133 @@
+"""Which events of a trace are dispatch and combine, and how many bytes they say that they move.
+
+Names and arguments are those that public trainers leave behind (autograd functions, custom operators), and the
+kernels of DeepEP and of this package. https://pytorch.org/docs/stable/profiler.html
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+DISPATCH, COMBINE = "dispatch", "combine"
+
+# Of an operator, the forward; its backward has the name with "Backward", and is the other operation.
+_DISPATCHES = (
+    "FusedDispatch",
+    "MoEDispatch",
+    "DeepEPDispatch",
+    "DeepEpDispatch",
+    "DeepEPDispatchBwdOnly",
+    "HybridEPDispatch",
+    "_FusedDispatchAndPermute",
+    "_FusedDispatchNoPermute",
+    "deepep::dispatch",
+    "deep_ep::moe_dispatch",
+    "deep_ep::moe_combine_backward",
+)
+_COMBINES = (
+    "FusedCombine",
+    "MoECombine",
+    "DeepEPCombine",
+    "DeepEpCombine",
+    "DeepEPCombineBwdOnly",
+    "HybridEPCombine",
+    "_FusedUnpermuteAndCombine",
+    "QuackEPDeepEPCombine",
+    "_SlotReturnCombine",
+    "deepep::combine",
+    "deep_ep::moe_combine",
+    "deep_ep::moe_dispatch_backward",
+)
+_OPERATIONS = {
+    **dict.fromkeys(_DISPATCHES, DISPATCH),
+    **dict.fromkeys(_COMBINES, COMBINE),
+    **dict.fromkeys((f"{name}Backward" for name in _DISPATCHES), COMBINE),
+    **dict.fromkeys((f"{name}Backward" for name in _COMBINES), DISPATCH),
+    "GeneratedBackwardFor_deepep_dispatch_defaultBackward": COMBINE,
+    "GeneratedBackwardFor_deepep_combine_defaultBackward": DISPATCH,
+}
+_KERNEL = re.compile(r"\b(?:deep_ep::|ep::)(?:\w+::)*(\w*?(dispatch|combine)\w*)")
+# Of the profiler's names of types, in small letters.
+_ITEM_BYTES = {
+    "c10::bfloat16": 2,
+    "c10::half": 2,
+    "float": 4,
+    "double": 8,
+    "long int": 8,
+    "int": 4,
+    "unsigned char": 1,
+    "signed char": 1,
+    "c10::float8_e4m3fn": 1,
+    "c10::float8_e5m2": 1,
+    "c10::float8_e4m3fnuz": 1,
+    "c10::float8_e5m2fnuz": 1,
+}
+# Where `num_worst_tokens` stands among the concrete inputs of a dispatch that has it.
+_WORST_TOKENS = 6
+
+
+@dataclass(frozen=True)
+class Sent:
+    """What an operator says of the rows it is given.
+
+    Attributes:
+        rows: tokens, or received rows; `None`: it does not say.
+        row_bytes: of each; `None`: it does not say.
+        why: what is missing, for people; "" if nothing is.
+        worst_tokens: rows that were allocated for the worst case, 0: exactly as many as came.
+    """
+
+    rows: int | None = None
+    row_bytes: int | None = None
+    why: str = ""
+    worst_tokens: int = 0
+
+    @property
+    def num_bytes(self) -> int | None:
+        """Rows times bytes: what moves at most, since rows that stay on their rank are in it."""
+        if self.rows is None or self.row_bytes is None:
+            return None
+        return self.rows * self.row_bytes
+
+
+def operation_of(name: str) -> str | None:
+    """`DISPATCH` or `COMBINE`, whichever an operator runs; `None`: neither."""
+    return _OPERATIONS.get(name)
+
+
+def kernel_of(name: str) -> str | None:
+    """The same for a kernel, whose notify is part of a dispatch."""
+    found = _KERNEL.search(name)
+    return found.group(2) if found else None
+
+
+def sent_of(arguments: Mapping[str, Any]) -> Sent:
+    """What the `args` of an operator's event say."""
+    dims = _sequence(arguments.get("Input Dims"))
+    types = _sequence(arguments.get("Input type"))
+    if not dims:
+        return Sent(why="shapes were not recorded: profile with record_shapes=True")
+    shape = dims[0]
+    if not isinstance(shape, Sequence) or len(shape) != 2:
+        return Sent(why="the rows were not recorded: they are a tuple of data and scales")
+    rows, channels = shape
+    if not isinstance(rows, int) or not isinstance(channels, int):
+        return Sent(why="the shape of the rows is no list of numbers")
+    type_ = str(types[0]) if types else ""
+    item_bytes = _ITEM_BYTES.get(type_.lower())
+    worst = _worst_tokens(_sequence(arguments.get("Concrete Inputs")))
+    if item_bytes is None:
+        return Sent(rows, None, f"their type {type_!r} is not known", worst)
+    return Sent(rows, channels * item_bytes, "", worst)
+
+
+def _worst_tokens(concrete: Sequence[Any]) -> int:
+    text = concrete[_WORST_TOKENS] if len(concrete) > _WORST_TOKENS else ""
+    return int(text) if isinstance(text, str) and text.isdecimal() else 0
+
+
+def _sequence(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, list) else ()

@@ -1,0 +1,178 @@
+"""One rank's trace, condensed: its exchanges in order, and when its GPU did what."""
+
+from __future__ import annotations
+
+import re
+from array import array
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from .operations import Sent, kernel_of, operation_of, sent_of
+from .stream import TraceStream
+
+Times = npt.NDArray[np.float64]
+_ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
+_RANK_IN_NAME = re.compile(r"rank[_-]?(\d+)", re.IGNORECASE)
+
+
+@dataclass
+class Exchange:
+    """One operator that dispatches or combines, or one kernel where no operator stands above it.
+
+    Attributes:
+        name: of the operator or kernel.
+        operation: `DISPATCH` or `COMBINE`.
+        begin_us: when the host called it, in the trace's time; of a kernel, when it began.
+        host_us: how long the host was in it.
+        sent: what it says of its rows.
+        kernels: [n, 2] begin and end of its kernels, us; empty where there was no GPU.
+    """
+
+    name: str
+    operation: str
+    begin_us: float
+    host_us: float
+    sent: Sent
+    kernels: list[tuple[float, float]] = field(default_factory=list)
+
+    @property
+    def span_us(self) -> tuple[float, float]:
+        """From its first kernel to its last one, or the host's time where there is none."""
+        if self.kernels:
+            return min(begin for begin, _ in self.kernels), max(end for _, end in self.kernels)
+        return self.begin_us, self.begin_us + self.host_us
+
+
+@dataclass
+class RankTrace:
+    """What a trace says of one rank.
+
+    Attributes:
+        path: the file.
+        rank: of the job, -1 if neither the trace nor its name says.
+        exchanges: in order of time.
+        other: [n, 2] begin and end of all other work on the GPU, us, sorted, without overlaps.
+        own: [n, 2] the same of the kernels of exchanges.
+        has_gpu: whether there is any work on a GPU.
+    """
+
+    path: Path
+    rank: int
+    exchanges: list[Exchange]
+    other: Times
+    own: Times
+    has_gpu: bool
+
+
+def read(path: Path) -> RankTrace:
+    """Reads one trace. Memory grows with the number of kernels, 16 bytes each, not with the file.
+
+    Raises:
+        EPArgumentError: the file is damaged, or no trace.
+        OSError: it cannot be read.
+    """
+    stream = TraceStream(path)
+    operators: dict[int, Exchange] = {}
+    nameless: list[Exchange] = []
+    kernels: dict[int, list[tuple[str, str, float, float]]] = defaultdict(list)
+    other, own = array("d"), array("d")
+    for event in stream:
+        if event.get("ph") != "X":
+            continue
+        name, category = str(event.get("name", "")), str(event.get("cat", "")).lower()
+        begin, lasts = _number(event.get("ts")), _number(event.get("dur"))
+        if begin is None or lasts is None:
+            continue
+        arguments = event.get("args")
+        arguments = arguments if isinstance(arguments, dict) else {}
+        number = arguments.get("External id", arguments.get("external id"))
+        if category in _ON_GPU:
+            operation = kernel_of(name) if category == "kernel" else None
+            if operation is None:
+                other.extend((begin, begin + lasts))
+                continue
+            own.extend((begin, begin + lasts))
+            key = number if isinstance(number, int) else -1
+            kernels[key].append((name, operation, begin, begin + lasts))
+        elif (operation := operation_of(name)) is not None:
+            exchange = Exchange(name, operation, begin, lasts, sent_of(arguments))
+            if isinstance(number, int):
+                operators[number] = exchange
+            else:
+                nameless.append(exchange)
+    exchanges = _with_kernels(operators, nameless, kernels)
+    has_gpu = bool(other) or bool(own)
+    return RankTrace(path, _rank(stream.header, path), exchanges, union(other), union(own), has_gpu)
+
+
+def _with_kernels(
+    operators: dict[int, Exchange],
+    nameless: list[Exchange],
+    kernels: dict[int, list[tuple[str, str, float, float]]],
+) -> list[Exchange]:
+    """Operators with their kernels; kernels without an operator are exchanges of their own."""
+    alone = []
+    for number, launched in kernels.items():
+        above = operators.get(number)
+        for name, operation, begin, end in launched:
+            if above is not None:
+                above.kernels.append((begin, end))
+            else:
+                alone.append(Exchange(_short(name), operation, begin, 0.0, Sent(), [(begin, end)]))
+    # An operator of torch.compile stands within an autograd function of the same exchange; one of them
+    # has the kernels.
+    found = sorted([*operators.values(), *nameless, *alone], key=lambda each: each.span_us[0])
+    return [each for each in found if each.kernels or not kernels]
+
+
+def _short(name: str) -> str:
+    """A kernel's name without its type and arguments."""
+    return re.sub(r"^void |<.*|\(.*", "", name)
+
+
+def _rank(header: dict[str, Any], path: Path) -> int:
+    about = header.get("distributedInfo")
+    rank = about.get("rank") if isinstance(about, dict) else None
+    if isinstance(rank, int):
+        return rank
+    named = _RANK_IN_NAME.search(path.name)
+    return int(named.group(1)) if named else -1
+
+
+def _number(value: Any) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    return float(value)
+
+
+def union(flat: Sequence[float]) -> Times:
+    """[n, 2] sorted intervals without overlaps, of begins and ends that alternate."""
+    times = np.asarray(flat, dtype=np.float64).reshape(-1, 2)
+    times = times[np.argsort(times[:, 0], kind="stable")]
+    if not len(times):
+        return times
+    reach = np.maximum.accumulate(times[:, 1])
+    is_first = np.r_[True, times[1:, 0] > reach[:-1]]
+    first = np.flatnonzero(is_first)
+    last = np.r_[first[1:] - 1, len(times) - 1]
+    return np.stack([times[first, 0], reach[last]], axis=1)
+
+
+def covered_us(times: Times, intervals: Times) -> Times:
+    """For each time, how much of all before it is in any of the intervals, which do not overlap each other."""
+    if not len(intervals):
+        return np.zeros(len(times))
+    lengths = intervals[:, 1] - intervals[:, 0]
+    before = np.r_[0.0, np.cumsum(lengths)]
+    index = np.searchsorted(intervals[:, 0], times, side="right")
+    inside = np.minimum(times, np.r_[-np.inf, intervals[:, 1]][index])
+    begun = np.r_[0.0, intervals[:, 0]][index]
+    partial = np.where(index > 0, np.maximum(inside - begun, 0), 0)
+    covered: Times = before[np.maximum(index - 1, 0)] + partial
+    return covered

@@ -1,0 +1,159 @@
+"""Events of a torch profiler trace, read one after the other: memory does not grow with the file."""
+
+from __future__ import annotations
+
+import codecs
+import contextlib
+import gzip
+import json
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ..core.package import EPArgumentError
+
+_CHUNK_BYTES = 1 << 20
+# One event, or one other value of the file. Real ones have some kilobytes.
+_LARGEST_VALUE = 16 << 20
+_GZIP = b"\x1f\x8b"
+_SPACE = " \t\r\n"
+EVENTS = "traceEvents"
+
+
+class TraceStream:
+    """One trace, JSON or gzip of it: an object with `traceEvents`, or the events alone.
+
+    Attributes:
+        path: the file.
+        header: what else the file says, as far as it has been read; `distributedInfo` has the rank.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Reads nothing yet.
+
+        Args:
+            path: the file.
+        """
+        self.path = path
+        self.header: dict[str, Any] = {}
+        self._source: Any = None
+        self._utf8 = codecs.getincrementaldecoder("utf-8")()
+        self._decoder = json.JSONDecoder()
+        self._text = ""
+        self._at = 0  # of _text
+        self._passed = 0  # characters before _text
+        self._ended = False
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        """The events; entries that are no objects are passed over.
+
+        Raises:
+            EPArgumentError: the file is damaged; names the character at which.
+            OSError: it cannot be read.
+        """
+        with open(self.path, "rb") as file, contextlib.ExitStack() as opened:
+            is_packed = file.read(len(_GZIP)) == _GZIP
+            file.seek(0)
+            self._source = opened.enter_context(gzip.open(file)) if is_packed else file
+            begin = self._next_sign()
+            if begin == "[":
+                yield from self._array()
+            elif begin == "{":
+                yield from self._object()
+            else:
+                raise self._damage(
+                    "it is neither a JSON object nor a JSON array, so it is no trace"
+                )
+
+    def _object(self) -> Iterator[dict[str, Any]]:
+        found = False
+        if self._peek() == "}":
+            self._at += 1
+        else:
+            while True:
+                key = self._value()
+                if self._next_sign() != ":":
+                    raise self._damage("':' is missing behind a name")
+                if key == EVENTS:
+                    if self._next_sign() != "[":
+                        raise self._damage(f"{EVENTS} is no array")
+                    found = True
+                    yield from self._array()
+                else:
+                    self.header[key] = self._value()
+                sign = self._next_sign()
+                if sign == "}":
+                    break
+                if sign != ",":
+                    raise self._damage("',' or '}' is missing behind a value")
+        if not found:
+            raise self._damage(f"it has no {EVENTS}, so it is no trace of the torch profiler")
+
+    def _array(self) -> Iterator[dict[str, Any]]:
+        if self._peek() == "]":
+            self._at += 1
+            return
+        while True:
+            event = self._value()
+            if isinstance(event, dict):
+                yield event
+            sign = self._next_sign()
+            if sign == "]":
+                return
+            if sign != ",":
+                raise self._damage("',' or ']' is missing behind an event")
+
+    def _value(self) -> Any:
+        """The next value, of which all may have to be read first."""
+        self._peek()
+        while True:
+            try:
+                value, end = self._decoder.raw_decode(self._text, self._at)
+            except (json.JSONDecodeError, RecursionError) as error:
+                if self._ended or len(self._text) - self._at > _LARGEST_VALUE:
+                    at = error.pos - self._at if isinstance(error, json.JSONDecodeError) else 0
+                    reason = error.msg if isinstance(error, json.JSONDecodeError) else "too deep"
+                    raise self._damage(reason, ahead=max(0, at)) from None
+            else:
+                # A number may go on in the next chunk.
+                if end < len(self._text) or self._ended:
+                    self._at = end
+                    return value
+            self._read()
+
+    def _next_sign(self) -> str:
+        sign = self._peek()
+        self._at += 1
+        return sign
+
+    def _peek(self) -> str:
+        """The next character that is no space; `""` at the end."""
+        while True:
+            while self._at < len(self._text) and self._text[self._at] in _SPACE:
+                self._at += 1
+            if self._at < len(self._text):
+                return self._text[self._at]
+            if self._ended:
+                return ""
+            self._read()
+
+    def _read(self) -> None:
+        try:
+            chunk = self._source.read(_CHUNK_BYTES)
+            more = self._utf8.decode(chunk, final=not chunk)
+        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+            raise self._damage(f"the gzip data is damaged: {error}") from None
+        except UnicodeDecodeError as error:
+            raise self._damage(f"it is not UTF-8: {error.reason}") from None
+        self._passed += self._at
+        self._text, self._at = self._text[self._at :] + more, 0
+        self._ended = not chunk
+
+    def _damage(self, why: str, ahead: int = 0) -> EPArgumentError:
+        place = self._passed + self._at + ahead
+        if self._ended and self._at + ahead >= len(self._text):
+            why = f"{why}; the file ends here"
+        return EPArgumentError(
+            f"{self.path}: character {place}: {why}. Export it again, or leave this file out."
+        )

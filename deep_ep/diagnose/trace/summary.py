@@ -1,0 +1,180 @@
+"""What exchanges take and move: of each rank by operator, and of all ranks together."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from .rank_trace import Exchange, RankTrace, Times, covered_us
+
+
+@dataclass(frozen=True)
+class OperatorRow:
+    """All exchanges of one operator on one rank.
+
+    Attributes:
+        rank: of the job, -1 if nobody says.
+        name: of the operator, or of the kernel where there is none.
+        operation: "dispatch" or "combine".
+        count: exchanges.
+        mean_us: time of its kernels, gaps between them left out; of the host where there is no GPU.
+        share: of all time in which the GPU was busy; NaN without a GPU.
+        exposed: of the time, the share in which the GPU did nothing else; NaN without a GPU.
+        mean_bytes: rows times their bytes, local ones included; `None` if not all say so.
+        effective_tbps: these bytes over that time, 1e12 bytes per second, waiting included; `None` likewise.
+    """
+
+    rank: int
+    name: str
+    operation: str
+    count: int
+    mean_us: float
+    share: float
+    exposed: float
+    mean_bytes: float | None
+    effective_tbps: float | None
+
+
+@dataclass(frozen=True)
+class GroupRow:
+    """All exchanges of one operator on all ranks, the first of each rank beside each other and so on.
+
+    Attributes:
+        name: of the operator.
+        count: exchanges that all ranks have.
+        last: share of the exchanges in which each rank came last, by rank, largest first.
+        waiting_us: mean over exchanges and ranks of the time until the last rank had come.
+        moving_us: mean time from then to the end.
+        true_tbps: bytes of all ranks over all their time of moving; `None` if not all say their bytes.
+    """
+
+    name: str
+    count: int
+    last: tuple[tuple[int, float], ...]
+    waiting_us: float
+    moving_us: float
+    true_tbps: float | None
+
+
+def operators(trace: RankTrace) -> list[OperatorRow]:
+    """One row for each operator of a rank, the most expensive first."""
+    by_name: dict[str, list[Exchange]] = defaultdict(list)
+    for exchange in trace.exchanges:
+        by_name[exchange.name].append(exchange)
+    busy_us = _busy_us(trace)
+    rows = [_row(trace, name, exchanges, busy_us) for name, exchanges in by_name.items()]
+    return sorted(rows, key=lambda row: -row.count * row.mean_us)
+
+
+def group(traces: Sequence[RankTrace]) -> list[GroupRow]:
+    """One row for each operator that all ranks ran, where there are several.
+
+    Clocks of hosts must agree; what they differ by is taken for waiting.
+    """
+    if len(traces) < 2:
+        return []
+    of_ranks = [_by_name(trace.exchanges) for trace in traces]
+    common = [name for name in of_ranks[0] if all(name in names for names in of_ranks)]
+    return [
+        _group_row(name, [trace.rank for trace in traces], [names[name] for names in of_ranks])
+        for name in common
+    ]
+
+
+def remarks(traces: Iterable[RankTrace]) -> list[str]:
+    """What the numbers leave out, once for each reason and file."""
+    found = []
+    for trace in traces:
+        if not trace.exchanges:
+            found.append(f"{trace.path}: it has no dispatch and no combine")
+        elif not trace.has_gpu:
+            found.append(f"{trace.path}: it has no work on a GPU; times are the host's")
+        for name, exchanges in _by_name(trace.exchanges).items():
+            for why in dict.fromkeys(each.sent.why for each in exchanges if each.sent.why):
+                found.append(f"{trace.path}: {name} has no bytes: {why}")
+            worst = max((each.sent.worst_tokens for each in exchanges), default=0)
+            if worst:
+                found.append(
+                    f"{trace.path}: {name} allocates {worst} rows for the worst case (num_worst_tokens); a combine of "
+                    "these rows counts all of them, whatever came"
+                )
+    return found
+
+
+def _by_name(exchanges: Iterable[Exchange]) -> dict[str, list[Exchange]]:
+    names: dict[str, list[Exchange]] = defaultdict(list)
+    for exchange in exchanges:
+        names[exchange.name].append(exchange)
+    return names
+
+
+def _busy_us(trace: RankTrace) -> float:
+    both = np.concatenate([trace.own, trace.other])
+    lengths = both[:, 1] - both[:, 0]
+    shared = covered_us(trace.own[:, 1], trace.other) - covered_us(trace.own[:, 0], trace.other)
+    return float(lengths.sum() - shared.sum())
+
+
+def _row(trace: RankTrace, name: str, exchanges: list[Exchange], busy_us: float) -> OperatorRow:
+    kernels = np.array([span for each in exchanges for span in each.kernels]).reshape(-1, 2)
+    if trace.has_gpu:
+        total_us = float((kernels[:, 1] - kernels[:, 0]).sum())
+        hidden_us = _hidden_us(kernels, trace.other)
+        share = total_us / busy_us if busy_us else float("nan")
+        exposed = 1 - hidden_us / total_us if total_us else float("nan")
+    else:
+        total_us = sum(each.host_us for each in exchanges)
+        share = exposed = float("nan")
+    num_bytes = _bytes(exchanges)
+    return OperatorRow(
+        trace.rank,
+        name,
+        exchanges[0].operation,
+        len(exchanges),
+        total_us / len(exchanges),
+        share,
+        exposed,
+        num_bytes / len(exchanges) if num_bytes is not None else None,
+        _tbps(num_bytes, total_us),
+    )
+
+
+def _hidden_us(kernels: Times, other: Times) -> float:
+    return float((covered_us(kernels[:, 1], other) - covered_us(kernels[:, 0], other)).sum())
+
+
+def _group_row(name: str, ranks: list[int], exchanges: list[list[Exchange]]) -> GroupRow:
+    count = min(len(each) for each in exchanges)
+    spans = np.array([[each.span_us for each in of_rank[:count]] for of_rank in exchanges])
+    begins, ends = spans[..., 0], spans[..., 1]  # [ranks, exchanges]
+    last_begins = begins.max(0)
+    moving = np.maximum(ends - last_begins, 0)
+    last = np.bincount(begins.argmax(0), minlength=len(ranks)) / count
+    order = np.argsort(-last, kind="stable")
+    num_bytes = [_bytes(of_rank[:count]) for of_rank in exchanges]
+    known = [each for each in num_bytes if each is not None]
+    total = sum(known) if len(known) == len(num_bytes) else None
+    return GroupRow(
+        name,
+        count,
+        tuple((ranks[i], float(last[i])) for i in order if last[i]),
+        float((last_begins - begins).mean()),
+        float(moving.mean()),
+        _tbps(total, float(moving.sum())),
+    )
+
+
+def _bytes(exchanges: Iterable[Exchange]) -> int | None:
+    total = 0
+    for each in exchanges:
+        if each.sent.num_bytes is None:
+            return None
+        total += each.sent.num_bytes
+    return total
+
+
+def _tbps(num_bytes: int | None, us: float) -> float | None:
+    return num_bytes / us / 1e6 if num_bytes is not None and us else None

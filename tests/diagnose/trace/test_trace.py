@@ -1,0 +1,288 @@
+"""Traces of the torch profiler: hand-made ones with answers worked out by hand, real ones, and damaged ones."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import json
+import tempfile
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import deep_ep
+from deep_ep import moe
+from deep_ep.diagnose.__main__ import main
+from deep_ep.diagnose.trace import rank_trace, stream, summary
+from deep_ep.diagnose.trace.operations import COMBINE, DISPATCH, kernel_of, operation_of, sent_of
+from deep_ep.errors import EPArgumentError
+from deep_ep.group import thread_groups
+
+T, H, N, K = 64, 256, 100, 4
+BF16, LONG = "c10::BFloat16", "long int"
+
+
+def event(name: str, cat: str, begin: float, lasts: float, number: int, **args: Any) -> Any:
+    arguments = {"External id": number, **args}
+    return {"ph": "X", "cat": cat, "name": name, "ts": begin, "dur": lasts, "args": arguments}
+
+
+def operator(
+    name: str, begin: float, number: int, dims: Any, types: Any, concrete: Any = ()
+) -> Any:
+    args = {"Input Dims": dims, "Input type": types, "Concrete Inputs": list(concrete)}
+    return event(name, "cpu_op", begin, 5, number, **args)
+
+
+def dispatch(begin: float, number: int, name: str = "FusedDispatch") -> Any:
+    dims, types = [[T, H], [T, K], [T, K], [], [], []], [BF16, LONG, "float", *["Scalar"] * 3]
+    return operator(name, begin, number, dims, types, ["", "", "", "8", "True", "True"])
+
+
+def combine(begin: float, number: int) -> Any:
+    return operator("FusedCombine", begin, number, [[N, H], [], []], [BF16, "Scalar", "Scalar"])
+
+
+def kernel(name: str, begin: float, lasts: float, number: int) -> Any:
+    return event(name, "kernel", begin, lasts, number)
+
+
+def one_step(shift: float = 0, late: float = 0) -> list[Any]:
+    """A dispatch of 40 us, of which a matrix product hides 10, and a combine of 20 us; 90 us busy in all."""
+    return [
+        dispatch(shift, 1),
+        kernel("void deep_ep::intranode::notify_dispatch<8>(int)", shift + late + 10, 10, 1),
+        kernel(
+            "void deep_ep::intranode::dispatch<8, 768, 8192>(int4*)",
+            shift + late + 20,
+            30 - late,
+            1,
+        ),
+        kernel("sm90_gemm", shift + 40, 40, 2),
+        combine(shift + 80, 3),
+        kernel("void deep_ep::intranode::combine<8>(int4*)", shift + 100, 20, 3),
+    ]
+
+
+def write(path: Path, events: list[Any], **header: Any) -> Path:
+    path.write_text(json.dumps({"schemaVersion": 1, **header, "traceEvents": events, "end": 1.5}))
+    return path
+
+
+def test_one_rank_by_hand(tmp_path: Path) -> None:
+    trace = rank_trace.read(write(tmp_path / "t.json", one_step(), distributedInfo={"rank": 3}))
+    first, second = summary.operators(trace)
+    assert (trace.rank, trace.has_gpu) == (3, True)
+    assert (first.name, first.operation, first.count) == ("FusedDispatch", DISPATCH, 1)
+    assert first.mean_us == 40
+    assert first.share == pytest.approx(40 / 90)
+    assert first.exposed == pytest.approx(30 / 40)
+    assert first.mean_bytes == T * H * 2
+    assert first.effective_tbps == pytest.approx(T * H * 2 / 40e-6 / 1e12)
+    assert (second.name, second.operation, second.mean_us) == ("FusedCombine", COMBINE, 20)
+    assert second.exposed == 1
+    assert second.mean_bytes == N * H * 2
+
+
+def test_all_ranks_by_hand(tmp_path: Path) -> None:
+    """Rank 1 begins its dispatches 5 us late; both end at the same time."""
+    traces = []
+    for rank, late in ((0, 0), (1, 5)):
+        events = one_step(0, late)
+        path = write(tmp_path / f"{rank}.json", events, distributedInfo={"rank": rank})
+        traces.append(rank_trace.read(path))
+    first, second = summary.group(traces)
+    assert first.name == "FusedDispatch"
+    assert first.last == ((1, 1.0),)
+    assert first.waiting_us == 2.5
+    assert first.moving_us == 35
+    assert first.true_tbps == pytest.approx(2 * T * H * 2 / 70e-6 / 1e12)
+    assert (second.waiting_us, second.moving_us) == (0, 20)
+
+
+def test_the_program_prints_tables_and_csv(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for rank in range(2):
+        write(tmp_path / f"trace_rank{rank}.json", one_step(0, 5 * rank))
+    assert main(["trace", str(tmp_path), "--width", "120"]) == 0
+    said = capsys.readouterr().out
+    assert "rank 1 100 %" in said
+    assert "All ranks together" in said
+    assert main(["trace", str(tmp_path), "--csv"]) == 0
+    rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
+    assert [(row["rank"], row["name"], row["count"]) for row in rows][:2] == [
+        ("0", "FusedDispatch", "1"),
+        ("0", "FusedCombine", "1"),
+    ]
+    twice = [str(tmp_path / "trace_rank0.json")] * 2
+    assert main(["trace", *twice]) == 2
+    assert "both of rank 0" in capsys.readouterr().err
+
+
+def test_kernels_without_an_operator_are_exchanges(tmp_path: Path) -> None:
+    """Servers call the buffer directly."""
+    events = [
+        kernel("void deep_ep::internode_ll::dispatch<true>(void*)", 0, 10, 7),
+        kernel("void ep::low_latency_combine<true, false>(ep::Call)", 20, 5, 8),
+        kernel("void at::native::elementwise_kernel<4>(int)", 12, 4, 9),
+    ]
+    trace = rank_trace.read(write(tmp_path / "t.json", events))
+    rows = summary.operators(trace)
+    assert [(row.operation, row.mean_us) for row in rows] == [(DISPATCH, 10), (COMBINE, 5)]
+    assert [row.name for row in rows] == [
+        "deep_ep::internode_ll::dispatch",
+        "ep::low_latency_combine",
+    ]
+    assert all(row.mean_bytes is None for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("name", "operation"),
+    [
+        ("FusedDispatch", DISPATCH),
+        ("FusedDispatchBackward", COMBINE),
+        ("MoECombine", COMBINE),
+        ("MoECombineBackward", DISPATCH),
+        ("deepep::dispatch", DISPATCH),
+        ("GeneratedBackwardFor_deepep_combine_defaultBackward", DISPATCH),
+        ("deep_ep::moe_combine_backward", DISPATCH),
+        ("autograd::engine::evaluate_function: FusedDispatchBackward", None),
+        ("aten::index_select", None),
+    ],
+)
+def test_operators_by_name(name: str, operation: str | None) -> None:
+    assert operation_of(name) == operation
+
+
+def test_kernels_by_name() -> None:
+    assert kernel_of("void deep_ep::intranode::cached_notify_combine<2>(void**)") == COMBINE
+    assert kernel_of("ncclDevKernel_AllGather") is None
+    assert kernel_of("void sleep::dispatch()") is None
+
+
+@pytest.mark.parametrize(
+    ("dims", "types", "why"),
+    [
+        ([], [], "record_shapes"),
+        ([[], [T, K]], ["", LONG], "tuple of data and scales"),
+        ([[T, H]], ["c10::Float4"], "'c10::Float4' is not known"),
+        ([[T, "x"]], [BF16], "no list of numbers"),
+    ],
+)
+def test_what_does_not_say_its_bytes_has_none(dims: Any, types: Any, why: str) -> None:
+    sent = sent_of({"Input Dims": dims, "Input type": types})
+    assert sent.num_bytes is None
+    assert why in sent.why
+
+
+def test_rows_for_the_worst_case_are_told(tmp_path: Path) -> None:
+    concrete = ["", "", "", "8", "True", "True", str(T * 8)]
+    events = [operator("MoEDispatch", 0, 1, [[T, H]], [BF16], concrete)]
+    trace = rank_trace.read(write(tmp_path / "t.json", events))
+    told = summary.remarks([trace])
+    assert any(f"allocates {T * 8} rows for the worst case" in line for line in told)
+    assert any("no work on a GPU" in line for line in told)
+
+
+def test_our_own_functions_are_in_a_real_trace(tmp_path: Path) -> None:
+    needed = deep_ep.sizes(hidden=H, tokens=T, topk=K, experts=8, ranks=1)
+    buffer = deep_ep.Buffer(thread_groups(1)[0], needed.num_nvl_bytes, needed.num_rdma_bytes)
+    x = torch.randn(T, H).bfloat16().requires_grad_()
+    topk_idx, weights = torch.rand(T, 8).topk(K).indices, torch.rand(T, K)
+    with torch.profiler.profile(record_shapes=True) as profile:
+        sent = moe.dispatch(x, topk_idx, weights, buffer, 8)
+        moe.combine(sent.x, sent).sum().backward()
+    path = tmp_path / "real.json.gz"
+    profile.export_chrome_trace(str(path))
+    rows = {row.name: row for row in summary.operators(rank_trace.read(path))}
+    operations = {name: row.operation for name, row in rows.items()}
+    assert operations == {
+        "MoEDispatch": DISPATCH,
+        "MoECombine": COMBINE,
+        "MoECombineBackward": DISPATCH,
+        "MoEDispatchBackward": COMBINE,
+    }
+    assert rows["MoEDispatch"].mean_bytes == T * H * 2
+    assert rows["MoECombine"].mean_bytes == T * K * H * 2  # rows by expert
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "neither a JSON object nor"),
+        ("hello", "neither a JSON object nor"),
+        ('{"a": 1}', "has no traceEvents"),
+        ('{"traceEvents": 5}', "is no array"),
+        ('{"traceEvents": [{"ph": "X"}', "the file ends here"),
+        ('{"traceEvents": [{"ph": "X"} 5]}', "',' or ']' is missing"),
+        ('{"traceEvents": [{"ph": nope}]}', "character 24: Expecting value"),
+        ('{"traceEvents": [], "a" 5}', "':' is missing"),
+        ('{"traceEvents": [] "a"}', "',' or '}' is missing"),
+    ],
+)
+def test_damaged_files_are_named_with_the_place(tmp_path: Path, text: str, said: str) -> None:
+    path = tmp_path / "t.json"
+    path.write_text(text)
+    with pytest.raises(EPArgumentError, match="t.json: character") as raised:
+        rank_trace.read(path)
+    assert said in str(raised.value)
+
+
+def test_damaged_gzip_and_text_are_named(tmp_path: Path) -> None:
+    packed = gzip.compress(json.dumps({"traceEvents": one_step() * 50}).encode())
+    (tmp_path / "short.json.gz").write_bytes(packed[: len(packed) // 2])
+    (tmp_path / "latin.json").write_bytes(b'{"traceEvents": ["\xe9 "]}')
+    for name, said in (("short.json.gz", "gzip data is damaged"), ("latin.json", "not UTF-8")):
+        with pytest.raises(EPArgumentError, match=said):
+            rank_trace.read(tmp_path / name)
+
+
+@given(st.integers(1, 40), st.booleans())
+def test_where_chunks_end_does_not_matter(size: int, packed: bool) -> None:
+    events = [*one_step(), 5, "text", {"name": "é" * 3, "n": 12345}]
+    data = json.dumps({"n": 123456, "traceEvents": events, "last": [1, {}]}, indent=1).encode()
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
+        patch.setattr(stream, "_CHUNK_BYTES", size)
+        path = Path(folder, "t.json")
+        path.write_bytes(gzip.compress(data) if packed else data)
+        read = stream.TraceStream(path)
+        assert list(read) == [each for each in events if isinstance(each, dict)]
+        assert read.header == {"n": 123456, "last": [1, {}]}
+
+
+def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "large.json"
+    filler = json.dumps(event("aten::add", "cpu_op", 1, 1, 5, text="x" * 1000))
+    with path.open("w") as file:
+        file.write('{"traceEvents": [')
+        for _ in range(20_000):
+            file.write(filler + ",")
+        file.write(filler + "]}")
+    assert path.stat().st_size > 20 << 20
+    tracemalloc.start()
+    rank_trace.read(path)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 8 << 20
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 50), st.integers(1, 9)), max_size=8),
+    st.lists(st.integers(-5, 70), min_size=1, max_size=5),
+)
+def test_time_that_is_covered_is_counted_second_by_second(
+    lasting: list[tuple[int, int]], times: list[int]
+) -> None:
+    spans = [(float(begin), float(begin + lasts)) for begin, lasts in lasting]
+    intervals = rank_trace.union([end for span in spans for end in span])
+    got = rank_trace.covered_us(np.array(times, float), intervals)
+    busy = {t for begin, lasts in lasting for t in range(begin, begin + lasts)}
+    assert got.tolist() == [sum(t < time for t in busy) for time in times]
