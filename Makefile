@@ -66,7 +66,7 @@ smoke: NORMAL = --num-processes 4 --num-tokens 64 --hidden 1024 --num-experts 16
 smoke: HOST_TIME = --quick
 smoke: OVERHEAD = --only low-latency
 smoke: bench  ## all benchmarks in small: do they still run?
-	$(RUN)/python benchmarks/diagnosis_accuracy.py --quick --windows 0.25
+	$(RUN)/python benchmarks/diagnosis_accuracy.py --quick --windows 0.1
 	$(RUN)/python benchmarks/diagnosis_cost.py --quick
 
 sanitize: $(STAMP)  ## C++ tests under address, undefined and thread sanitizers
