@@ -128,6 +128,12 @@ DIAGNOSE = Variable(
 DIAGNOSE_DIR = Variable(
     "DEEP_EP_DIAGNOSE_DIR", "folder", "", "where rank 0 appends a record per window; unset: nowhere"
 )
+TUNED = Variable(
+    "DEEP_EP_TUNED",
+    "file",
+    "~/.cache/deep_ep/tuned.json",
+    "where `python -m deep_ep.tune` remembers what it measured",
+)
 NVSHMEM_QP_DEPTH = Variable(
     "NVSHMEM_QP_DEPTH", "int", "1024", "depth of NVSHMEM's queue pairs, as Buffer.nvshmem_qp_depth"
 )
@@ -200,6 +206,7 @@ VARIABLES = (
     INJECT,
     DIAGNOSE,
     DIAGNOSE_DIR,
+    TUNED,
     NVSHMEM_QP_DEPTH,
     LOCAL_WORLD_SIZE,
     DUMP_SIGNAL,
@@ -394,6 +401,11 @@ def diagnose_dir() -> Path | None:
     """Where records go, `None` for nowhere."""
     text = DIAGNOSE_DIR.text()
     return Path(text) if text else None
+
+
+def tuned() -> Path:
+    """The file of what was measured, whether it is there or not."""
+    return Path(TUNED.text()).expanduser()
 
 
 def classic() -> ClassicSettings:

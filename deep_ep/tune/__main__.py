@@ -1,0 +1,208 @@
+"""`torchrun --nproc-per-node 8 -m deep_ep.tune`: SMs and chunk sizes for a model, measured on this job.
+
+Exit status: 0 measured or remembered, 1 the exchange failed or a file cannot be written, 2 bad arguments.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+
+from deep_ep import backend
+from deep_ep.buffer import Buffer
+from deep_ep.doctor import ranks
+from deep_ep.doctor.host import Host
+from deep_ep.errors import EPError
+from deep_ep.tune import choice, memory, trials
+from deep_ep.tune.choice import Experts, Tuned
+from deep_ep.tune.trials import Exchange, Model, Times, Trial
+
+_PROGRAM = "python -m deep_ep.tune"
+_BAD_ARGUMENTS = 2
+_RECOMMENDED_SMS = 20
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the program on one rank and returns its exit status."""
+    parser = _parser()
+    given = parser.parse_args(arguments)
+    job = ranks.job_of(Host())
+    if job is None:
+        parser.error(
+            "no rank has been started; use a launcher: torchrun --nproc-per-node 8 -m deep_ep.tune"
+        )
+    experts = _experts(parser, given)
+    model = Model(given.hidden, given.tokens, given.topk, given.experts, given.fp8)
+    on_gpu = backend.get().name == "cuda"
+    if on_gpu:
+        torch.cuda.set_device(job.local_rank % torch.cuda.device_count())
+    dist.init_process_group("nccl" if on_gpu else "gloo")
+    try:
+        return _tune(model, experts, given, is_first_here=job.local_rank == 0)
+    except (EPError, OSError) as error:
+        sys.stderr.write(f"{_PROGRAM}: {error}\n")
+        return 1
+    finally:
+        dist.destroy_process_group()
+
+
+def _tune(
+    model: Model, experts: Experts | None, given: argparse.Namespace, *, is_first_here: bool
+) -> int:
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    console = Console(width=120, quiet=rank != 0, highlight=False)
+    console.print(f"{memory.machine()}; {num_ranks} ranks; {model}")
+    known = memory.remembered(model, num_ranks, experts)
+    everywhere: list[object] = [None] * num_ranks
+    dist.all_gather_object(everywhere, known)
+    # Where one host does not know it, or knows another one, it is measured again on all.
+    if known is not None and everywhere.count(known) == num_ranks and not given.again:
+        console.print("remembered; --again measures again")
+        tuned = known
+    else:
+        tuned = measure(model, experts, given.num_sms, given.rounds, console)
+        if is_first_here:
+            path = memory.remember(model, num_ranks, experts, tuned)
+            console.print(f"remembered in {path}")
+    console.print(f"take {tuned.reason}")
+    text = json.dumps(memory.sections(tuned), indent=1)
+    console.print(text)
+    if given.output is not None and rank == 0:
+        given.output.write_text(f"{text}\n")
+    return 0
+
+
+def measure(
+    model: Model, experts: Experts | None, num_sms: Sequence[int], rounds: int, console: Console
+) -> Tuned:
+    """Measures chunk sizes, then SMs with the best of them. Collective.
+
+    Args:
+        model: whose exchange it is.
+        experts: see `choice.best_sms`.
+        num_sms: that are tried.
+        rounds: of each setting.
+        console: for the tables.
+
+    Raises:
+        EPError: the exchange cannot be made, or fails.
+    """
+    num_ranks = dist.get_world_size()
+    before = Buffer.num_sms
+    Buffer.set_num_sms(_RECOMMENDED_SMS)
+    recommended = Trial(Buffer.get_dispatch_config(num_ranks), Buffer.get_combine_config(num_ranks))
+    Buffer.set_num_sms(before)
+    # Buffers grow with SMs, and where a size is rounded up also with steps.
+    all_chunks = trials.chunk_trials(recommended, num_nodes=2)
+    largest = [
+        each
+        for chunks in all_chunks
+        for each in trials.sm_trials(chunks, {max(num_sms), _RECOMMENDED_SMS})
+    ]
+    exchange = Exchange(dist.group.WORLD, model, largest)
+    tried = trials.chunk_trials(recommended, exchange.num_nodes())
+    times = exchange.measure(tried, rounds)
+    chunks, reason = choice.best_chunks(tried, times)
+    _show(console, f"steps of tokens, {_RECOMMENDED_SMS} SMs", tried, times, None)
+    console.print(f"{reason}\n")
+    with_sms = trials.sm_trials(chunks, sorted(num_sms))
+    times = exchange.measure(with_sms, rounds)
+    exchange.close()
+    _show(console, "SMs, with these steps", with_sms, times, experts)
+    return choice.best_sms(with_sms, times, experts)
+
+
+def _show(
+    console: Console,
+    title: str,
+    tried: Sequence[Trial],
+    times: Sequence[Times],
+    experts: Experts | None,
+) -> None:
+    # Where dispatch and combine differ, a step is written DISPATCH/COMBINE.
+    table = Table("SMs", "NVLink step", "RDMA step", "dispatch us", "combine us", title=title)
+    if experts is not None:
+        table.add_column("experts beside it us")
+        table.add_column("layer us")
+    for trial, each in zip(tried, times):
+        steps = [
+            "/".join(dict.fromkeys(str(getattr(config, name)) for config in trial))
+            for name in (
+                "num_max_nvl_chunked_send_tokens",
+                "num_max_rdma_chunked_send_tokens",
+            )
+        ]
+        num_sms = trial.dispatch.num_sms
+        cells = [str(num_sms), *steps, f"{each.dispatch:.0f}", f"{each.combine:.0f}"]
+        if experts is not None:
+            cells += [
+                f"{experts.beside(num_sms):.0f}",
+                f"{choice.layer_us(trial, each, experts):.0f}",
+            ]
+        table.add_row(*cells)
+    console.print(table)
+
+
+def _experts(parser: argparse.ArgumentParser, given: argparse.Namespace) -> Experts | None:
+    if given.compute_us is None:
+        return None
+    total = given.total_sms
+    if total is None and torch.cuda.is_available():
+        total = torch.cuda.get_device_properties(0).multi_processor_count
+    if total is None:
+        parser.error("--compute-us needs --total-sms where there is no GPU, such as 132 of an H100")
+    if total <= max(given.num_sms):
+        parser.error(f"--total-sms is {total}; it must be above the most of --num-sms")
+    return Experts(given.compute_us, total)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=_PROGRAM,
+        description="Measures dispatch and combine of a model with several chunk sizes and numbers of SMs, and says "
+        "which to take. Run it under torchrun with the ranks of the job.",
+    )
+    parser.add_argument("--tokens", type=_positive, default=4096, help="of each rank (4096)")
+    parser.add_argument("--hidden", type=_positive, default=7168, help="channels (7168)")
+    parser.add_argument("--experts", type=_positive, default=256, help="in total (256)")
+    parser.add_argument("--topk", type=_positive, default=8, help="experts of a token (8)")
+    parser.add_argument("--fp8", action="store_true", help="dispatch in FP8; else in BF16")
+    parser.add_argument("--num-sms", type=_even, nargs="+", default=list(trials.NUM_SMS))
+    parser.add_argument("--rounds", type=_positive, default=5, help="of each setting (5)")
+    parser.add_argument(
+        "--compute-us",
+        type=_positive,
+        help="how long the experts take on the whole GPU, where they run beside the exchange of another micro-batch",
+    )
+    parser.add_argument("--total-sms", type=_positive, help="of the GPU (asked of the driver)")
+    parser.add_argument(
+        "--output", type=Path, metavar="FILE", help="JSON for Config(**section) and --deepep-config"
+    )
+    parser.add_argument("--again", action="store_true", help="also if it was measured before")
+    return parser
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value}; it must be at least 1")
+    return value
+
+
+def _even(text: str) -> int:
+    value = _positive(text)
+    if value % 2:
+        raise argparse.ArgumentTypeError(f"{value}; it must be even, for two SMs make a channel")
+    return value
+
+
+if __name__ == "__main__":
+    sys.exit(main())

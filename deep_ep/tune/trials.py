@@ -1,0 +1,175 @@
+"""What is tried, and how long it takes: rounds of dispatch and combine, all settings in turn."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+
+from deep_ep.buffer import Buffer
+from deep_ep.config import Config
+from deep_ep.moe.quantization import quantize
+
+Result = TypeVar("Result")
+
+# Tokens of a step over NVLink and of a request over RDMA that are tried. Chosen around the recommended ones.
+NVL_SENDS = (2, 4, 8, 16, 32)
+RDMA_SENDS = (4, 8, 16, 32)
+# SMs that are tried.
+NUM_SMS = (8, 12, 16, 20, 24, 32)
+_WARM_UP_ROUNDS = 1
+_ELEMENT_BYTES = 2
+
+
+@dataclass(frozen=True)
+class Model:
+    """The exchange of one layer.
+
+    Attributes:
+        hidden: channels of a token.
+        tokens: that each rank dispatches.
+        topk: experts of a token.
+        experts: in total, a multiple of the number of ranks.
+        fp8: rows are dispatched in float8_e4m3fn with scales; else in bfloat16, as they always come back.
+    """
+
+    hidden: int
+    tokens: int
+    topk: int
+    experts: int
+    fp8: bool = False
+
+    def __str__(self) -> str:
+        dtype = "FP8" if self.fp8 else "BF16"
+        return f"{self.tokens} tokens x {self.hidden} x top-{self.topk} of {self.experts} experts, {dtype}"
+
+
+class Trial(NamedTuple):
+    """Settings that are measured together; both have equal `num_sms`."""
+
+    dispatch: Config
+    combine: Config
+
+
+class Times(NamedTuple):
+    """Microseconds, medians over rounds of the slowest rank of each; layout and host included."""
+
+    dispatch: float
+    combine: float
+
+    @property
+    def total(self) -> float:
+        return self.dispatch + self.combine
+
+
+def chunk_trials(base: Trial, num_nodes: int) -> list[Trial]:
+    """The recommended settings, and those with other steps; capacities of queues stay as they are."""
+    changes: list[dict[str, int]] = [
+        {"num_max_nvl_chunked_send_tokens": tokens} for tokens in NVL_SENDS
+    ]
+    if num_nodes > 1:
+        changes += [{"num_max_rdma_chunked_send_tokens": tokens} for tokens in RDMA_SENDS]
+    tried = [base]
+    for change in changes:
+        changed = Trial(*(replace(config, **change) for config in base))
+        if changed != base:
+            tried.append(changed)
+    return tried
+
+
+def sm_trials(base: Trial, num_sms: Iterable[int]) -> list[Trial]:
+    """The same steps with other numbers of SMs."""
+    return [Trial(*(replace(config, num_sms=sms) for config in base)) for sms in num_sms]
+
+
+class Exchange:
+    """Of a model on this rank, with random routing; the same tokens for every trial."""
+
+    def __init__(self, group: Any, model: Model, largest: Sequence[Trial]) -> None:
+        """Makes a buffer. Collective.
+
+        Args:
+            group: of `torch.distributed`.
+            model: whose exchange it is.
+            largest: trials whose buffers are the largest.
+
+        Raises:
+            EPArgumentError: sizes that `deep_ep` cannot take.
+        """
+        num_ranks = group.size()
+        row_bytes = model.hidden * _ELEMENT_BYTES
+        configs = [config for trial in largest for config in trial]
+        self.buffer = Buffer(
+            group,
+            max(config.get_nvl_buffer_size_hint(row_bytes, num_ranks) for config in configs),
+            max(config.get_rdma_buffer_size_hint(row_bytes, num_ranks) for config in configs),
+            explicitly_destroy=True,
+        )
+        self._model = model
+        self._device = self.buffer.communicator.backend.device()
+        generator = torch.Generator().manual_seed(group.rank())
+        x = torch.randn(model.tokens, model.hidden, generator=generator).bfloat16()
+        scores = torch.rand(model.tokens, model.experts, generator=generator)
+        self._topk_idx = scores.topk(model.topk, dim=1).indices.to(self._device)
+        self._weights = torch.rand(self._topk_idx.shape, generator=generator).to(self._device)
+        self._x = quantize(x.to(self._device)) if model.fp8 else x.to(self._device)
+
+    def num_nodes(self) -> int:
+        """Of the group."""
+        per_node = self._layout()[1]
+        return 1 if per_node is None else len(per_node)
+
+    def measure(self, trials: Sequence[Trial], rounds: int) -> list[Times]:
+        """Times of each trial, the same on all ranks. Collective.
+
+        Trials alternate round by round, so that whatever else the machine does hits all of them.
+        """
+        mine = [[self._round(trial) for trial in trials] for _ in range(_WARM_UP_ROUNDS + rounds)]
+        ranks = self.buffer.communicator.group.all_gather_object(mine[_WARM_UP_ROUNDS:])
+        # [ranks, rounds, trials, 2]
+        slowest = torch.tensor(ranks, dtype=torch.float64).amax(0)
+        return [Times(*map(statistics.median, each.T.tolist())) for each in slowest.unbind(1)]
+
+    def close(self) -> None:
+        """Frees the buffer. Collective."""
+        self.buffer.destroy()
+
+    def _round(self, trial: Trial) -> tuple[float, float]:
+        self.buffer.communicator.group.barrier()
+        (rows, handle), dispatch_us = self._timed(lambda: self._dispatch(trial.dispatch))
+        ys = torch.zeros(rows, self._model.hidden, dtype=torch.bfloat16, device=self._device)
+        self.buffer.communicator.group.barrier()
+        _, combine_us = self._timed(
+            lambda: self.buffer.combine(ys, handle, config=trial.combine)[0]
+        )
+        return dispatch_us, combine_us
+
+    def _dispatch(self, config: Config) -> tuple[int, Any]:
+        per_rank, per_node, per_expert, in_rank, _ = self._layout()
+        _, recv_idx, _, _, handle, _ = self.buffer.dispatch(
+            self._x,
+            num_tokens_per_rank=per_rank,
+            num_tokens_per_rdma_rank=per_node,
+            is_token_in_rank=in_rank,
+            num_tokens_per_expert=per_expert,
+            topk_idx=self._topk_idx,
+            topk_weights=self._weights,
+            config=config,
+        )
+        assert recv_idx is not None
+        return len(recv_idx), handle
+
+    def _layout(self) -> Any:
+        return self.buffer.get_dispatch_layout(self._topk_idx, self._model.experts)
+
+    def _timed(self, call: Callable[[], Result]) -> tuple[Result, float]:
+        """What a call returns, and how long it took, microseconds, the work of a GPU included."""
+        begin = time.perf_counter()
+        result = call()
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return result, (time.perf_counter() - begin) * 1e6

@@ -1,0 +1,143 @@
+"""`python -m deep_ep.tune`: which settings it takes, what it remembers, and the program itself."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from deep_ep import Config
+from deep_ep.tune import Model, Tuned, choice, memory, remembered, trials
+from deep_ep.tune.__main__ import main
+from deep_ep.tune.choice import Experts
+from deep_ep.tune.trials import Times, Trial
+from program import run_program, torchrun
+
+BASE = Trial(Config(20, 6, 256, 6, 128), Config(20, 4, 256, 6, 128))
+MODEL = Model(hidden=256, tokens=16, topk=2, experts=8)
+PROGRAM = Path(trials.__file__).with_name("__main__.py")
+
+
+@pytest.fixture(autouse=True)
+def _own_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DEEP_EP_TUNED", str(tmp_path / "folder" / "tuned.json"))
+
+
+def test_requests_over_rdma_are_tried_between_nodes_only() -> None:
+    within, between = trials.chunk_trials(BASE, 1), trials.chunk_trials(BASE, 2)
+    assert within[0] == between[0] == BASE
+    assert {trial.dispatch.num_max_rdma_chunked_send_tokens for trial in within} == {6}
+    assert {trial.combine.num_max_rdma_chunked_send_tokens for trial in between} > set(
+        trials.RDMA_SENDS
+    )
+    assert len(set(between)) == len(between)
+
+
+def test_each_direction_takes_its_own_fastest_step() -> None:
+    tried = trials.sm_trials(BASE, [20, 2, 4])
+    chosen, reason = choice.best_chunks(tried, [Times(100, 50), Times(80, 60), Times(90, 40)])
+    assert chosen == (tried[1].dispatch, tried[2].combine)
+    assert reason == (
+        "dispatch: 20% faster than as recommended; combine: 20% faster than as recommended"
+    )
+
+
+def test_what_is_hardly_faster_does_not_replace_what_is_recommended() -> None:
+    tried = trials.sm_trials(BASE, [20, 2])
+    chosen, reason = choice.best_chunks(tried, [Times(100, 50), Times(98, 49)])
+    assert chosen == BASE
+    assert reason == "none is faster than the recommended ones"
+
+
+def test_of_equally_fast_numbers_the_fewest_sms_are_taken() -> None:
+    tried = trials.sm_trials(BASE, [8, 16, 24])
+    tuned = choice.best_sms(tried, [Times(100, 50), Times(70, 31), Times(70, 30)], None)
+    assert (tuned.dispatch_config, tuned.combine_config) == tried[1]
+    assert (tuned.dispatch_us, tuned.combine_us) == (70, 31)
+    assert (
+        tuned.reason == "16 SMs: 24 SMs are 1.0% faster, too little to take them from the experts"
+    )
+
+
+def test_beside_experts_that_take_longer_the_exchange_gets_few_sms() -> None:
+    tried, times = trials.sm_trials(BASE, [8, 32]), [Times(500, 400), Times(300, 200)]
+    assert choice.best_sms(tried, times, None).dispatch_config.num_sms == 32
+    tuned = choice.best_sms(tried, times, Experts(us=1000, total_sms=128))
+    assert tuned.dispatch_config.num_sms == 8
+    # 1000 x 128 / 120.
+    assert "the experts take 1067 us and the exchange 900 us, so the computation decides" in (
+        tuned.reason
+    )
+
+
+def test_experts_without_an_sm_never_end() -> None:
+    assert Experts(us=1.0, total_sms=32).beside(32) == float("inf")
+
+
+def test_what_was_chosen_is_found_again_for_the_same_model_only() -> None:
+    tuned = Tuned(*BASE, 12.0, 34.0, "because")
+    assert remembered(MODEL, 8) is None
+    path = memory.remember(MODEL, 8, None, tuned)
+    assert remembered(MODEL, 8) == tuned
+    assert remembered(MODEL, 4) is None
+    assert remembered(MODEL, 8, Experts(5.0, 132)) is None
+    assert remembered(Model(256, 16, 2, 8, fp8=True), 8) is None
+    memory.remember(MODEL, 4, None, tuned)
+    assert remembered(MODEL, 8) == tuned
+    path.write_text("{ damaged")
+    assert remembered(MODEL, 8) is None
+    memory.remember(MODEL, 8, None, tuned)
+    assert remembered(MODEL, 8) == tuned
+
+
+@pytest.mark.parametrize("text", ["[]", "{}", '{"a": 1}', "null"])
+def test_a_file_of_something_else_is_no_memory(text: str) -> None:
+    path = memory.remember(MODEL, 8, None, Tuned(*BASE, 1.0, 2.0, ""))
+    key = next(iter(json.loads(path.read_text())))
+    path.write_text(text)
+    assert remembered(MODEL, 8) is None
+    path.write_text(json.dumps({key: {"normal_dispatch": {"num_sms": "x"}}}))
+    assert remembered(MODEL, 8) is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--num-sms", "7"], "must be even"),
+        (["--tokens", "0"], "at least 1"),
+        ([], "torchrun --nproc-per-node 8 -m deep_ep.tune"),
+    ],
+)
+def test_bad_arguments_end_with_2(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+    assert words in capsys.readouterr().err
+
+
+def test_the_program_measures_once_and_writes_what_config_takes(tmp_path: Path) -> None:
+    output = tmp_path / "config.json"
+    arguments = (
+        *("--tokens", "16", "--hidden", "256", "--experts", "8", "--topk", "2", "--rounds", "1"),
+        *("--num-sms", "2", "4", "--output", str(output)),
+        *("--compute-us", "100", "--total-sms", "132"),
+    )
+    first = run_program(PROGRAM, *arguments, launcher=torchrun(2))
+    assert first.returncode == 0, first.stderr
+    assert "remembered in" in first.stdout
+    written = json.loads(output.read_text())
+    configs = {name: Config(**section) for name, section in written.items()}
+    assert set(configs) == {"normal_dispatch", "normal_combine"}
+    assert len({config.num_sms for config in configs.values()}) == 1
+    again = run_program(PROGRAM, *arguments, launcher=torchrun(2))
+    assert again.returncode == 0, again.stderr
+    assert "remembered; --again measures again" in again.stdout
+    assert json.loads(output.read_text()) == written
+
+
+if __name__ == "__main__":
+    sys.exit(pytest.main([__file__]))
