@@ -72,7 +72,7 @@ def dispatch(
 
     Under `torch.compile` it is the operator `deep_ep::moe_dispatch`, without a graph break.
     """
-    _check(x, expert_alignment, fp8, permute)
+    check_dispatch(x, expert_alignment, fp8, permute)
     options = Options(num_experts, expert_alignment, fp8, permute)
     topk_idx, topk_weights = topk_idx.to(torch.int64), topk_weights.to(torch.float32)
     if torch.compiler.is_compiling():
@@ -102,12 +102,7 @@ def combine(y: Tensor, dispatched: Dispatched, *, async_finish: bool = False) ->
         EPArgumentError: `y` has another number of rows or dtype (nothing was sent).
         EPTimeoutError, EPTransportError: see `Buffer.combine`; backward raises those of `Buffer.dispatch`.
     """
-    _check_bfloat16("combine: y", y)
-    if not torch.compiler.is_compiling() and len(y) != len(dispatched.x):
-        raise EPArgumentError(
-            f"deep_ep.moe.combine: y has {len(y)} rows; it must have {len(dispatched.x)}, one for each row of "
-            "dispatched.x. Return a row for each row, padding included."
-        )
+    check_combine(y, dispatched.x)
     weights, way, buffer = dispatched.topk_weights, dispatched.way, dispatched.buffer
     if torch.compiler.is_compiling():
         return ops.combine(buffer.number, way, y, weights)
@@ -165,7 +160,8 @@ class MoECombine(torch.autograd.Function):
         )
 
 
-def _check(x: Tensor, expert_alignment: int, fp8: bool, permute: bool) -> None:
+def check_dispatch(x: Tensor, expert_alignment: int, fp8: bool, permute: bool) -> None:
+    """Raises what `dispatch` raises of these before anything is sent."""
     _check_bfloat16("dispatch: x", x)
     if expert_alignment < 1:
         raise EPArgumentError(
@@ -181,6 +177,16 @@ def _check(x: Tensor, expert_alignment: int, fp8: bool, permute: bool) -> None:
         raise EPArgumentError(
             f"deep_ep.moe.dispatch: expert_alignment is {expert_alignment} and permute is False; only rows by "
             "expert can be padded. Pass permute=True, or leave expert_alignment out."
+        )
+
+
+def check_combine(y: Tensor, rows: Tensor) -> None:
+    """Raises what `combine` raises of what the experts made of these rows, before anything is sent."""
+    _check_bfloat16("combine: y", y)
+    if not torch.compiler.is_compiling() and len(y) != len(rows):
+        raise EPArgumentError(
+            f"deep_ep.moe.combine: y has {len(y)} rows; it must have {len(rows)}, one for each row of "
+            "dispatched.x. Return a row for each row, padding included."
         )
 
 

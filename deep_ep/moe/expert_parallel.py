@@ -8,7 +8,9 @@ import torch
 
 from deep_ep.buffer import Buffer
 from deep_ep.errors import EPArgumentError
-from deep_ep.moe.exchange import combine, dispatch
+from deep_ep.moe.exchange import check_dispatch, combine, dispatch
+from deep_ep.moe.overlap import two_micro_batches
+from deep_ep.moe.steps import Options
 
 Tensor = torch.Tensor
 Experts = Callable[[Tensor, Tensor], Tensor]
@@ -32,6 +34,7 @@ class ExpertParallel(torch.nn.Module):
         expert_alignment: int = 1,
         fp8: bool = False,
         async_combine: bool = False,
+        micro_batches: int = 1,
     ) -> None:
         """Does not communicate.
 
@@ -44,9 +47,12 @@ class ExpertParallel(torch.nn.Module):
             expert_alignment: see `deep_ep.moe.dispatch`.
             fp8: see `deep_ep.moe.dispatch`.
             async_combine: what follows runs while rows come back; the first use of the result waits.
+            micro_batches: 2: the experts compute one half of the tokens while the rows of the other travel, forward
+                and backward. They are called twice, and their gradients are added to `.grad`, where
+                `torch.autograd.grad` does not see them. Without effect under `torch.compile`.
 
         Raises:
-            EPArgumentError: `num_experts` is no multiple of the group size.
+            EPArgumentError: `num_experts` is no multiple of the group size, or an option is not one of these.
         """
         super().__init__()
         if num_experts < 1 or num_experts % buffer.group_size:
@@ -54,12 +60,18 @@ class ExpertParallel(torch.nn.Module):
                 f"deep_ep.moe.ExpertParallel: num_experts is {num_experts}; it must be a multiple of the group "
                 f"size, {buffer.group_size}. Every rank has equally many experts."
             )
+        if micro_batches not in (1, 2) or (micro_batches == 2 and async_combine):
+            raise EPArgumentError(
+                f"deep_ep.moe.ExpertParallel: micro_batches is {micro_batches} and async_combine is {async_combine}; "
+                "it must be 1, or 2 without async_combine. Leave one of them out."
+            )
         self.experts = experts
         self.num_experts = num_experts
         self.buffer = buffer
         self.expert_alignment = expert_alignment
         self.fp8 = fp8
         self.async_combine = async_combine
+        self.micro_batches = micro_batches
 
     def forward(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> Tensor:
         """Every token through its experts. Collective; so is its backward.
@@ -75,16 +87,31 @@ class ExpertParallel(torch.nn.Module):
         Raises:
             EPError: see `deep_ep.moe.dispatch` and `deep_ep.moe.combine`.
         """
-        tokens = x.flatten(0, -2)
-        arrived = dispatch(
-            *(tokens, topk_idx.flatten(0, -2), topk_weights.flatten(0, -2)),
-            *(self.buffer, self.num_experts),
-            expert_alignment=self.expert_alignment,
-            fp8=self.fp8,
-        )
-        y = self.experts(arrived.x, arrived.num_tokens_per_expert)
-        combined = combine(y, arrived, async_finish=self.async_combine)
+        tokens = x.flatten(0, -2), topk_idx.flatten(0, -2), topk_weights.flatten(0, -2)
+        if self.micro_batches == 2 and not torch.compiler.is_compiling():
+            combined = self._overlapped(*tokens)
+        else:
+            arrived = dispatch(
+                *tokens,
+                self.buffer,
+                self.num_experts,
+                expert_alignment=self.expert_alignment,
+                fp8=self.fp8,
+            )
+            y = self.experts(arrived.x, arrived.num_tokens_per_expert)
+            combined = combine(y, arrived, async_finish=self.async_combine)
         return combined.view(*x.shape[:-1], combined.shape[-1])
+
+    def _overlapped(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> Tensor:
+        check_dispatch(x, self.expert_alignment, self.fp8, permute=True)
+        return two_micro_batches(
+            self.experts,
+            self.buffer,
+            Options(self.num_experts, self.expert_alignment, self.fp8, permute=True),
+            x,
+            topk_idx.to(torch.int64),
+            topk_weights.to(torch.float32),
+        )
 
     def extra_repr(self) -> str:
         return f"num_experts={self.num_experts}, ranks={self.buffer.group_size}, fp8={self.fp8}"

@@ -130,7 +130,7 @@ def _dispatch_backward(
     buffer: int,
 ) -> tuple[Tensor, Tensor]:
     way = _way(flat, grad_x.shape[0], topk_idx.shape[0], permute)
-    return steps.dispatch_backward(registry.get(buffer), way, topk_idx, grad_x, grad_weights)
+    return steps.dispatch_backward(registry.get(buffer), way, topk_idx, grad_x, grad_weights)[:2]
 
 
 def _dispatch_backward_fake(

@@ -1,13 +1,14 @@
 """What dispatch and combine do, forward and backward, without autograd.
 
 Dispatch sends rows, and its backward is a combine; combine brings rows back, and its backward is a dispatch
-with the same handle. The functions of exchange.py and the operators of ops.py are wrappers of these four.
+with the same handle. The functions of exchange.py and the operators of ops.py are wrappers of these four; overlap.py takes them
+apart.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -62,52 +63,114 @@ class Arrived(NamedTuple):
     way: Way
 
 
+class Prepared(NamedTuple):
+    """What a dispatch sends: rows as they travel, and the arguments that say where to."""
+
+    rows: Tensor | tuple[Tensor, Tensor]
+    routing: dict[str, Any]
+    dtype: torch.dtype
+
+
+class Sent(NamedTuple):
+    """What `Buffer.dispatch` returned; the values are there after the event, if there is one."""
+
+    received: Tensor | tuple[Tensor, Tensor]
+    topk_idx: Tensor
+    topk_weights: Tensor
+    counts: list[int]
+    handle: tuple[Tensor, ...]
+    dtype: torch.dtype
+    event: EventOverlap
+
+
 def dispatch(
     buffer: Buffer, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, options: Options
 ) -> Arrived:
     """Sends tokens to the ranks of their experts. Collective."""
+    return arrive(send(buffer, prepare(buffer, x, topk_idx, topk_weights, options)), options)
+
+
+def prepare(
+    buffer: Buffer, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, options: Options
+) -> Prepared:
+    """All of a dispatch that needs no other rank."""
     per_rank, per_node, per_expert, in_rank, _ = buffer.get_dispatch_layout(
         topk_idx, options.num_experts
     )
-    received, recv_idx, recv_weights, counts, handle, _ = buffer.dispatch(
-        quantize(x) if options.fp8 else x,
-        num_tokens_per_rank=per_rank,
-        num_tokens_per_rdma_rank=per_node,
-        is_token_in_rank=in_rank,
-        num_tokens_per_expert=per_expert,
-        topk_idx=topk_idx,
-        topk_weights=topk_weights,
+    routing = {
+        "num_tokens_per_rank": per_rank,
+        "num_tokens_per_rdma_rank": per_node,
+        "is_token_in_rank": in_rank,
+        "num_tokens_per_expert": per_expert,
+        "topk_idx": topk_idx,
+        "topk_weights": topk_weights,
+    }
+    return Prepared(quantize(x) if options.fp8 else x, routing, x.dtype)
+
+
+def send(buffer: Buffer, prepared: Prepared, after: EventOverlap | None = None) -> Sent:
+    """Sends what was prepared. Collective; the host waits until it knows how many rows come.
+
+    Args:
+        buffer: see `deep_ep.moe.dispatch`.
+        prepared: what to send.
+        after: given: only what comes before this event is waited for, and the current stream does not wait for rows.
+    """
+    received, recv_idx, recv_weights, counts, handle, event = buffer.dispatch(
+        prepared.rows,
+        **prepared.routing,
+        previous_event=after,
+        async_finish=after is not None,
     )
     # Not with a handle: then they are there.
     assert recv_idx is not None
     assert recv_weights is not None
     assert counts is not None
     assert handle is not None
-    num_per_expert = torch.tensor(counts, dtype=torch.int64)
+    return Sent(received, recv_idx, recv_weights, counts, tuple(handle), prepared.dtype, event)
+
+
+def arrive(sent: Sent, options: Options) -> Arrived:
+    """Waits, on the current stream, and puts the rows in order."""
+    wait(sent.event)
+    num_per_expert = torch.tensor(sent.counts, dtype=torch.int64)
     alignment = options.expert_alignment
     permutation = None
-    parts = list(received) if isinstance(received, tuple) else [received]
+    parts = list(sent.received) if isinstance(sent.received, tuple) else [sent.received]
     if options.permute:
-        permutation = permuting.by_expert(recv_idx, num_per_expert, alignment)
+        permutation = permuting.by_expert(sent.topk_idx, num_per_expert, alignment)
         # Still in FP8, which saves a copy of what is twice as large.
         parts = [permuting.gather(part, permutation) for part in parts]
-    rows = dequantize(parts[0], parts[1], x.dtype) if options.fp8 else parts[0]
-    way = Way(tuple(handle), len(recv_idx), permutation)
+    rows = dequantize(parts[0], parts[1], sent.dtype) if options.fp8 else parts[0]
+    way = Way(sent.handle, len(sent.topk_idx), permutation)
     padded = permuting.aligned(num_per_expert, alignment)
-    return Arrived(rows, recv_idx, recv_weights, padded, way)
+    return Arrived(rows, sent.topk_idx, sent.topk_weights, padded, way)
+
+
+def wait(event: EventOverlap) -> None:
+    """Lets the current stream wait; for nothing if the call has waited itself."""
+    if event.event is not None:
+        event.current_stream_wait()
 
 
 def dispatch_backward(
-    buffer: Buffer, way: Way, topk_idx: Tensor, grad_x: Tensor, grad_weights: Tensor
-) -> tuple[Tensor, Tensor]:
+    buffer: Buffer,
+    way: Way,
+    topk_idx: Tensor,
+    grad_x: Tensor,
+    grad_weights: Tensor,
+    async_finish: bool = False,
+) -> tuple[Tensor, Tensor, EventOverlap]:
     """Gradients of what was dispatched: [num_tokens, hidden], [num_tokens, num_topk]. Collective."""
     # A weight arrived at the rank of its expert alone; elsewhere there is a constant in its place.
     grad_weights = grad_weights.masked_fill(topk_idx < 0, 0)
     if way.permutation is not None:
         grad_x = permuting.add_up(grad_x, way.permutation, way.num_rows, None)
-    grads, weights, _ = buffer.combine(grad_x, way.handle, topk_weights=grad_weights)
+    grads, weights, event = buffer.combine(
+        grad_x, way.handle, topk_weights=grad_weights, async_finish=async_finish
+    )
     assert weights is not None
-    return grads, weights
+    return grads, weights, event
 
 
 def combine(
@@ -124,8 +187,25 @@ def combine_backward(
     buffer: Buffer, way: Way, grad: Tensor, y: Tensor, weights: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Gradients of what was combined, like `y` and `weights`. Collective."""
-    received = buffer.dispatch(grad, handle=way.handle)[0]
+    return weigh(way, *send_back(buffer, way, grad), y, weights)
+
+
+def send_back(
+    buffer: Buffer, way: Way, grad: Tensor, after: EventOverlap | None = None
+) -> tuple[Tensor, EventOverlap]:
+    """Sends the gradient of each token the way that the token went; `after` as in `send`. Collective."""
+    received, _, _, _, _, event = buffer.dispatch(
+        grad, handle=way.handle, previous_event=after, async_finish=after is not None
+    )
     assert isinstance(received, Tensor)
+    return received, event
+
+
+def weigh(
+    way: Way, received: Tensor, event: EventOverlap, y: Tensor, weights: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Waits for what `send_back` sent, on the current stream; gradients like `y` and `weights`."""
+    wait(event)
     if way.permutation is None:
         return received, torch.zeros_like(weights)
     return permuting.weighed_backward(received, y, way.permutation, weights)

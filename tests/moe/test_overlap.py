@@ -1,0 +1,206 @@
+"""`ExpertParallel` in two micro-batches: the same results and gradients, and the order that overlaps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import deep_ep
+from deep_ep import moe
+from deep_ep.errors import EPArgumentError
+from launch import DEVICE
+from layers import Sizes, assert_exact, expected, experts_of, ranks_of, tokens_of
+
+Tensor = torch.Tensor
+
+# Ranks with none, one and an odd number of tokens.
+SIZES = Sizes((0, 1, 7, 12))
+
+
+def overlapped(rank: int, buffer: deep_ep.Buffer, sizes: Sizes, **options: Any) -> Any:
+    return moe.ExpertParallel(
+        experts_of(rank, sizes), sizes.num_experts, buffer, micro_batches=2, **options
+    )
+
+
+@pytest.mark.parametrize("options", [{}, {"expert_alignment": 8}])
+@pytest.mark.parametrize("nodes", [2, 4])
+@pytest.mark.parametrize("sizes", [SIZES, Sizes((5, 6, 7, 8), routing="one-expert")])
+def test_results_and_gradients_are_those_of_a_layer_without_exchange(
+    sizes: Sizes, nodes: int, options: dict[str, Any]
+) -> None:
+    def run(rank: int, buffer: deep_ep.Buffer) -> None:
+        tokens = tokens_of(sizes, rank)
+        combined = overlapped(rank, buffer, sizes, **options)(
+            tokens.x, tokens.topk_idx, tokens.weights
+        )
+        assert_exact(tokens.results(combined), expected(tokens, sizes))
+
+    with ranks_of(sizes, nodes) as ranks:
+        ranks.run(run)
+
+
+def test_in_fp8_it_is_the_layer_of_one_batch() -> None:
+    sizes = Sizes((6, 9), 256)
+
+    def run(rank: int, buffer: deep_ep.Buffer) -> None:
+        results = []
+        for micro_batches in (1, 2):
+            tokens = tokens_of(sizes, rank)
+            tokens.x.data += 0.37
+            layer = moe.ExpertParallel(
+                *(experts_of(rank, sizes), sizes.num_experts, buffer),
+                fp8=True,
+                micro_batches=micro_batches,
+            )
+            results.append(tokens.results(layer(tokens.x, tokens.topk_idx, tokens.weights)))
+        for one, two in zip(*results):
+            assert torch.equal(one, two)
+
+    with ranks_of(sizes) as ranks:
+        ranks.run(run)
+
+
+class Scale(torch.nn.Module):
+    """All experts of a rank; what it learns from does not depend on how tokens are divided."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(
+            torch.full((width,), 2.0, dtype=torch.bfloat16, device=DEVICE)
+        )
+
+    def forward(self, rows: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
+        return rows * self.weight
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("x_learns", [False, True])
+def test_experts_learn_what_they_learn_of_one_batch(x_learns: bool, checkpointed: bool) -> None:
+    def run(rank: int, buffer: deep_ep.Buffer) -> None:
+        learnt = []
+        for micro_batches in (1, 2):
+            tokens = tokens_of(SIZES, rank)
+            experts = Scale(SIZES.hidden)
+            layer = moe.ExpertParallel(
+                experts, SIZES.num_experts, buffer, micro_batches=micro_batches
+            )
+            x = tokens.x.detach().requires_grad_(x_learns)
+            given = (x, tokens.topk_idx, tokens.weights.detach())
+            y = checkpoint(layer, *given, use_reentrant=False) if checkpointed else layer(*given)
+            y.backward(tokens.grad)
+            assert (x.grad is not None) == x_learns
+            assert experts.weight.grad is not None
+            learnt.append(experts.weight.grad.float())
+        torch.testing.assert_close(learnt[1], learnt[0], rtol=2**-6, atol=1.0)
+
+    with ranks_of(SIZES) as ranks:
+        ranks.run(run)
+
+
+def test_without_gradients_nothing_is_kept_for_them() -> None:
+    def run(rank: int, buffer: deep_ep.Buffer) -> None:
+        tokens = tokens_of(SIZES, rank)
+        graphs = []
+
+        def experts(rows: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
+            graphs.append(rows.requires_grad)
+            return experts_of(rank, SIZES)(rows, num_tokens_per_expert)
+
+        layer = moe.ExpertParallel(experts, SIZES.num_experts, buffer, micro_batches=2)
+        with torch.no_grad():
+            combined = layer(tokens.x, tokens.topk_idx, tokens.weights)
+        assert not combined.requires_grad
+        assert graphs == [False, False]
+        assert torch.equal(combined.double(), expected(tokens, SIZES)[0])
+
+    with ranks_of(SIZES) as ranks:
+        ranks.run(run)
+
+
+class Noted(torch.autograd.Function):
+    """Experts that double rows, and say when."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, log: list[str]) -> Tensor:
+        ctx.log = log
+        log.append("experts")
+        return rows * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        ctx.log.append("experts backward")
+        return grad * 2, None
+
+
+def test_rows_of_one_half_travel_while_the_experts_compute_the_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What is queued, in order. An exchange waits for what was queued before its event, or else for everything."""
+    log: list[str] = []
+    events: list[Any] = []
+    capture = deep_ep.Buffer.capture
+
+    def noted_capture() -> Any:
+        events.append(capture())
+        events[-1].queued_before = len(log)
+        return events[-1]
+
+    def noted(buffer: deep_ep.Buffer, name: str) -> None:
+        call = getattr(buffer, name)
+
+        def note(*args: Any, **options: Any) -> Any:
+            after = options.get("previous_event")
+            waits = "all" if after is None else f"the first {after.queued_before}"
+            finish = "async" if options.get("async_finish") else "waited for"
+            log.append(f"{name} after {waits}, {finish}")
+            return call(*args, **options)
+
+        monkeypatch.setattr(buffer, name, note)
+
+    def run(rank: int, buffer: deep_ep.Buffer) -> None:
+        noted(buffer, "dispatch")
+        noted(buffer, "combine")
+        tokens = tokens_of(sizes, rank)
+        layer = moe.ExpertParallel(
+            lambda rows, _: Noted.apply(rows, log), sizes.num_experts, buffer, micro_batches=2
+        )
+        layer(tokens.x, tokens.topk_idx, tokens.weights).sum().backward()
+
+    monkeypatch.setattr(deep_ep.Buffer, "capture", staticmethod(noted_capture))
+    sizes = Sizes((6,))
+    with ranks_of(sizes) as ranks:
+        ranks.run(run)
+    assert log == [
+        "dispatch after all, waited for",
+        "experts",
+        "dispatch after the first 1, async",
+        "combine after all, async",
+        "experts",
+        "combine after all, async",
+        "dispatch after all, waited for",
+        "dispatch after the first 6, async",
+        "experts backward",
+        "combine after all, async",
+        "experts backward",
+        "combine after all, async",
+    ]
+
+
+def test_what_is_refused() -> None:
+    def run(rank: int, buffer: deep_ep.Buffer) -> None:
+        for wrong in ({"micro_batches": 3}, {"micro_batches": 2, "async_combine": True}):
+            with pytest.raises(EPArgumentError, match="it must be 1, or 2 without async_combine"):
+                moe.ExpertParallel(lambda rows, _: rows, 2, buffer, **wrong)
+        tokens = tokens_of(Sizes((4,)), rank)
+        layer = moe.ExpertParallel(lambda rows, _: rows[1:], 2, buffer, micro_batches=2)
+        with pytest.raises(EPArgumentError, match=r"y has \d+ rows; it must have \d+"):
+            layer(tokens.x, tokens.topk_idx % 2, tokens.weights)
+        with pytest.raises(EPArgumentError, match="dispatch: x is torch.float32"):
+            layer(tokens.x.float(), tokens.topk_idx, tokens.weights)
+
+    with ranks_of(Sizes((4,))) as ranks:
+        ranks.run(run)
