@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 
 import torch
@@ -148,6 +149,18 @@ class Config:
                 f"Use {self.num_sms + 1}."
             )
         return topologies
+
+
+def largest_hints(configs: Iterable[Config], hidden_bytes: int, num_ranks: int) -> tuple[int, int]:
+    """Bytes of NVLink and of RDMA buffer with which calls with any of these configurations fit."""
+    hints = [
+        (
+            config.get_nvl_buffer_size_hint(hidden_bytes, num_ranks),
+            config.get_rdma_buffer_size_hint(hidden_bytes, num_ranks),
+        )
+        for config in configs
+    ]
+    return max(nvl for nvl, _ in hints), max(rdma for _, rdma in hints)
 
 
 def _round_up(value: int, multiple: int) -> int:

@@ -63,8 +63,7 @@ def sizes(*, hidden: int, tokens: int, topk: int, experts: int, ranks: int) -> S
     row_bytes = hidden * _ELEMENT_BYTES
     local_experts = max(1, experts // ranks)
     return Sizes(
-        max(each.get_nvl_buffer_size_hint(row_bytes, ranks) for each in (dispatch, combine)),
-        max(each.get_rdma_buffer_size_hint(row_bytes, ranks) for each in (dispatch, combine)),
+        *config.largest_hints((dispatch, combine), row_bytes, ranks),
         Buffer.get_low_latency_rdma_size_hint(tokens, hidden, ranks, experts),
         local_experts,
         local_experts * ranks * tokens * row_bytes,

@@ -8,5 +8,6 @@ from __future__ import annotations
 from deep_ep.moe.exchange import Dispatched, combine, dispatch
 from deep_ep.moe.expert_parallel import ExpertParallel
 from deep_ep.moe.first_exchange import preflight
+from deep_ep.moe.shared_buffer import shared_buffer
 
-__all__ = ["Dispatched", "ExpertParallel", "combine", "dispatch", "preflight"]
+__all__ = ["Dispatched", "ExpertParallel", "combine", "dispatch", "preflight", "shared_buffer"]

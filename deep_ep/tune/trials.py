@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from deep_ep.buffer import Buffer
-from deep_ep.config import Config
+from deep_ep.config import Config, largest_hints
 from deep_ep.moe.quantization import quantize
 
 Result = TypeVar("Result")
@@ -100,15 +100,9 @@ class Exchange:
         Raises:
             EPArgumentError: sizes that `deep_ep` cannot take.
         """
-        num_ranks = group.size()
-        row_bytes = model.hidden * _ELEMENT_BYTES
         configs = [config for trial in largest for config in trial]
-        self.buffer = Buffer(
-            group,
-            max(config.get_nvl_buffer_size_hint(row_bytes, num_ranks) for config in configs),
-            max(config.get_rdma_buffer_size_hint(row_bytes, num_ranks) for config in configs),
-            explicitly_destroy=True,
-        )
+        hints = largest_hints(configs, model.hidden * _ELEMENT_BYTES, group.size())
+        self.buffer = Buffer(group, *hints, explicitly_destroy=True)
         self._model = model
         self._device = self.buffer.communicator.backend.device()
         generator = torch.Generator().manual_seed(group.rank())

@@ -324,6 +324,23 @@ def test_sizes_are_those_that_buffers_and_the_doctor_count() -> None:
         deep_ep.sizes(hidden=7168, tokens=128, topk=0, experts=256, ranks=8)
 
 
+def test_layers_share_a_buffer_which_is_made_larger_when_it_must_be() -> None:
+    def run(rank: int, small: deep_ep.Buffer) -> None:
+        group = small.group
+        first = moe.shared_buffer(group, 256)
+        assert moe.shared_buffer(group, 128) is first
+        wide = moe.shared_buffer(group, 1024)
+        assert wide.num_nvl_bytes > first.num_nvl_bytes
+        assert moe.shared_buffer(group, 256) is wide
+        # What has the old one goes on with it.
+        for buffer in (first, wide):
+            tokens = tokens_of(SQUARE, rank)
+            assert_exact(tokens.results(layer(tokens, buffer, SQUARE)[1]), expected(tokens, SQUARE))
+
+    with ranks_of(SQUARE, 2) as ranks:
+        ranks.run(run)
+
+
 def test_a_first_exchange_names_the_pair_whose_rows_come_wrong(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
