@@ -13,7 +13,7 @@ from typing import Any, Callable
 
 import torch
 
-from deep_ep import checks, config, construction, env, layout, low_latency, registry
+from deep_ep import checks, config, construction, env, layout, low_latency, phases, registry
 from deep_ep.config import Config
 from deep_ep.construction import Settings
 from deep_ep.counters import RecvCounters
@@ -24,6 +24,7 @@ from deep_ep.handles import LowLatencyHandle
 from deep_ep.low_latency import LowLatency
 from deep_ep.normal import Normal, Streams
 from deep_ep.normal_checks import Layout
+from deep_ep.phases import Phases
 from deep_ep.rules import fail
 from deep_ep.runtime import Runtime
 
@@ -341,6 +342,20 @@ class Buffer:
         """Counts no longer, and drops all counters."""
         self._low_latency.disable_counters()
         self._normal.disable_counters()
+
+    def phases(self) -> Phases:
+        """Where the time of this rank went in its recent operations, as many as the ring of its counters holds.
+
+        Local; waits until the operations that were queued have ended. `DEEP_EP_PHASES=1` counts from the beginning, and
+        logs the phases of rank 0 when the buffer ends.
+
+        Returns:
+            For each operation nanoseconds by phase, and for whom this rank waited; `print` shows a table.
+
+        Raises:
+            EPUsageError: nothing is counted; see `enable_counters`.
+        """
+        return phases.of(self)
 
     def measure_clock_offsets(self, samples: int = 16) -> tuple[Tensor, Tensor]:
         """Measures all clocks against this rank's, for the counters. Collective.

@@ -10,7 +10,18 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from deep_ep import backend, checks, env, faults, hang_watch, liveness, rendezvous, stacks, watchers
+from deep_ep import (
+    backend,
+    checks,
+    env,
+    faults,
+    hang_watch,
+    liveness,
+    phases,
+    rendezvous,
+    stacks,
+    watchers,
+)
 from deep_ep.checks import Limits
 from deep_ep.communicator import Communicator
 from deep_ep.errors import EPError, EPUsageError
@@ -102,6 +113,7 @@ def agree(group: Group, settings: Settings) -> Agreement:
         env.verify()
         env.recorder()
         env.warn_s()
+        env.phases()
         env.diagnose()  # is needed later, when an error would be this rank's alone
         settings = settings.checked()
     except EPError as raised:
@@ -241,8 +253,10 @@ def start(buffer: Buffer) -> None:
         if has_operations:
             buffer.measure_clock_offsets()
         watch = env.diagnose()
-        if watch.mode != "off":
+        if watch.mode != "off" or env.phases():
             buffer.enable_counters()
+        if env.phases() and buffer.rank == 0:
+            communicator.watchers.append(phases.AtTheEnd(buffer))
         if env.inject() and has_operations:
             faults.apply(buffer, faults.parse_list(env.inject(), buffer.group_size))
         if watch.mode != "off" and has_operations:

@@ -128,6 +128,12 @@ DIAGNOSE = Variable(
 DIAGNOSE_DIR = Variable(
     "DEEP_EP_DIAGNOSE_DIR", "folder", "", "where rank 0 appends a record per window; unset: nowhere"
 )
+PHASES = Variable(
+    "DEEP_EP_PHASES",
+    "0 | 1",
+    "0",
+    "1: every Buffer counts, and rank 0 logs where its time went when the buffer ends",
+)
 TUNED = Variable(
     "DEEP_EP_TUNED",
     "file",
@@ -206,6 +212,7 @@ VARIABLES = (
     INJECT,
     DIAGNOSE,
     DIAGNOSE_DIR,
+    PHASES,
     TUNED,
     NVSHMEM_QP_DEPTH,
     LOCAL_WORLD_SIZE,
@@ -401,6 +408,11 @@ def diagnose_dir() -> Path | None:
     """Where records go, `None` for nowhere."""
     text = DIAGNOSE_DIR.text()
     return Path(text) if text else None
+
+
+def phases() -> bool:
+    """Whether every buffer is to tell where its time goes."""
+    return _choice(PHASES, ("0", "1")) == "1"
 
 
 def tuned() -> Path:

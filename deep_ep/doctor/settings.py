@@ -45,6 +45,7 @@ _READERS: tuple[Callable[[], Any], ...] = (
     env.delivery,
     lambda: env.launch_shape(max_warps=32, max_threads=1 << 31),
     env.diagnose,
+    env.phases,
     env.tuned,
     env.classic,
     env.nvshmem_qp_depth,

@@ -24,6 +24,7 @@ from ..core.diagnosis import Diagnosis, FloatArray, Measured, Verdict
 from ..core.package import EPArgumentError
 from ..render import wording
 from .page_parts import Element, add, add_table, resource, source_of
+from .phase_bars import add_bars, of_measured
 
 _PARTS = ("wait", "late", "issue", "path", "tokens")
 # Up to here matrices keep 16 bits of mantissa; beyond, 8: a page of 1024 ranks stays below 20 MB.
@@ -427,26 +428,35 @@ def _add_own_times(section: Element, diagnosis: Diagnosis) -> None:
     }
     if not known:
         return
+    add(section, "h2", "Where the time of each rank goes")
+    shown = {name: _ranks_by_gap(m) for name, m in known.items()}
+    for name, m in known.items():
+        add_bars(section, diagnosis, m, shown[name])
     details = add(section, "details")
     add(details, "summary", "What each rank did by itself, microseconds")
     for name, m in known.items():
-        ranks: Sequence[int] = range(m.gap_us.shape[0])
-        if len(ranks) > _MOST_RANKS:
-            order = np.argsort(np.where(np.isfinite(m.gap_us), -m.gap_us, np.inf), kind="stable")
-            ranks = [int(rank) for rank in order[:_MOST_RANKS]]
+        if len(shown[name]) < m.gap_us.size:
             add(details, "p", f"{name}: the {_MOST_RANKS} ranks with the largest gap")
-        columns = (m.gap_us, m.send_us, m.drain_us, m.own_wait_us)
+        phases = of_measured(m)
         add_table(
             details,
-            [name, "before it (gap)", "sending", "after the last arrival", "waiting"],
+            [name, *phases],
             [
                 [wording.rank_name(diagnosis, rank)]
-                + [quantities.number(float(values[rank])) for values in columns]
-                for rank in ranks
+                + [quantities.number(float(values[rank])) for values in phases.values()]
+                for rank in shown[name]
             ],
             numbers={1, 2, 3, 4},
             css_class="own",
         )
+
+
+def _ranks_by_gap(m: Measured) -> Sequence[int]:
+    """All ranks; of many those with the largest gap."""
+    if m.gap_us.size <= _MOST_RANKS:
+        return range(m.gap_us.size)
+    order = np.argsort(np.where(np.isfinite(m.gap_us), -m.gap_us, np.inf), kind="stable")
+    return [int(rank) for rank in order[:_MOST_RANKS]]
 
 
 # -------------------------------------------------------------------------------- pictures

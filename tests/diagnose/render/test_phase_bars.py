@@ -1,0 +1,56 @@
+"""Stacked bars: what each rank's time is made of, and who is marked."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+
+from deep_ep.diagnose.core.diagnosis import Measured
+from deep_ep.diagnose.render.phase_bars import add_bars
+from fixtures import LATE, LATE_RANK, diagnosis
+
+
+def bars(measured: Measured, ranks: list[int]) -> ElementTree.Element:
+    parent = ElementTree.Element("section")
+    add_bars(parent, diagnosis(8, verdicts=[LATE]), measured, ranks)
+    return parent
+
+
+def measured(**times: float) -> Measured:
+    """The same for all ranks, but for the late one, whose gap is 10 longer."""
+    known = diagnosis(8).measured["dispatch"]
+    gap = np.full(8, times["gap"])
+    gap[LATE_RANK] += 10
+    others = {
+        f"{name}_us": np.full(8, times[name[4:] if name == "own_wait" else name])
+        for name in ("send", "own_wait", "drain")
+    }
+    return replace(known, gap_us=gap, **others)
+
+
+def test_a_bar_is_as_long_as_its_share_of_the_longest_and_the_late_rank_is_marked() -> None:
+    page = bars(measured(gap=10.0, send=20.0, wait=30.0, drain=30.0), list(range(8)))
+    widths = [float(bar.get("width", "")) for bar in page.iter("rect")]
+    whole = 560.0  # of the late rank: 100 us
+    one = [0.1 * whole, 0.2 * whole, 0.3 * whole, 0.3 * whole]
+    expected = [one] * 8
+    expected[LATE_RANK] = [0.2 * whole, *one[1:]]
+    assert widths == pytest.approx(sum(expected, []))
+    named = [text.text for text in page.iter("text") if text.get("class") == "named"]
+    assert len(named) == 1
+    assert str(named[0]).startswith(f"rank {LATE_RANK} ")
+    assert [title.text for title in page.iter("title")][1].endswith("sending: 20 us")
+
+
+def test_only_the_ranks_that_are_asked_for_have_bars() -> None:
+    page = bars(measured(gap=10.0, send=20.0, wait=30.0, drain=30.0), [5, 2])
+    names = [text.text for text in page.iter("text") if text.get("class") in ("name", "named")]
+    assert [str(name).split()[1] for name in names] == ["5", "2"]
+
+
+def test_nothing_is_drawn_of_what_is_not_known() -> None:
+    unknown = measured(gap=np.nan, send=np.nan, wait=np.nan, drain=np.nan)
+    assert not list(bars(replace(unknown, gap_us=np.full(8, np.nan)), list(range(8))))
