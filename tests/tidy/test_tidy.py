@@ -143,8 +143,8 @@ def package() -> list[str]:
 
 
 def core() -> list[str]:
-    """The same without deep_ep.diagnose and deep_ep.doctor, which are programs on top of it."""
-    on_top = ("deep_ep/diagnose/", "deep_ep/doctor/")
+    """The same without what stands on top of it: programs, and files that other programs load."""
+    on_top = ("deep_ep/diagnose/", "deep_ep/doctor/", "deep_ep/integrations/")
     return [path for path in package() if not path.startswith(on_top)]
 
 

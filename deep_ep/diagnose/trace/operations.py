@@ -49,6 +49,7 @@ _OPERATIONS = {
     "GeneratedBackwardFor_deepep_dispatch_defaultBackward": COMBINE,
     "GeneratedBackwardFor_deepep_combine_defaultBackward": DISPATCH,
 }
+OPERATORS = tuple(_OPERATIONS)
 _KERNEL = re.compile(r"\b(?:deep_ep::|ep::)(?:\w+::)*(\w*?(dispatch|combine)\w*)")
 # Of the profiler's names of types, in small letters.
 _ITEM_BYTES = {

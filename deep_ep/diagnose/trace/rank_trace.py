@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from array import array
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -78,11 +78,24 @@ def read(path: Path) -> RankTrace:
         OSError: it cannot be read.
     """
     stream = TraceStream(path)
+    return condense(path, stream, stream.header)
+
+
+def condense(
+    path: Path, events: Iterable[Mapping[str, Any]], header: Mapping[str, Any]
+) -> RankTrace:
+    """The same of events that somebody else has read.
+
+    Args:
+        path: where they come from.
+        events: as the profiler writes them.
+        header: what stands beside them; it may be filled while they are read.
+    """
     operators: dict[int, Exchange] = {}
     nameless: list[Exchange] = []
     kernels: dict[int, list[tuple[str, str, float, float]]] = defaultdict(list)
     other, own = array("d"), array("d")
-    for event in stream:
+    for event in events:
         if event.get("ph") != "X":
             continue
         name, category = str(event.get("name", "")), str(event.get("cat", "")).lower()
@@ -108,7 +121,7 @@ def read(path: Path) -> RankTrace:
                 nameless.append(exchange)
     exchanges = _with_kernels(operators, nameless, kernels)
     has_gpu = bool(other) or bool(own)
-    return RankTrace(path, _rank(stream.header, path), exchanges, union(other), union(own), has_gpu)
+    return RankTrace(path, _rank(header, path), exchanges, union(other), union(own), has_gpu)
 
 
 def _with_kernels(
@@ -136,7 +149,7 @@ def _short(name: str) -> str:
     return re.sub(r"^void |<.*|\(.*", "", name)
 
 
-def _rank(header: dict[str, Any], path: Path) -> int:
+def _rank(header: Mapping[str, Any], path: Path) -> int:
     about = header.get("distributedInfo")
     rank = about.get("rank") if isinstance(about, dict) else None
     if isinstance(rank, int):

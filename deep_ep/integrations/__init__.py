@@ -1,0 +1,1 @@
+"""For programs that are not ours: files that they load."""
