@@ -16,12 +16,13 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
+from .analyze.link_limit import KNOWN, Links, parse
 from .cli.dump import dump
 from .cli.hang import CAUSES, hang
 from .cli.show import VERDICTS, show
 from .cli.trace import trace
 from .cli.watch import watch
-from .core.package import EPError
+from .core.package import EPArgumentError, EPError
 from .core.printable_text import printable
 from .render import prometheus
 from .storage.diagnosis_log import Log
@@ -140,6 +141,13 @@ def _add_show(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--group", help="only windows of this group of ranks")
     parser.add_argument("--operation", help="only this operation, such as dispatch")
     parser.add_argument(
+        "--links",
+        type=_links,
+        metavar="NAME|NVLINK:NIC",
+        help=f"also say how far operations are from the limit of the links: {', '.join(KNOWN)}, or GB/s one way "
+        "such as 450:50",
+    )
+    parser.add_argument(
         "--html", type=Path, metavar="OUT", help="also write a page that needs no network"
     )
     parser.add_argument("--png", type=Path, metavar="OUT", help="also write a picture")
@@ -231,6 +239,13 @@ def _address(text: str) -> tuple[str, int]:
     if not (separator and port.isdecimal() and int(port) < 65536):
         raise argparse.ArgumentTypeError(f"{text!r} is not HOST:PORT, such as 127.0.0.1:9477")
     return host, int(port)
+
+
+def _links(text: str) -> Links:
+    try:
+        return parse(text)
+    except EPArgumentError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _positive_int(text: str) -> int:

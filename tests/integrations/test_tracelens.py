@@ -1,6 +1,6 @@
 """The extension file of TraceLens: against what TraceLens asks of such a file, and in TraceLens where there is one.
 
-TRACELENS_CHECKOUT names a checkout of https://github.com/AMD-AGI/TraceLens whose requirements are installed.
+CLIENT_TRACELENS names a checkout of https://github.com/AMD-AGI/TraceLens whose requirements are installed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import pytest
 from deep_ep.integrations import tracelens
 
 FILE = tracelens.__file__
-CHECKOUT = os.environ.get("TRACELENS_CHECKOUT", "")
+CHECKOUT = os.environ.get("CLIENT_TRACELENS", "")
 BF16, LONG = "c10::BFloat16", "long int"
 T, H, N, K = 16384, 2048, 131072, 6
 
@@ -120,7 +120,7 @@ def test_an_extra_sheet_says_what_is_exposed() -> None:
     assert row["effective_tbps"] == pytest.approx(N * H * 2 / 20e-6 / 1e12)
 
 
-@pytest.mark.skipif(not CHECKOUT, reason="TRACELENS_CHECKOUT names no checkout of TraceLens")
+@pytest.mark.skipif(not CHECKOUT, reason="CLIENT_TRACELENS names no checkout of TraceLens")
 def test_tracelens_has_a_sheet_of_them_and_loses_none(tmp_path: Path) -> None:
     events = step()
     links = [

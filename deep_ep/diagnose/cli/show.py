@@ -9,6 +9,8 @@ from dataclasses import replace
 from rich.console import Console
 from rich.text import Text
 
+from ..analyze.link_limit import Links, least_us
+from ..core import quantities
 from ..core.diagnosis import Diagnosis
 from ..core.package import EPArgumentError
 from ..render.terminal import report
@@ -43,11 +45,24 @@ def show(given: argparse.Namespace) -> int:
         found = found or bool(record.diagnosis.verdicts)
         console.print(heading(record, position(spans, record), why))
         report(record.diagnosis, console)
+        if given.links is not None:
+            _print_limits(record.diagnosis, given.links, console)
         console.print()
     for remark in log.remarks:
         console.print(Text(f"note: {remark}", style="yellow"))
     _write_files(given, log, chosen, console)
     return VERDICTS if given.check and found else 0
+
+
+def _print_limits(diagnosis: Diagnosis, links: Links, console: Console) -> None:
+    console.print(
+        f"\nat the limit of the links, {links.nvlink:g} GB/s NVLink and {links.nic:g} GB/s NIC"
+    )
+    for name, m in diagnosis.measured.items():
+        least = least_us(m, diagnosis.nodes, links)
+        share = quantities.percent(least / m.duration_us) if m.duration_us > 0 else "not known"
+        took = quantities.microseconds(m.duration_us)
+        console.print(f"  {name}: {quantities.microseconds(least)}, took {took}: {share} of it")
 
 
 def _choose(given: argparse.Namespace, log: Log) -> tuple[Sequence[int], str]:
