@@ -13,7 +13,17 @@ from typing import Any, Callable
 
 import torch
 
-from deep_ep import checks, config, construction, env, layout, low_latency, phases, registry
+from deep_ep import (
+    checks,
+    config,
+    construction,
+    env,
+    layout,
+    low_latency,
+    phases,
+    profiled,
+    registry,
+)
 from deep_ep.config import Config
 from deep_ep.construction import Settings
 from deep_ep.counters import RecvCounters
@@ -417,6 +427,7 @@ class Buffer:
 
     # ---- low latency
 
+    @profiled.operator
     def low_latency_dispatch(
         self,
         x: Tensor,
@@ -493,6 +504,7 @@ class Buffer:
             recv_counters,
         )
 
+    @profiled.operator
     def low_latency_combine(
         self,
         x: Tensor,
@@ -604,6 +616,7 @@ class Buffer:
 
     # ---- normal mode
 
+    @profiled.operator
     def dispatch(
         self,
         x: Tensor | tuple[Tensor, Tensor],
@@ -706,6 +719,7 @@ class Buffer:
         recv_topk = received.topk_idx, received.topk_weights
         return received.rows, *recv_topk, per_expert, new_handle, event
 
+    @profiled.operator
     def combine(
         self,
         x: Tensor,

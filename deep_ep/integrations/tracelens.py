@@ -37,12 +37,12 @@ class EPCommunication:
         """Called once for each event."""
         self.event = event
         self.param_details = self.get_param_details(event)
-        self._sent = sent_of(event.get("args") or {})
+        self._sent = sent_of(event["name"], event.get("args") or {})
 
     @staticmethod
     def get_param_details(event: Mapping[str, Any]) -> dict[str, Any]:
         """What becomes columns."""
-        sent = sent_of(event.get("args") or {})
+        sent = sent_of(event["name"], event.get("args") or {})
         return {
             "num_tokens": sent.rows,
             "bytes_per_token": sent.row_bytes,

@@ -46,11 +46,18 @@ _OPERATIONS = {
     **dict.fromkeys(_COMBINES, COMBINE),
     **dict.fromkeys((f"{name}Backward" for name in _DISPATCHES), COMBINE),
     **dict.fromkeys((f"{name}Backward" for name in _COMBINES), DISPATCH),
+    "deep_ep::dispatch": DISPATCH,
+    "deep_ep::combine": COMBINE,
+    "deep_ep::low_latency_dispatch": DISPATCH,
+    "deep_ep::low_latency_combine": COMBINE,
     "GeneratedBackwardFor_deepep_dispatch_defaultBackward": COMBINE,
     "GeneratedBackwardFor_deepep_combine_defaultBackward": DISPATCH,
 }
 OPERATORS = tuple(_OPERATIONS)
 _KERNEL = re.compile(r"\b(?:deep_ep::|ep::)(?:\w+::)*(\w*?(dispatch|combine)\w*)")
+# Operators of `deep_ep.profiled`.
+_LOW_LATENCY = ("deep_ep::low_latency_dispatch", "deep_ep::low_latency_combine")
+_WITH_SCALES = ("deep_ep::dispatch", "deep_ep::combine")
 # Of the profiler's names of types, in small letters.
 _ITEM_BYTES = {
     "c10::bfloat16": 2,
@@ -105,8 +112,10 @@ def kernel_of(name: str) -> str | None:
     return found.group(2) if found else None
 
 
-def sent_of(arguments: Mapping[str, Any]) -> Sent:
+def sent_of(name: str, arguments: Mapping[str, Any]) -> Sent:
     """What the `args` of an operator's event say."""
+    if name in _LOW_LATENCY:
+        return Sent(why="a row of low latency goes to each of its experts; counters say how many")
     dims = _sequence(arguments.get("Input Dims"))
     types = _sequence(arguments.get("Input type"))
     if not dims:
@@ -122,7 +131,16 @@ def sent_of(arguments: Mapping[str, Any]) -> Sent:
     worst = _worst_tokens(_sequence(arguments.get("Concrete Inputs")))
     if item_bytes is None:
         return Sent(rows, None, f"their type {type_!r} is not known", worst)
-    return Sent(rows, channels * item_bytes, "", worst)
+    scales = _scale_bytes(dims, types) if name in _WITH_SCALES else 0
+    return Sent(rows, channels * item_bytes + scales, "", worst)
+
+
+def _scale_bytes(dims: Sequence[Any], types: Sequence[Any]) -> int:
+    """Of a row, where the second argument is its scales."""
+    shape = _sequence(dims[1]) if len(dims) > 1 else ()
+    if len(types) < 2 or len(shape) != 2 or not isinstance(shape[1], int):
+        return 0
+    return shape[1] * _ITEM_BYTES.get(str(types[1]).lower(), 0)
 
 
 def _worst_tokens(concrete: Sequence[Any]) -> int:

@@ -6,7 +6,7 @@ import re
 from array import array
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ class Exchange:
         begin_us: when the host called it, in the trace's time; of a kernel, when it began.
         host_us: how long the host was in it.
         sent: what it says of its rows.
+        thread: process and thread that called it.
         kernels: [n, 2] begin and end of its kernels, us; empty where there was no GPU.
     """
 
@@ -39,6 +40,7 @@ class Exchange:
     begin_us: float
     host_us: float
     sent: Sent
+    thread: tuple[Any, Any] = (None, None)
     kernels: list[tuple[float, float]] = field(default_factory=list)
 
     @property
@@ -114,7 +116,8 @@ def condense(
             key = number if isinstance(number, int) else -1
             kernels[key].append((name, operation, begin, begin + lasts))
         elif (operation := operation_of(name)) is not None:
-            exchange = Exchange(name, operation, begin, lasts, sent_of(arguments))
+            thread = event.get("pid"), event.get("tid")
+            exchange = Exchange(name, operation, begin, lasts, sent_of(name, arguments), thread)
             if isinstance(number, int):
                 operators[number] = exchange
             else:
@@ -137,11 +140,37 @@ def _with_kernels(
             if above is not None:
                 above.kernels.append((begin, end))
             else:
-                alone.append(Exchange(_short(name), operation, begin, 0.0, Sent(), [(begin, end)]))
-    # An operator of torch.compile stands within an autograd function of the same exchange; one of them
-    # has the kernels.
-    found = sorted([*operators.values(), *nameless, *alone], key=lambda each: each.span_us[0])
+                alone.append(
+                    Exchange(_short(name), operation, begin, 0.0, Sent(), kernels=[(begin, end)])
+                )
+    called = _outermost([*operators.values(), *nameless])
+    found = sorted([*called, *alone], key=lambda each: each.span_us[0])
     return [each for each in found if each.kernels or not kernels]
+
+
+def _outermost(called: list[Exchange]) -> list[Exchange]:
+    """Operators that stand in no other one of the same operation; these take over the kernels of those that do.
+
+    A trainer's function calls one of ours, and the operator that torch.compile calls stands in an autograd function.
+    The inner one knows which rows travel.
+    """
+    found: list[Exchange] = []
+    outer: dict[tuple[Any, Any], Exchange] = {}
+    for each in sorted(called, key=lambda each: (each.begin_us, -each.host_us)):
+        above = outer.get(each.thread)
+        ends = each.begin_us + each.host_us
+        if (
+            above is not None
+            and above.operation == each.operation
+            and ends <= above.begin_us + above.host_us
+        ):
+            above.kernels += each.kernels
+            if each.sent.num_bytes is not None:
+                above.sent = replace(each.sent, worst_tokens=above.sent.worst_tokens)
+            continue
+        outer[each.thread] = each
+        found.append(each)
+    return found
 
 
 def _short(name: str) -> str:

@@ -178,7 +178,7 @@ def test_kernels_by_name() -> None:
     ],
 )
 def test_what_does_not_say_its_bytes_has_none(dims: Any, types: Any, why: str) -> None:
-    sent = sent_of({"Input Dims": dims, "Input type": types})
+    sent = sent_of("FusedDispatch", {"Input Dims": dims, "Input type": types})
     assert sent.num_bytes is None
     assert why in sent.why
 
@@ -211,7 +211,67 @@ def test_our_own_functions_are_in_a_real_trace(tmp_path: Path) -> None:
         "MoEDispatchBackward": COMBINE,
     }
     assert rows["MoEDispatch"].mean_bytes == T * H * 2
-    assert rows["MoECombine"].mean_bytes == T * K * H * 2  # rows by expert
+    assert rows["MoECombine"].mean_bytes == T * H * 2  # not those by expert, which do not travel
+
+
+def test_plain_calls_are_operators_with_the_bytes_of_rows_and_scales(tmp_path: Path) -> None:
+    needed = deep_ep.sizes(hidden=H, tokens=T, topk=K, experts=8, ranks=1)
+    size = max(needed.num_rdma_bytes, needed.low_latency_rdma_bytes)
+    buffer = deep_ep.Buffer(
+        thread_groups(1)[0], needed.num_nvl_bytes, size, low_latency_mode=True, num_qps_per_rank=8
+    )
+    x = torch.randn(T, H).bfloat16()
+    topk_idx, weights = torch.rand(T, 8).topk(K).indices, torch.rand(T, K)
+    per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(topk_idx, 8)
+    with torch.profiler.profile(record_shapes=True) as profile:
+        (rows, _), _, _, _, handle, _ = buffer.dispatch(
+            (x.to(torch.float8_e4m3fn), torch.ones(T, 2)),
+            num_tokens_per_rank=per_rank,
+            is_token_in_rank=in_rank,
+            num_tokens_per_expert=per_expert,
+        )
+        buffer.combine(rows.bfloat16(), handle)
+        buffer.clean_low_latency_buffer(T, H, 8)
+        received, _, sent, _, _ = buffer.low_latency_dispatch(x, topk_idx, T, 8, use_fp8=False)
+        buffer.low_latency_combine(received, topk_idx, weights, sent)
+    path = tmp_path / "calls.json"
+    profile.export_chrome_trace(str(path))
+    trace = rank_trace.read(path)
+    found = {row.name: row for row in summary.operators(trace)}
+    assert {name: row.operation for name, row in found.items()} == {
+        "deep_ep::dispatch": DISPATCH,
+        "deep_ep::combine": COMBINE,
+        "deep_ep::low_latency_dispatch": DISPATCH,
+        "deep_ep::low_latency_combine": COMBINE,
+    }
+    assert found["deep_ep::dispatch"].mean_bytes == T * (H + 2 * 4)
+    assert found["deep_ep::combine"].mean_bytes == T * H * 2
+    assert found["deep_ep::low_latency_dispatch"].mean_bytes is None
+    assert any("each of its experts" in line for line in summary.remarks([trace]))
+    (event,) = [
+        e for e in json.loads(path.read_text())["traceEvents"] if e["name"] == "deep_ep::combine"
+    ]
+    rank, ranks, number = map(int, event["args"]["Concrete Inputs"][2:5])
+    assert (rank, ranks) == (0, 1)
+    assert number > 0
+
+
+def test_an_operator_within_another_of_its_kind_gives_it_its_rows_and_kernels(
+    tmp_path: Path,
+) -> None:
+    outer = {**dispatch(0, 1), "dur": 50, "pid": 1, "tid": 1}
+    inner = operator("deep_ep::dispatch", 10, 2, [[T, H], [T, 2]], ["c10::Float8_e4m3fn", "float"])
+    elsewhere = {**dispatch(20, 3), "pid": 1, "tid": 2}
+    events = [
+        *(outer, {**inner, "pid": 1, "tid": 1}, elsewhere),
+        kernel("void deep_ep::intranode::dispatch<8>(int4*)", 20, 30, 2),
+        kernel("void deep_ep::intranode::dispatch<8>(int4*)", 60, 10, 3),
+    ]
+    trace = rank_trace.read(write(tmp_path / "t.json", events))
+    assert [(each.name, each.kernels, each.sent.num_bytes) for each in trace.exchanges] == [
+        ("FusedDispatch", [(20, 50)], T * (H + 8)),
+        ("FusedDispatch", [(60, 70)], T * H * 2),
+    ]
 
 
 @pytest.mark.parametrize(
