@@ -100,6 +100,9 @@ def _add_trace(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--csv", action="store_true", help="print the operators as CSV instead")
     parser.add_argument(
+        "--html", type=Path, metavar="OUT", help="also write a page that needs no network"
+    )
+    parser.add_argument(
         "--width", type=_positive_int, help="columns to print; the terminal's by default"
     )
     parser.set_defaults(run=trace)

@@ -11,12 +11,13 @@ from dataclasses import asdict
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
+from ..core import safe_files
 from ..core.package import EPArgumentError
 from ..core.printable_text import printable
 from ..core.quantities import number, percent
+from ..render.tables import Sheet, as_page, as_table
 from ..trace import rank_trace, summary
 from ..trace.summary import GroupRow, OperatorRow
 
@@ -25,7 +26,7 @@ _MOST_NAMED = 3
 
 
 def trace(given: argparse.Namespace) -> int:
-    """Prints tables of operators, of each rank and of all together, or CSV.
+    """Prints tables of operators, of each rank and of all together, or CSV; writes them to a page.
 
     Returns:
         The exit status.
@@ -47,12 +48,19 @@ def trace(given: argparse.Namespace) -> int:
     if given.csv:
         _write_csv(rows)
         return 0
-    console = Console(width=given.width)
-    console.print(_operators(rows, is_several=len(ranks) > 1))
+    sheets = [_operators(rows, is_several=len(ranks) > 1)]
     if together:
-        console.print(_together(together))
-    for remark in summary.remarks(traces):
+        sheets.append(_together(together))
+    remarks = summary.remarks(traces)
+    console = Console(width=given.width)
+    for sheet in sheets:
+        console.print(as_table(sheet))
+    for remark in remarks:
         console.print(Text(f"note: {printable(remark)}", style="yellow"), soft_wrap=True)
+    if given.html is not None:
+        with safe_files.create(given.html) as file:
+            file.write(as_page("Dispatch and combine in profiles", sheets, remarks))
+        console.print(Text(f"wrote {given.html}"))
     return 0
 
 
@@ -71,19 +79,12 @@ def _files(paths: Sequence[Path]) -> list[Path]:
     return found
 
 
-def _operators(rows: Sequence[OperatorRow], *, is_several: bool) -> Table:
-    shown = Table(
-        title="Dispatch and combine", title_justify="left", box=None, padding=(0, 2, 0, 0)
-    )
+def _operators(rows: Sequence[OperatorRow], *, is_several: bool) -> Sheet:
     columns = ["count", "us", "of GPU time", "exposed", "MB", "effective TB/s"]
-    shown.add_column("rank" if is_several else "", justify="right")
-    shown.add_column("operator", overflow="fold")
-    for column in columns:
-        shown.add_column(column, justify="right")
-    for row in rows:
-        cells = [
+    cells = [
+        [
             str(row.rank) if is_several and row.rank >= 0 else "",
-            printable(row.name),
+            row.name,
             str(row.count),
             number(row.mean_us),
             _share(row.share),
@@ -91,27 +92,26 @@ def _operators(rows: Sequence[OperatorRow], *, is_several: bool) -> Table:
             "-" if row.mean_bytes is None else number(row.mean_bytes / 1e6),
             _tbps(row.effective_tbps),
         ]
-        shown.add_row(*map(Text, cells))
-    return shown
+        for row in rows
+    ]
+    title = "rank" if is_several else ""
+    return Sheet("Dispatch and combine", [title, "operator", *columns], cells, words=(1,))
 
 
-def _together(rows: Sequence[GroupRow]) -> Table:
-    shown = Table(title="All ranks together", title_justify="left", box=None, padding=(0, 2, 0, 0))
-    shown.add_column("operator", overflow="fold")
-    for column in ("count", "waiting us", "moving us", "true TB/s", "comes last"):
-        shown.add_column(column, justify="right")
-    for row in rows:
-        last = ", ".join(f"rank {rank} {percent(part)}" for rank, part in row.last[:_MOST_NAMED])
-        cells = [
-            printable(row.name),
+def _together(rows: Sequence[GroupRow]) -> Sheet:
+    columns = ["operator", "count", "waiting us", "moving us", "true TB/s", "comes last"]
+    cells = [
+        [
+            row.name,
             str(row.count),
             number(row.waiting_us),
             number(row.moving_us),
             _tbps(row.true_tbps),
-            last,
+            ", ".join(f"rank {rank} {percent(part)}" for rank, part in row.last[:_MOST_NAMED]),
         ]
-        shown.add_row(*map(Text, cells))
-    return shown
+        for row in rows
+    ]
+    return Sheet("All ranks together", columns, cells, words=(0,))
 
 
 def _share(part: float) -> str:

@@ -3,39 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from xml.etree import ElementTree
 
 from ..core.package import ranks_text
 from .hang_picture import STYLE, picture
 from .hang_views import OperationTable, View
-from .page_parts import Element, add, add_table, resource, source_of
+from .page_parts import Element, add, add_list, add_table, start_page, text_of
 
 
 def page(
     title: str, views: Sequence[View], collectives: Sequence[str], remarks: Sequence[str]
 ) -> bytes:
     """The text of the file, UTF-8."""
-    style = resource("html.css")
-    root = Element("html", lang="en")
-    head = add(root, "head")
-    add(head, "meta", charset="utf-8")
-    add(head, "meta", name="viewport", content="width=device-width, initial-scale=1")
-    policy = f"default-src 'none'; style-src {source_of(style)} {source_of(STYLE)}"
-    add(head, "meta", content=policy, **{"http-equiv": "Content-Security-Policy"})
-    add(head, "title", title)
-    add(head, "style", style)
-    body = add(root, "body")
-    add(body, "h1", title)
+    root, body = start_page(title, STYLE)
     for view in views:
         _add_view(body, view)
-    for heading, lines in (("Collectives of torch", collectives), ("Notes", remarks)):
-        if lines:
-            add(body, "h2", heading)
-            items = add(body, "ul")
-            for line in lines:
-                add(items, "li", line)
-    text = "<!DOCTYPE html>\n" + ElementTree.tostring(root, encoding="unicode", method="html")
-    return text.encode("utf-8", errors="replace")
+    add_list(body, "Collectives of torch", collectives)
+    add_list(body, "Notes", remarks)
+    return text_of(root)
 
 
 def _add_view(body: Element, view: View) -> None:

@@ -22,6 +22,39 @@ def source_of(text: str) -> str:
     return f"'sha256-{base64.b64encode(digest).decode('ascii')}'"
 
 
+def start_page(title: str, *more_styles: str) -> tuple[Element, Element]:
+    """A page without a script, and its body, which begins with the title."""
+    style = resource("html.css")
+    root = Element("html", lang="en")
+    head = add(root, "head")
+    add(head, "meta", charset="utf-8")
+    add(head, "meta", name="viewport", content="width=device-width, initial-scale=1")
+    styles = " ".join(map(source_of, (style, *more_styles)))
+    policy = f"default-src 'none'; style-src {styles}"
+    add(head, "meta", content=policy, **{"http-equiv": "Content-Security-Policy"})
+    add(head, "title", title)
+    add(head, "style", style)
+    body = add(root, "body")
+    add(body, "h1", title)
+    return root, body
+
+
+def add_list(parent: Element, title: str, lines: Sequence[str]) -> None:
+    """A heading and its lines; nothing where there are none."""
+    if not lines:
+        return
+    add(parent, "h2", title)
+    items = add(parent, "ul")
+    for line in lines:
+        add(items, "li", line)
+
+
+def text_of(page: Element) -> bytes:
+    """The text of the file, UTF-8."""
+    text = "<!DOCTYPE html>\n" + ElementTree.tostring(page, encoding="unicode", method="html")
+    return text.encode("utf-8", errors="replace")
+
+
 def add(parent: Element, tag: str, text: str = "", **attributes: str) -> Element:
     """Appends an element, and returns it."""
     element = ElementTree.SubElement(parent, tag, attributes)

@@ -192,6 +192,23 @@ def test_rows_for_the_worst_case_are_told(tmp_path: Path) -> None:
     assert any("no work on a GPU" in line for line in told)
 
 
+def test_a_page_has_the_tables_and_nothing_of_a_name_is_markup(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for rank, late in enumerate((0, 5)):
+        write(tmp_path / f"rank{rank}.json", one_step(late=late), distributedInfo={"rank": rank})
+    kernels = [kernel("deep_ep::dispatch_<script>x</script>", 0, 9, 1)]
+    write(tmp_path / "rank2.json", kernels, distributedInfo={"rank": 2})
+    page = tmp_path / "page.html"
+    assert main(["trace", str(tmp_path), "--html", str(page)]) == 0
+    assert f"wrote {page}" in "".join(capsys.readouterr().out.splitlines())
+    text = page.read_text()
+    assert "<td>FusedDispatch</td>" in text
+    assert "FusedDispatch has no bytes" not in text
+    assert "<script" not in text
+    assert "default-src 'none'" in text
+
+
 def test_our_own_functions_are_in_a_real_trace(tmp_path: Path) -> None:
     needed = deep_ep.sizes(hidden=H, tokens=T, topk=K, experts=8, ranks=1)
     buffer = deep_ep.Buffer(thread_groups(1)[0], needed.num_nvl_bytes, needed.num_rdma_bytes)
