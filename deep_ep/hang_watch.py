@@ -1,5 +1,5 @@
 """One rank's part in finding out why an operation hangs: it says when it waits for long, answers where it is,
-and keeps the verdict (inquiry.py is rank 0's part).
+and keeps the verdict (inquiry.py is the part of who leads).
 
 All but what is marked runs in the thread that speaks for the rank (loop.py).
 """
@@ -7,7 +7,6 @@ All but what is marked runs in the thread that speaks for the rank (loop.py).
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import time
 from collections.abc import Sequence
@@ -38,11 +37,6 @@ _CALLS_PUBLISHED, _CALLS_TOLD = 8, 64
 _AGAIN = 4.0
 # Before an operation times out, there is a last inquiry: so long before, but not before half of the time.
 _FINAL_S, _SHORTEST_TIMEOUT_S = 3.0, 2.0
-# How long rank 0 may take to come to a verdict.
-_VERDICT_S = 2.0
-
-_log = logging.getLogger("deep_ep")
-
 TYPES = ("ask_state", "look", "verdict", "raised")
 _NUMBERED_TOGETHER = (DISPATCH, COMBINE, NORMAL_DISPATCH, NORMAL_COMBINE)
 
@@ -85,7 +79,7 @@ class HangWatch:
 
         Args:
             rank: this rank.
-            say: takes a message to rank 0; from any thread.
+            say: takes a message to rank 0, or who leads in its place; from any thread.
         """
         self.buffer = ""
         self.raised: dict[int, str] = {}
@@ -102,7 +96,6 @@ class HangWatch:
         self._places: Sequence[Place] = ()
         self._offers: Sequence[Any] = ()
         self._requests: dict[str, Request] = {}  # by folder
-        self._unanswered_s = 0.0  # since when rank 0 owes a verdict; 0: it does not
 
     # ---- called by the program's threads
 
@@ -138,7 +131,7 @@ class HangWatch:
         self._waits_in = ("", 0)
 
     def ask_for_dump(self, directory: str, asked: Request | None = None) -> None:
-        """Has rank 0 write a dump of all ranks into a folder of its host.
+        """Has rank 0, or who leads in its place, write a dump of all ranks into a folder of its host.
 
         Args:
             directory: the folder.
@@ -179,18 +172,16 @@ class HangWatch:
                 self._said_final = self._said_final or is_final
                 self._next_warning_s = max(self._next_warning_s, waits.waited_s) * _AGAIN
                 self._say({"type": "stuck", "final": is_final})
-                self._unanswered_s = self._unanswered_s or time.monotonic()
-        else:
-            self._unanswered_s = 0.0
-        if self._unanswered_s and time.monotonic() - self._unanswered_s > _VERDICT_S:
-            self._unanswered_s = 0.0
-            self._judge_alone(own)
         self._publish(own)
         wanted = min(settings.warn_s or _LONGEST_S, settings.final_s) / 8
         return min(max(wanted, _SHORTEST_S), _LONGEST_S)
 
-    def handle(self, message: Message) -> None:
-        """What rank 0 says; `type` is one of `TYPES`.
+    def handle(self, message: Message, answer: Callable[[Message], None]) -> None:
+        """What rank 0 says, or who leads an inquiry in its place.
+
+        Args:
+            message: `type` is one of `TYPES`.
+            answer: says something to that rank.
 
         Raises:
             ValueError, TypeError, KeyError: that is none of the messages there are.
@@ -198,14 +189,13 @@ class HangWatch:
         own = self._recorder
         if message["type"] == "verdict":
             self._verdict = Verdict.of(message["verdict"])
-            self._unanswered_s = 0.0
             self._answer(message["dumped"])
         elif message["type"] == "raised":
             self.raised[int(message["rank"])] = str(message["text"])
         elif message["type"] == "look":
             # Whom it may send a signal to follows from what the ranks said when the buffer was made.
             process, threads = self._look_at(int(message["rank"]))
-            self._say(
+            answer(
                 {
                     "type": "seen",
                     "inquiry": message["inquiry"],
@@ -216,22 +206,16 @@ class HangWatch:
             )
         elif own is not None:
             state = own.state(_CALLS_TOLD, with_threads=True).plain()
-            self._say({"type": "state", "inquiry": message["inquiry"], "state": state})
+            answer({"type": "state", "inquiry": message["inquiry"], "state": state})
 
     def lose_rank_0(self, process: Process) -> None:
-        """Rank 0 is "gone" or "unreachable": nobody else says so."""
-        if self._recorder is not None:
-            self._judge_alone(self._recorder, process)
-
-    def _judge_alone(self, own: Recorder, process: Process | None = None) -> None:
-        """Without rank 0, which does not answer. Only rank 1 says so in the log, so that one does.
+        """Rank 0 is "gone" or "unreachable", which ends operations before anybody can be asked.
 
         Of other ranks only those are known that can be seen to be dead or stopped.
-
-        Args:
-            own: what this rank can say of itself.
-            process: what is known of rank 0's.
         """
+        own = self._recorder
+        if own is None:
+            return
         state = own.state(_CALLS_TOLD, with_threads=False)
         states = {self._rank: state, 0: self._state_of(0, state, process)}
         for rank in state.waits.ranks() if state.waits is not None else ():
@@ -241,9 +225,6 @@ class HangWatch:
         verdict = judge(states)
         known = tuple(cause for cause in verdict.causes if {*cause.ranks} <= states.keys())
         self._verdict = replace(verdict, causes=known)
-        if self._rank == 1 and known:
-            said = wording.line(self._verdict)
-            _log.warning("deep_ep: %s", said, extra={"verdict": self._verdict})
 
     def _state_of(self, rank: int, own: RankState, process: Process | None = None) -> RankState:
         """What can be seen of a rank, and what is known of its process."""
@@ -262,7 +243,7 @@ class HangWatch:
         """Tells who has asked for dumps which files they are; none could be written if the list is empty."""
         said = wording.line(self._verdict) if self._verdict is not None else ""
         for folder in self._requests.keys() & dumped.keys():
-            error = "" if dumped[folder] else f"rank 0 cannot write into {folder}; see its log"
+            error = "" if dumped[folder] else f"{folder} cannot be written; see the logs"
             with contextlib.suppress(OSError, EPUsageError):  # who asked has gone
                 written = [Path(name) for name in dumped[folder]]
                 request.answer(self._requests.pop(folder), written, said, error)
