@@ -160,6 +160,19 @@ def test_a_dump_that_is_asked_for_meanwhile_comes_with_the_verdict() -> None:
     assert rank_0.told[0].dump_to == ("/somewhere",)
 
 
+def test_who_hands_over_comes_to_no_verdict_of_its_own() -> None:
+    rank_0 = Rank0()
+    rank_0.hear(1, "stuck", final=False)
+    rank_0.inquiries.drop()
+    rank_0.answer({rank: waiting(rank) for rank in range(3)} | {3: elsewhere(3)})
+    rank_0.pass_time(1.0)
+    rank_0.pass_time(1.0)
+    assert not rank_0.told
+    rank_0.hear(1, "stuck", final=False)
+    rank_0.pass_time(2.0)
+    assert rank_0.told
+
+
 @pytest.mark.parametrize(
     "message",
     [

@@ -37,8 +37,8 @@ def draw(seed: int) -> Trial:
     return Trial(seed, mode, num_ranks, ranks_per_node, victims, at_combine)
 
 
-def run_trial(trial: Trial) -> Judged:
-    """Its outcome."""
+def run_trial(trial: Trial, **variables: str) -> Judged:
+    """Its outcome, with these variables of the environment besides those of all trials."""
     environment = {
         "DEEP_EP_WARN_S": str(WARN_S),
         "DEEP_EP_TIMEOUT_S": str(TIMEOUT_S),
@@ -47,6 +47,7 @@ def run_trial(trial: Trial) -> Judged:
         "DEEP_EP_CPU_CLOCK": "wall"
         if any(f.loses_path for f in trial.faults().values())
         else "rank",
+        **variables,
     }
     outcomes = run_processes(run, trial.num_ranks, trial, env=environment, timeout_s=_PATIENCE_S)
     return judge(trial, outcomes)
