@@ -377,6 +377,8 @@ def test_windows_go_on_without_a_masked_rank_and_with_it_when_it_is_back(
 
     def program(rank: int, buffer: deep_ep.Buffer) -> None:
         exchange(buffer, 20)
+        if rank == 0:
+            until(lambda: len(watched.records()) >= 1)
         meet.wait()
         if rank != 3:
             is_masked.set()
