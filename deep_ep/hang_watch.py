@@ -96,6 +96,9 @@ class HangWatch:
         self._places: Sequence[Place] = ()
         self._offers: Sequence[Any] = ()
         self._requests: dict[str, Request] = {}  # by folder
+        self._gone_with_0: set[int] = (
+            set()
+        )  # who was already gone when rank 0 was; empty: that lives
 
     # ---- called by the program's threads
 
@@ -211,33 +214,33 @@ class HangWatch:
     def lose_rank_0(self, process: Process) -> None:
         """Rank 0 is "gone" or "unreachable", which ends operations before anybody can be asked.
 
-        Of other ranks only those are known that can be seen to be dead or stopped.
+        Of other ranks only those are known that are dead or stopped, on this host.
         """
         own = self._recorder
         if own is None:
             return
         state = own.state(_CALLS_TOLD, with_threads=False)
-        states = {self._rank: state, 0: self._state_of(0, state, process)}
-        for rank in state.waits.ranks() if state.waits is not None else ():
-            seen = self._state_of(rank, state)
-            if seen.process in ("gone", "stopped"):
-                states.setdefault(rank, seen)
+        states = {self._rank: state, 0: self._unheard(0, state, process)}
+        for rank, place in enumerate(self._places):
+            if rank not in states and place.host == state.host:
+                seen = stacks.process_of(place.pid, self._offers[rank])
+                if seen in ("gone", "stopped"):
+                    states[rank] = self._unheard(rank, state, seen)
+        self._gone_with_0 = {rank for rank in states if states[rank].process == "gone"}
         verdict = judge(states)
         known = tuple(cause for cause in verdict.causes if {*cause.ranks} <= states.keys())
         self._verdict = replace(verdict, causes=known)
 
-    def _state_of(self, rank: int, own: RankState, process: Process | None = None) -> RankState:
-        """What can be seen of a rank, and what is known of its process."""
+    def _unheard(self, rank: int, own: RankState, process: Process) -> RankState:
         place = self._places[rank]
-        seen: Process = "silent"
-        threads: tuple[Thread, ...] = ()
-        if place.host == own.host:
-            seen, threads = self._look_at(rank)
         of_rank = rank, own.num_ranks, own.buffer, place.host, place.pid
-        return RankState(*of_rank, written_by=self._rank, process=process or seen, threads=threads)
+        return RankState(*of_rank, written_by=self._rank, process=process)
 
     def _look_at(self, rank: int) -> tuple[Process, tuple[Thread, ...]]:
-        return stacks.look_at(self._places[rank].pid, self._offers[rank])
+        process, threads = stacks.look_at(self._places[rank].pid, self._offers[rank])
+        if process == "gone" and self._gone_with_0 and rank not in self._gone_with_0:
+            process = "silent"  # its program may have ended because rank 0 is gone
+        return process, threads
 
     def _answer(self, dumped: dict[str, list[str]]) -> None:
         """Tells who has asked for dumps which files they are; none could be written if the list is empty."""

@@ -208,7 +208,7 @@ class OwnRecorder:
         return 1, 1
 
     def state(self, most_calls: int, with_threads: bool) -> RankState:
-        return RankState(1, 4)
+        return RankState(1, 4, host="a", waits=self.now)
 
 
 def waits_for(seconds: float, number: int = 7) -> Waits:
@@ -241,6 +241,27 @@ def test_zero_seconds_warn_of_nothing_but_the_end_is_told() -> None:
         watch.look()
     watch.close()
     assert [m["final"] for m in said if m["type"] == "stuck"] == [True]
+
+
+def test_who_ends_after_rank_0_is_not_called_dead_and_who_was_dead_before_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    processes = {100: "gone", 101: "busy", 102: "gone", 103: "busy"}
+    monkeypatch.setattr(stacks, "process_of", lambda pid, _: processes[pid])
+    said: list[Message] = []
+    watch, own = HangWatch(1, said.append), OwnRecorder()
+    places = [Place("a", pid) for pid in processes]
+    watch.begin(own, Settings(10.0, 100.0), places, [{"fd": -1}] * 4)  # type: ignore[arg-type]
+    own.now = waits_for(1.0)
+    watch.lose_rank_0("gone")
+    found = watch.verdict_on("low_latency_dispatch", 7)
+    assert found is not None
+    assert found.ranks == (0, 2)
+    processes[103] = "gone"
+    for rank in (2, 3):
+        watch.handle({"type": "look", "inquiry": 1, "rank": rank}, said.append)
+    watch.close()
+    assert [(one["rank"], one["process"]) for one in said] == [(2, "gone"), (3, "silent")]
 
 
 # --- stacks from outside --------------------------------------------------------------------------
