@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Callable
@@ -37,6 +37,7 @@ _CALLS_PUBLISHED, _CALLS_TOLD = 8, 64
 _AGAIN = 4.0
 # Before an operation times out, there is a last inquiry: so long before, but not before half of the time.
 _FINAL_S, _SHORTEST_TIMEOUT_S = 3.0, 2.0
+
 TYPES = ("ask_state", "look", "verdict", "raised")
 _NUMBERED_TOGETHER = (DISPATCH, COMBINE, NORMAL_DISPATCH, NORMAL_COMBINE)
 
@@ -96,9 +97,8 @@ class HangWatch:
         self._places: Sequence[Place] = ()
         self._offers: Sequence[Any] = ()
         self._requests: dict[str, Request] = {}  # by folder
-        self._gone_with_0: set[int] = (
-            set()
-        )  # who was already gone when rank 0 was; empty: that lives
+        # Who was already gone when rank 0 was found to be; empty: it is not.
+        self._gone_with_0: set[int] = set()
 
     # ---- called by the program's threads
 
@@ -211,10 +211,14 @@ class HangWatch:
             state = own.state(_CALLS_TOLD, with_threads=True).plain()
             answer({"type": "state", "inquiry": message["inquiry"], "state": state})
 
-    def lose_rank_0(self, process: Process) -> None:
-        """Rank 0 is "gone" or "unreachable", which ends operations before anybody can be asked.
+    def lose_rank_0(self, process: Process, left: Container[int] = ()) -> None:
+        """Rank 0 is gone, which ends operations before anybody can be asked.
 
         Of other ranks only those are known that are dead or stopped, on this host.
+
+        Args:
+            process: "gone" or "unreachable".
+            left: ranks that ended in order.
         """
         own = self._recorder
         if own is None:
@@ -222,7 +226,7 @@ class HangWatch:
         state = own.state(_CALLS_TOLD, with_threads=False)
         states = {self._rank: state, 0: self._unheard(0, state, process)}
         for rank, place in enumerate(self._places):
-            if rank not in states and place.host == state.host:
+            if rank not in states and rank not in left and place.host == state.host:
                 seen = stacks.process_of(place.pid, self._offers[rank])
                 if seen in ("gone", "stopped"):
                     states[rank] = self._unheard(rank, state, seen)

@@ -238,7 +238,7 @@ class Liveness:
             self._changed.notify_all()
         if how and 0 not in self.left:
             with self._native_lock:
-                self.hangs.lose_rank_0("unreachable" if how == "host" else "gone")
+                self.hangs.lose_rank_0("unreachable" if how == "host" else "gone", self.left)
             self.handle({"type": "dead", "rank": 0, "how": how})
             if self.loop is not None:
                 self.loop.lose_rank_0()

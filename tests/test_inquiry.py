@@ -246,14 +246,14 @@ def test_zero_seconds_warn_of_nothing_but_the_end_is_told() -> None:
 def test_who_ends_after_rank_0_is_not_called_dead_and_who_was_dead_before_is(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    processes = {100: "gone", 101: "busy", 102: "gone", 103: "busy"}
+    processes = {100: "gone", 101: "busy", 102: "gone", 103: "busy", 104: "gone"}
     monkeypatch.setattr(stacks, "process_of", lambda pid, _: processes[pid])
     said: list[Message] = []
     watch, own = HangWatch(1, said.append), OwnRecorder()
     places = [Place("a", pid) for pid in processes]
-    watch.begin(own, Settings(10.0, 100.0), places, [{"fd": -1}] * 4)  # type: ignore[arg-type]
+    watch.begin(own, Settings(10.0, 100.0), places, [{"fd": -1}] * 5)  # type: ignore[arg-type]
     own.now = waits_for(1.0)
-    watch.lose_rank_0("gone")
+    watch.lose_rank_0("gone", left=[4])
     found = watch.verdict_on("low_latency_dispatch", 7)
     assert found is not None
     assert found.ranks == (0, 2)
