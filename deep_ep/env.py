@@ -83,7 +83,7 @@ WARN_S = Variable(
     "DEEP_EP_WARN_S",
     "seconds",
     "10",
-    "how long an operation waits until rank 0 says for whom and why, 0: it does not",
+    "how long an operation waits until one rank says for whom and why, 0: it does not",
 )
 DUMP_DIR = Variable(
     "DEEP_EP_DUMP_DIR",
