@@ -326,7 +326,7 @@ def recorder() -> int:
 
 
 def warn_s() -> float:
-    """Seconds of waiting until rank 0 says why; 0: it does not."""
+    """Seconds of waiting until one rank says why; 0: it does not."""
     return _number(WARN_S)
 
 
