@@ -41,6 +41,11 @@ class Fault:
     loses_path: bool = False
     blocks_s: float = 0.0
 
+    @property
+    def silences(self) -> bool:
+        """Whether the rank does not answer any more."""
+        return bool({"stopped", "busy"} & {*self.kinds})
+
     def is_named_by(self, cause: Cause, rank: int) -> bool:
         """Whether a cause says what happened to a rank, or to a path from it."""
         if cause.kind == "not_arrived" and cause.kind in self.kinds:

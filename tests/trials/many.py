@@ -40,7 +40,7 @@ def draw_without_rank_0(seed: int) -> Trial:
     """The trial of a seed in which rank 0 does not answer, and another rank has a fault that lasts."""
     rng = random.Random(seed)
     mode, num_ranks, ranks_per_node = _draw_group(rng)
-    silent = rng.choice([fault for fault in FAULTS if {"stopped", "busy"} & {*fault.kinds}])
+    silent = rng.choice([fault for fault in FAULTS if fault.silences])
     lasting = [
         fault for fault in FAULTS if fault.ends and not fault.hooked and not fault.loses_path
     ]
