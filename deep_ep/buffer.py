@@ -168,7 +168,7 @@ class Buffer:
         self.communicator.destroy()
 
     def set_hang_warning(self, seconds: float) -> None:
-        """Changes how long this rank waits in an operation until rank 0 logs for whom and why.
+        """Changes how long this rank waits in an operation until one rank logs for whom and why.
 
         Args:
             seconds: at least 0; 0: never. DEEP_EP_WARN_S is what it is at first.
@@ -181,11 +181,11 @@ class Buffer:
     def dump_state(self, directory: str | os.PathLike[str]) -> None:
         """Has rank 0 write what all ranks are doing into a folder, for `python -m deep_ep.diagnose hang`.
 
-        Does not wait: the files are there about a second later. Any rank may call it, at any time, also while
+        Where rank 0 does not answer, the lowest rank that does writes them. Does not wait: the files are there about a second later. Any rank may call it, at any time, also while
         operations hang.
 
         Args:
-            directory: on the host of rank 0; is made if it is not there.
+            directory: on the host of that rank; is made if it is not there.
         """
         self.communicator.dump(os.fspath(directory))
 

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from deep_ep.backend import Backend
     from deep_ep.buffer import Buffer
     from deep_ep.group import Group
+    from deep_ep.lines import Address
     from deep_ep.liveness import Liveness
     from deep_ep.rendezvous import Place
 
@@ -181,7 +182,7 @@ def connect(owner: object, group: Group, agreed: Agreement) -> Communicator:
         offers.append(liveness.offer(group.rank, places, topology.ranks_per_node))
         return handle, offers[0], stacks.offer()
 
-    def connect_to_all() -> str | None:
+    def connect_to_all() -> tuple[str | None, Address | None]:
         if selected.runs_in_streams and list(places).count(places[group.rank]) > 1:
             name = _name_of(handle for handle, *_ in allocated)
             claims.append(StreamClaims(name, selected.device().index or 0, group.rank))
@@ -193,13 +194,14 @@ def connect(owner: object, group: Group, agreed: Agreement) -> Communicator:
         offered = liveness.Offer.of(allocated[0][1])
         # Shorter than others wait for this rank in the next operation.
         patience_s = env.timeout_s() / 2 if settings.may_mask else 0.0
-        member, problem = liveness.join(owner, group.rank, natives[0], offered, patience_s)
+        own = group.rank, group.size, natives[0]
+        member, problem = liveness.join(owner, *own, offered, patience_s)
         members.append(member)
-        return problem
+        return problem, member.address if member is not None else None
 
     try:
         allocated = rendezvous.together(group, "allocating memory", allocate)
-        problems = rendezvous.together(group, "connecting", connect_to_all)
+        connected = rendezvous.together(group, "connecting", connect_to_all)
     except RuntimeError:
         for member in members:
             if member is not None:
@@ -211,7 +213,10 @@ def connect(owner: object, group: Group, agreed: Agreement) -> Communicator:
         for claimed in claims:
             claimed.release()
         raise
-    liveness.complete(offers[0], problems)
+    liveness.complete(offers[0], [problem for problem, _ in connected])
+    if members[0] is not None:
+        addresses = [address for _, address in connected]
+        members[0].introduce(addresses, places, topology.ranks_per_node)
     natives[0].release_handle()
     runtime = Runtime(natives[0], selected, topology, comm_streams[0])
     limits = Limits(

@@ -83,7 +83,7 @@ WARN_S = Variable(
     "DEEP_EP_WARN_S",
     "seconds",
     "10",
-    "how long an operation waits until rank 0 says for whom and why, 0: it does not",
+    "how long an operation waits until one rank says for whom and why, 0: it does not",
 )
 DUMP_DIR = Variable(
     "DEEP_EP_DUMP_DIR",
@@ -340,7 +340,7 @@ def recorder() -> int:
 
 
 def warn_s() -> float:
-    """Seconds of waiting until rank 0 says why; 0: it does not."""
+    """Seconds of waiting until one rank says why; 0: it does not."""
     return _number(WARN_S)
 
 

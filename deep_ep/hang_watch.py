@@ -1,5 +1,5 @@
 """One rank's part in finding out why an operation hangs: it says when it waits for long, answers where it is,
-and keeps the verdict (inquiry.py is rank 0's part).
+and keeps the verdict (inquiry.py is the part of who leads).
 
 All but what is marked runs in the thread that speaks for the rank (loop.py).
 """
@@ -7,10 +7,9 @@ All but what is marked runs in the thread that speaks for the rank (loop.py).
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Callable
@@ -38,10 +37,6 @@ _CALLS_PUBLISHED, _CALLS_TOLD = 8, 64
 _AGAIN = 4.0
 # Before an operation times out, there is a last inquiry: so long before, but not before half of the time.
 _FINAL_S, _SHORTEST_TIMEOUT_S = 3.0, 2.0
-# How long rank 0 may take to come to a verdict.
-_VERDICT_S = 2.0
-
-_log = logging.getLogger("deep_ep")
 
 TYPES = ("ask_state", "look", "verdict", "raised")
 _NUMBERED_TOGETHER = (DISPATCH, COMBINE, NORMAL_DISPATCH, NORMAL_COMBINE)
@@ -85,7 +80,7 @@ class HangWatch:
 
         Args:
             rank: this rank.
-            say: takes a message to rank 0; from any thread.
+            say: takes a message to rank 0, or who leads in its place; from any thread.
         """
         self.buffer = ""
         self.raised: dict[int, str] = {}
@@ -102,7 +97,8 @@ class HangWatch:
         self._places: Sequence[Place] = ()
         self._offers: Sequence[Any] = ()
         self._requests: dict[str, Request] = {}  # by folder
-        self._unanswered_s = 0.0  # since when rank 0 owes a verdict; 0: it does not
+        # Who was already gone when rank 0 was found to be; empty: it is not.
+        self._gone_with_0: set[int] = set()
 
     # ---- called by the program's threads
 
@@ -138,7 +134,7 @@ class HangWatch:
         self._waits_in = ("", 0)
 
     def ask_for_dump(self, directory: str, asked: Request | None = None) -> None:
-        """Has rank 0 write a dump of all ranks into a folder of its host.
+        """Has rank 0, or who leads in its place, write a dump of all ranks into a folder of its host.
 
         Args:
             directory: the folder.
@@ -179,18 +175,16 @@ class HangWatch:
                 self._said_final = self._said_final or is_final
                 self._next_warning_s = max(self._next_warning_s, waits.waited_s) * _AGAIN
                 self._say({"type": "stuck", "final": is_final})
-                self._unanswered_s = self._unanswered_s or time.monotonic()
-        else:
-            self._unanswered_s = 0.0
-        if self._unanswered_s and time.monotonic() - self._unanswered_s > _VERDICT_S:
-            self._unanswered_s = 0.0
-            self._judge_alone(own)
         self._publish(own)
         wanted = min(settings.warn_s or _LONGEST_S, settings.final_s) / 8
         return min(max(wanted, _SHORTEST_S), _LONGEST_S)
 
-    def handle(self, message: Message) -> None:
-        """What rank 0 says; `type` is one of `TYPES`.
+    def handle(self, message: Message, answer: Callable[[Message], None]) -> None:
+        """What rank 0 says, or who leads an inquiry in its place.
+
+        Args:
+            message: `type` is one of `TYPES`.
+            answer: says something to that rank.
 
         Raises:
             ValueError, TypeError, KeyError: that is none of the messages there are.
@@ -198,14 +192,13 @@ class HangWatch:
         own = self._recorder
         if message["type"] == "verdict":
             self._verdict = Verdict.of(message["verdict"])
-            self._unanswered_s = 0.0
             self._answer(message["dumped"])
         elif message["type"] == "raised":
             self.raised[int(message["rank"])] = str(message["text"])
         elif message["type"] == "look":
             # Whom it may send a signal to follows from what the ranks said when the buffer was made.
             process, threads = self._look_at(int(message["rank"]))
-            self._say(
+            answer(
                 {
                     "type": "seen",
                     "inquiry": message["inquiry"],
@@ -216,53 +209,48 @@ class HangWatch:
             )
         elif own is not None:
             state = own.state(_CALLS_TOLD, with_threads=True).plain()
-            self._say({"type": "state", "inquiry": message["inquiry"], "state": state})
+            answer({"type": "state", "inquiry": message["inquiry"], "state": state})
 
-    def lose_rank_0(self, process: Process) -> None:
-        """Rank 0 is "gone" or "unreachable": nobody else says so."""
-        if self._recorder is not None:
-            self._judge_alone(self._recorder, process)
+    def lose_rank_0(self, process: Process, left: Container[int] = ()) -> None:
+        """Rank 0 is gone, which ends operations before anybody can be asked.
 
-    def _judge_alone(self, own: Recorder, process: Process | None = None) -> None:
-        """Without rank 0, which does not answer. Only rank 1 says so in the log, so that one does.
-
-        Of other ranks only those are known that can be seen to be dead or stopped.
+        Of other ranks only those are known that are dead or stopped, on this host.
 
         Args:
-            own: what this rank can say of itself.
-            process: what is known of rank 0's.
+            process: "gone" or "unreachable".
+            left: ranks that ended in order.
         """
+        own = self._recorder
+        if own is None:
+            return
         state = own.state(_CALLS_TOLD, with_threads=False)
-        states = {self._rank: state, 0: self._state_of(0, state, process)}
-        for rank in state.waits.ranks() if state.waits is not None else ():
-            seen = self._state_of(rank, state)
-            if seen.process in ("gone", "stopped"):
-                states.setdefault(rank, seen)
+        states = {self._rank: state, 0: self._unheard(0, state, process)}
+        for rank, place in enumerate(self._places):
+            if rank not in states and rank not in left and place.host == state.host:
+                seen = stacks.process_of(place.pid, self._offers[rank])
+                if seen in ("gone", "stopped"):
+                    states[rank] = self._unheard(rank, state, seen)
+        self._gone_with_0 = {rank for rank in states if states[rank].process == "gone"}
         verdict = judge(states)
         known = tuple(cause for cause in verdict.causes if {*cause.ranks} <= states.keys())
         self._verdict = replace(verdict, causes=known)
-        if self._rank == 1 and known:
-            said = wording.line(self._verdict)
-            _log.warning("deep_ep: %s", said, extra={"verdict": self._verdict})
 
-    def _state_of(self, rank: int, own: RankState, process: Process | None = None) -> RankState:
-        """What can be seen of a rank, and what is known of its process."""
+    def _unheard(self, rank: int, own: RankState, process: Process) -> RankState:
         place = self._places[rank]
-        seen: Process = "silent"
-        threads: tuple[Thread, ...] = ()
-        if place.host == own.host:
-            seen, threads = self._look_at(rank)
         of_rank = rank, own.num_ranks, own.buffer, place.host, place.pid
-        return RankState(*of_rank, written_by=self._rank, process=process or seen, threads=threads)
+        return RankState(*of_rank, written_by=self._rank, process=process)
 
     def _look_at(self, rank: int) -> tuple[Process, tuple[Thread, ...]]:
-        return stacks.look_at(self._places[rank].pid, self._offers[rank])
+        process, threads = stacks.look_at(self._places[rank].pid, self._offers[rank])
+        if process == "gone" and self._gone_with_0 and rank not in self._gone_with_0:
+            process = "silent"  # its program may have ended because rank 0 is gone
+        return process, threads
 
     def _answer(self, dumped: dict[str, list[str]]) -> None:
         """Tells who has asked for dumps which files they are; none could be written if the list is empty."""
         said = wording.line(self._verdict) if self._verdict is not None else ""
         for folder in self._requests.keys() & dumped.keys():
-            error = "" if dumped[folder] else f"rank 0 cannot write into {folder}; see its log"
+            error = "" if dumped[folder] else f"{folder} cannot be written; see the logs"
             with contextlib.suppress(OSError, EPUsageError):  # who asked has gone
                 written = [Path(name) for name in dumped[folder]]
                 request.answer(self._requests.pop(folder), written, said, error)

@@ -1,6 +1,6 @@
-"""Why an operation hangs: how rank 0 comes to a verdict while ranks still wait.
+"""Why an operation hangs: how rank 0, or who leads in its place, comes to a verdict while ranks still wait.
 
-A rank that has been waiting for long says so. Rank 0 then asks all ranks where they are, lets a rank of the
+A rank that has been waiting for long says so. Who leads then asks all ranks where they are, lets a rank of the
 same host look at those that do not answer, and judges the states (hang/verdict.py). The verdict goes to all
 ranks, so that their exceptions carry it. As the arbiter (agreement.py), this does no input or output and reads
 no clock.
@@ -11,20 +11,31 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Callable
+from typing import TYPE_CHECKING, Any, Callable, Protocol
 
 from deep_ep.agreement import Message
 from deep_ep.hang.states import PROCESSES, Process, RankState
 from deep_ep.hang.verdict import Verdict, judge
 
 if TYPE_CHECKING:
-    from deep_ep.agreement import Arbiter
     from deep_ep.rendezvous import Place
 
 # How long ranks may take to say where they are, and others of their hosts to look at them. Chosen.
 _ANSWERS_S, _LOOKS_S = 0.8, 0.8
 
 TYPES = ("published", "stuck", "dump", "state", "seen", "raised")
+
+
+class Gone(Protocol):
+    """Who knows which ranks take part in nothing any more."""
+
+    @property
+    def dead(self) -> Mapping[int, str]:
+        """See `Decision.dead`."""
+
+    @property
+    def left(self) -> Mapping[int, int]:
+        """Ranks that ended in order, and the last operation they finished."""
 
 
 @dataclass(frozen=True)
@@ -58,13 +69,13 @@ class _Inquiry:
 
 
 class Inquiries:
-    """Rank 0's part. One thread at a time."""
+    """The part of who leads. One thread at a time."""
 
     def __init__(
         self,
         places: Sequence[Place],
         ranks_per_node: int,
-        arbiter: Arbiter,
+        gone: Gone,
         send: Callable[[int, Message], None],
         call_later: Callable[[float, Callable[[], None]], None],
         tell: Callable[[Told], None],
@@ -74,14 +85,14 @@ class Inquiries:
         Args:
             places: where the ranks run.
             ranks_per_node: where operations go by way of gateways.
-            arbiter: knows who is dead, and who has left.
+            gone: knows who is dead, and who has left.
             send: hands a message to a rank; must not wait.
             call_later: calls a function after so many seconds.
             tell: called with every verdict.
         """
         self._places = places
         self._ranks_per_node = ranks_per_node
-        self._arbiter = arbiter
+        self._gone = gone
         self._send, self._call_later, self._tell = send, call_later, tell
         self._published: dict[int, RankState] = {}
         self._raised: dict[int, str] = {}
@@ -128,13 +139,17 @@ class Inquiries:
             self._open.dump_to += [dump_to] if dump_to else []
             return
         self._number += 1
-        gone = self._arbiter.dead.keys() | self._arbiter.left.keys()
+        gone = self._gone.dead.keys() | self._gone.left.keys()
         asked = set(range(len(self._places))) - gone
         opened = self._open = _Inquiry(self._number, is_final, asked)
         opened.dump_to += [dump_to] if dump_to else []
         for rank in sorted(asked):
             self._send(rank, {"type": "ask_state", "inquiry": opened.number})
         self._call_later(_ANSWERS_S, lambda: self._have_looked_at(opened))
+
+    def drop(self) -> None:
+        """Another rank leads."""
+        self._open = None
 
     def _send_all(self, message: Message) -> None:
         for rank in range(len(self._places)):
@@ -161,7 +176,7 @@ class Inquiries:
         if opened is None:
             return
         heard = opened.states.keys() | opened.seen.keys()
-        gone = self._arbiter.dead.keys() | self._arbiter.left.keys()
+        gone = self._gone.dead.keys() | self._gone.left.keys()
         if opened.asked - gone <= heard:
             self._conclude(opened)
 
@@ -174,15 +189,14 @@ class Inquiries:
         self._tell(Told(verdict, states, opened.is_final, tuple(opened.dump_to)))
 
     def _state(self, rank: int, opened: _Inquiry) -> RankState:
-        arbiter = self._arbiter
-        if rank in opened.states and rank not in arbiter.dead:
+        if rank in opened.states and rank not in self._gone.dead:
             state = opened.states[rank]
-        elif rank in arbiter.dead:
-            process: Process = "unreachable" if arbiter.dead[rank] == "host" else "gone"
+        elif rank in self._gone.dead:
+            process: Process = "unreachable" if self._gone.dead[rank] == "host" else "gone"
             state = self._said_of(rank, process)
-        elif rank in arbiter.left:
+        elif rank in self._gone.left:
             ended = self._said_of(rank, "ended")
-            state = replace(ended, closed=arbiter.left[rank], opened=0)
+            state = replace(ended, closed=self._gone.left[rank], opened=0)
         else:
             state = opened.seen.get(rank) or self._said_of(rank, "silent")
         raised = state.raised or self._raised.get(rank, "")

@@ -27,6 +27,9 @@ _NO_ROUTE = {
     errno.ENETDOWN,
 }
 
+# Host and port.
+Address = tuple[str, int]
+
 
 class LineClosed(Exception):  # noqa: N818 - how a line ends, not an error
     """The other end is gone: `how` is "process" if its process ended, "host" if that is unreachable."""
@@ -112,6 +115,16 @@ class Line:
             self._unread += data
             if len(self._unread) > _LONGEST:
                 return self._messages()
+
+    def exchange(self) -> list[dict[str, Any]]:
+        """Sends what it can, and returns what has arrived; what the other end still sent before it closed, too.
+
+        Raises:
+            LineClosed, ValueError: as `receive`.
+        """
+        with contextlib.suppress(LineClosed):
+            self.flush()
+        return self.receive()
 
     def close(self) -> None:
         """Closes this end. May be repeated."""

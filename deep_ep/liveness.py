@@ -19,12 +19,13 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Callable, NamedTuple
 
 from deep_ep import agreement, dump_requests, hang_watch, rendezvous
 from deep_ep.agreement import Decision, Key, Message, Progress
 from deep_ep.errors import ranks_text
 from deep_ep.hang_watch import HangWatch
+from deep_ep.lines import Address
 from deep_ep.loop import Loop
 from deep_ep.rendezvous import Place
 from deep_ep.rules import COMBINE, DISPATCH, NORMAL_COMBINE, NORMAL_DISPATCH
@@ -182,8 +183,31 @@ class Liveness:
                 else Progress(**self._native.progress())
             )
 
-    def handle(self, message: Message) -> None:
-        """What rank 0 says.
+    def introduce(
+        self, addresses: Sequence[Any], places: Sequence[Place], ranks_per_node: int
+    ) -> None:
+        """All ranks have joined. By the program's thread.
+
+        Args:
+            addresses: where they listen, plain data, of `address`.
+            places: where they run.
+            ranks_per_node: where normal operations go by way of gateways; 0: they do not.
+        """
+        known = [None if plain is None else _address_of(plain) for plain in addresses]
+        if self.loop is not None:
+            self.loop.introduce(known, places, ranks_per_node)
+
+    @property
+    def address(self) -> Address | None:
+        """Where other ranks reach this one if rank 0 does not answer; `None`: nowhere."""
+        return self.loop.address if self.loop is not None else None
+
+    def handle(self, message: Message, answer: Callable[[Message], None] | None = None) -> None:
+        """What rank 0 says, or who leads an inquiry in its place.
+
+        Args:
+            message: of many types.
+            answer: says something to that rank; `None`: it is rank 0.
 
         Raises:
             ValueError, TypeError, KeyError: that is none of the messages there are.
@@ -191,7 +215,7 @@ class Liveness:
         type_ = message["type"]
         if type_ in hang_watch.TYPES:
             with self._native_lock:
-                self.hangs.handle(message)
+                self.hangs.handle(message, answer or self._say)
         elif type_ == "ask":
             self._say({"type": "progress", "round": int(message["round"]), "at": self.progress()})
         elif type_ == "decision":
@@ -214,8 +238,10 @@ class Liveness:
             self._changed.notify_all()
         if how and 0 not in self.left:
             with self._native_lock:
-                self.hangs.lose_rank_0("unreachable" if how == "host" else "gone")
+                self.hangs.lose_rank_0("unreachable" if how == "host" else "gone", self.left)
             self.handle({"type": "dead", "rank": 0, "how": how})
+            if self.loop is not None:
+                self.loop.lose_rank_0()
 
     def _look_at_own_waits(self, loop: Loop) -> None:
         with self._native_lock:
@@ -289,7 +315,7 @@ class Offer(NamedTuple):
         token: what who comes must know.
     """
 
-    address: tuple[str, int] | None
+    address: Address | None
     token: str
     problem: str = ""
 
@@ -303,10 +329,12 @@ class Offer(NamedTuple):
         if plain is None:
             return None
         address, token, problem = plain
-        if address is not None:
-            host, port = address
-            address = (str(host), int(port))
-        return Offer(address, str(token), str(problem))
+        return Offer(None if address is None else _address_of(address), str(token), str(problem))
+
+
+def _address_of(plain: Any) -> Address:
+    host, port = plain
+    return str(host), int(port)
 
 
 def offer(rank: int, places: Sequence[Place], ranks_per_node: int = 0) -> Offer | None:
@@ -327,17 +355,23 @@ def offer(rank: int, places: Sequence[Place], ranks_per_node: int = 0) -> Offer 
         return Offer(None, token, str(error))
     _hubs[token] = hub
     hub.start()
-    return Offer(hub.address, token)
+    return Offer(hub.door.address, token)
 
 
 def join(
-    buffer: Any, rank: int, native: NativeRuntime, offered: Offer | None, patience_s: float = 0.0
+    buffer: Any,
+    rank: int,
+    num_ranks: int,
+    native: NativeRuntime,
+    offered: Offer | None,
+    patience_s: float = 0.0,
 ) -> tuple[Liveness | None, str | None]:
     """Second step: takes rank 0's offer.
 
     Args:
         buffer: says goodbye when it is collected.
         rank: this rank.
+        num_ranks: size of the group.
         native: runtime of the buffer, connected.
         offered: by rank 0.
         patience_s: see `Liveness`; 0 unless ranks may be masked.
@@ -356,7 +390,7 @@ def join(
         if hub is not None:
             hub.take_in(member)
         else:
-            Spoke(member, offered.address, offered.token).start()
+            Spoke(member, offered.address, offered.token, num_ranks).start()
     except (OSError, ValueError) as error:
         return member, f"{type(error).__name__}: {error}"
     return member, None

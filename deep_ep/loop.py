@@ -20,7 +20,8 @@ from collections.abc import Sequence
 from typing import Callable, Protocol
 
 from deep_ep.agreement import Message, Progress
-from deep_ep.lines import Bell, Line
+from deep_ep.lines import Address, Bell, Line
+from deep_ep.rendezvous import Place
 
 # How long the end of a process waits for its last words to be sent; chosen.
 _END_S = 1.0
@@ -33,6 +34,8 @@ class Member(Protocol):
     """A rank of this process, as the thread that speaks for it sees it."""
 
     rank: int
+    dead: dict[int, str]
+    left: dict[int, int]
 
     def attach(self, loop: Loop) -> None:
         """From now on that thread speaks for this rank."""
@@ -40,8 +43,8 @@ class Member(Protocol):
     def progress(self) -> Progress:
         """Where this rank is."""
 
-    def handle(self, message: Message) -> None:
-        """What rank 0 says."""
+    def handle(self, message: Message, answer: Callable[[Message], None] | None = None) -> None:
+        """What rank 0 says, or who leads in its place; `answer` says something to that rank."""
 
     def lose(self, how: str) -> None:
         """The connection to rank 0 has ended."""
@@ -87,6 +90,26 @@ class Loop(ABC):
         if descriptor >= 0 and descriptor not in self._selector.get_map():
             self._selector.register(descriptor, selectors.EVENT_READ, action)
 
+    def ignore(self, descriptor: int) -> None:
+        """The opposite of `listen`, and of `watch`. From that thread only."""
+        with contextlib.suppress(KeyError, ValueError):
+            self._selector.unregister(descriptor)
+
+    def watch(self, line: Line, on_ready: Callable[[], None]) -> None:
+        """Has the thread call it when a connection has something, or takes what is unsent. From that thread only."""
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if line.has_unsent else 0)
+        try:
+            self._selector.get_key(line)
+        except KeyError:
+            self._selector.register(line, events, on_ready)
+        else:
+            self._selector.modify(line, events, on_ready)
+
+    def drop(self, line: Line) -> None:
+        """Closes a connection. From that thread only."""
+        self.ignore(line.fileno())
+        line.close()
+
     def join(self, timeout_s: float) -> None:
         """Waits for the end of the thread."""
         self._thread.join(timeout_s)
@@ -112,6 +135,21 @@ class Loop(ABC):
     @abstractmethod
     def leave_all(self) -> None:
         """The process ends in order."""
+
+    @property
+    @abstractmethod
+    def address(self) -> Address | None:
+        """Where ranks of other processes connect; `None`: nowhere."""
+
+    @abstractmethod
+    def introduce(
+        self, addresses: Sequence[Address | None], places: Sequence[Place], ranks_per_node: int
+    ) -> None:
+        """All ranks have joined: where they listen and run, see `Deputy.introduce`. From any thread."""
+
+    @abstractmethod
+    def lose_rank_0(self) -> None:
+        """A rank of this process has learnt that rank 0 is gone, and did not say goodbye."""
 
     @abstractmethod
     def fail(self) -> None:
@@ -143,19 +181,6 @@ class Loop(ABC):
         with contextlib.suppress(queue.Empty):
             while self._running:
                 self._posted.get_nowait()()
-
-    def _watch(self, line: Line, on_ready: Callable[[], None]) -> None:
-        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if line.has_unsent else 0)
-        try:
-            if self._selector.get_key(line).events != events:
-                self._selector.modify(line, events, on_ready)
-        except KeyError:
-            self._selector.register(line, events, on_ready)
-
-    def _unwatch(self, line: Line) -> None:
-        with contextlib.suppress(KeyError, ValueError):
-            self._selector.unregister(line)
-        line.close()
 
 
 def _end_all() -> None:

@@ -57,20 +57,25 @@ def look_at(pid: int, offered: Any) -> tuple[Process, tuple[Thread, ...]]:
         offered: what `offer` returned there.
 
     Returns:
-        "gone", "stopped" or "busy", or "silent" where it cannot be seen; and its threads, the main thread first.
+        As `process_of`; and its threads, the main thread first, if it runs.
     """
+    process = process_of(pid, offered)
+    fd = int(offered["fd"]) if process == "busy" else -1
+    return process, _threads(pid, fd) if fd >= 0 else ()
+
+
+def process_of(pid: int, offered: Any) -> Process:
+    """ "gone", "stopped" or "busy", or "silent" where it cannot be seen; of a process as in `look_at`."""
     try:
-        fd, started, space = (int(offered[name]) for name in ("fd", "started", "space"))
+        _, started, space = (int(offered[name]) for name in ("fd", "started", "space"))
     except (TypeError, ValueError, KeyError):
-        return "silent", ()
+        return "silent"
     if space != _space():  # a container, where the number is that of another process
-        return "silent", ()
+        return "silent"
     state = _field(pid, 3)
     if state is None or state in "ZX" or _started(pid) != started:
-        return "gone", ()
-    if state in "Tt":
-        return "stopped", ()
-    return "busy", _threads(pid, fd) if fd >= 0 else ()
+        return "gone"
+    return "stopped" if state in "Tt" else "busy"
 
 
 def _threads(pid: int, fd: int) -> tuple[Thread, ...]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hmac
 import logging
 import selectors
 import socket
@@ -12,18 +11,18 @@ from collections.abc import Sequence
 
 from deep_ep import inquiry
 from deep_ep.agreement import Arbiter, Message
-from deep_ep.hang import traces, wording
-from deep_ep.hang.cause import Verdict
+from deep_ep.announcement import Announcer
+from deep_ep.deputy import LAST_WORDS_S, Deputy
+from deep_ep.door import Door
 from deep_ep.inquiry import Inquiries, Told
-from deep_ep.lines import Line, LineClosed, descriptors_left
+from deep_ep.lines import Address, Line, LineClosed, descriptors_left
 from deep_ep.loop import Loop, Member
 from deep_ep.rendezvous import Place
+from deep_ep.succession import REQUESTS
 
 # How long a rank may take to connect, and descriptors that are left to the program. Chosen.
 _CONNECT_S = 10.0
 _SPARE_DESCRIPTORS = 64
-# Until those who are told of a death have ended what waited for that rank. Chosen.
-_LAST_WORDS_S = 0.2
 
 _log = logging.getLogger("deep_ep")
 
@@ -32,8 +31,7 @@ class Hub(Loop):
     """Rank 0's thread: the arbiter, the ranks of this process, and connections to all others.
 
     Attributes:
-        address: where the others connect, host and port.
-        listener: takes their connections until all are in.
+        door: where the others connect, until all are in.
         lines: the connections, by rank.
     """
 
@@ -47,7 +45,6 @@ class Hub(Loop):
                 "allowed; raise RLIMIT_NOFILE (ulimit -n)"
             )
         super().__init__("deep_ep.liveness hub")
-        self._token = token
         self._arbiter = Arbiter(num_ranks, self._send, self.call_later, time.monotonic)
         self._inquiries = Inquiries(
             places, ranks_per_node, self._arbiter, self._send, self.call_later, self._tell
@@ -55,14 +52,8 @@ class Hub(Loop):
         self._num_ranks = num_ranks
         self._members: dict[int, Member] = {}
         self.lines: dict[int, Line] = {}
-        self._strangers: list[Line] = []
-        self._told: list[object] = []
-        self._dumps_to = traces.default_folder()
-        loopback = address.startswith("127.")
-        self.listener = socket.create_server((address if loopback else "", 0), backlog=num_ranks)
-        self.listener.setblocking(False)
-        self.address = (address, int(self.listener.getsockname()[1]))
-        self._selector.register(self.listener, selectors.EVENT_READ, self._accept)
+        self._announcer = Announcer()
+        self.door = Door(self, address, token, num_ranks, self._has_place, self._admit)
 
     def take_in(self, member: Member) -> None:
         """A rank of this process joins; from any thread."""
@@ -71,11 +62,7 @@ class Hub(Loop):
 
     def complete(self, unreachable: Sequence[int]) -> None:
         """All ranks have connected, but for these."""
-        self._selector.unregister(self.listener)
-        self.listener.close()
-        for line in self._strangers:
-            self._unwatch(line)
-        self._strangers.clear()
+        self.door.shut()
         for rank in unreachable:
             self._arbiter.unwatch(rank)
 
@@ -105,25 +92,32 @@ class Hub(Loop):
         for member in self.members():
             member.lose("")
 
+    def introduce(
+        self, addresses: Sequence[Address | None], places: Sequence[Place], ranks_per_node: int
+    ) -> None:
+        """Rank 0 leads, so its process asks nobody else to."""
+
+    @property
+    def address(self) -> Address | None:
+        return None
+
+    def lose_rank_0(self) -> None:
+        """Its ranks are gone with it."""
+
     def forget(self) -> None:
         super().forget()
-        self.listener.close()
-        for line in (*self.lines.values(), *self._strangers):
+        self.door.forget()
+        for line in self.lines.values():
             line.close()
 
     def _tell(self, told: Told) -> None:
         """A verdict: to the log, to all ranks, and where dumps go."""
-        said = _said(told.verdict)
-        if said and said != self._told:
-            self._told = said
-            _log.warning("deep_ep: %s", wording.line(told.verdict), extra={"verdict": told.verdict})
-        folders = [*told.dump_to]
-        if told.is_final and self._dumps_to is not None:
-            folders.append(str(self._dumps_to / told.verdict.buffer))
-        dumped = {folder: _dump(folder, told) for folder in dict.fromkeys(folders)}
-        message = {"type": "verdict", "verdict": told.verdict.plain(), "dumped": dumped}
+        message = self._announcer.announce(told)
         for rank in (*self._members, *self.lines):
             self._send(rank, message)
+
+    def _has_place(self, rank: int) -> bool:
+        return rank not in self.lines and rank not in self._members
 
     def _stop_if_last(self) -> None:
         if not self._members and not self.lines:
@@ -139,64 +133,30 @@ class Hub(Loop):
                 line.send(message)
             except LineClosed:
                 return  # heard of when it is read, behind what it still sent
-            self._watch(line, lambda: self._serve(rank))
+            self.watch(line, lambda: self._serve(rank))
 
     def _hand(self, rank: int, message: Message) -> None:
         if rank in self._members:
             self._members[rank].handle(message)
 
-    def _accept(self) -> None:
-        with contextlib.suppress(OSError):
-            line = Line(self.listener.accept()[0])
-            self._strangers.append(line)
-            if len(self._strangers) > 2 * self._num_ranks:
-                self._unwatch(self._strangers.pop(0))
-            self._watch(line, lambda: self._greet(line))
-
-    def _greet(self, line: Line) -> None:
-        """Lets a stranger in that knows the token."""
-        try:
-            messages = line.receive()
-            if not messages:
-                return
-            rank = self._admitted(messages[0])
-            line.send({"type": "welcome"})
-        except (LineClosed, ValueError, TypeError, KeyError):
-            with contextlib.suppress(ValueError):  # there were too many
-                self._strangers.remove(line)
-            self._unwatch(line)
-            return
-        self._strangers.remove(line)
+    def _admit(self, rank: int, line: Line, said: Sequence[Message]) -> None:
         self.lines[rank] = line
-        self._selector.modify(line, selectors.EVENT_READ, lambda: self._serve(rank))
-
-    def _admitted(self, message: Message) -> int:
-        """The rank that says hello.
-
-        Raises:
-            ValueError, TypeError, KeyError: it may not come in.
-        """
-        token, rank = str(message["token"]), int(message["rank"])
-        if not hmac.compare_digest(token.encode(), self._token.encode()):
-            raise ValueError("the token is wrong")
-        if not 0 < rank < self._num_ranks or rank in self.lines or rank in self._members:
-            raise ValueError(f"there is no place for rank {rank}")
-        return rank
+        self.watch(line, lambda: self._serve(rank))
+        for message in said:
+            self.say(rank, message)
 
     def _serve(self, rank: int) -> None:
         line = self.lines.get(rank)
         if line is None:
             return
         try:
-            with contextlib.suppress(LineClosed):  # behind what it still sent
-                line.flush()
-            for message in line.receive():
+            for message in line.exchange():
                 self.say(rank, message)
-            self._watch(line, lambda: self._serve(rank))
+            self.watch(line, lambda: self._serve(rank))
         except LineClosed as closed:
             self._drop(rank)
             self._arbiter.lose(rank, closed.how)
-            self.call_later(_LAST_WORDS_S, lambda: self._inquiries.ask(is_final=True))
+            self.call_later(LAST_WORDS_S, lambda: self._inquiries.ask(is_final=True))
             self._stop_if_last()
         except (ValueError, TypeError, KeyError) as error:
             _log.warning("deep_ep: what rank %d says is not understood: %s", rank, error)
@@ -204,7 +164,7 @@ class Hub(Loop):
             self._arbiter.unwatch(rank)
 
     def _drop(self, rank: int) -> None:
-        self._unwatch(self.lines.pop(rank))
+        self.drop(self.lines.pop(rank))
 
 
 class Spoke(Loop):
@@ -214,25 +174,32 @@ class Spoke(Loop):
         line: the connection.
     """
 
-    def __init__(self, member: Member, address: tuple[str, int], token: str) -> None:
+    def __init__(self, member: Member, address: Address, token: str, num_ranks: int) -> None:
         super().__init__(f"deep_ep.liveness rank {member.rank}")
         self._member = member
         connection = socket.create_connection(address, _CONNECT_S)
         self.line = Line(connection)
         self.line.send({"token": token, "rank": member.rank})
         self._await_welcome(connection)
+        host = str(connection.getsockname()[0])
+        to_0 = self._say_to_rank_0, self._has_rank_0
+        self._deputy = Deputy(self, member, num_ranks, token, host, *to_0)
         member.attach(self)
-        self._watch(self.line, self._serve)
+        self.watch(self.line, self._serve)
 
     def members(self) -> Sequence[Member]:
         return [self._member]
 
+    def introduce(
+        self, addresses: Sequence[Address | None], places: Sequence[Place], ranks_per_node: int
+    ) -> None:
+        self.post(lambda: self._deputy.introduce(addresses, places, ranks_per_node))
+
     def say(self, rank: int, message: Message) -> None:
-        try:
-            self.line.send(message)
-        except LineClosed:
-            return  # heard of when it is read
-        self._watch(self.line, self._serve)
+        if message["type"] in REQUESTS:
+            self._deputy.request(message)
+        else:
+            self._say_to_rank_0(message)
 
     def leave(self, rank: int, closed: int) -> None:
         with contextlib.suppress(LineClosed):
@@ -250,6 +217,23 @@ class Spoke(Loop):
     def forget(self) -> None:
         super().forget()
         self.line.close()
+        self._deputy.close()
+
+    @property
+    def address(self) -> Address | None:
+        return self._deputy.address
+
+    def _has_rank_0(self) -> bool:
+        return self.line.fileno() >= 0
+
+    def _say_to_rank_0(self, message: Message) -> None:
+        if not self._has_rank_0():
+            return
+        try:
+            self.line.send(message)
+        except LineClosed:
+            return  # heard of when it is read
+        self.watch(self.line, self._serve)
 
     def _await_welcome(self, connection: socket.socket) -> None:
         with selectors.DefaultSelector() as waiting:
@@ -263,36 +247,20 @@ class Spoke(Loop):
 
     def _serve(self) -> None:
         try:
-            with contextlib.suppress(LineClosed):  # behind what it still sent
-                self.line.flush()
-            for message in self.line.receive():
+            for message in self.line.exchange():
                 if message.get("type") == "off":
                     self._end("")
                     return
+                self._deputy.hear_of(0, message)
                 self._member.handle(message)
-            self._watch(self.line, self._serve)
+            self.watch(self.line, self._serve)
         except LineClosed as closed:
             self._end(closed.how)
 
     def _end(self, how: str) -> None:
         """No more of rank 0; what the rank itself looks for goes on."""
-        self._unwatch(self.line)
+        self.drop(self.line)
         self._member.lose(how)
 
-
-def _dump(folder: str, told: Told) -> list[str]:
-    """The files that were written; none if that failed."""
-    try:
-        files = traces.write_dump(folder, told.states, told.verdict)
-    except OSError as error:
-        _log.warning("deep_ep: no dump in %s: %s", folder, error)
-        return []
-    else:
-        read = "python -m deep_ep.diagnose hang"
-        _log.warning("deep_ep: %d files in %s; %s %s", len(files), folder, read, folder)
-        return [str(file) for file in files]
-
-
-def _said(verdict: Verdict) -> list[object]:
-    """What makes one verdict another one than the last."""
-    return [(c.kind, c.ranks, c.series, c.number, c.paths, c.circle) for c in verdict.causes]
+    def lose_rank_0(self) -> None:
+        self._deputy.lose_rank_0()

@@ -160,6 +160,19 @@ def test_a_dump_that_is_asked_for_meanwhile_comes_with_the_verdict() -> None:
     assert rank_0.told[0].dump_to == ("/somewhere",)
 
 
+def test_who_hands_over_comes_to_no_verdict_of_its_own() -> None:
+    rank_0 = Rank0()
+    rank_0.hear(1, "stuck", final=False)
+    rank_0.inquiries.drop()
+    rank_0.answer({rank: waiting(rank) for rank in range(3)} | {3: elsewhere(3)})
+    rank_0.pass_time(1.0)
+    rank_0.pass_time(1.0)
+    assert not rank_0.told
+    rank_0.hear(1, "stuck", final=False)
+    rank_0.pass_time(2.0)
+    assert rank_0.told
+
+
 @pytest.mark.parametrize(
     "message",
     [
@@ -195,7 +208,7 @@ class OwnRecorder:
         return 1, 1
 
     def state(self, most_calls: int, with_threads: bool) -> RankState:
-        return RankState(1, 4)
+        return RankState(1, 4, host="a", waits=self.now)
 
 
 def waits_for(seconds: float, number: int = 7) -> Waits:
@@ -228,6 +241,27 @@ def test_zero_seconds_warn_of_nothing_but_the_end_is_told() -> None:
         watch.look()
     watch.close()
     assert [m["final"] for m in said if m["type"] == "stuck"] == [True]
+
+
+def test_who_ends_after_rank_0_is_not_called_dead_and_who_was_dead_before_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    processes = {100: "gone", 101: "busy", 102: "gone", 103: "busy", 104: "gone"}
+    monkeypatch.setattr(stacks, "process_of", lambda pid, _: processes[pid])
+    said: list[Message] = []
+    watch, own = HangWatch(1, said.append), OwnRecorder()
+    places = [Place("a", pid) for pid in processes]
+    watch.begin(own, Settings(10.0, 100.0), places, [{"fd": -1}] * 5)  # type: ignore[arg-type]
+    own.now = waits_for(1.0)
+    watch.lose_rank_0("gone", left=[4])
+    found = watch.verdict_on("low_latency_dispatch", 7)
+    assert found is not None
+    assert found.ranks == (0, 2)
+    processes[103] = "gone"
+    for rank in (2, 3):
+        watch.handle({"type": "look", "inquiry": 1, "rank": rank}, said.append)
+    watch.close()
+    assert [(one["rank"], one["process"]) for one in said] == [(2, "gone"), (3, "silent")]
 
 
 # --- stacks from outside --------------------------------------------------------------------------

@@ -69,9 +69,11 @@ def start(buffer: Buffer, group: Any, places: Sequence[Place], native: Any) -> l
     """All steps of connecting a rank. Collective."""
     own = liveness.offer(group.rank, places)
     offered = liveness.Offer.of(group.all_gather_object(own)[0])
-    member, problem = liveness.join(buffer, group.rank, native, offered)
-    liveness.complete(own, group.all_gather_object(problem))
+    member, problem = liveness.join(buffer, group.rank, len(places), native, offered)
     assert member is not None
+    joined = group.all_gather_object((problem, member.address))
+    liveness.complete(own, [problem for problem, _ in joined])
+    member.introduce([address for _, address in joined], places, 0)
     return member
 
 
@@ -330,16 +332,16 @@ def test_only_who_knows_the_token_comes_in() -> None:
             b"[]\n",
             b"\x80\x04.\n",
         ):
-            with socket.create_connection(hub.address, LONG_S) as stranger:
+            with socket.create_connection(hub.door.address, LONG_S) as stranger:
                 stranger.settimeout(LONG_S)
                 stranger.sendall(message)
                 assert stranger.recv(100) == b""
-        with socket.create_connection(hub.address, LONG_S) as member:
+        with socket.create_connection(hub.door.address, LONG_S) as member:
             member.settimeout(LONG_S)
             member.sendall(b'{"token":"token","rank":1}\n')
             assert json.loads(member.recv(100)) == {"type": "welcome"}
             hub.post(lambda: hub.complete([2]))
-            until(lambda: hub.listener.fileno() == -1)
+            until(lambda: hub.door.listener.fileno() == -1)
             assert member.getpeername()[0] == "127.0.0.1"
     finally:
         hub.post(hub.leave_all)
@@ -362,7 +364,7 @@ def test_a_fault_of_a_thread_is_no_death(
     by_sockets: None, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with star(3) as ranks:
-        monkeypatch.setattr(ranks[1].member, "handle", lambda message: 1 / 0)
+        monkeypatch.setattr(ranks[1].member, "handle", lambda *_: 1 / 0)
         decision = ranks[2].agree([1])
         assert decision is not None
         assert (decision.dead, decision.silent) == ({}, (1,))

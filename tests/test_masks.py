@@ -18,6 +18,7 @@ import torch.distributed as dist
 import deep_ep
 from deep_ep import diagnose
 from deep_ep.errors import EPArgumentError, EPError, EPUsageError
+from deep_ep.group import thread_groups
 from exchange import (
     Inputs,
     Mode,
@@ -669,3 +670,23 @@ def test_a_diagnosis_leaves_a_masked_rank_out(patient: Ranks) -> None:
     snapshots = [s for s in patient.run(rounds) if s.rank != MASKED]
     found = diagnose.judge(diagnose.gather(snapshots))
     assert {verdict.key for verdict in found.verdicts} == {(diagnose.COMP_SLOW, 1)}
+
+
+def test_ranks_that_are_not_masked_compare_their_counters_as_a_group(patient: Ranks) -> None:
+    mask(patient, [MASKED])
+    inputs = make_inputs(SHAPE)
+    patient.run(lambda _, buffer: buffer.enable_counters(ring=64))
+    active = [rank for rank in ALL if rank != MASKED]
+    groups = dict(zip(active, thread_groups(len(active))))
+
+    def rounds(rank: int, buffer: deep_ep.Buffer) -> diagnose.Diagnosis | None:
+        for _ in range(40 if rank != MASKED else 0):
+            if rank == 1:
+                keep_busy(buffer, 5_000_000)
+            dispatch(buffer, inputs[rank], SHAPE, BF16)
+        return diagnose.run(buffer, groups[rank]) if rank in groups else None
+
+    found = [diagnosis for diagnosis in patient.run(rounds) if diagnosis is not None]
+    assert [{verdict.key for verdict in one.verdicts} for one in found] == [
+        {(diagnose.COMP_SLOW, 1)}
+    ]

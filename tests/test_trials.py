@@ -19,7 +19,7 @@ def test_random_faults_are_named_and_nobody_else() -> None:
     seeds = range(1, NUM_TRIALS + 1)
     struck = {name for seed in seeds for name in draw(seed).victims.values()}
     assert struck == {fault.name for fault in FAULTS}
-    done: list[Judged] = list(run_all(seeds))
+    done: list[Judged] = list(run_all(map(draw, seeds)))
     accused = [(judged.trial, judged.accused) for judged in done if judged.accused]
     assert not accused
     complaints = [(judged.trial, judged.complaints) for judged in done if judged.complaints]

@@ -2,6 +2,7 @@
 
     python tools/trials.py --trials 300            new seeds, and a table
     python tools/trials.py --seed 12345            one seed again, with what was said
+    python tools/trials.py --without-rank-0        rank 0 does not answer, and another rank has a fault, too
 
 What a seed does, and what counts as right, is in tests/trials.
 """
@@ -20,7 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from trials.judge import Judged  # noqa: E402
-from trials.many import WARN_S, draw, run_all, run_trial  # noqa: E402
+from trials.many import WARN_S, draw, draw_without_rank_0, run_all, run_trial  # noqa: E402
 
 
 def main() -> int:
@@ -31,15 +32,17 @@ def main() -> int:
     parser.add_argument("--seed", type=int, help="only this one")
     parser.add_argument("--trials", type=int, default=300, help="how many (300)")
     parser.add_argument("--first", type=int, help="first seed (the time, so that they are new)")
+    parser.add_argument("--without-rank-0", action="store_true", help="rank 0 does not answer")
     args = parser.parse_args()
+    drawn = draw_without_rank_0 if args.without_rank_0 else draw
     if args.seed is not None:
-        judged = run_trial(draw(args.seed))
+        judged = run_trial(drawn(args.seed))
         tell(judged)
         print(*judged.said, sep="\n")
         return 0 if judged.is_right else 1
     first = int(time.time()) if args.first is None else args.first
     done = []
-    for judged in run_all(range(first, first + args.trials)):
+    for judged in run_all(map(drawn, range(first, first + args.trials))):
         done.append(judged)
         if not judged.is_right:
             tell(judged)

@@ -232,6 +232,10 @@ void bind_runtime(py::module_& m) {
         .def(
             "delay", [](Runtime& self, uint64_t ns) { self.device().delay(ns); }, "ns"_a, Release())
         .def(
+            "block_stream",
+            [](Runtime& self, uint64_t ns) { self.device().block_stream(ns); },
+            "ns"_a)
+        .def(
             "set_path_fault",
             [](Runtime& self, int dst, uint64_t delay_ns, double bytes_per_s) {
                 self.memory().set_path_fault(dst, delay_ns, bytes_per_s);

@@ -28,6 +28,7 @@ class Fault:
         raises: whether all ranks raise at once, with no cause that has to be looked for.
         loses_path: whether it is the path to the next rank of its node that fails, and the rank is fine.
         hooked: whether it strikes between the two halves of an operation.
+        blocks_s: for how long its stream has other work, ahead of its operation; 0: it has none.
     """
 
     name: str
@@ -38,6 +39,12 @@ class Fault:
     raises: bool = False
     hooked: bool = False
     loses_path: bool = False
+    blocks_s: float = 0.0
+
+    @property
+    def silences(self) -> bool:
+        """Whether the rank does not answer any more."""
+        return bool({"stopped", "busy"} & {*self.kinds})
 
     def is_named_by(self, cause: Cause, rank: int) -> bool:
         """Whether a cause says what happened to a rank, or to a path from it."""
@@ -79,6 +86,8 @@ FAULTS = (
     Fault("raised and cleans up", _fail_and_clean_up, ("not_called",), ends=True),
     Fault("stands between two halves", _fail_and_clean_up, ("not_called",), ends=True, hooked=True),
     Fault("loses what it sends", kinds=("not_arrived",), ends=True, loses_path=True),
+    Fault("stream is busy", kinds=("not_started",), ends=True, blocks_s=FOR_EVER_S),
+    Fault("stream is busy for a while", kinds=("not_started",), recovers=True, blocks_s=A_WHILE_S),
     Fault("compiles for a while", _compile, ("not_called",), recovers=True),
     Fault("leaves out an operation", kinds=("not_called",), raises=False),
     Fault("calls another operation", kinds=("mismatch",), raises=True),

@@ -53,7 +53,9 @@ def judge(trial: Trial, outcomes: Sequence[Outcome]) -> Judged:
     verdicts = [verdict for verdict, _ in lines]
     verdicts += [one.verdict for one in seen.values() if one.verdict is not None]
     causes: list[Cause] = [c for plain in verdicts for c in Verdict.of(plain).causes]
-    has_dead = any(fault.name == "killed" for fault in faults.values())
+    # A death ends the operation before anybody can tell what else is wrong, if rank 0 can say who died.
+    ends_all = any(fault.name == "killed" for fault in faults.values())
+    ends_all = ends_all and not (0 in faults and faults[0].silences)
     named = {}
     for rank, fault in faults.items():
         texts = [one.error for r, one in seen.items() if r != rank]
@@ -61,8 +63,7 @@ def judge(trial: Trial, outcomes: Sequence[Outcome]) -> Judged:
         by_error = fault.raises and any(_names(text, rank) for _, text in texts)
         if fault.name == "killed":
             by_error = any(f"rank {rank} is dead" in text for _, text in texts)
-        # A death ends the operation before anybody can tell what else is wrong.
-        hidden = has_dead and fault.name != "killed"
+        hidden = ends_all and fault.name != "killed"
         named[rank] = by_cause or by_error or hidden
     accused = {rank for cause in causes for rank in cause.ranks} - faults.keys()
     for rank, one in seen.items():

@@ -21,8 +21,7 @@ _TWO_FAULTS = 0.2
 def draw(seed: int) -> Trial:
     """The trial of a seed."""
     rng = random.Random(seed)
-    mode = rng.choice(["low latency", "normal"])
-    num_ranks, ranks_per_node = rng.choice([(4, 4), (4, 2), (8, 8), (8, 4)])
+    mode, num_ranks, ranks_per_node = _draw_group(rng)
     # A normal operation has no hooks.
     kinds = [fault for fault in FAULTS if not (fault.hooked and mode == "normal")]
     # Nor is a path to a rank that says nothing.
@@ -37,8 +36,25 @@ def draw(seed: int) -> Trial:
     return Trial(seed, mode, num_ranks, ranks_per_node, victims, at_combine)
 
 
-def run_trial(trial: Trial) -> Judged:
-    """Its outcome."""
+def draw_without_rank_0(seed: int) -> Trial:
+    """The trial of a seed in which rank 0 does not answer, and another rank has a fault that lasts."""
+    rng = random.Random(seed)
+    mode, num_ranks, ranks_per_node = _draw_group(rng)
+    silent = rng.choice([fault for fault in FAULTS if fault.silences])
+    lasting = [
+        fault for fault in FAULTS if fault.ends and not fault.hooked and not fault.loses_path
+    ]
+    victims = {0: silent.name, rng.randrange(1, num_ranks): rng.choice(lasting).name}
+    return Trial(seed, mode, num_ranks, ranks_per_node, victims, rng.random() < 0.5)
+
+
+def _draw_group(rng: random.Random) -> tuple[str, int, int]:
+    """Its mode, size, and ranks to a node."""
+    return rng.choice(["low latency", "normal"]), *rng.choice([(4, 4), (4, 2), (8, 8), (8, 4)])
+
+
+def run_trial(trial: Trial, **variables: str) -> Judged:
+    """Its outcome, with these variables of the environment besides those of all trials."""
     environment = {
         "DEEP_EP_WARN_S": str(WARN_S),
         "DEEP_EP_TIMEOUT_S": str(TIMEOUT_S),
@@ -47,12 +63,13 @@ def run_trial(trial: Trial) -> Judged:
         "DEEP_EP_CPU_CLOCK": "wall"
         if any(f.loses_path for f in trial.faults().values())
         else "rank",
+        **variables,
     }
     outcomes = run_processes(run, trial.num_ranks, trial, env=environment, timeout_s=_PATIENCE_S)
     return judge(trial, outcomes)
 
 
-def run_all(seeds: Iterable[int]) -> Iterator[Judged]:
+def run_all(trials: Iterable[Trial]) -> Iterator[Judged]:
     """All of them, as they end."""
     with ThreadPoolExecutor(_ABREAST) as pool:
-        yield from pool.map(lambda seed: run_trial(draw(seed)), seeds)
+        yield from pool.map(run_trial, trials)

@@ -114,10 +114,15 @@ class _Rank:
         if fault is not None and fault.loses_path:
             self._lose_path()
         if fault is not None and not self.trial.at_combine and not fault.hooked:
-            fault.act()
+            self._strike(fault)
         if self.trial.mode == "low latency":
             return self._low_latency(fault)
         return self._normal(fault)
+
+    def _strike(self, fault: Fault) -> None:
+        if fault.blocks_s:
+            self.buffer.runtime.native.block_stream(round(fault.blocks_s * 1e9))
+        fault.act()
 
     def _lose_path(self) -> None:
         """To the next rank of the node; what is sent there comes when the trial is over."""
@@ -141,7 +146,7 @@ class _Rank:
             fault.act()
             hook()
         if fault is not None and self.trial.at_combine:
-            fault.act()
+            self._strike(fault)
         return torch.equal(self._combine_low_latency(recv_x, self.handle), self.x)
 
     def _combine_low_latency(self, x: torch.Tensor, handle: Any) -> torch.Tensor:
@@ -168,7 +173,7 @@ class _Rank:
         )
         self.x_again = recv_x
         if fault is not None and (self.trial.at_combine or fault.hooked):
-            fault.act()
+            self._strike(fault)
         combined, _, _ = self.buffer.combine(recv_x, self.handle, config=CONFIG)
         copies = in_rank.sum(1, keepdim=True)
         return torch.equal(combined, (self.x.float() * copies).bfloat16())

@@ -128,6 +128,7 @@ uint64_t Device::now_ns() {
 }
 
 void Device::delay(uint64_t) { refuse_on_cuda("delay"); }
+void Device::block_stream(uint64_t) { refuse_on_cuda("block_stream"); }
 void Device::set_clock_fault(int64_t, double) { refuse_on_cuda("set_clock_fault"); }
 void Device::set_schedule(const std::string&, uint64_t) { refuse_on_cuda("set_schedule"); }
 

@@ -106,6 +106,7 @@ class Device {
 
     // Faults and schedules belong to the host target.
     void delay(uint64_t ns);
+    void block_stream(uint64_t ns);
     void set_clock_fault(int64_t offset_ns, double drift_ppm);
     void set_schedule(const std::string& policy, uint64_t seed);
 

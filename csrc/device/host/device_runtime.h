@@ -2,12 +2,15 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <cstdlib>
 #include <functional>
 #include <new>
 #include <stdexcept>
 #include <string>
+#include <thread>
+#include <utility>
 
 #include "device/host/executor.h"
 
@@ -91,13 +94,14 @@ class Device {
         executor_.clock().leave_operation();
     }
 
-    // The same for an operation. Here the one before has ended.
+    // The same for an operation. Here the one before has ended; what else its stream has to do takes time.
     template <class Args>
     void launch_operation(const char* name,
                           void (*kernel)(Args),
                           const LaunchShape& shape,
                           const Args& args,
                           Stream stream) {
+        std::this_thread::sleep_for(std::chrono::nanoseconds(std::exchange(blocked_ns_, 0)));
         launch(name, kernel, shape, args, stream);
     }
 
@@ -109,6 +113,8 @@ class Device {
 
     uint64_t now_ns() { return executor_.clock().now_ns(); }
     void delay(uint64_t ns) { executor_.clock().delay(ns); }
+    // The kernel of the next operation enters so much later than it is called, in real time.
+    void block_stream(uint64_t ns) { blocked_ns_ = ns; }
     void set_clock_fault(int64_t offset_ns, double drift_ppm) {
         executor_.clock().set_fault(offset_ns, drift_ppm);
     }
@@ -121,6 +127,7 @@ class Device {
     host::Executor executor_;
     bool stopped_ = false;  // a launch did not reach its end, so memory is not as kernels leave it
     std::function<void()> after_launch_;
+    uint64_t blocked_ns_ = 0;
 };
 
 }  // namespace ep

@@ -17,6 +17,7 @@ import threading
 import time
 import uuid
 from collections import deque
+from collections.abc import Collection
 from datetime import timedelta
 from typing import Any
 
@@ -174,7 +175,11 @@ class Rounds:
         self._mailbox.post(_goodbye(self._mailbox.rank), data)
 
     def collect(
-        self, number: int, timeout_s: float, silent_s: float = math.inf
+        self,
+        number: int,
+        timeout_s: float,
+        silent_s: float = math.inf,
+        without: Collection[int] = (),
     ) -> dict[int, bytes]:
         """Rank 0: the answers that come in time, by rank; those of silent ranks are last.
 
@@ -182,19 +187,26 @@ class Rounds:
             number: of the round.
             timeout_s: for all ranks together.
             silent_s: and at most so long for a rank that was silent before.
+            without: ranks that are neither waited for nor missed; what they say is dropped.
         """
         deadline = time.monotonic() + timeout_s
         answers = {}
         for rank in sorted(self._others, key=lambda rank: (rank in self.silent, rank)):
             key = _key("answer", number, rank)
             left_s = max(deadline - time.monotonic(), 0.0)
-            data = self._mailbox.wait(key, min(left_s, silent_s) if rank in self.silent else left_s)
+            if rank in without:
+                left_s = 0.0
+            elif rank in self.silent:
+                left_s = min(left_s, silent_s)
+            data = self._mailbox.wait(key, left_s)
             if data is None:
                 self._unread.append(key)
                 data = self._mailbox.wait(_goodbye(rank), 0)
                 if data is not None:
                     self.dismiss(rank)
-            if data is None:
+            if rank in without:
+                self.silent.pop(rank, None)
+            elif data is None:
                 self.silent.setdefault(rank, (number, time.time()))
             else:
                 self.silent.pop(rank, None)

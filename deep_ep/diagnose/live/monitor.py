@@ -38,6 +38,7 @@ from .mailbox import Rounds, is_lost, open_mailbox
 from .stop_flag import StopFlag
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
     from pathlib import Path
 
     from ..core.package import Group
@@ -167,8 +168,11 @@ class Monitor:
             self._window += 1
             self._call(_Call(operation if enough else None, last))
             if enough:
-                share = self._share(operation, now)
-                jury.judge(self._window, share, _LAST_SHARES_S if last else _SHARES_S)
+                share, patience_s = (
+                    self._share(operation, now),
+                    _LAST_SHARES_S if last else _SHARES_S,
+                )
+                jury.judge(self._window, share, patience_s, self._masked())
 
     def _follow(self) -> None:
         last = False
@@ -264,6 +268,11 @@ class Monitor:
     def _snapshot(self) -> Snapshot:
         return self._observe().snapshot(wait=False)
 
+    def _masked(self) -> tuple[int, ...]:
+        """Whom the operations of this rank go on without."""
+        buffer = self._buffer()
+        return () if buffer is None else tuple(sorted(buffer.communicator.masks.known()))
+
     def _call(self, call: _Call) -> None:
         self._rounds.call(self._window, wire.encode(call))
 
@@ -315,9 +324,11 @@ class _Jury:
         self._changes = Changes()
         self._history = History()
 
-    def judge(self, window: int, own: _Share, timeout_s: float) -> None:
-        """One window, from this rank's share on."""
-        others, refused = self._collect(window, own, timeout_s)
+    def judge(
+        self, window: int, own: _Share, timeout_s: float, masked: Collection[int] = ()
+    ) -> None:
+        """One window, from this rank's share on; without ranks that are masked now."""
+        others, refused = self._collect(window, own, timeout_s, masked)
         shares = [own, *others]
         time_s = time.time()
         summaries = [share.summary for share in shares if share.summary is not None]
@@ -327,6 +338,7 @@ class _Jury:
             f"({time.strftime('%X', time.localtime(since))})"
             for rank, (missed, since) in self._rounds.silent.items()
         ]
+        silent += [f"rank {rank} is masked; windows go on without it" for rank in masked]
         said = [remark for share in shares for remark in share.remarks]
         diagnosis = replace(diagnosis, remarks=[*diagnosis.remarks, *said, *refused, *silent])
         news = self._changes.verdicts(diagnosis)
@@ -339,12 +351,13 @@ class _Jury:
         self._write(Record(diagnosis, time_s, window, self._group), full)
 
     def _collect(
-        self, window: int, own: _Share, timeout_s: float
+        self, window: int, own: _Share, timeout_s: float, masked: Collection[int]
     ) -> tuple[list[_Share], list[str]]:
         """Shares of the other ranks, of those that come in time; and why others are left out."""
         limits = _Limits(own)
         shares, refused = [], []
-        for rank, data in self._rounds.collect(window, timeout_s, _SILENT_S).items():
+        found = self._rounds.collect(window, timeout_s, _SILENT_S, without=masked)
+        for rank, data in found.items():
             try:
                 share = limits.share_of(rank, data, f"diagnose: window {window}, from rank {rank}")
             except EPArgumentError as error:

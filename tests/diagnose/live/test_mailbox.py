@@ -207,6 +207,34 @@ def test_who_missed_a_round_is_silent_until_in_time_again_and_leaves_nothing_beh
 
 
 @BOXES
+def test_who_is_left_out_is_neither_waited_for_nor_missed_and_what_it_says_is_dropped(
+    open_boxes: Callable[[int], list[Mailbox]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    boxes, rounds = rounds_of(open_boxes)
+    rounds[2].answer(0, b"2")
+    assert rounds[0].collect(0, 0.01) == {2: b"2"}
+    assert list(rounds[0].silent) == [1]
+    patience: dict[str, float | None] = {}
+    wait = boxes[0].wait
+
+    def note(key: str, timeout_s: float | None) -> bytes | None:
+        patience[key] = timeout_s
+        return wait(key, timeout_s)
+
+    monkeypatch.setattr(boxes[0], "wait", note)
+    for number in (1, 2):
+        rounds[2].answer(number, b"2")
+        assert rounds[0].collect(number, 60, without=[1]) == {2: b"2"}
+        assert patience[f"answer/{number}/1"] == 0
+        assert rounds[0].silent == {}
+        rounds[1].answer(number + 1, b"early")
+    rounds[2].answer(3, b"2")
+    assert rounds[0].collect(3, 10) == {1: b"early", 2: b"2"}
+    for box in boxes:
+        box.close()
+
+
+@BOXES
 def test_who_leaves_answers_the_next_round_and_is_not_missed_after_it(
     open_boxes: Callable[[int], list[Mailbox]],
 ) -> None:

@@ -75,6 +75,13 @@ def exchange(buffer: deep_ep.Buffer, rounds: int) -> None:
         buffer.low_latency_combine(received, topk_idx, weights, handle)
 
 
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 class Watched:
     """Runs an unmodified program with buffers that watch themselves; then what was said and written."""
 
@@ -89,12 +96,16 @@ class Watched:
         caplog.set_level(logging.INFO, "deep_ep.diagnose")
 
     def run(
-        self, when: str, program: Callable[[int, deep_ep.Buffer], Any], faults: str = ""
+        self,
+        when: str,
+        program: Callable[[int, deep_ep.Buffer], Any],
+        faults: str = "",
+        **buffer_arguments: Any,
     ) -> list[Any]:
         self._monkeypatch.setenv("DEEP_EP_DIAGNOSE", when)
         self._monkeypatch.setenv("DEEP_EP_DIAGNOSE_DIR", str(self.folder))
         self._monkeypatch.setenv("DEEP_EP_INJECT", faults)
-        with Ranks(*SIZES) as ranks:
+        with Ranks(*SIZES, **buffer_arguments) as ranks:
             return ranks.run(program)
 
     def lines(self, level: int = logging.WARNING) -> list[str]:
@@ -348,6 +359,47 @@ def test_a_rank_whose_thread_is_dead_is_missed_since_a_window(
     assert sum("rank 3 has not reported since window 1 (" in line for line in lines) == 1
     assert sum("Comp-Slow rank 2" in line for line in lines) == 1
     assert len(lines) == 2
+
+
+def test_windows_go_on_without_a_masked_rank_and_with_it_when_it_is_back(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It lives, and stands still; who waits for its share waits for ever."""
+    answer, is_masked = monitor.Monitor._answer, threading.Event()
+
+    def answer_unless_masked(self: Any, share: Any) -> None:
+        if self._mailbox.rank != 3 or not is_masked.is_set():
+            answer(self, share)
+
+    monkeypatch.setattr(monitor.Monitor, "_answer", answer_unless_masked)
+    monkeypatch.setattr(monitor, "_SHARES_S", 3600.0)
+    meet = threading.Barrier(NUM_RANKS)
+
+    def program(rank: int, buffer: deep_ep.Buffer) -> None:
+        exchange(buffer, 20)
+        if rank == 0:
+            until(lambda: len(watched.records()) >= 1)
+        meet.wait()
+        if rank != 3:
+            is_masked.set()
+            buffer.low_latency_update_mask_buffer(3, True)
+            exchange(buffer, 60)
+        meet.wait()
+        if rank == 0:
+            until(lambda: len(watched.records()) >= 4)
+        is_masked.clear()
+        meet.wait()
+        buffer.low_latency_clean_mask_buffer()
+        exchange(buffer, 40)
+
+    watched.run("sync:40", program, SLOW, enable_shrink=True)
+    lines = watched.lines()
+    assert sum("rank 3 is masked; windows go on without it" in line for line in lines) == 1
+    assert not any("has not reported" in line for line in lines)
+    assert sum("Comp-Slow rank 2" in line for line in lines) == 1
+    has_rank_3 = [bool(record.diagnosis.hosts[3]) for record in watched.records()]
+    assert has_rank_3 == [True, False, False, False, True, True]
+    assert all((COMP_SLOW, 2) in record.diagnosis.keys for record in watched.records())
 
 
 def test_a_folder_that_cannot_be_written_is_told_once_and_hurts_the_records_only(
