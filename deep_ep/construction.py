@@ -6,6 +6,7 @@ Each step is collective, and what goes wrong on one rank is raised on all of the
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -77,12 +78,14 @@ class Agreement(NamedTuple):
         backend: the same on all ranks.
         topology: this rank's place.
         places: where all ranks run.
+        called_ns: when this one called `Buffer`, UTC.
     """
 
     settings: Settings
     backend: Backend
     topology: Topology
     places: Sequence[Place]
+    called_ns: int
 
 
 def agree(group: Group, settings: Settings) -> Agreement:
@@ -93,6 +96,7 @@ def agree(group: Group, settings: Settings) -> Agreement:
         EPNotBuiltError: the backend asked for is not available.
         EPTimeoutError: some ranks did not come.
     """
+    called_ns = time.time_ns()
     selected: Backend | None = None
     error: EPError | None = None
     asked_ranks_per_node = None
@@ -101,6 +105,7 @@ def agree(group: Group, settings: Settings) -> Agreement:
         asked_ranks_per_node = env.ranks_per_node()
         env.verify()
         env.recorder()
+        env.recorder_frames()
         env.warn_s()
         env.diagnose()  # is needed later, when an error would be this rank's alone
         settings = settings.checked()
@@ -123,7 +128,7 @@ def agree(group: Group, settings: Settings) -> Agreement:
     hosts = [place.host for place in places]
     topology = Topology(group.rank, group.size, ranks_per_node(hosts, asked_ranks_per_node))
     settings.check_topology(topology)
-    return Agreement(settings, selected, topology, places)
+    return Agreement(settings, selected, topology, places, called_ns)
 
 
 def connect(owner: object, group: Group, agreed: Agreement) -> Communicator:
@@ -138,7 +143,7 @@ def connect(owner: object, group: Group, agreed: Agreement) -> Communicator:
         EPTransportError: some rank could not allocate or connect; raised on all ranks.
         EPTimeoutError: some ranks did not come.
     """
-    settings, selected, topology, places = agreed
+    settings, selected, topology, places, called_ns = agreed
     natives: list[NativeRuntime] = []
     comm_streams: list[Any] = []
     claims: list[StreamClaims] = []
@@ -217,7 +222,7 @@ def connect(owner: object, group: Group, agreed: Agreement) -> Communicator:
         name = _name_of(handle for handle, *_ in allocated)
         settings_of_watch = hang_watch.Settings.from_environment()
         shown = [offered for *_, offered in allocated]
-        communicator.record(name[:12], env.recorder(), settings_of_watch, shown)
+        communicator.record(name[:12], env.recorder(), settings_of_watch, shown, called_ns)
     return communicator
 
 

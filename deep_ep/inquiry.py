@@ -128,8 +128,7 @@ class Inquiries:
             self._open.dump_to += [dump_to] if dump_to else []
             return
         self._number += 1
-        gone = self._arbiter.dead.keys() | self._arbiter.left.keys()
-        asked = set(range(len(self._places))) - gone
+        asked = set(range(len(self._places))) - self._arbiter.away()
         opened = self._open = _Inquiry(self._number, is_final, asked)
         opened.dump_to += [dump_to] if dump_to else []
         for rank in sorted(asked):
@@ -161,8 +160,7 @@ class Inquiries:
         if opened is None:
             return
         heard = opened.states.keys() | opened.seen.keys()
-        gone = self._arbiter.dead.keys() | self._arbiter.left.keys()
-        if opened.asked - gone <= heard:
+        if opened.asked - self._arbiter.away() <= heard:
             self._conclude(opened)
 
     def _conclude(self, opened: _Inquiry) -> None:
@@ -175,14 +173,15 @@ class Inquiries:
 
     def _state(self, rank: int, opened: _Inquiry) -> RankState:
         arbiter = self._arbiter
-        if rank in opened.states and rank not in arbiter.dead:
+        if rank in arbiter.left:
+            # One that waits in destroy() answers, and takes part in nothing else any more.
+            ended = opened.states.get(rank) or self._said_of(rank, "ended")
+            state = replace(ended, process="ended", closed=arbiter.left[rank], opened=0)
+        elif rank in opened.states and rank not in arbiter.dead:
             state = opened.states[rank]
         elif rank in arbiter.dead:
             process: Process = "unreachable" if arbiter.dead[rank] == "host" else "gone"
             state = self._said_of(rank, process)
-        elif rank in arbiter.left:
-            ended = self._said_of(rank, "ended")
-            state = replace(ended, closed=arbiter.left[rank], opened=0)
         else:
             state = opened.seen.get(rank) or self._said_of(rank, "silent")
         raised = state.raised or self._raised.get(rank, "")
@@ -197,7 +196,8 @@ class Inquiries:
 
     def _said_of(self, rank: int, process: Process) -> RankState:
         """The state of a rank that does not say where it is."""
-        return replace(self._last(rank), process=process, waits=None, threads=(), written_by=0)
+        known = self._last(rank)
+        return replace(known, process=process, in_call="", waits=None, threads=(), written_by=0)
 
     def _last(self, rank: int) -> RankState:
         """What it has said last, or what is known without that."""

@@ -11,15 +11,15 @@ import sys
 import tempfile
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, Callable, ClassVar
 
 import pytest
 
 import deep_ep
 from deep_ep import dump_requests, stacks
-from deep_ep.agreement import Message
+from deep_ep.agreement import Arbiter, Message
 from deep_ep.diagnose.__main__ import main
 from deep_ep.errors import EPTimeoutError
 from deep_ep.hang.states import Call, Frame, RankState, Thread, Waits
@@ -55,7 +55,7 @@ class Rank0:
         self.now = 0.0
         self.sent: list[tuple[int, Message]] = []
         self.told: list[Told] = []
-        self.arbiter = SimpleNamespace(dead={}, left={})
+        self.arbiter = Arbiter(4, self._send, self._call_later, lambda: self.now)
         self._timers: list[tuple[float, Callable[[], None]]] = []
         self.inquiries = Inquiries(
             *(PLACES, 4, self.arbiter), self._send, self._call_later, self.told.append
@@ -128,6 +128,24 @@ def test_the_dead_are_not_asked_and_are_named() -> None:
     assert sorted(rank for rank, m in rank_0.sent if m["type"] == "ask_state") == [0, 1, 2]
     rank_0.answer({0: waiting(0), 1: waiting(1), 2: waiting(2)})
     assert rank_0.causes() == [("gone", (3,))]
+
+
+def test_who_waits_in_destroy_is_asked_and_has_ended_for_the_others() -> None:
+    rank_0 = Rank0()
+    rank_0.arbiter.handle(1, {"type": "left", "closed": 6, "parts": True})
+    rank_0.sent.clear()
+    rank_0.hear(1, "stuck", final=False)
+    assert sorted(rank for rank, m in rank_0.sent if m["type"] == "ask_state") == [0, 1, 2, 3]
+    waits = Waits("destruction", 1, 12.0, {"entry": (0, 2, 3)})
+    parting = RankState(1, 4, waits=waits, written_by=1)
+    states = {rank: elsewhere(rank) for rank in (0, 2, 3)}
+    rank_0.answer({**states, 1: parting})
+    assert rank_0.causes() == [("not_called", (0, 2, 3))]
+    rank_0.hear(0, "stuck", final=False)
+    rank_0.sent = [sent for sent in rank_0.sent if sent[1]["type"] == "ask_state"][-4:]
+    owed = Waits("operation", 7, 3.0, {"entry": (1,)})
+    rank_0.answer({**states, 0: replace(waiting(0), waits=owed), 1: parting})
+    assert ("ended", (1,)) in rank_0.causes()
 
 
 def test_an_exception_that_ended_a_program_is_told_to_all_and_stays_known() -> None:

@@ -14,6 +14,7 @@ from deep_ep.hang.cause import Accused, Cause, Edge, Kind, Side, Verdict
 from deep_ep.hang.graph import components, reaching, shortest_path
 from deep_ep.hang.mismatch import odd_ranks, sides_across, sides_at
 from deep_ep.hang.rank_calls import (
+    DESTRUCTION,
     NORMAL_COMBINE,
     NORMAL_DISPATCH,
     NOTIFY,
@@ -131,7 +132,7 @@ class _Case:
         edges = []
         for waiter, state in sorted(self.states.items()):
             waits = state.waits
-            if waits is None or state.process not in ("alive", "busy"):
+            if waits is None or not _may_wait(state, waits.series):
                 continue
             edges += [
                 Edge(waiter, owed, what, waits.series, waits.number, waits.waited_s)
@@ -191,6 +192,8 @@ class _Case:
         state = self.states.get(edge.owed)
         if state is None:
             self._blame(edge.owed, edge, *_OF_PROCESS["unknown"])
+        elif edge.series == DESTRUCTION and state.waits is not None and state.process == "ended":
+            return  # it has come since
         elif state.process in _OF_PROCESS:
             self._blame(edge.owed, edge, *_OF_PROCESS[state.process])
         elif self._is_among_sides(edge) or self._is_stale(edge, state):
@@ -224,7 +227,8 @@ class _Case:
         """The rank has not entered the operation."""
         waits = state.waits
         if waits is not None:
-            if waits.series != edge.series and edge.waiter in waits.ranks():
+            crosses = waits.series != edge.series and edge.series != DESTRUCTION
+            if crosses and edge.waiter in waits.ranks():
                 self._cross(edge)
             else:
                 self._pass_on(edge, edge.owed)
@@ -487,6 +491,13 @@ class _Case:
         state = self.states.get(rank)
         calls = self._calls(state, series, number) if state is not None else []
         return next((call.call.name for call in reversed(calls) if call.has_entered), "")
+
+
+def _may_wait(state: RankState, series: str) -> bool:
+    """Whether it waits there; who is in destroy() has ended for everybody else."""
+    return state.process in ("alive", "busy") or (
+        state.process == "ended" and series == DESTRUCTION
+    )
 
 
 def _has_left(state: RankState, edge: Edge, calls: Sequence[Numbered]) -> bool:

@@ -8,7 +8,7 @@ from typing import Callable
 from deep_ep.errors import ranks_text
 from deep_ep.hang.activity import PHRASES, Doing
 from deep_ep.hang.cause import Accused, Cause, Kind, Side, Verdict
-from deep_ep.hang.rank_calls import OPERATIONS
+from deep_ep.hang.rank_calls import CONSTRUCTION, DESTRUCTION, OPERATIONS
 from deep_ep.hang.states import Frame
 
 # What each kind is called: titles of tables, and between what nothing can be decided.
@@ -138,7 +138,13 @@ def operation_text(series: str, number: int, name: str) -> str:
         return name or "an operation"
     if series in (OPERATIONS, ""):
         return f"operation {number}" + (f" ({name})" if name else "")
-    return f"{series} {number}"
+    if series == CONSTRUCTION:
+        return _STEPS.get(number, "Buffer()")
+    return "destroy()" if series == DESTRUCTION else f"{series} {number}"
+
+
+# In which ranks meet while a buffer is made, by the number of their meeting.
+_STEPS = {2: "Buffer() (allocating memory)", 3: "Buffer() (connecting)"}
 
 
 # ---- what each kind says first
