@@ -6,7 +6,6 @@ Each step is collective, and what goes wrong on one rank is raised on all of the
 from __future__ import annotations
 
 import hashlib
-import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -15,6 +14,7 @@ from deep_ep import backend, checks, env, faults, hang_watch, liveness, rendezvo
 from deep_ep.checks import Limits
 from deep_ep.communicator import Communicator
 from deep_ep.errors import EPError, EPUsageError
+from deep_ep.roll_call import RollCall
 from deep_ep.rules import fail
 from deep_ep.runtime import Runtime
 from deep_ep.streams import StreamClaims
@@ -78,14 +78,14 @@ class Agreement(NamedTuple):
         backend: the same on all ranks.
         topology: this rank's place.
         places: where all ranks run.
-        called_ns: when this one called `Buffer`, UTC.
+        roll_call: in which this rank meets the others meanwhile.
     """
 
     settings: Settings
     backend: Backend
     topology: Topology
     places: Sequence[Place]
-    called_ns: int
+    roll_call: RollCall
 
 
 def agree(group: Group, settings: Settings) -> Agreement:
@@ -96,7 +96,7 @@ def agree(group: Group, settings: Settings) -> Agreement:
         EPNotBuiltError: the backend asked for is not available.
         EPTimeoutError: some ranks did not come.
     """
-    called_ns = time.time_ns()
+    roll_call = RollCall(group)
     selected: Backend | None = None
     error: EPError | None = None
     asked_ranks_per_node = None
@@ -112,7 +112,7 @@ def agree(group: Group, settings: Settings) -> Agreement:
     except EPError as raised:
         error = raised
     facts = rendezvous.exchange_facts(
-        group,
+        roll_call,
         {
             "the group size": group.size,
             "the backend": selected.name if selected else None,
@@ -128,7 +128,7 @@ def agree(group: Group, settings: Settings) -> Agreement:
     hosts = [place.host for place in places]
     topology = Topology(group.rank, group.size, ranks_per_node(hosts, asked_ranks_per_node))
     settings.check_topology(topology)
-    return Agreement(settings, selected, topology, places, called_ns)
+    return Agreement(settings, selected, topology, places, roll_call)
 
 
 def connect(owner: object, group: Group, agreed: Agreement) -> Communicator:
@@ -143,7 +143,7 @@ def connect(owner: object, group: Group, agreed: Agreement) -> Communicator:
         EPTransportError: some rank could not allocate or connect; raised on all ranks.
         EPTimeoutError: some ranks did not come.
     """
-    settings, selected, topology, places, called_ns = agreed
+    settings, selected, topology, places, roll_call = agreed
     natives: list[NativeRuntime] = []
     comm_streams: list[Any] = []
     claims: list[StreamClaims] = []
@@ -191,8 +191,8 @@ def connect(owner: object, group: Group, agreed: Agreement) -> Communicator:
         return problem
 
     try:
-        allocated = rendezvous.together(group, "allocating memory", allocate)
-        problems = rendezvous.together(group, "connecting", connect_to_all)
+        allocated = rendezvous.together(roll_call, "allocating memory", allocate)
+        problems = rendezvous.together(roll_call, "connecting", connect_to_all)
     except RuntimeError:
         for member in members:
             if member is not None:
@@ -222,6 +222,7 @@ def connect(owner: object, group: Group, agreed: Agreement) -> Communicator:
         name = _name_of(handle for handle, *_ in allocated)
         settings_of_watch = hang_watch.Settings.from_environment()
         shown = [offered for *_, offered in allocated]
+        called_ns = roll_call.called_ns
         communicator.record(name[:12], env.recorder(), settings_of_watch, shown, called_ns)
     return communicator
 

@@ -35,6 +35,57 @@ class Group(Protocol):
         """Returns when all ranks have called it."""
 
 
+class Board(Protocol):
+    """What ranks can write down beside the exchanges of their group, and read while these wait. Text only."""
+
+    def put(self, rank: int, text: str) -> None:
+        """Replaces what this rank has written."""
+
+    def read(self, rank: int) -> str | None:
+        """What a rank has written last; `None`: nothing."""
+
+
+class _StoreBoard:
+    """In the store of a process group. Any program that reaches the store can write there."""
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+        self._reading: Any = None
+
+    def put(self, rank: int, text: str) -> None:
+        self._store.set(self._key(rank), text)
+
+    def read(self, rank: int) -> str | None:
+        if self._reading is None:
+            # A connection of its own: one thread that waits for a key keeps the others of a connection waiting.
+            # torch has that since 2.9.
+            self._reading = self._store.clone() if hasattr(self._store, "clone") else self._store
+        key = self._key(rank)
+        return self._reading.get(key).decode() if self._reading.check([key]) else None
+
+    def _key(self, rank: int) -> str:
+        return f"deep_ep/{rank}"
+
+
+class _ThreadBoard:
+    """In this process."""
+
+    def __init__(self) -> None:
+        self._texts: dict[int, str] = {}
+
+    def put(self, rank: int, text: str) -> None:
+        self._texts[rank] = text
+
+    def read(self, rank: int) -> str | None:
+        return self._texts.get(rank)
+
+
+def board_of(group: Group) -> Board | None:
+    """The board of a group; `None` where it has none, as a communicator of MPI."""
+    board: Board | None = getattr(group, "board", None)
+    return board
+
+
 class TorchGroup:
     """A `torch.distributed.ProcessGroup`, of any backend that can gather objects.
 
@@ -46,6 +97,16 @@ class TorchGroup:
         self.process_group = group
         self.rank = int(group.rank())
         self.size = int(group.size())
+        self.board = self._find_board()
+
+    def _find_board(self) -> Board | None:
+        """torch does not say where the store of a group is, but for this function of its own."""
+        from torch.distributed import distributed_c10d
+
+        try:
+            return _StoreBoard(distributed_c10d._get_process_group_store(self.process_group))
+        except (AttributeError, KeyError, TypeError):
+            return None
 
     def all_gather_object(self, obj: T) -> list[T]:
         import torch.distributed as dist
@@ -89,6 +150,7 @@ class _Meetings:
     def __init__(self, size: int, timeout_s: float) -> None:
         self.size = size
         self.timeout_s = timeout_s
+        self.board = _ThreadBoard()
         self.changed = threading.Condition()
         self.by_number: dict[int, _Meeting] = {}
 
@@ -103,6 +165,7 @@ class ThreadGroup:
     def __init__(self, rank: int, meetings: _Meetings) -> None:
         self.rank = rank
         self.size = meetings.size
+        self.board = meetings.board
         self._meetings = meetings
         self._number = 0
 

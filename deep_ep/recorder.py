@@ -118,7 +118,7 @@ class Recorder:
         # Not `progress()`, which asks the device: not while another thread captures a graph.
         calls = [_call(plain, sites) for plain in native.recorded_calls(most=self._most)]
         entered = [call for call in calls if call.series == "operation" and call.entered_ns]
-        threads = _threads(self._thread) if with_threads else ()
+        threads = threads_of_process(self._thread) if with_threads else ()
         ends = () if self._destruction is None else (self._destruction,)
         return RankState(
             rank=self._rank,
@@ -201,7 +201,7 @@ def _global_rank() -> int:
     return -1
 
 
-def _threads(first: int) -> tuple[Thread, ...]:
+def threads_of_process(first: int) -> tuple[Thread, ...]:
     """The Python threads of this process, `first` first; not those of this package."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     found = []

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import fcntl
 import os
 import re
 import signal
@@ -20,6 +21,8 @@ from deep_ep.hang.states import Frame, Process, Thread
 SIGNAL = signal.SIGRTMAX - 3
 # How long a process may take to write its stacks, and the most that is read. A pipe holds 64 KiB.
 _PATIENCE_S, _PAUSE_S, _MOST_BYTES = 0.4, 0.02, 1 << 16
+# How long one waits for others that look at the same process. Chosen.
+_LONGEST_TURN_S = 1.2
 
 _HEAD = re.compile(r"^(?:Current thread|Thread) (0x[0-9a-f]+)")
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')
@@ -70,7 +73,17 @@ def look_at(pid: int, offered: Any) -> tuple[Process, tuple[Thread, ...]]:
         return "gone", ()
     if state in "Tt":
         return "stopped", ()
-    return "busy", _threads(pid, fd) if fd >= 0 else ()
+    return "busy", _threads(pid, fd) if fd >= 0 and _handles_signal(pid) else ()
+
+
+def _handles_signal(pid: int) -> bool:
+    """Whether the signal would end the process instead."""
+    try:
+        with open(f"/proc/{pid}/status") as file:
+            caught = next((line for line in file if line.startswith("SigCgt:")), "SigCgt: 0")
+    except OSError:
+        return False
+    return bool(int(caught.split()[1], 16) >> (SIGNAL - 1) & 1)
 
 
 def _threads(pid: int, fd: int) -> tuple[Thread, ...]:
@@ -79,6 +92,7 @@ def _threads(pid: int, fd: int) -> tuple[Thread, ...]:
     except OSError:
         return ()
     try:
+        _take_turns(end)
         _read(end)  # what an earlier look has left
         os.kill(pid, SIGNAL)
         text, deadline = b"", time.monotonic() + _PATIENCE_S
@@ -93,6 +107,24 @@ def _threads(pid: int, fd: int) -> tuple[Thread, ...]:
         return ()
     finally:
         os.close(end)
+
+
+def _take_turns(end: int) -> None:
+    """Returns once nobody else looks at this process; or he would read what this one has asked for.
+
+    Raises:
+        OSError: others look for too long.
+    """
+    deadline = time.monotonic() + _LONGEST_TURN_S
+    while True:
+        try:
+            fcntl.flock(end, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(_PAUSE_S)
+        else:
+            return
 
 
 def _read(end: int) -> bytes:

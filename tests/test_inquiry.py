@@ -11,6 +11,7 @@ import sys
 import tempfile
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Callable, ClassVar
@@ -272,6 +273,10 @@ def test_the_stack_of_a_process_that_holds_its_gil_is_seen_from_outside() -> Non
         state, threads = stacks.look_at(process.pid, offered)
         assert state == "busy"
         assert [frame.function for frame in threads[0].frames] == ["holds_the_gil", "<module>"]
+        with ThreadPoolExecutor(4) as others:
+            looks = list(others.map(lambda _: stacks.look_at(process.pid, offered), range(4)))
+        assert all(seen == looks[0] for seen in looks)
+        assert looks[0][1][0].frames[0].function == "holds_the_gil"
         assert stacks.look_at(process.pid, {**offered, "started": 1}) == ("gone", ())
         assert stacks.look_at(process.pid, {**offered, "space": 1}) == ("silent", ())
         assert stacks.look_at(process.pid, {**offered, "fd": -1}) == ("busy", ())
@@ -284,6 +289,26 @@ def test_the_stack_of_a_process_that_holds_its_gil_is_seen_from_outside() -> Non
         process.kill()
         process.wait()
     assert stacks.look_at(process.pid, offered)[0] == "gone"
+
+
+def test_nobody_is_sent_the_signal_who_does_not_handle_it() -> None:
+    text = """
+import json, time
+from deep_ep import stacks
+print(json.dumps({**stacks.offer(), "fd": 0}), flush=True)
+stacks.forget()
+print("forgot", flush=True)
+time.sleep(60)
+"""
+    process, offered = start(text)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "forgot\n"
+    try:
+        assert stacks.look_at(process.pid, offered) == ("busy", ())
+        assert process.poll() is None
+    finally:
+        process.kill()
+        process.wait()
 
 
 def test_a_program_that_uses_the_signal_keeps_it() -> None:

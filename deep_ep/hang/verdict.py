@@ -14,6 +14,7 @@ from deep_ep.hang.cause import Accused, Cause, Edge, Kind, Side, Verdict
 from deep_ep.hang.graph import components, reaching, shortest_path
 from deep_ep.hang.mismatch import odd_ranks, sides_across, sides_at
 from deep_ep.hang.rank_calls import (
+    CONSTRUCTION,
     DESTRUCTION,
     NORMAL_COMBINE,
     NORMAL_DISPATCH,
@@ -194,6 +195,10 @@ class _Case:
             self._blame(edge.owed, edge, *_OF_PROCESS["unknown"])
         elif edge.series == DESTRUCTION and state.waits is not None and state.process == "ended":
             return  # it has come since
+        elif edge.series == CONSTRUCTION and state.process in ("silent", "unknown"):
+            # That it has not come is known, and nothing else.
+            kind: Kind = "host_in_call" if state.in_call else "not_called"
+            self._blame(edge.owed, edge, kind, ("gone", "stopped", "unreachable"))
         elif state.process in _OF_PROCESS:
             self._blame(edge.owed, edge, *_OF_PROCESS[state.process])
         elif self._is_among_sides(edge) or self._is_stale(edge, state):
