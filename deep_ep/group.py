@@ -103,9 +103,10 @@ class TorchGroup:
         """torch does not say where the store of a group is, but for this function of its own."""
         from torch.distributed import distributed_c10d
 
+        store_of = getattr(distributed_c10d, "_get_process_group_store", None)
         try:
-            return _StoreBoard(distributed_c10d._get_process_group_store(self.process_group))
-        except (AttributeError, KeyError, TypeError):
+            return None if store_of is None else _StoreBoard(store_of(self.process_group))
+        except (KeyError, TypeError):  # a group that torch does not know
             return None
 
     def all_gather_object(self, obj: T) -> list[T]:
