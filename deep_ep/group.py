@@ -58,7 +58,7 @@ class _StoreBoard:
     def read(self, rank: int) -> str | None:
         if self._reading is None:
             # A connection of its own: one thread that waits for a key keeps the others of a connection waiting.
-            # torch has that since 2.9.
+            # Older versions of torch have no `clone`.
             self._reading = self._store.clone() if hasattr(self._store, "clone") else self._store
         key = self._key(rank)
         return self._reading.get(key).decode() if self._reading.check([key]) else None

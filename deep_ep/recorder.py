@@ -7,6 +7,7 @@ device. Added here is who called, and where the threads of the program are.
 from __future__ import annotations
 
 import linecache
+import multiprocessing.util
 import sys
 import threading
 import time
@@ -253,8 +254,11 @@ def watch_exceptions(listener: Callable[[str], None]) -> Callable[[], None]:
     if sys.excepthook is not _on_exception:
         _next_hook, sys.excepthook = sys.excepthook, _on_exception
     _listeners.append(listener)
+    # Before the rank says goodbye (loop.py), whose priority is lower.
+    at_exit = multiprocessing.util.Finalize(None, _tell_leaving, (listener,), exitpriority=2)
 
     def end() -> None:
+        at_exit.cancel()
         if listener in _listeners:
             _listeners.remove(listener)
 
@@ -262,6 +266,19 @@ def watch_exceptions(listener: Callable[[str], None]) -> Callable[[], None]:
 
 
 _next_hook: Callable[..., Any] = sys.excepthook
+
+
+def _tell_leaving(listener: Callable[[str], None]) -> None:
+    """At the end of a process: the exception that it ends with although somebody catches it.
+
+    multiprocessing ends a child while its exception is on the way, and so without `sys.excepthook`;
+    torch.multiprocessing.spawn catches it, and leaves by `sys.exit(1)` from there.
+    """
+    error = sys.exc_info()[1]
+    if isinstance(error, SystemExit) and error.code not in (None, 0):
+        error = error.__cause__ or error.__context__
+    if error is not None and not isinstance(error, SystemExit) and not _raised:
+        listener(_text_of(error, error.__traceback__))
 
 
 def _on_exception(
