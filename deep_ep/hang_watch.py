@@ -218,6 +218,18 @@ class HangWatch:
             state = own.state(_CALLS_TOLD, with_threads=True).plain()
             self._say({"type": "state", "inquiry": message["inquiry"], "state": state})
 
+    def look_at_end(self, rank: int) -> None:
+        """Tells how the process of a rank has ended, if that can be seen from here."""
+        exit_ = self._exit_of(rank)
+        if exit_:
+            self._say({"type": "exit", "rank": rank, "exit": exit_})
+
+    def _exit_of(self, rank: int) -> str:
+        places = self._places
+        if not places or places[rank].host != places[self._rank].host:
+            return ""
+        return stacks.exit_of(places[rank].pid, self._offers[rank])
+
     def lose_rank_0(self, process: Process) -> None:
         """Rank 0 is "gone" or "unreachable": nobody else says so."""
         if self._recorder is not None:
@@ -252,8 +264,15 @@ class HangWatch:
         threads: tuple[Thread, ...] = ()
         if place.host == own.host:
             seen, threads = self._look_at(rank)
-        of_rank = rank, own.num_ranks, own.buffer, place.host, place.pid
-        return RankState(*of_rank, written_by=self._rank, process=process or seen, threads=threads)
+        known = RankState(rank, own.num_ranks, own.buffer, place.host, place.pid)
+        process = process or seen
+        return replace(
+            known,
+            process=process,
+            exit=self._exit_of(rank) if process == "gone" else "",
+            written_by=self._rank,
+            threads=threads,
+        )
 
     def _look_at(self, rank: int) -> tuple[Process, tuple[Thread, ...]]:
         return stacks.look_at(self._places[rank].pid, self._offers[rank])

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 # How long ranks may take to say where they are, and others of their hosts to look at them. Chosen.
 _ANSWERS_S, _LOOKS_S = 0.8, 0.8
 
-TYPES = ("published", "stuck", "dump", "state", "seen", "raised")
+TYPES = ("published", "stuck", "dump", "state", "seen", "raised", "exit")
 
 
 @dataclass(frozen=True)
@@ -85,6 +85,7 @@ class Inquiries:
         self._send, self._call_later, self._tell = send, call_later, tell
         self._published: dict[int, RankState] = {}
         self._raised: dict[int, str] = {}
+        self._exits: dict[int, str] = {}
         self._number = 0
         self._open: _Inquiry | None = None
 
@@ -98,6 +99,8 @@ class Inquiries:
         if type_ == "raised":
             self._raised[rank] = str(message["text"])
             self._send_all({"type": "raised", "rank": rank, "text": self._raised[rank]})
+        elif type_ == "exit":
+            self._exits[int(message["rank"])] = str(message["exit"])
         elif type_ == "published":
             self._published[rank] = _state_of(message["state"], rank)
         elif type_ == "stuck":
@@ -185,7 +188,7 @@ class Inquiries:
         else:
             state = opened.seen.get(rank) or self._said_of(rank, "silent")
         raised = state.raised or self._raised.get(rank, "")
-        return replace(state, raised=raised)
+        return replace(state, raised=raised, exit=self._exits.get(rank, ""))
 
     def _looked_at(self, rank: int, by: int, message: Message) -> RankState:
         process = message["process"]

@@ -211,6 +211,7 @@ class Liveness:
             self._remember(agreement.key_of(message["key"]), None)
         elif type_ == "dead":
             self.dead[int(message["rank"])] = str(message["how"])
+            self.hangs.look_at_end(int(message["rank"]))
             self._mark_gone(int(message["rank"]))
         elif type_ == "left":
             self.left[int(message["rank"])] = int(message["closed"])

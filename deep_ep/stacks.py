@@ -76,6 +76,32 @@ def look_at(pid: int, offered: Any) -> tuple[Process, tuple[Thread, ...]]:
     return "busy", _threads(pid, fd) if fd >= 0 and _handles_signal(pid) else ()
 
 
+def exit_of(pid: int, offered: Any) -> str:
+    """How a process of this host has ended: "exit status 1", "signal 9". Its parent has not asked for that yet.
+
+    Args:
+        pid: its number.
+        offered: what `offer` returned there.
+
+    Returns:
+        Empty if it lives, its parent has asked, or it is another user's.
+    """
+    try:
+        started, space = int(offered["started"]), int(offered["space"])
+    except (TypeError, ValueError, KeyError):
+        return ""
+    status = _field(pid, 52)
+    if space != _space() or _started(pid) != started or status is None:
+        return ""
+    # It is set a little before the process is a zombie.
+    if _field(pid, 3) not in ("Z", "X") and status == "0":
+        return ""
+    code = int(status)
+    if os.WIFSIGNALED(code):
+        return f"signal {os.WTERMSIG(code)}"
+    return f"exit status {os.WEXITSTATUS(code)}"
+
+
 def _handles_signal(pid: int) -> bool:
     """Whether the signal would end the process instead."""
     try:

@@ -5,21 +5,20 @@ from __future__ import annotations
 import json
 import logging
 import os
-import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Callable, ClassVar
+from typing import IO, Any, Callable, ClassVar
 
 import pytest
 
 import deep_ep
-from deep_ep import dump_requests, stacks
+from deep_ep import dump_requests
 from deep_ep.agreement import Arbiter, Message
 from deep_ep.diagnose.__main__ import main
 from deep_ep.errors import EPTimeoutError
@@ -125,10 +124,12 @@ def test_without_anybody_of_its_host_it_is_said_that_nothing_is_known() -> None:
 def test_the_dead_are_not_asked_and_are_named() -> None:
     rank_0 = Rank0()
     rank_0.arbiter.dead[3] = "process"
+    rank_0.hear(2, "exit", rank=3, exit="signal 9")
     rank_0.inquiries.ask(is_final=True)
     assert sorted(rank for rank, m in rank_0.sent if m["type"] == "ask_state") == [0, 1, 2]
     rank_0.answer({0: waiting(0), 1: waiting(1), 2: waiting(2)})
     assert rank_0.causes() == [("gone", (3,))]
+    assert rank_0.told[-1].verdict.causes[0].accused[0].exit == "signal 9"
 
 
 def test_who_waits_in_destroy_is_asked_and_has_ended_for_the_others() -> None:
@@ -249,80 +250,6 @@ def test_zero_seconds_warn_of_nothing_but_the_end_is_told() -> None:
     assert [m["final"] for m in said if m["type"] == "stuck"] == [True]
 
 
-# --- stacks from outside --------------------------------------------------------------------------
-
-_BUSY = """
-import json, sys
-from deep_ep import dump_requests, stacks
-def holds_the_gil():
-    return sum(range(1 << 40))
-print(json.dumps(stacks.offer()), flush=True)
-holds_the_gil()
-"""
-
-
-def start(text: str) -> tuple[subprocess.Popen[str], Any]:
-    process = subprocess.Popen([sys.executable, "-c", text], stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    return process, json.loads(process.stdout.readline())
-
-
-def test_the_stack_of_a_process_that_holds_its_gil_is_seen_from_outside() -> None:
-    process, offered = start(_BUSY)
-    try:
-        state, threads = stacks.look_at(process.pid, offered)
-        assert state == "busy"
-        assert [frame.function for frame in threads[0].frames] == ["holds_the_gil", "<module>"]
-        with ThreadPoolExecutor(4) as others:
-            looks = list(others.map(lambda _: stacks.look_at(process.pid, offered), range(4)))
-        assert all(seen == looks[0] for seen in looks)
-        assert looks[0][1][0].frames[0].function == "holds_the_gil"
-        assert stacks.look_at(process.pid, {**offered, "started": 1}) == ("gone", ())
-        assert stacks.look_at(process.pid, {**offered, "space": 1}) == ("silent", ())
-        assert stacks.look_at(process.pid, {**offered, "fd": -1}) == ("busy", ())
-        assert stacks.look_at(process.pid, None) == ("silent", ())
-        process.send_signal(signal.SIGSTOP)
-        deadline = time.monotonic() + 10
-        while stacks.look_at(process.pid, offered)[0] != "stopped":
-            assert time.monotonic() < deadline
-    finally:
-        process.kill()
-        process.wait()
-    assert stacks.look_at(process.pid, offered)[0] == "gone"
-
-
-def test_nobody_is_sent_the_signal_who_does_not_handle_it() -> None:
-    text = """
-import json, time
-from deep_ep import stacks
-print(json.dumps({**stacks.offer(), "fd": 0}), flush=True)
-stacks.forget()
-print("forgot", flush=True)
-time.sleep(60)
-"""
-    process, offered = start(text)
-    assert process.stdout is not None
-    assert process.stdout.readline() == "forgot\n"
-    try:
-        assert stacks.look_at(process.pid, offered) == ("busy", ())
-        assert process.poll() is None
-    finally:
-        process.kill()
-        process.wait()
-
-
-def test_a_program_that_uses_the_signal_keeps_it() -> None:
-    text = """
-import json, signal
-from deep_ep import dump_requests, stacks
-signal.signal(stacks.SIGNAL, lambda *_: None)
-print(json.dumps(stacks.offer()), flush=True)
-"""
-    process, offered = start(text)
-    process.wait()
-    assert offered["fd"] == -1
-
-
 # --- dumps for who asks -----------------------------------------------------------------------------
 
 _PROGRAM = """
@@ -339,29 +266,54 @@ time.sleep(60)
 """
 
 
-def test_a_process_writes_a_dump_when_it_is_asked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.fixture
+def two_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[list[subprocess.Popen[str]]]:
+    """Ranks with a buffer, which sleep."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", None)
     ranks = [
         subprocess.Popen(
             [sys.executable, "-c", _PROGRAM, str(rank), str(tmp_path / "store")],
             stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
             text=True,
         )
         for rank in range(2)
     ]
     try:
         for process in ranks:
-            assert process.stdout is not None
-            assert process.stdout.readline() == "ready\n"
-        given = ["dump", str(ranks[1].pid), "--into", str(tmp_path / "dump")]
-        assert main(given) == 0
+            assert "ready\n" in iter(lines_of(process).readline, "")
+        yield ranks
     finally:
         for process in ranks:
             process.kill()
             process.wait()
+
+
+def lines_of(process: subprocess.Popen[str]) -> IO[str]:
+    assert process.stdout is not None
+    return process.stdout
+
+
+def test_the_log_says_how_a_process_has_ended_that_its_parent_has_not_asked_for(
+    two_processes: list[subprocess.Popen[str]],
+) -> None:
+    first, second = two_processes
+    second.kill()
+    said = next(line for line in iter(lines_of(first).readline, "") if "is dead" in line)
+    assert f"rank 1 is dead: the process is gone (process {second.pid} on host" in said
+    assert "signal 9)" in said
+
+
+def test_a_process_writes_a_dump_when_it_is_asked(
+    two_processes: list[subprocess.Popen[str]],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    asked = ["dump", str(two_processes[1].pid), "--into", str(tmp_path / "dump")]
+    assert main(asked) == 0
     assert "no rank waits" in capsys.readouterr().out
     names = {path.name for path in (tmp_path / "dump").iterdir()}
     assert {"0.hang.json", "1.hang.json", "verdict.hang.json"} < names
