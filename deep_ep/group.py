@@ -44,24 +44,27 @@ class Board(Protocol):
     def read(self, rank: int) -> str | None:
         """What a rank has written last; `None`: nothing."""
 
+    def apart(self) -> Board:
+        """The same board for another thread, which must not wait for what the program does with this one."""
+
 
 class _StoreBoard:
     """In the store of a process group. Any program that reaches the store can write there."""
 
     def __init__(self, store: Any) -> None:
         self._store = store
-        self._reading: Any = None
 
     def put(self, rank: int, text: str) -> None:
         self._store.set(self._key(rank), text)
 
     def read(self, rank: int) -> str | None:
-        if self._reading is None:
-            # A connection of its own: one thread that waits for a key keeps the others of a connection waiting.
-            # Older versions of torch have no `clone`.
-            self._reading = self._store.clone() if hasattr(self._store, "clone") else self._store
         key = self._key(rank)
-        return self._reading.get(key).decode() if self._reading.check([key]) else None
+        return self._store.get(key).decode() if self._store.check([key]) else None
+
+    def apart(self) -> Board:
+        # A connection of its own: who waits for a key keeps all others of a connection waiting. Older versions
+        # of torch have no `clone`.
+        return _StoreBoard(self._store.clone()) if hasattr(self._store, "clone") else self
 
     def _key(self, rank: int) -> str:
         return f"deep_ep/{rank}"
@@ -78,6 +81,9 @@ class _ThreadBoard:
 
     def read(self, rank: int) -> str | None:
         return self._texts.get(rank)
+
+    def apart(self) -> Board:
+        return self
 
 
 def board_of(group: Group) -> Board | None:

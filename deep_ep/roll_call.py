@@ -9,6 +9,7 @@ What is on a board may come from any program: it is data, is checked, and decide
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -86,6 +87,7 @@ class RollCall:
         self.rank, self.size = group.rank, group.size
         self.called_ns = time.time_ns()
         self._group, self._board = group, board_of(group)
+        self._read_from = self._board
         self._note = Note(
             buffer=self._number_of_buffer(),
             host=socket.gethostname(),
@@ -132,6 +134,7 @@ class RollCall:
         """
         if self._board is None:
             return None
+        self._read_apart()
         notes = {rank: self._read(rank) for rank in range(self.size)}
         mine = (self._note.buffer, self._note.meeting)
         missing = tuple(
@@ -153,6 +156,12 @@ class RollCall:
             )
         return judge(states)
 
+    def _read_apart(self) -> None:
+        """The thread of the program may be waiting in the store."""
+        if self._board is not None and self._read_from is self._board:
+            with contextlib.suppress(RuntimeError, OSError):
+                self._read_from = self._board.apart()
+
     def _come(self) -> None:
         self._note = Note(**{**asdict(self._note), "meeting": self._note.meeting + 1})
         if self._board is not None:
@@ -164,7 +173,7 @@ class RollCall:
     def _read(self, rank: int) -> Note | None:
         """What is on the board; raises nothing."""
         try:
-            return Note.of(None if self._board is None else self._board.read(rank))
+            return Note.of(None if self._read_from is None else self._read_from.read(rank))
         except (RuntimeError, OSError, UnicodeDecodeError):
             return None
 
@@ -225,7 +234,8 @@ class _Watch(threading.Thread):
         while not self._over.wait(pause_s or None):
             pause_s = (_AGAIN - 1) * self.waited_s()
             self._look()
-            self._say()
+            if not self._over.is_set():
+                self._say()
         if self._is_asked:
             self._look()
 
