@@ -210,7 +210,9 @@ def threads_of_process(first: int) -> tuple[Thread, ...]:
         name = names.get(ident, f"thread {ident}")
         if not name.startswith("deep_ep"):
             found.append((ident != first, name, _frames(frame)))
-    return tuple(Thread(name, frames) for _, name, frames in sorted(found))
+    return tuple(
+        Thread(name, frames) for _, name, frames in sorted(found, key=lambda found: found[:2])
+    )
 
 
 def _frames(frame: FrameType) -> tuple[Frame, ...]:

@@ -522,7 +522,8 @@ def _has_sent(calls: Sequence[Numbered], name: str) -> bool:
 
 
 def _is_in_operation(state: RankState) -> bool:
-    return state.waits is not None or bool(state.opened or state.in_call)
+    # Its stack, and so `in_call`, is that of the process, whichever buffer the call is of.
+    return state.waits is not None or bool(state.opened)
 
 
 def _where(state: RankState) -> str:
