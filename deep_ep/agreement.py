@@ -208,6 +208,7 @@ class Arbiter:
     Attributes:
         dead: ranks that are dead, see `Decision`.
         left: ranks that ended in order, and the last operation they finished.
+        parting: those of them that wait in destroy() for the others.
     """
 
     def __init__(
@@ -227,6 +228,7 @@ class Arbiter:
         """
         self.dead: dict[int, str] = {}
         self.left: dict[int, int] = {}
+        self.parting: set[int] = set()
         self._num_ranks = num_ranks
         self._send, self._call_later, self._now = send, call_later, now
         self._numbers = itertools.count(1)
@@ -265,7 +267,7 @@ class Arbiter:
         elif type_ == "progress":
             self._progress(rank, int(message["round"]), progress_of(message["at"]))
         elif type_ == "left":
-            self._leave(rank, int(message["closed"]))
+            self._leave(rank, int(message["closed"]), bool(message.get("parts", False)))
         elif type_ == "back":
             self._masked.discard(rank)
         elif type_ == "unwatched":
@@ -275,6 +277,7 @@ class Arbiter:
 
     def lose(self, rank: int, how: str) -> None:
         """The connection to a rank has ended, although it had not said so before."""
+        self.parting.discard(rank)
         if rank in self.dead or rank in self.left or rank in self._unwatched:
             return
         self.dead[rank] = how
@@ -287,9 +290,18 @@ class Arbiter:
         self._unwatched.add(rank)
         self._look()
 
-    def _leave(self, rank: int, closed: int) -> None:
+    def away(self) -> set[int]:
+        """Ranks that are not there to be asked."""
+        return (self.dead.keys() | self.left.keys()) - self.parting
+
+    def _leave(self, rank: int, closed: int, parts: bool) -> None:
+        self.parting.discard(rank)
+        if rank in self.left:  # it has come to the end of destroy()
+            return
+        if parts:
+            self.parting.add(rank)
         self.left[rank] = closed
-        self._tell({"type": "left", "rank": rank, "closed": closed})
+        self._tell({"type": "left", "rank": rank, "closed": closed, "parts": parts})
         self._look()
 
     def _report(self, rank: int, key: Key, failure: str, missing: set[int]) -> None:
@@ -425,7 +437,7 @@ class Arbiter:
     def _tell(self, message: Message) -> None:
         """To all ranks; to those that do not answer, once they do, lest a stopped one fill its line."""
         for rank in range(self._num_ranks):
-            if not self._is_there(rank):
+            if not self._is_there(rank) and rank not in self.parting:
                 continue
             if rank in self._unanswered:
                 self._unanswered[rank].append(message)

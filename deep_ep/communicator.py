@@ -15,9 +15,11 @@ from typing import TYPE_CHECKING, Any, Callable
 
 import torch
 
-from deep_ep import checks
+from deep_ep import checks, env
 from deep_ep.errors import EPTransportError, EPUsageError, ranks_text
 from deep_ep.failures import error_from_failure
+from deep_ep.hang import wording
+from deep_ep.hang.rank_calls import DESTRUCTION
 from deep_ep.hooks import MOST_OPEN_HOOKS
 from deep_ep.masks import Masks
 from deep_ep.recorder import Recorder
@@ -227,7 +229,12 @@ class Communicator:
     # ---- hangs
 
     def record(
-        self, buffer: str, most_calls: int, settings: hang_watch.Settings, offers: Sequence[Any]
+        self,
+        buffer: str,
+        most_calls: int,
+        settings: hang_watch.Settings,
+        offers: Sequence[Any],
+        called_ns: int,
     ) -> None:
         """Remembers calls from now on, and says when this rank waits for long.
 
@@ -236,12 +243,17 @@ class Communicator:
             most_calls: that are remembered.
             settings: when it says so.
             offers: of all ranks, what lets others see their stacks.
+            called_ns: when the program called `Buffer`, UTC.
         """
         if self.runtime is None:
             return
         own = self.rank, self.num_ranks, buffer, self._places[self.rank]
-        self.recorder = Recorder(*own, self.runtime.native, most_calls, self.masks.known)
-        self.before_operation.append(self.recorder.note_call)
+        num_frames = env.recorder_frames()
+        self.recorder = Recorder(
+            *own, self.runtime.native, most_calls, self.masks.known, num_frames, called_ns
+        )
+        if num_frames:
+            self.before_operation.append(self.recorder.note_call)
         if self._liveness is not None:
             self._liveness.watch(self.recorder, settings, self._places, offers)
 
@@ -302,22 +314,41 @@ class Communicator:
             try:
                 self.backend.synchronize()
                 # Before the others are waited for: they may be waiting for this rank.
-                if self._liveness is not None:
-                    self._liveness.close()
+                self._part()
                 for watcher in watchers:
                     watcher.end()
                 self._meet_at_the_end(runtime)
             except RuntimeError as error:
                 warnings.warn(
-                    f"destroy on rank {self.rank}: not all ranks came ({error}); local memory is "
-                    "released all the same",
+                    f"destroy on rank {self.rank}: not all ranks came ({error}){self._why_not_all()}; "
+                    "local memory is released all the same",
                     RuntimeWarning,
                     stacklevel=3,
                 )
             finally:
+                if self._liveness is not None:
+                    self._liveness.close()
                 runtime.native.close()
                 for watcher in watchers:
                     watcher.close()
+
+    def _part(self) -> None:
+        """This rank makes no more calls, and says whom it waits for in `destroy`."""
+        liveness = self._liveness
+        if liveness is None:
+            return
+        liveness.part()
+        if self.recorder is not None:
+            everybody, rank, masked = range(self.num_ranks), self.rank, self.masks.known
+            self.recorder.note_destruction(
+                lambda: set(everybody) - {rank} - liveness.parted - set(masked())
+            )
+
+    def _why_not_all(self) -> str:
+        """What was found while this rank waited in `destroy`; empty if nothing was."""
+        liveness = self._liveness
+        verdict = None if liveness is None else liveness.hangs.verdict_on(DESTRUCTION, 1)
+        return "" if verdict is None else f": {wording.line(verdict)}"
 
     def _meet_at_the_end(self, runtime: Runtime) -> None:
         """Waits for all ranks, unless one is known to be dead: gloo can wait for such a one for half an hour.

@@ -25,6 +25,7 @@ from deep_ep import (
 from deep_ep.checks import Limits
 from deep_ep.communicator import Communicator
 from deep_ep.errors import EPError, EPUsageError
+from deep_ep.roll_call import RollCall
 from deep_ep.rules import fail
 from deep_ep.runtime import Runtime
 from deep_ep.streams import StreamClaims
@@ -89,12 +90,14 @@ class Agreement(NamedTuple):
         backend: the same on all ranks.
         topology: this rank's place.
         places: where all ranks run.
+        roll_call: in which this rank meets the others meanwhile.
     """
 
     settings: Settings
     backend: Backend
     topology: Topology
     places: Sequence[Place]
+    roll_call: RollCall
 
 
 def agree(group: Group, settings: Settings) -> Agreement:
@@ -105,6 +108,7 @@ def agree(group: Group, settings: Settings) -> Agreement:
         EPNotBuiltError: the backend asked for is not available.
         EPTimeoutError: some ranks did not come.
     """
+    roll_call = RollCall(group)
     selected: Backend | None = None
     error: EPError | None = None
     asked_ranks_per_node = None
@@ -113,6 +117,7 @@ def agree(group: Group, settings: Settings) -> Agreement:
         asked_ranks_per_node = env.ranks_per_node()
         env.verify()
         env.recorder()
+        env.recorder_frames()
         env.warn_s()
         env.phases()
         env.diagnose()  # is needed later, when an error would be this rank's alone
@@ -120,7 +125,7 @@ def agree(group: Group, settings: Settings) -> Agreement:
     except EPError as raised:
         error = raised
     facts = rendezvous.exchange_facts(
-        group,
+        roll_call,
         {
             "the group size": group.size,
             "the backend": selected.name if selected else None,
@@ -136,7 +141,7 @@ def agree(group: Group, settings: Settings) -> Agreement:
     hosts = [place.host for place in places]
     topology = Topology(group.rank, group.size, ranks_per_node(hosts, asked_ranks_per_node))
     settings.check_topology(topology)
-    return Agreement(settings, selected, topology, places)
+    return Agreement(settings, selected, topology, places, roll_call)
 
 
 def connect(owner: object, group: Group, agreed: Agreement) -> Communicator:
@@ -151,7 +156,7 @@ def connect(owner: object, group: Group, agreed: Agreement) -> Communicator:
         EPTransportError: some rank could not allocate or connect; raised on all ranks.
         EPTimeoutError: some ranks did not come.
     """
-    settings, selected, topology, places = agreed
+    settings, selected, topology, places, roll_call = agreed
     natives: list[NativeRuntime] = []
     comm_streams: list[Any] = []
     claims: list[StreamClaims] = []
@@ -200,8 +205,8 @@ def connect(owner: object, group: Group, agreed: Agreement) -> Communicator:
         return problem, member.address if member is not None else None
 
     try:
-        allocated = rendezvous.together(group, "allocating memory", allocate)
-        connected = rendezvous.together(group, "connecting", connect_to_all)
+        allocated = rendezvous.together(roll_call, "allocating memory", allocate)
+        connected = rendezvous.together(roll_call, "connecting", connect_to_all)
     except RuntimeError:
         for member in members:
             if member is not None:
@@ -234,7 +239,8 @@ def connect(owner: object, group: Group, agreed: Agreement) -> Communicator:
         name = _name_of(handle for handle, *_ in allocated)
         settings_of_watch = hang_watch.Settings.from_environment()
         shown = [offered for *_, offered in allocated]
-        communicator.record(name[:12], env.recorder(), settings_of_watch, shown)
+        called_ns = roll_call.called_ns
+        communicator.record(name[:12], env.recorder(), settings_of_watch, shown, called_ns)
     return communicator
 
 

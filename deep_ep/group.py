@@ -35,6 +35,63 @@ class Group(Protocol):
         """Returns when all ranks have called it."""
 
 
+class Board(Protocol):
+    """What ranks can write down beside the exchanges of their group, and read while these wait. Text only."""
+
+    def put(self, rank: int, text: str) -> None:
+        """Replaces what this rank has written."""
+
+    def read(self, rank: int) -> str | None:
+        """What a rank has written last; `None`: nothing."""
+
+    def apart(self) -> Board:
+        """The same board for another thread, which must not wait for what the program does with this one."""
+
+
+class _StoreBoard:
+    """In the store of a process group. Any program that reaches the store can write there."""
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+
+    def put(self, rank: int, text: str) -> None:
+        self._store.set(self._key(rank), text)
+
+    def read(self, rank: int) -> str | None:
+        key = self._key(rank)
+        return self._store.get(key).decode() if self._store.check([key]) else None
+
+    def apart(self) -> Board:
+        # A connection of its own: who waits for a key keeps all others of a connection waiting. Older versions
+        # of torch have no `clone`.
+        return _StoreBoard(self._store.clone()) if hasattr(self._store, "clone") else self
+
+    def _key(self, rank: int) -> str:
+        return f"deep_ep/{rank}"
+
+
+class _ThreadBoard:
+    """In this process."""
+
+    def __init__(self) -> None:
+        self._texts: dict[int, str] = {}
+
+    def put(self, rank: int, text: str) -> None:
+        self._texts[rank] = text
+
+    def read(self, rank: int) -> str | None:
+        return self._texts.get(rank)
+
+    def apart(self) -> Board:
+        return self
+
+
+def board_of(group: Group) -> Board | None:
+    """The board of a group; `None` where it has none, as a communicator of MPI."""
+    board: Board | None = getattr(group, "board", None)
+    return board
+
+
 class TorchGroup:
     """A `torch.distributed.ProcessGroup`, of any backend that can gather objects.
 
@@ -46,6 +103,17 @@ class TorchGroup:
         self.process_group = group
         self.rank = int(group.rank())
         self.size = int(group.size())
+        self.board = self._find_board()
+
+    def _find_board(self) -> Board | None:
+        """torch does not say where the store of a group is, but for this function of its own."""
+        from torch.distributed import distributed_c10d
+
+        store_of = getattr(distributed_c10d, "_get_process_group_store", None)
+        try:
+            return None if store_of is None else _StoreBoard(store_of(self.process_group))
+        except (KeyError, TypeError):  # a group that torch does not know
+            return None
 
     def all_gather_object(self, obj: T) -> list[T]:
         import torch.distributed as dist
@@ -89,6 +157,7 @@ class _Meetings:
     def __init__(self, size: int, timeout_s: float) -> None:
         self.size = size
         self.timeout_s = timeout_s
+        self.board = _ThreadBoard()
         self.changed = threading.Condition()
         self.by_number: dict[int, _Meeting] = {}
 
@@ -103,6 +172,7 @@ class ThreadGroup:
     def __init__(self, rank: int, meetings: _Meetings) -> None:
         self.rank = rank
         self.size = meetings.size
+        self.board = meetings.board
         self._meetings = meetings
         self._number = 0
 

@@ -211,6 +211,18 @@ class HangWatch:
             state = own.state(_CALLS_TOLD, with_threads=True).plain()
             answer({"type": "state", "inquiry": message["inquiry"], "state": state})
 
+    def look_at_end(self, rank: int) -> None:
+        """Tells how the process of a rank has ended, if that can be seen from here."""
+        exit_ = self._exit_of(rank)
+        if exit_:
+            self._say({"type": "exit", "rank": rank, "exit": exit_})
+
+    def _exit_of(self, rank: int) -> str:
+        places = self._places
+        if not places or places[rank].host != places[self._rank].host:
+            return ""
+        return stacks.exit_of(places[rank].pid, self._offers[rank])
+
     def lose_rank_0(self, process: Process, left: Container[int] = ()) -> None:
         """Rank 0 is gone, which ends operations before anybody can be asked.
 
@@ -238,7 +250,8 @@ class HangWatch:
     def _unheard(self, rank: int, own: RankState, process: Process) -> RankState:
         place = self._places[rank]
         of_rank = rank, own.num_ranks, own.buffer, place.host, place.pid
-        return RankState(*of_rank, written_by=self._rank, process=process)
+        exit_ = self._exit_of(rank) if process == "gone" else ""
+        return RankState(*of_rank, written_by=self._rank, process=process, exit=exit_)
 
     def _look_at(self, rank: int) -> tuple[Process, tuple[Thread, ...]]:
         process, threads = stacks.look_at(self._places[rank].pid, self._offers[rank])

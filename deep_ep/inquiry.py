@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 # How long ranks may take to say where they are, and others of their hosts to look at them. Chosen.
 _ANSWERS_S, _LOOKS_S = 0.8, 0.8
 
-TYPES = ("published", "stuck", "dump", "state", "seen", "raised")
+TYPES = ("published", "stuck", "dump", "state", "seen", "raised", "exit")
 
 
 class Gone(Protocol):
@@ -36,6 +36,9 @@ class Gone(Protocol):
     @property
     def left(self) -> Mapping[int, int]:
         """Ranks that ended in order, and the last operation they finished."""
+
+    def away(self) -> set[int]:
+        """Ranks that are not there to be asked."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +99,7 @@ class Inquiries:
         self._send, self._call_later, self._tell = send, call_later, tell
         self._published: dict[int, RankState] = {}
         self._raised: dict[int, str] = {}
+        self._exits: dict[int, str] = {}
         self._number = 0
         self._open: _Inquiry | None = None
 
@@ -109,6 +113,8 @@ class Inquiries:
         if type_ == "raised":
             self._raised[rank] = str(message["text"])
             self._send_all({"type": "raised", "rank": rank, "text": self._raised[rank]})
+        elif type_ == "exit":
+            self._exits[int(message["rank"])] = str(message["exit"])
         elif type_ == "published":
             self._published[rank] = _state_of(message["state"], rank)
         elif type_ == "stuck":
@@ -139,8 +145,7 @@ class Inquiries:
             self._open.dump_to += [dump_to] if dump_to else []
             return
         self._number += 1
-        gone = self._gone.dead.keys() | self._gone.left.keys()
-        asked = set(range(len(self._places))) - gone
+        asked = set(range(len(self._places))) - self._gone.away()
         opened = self._open = _Inquiry(self._number, is_final, asked)
         opened.dump_to += [dump_to] if dump_to else []
         for rank in sorted(asked):
@@ -176,8 +181,7 @@ class Inquiries:
         if opened is None:
             return
         heard = opened.states.keys() | opened.seen.keys()
-        gone = self._gone.dead.keys() | self._gone.left.keys()
-        if opened.asked - gone <= heard:
+        if opened.asked - self._gone.away() <= heard:
             self._conclude(opened)
 
     def _conclude(self, opened: _Inquiry) -> None:
@@ -189,18 +193,19 @@ class Inquiries:
         self._tell(Told(verdict, states, opened.is_final, tuple(opened.dump_to)))
 
     def _state(self, rank: int, opened: _Inquiry) -> RankState:
-        if rank in opened.states and rank not in self._gone.dead:
+        if rank in self._gone.left:
+            # One that waits in destroy() answers, and takes part in nothing else any more.
+            ended = opened.states.get(rank) or self._said_of(rank, "ended")
+            state = replace(ended, process="ended", closed=self._gone.left[rank], opened=0)
+        elif rank in opened.states and rank not in self._gone.dead:
             state = opened.states[rank]
         elif rank in self._gone.dead:
             process: Process = "unreachable" if self._gone.dead[rank] == "host" else "gone"
             state = self._said_of(rank, process)
-        elif rank in self._gone.left:
-            ended = self._said_of(rank, "ended")
-            state = replace(ended, closed=self._gone.left[rank], opened=0)
         else:
             state = opened.seen.get(rank) or self._said_of(rank, "silent")
         raised = state.raised or self._raised.get(rank, "")
-        return replace(state, raised=raised)
+        return replace(state, raised=raised, exit=state.exit or self._exits.get(rank, ""))
 
     def _looked_at(self, rank: int, by: int, message: Message) -> RankState:
         process = message["process"]
@@ -211,7 +216,8 @@ class Inquiries:
 
     def _said_of(self, rank: int, process: Process) -> RankState:
         """The state of a rank that does not say where it is."""
-        return replace(self._last(rank), process=process, waits=None, threads=(), written_by=0)
+        known = self._last(rank)
+        return replace(known, process=process, in_call="", waits=None, threads=(), written_by=0)
 
     def _last(self, rank: int) -> RankState:
         """What it has said last, or what is known without that."""

@@ -56,6 +56,7 @@ class Liveness:
         alone: whether rank 0 cannot be asked.
         dead: ranks that are dead, see `Decision`.
         left: ranks that ended in order, and the last operation they finished.
+        parted: those of them that have come to destroy().
         patience_s: of a rank that operations go on without, how long to wait for the decision on it.
     """
 
@@ -71,11 +72,13 @@ class Liveness:
         # Held for calls that do not wait; again by a destructor that runs in the midst of one.
         self._native_lock = threading.RLock()
         self._native: NativeRuntime | None = native
+        self._is_closed = False
         self.loop: Loop | None = None
         self._changed = threading.Condition()
         self._decisions: OrderedDict[Key, Decision | None] = OrderedDict()
         self.dead: dict[int, str] = {}
         self.left: dict[int, int] = {}
+        self.parted: set[int] = set()
         self.alone = True
         self.hangs = HangWatch(rank, self._say)
         self.patience_s = patience_s
@@ -130,23 +133,35 @@ class Liveness:
                 self._changed.wait_for(lambda: self.alone or key in self._decisions, longest_s)
             return self._decisions.get(key)
 
+    def part(self) -> None:
+        """Says that this rank takes part in nothing any more, and waits in destroy() for the others; then `close`."""
+        with self._native_lock:
+            closed = self.progress().closed
+            self._native = None
+        self._say({"type": "left", "closed": closed, "parts": True})
+
     def close(self) -> None:
         """Says goodbye; does not wait. May be repeated, and be called by a destructor."""
         with self._native_lock:
             closed = self.progress().closed
-            native, self._native = self._native, None
+            was_closed, self._is_closed = self._is_closed, True
+            self._native = None
             self.hangs.close()
         loop = self.loop
-        if native is not None and loop is not None:
+        if not was_closed and loop is not None:
             loop.post(lambda: loop.leave(self.rank, closed))
 
     def forget(self) -> None:
         """In a forked child, where a thread that is not there any more may hold the lock."""
         self._native_lock = threading.RLock()
-        self._native, self.loop, self.alone = None, None, True
+        self._native, self._is_closed, self.loop, self.alone = None, True, None, True
         self.hangs.close()
 
     # ---- called by the loop
+
+    def away(self) -> set[int]:
+        """Ranks that are not there to be asked."""
+        return self.dead.keys() | self.left.keys()
 
     def attach(self, loop: Loop) -> None:
         """From now on that thread speaks for this rank."""
@@ -175,7 +190,7 @@ class Liveness:
             loop.post(lambda: self._look_at_own_waits(loop))
 
     def progress(self) -> Progress:
-        """Where this rank is; all zero once it has ended."""
+        """Where this rank is; all zero once it has ended, or waits in destroy()."""
         with self._native_lock:
             return (
                 Progress(0, 0, False)
@@ -224,9 +239,12 @@ class Liveness:
             self._remember(agreement.key_of(message["key"]), None)
         elif type_ == "dead":
             self.dead[int(message["rank"])] = str(message["how"])
+            self.hangs.look_at_end(int(message["rank"]))
             self._mark_gone(int(message["rank"]))
         elif type_ == "left":
             self.left[int(message["rank"])] = int(message["closed"])
+            if message["parts"]:
+                self.parted.add(int(message["rank"]))
             self._mark_left_later(int(message["rank"]), _FIRST_LOOK_S)
         else:
             raise ValueError(f"type is {type_!r}")

@@ -40,6 +40,9 @@ class Member(Protocol):
     def attach(self, loop: Loop) -> None:
         """From now on that thread speaks for this rank."""
 
+    def away(self) -> set[int]:
+        """Ranks that are not there to be asked."""
+
     def progress(self) -> Progress:
         """Where this rank is."""
 

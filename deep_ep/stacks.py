@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import fcntl
 import os
 import re
 import signal
@@ -20,6 +21,8 @@ from deep_ep.hang.states import Frame, Process, Thread
 SIGNAL = signal.SIGRTMAX - 3
 # How long a process may take to write its stacks, and the most that is read. A pipe holds 64 KiB.
 _PATIENCE_S, _PAUSE_S, _MOST_BYTES = 0.4, 0.02, 1 << 16
+# How long one waits for others that look at the same process. Chosen.
+_LONGEST_TURN_S = 1.2
 
 _HEAD = re.compile(r"^(?:Current thread|Thread) (0x[0-9a-f]+)")
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')
@@ -61,7 +64,7 @@ def look_at(pid: int, offered: Any) -> tuple[Process, tuple[Thread, ...]]:
     """
     process = process_of(pid, offered)
     fd = int(offered["fd"]) if process == "busy" else -1
-    return process, _threads(pid, fd) if fd >= 0 else ()
+    return process, _threads(pid, fd) if fd >= 0 and _handles_signal(pid) else ()
 
 
 def process_of(pid: int, offered: Any) -> Process:
@@ -78,12 +81,49 @@ def process_of(pid: int, offered: Any) -> Process:
     return "stopped" if state in "Tt" else "busy"
 
 
+def exit_of(pid: int, offered: Any) -> str:
+    """How a process of this host has ended: "exit status 1", "signal 9". Its parent has not asked for that yet.
+
+    Args:
+        pid: its number.
+        offered: what `offer` returned there.
+
+    Returns:
+        Empty if it lives, its parent has asked, or it is another user's.
+    """
+    try:
+        started, space = int(offered["started"]), int(offered["space"])
+    except (TypeError, ValueError, KeyError):
+        return ""
+    status = _field(pid, 52)
+    if space != _space() or _started(pid) != started or status is None:
+        return ""
+    # It is set a little before the process is a zombie.
+    if _field(pid, 3) not in ("Z", "X") and status == "0":
+        return ""
+    code = int(status)
+    if os.WIFSIGNALED(code):
+        return f"signal {os.WTERMSIG(code)}"
+    return f"exit status {os.WEXITSTATUS(code)}"
+
+
+def _handles_signal(pid: int) -> bool:
+    """Whether the signal would end the process instead."""
+    try:
+        with open(f"/proc/{pid}/status") as file:
+            caught = next((line for line in file if line.startswith("SigCgt:")), "SigCgt: 0")
+    except OSError:
+        return False
+    return bool(int(caught.split()[1], 16) >> (SIGNAL - 1) & 1)
+
+
 def _threads(pid: int, fd: int) -> tuple[Thread, ...]:
     try:
         end = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
         return ()
     try:
+        _take_turns(end)
         _read(end)  # what an earlier look has left
         os.kill(pid, SIGNAL)
         text, deadline = b"", time.monotonic() + _PATIENCE_S
@@ -98,6 +138,24 @@ def _threads(pid: int, fd: int) -> tuple[Thread, ...]:
         return ()
     finally:
         os.close(end)
+
+
+def _take_turns(end: int) -> None:
+    """Returns once nobody else looks at this process; or he would read what this one has asked for.
+
+    Raises:
+        OSError: others look for too long.
+    """
+    deadline = time.monotonic() + _LONGEST_TURN_S
+    while True:
+        try:
+            fcntl.flock(end, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(_PAUSE_S)
+        else:
+            return
 
 
 def _read(end: int) -> bytes:

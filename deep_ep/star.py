@@ -155,8 +155,10 @@ class Hub(Loop):
             self.watch(line, lambda: self._serve(rank))
         except LineClosed as closed:
             self._drop(rank)
+            has_come_to_destroy = rank in self._arbiter.parting
             self._arbiter.lose(rank, closed.how)
-            self.call_later(LAST_WORDS_S, lambda: self._inquiries.ask(is_final=True))
+            if not has_come_to_destroy:
+                self.call_later(LAST_WORDS_S, lambda: self._inquiries.ask(is_final=True))
             self._stop_if_last()
         except (ValueError, TypeError, KeyError) as error:
             _log.warning("deep_ep: what rank %d says is not understood: %s", rank, error)

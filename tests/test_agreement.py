@@ -291,6 +291,29 @@ def test_a_closed_connection_after_a_goodbye_is_no_death() -> None:
     assert not ranks.arbiter.dead
 
 
+def test_who_waits_in_destroy_hears_who_else_has_come_there_and_can_be_asked() -> None:
+    ranks = Ranks(dict.fromkeys(range(3), WAITS))
+    arbiter = ranks.arbiter
+    for rank in (3, 1):
+        arbiter.handle(rank, {"type": "left", "closed": 73, "parts": True})
+
+    def told() -> list[tuple[int, int]]:
+        return [
+            (rank, message["rank"])
+            for rank, messages in sorted(ranks.told.items())
+            for message in messages
+            if message["type"] == "left"
+        ]
+
+    before = told()
+    assert {(3, 1), (1, 3), (0, 1), (2, 3)} <= set(before)
+    assert not arbiter.away()
+    arbiter.handle(1, {"type": "left", "closed": 73})
+    arbiter.lose(3, "process")
+    assert (arbiter.away(), arbiter.dead) == ({1, 3}, {})
+    assert told() == before
+
+
 def test_if_all_wait_the_path_is_named() -> None:
     ranks = Ranks(dict.fromkeys(range(4), WAITS))
     ranks.report(0, [1])

@@ -5,21 +5,21 @@ from __future__ import annotations
 import json
 import logging
 import os
-import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, Callable, ClassVar
+from typing import IO, Any, Callable, ClassVar
 
 import pytest
 
 import deep_ep
 from deep_ep import dump_requests, stacks
-from deep_ep.agreement import Message
+from deep_ep.agreement import Arbiter, Message
 from deep_ep.diagnose.__main__ import main
 from deep_ep.errors import EPTimeoutError
 from deep_ep.hang.states import Call, Frame, RankState, Thread, Waits
@@ -55,7 +55,7 @@ class Rank0:
         self.now = 0.0
         self.sent: list[tuple[int, Message]] = []
         self.told: list[Told] = []
-        self.arbiter = SimpleNamespace(dead={}, left={})
+        self.arbiter = Arbiter(4, self._send, self._call_later, lambda: self.now)
         self._timers: list[tuple[float, Callable[[], None]]] = []
         self.inquiries = Inquiries(
             *(PLACES, 4, self.arbiter), self._send, self._call_later, self.told.append
@@ -124,10 +124,30 @@ def test_without_anybody_of_its_host_it_is_said_that_nothing_is_known() -> None:
 def test_the_dead_are_not_asked_and_are_named() -> None:
     rank_0 = Rank0()
     rank_0.arbiter.dead[3] = "process"
+    rank_0.hear(2, "exit", rank=3, exit="signal 9")
     rank_0.inquiries.ask(is_final=True)
     assert sorted(rank for rank, m in rank_0.sent if m["type"] == "ask_state") == [0, 1, 2]
     rank_0.answer({0: waiting(0), 1: waiting(1), 2: waiting(2)})
     assert rank_0.causes() == [("gone", (3,))]
+    assert rank_0.told[-1].verdict.causes[0].accused[0].exit == "signal 9"
+
+
+def test_who_waits_in_destroy_is_asked_and_has_ended_for_the_others() -> None:
+    rank_0 = Rank0()
+    rank_0.arbiter.handle(1, {"type": "left", "closed": 6, "parts": True})
+    rank_0.sent.clear()
+    rank_0.hear(1, "stuck", final=False)
+    assert sorted(rank for rank, m in rank_0.sent if m["type"] == "ask_state") == [0, 1, 2, 3]
+    waits = Waits("destruction", 1, 12.0, {"entry": (0, 2, 3)})
+    parting = RankState(1, 4, waits=waits, written_by=1)
+    states = {rank: elsewhere(rank) for rank in (0, 2, 3)}
+    rank_0.answer({**states, 1: parting})
+    assert rank_0.causes() == [("not_called", (0, 2, 3))]
+    rank_0.hear(0, "stuck", final=False)
+    rank_0.sent = [sent for sent in rank_0.sent if sent[1]["type"] == "ask_state"][-4:]
+    owed = Waits("operation", 7, 3.0, {"entry": (1,)})
+    rank_0.answer({**states, 0: replace(waiting(0), waits=owed), 1: parting})
+    assert ("ended", (1,)) in rank_0.causes()
 
 
 def test_an_exception_that_ended_a_program_is_told_to_all_and_stays_known() -> None:
@@ -264,56 +284,6 @@ def test_who_ends_after_rank_0_is_not_called_dead_and_who_was_dead_before_is(
     assert [(one["rank"], one["process"]) for one in said] == [(2, "gone"), (3, "silent")]
 
 
-# --- stacks from outside --------------------------------------------------------------------------
-
-_BUSY = """
-import json, sys
-from deep_ep import dump_requests, stacks
-def holds_the_gil():
-    print(json.dumps(stacks.offer()), flush=True)
-    return sum(range(1 << 40))
-holds_the_gil()
-"""
-
-
-def start(text: str) -> tuple[subprocess.Popen[str], Any]:
-    process = subprocess.Popen([sys.executable, "-c", text], stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    return process, json.loads(process.stdout.readline())
-
-
-def test_the_stack_of_a_process_that_holds_its_gil_is_seen_from_outside() -> None:
-    process, offered = start(_BUSY)
-    try:
-        state, threads = stacks.look_at(process.pid, offered)
-        assert state == "busy"
-        assert [frame.function for frame in threads[0].frames] == ["holds_the_gil", "<module>"]
-        assert stacks.look_at(process.pid, {**offered, "started": 1}) == ("gone", ())
-        assert stacks.look_at(process.pid, {**offered, "space": 1}) == ("silent", ())
-        assert stacks.look_at(process.pid, {**offered, "fd": -1}) == ("busy", ())
-        assert stacks.look_at(process.pid, None) == ("silent", ())
-        process.send_signal(signal.SIGSTOP)
-        deadline = time.monotonic() + 10
-        while stacks.look_at(process.pid, offered)[0] != "stopped":
-            assert time.monotonic() < deadline
-    finally:
-        process.kill()
-        process.wait()
-    assert stacks.look_at(process.pid, offered)[0] == "gone"
-
-
-def test_a_program_that_uses_the_signal_keeps_it() -> None:
-    text = """
-import json, signal
-from deep_ep import dump_requests, stacks
-signal.signal(stacks.SIGNAL, lambda *_: None)
-print(json.dumps(stacks.offer()), flush=True)
-"""
-    process, offered = start(text)
-    process.wait()
-    assert offered["fd"] == -1
-
-
 # --- dumps for who asks -----------------------------------------------------------------------------
 
 _PROGRAM = """
@@ -330,29 +300,54 @@ time.sleep(60)
 """
 
 
-def test_a_process_writes_a_dump_when_it_is_asked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.fixture
+def two_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[list[subprocess.Popen[str]]]:
+    """Ranks with a buffer, which sleep."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", None)
     ranks = [
         subprocess.Popen(
             [sys.executable, "-c", _PROGRAM, str(rank), str(tmp_path / "store")],
             stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
             text=True,
         )
         for rank in range(2)
     ]
     try:
         for process in ranks:
-            assert process.stdout is not None
-            assert process.stdout.readline() == "ready\n"
-        given = ["dump", str(ranks[1].pid), "--into", str(tmp_path / "dump")]
-        assert main(given) == 0
+            assert "ready\n" in iter(lines_of(process).readline, "")
+        yield ranks
     finally:
         for process in ranks:
             process.kill()
             process.wait()
+
+
+def lines_of(process: subprocess.Popen[str]) -> IO[str]:
+    assert process.stdout is not None
+    return process.stdout
+
+
+def test_the_log_says_how_a_process_has_ended_that_its_parent_has_not_asked_for(
+    two_processes: list[subprocess.Popen[str]],
+) -> None:
+    first, second = two_processes
+    second.kill()
+    said = next(line for line in iter(lines_of(first).readline, "") if "is dead" in line)
+    assert f"rank 1 is dead: the process is gone (process {second.pid} on host" in said
+    assert "signal 9)" in said
+
+
+def test_a_process_writes_a_dump_when_it_is_asked(
+    two_processes: list[subprocess.Popen[str]],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    asked = ["dump", str(two_processes[1].pid), "--into", str(tmp_path / "dump")]
+    assert main(asked) == 0
     assert "no rank waits" in capsys.readouterr().out
     names = {path.name for path in (tmp_path / "dump").iterdir()}
     assert {"0.hang.json", "1.hang.json", "verdict.hang.json"} < names

@@ -161,6 +161,13 @@ def rank_exits(rank: int, group: dist.ProcessGroup) -> Any:
     return timeout_of(lambda: exchange(buffer, make_inputs(SHAPE)[rank]))
 
 
+def rank_raises(rank: int, group: dist.ProcessGroup, error: type[BaseException]) -> Any:
+    buffer = make_buffer(group)
+    if rank == MISSING:
+        raise error("no batch")
+    return timeout_of(lambda: exchange(buffer, make_inputs(SHAPE)[rank]))
+
+
 def rank_that_forked_dies(rank: int, group: dist.ProcessGroup) -> Any:
     """Its child has what was open in the parent, and lives on."""
     buffer = make_buffer(group)
@@ -310,6 +317,21 @@ def test_a_rank_that_ended_in_order_is_not_called_dead(
     assert seen["missing"] == seen["left"] == (MISSING,)
     assert seen["dead"] == ()
     assert f"rank {MISSING} destroyed its buffer, or ended, after operation 2" in seen["text"]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        pytest.param(ValueError, id="caught"),  # and left by SystemExit, as torch's spawn does it
+        pytest.param(KeyboardInterrupt, id="not caught"),
+    ],
+)
+def test_the_exception_that_ends_a_child_of_multiprocessing_is_told(
+    error: type[BaseException],
+) -> None:
+    seen = all_alike(run_without(rank_raises, SHAPE.num_ranks, 1, NEVER_S, error))
+    assert seen["left"] == (MISSING,)
+    assert f"whose program raised {error.__name__}: no batch at {__file__}" in seen["text"]
 
 
 def test_a_stopped_rank_is_not_called_dead_and_comes_back() -> None:

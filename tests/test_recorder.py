@@ -28,9 +28,9 @@ def ranks() -> Iterator[Ranks]:
         yield ranks
 
 
-def state_of(buffer: deep_ep.Buffer, most: int = 64) -> RankState:
+def state_of(buffer: deep_ep.Buffer, most: int = 64, with_threads: bool = False) -> RankState:
     assert buffer.communicator.recorder is not None
-    return buffer.communicator.recorder.state(most, with_threads=False)
+    return buffer.communicator.recorder.state(most, with_threads)
 
 
 def waits_of(buffer: deep_ep.Buffer) -> Waits:
@@ -161,10 +161,69 @@ def test_the_ring_keeps_the_newest_calls(monkeypatch: pytest.MonkeyPatch) -> Non
     def run(rank: int, buffer: deep_ep.Buffer) -> Any:
         for _ in range(5):
             dispatch(buffer, inputs[rank], SHAPE, PLAIN)
-        return [call.number for call in state_of(buffer).calls]
+        calls = state_of(buffer).calls
+        return [call.number for call in calls if call.series == "operation"]
 
     with Ranks(2, 8, 256, 4) as ranks:
         assert ranks.run(run) == [[3, 4, 5]] * 2
+
+
+def test_the_ring_begins_with_the_making_of_the_buffer_and_ends_with_its_end() -> None:
+    with Ranks(2, 8, 256, 4) as ranks:
+        for buffer in ranks.buffers:
+            first, *others = state_of(buffer).calls
+            assert (first.series, first.name, first.number) == ("construction", "Buffer", 1)
+            assert first.called_ns < first.finished_ns
+            assert first.frames[0].file.endswith("launch.py")
+            assert all(first.called_ns < call.called_ns for call in others)
+        told: list[RankState] = []
+
+        def destroy(rank: int, buffer: deep_ep.Buffer) -> None:
+            if rank == 0:
+                while not told:
+                    time.sleep(0.02)
+            else:
+                threading.Timer(
+                    0.2, lambda: told.append(state_of(buffer, with_threads=True))
+                ).start()
+            buffer.destroy()
+
+        ranks.run(destroy)
+    last = told[0].calls[-1]
+    assert (last.series, last.name, last.finished_ns) == ("destruction", "destroy", 0)
+    assert told[0].in_call == "destroy"
+    assert told[0].waits is not None
+    assert told[0].waits.ranks() == (0,)
+
+
+def test_threads_may_have_one_name(ranks: Ranks) -> None:
+    ends = threading.Event()
+    twins = [threading.Thread(target=ends.wait, name="twin") for _ in range(2)]
+    for twin in twins:
+        twin.start()
+    try:
+        threads = state_of(ranks.buffers[0], with_threads=True).threads
+    finally:
+        ends.set()
+    assert [thread.name for thread in threads].count("twin") == 2
+    assert threads[0].name.startswith("rank0")
+
+
+def test_as_many_frames_as_asked_for_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = make_low_latency_inputs(SHAPE)
+
+    def run(rank: int, buffer: deep_ep.Buffer) -> list[str]:
+        dispatch(buffer, inputs[rank], SHAPE, PLAIN)
+        return [frame.function for frame in state_of(buffer).calls[-1].frames]
+
+    for asked, functions in (
+        ("0", []),
+        ("1", ["begin_dispatch"]),
+        ("3", ["begin_dispatch", "dispatch", "run"]),
+    ):
+        monkeypatch.setenv("DEEP_EP_RECORDER_FRAMES", asked)
+        with Ranks(2, 8, 256, 4) as ranks:
+            assert ranks.run(run) == [functions] * 2
 
 
 def test_nothing_is_recorded_where_that_is_off(monkeypatch: pytest.MonkeyPatch) -> None:

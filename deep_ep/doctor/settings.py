@@ -38,6 +38,7 @@ _READERS: tuple[Callable[[], Any], ...] = (
     lambda: env.clock_interval_s(0.0),
     env.verify,
     env.recorder,
+    env.recorder_frames,
     env.dump_signal,
     env.warn_s,
     lambda: env.bulk_copies(default=True),

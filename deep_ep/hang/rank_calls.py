@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from deep_ep.hang.states import Call, RankState
 
 OPERATIONS = "operation"
+# The two calls in which ranks wait without a kernel.
+CONSTRUCTION, DESTRUCTION = "construction", "destruction"
 # A fresh normal dispatch takes two kernels, one behind the other, of one number.
 NOTIFY, NORMAL_DISPATCH, NORMAL_COMBINE = "normal_notify", "normal_dispatch", "normal_combine"
 
@@ -71,7 +73,8 @@ def has_pending(state: RankState) -> bool:
 def is_truncated(state: RankState, series: str, number: int) -> bool:
     """Whether the ring may have lost the first call with this number."""
     oldest = numbered(state, series)[:1]
-    return bool(oldest) and oldest[0].number == number and state.calls[0].call > 1
+    oldest_call = next((call.call for call in state.calls if call.call), 0)
+    return bool(oldest) and oldest[0].number == number and oldest_call > 1
 
 
 def open_hook(state: RankState) -> int:

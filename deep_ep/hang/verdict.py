@@ -14,6 +14,8 @@ from deep_ep.hang.cause import Accused, Cause, Edge, Kind, Side, Verdict
 from deep_ep.hang.graph import components, reaching, shortest_path
 from deep_ep.hang.mismatch import odd_ranks, sides_across, sides_at
 from deep_ep.hang.rank_calls import (
+    CONSTRUCTION,
+    DESTRUCTION,
     NORMAL_COMBINE,
     NORMAL_DISPATCH,
     NOTIFY,
@@ -131,7 +133,7 @@ class _Case:
         edges = []
         for waiter, state in sorted(self.states.items()):
             waits = state.waits
-            if waits is None or state.process not in ("alive", "busy"):
+            if waits is None or not _may_wait(state, waits.series):
                 continue
             edges += [
                 Edge(waiter, owed, what, waits.series, waits.number, waits.waited_s)
@@ -191,6 +193,12 @@ class _Case:
         state = self.states.get(edge.owed)
         if state is None:
             self._blame(edge.owed, edge, *_OF_PROCESS["unknown"])
+        elif edge.series == DESTRUCTION and state.waits is not None and state.process == "ended":
+            return  # it has come since
+        elif edge.series == CONSTRUCTION and state.process in ("silent", "unknown"):
+            # That it has not come is known, and nothing else.
+            kind: Kind = "host_in_call" if state.in_call else "not_called"
+            self._blame(edge.owed, edge, kind, ("gone", "stopped", "unreachable"))
         elif state.process in _OF_PROCESS:
             self._blame(edge.owed, edge, *_OF_PROCESS[state.process])
         elif self._is_among_sides(edge) or self._is_stale(edge, state):
@@ -224,7 +232,8 @@ class _Case:
         """The rank has not entered the operation."""
         waits = state.waits
         if waits is not None:
-            if waits.series != edge.series and edge.waiter in waits.ranks():
+            crosses = waits.series != edge.series and edge.series != DESTRUCTION
+            if crosses and edge.waiter in waits.ranks():
                 self._cross(edge)
             else:
                 self._pass_on(edge, edge.owed)
@@ -489,6 +498,13 @@ class _Case:
         return next((call.call.name for call in reversed(calls) if call.has_entered), "")
 
 
+def _may_wait(state: RankState, series: str) -> bool:
+    """Whether it waits there; who is in destroy() has ended for everybody else."""
+    return state.process in ("alive", "busy") or (
+        state.process == "ended" and series == DESTRUCTION
+    )
+
+
 def _has_left(state: RankState, edge: Edge, calls: Sequence[Numbered]) -> bool:
     """Whether a rank has finished the operation, or is in a later one."""
     if edge.series == OPERATIONS:
@@ -506,7 +522,8 @@ def _has_sent(calls: Sequence[Numbered], name: str) -> bool:
 
 
 def _is_in_operation(state: RankState) -> bool:
-    return state.waits is not None or bool(state.opened or state.in_call)
+    # Its stack, and so `in_call`, is that of the process, whichever buffer the call is of.
+    return state.waits is not None or bool(state.opened)
 
 
 def _where(state: RankState) -> str:

@@ -8,7 +8,7 @@ from typing import Callable
 from deep_ep.errors import ranks_text
 from deep_ep.hang.activity import PHRASES, Doing
 from deep_ep.hang.cause import Accused, Cause, Kind, Side, Verdict
-from deep_ep.hang.rank_calls import OPERATIONS
+from deep_ep.hang.rank_calls import CONSTRUCTION, DESTRUCTION, OPERATIONS
 from deep_ep.hang.states import Frame
 
 # What each kind is called: titles of tables, and between what nothing can be decided.
@@ -103,9 +103,10 @@ def sentence(cause: Cause) -> str:
 
 def advice(cause: Cause) -> str:
     """What to do about it."""
-    if cause.kind != "not_called":
+    if cause.kind != "not_called" or cause.between:
+        kind: Kind = "unknown" if cause.between else cause.kind
         pid = next((accused.pid for accused in cause.accused if accused.pid), None)
-        return _ADVICE[cause.kind].replace("PID", str(pid) if pid else "PID")
+        return _ADVICE[kind].replace("PID", str(pid) if pid else "PID")
     if any(accused.raised for accused in cause.accused):
         return _RAISED
     if cause.hook:
@@ -138,7 +139,13 @@ def operation_text(series: str, number: int, name: str) -> str:
         return name or "an operation"
     if series in (OPERATIONS, ""):
         return f"operation {number}" + (f" ({name})" if name else "")
-    return f"{series} {number}"
+    if series == CONSTRUCTION:
+        return _STEPS.get(number, "Buffer()")
+    return "destroy()" if series == DESTRUCTION else f"{series} {number}"
+
+
+# In which ranks meet while a buffer is made, by the number of their meeting.
+_STEPS = {2: "Buffer() (allocating memory)", 3: "Buffer() (connecting)"}
 
 
 # ---- what each kind says first
@@ -202,7 +209,12 @@ def _host_in_call(cause: Cause) -> str:
     calls = dict.fromkeys(accused.in_call for accused in cause.accused if accused.in_call)
     where = f"in {', '.join(calls)}()" if calls else "in a call of this package"
     verb = _verb(cause.ranks, "is")
-    return f"{_who(cause)} {verb} {where} on the host, without a kernel for {_operation(cause)}"
+    if cause.series == CONSTRUCTION and set(calls) <= {"Buffer"}:
+        return f"{_who(cause)} {verb} behind the others in {_operation(cause)}"
+    where = f"{_who(cause)} {verb} {where} on the host"
+    if cause.series in (CONSTRUCTION, DESTRUCTION):
+        return f"{where} and {_verb(cause.ranks, 'has')} not come to {_operation(cause)}"
+    return f"{where}, without a kernel for {_operation(cause)}"
 
 
 def _not_sent(cause: Cause) -> str:
@@ -253,14 +265,17 @@ def _unknown(cause: Cause) -> str:
             f"{_who(cause)} wait for each other's rows in {_operation(cause)}; it cannot be known whether rows "
             "were lost or each waits for another one's slots"
         )
-    choices = [TITLES[kind] for kind in cause.between]
-    choice = " or ".join([", ".join(choices[:-1]), choices[-1]] if len(choices) > 1 else choices)
+    choice = _choice([TITLES[kind] for kind in cause.between])
     silent = any(accused.process == "silent" for accused in cause.accused)
     heard = "does not answer" if silent else "says nothing that decides it"
     if any(accused.process == "unknown" for accused in cause.accused):
         heard = "was never heard of"
     heard = heard if len(cause.accused) == 1 else heard.replace("does", "do").replace("was", "were")
     return f"{_who(cause)} {heard}{_places(cause)}, and it cannot be known which it is: {choice}"
+
+
+def _choice(choices: list[str]) -> str:
+    return " or ".join([", ".join(choices[:-1]), choices[-1]] if len(choices) > 1 else choices)
 
 
 _WHAT: Mapping[Kind, Callable[[Cause], str]] = {
@@ -303,6 +318,9 @@ def _evidence(cause: Cause) -> list[str]:
         said.append(f"{'it' if whose == 'its' else 'they'} raised {', '.join(raised)}")
     if cause.kind in _IN_PYTHON and cause.doing is not None:
         said.append(doing_text(cause.doing, whose))
+    if cause.kind in ("not_called", "host_in_call") and cause.between:
+        choices = [TITLES[kind] for kind in cause.between]
+        said.append(f"it cannot be known why: {_choice([*choices, 'elsewhere in its program'])}")
     last = sorted({accused.last for accused in cause.accused})
     behind = bool(last) and last[0] >= 0 and cause.number - last[0] > 1
     if cause.series == OPERATIONS and behind:

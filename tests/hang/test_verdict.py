@@ -299,6 +299,13 @@ def test_a_rank_in_another_buffer() -> None:
     assert cause.elsewhere == "operation 3 of buffer b1"
 
 
+def test_a_call_that_its_stack_shows_need_not_be_one_of_the_other_buffer() -> None:
+    states = Group(4, stuck={1: "host_in_call"}).states()
+    other = RankState(1, 4, buffer="b1", in_call="dispatch", closed=3)
+    (cause,) = judge(states, elsewhere={1: [other]}).causes
+    assert (cause.kind, cause.elsewhere) == ("host_in_call", "")
+
+
 @pytest.mark.parametrize("stuck", BEFORE)
 def test_masked_ranks_are_left_out(stuck: str) -> None:
     states = Group(4, stuck={1: stuck}).states()
