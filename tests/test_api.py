@@ -746,6 +746,7 @@ def launch_shape() -> tuple[int, int]:
     ("variable", "text", "read", "value"),
     [
         (env.TIMEOUT_S, "2.5", env.timeout_s, 2.5),
+        (env.RECORDER_FRAMES, "8", env.recorder_frames, 8),
         (env.RANKS_PER_NODE, "", env.ranks_per_node, None),
         (env.RANKS_PER_NODE, "4", env.ranks_per_node, 4),
         (env.SCHEDULE, "random:7", env.schedule, ("random", 7)),
@@ -782,6 +783,8 @@ def test_environment_variables_are_read(
         (env.LOCAL_WORLD_SIZE, "none", env.local_world_size),
         (env.TIMEOUT_S, "0", env.timeout_s),
         (env.TIMEOUT_S, "soon", env.timeout_s),
+        (env.RECORDER_FRAMES, "65", env.recorder_frames),
+        (env.RECORDER_FRAMES, "all", env.recorder_frames),
         (env.RANKS_PER_NODE, "-1", env.ranks_per_node),
         (env.RANKS_PER_NODE, "1" + "0" * 5000, env.ranks_per_node),
         (env.SCHEDULE, "random", env.schedule),

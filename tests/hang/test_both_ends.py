@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from deep_ep.hang import wording
-from deep_ep.hang.rank_calls import DESTRUCTION
+from deep_ep.hang.rank_calls import CONSTRUCTION, DESTRUCTION
 from deep_ep.hang.states import RankState, Waits
 from deep_ep.hang.verdict import judge
 from made_up_ranks import TRAIN, Group, thread
@@ -49,3 +49,38 @@ def test_who_has_come_to_destroy_since_is_no_reason() -> None:
 def test_a_process_that_ended_without_destroy_is_the_reason() -> None:
     states = {0: leaving(0, (1,), 2), 1: RankState(1, 2, process="ended", closed=7, written_by=0)}
     assert "rank 1 destroyed its buffer, or ended, before destroy()" in wording.line(judge(states))
+
+
+def building(rank: int, meeting: int, missing: tuple[int, ...]) -> RankState:
+    """A rank that waits in Buffer()."""
+    waits = Waits(CONSTRUCTION, meeting, 12.0, {"entry": missing})
+    return RankState(rank, 3, waits=waits, written_by=rank)
+
+
+def test_who_is_behind_in_buffer_is_named_with_the_step_and_what_is_known() -> None:
+    states = {rank: building(rank, 2, (2,)) for rank in range(2)}
+    for state, said in (
+        (
+            {"process": "alive", "in_call": "Buffer", "threads": thread(TRAIN)},
+            "rank 2 is behind the others in Buffer() (allocating memory); its main thread runs "
+            "(/home/user/train.py line 41, step)",
+        ),
+        (
+            {"process": "unknown", "in_call": "Buffer"},
+            "rank 2 is behind the others in Buffer() (allocating memory); it cannot be known why: process gone, "
+            "process stopped, host unreachable or elsewhere in its program",
+        ),
+        (
+            {"process": "alive", "in_call": "dispatch"},
+            "rank 2 is in dispatch() on the host and has not come to Buffer() (allocating memory)",
+        ),
+        ({"process": "stopped", "in_call": "Buffer"}, "rank 2 is stopped"),
+    ):
+        states[2] = RankState(2, 3, **state)  # type: ignore[arg-type]
+        assert wording.line(judge(states)) == f"{said}; ranks 0-1 wait for it, for 12 s"
+
+
+def test_where_nothing_is_known_the_advice_is_to_look_at_the_process() -> None:
+    states = {0: building(0, 1, (1,)), 1: RankState(1, 3, pid=41, process="unknown")}
+    (cause,) = judge(states).causes
+    assert "py-spy dump --pid 41" in wording.advice(cause)
