@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 # Of this package; looked up for every call.
 _OWN_FILES = frozenset(map(str, Path(__file__).parent.rglob("*.py")))
+_TORCH = str(Path(torch.__file__).parent)
 # Frames of a thread that are told, characters of an exception and of a line. Chosen.
 _MOST_FRAMES, _MOST_TEXT, _MOST_OF_LINE = 40, 2000, 200
 # Of what all ranks must agree on, what has no number; and what says nothing where it is zero.
@@ -162,7 +163,11 @@ _Sites = tuple[tuple[CodeType, int], ...]
 def _sites(most: int) -> _Sites:
     """Of the thread that asks, from where it has called this package."""
     frame: FrameType | None = sys._getframe(2)
-    while frame is not None and frame.f_code.co_filename in _OWN_FILES:
+    # Functions with gradients and modules are called by way of torch.
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if file not in _OWN_FILES and not file.startswith(_TORCH):
+            break
         frame = frame.f_back
     found: list[tuple[CodeType, int]] = []
     while frame is not None and len(found) < most:

@@ -113,6 +113,26 @@ def test_rows_that_stay_as_they_came_are_the_caller_s_to_weigh() -> None:
         ranks.run(run)
 
 
+def test_a_hang_shows_the_line_of_the_program_and_none_of_torch() -> None:
+    """In forward, where an autograd function calls, and in backward, where the engine does."""
+
+    def run(rank: int, buffer: deep_ep.Buffer) -> None:
+        tokens = tokens_of(SQUARE, rank)
+        _, combined = layer(tokens, buffer, SQUARE)
+        tokens.results(combined)
+        recorder = buffer.communicator.recorder
+        assert recorder is not None
+        calls = [call for call in recorder.state(99, False).calls if call.frames]
+        assert {call.frames[0].file.rsplit("/", 1)[1] for call in calls[-4:]} == {"layers.py"}
+        assert [call.frames[0].function for call in calls[-4:]] == [
+            *("layer", "layer"),
+            *("results", "results"),
+        ]
+
+    with ranks_of(SQUARE) as ranks:
+        ranks.run(run)
+
+
 def test_fp8_goes_there_and_bfloat16_comes_back() -> None:
     sizes = Sizes((6, 9), 256)
 
