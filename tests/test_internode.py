@@ -53,6 +53,14 @@ def test_program_names_a_slow_nic_and_not_its_paths() -> None:
     assert "Comm-Slow  path" not in done.stdout, done.stdout
 
 
+def test_program_names_a_receiver_for_whose_slots_gateways_wait_and_no_gateway() -> None:
+    options = ("--quick", "--num-tokens=128", "--nvl-slots=2", "--inject", "slow-receiver=2:5ms")
+    done = run_program(Path(__file__), *REDUCED, *options)
+    assert_named(done, "Mixed-Slow  rank 2")
+    assert "(slow receive)" not in done.stdout, done.stdout
+    assert "Mixed-Slow  rank 0" not in done.stdout, done.stdout
+
+
 def test_program_says_that_one_node_is_not_enough(capsys: Any) -> None:
     with contextlib.suppress(SystemExit):
         main([*REDUCED, "--ranks-per-node=4"])

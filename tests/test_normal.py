@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 import deep_ep
 import exchange
 import normal_reference as reference
+from deep_ep import faults
 from exchange import Shape, assert_same_bytes
 from launch import (
     DEVICE,
@@ -535,6 +536,34 @@ def test_back_pressure_is_counted_where_queues_are_narrow(is_narrow: bool) -> No
     assert (counted[0]["credit_ns"] <= counted[0]["issue_ns"]).all()
     assert (counted[0]["credit_ns"] > 0).any() == is_narrow
     assert not any(one["credit_ns"].any() for one in counted[1:])
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="injection is of the cpu backend")
+def test_slots_that_a_gateway_waits_for_are_counted_though_the_source_has_issued() -> None:
+    shape = replace(FOUR, num_tokens=(16, 16, 16, 16))
+    config = deep_ep.Config(2, 1, 2, 1, 128)
+    inputs = [
+        rank._replace(topk_idx=torch.zeros_like(rank.topk_idx))  # all to rank 0
+        for rank in make_inputs(shape, PLAIN)
+    ]
+    delay_s = 5e-3
+
+    def dispatch(rank: int, buffer: deep_ep.Buffer) -> None:
+        buffer.enable_counters()
+        undo = faults.apply(buffer, [faults.SlowReceiver(0, delay_s)])
+        run_dispatch(buffer, inputs[rank], shape, PLAIN, config)
+        undo()
+
+    with four_ranks(2, config) as ranks:
+        ranks.run(dispatch)
+        counted = ranks.run(lambda _, buffer: buffer.normal_dispatch_counters.snapshot())
+    of_other_node = slice(2, None)
+    waited, issuing, on_the_way = (
+        counted[0][name][of_other_node] for name in ("credit_ns", "issue_ns", "path_ns")
+    )
+    assert (waited >= delay_s * 1e9).all()
+    assert (waited > issuing).all()
+    assert (waited <= issuing + on_the_way).all()
 
 
 # --- gradients ------------------------------------------------------------------------------------

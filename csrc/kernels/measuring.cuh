@@ -93,7 +93,7 @@ struct SourceSeen {
     int64_t tokens;
     bool witnessed;
     int64_t clock_error;
-    int64_t blocked_ns = 0;  // how long the source waited for slots
+    int64_t blocked_ns = 0;  // of the waiting, how long slots were waited for
 };
 
 // One thread. The counters of a source, loaded before anything else is needed.
@@ -128,7 +128,7 @@ EP_ALWAYS_INLINE void add_operation(const CounterView& counters,
     total[kSource_issue_ns] += timing.issue();
     total[kSource_path_ns] += timing.path();
     total[kSource_slack_ns] += timing.slack();
-    total[kSource_credit_ns] += seen.blocked_ns < timing.issue() ? seen.blocked_ns : timing.issue();
+    total[kSource_credit_ns] += seen.blocked_ns;
     if (wait > total[kSource_max_wait_ns]) total[kSource_max_wait_ns] = wait;
     EP_UNROLL(16)
     for (int i = 0; i < kNumSourceCounters; ++i) counters.totals[i * num_ranks + source] = total[i];

@@ -3,7 +3,8 @@
 //   what ends here    Dispatch: by the rank whose tokens they are, whichever gateway passed them on. Combine:
 //                     by the rank of this node, or the gateway, that sent them.
 //   what is relayed   Dispatch: by the gateway that sent it. Combine: by rank of this node.
-// What of an issue time was waiting for slots is the receiver's doing, and counted by itself.
+// What of an issue time was waiting for slots is the receiver's doing, and counted by itself. A gateway may wait
+// for slots long after the source has issued.
 #pragma once
 
 #include "kernels/measuring.cuh"
@@ -23,6 +24,7 @@ struct QueuesSeen {
     uint64_t blocked_ns = 0;  // in the channel that waited longest
     int64_t tokens = 0;
     bool witnessed = false;
+    bool is_relayed = false;  // somebody else than the source waited for slots
 
     EP_DEVICE void add(const NormalArgs& args, const Queue& queue) {
         const QueueState& state = state_of(args, queue, false);
@@ -63,10 +65,12 @@ EP_DEVICE void count_queues(const NormalArgs& args,
     if (!counters.on()) return;
     SourceTotals totals(counters, source, common.num_ranks(), true);
     const int64_t clock_error = source == common.rank() ? 0 : clock_error_at(clock, arrival);
+    const int64_t sending = timing.issue() + (seen.is_relayed ? timing.path() : 0);
+    const auto blocked = static_cast<int64_t>(seen.blocked_ns);
     add_operation(
         counters,
         totals,
-        {timing, seen.tokens, seen.witnessed, clock_error, static_cast<int64_t>(seen.blocked_ns)},
+        {timing, seen.tokens, seen.witnessed, clock_error, blocked < sending ? blocked : sending},
         ring_slot,
         source,
         common.num_ranks(),

@@ -422,6 +422,7 @@ EP_DEVICE void count_dispatch(const NormalDispatchArgs& args, const OpenOperatio
         return true;
     });
     const auto received = [&](int source, QueuesSeen& seen) {
+        seen.is_relayed = topology.node_of(source) != args.node();
         for (int channel = 0; channel < args.num_channels; ++channel) {
             seen.add(args,
                      nvl_queue(args, topology.node_of(source), topology.local_of(source), channel));

@@ -3,19 +3,28 @@
 Whoever sends to such a rank issues late, and its data comes late, through no fault of the sender's or
 of what lies between. All sources of the rank show it; where only one does, a path or the source has
 another cause.
+
+Who waits for slots of a rank that itself waits is held up further on, and the chain is followed to its end:
+
+* A rank that sums rows gives a slot back when all rows of the sum have come, so sources wait for its slots
+  while the rows of another one are late: from a gateway, say, that empties its own queues slowly.
+* A rank that empties its queues slowly still has its slots to empty when the last row has come. Who has
+  nothing left to do then, by its own clock, is held up by others, whatever these are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 
 import numpy as np
 
-from ..collect.hops import LAST_HOPS
+from ..collect.hops import LAST_HOPS, NORMAL_COMBINE
 from ..core.causes import Cause
-from ..core.diagnosis import FloatArray
-from ..core.robust_stats import MAD_TO_SIGMA, healthy, median, median_of
+from ..core.diagnosis import BoolArray, FloatArray
+from ..core.robust_stats import MAD_TO_SIGMA, healthy, median, median_of, or_zero
+from .estimates import Estimates
 from .finding import Found, Named, Size, cells_of, found_cause
 from .thresholds import JudgedKind
 from .what_if import Gain
@@ -26,35 +35,55 @@ _MIN_SOURCES = 2
 _CERTAIN = 3.0
 # If paths into the rank are slow by this share of it, they are the reason.
 _BY_PATHS = 0.5
+# A slow receiver has at least this share of what its sources wait for left to do: slots are filled some
+# thirty times at most, and the last time is left. It is certain by so many standard errors.
+_LEFT, _NOT_BY_CHANCE = 0.03, 2.0
 # What one cause makes of others that only look slow is known to this factor.
 UNEVEN = 1.3
 NOBODY: Mapping[int, float] = MappingProxyType({})
 
 
-def slow_receivers(kind: JudgedKind, hot_ranks: set[int]) -> list[Found]:
-    """Ranks for whose slots most of their sources wait.
+@dataclass(frozen=True)
+class _BackPressure:
+    """What waiting for slots says of the receivers of one hop; `[num_ranks]` each, ns.
+
+    Attributes:
+        kind: the hop.
+        waited: how long most sources wait for slots, without what the receiver cannot help.
+        effect: of it, what is above the usual, or by the rank's own clock.
+        error: its standard error.
+        spread: how far healthy receivers differ.
+        is_certain: whether that is a cause, wherever it lies.
+        left: own time after the last arrival, above the median rank.
+        has_left: whether that bears it out.
+    """
+
+    kind: JudgedKind
+    waited: FloatArray
+    effect: FloatArray
+    error: FloatArray
+    spread: float
+    is_certain: BoolArray
+    left: FloatArray
+    has_left: BoolArray
+
+
+def slow_receivers(kinds: Sequence[JudgedKind], hot_ranks: Collection[int]) -> list[Found]:
+    """Ranks for whose slots most of their sources wait, and who are not held up themselves.
 
     Args:
-        kind: of operation; low latency has slots for everything.
+        kinds: of operations that follow each other; low latency has slots for everything.
         hot_ranks: which get so much that their slots may well run out.
     """
-    e = kind.e
-    if e.operation not in LAST_HOPS:
+    hops = [_back_pressure(kind, hot_ranks) for kind in kinds if kind.e.operation in LAST_HOPS]
+    if not hops:
         return []
-    waited = np.where(e.m.has_sources & ~np.eye(e.m.num_ranks, dtype=bool), e.m.credit, np.nan)
-    sources = np.isfinite(waited).sum(axis=1)
-    usual, spread = healthy(median(waited, 1))
-    over = waited - usual
-    effect = median(over, 1)
-    apart = MAD_TO_SIGMA * median(np.abs(over - effect[:, None]), 1)
-    error = apart / np.sqrt(np.maximum(sources, 1))
-    bar = np.maximum(kind.floor, np.maximum(_CERTAIN * error, kind.limits.spread * spread))
-    certain = (effect > bar) & (sources >= _MIN_SOURCES)
-    certain &= ~(e.paths.inbound > _BY_PATHS * effect)
+    # What is left of one hop may be hidden by rows of another that come later.
+    has_left = np.any([hop.is_certain & hop.has_left for hop in hops], axis=0)
     return [
-        _slow_receiver(kind, rank, over, float(error[rank]), spread)
-        for rank in np.flatnonzero(certain).tolist()
-        if rank not in hot_ranks
+        _slow_receiver(hop, rank)
+        for hop in hops
+        for rank in np.flatnonzero(hop.is_certain & has_left).tolist()
     ]
 
 
@@ -68,21 +97,69 @@ def longest(found: Sequence[Found]) -> dict[int, float]:
     return by_rank
 
 
-def _slow_receiver(
-    kind: JudgedKind, rank: int, over: FloatArray, error: float, spread: float
-) -> Found:
+def _back_pressure(kind: JudgedKind, hot_ranks: Collection[int]) -> _BackPressure:
     e = kind.e
-    effect = median_of(over[rank])
+    ranks = range(e.m.num_ranks)
+    waited = np.where(e.m.has_sources & ~np.eye(len(ranks), dtype=bool), e.m.credit, np.nan)
+    sources = np.isfinite(waited).sum(axis=1)
+    for_others = np.where(np.isfinite(waited), _for_other_rows(e), np.nan)
+    charged = np.maximum(waited - for_others, 0.0)
+    of_most = median(charged, 1)
+    usual, spread = healthy(of_most)
+    over = charged - usual
+    effect = np.nan_to_num(median(over, 1))
+    error = MAD_TO_SIGMA * median(np.abs(over - effect[:, None]), 1)
+    error = error / np.sqrt(np.maximum(sources, 1))
+    bar = np.maximum(kind.floor, np.maximum(_CERTAIN * error, kind.limits.spread * spread))
+    # What is taken off is known to a factor.
+    taken_off = median(for_others, 1)
+    taken_off = np.nan_to_num(np.fmax(taken_off, median_of(taken_off)))
+    bar = np.maximum(bar, (UNEVEN - 1.0) * taken_off)
+    # Where slots run out for everybody, its own clock tells who is slow to give them back.
+    left = np.nan_to_num(e.drain.value)
+    is_slow = np.array([kind.exceeds(e.drain, rank) for rank in ranks])
+    is_slow &= of_most >= left
+    by_clock = is_slow & (effect < left)
+    effect, error = np.where(by_clock, left, effect), np.where(by_clock, e.drain.error, error)
+    is_certain = ((effect > bar) | is_slow) & (sources >= _MIN_SOURCES)
+    is_certain &= ~(e.paths.inbound > _BY_PATHS * effect) & ~np.isin(ranks, list(hot_ranks))
+    has_left = left > np.maximum(_LEFT * effect, _NOT_BY_CHANCE * np.nan_to_num(e.drain.error))
+    return _BackPressure(kind, of_most, effect, error, spread, is_certain, left, has_left)
+
+
+def _for_other_rows(e: Estimates) -> FloatArray:
+    """[receiver, source]: of the waiting for slots, what a receiver that sums rows cannot help, ns.
+
+    It gives no slot back until the rows of all others have come. The slots last for some time of that: as
+    long as most sources go on before they wait.
+    """
+    m = e.m
+    if e.operation != NORMAL_COMBINE:
+        return np.zeros(m.credit.shape)
+    # `late` has the entering once more than the issuing, and `send` once less.
+    issued = (m.late + m.send) / 2
+    path = np.where(np.isfinite(m.path), m.path, e.paths.usual)
+    came = np.where(m.expected, issued + path - m.credit, np.nan)
+    others = np.fmax.reduce(came, axis=1, initial=np.nan)[:, None] - came
+    for link in (e.paths.between, ~e.paths.between):
+        others[link] -= or_zero(median_of((others - m.credit)[link]))
+    return np.asarray(np.maximum(np.nan_to_num(others), 0.0))
+
+
+def _slow_receiver(hop: _BackPressure, rank: int) -> Found:
+    e = hop.kind.e
+    effect, error = float(hop.effect[rank]), float(hop.error[rank])
     return found_cause(
-        kind,
+        hop.kind,
         Cause.SLOW_RECEIVER,
         Named(rank),
-        Size(effect, error, e.load.size, spread, e.load.size),
+        Size(effect, error, e.load.size, hop.spread, e.load.size),
         cells_of(e, receiver=rank),
         # Its senders' time, which none of them takes by itself.
         Gain(e.operation, rank, paths=(rank, slice(None)), path_ns=effect),
         evidence={
-            "sources_wait_for_its_slots_us": effect / 1e3,
+            "sources_wait_for_its_slots_us": float(hop.waited[rank]) / 1e3,
+            "own_time_over_median_us": float(hop.left[rank]) / 1e3,
             "tokens_over_even_share": float(e.load[rank]),
             "drain_us": float(e.drain_ns[rank]) / 1e3,
         },

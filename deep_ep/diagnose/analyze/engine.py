@@ -3,7 +3,8 @@
 Order of the rules, each taking the ranks it explains away from the later ones:
 
 1. Mixed-Slow, hot experts: far more tokens than the others *and* more time because of it.
-   Slow receiver: most of its sources wait for slots that it does not give back.
+   Slow receiver: most of its sources wait for slots that it does not give back *and* its own clock says
+   that it takes long to empty them.
 2. Comp-Slow: a rank's own clock says it worked longer *and* the others see it late; in most operations,
    or in some. Of a rank that did not report, most others must have waited for it.
 3. Comm-Slow: all paths into (ingress) or out of (egress) one rank, between two nodes, on one rail;
@@ -134,7 +135,7 @@ def _causes_of(kinds: Sequence[JudgedKind], history: History | None) -> list[Fou
     of_ranks = _of_ranks(kinds)
     hot = [f for kind in of_ranks for f in hot_experts(kind)]
     hot_ranks = _ranks(hot)
-    slow = [f for kind in of_ranks for f in slow_receivers(kind, hot_ranks)]
+    slow = slow_receivers(of_ranks, hot_ranks)
     holding_up = longest(slow)
     on_paths = []
     hops = [kind for kind in kinds if kind.carries_rows]

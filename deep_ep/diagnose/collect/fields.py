@@ -112,8 +112,8 @@ class Numbers:
         PerSource,
         Field(
             "ns",
-            "Of the waiting while the source issued, what it could not go on because this rank had given "
-            "no slots back; mean.",
+            "Of the waiting while the source issued, or a gateway passed its rows on, what neither could go "
+            "on because this rank had given no slots back; mean.",
             missing=0.0,
         ),
     ]

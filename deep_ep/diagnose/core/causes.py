@@ -244,8 +244,8 @@ _ROWS = {
         MIXED_SLOW,
         "rank *i*",
         "holds up whoever sends to it",
-        "normal operations: most of its sources wait for slots of its queues, longer than those of other "
-        "ranks do, and the paths into it are not slow",
+        "normal operations: most of its sources wait for slots of its queues while it waits for no rows "
+        "itself **and** its own time after the last arrival; the paths into it are not slow",
         "It empties its queues slowly, so that others cannot send: compare clocks, memory bandwidth and "
         "num_sms of rank {rank} with the others, and its tokens; a larger Config gives it more slots.",
         "issue",

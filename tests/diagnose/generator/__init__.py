@@ -151,6 +151,8 @@ class Window:
     @functools.cached_property
     def _recorded(self) -> list[Recorded]:
         setup = self._batch.setup
+        node, _ = setup.machine.node_and_index(setup.num_ranks)
+        between = node[:, None] != node[None, :]
         return [
             Recorded(
                 self._of_kind(self._batch.stamps, i),
@@ -158,6 +160,7 @@ class Window:
                 kind,
                 setup.capacity,
                 setup.machine.stamp_rule,
+                between & (kind.name == "normal dispatch"),
             )
             for i, kind in enumerate(setup.kinds)
         ]

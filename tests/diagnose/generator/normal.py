@@ -8,7 +8,9 @@ of entering and leaving; rows for other nodes go by way of gateways, the ranks o
 * Combine: nobody sends before all have entered. Rows go back to the source or its gateway, which sends a sum
   when all rows of its node have come.
 * A receiver that empties its queues slowly lets its sources wait for slots, gateways among them, whose own
-  sources then wait as well. Healthy receivers let them wait a little.
+  sources then wait as well, and whose other rows behind them. Healthy receivers let them wait a little.
+* A slot of a combine is given back when all rows of its sum have come. Where a gateway's sums are late, the
+  sources of the same node wait for slots of a rank that is slow in nothing.
 """
 
 from __future__ import annotations
@@ -31,6 +33,8 @@ _SLOTS_US = 2.0
 # Of what a slow receiver keeps its sources waiting: how much it still has to empty when the last row has
 # come, by how much it sees rows later, and how much of it a gateway hands on to its own sources.
 _LEFT, _SEEN_LATER, _HANDED_ON = 0.3, 0.1, 0.5
+# For how long there are slots while nothing is given back.
+_SLOTS_LAST_US = 30.0
 
 
 class NormalRun(Run):
@@ -74,14 +78,15 @@ class NormalRun(Run):
         first = np.where(self.between, self._forwarded(rows), rows)
         waits = self._waits_for_slots(last)
         # A gateway whose rows find no slots gives none back itself.
-        for_mates = np.where(self.between, 0.0, waits).max(axis=1)[:, :, None]
-        first_waits = np.where(self.between, np.maximum(waits, _HANDED_ON * for_mates), waits)
+        for_mates = _HANDED_ON * np.where(self.between, 0.0, waits).max(axis=1)
+        first_waits = np.where(self.between, np.maximum(waits, for_mates[:, :, None]), waits)
         order = self.order(self.kind(last), first)
         sending = self._sending(last, speed, first)
         issued = begin[:, None, :] + sending[:, None, :] * order + first_waits
         came = self.arrive(Sends(first, begin, issued, order, latency)) + self._seen_later
-        # From the gateway as any row within a node.
-        relay = np.take_along_axis(latency + waits, self.gateway, axis=2) + _RELAY_US
+        # From the gateway as any row within a node, behind those that find no slots.
+        queueing = latency + np.maximum(waits, for_mates[:, None, :])
+        relay = np.take_along_axis(queueing, self.gateway, axis=2) + _RELAY_US
         passed_on = np.take_along_axis(came, self.gateway, axis=1) + relay + self._seen_later
         arrival = np.where(self.between, passed_on, came)
         issued_for = np.where(
@@ -121,6 +126,8 @@ class NormalRun(Run):
         of_node = np.where((for_gateways > 0) | self.own, came, -np.inf).max(axis=2)
         summed = (of_node + _RELAY_US)[:, None, :] + waits
         sums_came = self.arrive(Sends(sums, starts, summed, np.ones(rows.shape), latency))
+        for_sums = self._waits_for_sums(came, np.where(sums > 0, sums_came, -np.inf))
+        issued, came, waits = issued + for_sums, came + for_sums, waits + for_sums
         tokens = np.where(self.between, sums, direct)
         issued_last = np.where(self.between, summed, issued)
         arrival = np.where(self.between, sums_came + self._seen_later, came)
@@ -179,6 +186,14 @@ class NormalRun(Run):
         """[windows, receiver, source]: how long a source waits for the receiver's slots."""
         healthy = _SLOTS_US * np.minimum(np.abs(self.draws.path[:, op]), 3.0)
         return healthy + self.extra.slots[:, :, None]
+
+    def _waits_for_sums(self, came: FloatArray, sums_came: FloatArray) -> FloatArray:
+        """[windows, receiver, source]: how much longer a source within the node waits for slots, because the
+        sums that its rows are for have not come.
+        """
+        last = sums_came.max(axis=2, keepdims=True)
+        waits = np.maximum(last - came - _SLOTS_LAST_US, 0.0)
+        return np.where(self.between | self.own, 0.0, waits)
 
     @property
     def _seen_later(self) -> FloatArray:

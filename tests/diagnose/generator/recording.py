@@ -11,7 +11,7 @@ import numpy as np
 from deep_ep import backend
 from deep_ep import stamps as stamps_of
 from deep_ep.counters import CounterSnapshot
-from deep_ep.diagnose.core.diagnosis import IntArray
+from deep_ep.diagnose.core.diagnosis import BoolArray, IntArray
 from generator.machines import TOKEN_BYTES, Kind, StampRule
 
 _BINDING = backend.get().binding
@@ -31,7 +31,10 @@ _COUNTED_CELLS = 2**21
 
 
 class Recorded:
-    """Counters of all ranks of one operation kind, from its stamps [n, receiver, source or own, 6]."""
+    """Counters of all ranks of one operation kind, from its stamps [n, receiver, source or own, 6].
+
+    relayed: [receiver, source], whose rows a gateway passed on.
+    """
 
     def __init__(
         self,
@@ -40,9 +43,11 @@ class Recorded:
         kind: Kind,
         capacity: int,
         rule: StampRule,
+        relayed: BoolArray,
     ) -> None:
         self.stamps = stamps
         self.kind = kind
+        self.relayed = relayed
         self.capacity = capacity
         self.columns = _OLD_COLUMNS if rule is StampRule.AFTER_ALL_HEADERS else COLUMNS
         num_ranks = stamps.shape[1]
@@ -93,7 +98,8 @@ class Recorded:
         added = stamps_of.source_counters(entered, issued, arrival, wait_begin)
         sums = {name: np.where(heard, values, 0) for name, values in added.items()}
         if blocked is not None:
-            sums["credit_ns"] = np.minimum(blocked, sums["issue_ns"])
+            passing_on = np.where(self.relayed, sums["path_ns"], 0)
+            sums["credit_ns"] = np.minimum(blocked, sums["issue_ns"] + passing_on)
         sums |= {"ops": heard, "tokens": tokens, "bytes": tokens * TOKEN_BYTES}
         for name, values in sums.items():
             self.totals[:, COUNTER_FIELDS.index(name)] += values.sum(axis=0)
