@@ -198,7 +198,14 @@ def test_the_ring_begins_with_the_making_of_the_buffer_and_ends_with_its_end() -
 
 def test_threads_may_have_one_name(ranks: Ranks) -> None:
     ends = threading.Event()
-    twins = [threading.Thread(target=ends.wait, name="twin") for _ in range(2)]
+
+    def wait() -> None:
+        ends.wait(30)
+
+    def wait_elsewhere() -> None:
+        ends.wait(30)
+
+    twins = [threading.Thread(target=call, name="twin") for call in (wait, wait_elsewhere)]
     for twin in twins:
         twin.start()
     try:
