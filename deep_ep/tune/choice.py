@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -11,6 +12,8 @@ from deep_ep.tune.trials import Times, Trial
 
 # What is faster by less is taken for equal: medians of a few rounds differ by so much. Chosen.
 _EQUAL = 0.03
+# What is faster must be so by as many standard errors, since the fastest of several is also the luckiest.
+_CERTAIN = 3.0
 
 
 @dataclass(frozen=True)
@@ -51,19 +54,21 @@ class Experts(NamedTuple):
 
 def best_chunks(trials: Sequence[Trial], times: Sequence[Times]) -> tuple[Trial, str]:
     """The fastest steps of each direction, if they are faster than the recommended ones, the first trial."""
-    base = trials[0]
-    dispatch = min(range(len(trials)), key=lambda i: times[i].dispatch)
-    combine = min(range(len(trials)), key=lambda i: times[i].combine)
-    if times[dispatch].dispatch > (1 - _EQUAL) * times[0].dispatch:
-        dispatch = 0
-    if times[combine].combine > (1 - _EQUAL) * times[0].combine:
-        combine = 0
-    said = [
-        _gain("dispatch", times[0].dispatch, times[dispatch].dispatch, is_base=not dispatch),
-        _gain("combine", times[0].combine, times[combine].combine, is_base=not combine),
-    ]
+    dispatch, dispatch_gain = _fastest([(each.dispatch, each.dispatch_error) for each in times])
+    combine, combine_gain = _fastest([(each.combine, each.combine_error) for each in times])
+    if not dispatch and not combine:
+        return trials[0], "none is surely faster than the recommended ones"
     chosen = Trial(trials[dispatch].dispatch, trials[combine].combine)
-    return chosen, "; ".join(said) if chosen != base else "none is faster than the recommended ones"
+    return chosen, f"dispatch: {dispatch_gain}; combine: {combine_gain}"
+
+
+def _fastest(times: Sequence[tuple[float, float]]) -> tuple[int, str]:
+    """Of times and their errors: which is the fastest, the first one unless another is surely faster; and by how much."""
+    place = min(range(len(times)), key=lambda i: times[i][0])
+    (base_us, base_error), (fastest_us, error) = times[0], times[place]
+    if base_us - fastest_us < max(_EQUAL * base_us, _CERTAIN * math.hypot(base_error, error)):
+        return 0, "as recommended"
+    return place, f"{1 - fastest_us / base_us:.0%} faster than as recommended"
 
 
 def best_sms(trials: Sequence[Trial], times: Sequence[Times], experts: Experts | None) -> Tuned:
@@ -81,7 +86,8 @@ def best_sms(trials: Sequence[Trial], times: Sequence[Times], experts: Experts |
     fastest = costs.index(least)
     return Tuned(
         *trials[chosen],
-        *times[chosen],
+        times[chosen].dispatch,
+        times[chosen].combine,
         _why(trials, times, experts, chosen, fastest),
     )
 
@@ -116,9 +122,3 @@ def _why(
         trials[chosen], times[chosen], experts
     )
     return f"{reason}{faster} SMs are {gain:.1%} faster, too little to take them from the experts"
-
-
-def _gain(name: str, before_us: float, after_us: float, *, is_base: bool) -> str:
-    if is_base:
-        return f"{name}: as recommended"
-    return f"{name}: {1 - after_us / before_us:.0%} faster than as recommended"

@@ -22,6 +22,8 @@ RDMA_SENDS = (4, 8, 16, 32)
 # SMs that are tried.
 NUM_SMS = (8, 12, 16, 20, 24, 32)
 _WARM_UP_ROUNDS = 1
+# Standard error of a median of normal noise, in median deviations over the root of their number.
+_MEDIAN_ERROR = 1.4826 * 1.2533
 _ELEMENT_BYTES = 2
 
 
@@ -56,10 +58,17 @@ class Trial(NamedTuple):
 
 
 class Times(NamedTuple):
-    """Microseconds, medians over rounds of the slowest rank of each; layout and host included."""
+    """Microseconds, medians over rounds of the slowest rank of each; layout and host included.
+
+    Attributes:
+        dispatch, combine: what they take.
+        dispatch_error, combine_error: standard errors of these, from the median deviation.
+    """
 
     dispatch: float
     combine: float
+    dispatch_error: float = 0.0
+    combine_error: float = 0.0
 
     @property
     def total(self) -> float:
@@ -84,6 +93,16 @@ def chunk_trials(base: Trial, num_nodes: int) -> list[Trial]:
 def sm_trials(base: Trial, num_sms: Iterable[int]) -> list[Trial]:
     """The same steps with other numbers of SMs."""
     return [Trial(*(replace(config, num_sms=sms) for config in base)) for sms in num_sms]
+
+
+def _times(dispatch: Sequence[float], combine: Sequence[float]) -> Times:
+    """Of the rounds of one trial."""
+    medians = statistics.median(dispatch), statistics.median(combine)
+    errors = (
+        _MEDIAN_ERROR * statistics.median(abs(us - median) for us in rounds) / len(rounds) ** 0.5
+        for rounds, median in zip((dispatch, combine), medians)
+    )
+    return Times(*medians, *errors)
 
 
 class Exchange:
@@ -120,17 +139,24 @@ class Exchange:
     def measure(self, trials: Sequence[Trial], rounds: int) -> list[Times]:
         """Times of each trial, the same on all ranks. Collective.
 
-        Trials alternate round by round, so that whatever else the machine does hits all of them.
+        Trials alternate round by round, so that whatever else the machine does hits all of them, and each round
+        begins with another one, as who is first may find cold caches.
         """
-        mine = [[self._round(trial) for trial in trials] for _ in range(_WARM_UP_ROUNDS + rounds)]
+        mine = [self._all(trials, first) for first in range(_WARM_UP_ROUNDS + rounds)]
         ranks = self.buffer.communicator.group.all_gather_object(mine[_WARM_UP_ROUNDS:])
         # [ranks, rounds, trials, 2]
         slowest = torch.tensor(ranks, dtype=torch.float64).amax(0)
-        return [Times(*map(statistics.median, each.T.tolist())) for each in slowest.unbind(1)]
+        return [_times(*each.T.tolist()) for each in slowest.unbind(1)]
 
     def close(self) -> None:
         """Frees the buffer. Collective."""
         self.buffer.destroy()
+
+    def _all(self, trials: Sequence[Trial], first: int) -> list[tuple[float, float]]:
+        """One round of each, in the order of `trials`."""
+        places = [(first + i) % len(trials) for i in range(len(trials))]
+        times = {place: self._round(trials[place]) for place in places}
+        return [times[place] for place in range(len(trials))]
 
     def _round(self, trial: Trial) -> tuple[float, float]:
         self.buffer.communicator.group.barrier()

@@ -48,7 +48,15 @@ def test_what_is_hardly_faster_does_not_replace_what_is_recommended() -> None:
     tried = trials.sm_trials(BASE, [20, 2])
     chosen, reason = choice.best_chunks(tried, [Times(100, 50), Times(98, 49)])
     assert chosen == BASE
-    assert reason == "none is faster than the recommended ones"
+    assert reason == "none is surely faster than the recommended ones"
+
+
+def test_what_is_faster_by_chance_does_not_replace_what_is_recommended() -> None:
+    tried = trials.sm_trials(BASE, [20, 2])
+    noisy = [Times(100, 50, 4, 0.1), Times(90, 40, 4, 0.1)]
+    chosen, reason = choice.best_chunks(tried, noisy)
+    assert chosen == (tried[0].dispatch, tried[1].combine)
+    assert reason == "dispatch: as recommended; combine: 20% faster than as recommended"
 
 
 def test_of_equally_fast_numbers_the_fewest_sms_are_taken() -> None:
