@@ -384,6 +384,7 @@ class Buffer:
 
     # ---- layout
 
+    @profiled.part("layout")
     def get_dispatch_layout(
         self,
         topk_idx: Tensor,

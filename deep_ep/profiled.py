@@ -48,6 +48,22 @@ def operator(method: Method) -> Method:
     return call  # type: ignore[return-value]
 
 
+def part(name: str) -> Callable[[Method], Method]:
+    """Makes a function a range `deep_ep::NAME` of a profile, without its arguments."""
+
+    def decorate(function: Method) -> Method:
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if not _is_profiling():
+                return function(*args, **kwargs)
+            with torch.profiler.record_function(f"deep_ep::{name}"):
+                return function(*args, **kwargs)
+
+        return call  # type: ignore[return-value]
+
+    return decorate
+
+
 def _number(buffer: Buffer) -> int:
     """Of the call that begins, as the recorder counts calls; 0 where none may begin."""
     runtime = buffer.communicator.runtime

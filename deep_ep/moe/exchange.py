@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from deep_ep.buffer import Buffer
 from deep_ep.errors import EPArgumentError
@@ -134,6 +135,7 @@ class MoEDispatch(torch.autograd.Function):
         return tuple(arrived)
 
     @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator,unused-ignore]
     def backward(ctx: Any, grad_x: Tensor, _: Any, grad_weights: Tensor, *others: Any) -> Any:
         (topk_idx,) = ctx.saved_tensors
         grads = steps.dispatch_backward(ctx.buffer, ctx.way, topk_idx, grad_x, grad_weights)
@@ -153,6 +155,7 @@ class MoECombine(torch.autograd.Function):
         return AwaitedTensor(combined, event) if event.event is not None else combined
 
     @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator,unused-ignore]
     def backward(ctx: Any, grad: Tensor) -> Any:
         return (
             *steps.combine_backward(ctx.buffer, ctx.way, grad, *ctx.saved_tensors),

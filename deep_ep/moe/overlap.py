@@ -15,8 +15,10 @@ from __future__ import annotations
 from typing import Any, Callable, NamedTuple
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from deep_ep.buffer import Buffer
+from deep_ep.errors import EPUsageError
 from deep_ep.event import EventOverlap
 from deep_ep.moe import steps
 from deep_ep.moe.exchange import check_combine
@@ -118,8 +120,14 @@ class MoEOverlapped(torch.autograd.Function):
         return torch.cat([combined for combined, _ in returning])
 
     @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator,unused-ignore]
     def backward(ctx: Any, grad: Tensor) -> Any:
         buffer, computed = ctx.buffer, ctx.computed
+        if computed is None:
+            raise EPUsageError(
+                "deep_ep.moe.ExpertParallel: backward was called again; with micro_batches=2 the graph of the experts is "
+                "kept for one backward. Call forward again, or leave micro_batches out."
+            )
         ways = [part.arrived.way for part in computed]
         grads = grad[: ctx.middle].contiguous(), grad[ctx.middle :].contiguous()
         ready = Buffer.capture()

@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 import torch
 
+from deep_ep import profiled
+
 Tensor = torch.Tensor
 
 
@@ -29,6 +31,7 @@ class Permutation(NamedTuple):
     num_rows: int
 
 
+@profiled.part("permute")
 def by_expert(topk_idx: Tensor, num_per_expert: Tensor, alignment: int) -> Permutation:
     """The permutation of what a dispatch received.
 
@@ -55,6 +58,7 @@ def aligned(num_per_expert: Tensor, alignment: int) -> Tensor:
     return (num_per_expert + alignment - 1) // alignment * alignment
 
 
+@profiled.part("permute")
 def gather(x: Tensor, permutation: Permutation) -> Tensor:
     """Received rows, or what belongs to them, by expert; padding is 0.
 
@@ -72,6 +76,7 @@ def gather(x: Tensor, permutation: Permutation) -> Tensor:
     return padded.index_copy(0, permutation.places, rows)
 
 
+@profiled.part("unpermute")
 def add_up(y: Tensor, permutation: Permutation, num_rows: int, weights: Tensor | None) -> Tensor:
     """Sums of what the experts of each received row returned.
 
@@ -94,6 +99,7 @@ def add_up(y: Tensor, permutation: Permutation, num_rows: int, weights: Tensor |
     return sums.index_add(0, permutation.rows, pairs).to(y.dtype)
 
 
+@profiled.part("unpermute")
 def weighed_backward(
     grad: Tensor, y: Tensor, permutation: Permutation, weights: Tensor
 ) -> tuple[Tensor, Tensor]:

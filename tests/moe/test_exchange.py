@@ -113,6 +113,28 @@ def test_rows_that_stay_as_they_came_are_the_caller_s_to_weigh() -> None:
         ranks.run(run)
 
 
+def test_what_is_done_around_the_exchange_has_ranges_in_a_profile() -> None:
+    sizes = Sizes((6,))
+
+    def run(rank: int, buffer: deep_ep.Buffer) -> None:
+        tokens = tokens_of(sizes, rank)
+        with torch.profiler.profile() as profile:
+            tokens.results(layer(tokens, buffer, sizes)[1])
+        found = [event.name for event in profile.events() if event.name.startswith("deep_ep::")]
+        count = {name: found.count(name) for name in found}
+        # Forward: indices and rows, sums. Backward: gradients of rows and weights, sums.
+        assert count == {
+            "deep_ep::layout": 1,
+            "deep_ep::permute": 2,
+            "deep_ep::unpermute": 3,
+            "deep_ep::dispatch": 2,
+            "deep_ep::combine": 2,
+        }
+
+    with ranks_of(sizes) as ranks:
+        ranks.run(run)
+
+
 def test_a_hang_shows_the_line_of_the_program_and_none_of_torch() -> None:
     """In forward, where an autograd function calls, and in backward, where the engine does."""
 
@@ -160,6 +182,18 @@ def test_quantized_rows_are_within_half_a_step_of_float8(num_tokens: int) -> Non
     torch.testing.assert_close(scales, reference.cast_fp8(x)[1])
     back = dequantize(data, scales, torch.float32)
     assert (back - x).abs().le(2**-4 * x.abs() + scales.repeat_interleave(128, 1) * 2**-10).all()
+
+
+def test_gradients_of_gradients_are_refused_and_not_left_out() -> None:
+    def run(rank: int, buffer: deep_ep.Buffer) -> None:
+        tokens = tokens_of(SQUARE, rank)
+        _, combined = layer(tokens, buffer, SQUARE)
+        (grad,) = torch.autograd.grad((combined**2).sum(), tokens.x, create_graph=True)
+        with pytest.raises(RuntimeError, match="once_differentiable"):
+            grad.sum().backward()
+
+    with ranks_of(SQUARE) as ranks:
+        ranks.run(run)
 
 
 def test_a_checkpointed_layer_sends_again_and_has_the_same_gradients() -> None:

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import deep_ep
 from deep_ep import moe
-from deep_ep.errors import EPArgumentError
+from deep_ep.errors import EPArgumentError, EPUsageError
 from launch import DEVICE
 from layers import Sizes, assert_exact, expected, experts_of, ranks_of, tokens_of
 
@@ -188,6 +188,18 @@ def test_rows_of_one_half_travel_while_the_experts_compute_the_other(
         "experts backward",
         "combine after all, async",
     ]
+
+
+def test_a_second_backward_is_refused_by_name() -> None:
+    def run(rank: int, buffer: deep_ep.Buffer) -> None:
+        tokens = tokens_of(Sizes((4,)), rank)
+        combined = overlapped(rank, buffer, Sizes((4,)))(tokens.x, tokens.topk_idx, tokens.weights)
+        combined.backward(tokens.grad, retain_graph=True)
+        with pytest.raises(EPUsageError, match="backward was called again"):
+            combined.backward(tokens.grad)
+
+    with ranks_of(Sizes((4,))) as ranks:
+        ranks.run(run)
 
 
 def test_what_is_refused() -> None:
