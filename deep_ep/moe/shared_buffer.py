@@ -6,10 +6,9 @@ import weakref
 from typing import Any
 
 from deep_ep.buffer import Buffer
-from deep_ep.config import largest_hints
+from deep_ep.config import ELEMENT_BYTES, largest_hints
 from deep_ep.group import as_group
 
-_ELEMENT_BYTES = 2
 # By group; the group is kept with its buffer, so that no other one gets its identity.
 _buffers: dict[int, tuple[Any, weakref.ref[Buffer]]] = {}
 
@@ -29,7 +28,7 @@ def shared_buffer(group: Any, hidden: int) -> Buffer:
     """
     num_ranks = as_group(group).size
     configs = Buffer.get_dispatch_config(num_ranks), Buffer.get_combine_config(num_ranks)
-    nvl_bytes, rdma_bytes = largest_hints(configs, hidden * _ELEMENT_BYTES, num_ranks)
+    nvl_bytes, rdma_bytes = largest_hints(configs, hidden * ELEMENT_BYTES, num_ranks)
     _, known = _buffers.get(id(group), (None, None))
     buffer = known() if known is not None else None
     if buffer is not None:

@@ -27,7 +27,6 @@ from deep_ep.tune.trials import Exchange, Model, Times, Trial
 
 _PROGRAM = "python -m deep_ep.tune"
 _BAD_ARGUMENTS = 2
-_RECOMMENDED_SMS = 20
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -96,22 +95,19 @@ def measure(
         EPError: the exchange cannot be made, or fails.
     """
     num_ranks = dist.get_world_size()
-    before = Buffer.num_sms
-    Buffer.set_num_sms(_RECOMMENDED_SMS)
     recommended = Trial(Buffer.get_dispatch_config(num_ranks), Buffer.get_combine_config(num_ranks))
-    Buffer.set_num_sms(before)
     # Buffers grow with SMs, and where a size is rounded up also with steps.
     all_chunks = trials.chunk_trials(recommended, num_nodes=2)
     largest = [
         each
         for chunks in all_chunks
-        for each in trials.sm_trials(chunks, {max(num_sms), _RECOMMENDED_SMS})
+        for each in trials.sm_trials(chunks, {max(num_sms), Buffer.num_sms})
     ]
     exchange = Exchange(dist.group.WORLD, model, largest)
     tried = trials.chunk_trials(recommended, exchange.num_nodes())
     times = exchange.measure(tried, rounds)
     chunks, reason = choice.best_chunks(tried, times)
-    _show(console, f"steps of tokens, {_RECOMMENDED_SMS} SMs", tried, times, None)
+    _show(console, f"steps of tokens, {Buffer.num_sms} SMs", tried, times, None)
     console.print(f"{reason}\n")
     with_sms = trials.sm_trials(chunks, sorted(num_sms))
     times = exchange.measure(with_sms, rounds)

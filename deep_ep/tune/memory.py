@@ -11,13 +11,10 @@ from typing import Any
 import torch
 
 from deep_ep import backend, env
-from deep_ep.config import Config
+from deep_ep.config import DEFAULT_RANKS_PER_NODE, Config
 from deep_ep.hang import files
 from deep_ep.tune.choice import Experts, Tuned
 from deep_ep.tune.trials import Model
-
-# Ranks of a node where nobody says it, as in Config's hints.
-_RANKS_PER_NODE = 8
 
 
 def sections(tuned: Tuned) -> dict[str, dict[str, int]]:
@@ -83,7 +80,7 @@ def machine() -> str:
 
 
 def _key(model: Model, ranks: int, experts: Experts | None) -> str:
-    per_node = env.ranks_per_node() or env.local_world_size() or _RANKS_PER_NODE
+    per_node = env.ranks_per_node() or env.local_world_size() or DEFAULT_RANKS_PER_NODE
     key = f"{machine()}; {ranks} ranks, {min(per_node, ranks)} per node; {model}"
     if experts is not None:
         key += f"; beside {experts.us:.0f} us of experts on {experts.total_sms} SMs"

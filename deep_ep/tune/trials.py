@@ -11,7 +11,8 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from deep_ep.buffer import Buffer
-from deep_ep.config import Config, largest_hints
+from deep_ep.config import ELEMENT_BYTES, Config, largest_hints
+from deep_ep.errors import EPArgumentError
 from deep_ep.moe.quantization import quantize
 
 Result = TypeVar("Result")
@@ -24,7 +25,6 @@ NUM_SMS = (8, 12, 16, 20, 24, 32)
 _WARM_UP_ROUNDS = 1
 # Standard error of a median of normal noise, in median deviations over the root of their number.
 _MEDIAN_ERROR = 1.4826 * 1.2533
-_ELEMENT_BYTES = 2
 
 
 @dataclass(frozen=True)
@@ -117,10 +117,15 @@ class Exchange:
             largest: trials whose buffers are the largest.
 
         Raises:
-            EPArgumentError: sizes that `deep_ep` cannot take.
+            EPArgumentError: sizes that `deep_ep` cannot take, or that do not go together.
         """
+        if model.experts % group.size() or model.topk > model.experts:
+            raise EPArgumentError(
+                f"deep_ep.tune: {model} on {group.size()} ranks; experts must be a multiple of the ranks, and at least "
+                "topk. Pass --experts and --topk of the model, and start as many ranks as it will have."
+            )
         configs = [config for trial in largest for config in trial]
-        hints = largest_hints(configs, model.hidden * _ELEMENT_BYTES, group.size())
+        hints = largest_hints(configs, model.hidden * ELEMENT_BYTES, group.size())
         self.buffer = Buffer(group, *hints, explicitly_destroy=True)
         self._model = model
         self._device = self.buffer.communicator.backend.device()
