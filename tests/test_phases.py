@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -165,3 +168,23 @@ def test_rank_0_logs_them_when_the_buffer_ends(
         (logged,) = [message for message in caplog.messages if "phases" in message]
     assert logged.startswith("phases of rank 0\nus per operation")
     assert "rank 0 waited for" in logged
+
+
+def test_a_program_that_never_destroys_its_buffer_logs_them_at_its_end() -> None:
+    program = """
+import torch, deep_ep
+from deep_ep.group import thread_groups
+size = deep_ep.Buffer.get_low_latency_rdma_size_hint(8, 256, 1, 4)
+buffer = deep_ep.Buffer(thread_groups(1)[0], 0, size, low_latency_mode=True, num_qps_per_rank=4)
+x, idx = torch.zeros(8, 256, dtype=torch.bfloat16), torch.zeros(8, 1, dtype=torch.int64)
+buffer.low_latency_dispatch(x, idx, 8, 4, use_fp8=False)
+"""
+    settings = {"DEEP_EP_PHASES": "1", "DEEP_EP_BACKEND": "cpu"}
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, **settings},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "phases of rank 0\nus per operation" in done.stderr

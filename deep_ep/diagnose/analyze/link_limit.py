@@ -92,10 +92,10 @@ def _from_gateways(between: FloatArray, same_node: BoolArray) -> FloatArray:
     """Bytes of sources on other nodes, as coming from the rank of the receiver's node with the source's place."""
     moved = np.zeros_like(between)
     place = np.array([int(row[:rank].sum()) for rank, row in enumerate(same_node)])
-    for receiver, source in zip(*np.nonzero(between)):
-        members = np.flatnonzero(same_node[receiver])
-        if place[source] < members.size and members[place[source]] != receiver:
-            moved[receiver, members[place[source]]] += between[receiver, source]
+    for receiver, members in enumerate(map(np.flatnonzero, same_node)):
+        known = place < members.size
+        np.add.at(moved[receiver], members[place[known]], between[receiver, known])
+    np.fill_diagonal(moved, 0.0)  # of the sources whose gateway the receiver is
     return moved
 
 

@@ -48,6 +48,14 @@ def test_the_last_hop_of_a_dispatch_is_nvlink_from_the_gateway() -> None:
     assert least_us(measured("gateway dispatch", num_bytes), NODES, LINKS) == pytest.approx(600)
 
 
+def test_uneven_nodes_and_ranks_that_did_not_report_have_a_limit() -> None:
+    num_bytes = np.zeros((5, 5))
+    num_bytes[4, 1] = 9e6  # the node of rank 4 has no second rank
+    num_bytes[0, 1] = 1e6
+    hop = measured("normal dispatch", num_bytes)
+    assert least_us(hop, (0, 0, 0, -1, 1), LINKS) == pytest.approx(10)
+
+
 def test_unknown_bytes_have_no_limit() -> None:
     unknown = measured("dispatch", np.full((4, 4), np.nan))
     assert np.isnan(least_us(unknown, NODES, LINKS))
