@@ -428,7 +428,7 @@ class Buffer:
 
     # ---- low latency
 
-    @profiled.operator
+    @profiled.operator()
     def low_latency_dispatch(
         self,
         x: Tensor,
@@ -505,7 +505,7 @@ class Buffer:
             recv_counters,
         )
 
-    @profiled.operator
+    @profiled.operator()
     def low_latency_combine(
         self,
         x: Tensor,
@@ -617,7 +617,7 @@ class Buffer:
 
     # ---- normal mode
 
-    @profiled.operator
+    @profiled.operator(is_combine=False)
     def dispatch(
         self,
         x: Tensor | tuple[Tensor, Tensor],
@@ -720,7 +720,7 @@ class Buffer:
         recv_topk = received.topk_idx, received.topk_weights
         return received.rows, *recv_topk, per_expert, new_handle, event
 
-    @profiled.operator
+    @profiled.operator(is_combine=True)
     def combine(
         self,
         x: Tensor,

@@ -185,6 +185,25 @@ class DeviceCopier:
             yield
 
 
+def read_aside(*tensors: torch.Tensor) -> list[torch.Tensor] | None:
+    """What these hold now, on the host; no stream is waited for.
+
+    Args:
+        tensors: contiguous, or copying takes a kernel; of one device.
+
+    Returns:
+        `None` while the current stream is captured into a graph: then they hold nothing yet.
+    """
+    device = tensors[0].device
+    if device.type != "cuda":
+        return list(tensors)
+    if torch.cuda.is_current_stream_capturing():
+        return None
+    stream = _side_stream(device.index)
+    with ignoring_captures(), torch.cuda.device(device), torch.cuda.stream(stream):
+        return [tensor.cpu() for tensor in tensors]
+
+
 def _pinned_like(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
 

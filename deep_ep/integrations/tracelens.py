@@ -4,8 +4,10 @@
     TraceLens_generate_perf_report_pytorch --profile_json_path trace.json --extension_file "$FILE"
 
 Sheets `EP_Communication_fwd` (and `_bwd`, where forward and backward ran on different threads) have time and effective
-TB/s of each operator; sheet `EP_exposed` adds how much of it nothing else hides. The module-level names at the end are
-those that TraceLens looks for; it runs this file twice. https://github.com/AMD-AGI/TraceLens
+TB/s of each operator; sheet `EP_exposed` adds how much of it nothing else hides, and what crossed which link. Of traces
+that `python -m deep_ep.diagnose trace --counters ... --merge ...` has written, `EP_phases` has the phases and true TB/s.
+The module-level names at the end are those that TraceLens looks for; it runs this file twice.
+https://github.com/AMD-AGI/TraceLens
 """
 
 from __future__ import annotations
@@ -15,8 +17,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from deep_ep.diagnose.trace import rank_trace, summary
-from deep_ep.diagnose.trace.operations import OPERATORS, sent_of
+from deep_ep.diagnose.trace import facts, rank_trace, summary
+from deep_ep.diagnose.trace.operations import OPERATORS, LinkBytes, Sent, sent_of
+from deep_ep.diagnose.trace.summary import PhasesRow
 
 _CATEGORY = "EP_Communication"
 
@@ -24,8 +27,9 @@ _CATEGORY = "EP_Communication"
 class EPCommunication:
     """One dispatch or combine, as TraceLens asks about it. It computes nothing; its bytes are rows times their size.
 
-    Bytes are at most what crosses a link, since rows that stay on their rank are in them, and time contains the waiting
-    for late ranks: TB/s is effective, not true. What the trace does not say has no bytes.
+    Bytes are what crosses links where the trace has been merged with what is known of it. Otherwise they are at most
+    that, since rows that stay on their rank are in them. Time contains the waiting for late ranks: TB/s is effective, not
+    true. What the trace does not say has no bytes.
     """
 
     category = _CATEGORY
@@ -37,17 +41,20 @@ class EPCommunication:
         """Called once for each event."""
         self.event = event
         self.param_details = self.get_param_details(event)
-        self._sent = sent_of(event["name"], event.get("args") or {})
+        self._bytes = _bytes(event)
 
     @staticmethod
     def get_param_details(event: Mapping[str, Any]) -> dict[str, Any]:
         """What becomes columns."""
-        sent = sent_of(event["name"], event.get("args") or {})
+        sent, links = _said(event)
         return {
             "num_tokens": sent.rows,
             "bytes_per_token": sent.row_bytes,
             "num_worst_tokens": sent.worst_tokens,
-            "no_bytes_because": sent.why,
+            "local_bytes": None if links is None else links.local,
+            "nvlink_bytes": None if links is None else links.nvlink,
+            "rdma_bytes": None if links is None else links.rdma,
+            "no_bytes_because": sent.why if links is None else "",
         }
 
     def flops(self) -> int:
@@ -56,7 +63,7 @@ class EPCommunication:
 
     def bytes(self) -> int | None:
         """`None` where the trace does not say."""
-        return self._sent.num_bytes
+        return self._bytes
 
     def flops_bwd(self) -> int:
         """None are executed."""
@@ -64,7 +71,7 @@ class EPCommunication:
 
     def bytes_bwd(self, bytes_per_element: int | None = None) -> int | None:
         """Gradients take the way back."""
-        return self._sent.num_bytes
+        return self._bytes
 
     def get_maf_type(self) -> None:
         """Of no computation."""
@@ -73,15 +80,44 @@ class EPCommunication:
         """Of no computation."""
 
 
-def exposed(tree: Any) -> dict[str, Any]:
-    """The extra sheet, a `pandas.DataFrame`: what `python -m deep_ep.diagnose trace` says of this one rank."""
+def _said(event: Mapping[str, Any]) -> tuple[Sent, LinkBytes | None]:
+    arguments = event.get("args") or {}
+    return sent_of(event["name"], arguments), facts.of(arguments, event["name"]).links
+
+
+def _bytes(event: Mapping[str, Any]) -> int | None:
+    sent, links = _said(event)
+    return sent.num_bytes if links is None else links.crossing
+
+
+def sheets(tree: Any) -> dict[str, Any]:
+    """The extra sheets, each a `pandas.DataFrame`: what `python -m deep_ep.diagnose trace` says of this one rank."""
     import pandas as pd  # type: ignore[import-untyped,unused-ignore]
 
-    trace = rank_trace.condense(Path("trace"), tree.events, {})
-    return {"EP_exposed": pd.DataFrame([asdict(row) for row in summary.operators(trace)])}
+    header = getattr(tree, "trace_metadata", None) or {}  # older releases have none
+    trace = rank_trace.condense(Path("trace"), tree.events, header)
+    rows = {
+        "EP_exposed": [asdict(row) for row in summary.operators(trace)],
+        "EP_phases": [_flat(row) for row in summary.phase_rows(trace)],
+    }
+    return {name: pd.DataFrame(found) for name, found in rows.items() if found}
+
+
+def _flat(row: PhasesRow) -> dict[str, Any]:
+    of_phases = {f"{phase}_us": us for phase, us in row.mean_us.items()}
+    waits_for = next(iter(row.charged_us), None)
+    return {
+        "rank": row.rank,
+        "name": row.name,
+        "count": row.count,
+        **of_phases,
+        "moving_us": row.moving_us,
+        "true_tbps": row.true_tbps,
+        "waits_most_for_rank": waits_for,
+    }
 
 
 perf_model_extension = dict.fromkeys(OPERATORS, EPCommunication)
 # Of releases before operators had a registry.
 dict_cat2names_extension = {_CATEGORY: list(OPERATORS)}
-get_additional_dataframes_extension = exposed
+get_additional_dataframes_extension = sheets

@@ -28,7 +28,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "storage": {"core", "collect", "analyze"},
     "render": {"core", "storage"},
     "live": {"core", "collect", "analyze", "storage", "render"},
-    "trace": {"core"},
+    "trace": {"core", "collect", "storage"},
     "cli": {"core", "analyze", "storage", "render", "trace"},
 }
 # csrc/kernels from the bottom up: each file includes only what stands in a line above its own. The last

@@ -14,12 +14,14 @@ from rich.console import Console
 from rich.text import Text
 
 from ..core import safe_files
-from ..core.package import EPArgumentError
+from ..core.package import PHASES, EPArgumentError
 from ..core.printable_text import printable
 from ..core.quantities import number, percent
 from ..render.tables import Sheet, as_page, as_table
-from ..trace import rank_trace, summary
-from ..trace.summary import GroupRow, OperatorRow
+from ..trace import merged, rank_trace, summary
+from ..trace.counted import read as of_counters
+from ..trace.rank_trace import RankTrace
+from ..trace.summary import GroupRow, OperatorRow, PhasesRow
 
 # Ranks that are named as the last to come; the rest is one word.
 _MOST_NAMED = 3
@@ -43,15 +45,23 @@ def trace(given: argparse.Namespace) -> int:
                 f"{before.path} and {after.path} are both of rank {before.rank}; each rank has one trace. Name files "
                 "of one profile, or files whose names say `rank3`."
             )
+    remarks = _join(traces, given.counters)
+    if given.merge is not None:
+        given.merge.mkdir(parents=True, exist_ok=True)
+        for each in traces:
+            merged.write(each, given.merge / each.path.name)
     rows = [row for each in traces for row in summary.operators(each)]
     together = summary.group(traces)
     if given.csv:
         _write_csv(rows)
         return 0
     sheets = [_operators(rows, is_several=len(ranks) > 1)]
+    phases = [row for each in traces for row in summary.phase_rows(each)]
+    if phases:
+        sheets.append(_phases(phases, is_several=len(ranks) > 1))
     if together:
         sheets.append(_together(together))
-    remarks = summary.remarks(traces)
+    remarks += summary.remarks(traces)
     console = Console(width=given.width)
     for sheet in sheets:
         console.print(as_table(sheet))
@@ -61,7 +71,19 @@ def trace(given: argparse.Namespace) -> int:
         with safe_files.create(given.html) as file:
             file.write(as_page("Dispatch and combine in profiles", sheets, remarks))
         console.print(Text(f"wrote {given.html}"))
+    if given.merge is not None:
+        console.print(Text(f"wrote {len(traces)} traces to {given.merge}"))
     return 0
+
+
+def _join(traces: Sequence[RankTrace], counters: Path | None) -> list[str]:
+    """Adds what these counters know; returns what does not fit."""
+    if counters is None:
+        return []
+    counted = of_counters(counters)
+    return [
+        line for each in traces for line in rank_trace.add_counted(each, counted.get(each.rank, {}))
+    ]
 
 
 def _files(paths: Sequence[Path]) -> list[Path]:
@@ -80,22 +102,48 @@ def _files(paths: Sequence[Path]) -> list[Path]:
 
 
 def _operators(rows: Sequence[OperatorRow], *, is_several: bool) -> Sheet:
-    columns = ["count", "us", "of GPU time", "exposed", "MB", "effective TB/s"]
+    has_links = any(row.mean_nvlink_bytes is not None for row in rows)
+    by_link = ["NVLink MB", "RDMA MB"] if has_links else []
+    columns = ["count", "us", "of GPU time", "exposed", "MB", *by_link, "effective TB/s"]
     cells = [
         [
-            str(row.rank) if is_several and row.rank >= 0 else "",
-            row.name,
-            str(row.count),
+            *_head(row, is_several=is_several),
             number(row.mean_us),
             _share(row.share),
             _share(row.exposed),
-            "-" if row.mean_bytes is None else number(row.mean_bytes / 1e6),
+            _megabytes(row.mean_bytes),
+            *map(_megabytes, (row.mean_nvlink_bytes, row.mean_rdma_bytes) if has_links else ()),
             _tbps(row.effective_tbps),
         ]
         for row in rows
     ]
     title = "rank" if is_several else ""
     return Sheet("Dispatch and combine", [title, "operator", *columns], cells, words=(1,))
+
+
+def _phases(rows: Sequence[PhasesRow], *, is_several: bool) -> Sheet:
+    shown = [phase for phase in PHASES if any(row.mean_us[phase] for row in rows)]
+    columns = ["count", *shown, "moving us", "true TB/s", "waits for"]
+    cells = [
+        [
+            *_head(row, is_several=is_several),
+            *(number(row.mean_us[phase]) for phase in shown),
+            number(row.moving_us),
+            _tbps(row.true_tbps),
+            ", ".join(
+                f"rank {rank} {number(us)} us"
+                for rank, us in list(row.charged_us.items())[:_MOST_NAMED]
+            ),
+        ]
+        for row in rows
+    ]
+    title = "rank" if is_several else ""
+    last = len(columns) + 1
+    return Sheet("Phases, us per call", [title, "operator", *columns], cells, words=(1, last))
+
+
+def _head(row: OperatorRow | PhasesRow, *, is_several: bool) -> list[str]:
+    return [str(row.rank) if is_several and row.rank >= 0 else "", row.name, str(row.count)]
 
 
 def _together(rows: Sequence[GroupRow]) -> Sheet:
@@ -116,6 +164,10 @@ def _together(rows: Sequence[GroupRow]) -> Sheet:
 
 def _share(part: float) -> str:
     return percent(part) if math.isfinite(part) else "-"
+
+
+def _megabytes(mean_bytes: float | None) -> str:
+    return "-" if mean_bytes is None else number(mean_bytes / 1e6)
 
 
 def _tbps(value: float | None) -> str:

@@ -10,7 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from ..core.package import EPArgumentError
+import numpy as np
+
+from ..core.package import EPArgumentError, env
 
 if TYPE_CHECKING:
     from ..core.package import CounterSnapshot, RecvCounters
@@ -29,6 +31,7 @@ class Snapshot:
             "gateway combine" (what a gateway passes on), "normal dispatch" and "normal combine".
         device_index: index of the device on its host; the rank's place on its node on the cpu backend.
         node: the NVLink domain; ranks of one node share host and node.
+        calls: [n, 2] int64, number of a recent call and of its operation; `None` where calls are not recorded.
     """
 
     rank: int
@@ -38,6 +41,7 @@ class Snapshot:
     operations: Mapping[str, CounterSnapshot]
     device_index: int = 0
     node: int = 0
+    calls: Any = None
 
     @property
     def operation(self) -> int:
@@ -154,4 +158,16 @@ def snapshot(buffer: Any, *, wait: bool = True) -> Snapshot:
         buffer: this rank's `deep_ep.Buffer`.
         wait: on a GPU, count what is queued on the current stream, too. False: what has run so far.
     """
-    return observe(buffer).snapshot(wait=wait)
+    return replace(observe(buffer).snapshot(wait=wait), calls=_calls(buffer))
+
+
+def _calls(buffer: Any) -> Any:
+    """See `Snapshot.calls`."""
+    runtime = buffer.communicator.runtime
+    recorded = [] if runtime is None else runtime.native.recorded_calls(most=env.recorder())
+    pairs = [
+        (call["call"], call["number"])
+        for call in recorded
+        if call["series"] == "operation" and call["number"]
+    ]
+    return np.array(pairs, np.int64) if pairs else None

@@ -18,8 +18,11 @@ from deep_ep.hang import folder, rank_calls, request, states, torch_dumps, trace
 from deep_ep.hang import wording as hang_wording
 from deep_ep.hang.cause import Cause, Edge, Verdict
 from deep_ep.hang.files import replace as replace_file
+from deep_ep.phases import PHASES, OperationPhases, Phases
+from deep_ep.phases import of_snapshots as phases_of
 
 __all__ = [
+    "PHASES",
     "Cause",
     "CounterSnapshot",
     "DeviceCopier",
@@ -30,6 +33,8 @@ __all__ = [
     "EPUsageError",
     "Edge",
     "Group",
+    "OperationPhases",
+    "Phases",
     "RecvCounters",
     "ThreadGroup",
     "TorchGroup",
@@ -40,6 +45,7 @@ __all__ = [
     "folder",
     "hang_wording",
     "rank_calls",
+    "phases_of",
     "ranks_text",
     "rendezvous",
     "replace_file",

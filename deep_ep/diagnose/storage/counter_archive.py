@@ -16,7 +16,7 @@ import numpy as np
 from ..collect.snapshot import Snapshot
 from ..core import safe_files
 from ..core.package import CounterSnapshot, EPArgumentError
-from .codec import TEXT, Int64Array, Integer, List, Object, Schema, Wrong, not_as_expected
+from .codec import TEXT, Int64Array, Integer, List, Maybe, Object, Schema, Wrong, not_as_expected
 
 SCHEMA = "deep_ep.counters/1"
 FILE_PATTERN = "counters-rank*.npz"
@@ -30,6 +30,7 @@ HEAD = Object(
     (Integer(least=1), "num_ranks"),
     (TEXT, "device", "host"),
     (_COUNT, "device_index", "node"),
+    (Maybe(Int64Array((None, "pair")), absent=None, left_out=True), "calls"),
     (List(TEXT), "kinds"),
 )
 # Of each kind; its name and "/" stand before those of the entries.
@@ -175,7 +176,7 @@ def _plain(value: Any) -> Any:
 
 def _snapshot(stored: dict[str, Any]) -> Snapshot:
     """Raises Wrong with the name of the entry."""
-    head = HEAD.read(stored, {})
+    head = HEAD.read(stored, {"pair": 2})
     del head["schema"]
     kinds, rank, num_ranks = head.pop("kinds"), head["rank"], head["num_ranks"]
     if rank >= num_ranks:

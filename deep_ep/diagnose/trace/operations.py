@@ -7,9 +7,9 @@ kernels of DeepEP and of this package. https://pytorch.org/docs/stable/profiler.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 DISPATCH, COMBINE = "dispatch", "combine"
 
@@ -55,9 +55,12 @@ _OPERATIONS = {
 }
 OPERATORS = tuple(_OPERATIONS)
 _KERNEL = re.compile(r"\b(?:deep_ep::|ep::)(?:\w+::)*(\w*?(dispatch|combine)\w*)")
-# Operators of `deep_ep.profiled`.
+# Operators of `deep_ep.profiled` and `deep_ep.traffic`.
 _LOW_LATENCY = ("deep_ep::low_latency_dispatch", "deep_ep::low_latency_combine")
 _WITH_SCALES = ("deep_ep::dispatch", "deep_ep::combine")
+_TRAFFIC = "deep_ep::traffic"
+# Where the number of the call stands among their concrete inputs.
+_CALL = 4
 # Of the profiler's names of types, in small letters.
 _ITEM_BYTES = {
     "c10::bfloat16": 2,
@@ -101,6 +104,38 @@ class Sent:
         return self.rows * self.row_bytes
 
 
+class LinkBytes(NamedTuple):
+    """Bytes of rows by the link that they cross, exactly.
+
+    Attributes:
+        local: of tokens whose experts are on their own rank.
+        nvlink, rdma: the others; a row that crosses both is in both.
+    """
+
+    local: int
+    nvlink: int
+    rdma: int
+
+    @property
+    def crossing(self) -> int:
+        """Without local ones."""
+        return self.nvlink + self.rdma
+
+    def __str__(self) -> str:
+        """In words."""
+        return f"{self.local} bytes locally, {self.nvlink} by NVLink, {self.rdma} by RDMA"
+
+
+def added_up(links: Iterable[LinkBytes | None]) -> LinkBytes | None:
+    """All together; `None` if one of them is not known."""
+    total = LinkBytes(0, 0, 0)
+    for each in links:
+        if each is None:
+            return None
+        total = LinkBytes(*(a + b for a, b in zip(total, each)))
+    return total
+
+
 def operation_of(name: str) -> str | None:
     """`DISPATCH` or `COMBINE`, whichever an operator runs; `None`: neither."""
     return _OPERATIONS.get(name)
@@ -135,6 +170,32 @@ def sent_of(name: str, arguments: Mapping[str, Any]) -> Sent:
     return Sent(rows, channels * item_bytes + scales, "", worst)
 
 
+def call_of(name: str, arguments: Mapping[str, Any]) -> int | None:
+    """Number of the call of this package that an operator is; `None`: of none, or it does not say."""
+    is_call = name in _LOW_LATENCY or name in _WITH_SCALES
+    numbers = _integers(arguments)[_CALL : _CALL + 1] if is_call else []
+    return numbers[0] if numbers and numbers[0] > 0 else None
+
+
+def moved_by(name: str, arguments: Mapping[str, Any]) -> tuple[int, LinkBytes] | None:
+    """Number of a call and what it moves, of the operator that says so; `None`: it is no such operator."""
+    numbers = _integers(arguments) if name == _TRAFFIC else []
+    if len(numbers) != 5 or min(numbers) < 0:
+        return None
+    call, row_bytes, *rows = numbers
+    return call, LinkBytes(*(row_bytes * each for each in rows))
+
+
+def _integers(arguments: Mapping[str, Any]) -> list[int]:
+    """The concrete inputs, where those that are no numbers are -1."""
+    concrete = _sequence(arguments.get("Concrete Inputs"))
+    return [int(text) if _is_decimal(text) else -1 for text in concrete]
+
+
+def _is_decimal(text: Any) -> bool:
+    return isinstance(text, str) and text.isdecimal() and len(text) < 20
+
+
 def _scale_bytes(dims: Sequence[Any], types: Sequence[Any]) -> int:
     """Of a row, where the second argument is its scales."""
     shape = _sequence(dims[1]) if len(dims) > 1 else ()
@@ -145,7 +206,7 @@ def _scale_bytes(dims: Sequence[Any], types: Sequence[Any]) -> int:
 
 def _worst_tokens(concrete: Sequence[Any]) -> int:
     text = concrete[_WORST_TOKENS] if len(concrete) > _WORST_TOKENS else ""
-    return int(text) if isinstance(text, str) and text.isdecimal() else 0
+    return int(text) if _is_decimal(text) else 0
 
 
 def _sequence(value: Any) -> Sequence[Any]:

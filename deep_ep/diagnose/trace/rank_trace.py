@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
+import bisect
 import re
 from array import array
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from .operations import Sent, kernel_of, operation_of, sent_of
+from . import facts
+from .counted import Counted
+from .operations import (
+    DISPATCH,
+    LinkBytes,
+    Sent,
+    added_up,
+    call_of,
+    kernel_of,
+    moved_by,
+    operation_of,
+    sent_of,
+)
 from .stream import TraceStream
 
 Times = npt.NDArray[np.float64]
@@ -33,6 +46,11 @@ class Exchange:
         sent: what it says of its rows.
         thread: process and thread that called it.
         kernels: [n, 2] begin and end of its kernels, us; empty where there was no GPU.
+        number: by which the trace names the operator, if it does.
+        calls: numbers of the calls of this package in it.
+        links: what it moves, as it or the counters say exactly; `None`: neither does.
+        counted: these calls, as far as counters have them.
+        is_merged: whether links and counted stood in the trace.
     """
 
     name: str
@@ -42,6 +60,11 @@ class Exchange:
     sent: Sent
     thread: tuple[Any, Any] = (None, None)
     kernels: list[tuple[float, float]] = field(default_factory=list)
+    number: int | None = None
+    calls: list[int] = field(default_factory=list)
+    links: LinkBytes | None = None
+    counted: list[Counted] = field(default_factory=list)
+    is_merged: bool = False
 
     @property
     def span_us(self) -> tuple[float, float]:
@@ -95,6 +118,7 @@ def condense(
     """
     operators: dict[int, Exchange] = {}
     nameless: list[Exchange] = []
+    moved: list[_Moved] = []
     kernels: dict[int, list[tuple[str, str, float, float]]] = defaultdict(list)
     other, own = array("d"), array("d")
     for event in events:
@@ -116,23 +140,71 @@ def condense(
             key = number if isinstance(number, int) else -1
             kernels[key].append((name, operation, begin, begin + lasts))
         elif (operation := operation_of(name)) is not None:
-            thread = event.get("pid"), event.get("tid")
-            exchange = Exchange(name, operation, begin, lasts, sent_of(name, arguments), thread)
+            exchange = Exchange(
+                name, operation, begin, lasts, sent_of(name, arguments), _thread(event)
+            )
+            known = facts.of(arguments, f"{path}: {name} at {begin} us")
+            exchange.links, exchange.counted = known.links, list(known.calls)
+            exchange.is_merged = facts.KEY in arguments
+            call = call_of(name, arguments)
+            exchange.calls = [] if call is None else [call]
             if isinstance(number, int):
+                exchange.number = number
                 operators[number] = exchange
             else:
                 nameless.append(exchange)
-    exchanges = _with_kernels(operators, nameless, kernels)
+        elif (said := moved_by(name, arguments)) is not None:
+            moved.append(_Moved(_thread(event), begin, *said))
+    alone = _add_kernels(operators, kernels)
+    called = _outermost([*operators.values(), *nameless])
+    _add_moved(called, moved)
+    found = sorted([*called, *alone], key=lambda each: each.span_us[0])
+    exchanges = [each for each in found if each.kernels or not kernels]
     has_gpu = bool(other) or bool(own)
     return RankTrace(path, _rank(header, path), exchanges, union(other), union(own), has_gpu)
 
 
-def _with_kernels(
-    operators: dict[int, Exchange],
-    nameless: list[Exchange],
-    kernels: dict[int, list[tuple[str, str, float, float]]],
+def add_counted(trace: RankTrace, counted: Mapping[int, Counted]) -> list[str]:
+    """Adds what counters know of the calls of a rank.
+
+    Args:
+        trace: of this rank.
+        counted: by number of the call.
+
+    Returns:
+        What does not fit, for people.
+    """
+    exchanges = [each for each in trace.exchanges if each.calls and not each.is_merged]
+    for exchange in exchanges:
+        links = _counted_links(exchange, counted)
+        # Of a combine, counters say what this rank receives, and the trace what it sends.
+        is_known = links is not None and exchange.links is not None
+        if is_known and exchange.operation == DISPATCH and links != exchange.links:
+            return [
+                f"{trace.path}: counters are left out, since they are of another buffer or run: call "
+                f"{exchange.calls[0]} moves {links} there, and {exchange.links} in the trace"
+            ]
+    num_calls = num_found = 0
+    for exchange in exchanges:
+        exchange.links = exchange.links or _counted_links(exchange, counted)
+        exchange.counted = [counted[call] for call in exchange.calls if call in counted]
+        num_calls += len(exchange.calls)
+        num_found += len(exchange.counted)
+    if num_found == num_calls:
+        return []
+    return [f"{trace.path}: counters have {num_found} of {num_calls} calls; they keep the latest"]
+
+
+def _counted_links(exchange: Exchange, counted: Mapping[int, Counted]) -> LinkBytes | None:
+    """`None` unless counters have all calls and their bytes."""
+    found = (counted.get(call) for call in exchange.calls)
+    return added_up(None if each is None else each.links for each in found)
+
+
+def _add_kernels(
+    operators: dict[int, Exchange], kernels: dict[int, list[tuple[str, str, float, float]]]
 ) -> list[Exchange]:
-    """Operators with their kernels; kernels without an operator are exchanges of their own."""
+    """Adds kernels to their operators; those without one are exchanges of their own, which it returns."""
     alone = []
     for number, launched in kernels.items():
         above = operators.get(number)
@@ -143,9 +215,7 @@ def _with_kernels(
                 alone.append(
                     Exchange(_short(name), operation, begin, 0.0, Sent(), kernels=[(begin, end)])
                 )
-    called = _outermost([*operators.values(), *nameless])
-    found = sorted([*called, *alone], key=lambda each: each.span_us[0])
-    return [each for each in found if each.kernels or not kernels]
+    return alone
 
 
 def _outermost(called: list[Exchange]) -> list[Exchange]:
@@ -165,12 +235,44 @@ def _outermost(called: list[Exchange]) -> list[Exchange]:
             and ends <= above.begin_us + above.host_us
         ):
             above.kernels += each.kernels
+            above.calls += each.calls
             if each.sent.num_bytes is not None:
                 above.sent = replace(each.sent, worst_tokens=above.sent.worst_tokens)
             continue
         outer[each.thread] = each
         found.append(each)
     return found
+
+
+class _Moved(NamedTuple):
+    """What a call moves, and where in the trace it says so."""
+
+    thread: tuple[Any, Any]
+    at_us: float
+    call: int
+    links: LinkBytes
+
+
+def _add_moved(called: list[Exchange], moved: list[_Moved]) -> None:
+    """Adds to each exchange what the calls in it move, which stands in it or behind it.
+
+    Args:
+        called: in order of time.
+        moved: in any order.
+    """
+    of_thread: dict[tuple[Any, Any], list[Exchange]] = defaultdict(list)
+    for exchange in called:
+        of_thread[exchange.thread].append(exchange)
+    begins = {thread: [each.begin_us for each in of] for thread, of in of_thread.items()}
+    for thread, at_us, call, links in moved:
+        place = bisect.bisect_right(begins.get(thread, []), at_us) - 1
+        if place < 0:
+            continue
+        behind = of_thread[thread][place]
+        # A merged trace has said so already.
+        if call in behind.calls and not behind.is_merged:
+            before = [] if behind.links is None else [behind.links]
+            behind.links = added_up([*before, links])
 
 
 def _short(name: str) -> str:
@@ -185,6 +287,10 @@ def _rank(header: Mapping[str, Any], path: Path) -> int:
         return rank
     named = _RANK_IN_NAME.search(path.name)
     return int(named.group(1)) if named else -1
+
+
+def _thread(event: Mapping[str, Any]) -> tuple[Any, Any]:
+    return event.get("pid"), event.get("tid")
 
 
 def _number(value: Any) -> float | None:

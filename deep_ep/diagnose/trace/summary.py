@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from ..core.package import Phases
+from .counted import Counted
+from .operations import added_up
 from .rank_trace import Exchange, RankTrace, Times, covered_us
 
 
@@ -24,7 +27,10 @@ class OperatorRow:
         share: of all time in which the GPU was busy; NaN without a GPU.
         exposed: of the time, the share in which the GPU did nothing else; NaN without a GPU.
         mean_bytes: rows times their bytes, local ones included; `None` if not all say so.
-        effective_tbps: these bytes over that time, 1e12 bytes per second, waiting included; `None` likewise.
+        mean_local_bytes, mean_nvlink_bytes, mean_rdma_bytes: what stayed on its rank and what crossed which link,
+            exactly; `None` if not all calls or counters say so.
+        effective_tbps: what crossed links, or else `mean_bytes`, over that time, 1e12 bytes per second, waiting
+            included; `None` if neither is known.
     """
 
     rank: int
@@ -35,7 +41,32 @@ class OperatorRow:
     share: float
     exposed: float
     mean_bytes: float | None
+    mean_local_bytes: float | None
+    mean_nvlink_bytes: float | None
+    mean_rdma_bytes: float | None
     effective_tbps: float | None
+
+
+@dataclass(frozen=True)
+class PhasesRow:
+    """All calls of one operator on one rank that counters have.
+
+    Attributes:
+        rank, name: as in `OperatorRow`.
+        count: of these calls.
+        mean_us: by phase, those of `deep_ep.phases`.
+        charged_us: by rank, how long this one waited for it in all, the longest first.
+        moving_us: mean time of a call without that in which nothing of it could move.
+        true_tbps: what crossed links over that time; `None` if it is not known.
+    """
+
+    rank: int
+    name: str
+    count: int
+    mean_us: Mapping[str, float]
+    charged_us: Mapping[int, float]
+    moving_us: float
+    true_tbps: float | None
 
 
 @dataclass(frozen=True)
@@ -48,7 +79,8 @@ class GroupRow:
         last: share of the exchanges in which each rank came last, by rank, largest first.
         waiting_us: mean over exchanges and ranks of the time until the last rank had come.
         moving_us: mean time from then to the end.
-        true_tbps: bytes of all ranks over all their time of moving; `None` if not all say their bytes.
+        true_tbps: what crossed links, or else bytes of rows, of all ranks over all their time of moving; `None` if not
+            all say it.
     """
 
     name: str
@@ -67,6 +99,16 @@ def operators(trace: RankTrace) -> list[OperatorRow]:
     busy_us = _busy_us(trace)
     rows = [_row(trace, name, exchanges, busy_us) for name, exchanges in by_name.items()]
     return sorted(rows, key=lambda row: -row.count * row.mean_us)
+
+
+def phase_rows(trace: RankTrace) -> list[PhasesRow]:
+    """One row for each operator with calls that counters have."""
+    rows = []
+    for name, exchanges in _by_name(trace.exchanges).items():
+        counted = [call for exchange in exchanges for call in exchange.counted]
+        if counted:
+            rows.append(_phases_row(trace.rank, name, counted))
+    return rows
 
 
 def group(traces: Sequence[RankTrace]) -> list[GroupRow]:
@@ -93,7 +135,8 @@ def remarks(traces: Iterable[RankTrace]) -> list[str]:
         elif not trace.has_gpu:
             found.append(f"{trace.path}: it has no work on a GPU; times are the host's")
         for name, exchanges in _by_name(trace.exchanges).items():
-            for why in dict.fromkeys(each.sent.why for each in exchanges if each.sent.why):
+            reasons = [each.sent.why for each in exchanges if each.sent.why and each.links is None]
+            for why in dict.fromkeys(reasons):
                 found.append(f"{trace.path}: {name} has no bytes: {why}")
             worst = max((each.sent.worst_tokens for each in exchanges), default=0)
             if worst:
@@ -128,7 +171,10 @@ def _row(trace: RankTrace, name: str, exchanges: list[Exchange], busy_us: float)
     else:
         total_us = sum(each.host_us for each in exchanges)
         share = exposed = float("nan")
-    num_bytes = _bytes(exchanges)
+    num_bytes, links = _bytes(exchanges), added_up([each.links for each in exchanges])
+    local, nvlink, rdma = (
+        (None,) * 3 if links is None else (each / len(exchanges) for each in links)
+    )
     return OperatorRow(
         trace.rank,
         name,
@@ -138,7 +184,25 @@ def _row(trace: RankTrace, name: str, exchanges: list[Exchange], busy_us: float)
         share,
         exposed,
         num_bytes / len(exchanges) if num_bytes is not None else None,
-        _tbps(num_bytes, total_us),
+        local,
+        nvlink,
+        rdma,
+        _tbps(num_bytes if links is None else links.crossing, total_us),
+    )
+
+
+def _phases_row(rank: int, name: str, counted: Sequence[Counted]) -> PhasesRow:
+    together = Phases(rank, [each.phases for each in counted])
+    moving_us = sum(each.moving_us for each in counted)
+    links = added_up([each.links for each in counted])
+    return PhasesRow(
+        rank,
+        name,
+        len(counted),
+        {phase: ns / 1e3 / len(counted) for phase, ns in together.total().items()},
+        {source: ns / 1e3 for source, ns in together.charged().items()},
+        moving_us / len(counted),
+        _tbps(None if links is None else links.crossing, moving_us),
     )
 
 
@@ -154,7 +218,7 @@ def _group_row(name: str, ranks: list[int], exchanges: list[list[Exchange]]) -> 
     moving = np.maximum(ends - last_begins, 0)
     last = np.bincount(begins.argmax(0), minlength=len(ranks)) / count
     order = np.argsort(-last, kind="stable")
-    num_bytes = [_bytes(of_rank[:count]) for of_rank in exchanges]
+    num_bytes = [_moved(of_rank[:count]) for of_rank in exchanges]
     known = [each for each in num_bytes if each is not None]
     total = sum(known) if len(known) == len(num_bytes) else None
     return GroupRow(
@@ -165,6 +229,12 @@ def _group_row(name: str, ranks: list[int], exchanges: list[list[Exchange]]) -> 
         float(moving.mean()),
         _tbps(total, float(moving.sum())),
     )
+
+
+def _moved(exchanges: Sequence[Exchange]) -> int | None:
+    """Exactly what crossed links, or else bytes of rows."""
+    links = added_up([each.links for each in exchanges])
+    return _bytes(exchanges) if links is None else links.crossing
 
 
 def _bytes(exchanges: Iterable[Exchange]) -> int | None:

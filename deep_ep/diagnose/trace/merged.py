@@ -1,0 +1,103 @@
+"""Traces with what counters know of their calls: as arguments of the operators, and as slices of a timeline.
+
+Whatever reads traces shows them then: Perfetto the slices, TraceLens the arguments, and `rank_trace` reads both back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import io
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO, TextIO
+
+from ..core import safe_files
+from ..core.package import EPArgumentError
+from . import facts
+from .rank_trace import Exchange, RankTrace
+from .stream import EVENTS, TraceStream
+
+# Of `deep_ep.phases`, what passes before the operation.
+_BEFORE = ("between",)
+_TRACK = "deep_ep phases"
+# Traces are large, and written once.
+_COMPRESSION = 1
+
+
+def write(trace: RankTrace, target: Path) -> None:
+    """Writes the trace again, packed if its name ends in .gz.
+
+    Phases are drawn from the begin of the operator's first kernel on (of the operator, where there is no GPU), one after the
+    other, though waiting of a fresh dispatch is in two places.
+
+    Args:
+        trace: as it was read.
+        target: a file; a link is not followed.
+
+    Raises:
+        EPArgumentError: the trace cannot be read any more, or the target is a link.
+        OSError: a file cannot be read or written.
+    """
+    if target.exists() and target.samefile(trace.path):
+        raise EPArgumentError(
+            f"{target}: it is the trace itself, which is still being read. Name another folder."
+        )
+    exchanges = {each.number: each for each in trace.exchanges if each.number is not None}
+    stream = TraceStream(trace.path)
+    with safe_files.create(target) as file, _text(file, target) as out:
+        out.write(f'{{"{EVENTS}": [')
+        separator = "\n"
+        for event in _events(stream, trace, exchanges):
+            out.write(separator + json.dumps(event))
+            separator = ",\n"
+        out.write("\n]")
+        for name, value in stream.header.items():
+            out.write(f",\n{json.dumps(name)}: {json.dumps(value)}")
+        out.write("}\n")
+
+
+@contextlib.contextmanager
+def _text(file: BinaryIO, target: Path) -> Iterator[TextIO]:
+    with contextlib.ExitStack() as opened:
+        binary: Any = file
+        if target.suffix == ".gz":
+            packed = gzip.GzipFile(target.stem, "wb", _COMPRESSION, file)
+            binary = opened.enter_context(packed)
+        yield opened.enter_context(io.TextIOWrapper(binary, "utf-8"))
+
+
+def _events(
+    stream: Iterable[dict[str, Any]], trace: RankTrace, exchanges: Mapping[int, Exchange]
+) -> Iterator[dict[str, Any]]:
+    for event in stream:
+        arguments = event.get("args")
+        if isinstance(arguments, dict):
+            exchange = exchanges.get(arguments.get("External id", -1))
+            if exchange is not None and exchange.name == event.get("name"):
+                found = facts.Facts(exchange.links, exchange.counted)
+                event = {**event, "args": {**arguments, facts.KEY: facts.as_json(found)}}
+        yield event
+    yield from _slices(trace)
+
+
+def _slices(trace: RankTrace) -> Iterator[dict[str, Any]]:
+    for exchange in trace.exchanges:
+        at_us = exchange.span_us[0]
+        for counted in exchange.counted:
+            phases = counted.phases
+            for phase, ns in phases.ns.items():
+                if phase in _BEFORE or not ns:
+                    continue
+                yield {
+                    "ph": "X",
+                    "cat": "deep_ep",
+                    "name": phase,
+                    "pid": _TRACK,
+                    "tid": f"rank {trace.rank}",
+                    "ts": at_us,
+                    "dur": ns / 1e3,
+                    "args": {"operation": phases.operation, "kind": phases.kind},
+                }
+                at_us += ns / 1e3
