@@ -291,6 +291,24 @@ def test_an_operator_within_another_of_its_kind_gives_it_its_rows_and_kernels(
     ]
 
 
+def test_what_a_call_says_behind_it_is_its_own(tmp_path: Path) -> None:
+    """Of 20 bytes a row, 2 rows are local, 3 come by NVLink and 5 by RDMA; all of it in 40 us."""
+    dims, types = [[T, H], [], [], [], []], [BF16, "", "Scalar", "Scalar", "Scalar"]
+    said = [("3", "2", "3", "5"), ("4", "90", "90", "90"), ("3", "-1", "0", "0"), ("3",)]
+    events = [
+        operator("deep_ep::dispatch", 0, 1, dims, types, ["", "", "0", "2", "3"]),
+        *(
+            operator("deep_ep::traffic", 10 + i, 2 + i, [], [], [call, "20", *rows])
+            for i, (call, *rows) in enumerate(said)
+        ),
+        kernel("void deep_ep::intranode::dispatch<8>(int4*)", 20, 40, 1),
+    ]
+    (row,) = summary.operators(rank_trace.read(write(tmp_path / "t.json", events)))
+    assert (row.mean_local_bytes, row.mean_nvlink_bytes, row.mean_rdma_bytes) == (40, 60, 100)
+    assert row.mean_bytes == T * H * 2
+    assert row.effective_tbps == pytest.approx(160 / 40e-6 / 1e12)
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
