@@ -75,8 +75,31 @@ def test_rows_for_the_worst_case_have_a_column() -> None:
         "num_tokens": T,
         "bytes_per_token": 2 * H,
         "num_worst_tokens": 8 * T,
+        "local_bytes": None,
+        "nvlink_bytes": None,
+        "rdma_bytes": None,
         "no_bytes_because": "",
     }
+
+
+PHASES = {
+    "operation": 3,
+    "kind": "dispatch",
+    "ns": {"late": 9000, "send": 4000},
+    "charged": {"2": 9000},
+}
+MERGED = {"links": [5, 600, 200], "calls": [{"phases": PHASES, "links": [5, 600, 200]}]}
+
+
+def test_a_merged_trace_has_exact_bytes() -> None:
+    """Also of rows that are a tuple, or of low latency, which say nothing by themselves."""
+    given = event("FusedDispatch", [[], [T, K]], ["", LONG])
+    given["args"]["deep_ep"] = MERGED
+    asked = model(given)
+    assert asked.bytes() == asked.bytes_bwd() == 800
+    links = [asked.param_details[f"{link}_bytes"] for link in ("local", "nvlink", "rdma")]
+    assert links == [5, 600, 200]
+    assert asked.param_details["no_bytes_because"] == ""
 
 
 def test_releases_without_a_registry_get_the_same_names() -> None:
@@ -112,38 +135,39 @@ def step() -> list[dict[str, Any]]:
 
 
 def test_an_extra_sheet_says_what_is_exposed() -> None:
-    sheets = loaded()["get_additional_dataframes_extension"](SimpleNamespace(events=step()))
+    tree = SimpleNamespace(events=step(), trace_metadata={"distributedInfo": {"rank": 3}})
+    sheets = loaded()["get_additional_dataframes_extension"](tree)
+    assert list(sheets) == ["EP_exposed"]
     (row,) = sheets["EP_exposed"].to_dict("records")
-    assert row["name"] == "FusedCombine"
+    assert (row["rank"], row["name"]) == (3, "FusedCombine")
     assert row["mean_us"] == 20
     assert row["exposed"] == 0.75
     assert row["effective_tbps"] == pytest.approx(N * H * 2 / 20e-6 / 1e12)
 
 
+def test_an_extra_sheet_of_a_merged_trace_has_phases_and_true_bandwidth() -> None:
+    operator, *others = step()
+    operator["args"]["deep_ep"] = MERGED
+    tree = SimpleNamespace(events=[operator, *others])
+    (row,) = loaded()["get_additional_dataframes_extension"](tree)["EP_phases"].to_dict("records")
+    assert (row["name"], row["count"]) == ("FusedCombine", 1)
+    assert (row["late_us"], row["send_us"], row["moving_us"]) == (9, 4, 4)
+    assert row["waits_most_for_rank"] == 2
+    assert row["true_tbps"] == pytest.approx(800 / 4e-6 / 1e12)
+
+
+def test_a_trace_without_exchanges_has_no_extra_sheet() -> None:
+    assert loaded()["get_additional_dataframes_extension"](SimpleNamespace(events=[])) == {}
+
+
 @pytest.mark.skipif(not CHECKOUT, reason="CLIENT_TRACELENS names no checkout of TraceLens")
 def test_tracelens_has_a_sheet_of_them_and_loses_none(tmp_path: Path) -> None:
-    events = step()
-    links = [
-        {
-            "ph": "X",
-            "cat": "cuda_runtime",
-            "name": "cudaLaunchKernel",
-            "ts": 1 + i,
-            "dur": 1,
-            "pid": 1,
-            "tid": 1,
-            "args": {"External id": number, "correlation": number},
-        }
-        for i, number in enumerate((1, 2))
-    ]
-    for kernel, number in zip(events[1:], (1, 2)):
-        kernel["args"]["correlation"] = number
     trace = tmp_path / "trace.json"
-    trace.write_text(json.dumps({"traceEvents": events + links}))
+    trace.write_text(json.dumps({"traceEvents": linked(step())}))
     program = (
         "import sys; from TraceLens.Reporting.generate_perf_report_pytorch import "
         "generate_perf_report_pytorch as run; run(sys.argv[1], output_csvs_dir=sys.argv[2], "
-        "extension_file=sys.argv[3], collective_analysis=False)"
+        "extension_file=sys.argv[3])"
     )
     package = str(Path(FILE).parents[2])
     done = subprocess.run(
@@ -157,3 +181,21 @@ def test_tracelens_has_a_sheet_of_them_and_loses_none(tmp_path: Path) -> None:
     for sheet in ("EP_Communication_fwd", "ops_summary", "EP_exposed"):
         with (tmp_path / "csv" / f"{sheet}.csv").open() as file:
             assert any(row["name"] == "FusedCombine" for row in csv.DictReader(file)), sheet
+
+
+def linked(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """With the launch of each kernel, and the arrows from there by which TraceLens finds its operator."""
+    operator, *kernels = events
+    launches, arrows = [], []
+    for kernel in kernels:
+        number = kernel["args"]["External id"]
+        kernel["args"]["correlation"] = number
+        # The matrix product is launched behind the operator.
+        at = {"ts": 1.0 if number == 1 else 6.0, "pid": 1, "tid": 1}
+        arguments = {"External id": number, "correlation": number}
+        launch = {"ph": "X", "cat": "cuda_runtime", "name": "cudaLaunchKernel", "dur": 1}
+        launches.append({**launch, **at, "args": arguments})
+        arrow = {"cat": "ac2g", "name": "ac2g", "id": number}
+        end = {"ts": kernel["ts"], "pid": kernel["pid"], "tid": kernel["tid"], "bp": "e"}
+        arrows += [{**arrow, **at, "ph": "s"}, {**arrow, **end, "ph": "f"}]
+    return [operator, *launches, *kernels, *arrows]

@@ -192,7 +192,10 @@ def add_counted(trace: RankTrace, counted: Mapping[int, Counted]) -> list[str]:
         num_found += len(exchange.counted)
     if num_found == num_calls:
         return []
-    return [f"{trace.path}: counters have {num_found} of {num_calls} calls; they keep the latest"]
+    return [
+        f"{trace.path}: counters have {num_found} of {num_calls} calls. They keep the latest: raise DEEP_EP_RECORDER, "
+        "and ring of enable_counters()"
+    ]
 
 
 def _counted_links(exchange: Exchange, counted: Mapping[int, Counted]) -> LinkBytes | None:
