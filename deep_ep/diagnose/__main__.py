@@ -110,6 +110,7 @@ def _add_trace(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="also write the traces there, with what was found as slices and as arguments of operators",
     )
+    _add_links(parser)
     parser.add_argument("--csv", action="store_true", help="print the operators as CSV instead")
     parser.add_argument(
         "--html", type=Path, metavar="OUT", help="also write a page that needs no network"
@@ -155,13 +156,7 @@ def _add_show(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--group", help="only windows of this group of ranks")
     parser.add_argument("--operation", help="only this operation, such as dispatch")
-    parser.add_argument(
-        "--links",
-        type=_links,
-        metavar="NAME|NVLINK:NIC",
-        help=f"also say how far operations are from the limit of the links: {', '.join(KNOWN)}, or GB/s one way "
-        "such as 450:50",
-    )
+    _add_links(parser)
     parser.add_argument(
         "--html", type=Path, metavar="OUT", help="also write a page that needs no network"
     )
@@ -254,6 +249,16 @@ def _address(text: str) -> tuple[str, int]:
     if not (separator and port.isdecimal() and int(port) < 65536):
         raise argparse.ArgumentTypeError(f"{text!r} is not HOST:PORT, such as 127.0.0.1:9477")
     return host, int(port)
+
+
+def _add_links(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--links",
+        type=_links,
+        metavar="NAME|NVLINK:NIC",
+        help=f"also say how far operations are from the limit of the links: {', '.join(KNOWN)}, or GB/s one way "
+        "such as 450:50",
+    )
 
 
 def _links(text: str) -> Links:

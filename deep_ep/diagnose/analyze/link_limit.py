@@ -30,6 +30,10 @@ class Links:
     nvlink: float
     nic: float
 
+    def least_us(self, nvlink_bytes: float, nic_bytes: float) -> float:
+        """Microseconds in which a rank can send or receive both."""
+        return max(nvlink_bytes / self.nvlink, nic_bytes / self.nic) / _BYTES_PER_US
+
 
 # NVLink one way as data sheets of NVIDIA have it, and the NIC that such machines have for each GPU (400 Gb/s).
 KNOWN = {
@@ -79,7 +83,7 @@ def least_us(m: Measured, nodes: Sequence[int], links: Links) -> float:
     if m.operation == NORMAL_DISPATCH:
         # The network was the gateway's hop; here rows come from the gateway.
         within, between = within + _from_gateways(between, same_node), np.zeros_like(between)
-    return max(_busiest(within) / links.nvlink, _busiest(between) / links.nic) / _BYTES_PER_US
+    return links.least_us(_busiest(within), _busiest(between))
 
 
 def _same_node(num_ranks: int, nodes: Sequence[int]) -> BoolArray:

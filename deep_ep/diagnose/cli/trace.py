@@ -13,6 +13,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
+from ..analyze.link_limit import Links
 from ..core import safe_files
 from ..core.package import PHASES, EPArgumentError
 from ..core.printable_text import printable
@@ -55,7 +56,7 @@ def trace(given: argparse.Namespace) -> int:
     if given.csv:
         _write_csv(rows)
         return 0
-    sheets = [_operators(rows, is_several=len(ranks) > 1)]
+    sheets = [_operators(rows, given.links, is_several=len(ranks) > 1)]
     phases = [row for each in traces for row in summary.phase_rows(each)]
     if phases:
         sheets.append(_phases(phases, is_several=len(ranks) > 1))
@@ -101,10 +102,11 @@ def _files(paths: Sequence[Path]) -> list[Path]:
     return found
 
 
-def _operators(rows: Sequence[OperatorRow], *, is_several: bool) -> Sheet:
+def _operators(rows: Sequence[OperatorRow], links: Links | None, *, is_several: bool) -> Sheet:
     has_links = any(row.mean_nvlink_bytes is not None for row in rows)
     by_link = ["NVLink MB", "RDMA MB"] if has_links else []
-    columns = ["count", "us", "of GPU time", "exposed", "MB", *by_link, "effective TB/s"]
+    limit = ["at the limit us", "of the limit"] if links is not None else []
+    columns = ["count", "us", "of GPU time", "exposed", "MB", *by_link, "effective TB/s", *limit]
     cells = [
         [
             *_head(row, is_several=is_several),
@@ -114,11 +116,20 @@ def _operators(rows: Sequence[OperatorRow], *, is_several: bool) -> Sheet:
             _megabytes(row.mean_bytes),
             *map(_megabytes, (row.mean_nvlink_bytes, row.mean_rdma_bytes) if has_links else ()),
             _tbps(row.effective_tbps),
+            *(_limit(row, links) if links is not None else ()),
         ]
         for row in rows
     ]
     title = "rank" if is_several else ""
     return Sheet("Dispatch and combine", [title, "operator", *columns], cells, words=(1,))
+
+
+def _limit(row: OperatorRow, links: Links) -> tuple[str, str]:
+    """The least time in which these links carry what the operator moves, and the share of it that was reached."""
+    if row.mean_nvlink_bytes is None or row.mean_rdma_bytes is None:
+        return "-", "-"
+    least = links.least_us(row.mean_nvlink_bytes, row.mean_rdma_bytes)
+    return number(least), _share(least / row.mean_us if row.mean_us else math.nan)
 
 
 def _phases(rows: Sequence[PhasesRow], *, is_several: bool) -> Sheet:

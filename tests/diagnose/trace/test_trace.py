@@ -291,7 +291,9 @@ def test_an_operator_within_another_of_its_kind_gives_it_its_rows_and_kernels(
     ]
 
 
-def test_what_a_call_says_behind_it_is_its_own(tmp_path: Path) -> None:
+def test_what_a_call_says_behind_it_is_its_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Of 20 bytes a row, 2 rows are local, 3 come by NVLink and 5 by RDMA; all of it in 40 us."""
     dims, types = [[T, H], [], [], [], []], [BF16, "", "Scalar", "Scalar", "Scalar"]
     said = [("3", "2", "3", "5"), ("4", "90", "90", "90"), ("3", "-1", "0", "0"), ("3",)]
@@ -303,10 +305,15 @@ def test_what_a_call_says_behind_it_is_its_own(tmp_path: Path) -> None:
         ),
         kernel("void deep_ep::intranode::dispatch<8>(int4*)", 20, 40, 1),
     ]
-    (row,) = summary.operators(rank_trace.read(write(tmp_path / "t.json", events)))
+    path = write(tmp_path / "t.json", events)
+    (row,) = summary.operators(rank_trace.read(path))
     assert (row.mean_local_bytes, row.mean_nvlink_bytes, row.mean_rdma_bytes) == (40, 60, 100)
     assert row.mean_bytes == T * H * 2
     assert row.effective_tbps == pytest.approx(160 / 40e-6 / 1e12)
+    # 60 bytes at 0.012 GB/s take 5 us, 100 at 0.01 take 10.
+    assert main(["trace", str(path), "--links", "0.012:0.01", "--width", "200"]) == 0
+    cells = capsys.readouterr().out.splitlines()[2].split()
+    assert cells[-3:] == ["10", "25", "%"]
 
 
 @pytest.mark.parametrize(
