@@ -74,7 +74,8 @@ def _events(
     for event in stream:
         arguments = event.get("args")
         if isinstance(arguments, dict):
-            exchange = exchanges.get(arguments.get("External id", -1))
+            number = arguments.get("External id")
+            exchange = exchanges.get(number) if isinstance(number, int) else None
             if exchange is not None and exchange.name == event.get("name"):
                 found = facts.Facts(exchange.links, exchange.counted)
                 event = {**event, "args": {**arguments, facts.KEY: facts.as_json(found)}}

@@ -31,6 +31,8 @@ from .stream import TraceStream
 
 Times = npt.NDArray[np.float64]
 _ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
+# The year 2286.
+_LATEST_US = 1e16
 _RANK_IN_NAME = re.compile(r"rank[_-]?(\d+)", re.IGNORECASE)
 
 
@@ -58,7 +60,7 @@ class Exchange:
     begin_us: float
     host_us: float
     sent: Sent
-    thread: tuple[Any, Any] = (None, None)
+    thread: tuple[str, str] = ("", "")
     kernels: list[tuple[float, float]] = field(default_factory=list)
     number: int | None = None
     calls: list[int] = field(default_factory=list)
@@ -228,7 +230,7 @@ def _outermost(called: list[Exchange]) -> list[Exchange]:
     The inner one knows which rows travel.
     """
     found: list[Exchange] = []
-    outer: dict[tuple[Any, Any], Exchange] = {}
+    outer: dict[tuple[str, str], Exchange] = {}
     for each in sorted(called, key=lambda each: (each.begin_us, -each.host_us)):
         above = outer.get(each.thread)
         ends = each.begin_us + each.host_us
@@ -250,7 +252,7 @@ def _outermost(called: list[Exchange]) -> list[Exchange]:
 class _Moved(NamedTuple):
     """What a call moves, and where in the trace it says so."""
 
-    thread: tuple[Any, Any]
+    thread: tuple[str, str]
     at_us: float
     call: int
     links: LinkBytes
@@ -263,7 +265,7 @@ def _add_moved(called: list[Exchange], moved: list[_Moved]) -> None:
         called: in order of time.
         moved: in any order.
     """
-    of_thread: dict[tuple[Any, Any], list[Exchange]] = defaultdict(list)
+    of_thread: dict[tuple[str, str], list[Exchange]] = defaultdict(list)
     for exchange in called:
         of_thread[exchange.thread].append(exchange)
     begins = {thread: [each.begin_us for each in of] for thread, of in of_thread.items()}
@@ -292,14 +294,14 @@ def _rank(header: Mapping[str, Any], path: Path) -> int:
     return int(named.group(1)) if named else -1
 
 
-def _thread(event: Mapping[str, Any]) -> tuple[Any, Any]:
-    return event.get("pid"), event.get("tid")
+def _thread(event: Mapping[str, Any]) -> tuple[str, str]:
+    return str(event.get("pid")), str(event.get("tid"))
 
 
 def _number(value: Any) -> float | None:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
-    return float(value)
+    return float(value) if abs(value) < _LATEST_US else None
 
 
 def union(flat: Sequence[float]) -> Times:

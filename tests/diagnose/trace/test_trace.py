@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 import deep_ep
 from deep_ep import moe
 from deep_ep.diagnose.__main__ import main
-from deep_ep.diagnose.trace import rank_trace, stream, summary
+from deep_ep.diagnose.trace import merged, rank_trace, stream, summary
 from deep_ep.diagnose.trace.operations import COMBINE, DISPATCH, kernel_of, operation_of, sent_of
 from deep_ep.errors import EPArgumentError
 from deep_ep.group import thread_groups
@@ -336,6 +336,65 @@ def test_damaged_files_are_named_with_the_place(tmp_path: Path, text: str, said:
     with pytest.raises(EPArgumentError, match="t.json: character") as raised:
         rank_trace.read(path)
     assert said in str(raised.value)
+
+
+_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=2), inner),
+    max_leaves=6,
+)
+_WELL = {
+    "name": st.sampled_from(
+        [
+            *("FusedDispatch", "MoEDispatch", "deep_ep::dispatch", "deep_ep::combine"),
+            *("deep_ep::traffic", "deep_ep::low_latency_combine", "void deep_ep::dispatch<1>()"),
+        ]
+    ),
+    "cat": st.sampled_from(["cpu_op", "kernel", "gpu_memcpy"]),
+    "ts": st.floats(0, 9),
+    "dur": st.floats(0, 9),
+    "pid": st.integers(0, 1),
+    "tid": st.integers(0, 1),
+}
+_ARGUMENTS = {
+    "External id": st.integers(0, 4),
+    "Input Dims": st.just([[T, H], [T, 2]]),
+    "Input type": st.just([BF16, "float"]),
+    "Concrete Inputs": st.lists(st.integers(0, 9).map(str) | _VALUES, max_size=7),
+    "deep_ep": _VALUES,
+}
+
+
+@given(
+    st.lists(
+        st.fixed_dictionaries(
+            {"ph": st.just("X")},
+            optional={
+                **{name: good | _VALUES for name, good in _WELL.items()},
+                "args": _VALUES
+                | st.fixed_dictionaries(
+                    {}, optional={name: good | _VALUES for name, good in _ARGUMENTS.items()}
+                ),
+            },
+        ),
+        max_size=8,
+    )
+)
+def test_events_of_any_content_are_read_or_refused(events: list[Any]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = write(Path(folder, "rank0.json"), events)
+        try:
+            trace = rank_trace.read(path)
+        except EPArgumentError:
+            return  # what a merged trace would have is damaged
+        summary.operators(trace)
+        summary.phase_rows(trace)
+        summary.remarks([trace])
+        merged.write(trace, Path(folder, "out.json"))
+        again = rank_trace.read(Path(folder, "out.json"))
+        assert [(each.name, each.links) for each in again.exchanges] == [
+            (each.name, each.links) for each in trace.exchanges
+        ]
 
 
 def test_damaged_gzip_and_text_are_named(tmp_path: Path) -> None:
