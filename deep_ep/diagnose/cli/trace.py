@@ -62,7 +62,7 @@ def trace(given: argparse.Namespace) -> int:
         sheets.append(_phases(phases, is_several=len(ranks) > 1))
     if together:
         sheets.append(_together(together))
-    remarks += summary.remarks(traces)
+    remarks += summary.remarks(traces) + summary.group_remarks(together)
     console = Console(width=given.width)
     for sheet in sheets:
         console.print(as_table(sheet))

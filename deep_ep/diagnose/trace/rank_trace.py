@@ -87,6 +87,7 @@ class RankTrace:
         other: [n, 2] begin and end of all other work on the GPU, us, sorted, without overlaps.
         own: [n, 2] the same of the kernels of exchanges.
         has_gpu: whether there is any work on a GPU.
+        base_ns: what its times count from, UTC; 0 where it does not say.
     """
 
     path: Path
@@ -95,6 +96,7 @@ class RankTrace:
     other: Times
     own: Times
     has_gpu: bool
+    base_ns: int = 0
 
 
 def read(path: Path) -> RankTrace:
@@ -163,7 +165,16 @@ def condense(
     found = sorted([*called, *alone], key=lambda each: each.span_us[0])
     exchanges = [each for each in found if each.kernels or not kernels]
     has_gpu = bool(other) or bool(own)
-    return RankTrace(path, _rank(header, path), exchanges, union(other), union(own), has_gpu)
+    base = header.get("baseTimeNanoseconds")
+    return RankTrace(
+        path,
+        _rank(header, path),
+        exchanges,
+        union(other),
+        union(own),
+        has_gpu,
+        base if isinstance(base, int) else 0,
+    )
 
 
 def add_counted(trace: RankTrace, counted: Mapping[int, Counted]) -> list[str]:

@@ -81,6 +81,8 @@ class GroupRow:
         moving_us: mean time from then to the end.
         true_tbps: what crossed links, or else bytes of rows, of all ranks over all their time of moving; `None` if not
             all say it.
+        too_early: two ranks, the first of which ended it before the second had begun, and by how many us at most; `None`:
+            there are none.
     """
 
     name: str
@@ -89,6 +91,7 @@ class GroupRow:
     waiting_us: float
     moving_us: float
     true_tbps: float | None
+    too_early: tuple[int, int, float] | None
 
 
 def operators(trace: RankTrace) -> list[OperatorRow]:
@@ -120,10 +123,7 @@ def group(traces: Sequence[RankTrace]) -> list[GroupRow]:
         return []
     of_ranks = [_by_name(trace.exchanges) for trace in traces]
     common = [name for name in of_ranks[0] if all(name in names for names in of_ranks)]
-    return [
-        _group_row(name, [trace.rank for trace in traces], [names[name] for names in of_ranks])
-        for name in common
-    ]
+    return [_group_row(name, traces, [names[name] for names in of_ranks]) for name in common]
 
 
 def remarks(traces: Iterable[RankTrace]) -> list[str]:
@@ -145,6 +145,17 @@ def remarks(traces: Iterable[RankTrace]) -> list[str]:
                     "these rows counts all of them, whatever came"
                 )
     return found
+
+
+def group_remarks(rows: Iterable[GroupRow]) -> list[str]:
+    """Where clocks of hosts cannot agree."""
+    return [
+        f"{row.name} ended on rank {row.too_early[0]} up to {row.too_early[2]:.0f} us before it began on rank "
+        f"{row.too_early[1]}: unless the two exchanged nothing, the clocks of their hosts differ by that or more, and "
+        "waiting, moving and who comes last are wrong. Counters do not need such clocks: pass --counters"
+        for row in rows
+        if row.too_early is not None
+    ]
 
 
 def _by_name(exchanges: Iterable[Exchange]) -> dict[str, list[Exchange]]:
@@ -210,10 +221,13 @@ def _hidden_us(kernels: Times, other: Times) -> float:
     return float((covered_us(kernels[:, 1], other) - covered_us(kernels[:, 0], other)).sum())
 
 
-def _group_row(name: str, ranks: list[int], exchanges: list[list[Exchange]]) -> GroupRow:
+def _group_row(name: str, traces: Sequence[RankTrace], exchanges: list[list[Exchange]]) -> GroupRow:
+    ranks = [trace.rank for trace in traces]
     count = min(len(each) for each in exchanges)
     spans = np.array([[each.span_us for each in of_rank[:count]] for of_rank in exchanges])
-    begins, ends = spans[..., 0], spans[..., 1]  # [ranks, exchanges]
+    # Of the differences alone: microseconds since 1970 do not fit a double to the nanosecond.
+    shifts = np.array([(trace.base_ns - traces[0].base_ns) / 1e3 for trace in traces])
+    begins, ends = np.moveaxis(spans + shifts[:, None, None], 2, 0)  # [ranks, exchanges]
     last_begins = begins.max(0)
     moving = np.maximum(ends - last_begins, 0)
     last = np.bincount(begins.argmax(0), minlength=len(ranks)) / count
@@ -228,7 +242,17 @@ def _group_row(name: str, ranks: list[int], exchanges: list[list[Exchange]]) -> 
         float((last_begins - begins).mean()),
         float(moving.mean()),
         _tbps(total, float(moving.sum())),
+        _too_early(ranks, begins, ends),
     )
+
+
+def _too_early(ranks: Sequence[int], begins: Times, ends: Times) -> tuple[int, int, float] | None:
+    early_us = begins.max(0) - ends.min(0)
+    worst = int(early_us.argmax())
+    if early_us[worst] <= 0:
+        return None
+    first, last = int(ends[:, worst].argmin()), int(begins[:, worst].argmax())
+    return ranks[first], ranks[last], float(early_us[worst])
 
 
 def _moved(exchanges: Sequence[Exchange]) -> int | None:

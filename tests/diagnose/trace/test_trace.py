@@ -107,6 +107,30 @@ def test_all_ranks_by_hand(tmp_path: Path) -> None:
     assert (second.waiting_us, second.moving_us) == (0, 20)
 
 
+def test_times_of_traces_count_from_their_own_base(tmp_path: Path) -> None:
+    """Rank 1 began its profile 30 us later, so its events stand 30 us earlier in its trace."""
+    traces = []
+    for rank, shift in ((0, 0), (1, -30)):
+        base = 1_790_857_026_000_000_000 - 1000 * shift
+        header = {"distributedInfo": {"rank": rank}, "baseTimeNanoseconds": base}
+        path = write(tmp_path / f"{rank}.json", one_step(shift, 5 * rank), **header)
+        traces.append(rank_trace.read(path))
+    first, second = summary.group(traces)
+    assert (first.waiting_us, first.moving_us, second.waiting_us) == (2.5, 35, 0)
+    assert summary.group_remarks([first, second]) == []
+
+
+def test_clocks_that_cannot_agree_are_told(tmp_path: Path) -> None:
+    """On rank 1 all is 100 us later: its dispatch begins 60 us after that of rank 0 has ended, its combine 80."""
+    traces = [
+        rank_trace.read(write(tmp_path / f"rank{rank}.json", one_step(100 * rank)))
+        for rank in range(2)
+    ]
+    first, second = summary.group_remarks(summary.group(traces))
+    assert "FusedDispatch ended on rank 0 up to 60 us before it began on rank 1" in first
+    assert "FusedCombine ended on rank 0 up to 80 us" in second
+
+
 def test_the_program_prints_tables_and_csv(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
