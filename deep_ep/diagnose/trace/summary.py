@@ -123,7 +123,9 @@ def group(traces: Sequence[RankTrace]) -> list[GroupRow]:
         return []
     of_ranks = [_by_name(trace.exchanges) for trace in traces]
     common = [name for name in of_ranks[0] if all(name in names for names in of_ranks)]
-    return [_group_row(name, traces, [names[name] for names in of_ranks]) for name in common]
+    return [
+        _group_row(name, traces, _matched([names[name] for names in of_ranks])) for name in common
+    ]
 
 
 def remarks(traces: Iterable[RankTrace]) -> list[str]:
@@ -221,10 +223,20 @@ def _hidden_us(kernels: Times, other: Times) -> float:
     return float((covered_us(kernels[:, 1], other) - covered_us(kernels[:, 0], other)).sum())
 
 
+def _matched(exchanges: list[list[Exchange]]) -> list[list[Exchange]]:
+    """As many of each rank: those with the same number of a call, or where they have none by order."""
+    numbered = [{each.calls[0]: each for each in of_rank if each.calls} for of_rank in exchanges]
+    common = set.intersection(*(set(of_rank) for of_rank in numbered))
+    if common:
+        return [[of_rank[call] for call in sorted(common)] for of_rank in numbered]
+    count = min(len(each) for each in exchanges)
+    return [of_rank[:count] for of_rank in exchanges]
+
+
 def _group_row(name: str, traces: Sequence[RankTrace], exchanges: list[list[Exchange]]) -> GroupRow:
     ranks = [trace.rank for trace in traces]
-    count = min(len(each) for each in exchanges)
-    spans = np.array([[each.span_us for each in of_rank[:count]] for of_rank in exchanges])
+    count = len(exchanges[0])
+    spans = np.array([[each.span_us for each in of_rank] for of_rank in exchanges])
     # Of the differences alone: microseconds since 1970 do not fit a double to the nanosecond.
     shifts = np.array([(trace.base_ns - traces[0].base_ns) / 1e3 for trace in traces])
     begins, ends = np.moveaxis(spans + shifts[:, None, None], 2, 0)  # [ranks, exchanges]
@@ -232,7 +244,7 @@ def _group_row(name: str, traces: Sequence[RankTrace], exchanges: list[list[Exch
     moving = np.maximum(ends - last_begins, 0)
     last = np.bincount(begins.argmax(0), minlength=len(ranks)) / count
     order = np.argsort(-last, kind="stable")
-    num_bytes = [_moved(of_rank[:count]) for of_rank in exchanges]
+    num_bytes = [_moved(of_rank) for of_rank in exchanges]
     known = [each for each in num_bytes if each is not None]
     total = sum(known) if len(known) == len(num_bytes) else None
     return GroupRow(

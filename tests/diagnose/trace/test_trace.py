@@ -120,6 +120,27 @@ def test_times_of_traces_count_from_their_own_base(tmp_path: Path) -> None:
     assert summary.group_remarks([first, second]) == []
 
 
+def test_calls_are_matched_by_their_numbers(tmp_path: Path) -> None:
+    """Rank 1 was profiled from call 2 on; its calls begin 3 us later, and rank 0 has had a call before."""
+    traces = []
+    for rank in range(2):
+        events = [
+            operator(
+                "deep_ep::combine",
+                100 * call + 3 * rank,
+                call,
+                [[T, H], [], [], [], []],
+                [BF16, "", "Scalar", "Scalar", "Scalar"],
+                ["", "", str(rank), "2", str(call)],
+            )
+            for call in range(1 + rank, 4)
+        ]
+        header = {"distributedInfo": {"rank": rank}}
+        traces.append(rank_trace.read(write(tmp_path / f"{rank}.json", events, **header)))
+    (row,) = summary.group(traces)
+    assert (row.count, row.waiting_us, row.last) == (2, 1.5, ((1, 1.0),))
+
+
 def test_clocks_that_cannot_agree_are_told(tmp_path: Path) -> None:
     """On rank 1 all is 100 us later: its dispatch begins 60 us after that of rank 0 has ended, its combine 80."""
     traces = [
