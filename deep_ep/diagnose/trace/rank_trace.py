@@ -147,11 +147,7 @@ def condense(
             exchange = Exchange(
                 name, operation, begin, lasts, sent_of(name, arguments), _thread(event)
             )
-            known = facts.of(arguments, f"{path}: {name} at {begin} us")
-            exchange.links, exchange.counted = known.links, list(known.calls)
-            exchange.is_merged = facts.KEY in arguments
-            call = call_of(name, arguments)
-            exchange.calls = [] if call is None else [call]
+            _add_facts(exchange, arguments, path)
             if isinstance(number, int):
                 exchange.number = number
                 operators[number] = exchange
@@ -215,6 +211,15 @@ def _counted_links(exchange: Exchange, counted: Mapping[int, Counted]) -> LinkBy
     """`None` unless counters have all calls and their bytes."""
     found = (counted.get(call) for call in exchange.calls)
     return added_up(None if each is None else each.links for each in found)
+
+
+def _add_facts(exchange: Exchange, arguments: Mapping[str, Any], path: Path) -> None:
+    """Adds what the arguments of an operator say of its calls."""
+    known = facts.of(arguments, f"{path}: {exchange.name} at {exchange.begin_us} us")
+    exchange.links, exchange.counted = known.links, list(known.calls)
+    exchange.is_merged = facts.KEY in arguments
+    call = call_of(exchange.name, arguments)
+    exchange.calls = [] if call is None else [call]
 
 
 def _add_kernels(
