@@ -20,6 +20,7 @@ from deep_ep import (
     env,
     layout,
     low_latency,
+    parts,
     phases,
     profiled,
     registry,
@@ -347,11 +348,13 @@ class Buffer:
         self._low_latency.enable_counters(ring)
         if self.num_nvl_bytes:
             self._normal.enable_counters(ring)
+        parts.enable(self.communicator, ring)
 
     def disable_counters(self) -> None:
         """Counts no longer, and drops all counters."""
         self._low_latency.disable_counters()
         self._normal.disable_counters()
+        self.communicator.parts = None
 
     def phases(self) -> Phases:
         """Where the time of this rank went in its recent operations, as many as the ring of its counters holds.
