@@ -205,7 +205,7 @@ class _Around:
         end = 0
         for part in sorted(parts, key=lambda part: part.begin):
             if part.end > end:
-                apart.append(part._replace(begin=max(part.begin, end)))
+                apart.append(Part(part.name, max(part.begin, end), part.end))
                 end = part.end
         return cls(apart, [part.end for part in apart])
 

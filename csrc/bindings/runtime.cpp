@@ -270,7 +270,8 @@ void bind_runtime(py::module_& m) {
             "policy"_a,
             "seed"_a)
         .def("set_launch_shape", &Runtime::set_launch_shape, py::kw_only(), "blocks"_a, "warps"_a)
-        .def("now_ns", [](Runtime& self) { return self.device().now_ns(); }, Release())
+        .def(
+            "now_ns", [](Runtime& self) { return self.device().now_ns(); }, Release())
         .def(
             "write_clock",
             [](Runtime& self, uintptr_t where, Stream stream) {
