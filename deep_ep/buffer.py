@@ -340,10 +340,11 @@ class Buffer:
 
         The counters are `dispatch_counters` and `combine_counters` of low latency, and those whose names
         begin with `normal_` if there is an NVLink buffer, which normal operations need. Calling it again
-        keeps them, unless the ring changes.
+        keeps them, unless the ring changes. Layout and what `deep_ep.moe` does around the calls are stamped for
+        `phases()`; on a GPU they and the calls are NVTX ranges.
 
         Args:
-            ring: how many recent operations keep their raw times.
+            ring: how many recent operations keep their raw times, and how many layouts and permutations.
         """
         self._low_latency.enable_counters(ring)
         if self.num_nvl_bytes:
