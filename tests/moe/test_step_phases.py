@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 
 import pytest
@@ -71,6 +72,22 @@ def test_of_two_micro_batches_no_part_is_lost_or_counted_twice() -> None:
 
     with ranks_of(SIZES) as ranks:
         ranks.run(run)
+
+
+def test_rank_0_logs_parts_as_well(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("DEEP_EP_PHASES", "1")
+
+    def run(rank: int, buffer: deep_ep.Buffer) -> None:
+        for _ in range(2):
+            tokens = tokens_of(SIZES, rank)
+            tokens.results(plainly(tokens, buffer))
+
+    with caplog.at_level(logging.WARNING, "deep_ep"), ranks_of(SIZES) as ranks:
+        ranks.run(run)
+    (logged,) = [message for message in caplog.messages if "phases" in message]
+    assert logged.splitlines()[1].split()[4:8] == ["between", "layout", "permute", "unpermute"]
 
 
 def test_a_step_is_a_row_of_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
