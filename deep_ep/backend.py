@@ -176,6 +176,12 @@ class Backend(Protocol):
     def synchronize(self) -> None:
         """Waits for everything queued on the device."""
 
+    def push_range(self, name: str) -> None:
+        """Begins an NVTX range of this thread, within those that have begun."""
+
+    def pop_range(self) -> None:
+        """Ends the one that has begun last."""
+
     def empty(
         self,
         size: tuple[int, ...],
@@ -307,6 +313,12 @@ class CpuBackend:
     def synchronize(self) -> None:
         """Nothing is running."""
 
+    def push_range(self, name: str) -> None:
+        """Nobody would see it."""
+
+    def pop_range(self) -> None:
+        """There is none."""
+
     def empty(
         self,
         size: tuple[int, ...],
@@ -437,6 +449,12 @@ class CudaBackend:
 
     def synchronize(self) -> None:
         torch.cuda.synchronize()
+
+    def push_range(self, name: str) -> None:
+        torch.cuda.nvtx.range_push(name)  # type: ignore[no-untyped-call]
+
+    def pop_range(self) -> None:
+        torch.cuda.nvtx.range_pop()  # type: ignore[no-untyped-call]
 
     def empty(
         self,

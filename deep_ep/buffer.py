@@ -20,6 +20,7 @@ from deep_ep import (
     env,
     layout,
     low_latency,
+    parts,
     phases,
     profiled,
     registry,
@@ -339,19 +340,22 @@ class Buffer:
 
         The counters are `dispatch_counters` and `combine_counters` of low latency, and those whose names
         begin with `normal_` if there is an NVLink buffer, which normal operations need. Calling it again
-        keeps them, unless the ring changes.
+        keeps them, unless the ring changes. Layout and what `deep_ep.moe` does around the calls are stamped for
+        `phases()`; on a GPU they and the calls are NVTX ranges.
 
         Args:
-            ring: how many recent operations keep their raw times.
+            ring: how many recent operations keep their raw times, and how many layouts and permutations.
         """
         self._low_latency.enable_counters(ring)
         if self.num_nvl_bytes:
             self._normal.enable_counters(ring)
+        parts.enable(self.communicator, ring)
 
     def disable_counters(self) -> None:
         """Counts no longer, and drops all counters."""
         self._low_latency.disable_counters()
         self._normal.disable_counters()
+        self.communicator.parts = None
 
     def phases(self) -> Phases:
         """Where the time of this rank went in its recent operations, as many as the ring of its counters holds.

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from deep_ep.group import Group
     from deep_ep.hooks import PendingReceive
     from deep_ep.liveness import Liveness
+    from deep_ep.parts import PartStamps
     from deep_ep.rendezvous import Place
     from deep_ep.runtime import Runtime
     from deep_ep.streams import StreamClaims
@@ -57,6 +58,7 @@ class Communicator:
         before_operation: called with the name of each operation before it begins.
         watchers: who is told of the end.
         masks: whom operations go on without.
+        parts: stamps of what the rank does around operations; `None` while nothing is counted.
     """
 
     def __init__(
@@ -94,6 +96,7 @@ class Communicator:
         self.before_operation: list[Callable[[str], None]] = []
         self.watchers: list[Watcher] = []
         self.recorder: Recorder | None = None
+        self.parts: PartStamps | None = None
         self.masks = Masks(self, may_mask, liveness, places)
         self._places = places
         self._liveness = liveness

@@ -6,7 +6,7 @@ import functools
 
 import torch
 
-from deep_ep import checks
+from deep_ep import checks, parts
 from deep_ep.communicator import Communicator
 from deep_ep.event import EventOverlap
 from deep_ep.rules import LAYOUT
@@ -30,10 +30,11 @@ def dispatch_layout(
     num_experts = checks.positive_int(LAYOUT, "num_experts", num_experts)
     checks.kernel_limit(LAYOUT, "num_experts", num_experts, limits.binding.MAX_EXPERTS)
     runtime = communicator.connected_runtime(LAYOUT)
+    comm = runtime.get_comm_stream()
     order = StreamOrder(
         LAYOUT,
         communicator.backend,
-        runtime.get_comm_stream(),
+        comm,
         previous_event,
         async_finish,
         allocate_on_comm_stream,
@@ -46,18 +47,19 @@ def dispatch_layout(
         per_expert = new(num_experts, dtype=torch.int32)
         in_rank = new((num_tokens, limits.num_ranks), dtype=torch.bool)
     order.begin()
-    runtime.native.dispatch_layout(
-        topk_idx=topk_idx.data_ptr(),
-        num_tokens=num_tokens,
-        num_topk=num_topk,
-        num_experts=num_experts,
-        num_ranks=limits.num_ranks,
-        ranks_per_node=runtime.topology.ranks_per_node,
-        num_tokens_per_rank=per_rank.data_ptr(),
-        num_tokens_per_rdma_rank=per_node.data_ptr() if per_node is not None else 0,
-        num_tokens_per_expert=per_expert.data_ptr(),
-        is_token_in_rank=in_rank.data_ptr(),
-        stream=order.handle,
-    )
+    with parts.measured(communicator, "layout", comm):
+        runtime.native.dispatch_layout(
+            topk_idx=topk_idx.data_ptr(),
+            num_tokens=num_tokens,
+            num_topk=num_topk,
+            num_experts=num_experts,
+            num_ranks=limits.num_ranks,
+            ranks_per_node=runtime.topology.ranks_per_node,
+            num_tokens_per_rank=per_rank.data_ptr(),
+            num_tokens_per_rdma_rank=per_node.data_ptr() if per_node is not None else 0,
+            num_tokens_per_expert=per_expert.data_ptr(),
+            is_token_in_rank=in_rank.data_ptr(),
+            stream=order.handle,
+        )
     event = order.finish(topk_idx, per_rank, per_node, per_expert, in_rank)
     return per_rank, per_node, per_expert, in_rank, event

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Callable, Optional
 
 import torch
 
-from deep_ep import backend, checks, low_latency_checks, pointers
+from deep_ep import backend, checks, low_latency_checks, parts, pointers
 from deep_ep.counters import RecvCounters
 from deep_ep.errors import EPUsageError
 from deep_ep.event import EventHandle, EventOverlap
@@ -82,7 +82,7 @@ class LowLatency:
     ]:
         """See `Buffer.low_latency_dispatch`."""
         communicator = self._communicator
-        with communicator.lock:
+        with communicator.lock, parts.marked(communicator, DISPATCH):
             runtime = self._idle_runtime(DISPATCH)
             shape = low_latency_checks.dispatch(
                 communicator.limits,
@@ -164,7 +164,7 @@ class LowLatency:
     ) -> tuple[Tensor, EventOverlap, ReceiveHook | None]:
         """See `Buffer.low_latency_combine`."""
         communicator = self._communicator
-        with communicator.lock:
+        with communicator.lock, parts.marked(communicator, COMBINE):
             runtime = self._idle_runtime(COMBINE)
             shape = low_latency_checks.combine(
                 communicator.limits,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from deep_ep import normal_checks, pointers
+from deep_ep import normal_checks, parts, pointers
 from deep_ep.counters import RecvCounters
 from deep_ep.errors import EPTransportError
 from deep_ep.handles import NormalHandle, new_handle
@@ -131,7 +131,7 @@ class Normal:
             What was received, its rows per local expert, the handle, the event.
         """
         communicator = self._communicator
-        with communicator.lock:
+        with communicator.lock, parts.marked(communicator, NORMAL_DISPATCH):
             runtime = self._idle_runtime(NORMAL_DISPATCH)
             sent = Sent(Rows.of(x), topk_idx, topk_weights)
             shape = normal_checks.fresh_dispatch(
@@ -143,18 +143,20 @@ class Normal:
                 handle = self._new_handle(shape, layout)
                 packs = self._packs(shape, shape.num_tokens)
             order.begin()
-            runtime.native.normal_notify(
-                **self._common(shape, handle),
-                num_tokens_per_rank=pointers.of_tensor(layout.num_tokens_per_rank),
-                num_tokens_per_expert=pointers.of_tensor(layout.num_tokens_per_expert),
-                wait_stats=pointers.of_own_row(wait_stats, communicator.rank),
-                notify_counters=pointers.of_counters(self.counters.notify),
-                stream=order.handle,
-            )
+            with parts.marked(communicator, "notify"):
+                runtime.native.normal_notify(
+                    **self._common(shape, handle),
+                    num_tokens_per_rank=pointers.of_tensor(layout.num_tokens_per_rank),
+                    num_tokens_per_expert=pointers.of_tensor(layout.num_tokens_per_expert),
+                    wait_stats=pointers.of_own_row(wait_stats, communicator.rank),
+                    notify_counters=pointers.of_counters(self.counters.notify),
+                    stream=order.handle,
+                )
             # This rank is in the operation now, and ends it whatever happens.
             allocated = None
             try:
-                counts = self._counts(runtime, num_worst_tokens)
+                with parts.marked(communicator, "host"):
+                    counts = self._counts(runtime, num_worst_tokens)
                 if counts is not None:
                     num_recv, num_relayed, per_expert = counts
                     with order.allocating():
@@ -196,7 +198,7 @@ class Normal:
             What was received, the event.
         """
         communicator = self._communicator
-        with communicator.lock:
+        with communicator.lock, parts.marked(communicator, NORMAL_DISPATCH):
             runtime = self._idle_runtime(NORMAL_DISPATCH)
             sent = Sent(Rows.of(x))
             shape, given = normal_checks.cached_dispatch(
@@ -227,7 +229,7 @@ class Normal:
     ) -> tuple[Tensor, Tensor | None, EventOverlap]:
         """See `Buffer.combine`."""
         communicator = self._communicator
-        with communicator.lock:
+        with communicator.lock, parts.marked(communicator, NORMAL_COMBINE):
             runtime = self._idle_runtime(NORMAL_COMBINE)
             shape, given = normal_checks.combine(
                 *(communicator.limits, self._place, x, handle, topk_weights, biases),

@@ -2,7 +2,10 @@
 
 From the end of one operation to the end of the next, without gap or overlap:
 
-    between   the program: experts, attention, everything that is no operation of this buffer
+    between   the program: experts, attention, everything that is nothing of the following
+    layout    before a normal dispatch: it is counted where tokens go
+    permute   `deep_ep.moe`: received rows are put in the order of experts
+    unpermute `deep_ep.moe`: rows by expert are summed up for their way back; also the gradients of that
     notify    in a fresh normal dispatch: counts are exchanged, without the waiting for others
     host      there: the host reads the counts and launches the rest
     send      until the last row of this rank is handed over
@@ -12,12 +15,15 @@ From the end of one operation to the end of the next, without gap or overlap:
     path      ... has sent everything, and it has not come
     copy      after the last arrival: rows are put where they belong, or summed up
 
-Waiting begins when a rank has nothing left to send, and is charged to the rank whose data came last. To send includes to wait
+The first four lie before an operation. A part of the program that runs while rows travel, on another stream or before a hook
+is called, is in what the operation does then. Waiting begins when a rank has nothing left to send, and is charged to the rank whose data came last. To send includes to wait
 for slots of queues.
 """
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import logging
 import multiprocessing.util
 from collections.abc import Mapping, Sequence
@@ -28,12 +34,13 @@ import numpy as np
 
 from deep_ep import stamps
 from deep_ep.errors import EPUsageError
+from deep_ep.parts import PARTS, Part, PartStamps
 
 if TYPE_CHECKING:
     from deep_ep.buffer import Buffer
     from deep_ep.counters import CounterSnapshot, RecvCounters
 
-PHASES = ("between", "notify", "host", "send", "hidden", "late", "issue", "path", "copy")
+PHASES = ("between", *PARTS, "notify", "host", "send", "hidden", "late", "issue", "path", "copy")
 # Which operations have phases of their own; what others count is a part of these.
 _NOTIFY, _DISPATCH = "notify", "normal dispatch"
 _KINDS = ("dispatch", "combine", _DISPATCH, "normal combine")
@@ -89,11 +96,11 @@ class Phases:
         """A table: a line for each kind of operation, means in microseconds, and for whom it waited."""
         kinds = [kind for kind in _KINDS if any(each.kind == kind for each in self.operations)]
         shown = [phase for phase, ns in self.total().items() if ns]
-        lines = [f"{'us per operation':16} {'number':>6}" + "".join(f"{p:>9}" for p in shown)]
+        lines = [f"{'us per operation':16} {'number':>6}" + "".join(f"{p:>10}" for p in shown)]
         for kind in kinds:
             number = sum(each.kind == kind for each in self.operations)
             total = self.total(kind)
-            cells = "".join(f"{total[phase] / number / 1e3:9.1f}" for phase in shown)
+            cells = "".join(f"{total[phase] / number / 1e3:10.1f}" for phase in shown)
             lines.append(f"{kind:16} {number:6}{cells}")
         waited = [
             f"rank {rank} {ns / 1e3:.0f} us"
@@ -115,6 +122,7 @@ class AtTheEnd:
             buffer: with counters enabled.
         """
         self._rank, self._counters = buffer.rank, _counters(buffer)
+        self._parts = buffer.communicator.parts
         # What multiprocessing starts may leave atexit out.
         self._at_exit = multiprocessing.util.Finalize(self, self._log, exitpriority=1)
 
@@ -126,7 +134,9 @@ class AtTheEnd:
         """Nothing is left to do."""
 
     def _log(self) -> None:
-        _log.warning("phases of rank %d\n%s", self._rank, _of(self._rank, self._counters))
+        _log.warning(
+            "phases of rank %d\n%s", self._rank, _of(self._rank, self._counters, self._parts)
+        )
 
 
 def of(buffer: Buffer) -> Phases:
@@ -137,16 +147,20 @@ def of(buffer: Buffer) -> Phases:
             "phases: this buffer counts nothing; phases are made of the stamps that counters keep. Call "
             "buffer.enable_counters() before the operations, or set DEEP_EP_PHASES=1."
         )
-    return _of(buffer.rank, counters)
+    return _of(buffer.rank, counters, buffer.communicator.parts)
 
 
-def of_snapshots(rank: int, taken: Mapping[str, CounterSnapshot]) -> Phases:
+def of_snapshots(
+    rank: int, taken: Mapping[str, CounterSnapshot], parts: Sequence[Part] = ()
+) -> Phases:
     """The phases of the operations that these rings hold.
 
     Args:
         rank: whose they are.
         taken: by kind, as `deep_ep.diagnose.Snapshot` names them.
+        parts: of the program, on the same clock, in any order; they may overlap.
     """
+    around = _Around.of(parts)
     notices = {}
     if _NOTIFY in taken:
         rows = [_Row.of(row, taken[_NOTIFY]) for row in taken[_NOTIFY].operations()]
@@ -157,7 +171,7 @@ def of_snapshots(rank: int, taken: Mapping[str, CounterSnapshot]) -> Phases:
             for each in counters.operations():
                 row = _Row.of(each, counters)
                 notice = notices.get(row.own["op"]) if kind == _DISPATCH else None
-                found.append(_operation(kind, row, notice, rank))
+                found.append(_operation(kind, row, notice, rank, around))
     return Phases(rank, sorted(found, key=lambda each: each.operation))
 
 
@@ -172,8 +186,38 @@ def _counters(buffer: Buffer) -> dict[str, RecvCounters]:
     return {kind: counters for kind, counters in kinds.items() if counters is not None}
 
 
-def _of(rank: int, counters: Mapping[str, RecvCounters]) -> Phases:
-    return of_snapshots(rank, {kind: each.snapshot() for kind, each in counters.items()})
+def _of(rank: int, counters: Mapping[str, RecvCounters], parts: PartStamps | None) -> Phases:
+    taken = {kind: each.snapshot() for kind, each in counters.items()}
+    return of_snapshots(rank, taken, () if parts is None else parts.finished())
+
+
+@dataclass(frozen=True)
+class _Around:
+    """What a rank did around its operations: parts in order and without overlap, and where they end."""
+
+    parts: Sequence[Part]
+    ends: Sequence[int]
+
+    @classmethod
+    def of(cls, parts: Sequence[Part]) -> _Around:
+        """What two of them share belongs to the one that began first."""
+        apart: list[Part] = []
+        end = 0
+        for part in sorted(parts, key=lambda part: part.begin):
+            if part.end > end:
+                apart.append(Part(part.name, max(part.begin, end), part.end))
+                end = part.end
+        return cls(apart, [part.end for part in apart])
+
+    def between(self, begin: int, end: int) -> dict[str, int]:
+        """That time by phase: the parts, and what is left."""
+        ns = {"between": max(end - begin, 0)}
+        first = bisect.bisect_right(self.ends, begin)
+        for part in itertools.takewhile(lambda part: part.begin < end, self.parts[first:]):
+            took = max(min(part.end, end) - max(part.begin, begin), 0)
+            ns[part.name] = ns.get(part.name, 0) + took
+            ns["between"] -= took
+        return ns
 
 
 @dataclass(frozen=True)
@@ -192,12 +236,15 @@ class _Row:
         return cls(own, *(of_source[name] for name in ("entered", "issued", "arrival")))
 
 
-def _operation(kind: str, row: _Row, notice: _Row | None, rank: int) -> OperationPhases:
+def _operation(
+    kind: str, row: _Row, notice: _Row | None, rank: int, around: _Around
+) -> OperationPhases:
     ns = dict.fromkeys(PHASES, 0)
     charged: dict[int, int] = {}
     first = notice or row
     entered, previous = int(first.entered[rank]), first.own["previous_exit"]
-    ns["between"] = max(entered - previous, 0) if previous else 0
+    if previous:
+        ns.update(around.between(previous, entered))
     begin, end = row.own["wait_begin"], row.own["exit"]
     if notice is not None:
         noticed = notice.own["exit"]

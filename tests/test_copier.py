@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -191,3 +192,23 @@ def test_what_a_capture_would_break_is_refused_before_anything_is_asked_of_the_d
 def test_copiers_of_a_device_share_one_stream(machine: Machine) -> None:
     one, other = (DeviceCopier(*counters(), OP_FIELD) for _ in range(2))
     assert one._stream is other._stream
+
+
+def test_a_copy_to_the_host_is_made_beside_the_program_as_well(machine: Machine) -> None:
+    class OnDevice:
+        device = SimpleNamespace(type="cuda", index=0)
+
+        def cpu(self) -> torch.Tensor:
+            machine.note("copy")
+            return torch.arange(3)
+
+    assert copiers.to_host(OnDevice()).tolist() == [0, 1, 2]  # type: ignore[arg-type]
+    assert machine.calls == ["copy on the side stream, relaxed"]
+    assert machine.capture_mode == GLOBAL
+
+
+def test_a_copy_of_what_is_on_the_host_does_not_change_later() -> None:
+    live = torch.arange(3)
+    copied = copiers.to_host(live)
+    live += 1
+    assert copied.tolist() == [0, 1, 2]

@@ -15,10 +15,12 @@ import normal_exchange
 from deep_ep import phases
 from deep_ep.counters import CounterSnapshot
 from deep_ep.errors import EPUsageError
+from deep_ep.parts import PARTS, Part
 from deep_ep.phases import PHASES
 from exchange import Mode, Shape, exchange_and_check, ranks_for
 from launch import keep_busy
 from normal_exchange import SMALL
+from phase_sums import assert_complete
 
 OWN = ("op", "wait_begin", "exit", "previous_exit", "sent")
 OF_SOURCE = ("entered", "issued", "arrival")
@@ -33,9 +35,11 @@ def recorded(own: tuple[int, ...], *sources: tuple[int, int, int]) -> CounterSna
     return CounterSnapshot((), (), OF_SOURCE, OWN, nothing, np.zeros(0, np.int64), ring)
 
 
-def only(kinds: dict[str, CounterSnapshot]) -> tuple[dict[str, int], dict[int, int]]:
+def only(
+    kinds: dict[str, CounterSnapshot], *parts: tuple[str, int, int]
+) -> tuple[dict[str, int], dict[int, int]]:
     """Of the one operation of rank 0: what is not 0."""
-    (found,) = phases.of_snapshots(0, kinds).operations
+    (found,) = phases.of_snapshots(0, kinds, [Part(*part) for part in parts]).operations
     assert tuple(found.ns) == PHASES
     return {phase: ns for phase, ns in found.ns.items() if ns}, dict(found.charged)
 
@@ -73,6 +77,52 @@ def test_the_first_operation_follows_none() -> None:
     assert only({"combine": combined}) == ({"send": 2, "hidden": 3, "copy": 15}, {})
 
 
+def before_the_operation(*parts: tuple[str, int, int]) -> dict[str, int]:
+    """Phases from 100, when the operation before ended, to 200, when this one is entered."""
+    combined = recorded((7, 230, 260, 100, 220), (200, 220, 225), (190, 215, 250))
+    ns, _ = only({"normal combine": combined}, *parts)
+    assert sum(ns.values()) == 160
+    return {phase: ns[phase] for phase in ("between", *PARTS) if phase in ns}
+
+
+def test_what_is_done_between_operations_is_apart_from_the_rest_of_the_program() -> None:
+    parts = (("unpermute", 150, 170), ("layout", 180, 195), ("unpermute", 170, 175))
+    assert before_the_operation(*parts) == {"between": 60, "unpermute": 25, "layout": 15}
+
+
+def test_what_is_done_while_an_operation_runs_is_no_time_between_two() -> None:
+    others = (("permute", 40, 90), ("permute", 90, 100), ("layout", 200, 240), ("layout", 300, 310))
+    assert before_the_operation(*others) == {"between": 100}
+    assert before_the_operation(("permute", 80, 130), ("layout", 190, 240)) == {
+        "between": 60,
+        "permute": 30,
+        "layout": 10,
+    }
+    assert before_the_operation(("permute", 50, 300)) == {"permute": 100}
+
+
+def test_time_in_two_parts_at_once_is_counted_once() -> None:
+    parts = (("layout", 120, 140), ("permute", 110, 130), ("permute", 112, 118))
+    assert before_the_operation(*parts) == {"between": 70, "permute": 20, "layout": 10}
+
+
+def test_a_part_is_of_the_operation_after_it() -> None:
+    noticed = recorded((3, 115, 165, 50, 0), (110, 112, 113))
+    rows = recorded((3, 180, 300, 0, 220), (110, 220, 221))
+    combined = recorded((4, 415, 430, 300, 412), (410, 411, 411))
+    parts = [Part("layout", 60, 70), Part("permute", 310, 330), Part("unpermute", 400, 409)]
+    taken = {"notify": noticed, "normal dispatch": rows, "normal combine": combined}
+    dispatched, returned = phases.of_snapshots(0, taken, parts).operations
+    assert [dispatched.ns[each] for each in ("between", *PARTS)] == [50, 10, 0, 0]
+    assert [returned.ns[each] for each in ("between", *PARTS)] == [81, 0, 20, 9]
+
+
+def test_no_part_is_of_an_operation_that_follows_none() -> None:
+    combined = recorded((1, 115, 130, 0, 112), (110, 111, 111))
+    ns, _ = only({"combine": combined}, ("layout", 20, 40), ("permute", 90, 120))
+    assert ns == {"send": 2, "hidden": 3, "copy": 15}
+
+
 def test_sums_and_a_table() -> None:
     one = recorded((7, 200, 260, 100, 130), (110, 130, 140), (205, 220, 250))
     two = recorded((8, 300, 360, 260, 290), (270, 280, 290), (275, 350, 352))
@@ -91,26 +141,6 @@ def test_sums_and_a_table() -> None:
 SHAPE = Shape((12, 12, 12), 64, 256, 6, 2)
 # Longer than ranks that are threads keep each other waiting.
 DELAY_NS = 50_000_000
-
-
-def assert_complete(buffer: deep_ep.Buffer) -> None:
-    """The phases of an operation add up to the time since the end of the one before."""
-    lasted = {}
-    for counters in (
-        *(buffer.dispatch_counters, buffer.combine_counters),
-        *(buffer.normal_dispatch_counters, buffer.normal_combine_counters),
-    ):
-        if counters is not None:
-            used = counters.snapshot()
-            place = {name: i for i, name in enumerate(used.ring_own_fields)}
-            for own in used.operations()[:, -1]:
-                lasted[int(own[place["op"]])] = int(
-                    own[place["exit"]] - own[place["previous_exit"]]
-                )
-    found = buffer.phases().operations
-    assert [each.operation for each in found] == sorted(lasted)
-    for each in found[1:]:
-        assert sum(each.ns.values()) == lasted[each.operation]
 
 
 @pytest.mark.parametrize("hook", [False, True])

@@ -447,6 +447,20 @@ def all_steps(out: Path, dry: bool) -> list[Step]:
             judge=tests_passed,
         ),
         Step(
+            "phases",
+            "the phases of operations add up; layout and the order of rows are those of the operation after them",
+            [
+                pytest_command(
+                    *("tests/test_phases.py", "tests/test_parts.py", "tests/moe/test_step_phases.py"),
+                    *without("program"),
+                    dry=dry,
+                )
+            ],
+            90,
+            needs=("build",),
+            judge=tests_passed,
+        ),
+        Step(
             "bandwidth",
             "normal mode, 4096 tokens of 4 and 8 ranks: share of a copy of the same bytes, what counters cost",
             [

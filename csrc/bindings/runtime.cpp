@@ -270,7 +270,18 @@ void bind_runtime(py::module_& m) {
             "policy"_a,
             "seed"_a)
         .def("set_launch_shape", &Runtime::set_launch_shape, py::kw_only(), "blocks"_a, "warps"_a)
-        .def("now_ns", [](Runtime& self) { return self.device().now_ns(); }, Release());
+        .def(
+            "now_ns", [](Runtime& self) { return self.device().now_ns(); }, Release())
+        .def(
+            "write_clock",
+            [](Runtime& self, uintptr_t where, Stream stream) {
+                self.device().write_clock(reinterpret_cast<uint64_t*>(where), stream);
+            },
+            py::kw_only(),
+            "where"_a,
+            "stream"_a,
+            "Has the device write its clock there, once the stream has come so far. Not while an "
+            "operation runs.");
 
     const auto method = [&](const char* name, auto... guard) {
         return [&runtime, name, guard...](auto function, auto... names) {

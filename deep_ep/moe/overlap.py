@@ -106,13 +106,13 @@ class MoEOverlapped(torch.autograd.Function):
                 buffer, arrived.way, part.y.detach(), arrived.topk_weights, async_finish=True
             )
 
-        rows_of_first = steps.arrive(steps.send(buffer, first), options)
+        rows_of_first = steps.arrive(buffer, steps.send(buffer, first), options)
         # What the second dispatch waits for: not for the experts, which are launched before the host waits for it.
         prepared = Buffer.capture()
         computed = [compute(rows_of_first)]
         on_its_way = steps.send(buffer, second, after=prepared)
         returning = [combine(computed[0])]
-        computed.append(compute(steps.arrive(on_its_way, options)))
+        computed.append(compute(steps.arrive(buffer, on_its_way, options)))
         returning.append(combine(computed[1]))
         ctx.buffer, ctx.middle, ctx.computed = buffer, middle, computed if records else None
         for _, event in returning:
@@ -139,7 +139,7 @@ class MoEOverlapped(torch.autograd.Function):
         for part, (received, event) in zip(computed, came):
             arrived = part.arrived
             grad_y, grad_weights = steps.weigh(
-                arrived.way, received, event, part.y.detach(), arrived.topk_weights
+                buffer, arrived.way, received, event, part.y.detach(), arrived.topk_weights
             )
             if part.y.requires_grad:
                 torch.autograd.backward(part.y, grad_y)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from deep_ep import parts
 from deep_ep.buffer import Buffer
 from deep_ep.event import EventOverlap
 from deep_ep.moe import permutation as permuting
@@ -87,7 +88,8 @@ def dispatch(
     buffer: Buffer, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, options: Options
 ) -> Arrived:
     """Sends tokens to the ranks of their experts. Collective."""
-    return arrive(send(buffer, prepare(buffer, x, topk_idx, topk_weights, options)), options)
+    sent = send(buffer, prepare(buffer, x, topk_idx, topk_weights, options))
+    return arrive(buffer, sent, options)
 
 
 def prepare(
@@ -130,18 +132,19 @@ def send(buffer: Buffer, prepared: Prepared, after: EventOverlap | None = None) 
     return Sent(received, recv_idx, recv_weights, counts, tuple(handle), prepared.dtype, event)
 
 
-def arrive(sent: Sent, options: Options) -> Arrived:
+def arrive(buffer: Buffer, sent: Sent, options: Options) -> Arrived:
     """Waits, on the current stream, and puts the rows in order."""
     wait(sent.event)
     num_per_expert = torch.tensor(sent.counts, dtype=torch.int64)
     alignment = options.expert_alignment
     permutation = None
-    parts = list(sent.received) if isinstance(sent.received, tuple) else [sent.received]
+    received = list(sent.received) if isinstance(sent.received, tuple) else [sent.received]
     if options.permute:
-        permutation = permuting.by_expert(sent.topk_idx, num_per_expert, alignment)
-        # Still in FP8, which saves a copy of what is twice as large.
-        parts = [permuting.gather(part, permutation) for part in parts]
-    rows = dequantize(parts[0], parts[1], sent.dtype) if options.fp8 else parts[0]
+        with parts.measured(buffer.communicator, "permute"):
+            permutation = permuting.by_expert(sent.topk_idx, num_per_expert, alignment)
+            # Still in FP8, which saves a copy of what is twice as large.
+            received = [permuting.gather(each, permutation) for each in received]
+    rows = dequantize(received[0], received[1], sent.dtype) if options.fp8 else received[0]
     way = Way(sent.handle, len(sent.topk_idx), permutation)
     padded = permuting.aligned(num_per_expert, alignment)
     return Arrived(rows, sent.topk_idx, sent.topk_weights, padded, way)
@@ -165,7 +168,8 @@ def dispatch_backward(
     # A weight arrived at the rank of its expert alone; elsewhere there is a constant in its place.
     grad_weights = grad_weights.masked_fill(topk_idx < 0, 0)
     if way.permutation is not None:
-        grad_x = permuting.add_up(grad_x, way.permutation, way.num_rows, None)
+        with parts.measured(buffer.communicator, "unpermute"):
+            grad_x = permuting.add_up(grad_x, way.permutation, way.num_rows, None)
     grads, weights, event = buffer.combine(
         grad_x, way.handle, topk_weights=grad_weights, async_finish=async_finish
     )
@@ -178,7 +182,8 @@ def combine(
 ) -> tuple[Tensor, EventOverlap]:
     """Brings back one row for each token, [num_tokens, hidden]; rows by expert are weighed first. Collective."""
     if way.permutation is not None:
-        y = permuting.add_up(y, way.permutation, way.num_rows, weights)
+        with parts.measured(buffer.communicator, "unpermute"):
+            y = permuting.add_up(y, way.permutation, way.num_rows, weights)
     combined, _, event = buffer.combine(y, way.handle, async_finish=async_finish)
     return combined, event
 
@@ -187,7 +192,7 @@ def combine_backward(
     buffer: Buffer, way: Way, grad: Tensor, y: Tensor, weights: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Gradients of what was combined, like `y` and `weights`. Collective."""
-    return weigh(way, *send_back(buffer, way, grad), y, weights)
+    return weigh(buffer, way, *send_back(buffer, way, grad), y, weights)
 
 
 def send_back(
@@ -202,10 +207,11 @@ def send_back(
 
 
 def weigh(
-    way: Way, received: Tensor, event: EventOverlap, y: Tensor, weights: Tensor
+    buffer: Buffer, way: Way, received: Tensor, event: EventOverlap, y: Tensor, weights: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Waits for what `send_back` sent, on the current stream; gradients like `y` and `weights`."""
     wait(event)
     if way.permutation is None:
         return received, torch.zeros_like(weights)
-    return permuting.weighed_backward(received, y, way.permutation, weights)
+    with parts.measured(buffer.communicator, "unpermute"):
+        return permuting.weighed_backward(received, y, way.permutation, weights)

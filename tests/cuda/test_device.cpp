@@ -1,4 +1,5 @@
 // A GPU as the host sees it: what counts as none, and launches that would wait for ever.
+#include <cstring>
 #include <string>
 
 #include "device/device_runtime.h"
@@ -78,6 +79,26 @@ TEST(shared_memory_beyond_the_usual_is_asked_for) {
         CHECK_EQUAL(launch_error(4, 1, bytes), std::string("no error"));
     CHECK_EQUAL(driver::count("cudaFuncSetAttribute"), 2);  // once for each size
     CHECK(contains(launch_error(4, 1, kMaxSharedBytes + 1), "does not fit"));
+}
+
+TEST(a_clock_is_written_on_its_stream_while_nobody_waits) {
+    Device device(0, "");
+    driver::machine().argument_bytes = sizeof(uint64_t*);
+    uint64_t where = 0;
+    const cudaStream_t stream = driver::new_stream();
+    driver::begin_capture(stream);
+    const size_t before = driver::calls().size();
+    device.write_clock(&where, reinterpret_cast<Stream>(stream));
+    driver::end_capture(stream);
+    const driver::Launch& launch = driver::launches().at(0);
+    CHECK(launch.stream == stream);
+    CHECK_EQUAL(launch.blocks, 1u);
+    uint64_t* argument = nullptr;
+    std::memcpy(&argument, launch.arguments.data(), sizeof(argument));
+    CHECK(argument == &where);
+    CHECK(driver::illegal().empty());
+    for (size_t call = before; call < driver::calls().size(); ++call)
+        CHECK(!contains(driver::calls()[call], "Synchronize"));
 }
 
 }  // namespace

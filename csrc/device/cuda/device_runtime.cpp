@@ -31,6 +31,7 @@ Device::Device(int device_index, const std::string& /*clock*/) : index_(device_i
           "cudaStreamCreateWithFlags",
           "a stream for status reads");
     order_.emplace();
+    prepare(&read_clock);
 }
 
 Device::~Device() {
@@ -112,11 +113,7 @@ uint64_t Device::now_ns() {
     auto* word = static_cast<uint64_t*>(allocate_host_visible(sizeof(uint64_t)));
     uint64_t result = 0;
     try {
-        launch("read_clock",
-               &read_clock,
-               {},
-               ReadClockArgs{word},
-               reinterpret_cast<Stream>(own_stream_));
+        write_clock(word, reinterpret_cast<Stream>(own_stream_));
         check(cudaStreamSynchronize(own_stream_), "cudaStreamSynchronize", "the GPU's clock");
         result = *word;
     } catch (...) {
@@ -125,6 +122,10 @@ uint64_t Device::now_ns() {
     }
     release_host_visible(word);
     return result;
+}
+
+void Device::write_clock(uint64_t* where, Stream stream) {
+    launch("read_clock", &read_clock, {}, ReadClockArgs{where}, stream);
 }
 
 void Device::delay(uint64_t) { refuse_on_cuda("delay"); }

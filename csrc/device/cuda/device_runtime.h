@@ -103,6 +103,8 @@ class Device {
     }
 
     uint64_t now_ns();
+    // Has the GPU write its clock there, once `stream` has come so far.
+    void write_clock(uint64_t* where, Stream stream);
 
     // Faults and schedules belong to the host target.
     void delay(uint64_t ns);

@@ -112,6 +112,7 @@ class Device {
     void set_after_launch(std::function<void()> action) { after_launch_ = std::move(action); }
 
     uint64_t now_ns() { return executor_.clock().now_ns(); }
+    void write_clock(uint64_t* where, Stream) { *where = now_ns(); }
     void delay(uint64_t ns) { executor_.clock().delay(ns); }
     // The kernel of the next operation enters so much later than it is called, in real time.
     void block_stream(uint64_t ns) { blocked_ns_ = ns; }

@@ -1,0 +1,107 @@
+"""The parts of a training step in `buffer.phases()`: layout and order of rows are phases of the operation after them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import pytest
+import torch
+
+import deep_ep
+from deep_ep import moe
+from launch import DEVICE
+from layers import Sizes, Tokens, experts_of, layer, ranks_of, tokens_of
+from phase_sums import assert_complete, nvtx_ranges, parts_of
+
+SIZES = Sizes((6, 0, 9, 4))
+# Forward: dispatch, combine. Backward: dispatch of the combine, combine of the dispatch.
+STEP: list[set[str]] = [{"layout"}, {"permute", "unpermute"}, set(), {"unpermute"}]
+KINDS = ["normal dispatch", "normal combine"] * 2
+
+
+def plainly(tokens: Tokens, buffer: deep_ep.Buffer) -> torch.Tensor:
+    return layer(tokens, buffer, SIZES)[1]
+
+
+def awaited_late(tokens: Tokens, buffer: deep_ep.Buffer) -> torch.Tensor:
+    experts = experts_of(buffer.rank, SIZES)
+    parallel = moe.ExpertParallel(experts, SIZES.num_experts, buffer, async_combine=True)
+    return parallel(tokens.x, tokens.topk_idx, tokens.weights)
+
+
+@pytest.mark.parametrize("forward", [plainly, awaited_late])
+@pytest.mark.parametrize("ranks_per_node", [2, 4])
+def test_each_part_of_a_step_is_a_phase_of_the_operation_after_it(
+    ranks_per_node: int, forward: Callable[[Tokens, deep_ep.Buffer], torch.Tensor]
+) -> None:
+    def run(rank: int, buffer: deep_ep.Buffer) -> None:
+        buffer.enable_counters()
+        for _ in range(2):
+            tokens = tokens_of(SIZES, rank)
+            tokens.results(forward(tokens, buffer))
+        assert_complete(buffer)
+        found = buffer.phases().operations
+        assert [each.kind for each in found] == KINDS * 2
+        # The first operation of a buffer follows none.
+        assert [parts_of(each) for each in found] == [set(), *STEP[1:], *STEP]
+
+    with ranks_of(SIZES, ranks_per_node) as ranks:
+        ranks.run(run)
+
+
+@pytest.mark.skipif(
+    DEVICE == "cuda", reason="there parts run while the rows of the other batch travel"
+)
+def test_of_two_micro_batches_no_part_is_lost_or_counted_twice() -> None:
+    def run(rank: int, buffer: deep_ep.Buffer) -> None:
+        buffer.enable_counters()
+        plainly(tokens_of(SIZES, rank), buffer)
+        experts = experts_of(rank, SIZES)
+        parallel = moe.ExpertParallel(experts, SIZES.num_experts, buffer, micro_batches=2)
+        tokens = tokens_of(SIZES, rank)
+        with torch.no_grad():
+            parallel(tokens.x, tokens.topk_idx, tokens.weights)
+        assert_complete(buffer)
+        assert [parts_of(each) for each in buffer.phases().operations[2:]] == [
+            {"layout"},  # of both
+            {"permute"},
+            {"unpermute"},
+            {"permute", "unpermute"},
+        ]
+
+    with ranks_of(SIZES) as ranks:
+        ranks.run(run)
+
+
+def test_rank_0_logs_parts_as_well(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("DEEP_EP_PHASES", "1")
+
+    def run(rank: int, buffer: deep_ep.Buffer) -> None:
+        for _ in range(2):
+            tokens = tokens_of(SIZES, rank)
+            tokens.results(plainly(tokens, buffer))
+
+    with caplog.at_level(logging.WARNING, "deep_ep"), ranks_of(SIZES) as ranks:
+        ranks.run(run)
+    (logged,) = [message for message in caplog.messages if "phases" in message]
+    assert logged.splitlines()[1].split()[4:8] == ["between", "layout", "permute", "unpermute"]
+
+
+def test_a_step_is_a_row_of_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = Sizes((6,))
+    seen = nvtx_ranges(monkeypatch)
+
+    def run(rank: int, buffer: deep_ep.Buffer) -> None:
+        buffer.enable_counters()
+        tokens = tokens_of(sizes, rank)
+        tokens.results(layer(tokens, buffer, sizes)[1])
+
+    with ranks_of(sizes) as ranks:
+        ranks.run(run)
+    assert [name.replace("deep_ep::", "") for name in seen] == [
+        *("layout", "dispatch", "  notify", "  host", "permute", "unpermute", "combine"),
+        *("dispatch", "unpermute", "unpermute", "combine"),
+    ]
