@@ -185,25 +185,6 @@ class DeviceCopier:
             yield
 
 
-def read_aside(*tensors: torch.Tensor) -> list[torch.Tensor] | None:
-    """What these hold now, on the host; no stream is waited for.
-
-    Args:
-        tensors: contiguous, or copying takes a kernel; of one device.
-
-    Returns:
-        `None` while the current stream is captured into a graph: then they hold nothing yet.
-    """
-    device = tensors[0].device
-    if device.type != "cuda":
-        return list(tensors)
-    if torch.cuda.is_current_stream_capturing():
-        return None
-    stream = _side_stream(device.index)
-    with ignoring_captures(), torch.cuda.device(device), torch.cuda.stream(stream):
-        return [tensor.cpu() for tensor in tensors]
-
-
 def _pinned_like(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
 
@@ -228,14 +209,18 @@ def _side_stream(device_index: int) -> torch.cuda.Stream:
         return stream
 
 
-def to_host(tensor: torch.Tensor) -> Int64Array:
-    """A copy of int64, as it is now; on a GPU as `DeviceCopier` makes one, but for memory that is pinned."""
-    if tensor.device.type != "cuda":
-        return np.array(tensor.numpy())
-    side = _side_stream(tensor.device.index)
-    with ignoring_captures(), torch.cuda.device(tensor.device), torch.cuda.stream(side):
-        copied: Int64Array = tensor.cpu().numpy()
-        return copied
+def to_host(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    """Copies of what these hold now, without waiting for any stream; on a GPU as `DeviceCopier`, but for pinned memory.
+
+    Args:
+        tensors: of one device; contiguous, or to copy them takes a kernel.
+    """
+    device = tensors[0].device
+    if device.type != "cuda":
+        return [tensor.clone() for tensor in tensors]
+    side = _side_stream(device.index)
+    with ignoring_captures(), torch.cuda.device(device), torch.cuda.stream(side):
+        return [tensor.cpu() for tensor in tensors]
 
 
 @contextlib.contextmanager

@@ -62,10 +62,11 @@ class PartStamps:
 
     def finished(self) -> list[Part]:
         """Those that have ended, in no order."""
+        (copied,) = to_host(self.stamps)
         # One that runs, or raised, has the end of an earlier one, or none.
         return [
             Part(name, begin, end)
-            for name, stamps in zip(PARTS, to_host(self.stamps).tolist())
+            for name, stamps in zip(PARTS, copied.tolist())
             for begin, end in stamps
             if begin < end
         ]

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from deep_ep.copier import read_aside
+from deep_ep.copier import to_host
 from deep_ep.handles import NormalHandle, OneNodeHandle, SeveralNodesHandle, hidden_word
 from deep_ep.topology import Topology
 
@@ -81,7 +81,8 @@ def _of(
     handle: NormalHandle, place: Topology, *, is_combine: bool, is_counted: bool
 ) -> Traffic | None:
     word = hidden_word(handle.channel_prefix)
-    if word is None:
+    # In a capture nothing runs.
+    if word is None or (word.is_cuda and torch.cuda.is_current_stream_capturing()):
         return None
     # Whole tensors, since to copy a part of one from a GPU takes a kernel.
     several = isinstance(handle, SeveralNodesHandle)
@@ -89,8 +90,8 @@ def _of(
         prefixes = [handle.source_prefixes, handle.recv_node_prefix]
     else:
         prefixes = [handle.rank_prefix]
-    copies = read_aside(word, handle.channel_prefix, *prefixes)
-    if copies is None or (int(copies[0]) == 0 and not is_counted):
+    copies = to_host(word, handle.channel_prefix, *prefixes)
+    if int(copies[0]) == 0 and not is_counted:
         return None
     ends = copies[2] if several else copies[2][:, place.rank]
     received = torch.diff(ends, prepend=ends.new_zeros(1)).tolist()

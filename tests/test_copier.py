@@ -202,13 +202,14 @@ def test_a_copy_to_the_host_is_made_beside_the_program_as_well(machine: Machine)
             machine.note("copy")
             return torch.arange(3)
 
-    assert copiers.to_host(OnDevice()).tolist() == [0, 1, 2]  # type: ignore[arg-type]
-    assert machine.calls == ["copy on the side stream, relaxed"]
+    copies = copiers.to_host(OnDevice(), OnDevice())  # type: ignore[arg-type]
+    assert [copied.tolist() for copied in copies] == [[0, 1, 2]] * 2
+    assert machine.calls == ["copy on the side stream, relaxed"] * 2
     assert machine.capture_mode == GLOBAL
 
 
 def test_a_copy_of_what_is_on_the_host_does_not_change_later() -> None:
     live = torch.arange(3)
-    copied = copiers.to_host(live)
+    (copied,) = copiers.to_host(live)
     live += 1
     assert copied.tolist() == [0, 1, 2]

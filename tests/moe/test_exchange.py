@@ -129,6 +129,8 @@ def test_what_is_done_around_the_exchange_has_ranges_in_a_profile() -> None:
             "deep_ep::unpermute": 3,
             "deep_ep::dispatch": 2,
             "deep_ep::combine": 2,
+            "deep_ep::traffic": 4,
+            "deep_ep::tokens_per_rank": 4,
         }
 
     with ranks_of(sizes) as ranks:
