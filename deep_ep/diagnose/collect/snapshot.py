@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..core.package import EPArgumentError, env
+from ..core.package import PARTS, EPArgumentError, env
 
 if TYPE_CHECKING:
     from ..core.package import CounterSnapshot, RecvCounters
@@ -32,6 +32,8 @@ class Snapshot:
         device_index: index of the device on its host; the rank's place on its node on the cpu backend.
         node: the NVLink domain; ranks of one node share host and node.
         calls: [n, 2] int64, number of a recent call and of its operation; `None` where calls are not recorded.
+        parts: [n, 3] int64, what the rank did around its operations: index in `deep_ep.parts.PARTS`, begin, end; `None`
+            where there are none.
     """
 
     rank: int
@@ -42,6 +44,7 @@ class Snapshot:
     device_index: int = 0
     node: int = 0
     calls: Any = None
+    parts: Any = None
 
     @property
     def operation(self) -> int:
@@ -158,7 +161,8 @@ def snapshot(buffer: Any, *, wait: bool = True) -> Snapshot:
         buffer: this rank's `deep_ep.Buffer`.
         wait: on a GPU, count what is queued on the current stream, too. False: what has run so far.
     """
-    return replace(observe(buffer).snapshot(wait=wait), calls=_calls(buffer))
+    taken = observe(buffer).snapshot(wait=wait)
+    return replace(taken, calls=_calls(buffer), parts=_parts(buffer))
 
 
 def _calls(buffer: Any) -> Any:
@@ -171,3 +175,11 @@ def _calls(buffer: Any) -> Any:
         if call["series"] == "operation" and call["number"]
     ]
     return np.array(pairs, np.int64) if pairs else None
+
+
+def _parts(buffer: Any) -> Any:
+    """See `Snapshot.parts`."""
+    stamps = buffer.communicator.parts
+    finished = [] if stamps is None else stamps.finished()
+    rows = [(PARTS.index(part.name), part.begin, part.end) for part in finished]
+    return np.array(rows, np.int64) if rows else None

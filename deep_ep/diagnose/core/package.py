@@ -18,10 +18,12 @@ from deep_ep.hang import folder, rank_calls, request, states, torch_dumps, trace
 from deep_ep.hang import wording as hang_wording
 from deep_ep.hang.cause import Cause, Edge, Verdict
 from deep_ep.hang.files import replace as replace_file
+from deep_ep.parts import PARTS, Part
 from deep_ep.phases import PHASES, OperationPhases, Phases
 from deep_ep.phases import of_snapshots as phases_of
 
 __all__ = [
+    "PARTS",
     "PHASES",
     "Cause",
     "CounterSnapshot",
@@ -34,6 +36,7 @@ __all__ = [
     "Edge",
     "Group",
     "OperationPhases",
+    "Part",
     "Phases",
     "RecvCounters",
     "ThreadGroup",

@@ -31,6 +31,7 @@ HEAD = Object(
     (TEXT, "device", "host"),
     (_COUNT, "device_index", "node"),
     (Maybe(Int64Array((None, "pair")), absent=None, left_out=True), "calls"),
+    (Maybe(Int64Array((None, "triple")), absent=None, left_out=True), "parts"),
     (List(TEXT), "kinds"),
 )
 # Of each kind; its name and "/" stand before those of the entries.
@@ -176,7 +177,7 @@ def _plain(value: Any) -> Any:
 
 def _snapshot(stored: dict[str, Any]) -> Snapshot:
     """Raises Wrong with the name of the entry."""
-    head = HEAD.read(stored, {"pair": 2})
+    head = HEAD.read(stored, {"pair": 2, "triple": 3})
     del head["schema"]
     kinds, rank, num_ranks = head.pop("kinds"), head["rank"], head["num_ranks"]
     if rank >= num_ranks:

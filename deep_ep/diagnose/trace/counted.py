@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from ..collect.hops import GATEWAY_COMBINE, GATEWAY_DISPATCH, NORMAL_COMBINE, NORMAL_DISPATCH
 from ..collect.snapshot import Snapshot
-from ..core.package import CounterSnapshot, OperationPhases, phases_of
+from ..core.package import PARTS, CounterSnapshot, OperationPhases, Part, phases_of
 from ..storage import counter_archive
 from .operations import LinkBytes, added_up
 
@@ -62,7 +62,9 @@ def _of_rank(snapshot: Snapshot, nodes: Int64Array | None) -> dict[int, Counted]
     calls = {operation: call for call, operation in snapshot.calls.tolist()}
     rows = {kind: _Rows.of(counters) for kind, counters in snapshot.operations.items()}
     found = {}
-    for each in phases_of(snapshot.rank, snapshot.operations).operations:
+    parts = [] if snapshot.parts is None else snapshot.parts.tolist()
+    known = [Part(PARTS[i], begin, end) for i, begin, end in parts if 0 <= i < len(PARTS)]
+    for each in phases_of(snapshot.rank, snapshot.operations, known).operations:
         if each.operation in calls:
             links = None if nodes is None else _links(each, rows, snapshot.rank, nodes)
             found[calls[each.operation]] = Counted(each, links)

@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
 from ..core import safe_files
-from ..core.package import EPArgumentError
+from ..core.package import PARTS, EPArgumentError
 from . import facts
 from .rank_trace import Exchange, RankTrace
 from .stream import EVENTS, TraceStream
 
 # Of `deep_ep.phases`, what passes before the operation.
-_BEFORE = ("between",)
+_BEFORE = ("between", *PARTS)
 _TRACK = "deep_ep phases"
 # Traces are large, and written once.
 _COMPRESSION = 1
