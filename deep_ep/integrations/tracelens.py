@@ -27,9 +27,9 @@ _CATEGORY = "EP_Communication"
 class EPCommunication:
     """One dispatch or combine, as TraceLens asks about it. It computes nothing; its bytes are rows times their size.
 
-    Bytes are what crosses links where the trace has been merged with what is known of it. Otherwise they are at most
-    that, since rows that stay on their rank are in them. Time contains the waiting for late ranks: TB/s is effective, not
-    true. What the trace does not say has no bytes.
+    Bytes are what crosses links where the trace has been merged with what is known of it. Otherwise they are those of the
+    first argument: of a dispatch each token once, to however many ranks it goes, of a combine also rows that stay on their
+    rank. Time contains the waiting for late ranks: TB/s is effective, not true. What the trace does not say has no bytes.
     """
 
     category = _CATEGORY

@@ -98,7 +98,7 @@ class Sent:
 
     @property
     def num_bytes(self) -> int | None:
-        """Rows times bytes: what moves at most, since rows that stay on their rank are in it."""
+        """Rows times bytes: of a dispatch each token once, to however many ranks it goes; of a combine local rows, too."""
         if self.rows is None or self.row_bytes is None:
             return None
         return self.rows * self.row_bytes

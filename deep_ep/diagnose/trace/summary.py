@@ -26,7 +26,7 @@ class OperatorRow:
         mean_us: time of its kernels, gaps between them left out; of the host where there is no GPU.
         share: of all time in which the GPU was busy; NaN without a GPU.
         exposed: of the time, the share in which the GPU did nothing else; NaN without a GPU.
-        mean_bytes: rows times their bytes, local ones included; `None` if not all say so.
+        mean_bytes: rows of the first argument times their bytes; `None` if not all say so.
         mean_local_bytes, mean_nvlink_bytes, mean_rdma_bytes: what stayed on its rank and what crossed which link,
             exactly; `None` if not all calls or counters say so.
         effective_tbps: what crossed links, or else `mean_bytes`, over that time, 1e12 bytes per second, waiting
