@@ -154,6 +154,7 @@ class Normal:
                     notify_counters=pointers.of_counters(self.counters.notify),
                     stream=order.handle,
                 )
+            order.reads(layout.num_tokens_per_rank, layout.num_tokens_per_expert)
             # This rank is in the operation now, and ends it whatever happens.
             allocated = None
             try:
