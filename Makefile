@@ -68,6 +68,7 @@ smoke: OVERHEAD = --only low-latency
 smoke: bench  ## all benchmarks in small: do they still run?
 	$(RUN)/python benchmarks/diagnosis_accuracy.py --quick --windows 0.1
 	$(RUN)/python benchmarks/diagnosis_cost.py --quick
+	$(RUN)/python benchmarks/trace_time.py --megabytes 20
 
 sanitize: $(STAMP)  ## C++ tests under address, undefined and thread sanitizers
 	$(RUN)/python tools/sanitize.py $(ARGS)

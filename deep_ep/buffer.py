@@ -669,7 +669,7 @@ class Buffer:
                 requires `topk_idx`. No more rows than these may come to this rank, for itself or to
                 relay; the group size times the most tokens of a rank is always enough.
             config: sizes of queues and number of channels; `get_dispatch_config` unless given. Equal on all
-                ranks, with the `num_sms` of the dispatch that `handle` is of.
+                ranks, with the `num_sms` of the dispatch that `handle` is of. Rank 0 logs it if queues have too few slots.
             previous_event: what to wait for instead of the current stream.
             async_finish: do not make the current stream wait for the result.
             allocate_on_comm_stream: allocate outputs on the comm stream, as is done with every

@@ -30,10 +30,13 @@ class Config:
     Args:
         num_sms: SMs used; two make one channel. >= 0.
         num_max_nvl_chunked_send_tokens: tokens pushed per step over NVLink, > 0.
-        num_max_nvl_chunked_recv_tokens: capacity in tokens of an NVLink queue, > the send value.
+        num_max_nvl_chunked_recv_tokens: capacity in tokens of an NVLink queue, > the send value. The
+            queues that lead to different nodes share it.
         num_max_rdma_chunked_send_tokens: tokens per RDMA request, > 0.
         num_max_rdma_chunked_recv_tokens: capacity in tokens of an RDMA queue, at least twice the send
             value; rounded up to a multiple of it.
+
+    Queues of 16 tokens or fewer are slow; rank 0 logs it where many rows go through them (docs/training.md).
 
     Raises:
         EPArgumentError: a value outside of these bounds.

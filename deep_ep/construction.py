@@ -6,9 +6,9 @@ Each step is collective, and what goes wrong on one rank is raised on all of the
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Union
 
 from deep_ep import (
     backend,
@@ -144,6 +144,12 @@ def agree(group: Group, settings: Settings) -> Agreement:
     return Agreement(settings, selected, topology, places, roll_call)
 
 
+# Of each rank: the handle of its memory in hex, where it can be reached, how its stacks can be seen.
+Allocated = Sequence[tuple[str, Any, dict[str, int]]]
+# Of each rank: why it cannot be reached, or its address.
+Connected = Sequence[tuple[Union[str, None], Any]]
+
+
 def connect(owner: object, group: Group, agreed: Agreement) -> Communicator:
     """Allocates and maps the memory of all ranks, and connects those who watch over them. Collective.
 
@@ -156,15 +162,37 @@ def connect(owner: object, group: Group, agreed: Agreement) -> Communicator:
         EPTransportError: some rank could not allocate or connect; raised on all ranks.
         EPTimeoutError: some ranks did not come.
     """
-    settings, selected, topology, places, roll_call = agreed
-    natives: list[NativeRuntime] = []
-    comm_streams: list[Any] = []
-    claims: list[StreamClaims] = []
-    offers: list[liveness.Offer | None] = []
-    members: list[Liveness | None] = []
+    rank = _Connecting(group, agreed)
+    roll_call = agreed.roll_call
+    try:
+        allocated = rendezvous.together(roll_call, "allocating memory", rank.allocate)
+        connected = rendezvous.together(
+            roll_call, "connecting", lambda: rank.connect(owner, allocated)
+        )
+    except RuntimeError:
+        rank.close()
+        raise
+    rank.introduce(connected)
+    return rank.communicator(allocated)
 
-    def allocate() -> tuple[str, liveness.Offer | None, dict[str, int]]:
-        native = selected.create_runtime(
+
+class _Connecting:
+    """What a rank has of its communicator so far; it is given back if another rank fails."""
+
+    def __init__(self, group: Group, agreed: Agreement) -> None:
+        self._group = group
+        self._agreed = agreed
+        self._native: NativeRuntime | None = None
+        self._comm_stream: Any = None
+        self._claims: StreamClaims | None = None
+        self._offer: liveness.Offer | None = None
+        self._member: Liveness | None = None
+
+    def allocate(self) -> tuple[str, liveness.Offer | None, dict[str, int]]:
+        """First step: this rank's memory, and what the others must know of it."""
+        settings, selected, topology, places, _ = self._agreed
+        group = self._group
+        self._native = selected.create_runtime(
             needs_rdma=topology.num_nodes > 1,
             spans_hosts=len({place.host for place in places}) > 1,
             allow_nvlink=settings.allow_nvlink_for_low_latency_mode,
@@ -182,71 +210,82 @@ def connect(owner: object, group: Group, agreed: Agreement) -> Communicator:
             ranks_per_node=topology.ranks_per_node,
             device_index=selected.device().index or 0,
         )
-        natives.append(native)
-        handle = native.local_handle().hex()
-        offers.append(liveness.offer(group.rank, places, topology.ranks_per_node))
-        return handle, offers[0], stacks.offer()
+        handle = self._native.local_handle().hex()
+        self._offer = liveness.offer(group.rank, places, topology.ranks_per_node)
+        return handle, self._offer, stacks.offer()
 
-    def connect_to_all() -> tuple[str | None, Address | None]:
+    def connect(self, owner: object, allocated: Allocated) -> tuple[str | None, Address | None]:
+        """Second step: maps the memory of all ranks, takes a stream that no other rank has, and reaches rank 0."""
+        settings, selected, _, places, _ = self._agreed
+        group, native = self._group, self._native
+        assert native is not None
         if selected.runs_in_streams and list(places).count(places[group.rank]) > 1:
-            name = _name_of(handle for handle, *_ in allocated)
-            claims.append(StreamClaims(name, selected.device().index or 0, group.rank))
-            comm_streams.append(claims[0].take(selected.create_comm_stream, selected.stream_handle))
-            claims[0].use("Buffer", selected.stream_handle(selected.current_stream()))
+            self._claims = StreamClaims(
+                _name_of(allocated), selected.device().index or 0, group.rank
+            )
+            self._comm_stream = self._claims.take(
+                selected.create_comm_stream, selected.stream_handle
+            )
+            self._claims.use("Buffer", selected.stream_handle(selected.current_stream()))
         else:
-            comm_streams.append(selected.create_comm_stream())
-        natives[0].connect([bytes.fromhex(handle) for handle, *_ in allocated])
+            self._comm_stream = selected.create_comm_stream()
+        native.connect([bytes.fromhex(handle) for handle, *_ in allocated])
         offered = liveness.Offer.of(allocated[0][1])
         # Shorter than others wait for this rank in the next operation.
         patience_s = env.timeout_s() / 2 if settings.may_mask else 0.0
-        own = group.rank, group.size, natives[0]
-        member, problem = liveness.join(owner, *own, offered, patience_s)
-        members.append(member)
-        return problem, member.address if member is not None else None
+        self._member, problem = liveness.join(
+            owner, group.rank, group.size, native, offered, patience_s
+        )
+        return problem, self._member.address if self._member is not None else None
 
-    try:
-        allocated = rendezvous.together(roll_call, "allocating memory", allocate)
-        connected = rendezvous.together(roll_call, "connecting", connect_to_all)
-    except RuntimeError:
-        for member in members:
-            if member is not None:
-                member.close()
-        for offered in offers:
-            liveness.withdraw(offered)
-        for native in natives:
-            native.close()
-        for claimed in claims:
-            claimed.release()
-        raise
-    liveness.complete(offers[0], [problem for problem, _ in connected])
-    if members[0] is not None:
-        addresses = [address for _, address in connected]
-        members[0].introduce(addresses, places, topology.ranks_per_node)
-    natives[0].release_handle()
-    runtime = Runtime(natives[0], selected, topology, comm_streams[0])
-    limits = Limits(
-        group.size,
-        settings.num_rdma_bytes,
-        selected.device(),
-        selected.binding,
-        settings.num_nvl_bytes,
-    )
-    own = claims[0] if claims else None
-    communicator = Communicator(
-        group, selected, runtime, limits, places, members[0], own, settings.may_mask
-    )
-    if env.recorder():
-        name = _name_of(handle for handle, *_ in allocated)
-        settings_of_watch = hang_watch.Settings.from_environment()
-        shown = [offered for *_, offered in allocated]
-        called_ns = roll_call.called_ns
-        communicator.record(name[:12], env.recorder(), settings_of_watch, shown, called_ns)
-    return communicator
+    def close(self) -> None:
+        """There will be no buffer."""
+        if self._member is not None:
+            self._member.close()
+        liveness.withdraw(self._offer)
+        if self._native is not None:
+            self._native.close()
+        if self._claims is not None:
+            self._claims.release()
+
+    def introduce(self, connected: Connected) -> None:
+        """Last step: who watches over the ranks knows all of them."""
+        liveness.complete(self._offer, [problem for problem, _ in connected])
+        if self._member is not None:
+            addresses = [address for _, address in connected]
+            places, topology = self._agreed.places, self._agreed.topology
+            self._member.introduce(addresses, places, topology.ranks_per_node)
+
+    def communicator(self, allocated: Allocated) -> Communicator:
+        """What has become of it."""
+        settings, selected, topology, places, roll_call = self._agreed
+        native = self._native
+        assert native is not None
+        native.release_handle()
+        runtime = Runtime(native, selected, topology, self._comm_stream)
+        limits = Limits(
+            self._group.size,
+            settings.num_rdma_bytes,
+            selected.device(),
+            selected.binding,
+            settings.num_nvl_bytes,
+        )
+        communicator = Communicator(
+            *(self._group, selected, runtime, limits, places),
+            *(self._member, self._claims, settings.may_mask),
+        )
+        if env.recorder():
+            name = _name_of(allocated)[:12]
+            settings_of_watch = hang_watch.Settings.from_environment()
+            shown = [offered for *_, offered in allocated]
+            called_ns = roll_call.called_ns
+            communicator.record(name, env.recorder(), settings_of_watch, shown, called_ns)
+        return communicator
 
 
-def _name_of(handles: Iterable[str]) -> str:
+def _name_of(allocated: Allocated) -> str:
     """Names a buffer: all ranks have the same handles, and no other buffer has them."""
-    return hashlib.sha256("".join(handles).encode()).hexdigest()
+    return hashlib.sha256("".join(handle for handle, *_ in allocated).encode()).hexdigest()
 
 
 def start(buffer: Buffer) -> None:

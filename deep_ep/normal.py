@@ -17,6 +17,7 @@ from deep_ep.counters import RecvCounters
 from deep_ep.errors import EPTransportError
 from deep_ep.handles import NormalHandle, new_handle
 from deep_ep.normal_checks import Layout, Rows, Shape
+from deep_ep.queue_turns import QueueTurns
 from deep_ep.rules import NORMAL_COMBINE, NORMAL_DISPATCH, fail
 from deep_ep.stream_order import StreamOrder
 
@@ -111,6 +112,7 @@ class Normal:
         self.counters = NormalCounters()
         self._communicator = communicator
         self._place = communicator.connected_runtime("Buffer").topology
+        self._turns = QueueTurns(communicator.limits, self._place)
 
     def dispatch(
         self,
@@ -152,6 +154,7 @@ class Normal:
                     notify_counters=pointers.of_counters(self.counters.notify),
                     stream=order.handle,
                 )
+            order.reads(layout.num_tokens_per_rank, layout.num_tokens_per_expert)
             # This rank is in the operation now, and ends it whatever happens.
             allocated = None
             try:
@@ -178,6 +181,9 @@ class Normal:
                 *(recv_counters or self.counters.dispatch, wait_stats),
                 is_fresh=True,
             )
+            if num_worst_tokens:
+                self._turns.forget_rows()
+            self._turns.look(NORMAL_DISPATCH, shape, num_recv, num_relayed)
         aligned = [-(-rows // expert_alignment) * expert_alignment for rows in per_expert]
         return received, aligned, tuple(handle), event
 
@@ -214,6 +220,7 @@ class Normal:
                 *(recv_counters or self.counters.dispatch, wait_stats),
                 is_fresh=False,
             )
+            self._turns.look(NORMAL_DISPATCH, shape, given.num_rows, given.num_relay_rows)
         return received, event
 
     def combine(
@@ -277,6 +284,7 @@ class Normal:
                 *pointers.tensors_of(counters, self.counters.relay_combine),
             )
             communicator.raise_failure()
+            self._turns.look(NORMAL_COMBINE, shape, given.num_rows, given.num_relay_rows)
         return combined_x, combined_weights, event
 
     def enable_counters(self, ring: int) -> None:

@@ -233,7 +233,7 @@ def combine(
 
 def buffer_size(call: str, shape: Shape, place: Topology, limits: Limits) -> None:
     """The buffers must hold a call of these sizes."""
-    nvl_bytes, rdma_bytes = _num_bytes(
+    nvl_bytes, rdma_bytes = num_bytes(
         limits.binding,
         place.num_ranks,
         place.ranks_per_node,
@@ -257,7 +257,7 @@ def buffer_size(call: str, shape: Shape, place: Topology, limits: Limits) -> Non
 
 
 @functools.lru_cache(maxsize=64)
-def _num_bytes(
+def num_bytes(
     binding: Binding,
     num_ranks: int,
     ranks_per_node: int,

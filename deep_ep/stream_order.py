@@ -51,6 +51,7 @@ class StreamOrder:
         self._current = selected.current_stream()
         self._waits_for = previous_event.event if previous_event is not None else None
         self._async_finish = async_finish
+        self._read_before: list[torch.Tensor | None] = []
         if allocate_on_comm_stream and not (self._waits_for is not None and async_finish):
             fail(where, "allocate_on_comm_stream is True alone", "comm_stream_allocation")
         self.handle = selected.stream_handle(comm)
@@ -72,16 +73,21 @@ class StreamOrder:
 
     def contiguous(self, *tensors: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         """The same, or copies that the comm stream makes: programs pass gradients as they come."""
+        self.reads(*(t for t in tensors if t is not None and not t.is_contiguous()))
         with self._back.use_stream(self._comm):
             return tuple(tensor if tensor is None else tensor.contiguous() for tensor in tensors)
+
+    def reads(self, *tensors: torch.Tensor | None) -> None:
+        """Notes what the comm stream reads before the last launch; its memory is kept as well."""
+        self._read_before += tensors
 
     def finish(self, *tensors: torch.Tensor | None) -> EventOverlap:
         """The caller's part: it waits, or gets an event to wait for.
 
         Args:
-            tensors: what the call reads and writes; its memory is kept until then.
+            tensors: what the last launch reads and writes; its memory is kept until then.
         """
-        for tensor in tensors:
+        for tensor in (*tensors, *self._read_before):
             if tensor is None:
                 continue
             if self._async_finish:

@@ -168,10 +168,8 @@ class Monitor:
             self._window += 1
             self._call(_Call(operation if enough else None, last))
             if enough:
-                share, patience_s = (
-                    self._share(operation, now),
-                    _LAST_SHARES_S if last else _SHARES_S,
-                )
+                share = self._share(operation, now)
+                patience_s = _LAST_SHARES_S if last else _SHARES_S
                 jury.judge(self._window, share, patience_s, self._masked())
 
     def _follow(self) -> None:

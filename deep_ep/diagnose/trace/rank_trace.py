@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import re
+import sys
 from array import array
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -100,7 +101,7 @@ class RankTrace:
 
 
 def read(path: Path) -> RankTrace:
-    """Reads one trace. Memory grows with the number of kernels, 16 bytes each, not with the file.
+    """Reads one trace. Memory grows with the numbers of kernels and exchanges, not with the file.
 
     Raises:
         EPArgumentError: the file is damaged, or no trace.
@@ -142,7 +143,8 @@ def condense(
                 continue
             own.extend((begin, begin + lasts))
             key = number if isinstance(number, int) else -1
-            kernels[key].append((name, operation, begin, begin + lasts))
+            # There are few names, and long ones.
+            kernels[key].append((sys.intern(name), operation, begin, begin + lasts))
         elif (operation := operation_of(name)) is not None:
             exchange = Exchange(
                 name, operation, begin, lasts, sent_of(name, arguments), _thread(event)
