@@ -451,10 +451,12 @@ class CudaBackend:
         torch.cuda.synchronize()
 
     def push_range(self, name: str) -> None:
-        torch.cuda.nvtx.range_push(name)  # type: ignore[no-untyped-call]
+        with contextlib.suppress(RuntimeError):  # torch may have been built without NVTX
+            torch.cuda.nvtx.range_push(name)  # type: ignore[no-untyped-call]
 
     def pop_range(self) -> None:
-        torch.cuda.nvtx.range_pop()  # type: ignore[no-untyped-call]
+        with contextlib.suppress(RuntimeError):
+            torch.cuda.nvtx.range_pop()  # type: ignore[no-untyped-call]
 
     def empty(
         self,

@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -230,3 +231,19 @@ def test_a_call_that_raises_ends_its_range(ranges: list[str]) -> None:
         *("deep_ep::low_latency_dispatch", "deep_ep::low_latency_combine"),
         *("deep_ep::dispatch", "deep_ep::combine"),
     ]
+
+
+def test_a_torch_without_nvtx_has_no_ranges(
+    ranges: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def raise_error(*name: str) -> None:
+        raise RuntimeError("NVTX functions not installed.")
+
+    nvtx = SimpleNamespace(range_push=raise_error, range_pop=raise_error)
+    monkeypatch.setattr(torch.cuda, "nvtx", nvtx)
+    with lonely() as buffer:
+        buffer.enable_counters()
+        layout(buffer)
+        dispatch(buffer)
+        assert len(buffer.phases().operations) == 1
+    assert ranges == []

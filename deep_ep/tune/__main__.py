@@ -21,7 +21,7 @@ from deep_ep.buffer import Buffer
 from deep_ep.doctor import ranks
 from deep_ep.doctor.host import Host
 from deep_ep.errors import EPError
-from deep_ep.tune import choice, memory, trials
+from deep_ep.tune import choice, links, memory, trials
 from deep_ep.tune.choice import Experts, Tuned
 from deep_ep.tune.trials import Exchange, Model, Times, Trial
 
@@ -45,6 +45,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         torch.cuda.set_device(job.local_rank % torch.cuda.device_count())
     dist.init_process_group("nccl" if on_gpu else "gloo")
     try:
+        if given.measure_links:
+            _measure_links(given.rounds)
+            return 0
         return _tune(model, experts, given, is_first_here=job.local_rank == 0)
     except (EPError, OSError) as error:
         sys.stderr.write(f"{_PROGRAM}: {error}\n")
@@ -77,6 +80,21 @@ def _tune(
     if given.output is not None and rank == 0:
         given.output.write_text(f"{text}\n")
     return 0
+
+
+def _measure_links(rounds: int) -> None:
+    """Prints what links carry, as other programs take it."""
+    speeds = links.measure(links.NUM_BYTES, rounds)
+    console = Console(width=120, quiet=dist.get_rank() != 0, highlight=False)
+    console.print(
+        f"{memory.machine()}; {dist.get_world_size()} ranks; {links.NUM_BYTES >> 20} MiB of each rank, all_to_all of "
+        f"{dist.get_backend()}, the slowest rank's median of {rounds}"
+    )
+    for name, speed in (("within a node", speeds.nvlink), ("between nodes", speeds.nic)):
+        console.print(f"{name}: " + ("no such links" if speed is None else f"{speed:.3g} GB/s"))
+    # A link that is not there carries nothing that its speed could limit.
+    given = ":".join(f"{speed or links.NONE:.3g}" for speed in (speeds.nvlink, speeds.nic))
+    console.print(f"for python -m deep_ep.diagnose: --links {given}")
 
 
 def measure(
@@ -181,6 +199,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--total-sms", type=_positive, help="of the GPU (asked of the driver)")
     parser.add_argument(
         "--output", type=Path, metavar="FILE", help="JSON for Config(**section) and --deepep-config"
+    )
+    parser.add_argument(
+        "--measure-links",
+        action="store_true",
+        help="measure nothing but what the links carry, for --links of python -m deep_ep.diagnose",
     )
     parser.add_argument("--again", action="store_true", help="also if it was measured before")
     return parser

@@ -1,0 +1,78 @@
+"""What the links of a job carry, as `--links` of `deep_ep.diagnose` takes it: measured with collectives of torch.
+
+Kernels of this package take no part, so that they can be held against it.
+"""
+
+from __future__ import annotations
+
+import socket
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from deep_ep import backend, env, topology
+
+# Of each rank and round; large enough for any link to reach its speed.
+NUM_BYTES = 256 << 20
+# GB/s to give for links that are not there: of any number, since nothing crosses them.
+NONE = 1.0
+_WARM_UP_ROUNDS = 2
+
+
+@dataclass(frozen=True)
+class Speeds:
+    """GB/s (1e9 bytes) one way, of the slowest rank; `None` where there is no such link.
+
+    Attributes:
+        nvlink: of each rank to all others of its node together.
+        nic: of each rank to those of its place on the other nodes.
+    """
+
+    nvlink: float | None
+    nic: float | None
+
+
+def measure(num_bytes: int, rounds: int) -> Speeds:
+    """Exchanges memory within nodes, then between them. Collective over all ranks of the job.
+
+    Args:
+        num_bytes: that each rank sends in a round.
+        rounds: of each; the median counts.
+    """
+    hosts: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(hosts, socket.gethostname())
+    size = topology.ranks_per_node(hosts, env.ranks_per_node())
+    ranks = range(len(hosts))
+    nodes = [[r for r in ranks if r // size == node] for node in range(-(-len(hosts) // size))]
+    places = [[r for r in ranks if r % size == place] for place in range(size)]
+    return Speeds(_speed(nodes, num_bytes, rounds), _speed(places, num_bytes, rounds))
+
+
+def _speed(groups: Sequence[Sequence[int]], num_bytes: int, rounds: int) -> float | None:
+    """Of exchanges in all of these groups at once; every rank is in one of them."""
+    rank, device = dist.get_rank(), backend.get().device()
+    made = [(members, dist.new_group(list(members))) for members in groups]
+    (members, own), *_ = [each for each in made if rank in each[0]]
+    if max(map(len, groups)) == 1:
+        return None
+    num_others = len(members) - 1
+    part = num_bytes // max(num_others, 1)
+    sent = torch.zeros(part * len(members), dtype=torch.uint8, device=device)
+    received = torch.empty_like(sent)
+    times = []
+    for _ in range(_WARM_UP_ROUNDS + rounds):
+        dist.barrier()
+        begin = time.perf_counter()
+        if num_others:
+            dist.all_to_all_single(received, sent, group=own)
+        backend.get().synchronize()
+        times.append(time.perf_counter() - begin)
+    median_s = statistics.median(times[_WARM_UP_ROUNDS:])
+    speed = part * num_others / median_s / 1e9 if num_others else float("inf")
+    slowest = torch.tensor([speed], dtype=torch.float64, device=device)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MIN)
+    return float(slowest)
