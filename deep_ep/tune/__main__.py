@@ -40,20 +40,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
     experts = _experts(parser, given)
     model = Model(given.hidden, given.tokens, given.topk, given.experts, given.fp8)
-    on_gpu = backend.get().name == "cuda"
-    if on_gpu:
-        torch.cuda.set_device(job.local_rank % torch.cuda.device_count())
-    dist.init_process_group("nccl" if on_gpu else "gloo")
     try:
-        if given.measure_links:
-            _measure_links(given.rounds)
-            return 0
-        return _tune(model, experts, given, is_first_here=job.local_rank == 0)
+        on_gpu = backend.get().name == "cuda"
+        if on_gpu:
+            torch.cuda.set_device(job.local_rank % torch.cuda.device_count())
+        dist.init_process_group("nccl" if on_gpu else "gloo")
+        try:
+            if given.measure_links:
+                _measure_links(given.rounds)
+                return 0
+            return _tune(model, experts, given, is_first_here=job.local_rank == 0)
+        finally:
+            dist.destroy_process_group()
     except (EPError, OSError) as error:
         sys.stderr.write(f"{_PROGRAM}: {error}\n")
         return 1
-    finally:
-        dist.destroy_process_group()
 
 
 def _tune(

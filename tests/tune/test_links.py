@@ -13,7 +13,7 @@ import pytest
 from deep_ep.diagnose.analyze import link_limit
 from deep_ep.tune import links
 from deep_ep.tune.links import Speeds
-from launch import raise_failures, run_processes
+from launch import DEVICE, raise_failures, run_processes
 from program import run_program, torchrun
 
 PROGRAM = Path(links.__file__).with_name("__main__.py")
@@ -62,3 +62,12 @@ def test_what_is_printed_is_what_the_diagnosis_takes(
     last = done.stdout.splitlines()[-1]
     speeds = link_limit.parse(last.rpartition("--links ")[2])
     assert links.NONE in (speeds.nvlink, speeds.nic)
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="there is a GPU")
+def test_a_backend_that_is_not_there_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(os.environ, "DEEP_EP_BACKEND", "cuda")
+    done = run_program(PROGRAM, "--measure-links", launcher=torchrun(2))
+    assert done.returncode == 1
+    assert "python -m deep_ep.tune: backend: DEEP_EP_BACKEND=cuda cannot be used" in done.stderr
+    assert f'{PROGRAM}", line' not in done.stderr
