@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING, Any, Callable, TypeVar
 
 import torch
 
-from deep_ep import traffic
-
 if TYPE_CHECKING:
     from deep_ep.buffer import Buffer
 
@@ -110,6 +108,9 @@ def _record_traffic(
     runtime = buffer.communicator.runtime
     if runtime is None:
         return
+    # It defines operators, which takes milliseconds; whoever is not profiled should not wait for them.
+    from deep_ep import traffic
+
     is_fresh = given is None
     traffic.record(
         runtime.topology,

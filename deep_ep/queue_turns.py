@@ -93,23 +93,31 @@ class QueueTurns:
         """
         if self._place.rank or not self._knows_rows or call in self._said:
             return
+        # Asked in every operation, and nearly always the end of it.
+        if min(self._slots(shape.config)) > _FEW_SLOTS:
+            return
         slow = [queue for queue in self._queues(shape, num_rows, num_relay_rows) if queue.is_slow]
         if slow:
             self._said.add(call)
             _log.warning("deep_ep: %s: %s", call, self._remark(call, shape, slow))
 
-    def _queues(self, shape: Shape, num_rows: int, num_relay_rows: int) -> Iterator[_Queue]:
-        place, settings = self._place, shape.config
-        nodes = place.num_nodes
-        nvl_field = "num_max_nvl_chunked_recv_tokens"
+    def _slots(self, settings: Config) -> list[int]:
+        """Of a queue of NVLink, and of RDMA where there are several nodes."""
+        nodes = self._place.num_nodes
         nvl = settings.num_max_nvl_chunked_recv_tokens // nodes
+        return [nvl] if nodes == 1 else [nvl, settings.num_max_rdma_chunked_recv_tokens]
+
+    def _queues(self, shape: Shape, num_rows: int, num_relay_rows: int) -> Iterator[_Queue]:
+        place = self._place
+        nodes = place.num_nodes
+        slots = self._slots(shape.config)
+        nvl_field = "num_max_nvl_chunked_recv_tokens"
         rows = num_rows // (place.num_ranks * shape.num_channels)
-        yield _Queue("NVLink", nvl_field, nvl, rows, nodes)
+        yield _Queue("NVLink", nvl_field, slots[0], rows, nodes)
         if nodes > 1:
             rdma_field = "num_max_rdma_chunked_recv_tokens"
-            rdma = settings.num_max_rdma_chunked_recv_tokens
             relayed = num_relay_rows // ((nodes - 1) * shape.num_channels)
-            yield _Queue("RDMA", rdma_field, rdma, relayed, 1)
+            yield _Queue("RDMA", rdma_field, slots[1], relayed, 1)
 
     def _remark(self, call: str, shape: Shape, slow: list[_Queue]) -> str:
         """What is slow, and what to set instead."""

@@ -25,7 +25,7 @@ from .analyze.engine import judge
 from .analyze.thresholds import Thresholds
 from .analyze.waits_only.judge import judge_waits
 from .collect.group_matrices import gather, gather_group
-from .collect.snapshot import Snapshot, snapshot
+from .collect.snapshot import Snapshot, observe, snapshot
 from .compat import Diagnose, diagnose_matrix
 from .core.causes import COMM_SLOW, COMP_SLOW, MIXED_SLOW, Cause
 from .core.diagnosis import Diagnosis, Verdict
@@ -95,7 +95,7 @@ def run(
                 f"run: since is a {type(since).__name__}; it must be an earlier diagnose.snapshot(buffer). "
                 "Leave it out to judge all operations."
             )
-        local = snapshot(buffer)
+        local = observe(buffer).snapshot()
         return local if since is None else local.since(since)
 
     ranks = as_group(buffer.group if group is None else group)

@@ -40,22 +40,14 @@ class EPCommunication:
     ) -> None:
         """Called once for each event."""
         self.event = event
-        self.param_details = self.get_param_details(event)
-        self._bytes = _bytes(event)
+        sent, links = _said(event)
+        self.param_details = _details(sent, links)
+        self._bytes = sent.num_bytes if links is None else links.crossing
 
     @staticmethod
     def get_param_details(event: Mapping[str, Any]) -> dict[str, Any]:
         """What becomes columns."""
-        sent, links = _said(event)
-        return {
-            "num_tokens": sent.rows,
-            "bytes_per_token": sent.row_bytes,
-            "num_worst_tokens": sent.worst_tokens,
-            "local_bytes": None if links is None else links.local,
-            "nvlink_bytes": None if links is None else links.nvlink,
-            "rdma_bytes": None if links is None else links.rdma,
-            "no_bytes_because": sent.why if links is None else "",
-        }
+        return _details(*_said(event))
 
     def flops(self) -> int:
         """None are executed."""
@@ -85,9 +77,16 @@ def _said(event: Mapping[str, Any]) -> tuple[Sent, LinkBytes | None]:
     return sent_of(event["name"], arguments), facts.of(arguments, event["name"]).links
 
 
-def _bytes(event: Mapping[str, Any]) -> int | None:
-    sent, links = _said(event)
-    return sent.num_bytes if links is None else links.crossing
+def _details(sent: Sent, links: LinkBytes | None) -> dict[str, Any]:
+    return {
+        "num_tokens": sent.rows,
+        "bytes_per_token": sent.row_bytes,
+        "num_worst_tokens": sent.worst_tokens,
+        "local_bytes": None if links is None else links.local,
+        "nvlink_bytes": None if links is None else links.nvlink,
+        "rdma_bytes": None if links is None else links.rdma,
+        "no_bytes_because": sent.why if links is None else "",
+    }
 
 
 def sheets(tree: Any) -> dict[str, Any]:

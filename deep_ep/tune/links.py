@@ -66,6 +66,7 @@ def _speed(groups: Sequence[Sequence[int]], num_bytes: int, rounds: int) -> floa
     times = []
     for _ in range(_WARM_UP_ROUNDS + rounds):
         dist.barrier()
+        backend.get().synchronize()
         begin = time.perf_counter()
         if num_others:
             dist.all_to_all_single(received, sent, group=own)

@@ -55,6 +55,8 @@ def trace(given: argparse.Namespace) -> int:
     together = summary.group(traces)
     if given.csv:
         _write_csv(rows)
+        for remark in remarks:
+            sys.stderr.write(f"note: {printable(remark)}\n")
         return 0
     sheets = [_operators(rows, given.links, is_several=len(ranks) > 1)]
     phases = [row for each in traces for row in summary.phase_rows(each)]

@@ -47,6 +47,7 @@ COUNTERS = Object(
     (Int64Array((None, "num_sources", ("ring_source_fields", "ring_own_fields"))), "ring"),
     (_COUNT, "lost"),
 )
+# RuntimeError: encrypted, or packed in a way that zipfile does not know.
 _DAMAGED = (zipfile.BadZipFile, zlib.error, struct.error, RuntimeError, OverflowError)
 _HEADERS = {
     (1, 0): np.lib.format.read_array_header_1_0,
@@ -123,7 +124,7 @@ def _load_file(file: Path) -> Snapshot:
     try:
         with zipfile.ZipFile(file) as archive:
             arrays = _read_arrays(archive)
-    except (ValueError, EOFError, KeyError, NotImplementedError, *_DAMAGED) as error:
+    except (ValueError, EOFError, KeyError, *_DAMAGED) as error:
         raise EPArgumentError(
             f"{file}: damaged ({error}); {expected}. Copy the file again."
         ) from None

@@ -186,8 +186,13 @@ def add_counted(trace: RankTrace, counted: Mapping[int, Counted]) -> list[str]:
         What does not fit, for people.
     """
     exchanges = [each for each in trace.exchanges if each.calls and not each.is_merged]
-    for exchange in exchanges:
-        links = _counted_links(exchange, counted)
+    if not any(each.calls for each in trace.exchanges):
+        return [
+            f"{trace.path}: no operator says which call of this package it is, so counters add nothing; profile "
+            "with record_shapes=True"
+        ]
+    of_exchanges = [_counted_links(exchange, counted) for exchange in exchanges]
+    for exchange, links in zip(exchanges, of_exchanges):
         # Of a combine, counters say what this rank receives, and the trace what it sends.
         is_known = links is not None and exchange.links is not None
         if is_known and exchange.operation == DISPATCH and links != exchange.links:
@@ -196,8 +201,8 @@ def add_counted(trace: RankTrace, counted: Mapping[int, Counted]) -> list[str]:
                 f"{exchange.calls[0]} moves {links} there, and {exchange.links} in the trace"
             ]
     num_calls = num_found = 0
-    for exchange in exchanges:
-        exchange.links = exchange.links or _counted_links(exchange, counted)
+    for exchange, links in zip(exchanges, of_exchanges):
+        exchange.links = exchange.links or links
         exchange.counted = [counted[call] for call in exchange.calls if call in counted]
         num_calls += len(exchange.calls)
         num_found += len(exchange.counted)

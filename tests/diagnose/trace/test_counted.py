@@ -215,6 +215,19 @@ def test_counters_that_do_not_fit_are_left_out(run: Any) -> None:
     assert "counters have 5 of 6 calls" in rank_trace.add_counted(trace, recent)[0]
 
 
+def test_a_trace_without_numbers_of_calls_is_told(
+    run: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also where nothing but CSV is printed."""
+    event = {"ph": "X", "cat": "cpu_op", "name": "FusedDispatch", "ts": 5, "dur": 1}
+    path = tmp_path / "rank0.json"
+    path.write_text(json.dumps({"traceEvents": [event]}))
+    assert main(["trace", str(path), "--counters", str(run[0] / "counters"), "--csv"]) == 0
+    said = capsys.readouterr()
+    assert said.out.count("\n") == 2
+    assert "so counters add nothing; profile with record_shapes=True" in said.err
+
+
 def test_counters_of_a_part_of_the_ranks_have_phases_and_no_links(run: Any) -> None:
     known = counted.read(run[0] / "counters" / "counters-rank2.npz")
     assert list(known) == [2]
