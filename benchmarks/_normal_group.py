@@ -156,7 +156,7 @@ class Rank:
             wait_stats=0,
             notify_counters=self.pointers("notify"),
         )
-        self.num_recv_rows, num_relay_rows, _ = self.runtime.normal_counts()
+        self.num_recv_rows, self.num_relay_rows, _ = self.runtime.normal_counts()
         received = _addresses(self.received)
         received["recv_src_meta" if self.is_one_node else "recv_src_idx"] = 0
         self.runtime.normal_dispatch(
@@ -167,7 +167,7 @@ class Rank:
             scale_column_stride=1,
             packs=ctypes.addressof(self.packs),
             num_recv_rows=self.num_recv_rows,
-            num_relay_rows=num_relay_rows,
+            num_relay_rows=self.num_relay_rows,
             fresh=True,
             abandon=False,
             wait_stats=0,
@@ -194,6 +194,7 @@ class Rank:
             combined_x=ctypes.addressof(self.combined_x),
             combined_topk_weights=ctypes.addressof(self.combined_weights),
             num_rows=self.num_recv_rows,
+            num_relay_rows=self.num_relay_rows,
             wait_stats=0,
             counters=self.pointers("combine"),
             relay_counters=self.pointers("relay_combine"),

@@ -25,8 +25,8 @@ from rich.console import Console
 
 import deep_ep
 import reference
+from deep_ep.utils.math import calc_diff
 from launch import DEVICE, Ranks
-from program import calc_diff
 from test_low_latency import FP8_COMBINE_DIFF
 
 WARPS = 8  # as automatic launches have

@@ -27,9 +27,9 @@ from rich.console import Console
 
 import deep_ep
 import reference
+from deep_ep.utils.math import calc_diff
 from launch import DEVICE
 from normal_exchange import normal_ranks
-from program import calc_diff
 from test_low_latency import FP8_COMBINE_DIFF
 
 # Of Config: tokens of a step and slots of a queue.

@@ -26,10 +26,11 @@ _words = getattr(sys, "orig_argv", [])
 if ("-m", "deep_ep.doctor") not in zip(_words, _words[1:]):
     from deep_ep import group, utils
     from deep_ep.buffer import Buffer
-    from deep_ep.config import Config, topk_idx_t
+    from deep_ep.config import Config
     from deep_ep.counters import CounterSnapshot, RecvCounters
     from deep_ep.event import EventHandle, EventOverlap
     from deep_ep.model_sizes import Sizes, sizes
+    from deep_ep.rules import topk_idx_t
 
 
 def _compare_ranks(

@@ -120,9 +120,27 @@ class Decision:
 
 
 def key_of(plain: Any) -> Key:
-    """From `[series, op]`."""
+    """From `[series, op]`.
+
+    Raises:
+        ValueError, TypeError: it is none.
+    """
     series, op = plain
+    if int(op) < 0:
+        raise ValueError(f"operation {op} does not exist")
     return Key(str(series), int(op))
+
+
+def rank_of(plain: Any, num_ranks: int) -> int:
+    """A rank of a group.
+
+    Raises:
+        ValueError, TypeError: it is none.
+    """
+    rank = int(plain)
+    if not 0 <= rank < num_ranks:
+        raise ValueError(f"rank {rank} of {num_ranks} does not exist")
+    return rank
 
 
 def progress_of(plain: Any) -> Progress:
@@ -139,6 +157,7 @@ def decide(
     left: Mapping[int, int],
     excused: Iterable[int] = (),
     unheard: Iterable[int] = (),
+    masks: bool = False,
 ) -> Decision:
     """The decision from what is known.
 
@@ -152,6 +171,7 @@ def decide(
             they are named only if nobody else can be.
         unheard: ranks that do not say where they are, whether anybody missed them or not. Rows may come by
             way of others, who wait as well; so these are named if all who are missed wait themselves.
+        masks: whom it names the others go on without: nobody who has come that far, or is excused.
     """
     waiting = dict.fromkeys(missed, key.op)
     if key.is_operation:  # else who waits in an operation is in the wrong place
@@ -159,9 +179,10 @@ def decide(
     gone = {rank: op for rank, op in left.items() if op < key.op or not key.is_operation}
     candidates = {rank for ranks in missed.values() for rank in ranks}
     candidates -= waiting.keys() | dead.keys() | left.keys()
-    # Who is in the operation may wait where its progress does not show it.
-    others = candidates - set(excused) - {r for r, at in progress.items() if at.open == key.op}
-    if dead or gone or others:
+    # Who is in the operation may wait where its progress does not show it; who is beyond it has sent its part.
+    come = {r for r, at in progress.items() if key.is_operation and at.newest >= key.op}
+    others = candidates - set(excused) - come
+    if masks or dead or gone or others:
         candidates = others
     decision = Decision(
         key,
@@ -256,7 +277,7 @@ class Arbiter:
         type_ = message["type"]
         if type_ == "report":
             key = key_of(message["key"])
-            missing = {int(other) for other in message["missing"]}
+            missing = {rank_of(other, self._num_ranks) for other in message["missing"]}
             if message.get("masks") and rank in self._masked:
                 # Everybody goes on without it, so it misses everybody.
                 self._send(rank, {"type": "undecided", "key": list(key)})
@@ -383,7 +404,7 @@ class Arbiter:
         """Whether somebody is gone, and a rank may have yet to say that the operation before failed for that:
         it is not missing then.
         """
-        excused = self._excused(opened)
+        excused = self._excused(key, opened)
         return (
             key.is_operation
             and bool(self.dead or self.left)
@@ -401,20 +422,22 @@ class Arbiter:
     def _names_somebody(self, key: Key, opened: _Round) -> bool:
         """Whether a decision names a rank, whatever the unheard ones say."""
         known = opened.missed, opened.progress, self.dead, self.left
-        return bool(decide(key, *known, self._excused(opened)).culprits)
+        return bool(decide(key, *known, self._excused(key, opened), masks=opened.masks).culprits)
 
-    def _excused(self, opened: _Round) -> set[int]:
+    def _excused(self, key: Key, opened: _Round) -> set[int]:
+        # Who is left behind by those who go on must be named at some time.
+        oldest = key.op - 1 if opened.masks and key.is_operation else 0
         return {
             rank
             for rank, at in opened.progress.items()
-            if rank in self._failed and at.newest <= self._newest
+            if rank in self._failed and oldest <= at.newest <= self._newest
         }
 
     def _decide(self, key: Key, opened: _Round) -> None:
         known = opened.missed, opened.progress, self.dead, self.left
         # Nobody is left out whom nobody has missed.
         unheard = () if opened.masks else self._unheard(opened)
-        decision = decide(key, *known, self._excused(opened), unheard)
+        decision = decide(key, *known, self._excused(key, opened), unheard, opened.masks)
         self._remember(key, decision)
         if key.is_operation:
             if opened.masks:

@@ -44,7 +44,7 @@ def _dump(folder: str, told: Told) -> list[str]:
     """The files that were written; none if that failed."""
     try:
         files = traces.write_dump(folder, told.states, told.verdict)
-    except OSError as error:
+    except (OSError, ValueError) as error:  # a name that no folder can have is a ValueError
         _log.warning("deep_ep: no dump in %s: %s", folder, error)
         return []
     else:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
-from deep_ep import env, nvshmem
+from deep_ep import env, host_memory, nvshmem
 from deep_ep.errors import EPNotBuiltError, EPUsageError
 from deep_ep.rules import fail
 
@@ -198,6 +198,9 @@ class Backend(Protocol):
             stride: a permutation of the contiguous ones, which it has unless given.
         """
 
+    def available_bytes(self) -> int | None:
+        """Memory for tensors that can still be had; `None` if that is not known."""
+
     def tensor_at(self, pointer: int, num_bytes: int, owner: object) -> torch.Tensor:
         """`[num_bytes]` uint8 over memory of `owner`, which it keeps alive."""
 
@@ -335,6 +338,9 @@ class CpuBackend:
             tensor = pooled.view(dtype).view(size)
         return tensor if stride is None else tensor.as_strided(size, stride)
 
+    def available_bytes(self) -> int | None:
+        return host_memory.available_bytes()
+
     def tensor_at(self, pointer: int, num_bytes: int, owner: object) -> torch.Tensor:
         if num_bytes == 0:
             return torch.empty(0, dtype=torch.uint8)
@@ -468,6 +474,13 @@ class CudaBackend:
         if stride is None:
             return torch.empty(size, dtype=dtype, device=device)
         return torch.empty_strided(size, stride, dtype=dtype, device=device)
+
+    def available_bytes(self) -> int | None:
+        if torch.cuda.is_current_stream_capturing():
+            return None
+        free, _ = torch.cuda.mem_get_info()
+        # Of what torch's allocator holds, tensors take a part.
+        return free + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
 
     def tensor_at(self, pointer: int, num_bytes: int, owner: object) -> torch.Tensor:
         if num_bytes == 0:

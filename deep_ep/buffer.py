@@ -58,7 +58,7 @@ class Buffer:
         low_latency_mode: whether low-latency operations are enabled.
         explicitly_destroy: whether `destroy()` is to be called.
         enable_shrink: whether ranks may be masked.
-        nvshmem_qp_depth: depth of queue pairs; only with `low_latency_mode` or several nodes.
+        nvshmem_qp_depth: depth of queue pairs, `NVSHMEM_QP_DEPTH`.
         runtime: the native runtime; `None` once destroyed.
         communicator: internal; what operations run on.
         number: of this buffer in its process, for operators that take numbers.
@@ -88,10 +88,10 @@ class Buffer:
         allow_nvlink_for_low_latency_mode: bool = True,
         allow_mnnvl: bool = False,
         explicitly_destroy: bool = False,
+        comm: Any = None,
         *,
         use_fabric: bool = False,
         enable_shrink: bool = False,
-        comm: Any = None,
     ) -> None:
         """Connects the ranks of a group. Collective.
 
@@ -107,10 +107,10 @@ class Buffer:
             allow_mnnvl: use NVLink between hosts, through NVSHMEM; refused where it reaches no other
                 host. Without effect on one host.
             explicitly_destroy: `destroy()` will be called; otherwise memory is released with the object.
+            comm: an mpi4py communicator, used if `group` is `None`.
             use_fabric: as `allow_mnnvl`; the name some revisions of DeepEP use.
             enable_shrink: allow ranks to be masked, if there is an RDMA buffer; a rank that does not arrive in
                 time is masked then. Rows are verified on arrival, as with `DEEP_EP_VERIFY=1`.
-            comm: an mpi4py communicator, used if `group` is `None`.
 
         Raises:
             EPArgumentError: an argument is not allowed, or ranks passed different ones; names them.
@@ -118,18 +118,26 @@ class Buffer:
             EPTransportError: some rank could not allocate or connect; raised on all ranks.
             EPTimeoutError: some ranks did not come.
 
-        Compatibility: any group size. Seven arguments may be positional in every revision of DeepEP,
-            eight in ours; the rest are keywords.
+        Compatibility: any group size. Positional arguments are those of DeepEP v1.2.1, of which all revisions
+            agree on seven; what it does not have is taken by name, here and in every method.
         """
         ranks = as_group(group, comm)
+        is_low_latency, may_use_nvlink, is_mnnvl, is_fabric, may_shrink = checks.flags(
+            "Buffer",
+            low_latency_mode=low_latency_mode,
+            allow_nvlink_for_low_latency_mode=allow_nvlink_for_low_latency_mode,
+            allow_mnnvl=allow_mnnvl,
+            use_fabric=use_fabric,
+            enable_shrink=enable_shrink,
+        )
         settings = Settings(
             num_nvl_bytes,
             num_rdma_bytes,
-            bool(low_latency_mode),
+            is_low_latency,
             num_qps_per_rank,
-            bool(allow_nvlink_for_low_latency_mode),
-            bool(allow_mnnvl or use_fabric),
-            bool(enable_shrink),
+            may_use_nvlink,
+            is_mnnvl or is_fabric,
+            may_shrink,
         )
         agreed = construction.agree(ranks, settings)
         self.group = comm if group is None else group
@@ -140,8 +148,7 @@ class Buffer:
         self.low_latency_mode = agreed.settings.low_latency_mode
         self.explicitly_destroy = bool(explicitly_destroy)
         self.enable_shrink = agreed.settings.enable_shrink
-        if agreed.settings.uses_rdma(agreed.topology):
-            self.nvshmem_qp_depth = env.nvshmem_qp_depth()
+        self.nvshmem_qp_depth = env.nvshmem_qp_depth()
         self.communicator = construction.connect(self, ranks, agreed)
         self._low_latency = LowLatency(self.communicator, self, self.low_latency_mode)
         self._normal = Normal(self.communicator)
@@ -157,8 +164,8 @@ class Buffer:
     def destroy(self) -> None:
         """Releases all memory. Collective: waits for all ranks first, so that none still writes here.
 
-        Local memory is released even if a rank is gone; then a `RuntimeWarning` says so. A second
-        call does nothing.
+        Local memory is released even if a rank is gone, or does not come within `DEEP_EP_TIMEOUT_S`; then a
+        `RuntimeWarning` says so. A second call does nothing.
 
         Raises:
             EPUsageError: the buffer was not built with `explicitly_destroy=True` (also an
@@ -182,11 +189,12 @@ class Buffer:
     def dump_state(self, directory: str | os.PathLike[str]) -> None:
         """Has rank 0 write what all ranks are doing into a folder, for `python -m deep_ep.diagnose hang`.
 
-        Where rank 0 does not answer, the lowest rank that does writes them. Does not wait: the files are there about a second later. Any rank may call it, at any time, also while
-        operations hang.
+        Where rank 0 does not answer, the lowest rank that does writes them. Does not wait: the files are there about
+        a second later. Any rank may call it, at any time, also while operations hang.
 
         Args:
-            directory: on the host of that rank; is made if it is not there.
+            directory: on the host of that rank; is made if it is not there. A dump that lies there is replaced, so
+                each buffer needs its own.
         """
         self.communicator.dump(os.fspath(directory))
 
@@ -446,6 +454,7 @@ class Buffer:
         use_ue8m0: bool = False,
         async_finish: bool = False,
         return_recv_hook: bool = False,
+        *,
         recv_counters: RecvCounters | None = None,
     ) -> tuple[
         Tensor | tuple[Tensor, Tensor],
@@ -478,7 +487,8 @@ class Buffer:
             recv_x: [num_local_experts, num_recv_rows, hidden] bfloat16, num_recv_rows = num_ranks *
                 num_max_dispatch_tokens_per_rank; with `use_fp8` the pair of data, float8_e4m3fn in that
                 shape, and scales, [num_local_experts, num_recv_rows, hidden / 128] float32 or
-                [num_local_experts, num_recv_rows, ceil(hidden / 512)] int32, rows with stride 1.
+                [num_local_experts, num_recv_rows, ceil(hidden / 512)] int32, rows with stride 1. TMA descriptors of
+                consumers need num_recv_rows % 4 == 0, and hidden % 512 == 0 with `use_ue8m0`; else it is logged once.
             recv_count: [num_local_experts] int32, valid rows per expert; the rows after are undefined.
             handle: for `low_latency_combine`; unpacks as (src_info, layout_range,
                 num_max_dispatch_tokens_per_rank, hidden, num_experts).
@@ -522,6 +532,7 @@ class Buffer:
         return_recv_hook: bool = False,
         out: Tensor | None = None,
         combine_wait_recv_cost_stats: Tensor | None = None,
+        *,
         recv_counters: RecvCounters | None = None,
     ) -> tuple[Tensor, EventOverlap, Callable[[], None] | None]:
         """Sends the experts' rows back and adds them up, weighted, per token. Collective.
@@ -638,6 +649,7 @@ class Buffer:
         previous_event: EventOverlap | None = None,
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
+        *,
         recv_counters: RecvCounters | None = None,
         dispatch_wait_recv_cost_stats: Tensor | None = None,
     ) -> tuple[
@@ -667,7 +679,8 @@ class Buffer:
             expert_alignment: rows per expert are returned rounded up to multiples of it.
             num_worst_tokens: if above 0, allocate as many rows and do not wait for the number of rows;
                 requires `topk_idx`. No more rows than these may come to this rank, for itself or to
-                relay; the group size times the most tokens of a rank is always enough.
+                relay; the group size times the most tokens of a rank is always enough. A row takes `hidden`
+                elements, its scales, 12 bytes an entry of `topk_idx`, and 4 (one node) or 8 + 4 * ranks per node.
             config: sizes of queues and number of channels; `get_dispatch_config` unless given. Equal on all
                 ranks, with the `num_sms` of the dispatch that `handle` is of. Rank 0 logs it if queues have too few slots.
             previous_event: what to wait for instead of the current stream.
@@ -695,7 +708,7 @@ class Buffer:
 
         Raises:
             EPArgumentError: an argument is not allowed (nothing was sent), ranks passed different ones, or
-                more than `num_worst_tokens` rows come.
+                more than `num_worst_tokens` rows come. What `num_worst_tokens` takes cannot be had (nothing was sent).
             EPUsageError: the arguments do not go together (also an `AssertionError`).
             EPUnsupportedError: nodes have different numbers of ranks.
             EPTimeoutError: some ranks did not come; names them.
@@ -735,6 +748,7 @@ class Buffer:
         previous_event: EventOverlap | None = None,
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
+        *,
         recv_counters: RecvCounters | None = None,
         combine_wait_recv_cost_stats: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None, EventOverlap]:
@@ -792,11 +806,12 @@ class Buffer:
         topk_idx: Tensor | None = None,
         topk_weights: Tensor | None = None,
         expert_alignment: int = 1,
-        num_worst_tokens: int = 0,
         config: Config | None = None,
         previous_event: EventOverlap | None = None,
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
+        *,
+        num_worst_tokens: int = 0,
         recv_counters: RecvCounters | None = None,
         dispatch_wait_recv_cost_stats: Tensor | None = None,
     ) -> tuple[
@@ -815,14 +830,16 @@ class Buffer:
         Raises:
             EPUsageError: `config` is `None` (also an `AssertionError`); else as `dispatch`.
 
-        Compatibility: same as DeepEP; works on one node, too.
+        Compatibility: same as DeepEP; works on one node, too. Some revisions have `num_worst_tokens` in the place
+            of `config`.
         """
         return self.dispatch(
             *(x, handle, num_tokens_per_rank, num_tokens_per_rdma_rank, is_token_in_rank),
             *(num_tokens_per_expert, topk_idx, topk_weights, expert_alignment, num_worst_tokens),
             checks.given_config("internode_dispatch", config),
             *(previous_event, async_finish, allocate_on_comm_stream),
-            *(recv_counters, dispatch_wait_recv_cost_stats),
+            recv_counters=recv_counters,
+            dispatch_wait_recv_cost_stats=dispatch_wait_recv_cost_stats,
         )
 
     def internode_combine(
@@ -835,6 +852,7 @@ class Buffer:
         previous_event: EventOverlap | None = None,
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
+        *,
         recv_counters: RecvCounters | None = None,
         combine_wait_recv_cost_stats: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None, EventOverlap]:
@@ -851,7 +869,8 @@ class Buffer:
         return self.combine(
             *(x, handle, topk_weights, bias, checks.given_config("internode_combine", config)),
             *(previous_event, async_finish, allocate_on_comm_stream),
-            *(recv_counters, combine_wait_recv_cost_stats),
+            recv_counters=recv_counters,
+            combine_wait_recv_cost_stats=combine_wait_recv_cost_stats,
         )
 
     # ---- masks

@@ -5,7 +5,6 @@ They run before anything is sent.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple, NoReturn
 
@@ -13,10 +12,11 @@ import torch
 
 from deep_ep import backend
 from deep_ep.backend import Binding
+from deep_ep.bounds import integer
 from deep_ep.config import Config
 from deep_ep.counters import RecvCounters
 from deep_ep.errors import EPArgumentError, EPTypeError, EPUsageError
-from deep_ep.rules import TensorRule, fail, tensor_rule
+from deep_ep.rules import VECTOR_BYTES, TensorRule, fail, tensor_rule
 
 MAX_BYTES = 1 << 46  # no process has addresses for more
 
@@ -69,6 +69,13 @@ class Tensors:
         else:
             self._fail(rule, f"has shape {list(given)}", f"be {self._expected(rule)}")
         self.dimensions.update(zip(shape, given))
+        if tensor.layout != torch.strided:
+            self._fail(
+                rule,
+                f"has layout {tensor.layout}",
+                "be dense",
+                fix=f"Pass {argument}.to_dense().",
+            )
         if rule.dtypes and tensor.dtype not in rule.dtypes:
             allowed = " or ".join(str(dtype) for dtype in rule.dtypes)
             self._fail(rule, f"has dtype {tensor.dtype}", f"be {allowed}")
@@ -85,6 +92,14 @@ class Tensors:
                 f"has strides {list(tensor.stride())}",
                 "be contiguous",
                 fix=f"Pass {argument}.contiguous().",
+            )
+        # What is not contiguous is copied, or not read.
+        if rule.in_vectors and tensor.data_ptr() % VECTOR_BYTES and tensor.is_contiguous():
+            self._fail(
+                rule,
+                f"begins at address {tensor.data_ptr():#x}",
+                f"begin at a multiple of {VECTOR_BYTES} bytes",
+                fix=f"Pass {argument}.clone(), or allocate it by itself: it is a view into other memory.",
             )
 
     def _fits(self, shape: Sequence[str], given: Sequence[int]) -> bool:
@@ -114,28 +129,47 @@ class Tensors:
         raise error(f"{self.call}: {rule.argument} {got}; it must {allowed}. {fix or rule.fix}")
 
 
-def integer(where: str, name: str, value: Any) -> int:
-    """`value` as an int."""
-    try:
-        return operator.index(value)
-    except TypeError:
-        fail(where, f"{name} is {value!r}", "integer", EPTypeError)
-
-
 def positive_int(where: str, name: str, value: Any) -> int:
     """`value` as an int above 0."""
-    number = integer(where, name, value)
-    if number <= 0:
-        fail(where, f"{name} is {number}", "positive")
-    return number
+    return integer(where, name, value, least=1)
 
 
 def not_negative_int(where: str, name: str, value: Any) -> int:
     """`value` as an int of at least 0."""
-    number = integer(where, name, value)
-    if number < 0:
-        fail(where, f"{name} is {number}", "not_negative")
-    return number
+    return integer(where, name, value, least=0)
+
+
+def instance(where: str, name: str, value: Any, kind: type, fix: str) -> None:
+    """Whether `value` is of a type.
+
+    Args:
+        where: the call.
+        name: of the argument.
+        value: that was given.
+        kind: the type.
+        fix: what to do, as a sentence without its stop.
+    """
+    if not isinstance(value, kind):
+        got = f"{name} is a {type(value).__name__}"
+        fail(where, got, "instance", EPTypeError, kind=kind.__name__, fix=fix)
+
+
+def flags(where: str, **given: Any) -> tuple[bool, ...]:
+    """Arguments that are true or false, by name. Anything but an array or tensor of many elements is one."""
+    found = []
+    for name, value in given.items():
+        try:
+            found.append(bool(value))
+        except (TypeError, ValueError, RuntimeError):
+            fail(where, f"{name} is a {type(value).__name__}", "flag", EPTypeError)
+    return tuple(found)
+
+
+def shape(where: str, name: str, value: Any) -> tuple[int, ...]:
+    """`value` as the sizes of a tensor's dimensions."""
+    if not isinstance(value, (tuple, list)):
+        fail(where, f"{name} is a {type(value).__name__}", "shape", EPTypeError)
+    return tuple(not_negative_int(where, f"{name}[{i}]", size) for i, size in enumerate(value))
 
 
 def seconds(where: str, name: str, value: Any) -> float:

@@ -6,6 +6,7 @@ went wrong. What operations there are it does not know.
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import warnings
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Callable
 import torch
 
 from deep_ep import checks, env
-from deep_ep.errors import EPTransportError, EPUsageError, ranks_text
+from deep_ep.errors import EPError, EPTransportError, EPUsageError, ranks_text
 from deep_ep.failures import error_from_failure
 from deep_ep.hang import wording
 from deep_ep.hang.rank_calls import DESTRUCTION
@@ -37,6 +38,9 @@ if TYPE_CHECKING:
     from deep_ep.runtime import Runtime
     from deep_ep.streams import StreamClaims
     from deep_ep.watchers import Watcher
+
+# Round trips to a peer that a call may take; the shortest of a few counts.
+_MOST_SAMPLES = 1 << 16
 
 _communicators: weakref.WeakSet[Communicator] = weakref.WeakSet()
 
@@ -141,21 +145,27 @@ class Communicator:
             EPUsageError: as `connected_runtime`, or a hook is to be called first.
         """
         runtime = self.connected_runtime(where)
-        for pending in list(self.open_hooks):
-            if not pending.is_lost:
-                continue
-            warnings.warn(
-                f"{where} on rank {self.rank}: the hook of {pending.name} was lost before it was "
-                "called; what it would have received is received now and dropped",
-                RuntimeWarning,
-                stacklevel=5,
-            )
-            self.receive(pending)
+        for pending in [pending for pending in self.open_hooks if pending.is_lost]:
+            self._drop(where, pending)
         if len(self.open_hooks) >= MOST_OPEN_HOOKS:
             names = " and ".join(pending.name for pending in self.open_hooks)
             got = f"the hooks of {names} have not been called"
             fail(where, got, "pending_hook", EPUsageError, most=MOST_OPEN_HOOKS)
         return runtime
+
+    def _drop(self, where: str, pending: PendingReceive) -> None:
+        """Receives in place of a hook that was lost. What goes wrong in it is no failure of the next call."""
+        failed = ""
+        try:
+            self.receive(pending)
+        except EPError as error:
+            failed = f"; that failed: {error}"
+        warnings.warn(
+            f"{where} on rank {self.rank}: the hook of {pending.name} was lost before it was "
+            f"called; what it would have received is received now and dropped{failed}",
+            RuntimeWarning,
+            stacklevel=6,
+        )
 
     def receive_sent(self) -> None:
         """Receives, ahead of their hooks, what earlier operations have sent.
@@ -275,7 +285,8 @@ class Communicator:
     def measure_clock_offsets(self, samples: int) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Buffer.measure_clock_offsets`."""
         where = "measure_clock_offsets"
-        checks.positive_int(where, "samples", samples)
+        samples = checks.positive_int(where, "samples", samples)
+        checks.kernel_limit(where, "samples", samples, _MOST_SAMPLES)
         with self.lock:
             runtime = self.idle_runtime(where)
             stream = self.backend.stream_handle(self.calling_stream(where))
@@ -295,13 +306,18 @@ class Communicator:
         """See `Buffer.get_local_buffer_tensor`."""
         where = "get_local_buffer_tensor"
         runtime = self.connected_runtime(where)
+        checks.instance(where, "dtype", dtype, torch.dtype, "Pass one such as torch.bfloat16")
+        (use_rdma_buffer,) = checks.flags(where, use_rdma_buffer=use_rdma_buffer)
+        offset = checks.not_negative_int(where, "offset", offset)
+        if size is not None:
+            size = checks.shape(where, "size", size)
         memory = runtime.get_local_buffer_tensor(dtype, 0, use_rdma_buffer)
-        wanted = torch.Size(size).numel() if size is not None else memory.numel() - offset
-        if offset < 0 or wanted < 0 or offset + wanted > memory.numel():
+        wanted = math.prod(size) if size is not None else memory.numel() - offset
+        if wanted < 0 or offset + wanted > memory.numel():
             got = f"offset is {offset} and size {size if size is None else list(size)}"
             fail(where, got, "view_size", available=memory.numel())
         view = memory[offset : offset + wanted]
-        return view if size is None else view.view(torch.Size(size))
+        return view if size is None else view.view(size)
 
     # ---- end of life
 
@@ -354,20 +370,22 @@ class Communicator:
         return "" if verdict is None else f": {wording.line(verdict)}"
 
     def _meet_at_the_end(self, runtime: Runtime) -> None:
-        """Waits for all ranks, unless one is known to be dead: gloo can wait for such a one for half an hour.
-        Where ranks may be masked, for those that are not, and no longer than for an operation.
+        """Waits for all ranks, no longer than for an operation; where ranks may be masked, for those that are not.
 
         Raises:
-            RuntimeError: not all come.
+            RuntimeError: not all come, or one of them is known to be dead.
         """
-        if self.masks.is_enabled:
-            runtime.native.part(stream=self.backend.stream_handle(runtime.get_comm_stream()))
-            self.backend.synchronize()
-            return
-        dead = {} if self._liveness is None else self._liveness.dead
+        dead = {} if self._liveness is None or self.masks.is_enabled else self._liveness.dead
         if dead:
             raise EPTransportError(f"{ranks_text(dead)} died")
-        self.group.barrier()
+        runtime.native.part(stream=self.backend.stream_handle(runtime.get_comm_stream()))
+        self.backend.synchronize()
+        failure = runtime.native.take_failure()
+        if failure is not None:
+            waited_s = failure["waited_ns"] * 1e-9
+            raise EPTransportError(
+                f"{ranks_text(failure['ranks'])} did not call it within {waited_s:.3g} s"
+            )
 
     def abort(self) -> None:
         """Releases local memory and says goodbye, without waiting for anybody."""

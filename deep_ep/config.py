@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
 
-import torch
-
 from deep_ep import env
+from deep_ep.bounds import integer
 from deep_ep.errors import EPArgumentError
-
-topk_idx_t = torch.int64
+from deep_ep.rules import topk_idx_t
 
 # Ranks per NVLink domain that the hints allow for where nobody says how many there are: DeepEP's.
 DEFAULT_RANKS_PER_NODE = 8
@@ -40,7 +37,8 @@ class Config:
 
     Raises:
         EPArgumentError: a value outside of these bounds.
-        TypeError: a value that is no integer, or an unknown keyword.
+        EPTypeError: a value that is no integer.
+        TypeError: an unknown keyword.
 
     Compatibility: same as DeepEP, whose object has no readable attributes.
     """
@@ -53,7 +51,8 @@ class Config:
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            object.__setattr__(self, field.name, operator.index(getattr(self, field.name)))
+            value = integer("Config", field.name, getattr(self, field.name))
+            object.__setattr__(self, field.name, value)
         self._require("num_sms", self.num_sms >= 0, "at least 0")
         for field in fields(self)[1:]:
             self._require(field.name, getattr(self, field.name) > 0, "above 0")
@@ -139,11 +138,7 @@ class Config:
         may be nodes of 8, and where a launcher says how many ranks this host has, nodes of that size.
         """
         for name, value in (("hidden_bytes", hidden_bytes), ("num_ranks", num_ranks)):
-            if operator.index(value) < 1:
-                raise EPArgumentError(
-                    f"Config size hint: {name} is {value}; it must be at least 1. "
-                    "Pass bytes per row and the size of the group."
-                )
+            integer("Config size hint", name, value, least=1)
         asked = env.ranks_per_node()
         sizes = [asked] if asked else [DEFAULT_RANKS_PER_NODE, env.local_world_size()]
         nodes = [min(num_ranks, size) for size in sizes if size is not None]
@@ -221,10 +216,6 @@ def recommended_combine(num_ranks: int, num_sms: int) -> Config:
 def _nearest(
     table: dict[int, tuple[int, int, int, int]], num_ranks: int
 ) -> tuple[int, int, int, int]:
-    if operator.index(num_ranks) < 1:
-        raise EPArgumentError(
-            f"recommended Config: num_ranks is {num_ranks}; it must be at least 1. "
-            "Pass the size of the group."
-        )
+    integer("recommended Config", "num_ranks", num_ranks, least=1)
     # Of two equally near sizes the larger one: its queues are deeper.
     return table[min(table, key=lambda size: (abs(size - num_ranks), -size))]

@@ -231,10 +231,8 @@ class _Connecting:
             self._comm_stream = selected.create_comm_stream()
         native.connect([bytes.fromhex(handle) for handle, *_ in allocated])
         offered = liveness.Offer.of(allocated[0][1])
-        # Shorter than others wait for this rank in the next operation.
-        patience_s = env.timeout_s() / 2 if settings.may_mask else 0.0
         self._member, problem = liveness.join(
-            owner, group.rank, group.size, native, offered, patience_s
+            owner, group.rank, group.size, native, offered, settings.may_mask
         )
         return problem, self._member.address if self._member is not None else None
 

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from deep_ep import backend, stamps
+from deep_ep.bounds import integer, memory
 from deep_ep.copier import DeviceCopier, HostCopier, Reading, copy_between_operations
-from deep_ep.errors import EPArgumentError
+from deep_ep.errors import EPArgumentError, EPTypeError
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -249,6 +251,23 @@ class CounterSnapshot:
         return ops
 
 
+def _device(value: Any) -> torch.device:
+    """`value` as a device that there is.
+
+    Raises:
+        EPArgumentError: it is none.
+    """
+    try:
+        device = torch.device(value)
+        torch.empty(0, device=device)
+    except (RuntimeError, TypeError, ValueError, AssertionError) as error:
+        raise EPTypeError(
+            f"RecvCounters: device is {str(value)[:40]!r}; it must be a torch.device that can be used, or its name "
+            f"({str(error).splitlines()[0]}). Leave it out: kernels write where the backend runs."
+        ) from None
+    return device
+
+
 class RecvCounters:
     """What one rank measures about what it receives, for one kind of operation.
 
@@ -277,20 +296,21 @@ class RecvCounters:
         Raises:
             EPArgumentError: `num_ranks` below 1 or `ring` below 0.
         """
-        if num_ranks < 1 or ring < 0:
-            raise EPArgumentError(
-                f"RecvCounters: num_ranks is {num_ranks} and ring is {ring}; num_ranks must be at "
-                "least 1 and ring at least 0. Pass buffer.group_size."
-            )
+        num_ranks = integer("RecvCounters", "num_ranks", num_ranks, least=1)
+        ring = integer("RecvCounters", "ring", ring, least=0)
         selected = backend.get()
         binding = selected.binding
-        where = selected.device() if device is None else torch.device(device)
+        where = selected.device() if device is None else _device(device)
         self.fields = tuple(binding.COUNTER_FIELDS)
         self.own_fields = tuple(binding.OWN_FIELDS)
         self.ring_source_fields = tuple(binding.RING_SOURCE_FIELDS)
         self.ring_own_fields = tuple(binding.RING_OWN_FIELDS)
         self.num_ranks = num_ranks
         self.capacity = ring
+
+        num_words = ring * (num_ranks + 1) * binding.NUM_RING_FIELDS + num_ranks * len(self.fields)
+        got = f"ring is {ring} and num_ranks {num_ranks}"
+        memory("RecvCounters", got, 8 * num_words, "Pass buffer.group_size, and a ring of hundreds")
 
         def zeros(*shape: int) -> torch.Tensor:
             return torch.zeros(shape, dtype=torch.int64, device=where)

@@ -144,6 +144,8 @@ class Deputy:
 
     def _tell(self, told: Told) -> None:
         """A verdict: to the log, to the ranks, and where dumps go."""
-        message = self._announcer.announce(told)
+        self._loop.aside(lambda: self._announcer.announce(told), self._send_all)
+
+    def _send_all(self, message: Message) -> None:
         for rank in range(self._num_ranks):
             self._send(rank, message)

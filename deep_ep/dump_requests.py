@@ -67,11 +67,9 @@ def take() -> None:
         return
     asked = request.read_request()
     folder = asked.directory if asked is not None and asked.directory else _own_folder()
-    watches = list(_watches)
-    for watch in watches:
-        # Each buffer needs a place of its own.
-        place = os.path.join(folder, watch.buffer) if len(watches) > 1 else folder
-        watch.ask_for_dump(place, asked)
+    for watch in list(_watches):
+        # A buffer that is gone may have left a dump there, so each has a place of its own.
+        watch.ask_for_dump(os.path.join(folder, watch.buffer), asked)
 
 
 def _signalled() -> bool:

@@ -157,6 +157,14 @@ LOCAL_WORLD_SIZE = Variable(
     "",
     "ranks of this host, as torchrun says; Config's size hints allow for nodes of this size",
 )
+MASTER_ADDR = Variable(
+    "MASTER_ADDR", "host", "127.0.0.1", "where the ranks of `deep_ep.utils.envs.init_dist` meet"
+)
+MASTER_PORT = Variable("MASTER_PORT", "int", "8361", "the port there")
+WORLD_SIZE = Variable(
+    "WORLD_SIZE", "int", "1", "nodes, not ranks, for `deep_ep.utils.envs.init_dist`"
+)
+RANK = Variable("RANK", "int", "0", "of the node, for `deep_ep.utils.envs.init_dist`")
 # Of the existing analyser, with its names and defaults; `deep_ep.diagnose.Diagnose` follows them.
 CLASSIC_ENABLE = Variable("DEEPEP_DIAGNOSE_ENABLE", "0 | 1", "1", "0: `Diagnose` does nothing")
 CLASSIC_INTERVAL = Variable(
@@ -225,6 +233,10 @@ VARIABLES = (
     TUNED,
     NVSHMEM_QP_DEPTH,
     LOCAL_WORLD_SIZE,
+    MASTER_ADDR,
+    MASTER_PORT,
+    WORLD_SIZE,
+    RANK,
     DUMP_SIGNAL,
     CLASSIC_ENABLE,
     CLASSIC_INTERVAL,
@@ -461,6 +473,23 @@ def nvshmem_qp_depth() -> int:
 def local_world_size() -> int | None:
     """Ranks of this host, `None` where nobody says."""
     return _positive_int(LOCAL_WORLD_SIZE) if LOCAL_WORLD_SIZE.text() else None
+
+
+class Nodes(NamedTuple):
+    """What `deep_ep.utils.envs.init_dist` follows: where ranks meet, how many nodes there are, and which this is."""
+
+    meet_at: str
+    num_nodes: int
+    node: int
+
+
+def nodes() -> Nodes:
+    """Of the program that has started this rank."""
+    num_nodes, node = _positive_int(WORLD_SIZE), RANK.text()
+    if not _is_number(node) or int(node) >= num_nodes:
+        raise RANK.error(f"an integer of at least 0, below WORLD_SIZE = {num_nodes}")
+    port = _positive_int(MASTER_PORT)
+    return Nodes(f"tcp://{MASTER_ADDR.text()}:{port}", num_nodes, int(node))
 
 
 def dump_signal() -> int:

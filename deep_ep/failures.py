@@ -23,6 +23,60 @@ if TYPE_CHECKING:
     from deep_ep.rendezvous import Place
 
 
+# What a failure says whose reason is all that has to be known, with the ranks that it names and the operation before.
+_TEXTS: dict[str, tuple[type[EPError], str]] = {
+    "index": (
+        EPArgumentError,
+        "topk_idx holds an expert index out of range; entries must be -1 or in [0, num_experts). Check the router's "
+        "output.",
+    ),
+    "counts": (
+        EPArgumentError,
+        "num_tokens_per_rank and is_token_in_rank do not agree; they must be of one layout. Pass them as one call of "
+        "get_dispatch_layout returned them.",
+    ),
+    "room": (
+        EPArgumentError,
+        "more rows came to this rank than num_worst_tokens, or than the handle says; all must fit. Pass the group size "
+        "times the most tokens that a rank has, or the handle as dispatch returned it.",
+    ),
+    "handle": (
+        EPArgumentError,
+        "the handle or topk_idx is not what the dispatch left or was given; combine needs both unchanged, except that "
+        "entries of topk_idx may have become -1. Pass the handle and topk_idx of one dispatch that has been received.",
+    ),
+    "surplus": (
+        EPTransportError,
+        "{ranks} told of more rows for an expert than num_max_dispatch_tokens_per_rank; a rank sends at most as many. "
+        "Report it with both ranks' logs: memory was overwritten.",
+    ),
+    "returned": (
+        EPTransportError,
+        "{ranks} returned other rows than this rank had dispatched, so its results are not valid. Read the error on "
+        "that side first; the next operation starts afresh.",
+    ),
+    "late": (
+        EPTransportError,
+        "{ranks} gave up operation {before} before this rank called it, and did not come to the next one. Read the "
+        "error on that side first; all ranks must make the same calls, within DEEP_EP_TIMEOUT_S of each other. The next "
+        "operation starts afresh.",
+    ),
+}
+# In normal operations.
+_NORMAL_TEXTS: dict[str, tuple[type[EPError], str]] = {
+    "handle": (
+        EPArgumentError,
+        "the handle is not what a dispatch left that succeeded; a handle can be used unchanged, and once its dispatch "
+        "has succeeded. Dispatch again, and keep its tensors.",
+    ),
+    "surplus": (
+        EPArgumentError,
+        "{ranks} sent or passed on more rows than this rank's handle says; the handles of all ranks must be of one "
+        "dispatch, and unchanged. Dispatch again, and keep its tensors.",
+    ),
+}
+
+
 def error_from_failure(
     failure: Mapping[str, Any],
     rank: int,
@@ -48,39 +102,12 @@ def error_from_failure(
     reason = failure["reason"]
     if reason == "mismatch":
         return _mismatch(where, failure, ranks)
-    if reason == "index":
-        return EPArgumentError(
-            f"{where}: topk_idx holds an expert index out of range; entries must be -1 or in "
-            "[0, num_experts). Check the router's output."
-        )
-    if reason == "counts":
-        return EPArgumentError(
-            f"{where}: num_tokens_per_rank and is_token_in_rank do not agree; they must be of one "
-            "layout. Pass them as one call of get_dispatch_layout returned them."
-        )
-    if reason == "room":
-        return EPArgumentError(
-            f"{where}: more rows came to this rank than num_worst_tokens, or than the handle says; all "
-            "must fit. Pass the group size times the most tokens that a rank has, or the handle as "
-            "dispatch returned it."
-        )
-    if reason == "handle" and failure["operation"] in (NORMAL_DISPATCH, NORMAL_COMBINE):
-        return EPArgumentError(
-            f"{where}: the handle is not what a dispatch left that succeeded; a handle can be used "
-            "unchanged, and once its dispatch has succeeded. Dispatch again, and keep its tensors."
-        )
-    if reason == "handle":
-        return EPArgumentError(
-            f"{where}: the handle or topk_idx is not what the dispatch left or was given; combine "
-            "needs both unchanged, except that entries of topk_idx may have become -1. Pass the "
-            "handle and topk_idx of one dispatch that has been received."
-        )
-    if reason == "returned":
-        return EPTransportError(
-            f"{where}: {ranks_text(ranks)} returned other rows than this rank had dispatched, so its "
-            "results are not valid. Read the error on that side first; the next operation starts "
-            "afresh."
-        )
+    is_normal = failure["operation"] in (NORMAL_DISPATCH, NORMAL_COMBINE)
+    known = (_NORMAL_TEXTS.get(reason) if is_normal else None) or _TEXTS.get(reason)
+    if known is not None:
+        error, text = known
+        before = failure["op"] - 1
+        return error(f"{where}: {text.format(ranks=ranks_text(ranks), before=before)}")
     if reason == "corrupt":
         return _corrupt(where, failure["row"], ranks)
     if decision is not None and rank in decision.culprits:
@@ -100,7 +127,7 @@ _OVER = {"direct": "", "NVLink": " over NVLink", "network": " over the network"}
 def _corrupt(where: str, row: Mapping[str, Any], ranks: list[int]) -> EPTransportError:
     return EPTransportError(
         f"{where}: rows of {ranks_text(ranks)} are not what was sent in this operation "
-        f"(DEEP_EP_VERIFY compares them), first that for token {row['token']} of rank {row['owner']}, "
+        f"(DEEP_EP_VERIFY compares all of them), first that for token {row['token']} of rank {row['owner']}, "
         f"which rank {row['sender']} sent{_OVER[row['hop']]}; they must be. Report it with both ranks' "
         "logs: memory was overwritten or a message arrived out of order."
     )

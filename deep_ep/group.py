@@ -247,8 +247,13 @@ def as_group(group: Any, comm: Any = None) -> Group:
 
     Raises:
         EPArgumentError: both are None.
-        EPTypeError: neither a process group, nor a communicator, nor a `Group`.
+        EPTypeError: neither a process group, nor a communicator, nor a `Group`; or `comm` is a bool.
     """
+    if isinstance(comm, bool):
+        raise EPTypeError(
+            f"Buffer: comm is {comm}; allowed are None and an mpi4py communicator. The ninth argument is "
+            "comm as in DeepEP v1.2.1, and enable_shrink in later revisions. Pass comm and enable_shrink by name."
+        )
     given = comm if group is None else group
     if given is None:
         raise EPArgumentError(

@@ -19,7 +19,7 @@ from deep_ep.errors import EPUsageError
 from deep_ep.hang import request, wording
 from deep_ep.hang.cause import Verdict
 from deep_ep.hang.request import Request
-from deep_ep.hang.states import Process, RankState, Thread
+from deep_ep.hang.states import Process, RankState
 from deep_ep.hang.verdict import judge
 from deep_ep.rules import COMBINE, DISPATCH, NORMAL_COMBINE, NORMAL_DISPATCH
 
@@ -38,7 +38,7 @@ _AGAIN = 4.0
 # Before an operation times out, there is a last inquiry: so long before, but not before half of the time.
 _FINAL_S, _SHORTEST_TIMEOUT_S = 3.0, 2.0
 
-TYPES = ("ask_state", "look", "verdict", "raised")
+TYPES = ("ask_state", "verdict", "raised")
 _NUMBERED_TOGETHER = (DISPATCH, COMBINE, NORMAL_DISPATCH, NORMAL_COMBINE)
 
 
@@ -195,21 +195,31 @@ class HangWatch:
             self._answer(message["dumped"])
         elif message["type"] == "raised":
             self.raised[int(message["rank"])] = str(message["text"])
-        elif message["type"] == "look":
-            # Whom it may send a signal to follows from what the ranks said when the buffer was made.
-            process, threads = self._look_at(int(message["rank"]))
-            answer(
-                {
-                    "type": "seen",
-                    "inquiry": message["inquiry"],
-                    "rank": message["rank"],
-                    "process": process,
-                    "threads": [asdict(thread) for thread in threads],
-                }
-            )
         elif own is not None:
             state = own.state(_CALLS_TOLD, with_threads=True).plain()
             answer({"type": "state", "inquiry": message["inquiry"], "state": state})
+
+    def look_at(self, asked: Message) -> Message:
+        """What another process of this host is doing, which does not answer. Takes up to seconds; in any thread.
+
+        Args:
+            asked: by who leads an inquiry: the rank. Whom this rank may send a signal to follows from what the
+                ranks said when the buffer was made.
+
+        Raises:
+            ValueError, TypeError, KeyError, IndexError: that is no such message.
+        """
+        rank = int(asked["rank"])
+        process, threads = stacks.look_at(self._places[rank].pid, self._offers[rank])
+        if process == "gone" and self._gone_with_0 and rank not in self._gone_with_0:
+            process = "silent"  # its program may have ended because rank 0 is gone
+        return {
+            "type": "seen",
+            "inquiry": asked["inquiry"],
+            "rank": rank,
+            "process": process,
+            "threads": [asdict(thread) for thread in threads],
+        }
 
     def look_at_end(self, rank: int) -> None:
         """Tells how the process of a rank has ended, if that can be seen from here."""
@@ -252,12 +262,6 @@ class HangWatch:
         of_rank = rank, own.num_ranks, own.buffer, place.host, place.pid
         exit_ = self._exit_of(rank) if process == "gone" else ""
         return RankState(*of_rank, written_by=self._rank, process=process, exit=exit_)
-
-    def _look_at(self, rank: int) -> tuple[Process, tuple[Thread, ...]]:
-        process, threads = stacks.look_at(self._places[rank].pid, self._offers[rank])
-        if process == "gone" and self._gone_with_0 and rank not in self._gone_with_0:
-            process = "silent"  # its program may have ended because rank 0 is gone
-        return process, threads
 
     def _answer(self, dumped: dict[str, list[str]]) -> None:
         """Tells who has asked for dumps which files they are; none could be written if the list is empty."""

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Callable, Protocol
 
-from deep_ep.agreement import Message
+from deep_ep.agreement import Message, rank_of
 from deep_ep.hang.states import PROCESSES, Process, RankState
 from deep_ep.hang.verdict import Verdict, judge
 
@@ -114,21 +114,21 @@ class Inquiries:
             self._raised[rank] = str(message["text"])
             self._send_all({"type": "raised", "rank": rank, "text": self._raised[rank]})
         elif type_ == "exit":
-            self._exits[int(message["rank"])] = str(message["exit"])
+            self._exits[self._rank_of(message)] = str(message["exit"])
         elif type_ == "published":
-            self._published[rank] = _state_of(message["state"], rank)
+            self._published[rank] = self._state_of(message["state"], rank)
         elif type_ == "stuck":
             self.ask(bool(message["final"]))
         elif type_ == "dump":
             self.ask(False, str(message["directory"]))
         elif type_ == "state":
-            state = _state_of(message["state"], rank)
+            state = self._state_of(message["state"], rank)
             self._published[rank] = state
             if self._open is not None and message["inquiry"] == self._open.number:
                 self._open.states[rank] = state
                 self._look()
         else:
-            seen = int(message["rank"])
+            seen = self._rank_of(message)
             if self._open is not None and message["inquiry"] == self._open.number:
                 self._open.seen[seen] = self._looked_at(seen, rank, message)
                 self._look()
@@ -225,9 +225,13 @@ class Inquiries:
         known = RankState(rank, len(self._places), host=place.host, pid=place.pid)
         return self._published.get(rank, known)
 
+    def _rank_of(self, message: Message) -> int:
+        return rank_of(message["rank"], len(self._places))
 
-def _state_of(plain: Any, rank: int) -> RankState:
-    state = RankState.of(plain)
-    if state.rank != rank:
-        raise ValueError(f"rank {rank} says that it is rank {state.rank}")
-    return state
+    def _state_of(self, plain: Any, rank: int) -> RankState:
+        state = RankState.of(plain)
+        if (state.rank, state.num_ranks) != (rank, len(self._places)):
+            raise ValueError(
+                f"rank {rank} of {len(self._places)} says that it is rank {state.rank} of {state.num_ranks}"
+            )
+        return state

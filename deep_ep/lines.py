@@ -1,6 +1,7 @@
 """Messages between the processes of a group, outside of its own collectives: JSON, one to a line.
 
-Nothing that arrives is trusted further than that: it is plain data of bounded size.
+Nothing that arrives is trusted further than that: it is plain data of bounded size, in which every number is
+finite and an integer has 64 bits at most.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ import json
 import os
 import socket
 from typing import Any
+
+from deep_ep.hang import plain_json
 
 # Of a message, bytes: what is told about 1024 ranks takes a twentieth of it.
 _LONGEST = 1 << 20
@@ -26,6 +29,16 @@ _NO_ROUTE = {
     errno.EHOSTDOWN,
     errno.ENETDOWN,
 }
+
+# What it can raise to read a message that is none. Whoever reads one drops the connection then, and nothing else.
+NOT_UNDERSTOOD = (
+    ValueError,
+    TypeError,
+    LookupError,
+    AttributeError,
+    OverflowError,
+    RecursionError,
+)
 
 # Host and port.
 Address = tuple[str, int]
@@ -71,7 +84,15 @@ class Line:
         Raises:
             LineClosed: the other end is gone, or has read nothing for long.
         """
-        self._unsent += json.dumps(message, separators=(",", ":")).encode() + b"\n"
+        self.send_bytes(json.dumps(message, separators=(",", ":")).encode() + b"\n")
+
+    def send_bytes(self, data: bytes) -> None:
+        """Sends bytes as they are; does not wait.
+
+        Raises:
+            LineClosed: as `send`.
+        """
+        self._unsent += data
         if len(self._unsent) > _MOST_UNSENT:
             raise LineClosed("process")
         self.flush()
@@ -89,6 +110,29 @@ class Line:
             return
         except OSError as error:
             raise self._ended_by(error) from error
+
+    def take(self, num_bytes: int) -> bytes | None:
+        """The first bytes that arrive, before any message; nothing behind them is read yet.
+
+        Returns:
+            `None` until all of them are there.
+
+        Raises:
+            LineClosed: the other end is gone.
+        """
+        try:
+            data = self.connection.recv(num_bytes - len(self._unread))
+        except (BlockingIOError, InterruptedError):
+            return None
+        except OSError as error:
+            raise self._ended_by(error) from error
+        if not data:
+            raise LineClosed("process")
+        self._unread += data
+        if len(self._unread) < num_bytes:
+            return None
+        taken, self._unread = bytes(self._unread), bytearray()
+        return taken
 
     def receive(self) -> list[dict[str, Any]]:
         """The messages that have arrived in full.
@@ -141,10 +185,19 @@ class Line:
         if any(len(line) > _LONGEST for line in (*complete, rest)):
             raise ValueError(f"a message has more than {_LONGEST} bytes")
         self._unread = bytearray(rest)
-        messages = [json.loads(line) for line in complete]
-        if not all(isinstance(message, dict) for message in messages):
-            raise ValueError("a message is no object")
-        return messages
+        return [_message_of(line) for line in complete]
+
+
+def _message_of(line: bytes | bytearray) -> dict[str, Any]:
+    """The message of a line.
+
+    Raises:
+        ValueError: it is none.
+    """
+    message = plain_json.loads(line)
+    if not isinstance(message, dict):
+        raise ValueError("a message is no object")  # noqa: TRY004 - of the text, not of an argument
+    return message
 
 
 class Bell:

@@ -57,21 +57,22 @@ class Liveness:
         dead: ranks that are dead, see `Decision`.
         left: ranks that ended in order, and the last operation they finished.
         parted: those of them that have come to destroy().
-        patience_s: of a rank that operations go on without, how long to wait for the decision on it.
+        may_mask: whether operations go on without ranks that a decision names.
     """
 
-    def __init__(self, rank: int, native: NativeRuntime, patience_s: float = 0.0) -> None:
+    def __init__(self, rank: int, native: NativeRuntime, may_mask: bool = False) -> None:
         """Internal: use `join`.
 
         Args:
             rank: this rank.
             native: of its buffer; let go with `close`.
-            patience_s: see above.
+            may_mask: see above.
         """
         self.rank = rank
         # Held for calls that do not wait; again by a destructor that runs in the midst of one.
         self._native_lock = threading.RLock()
         self._native: NativeRuntime | None = native
+        self._has_parted = False
         self._is_closed = False
         self.loop: Loop | None = None
         self._changed = threading.Condition()
@@ -81,7 +82,7 @@ class Liveness:
         self.parted: set[int] = set()
         self.alone = True
         self.hangs = HangWatch(rank, self._say)
-        self.patience_s = patience_s
+        self.may_mask = may_mask
 
     def agree(self, failure: Mapping[str, Any]) -> Decision | None:
         """Who is the reason for a failure; the same on all ranks.
@@ -106,19 +107,23 @@ class Liveness:
         return decision
 
     def agree_on_masked(self, key: Key, missing: Sequence[int]) -> Decision | None:
-        """Who is the reason that an operation went on without ranks; all others go on without them, too.
+        """Who is the reason that an operation went on without ranks. The others mask those whom it names, and nobody
+        else.
 
         Args:
             key: which operation.
             missing: whom this rank has left out.
 
         Returns:
-            `None` if nothing is known beyond that.
+            `None` if nobody can be asked, or the others go on without this rank: then it decides for itself.
         """
         if set(missing) <= self.dead.keys() | self.left.keys():
             return agreement.decide(key, {self.rank: missing}, {}, self.dead, self.left)
         report = {"type": "report", "failure": "timeout", "missing": list(missing), "masks": True}
-        return self._ask(key, report, min(self.patience_s, agreement.LONGEST_S))
+        decision = self._ask(key, report, agreement.LONGEST_S)
+        if self.alone or key in self._decisions:
+            return decision if decision is None or self.rank not in decision.culprits else None
+        return self._own_view(key, missing)
 
     def come_back(self) -> None:
         """This rank masks nobody any more, and others may wait for it again."""
@@ -134,10 +139,15 @@ class Liveness:
             return self._decisions.get(key)
 
     def part(self) -> None:
-        """Says that this rank takes part in nothing any more, and waits in destroy() for the others; then `close`."""
+        """Says that this rank calls nothing any more but what ends the buffer, where it meets those who have said so
+        before; then `close`.
+        """
         with self._native_lock:
             closed = self.progress().closed
-            self._native = None
+            self._has_parted = True
+            for rank in self.parted - self.dead.keys():
+                if self._native is not None:
+                    self._native.mark_gone(rank, is_gone=False)
         self._say({"type": "left", "closed": closed, "parts": True})
 
     def close(self) -> None:
@@ -192,11 +202,9 @@ class Liveness:
     def progress(self) -> Progress:
         """Where this rank is; all zero once it has ended, or waits in destroy()."""
         with self._native_lock:
-            return (
-                Progress(0, 0, False)
-                if self._native is None
-                else Progress(**self._native.progress())
-            )
+            if self._native is None or self._has_parted:
+                return Progress(0, 0, False)
+            return Progress(**self._native.progress())
 
     def introduce(
         self, addresses: Sequence[Any], places: Sequence[Place], ranks_per_node: int
@@ -228,7 +236,9 @@ class Liveness:
             ValueError, TypeError, KeyError: that is none of the messages there are.
         """
         type_ = message["type"]
-        if type_ in hang_watch.TYPES:
+        if type_ == "look" and self.loop is not None:
+            self.loop.aside(lambda: self.hangs.look_at(message), answer or self._say)
+        elif type_ in hang_watch.TYPES:
             with self._native_lock:
                 self.hangs.handle(message, answer or self._say)
         elif type_ == "ask":
@@ -268,15 +278,15 @@ class Liveness:
             loop.call_later(pause_s, lambda: self._look_at_own_waits(loop))
 
     def _take(self, decision: Decision) -> None:
-        self._remember(decision.key, decision)
-        at, op = self.progress(), decision.key.op
-        if self.patience_s > 0.0:
+        if self.may_mask:
             self._mark_out(decision)
-            return
-        if decision.key.is_operation and at.waiting and 0 < at.open <= op:
+        elif decision.key.is_operation:
             with self._native_lock:
                 if self._native is not None:
-                    self._native.give_up(op)
+                    self._native.give_up(decision.key.op)
+        # Who waits for it goes on when all ranks of this process know, so that simulated ones repeat exactly.
+        if self.loop is not None:
+            self.loop.post(lambda: self._remember(decision.key, decision))
 
     def _mark_out(self, decision: Decision) -> None:
         """Operations go on without those whom it names. One that is named itself is out of it."""
@@ -295,15 +305,21 @@ class Liveness:
             self._changed.notify_all()
 
     def _mark_left_later(self, rank: int, pause_s: float) -> None:
-        """Once nothing can be missing that the rank sent before it ended, barriers included."""
+        """Once nothing can be missing that the rank sent before it ended, barriers included; in destroy() at once,
+        unless it has come there too.
+        """
         loop, closed = self.loop, self.left[rank]
 
         def look() -> None:
-            at = self.progress()
-            if at.open > closed or (at.open == 0 and at.closed >= closed):
-                self._mark_gone(rank)
-            elif self._native is not None:
-                self._mark_left_later(rank, min(2 * pause_s, _LAST_LOOK_S))
+            with self._native_lock:
+                if self._native is None or (self._has_parted and rank in self.parted):
+                    return
+                at = self.progress()
+                has_finished = at.open > closed or (at.open == 0 and at.closed >= closed)
+                if has_finished or self._has_parted:
+                    self._mark_gone(rank)
+                else:
+                    self._mark_left_later(rank, min(2 * pause_s, _LAST_LOOK_S))
 
         if loop is not None:
             loop.call_later(pause_s, look)
@@ -382,7 +398,7 @@ def join(
     num_ranks: int,
     native: NativeRuntime,
     offered: Offer | None,
-    patience_s: float = 0.0,
+    may_mask: bool = False,
 ) -> tuple[Liveness | None, str | None]:
     """Second step: takes rank 0's offer.
 
@@ -392,14 +408,14 @@ def join(
         num_ranks: size of the group.
         native: runtime of the buffer, connected.
         offered: by rank 0.
-        patience_s: see `Liveness`; 0 unless ranks may be masked.
+        may_mask: see `Liveness`.
 
     Returns:
         This rank's part, and why it is not connected, if it is not.
     """
     if offered is None:
         return None, None
-    member = Liveness(rank, native, patience_s)
+    member = Liveness(rank, native, may_mask)
     weakref.finalize(buffer, member.close).atexit = False
     if offered.address is None:
         return member, offered.problem

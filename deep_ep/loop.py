@@ -17,7 +17,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Callable, Protocol
+from typing import Callable, Protocol, TypeVar
 
 from deep_ep.agreement import Message, Progress
 from deep_ep.lines import Address, Bell, Line
@@ -25,6 +25,8 @@ from deep_ep.rendezvous import Place
 
 # How long the end of a process waits for its last words to be sent; chosen.
 _END_S = 1.0
+
+T = TypeVar("T")
 
 _log = logging.getLogger("deep_ep")
 _loops: set[Loop] = set()
@@ -57,7 +59,11 @@ class Member(Protocol):
 
 
 class Loop(ABC):
-    """A thread that sleeps until a connection, a timer or another thread has something for it."""
+    """A thread that sleeps until a connection, a timer or another thread has something for it.
+
+    What takes long, such as a look at another process or a file, runs in a second thread: who waits for news of
+    other ranks must not wait for that.
+    """
 
     def __init__(self, name: str) -> None:
         self._selector = selectors.DefaultSelector()
@@ -69,6 +75,8 @@ class Loop(ABC):
         self._is_over = False
         self._selector.register(self._bell, selectors.EVENT_READ, self._bell.hear)
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._slow: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._slow_thread: threading.Thread | None = None
 
     def start(self) -> None:
         """Starts the thread."""
@@ -82,6 +90,19 @@ class Loop(ABC):
         if not self._is_over:
             self._posted.put(action)
             self._bell.ring()
+
+    def aside(self, action: Callable[[], T], then: Callable[[T], None]) -> None:
+        """Has the second thread call `action`, one at a time, and then this one `then`. From this thread only."""
+
+        def run() -> None:
+            result = action()
+            self.post(lambda: then(result))
+
+        self._slow.put(run)
+        if self._slow_thread is None:
+            name = f"{self._thread.name} aside"
+            self._slow_thread = threading.Thread(target=self._run_aside, name=name, daemon=True)
+            self._slow_thread.start()
 
     def call_later(self, delay_s: float, action: Callable[[], None]) -> None:
         """Has the thread call it after a while. From that thread only."""
@@ -171,9 +192,19 @@ class Loop(ABC):
             with contextlib.suppress(Exception):
                 self.fail()
         finally:
+            self._slow.put(None)
+            if self._slow_thread is not None:
+                self._slow_thread.join(_END_S)
             self._at_exit.cancel()
             _loops.discard(self)
             self.forget()
+
+    def _run_aside(self) -> None:
+        for action in iter(self._slow.get, None):
+            try:
+                action()
+            except Exception:  # noqa: BLE001 - an inquiry that ends without it is no harm
+                _log.exception("deep_ep: a part of an inquiry failed")
 
     def _turn(self) -> None:
         timeout_s = max(0.0, self._timers[0][0] - time.monotonic()) if self._timers else None

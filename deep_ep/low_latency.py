@@ -84,6 +84,14 @@ class LowLatency:
         communicator = self._communicator
         with communicator.lock, parts.marked(communicator, DISPATCH):
             runtime = self._idle_runtime(DISPATCH)
+            use_fp8, round_scale, use_ue8m0, async_finish, return_recv_hook = checks.flags(
+                DISPATCH,
+                use_fp8=use_fp8,
+                round_scale=round_scale,
+                use_ue8m0=use_ue8m0,
+                async_finish=async_finish,
+                return_recv_hook=return_recv_hook,
+            )
             shape = low_latency_checks.dispatch(
                 communicator.limits,
                 x,
@@ -166,6 +174,13 @@ class LowLatency:
         communicator = self._communicator
         with communicator.lock, parts.marked(communicator, COMBINE):
             runtime = self._idle_runtime(COMBINE)
+            use_logfmt, zero_copy, async_finish, return_recv_hook = checks.flags(
+                COMBINE,
+                use_logfmt=use_logfmt,
+                zero_copy=zero_copy,
+                async_finish=async_finish,
+                return_recv_hook=return_recv_hook,
+            )
             shape = low_latency_checks.combine(
                 communicator.limits,
                 x,
@@ -262,6 +277,7 @@ class LowLatency:
         """See `Buffer.enable_counters`."""
         communicator = self._communicator
         communicator.check_process("enable_counters")
+        ring = checks.not_negative_int("enable_counters", "ring", ring)
         limits = communicator.limits
         with communicator.lock:
             if self.dispatch_counters is None or self.dispatch_counters.capacity != ring:

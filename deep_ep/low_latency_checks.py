@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
@@ -17,6 +18,14 @@ from deep_ep.rules import COMBINE, DISPATCH, fail
 
 if TYPE_CHECKING:
     from deep_ep._cpu import Runtime
+
+
+_log = logging.getLogger("deep_ep")
+
+# TMA descriptors take columns of scales that are a multiple of 16 bytes apart.
+_TMA_ROWS = 4
+# Channels whose scales share an int32.
+_PACKED_CHANNELS = 512
 
 
 class Sizes(NamedTuple):
@@ -110,7 +119,27 @@ def dispatch(
     checks.recv_counters(DISPATCH, recv_counters, limits)
     buffer_size(DISPATCH, sizes, limits)
     _expert_indices(DISPATCH, shape, topk_idx, rows_per_expert=True)
+    if use_fp8:
+        _say_what_consumers_refuse(shape.num_recv_rows, hidden, use_ue8m0)
     return shape
+
+
+@functools.lru_cache(maxsize=1024)
+def _say_what_consumers_refuse(num_recv_rows: int, hidden: int, is_packed: bool) -> None:
+    """Once for each size: scales come in a layout for TMA, whose descriptors do not allow all sizes that we do."""
+    if num_recv_rows % _TMA_ROWS:
+        _log.warning(
+            "deep_ep: %s: scales have %d rows, num_ranks * num_max_dispatch_tokens_per_rank; TMA descriptors of "
+            "grouped GEMMs need a multiple of %d. Raise num_max_dispatch_tokens_per_rank to a multiple of %d, or "
+            "copy the scales.",
+            *(DISPATCH, num_recv_rows, _TMA_ROWS, _TMA_ROWS),
+        )
+    if is_packed and hidden % _PACKED_CHANNELS:
+        _log.warning(
+            "deep_ep: %s: hidden is %d; with use_ue8m0 grouped GEMMs need a multiple of %d, or the last int32 of a "
+            "row's scales is not full. Pad hidden, or pass use_ue8m0=False.",
+            *(DISPATCH, hidden, _PACKED_CHANNELS),
+        )
 
 
 def combine(
@@ -170,6 +199,10 @@ def combine(
     return shape
 
 
+# Kernels and the sizes of buffers count channels in 32 bits.
+_MAX_HIDDEN = (1 << 31) - 1
+
+
 def sizes_of(
     call: str,
     num_max_dispatch_tokens_per_rank: Any,
@@ -184,6 +217,7 @@ def sizes_of(
     )
     num_channels = checks.positive_int(call, "hidden", hidden)
     experts = checks.positive_int(call, "num_experts", num_experts)
+    checks.kernel_limit(call, "hidden", num_channels, _MAX_HIDDEN)
     group = binding.CHANNELS_PER_SCALE
     if num_channels % group:
         padded = -(-num_channels // group) * group
@@ -293,7 +327,8 @@ def unpack_handle(call: str, handle: Any) -> LowLatencyHandle:
         fail(call, f"handle is a {type(handle).__name__}", "handle", EPTypeError)
     if len(handle) != LowLatencyHandle.num_values():
         fail(call, f"handle has {len(handle)} elements", "handle")
-    return LowLatencyHandle(*handle)
+    sizes = (checks.positive_int(call, f"handle[{i}]", handle[i]) for i in range(2, len(handle)))
+    return LowLatencyHandle(handle[0], handle[1], *sizes)
 
 
 def _src_info_storage(src_info: torch.Tensor, num_experts: int) -> None:

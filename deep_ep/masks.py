@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Callable
 
 from deep_ep import checks
 from deep_ep.agreement import Key
+from deep_ep.bounds import integer
 from deep_ep.errors import EPUsageError, ranks_text
 from deep_ep.failures import state_of
 from deep_ep.rules import QUERY_MASKS, fail
@@ -65,15 +66,14 @@ class Masks:
         where = "low_latency_update_mask_buffer"
         communicator = self._communicator
         with communicator.lock:
-            runtime = self._runtime(where)
-            rank = checks.integer(where, "rank_to_mask", rank_to_mask)
+            self._runtime(where)
+            rank = integer(where, "rank_to_mask", rank_to_mask)
             if not 0 <= rank < communicator.num_ranks:
                 got = f"rank_to_mask is {rank}"
                 fail(where, got, "rank_to_mask", last=communicator.num_ranks - 1)
             if rank == communicator.rank and mask:
                 fail(where, f"rank_to_mask is {rank}, this rank", "mask_itself")
-            native = runtime.native
-            self._run(where, lambda on: native.update_mask(rank=rank, masked=bool(mask), stream=on))
+            self._set(where, rank, bool(mask))
             self.notice()
             if mask:
                 self._why[rank] = ASKED
@@ -140,15 +140,24 @@ class Masks:
             by_key.setdefault(Key(series, number), []).append(rank)
         for key, ranks in sorted(by_key.items()):
             decision = self._liveness.agree_on_masked(key, ranks) if self._liveness else None
-            found = {rank: _reason(rank, key, decision, self._places) for rank in ranks}
-            self._why.update(found)
-            warnings.warn(
-                f"{_name(key)} on rank {communicator.rank} went on without {ranks_text(ranks)}, now "
-                f"masked: {'; '.join(found.values())}. Its results are those of the other ranks; "
-                "low_latency_query_mask_buffer tells who is masked.",
-                RuntimeWarning,
-                stacklevel=6,
-            )
+            missing = [rank for rank in ranks if decision is None or rank in decision.culprits]
+            late = [rank for rank in ranks if rank not in missing]
+            went_on = f"{_name(key)} on rank {communicator.rank} went on without"
+            if missing:
+                found = {rank: _reason(rank, key, decision, self._places) for rank in missing}
+                self._why.update(found)
+                _warn(
+                    f"{went_on} {ranks_text(missing)}, now masked: {'; '.join(found.values())}",
+                    "low_latency_query_mask_buffer tells who is masked",
+                )
+            if late:
+                for rank in late:
+                    self._set(_name(key), rank, masked=False)
+                _warn(
+                    f"{went_on} {ranks_text(late)}: what they sent did not arrive within DEEP_EP_TIMEOUT_S, but they "
+                    "are not missing",
+                    "they take part in the next operation",
+                )
 
     # ---- steps
 
@@ -157,6 +166,10 @@ class Masks:
         if not self.is_enabled:
             fail(where, "the buffer has no masks", "enable_shrink", EPUsageError)
         return runtime
+
+    def _set(self, where: str, rank: int, masked: bool) -> None:
+        native = self._runtime(where).native
+        self._run(where, lambda on: native.update_mask(rank=rank, masked=masked, stream=on))
 
     def _run(self, where: str, launch: Callable[[int], None]) -> None:
         """Launches on the stream of the operations, behind and before what the caller's stream has."""
@@ -174,8 +187,9 @@ def _name(key: Key) -> str:
 
 def _reason(rank: int, key: Key, decision: Decision | None, places: Sequence[Place]) -> str:
     found = f"rank {rank} did not arrive in {_name(key)}"
-    if decision is None:
-        return found
-    if rank in decision.culprits:
-        return f"{found}: {state_of(rank, decision, places[rank])}"
-    return f"{found}, although it is not known to be missing"
+    return found if decision is None else f"{found}: {state_of(rank, decision, places[rank])}"
+
+
+def _warn(what: str, then: str) -> None:
+    text = f"{what}. Its results are those of the other ranks; {then}."
+    warnings.warn(text, RuntimeWarning, stacklevel=7)

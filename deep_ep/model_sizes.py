@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from deep_ep import config
+from deep_ep.bounds import integer
 from deep_ep.buffer import Buffer
 from deep_ep.config import Config
 from deep_ep.errors import EPArgumentError
@@ -52,7 +53,10 @@ def sizes(*, hidden: int, tokens: int, topk: int, experts: int, ranks: int) -> S
         EPArgumentError: a value below 1, or too many top-k entries or experts for the kernels.
     """
     largest = config.MAX_TOPK
-    if not 1 <= topk <= largest:
+    given = {"hidden": hidden, "tokens": tokens, "topk": topk, "experts": experts, "ranks": ranks}
+    for name, value in given.items():
+        integer("deep_ep.sizes", name, value, least=1)
+    if topk > largest:
         raise EPArgumentError(
             f"deep_ep.sizes: topk is {topk}; it must be from 1 to {largest}. Select fewer experts per token."
         )

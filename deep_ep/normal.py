@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from deep_ep import normal_checks, parts, pointers
+from deep_ep.bounds import memory
 from deep_ep.counters import RecvCounters
 from deep_ep.errors import EPTransportError
 from deep_ep.handles import NormalHandle, new_handle
 from deep_ep.normal_checks import Layout, Rows, Shape
 from deep_ep.queue_turns import QueueTurns
-from deep_ep.rules import NORMAL_COMBINE, NORMAL_DISPATCH, fail
+from deep_ep.rules import NORMAL_COMBINE, NORMAL_DISPATCH, WORST_TOKENS_FIX, fail
 from deep_ep.stream_order import StreamOrder
 
 if TYPE_CHECKING:
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
     from deep_ep.runtime import Runtime
 
 Tensor = torch.Tensor
+
+# What num_worst_tokens may have allocated without a look at what is left, bytes.
+_SMALL_BYTES = 1 << 26
 
 
 class Streams(NamedTuple):
@@ -113,6 +117,7 @@ class Normal:
         self._communicator = communicator
         self._place = communicator.connected_runtime("Buffer").topology
         self._turns = QueueTurns(communicator.limits, self._place)
+        self._most_worst_bytes = _SMALL_BYTES  # that num_worst_tokens could have allocated
 
     def dispatch(
         self,
@@ -140,6 +145,7 @@ class Normal:
                 *(communicator.limits, self._place, sent.rows, layout, topk_idx, topk_weights),
                 *(expert_alignment, num_worst_tokens, config, wait_stats, recv_counters),
             )
+            self._require_memory(shape, num_worst_tokens)
             order = self._order(NORMAL_DISPATCH, runtime, streams)
             with order.allocating():
                 handle = self._new_handle(shape, layout)
@@ -265,6 +271,7 @@ class Normal:
                 combined_x=combined_x.data_ptr(),
                 combined_topk_weights=pointers.of_tensor(combined_weights),
                 num_rows=len(x),
+                num_relay_rows=given.num_relay_rows,
                 wait_stats=pointers.of_own_row(wait_stats, communicator.rank),
                 counters=pointers.of_counters(counters),
                 relay_counters=pointers.of_counters(self.counters.relay_combine),
@@ -322,6 +329,14 @@ class Normal:
         for callback in communicator.before_operation:
             callback(name)
         return order
+
+    def _require_memory(self, shape: Shape, num_worst_tokens: int) -> None:
+        """Refuses what cannot be allocated. To ask what is left takes time, so what was there once is there again."""
+        needed = normal_checks.worst_bytes(shape, self._place, num_worst_tokens)
+        if needed > self._most_worst_bytes:
+            got = f"num_worst_tokens is {num_worst_tokens}"
+            memory(NORMAL_DISPATCH, got, needed, WORST_TOKENS_FIX)
+            self._most_worst_bytes = needed
 
     def _counts(self, runtime: Runtime, num_worst_tokens: int) -> tuple[int, int, list[int]] | None:
         """Rows to be received, rows to be relayed, rows per local expert; `None` if ranks disagree.

@@ -17,12 +17,10 @@ from deep_ep.checks import Limits, Tensors
 from deep_ep.config import Config
 from deep_ep.errors import EPArgumentError, EPTypeError, EPUnsupportedError, EPUsageError
 from deep_ep.handles import NormalHandle, OneNodeHandle, SeveralNodesHandle, hidden_word
-from deep_ep.rules import NORMAL_COMBINE, NORMAL_DISPATCH, fail
+from deep_ep.rules import NORMAL_COMBINE, NORMAL_DISPATCH, VECTOR_BYTES, fail
 from deep_ep.topology import Topology
 
 Tensor = torch.Tensor
-
-_ROW_ALIGNMENT = 16
 
 
 @dataclass(frozen=True)
@@ -163,6 +161,15 @@ def fresh_dispatch(
     if rows.data.is_cpu:
         layout_values.check(place, layout, topk_idx)
     return shape
+
+
+def worst_bytes(shape: Shape, place: Topology, num_worst_tokens: int) -> int:
+    """What a dispatch allocates for so many rows that it may receive and, between nodes, relay."""
+    of_scales = 4 * shape.num_scales
+    of_topk = (8 + 4) * shape.num_topk  # an index and a weight
+    of_source = 4 if place.num_nodes == 1 else 8
+    of_relay = 0 if place.num_nodes == 1 else 4 * place.ranks_per_node
+    return int(num_worst_tokens) * (shape.row_bytes + of_scales + of_topk + of_source + of_relay)
 
 
 def cached_dispatch(
@@ -326,8 +333,8 @@ def _rows(tensors: Tensors, rows: Rows, limits: Limits) -> tuple[int, int]:
 
 def _row_bytes(call: str, x: Tensor) -> int:
     item, hidden = x.element_size(), x.shape[1]
-    if hidden == 0 or hidden * item % _ROW_ALIGNMENT:
-        padded = max(1, -(-hidden * item // _ROW_ALIGNMENT)) * _ROW_ALIGNMENT // item
+    if hidden == 0 or hidden * item % VECTOR_BYTES:
+        padded = max(1, -(-hidden * item // VECTOR_BYTES)) * VECTOR_BYTES // item
         got = f"x has rows of {hidden * item} bytes"
         fail(call, got, "row_bytes", padded=padded)
     return hidden * item

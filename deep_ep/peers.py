@@ -9,8 +9,8 @@ import socket
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Callable
 
-from deep_ep.door import Door
-from deep_ep.lines import Address, Line, LineClosed
+from deep_ep.door import Door, greeting
+from deep_ep.lines import NOT_UNDERSTOOD, Address, Line, LineClosed
 
 if TYPE_CHECKING:
     from deep_ep.agreement import Message
@@ -94,32 +94,25 @@ class Peers:
             connection.close()
             raise OSError(problem, f"rank {rank} cannot be reached")
         line = self._called[rank] = Line(connection)
-        line.send({"token": self._token, "rank": self._rank})
+        line.send_bytes(greeting(self._token, self._rank))
         return line
 
-    def _admit(self, rank: int, line: Line, said: Sequence[Message]) -> None:
+    def _admit(self, rank: int, line: Line) -> None:
         self._callers.append(line)
         self._loop.watch(line, lambda: self._serve(rank, line))
-        self._take(rank, line, said)
 
     def _serve(self, rank: int, line: Line) -> None:
         try:
             said = line.exchange()
-        except LineClosed:
-            self._drop(rank, line)
-        except ValueError as error:
-            self._refuse(rank, line, error)
-        else:
             self._loop.watch(line, lambda: self._serve(rank, line))
-            self._take(rank, line, said)
-
-    def _take(self, rank: int, line: Line, said: Sequence[Message]) -> None:
-        try:
             for message in said:
                 if message.get("type") != "welcome":
                     self._hear(rank, message, lambda answer: self._answer(rank, line, answer))
-        except (ValueError, TypeError, KeyError) as error:
-            self._refuse(rank, line, error)
+        except LineClosed:
+            self._drop(rank, line)
+        except NOT_UNDERSTOOD as error:
+            _log.warning("deep_ep: what rank %d says is not understood: %s", rank, error)
+            self._drop(rank, line)
 
     def _answer(self, rank: int, line: Line, message: Message) -> None:
         if line.fileno() < 0:
@@ -127,10 +120,6 @@ class Peers:
         with contextlib.suppress(LineClosed):  # heard of when it is read
             line.send(message)
             self._loop.watch(line, lambda: self._serve(rank, line))
-
-    def _refuse(self, rank: int, line: Line, error: Exception) -> None:
-        _log.warning("deep_ep: what rank %d says is not understood: %s", rank, error)
-        self._drop(rank, line)
 
     def _drop(self, rank: int, line: Line) -> None:
         self._loop.drop(line)

@@ -12,8 +12,9 @@ from typing import NoReturn
 
 import torch
 
-from deep_ep.config import topk_idx_t
 from deep_ep.errors import EPArgumentError, EPError
+
+topk_idx_t = torch.int64
 
 DISPATCH = "low_latency_dispatch"
 COMBINE = "low_latency_combine"
@@ -21,6 +22,10 @@ NORMAL_DISPATCH = "dispatch"
 NORMAL_COMBINE = "combine"
 LAYOUT = "get_dispatch_layout"
 QUERY_MASKS = "low_latency_query_mask_buffer"
+
+
+# Of the widest load and store of a lane. On a GPU one that is not aligned ends the CUDA context.
+VECTOR_BYTES = 16
 
 
 @dataclass(frozen=True)
@@ -32,12 +37,14 @@ class TensorRule:
         shapes: the shapes allowed, dimensions by name; names mean the same in all arguments of a call.
         dtypes: those allowed; none if all are.
         fix: what to do, as a sentence.
+        in_vectors: whether kernels move its rows `VECTOR_BYTES` at a time, so that it must begin at a multiple of them.
     """
 
     argument: str
     shapes: tuple[tuple[str, ...], ...]
     dtypes: tuple[torch.dtype, ...]
     fix: str
+    in_vectors: bool = False
 
     @property
     def shape_text(self) -> str:
@@ -67,12 +74,21 @@ _LAYOUT_FIX = "Pass what get_dispatch_layout returned for these tokens."
 _NORMAL_HANDLE_FIX = (
     "Pass the handle of a dispatch on this buffer, with a config of the num_sms of that dispatch."
 )
+WORST_TOKENS_FIX = (
+    "Pass the group size times the most tokens that a rank has; that is always enough"
+)
 _BIAS = (("num_tokens", "hidden"),)
 _BIAS_FIX = "Give one row per dispatched token, cast with bias.bfloat16()."
 
 TENSORS: dict[str, tuple[TensorRule, ...]] = {
     DISPATCH: (
-        TensorRule("x", (("num_tokens", "hidden"),), (torch.bfloat16,), "Cast with x.bfloat16()."),
+        TensorRule(
+            "x",
+            (("num_tokens", "hidden"),),
+            (torch.bfloat16,),
+            "Cast with x.bfloat16().",
+            in_vectors=True,
+        ),
         TensorRule(
             "topk_idx",
             (("num_tokens", "num_topk"),),
@@ -93,6 +109,7 @@ TENSORS: dict[str, tuple[TensorRule, ...]] = {
             ((*_ROWS, "hidden"),),
             (torch.bfloat16,),
             "Pass the experts' output in the row layout of the dispatch, cast with x.bfloat16().",
+            in_vectors=True,
         ),
         TensorRule(
             "topk_idx",
@@ -113,6 +130,7 @@ TENSORS: dict[str, tuple[TensorRule, ...]] = {
             (("num_tokens", "hidden"),),
             (torch.bfloat16,),
             "Allocate torch.empty(topk_idx.shape[0], hidden, dtype=torch.bfloat16).",
+            in_vectors=True,
         ),
         TensorRule("combine_wait_recv_cost_stats", _WAIT_STATS, (torch.int64,), _WAIT_STATS_FIX),
     ),
@@ -133,7 +151,9 @@ TENSORS: dict[str, tuple[TensorRule, ...]] = {
         ),
     ),
     NORMAL_DISPATCH: (
-        TensorRule("x", (("num_tokens", "hidden"),), (), "Pass one row per token."),
+        TensorRule(
+            "x", (("num_tokens", "hidden"),), (), "Pass one row per token.", in_vectors=True
+        ),
         TensorRule(
             "x_scales",
             (("num_tokens", "num_scales"),),
@@ -164,6 +184,7 @@ TENSORS: dict[str, tuple[TensorRule, ...]] = {
             (("num_recv_rows", "hidden"),),
             (torch.bfloat16,),
             "Give one row per row that the dispatch returned, cast with x.bfloat16().",
+            in_vectors=True,
         ),
         TensorRule(
             "topk_weights",
@@ -171,8 +192,8 @@ TENSORS: dict[str, tuple[TensorRule, ...]] = {
             (torch.float32,),
             "Give one row per row of x, cast with topk_weights.float().",
         ),
-        TensorRule("bias[0]", _BIAS, (torch.bfloat16,), _BIAS_FIX),
-        TensorRule("bias[1]", _BIAS, (torch.bfloat16,), _BIAS_FIX),
+        TensorRule("bias[0]", _BIAS, (torch.bfloat16,), _BIAS_FIX, in_vectors=True),
+        TensorRule("bias[1]", _BIAS, (torch.bfloat16,), _BIAS_FIX, in_vectors=True),
         TensorRule("combine_wait_recv_cost_stats", _WAIT_STATS, (torch.int64,), _WAIT_STATS_FIX),
     ),
 }
@@ -242,6 +263,11 @@ VALUES: dict[str, ValueRule] = {
         "a buffer can be used only in the process that built it",
         "Build it after the fork, in the process that uses it.",
     ),
+    "instance": ValueRule("it must be a {kind}", "{fix}."),
+    "flag": ValueRule("it must be True or False", "Pass a bool."),
+    "shape": ValueRule(
+        "it must be a torch.Size, tuple or list", "Pass the size of each dimension."
+    ),
     "integer": ValueRule("it must be an integer", "Pass a Python int."),
     "seconds": ValueRule(
         "it must be a number of at least 0, below 1e9", "Pass seconds; 0 is never."
@@ -251,6 +277,9 @@ VALUES: dict[str, ValueRule] = {
     "hidden": ValueRule("hidden must be a multiple of {multiple}", "Pad x to {padded}."),
     "kernel_limit": ValueRule(
         "the kernels allow at most {maximum}", "Send in parts, or over more groups."
+    ),
+    "memory": ValueRule(
+        "it takes {needed} bytes on each rank, and {available} are available", "{fix}."
     ),
     "topk": ValueRule(
         "at most {maximum} entries per token are allowed", "Select fewer experts per token."
@@ -392,7 +421,7 @@ VALUES: dict[str, ValueRule] = {
     ),
     "worst_tokens": ValueRule(
         "{needed} rows come to this rank and must fit",
-        "Pass the group size times the most tokens that a rank has; that is always enough.",
+        f"{WORST_TOKENS_FIX}.",
     ),
     "layout_values": ValueRule(
         "the tensors of a layout must agree with each other and with topk_idx",

@@ -67,4 +67,10 @@ class Runtime:
     def __getattr__(self, name: str) -> Any:
         if name == "native":  # not set yet: unpickled or half built
             raise AttributeError(name)
-        return getattr(self.native, name)
+        try:
+            return getattr(self.native, name)
+        except AttributeError:
+            raise AttributeError(
+                f"Buffer.runtime has no {name!r}; it answers questions about place, stream and memory. "
+                "To communicate, call Buffer, whose methods have the names of DeepEP."
+            ) from None

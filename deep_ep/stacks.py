@@ -184,7 +184,9 @@ def parse(text: str) -> tuple[Thread, ...]:
 
 def _is_ours(frame: Frame) -> bool:
     """Whether a thread of this package has begun there."""
-    return frame.function == "_run" and frame.file.endswith(("deep_ep/loop.py", "live/monitor.py"))
+    return frame.function in ("_run", "_run_aside") and frame.file.endswith(
+        ("deep_ep/loop.py", "live/monitor.py")
+    )
 
 
 def _started(pid: int) -> int:

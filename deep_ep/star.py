@@ -13,9 +13,9 @@ from deep_ep import inquiry
 from deep_ep.agreement import Arbiter, Message
 from deep_ep.announcement import Announcer
 from deep_ep.deputy import LAST_WORDS_S, Deputy
-from deep_ep.door import Door
+from deep_ep.door import Door, greeting
 from deep_ep.inquiry import Inquiries, Told
-from deep_ep.lines import Address, Line, LineClosed, descriptors_left
+from deep_ep.lines import NOT_UNDERSTOOD, Address, Line, LineClosed, descriptors_left
 from deep_ep.loop import Loop, Member
 from deep_ep.rendezvous import Place
 from deep_ep.succession import REQUESTS
@@ -112,7 +112,9 @@ class Hub(Loop):
 
     def _tell(self, told: Told) -> None:
         """A verdict: to the log, to all ranks, and where dumps go."""
-        message = self._announcer.announce(told)
+        self.aside(lambda: self._announcer.announce(told), self._send_all)
+
+    def _send_all(self, message: Message) -> None:
         for rank in (*self._members, *self.lines):
             self._send(rank, message)
 
@@ -139,11 +141,9 @@ class Hub(Loop):
         if rank in self._members:
             self._members[rank].handle(message)
 
-    def _admit(self, rank: int, line: Line, said: Sequence[Message]) -> None:
+    def _admit(self, rank: int, line: Line) -> None:
         self.lines[rank] = line
         self.watch(line, lambda: self._serve(rank))
-        for message in said:
-            self.say(rank, message)
 
     def _serve(self, rank: int) -> None:
         line = self.lines.get(rank)
@@ -160,7 +160,7 @@ class Hub(Loop):
             if not has_come_to_destroy:
                 self.call_later(LAST_WORDS_S, lambda: self._inquiries.ask(is_final=True))
             self._stop_if_last()
-        except (ValueError, TypeError, KeyError) as error:
+        except NOT_UNDERSTOOD as error:
             _log.warning("deep_ep: what rank %d says is not understood: %s", rank, error)
             self._drop(rank)
             self._arbiter.unwatch(rank)
@@ -181,7 +181,7 @@ class Spoke(Loop):
         self._member = member
         connection = socket.create_connection(address, _CONNECT_S)
         self.line = Line(connection)
-        self.line.send({"token": token, "rank": member.rank})
+        self.line.send_bytes(greeting(token, member.rank))
         self._await_welcome(connection)
         host = str(connection.getsockname()[0])
         to_0 = self._say_to_rank_0, self._has_rank_0
@@ -258,6 +258,13 @@ class Spoke(Loop):
             self.watch(self.line, self._serve)
         except LineClosed as closed:
             self._end(closed.how)
+        except NOT_UNDERSTOOD as error:
+            _log.warning(
+                "deep_ep: what rank 0 says is not understood: %s; missing ranks are found by the timeout only",
+                error,
+            )
+            self.fail()
+            self.drop(self.line)
 
     def _end(self, how: str) -> None:
         """No more of rank 0; what the rank itself looks for goes on."""

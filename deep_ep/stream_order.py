@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from deep_ep import checks
 from deep_ep.event import EventHandle, EventOverlap
 from deep_ep.rules import fail
 
@@ -46,6 +47,12 @@ class StreamOrder:
         Raises:
             EPArgumentError: it is given without them.
         """
+        if previous_event is not None:
+            fix = "Pass what Buffer.capture() or an earlier call returned"
+            checks.instance(where, "previous_event", previous_event, EventOverlap, fix)
+        async_finish, allocate_on_comm_stream = checks.flags(
+            where, async_finish=async_finish, allocate_on_comm_stream=allocate_on_comm_stream
+        )
         self._back = selected
         self._comm = comm
         self._current = selected.current_stream()

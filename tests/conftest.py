@@ -18,6 +18,8 @@ os.environ.setdefault("DEEP_EP_VERIFY", "1")
 import hypothesis  # noqa: E402
 import torch  # noqa: E402
 
+from launch import package_under_test  # noqa: E402
+
 # CI looks at the same examples every time; `--hypothesis-profile=explore` looks for new ones.
 hypothesis.settings.register_profile(
     "ci", deadline=None, derandomize=True, print_blob=True, max_examples=100,
@@ -42,6 +44,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default=None,
         help="run only this seed of the interleaving tests (printed when one fails)",
     )
+
+
+def pytest_report_header() -> str:
+    return package_under_test()
 
 
 @pytest.fixture(autouse=True)

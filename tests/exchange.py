@@ -78,6 +78,12 @@ class Received(NamedTuple):
     handle: tuple[Any, ...]
 
 
+def misaligned(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor` in memory that begins one element behind a multiple of 64 bytes."""
+    memory = torch.empty(tensor.numel() + 1, dtype=tensor.dtype, device=tensor.device)
+    return memory[1:].view(tensor.shape).copy_(tensor)
+
+
 def make_inputs(shape: Shape) -> list[Inputs]:
     """Inputs of all ranks. Magnitudes vary from group to group; some rows are zero."""
     generator = torch.Generator().manual_seed(shape.seed)

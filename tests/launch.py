@@ -10,6 +10,7 @@ import faulthandler
 import functools
 import gc
 import os
+import signal
 import sys
 import tempfile
 import threading
@@ -18,6 +19,7 @@ import traceback
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import TracebackType
@@ -34,15 +36,44 @@ from deep_ep.group import thread_groups
 
 # Where the tensors of the backend under test live: "cpu" or "cuda".
 DEVICE = backend.get().name
-# Forked from a process that has imported everything, ranks start at once; CUDA survives no fork.
-START_METHOD = "spawn" if DEVICE == "cuda" else "forkserver"
-# That process imports a script by itself, but under pytest nothing.
-mp.set_forkserver_preload(["__main__", "deep_ep.diagnose"])
 # Longer than any DEEP_EP_TIMEOUT_S the tests set: an operation that hangs is reported by the
 # library first.
 HANG_S = 120.0
+# A timeout that no healthy rank meets is so many times what an exchange takes; chosen.
+_LONGER = 20.0
 SHARED_MEMORY = Path("/dev/shm")
 Item, Result = TypeVar("Item"), TypeVar("Result")
+
+
+def package_under_test() -> str:
+    """The line that programs and pytest begin with: which package this process tests, and which native module."""
+    module = sys.modules[backend.get().binding.__name__].__file__
+    return f"deep_ep {deep_ep.__version__} of {Path(deep_ep.__file__).parent}, module {module}"
+
+
+_STARTING = threading.Lock()
+
+
+@functools.cache
+def start_method() -> str:
+    """How processes start. They import what this one has imported.
+
+    Forked from a process that has imported the package, ranks start at once; CUDA survives no fork.
+    """
+    if DEVICE == "cuda":
+        return "spawn"
+    # Trials start groups from several threads at once; the environment is everybody's.
+    with _STARTING:
+        mp.set_forkserver_preload(["preloaded"])
+        before = os.environ.get("PYTHONPATH")
+        os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+        try:
+            forkserver.ensure_running()
+        finally:
+            del os.environ["PYTHONPATH"]
+            if before is not None:
+                os.environ["PYTHONPATH"] = before
+    return "forkserver"
 
 
 def _own_stream() -> None:
@@ -183,7 +214,12 @@ def _process(
     fn: Callable[..., Any],
     args: Sequence[Any],
 ) -> None:
+    # A shell's background job, as `make test &`, ignores it, and its children inherit that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.update(env)
+    signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # ignored where tests run in the background
     try:
         group = init_gloo(rank, num_ranks, store)
         pipe.send(Outcome(None, value=fn(rank, group, *args)))
@@ -206,7 +242,7 @@ def run_processes(
     Returns one Outcome per rank. Processes still alive after `timeout_s` are killed; theirs has
     exit code None.
     """
-    context = mp.get_context(START_METHOD)
+    context = mp.get_context(start_method())
     with tempfile.TemporaryDirectory(prefix="deep_ep_test_") as folder:
         store = str(Path(folder, "store"))
         pipes, processes = [], []
@@ -242,7 +278,7 @@ def run_processes(
 
 @functools.cache
 def _cores() -> ProcessPoolExecutor:
-    return ProcessPoolExecutor(len(os.sched_getaffinity(0)), mp.get_context(START_METHOD))
+    return ProcessPoolExecutor(len(os.sched_getaffinity(0)), mp.get_context(start_method()))
 
 
 def on_all_cores(fn: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
@@ -271,6 +307,16 @@ def measured_again(test: Callable[..., None]) -> Callable[..., None]:
         return test(*args, **kwargs)
 
     return attempts
+
+
+def short_timeout_s(exchange: Callable[[], None], least_s: float) -> float:
+    """For tests that provoke timeouts: `least_s`, or on a busy machine many times what a healthy exchange takes."""
+    longest_s = 0.0
+    for _ in range(5):
+        begin = time.monotonic()
+        exchange()
+        longest_s = max(longest_s, time.monotonic() - begin)
+    return max(least_s, _LONGER * longest_s)
 
 
 def raise_failures(outcomes: Sequence[Outcome]) -> list[Any]:
@@ -312,8 +358,9 @@ def assert_no_more_held(later: Held, warm: Held) -> None:
 
 
 def shared_memory_segments() -> set[str]:
-    """Names in /dev/shm."""
-    return {path.name for path in SHARED_MEMORY.iterdir()} if SHARED_MEMORY.is_dir() else set()
+    """Names in /dev/shm, without semaphores: process pools of other programs keep theirs for long."""
+    found = {path.name for path in SHARED_MEMORY.iterdir()} if SHARED_MEMORY.is_dir() else set()
+    return {name for name in found if not name.startswith("sem.")}
 
 
 def shared_memory_left(before: set[str], grace_s: float = 5.0) -> set[str]:

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 import deep_ep
 import reference
+from deep_ep.utils.math import calc_diff
 from exchange import (
     Inputs,
     Mode,
@@ -44,7 +45,7 @@ from launch import (
     shared_memory_left,
     shared_memory_segments,
 )
-from program import calc_diff, run_program, torchrun
+from program import run_program, torchrun
 from test_low_latency import ROUNDED_SCALE_DIFF
 
 PROGRAM = Path(__file__).with_name("test_low_latency.py")

@@ -9,14 +9,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from deep_ep.errors import EPTimeoutError
-from launch import Outcome, run_processes, shared_memory_left, shared_memory_segments
+from launch import HANG_S, Outcome, run_processes, shared_memory_left, shared_memory_segments
 
 MISSING = 1
 TIMEOUT_S = 2.0
-# Long, where the end of a wait is no matter of the timeout.
-NEVER_S = 100.0
-# An operation may need some time of its own beside the wait, on a machine that others use too.
-GRACE_S = 10.0
+# Where the end of a wait is no matter of the timeout: who waits for that hangs, see `run_processes`.
+NEVER_S = 5 * HANG_S
 
 
 def die() -> None:
@@ -64,7 +62,6 @@ def run_without(
         num_ranks,
         *args,
         env={"DEEP_EP_TIMEOUT_S": str(timeout_s), **(env or {})},
-        timeout_s=60,
     )
     survivors: list[Outcome] = [o for rank, o in enumerate(outcomes) if rank not in victims]
     assert [outcomes[victim].exit_code for victim in victims] == [victim_exit_code] * len(victims)
@@ -75,9 +72,8 @@ def run_without(
 
 
 def all_alike(seen: list[dict[str, Any]]) -> dict[str, Any]:
-    """What all survivors say alike, in time."""
+    """What all survivors say alike."""
     for one in seen:
-        assert one["after_s"] < GRACE_S
         for what in ("missing", "dead", "left"):
             assert one[what] == seen[0][what]
     return seen[0]

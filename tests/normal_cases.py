@@ -16,23 +16,26 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 
 import deep_ep
 import normal_reference
-import reference
 from deep_ep import faults
+from deep_ep.utils.math import (
+    calc_diff,
+    create_grouped_scores,
+    hash_tensor,
+    per_token_cast_back,
+    per_token_cast_to_fp8,
+)
+from deep_ep.utils.testing import seconds
 from launch import DEVICE
 from normal_exchange import source_prefix
 from program import (
     add_diagnosis_options,
-    calc_diff,
-    hash_tensor,
     inject_into_routing,
     join,
     parse_faults,
     report_diagnosis,
-    seconds,
     under_torchrun,
 )
 
@@ -158,26 +161,9 @@ def make_config(buffer: deep_ep.Buffer, args: argparse.Namespace) -> deep_ep.Con
 # --- what is sent ---------------------------------------------------------------------------------
 
 
-def cast_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
-    """[T, hidden] bfloat16 of any width -> e4m3, float32 scales [T, ceil(hidden / 128)]."""
-    hidden = x.shape[1]
-    data, scales = reference.cast_fp8(F.pad(x, (0, -hidden % reference.FP8_GROUP)))
-    return data[:, :hidden].contiguous(), scales
-
-
 def cast_back(x: Any) -> Tensor:
     """bfloat16 of what a dispatch brought."""
-    if isinstance(x, Tensor):
-        return x
-    data, scales = x
-    hidden = data.shape[1]
-    rows = torch.empty(data.shape, dtype=torch.bfloat16, device=data.device)
-    padding = (0, -hidden % reference.FP8_GROUP)
-    # In parts: float32 of all rows would be twice their bfloat16.
-    for out, part, factors in zip(rows.split(1024), data.split(1024), scales.split(1024)):
-        padded = F.pad(part.view(torch.uint8), padding).view(data.dtype)
-        out.copy_(reference.dequantise(padded, factors)[:, :hidden])
-    return rows
+    return x if isinstance(x, Tensor) else per_token_cast_back(*x)
 
 
 def make_problem(
@@ -227,8 +213,7 @@ def draw_routing(
         num_groups = args.num_topk_groups or min(num_nodes, 4)
         of_node = scores.view(args.num_tokens, num_nodes, -1)
         best = of_node.amax(2).topk(num_groups, dim=1, sorted=False).indices
-        allowed = torch.zeros(args.num_tokens, num_nodes, dtype=torch.bool).scatter_(1, best, True)
-        scores = (of_node * allowed[:, :, None]).flatten(1)
+        scores = create_grouped_scores(scores, best, num_nodes)
     topk_idx = scores.topk(args.num_topk, dim=1, sorted=False).indices
     return topk_idx.to(deep_ep.topk_idx_t)
 
@@ -247,11 +232,11 @@ def all_data(problem: Problem, args: argparse.Namespace) -> Iterator[Data]:
     also random FP8, with scales as they come. One at a time, since they are large."""
     yield Data("BF16, random", problem.x_random, problem.x_random, problem.weights_random, True)
     yield Data("BF16", problem.x, problem.x, problem.weights, False)
-    data, scales = cast_fp8(problem.x)
+    data, scales = per_token_cast_to_fp8(problem.x)
     column_major = scales.t().contiguous().t()
     yield Data("FP8", (data, column_major), problem.x, problem.weights, False)
     if args.between_nodes:
-        pair = cast_fp8(problem.x_random)
+        pair = per_token_cast_to_fp8(problem.x_random)
         yield Data("FP8, random", pair, problem.x_random, problem.weights_random, True)
 
 
@@ -487,7 +472,7 @@ def measure(buffer: deep_ep.Buffer, group: dist.ProcessGroup, args: argparse.Nam
     nvl_bytes = problem.num_recv * row_bytes
 
     for name, x, factor in (
-        ("FP8", cast_fp8(problem.x_random), (1 + 4 / 128) / 2),
+        ("FP8", per_token_cast_to_fp8(problem.x_random), (1 + 4 / 128) / 2),
         ("BF16", problem.x_random, 1.0),
     ):
         best = min(

@@ -13,7 +13,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,45 +24,7 @@ from rich.console import Console
 
 import deep_ep
 from deep_ep import diagnose, faults
-from launch import DEVICE, START_METHOD
-
-# Of rows in float64 at a time: a production-sized tensor in float64 would cost half a gigabyte per rank.
-COMPARED_ELEMENTS = 1 << 22
-
-
-# --- comparison -----------------------------------------------------------------------------------
-
-
-def calc_diff(x: torch.Tensor, y: torch.Tensor) -> float:
-    """1 - cosine-like similarity in float64; 0 when equal, insensitive to zeros."""
-    if x.numel() == 0:
-        return 0.0
-    products, squares = 0.0, 0.0
-    for a, b in zip(x.flatten().split(COMPARED_ELEMENTS), y.flatten().split(COMPARED_ELEMENTS)):
-        a, b = a.double() + 1, b.double() + 1
-        products += float((a * b).sum())
-        squares += float((a * a + b * b).sum())
-    return 1 - 2 * products / squares
-
-
-def hash_tensor(t: torch.Tensor) -> int:
-    """Sum of the tensor's 32-bit words: insensitive to the order of rows."""
-    return int(t.contiguous().view(torch.int32).sum())
-
-
-def seconds(fn: Callable[[], object]) -> float:
-    """How long `fn` takes, its work on the device included."""
-    if DEVICE != "cuda":
-        begin = time.perf_counter()
-        fn()
-        return time.perf_counter() - begin
-    begin_event, end_event = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin_event.record()
-    fn()
-    end_event.record()
-    end_event.synchronize()
-    return float(begin_event.elapsed_time(end_event)) / 1e3
-
+from launch import DEVICE, package_under_test, start_method
 
 # --- diagnosis ------------------------------------------------------------------------------------
 
@@ -183,7 +144,9 @@ def under_torchrun() -> bool:
 
 def start(run_rank: Callable[..., None], args: argparse.Namespace) -> int:
     """Calls run_rank(local_rank, num_local_ranks, store, args) in each of --num-processes processes, or
-    in this one under a launcher; returns the exit status."""
+    in this one under a launcher; returns the exit status. Rank 0 says first what is tested."""
+    if os.getenv("RANK", "0") == "0":
+        print(package_under_test(), flush=True)
     if under_torchrun():
         run_rank(int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]), "", args)
         return 0
@@ -194,7 +157,7 @@ def start(run_rank: Callable[..., None], args: argparse.Namespace) -> int:
                 run_rank,
                 args=(args.num_processes, store, args),
                 nprocs=args.num_processes,
-                start_method=START_METHOD,
+                start_method=start_method(),
             )
         except mp.ProcessExitedException as error:
             return error.exit_code

@@ -460,3 +460,25 @@ def test_nobody_is_left_out_whom_nobody_misses() -> None:
     ranks.pass_time()
     assert ranks.decision().culprits == ()
     assert ranks.decision().paths == ((1, 0),)
+
+
+@pytest.mark.parametrize("at", [Progress(73, 0, False), Progress(72, 73, False)])
+def test_who_has_come_to_the_operation_is_not_left_out(at: Progress) -> None:
+    ranks = Ranks({0: WAITS, 1: at, 2: WAITS})
+    report_masked(ranks, 0, [1])
+    ranks.answer()
+    ranks.pass_time()
+    assert ranks.decision().culprits == ()
+
+
+def test_who_waits_for_a_decision_is_missed_in_one_operation_and_named_in_the_next() -> None:
+    ranks = Ranks({0: WAITS, 1: Progress(73, 0, False), 2: WAITS})
+    report_masked(ranks, 1, [3])
+    ranks.answer()
+    ranks.pass_time()
+    for op, named in ((74, ()), (75, (1,))):
+        report_masked(ranks, 0, [1], Key("operation", op))
+        ranks.at[0] = Progress(op - 1, op, True)
+        ranks.answer()
+        ranks.pass_time()
+        assert ranks.decisions(0)[-1].culprits == named

@@ -36,6 +36,7 @@ from deep_ep.errors import (
     EPError,
     EPTimeoutError,
     EPTransportError,
+    EPTypeError,
     EPUsageError,
     ranks_text,
 )
@@ -45,9 +46,10 @@ from deep_ep.handles import LowLatencyHandle
 from deep_ep.topology import Topology, ranks_per_node
 
 STREAMS = "previous_event=None, async_finish=False, allocate_on_comm_stream=False"
+# All that may be positional, in the order of v1.2.1; the masks, which that version lacks, as in later ones.
 SIGNATURES = {
     "__init__": "group, num_nvl_bytes=0, num_rdma_bytes=0, low_latency_mode=False, num_qps_per_rank=24, "
-    "allow_nvlink_for_low_latency_mode=True, allow_mnnvl=False, explicitly_destroy=False",
+    "allow_nvlink_for_low_latency_mode=True, allow_mnnvl=False, explicitly_destroy=False, comm=None",
     "get_low_latency_rdma_size_hint": "num_max_dispatch_tokens_per_rank, hidden, num_ranks, num_experts",
     "get_local_buffer_tensor": "dtype, size=None, offset=0, use_rdma_buffer=False",
     "get_dispatch_layout": f"topk_idx, num_experts, {STREAMS}",
@@ -57,7 +59,7 @@ SIGNATURES = {
     "combine": f"x, handle, topk_weights=None, bias=None, config=None, {STREAMS}",
     "internode_dispatch": "x, handle=None, num_tokens_per_rank=None, num_tokens_per_rdma_rank=None, "
     "is_token_in_rank=None, num_tokens_per_expert=None, topk_idx=None, topk_weights=None, "
-    f"expert_alignment=1, num_worst_tokens=0, config=None, {STREAMS}",
+    f"expert_alignment=1, config=None, {STREAMS}",
     "internode_combine": f"x, handle, topk_weights=None, bias=None, config=None, {STREAMS}",
     "low_latency_dispatch": "x, topk_idx, num_max_dispatch_tokens_per_rank, num_experts, "
     "cumulative_local_expert_recv_stats=None, dispatch_wait_recv_cost_stats=None, use_fp8=True, "
@@ -77,9 +79,6 @@ SIGNATURES = {
     "get_comm_stream": "",
     "destroy": "",
 }
-# In every call; and where only low latency has them in DeepEP.
-OWN_ADDITIONS = {"recv_counters"}
-NORMAL_ADDITIONS = {"dispatch_wait_recv_cost_stats", "combine_wait_recv_cost_stats"}
 
 
 @pytest.fixture
@@ -152,15 +151,34 @@ def test_importing_loads_no_backend_and_touches_no_gpu() -> None:
 
 
 @pytest.mark.parametrize("name", SIGNATURES)
-def test_signatures_are_those_of_deep_ep(name: str) -> None:
+def test_positional_parameters_are_those_of_deep_ep(name: str) -> None:
     parameters = list(inspect.signature(getattr(Buffer, name)).parameters.values())
-    ours = OWN_ADDITIONS if "low_latency" in name else OWN_ADDITIONS | NORMAL_ADDITIONS
     given = [
         p.name if p.default is p.empty else f"{p.name}={p.default!r}"
         for p in parameters
-        if p.kind is p.POSITIONAL_OR_KEYWORD and p.name not in {"self", *ours}
+        if p.kind is p.POSITIONAL_OR_KEYWORD and p.name != "self"
     ]
     assert ", ".join(given) == SIGNATURES[name]
+    others = {p.kind for p in parameters if p.kind is not p.POSITIONAL_OR_KEYWORD}
+    assert others <= {inspect.Parameter.KEYWORD_ONLY}
+
+
+def test_what_revisions_have_in_one_place_is_told_apart() -> None:
+    with pytest.raises(EPTypeError, match="comm is True; .* Pass comm and enable_shrink by name"):
+        Buffer(thread_groups(1)[0], 0, 0, False, 24, True, False, False, True)  # type: ignore[arg-type]
+
+
+def test_a_positional_config_is_the_config(buffer: Buffer) -> None:
+    x, topk_idx = torch.ones(3, 8, dtype=torch.bfloat16), torch.zeros(3, 1, dtype=torch.int64)
+    counts = buffer.get_dispatch_layout(topk_idx, 2)
+    per_rank, per_node, per_expert, in_rank, _ = counts
+    given = (x, None, per_rank, per_node, in_rank, per_expert, topk_idx, torch.ones(3, 1), 1)
+    received = buffer.internode_dispatch(*given, Config(2, 2, 8), None, True)
+    assert received[5].event is not None
+    assert torch.equal(received[0], x)
+    # Where some revisions have num_worst_tokens.
+    with pytest.raises(EPTypeError, match="config"):
+        buffer.internode_dispatch(*given, 0, Config(2, 2, 8))  # type: ignore[arg-type]
 
 
 def test_the_constructor_takes_the_keywords_of_every_revision() -> None:
@@ -767,6 +785,8 @@ def launch_shape() -> tuple[int, int]:
         (env.NVSHMEM_QP_DEPTH, "2048", env.nvshmem_qp_depth, 2048),
         (env.LOCAL_WORLD_SIZE, "", env.local_world_size, None),
         (env.LOCAL_WORLD_SIZE, "4", env.local_world_size, 4),
+        (env.MASTER_PORT, "99", env.nodes, ("tcp://127.0.0.1:99", 1, 0)),
+        (env.WORLD_SIZE, "3", env.nodes, ("tcp://127.0.0.1:8361", 3, 0)),
     ],
 )
 def test_environment_variables_are_read(
@@ -782,6 +802,8 @@ def test_environment_variables_are_read(
         (env.BACKEND, "rocm", env.backend),
         (env.LOCAL_WORLD_SIZE, "none", env.local_world_size),
         (env.TIMEOUT_S, "0", env.timeout_s),
+        (env.RANK, "1", env.nodes),
+        (env.WORLD_SIZE, "0", env.nodes),
         (env.TIMEOUT_S, "soon", env.timeout_s),
         (env.RECORDER_FRAMES, "65", env.recorder_frames),
         (env.RECORDER_FRAMES, "all", env.recorder_frames),

@@ -7,13 +7,14 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 
-from deep_ep import EPNotBuiltError, backend, nvshmem
+from deep_ep import EPNotBuiltError, backend, host_memory, nvshmem
 from deep_ep.errors import EPUsageError
 
 TOO_OLD = (
@@ -239,6 +240,29 @@ def test_only_kernels_that_call_nvshmem_may_hang_in_it(machine: Machine) -> None
     cuda = backend.get()
     assert cuda.may_hang(create(machine))
     assert not cuda.may_hang(create(machine, needs_rdma=False))
+
+
+@pytest.mark.parametrize("version", ["v1", "v2"])
+def test_what_is_available_is_what_kernel_and_container_leave(tmp_path: Path, version: str) -> None:
+    meminfo, groups = tmp_path / "meminfo", tmp_path / "groups"
+    assert host_memory.available_bytes(meminfo, groups) is None
+    meminfo.write_text("MemTotal:  9000 kB\nMemAvailable:  5000 kB\n")
+    assert host_memory.available_bytes(meminfo, groups) == 5000 << 10
+    (groups / "memory").mkdir(parents=True)
+    names = {
+        "v1": (
+            "memory/memory.limit_in_bytes",
+            "memory/memory.usage_in_bytes",
+            "memory/memory.stat",
+        ),
+        "v2": ("memory.max", "memory.current", "memory.stat"),
+    }[version]
+    prefix = "total_" if version == "v1" else ""
+    for name, text in zip(names, ("900", "800", f"anon 700\n{prefix}inactive_file 50\n")):
+        (groups / name).write_text(text)
+    assert host_memory.available_bytes(meminfo, groups) == 150
+    (groups / names[0]).write_text("max")
+    assert host_memory.available_bytes(meminfo, groups) == 5000 << 10
 
 
 def test_streams_wait_through_the_event_that_is_kept_and_never_for_themselves(machine: Any) -> None:

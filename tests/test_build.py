@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -116,3 +117,56 @@ def test_spills_and_local_memory_of_kernels_fail_the_check(
     assert result.returncode == status, result.stdout
     assert "32" in result.stdout
     assert "1024" in result.stdout
+
+
+# ---- what make installs and builds
+
+
+def made(target: str, tmp_path: Path, **variables: str) -> list[str]:
+    """The calls of python that `make TARGET` makes: DEEP_EP_CUDA, and the arguments."""
+    binaries, calls = tmp_path / "venv" / "bin", tmp_path / "calls"
+    binaries.mkdir(parents=True)
+    (binaries / "python").write_text(f'#!/bin/sh\necho "${{DEEP_EP_CUDA:-auto}} $*" >> {calls}\n')
+    (binaries / "python").chmod(0o755)
+    ours = ("DEEP_EP_CUDA", "MAKEFLAGS", "MAKELEVEL", "MFLAGS", "TORCH_VERSION")
+    environment = {name: text for name, text in os.environ.items() if name not in ours}
+    subprocess.run(
+        ["make", target, f"VENV={tmp_path / 'venv'}", f"PYTHON={sys.executable}"],
+        cwd=ROOT, env={**environment, **variables}, check=True, capture_output=True,
+    )  # fmt: skip
+    return calls.read_text().splitlines()
+
+
+def test_the_demo_installs_and_builds_only_what_it_runs(tmp_path: Path) -> None:
+    calls = made("demo", tmp_path)
+    installed = (tmp_path / "venv" / "requirements.txt").read_text()
+    assert "torch==" in installed
+    assert "pytest" not in installed
+    assert not any("requirements-dev.txt" in call for call in calls)
+    assert all(call.startswith("0 ") for call in calls)
+    assert "tests/test_low_latency.py" in calls[-1]
+
+
+def test_whoever_asks_for_cuda_gets_it(tmp_path: Path) -> None:
+    assert all(call.startswith("1 ") for call in made("demo", tmp_path / "demo", DEEP_EP_CUDA="1"))
+    assert all(call.startswith("auto ") for call in made("install", tmp_path / "install"))
+
+
+def test_ci_runs_what_make_test_leaves_out(tmp_path: Path) -> None:
+    (tmp_path / "python").write_text(f'#!/bin/sh\necho "$*" >> {tmp_path}/calls\n')
+    (tmp_path / "python").chmod(0o755)
+    runs: dict[str, list[str]] = {}
+    for arguments in ("", "--all", "-k name"):
+        subprocess.run(
+            [ROOT / "tools" / "test.sh", tmp_path / "python", *arguments.split()],
+            cwd=tmp_path, check=True,
+        )  # fmt: skip
+        calls = (tmp_path / "calls").read_text().splitlines()
+        runs[arguments] = [call.split(" -m pytest ")[1] for call in calls if " -m pytest " in call]
+        (tmp_path / "calls").unlink()
+    without, every, chosen = runs.values()
+    assert [call.replace(" -m not exhaustive", "") for call in without] == every
+    assert len(every) == 2
+    assert not any("exhaustive" in call for call in every)
+    assert [call.endswith("-k name") for call in chosen] == [True]
+    assert "make test-all\n" in (ROOT / ".ci" / "run").read_text()

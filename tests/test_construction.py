@@ -28,8 +28,8 @@ def comes_late() -> None:
     time.sleep(1.5)
 
 
-def make_buffer(group: Any) -> deep_ep.Buffer:
-    return deep_ep.Buffer(group, num_nvl_bytes=1 << 20)
+def make_buffer(group: Any, destroys: bool = False) -> deep_ep.Buffer:
+    return deep_ep.Buffer(group, num_nvl_bytes=1 << 20, explicitly_destroy=destroys)
 
 
 def logged(caplog: pytest.LogCaptureFixture) -> set[str]:
@@ -179,6 +179,27 @@ def test_who_has_not_called_destroy_is_named_while_the_others_wait_there(
     assert line.startswith("deep_ep: rank 2 has not called destroy(); its thread")
     assert "comes_late" in line
     assert "ranks 0-1 wait for it" in line
+
+
+def destroy_while_the_others_meet(rank: int, group: dist.ProcessGroup) -> list[str]:
+    """Rank 0 destroys its buffer while the others are in a barrier, and they do so after it; what destroy() warns of."""
+    buffer = make_buffer(group, destroys=True)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        if rank == 0:
+            buffer.destroy()
+        group.barrier().wait()
+        buffer.destroy()
+    return [str(w.message) for w in caught if "not all ranks came" in str(w.message)]
+
+
+def test_destroy_waits_no_longer_than_an_operation() -> None:
+    """gloo itself would wait for half an hour."""
+    env = {"DEEP_EP_TIMEOUT_S": "1"}
+    said = raise_failures(run_processes(destroy_while_the_others_meet, 3, env=env))
+    assert said[1:] == [[], []]
+    (warned,) = said[0]
+    assert "ranks 1-2 did not call it within 1 s" in warned
 
 
 def test_who_waited_in_destroy_in_vain_says_for_whom(monkeypatch: pytest.MonkeyPatch) -> None:

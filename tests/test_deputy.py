@@ -12,6 +12,7 @@ import pytest
 import deep_ep
 from deep_ep import liveness
 from deep_ep.agreement import Message
+from deep_ep.door import greeting
 from deep_ep.hang.cause import Verdict
 from deep_ep.succession import Succession
 from test_liveness import LONG_S, OnlyOwn, star, until
@@ -125,30 +126,21 @@ def test_a_rank_believes_others_only_what_they_may_say(monkeypatch: pytest.Monke
         loop: Any = ranks[1].member.loop
         peers = loop._deputy._peers
         assert peers._door.listener.getsockname()[0] == "127.0.0.1"
-        for said in (
-            {"token": "other", "rank": 2},
-            {"token": peers._token, "rank": 0},
-            {
-                "token": peers._token,
-                "rank": 2,
-                "then": {"type": "dead", "rank": 0, "how": "process"},
-            },
-            {
-                "token": peers._token,
-                "rank": 2,
-                "then": {"type": "state", "inquiry": 1, "state": []},
-            },
+        dead = b'{"type": "dead", "rank": 0, "how": "process"}\n'
+        state = b'{"type": "state", "inquiry": 1, "state": []}\n'
+        for greets, then in (
+            (greeting("0" * len(peers._token), 2), b""),
+            (greeting(peers._token, 0), b""),
+            (greeting(peers._token, 2), dead),
+            (greeting(peers._token, 2), state),
         ):
-            then = said.pop("then", None)
             with socket.create_connection(ranks[1].member.address, LONG_S) as stranger:
                 stranger.settimeout(LONG_S)
-                stranger.sendall(
-                    b"".join(json.dumps(m).encode() + b"\n" for m in (said, then) if m)
-                )
+                stranger.sendall(greets + then)
                 heard = b""
                 while data := stranger.recv(100):
                     heard += data
-            assert bool(heard) == (then is not None)
+            assert bool(heard) == bool(then)
         assert ranks[1].native.gone == []
         assert ranks[0].agree([2]) is not None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 import deep_ep
+from deep_ep import low_latency_checks
 from deep_ep.errors import EPArgumentError, EPTypeError, EPUsageError
 from exchange import (
     Mode,
@@ -18,6 +20,7 @@ from exchange import (
     dispatch,
     exchange_and_check,
     make_inputs,
+    misaligned,
     ranks_for,
 )
 from launch import DEVICE, Ranks
@@ -112,6 +115,9 @@ def tensor_cases(name: str, dtype: torch.dtype, words: str) -> list[Any]:
 DISPATCH_CASES = [
     *tensor_cases("x", torch.float16, "x.bfloat16()"),
     *tensor_cases("topk_idx", torch.float32, "topk_idx_t"),
+    pytest.param(
+        of("x", misaligned), EPArgumentError, ["x begins at address", "16 bytes", "x.clone()"], id="x-address"
+    ),
     *tensor_cases("cumulative_local_expert_recv_stats", torch.int64, "torch.zeros("),
     *tensor_cases("dispatch_wait_recv_cost_stats", torch.int32, "torch.zeros("),
     pytest.param(
@@ -187,6 +193,12 @@ COMBINE_CASES = [
     *tensor_cases("topk_idx", torch.float32, "topk_idx_t"),
     *tensor_cases("topk_weights", torch.float64, "topk_weights.float()"),
     *tensor_cases("out", torch.float32, "torch.empty("),
+    *(
+        pytest.param(
+            of(name, misaligned), EPArgumentError, [f"{name} begins at address", "16 bytes"], id=f"{name}-address"
+        )
+        for name in ("x", "out")
+    ),
     *tensor_cases("combine_wait_recv_cost_stats", torch.int32, "torch.zeros("),
     pytest.param(
         of("handle", lambda h: (h[0][:, :6].contiguous(), *h[1:])),
@@ -457,3 +469,33 @@ def test_a_rank_in_another_operation_is_named() -> None:
             assert "operation" in str(error)
             assert rank == BAD_RANK or f"rank {BAD_RANK}" in str(error), error
         assert_still_usable(ranks)
+
+
+@pytest.mark.parametrize(
+    ("mode", "num_max_tokens", "hidden", "said"),
+    [
+        (Mode(use_fp8=True), 4, 640, []),
+        (Mode(use_fp8=True), 3, 512, ["scales have 3 rows"]),
+        (Mode(), 3, 640, []),
+        (Mode(use_fp8=True, round_scale=True, use_ue8m0=True), 4, 512, []),
+        (
+            Mode(use_fp8=True, round_scale=True, use_ue8m0=True),
+            *(3, 640),
+            ["scales have 3 rows", "hidden is 640"],
+        ),
+    ],
+    ids=str,
+)
+def test_scales_that_tma_descriptors_do_not_allow_are_said_once(
+    mode: Mode, num_max_tokens: int, hidden: int, said: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    low_latency_checks._say_what_consumers_refuse.cache_clear()
+    shape = Shape((3,), num_max_tokens, hidden, num_experts=2, num_topk=1)
+    inputs = make_inputs(shape)
+    with caplog.at_level(logging.WARNING, "deep_ep"), ranks_for(shape) as ranks:
+        for _ in range(2):
+            ranks.run(lambda rank, buffer: dispatch(buffer, inputs[rank], shape, mode))
+    lines = [text for text in caplog.messages if "TMA" in text or "hidden is" in text]
+    assert len(lines) == len(said)
+    for line, words in zip(lines, said):
+        assert words in line

@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ import pytest
 
 import gpu
 from gpu import FAILED, LEFT_OUT, OUT_OF_TIME, PASSED, SHOWN, Step
+
+pytestmark = pytest.mark.exhaustive
 
 RUNNER = Path(gpu.__file__)
 # Far above what a made-up step takes, far below what a test may.
@@ -227,7 +230,46 @@ def test_missing_packages_come_from_wheels(tmp_path: Path) -> None:
     Path(archive).rename(wheels / "made_up_for_this-1.0-py3-none-any.whl")
     assert gpu.install(["made-up-for-this"], wheels, target) == 0
     assert (target / "made_up_for_this" / "__init__.py").exists()
-    assert "--dest wheels pybind11 rich" in gpu.wheels_command(["pybind11", "rich"])
+    assert "--dest wheels pybind11 'rich>=3'" in gpu.wheels_command(["pybind11", "rich>=3"])
+
+
+def test_a_package_that_is_too_old_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu.importlib.metadata, "version", lambda name: "76.1.0")
+    assert gpu.missing_packages() == ["setuptools>=77"]
+    monkeypatch.setattr(gpu.importlib.metadata, "version", lambda name: "77.0")
+    assert gpu.missing_packages() == []
+
+
+def test_a_part_fits_ten_minutes_and_the_build_is_in_the_first(tmp_path: Path) -> None:
+    steps = gpu.all_steps(tmp_path, dry=False)
+    parts = {part: [s for s in steps if s.part == part] for part in range(1, gpu.PARTS + 1)}
+    for part, ones in parts.items():
+        assert 0 < sum(one.limit_s for one in ones) <= gpu.PART_S, part
+    assert sum(map(len, parts.values())) == len(steps)
+    assert {"build", "gpu"} <= {one.name for one in parts[1]}
+
+
+@pytest.mark.parametrize("tests", ["test_gpu.py", "test_low_latency.py", "test_normal_gpu.py"])
+def test_results_are_compared_with_and_without_verification(tmp_path: Path, tests: str) -> None:
+    steps = gpu.all_steps(tmp_path, dry=False)
+    runs = [s for s in steps if any(w.endswith(tests) for c in s.commands for w in c)]
+    assert {s.environment.get("DEEP_EP_VERIFY", "1") for s in runs} == {"0", "1"}
+    if tests == "test_normal_gpu.py":
+        assert {s.environment.get("DEEP_EP_BULK_COPIES", "1") for s in runs} == {"0", "1"}
+
+
+def test_a_run_leaves_three_files(tmp_path: Path) -> None:
+    details = tmp_path / "details"
+    table = f"open({str(details / gpu.TABLE)!r}, 'w').write('| a table |')"
+    run(python("measures", table, writes=(gpu.TABLE,)), FINE, out=details)
+    gpu.pack(details, tmp_path)
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {"summary.txt", "results.json", "details.tar.gz"}
+    said = (tmp_path / "summary.txt").read_text()
+    assert "2 passed" in said
+    assert "| a table |" in said
+    with tarfile.open(tmp_path / "details.tar.gz") as archive:
+        assert "details/fine.txt" in archive.getnames()
 
 
 @pytest.mark.slow

@@ -175,6 +175,26 @@ def test_a_handle_with_other_values_is_refused(
         exchange_and_check(ranks, SHAPE, MODE)
 
 
+def test_rows_that_say_they_come_from_elsewhere_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Combine would put them there, into the memory of their source."""
+    monkeypatch.setenv("DEEP_EP_VERIFY", "0")
+    inputs = make_inputs(SHAPE)
+
+    def send(rank: int, buffer: deep_ep.Buffer) -> Any:
+        return begin_dispatch(buffer, inputs[rank], SHAPE, replace(MODE, hook=True))[2]
+
+    with ranks_for(SHAPE) as ranks:
+        hooks = ranks.run(send)
+        memory = ranks.buffers[LIAR].get_local_buffer_tensor(torch.uint8, use_rdma_buffer=True)
+        memory.fill_(255)
+        outcomes = ranks.outcomes(lambda rank, _: hooks[rank]())
+        assert isinstance(outcomes[LIAR], EPTransportError)
+        assert "not what was sent" in str(outcomes[LIAR])
+        exchange_and_check(ranks, SHAPE, MODE)
+
+
 def dispatched_nowhere(topk_idx: torch.Tensor) -> torch.Tensor:
     """An entry that dispatch had as -1 names an expert."""
     token, k = (int(i) for i in (topk_idx < 0).nonzero()[0])

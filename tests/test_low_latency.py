@@ -24,16 +24,15 @@ import torch.distributed as dist
 import deep_ep
 import reference
 from deep_ep import faults
+from deep_ep.utils.math import calc_diff, hash_tensor
+from deep_ep.utils.testing import seconds
 from launch import DEVICE
 from program import (
     add_diagnosis_options,
-    calc_diff,
-    hash_tensor,
     inject_into_routing,
     join,
     parse_faults,
     report_diagnosis,
-    seconds,
     start,
 )
 

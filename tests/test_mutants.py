@@ -14,6 +14,8 @@ import pytest
 
 import native
 
+pytestmark = pytest.mark.exhaustive
+
 
 def load_tool() -> Any:
     """tools/mutants.py as a module."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deep_ep import Buffer, Config, backend, handle_values, layout_values, normal
+from deep_ep import Buffer, Config, backend, handle_values, layout_values, normal, normal_checks
 from deep_ep.counters import RecvCounters
 from deep_ep.errors import (
     EPArgumentError,
@@ -22,6 +23,7 @@ from deep_ep.errors import (
     EPUsageError,
 )
 from deep_ep.handles import hidden_word
+from exchange import misaligned
 from launch import DEVICE, Ranks
 
 NUM_TOKENS = (5, 0, 3, 7)
@@ -200,6 +202,7 @@ def with_scales(change: Callable[[torch.Tensor], Any], data: torch.dtype = torch
 
 
 DISPATCH_CASES = [
+    pytest.param(of("x", misaligned), EPArgumentError, ["x begins at address", "x.clone()"], id="x-address"),
     *tensor_cases("x", None),
     *tensor_cases("num_tokens_per_rank", torch.int64),
     *tensor_cases("is_token_in_rank", torch.int32),
@@ -378,6 +381,10 @@ COMBINE_CASES = [
     pytest.param(
         of("bias", lambda b: (b[0].float(), None)), EPArgumentError, ["bias[0]", "torch.float32"], id="bias-dtype"
     ),
+    pytest.param(of("x", misaligned), EPArgumentError, ["x begins at address", "x.clone()"], id="x-address"),
+    pytest.param(
+        of("bias", lambda b: (b[0], misaligned(b[1]))), EPArgumentError, ["bias[1] begins at"], id="bias-address"
+    ),
     pytest.param(of("bias", lambda b: (None, b[1][1:])), EPArgumentError, ["bias[1]", "shape"], id="bias-rows"),
     pytest.param(
         of("bias", lambda b: (None, b[1][:, :8].contiguous())), EPArgumentError, ["bias[1]", "shape"], id="bias-hidden"
@@ -505,6 +512,38 @@ def test_a_handle_of_more_rows_than_came_can_be_sliced(ranks: Ranks, sliced: boo
         assert torch.equal(combined, expected)
 
 
+def test_the_bytes_of_the_worst_case_are_what_is_allocated(ranks: Ranks) -> None:
+    for rank, result in enumerate(dispatched(ranks, num_worst_tokens=64)):
+        x, topk_idx, topk_weights, _, handle, _ = result
+        several = len(handle) == 10
+        rows = (x, topk_idx, topk_weights, handle[7] if several else handle[3])
+        relayed = handle[-1][NUM_TOKENS[rank] :] if several else handle[-1][:0]
+        place = ranks.buffers[rank].runtime.topology
+        shape = normal_checks.Shape(NUM_TOKENS[rank], 2 * HIDDEN, NUM_TOPK, 0, NUM_EXPERTS, CONFIG)
+        counted = sum(tensor.nbytes for tensor in (*rows, relayed))
+        assert counted == normal_checks.worst_bytes(shape, place, 64)
+
+
+def test_a_worst_case_that_no_memory_holds_is_refused_before_anything_is_sent(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of_backend = type(ranks.buffers[0].communicator.backend)
+    monkeypatch.setattr(of_backend, "available_bytes", lambda _: 1 << 20)
+
+    def dispatch(rank: int, buffer: Buffer) -> None:
+        arguments = dispatch_arguments(rank, buffer)
+        if rank == BAD_RANK:
+            assert_raises(
+                lambda: buffer.dispatch(**arguments, num_worst_tokens=1 << 21),
+                EPArgumentError,
+                ["dispatch: num_worst_tokens is 2097152", "bytes on each rank, and 1048576 are"],
+            )
+        buffer.dispatch(**arguments, num_worst_tokens=64)
+
+    ranks.run(dispatch)
+    assert_usable(ranks)
+
+
 @reads_values
 def test_more_rows_than_the_worst_case_are_refused_where_they_come(ranks: Ranks) -> None:
     def dispatch(rank: int, buffer: Buffer) -> None:
@@ -615,6 +654,27 @@ def test_what_the_host_cannot_read_the_kernels_refuse(
     assert_raises(lambda: raise_outcome(outcomes[BAD_RANK]), EPArgumentError, words)
     for rank, outcome in enumerate(outcomes):
         assert rank == BAD_RANK or isinstance(outcome, EPTransportError)
+    assert_usable(ranks)
+
+
+@pytest.mark.usefixtures("like_a_gpu")
+def test_who_comes_after_one_rank_has_given_up_meets_those_that_still_wait(ranks: Ranks) -> None:
+    wrong, late, refused = of("num_tokens_per_rank", with_value(1, 9)), 3, threading.Event()
+
+    def dispatch(rank: int, buffer: Buffer) -> None:
+        arguments = dispatch_arguments(rank, buffer)
+        if rank == late:
+            assert refused.wait(60.0)
+        try:
+            buffer.dispatch(**(wrong(arguments) if rank == BAD_RANK else arguments))
+        finally:
+            if rank == BAD_RANK:
+                refused.set()
+
+    outcomes = ranks.outcomes(dispatch)
+    assert type(outcomes[BAD_RANK]) is EPArgumentError
+    for rank in {*range(len(outcomes))} - {BAD_RANK}:
+        assert type(outcomes[rank]) is EPTransportError
     assert_usable(ranks)
 
 

@@ -8,7 +8,6 @@ import contextlib
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +19,6 @@ from deep_ep import normal
 from deep_ep.errors import EPRankGoneError, EPTimeoutError, EPTransportError
 from launch import run_processes
 from missing_rank import (
-    GRACE_S,
     MISSING,
     NEVER_S,
     TIMEOUT_S,
@@ -148,7 +146,6 @@ def test_a_killed_rank_is_named(
 ) -> None:
     seen = run_without(scenario, NUM_RANKS, -signal.SIGKILL, NEVER_S, ranks_per_node)
     for one in seen:
-        assert one["after_s"] < GRACE_S
         assert one["dead"] == (MISSING,)
         # Who is one operation ahead may hear first that another one has ended because of it.
         assert set(one["missing"]) - set(one["left"]) == {MISSING}
@@ -214,9 +211,10 @@ def rank_is_stopped_for_a_while(rank: int, group: dist.ProcessGroup, ranks_per_n
             this.exchange_for_ever()
         result = None
     else:
+        others = dist.new_group(OTHERS, use_local_synchronization=True)
         result = timeout_of(this.exchange_for_ever)
+        dist.barrier(others)
     if rank == 0:
-        time.sleep(0.1)  # the others have their answer, too
         os.kill(pids[MISSING], signal.SIGCONT)
     dist.barrier(group)
     this.exchange_at_last()
@@ -231,7 +229,6 @@ def test_a_stopped_rank_is_named_and_comes_back(ranks_per_node: int) -> None:
         NUM_RANKS,
         ranks_per_node,
         env={"DEEP_EP_TIMEOUT_S": str(TIMEOUT_S)},
-        timeout_s=60,
     )
     assert [(o.exit_code, o.error) for o in outcomes] == [(0, "")] * NUM_RANKS
     for rank in OTHERS:
@@ -239,7 +236,6 @@ def test_a_stopped_rank_is_named_and_comes_back(ranks_per_node: int) -> None:
         assert seen["missing"] == (MISSING,)
         assert seen["dead"] == ()
         assert f"rank {MISSING} does not answer" in seen["text"]
-        assert seen["after_s"] < TIMEOUT_S + GRACE_S
 
 
 # --- gone -----------------------------------------------------------------------------------------

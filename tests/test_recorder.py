@@ -24,10 +24,13 @@ SHAPE = Shape((8, 5), 8, 256, 4, 2)
 PLAIN = LowLatencyMode()
 
 
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    with Ranks(2, 8, 256, 4) as ranks:
-        yield ranks
+# Of three blocks and of five some leave a dispatch that the others wait in: there are two experts a rank.
+@pytest.fixture(scope="module", params=["1x1", "3x2", "5x1"])
+def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DEEP_EP_LAUNCH_SHAPE", request.param)
+        with Ranks(2, 8, 256, 4) as ranks:
+            yield ranks
 
 
 def state_of(buffer: deep_ep.Buffer, most: int = 64, with_threads: bool = False) -> RankState:
@@ -94,9 +97,11 @@ def test_a_hook_is_known_before_and_after_it_is_called(ranks: Ranks) -> None:
     for sent, received in ranks.run(run):
         assert sent.has_hook
         assert not sent.receive_called_ns
+        assert sent.sent_ns > sent.entered_ns
         assert not sent.finished_ns
         assert sent.call == received.call
         assert sent.entered_ns == received.entered_ns
+        assert received.sent_ns == sent.sent_ns
         assert received.receive_called_ns >= sent.called_ns
         assert received.finished_ns
 

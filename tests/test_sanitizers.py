@@ -16,7 +16,7 @@ PROGRAMS = tuple(native.TOOL.programs([]))
 CLEAN = [program for program in PROGRAMS if not program.must_fail]
 MUST_FAIL = [program for program in PROGRAMS if program.must_fail]
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.exhaustive]
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,8 @@
 """A rank that is stopped (SIGSTOP) at any moment, while the others time out and try again: what it
 returns when it goes on is right, or an error.
 
-Every exchange has inputs of its own, so rows of another one show. Rows are not verified here: the
-protocol itself must keep what a stopped rank still reads.
+Every exchange has inputs of its own, and rows say for which operation they were meant, so rows of another one
+show. Rows are not verified here: the protocol itself must keep what a stopped rank still reads.
 """
 
 from __future__ import annotations
@@ -21,13 +21,7 @@ import torch.distributed as dist
 
 import deep_ep
 from deep_ep.errors import EPError
-from exchange import (
-    Mode,
-    Shape,
-    dispatch,
-    expected_dispatch,
-    make_inputs,
-)
+from exchange import Inputs, Mode, Received, Shape, dispatch, make_inputs
 from launch import raise_failures, run_processes
 
 SHAPE = Shape((192, 192, 192), num_max_tokens=192, hidden=7168, num_experts=6, num_topk=3)
@@ -43,6 +37,9 @@ STOPPED = 1
 TIMEOUT_S = 0.3
 STOP_S = 3.5 * TIMEOUT_S
 NUM_STOPS = 8
+# What the first value of a row counts up to, exact in BF16; and how many operations the others may have given up
+# between a rank's look at the number and its call.
+MARKS, MOST_BEHIND = 128, 4
 
 pytestmark = pytest.mark.skipif(
     deep_ep.backend.get().name != "cpu", reason="ranks that are processes share no GPU"
@@ -59,6 +56,26 @@ def stop_now_and_then(process: int) -> None:
         os.kill(process, signal.SIGCONT)
 
 
+def check(received: Received, rank: int, op: int, inputs: list[list[Inputs]]) -> None:
+    """All rows of a source are those that it sent in this operation, whichever it had thought to call."""
+    num_local_experts = SHAPE.num_local_experts
+    for source in range(SHAPE.num_ranks):
+        ranges = [divmod(one, 1 << 32) for one in received.handle[1][:, source].tolist()]
+        rows = [
+            rows[begin : begin + count] for rows, (begin, count) in zip(received.recv_x, ranges)
+        ]
+        (mark,) = torch.cat(rows)[:, 0].unique().int().tolist()
+        behind = (op - mark) % MARKS
+        assert behind <= MOST_BEHIND, (
+            f"rank {rank}, operation {op}: rows of rank {source} for {mark}"
+        )
+        sent = inputs[(op - behind) % len(inputs)][source]
+        for i, got in enumerate(rows):
+            expert = rank * num_local_experts + i
+            want = sent.x[(sent.topk_idx == expert).any(1)]
+            assert torch.equal(got[:, 1:], want[:, 1:])
+
+
 def dispatch_all_the_time(
     rank: int, group: dist.ProcessGroup, shapes: list[Shape]
 ) -> tuple[int, int]:
@@ -66,8 +83,7 @@ def dispatch_all_the_time(
     size = deep_ep.Buffer.get_low_latency_rdma_size_hint(
         SHAPE.num_max_tokens, SHAPE.hidden, SHAPE.num_ranks, SHAPE.num_experts
     )
-    inputs = [make_inputs(shape)[rank] for shape in shapes]
-    expected = [expected_dispatch(make_inputs(shape), shape, MODE)[rank] for shape in shapes]
+    inputs = [make_inputs(shape) for shape in shapes]
     buffer = deep_ep.Buffer(group, num_rdma_bytes=size, low_latency_mode=True, num_qps_per_rank=2)
     ids: list[Any] = [None] * SHAPE.num_ranks
     dist.all_gather_object(ids, os.getpid(), group=group)
@@ -78,15 +94,15 @@ def dispatch_all_the_time(
     num_right = num_failed = 0
     while time.monotonic() < end:
         # The number chooses the inputs, so that ranks agree again after some have missed operations.
-        which = (buffer.runtime.operation() + 1) % len(shapes)
+        number = buffer.runtime.operation() + 1
+        mine = inputs[number % len(shapes)][rank]
+        mine.x[:, 0] = number % MARKS
         try:
-            received = dispatch(buffer, inputs[which], shapes[which], MODE)
+            received = dispatch(buffer, mine, shapes[number % len(shapes)], MODE)
         except EPError:
             num_failed += 1
             continue
-        # Not assert_received_one(): the more of its time a rank copies, the more stops hit a copy.
-        for rows, want in zip(received.recv_x, expected[which].data):
-            assert torch.equal(rows[: len(want)].view(torch.int16), want.view(torch.int16))
+        check(received, rank, buffer.runtime.native.entered_operation(), inputs)
         num_right += 1
     return num_right, num_failed
 
@@ -99,6 +115,7 @@ def test_a_rank_that_was_stopped_returns_nothing_of_a_later_operation(shapes: li
         shapes,
         env={"DEEP_EP_TIMEOUT_S": str(TIMEOUT_S), "DEEP_EP_VERIFY": "0"},
     )
-    for num_right, num_failed in raise_failures(outcomes):
-        assert num_right > 0
-        assert num_failed > 0
+    num_right, num_failed = zip(*raise_failures(outcomes))
+    assert min(num_right) > 0
+    # One rank may come through: it was stopped between two calls, or had all rows before.
+    assert sum(num_failed) > 0

@@ -9,9 +9,12 @@ from trials.faults import FAULTS
 from trials.judge import Judged
 from trials.many import draw, run_all
 
-pytestmark = pytest.mark.skipif(
-    deep_ep.backend.get().name != "cpu", reason="ranks that are processes share no GPU"
-)
+pytestmark = [
+    pytest.mark.exhaustive,
+    pytest.mark.skipif(
+        deep_ep.backend.get().name != "cpu", reason="ranks that are processes share no GPU"
+    ),
+]
 NUM_TRIALS = 100
 
 
@@ -20,7 +23,7 @@ def test_random_faults_are_named_and_nobody_else() -> None:
     struck = {name for seed in seeds for name in draw(seed).victims.values()}
     assert struck == {fault.name for fault in FAULTS}
     done: list[Judged] = list(run_all(map(draw, seeds)))
-    accused = [(judged.trial, judged.accused) for judged in done if judged.accused]
+    accused = [(judged.trial, judged.accused, judged.said) for judged in done if judged.accused]
     assert not accused
     complaints = [(judged.trial, judged.complaints) for judged in done if judged.complaints]
     assert not complaints

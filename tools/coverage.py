@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What slipcover measured of `make test`, in one line: the share of deep_ep's lines that were run.
+"""What slipcover measured of `make test` or `make test-all`, in one line: the share of deep_ep's lines that were run.
 
 Lines that only child processes run (ranks that are processes, programs) are not counted.
 

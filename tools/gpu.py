@@ -3,9 +3,10 @@
 Builds the modules for the torch of this interpreter, compares every mode with the reference, tries streams, graphs,
 late ranks and failures, measures, and has compute-sanitizer look. Ranks are threads of one process with a stream
 each. It needs torch with CUDA, nvcc and one GPU of compute capability 9.0 or newer; no network, no virtual
-environment. Each step is a process with a limit of its own: what fails or hangs is named, and the rest goes on. The
-folder OUT then holds what every step printed (STEP.txt), summary.txt and results.json. The exit status is 0 only if
-all steps passed.
+environment. Each step is a process with a limit of its own: what fails or hangs is named, and the rest goes on. Where
+a machine is lent for ten minutes at a time, --part 1 to --part 4 run a quarter each, the most important first; the build
+of the first serves the others. The folder OUT then holds three files: summary.txt with the tables, results.json, and
+details.tar.gz with what every step printed and wrote. The exit status is 0 only if all steps passed.
 
 Packages that this interpreter lacks can travel as a folder of wheels; without it, the runner says how to make one.
 """
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.metadata
 import importlib.util
 import json
 import os
@@ -24,10 +26,11 @@ import shutil
 import signal
 import subprocess
 import sys
+import tarfile
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +39,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = {
     "numpy": "numpy",
     "pybind11": "pybind11",
-    "setuptools": "setuptools",
+    "setuptools": "setuptools>=77",  # for the licence in pyproject.toml
     "ninja": "ninja",
     "pytest": "pytest",
     "hypothesis": "hypothesis",
@@ -48,6 +51,8 @@ FAILED, OUT_OF_TIME, LEFT_OUT = "FAILED", "OUT OF TIME", "left out"
 GRACE_S = 3.0
 # With less time than this no step is begun.
 LEAST_S = 10.0
+PARTS = 4
+PART_S = 570.0  # for the steps of a part
 LINES_SHOWN = 25
 # What the README may take over.
 TABLE, NORMAL_TABLE = "latency.md", "normal.md"
@@ -122,6 +127,7 @@ class Step:
         writes: files in the folder of results that it must write; those in JSON hold an object.
         environment: besides that of all steps.
         only_shown: a line for a step that is not run here.
+        part: of the run, from 1.
     """
 
     name: str
@@ -134,6 +140,7 @@ class Step:
     writes: Sequence[str] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
     only_shown: str = ""
+    part: int = 1
 
 
 @dataclass
@@ -310,6 +317,17 @@ def write_summary(results: Sequence[Result], out: Path) -> None:
     (out / "results.json").write_text(json.dumps({"steps": found}, indent=1))
 
 
+def pack(details: Path, out: Path) -> None:
+    """Leaves summary.txt, with the tables, results.json and details.tar.gz in `out`, and removes `details`."""
+    tables = [details / name for name in (TABLE, NORMAL_TABLE)]
+    texts = [details / "summary.txt", *(table for table in tables if table.exists())]
+    (out / "summary.txt").write_text("\n".join(text.read_text() for text in texts))
+    shutil.copy(details / "results.json", out)
+    with tarfile.open(out / "details.tar.gz", "w:gz") as archive:
+        archive.add(details, details.name)
+    shutil.rmtree(details)
+
+
 # --- the steps of this project --------------------------------------------------------------------
 
 
@@ -339,6 +357,7 @@ def sanitizer_steps(exchange: str, normal: str) -> list[Step]:
             f"compute-sanitizer {tool} finds nothing in one rank's dispatch and combine, of both modes",
             [["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", *tests]],
             90,
+            part=4,
             needs=("build",),
             programs=("compute-sanitizer",),
             judge=nothing_found,
@@ -350,6 +369,30 @@ def sanitizer_steps(exchange: str, normal: str) -> list[Step]:
         )
         for tool in ("memcheck", "racecheck", "synccheck")
     ]
+
+
+# Tests verify rows unless told otherwise, and rows are moved by bulk copies where they fit: by step, what else it runs
+# in, and in which part of the run.
+UNVERIFIED, LANES = {"DEEP_EP_VERIFY": "0"}, {"DEEP_EP_BULK_COPIES": "0"}
+OTHER_SETTINGS: dict[str, dict[str, tuple[int, Mapping[str, str]]]] = {
+    "gpu": {"unverified": (3, UNVERIFIED)},
+    "modes": {"unverified": (2, UNVERIFIED)},
+    "normal": {"unverified": (2, UNVERIFIED), "lanes": (3, {**UNVERIFIED, **LANES})},
+}
+
+
+def in_other_settings(step: Step) -> Iterable[Step]:
+    """The same step with rows that do not prove themselves, or that lanes copy."""
+    for name, (part, environment) in OTHER_SETTINGS.get(step.name, {}).items():
+        settings = " ".join(f"{variable}={value}" for variable, value in environment.items())
+        yield replace(
+            step,
+            name=f"{step.name}-{name}",
+            shows=f"{step.shows}; {settings}",
+            limit_s=120,
+            part=part,
+            environment=environment,
+        )
 
 
 def all_steps(out: Path, dry: bool) -> list[Step]:
@@ -369,7 +412,7 @@ def all_steps(out: Path, dry: bool) -> list[Step]:
                 ["nvidia-smi"],
                 ["nvidia-smi", "--query-gpu=name,driver_version,memory.total,clocks.max.sm", "--format=csv,noheader"],
             ],
-            30,
+            20,
             programs=("nvidia-smi", "nvcc"),
         ),
         Step(
@@ -377,9 +420,10 @@ def all_steps(out: Path, dry: bool) -> list[Step]:
             "this interpreter has what the steps import, and its torch finds the GPU",
             [
                 [python, "-c", f"import torch, {', '.join(PACKAGES)}; print('torch', torch.__version__, torch.version.cuda)"],
+                [python, "-c", "import sys; sys.path.append('tools'); import gpu; sys.exit(', '.join(gpu.missing_packages()) or None)"],
                 [python, "-c", "import torch; print(torch.cuda.get_device_name(), torch.cuda.get_device_capability())"],
-            ][: 1 if dry else 2],
-            60,
+            ][: 2 if dry else 3],
+            40,
         ),
         Step(
             "build",
@@ -397,7 +441,7 @@ def all_steps(out: Path, dry: bool) -> list[Step]:
             "facts",
             "two ranks exchange; the device, its timer's step, what a copy moves",
             [[*benchmark, "--facts", "--json", str(out / "facts.json")]],
-            60,
+            50,
             needs=("build",),
             writes=("facts.json",),
         ),
@@ -420,7 +464,8 @@ def all_steps(out: Path, dry: bool) -> list[Step]:
                     dry=dry,
                 )
             ],
-            150,
+            140,
+            part=2,
             needs=("build",),
             judge=tests_passed,
         ),
@@ -434,7 +479,8 @@ def all_steps(out: Path, dry: bool) -> list[Step]:
                     *("--json", str(out / "latency.json"), "--markdown", str(out / TABLE)),
                 ]
             ],
-            120,
+            110,
+            part=3,
             needs=("build",),
             writes=("latency.json", TABLE),
         ),
@@ -442,7 +488,8 @@ def all_steps(out: Path, dry: bool) -> list[Step]:
             "normal",
             "normal mode on 1 x 4, 1 x 8 and 2 x 4 ranks equals the reference: fresh, with a handle, FP8, bias, graphs",
             [pytest_command("tests/device/test_normal_gpu.py", dry=dry)],
-            150,
+            140,
+            part=2,
             needs=("build",),
             judge=tests_passed,
         ),
@@ -456,7 +503,8 @@ def all_steps(out: Path, dry: bool) -> list[Step]:
                     dry=dry,
                 )
             ],
-            90,
+            80,
+            part=4,
             needs=("build",),
             judge=tests_passed,
         ),
@@ -470,28 +518,30 @@ def all_steps(out: Path, dry: bool) -> list[Step]:
                     *("--json", str(out / "normal.json"), "--markdown", str(out / NORMAL_TABLE)),
                 ]
             ],
-            120,
+            110,
+            part=3,
             needs=("build",),
             writes=("normal.json", NORMAL_TABLE),
         ),
         Step(
             "calls",
-            "sizes that change between calls; kernels without verification; bad arguments are refused",
+            "sizes that change between calls; bad arguments are refused",
             [
                 pytest_command(
                     "tests/test_changing_sizes.py",
                     "tests/test_errors.py",
-                    "tests/test_verify.py::test_results_are_the_same_without",
                     # What the kernel finds is known on a GPU once it has run; the step `gpu` waits for it.
                     *without("alone", "disagree", "another_operation", "expert-too", "expert-below", "more-rows"),
                     dry=dry,
                 )
             ],
-            120,
+            100,
+            part=4,
             needs=("build",),
             judge=tests_passed,
         ),
     ]  # fmt: skip
+    steps += [again for step in steps for again in in_other_settings(step)]
     steps += sanitizer_steps(exchange, normal)
     steps.append(
         Step(
@@ -502,6 +552,7 @@ def all_steps(out: Path, dry: bool) -> list[Step]:
                 [python, "tools/machine_code.py"],
             ],
             90,
+            part=4,
             needs=("build",),
             programs=() if dry else ("cuobjdump", "nvdisasm"),
             only_shown="needs the CUDA modules, cuobjdump and nvdisasm" if dry else "",
@@ -518,13 +569,14 @@ def all_steps(out: Path, dry: bool) -> list[Step]:
                     *("--json", str(out / "normal_lanes.json")),
                 ]
             ],
-            120,
+            80,
+            part=3,
             needs=("build",),
             writes=("normal_lanes.json",),
-            environment={"DEEP_EP_BULK_COPIES": "0"},
+            environment=LANES,
         )
     )
-    return steps
+    return sorted(steps, key=lambda step: step.part)
 
 
 # --- the machine ----------------------------------------------------------------------------------
@@ -567,8 +619,15 @@ def stand_ins(folder: Path) -> Path:
 
 
 def missing_packages() -> list[str]:
-    """Packages that this interpreter lacks."""
-    return [name for module, name in PACKAGES.items() if importlib.util.find_spec(module) is None]
+    """Packages that this interpreter lacks, or has in a version that is too old."""
+
+    def has(module: str, requirement: str) -> bool:
+        name, _, least = requirement.partition(">=")
+        if importlib.util.find_spec(module) is None:
+            return False
+        return not least or int(importlib.metadata.version(name).split(".")[0]) >= int(least)
+
+    return [wanted for module, wanted in PACKAGES.items() if not has(module, wanted)]
 
 
 def wheels_command(names: Sequence[str]) -> str:
@@ -576,7 +635,7 @@ def wheels_command(names: Sequence[str]) -> str:
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
     return (
         f"python3 -m pip download --only-binary=:all: --python-version {version} --platform manylinux_2_28_x86_64 "
-        f"--platform manylinux2014_x86_64 --dest wheels {' '.join(names)}"
+        f"--platform manylinux2014_x86_64 --dest wheels {shlex.join(names)}"
     )
 
 
@@ -593,19 +652,26 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "gpu", help="folder of the results (build/gpu)")  # fmt: skip
-    parser.add_argument("--budget", type=float, default=570, metavar="SECONDS", help="for all steps together (570)")  # fmt: skip
+    parser.add_argument("--part", type=int, choices=range(1, PARTS + 1), help="only the steps of this part")  # fmt: skip
+    parser.add_argument("--budget", type=float, metavar="SECONDS", help=f"for all steps together ({PART_S:.0f} a part)")  # fmt: skip
     parser.add_argument("--only", nargs="+", default=[], metavar="STEP", help="these steps and no others")  # fmt: skip
     parser.add_argument("--wheels", type=Path, metavar="FOLDER", help="where packages that are missing come from")  # fmt: skip
     parser.add_argument("--dry-run", action="store_true", help="without a GPU: the cpu backend in small, stand-ins for programs")  # fmt: skip
     parser.add_argument("--list", action="store_true", help="print the steps and their commands")
     args = parser.parse_args(argv)
-    args.steps = all_steps(args.out.resolve(), args.dry_run)
+    args.out = args.out.resolve()
+    args.details = args.out / "details"
+    args.steps = all_steps(args.details, args.dry_run)
     names = [step.name for step in args.steps]
     unknown = [name for name in args.only if name not in names]
     if unknown:
         parser.error(f"--only: {', '.join(unknown)} is no step; the steps are {', '.join(names)}")
     if args.only:
         args.steps = [step for step in args.steps if step.name in args.only]
+    if args.part is not None:
+        args.steps = [step for step in args.steps if step.part == args.part]
+    if args.budget is None:
+        args.budget = PART_S * (1 if args.part else PARTS)
     return args
 
 
@@ -614,7 +680,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse_arguments(argv)
     if args.list:
         for step in args.steps:
-            print(f"{step.name}, {step.limit_s:.0f} s at most: {step.shows}")
+            print(f"{step.name}, part {step.part}, {step.limit_s:.0f} s at most: {step.shows}")
             for command in step.commands:
                 print(f"    {shlex.join(command)}")
         return 0
@@ -628,20 +694,17 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
         elif missing:
             print(
-                f"packages that are missing here: {', '.join(missing)}. Where there is a network, run"
+                f"packages that are missing here, or too old: {', '.join(missing)}. Where there is a network, run"
             )
             print(f"    {wheels_command(missing)}")
             print("and pass the folder with --wheels.")
         programs = [stand_ins(Path(tempfile.mkdtemp(dir=folder)))] if args.dry_run else toolkit()
         environment = step_environment(programs, args.dry_run)
-        results = run_steps(args.steps, args.out.resolve(), args.budget, environment)
+        results = run_steps(args.steps, args.details, args.budget, environment)
+    pack(args.details, args.out)
     if args.dry_run:
         print("\nA dry run on the cpu backend: nothing of this is a fact about a GPU.")
-    print(f"\n{summary(results)}\nresults: {args.out}")
-    for name in (TABLE, NORMAL_TABLE):
-        table = args.out / name
-        if any(name in step.writes for step in args.steps) and table.exists():
-            print(f"\n{table.read_text()}")
+    print(f"\n{(args.out / 'summary.txt').read_text()}\nresults: {args.out}")
     return 0 if all(one.outcome in (PASSED, SHOWN) for one in results) else 1
 
 

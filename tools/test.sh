@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# All tests, with coverage: first those that only compute, one on each core; then all others, whose ranks need
-# every core for themselves. Arguments are pytest's, and make it one run without those two parts.
+# Tests, with coverage: first those that only compute, one on each core; then all others, whose ranks need
+# every core for themselves. Other arguments are pytest's, and make it one run of all tests without those two parts.
 #
-# Usage: tools/test.sh PYTHON [argument ...]
+# Usage: tools/test.sh PYTHON [--all | argument ...]    without --all: those that are not exhaustive
 set -euo pipefail
 
 python=$1
@@ -24,11 +24,16 @@ cover() {
 mkdir -p build
 rm -f build/coverage*.json
 status=0
+selected=(-m "not exhaustive")
+if [[ ${1-} == --all ]]; then
+    selected=()
+    shift
+fi
 if (($#)); then
     cover all "$@" || status=$?
 else
-    cover computing -n "$(nproc)" --dist worksteal "${computing[@]}" || status=$?
-    cover others "${computing[@]/#/--ignore=}" || status=$?
+    cover computing -n "$(nproc)" --dist worksteal "${selected[@]}" "${computing[@]}" || status=$?
+    cover others "${selected[@]}" "${computing[@]/#/--ignore=}" || status=$?
 fi
 "$python" -m slipcover --merge build/coverage-*.json --out build/coverage.json >/dev/null
 exit "$status"

@@ -187,6 +187,7 @@ void bind_runtime(py::module_& m) {
             },
             "use_rdma"_a)
         .def("operation", &Runtime::operation, Release())
+        .def("entered_operation", &Runtime::entered_operation, Release())
         .def("clean_low_latency_buffer",
              &Runtime::barrier,
              py::kw_only(),
@@ -202,7 +203,7 @@ void bind_runtime(py::module_& m) {
              "stream"_a = 0,
              Release())
         .def("take_failure", &failure_dict)
-        .def("mark_gone", &Runtime::mark_gone, "rank"_a, Release())
+        .def("mark_gone", &Runtime::mark_gone, "rank"_a, "is_gone"_a = true, Release())
         .def("give_up", &Runtime::give_up, "op"_a, Release())
         .def("mark_out", &Runtime::mark_out, "rank"_a, "op"_a, Release())
         .def("update_mask",

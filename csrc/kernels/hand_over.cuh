@@ -3,7 +3,7 @@
 // While sizes stay, the two halves keep apart what ranks still read and what others already send. Rows
 // of another layout would lie across both. And after an operation that failed nobody knows what the
 // others still read, or what is still on its way. So before a rank sends in an operation whose layout
-// differs from its last one's, or whose last one failed, it waits
+// differs from its last one's, whose last one failed, or who left one out, it waits
 //
 //   1 for the headers of all ranks: they have left every earlier operation, and agree in shape;
 //   2 until what it sent itself, to anybody, has been delivered, and until all others that hand over
@@ -20,7 +20,7 @@ namespace ep {
 // Whether rows of this operation may lie across what earlier ones still use.
 EP_DEVICE bool hands_over(const OperationArgs& args) {
     const Layout& last = args.workspace->layout;
-    return !(last == args.layout) && !last.is_fresh();
+    return args.skips() || (!(last == args.layout) && !last.is_fresh());
 }
 
 // Block. Returns when everything this rank has sent so far is there.
@@ -65,6 +65,38 @@ EP_DEVICE bool meet_headers(const OperationArgs& args, const OpenOperation& open
     return !has_failed(args);
 }
 
+// Of the timeout: how long who has skipped operations waits for the first of the others. Chosen; ranks that meet
+// between their calls begin them within much less.
+constexpr uint64_t kShareForTheFirst = 4;
+
+// Block 0, of a rank that skips what the group has given up. Either it had left calls out, and the others come to
+// this operation now; or it is late, and they have left the step. Then it fails, and leaves this operation to its next
+// call. Whether they come; all threads agree.
+EP_DEVICE bool comes_with_others(const OperationArgs& args, const OpenOperation& open) {
+    const auto has_come = [&](int source) {
+        const size_t word = args.control.header(open.half, source) + offsetof(OpHeader, op);
+        return source != args.rank() && args.transport.poll(word) >= open.op;
+    };
+    const auto look = [&] {
+        bool came = false;
+        for (int source = 0; source < args.num_ranks(); ++source) came = came || has_come(source);
+        return came || is_lost(args, open);
+    };
+    const Deadline deadline = deadline_in(args.timeout_ns / kShareForTheFirst);
+    const bool came = thread_index() != 0 || spin_until(look, deadline);
+    if (!block_any(!came)) return true;
+    for (int source = thread_index(); source < args.num_ranks(); source += num_threads()) {
+        if (source != args.rank() && !is_masked(args, source))
+            record_failure(args, open, FailureReason::kLate, source);
+    }
+    return false;
+}
+
+// Block, behind hand_over(). Whether this rank is late, and has not entered the operation.
+EP_DEVICE bool stays_away(const OperationArgs& args, const OpenOperation& open) {
+    return args.skips() && load_relaxed<Scope::kSystem>(&args.workspace->open_op) != open.op;
+}
+
 // Block 0. Whether rows may be sent.
 EP_DEVICE bool meet_all(const OperationArgs& args, const OpenOperation& open) {
     if (!meet_headers(args, open)) return false;
@@ -88,7 +120,7 @@ EP_DEVICE bool hand_over(const OperationArgs& args, const OpenOperation& open) {
     uint64_t* handed_over = &args.workspace->handed_over;
     if (block_index() == 0) {
         if (thread_index() == 0) store_relaxed<Scope::kSystem>(&args.workspace->meets, 1u);
-        const bool may_send = meet_all(args, open);
+        const bool may_send = !stays_away(args, open) && meet_all(args, open);
         if (thread_index() == 0) {
             store_relaxed<Scope::kSystem>(&args.workspace->meets, 0u);
             store_release<Scope::kDevice>(handed_over, open.op * 2 + (may_send ? 1 : 0));

@@ -63,6 +63,9 @@ struct HandleView {
     }
     EP_HOST_DEVICE uint32_t* sent() const { return reinterpret_cast<uint32_t*>(head() + 1); }
     EP_HOST_DEVICE uint32_t* received() const { return sent() + num_experts; }
+    // In received(): dispatch was without the source, which may have sent rows all the same.
+    static constexpr uint32_t kLeftOut = UINT32_MAX;
+    EP_HOST_DEVICE bool was_left_out(int pair) const { return received()[pair] == kLeftOut; }
     EP_HOST_DEVICE int32_t* experts() const {
         return reinterpret_cast<int32_t*>(received() + num_experts);
     }
@@ -93,7 +96,8 @@ struct HandleView {
                                   int pair,
                                   int end,
                                   const LowLatencyMap& map) const {
-        return range.begin == end && static_cast<uint32_t>(range.count) == received()[pair] &&
+        const uint32_t count = was_left_out(pair) ? 0u : received()[pair];
+        return range.begin == end && static_cast<uint32_t>(range.count) == count &&
                range.begin >= 0 && static_cast<size_t>(range.end()) <= map.rows_per_expert();
     }
     // `row`: index in [num_local_experts, rows].

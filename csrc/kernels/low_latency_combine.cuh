@@ -195,7 +195,8 @@ EP_DEVICE void announce_returns(const CombineArgs& args, const OpenOperation& op
     for (int pair = first; pair < common.map.num_experts; pair += num_blocks() * num_threads()) {
         const int expert = pair / num_ranks;
         const int dst = pair % num_ranks;
-        if (is_masked(common, dst)) continue;
+        // Who sent rows that dispatch was without must not take what lies in their places for terms.
+        if (is_masked(common, dst) || args.handle.was_left_out(pair)) continue;
         const int count = range_of(args, pair).count;
         announce_rows(common,
                       open,
@@ -404,6 +405,7 @@ EP_KERNEL void low_latency_combine(const EP_GRID_CONSTANT CombineArgs args) {
                 record_failure(common, open, FailureReason::kHandle, common.rank());
             }
             announce_returns(args, open);
+            record_sent(common);
         }
         if (!(common.phases & kPhaseReceive)) return;
     }

@@ -285,12 +285,23 @@ struct ExpertSlots {
     const std::byte* lists;  // [num_ranks] lists of RowSource
 };
 
-// One thread. `index`: of the row in [num_local_experts, rows].
-EP_DEVICE void note_origin(
-    const DispatchArgs& args, const ExpertSlots& slots, size_t index, int source, int position) {
-    const auto* list =
-        reinterpret_cast<const uint32_t*>(slots.lists + source * args.common.map.list_bytes());
+// One thread. `index`: of the row in [num_local_experts, rows]. Combine puts the row where its source says, so
+// that must be in the source's memory.
+EP_DEVICE void note_origin(const DispatchArgs& args,
+                           const OpenOperation& open,
+                           const ExpertSlots& slots,
+                           size_t index,
+                           int source,
+                           int position) {
+    const LowLatencyMap& map = args.common.map;
+    const auto* list = reinterpret_cast<const uint32_t*>(slots.lists + source * map.list_bytes());
     const RowSource origin = RowSource::unpack(list[position]);
+    if (origin.token >= static_cast<uint32_t>(map.num_max_tokens) || origin.slot >= kMaxTopk)
+        record_failure(args.common,
+                       open,
+                       FailureReason::kCorrupt,
+                       source,
+                       {origin.token, source, source, Hop::kDirect});
     args.handle.tokens[index] = static_cast<int32_t>(origin.token);
     args.handle.slots()[index] = SealedSlot::pack(origin, static_cast<uint32_t>(index), source);
 }
@@ -346,7 +357,7 @@ EP_DEVICE void receive_row(const DispatchArgs& args,
     const size_t first_item = static_cast<size_t>(local_expert) * num_items;
     warp_for(num_items,
              [&](int i) { args.recv_scales[(first_item + i) * rows + row] = scales[i]; });
-    if (elect_one()) note_origin(args, slots, index, source, position);
+    if (elect_one()) note_origin(args, open, slots, index, source, position);
     if (kVerify) verify_row(args, open, message, slot, local_expert, source, row);
 }
 
@@ -370,7 +381,9 @@ EP_DEVICE void receive_expert(const DispatchArgs& args,
             const int begin = offsets[source];
             const RowRange range{begin, offsets[source + 1] - begin};
             args.layout_range[first_word + source] = range.pack();
-            args.handle.received()[first_word + source] = static_cast<uint32_t>(range.count);
+            args.handle.received()[first_word + source] = is_left_out(common, source)
+                                                              ? HandleView::kLeftOut
+                                                              : static_cast<uint32_t>(range.count);
         }
         if (thread_index() == 0) {
             args.recv_count[local_expert] = num_rows;
@@ -438,6 +451,7 @@ EP_KERNEL void low_latency_dispatch(const EP_GRID_CONSTANT DispatchArgs args) {
         if (may_send(common, open)) {
             send_rows<P, kVerify>(args, open, shared);
             announce_experts(args, open, shared.num_entries);
+            record_sent(common);
         }
         if (!(common.phases & kPhaseReceive)) return;
     }

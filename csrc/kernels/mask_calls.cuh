@@ -26,24 +26,6 @@ EP_KERNEL void query_masks(const EP_GRID_CONSTANT QueryMasksArgs args) {
         args.status[rank] = args.masks->masked[rank];
 }
 
-// The end of the buffer on this rank. Tells all ranks, and waits until all that are not masked have said so.
-// Counts as the last of all barriers, so that it does not matter how many a rank was away for.
-EP_KERNEL void part(const EP_GRID_CONSTANT OperationArgs args) {
-    constexpr uint64_t kLast = uint64_t{1} << 60;
-    const OpenOperation open{kLast, 0, deadline_in(args.timeout_ns), Series::kBarriers};
-    for (int dst = thread_index(); dst < args.num_ranks(); dst += num_threads()) {
-        if (!has_ended(args, dst))
-            args.transport.signal(dst, args.control.barrier(args.rank()), kLast, 0);
-    }
-    await_all(
-        args,
-        open,
-        kLast,
-        [&](int source) { return args.control.barrier(source); },
-        [](int) { return true; });
-    if (thread_index() == 0) args.transport.flush();
-}
-
 // Masks nobody, and tells all ranks where this one is; see join.cuh.
 EP_KERNEL void clean_masks(const EP_GRID_CONSTANT OperationArgs args) {
     const Transport& transport = args.transport;

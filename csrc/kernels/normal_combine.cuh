@@ -162,7 +162,9 @@ struct CombineTasks {
     }
     // Rows of a task for which everything has come, up to `most`.
     EP_DEVICE int summable(const Task& task, int most) const {
-        for_each_queue(task, [&](const Queue& queue) { filled_slots(args, open, queue); });
+        for_each_queue(task, [&](const Queue& queue) {
+            filled_slots(args, open, queue, total_of(task, queue));
+        });
         const int done = state(task).cursor;
         int rows = 0;
         while (rows < most && for_each_row(
@@ -184,6 +186,14 @@ struct CombineTasks {
                                               : args.num_max_nvl_chunked_send_tokens;
         const int free = free_slots(args, open, outbound(task), rows_of_step(chunk, left));
         return task.kind == kReturn || free == 0 ? free : summable(task, free);
+    }
+
+    EP_DEVICE void find_surplus(int number) const {
+        const Task task = this->task(number);
+        if (task.kind == kReturn) return;
+        for_each_queue(task, [&](const Queue& queue) {
+            refuse_surplus(args, open, queue, total_of(task, queue));
+        });
     }
 
     // Token of a reduction.
@@ -314,7 +324,7 @@ struct CombineTasks {
 
 // Block. Whether the caller's rows are all that dispatch delivered.
 EP_DEVICE bool returns_all(const NormalCombineArgs& args, const OpenOperation& open) {
-    if (rows_lie_within(args, args.num_rows)) return true;
+    if (rows_lie_within(args, args.num_rows, args.num_relay_rows)) return true;
     if (elect_one()) record_failure(args.common, open, FailureReason::kHandle, args.common.rank());
     return false;
 }

@@ -186,12 +186,7 @@ EP_DEVICE void deliver_row(const NormalDispatchArgs& args,
 
 // Block. Whether the tensors hold what arrives.
 EP_DEVICE bool has_room(const NormalDispatchArgs& args, const OpenOperation& open) {
-    const Topology& topology = args.topology();
-    const int nodes = topology.num_nodes();
-    const bool has_rows = rows_lie_within(args, args.num_recv_rows);
-    const bool has_relays =
-        nodes == 1 || !args.fresh || args.recv_node_prefix[nodes - 1] <= args.num_relay_rows;
-    if (has_rows && has_relays) return true;
+    if (rows_lie_within(args, args.num_recv_rows, args.num_relay_rows)) return true;
     const FailureReason reason = args.fresh ? FailureReason::kRoom : FailureReason::kHandle;
     if (elect_one()) record_failure(args.common, open, reason, args.common.rank());
     return false;
@@ -291,7 +286,7 @@ struct DispatchTasks {
         const int rows = total(task);
         if (!is_sender(task)) {
             const Queue from = inbound(task);
-            const int filled = filled_slots(args, open, from);
+            const int filled = filled_slots(args, open, from, rows);
             if (task.kind == kReceive || filled == 0) return rows_of_step(kMaxStep, filled);
             const int most = rows_of_step(args.num_max_nvl_chunked_send_tokens, filled);
             if (args.row.verified && !marks_hold(from, most)) return 0;
@@ -305,15 +300,18 @@ struct DispatchTasks {
         const int free = free_slots(args, open, to, rows_of_step(chunk, left));
         if (free == 0) return 0;
         const TokenRange range = TokenRange::of(task.channel, args.num_channels, args.num_tokens);
-        if (task.kind == kToNode) {
-            return find_tokens(range, state.cursor, free, tokens, [&](int token) {
-                return args.local_ranks(token, task.index) != 0;
-            });
-        }
-        const int rank = destination(task);
-        return find_tokens(range, state.cursor, free, tokens, [&](int token) {
-            return args.is_token_for(token, rank);
-        });
+        const auto is_for = [&](int token) {
+            return task.kind == kToNode ? args.local_ranks(token, task.index) != 0
+                                        : args.is_token_for(token, destination(task));
+        };
+        const int found = find_tokens(range, state.cursor, free, tokens, is_for);
+        if (found == 0)
+            record_failure(args.common, open, FailureReason::kHandle, args.common.rank());
+        return found;
+    }
+    EP_DEVICE void find_surplus(int number) const {
+        const Task task = this->task(number);
+        if (!is_sender(task)) refuse_surplus(args, open, inbound(task), total(task));
     }
 
     EP_DEVICE void move(int number, int rows, const int* tokens) const {

@@ -160,8 +160,19 @@ EP_DEVICE void count_notices(const NotifyArgs& args, const OpenOperation& open) 
     });
 }
 
-// Block. Where the rows of every source and channel come to lie, and those that are relayed.
-EP_DEVICE void place_rows(const NotifyArgs& args, const OpenOperation& open) {
+// One thread. Adds rows that `source` has told of to `sum`. What no tensor could hold ends the operation.
+EP_DEVICE void add_told(
+    const NotifyArgs& args, const OpenOperation& open, int source, int32_t rows, int& sum) {
+    if (rows >= 0 && rows <= INT32_MAX - sum) {
+        sum += rows;
+    } else {
+        record_failure(args.common, open, FailureReason::kSurplus, source);
+    }
+}
+
+// Block. Where the rows of every source and channel come to lie, and those that are relayed. Whether that can
+// be; all threads agree.
+EP_DEVICE bool place_rows(const NotifyArgs& args, const OpenOperation& open) {
     const Topology& topology = args.topology();
     const int channels = args.num_channels;
     const auto item = [&](int source, int i) { return notice_of(args, open, source)[i]; };
@@ -170,32 +181,37 @@ EP_DEVICE void place_rows(const NotifyArgs& args, const OpenOperation& open) {
         int rows = 0;
         for (int channel = 0; channel < channels; ++channel) {
             args.recv_channel_prefix[source * channels + channel] = rows;
-            rows += item(source, first + channel);
+            add_told(args, open, source, item(source, first + channel), rows);
         }
         args.source_prefix[source * args.source_stride] = rows;
     }
     block_sync();
     if (thread_index() == 0) {
-        for (int source = 1; source < topology.num_ranks; ++source)
-            args.source_prefix[source * args.source_stride] += args.source_end(source - 1);
+        int rows = 0;
+        for (int source = 0; source < topology.num_ranks; ++source) {
+            add_told(args, open, source, args.source_end(source), rows);
+            args.source_prefix[source * args.source_stride] = rows;
+        }
     }
     block_sync();
     for (int source = 1 + thread_index(); source < topology.num_ranks; source += num_threads()) {
         for (int channel = 0; channel < channels; ++channel)
             args.recv_channel_prefix[source * channels + channel] += args.source_end(source - 1);
     }
-    if (topology.num_nodes() == 1 || thread_index() != 0) return;
     int relayed = 0;
-    for (int node = 0; node < topology.num_nodes(); ++node) {
+    const int nodes = topology.num_nodes() == 1 || thread_index() != 0 ? 0 : topology.num_nodes();
+    for (int node = 0; node < nodes; ++node) {
         const int source = topology.rank_of(node, args.local_rank());
         int rows = 0;
         for (int channel = 0; channel < channels; ++channel) {
-            rows += item(source, NormalControlMap::notice_node_channels(channels) + channel);
+            const int place = NormalControlMap::notice_node_channels(channels) + channel;
+            add_told(args, open, source, item(source, place), rows);
             args.recv_node_channel_prefix[node * channels + channel] = rows;
         }
-        relayed += rows;
+        add_told(args, open, source, rows, relayed);
         args.recv_node_prefix[node] = relayed;
     }
+    return !has_failed(args.common);
 }
 
 // Block. What the host waits for.
@@ -229,10 +245,10 @@ EP_KERNEL void normal_notify(const EP_GRID_CONSTANT NotifyArgs args) {
     send_headers(common, open);
     if (hand_over(common, open)) count_tokens(args, open);
     const bool refuses = has_failed(common);
-    send_notices(args, open, refuses);
+    if (!stays_away(common, open)) send_notices(args, open, refuses);
     begin_waiting(common);
-    const bool succeeded = !refuses && meet_headers(common, open) && await_notices(args, open);
-    if (succeeded) place_rows(args, open);
+    const bool succeeded = !refuses && meet_headers(common, open) && await_notices(args, open) &&
+                           place_rows(args, open);
     if (succeeded) count_notices(args, open);
     for (int source = thread_index(); source < common.num_ranks(); source += num_threads())
         common.workspace->header_sight[source] = 0;

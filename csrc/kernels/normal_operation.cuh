@@ -23,15 +23,25 @@ EP_DEVICE bool begin_normal(const NormalArgs& args, const OpenOperation& open, b
     return hand_over(common, open) && meet_headers(common, open);
 }
 
-// Block. Whether the rows that a handle tells of lie within `num_rows`, whoever may have changed it: it is the
-// caller's. All threads agree.
-EP_DEVICE bool rows_lie_within(const NormalArgs& args, int num_rows) {
+// Block. Whether the rows that a handle tells of lie within `num_rows`, and those that are relayed within
+// `num_relay_rows`, whoever may have changed it: it is the caller's. All threads agree.
+EP_DEVICE bool rows_lie_within(const NormalArgs& args, int num_rows, int num_relay_rows) {
+    const Topology& topology = args.topology();
     bool is_outside = false;
-    const int num_parts = args.topology().num_ranks * args.num_channels;
-    for (int i = thread_index(); i < num_parts; i += num_threads()) {
-        const int first = args.first_row(i / args.num_channels, i % args.num_channels);
-        const int rows = args.from_rank(i / args.num_channels, i % args.num_channels);
-        is_outside = is_outside || first < 0 || rows < 0 || rows > num_rows - first;
+    const auto look = [&](int first, int rows, int most) {
+        is_outside = is_outside || first < 0 || rows < 0 || rows > most - first;
+    };
+    const int channels = args.num_channels;
+    for (int i = thread_index(); i < topology.num_ranks * channels; i += num_threads()) {
+        const int source = i / channels;
+        look(args.first_row(source, i % channels), args.from_rank(source, i % channels), num_rows);
+    }
+    const int nodes = topology.num_nodes() == 1 ? 0 : topology.num_nodes();
+    for (int i = thread_index(); i < nodes * channels; i += num_threads()) {
+        const int node = i / channels;
+        look(args.first_relayed(node, i % channels) - args.num_tokens,
+             args.relayed(node, i % channels),
+             num_relay_rows);
     }
     return !block_any(is_outside);
 }

@@ -50,7 +50,7 @@ EP_KERNEL void normal_pack(const EP_GRID_CONSTANT PackArgs args) {
 
 // A warp a row, behind normal_pack() and before the operation that sends the rows.
 EP_KERNEL void normal_prove(const EP_GRID_CONSTANT ProveArgs args) {
-    const uint64_t op = args.common.workspace->op + 1;
+    const uint64_t op = args.common.op();
     for (int i = block_index() * num_warps() + warp_id(); i < args.num_rows;
          i += num_blocks() * num_warps()) {
         const int64_t row = i;

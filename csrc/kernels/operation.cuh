@@ -24,12 +24,14 @@ namespace ep {
 // Block.
 EP_DEVICE OpenOperation current_operation(const OperationArgs& args) {
     join_if_cleaned(args);
-    const uint64_t op = args.workspace->op + 1;
+    const uint64_t op = args.op();
     return {op, static_cast<int>(op % kNumHalves), deadline_in(args.timeout_ns)};
 }
 
+// Block. Enters the operation.
 EP_DEVICE void send_headers(const OperationArgs& args, const OpenOperation& open) {
     if (block_index() != 0) return;
+    if (args.skips() && !comes_with_others(args, open)) return;
     const Transport& transport = args.transport;
     Workspace* workspace = args.workspace;
     const size_t header = args.control.header(open.half, args.rank());
@@ -154,12 +156,16 @@ EP_DEVICE bool find_count(const OperationArgs& args,
     if (word.tag != CountWord::tag_of(open.op)) return false;
     const Sight sight = sight_of(args, offset, is_first_look, state.begin_ns);
     if (args.measures()) note_sight(&workspace->word_sight[index], sight);
-    if (word.count == kRefusedCount) {
-        record_failure(args, open, FailureReason::kAbandoned, source);
+    // More than a rank may send would lie behind the tensors.
+    const bool holds = word.count <= static_cast<uint32_t>(args.map.num_max_tokens);
+    if (!holds) {
+        const bool refused = word.count == kRefusedCount;
+        record_failure(
+            args, open, refused ? FailureReason::kAbandoned : FailureReason::kSurplus, source);
         store_relaxed<Scope::kBlock>(&state.hopeless, 1);
     }
     // Blocks that wait for the same word all write it.
-    store_relaxed<Scope::kDevice>(&workspace->counts[index], word.count);
+    store_relaxed<Scope::kDevice>(&workspace->counts[index], holds ? word.count : 0);
     store_relaxed<Scope::kDevice>(&workspace->issued_lo[index], word.issued_lo);
     return true;
 }
@@ -194,13 +200,13 @@ EP_DEVICE bool wait_for_words(const OperationArgs& args,
                               IndexOf index_of,
                               SourceOf source_of,
                               int num_waiting = num_blocks()) {
+    if (stays_away(args, open)) return false;
     const int num_ranks = args.num_ranks();
     WaitShared::State& state = *shared.state;
     if (thread_index() == 0) {
         const bool failed = load_relaxed<Scope::kDevice>(&args.workspace->failed) != 0;
         state = {now_ns(), num_ranks, failed ? 0 : num_words, 0, 0};
         max_relaxed<Scope::kDevice>(&args.workspace->wait_begin_ns, state.begin_ns);
-        record_sent(args, state.begin_ns);
     }
     block_sync();
     // Headers, then counts. Who has failed already still awaits the headers, because its next operation
@@ -317,9 +323,13 @@ EP_DEVICE bool close_operation(const OperationArgs& args,
     mask_left_out(args, open, succeeded);
     if (thread_index() != 0) return false;
     uint64_t op = open.op;
+    if (stays_away(args, open)) {
+        --op;  // is that of the next call
+        workspace->handed_over = 0;
+    }
     uint64_t num_given_up = 0;
     if (!succeeded) {
-        num_given_up = workspace->num_given_up + 1;
+        num_given_up = workspace->num_given_up + op - workspace->op;
         tell_given_up(args, Series::kOperations, {op, num_given_up});
         const uint64_t newest = newest_given_up(args, Series::kOperations);
         if (newest > op) {
@@ -335,7 +345,6 @@ EP_DEVICE bool close_operation(const OperationArgs& args,
     store_relaxed<Scope::kSystem>(&workspace->wait_begin_ns, 0);
     workspace->sent_ns = 0;
     workspace->blocks_done = 0;
-    workspace->blocks_waiting = 0;
     workspace->failed = 0;
     workspace->layout = succeeded && *out_of_step == 0 ? args.layout : Layout::unknown();
     store_relaxed<Scope::kSystem>(&workspace->op, op);

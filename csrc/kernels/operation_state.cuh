@@ -143,7 +143,7 @@ struct Workspace {
     uint64_t timer_step_ns;
     ClockSchedule clock_schedule;
     uint32_t blocks_done;
-    uint32_t blocks_waiting;
+    uint32_t blocks_sent;
     uint32_t failed;
     Layout layout;             // of the last operation; unknown() if it failed
     uint32_t num_queue_pairs;  // that operations have used, at most
@@ -179,7 +179,8 @@ struct OperationArgs : OperationOptions {
     const uint64_t* dispatch_op;  // combine: the operation whose rows it returns; or nullptr
     uint32_t num_queue_pairs;     // that it uses
     uint64_t timeout_ns;
-    size_t row_bytes;  // payload of one received row
+    size_t row_bytes;   // payload of one received row
+    uint64_t given_up;  // newest operation that the group had given up when this one was launched
 
     // What all ranks must agree on, by word of the header.
     EP_DEVICE uint64_t agreed(int i) const {
@@ -191,6 +192,11 @@ struct OperationArgs : OperationOptions {
     EP_DEVICE int rank() const { return transport.rank; }
     EP_DEVICE int num_ranks() const { return transport.num_ranks; }
     EP_DEVICE bool measures() const { return counters.on() || wait_stats != nullptr; }
+    // Whether the group has given up operations that this rank never called. Nobody comes back to these.
+    EP_DEVICE bool skips() const { return given_up > workspace->op; }
+    // The number of the operation that is launched, or open. Not a look at memory that others write: all
+    // blocks, and both launches of one operation, must agree.
+    EP_DEVICE uint64_t op() const { return (skips() ? given_up : workspace->op) + 1; }
 };
 
 // Leads the arguments of a kernel: one pointer then serves for both.

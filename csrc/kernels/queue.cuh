@@ -2,6 +2,7 @@
 // looks and tells, all of its warps fill or empty slots in between.
 #pragma once
 
+#include "kernels/failure.cuh"
 #include "kernels/normal_state.cuh"
 
 namespace ep {
@@ -86,6 +87,17 @@ EP_DEVICE uint32_t look_at(const NormalArgs& args,
     return state.seen;
 }
 
+// One thread. The other end counts what cannot be. It has moved nothing beyond what this end has; ends the
+// operation.
+EP_DEVICE int refuse_count(const NormalArgs& args,
+                           const OpenOperation& open,
+                           const Queue& queue,
+                           QueueState& state) {
+    state.seen = state.moved;
+    record_failure(args.common, open, FailureReason::kSurplus, queue.peer);
+    return 0;
+}
+
 // ---- the producer's end
 
 // One thread. How many of `wanted` slots may be filled; notes how long there was none.
@@ -96,8 +108,11 @@ EP_DEVICE int free_slots(const NormalArgs& args,
     QueueState& state = state_of(args, queue, true);
     const auto limit = static_cast<uint32_t>(queue.slots);
     uint32_t used = state.moved - state.seen;
-    if (used + wanted > limit)
-        used = state.moved - look_at(args, open, queue, NormalControlMap::kGiven, state);
+    if (used + wanted > limit) {
+        if (look_at(args, open, queue, NormalControlMap::kGiven, state) > state.moved)
+            return refuse_count(args, open, queue, state);
+        used = state.moved - state.seen;
+    }
     const int free = static_cast<int>(limit - used);
     if (free == 0 && state.blocked_since_ns == 0) state.blocked_since_ns = now_ns();
     if (free > 0 && state.blocked_since_ns != 0) {
@@ -134,8 +149,12 @@ EP_DEVICE void tell_filled(const NormalArgs& args,
 
 // ---- the consumer's end
 
-// One thread. Slots filled and not yet emptied.
-EP_DEVICE int filled_slots(const NormalArgs& args, const OpenOperation& open, const Queue& queue) {
+// One thread. Slots filled and not yet emptied; `total` as in give_back(). Never more rows than are still to
+// come, whatever the producer says: their number is their place in memory.
+EP_DEVICE int filled_slots(const NormalArgs& args,
+                           const OpenOperation& open,
+                           const Queue& queue,
+                           int total) {
     QueueState& state = state_of(args, queue, false);
     const uint32_t before = state.seen;
     if (look_at(args, open, queue, NormalControlMap::kFilled, state) == before) {
@@ -144,7 +163,22 @@ EP_DEVICE int filled_slots(const NormalArgs& args, const OpenOperation& open, co
         const size_t word = word_of(args, queue, NormalControlMap::kFilled, queue.here);
         state.arrival_ns = args.common.transport.arrival_ns(word);
     }
-    return static_cast<int>(state.seen - state.moved);
+    const uint32_t filled = state.seen - state.moved;
+    if (state.seen > static_cast<uint32_t>(total) || filled > static_cast<uint32_t>(queue.slots))
+        return refuse_count(args, open, queue, state);
+    return static_cast<int>(filled);
+}
+
+// One thread, which has waited in vain. Rows may have come that nobody looked for: by the handle there were none
+// left.
+EP_DEVICE void refuse_surplus(const NormalArgs& args,
+                              const OpenOperation& open,
+                              const Queue& queue,
+                              int total) {
+    const size_t word = word_of(args, queue, NormalControlMap::kFilled, queue.here);
+    const QueueWord found = QueueWord::unpack(args.common.transport.newest(word));
+    if (found.tag == static_cast<uint32_t>(open.op) && found.count > static_cast<uint32_t>(total))
+        record_failure(args.common, open, FailureReason::kSurplus, queue.peer);
 }
 
 // One thread, when the block has emptied `count` slots; total: all rows that come in the operation, or

@@ -42,12 +42,18 @@ EP_DEVICE void record_entry(const OperationArgs& args, uint64_t number, uint64_t
     show_host(&entry->entered_ns, entered_ns);
 }
 
-// One thread of each block, which has sent all that it sends.
-EP_DEVICE void record_sent(const OperationArgs& args, uint64_t now) {
+// Block, which has sent all that it sends, whether it waits afterwards or leaves.
+EP_DEVICE void record_sent(const OperationArgs& args) {
     RecordedEntry* entry = args.record.entry;
     if (entry == nullptr) return;
-    const uint32_t others = add_relaxed<Scope::kDevice>(&args.workspace->blocks_waiting, 1u);
-    if (others + 1 == static_cast<uint32_t>(num_blocks())) show_host(&entry->sent_ns, now);
+    block_sync();
+    if (thread_index() != 0) return;
+    const uint64_t now = now_ns();
+    const uint32_t others = add_relaxed<Scope::kDevice>(&args.workspace->blocks_sent, 1u);
+    if (others + 1 < static_cast<uint32_t>(num_blocks())) return;
+    // For the next launch that sends; this operation may be received after it.
+    args.workspace->blocks_sent = 0;
+    show_host(&entry->sent_ns, now);
 }
 
 // One thread of the launch; `failed` as in the workspace.

@@ -12,6 +12,7 @@
 //   move(task, n, tokens)   block
 //   tell(task, n, tokens)   one thread
 //   blocked_by(task)        one thread: for whom it waits
+//   find_surplus(task)      one thread, in vain: refuses a queue in which more rows came than it empties
 //   copy                    the RowCopy of the warp, with which move() moves whole rows
 #pragma once
 
@@ -162,6 +163,9 @@ EP_DEVICE void run_tasks(const NormalArgs& args,
     const bool is_done = search.num_left == 0;
     if (!block_any(thread_index() == 0 && !is_done)) return;
     find_given_up(args.common, open);
+    // Of any block: who is done with its tasks has gone.
+    for (int task = thread_index(); task < tasks.count(); task += num_threads())
+        tasks.find_surplus(task);
     if (has_failed(args.common)) return;
     name_missing(args.common, open, [&](auto miss) {
         if (thread_index() != 0) return;

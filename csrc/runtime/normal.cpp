@@ -82,6 +82,8 @@ Args Runtime::normal_args(const Call& call, Operation operation, bool continues)
     args.common.capacities = static_cast<uint64_t>(call.num_max_nvl_chunked_recv_tokens) << 32 |
                              static_cast<uint32_t>(call.num_max_rdma_chunked_recv_tokens);
     args.common.num_queue_pairs = static_cast<uint32_t>(call.num_channels);
+    if (!continues) given_up_ = lost_op_.load(std::memory_order_relaxed);
+    args.common.given_up = given_up_;
     args.common.row_bytes = static_cast<size_t>(call.row_bytes);
     args.queues = {topology_,
                    call.num_channels,
@@ -175,7 +177,8 @@ void Runtime::pack(const PackArgs& args, Stream stream) {
 void Runtime::prove(const ProveArgs& args, Stream stream) {
     if (!options_.verify || args.num_rows == 0) return;
     const LaunchShape shape = shape_for_threads(int64_t{args.num_rows} * kWarpSize);
-    device_->launch("normal_prove", &ep::normal_prove, shape, args, stream);
+    // It reads which number the operation will have.
+    device_->launch_operation("normal_prove", &ep::normal_prove, shape, args, stream);
 }
 
 void Runtime::normal_dispatch(const NormalDispatchCall& call) {

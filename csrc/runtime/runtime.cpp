@@ -79,7 +79,7 @@ Runtime::Runtime(const RuntimeOptions& options)
         masks_ = static_cast<Masks*>(device_->allocate(sizeof(Masks)));
         mask_record_ = static_cast<MaskRecord*>(device_->allocate_host_visible(sizeof(MaskRecord)));
         device_->poke(&masks_->record, mask_record_);
-        device_->prepare(&ep::update_mask, &ep::query_masks, &ep::clean_masks, &ep::part);
+        device_->prepare(&ep::update_mask, &ep::query_masks, &ep::clean_masks);
     }
     const size_t num_queue_ends = 2 * (topology_.num_ranks + topology_.num_nodes()) * kMaxChannels;
     queue_states_ =
@@ -94,6 +94,7 @@ Runtime::Runtime(const RuntimeOptions& options)
     device_->prepare(combine_kernel(false, options_.verify),
                      combine_kernel(true, options_.verify),
                      &ep::barrier,
+                     &ep::part,
                      &ep::clock_offset,
                      &ep::dispatch_layout,
                      &ep::normal_notify,
@@ -143,9 +144,14 @@ std::pair<void*, size_t> Runtime::local_buffer(bool use_rdma) const {
     return {begin + round_up(options_.num_nvl_bytes, kBufferAlignment), options_.num_rdma_bytes};
 }
 
-uint64_t Runtime::operation() {
+uint64_t Runtime::operation() const {
     check_connected("operation");
-    return device_->peek(&workspace_->op);
+    return std::max(device_->peek(&workspace_->op), lost_op_.load(std::memory_order_relaxed));
+}
+
+uint64_t Runtime::entered_operation() const {
+    check_connected("entered_operation");
+    return device_->peek(&workspace_->open_op);
 }
 
 LowLatencyMap Runtime::map(const LowLatencySize& size) const {
@@ -215,6 +221,8 @@ OperationArgs Runtime::operation_args(const OperationCall& call,
     args.num_queue_pairs = static_cast<uint32_t>(args.map.num_local_experts());
     const bool sends = (call.phases & kPhaseSend) != 0;
     const bool has_hook = call.phases == kPhaseSend;
+    if (sends) given_up_ = lost_op_.load(std::memory_order_relaxed);
+    args.given_up = given_up_;
     args.record = log_.add(Agreed{args.shape, 0, 0}, num_tokens, call.stream, !sends, has_hook);
     return args;
 }
@@ -394,7 +402,7 @@ void Runtime::clean_masks(Stream stream) {
 
 void Runtime::part(Stream stream) {
     const std::scoped_lock lock(mutex_);
-    check_masks("part");
+    check_connected("part");
     const OperationArgs args = common_args(Operation::kBarrier);
     device_->launch_operation("part", &ep::part, small_shape(), args, stream);
 }
@@ -420,14 +428,18 @@ void Runtime::mark_out(int rank, uint64_t op) {
     device_->poke(&workspace_->news.any, 1u);
 }
 
-void Runtime::mark_gone(int rank) {
+void Runtime::mark_gone(int rank, bool is_gone) {
     check_rank("mark_gone", rank);
-    device_->poke(&workspace_->news.gone[rank], 1u);
+    device_->poke(&workspace_->news.gone[rank], is_gone ? 1u : 0u);
     device_->poke(&workspace_->news.any, 1u);
 }
 
 void Runtime::give_up(uint64_t op) {
     check_connected("give_up");
+    lost_op_.store(std::max(op, lost_op_.load(std::memory_order_relaxed)),
+                   std::memory_order_relaxed);
+    const Progress at = progress();
+    if (!at.waiting || at.open <= at.closed || at.open > op) return;
     device_->poke(&workspace_->news.lost_op, op);
     device_->poke(&workspace_->news.any, 1u);
 }

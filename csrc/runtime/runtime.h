@@ -3,6 +3,7 @@
 // pointers of the caller's tensors. Everything but the constructor needs connect() first.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <mutex>
@@ -80,7 +81,9 @@ class Runtime {
 
     // Address and size of the NVLink or RDMA buffer the user asked for.
     std::pair<void*, size_t> local_buffer(bool use_rdma) const;
-    uint64_t operation();
+    // The newest operation that has ended here, or that the group has given up: the next one comes behind it.
+    uint64_t operation() const;
+    uint64_t entered_operation() const;  // the newest one
 
     void low_latency_dispatch(const DispatchCall& call);
     void low_latency_combine(const CombineCall& call);
@@ -91,6 +94,8 @@ class Runtime {
     // First row the next zero-copy combine sends from, and the distance between rows in bytes.
     std::pair<void*, size_t> next_combine_buffer(const LowLatencySize& size) const;
     void barrier(Stream stream);
+    // The end: waits for all ranks that are not masked to call it.
+    void part(Stream stream);
     // Per rank: (its clock minus this rank's, round trip), nanoseconds.
     std::vector<std::pair<int64_t, int64_t>> measure_clock_offsets(int num_samples, Stream stream);
     void dispatch_layout(const DispatchLayoutCall& call);
@@ -108,15 +113,13 @@ class Runtime {
     void update_mask(int rank, bool masked, Stream stream);
     void query_masks(int32_t* status, Stream stream);
     void clean_masks(Stream stream);
-    // Waits for all ranks that are not masked to do the same.
-    void part(Stream stream);
     // Ranks that kernels have masked since the last call.
     std::vector<Masked> take_masked();
 
     // Below: from any thread, at once, also while an operation runs in another one.
-    // Operations that wait for this rank end at once, now and from now on.
-    void mark_gone(int rank);
-    // The group has given up operations up to this one.
+    // Operations that wait for this rank end at once, now and from now on; or no more.
+    void mark_gone(int rank, bool is_gone);
+    // The group has given up operations up to this one: no later call takes part in them.
     void give_up(uint64_t op);
     // The group goes on without this rank since this operation; until masks are cleaned after that.
     void mark_out(int rank, uint64_t op);
@@ -177,6 +180,8 @@ class Runtime {
     uint64_t ticket_ = 0;          // of the last normal_notify()
     int num_counted_experts_ = 0;  // of this rank, in that call
     FailureRecord* failure_ = nullptr;
+    uint64_t given_up_ = 0;              // OperationArgs::given_up of the operation that is open
+    std::atomic<uint64_t> lost_op_ = 0;  // of the last give_up()
     CallLog log_;
     Masks* masks_ = nullptr;  // nullptr: ranks cannot be masked
     MaskRecord* mask_record_ = nullptr;

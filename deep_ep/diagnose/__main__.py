@@ -79,7 +79,9 @@ def _add_hang(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead")
     parser.add_argument(
-        "--width", type=_positive_int, help="columns to print; the terminal's by default"
+        "--width",
+        type=_positive_int,
+        help="columns to print; the terminal's by default, without one as many as it takes",
     )
     parser.add_argument(
         "--check",
@@ -116,7 +118,9 @@ def _add_trace(parser: argparse.ArgumentParser) -> None:
         "--html", type=Path, metavar="OUT", help="also write a page that needs no network"
     )
     parser.add_argument(
-        "--width", type=_positive_int, help="columns to print; the terminal's by default"
+        "--width",
+        type=_positive_int,
+        help="columns to print; the terminal's by default, without one as many as it takes",
     )
     parser.set_defaults(run=trace)
 
@@ -163,7 +167,9 @@ def _add_show(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--png", type=Path, metavar="OUT", help="also write a picture")
     parser.add_argument("--svg", type=Path, metavar="OUT", help="also write a picture")
     parser.add_argument(
-        "--width", type=_positive_int, help="columns to print; the terminal's by default"
+        "--width",
+        type=_positive_int,
+        help="columns to print; the terminal's by default, without one as many as it takes",
     )
     parser.add_argument(
         "--check",

@@ -110,6 +110,9 @@ class Diagnose:
     """The existing analyser's class. Every rank of the group makes one.
 
     With `DEEPEP_DIAGNOSE_ENABLE=0` it does nothing: tensors and results are `None`.
+
+    Attributes:
+        group: as given to the constructor; programs compare it with the one they have now.
     """
 
     diagnose_matrix = staticmethod(diagnose_matrix)
@@ -140,6 +143,7 @@ class Diagnose:
         self._interval_s = self._settings.interval_s if interval is None else _interval(interval)
         warming_time_s = self._settings.warming_time_s
         self._warming_time_s = self._interval_s if warming_time_s is None else warming_time_s
+        self.group = group
         self._group = _group(group)
         self._instance_id = f"diagnose-rank{self._group.rank}-{uuid.uuid4().hex[:12]}"
         self._created = time.monotonic()

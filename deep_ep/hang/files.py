@@ -12,10 +12,15 @@ from pathlib import Path
 LARGEST = 64 << 20
 
 
-def replace(path: Path | str, data: bytes) -> None:
+def replace(path: Path | str, data: bytes, mode: int = 0o600) -> None:
     """Puts a new file in the place of whatever has that name; who reads meets the old or the new one.
 
     Meanwhile it has a name that begins as no dump does, so that what reads dumps passes it over.
+
+    Args:
+        path: of it.
+        data: what it holds.
+        mode: who may read it, whatever the umask; only this user, unless told otherwise.
 
     Raises:
         OSError: the file cannot be written.
@@ -25,12 +30,23 @@ def replace(path: Path | str, data: bytes) -> None:
     try:
         with os.fdopen(file, "wb") as opened:
             opened.write(data)
-            os.fchmod(file, 0o644)
+            os.fchmod(file, mode)
         os.replace(name, path)
     except BaseException:
         with contextlib.suppress(OSError):
             os.unlink(name)
         raise
+
+
+def make_folder(path: Path) -> None:
+    """Makes a folder that only this user may open, and those above it that are missing. What is there stays as it is.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    if not path.is_dir():
+        make_folder(path.parent)
+        path.mkdir(mode=0o700, exist_ok=True)
 
 
 def read(path: Path) -> bytes:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from deep_ep.errors import EPArgumentError
-from deep_ep.hang import files, plain_pickle
+from deep_ep.hang import files, plain_json, plain_pickle
 from deep_ep.hang.cause import Verdict
 from deep_ep.hang.states import RankState
 from deep_ep.hang.torch_dumps import Hanging, TorchDump, dump_of, hanging, is_torch_dump
@@ -77,7 +76,7 @@ def read_folder(directory: Path | str) -> Folder:
     for path in _files(directory, read.remarks):
         try:
             _read_file(path, read)
-        except (ValueError, TypeError, KeyError, OSError) as error:
+        except (ValueError, TypeError, KeyError, OverflowError, OSError) as error:
             reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
             read.remarks.append(f"{path}: left out: {reason}")
     buffers = _buffers(read)
@@ -110,31 +109,20 @@ def _read_file(path: Path, read: _Read) -> None:
     if data.startswith(_PICKLE):
         _take(path, plain_pickle.loads(data), read)
     elif data.lstrip()[:1] == _JSON:
-        _take(path, _json(data), read)
+        _take(path, plain_json.loads(data), read)
     else:
         raise ValueError("byte 0: it is neither a pickle nor a JSON object, so it is no dump")
-
-
-def _json(data: bytes) -> Any:
-    try:
-        return json.loads(data)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"line {error.lineno} column {error.colno}: {error.msg}") from None
-    except UnicodeDecodeError as error:
-        raise ValueError(f"byte {error.start}: it is not UTF-8") from None
-    except RecursionError:
-        raise ValueError("byte 0: it is nested too deeply") from None
 
 
 def _take(path: Path, plain: Any, read: _Read) -> None:
     kind = plain.get("kind") if isinstance(plain, dict) else None
     if kind == STATE_FORMAT:
-        read.states.append((path, _checked(RankState.of(plain))))
+        read.states.append((path, RankState.of(plain)))
     elif kind == VERDICT_FORMAT:
         read.verdicts.append(Verdict.of(plain))
     elif is_torch_dump(plain):
         if "deep_ep" in plain:  # ours in torch's format
-            read.states.append((path, _checked(RankState.of(plain["deep_ep"]))))
+            read.states.append((path, RankState.of(plain["deep_ep"])))
             return
         rank = _RANK.search(path.name)
         if rank is None:
@@ -146,21 +134,6 @@ def _take(path: Path, plain: Any, read: _Read) -> None:
         read.torch[dump.rank] = dump
     else:
         raise ValueError("it is no dump: neither the keys of ours nor of torch's are in it")
-
-
-def _checked(state: RankState) -> RankState:
-    """Numbers that are used to count ranks.
-
-    Raises:
-        ValueError: they cannot be.
-    """
-    if not 0 <= state.rank < state.num_ranks <= 1 << 16:
-        raise ValueError(f"rank is {state.rank} of {state.num_ranks}")
-    waits = state.waits.ranks() if state.waits is not None else ()
-    wrong = [rank for rank in (*waits, *state.masked) if not 0 <= rank < state.num_ranks]
-    if wrong:
-        raise ValueError(f"rank {wrong[0]} of {state.num_ranks} is waited for, or masked")
-    return state
 
 
 def _buffers(read: _Read) -> tuple[BufferDump, ...]:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from deep_ep.errors import EPTransportError, EPUsageError
-from deep_ep.hang import files
+from deep_ep.hang import files, plain_json
 from deep_ep.hang.states import known_fields
 
 _LOOK_EVERY_S = 0.05
@@ -221,7 +221,7 @@ def _write(path: Path, plain: Mapping[str, Any]) -> None:
 
 
 def _read(path: Path) -> Any:
-    return json.loads(files.read(path))
+    return plain_json.loads(files.read(path))
 
 
 def _started(pid: int) -> int:

@@ -173,10 +173,36 @@ class RankState:
         values["masked"] = tuple(int(rank) for rank in values.get("masked", ()))
         waits = values.get("waits")
         values["waits"] = None if waits is None else _waits_of(waits)
-        return RankState(**values)
+        return _checked(RankState(**values))
 
 
-_TYPES = {"int": int, "str": str, "bool": bool, "float": (int, float)}
+# No group has more ranks.
+_MOST_RANKS = 1 << 16
+
+
+def _checked(state: RankState) -> RankState:
+    """Numbers that are used to count ranks.
+
+    Raises:
+        ValueError: they cannot be.
+    """
+    if not 0 <= state.rank < state.num_ranks <= _MOST_RANKS:
+        raise ValueError(f"rank is {state.rank} of {state.num_ranks}")
+    waits = state.waits.ranks() if state.waits is not None else ()
+    wrong = [rank for rank in (*waits, *state.masked) if not 0 <= rank < state.num_ranks]
+    if wrong:
+        raise ValueError(f"rank {wrong[0]} of {state.num_ranks} is waited for, or masked")
+    return state
+
+
+_TYPES = {
+    "int": int,
+    "str": str,
+    "bool": bool,
+    "float": (int, float),
+    "tuple": (list, tuple),
+    "Mapping": Mapping,
+}
 
 
 def known_fields(kind: type, plain: Any) -> dict[str, Any]:
@@ -192,7 +218,7 @@ def known_fields(kind: type, plain: Any) -> dict[str, Any]:
         if known.name not in plain:
             continue
         value = plain[known.name]
-        wanted: Any = _TYPES.get(str(known.type))
+        wanted: Any = _TYPES.get(str(known.type).partition("[")[0])
         if wanted is not None and not isinstance(value, wanted):
             raise TypeError(f"{known.name} is {type(value).__name__}, not {known.type}")
         values[known.name] = value

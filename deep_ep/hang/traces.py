@@ -62,7 +62,7 @@ def write_dump(
     the first one, so each buffer needs its own directory, or prefix.
 
     Args:
-        directory: is made if it is not there; `None`: `default_place()`.
+        directory: is made if it is not there, for this user only, as are the files; `None`: `default_place()`.
         states: by rank.
         verdict: on these states.
         prefix: of the names of torch's files, which end in the global rank: letters, digits, "_" and "-", the
@@ -82,7 +82,7 @@ def write_dump(
             f"write_dump: prefix is {prefix!r}; it must be letters, digits, '_' and '-', must not end in a digit "
             f"and not be a part of 'verdict.hang.json'. Use a name such as {DEFAULT_PREFIX!r}."
         )
-    directory.mkdir(parents=True, exist_ok=True)
+    files.make_folder(directory)
     unheard = (
         RankState(rank, verdict.num_ranks, verdict.buffer, process="unknown")
         for rank in range(verdict.num_ranks)
@@ -123,7 +123,7 @@ def _traces(
 ) -> dict[int, dict[str, Any]]:
     ranks = range(verdict.num_ranks)
     group = verdict.buffer or "deep_ep"
-    entries = {rank: _entries(states[rank], OPERATIONS, group) for rank in ranks}
+    entries = _entries(states, OPERATIONS, group)
     groups = {group: "deep_ep"}
     # What is numbered by itself is a group of its own, behind all operations; where a rank has none of these,
     # torch's tool would take its first barrier for the beginning of all.
@@ -132,7 +132,7 @@ def _traces(
         for name in sorted(series):
             own = f"{group}/{name}"
             groups[own] = f"deep_ep {name}"
-            _append(entries, {rank: _entries(states[rank], name, own) for rank in ranks})
+            _append(entries, _entries(states, name, own))
     config = {
         name: {"name": name, "desc": desc, "ranks": str(sorted(global_ranks))}
         for name, desc in groups.items()
@@ -159,7 +159,30 @@ def _append(entries: dict[int, list[Any]], more: Mapping[int, list[Any]]) -> Non
                 entries[rank].append({**entry, "record_id": base + entry["collective_seq_id"]})
 
 
-def _entries(state: RankState, series: str, group: str) -> list[dict[str, Any]]:
+def _entries(
+    states: Mapping[int, RankState], series: str, group: str
+) -> dict[int, list[dict[str, Any]]]:
+    """By rank, what it has called; of one that does not answer also what others have finished, which takes all ranks.
+
+    Its own last word, if there is any, may be older than the rings of the others, and torch's tool takes what a file
+    does not name for what the rank has not called.
+    """
+    own = {rank: _entries_of(state, series, group) for rank, state in states.items()}
+    finished: dict[int, dict[str, Any]] = {}
+    for rank, state in states.items():
+        if not state.masked:
+            finished.update(
+                (entry["op_id"], entry) for entry in own[rank] if entry["state"] == "completed"
+            )
+    for rank, state in states.items():
+        if state.process != "alive":
+            proven = {number: {**entry, "frames": []} for number, entry in finished.items()}
+            said = {entry["op_id"]: entry for entry in own[rank]}
+            own[rank] = [entry for _, entry in sorted({**said, **proven}.items())]
+    return own
+
+
+def _entries_of(state: RankState, series: str, group: str) -> list[dict[str, Any]]:
     by_number: dict[int, list[Numbered]] = {}
     for call in numbered(state, series):
         by_number.setdefault(call.number, []).append(call)

@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
+from deep_ep import checks
+from deep_ep.bounds import integer
 from deep_ep.buffer import Buffer
 from deep_ep.errors import EPArgumentError
 from deep_ep.moe import ops, steps
@@ -37,6 +39,9 @@ class Dispatched(NamedTuple):
     topk_weights: Tensor
     way: Way
     buffer: Buffer
+
+
+_DISPATCH, _COMBINE = "deep_ep.moe.dispatch", "deep_ep.moe.combine"
 
 
 def dispatch(
@@ -73,6 +78,10 @@ def dispatch(
 
     Under `torch.compile` it is the operator `deep_ep::moe_dispatch`, without a graph break.
     """
+    if not torch.compiler.is_compiling():
+        _check_types(x, topk_idx, topk_weights, buffer, num_experts)
+        expert_alignment = integer(_DISPATCH, "expert_alignment", expert_alignment)
+        fp8, permute = checks.flags(_DISPATCH, fp8=fp8, permute=permute)
     check_dispatch(x, expert_alignment, fp8, permute)
     options = Options(num_experts, expert_alignment, fp8, permute)
     topk_idx, topk_weights = topk_idx.to(torch.int64), topk_weights.to(torch.float32)
@@ -103,6 +112,11 @@ def combine(y: Tensor, dispatched: Dispatched, *, async_finish: bool = False) ->
         EPArgumentError: `y` has another number of rows or dtype (nothing was sent).
         EPTimeoutError, EPTransportError: see `Buffer.combine`; backward raises those of `Buffer.dispatch`.
     """
+    if not torch.compiler.is_compiling():
+        fix = "Pass what deep_ep.moe.dispatch returned"
+        checks.instance(_COMBINE, "dispatched", dispatched, Dispatched, fix)
+        checks.instance(_COMBINE, "y", y, Tensor, "Pass the rows that the experts made")
+        (async_finish,) = checks.flags(_COMBINE, async_finish=async_finish)
     check_combine(y, dispatched.x)
     weights, way, buffer = dispatched.topk_weights, dispatched.way, dispatched.buffer
     if torch.compiler.is_compiling():
@@ -163,6 +177,33 @@ class MoECombine(torch.autograd.Function):
         )
 
 
+def _check_types(
+    x: Tensor, topk_idx: Tensor, topk_weights: Tensor, buffer: Buffer, num_experts: int
+) -> None:
+    """Of what every step takes as it is."""
+    for name, tensor in (("x", x), ("topk_idx", topk_idx), ("topk_weights", topk_weights)):
+        checks.instance(_DISPATCH, name, tensor, Tensor, "Pass one row per token")
+    checks.instance(_DISPATCH, "buffer", buffer, Buffer, "Pass a deep_ep.Buffer")
+    integer(_DISPATCH, "num_experts", num_experts, least=1)
+    is_table = topk_idx.dim() == 2 and x.dim() > 0 and len(x) == len(topk_idx)
+    if not is_table or topk_weights.shape != topk_idx.shape:
+        raise EPArgumentError(
+            f"{_DISPATCH}: x has shape {list(x.shape)}, topk_idx {list(topk_idx.shape)} and topk_weights "
+            f"{list(topk_weights.shape)}; they must be [num_tokens, hidden] and twice [num_tokens, num_topk]. Pass one "
+            "row per token."
+        )
+    for name, tensor, is_right in (
+        ("topk_idx", topk_idx, not topk_idx.is_floating_point() and not topk_idx.is_complex()),
+        ("topk_weights", topk_weights, topk_weights.is_floating_point()),
+    ):
+        is_dense = tensor.layout == torch.strided and tensor.device == x.device
+        if not is_right or not is_dense:
+            raise EPArgumentError(
+                f"{_DISPATCH}: {name} is {tensor.dtype} with layout {tensor.layout} on {tensor.device}; it must be dense, on "
+                f"the device of x, {x.device}, and of {'integers' if name == 'topk_idx' else 'torch.float32'}. Cast it."
+            )
+
+
 def check_dispatch(x: Tensor, expert_alignment: int, fp8: bool, permute: bool) -> None:
     """Raises what `dispatch` raises of these before anything is sent."""
     _check_bfloat16("dispatch: x", x)
@@ -194,6 +235,10 @@ def check_combine(y: Tensor, rows: Tensor) -> None:
 
 
 def _check_bfloat16(where: str, tensor: Tensor) -> None:
+    if tensor.layout != torch.strided:
+        raise EPArgumentError(
+            f"deep_ep.moe.{where} has layout {tensor.layout}; it must be dense. Pass it with .to_dense()."
+        )
     if tensor.dtype != torch.bfloat16 or tensor.dim() != 2:
         raise EPArgumentError(
             f"deep_ep.moe.{where} is {tensor.dtype} with {tensor.dim()} dimensions; it must be torch.bfloat16 with "

@@ -66,7 +66,7 @@ def remember(model: Model, ranks: int, experts: Experts | None, tuned: Tuned) ->
         "reason": tuned.reason,
     }
     path.parent.mkdir(parents=True, exist_ok=True)
-    files.replace(path, json.dumps(entries, indent=1).encode())
+    files.replace(path, json.dumps(entries, indent=1).encode(), mode=0o644)
     return path
 
 

@@ -464,6 +464,7 @@ struct Exchange {
         call.combined_x = combined.data();
         call.combined_topk_weights = combined_weights.data();
         call.num_rows = static_cast<int>(rows.size());
+        call.num_relay_rows = handle.num_relayed;
         runtime.normal_combine(call);
     }
     // The sum of a token in fp32: first(), then the own node rank by rank, and the sums of the others.

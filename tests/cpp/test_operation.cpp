@@ -176,7 +176,48 @@ TEST(all_follow_a_rank_that_handed_over_alone) {
     });
 }
 
+// The others have given up what it did not call: it begins behind that, and nobody sends before all have come.
+TEST(who_leaves_calls_out_hands_over) {
+    constexpr uint64_t kGivenUp = 5;
+    simulate<OperatingRank>(nodes(kRanks), [&](OperatingRank& self, int rank) {
+        const uint64_t begin_ns = now();
+        OperationArgs args = self.args(kHidden);
+        self.workspace->layout = args.layout;
+        self.workspace->op = kGivenUp;
+        if (rank == kLate) {
+            self.workspace->op = 2;
+            args.given_up = kGivenUp;
+        } else {
+            sleep(kLateNs * (1 + static_cast<uint64_t>(rank)));
+        }
+        const Opened opened = open_operation(self, args, 3);
+        CHECK(opened.may_send == (std::array<int, 4>{1, 1, 1, 0}));
+        CHECK_EQUAL(self.workspace->open_op, kGivenUp + 1);
+        if (rank == kLate) CHECK(opened.at_ns >= begin_ns + kLateNs * kLate);
+        finish_operation(self, args);
+        CHECK_EQUAL(self.workspace->op, kGivenUp + 1);
+        CHECK_EQUAL(self.workspace->num_given_up, 0u);
+    });
+}
+
 // ---- close
+
+TEST(who_leaves_calls_out_gives_them_up) {
+    constexpr uint64_t kGivenUp = 5;
+    simulate<OperatingRank>(nodes(kRanks), [&](OperatingRank& self, int rank) {
+        OperationArgs args = self.args(kHidden);
+        self.workspace->op = rank == kLate ? 2 : kGivenUp;
+        args.given_up = rank == kLate ? kGivenUp : 0;
+        open_operation(self, args);
+        finish_operation(self, args, rank == kLate);
+        if (rank == kLate) return;
+        sleep(2 * kLateNs);
+        const GivenUp told = GivenUp::unpack(
+            args.transport.newest(args.control.given_up(Series::kOperations, kLate)));
+        for (uint64_t op = 1; op <= kGivenUp + 2; ++op)
+            CHECK_EQUAL(told.contains(op), op > 2 && op <= kGivenUp + 1);
+    });
+}
 
 // Of two blocks; whichever of them is the last to come, the other one's warp is waited for as well.
 TEST(an_operation_closes_only_when_all_warps_have_copied) {
@@ -197,6 +238,58 @@ TEST(an_operation_closes_only_when_all_warps_have_copied) {
                 {.blocks = 2, .threads = 2 * kWarpSize, .shared_bytes = 64, .cooperative = true});
             CHECK_EQUAL(closed, 0u);
             CHECK_EQUAL(self.workspace->op, 1u);
+        });
+    }
+}
+
+// Blocks that leave afterwards count as those that wait do.
+TEST(all_has_been_sent_once_every_warp_of_every_block_has) {
+    for (int late = 0; late < 4; ++late) {
+        simulate<OperatingRank>(nodes(1), [&](OperatingRank& self, int) {
+            OperationArgs args = self.args(kHidden);
+            RecordedEntry entries[2]{};
+            for (RecordedEntry& entry : entries) {
+                args.record.entry = &entry;
+                uint64_t begin_ns = 0;
+                self.launch(
+                    [&](const Transport&) {
+                        if (block_index() == 0 && thread_index() == 0) begin_ns = now_ns();
+                        if (2 * block_index() + warp_id() == late) {
+                            CHECK(!spin_until([] { return false; }, deadline_in(kLateNs)));
+                            CHECK_EQUAL(entry.sent_ns, 0u);
+                        }
+                        record_sent(args);
+                    },
+                    {.blocks = 2, .threads = 2 * kWarpSize, .cooperative = true});
+                CHECK(entry.sent_ns >= begin_ns + kLateNs);
+            }
+        });
+    }
+}
+
+TEST(a_count_of_more_rows_than_a_rank_may_send_is_refused) {
+    for (const uint32_t count : {0u, 1u, 2u, 0xFFFEu}) {
+        simulate<OperatingRank>(nodes(1), [&](OperatingRank& self, int) {
+            const OperationArgs args = self.args(kHidden);
+            CHECK_EQUAL(args.map.num_max_tokens, 1);
+            const LaunchShape shape{1, kWarpSize, WaitShared::bytes(2, kWarpSize), true};
+            self.launch(
+                [&](const Transport& transport) {
+                    const OpenOperation open = current_operation(args);
+                    send_headers(args, open);
+                    const CountWord word{CountWord::tag_of(open.op), count, 0};
+                    if (thread_index() == 0)
+                        transport.signal(0, args.control.count(open.half, 0), word.pack(), 0);
+                    const WaitShared wait(SharedArena{}, 2);
+                    const auto zero = [](int) { return 0; };
+                    const bool came = wait_for_words(args, open, wait, 1, zero, zero);
+                    CHECK_EQUAL(came, count <= 1);
+                },
+                shape);
+            CHECK_EQUAL(self.workspace->counts[0], count <= 1 ? count : 0);
+            CHECK_EQUAL(
+                self.failure->reason,
+                static_cast<uint32_t>(count <= 1 ? FailureReason::kNone : FailureReason::kSurplus));
         });
     }
 }

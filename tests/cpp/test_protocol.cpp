@@ -827,7 +827,7 @@ void check_news_end_the_wait(Tell tell, Check check) {
 }
 
 TEST(a_rank_that_is_gone_ends_the_wait) {
-    check_news_end_the_wait([](Runtime& runtime) { runtime.mark_gone(2); },
+    check_news_end_the_wait([](Runtime& runtime) { runtime.mark_gone(2, true); },
                             [](const Failure& failure) {
                                 CHECK_THAT(failure.ranks == std::vector{2}, text_of(failure));
                             });

@@ -54,10 +54,13 @@ bool has_shared_memory(const void* kernel, size_t bytes) {
     return bytes <= (asked == shared_memory_asked_for.end() ? kWithoutAsking : asked->second);
 }
 
-// A call that may allocate or wait: forbidden while anybody captures in global mode.
+thread_local cudaStreamCaptureMode capture_mode = cudaStreamCaptureModeGlobal;
+
+// A call that may allocate or wait: forbidden while anybody captures in global mode, to threads that are not in
+// relaxed mode.
 cudaError_t unsafe(const std::string& call) {
     if (const cudaError_t status = record(call); status != cudaSuccess) return status;
-    if (open_captures.empty()) return cudaSuccess;
+    if (open_captures.empty() || capture_mode == cudaStreamCaptureModeRelaxed) return cudaSuccess;
     illegal().push_back(call);
     return cudaErrorStreamCaptureUnsupported;
 }
@@ -221,7 +224,7 @@ cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind)
 cudaError_t cudaMemcpyAsync(
     void* to, const void* from, size_t bytes, cudaMemcpyKind, cudaStream_t) {
     std::memcpy(to, from, bytes);
-    return record("cudaMemcpyAsync");
+    return unsafe("cudaMemcpyAsync");  // the host's memory is not pinned
 }
 cudaError_t cudaMemset(void* memory, int value, size_t bytes) {
     std::memset(memory, value, bytes);
@@ -251,7 +254,7 @@ cudaError_t cudaStreamDestroy(cudaStream_t stream) {
     return record("cudaStreamDestroy");
 }
 cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
-    const cudaError_t status = record("cudaStreamSynchronize");
+    const cudaError_t status = unsafe("cudaStreamSynchronize");
     if (status != cudaSuccess || get(stream).capture == 0) return status;
     return refuse("cudaStreamSynchronize", cudaErrorStreamCaptureUnsupported);
 }
@@ -261,6 +264,10 @@ cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream,
     *id = get(stream).capture;
     *status = *id == 0 ? cudaStreamCaptureStatusNone : cudaStreamCaptureStatusActive;
     return cudaSuccess;
+}
+cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode) {
+    std::swap(*mode, capture_mode);
+    return record("cudaThreadExchangeStreamCaptureMode");
 }
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) {
     *event = new CUevent_st;

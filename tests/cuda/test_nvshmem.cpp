@@ -141,6 +141,25 @@ TEST(queue_pairs_are_created_once) {
     CHECK_EQUAL(driver::count("nvshmemx_init_attr"), 1);
 }
 
+// One rank has collected its garbage, the other has not yet.
+TEST(memory_is_used_again_only_if_it_is_free_on_all_ranks) {
+    Device device(0, "");
+    SymmetricMemory next(device, options(0));
+    std::string before;
+    {
+        SymmetricMemory first(device, options(0));
+        const std::string handle = first.local_handle();
+        first.connect({handle, other(handle)});
+        before = other(next.local_handle());
+    }
+    next.connect({next.local_handle(), before});
+    CHECK_EQUAL(driver::count("nvshmem_align"), 2);
+    SymmetricMemory last(device, options(0));
+    const std::string handle = last.local_handle();
+    last.connect({handle, other(handle)});
+    CHECK_EQUAL(driver::count("nvshmem_align"), 2);
+}
+
 TEST(nvlink_between_hosts_that_is_not_there_is_refused) {
     SymmetricMemoryOptions asked = options(0);
     asked.allow_mnnvl = true;

@@ -6,6 +6,7 @@
 #include "driver.h"
 #include "errors.h"
 #include "kernels/low_latency_combine.cuh"
+#include "kernels/normal_pack.cuh"
 #include "runtime/runtime.h"
 #include "testing.h"
 
@@ -172,6 +173,56 @@ TEST(progress_is_read_while_a_kernel_runs_on_a_stream_of_its_own) {
     rank.dispatch(stream);
     (void)rank.runtime().progress();
     rank.runtime().give_up(3);
+    check_legal();
+}
+
+TEST(a_look_beside_a_capture_leaves_the_mode_of_its_thread) {
+    Rank rank;
+    const auto mode = [] {
+        cudaStreamCaptureMode found = cudaStreamCaptureModeGlobal;
+        CHECK_EQUAL(cudaThreadExchangeStreamCaptureMode(&found), cudaSuccess);
+        return found;
+    };
+    (void)rank.runtime().progress();
+    rank.runtime().mark_gone(0, false);
+    CHECK_EQUAL(mode(), cudaStreamCaptureModeGlobal);
+}
+
+// Rows prove themselves with the number of their operation, which the one before counts.
+TEST(rows_are_proved_behind_the_operation_before) {
+    NormalSize size{};
+    size.num_tokens = 4;
+    size.row_bytes = 512;
+    size.num_channels = 1;
+    size.num_max_nvl_chunked_send_tokens = size.num_max_nvl_chunked_recv_tokens = 4;
+    size.num_max_rdma_chunked_send_tokens = size.num_max_rdma_chunked_recv_tokens = 4;
+    RuntimeOptions options{};
+    options.num_ranks = options.ranks_per_node = 1;
+    options.num_nvl_bytes = Runtime::normal_bytes(size, {1, 1}).nvl;
+    options.verify = true;
+    Runtime rank(options);
+    rank.connect({rank.local_handle()});
+    const auto launch = [&](auto call, auto operation) {
+        static_cast<NormalSize&>(call) = size;
+        call.stream = reinterpret_cast<Stream>(driver::new_stream());
+        (rank.*operation)(call);
+    };
+    NormalCombineCall combine{};
+    combine.num_rows = 4;
+    launch(combine, &Runtime::normal_combine);
+    launch(NormalDispatchCall{}, &Runtime::normal_dispatch);  // with its handle
+    launch(combine, &Runtime::normal_combine);
+    const auto* prove = reinterpret_cast<const void*>(&normal_prove);
+    int num_proved = 0;
+    size_t operation_before = 0;
+    for (size_t i = 0; i < driver::launches().size(); ++i) {
+        if (driver::launches()[i].kernel != prove) continue;
+        ++num_proved;
+        if (num_proved > 1) CHECK(driver::ordered(operation_before, i));
+        CHECK(driver::ordered(i, i + 1));
+        operation_before = i + 1;
+    }
+    CHECK_EQUAL(num_proved, 3);
     check_legal();
 }
 

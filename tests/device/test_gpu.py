@@ -5,6 +5,7 @@ What the cpu backend can run of it runs there too, in wall time. `make gpu` runs
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -266,13 +267,14 @@ class Captured(NamedTuple):
     combined: torch.Tensor
 
 
-def capture(buffer: deep_ep.Buffer, inputs: Inputs, hook: bool) -> Captured:
-    """Captures an exchange whose experts return the rows as they came. Launches nothing."""
+def capture(buffer: deep_ep.Buffer, inputs: Inputs, hook: bool, error_mode: str) -> Captured:
+    """Captures an exchange whose experts return the rows as they came. Launches nothing.
+
+    With `error_mode` "global", torch's default, nobody in the process may do what a capture forbids.
+    """
     held = Inputs(*(tensor.to(DEVICE) for tensor in inputs))
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(
-        graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"
-    ):
+    with torch.cuda.graph(graph, stream=torch.cuda.current_stream(), capture_error_mode=error_mode):
         *received, _, receive = buffer.low_latency_dispatch(
             held.x, held.topk_idx, SHAPE.num_max_tokens, SHAPE.num_experts,
             use_fp8=False, return_recv_hook=hook,
@@ -290,14 +292,18 @@ def capture(buffer: deep_ep.Buffer, inputs: Inputs, hook: bool) -> Captured:
 @pytest.mark.gpu
 @needs_a_gpu
 @BOTH_MODES
-def test_a_captured_exchange_gives_the_reference_at_each_replay_and_is_counted(mode: Mode) -> None:
+@pytest.mark.parametrize("error_mode", ["thread_local", "global"])
+def test_a_captured_exchange_gives_the_reference_at_each_replay_and_is_counted(
+    mode: Mode, error_mode: str
+) -> None:
+    """Also between eager exchanges on the same buffer."""
     one_at_a_time = threading.Lock()
     num_replays = 5
 
     def begin(rank: int, buffer: deep_ep.Buffer) -> Captured:
         with one_at_a_time:
             buffer.enable_counters()
-            return capture(buffer, make_inputs(SHAPE)[rank], mode.hook)
+            return capture(buffer, make_inputs(SHAPE)[rank], mode.hook, error_mode)
 
     with ranks_for(SHAPE) as ranks:
         exchange_and_check(ranks, SHAPE, mode)
@@ -317,10 +323,10 @@ def test_a_captured_exchange_gives_the_reference_at_each_replay_and_is_counted(m
             unchanged = [one.data for one in dispatched]
             expected = expected_combine(inputs, unchanged, dispatched)
             assert_combined([one.combined for one in captured], expected)
+            exchange_and_check(ranks, SHAPE, mode)  # goes on where the replay ended
         for buffer in ranks.buffers:
             for counters in (buffer.dispatch_counters, buffer.combine_counters):
-                assert counters.snapshot().ops == num_replays
-        exchange_and_check(ranks, SHAPE, mode)  # eager calls go on where the replays ended
+                assert counters.snapshot().ops == 2 * num_replays
 
 
 # --- failures -------------------------------------------------------------------------------------
@@ -369,6 +375,28 @@ def test_ranks_with_automatic_launches_share_the_device(num_ranks: int) -> None:
     with Ranks(num_ranks, 16, 1024, 64) as ranks:
         for mode in (FP8, PLAIN, Mode(hook=True, zero_copy=True)):
             exchange_and_check(ranks, shape, mode)
+
+
+def test_two_buffers_of_the_same_ranks_do_not_disturb_each_other() -> None:
+    other = replace(SHAPE, hidden=256, seed=1)
+    with ranks_for(SHAPE) as ranks, ranks_for(other) as others:
+        for mode in (PLAIN, HOOK, FP8):
+            exchange_and_check(ranks, SHAPE, mode)
+            exchange_and_check(others, other, mode)
+
+
+def test_buffers_that_are_made_again_and_again_leave_no_descriptors_open() -> None:
+    def open_descriptors() -> int:
+        with ranks_for(SHAPE) as ranks:
+            for mode in (PLAIN, HOOK):
+                exchange_and_check(ranks, SHAPE, mode)
+        gc.collect()
+        return len(os.listdir("/proc/self/fd"))
+
+    counts = [
+        open_descriptors() for _ in range(10)
+    ]  # threads of a buffer may end a little after it
+    assert counts[-1] < counts[0] + len(counts) - 1
 
 
 def test_cuda_is_told_what_ranks_that_share_a_gpu_need_before_it_starts() -> None:

@@ -207,6 +207,11 @@ def test_the_tensors_are_what_operations_take_and_stay_the_same() -> None:
     assert d.get_instance_id() == d.get_instance_id() != Diagnose(group=group).get_instance_id()
 
 
+def test_a_program_that_keeps_one_for_each_group_finds_its_group() -> None:
+    (given,) = thread_groups(1)
+    assert Diagnose(group=given).group is given
+
+
 def test_windows_do_not_touch_the_tensors_and_survive_a_program_that_clears_them() -> None:
     def program(group: ThreadGroup) -> tuple[int, list[Any]]:
         d = Diagnose(group=group)

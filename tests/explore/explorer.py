@@ -14,8 +14,11 @@ from deep_ep.errors import EPError
 from exchange import Shape
 from explore.machine import Machine
 from explore.model import Model, Record
-from explore.program import DISTURBANCES, TIMEOUT_S, Program, draw_program
+from explore.program import DISTURBANCES, TIMEOUT_S, Program, draw_program, draw_steps
 from explore.rank import Rank
+
+# Ranks that meet between steps are all right again in the second one after a disturbance.
+STEPS_TO_RECOVER = 2
 
 
 @dataclass
@@ -31,14 +34,16 @@ class Explored:
 
 
 def explore(seed: int, names: tuple[str, ...] = DISTURBANCES) -> Explored:
-    """Runs a seed's program, with disturbances of these names only."""
+    """Runs a seed's program, with disturbances of these names only. Every third has steps."""
     torch.set_num_threads(1)
-    program = draw_program(seed, names)
+    has_steps = seed % 3 == 2
+    program = draw_steps(seed, names) if has_steps else draw_program(seed, names)
     machine = Machine(program.num_ranks, program.ranks_per_node, program.pace, seed)
     model = Model(program.num_ranks)
     ranks = [Rank(program, machine, model, rank) for rank in range(program.num_ranks)]
+    run = Rank.run_steps if has_steps else Rank.run
     with mock.patch.dict(os.environ, environment(program)):
-        outcomes = machine.run(lambda rank: ranks[rank].run())
+        outcomes = machine.run(lambda rank: run(ranks[rank]))
     explored = Explored(seed, len(model.calls), 0)
     for rank in ranks:
         explored.injected.update(one.name for one in rank.disturbed)
@@ -89,26 +94,35 @@ def judge(program: Program, model: Model, ranks: list[Rank]) -> list[str]:
         (one.began_ns for rank in ranks for one in rank.disturbed if one.name != "pause"),
         default=None,
     )
-    settled = {op for rank in ranks for ops in rank.settled for op in ops}
-    for op, calls in sorted(model.records.items()):
-        for record in calls.values():
-            if record.error is None:
-                wrong = model.check(record)
-                if wrong is not None:
-                    found.append(wrong)
-            elif isinstance(record.error, EPError):
-                raised = f"{record}: {type(record.error).__name__}: {record.error}"
-                if disturbed_from is None or record.ended_ns < disturbed_from:
-                    found.append(f"{raised} (nothing had been disturbed)")
-                elif op in settled:
-                    found.append(f"{raised} (all ranks had called again for long)")
-                elif "not what was sent" in str(record.error):
-                    found.append(f"{raised} (nobody had overwritten memory)")
-                elif wronged := named_without_fault(record, model, ranks):
-                    found.append(f"{raised} (ranks {wronged} had done nothing wrong)")
-        if op in settled and len(calls) < program.num_ranks:
+    settled = settled_operations(ranks)
+    for record in model.calls:
+        if record.error is None:
+            wrong = model.check(record)
+            if wrong is not None:
+                found.append(wrong)
+        elif isinstance(record.error, EPError) and record.op:
+            raised = f"{record}: {type(record.error).__name__}: {record.error}"
+            if disturbed_from is None or record.ended_ns < disturbed_from:
+                found.append(f"{raised} (nothing had been disturbed)")
+            elif record.op in settled:
+                found.append(f"{raised} (all ranks had called again for long)")
+            elif "not what was sent" in str(record.error):
+                found.append(f"{raised} (nobody had overwritten memory)")
+            elif wronged := named_without_fault(record, model, ranks):
+                found.append(f"{raised} (ranks {wronged} had done nothing wrong)")
+    for op in sorted(settled):
+        calls = model.records.get(op, {})
+        if len(calls) < program.num_ranks:
             found.append(f"operation {op}: only ranks {sorted(calls)} called it, after recovery")
     return found
+
+
+def settled_operations(ranks: list[Rank]) -> set[int]:
+    """Operations that must succeed: all ranks have called again for long, or two steps have gone by."""
+    disturbed = [one.number for rank in ranks for one in rank.disturbed]
+    first = max(disturbed, default=-STEPS_TO_RECOVER) + STEPS_TO_RECOVER
+    in_steps = {op for rank in ranks for ops in rank.steps[first:] for op in ops}
+    return in_steps.union(*(ops for rank in ranks for ops in rank.settled))
 
 
 def named_without_fault(record: Record, model: Model, ranks: list[Rank]) -> list[int]:

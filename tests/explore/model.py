@@ -23,12 +23,12 @@ from explore import normal
 class Record:
     """One call of one rank: what it passed, and how it ended.
 
-    `op` is the operation's number; `handle_of` the dispatch whose handle a combine, or a cached dispatch,
-    passed. `lie` says what was wrong with it. `inputs` and `ys` are of the kind of operation.
+    `op` is the operation's number, 0 if it was refused before it had one; `handle_of` the dispatch whose
+    handle a combine, or a cached dispatch, passed. `lie` says what was wrong with it. `inputs` and `ys` are of
+    the kind of operation.
     """
 
     rank: int
-    op: int
     kind: str  # "dispatch", "combine", "normal dispatch", "cached dispatch" or "normal combine"
     sizes: Shape | normal.Sizes
     mode: Mode
@@ -37,6 +37,7 @@ class Record:
     handle_of: int = 0
     ys: Any = field(default_factory=list)
     lie: str = ""
+    op: int = 0
     ended_ns: int = 0
     result: Any = None
     error: BaseException | None = None
@@ -55,17 +56,23 @@ class Model:
         self._dispatched: dict[int, list[reference.Dispatched]] = {}
         self._received: dict[int, list[normal_reference.Received]] = {}
 
-    def add(self, record: Record) -> None:
+    def begin(self, record: Record) -> None:
         """A call that is about to be made."""
-        self.records.setdefault(record.op, {})[record.rank] = record
         self.calls.append(record)
 
-    def withdraw(self, record: Record) -> None:
-        """It was refused before it became an operation."""
-        del self.records[record.op][record.rank]
+    def number(self, record: Record, op: int) -> None:
+        """It has become this operation."""
+        record.op = op
+        self.records.setdefault(op, {})[record.rank] = record
+
+    def calls_of(self, rank: int) -> list[Record]:
+        """In the order in which they began."""
+        return [record for record in self.calls if record.rank == rank]
 
     def check(self, record: Record) -> str | None:
         """What is wrong with the result of a call that returned; None when it is right."""
+        if not record.op:
+            return f"{record}: returned, though it entered no operation"
         others = self.records[record.op]
         absent = [rank for rank in range(self.num_ranks) if rank not in others]
         if absent:

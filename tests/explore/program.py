@@ -28,7 +28,13 @@ TIMEOUT_NS = round(TIMEOUT_S * 1e9)
 #   lie    it combines with values changed in its handle, or with another topk_idx; in normal operations
 #          with the handle of an earlier dispatch
 #   die    its process dies at some point of an operation; the program ends with it
-DISTURBANCES = ("pause", "stop", "copy", "link", "late", "sizes", "skip", "hook", "lie", "die")
+#   leave  in programs with steps: it leaves a step out
+#   refuse in programs with steps: it passes what is refused before anything is sent, so it leaves the rest out
+LEFT_OUT = ("leave", "refuse")
+DISTURBANCES = (
+    *("pause", "stop", "copy", "link", "late", "sizes", "skip", "hook", "lie", "die"),
+    *LEFT_OUT,
+)
 # Puts of the handle or of topk_idx that `lie` can change.
 LIES = ("token", "slot", "begin", "count", "negative", "expert")
 
@@ -102,6 +108,12 @@ class Program:
     episode_length: int
     disturbances: tuple[tuple[Disturbance, ...], ...] = field(default=())  # of each episode
 
+    @property
+    def slowest_delivery_ns(self) -> int:
+        """How long a message takes at most, unless somebody is disturbed."""
+        slow_paths = (one.slow_path[1] for one in self.ranks if one.slow_path is not None)
+        return self.pace.longest_delivery_ns + max(slow_paths, default=0)
+
     def call(self, op: int) -> Call:
         """What the dispatch numbered `op` and its combines are."""
         draw = random.Random(self.seed * 1_000_003 + op)
@@ -144,6 +156,7 @@ def draw_program(seed: int, names: tuple[str, ...] = DISTURBANCES) -> Program:
     """The program of a seed, with disturbances of the given names only."""
     draw = random.Random(seed)
     num_ranks = draw.choice((1, 2, 2, 3, 3, 4, 4, 5, 6))
+    names = tuple(name for name in names if name not in LEFT_OUT)
     longest_delivery_ns = draw.choice((1_000, 10_000, 100_000, 2 * MS))
     pace = Pace(
         points_per_step=draw.choice((1, 4, 16, 64, 256)),
@@ -191,6 +204,18 @@ def draw_program(seed: int, names: tuple[str, ...] = DISTURBANCES) -> Program:
             found = [one for one in found if one.name != "die"]
         disturbances.append(tuple(found))
     return Program(**{**vars(program), "disturbances": tuple(disturbances)})
+
+
+def draw_steps(seed: int, names: tuple[str, ...] = DISTURBANCES) -> Program:
+    """A program of the same kind whose ranks meet between steps, with one disturbance that leaves all alive."""
+    program = draw_program(seed, ())
+    draw = random.Random(seed + 1)
+    names = tuple(name for name in names if name not in ("pause", "die"))
+    program = replace(program, num_episodes=1, episode_length=12)
+    found = [_draw_disturbance(draw, program, names)] if names and program.num_ranks > 1 else []
+    # Half of what there is to find in the beginning, so that there are steps to recover in.
+    found = [replace(one, op=1 + one.op % 6) for one in found]
+    return replace(program, disturbances=(tuple(found),))
 
 
 def _draw_rank(draw: random.Random, num_ranks: int, bends_clocks: bool) -> RankSetting:

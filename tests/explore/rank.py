@@ -1,21 +1,26 @@
-"""One rank's way through a program: it dispatches and combines, and begins again after an error."""
+"""One rank's way through a program: it dispatches and combines, and begins again after an error.
+
+A program is either free: ranks run ahead of each other, and what an operation exchanges follows from its
+number. Or it has steps: ranks meet between them, and what they exchange follows from the step.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 
 import deep_ep
-from deep_ep.errors import EPArgumentError, EPError
+from deep_ep.errors import EPError
 from exchange import Inputs, Mode, Received, Shape, begin_dispatch, experts, make_routing
 from explore import normal
 from explore.machine import NEVER, Machine, SimulatedGroup
 from explore.model import Model, Record
-from explore.program import TIMEOUT_NS, TIMEOUT_S, Disturbance, Program
+from explore.program import TIMEOUT_NS, TIMEOUT_S, Call, Disturbance, Program
 from normal_exchange import finish, run_combine, run_dispatch, timing
 
 # After the last disturbance of an episode: operations until all ranks are in step again, and how many
@@ -29,6 +34,7 @@ class Disturbed(NamedTuple):
 
     name: str  # of DISTURBANCES
     began_ns: int
+    number: int  # of the operation, or of the step
     ranks: tuple[int, ...]  # that may be named for it
 
 
@@ -45,34 +51,55 @@ class Rank:
         self.buffer: deep_ep.Buffer = None  # type: ignore[assignment]
         self.disturbances: list[Disturbance] = []
         self.disturbed: list[Disturbed] = []
-        self.settled: list[range] = []  # operations of each episode that must succeed
+        self.settled: list[range] = []  # operations that must succeed
+        self.steps: list[list[int]] = []  # operations of each step
         self._num_inputs = 0
         self._was_normal = False  # the last round
-        self._older: dict[normal.Sizes, tuple[Any, ...]] = {}  # handles of the round before
-        self._slowed: int | None = (
-            None  # the rank to which this one's path is slow for an operation
-        )
+        self._older: dict[normal.Sizes, Record] = {}  # dispatches of the round before
+        self._step: int | None = None  # of a program that has steps
+        # The rank to which this one's path is slow for an operation, and when all that was sent then has come.
+        self._slowed: int | None = None
+        self._path_is_slow_until_ns = 0
 
     def run(self) -> None:
         """Until the end of the program, or until this rank dies."""
         self._make_buffer()
         for episode, disturbances in enumerate(self.program.disturbances):
             first = self._meet(f"episode {episode}")
-            self.disturbances = [
-                Disturbance(**{**vars(one), "op": first + one.op})
-                for one in disturbances
-                if one.rank == self.rank
-            ]
+            self._expect(disturbances, first)
             self._exchange_until(first + self.program.episode_length)
-            if self._slowed is not None:
-                self._slow_path(self._slowed, 0)
+            self._expect((), 0)
             self.machine.stop_after(NEVER, 0)
             self.machine.die_after(NEVER)
-            self.disturbances = []
             target = self._meet(f"recovery {episode}") + RECOVERY
             if len(self.machine.gone) == 0:
                 self._exchange_until(target, meets=False)
                 self.settled.append(range(target - GOOD, target))
+
+    def run_steps(self) -> None:
+        """A step for each operation of the program's only episode."""
+        self._make_buffer()
+        (disturbances,) = self.program.disturbances
+        self._expect(disturbances, 0)
+        for step in range(self.program.episode_length):
+            self.machine.meet(f"step {step}", 0, self.rank, None)
+            # What a program says to its ranks is no faster than what kernels say.
+            self.machine.sleep(self.program.slowest_delivery_ns)
+            self._step = step
+            before = len(self.model.calls_of(self.rank))
+            if self._disturb("leave") is None:
+                self._exchange()
+            self.machine.stop_after(NEVER, 0)
+            # A fault has ended before the next step begins: what a slow path held up has come.
+            self.machine.sleep(max(1, self._path_is_slow_until_ns - self.machine.now_ns()))
+            self.steps.append([record.op for record in self.model.calls_of(self.rank)[before:]])
+
+    def _expect(self, disturbances: Iterable[Disturbance], first: int) -> None:
+        """What this rank will suffer or do, counted from operation `first` on."""
+        self.disturbances = [
+            replace(one, op=first + one.op) for one in disturbances if one.rank == self.rank
+        ]
+        self._heal_path()
 
     def _meet(self, name: str) -> int:
         """The newest operation of any rank."""
@@ -119,62 +146,69 @@ class Rank:
 
     def _exchange_until(self, target: int, meets: bool = True) -> None:
         while self._operation() < target:
-            op = self._operation() + 1
-            call = self.program.call(op)
-            if call.normal is not None:
-                self._exchange_normal(op, call.normal, call.then)
-                continue
-            if meets and (call.meets_before or self._was_normal):
+            call = self.program.call(self._number())
+            if meets and call.normal is None and (call.meets_before or self._was_normal):
                 self._clean(call.sizes)
-            self._was_normal = False
-            received = self._dispatch(op, self._sizes_of(op))
-            if received is None:
-                continue
-            for number in range(call.num_combines):
-                if self._disturb("skip", self._operation() + 1) is not None:
-                    break
-                if not self._combine(received, op, number):
-                    break
+            self._exchange()
 
-    def _exchange_normal(self, op: int, sizes: normal.Sizes, then: tuple[str, ...]) -> None:
-        self._was_normal = True
-        if self._disturb("sizes", op) is not None:
+    def _number(self) -> int:
+        """What says what is exchanged next, and who is disturbed: the step, or else the operation."""
+        return self._operation() + 1 if self._step is None else self._step
+
+    def _exchange(self) -> None:
+        call = self.program.call(self._number())
+        self._was_normal = call.normal is not None
+        if call.normal is not None:
+            return self._exchange_normal(call.normal, call.then)
+        dispatch = self._dispatch(call, self._sizes_of(call))
+        if dispatch.error is not None:
+            return None
+        for number in range(call.num_combines):
+            if self._disturb("skip") is not None:
+                break
+            if self._combine(dispatch, call.combine, number).error is not None:
+                break
+        return None
+
+    def _exchange_normal(self, sizes: normal.Sizes, then: tuple[str, ...]) -> None:
+        if self._disturb("sizes") is not None:
             sizes = self.draw.choice(self.program.normal_sizes)
-        older, handle = self._older.get(sizes), self._normal_dispatch(op, sizes)
-        if handle is None:
+        older, dispatch = self._older.get(sizes), self._normal_dispatch(sizes)
+        if dispatch.error is not None:
             return
-        self._older[sizes] = handle
+        self._older[sizes] = dispatch
         for kind in then:
-            next_op = self._operation() + 1
-            if self._disturb("skip", next_op) is not None:
+            if self._disturb("skip") is not None:
                 return
-            handle_of, used = op, handle
-            if older is not None and self._disturb("lie", next_op) is not None:
-                handle_of, used = -1, older
-            if not self._use(kind, sizes, handle_of, used):
+            used = dispatch
+            if older is not None and self._disturb("lie") is not None:
+                used = older
+            if self._use(kind, sizes, used).error is not None:
                 return
 
-    def _normal_dispatch(self, op: int, sizes: normal.Sizes) -> tuple[Any, ...] | None:
+    def _normal_dispatch(self, sizes: normal.Sizes) -> Record:
         inputs = normal.inputs_of(sizes, self.rank, self._seed())
-        self._prepare(op)
-        record = self._record(op, "normal dispatch", sizes, inputs)
+        self._prepare()
+        topk_idx = inputs.topk_idx
+        if self._disturb("refuse") is not None:
+            topk_idx = topk_idx.int()
         config = deep_ep.Config(*sizes.config)
 
         def call() -> Any:
-            return run_dispatch(self.buffer, inputs, sizes.shape, sizes.mode, config)[1]
+            given = inputs._replace(topk_idx=topk_idx)
+            return run_dispatch(self.buffer, given, sizes.shape, sizes.mode, config)[1]
 
-        result = self._recorded(record, call)
-        return None if result is None else result[4]
+        return self._recorded(self._record("normal dispatch", sizes, inputs), call)
 
-    def _use(self, kind: str, sizes: normal.Sizes, handle_of: int, handle: tuple[Any, ...]) -> bool:
-        """A cached dispatch or a combine. Whether it succeeded."""
-        op = self._operation() + 1
+    def _use(self, kind: str, sizes: normal.Sizes, dispatch: Record) -> Record:
+        """A cached dispatch or a combine, with the handle of a dispatch."""
         config = deep_ep.Config(*sizes.config)
         seed = self._seed()
-        self._prepare(op)
+        handle = dispatch.result[4]
+        self._prepare()
+        inputs = normal.inputs_of(sizes, self.rank, seed)
+        record = self._record(kind, sizes, inputs, dispatch.op)
         if kind == "cached dispatch":
-            inputs = normal.inputs_of(sizes, self.rank, seed)
-            record = self._record(op, kind, sizes, inputs, handle_of)
 
             def call() -> Any:
                 timed = timing(self.buffer, sizes.mode)
@@ -184,22 +218,17 @@ class Rank:
                 finish(event, sizes.mode)
                 return result[0]
         else:
-            inputs = normal.inputs_of(sizes, self.rank, seed)
             rows = normal.Rows(sizes, normal.num_rows_of(handle), seed)
-            record = self._record(op, kind, sizes, inputs, handle_of)
             record.ys = rows
 
             def call() -> Any:
                 y, weights, mode = rows.y, rows.weights, sizes.mode
                 return run_combine(self.buffer, y, handle, inputs.biases, weights, mode, config)
 
-        return self._recorded(record, call) is not None
+        return self._recorded(record, call)
 
-    def _record(
-        self, op: int, kind: str, sizes: normal.Sizes, inputs: Any, handle_of: int = 0
-    ) -> Record:
-        now_ns = self.machine.now_ns()
-        return Record(self.rank, op, kind, sizes, Mode(), inputs, now_ns, handle_of)
+    def _record(self, kind: str, sizes: normal.Sizes, inputs: Any, handle_of: int = 0) -> Record:
+        return Record(self.rank, kind, sizes, Mode(), inputs, self.machine.now_ns(), handle_of)
 
     def _seed(self) -> int:
         """Another one for each call of each rank."""
@@ -209,13 +238,13 @@ class Rank:
     def _pause(self) -> None:
         self.machine.sleep(self.draw.randrange(self.setting.longest_pause_ns + 1) + 1)
 
-    def _disturb(self, name: str, op: int) -> Disturbance | None:
+    def _disturb(self, name: str) -> Disturbance | None:
         """The next disturbance of this name, if it is due; it comes once."""
         for one in self.disturbances:
-            if one.name == name and op >= one.op:
+            if one.name == name and self._number() >= one.op:
                 self.disturbances.remove(one)
                 ranks = (self.rank, self._other(one)) if name == "link" else (self.rank,)
-                self.disturbed.append(Disturbed(name, self.machine.now_ns(), ranks))
+                self.disturbed.append(Disturbed(name, self.machine.now_ns(), self._number(), ranks))
                 return one
         return None
 
@@ -224,29 +253,33 @@ class Rank:
         num_ranks = self.program.num_ranks
         return (self.rank + 1 + link.points % (num_ranks - 1)) % num_ranks
 
-    def _prepare(self, op: int) -> None:
+    def _prepare(self) -> None:
         """Between two calls: pauses, and what this rank will suffer in the next."""
         self._pause()
-        if self._slowed is not None:
-            self._slow_path(self._slowed, 0)
-            self._slowed = None
-        link = self._disturb("link", op)
+        self._heal_path()
+        link = self._disturb("link")
         if link is not None:
             self._slowed = self._other(link)
             self._slow_path(self._slowed, link.pause_ns)
-        late = self._disturb("late", op)
+            self._path_is_slow_until_ns = self.machine.now_ns() + link.pause_ns + TIMEOUT_NS
+        late = self._disturb("late")
         if late is not None:
             self.machine.sleep(late.pause_ns)
-        stop = self._disturb("stop", op) or self._disturb("pause", op)
+        stop = self._disturb("stop") or self._disturb("pause")
         if stop is not None:
             self.machine.stop_after(stop.points, stop.pause_ns)
-        death = self._disturb("die", op)
+        death = self._disturb("die")
         if death is not None:
             self.machine.die_after(death.points)
 
-    def _sizes_of(self, op: int) -> Shape:
-        sizes = self.program.call(op).sizes
-        if self._disturb("sizes", op) is None:
+    def _heal_path(self) -> None:
+        if self._slowed is not None:
+            self._slow_path(self._slowed, 0)
+            self._slowed = None
+
+    def _sizes_of(self, call: Call) -> Shape:
+        sizes = call.sizes
+        if self._disturb("sizes") is None:
             return sizes
         others = [one for one in self.program.sizes if one != sizes]
         if others:
@@ -255,7 +288,7 @@ class Rank:
             return sizes
         fewer = sizes.num_max_tokens - 1
         tokens = tuple(min(fewer, one) for one in sizes.num_tokens)
-        return Shape(**{**vars(sizes), "num_max_tokens": fewer, "num_tokens": tokens})
+        return replace(sizes, num_max_tokens=fewer, num_tokens=tokens)
 
     def _clean(self, sizes: Shape) -> None:
         # Who is behind the others meets them in a later one.
@@ -270,48 +303,38 @@ class Rank:
         x = torch.randn(num_tokens, sizes.hidden, generator=generator).bfloat16()
         return Inputs(x, *make_routing(sizes, num_tokens, generator))
 
-    def _dispatch(self, op: int, sizes: Shape) -> Received | None:
-        mode = self.program.call(op).dispatch
+    def _dispatch(self, called: Call, sizes: Shape) -> Record:
+        mode = called.dispatch
         inputs = self._make_inputs(sizes)
-        self._prepare(op)
-        record = Record(self.rank, op, "dispatch", sizes, mode, inputs, self.machine.now_ns())
+        self._prepare()
+        given = inputs
+        if self._disturb("refuse") is not None:
+            given = inputs._replace(topk_idx=inputs.topk_idx.int())
+        record = Record(self.rank, "dispatch", sizes, mode, inputs, self.machine.now_ns())
 
         def call() -> Any:
-            received, event, hook = begin_dispatch(self.buffer, inputs, sizes, mode)
-            self._receive(mode, event, hook, op)
+            received, event, hook = begin_dispatch(self.buffer, given, sizes, mode)
+            self._receive(mode, event, hook)
             return received
 
         return self._recorded(record, call)
 
-    def _combine(self, received: Received, handle_of: int, number: int) -> bool:
-        given = self.program.call(handle_of)
-        dispatch = self.model.records[handle_of][self.rank]
-        op = self._operation() + 1
-        mode = given.combine
-        sizes = dispatch.sizes
+    def _combine(self, dispatch: Record, mode: Mode, number: int) -> Record:
+        """The dispatch's rows go back; `number` counts its combines."""
+        sizes, received = dispatch.sizes, dispatch.result
         assert isinstance(sizes, Shape)
         # Two combines of one dispatch return different rows.
         ys = [rows * (1 + number) for rows in experts(received, self.rank)]
         inputs, handle = dispatch.inputs, received.handle
-        lie = self._disturb("lie", op)
+        lie = self._disturb("lie")
         what = ""
         if lie is not None:
             inputs, handle, what = change(self.draw, lie.what, inputs, received, sizes)
         num_local_experts, num_rows = received.handle[0].shape
         x = torch.full((num_local_experts, num_rows, sizes.hidden), torch.nan).bfloat16()
-        self._prepare(op)
-        record = Record(
-            self.rank,
-            op,
-            "combine",
-            sizes,
-            mode,
-            inputs,
-            self.machine.now_ns(),
-            handle_of,
-            ys,
-            what,
-        )
+        self._prepare()
+        began_ns = self.machine.now_ns()
+        record = Record(self.rank, "combine", sizes, mode, inputs, began_ns, dispatch.op, ys, what)
 
         def call() -> torch.Tensor:
             target = x
@@ -330,29 +353,31 @@ class Rank:
                 return_recv_hook=mode.hook,
                 out=torch.full_like(inputs.x, torch.nan) if mode.use_out else None,
             )
-            self._receive(mode, event, hook, op)
+            self._receive(mode, event, hook)
             return combined
 
-        return self._recorded(record, call) is not None
+        return self._recorded(record, call)
 
-    def _receive(self, mode: Mode, event: Any, hook: Callable[[], None] | None, op: int) -> None:
+    def _receive(self, mode: Mode, event: Any, hook: Callable[[], None] | None) -> None:
         if mode.async_finish:
             event.current_stream_wait()
         if not mode.hook:
             return
         assert hook is not None
-        if self._disturb("hook", op) is not None:
+        if self._disturb("hook") is not None:
             self.buffer.abandon_hook()  # type: ignore[attr-defined]
             raise HookLost("the program lost the hook")
         self._pause()
-        copy = self._disturb("copy", op)
+        copy = self._disturb("copy")
         if copy is not None:
             self.machine.sleep(TIMEOUT_NS // 10)  # all rows are there by then
             self.machine.stop_after(copy.points % 64, copy.pause_ns)
         hook()
 
-    def _recorded(self, record: Record, call: Callable[[], Any]) -> Any:
-        self.model.add(record)
+    def _recorded(self, record: Record, call: Callable[[], Any]) -> Record:
+        """Makes the call; what it returned or raised is in its record, and the number it had."""
+        self.model.begin(record)
+        before = self._entered()
         try:
             record.result = call()
         except BaseException as error:
@@ -361,9 +386,13 @@ class Rank:
                 raise
         finally:
             record.ended_ns = self.machine.now_ns()
-        if isinstance(record.error, EPArgumentError) and self._operation() < record.op:
-            self.model.withdraw(record)
-        return record.result
+            if self._entered() > before:  # else it was refused before it became an operation
+                self.model.number(record, self._entered())
+        return record
+
+    def _entered(self) -> int:
+        assert self.buffer.runtime is not None
+        return int(self.buffer.runtime.native.entered_operation())
 
 
 class HookLost(EPError):

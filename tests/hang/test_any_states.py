@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
+import pickle
 import tempfile
+from pathlib import Path
+from typing import Any
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from deep_ep.diagnose.__main__ import main
 from deep_ep.diagnose.render.hang_page import page
 from deep_ep.diagnose.render.hang_picture import svg_text
 from deep_ep.diagnose.render.hang_views import view
@@ -101,3 +107,68 @@ def test_states_survive_being_written(states: dict[int, RankState]) -> None:
 def test_there_is_a_dump(states: dict[int, RankState]) -> None:
     with tempfile.TemporaryDirectory() as directory:
         traces.write_dump(directory, states, judge(states))
+
+
+# --- files of anybody -------------------------------------------------------------------------------
+
+CALL = Call(1, "operation", 1, "dispatch", {"hidden": 3}, ("hidden",), called_ns=5)
+STATE = RankState(
+    1,
+    RANKS,
+    calls=(CALL,),
+    waits=Waits("operation", 7, 12.0, {"entry": (2,), "rows": (0,)}),
+    threads=(Thread("MainThread", (Frame("step", "train.py", 3),)),),
+    masked=(4,),
+)
+CALL_PLAIN = STATE.plain()["calls"][0]
+VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-2, 7)
+    | st.sampled_from(["", "x", "alive", 1 << 70, 1e308, float("inf"), float("nan"), -0.5]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXTS, inner, max_size=2),
+    max_leaves=4,
+)
+
+
+@st.composite
+def damaged(draw: st.DrawFn, plain: Any) -> Any:
+    """Plain data of which one value, anywhere in it, is another one."""
+    if not isinstance(plain, (dict, list)) or not plain or draw(st.integers(0, 5)) == 0:
+        return draw(VALUES)
+    keys = sorted(plain) if isinstance(plain, dict) else range(len(plain))
+    key: Any = draw(st.sampled_from(keys))
+    copy: Any = plain.copy()
+    copy[key] = draw(damaged(plain[key]))
+    return copy
+
+
+KINDS = {
+    traces.STATE_FORMAT: json.loads(json.dumps(STATE.plain())),
+    traces.VERDICT_FORMAT: json.loads(json.dumps(judge({1: STATE}).plain())),
+}
+
+
+@settings(deadline=None, max_examples=120)
+@given(
+    st.sampled_from(sorted(KINDS)).flatmap(lambda k: st.tuples(st.just(k), damaged(KINDS[k]))),
+    st.booleans(),
+)
+@example(
+    (traces.STATE_FORMAT, {**KINDS[traces.STATE_FORMAT], "calls": [{**CALL_PLAIN, "sizes": "x"}]}),
+    False,
+)
+@example((traces.STATE_FORMAT, {**KINDS[traces.STATE_FORMAT], "masked": [float("inf")]}), True)
+def test_files_of_any_content_are_read_or_left_out(file: tuple[str, Any], is_pickle: bool) -> None:
+    kind, plain = file
+    with tempfile.TemporaryDirectory() as folder:
+        traces.write_dump(folder, {0: RankState(0, 1)}, judge({0: RankState(0, 1)}))
+        whole = {"kind": kind, **plain} if isinstance(plain, dict) else plain
+        if is_pickle:
+            whole = {"version": traces.VERSION, "entries": [], "deep_ep": plain}
+            Path(folder, "other_1").write_bytes(pickle.dumps(whole, 2))
+        else:
+            Path(folder, "other.json").write_text(json.dumps(whole))
+        with contextlib.redirect_stdout(io.StringIO()):
+            assert main(["hang", folder]) == 0
+            assert main(["hang", folder, "--json"]) == 0

@@ -6,6 +6,7 @@ import gc
 import json
 import os
 import pickle
+import stat
 import subprocess
 import sys
 from dataclasses import replace
@@ -17,7 +18,7 @@ import pytest
 from deep_ep.errors import EPArgumentError
 from deep_ep.hang import plain_pickle, traces
 from deep_ep.hang.folder import read_folder
-from deep_ep.hang.states import Call, RankState
+from deep_ep.hang.states import Call, Process, RankState
 from deep_ep.hang.verdict import judge
 from deep_ep.hang.wording import line
 from made_up_ranks import Group
@@ -50,15 +51,40 @@ def test_torch_s_tool_names_the_rank_that_is_missing(tmp_path: Path, stuck: str)
     assert [other.collective_seq_id for other in others] == ([11] if stuck == "hook" else [])
 
 
-def test_a_rank_of_which_nothing_was_heard_has_a_file(tmp_path: Path) -> None:
-    states = Group(4, stuck={3: "gone"}).states()
-    del states[3]
+@pytest.mark.parametrize("process", ["gone", "stopped", "ended", "unknown"])
+@pytest.mark.parametrize("last_word", [0, 2])
+def test_of_a_rank_that_does_not_answer_others_say_what_it_has_done(
+    tmp_path: Path, process: Process, last_word: int
+) -> None:
+    group = Group(4, stuck={3: process})
+    states = group.states()
+    calls = (group.call(last_word, finished_ns=1),) if last_word else ()
+    states[3] = replace(states[3], process=process, calls=calls)
     written = dump(tmp_path / "fr", states)
     assert tmp_path / "fr" / "deep_ep_rank_3" in written
-    # Of all that it has ever called nothing is known.
-    assert {frozenset(found.missing_ranks) for found in findings(tmp_path / "fr")} == {
-        frozenset({3})
-    }
+    (found,) = findings(tmp_path / "fr")
+    assert (found.missing_ranks, found.collective_seq_id) == ({3}, 12)
+
+
+def test_what_went_on_without_masked_ranks_says_nothing_of_them(tmp_path: Path) -> None:
+    states = {rank: replace(state, masked=(3,)) for rank, state in Group(4).states().items()}
+    states[3] = RankState(3, 4, process="gone")
+    dump(tmp_path / "fr", states)
+    assert pickle.loads((tmp_path / "fr" / "deep_ep_rank_3").read_bytes())["entries"] == []
+
+
+def test_others_may_not_read_what_stacks_show(tmp_path: Path) -> None:
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(0o755)
+    umask = os.umask(0)
+    try:
+        written = dump(shared / "job" / "dump", Group(2).states())
+    finally:
+        os.umask(umask)
+    assert {stat.S_IMODE(path.stat().st_mode) for path in written} == {0o600}
+    folders = (shared, shared / "job", shared / "job" / "dump")
+    assert [stat.S_IMODE(folder.stat().st_mode) for folder in folders] == [0o755, 0o700, 0o700]
 
 
 def test_torch_s_tool_sees_that_an_operation_was_called_in_the_place_of_another(

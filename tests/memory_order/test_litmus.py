@@ -16,6 +16,8 @@ from memory_order.mask_programs import ALL  # noqa: E402
 from memory_order.ptx import find_execution  # noqa: E402
 from memory_order.sources import DEVICE, ROOT, TRANSPORT, Source, working_tree  # noqa: E402
 
+pytestmark = pytest.mark.exhaustive
+
 SOURCE = working_tree()
 NAMES = [test.name for test in ALL]
 

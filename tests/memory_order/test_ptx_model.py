@@ -11,6 +11,8 @@ z3 = pytest.importorskip("z3")
 
 from memory_order.ptx import WEAK, Event, Order, Thread, find_execution  # noqa: E402
 
+pytestmark = pytest.mark.exhaustive
+
 RELAXED = Order(scope="sys")
 ACQUIRE = Order(acquires=True, scope="sys")
 RELEASE = Order(releases=True, scope="sys")

@@ -53,6 +53,7 @@ byte given_up_newest[N * N], given_up_count[N * N], handed[N * N];
 byte own_header[2 * N], staging[2 * N];
 
 byte timeouts = TIMEOUTS;
+byte lost;  /* newest operation that the group has given up */
 /* Ranks in the order in which they opened their operations, which is that of their deadlines; 0: the first. */
 byte age[N];
 
@@ -139,12 +140,22 @@ inline become_youngest() {
     age[r] = N - 1
 }
 
+/* The ranks that time out decide for all. */
+inline time_out() {
+    failed = true;
+    if
+    :: op > lost -> lost = op
+    :: else
+    fi
+}
+
 inline await(condition) {
     if
     :: condition
-    :: atomic { timeouts > 0 && op <= FAULTY && !(condition) -> timeouts--; failed = true }
+    :: atomic { timeouts > 0 && op <= FAULTY && !(condition) -> timeouts--; time_out() }
 #if TIMEOUTS > 0
-    :: atomic { timeout && age[r] == 0 -> failed = true }
+    :: atomic { timeout && age[r] == 0 -> time_out() }
+    :: atomic { lost >= op && !(condition) -> failed = true }
 #endif
     fi
 }
@@ -162,6 +173,8 @@ inline await(condition) {
 #define NEWS (ANY(IS_NEW(0), IS_NEW(1), IS_NEW(2 % N)) || (HEADERS_CAME && HOPELESS))
 #define EVERYBODY ((1 << N) - 1)
 #define LATER(s) (headers[AT(r, HALF(op), s)] > op)
+#define CAME_TOO(s) ((s) != r && headers[AT(r, HALF(op), s)] >= op)
+#define CAME ANY(CAME_TOO(0), CAME_TOO(1), CAME_TOO(2 % N))
 #define HANDED(s) (!hands_over[AT(r, HALF(op), s)] || handed[r * N + (s)] >= op)
 #define LEFT_BEHIND(s) (LATER(s) || (op <= given_up_newest[r * N + (s)] && op + given_up_count[r * N + (s)] > given_up_newest[r * N + (s)]))
 #define GIVEN_UP ANY(LEFT_BEHIND(0), LEFT_BEHIND(1), LEFT_BEHIND(2 % N))
@@ -182,14 +195,36 @@ proctype Rank(byte r) {
         /* open: a header to every rank */
         atomic {
             become_youngest();
-            op = closed + 1;
+            /* behind what the group has given up, if it has heard of that */
+            op = closed;
+            if
+            :: lost > closed -> op = lost
+            :: true
+            fi;
+            num_given_up = num_given_up + op - closed;
+            hands = unknown || op > closed;
+            op = op + 1;
             failed = false;
             counted = 0;
-            may_send = true;
+            may_send = true
+        }
+        /* who skips enters with another one; if it is late, none comes before it gives up waiting */
+        if
+        :: op == closed + 1
+        :: op > closed + 1 && CAME
+        :: atomic {
+            op > closed + 1 ->
+            op--;
+            num_given_up--;
+            failed = true;
+            goto close
+        }
+        fi;
+        atomic {
 #ifdef WITHOUT_HAND_OVER
             hands = false;
 #else
-            hands = unknown || (op > 1 && LAYOUT(op) != LAYOUT(closed));
+            hands = hands || (op > 1 && LAYOUT(op) != LAYOUT(closed));
 #endif
             own_header[r * 2 + HALF(op)] = hands;
             hands_over[AT(r, HALF(op), r)] = hands;
@@ -299,6 +334,7 @@ proctype Rank(byte r) {
         intact = ROWS_ARE_OURS;  /* the first rows are read, then */
         intact = intact && ROWS_ARE_OURS;  /* the last ones */
         /* close */
+close:
         atomic {
             if
             :: !failed && GIVEN_UP -> failed = true

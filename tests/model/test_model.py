@@ -20,7 +20,7 @@ CHANGING = {"OPS": 4, "CHANGE": 3}
 LATE = {"OPS": 3, "CHANGE": 2, "TIMEOUTS": 1, "FAULTY": 1}
 DEEPEST = 10_000  # steps of a run; more is an error, not a smaller search
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.exhaustive]
 
 
 def errors(folder: Path, settings: dict[str, int], left_out: str = "") -> tuple[int, str]:

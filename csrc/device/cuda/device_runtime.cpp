@@ -5,6 +5,7 @@
 namespace ep {
 namespace {
 
+using cuda_target::BesideCaptures;
 using cuda_target::check;
 using cuda_target::DeviceGuard;
 
@@ -93,6 +94,7 @@ void Device::release_host_visible(void* memory) {
 
 void Device::copy_to_host(void* to, const void* from, size_t bytes, cudaStream_t stream) const {
     const DeviceGuard guard(index_);
+    const BesideCaptures beside;
     check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToHost, stream),
           "cudaMemcpyAsync",
           std::to_string(bytes) + " bytes of status");
@@ -103,6 +105,7 @@ void Device::copy_to_host(void* to, const void* from, size_t bytes, cudaStream_t
 
 void Device::copy_to_device(void* to, const void* from, size_t bytes) const {
     const DeviceGuard guard(index_);
+    const BesideCaptures beside;
     check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyHostToDevice, own_stream_),
           "cudaMemcpyAsync",
           std::to_string(bytes) + " bytes of news");

@@ -44,4 +44,21 @@ class DeviceGuard {
     bool changed_ = false;
 };
 
+// Lets the calling thread make calls that a capture of any thread in global mode, torch's default, forbids: what
+// it calls meanwhile concerns no stream that is captured. Without it the call fails, and breaks the capture.
+class BesideCaptures {
+  public:
+    BesideCaptures() {
+        check(cudaThreadExchangeStreamCaptureMode(&mode_),
+              "cudaThreadExchangeStreamCaptureMode",
+              "a look at memory beside captures");
+    }
+    ~BesideCaptures() { (void)cudaThreadExchangeStreamCaptureMode(&mode_); }
+    BesideCaptures(const BesideCaptures&) = delete;
+    BesideCaptures& operator=(const BesideCaptures&) = delete;
+
+  private:
+    cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
+};
+
 }  // namespace ep::cuda_target

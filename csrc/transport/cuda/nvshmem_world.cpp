@@ -1,5 +1,7 @@
 #include "transport/cuda/nvshmem_world.h"
 
+#include <algorithm>
+#include <bit>
 #include <cstdlib>
 #include <cstring>
 #include <stdexcept>
@@ -131,34 +133,46 @@ void NvshmemWorld::create_queue_pairs() {
     queue_pairs_.num_handles = static_cast<int>(handles.size()) / QueuePairs::kCopies;
 }
 
-std::byte* NvshmemWorld::allocate(size_t bytes) {
+uint64_t NvshmemWorld::free_blocks(size_t bytes) {
     const std::lock_guard lock(mutex_);
-    std::byte* memory = nullptr;
-    for (auto [block, end] = blocks_.equal_range(bytes); block != end && memory == nullptr;
-         ++block) {
-        if (block->second.in_use) continue;
-        block->second.in_use = true;
-        memory = block->second.memory;
+    uint64_t found = 0;
+    for (size_t i = 0; i < std::min(blocks_.size(), kMostReused); ++i) {
+        if (blocks_[i].bytes == bytes && !blocks_[i].in_use) found |= uint64_t{1} << i;
     }
-    if (memory == nullptr) {
-        memory = static_cast<std::byte*>(nvshmem_align(kHeapAlignment, bytes));
+    return found;
+}
+
+std::byte* NvshmemWorld::allocate(size_t bytes, uint64_t free_everywhere) {
+    const std::lock_guard lock(mutex_);
+    size_t number = blocks_.size();
+    if (free_everywhere != 0) {
+        number = std::countr_zero(free_everywhere);
+    } else {
+        auto* memory = static_cast<std::byte*>(nvshmem_align(kHeapAlignment, bytes));
         if (memory == nullptr) {
             throw std::runtime_error(
                 "nvshmem_align found no " + std::to_string(bytes) +
                 " bytes of symmetric heap; raise NVSHMEM_SYMMETRIC_SIZE or free GPU memory.");
         }
-        blocks_.emplace(bytes, Block{memory, true});
+        blocks_.push_back({bytes, memory, false});
     }
-    check(cudaMemset(memory, 0, bytes), "cudaMemset", "new symmetric memory");
+    Block& block = blocks_.at(number);
+    if (block.in_use) {
+        throw std::runtime_error(
+            "symmetric memory that all ranks had said to be free is used by another buffer here; "
+            "build one buffer after another, in the same order on all ranks.");
+    }
+    block.in_use = true;
+    check(cudaMemset(block.memory, 0, bytes), "cudaMemset", "new symmetric memory");
     check(cudaDeviceSynchronize(), "cudaDeviceSynchronize", "new symmetric memory to be zero");
     // Nobody may signal into memory that its owner has yet to zero.
     nvshmem_barrier_all();
-    return memory;
+    return block.memory;
 }
 
 void NvshmemWorld::give_back(std::byte* memory) {
     const std::lock_guard lock(mutex_);
-    for (auto& [bytes, block] : blocks_) {
+    for (Block& block : blocks_) {
         if (block.memory == memory) block.in_use = false;
     }
 }

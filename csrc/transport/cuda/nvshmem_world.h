@@ -4,8 +4,9 @@
 #pragma once
 
 #include <cstddef>
-#include <map>
+#include <cstdint>
 #include <mutex>
+#include <vector>
 
 #include "transport/cuda/queue_pairs.cuh"
 
@@ -31,8 +32,12 @@ class NvshmemWorld {
     // Collective; `membership` as before. A second call must ask for the same world.
     void join(const Membership& membership, const char* unique_id);
 
-    // Collective, in the same order on all ranks: zeroed symmetric memory.
-    std::byte* allocate(size_t bytes);
+    // Which blocks of this size are free on this rank, a bit each. Blocks are numbered in the order in which all
+    // ranks have made them; later ones than kMostReused are not used again.
+    uint64_t free_blocks(size_t bytes);
+    // Collective, in the same order on all ranks: zeroed symmetric memory. free_everywhere: free_blocks() of all
+    // ranks, combined with AND; ranks give blocks back when their garbage is collected, each at its own time.
+    std::byte* allocate(size_t bytes, uint64_t free_everywhere);
     // Local. The memory serves a later allocate() of the same size.
     void give_back(std::byte* memory);
 
@@ -41,7 +46,10 @@ class NvshmemWorld {
     QueuePairs queue_pairs() const { return queue_pairs_; }
 
   private:
+    static constexpr size_t kMostReused = 64;
+
     struct Block {
+        size_t bytes;
         std::byte* memory;
         bool in_use;
     };
@@ -52,7 +60,7 @@ class NvshmemWorld {
     bool joined_ = false;
     Membership membership_;
     QueuePairs queue_pairs_{};
-    std::multimap<size_t, Block> blocks_;
+    std::vector<Block> blocks_;
 };
 
 }  // namespace ep

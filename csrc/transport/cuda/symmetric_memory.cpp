@@ -30,8 +30,10 @@ struct Handle {
     uint64_t address;
 #if defined(EP_WITH_NVSHMEM)
     char unique_id[NvshmemWorld::kUniqueIdBytes];  // of rank 0; the others leave it empty
+    uint64_t free_blocks;                          // see NvshmemWorld
 #else
     cudaIpcMemHandle_t memory;
+    int64_t memory_status;  // cudaError_t: whether other processes can have it
 #endif
 
     bool same_process(const Handle& other) const { return process == other.process; }
@@ -136,15 +138,21 @@ Reach reach_within_process(const Handle& own, const Handle& peer) {
 }
 
 Reach reach_across_processes(const Handle& peer) {
+    const auto obstacle = [](const char* call, cudaError_t status) {
+        return Reach{nullptr,
+                     false,
+                     std::string(call) + " failed: " + cudaGetErrorString(status) +
+                         "; containers that allow it (--ipc=host) share memory, and "
+                         "DEEP_EP_RANKS_PER_NODE=1 reaches it through NVSHMEM"};
+    };
+    const auto there = static_cast<cudaError_t>(peer.memory_status);
+    if (there != cudaSuccess) return obstacle("cudaIpcGetMemHandle on that rank", there);
     void* memory = nullptr;
     const cudaError_t status =
         cudaIpcOpenMemHandle(&memory, peer.memory, cudaIpcMemLazyEnablePeerAccess);
     if (status == cudaSuccess) return {static_cast<std::byte*>(memory), true, {}};
     (void)cudaGetLastError();
-    return {nullptr,
-            false,
-            std::string("cudaIpcOpenMemHandle failed: ") + cudaGetErrorString(status) +
-                "; DEEP_EP_RANKS_PER_NODE=1 reaches it through NVSHMEM"};
+    return obstacle("cudaIpcOpenMemHandle", status);
 }
 
 Reach reach(const Handle& own, const Handle& peer, bool allow_nvlink) {
@@ -220,10 +228,11 @@ std::string SymmetricMemory::local_handle() const {
 #if defined(EP_WITH_NVSHMEM)
     if (options_.rank == 0)
         NvshmemWorld::instance().write_unique_id(membership(), handle.unique_id);
+    handle.free_blocks = NvshmemWorld::instance().free_blocks(total_bytes());
 #else
-    check(cudaIpcGetMemHandle(&handle.memory, base_),
-          "cudaIpcGetMemHandle",
-          "this rank's symmetric memory");
+    // A rank by itself, and ranks that are threads, do without; reach_across_processes() needs it.
+    handle.memory_status = cudaIpcGetMemHandle(&handle.memory, base_);
+    if (handle.memory_status != cudaSuccess) (void)cudaGetLastError();
 #endif
     return {reinterpret_cast<const char*>(&handle), sizeof(handle)};
 }
@@ -252,7 +261,9 @@ void SymmetricMemory::connect(const std::vector<std::string>& texts) {
     }
     NvshmemWorld& world = NvshmemWorld::instance();
     world.join(membership(), handles[0].unique_id);
-    base_ = world.allocate(total_bytes());
+    uint64_t free_everywhere = own.free_blocks;
+    for (const Handle& handle : handles) free_everywhere &= handle.free_blocks;
+    base_ = world.allocate(total_bytes(), free_everywhere);
     for (int rank = 0; rank < options_.num_ranks; ++rank) {
         if (options_.allow_nvlink || rank == options_.rank) peers[rank] = world.peer(base_, rank);
     }

@@ -17,6 +17,7 @@ from ..core.printable_text import printable
 from ..render.hang_page import page
 from ..render.hang_picture import svg_text
 from ..render.hang_views import OperationTable, View, collective_lines, view
+from ..render.output import standard_output
 
 # Exit status when there is a cause and --check was given.
 CAUSES = 3
@@ -42,7 +43,7 @@ def hang(given: argparse.Namespace) -> int:
         json.dump(_plain(views, collectives, remarks, status), sys.stdout, indent=1)
         sys.stdout.write("\n")
     else:
-        _print(Console(width=given.width), views, collectives, remarks)
+        _print(standard_output(given.width), views, collectives, remarks)
     if given.svg is not None and views:
         _write(given.svg, svg_text(views[0].verdict).encode())
     if given.html is not None:

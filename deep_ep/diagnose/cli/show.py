@@ -13,6 +13,7 @@ from ..analyze.link_limit import Links, least_us
 from ..core import quantities
 from ..core.diagnosis import Diagnosis
 from ..core.package import EPArgumentError
+from ..render.output import standard_output
 from ..render.terminal import report
 from ..storage.diagnosis_log import Log
 from ..storage.loader import read_any
@@ -37,7 +38,7 @@ def show(given: argparse.Namespace) -> int:
     """
     log = read_any(given.path)
     chosen, why = _choose(given, log)
-    console = Console(width=given.width)
+    console = standard_output(given.width)
     spans = spans_of(log.headlines)
     found = False
     for index in chosen:

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from rich.console import Console
 from rich.text import Text
 
 from ..analyze.link_limit import Links
@@ -18,6 +17,7 @@ from ..core import safe_files
 from ..core.package import PHASES, EPArgumentError
 from ..core.printable_text import printable
 from ..core.quantities import number, percent
+from ..render.output import standard_output
 from ..render.tables import Sheet, as_page, as_table
 from ..trace import merged, rank_trace, summary
 from ..trace.counted import read as of_counters
@@ -65,7 +65,7 @@ def trace(given: argparse.Namespace) -> int:
     if together:
         sheets.append(_together(together))
     remarks += summary.remarks(traces) + summary.group_remarks(together)
-    console = Console(width=given.width)
+    console = standard_output(given.width)
     for sheet in sheets:
         console.print(as_table(sheet))
     for remark in remarks:

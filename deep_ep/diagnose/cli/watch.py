@@ -16,6 +16,7 @@ from rich.text import Text
 from ..core.package import EPArgumentError
 from ..render import wording
 from ..render.change_log import Changes
+from ..render.output import standard_output
 from ..render.terminal import render, report
 from ..storage.log_follower import Follower
 from ..storage.record import Headline, Record
@@ -57,7 +58,7 @@ def watch(given: argparse.Namespace) -> int:
         OSError: a file cannot be read.
     """
     follower = Follower(given.path)
-    console = Console()
+    console = standard_output()
     if given.once:
         return _watch_once(given, follower, console)
     try:

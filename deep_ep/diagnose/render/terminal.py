@@ -23,6 +23,7 @@ from ..core.causes import TITLES
 from ..core.diagnosis import Bandwidth, Diagnosis, FloatArray, Measured, Verdict
 from ..core.rank_blocks import Blocks
 from ..render import wording
+from .output import standard_output
 
 _SHADES = "·░▒▓█"
 _ASCII_SHADES = ".-+*#"
@@ -46,7 +47,7 @@ def report(diagnosis: Diagnosis, console: Console | None = None) -> None:
         diagnosis: what `run` or `judge` returned.
         console: where to; standard output by default. Its width and its colours are respected.
     """
-    console = console or Console()
+    console = console or standard_output()
     console.print(render(diagnosis, console))
 
 

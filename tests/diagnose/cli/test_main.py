@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -362,6 +362,15 @@ def test_on_a_terminal_watch_shows_the_heatmaps(
     assert "dispatch: microseconds waited per operation" in shown
 
 
+@pytest.fixture
+def in_the_background() -> Iterator[None]:
+    """Tests that a shell runs as a background job ignore SIGINT, and what they start inherits that."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("in_the_background")
 def test_the_program_starts_and_ctrl_c_ends_it_with_0(tmp_path: Path) -> None:
     # It prints a line once it follows, so that the signal cannot come too early.
     Writer(tmp_path, "ep").write(record(HEALTHY), with_matrices=False)
@@ -371,6 +380,7 @@ def test_the_program_starts_and_ctrl_c_ends_it_with_0(tmp_path: Path) -> None:
         stderr=subprocess.PIPE,
         text=True,
         env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     assert program.stdout is not None
     assert "no verdict so far" in program.stdout.readline()

@@ -6,6 +6,9 @@ import csv
 import gzip
 import io
 import json
+import os
+import subprocess
+import sys
 import tempfile
 import tracemalloc
 from pathlib import Path
@@ -492,3 +495,31 @@ def test_time_that_is_covered_is_counted_second_by_second(
     got = rank_trace.covered_us(np.array(times, float), intervals)
     busy = {t for begin, lasts in lasting for t in range(begin, begin + lasts)}
     assert got.tolist() == [sum(t < time for t in busy) for time in times]
+
+
+def test_a_pipe_is_as_wide_as_the_tables(tmp_path: Path) -> None:
+    path = write(
+        tmp_path / "t.json",
+        [
+            operator("deep_ep::low_latency_dispatch", 0, 1, [[T, H], [], [], [], []], [BF16, "", *["Scalar"] * 3], ["", "", "0", "2", "3"]),
+            kernel("void deep_ep::internode_ll::dispatch<8>(int4*)", 20, 40, 1),
+        ],
+    )  # fmt: skip
+    environment = {name: text for name, text in os.environ.items() if name != "COLUMNS"}
+
+    def printed(*arguments: str) -> str:
+        command = [
+            sys.executable,
+            "-m",
+            "deep_ep.diagnose",
+            "trace",
+            str(path),
+            "--links",
+            "0.012:0.01",
+            *arguments,
+        ]
+        return subprocess.run(
+            command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=True
+        ).stdout  # fmt: skip
+
+    assert printed() == printed("--width", "400") != printed("--width", "80")
