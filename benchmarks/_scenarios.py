@@ -307,6 +307,7 @@ FAMILIES: dict[str, Change] = {
     "loads differ": _with(skew=0.25),
     "hot experts move": _with(moving_hot_share=3.0),
     "layers": _with(layers=4, skew=0.15),
+    "two batch sizes": _with(batches=(0.5, 1 / 128)),
     "combine by destination": _with(combine_by_destination=True),
     "fences wait": _with(fenced=True),
     "timer of 1 us": _with(timer_step_ns=1000),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,8 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import deep_ep
+from deep_ep import diagnose
 from exchange import Mode, Shape, combine, dispatch, experts, make_inputs, ranks_for
 from launch import Ranks
+from normal_exchange import normal_ranks
 
 SECOND_NS = 1_000_000_000
 # While a drift acts, the time that calls take besides the delay is not known to better than this.
@@ -110,7 +113,11 @@ def drifting_group(
     """Per rank its counters after rounds of 50 ms each, with clocks that drift from the start on."""
     monkeypatch.setenv("DEEP_EP_CLOCK_INTERVAL_S", interval_s)
     num_ranks = len(drifts_ppm)
-    shape = Shape((2,) * num_ranks, num_max_tokens=2, hidden=128, num_experts=num_ranks, num_topk=1)
+    # Of three blocks one leaves a dispatch that the others wait in.
+    num_experts = 2 * num_ranks
+    shape = Shape(
+        (2,) * num_ranks, num_max_tokens=2, hidden=128, num_experts=num_experts, num_topk=1
+    )
     inputs = make_inputs(shape)
 
     def run(rank: int, buffer: deep_ep.Buffer) -> tuple[Any, Any]:
@@ -189,3 +196,72 @@ def test_exchanges_are_paid_from_a_budget(monkeypatch: pytest.MonkeyPatch) -> No
     # The stated error grows from one operation to the next, except where clocks were measured again.
     measured_again = int((np.diff(stated) < 0).sum())
     assert 1 <= measured_again <= 8, stated
+
+
+SLOW_NS = 2_000_000
+
+
+def snapshot_after(
+    rank: int, buffer: deep_ep.Buffer, dst: int, step: Callable[[], None]
+) -> tuple[diagnose.Snapshot, torch.Tensor]:
+    """Counters of 32 steps, and offsets measured while the path from rank 2 to `dst` was slow already."""
+    if rank == 2:
+        assert buffer.runtime is not None
+        buffer.runtime.native.set_path_fault(dst=dst, delay_ns=SLOW_NS, bytes_per_s=0.0)
+    offsets, _ = buffer.measure_clock_offsets()
+    buffer.enable_counters(ring=256)
+    for _ in range(32):
+        step()
+    return diagnose.snapshot(buffer), offsets
+
+
+def assert_only_named(dst: int, ranks: Sequence[tuple[diagnose.Snapshot, torch.Tensor]]) -> None:
+    snapshots, offsets = zip(*ranks)
+    assert abs(int(offsets[2][dst])) > SLOW_NS / 4, "the fault is in no offset"
+    found = diagnose.judge(diagnose.gather(snapshots)).verdicts
+    assert {verdict.edge for verdict in found} == {(2, dst)}, found
+    assert all(abs(verdict.effect_us - SLOW_NS / 1e3) < 200 for verdict in found), found
+
+
+def test_a_path_that_is_slow_while_clocks_are_measured_is_named_and_its_way_back_is_not() -> None:
+    """Half of its delay is in the measured offset of the pair; all other pairs contradict that."""
+    shape = Shape((8,) * 8, num_max_tokens=8, hidden=512, num_experts=16, num_topk=4)
+    inputs = make_inputs(shape)
+
+    def run(rank: int, buffer: deep_ep.Buffer) -> tuple[diagnose.Snapshot, torch.Tensor]:
+        def step() -> None:
+            received = dispatch(buffer, inputs[rank], shape, Mode())
+            combine(buffer, inputs[rank], received.handle, experts(received, rank), Mode())
+
+        return snapshot_after(rank, buffer, 5, step)
+
+    with ranks_for(shape) as ranks:
+        assert_only_named(5, ranks.run(run))
+
+
+@pytest.mark.parametrize(("ranks_per_node", "dst"), [(8, 5), (4, 6)])
+def test_and_so_it_is_of_normal_operations(ranks_per_node: int, dst: int) -> None:
+    num_ranks, config = 8, deep_ep.Config(4, 8, 64, 16, 64)
+    generator = torch.Generator().manual_seed(0)
+    topk_idx = torch.stack([torch.randperm(16, generator=generator)[:4] for _ in range(64)])
+    x = torch.ones(64, 512, dtype=torch.bfloat16)
+
+    def run(rank: int, buffer: deep_ep.Buffer) -> tuple[diagnose.Snapshot, torch.Tensor]:
+        def step() -> None:
+            per_rank, per_node, per_expert, in_rank, _ = buffer.get_dispatch_layout(topk_idx, 16)
+            recv_x, _, _, _, handle, _ = buffer.dispatch(
+                x,
+                num_tokens_per_rank=per_rank,
+                num_tokens_per_rdma_rank=per_node,
+                is_token_in_rank=in_rank,
+                num_tokens_per_expert=per_expert,
+                topk_idx=topk_idx,
+                topk_weights=torch.ones(64, 4),
+                config=config,
+            )
+            buffer.combine(recv_x, handle, config=config)
+
+        return snapshot_after(rank, buffer, dst, step)
+
+    with normal_ranks(num_ranks, ranks_per_node, [config], 1024) as ranks:
+        assert_only_named(dst, ranks.run(run))

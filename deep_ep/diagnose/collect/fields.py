@@ -26,7 +26,9 @@ LatestSources = Annotated[IntArray, ("rows", KEPT_ARRIVALS)]
 PerSource = Annotated[FloatArray, ("num_ranks",)]
 SourceFlags = Annotated[BoolArray, ("num_ranks",)]
 ThreePerSource = Annotated[FloatArray, (3, "num_ranks")]
+TimePerSource = Annotated[IntArray, ("num_ranks",)]
 PerRank = Annotated[FloatArray, ()]
+NumberPerRank = Annotated[IntArray, ()]
 
 
 @dataclass(frozen=True)
@@ -162,6 +164,18 @@ class Numbers:
             "Sums over operations of the squares and the product of how tokens and path time deviate "
             "from their medians: what a token costs on this path.",
             missing=0.0,
+        ),
+    ]
+    anchor: Annotated[
+        NumberPerRank,
+        Field("operation", "Number of the one that `anchor_entered` tells of.", missing=-1),
+    ]
+    anchor_entered: Annotated[
+        TimePerSource,
+        Field(
+            "ns",
+            "When each source entered that operation, on this rank's clock; 0 where it is not known.",
+            missing=0,
         ),
     ]
     tokens: Annotated[PerSource, Field("tokens", "Median per operation.")]

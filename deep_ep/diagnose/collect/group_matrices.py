@@ -17,7 +17,8 @@ from ..core.diagnosis import Bandwidth, BoolArray, FloatArray, IntArray, Measure
 from ..core.package import EPArgumentError, EPError, EPTypeError
 from ..core.robust_stats import median, median_of
 from .fields import FIELDS, Field, Numbers
-from .hops import NORMAL_DISPATCH, NORMAL_KINDS
+from .hops import NORMAL_DISPATCH, NORMAL_KINDS, NOTIFY
+from .joint_clocks import contradictions
 from .rank_summary import KindSummary, Summary, nothing_counted, summarize
 from .snapshot import Snapshot
 from .snapshot_checks import latest_operation, require_place, require_snapshot
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 # Kinds in the order in which they are shown; the low-latency kernels', then the normal kernels'.
 LOW_LATENCY_KINDS = ("dispatch", "combine")
 KINDS = (*LOW_LATENCY_KINDS, *NORMAL_KINDS)
+# Kinds in which every source tells when it entered; on the other hops a gateway may.
+_SAYS_WHO_ENTERED = (*LOW_LATENCY_KINDS, NOTIFY)
 # Numbers, or NaN; ranks and truth values cannot be anything else.
 _FINITE = [n.name for n in FIELDS if isinstance(n.missing, float) and not n.may_be_infinite]
 # Nothing that is counted comes near the end of int64.
@@ -191,7 +194,7 @@ def gather(reports: Sequence[Summary | Snapshot]) -> dict[str, Matrices]:
     place = _place(summaries, sizes[0])
     counted = {kind for s in summaries for kind in (*s.kinds, *s.spoilt)}
     kinds = [k for k in KINDS if k in counted] + sorted(counted.difference(KINDS))
-    return {
+    by_kind = {
         kind: replace(
             _gather_kind(
                 kind,
@@ -204,6 +207,32 @@ def gather(reports: Sequence[Summary | Snapshot]) -> dict[str, Matrices]:
         )
         for kind in kinds
     }
+    return _with_joint_clocks(by_kind)
+
+
+def _with_joint_clocks(kinds: Mapping[str, Matrices]) -> dict[str, Matrices]:
+    """Times that compare two clocks, by the offsets that all pairs of ranks agree on."""
+    # Clocks are the same in all kinds, so one tells for all.
+    telling = next((kinds[kind] for kind in _SAYS_WHO_ENTERED if kind in kinds), None)
+    if telling is None:
+        return dict(kinds)
+    wrong = np.nan_to_num(contradictions(telling.anchor, telling.anchor_entered))
+    return (
+        {kind: _set_offsets(m, wrong) for kind, m in kinds.items()} if wrong.any() else dict(kinds)
+    )
+
+
+def _set_offsets(m: Matrices, wrong: FloatArray) -> Matrices:
+    """Without what offsets were wrong by, `[receiver, source]` ns."""
+    receiver = np.arange(m.num_ranks)[None, :, None]
+    of_last = np.where(m.last >= 0, wrong[receiver, m.last], 0.0)
+    return replace(
+        m,
+        late=m.late + wrong,
+        path=m.path - wrong,
+        path_low=m.path_low - wrong,
+        last_path=m.last_path - of_last,
+    )
 
 
 def require_summary(where: str, summary: Summary) -> Summary:

@@ -21,6 +21,8 @@ from .hops import NORMAL_KINDS, NOTIFY, ROW_HOPS, OwnTimes, own_times
 from .snapshot import Snapshot
 from .snapshot_checks import require_snapshot, without_contradictions
 
+# The latest operation of which all ranks tell is one that this divides, so that it is the same one.
+_ANCHORS = 8
 # Operations that the timeline shows.
 TIMELINE_OPERATIONS = 24
 # Counters per source that the group needs, besides what the stamps tell.
@@ -30,6 +32,11 @@ _OWN = ("ops", "gap_ns", "send_ns", "wait_ns", "drain_ns")
 # A path seen less often, or in fewer of the operations, has no median worth the name.
 MIN_SEEN = 8
 _MIN_SEEN_SHARE = 8
+# Operations with so many times the tokens are of another batch size, which hot experts do not make; so few tokens
+# make none. Paths are compared in the largest size that so large a share of the operations has.
+_OTHER_BATCH = 6.0
+_FEW_TOKENS = 16
+_BATCH_SHARE = 0.25
 # A path that hid: faster than anything that was seen.
 _HIDDEN_NS = -1e15
 # Deviations beyond so many median deviations are cut to that.
@@ -152,7 +159,9 @@ def _summarize_kind(
     leaves = _relative(own_stamps["exit"], begin)
     ready = stamps.ready(arrival, np.zeros(begin.shape))
     was_seen = _was_seen(of_source.get("seen"), arrival, device)
-    elapsed, seen = _visible(arrival, issued, was_seen, clock)
+    received = np.nansum(tokens, axis=1)
+    compared = _of_one_batch_size(received)
+    elapsed, seen = _visible(np.where(compared[:, None], arrival, np.nan), issued, was_seen, clock)
     elapsed[:, rank] = np.nan
     looked = np.sum(np.isfinite(elapsed), axis=0)
     often = looked >= max(MIN_SEEN, elapsed.shape[0] // _MIN_SEEN_SHARE)
@@ -177,6 +186,7 @@ def _summarize_kind(
     start = np.maximum(entered, 0.0)
     on_the_way = np.where(arrival > start, arrival - start, 0.0)
     on_the_way[:, rank] = 0.0
+    anchor = _anchor(own_stamps["op"])
     return KindSummary(
         totals={name: totals[name] for name in _TOTALS},
         own=own,
@@ -187,14 +197,14 @@ def _summarize_kind(
         drain=own_ns.drain,
         wait=ready,
         duration=own_ns.duration,
-        received=np.nansum(tokens, axis=1),
+        received=received,
         last=last.astype(np.int64),
         last_arrival=np.take_along_axis(arrival, last, axis=1),
         last_path=np.take_along_axis(np.where(arrival > 0, arrival - issued, np.nan), last, axis=1),
         wait_parts=_trimmed_parts(entered, issued, arrival),
         late=median(lateness, 0),
         late_error=standard_error(lateness, 0),
-        send=median(issued - entered, 0),
+        send=median((issued - entered)[compared], 0),
         credit=_credit(totals),
         path=median(elapsed, 0),
         path_error=np.hypot(_error_of_median(elapsed), _rounding(own_stamps.get("timer_step"))),
@@ -205,6 +215,8 @@ def _summarize_kind(
         path_clock=clock,
         path_tokens=median(np.where(np.isfinite(elapsed), tokens, np.nan), 0),
         path_moments=_moments(tokens, elapsed),
+        anchor=np.asarray(own_stamps["op"][anchor]),
+        anchor_entered=of_source["entered"][anchor].copy(),
         tokens=median(tokens, 0),
         blame=np.bincount(last[:, 0], ready, minlength=arrival.shape[1]) / ready.size,
         active=np.mean(on_the_way, axis=0),
@@ -213,6 +225,12 @@ def _summarize_kind(
         # One rank's is enough for a timeline, and rank 0 is always there.
         recent=_recent(own_stamps["op"], begin, entered, arrival) if rank == 0 else None,
     )
+
+
+def _anchor(ops: IntArray) -> int:
+    """The place of the operation that all ranks tell of; the latest where there are too few."""
+    common = np.flatnonzero(ops % _ANCHORS == 0)
+    return int(common[-1]) if common.size else -1
 
 
 def _recent(ops: IntArray, begin: IntArray, entered: FloatArray, arrival: FloatArray) -> Recent:
@@ -287,6 +305,21 @@ def _was_seen(flags: IntArray | None, arrival: FloatArray, device: str) -> BoolA
     if device == "cpu" and np.any(arrival < 0):
         return np.isfinite(arrival)
     return np.asarray(arrival > 0)
+
+
+def _of_one_batch_size(received: FloatArray) -> BoolArray:
+    """`[n]`: operations that are compared; where sizes lie far apart, a median over all falls into either.
+
+    Args:
+        received: [n] tokens.
+    """
+    order = np.argsort(received, kind="stable")
+    sizes = received[order] + _FEW_TOKENS
+    size = np.cumsum(np.diff(sizes, prepend=sizes[0]) > (_OTHER_BATCH - 1) * np.roll(sizes, 1))
+    often = np.flatnonzero(np.bincount(size) >= _BATCH_SHARE * size.size)
+    chosen = np.zeros(size.size, bool)
+    chosen[order] = size == often[-1] if often.size else True
+    return chosen
 
 
 def _visible(

@@ -125,8 +125,14 @@ def interval(verdict: Verdict, what: str = "") -> str:
 
 
 def saving(diagnosis: Diagnosis, verdict: Verdict) -> str:
-    """What the program would gain without this cause alone; nothing where that is not known."""
-    return _without(diagnosis, "it", verdict.operation, verdict.saving_us)
+    """What the program would gain without this cause alone; nothing where that is not known.
+
+    Of two causes that pass at the same time the shorter one is hidden, not harmless.
+    """
+    text = _without(diagnosis, "it", verdict.operation, verdict.saving_us)
+    together = diagnosis.savings_us.get(verdict.operation, 0.0)
+    is_hidden = quantities.number(verdict.saving_us) == "0" != quantities.number(together)
+    return f"{text} while the other causes last" if text and is_hidden else text
 
 
 def savings(diagnosis: Diagnosis) -> list[str]:

@@ -50,9 +50,9 @@ def draw(setup: Setup, share: FloatArray, seeds: Sequence[int]) -> Draws:
 def _draw_window(setup: Setup, share: FloatArray, seed: int) -> Draws:
     """Each quantity from its own stream, operation by operation."""
     machine, num_ranks, operations = setup.machine, setup.num_ranks, setup.num_operations
-    children = np.random.SeedSequence(seed).spawn(11)
+    children = np.random.SeedSequence(seed).spawn(12)
     streams = (np.random.Generator(np.random.PCG64(s)) for s in children[:7] + children[8:])
-    ranks, wander, gap, send, drain, path, routing, layers, moves, paths = streams
+    ranks, wander, gap, send, drain, path, routing, layers, moves, paths, batches = streams
     table = _noise_table(machine.tail_degrees, machine.hiccup_share)
     node, _ = machine.node_and_index(num_ranks)
 
@@ -72,7 +72,8 @@ def _draw_window(setup: Setup, share: FloatArray, seed: int) -> Draws:
     load = _loads(setup, popularity, share, moves)
     shape = setup.num_rounds, num_ranks
     chances = (load / load.sum(axis=1, keepdims=True))[:, None]
-    tokens = routing.multinomial(setup.tokens_per_rank, chances, shape)
+    batch = setup.tokens_per_rank * batches.choice(machine.batches, (setup.num_rounds, 1))
+    tokens = routing.multinomial(np.rint(batch).astype(np.int64), chances, shape)
     layer_gap = 1 + machine.layer_spread * layers.uniform(-1, 1, machine.layers)
     shared = draw_noise(setup, children[7])
     return Draws(

@@ -48,6 +48,8 @@ class Machine:
             mean; popularity of experts is log-normal.
         layers: rounds that follow each other and come again in the same order, each with a routing of
             its own; with more than one, the gaps of each differ by up to `layer_spread` from the usual.
+        batches: what share of the tokens there is in a round, one of these at random (speculative
+            decoding).
         moving_hot_share: the share of the tokens that the experts of one rank get, 1 is even, another
             rank every 50 operations; 0: no such rank.
         rank_noise, node_noise: of the work of each rank, and common to a node, standard deviations;
@@ -94,6 +96,7 @@ class Machine:
     skew: float = 0.0
     layers: int = 1
     layer_spread: float = 0.4
+    batches: tuple[float, ...] = (1.0,)
     moving_hot_share: float = 0.0
     rank_noise: float = 0.0
     node_noise: float = 0.0

@@ -235,6 +235,10 @@ def test_what_all_causes_together_would_save_is_told() -> None:
     assert "without all" not in printed(fixtures.diagnosis(8))
     nothing = replace(fixtures.diagnosis(8, (replace(LATE, saving_us=0.0),)), savings_us={})
     assert "without it: nothing gained" in words(printed(nothing))
+    assert "while the other causes last" not in words(printed(nothing))
+    hidden = fixtures.diagnosis(8, (LATE, replace(SLOW_PATH, saving_us=0.0)))
+    told = "without it: nothing gained while the other causes last"
+    assert words(printed(hidden)).count(told) == 1
     from_waits = replace(fixtures.diagnosis(8), source="waits")
     assert "without it: a rank waits 2,020 us less per operation" in words(printed(from_waits))
 
