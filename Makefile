@@ -47,7 +47,7 @@ install:  ## .venv with what deep_ep needs in it, deep_ep in place (editable)
 	$(RUN)/python -m pip install --disable-pip-version-check -q --no-compile --no-build-isolation --no-deps -e .
 
 demo: install  ## eight ranks on this machine, one of them slow: who, why, by how much
-	$(RUN)/python tests/test_low_latency.py --num-processes 8 --diagnose --inject slow-rank=3:2ms
+	$(RUN)/python tests/test_low_latency.py --num-processes 8 --quick --diagnose --inject slow-rank=3:2ms
 
 test: install $(TOOLS)  ## tests that a newcomer runs, CPU module only; ARGS="-k name" selects from all
 	@tools/test_tools.sh

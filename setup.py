@@ -39,6 +39,8 @@ CSRC = ROOT / "csrc"
 CUDA_SOURCE = CSRC / "cuda_module.cu"
 OLDEST_SM = 90  # The kernels use cluster-era instructions; Hopper is the first that has them.
 HOST_LIBRARY = "libnvshmem_host.so.3"
+# Bindings only pass arguments on. More takes longer to build, and calls take as long.
+BINDING_FLAGS = "-O1"
 OLDEST_NVSHMEM = (3, 5)  # First version with the queue-pair API.
 
 
@@ -272,7 +274,7 @@ def ninja_text(modules: list[Module]) -> str:
         # The compiler's output is kept beside the object; what ptxas reports is not shown.
         lines += [
             f"rule compile{module.name}",
-            f"  command = {shell_join(module.compile)} -MD -MF $out.d -c $in -o $out > $out.log 2>&1; "
+            f"  command = {shell_join(module.compile)} $flags -MD -MF $out.d -c $in -o $out > $out.log 2>&1; "
             "status=$$?; grep -vE 'ptxas info|bytes stack frame' $out.log; exit $$status",
             "  depfile = $out.d",
             "  deps = gcc",
@@ -285,6 +287,8 @@ def ninja_text(modules: list[Module]) -> str:
         for source in module.sources:
             target = escape(f"{module.name}/{source.relative_to(CSRC)}.o")
             lines.append(f"build {target}: compile{module.name} {escape(str(source))}")
+            if source.parent.name == "bindings":
+                lines.append(f"  flags = {BINDING_FLAGS}")
             objects.append(target)
         lines.append(f"build {module_file(module)}: link{module.name} {' '.join(objects)}")
     return "\n".join(lines) + "\n"
@@ -326,7 +330,9 @@ def run_ninja(folder: Path, modules: list[Module]) -> None:
         fcntl.flock(lock, fcntl.LOCK_EX)  # Two builds of one tree would write the same objects.
         (folder / "build.ninja").write_text(ninja_text(modules))
         command = [*ninja_command(), "-C", str(folder)]
-        if subprocess.run(command, check=False).returncode != 0:
+        # Under `make -j`, ninja would take its number of jobs from a pipe that make has closed.
+        environment = {name: value for name, value in os.environ.items() if name != "MAKEFLAGS"}
+        if subprocess.run(command, check=False, env=environment).returncode != 0:
             hint = "; DEEP_EP_CUDA=0 builds without CUDA" if folder.name == "cuda" else ""
             raise SetupError(f"compilation failed, see above. Again: {shlex.join(command)}{hint}.")
 

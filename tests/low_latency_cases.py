@@ -579,7 +579,6 @@ def test_program_fails_when_a_fault_is_not_named() -> None:
 
 
 def test_program_checks_measures_and_diagnoses() -> None:
-    """As `make demo` does at full size."""
     sizes = [word for word in REDUCED if word != "--quick"]
     done = run_program(PROGRAM, *sizes, "--diagnose", "--inject", "slow-rank=3:2ms")
     assert done.returncode == 0, done.stdout + done.stderr
