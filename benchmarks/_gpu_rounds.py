@@ -8,11 +8,12 @@ queued, so the host's time is not in the figures. A round's time is that of its 
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,6 +32,8 @@ _NUM_BATCHES = 3
 # What one rank's round may take to be queued, by a host that queues for one rank at a time.
 _QUEUE_NS = 400_000
 _NUM_COPIES = 20
+# Options that say of what a figure is.
+SIZES = ("num_tokens", "hidden", "num_topk", "num_experts")
 
 
 class Mark:
@@ -165,6 +168,13 @@ def num_multiprocessors() -> int:
     return int(torch.cuda.get_device_properties(0).multi_processor_count)
 
 
+def device_name() -> str:
+    """Of the GPU."""
+    if DEVICE != "cuda":
+        return "the cpu backend, whose figures mean nothing"
+    return torch.cuda.get_device_name()
+
+
 def options(
     about: str | None, num_ranks: Sequence[int], num_tokens: int, rounds: int
 ) -> argparse.ArgumentParser:
@@ -189,3 +199,10 @@ def title(args: argparse.Namespace, device: str) -> str:
         f"{args.num_tokens} x {args.hidden} x top-{args.num_topk} of {args.num_experts}, FP8 dispatch, "
         f"BF16 combine, {device}"
     )
+
+
+def write_rows(args: argparse.Namespace, rows: Sequence[Any]) -> None:
+    """Sizes and all figures, as JSON."""
+    sizes = {name: getattr(args, name) for name in SIZES}
+    found = {"device": device_name(), **sizes, "rows": [asdict(row) for row in rows]}
+    args.json.write_text(json.dumps(found, indent=1))

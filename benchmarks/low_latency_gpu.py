@@ -13,14 +13,22 @@ On the cpu backend the same program runs, to be tried out; its figures mean noth
 from __future__ import annotations
 
 import argparse
-import json
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from _gpu_rounds import Measured, Round, copy_us, measure, num_multiprocessors, options, title
+from _gpu_rounds import (
+    Measured,
+    Round,
+    device_name,
+    measure,
+    num_multiprocessors,
+    options,
+    title,
+    write_rows,
+)
 from _tables import Table, write_markdown
+from gpu_facts import timer_step_ns
 from rich.console import Console
 
 import deep_ep
@@ -130,39 +138,6 @@ def measure_group(num_ranks: int, args: argparse.Namespace) -> list[Row]:
         return [measure_setting(ranks, problems, setting, args) for setting in settings]
 
 
-def facts() -> dict[str, Any]:
-    """The device, the step of its timer, and what a copy within it moves."""
-    num_bytes = 1 << (30 if DEVICE == "cuda" else 22)
-    with Ranks(2, 4, 512, 4) as ranks:
-
-        def timer_step(rank: int, buffer: deep_ep.Buffer) -> int:
-            buffer.enable_counters()
-            x = torch.zeros(4, 512, dtype=torch.bfloat16, device=DEVICE)
-            topk_idx = torch.zeros(4, 1, dtype=torch.int64, device=DEVICE)
-            buffer.low_latency_dispatch(x, topk_idx, 4, 4)
-            snapshot = buffer.dispatch_counters.snapshot()
-            (slot,) = snapshot.operations()
-            return int(slot[-1, snapshot.ring_own_fields.index("timer_step")])
-
-        step_ns = max(ranks.run(timer_step))
-    found = {
-        "backend": DEVICE,
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "timer_step_ns": step_ns,
-        "copy_gb_per_s": num_bytes / 1e3 / copy_us(num_bytes),
-        "copy_bytes": num_bytes,
-    }
-    if DEVICE == "cuda":
-        properties = torch.cuda.get_device_properties(0)
-        found |= {
-            "device": properties.name,
-            "multiprocessors": properties.multi_processor_count,
-            "memory_gb": properties.total_memory / 1e9,
-        }
-    return found
-
-
 def latency_table(rows: list[Row], step_ns: int, title: str) -> Table:
     """A line per setting."""
 
@@ -199,33 +174,22 @@ def main() -> None:
     """Parses the options, measures, prints and writes."""
     parser = options(__doc__, [1, 2, 4, 8], num_tokens=128, rounds=30)
     parser.add_argument("--blocks", type=int, nargs="+", default=[0, 4, 16], help="0: automatic")
-    parser.add_argument("--facts", action="store_true", help="only what the device is")
     args = parser.parse_args()
-    found = facts()
     console = Console(width=200)
-    device = found.get("device", "the cpu backend, whose figures mean nothing")
-    about = f"{device}: timer's step {found['timer_step_ns']} ns, a copy moves {found['copy_gb_per_s']:.0f} GB/s"
-    console.print(about, highlight=False)
+    step_ns = timer_step_ns()
     rows: list[Row] = []
-    if args.json is not None:
-        write_json(args.json, found, rows)
-    for num_ranks in () if args.facts else args.num_ranks:
+    for num_ranks in args.num_ranks:
         rows += measure_group(num_ranks, args)
-        table = latency_table(rows, found["timer_step_ns"], title(args, device))
+        table = latency_table(rows, step_ns, title(args, device_name()))
         # What has been measured is kept if a larger group fails.
         if args.json is not None:
-            write_json(args.json, found, rows)
+            write_rows(args, rows)
         if args.markdown is not None:
             write_markdown(args.markdown, "## Ranks that share one GPU", [table])
         console.print(f"{num_ranks} ranks measured", highlight=False)
     if rows:
         table.show(console)
-        console.print(f"{len(rows)} settings measured; {about}", highlight=False)
-
-
-def write_json(path: Path, found: dict[str, Any], rows: list[Row]) -> None:
-    """The facts and all figures."""
-    path.write_text(json.dumps({"facts": found, "rows": [asdict(row) for row in rows]}, indent=1))
+        console.print(f"{len(rows)} settings measured on {device_name()}", highlight=False)
 
 
 if __name__ == "__main__":

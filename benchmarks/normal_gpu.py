@@ -16,12 +16,20 @@ On the cpu backend the same program runs, to be tried out; its figures mean noth
 from __future__ import annotations
 
 import argparse
-import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from _gpu_rounds import Measured, Round, measure, num_multiprocessors, options, title
+from _gpu_rounds import (
+    Measured,
+    Round,
+    device_name,
+    measure,
+    num_multiprocessors,
+    options,
+    title,
+    write_rows,
+)
 from _tables import Table, write_markdown
 from rich.console import Console
 
@@ -139,25 +147,22 @@ def main() -> None:
     parser.add_argument("--num-sms", type=int, nargs="+", default=[8, 16, 24], help="of each rank")
     args = parser.parse_args()
     console = Console(width=200)
-    device = "the cpu backend, whose figures mean nothing"
-    if DEVICE == "cuda":
-        device = torch.cuda.get_device_name()
     rows: list[Row] = []
     for num_ranks in args.num_ranks:
         for num_sms in args.num_sms:
             if num_ranks * num_sms > num_multiprocessors():
                 continue
             rows.append(measure_setting(num_ranks, num_sms, args))
-            table = bandwidth_table(rows, title(args, device))
+            table = bandwidth_table(rows, title(args, device_name()))
             # What has been measured is kept if a larger setting fails.
             if args.json is not None:
-                args.json.write_text(json.dumps({"rows": [asdict(row) for row in rows]}, indent=1))
+                write_rows(args, rows)
             if args.markdown is not None:
                 write_markdown(args.markdown, "## Normal mode, ranks that share one GPU", [table])
             console.print(f"{num_ranks} ranks with {num_sms} SMs measured", highlight=False)
     if rows:
         table.show(console)
-        console.print(f"{len(rows)} settings measured on {device}", highlight=False)
+        console.print(f"{len(rows)} settings measured on {device_name()}", highlight=False)
 
 
 if __name__ == "__main__":

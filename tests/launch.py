@@ -77,15 +77,28 @@ def start_method() -> str:
 
 
 def _own_stream() -> None:
-    """On a GPU each rank works on a stream of its own: kernels of two ranks wait for each other."""
+    """On a GPU each rank works on a stream of its own: kernels of two ranks wait for each other.
+
+    An allocation may wait for all kernels, also for one that waits for the rank that allocates. So the stream begins
+    with memory that torch keeps for it, in both of its pools: up to 1 MiB, and more.
+    """
     if DEVICE == "cuda":
         torch.cuda.set_stream(torch.cuda.Stream())
+        free_bytes, _ = torch.cuda.mem_get_info()
+        large = min(1 << 30, free_bytes // 64)
+        sizes = [large] + [1 << 20] * 32
+        _ = [torch.empty(size, dtype=torch.uint8, device=DEVICE) for size in sizes]
+
+
+def sleep_kernel(duration_ns: int) -> None:
+    """A kernel on the current stream of the GPU that takes that long."""
+    torch.cuda._sleep(round(duration_ns * _cycles_per_ns()))
 
 
 def keep_busy(buffer: deep_ep.Buffer, duration_ns: int) -> None:
     """Delays what this rank calls next: a kernel on its current stream, or a delay of the cpu backend."""
     if DEVICE == "cuda":
-        torch.cuda._sleep(round(duration_ns * _cycles_per_ns()))
+        sleep_kernel(duration_ns)
     else:
         buffer.runtime.delay(duration_ns)
 
@@ -217,9 +230,6 @@ def _process(
     # A shell's background job, as `make test &`, ignores it, and its children inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.update(env)
-    signal.signal(
-        signal.SIGINT, signal.default_int_handler
-    )  # ignored where tests run in the background
     try:
         group = init_gloo(rank, num_ranks, store)
         pipe.send(Outcome(None, value=fn(rank, group, *args)))

@@ -453,7 +453,11 @@ def round_trip(
 
 
 def exchange_in_process(
-    rank: int, group: dist.ProcessGroup, shape: Shape, modes: list[str]
+    rank: int,
+    group: dist.ProcessGroup,
+    shape: Shape,
+    modes: list[str],
+    allow_nvlink: bool = True,
 ) -> None:
     """One rank that is a process: exchanges and compares. All ranks know all inputs."""
     size = deep_ep.Buffer.get_low_latency_rdma_size_hint(
@@ -464,6 +468,7 @@ def exchange_in_process(
         num_rdma_bytes=size,
         low_latency_mode=True,
         num_qps_per_rank=shape.num_local_experts,
+        allow_nvlink_for_low_latency_mode=allow_nvlink,
         explicitly_destroy=True,
     )
     inputs = make_inputs(shape)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
@@ -12,6 +13,7 @@ import tarfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -272,6 +274,96 @@ def test_a_run_leaves_three_files(tmp_path: Path) -> None:
         assert "details/fine.txt" in archive.getnames()
 
 
+def benchmark(name: str) -> Any:
+    """A program of benchmarks as a module."""
+    folder = str(RUNNER.parent.parent / "benchmarks")
+    with mock.patch.object(sys, "path", [folder, *sys.path]):
+        return importlib.import_module(name)
+
+
+class Stream:
+    """A stream of a hardware queue, in which a kernel runs, or none."""
+
+    def __init__(self, queue: list[bool]) -> None:
+        self.queue = queue
+
+    def occupy(self) -> mock.Mock:
+        self.queue[0] = True
+        return mock.Mock(query=lambda: False, synchronize=lambda: self.queue.__setitem__(0, False))
+
+    def mark(self) -> mock.Mock:
+        held_up = self.queue[0]
+        return mock.Mock(query=lambda: not held_up)
+
+
+def test_streams_that_share_a_hardware_queue_are_named() -> None:
+    facts = benchmark("gpu_facts")
+    first, second, third = [False], [False], [False]
+    streams = {"a": Stream(first), "b": Stream(second), "c": Stream(first), "d": Stream(third)}
+    paused = mock.Mock()
+    pairs = facts.shared_queues(streams, Stream.occupy, Stream.mark, paused)
+    assert pairs == [("a", "c"), ("c", "a")]
+    assert paused.call_count == len(streams)
+    found = {
+        "device": "H200", "timer_step_ns": 32, "copy_gb_per_s": 2000.0, "allocation_ms": 0.2,
+        "pinned_allocation_ms": 101.0, "streams_that_share_a_queue": pairs,
+    }  # fmt: skip
+    assert "c waits for kernels of a; a waits for kernels of c; beside" in facts.sentences(found)
+    found["streams_that_share_a_queue"] = []
+    assert "no two of 16 streams share a queue" in facts.sentences(found)
+
+
+def test_times_are_put_beside_published_ones_of_the_same_sizes(tmp_path: Path) -> None:
+    published = benchmark("against_published")
+    sizes = "device,node_num,hidden_size,num_token,num_topk,num_experts"
+    (tmp_path / "low.csv").write_text(
+        f"{sizes},dispatch_avg_t_us,combine_avg_t_us\n"
+        "NVIDIA H200,1,7168,128,8,256,35,70\n"
+        "NVIDIA H200,1,7168,256,8,256,60,120\n"
+        "NVIDIA H200,2,7168,128,8,256,1,1\n"
+        "NVIDIA H100,1,7168,128,8,256,2,2\n"
+    )
+    (tmp_path / "normal.csv").write_text(
+        f"{sizes},dispatch_sms,dispatch_transmit_us,combine_transmit_us\n"
+        "NVIDIA H200,1,7168,4096,8,256,8,1000,2000\n"
+        "NVIDIA H200,1,7168,4096,8,256,20,500,900\n"
+    )
+
+    def times(us: float) -> dict[str, Any]:
+        return {kind: {"figures": {"off": {"median": us}}} for kind in ("dispatch", "combine")}
+
+    ours = {"device": "NVIDIA H200 141GB", "num_tokens": 128, "hidden": 7168, "num_topk": 8, "num_experts": 256}  # fmt: skip
+    low = [{"setting": {"num_ranks": n}, **times(us)} for n, us in ((4, 10.0), (8, 80.0), (8, 70.0))]  # fmt: skip
+    normal = [{"num_ranks": 8, "num_sms": sms, **times(3000.0)} for sms in (8, 16)]
+    rows = published.published_rows(tmp_path)
+    found = list(published.compared({**ours, "rows": low}, rows))
+    assert found == [
+        ("low-latency dispatch, 128 tokens", 35.0, 70.0),
+        ("low-latency combine, 128 tokens", 70.0, 70.0),
+    ]
+    found = list(published.compared({**ours, "num_tokens": 4096, "rows": normal}, rows))
+    assert found == [
+        ("normal dispatch, 8 SMs, 4096 tokens", 1000.0, 3000.0),
+        ("normal combine, 8 SMs, 4096 tokens", 2000.0, 3000.0),
+    ]
+    assert (
+        "| normal dispatch, 8 SMs, 4096 tokens | 1000.0 | 3000.0 | 3.00 |"
+        in published.table(found, "H200").markdown()
+    )
+
+
+def test_the_daemon_of_mps_ends_with_its_command(tmp_path: Path) -> None:
+    programs = gpu.stand_ins(tmp_path)
+    environment = {
+        "PATH": f"{programs}:{os.environ['PATH']}", "CUDA_MPS_PIPE_DIRECTORY": str(tmp_path / "mps"),
+    }  # fmt: skip
+    for status in (0, 3):
+        command = ["sh", "-c", gpu.WITH_MPS, "sh", "sh", "-c", f"exit {status}"]
+        assert (
+            subprocess.run(command, env=environment, check=False, timeout=60).returncode == status
+        )
+
+
 @pytest.mark.slow
 def test_a_dry_run_does_all_that_it_can_without_a_gpu(tmp_path: Path) -> None:
     command = [sys.executable, str(RUNNER), "--dry-run", "--out", str(tmp_path)]
@@ -281,9 +373,11 @@ def test_a_dry_run_does_all_that_it_can_without_a_gpu(tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads((tmp_path / "results.json").read_text())["steps"]
-    assert {one["name"] for one in found if one["outcome"] == SHOWN} == {"build", "code"}
+    assert {one["name"] for one in found if one["outcome"] == SHOWN} == {
+        "build", "code", "nvshmem", "published",
+    }  # fmt: skip
     by_name = {one["name"]: one for one in found}
-    assert by_name["facts"]["wrote"]["facts.json"]["facts"]["timer_step_ns"] > 0
+    assert by_name["facts"]["wrote"]["facts.json"]["timer_step_ns"] > 0
     rows = by_name["latency"]["wrote"]["latency.json"]["rows"]
     assert {row["setting"]["hooks"] for row in rows} == {False, True}
     rows = by_name["bandwidth"]["wrote"]["normal.json"]["rows"]

@@ -2,9 +2,9 @@
 
 Builds the modules for the torch of this interpreter, compares every mode with the reference, tries streams, graphs,
 late ranks and failures, measures, and has compute-sanitizer look. Ranks are threads of one process with a stream
-each. It needs torch with CUDA, nvcc and one GPU of compute capability 9.0 or newer; no network, no virtual
+each, in the last part also processes. It needs torch with CUDA, nvcc and one GPU of compute capability 9.0 or newer; no network, no virtual
 environment. Each step is a process with a limit of its own: what fails or hangs is named, and the rest goes on. Where
-a machine is lent for ten minutes at a time, --part 1 to --part 4 run a quarter each, the most important first; the build
+a machine is lent for ten minutes at a time, --part 1 to --part 5 run a fifth each, the most important first; the build
 of the first serves the others. The folder OUT then holds three files: summary.txt with the tables, results.json, and
 details.tar.gz with what every step printed and wrote. The exit status is 0 only if all steps passed.
 
@@ -51,11 +51,11 @@ FAILED, OUT_OF_TIME, LEFT_OUT = "FAILED", "OUT OF TIME", "left out"
 GRACE_S = 3.0
 # With less time than this no step is begun.
 LEAST_S = 10.0
-PARTS = 4
+PARTS = 5
 PART_S = 570.0  # for the steps of a part
 LINES_SHOWN = 25
 # What the README may take over.
-TABLE, NORMAL_TABLE = "latency.md", "normal.md"
+TABLE, NORMAL_TABLE, PUBLISHED_TABLE = "latency.md", "normal.md", "published.md"
 
 Judge = Callable[[str], "tuple[bool, str]"]
 
@@ -319,7 +319,7 @@ def write_summary(results: Sequence[Result], out: Path) -> None:
 
 def pack(details: Path, out: Path) -> None:
     """Leaves summary.txt, with the tables, results.json and details.tar.gz in `out`, and removes `details`."""
-    tables = [details / name for name in (TABLE, NORMAL_TABLE)]
+    tables = [details / name for name in (TABLE, NORMAL_TABLE, PUBLISHED_TABLE)]
     texts = [details / "summary.txt", *(table for table in tables if table.exists())]
     (out / "summary.txt").write_text("\n".join(text.read_text() for text in texts))
     shutil.copy(details / "results.json", out)
@@ -395,7 +395,86 @@ def in_other_settings(step: Step) -> Iterable[Step]:
         )
 
 
-def all_steps(out: Path, dry: bool) -> list[Step]:
+# Ends the daemon it begins, however its command ends.
+WITH_MPS = """
+mkdir -p "$CUDA_MPS_PIPE_DIRECTORY"
+nvidia-cuda-mps-control -f & daemon=$!
+sleep 1
+"$@"; status=$?
+echo quit | nvidia-cuda-mps-control
+kill $daemon
+exit $status
+"""
+
+
+def nvshmem_is_here() -> bool:
+    """Whether setup.py has a place to look at."""
+    places = [ROOT / "third-party", *(Path(folder, "nvidia") for folder in sys.path)]
+    return "NVSHMEM_DIR" in os.environ or any((place / "nvshmem").is_dir() for place in places)
+
+
+def steps_of_processes(out: Path, dry: bool) -> list[Step]:
+    """Ranks that are processes of the one GPU; and both modes for long."""
+    tests = "tests/device/test_processes.py"
+    no_nvshmem = "" if nvshmem_is_here() else "needs NVSHMEM: install_nvshmem.sh"
+    steps = [
+        Step(
+            "processes",
+            "2 and 4 processes equal the reference over CUDA IPC, kernels in turn; one that is killed is named",
+            [pytest_command(tests, dry=dry)],
+            100,
+        ),
+        Step(
+            "mps",
+            "the same with MPS, kernels at once",
+            [["sh", "-c", WITH_MPS, "sh", *pytest_command(tests, dry=dry)]],
+            80,
+            programs=("nvidia-cuda-mps-control",),
+            environment={
+                "CUDA_MPS_PIPE_DIRECTORY": str(out / "mps"),
+                "CUDA_MPS_LOG_DIRECTORY": str(out / "mps"),
+            },
+        ),
+        Step(
+            "soak",
+            "thousands of rounds of both modes, mixed and verified; 50 buffers leave nothing",
+            [pytest_command("tests/device/test_soak.py", dry=dry)],
+            120,
+        ),
+        Step(
+            "nvshmem",
+            "the module with NVSHMEM: one and two processing elements equal the reference",
+            [
+                [sys.executable, "setup.py", "build_ext", "--inplace"],
+                pytest_command("tests/device/test_nvshmem.py", dry=dry),
+            ],
+            260,
+            only_shown="needs nvcc and NVSHMEM" if dry else no_nvshmem,
+        ),
+    ]
+    return [replace(step, part=5, needs=("build",), judge=tests_passed) for step in steps]
+
+
+def published_step(out: Path, published: Path | None) -> Step:
+    """Our times beside published ones, once both modes are measured."""
+    ours = [str(out / name) for name in ("latency.json", "normal.json")]
+    folder = ["--published", str(published), "--ours", *ours]
+    return Step(
+        "published",
+        "times of eight ranks beside published ones of eight GPUs",
+        [
+            [sys.executable, "benchmarks/against_published.py", *folder]
+            + ["--markdown", str(out / PUBLISHED_TABLE)]
+        ],
+        15,
+        part=3,
+        needs=("latency", "bandwidth"),
+        writes=(PUBLISHED_TABLE,),
+        only_shown="" if published else "needs published times: --published FOLDER",
+    )
+
+
+def all_steps(out: Path, dry: bool, published: Path | None = None) -> list[Step]:
     """What is done, in the order in which it is worth knowing; in a dry run on the cpu backend, in small."""
     python = sys.executable
     benchmark = [python, "benchmarks/low_latency_gpu.py"]
@@ -439,9 +518,9 @@ def all_steps(out: Path, dry: bool) -> list[Step]:
         ),
         Step(
             "facts",
-            "two ranks exchange; the device, its timer's step, what a copy moves",
-            [[*benchmark, "--facts", "--json", str(out / "facts.json")]],
-            50,
+            "streams that share a queue, what an allocation waits for; two ranks exchange; timer's step, a copy's speed",
+            [[python, "benchmarks/gpu_facts.py", "--json", str(out / "facts.json")]],
+            60,
             needs=("build",),
             writes=("facts.json",),
         ),
@@ -576,6 +655,8 @@ def all_steps(out: Path, dry: bool) -> list[Step]:
             environment=LANES,
         )
     )
+    steps.append(published_step(out, published))
+    steps += steps_of_processes(out, dry)
     return sorted(steps, key=lambda step: step.part)
 
 
@@ -609,6 +690,7 @@ def stand_ins(folder: Path) -> Path:
     programs = {
         "nvidia-smi": 'echo "stand-in for nvidia-smi: there is no GPU"',
         "nvcc": 'echo "stand-in for nvcc"',
+        "nvidia-cuda-mps-control": '[ "$1" != -f ] || exec sleep 600',
         "compute-sanitizer": 'tool=$2; shift 4; [ "$tool" != memcheck ] || "$@" || exit\n'
         'echo "========= ERROR SUMMARY: 0 errors (stand-in: nothing was looked at)"',
     }  # fmt: skip
@@ -656,12 +738,14 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--budget", type=float, metavar="SECONDS", help=f"for all steps together ({PART_S:.0f} a part)")  # fmt: skip
     parser.add_argument("--only", nargs="+", default=[], metavar="STEP", help="these steps and no others")  # fmt: skip
     parser.add_argument("--wheels", type=Path, metavar="FOLDER", help="where packages that are missing come from")  # fmt: skip
+    parser.add_argument("--published", type=Path, metavar="FOLDER", help="of CSV files with published times (benchmarks/against_published.py)")  # fmt: skip
     parser.add_argument("--dry-run", action="store_true", help="without a GPU: the cpu backend in small, stand-ins for programs")  # fmt: skip
     parser.add_argument("--list", action="store_true", help="print the steps and their commands")
     args = parser.parse_args(argv)
     args.out = args.out.resolve()
     args.details = args.out / "details"
-    args.steps = all_steps(args.details, args.dry_run)
+    published = args.published and args.published.resolve()
+    args.steps = all_steps(args.details, args.dry_run, published)
     names = [step.name for step in args.steps]
     unknown = [name for name in args.only if name not in names]
     if unknown:

@@ -9,6 +9,7 @@ import gc
 import os
 import subprocess
 import sys
+import tempfile
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +22,7 @@ import torch
 import deep_ep
 from deep_ep import backend, diagnose
 from deep_ep.counters import CounterSnapshot, RecvCounters
+from deep_ep.diagnose.storage import diagnosis_log
 from deep_ep.errors import EPArgumentError, EPTimeoutError, EPTransportError
 from exchange import (
     Inputs,
@@ -174,6 +176,36 @@ def test_a_delayed_rank_darkens_its_own_column_only(mode: Mode) -> None:
 def test_nothing_is_said_of_ranks_that_are_not_delayed(mode: Mode) -> None:
     named, _ = named_and_waits(mode, None)
     assert not named
+
+
+@measured_again
+def test_a_program_that_watches_itself_names_the_delayed_rank(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """`DEEP_EP_DIAGNOSE`, end to end: rank 0 writes a record per window."""
+    folder = Path(tempfile.mkdtemp(dir=tmp_path))
+    monkeypatch.setenv("DEEP_EP_DIAGNOSE", f"sync:{2 * NUM_ROUNDS}")
+    monkeypatch.setenv("DEEP_EP_DIAGNOSE_DIR", str(folder))
+    inputs = make_inputs(SHAPE)
+    late = 2
+
+    def program(rank: int, buffer: deep_ep.Buffer) -> None:
+        keep_busy(buffer, 1)
+        if rank == late:
+            buffer.communicator.before_operation.append(lambda _: keep_busy(buffer, DELAY_NS))
+        for _ in range(2 * NUM_ROUNDS):
+            received = dispatch(buffer, inputs[rank], SHAPE, PLAIN)
+            combine(buffer, inputs[rank], received.handle, experts(received, rank), PLAIN)
+        finish(buffer)
+
+    with ranks_for(SHAPE) as ranks:
+        ranks.run(program)
+    named = [
+        {one.key for one in record.diagnosis.verdicts if one.effect_us > LIGHT * DELAY_NS / 1e3}
+        for record in diagnosis_log.read(folder)
+    ]
+    assert len(named) >= 2
+    assert all(one == {("comp-slow", late)} for one in named[:2]), named
 
 
 def test_ranks_of_one_device_read_one_clock() -> None:
