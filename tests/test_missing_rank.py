@@ -11,6 +11,7 @@ import socket
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -231,6 +232,19 @@ def rank_dies_and_the_others_destroy(rank: int, group: dist.ProcessGroup) -> Any
     return result
 
 
+def rank_destroys_while_the_others_meet_elsewhere(rank: int, group: dist.ProcessGroup) -> Any:
+    buffer = make_buffer(group, explicitly_destroy=True)
+    exchange(buffer, make_inputs(SHAPE)[rank])
+    if rank != MISSING:
+        dist.barrier(group)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        buffer.destroy()
+    if rank == MISSING:
+        dist.barrier(group)
+    return [str(warning.message) for warning in said]
+
+
 def rank_dies_while_buffers_are_made(rank: int, group: dist.ProcessGroup) -> Any:
     group.barrier().wait()  # gloo itself has connected everybody
     if rank == MISSING:
@@ -359,6 +373,16 @@ def test_a_rank_that_never_calls_is_named() -> None:
         assert seen["type"] is EPTimeoutError
         assert "rank 1 is between operations, after operation 0" in seen["text"]
         assert seen["after_s"] >= TIMEOUT_S
+
+
+def test_destroy_ends_with_the_timeout_and_names_who_did_not_come() -> None:
+    env = {"DEEP_EP_TIMEOUT_S": str(TIMEOUT_S)}
+    outcomes = run_processes(
+        rank_destroys_while_the_others_meet_elsewhere, SHAPE.num_ranks, env=env
+    )
+    assert [(o.exit_code, o.error) for o in outcomes] == [(0, "")] * SHAPE.num_ranks
+    (said,) = outcomes[MISSING].value
+    assert f"ranks 0, 2 did not call it within {TIMEOUT_S:g} s" in said
 
 
 def test_a_rank_that_dies_while_buffers_are_made_leaves_nothing_behind() -> None:
