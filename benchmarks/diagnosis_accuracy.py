@@ -155,7 +155,13 @@ FULL = {
             (20.0, 50.0, 200.0, 2000.0),
             _some(8, "1x2", "1x4", "1x8", "3x4", "2x8", "6x8"),
             clocks=list(CLOCKS),
-        )
+        ),
+        Part(
+            [scenario for scenario in FAULTY if scenario not in _SIDES],
+            (20.0, 50.0),
+            _some(8, "1x8", "3x4", "2x8", "6x8", "8x1"),
+            clocks=_AGED,
+        ),
     ],
     "families": [
         Part(

@@ -34,7 +34,7 @@ from ..core.robust_stats import (
     or_zero,
     student,
 )
-from .path_model import Paths, split_paths
+from .path_model import Paths, drifted_clocks, split_paths
 
 # Operations whose tokens differ by less than this share of the median say nothing about their cost.
 _MIN_TOKEN_SPREAD = 0.01
@@ -187,7 +187,10 @@ class Estimates:
 
 
 def estimate(
-    m: Matrices, before: Matrices | None = None, held_up: FloatArray | float = 0.0
+    m: Matrices,
+    before: Matrices | None = None,
+    held_up: FloatArray | float = 0.0,
+    clock: FloatArray | None = None,
 ) -> Estimates:
     """Condenses matrices of one operation kind of a group of at least two ranks.
 
@@ -196,10 +199,11 @@ def estimate(
         before: for a combine, the dispatch of the same group: what a rank's experts handled there
             explains its work here.
         held_up: [num_ranks], how long each rank's sending waited for slots of others, ns.
+        clock: [num_ranks], by how many ns clocks have drifted; by default as far as this kind tells.
     """
     work = m.gap + m.span
     sent, received = _sent_and_received(m)
-    paths = split_paths(m)
+    paths = split_paths(m, drifted_clocks([m]) if clock is None else clock)
     by_work = _explained(work, sent, _handled_before(m, before))
     by_drain = _explained(m.drain, received, m.received)
     # A link or a receiver that holds up its sender is no fault of the sender's.
@@ -465,11 +469,13 @@ def _cost_between_ranks(values: FloatArray, tokens: FloatArray) -> float:
 
 def estimate_kinds(matrices: Mapping[str, Matrices]) -> list[Estimates]:
     """Estimates of every kind that can be judged, each combine with its dispatch."""
+    clock = drifted_clocks(list(matrices.values())) if matrices else None
     return [
         estimate(
             m,
             matrices.get(kind.replace("combine", "dispatch")) if "combine" in kind else None,
             _held_up(matrices) if kind == NORMAL_DISPATCH else 0.0,
+            clock,
         )
         for kind, m in matrices.items()
     ]

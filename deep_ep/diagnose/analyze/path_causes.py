@@ -53,6 +53,12 @@ _BACK = {
     Cause.DOWNLINK: Cause.UPLINK,
     Cause.NODE_PAIR: Cause.NODE_PAIR,
 }
+_EITHER = {
+    Cause.INGRESS: Cause.INGRESS_OR_EGRESS,
+    Cause.EGRESS: Cause.INGRESS_OR_EGRESS,
+    Cause.UPLINK: Cause.UPLINK_OR_DOWNLINK,
+    Cause.DOWNLINK: Cause.UPLINK_OR_DOWNLINK,
+}
 # Paths so many standard deviations slower than others say nothing of what is usual.
 _FAR = 4.0
 # Rounds of looking for groups among what the ones before have left.
@@ -88,13 +94,6 @@ class Group:
     unknown: float = 0.0
     peers: int = 0
     count: int = 1
-
-    @property
-    def over(self) -> Sequence[tuple[IntArray, IntArray]]:
-        """The paths that share the effect evenly; both directions where nobody knows which it is."""
-        towards, from_ = self.paths
-        both = self.cause in (Cause.INGRESS_OR_EGRESS, Cause.UPLINK_OR_DOWNLINK)
-        return [self.paths, (from_, towards)] if both else [self.paths]
 
 
 @dataclass(frozen=True)
@@ -181,11 +180,14 @@ def explain(m: Matrices, paths: Paths, floor: float, spreads: float) -> Explaine
     if not groups:
         return Explained([], residual, spread, np.zeros(residual.shape))
     # As groups are judged: clocks cancel between the two directions.
-    there_and_back = seen if paths.drifted else seen + seen.T
+    there_and_back = seen + seen.T
     spread_both = _between_paths(paths, there_and_back)
     readings = {(c.cause, c.link): c for look in looks for c in look(there_and_back)}
+    measured = [
+        _with_error(g, groups, m, paths, seen, spread, spread_both, readings) for g in groups
+    ]
     return Explained(
-        [_with_error(g, groups, m, paths, seen, spread, spread_both, readings) for g in groups],
+        [_either_way(g, m) for g in measured] if paths.drifted else measured,
         residual,
         spread,
         _of_groups(groups, residual),
@@ -194,10 +196,7 @@ def explain(m: Matrices, paths: Paths, floor: float, spreads: float) -> Explaine
 
 def _slow(candidates: _Candidates, floor: float, spreads: float) -> list[Group]:
     both, middle = candidates.both, candidates.middle
-    if (
-        candidates.cause in (Cause.INGRESS, Cause.EGRESS, Cause.INGRESS_OR_EGRESS)
-        or middle.size < 3
-    ):
+    if candidates.cause in (Cause.INGRESS, Cause.EGRESS) or middle.size < 3:
         spread = healthy(both)[1]
     else:
         # Links, pairs and rails are few, and hardly half of them slow.
@@ -233,11 +232,9 @@ def _fit(groups: Sequence[Group], excess: FloatArray) -> tuple[list[Group], Floa
     residual = excess.copy()
     for _ in range(_SWEEPS if len(groups) > 1 else 1):
         for i, group in enumerate(groups):
-            over = group.over
-            step = sum(or_zero(median_of(residual[paths])) for paths in over)
+            step = or_zero(median_of(residual[group.paths]))
             effects[i] += step
-            for paths in over:
-                residual[paths] -= step / len(over)
+            residual[group.paths] -= step
     return [replace(g, effect=effect) for g, effect in zip(groups, effects)], residual
 
 
@@ -245,8 +242,7 @@ def _of_groups(groups: Sequence[Group], residual: FloatArray) -> FloatArray:
     """[receiver, source]: the sum of the effects of the groups that each path is in."""
     total = np.zeros(residual.shape)
     for group in groups:
-        for paths in group.over:
-            total[paths] += group.effect / len(group.over)
+        total[group.paths] += group.effect
     return total
 
 
@@ -254,8 +250,7 @@ def _level(paths: Paths, groups: Sequence[Group], residual: FloatArray) -> Float
     """[receiver, source]: what paths of each class have that are in no group and not slow alone."""
     alone = residual.copy()
     for group in groups:
-        for cells in group.over:
-            alone[cells] = np.nan
+        alone[group.paths] = np.nan
     alone[residual > _FAR * _between_paths(paths, residual)] = np.nan
     # Clocks cancel between the two directions.
     both = (alone + alone.T) / 2
@@ -328,7 +323,7 @@ def _with_error(
     direction, so both are added up.
     """
     back = (group.paths[1], group.paths[0])
-    one_way = len(group.over) == 1 and group.cause != Cause.RAIL
+    one_way = group.cause != Cause.RAIL
     slow_back = any(_same_paths(g.paths, back) for g in groups)
     known = np.isfinite(residual[group.paths])
     effect, size = group.effect, max(int(known.sum()), 1)
@@ -373,6 +368,19 @@ def _healthy_readings(
     return np.asarray(known[np.isfinite(known)])
 
 
+def _either_way(group: Group, m: Matrices) -> Group:
+    """What takes all paths of a rank or node one way, said of both: its clock may be what is off."""
+    cause = _EITHER.get(group.cause)
+    if cause is None:
+        return group
+    rank_or_node = m.place.nodes if cause == Cause.UPLINK_OR_DOWNLINK else np.arange(m.num_ranks)
+    inside = rank_or_node == group.number
+    paths = m.expected & ~(inside[:, None] & inside[None, :])
+    paths &= inside[:, None] if group.cause in (Cause.INGRESS, Cause.DOWNLINK) else inside[None, :]
+    covered = int(m.expected[group.paths].sum()) == int(paths.sum())
+    return replace(group, cause=cause) if covered else group
+
+
 def _same_paths(a: tuple[IntArray, IntArray], b: tuple[IntArray, IntArray]) -> bool:
     return all(x.size == y.size and (x.ravel() == y.ravel()).all() for x, y in zip(a, b))
 
@@ -385,16 +393,15 @@ _Look = Callable[[FloatArray], "list[_Candidates]"]
 def _looks(m: Matrices, paths: Paths) -> list[_Look]:
     """Kinds of groups that this group of ranks can have, in the order in which they explain."""
     place = m.place
-    sides = _either_sides if paths.drifted else _sides
     grouped = 1 < place.num_nodes < m.num_ranks
     if not grouped:
-        looks: list[Any] = [sides]
+        looks: list[Any] = [_sides]
     elif place.num_nodes >= _MIN_NODES:
-        looks = [_rails, _node_links, sides, _node_pairs]
+        looks = [_rails, _node_links, _sides, _node_pairs]
     else:
         # Between two nodes an uplink, a downlink and a pair of nodes are the same paths, and a rail is one
         # path and its way back, of more that a NIC has.
-        looks = [_node_pairs, sides]
+        looks = [_node_pairs, _sides]
         if (paths.classes[m.expected] > 1).any():  # on the hop of gateways every path is on a rail
             looks.append(_rails)
     return [functools.partial(look, m, paths) for look in looks]
@@ -413,8 +420,8 @@ def _rails(m: Matrices, paths: Paths, residual: FloatArray) -> list[_Candidates]
     return [_candidates(Cause.RAIL, NIC, cells, possible, on)]
 
 
-def _node_links(m: Matrices, paths: Paths, residual: FloatArray) -> list[_Candidates]:
-    """Uplinks and downlinks of nodes; both as one where clocks do not tell them apart."""
+def _node_links(m: Matrices, _paths: Paths, residual: FloatArray) -> list[_Candidates]:
+    """Uplinks and downlinks of nodes."""
     nodes = m.place.nodes
     low, middle, known = _blocks(m, residual)
 
@@ -437,7 +444,7 @@ def _node_links(m: Matrices, paths: Paths, residual: FloatArray) -> list[_Candid
         )
         for cause, axis, where in ((Cause.DOWNLINK, 1, into), (Cause.UPLINK, 0, out_of))
     )
-    return [_either(Cause.UPLINK_OR_DOWNLINK, down, up)] if paths.drifted else _in_both(up, down)
+    return _in_both(up, down)
 
 
 def _node_pairs(m: Matrices, _paths: Paths, residual: FloatArray) -> list[_Candidates]:
@@ -470,15 +477,6 @@ def _sides(m: Matrices, paths: Paths, residual: FloatArray) -> list[_Candidates]
 def _in_both(one: _Candidates, other: _Candidates) -> list[_Candidates]:
     both = one.middle + other.middle
     return [replace(one, both=both), replace(other, both=both)]
-
-
-def _either_sides(m: Matrices, paths: Paths, residual: FloatArray) -> list[_Candidates]:
-    return [
-        _either(
-            Cause.INGRESS_OR_EGRESS,
-            *(_side(c, ALL_LINKS, m, paths, residual) for c in (Cause.INGRESS, Cause.EGRESS)),
-        )
-    ]
 
 
 def _side(cause: Cause, link: str, m: Matrices, paths: Paths, residual: FloatArray) -> _Candidates:
@@ -520,17 +518,6 @@ def _low_and_middle(cells: FloatArray) -> tuple[FloatArray, FloatArray, IntArray
         for share in (_SPARED, 0.5)
     )
     return low, middle, count
-
-
-def _either(cause: Cause, into: _Candidates, out_of: _Candidates) -> _Candidates:
-    return replace(
-        into,
-        cause=cause,
-        low=into.low + out_of.low,
-        middle=into.middle + out_of.middle,
-        both=into.middle + out_of.middle,
-        known=np.minimum(into.known, out_of.known),
-    )
 
 
 def _blocks(m: Matrices, residual: FloatArray) -> tuple[FloatArray, FloatArray, FloatArray]:

@@ -9,16 +9,16 @@ last: order is how much, by when a source had handed over all for a receiver.
 
 What rails, nodes, sides of ranks and single paths have of the excess, path_causes tells. A clock
 that is wrong by c makes the paths into its rank c slower and those out of it c faster; up to a few us
-that is left in, and verdicts allow for it. Clocks that make data arrive before it was sent come before
-all else, or they would drown it. Then c stands for half of what a slow side adds, and nobody knows any
-more which side it was.
+that is left in, and verdicts allow for it. Clocks that make data arrive before it was sent are set before
+all else, or they would drown it (drifted_clocks). Where all paths of a rank are slow one way, nobody knows
+then which way it was.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -34,17 +34,13 @@ from ..core.robust_stats import (
     or_zero,
     quantile_of,
 )
+from .drifted_clocks import joint_clocks
 from .sender_stalls import stalls
 
 # Below four ranks a row of the path matrix has too few cells to tell path from row and column.
 MIN_RANKS_TO_SPLIT_PATHS = 4
-# Sweeps until what the two directions differ by is even; more where not all paths were seen.
-_CLOCK_SWEEPS = 3
 # Paths that were never seen rest on clocks that agree to this, ns.
 _CLOCKS_AGREE_NS = 5_000.0
-# Median polish settles within a few sweeps; it stops when nothing moves by more than this, ns.
-_MAX_SWEEPS = 10
-_SETTLED_NS = 30.0
 # The cost of a token is taken from the operations of each path when it is known this well, ns.
 _COST_KNOWN_NS = 1_000.0
 # Pairs of cells looked at for the cost of a token; enough for a stable median at any group size.
@@ -57,6 +53,8 @@ _SLOPE_MIN_SPREAD = 0.2
 # what is slow. It explains something if it leaves less than this share.
 _MIN_TO_ORDER = 7
 _ORDER_EXPLAINS = 0.8
+# Of places in the order that differ by less, ns, nothing is learnt.
+_STEP_NS = 30.0
 # Pairs of cells, and sources, that its cost is taken from.
 _ORDER_PAIRS = 4_000
 _SOURCES_LOOKED_AT = 32
@@ -105,12 +103,15 @@ class Paths:
         return bool(self.clock.any())
 
 
-def split_paths(m: Matrices) -> Paths:
-    """Takes the path matrix of one operation kind apart."""
+def split_paths(m: Matrices, clock: FloatArray) -> Paths:
+    """Takes the path matrix of one operation kind apart.
+
+    Args:
+        m: the kind.
+        clock: as `drifted_clocks` has it.
+    """
     few = m.num_ranks < MIN_RANKS_TO_SPLIT_PATHS
-    # What may be off by more than paths take tells nothing that the paths themselves do not.
-    known = np.where(m.path_clock <= _CLOCKS_AGREE_NS, m.path_clock, np.nan)
-    clock = np.zeros(m.num_ranks) if few else _drifted_clocks(m, known)
+    known = _known_clocks(m)
     if clock.any() or (few and _too_early(m, known)):
         known = np.full(known.shape, np.nan)
     classes = _classes(m.place)
@@ -125,9 +126,6 @@ def split_paths(m: Matrices) -> Paths:
         inbound = np.nan_to_num(median(excess, 1)) + median(by_tokens, 1)
         inbound = inbound - healthy(inbound)[0]
         excess = excess - _level_of_two_nodes(excess, m.place)
-    if clock.any():
-        # Nor is the clock known of a rank of which one direction is not.
-        excess = np.where(both[:, None] & both[None, :], excess, np.nan)
     return Paths(
         time=time,
         stalled=stalled,
@@ -142,32 +140,41 @@ def split_paths(m: Matrices) -> Paths:
     )
 
 
+def drifted_clocks(kinds: Sequence[Matrices]) -> FloatArray:
+    """[num_ranks]: by how many ns clocks have drifted, where that is far; else all 0.
+
+    Args:
+        kinds: all kinds of operation of one group; clocks are the same in all.
+    """
+    num_ranks = kinds[0].num_ranks
+    unset = np.zeros(num_ranks)
+    if num_ranks < MIN_RANKS_TO_SPLIT_PATHS or not any(map(_may_have_drifted, kinds)):
+        return unset
+    classes = [_classes(m.place) for m in kinds]
+    seen = [np.where(m.path_seen, m.path, np.nan) for m in kinds]
+    clock = joint_clocks(seen, classes, kinds[0].place)
+    # With clocks set, it is known what tokens cost, which some ranks have more of.
+    for m, time, of_link in zip(kinds, seen, classes):
+        time -= _usual(m, _set_clocks(m, clock), of_link)[0]
+    clock = joint_clocks(seen, classes, kinds[0].place)
+    return clock if (np.abs(clock) > _CLOCKS_AGREE_NS).any() else unset
+
+
+def _may_have_drifted(m: Matrices) -> bool:
+    """Whether data arrives before it was sent, or nobody knows how far clocks are off; ranks on CPUs share one."""
+    known = _known_clocks(m)
+    unknown = m.place.device == "cuda" and not np.isfinite(known[m.expected]).any()
+    return unknown or _too_early(m, known)
+
+
+def _known_clocks(m: Matrices) -> FloatArray:
+    """How far clocks may be off; NaN where by more than paths take, as they tell more themselves."""
+    return np.where(m.path_clock <= _CLOCKS_AGREE_NS, m.path_clock, np.nan)
+
+
 def _too_early(m: Matrices, known: FloatArray) -> bool:
     """Whether data seems to arrive before it was sent, by more than clocks are known to be off."""
     return bool((np.where(m.path_seen, m.path, np.nan) < -np.nan_to_num(known)).any())
-
-
-def _drifted_clocks(m: Matrices, known: FloatArray) -> FloatArray:
-    """[num_ranks]: clocks that have drifted far, which would drown everything else; else 0."""
-    seen = np.where(m.path_seen, m.path, np.nan)
-    # What arrives before it was sent leaves no doubt, by more than clocks are known to be off. Where
-    # that is not known, the two directions tell; ranks on CPUs share a clock.
-    unknown = m.place.device == "cuda" and not np.isfinite(known[m.expected]).any()
-    if not unknown and not _too_early(m, known):
-        return np.zeros(m.num_ranks)
-    even = _two_way_clocks(seen)
-    time = _set_clocks(m, even)
-    excess = _excess(m, time, _usual(m, time, _classes(m.place))[0])
-    into, out_of = _known_well(excess, 1), _known_well(excess, 0)
-    rows, columns = _median_polish(excess, into, out_of)
-    # Half of what the directions differ by; all of it where only one of them is known.
-    clock = even + (rows - columns) / np.where(into & out_of, 2, 1)
-    clock = clock - np.median(clock)
-    # A slow side makes the two directions differ as well; clocks that explain no more than that
-    # have not drifted.
-    sides = rows + columns - np.median(rows + columns)
-    drifted = np.abs(clock) > np.abs(sides) / 2 + _CLOCKS_AGREE_NS
-    return clock if drifted.any() else np.zeros(m.num_ranks)
 
 
 def _set_clocks(m: Matrices, clock: FloatArray) -> FloatArray:
@@ -179,16 +186,6 @@ def _set_clocks(m: Matrices, clock: FloatArray) -> FloatArray:
 def _excess(m: Matrices, time: FloatArray, usual: FloatArray) -> FloatArray:
     """What hid is not slow; that is all that is known of it."""
     return np.where(m.path_hidden, 0.0, time - usual)
-
-
-def _two_way_clocks(time: FloatArray) -> FloatArray:
-    """[num_ranks]: by what the two directions between ranks differ, half of it for each rank."""
-    odd = (time - time.T) / 2
-    np.fill_diagonal(odd, 0.0)
-    clock = np.zeros(time.shape[0])
-    for _ in range(_CLOCK_SWEEPS):
-        clock = median(odd + clock[None, :], 1)
-    return clock
 
 
 def _usual(
@@ -255,7 +252,7 @@ def _slope(x: FloatArray, y: FloatArray, place: Place) -> float:
         a, b = a[b < x.shape[0]], b[b < x.shape[0]]
     column = generator.integers(0, x.shape[1], a.size)
     step, rise = x[a, column] - x[b, column], y[a, column] - y[b, column]
-    telling = (np.abs(step) > max(median_of(np.abs(x)) / 2, _SETTLED_NS)) & np.isfinite(rise)
+    telling = (np.abs(step) > max(median_of(np.abs(x)) / 2, _STEP_NS)) & np.isfinite(rise)
     return max(or_zero(median_of(rise[telling] / step[telling])), 0.0)
 
 
@@ -333,23 +330,6 @@ def _level_of_two_nodes(excess: FloatArray, place: Place) -> FloatArray:
     there, back = (lower_median(excess[a][:, b]) for a, b in ((one, other), (other, one)))
     faster = or_zero(float(np.fmin(there, back)))
     return np.where(place.nodes[:, None] != place.nodes[None, :], faster, 0.0)
-
-
-def _median_polish(
-    cells: FloatArray, of_rows: BoolArray, of_columns: BoolArray
-) -> tuple[FloatArray, FloatArray]:
-    """Row effects and column effects by medians, of some of them; 0 of the others."""
-    residual = cells
-    rows, columns = np.zeros(cells.shape[0]), np.zeros(cells.shape[1])
-    for _ in range(_MAX_SWEEPS):
-        row_step = np.where(of_rows, median(residual, 1), 0.0)
-        rows, residual = rows + row_step, residual - row_step[:, None]
-        column_step = np.where(of_columns, median(residual, 0), 0.0)
-        columns, residual = columns + column_step, residual - column_step[None, :]
-        moved = max(np.abs(row_step).max(initial=0.0), np.abs(column_step).max(initial=0.0))
-        if moved < _SETTLED_NS:
-            break
-    return rows, columns
 
 
 def _known_well(cells: FloatArray, axis: int) -> BoolArray:

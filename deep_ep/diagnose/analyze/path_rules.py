@@ -12,7 +12,7 @@ from ..collect.hops import NOTIFY
 from ..collect.rank_summary import MIN_SEEN
 from ..core.causes import Cause
 from ..core.diagnosis import EvidenceKey, FloatArray
-from ..core.robust_stats import MAD_TO_SIGMA, lower_median, median_of, or_zero
+from ..core.robust_stats import MAD_TO_SIGMA, median_of, or_zero
 from .back_pressure import NOBODY, UNEVEN
 from .baseline import History
 from .finding import Found, Named, Size, found_on_paths
@@ -86,7 +86,7 @@ def slow_paths(
     ]
     if len(cells) <= _most_cells(kind) and not _in_common(kind, cells):
         found += [_slow_cell(kind, *cell) for cell in cells]
-    return found + [_slow_both_ways(kind, *cell) for cell in _slow_there_or_back(kind)]
+    return found
 
 
 def _is_borne_out(paths: Any, effect: float, others: Sequence[JudgedKind]) -> bool:
@@ -159,8 +159,10 @@ def _in_common(kind: JudgedKind, cells: Sequence[tuple[int, int]]) -> str:
 def _is_named(kind: JudgedKind, group: Group) -> bool:
     """Whether what paths show together is big, certain, and not a clock's doing."""
     e, limits = kind.e, kind.limits
+    either = group.cause in (Cause.INGRESS_OR_EGRESS, Cause.UPLINK_OR_DOWNLINK)
     bar = max(
-        kind.path_floors[0 if group.link == NVLINK else 1],
+        # Of both directions together there is more noise.
+        kind.path_floors[0 if group.link == NVLINK else 1] * (math.sqrt(2.0) if either else 1.0),
         kind.z_ranks * group.error,
         limits.spread * group.spread,
     )
@@ -170,18 +172,20 @@ def _is_named(kind: JudgedKind, group: Group) -> bool:
     quickest = group.reading - median_of((e.m.path - e.m.path_low)[group.paths])
     if not quickest > _LASTING * group.reading:
         return False
-    if group.cause in (Cause.RAIL, Cause.INGRESS_OR_EGRESS, Cause.UPLINK_OR_DOWNLINK):
+    if either or group.cause == Cause.RAIL:
         return True
     # A clock is all it takes for one direction to look slow.
     known = median_of(e.paths.clock_error[group.paths])
-    if math.isfinite(known):
-        return group.reading > known + kind.z_ranks * group.error
-    if not kind.clocks_unknown:
-        return True
+    if math.isfinite(known) or e.paths.drifted:
+        certain = group.reading > or_zero(known) + kind.z_ranks * group.error
+    else:
+        certain = True
+    if math.isfinite(known) or not kind.clocks_unknown:
+        return certain
     # Between two nodes there is nothing to compare with but the way back.
     if group.cause == Cause.NODE_PAIR and e.m.place.num_nodes == 2:
         return False
-    return group.cause not in _SIDES or bool(e.paths.both_sides[group.number])
+    return certain and (group.cause not in _SIDES or bool(e.paths.both_sides[group.number]))
 
 
 def _by_load(kind: JudgedKind, group: Group) -> float:
@@ -296,9 +300,11 @@ def _slow_cell(kind: JudgedKind, dst: int, src: int) -> Found:
     e, explained = kind.e, kind.explained
     effect, error = float(explained.residual[dst, src]), float(e.m.path_error[dst, src])
     time = float(e.paths.time[dst, src])
+    is_known = e.paths.both_sides[dst] and e.paths.both_sides[src]
     return found_on_paths(
         kind,
-        Cause.PATH,
+        # Of a rank of which few paths are seen one way, the clock rests on the paths of the other.
+        Cause.PATH if is_known or not e.paths.drifted else Cause.PATH_OR_BACK,
         Named(edge=(src, dst)),
         Size(
             effect,
@@ -316,62 +322,6 @@ def _slow_cell(kind: JudgedKind, dst: int, src: int) -> Found:
             "error_us": error / 1e3,
             "tokens": float(e.m.tokens[dst, src]),
             "operations_seen": float(e.m.path_count[dst, src]),
-        },
-    )
-
-
-def _slow_there_or_back(kind: JudgedKind) -> list[tuple[int, int]]:
-    """(receiver, source) of pairs that are slow there and back together, where clocks hide which it is.
-
-    Clocks cancel in the sum of both directions. The receiver of a slow path comes so late that it
-    sees little else.
-    """
-    e, paths = kind.e, kind.e.paths
-    if not paths.drifted:
-        return []
-    both = _there_and_back(kind)
-    unsure = ~(paths.both_sides[:, None] & paths.both_sides[None, :])
-    error = np.hypot(e.m.path_error, e.m.path_error.T)
-    spread = math.sqrt(2.0) * kind.limits.spread * kind.explained.spread
-    floor = np.where(paths.between, kind.path_floors[1], kind.path_floors[0])
-    slow = unsure & (both > np.fmax(floor, np.hypot(kind.z_paths * error, spread)))
-    seen = np.isfinite(paths.time).sum(axis=1)
-    # More than one of a rank is not a path's doing.
-    alone = slow.sum(axis=1) == 1
-    return [
-        (dst, src)
-        for dst, src in np.argwhere(slow & alone[:, None]).tolist()
-        if 2 * seen[dst] <= seen[src]
-    ]
-
-
-def _there_and_back(kind: JudgedKind) -> FloatArray:
-    """[receiver, source]: what both directions together take above other pairs, ns; clocks cancel."""
-    e, paths = kind.e, kind.e.paths
-    over = np.where(e.m.path_seen & e.m.path_seen.T, paths.time - paths.usual, np.nan)
-    both = over + over.T
-    for link in (~paths.between, paths.between):
-        both[link] -= or_zero(lower_median(both[link]))
-    return np.asarray(both)
-
-
-def _slow_both_ways(kind: JudgedKind, dst: int, src: int) -> Found:
-    e = kind.e
-    effect = float(_there_and_back(kind)[dst, src])
-    error = math.hypot(float(e.m.path_error[dst, src]), float(e.m.path_error[src, dst]))
-    spread = math.sqrt(2.0) * float(kind.explained.spread[dst, src])
-    waited = e.m.wait_parts.sum(axis=0) / 1e3
-    return found_on_paths(
-        kind,
-        Cause.PATH_OR_BACK,
-        Named(edge=(src, dst)),
-        Size(effect, error, e.load.size**2, spread),
-        (dst, src),
-        evidence={
-            "there_and_back_over_usual_us": effect / 1e3,
-            "error_us": error / 1e3,
-            "destination_waits_for_source_us": float(waited[dst, src]),
-            "source_waits_for_destination_us": float(waited[src, dst]),
         },
     )
 

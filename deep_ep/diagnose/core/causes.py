@@ -136,7 +136,7 @@ _ROWS = {
         COMM_SLOW,
         "path *j* > *i*",
         "is slow, or the way back is",
-        "both directions together, in which clocks cancel",
+        "as a path, where clocks have drifted and hardly any other path of one of the two was seen",
         "The way from rank {source} to rank {destination} is slow, or the way back: clocks have "
         "drifted too far to tell. Measure them again, buffer.measure_clock_offsets() on all ranks.",
         "path",
@@ -164,7 +164,7 @@ _ROWS = {
         COMM_SLOW,
         "rank *i*",
         "receives slowly from everybody, or reaches everybody slowly",
-        "its row and its column together; clocks have drifted too far to tell which",
+        "three quarters of its row or of its column; clocks have drifted too far to tell which",
         "Every path{links} into rank {rank}, or every path out of it, is slow: check {check}.",
         "path",
         "row",
@@ -193,7 +193,7 @@ _ROWS = {
         COMM_SLOW,
         "node *a*",
         "reaches all other nodes slowly, or receives slowly from them",
-        "both directions together; clocks have drifted too far to tell which",
+        "as either of them; clocks have drifted too far to tell which",
         "Every path from other nodes to node {node}, or every path out of it, is slow: check what "
         "joins this node to the fabric: its switch, its cables, its NICs' settings.",
         "path",

@@ -231,8 +231,7 @@ def test_where_clocks_have_drifted_far_a_slow_path_is_named_or_which_way_is_not_
         right += found.keys == {("comm-slow", (2, 1))}
         for verdict in found.verdicts:
             assert verdict.effect_us == pytest.approx(delay_s * 1e6, rel=0.05, abs=3)
-            if verdict.cause == "path or back":
-                assert "destination_waits_for_source_us" in verdict.evidence
+            assert verdict.cause in ("path", "path or back")
     assert right >= 9
 
 

@@ -1,0 +1,116 @@
+"""Clocks that have drifted: the paths of all ranks, of all kinds of operation, tell how far."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from deep_ep import diagnose
+from deep_ep.diagnose.analyze.drifted_clocks import joint_clocks
+from deep_ep.diagnose.collect.group_matrices import Place
+from deep_ep.diagnose.core.diagnosis import FloatArray, IntArray
+from generator import simulate
+from generator.faults import GeneratorFault, SlowNic, SlowSend, SlowUplink
+from generator.machines import CLUSTER
+
+US = 1e3
+WITHIN_US, BETWEEN_US = 9.0, 90.0
+
+
+def place_of(nodes: int, per_node: int) -> tuple[Place, IntArray]:
+    """Ranks, and the kinds of link between them."""
+    num_ranks = nodes * per_node
+    node = np.repeat(np.arange(nodes), per_node)
+    classes = np.where(node[:, None] == node[None, :], 0, 2)
+    np.fill_diagonal(classes, -1)
+    devices = tuple(rank % per_node for rank in range(num_ranks))
+    return Place(("",) * num_ranks, devices, node, "cuda"), classes
+
+
+def path_times(
+    classes: IntArray, clock: FloatArray, generator: np.random.Generator, noise_us: float
+) -> FloatArray:
+    """[receiver, source] ns as clocks that are off have them."""
+    usual = np.where(classes == 0, WITHIN_US, BETWEEN_US) * US
+    noise = generator.normal(0.0, noise_us * US, classes.shape)
+    time = usual + noise + clock[:, None] - clock[None, :]
+    np.fill_diagonal(time, np.nan)
+    return time
+
+
+def apart(clock: FloatArray, without: IntArray | None = None) -> FloatArray:
+    """Clocks about that of the first rank; those of some ranks are left out."""
+    kept = np.delete(clock, without) if without is not None else clock
+    return kept - kept[0]
+
+
+@given(st.integers(0, 10_000), st.sampled_from([(1, 4), (1, 8), (3, 4), (2, 8), (8, 1)]))
+@settings(max_examples=60)
+def test_one_slow_path_is_in_nobody_s_clock(seed: int, shape: tuple[int, int]) -> None:
+    generator = np.random.default_rng(seed)
+    place, classes = place_of(*shape)
+    clock = generator.normal(0.0, generator.choice([10.0, 1e4]) * US, place.num_ranks)
+    times = [path_times(classes, clock, generator, noise) for noise in (0.2, 1.0)]
+    dst, src = generator.permutation(place.num_ranks)[:2]
+    for time in times:
+        time[dst, src] += generator.choice([20.0, 2_000.0]) * US
+    found = joint_clocks(times, [classes] * 2, place)
+    assert np.abs(apart(found) - apart(clock)).max() < 2 * US
+
+
+@given(st.integers(0, 10_000), st.sampled_from([(1, 8), (3, 4), (4, 8)]), st.booleans())
+@settings(max_examples=60)
+def test_a_slow_side_moves_no_clock_but_its_rank_s(
+    seed: int, shape: tuple[int, int], into: bool
+) -> None:
+    """And that one no further than the side is slow."""
+    generator = np.random.default_rng(seed)
+    place, classes = place_of(*shape)
+    clock = generator.normal(0.0, 20.0 * US, place.num_ranks)
+    time = path_times(classes, clock, generator, 0.2)
+    rank, slow = int(generator.integers(place.num_ranks)), 50.0 * US
+    time[(rank, slice(None)) if into else (slice(None), rank)] += slow
+    found = joint_clocks([time], [classes], place)
+    one = np.array([rank])
+    assert np.abs(apart(found, one) - apart(clock, one)).max() < 2 * US
+    other = 0 if rank else 1
+    moved = (found - clock)[rank] - (found - clock)[other]
+    assert -2 * US < (moved if into else -moved) < slow + 2 * US
+
+
+@pytest.mark.parametrize("seen", [1, 2])
+def test_a_rank_of_which_one_direction_is_known_has_a_clock(seen: int) -> None:
+    generator = np.random.default_rng(seen)
+    place, classes = place_of(1, 8)
+    clock = generator.normal(0.0, 1e4 * US, 8)
+    time = path_times(classes, clock, generator, 0.1)
+    time[3, :] = np.nan
+    if seen == 2:
+        time[3, 5] = WITHIN_US * US + clock[3] - clock[5] + 300.0 * US
+    found = joint_clocks([time], [classes], place)
+    assert np.abs(apart(found) - apart(clock)).max() < 2 * US
+
+
+@pytest.mark.parametrize("age_s", [2.0, 600.0])
+@pytest.mark.parametrize(
+    ("fault", "keys"),
+    [
+        (None, set()),
+        (SlowSend(10, 50e-6), {("comp-slow", 10)}),
+        (SlowUplink(1, 50e-6), {("comm-slow", ("node", 1, "uplink or downlink"))}),
+        (SlowNic(5, 4.0), {("comm-slow", 5)}),
+    ],
+    ids=["healthy", "slow send", "uplink", "nic"],
+)
+def test_what_old_clocks_hide_is_named_and_nothing_else(
+    age_s: float, fault: GeneratorFault | None, keys: set[object]
+) -> None:
+    machine = replace(CLUSTER, ranks_per_node=4, drift_ppm=10.0, clock_age_s=age_s)
+    for seed in range(3):
+        snapshots = simulate(machine, 12, 64, [fault] if fault else [], seed=seed, capacity=128)
+        found = diagnose.judge(diagnose.gather(snapshots))
+        assert found.keys == keys, (seed, found.verdicts)
