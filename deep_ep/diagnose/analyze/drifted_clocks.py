@@ -24,8 +24,8 @@ _HEALTHY = 0.1, 0.3
 _SIGMAS = 0.757
 # Readings of links that vary less count for more, down to this standard deviation, ns.
 _LEAST_SIGMA_NS = 500.0
-# The middle of the readings; of a slow side it has both ends, also if a few paths are not known.
-_MIDDLE = 0.45, 0.55
+# The middle of the readings, which has both ends of a slow side that is as well known as the other side.
+_MIDDLE = 0.49, 0.51
 # Ends are those of a slow side if they are so many standard deviations apart.
 _FAR_APART = 4.0
 # After two sweeps nothing moves.
