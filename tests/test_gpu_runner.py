@@ -19,6 +19,7 @@ import pytest
 
 import gpu
 from gpu import FAILED, LEFT_OUT, OUT_OF_TIME, PASSED, SHOWN, Step
+from test_liveness import until
 
 pytestmark = pytest.mark.exhaustive
 
@@ -48,6 +49,12 @@ def outcomes(found: dict[str, dict[str, Any]]) -> dict[str, str]:
     return {name: one["outcome"] for name, one in found.items()}
 
 
+def is_running(noted: Path) -> bool:
+    """Whether the process whose number a file holds has not ended."""
+    status = Path("/proc", noted.read_text().strip(), "stat")
+    return status.exists() and status.read_text().split()[2] != "Z"
+
+
 FINE = python("fine", "print('all is well')")
 
 
@@ -73,8 +80,7 @@ def test_a_step_that_hangs_is_ended_with_what_it_started_and_says_where(tmp_path
     found = run(hangs, FINE, out=tmp_path)
     assert outcomes(found) == {"hangs": OUT_OF_TIME, "fine": PASSED}
     assert "in stuck_here" in (tmp_path / "hangs.txt").read_text()
-    status = Path("/proc", child.read_text(), "stat")
-    assert not status.exists() or status.read_text().split()[2] == "Z"
+    assert not is_running(child)
 
 
 def test_a_step_that_cannot_be_run_fails(tmp_path: Path) -> None:
@@ -353,15 +359,20 @@ def test_times_are_put_beside_published_ones_of_the_same_sizes(tmp_path: Path) -
 
 
 def test_the_daemon_of_mps_ends_with_its_command(tmp_path: Path) -> None:
-    programs = gpu.stand_ins(tmp_path)
+    daemon, noted = tmp_path / "nvidia-cuda-mps-control", tmp_path / "pid"
+    daemon.write_text(f'#!/bin/sh\n[ "$1" = -f ] || exit 0\necho $$ > {noted}\nexec sleep 600\n')
+    daemon.chmod(0o755)
     environment = {
-        "PATH": f"{programs}:{os.environ['PATH']}", "CUDA_MPS_PIPE_DIRECTORY": str(tmp_path / "mps"),
+        "PATH": f"{tmp_path}:{os.environ['PATH']}", "CUDA_MPS_PIPE_DIRECTORY": str(tmp_path / "mps"),
     }  # fmt: skip
     for status in (0, 3):
-        command = ["sh", "-c", gpu.WITH_MPS, "sh", "sh", "-c", f"exit {status}"]
-        assert (
-            subprocess.run(command, env=environment, check=False, timeout=60).returncode == status
-        )
+        # The daemon has begun when its command does.
+        code = f"while ! [ -s {noted} ]; do sleep 0.01; done; exit {status}"
+        command = ["sh", "-c", gpu.WITH_MPS, "sh", "sh", "-c", code]
+        done = subprocess.run(command, env=environment, check=False, timeout=60)
+        assert done.returncode == status
+        until(lambda: not is_running(noted))
+        noted.unlink()
 
 
 @pytest.mark.slow

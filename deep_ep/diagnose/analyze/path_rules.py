@@ -176,16 +176,17 @@ def _is_named(kind: JudgedKind, group: Group) -> bool:
         return True
     # A clock is all it takes for one direction to look slow.
     known = median_of(e.paths.clock_error[group.paths])
-    if math.isfinite(known) or e.paths.drifted:
-        certain = group.reading > or_zero(known) + kind.z_ranks * group.error
-    else:
-        certain = True
-    if math.isfinite(known) or not kind.clocks_unknown:
-        return certain
+    error = kind.z_ranks * group.error
+    if math.isfinite(known):
+        return group.reading > known + error
+    if e.paths.drifted and not group.reading > error:
+        return False
+    if not kind.clocks_unknown:
+        return True
     # Between two nodes there is nothing to compare with but the way back.
     if group.cause == Cause.NODE_PAIR and e.m.place.num_nodes == 2:
         return False
-    return certain and (group.cause not in _SIDES or bool(e.paths.both_sides[group.number]))
+    return group.cause not in _SIDES or bool(e.paths.both_sides[group.number])
 
 
 def _by_load(kind: JudgedKind, group: Group) -> float:
