@@ -181,6 +181,43 @@ def surroundings_table(field: str, results: Sequence[Result]) -> Table:
     return Table(title, [_NAMES[field], "fault", *shapes, "F1", "mistakes"], rows)
 
 
+def field_tables(results: Sequence[Result]) -> list[Table]:
+    """Faults and clocks of the field: by fault and clock, by fault and effect, by clock and shape."""
+    clocks, shapes = list(by(results, "clock")), list(by(results, "shape"))
+    effects = list(by(results, "effect_us"))
+    of_fault, wrong = [], []
+    for name, of_name in by(results, "scenario").items():
+        for family, found in by(of_name, "family").items():
+            label = name if family == USUAL else f"{name}, {family}"
+            of_fault.append([label, *(_share(select(found, clock=c)) for c in clocks)])
+            cells = [_share(select(found, effect_us=e)) for e in effects]
+            wrong.append([label, f"{_windows(found)}", *cells, _f1(found), _mistakes(found)])
+    of_clock = []
+    for label, found in [*by(results, "clock").items(), ("all", list(results))]:
+        score = total(found, OURS)
+        numbers = [f"{x:.3f}" for x in (score.precision, score.recall, score.f1)]
+        cells = [_f1(select(found, shape=s)) for s in shapes]
+        of_clock.append([label, f"{_windows(found)}", *cells, *numbers, _mistakes(found)])
+    return [
+        Table(
+            "Share of windows that are all right, by fault and age of the clocks",
+            ["fault", *clocks],
+            of_fault,
+        ),
+        Table(
+            "Share of windows that are all right, by fault and effect",
+            ["fault", "windows", *(f"{e:g} us" for e in effects), "F1", "mistakes"],
+            wrong,
+        ),
+        Table(
+            "F1 by age of the clocks and nodes x ranks per node",
+            [_NAMES["clock"], "windows", *shapes, "precision", "recall", "F1", "mistakes"],
+            of_clock,
+            "All faults together, and so to be compared where all are: among clocks as kernels state them.",
+        ),
+    ]
+
+
 def normal_table(normal: Sequence[Result]) -> Table:
     """F1 by fault and shape in normal operations; healthy windows; all of a shape together."""
     shapes = list(by(normal, "shape"))

@@ -21,18 +21,24 @@ from generator.faults import (  # noqa: E402
     GeneratorFault,
     IntermittentRank,
     Key,
+    NicBursts,
     NonReporting,
+    PathBursts,
+    PausedSender,
     SlowDownlink,
     SlowEgress,
     SlowIngress,
     SlowNic,
     SlowNicOut,
     SlowNodePair,
+    SlowNvlinkIn,
+    SlowNvlinkOut,
     SlowRail,
     SlowReceive,
     SlowReceiver,
     SlowSend,
     SlowUplink,
+    Throttled,
     Truth,
 )
 from generator.machines import (  # noqa: E402
@@ -106,6 +112,9 @@ SHAPES = {
 
 # --- what is injected -----------------------------------------------------------------------------
 
+# A throttled rank swings once in so many operations.
+_SWING_OPERATIONS = (40, 120)
+
 Faults = list[GeneratorFault]
 Build = Callable[[np.random.Generator, Shape, float], Faults]
 
@@ -177,8 +186,18 @@ def _rail(generator: np.random.Generator, shape: Shape, effect_s: float) -> Faul
     return [SlowRail(_pick(generator, shape.per_node)[0], effect_s)]
 
 
-def _slow_nic(generator: np.random.Generator, shape: Shape, _effect_s: float) -> Faults:
-    return [SlowNic(_pick(generator, shape.num_ranks)[0], 4.0)]
+def _slow_nic(factor: float) -> Build:
+    return _one(lambda rank, _effect_s: SlowNic(rank, factor))
+
+
+def _throttled(generator: np.random.Generator, shape: Shape, effect_s: float) -> Faults:
+    (rank,) = _pick(generator, shape.num_ranks)
+    return [Throttled(rank, effect_s, int(generator.integers(*_SWING_OPERATIONS, endpoint=True)))]
+
+
+def _path_bursts(generator: np.random.Generator, shape: Shape, effect_s: float) -> Faults:
+    src, dst = _pick(generator, shape.num_ranks, 2)
+    return [PathBursts(src, dst, effect_s)]
 
 
 def _nearly_half_late(generator: np.random.Generator, shape: Shape, effect_s: float) -> Faults:
@@ -245,7 +264,7 @@ SCENARIOS = {
         Scenario("slow downlink", _one_node(SlowDownlink), least_nodes=3, least_per_node=2),
         Scenario("slow node pair", _node_pair, least_nodes=3, least_per_node=2),
         Scenario("slow rail", _rail, least_nodes=4, least_per_node=2),
-        Scenario("NIC at a quarter", _slow_nic, least_nodes=3, least_effect_us=100.0),
+        Scenario("NIC at a quarter", _slow_nic(4.0), least_nodes=3, least_effect_us=100.0),
         Scenario(HALF_LATE, _nearly_half_late, single=False),
         Scenario("late + path + hot", _mixture, 8, single=False),
         Scenario("late + ingress", _late_and_side(SlowIngress, 1.0), single=False),
@@ -269,6 +288,25 @@ _NORMAL_ONLY = (
     Scenario("slow NIC, outwards", _one(SlowNicOut), least_nodes=2),
 )
 SCENARIOS |= {scenario.name: scenario for scenario in _NORMAL_ONLY}
+# What comes and goes, swings, or is shared with other jobs. Of two nodes, a NIC of a node's only rank is
+# its link; within a node of two ranks, a side is a path.
+_OF_THE_FIELD = (
+    Scenario("throttled rank", _throttled, least_effect_us=20.0),
+    Scenario(
+        "bursts at a NIC", _one(NicBursts), least_nodes=2, least_per_node=2, least_effect_us=20.0
+    ),
+    Scenario("bursts on a path", _path_bursts, least_effect_us=20.0),
+    Scenario("paused sender", _one(PausedSender), least_effect_us=20.0),
+    Scenario(
+        "NIC at a third", _slow_nic(3.0), least_nodes=2, least_per_node=2, least_effect_us=100.0
+    ),
+    Scenario("NIC at half", _slow_nic(2.0), least_nodes=2, least_per_node=2, least_effect_us=100.0),
+    Scenario("slow NVLink ingress", _one(SlowNvlinkIn), least_per_node=3),
+    Scenario("slow NVLink egress", _one(SlowNvlinkOut), least_per_node=3),
+)
+SCENARIOS |= {scenario.name: scenario for scenario in _OF_THE_FIELD}
+FIELD_FAULTY = [scenario.name for scenario in _OF_THE_FIELD]
+NVLINK_SIDES = ["slow NVLink ingress", "slow NVLink egress"]
 NORMAL_FAULTY = [
     LATE,
     "slow send",
@@ -295,6 +333,7 @@ def _with(**changes: Any) -> Change:
 
 
 USUAL, HOOK_US = "usual", 100.0
+FENCED, ALTERNATING, PAUSES = "fences wait", "batches of 512 and 8 rows", "pauses of the fabric"
 FAMILIES: dict[str, Change] = {
     USUAL: _with(),
     "noise of 10 us": _with(jitter=10.0),
@@ -309,19 +348,43 @@ FAMILIES: dict[str, Change] = {
     "layers": _with(layers=4, skew=0.15),
     "two batch sizes": _with(batches=(0.5, 1 / 128)),
     "combine by destination": _with(combine_by_destination=True),
-    "fences wait": _with(fenced=True),
+    FENCED: _with(fenced=True),
     "timer of 1 us": _with(timer_step_ns=1000),
     "long hook": _with(hook_us=HOOK_US),
+    ALTERNATING: _with(batches=(0.5, 1 / 128), batches_alternate=True),
+    # Captured graphs: nobody's host has a say in when an operation begins.
+    "graphs": _with(gap=20.0, jitter=0.3),
+    PAUSES: _with(fabric_pause=40.0),
 }
 
 # Offsets that are measured again and again are off by about a microsecond at any age.
 RE_MEASURED = "measured again"
+AS_KERNELS, WHILE_SLOW = "as kernels state", "measured while slow"
+STEPPED, STEPPED_WITHIN = "stepped before", "stepped within"
+_AS_KERNELS: dict[str, Any] = {
+    "clock_error": 0.5,
+    "host_clock_error": 0.3,
+    "drift_ppm": 10.0,
+    "states_round_trip": True,
+}
 CLOCKS: dict[str, Change] = {
     RE_MEASURED: _with(clock_error=0.5, host_clock_error=0.3),
     "fresh": _with(drift_ppm=10.0),
     "2 s old": _with(drift_ppm=10.0, clock_age_s=2.0),
     "10 min old": _with(drift_ppm=10.0, clock_age_s=600.0),
+    AS_KERNELS: _with(**_AS_KERNELS),
+    f"{AS_KERNELS}, 2 s old": _with(**_AS_KERNELS, clock_age_s=2.0),
+    f"{AS_KERNELS}, 10 min old": _with(**_AS_KERNELS, clock_age_s=600.0),
+    # A minute after a second measurement, which was a minute after the first.
+    f"{AS_KERNELS}, drift known": _with(
+        **(_AS_KERNELS | {"drift_ppm": 0.1}), stated_drift_ppm=0.4, clock_age_s=60.0
+    ),
+    WHILE_SLOW: _with(**_AS_KERNELS, measured_while_slow=True),
+    STEPPED: _with(**_AS_KERNELS, clock_step=5000.0),
+    STEPPED_WITHIN: _with(**_AS_KERNELS, clock_step=5000.0, clock_steps_within=True),
 }
+# Ages of clocks whose errors are stated as kernels state them.
+KERNEL_CLOCKS = [clock for clock in CLOCKS if clock.startswith(AS_KERNELS)]
 # How kernels stamped before arrivals were looked at one by one.
 ALL_HEADERS = "all headers first"
 STAMPS: dict[str, Change] = {
@@ -368,7 +431,7 @@ class Cell:
     @property
     def can_be(self) -> bool:
         """Whether there is such a group, and its fault can be told from others, and can be seen."""
-        shape, far_only = self.group, ("AR(1) per node", "congested rails")
+        shape, far_only = self.group, ("AR(1) per node", "congested rails", PAUSES)
         is_hidden = (
             self.family == "long hook" and self.scenario == PATH and self.effect_us <= HOOK_US
         )

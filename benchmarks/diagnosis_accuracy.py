@@ -40,20 +40,29 @@ import _real_kernels as real_kernels  # noqa: E402
 from _generated import JUDGES, OURS, Result, Task  # noqa: E402
 from _scenarios import (  # noqa: E402
     ALL_HEADERS,
+    ALTERNATING,
     CLOCKS,
     FAMILIES,
     FAULTY,
+    FENCED,
+    FIELD_FAULTY,
     FIRST_SIGHT,
     HEALTHY,
+    KERNEL_CLOCKS,
     LATE,
     NORMAL_FAULTY,
+    NVLINK_SIDES,
     PATH,
+    PAUSES,
     RE_MEASURED,
     SCENARIOS,
     SEED_SETS,
     SHAPES,
     STAMPS,
+    STEPPED,
+    STEPPED_WITHIN,
     USUAL,
+    WHILE_SLOW,
     Cell,
     first_seed,
 )
@@ -112,7 +121,8 @@ class Part:
 
 _EFFECTS = (10.0, 20.0, 50.0, 200.0)
 _SIDES = (LATE, PATH, "slow ingress", "slow egress")
-_AGED = [clock for clock in CLOCKS if clock != RE_MEASURED]
+_AGED = ["fresh", "2 s old", "10 min old"]
+_MEASURED_ONCE = [RE_MEASURED, *_AGED]
 _SPECIAL = [family for family in FAMILIES if family != USUAL]
 _SINGLE = [
     name for name in FAULTY if SCENARIOS[name].single and SCENARIOS[name].least_effect_us <= 5.0
@@ -136,6 +146,11 @@ def _some(windows: int, *shapes: str) -> dict[str, int]:
 
 _NORMAL = {"1x8": 8, "2x4": 8, "4x2": 8, "2x8": 6, "4x8": 2}
 _LARGE = {"8x8": 2, "32x8": 1}
+_FIELD = {"1x8": 8, "3x4": 8, "2x8": 6, "4x8": 3}
+# Healthy windows are the same whether clocks were measured while something was slow or not.
+_FIELD_CLOCKS = [*KERNEL_CLOCKS, STEPPED, STEPPED_WITHIN]
+_FIELD_HEALTHY = {"1x4": 150, "1x8": 200, "3x4": 150, "2x8": 100, "4x8": 20}
+_ONE_SIDED = (PATH, "slow ingress", "slow egress", "slow uplink", "slow downlink", "slow node pair")
 
 
 def _normal(
@@ -147,6 +162,21 @@ def _normal(
     return Part(scenarios, effects_us, windows, num_operations=num_operations, is_normal=True)
 
 
+def _field(
+    effects_us: Sequence[float], windows: dict[str, int], clocks: Sequence[str]
+) -> list[Part]:
+    """Faults that come and go, clocks whose errors are stated as kernels state them, and what is wrong with both."""
+    return [
+        Part(FIELD_FAULTY, effects_us, windows, clocks=clocks),
+        Part(NVLINK_SIDES, effects_us, windows, families=(FENCED,), clocks=clocks),
+        Part(_ONE_SIDED, (50.0,), windows, clocks=(WHILE_SLOW,)),
+        Part((LATE, *_ONE_SIDED), (50.0,), windows, clocks=(STEPPED, STEPPED_WITHIN)),
+        Part((LATE, PATH, "hot rank"), effects_us, windows, (ALTERNATING,), clocks[:1]),
+        Part(("bursts at a NIC", "paused sender"), (50.0,), windows, (PAUSES,), clocks[:1]),
+        Part(FAULTY, (50.0,), windows, clocks=clocks),
+    ]
+
+
 FULL = {
     "faults": [Part(FAULTY, _EFFECTS, _FEW, judges=JUDGES)],
     "clocks": [
@@ -154,7 +184,7 @@ FULL = {
             _SIDES,
             (20.0, 50.0, 200.0, 2000.0),
             _some(8, "1x2", "1x4", "1x8", "3x4", "2x8", "6x8"),
-            clocks=list(CLOCKS),
+            clocks=_MEASURED_ONCE,
         ),
         Part(
             [scenario for scenario in FAULTY if scenario not in _SIDES],
@@ -176,6 +206,7 @@ FULL = {
     "healthy": [
         Part((HEALTHY,), (0.0,), _MANY, families=list(FAMILIES)),
         Part((HEALTHY,), (0.0,), _MANY, clocks=_AGED),
+        Part((HEALTHY,), (0.0,), _FIELD_HEALTHY, clocks=_FIELD_CLOCKS),
         Part((HEALTHY,), (0.0,), _some(50, "1x8", "3x4", "2x8"), stamps=(ALL_HEADERS,)),
     ],
     "waits": [
@@ -212,16 +243,17 @@ FULL = {
         _normal((HEALTHY,), (0.0,), _LARGE, 32),
     ],
 }
+FULL["field"] = _field((20.0, 50.0, 200.0), _FIELD, KERNEL_CLOCKS)
 _QUICK_SHAPES = ("1x8", "3x4")
 QUICK = {
     "faults": [Part(FAULTY, (20.0, 100.0), _some(2, *_QUICK_SHAPES, "2x8"), judges=JUDGES)],
-    "clocks": [Part(_SIDES, (50.0, 2000.0), _some(2, *_QUICK_SHAPES), clocks=list(CLOCKS))],
+    "clocks": [Part(_SIDES, (50.0, 2000.0), _some(2, *_QUICK_SHAPES), clocks=_MEASURED_ONCE)],
     "families": [Part((LATE, PATH), (20.0,), _some(2, *_QUICK_SHAPES), families=_SPECIAL)],
     "small": [Part((LATE, PATH), (5.0,), _some(2, *_QUICK_SHAPES), num_operations=512)],
     "stamps": [Part((LATE, PATH), (50.0,), _some(3, *_QUICK_SHAPES), stamps=list(STAMPS))],
     "healthy": [
         Part((HEALTHY,), (0.0,), _some(20, *_QUICK_SHAPES), families=list(FAMILIES)),
-        Part((HEALTHY,), (0.0,), _some(20, *_QUICK_SHAPES), clocks=_AGED),
+        Part((HEALTHY,), (0.0,), _some(20, *_QUICK_SHAPES), clocks=[*_AGED, *_FIELD_CLOCKS]),
     ],
     "waits": [
         Part(
@@ -240,6 +272,7 @@ QUICK = {
         _normal(NORMAL_FAULTY, (20.0, 100.0), _some(2, "1x8", "2x4", "4x2")),
         _normal((HEALTHY,), (0.0,), _some(4, "1x8", "2x4", "4x2")),
     ],
+    "field": _field((50.0, 200.0), _some(1, *_QUICK_SHAPES, "2x8"), KERNEL_CLOCKS[:3]),
 }
 
 
@@ -380,6 +413,8 @@ def all_tables(results: dict[str, list[Result]]) -> list[Table]:
         made += tables.waits_tables(results["waits"])
     if results["first"]:
         made.append(tables.operations_table(results["first"]))
+    if results["field"]:
+        made += tables.field_tables(results["field"])
     if results["normal"]:
         made.append(tables.normal_table(results["normal"]))
     return [*made, tables.aim_table(results)]

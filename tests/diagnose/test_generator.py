@@ -22,17 +22,24 @@ from generator.faults import (
     GeneratorFault,
     Hiccup,
     IntermittentRank,
+    NicBursts,
     NonReporting,
+    NowAndThen,
+    PathBursts,
+    PausedSender,
     SlowDownlink,
     SlowEgress,
     SlowIngress,
     SlowNic,
     SlowNodePair,
+    SlowNvlinkIn,
+    SlowNvlinkOut,
     SlowRail,
     SlowReceive,
     SlowReceiver,
     SlowSend,
     SlowUplink,
+    Throttled,
 )
 from generator.machines import (
     CLUSTER,
@@ -135,6 +142,10 @@ FAULTS: list[GeneratorFault] = [
     IntermittentRank(1, 50e-6),
     SlowUplink(0, 50e-6),
     SlowNic(1),
+    Throttled(1, 50e-6, 3.0),
+    NicBursts(0, 50e-6, 0.5, 2),
+    PathBursts(1, 0, 50e-6, 0.5, 2),
+    PausedSender(1, 50e-6),
     Everything(50e-6),
     ClockFault(0, 1.0, 20.0),
 ]
@@ -298,6 +309,8 @@ def test_a_rank_fault_is_in_that_ranks_own_time_only(
         (SlowRail(2, 50e-6), lambda src, dst: {src, dst} == {2, 6}),
         (SlowUplink(1, 50e-6), lambda src, dst: dst < 4 <= src),
         (SlowDownlink(1, 50e-6), lambda src, dst: src < 4 <= dst),
+        (SlowNvlinkIn(2, 50e-6), lambda src, dst: src < 4 and dst == 2),
+        (SlowNvlinkOut(2, 50e-6), lambda src, dst: src == 2 and dst < 4),
         (Everything(50e-6), lambda _src, _dst: True),
     ],
 )
@@ -372,6 +385,78 @@ def test_a_rank_that_is_hardly_ever_late_need_not_be_named() -> None:
     rarely = window(GPU, [IntermittentRank(1, 5e-5, 0.02)]).truth
     assert rarely.keys == frozenset()
     assert rarely.tolerated == {("comp-slow", 1)}
+
+
+def both_kinds(machine: Machine, injected: Sequence[GeneratorFault]) -> tuple[Window, FloatArray]:
+    """A long window of two nodes, and [operations, receiver, source or own, columns] of both kinds in turn."""
+    (w,) = simulate_windows(machine, 8, 500, [injected], seed=4, capacity=1000)
+    kinds = [rings(w.snapshots, kind) for kind in ("dispatch", "combine")]
+    return w, np.stack(kinds, axis=1).reshape(1000, 8, 9, -1)
+
+
+def added_to_paths_us(injected: GeneratorFault) -> tuple[Window, FloatArray]:
+    """The window, and [operations, receiver, source] by how much longer each way takes with the fault."""
+    w, slow = both_kinds(TWO_NODES, [injected])
+    _, usual = both_kinds(TWO_NODES, [])
+    ways = [(s[..., ARRIVAL] - s[..., ISSUED])[:, :, :-1] / 1e3 for s in (slow, usual)]
+    return w, ways[0] - ways[1]
+
+
+@pytest.mark.parametrize(
+    ("fault", "slower", "subject", "share"),
+    [
+        (NicBursts(5, 50e-6), lambda src, dst: (src == 5) != (dst == 5) and src // 4 != dst // 4, 5, 0.4),
+        (PathBursts(2, 5, 50e-6), lambda src, dst: (src, dst) == (2, 5), (2, 5), 0.4),
+        (PausedSender(2, 50e-6), lambda src, dst: src == 2 and dst >= 4, 2, 0.3),
+    ],
+)  # fmt: skip
+def test_what_comes_and_goes_on_paths_slows_all_of_them_at_once_in_its_share_of_operations(
+    fault: NowAndThen,
+    slower: Callable[[int, int], bool],
+    subject: int | tuple[int, int],
+    share: float,
+) -> None:
+    w, added = added_to_paths_us(fault)
+    on_path = np.array([[src != dst and slower(src, dst) for src in range(8)] for dst in range(8)])
+    np.testing.assert_allclose(added[:, ~on_path], 0, atol=0.01)
+    is_there = added[:, on_path] > 25
+    assert (is_there == is_there[:, :1]).all()
+    np.testing.assert_allclose(added[:, on_path], 50.0 * is_there, atol=0.01)
+    assert is_there.mean() == pytest.approx(share, abs=0.06)
+    assert w.truth.effects_us == {("comm-slow", subject): pytest.approx(50 * is_there.mean())}
+    changes = np.flatnonzero(np.diff(is_there[:, 0].astype(int)))
+    lengths = np.diff(changes)[int(is_there[0, 0]) :: 2]
+    expected = fault.burst if fault.burst > 1 else 1 / (1 - share)
+    assert lengths.mean() == pytest.approx(expected, rel=0.25)
+
+
+def test_a_sender_that_is_paused_knows_nothing_of_it_and_on_one_node_holds_back_everything() -> (
+    None
+):
+    for machine, others in ((TWO_NODES, [4, 5, 6, 7]), (CALM, [0, 1, 3, 4, 5, 6, 7])):
+        (paused, usual) = (
+            rings(window(machine, f).snapshots, "dispatch") for f in ([PausedSender(2, 50e-6)], [])
+        )
+        own_us = [(s[:, 2, -1, SENT] - s[:, 2, 2, ENTERED]) / 1e3 for s in (paused, usual)]
+        np.testing.assert_allclose(own_us[0], own_us[1], atol=0.01)
+        later = (paused - usual)[:, :, 2, ARRIVAL] - (paused - usual)[:, :, 2, ISSUED]
+        assert np.flatnonzero(later.max(axis=0) > 40_000).tolist() == others
+
+
+def test_a_throttled_rank_is_late_in_a_slow_swing() -> None:
+    w, throttled = both_kinds(CALM, [Throttled(3, 50e-6, 100.0)])
+    _, usual = both_kinds(CALM, [])
+    gaps = [
+        s[1:, range(8), range(8), ENTERED] - s[1:, :, -1, PREVIOUS_EXIT] for s in (throttled, usual)
+    ]
+    later = (gaps[0] - gaps[1]) / 1e3
+    np.testing.assert_allclose(np.delete(later, 3, axis=1), 0, atol=0.01)
+    late = later[:, 3]
+    assert late.min() == pytest.approx(0, abs=0.1)
+    assert late.max() == pytest.approx(50, abs=0.1)
+    np.testing.assert_allclose(late[100:], late[:-100], atol=0.05)
+    assert np.abs(np.diff(late)).max() < 50 * np.pi / 100 + 0.05
+    assert w.truth.effects_us == {("comp-slow", 3): pytest.approx(25, abs=0.1)}
 
 
 def test_a_rank_that_does_not_report_is_missing_and_late_all_the_same() -> None:

@@ -16,6 +16,7 @@ from _scenarios import (  # noqa: E402
     CLOCKS,
     FAMILIES,
     FAULTY,
+    FIELD_FAULTY,
     NORMAL_FAULTY,
     RE_MEASURED,
     SCENARIOS,
@@ -37,7 +38,7 @@ def truth(*keys: tuple) -> Truth:
     return Truth(frozenset(keys), dict.fromkeys(keys, 20.0))
 
 
-@pytest.mark.parametrize("name", FAULTY)
+@pytest.mark.parametrize("name", [*FAULTY, *FIELD_FAULTY])
 def test_every_fault_is_injected_where_it_fits(name: str) -> None:
     for shape in SMALL:
         if not SCENARIOS[name].fits(SHAPES[shape], 200.0):

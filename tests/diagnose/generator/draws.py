@@ -15,6 +15,10 @@ from generator.noise import draw_noise
 
 # Hot experts stay for so many operations, where they move.
 MOVING_OPERATIONS = 50
+# A clock that steps within a run does so ahead of one of these.
+_STEP_OPERATIONS = (32, 96)
+# The best round trip of several takes up to so much longer than one without any noise, in us.
+_BEST_EXCESS_US = 0.5
 # A moving hot rank leaves something for the others.
 _MOST_MOVING = 0.75
 _NOISE_TABLE = 2**18
@@ -27,6 +31,11 @@ class Draws(NamedTuple):
     clock_error: FloatArray  # [., num_ranks], us
     drift: FloatArray  # [., num_ranks]
     clock_zero: IntArray  # [., num_ranks], ns: each clock has its own
+    clock_step: IntArray  # [., num_ranks], ns: by how much it is set forward
+    step_ahead_of: IntArray  # [.], number of the operation; 1: before the run
+    round_trip: (
+        FloatArray  # [., num_ranks, num_ranks], us: noise of the best one, both ways together
+    )
     start: FloatArray  # [., num_ranks], us
     wander: FloatArray  # [., operations, num_ranks], standard normal
     gap: FloatArray  # [., operations, num_ranks]
@@ -36,6 +45,7 @@ class Draws(NamedTuple):
     own_path: FloatArray  # [., num_ranks, num_ranks], about 1
     late: FloatArray  # [., operations, num_ranks], us, by noise that remembers
     rail: FloatArray  # [., operations, devices of a node], us, likewise
+    fabric: FloatArray  # [., operations], us
     layer_gap: FloatArray  # [., layers], about 1
     tokens: IntArray  # [., rounds, expert rank, source]
     load: FloatArray  # [., num_ranks], mean over rounds
@@ -50,9 +60,9 @@ def draw(setup: Setup, share: FloatArray, seeds: Sequence[int]) -> Draws:
 def _draw_window(setup: Setup, share: FloatArray, seed: int) -> Draws:
     """Each quantity from its own stream, operation by operation."""
     machine, num_ranks, operations = setup.machine, setup.num_ranks, setup.num_operations
-    children = np.random.SeedSequence(seed).spawn(12)
+    children = np.random.SeedSequence(seed).spawn(13)
     streams = (np.random.Generator(np.random.PCG64(s)) for s in children[:7] + children[8:])
-    ranks, wander, gap, send, drain, path, routing, layers, moves, paths, batches = streams
+    ranks, wander, gap, send, drain, path, routing, layers, moves, paths, batches, clocks = streams
     table = _noise_table(machine.tail_degrees, machine.hiccup_share)
     node, _ = machine.node_and_index(num_ranks)
 
@@ -60,7 +70,7 @@ def _draw_window(setup: Setup, share: FloatArray, seed: int) -> Draws:
         return table[stream.integers(0, _NOISE_TABLE, shape, np.uint32)]
 
     personal = 1.0 + machine.spread * np.clip(ranks.normal(size=num_ranks), -2, 2)
-    clocks, drifts = ranks.normal(size=(2, num_ranks))
+    wrong_clocks, drifts = ranks.normal(size=(2, num_ranks))
     host_clocks, host_drifts = ranks.normal(size=(2, num_ranks))[:, node]
     drifts, host_drifts = np.clip(drifts, -2, 2), np.clip(host_drifts, -2, 2)
     clock_zero = ranks.integers(10**12, 10**15, num_ranks)
@@ -72,15 +82,20 @@ def _draw_window(setup: Setup, share: FloatArray, seed: int) -> Draws:
     load = _loads(setup, popularity, share, moves)
     shape = setup.num_rounds, num_ranks
     chances = (load / load.sum(axis=1, keepdims=True))[:, None]
-    batch = setup.tokens_per_rank * batches.choice(machine.batches, (setup.num_rounds, 1))
+    batch = setup.tokens_per_rank * _batches(setup, batches)[:, None]
     tokens = routing.multinomial(np.rint(batch).astype(np.int64), chances, shape)
     layer_gap = 1 + machine.layer_spread * layers.uniform(-1, 1, machine.layers)
     shared = draw_noise(setup, children[7])
+    stepping, step_ahead_of = clocks.integers(num_ranks), clocks.integers(*_STEP_OPERATIONS)
+    excess = np.triu(clocks.uniform(0, _BEST_EXCESS_US, (num_ranks, num_ranks)), 1)
     return Draws(
         personal=personal,
-        clock_error=machine.clock_error * clocks + machine.host_clock_error * host_clocks,
+        clock_error=machine.clock_error * wrong_clocks + machine.host_clock_error * host_clocks,
         drift=(machine.drift_ppm * drifts + machine.host_drift_ppm * host_drifts) * 1e-6,
         clock_zero=clock_zero,
+        clock_step=round(machine.clock_step * 1e3) * (np.arange(num_ranks) == stepping),
+        step_ahead_of=step_ahead_of if machine.clock_steps_within else np.ones((), np.int64),
+        round_trip=excess + excess.T,
         start=start,
         wander=wander.normal(size=(operations, num_ranks)),
         gap=noise(gap, operations, num_ranks),
@@ -91,10 +106,19 @@ def _draw_window(setup: Setup, share: FloatArray, seed: int) -> Draws:
         + machine.path_spread * np.clip(paths.normal(size=(num_ranks, num_ranks)), -2, 2),
         late=shared.gap,
         rail=shared.rail,
+        fabric=shared.fabric,
         layer_gap=layer_gap if machine.layers > 1 else np.ones(1),
         tokens=np.swapaxes(tokens, 1, 2),
         load=load.mean(axis=0),
     )
+
+
+def _batches(setup: Setup, stream: np.random.Generator) -> FloatArray:
+    """[rounds]: what share of the tokens there is."""
+    shares = np.array(setup.machine.batches)
+    if setup.machine.batches_alternate:
+        return shares[np.arange(setup.num_rounds) % len(shares)]
+    return stream.choice(shares, setup.num_rounds)
 
 
 def _loads(

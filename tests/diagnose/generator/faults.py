@@ -56,6 +56,14 @@ class SlowNicOut(_RankDelay):
     """Data from `rank` to other nodes takes `delay_s` longer."""
 
 
+class SlowNvlinkIn(_RankDelay):
+    """Data from the others of its node to `rank` takes `delay_s` longer."""
+
+
+class SlowNvlinkOut(_RankDelay):
+    """Data from `rank` to the others of its node takes `delay_s` longer."""
+
+
 @dataclass(frozen=True)
 class SlowNodePair:
     """Data from any rank of node `src` to any rank of node `dst` takes `delay_s` longer."""
@@ -109,6 +117,52 @@ class IntermittentRank:
 
 
 @dataclass(frozen=True)
+class Throttled:
+    """Rank `rank` is late in every operation, by 0 to `most_s`: it swings once in `period_operations`."""
+
+    rank: int
+    most_s: float
+    period_operations: float = 80.0
+
+
+@dataclass(frozen=True)
+class NicBursts:
+    """Other jobs use the NIC of rank `rank`: data to and from other nodes takes `delay_s` longer.
+
+    In `share` of the operations, in about `burst` of them one after the other.
+    """
+
+    rank: int
+    delay_s: float
+    share: float = 0.4
+    burst: int = 6
+
+
+@dataclass(frozen=True)
+class PathBursts:
+    """Other jobs use the path from `src` to `dst`: data takes `delay_s` longer, as often as `NicBursts`."""
+
+    src: int
+    dst: int
+    delay_s: float
+    share: float = 0.4
+    burst: int = 6
+
+
+@dataclass(frozen=True)
+class PausedSender:
+    """What rank `rank` sends to other nodes is held back by `delay_s` in `share` of the operations.
+
+    On one node, what it sends to anybody. It knows nothing of that; only what it sends comes later.
+    """
+
+    rank: int
+    delay_s: float
+    share: float = 0.3
+    burst: int = 1
+
+
+@dataclass(frozen=True)
 class NonReporting:
     """Nobody learns what rank `rank` recorded; it may have other faults besides."""
 
@@ -145,11 +199,22 @@ GeneratorFault = Union[
     SlowUplink,
     SlowDownlink,
     SlowNic,
+    SlowNvlinkIn,
+    SlowNvlinkOut,
     IntermittentRank,
+    Throttled,
+    NicBursts,
+    PathBursts,
+    PausedSender,
     NonReporting,
     Everything,
     Hiccup,
 ]
+NowAndThen = Union[IntermittentRank, NicBursts, PathBursts, PausedSender]
+_NOW_AND_THEN = (IntermittentRank, NicBursts, PathBursts, PausedSender)
+
+# Each kind of fault that differs by operation draws from a stream of its own.
+_STREAMS = {IntermittentRank: 2, Throttled: 3, NicBursts: 4, PathBursts: 5, PausedSender: 6}
 
 
 # --- what they add --------------------------------------------------------------------------------
@@ -169,6 +234,8 @@ class Extra(NamedTuple):
     nic: FloatArray  # [., num_ranks]: how many times as long tokens take between nodes
     share: FloatArray  # [., num_ranks]: of the tokens, 1 is even; NaN: as the machine has it
     hiccups: Mapping[int, Sequence[tuple[int, int, float]]]  # by operation: (window, rank, us)
+    # By operation: (window, [receiver, source], us) of paths that are slower in this one.
+    held_up: Mapping[int, Sequence[tuple[int, BoolArray, float]]]
 
 
 def added_by(
@@ -181,6 +248,7 @@ def added_by(
     nic = np.ones((size, num_ranks))
     share = np.full((size, num_ranks), np.nan)
     hiccups: dict[int, list[tuple[int, int, float]]] = {}
+    held_up: dict[int, list[tuple[int, BoolArray, float]]] = {}
     own_work = {
         SlowRank: gap,
         EarlyRank: early,
@@ -198,8 +266,15 @@ def added_by(
             elif isinstance(fault, Hiccup):
                 hiccups.setdefault(fault.operation, []).append((i, fault.rank, us))
             elif isinstance(fault, IntermittentRank):
-                for op in late_operations(fault, setup.num_operations, seeds[i]):
+                for op in operations_with(fault, setup.num_operations, seeds[i]):
                     hiccups.setdefault(op, []).append((i, fault.rank, us))
+            elif isinstance(fault, Throttled):
+                for op, late_us in enumerate(_swing_us(fault, setup.num_operations, seeds[i]), 1):
+                    hiccups.setdefault(op, []).append((i, fault.rank, late_us))
+            elif isinstance(fault, (NicBursts, PathBursts, PausedSender)):
+                slow = _slow_paths(fault, setup) & ~np.eye(num_ranks, dtype=bool)
+                for op in operations_with(fault, setup.num_operations, seeds[i]):
+                    held_up.setdefault(op, []).append((i, slow, us))
             elif isinstance(fault, SlowNic):
                 nic[i, fault.rank] *= fault.factor
             elif isinstance(fault, NonReporting):
@@ -211,25 +286,43 @@ def added_by(
                 path[i, slow] += us
                 if isinstance(fault, SlowPath) and fault.bytes_per_s:
                     path_per_token[i, slow] += TOKEN_BYTES / fault.bytes_per_s * 1e6
-    return Extra(gap, early, send, drain, slots, drift, path, path_per_token, nic, share, hiccups)
+    return Extra(
+        gap, early, send, drain, slots, drift, path, path_per_token, nic, share, hiccups, held_up
+    )
 
 
-def late_operations(fault: IntermittentRank, num_operations: int, seed: int) -> list[int]:
-    """Numbers of the operations in which the rank is late; the first of a run is 1.
+def operations_with(fault: NowAndThen, num_operations: int, seed: int) -> list[int]:
+    """Numbers of the operations in which a fault that comes and goes is there; the first of a run is 1.
 
-    Single operations are drawn one by one; between bursts lie exponential times.
+    Single operations are drawn one by one; between bursts lie exponential times. Bursts of a rank are
+    equally long, those of other jobs are not.
     """
-    generator = np.random.default_rng([seed, fault.rank, 2])
+    generator = _stream(fault, seed)
     if fault.burst == 1:
         return (1 + np.flatnonzero(generator.random(num_operations) < fault.share)).tolist()
     pause = fault.burst * (1 / fault.share - 1)
-    late: list[int] = []
+    present: list[int] = []
     # As far into the turn as a passer-by finds it.
     op = 1 - int(generator.integers(fault.burst + round(pause)))
     while op <= num_operations:
-        late += range(max(op, 1), min(op + fault.burst, num_operations + 1))
-        op += fault.burst + 1 + int(generator.exponential(max(pause - 0.5, 0.0)))
-    return late
+        length = fault.burst
+        if not isinstance(fault, IntermittentRank):
+            length = int(generator.integers(1, 2 * fault.burst))
+        present += range(max(op, 1), min(op + length, num_operations + 1))
+        op += length + 1 + int(generator.exponential(max(pause - 0.5, 0.0)))
+    return present
+
+
+def _swing_us(fault: Throttled, num_operations: int, seed: int) -> FloatArray:
+    """[operations]: by how much the rank is late in each."""
+    turns = np.arange(num_operations) / fault.period_operations + _stream(fault, seed).random()
+    swing: FloatArray = fault.most_s * 1e6 * (1 - np.cos(2 * np.pi * turns)) / 2
+    return swing
+
+
+def _stream(fault: NowAndThen | Throttled, seed: int) -> np.random.Generator:
+    subject = (fault.src, fault.dst) if isinstance(fault, PathBursts) else (fault.rank,)
+    return np.random.default_rng([seed, *subject, _STREAMS[type(fault)]])
 
 
 def _slow_paths(fault: GeneratorFault, setup: Setup) -> BoolArray:
@@ -237,14 +330,21 @@ def _slow_paths(fault: GeneratorFault, setup: Setup) -> BoolArray:
     node, index = setup.machine.node_and_index(setup.num_ranks)
     rank = np.arange(setup.num_ranks)
     everybody = rank >= 0
-    if isinstance(fault, SlowPath):
+    if isinstance(fault, (SlowPath, PathBursts)):
         return np.outer(rank == fault.dst, rank == fault.src)
     if isinstance(fault, SlowIngress):
         return np.outer(rank == fault.rank, everybody)
-    if isinstance(fault, SlowEgress):
-        return np.outer(everybody, rank == fault.rank)
-    if isinstance(fault, SlowNicOut):
+    if isinstance(fault, SlowNicOut) or (isinstance(fault, PausedSender) and node.any()):
         return np.outer(node != node[fault.rank], rank == fault.rank)
+    if isinstance(fault, (SlowEgress, PausedSender)):
+        return np.outer(everybody, rank == fault.rank)
+    if isinstance(fault, NicBursts):
+        away = np.outer(node != node[fault.rank], rank == fault.rank)
+        return away | away.T
+    if isinstance(fault, SlowNvlinkIn):
+        return np.outer(rank == fault.rank, node == node[fault.rank])
+    if isinstance(fault, SlowNvlinkOut):
+        return np.outer(node == node[fault.rank], rank == fault.rank)
     if isinstance(fault, SlowNodePair):
         return np.outer(node == fault.dst, node == fault.src)
     if isinstance(fault, SlowRail):
@@ -271,10 +371,10 @@ class Truth:
             pairs ("nodes", source, destination); of rails ("rail", index); of what leaves or enters
             a node ("node", node, "uplink" or "downlink").
         effects_us: microseconds per operation that were injected, per key; of hot ranks what their
-            tokens cost more ahead of each combine; of ranks that are late now and then the mean over
-            all operations; NaN where it differs by operation and path.
+            tokens cost more ahead of each combine; of what comes and goes, or swings, the mean over all
+            operations; NaN where it differs by operation and path.
         tolerated: keys that are true and need not be named: ranks whose experts are in demand, or are
-            not, and ranks that happen to be late in a few operations only.
+            not, and ranks and paths that happen to be slow in a few operations only.
         everything_us: by how much all paths are slower.
         outliers: (operation number, rank) of single hiccups.
     """
@@ -294,7 +394,7 @@ def truth_of(faults: Sequence[GeneratorFault], setup: Setup, load: FloatArray, s
     rarely = set()
     for fault in faults:
         key = _key(fault)
-        if isinstance(fault, IntermittentRank) and _share(fault, setup, seed) < _EXPECTED_SHARE:
+        if isinstance(fault, _NOW_AND_THEN) and _share(fault, setup, seed) < _EXPECTED_SHARE:
             rarely.add(key)
         elif key is not None and key not in hidden:
             effects[key] = effects.get(key, 0.0) + _effect_us(fault, setup, seed)
@@ -311,11 +411,13 @@ def truth_of(faults: Sequence[GeneratorFault], setup: Setup, load: FloatArray, s
 
 def _key(fault: GeneratorFault) -> Key | None:
     """None: it is no lasting cause, or cannot be seen within one window."""
-    if isinstance(fault, (SlowRank, SlowSend, SlowReceive, IntermittentRank)):
+    if isinstance(fault, (SlowRank, SlowSend, SlowReceive, IntermittentRank, Throttled)):
         return COMP_SLOW, fault.rank
-    if isinstance(fault, (SlowIngress, SlowEgress, SlowNic, SlowNicOut)):
+    if isinstance(fault, (SlowIngress, SlowEgress, SlowNic, SlowNicOut, NicBursts, PausedSender)):
         return COMM_SLOW, fault.rank
-    if isinstance(fault, SlowPath):
+    if isinstance(fault, (SlowNvlinkIn, SlowNvlinkOut)):
+        return COMM_SLOW, fault.rank
+    if isinstance(fault, (SlowPath, PathBursts)):
         return COMM_SLOW, (fault.src, fault.dst)
     if isinstance(fault, SlowNodePair):
         return COMM_SLOW, ("nodes", fault.src, fault.dst)
@@ -330,18 +432,21 @@ def _key(fault: GeneratorFault) -> Key | None:
     return None
 
 
-def _share(fault: IntermittentRank, setup: Setup, seed: int) -> float:
-    """Of the operations, those in which the rank is late."""
-    return len(late_operations(fault, setup.num_operations, seed)) / setup.num_operations
+def _share(fault: NowAndThen, setup: Setup, seed: int) -> float:
+    """Of the operations, those in which the fault is there."""
+    return len(operations_with(fault, setup.num_operations, seed)) / setup.num_operations
 
 
 def _effect_us(fault: GeneratorFault, setup: Setup, seed: int) -> float:
     if isinstance(fault, SlowNic):
         return np.nan
-    if isinstance(fault, IntermittentRank):
+    if isinstance(fault, _NOW_AND_THEN):
         return fault.delay_s * 1e6 * _share(fault, setup, seed)
+    if isinstance(fault, Throttled):
+        return float(_swing_us(fault, setup.num_operations, seed).mean())
     if isinstance(fault, HotRank):
-        return (fault.share - 1) * setup.tokens_per_rank * setup.machine.compute_per_token
+        tokens = setup.tokens_per_rank * float(np.mean(setup.machine.batches))
+        return (fault.share - 1) * tokens * setup.machine.compute_per_token
     if isinstance(fault, SlowPath) and fault.bytes_per_s:
         even = setup.tokens_per_rank / setup.num_ranks
         return fault.delay_s * 1e6 + even * TOKEN_BYTES / fault.bytes_per_s * 1e6

@@ -49,7 +49,7 @@ class Machine:
         layers: rounds that follow each other and come again in the same order, each with a routing of
             its own; with more than one, the gaps of each differ by up to `layer_spread` from the usual.
         batches: what share of the tokens there is in a round, one of these at random (speculative
-            decoding).
+            decoding); with `batches_alternate` one after the other.
         moving_hot_share: the share of the tokens that the experts of one rank get, 1 is even, another
             rank every 50 operations; 0: no such rank.
         rank_noise, node_noise: of the work of each rank, and common to a node, standard deviations;
@@ -57,12 +57,21 @@ class Machine:
         tick: what an operating system takes of a rank's time in every k-th operation.
         congestion: how much longer paths between nodes take on a rail that is congested, in
             `congested_share` of the operations, 10 to 50 at a time.
+        fabric_pause: how much longer all paths between nodes take, all alike, in `paused_share` of the
+            operations; half to one and a half times that.
         ranks_per_node: None: all ranks share one node.
         clock_error, host_clock_error: what measured clock offsets are wrong by, standard deviations
             over ranks, over hosts.
         drift_ppm, host_drift_ppm: how fast the clocks drift apart since they were measured, standard
             deviations over ranks, over hosts; none by more than two.
         clock_age_s: how long ago they were measured when the run begins.
+        states_round_trip: whether offsets are stated to be wrong by up to half a round trip, as kernels
+            do; otherwise by two standard deviations of what they are wrong by.
+        stated_drift_ppm: how fast stated errors grow; None: as fast as timers gain on each other at
+            most, if clocks drift at all.
+        measured_while_slow: whether slow paths were slow already when offsets were measured over them.
+        clock_step: by how much the clock of one rank was set forward after it was measured; before the
+            run begins or, with `clock_steps_within`, ahead of one of its operations.
         stamp_rule: how arrivals are stamped.
         timer_step_ns: step of each rank's timer; stamps are rounded down to it.
         ports: whether tokens of several destinations, and of several sources, share a port and so
@@ -97,6 +106,7 @@ class Machine:
     layers: int = 1
     layer_spread: float = 0.4
     batches: tuple[float, ...] = (1.0,)
+    batches_alternate: bool = False
     moving_hot_share: float = 0.0
     rank_noise: float = 0.0
     node_noise: float = 0.0
@@ -104,12 +114,19 @@ class Machine:
     tick: float = 0.0
     congestion: float = 0.0
     congested_share: float = 0.05
+    fabric_pause: float = 0.0
+    paused_share: float = 0.02
     ranks_per_node: int | None = None
     clock_error: float = 0.0
     host_clock_error: float = 0.0
     drift_ppm: float = 0.0
     host_drift_ppm: float = 0.0
     clock_age_s: float = 0.0
+    states_round_trip: bool = False
+    stated_drift_ppm: float | None = None
+    measured_while_slow: bool = False
+    clock_step: float = 0.0
+    clock_steps_within: bool = False
     stamp_rule: StampRule = StampRule.TRUE_ARRIVAL
     timer_step_ns: int = 1
     ports: bool = False

@@ -16,21 +16,22 @@ TICKS_APART = (5, 40)
 
 
 class Noise(NamedTuple):
-    """What one window's ranks and rails suffer in each operation, in us."""
+    """What one window's ranks, rails and fabric suffer in each operation, in us."""
 
     gap: FloatArray  # [operations, num_ranks], ahead of it
     rail: FloatArray  # [operations, devices of a node], on paths between nodes
+    fabric: FloatArray  # [operations], on all paths between nodes
 
 
 def draw_noise(setup: Setup, stream: np.random.SeedSequence) -> Noise:
     """Each family from its own stream, operation by operation, so that runs may end anywhere."""
     machine, operations = setup.machine, setup.num_operations
     node, index = machine.node_and_index(setup.num_ranks)
-    ranks, nodes, ticks, *rails = (
-        np.random.Generator(np.random.PCG64(s)) for s in stream.spawn(3 + int(index.max()) + 1)
+    ranks, nodes, ticks, *rails, pauses = (
+        np.random.Generator(np.random.PCG64(s)) for s in stream.spawn(3 + int(index.max()) + 2)
     )
     gap = np.zeros((operations, setup.num_ranks))
-    rail = np.zeros((operations, index.max() + 1))
+    rail, fabric = np.zeros((operations, index.max() + 1)), np.zeros(operations)
     if machine.rank_noise:
         gap += machine.rank_noise * remembering(ranks, gap.shape, machine.noise_memory)
     if machine.node_noise:
@@ -41,7 +42,10 @@ def draw_noise(setup: Setup, stream: np.random.SeedSequence) -> Noise:
     if machine.congestion:
         for column, of_rail in zip(rail.T, rails):
             column[:] = machine.congestion * bursts(of_rail, operations, machine.congested_share)
-    return Noise(gap, rail)
+    if machine.fabric_pause:
+        is_paused, length = pauses.random((operations, 2)).T
+        fabric += machine.fabric_pause * (is_paused < machine.paused_share) * (0.5 + length)
+    return Noise(gap, rail, fabric)
 
 
 def remembering(

@@ -35,6 +35,8 @@ _LEAST_GAP_US = 1.0
 _LOCAL_EXPERTS = 5
 # A stated error of a clock is so many standard deviations of the true one.
 _STATED_DEVIATIONS = 2.0
+# A word on its own, as in measurements of clocks, takes so much of the time that rows take.
+_LATENCY_OF_A_WORD = 0.5
 # What timers are thought to gain on each other, where nobody measured it.
 _LARGEST_DRIFT_PPM = 40.0
 # Operations over which the drift of a rank's speed forgets itself.
@@ -81,6 +83,8 @@ class Run:
         path_per_token = path_per_token * np.where(self.between, nic, 1.0)
         self.path_per_token = path_per_token + self.extra.path_per_token
         self.same_rail = self.index[:, None] == self.index[None, :]
+        # What was slow already when clocks were measured.
+        self.slow_before = self.extra.path * setup.machine.measured_while_slow
         self.stated_clock_error = self._stated_clock_error()
         self.ports = Ports(setup, self.extra.nic) if setup.machine.ports else None
         # Where the experts of a rank send one after the other, each to one destination after the
@@ -166,7 +170,11 @@ class Run:
         """[windows, receiver, source]: of each way in this operation, whatever is sent."""
         jitter = self.setup.machine.path_jitter * np.abs(self.draws.path[:, op])
         latency = np.where(self.own, 0.0, self.path) + np.where(self.own, 0.0, jitter)
-        return latency + self._congestion(self.draws.rail[:, op])
+        latency = latency + self._congestion(self.draws.rail[:, op])
+        latency = latency + np.where(self.between, self.draws.fabric[:, op, None, None], 0.0)
+        for place, paths, us in self.extra.held_up.get(op + 1, ()):
+            latency[place, paths] += us
+        return latency
 
     def arrive(self, sends: Sends) -> FloatArray:
         """[windows, receiver, source]: when the last token of each is there; see `Ports.arrivals`."""
@@ -202,17 +210,25 @@ class Run:
         return self.setup.kinds[op % len(self.setup.kinds)]
 
     def _stated_clock_error(self) -> IntArray:
-        """[receiver, source], ns: what offsets were thought to be wrong by when they were measured."""
+        """[., receiver, source], ns: what offsets were thought to be wrong by when they were measured."""
         machine = self.setup.machine
+        if machine.states_round_trip:
+            path, _ = machine.latency(self.setup.num_ranks)
+            there = _LATENCY_OF_A_WORD * path * self.draws.own_path + self.slow_before
+            half = (there + np.swapaxes(there, 1, 2) + self.draws.round_trip) / 2
+            stated = np.rint(half * 1e3).astype(np.int64) + machine.timer_step_ns
+            return np.where(self.own, 0, stated)
         variance = machine.clock_error**2 + self.between * machine.host_clock_error**2
-        stated = _STATED_DEVIATIONS * np.sqrt(2 * variance) * 1e3
-        return np.where(self.own, 0, np.rint(stated)).astype(np.int64)
+        stated = np.rint(_STATED_DEVIATIONS * np.sqrt(2 * variance) * 1e3)
+        return np.where(self.own, 0, stated).astype(np.int64)[None]
 
     def _stated_drift(self, age_us: FloatArray) -> IntArray:
         """[windows, receiver, source], ns: what clocks of this age may have drifted by, as kernels say."""
         machine = self.setup.machine
-        drifts = machine.drift_ppm or machine.host_drift_ppm
-        stated = (_LARGEST_DRIFT_PPM if drifts else 0.0) * 1e-3 * age_us
+        ppm = machine.stated_drift_ppm
+        if ppm is None:
+            ppm = _LARGEST_DRIFT_PPM if machine.drift_ppm or machine.host_drift_ppm else 0.0
+        stated = ppm * 1e-3 * age_us
         return np.where(self.own, 0, np.rint(stated[:, :, None])).astype(np.int64)
 
     def _tokens(self, kind: Kind, dispatched: IntArray) -> IntArray:
@@ -224,13 +240,16 @@ class Run:
     ) -> None:
         """Fills in `stamps` [windows, receiver, source or own, 6] of a hop of operation `number`."""
         machine, draws = self.setup.machine, self.draws
-        zero, step = draws.clock_zero, machine.timer_step_ns
+        zero, before = self._clock_zero(number), self._clock_zero(number - 1)
+        step = machine.timer_step_ns
         sources, own = stamps[:, :, :-1], stamps[:, :, -1]
-        # From the source's clock to the receiver's, by an offset that is wrong by some.
+        # From the source's clock to the receiver's, by an offset that is wrong by some, and knows of no
+        # step. What was slow in one direction only is taken for an offset by half.
         age = machine.clock_age_s * 1e6 + done.entered
         wrong = draws.clock_error + (draws.drift + self.extra.drift) * age
-        clock = np.rint(wrong * 1e3).astype(np.int64) + zero
-        offset = clock[:, :, None] - clock[:, None, :]
+        clock = np.rint(wrong * 1e3).astype(np.int64) + draws.clock_zero
+        one_sided = (self.slow_before - np.swapaxes(self.slow_before, 1, 2)) / 2
+        offset = clock[:, :, None] - clock[:, None, :] + np.rint(one_sided * 1e3).astype(np.int64)
         entered = _to_ns(done.entered, zero, step)
         sources[..., ENTERED] = entered[:, None, :] + offset
         sources[..., ISSUED] = _to_ns(done.issued, zero[:, None, :], step) + offset
@@ -246,7 +265,13 @@ class Run:
         own[..., SENT] = _to_ns(done.sent, zero, step)
         own[..., TIMER_STEP] = step
         if number > 1:
-            own[..., PREVIOUS_EXIT] = _to_ns(previous_exit + _EXIT_STAMPS_APART_US, zero, step)
+            own[..., PREVIOUS_EXIT] = _to_ns(previous_exit + _EXIT_STAMPS_APART_US, before, step)
+
+    def _clock_zero(self, number: int) -> IntArray:
+        """[windows, num_ranks], ns: what the clocks of operation `number` read when the run began."""
+        has_stepped = number >= self.draws.step_ahead_of[:, None]
+        zero: IntArray = self.draws.clock_zero + self.draws.clock_step * has_stepped
+        return zero
 
     def _look(self, done: Operation) -> tuple[FloatArray, BoolArray]:
         """[windows, receiver, source] each: when a source is said to have come, and whether it was
