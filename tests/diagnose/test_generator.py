@@ -40,6 +40,7 @@ from generator.faults import (
     SlowSend,
     SlowUplink,
     Throttled,
+    operations_with,
 )
 from generator.machines import (
     CLUSTER,
@@ -423,6 +424,8 @@ def test_what_comes_and_goes_on_paths_slows_all_of_them_at_once_in_its_share_of_
     assert (is_there == is_there[:, :1]).all()
     np.testing.assert_allclose(added[:, on_path], 50.0 * is_there, atol=0.01)
     assert is_there.mean() == pytest.approx(share, abs=0.06)
+    present = 1 + np.flatnonzero(is_there[:, 0])
+    assert present.tolist() == operations_with(fault, 1000, w.seed)
     assert w.truth.effects_us == {("comm-slow", subject): pytest.approx(50 * is_there.mean())}
     changes = np.flatnonzero(np.diff(is_there[:, 0].astype(int)))
     lengths = np.diff(changes)[int(is_there[0, 0]) :: 2]
@@ -457,6 +460,9 @@ def test_a_throttled_rank_is_late_in_a_slow_swing() -> None:
     np.testing.assert_allclose(late[100:], late[:-100], atol=0.05)
     assert np.abs(np.diff(late)).max() < 50 * np.pi / 100 + 0.05
     assert w.truth.effects_us == {("comp-slow", 3): pytest.approx(25, abs=0.1)}
+    # Nobody knows where in its swing it is when a window begins.
+    short = simulate_windows(CALM, 8, 5, [[Throttled(3, 50e-6, 100.0)]] * 8, seed=4)
+    assert np.ptp([w.truth.effects_us["comp-slow", 3] for w in short]) > 25
 
 
 def test_a_rank_that_does_not_report_is_missing_and_late_all_the_same() -> None:

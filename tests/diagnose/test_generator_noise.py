@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -9,13 +10,16 @@ import pytest
 
 from generator import Window, simulate_windows
 from generator.draws import MOVING_OPERATIONS
+from generator.faults import GeneratorFault, SlowNodePair, SlowPath
 from generator.machines import GPU, Machine, StampRule
 from generator.noise import CONGESTED_OPERATIONS, TICKS_APART, bursts, regular, remembering
 from generator.recording import (
     ARRIVAL,
     CLOCK_ERROR,
     ENTERED,
+    EXIT,
     ISSUED,
+    OP,
     PREVIOUS_EXIT,
     TOKENS,
 )
@@ -36,8 +40,11 @@ CALM = replace(
 ROUNDS = 1000
 
 
-def window(machine: Machine, num_rounds: int = ROUNDS) -> Window:
-    return next(simulate_windows(machine, 8, num_rounds, [[]], seed=11, capacity=2 * num_rounds))
+def window(
+    machine: Machine, num_rounds: int = ROUNDS, faults: Sequence[GeneratorFault] = ()
+) -> Window:
+    capacity = 2 * num_rounds
+    return next(simulate_windows(machine, 8, num_rounds, [faults], seed=11, capacity=capacity))
 
 
 def rows(window: Window, kind: str) -> np.ndarray:
@@ -137,6 +144,31 @@ def test_congestion_slows_a_rail_between_nodes_and_nothing_else() -> None:
     np.testing.assert_allclose(slow, back, atol=0.01)
 
 
+def test_pauses_of_the_fabric_hold_up_all_that_passes_between_nodes_alike() -> None:
+    paused, free = (
+        rows(window(replace(CALM, fabric_pause=p)), "dispatch")[:, :, :-1] for p in (40.0, 0.0)
+    )
+    added = ((paused - free)[..., ARRIVAL] - (paused - free)[..., ISSUED]) / 1e3
+    between = np.arange(8)[:, None] // 4 != np.arange(8) // 4
+    np.testing.assert_allclose(added[:, ~between], 0, atol=0.01)
+    assert np.ptp(added[:, between], axis=1).max() <= 0.01
+    length = added[:, 0, 4]
+    assert (length > 1).mean() == pytest.approx(0.02, abs=0.012)
+    assert 19.9 < length[length > 1].min() < length.max() < 60.1
+    assert np.ptp(length[length > 1]) > 20
+
+
+def test_large_and_small_batches_alternate_where_they_do() -> None:
+    machine = replace(CALM, batches=(0.5, 1 / 128))
+    alternating, at_random = (
+        rows(window(replace(machine, batches_alternate=a), 40), "dispatch")[:, :, :-1, TOKENS]
+        for a in (True, False)
+    )
+    np.testing.assert_array_equal(alternating.sum(axis=1), [[512] * 8, [8] * 8] * 20)
+    large = at_random.sum(axis=1)[:, 0] == 512
+    assert not (large[::2] == large[0]).all()
+
+
 def test_layers_have_routings_and_gaps_of_their_own_and_come_again() -> None:
     machine = replace(CALM, layers=4, skew=0.3)
     w = window(machine)
@@ -167,6 +199,9 @@ def test_runs_with_noise_may_end_anywhere() -> None:
         layers=3,
         skew=0.3,
         moving_hot_share=2.0,
+        batches=(0.5, 1 / 128),
+        batches_alternate=True,
+        fabric_pause=40.0,
         rank_noise=3.0,
         node_noise=3.0,
         tick=20.0,
@@ -204,3 +239,80 @@ def test_the_stated_error_of_a_clock_is_larger_to_another_host_and_holds_when_it
         wrong = (rows(w, "dispatch") - rows(exact, "dispatch"))[0, :, :-1, ENTERED]
         held += (np.abs(wrong) <= stated).ravel().tolist()
     assert np.mean(held) > 0.93
+
+
+def test_errors_of_clocks_are_stated_as_half_a_round_trip_of_words_and_grow_with_age() -> None:
+    machine = replace(CALM, states_round_trip=True, clock_error=0.5, timer_step_ns=32)
+    stated = rows(window(machine, 5), "dispatch")[:, :, :-1, CLOCK_ERROR]
+    between = np.arange(8)[:, None] // 4 != np.arange(8) // 4
+    rail = between & (np.arange(8)[:, None] % 4 == np.arange(8) % 4)
+    within = ~between & ~np.eye(8, dtype=bool)
+    np.testing.assert_array_equal(stated, np.swapaxes(stated, 1, 2))
+    for pairs, path_us in ((within, 8), (rail, 12), (between & ~rail, 14)):
+        least = path_us * 500 + 32
+        assert least <= stated[:, pairs].min() < stated[:, pairs].max() <= least + 250
+    assert (stated[:, np.eye(8, dtype=bool)] == 0).all()
+    for changes, ppm in (
+        ({"drift_ppm": 10.0}, 40),
+        ({"drift_ppm": 0.1, "stated_drift_ppm": 0.4}, 0.4),
+    ):
+        aged = replace(machine, clock_age_s=10.0, **changes)
+        grown = rows(window(aged, 5), "dispatch")[0, :, :-1, CLOCK_ERROR] - stated[0]
+        np.testing.assert_allclose(grown[within], 10e3 * ppm, rtol=1e-3)
+
+
+@pytest.mark.parametrize(
+    "fault", [SlowPath(1, 6, 50e-6), SlowNodePair(0, 1, 50e-6)], ids=["path", "node pair"]
+)
+def test_clocks_measured_over_slow_paths_are_wrong_by_half_of_the_difference_of_both_ways(
+    fault: GeneratorFault,
+) -> None:
+    machine = replace(CALM, states_round_trip=True)
+    slow, usual = (
+        rows(window(replace(machine, measured_while_slow=w), 5, [fault]), "dispatch")[:, :, :-1]
+        for w in (True, False)
+    )
+    moved = (slow - usual) / 1e3
+    is_slow = np.zeros((8, 8), bool)
+    is_slow[(6, 1) if isinstance(fault, SlowPath) else (slice(4, 8), slice(0, 4))] = True
+    expected = 25.0 * is_slow - 25.0 * is_slow.T
+    np.testing.assert_allclose(
+        moved[..., ENTERED], np.broadcast_to(expected, moved.shape[:3]), atol=1e-9
+    )
+    np.testing.assert_array_equal(moved[..., ISSUED], moved[..., ENTERED])
+    assert not moved[..., ARRIVAL].any()
+    np.testing.assert_array_equal(moved[..., CLOCK_ERROR], np.abs(moved[..., ENTERED]))
+
+
+def test_a_clock_that_was_set_forward_before_the_run_is_wrong_throughout_and_nobody_says_so() -> (
+    None
+):
+    stepped, steady = (
+        rows(window(replace(CALM, states_round_trip=True, clock_step=s), 5), "dispatch")
+        for s in (5000.0, 0.0)
+    )
+    apart = ((stepped - steady)[:, :, :-1, ENTERED] - (stepped - steady)[:, :, -1:, EXIT]) / 1e3
+    (rank,) = np.flatnonzero((stepped - steady)[0, :, -1, EXIT])
+    expected = np.zeros((8, 8))
+    # Its own clock is ahead: it sees the others earlier, and they see it later.
+    expected[rank], expected[:, rank], expected[rank, rank] = -5000.0, 5000.0, 0.0
+    np.testing.assert_array_equal(apart, np.broadcast_to(expected, apart.shape))
+    own = stepped[:, :, -1], steady[:, :, -1]
+    np.testing.assert_array_equal(*(o[1:, :, EXIT] - o[1:, :, PREVIOUS_EXIT] for o in own))
+    stated = [r[:, :, :-1, CLOCK_ERROR] for r in (stepped, steady)]
+    np.testing.assert_array_equal(*stated)
+
+
+def test_a_clock_that_is_set_forward_within_the_run_is_right_before_and_jumps_once() -> None:
+    machine = replace(CALM, clock_step=5000.0, clock_steps_within=True)
+    stepped, steady = window(machine, 60), window(CALM, 60)
+    added = gaps(stepped) - gaps(steady)
+    ((op, rank),) = np.argwhere(np.abs(added) > 0.01)
+    assert added[op, rank] == pytest.approx(5000, abs=0.01)
+    number = int(op) + 2  # the gap of the first operation is not known
+    assert 32 <= number < 96
+    for kind in ("dispatch", "combine"):
+        ahead = (rows(stepped, kind) - rows(steady, kind))[:, :, -1, EXIT] / 1e3
+        has_stepped = rows(steady, kind)[:, 0, -1, OP] >= number
+        np.testing.assert_allclose(ahead[:, rank], 5000.0 * has_stepped, atol=0.01)
+        np.testing.assert_allclose(np.delete(ahead, rank, axis=1), 0, atol=0.01)
