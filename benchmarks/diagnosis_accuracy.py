@@ -4,8 +4,8 @@ Two parts. The first judges generated timestamps of groups of 2 to 144 ranks; th
 real low-latency kernels of the cpu backend as users run them, with DEEP_EP_DIAGNOSE and
 DEEP_EP_INJECT in the environment of a program that knows nothing of either.
 
-    python benchmarks/diagnosis_accuracy.py                  generated, under half an hour on 2 cores
-    python benchmarks/diagnosis_accuracy.py --quick          the same in small, a minute or two
+    python benchmarks/diagnosis_accuracy.py                  generated, under an hour on 2 cores
+    python benchmarks/diagnosis_accuracy.py --quick          the same in small, a few minutes
     python benchmarks/diagnosis_accuracy.py --real           real kernels
     python benchmarks/diagnosis_accuracy.py --seeds tuning --part faults --scenario "late rank" --group 1x8
 
