@@ -21,7 +21,14 @@ from deep_ep.diagnose.core.causes import COMM_SLOW, COMP_SLOW, MIXED_SLOW
 from deep_ep.diagnose.core.diagnosis import Diagnosis
 from deep_ep.faults import SlowPath, SlowRank
 from generator import simulate_windows
-from generator.faults import EarlyRank, GeneratorFault, SlowEgress, SlowIngress
+from generator.faults import (
+    EarlyRank,
+    GeneratorFault,
+    IntermittentRank,
+    SlowEgress,
+    SlowIngress,
+    SlowNvlinkOut,
+)
 from generator.machines import CLUSTER, Machine
 
 Matrix = npt.NDArray[np.float64]
@@ -120,6 +127,28 @@ def random_windows(
     }
 
 
+def host_bound(
+    seed: int, fault: SlowRank | EarlyRank | SlowEgress | SlowIngress
+) -> dict[str, Matrix]:
+    """Windows of eight ranks whose hosts start an operation every 300 us, 120 us after the last has ended."""
+    generator = np.random.default_rng(seed)
+    effect, rank = fault.delay_s * 1e6, fault.rank
+    waits = np.zeros((LEAST_WINDOWS, OPERATIONS, 2, 8, 8))
+    ended = np.zeros(8)
+    for number, wait in enumerate(waits.reshape(-1, 8, 8)):
+        entered = 300.0 * number + generator.exponential(3.0, 8)
+        entered = np.maximum(entered, ended + 160.0)
+        path = 8.0 + generator.exponential(1.0, (8, 8))
+        if isinstance(fault, (SlowRank, EarlyRank)):
+            entered[rank] += effect if isinstance(fault, SlowRank) else -effect
+        else:
+            (path if isinstance(fault, SlowIngress) else path.T)[rank] += effect
+        np.fill_diagonal(path, 0.0)
+        wait[:] = np.maximum(entered[None, :] + path - entered[:, None], 0.0)
+        ended = entered + wait.max(axis=1)
+    return {kind: waits[:, :, i].sum(axis=1) for i, kind in enumerate(KINDS)}
+
+
 def generated(
     machine: Machine, num_ranks: int, fault: GeneratorFault | None, seed: int
 ) -> dict[str, Matrix]:
@@ -152,7 +181,8 @@ CASES: dict[str, tuple[Any, set[tuple[str, Any]]]] = {
     "F5 EP32": (late(32, 5, wait=30), LATE),
     "F6": (with_cell(even(8), 2, 6, 50), set()),
     "F7": (with_cell(two_nodes(), 2, 6, 4500), set()),
-    "F8": (with_row(even(8), 3, 130), {(MIXED_SLOW, 3)}),
+    "F8": (with_row(even(8), 3, 130), set()),
+    "F8 early": (with_row(with_column(even(8), 3, 0), 3, 130), {(MIXED_SLOW, 3)}),
     "F9": (late(8, 3, wait=130), {(COMP_SLOW, 3)}),
     "F12": ([[0, 2, 0, 1], [1, 0, 40, 0], [0, 1, 0, 2], [2, 0, 1, 0]], set()),
     "F13 EP8": (with_cell(even(8), 2, 1, 300), set()),
@@ -230,6 +260,116 @@ def test_whose_doing_it_is_follows_from_both_kinds(fault: Any, key: Any) -> None
         windows = generated(CLUSTER, 8, fault, seed)
         diagnosis = judge_waits(windows, operations=OPERATIONS, hosts=["a"] * 8)
         assert diagnosis.keys == ({key} if key else set())
+
+
+IS_LATE = "late, if only at times, or a slow way out"
+IS_EARLY = "early, if only at times, or a slow way in"
+
+
+@pytest.mark.parametrize(
+    ("fault", "named", "said"),
+    [
+        (SlowRank(6, 60e-6), {(COMP_SLOW, 6)}, ""),
+        (SlowRank(6, 160e-6), {(COMP_SLOW, 6)}, ""),
+        (EarlyRank(6, 60e-6), {(MIXED_SLOW, 6)}, ""),
+        (SlowEgress(6, 160e-6), {(COMM_SLOW, 6)}, ""),
+        (SlowIngress(6, 160e-6), {(COMM_SLOW, 6)}, ""),
+        (SlowEgress(6, 500e-6), {(COMM_SLOW, 6)}, ""),
+        (SlowIngress(6, 500e-6), {(COMM_SLOW, 6)}, ""),
+        # Nobody is held up any more: a link leaves others' waiting as it is, a late rank waits less.
+        (SlowEgress(6, 60e-6), set(), IS_LATE),
+        (SlowIngress(6, 60e-6), set(), IS_EARLY),
+    ],
+)
+def test_links_are_told_from_ranks_where_hosts_are_slower_than_what_is_waited_for(
+    fault: Any, named: set[Any], said: str
+) -> None:
+    for seed in range(3):
+        windows = host_bound(seed, fault)
+        for hosts in (["a"] * 8, ["a", "b"] * 4):
+            found = judge_waits(windows, operations=OPERATIONS, unit_ns=1e3, hosts=hosts)
+            assert found.keys == named
+            assert len(found.verdicts) <= len(KINDS)
+            assert not said or f"{said}: rank 6;" in undecided(found)
+
+
+@pytest.mark.parametrize("effect_s", [20e-6, 50e-6, 200e-6, 2e-3])
+@pytest.mark.parametrize("per_node", [8, 4, 2])
+def test_behind_fences_that_wait_a_slow_way_out_is_not_told_from_a_late_rank(
+    per_node: int, effect_s: float
+) -> None:
+    machine = replace(CLUSTER, fenced=True, ranks_per_node=per_node)
+    hosts = [f"node{rank // per_node}" for rank in range(8)]
+    for fault in (SlowEgress(6, effect_s), SlowRank(6, effect_s)):
+        found = judge_waits(generated(machine, 8, fault, 1), operations=OPERATIONS, hosts=hosts)
+        assert found.keys == set()
+        assert f"{IS_LATE}: rank 6" in undecided(found)
+
+
+@pytest.mark.parametrize("effect_s", [20e-6, 50e-6, 200e-6, 2e-3])
+@pytest.mark.parametrize("per_node", [8, 4, 2])
+def test_behind_fences_that_wait_a_slow_way_in_names_nothing_that_is_not_slow(
+    per_node: int, effect_s: float
+) -> None:
+    machine = replace(CLUSTER, fenced=True, ranks_per_node=per_node)
+    hosts = [f"node{rank // per_node}" for rank in range(8)]
+    for seed in range(3):
+        windows = generated(machine, 8, SlowIngress(6, effect_s), seed)
+        found = judge_waits(windows, operations=OPERATIONS, hosts=hosts)
+        assert found.keys <= {(COMM_SLOW, 6), *((COMM_SLOW, (rank, 6)) for rank in range(6))}
+        # The others hardly wait for each other, and more for it than for anybody.
+        assert found.keys or (per_node, effect_s) != (8, 20e-6)
+
+
+def test_behind_fences_that_wait_the_source_of_a_slow_path_is_not_named() -> None:
+    windows = generated(replace(CLUSTER, fenced=True), 8, SlowPath(2, 5, 50e-6), 1)
+    found = judge_waits(windows, operations=OPERATIONS, hosts=["a"] * 8)
+    assert found.keys == {(COMM_SLOW, (2, 5))}
+
+
+def test_who_is_waited_for_in_its_own_node_is_not_early() -> None:
+    # The four ranks of the other node wait for its mates, which it makes late.
+    machine = replace(CLUSTER, ranks_per_node=4)
+    hosts = [f"node{rank // 4}" for rank in range(8)]
+    for seed in range(3):
+        windows = generated(machine, 8, SlowNvlinkOut(6, 200e-6), seed)
+        found = judge_waits(windows, operations=OPERATIONS, hosts=hosts)
+        assert found.keys <= {(COMM_SLOW, 6)}
+
+
+def test_who_is_late_at_times_has_no_slow_link() -> None:
+    named = [
+        judge_waits(
+            generated(CLUSTER, 8, IntermittentRank(3, 200e-6), seed),
+            operations=OPERATIONS,
+            hosts=["a"] * 8,
+        ).keys
+        for seed in range(6)
+    ]
+    assert named.count({(COMP_SLOW, 3)}) > 3
+    assert all(keys <= {(COMP_SLOW, 3)} for keys in named)
+
+
+@pytest.mark.parametrize("lacks", ["hosts", "operations"])
+def test_without_what_tells_them_apart_a_late_rank_is_named_and_the_other_cause_said(
+    lacks: str,
+) -> None:
+    known: dict[str, Any] = {"hosts": ["a"] * 8, "operations": OPERATIONS}
+    del known[lacks]
+    windows = generated(CLUSTER, 8, SlowRank(3, 50e-6), 1)
+    verdict, *_ = judge_waits(windows, **known).verdicts
+    assert verdict.key == (COMP_SLOW, 3)
+    assert "A slow way out of it may look the same: pass hosts and operations" in verdict.next_step
+
+
+def test_fences_hide_nothing_between_nodes() -> None:
+    machine = replace(CLUSTER, fenced=True, ranks_per_node=1)
+    hosts = [f"node{rank}" for rank in range(8)]
+    for fault, key in ((SlowRank(6, 50e-6), COMP_SLOW), (SlowEgress(6, 50e-6), COMM_SLOW)):
+        for seed in range(3):
+            windows = generated(machine, 8, fault, seed)
+            found = judge_waits(windows, operations=OPERATIONS, hosts=hosts)
+            assert found.keys == {(key, 6)}
 
 
 def test_of_one_kind_alone_the_side_is_named_and_what_is_missing_said() -> None:
@@ -316,7 +456,7 @@ def test_loads_that_differ_for_good_name_nobody(num_ranks: int, per_node: int) -
 
 
 def in_one_kind(kind: str) -> dict[str, Matrix]:
-    return again(even(8)) | {kind: again(late(8, 5, wait=100.0))[kind]}
+    return again(even(8)) | {kind: again(late(8, 5, wait=100.0, own_row=0.0))[kind]}
 
 
 def test_who_is_late_to_combines_only_is_told_from_a_hot_rank_by_its_tokens() -> None:
@@ -340,25 +480,29 @@ def test_load_explains_what_dispatches_hardly_show(dispatches: float, spread: fl
     windows = in_one_kind("combine")
     columns = spread * np.resize([1.0, -1.0], 8)
     columns[5] = dispatches
-    windows["dispatch"] = again(100.0 + np.tile(columns, (8, 1)))["dispatch"]
+    windows["dispatch"] = again(with_row(100.0 + np.tile(columns, (8, 1)), 5, 0.0))["dispatch"]
     assert judge_waits(windows, operations=1, unit_ns=1e3).keys == set()
     columns[5] = 60.0
-    windows["dispatch"] = again(100.0 + np.tile(columns, (8, 1)))["dispatch"]
+    windows["dispatch"] = again(with_row(100.0 + np.tile(columns, (8, 1)), 5, 0.0))["dispatch"]
     assert judge_waits(windows, operations=1, unit_ns=1e3, hosts=["a"] * 8).verdicts[0].rank == 5
 
 
 def test_a_hot_rank_is_said_beside_a_late_one() -> None:
-    windows = again(late(8, 2, wait=100.0))
-    windows["combine"] = again(with_column(late(8, 2, wait=100.0), 5, 200.0))["combine"]
+    late_rank = late(8, 2, wait=100.0, own_row=0.0)
+    windows = again(late_rank)
+    windows["combine"] = again(with_column(late_rank.copy(), 5, 200.0))["combine"]
     diagnosis = judge_waits(windows, operations=1, unit_ns=1e3)
     assert diagnosis.keys == {(COMP_SLOW, 2)}
     assert "rank 5 in combines only" in undecided(diagnosis)
 
 
 def test_a_rank_is_early_in_every_kind_and_only_if_others_wait_for_nobody() -> None:
-    windows = again(with_row(even(8), 3, 130), 10)
+    windows = again(CASES["F8 early"][0], 10)
     assert judge_waits(windows).keys == {(MIXED_SLOW, 3)}
     assert judge_waits(windows["dispatch"]).keys == set()
+    combines = judge_waits(windows | {"dispatch": again(even(8), 10)["dispatch"]})
+    assert combines.keys == set()
+    assert IS_EARLY not in " ".join(combines.remarks)
     # It lasts too little for a verdict, and is there.
     combine = windows["combine"].copy()
     combine[:8, :, 5] += 100.0

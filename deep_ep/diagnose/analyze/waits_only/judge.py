@@ -41,6 +41,16 @@ _ONE_KIND = (
     "Pass all kinds of operation together: of one alone, a late rank, a slow link out of it and a slow "
     "path into it look the same."
 )
+# Ranks of a node that wait less for each other than `FLOOR_US` (17 us on generated data; behind fences 4 to 7)
+# may wait at fences instead. There who has a slow way out begins to wait late, as who is late does.
+_UNTOLD = ("late, if only at times, or a slow way out", "early, if only at times, or a slow way in")
+# Standard deviation of single operations over the effect: late in 30 % of them about 1, a slow way out 0.1.
+_VARIES = 1 / 3
+# Where operations, nodes or other kinds are not known, nothing tells, and the likelier is named.
+_LIKELIER = (
+    " A slow way out of it may look the same: pass hosts and operations, or use timestamps "
+    "(DEEP_EP_DIAGNOSE)."
+)
 
 
 def judge_waits(
@@ -93,15 +103,18 @@ def judge_waits(
     found = find_lasting(windows, nodes, floor)
     unexplained = _unexplained(found, list(given), loads, floor)
     undecided = _undecided(windows, missing, found)
-    named = [] if undecided else _named(found, unexplained, hosts is not None)
+    counted = operations if hosts is not None and len(given) > 1 else None
+    named, untold = _named(found, unexplained, counted) if not undecided else ([], "")
+    # Where nodes are not known, the mates of an early rank look like ranks of slow links.
+    named = [one for one in named if one.cause != Cause.LINK or hosts is not None]
     verdicts, savings = [], {}
     for i, (kind, of_kind) in enumerate(zip(given, windows)):
         wait = _mean(of_kind)
         effects = [found.by_kind[one.side, i, :, one.rank] for one in named]
         shown = [(o, e) for o, e in zip(named, effects) if np.nanmedian(e) >= o.effect(found) / 2]
-        verdicts += [_verdict(found, one, e, kind, wait, hosts) for one, e in shown]
+        verdicts += [_verdict(found, one, e, kind, wait, hosts, counted) for one, e in shown]
         savings[kind] = _saving(wait, [(one.cells(num_ranks), e) for one, e in shown])
-    undecided = undecided or _explained(found, unexplained, loads is not None)
+    undecided = undecided or untold or _explained(found, unexplained, loads is not None)
     if not verdicts:
         undecided = undecided or _nobody(found, windows.shape[1], hosts is not None)
     latest = zip(given, windows[:, -1])
@@ -161,25 +174,58 @@ def _unexplained(
     return unexplained if loads is None else unexplained | (loads <= _EVEN)
 
 
-def _named(found: Lasting, unexplained: BoolArray, hosts_known: bool) -> list[_Named]:
-    late = map(int, np.flatnonzero(found.waited_for.named & unexplained))
-    # Where nodes are not known, the mates of an early rank look like ranks of slow links.
-    named = [
-        one for rank in late if (one := _class(found, rank)).cause != Cause.LINK or hosts_known
+def _named(found: Lasting, unexplained: BoolArray, counted: int | None) -> tuple[list[_Named], str]:
+    """Who is named; and who may as well have a slow link as be late or early, empty if nobody."""
+    late = np.flatnonzero(found.waited_for.named & unexplained)
+    early = np.flatnonzero(found.waits.named & _waits_in_all_kinds(found))
+    of_sides = [
+        {rank: _waited_for(found, rank, counted) for rank in map(int, late)},
+        {rank: _waits(found, rank) for rank in map(int, early)},
     ]
-    # Whoever is waited for changes what all others wait; an early rank is early in every kind.
+    named = [one for of_side in of_sides for one in of_side.values() if one]
+    untold = [[rank for rank, one in of_side.items() if not one] for of_side in of_sides]
+    said = [f"{what}: {ranks_text(ranks)}" for what, ranks in zip(_UNTOLD, untold) if ranks]
+    tell = "waiting alone looks the same, timestamps (DEEP_EP_DIAGNOSE) tell"
+    return named, f"undecided: {'; '.join(said)}; {tell}" if said else ""
+
+
+def _waits_in_all_kinds(found: Lasting) -> BoolArray:
+    """[n]: not as a rank with another load does, nor because somebody is waited for."""
     waited_for, waits = median(found.by_kind, 2)
-    for rank in map(int, np.flatnonzero(found.waits.named)):
-        effects = waits[:, rank]
-        if np.nanmax(waited_for) < effects.mean() / 2 <= effects.min() and len(effects) > 1:
-            named.append(_Named(Cause.RECEIVER_SIDE, 1, rank))
-    return named
+    longest = np.fmax(np.nanmax(waited_for), np.fmax.reduce(found.cells, axis=0) / len(waits))
+    half = waits.mean(axis=0) / 2
+    nobody_else = (longest < half) & ~found.waited_for.named
+    in_all: BoolArray = nobody_else & (half <= waits.min(axis=0)) & (len(waits) > 1)
+    return in_all
 
 
-def _class(found: Lasting, rank: int) -> _Named:
-    """What makes others wait for a rank: itself, a path into it, or its link."""
-    effect = found.waited_for.effect[rank]
-    if not found.shortfall[rank] < effect / 2:
+def _in_return(found: Lasting, side: int, rank: int) -> int:
+    """Whether a rank that is waited for (side 0) waits longer than others do for each other (1), or less (-1).
+
+    Of a rank that waits (side 1): whether it is waited for. Who is late finds what others have sent, and
+    nobody waits for who is early; a slow link shortens neither.
+    """
+    least = min(float(found.sides[side].effect[rank]), found.mutual) / 2
+    other = float(found.sides[1 - side].effect[rank])
+    return int(other > least) - int(other < -least)
+
+
+def _waits(found: Lasting, rank: int) -> _Named | None:
+    """Why a rank waits for all others: it is early, or its link is slow; None: it is not told."""
+    cause = (None, Cause.LINK, Cause.RECEIVER_SIDE)[_in_return(found, 1, rank)]
+    return _Named(cause, 1, rank) if cause else None
+
+
+def _waited_for(found: Lasting, rank: int, counted: int | None) -> _Named | None:
+    """What makes others wait for a rank: itself, a path into it, or its link; None: it is not told."""
+    effect, error = found.waited_for.effect[rank], found.waited_for.error[rank]
+    own = _in_return(found, 0, rank)
+    if own <= 0 and not found.shortfall[rank] < effect / 2:
+        # Who is late at times only waits as long as the others, and so does, where a slow host hides what
+        # others wait for it, who has a slow way out; but that does not vary.
+        varies = error * math.sqrt(found.by_kind.shape[2] * (counted or 0)) > _VARIES * effect
+        if counted and (found.mutual < FLOOR_US or (own == 0 and not varies)):
+            return None
         return _Named(Cause.SENDER_SIDE, 0, rank)
     *_, second, longest = np.argsort(np.nan_to_num(found.cells[rank], nan=-np.inf))
     of_longest, of_second = found.cells[rank, longest], found.cells[rank, second]
@@ -196,6 +242,7 @@ def _verdict(
     kind: str,
     wait: FloatArray,
     hosts: Sequence[str] | None,
+    counted: int | None,
 ) -> Verdict:
     """Of one kind of operation; `effects` are [k], what it adds in every window."""
     effect, count = float(np.nanmedian(effects)), int(np.isfinite(effects).sum())
@@ -206,6 +253,7 @@ def _verdict(
     ends = [one.rank] if one.source is None else [one.source, one.rank]
     devices = _devices(hosts or ())
     one_kind = len(found.by_kind[0]) == 1 and one.side == 0
+    also = "" if counted or one.cause != Cause.SENDER_SIDE else _LIKELIER
     windows_with_it = float(found.sides[one.side].in_windows[one.rank])
     return Verdict(
         kind=one.cause.row.slow,
@@ -220,7 +268,7 @@ def _verdict(
         seen_in=math.nan,
         evidence={"windows": float(count), "windows_with_it": windows_with_it},
         where=" > ".join(f"{hosts[end]} device:{devices[end]}" for end in ends) if hosts else "",
-        next_step=_ONE_KIND if one_kind else one.cause.row.next_step,
+        next_step=_ONE_KIND if one_kind else one.cause.row.next_step + also,
     )
 
 

@@ -62,6 +62,8 @@ class Lasting:
         shortfall: [n], how much less than usual a rank itself waits, summed over the kinds: as much
             as others wait for it if the time is lost on the rank, nothing if it is lost on a link.
         cells: [n, n], what each path adds to the usual of its receiver, summed over the kinds.
+        mutual: what ranks of one node wait for each other as a rule, summed over the kinds; all ranks,
+            where no two share a node.
     """
 
     waited_for: Side
@@ -69,6 +71,7 @@ class Lasting:
     by_kind: FloatArray
     shortfall: FloatArray
     cells: FloatArray
+    mutual: float
 
     @property
     def sides(self) -> tuple[Side, Side]:
@@ -91,6 +94,8 @@ def find_lasting(windows: FloatArray, nodes: IntArray, floor: float) -> Lasting:
     longest = np.fmax.reduce(windows, axis=3)
     usual = median(longest, 2)
     above = median(np.fmax.reduce(by_row, axis=3), 2)
+    near = np.where(nodes[:, None] == nodes, windows, np.nan)
+    near = near if np.isfinite(near).any() else windows
     share = _OF_LONGEST if floor else _WITHOUT_FLOOR
     floor = max(floor, share * float(np.nansum(median(above, 1))))
     return Lasting(
@@ -99,6 +104,7 @@ def find_lasting(windows: FloatArray, nodes: IntArray, floor: float) -> Lasting:
         by_kind=np.stack([columns, rows]),
         shortfall=median((usual[:, :, None] - longest).sum(axis=0), 0),
         cells=median(by_row.sum(axis=0), 0),
+        mutual=float(np.nansum(median(median(quantile(near, _MIDDLE, 3), 2), 1))),
     )
 
 
