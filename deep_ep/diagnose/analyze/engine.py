@@ -1,29 +1,22 @@
-"""The rules: estimates of all ranks become verdicts. Pure; prints nothing, measures nothing.
+"""Estimates of all ranks become verdicts. Pure; prints nothing, measures nothing.
 
-Order of the rules, each taking the ranks it explains away from the later ones:
+Where time goes is one additive model. What ranks do is judged on their own clocks (`own_work`, `rank_causes`); what
+paths take is fitted together, clocks included, and causes compete for what is left (`path_model`, `path_causes`).
+Low latency and normal operations are judged apart, for a rank need not be slow in both. Hops of one normal operation
+are judged together: a rank's own time in the hop in which it passes, a path on the hops that take it (`collect.hops`).
 
-1. Mixed-Slow, hot experts: far more tokens than the others *and* more time because of it.
-   Slow receiver: most of its sources wait for slots that it does not give back *and* its own clock says
-   that it takes long to empty them.
-2. Comp-Slow: a rank's own clock says it worked longer *and* the others see it late; in most operations,
-   or in some. Of a rank that did not report, most others must have waited for it.
-3. Comm-Slow: all paths into (ingress) or out of (egress) one rank, between two nodes, on one rail;
-   or one path slower than all that explains.
-4. Mixed-Slow, early receiver: a rank works clearly less than the others, and nothing else is
-   the matter.
-
-Hops of one normal operation are judged together, in the order in which rows travel, each by what only it
-can cause: a rank's own time in the hop in which it passes, a path on the hop that takes it (`collect.hops`).
-Low latency and normal operations are judged apart, for a rank need not be slow in both.
-
-A cause is named when its effect is big enough to care about, far outside its own error, outside
-of how healthy ranks differ from each other, and there in most operations.
+1. Causes of slow paths. What a rank waits at its fence for a slow path out of it is the path's.
+2. Mixed-Slow, hot experts: more tokens than the others *and* more time because of it. Slow receiver: most of its
+   sources wait for slots that it does not give back *and* its own clock says that it takes long to empty them.
+3. Comp-Slow: a rank's own clock says that it worked longer; in most operations, or in some. Of a rank that did not
+   report, most others must have waited for it.
+4. Mixed-Slow, early receiver: a rank works clearly less than the others, and nothing else is the matter.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -37,8 +30,14 @@ from .estimates import estimate_kinds
 from .finding import Found
 from .intermittent import late_at_times
 from .outliers import outliers
-from .path_rules import path_remarks, slow_paths, slower_than_before, without_parts
-from .rank_rules import early_receivers, hot_experts, late_ranks
+from .path_verdicts import (
+    JudgedPaths,
+    judge_paths,
+    slow_paths,
+    slower_than_before,
+    without_parts,
+)
+from .rank_causes import early_receivers, hot_experts, late_ranks
 from .silent_ranks import late_and_silent
 from .thresholds import MIN_OPERATIONS, JudgedKind, Thresholds
 from .what_if import savings_ns
@@ -63,19 +62,15 @@ def judge(
         EPTypeError: anything else.
     """
     _require_matrices("judge", matrices)
-    kinds = _estimate(matrices, thresholds)
-    found = _causes(kinds, history)
-    judged, savings_us = _savings(kinds, found)
-    seen = [outlier for kind in _of_ranks(kinds) for outlier in outliers(kind.e, kind.floor)]
+    families = _estimate(matrices, thresholds)
+    found, said = _causes(families, history)
+    judged, savings_us = _savings(families, found)
+    seen = [o for f in families for kind in f.of_ranks for o in outliers(kind.e, kind.floor)]
     place = next(iter(matrices.values())).place if matrices else None
     return Diagnosis(
         measured={kind: m.measured() for kind, m in matrices.items()},
         verdicts=judged,
-        remarks=[
-            *_remarks(matrices),
-            *_clock_remarks(kinds),
-            *(remark for kind in kinds for remark in path_remarks(kind)),
-        ],
+        remarks=[*_remarks(matrices), *_clock_remarks(families), *said],
         events=sorted(seen, key=lambda outlier: -outlier.effect_us),
         hosts=place.hosts if place else (),
         devices=place.devices if place else (),
@@ -97,8 +92,8 @@ def verdicts(
     """
     by_kind = {matrices.operation: matrices} if isinstance(matrices, Matrices) else matrices
     _require_matrices("verdicts", by_kind)
-    kinds = _estimate(by_kind, thresholds)
-    return _savings(kinds, _causes(kinds, None))[0]
+    families = _estimate(by_kind, thresholds)
+    return _savings(families, _causes(families, None)[0])[0]
 
 
 def _require_matrices(where: str, given: Any) -> None:
@@ -109,61 +104,75 @@ def _require_matrices(where: str, given: Any) -> None:
         )
 
 
-def _estimate(matrices: Mapping[str, Matrices], thresholds: Thresholds | None) -> list[JudgedKind]:
+@dataclass(frozen=True)
+class _Family:
+    """Kinds of operation that follow each other, and their paths."""
+
+    kinds: list[JudgedKind]
+    paths: JudgedPaths
+
+    @property
+    def of_ranks(self) -> list[JudgedKind]:
+        """Kinds in which ranks spend time of their own."""
+        return [kind for kind in self.kinds if kind.shows_ranks]
+
+
+def _estimate(matrices: Mapping[str, Matrices], thresholds: Thresholds | None) -> list[_Family]:
+    """Low latency, and normal operations."""
     usable = {
         kind: m
         for kind, m in matrices.items()
         if m.present.sum() > 1 and (m.num_operations or m.counted) >= MIN_OPERATIONS
     }
-    return [
-        JudgedKind(e, thresholds or Thresholds.of(e.m.place.device, e.m.stamps_arrivals))
-        for e in estimate_kinds(usable)
+    families = [
+        {kind: m for kind, m in usable.items() if (kind in LOW_LATENCY_KINDS) == is_low_latency}
+        for is_low_latency in (True, False)
     ]
+    return [_family(family, thresholds) for family in families if family]
 
 
-def _causes(kinds: Sequence[JudgedKind], history: History | None) -> list[Found]:
-    found = [f for family in _families(kinds) for f in _causes_of(family, history)]
+def _family(matrices: Mapping[str, Matrices], thresholds: Thresholds | None) -> _Family:
+    limits = {
+        kind: thresholds or Thresholds.of(m.place.device, m.stamps_arrivals)
+        for kind, m in matrices.items()
+    }
+    paths = judge_paths(matrices, limits)
+    estimates = estimate_kinds(matrices, paths)
+    return _Family([JudgedKind(e, limits[e.operation]) for e in estimates], paths)
+
+
+def _causes(families: Sequence[_Family], history: History | None) -> tuple[list[Found], list[str]]:
+    """What was found, and what is to be said beside it."""
+    found, said = [], []
+    for family in families:
+        of_family, remarks = _causes_of(family, history)
+        found += of_family
+        said += remarks
     if not found:
-        found = [f for family in _families(kinds) for f in early_receivers(_of_ranks(family))]
+        found = [f for family in families for f in early_receivers(family.of_ranks)]
     if history is not None:
         history.end_window()
-    return sorted(found, key=lambda f: -f.verdict.effect_us)
+    return sorted(found, key=lambda f: -f.verdict.effect_us), said
 
 
-def _causes_of(kinds: Sequence[JudgedKind], history: History | None) -> list[Found]:
-    """Of kinds that follow each other."""
-    of_ranks = _of_ranks(kinds)
+def _causes_of(family: _Family, history: History | None) -> tuple[list[Found], list[str]]:
+    of_ranks = family.of_ranks
     hot = [f for kind in of_ranks for f in hot_experts(kind)]
     hot_ranks = _ranks(hot)
     slow = slow_receivers(of_ranks, hot_ranks)
     holding_up = longest(slow)
-    on_paths = []
-    hops = [kind for kind in kinds if kind.carries_rows]
-    for kind in kinds:
-        others = [hop for hop in hops if hop is not kind] if kind.carries_rows else []
-        on_paths += slow_paths(kind, hot_ranks, holding_up, others)
-        if history is not None:
-            on_paths += slower_than_before(kind, history)
-    at_times = late_at_times(of_ranks, hot_ranks | set(holding_up))
+    on_paths, remarks = slow_paths(family.paths, family.kinds, hot_ranks, holding_up)
+    if history is not None:
+        on_paths += [f for kind in family.kinds for f in slower_than_before(kind, history)]
     uneven = [*hot, *slow, *(f for f in on_paths if f.kind.carries_rows)]
+    at_times = late_at_times(of_ranks, hot_ranks | set(holding_up))
     late = late_ranks(of_ranks, hot_ranks, _ranks(at_times), set(holding_up), _largest_ns(uneven))
-    return [*hot, *slow, *at_times, *late, *late_and_silent(of_ranks), *without_parts(on_paths)]
+    silent = late_and_silent(of_ranks)
+    return [*hot, *slow, *at_times, *late, *silent, *without_parts(on_paths)], remarks
 
 
 def _largest_ns(found: Sequence[Found]) -> float:
     return max((f.verdict.effect_us * 1e3 for f in found), default=0.0)
-
-
-def _families(kinds: Sequence[JudgedKind]) -> list[list[JudgedKind]]:
-    """Low latency, and normal operations."""
-    low_latency = [kind.e.operation in LOW_LATENCY_KINDS for kind in kinds]
-    return [
-        [k for k, is_low in zip(kinds, low_latency) if is_low == which] for which in (True, False)
-    ]
-
-
-def _of_ranks(kinds: Sequence[JudgedKind]) -> list[JudgedKind]:
-    return [kind for kind in kinds if kind.shows_ranks]
 
 
 def _ranks(found: Sequence[Found]) -> set[int]:
@@ -171,7 +180,7 @@ def _ranks(found: Sequence[Found]) -> set[int]:
 
 
 def _savings(
-    kinds: Sequence[JudgedKind], found: Sequence[Found]
+    families: Sequence[_Family], found: Sequence[Found]
 ) -> tuple[list[Verdict], dict[str, float]]:
     """Verdicts with what each cause alone would save, and per kind what all causes would.
 
@@ -180,7 +189,7 @@ def _savings(
     """
     judged = [f.verdict for f in found]
     together: dict[str, float] = {}
-    for family in ([kind.e for kind in of_family] for of_family in _families(kinds)):
+    for family in ([kind.e for kind in of_family.kinds] for of_family in families):
         operations = [e.operation for e in family]
         causes: dict[tuple[str, Subject], list[int]] = {}
         for i, verdict in enumerate(judged):
@@ -232,16 +241,16 @@ def _remarks(matrices: Mapping[str, Matrices]) -> list[str]:
     return said
 
 
-def _clock_remarks(kinds: Sequence[JudgedKind]) -> list[str]:
+def _clock_remarks(families: Sequence[_Family]) -> list[str]:
     said = []
-    off_us = max((kind.clocks_off_us for kind in kinds), default=0.0)
+    off_us = max((family.paths.clocks_off_us for family in families), default=0.0)
     if off_us:
         said.append(
             f"clocks are off by up to {off_us:,.0f} us from what was measured; verdicts allow for it, but "
             "the late, issue and path parts of the waiting do not. buffer.measure_clock_offsets() on all "
             "ranks puts that right"
         )
-    if any(kind.is_too_small_for_clocks for kind in kinds):
+    if any(family.paths.is_too_small_for_clocks for family in families):
         said.append(
             "paths are not judged: between two or three ranks a slow path and clocks that drifted look "
             "the same"

@@ -107,7 +107,7 @@ def found_cause(
         interval_us=size.interval_us,
         share=_share(e, cells),
         duration_us=e.duration_ns / 1e3,
-        certainty=min(certainty(size.effect, size.error, size.tests), most_certain)
+        certainty=min(most_certain, certainty(size.effect, size.error, size.tests))
         if e.has_stamps
         else float("nan"),
         seen_in=seen_in,
@@ -131,6 +131,7 @@ def found_on_paths(
     paths: Any,
     *,
     evidence: Mapping[EvidenceKey, float],
+    seen_in: float = math.nan,
     words: Mapping[str, str] = _NONE,
 ) -> Found:
     """A verdict on `paths`, an index into [receiver, source]."""
@@ -138,7 +139,9 @@ def found_on_paths(
     cells[paths] = True
     np.fill_diagonal(cells, False)
     gain = Gain(kind.e.operation, paths=paths, path_ns=size.effect)
-    return found_cause(kind, cause, named, size, cells, gain, evidence=evidence, words=words)
+    return found_cause(
+        kind, cause, named, size, cells, gain, evidence=evidence, seen_in=seen_in, words=words
+    )
 
 
 def cells_of(e: Estimates, *, source: int | None = None, receiver: int | None = None) -> BoolArray:

@@ -1,356 +1,321 @@
-"""Path times against what healthy paths take: tokens, kind of link, order of sending.
+"""Path times of all kinds of operation of a group as one additive model; what it leaves over, causes compete for.
 
-In this order, so that each explanation takes away what it explains before the next is tried:
+    arrival - issue = level of kind and class of link + load of the ports + clock of receiver - clock of source + rest
 
-    time = class + tokens * cost + order + excess[receiver, source]
-
-A source that hands over rows faster than its port takes them in makes those wait that it hands over
-last: order is how much, by when a source had handed over all for a receiver.
-
-What rails, nodes, sides of ranks and single paths have of the excess, path_causes tells. A clock
-that is wrong by c makes the paths into its rank c slower and those out of it c faster; up to a few us
-that is left in, and verdicts allow for it. Clocks that make data arrive before it was sent are set before
-all else, or they would drown it (drifted_clocks). Where all paths of a rank are slow one way, nobody knows
-then which way it was.
+All rows of a source go through one port, and so do all that come to a receiver: who has more of them takes longer, at
+most as if ports did nothing else. Causes only add, so levels are those of the healthy half. A path that was there at
+the first look bounds its time from above. NVLink and NICs have levels, loads and noise of their own.
 """
 
 from __future__ import annotations
 
-import functools
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from ..collect.group_matrices import Matrices, Place
-from ..collect.rank_summary import RESOLUTION_NS
 from ..core.diagnosis import BoolArray, FloatArray, IntArray
-from ..core.robust_stats import (
-    healthy,
-    lower_median,
-    median,
-    median_of,
-    or_zero,
-    quantile_of,
-)
-from .drifted_clocks import joint_clocks
-from .sender_stalls import stalls
+from ..core.robust_stats import healthy, median, median_of, or_zero, quantile_of
+from .clocks import Prior, joint_clocks, prior_of
 
-# Below four ranks a row of the path matrix has too few cells to tell path from row and column.
+# Below four ranks a row of the path matrix has too few cells to tell a path from a clock.
 MIN_RANKS_TO_SPLIT_PATHS = 4
-# Paths that were never seen rest on clocks that agree to this, ns.
-_CLOCKS_AGREE_NS = 5_000.0
-# The cost of a token is taken from the operations of each path when it is known this well, ns.
-_COST_KNOWN_NS = 1_000.0
-# Pairs of cells looked at for the cost of a token; enough for a stable median at any group size.
-_SLOPE_PAIRS = 20_000
-# Token counts this close to each other are even.
-_EVEN_TOKENS = 0.05
-# Token counts closer together than this share of the median say nothing about the cost of one.
-_SLOPE_MIN_SPREAD = 0.2
-# So many receivers there are at least where the order of sending is looked at; fewer say as much of
-# what is slow. It explains something if it leaves less than this share.
-_MIN_TO_ORDER = 7
-_ORDER_EXPLAINS = 0.8
-# Of places in the order that differ by less, ns, nothing is learnt.
-_STEP_NS = 30.0
-# Pairs of cells, and sources, that its cost is taken from.
-_ORDER_PAIRS = 4_000
-_SOURCES_LOOKED_AT = 32
+# The price in nats of a cause of the few that the paths of one rank or node can have.
+A_CAUSE = 10.0
+# Ports may be busier in other ways than the model knows, by this share of what paths take.
+OTHERWISE_BUSY = 0.03
+# Noise is at least this share of the smallest effect of interest.
+_LEAST_NOISE = 1 / 6
+# Levels settle against clocks and loads within so many sweeps, and are known from so many paths.
+_SWEEPS, _ENOUGH_PATHS = 2, 4_096
+# One direction of a rank is hardly seen at less than this share of the other. Clocks are not off by so many standard
+# deviations, unless both directions say so.
+_ONE_WAY, _TOO_FAR = 0.2, 4.0
+# A rank's clock is told by the paths of this share of the others.
+_CONNECTED = 0.4
+# Loads that differ by less say nothing; pairs of ranks that tell what load costs.
+_EVEN, _PAIRS = 0.04, 4_000
 
 
-@dataclass(frozen=True)
-class Paths:
-    """The path matrix `[receiver, source]`, compared with healthy paths; ns.
+@dataclass
+class PathModel:
+    """`[kinds, receiver, source]` ns unless said otherwise.
 
     Attributes:
-        time: median of arrival minus issue, NaN where not known, and on the diagonal; with `stalled`.
-        stalled: by how much a link within a node held up its sender, which then issued late.
-        usual: what a healthy path of this class, these tokens and this place in the order takes.
-        excess: time over usual; 0 where data was there so soon that more is not known.
-        classes: int, 0 within a node (an NVLink domain), 1 between nodes on one rail, 2 across rails,
-            -1 on the diagonal.
-        both_sides: [num_ranks], whether enough is known of what comes in and of what goes out; else a
-            wrong clock cannot be told from a slow side.
-        inbound: [num_ranks], how much slower paths into a rank are than others, tokens not taken out.
-        clock: [num_ranks], how far the clock of each rank has drifted since it was measured, where that
-            is far; already taken out of `time`.
-        clock_error: how far the measured difference of two clocks may be wrong; NaN where nobody knows
-            or it is too far to rest anything on it.
-        level: median of the healthy paths within a node, and between nodes; NaN where there is none.
+        place: of the ranks.
+        classes: [receiver, source], 0 within a node (an NVLink domain), 1 between nodes on one rail, 2 across
+            rails, -1 on the diagonal.
+        expected: over which paths anything came.
+        time: median of arrival minus issue, by clocks as measured; NaN where not known.
+        is_bound: where `rest` says no more than that a path is not slower.
+        level: [kinds, classes], of healthy paths.
+        by_load: what the loads of the ports explain.
+        uneven: by what share the loads of the ports differ from those of others.
+        fence: [kinds, num_ranks], how much longer than the others of its node a rank waits, before it waits for others,
+            until what it sent within the node has come there.
+        clock: [num_ranks], by how much each clock is ahead of what was measured.
+        prior: what was measured of clocks.
+        error: standard error of `time`.
+        noise: standard deviation between healthy paths.
+        rest: what the model leaves over; NaN where nothing is known.
     """
 
-    time: FloatArray
-    stalled: FloatArray
-    usual: FloatArray
-    excess: FloatArray
+    place: Place
     classes: IntArray
-    both_sides: BoolArray
-    inbound: FloatArray
+    expected: BoolArray
+    time: FloatArray
+    is_bound: BoolArray
+    level: FloatArray
+    by_load: FloatArray
+    uneven: FloatArray
+    fence: FloatArray
     clock: FloatArray
-    clock_error: FloatArray
-    level: tuple[float, float]
+    prior: Prior
+    error: FloatArray
+    noise: FloatArray
+    rest: FloatArray
 
-    @functools.cached_property
+    @property
     def between(self) -> BoolArray:
         """[receiver, source]: whether a path joins two nodes."""
         return np.asarray(self.classes > 0)
 
     @property
-    def drifted(self) -> bool:
-        """Whether clocks have drifted so far that nobody knows which side of a rank is slow."""
-        return bool(self.clock.any())
+    def corrected(self) -> FloatArray:
+        """Path times with clocks set."""
+        return self.time - _apart(self.clock)
+
+    @property
+    def usual(self) -> FloatArray:
+        """What healthy paths take."""
+        return self.level[:, self.classes] + self.by_load
 
 
-def split_paths(m: Matrices, clock: FloatArray) -> Paths:
-    """Takes the path matrix of one operation kind apart.
+def fit_paths(kinds: Sequence[Matrices], floor_ns: float) -> PathModel:
+    """The model without causes.
 
     Args:
-        m: the kind.
-        clock: as `drifted_clocks` has it.
+        kinds: of operation, of one group.
+        floor_ns: the smallest effect of interest.
     """
-    few = m.num_ranks < MIN_RANKS_TO_SPLIT_PATHS
-    known = _known_clocks(m)
-    if clock.any() or (few and _too_early(m, known)):
-        known = np.full(known.shape, np.nan)
-    classes = _classes(m.place)
-    stalled = stalls(m, classes)
-    time = _set_clocks(m, clock) + stalled
-    usual, by_tokens, level = _usual(m, time, classes)
-    usual = usual + _by_order(m, _excess(m, time, usual), classes)
-    excess = _excess(m, time, usual)
-    both = _known_well(excess, 1) & _known_well(excess, 0)
-    inbound = np.zeros(m.num_ranks)
-    if not few:
-        inbound = np.nan_to_num(median(excess, 1)) + median(by_tokens, 1)
-        inbound = inbound - healthy(inbound)[0]
-        excess = excess - _level_of_two_nodes(excess, m.place)
-    return Paths(
-        time=time,
-        stalled=stalled,
-        usual=usual,
-        excess=excess,
-        classes=classes,
-        both_sides=both,
-        inbound=inbound,
-        clock=clock,
-        clock_error=known,
-        level=level,
+    place = kinds[0].place
+    classes = _classes(place)
+    expected = np.stack([m.expected & (classes >= 0) for m in kinds])
+    time = np.where(expected, np.stack([m.path for m in kinds]), np.nan)
+    bound = np.where(expected & ~np.isfinite(time), np.stack([m.path_bound for m in kinds]), np.inf)
+    by_fence = np.stack([_by_fence(m, classes, floor_ns) for m in kinds])
+    # Whatever a rank sends within its node has come when it leaves its fence.
+    least_held = by_fence.min(axis=(1, 2))
+    by_fence = np.where(expected & ~np.isfinite(time), by_fence, np.inf)
+    prior = prior_of(_stated_errors(kinds))
+    time = np.where(_are_connected(time, prior, floor_ns), time, np.nan)
+    is_bound = np.isfinite(np.fmin(bound, by_fence))
+    load, uneven = np.stack([_port_loads(m, classes) for m in kinds], axis=1)
+    fence = np.stack([_over_mates(median(m.held, 0), place.nodes) for m in kinds])
+    clock = np.zeros(place.num_ranks)
+    by_load = np.zeros(time.shape)
+    least_noise = _LEAST_NOISE * floor_ns
+    for _ in range(_SWEEPS):
+        if place.num_ranks >= MIN_RANKS_TO_SPLIT_PATHS:
+            told, sigma = joint_clocks(time - by_load, classes, place, least_held, prior)
+            told = _without_slow_sides(told, time, fence, prior)
+            clock = prior.drawn(_without_slow_pair(told, place, prior), sigma)
+        # What a rank waits at its fence is on its own clock.
+        at_most = np.fmin(bound - _apart(clock), by_fence)
+        rest = np.where(is_bound, at_most, time - _apart(clock))
+        level, spread = _levels(rest - by_load, is_bound, classes, least_noise, least_held)
+        by_load = _by_load(rest, is_bound, load, classes, level)
+    rest -= by_load
+    level, spread = _levels(rest, is_bound, classes, least_noise, least_held)
+    rest -= level[:, classes]
+    error = np.stack([m.path_error for m in kinds])
+    noise = np.hypot(np.maximum(spread[:, classes], least_noise), np.where(is_bound, 0.0, error))
+    return PathModel(
+        place,
+        classes,
+        expected,
+        time,
+        is_bound,
+        level,
+        by_load,
+        uneven,
+        fence,
+        clock,
+        prior,
+        error,
+        noise,
+        rest,
     )
 
 
-def drifted_clocks(kinds: Sequence[Matrices]) -> FloatArray:
-    """[num_ranks]: by how many ns clocks have drifted, where that is far; else all 0.
+def known_rest(rest: FloatArray, is_bound: BoolArray) -> FloatArray:
+    """Without bounds that say nothing."""
+    return np.where(is_bound & (rest > 0), np.nan, rest)
 
-    Args:
-        kinds: all kinds of operation of one group; clocks are the same in all.
+
+def _are_connected(time: FloatArray, prior: Prior, floor_ns: float) -> BoolArray:
+    """[receiver, source]: paths between ranks whose clocks are known, or can be found out from paths to enough others."""
+    known = np.asarray(np.isfinite(time).any(axis=0))
+    partners = (known | known.T).sum(axis=0)
+    enough = partners >= max(MIN_RANKS_TO_SPLIT_PATHS - 1, _CONNECTED * (len(known) - 1))
+    is_told = enough | (prior.sigma < floor_ns) | (len(known) < MIN_RANKS_TO_SPLIT_PATHS)
+    return np.asarray(is_told[:, None] & is_told[None, :])
+
+
+def _by_fence(m: Matrices, classes: IntArray, floor_ns: float) -> FloatArray:
+    """[receiver, source]: what a path within a node takes at most, as its source has waited for it; inf if it has not.
+
+    On a GPU waiting for others begins when what was sent within the node has come there.
     """
-    num_ranks = kinds[0].num_ranks
-    unset = np.zeros(num_ranks)
-    if num_ranks < MIN_RANKS_TO_SPLIT_PATHS or not any(map(_may_have_drifted, kinds)):
-        return unset
-    classes = [_classes(m.place) for m in kinds]
-    seen = [np.where(m.path_seen, m.path, np.nan) for m in kinds]
-    clock = joint_clocks(seen, classes, kinds[0].place)
-    # With clocks set, it is known what tokens cost, which some ranks have more of.
-    for m, time, of_link in zip(kinds, seen, classes):
-        time -= _usual(m, _set_clocks(m, clock), of_link)[0]
-    clock = joint_clocks(seen, classes, kinds[0].place)
-    return clock if (np.abs(clock) > _CLOCKS_AGREE_NS).any() else unset
+    held = median(m.held, 0)
+    last = np.fmax.reduce(m.send, axis=0, initial=np.nan)
+    bound = np.where(classes == 0, held + last - m.send, np.inf)
+    seen = m.path[(classes == 0) & np.isfinite(m.path) & (m.path_clock < floor_ns)]
+    if not median_of(held) > max(floor_ns / 2, or_zero(median_of(seen)) / 2):
+        return np.full(classes.shape, np.inf)
+    return np.where(np.isfinite(bound), bound, np.inf)
 
 
-def _may_have_drifted(m: Matrices) -> bool:
-    """Whether data arrives before it was sent, or nobody knows how far clocks are off; ranks on CPUs share one."""
-    known = _known_clocks(m)
-    unknown = m.place.device == "cuda" and not np.isfinite(known[m.expected]).any()
-    return unknown or _too_early(m, known)
+def _over_mates(values: FloatArray, nodes: IntArray) -> FloatArray:
+    """[num_ranks]: above the median of the other ranks of the node; 0 where nothing is known."""
+    mates = (nodes[:, None] == nodes[None, :]) & ~np.eye(nodes.size, dtype=bool)
+    return np.nan_to_num(values - median(np.where(mates, values, np.nan), 1))
 
 
-def _known_clocks(m: Matrices) -> FloatArray:
-    """How far clocks may be off; NaN where by more than paths take, as they tell more themselves."""
-    return np.where(m.path_clock <= _CLOCKS_AGREE_NS, m.path_clock, np.nan)
+def _without_slow_sides(
+    told: FloatArray, time: FloatArray, fence: FloatArray, prior: Prior
+) -> FloatArray:
+    """[num_ranks]: clocks, without what paths tell of ranks of which hardly more than one direction was seen.
 
-
-def _too_early(m: Matrices, known: FloatArray) -> bool:
-    """Whether data seems to arrive before it was sent, by more than clocks are known to be off."""
-    return bool((np.where(m.path_seen, m.path, np.nan) < -np.nan_to_num(known)).any())
-
-
-def _set_clocks(m: Matrices, clock: FloatArray) -> FloatArray:
-    """[num_ranks, num_ranks] path times with clocks set; those that rested on wrong ones unknown."""
-    apart = clock[:, None] - clock[None, :]
-    return np.where(m.path_seen | (np.abs(apart) <= _CLOCKS_AGREE_NS), m.path - apart, np.nan)
-
-
-def _excess(m: Matrices, time: FloatArray, usual: FloatArray) -> FloatArray:
-    """What hid is not slow; that is all that is known of it."""
-    return np.where(m.path_hidden, 0.0, time - usual)
-
-
-def _usual(
-    m: Matrices, time: FloatArray, classes: IntArray
-) -> tuple[FloatArray, FloatArray, tuple[float, float]]:
-    """What healthy paths take, what of that tokens explain (NaN where unknown), and `Paths.level`."""
-    # Links within a node and between nodes differ in what a token costs.
-    links = (classes == 0, classes > 0)
-    surplus = m.path_tokens - median_of(median(m.path_tokens, 1))
-    costs = [_token_cost(m, time, link, surplus) for link in links]
-    by_tokens = np.where(links[1], costs[1], costs[0]) * surplus
-    usual = np.where(np.isfinite(surplus), by_tokens, 0.0)
-    # With two or three ranks most paths may be slow; the fastest is the healthy one then.
-    location = lower_median if m.num_ranks < MIN_RANKS_TO_SPLIT_PATHS else median_of
-    levels = [
-        _level((time - usual)[classes == c], m.path_hidden[classes == c], location)
-        for c in range(3)
-    ]
-    for c, level in enumerate(levels):
-        usual = usual + np.where(classes == c, or_zero(level), 0.0)
-    between = np.array(levels[1:])
-    overall = (levels[0], float(np.nanmin(between)) if np.isfinite(between).any() else float("nan"))
-    return usual, by_tokens, overall
-
-
-def _level(times: FloatArray, hidden: BoolArray, location: Callable[[FloatArray], float]) -> float:
-    """What healthy paths take; those that hid are faster than any that was seen."""
-    known = times[np.isfinite(times)]
-    fastest = min(known.min(initial=0.0), 0.0) - 1.0
-    level = location(np.concatenate([known, np.full(int(hidden.sum()), fastest)]))
-    return RESOLUTION_NS if level <= fastest else level
-
-
-def _by_order(m: Matrices, excess: FloatArray, classes: IntArray) -> FloatArray:
-    """[receiver, source]: what comes from when a source hands over to each receiver, ns."""
-    by_order = np.zeros(excess.shape)
-    some = slice(None, None, max(1, m.num_ranks // _SOURCES_LOOKED_AT))
-    over_usual = np.where(m.path_hidden[:, some], np.nan, excess[:, some])
-    for link in (classes == 0, classes > 0):
-        if not np.count_nonzero(link[:, 0]) >= _MIN_TO_ORDER:
-            continue
-        when, over = (
-            np.where(link[:, some], values, np.nan) for values in (m.send[:, some], over_usual)
-        )
-        when, over = when - median(when, 0), over - median(over, 0)
-        slope = _slope(when, over, m.place)
-        left = over - slope * when
-        if slope and median_of(np.abs(left)) < _ORDER_EXPLAINS * median_of(np.abs(over)):
-            when = np.where(link, m.send, np.nan)
-            by_order += slope * np.nan_to_num(when - median(when, 0))
-    return by_order
-
-
-def _slope(x: FloatArray, y: FloatArray, place: Place) -> float:
-    """Median slope between random pairs of cells of the same column; 0 where x hardly differs.
-
-    Both receivers are on one node where it has two, so that what slows a node does not count.
+    That is no clock's doing if it is more than clocks may be off; nor is what ranks wait at their fences.
     """
-    generator = np.random.default_rng(0)
-    a, b = generator.integers(0, x.shape[0], (2, _ORDER_PAIRS))
-    if place.num_nodes < place.num_ranks:
-        nodes = members(place.nodes)
-        b = nodes[place.nodes[a], b % nodes.shape[1]]
-        a, b = a[b < x.shape[0]], b[b < x.shape[0]]
-    column = generator.integers(0, x.shape[1], a.size)
-    step, rise = x[a, column] - x[b, column], y[a, column] - y[b, column]
-    telling = (np.abs(step) > max(median_of(np.abs(x)) / 2, _STEP_NS)) & np.isfinite(rise)
-    return max(or_zero(median_of(rise[telling] / step[telling])), 0.0)
+    known = np.isfinite(time).sum(axis=0)
+    into, out_of = known.sum(axis=1), known.sum(axis=0)
+    only_out, only_into = into < _ONE_WAY * out_of, out_of < _ONE_WAY * into
+    longer = median(fence, 0)
+    held = np.where(
+        only_out, np.maximum(longer, 0.0), np.where(only_into, np.minimum(longer, 0.0), 0.0)
+    )
+    slow = np.where(only_out, -told, np.where(only_into, told, 0.0))
+    return np.where(slow > _TOO_FAR * prior.sigma, 0.0, told + held)
+
+
+def _without_slow_pair(told: FloatArray, place: Place, prior: Prior) -> FloatArray:
+    """[num_ranks]: clocks, those of two nodes together as measured where they are rather a slow pair than so wrong."""
+    if place.num_nodes != 2:
+        return told
+    of_node = np.array([told[place.nodes == node].mean() for node in range(2)])
+    apart = np.full(told.size, abs(of_node[0] - of_node[1]) / 2)
+    if np.mean(prior.penalty(apart)) < A_CAUSE:
+        return told
+    return np.asarray(told - np.where(place.nodes >= 0, of_node[place.nodes], 0.0))
+
+
+def _apart(clock: FloatArray) -> FloatArray:
+    return np.asarray(clock[:, None] - clock[None, :])
+
+
+def _stated_errors(kinds: Sequence[Matrices]) -> FloatArray:
+    stated = np.stack([np.where(m.expected, m.path_clock, np.nan) for m in kinds])
+    # Ranks on CPUs share one clock, of which old rings say nothing.
+    return np.nan_to_num(stated) if kinds[0].place.device == "cpu" else stated
 
 
 def _classes(place: Place) -> IntArray:
-    """0 within a node, 1 between nodes on one rail, 2 across rails, -1 on the diagonal."""
     nodes, devices = place.nodes, np.array(place.devices)
     same_node = nodes[:, None] == nodes[None, :]
     same_rail = devices[:, None] == devices[None, :]
     classes = np.where(same_node, 0, np.where(same_rail, 1, 2))
+    # Where a rank is that did not report, nobody knows.
+    classes[nodes < 0, :] = classes[:, nodes < 0] = -1
     np.fill_diagonal(classes, -1)
     return classes
 
 
-def _token_cost(m: Matrices, time: FloatArray, link: BoolArray, surplus: FloatArray) -> float:
-    """Nanoseconds per token on one kind of link, from within each path, or from between them.
+def _levels(
+    rest: FloatArray, is_bound: BoolArray, classes: IntArray, noise: float, least_held: FloatArray
+) -> tuple[FloatArray, FloatArray]:
+    """[kinds, classes + 1] each: what healthy paths take, and by how much they differ; the last are the diagonal's.
 
     Args:
-        m: the kind.
-        time: [num_ranks, num_ranks], path times.
-        link: [num_ranks, num_ranks], whose cost it is.
-        surplus: [num_ranks, num_ranks], tokens above what is usual.
+        rest: [kinds, receiver, source] ns.
+        is_bound: likewise, whether it is not more than a bound.
+        classes: [receiver, source].
+        noise: the least that paths differ by, ns.
+        least_held: [kinds] ns, within a node healthy paths take no longer.
     """
-    cost = _token_cost_within_paths(m, link, surplus)
-    return _token_cost_between_paths(m, time, link) if cost is None else cost
+    levels, spreads = np.full((len(rest), 4), np.nan), np.zeros((len(rest), 4))
+    few = classes.shape[0] < MIN_RANKS_TO_SPLIT_PATHS
+    for link in range(3):
+        of_link = classes == link
+        for k, (values, hides) in enumerate(zip(rest[:, of_link], is_bound[:, of_link])):
+            step = max(1, values.size // _ENOUGH_PATHS)
+            seen, bounds = values[::step][~hides[::step]], values[::step][hides[::step]]
+            if few:
+                # Most of two or three paths may be slow; the fastest is the healthy one.
+                levels[k, link] = quantile_of(seen, 0.0)
+                continue
+            level, spread = healthy(seen, noise)
+            if (bounds < level).any():
+                level, spread = healthy(np.concatenate([seen, bounds[bounds < level]]), noise)
+            levels[k, link], spreads[k, link] = level, spread
+    levels[:, 0] = np.fmin(levels[:, 0], least_held)
+    # Of what was never seen, bounds are all that is known.
+    return np.where(np.isfinite(levels), levels, 0.0), spreads
 
 
-def _token_cost_within_paths(m: Matrices, link: BoolArray, surplus: FloatArray) -> float | None:
-    """From how each path's time follows its own tokens; None if unclear.
-
-    Differences between paths, slow ones included, do not enter here.
-    """
-    tokens, both, time = (float(np.sum(moment, where=link)) for moment in m.path_moments)
-    if not tokens > 0:
-        return None
-    cost = both / tokens
-    count = max(float(np.sum(m.path_count, where=link)), 1.0)
-    error = math.sqrt(max(time - cost * both, 0.0) / tokens / count)
-    if not error * quantile_of(np.abs(surplus[link]), 0.9) <= _COST_KNOWN_NS:
-        return None
-    return max(cost, 0.0)
-
-
-def _token_cost_between_paths(m: Matrices, time: FloatArray, link: BoolArray) -> float:
-    """Theil-Sen slope of path time over tokens; 0 when tokens are even or cost nothing.
-
-    NaN where too few paths are there to tell what tokens cost from what is slow.
-    """
-    of_link, tokens = time[link], m.path_tokens[link]
-    if m.num_ranks < MIN_RANKS_TO_SPLIT_PATHS:
-        known = tokens[np.isfinite(tokens)]
-        even = known.size and known.max() <= (1 + _EVEN_TOKENS) * known.min()
-        return 0.0 if even else float("nan")
-    usable = np.flatnonzero(np.isfinite(of_link) & np.isfinite(tokens))
-    if usable.size < 2:
-        return 0.0
-    times, counts = of_link[usable], tokens[usable]
-    generator = np.random.default_rng(0)
-    a, b = generator.integers(0, usable.size, (2, _SLOPE_PAIRS))
-    step = counts[a] - counts[b]
-    telling = np.abs(step) > _SLOPE_MIN_SPREAD * max(float(np.median(counts)), 1.0)
-    if not telling.any():
-        return 0.0
-    slope = float(np.median((times[a] - times[b])[telling] / step[telling]))
-    # At most as if all of a usual path's time were spent on tokens: of a few paths the slow one may be
-    # the one with more tokens.
-    most = max(float(np.median(times)), 0.0) / max(float(np.median(counts)), 1.0)
-    return min(max(slope, 0.0), most)
+def _port_loads(m: Matrices, classes: IntArray) -> FloatArray:
+    """[2, receiver, source]: by what share the busier port of a path has more rows than usual; by how much any differs."""
+    loads = np.zeros((2, *classes.shape))
+    for of_link in (classes == 0, classes > 0):
+        rows = np.where(of_link & np.isfinite(m.tokens), m.tokens, 0.0)
+        has_port = of_link.any(axis=1)
+        into = np.where(has_port & m.present, rows.sum(axis=1), np.nan)
+        out_of = np.where(has_port, rows.sum(axis=0), np.nan)
+        usual = max(or_zero(median_of(into)), or_zero(median_of(out_of)))
+        if usual > 0:
+            of_ports = np.nan_to_num(
+                np.stack(np.broadcast_arrays(into[:, None], out_of)) / usual - 1.0
+            )
+            loads[0] = np.where(of_link, np.maximum(of_ports.max(axis=0), 0.0), loads[0])
+            loads[1] = np.where(of_link, np.abs(of_ports).max(axis=0), loads[1])
+    return loads
 
 
-def _level_of_two_nodes(excess: FloatArray, place: Place) -> FloatArray:
-    """[num_ranks, num_ranks]: between two nodes the faster direction is the healthy one."""
-    if place.num_nodes != 2:
-        return np.zeros(excess.shape)
-    one, other = place.nodes == 0, place.nodes == 1
-    there, back = (lower_median(excess[a][:, b]) for a, b in ((one, other), (other, one)))
-    faster = or_zero(float(np.fmin(there, back)))
-    return np.where(place.nodes[:, None] != place.nodes[None, :], faster, 0.0)
+def _by_load(
+    rest: FloatArray, is_bound: BoolArray, load: FloatArray, classes: IntArray, level: FloatArray
+) -> FloatArray:
+    """What the loads of ports explain, by what ranks with more rows take longer there and back together."""
+    explained = np.zeros(rest.shape)
+    for k, values in enumerate(known_rest(rest, is_bound)):
+        for link, of_link in ((0, classes == 0), (1, classes > 0)):
+            if not of_link.any() or np.ptp(load[k][of_link]) < _EVEN:
+                continue
+            x, y = (
+                np.where(of_link & np.isfinite(values), v, np.nan)
+                for v in (load[k], values - level[k][classes])
+            )
+            # Clocks cancel between the two directions, where both are known.
+            more, longer = (_there_and_back(v) for v in (x, y))
+            most = max(or_zero(quantile_of(level[k, link : 2 * link + 1], 1.0)), 0.0)
+            cost = min(max(_slope(more, longer), 0.0), most)
+            explained[k] = np.where(of_link, cost * load[k], explained[k])
+    return explained
 
 
-def _known_well(cells: FloatArray, axis: int) -> BoolArray:
-    """Whether two thirds are known of what is known of the best known row or column.
-
-    A rank that waits for one slow node sees that one and its own, which is half of four nodes' ranks.
-    """
-    known = np.isfinite(cells).sum(axis=axis)
-    enough = max(MIN_RANKS_TO_SPLIT_PATHS - 1, 2 * int(known.max(initial=0)) // 3)
-    return np.asarray(known >= enough)
+def _there_and_back(values: FloatArray) -> FloatArray:
+    """[num_ranks]: medians into each rank and out of it, added up; of one where the other is not known."""
+    both = np.stack([median(values, 0), median(values, 1)])
+    return np.where(np.isfinite(both).any(axis=0), np.nansum(both, axis=0), np.nan)
 
 
-def members(groups: IntArray) -> IntArray:
-    """[num_groups, largest group]: the ranks of each; num_ranks, a rank too many, fills it up."""
-    sizes = np.bincount(groups[groups >= 0])
-    ranks = np.full((sizes.size, int(sizes.max(initial=0))), groups.size)
-    for group, size in enumerate(sizes.tolist()):
-        ranks[group, :size] = np.flatnonzero(groups == group)
-    return ranks
-
-
-def padded(cells: FloatArray) -> FloatArray:
-    """With the paths of a rank too many, which are not known."""
-    return np.pad(cells, (0, 1), constant_values=np.nan)
+def _slope(x: FloatArray, y: FloatArray) -> float:
+    """Median slope between pairs of ranks whose loads differ (Theil and Sen); 0 where they do not."""
+    known = np.flatnonzero(np.isfinite(x) & np.isfinite(y))
+    a, b = np.triu_indices(known.size, 1)
+    if a.size > _PAIRS:
+        a, b = np.random.default_rng(0).integers(0, known.size, (2, _PAIRS))
+    step = x[known[a]] - x[known[b]]
+    telling = np.abs(step) > max(_EVEN, np.abs(step).max(initial=0.0) / 2)
+    return or_zero(median_of((y[known[a]] - y[known[b]])[telling] / step[telling]))

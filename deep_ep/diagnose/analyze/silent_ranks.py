@@ -12,6 +12,7 @@ from ..collect.group_matrices import Matrices
 from ..core.causes import Cause
 from ..core.diagnosis import BoolArray, FloatArray
 from ..core.robust_stats import healthy, median_of, or_zero
+from .estimates import Estimates
 from .finding import Found, Named, Size, cells_of, found_cause
 from .thresholds import MIN_OPERATIONS, JudgedKind
 from .what_if import Gain
@@ -22,6 +23,8 @@ _MIN_REPORTS = 2
 _WAITED = 0.3
 # A rank's own clock might say that it was held up; nobody can be surer than this without it.
 _MOST_CERTAIN = 0.9
+# Clocks that are off by more than this say nothing of when a rank without one issued.
+_CLOCKS_OFF_NS = 5_000.0
 
 
 @dataclass(frozen=True)
@@ -88,8 +91,8 @@ def _seen(kind: JudgedKind, rank: int) -> _Seen:
     # Of few ranks each comes last in many operations by chance.
     waited = (share > min(max(_WAITED, 2.0 / (m.num_ranks - 1)), 0.5)) & m.present
     # Noise that lasts makes ranks late as well as slow.
-    error = math.hypot(or_zero(float(e.late_error[rank])), or_zero(median_of(e.work.error)))
-    spread = 0.0 if kind.clocks_off_us > 0 else healthy(np.delete(e.late, rank))[1]
+    error = math.hypot(or_zero(float(e.late_error[rank])), e.work.usual_error)
+    spread = 0.0 if _is_off(e) else healthy(np.delete(e.late, rank))[1]
     typical = or_zero(median_of(share[waited]))
     # What the others wait, which no clock of another rank is in, is how late it is and a path; once
     # where it comes last, and once in all operations, because those where it does are chosen.
@@ -98,17 +101,21 @@ def _seen(kind: JudgedKind, rank: int) -> _Seen:
     usual = np.where(came_last, m.last_arrival[..., 0], 0.0)[:, waited]
     path = min(max(or_zero(median_of(np.array(e.paths.level))), 0.0), wait / 2)
     late = min(or_zero(float(e.late[rank])), wait)
-    if kind.clocks_off_us > 0:
+    if _is_off(e):
         late = max(or_zero(median_of(usual)) - path, 0.0)
     # While it is late the data of the others comes in, so it leaves earlier by a path's time, where
     # that is all they wait for. With one kind of path, that is what the others wait.
-    if kind.clocks_off_us > 0 or not np.isfinite(e.paths.level[1]):
+    if _is_off(e) or not np.isfinite(e.paths.level[1]):
         effect = max(wait, late)
     else:
-        path = max(or_zero(median_of(e.paths.time[:, rank])), 0.0)
+        path = max(or_zero(median_of(m.path[:, rank] - e.paths.clock)), 0.0)
         effect = min(late + (path if late > path else 0.0), max(wait, late))
     unsure = math.hypot(e.work.apart, min(path, late) / 2)
     return _Seen(kind, rank, waited, typical, late, error, spread, effect, unsure)
+
+
+def _is_off(e: Estimates) -> bool:
+    return bool(np.abs(e.paths.clock).max() > _CLOCKS_OFF_NS)
 
 
 def _verdict(seen: _Seen) -> Found:

@@ -119,51 +119,37 @@ class Numbers:
             missing=0.0,
         ),
     ]
-    path: Annotated[PerSource, Field("ns", "Arrival minus issued, median where it could be seen.")]
+    path: Annotated[
+        PerSource,
+        Field("ns", "Arrival minus issued, median; NaN where it was not seen often enough."),
+    ]
     path_error: Annotated[PerSource, Field("ns", "Standard error of `path`.", may_be_infinite=True)]
-    path_low: Annotated[PerSource, Field("ns", "Lower quartile of what `path` is the median of.")]
     path_count: Annotated[
         PerSource,
-        Field("operations", "Operations in which the path time could be seen.", missing=0.0),
+        Field("operations", "Operations in which the path time was seen.", missing=0.0),
     ]
-    path_hidden: Annotated[
-        SourceFlags,
+    path_bound: Annotated[
+        PerSource,
         Field(
-            "",
-            "The data was there already in most operations in which the receiver came early enough to "
-            "see a path time of interest: not slow, more is not known.",
-            missing=False,
+            "ns",
+            "Of a path without a median, what it takes at most: the data was there at the first look.",
+            missing=math.inf,
+            may_be_infinite=True,
         ),
     ]
-    path_seen: Annotated[
-        SourceFlags,
-        Field(
-            "",
-            "False where path times rest on how far apart the two clocks are thought to be.",
-            missing=False,
-        ),
+    path_burst: Annotated[
+        PerSource,
+        Field("ns", "What bursts that recur add to `path` on average.", missing=0.0),
+    ]
+    path_burst_share: Annotated[
+        PerSource,
+        Field("share", "Operations in such bursts, over all of which that is known.", missing=0.0),
     ]
     path_clock: Annotated[
         PerSource,
         Field(
             "ns",
             "How far path times may be wrong because of the two clocks; NaN where nobody knows.",
-        ),
-    ]
-    path_tokens: Annotated[
-        PerSource,
-        Field(
-            "tokens",
-            "Median over the operations in which the path could be seen; routing may move.",
-        ),
-    ]
-    path_moments: Annotated[
-        ThreePerSource,
-        Field(
-            "tokens^2, tokens ns, ns^2",
-            "Sums over operations of the squares and the product of how tokens and path time deviate "
-            "from their medians: what a token costs on this path.",
-            missing=0.0,
         ),
     ]
     anchor: Annotated[

@@ -230,7 +230,7 @@ def _set_offsets(m: Matrices, wrong: FloatArray) -> Matrices:
         m,
         late=m.late + wrong,
         path=m.path - wrong,
-        path_low=m.path_low - wrong,
+        path_bound=m.path_bound - wrong,
         last_path=m.last_path - of_last,
     )
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Optional
+from typing import Annotated, NamedTuple, Optional
 
 import numpy as np
 
 from ..core.diagnosis import BoolArray, FloatArray, IntArray
 from ..core.package import CounterSnapshot, stamps
-from ..core.robust_stats import median, quantile, standard_error
+from ..core.robust_stats import MEDIAN_COST, median, quantile, standard_error
 from .fields import FIELDS, KEPT_ARRIVALS, Numbers, PerSource
 from .hops import NORMAL_KINDS, NOTIFY, ROW_HOPS, OwnTimes, own_times
 from .snapshot import Snapshot
@@ -30,24 +30,23 @@ _TOTALS = ("ops", "tokens", "bytes", "wait_ns")
 _PARTS = ("late_ns", "issue_ns", "path_ns", "critical_ns")
 _OWN = ("ops", "gap_ns", "send_ns", "wait_ns", "drain_ns")
 # A path seen less often, or in fewer of the operations, has no median worth the name.
-MIN_SEEN = 8
-_MIN_SEEN_SHARE = 8
+_MIN_SEEN, _MIN_SEEN_SHARE = 6, 16
 # Operations with so many times the tokens are of another batch size, which hot experts do not make; so few tokens
 # make none. Paths are compared in the largest size that so large a share of the operations has.
-_OTHER_BATCH = 6.0
+_OTHER_BATCH = 12.0
 _FEW_TOKENS = 16
 _BATCH_SHARE = 0.25
-# A path that hid: faster than anything that was seen.
-_HIDDEN_NS = -1e15
-# Deviations beyond so many median deviations are cut to that.
-_CLIP = 4.5
-# A receiver that began to wait less than this before a path's usual arrival may have come too late; ns.
-RESOLUTION_NS = 1_500.0
-# Stretches of a window whose medians tell how far operations next to each other go together, how many
-# of them must be known, and operations that a stretch has at least.
-_STRETCHES = 8
-_MOST_STRETCHES = 6
-_MIN_STRETCH = 4
+# So many times the usual tokens, and so many standard deviations of what chance makes of them, are a load of its own.
+_MUCH_MORE, _CHANCE = 1.15, 3.0
+# Of what is only known to be at most something, the twentieth part is left out.
+_SURELY = 20
+# Quartiles, and tenths, are so many standard deviations from the median.
+_QUARTILE, _TENTH = 0.6745, 1.2816
+# From so many standard deviations above what is usual on a path is in a burst, and most of it is further by this
+# factor; they recur in so many stretches, and are this share of all operations.
+_BURST, _WIDER, _APART, _RECURS, _OFTEN = 4.0, 4.0, 1.25, 3, 0.1
+# Fewer operations do not tell bursts from chance.
+_MANY = 24
 
 
 @dataclass(frozen=True)
@@ -161,12 +160,10 @@ def _summarize_kind(
     was_seen = _was_seen(of_source.get("seen"), arrival, device)
     received = np.nansum(tokens, axis=1)
     compared = _of_one_batch_size(received)
-    elapsed, seen = _visible(np.where(compared[:, None], arrival, np.nan), issued, was_seen, clock)
+    elapsed = (arrival - issued)[compared]
+    elapsed[~_of_usual_load(tokens[compared])] = np.nan
     elapsed[:, rank] = np.nan
-    looked = np.sum(np.isfinite(elapsed), axis=0)
-    often = looked >= max(MIN_SEEN, elapsed.shape[0] // _MIN_SEEN_SHARE)
-    hidden = often & (median(elapsed, 0) < 0.1 * _HIDDEN_NS)
-    elapsed[:, ~often | hidden] = np.nan
+    paths = _path_times(elapsed, was_seen[compared])
     own_ns = OwnTimes(
         gap=entered[:, rank] - _relative(own_stamps["previous_exit"], begin),
         span=-entered[:, rank],
@@ -206,15 +203,13 @@ def _summarize_kind(
         late_error=standard_error(lateness, 0),
         send=median((issued - entered)[compared], 0),
         credit=_credit(totals),
-        path=median(elapsed, 0),
-        path_error=np.hypot(_error_of_median(elapsed), _rounding(own_stamps.get("timer_step"))),
-        path_low=quantile(elapsed, 0.25, 0),
-        path_count=np.sum(np.isfinite(elapsed), axis=0).astype(np.float64),
-        path_hidden=hidden,
-        path_seen=seen,
+        path=paths.median,
+        path_error=np.hypot(paths.error, _rounding(own_stamps.get("timer_step"))),
+        path_count=paths.seen,
+        path_bound=paths.bound,
+        path_burst=paths.burst,
+        path_burst_share=paths.burst_share,
         path_clock=clock,
-        path_tokens=median(np.where(np.isfinite(elapsed), tokens, np.nan), 0),
-        path_moments=_moments(tokens, elapsed),
         anchor=np.asarray(own_stamps["op"][anchor]),
         anchor_entered=of_source["entered"][anchor].copy(),
         tokens=median(tokens, 0),
@@ -274,10 +269,7 @@ def _from_totals(
         credit=_credit(totals),
         path=path,
         path_error=0.0 * path,
-        path_low=path,
         path_count=np.where(np.isfinite(path), ops, 0.0),
-        path_seen=np.ones(num_ranks, dtype=bool),
-        path_tokens=per_op["tokens"],
         tokens=per_op["tokens"],
         blame=np.nan_to_num(per_op["critical_ns"]),
     )
@@ -322,32 +314,89 @@ def _of_one_batch_size(received: FloatArray) -> BoolArray:
     return chosen
 
 
-def _visible(
-    arrival: FloatArray, issued: FloatArray, was_seen: BoolArray, clock: FloatArray
-) -> tuple[FloatArray, BoolArray]:
-    """`[n, num_ranks]` path times of the operations in which they could be seen, NaN in the others;
-    and `[num_ranks]`, whether any arrival was seen, so that it does not matter what clocks say.
+def _of_usual_load(tokens: FloatArray) -> BoolArray:
+    """`[n, num_ranks]`: operations in which a source sent no more than it usually does; hot experts may move."""
+    usual = quantile(tokens, 0.25, 0)
+    return np.asarray(~(tokens > _MUCH_MORE * usual + _CHANCE * np.sqrt(usual + 1.0)))
 
-    Of sources whose words were all seen every path time is known. Of the others, a word that was
-    there at the first look came earlier than that. Keeping what was seen would keep the slow ones
-    only, so operations are chosen by when the receiver came: so early that what is usual for this
-    path, when it is seen, could not have hidden. A path that hid all the same counts as faster than
-    any. The difference of the clocks is in all that is compared. Of a path that was never seen the
-    resolution stands for the usual, and clocks must be right.
+
+class _PathTimes(NamedTuple):
+    """`[num_ranks]` each, fields as in `Numbers`."""
+
+    median: FloatArray
+    error: FloatArray
+    seen: FloatArray
+    bound: FloatArray
+    burst: FloatArray
+    burst_share: FloatArray
+
+
+def _path_times(elapsed: FloatArray, was_seen: BoolArray) -> _PathTimes:
+    """What path times of each source were, as far as they could be seen.
+
+    A word that was there at the first look came in at most the time until then: its path time is censored from
+    the left. Quantiles are those of the product-limit estimate (Kaplan and Meier 1958), reversed in time.
+
+    Args:
+        elapsed: [n, num_ranks] ns from issue to arrival, or to the first look; NaN where nothing came.
+        was_seen: [n, num_ranks], whether the word was seen to arrive.
     """
-    elapsed = arrival - issued
-    took_part = np.isfinite(arrival)
-    ever = np.asarray(was_seen.any(axis=0))
-    always = (was_seen | ~took_part).all(axis=0)
-    if always.all():
-        return elapsed, ever
-    usual = median(np.where(was_seen, elapsed, np.nan), 0)
-    receiver_after_issue = -issued
-    never = RESOLUTION_NS - np.nan_to_num(clock)
-    in_time = receiver_after_issue <= np.where(ever, usual - RESOLUTION_NS, never)
-    in_time |= always
-    hidden = np.where(in_time & took_part, _HIDDEN_NS, np.nan)
-    return np.where((was_seen | ~ever) & in_time, elapsed, hidden), ever
+    known = np.isfinite(elapsed)
+    seen = was_seen & known
+    order = np.argsort(elapsed, axis=0, kind="stable")  # what is not known comes last
+    times, events = np.take_along_axis(elapsed, order, 0), np.take_along_axis(seen, order, 0)
+    at_most = np.arange(1.0, len(times) + 1)[:, None]
+    factors = np.where(events, 1.0 - 1.0 / at_most, 1.0)
+    # The share of path times below each.
+    below = np.asarray(np.cumprod(factors[::-1], axis=0)[::-1], dtype=np.float64)
+    lowest, low, middle, high = (
+        _censored_quantile(times, events, below, q) for q in (0.1, 0.25, 0.5, 0.75)
+    )
+    count = seen.sum(axis=0).astype(np.float64)
+    enough = count >= np.maximum(_MIN_SEEN, known.sum(axis=0) // _MIN_SEEN_SHARE)
+    middle = np.where(enough, middle, np.nan)
+    upper, lower = (high - middle) / _QUARTILE, (middle - low) / _QUARTILE
+    sigma = np.fmax(lower, upper)
+    # Disturbances only add: the lowest tell what a path takes, and its everyday noise.
+    quiet_sigma = (low - lowest) / (_TENTH - _QUARTILE)
+    quiet = np.fmin(middle, low + _QUARTILE * quiet_sigma)
+    # Noise that goes one way is wider above.
+    bar = _BURST * np.fmax(quiet_sigma, np.fmin(lower, _WIDER * quiet_sigma))
+    burst, share = _bursts(elapsed - quiet, seen, bar)
+    middle, sigma = (np.where(share > 0, a, b) for a, b in ((quiet, middle), (quiet_sigma, sigma)))
+    hidden = np.sort(np.where(known & ~seen, elapsed, np.inf), axis=0)
+    at = np.minimum(known.sum(axis=0) // _SURELY, len(hidden) - 1)
+    return _PathTimes(
+        middle,
+        MEDIAN_COST * sigma / np.sqrt(np.maximum(count, 1.0)),
+        count,
+        np.where(np.isfinite(middle), np.inf, np.take_along_axis(hidden, at[None], 0)[0]),
+        burst,
+        share,
+    )
+
+
+def _censored_quantile(
+    times: FloatArray, events: BoolArray, below: FloatArray, share: float
+) -> FloatArray:
+    """`[num_ranks]`: the largest time seen below which less than `share` lies; NaN where nothing tells."""
+    candidate = events & (below < share)
+    last = len(times) - 1 - np.argmax(candidate[::-1], axis=0)
+    found = np.take_along_axis(times, last[None], 0)[0]
+    return np.where(candidate.any(axis=0), found, np.nan)
+
+
+def _bursts(over: FloatArray, seen: BoolArray, bar: FloatArray) -> tuple[FloatArray, FloatArray]:
+    """`[num_ranks]` each: what bursts that recur add to an operation, ns on average, and their share."""
+    in_burst = seen & (over > bar)
+    known = np.maximum(np.sum(seen | (over <= bar), axis=0), 1)
+    starts = in_burst & ~np.concatenate([np.zeros_like(in_burst[:1]), in_burst[:-1]])
+    is_apart = median(np.where(in_burst, over, np.nan), 0) > _APART * bar
+    added = np.where(in_burst, over, 0.0).sum(axis=0) / known
+    share = in_burst.sum(axis=0) / known
+    recurs = (starts.sum(axis=0) >= _RECURS) & (share >= _OFTEN)
+    recurs &= (known > np.maximum(len(over) // 2, _MANY)) & is_apart
+    return np.where(recurs, added, 0.0), np.where(recurs, share, 0.0)
 
 
 def _clock_errors(errors: IntArray | None, took_part: BoolArray) -> FloatArray:
@@ -360,38 +409,6 @@ def _clock_errors(errors: IntArray | None, took_part: BoolArray) -> FloatArray:
 def _rounding(steps: IntArray | None) -> float:
     """Standard deviation of what a timer's step leaves open, ns."""
     return 0.0 if steps is None else float(np.median(steps)) / math.sqrt(12.0)
-
-
-def _error_of_median(values: FloatArray) -> FloatArray:
-    """Standard error of the median of each column; operations may come in good and bad stretches.
-
-    Where neighbours go together, there are fewer independent operations than there are. Then the
-    medians of stretches differ by more than their number explains. What was known in a part of the
-    window only may have been different in the rest: its error is infinite.
-    """
-    alone = standard_error(values, 0)
-    length = values.shape[0] // _STRETCHES
-    if length < _MIN_STRETCH:
-        return alone
-    stretches = values[: length * _STRETCHES].reshape(_STRETCHES, length, -1)
-    medians = median(stretches, 1)
-    known = np.isfinite(medians)
-    count = np.maximum(known.sum(axis=0), 1)
-    mean = np.where(known, medians, 0.0).sum(axis=0) / count
-    apart = np.where(known, medians - mean, 0.0)
-    spread = (apart**2).sum(axis=0) / np.maximum(count - 1, 1)
-    error = np.fmax(alone, np.sqrt(spread / count))
-    return np.asarray(np.where(count >= _MOST_STRETCHES, error, np.inf))
-
-
-def _moments(tokens: FloatArray, elapsed: FloatArray) -> FloatArray:
-    """`[3, num_ranks]`: tokens squared, tokens times path time, path time squared; of deviations."""
-    time = elapsed - median(elapsed, 0)
-    # Hiccups are no cost of tokens.
-    limit = _CLIP * median(np.abs(time), 0)
-    time = np.clip(time, -limit, limit)
-    count = np.where(np.isfinite(time), tokens - median(tokens, 0), np.nan)
-    return np.stack([np.nansum(a, axis=0) for a in (count**2, count * time, time**2)])
 
 
 def _trimmed_parts(entered: FloatArray, issued: FloatArray, arrival: FloatArray) -> FloatArray:

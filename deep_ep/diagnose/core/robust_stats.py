@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-import operator
 from statistics import NormalDist
 
 import numpy as np
@@ -20,20 +19,6 @@ _HUBER = 1.345
 _HUBER_STEPS = 3
 # So many standard deviations above the healthy ones known so far still count as healthy.
 _REACH = 4.0
-# Deviations beyond so many standard deviations are cut to that before they are correlated.
-_CUT = 3.0
-# Lags that tell how noise forgets itself, and steps until what demeaning hides is put back.
-_LAGS = 4
-_INFLATION_STEPS, _SETTLED = 12, 1e-3
-# Noise that forgets itself more slowly than this cannot be told from a lasting difference.
-_SLOWEST = 0.98
-# A correlation is believed from so many standard errors on; one rank's own, against all others', later.
-_BELIEVED, _BELIEVED_ALONE = 3.0, 4.0
-# And then taken to last longer, by so many standard errors.
-_UNSURE = 1.0
-# Noise lasts where means vary by so much more; few independent values, or one series, tell how noisy, of
-# which effects must exceed so many standard deviations.
-_LASTS, _FEW_SERIES, _LEAST_VALUES, _TESTED = 1.5, 1.5, 10.0, 5.0
 
 
 def median(values: FloatArray, axis: int) -> FloatArray:
@@ -96,6 +81,20 @@ def _median_of_all(ordered: FloatArray) -> float:
 def lower_median(values: FloatArray) -> float:
     """The lower of the two middle values; holds when half of the ranks are slow. NaN if empty."""
     return quantile_of(values, 0.5)
+
+
+def weighted_median(values: FloatArray, weights: FloatArray) -> float:
+    """The known value below which half of the weight lies, or the middle of two; 0 if none is known."""
+    known = np.isfinite(values)
+    order = np.argsort(values[known])
+    ordered, below = values[known][order], np.cumsum(weights[known][order])
+    if not ordered.size:
+        return 0.0
+    at, next_one = (
+        np.searchsorted(below, below[-1] / 2),
+        np.searchsorted(below, below[-1] / 2, side="right"),
+    )
+    return float(ordered[at] + ordered[min(next_one, ordered.size - 1)]) / 2
 
 
 def or_zero(value: float) -> float:
@@ -205,84 +204,3 @@ def student(z: float, degrees: float) -> float:
     # Inverts the well-known normal approximation of the t distribution, which is good far out.
     shrink = (8.0 * degrees + 1.0) / (8.0 * degrees + 3.0)
     return math.sqrt(degrees * math.expm1((z / shrink) ** 2 / degrees))
-
-
-def inflation(values: FloatArray, spread: FloatArray) -> tuple[FloatArray, float]:
-    """By what the variance of each column's mean exceeds that of independent values; and how many
-    columns move by themselves.
-
-    Noise that lasts several operations leaves fewer independent ones. The autocorrelation is taken
-    for a part that fades geometrically beside one that does not last; columns share it, unless
-    one shows its own. What the mean of each column takes out of it is put back.
-
-    Args:
-        values: [n, columns] deviations from each column's location, NaN where unknown.
-        spread: [columns], their standard deviations.
-
-    Returns:
-        `[columns]`, at least 1; and a number from 1 to that of the columns.
-    """
-    size, columns = values.shape
-    if size < 2 * _LAGS or columns < 2:
-        return np.ones(columns), float(columns)
-    cut = values / np.where(spread > 0, spread, 1.0)
-    cut = np.where(np.isfinite(cut), np.minimum(np.maximum(cut, -_CUT), _CUT), 0.0)
-    squares = np.einsum("ij,ij->j", cut, cut)
-    # A lag has fewer pairs than there are values.
-    products = np.stack(
-        [
-            np.einsum("ij,ij->j", cut[lag:], cut[:-lag]) * (size / (size - lag))
-            for lag in range(1, _LAGS + 1)
-        ]
-    )
-    unit = cut / np.sqrt(np.maximum(squares, 1e-12))
-    # Sum of the squares of all correlations between columns; the smaller product has the same.
-    product = unit.T @ unit if columns < size else unit @ unit.T
-    # By chance, and because they are compared with each other.
-    expected = columns**2 / size + columns / (columns - 1)
-    series = columns**2 / max(float(np.vdot(product, product)) - expected, float(columns))
-    # Two are each other's mirror image.
-    series = 1.0 if columns == 2 else series
-    each = products / np.maximum(squares, 1e-12)
-    # What a few columns show is theirs alone.
-    together = np.median(each, axis=1)
-    alone = each[0] > together[0] + _BELIEVED_ALONE / math.sqrt(size)
-    factors = np.full(columns, _inflation(together, size, series))
-    for column in np.flatnonzero(alone).tolist():
-        factors[column] = max(factors[column], _inflation(each[:, column], size, 1.0))
-    return factors, series
-
-
-def _inflation(correlations: FloatArray, size: int, series: float) -> float:
-    """Of one autocorrelation at the first lags, found around the means of `series` times `size` values."""
-    noise = MEDIAN_COST / math.sqrt(size * series)
-    believed = _BELIEVED * noise * math.sqrt(_LAGS - 1)
-    lost, factor = 0.0, 1.0
-    for _ in range(_INFLATION_STEPS):
-        # The mean takes its own variance out of every product.
-        found = [c * (1.0 - lost) + lost for c in correlations.tolist()]
-        if sum(found[:-1]) < believed:
-            factor = 1.0 + 2.0 * max(found[0], 0.0)
-        else:
-            memory = min(max(sum(found[1:]) / sum(found[:-1]), 0.0), _SLOWEST)
-            # It may well be longer, which matters more than that it may be shorter.
-            memory = min(memory + _UNSURE * noise * math.sqrt(1.0 - memory**2), _SLOWEST)
-            # How much of the variance lasts at all.
-            powers = [memory**lag for lag in range(1, _LAGS + 1)]
-            lasting = sum(map(operator.mul, found, powers)) / sum(p**2 for p in powers) + noise
-            factor = 1.0 + 2.0 * min(max(lasting, 0.0), 1.0) * _remembered(memory, size)
-        before, lost = lost, min(factor / size, 0.9)
-        if abs(lost - before) < _SETTLED:
-            break
-    factor /= 1.0 - lost
-    if factor < _LASTS and series > _FEW_SERIES:
-        return factor
-    # How noisy the series are is known from so few independent values that it may well be more.
-    values = max(size * series / factor, _LEAST_VALUES)
-    return factor * (student(_TESTED, values) / _TESTED) ** 2
-
-
-def _remembered(memory: float, size: int) -> float:
-    """Sum of `(1 - k / size) * memory**k` over k from 1 on, which is below `size`."""
-    left = 1.0 - memory
-    return memory / left - memory * (1.0 - memory**size) / (size * left**2)

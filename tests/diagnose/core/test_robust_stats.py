@@ -99,52 +99,11 @@ def test_certainty_falls_with_the_number_of_places_looked_at() -> None:
     assert robust_stats.certainty(0.0, 1.0, 100) == 0.0
 
 
-def correlated(memory: float, size: int, columns: int, seed: int = 1) -> np.ndarray:
-    """AR(1) noise of standard deviation 1."""
-    steps = np.random.default_rng(seed).normal(size=(size + 300, columns))
-    values = np.zeros_like(steps)
-    for at in range(1, len(steps)):
-        values[at] = memory * values[at - 1] + np.sqrt(1 - memory**2) * steps[at]
-    return values[300:]
-
-
-def inflation(values: np.ndarray) -> tuple[np.ndarray, float]:
-    return robust_stats.inflation(values - np.median(values, axis=0), robust_stats.scale(values, 0))
-
-
-@pytest.mark.parametrize("size", [64, 256])
-@pytest.mark.parametrize("white", [0.0, 1.0])
-@pytest.mark.parametrize("memory", [0.0, 0.3, 0.7, 0.9, 0.97])
-def test_noise_that_lasts_leaves_fewer_independent_operations(
-    memory: float, white: float, size: int
-) -> None:
-    means, errors = [], []
-    for seed in range(80):
-        values = correlated(memory, size, 8, seed)
-        values += white * np.random.default_rng(1_000 + seed).normal(size=values.shape)
-        factor, _ = inflation(values)
-        assert (factor >= 1.0).all()
-        means.append(values.mean(axis=0))
-        errors.append(values.std(axis=0) * np.sqrt(factor / size))
-    ratio = np.std(means) / np.median(errors)
-    # What outlasts the window cannot be known from it, and is rather taken for too much.
-    assert ratio < (1.3 if memory < 0.97 else 1.6)
-    assert ratio > (0.7 if memory < 0.9 else 0.2)
-
-
-def test_columns_that_move_together_count_once() -> None:
-    alone = correlated(0.5, 128, 8)
-    together = np.repeat(correlated(0.5, 128, 2), 4, axis=1)
-    assert inflation(alone)[1] > 5
-    assert inflation(together)[1] < 3
-
-
-def test_one_column_may_last_while_the_others_do_not() -> None:
-    values = correlated(0.0, 128, 8)
-    values[:, 5] = correlated(0.9, 128, 1, seed=2)[:, 0]
-    factor, _ = inflation(values)
-    assert factor[5] > 5
-    assert np.delete(factor, 5).max() < 2.5
+def test_half_of_the_weight_lies_below_a_weighted_median() -> None:
+    values, weights = np.array([9.0, 1.0, np.nan, 5.0]), np.array([1.0, 1.0, 9.0, 3.0])
+    assert robust_stats.weighted_median(values, weights) == 5.0
+    assert robust_stats.weighted_median(np.array([1.0, 3.0]), np.ones(2)) == 2.0
+    assert robust_stats.weighted_median(np.array([np.nan]), np.ones(1)) == 0.0
 
 
 @pytest.mark.parametrize(("degrees", "expected"), [(2, 4.303), (5, 2.571), (10, 2.228), (60, 2.0)])

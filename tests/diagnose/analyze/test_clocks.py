@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deep_ep import diagnose
-from deep_ep.diagnose.analyze.drifted_clocks import joint_clocks
+from deep_ep.diagnose.analyze.clocks import Prior, joint_clocks
 from deep_ep.diagnose.collect.group_matrices import Place
 from deep_ep.diagnose.core.diagnosis import FloatArray, IntArray
 from generator import simulate
@@ -42,6 +42,12 @@ def path_times(
     return time
 
 
+def told(times: list[FloatArray], classes: IntArray, place: Place) -> FloatArray:
+    """What paths alone say of clocks of which nothing was measured."""
+    unknown = np.full(place.num_ranks, np.inf)
+    return joint_clocks(np.stack(times), classes, place, unknown[: len(times)], Prior(unknown))[0]
+
+
 def apart(clock: FloatArray, without: IntArray | None = None) -> FloatArray:
     """Clocks about that of the first rank; those of some ranks are left out."""
     kept = np.delete(clock, without) if without is not None else clock
@@ -58,7 +64,7 @@ def test_one_slow_path_is_in_nobody_s_clock(seed: int, shape: tuple[int, int]) -
     dst, src = generator.permutation(place.num_ranks)[:2]
     for time in times:
         time[dst, src] += generator.choice([20.0, 2_000.0]) * US
-    found = joint_clocks(times, [classes] * 2, place)
+    found = told(times, classes, place)
     assert np.abs(apart(found) - apart(clock)).max() < 2 * US
 
 
@@ -74,7 +80,7 @@ def test_a_slow_side_moves_no_clock_but_its_rank_s(
     time = path_times(classes, clock, generator, 0.2)
     rank, slow = int(generator.integers(place.num_ranks)), 50.0 * US
     time[(rank, slice(None)) if into else (slice(None), rank)] += slow
-    found = joint_clocks([time], [classes], place)
+    found = told([time], classes, place)
     one = np.array([rank])
     assert np.abs(apart(found, one) - apart(clock, one)).max() < 2 * US
     other = 0 if rank else 1
@@ -91,7 +97,7 @@ def test_a_rank_of_which_one_direction_is_known_has_a_clock(seen: int) -> None:
     time[3, :] = np.nan
     if seen == 2:
         time[3, 5] = WITHIN_US * US + clock[3] - clock[5] + 300.0 * US
-    found = joint_clocks([time], [classes], place)
+    found = told([time], classes, place)
     assert np.abs(apart(found) - apart(clock)).max() < 2 * US
 
 
@@ -114,3 +120,15 @@ def test_what_old_clocks_hide_is_named_and_nothing_else(
         snapshots = simulate(machine, 12, 64, [fault] if fault else [], seed=seed, capacity=128)
         found = diagnose.judge(diagnose.gather(snapshots))
         assert found.keys == keys, (seed, found.verdicts)
+
+
+def test_measured_offsets_hold_against_what_is_as_likely_a_slow_side() -> None:
+    """Half a round trip is a limit; a clock that was stepped is beyond all limits, and is believed all the same."""
+    prior = Prior(np.full(4, 3.0 * US))
+    near, far = prior.drawn(np.array([1.0, 5_000.0, 0.0, 0.0]) * US, 0.5 * US)[:2]
+    assert near == pytest.approx(1.0 * US, rel=0.05)
+    assert far == pytest.approx(5_000 * US, rel=0.001)
+    assert prior.penalty(np.array([3.0, 30.0, 3.0, 30.0]) * US)[:2] == pytest.approx(
+        [0.52, 13.2], abs=0.1
+    )
+    assert Prior(np.full(2, np.inf)).penalty(np.array([1e12, 0.0])) == pytest.approx([0.0, 0.0])

@@ -11,6 +11,8 @@ import pytest
 from deep_ep import diagnose
 from deep_ep.diagnose import Diagnosis
 from deep_ep.diagnose.analyze.estimates import Estimates, estimate_kinds
+from deep_ep.diagnose.analyze.path_verdicts import judge_paths
+from deep_ep.diagnose.analyze.thresholds import Thresholds
 from deep_ep.faults import HotRank, SlowPath, SlowRank
 from generator import Window, simulate_windows
 from generator.faults import (
@@ -57,7 +59,9 @@ def test_intervals_hold_what_was_injected(fault: type[SlowRank], num_ranks: int)
 
 
 def estimates(snapshots: Sequence[diagnose.Snapshot]) -> dict[str, Estimates]:
-    return {e.operation: e for e in estimate_kinds(diagnose.gather(snapshots))}
+    matrices = diagnose.gather(snapshots)
+    paths = judge_paths(matrices, dict.fromkeys(matrices, Thresholds.of("cuda")))
+    return {e.operation: e for e in estimate_kinds(matrices, paths)}
 
 
 def test_nobody_knows_what_a_missing_rank_received() -> None:

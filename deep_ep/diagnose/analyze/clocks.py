@@ -1,0 +1,193 @@
+"""How far each clock is from what was measured, as all paths of all ranks tell together.
+
+A clock that is ahead by c makes the paths into its rank c slower and those out of it c faster. So every path of a
+rank, there or back, in dispatch or in combine, is a reading of its clock, and the median of the readings is its clock,
+whatever single paths add. A side that is slow adds to half of the readings: the clock may then be anything in
+between, and is taken to be the one nearer to what was measured. Causes compete for that later (path_causes).
+
+A node whose link is slow takes the clocks of all its ranks along, so nodes are set like ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..collect.group_matrices import Place
+from ..core.diagnosis import FloatArray, IntArray
+from ..core.robust_stats import MAD_TO_SIGMA, median, median_of, or_zero, quantile_of
+
+# Slow paths leave these quantiles of what two directions take together alone; standard deviations between them.
+_HEALTHY = 0.1, 0.3
+_SIGMAS = 0.757
+# Readings of links that vary less count for more, down to this standard deviation, ns.
+_LEAST_SIGMA_NS = 500.0
+# The middle of the readings, which has both ends of a slow side that is as well known as the other side.
+_MIDDLE = 0.49, 0.51
+# Ends are those of a slow side if they are so many standard deviations apart.
+_FAR_APART = 4.0
+# After so many sweeps nothing moves.
+_MOST_SWEEPS = 8
+# Paths to and from so many other ranks tell as much as those of all.
+_OTHERS = 128
+# Stated errors of offsets are limits, of about two standard deviations; clocks that were stepped are off by
+# far more, so the tails are those of Student's t with so many degrees of freedom.
+_STATED, _DEGREES = 2.0, 10.0
+# Offsets that are as good as this are where the fit begins, ns.
+_GOOD_NS = 10_000.0
+
+
+@dataclass(frozen=True)
+class Prior:
+    """What was measured of clocks: `sigma` [num_ranks] ns, standard deviation; infinite where nothing was."""
+
+    sigma: FloatArray
+
+    def penalty(self, clock: FloatArray) -> FloatArray:
+        """Loss, in nats, of clocks that are so far from what was measured."""
+        deviations = np.where(clock == 0, 0.0, clock / self.sigma)
+        return np.asarray(np.log1p(deviations**2 / _DEGREES) * (_DEGREES + 1) / 2)
+
+    def drawn(self, clock: FloatArray, sigma: float) -> FloatArray:
+        """Clocks between what was measured and what paths tell with an error of `sigma`."""
+        variance = self.sigma**2 + clock**2 / _DEGREES
+        return clock / (1.0 + sigma**2 / variance)
+
+
+def prior_of(stated: FloatArray) -> Prior:
+    """From `[kinds, receiver, source]` ns, how far offsets may be wrong; NaN where nobody knows."""
+    per_rank = median(np.concatenate(list(stated), axis=1), 1)
+    return Prior(np.where(np.isfinite(per_rank), np.maximum(per_rank, 1.0) / _STATED, np.inf))
+
+
+@dataclass(frozen=True)
+class _Readings:
+    """By how much the clock of a rank is ahead of another one's.
+
+    Attributes:
+        others: [others], the ranks that all are compared with.
+        ahead: [kind and direction, rank, other] ns, NaN where not known.
+        weight: likewise.
+        sigma: least standard deviation between those of healthy paths of any kind, ns.
+    """
+
+    others: IntArray
+    ahead: FloatArray
+    weight: FloatArray
+    sigma: float
+
+
+def joint_clocks(
+    times: FloatArray, classes: IntArray, place: Place, most: FloatArray, prior: Prior
+) -> tuple[FloatArray, float]:
+    """`[num_ranks]` ns: by how much each clock is ahead of what was measured, about the median of all.
+
+    Args:
+        times: [kinds, receiver, source] ns by clocks as measured; NaN where not known.
+        classes: [receiver, source], kind of link, -1 on the diagonal.
+        place: where the ranks are.
+        most: [kinds] ns, what healthy paths within a node take at most; inf where nobody knows.
+        prior: what was measured; where that is good, most clocks are near to it.
+
+    Returns:
+        The clocks, and the standard deviation of one reading.
+    """
+    readings = _read(times, classes, most)
+    is_good = np.median(prior.sigma) < _GOOD_NS
+    clock = np.zeros(len(classes)) if is_good else _against_one(readings)
+    clock = _settled(readings, clock, place)
+    # Readings of a kind may contradict each other, as where ports queue in the order of sending.
+    left = readings.ahead - clock[:, None] + clock[readings.others]
+    for link in range(3):
+        of_link = classes[:, readings.others] == link
+        for kind in range(0, len(left), 2):
+            apart = MAD_TO_SIGMA * or_zero(median_of(np.abs(left[kind : kind + 2, of_link])))
+            readings.weight[kind : kind + 2, of_link] = 1 / (
+                1 / readings.weight[kind][of_link] + apart**2
+            )
+    clock = _settled(readings, clock, place)
+    return clock - np.median(clock), readings.sigma
+
+
+def _settled(readings: _Readings, clock: FloatArray, place: Place) -> FloatArray:
+    clock = clock.copy()
+    for _ in range(_MOST_SWEEPS):
+        before = clock.copy()
+        left = readings.ahead - clock[:, None] + clock[readings.others]
+        clock += _step(left, readings.weight, clock, readings.sigma)
+        if 1 < place.num_nodes < place.num_ranks:
+            _set_nodes(readings, clock, place.nodes)
+        if np.abs(clock - before).max() < readings.sigma:
+            break
+    return clock
+
+
+def _read(times: FloatArray, classes: IntArray, most: FloatArray) -> _Readings:
+    """Times over those of healthy paths of their class, there and back."""
+    num_ranks = times.shape[-1]
+    others = np.sort(np.random.default_rng(0).permutation(num_ranks)[:_OTHERS])
+    ahead, weight, sigmas = [], [], []
+    for time, at_most in zip(times, most):
+        # Clocks cancel between the two directions.
+        both = (time + time.T) / 2
+        over, sigma = np.where(classes < 0, np.nan, time), np.full(time.shape, np.inf)
+        for link in range(3):
+            of_link = classes == link
+            # Of paths that are seen one way only, a clock and what is usual are one number.
+            telling = (
+                both
+                if np.isfinite(both[of_link]).any()
+                else np.where(of_link, median_of(time[of_link]), 0.0)
+            )
+            low, usual = (or_zero(quantile_of(telling[of_link], share)) for share in _HEALTHY)
+            over[of_link] -= min(usual, at_most) if link == 0 else usual
+            sigma[of_link] = max((usual - low) / _SIGMAS, _LEAST_SIGMA_NS)
+        ahead += [over[:, others], -over.T[:, others]]
+        weight += [1 / sigma[:, others] ** 2] * 2
+        sigmas.append(float(sigma[np.isfinite(sigma)].max(initial=_LEAST_SIGMA_NS)))
+    return _Readings(others, np.stack(ahead), np.stack(weight), min(sigmas))
+
+
+def _against_one(readings: _Readings) -> FloatArray:
+    """[num_ranks]: clocks as the paths to and from the best known rank have them."""
+    known = np.isfinite(readings.ahead)
+    best = int(np.argmax(known.any(axis=0).sum(axis=0)))
+    weight = np.where(known, readings.weight, 0.0)[:, :, best]
+    of_best = (weight * np.nan_to_num(readings.ahead[:, :, best])).sum(axis=0)
+    clock = of_best / np.where(weight.any(axis=0), weight.sum(axis=0), 1.0)
+    return np.asarray(clock - np.median(clock))
+
+
+def _set_nodes(readings: _Readings, clock: FloatArray, nodes: IntArray) -> None:
+    """Moves the clocks of each node together."""
+    for node in range(int(nodes.max(initial=-1)) + 1):
+        inside = np.flatnonzero(nodes == node)
+        outside = np.flatnonzero(nodes[readings.others] != node)
+        ahead, weight = (
+            values[:, inside][:, :, outside] for values in (readings.ahead, readings.weight)
+        )
+        left = ahead - clock[inside][:, None] + clock[readings.others[outside]]
+        mean = clock[inside].mean(keepdims=True)
+        clock[inside] += _step(
+            left.reshape(1, 1, -1), weight.reshape(1, 1, -1), mean, readings.sigma
+        )
+
+
+def _step(left: FloatArray, weight: FloatArray, clock: FloatArray, sigma: float) -> FloatArray:
+    """[clock]: by how much to move each; left, weight: [kind and direction, clock, path]."""
+    by_clock, of_clock = (np.moveaxis(v, 1, 0).reshape(len(clock), -1) for v in (left, weight))
+    order = np.argsort(by_clock, axis=1)  # what is not known comes last
+    ordered = np.take_along_axis(by_clock, order, 1)
+    of_clock = np.where(np.isfinite(ordered), np.take_along_axis(of_clock, order, 1), 0.0)
+    below = np.cumsum(of_clock, axis=1)
+    low, high = (
+        np.nan_to_num(
+            np.take_along_axis(
+                ordered, np.argmax(below >= share * below[:, -1:], axis=1)[:, None], 1
+            )[:, 0]
+        )
+        for share in _MIDDLE
+    )
+    nearer = np.where(np.abs(clock + low) < np.abs(clock + high), low, high)
+    return np.where(high - low > _FAR_APART * sigma, nearer, (low + high) / 2)

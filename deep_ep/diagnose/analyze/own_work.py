@@ -1,0 +1,272 @@
+"""What ranks do by themselves, on their own clocks: how much longer it takes each than the healthy ones.
+
+A rank answers for its own clock. It may enter late because it was held up in the operation before; only time between
+its own stamps is its own doing. Operations differ (layers do), ranks should not, so each operation is compared with its
+own median rank, and ranks with the healthy half of them: causes only add.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..core.diagnosis import FloatArray
+from ..core.robust_stats import (
+    MAD_TO_SIGMA,
+    MEDIAN_COST,
+    healthy,
+    huber,
+    lower_median,
+    median,
+    median_of,
+    or_zero,
+    student,
+)
+
+# Operations and ranks settle against each other within a few sweeps.
+_SWEEPS = 2
+# Stretches of a window whose medians tell how long noise lasts, of so many operations at least.
+_STRETCHES, _MIN_STRETCH = 8, 6
+# Neighbouring stretches go together by no more than this, or noise could not be told from what lasts.
+_MOST_LASTING = 0.8
+# Noise lasts if stretches differ by so much more than single operations explain; then only stretches are independent.
+_LASTS = 1.3
+# How far healthy ranks differ for good, as a share of their time; it weighs as much as so many ranks seen.
+_HEALTHY_DIFFERENCE, _EXPECTED_WEIGHT = 0.004, 2.0
+# Healthy ranks are within so many standard deviations; a scale of n values is wrong by 1.17 over the root of n.
+_FAR, _SCALE_COST = 4.0, 1.17
+# The cost of a token settles against hiccups within a few steps, and is known if it explains effects to this many ns,
+# or to this share of itself.
+_COST_STEPS, _COST_KNOWN_NS, _COST_KNOWN_SHARE = 3, 1_000.0, 0.25
+
+
+@dataclass(frozen=True)
+class Effect:
+    """How far one quantity of each rank lies above that of the healthy ones; `[num_ranks]`.
+
+    Attributes:
+        value: ns per operation; NaN where unknown.
+        error: its standard error, by the rank's own noise.
+        usual_error: that of a rank as noisy as most; whether a rank is late at all is asked with this one.
+        above: share of the operations in which it lay above the reference.
+        count: operations that it rests on.
+        by_tokens: ns, standard error of what was taken out for tokens.
+        spread: standard deviation by which healthy ranks differ for good.
+        apart: and by which any of them may lie from the reference, for intervals.
+        degrees: of freedom of `usual_error`.
+        excess: [n, num_ranks] ns above the healthy ones in each operation.
+    """
+
+    value: FloatArray
+    error: FloatArray
+    usual_error: float
+    above: FloatArray
+    count: FloatArray
+    by_tokens: FloatArray
+    spread: float
+    apart: float
+    degrees: float
+    excess: FloatArray
+
+    def reversed(self) -> Effect:
+        """How far below instead of above, with the upper ranks for the healthy ones."""
+        return compare(-self.excess, has_stamps=self.usual_error > 0)
+
+
+def compare(
+    values: FloatArray, *, has_stamps: bool = True, taken_out: FloatArray | None = None
+) -> Effect:
+    """`[n, num_ranks]` to one effect per rank.
+
+    Args:
+        values: ns.
+        has_stamps: whether rows are operations; else they are means, which have no error.
+        taken_out: [num_ranks], signed, what one standard error of what was taken out beforehand makes of them.
+    """
+    num_ranks = values.shape[1]
+    effect = np.zeros(num_ranks)
+    for _ in range(_SWEEPS):
+        reference = median(values - np.nan_to_num(effect), 1)
+        excess = values - reference[:, None]
+        effect = median(excess, 0)
+    count = np.isfinite(excess).sum(axis=0).astype(np.float64)
+    own = or_zero(abs(median_of(values)))
+    if not has_stamps:
+        location, spread = healthy(effect, _HEALTHY_DIFFERENCE * own)
+        ones, zeros = np.ones(num_ranks), np.zeros(num_ranks)
+        means = (effect - location, zeros, 0.0, ones, count, zeros)
+        return Effect(*means, spread, spread, math.inf, excess - location)
+    effect, alone = huber(excess, effect)
+    error, usual_error, degrees = _errors(excess - effect, alone)
+    expected = _HEALTHY_DIFFERENCE * own
+    location, spread = healthy(effect, math.hypot(usual_error, expected))
+    effect, excess = effect - location, excess - location
+    by_tokens = np.zeros(num_ranks)
+    if taken_out is not None:
+        alike = np.abs(effect) <= _FAR * max(usual_error, spread)
+        by_tokens = np.nan_to_num(taken_out - or_zero(median_of(taken_out[alike])))
+    even = effect / 2 if num_ranks == 2 else 0.0
+    above = np.sum(excess > even, axis=0) / np.maximum(count, 1.0)
+    for_good = _for_good(spread, usual_error, num_ranks)
+    apart = _apart(effect, usual_error, expected)
+    return Effect(
+        effect,
+        np.hypot(error, by_tokens),
+        usual_error,
+        above,
+        count,
+        np.abs(by_tokens),
+        for_good,
+        apart,
+        degrees,
+        excess,
+    )
+
+
+def _errors(deviation: FloatArray, alone: FloatArray) -> tuple[FloatArray, float, float]:
+    """`[num_ranks]`, standard errors of effects; that of most ranks, and its degrees of freedom.
+
+    Noise may last several operations. Then stretches differ by more than single operations explain.
+
+    Args:
+        deviation: [n, num_ranks] ns, what is left.
+        alone: [num_ranks] ns, standard errors if operations are independent.
+    """
+    length = len(deviation) // _STRETCHES
+    series, error, degrees = float(max(deviation.shape[1] - 1, 1)), alone, len(deviation) - 1
+    if length >= _MIN_STRETCH:
+        stretches = median(deviation[-length * _STRETCHES :].reshape(_STRETCHES, length, -1), 1)
+        series = _series(stretches)
+        error = _standard_deviation(stretches) * math.sqrt(_lasting(stretches) / _STRETCHES)
+        if or_zero(median_of(error)) > _LASTS * or_zero(median_of(alone)):
+            degrees = _STRETCHES - 1
+    # The reference has an error of its own. Two ranks, or two nodes whose ranks move together, deviate both by half of
+    # their difference.
+    of_reference = min(math.sqrt(1.0 + 1.0 / max(series - 1.0, 1 / 3)), 2.0)
+    lasts = degrees < len(deviation) - 1
+    usual = of_reference * or_zero(median_of(np.fmax(alone, error) if lasts else alone))
+    return np.fmax(np.fmax(alone, error) * of_reference, usual), usual, series * max(degrees, 1)
+
+
+def _series(stretches: FloatArray) -> float:
+    """How many ranks' noise there is, as far as it is not the same; ranks of a node may go together."""
+    num_ranks = stretches.shape[1]
+    left = np.nan_to_num(stretches - stretches.mean(axis=0))
+    unit = left / np.sqrt(np.maximum((left**2).sum(axis=0), 1e-12))
+    product = unit @ unit.T
+    # The sum of squared correlations, without what chance makes of them.
+    squares = float(np.sum(product**2)) - num_ranks**2 / (len(stretches) - 1)
+    return float(max(num_ranks**2 / max(squares, num_ranks) - 1.0, 1.0))
+
+
+def _lasting(stretches: FloatArray) -> float:
+    """By what the variance of a mean of stretches exceeds that of independent ones, as all ranks tell it."""
+    left = np.nan_to_num(stretches - stretches.mean(axis=0))
+    squares = float(np.sum(left**2))
+    if not squares > 0:
+        return 1.0
+    # Around its own mean, a series of n seems to correlate by -1/n.
+    correlation = float(np.sum(left[1:] * left[:-1])) / squares + 2 / len(stretches)
+    correlation = min(max(correlation, 0.0), _MOST_LASTING)
+    return float((1 + correlation) / (1 - correlation))
+
+
+def _standard_deviation(values: FloatArray) -> FloatArray:
+    """`[num_ranks]`; NaN where hardly anything is known."""
+    known = np.isfinite(values)
+    count = known.sum(axis=0)
+    mean = np.where(known, values, 0.0).sum(axis=0) / np.maximum(count, 1)
+    squares = np.where(known, (values - mean) ** 2, 0.0).sum(axis=0)
+    return np.where(count > 1, np.sqrt(squares / np.maximum(count - 1, 1)), np.nan)
+
+
+def _for_good(spread: float, noise: float, num_ranks: int) -> float:
+    """What of the spread between ranks is more than their errors; a few ranks may happen to be alike."""
+    by_chance = noise * (1.0 + _SCALE_COST / math.sqrt(num_ranks))
+    excess = math.sqrt(max(spread**2 - by_chance**2, 0.0))
+    return excess * student(_FAR, num_ranks - 1 + 2 * _EXPECTED_WEIGHT) / _FAR
+
+
+def _apart(effects: FloatArray, noise: float, expected: float) -> float:
+    """How far a rank may lie from the reference for no cause: for good, and by the reference's error."""
+    known = effects[np.isfinite(effects)]
+    alike = known[np.abs(known) <= _FAR * math.hypot(noise, expected)]
+    degrees = max(alike.size - 1, 0)
+    seen = max(float(np.sum(alike**2)) - degrees * noise**2, 0.0)
+    for_good = (_EXPECTED_WEIGHT * expected**2 + seen) / (_EXPECTED_WEIGHT + degrees)
+    of_reference = MEDIAN_COST**2 * (for_good + noise**2) / max(alike.size, 1)
+    few = student(2.0, _EXPECTED_WEIGHT + degrees) / 2.0
+    return few * math.sqrt(for_good + of_reference)
+
+
+@dataclass(frozen=True)
+class ByTokens:
+    """What the tokens of each rank explain, `[num_ranks]` ns, and how well that is known.
+
+    Attributes:
+        time: above the reference rank, in a usual operation.
+        each: [n, num_ranks], in each operation.
+        error: of `time`, if the cost of a token is one standard error off; signed as the time.
+        is_known: whether the cost of a token is known from how each rank's time follows its own tokens, or
+            does not matter, because all have as many.
+    """
+
+    time: FloatArray
+    each: FloatArray
+    error: FloatArray
+    is_known: bool
+
+
+def by_tokens(values: FloatArray, usual: FloatArray, each: FloatArray | None) -> ByTokens:
+    """What the tokens explain of the time that ranks take.
+
+    Args:
+        values: [n, num_ranks] ns.
+        usual: [num_ranks], tokens per operation.
+        each: [n, num_ranks], tokens of each operation; or None.
+    """
+    if each is not None and np.isfinite(each).any():
+        usual = median(each, 0)
+    surplus = np.nan_to_num(usual - lower_median(usual))
+    most = float(np.abs(surplus).max(initial=0.0))
+    cost, error = _cost_of_a_token(values, each)
+    is_known = error * most <= max(_COST_KNOWN_NS, _COST_KNOWN_SHARE * cost * most)
+    if not is_known:
+        nothing = np.zeros(surplus.size)
+        return ByTokens(nothing, np.broadcast_to(nothing, values.shape), nothing, not most > 0)
+    in_each = np.broadcast_to(cost * surplus, values.shape)
+    if each is not None:
+        more = each - median(each, 1)[:, None]
+        in_each = np.where(np.isfinite(more), cost * more, in_each)
+    return ByTokens(cost * surplus, in_each, error * surplus, True)
+
+
+def _cost_of_a_token(values: FloatArray, tokens: FloatArray | None) -> tuple[float, float]:
+    """Nanoseconds per token and error, from how each rank's time follows its own tokens.
+
+    Differences between ranks, slow ones included, do not enter here. The error is infinite where tokens do not change.
+    """
+    if tokens is None or len(values) < 2:
+        return 0.0, math.inf
+    moved, time = _deviations(tokens), _deviations(values)
+    known = np.isfinite(moved) & np.isfinite(time)
+    moved, time = moved[known], time[known]
+    weight = float(np.sum(moved**2))
+    if not weight > 0:
+        return 0.0, math.inf
+    cost = float(np.sum(moved * time)) / weight
+    for _ in range(_COST_STEPS):
+        left = time - cost * moved
+        # Hiccups are no cost of tokens.
+        limit = 3 * MAD_TO_SIGMA * median_of(np.abs(left))
+        left = np.clip(left, -limit, limit)
+        cost += float(np.sum(moved * left)) / weight
+    return max(cost, 0.0), float(np.std(left)) / math.sqrt(weight)
+
+
+def _deviations(values: FloatArray) -> FloatArray:
+    """From the operation's median rank, and from what is usual for the rank."""
+    against_peers = values - median(values, 1)[:, None]
+    return against_peers - median(against_peers, 0)[None, :]

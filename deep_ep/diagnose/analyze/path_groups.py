@@ -1,0 +1,251 @@
+"""What slow paths may have in common: sides of ranks, links of nodes, pairs of nodes, rails.
+
+NVLink and NICs are looked at apart: a slow NIC slows the paths between nodes only. Paths are flat indices into
+[receiver, source].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Union
+
+import numpy as np
+
+from ..core.causes import Cause
+from ..core.diagnosis import BoolArray, FloatArray, IntArray
+from ..core.robust_stats import healthy, median
+from .path_model import PathModel
+
+# Kinds of link: within a node, between nodes, or all of them.
+NVLINK, NIC, ALL_LINKS = "nvlink", "nic", "all"
+# Paths from or to so many ranks, and of so many ranks of each of two nodes, tell which groups to look at.
+_RANKS_LOOKED_AT, _OF_A_PAIR = 128, 4
+# Of a group so many of the paths must be known.
+KNOWN = 0.5
+# Up to so many groups have no spread of their own.
+_FEW = 3
+# Two nodes are a pair, and their links are the same paths.
+_MIN_NODES = 3
+Number = Union[int, tuple[int, int]]
+# The same paths in the other direction, which clocks that are off confuse with these, and the name of both.
+_MIRRORED: dict[Cause, tuple[Cause, Cause | None]] = {
+    Cause.INGRESS: (Cause.EGRESS, Cause.INGRESS_OR_EGRESS),
+    Cause.EGRESS: (Cause.INGRESS, Cause.INGRESS_OR_EGRESS),
+    Cause.UPLINK: (Cause.DOWNLINK, Cause.UPLINK_OR_DOWNLINK),
+    Cause.DOWNLINK: (Cause.UPLINK, Cause.UPLINK_OR_DOWNLINK),
+    # Which of the two it is must be known.
+    Cause.NODE_PAIR: (Cause.NODE_PAIR, None),
+    Cause.PATH: (Cause.PATH, Cause.PATH_OR_BACK),
+}
+_NOBODY: IntArray = np.zeros(0, np.int64)
+
+
+@dataclass(frozen=True)
+class Group:
+    """Paths that a cause would slow together.
+
+    Attributes:
+        cause: what they have in common.
+        number: the rank, the node or the rail; of pairs and paths (source, destination).
+        link: of which kind the paths are.
+        receivers, sources: of each path.
+        clocks: ranks whose clocks, if all are off by the same, make these paths slow, or those of the
+            other direction.
+    """
+
+    cause: Cause
+    number: Number
+    link: str
+    receivers: IntArray
+    sources: IntArray
+    clocks: IntArray = field(default_factory=lambda: _NOBODY)
+
+    @property
+    def edge(self) -> tuple[int, int]:
+        """(source, destination) of its first path, which is all of a single one."""
+        return int(self.sources[0]), int(self.receivers[0])
+
+    @property
+    def either(self) -> Cause | None:
+        """The name of both directions, if there is one."""
+        return _MIRRORED[self.cause][1]
+
+    def mirrored(self) -> Group:
+        """The other direction."""
+        number = self.number[::-1] if isinstance(self.number, tuple) else self.number
+        return Group(
+            _MIRRORED[self.cause][0], number, self.link, self.sources, self.receivers, self.clocks
+        )
+
+    def paths(self, num_ranks: int) -> IntArray:
+        """Flat indices."""
+        return np.asarray(self.receivers * num_ranks + self.sources)
+
+
+@dataclass(frozen=True)
+class Look:
+    """All groups of one kind.
+
+    Attributes:
+        cause, link: as in Group.
+        receivers, sources: [groups, paths], some paths of each; negative: none.
+        group: makes one of them, by its place.
+    """
+
+    cause: Cause
+    link: str
+    receivers: IntArray
+    sources: IntArray
+    group: Callable[[int], Group]
+
+    def medians(self, rest: FloatArray, expected: BoolArray) -> FloatArray:
+        """[kinds, groups]: what each has more, 0 where too little is known.
+
+        Args:
+            rest: [kinds, receiver, source] ns.
+            expected: likewise, whether there is such a path.
+        """
+        receivers, sources = np.broadcast_arrays(self.receivers, self.sources)
+        is_path = (receivers >= 0) & (sources >= 0) & (receivers != sources)
+        values = np.where(is_path, rest[:, receivers, sources], np.nan)
+        possible = (is_path & expected[:, receivers, sources]).sum(axis=2)
+        known = np.isfinite(values).sum(axis=2)
+        enough = (possible > 1) & (known >= np.maximum(KNOWN * possible, 2))
+        return np.where(enough, np.nan_to_num(median(values, 2)), 0.0)
+
+
+def spread_of(medians: FloatArray) -> FloatArray:
+    """[kinds]: by how much healthy groups differ, standard deviation."""
+    if medians.shape[1] <= _FEW:
+        return np.zeros(len(medians))
+    return np.array([healthy(of_kind)[1] for of_kind in medians])
+
+
+def path(receiver: int, source: int, link: str, clocks: Sequence[int] = ()) -> Group:
+    """A single path."""
+    of_clocks = np.array(clocks, dtype=np.int64)
+    ends = np.array([receiver]), np.array([source])
+    return Group(Cause.PATH, (source, receiver), link, ends[0], ends[1], of_clocks)
+
+
+def looks(model: PathModel) -> Iterator[Look]:
+    """All kinds of groups that these ranks can have."""
+    place = model.place
+    for link in links_of(model):
+        yield from _sides(model, link)
+    if not 1 < place.num_nodes < place.num_ranks:
+        return
+    nodes = members(place.nodes)
+    yield _node_pairs(model, nodes)
+    if place.num_nodes >= _MIN_NODES:
+        yield from _node_links(model, nodes)
+        yield _rails(model)
+
+
+def _some(num_ranks: int) -> IntArray:
+    if num_ranks <= _RANKS_LOOKED_AT:
+        return np.arange(num_ranks)
+    return np.sort(np.random.default_rng(0).permutation(num_ranks)[:_RANKS_LOOKED_AT])
+
+
+def side(model: PathModel, cause: Cause, link: str, rank: int) -> Group:
+    """All paths into a rank, or out of it."""
+    partners = np.flatnonzero(_of_link(model, link)[rank])
+    itself = np.full(partners.size, rank)
+    ends = (itself, partners) if cause == Cause.INGRESS else (partners, itself)
+    return Group(cause, rank, link, ends[0], ends[1], np.array([rank]))
+
+
+def links_of(model: PathModel) -> list[str]:
+    """Kinds of link that there are, all of them together at the end."""
+    links = [NVLINK] * bool((model.classes == 0).any()) + [NIC] * bool((model.classes > 0).any())
+    return links + [ALL_LINKS] * (len(links) == 2)
+
+
+def _of_link(model: PathModel, link: str) -> BoolArray:
+    classes = model.classes
+    return np.asarray({NVLINK: classes == 0, NIC: classes > 0, ALL_LINKS: classes >= 0}[link])
+
+
+def _sides(model: PathModel, link: str) -> Iterator[Look]:
+    ranks = np.arange(model.place.num_ranks)[:, None]
+    if link == NVLINK and model.place.num_nodes > 1:
+        others = members(model.place.nodes)[model.place.nodes]
+    else:
+        some = _some(model.place.num_ranks)
+        others = np.where(_of_link(model, link)[:, some], some, -1)
+    yield Look(
+        Cause.INGRESS, link, ranks, others, lambda rank: side(model, Cause.INGRESS, link, rank)
+    )
+    yield Look(
+        Cause.EGRESS, link, others, ranks, lambda rank: side(model, Cause.EGRESS, link, rank)
+    )
+
+
+def _node_links(model: PathModel, nodes: IntArray) -> Iterator[Look]:
+    place = model.place
+    some = _some(place.num_ranks)
+    elsewhere = np.where(place.nodes[some] != np.arange(len(nodes))[:, None], some, -1)
+    inside = np.repeat(nodes, some.size, axis=1)
+    outside = np.tile(elsewhere, (1, nodes.shape[1]))
+
+    def group(cause: Cause, node: int) -> Group:
+        here, there = (np.flatnonzero(place.nodes == node), np.flatnonzero(place.nodes != node))
+        ends = (here, there) if cause == Cause.DOWNLINK else (there, here)
+        receivers, sources = (v.ravel() for v in np.meshgrid(*ends, indexing="ij"))
+        return Group(cause, node, NIC, receivers, sources, here)
+
+    yield Look(Cause.DOWNLINK, NIC, inside, outside, lambda node: group(Cause.DOWNLINK, node))
+    yield Look(Cause.UPLINK, NIC, outside, inside, lambda node: group(Cause.UPLINK, node))
+
+
+def _node_pairs(model: PathModel, nodes: IntArray) -> Look:
+    place = model.place
+    pairs = [(a, b) for a in range(len(nodes)) for b in range(len(nodes)) if a != b]
+    sources, receivers = np.array(pairs).T
+    few = nodes if nodes.size <= _RANKS_LOOKED_AT else nodes[:, :_OF_A_PAIR]
+
+    def group(i: int) -> Group:
+        src, dst = pairs[i]
+        there, here = np.flatnonzero(place.nodes == src), np.flatnonzero(place.nodes == dst)
+        receivers, sources = (v.ravel() for v in np.meshgrid(here, there, indexing="ij"))
+        # Of more than two nodes the others tell a clock.
+        return Group(Cause.NODE_PAIR, pairs[i], NIC, receivers, sources, here)
+
+    return Look(
+        Cause.NODE_PAIR,
+        NIC,
+        np.repeat(few[receivers], few.shape[1], axis=1),
+        np.tile(few[sources], (1, few.shape[1])),
+        group,
+    )
+
+
+def _rails(model: PathModel) -> Look:
+    devices = np.array(model.place.devices)
+    rails, some = members(devices), _some(model.place.num_ranks)
+    partners = np.where(devices[some] == np.arange(len(rails))[:, None], some, -1)
+
+    def group(rail: int) -> Group:
+        of_rail = np.flatnonzero(devices == rail)
+        receivers, sources = (v.ravel() for v in np.meshgrid(of_rail, of_rail, indexing="ij"))
+        apart = model.classes[receivers, sources] > 0
+        return Group(Cause.RAIL, rail, NIC, receivers[apart], sources[apart])
+
+    return Look(
+        Cause.RAIL,
+        NIC,
+        np.repeat(rails, some.size, axis=1),
+        np.tile(partners, (1, rails.shape[1])),
+        group,
+    )
+
+
+def members(groups: IntArray) -> IntArray:
+    """[num_groups, largest group]: the ranks of each, filled up with -1."""
+    sizes = np.bincount(groups[groups >= 0])
+    ranks = np.full((sizes.size, int(sizes.max(initial=0))), -1)
+    for group, size in enumerate(sizes.tolist()):
+        ranks[group, :size] = np.flatnonzero(groups == group)
+    return ranks

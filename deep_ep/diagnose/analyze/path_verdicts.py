@@ -1,0 +1,323 @@
+"""Verdicts on paths: which of the causes that were found are big enough, and not the doing of anything else."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..collect.group_matrices import Matrices
+from ..collect.hops import NOTIFY, ROW_HOPS
+from ..core.causes import Cause
+from ..core.diagnosis import EvidenceKey, FloatArray
+from ..core.robust_stats import healthy, median, median_of, or_zero
+from .back_pressure import NOBODY, UNEVEN
+from .baseline import History
+from .finding import Found, Named, Size, found_on_paths
+from .path_causes import Contest, PathCause
+from .path_groups import ALL_LINKS, NIC, NVLINK
+from .path_model import MIN_RANKS_TO_SPLIT_PATHS, OTHERWISE_BUSY, PathModel, fit_paths
+from .thresholds import JudgedKind, Thresholds
+
+_SIDES = (Cause.INGRESS, Cause.EGRESS, Cause.INGRESS_OR_EGRESS)
+_SINGLE = (Cause.PATH, Cause.PATH_OR_BACK)
+# What joins a rank to others, by kind of link.
+_LINKS = {NVLINK: " within the node", NIC: " between nodes", ALL_LINKS: ""}
+_CHECKS = {
+    NVLINK: "its NVLink port and the NVSwitch behind it",
+    NIC: "its NIC, its PCIe link and its switch port",
+    ALL_LINKS: "its PCIe link, its NVLink port, its NIC and its switch port",
+}
+# More single paths than this, or than this share of all, have one cause, whatever it is; nobody reads more.
+_FEW_CELLS, _CELLS_SHARE, _MOST_CELLS = 4, 0.03, 12
+# Bursts are in more operations.
+_LEAST_SHARE = 0.05
+# Offsets that may be wrong by more tell nothing of two or three ranks, ns; clocks that are off by more are said.
+_CLOCKS_KNOWN_NS, _CLOCKS_OFF_NS = 5_000.0, 40_000.0
+# Another hop must show this share of what is slow on one.
+_BORNE_OUT = 0.4
+# Loads that differ may make this share of it of what paths take. Effects exceed their errors so many times.
+_BY_LOAD, _CERTAIN = 0.7, 2.5
+
+
+@dataclass(frozen=True)
+class JudgedPaths:
+    """The paths of kinds that follow each other.
+
+    Attributes:
+        operations: kinds, in the order of the model's.
+        model: with clocks as the causes leave them.
+        floors: [kinds, 2] ns, the smallest effects worth a verdict, within nodes and between.
+        causes: that were found.
+    """
+
+    operations: Sequence[str]
+    model: PathModel
+    floors: FloatArray
+    causes: Sequence[PathCause]
+
+    @property
+    def clocks_off_us(self) -> float:
+        """How far clocks have drifted since they were measured, where that is worth a word; else 0."""
+        off_ns = float(np.abs(self.model.clock).max(initial=0.0))
+        return off_ns / 1e3 if off_ns > _CLOCKS_OFF_NS else 0.0
+
+    @property
+    def is_too_small_for_clocks(self) -> bool:
+        """Whether there are too few ranks to find out how far clocks are off, and nobody knows."""
+        few = self.model.place.num_ranks < MIN_RANKS_TO_SPLIT_PATHS
+        return few and bool((self.model.prior.sigma > _CLOCKS_KNOWN_NS / 2).any())
+
+    def held_up(self, kind: str, m: Matrices) -> FloatArray:
+        """[n, num_ranks] ns: of the time before waiting, what a rank waited at its fence for slow paths out of it."""
+        k = self.operations.index(kind)
+        slow = np.zeros(self.model.time.shape[1:])
+        for cause in self.causes:
+            when_slow = cause.effect[k] / max(cause.share[k], _LEAST_SHARE)
+            slow[cause.group.receivers, cause.group.sources] += when_slow
+            if cause.cause != cause.group.cause:
+                slow[cause.group.sources, cause.group.receivers] += when_slow
+        slowest = np.where(self.model.classes == 0, slow, 0.0).max(axis=0)
+        usual = or_zero(healthy(median(m.held, 0))[0])
+        return np.asarray(np.clip(np.nan_to_num(m.held - usual), 0.0, slowest))
+
+
+def judge_paths(matrices: Mapping[str, Matrices], limits: Mapping[str, Thresholds]) -> JudgedPaths:
+    """Fits the model to kinds of a group of at least two ranks, and looks for causes."""
+    kinds = list(matrices.values())
+    smallest = np.array(
+        [limits[kind].floor_ns(median_of(m.duration)) for kind, m in matrices.items()]
+    )
+    model = fit_paths(kinds, min(limits[kind].delta_ns for kind in matrices))
+    floors = _floors(model, smallest, [limits[kind].path_fraction for kind in matrices])
+    judged = JudgedPaths(list(matrices), model, floors, [])
+    if judged.is_too_small_for_clocks:
+        return judged
+    false_alarms = next(iter(limits.values())).false_alarms
+    lasting = Contest(model, model.rest, floors, false_alarms, fits_clocks=True)
+    causes = lasting.run()
+    model.rest, model.clock = lasting.rest, lasting.clock
+    bursts, share = (
+        np.where(np.isfinite(model.time), np.stack([getattr(m, name) for m in kinds]), np.nan)
+        for name in ("path_burst", "path_burst_share")
+    )
+    if (share > 0).any():
+        named = {(cause.group.cause, cause.group.number) for cause in causes}
+        at_times = Contest(model, bursts, floors, false_alarms, fits_clocks=False).run(share)
+        # What comes and goes does so in all kinds.
+        causes += [
+            one
+            for one in at_times
+            if (one.group.cause, one.group.number) not in named
+            and (one.effect > floors.min(axis=1) / 2)[one.is_known].all()
+        ]
+    return JudgedPaths(list(matrices), model, floors, causes)
+
+
+def _floors(model: PathModel, smallest: FloatArray, path_fraction: Sequence[float]) -> FloatArray:
+    usual = np.stack([model.level[:, 0], model.level[:, 1:3].max(axis=1)], axis=1)
+    return np.asarray(np.maximum(smallest[:, None], np.array(path_fraction)[:, None] * usual))
+
+
+def slow_paths(
+    judged: JudgedPaths,
+    kinds: Sequence[JudgedKind],
+    hot_ranks: set[int],
+    holding_up: Mapping[int, float] = NOBODY,
+) -> tuple[list[Found], list[str]]:
+    """Verdicts, and remarks on what single paths say together that none of them says alone.
+
+    Args:
+        judged: the paths.
+        kinds: of operation, as there.
+        hot_ranks: whose sides are slow for their tokens.
+        holding_up: receivers that empty their queues slowly, and by how much they hold up others, ns. They
+            see late what has come, and who waits for slots finds its port less busy than others do.
+    """
+    for_slots = UNEVEN * max(holding_up.values(), default=0.0)
+    found, remarks = [], []
+    for k, kind in enumerate(kinds):
+        cells = []
+        for cause in judged.causes:
+            if not _is_worth_it(judged, kind, k, cause):
+                continue
+            if cause.cause in _SINGLE:
+                _, dst = cause.group.edge
+                if dst in holding_up or (kind.carries_rows and dst in hot_ranks):
+                    continue
+                cells.append(cause)
+                continue
+            if cause.cause in _SIDES and cause.group.number in hot_ranks:
+                continue
+            if cause.cause == Cause.INGRESS and cause.group.number in holding_up:
+                continue
+            if kind.e.operation == NOTIFY or cause.effect[k] > for_slots:
+                found.append(_slow_group(judged, kind, k, cause))
+        expected = float(kind.e.m.expected.sum())
+        if len(cells) <= min(max(_FEW_CELLS, _CELLS_SHARE * expected), _MOST_CELLS):
+            found += [_slow_path(judged, kind, k, cause) for cause in cells]
+        else:
+            most = max(float(cause.effect[k]) for cause in cells) / 1e3
+            remarks.append(
+                f"{kind.e.operation}: {len(cells)} single paths are slow, by up to {most:,.0f} us; no "
+                "common cause found"
+            )
+    return found, remarks
+
+
+def _is_worth_it(judged: JudgedPaths, kind: JudgedKind, k: int, cause: PathCause) -> bool:
+    """Whether a cause is big in this kind, unlike healthy groups, and on other hops as well."""
+    link = 0 if cause.group.link == NVLINK else 1
+    paths = (cause.group.receivers, cause.group.sources)
+    uneven = float(np.mean(judged.model.uneven[k][paths])) * or_zero(
+        median_of(kind.e.paths.usual[paths])
+    )
+    bar = max(
+        judged.floors[k, link],
+        kind.limits.spread * cause.spread[k],
+        _CERTAIN * _size(judged, kind, k, cause).error,
+        _CERTAIN * or_zero(median_of(judged.model.noise[k][paths])),
+        _BY_LOAD * uneven,
+    )
+    return bool(cause.effect[k] > bar) and _is_borne_out(judged, k, cause)
+
+
+def _is_borne_out(judged: JudgedPaths, k: int, cause: PathCause) -> bool:
+    """Whether paths are slow in another kind of operation as well, or are seen in no other.
+
+    How long a port has been busy when the last row comes to it depends on when its rank could begin, and
+    that on others. A slow path is slow whatever came before. Of a normal operation the hops tell that carry rows.
+    """
+    hops = [o for o, name in enumerate(judged.operations) if name in ROW_HOPS]
+    others = hops or list(range(len(judged.operations)))
+    if hops and k not in hops:
+        return True
+    shown = [
+        median_of(judged.model.rest[o, cause.group.receivers, cause.group.sources])
+        + cause.effect[o]
+        for o in others
+        if o != k
+    ]
+    known = [value for value in shown if math.isfinite(value)]
+    return not known or max(known) > _BORNE_OUT * cause.effect[k]
+
+
+def without_parts(found: Sequence[Found]) -> list[Found]:
+    """Of what is slow on the hops of an operation, not the paths of a NIC, link or side that is slow on
+    another one: between two nodes rows take one path of a NIC, and notices all of them.
+    """
+    return [f for f in found if not any(_is_part(f, of) for of in found)]
+
+
+def _is_part(found: Found, of: Found) -> bool:
+    if found.verdict.edge is None or not found.kind.carries_rows:
+        return False
+    if of.gain.paths is None or of.verdict.edge is not None or of.verdict.cause == Cause.EVERYWHERE:
+        return False
+    src, dst = found.verdict.edge
+    covered = np.zeros(of.kind.e.blame.shape, dtype=bool)
+    covered[of.gain.paths] = True
+    return bool(covered[dst, src]) and of.verdict.effect_us > _BORNE_OUT * found.verdict.effect_us
+
+
+def _size(judged: JudgedPaths, kind: JudgedKind, k: int, cause: PathCause) -> Size:
+    paths = (cause.group.receivers, cause.group.sources)
+    usual = or_zero(median_of(kind.e.paths.usual[paths]))
+    return Size(
+        float(cause.effect[k]),
+        math.hypot(float(cause.error[k]), OTHERWISE_BUSY * usual),
+        judged.model.place.num_ranks,
+        float(cause.spread[k]),
+    )
+
+
+def _slow_group(judged: JudgedPaths, kind: JudgedKind, k: int, cause: PathCause) -> Found:
+    size = _size(judged, kind, k, cause)
+    evidence: dict[EvidenceKey, float] = {
+        "over_other_paths_us": size.effect / 1e3,
+        "error_us": size.error / 1e3,
+    }
+    words = {}
+    if cause.cause in _SIDES:
+        evidence["tokens_over_even_share"] = float(kind.e.load[cause.group.number])
+        # Within one node nothing else is there.
+        links = _LINKS[cause.group.link] if kind.e.m.place.num_nodes > 1 else ""
+        words = {"links": links, "check": _CHECKS[cause.group.link]}
+    return found_on_paths(
+        kind,
+        cause.cause,
+        _named(cause),
+        size,
+        (cause.group.receivers, cause.group.sources),
+        evidence=evidence,
+        words=words,
+        seen_in=_seen_in(cause, k),
+    )
+
+
+def _seen_in(cause: PathCause, k: int) -> float:
+    return float(cause.share[k]) if cause.share.min() < 1 else math.nan
+
+
+def _named(cause: PathCause) -> Named:
+    number = cause.group.number
+    if isinstance(number, tuple):
+        return Named(nodes=number)
+    if cause.cause == Cause.RAIL:
+        return Named(rail=number)
+    if cause.cause in (Cause.UPLINK, Cause.DOWNLINK, Cause.UPLINK_OR_DOWNLINK):
+        return Named(node=number)
+    return Named(rank=number)
+
+
+def _slow_path(judged: JudgedPaths, kind: JudgedKind, k: int, cause: PathCause) -> Found:
+    e, size = kind.e, _size(judged, kind, k, cause)
+    src, dst = cause.group.edge
+    time = float(e.paths.time[dst, src])
+    return found_on_paths(
+        kind,
+        cause.cause,
+        Named(edge=(src, dst)),
+        size,
+        (dst, src),
+        evidence={
+            "path_us": time / 1e3,
+            "usual_path_us": (time - size.effect) / 1e3,
+            "error_us": size.error / 1e3,
+            "tokens": float(e.m.tokens[dst, src]),
+            "operations_seen": float(e.m.path_count[dst, src]),
+        },
+        seen_in=_seen_in(cause, k),
+    )
+
+
+def slower_than_before(kind: JudgedKind, history: History) -> list[Found]:
+    """What slows all paths alike, which shows against the group's own past only."""
+    e = kind.e
+    found = []
+    highest = max((v for v in e.paths.level if math.isfinite(v)), default=0.0)
+    floor = max(kind.floor, kind.limits.path_fraction * highest)
+    for link, reference, shift, lasted in history.shifts(e, floor):
+        same_node = e.m.place.nodes[:, None] == e.m.place.nodes[None, :]
+        cells = same_node if link == 0 else ~same_node
+        errors = e.m.path_error[cells]
+        known = errors[np.isfinite(errors)]
+        error = float(np.sqrt(np.mean(known**2) / known.size)) if known.size else math.nan
+        found.append(
+            found_on_paths(
+                kind,
+                Cause.EVERYWHERE,
+                Named(),
+                Size(shift, error, 2),
+                cells,
+                evidence={
+                    "before_us": reference / 1e3,
+                    "now_us": (reference + shift) / 1e3,
+                    "windows_since": float(lasted),
+                },
+                words={"links": "within nodes" if link == 0 else "between nodes"},
+            )
+        )
+    return found

@@ -1,0 +1,76 @@
+"""Faults that were silent or named wrongly when measured from outside: each is named, and nothing else."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "benchmarks"))
+
+from _generated import OURS, Task, judge_windows  # noqa: E402
+from _scenarios import (  # noqa: E402
+    ALTERNATING,
+    FENCED,
+    USUAL,
+    WHILE_SLOW,
+    Cell,
+    first_seed,
+)
+
+STATED, STATED_2S, STATED_10MIN = (
+    f"as kernels state{age}" for age in ("", ", 2 s old", ", 10 min old")
+)
+# Not the seeds that constants were chosen on.
+SEED = first_seed("1313")
+
+
+def all_right(cell: Cell, windows: int = 4) -> float:
+    """The share of windows in which all that was injected is named, and nothing else."""
+    result = judge_windows(Task(cell, cell.seed + SEED, windows, (OURS,)))
+    return result.all_right / windows
+
+
+@pytest.mark.parametrize("shape", ["1x8", "3x4", "4x8"])
+@pytest.mark.parametrize("scenario", ["slow path", "slow ingress", "slow uplink"])
+def test_what_is_slow_while_clocks_are_measured_is_named_alone(scenario: str, shape: str) -> None:
+    cell = Cell(scenario, shape, 50.0, USUAL, WHILE_SLOW)
+    if cell.can_be:
+        assert all_right(cell) == 1.0
+
+
+@pytest.mark.parametrize("fault", ["healthy", "slow path", "late rank", "hot rank"])
+def test_batches_that_alternate_are_levels_and_no_noise(fault: str) -> None:
+    cell = Cell(fault, "2x8", 0.0 if fault == "healthy" else 50.0, ALTERNATING, STATED)
+    assert all_right(cell) == 1.0
+
+
+@pytest.mark.parametrize("clock", [STATED, STATED_2S, STATED_10MIN])
+@pytest.mark.parametrize("side", ["slow NVLink ingress", "slow NVLink egress"])
+@pytest.mark.parametrize("shape", ["2x8", "3x4"])
+def test_a_slow_nvlink_is_a_path_though_its_time_stands_in_the_senders_fences(
+    side: str, shape: str, clock: str
+) -> None:
+    assert all_right(Cell(side, shape, 50.0, FENCED, clock)) >= 0.75
+
+
+@pytest.mark.parametrize("clock", [STATED, STATED_2S, STATED_10MIN])
+@pytest.mark.parametrize("scenario", ["slow uplink", "slow downlink", "slow node pair"])
+def test_errors_that_are_stated_are_no_bar_for_links_of_nodes(scenario: str, clock: str) -> None:
+    assert all_right(Cell(scenario, "4x8", 50.0, USUAL, clock), 3) == 1.0
+
+
+@pytest.mark.parametrize("scenario", ["NIC at half", "NIC at a third"])
+def test_a_nic_two_to_three_times_slower_is_named(scenario: str) -> None:
+    assert all_right(Cell(scenario, "4x8", 200.0, USUAL, STATED), 3) == 1.0
+
+
+@pytest.mark.parametrize("shape", ["1x8", "2x8"])
+def test_a_rank_that_throttles_in_a_slow_swing_is_named(shape: str) -> None:
+    assert all_right(Cell("throttled rank", shape, 50.0, USUAL, STATED)) == 1.0
+
+
+@pytest.mark.parametrize("scenario", ["bursts at a NIC", "bursts on a path", "paused sender"])
+def test_what_comes_and_goes_on_paths_is_named(scenario: str) -> None:
+    assert all_right(Cell(scenario, "3x4", 200.0, USUAL, STATED)) >= 0.75
