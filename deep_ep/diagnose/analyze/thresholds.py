@@ -55,7 +55,7 @@ class Thresholds:
         """
         if device == "cuda":
             return cls(delta_ns=3_000.0, path_fraction=0.07, spread=4.0)
-        return cls(delta_ns=100_000.0 if stamps_arrivals else 5_000_000.0)
+        return cls(delta_ns=200_000.0 if stamps_arrivals else 5_000_000.0, false_alarms=1e-9)
 
     def floor_ns(self, duration_ns: float) -> float:
         """The smallest effect worth a verdict in an operation of this duration."""
