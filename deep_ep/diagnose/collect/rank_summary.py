@@ -45,6 +45,8 @@ _QUARTILE, _TENTH = 0.6745, 1.2816
 # From so many standard deviations above what is usual on a path is in a burst, and most of it is further by this
 # factor; they recur in so many stretches, and are this share of all operations.
 _BURST, _WIDER, _APART, _RECURS, _OFTEN = 4.0, 4.0, 1.25, 3, 0.1
+# The halves of a window differ if their medians do by so many standard errors.
+_MOVED = 8.0
 # Fewer operations do not tell bursts from chance.
 _MANY = 24
 
@@ -366,14 +368,22 @@ def _path_times(elapsed: FloatArray, was_seen: BoolArray) -> _PathTimes:
     middle, sigma = (np.where(share > 0, a, b) for a, b in ((quiet, middle), (quiet_sigma, sigma)))
     hidden = np.sort(np.where(known & ~seen, elapsed, np.inf), axis=0)
     at = np.minimum(known.sum(axis=0) // _SURELY, len(hidden) - 1)
+    error = MEDIAN_COST * sigma / np.sqrt(np.maximum(count, 1.0))
     return _PathTimes(
         middle,
-        MEDIAN_COST * sigma / np.sqrt(np.maximum(count, 1.0)),
+        np.fmax(error, _moved(np.where(seen, elapsed, np.nan), error)),
         count,
         np.where(np.isfinite(middle), np.inf, np.take_along_axis(hidden, at[None], 0)[0]),
         burst,
         share,
     )
+
+
+def _moved(elapsed: FloatArray, error: FloatArray) -> FloatArray:
+    """`[num_ranks]` ns: how far a median may be off because paths, or clocks, changed within the window; else 0."""
+    half = len(elapsed) // 2
+    apart = np.abs(median(elapsed[:half], 0) - median(elapsed[half:], 0))
+    return np.where(apart > _MOVED * error, apart / 2, 0.0)
 
 
 def _censored_quantile(
