@@ -85,6 +85,7 @@ class _Parts:
 
     Attributes:
         over, error: [parts, kinds]; NaN where nothing is known.
+        is_bound: [parts, kinds], where `over` is the most that paths take.
         sign: [parts, 1], 1 for paths into the ranks, -1 for those out of them; 0 where clocks do not matter.
         first: [parts], one path of each.
         num_ranks: of the group.
@@ -92,6 +93,7 @@ class _Parts:
 
     over: FloatArray
     error: FloatArray
+    is_bound: BoolArray
     sign: FloatArray
     first: IntArray
     num_ranks: int
@@ -100,12 +102,18 @@ class _Parts:
         """[parts], those that are in a group."""
         return np.isin(self.first, group.paths(self.num_ranks))
 
-    def shift(self, slow: Sequence[BoolArray]) -> float:
-        """By how much the clocks are ahead, as parts tell that are not slow."""
-        told = self.sign[:, 0] != 0
+    def shifts(self, slow: Sequence[BoolArray]) -> set[float]:
+        """By how much the clocks may be ahead, as parts tell that are not slow, with bounds and without; or not at all."""
+        told = (self.sign != 0) & np.ones(self.over.shape, bool)
         for of_cause in slow:
-            told = told & ~of_cause
-        return weighted_median((self.sign * self.over)[told], 1 / self.error[told])
+            told = told & ~of_cause[:, None]
+        ahead, weight = self.sign * self.over, 1 / self.error
+        seen = told & ~self.is_bound
+        return {
+            0.0,
+            weighted_median(ahead[told], weight[told]),
+            weighted_median(ahead[seen], weight[seen]),
+        }
 
     def misfit(self, slow: Sequence[BoolArray], shift: float) -> float:
         """Nats that parts are off, of which those of a cause are slow by the same."""
@@ -116,6 +124,7 @@ class _Parts:
             left = left - effect * of_cause[:, None]
             # What a rank waits at its fence is known up to a limit only.
             left[of_cause & ~by_clock] = 0.0
+        left = np.where(self.is_bound, np.minimum(left, 0.0), left)
         return float(_huber(np.nan_to_num(left / self.error)).sum())
 
 
@@ -252,7 +261,7 @@ class Contest:
             ways += [(one, [here]), (other, [there]), (one, [here, there])]
         options = []
         for of, slow in ways:
-            for shift in {0.0, parts.shift(slow)}:
+            for shift in parts.shifts(slow):
                 loss = parts.misfit(slow, shift) + self._price_of_clock(group, shift)
                 options.append(_Option(of, shift, loss + A_CAUSE * len(slow)))
         return options
@@ -284,7 +293,9 @@ class Contest:
             alike = np.maximum(self.spreads.get(kind, 0.0), self.least_error)
             busy = OTHERWISE_BUSY / 2 * median(usual[:, cells], 1)
             error = np.sqrt(alone**2 + alike**2 + busy**2)
-            found.append((median(rest[:, cells], 1), error, direction, int(at[cells[0]])))
+            seen = np.isfinite(rest[:, cells]) & ~self._hides(at[cells])
+            at_most = ~seen.any(axis=1)
+            found.append((median(rest[:, cells], 1), error, at_most, direction, int(at[cells[0]])))
         if group.clocks.size == 1:
             # Fences wait for the slowest path out of a rank within its node, on its own clock.
             fence = self.model.fence[:, group.clocks[0]]
@@ -293,9 +304,12 @@ class Contest:
                 mates = np.flatnonzero(~between & (sign == direction))
                 if mates.size:
                     error = np.full(len(fence), self.least_error)
-                    found.append((np.clip(held, 0.0, most), error, 0.0, int(at[mates[0]])))
-        over, error, signs, first = (np.array(values) for values in zip(*found))
-        return _Parts(over, error, signs[:, None], first, self.model.place.num_ranks)
+                    no_bound = np.zeros(len(fence), bool)
+                    found.append(
+                        (np.clip(held, 0.0, most), error, no_bound, 0.0, int(at[mates[0]]))
+                    )
+        over, error, at_most, signs, first = (np.array(values) for values in zip(*found))
+        return _Parts(over, error, at_most, signs[:, None], first, self.model.place.num_ranks)
 
     def _price_of_clock(self, group: Group, shift: float) -> float:
         penalty = self.model.prior.penalty

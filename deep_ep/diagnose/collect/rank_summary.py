@@ -371,7 +371,8 @@ def _path_times(elapsed: FloatArray, was_seen: BoolArray) -> _PathTimes:
     error = MEDIAN_COST * sigma / np.sqrt(np.maximum(count, 1.0))
     return _PathTimes(
         middle,
-        np.fmax(error, _moved(np.where(seen, elapsed, np.nan), error)),
+        # Bursts make halves differ as well.
+        np.where(share > 0, error, np.fmax(error, _moved(np.where(seen, elapsed, np.nan), error))),
         count,
         np.where(np.isfinite(middle), np.inf, np.take_along_axis(hidden, at[None], 0)[0]),
         burst,
