@@ -17,6 +17,7 @@ import numpy as np
 from ..collect.group_matrices import Place
 from ..core.diagnosis import FloatArray, IntArray
 from ..core.robust_stats import MAD_TO_SIGMA, median, median_of, or_zero, quantile_of
+from .partners import some_ranks
 
 # Slow paths leave these quantiles of what two directions take together alone; standard deviations between them.
 _HEALTHY = 0.1, 0.3
@@ -29,8 +30,6 @@ _MIDDLE = 0.49, 0.51
 _FAR_APART = 4.0
 # After so many sweeps nothing moves.
 _MOST_SWEEPS = 8
-# Paths to and from so many other ranks tell as much as those of all.
-_OTHERS = 128
 # Stated errors of offsets are limits, of about two standard deviations; clocks that were stepped are off by
 # far more, so the tails are those of Student's t with so many degrees of freedom.
 _STATED, _DEGREES = 2.0, 10.0
@@ -125,8 +124,7 @@ def _settled(readings: _Readings, clock: FloatArray, place: Place) -> FloatArray
 
 def _read(times: FloatArray, classes: IntArray, most: FloatArray) -> _Readings:
     """Times over those of healthy paths of their class, there and back."""
-    num_ranks = times.shape[-1]
-    others = np.sort(np.random.default_rng(0).permutation(num_ranks)[:_OTHERS])
+    others = some_ranks(len(classes))
     ahead, weight, sigmas = [], [], []
     for time, at_most in zip(times, most):
         # Clocks cancel between the two directions.

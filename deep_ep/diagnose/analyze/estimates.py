@@ -30,27 +30,29 @@ class Paths:
     Attributes:
         time: median of arrival minus issue, clocks set; NaN where not known.
         usual: what a healthy path takes.
-        rest: what neither the model nor a cause explains.
+        loaded: what of that the loads of its ports explain.
         between: whether a path joins two nodes.
-        inbound: [num_ranks], how much slower paths into a rank are than others.
-        by_load: [num_ranks], what of that the load of its ports explains; or of the paths out of it.
         clock: [num_ranks], by how much each clock is ahead of what was measured.
         level: median of healthy paths within a node, and between nodes; NaN where there is none.
     """
 
     time: FloatArray
     usual: FloatArray
-    rest: FloatArray
+    loaded: FloatArray
     between: BoolArray
-    inbound: FloatArray
-    by_load: FloatArray
     clock: FloatArray
     level: tuple[float, float]
 
-    @property
-    def excess(self) -> FloatArray:
-        """Time over usual."""
-        return self.time - self.usual
+    @functools.cached_property
+    def inbound(self) -> FloatArray:
+        """[num_ranks], how much slower paths into a rank are than others."""
+        slower = np.nan_to_num(median(self.time - self.usual + self.loaded, 1))
+        return slower - healthy(slower)[0]
+
+    @functools.cached_property
+    def by_load(self) -> FloatArray:
+        """[num_ranks], what the loads of its ports add to the paths into a rank, or out of it."""
+        return np.nan_to_num(np.fmax(median(self.loaded, 0), median(self.loaded, 1)))
 
 
 @dataclass(frozen=True)
@@ -140,16 +142,11 @@ def _paths_of(m: Matrices, model: PathModel, k: int) -> Paths:
         float(np.min(level[of])) if any(of) else float("nan")
         for level, of in ((within, has[:1]), (between, has[1:]))
     ]
-    by_load = np.where(m.expected, model.by_load[k], np.nan)
-    slower = np.where(m.expected, model.corrected[k] - model.level[k][model.classes], np.nan)
-    inbound = np.nan_to_num(median(slower, 1))
     return Paths(
         model.corrected[k],
         model.usual[k],
-        model.rest[k],
+        np.where(m.expected, model.by_load[k], np.nan),
         model.between,
-        inbound - healthy(inbound)[0],
-        np.nan_to_num(np.fmax(median(by_load, 0), median(by_load, 1))),
         model.clock,
         (levels[0], levels[1]),
     )

@@ -24,7 +24,7 @@ import numpy as np
 from ..core.causes import Cause
 from ..core.diagnosis import BoolArray, FloatArray, IntArray
 from ..core.robust_stats import MEDIAN_COST, median, weighted_median
-from .path_groups import KNOWN, NIC, NVLINK, Group, links_of, looks, path, side, spread_of
+from .path_groups import KNOWN, NIC, NO_RANKS, NVLINK, Group, links_of, looks, path, side, spread_of
 from .path_model import (
     A_CAUSE,
     MIN_RANKS_TO_SPLIT_PATHS,
@@ -41,8 +41,6 @@ _TRIED = 24
 _UNDECIDED = 5.0
 # Of the smallest effect of interest, the part that medians of many paths may be off for other reasons.
 _LEAST_ERROR = 1 / 4
-
-_NOBODY: IntArray = np.zeros(0, np.int64)
 
 
 @dataclass(frozen=True)
@@ -254,7 +252,7 @@ class Contest:
         small where there are many of them.
         """
         parts = self._parts(group)
-        nothing = replace(group, receivers=_NOBODY, sources=_NOBODY)
+        nothing = replace(group, receivers=NO_RANKS, sources=NO_RANKS)
         ways: list[tuple[Group, list[BoolArray]]] = [(nothing, [])]
         for one, other in self._rivals(group):
             here, there = parts.of(one), parts.of(other)

@@ -15,12 +15,13 @@ import numpy as np
 from ..core.causes import Cause
 from ..core.diagnosis import BoolArray, FloatArray, IntArray
 from ..core.robust_stats import healthy, median
+from .partners import ENOUGH_RANKS, members, partners, some_ranks
 from .path_model import PathModel
 
 # Kinds of link: within a node, between nodes, or all of them.
 NVLINK, NIC, ALL_LINKS = "nvlink", "nic", "all"
-# Paths from or to so many ranks, and of so many ranks of each of two nodes, tell which groups to look at.
-_RANKS_LOOKED_AT, _OF_A_PAIR = 128, 4
+# Of large groups, paths of so many ranks of each of two nodes tell which pairs to look at.
+_OF_A_PAIR = 4
 # Of a group so many of the paths must be known.
 KNOWN = 0.5
 # Up to so many groups have no spread of their own.
@@ -38,7 +39,7 @@ _MIRRORED: dict[Cause, tuple[Cause, Cause | None]] = {
     Cause.NODE_PAIR: (Cause.NODE_PAIR, None),
     Cause.PATH: (Cause.PATH, Cause.PATH_OR_BACK),
 }
-_NOBODY: IntArray = np.zeros(0, np.int64)
+NO_RANKS: IntArray = np.zeros(0, np.int64)
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ class Group:
     link: str
     receivers: IntArray
     sources: IntArray
-    clocks: IntArray = field(default_factory=lambda: _NOBODY)
+    clocks: IntArray = field(default_factory=lambda: NO_RANKS)
 
     @property
     def edge(self) -> tuple[int, int]:
@@ -143,12 +144,6 @@ def looks(model: PathModel) -> Iterator[Look]:
         yield _rails(model)
 
 
-def _some(num_ranks: int) -> IntArray:
-    if num_ranks <= _RANKS_LOOKED_AT:
-        return np.arange(num_ranks)
-    return np.sort(np.random.default_rng(0).permutation(num_ranks)[:_RANKS_LOOKED_AT])
-
-
 def side(model: PathModel, cause: Cause, link: str, rank: int) -> Group:
     """All paths into a rank, or out of it."""
     partners = np.flatnonzero(_of_link(model, link)[rank])
@@ -170,11 +165,7 @@ def _of_link(model: PathModel, link: str) -> BoolArray:
 
 def _sides(model: PathModel, link: str) -> Iterator[Look]:
     ranks = np.arange(model.place.num_ranks)[:, None]
-    if link == NVLINK and model.place.num_nodes > 1:
-        others = members(model.place.nodes)[model.place.nodes]
-    else:
-        some = _some(model.place.num_ranks)
-        others = np.where(_of_link(model, link)[:, some], some, -1)
+    others = partners(model.place.nodes, _of_link(model, link), within=link == NVLINK)
     yield Look(
         Cause.INGRESS, link, ranks, others, lambda rank: side(model, Cause.INGRESS, link, rank)
     )
@@ -185,7 +176,7 @@ def _sides(model: PathModel, link: str) -> Iterator[Look]:
 
 def _node_links(model: PathModel, nodes: IntArray) -> Iterator[Look]:
     place = model.place
-    some = _some(place.num_ranks)
+    some = some_ranks(place.num_ranks)
     elsewhere = np.where(place.nodes[some] != np.arange(len(nodes))[:, None], some, -1)
     inside = np.repeat(nodes, some.size, axis=1)
     outside = np.tile(elsewhere, (1, nodes.shape[1]))
@@ -204,7 +195,7 @@ def _node_pairs(model: PathModel, nodes: IntArray) -> Look:
     place = model.place
     pairs = [(a, b) for a in range(len(nodes)) for b in range(len(nodes)) if a != b]
     sources, receivers = np.array(pairs).T
-    few = nodes if nodes.size <= _RANKS_LOOKED_AT else nodes[:, :_OF_A_PAIR]
+    few = nodes if nodes.size <= ENOUGH_RANKS else nodes[:, :_OF_A_PAIR]
 
     def group(i: int) -> Group:
         src, dst = pairs[i]
@@ -224,7 +215,7 @@ def _node_pairs(model: PathModel, nodes: IntArray) -> Look:
 
 def _rails(model: PathModel) -> Look:
     devices = np.array(model.place.devices)
-    rails, some = members(devices), _some(model.place.num_ranks)
+    rails, some = members(devices), some_ranks(model.place.num_ranks)
     partners = np.where(devices[some] == np.arange(len(rails))[:, None], some, -1)
 
     def group(rail: int) -> Group:
@@ -240,12 +231,3 @@ def _rails(model: PathModel) -> Look:
         np.tile(partners, (1, rails.shape[1])),
         group,
     )
-
-
-def members(groups: IntArray) -> IntArray:
-    """[num_groups, largest group]: the ranks of each, filled up with -1."""
-    sizes = np.bincount(groups[groups >= 0])
-    ranks = np.full((sizes.size, int(sizes.max(initial=0))), -1)
-    for group, size in enumerate(sizes.tolist()):
-        ranks[group, :size] = np.flatnonzero(groups == group)
-    return ranks

@@ -18,6 +18,7 @@ from ..collect.group_matrices import Matrices, Place
 from ..core.diagnosis import BoolArray, FloatArray, IntArray
 from ..core.robust_stats import healthy, median, median_of, or_zero, quantile_of
 from .clocks import Prior, joint_clocks, prior_of
+from .partners import partners
 
 # Below four ranks a row of the path matrix has too few cells to tell a path from a clock.
 MIN_RANKS_TO_SPLIT_PATHS = 4
@@ -38,7 +39,7 @@ _CONNECTED = 0.4
 _EVEN, _PAIRS = 0.04, 4_000
 
 
-@dataclass
+@dataclass(frozen=True)
 class PathModel:
     """`[kinds, receiver, source]` ns unless said otherwise.
 
@@ -125,7 +126,7 @@ def fit_paths(kinds: Sequence[Matrices], floor_ns: float) -> PathModel:
         at_most = np.fmin(bound - _apart(clock), by_fence)
         rest = np.where(is_bound, at_most, time - _apart(clock))
         level, spread = _levels(rest - by_load, is_bound, classes, least_noise, least_held)
-        by_load = _by_load(rest, is_bound, load, classes, level)
+        by_load = _by_load(rest, is_bound, load, classes, level, place.nodes)
     rest -= by_load
     level, spread = _levels(rest, is_bound, classes, least_noise, least_held)
     rest -= level[:, classes]
@@ -284,12 +285,18 @@ def _port_loads(m: Matrices, classes: IntArray) -> FloatArray:
 
 
 def _by_load(
-    rest: FloatArray, is_bound: BoolArray, load: FloatArray, classes: IntArray, level: FloatArray
+    rest: FloatArray,
+    is_bound: BoolArray,
+    load: FloatArray,
+    classes: IntArray,
+    level: FloatArray,
+    nodes: IntArray,
 ) -> FloatArray:
     """What the loads of ports explain, by what ranks with more rows take longer there and back together."""
     explained = np.zeros(rest.shape)
-    for k, values in enumerate(known_rest(rest, is_bound)):
-        for link, of_link in ((0, classes == 0), (1, classes > 0)):
+    for link, of_link in ((0, classes == 0), (1, classes > 0)):
+        others = partners(nodes, of_link, within=link == 0)
+        for k, values in enumerate(known_rest(rest, is_bound)):
             if not of_link.any() or np.ptp(load[k][of_link]) < _EVEN:
                 continue
             x, y = (
@@ -297,16 +304,18 @@ def _by_load(
                 for v in (load[k], values - level[k][classes])
             )
             # Clocks cancel between the two directions, where both are known.
-            more, longer = (_there_and_back(v) for v in (x, y))
+            more, longer = (_there_and_back(v, others) for v in (x, y))
             most = max(or_zero(quantile_of(level[k, link : 2 * link + 1], 1.0)), 0.0)
             cost = min(max(_slope(more, longer), 0.0), most)
             explained[k] = np.where(of_link, cost * load[k], explained[k])
     return explained
 
 
-def _there_and_back(values: FloatArray) -> FloatArray:
+def _there_and_back(values: FloatArray, others: IntArray) -> FloatArray:
     """[num_ranks]: medians into each rank and out of it, added up; of one where the other is not known."""
-    both = np.stack([median(values, 0), median(values, 1)])
+    ranks = np.arange(len(values))[:, None]
+    ways = np.stack([values[others, ranks], values[ranks, others]])
+    both = median(np.where(others >= 0, ways, np.nan), 2)
     return np.where(np.isfinite(both).any(axis=0), np.nansum(both, axis=0), np.nan)
 
 

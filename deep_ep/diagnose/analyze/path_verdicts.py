@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -98,7 +98,7 @@ def judge_paths(matrices: Mapping[str, Matrices], limits: Mapping[str, Threshold
     false_alarms = next(iter(limits.values())).false_alarms
     lasting = Contest(model, model.rest, floors, false_alarms, fits_clocks=True)
     causes = lasting.run()
-    model.rest, model.clock = lasting.rest, lasting.clock
+    model = replace(model, rest=lasting.rest, clock=lasting.clock)
     bursts, share = (
         np.where(np.isfinite(model.time), np.stack([getattr(m, name) for m in kinds]), np.nan)
         for name in ("path_burst", "path_burst_share")

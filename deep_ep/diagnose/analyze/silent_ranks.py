@@ -24,7 +24,7 @@ _WAITED = 0.3
 # A rank's own clock might say that it was held up; nobody can be surer than this without it.
 _MOST_CERTAIN = 0.9
 # Clocks that are off by more than this say nothing of when a rank without one issued.
-_CLOCKS_OFF_NS = 5_000.0
+_CLOCKS_KNOWN_NS = 5_000.0
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ def _seen(kind: JudgedKind, rank: int) -> _Seen:
 
 
 def _is_off(e: Estimates) -> bool:
-    return bool(np.abs(e.paths.clock).max() > _CLOCKS_OFF_NS)
+    return bool(np.abs(e.paths.clock).max() > _CLOCKS_KNOWN_NS)
 
 
 def _verdict(seen: _Seen) -> Found:

@@ -316,6 +316,20 @@ def test_what_slows_everything_is_found_in_the_groups_own_history() -> None:
     assert judge_with_history([], 30).verdicts == []
 
 
+def test_nobody_is_certain_of_what_has_no_known_error() -> None:
+    history = diagnose.History()
+    for seed in range(8):
+        diagnose.judge(diagnose.gather(simulate(NODES, 16, 32, [], seed=seed)), history=history)
+    matrices = diagnose.gather(simulate(NODES, 16, 32, [Everything(20e-6)], seed=8))
+    unknown = {
+        kind: replace(m, path_error=np.full_like(m.path_error, np.nan))
+        for kind, m in matrices.items()
+    }
+    found = diagnose.judge(unknown, history=history)
+    assert found.keys == {("comm-slow", None)}
+    assert all(np.isnan(verdict.certainty) for verdict in found.verdicts)
+
+
 @pytest.mark.parametrize("num_ranks", [8, 32])
 def test_drifting_clocks_are_taken_out(num_ranks: int) -> None:
     machine = replace(NODES, clock_error=3.0, host_clock_error=5.0, host_drift_ppm=20.0)

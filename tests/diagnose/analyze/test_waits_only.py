@@ -293,15 +293,21 @@ def test_links_are_told_from_ranks_where_hosts_are_slower_than_what_is_waited_fo
             assert not said or f"{said}: rank 6;" in undecided(found)
 
 
+def behind_fences(per_node: int, fault: Any, seed: int) -> Diagnosis:
+    """What is said of eight ranks, so many on a node, whose fences wait for what they have sent."""
+    machine = replace(CLUSTER, fenced=True, ranks_per_node=per_node)
+    hosts = [f"node{rank // per_node}" for rank in range(8)]
+    windows = generated(machine, 8, fault, seed)
+    return judge_waits(windows, operations=OPERATIONS, hosts=hosts)
+
+
 @pytest.mark.parametrize("effect_s", [20e-6, 50e-6, 200e-6, 2e-3])
 @pytest.mark.parametrize("per_node", [8, 4, 2])
 def test_behind_fences_that_wait_a_slow_way_out_is_not_told_from_a_late_rank(
     per_node: int, effect_s: float
 ) -> None:
-    machine = replace(CLUSTER, fenced=True, ranks_per_node=per_node)
-    hosts = [f"node{rank // per_node}" for rank in range(8)]
     for fault in (SlowEgress(6, effect_s), SlowRank(6, effect_s)):
-        found = judge_waits(generated(machine, 8, fault, 1), operations=OPERATIONS, hosts=hosts)
+        found = behind_fences(per_node, fault, 1)
         assert found.keys == set()
         assert f"{IS_LATE}: rank 6" in undecided(found)
 
@@ -311,20 +317,15 @@ def test_behind_fences_that_wait_a_slow_way_out_is_not_told_from_a_late_rank(
 def test_behind_fences_that_wait_a_slow_way_in_names_nothing_that_is_not_slow(
     per_node: int, effect_s: float
 ) -> None:
-    machine = replace(CLUSTER, fenced=True, ranks_per_node=per_node)
-    hosts = [f"node{rank // per_node}" for rank in range(8)]
     for seed in range(3):
-        windows = generated(machine, 8, SlowIngress(6, effect_s), seed)
-        found = judge_waits(windows, operations=OPERATIONS, hosts=hosts)
+        found = behind_fences(per_node, SlowIngress(6, effect_s), seed)
         assert found.keys <= {(COMM_SLOW, 6), *((COMM_SLOW, (rank, 6)) for rank in range(6))}
         # The others hardly wait for each other, and more for it than for anybody.
         assert found.keys or (per_node, effect_s) != (8, 20e-6)
 
 
 def test_behind_fences_that_wait_the_source_of_a_slow_path_is_not_named() -> None:
-    windows = generated(replace(CLUSTER, fenced=True), 8, SlowPath(2, 5, 50e-6), 1)
-    found = judge_waits(windows, operations=OPERATIONS, hosts=["a"] * 8)
-    assert found.keys == {(COMM_SLOW, (2, 5))}
+    assert behind_fences(8, SlowPath(2, 5, 50e-6), 1).keys == {(COMM_SLOW, (2, 5))}
 
 
 def test_who_is_waited_for_in_its_own_node_is_not_early() -> None:

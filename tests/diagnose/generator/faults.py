@@ -104,16 +104,16 @@ class SlowNic:
 
 
 @dataclass(frozen=True)
-class IntermittentRank:
+class _RankNowAndThen(_RankDelay):
+    share: float = 0.3
+    burst: int = 1
+
+
+class IntermittentRank(_RankNowAndThen):
     """Rank `rank` is late by `delay_s` now and then, in `share` of the operations.
 
     It is late in `burst` operations one after the other, and again after a time that no one knows.
     """
-
-    rank: int
-    delay_s: float
-    share: float = 0.3
-    burst: int = 1
 
 
 @dataclass(frozen=True)
@@ -126,14 +126,12 @@ class Throttled:
 
 
 @dataclass(frozen=True)
-class NicBursts:
+class NicBursts(_RankNowAndThen):
     """Other jobs use the NIC of rank `rank`: data to and from other nodes takes `delay_s` longer.
 
     In `share` of the operations, in about `burst` of them one after the other.
     """
 
-    rank: int
-    delay_s: float
     share: float = 0.4
     burst: int = 6
 
@@ -149,17 +147,11 @@ class PathBursts:
     burst: int = 6
 
 
-@dataclass(frozen=True)
-class PausedSender:
+class PausedSender(_RankNowAndThen):
     """What rank `rank` sends to other nodes is held back by `delay_s` in `share` of the operations.
 
     On one node, what it sends to anybody. It knows nothing of that; only what it sends comes later.
     """
-
-    rank: int
-    delay_s: float
-    share: float = 0.3
-    burst: int = 1
 
 
 @dataclass(frozen=True)
@@ -210,8 +202,8 @@ GeneratorFault = Union[
     Everything,
     Hiccup,
 ]
-NowAndThen = Union[IntermittentRank, NicBursts, PathBursts, PausedSender]
-_NOW_AND_THEN = (IntermittentRank, NicBursts, PathBursts, PausedSender)
+NowAndThen = Union[_RankNowAndThen, PathBursts]
+_NOW_AND_THEN = (_RankNowAndThen, PathBursts)
 
 # Each kind of fault that differs by operation draws from a stream of its own.
 _STREAMS = {IntermittentRank: 2, Throttled: 3, NicBursts: 4, PathBursts: 5, PausedSender: 6}

@@ -1,0 +1,38 @@
+"""Which other ranks tell of a rank: all of its node or of a small group, and some of a large one."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..core.diagnosis import BoolArray, IntArray
+
+# Paths from or to so many ranks tell as much as those of all.
+ENOUGH_RANKS = 128
+
+
+def some_ranks(num_ranks: int) -> IntArray:
+    """All ranks in order, or as many of them as are enough."""
+    return np.sort(np.random.default_rng(0).permutation(num_ranks)[:ENOUGH_RANKS])
+
+
+def members(groups: IntArray) -> IntArray:
+    """[num_groups, largest group]: the ranks of each, filled up with -1."""
+    sizes = np.bincount(groups[groups >= 0])
+    ranks = np.full((sizes.size, int(sizes.max(initial=0))), -1)
+    for group, size in enumerate(sizes.tolist()):
+        ranks[group, :size] = np.flatnonzero(groups == group)
+    return ranks
+
+
+def partners(nodes: IntArray, of_link: BoolArray, *, within: bool) -> IntArray:
+    """[num_ranks, partners]: ranks whose paths to and from each tell of it; -1: none.
+
+    Args:
+        nodes: [num_ranks].
+        of_link: [receiver, source], paths of one kind of link.
+        within: whether it joins ranks of one node. Then a rank is among its own partners.
+    """
+    if within and nodes.max() > 0:
+        return members(nodes)[nodes]
+    some = some_ranks(nodes.size)
+    return np.where(of_link[:, some], some, -1)
