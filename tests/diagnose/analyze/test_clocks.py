@@ -68,6 +68,17 @@ def test_one_slow_path_is_in_nobody_s_clock(seed: int, shape: tuple[int, int]) -
     assert np.abs(apart(found) - apart(clock)).max() < 2 * US
 
 
+def test_the_only_pair_that_is_seen_both_ways_may_be_slow() -> None:
+    place, classes = place_of(1, 4)
+    time = path_times(classes, np.zeros(4), np.random.default_rng(1), 0.2)
+    for receiver, source in [(1, 0), (0, 2), (2, 1), (3, 1), (3, 2)]:
+        time[receiver, source] = np.nan
+    time[3, 0] += 80_000 * US
+    prior = Prior(np.full(4, 10 * US))
+    found, _ = joint_clocks(np.stack([time, time]), classes, place, np.full(2, np.inf), prior)
+    assert np.abs(found).max() < 2 * US
+
+
 @given(st.integers(0, 10_000), st.sampled_from([(1, 8), (3, 4), (4, 8)]), st.booleans())
 @settings(max_examples=60)
 def test_a_slow_side_moves_no_clock_but_its_rank_s(
