@@ -45,8 +45,8 @@ _QUARTILE, _TENTH = 0.6745, 1.2816
 # From so many standard deviations above what is usual on a path is in a burst, and most of it is further by this
 # factor; they recur in so many stretches, and are this share of all operations.
 _BURST, _WIDER, _APART, _RECURS, _OFTEN = 4.0, 4.0, 1.25, 3, 0.1
-# The halves of a window differ if their medians do by so many standard errors.
-_MOVED = 8.0
+# Before and after a step times are nearer to their own median, but for this share, and last this part of a window.
+_OVERLAP, _LASTS = 1 / 16, 1 / 8
 # Fewer operations do not tell bursts from chance.
 _MANY = 24
 
@@ -162,8 +162,11 @@ def _summarize_kind(
     was_seen = _was_seen(of_source.get("seen"), arrival, device)
     received = np.nansum(tokens, axis=1)
     compared = _of_one_batch_size(received)
+    lateness = issued - median(issued, 1)[:, None]
+    is_settled = _since_step(lateness)
+    is_settled &= is_settled[:, rank, None]
     elapsed = (arrival - issued)[compared]
-    elapsed[~_of_usual_load(tokens[compared])] = np.nan
+    elapsed[~(_of_usual_load(tokens[compared]) & is_settled[compared])] = np.nan
     elapsed[:, rank] = np.nan
     paths = _path_times(elapsed, was_seen[compared])
     own_ns = OwnTimes(
@@ -177,10 +180,10 @@ def _summarize_kind(
     if kind in NORMAL_KINDS:
         sent = _relative(own_stamps.get("sent", np.zeros_like(begin)), begin)
         own_ns = own_times(kind, kinds, own_stamps["op"], begin, sent, ready, leaves, own_ns)
-    lateness = issued - median(issued, 1)[:, None]
     # Where all begin together, nobody is seen to issue later than who entered last.
     came_later = entered - median(entered, 1)[:, None]
     lateness = lateness + np.where(own_ns.meets[:, None], came_later, 0.0)
+    lateness = np.where(is_settled, lateness, np.nan)
     last = np.argsort(np.where(took_part, -arrival, np.inf), axis=1)[:, :KEPT_ARRIVALS]
     start = np.maximum(entered, 0.0)
     on_the_way = np.where(arrival > start, arrival - start, 0.0)
@@ -316,6 +319,27 @@ def _of_one_batch_size(received: FloatArray) -> BoolArray:
     return chosen
 
 
+def _since_step(lateness: FloatArray) -> BoolArray:
+    """`[n, num_ranks]`: operations since the clock of a source was set; all of them where it was not.
+
+    The change is where the running sum of signs about the median is farthest from 0 (Pettitt 1979).
+
+    Args:
+        lateness: [n, num_ranks] ns, later than most by the receiver's clock.
+    """
+    signs = np.sign(np.nan_to_num(lateness - median(lateness, 0)))
+    last_before = np.argmax(np.abs(np.cumsum(signs, axis=0)), axis=0)
+    is_after = np.arange(len(lateness))[:, None] > last_before
+    before, after = (median(np.where(part, lateness, np.nan), 0) for part in (~is_after, is_after))
+    is_nearer = np.abs(lateness - after) < np.abs(lateness - before)
+    known = np.isfinite(lateness)
+    has_stepped = np.ones(lateness.shape[1], bool)
+    for part, is_other in ((known & ~is_after, is_nearer), (known & is_after, ~is_nearer)):
+        count, others = part.sum(axis=0), (part & is_other).sum(axis=0)
+        has_stepped &= (count >= _LASTS * len(lateness)) & (others <= _OVERLAP * count)
+    return np.asarray(is_after | ~has_stepped)
+
+
 def _of_usual_load(tokens: FloatArray) -> BoolArray:
     """`[n, num_ranks]`: operations in which a source sent no more than it usually does; hot experts may move."""
     usual = quantile(tokens, 0.25, 0)
@@ -371,20 +395,12 @@ def _path_times(elapsed: FloatArray, was_seen: BoolArray) -> _PathTimes:
     error = MEDIAN_COST * sigma / np.sqrt(np.maximum(count, 1.0))
     return _PathTimes(
         middle,
-        # Bursts make halves differ as well.
-        np.where(share > 0, error, np.fmax(error, _moved(np.where(seen, elapsed, np.nan), error))),
+        error,
         count,
         np.where(np.isfinite(middle), np.inf, np.take_along_axis(hidden, at[None], 0)[0]),
         burst,
         share,
     )
-
-
-def _moved(elapsed: FloatArray, error: FloatArray) -> FloatArray:
-    """`[num_ranks]` ns: how far a median may be off because paths, or clocks, changed within the window; else 0."""
-    half = len(elapsed) // 2
-    apart = np.abs(median(elapsed[:half], 0) - median(elapsed[half:], 0))
-    return np.where(apart > _MOVED * error, apart / 2, 0.0)
 
 
 def _censored_quantile(
