@@ -141,7 +141,7 @@ def _read(times: FloatArray, classes: IntArray, most: FloatArray) -> _Readings:
                 else np.where(of_link, median_of(time[of_link]), 0.0)
             )
             low, usual = (or_zero(quantile_of(telling[of_link], share)) for share in _HEALTHY)
-            over[of_link] -= min(usual, at_most) if link == 0 else usual
+            over[of_link] -= min(max(usual, 0.0), at_most if link == 0 else np.inf)
             sigma[of_link] = max((usual - low) / _SIGMAS, _LEAST_SIGMA_NS)
         ahead += [over[:, others], -over.T[:, others]]
         weight += [1 / sigma[:, others] ** 2] * 2

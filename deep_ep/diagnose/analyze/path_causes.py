@@ -84,7 +84,8 @@ class _Parts:
     Attributes:
         over, error: [parts, kinds]; NaN where nothing is known.
         is_bound: [parts, kinds], where `over` is the most that paths take.
-        sign: [parts, 1], 1 for paths into the ranks, -1 for those out of them; 0 where clocks do not matter.
+        sign: [parts, kinds], 1 for paths into the ranks, -1 for those out of them; 0 where clocks do not matter.
+        is_fence: [parts], those that are not paths but waiting at fences.
         first: [parts], one path of each.
         num_ranks: of the group.
     """
@@ -93,6 +94,7 @@ class _Parts:
     error: FloatArray
     is_bound: BoolArray
     sign: FloatArray
+    is_fence: BoolArray
     first: IntArray
     num_ranks: int
 
@@ -102,7 +104,7 @@ class _Parts:
 
     def shifts(self, slow: Sequence[BoolArray]) -> set[float]:
         """By how much the clocks may be ahead, as parts tell that are not slow, with bounds and without; or not at all."""
-        told = (self.sign != 0) & np.ones(self.over.shape, bool)
+        told = self.sign != 0
         for of_cause in slow:
             told = told & ~of_cause[:, None]
         ahead, weight = self.sign * self.over, 1 / self.error
@@ -116,12 +118,11 @@ class _Parts:
     def misfit(self, slow: Sequence[BoolArray], shift: float) -> float:
         """Nats that parts are off, of which those of a cause are slow by the same."""
         left = self.over - shift * self.sign
-        by_clock = self.sign[:, 0] != 0
         for of_cause in slow:
-            effect = np.maximum(np.nan_to_num(median(left[of_cause & by_clock], 0)), 0.0)
+            effect = np.maximum(np.nan_to_num(median(left[of_cause & ~self.is_fence], 0)), 0.0)
             left = left - effect * of_cause[:, None]
             # What a rank waits at its fence is known up to a limit only.
-            left[of_cause & ~by_clock] = 0.0
+            left[of_cause & self.is_fence] = 0.0
         left = np.where(self.is_bound, np.minimum(left, 0.0), left)
         return float(_huber(np.nan_to_num(left / self.error)).sum())
 
@@ -273,8 +274,10 @@ class Contest:
         return [(one, one.mirrored()) for one in sides if one.receivers.size > 1]
 
     def _parts(self, group: Group) -> _Parts:
-        at, sign, inside = self._region(group, with_clocks=True)
-        opposite = np.isin(at, group.mirrored().paths(self.model.place.num_ranks))
+        num_ranks = self.model.place.num_ranks
+        at, moved, inside = self._region(group, with_clocks=True)
+        opposite = np.isin(at, group.mirrored().paths(num_ranks))
+        way = np.where(np.isin(at // num_ranks, group.clocks), 1.0, -1.0)
         is_side = group.cause in (Cause.INGRESS, Cause.EGRESS)
         number = np.where(is_side, 0, np.where(inside, 1, np.where(opposite, 2, 3)))
         between = _flat(self.model.between[None])[0, at]
@@ -282,7 +285,7 @@ class Contest:
         rest, usual = known_rest(rest, self._hides(at)), _flat(self.model.usual)[:, at]
         found = []
         for of, direction, is_far in itertools.product(range(4), (1.0, -1.0), (False, True)):
-            cells = np.flatnonzero((number == of) & (sign == direction) & (between == is_far))
+            cells = np.flatnonzero((number == of) & (way == direction) & (between == is_far))
             if not cells.size:
                 continue
             count = np.maximum(np.isfinite(rest[:, cells]).sum(axis=1), 1)
@@ -293,21 +296,21 @@ class Contest:
             error = np.sqrt(alone**2 + alike**2 + busy**2)
             seen = np.isfinite(rest[:, cells]) & ~self._hides(at[cells])
             at_most = ~seen.any(axis=1)
-            found.append((median(rest[:, cells], 1), error, at_most, direction, int(at[cells[0]])))
+            over, sign = (median(values[:, cells], 1) for values in (rest, moved))
+            found.append((over, error, at_most, sign, False, int(at[cells[0]])))
         if group.clocks.size == 1:
             # Fences wait for the slowest path out of a rank within its node, on its own clock.
             fence = self.model.fence[:, group.clocks[0]]
             most = self.least_error * self.price / _HUBER / len(fence)
             for held, direction in ((fence, -1.0), (-fence, 1.0)):
-                mates = np.flatnonzero(~between & (sign == direction))
+                mates = np.flatnonzero(~between & (way == direction))
                 if mates.size:
                     error = np.full(len(fence), self.least_error)
                     no_bound = np.zeros(len(fence), bool)
-                    found.append(
-                        (np.clip(held, 0.0, most), error, no_bound, 0.0, int(at[mates[0]]))
-                    )
-        over, error, at_most, signs, first = (np.array(values) for values in zip(*found))
-        return _Parts(over, error, at_most, signs[:, None], first, self.model.place.num_ranks)
+                    over = np.clip(held, 0.0, most)
+                    found.append((over, error, no_bound, 0.0 * error, True, int(at[mates[0]])))
+        over, error, is_bound, sign, is_fence, first = (np.array(of) for of in zip(*found))
+        return _Parts(over, error, is_bound, sign, is_fence, first, num_ranks)
 
     def _price_of_clock(self, group: Group, shift: float) -> float:
         penalty = self.model.prior.penalty
@@ -316,9 +319,9 @@ class Contest:
 
     def _fit(self, group: Group, shift: float) -> _Fit:
         """With clocks of its ranks that are ahead by `shift` more."""
-        at, sign, inside = self._region(group, with_clocks=shift != 0)
+        at, moved, inside = self._region(group, with_clocks=shift != 0)
         rest, noise = self._cells(at)
-        left = rest - shift * sign
+        left = rest - shift * moved
         effect = np.zeros(len(rest))
         if inside.any():
             slow = known_rest(left, self._hides(at))[:, inside]
@@ -333,17 +336,21 @@ class Contest:
         return _Fit(group, effect, shift, float(gains.sum()))
 
     def _region(self, group: Group, *, with_clocks: bool) -> tuple[IntArray, FloatArray, Any]:
-        """Flat indices of the paths that a fit looks at, how a clock that is ahead moves each, which are the group's."""
+        """Flat indices of the paths that a fit looks at, how a clock that is ahead moves each, which are the group's.
+
+        The second is [kinds, paths].
+        """
         num_ranks = self.model.place.num_ranks
         paths = group.paths(num_ranks)
         if not with_clocks:
-            return paths, np.zeros(paths.size), np.ones(paths.size, bool)
+            return paths, np.zeros((len(self.rest), paths.size)), np.ones(paths.size, bool)
         others = np.delete(np.arange(num_ranks), group.clocks)
         into = (group.clocks[:, None] * num_ranks + others).ravel()
         out_of = (others[:, None] * num_ranks + group.clocks).ravel()
         at = np.concatenate([into, out_of])
         sign = np.repeat([1.0, -1.0], [into.size, out_of.size])
-        return at, sign, np.isin(at, paths)
+        moved = np.where(_flat(self.model.on_one_clock)[:, at], 0.0, sign)
+        return at, moved, np.isin(at, paths)
 
     def _cells(self, at: IntArray) -> tuple[FloatArray, FloatArray]:
         return _flat(self.rest)[:, at], _flat(self.model.noise)[:, at]
@@ -360,8 +367,8 @@ class Contest:
         flat = _flat(self.rest)
         flat[:, fit.group.paths(self.model.place.num_ranks)] -= times * fit.effect[:, None]
         if fit.shift:
-            at, sign, _ = self._region(fit.group, with_clocks=True)
-            flat[:, at] -= times * fit.shift * sign
+            at, moved, _ = self._region(fit.group, with_clocks=True)
+            flat[:, at] -= times * fit.shift * moved
             self.clock[fit.group.clocks] += times * fit.shift
 
     def _settled(self, fit: _Fit) -> _Fit:

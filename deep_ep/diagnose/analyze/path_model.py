@@ -33,6 +33,8 @@ _SWEEPS, _ENOUGH_PATHS = 2, 4_096
 # One direction of a rank is hardly seen at less than this share of the other. Clocks are not off by so many standard
 # deviations, unless both directions say so.
 _ONE_WAY, _TOO_FAR = 0.2, 4.0
+# Fences of so many mates tell into which rank paths are slow.
+_MATES = 2
 # A rank's clock is told by the paths of this share of the others.
 _CONNECTED = 0.4
 # Loads that differ by less say nothing; pairs of ranks that tell what load costs.
@@ -50,6 +52,7 @@ class PathModel:
         expected: over which paths anything came.
         time: median of arrival minus issue, by clocks as measured; NaN where not known.
         is_bound: where `rest` says no more than that a path is not slower.
+        on_one_clock: where the bound is of the sender's clock alone.
         level: [kinds, classes], of healthy paths.
         by_load: what the loads of the ports explain.
         uneven: by what share the loads of the ports differ from those of others.
@@ -67,6 +70,7 @@ class PathModel:
     expected: BoolArray
     time: FloatArray
     is_bound: BoolArray
+    on_one_clock: BoolArray
     level: FloatArray
     by_load: FloatArray
     uneven: FloatArray
@@ -110,25 +114,28 @@ def fit_paths(kinds: Sequence[Matrices], floor_ns: float) -> PathModel:
     least_held = by_fence.min(axis=(1, 2))
     by_fence = np.where(expected & ~np.isfinite(time), by_fence, np.inf)
     prior = prior_of(_stated_errors(kinds))
-    time = np.where(_are_connected(time, prior, floor_ns), time, np.nan)
+    fence = np.stack([_over_mates(median(m.held, 0), place.nodes) for m in kinds])
+    into = _into_by_fence(fence, classes, floor_ns)
+    is_told = _are_connected(time, prior, floor_ns) | (into > 0).any(axis=0)
+    time = np.where(is_told, time, np.nan)
     is_bound = np.isfinite(np.fmin(bound, by_fence))
     load, uneven = np.stack([_port_loads(m, classes) for m in kinds], axis=1)
-    fence = np.stack([_over_mates(median(m.held, 0), place.nodes) for m in kinds])
     clock = np.zeros(place.num_ranks)
     by_load = np.zeros(time.shape)
     least_noise = _LEAST_NOISE * floor_ns
     for _ in range(_SWEEPS):
         if place.num_ranks >= MIN_RANKS_TO_SPLIT_PATHS:
-            told, sigma = joint_clocks(time - by_load, classes, place, least_held, prior)
+            told, sigma = joint_clocks(time - by_load - into, classes, place, least_held, prior)
             told = _without_slow_sides(told, time, fence, prior)
             clock = prior.drawn(_without_slow_pair(told, place, prior), sigma)
         # What a rank waits at its fence is on its own clock.
-        at_most = np.fmin(bound - _apart(clock), by_fence)
-        rest = np.where(is_bound, at_most, time - _apart(clock))
-        level, spread = _levels(rest - by_load, is_bound, classes, least_noise, least_held)
+        on_one_clock = is_bound & (by_fence <= bound - _apart(clock))
+        rest = np.where(is_bound, bound, time) - _apart(clock)
+        rest = np.where(on_one_clock, by_fence, rest)
+        level, spread = _levels(rest - by_load - into, is_bound, classes, least_noise, least_held)
         by_load = _by_load(rest, is_bound, load, classes, level, place.nodes)
     rest -= by_load
-    level, spread = _levels(rest, is_bound, classes, least_noise, least_held)
+    level, spread = _levels(rest - into, is_bound, classes, least_noise, least_held)
     rest -= level[:, classes]
     error = np.stack([m.path_error for m in kinds])
     noise = np.hypot(np.maximum(spread[:, classes], least_noise), np.where(is_bound, 0.0, error))
@@ -138,6 +145,7 @@ def fit_paths(kinds: Sequence[Matrices], floor_ns: float) -> PathModel:
         expected,
         time,
         is_bound,
+        on_one_clock,
         level,
         by_load,
         uneven,
@@ -184,6 +192,16 @@ def _over_mates(values: FloatArray, nodes: IntArray) -> FloatArray:
     return np.nan_to_num(values - median(np.where(mates, values, np.nan), 1))
 
 
+def _into_by_fence(fence: FloatArray, classes: IntArray, floor_ns: float) -> FloatArray:
+    """[kinds, receiver, source] ns: how much slower paths within a node are into the one rank that all others wait for.
+
+    They do so at their fences, on their own clocks. Of two ranks, one may as well be slow to send.
+    """
+    mates = (classes == 0).sum(axis=1)
+    longer = np.where((-fence > floor_ns) & (mates >= _MATES), -fence, 0.0)
+    return np.asarray(np.where(classes == 0, longer[:, :, None], 0.0))
+
+
 def _without_slow_sides(
     told: FloatArray, time: FloatArray, fence: FloatArray, prior: Prior
 ) -> FloatArray:
@@ -195,9 +213,7 @@ def _without_slow_sides(
     into, out_of = known.sum(axis=1), known.sum(axis=0)
     only_out, only_into = into < _ONE_WAY * out_of, out_of < _ONE_WAY * into
     longer = median(fence, 0)
-    held = np.where(
-        only_out, np.maximum(longer, 0.0), np.where(only_into, np.minimum(longer, 0.0), 0.0)
-    )
+    held = np.where(only_out, np.maximum(longer, 0.0), 0.0)
     slow = np.where(only_out, -told, np.where(only_into, told, 0.0))
     return np.where(slow > _TOO_FAR * prior.sigma, 0.0, told + held)
 

@@ -15,6 +15,7 @@ from _scenarios import (  # noqa: E402
     ALTERNATING,
     FENCED,
     KERNEL_CLOCKS,
+    STEPPED_WITHIN,
     USUAL,
     WHILE_SLOW,
     Cell,
@@ -52,11 +53,16 @@ def test_batches_that_alternate_are_levels_and_no_noise(fault: str) -> None:
 
 @pytest.mark.parametrize("clock", [STATED, STATED_2S, STATED_10MIN])
 @pytest.mark.parametrize("side", ["slow NVLink ingress", "slow NVLink egress"])
-@pytest.mark.parametrize("shape", ["2x8", "3x4"])
+@pytest.mark.parametrize("shape", ["1x8", "2x8", "3x4"])
 def test_a_slow_nvlink_is_a_path_though_its_time_stands_in_the_senders_fences(
     side: str, shape: str, clock: str
 ) -> None:
-    assert all_right(Cell(side, shape, 50.0, FENCED, clock)) >= 0.75
+    assert all_right(Cell(side, shape, 50.0, FENCED, clock)) == 1.0
+
+
+@pytest.mark.parametrize("scenario", ["late rank", "slow path", "slow egress"])
+def test_a_clock_that_is_set_within_the_window_is_no_slow_path(scenario: str) -> None:
+    assert all_right(Cell(scenario, "2x8", 50.0, USUAL, STEPPED_WITHIN)) == 1.0
 
 
 @pytest.mark.parametrize("clock", [STATED, STATED_2S, STATED_10MIN])
