@@ -103,14 +103,19 @@ def _seen(kind: JudgedKind, rank: int) -> _Seen:
     late = min(or_zero(float(e.late[rank])), wait)
     if _is_off(e):
         late = max(or_zero(median_of(usual)) - path, 0.0)
-    # While it is late the data of the others comes in, so it leaves earlier by a path's time, where
-    # that is all they wait for. With one kind of path, that is what the others wait.
-    if _is_off(e) or not np.isfinite(e.paths.level[1]):
-        effect = max(wait, late)
+    # While it is late the data of the others comes in, so it leaves earlier by that, at most by a path's time. With one
+    # kind of path that is what the others wait; with two, some of them wait for other nodes rather than for it.
+    slowest = max((level for level in e.paths.level if math.isfinite(level)), default=0.0)
+    if not np.isfinite(e.paths.level[1]):
+        effect, lead = max(wait, late), min(slowest, late)
+    elif _is_off(e):
+        lead = min(max(slowest, 0.0), wait)
+        effect = wait - lead / 2
     else:
         path = max(or_zero(median_of(m.path[:, rank] - e.paths.clock)), 0.0)
+        lead = min(path, late)
         effect = min(late + (path if late > path else 0.0), max(wait, late))
-    unsure = math.hypot(e.work.apart, min(path, late) / 2)
+    unsure = math.hypot(e.work.apart, lead / 2)
     return _Seen(kind, rank, waited, typical, late, error, spread, effect, unsure)
 
 
