@@ -327,12 +327,18 @@ def _since_step(lateness: FloatArray) -> BoolArray:
     Args:
         lateness: [n, num_ranks] ns, later than most by the receiver's clock.
     """
+    known = np.isfinite(lateness)
+    number = np.arange(len(lateness))[:, None]
     signs = np.sign(np.nan_to_num(lateness - median(lateness, 0)))
     last_before = np.argmax(np.abs(np.cumsum(signs, axis=0)), axis=0)
-    is_after = np.arange(len(lateness))[:, None] > last_before
-    before, after = (median(np.where(part, lateness, np.nan), 0) for part in (~is_after, is_after))
-    is_nearer = np.abs(lateness - after) < np.abs(lateness - before)
-    known = np.isfinite(lateness)
+    for _ in range(2):
+        is_after = number > last_before
+        before, after = (
+            median(np.where(part, lateness, np.nan), 0) for part in (~is_after, is_after)
+        )
+        is_nearer = np.abs(lateness - after) < np.abs(lateness - before)
+        # Where noise has moved the change, the two levels tell where it is.
+        last_before = np.argmin(np.cumsum(known * np.where(is_nearer, 1, -1), axis=0), axis=0)
     has_stepped = np.ones(lateness.shape[1], bool)
     for part, is_other in ((known & ~is_after, is_nearer), (known & is_after, ~is_nearer)):
         count, others = part.sum(axis=0), (part & is_other).sum(axis=0)
