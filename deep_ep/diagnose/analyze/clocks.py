@@ -22,6 +22,8 @@ from .partners import some_ranks
 # Slow paths leave these quantiles of what two directions take together alone; standard deviations between them.
 _HEALTHY = 0.1, 0.3
 _SIGMAS = 0.757
+# So many of the pairs of a kind of link, or as many as there are ranks, tell what is usual there.
+_ENOUGH_PAIRS = 0.5
 # Readings of links that vary less count for more, down to this standard deviation, ns.
 _LEAST_SIGMA_NS = 500.0
 # The middle of the readings, which has both ends of a slow side that is as well known as the other side.
@@ -134,12 +136,10 @@ def _read(times: FloatArray, classes: IntArray, most: FloatArray) -> _Readings:
             of_link = classes == link
             # Of paths that are seen one way only, a clock and what is usual are one number. A few pairs that are
             # seen both ways may be the slow ones.
-            pairs = np.isfinite(both[of_link]).sum() / 2
-            telling = (
-                both
-                if pairs >= len(classes) - 1
-                else np.where(of_link, median_of(time[of_link]), 0.0)
-            )
+            known = np.isfinite(both[of_link])
+            is_enough = known.sum() >= min(_ENOUGH_PAIRS * known.size, 2 * (len(classes) - 1))
+            one_way = median_of(time[of_link])
+            telling = both if is_enough and known.any() else np.where(of_link, one_way, 0.0)
             low, usual = (or_zero(quantile_of(telling[of_link], share)) for share in _HEALTHY)
             over[of_link] -= min(max(usual, 0.0), at_most if link == 0 else np.inf)
             sigma[of_link] = max((usual - low) / _SIGMAS, _LEAST_SIGMA_NS)

@@ -107,7 +107,7 @@ def found_cause(
         interval_us=size.interval_us,
         share=_share(e, cells),
         duration_us=e.duration_ns / 1e3,
-        certainty=min(certainty(size.effect, size.error, size.tests), most_certain)
+        certainty=float(np.minimum(certainty(size.effect, size.error, size.tests), most_certain))
         if e.has_stamps
         else float("nan"),
         seen_in=seen_in,

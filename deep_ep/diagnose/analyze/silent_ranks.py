@@ -106,15 +106,13 @@ def _seen(kind: JudgedKind, rank: int) -> _Seen:
     # While it is late the data of the others comes in, so it leaves earlier by that, at most by a path's time. With one
     # kind of path that is what the others wait; with two, some of them wait for other nodes rather than for it.
     slowest = max((level for level in e.paths.level if math.isfinite(level)), default=0.0)
+    lead = min(max(slowest, 0.0), wait if _is_off(e) else late)
     if not np.isfinite(e.paths.level[1]):
-        effect, lead = max(wait, late), min(slowest, late)
+        effect = max(wait, late)
     elif _is_off(e):
-        lead = min(max(slowest, 0.0), wait)
         effect = wait - lead / 2
     else:
-        path = max(or_zero(median_of(m.path[:, rank] - e.paths.clock)), 0.0)
-        lead = min(path, late)
-        effect = min(late + (path if late > path else 0.0), max(wait, late))
+        effect = min(late + lead * (late > slowest), max(wait, late))
     unsure = math.hypot(e.work.apart, lead / 2)
     return _Seen(kind, rank, waited, typical, late, error, spread, effect, unsure)
 

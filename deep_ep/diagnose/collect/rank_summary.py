@@ -45,7 +45,8 @@ _QUARTILE, _TENTH = 0.6745, 1.2816
 # From so many standard deviations above what is usual on a path is in a burst, and most of it is further by this
 # factor; they recur in so many stretches, and are this share of all operations.
 _BURST, _WIDER, _APART, _RECURS, _OFTEN = 4.0, 4.0, 1.25, 3, 0.1
-# Before and after a step times are nearer to their own median, but for this share, and last this part of a window.
+# Before and after a step times are nearer to what they were at that end of the window, but for this share, and last
+# this part of it.
 _OVERLAP, _LASTS = 1 / 16, 1 / 8
 # Fewer operations do not tell bursts from chance.
 _MANY = 24
@@ -322,27 +323,20 @@ def _of_one_batch_size(received: FloatArray) -> BoolArray:
 def _since_step(lateness: FloatArray) -> BoolArray:
     """`[n, num_ranks]`: operations since the clock of a source was set; all of them where it was not.
 
-    The change is where the running sum of signs about the median is farthest from 0 (Pettitt 1979).
-
     Args:
         lateness: [n, num_ranks] ns, later than most by the receiver's clock.
     """
+    length = max(int(_LASTS * len(lateness)), 1)
+    before, after = median(lateness[:length], 0), median(lateness[-length:], 0)
     known = np.isfinite(lateness)
-    number = np.arange(len(lateness))[:, None]
-    signs = np.sign(np.nan_to_num(lateness - median(lateness, 0)))
-    last_before = np.argmax(np.abs(np.cumsum(signs, axis=0)), axis=0)
-    for _ in range(2):
-        is_after = number > last_before
-        before, after = (
-            median(np.where(part, lateness, np.nan), 0) for part in (~is_after, is_after)
-        )
-        is_nearer = np.abs(lateness - after) < np.abs(lateness - before)
-        # Where noise has moved the change, the two levels tell where it is.
-        last_before = np.argmin(np.cumsum(known * np.where(is_nearer, 1, -1), axis=0), axis=0)
+    is_nearer = np.abs(lateness - after) < np.abs(lateness - before)
+    last_before = np.argmin(np.cumsum(known * np.where(is_nearer, 1, -1), axis=0), axis=0)
+    is_after = np.arange(len(lateness))[:, None] > last_before
     has_stepped = np.ones(lateness.shape[1], bool)
-    for part, is_other in ((known & ~is_after, is_nearer), (known & is_after, ~is_nearer)):
-        count, others = part.sum(axis=0), (part & is_other).sum(axis=0)
-        has_stepped &= (count >= _LASTS * len(lateness)) & (others <= _OVERLAP * count)
+    for part in (~is_after, is_after):
+        count = (known & part).sum(axis=0)
+        others = (known & part & (is_nearer != is_after)).sum(axis=0)
+        has_stepped &= (count >= max(length, _MIN_SEEN)) & (others <= _OVERLAP * count)
     return np.asarray(is_after | ~has_stepped)
 
 

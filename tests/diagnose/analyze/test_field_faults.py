@@ -65,6 +65,11 @@ def test_a_clock_that_is_set_within_the_window_is_no_slow_path(scenario: str) ->
     assert all_right(Cell(scenario, "2x8", 50.0, USUAL, STEPPED_WITHIN)) == 1.0
 
 
+@pytest.mark.parametrize("shape", ["1x4", "1x8"])
+def test_of_a_clock_that_is_set_nothing_is_said(shape: str) -> None:
+    assert all_right(Cell("healthy", shape, 0.0, USUAL, STEPPED_WITHIN), 60) == 1.0
+
+
 @pytest.mark.parametrize("clock", [STATED, STATED_2S, STATED_10MIN])
 @pytest.mark.parametrize("scenario", ["slow uplink", "slow downlink", "slow node pair"])
 def test_errors_that_are_stated_are_no_bar_for_links_of_nodes(scenario: str, clock: str) -> None:
