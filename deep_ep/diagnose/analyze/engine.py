@@ -200,7 +200,8 @@ def _savings(
         # A long list is not read to its end.
         alone = list(causes.values())[:_MOST_SAVINGS]
         everything = [i for places in causes.values() for i in places]
-        sets = [[found[i].gain for i in places] for places in (*alone, everything)]
+        wanted = (*alone, everything) if len(causes) > 1 else alone
+        sets = [[found[i].gain for i in places] for places in wanted]
         saved = (savings_ns(family, sets) / 1e3).tolist()
         for places, saving_us in zip(alone, saved):
             for i in places:

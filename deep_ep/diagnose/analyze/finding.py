@@ -138,7 +138,7 @@ def found_on_paths(
     cells = np.zeros(kind.e.blame.shape, dtype=bool)
     cells[paths] = True
     np.fill_diagonal(cells, False)
-    gain = Gain(kind.e.operation, paths=paths, path_ns=size.effect)
+    gain = Gain(kind.e.operation, paths=paths, path_ns=size.effect, at_times=math.isfinite(seen_in))
     return found_cause(
         kind, cause, named, size, cells, gain, evidence=evidence, seen_in=seen_in, words=words
     )

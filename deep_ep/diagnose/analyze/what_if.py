@@ -5,31 +5,32 @@ the data of the others is there when it comes; three equally late ranks cost as 
 path holds up its receiver, and that one everybody else in the next operation. So all ranks are run
 through the recorded operations again, with their own times of each operation:
 
-    entered = exit + gap                    issued = entered + send
-    ready_i = max(entered_i + span_i, max_j (issued_j + path_ij))        exit = ready + drain
+    waits = exit + own                      sent = waits - held
+    ready_i = max(waits_i, max_j (sent_j + path_ij))        exit = ready + drain
 
-Paths take their median, but the two latest in each operation what they took: the latest of many
-is late by chance, also when nothing is the matter.
+The two latest sources of an operation took what they took. Of the others it is known that they came no later than
+these, so they took what their paths usually do, or less. A rank is held at its fence until what it sent within its
+node has come there. That is no time of its own: it goes with the path.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from ..core.diagnosis import BoolArray, FloatArray, IntArray
-from ..core.robust_stats import median
+from ..core.robust_stats import median, median_of, or_zero, quantile_of
 from .estimates import Estimates
 
-# Operations replayed at most, and cells looked at, which bounds the time for large groups. What is
-# there now and then only takes more operations.
-_MOST_OPERATIONS, _MOST_AT_TIMES = 40, 192
-_MOST_CELLS = 2e7
+# Operations replayed at most, and cells looked at, which bounds the time for large groups.
+_MOST_OPERATIONS, _MOST_CELLS = 256, 2e7
 # Until the ranks have fallen into the step of the replay.
 _FALLING_IN = 4
+# Lateness may swing; it is the median over so many operations before and after each.
+_BESIDE = 4
 
 
 @dataclass(frozen=True)
@@ -41,10 +42,11 @@ class Gain:
         rank: whose own time, or None.
         work_ns, drain_ns: of the time before waiting, after the last arrival.
         work_each: [n] of the time before waiting in each operation of the kind, or None.
-        is_recorded: False where the rank did not report, so that its time is in no recorded operation.
-        is_shared: whether what is taken away from the rank has to be done by all ranks together.
+        is_recorded: False where the rank did not report. Without the cause it takes what the others take.
+        is_shared: whether the rank has more tokens than the others, which all have together without the cause.
         paths: index into [receiver, source], or None.
         path_ns: of these paths; one number, or one for each.
+        at_times: whether the paths are slow in some operations only. Without the cause they take what is usual.
     """
 
     operation: str
@@ -56,27 +58,7 @@ class Gain:
     is_shared: bool = False
     paths: Any = None
     path_ns: float | FloatArray = 0.0
-
-
-@dataclass(frozen=True)
-class _Step:
-    """One recorded operation: which of its kind; `[num_ranks]` each, ns.
-
-    Attributes:
-        kind: of the operations.
-        at: its number among them.
-        gap, span, drain: own times of the ranks.
-        paths, longer: [k] each, paths (index into all of [source, receiver], one after the other) that
-            took longer than usual, or shorter, by ns.
-    """
-
-    kind: int
-    at: int
-    gap: FloatArray
-    span: FloatArray
-    drain: FloatArray
-    paths: IntArray
-    longer: FloatArray
+    at_times: bool = False
 
 
 def savings_ns(estimates: Sequence[Estimates], sets: Sequence[Sequence[Gain]]) -> FloatArray:
@@ -89,42 +71,176 @@ def savings_ns(estimates: Sequence[Estimates], sets: Sequence[Sequence[Gain]]) -
     Returns:
         Nanoseconds per operation, whatever its kind; NaN without raw stamps.
     """
-    if not all(e.has_stamps for e in estimates) or not sets:
+    order = sorted((int(op), k, i) for k, e in enumerate(estimates) for i, op in enumerate(e.m.ops))
+    if not all(e.has_stamps for e in estimates) or len(order) <= _FALLING_IN:
         return np.full(len(sets), np.nan)
     cells = estimates[0].load.size ** 2 * (len(sets) + 1)
-    wanted = (
-        _MOST_AT_TIMES
-        if any(gain.work_each is not None for gains in sets for gain in gains)
-        else _MOST_OPERATIONS
-    )
-    most = int(min(max(_MOST_CELLS // cells, _FALLING_IN + 2), wanted))
-    usual = [_paths(e) for e in estimates]
-    steps = _steps(estimates, usual, most)
-    if len(steps) <= _FALLING_IN:
-        return np.full(len(sets), np.nan)
-    ends = _end(estimates, usual, steps, [(), *sets])
-    saved: FloatArray = np.maximum(ends[0] - ends[1:], 0.0) / (len(steps) - _FALLING_IN)
+    latest = order[-int(min(max(_MOST_CELLS // cells, _FALLING_IN + 2), _MOST_OPERATIONS)) :]
+    kinds = [
+        _Kind(e, np.array([i for _, of, i in latest if of == k], np.int64), [(), *sets])
+        for k, e in enumerate(estimates)
+    ]
+    done = _replay(kinds, [k for _, k, _ in latest])
+    saved: FloatArray = np.maximum(done[0] - done[1:], 0.0) / (len(latest) - _FALLING_IN)
     return saved
 
 
-def _steps(estimates: Sequence[Estimates], usual: Sequence[FloatArray], most: int) -> list[_Step]:
-    """The latest operations of all kinds in their order; what is not known is as usual."""
-    order = sorted(
-        (int(op), i, at) for i, e in enumerate(estimates) for at, op in enumerate(e.m.ops)
-    )
-    latest = order[-most:]
-    steps: list[_Step] = []
-    own, longer = [], []
-    for i, (e, paths) in enumerate(zip(estimates, usual)):
-        m = e.m
-        own.append(
-            [_filled(m.gap, e.gap_ns), _filled(m.span, e.span_ns), _filled(m.drain, e.drain_ns)]
+def _replay(kinds: Sequence[_Kind], order: Sequence[int]) -> FloatArray:
+    """[sets]: when the ranks are done with all operations but the first few, on average.
+
+    Args:
+        kinds: of which nothing is taken away in the first set.
+        order: of which kind each operation is.
+    """
+    num_sets, num_ranks = kinds[0].own.shape[1:]
+    begin, left = np.zeros(num_sets), np.zeros((num_sets, num_ranks))
+    arrival = np.empty(left.shape)
+    paths, on_the_way = np.empty((2, num_ranks, num_ranks))
+    turns = [iter(range(len(kind.own))) for kind in kinds]
+    for number, k in enumerate(order):
+        if number == _FALLING_IN:
+            begin = left.mean(axis=1)
+        kind, i = kinds[k], next(turns[k])
+        waits = left + kind.own[i]
+        kind.add_late_and_silent(i, waits)
+        sent = waits - kind.held[i]
+        no_later = kind.second_latest(i, waits[0], sent[0]) - sent[0][:, None]
+        before = None
+        for s, of_set in enumerate(kind.paths):
+            if of_set is not before:
+                usual, took = before = of_set
+                np.minimum(usual + kind.shorter[i], no_later, out=paths)
+                paths.reshape(-1)[kind.latest[i]] = took[i]
+            np.add(sent[s][:, None], paths, out=on_the_way)
+            np.maximum.reduce(on_the_way, axis=0, out=arrival[s])
+        left = np.maximum(waits, arrival) + kind.drain[i]
+    return np.asarray(left.mean(axis=1) - begin)
+
+
+class _Kind:
+    """Some operations of one kind, without each of several sets; ns. Paths are [source, receiver].
+
+    Attributes:
+        own, held, drain: [n, sets, num_ranks], before waiting; of it, at the fence; after the last arrival.
+        latest: [n, 2 * num_ranks], paths of the two latest sources of each receiver, as places in all paths.
+        paths: for each set, what they usually take, and [n, 2 * num_ranks] what the latest took.
+        shorter: [n], by how much all take less, below 0, in operations with few tokens.
+    """
+
+    def __init__(self, e: Estimates, some: IntArray, sets: Sequence[Sequence[Gain]]) -> None:
+        self._e, self._some, m, num_ranks = e, some, e.m, e.load.size
+        self._silent = np.flatnonzero(~m.present).tolist()
+        self._is_late = np.ones((len(sets), num_ranks), bool)
+        self._last, self._came, took = (
+            np.swapaxes(x[some], 1, 2) for x in (m.last, m.last_arrival, m.last_path)
         )
-        longer.append(_longer(e, paths, [at for _, kind, at in latest if kind == i]))
-    for _, i, at in latest:
-        gap, span, drain = (x[at] for x in own[i])
-        steps.append(_Step(i, at, gap, span, drain, *next(longer[i])))
-    return steps
+        # Paths begin when a source has handed over its last row, whomever that is for.
+        later, receiver = np.nan_to_num(e.send_ns - m.send).T, np.arange(num_ranks)
+        usual = _usual(e) - later
+        took = took - later[self._last, receiver] - e.paths.clock + e.paths.clock[self._last]
+        over = took - usual[self._last, receiver]
+        is_known = np.isfinite(over) & (self._last >= 0) & (self._last != receiver)
+        over = np.where(is_known, over, np.nan).reshape(some.size, 2 * num_ranks)
+        self.shorter = np.fmin(median(over, 1), 0.0)
+        self._took = np.where(is_known, took, -np.inf)
+        # What is not known is nothing on a path to oneself.
+        places = np.where(is_known, self._last, receiver) * num_ranks + receiver
+        self.latest = places.reshape(over.shape)
+        took = np.where(is_known, took, 0.0).reshape(over.shape)
+
+        # Of hops of normal operations it is not known when each rank had handed over its last row.
+        self._is_exact = np.isfinite(m.held).any()
+        span = _filled(m.span[some], e.span_ns)
+        own = _filled(m.gap[some], e.gap_ns) + span
+        held = np.clip(_filled(m.held[some], e.span_ns - e.send_ns), 0.0, span)
+        drain = _filled(m.drain[some], e.drain_ns)
+        self.own, self.held, self.drain = (
+            np.repeat(x[:, None], len(sets), axis=1) for x in (own, held, drain)
+        )
+        self.paths = [(usual, took)] * len(sets)
+        for s, gains in enumerate(sets):
+            if any(gain.paths is not None for gain in gains):
+                self._shorten_paths(s, gains, np.nan_to_num(e.paths.usual.T) - later)
+            here = [gain for gain in gains if gain.operation == e.operation]
+            found = {gain.rank for gain in here}
+            # Who is late in one kind may be so in another one in which that is not certain.
+            elsewhere = {gain.rank: gain for gain in gains if gain.rank not in found}
+            for gain in (*here, *elsewhere.values()):
+                if gain.rank is not None:
+                    self._relieve(s, gain, gain.rank)
+        np.maximum(self.own, self.held, out=self.own)
+        np.maximum(self.drain, 0.0, out=self.drain)
+
+    def _shorten_paths(self, s: int, gains: Sequence[Gain], healthy: FloatArray) -> None:
+        """healthy: [source, receiver], what paths take without any cause."""
+        e, (usual, took) = self._e, self.paths[s]
+        less, heals = _less_of_paths(e, gains)
+        usual = usual - less
+        usual = np.where(heals, np.minimum(usual, healthy), usual)
+        took = took - less.reshape(-1)[self.latest]
+        at_most = np.where(heals, usual, np.inf).reshape(-1)[self.latest]
+        self.paths[s] = usual, np.minimum(took, at_most)
+        # At its fence a rank still waits for other causes.
+        mates = (e.m.expected & ~e.paths.between).T
+        slow, others = (
+            np.where(mates, x, 0.0).max(axis=1, initial=0.0)
+            for x in (np.where(heals, np.inf, less), usual - healthy)
+        )
+        at_least = or_zero(quantile_of(median(e.m.held, 0), 0.0)) + others
+        fence = np.clip(self.held[:, 0] - at_least, 0.0, slow)
+        self.own[:, s] -= fence
+        self.held[:, s] -= fence
+        # Nor does it wait for slots of a receiver to which rows come sooner.
+        self.own[:, s] -= np.where((less > 0) | heals, e.m.credit.T, 0.0).max(axis=1)
+
+    def _relieve(self, s: int, gain: Gain, rank: int) -> None:
+        """Takes away a rank's own time."""
+        is_here = gain.operation == self._e.operation
+        if not gain.is_recorded:
+            self._is_late[s, rank] = False
+        elif gain.is_shared:
+            for times in (self.own, self.drain) if gain.work_ns and is_here else ():
+                more = times[:, 0, rank] - median(np.delete(times[:, 0], rank, axis=1), 1)
+                times[:, s, rank] -= more
+                times[:, s] += (more / times.shape[2])[:, None]
+        elif gain.work_ns or gain.work_each is not None:
+            excess = np.pad(self._e.work.excess[:, rank], _BESIDE, "reflect")
+            beside = np.lib.stride_tricks.sliding_window_view(excess, 2 * _BESIDE + 1)
+            late = np.nan_to_num(median(beside[self._some], 1))
+            if gain.work_each is not None and is_here:
+                late = np.maximum(late, gain.work_each[self._some])
+            self.own[:, s, rank] -= late
+        if is_here:
+            self.drain[:, s, rank] -= gain.drain_ns
+
+    def add_late_and_silent(self, i: int, waits: FloatArray) -> None:
+        """To `waits`, [sets, num_ranks], by how much ranks that did not report were later, as others saw it."""
+        for rank in self._silent:
+            seen = (self._last[i] == rank) & np.isfinite(self._took[i])
+            sent = (waits[0] + self._came[i] - self._took[i])[seen]
+            late = median_of(sent) + self.held[i, 0, rank] - waits[0, rank]
+            waits[self._is_late[:, rank], rank] += np.fmax(late, 0.0)
+
+    def second_latest(self, i: int, waits: FloatArray, sent: FloatArray) -> FloatArray:
+        """[num_ranks]: when the second latest source came, or the rank began to wait; inf if nobody knows."""
+        came = np.maximum(waits, sent[self._last[i, 1]] + self._took[i, 1])
+        return np.where(self._is_exact & (self._last[i, 0] >= 0), came, np.inf)
+
+
+def _less_of_paths(e: Estimates, gains: Sequence[Gain]) -> tuple[FloatArray, BoolArray]:
+    """[source, receiver] each: what paths take less, and which take no more than healthy ones.
+
+    Where a path is hardly ever waited for, nothing is found; but it is the same path in all kinds.
+    """
+    less, heals = np.zeros(e.blame.shape), np.zeros(e.blame.shape, bool)
+    for gain in gains:
+        if gain.paths is None:
+            continue
+        if gain.operation == e.operation and not gain.at_times:
+            less.T[gain.paths] += gain.path_ns
+        else:
+            heals.T[gain.paths] = True
+    return less, heals & ~(less > 0)
 
 
 def _filled(series: FloatArray, usual: FloatArray) -> FloatArray:
@@ -135,136 +251,7 @@ def _filled(series: FloatArray, usual: FloatArray) -> FloatArray:
     return np.where(np.isfinite(known), known, 0.0)
 
 
-def _longer(
-    e: Estimates, usual: FloatArray, at: Sequence[int]
-) -> Iterator[tuple[IntArray, FloatArray]]:
-    """The latest sources' paths of some operations, and how much longer than usual; as in `_Step`."""
-    last, took = e.m.last[at], e.m.last_path[at]
-    clock = e.paths.clock
-    receiver = np.arange(last.shape[1])[None, :, None]
-    longer = took - clock[receiver] + clock[last] - usual[last, receiver]
-    known = np.isfinite(longer) & (last != receiver) & (last >= 0)
-    # What is not known is nothing on a path to oneself.
-    paths = np.where(known, last, receiver) * last.shape[1] + receiver
-    values = np.where(known, longer, 0.0)
-    shape = len(at), int(np.prod(last.shape[1:]))
-    return zip(paths.reshape(shape), values.reshape(shape))
-
-
-def _end(
-    estimates: Sequence[Estimates],
-    usual: Sequence[FloatArray],
-    steps: Sequence[_Step],
-    sets: Sequence[Sequence[Gain]],
-) -> FloatArray:
-    """[len(sets)]: when the ranks are done with all steps but the first few, on average."""
-    position = {e.operation: i for i, e in enumerate(estimates)}
-    num_ranks, num_sets = estimates[0].load.size, len(sets)
-    work, drain, at_times = _own_gains(sets, position, num_ranks)
-    healed = [_healed_elsewhere(sets, e.operation, num_ranks) for e in estimates]
-    paths = [_paths_of_sets(*each, sets) for each in zip(estimates, usual, healed)]
-    overlap = [np.maximum(np.nan_to_num(e.span_ns - e.send_ns), 0.0) for e in estimates]
-
-    on_the_way = np.empty((num_ranks, num_ranks))
-    of_all = on_the_way.reshape(-1)
-    left, arrival = np.zeros((num_sets, num_ranks)), np.empty((num_sets, num_ranks))
-    begin = left.mean(axis=1)
-    for number, step in enumerate(steps):
-        if number == _FALLING_IN:
-            begin = left.mean(axis=1)
-        k = step.kind
-        less = work[k]
-        for s, rank, each in at_times[k]:
-            less = less.copy() if less is work[k] else less
-            less[s, rank] += each[step.at]
-        entered = left + np.maximum(step.gap - less, 0.0)
-        waits_from = entered + step.span
-        issued = waits_from - overlap[k]
-        for s in range(num_sets):
-            np.add(issued[s][:, None], paths[k][s], out=on_the_way)
-            longer = step.longer
-            mask = healed[k][s]
-            if mask is not None:
-                cut = mask.reshape(-1)[step.paths]
-                longer = np.where(cut, np.minimum(longer, 0.0), longer)
-            of_all[step.paths] += longer
-            np.max(on_the_way, axis=0, out=arrival[s])
-        left = np.maximum(waits_from, arrival) + np.maximum(step.drain - drain[k], 0.0)
-    return np.asarray(left.mean(axis=1) - begin)
-
-
-def _own_gains(
-    sets: Sequence[Sequence[Gain]], position: Mapping[str, int], num_ranks: int
-) -> tuple[FloatArray, FloatArray, list[list[tuple[int, int, FloatArray]]]]:
-    """What ranks need less, per kind: [kinds, sets, num_ranks] of work, of drain; and in some operations.
-
-    The last is a list of (set, rank, [n]) for each kind.
-    """
-    work = np.zeros((len(position), len(sets), num_ranks))
-    drain = np.zeros(work.shape)
-    at_times: list[list[tuple[int, int, FloatArray]]] = [[] for _ in position]
-    recorded: set[tuple[int, int]] = set()
-    for s, gains in enumerate(sets):
-        for gain in gains:
-            if gain.rank is None:
-                continue
-            kind = position[gain.operation]
-            if not gain.is_recorded and (kind, gain.rank) not in recorded:
-                recorded.add((kind, gain.rank))
-                work[kind, :, gain.rank] -= gain.work_ns
-            work[kind, s, gain.rank] += gain.work_ns
-            drain[kind, s, gain.rank] += gain.drain_ns
-            if gain.is_shared:
-                work[kind, s] -= gain.work_ns / num_ranks
-                drain[kind, s] -= gain.drain_ns / num_ranks
-            if gain.work_each is not None:
-                at_times[kind].append((s, gain.rank, gain.work_each))
-    return work, drain, at_times
-
-
-def _paths_of_sets(
-    e: Estimates,
-    usual: FloatArray,
-    healed: Sequence[BoolArray | None],
-    sets: Sequence[Sequence[Gain]],
-) -> list[FloatArray]:
-    """[source, receiver] for each set; most causes leave the paths as they are."""
-    paths = [usual] * len(sets)
-    for s, gains in enumerate(sets):
-        mask = healed[s]
-        if mask is not None:
-            paths[s] = np.where(mask, np.fmin(usual, e.paths.usual.T), usual)
-        for gain in gains:
-            if gain.paths is not None and gain.operation == e.operation:
-                if paths[s] is usual:
-                    paths[s] = usual.copy()
-                paths[s].T[gain.paths] -= gain.path_ns
-                if gain.is_shared:
-                    paths[s] += (np.mean(gain.path_ns) / usual.shape[0]) * ~np.eye(
-                        len(usual), dtype=bool
-                    )
-    return paths
-
-
-def _healed_elsewhere(
-    sets: Sequence[Sequence[Gain]], operation: str, num_ranks: int
-) -> list[BoolArray | None]:
-    """[source, receiver] for each set: paths with a cause in another kind, and none in this one.
-
-    Where a path is hardly ever waited for, nothing is found; but it is the same path.
-    """
-    healed: list[BoolArray | None] = []
-    for gains in sets:
-        here, elsewhere = np.zeros((2, num_ranks, num_ranks), dtype=bool)
-        for gain in gains:
-            if gain.paths is not None:
-                (here if gain.operation == operation else elsewhere).T[gain.paths] = True
-        only_elsewhere = elsewhere & ~here
-        healed.append(only_elsewhere if only_elsewhere.any() else None)
-    return healed
-
-
-def _paths(e: Estimates) -> FloatArray:
+def _usual(e: Estimates) -> FloatArray:
     """[source, receiver] median path times, the usual ones where none was seen; none to oneself."""
     seen = e.paths.time
     expected, present = e.m.expected, e.m.present[:, None]

@@ -1,0 +1,82 @@
+"""What is said to be gained without a cause, against the same run without it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from deep_ep import diagnose
+from deep_ep.faults import HotRank, SlowPath, SlowRank
+from generator import simulate_windows
+from generator.faults import (
+    GeneratorFault,
+    NicBursts,
+    NonReporting,
+    PathBursts,
+    PausedSender,
+    SlowEgress,
+    SlowNvlinkIn,
+    SlowNvlinkOut,
+    Throttled,
+)
+from generator.machines import CLUSTER, Machine
+
+NUM_ROUNDS, NUM_WINDOWS = 64, 3
+ONE_NODE = replace(CLUSTER, ranks_per_node=8)
+NODES = replace(CLUSTER, ranks_per_node=4)
+# Waiting begins when NVLink has taken what was sent, as on GPUs.
+FENCED, FENCED_NODES = replace(ONE_NODE, fenced=True), replace(NODES, fenced=True)
+BATCHES = replace(NODES, batches=(0.5, 1 / 128), batches_alternate=True)
+
+
+def is_close(said_us: float, true_us: float) -> bool:
+    return abs(said_us - true_us) <= max(3.0, 0.15 * abs(true_us))
+
+
+@pytest.mark.parametrize(
+    ("machine", "num_ranks", "faults"),
+    [
+        (ONE_NODE, 8, [SlowRank(3, 50e-6)]),
+        (FENCED, 8, [SlowPath(2, 5, 200e-6)]),
+        (FENCED, 8, [SlowNvlinkOut(2, 50e-6)]),
+        (FENCED, 8, [SlowNvlinkIn(2, 200e-6)]),
+        (FENCED_NODES, 12, [SlowEgress(2, 200e-6)]),
+        (NODES, 12, [NicBursts(5, 200e-6)]),
+        (ONE_NODE, 8, [PathBursts(1, 6, 200e-6)]),
+        (NODES, 12, [PausedSender(7, 200e-6)]),
+        (ONE_NODE, 8, [Throttled(4, 200e-6)]),
+        (NODES, 12, [SlowRank(6, 50e-6), NonReporting(6)]),
+        (BATCHES, 12, [SlowRank(6, 50e-6)]),
+        (ONE_NODE, 4, [HotRank(2, 4.0)]),
+    ],
+    ids=[
+        "late",
+        "path behind a fence",
+        "NVLink egress behind a fence",
+        "NVLink ingress behind fences",
+        "egress behind a fence",
+        "bursts at a NIC",
+        "bursts on a path",
+        "paused sender",
+        "throttled",
+        "does not report",
+        "batches of two sizes",
+        "hot",
+    ],
+)
+def test_without_a_cause_operations_take_what_they_take_in_the_same_run_without_it(
+    machine: Machine, num_ranks: int, faults: list[GeneratorFault]
+) -> None:
+    windows = simulate_windows(
+        machine, num_ranks, NUM_ROUNDS, [faults] * NUM_WINDOWS, 40, capacity=2 * NUM_ROUNDS
+    )
+    num_judged = 0
+    for window in windows:
+        found = diagnose.judge(diagnose.gather(window.snapshots))
+        if found.keys == window.truth.keys:
+            num_judged += 1
+            assert window.saving_us > 5
+            for verdict in found.verdicts:
+                assert is_close(verdict.saving_us, window.saving_us), (verdict, window.saving_us)
+    assert num_judged > NUM_WINDOWS / 2
