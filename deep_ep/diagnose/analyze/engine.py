@@ -182,7 +182,7 @@ def _ranks(found: Sequence[Found]) -> set[int]:
 def _savings(
     families: Sequence[_Family], found: Sequence[Found]
 ) -> tuple[list[Verdict], dict[str, float]]:
-    """Verdicts with what each cause alone would save, and per kind what all causes would.
+    """Verdicts with what is gained without each cause, first and last of all, and per kind what is without all causes.
 
     A cause is taken out of all kinds that it shows in: ranks in lockstep make up in one operation
     for what they lost in another.
@@ -199,14 +199,17 @@ def _savings(
             continue
         # A long list is not read to its end.
         alone = list(causes.values())[:_MOST_SAVINGS]
-        everything = [i for places in causes.values() for i in places]
-        wanted = (*alone, everything) if len(causes) > 1 else alone
-        sets = [[found[i].gain for i in places] for places in wanted]
-        saved = (savings_ns(family, sets) / 1e3).tolist()
-        for places, saving_us in zip(alone, saved):
+        everything = tuple(sorted(i for places in causes.values() for i in places))
+        others = [tuple(i for i in everything if i not in places) for places in alone]
+        # Of two causes the others are the other one.
+        sets = list(dict.fromkeys([*map(tuple, alone), *filter(None, others), everything]))
+        gains = [[found[i].gain for i in places] for places in sets]
+        saved = {(): 0.0, **dict(zip(sets, (savings_ns(family, gains) / 1e3).tolist()))}
+        for places, of_others in zip(alone, others):
+            first, last = saved[tuple(places)], max(saved[everything] - saved[of_others], 0.0)
             for i in places:
-                judged[i] = replace(judged[i], saving_us=saving_us)
-        together.update(dict.fromkeys(operations, saved[-1]))
+                judged[i] = replace(judged[i], saving_us=first, alone_us=last)
+        together.update(dict.fromkeys(operations, saved[everything]))
     return judged, together
 
 

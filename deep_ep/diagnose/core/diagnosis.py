@@ -75,6 +75,8 @@ class Verdict:
         saving_us: microseconds per operation that the program would gain without this cause alone,
             in all kinds of operation that it shows in; from a replay of the recorded operations.
             Without timestamps: what a rank would wait less.
+        alone_us: likewise, once all other causes are gone; more than `saving_us` where they hide it. NaN where it
+            is not known.
         duration_us: what the operation takes now.
         certainty: 1 - probability of such an effect anywhere in the group by chance, 0 to 1.
         seen_in: share of the operations that show the effect, 0 to 1; NaN where it was not counted.
@@ -98,6 +100,7 @@ class Verdict:
     where: str = ""
     interval_us: tuple[float, float] = (float("nan"), float("nan"))
     saving_us: float = float("nan")
+    alone_us: float = float("nan")
     duration_us: float = float("nan")
     certainty: float = float("nan")
 

@@ -210,6 +210,11 @@ def _add_headlines(section: Element, diagnosis: Diagnosis) -> None:
         add(answers, "li", text)
 
 
+def _saving(diagnosis: Diagnosis, verdict: Verdict) -> str:
+    number = quantities.number(verdict.saving_us)
+    return f"{number}, hidden" if wording.is_hidden(diagnosis, verdict) else number
+
+
 def _add_verdicts(section: Element, diagnosis: Diagnosis) -> None:
     if not diagnosis.verdicts:
         return
@@ -228,7 +233,7 @@ def _add_verdicts(section: Element, diagnosis: Diagnosis) -> None:
                 quantities.number(verdict.effect_us) + wording.interval(verdict),
                 quantities.percent(verdict.share),
                 # One number for all operations that a cause shows in.
-                "" if same_cause else quantities.number(verdict.saving_us),
+                "" if same_cause else _saving(diagnosis, verdict),
                 quantities.percent(verdict.seen_in),
                 wording.certainty(verdict),
             ]

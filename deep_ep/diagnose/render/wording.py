@@ -125,14 +125,21 @@ def interval(verdict: Verdict, what: str = "") -> str:
 
 
 def saving(diagnosis: Diagnosis, verdict: Verdict) -> str:
-    """What the program would gain without this cause alone; nothing where that is not known.
-
-    Of two causes that pass at the same time the shorter one is hidden, not harmless.
-    """
+    """What the program would gain without this cause alone; nothing where that is not known."""
     text = _without(diagnosis, "it", verdict.operation, verdict.saving_us)
+    if not text or not is_hidden(diagnosis, verdict):
+        return text
+    text += " while the other causes last, which hide it"
+    if not math.isfinite(verdict.alone_us) or quantities.number(verdict.alone_us) == "0":
+        return text
+    gain = quantities.microseconds(verdict.alone_us)
+    return f"{text}; once they are gone, {gain} less {per(diagnosis, verdict.operation)}"
+
+
+def is_hidden(diagnosis: Diagnosis, verdict: Verdict) -> bool:
+    """Whether other causes pass at the same time and take longer, so that nothing is gained without this one alone."""
     together = diagnosis.savings_us.get(verdict.operation, 0.0)
-    is_hidden = quantities.number(verdict.saving_us) == "0" != quantities.number(together)
-    return f"{text} while the other causes last" if text and is_hidden else text
+    return quantities.number(verdict.saving_us) == "0" != quantities.number(together)
 
 
 def savings(diagnosis: Diagnosis) -> list[str]:

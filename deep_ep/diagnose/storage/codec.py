@@ -197,12 +197,14 @@ class Number(Codec):
         digits: behind the point.
         least, below: range.
         words: for a range of its own.
+        absent: see `Codec`; None is read as NaN.
     """
 
     digits: int
     least: float = -_LARGEST
     below: float = math.nextafter(_LARGEST, math.inf)
     words: str = f"a number that fits a double, up to {_LARGEST:.0e}, or null"
+    absent: Any = _MISSING
     type_name = "number"
 
     def expected(self, sides: Sides) -> str:

@@ -94,6 +94,8 @@ VERDICT = Object(
     (List(_TIME_US, ("low", "high"), tuple), "interval_us"),
     (_OTHER, "share"),
     (_TIME_US, "saving_us", "duration_us"),
+    # Records of earlier versions do not tell.
+    (Number(_TIME_DIGITS, absent=None), "alone_us"),
     (Number(_CERTAINTY_DIGITS), "certainty"),
     (_OTHER, "seen_in"),
     (MappingOf(_OTHER), "evidence"),

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 
 from deep_ep import diagnose
 from deep_ep.faults import HotRank, SlowPath, SlowRank
-from generator import simulate_windows
+from generator import Window, simulate_windows
 from generator.faults import (
     GeneratorFault,
     NicBursts,
@@ -28,6 +29,14 @@ NODES = replace(CLUSTER, ranks_per_node=4)
 # Waiting begins when NVLink has taken what was sent, as on GPUs.
 FENCED, FENCED_NODES = replace(ONE_NODE, fenced=True), replace(NODES, fenced=True)
 BATCHES = replace(NODES, batches=(0.5, 1 / 128), batches_alternate=True)
+
+
+def of_windows(
+    machine: Machine, num_ranks: int, faults: list[GeneratorFault], num_windows: int
+) -> Iterator[Window]:
+    return simulate_windows(
+        machine, num_ranks, NUM_ROUNDS, [faults] * num_windows, 40, capacity=2 * NUM_ROUNDS
+    )
 
 
 def is_close(said_us: float, true_us: float) -> bool:
@@ -68,11 +77,8 @@ def is_close(said_us: float, true_us: float) -> bool:
 def test_without_a_cause_operations_take_what_they_take_in_the_same_run_without_it(
     machine: Machine, num_ranks: int, faults: list[GeneratorFault]
 ) -> None:
-    windows = simulate_windows(
-        machine, num_ranks, NUM_ROUNDS, [faults] * NUM_WINDOWS, 40, capacity=2 * NUM_ROUNDS
-    )
     num_judged = 0
-    for window in windows:
+    for window in of_windows(machine, num_ranks, faults, NUM_WINDOWS):
         found = diagnose.judge(diagnose.gather(window.snapshots))
         if found.keys == window.truth.keys:
             num_judged += 1
@@ -80,3 +86,29 @@ def test_without_a_cause_operations_take_what_they_take_in_the_same_run_without_
             for verdict in found.verdicts:
                 assert is_close(verdict.saving_us, window.saving_us), (verdict, window.saving_us)
     assert num_judged > NUM_WINDOWS / 2
+
+
+def test_a_cause_that_another_one_hides_is_worth_what_it_costs_once_that_is_gone() -> None:
+    late, path = SlowRank(3, 200e-6), SlowPath(5, 6, 100e-6)
+    (both,) = of_windows(ONE_NODE, 8, [late, path], 1)
+    (only_path,) = of_windows(ONE_NODE, 8, [path], 1)
+    (only_late,) = of_windows(ONE_NODE, 8, [late], 1)
+    found = diagnose.judge(diagnose.gather(both.snapshots))
+    of_rank, of_path = ([v for v in found.verdicts if v.subject == s] for s in (3, (5, 6)))
+    assert of_rank
+    assert of_path
+    for verdict in of_path:
+        assert verdict.saving_us < 3
+        assert is_close(verdict.alone_us, only_path.saving_us)
+    for verdict in of_rank:
+        assert is_close(verdict.saving_us, both.saving_us - only_path.saving_us)
+        assert is_close(verdict.alone_us, only_late.saving_us)
+    assert is_close(found.savings_us["dispatch"], both.saving_us)
+
+
+def test_the_only_cause_is_worth_as_much_alone() -> None:
+    (window,) = of_windows(ONE_NODE, 8, [SlowRank(3, 50e-6)], 1)
+    found = diagnose.judge(diagnose.gather(window.snapshots))
+    assert found.verdicts
+    for verdict in found.verdicts:
+        assert verdict.alone_us == verdict.saving_us == found.savings_us[verdict.operation]

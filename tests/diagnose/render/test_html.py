@@ -118,6 +118,15 @@ def test_what_a_cause_of_two_operations_costs_is_said_once(tmp_path: Path) -> No
     )
 
 
+def test_what_others_hide_is_not_said_to_be_worth_nothing(tmp_path: Path) -> None:
+    hidden = replace(SLOW_PATH, saving_us=0.0, alone_us=884.0)
+    reader = Reader(written(tmp_path, diagnosis(8, verdicts=[LATE, hidden])))
+    rows = {row[0]: row for row in reader.rows if len(row) == 8}
+    assert rows["Comm-Slow: path"][5] == "0, hidden"
+    assert rows["Comp-Slow: late"][5] == "2,020"
+    assert "which hide it; once they are gone, 884 us less per operation." in reader.text
+
+
 def test_nobody_is_certain_to_the_last_digit_and_what_is_unknown_is_no_number(
     tmp_path: Path,
 ) -> None:

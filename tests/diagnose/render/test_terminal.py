@@ -237,8 +237,12 @@ def test_what_all_causes_together_would_save_is_told() -> None:
     assert "without it: nothing gained" in words(printed(nothing))
     assert "while the other causes last" not in words(printed(nothing))
     hidden = fixtures.diagnosis(8, (LATE, replace(SLOW_PATH, saving_us=0.0)))
-    told = "without it: nothing gained while the other causes last"
+    told = "without it: nothing gained while the other causes last, which hide it"
     assert words(printed(hidden)).count(told) == 1
+    assert "once they are gone" not in words(printed(hidden))
+    worth = fixtures.diagnosis(8, (LATE, replace(SLOW_PATH, saving_us=0.0, alone_us=884.0)))
+    told += "; once they are gone, 884 us less per operation"
+    assert words(printed(worth)).count(told) == 1
     from_waits = replace(fixtures.diagnosis(8), source="waits")
     assert "without it: a rank waits 2,020 us less per operation" in words(printed(from_waits))
 

@@ -71,6 +71,7 @@ def verdicts(draw: st.DrawFn, num_ranks: int) -> Verdict:
         where=draw(words),
         interval_us=draw(st.tuples(maybe_microseconds, maybe_microseconds)),
         saving_us=draw(maybe_microseconds),
+        alone_us=draw(maybe_microseconds),
         duration_us=draw(maybe_microseconds),
         certainty=draw(shares),
         **subject,
