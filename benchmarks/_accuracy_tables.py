@@ -396,7 +396,12 @@ def covered(effects: Sequence[tuple[float, float, float, float]]) -> float:
 def savings_table(faulty: Sequence[Result]) -> Table:
     """How far savings are from the truth."""
     rows = []
-    for name, results in by(faulty, "scenario").items():
+    cells = [
+        (name if family == USUAL else f"{name}, {family}", results)
+        for name, of_name in by(faulty, "scenario").items()
+        for family, results in by(of_name, "family").items()
+    ]
+    for name, results in cells:
         small = [r for r in results if r.task.cell.group.num_ranks <= _SAVINGS_RANKS]
         pairs = [pair for r in small for pair in r.savings]
         if pairs:
@@ -423,7 +428,7 @@ def savings_table(faulty: Sequence[Result]) -> Table:
         ],
         rows,
         "True saving: mean operation with the fault minus without it, in the same run with the same random "
-        "numbers.",
+        "numbers. Of several faults: with all of them, where all are named, minus without any.",
     )
 
 

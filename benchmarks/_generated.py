@@ -63,7 +63,7 @@ class Result:
         mistakes: of ours, how often: "false " or "missed " and what.
         effects: (injected, named, lower, upper end of its interval) us of the single cause in every
             kind of operation that named it.
-        savings: (true, named) us per operation of the single cause.
+        savings: (true, named) us per operation of the single cause, or of all causes together.
         operations: length of the shortest window whose verdicts held all that was injected; inf.
         wrong: seeds of windows that ours got wrong, with what it named.
     """
@@ -210,7 +210,12 @@ def _add_ours(result: Result, window: Window, diagnosis: diagnose.Diagnosis, nam
     result.all_right += not score.false + score.missed
     if score.false + score.missed:
         _add_mistakes(result, window, diagnosis, named)
-    if not SCENARIOS[cell.scenario].single or not truth.keys or cell.is_normal:
+    if not truth.keys or cell.is_normal:
+        return
+    if not SCENARIOS[cell.scenario].single:
+        if truth.keys <= named:
+            together_us = max(diagnosis.savings_us.values())
+            result.savings.append((window.saving_us, float(np.nan_to_num(together_us))))
         return
     (key,) = truth.keys
     verdicts = [v for v in diagnosis.verdicts if meant(v, truth, cell.group) == key]

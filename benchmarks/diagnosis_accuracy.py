@@ -414,7 +414,7 @@ def all_tables(results: dict[str, list[Result]]) -> list[Table]:
     if results["first"]:
         made.append(tables.operations_table(results["first"]))
     if results["field"]:
-        made += tables.field_tables(results["field"])
+        made += [*tables.field_tables(results["field"]), tables.savings_table(results["field"])]
     if results["normal"]:
         made.append(tables.normal_table(results["normal"]))
     return [*made, tables.aim_table(results)]
