@@ -138,8 +138,11 @@ class _Kind:
         later, receiver = np.nan_to_num(e.send_ns - m.send).T, np.arange(num_ranks)
         usual = _usual(e) - later
         took = took - later[self._last, receiver] - e.paths.clock + e.paths.clock[self._last]
-        over = took - usual[self._last, receiver]
-        is_known = np.isfinite(over) & (self._last >= 0) & (self._last != receiver)
+        # The clock of a rank that did not report is known by what it sends only, and that may be late.
+        as_usual = usual[self._last, receiver] + 0.0 * took
+        over = np.where(m.present[self._last], took - as_usual, 0.0)
+        took = np.where(m.present[self._last], took, as_usual)
+        is_known = np.isfinite(took + over) & (self._last >= 0) & (self._last != receiver)
         over = np.where(is_known, over, np.nan).reshape(some.size, 2 * num_ranks)
         self.shorter = np.fmin(median(over, 1), 0.0)
         self._took = np.where(is_known, took, -np.inf)
@@ -253,12 +256,11 @@ def _filled(series: FloatArray, usual: FloatArray) -> FloatArray:
 
 def _usual(e: Estimates) -> FloatArray:
     """[source, receiver] median path times, the usual ones where none was seen; none to oneself."""
-    seen = e.paths.time
-    expected, present = e.m.expected, e.m.present[:, None]
-    # Of what comes into a rank that did not report the way back is the best guess.
-    seen, expected = (np.where(present, x, x.T) for x in (seen, expected))
-    paths = np.where(np.isfinite(seen), seen, e.paths.usual)
-    paths = np.where(np.isfinite(paths), paths, 0.0)
+    paths = np.where(np.isfinite(e.paths.time), e.paths.time, e.paths.usual)
+    # Of ranks that did not report nobody knows the node.
+    reported = e.m.present & e.m.present[:, None]
+    paths = np.where(reported & np.isfinite(paths), paths, or_zero(median_of(e.paths.time)))
+    expected = np.where(e.m.present[:, None], e.m.expected, e.m.expected.T)
     paths = np.where(expected, paths, -np.inf)
     np.fill_diagonal(paths, 0.0)
     return np.ascontiguousarray(paths.T)
