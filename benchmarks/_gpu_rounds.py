@@ -23,7 +23,7 @@ import torch  # noqa: E402
 
 import deep_ep  # noqa: E402
 import reference  # noqa: E402
-from deep_ep import backend  # noqa: E402
+from deep_ep.native import backend  # noqa: E402
 from launch import DEVICE, Ranks, keep_busy  # noqa: E402
 
 _WARM_UP_ROUNDS = 3

@@ -22,9 +22,9 @@ from _scenarios import Score
 from _tables import Table, write_markdown
 from rich.console import Console
 
-from deep_ep import faults
 from deep_ep.diagnose.storage import diagnosis_log
 from deep_ep.errors import EPArgumentError
+from deep_ep.testing import faults
 
 PROGRAM = Path(__file__).resolve().with_name("_exchange_program.py")
 # Operations of a window, dispatches and combines together; a run is so many windows.

@@ -15,7 +15,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "diagnose"))
 
 from deep_ep.diagnose import COMP_SLOW, MIXED_SLOW, Verdict
-from deep_ep.faults import HotRank, SlowPath, SlowRank  # noqa: E402
+from deep_ep.testing.faults import HotRank, SlowPath, SlowRank  # noqa: E402
 from generator.faults import (  # noqa: E402
     EarlyRank,
     GeneratorFault,

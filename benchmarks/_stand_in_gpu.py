@@ -23,12 +23,12 @@ import pybind11
 import torch
 
 import deep_ep
-from deep_ep.backend import CudaBackend
-from deep_ep.checks import Limits
-from deep_ep.communicator import Communicator
-from deep_ep.low_latency import LowLatency
-from deep_ep.runtime import Runtime
-from deep_ep.topology import Topology
+from deep_ep.base.topology import Topology
+from deep_ep.checks.arguments import Limits
+from deep_ep.native.backend import CudaBackend
+from deep_ep.native.runtime import Runtime
+from deep_ep.ops.communicator import Communicator
+from deep_ep.ops.low_latency import LowLatency
 
 ROOT = Path(__file__).resolve().parent.parent
 CSRC, DRIVER = ROOT / "csrc", ROOT / "tests" / "cuda"

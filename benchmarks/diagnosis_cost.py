@@ -36,7 +36,7 @@ from rich.console import Console  # noqa: E402
 
 from deep_ep import diagnose  # noqa: E402
 from deep_ep.diagnose.collect.rank_summary import Summary, summarize  # noqa: E402
-from deep_ep.faults import HotRank, SlowPath, SlowRank  # noqa: E402
+from deep_ep.testing.faults import HotRank, SlowPath, SlowRank  # noqa: E402
 from generator import simulate_windows  # noqa: E402
 from generator.machines import GPU  # noqa: E402
 

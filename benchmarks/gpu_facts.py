@@ -23,7 +23,7 @@ import torch
 from _gpu_rounds import copy_us
 from rich.console import Console
 
-from deep_ep import backend
+from deep_ep.native import backend
 from launch import DEVICE, Ranks, sleep_kernel
 
 NUM_RANKS = 8

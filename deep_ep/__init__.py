@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import sys
 
-from deep_ep import env, errors, watchers
+from deep_ep import errors
+from deep_ep.base import env
 from deep_ep.errors import (
     EPArgumentError,
     EPError,
@@ -20,17 +21,18 @@ from deep_ep.errors import (
     EPUnsupportedError,
     EPUsageError,
 )
+from deep_ep.observe import watchers
 
 # `python -m deep_ep.doctor` begins without torch, and says so if that does not load.
 _words = getattr(sys, "orig_argv", [])
 if ("-m", "deep_ep.doctor") not in zip(_words, _words[1:]):
     from deep_ep import group, utils
+    from deep_ep.base.rules import topk_idx_t
     from deep_ep.buffer import Buffer
-    from deep_ep.config import Config
-    from deep_ep.counters import CounterSnapshot, RecvCounters
-    from deep_ep.event import EventHandle, EventOverlap
-    from deep_ep.model_sizes import Sizes, sizes
-    from deep_ep.rules import topk_idx_t
+    from deep_ep.buffers.model_sizes import Sizes, sizes
+    from deep_ep.observe.counters import CounterSnapshot, RecvCounters
+    from deep_ep.types.config import Config
+    from deep_ep.types.event import EventHandle, EventOverlap
 
 
 def _compare_ranks(

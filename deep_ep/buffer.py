@@ -13,31 +13,24 @@ from typing import Any, Callable
 
 import torch
 
-from deep_ep import (
-    checks,
-    config,
-    construction,
-    env,
-    layout,
-    low_latency,
-    parts,
-    phases,
-    profiled,
-    registry,
-)
-from deep_ep.config import Config
-from deep_ep.construction import Settings
-from deep_ep.counters import RecvCounters
+from deep_ep.base import env
+from deep_ep.base.rules import fail
+from deep_ep.checks import arguments as checks
+from deep_ep.checks.normal import Layout
 from deep_ep.errors import EPUsageError
-from deep_ep.event import EventHandle, EventOverlap
 from deep_ep.group import as_group
-from deep_ep.handles import LowLatencyHandle
-from deep_ep.low_latency import LowLatency
-from deep_ep.normal import Normal, Streams
-from deep_ep.normal_checks import Layout
-from deep_ep.phases import Phases
-from deep_ep.rules import fail
-from deep_ep.runtime import Runtime
+from deep_ep.native.runtime import Runtime
+from deep_ep.observe import parts, phases, profiled
+from deep_ep.observe.counters import RecvCounters
+from deep_ep.observe.phases import Phases
+from deep_ep.ops import construction, layout, low_latency, registry
+from deep_ep.ops.construction import Settings
+from deep_ep.ops.low_latency import LowLatency
+from deep_ep.ops.normal import Normal, Streams
+from deep_ep.types import config
+from deep_ep.types.config import Config
+from deep_ep.types.event import EventHandle, EventOverlap
+from deep_ep.types.handles import LowLatencyHandle
 
 Tensor = torch.Tensor
 

@@ -11,7 +11,7 @@ import threading
 import time
 from typing import Any, Protocol, TypeVar
 
-from deep_ep import env
+from deep_ep.base import env
 from deep_ep.errors import EPArgumentError, EPTimeoutError, EPTypeError, ranks_text
 
 T = TypeVar("T")

@@ -357,7 +357,7 @@ def assert_combined_from_logfmt(
 
 def group_maxima(rows: torch.Tensor) -> torch.Tensor:
     """Each value replaced by the largest magnitude of the channels that LogFMT encodes together."""
-    size = deep_ep.backend.get().binding.LOGFMT_GROUP
+    size = deep_ep.native.backend.get().binding.LOGFMT_GROUP
     groups = rows.abs().unflatten(-1, (-1, size))
     return groups.amax(-1, keepdim=True).expand_as(groups).flatten(-2)
 

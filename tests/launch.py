@@ -31,8 +31,8 @@ import torch.multiprocessing as mp
 
 import cuda_settings  # noqa: F401 - before CUDA starts
 import deep_ep
-from deep_ep import backend
 from deep_ep.group import thread_groups
+from deep_ep.native import backend
 
 # Where the tensors of the backend under test live: "cpu" or "cuda".
 DEVICE = backend.get().name

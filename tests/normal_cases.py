@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 import deep_ep
 import normal_reference
-from deep_ep import faults
+from deep_ep.testing import faults
 from deep_ep.utils.math import (
     calc_diff,
     create_grouped_scores,

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import deep_ep
-from deep_ep import backend
-from deep_ep.backend import CudaBackend
-from deep_ep.parts import PARTS
-from deep_ep.phases import OperationPhases
+from deep_ep.native import backend
+from deep_ep.native.backend import CudaBackend
+from deep_ep.observe.parts import PARTS
+from deep_ep.observe.phases import OperationPhases
 
 
 def assert_complete(buffer: deep_ep.Buffer) -> None:

@@ -23,7 +23,8 @@ import torch.multiprocessing as mp
 from rich.console import Console
 
 import deep_ep
-from deep_ep import diagnose, faults
+from deep_ep import diagnose
+from deep_ep.testing import faults
 from launch import DEVICE, package_under_test, start_method
 
 # --- diagnosis ------------------------------------------------------------------------------------
@@ -37,7 +38,7 @@ def add_diagnosis_options(options: argparse._ArgumentGroup) -> None:
         action="append",
         default=[],
         metavar="FAULT",
-        help="one of the forms of deep_ep/faults.py, as slow-rank=3:2ms; may be repeated;\nimplies --diagnose",
+        help="one of the forms of deep_ep/testing/faults.py, as slow-rank=3:2ms; may be repeated;\nimplies --diagnose",
     )
     options.add_argument("--save-svg", metavar="FILE", help="a picture of what --diagnose found")
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 import cuda_settings  # noqa: F401 - before CUDA starts
-from deep_ep import backend
+from deep_ep.native import backend
 
 FP8_MAX = 448.0  # largest finite e4m3 value
 FP8_GROUP = backend.get().binding.CHANNELS_PER_SCALE  # channels that share one scale

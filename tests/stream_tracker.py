@@ -21,9 +21,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 import deep_ep
-from deep_ep import backend, handle_values, layout_values
-from deep_ep.backend import CpuBackend, CpuStream
+from deep_ep.checks import handles as handle_values
+from deep_ep.checks import layouts as layout_values
 from deep_ep.moe.awaited import AwaitedTensor
+from deep_ep.native import backend
+from deep_ep.native.backend import CpuBackend, CpuStream
 
 Tensor = torch.Tensor
 # Of each stream, how many of its events have come before.

@@ -7,14 +7,22 @@ from typing import Any, Callable
 
 import pytest
 
-from deep_ep.agreement import LONGEST_S, Arbiter, Decision, Key, Message, Progress, decide
 from deep_ep.errors import (
     EPRankGoneError,
     EPTimeoutError,
     EPTransportError,
 )
-from deep_ep.failures import error_from_failure
-from deep_ep.rendezvous import Place
+from deep_ep.membership.agreement import (
+    LONGEST_S,
+    Arbiter,
+    Decision,
+    Key,
+    Message,
+    Progress,
+    decide,
+)
+from deep_ep.membership.rendezvous import Place
+from deep_ep.ops.failures import error_from_failure
 
 OP = Key("operation", 73)
 WAITS = Progress(72, 73, True)

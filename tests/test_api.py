@@ -19,18 +19,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import deep_ep
-from deep_ep import (
-    Buffer,
-    Config,
-    EventHandle,
-    EventOverlap,
-    backend,
-    env,
-    low_latency_checks,
-    rules,
-    watchers,
-)
-from deep_ep.counters import RecvCounters
+from deep_ep import Buffer, Config, EventHandle, EventOverlap
+from deep_ep.base import env, rules
+from deep_ep.base.topology import Topology, ranks_per_node
+from deep_ep.checks import low_latency as low_latency_checks
 from deep_ep.errors import (
     EPArgumentError,
     EPError,
@@ -40,10 +32,12 @@ from deep_ep.errors import (
     EPUsageError,
     ranks_text,
 )
-from deep_ep.failures import error_from_failure
 from deep_ep.group import Group, TorchGroup, as_group, thread_groups
-from deep_ep.handles import LowLatencyHandle
-from deep_ep.topology import Topology, ranks_per_node
+from deep_ep.native import backend
+from deep_ep.observe import watchers
+from deep_ep.observe.counters import RecvCounters
+from deep_ep.ops.failures import error_from_failure
+from deep_ep.types.handles import LowLatencyHandle
 
 STREAMS = "previous_event=None, async_finish=False, allocate_on_comm_stream=False"
 # All that may be positional, in the order of v1.2.1; the masks, which that version lacks, as in later ones.

@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from deep_ep import EPNotBuiltError, backend, host_memory, nvshmem
+from deep_ep import EPNotBuiltError
 from deep_ep.errors import EPUsageError
+from deep_ep.native import backend, host_memory, nvshmem
 
 TOO_OLD = (
     "cudaGetDeviceCount failed: CUDA driver version is insufficient for CUDA runtime version "

@@ -15,9 +15,10 @@ import numpy as np
 import pytest
 import torch
 
-from deep_ep import Buffer, Config, RecvCounters, backend, moe, sizes
+from deep_ep import Buffer, Config, RecvCounters, moe, sizes
 from deep_ep.errors import EPError
 from deep_ep.group import thread_groups
+from deep_ep.native import backend
 
 pytestmark = pytest.mark.skipif(
     backend.get().name != "cpu", reason="tensors of the device have other dtypes and layouts there"

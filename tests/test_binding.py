@@ -12,10 +12,11 @@ import pytest
 import torch
 
 import deep_ep
-from deep_ep import backend, low_latency_checks
+from deep_ep.base.rules import DISPATCH
+from deep_ep.checks import low_latency as low_latency_checks
 from deep_ep.errors import EPArgumentError
-from deep_ep.failures import error_from_failure
-from deep_ep.rules import DISPATCH
+from deep_ep.native import backend
+from deep_ep.ops.failures import error_from_failure
 
 BINDING = backend.get().binding
 

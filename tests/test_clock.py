@@ -22,7 +22,7 @@ SECOND_NS = 1_000_000_000
 UNKNOWN_ELAPSED_NS = SECOND_NS // 5
 
 pytestmark = pytest.mark.skipif(
-    deep_ep.backend.get().name != "cpu", reason="clocks are bent on the cpu backend only"
+    deep_ep.native.backend.get().name != "cpu", reason="clocks are bent on the cpu backend only"
 )
 
 skews = st.lists(st.integers(-5 * SECOND_NS, 5 * SECOND_NS), min_size=2, max_size=6)

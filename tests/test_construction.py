@@ -15,10 +15,11 @@ import pytest
 import torch.distributed as dist
 
 import deep_ep
-from deep_ep import construction, liveness
 from deep_ep.errors import EPTimeoutError
 from deep_ep.group import ThreadGroup, thread_groups
-from deep_ep.roll_call import Note, RollCall
+from deep_ep.membership import liveness
+from deep_ep.membership.roll_call import Note, RollCall
+from deep_ep.ops import construction
 from launch import Ranks, raise_failures, run_processes
 
 UNKNOWN = "it cannot be known why: process gone, process stopped, host unreachable or elsewhere in its program"

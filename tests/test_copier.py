@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 import torch
 
-from deep_ep import copier as copiers
-from deep_ep.copier import DeviceCopier
 from deep_ep.errors import EPUsageError
+from deep_ep.observe import copier as copiers
+from deep_ep.observe.copier import DeviceCopier
 
 RELAXED, GLOBAL = 2, 0
 NUM_SLOTS, NUM_RANKS, OP_FIELD = 4, 3, 1

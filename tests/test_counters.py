@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 
 import deep_ep
 import reference
-from deep_ep.counters import CounterSnapshot, RecvCounters
 from deep_ep.errors import EPTimeoutError
+from deep_ep.observe.counters import CounterSnapshot, RecvCounters
 from exchange import (
     Inputs,
     Mode,
@@ -39,7 +39,7 @@ SHAPE = Shape((3, 0, 4, 2), num_max_tokens=4, hidden=256, num_experts=8, num_top
 DELAY_NS = 200 * MS
 
 pytestmark = pytest.mark.skipif(
-    deep_ep.backend.get().name != "cpu", reason="delays are injected on the cpu backend only"
+    deep_ep.native.backend.get().name != "cpu", reason="delays are injected on the cpu backend only"
 )
 
 

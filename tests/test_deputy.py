@@ -10,11 +10,11 @@ from typing import Any, Callable
 import pytest
 
 import deep_ep
-from deep_ep import liveness
-from deep_ep.agreement import Message
-from deep_ep.door import greeting
 from deep_ep.hang.cause import Verdict
-from deep_ep.succession import Succession
+from deep_ep.membership import liveness
+from deep_ep.membership.agreement import Message
+from deep_ep.membership.door import greeting
+from deep_ep.membership.succession import Succession
 from test_liveness import LONG_S, OnlyOwn, star, until
 from trials.many import run_trial
 from trials.rank import Trial
@@ -167,7 +167,7 @@ def test_doors_are_closed_with_their_ranks(monkeypatch: pytest.MonkeyPatch) -> N
 # --- in a group of processes ------------------------------------------------------------------------
 
 processes_only = pytest.mark.skipif(
-    deep_ep.backend.get().name != "cpu", reason="ranks that are processes share no GPU"
+    deep_ep.native.backend.get().name != "cpu", reason="ranks that are processes share no GPU"
 )
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import deep_ep
-from deep_ep import low_latency_checks
+from deep_ep.checks import low_latency as low_latency_checks
 from deep_ep.errors import EPArgumentError, EPTypeError, EPUsageError
 from exchange import (
     Mode,
@@ -181,7 +181,7 @@ DISPATCH_CASES = [
     ),
     pytest.param(to(recv_counters=3), EPTypeError, ["recv_counters", "int"], id="recv-counters-type"),
     pytest.param(
-        lambda arguments: {**arguments, "recv_counters": deep_ep.counters.RecvCounters(2)},
+        lambda arguments: {**arguments, "recv_counters": deep_ep.observe.counters.RecvCounters(2)},
         EPArgumentError,
         ["recv_counters", "3 ranks", "buffer.group_size"],
         id="recv-counters-of-another-group",
@@ -332,7 +332,7 @@ def test_a_layout_of_more_experts_than_the_kernels_know_is_refused(num_experts: 
         assert per_expert.shape == (4096,)
 
 
-@pytest.mark.skipif(deep_ep.backend.get().name != "cpu", reason="shapes a launch of fibers")
+@pytest.mark.skipif(deep_ep.native.backend.get().name != "cpu", reason="shapes a launch of fibers")
 @pytest.mark.parametrize(("blocks", "warps"), [(1_000_000, 1), (513, 1), (1, 33), (2**31 - 1, 32)])
 def test_a_launch_of_more_threads_than_fit_is_refused(blocks: int, warps: int) -> None:
     with Ranks(1, 4, 512, 2) as ranks:

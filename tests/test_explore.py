@@ -9,7 +9,7 @@ import pytest
 
 import deep_ep
 
-if deep_ep.backend.get().name != "cpu":
+if deep_ep.native.backend.get().name != "cpu":
     pytest.skip("the simulation is of the cpu backend", allow_module_level=True)
 
 from explore.explorer import explore

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import deep_ep
-from deep_ep import low_latency_checks
+from deep_ep.checks import low_latency as low_latency_checks
 from deep_ep.errors import EPArgumentError, EPError, EPTimeoutError, EPTransportError, EPUsageError
 from exchange import (
     Inputs,

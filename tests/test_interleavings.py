@@ -38,7 +38,7 @@ MODES = [
 LAUNCH_SHAPES = [(0, 0), (1, 2), (2, 4), (3, 3), (5, 8), (4, 16)]
 
 pytestmark = pytest.mark.skipif(
-    deep_ep.backend.get().name != "cpu", reason="schedules are a feature of the host target"
+    deep_ep.native.backend.get().name != "cpu", reason="schedules are a feature of the host target"
 )
 
 

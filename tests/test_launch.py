@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import deep_ep
-from deep_ep import backend
+from deep_ep.native import backend
 from launch import DEVICE, package_under_test
 
 PROGRAM = Path(__file__).with_name("test_low_latency.py")

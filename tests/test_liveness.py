@@ -17,14 +17,14 @@ from typing import Any
 
 import pytest
 
-from deep_ep import agreement, liveness, rendezvous
-from deep_ep.agreement import Decision, Message, Progress
-from deep_ep.door import greeting
 from deep_ep.group import thread_groups
-from deep_ep.hang_watch import HangWatch
-from deep_ep.lines import Line, LineClosed
-from deep_ep.rendezvous import Place
-from deep_ep.star import Hub
+from deep_ep.hang.hang_watch import HangWatch
+from deep_ep.membership import agreement, liveness, rendezvous
+from deep_ep.membership.agreement import Decision, Message, Progress
+from deep_ep.membership.door import greeting
+from deep_ep.membership.lines import Line, LineClosed
+from deep_ep.membership.rendezvous import Place
+from deep_ep.membership.star import Hub
 
 # Who needs longer hangs.
 LONG_S = 120.0
@@ -454,7 +454,7 @@ def test_ranks_that_cannot_connect_work_as_without(
     if what == "connection":
         monkeypatch.setattr(socket, "create_connection", fails)
     else:
-        monkeypatch.setattr("deep_ep.star.descriptors_left", lambda: 10)
+        monkeypatch.setattr("deep_ep.membership.star.descriptors_left", lambda: 10)
     said: list[str] = []
     monkeypatch.setattr(warnings, "warn", lambda text, *_, **__: said.append(text))
     with star(3) as ranks:

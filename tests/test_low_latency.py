@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 import deep_ep
 import reference
-from deep_ep import faults
+from deep_ep.testing import faults
 from deep_ep.utils.math import calc_diff, hash_tensor
 from deep_ep.utils.testing import seconds
 from launch import DEVICE

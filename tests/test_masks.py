@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 
 import deep_ep
-from deep_ep import diagnose, env
+from deep_ep import diagnose
+from deep_ep.base import env
 from deep_ep.errors import EPArgumentError, EPError, EPUsageError
 from deep_ep.group import thread_groups
 from exchange import (

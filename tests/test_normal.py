@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import deep_ep
 import exchange
 import normal_reference as reference
-from deep_ep import faults
+from deep_ep.testing import faults
 from exchange import Shape, assert_same_bytes
 from launch import (
     DEVICE,

@@ -12,8 +12,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deep_ep import Buffer, Config, backend, handle_values, layout_values, normal, normal_checks
-from deep_ep.counters import RecvCounters
+from deep_ep import Buffer, Config
+from deep_ep.checks import handles as handle_values
+from deep_ep.checks import layouts as layout_values
+from deep_ep.checks import normal as normal_checks
 from deep_ep.errors import (
     EPArgumentError,
     EPError,
@@ -22,7 +24,10 @@ from deep_ep.errors import (
     EPUnsupportedError,
     EPUsageError,
 )
-from deep_ep.handles import hidden_word
+from deep_ep.native import backend
+from deep_ep.observe.counters import RecvCounters
+from deep_ep.ops import normal
+from deep_ep.types.handles import hidden_word
 from exchange import misaligned
 from launch import DEVICE, Ranks
 

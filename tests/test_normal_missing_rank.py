@@ -15,8 +15,8 @@ import pytest
 import torch.distributed as dist
 
 import deep_ep
-from deep_ep import normal
 from deep_ep.errors import EPRankGoneError, EPTimeoutError, EPTransportError
+from deep_ep.ops import normal
 from launch import run_processes
 from missing_rank import (
     MISSING,
@@ -50,7 +50,7 @@ MODE = Mode()
 
 pytestmark = [
     pytest.mark.skipif(
-        deep_ep.backend.get().name != "cpu", reason="ranks that are processes share no GPU"
+        deep_ep.native.backend.get().name != "cpu", reason="ranks that are processes share no GPU"
     ),
     pytest.mark.filterwarnings("ignore:destroy on rank"),
 ]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from deep_ep import nvshmem
+from deep_ep.native import nvshmem
 
 pytestmark = pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")
 SOURCE = """
@@ -33,7 +33,7 @@ def run(code: str, **env: str) -> str:
     """What a fresh process prints."""
     header = (
         "import ctypes\n"
-        "from deep_ep import nvshmem\n"
+        "from deep_ep.native import nvshmem\n"
         "ours = nvshmem.HostLibrary('3.8.0', '/ours/libnvshmem_host.so.3')\n"
     )
     result = subprocess.run(

@@ -36,7 +36,7 @@ def command() -> Any:
 @pytest.fixture(scope="module")
 def normal_command() -> Any:
     """benchmarks/normal_counts.py."""
-    if deep_ep.backend.get().name != "cpu":
+    if deep_ep.native.backend.get().name != "cpu":
         pytest.skip("the simulation is of the cpu backend")
     return load("normal_counts")
 

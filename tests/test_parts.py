@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import deep_ep
-from deep_ep import parts
 from deep_ep.group import thread_groups
+from deep_ep.observe import parts
 from exchange import Mode, Shape, exchange_and_check, ranks_for
 from launch import DEVICE, keep_busy
 from phase_sums import assert_complete, nvtx_ranges, parts_of

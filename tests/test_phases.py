@@ -12,11 +12,11 @@ import pytest
 
 import deep_ep
 import normal_exchange
-from deep_ep import phases
-from deep_ep.counters import CounterSnapshot
 from deep_ep.errors import EPUsageError
-from deep_ep.parts import PARTS, Part
-from deep_ep.phases import PHASES
+from deep_ep.observe import phases
+from deep_ep.observe.counters import CounterSnapshot
+from deep_ep.observe.parts import PARTS, Part
+from deep_ep.observe.phases import PHASES
 from exchange import Mode, Shape, exchange_and_check, ranks_for
 from launch import keep_busy
 from normal_exchange import SMALL

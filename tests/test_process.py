@@ -22,7 +22,7 @@ from launch import (
 )
 
 pytestmark = pytest.mark.skipif(
-    deep_ep.backend.get().name != "cpu", reason="ranks that are threads wait for each other"
+    deep_ep.native.backend.get().name != "cpu", reason="ranks that are threads wait for each other"
 )
 
 # Two ranks that are threads; `wait(0)` waits for rank 1, which never comes.

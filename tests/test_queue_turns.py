@@ -9,12 +9,14 @@ import pytest
 import torch
 
 import deep_ep
-from deep_ep import backend, config, normal_checks
-from deep_ep.checks import Limits
-from deep_ep.normal_checks import Shape
-from deep_ep.queue_turns import QueueTurns
-from deep_ep.rules import NORMAL_COMBINE, NORMAL_DISPATCH
-from deep_ep.topology import Topology
+from deep_ep.base.rules import NORMAL_COMBINE, NORMAL_DISPATCH
+from deep_ep.base.topology import Topology
+from deep_ep.checks import normal as normal_checks
+from deep_ep.checks.arguments import Limits
+from deep_ep.checks.normal import Shape
+from deep_ep.checks.queue_turns import QueueTurns
+from deep_ep.native import backend
+from deep_ep.types import config
 from launch import Ranks
 from normal_exchange import (
     Mode,

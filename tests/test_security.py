@@ -20,8 +20,9 @@ from typing import Any
 import pytest
 
 import deep_ep
-from deep_ep import backend, rendezvous
 from deep_ep.errors import EPArgumentError, EPTransportError
+from deep_ep.membership import rendezvous
+from deep_ep.native import backend
 
 pytestmark = pytest.mark.skipif(
     backend.get().name != "cpu", reason="the memory of GPUs is opened by the driver"

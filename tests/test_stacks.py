@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from deep_ep import stacks
+from deep_ep.hang import stacks
 from deep_ep.hang.states import Process, Thread
 
 _BUSY = """
 import json, sys
-from deep_ep import dump_requests, stacks
+from deep_ep.hang import dump_requests, stacks
 def holds_the_gil():
     print(json.dumps(stacks.offer()), flush=True)
     return sum(range(1 << 40))
@@ -73,7 +73,7 @@ def test_the_stack_of_a_process_that_holds_its_gil_is_seen_from_outside() -> Non
     ],
 )
 def test_how_a_process_has_ended_is_seen_until_its_parent_asks(end: str, said: str) -> None:
-    begin = "import json; from deep_ep import stacks; print(json.dumps(stacks.offer()), flush=True); input()"
+    begin = "import json; from deep_ep.hang import stacks; print(json.dumps(stacks.offer()), flush=True); input()"
     process, offered = start(f"{begin}\n{end}")
     assert process.stdin is not None
     assert stacks.exit_of(process.pid, offered) == ""
@@ -90,7 +90,7 @@ def test_how_a_process_has_ended_is_seen_until_its_parent_asks(end: str, said: s
 def test_nobody_is_sent_the_signal_who_does_not_handle_it() -> None:
     text = """
 import json, time
-from deep_ep import stacks
+from deep_ep.hang import stacks
 print(json.dumps({**stacks.offer(), "fd": 0}), flush=True)
 stacks.forget()
 print("forgot", flush=True)
@@ -110,7 +110,7 @@ time.sleep(60)
 def test_a_program_that_uses_the_signal_keeps_it() -> None:
     text = """
 import json, signal
-from deep_ep import dump_requests, stacks
+from deep_ep.hang import dump_requests, stacks
 signal.signal(stacks.SIGNAL, lambda *_: None)
 print(json.dumps(stacks.offer()), flush=True)
 """

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from deep_ep import stamps
+from deep_ep.observe import stamps
 
 NUM_OPERATIONS, NUM_RANKS = 3, 4
 # Few values, so that stamps are often equal.

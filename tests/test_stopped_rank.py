@@ -42,7 +42,7 @@ NUM_STOPS = 8
 MARKS, MOST_BEHIND = 128, 4
 
 pytestmark = pytest.mark.skipif(
-    deep_ep.backend.get().name != "cpu", reason="ranks that are processes share no GPU"
+    deep_ep.native.backend.get().name != "cpu", reason="ranks that are processes share no GPU"
 )
 
 

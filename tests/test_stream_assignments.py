@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import deep_ep
-from deep_ep import backend
+from deep_ep.native import backend
 from launch import Ranks
 from normal_exchange import (
     SMALL,

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from deep_ep.errors import EPArgumentError
-from deep_ep.event import EventHandle, EventOverlap
-from deep_ep.stream_order import StreamOrder
+from deep_ep.ops.stream_order import StreamOrder
+from deep_ep.types.event import EventHandle, EventOverlap
 
 
 class Streams:

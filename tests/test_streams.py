@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 import deep_ep
-from deep_ep import backend
-from deep_ep.backend import CpuBackend, CpuStream
 from deep_ep.errors import EPError, EPUsageError
-from deep_ep.streams import StreamClaims
+from deep_ep.native import backend
+from deep_ep.native.backend import CpuBackend, CpuStream
+from deep_ep.native.streams import StreamClaims
 from exchange import Mode, Shape, dispatch, exchange_and_check, make_inputs, ranks_for
 from launch import HANG_S
 

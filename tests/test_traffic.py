@@ -13,9 +13,9 @@ import pytest
 import torch
 
 import deep_ep
-from deep_ep import traffic
-from deep_ep.handles import OneNodeHandle, hidden_word, new_channel_prefix
-from deep_ep.topology import Topology
+from deep_ep.base.topology import Topology
+from deep_ep.observe import traffic
+from deep_ep.types.handles import OneNodeHandle, hidden_word, new_channel_prefix
 from launch import DEVICE, Ranks
 from normal_exchange import normal_ranks
 

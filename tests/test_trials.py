@@ -12,7 +12,7 @@ from trials.many import draw, run_all
 pytestmark = [
     pytest.mark.exhaustive,
     pytest.mark.skipif(
-        deep_ep.backend.get().name != "cpu", reason="ranks that are processes share no GPU"
+        deep_ep.native.backend.get().name != "cpu", reason="ranks that are processes share no GPU"
     ),
 ]
 NUM_TRIALS = 100

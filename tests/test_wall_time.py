@@ -14,8 +14,9 @@ import pytest
 import torch
 
 import deep_ep
-from deep_ep import diagnose, faults
+from deep_ep import diagnose
 from deep_ep.diagnose import Diagnosis
+from deep_ep.testing import faults
 from exchange import Mode, Shape, combine, dispatch, experts, make_inputs, ranks_for
 from launch import measured_again
 
@@ -28,7 +29,7 @@ FUSED, HOOKS = Mode(), Mode(hook=True)
 BOTH_MODES = pytest.mark.parametrize("mode", [FUSED, HOOKS], ids=["fused", "hooks"])
 
 pytestmark = pytest.mark.skipif(
-    deep_ep.backend.get().name != "cpu", reason="delays are injected on the cpu backend only"
+    deep_ep.native.backend.get().name != "cpu", reason="delays are injected on the cpu backend only"
 )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from deep_ep.watchdog import Watchdog
+from deep_ep.ops.watchdog import Watchdog
 
 TIMEOUT_S = 100.0
 

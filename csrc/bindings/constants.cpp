@@ -58,7 +58,7 @@ void bind_constants(pybind11::module_& m) {
     m.attr("CUDA_MAJOR") = CUDART_VERSION / 1000;
 #endif
 #if defined(EP_NVSHMEM_VERSION)
-    // What deep_ep._cuda_nvshmem is built with, known before it is loaded; see deep_ep/nvshmem.py.
+    // What deep_ep._cuda_nvshmem is built with, known before it is loaded; see deep_ep/native/nvshmem.py.
     m.attr("NVSHMEM_VERSION") = EP_NVSHMEM_VERSION;
     m.attr("NVSHMEM_LIBRARY") = EP_NVSHMEM_LIBRARY;
 #endif

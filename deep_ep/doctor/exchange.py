@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple, Union
 
-from deep_ep import env
+from deep_ep.base import env
 from deep_ep.doctor.finding import FAIL, OK, WARN, Finding
 from deep_ep.doctor.host import Host
 from deep_ep.errors import ranks_text

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Callable, NamedTuple
 
-from deep_ep import env
+from deep_ep.base import env
 
 # Of a command. nvidia-smi takes seconds where the driver is not persistent.
 _PATIENCE_S = 60.0

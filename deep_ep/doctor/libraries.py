@@ -6,10 +6,10 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-from deep_ep import nvshmem
 from deep_ep.doctor.finding import FAIL, OK, WARN, Finding
 from deep_ep.doctor.host import Host
 from deep_ep.doctor.package import load_native
+from deep_ep.native import nvshmem
 
 _WHY = "ranks out of NVLink's reach need it; NVLink alone does not"
 _INSTALL = "./install_nvshmem.sh (--repair puts the pinned wheel into this environment)"

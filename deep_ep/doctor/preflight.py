@@ -17,10 +17,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from deep_ep import backend, diagnose, identity
+from deep_ep import diagnose
 from deep_ep.buffer import Buffer
 from deep_ep.diagnose.render import wording
 from deep_ep.errors import EPTimeoutError
+from deep_ep.native import backend
+from deep_ep.testing import identity
 
 # How long ranks may need to start, whatever they are to wait for in operations.
 _MEETING_S = 60

@@ -6,7 +6,7 @@ import difflib
 import re
 from typing import Any, Callable
 
-from deep_ep import env
+from deep_ep.base import env
 from deep_ep.doctor.finding import FAIL, OK, WARN, Finding
 from deep_ep.doctor.host import Host
 from deep_ep.errors import EPArgumentError

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from deep_ep import env
+from deep_ep.base import env
 from deep_ep.doctor.finding import FAIL, OK, WARN, Finding
 from deep_ep.doctor.host import Host
 from deep_ep.doctor.package import chain
@@ -55,8 +55,8 @@ def check(host: Host, model: Model) -> list[Finding]:
 
 
 def _findings(host: Host, model: Model) -> list[Finding]:
-    from deep_ep import backend
-    from deep_ep.model_sizes import sizes
+    from deep_ep.buffers.model_sizes import sizes
+    from deep_ep.native import backend
 
     most_topk = backend.get().binding.MAX_TOPK
     needed = sizes(

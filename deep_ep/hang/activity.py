@@ -91,7 +91,7 @@ _SPECIFIC = (
         "initialising", r"/torch/distributed/distributed_c10d\.py$", r"init_process_group|new_group"
     ),
     _Pattern("initialising", r"/torch/distributed/(rendezvous|elastic/rendezvous/.*)\.py$"),
-    _Pattern("initialising", r"/deep_ep/(construction|rendezvous|nvshmem)\.py$"),
+    _Pattern("initialising", r"/deep_ep/(\w+/)?(construction|rendezvous|nvshmem)\.py$"),
     _Pattern("initialising", r"/torch/cuda/__init__\.py$", r"^(_lazy_init|init|set_device)$"),
     _Pattern("initialising", r"/(model_loader|modeling_utils|weight_utils)[\w/]*\.py$"),
     _Pattern("checkpoint", r"/torch/(serialization|distributed/checkpoint/.*)\.py$"),

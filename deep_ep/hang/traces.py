@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from deep_ep import env
+from deep_ep.base import env
 from deep_ep.errors import EPArgumentError
 from deep_ep.hang import files
 from deep_ep.hang.cause import Verdict

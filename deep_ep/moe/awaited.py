@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from deep_ep.event import EventOverlap
+from deep_ep.types.event import EventOverlap
 
 Tensor = torch.Tensor
 # Of what is written these read nothing.

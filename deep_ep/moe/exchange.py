@@ -7,14 +7,14 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
-from deep_ep import checks
-from deep_ep.bounds import integer
 from deep_ep.buffer import Buffer
+from deep_ep.checks import arguments as checks
 from deep_ep.errors import EPArgumentError
 from deep_ep.moe import ops, steps
 from deep_ep.moe.awaited import AwaitedTensor
 from deep_ep.moe.quantization import GROUP
 from deep_ep.moe.steps import Options, Way
+from deep_ep.types.bounds import integer
 
 Tensor = torch.Tensor
 

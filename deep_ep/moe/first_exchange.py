@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from deep_ep import identity
 from deep_ep.buffer import Buffer
 from deep_ep.errors import EPTransportError
 from deep_ep.moe.exchange import combine, dispatch
+from deep_ep.testing import identity
 
 # Narrower than the rows of any model, so that they fit its buffer.
 _HIDDEN = 64

@@ -9,11 +9,12 @@ from typing import Any, Callable
 
 import torch
 
-from deep_ep import handles, registry
 from deep_ep.buffer import Buffer
 from deep_ep.moe import steps
 from deep_ep.moe.permutation import Permutation
 from deep_ep.moe.steps import Arrived, Options, Way
+from deep_ep.ops import registry
+from deep_ep.types import handles
 
 Tensor = torch.Tensor
 # What a way is, as an operator has it: three index tensors of the permutation, or none; then the handle.

@@ -19,10 +19,10 @@ from torch.autograd.function import once_differentiable
 
 from deep_ep.buffer import Buffer
 from deep_ep.errors import EPUsageError
-from deep_ep.event import EventOverlap
 from deep_ep.moe import steps
 from deep_ep.moe.exchange import check_combine
 from deep_ep.moe.steps import Arrived, Options
+from deep_ep.types.event import EventOverlap
 
 Tensor = torch.Tensor
 Experts = Callable[[Tensor, Tensor], Tensor]

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from deep_ep import profiled
+from deep_ep.observe import profiled
 
 Tensor = torch.Tensor
 

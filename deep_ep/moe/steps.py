@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from deep_ep import parts
 from deep_ep.buffer import Buffer
-from deep_ep.event import EventOverlap
 from deep_ep.moe import permutation as permuting
 from deep_ep.moe.permutation import Permutation
 from deep_ep.moe.quantization import dequantize, quantize
+from deep_ep.observe import parts
+from deep_ep.types.event import EventOverlap
 
 Tensor = torch.Tensor
 

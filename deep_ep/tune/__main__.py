@@ -16,11 +16,11 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
-from deep_ep import backend
 from deep_ep.buffer import Buffer
 from deep_ep.doctor import ranks
 from deep_ep.doctor.host import Host
 from deep_ep.errors import EPError
+from deep_ep.native import backend
 from deep_ep.tune import choice, links, memory, trials
 from deep_ep.tune.choice import Experts, Tuned
 from deep_ep.tune.trials import Exchange, Model, Times, Trial

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from deep_ep.config import Config
 from deep_ep.tune.trials import Times, Trial
+from deep_ep.types.config import Config
 
 # What is faster by less is taken for equal: medians of a few rounds differ by so much. Chosen.
 _EQUAL = 0.03

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from deep_ep import backend, env, topology
+from deep_ep.base import env, topology
+from deep_ep.native import backend
 
 # Of each rank and round; large enough for any link to reach its speed.
 NUM_BYTES = 256 << 20

@@ -10,11 +10,12 @@ from typing import Any
 
 import torch
 
-from deep_ep import backend, env
-from deep_ep.config import DEFAULT_RANKS_PER_NODE, Config
+from deep_ep.base import env
 from deep_ep.hang import files
+from deep_ep.native import backend
 from deep_ep.tune.choice import Experts, Tuned
 from deep_ep.tune.trials import Model
+from deep_ep.types.config import DEFAULT_RANKS_PER_NODE, Config
 
 
 def sections(tuned: Tuned) -> dict[str, dict[str, int]]:

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from deep_ep.buffer import Buffer
-from deep_ep.config import ELEMENT_BYTES, Config, largest_hints
 from deep_ep.errors import EPArgumentError
 from deep_ep.moe.quantization import quantize
+from deep_ep.types.config import ELEMENT_BYTES, Config, largest_hints
 
 Result = TypeVar("Result")
 

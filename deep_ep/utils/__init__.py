@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from deep_ep.config import Config
-from deep_ep.event import EventHandle, EventOverlap
+from deep_ep.types.config import Config
+from deep_ep.types.event import EventHandle, EventOverlap
 from deep_ep.utils import envs, event, math, testing
 from deep_ep.utils.nvlink import check_nvlink_connections
 

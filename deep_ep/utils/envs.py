@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from deep_ep import backend, env
+from deep_ep.base import env
+from deep_ep.native import backend
 
 # Of the last `init_dist` of this process.
 _local_rank = 0

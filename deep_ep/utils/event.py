@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from deep_ep.event import EventHandle, EventOverlap
+from deep_ep.types.event import EventHandle, EventOverlap
 
 __all__ = ["EventHandle", "EventOverlap"]

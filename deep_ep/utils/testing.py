@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch.autograd import DeviceType  # type: ignore[attr-defined]
 
-from deep_ep import backend
 from deep_ep.errors import EPArgumentError
+from deep_ep.native import backend
 
 # More than the second-level cache of a GPU.
 _FLUSHED_BYTES = 256 << 20

@@ -20,10 +20,11 @@ import pytest
 import torch
 
 import deep_ep
-from deep_ep import backend, diagnose
-from deep_ep.counters import CounterSnapshot, RecvCounters
+from deep_ep import diagnose
 from deep_ep.diagnose.storage import diagnosis_log
 from deep_ep.errors import EPArgumentError, EPTimeoutError, EPTransportError
+from deep_ep.native import backend
+from deep_ep.observe.counters import CounterSnapshot, RecvCounters
 from exchange import (
     Inputs,
     Mode,
@@ -434,7 +435,7 @@ def test_buffers_that_are_made_again_and_again_leave_no_descriptors_open() -> No
 def test_cuda_is_told_what_ranks_that_share_a_gpu_need_before_it_starts() -> None:
     """Whatever is imported first: modules of tests start CUDA when they ask for the backend."""
     code = (
-        "import os, sys; from deep_ep import backend\n"
+        "import os, sys; from deep_ep.native import backend\n"
         "for name in ('CUDA_DEVICE_MAX_CONNECTIONS', 'CUDA_MODULE_LOADING'): os.environ.pop(name, None)\n"
         "told, get = [], backend.get\n"
         "backend.get = lambda: told.append(os.environ.get('CUDA_MODULE_LOADING')) or get()\n"

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import deep_ep
-from deep_ep.backend import CudaBackend
+from deep_ep.native.backend import CudaBackend
 from exchange import Shape, assert_same_bytes
 from launch import DEVICE, Ranks
 from normal_exchange import (

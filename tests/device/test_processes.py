@@ -60,7 +60,7 @@ def one_dies(rank: int, group: dist.ProcessGroup) -> Any:
 
     def call() -> None:
         dispatch(buffer, inputs, SHAPE, Mode())
-        deep_ep.backend.get().current_stream().synchronize()
+        deep_ep.native.backend.get().current_stream().synchronize()
         buffer.communicator.raise_failure()
 
     call()

@@ -18,7 +18,8 @@ import numpy as np
 import pytest
 import torch
 
-from deep_ep import EPArgumentError, env
+from deep_ep import EPArgumentError
+from deep_ep.base import env
 from deep_ep.diagnose import compat
 from deep_ep.diagnose.compat import Diagnose, diagnose_matrix
 from deep_ep.group import ThreadGroup, thread_groups

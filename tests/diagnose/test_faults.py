@@ -11,9 +11,18 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deep_ep import EPArgumentError, faults
-from deep_ep.faults import ClockFault, Fault, HotRank, SlowNic, SlowPath, SlowRank, SlowReceiver
-from deep_ep.topology import Topology
+from deep_ep import EPArgumentError
+from deep_ep.base.topology import Topology
+from deep_ep.testing import faults
+from deep_ep.testing.faults import (
+    ClockFault,
+    Fault,
+    HotRank,
+    SlowNic,
+    SlowPath,
+    SlowRank,
+    SlowReceiver,
+)
 
 
 @pytest.mark.parametrize(

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deep_ep import faults
 from deep_ep.diagnose.collect.hops import ROW_HOPS
 from deep_ep.diagnose.collect.snapshot import Snapshot
 from deep_ep.diagnose.core.diagnosis import FloatArray
-from deep_ep.faults import ClockFault, HotRank, SlowPath, SlowRank
+from deep_ep.testing import faults
+from deep_ep.testing.faults import ClockFault, HotRank, SlowPath, SlowRank
 from generator import Window, simulate, simulate_windows
 from generator.faults import (
     EarlyRank,

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deep_ep.diagnose.core.diagnosis import FloatArray
-from deep_ep.faults import HotRank
+from deep_ep.testing.faults import HotRank
 from generator import Window, simulate_windows
 from generator.faults import GeneratorFault, SlowNic, SlowPath
 from generator.machines import CLUSTER, LOW_LATENCY, NORMAL, Machine

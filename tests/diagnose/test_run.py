@@ -6,8 +6,9 @@ import pytest
 import torch
 
 import deep_ep
-from deep_ep import diagnose, faults
+from deep_ep import diagnose
 from deep_ep.diagnose import Diagnosis
+from deep_ep.testing import faults
 from launch import DEVICE, Ranks
 
 NUM_RANKS, NUM_TOKENS, HIDDEN, NUM_EXPERTS, NUM_TOPK = 4, 8, 256, 8, 2

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from deep_ep import nvshmem
 from deep_ep.doctor import libraries, package
 from deep_ep.doctor.finding import FAIL, OK, WARN
 from deep_ep.doctor.host import Host, Ran
+from deep_ep.native import nvshmem
 from made_up_host import all_named, made_up, named
 
 SUFFIX = sysconfig.get_config_var("EXT_SUFFIX")

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from deep_ep import Buffer, env
+from deep_ep import Buffer
+from deep_ep.base import env
 from deep_ep.doctor import settings, sizes
 from deep_ep.doctor.finding import FAIL, OK, WARN, Finding
 from deep_ep.doctor.sizes import Model

@@ -76,7 +76,7 @@ def test_nothing_is_known() -> None:
 
 
 OURS = [
-    Frame("_wait", f"{SITE}/deep_ep/normal.py", 3),
+    Frame("_wait", f"{SITE}/deep_ep/ops/normal.py", 3),
     Frame("dispatch", "/x/deep_ep/buffer.py", 9),
 ]
 

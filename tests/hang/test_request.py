@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from deep_ep import env
+from deep_ep.base import env
 from deep_ep.diagnose.__main__ import main
 from deep_ep.errors import EPArgumentError, EPTransportError, EPUsageError
 from deep_ep.hang import request

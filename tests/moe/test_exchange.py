@@ -16,9 +16,9 @@ import deep_ep
 import reference
 from deep_ep import moe
 from deep_ep.errors import EPArgumentError, EPTransportError
-from deep_ep.event import EventOverlap
 from deep_ep.moe.awaited import AwaitedTensor
 from deep_ep.moe.quantization import dequantize, quantize
+from deep_ep.types.event import EventOverlap
 from launch import DEVICE, raise_failures, run_processes
 from layers import Sizes, assert_exact, expected, layer, ranks_of, tokens_of
 

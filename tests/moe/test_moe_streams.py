@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import deep_ep
-from deep_ep import backend, moe
+from deep_ep import moe
+from deep_ep.native import backend
 from layers import Sizes, Tokens, assert_exact, expected, experts_of, ranks_of, tokens_of
 from stream_tracker import Program, Way, tracked, use_tracked
 

@@ -129,11 +129,11 @@ def test_csrc_knows_no_torch() -> None:
 
 def test_the_environment_is_read_in_one_place() -> None:
     package = [path for path in files() if path.startswith("deep_ep") and path.endswith(".py")]
-    package.remove("deep_ep/env.py")
+    package.remove("deep_ep/base/env.py")
     report(
         lines_with(r"\bos\.(environ|getenv)\b|\bfrom os import\b", package, comments=True)
         + lines_with(r"\b(secure_)?getenv\s*\(", code("csrc")),
-        "Declare the variable in deep_ep/env.py and pass the value on.",
+        "Declare the variable in deep_ep/base/env.py and pass the value on.",
     )
 
 
@@ -171,7 +171,10 @@ def test_modules_keep_out_of_each_other_s_private_names() -> None:
 def test_the_core_knows_diagnose_in_one_place() -> None:
     imports = r"^\s*(from|import) deep_ep\.diagnose\b|^\s*from deep_ep import .*\bdiagnose\b"
     paths = [path for path in core() if path != "deep_ep/__init__.py"]
-    report(lines_with(imports, paths, comments=True), "Register with deep_ep/watchers.py instead.")
+    report(
+        lines_with(imports, paths, comments=True),
+        "Register with deep_ep/observe/watchers.py instead.",
+    )
 
 
 def test_no_open_ends_in_files() -> None:
@@ -326,17 +329,17 @@ def test_kernels_wait_in_one_way() -> None:
 
 
 def test_environment_variables_are_documented() -> None:
-    declared = set(ENVIRONMENT_VARIABLE.findall(read("deep_ep/env.py")))
+    declared = set(ENVIRONMENT_VARIABLE.findall(read("deep_ep/base/env.py")))
     build = set(ENVIRONMENT_VARIABLE.findall(read("setup.py")))
     documents = [path for path in files() if path.endswith(".md")]
     documented = {name for path in documents for name in ENVIRONMENT_VARIABLE.findall(read(path))}
     missing = [f"{name}: in no document" for name in sorted((declared | build) - documented)]
     stale = [f"{name}: documented, read nowhere" for name in sorted(documented - declared - build)]
-    report(missing + stale, "docs/environment.md lists what deep_ep/env.py and setup.py read.")
+    report(missing + stale, "docs/environment.md lists what deep_ep/base/env.py and setup.py read.")
 
 
 def test_the_table_of_environment_variables_is_the_code_s() -> None:
-    from deep_ep import env
+    from deep_ep.base import env
 
     rows = [
         " | ".join((f"| `{v.name}`", v.type.replace("|", "\\|"), v.default or "unset", v.meaning))

@@ -32,7 +32,7 @@ class Snapshot:
         device_index: index of the device on its host; the rank's place on its node on the cpu backend.
         node: the NVLink domain; ranks of one node share host and node.
         calls: [n, 2] int64, number of a recent call and of its operation; `None` where calls are not recorded.
-        parts: [n, 3] int64, what the rank did around its operations: index in `deep_ep.parts.PARTS`, begin, end; `None`
+        parts: [n, 3] int64, what the rank did around its operations: index in `deep_ep.observe.parts.PARTS`, begin, end; `None`
             where there are none.
     """
 

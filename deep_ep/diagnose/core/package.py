@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from deep_ep import backend, env, rendezvous, stamps
-from deep_ep.copier import DeviceCopier
-from deep_ep.counters import CounterSnapshot, RecvCounters
+from deep_ep.base import env
 from deep_ep.errors import (
     EPArgumentError,
     EPError,
@@ -18,9 +16,14 @@ from deep_ep.hang import folder, rank_calls, request, states, torch_dumps, trace
 from deep_ep.hang import wording as hang_wording
 from deep_ep.hang.cause import Cause, Edge, Verdict
 from deep_ep.hang.files import replace as replace_file
-from deep_ep.parts import PARTS, Part
-from deep_ep.phases import PHASES, OperationPhases, Phases
-from deep_ep.phases import of_snapshots as phases_of
+from deep_ep.membership import rendezvous
+from deep_ep.native import backend
+from deep_ep.observe import stamps
+from deep_ep.observe.copier import DeviceCopier
+from deep_ep.observe.counters import CounterSnapshot, RecvCounters
+from deep_ep.observe.parts import PARTS, Part
+from deep_ep.observe.phases import PHASES, OperationPhases, Phases
+from deep_ep.observe.phases import of_snapshots as phases_of
 
 __all__ = [
     "PARTS",

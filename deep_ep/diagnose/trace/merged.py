@@ -19,7 +19,7 @@ from . import facts
 from .rank_trace import Exchange, RankTrace
 from .stream import EVENTS, TraceStream
 
-# Of `deep_ep.phases`, what passes before the operation.
+# Of `deep_ep.observe.phases`, what passes before the operation.
 _BEFORE = ("between", *PARTS)
 _TRACK = "deep_ep phases"
 # Traces are large, and written once.

@@ -55,7 +55,7 @@ _OPERATIONS = {
 }
 OPERATORS = tuple(_OPERATIONS)
 _KERNEL = re.compile(r"\b(?:deep_ep::|ep::)(?:\w+::)*(\w*?(dispatch|combine)\w*)")
-# Operators of `deep_ep.profiled` and `deep_ep.traffic`.
+# Operators of `deep_ep.observe.profiled` and `deep_ep.observe.traffic`.
 _LOW_LATENCY = ("deep_ep::low_latency_dispatch", "deep_ep::low_latency_combine")
 _WITH_SCALES = ("deep_ep::dispatch", "deep_ep::combine")
 _TRAFFIC = "deep_ep::traffic"

@@ -54,7 +54,7 @@ class PhasesRow:
     Attributes:
         rank, name: as in `OperatorRow`.
         count: of these calls.
-        mean_us: by phase, those of `deep_ep.phases`.
+        mean_us: by phase, those of `deep_ep.observe.phases`.
         charged_us: by rank, how long this one waited for it in all, the longest first.
         moving_us: mean time of a call without that in which nothing of it could move.
         true_tbps: what crossed links over that time; `None` if it is not known.

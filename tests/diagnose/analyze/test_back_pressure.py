@@ -13,7 +13,7 @@ from deep_ep import diagnose
 from deep_ep.diagnose.collect.group_matrices import Matrices
 from deep_ep.diagnose.collect.hops import LAST_HOPS, NORMAL_COMBINE
 from deep_ep.diagnose.collect.snapshot import Snapshot
-from deep_ep.faults import SlowPath, SlowRank
+from deep_ep.testing.faults import SlowPath, SlowRank
 from generator import simulate
 from generator.faults import GeneratorFault, SlowNicOut, SlowReceive, SlowReceiver, SlowSend
 from generator.machines import CLUSTER, NORMAL

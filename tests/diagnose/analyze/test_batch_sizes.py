@@ -9,7 +9,7 @@ import pytest
 
 from deep_ep import diagnose
 from deep_ep.diagnose.collect.rank_summary import _of_one_batch_size
-from deep_ep.faults import SlowPath, SlowRank
+from deep_ep.testing.faults import SlowPath, SlowRank
 from generator import simulate_windows
 from generator.faults import GeneratorFault
 from generator.machines import CLUSTER

@@ -15,7 +15,7 @@ from deep_ep.diagnose.analyze.path_verdicts import judge_paths
 from deep_ep.diagnose.analyze.thresholds import Thresholds
 from deep_ep.diagnose.collect.group_matrices import Matrices
 from deep_ep.diagnose.collect.rank_summary import summarize
-from deep_ep.faults import HotRank, SlowPath, SlowRank
+from deep_ep.testing.faults import HotRank, SlowPath, SlowRank
 from generator import simulate
 from generator.faults import (
     GeneratorFault,

@@ -11,7 +11,7 @@ import pytest
 from deep_ep import diagnose
 from deep_ep.diagnose import Diagnosis, Snapshot
 from deep_ep.diagnose.analyze.path_groups import NIC, NVLINK
-from deep_ep.faults import HotRank, SlowPath, SlowRank
+from deep_ep.testing.faults import HotRank, SlowPath, SlowRank
 from generator import simulate, simulate_windows
 from generator.faults import (
     GeneratorFault,

@@ -13,7 +13,7 @@ from deep_ep.diagnose import Diagnosis
 from deep_ep.diagnose.analyze.estimates import Estimates, estimate_kinds
 from deep_ep.diagnose.analyze.path_verdicts import judge_paths
 from deep_ep.diagnose.analyze.thresholds import Thresholds
-from deep_ep.faults import HotRank, SlowPath, SlowRank
+from deep_ep.testing.faults import HotRank, SlowPath, SlowRank
 from generator import Window, simulate_windows
 from generator.faults import (
     EarlyRank,

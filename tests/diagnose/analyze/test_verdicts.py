@@ -16,10 +16,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deep_ep import diagnose, faults
+from deep_ep import diagnose
 from deep_ep.diagnose import Diagnosis
 from deep_ep.diagnose.analyze.engine import verdicts
-from deep_ep.faults import Fault, HotRank, SlowPath, SlowRank
+from deep_ep.testing import faults
+from deep_ep.testing.faults import Fault, HotRank, SlowPath, SlowRank
 from generator import simulate, simulate_windows
 from generator.faults import (
     EarlyRank,

@@ -19,7 +19,7 @@ from deep_ep.diagnose.analyze.waits_only.sampling import LEAST_STEPS, Windows, s
 from deep_ep.diagnose.compat import diagnose_matrix
 from deep_ep.diagnose.core.causes import COMM_SLOW, COMP_SLOW, MIXED_SLOW
 from deep_ep.diagnose.core.diagnosis import Diagnosis
-from deep_ep.faults import SlowPath, SlowRank
+from deep_ep.testing.faults import SlowPath, SlowRank
 from generator import simulate_windows
 from generator.faults import (
     EarlyRank,

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from deep_ep import diagnose
-from deep_ep.faults import HotRank, SlowPath, SlowRank
+from deep_ep.testing.faults import HotRank, SlowPath, SlowRank
 from generator import Window, simulate_windows
 from generator.faults import (
     GeneratorFault,

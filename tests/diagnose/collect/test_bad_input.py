@@ -17,8 +17,8 @@ from deep_ep.diagnose.analyze.engine import verdicts
 from deep_ep.diagnose.collect.group_matrices import gather_group
 from deep_ep.diagnose.collect.rank_summary import summarize
 from deep_ep.diagnose.collect.snapshot import Snapshot
-from deep_ep.faults import SlowRank
 from deep_ep.group import thread_groups
+from deep_ep.testing.faults import SlowRank
 from generator import simulate
 from generator.machines import CPU, GPU
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from deep_ep import diagnose
 from deep_ep.diagnose import Snapshot
 from deep_ep.diagnose.collect.joint_clocks import contradictions
-from deep_ep.faults import SlowPath
+from deep_ep.testing.faults import SlowPath
 from generator import simulate
 from generator.machines import CLUSTER, GPU, NORMAL, NORMAL_OF_ONE_NODE, Kind, Machine
 

@@ -9,7 +9,7 @@ import pytest
 
 from deep_ep import diagnose
 from deep_ep.diagnose.collect.rank_summary import summarize
-from deep_ep.faults import SlowPath, SlowRank
+from deep_ep.testing.faults import SlowPath, SlowRank
 from generator import simulate
 from generator.machines import CPU, GPU
 

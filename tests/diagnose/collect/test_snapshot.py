@@ -13,11 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import deep_ep
-from deep_ep import backend, diagnose
-from deep_ep import copier as copiers
-from deep_ep.copier import Reading, copy_between_operations
-from deep_ep.counters import CounterSnapshot, RecvCounters
+from deep_ep import diagnose
 from deep_ep.errors import EPArgumentError
+from deep_ep.native import backend
+from deep_ep.observe import copier as copiers
+from deep_ep.observe.copier import Reading, copy_between_operations
+from deep_ep.observe.counters import CounterSnapshot, RecvCounters
 from generator import simulate_windows
 from generator.machines import CLUSTER, NORMAL
 from launch import DEVICE, Ranks

@@ -8,10 +8,10 @@ from typing import NamedTuple, Union
 
 import numpy as np
 
-from deep_ep import faults as injectable
 from deep_ep.diagnose.core.causes import COMM_SLOW, COMP_SLOW, MIXED_SLOW
 from deep_ep.diagnose.core.diagnosis import BoolArray, FloatArray
-from deep_ep.faults import ClockFault, HotRank, SlowPath, SlowRank
+from deep_ep.testing import faults as injectable
+from deep_ep.testing.faults import ClockFault, HotRank, SlowPath, SlowRank
 from generator.machines import TOKEN_BYTES, Setup
 
 Key = tuple[str, Union[int, tuple, None]]

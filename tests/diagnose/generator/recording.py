@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from deep_ep import backend
-from deep_ep import stamps as stamps_of
-from deep_ep.counters import CounterSnapshot
 from deep_ep.diagnose.core.diagnosis import BoolArray, IntArray
+from deep_ep.native import backend
+from deep_ep.observe import stamps as stamps_of
+from deep_ep.observe.counters import CounterSnapshot
 from generator.machines import TOKEN_BYTES, Kind, StampRule
 
 _BINDING = backend.get().binding

@@ -546,9 +546,9 @@ def test_a_mailbox_that_does_not_open_leaves_the_buffer_unwatched(
 
 def test_ranks_that_disagree_about_watching_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        deep_ep.env.Variable,
+        deep_ep.base.env.Variable,
         "text",
-        lambda self, text=deep_ep.env.Variable.text: (
+        lambda self, text=deep_ep.base.env.Variable.text: (
             "sync:7"
             if self.name == "DEEP_EP_DIAGNOSE" and "rank1" in threading.current_thread().name
             else text(self)

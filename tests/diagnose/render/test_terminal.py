@@ -11,9 +11,10 @@ import pytest
 from rich.console import Console
 
 import fixtures
-from deep_ep import diagnose, faults
+from deep_ep import diagnose
 from deep_ep.diagnose import Diagnosis
 from deep_ep.diagnose.core import rank_blocks
+from deep_ep.testing import faults
 from fixtures import ALL_KINDS, HICCUP, LATE, SLOW_PATH
 from generator import simulate
 from generator.machines import CPU

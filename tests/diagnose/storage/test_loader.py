@@ -14,12 +14,13 @@ import numpy as np
 import pytest
 
 import fixtures
-from deep_ep import EPArgumentError, faults
+from deep_ep import EPArgumentError
 from deep_ep.diagnose.collect.snapshot import Snapshot
 from deep_ep.diagnose.storage import counter_archive, loader, record_layout
 from deep_ep.diagnose.storage.loader import read_any
 from deep_ep.diagnose.storage.log_writer import Writer
 from deep_ep.diagnose.storage.record import Record
+from deep_ep.testing import faults
 from generator import simulate
 from generator.machines import CPU
 from generator.recording import COUNTER_FIELDS

@@ -20,8 +20,8 @@ from deep_ep.diagnose.storage import counter_archive
 from deep_ep.diagnose.trace import counted, rank_trace, summary
 from deep_ep.diagnose.trace.operations import LinkBytes, added_up
 from deep_ep.errors import EPArgumentError
-from deep_ep.parts import PARTS
-from deep_ep.phases import PHASES
+from deep_ep.observe.parts import PARTS
+from deep_ep.observe.phases import PHASES
 from launch import DEVICE, raise_failures, run_processes
 
 RANKS, TOKENS, HIDDEN, TOPK, EXPERTS = 4, 24, 256, 3, 8

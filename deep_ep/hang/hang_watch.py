@@ -1,0 +1,288 @@
+"""One rank's part in finding out why an operation hangs: it says when it waits for long, answers where it is,
+and keeps the verdict (inquiry.py is the part of who leads).
+
+All but what is marked runs in the thread that speaks for the rank (loop.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Container, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Callable
+
+from deep_ep.base import env
+from deep_ep.base.rules import COMBINE, DISPATCH, NORMAL_COMBINE, NORMAL_DISPATCH
+from deep_ep.errors import EPUsageError
+from deep_ep.hang import dump_requests, recorder, request, stacks, wording
+from deep_ep.hang.cause import Verdict
+from deep_ep.hang.request import Request
+from deep_ep.hang.states import Process, RankState
+from deep_ep.hang.verdict import judge
+
+if TYPE_CHECKING:
+    from deep_ep.hang.recorder import Recorder
+    from deep_ep.membership.agreement import Message
+    from deep_ep.membership.rendezvous import Place
+
+# All of these are chosen. Looks at the own waits, seconds, at least and at most; how often a rank says where it
+# is while all is well; calls that it tells then, and where somebody asks; after how many times the time before it
+# says again that it waits.
+_SHORTEST_S, _LONGEST_S = 0.05, 1.0
+_PUBLISH_S = 2.0
+_CALLS_PUBLISHED, _CALLS_TOLD = 8, 64
+_AGAIN = 4.0
+# Before an operation times out, there is a last inquiry: so long before, but not before half of the time.
+_FINAL_S, _SHORTEST_TIMEOUT_S = 3.0, 2.0
+
+TYPES = ("ask_state", "verdict", "raised")
+_NUMBERED_TOGETHER = (DISPATCH, COMBINE, NORMAL_DISPATCH, NORMAL_COMBINE)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """When a rank says that it waits.
+
+    Attributes:
+        warn_s: after so long; 0: never.
+        timeout_s: how long an operation may wait.
+    """
+
+    warn_s: float
+    timeout_s: float
+
+    @staticmethod
+    def from_environment() -> Settings:
+        """DEEP_EP_WARN_S and DEEP_EP_TIMEOUT_S."""
+        return Settings(env.warn_s(), env.timeout_s())
+
+    @property
+    def final_s(self) -> float:
+        """When the last inquiry begins; infinite if operations time out too soon for one."""
+        if self.timeout_s < _SHORTEST_TIMEOUT_S:
+            return float("inf")
+        return max(self.timeout_s / 2, self.timeout_s - _FINAL_S)
+
+
+class HangWatch:
+    """Of one rank of one buffer.
+
+    Attributes:
+        buffer: names it.
+        raised: by rank, the exception that ended its program.
+    """
+
+    def __init__(self, rank: int, say: Callable[[Message], None]) -> None:
+        """Does nothing yet.
+
+        Args:
+            rank: this rank.
+            say: takes a message to rank 0, or who leads in its place; from any thread.
+        """
+        self.buffer = ""
+        self.raised: dict[int, str] = {}
+        self._rank, self._say = rank, say
+        self._recorder: Recorder | None = None
+        self._settings = Settings(0.0, 0.0)
+        self._waits_in: tuple[str, int] = ("", 0)
+        self._next_warning_s = 0.0
+        self._said_final = False
+        self._published_s = 0.0
+        self._published: tuple[int, int] | None = None
+        self._verdict: Verdict | None = None
+        self._stop_watching: Callable[[], None] | None = None
+        self._places: Sequence[Place] = ()
+        self._offers: Sequence[Any] = ()
+        self._requests: dict[str, Request] = {}  # by folder
+        # Who was already gone when rank 0 was found to be; empty: it is not.
+        self._gone_with_0: set[int] = set()
+
+    # ---- called by the program's threads
+
+    def begin(
+        self, own: Recorder, settings: Settings, places: Sequence[Place], offers: Sequence[Any]
+    ) -> None:
+        """Before the first `look`.
+
+        Args:
+            own: what this rank can say of itself.
+            settings: when it says that it waits.
+            places: where the ranks run.
+            offers: what lets others see their stacks, of `stacks.offer`.
+        """
+        self._recorder, self._settings = own, settings
+        self._places, self._offers = places, offers
+        self.buffer = own.buffer
+        self._stop_watching = recorder.watch_exceptions(
+            lambda text: self._say({"type": "raised", "text": text})
+        )
+
+    def close(self) -> None:
+        """The buffer ends. May be repeated, and be called by a destructor."""
+        self._recorder = None
+        dump_requests.detach(self)
+        stop, self._stop_watching = self._stop_watching, None
+        if stop is not None:
+            stop()
+
+    def warn_after(self, seconds: float) -> None:
+        """Changes when it says that it waits; 0: never."""
+        self._settings = Settings(seconds, self._settings.timeout_s)
+        self._waits_in = ("", 0)
+
+    def ask_for_dump(self, directory: str, asked: Request | None = None) -> None:
+        """Has rank 0, or who leads in its place, write a dump of all ranks into a folder of its host.
+
+        Args:
+            directory: the folder.
+            asked: the request of another process, which is answered once the dump is there.
+        """
+        if asked is not None:
+            self._requests[directory] = asked
+        self._say({"type": "dump", "directory": directory})
+
+    def verdict_on(self, operation: str, number: int) -> Verdict | None:
+        """What ranks that waited in an operation were found to wait for; `None` if that is not known."""
+        series = "operation" if operation in _NUMBERED_TOGETHER else operation
+        verdict = self._verdict
+        if verdict is None or not verdict.causes:
+            return None
+        at = {(edge.series, edge.number) for edge in verdict.edges}
+        return verdict if (series, number) in at else None
+
+    # ---- called by the thread that speaks for the rank
+
+    def look(self) -> float | None:
+        """Says that this rank waits, where that is due.
+
+        Returns:
+            When to look again, seconds from now; `None`: never.
+        """
+        own, settings = self._recorder, self._settings
+        if own is None:
+            return None
+        waits = own.waits()
+        if waits is not None:
+            place = waits.series, waits.number
+            if place != self._waits_in:
+                self._waits_in, self._next_warning_s = place, settings.warn_s
+                self._said_final = False
+            is_final = waits.waited_s >= settings.final_s and not self._said_final
+            if is_final or 0 < self._next_warning_s <= waits.waited_s:
+                self._said_final = self._said_final or is_final
+                self._next_warning_s = max(self._next_warning_s, waits.waited_s) * _AGAIN
+                self._say({"type": "stuck", "final": is_final})
+        self._publish(own)
+        wanted = min(settings.warn_s or _LONGEST_S, settings.final_s) / 8
+        return min(max(wanted, _SHORTEST_S), _LONGEST_S)
+
+    def handle(self, message: Message, answer: Callable[[Message], None]) -> None:
+        """What rank 0 says, or who leads an inquiry in its place.
+
+        Args:
+            message: `type` is one of `TYPES`.
+            answer: says something to that rank.
+
+        Raises:
+            ValueError, TypeError, KeyError: that is none of the messages there are.
+        """
+        own = self._recorder
+        if message["type"] == "verdict":
+            self._verdict = Verdict.of(message["verdict"])
+            self._answer(message["dumped"])
+        elif message["type"] == "raised":
+            self.raised[int(message["rank"])] = str(message["text"])
+        elif own is not None:
+            state = own.state(_CALLS_TOLD, with_threads=True).plain()
+            answer({"type": "state", "inquiry": message["inquiry"], "state": state})
+
+    def look_at(self, asked: Message) -> Message:
+        """What another process of this host is doing, which does not answer. Takes up to seconds; in any thread.
+
+        Args:
+            asked: by who leads an inquiry: the rank. Whom this rank may send a signal to follows from what the
+                ranks said when the buffer was made.
+
+        Raises:
+            ValueError, TypeError, KeyError, IndexError: that is no such message.
+        """
+        rank = int(asked["rank"])
+        process, threads = stacks.look_at(self._places[rank].pid, self._offers[rank])
+        if process == "gone" and self._gone_with_0 and rank not in self._gone_with_0:
+            process = "silent"  # its program may have ended because rank 0 is gone
+        return {
+            "type": "seen",
+            "inquiry": asked["inquiry"],
+            "rank": rank,
+            "process": process,
+            "threads": [asdict(thread) for thread in threads],
+        }
+
+    def look_at_end(self, rank: int) -> None:
+        """Tells how the process of a rank has ended, if that can be seen from here."""
+        exit_ = self._exit_of(rank)
+        if exit_:
+            self._say({"type": "exit", "rank": rank, "exit": exit_})
+
+    def _exit_of(self, rank: int) -> str:
+        places = self._places
+        if not places or places[rank].host != places[self._rank].host:
+            return ""
+        return stacks.exit_of(places[rank].pid, self._offers[rank])
+
+    def lose_rank_0(self, process: Process, left: Container[int] = ()) -> None:
+        """Rank 0 is gone, which ends operations before anybody can be asked.
+
+        Of other ranks only those are known that are dead or stopped, on this host.
+
+        Args:
+            process: "gone" or "unreachable".
+            left: ranks that ended in order.
+        """
+        own = self._recorder
+        if own is None:
+            return
+        state = own.state(_CALLS_TOLD, with_threads=False)
+        states = {self._rank: state, 0: self._unheard(0, state, process)}
+        for rank, place in enumerate(self._places):
+            if rank not in states and rank not in left and place.host == state.host:
+                seen = stacks.process_of(place.pid, self._offers[rank])
+                if seen in ("gone", "stopped"):
+                    states[rank] = self._unheard(rank, state, seen)
+        self._gone_with_0 = {rank for rank in states if states[rank].process == "gone"}
+        verdict = judge(states)
+        known = tuple(cause for cause in verdict.causes if {*cause.ranks} <= states.keys())
+        self._verdict = replace(verdict, causes=known)
+
+    def _unheard(self, rank: int, own: RankState, process: Process) -> RankState:
+        place = self._places[rank]
+        of_rank = rank, own.num_ranks, own.buffer, place.host, place.pid
+        exit_ = self._exit_of(rank) if process == "gone" else ""
+        return RankState(*of_rank, written_by=self._rank, process=process, exit=exit_)
+
+    def _answer(self, dumped: dict[str, list[str]]) -> None:
+        """Tells who has asked for dumps which files they are; none could be written if the list is empty."""
+        said = wording.line(self._verdict) if self._verdict is not None else ""
+        for folder in self._requests.keys() & dumped.keys():
+            error = "" if dumped[folder] else f"{folder} cannot be written; see the logs"
+            with contextlib.suppress(OSError, EPUsageError):  # who asked has gone
+                written = [Path(name) for name in dumped[folder]]
+                request.answer(self._requests.pop(folder), written, said, error)
+
+    def _publish(self, own: Recorder) -> None:
+        """So that something is known of this rank when it does not answer any more."""
+        now = time.monotonic()
+        if self._published is not None and now - self._published_s < _PUBLISH_S:
+            return
+        place = own.place()
+        if place == self._published:
+            return
+        self._published_s, self._published = now, place
+        state: dict[str, Any] = own.state(_CALLS_PUBLISHED, with_threads=False).plain()
+        self._say({"type": "published", "state": state})
+
+
+os.register_at_fork(after_in_child=stacks.forget)

@@ -1,0 +1,237 @@
+"""Why an operation hangs: how rank 0, or who leads in its place, comes to a verdict while ranks still wait.
+
+A rank that has been waiting for long says so. Who leads then asks all ranks where they are, lets a rank of the
+same host look at those that do not answer, and judges the states (hang/verdict.py). The verdict goes to all
+ranks, so that their exceptions carry it. As the arbiter (agreement.py), this does no input or output and reads
+no clock.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Callable, Protocol
+
+from deep_ep.hang.states import PROCESSES, Process, RankState
+from deep_ep.hang.verdict import Verdict, judge
+from deep_ep.membership.agreement import Message, rank_of
+
+if TYPE_CHECKING:
+    from deep_ep.membership.rendezvous import Place
+
+# How long ranks may take to say where they are, and others of their hosts to look at them. Chosen.
+_ANSWERS_S, _LOOKS_S = 0.8, 0.8
+
+TYPES = ("published", "stuck", "dump", "state", "seen", "raised", "exit")
+
+
+class Gone(Protocol):
+    """Who knows which ranks take part in nothing any more."""
+
+    @property
+    def dead(self) -> Mapping[int, str]:
+        """See `Decision.dead`."""
+
+    @property
+    def left(self) -> Mapping[int, int]:
+        """Ranks that ended in order, and the last operation they finished."""
+
+    def away(self) -> set[int]:
+        """Ranks that are not there to be asked."""
+
+
+@dataclass(frozen=True)
+class Told:
+    """What an inquiry ended with.
+
+    Attributes:
+        verdict: of all states.
+        states: by rank.
+        is_final: whether the operation is about to time out.
+        dump_to: folders that were asked for.
+    """
+
+    verdict: Verdict
+    states: Mapping[int, RankState]
+    is_final: bool
+    dump_to: tuple[str, ...]
+
+
+@dataclass
+class _Inquiry:
+    """One that is open."""
+
+    number: int
+    is_final: bool
+    asked: set[int]
+    dump_to: list[str] = field(default_factory=list)
+    states: dict[int, RankState] = field(default_factory=dict)
+    looked_at: set[int] = field(default_factory=set)
+    seen: dict[int, RankState] = field(default_factory=dict)
+
+
+class Inquiries:
+    """The part of who leads. One thread at a time."""
+
+    def __init__(
+        self,
+        places: Sequence[Place],
+        ranks_per_node: int,
+        gone: Gone,
+        send: Callable[[int, Message], None],
+        call_later: Callable[[float, Callable[[], None]], None],
+        tell: Callable[[Told], None],
+    ) -> None:
+        """Without any input or output of its own.
+
+        Args:
+            places: where the ranks run.
+            ranks_per_node: where operations go by way of gateways.
+            gone: knows who is dead, and who has left.
+            send: hands a message to a rank; must not wait.
+            call_later: calls a function after so many seconds.
+            tell: called with every verdict.
+        """
+        self._places = places
+        self._ranks_per_node = ranks_per_node
+        self._gone = gone
+        self._send, self._call_later, self._tell = send, call_later, tell
+        self._published: dict[int, RankState] = {}
+        self._raised: dict[int, str] = {}
+        self._exits: dict[int, str] = {}
+        self._number = 0
+        self._open: _Inquiry | None = None
+
+    def handle(self, rank: int, message: Message) -> None:
+        """What a rank says; `type` is one of `TYPES`.
+
+        Raises:
+            ValueError, TypeError, KeyError: that is none of the messages there are.
+        """
+        type_ = message["type"]
+        if type_ == "raised":
+            self._raised[rank] = str(message["text"])
+            self._send_all({"type": "raised", "rank": rank, "text": self._raised[rank]})
+        elif type_ == "exit":
+            self._exits[self._rank_of(message)] = str(message["exit"])
+        elif type_ == "published":
+            self._published[rank] = self._state_of(message["state"], rank)
+        elif type_ == "stuck":
+            self.ask(bool(message["final"]))
+        elif type_ == "dump":
+            self.ask(False, str(message["directory"]))
+        elif type_ == "state":
+            state = self._state_of(message["state"], rank)
+            self._published[rank] = state
+            if self._open is not None and message["inquiry"] == self._open.number:
+                self._open.states[rank] = state
+                self._look()
+        else:
+            seen = self._rank_of(message)
+            if self._open is not None and message["inquiry"] == self._open.number:
+                self._open.seen[seen] = self._looked_at(seen, rank, message)
+                self._look()
+
+    def ask(self, is_final: bool, dump_to: str = "") -> None:
+        """Opens an inquiry, unless one is open.
+
+        Args:
+            is_final: whether the operation is about to time out.
+            dump_to: a folder for a dump; empty: none is asked for.
+        """
+        if self._open is not None:
+            self._open.is_final = self._open.is_final or is_final
+            self._open.dump_to += [dump_to] if dump_to else []
+            return
+        self._number += 1
+        asked = set(range(len(self._places))) - self._gone.away()
+        opened = self._open = _Inquiry(self._number, is_final, asked)
+        opened.dump_to += [dump_to] if dump_to else []
+        for rank in sorted(asked):
+            self._send(rank, {"type": "ask_state", "inquiry": opened.number})
+        self._call_later(_ANSWERS_S, lambda: self._have_looked_at(opened))
+
+    def drop(self) -> None:
+        """Another rank leads."""
+        self._open = None
+
+    def _send_all(self, message: Message) -> None:
+        for rank in range(len(self._places)):
+            self._send(rank, message)
+
+    def _have_looked_at(self, opened: _Inquiry) -> None:
+        """Others of their hosts look at the ranks that do not answer."""
+        if self._open is not opened:
+            return
+        silent = opened.asked - opened.states.keys()
+        for rank in sorted(silent):
+            place = self._places[rank]
+            near = [r for r in sorted(opened.states) if self._places[r].host == place.host]
+            if near:
+                opened.looked_at.add(rank)
+                self._send(near[0], {"type": "look", "inquiry": opened.number, "rank": rank})
+        if opened.looked_at:
+            self._call_later(_LOOKS_S, lambda: self._conclude(opened))
+        else:
+            self._conclude(opened)
+
+    def _look(self) -> None:
+        opened = self._open
+        if opened is None:
+            return
+        heard = opened.states.keys() | opened.seen.keys()
+        if opened.asked - self._gone.away() <= heard:
+            self._conclude(opened)
+
+    def _conclude(self, opened: _Inquiry) -> None:
+        if self._open is not opened:
+            return
+        self._open = None
+        states = {rank: self._state(rank, opened) for rank in range(len(self._places))}
+        verdict = judge(states, self._ranks_per_node)
+        self._tell(Told(verdict, states, opened.is_final, tuple(opened.dump_to)))
+
+    def _state(self, rank: int, opened: _Inquiry) -> RankState:
+        if rank in self._gone.left:
+            # One that waits in destroy() answers, and takes part in nothing else any more.
+            ended = opened.states.get(rank) or self._said_of(rank, "ended")
+            state = replace(ended, process="ended", closed=self._gone.left[rank], opened=0)
+        elif rank in opened.states and rank not in self._gone.dead:
+            state = opened.states[rank]
+        elif rank in self._gone.dead:
+            process: Process = "unreachable" if self._gone.dead[rank] == "host" else "gone"
+            state = self._said_of(rank, process)
+        else:
+            state = opened.seen.get(rank) or self._said_of(rank, "silent")
+        raised = state.raised or self._raised.get(rank, "")
+        return replace(state, raised=raised, exit=state.exit or self._exits.get(rank, ""))
+
+    def _looked_at(self, rank: int, by: int, message: Message) -> RankState:
+        process = message["process"]
+        if process not in PROCESSES:
+            raise ValueError(f"process is {process!r}")
+        plain = {**self._said_of(rank, process).plain(), "threads": message["threads"]}
+        return replace(RankState.of(plain), written_by=by, taken_ns=time.time_ns())
+
+    def _said_of(self, rank: int, process: Process) -> RankState:
+        """The state of a rank that does not say where it is."""
+        known = self._last(rank)
+        return replace(known, process=process, in_call="", waits=None, threads=(), written_by=0)
+
+    def _last(self, rank: int) -> RankState:
+        """What it has said last, or what is known without that."""
+        place = self._places[rank]
+        known = RankState(rank, len(self._places), host=place.host, pid=place.pid)
+        return self._published.get(rank, known)
+
+    def _rank_of(self, message: Message) -> int:
+        return rank_of(message["rank"], len(self._places))
+
+    def _state_of(self, plain: Any, rank: int) -> RankState:
+        state = RankState.of(plain)
+        if (state.rank, state.num_ranks) != (rank, len(self._places)):
+            raise ValueError(
+                f"rank {rank} of {len(self._places)} says that it is rank {state.rank} of {state.num_ranks}"
+            )
+        return state

@@ -1,0 +1,1 @@
+"""How ranks find each other, who lives, and how they come to one answer."""

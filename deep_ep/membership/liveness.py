@@ -1,0 +1,478 @@
+"""Who lives: a star of connections around rank 0 that tells of a death at once.
+
+Every rank holds one connection, and has one thread that sleeps on it; operations know nothing of
+it. A process that ends closes its connections, whatever ends it, and kernels answer for a process
+that is stopped or busy, so nobody who lives is called dead. Who ends in order says so first.
+
+When an operation fails because ranks are missing, `Liveness.agree` asks rank 0's arbiter
+(agreement.py), so that all ranks raise one answer. Ranks that are threads of one process share the
+thread and need no connection.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import threading
+import warnings
+import weakref
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Callable, NamedTuple
+
+from deep_ep.base.rules import COMBINE, DISPATCH, NORMAL_COMBINE, NORMAL_DISPATCH
+from deep_ep.errors import ranks_text
+from deep_ep.hang import dump_requests, hang_watch
+from deep_ep.hang.hang_watch import HangWatch
+from deep_ep.membership import agreement, rendezvous
+from deep_ep.membership.agreement import Decision, Key, Message, Progress
+from deep_ep.membership.lines import Address
+from deep_ep.membership.loop import Loop
+from deep_ep.membership.rendezvous import Place
+from deep_ep.membership.star import Hub, Spoke
+
+if TYPE_CHECKING:
+    from deep_ep._cpu import Runtime as NativeRuntime
+    from deep_ep.hang.recorder import Recorder
+
+# Of both modes; the others are numbered each by itself.
+_NUMBERED_TOGETHER = (DISPATCH, COMBINE, NORMAL_DISPATCH, NORMAL_COMBINE)
+
+# Pauses between looks whether this rank has finished what another one finished before it ended, and
+# decisions that are kept. Chosen.
+_FIRST_LOOK_S, _LAST_LOOK_S = 0.05, 0.4
+_KEPT = 64
+
+# Hubs of ranks in this process, from the moment rank 0 makes one until all have joined.
+_hubs: dict[str, Hub] = {}
+
+
+class Liveness:
+    """One rank's part.
+
+    Attributes:
+        rank: this rank.
+        loop: the thread that speaks for it; `None` before it is connected, and in a fork.
+        alone: whether rank 0 cannot be asked.
+        dead: ranks that are dead, see `Decision`.
+        left: ranks that ended in order, and the last operation they finished.
+        parted: those of them that have come to destroy().
+        may_mask: whether operations go on without ranks that a decision names.
+    """
+
+    def __init__(self, rank: int, native: NativeRuntime, may_mask: bool = False) -> None:
+        """Internal: use `join`.
+
+        Args:
+            rank: this rank.
+            native: of its buffer; let go with `close`.
+            may_mask: see above.
+        """
+        self.rank = rank
+        # Held for calls that do not wait; again by a destructor that runs in the midst of one.
+        self._native_lock = threading.RLock()
+        self._native: NativeRuntime | None = native
+        self._has_parted = False
+        self._is_closed = False
+        self.loop: Loop | None = None
+        self._changed = threading.Condition()
+        self._decisions: OrderedDict[Key, Decision | None] = OrderedDict()
+        self.dead: dict[int, str] = {}
+        self.left: dict[int, int] = {}
+        self.parted: set[int] = set()
+        self.alone = True
+        self.hangs = HangWatch(rank, self._say)
+        self.may_mask = may_mask
+
+    def agree(self, failure: Mapping[str, Any]) -> Decision | None:
+        """Who is the reason for a failure; the same on all ranks.
+
+        Args:
+            failure: of `Runtime.take_failure()`.
+
+        Returns:
+            `None` if nobody is missing, or if nothing is known beyond the failure itself.
+        """
+        missing = [rank for rank in failure["ranks"] if rank != self.rank]
+        reason = failure["reason"] if failure["reason"] in ("timeout", "abandoned") else "other"
+        report = {"type": "report", "failure": reason, "missing": missing}
+        key = _key_of(failure)
+        if reason == "other":
+            self._say({**report, "key": key})
+        if reason == "other" or not missing:
+            return None
+        decision = self._ask(key, report, agreement.LONGEST_S)
+        if decision is None and reason == "timeout":
+            decision = self._own_view(key, missing)
+        return decision
+
+    def agree_on_masked(self, key: Key, missing: Sequence[int]) -> Decision | None:
+        """Who is the reason that an operation went on without ranks. The others mask those whom it names, and nobody
+        else.
+
+        Args:
+            key: which operation.
+            missing: whom this rank has left out.
+
+        Returns:
+            `None` if nobody can be asked, or the others go on without this rank: then it decides for itself.
+        """
+        if set(missing) <= self.dead.keys() | self.left.keys():
+            return agreement.decide(key, {self.rank: missing}, {}, self.dead, self.left)
+        report = {"type": "report", "failure": "timeout", "missing": list(missing), "masks": True}
+        decision = self._ask(key, report, agreement.LONGEST_S)
+        if self.alone or key in self._decisions:
+            return decision if decision is None or self.rank not in decision.culprits else None
+        return self._own_view(key, missing)
+
+    def come_back(self) -> None:
+        """This rank masks nobody any more, and others may wait for it again."""
+        self._say({"type": "back"})
+
+    def _ask(self, key: Key, report: Message, longest_s: float) -> Decision | None:
+        """Reports to rank 0, and waits for what it decides."""
+        with self._changed:
+            if self._decisions.get(key) is None:
+                self._decisions.pop(key, None)
+                self._say({**report, "key": key})
+                self._changed.wait_for(lambda: self.alone or key in self._decisions, longest_s)
+            return self._decisions.get(key)
+
+    def part(self) -> None:
+        """Says that this rank calls nothing any more but what ends the buffer, where it meets those who have said so
+        before; then `close`.
+        """
+        with self._native_lock:
+            closed = self.progress().closed
+            self._has_parted = True
+            for rank in self.parted - self.dead.keys():
+                if self._native is not None:
+                    self._native.mark_gone(rank, is_gone=False)
+        self._say({"type": "left", "closed": closed, "parts": True})
+
+    def close(self) -> None:
+        """Says goodbye; does not wait. May be repeated, and be called by a destructor."""
+        with self._native_lock:
+            closed = self.progress().closed
+            was_closed, self._is_closed = self._is_closed, True
+            self._native = None
+            self.hangs.close()
+        loop = self.loop
+        if not was_closed and loop is not None:
+            loop.post(lambda: loop.leave(self.rank, closed))
+
+    def forget(self) -> None:
+        """In a forked child, where a thread that is not there any more may hold the lock."""
+        self._native_lock = threading.RLock()
+        self._native, self._is_closed, self.loop, self.alone = None, True, None, True
+        self.hangs.close()
+
+    # ---- called by the loop
+
+    def away(self) -> set[int]:
+        """Ranks that are not there to be asked."""
+        return self.dead.keys() | self.left.keys()
+
+    def attach(self, loop: Loop) -> None:
+        """From now on that thread speaks for this rank."""
+        self.loop, self.alone = loop, False
+
+    def watch(
+        self,
+        recorder: Recorder,
+        settings: hang_watch.Settings,
+        places: Sequence[Place],
+        offers: Sequence[Any],
+    ) -> None:
+        """Says from now on when this rank waits for long. By the program's thread.
+
+        Args:
+            recorder: what it can say of itself.
+            settings: when.
+            places: where the ranks run.
+            offers: what lets others see their stacks.
+        """
+        loop = self.loop
+        if loop is not None:
+            self.hangs.begin(recorder, settings, places, offers)
+            requests = dump_requests.attach(self.hangs)
+            loop.post(lambda: loop.listen(requests, dump_requests.take))
+            loop.post(lambda: self._look_at_own_waits(loop))
+
+    def progress(self) -> Progress:
+        """Where this rank is; all zero once it has ended, or waits in destroy()."""
+        with self._native_lock:
+            if self._native is None or self._has_parted:
+                return Progress(0, 0, False)
+            return Progress(**self._native.progress())
+
+    def introduce(
+        self, addresses: Sequence[Any], places: Sequence[Place], ranks_per_node: int
+    ) -> None:
+        """All ranks have joined. By the program's thread.
+
+        Args:
+            addresses: where they listen, plain data, of `address`.
+            places: where they run.
+            ranks_per_node: where normal operations go by way of gateways; 0: they do not.
+        """
+        known = [None if plain is None else _address_of(plain) for plain in addresses]
+        if self.loop is not None:
+            self.loop.introduce(known, places, ranks_per_node)
+
+    @property
+    def address(self) -> Address | None:
+        """Where other ranks reach this one if rank 0 does not answer; `None`: nowhere."""
+        return self.loop.address if self.loop is not None else None
+
+    def handle(self, message: Message, answer: Callable[[Message], None] | None = None) -> None:
+        """What rank 0 says, or who leads an inquiry in its place.
+
+        Args:
+            message: of many types.
+            answer: says something to that rank; `None`: it is rank 0.
+
+        Raises:
+            ValueError, TypeError, KeyError: that is none of the messages there are.
+        """
+        type_ = message["type"]
+        if type_ == "look" and self.loop is not None:
+            self.loop.aside(lambda: self.hangs.look_at(message), answer or self._say)
+        elif type_ in hang_watch.TYPES:
+            with self._native_lock:
+                self.hangs.handle(message, answer or self._say)
+        elif type_ == "ask":
+            self._say({"type": "progress", "round": int(message["round"]), "at": self.progress()})
+        elif type_ == "decision":
+            self._take(Decision.of(message))
+        elif type_ == "undecided":
+            self._remember(agreement.key_of(message["key"]), None)
+        elif type_ == "dead":
+            self.dead[int(message["rank"])] = str(message["how"])
+            self.hangs.look_at_end(int(message["rank"]))
+            self._mark_gone(int(message["rank"]))
+        elif type_ == "left":
+            self.left[int(message["rank"])] = int(message["closed"])
+            if message["parts"]:
+                self.parted.add(int(message["rank"]))
+            self._mark_left_later(int(message["rank"]), _FIRST_LOOK_S)
+        else:
+            raise ValueError(f"type is {type_!r}")
+
+    def lose(self, how: str) -> None:
+        """The connection to rank 0 has ended; `how` as in `Decision.dead`, empty if that tells nothing."""
+        with self._changed:
+            self.alone = True
+            self._changed.notify_all()
+        if how and 0 not in self.left:
+            with self._native_lock:
+                self.hangs.lose_rank_0("unreachable" if how == "host" else "gone", self.left)
+            self.handle({"type": "dead", "rank": 0, "how": how})
+            if self.loop is not None:
+                self.loop.lose_rank_0()
+
+    def _look_at_own_waits(self, loop: Loop) -> None:
+        with self._native_lock:
+            pause_s = self.hangs.look()
+        if pause_s is not None:
+            loop.call_later(pause_s, lambda: self._look_at_own_waits(loop))
+
+    def _take(self, decision: Decision) -> None:
+        if self.may_mask:
+            self._mark_out(decision)
+        elif decision.key.is_operation:
+            with self._native_lock:
+                if self._native is not None:
+                    self._native.give_up(decision.key.op)
+        # Who waits for it goes on when all ranks of this process know, so that simulated ones repeat exactly.
+        if self.loop is not None:
+            self.loop.post(lambda: self._remember(decision.key, decision))
+
+    def _mark_out(self, decision: Decision) -> None:
+        """Operations go on without those whom it names. One that is named itself is out of it."""
+        if not decision.key.is_operation or self.rank in decision.culprits:
+            return
+        with self._native_lock:
+            for rank in decision.culprits:
+                if self._native is not None:
+                    self._native.mark_out(rank, decision.key.op)
+
+    def _remember(self, key: Key, decision: Decision | None) -> None:
+        with self._changed:
+            self._decisions[key] = decision
+            while len(self._decisions) > _KEPT:
+                self._decisions.popitem(last=False)
+            self._changed.notify_all()
+
+    def _mark_left_later(self, rank: int, pause_s: float) -> None:
+        """Once nothing can be missing that the rank sent before it ended, barriers included; in destroy() at once,
+        unless it has come there too.
+        """
+        loop, closed = self.loop, self.left[rank]
+
+        def look() -> None:
+            with self._native_lock:
+                if self._native is None or (self._has_parted and rank in self.parted):
+                    return
+                at = self.progress()
+                has_finished = at.open > closed or (at.open == 0 and at.closed >= closed)
+                if has_finished or self._has_parted:
+                    self._mark_gone(rank)
+                else:
+                    self._mark_left_later(rank, min(2 * pause_s, _LAST_LOOK_S))
+
+        if loop is not None:
+            loop.call_later(pause_s, look)
+
+    def _mark_gone(self, rank: int) -> None:
+        with self._native_lock:
+            if self._native is not None:
+                self._native.mark_gone(rank)
+
+    def _say(self, message: Message) -> None:
+        loop = self.loop
+        if loop is not None:
+            loop.post(lambda: loop.say(self.rank, message))
+
+    def _own_view(self, key: Key, missing: Sequence[int]) -> Decision | None:
+        """Without rank 0: who is known to be gone, or else rank 0 itself, so that all say the same."""
+        silent = set() if self.alone else {0} & set(missing)
+        decision = agreement.decide(key, {self.rank: silent}, {}, self.dead, self.left)
+        return replace(decision, waiting={}) if decision.culprits else None
+
+
+class Offer(NamedTuple):
+    """How ranks reach rank 0. Plain data.
+
+    Attributes:
+        address: host and port; `None` if there is none, for the reason `problem`.
+        token: what who comes must know.
+    """
+
+    address: Address | None
+    token: str
+    problem: str = ""
+
+    @staticmethod
+    def of(plain: Any) -> Offer | None:
+        """From plain data.
+
+        Raises:
+            ValueError, TypeError: it is none.
+        """
+        if plain is None:
+            return None
+        address, token, problem = plain
+        return Offer(None if address is None else _address_of(address), str(token), str(problem))
+
+
+def _address_of(plain: Any) -> Address:
+    host, port = plain
+    return str(host), int(port)
+
+
+def offer(rank: int, places: Sequence[Place], ranks_per_node: int = 0) -> Offer | None:
+    """First step of connecting the ranks of a buffer: rank 0's offer, for all ranks.
+
+    Args:
+        rank: this rank.
+        places: of all ranks.
+        ranks_per_node: where normal operations go by way of gateways; 0: they do not.
+    """
+    if rank != 0 or len(places) == 1:
+        return None
+    token = secrets.token_hex(16)
+    try:
+        address = rendezvous.address([place.host for place in places])
+        hub = Hub(places, ranks_per_node, token, address)
+    except OSError as error:
+        return Offer(None, token, str(error))
+    _hubs[token] = hub
+    hub.start()
+    return Offer(hub.door.address, token)
+
+
+def join(
+    buffer: Any,
+    rank: int,
+    num_ranks: int,
+    native: NativeRuntime,
+    offered: Offer | None,
+    may_mask: bool = False,
+) -> tuple[Liveness | None, str | None]:
+    """Second step: takes rank 0's offer.
+
+    Args:
+        buffer: says goodbye when it is collected.
+        rank: this rank.
+        num_ranks: size of the group.
+        native: runtime of the buffer, connected.
+        offered: by rank 0.
+        may_mask: see `Liveness`.
+
+    Returns:
+        This rank's part, and why it is not connected, if it is not.
+    """
+    if offered is None:
+        return None, None
+    member = Liveness(rank, native, may_mask)
+    weakref.finalize(buffer, member.close).atexit = False
+    if offered.address is None:
+        return member, offered.problem
+    hub = _hubs.get(offered.token)
+    try:
+        if hub is not None:
+            hub.take_in(member)
+        else:
+            Spoke(member, offered.address, offered.token, num_ranks).start()
+    except (OSError, ValueError) as error:
+        return member, f"{type(error).__name__}: {error}"
+    return member, None
+
+
+def complete(own: Offer | None, problems: Sequence[str | None]) -> None:
+    """Last step: what the second one said on all ranks is known.
+
+    Without a connection the buffer works, and ranks that are missing are found by the timeout: a
+    `RuntimeWarning` on rank 0 says so.
+
+    Args:
+        own: this rank's offer.
+        problems: of all ranks.
+    """
+    if own is None:
+        return
+    unreachable = [rank for rank, problem in enumerate(problems) if problem is not None]
+    hub = _hubs.pop(own.token, None)
+    if hub is not None:
+        hub.post(lambda: hub.complete(unreachable))
+    if unreachable:
+        warnings.warn(
+            f"Buffer: {ranks_text(unreachable)} cannot be watched ({problems[unreachable[0]]}); "
+            "all ranks must reach rank 0 over TCP. Operations work; a rank that dies is found after "
+            "DEEP_EP_TIMEOUT_S only.",
+            RuntimeWarning,
+            stacklevel=4,
+        )
+
+
+def withdraw(own: Offer | None) -> None:
+    """Instead of the last step: there will be no buffer, and this rank's offer is void."""
+    hub = _hubs.pop(own.token, None) if own is not None else None
+    if hub is not None:
+        hub.post(hub.leave_all)
+
+
+def _key_of(failure: Mapping[str, Any]) -> Key:
+    """What a decision on a failure is about; ranks that were given up count by who gave them up."""
+    operation = failure["operation"]
+    if operation not in _NUMBERED_TOGETHER:
+        return Key(operation, failure["op"])
+    newest: int = failure["op"]
+    if failure["reason"] == "abandoned":
+        newest = max([newest, *failure["given_up"].values()])
+    return Key("operation", newest)
+
+
+os.register_at_fork(after_in_child=_hubs.clear)

@@ -1,0 +1,263 @@
+"""Who has come to where the ranks of a new buffer meet, and for whom they wait.
+
+Until they are connected (construction.py), ranks meet in exchanges of their group, which say nothing while somebody
+is missing. So each rank writes on the board of the group (group.py) to which meeting it has come. A rank that
+waits for long reads there who has not, looks at those of its own host, and says so.
+
+What is on a board may come from any program: it is data, is checked, and decides nothing but what is said.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import socket
+import sys
+import threading
+import time
+from dataclasses import asdict, dataclass
+from typing import Any, TypeVar
+
+from deep_ep.base import env
+from deep_ep.errors import EPError, EPTimeoutError
+from deep_ep.group import Group, board_of
+from deep_ep.hang import recorder, stacks, wording
+from deep_ep.hang.cause import Verdict
+from deep_ep.hang.rank_calls import CONSTRUCTION
+from deep_ep.hang.states import Process, RankState, Thread, Waits, known_fields
+from deep_ep.hang.verdict import judge
+
+T = TypeVar("T")
+
+# Chosen: after how many times the time before it says again that it waits; how long the end of a meeting that
+# failed waits for the answer; and the most that is read of what is on a board.
+_AGAIN = 4.0
+_ANSWER_S = 2.0
+_MOST_CHARACTERS = 1 << 12
+
+_log = logging.getLogger("deep_ep")
+
+
+@dataclass(frozen=True)
+class Note:
+    """What a rank writes on the board.
+
+    Attributes:
+        buffer: number of the buffer among those of the group, from 1.
+        meeting: to which it has come while that is made, from 1.
+        host, pid, thread: where it is.
+        offer: of `stacks.offer`, what lets others of its host see its stacks.
+    """
+
+    buffer: int = 0
+    meeting: int = 0
+    host: str = ""
+    pid: int = 0
+    thread: int = 0
+    offer: Any = None
+
+    @staticmethod
+    def of(text: str | None) -> Note | None:
+        """From the text on a board; `None` if that is none."""
+        if text is None or len(text) > _MOST_CHARACTERS:
+            return None
+        try:
+            return Note(**known_fields(Note, json.loads(text)))
+        except (ValueError, TypeError, RecursionError):
+            return None
+
+
+class RollCall:
+    """A `Group` for the time in which a buffer is made, each exchange of which is a meeting that is watched.
+
+    Attributes:
+        rank: this rank.
+        size: number of ranks.
+        called_ns: when it began, UTC.
+    """
+
+    def __init__(self, group: Group) -> None:
+        """Waits for nobody.
+
+        Args:
+            group: the ranks.
+        """
+        self.rank, self.size = group.rank, group.size
+        self.called_ns = time.time_ns()
+        self._group, self._board = group, board_of(group)
+        self._read_from = self._board
+        self._note = Note(
+            buffer=self._number_of_buffer(),
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            thread=threading.get_ident(),
+            offer=stacks.offer(),
+        )
+
+    def _number_of_buffer(self) -> int:
+        earlier = self._read(self.rank)
+        return 1 if earlier is None else earlier.buffer + 1
+
+    def all_gather_object(self, obj: T) -> list[T]:
+        """Every rank's object, in rank order.
+
+        Raises:
+            EPTimeoutError: some ranks did not come; says what is known of them.
+            RuntimeError: what the group raises, where nobody is missing or that cannot be known.
+        """
+        if self.size == 1:
+            return self._group.all_gather_object(obj)
+        self._come()
+        watch = _Watch(self)
+        watch.start()
+        try:
+            return self._group.all_gather_object(obj)
+        except RuntimeError as error:
+            verdict = watch.answer()
+            if verdict is None or not verdict.causes:
+                raise
+            raise self._error(error, verdict, watch.waited_s()) from error
+        finally:
+            watch.end()
+
+    def barrier(self) -> None:
+        """Returns when all ranks have called it; raises like `all_gather_object`."""
+        self.all_gather_object(None)
+
+    def verdict(self, waited_s: float) -> Verdict | None:
+        """Who has not come to this meeting, and what is known of them; `None` if the group has no board.
+
+        Args:
+            waited_s: how long this rank has been waiting.
+        """
+        if self._board is None:
+            return None
+        self._read_apart()
+        notes = {rank: self._read(rank) for rank in range(self.size)}
+        mine = (self._note.buffer, self._note.meeting)
+        missing = tuple(
+            rank
+            for rank, note in notes.items()
+            if note is None or (note.buffer, note.meeting) < mine
+        )
+        waits = Waits(CONSTRUCTION, self._note.meeting, waited_s, {"entry": missing})
+        states = {}
+        for rank, note in notes.items():
+            place = (rank, self.size, "", note.host if note else "", note.pid if note else 0)
+            if rank not in missing:
+                states[rank] = RankState(*place, waits=waits)
+                continue
+            process, threads = self._look_at(note)
+            is_inside = note is not None and note.buffer == self._note.buffer
+            states[rank] = RankState(
+                *place, process=process, threads=threads, in_call="Buffer" if is_inside else ""
+            )
+        return judge(states)
+
+    def _read_apart(self) -> None:
+        """The thread of the program may be waiting in the store."""
+        if self._board is not None and self._read_from is self._board:
+            with contextlib.suppress(RuntimeError, OSError):
+                self._read_from = self._board.apart()
+
+    def _come(self) -> None:
+        self._note = Note(**{**asdict(self._note), "meeting": self._note.meeting + 1})
+        if self._board is not None:
+            try:
+                self._board.put(self.rank, json.dumps(asdict(self._note)))
+            except (RuntimeError, OSError):  # the exchange itself will say what is wrong
+                self._board = None
+
+    def _read(self, rank: int) -> Note | None:
+        """What is on the board; raises nothing."""
+        try:
+            return Note.of(None if self._read_from is None else self._read_from.read(rank))
+        except (RuntimeError, OSError, UnicodeDecodeError):
+            return None
+
+    def _look_at(self, note: Note | None) -> tuple[Process, tuple[Thread, ...]]:
+        """What can be seen from here of a rank that has not come."""
+        if note is None or note.host != self._note.host:
+            return "unknown", ()
+        if note.pid == self._note.pid:
+            lives = note.thread in sys._current_frames()
+            threads = recorder.threads_of_process(note.thread) if lives else ()
+            return ("alive" if lives else "unknown"), threads
+        process, threads = stacks.look_at(note.pid, note.offer)
+        if process != "busy":
+            return process, threads
+        # Nobody has asked it: that it does not answer says nothing about its GIL.
+        return ("alive" if threads else "unknown"), threads
+
+    def _error(self, error: RuntimeError, verdict: Verdict, waited_s: float) -> EPTimeoutError:
+        said, advice = wording.line(verdict), wording.advice(verdict.causes[0])
+        first = str(error) if isinstance(error, EPError) else f"the group says: {error}."
+        return EPTimeoutError(
+            f"Buffer on rank {self.rank}: {said}. {advice} ({first})",
+            missing_ranks=verdict.ranks,
+            operation="Buffer",
+            waited_s=waited_s,
+            verdict=verdict,
+        )
+
+
+class _Watch(threading.Thread):
+    """Reads the board while a rank waits in a meeting, and says for whom it waits."""
+
+    def __init__(self, roll_call: RollCall) -> None:
+        super().__init__(name="deep_ep roll call", daemon=True)
+        self._roll_call = roll_call
+        self._since_s = time.monotonic()
+        self._over = threading.Event()
+        self._is_asked = False
+        self._verdict: Verdict | None = None
+
+    def waited_s(self) -> float:
+        """How long the meeting has been waited for."""
+        return time.monotonic() - self._since_s
+
+    def end(self) -> None:
+        """The meeting is over."""
+        self._over.set()
+
+    def answer(self) -> Verdict | None:
+        """Who is missing now; or at the last look, if the board does not answer."""
+        self._is_asked = True
+        self._over.set()
+        self.join(_ANSWER_S)
+        return self._verdict
+
+    def run(self) -> None:
+        pause_s = _warn_s()
+        while not self._over.wait(pause_s or None):
+            pause_s = (_AGAIN - 1) * self.waited_s()
+            self._look()
+            if not self._over.is_set():
+                self._say()
+        if self._is_asked:
+            self._look()
+
+    def _look(self) -> None:
+        self._verdict = self._roll_call.verdict(self.waited_s())
+
+    def _say(self) -> None:
+        """The lowest of the ranks that wait does."""
+        verdict, rank = self._verdict, self._roll_call.rank
+        if verdict is None and rank == 0:
+            _log.warning(
+                "deep_ep: rank 0 waits in Buffer(), for %.3g s, for ranks that have not come; who they are cannot be "
+                "known, as this group has no store",
+                self.waited_s(),
+            )
+        elif verdict is not None and verdict.causes and rank == min(verdict.waiting):
+            _log.warning("deep_ep: %s", wording.line(verdict), extra={"verdict": verdict})
+
+
+def _warn_s() -> float:
+    """What is wrong with the variable is said by all ranks together, later."""
+    try:
+        return env.warn_s()
+    except EPError:
+        return 0.0

@@ -1,0 +1,1 @@
+"""The native modules: which one runs, its runtime, streams and memory."""

@@ -1,0 +1,1 @@
+"""How a buffer comes to be, and its operations."""

@@ -1,0 +1,309 @@
+"""How a buffer comes to be: the ranks agree on its settings, allocate, connect, and start.
+
+Each step is collective, and what goes wrong on one rank is raised on all of them (rendezvous.py).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple, Union
+
+from deep_ep.base import env
+from deep_ep.base.rules import fail
+from deep_ep.base.topology import Topology, ranks_per_node
+from deep_ep.checks import arguments as checks
+from deep_ep.checks.arguments import Limits
+from deep_ep.errors import EPError, EPUsageError
+from deep_ep.hang import hang_watch, stacks
+from deep_ep.membership import liveness, rendezvous
+from deep_ep.membership.roll_call import RollCall
+from deep_ep.native import backend
+from deep_ep.native.runtime import Runtime
+from deep_ep.native.streams import StreamClaims
+from deep_ep.observe import phases, watchers
+from deep_ep.ops.communicator import Communicator
+from deep_ep.ops.watchdog import Watchdog
+from deep_ep.testing import faults
+
+if TYPE_CHECKING:
+    from deep_ep._cpu import Runtime as NativeRuntime
+    from deep_ep.buffer import Buffer
+    from deep_ep.group import Group
+    from deep_ep.membership.lines import Address
+    from deep_ep.membership.liveness import Liveness
+    from deep_ep.membership.rendezvous import Place
+    from deep_ep.native.backend import Backend
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What must be equal on all ranks; names and meaning are those of `Buffer`'s arguments."""
+
+    num_nvl_bytes: int
+    num_rdma_bytes: int
+    low_latency_mode: bool
+    num_qps_per_rank: int
+    allow_nvlink_for_low_latency_mode: bool
+    allow_mnnvl: bool
+    enable_shrink: bool
+
+    def checked(self) -> Settings:
+        """The same, with sizes that are allowed.
+
+        Raises:
+            EPArgumentError: they are not.
+        """
+        return replace(
+            self,
+            num_nvl_bytes=checks.byte_size("num_nvl_bytes", self.num_nvl_bytes),
+            num_rdma_bytes=checks.byte_size("num_rdma_bytes", self.num_rdma_bytes),
+        )
+
+    def uses_rdma(self, topology: Topology) -> bool:
+        """Whether the RDMA buffer is used."""
+        return self.low_latency_mode or topology.num_nodes > 1
+
+    @property
+    def may_mask(self) -> bool:
+        """Whether operations may go on without ranks."""
+        return self.enable_shrink and self.num_rdma_bytes > 0
+
+    def check_topology(self, topology: Topology) -> None:
+        """Rules that depend on the number of nodes; the same on all ranks, so all of them raise."""
+        if self.uses_rdma(topology) and not self.num_qps_per_rank > 0:
+            got = f"num_qps_per_rank is {self.num_qps_per_rank}"
+            fail("Buffer", got, "queue_pairs", EPUsageError)
+
+
+class Agreement(NamedTuple):
+    """What all ranks have agreed on, and where they are.
+
+    Attributes:
+        settings: checked.
+        backend: the same on all ranks.
+        topology: this rank's place.
+        places: where all ranks run.
+        roll_call: in which this rank meets the others meanwhile.
+    """
+
+    settings: Settings
+    backend: Backend
+    topology: Topology
+    places: Sequence[Place]
+    roll_call: RollCall
+
+
+def agree(group: Group, settings: Settings) -> Agreement:
+    """Checks the settings here and against the other ranks'. Collective; nothing is allocated yet.
+
+    Raises:
+        EPArgumentError: a setting is not allowed, or ranks passed different ones; names them.
+        EPNotBuiltError: the backend asked for is not available.
+        EPTimeoutError: some ranks did not come.
+    """
+    roll_call = RollCall(group)
+    selected: Backend | None = None
+    error: EPError | None = None
+    asked_ranks_per_node = None
+    try:
+        selected = backend.get()
+        asked_ranks_per_node = env.ranks_per_node()
+        env.verify()
+        env.recorder()
+        env.recorder_frames()
+        env.warn_s()
+        env.phases()
+        env.diagnose()  # is needed later, when an error would be this rank's alone
+        settings = settings.checked()
+    except EPError as raised:
+        error = raised
+    facts = rendezvous.exchange_facts(
+        roll_call,
+        {
+            "the group size": group.size,
+            "the backend": selected.name if selected else None,
+            "DEEP_EP_RANKS_PER_NODE": asked_ranks_per_node,
+            "DEEP_EP_DIAGNOSE": env.DIAGNOSE.text(),
+            "DEEP_EP_VERIFY": env.VERIFY.text(),
+            **vars(settings),
+        },
+        error,
+    )
+    assert selected is not None  # otherwise there was an error, and the exchange raised it
+    places = [fact.place for fact in facts]
+    hosts = [place.host for place in places]
+    topology = Topology(group.rank, group.size, ranks_per_node(hosts, asked_ranks_per_node))
+    settings.check_topology(topology)
+    return Agreement(settings, selected, topology, places, roll_call)
+
+
+# Of each rank: the handle of its memory in hex, where it can be reached, how its stacks can be seen.
+Allocated = Sequence[tuple[str, Any, dict[str, int]]]
+# Of each rank: why it cannot be reached, or its address.
+Connected = Sequence[tuple[Union[str, None], Any]]
+
+
+def connect(owner: object, group: Group, agreed: Agreement) -> Communicator:
+    """Allocates and maps the memory of all ranks, and connects those who watch over them. Collective.
+
+    Args:
+        owner: the buffer; the others hear of it when it is collected.
+        group: the ranks.
+        agreed: by them.
+
+    Raises:
+        EPTransportError: some rank could not allocate or connect; raised on all ranks.
+        EPTimeoutError: some ranks did not come.
+    """
+    rank = _Connecting(group, agreed)
+    roll_call = agreed.roll_call
+    try:
+        allocated = rendezvous.together(roll_call, "allocating memory", rank.allocate)
+        connected = rendezvous.together(
+            roll_call, "connecting", lambda: rank.connect(owner, allocated)
+        )
+    except RuntimeError:
+        rank.close()
+        raise
+    rank.introduce(connected)
+    return rank.communicator(allocated)
+
+
+class _Connecting:
+    """What a rank has of its communicator so far; it is given back if another rank fails."""
+
+    def __init__(self, group: Group, agreed: Agreement) -> None:
+        self._group = group
+        self._agreed = agreed
+        self._native: NativeRuntime | None = None
+        self._comm_stream: Any = None
+        self._claims: StreamClaims | None = None
+        self._offer: liveness.Offer | None = None
+        self._member: Liveness | None = None
+
+    def allocate(self) -> tuple[str, liveness.Offer | None, dict[str, int]]:
+        """First step: this rank's memory, and what the others must know of it."""
+        settings, selected, topology, places, _ = self._agreed
+        group = self._group
+        self._native = selected.create_runtime(
+            needs_rdma=topology.num_nodes > 1,
+            spans_hosts=len({place.host for place in places}) > 1,
+            allow_nvlink=settings.allow_nvlink_for_low_latency_mode,
+            allow_mnnvl=settings.allow_mnnvl,
+            rank=group.rank,
+            num_ranks=group.size,
+            num_nvl_bytes=settings.num_nvl_bytes,
+            num_rdma_bytes=settings.num_rdma_bytes,
+            low_latency_mode=settings.low_latency_mode,
+            num_qps_per_rank=settings.num_qps_per_rank,
+            timeout_ns=round(env.timeout_s() * 1e9),
+            verify=env.verify(),
+            num_recorded_calls=env.recorder(),
+            enable_shrink=settings.may_mask,
+            ranks_per_node=topology.ranks_per_node,
+            device_index=selected.device().index or 0,
+        )
+        handle = self._native.local_handle().hex()
+        self._offer = liveness.offer(group.rank, places, topology.ranks_per_node)
+        return handle, self._offer, stacks.offer()
+
+    def connect(self, owner: object, allocated: Allocated) -> tuple[str | None, Address | None]:
+        """Second step: maps the memory of all ranks, takes a stream that no other rank has, and reaches rank 0."""
+        settings, selected, _, places, _ = self._agreed
+        group, native = self._group, self._native
+        assert native is not None
+        if selected.runs_in_streams and list(places).count(places[group.rank]) > 1:
+            self._claims = StreamClaims(
+                _name_of(allocated), selected.device().index or 0, group.rank
+            )
+            self._comm_stream = self._claims.take(
+                selected.create_comm_stream, selected.stream_handle
+            )
+            self._claims.use("Buffer", selected.stream_handle(selected.current_stream()))
+        else:
+            self._comm_stream = selected.create_comm_stream()
+        native.connect([bytes.fromhex(handle) for handle, *_ in allocated])
+        offered = liveness.Offer.of(allocated[0][1])
+        self._member, problem = liveness.join(
+            owner, group.rank, group.size, native, offered, settings.may_mask
+        )
+        return problem, self._member.address if self._member is not None else None
+
+    def close(self) -> None:
+        """There will be no buffer."""
+        if self._member is not None:
+            self._member.close()
+        liveness.withdraw(self._offer)
+        if self._native is not None:
+            self._native.close()
+        if self._claims is not None:
+            self._claims.release()
+
+    def introduce(self, connected: Connected) -> None:
+        """Last step: who watches over the ranks knows all of them."""
+        liveness.complete(self._offer, [problem for problem, _ in connected])
+        if self._member is not None:
+            addresses = [address for _, address in connected]
+            places, topology = self._agreed.places, self._agreed.topology
+            self._member.introduce(addresses, places, topology.ranks_per_node)
+
+    def communicator(self, allocated: Allocated) -> Communicator:
+        """What has become of it."""
+        settings, selected, topology, places, roll_call = self._agreed
+        native = self._native
+        assert native is not None
+        native.release_handle()
+        runtime = Runtime(native, selected, topology, self._comm_stream)
+        limits = Limits(
+            self._group.size,
+            settings.num_rdma_bytes,
+            selected.device(),
+            selected.binding,
+            settings.num_nvl_bytes,
+        )
+        communicator = Communicator(
+            *(self._group, selected, runtime, limits, places),
+            *(self._member, self._claims, settings.may_mask),
+        )
+        if env.recorder():
+            name = _name_of(allocated)[:12]
+            settings_of_watch = hang_watch.Settings.from_environment()
+            shown = [offered for *_, offered in allocated]
+            called_ns = roll_call.called_ns
+            communicator.record(name, env.recorder(), settings_of_watch, shown, called_ns)
+        return communicator
+
+
+def _name_of(allocated: Allocated) -> str:
+    """Names a buffer: all ranks have the same handles, and no other buffer has them."""
+    return hashlib.sha256("".join(handle for handle, *_ in allocated).encode()).hexdigest()
+
+
+def start(buffer: Buffer) -> None:
+    """What a connected buffer does first: measures clocks and starts what the environment asks for.
+
+    Raises:
+        EPError: that failed; the buffer is let go.
+    """
+    communicator = buffer.communicator
+    runtime = communicator.connected_runtime("Buffer")
+    if communicator.backend.may_hang(runtime.native):
+        communicator.watchers.append(Watchdog(communicator, env.timeout_s()).start())
+    has_operations = buffer.low_latency_mode or buffer.num_nvl_bytes > 0
+    try:
+        if has_operations:
+            buffer.measure_clock_offsets()
+        watch = env.diagnose()
+        if watch.mode != "off" or env.phases():
+            buffer.enable_counters()
+        if env.phases() and buffer.rank == 0:
+            communicator.watchers.append(phases.AtTheEnd(buffer))
+        if env.inject() and has_operations:
+            faults.apply(buffer, faults.parse_list(env.inject(), buffer.group_size))
+        if watch.mode != "off" and has_operations:
+            communicator.watchers += watchers.start_all(buffer, communicator.group, watch)
+    except RuntimeError:
+        communicator.abort()
+        raise

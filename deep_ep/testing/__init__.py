@@ -1,0 +1,1 @@
+"""Faults on purpose, and an exchange whose result is known."""

@@ -1,0 +1,1 @@
+"""What calls take and return: configurations, events, handles, integers."""
