@@ -16,7 +16,7 @@ import torch
 from deep_ep.base import env
 from deep_ep.base.rules import fail
 from deep_ep.checks import arguments as checks
-from deep_ep.checks.normal import Layout
+from deep_ep.checks.layouts import Layout
 from deep_ep.errors import EPUsageError
 from deep_ep.group import as_group
 from deep_ep.native.runtime import Runtime

@@ -7,21 +7,13 @@ from typing import Any, Callable
 
 import pytest
 
+from deep_ep.base.ranks import Decision, Key, Message, Place, Progress
 from deep_ep.errors import (
     EPRankGoneError,
     EPTimeoutError,
     EPTransportError,
 )
-from deep_ep.membership.agreement import (
-    LONGEST_S,
-    Arbiter,
-    Decision,
-    Key,
-    Message,
-    Progress,
-    decide,
-)
-from deep_ep.membership.rendezvous import Place
+from deep_ep.membership.agreement import LONGEST_S, Arbiter, decide
 from deep_ep.ops.failures import error_from_failure
 
 OP = Key("operation", 73)

@@ -10,9 +10,9 @@ from typing import Any, Callable
 import pytest
 
 import deep_ep
+from deep_ep.base.ranks import Message
 from deep_ep.hang.cause import Verdict
 from deep_ep.membership import liveness
-from deep_ep.membership.agreement import Message
 from deep_ep.membership.door import greeting
 from deep_ep.membership.succession import Succession
 from test_liveness import LONG_S, OnlyOwn, star, until

@@ -18,14 +18,14 @@ from typing import IO, Any, Callable, ClassVar
 import pytest
 
 import deep_ep
+from deep_ep.base.ranks import Message, Place
 from deep_ep.diagnose.__main__ import main
 from deep_ep.errors import EPTimeoutError
 from deep_ep.hang import dump_requests, stacks
 from deep_ep.hang.hang_watch import HangWatch, Settings
 from deep_ep.hang.inquiry import Inquiries, Told
 from deep_ep.hang.states import Call, Frame, RankState, Thread, Waits
-from deep_ep.membership.agreement import Arbiter, Message
-from deep_ep.membership.rendezvous import Place
+from deep_ep.membership.agreement import Arbiter
 from exchange import Mode, Shape, dispatch, make_inputs
 from launch import Ranks
 

@@ -17,13 +17,12 @@ from typing import Any
 
 import pytest
 
+from deep_ep.base.ranks import Decision, Message, Place, Progress
 from deep_ep.group import thread_groups
 from deep_ep.hang.hang_watch import HangWatch
 from deep_ep.membership import agreement, liveness, rendezvous
-from deep_ep.membership.agreement import Decision, Message, Progress
 from deep_ep.membership.door import greeting
 from deep_ep.membership.lines import Line, LineClosed
-from deep_ep.membership.rendezvous import Place
 from deep_ep.membership.star import Hub
 
 # Who needs longer hangs.

@@ -13,13 +13,13 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from deep_ep.base.ranks import Decision, Message, Place
 from deep_ep.hang.inquiry import Inquiries, Told
 from deep_ep.hang.states import PROCESSES, Call, RankState, Waits
 from deep_ep.membership import door, liveness
-from deep_ep.membership.agreement import Arbiter, Decision, Message
+from deep_ep.membership.agreement import Arbiter
 from deep_ep.membership.door import greeting
 from deep_ep.membership.lines import NOT_UNDERSTOOD
-from deep_ep.membership.rendezvous import Place
 from deep_ep.membership.star import Hub
 from test_liveness import LONG_S, Native, OnlyOwn, star
 

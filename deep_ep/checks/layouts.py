@@ -5,7 +5,8 @@ On a GPU a look at them would stall the stream; there the kernels find out.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -13,9 +14,23 @@ from deep_ep.base.rules import NORMAL_DISPATCH, fail
 
 if TYPE_CHECKING:
     from deep_ep.base.topology import Topology
-    from deep_ep.checks.normal import Layout
 
 Tensor = torch.Tensor
+
+
+class Layout(NamedTuple):
+    """What `get_dispatch_layout` returned, as passed to a dispatch."""
+
+    num_tokens_per_rank: Tensor | None
+    num_tokens_per_rdma_rank: Tensor | None
+    is_token_in_rank: Tensor | None
+    num_tokens_per_expert: Tensor | None
+
+    def named(self, num_nodes: int) -> Iterator[tuple[str, Tensor | None]]:
+        """Name and tensor of each that a dispatch on as many nodes needs."""
+        for name, tensor in zip(self._fields, self):
+            if num_nodes > 1 or name != "num_tokens_per_rdma_rank":
+                yield name, tensor
 
 
 def check(place: Topology, layout: Layout, topk_idx: Tensor | None) -> None:

@@ -5,7 +5,6 @@ and handle_values.py.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -18,6 +17,7 @@ from deep_ep.checks import arguments as checks
 from deep_ep.checks import handles as handle_values
 from deep_ep.checks import layouts as layout_values
 from deep_ep.checks.arguments import Limits, Tensors
+from deep_ep.checks.layouts import Layout
 from deep_ep.errors import EPArgumentError, EPTypeError, EPUnsupportedError, EPUsageError
 from deep_ep.native.backend import Binding
 from deep_ep.types.config import Config
@@ -62,21 +62,6 @@ class Shape:
 
 # A program calls with few sizes, again and again; only its number of tokens varies.
 _shape = functools.lru_cache(maxsize=1024)(Shape)
-
-
-class Layout(NamedTuple):
-    """What `get_dispatch_layout` returned, as passed to a dispatch."""
-
-    num_tokens_per_rank: Tensor | None
-    num_tokens_per_rdma_rank: Tensor | None
-    is_token_in_rank: Tensor | None
-    num_tokens_per_expert: Tensor | None
-
-    def named(self, num_nodes: int) -> Iterator[tuple[str, Tensor | None]]:
-        """Name and tensor of each that a dispatch on as many nodes needs."""
-        for name, tensor in zip(self._fields, self):
-            if num_nodes > 1 or name != "num_tokens_per_rdma_rank":
-                yield name, tensor
 
 
 class Rows(NamedTuple):

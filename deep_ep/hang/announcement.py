@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 from deep_ep.hang import traces, wording
 
 if TYPE_CHECKING:
+    from deep_ep.base.ranks import Message
     from deep_ep.hang.cause import Verdict
     from deep_ep.hang.inquiry import Told
-    from deep_ep.membership.agreement import Message
 
 _log = logging.getLogger("deep_ep")
 

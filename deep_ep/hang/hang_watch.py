@@ -24,9 +24,8 @@ from deep_ep.hang.states import Process, RankState
 from deep_ep.hang.verdict import judge
 
 if TYPE_CHECKING:
+    from deep_ep.base.ranks import Message, Place
     from deep_ep.hang.recorder import Recorder
-    from deep_ep.membership.agreement import Message
-    from deep_ep.membership.rendezvous import Place
 
 # All of these are chosen. Looks at the own waits, seconds, at least and at most; how often a rank says where it
 # is while all is well; calls that it tells then, and where somebody asks; after how many times the time before it

@@ -13,12 +13,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Callable, Protocol
 
+from deep_ep.base.ranks import Message, rank_of
 from deep_ep.hang.states import PROCESSES, Process, RankState
 from deep_ep.hang.verdict import Verdict, judge
-from deep_ep.membership.agreement import Message, rank_of
 
 if TYPE_CHECKING:
-    from deep_ep.membership.rendezvous import Place
+    from deep_ep.base.ranks import Place
 
 # How long ranks may take to say where they are, and others of their hosts to look at them. Chosen.
 _ANSWERS_S, _LOOKS_S = 0.8, 0.8

@@ -27,7 +27,7 @@ from deep_ep.hang.states import Call, Frame, RankState, Thread, Waits
 
 if TYPE_CHECKING:
     from deep_ep._cpu import Runtime as NativeRuntime
-    from deep_ep.membership.rendezvous import Place
+    from deep_ep.base.ranks import Place
 
 # Of this package; looked up for every call.
 _OWN_FILES = frozenset(map(str, Path(__file__).parents[1].rglob("*.py")))

@@ -15,10 +15,9 @@ from deep_ep.membership.peers import Peers
 from deep_ep.membership.succession import REQUESTS, Succession
 
 if TYPE_CHECKING:
-    from deep_ep.membership.agreement import Message
+    from deep_ep.base.ranks import Message, Place
     from deep_ep.membership.lines import Address
     from deep_ep.membership.loop import Loop, Member
-    from deep_ep.membership.rendezvous import Place
 
 # Until those who are told of a death have ended what waited for that rank. Chosen.
 LAST_WORDS_S = 0.2

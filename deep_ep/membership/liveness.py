@@ -21,15 +21,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Callable, NamedTuple
 
+from deep_ep.base.ranks import Decision, Key, Message, Place, Progress, key_of
 from deep_ep.base.rules import COMBINE, DISPATCH, NORMAL_COMBINE, NORMAL_DISPATCH
 from deep_ep.errors import ranks_text
 from deep_ep.hang import dump_requests, hang_watch
 from deep_ep.hang.hang_watch import HangWatch
 from deep_ep.membership import agreement, rendezvous
-from deep_ep.membership.agreement import Decision, Key, Message, Progress
 from deep_ep.membership.lines import Address
 from deep_ep.membership.loop import Loop
-from deep_ep.membership.rendezvous import Place
 from deep_ep.membership.star import Hub, Spoke
 
 if TYPE_CHECKING:
@@ -247,7 +246,7 @@ class Liveness:
         elif type_ == "decision":
             self._take(Decision.of(message))
         elif type_ == "undecided":
-            self._remember(agreement.key_of(message["key"]), None)
+            self._remember(key_of(message["key"]), None)
         elif type_ == "dead":
             self.dead[int(message["rank"])] = str(message["how"])
             self.hangs.look_at_end(int(message["rank"]))

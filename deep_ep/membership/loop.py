@@ -19,9 +19,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Callable, Protocol, TypeVar
 
-from deep_ep.membership.agreement import Message, Progress
+from deep_ep.base.ranks import Message, Place, Progress
 from deep_ep.membership.lines import Address, Bell, Line
-from deep_ep.membership.rendezvous import Place
 
 # How long the end of a process waits for its last words to be sent; chosen.
 _END_S = 1.0

@@ -13,7 +13,7 @@ from deep_ep.membership.door import Door, greeting
 from deep_ep.membership.lines import NOT_UNDERSTOOD, Address, Line, LineClosed
 
 if TYPE_CHECKING:
-    from deep_ep.membership.agreement import Message
+    from deep_ep.base.ranks import Message
     from deep_ep.membership.loop import Loop
 
 _log = logging.getLogger("deep_ep")

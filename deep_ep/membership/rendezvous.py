@@ -13,8 +13,9 @@ import os
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Callable, NamedTuple, TypeVar
+from typing import Any, Callable, TypeVar
 
+from deep_ep.base.ranks import Place
 from deep_ep.errors import EPArgumentError, EPError, EPTimeoutError, EPTransportError, ranks_text
 from deep_ep.group import Group
 
@@ -22,18 +23,6 @@ T = TypeVar("T")
 
 # Of what a rank says. Handles and error texts are far below.
 _MOST_CHARACTERS = 1 << 20
-
-
-class Place(NamedTuple):
-    """Where a rank runs.
-
-    Attributes:
-        host: name of its host.
-        pid: number of its process there.
-    """
-
-    host: str
-    pid: int
 
 
 @dataclass(frozen=True)

@@ -9,15 +9,15 @@ import socket
 import time
 from collections.abc import Sequence
 
+from deep_ep.base.ranks import Message, Place
 from deep_ep.hang import inquiry
 from deep_ep.hang.announcement import Announcer
 from deep_ep.hang.inquiry import Inquiries, Told
-from deep_ep.membership.agreement import Arbiter, Message
+from deep_ep.membership.agreement import Arbiter
 from deep_ep.membership.deputy import LAST_WORDS_S, Deputy
 from deep_ep.membership.door import Door, greeting
 from deep_ep.membership.lines import NOT_UNDERSTOOD, Address, Line, LineClosed, descriptors_left
 from deep_ep.membership.loop import Loop, Member
-from deep_ep.membership.rendezvous import Place
 from deep_ep.membership.succession import REQUESTS
 
 # How long a rank may take to connect, and descriptors that are left to the program. Chosen.

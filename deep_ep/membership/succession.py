@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Callable
 
 if TYPE_CHECKING:
-    from deep_ep.membership.agreement import Message
+    from deep_ep.base.ranks import Message
 
 # How long a rank may take to begin an inquiry, and to come to a verdict. Chosen.
 _BEGIN_S, _VERDICT_S = 0.5, 2.0

@@ -85,7 +85,7 @@ def _dispatch_fake(
     expert_alignment: int,
     buffer: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, _Flat]:
-    to = registry.get(buffer)
+    to: Buffer = registry.get(buffer)
     new_size = torch.library.get_ctx().new_dynamic_size
     num_recv = new_size()
     indices: list[Tensor] = []

@@ -12,15 +12,17 @@ import contextlib
 import itertools
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
 from deep_ep.observe.copier import to_host
 
 if TYPE_CHECKING:
+    import threading
+
     from deep_ep.native.backend import Backend
-    from deep_ep.ops.communicator import Communicator
+    from deep_ep.native.runtime import Runtime
 
 PARTS = ("layout", "permute", "unpermute")
 
@@ -72,7 +74,41 @@ class PartStamps:
         ]
 
 
-def enable(communicator: Communicator, capacity: int) -> None:
+class HasDevice(Protocol):
+    """The limits of a communicator, as far as they matter here."""
+
+    @property
+    def device(self) -> torch.device:
+        """On which it runs."""
+
+
+class ObservedCommunicator(Protocol):
+    """The communicator of a rank (ops/communicator.py), as far as it is observed.
+
+    Attributes:
+        parts: `None` while nothing is counted.
+    """
+
+    parts: PartStamps | None
+
+    @property
+    def backend(self) -> Backend:
+        """On which it runs."""
+
+    @property
+    def limits(self) -> HasDevice:
+        """What calls are checked against."""
+
+    @property
+    def lock(self) -> threading.RLock:
+        """Held for the time of a call."""
+
+    @property
+    def runtime(self) -> Runtime | None:
+        """`None` once destroyed."""
+
+
+def enable(communicator: ObservedCommunicator, capacity: int) -> None:
     """Stamps parts from now on.
 
     Args:
@@ -85,7 +121,7 @@ def enable(communicator: Communicator, capacity: int) -> None:
             communicator.parts = PartStamps(capacity, communicator.limits.device)
 
 
-def marked(communicator: Communicator, name: str) -> AbstractContextManager[None]:
+def marked(communicator: ObservedCommunicator, name: str) -> AbstractContextManager[None]:
     """What happens within is the range `deep_ep::NAME` for Nsight, while the rank counts."""
     if communicator.parts is None:
         return _NOTHING
@@ -93,7 +129,7 @@ def marked(communicator: Communicator, name: str) -> AbstractContextManager[None
 
 
 def measured(
-    communicator: Communicator, name: str, stream: Any = None
+    communicator: ObservedCommunicator, name: str, stream: Any = None
 ) -> AbstractContextManager[None]:
     """What happens within is a part, and marked, while the rank counts.
 
@@ -116,7 +152,9 @@ def _range(backend: Backend, name: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _part(communicator: Communicator, parts: PartStamps, name: str, stream: Any) -> Iterator[None]:
+def _part(
+    communicator: ObservedCommunicator, parts: PartStamps, name: str, stream: Any
+) -> Iterator[None]:
     backend = communicator.backend
     stream = backend.current_stream() if stream is None else stream
     with _range(backend, name):
@@ -128,7 +166,7 @@ def _part(communicator: Communicator, parts: PartStamps, name: str, stream: Any)
             backend.record_use(parts.stamps, stream)
 
 
-def _write_clock(communicator: Communicator, where: int, stream: Any) -> bool:
+def _write_clock(communicator: ObservedCommunicator, where: int, stream: Any) -> bool:
     """Stamps, unless another thread is in an operation: its part is none of what lies between operations."""
     if not communicator.lock.acquire(blocking=False):
         return False

@@ -37,7 +37,7 @@ from deep_ep.observe import stamps
 from deep_ep.observe.parts import PARTS, Part, PartStamps
 
 if TYPE_CHECKING:
-    from deep_ep.buffer import Buffer
+    from deep_ep.observe.buffers import ObservedBuffer
     from deep_ep.observe.counters import CounterSnapshot, RecvCounters
 
 PHASES = ("between", *PARTS, "notify", "host", "send", "hidden", "late", "issue", "path", "copy")
@@ -115,7 +115,7 @@ class AtTheEnd:
     the buffer.
     """
 
-    def __init__(self, buffer: Buffer) -> None:
+    def __init__(self, buffer: ObservedBuffer) -> None:
         """Logs nothing yet.
 
         Args:
@@ -139,7 +139,7 @@ class AtTheEnd:
         )
 
 
-def of(buffer: Buffer) -> Phases:
+def of(buffer: ObservedBuffer) -> Phases:
     """The phases of this rank's recent operations; see `Buffer.phases`."""
     counters = _counters(buffer)
     if not counters:
@@ -175,7 +175,7 @@ def of_snapshots(
     return Phases(rank, sorted(found, key=lambda each: each.operation))
 
 
-def _counters(buffer: Buffer) -> dict[str, RecvCounters]:
+def _counters(buffer: ObservedBuffer) -> dict[str, RecvCounters]:
     kinds = {
         "dispatch": buffer.dispatch_counters,
         "combine": buffer.combine_counters,

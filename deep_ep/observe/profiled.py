@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Callable, TypeVar
 import torch
 
 if TYPE_CHECKING:
-    from deep_ep.buffer import Buffer
+    from deep_ep.observe.buffers import ObservedBuffer
 
 # torch has no public names for them: whether this thread is profiled, and whether the process is.
 _is_thread_profiled: Callable[[], bool] = getattr(
@@ -39,7 +39,7 @@ def operator(*, is_combine: bool | None = None) -> Callable[[Method], Method]:
         signature = inspect.signature(method)
 
         @functools.wraps(method)
-        def call(self: Buffer, *args: Any, **kwargs: Any) -> Any:
+        def call(self: ObservedBuffer, *args: Any, **kwargs: Any) -> Any:
             if not _is_profiling():
                 return method(self, *args, **kwargs)
             x = args[0] if args else kwargs.get("x")
@@ -88,14 +88,19 @@ def part(name: str) -> Callable[[Method], Method]:
     return decorate
 
 
-def _number(buffer: Buffer) -> int:
+def _number(buffer: ObservedBuffer) -> int:
     """Of the call that begins, as the recorder counts calls; 0 where none may begin."""
     runtime = buffer.communicator.runtime
     return 0 if runtime is None else runtime.native.num_calls() + 1
 
 
 def _record_traffic(
-    buffer: Buffer, number: int, sent: tuple[Any, Any], given: Any, returned: Any, is_combine: bool
+    buffer: ObservedBuffer,
+    number: int,
+    sent: tuple[Any, Any],
+    given: Any,
+    returned: Any,
+    is_combine: bool,
 ) -> None:
     """Of a call that has returned.
 

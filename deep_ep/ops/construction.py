@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple, Union
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Union
 
 from deep_ep.base import env
 from deep_ep.base.rules import fail
@@ -23,17 +23,17 @@ from deep_ep.native import backend
 from deep_ep.native.runtime import Runtime
 from deep_ep.native.streams import StreamClaims
 from deep_ep.observe import phases, watchers
+from deep_ep.observe.buffers import ObservedBuffer
 from deep_ep.ops.communicator import Communicator
 from deep_ep.ops.watchdog import Watchdog
 from deep_ep.testing import faults
 
 if TYPE_CHECKING:
     from deep_ep._cpu import Runtime as NativeRuntime
-    from deep_ep.buffer import Buffer
+    from deep_ep.base.ranks import Place
     from deep_ep.group import Group
     from deep_ep.membership.lines import Address
     from deep_ep.membership.liveness import Liveness
-    from deep_ep.membership.rendezvous import Place
     from deep_ep.native.backend import Backend
 
 
@@ -281,7 +281,24 @@ def _name_of(allocated: Allocated) -> str:
     return hashlib.sha256("".join(handle for handle, *_ in allocated).encode()).hexdigest()
 
 
-def start(buffer: Buffer) -> None:
+class ConnectedBuffer(ObservedBuffer, Protocol):
+    """`deep_ep.Buffer`, as far as it is started here."""
+
+    num_nvl_bytes: int
+    low_latency_mode: bool
+
+    @property
+    def communicator(self) -> Communicator:
+        """What operations run on."""
+
+    def measure_clock_offsets(self) -> object:
+        """Collective."""
+
+    def enable_counters(self) -> None:
+        """Counts every operation from now on."""
+
+
+def start(buffer: ConnectedBuffer) -> None:
     """What a connected buffer does first: measures clocks and starts what the environment asks for.
 
     Raises:

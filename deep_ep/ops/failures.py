@@ -18,9 +18,8 @@ from deep_ep.errors import (
 from deep_ep.hang import wording
 
 if TYPE_CHECKING:
+    from deep_ep.base.ranks import Decision, Place
     from deep_ep.hang.cause import Verdict
-    from deep_ep.membership.agreement import Decision
-    from deep_ep.membership.rendezvous import Place
 
 
 # What a failure says whose reason is all that has to be known, with the ranks that it names and the operation before.

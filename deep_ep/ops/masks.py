@@ -10,10 +10,10 @@ from __future__ import annotations
 import warnings
 from typing import TYPE_CHECKING, Callable
 
+from deep_ep.base.ranks import Key
 from deep_ep.base.rules import QUERY_MASKS, fail
 from deep_ep.checks import arguments as checks
 from deep_ep.errors import EPUsageError, ranks_text
-from deep_ep.membership.agreement import Key
 from deep_ep.ops.failures import state_of
 from deep_ep.types.bounds import integer
 
@@ -22,9 +22,8 @@ if TYPE_CHECKING:
 
     import torch
 
-    from deep_ep.membership.agreement import Decision
+    from deep_ep.base.ranks import Decision, Place
     from deep_ep.membership.liveness import Liveness
-    from deep_ep.membership.rendezvous import Place
     from deep_ep.native.runtime import Runtime
     from deep_ep.ops.communicator import Communicator
 

@@ -14,7 +14,8 @@ import torch
 
 from deep_ep.base.rules import NORMAL_COMBINE, NORMAL_DISPATCH, WORST_TOKENS_FIX, fail
 from deep_ep.checks import normal as normal_checks
-from deep_ep.checks.normal import Layout, Rows, Shape
+from deep_ep.checks.layouts import Layout
+from deep_ep.checks.normal import Rows, Shape
 from deep_ep.checks.queue_turns import QueueTurns
 from deep_ep.errors import EPTransportError
 from deep_ep.observe import parts

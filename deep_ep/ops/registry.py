@@ -4,26 +4,23 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from typing import TYPE_CHECKING
+from typing import Any
 
 from deep_ep.errors import EPUsageError
 
-if TYPE_CHECKING:
-    from deep_ep.buffer import Buffer
-
 _numbers = itertools.count()
-_buffers: weakref.WeakValueDictionary[int, Buffer] = weakref.WeakValueDictionary()
+_buffers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
-def add(buffer: Buffer) -> int:
+def add(buffer: object) -> int:
     """The number of a new buffer, which no other buffer of the process gets."""
     number = next(_numbers)
     _buffers[number] = buffer
     return number
 
 
-def get(number: int) -> Buffer:
-    """The buffer with this number.
+def get(number: int) -> Any:
+    """The `Buffer` with this number.
 
     Raises:
         EPUsageError: it is gone.

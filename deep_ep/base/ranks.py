@@ -1,0 +1,145 @@
+"""What ranks say of themselves and of each other: where they run, how far they are, who is missing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+Message = dict[str, Any]
+
+
+class Place(NamedTuple):
+    """Where a rank runs.
+
+    Attributes:
+        host: name of its host.
+        pid: number of its process there.
+    """
+
+    host: str
+    pid: int
+
+
+class Key(NamedTuple):
+    """What a decision is about.
+
+    Attributes:
+        series: "operation" for dispatch and combine, which are numbered together; else the name.
+        op: number in that series.
+    """
+
+    series: str
+    op: int
+
+    @property
+    def is_operation(self) -> bool:
+        """Whether `op` counts what `Progress` counts."""
+        return self.series == "operation"
+
+
+class Progress(NamedTuple):
+    """Where a rank is.
+
+    Attributes:
+        closed: newest operation that it has finished.
+        open: the one that it is in; 0: between operations.
+        waiting: whether it waits there for others.
+    """
+
+    closed: int
+    open: int
+    waiting: bool
+
+    @property
+    def newest(self) -> int:
+        """The newest operation that it has entered."""
+        return max(self.closed, self.open)
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Who is the reason that an operation failed. The same on all ranks.
+
+    Attributes:
+        key: which operation.
+        dead: ranks that are dead: "process" if that ended, "host" if that cannot be reached.
+        left: ranks that ended in order, and the last operation they finished.
+        silent: missing ranks that do not say where they are: stopped, or busy.
+        elsewhere: missing ranks that live and are elsewhere.
+        waiting: ranks that wait themselves, and in which operation.
+        paths: if all others are empty but `waiting`: (source, destination) where nothing arrived.
+    """
+
+    key: Key
+    dead: Mapping[int, str] = field(default_factory=dict)
+    left: Mapping[int, int] = field(default_factory=dict)
+    silent: tuple[int, ...] = ()
+    elsewhere: Mapping[int, Progress] = field(default_factory=dict)
+    waiting: Mapping[int, int] = field(default_factory=dict)
+    paths: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def culprits(self) -> tuple[int, ...]:
+        """Everybody who is missing and does not wait, ascending."""
+        return tuple(sorted({*self.dead, *self.left, *self.silent, *self.elsewhere}))
+
+    def message(self) -> Message:
+        """As plain data."""
+        return {
+            "type": "decision",
+            "key": list(self.key),
+            "dead": sorted(self.dead.items()),
+            "left": sorted(self.left.items()),
+            "silent": list(self.silent),
+            "elsewhere": [[rank, list(at)] for rank, at in sorted(self.elsewhere.items())],
+            "waiting": sorted(self.waiting.items()),
+            "paths": [list(path) for path in self.paths],
+        }
+
+    @staticmethod
+    def of(message: Message) -> Decision:
+        """From plain data.
+
+        Raises:
+            ValueError, TypeError, KeyError: it is none.
+        """
+        return Decision(
+            key_of(message["key"]),
+            {int(rank): str(how) for rank, how in message["dead"]},
+            {int(rank): int(op) for rank, op in message["left"]},
+            tuple(int(rank) for rank in message["silent"]),
+            {int(rank): progress_of(at) for rank, at in message["elsewhere"]},
+            {int(rank): int(op) for rank, op in message["waiting"]},
+            tuple((int(source), int(destination)) for source, destination in message["paths"]),
+        )
+
+
+def key_of(plain: Any) -> Key:
+    """From `[series, op]`.
+
+    Raises:
+        ValueError, TypeError: it is none.
+    """
+    series, op = plain
+    if int(op) < 0:
+        raise ValueError(f"operation {op} does not exist")
+    return Key(str(series), int(op))
+
+
+def rank_of(plain: Any, num_ranks: int) -> int:
+    """A rank of a group.
+
+    Raises:
+        ValueError, TypeError: it is none.
+    """
+    rank = int(plain)
+    if not 0 <= rank < num_ranks:
+        raise ValueError(f"rank {rank} of {num_ranks} does not exist")
+    return rank
+
+
+def progress_of(plain: Any) -> Progress:
+    """From `[closed, open, waiting]`."""
+    closed, opened, waiting = plain
+    return Progress(int(closed), int(opened), bool(waiting))
