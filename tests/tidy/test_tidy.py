@@ -20,16 +20,45 @@ MAY_INCLUDE = {
     "kernels": {"device", "transport", "kernels"},
     "runtime": {"device", "transport", "kernels", "runtime"},
 }
-# Which folder of deep_ep/diagnose may import from which; the modules beside them see all of them.
-MAY_IMPORT: dict[str, set[str]] = {
-    "core": set(),
-    "collect": {"core"},
-    "analyze": {"core", "collect"},
-    "storage": {"core", "collect", "analyze"},
-    "render": {"core", "storage"},
-    "live": {"core", "collect", "analyze", "storage", "render"},
-    "trace": {"core", "collect", "storage"},
-    "cli": {"core", "analyze", "storage", "render", "trace"},
+# The rooms of deep_ep and of deep_ep/diagnose, folders or modules, and from which others of them each may import,
+# for types as well. A room's line stands below theirs. The modules beside the rooms of diagnose see all of these.
+MAY_IMPORT: dict[str, dict[str, set[str]]] = {
+    "deep_ep": {
+        "errors": set(),
+        "base": {"errors"},
+        "group": {"errors", "base"},
+        "testing": {"errors"},
+        "hang": {"errors", "base"},
+        "membership": {"errors", "base", "group", "hang"},
+        "native": {"errors", "base"},
+        "types": {"errors", "base", "native"},
+        "observe": {"errors", "base", "group", "native", "types"},
+        "checks": {"errors", "base", "native", "types", "observe"},
+        "ops": {
+            *("errors", "base", "group", "testing", "hang", "membership", "native", "types"),
+            *("observe", "checks"),
+        },
+        "buffer": {
+            *("errors", "base", "group", "native", "types", "observe", "checks", "ops"),
+        },
+        "buffers": {"errors", "types", "buffer"},
+        "utils": {"errors", "base", "group", "native", "types"},
+        "diagnose": {"errors", "base", "group", "hang", "membership", "native", "observe"},
+        "integrations": {"diagnose"},
+        "moe": {"errors", "group", "testing", "types", "observe", "checks", "ops", "buffer"},
+        "doctor": {"errors", "base", "testing", "native", "buffer", "buffers", "diagnose"},
+        "tune": {"errors", "base", "hang", "native", "types", "buffer", "moe", "doctor"},
+    },
+    "deep_ep/diagnose": {
+        "core": set(),
+        "collect": {"core"},
+        "analyze": {"core", "collect"},
+        "storage": {"core", "collect", "analyze"},
+        "render": {"core", "storage"},
+        "live": {"core", "collect", "analyze", "storage", "render"},
+        "trace": {"core", "collect", "storage"},
+        "cli": {"core", "analyze", "storage", "render", "trace"},
+    },
 }
 # csrc/kernels from the bottom up: each file includes only what stands in a line above its own. The last
 # line is the kernels, which nobody else includes.
@@ -142,12 +171,6 @@ def package() -> list[str]:
     return [path for path in files() if path.startswith("deep_ep/") and path.endswith(".py")]
 
 
-def core() -> list[str]:
-    """The same without what stands on top of it: programs, and files that other programs load."""
-    on_top = ("deep_ep/diagnose/", "deep_ep/doctor/", "deep_ep/integrations/")
-    return [path for path in package() if not path.startswith(on_top)]
-
-
 def is_private(name: str) -> bool:
     return name.startswith("_") and not name.endswith("__")
 
@@ -166,15 +189,6 @@ def test_modules_keep_out_of_each_other_s_private_names() -> None:
                 f"{path}:{node.lineno}: {name}" for name in set(names) - offered if is_private(name)
             ]
     report(found, "Give what others use a name without underscore, and say what it is.")
-
-
-def test_the_core_knows_diagnose_in_one_place() -> None:
-    imports = r"^\s*(from|import) deep_ep\.diagnose\b|^\s*from deep_ep import .*\bdiagnose\b"
-    paths = [path for path in core() if path != "deep_ep/__init__.py"]
-    report(
-        lines_with(imports, paths, comments=True),
-        "Register with deep_ep/observe/watchers.py instead.",
-    )
 
 
 def test_no_open_ends_in_files() -> None:
@@ -276,23 +290,54 @@ def imports_of(path: str) -> list[str]:
     return found
 
 
-def test_rooms_of_diagnosis_import_downwards() -> None:
-    found = []
-    for path in files():
-        parts = path.split("/")
-        if parts[:2] != ["deep_ep", "diagnose"] or not path.endswith(".py"):
-            continue
-        room = parts[2] if len(parts) > 3 else None
-        for name in imports_of(path):
-            outer, *inner = name.removeprefix("deep_ep.").split(".")
-            if not name.startswith("deep_ep."):
-                continue
-            if outer != "diagnose":
-                if path != "deep_ep/diagnose/core/package.py":
-                    found.append(f"{path} imports {name}; take it from core/package.py")
-            elif room is not None and inner[0] != room and inner[0] not in MAY_IMPORT[room]:
+def room_of(path: str, folder: str) -> str | None:
+    """The room of `folder` that a Python file belongs to; None if it belongs to none."""
+    room, slash, _ = path.removeprefix(f"{folder}/").removesuffix(".py").partition("/")
+    is_room = slash or (folder == "deep_ep" and room != "__init__")
+    return room if path.startswith(f"{folder}/") and is_room else None
+
+
+@pytest.mark.parametrize("folder", MAY_IMPORT)
+def test_rooms_import_downwards(folder: str) -> None:
+    dotted, found = folder.replace("/", "."), []
+    for path in package():
+        room = room_of(path, folder)
+        for name in imports_of(path) if room is not None else ():
+            # Types of the native modules are in no room.
+            is_ours = f"{name}.".startswith(f"{dotted}.") and not name.startswith("deep_ep._c")
+            inner = name.removeprefix(f"{dotted}.").split(".")[0]
+            if is_ours and inner not in (room, *MAY_IMPORT[folder].get(room, ())):
                 found.append(f"{path} imports {name}")
-    report(found, f"The direction is {' <- '.join(MAY_IMPORT)}; some see less: MAY_IMPORT.")
+    report(
+        found, "MAY_IMPORT says what a room may import. Move what both need into one below both."
+    )
+
+
+def test_rooms_stand_above_what_they_import() -> None:
+    found = []
+    for folder, rooms in MAY_IMPORT.items():
+        there = {room for path in package() if (room := room_of(path, folder))}
+        found += [f"{folder}/{room}" for room in sorted(there ^ rooms.keys())]
+        above: set[str] = set()
+        for room, imported in rooms.items():
+            found += [f"{folder}/{room} and {name}" for name in sorted(imported - above)]
+            above.add(room)
+    report(
+        found, "Give each room a line in MAY_IMPORT, below the lines of those that it imports from."
+    )
+
+
+def test_rooms_of_diagnosis_see_the_package_through_one_module() -> None:
+    report(
+        [
+            f"{path} imports {name}"
+            for path in package()
+            if path.startswith("deep_ep/diagnose/") and path != "deep_ep/diagnose/core/package.py"
+            for name in imports_of(path)
+            if name.split(".")[0] == "deep_ep" and not name.startswith("deep_ep.diagnose.")
+        ],
+        "Take it from core/package.py.",
+    )
 
 
 def test_kernel_files_include_downwards() -> None:
