@@ -16,7 +16,7 @@ from typing import Any
 
 
 def folder_of(file: str) -> str:
-    """deep_ep, or the folder of deep_ep/diagnose that a file is in."""
+    """deep_ep, or the folder in it that a file is in."""
     inner = Path(file).parts[1:-1]
     return "/".join(inner[:2]) if inner else "deep_ep"
 

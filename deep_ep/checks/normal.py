@@ -1,6 +1,4 @@
-"""Checks of the normal calls: arguments and sizes here, values of layouts and handles in layout_values.py
-and handle_values.py.
-"""
+"""Checks of the normal calls: arguments and sizes here, values of layouts and handles in layouts.py and handles.py."""
 
 from __future__ import annotations
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import io
 import re
 import subprocess
+import tokenize
 from functools import cache
 from pathlib import Path
 
@@ -92,6 +94,12 @@ KERNEL_FILES = (
 COMPILED = ("csrc/cuda_module.cu",)
 COMPILED_FOLDERS = ("csrc/bindings", "csrc/runtime", "csrc/device/host", "csrc/transport/host")
 INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)
+# A file, with its path or without; patterns, and what lies below the root of a machine, are no names of ours.
+FILE_NAME = re.compile(
+    r"(?<![\w/.{*<-])(?:\.{1,2}/)*(\w[\w-]*(?:/[\w.-]+)*\.(?:pyi?|md|css|js|c(?:pp|uh?)|h|def|S))\b(?![\w*(/-]|\.\w)"
+)
+# Files of other programs, which examples name.
+OTHERS_FILES = {"torch/_inductor/compile_fx.py", "train.py"}
 ENVIRONMENT_VARIABLE = re.compile(r"\bDEEP_EP_[A-Z][A-Z_]*[A-Z]\b")
 
 
@@ -225,6 +233,35 @@ def test_documents_name_files_that_exist() -> None:
             if not exists and not ignored(name):
                 found.append(f"{path}: {name}")
     report(found, "Correct the name, or drop the sentence.")
+
+
+def prose(path: str) -> list[str]:
+    """What a file says to people: a document, or comments and docstrings."""
+    text, kind = read(path), Path(path).suffix
+    if kind == ".md":
+        return [text]
+    if kind in CODE:
+        return re.findall(r"//[^\n]*|/\*.*?\*/", text, re.DOTALL)
+    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+    nodes = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    docstrings = [ast.get_docstring(n) for n in ast.walk(ast.parse(text)) if isinstance(n, nodes)]
+    return [t.string for t in tokens if t.type == tokenize.COMMENT] + [d for d in docstrings if d]
+
+
+def test_what_is_said_of_files_names_those_that_exist() -> None:
+    """By their whole path, or by as much of its end as is said."""
+    ends = {"/".join(path.split("/")[at:]) for path in files() for at in range(path.count("/") + 1)}
+    report(
+        [
+            f"{path}: {name}"
+            for path in files()
+            if Path(path).suffix in CODE | {".py", ".pyi", ".md"}
+            for text in prose(path)
+            for name in FILE_NAME.findall(text)
+            if name not in ends | OTHERS_FILES
+        ],
+        "Correct the name, or drop the sentence.",
+    )
 
 
 def resolve(path: str, name: str) -> str | None:
