@@ -153,7 +153,7 @@ def _slow_receiver(hop: _BackPressure, rank: int) -> Found:
         hop.kind,
         Cause.SLOW_RECEIVER,
         Named(rank),
-        Size(effect, error, e.load.size, hop.spread, e.load.size),
+        Size(effect, error, e.load.size, hop.spread),
         cells_of(e, receiver=rank),
         # Its senders' time, which none of them takes by itself.
         Gain(e.operation, rank, paths=(rank, slice(None)), path_ns=effect),

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
@@ -61,7 +60,13 @@ def judge(
     Raises:
         EPTypeError: anything else.
     """
-    _require_matrices("judge", matrices)
+    if not isinstance(matrices, Mapping) or not all(
+        isinstance(m, Matrices) for m in matrices.values()
+    ):
+        raise EPTypeError(
+            f"judge: matrices are a {type(matrices).__name__}; they must be Matrices by kind of operation. "
+            "Pass what diagnose.gather() returns."
+        )
     families = _estimate(matrices, thresholds)
     found, said = _causes(families, history)
     judged, savings_us = _savings(families, found)
@@ -78,30 +83,6 @@ def judge(
         device=place.device if place else "",
         savings_us=savings_us,
     )
-
-
-def verdicts(
-    matrices: Matrices | Mapping[str, Matrices], thresholds: Thresholds | None = None
-) -> list[Verdict]:
-    """Names the causes of waiting, the largest effect first; an empty list is "no anomaly".
-
-    Args:
-        matrices: of one operation kind, or per kind as `gather` returns them. Kinds are judged
-            together: a rank that is hot in one kind is explained by it in the other.
-        thresholds: by default according to the device of the counters.
-    """
-    by_kind = {matrices.operation: matrices} if isinstance(matrices, Matrices) else matrices
-    _require_matrices("verdicts", by_kind)
-    families = _estimate(by_kind, thresholds)
-    return _savings(families, _causes(families, None)[0])[0]
-
-
-def _require_matrices(where: str, given: Any) -> None:
-    if not isinstance(given, Mapping) or not all(isinstance(m, Matrices) for m in given.values()):
-        raise EPTypeError(
-            f"{where}: matrices are a {type(given).__name__}; they must be Matrices by kind of operation. "
-            "Pass what diagnose.gather() returns."
-        )
 
 
 @dataclass(frozen=True)

@@ -41,19 +41,17 @@ class Size:
         error: its standard error.
         tests: among how many like it this one was found.
         spread: how far healthy ranks or paths differ for good, standard deviation.
-        peers: from how many of them that is known; 0: from very many.
     """
 
     effect: float
     error: float
     tests: int
     spread: float = 0.0
-    peers: int = 0
 
     @property
     def interval_us(self) -> tuple[float, float]:
         """95 %; NaN where no error is known."""
-        half = math.hypot(_NORMAL_95 * self.error, _student_95(self.peers - 1) * self.spread)
+        half = _NORMAL_95 * math.hypot(self.error, self.spread)
         if not half > 0:
             return float("nan"), float("nan")
         return (self.effect - half) / 1e3, (self.effect + half) / 1e3
@@ -198,10 +196,3 @@ def _where(named: Named, place: Place) -> str:
 def _share(e: Estimates, cells: BoolArray) -> float:
     total = float(np.sum(e.blame))
     return float(np.sum(e.blame[cells])) / total if total > 0 else 0.0
-
-
-def _student_95(degrees: int) -> float:
-    """Student's t beyond which 2.5 % lie, to a hundredth from two degrees of freedom on."""
-    if degrees < 1:
-        return _NORMAL_95
-    return _NORMAL_95 + 2.37 / degrees + 2.82 / degrees**2 + 3.9 / degrees**3

@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 
 from deep_ep import diagnose
 from deep_ep.diagnose import Diagnosis
-from deep_ep.diagnose.analyze.engine import verdicts
 from deep_ep.testing import faults
 from deep_ep.testing.faults import Fault, HotRank, SlowPath, SlowRank
 from generator import simulate, simulate_windows
@@ -434,11 +433,6 @@ def test_one_rank_has_nothing_to_compare_with() -> None:
     assert (found.verdicts, found.remarks) == ([], ["one rank: nothing to compare"])
 
 
-def test_verdicts_take_one_operation_kind_as_well() -> None:
-    matrices = diagnose.gather(simulate(CPU, 8, NUM_ROUNDS, [SlowRank(3, 5e-3)], seed=10))
-    assert [v.key for v in verdicts(matrices["combine"])] == [("comp-slow", 3)]
-
-
 def test_a_missing_rank_is_noted_and_the_others_are_judged() -> None:
     snapshots = simulate(CPU, 8, NUM_ROUNDS, [SlowRank(3, 5e-3)], seed=11)
     found = diagnose.judge(diagnose.gather([s for s in snapshots if s.rank != 6]))
@@ -451,8 +445,8 @@ def named_together_and_alone(seed: int) -> tuple[bool, bool]:
     matrices = diagnose.gather(simulate(replace(GPU, jitter=10.0), 8, 64, [late], seed=seed))
     key = ("comp-slow", late.rank)
     return (
-        {v.key for v in verdicts(matrices)} == {key},
-        key in {v.key for v in verdicts(matrices["dispatch"])},
+        diagnose.judge(matrices).keys == {key},
+        key in diagnose.judge({"dispatch": matrices["dispatch"]}).keys,
     )
 
 
