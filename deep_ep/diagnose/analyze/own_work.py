@@ -29,10 +29,6 @@ from ..core.robust_stats import (
 _SWEEPS = 2
 # Stretches of a window whose medians tell how long noise lasts, of so many operations at least.
 _STRETCHES, _MIN_STRETCH = 8, 6
-# Neighbouring stretches go together by no more than this, or noise could not be told from what lasts.
-_MOST_LASTING = 0.8
-# Noise lasts if stretches differ by so much more than single operations explain; then only stretches are independent.
-_LASTS = 1.3
 # How far healthy ranks differ for good, as a share of their time; it weighs as much as so many ranks seen.
 _HEALTHY_DIFFERENCE, _EXPECTED_WEIGHT = 0.004, 2.0
 # Healthy ranks are within so many standard deviations; a scale of n values is wrong by 1.17 over the root of n.
@@ -97,7 +93,7 @@ def compare(
         location, spread = healthy(effect, _HEALTHY_DIFFERENCE * own)
         ones, zeros = np.ones(num_ranks), np.zeros(num_ranks)
         means = (effect - location, zeros, 0.0, ones, count, zeros)
-        return Effect(*means, spread, spread, math.inf, excess - location)
+        return Effect(*means, spread, spread, 1.0, excess - location)
     effect, alone = huber(excess, effect)
     error, usual_error, degrees = _errors(excess - effect, alone)
     expected = _HEALTHY_DIFFERENCE * own
@@ -126,7 +122,7 @@ def compare(
 
 
 def _errors(deviation: FloatArray, alone: FloatArray) -> tuple[FloatArray, float, float]:
-    """`[num_ranks]`, standard errors of effects; that of most ranks, and its degrees of freedom.
+    """`[num_ranks]`, standard errors of effects; that of a usual rank, and its degrees of freedom.
 
     Noise may last several operations. Then stretches differ by more than single operations explain.
 
@@ -134,20 +130,17 @@ def _errors(deviation: FloatArray, alone: FloatArray) -> tuple[FloatArray, float
         deviation: [n, num_ranks] ns, what is left.
         alone: [num_ranks] ns, standard errors if operations are independent.
     """
-    length = len(deviation) // _STRETCHES
-    series, error, degrees = float(max(deviation.shape[1] - 1, 1)), alone, len(deviation) - 1
+    length, error = len(deviation) // _STRETCHES, alone
+    series, each = float(deviation.shape[1] - 1), len(deviation)
     if length >= _MIN_STRETCH:
         stretches = median(deviation[-length * _STRETCHES :].reshape(_STRETCHES, length, -1), 1)
-        series = _series(stretches)
-        error = _standard_deviation(stretches) * math.sqrt(_lasting(stretches) / _STRETCHES)
-        if or_zero(median_of(error)) > _LASTS * or_zero(median_of(alone)):
-            degrees = _STRETCHES - 1
+        error = np.fmax(alone, np.std(stretches, axis=0, ddof=1) / math.sqrt(_STRETCHES))
+        series, each = _series(stretches), _STRETCHES
     # The reference has an error of its own. Two ranks, or two nodes whose ranks move together, deviate both by half of
     # their difference.
-    of_reference = min(math.sqrt(1.0 + 1.0 / max(series - 1.0, 1 / 3)), 2.0)
-    lasts = degrees < len(deviation) - 1
-    usual = of_reference * or_zero(median_of(np.fmax(alone, error) if lasts else alone))
-    return np.fmax(np.fmax(alone, error) * of_reference, usual), usual, series * max(degrees, 1)
+    error = error * math.sqrt(1.0 + 1.0 / max(series - 1.0, 1 / 3))
+    usual = or_zero(median_of(error))
+    return np.fmax(error, usual), usual, max(series * (each - 1), 1.0)
 
 
 def _series(stretches: FloatArray) -> float:
@@ -155,31 +148,9 @@ def _series(stretches: FloatArray) -> float:
     num_ranks = stretches.shape[1]
     left = np.nan_to_num(stretches - stretches.mean(axis=0))
     unit = left / np.sqrt(np.maximum((left**2).sum(axis=0), 1e-12))
-    product = unit @ unit.T
     # The sum of squared correlations, without what chance makes of them.
-    squares = float(np.sum(product**2)) - num_ranks**2 / (len(stretches) - 1)
+    squares = float(np.sum((unit @ unit.T) ** 2)) - num_ranks**2 / (len(stretches) - 1)
     return float(max(num_ranks**2 / max(squares, num_ranks) - 1.0, 1.0))
-
-
-def _lasting(stretches: FloatArray) -> float:
-    """By what the variance of a mean of stretches exceeds that of independent ones, as all ranks tell it."""
-    left = np.nan_to_num(stretches - stretches.mean(axis=0))
-    squares = float(np.sum(left**2))
-    if not squares > 0:
-        return 1.0
-    # Around its own mean, a series of n seems to correlate by -1/n.
-    correlation = float(np.sum(left[1:] * left[:-1])) / squares + 2 / len(stretches)
-    correlation = min(max(correlation, 0.0), _MOST_LASTING)
-    return float((1 + correlation) / (1 - correlation))
-
-
-def _standard_deviation(values: FloatArray) -> FloatArray:
-    """`[num_ranks]`; NaN where hardly anything is known."""
-    known = np.isfinite(values)
-    count = known.sum(axis=0)
-    mean = np.where(known, values, 0.0).sum(axis=0) / np.maximum(count, 1)
-    squares = np.where(known, (values - mean) ** 2, 0.0).sum(axis=0)
-    return np.where(count > 1, np.sqrt(squares / np.maximum(count - 1, 1)), np.nan)
 
 
 def _for_good(spread: float, noise: float, num_ranks: int) -> float:

@@ -98,7 +98,7 @@ class JudgedKind:
 
     def bar(self, effect: Effect) -> FloatArray:
         """[num_ranks]: what a rank's effect must exceed: be of interest, beyond noise, and beyond what ranks differ by."""
-        z = student(self.z_ranks, effect.degrees) if math.isfinite(effect.degrees) else self.z_ranks
+        z = student(self.z_ranks, effect.degrees)
         noise = math.hypot(z * effect.usual_error, self.limits.spread * effect.spread)
         return np.maximum(self.rank_floor, np.hypot(noise, _BY_TOKENS * effect.by_tokens))
 
