@@ -113,7 +113,7 @@ class Estimates:
     def busy(self) -> Effect:
         """Work and drain together, tokens not taken out; asked for where loads differ."""
         values = self.m.gap + self.m.span + self.m.drain
-        return compare(values, has_stamps=self.has_stamps)
+        return compare(values)
 
 
 def estimate_kinds(matrices: Mapping[str, Matrices], paths: JudgedPaths) -> list[Estimates]:
@@ -165,8 +165,8 @@ def _estimate(m: Matrices, before: Matrices | None, held_up: FloatArray, paths: 
         duration_ns=median_of(m.duration),
         own_ns=median_of(work + m.drain),
         # A link or a receiver that holds up its sender is no fault of the sender's.
-        work=compare(work - by_work.each - held_up, has_stamps=has_stamps, taken_out=by_work.error),
-        drain=compare(m.drain - by_drain.each, has_stamps=has_stamps, taken_out=by_drain.error),
+        work=compare(work - by_work.each - held_up, by_work.error),
+        drain=compare(m.drain - by_drain.each, by_drain.error),
         by_work=by_work,
         by_drain=by_drain,
         late=_lateness(m, paths.clock),

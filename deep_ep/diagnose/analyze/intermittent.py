@@ -56,21 +56,21 @@ def late_at_times(kinds: Sequence[JudgedKind], explained: Collection[int]) -> li
 
 
 def _bar(kind: JudgedKind) -> float:
-    excess = kind.e.work.excess
-    noise = MAD_TO_SIGMA * or_zero(median_of(np.abs(excess - kind.e.work.value)))
+    noise = MAD_TO_SIGMA * or_zero(median_of(np.abs(kind.e.work.excess - kind.e.work.value)))
     return max(_FAR * noise, kind.rank_floor)
-
-
-def _late(kind: JudgedKind) -> BoolArray:
-    """[n, num_ranks]: operations in which each rank is far later than ranks are, itself included."""
-    return np.asarray(_over_own(kind) > _bar(kind))
 
 
 def _over_own(kind: JudgedKind) -> FloatArray:
     """[n, num_ranks] ns above what each rank takes when it is not late."""
     excess = kind.e.work.excess
-    quiet = median(np.where(excess > _bar(kind), np.nan, excess), 0)
-    return np.asarray(excess - np.where(np.isfinite(quiet), quiet, kind.e.work.value))
+    quiet = np.where(excess > _bar(kind), np.nan, excess)
+    is_often = np.isfinite(quiet).sum(axis=0) >= (1 - _MOST) * len(excess)
+    return np.asarray(excess - np.where(is_often, median(quiet, 0), kind.e.work.value))
+
+
+def _late(kind: JudgedKind) -> BoolArray:
+    """[n, num_ranks]: operations in which each rank is far later than ranks are, itself included."""
+    return np.asarray(_over_own(kind) > _bar(kind))
 
 
 def _candidates(

@@ -17,11 +17,11 @@ from ..core.robust_stats import (
     MAD_TO_SIGMA,
     MEDIAN_COST,
     healthy,
-    huber,
     lower_median,
     median,
     median_of,
     or_zero,
+    standard_error,
     student,
 )
 
@@ -31,11 +31,10 @@ _SWEEPS = 2
 _STRETCHES, _MIN_STRETCH = 8, 6
 # How far healthy ranks differ for good, as a share of their time; it weighs as much as so many ranks seen.
 _HEALTHY_DIFFERENCE, _EXPECTED_WEIGHT = 0.004, 2.0
-# Healthy ranks are within so many standard deviations; a scale of n values is wrong by 1.17 over the root of n.
-_FAR, _SCALE_COST = 4.0, 1.17
-# The cost of a token settles against hiccups within a few steps, and is known if it explains effects to this many ns,
-# or to this share of itself.
-_COST_STEPS, _COST_KNOWN_NS, _COST_KNOWN_SHARE = 3, 1_000.0, 0.25
+# Healthy ranks are within so many standard deviations.
+_FAR = 4.0
+# The cost of a token is known if it explains effects to this many ns, or to this share of itself.
+_COST_KNOWN_NS, _COST_KNOWN_SHARE = 1_000.0, 0.25
 
 
 @dataclass(frozen=True)
@@ -68,17 +67,14 @@ class Effect:
 
     def reversed(self) -> Effect:
         """How far below instead of above, with the upper ranks for the healthy ones."""
-        return compare(-self.excess, has_stamps=self.usual_error > 0)
+        return compare(-self.excess)
 
 
-def compare(
-    values: FloatArray, *, has_stamps: bool = True, taken_out: FloatArray | None = None
-) -> Effect:
+def compare(values: FloatArray, taken_out: FloatArray | None = None) -> Effect:
     """`[n, num_ranks]` to one effect per rank.
 
     Args:
-        values: ns.
-        has_stamps: whether rows are operations; else they are means, which have no error.
+        values: ns of each operation, or one row of means, which have no error.
         taken_out: [num_ranks], signed, what one standard error of what was taken out beforehand makes of them.
     """
     num_ranks = values.shape[1]
@@ -88,15 +84,8 @@ def compare(
         excess = values - reference[:, None]
         effect = median(excess, 0)
     count = np.isfinite(excess).sum(axis=0).astype(np.float64)
-    own = or_zero(abs(median_of(values)))
-    if not has_stamps:
-        location, spread = healthy(effect, _HEALTHY_DIFFERENCE * own)
-        ones, zeros = np.ones(num_ranks), np.zeros(num_ranks)
-        means = (effect - location, zeros, 0.0, ones, count, zeros)
-        return Effect(*means, spread, spread, 1.0, excess - location)
-    effect, alone = huber(excess, effect)
-    error, usual_error, degrees = _errors(excess - effect, alone)
-    expected = _HEALTHY_DIFFERENCE * own
+    error, usual_error, degrees = _errors(excess - effect)
+    expected = _HEALTHY_DIFFERENCE * or_zero(abs(median_of(values)))
     location, spread = healthy(effect, math.hypot(usual_error, expected))
     effect, excess = effect - location, excess - location
     by_tokens = np.zeros(num_ranks)
@@ -105,7 +94,6 @@ def compare(
         by_tokens = np.nan_to_num(taken_out - or_zero(median_of(taken_out[alike])))
     even = effect / 2 if num_ranks == 2 else 0.0
     above = np.sum(excess > even, axis=0) / np.maximum(count, 1.0)
-    for_good = _for_good(spread, usual_error, num_ranks)
     apart = _apart(effect, usual_error, expected)
     return Effect(
         effect,
@@ -114,27 +102,26 @@ def compare(
         above,
         count,
         np.abs(by_tokens),
-        for_good,
+        math.sqrt(max(spread**2 - usual_error**2, 0.0)),
         apart,
         degrees,
         excess,
     )
 
 
-def _errors(deviation: FloatArray, alone: FloatArray) -> tuple[FloatArray, float, float]:
+def _errors(deviation: FloatArray) -> tuple[FloatArray, float, float]:
     """`[num_ranks]`, standard errors of effects; that of a usual rank, and its degrees of freedom.
 
     Noise may last several operations. Then stretches differ by more than single operations explain.
 
     Args:
         deviation: [n, num_ranks] ns, what is left.
-        alone: [num_ranks] ns, standard errors if operations are independent.
     """
-    length, error = len(deviation) // _STRETCHES, alone
+    length, error = len(deviation) // _STRETCHES, standard_error(deviation, 0)
     series, each = float(deviation.shape[1] - 1), len(deviation)
     if length >= _MIN_STRETCH:
         stretches = median(deviation[-length * _STRETCHES :].reshape(_STRETCHES, length, -1), 1)
-        error = np.fmax(alone, np.std(stretches, axis=0, ddof=1) / math.sqrt(_STRETCHES))
+        error = np.fmax(error, np.std(stretches, axis=0, ddof=1) / math.sqrt(_STRETCHES))
         series, each = _series(stretches), _STRETCHES
     # The reference has an error of its own. Two ranks, or two nodes whose ranks move together, deviate both by half of
     # their difference.
@@ -151,13 +138,6 @@ def _series(stretches: FloatArray) -> float:
     # The sum of squared correlations, without what chance makes of them.
     squares = float(np.sum((unit @ unit.T) ** 2)) - num_ranks**2 / (len(stretches) - 1)
     return float(max(num_ranks**2 / max(squares, num_ranks) - 1.0, 1.0))
-
-
-def _for_good(spread: float, noise: float, num_ranks: int) -> float:
-    """What of the spread between ranks is more than their errors; a few ranks may happen to be alike."""
-    by_chance = noise * (1.0 + _SCALE_COST / math.sqrt(num_ranks))
-    excess = math.sqrt(max(spread**2 - by_chance**2, 0.0))
-    return excess * student(_FAR, num_ranks - 1 + 2 * _EXPECTED_WEIGHT) / _FAR
 
 
 def _apart(effects: FloatArray, noise: float, expected: float) -> float:
@@ -228,12 +208,11 @@ def _cost_of_a_token(values: FloatArray, tokens: FloatArray | None) -> tuple[flo
     if not weight > 0:
         return 0.0, math.inf
     cost = float(np.sum(moved * time)) / weight
-    for _ in range(_COST_STEPS):
-        left = time - cost * moved
-        # Hiccups are no cost of tokens.
-        limit = 3 * MAD_TO_SIGMA * median_of(np.abs(left))
-        left = np.clip(left, -limit, limit)
-        cost += float(np.sum(moved * left)) / weight
+    left = time - cost * moved
+    # Hiccups are no cost of tokens.
+    limit = 3 * MAD_TO_SIGMA * median_of(np.abs(left))
+    left = np.clip(left, -limit, limit)
+    cost += float(np.sum(moved * left)) / weight
     return max(cost, 0.0), float(np.std(left)) / math.sqrt(weight)
 
 

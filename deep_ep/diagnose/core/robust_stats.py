@@ -13,10 +13,6 @@ from .diagnosis import FloatArray, IntArray
 # Median absolute deviation to standard deviation, and the cost of a median over a mean (normal).
 MAD_TO_SIGMA = 1.4826
 MEDIAN_COST = 1.2533
-# Where Huber's location changes from mean to median, in standard deviations (the usual choice), and
-# steps until it has settled.
-_HUBER = 1.345
-_HUBER_STEPS = 3
 # So many standard deviations above the healthy ones known so far still count as healthy.
 _REACH = 4.0
 
@@ -114,24 +110,6 @@ def scale(values: FloatArray, axis: int) -> FloatArray:
     """Standard deviation of normal data, from the median absolute deviation."""
     center = np.expand_dims(median(values, axis), axis)
     return MAD_TO_SIGMA * median(np.abs(values - center), axis)
-
-
-def huber(values: FloatArray, start: FloatArray) -> tuple[FloatArray, FloatArray]:
-    """Huber's location of each column and its standard error; NaN where nothing is known.
-
-    A median needs half as many operations again for the same error.
-
-    Args:
-        values: NaN where unknown.
-        start: their medians.
-    """
-    location = start
-    reach = _HUBER * MAD_TO_SIGMA * median(np.abs(values - start), 0)
-    for _ in range(_HUBER_STEPS):
-        deviation = np.clip(values - location, -reach, reach)
-        inside = np.maximum(np.sum(np.abs(deviation) < reach, axis=0), 1)
-        location = location + np.nansum(deviation, axis=0) / inside
-    return location, np.sqrt(np.nansum(deviation**2, axis=0)) / inside
 
 
 def standard_error(values: FloatArray, axis: int) -> FloatArray:
