@@ -49,11 +49,6 @@ class Paths:
         slower = np.nan_to_num(median(self.time - self.usual + self.loaded, 1))
         return slower - healthy(slower)[0]
 
-    @functools.cached_property
-    def by_load(self) -> FloatArray:
-        """[num_ranks], what the loads of its ports add to the paths into a rank, or out of it."""
-        return np.nan_to_num(np.fmax(median(self.loaded, 0), median(self.loaded, 1)))
-
 
 @dataclass(frozen=True)
 class Estimates:

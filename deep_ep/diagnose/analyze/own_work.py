@@ -46,7 +46,6 @@ class Effect:
         error: its standard error, by the rank's own noise.
         usual_error: that of a rank as noisy as most; whether a rank is late at all is asked with this one.
         above: share of the operations in which it lay above the reference.
-        count: operations that it rests on.
         by_tokens: ns, standard error of what was taken out for tokens.
         spread: standard deviation by which healthy ranks differ for good.
         apart: and by which any of them may lie from the reference, for intervals.
@@ -58,7 +57,6 @@ class Effect:
     error: FloatArray
     usual_error: float
     above: FloatArray
-    count: FloatArray
     by_tokens: FloatArray
     spread: float
     apart: float
@@ -83,7 +81,6 @@ def compare(values: FloatArray, taken_out: FloatArray | None = None) -> Effect:
         reference = median(values - np.nan_to_num(effect), 1)
         excess = values - reference[:, None]
         effect = median(excess, 0)
-    count = np.isfinite(excess).sum(axis=0).astype(np.float64)
     error, usual_error, degrees = _errors(excess - effect)
     expected = _HEALTHY_DIFFERENCE * or_zero(abs(median_of(values)))
     location, spread = healthy(effect, math.hypot(usual_error, expected))
@@ -93,14 +90,13 @@ def compare(values: FloatArray, taken_out: FloatArray | None = None) -> Effect:
         alike = np.abs(effect) <= _FAR * max(usual_error, spread)
         by_tokens = np.nan_to_num(taken_out - or_zero(median_of(taken_out[alike])))
     even = effect / 2 if num_ranks == 2 else 0.0
-    above = np.sum(excess > even, axis=0) / np.maximum(count, 1.0)
+    above = np.sum(excess > even, axis=0) / np.maximum(np.isfinite(excess).sum(axis=0), 1)
     apart = _apart(effect, usual_error, expected)
     return Effect(
         effect,
         np.hypot(error, by_tokens),
         usual_error,
         above,
-        count,
         np.abs(by_tokens),
         math.sqrt(max(spread**2 - usual_error**2, 0.0)),
         apart,

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
-from ..collect.hops import LAST_HOPS, NORMAL_COMBINE, NORMAL_DISPATCH
+from ..collect.hops import LAST_HOPS
 from ..core.causes import Cause
-from ..core.robust_stats import healthy, scale
 from .back_pressure import UNEVEN
 from .estimates import Estimates
 from .finding import Found, Named, Size, cells_of, found_cause, own_times
@@ -17,62 +16,33 @@ from .path_model import MIN_RANKS_TO_SPLIT_PATHS
 from .thresholds import JudgedKind
 from .what_if import Gain
 
-# A load stands out from loads that differ by so many of their standard deviations.
-_LOAD_SPREADS = 3.0
-# Who has far more rows to return is late with them if it is by so many standard errors.
-_RETURNS_LATE = 3.0
 # A rank that is certain in one kind is named in others from this share of what is asked there on.
 _BORNE_OUT = 0.5
 
 
 def hot_experts(kind: JudgedKind) -> list[Found]:
-    """Ranks whose tokens cost them time: by what a token costs, or by far too many of them."""
-    e, limits = kind.e, kind.limits
-    # Where all loads differ, a rank is hot when its own stands out.
-    usual = 1.0 + _LOAD_SPREADS * float(scale(e.load, 0)) if e.load.size > 3 else 1.0
-    found = []
-    for rank in np.flatnonzero(e.load > max(limits.load, usual)).tolist():
-        many = e.load[rank] > limits.high_load
-        own_ns = max(float(e.busy.value[rank]), 0.0)
-        costs = e.cost_known and kind.exceeds(e.busy, rank) and e.token_time[rank] > kind.floor
-        longer = costs or (many and kind.exceeds(e.busy, rank))
-        incast = bool(e.paths.by_load[rank] > kind.floor)
-        # In normal combine all begin together, and who has more rows to return takes longer.
-        returns = many and e.operation == NORMAL_COMBINE and _issues_late(kind, rank)
-        if longer or incast or returns:
-            found.append(_hot_rank(kind, rank, own_ns if longer else 0.0, incast, returns))
-    return found
-
-
-def _issues_late(kind: JudgedKind, rank: int) -> bool:
+    """Ranks with more tokens than the others, and with more to do because of them."""
     e = kind.e
-    error = _RETURNS_LATE * float(e.late_error[rank])
-    return bool(e.late[rank] > max(kind.floor, error, kind.limits.spread * healthy(e.late)[1]))
+    by_tokens = e.token_time > kind.floor if e.cost_known else np.ones(e.load.size, bool)
+    is_hot = (e.load > kind.limits.load) & (e.busy.value > kind.bar(e.busy)) & by_tokens
+    return [_hot_rank(kind, rank) for rank in np.flatnonzero(is_hot).tolist()]
 
 
-def _hot_rank(kind: JudgedKind, rank: int, own_ns: float, incast: bool, returns: bool) -> Found:
+def _hot_rank(kind: JudgedKind, rank: int) -> Found:
     e = kind.e
-    inbound_ns = float(e.paths.by_load[rank])
-    late_ns = float(e.late[rank]) if returns else 0.0
+    own_ns = float(e.busy.value[rank])
     return found_cause(
         kind,
         Cause.HOT_EXPERTS,
         Named(rank),
-        Size(
-            max(own_ns, inbound_ns if incast else 0.0, late_ns),
-            float(e.busy.error[rank]),
-            e.load.size,
-            e.busy.apart,
-        ),
-        cells_of(e, source=rank, receiver=rank if incast else None),
+        Size(own_ns, float(e.busy.error[rank]), e.load.size, e.busy.apart),
+        cells_of(e, source=rank),
         _hot_gain(e, rank, own_ns),
-        seen_in=float(e.busy.above[rank]) if own_ns else float("nan"),
+        seen_in=float(e.busy.above[rank]),
         evidence={
             "tokens_over_even_share": float(e.load[rank]),
-            "own_time_over_median_us": float(e.busy.value[rank]) / 1e3,
+            "own_time_over_median_us": own_ns / 1e3,
             "explained_by_tokens_us": float(e.token_time[rank]) / 1e3,
-            "path_into_it_over_median_us": inbound_ns / 1e3,
-            **({"issued_later_than_median_us": late_ns / 1e3} if returns else {}),
             **own_times(e, rank),
         },
         words={"load": f"{e.load[rank]:.1f}"},
@@ -95,16 +65,14 @@ def late_ranks(
     kinds: Sequence[JudgedKind],
     hot_ranks: set[int],
     at_times: set[int],
-    holding_up: Collection[int] = (),
     uneven_ns: float = 0.0,
 ) -> list[Found]:
     """Ranks that work longer by their own clock; kinds bear each other out.
 
     Args:
         kinds: of operations.
-        hot_ranks: whose tokens may explain it.
+        hot_ranks: whose tokens explain it.
         at_times: ranks that are late in some operations only, of which a median shows something.
-        holding_up: slow receivers.
         uneven_ns: by how much rows come later to some ranks than to others in normal operations. Who has
             to wait for them does meanwhile what others do at the end, or passes them on at the end.
     """
@@ -116,16 +84,13 @@ def late_ranks(
             for rank in certain:
                 if not effect.value[rank] > max(kind.floor, _BORNE_OUT * kind.bar(effect)[rank]):
                     continue
-                # Far more tokens than usual, or of unknown cost, may explain any lateness.
-                known = kind.e.cost_known and kind.e.load[rank] <= kind.limits.high_load
-                if rank in hot_ranks and not known:
+                if rank in hot_ranks:
                     continue
                 if cause == Cause.LATE and rank in at_times:
                     continue
-                follows = rank in holding_up or effect.value[rank] < UNEVEN * uneven_ns
-                # In dispatch a rank passes rows on while it sends its own.
-                shared = LAST_HOPS if cause == Cause.SLOW_RECEIVE else (NORMAL_DISPATCH,)
-                if not (kind.e.operation in shared and follows):
+                # A rank passes rows on while it sends its own, and at the end.
+                follows = effect.value[rank] < UNEVEN * uneven_ns
+                if not (kind.e.operation in LAST_HOPS and follows):
                     found.append(_late_rank(kind, cause, effect, rank))
     return found
 

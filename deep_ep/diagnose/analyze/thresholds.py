@@ -25,24 +25,19 @@ class Thresholds:
 
     Attributes:
         delta_ns: the smallest effect of interest.
-        fraction: and of the operation's duration.
-        own_fraction: and, for ranks, of a healthy rank's own time around an operation.
+        fraction: and of the operation's duration; for ranks of a healthy rank's own time around an operation, too.
         path_fraction: and, for paths, of what a healthy path takes.
         false_alarms: chance of any false verdict in a healthy window, by noise; for paths it is the price of a cause.
         spread: and in standard deviations by which healthy ranks, sides, nodes differ for good.
-        load: a rank may be hot when it handles this many times an even share of the tokens, and
-            what a token costs is known.
-        high_load: and when it is not known.
+        load: a rank may be hot when it handles this many times an even share of the tokens.
     """
 
     delta_ns: float
     fraction: float = 0.02
-    own_fraction: float = 0.02
     path_fraction: float = 0.15
     false_alarms: float = 1e-6
     spread: float = 5.0
     load: float = 1.12
-    high_load: float = 1.35
 
     @classmethod
     def of(cls, device: str, stamps_arrivals: bool = True) -> Thresholds:
@@ -89,7 +84,7 @@ class JudgedKind:
     @property
     def rank_floor(self) -> float:
         """And of a rank's own time."""
-        return max(self.floor, self.limits.own_fraction * or_zero(self.e.own_ns))
+        return max(self.floor, self.limits.fraction * or_zero(self.e.own_ns))
 
     @property
     def z_ranks(self) -> float:
@@ -104,6 +99,4 @@ class JudgedKind:
 
     def exceeds(self, effect: Effect, rank: int) -> bool:
         """Whether an effect is big, certain and out of the ordinary."""
-        return bool(
-            effect.value[rank] > self.bar(effect)[rank] and effect.count[rank] >= MIN_OPERATIONS
-        )
+        return bool(effect.value[rank] > self.bar(effect)[rank])

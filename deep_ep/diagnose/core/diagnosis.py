@@ -29,9 +29,7 @@ EvidenceKey = Literal[
     "ranks_that_waited_for_it",
     "tokens_over_even_share",  # a ratio
     "explained_by_tokens_us",
-    "path_into_it_over_median_us",
     "sources_wait_for_its_slots_us",
-    "issued_later_than_median_us",
     # Of a rank that is late at times.
     "lateness_when_late_us",
     "mean_over_all_us",
