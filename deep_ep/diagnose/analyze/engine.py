@@ -146,7 +146,7 @@ def _causes_of(family: _Family, history: History | None) -> tuple[list[Found], l
     if history is not None:
         on_paths += [f for kind in family.kinds for f in slower_than_before(kind, history)]
     uneven = [*hot, *slow, *(f for f in on_paths if f.kind.carries_rows)]
-    at_times = late_at_times(of_ranks, hot_ranks | set(holding_up))
+    at_times = late_at_times(of_ranks, hot_ranks)
     late = late_ranks(of_ranks, hot_ranks, _ranks(at_times), _largest_ns(uneven))
     silent = late_and_silent(of_ranks)
     return [*hot, *slow, *at_times, *late, *silent, *without_parts(on_paths)], remarks
