@@ -14,7 +14,7 @@ Who waits for slots of a rank that itself waits is held up further on, and the c
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -29,15 +29,9 @@ from .finding import Found, Named, Size, cells_of, found_cause
 from .thresholds import JudgedKind
 from .what_if import Gain
 
-# Fewer sources do not tell a receiver from a path.
-_MIN_SOURCES = 2
-# A sum has no error but how its sources differ, in so many of which it must be certain.
-_CERTAIN = 3.0
-# If paths into the rank are slow by this share of it, they are the reason.
-_BY_PATHS = 0.5
 # A slow receiver has at least this share of what its sources wait for left to do: slots are filled some
-# thirty times at most, and the last time is left. It is certain by so many standard errors.
-_LEFT, _NOT_BY_CHANCE = 0.03, 2.0
+# thirty times at most, and the last time is left.
+_LEFT = 0.03
 # What one cause makes of others that only look slow is known to this factor.
 UNEVEN = 1.3
 NOBODY: Mapping[int, float] = MappingProxyType({})
@@ -68,14 +62,13 @@ class _BackPressure:
     has_left: BoolArray
 
 
-def slow_receivers(kinds: Sequence[JudgedKind], hot_ranks: Collection[int]) -> list[Found]:
+def slow_receivers(kinds: Sequence[JudgedKind]) -> list[Found]:
     """Ranks for whose slots most of their sources wait, and who are not held up themselves.
 
     Args:
         kinds: of operations that follow each other; low latency has slots for everything.
-        hot_ranks: which get so much that their slots may well run out.
     """
-    hops = [_back_pressure(kind, hot_ranks) for kind in kinds if kind.e.operation in LAST_HOPS]
+    hops = [_back_pressure(kind) for kind in kinds if kind.e.operation in LAST_HOPS]
     if not hops:
         return []
     # What is left of one hop may be hidden by rows of another that come later.
@@ -97,10 +90,9 @@ def longest(found: Sequence[Found]) -> dict[int, float]:
     return by_rank
 
 
-def _back_pressure(kind: JudgedKind, hot_ranks: Collection[int]) -> _BackPressure:
+def _back_pressure(kind: JudgedKind) -> _BackPressure:
     e = kind.e
-    ranks = range(e.m.num_ranks)
-    waited = np.where(e.m.has_sources & ~np.eye(len(ranks), dtype=bool), e.m.credit, np.nan)
+    waited = np.where(e.m.has_sources & ~np.eye(e.m.num_ranks, dtype=bool), e.m.credit, np.nan)
     sources = np.isfinite(waited).sum(axis=1)
     for_others = np.where(np.isfinite(waited), _for_other_rows(e), np.nan)
     charged = np.maximum(waited - for_others, 0.0)
@@ -110,20 +102,16 @@ def _back_pressure(kind: JudgedKind, hot_ranks: Collection[int]) -> _BackPressur
     effect = np.nan_to_num(median(over, 1))
     error = MAD_TO_SIGMA * median(np.abs(over - effect[:, None]), 1)
     error = error / np.sqrt(np.maximum(sources, 1))
-    bar = np.maximum(kind.floor, np.maximum(_CERTAIN * error, kind.limits.spread * spread))
     # What is taken off is known to a factor.
     taken_off = median(for_others, 1)
     taken_off = np.nan_to_num(np.fmax(taken_off, median_of(taken_off)))
-    bar = np.maximum(bar, (UNEVEN - 1.0) * taken_off)
+    bar = np.maximum((UNEVEN - 1.0) * taken_off, max(kind.floor, kind.limits.spread * spread))
     # Where slots run out for everybody, its own clock tells who is slow to give them back.
     left = np.nan_to_num(e.drain.value)
-    is_slow = np.array([kind.exceeds(e.drain, rank) for rank in ranks])
-    is_slow &= of_most >= left
+    is_slow = (e.drain.value > kind.bar(e.drain)) & (of_most >= left)
     by_clock = is_slow & (effect < left)
     effect, error = np.where(by_clock, left, effect), np.where(by_clock, e.drain.error, error)
-    is_certain = ((effect > bar) | is_slow) & (sources >= _MIN_SOURCES)
-    is_certain &= ~(e.paths.inbound > _BY_PATHS * effect) & ~np.isin(ranks, list(hot_ranks))
-    has_left = left > np.maximum(_LEFT * effect, _NOT_BY_CHANCE * np.nan_to_num(e.drain.error))
+    is_certain, has_left = (effect > bar) | is_slow, left > _LEFT * effect
     return _BackPressure(kind, of_most, effect, error, spread, is_certain, left, has_left)
 
 
@@ -141,8 +129,7 @@ def _for_other_rows(e: Estimates) -> FloatArray:
     path = np.where(np.isfinite(m.path), m.path, e.paths.usual)
     came = np.where(m.expected, issued + path - m.credit, np.nan)
     others = np.fmax.reduce(came, axis=1, initial=np.nan)[:, None] - came
-    for link in (e.paths.between, ~e.paths.between):
-        others[link] -= or_zero(median_of((others - m.credit)[link]))
+    others -= or_zero(median_of(others - m.credit))
     return np.asarray(np.maximum(np.nan_to_num(others), 0.0))
 
 

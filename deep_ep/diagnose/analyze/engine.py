@@ -140,7 +140,7 @@ def _causes_of(family: _Family, history: History | None) -> tuple[list[Found], l
     of_ranks = family.of_ranks
     hot = [f for kind in of_ranks for f in hot_experts(kind)]
     hot_ranks = _ranks(hot)
-    slow = slow_receivers(of_ranks, hot_ranks)
+    slow = slow_receivers(of_ranks)
     holding_up = longest(slow)
     on_paths, remarks = slow_paths(family.paths, family.kinds, hot_ranks, holding_up)
     if history is not None:

@@ -14,7 +14,7 @@ import numpy as np
 
 from ..collect.group_matrices import Matrices
 from ..collect.hops import GATEWAY_DISPATCH, NORMAL_COMBINE, NORMAL_DISPATCH
-from ..core.diagnosis import BoolArray, FloatArray
+from ..core.diagnosis import FloatArray
 from ..core.robust_stats import healthy, median, median_of
 from .own_work import ByTokens, Effect, by_tokens, compare
 from .path_model import PathModel
@@ -30,24 +30,14 @@ class Paths:
     Attributes:
         time: median of arrival minus issue, clocks set; NaN where not known.
         usual: what a healthy path takes.
-        loaded: what of that the loads of its ports explain.
-        between: whether a path joins two nodes.
         clock: [num_ranks], by how much each clock is ahead of what was measured.
         level: median of healthy paths within a node, and between nodes; NaN where there is none.
     """
 
     time: FloatArray
     usual: FloatArray
-    loaded: FloatArray
-    between: BoolArray
     clock: FloatArray
     level: tuple[float, float]
-
-    @functools.cached_property
-    def inbound(self) -> FloatArray:
-        """[num_ranks], how much slower paths into a rank are than others."""
-        slower = np.nan_to_num(median(self.time - self.usual + self.loaded, 1))
-        return slower - healthy(slower)[0]
 
 
 @dataclass(frozen=True)
@@ -140,8 +130,6 @@ def _paths_of(m: Matrices, model: PathModel, k: int) -> Paths:
     return Paths(
         model.corrected[k],
         model.usual[k],
-        np.where(m.expected, model.by_load[k], np.nan),
-        model.between,
         model.clock,
         (levels[0], levels[1]),
     )
@@ -179,15 +167,14 @@ def _estimate(m: Matrices, before: Matrices | None, held_up: FloatArray, paths: 
 def _sent_and_received(m: Matrices) -> tuple[FloatArray, FloatArray]:
     """[num_ranks] each: tokens per operation; NaN where nobody knows.
 
-    Of what a rank sent to ranks that did not report, the others' share stands for theirs. What it received only the
-    rank itself knows.
+    What a rank received only the rank itself knows.
     """
     known = np.isfinite(m.tokens)
-    reported = known.any(axis=1)
-    sent = np.where(known, m.tokens, 0.0).sum(axis=0)
-    sent = sent * m.num_ranks / max(int(reported.sum()), 1)
-    received = np.where(known, m.tokens, 0.0).sum(axis=1)
-    return np.where(known.any(axis=0), sent, np.nan), np.where(reported, received, np.nan)
+    sent, received = (np.nansum(m.tokens, axis=axis) for axis in (0, 1))
+    return (
+        np.where(known.any(axis=0), sent, np.nan),
+        np.where(known.any(axis=1), received, np.nan),
+    )
 
 
 def _handled(

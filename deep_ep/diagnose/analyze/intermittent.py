@@ -43,7 +43,7 @@ def late_at_times(kinds: Sequence[JudgedKind], hot_ranks: Collection[int]) -> li
     count = np.sum([np.isfinite(of_kind).sum(axis=0) for of_kind in over], axis=0)
     share = np.sum([of_kind.sum(axis=0) for of_kind in late], axis=0) / np.maximum(count, 1)
     found = []
-    for rank in np.flatnonzero((share >= _MIN_SHARE) & (share <= _MOST)).tolist():
+    for rank in np.flatnonzero(share >= _MIN_SHARE).tolist():
         if rank in hot_ranks or _is_regular(kinds, late, rank):
             continue
         burst = _longest_burst(kinds, late, rank)
@@ -60,11 +60,11 @@ def _bar(kind: JudgedKind) -> float:
 
 
 def _over_usual(kind: JudgedKind) -> FloatArray:
-    """[n, num_ranks] ns above what each rank takes when it is not late."""
+    """[n, num_ranks] ns above what each rank takes when it is not late; NaN for ranks that are late for good."""
     excess = kind.e.work.excess
     quiet = np.where(excess > _bar(kind), np.nan, excess)
     is_often = np.isfinite(quiet).sum(axis=0) >= (1 - _MOST) * len(excess)
-    return np.asarray(excess - np.where(is_often, median(quiet, 0), kind.e.work.value))
+    return np.asarray(excess - np.where(is_often, median(quiet, 0), np.nan))
 
 
 def _is_regular(kinds: Sequence[JudgedKind], late: Sequence[BoolArray], rank: int) -> bool:
@@ -85,7 +85,7 @@ def _longest_burst(kinds: Sequence[JudgedKind], late: Sequence[BoolArray], rank:
 def _verdict(kind: JudgedKind, each: FloatArray, rank: int, burst: int) -> Found:
     """Of a kind in which it costs what is of interest; each: [n] ns that it is late, 0 where it is not."""
     e, is_late = kind.e, each > 0
-    count = np.isfinite(e.work.excess[:, rank]).sum()
+    count = int(np.isfinite(e.work.excess[:, rank]).sum())
     share, cost = float(is_late.sum()) / count, float(each.sum()) / count
     typical = float(np.median(each[is_late]))
     bursts = int(np.sum(is_late & ~np.concatenate([[False], is_late[:-1]])))

@@ -96,7 +96,3 @@ class JudgedKind:
         z = student(self.z_ranks, effect.degrees)
         noise = math.hypot(z * effect.usual_error, self.limits.spread * effect.spread)
         return np.maximum(self.rank_floor, np.hypot(noise, _BY_TOKENS * effect.by_tokens))
-
-    def exceeds(self, effect: Effect, rank: int) -> bool:
-        """Whether an effect is big, certain and out of the ordinary."""
-        return bool(effect.value[rank] > self.bar(effect)[rank])
