@@ -95,7 +95,7 @@ _ROWS = {
         COMP_SLOW,
         "rank *j*",
         "comes late now and then",
-        "in a tenth of the operations or more, or in a burst, the others wait for it **and** its own "
+        "in a tenth of the operations or more, but not as regularly as the system's clock ticks, its own "
         "clock shows far more time than ranks ever take; the effect is the mean over all operations",
         "It is late in some operations only: look for what rank {rank} does now and then (garbage "
         "collection, logging, checkpoints, another process, clocks that throttle).",
@@ -234,7 +234,7 @@ _ROWS = {
         MIXED_SLOW,
         "rank *i*",
         "is sent more than the others",
-        "its tokens over an even share **and** the time they cost: its own, or of the paths into it",
+        "its tokens over an even share **and** the time that they cost it",
         "Its experts get {load} times an even share of the tokens: look at the routing, and move or "
         "replicate its busiest experts.",
         "tokens",
@@ -245,7 +245,7 @@ _ROWS = {
         "rank *i*",
         "holds up whoever sends to it",
         "normal operations: most of its sources wait for slots of its queues while it waits for no rows "
-        "itself **and** its own time after the last arrival; the paths into it are not slow",
+        "itself **and** its own time after the last arrival",
         "It empties its queues slowly, so that others cannot send: compare clocks, memory bandwidth and "
         "num_sms of rank {rank} with the others, and its tokens; a larger Config gives it more slots.",
         "issue",
