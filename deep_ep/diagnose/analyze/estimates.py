@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..collect.group_matrices import Matrices
-from ..collect.hops import GATEWAY_DISPATCH, NORMAL_COMBINE, NORMAL_DISPATCH
+from ..collect.hops import NORMAL_COMBINE, NORMAL_DISPATCH
 from ..core.diagnosis import FloatArray
 from ..core.robust_stats import healthy, median, median_of
 from .own_work import ByTokens, Effect, by_tokens, compare
@@ -108,12 +108,11 @@ def estimate_kinds(matrices: Mapping[str, Matrices], paths: JudgedPaths) -> list
         matrices: by kind; groups of at least two ranks.
         paths: of the same kinds.
     """
-    slots = _held_up_by_slots(matrices)
     return [
         _estimate(
             m,
             matrices.get(kind.replace("combine", "dispatch")) if "combine" in kind else None,
-            paths.held_up(kind, m) + (slots if kind == NORMAL_DISPATCH else 0.0),
+            paths.held_up(kind, m) + (_held_up_by_slots(m) if kind == NORMAL_DISPATCH else 0.0),
             _paths_of(m, paths.model, k),
         )
         for k, (kind, m) in enumerate(matrices.items())
@@ -209,13 +208,9 @@ def _over_even_share(tokens: FloatArray) -> FloatArray:
     return tokens / mean if mean > 0 else np.ones(tokens.shape)
 
 
-def _held_up_by_slots(matrices: Mapping[str, Matrices]) -> FloatArray | float:
+def _held_up_by_slots(m: Matrices) -> FloatArray:
     """[num_ranks]: how much longer than others the sending of a normal dispatch took for want of slots, ns."""
-    hops = [matrices[kind] for kind in (GATEWAY_DISPATCH, NORMAL_DISPATCH) if kind in matrices]
-    if not hops:
-        return 0.0
     # Of what a gateway has passed on, the gateway waited; a rank may wait for its own slots.
-    waited = [np.where(m.has_sources & ~m.is_relayed, m.credit, 0.0) for m in hops]
-    span = median(hops[-1].span, 0)
-    longer = np.nan_to_num(span - healthy(span)[0])
-    return np.clip(longer, 0.0, np.max([credit.max(axis=0) for credit in waited], axis=0))
+    waited = np.where(m.has_sources & ~m.is_relayed, m.credit, 0.0)
+    span = median(m.span, 0)
+    return np.clip(np.nan_to_num(span - healthy(span)[0]), 0.0, waited.max(axis=0))

@@ -12,7 +12,6 @@ from .back_pressure import UNEVEN
 from .estimates import Estimates
 from .finding import Found, Named, Size, cells_of, found_cause, own_times
 from .own_work import Effect, compare
-from .path_model import MIN_RANKS_TO_SPLIT_PATHS
 from .thresholds import JudgedKind
 from .what_if import Gain
 
@@ -140,7 +139,6 @@ def _late_rank(kind: JudgedKind, cause: Cause, effect: Effect, rank: int) -> Fou
 
 def early_receivers(kinds: Sequence[JudgedKind]) -> list[Found]:
     """Ranks that work clearly less than the others; for groups in which nothing else was found."""
-    kinds = [kind for kind in kinds if kind.e.load.size >= MIN_RANKS_TO_SPLIT_PATHS]
     effects = [kind.e.work.reversed() for kind in kinds]
     certain = _certain(kinds, effects)
     return [
