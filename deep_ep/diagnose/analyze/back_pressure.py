@@ -47,9 +47,8 @@ class _BackPressure:
         effect: of it, what is above the usual, or by the rank's own clock.
         error: its standard error.
         spread: how far healthy receivers differ.
-        is_certain: whether that is a cause, wherever it lies.
+        is_certain: whether that is a cause, and lies there.
         left: own time after the last arrival, above the median rank.
-        has_left: whether that bears it out.
     """
 
     kind: JudgedKind
@@ -59,7 +58,6 @@ class _BackPressure:
     spread: float
     is_certain: BoolArray
     left: FloatArray
-    has_left: BoolArray
 
 
 def slow_receivers(kinds: Sequence[JudgedKind]) -> list[Found]:
@@ -69,14 +67,10 @@ def slow_receivers(kinds: Sequence[JudgedKind]) -> list[Found]:
         kinds: of operations that follow each other; low latency has slots for everything.
     """
     hops = [_back_pressure(kind) for kind in kinds if kind.e.operation in LAST_HOPS]
-    if not hops:
-        return []
-    # What is left of one hop may be hidden by rows of another that come later.
-    has_left = np.any([hop.is_certain & hop.has_left for hop in hops], axis=0)
     return [
         _slow_receiver(hop, rank)
         for hop in hops
-        for rank in np.flatnonzero(hop.is_certain & has_left).tolist()
+        for rank in np.flatnonzero(hop.is_certain).tolist()
     ]
 
 
@@ -111,8 +105,8 @@ def _back_pressure(kind: JudgedKind) -> _BackPressure:
     is_slow = (e.drain.value > kind.bar(e.drain)) & (of_most >= left)
     by_clock = is_slow & (effect < left)
     effect, error = np.where(by_clock, left, effect), np.where(by_clock, e.drain.error, error)
-    is_certain, has_left = (effect > bar) | is_slow, left > _LEFT * effect
-    return _BackPressure(kind, of_most, effect, error, spread, is_certain, left, has_left)
+    is_certain = ((effect > bar) | is_slow) & (left > _LEFT * effect)
+    return _BackPressure(kind, of_most, effect, error, spread, is_certain, left)
 
 
 def _for_other_rows(e: Estimates) -> FloatArray:

@@ -33,8 +33,6 @@ _STRETCHES, _MIN_STRETCH = 8, 6
 _HEALTHY_DIFFERENCE, _EXPECTED_WEIGHT = 0.004, 2.0
 # Healthy ranks are within so many standard deviations.
 _FAR = 4.0
-# The cost of a token is known if it explains effects to this many ns, or to this share of itself.
-_COST_KNOWN_NS, _COST_KNOWN_SHARE = 1_000.0, 0.25
 
 
 @dataclass(frozen=True)
@@ -156,8 +154,8 @@ class ByTokens:
         time: above the reference rank, in a usual operation.
         each: [n, num_ranks], in each operation.
         error: of `time`, if the cost of a token is one standard error off; signed as the time.
-        is_known: whether the cost of a token is known from how each rank's time follows its own tokens, or
-            does not matter, because all have as many.
+        is_known: whether the cost of a token is known, because tokens of a rank change, or does not matter, because
+            all have as many.
     """
 
     time: FloatArray
@@ -179,8 +177,7 @@ def by_tokens(values: FloatArray, usual: FloatArray, each: FloatArray | None) ->
     surplus = np.nan_to_num(usual - lower_median(usual))
     most = float(np.abs(surplus).max(initial=0.0))
     cost, error = _cost_of_a_token(values, each)
-    is_known = error * most <= max(_COST_KNOWN_NS, _COST_KNOWN_SHARE * cost * most)
-    if not is_known:
+    if not math.isfinite(error):
         nothing = np.zeros(surplus.size)
         return ByTokens(nothing, np.broadcast_to(nothing, values.shape), nothing, not most > 0)
     in_each = np.broadcast_to(cost * surplus, values.shape)
