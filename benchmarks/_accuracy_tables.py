@@ -11,17 +11,14 @@ import _generated as generated
 import numpy as np
 from _generated import JUDGES, OURS, Result
 from _scenarios import (
-    ALL_HEADERS,
     CLOCKS,
     FAMILIES,
-    FIRST_SIGHT,
     HEALTHY,
     MIXED_CLASSES,
     PATH,
     RE_MEASURED,
     SCENARIOS,
     SHAPES,
-    STAMPS,
     USUAL,
     Score,
 )
@@ -37,7 +34,6 @@ _ORDERS: dict[str, Iterable[str]] = {
     "shape": SHAPES,
     "family": FAMILIES,
     "clock": CLOCKS,
-    "stamps": STAMPS,
 }
 
 # What readers call the properties of cells.
@@ -45,7 +41,6 @@ _NAMES = {
     "scenario": "fault",
     "family": "kind of noise or load",
     "clock": "age of the clocks",
-    "stamps": "rule of stamps",
 }
 
 Results = Mapping[str, Sequence[Result]]
@@ -322,7 +317,6 @@ def _surroundings(results: Sequence[Result]) -> dict[str, list[Result]]:
         cell = result.task.cell
         parts = [cell.family] if cell.family != USUAL else []
         parts += [f"clocks {cell.clock}"] if cell.clock != RE_MEASURED else []
-        parts += [cell.stamps] if cell.stamps != FIRST_SIGHT else []
         groups[", ".join(parts) or USUAL].append(result)
     return groups
 
@@ -512,7 +506,7 @@ def _aim_recall(what: str, results: Sequence[Result]) -> list[str]:
 
 
 def _aim_alarms(healthy: Sequence[Result]) -> list[str]:
-    groups = {label: of for label, of in _surroundings(healthy).items() if ALL_HEADERS not in label}
+    groups = _surroundings(healthy)
     if not groups:
         return []
     rates = {label: _alarms(of) / _windows(of) for label, of in groups.items()}

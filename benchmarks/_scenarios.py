@@ -48,7 +48,6 @@ from generator.machines import (  # noqa: E402
     NORMAL_OF_ONE_NODE,
     Kind,
     Machine,
-    StampRule,
 )
 
 TOKENS_PER_RANK = 1024
@@ -385,18 +384,11 @@ CLOCKS: dict[str, Change] = {
 }
 # Ages of clocks whose errors are stated as kernels state them.
 KERNEL_CLOCKS = [clock for clock in CLOCKS if clock.startswith(AS_KERNELS)]
-# How kernels stamped before arrivals were looked at one by one.
-ALL_HEADERS = "all headers first"
-STAMPS: dict[str, Change] = {
-    "first sight": _with(),
-    ALL_HEADERS: _with(stamp_rule=StampRule.AFTER_ALL_HEADERS),
-}
-FIRST_SIGHT = "first sight"
 
 
 @dataclass(frozen=True)
 class Cell:
-    """A fault in groups of one shape, with one effect; the noise around it, and how it was stamped.
+    """A fault in groups of one shape, with one effect; and the noise around it.
 
     Operations are dispatches and combines, whatever hops they have.
     """
@@ -406,7 +398,6 @@ class Cell:
     effect_us: float
     family: str = USUAL
     clock: str = RE_MEASURED
-    stamps: str = FIRST_SIGHT
     num_operations: int = 128
     # Has no part in the seed, which stays what it was.
     is_normal: bool = field(default=False, repr=False)
@@ -450,7 +441,7 @@ class Cell:
     def machine(self) -> Machine:
         """The ranks' machine."""
         machine = replace(CLUSTER, ranks_per_node=self.group.per_node)
-        for change in (FAMILIES[self.family], CLOCKS[self.clock], STAMPS[self.stamps]):
+        for change in (FAMILIES[self.family], CLOCKS[self.clock]):
             machine = change(machine)
         return machine
 

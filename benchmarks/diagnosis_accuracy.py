@@ -39,14 +39,12 @@ import _generated as generated  # noqa: E402
 import _real_kernels as real_kernels  # noqa: E402
 from _generated import JUDGES, OURS, Result, Task  # noqa: E402
 from _scenarios import (  # noqa: E402
-    ALL_HEADERS,
     ALTERNATING,
     CLOCKS,
     FAMILIES,
     FAULTY,
     FENCED,
     FIELD_FAULTY,
-    FIRST_SIGHT,
     HEALTHY,
     KERNEL_CLOCKS,
     LATE,
@@ -58,7 +56,6 @@ from _scenarios import (  # noqa: E402
     SCENARIOS,
     SEED_SETS,
     SHAPES,
-    STAMPS,
     STEPPED,
     STEPPED_WITHIN,
     USUAL,
@@ -104,7 +101,6 @@ class Part:
     windows: dict[str, int]
     families: Sequence[str] = (USUAL,)
     clocks: Sequence[str] = (RE_MEASURED,)
-    stamps: Sequence[str] = (FIRST_SIGHT,)
     num_operations: int = 128
     run: Callable[[Task], Result] = generated.judge_windows
     judges: tuple[str, ...] = (OURS,)
@@ -113,7 +109,7 @@ class Part:
     def cells(self) -> list[Cell]:
         """Those that there can be."""
         combined = itertools.product(
-            self.scenarios, self.windows, self.effects_us, self.families, self.clocks, self.stamps
+            self.scenarios, self.windows, self.effects_us, self.families, self.clocks
         )
         cells = (Cell(*values, self.num_operations, self.is_normal) for values in combined)
         return [cell for cell in cells if cell.can_be]
@@ -202,12 +198,10 @@ FULL = {
         )
     ],
     "small": [Part(_SINGLE, (5.0,), _some(6, "1x4", "1x8", "3x4", "2x8"), num_operations=512)],
-    "stamps": [Part(_SIDES, (50.0, 200.0), _some(10, "1x8", "3x4", "2x8"), stamps=list(STAMPS))],
     "healthy": [
         Part((HEALTHY,), (0.0,), _MANY, families=list(FAMILIES)),
         Part((HEALTHY,), (0.0,), _MANY, clocks=_AGED),
         Part((HEALTHY,), (0.0,), _FIELD_HEALTHY, clocks=_FIELD_CLOCKS),
-        Part((HEALTHY,), (0.0,), _some(50, "1x8", "3x4", "2x8"), stamps=(ALL_HEADERS,)),
     ],
     "waits": [
         Part(
@@ -250,7 +244,6 @@ QUICK = {
     "clocks": [Part(_SIDES, (50.0, 2000.0), _some(2, *_QUICK_SHAPES), clocks=_MEASURED_ONCE)],
     "families": [Part((LATE, PATH), (20.0,), _some(2, *_QUICK_SHAPES), families=_SPECIAL)],
     "small": [Part((LATE, PATH), (5.0,), _some(2, *_QUICK_SHAPES), num_operations=512)],
-    "stamps": [Part((LATE, PATH), (50.0,), _some(3, *_QUICK_SHAPES), stamps=list(STAMPS))],
     "healthy": [
         Part((HEALTHY,), (0.0,), _some(20, *_QUICK_SHAPES), families=list(FAMILIES)),
         Part((HEALTHY,), (0.0,), _some(20, *_QUICK_SHAPES), clocks=[*_AGED, *_FIELD_CLOCKS]),
@@ -402,7 +395,7 @@ def all_tables(results: dict[str, list[Result]]) -> list[Table]:
         made += [tables.interval_table("scenario", faulty), tables.savings_table(faulty)]
     if results["small"]:
         made.append(tables.small_table(results["small"]))
-    for part, field in (("clocks", "clock"), ("families", "family"), ("stamps", "stamps")):
+    for part, field in (("clocks", "clock"), ("families", "family")):
         if results[part]:
             made.append(tables.surroundings_table(field, results[part]))
     if results["families"]:

@@ -513,20 +513,6 @@ def test_what_is_there_at_the_first_look_counts_as_there_when_waiting_began() ->
     np.testing.assert_array_equal(sight[:, :, :-1, ARRIVAL], expected)
 
 
-def test_who_waits_for_all_headers_first_takes_everyone_for_as_late_as_the_last() -> None:
-    late = [SlowRank(3, 1e-3)]
-    sight, headers = (
-        stamped(rule, late) for rule in (StampRule.FIRST_SIGHT, StampRule.AFTER_ALL_HEADERS)
-    )
-    assert headers.shape[-1] == 4
-    np.testing.assert_array_equal(headers[:, :, -1], sight[:, :, -1, :4])
-    waits = headers[1:, 0, :-1, ARRIVAL] - headers[1:, 0, -1:, WAIT_BEGIN]
-    assert waits.min() > 900_000
-    assert np.ptp(np.delete(waits, 3, axis=1), axis=1).max() == 0
-    waits = sight[1:, 0, :-1, ARRIVAL] - sight[1:, 0, -1:, WAIT_BEGIN]
-    assert np.delete(waits, 3, axis=1).max() < 100_000
-
-
 @settings(max_examples=40, deadline=None)
 @given(
     machine=machines,
@@ -537,8 +523,6 @@ def test_who_waits_for_all_headers_first_takes_everyone_for_as_late_as_the_last(
 def test_rings_keep_to_what_is_promised_of_their_columns(
     machine: Machine, num_ranks: int, injected: list[GeneratorFault], seed: int
 ) -> None:
-    if machine.stamp_rule is StampRule.AFTER_ALL_HEADERS:
-        machine = replace(machine, stamp_rule=StampRule.FIRST_SIGHT)
     for s in simulate(machine, num_ranks, 6, injected, seed=seed):
         for counters in s.operations.values():
             ring = counters.operations()

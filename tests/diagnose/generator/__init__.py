@@ -159,7 +159,6 @@ class Window:
                 None if self._batch.blocked is None else self._of_kind(self._batch.blocked, i),
                 kind,
                 setup.capacity,
-                setup.machine.stamp_rule,
                 between & (kind.name == "normal dispatch"),
             )
             for i, kind in enumerate(setup.kinds)

@@ -18,13 +18,10 @@ class StampRule(enum.Enum):
     TRUE_ARRIVAL: when it came, also before waiting began, as the CPU's rank clock knows it.
     FIRST_SIGHT: when this source was first seen; what is there at the first look counts as there
         when waiting began, and is marked as not seen to come.
-    AFTER_ALL_HEADERS: not before the headers of all sources had come, as kernels stamped it that
-        waited for these first; their rings have four columns.
     """
 
     TRUE_ARRIVAL = "true arrival"
     FIRST_SIGHT = "first sight"
-    AFTER_ALL_HEADERS = "after all headers"
 
 
 @dataclass(frozen=True)

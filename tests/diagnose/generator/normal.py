@@ -61,14 +61,13 @@ class NormalRun(Run):
         rows = draws.tokens[:, op // len(self.setup.kinds)]
         entered = self.enter(op, speed, previous_exit, self.kind(op), rows.sum(axis=1))
         latency = self.latency(op)
-        headers = headers_seen(entered, latency)
         noticed = entered + self._own(speed * machine.send, draws.send[:, op])
         told = np.broadcast_to(noticed[:, None, :], rows.shape)
         notices = told + latency
         known = np.maximum(noticed, notices.max(axis=2))
         known = known + self._own(speed * machine.drain, draws.drain[:, op])
         notify = Operation(
-            np.zeros_like(rows), entered, told, noticed, noticed, notices, headers, known,
+            np.zeros_like(rows), entered, told, noticed, noticed, notices, known,
             np.zeros(rows.shape),
         )  # fmt: skip
 
@@ -97,7 +96,7 @@ class NormalRun(Run):
             np.where(rows > 0, arrival, -np.inf), np.where(first > 0, came, -np.inf)
         ).max(axis=2)
         leave = np.maximum(np.maximum(begin, sent), at_last) + self._drain(last, speed, rows)
-        shared = entered, sent, begin, headers, leave
+        shared = entered, sent, begin, leave
         gateways = self._hop(first, issued, came, first_waits, self.across, *shared)
         everybody = np.ones_like(self.own)
         blocked = np.where(self.between, np.take_along_axis(waits, self.gateway, axis=2), waits)
@@ -111,8 +110,7 @@ class NormalRun(Run):
         entered = self.enter(last, speed, previous_exit, self.kind(last), rows.sum(axis=1))
         begin = entered + _ENTER_US
         latency = self.latency(last)
-        headers = headers_seen(entered, latency)
-        starts = np.maximum(begin, headers)
+        starts = np.maximum(begin, headers_seen(entered, latency))
         waits = self._waits_for_slots(last)
         # Within a node, rows for its ranks and for its gateways.
         direct, for_gateways = np.where(self.between, 0, rows), self._for_gateways(rows)
@@ -139,7 +137,7 @@ class NormalRun(Run):
             np.where(tokens > 0, arrival, -np.inf), np.where(within > 0, came, -np.inf)
         ).max(axis=2)
         leave = np.maximum(np.maximum(starts, sent), at_last) + self._drain(last, speed, tokens)
-        shared = entered, sent, begin, headers, leave
+        shared = entered, sent, begin, leave
         gateways = self._hop(for_gateways, issued, came, waits, ~self.between, *shared)
         sources = ~self.between | self.across
         ranks = self._hop(tokens, issued_last, arrival, waits, sources, *shared)
@@ -155,7 +153,6 @@ class NormalRun(Run):
         entered: FloatArray,
         sent: FloatArray,
         begin: FloatArray,
-        headers: FloatArray,
         leave: FloatArray,
     ) -> Operation:
         """One hop, of the sources [receiver, source] that it has; what is not sent was there before."""
@@ -167,7 +164,6 @@ class NormalRun(Run):
             sent=sent,
             wait_begin=begin,
             arrival=np.where(sources, np.where(nothing, begin[:, :, None], arrival), -np.inf),
-            headers=headers,
             exit=leave,
             blocked=np.where(nothing | ~sources, 0.0, blocked),
         )

@@ -12,7 +12,7 @@ from deep_ep.diagnose.core.diagnosis import BoolArray, IntArray
 from deep_ep.native import backend
 from deep_ep.observe import stamps as stamps_of
 from deep_ep.observe.counters import CounterSnapshot
-from generator.machines import TOKEN_BYTES, Kind, StampRule
+from generator.machines import TOKEN_BYTES, Kind
 
 _BINDING = backend.get().binding
 COUNTER_FIELDS = tuple(_BINDING.COUNTER_FIELDS)
@@ -23,8 +23,6 @@ RING_OWN_FIELDS = tuple(_BINDING.RING_OWN_FIELDS)
 ENTERED, ISSUED, ARRIVAL, TOKENS, SEEN, CLOCK_ERROR = range(6)
 OP, WAIT_BEGIN, EXIT, PREVIOUS_EXIT, SENT, TIMER_STEP = range(6)
 COLUMNS = _BINDING.NUM_RING_FIELDS
-# Kernels that waited for all headers first had only these.
-_OLD_COLUMNS = 4
 
 # Cells that are counted at once; bounds memory.
 _COUNTED_CELLS = 2**21
@@ -42,14 +40,12 @@ class Recorded:
         blocked: IntArray | None,
         kind: Kind,
         capacity: int,
-        rule: StampRule,
         relayed: BoolArray,
     ) -> None:
         self.stamps = stamps
         self.kind = kind
         self.relayed = relayed
         self.capacity = capacity
-        self.columns = _OLD_COLUMNS if rule is StampRule.AFTER_ALL_HEADERS else COLUMNS
         num_ranks = stamps.shape[1]
         self.totals = np.zeros((num_ranks, len(COUNTER_FIELDS), num_ranks), np.int64)
         self.own = np.zeros((num_ranks, len(OWN_FIELDS)), np.int64)
@@ -63,15 +59,15 @@ class Recorded:
 
     def counters(self, rank: int) -> CounterSnapshot:
         num_ranks = self.stamps.shape[1]
-        ring = np.zeros((self.capacity, num_ranks + 1, self.columns), np.int64)
+        ring = np.zeros((self.capacity, num_ranks + 1, COLUMNS), np.int64)
         if self.capacity:
-            kept = self.stamps[self.kept, rank, :, : self.columns]
+            kept = self.stamps[self.kept, rank]
             ring[kept[:, -1, OP] % self.capacity] = kept
         return CounterSnapshot(
             fields=COUNTER_FIELDS,
             own_fields=OWN_FIELDS,
-            ring_source_fields=RING_SOURCE_FIELDS[: self.columns],
-            ring_own_fields=RING_OWN_FIELDS[: self.columns],
+            ring_source_fields=RING_SOURCE_FIELDS,
+            ring_own_fields=RING_OWN_FIELDS,
             totals=self.totals[rank],
             own=self.own[rank],
             ring=ring,

@@ -52,7 +52,6 @@ class Operation(NamedTuple):
     sent: FloatArray  # [windows, num_ranks]
     wait_begin: FloatArray  # [windows, num_ranks]
     arrival: FloatArray  # [windows, receiver, source]; -inf: nothing is sent
-    headers: FloatArray  # [windows, num_ranks]: when the last source's header was there
     exit: FloatArray  # [windows, num_ranks]
     # [windows, receiver, source]: how long a source waited for slots; there are enough in low latency
     blocked: FloatArray = np.zeros(())
@@ -135,7 +134,6 @@ class Run:
         wait_begin = sent + machine.hook_us * draws.personal
 
         latency = self.latency(op)
-        headers = headers_seen(entered, latency)
         share = None if self._by_destination(kind) else order
         arrival = self.arrive(Sends(tokens, entered, issued, share, latency))
         if machine.fenced:
@@ -145,7 +143,7 @@ class Run:
 
         drain = speed * (machine.drain + machine.drain_per_token * incoming)
         drain = np.maximum(drain + machine.jitter / 3 * draws.drain[:, op], 0.0) + extra.drain
-        return Operation(tokens, entered, issued, sent, wait_begin, arrival, headers, ready + drain)
+        return Operation(tokens, entered, issued, sent, wait_begin, arrival, ready + drain)
 
     def enter(
         self,
@@ -280,8 +278,6 @@ class Run:
         rule, begin = self.setup.machine.stamp_rule, done.wait_begin[:, :, None]
         if rule is StampRule.TRUE_ARRIVAL:
             return arrival, np.ones(arrival.shape, bool)
-        if rule is StampRule.AFTER_ALL_HEADERS:
-            begin = np.maximum(begin, done.headers[:, :, None])
         return np.maximum(arrival, begin), arrival > begin
 
 
