@@ -14,7 +14,7 @@ import numpy as np
 
 from ..collect.group_matrices import Matrices
 from ..collect.hops import NORMAL_COMBINE, NORMAL_DISPATCH
-from ..core.diagnosis import FloatArray
+from ..core.diagnosis import BoolArray, FloatArray
 from ..core.robust_stats import healthy, median, median_of
 from .own_work import ByTokens, Effect, by_tokens, compare
 from .path_model import PathModel
@@ -30,12 +30,14 @@ class Paths:
     Attributes:
         time: median of arrival minus issue, clocks set; NaN where not known.
         usual: what a healthy path takes.
+        between: whether a path joins two nodes.
         clock: [num_ranks], by how much each clock is ahead of what was measured.
         level: median of healthy paths within a node, and between nodes; NaN where there is none.
     """
 
     time: FloatArray
     usual: FloatArray
+    between: BoolArray
     clock: FloatArray
     level: tuple[float, float]
 
@@ -129,6 +131,7 @@ def _paths_of(m: Matrices, model: PathModel, k: int) -> Paths:
     return Paths(
         model.corrected[k],
         model.usual[k],
+        model.between,
         model.clock,
         (levels[0], levels[1]),
     )

@@ -15,15 +15,17 @@ from ..core.causes import Cause
 from ..core.diagnosis import BoolArray, FloatArray
 from ..core.robust_stats import MAD_TO_SIGMA, median, median_of, or_zero
 from .finding import Found, Named, Size, cells_of, found_cause, own_times
-from .thresholds import JudgedKind
+from .thresholds import MIN_OPERATIONS, JudgedKind
 from .what_if import Gain
 
 # Standard deviations of the group's noise from which on an operation counts as a late one.
 _FAR = 5.0
 # Hiccups are in one operation of a hundred, the operating system's noise in a few; and in so many more than others are.
 _MIN_SHARE = 0.1
-# What comes as regularly as a clock ticks is the system's: so much of it on every k-th operation.
+# What comes as regularly as a clock ticks, so much of it on every k-th operation, is the system's where most ranks have
+# it, in so many of their operations, and for no more than so many times as long.
 _REGULAR, _PERIODS = 0.75, range(4, 65)
+_OF_THE_SYSTEM, _AS_LONG = 0.02, 2.0
 # Late in more than this share, it is late for good.
 _MOST = 0.75
 
@@ -40,16 +42,22 @@ def late_at_times(kinds: Sequence[JudgedKind], hot_ranks: Collection[int]) -> li
         return []
     over = [_over_usual(kind) for kind in kinds]
     late = [over_usual > _bar(kind) for kind, over_usual in zip(kinds, over)]
-    count = np.sum([np.isfinite(of_kind).sum(axis=0) for of_kind in over], axis=0)
-    share = np.sum([of_kind.sum(axis=0) for of_kind in late], axis=0) / np.maximum(count, 1)
+    known = np.sum([np.isfinite(of_kind).sum(axis=0) for of_kind in over], axis=0)
+    count = np.sum([of_kind.sum(axis=0) for of_kind in late], axis=0)
+    share = count / np.maximum(known, 1)
+    lateness = np.concatenate([np.where(of, x, np.nan) for of, x in zip(late, over)])
+    typical = median(lateness, 0)
+    of_system = np.full(share.size, np.median(share) >= _OF_THE_SYSTEM)
+    of_system &= typical <= _AS_LONG * median_of(typical)
     found = []
-    for rank in np.flatnonzero(share - np.median(share) >= _MIN_SHARE).tolist():
-        if rank in hot_ranks or _is_regular(kinds, late, rank):
+    is_often = (share - np.median(share) >= _MIN_SHARE) & (count >= MIN_OPERATIONS)
+    for rank in np.flatnonzero(is_often).tolist():
+        if rank in hot_ranks or (of_system[rank] and _is_regular(kinds, late, rank)):
             continue
         burst = _longest_burst(kinds, late, rank)
         for kind, over_usual, is_late in zip(kinds, over, late):
             each = np.where(is_late[:, rank], over_usual[:, rank], 0.0)
-            if float(each.sum()) > kind.floor * np.isfinite(over_usual[:, rank]).sum():
+            if is_late[:, rank].any() and _cost(kind, rank) > kind.floor:
                 found.append(_verdict(kind, each, rank, burst))
     return found
 
@@ -82,17 +90,25 @@ def _longest_burst(kinds: Sequence[JudgedKind], late: Sequence[BoolArray], rank:
     return int(np.diff(ends).max()) - 1
 
 
+def _cost(kind: JudgedKind, rank: int) -> float:
+    """What it is later than most ranks, mean over all operations: also in those in which it is hardly late."""
+    known = np.isfinite(kind.e.work.excess)
+    total = np.where(known, kind.e.work.excess, 0.0).sum(axis=0)
+    mean = np.where(known.any(axis=0), total, np.nan) / np.maximum(known.sum(axis=0), 1)
+    return float(mean[rank] - median_of(mean))
+
+
 def _verdict(kind: JudgedKind, each: FloatArray, rank: int, burst: int) -> Found:
     """Of a kind in which it costs what is of interest; each: [n] ns that it is late, 0 where it is not."""
     e, is_late = kind.e, each > 0
     count = int(np.isfinite(e.work.excess[:, rank]).sum())
-    share, cost = float(is_late.sum()) / count, float(each.sum()) / count
+    share, cost = float(is_late.sum()) / count, _cost(kind, rank)
     typical = float(np.median(each[is_late]))
     bursts = int(np.sum(is_late & ~np.concatenate([[False], is_late[:-1]])))
     # Kinds take turns, so each burst may have an operation more in this kind or in the other one.
     turns = typical * math.sqrt(0.75 * bursts)
     size = float(np.std(each[is_late])) * math.sqrt(is_late.sum())
-    error = math.hypot(turns, size) / count
+    error = math.hypot(turns, size, e.work.usual_error * count) / count
     return found_cause(
         kind,
         Cause.LATE_AT_TIMES,

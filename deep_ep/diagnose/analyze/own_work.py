@@ -29,6 +29,8 @@ from ..core.robust_stats import (
 _SWEEPS = 2
 # Stretches of a window whose medians tell how long noise lasts, of so many operations at least.
 _STRETCHES, _MIN_STRETCH = 8, 6
+# Only stretches are independent where they differ by so much more than single operations explain.
+_LASTS = 1.3
 # How far healthy ranks differ for good, as a share of their time; it weighs as much as so many ranks seen.
 _HEALTHY_DIFFERENCE, _EXPECTED_WEIGHT = 0.004, 2.0
 # Healthy ranks are within so many standard deviations.
@@ -115,8 +117,11 @@ def _errors(deviation: FloatArray) -> tuple[FloatArray, float, float]:
     series, each = float(deviation.shape[1] - 1), len(deviation)
     if length >= _MIN_STRETCH:
         stretches = median(deviation[-length * _STRETCHES :].reshape(_STRETCHES, length, -1), 1)
-        error = np.fmax(error, np.std(stretches, axis=0, ddof=1) / math.sqrt(_STRETCHES))
-        series, each = _series(stretches), _STRETCHES
+        of_stretches = np.std(stretches, axis=0, ddof=1) / math.sqrt(_STRETCHES)
+        series = _series(stretches)
+        if or_zero(median_of(of_stretches)) > _LASTS * or_zero(median_of(error)):
+            each = _STRETCHES
+        error = np.fmax(error, of_stretches)
     # The reference has an error of its own. Two ranks, or two nodes whose ranks move together, deviate both by half of
     # their difference.
     error = error * math.sqrt(1.0 + 1.0 / max(series - 1.0, 1 / 3))

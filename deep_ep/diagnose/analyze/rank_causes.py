@@ -53,9 +53,8 @@ def _hot_gain(e: Estimates, rank: int, own_ns: float) -> Gain:
     m = e.m
     rows = np.nansum(m.tokens[rank]) >= np.nansum(m.tokens[:, rank])
     paths = (rank, slice(None)) if rows else (slice(None), rank)
-    same_node = m.place.nodes[:, None] == m.place.nodes[None, :]
     within, between = e.paths.level
-    longer = e.paths.time[paths] - np.where(same_node[paths], within, between)
+    longer = e.paths.time[paths] - np.where(e.paths.between[paths], between, within)
     longer = np.maximum(np.nan_to_num(longer), 0.0)
     return Gain(e.operation, rank, work_ns=own_ns, is_shared=True, paths=paths, path_ns=longer)
 
@@ -83,9 +82,7 @@ def late_ranks(
             for rank in certain:
                 if not effect.value[rank] > max(kind.floor, _BORNE_OUT * kind.bar(effect)[rank]):
                     continue
-                if rank in hot_ranks:
-                    continue
-                if cause == Cause.LATE and rank in at_times:
+                if rank in hot_ranks or (cause == Cause.LATE and rank in at_times):
                     continue
                 # A rank passes rows on while it sends its own, and at the end.
                 follows = effect.value[rank] < UNEVEN * uneven_ns

@@ -388,7 +388,12 @@ def _path_times(elapsed: FloatArray, was_seen: BoolArray) -> _PathTimes:
     quiet = np.fmin(middle, low + _QUARTILE * quiet_sigma)
     # Noise that goes one way is wider above.
     bar = _BURST * np.fmax(quiet_sigma, np.fmin(lower, _WIDER * quiet_sigma))
-    burst, share = _bursts(elapsed - quiet, seen, bar)
+    # What was there at the first look may have been in a burst, too: those that were seen count for more.
+    weight = np.zeros(elapsed.shape)
+    np.put_along_axis(
+        weight, order, np.where(events, np.diff(below, axis=0, append=1.0), 0.0), axis=0
+    )
+    burst, share = _bursts(elapsed - quiet, seen, weight, bar)
     middle, sigma = (np.where(share > 0, a, b) for a, b in ((quiet, middle), (quiet_sigma, sigma)))
     hidden = np.sort(np.where(known & ~seen, elapsed, np.inf), axis=0)
     at = np.minimum(known.sum(axis=0) // _SURELY, len(hidden) - 1)
@@ -413,14 +418,19 @@ def _censored_quantile(
     return np.where(candidate.any(axis=0), found, np.nan)
 
 
-def _bursts(over: FloatArray, seen: BoolArray, bar: FloatArray) -> tuple[FloatArray, FloatArray]:
-    """`[num_ranks]` each: what bursts that recur add to an operation, ns on average, and their share."""
+def _bursts(
+    over: FloatArray, seen: BoolArray, weight: FloatArray, bar: FloatArray
+) -> tuple[FloatArray, FloatArray]:
+    """`[num_ranks]` each: what bursts that recur add to an operation, ns on average, and their share.
+
+    weight: [n, num_ranks], for which share of all operations each stands.
+    """
     in_burst = seen & (over > bar)
     known = np.maximum(np.sum(seen | (over <= bar), axis=0), 1)
     starts = in_burst & ~np.concatenate([np.zeros_like(in_burst[:1]), in_burst[:-1]])
     is_apart = median(np.where(in_burst, over, np.nan), 0) > _APART * bar
-    added = np.where(in_burst, over, 0.0).sum(axis=0) / known
-    share = in_burst.sum(axis=0) / known
+    added = np.where(in_burst, weight * over, 0.0).sum(axis=0)
+    share = np.where(in_burst, weight, 0.0).sum(axis=0)
     recurs = (starts.sum(axis=0) >= _RECURS) & (share >= _OFTEN)
     recurs &= (known > np.maximum(len(over) // 2, _MANY)) & is_apart
     return np.where(recurs, added, 0.0), np.where(recurs, share, 0.0)

@@ -120,6 +120,17 @@ def test_hiccups_and_what_the_system_does_now_and_then_are_no_cause(
         assert found.verdicts == []
 
 
+def test_ticks_that_all_ranks_have_are_no_cause() -> None:
+    for _, found in judged(replace(NODES, tick=20.0), 8, [[]] * 40, 860):
+        assert found.verdicts == []
+
+
+@pytest.mark.parametrize("tick", [0.0, 20.0])
+def test_one_rank_that_is_late_as_regularly_is_late(tick: float) -> None:
+    for _, found in judged(replace(NODES, tick=tick), 8, [late_every(2, 5, 200e-6)] * 10, 865):
+        assert found.keys == {("comp-slow", 2)}
+
+
 @pytest.mark.parametrize("tail_degrees", [2.0, 3.0])
 def test_heavy_tails_are_no_cause(tail_degrees: float) -> None:
     machine = replace(NODES, tail_degrees=tail_degrees, hiccup_share=0.03)

@@ -134,7 +134,7 @@ def named_and_expected(
 def test_verdicts_name_what_was_injected_and_nothing_else(
     scenario: Scenario, num_ranks: int, machine: Machine
 ) -> None:
-    # One of 34 windows may be wrong, none of fewer; three of two ranks, which tell little of how noise
+    # One of 34 windows may be wrong, none of fewer; a fifth of two ranks, which tell little of how noise
     # lasts.
     num_windows = 5 if num_ranks == 64 else 34 if machine is GPU else 10
     wrong = Counter[str]()
@@ -145,7 +145,7 @@ def test_verdicts_name_what_was_injected_and_nothing_else(
             wrong[
                 f"seed {seed}: named {sorted(named, key=str)}, not {sorted(expected, key=str)}"
             ] += 1
-    right_of = RIGHT_OF if num_ranks > 2 else 0.91
+    right_of = RIGHT_OF if num_ranks > 2 else 0.8
     assert sum(wrong.values()) <= round((1 - right_of) * num_windows), wrong
 
 
