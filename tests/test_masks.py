@@ -479,7 +479,7 @@ def test_barriers_come_back_too(patient: Ranks) -> None:
     mask(patient, [MASKED])
     patient.run(lambda r, b: r == MASKED or [b.clean_low_latency_buffer(*sizes) for _ in range(3)])
     clean_all(patient)
-    arrived = threading.Barrier(4)
+    arrived = threading.Barrier(4, timeout=120)
     order: list[str] = []
 
     def meet(rank: int, buffer: deep_ep.Buffer) -> None:

@@ -30,6 +30,8 @@ _LEAST_SIGMA_NS = 500.0
 _MIDDLE = 0.49, 0.51
 # Ends are those of a slow side if they are so many standard deviations apart.
 _FAR_APART = 4.0
+# A fit of so many readings for each clock leaves over what they differ by.
+_TO_SPARE = 8
 # After so many sweeps nothing moves.
 _MOST_SWEEPS = 8
 # Stated errors of offsets are limits, of about two standard deviations; clocks that were stepped are off by
@@ -94,11 +96,27 @@ def joint_clocks(
     Returns:
         The clocks, and the standard deviation of one reading.
     """
-    readings = _read(times, classes, most)
-    is_good = np.median(prior.sigma) < _GOOD_NS
+    is_good = bool(np.median(prior.sigma) < _GOOD_NS)
+    readings = _read(times, classes, most, is_good)
     clock = np.zeros(len(classes)) if is_good else _against_one(readings)
     clock = _settled(readings, clock, place)
-    # Readings of a kind may contradict each other, as where ports queue in the order of sending.
+    _doubt(readings, clock, classes)
+    clock = _settled(readings, clock, place)
+    return clock - np.median(clock), _left_over(readings, clock)
+
+
+def _left_over(readings: _Readings, clock: FloatArray) -> float:
+    """Standard deviation of one reading, by what the fit leaves; where that is not much more than clocks, as assumed."""
+    left = readings.ahead - clock[:, None] + clock[readings.others]
+    if np.isfinite(left).sum() < _TO_SPARE * clock.size:
+        return readings.sigma
+    # Kinds of operation may differ, and the best one tells.
+    sigma = min(or_zero(median_of(np.abs(of_kind))) for of_kind in left[::2])
+    return max(MAD_TO_SIGMA * sigma, _LEAST_SIGMA_NS)
+
+
+def _doubt(readings: _Readings, clock: FloatArray, classes: IntArray) -> None:
+    """Takes weight from readings of a kind that contradict each other, as where ports queue in the order of sending."""
     left = readings.ahead - clock[:, None] + clock[readings.others]
     for link in range(3):
         of_link = classes[:, readings.others] == link
@@ -107,8 +125,6 @@ def joint_clocks(
             readings.weight[kind : kind + 2, of_link] = 1 / (
                 1 / readings.weight[kind][of_link] + apart**2
             )
-    clock = _settled(readings, clock, place)
-    return clock - np.median(clock), readings.sigma
 
 
 def _settled(readings: _Readings, clock: FloatArray, place: Place) -> FloatArray:
@@ -124,27 +140,30 @@ def _settled(readings: _Readings, clock: FloatArray, place: Place) -> FloatArray
     return clock
 
 
-def _read(times: FloatArray, classes: IntArray, most: FloatArray) -> _Readings:
+def _read(times: FloatArray, classes: IntArray, most: FloatArray, is_good: bool) -> _Readings:
     """Times over those of healthy paths of their class, there and back."""
     others = some_ranks(len(classes))
+    links = classes[:, others]
     ahead, weight, sigmas = [], [], []
     for time, at_most in zip(times, most):
         # Clocks cancel between the two directions.
-        both = (time + time.T) / 2
-        over, sigma = np.where(classes < 0, np.nan, time), np.full(time.shape, np.inf)
+        ways = np.stack([time[:, others], time.T[:, others]])
+        both = ways.mean(axis=0)
+        usual, sigma = np.full(links.shape, np.nan), np.full(links.shape, np.inf)
         for link in range(3):
-            of_link = classes == link
-            # Of paths that are seen one way only, a clock and what is usual are one number. A few pairs that are
-            # seen both ways may be the slow ones.
+            of_link = links == link
+            # Of paths that are seen one way only, a clock and what is usual are one number: if clocks are good, that
+            # is what they take, else fences may tell. A few pairs that are seen both ways may be the slow ones.
             known = np.isfinite(both[of_link])
             is_enough = known.sum() >= min(_ENOUGH_PAIRS * known.size, 2 * (len(classes) - 1))
-            one_way = median_of(time[of_link])
-            telling = both if is_enough and known.any() else np.where(of_link, one_way, 0.0)
-            low, usual = (or_zero(quantile_of(telling[of_link], share)) for share in _HEALTHY)
-            over[of_link] -= min(max(usual, 0.0), at_most if link == 0 else np.inf)
-            sigma[of_link] = max((usual - low) / _SIGMAS, _LEAST_SIGMA_NS)
-        ahead += [over[:, others], -over.T[:, others]]
-        weight += [1 / sigma[:, others] ** 2] * 2
+            at_fence = link == 0 and np.isfinite(at_most)
+            one_way = at_most if at_fence and not is_good else median_of(ways[:, of_link])
+            telling = both[of_link] if is_enough and known.any() else np.array([one_way])
+            low, high = (or_zero(quantile_of(telling, share)) for share in _HEALTHY)
+            usual[of_link] = min(max(high, 0.0), at_most if at_fence else np.inf)
+            sigma[of_link] = max((high - low) / _SIGMAS, _LEAST_SIGMA_NS)
+        ahead += [ways[0] - usual, usual - ways[1]]
+        weight += [1 / sigma**2] * 2
         sigmas.append(float(sigma[np.isfinite(sigma)].max(initial=_LEAST_SIGMA_NS)))
     return _Readings(others, np.stack(ahead), np.stack(weight), min(sigmas))
 

@@ -34,7 +34,6 @@ from .path_verdicts import (
     judge_paths,
     slow_paths,
     slower_than_before,
-    without_parts,
 )
 from .rank_causes import early_receivers, hot_experts, late_ranks
 from .silent_ranks import late_and_silent
@@ -149,7 +148,7 @@ def _causes_of(family: _Family, history: History | None) -> tuple[list[Found], l
     at_times = late_at_times(of_ranks, hot_ranks)
     late = late_ranks(of_ranks, hot_ranks, _ranks(at_times), _largest_ns(uneven))
     silent = late_and_silent(of_ranks)
-    return [*hot, *slow, *at_times, *late, *silent, *without_parts(on_paths)], remarks
+    return [*hot, *slow, *at_times, *late, *silent, *on_paths], remarks
 
 
 def _largest_ns(found: Sequence[Found]) -> float:

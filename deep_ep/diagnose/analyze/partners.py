@@ -7,7 +7,7 @@ import numpy as np
 from ..core.diagnosis import BoolArray, IntArray
 
 # Paths from or to so many ranks tell as much as those of all.
-ENOUGH_RANKS = 128
+ENOUGH_RANKS = 64
 
 
 def some_ranks(num_ranks: int) -> IntArray:

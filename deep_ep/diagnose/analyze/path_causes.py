@@ -186,7 +186,6 @@ class Contest:
         chosen = self._groups() if self.is_large else []
         for _ in range(2):
             chosen = [(cause, self._settled(fit)) for cause, fit in chosen]
-        chosen = [(cause, fit) for cause, fit in chosen if self._is_worth_it(fit)]
         return [self._found(cause, fit, share) for cause, fit in chosen + self._single_paths()]
 
     # --- groups ---------------------------------------------------------------------------------
@@ -363,13 +362,13 @@ class Contest:
 
     # --- what was chosen ------------------------------------------------------------------------
 
-    def _explain(self, fit: _Fit, times: float = 1.0) -> None:
+    def _explain(self, fit: _Fit) -> None:
         flat = _flat(self.rest)
-        flat[:, fit.group.paths(self.model.place.num_ranks)] -= times * fit.effect[:, None]
+        flat[:, fit.group.paths(self.model.place.num_ranks)] -= fit.effect[:, None]
         if fit.shift:
             at, moved, _ = self._region(fit.group, with_clocks=True)
-            flat[:, at] -= times * fit.shift * moved
-            self.clock[fit.group.clocks] += times * fit.shift
+            flat[:, at] -= fit.shift * moved
+            self.clock[fit.group.clocks] += fit.shift
 
     def _settled(self, fit: _Fit) -> _Fit:
         """With the effect that fits those of overlapping causes."""
@@ -378,16 +377,6 @@ class Contest:
         step = np.where(fit.effect > 0, np.maximum(step, -fit.effect), 0.0)
         self._explain(replace(fit, effect=step, shift=0.0))
         return replace(fit, effect=fit.effect + step)
-
-    def _is_worth_it(self, fit: _Fit) -> bool:
-        """Whether the cause gains its price now that all others are known; its effect is given back if not."""
-        at = fit.group.paths(self.model.place.num_ranks)
-        rest, noise = self._cells(at)
-        gain = self._loss(rest + fit.effect[:, None], noise, at) - self._loss(rest, noise, at)
-        if gain.sum() > self.price:
-            return True
-        self._explain(replace(fit, shift=0.0), -1.0)
-        return False
 
     def _single_paths(self) -> list[tuple[Cause, _Fit]]:
         num_ranks = self.model.place.num_ranks

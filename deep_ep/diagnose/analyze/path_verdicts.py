@@ -30,8 +30,8 @@ _CHECKS = {
     NIC: "its NIC, its PCIe link and its switch port",
     ALL_LINKS: "its PCIe link, its NVLink port, its NIC and its switch port",
 }
-# More single paths than this, or than this share of all, have one cause, whatever it is; nobody reads more.
-_FEW_CELLS, _CELLS_SHARE, _MOST_CELLS = 4, 0.03, 12
+# More single paths have one cause, whatever it is; nobody reads more.
+_MOST_CELLS = 12
 # Bursts are in more operations.
 _LEAST_SHARE = 0.05
 # Offsets that may be wrong by more tell nothing of two or three ranks, ns; clocks that are off by more are said.
@@ -155,8 +155,7 @@ def slow_paths(
                 continue
             if kind.e.operation == NOTIFY or cause.effect[k] > for_slots:
                 found.append(_slow_group(judged, kind, k, cause))
-        expected = float(kind.e.m.expected.sum())
-        if len(cells) <= min(max(_FEW_CELLS, _CELLS_SHARE * expected), _MOST_CELLS):
+        if len(cells) <= _MOST_CELLS:
             found += [_slow_path(judged, kind, k, cause) for cause in cells]
         else:
             most = max(float(cause.effect[k]) for cause in cells) / 1e3
@@ -204,30 +203,17 @@ def _is_borne_out(judged: JudgedPaths, k: int, cause: PathCause) -> bool:
     return not known or max(known) > _BORNE_OUT * cause.effect[k]
 
 
-def without_parts(found: Sequence[Found]) -> list[Found]:
-    """Of what is slow on the hops of an operation, not the paths of a NIC, link or side that is slow on
-    another one: between two nodes rows take one path of a NIC, and notices all of them.
-    """
-    return [f for f in found if not any(_is_part(f, of) for of in found)]
-
-
-def _is_part(found: Found, of: Found) -> bool:
-    if found.verdict.edge is None or not found.kind.carries_rows:
-        return False
-    if of.gain.paths is None or of.verdict.edge is not None or of.verdict.cause == Cause.EVERYWHERE:
-        return False
-    src, dst = found.verdict.edge
-    covered = np.zeros(of.kind.e.blame.shape, dtype=bool)
-    covered[of.gain.paths] = True
-    return bool(covered[dst, src]) and of.verdict.effect_us > _BORNE_OUT * found.verdict.effect_us
-
-
 def _size(judged: JudgedPaths, kind: JudgedKind, k: int, cause: PathCause) -> Size:
     paths = (cause.group.receivers, cause.group.sources)
     usual = or_zero(median_of(kind.e.paths.usual[paths]))
+    effect, share = float(cause.effect[k]), float(cause.share[k])
+    # Whether those operations were in a burst of which the data was there at the first look, nobody knows.
+    seen = max(or_zero(median_of(kind.e.m.path_count[paths])), 1.0)
+    hidden = max(1.0 - seen / max(kind.e.num_operations, 1), 0.0)
+    of_bursts = effect * math.sqrt(hidden * (1.0 - share) / (max(share, _LEAST_SHARE) * seen))
     return Size(
-        float(cause.effect[k]),
-        math.hypot(float(cause.error[k]), OTHERWISE_BUSY * usual),
+        effect,
+        math.hypot(float(cause.error[k]), OTHERWISE_BUSY * (usual + effect), of_bursts),
         judged.model.place.num_ranks,
         float(cause.spread[k]),
     )

@@ -26,7 +26,7 @@ from ..core.robust_stats import median, median_of, or_zero, quantile_of
 from .estimates import Estimates
 
 # Operations replayed at most, and cells looked at, which bounds the time for large groups.
-_MOST_OPERATIONS, _MOST_CELLS = 256, 2e7
+_MOST_OPERATIONS, _MOST_CELLS = 128, 2e7
 # Until the ranks have fallen into the step of the replay.
 _FALLING_IN = 4
 # Lateness may swing; it is the median over so many operations before and after each.

@@ -89,3 +89,19 @@ def test_a_rank_that_throttles_in_a_slow_swing_is_named(shape: str) -> None:
 @pytest.mark.parametrize("scenario", ["bursts at a NIC", "bursts on a path", "paused sender"])
 def test_what_comes_and_goes_on_paths_is_named(scenario: str) -> None:
     assert all_right(Cell(scenario, "3x4", 200.0, USUAL, STATED)) >= 0.75
+
+
+@pytest.mark.parametrize("scenario", ["throttled rank", "bursts on a path", "paused sender"])
+def test_what_comes_and_goes_costs_its_mean(scenario: str) -> None:
+    """Also where much of it was there at the first look, or hardly exceeds the noise."""
+    held = []
+    for cell in (Cell(scenario, "3x4", effect_us, USUAL, STATED) for effect_us in (50.0, 200.0)):
+        effects = judge_windows(Task(cell, cell.seed + SEED, 8, (OURS,))).effects
+        held += [low <= injected <= high for injected, _, low, high in effects]
+    assert len(held) >= 16
+    assert sum(held) >= 0.85 * len(held)
+
+
+def test_a_slow_sender_does_not_cast_doubt_on_clocks() -> None:
+    """Its rows find empty ports, so its pairs are faster than healthy ones there and back."""
+    assert all_right(Cell("slow send", "2x8", 50.0, USUAL, f"{STATED}, drift known")) == 1.0

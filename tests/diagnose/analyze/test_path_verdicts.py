@@ -204,6 +204,12 @@ def test_where_clocks_are_known_two_ranks_are_enough_for_a_slow_path(num_ranks: 
         assert found.keys == {("comp-slow", 1)}
 
 
+def test_two_clocks_that_are_off_by_what_is_stated_are_no_slow_path() -> None:
+    machine = replace(GPU, clock_error=0.7, path_spread=0.0)
+    for found in windows(machine, 2, [], range(84, 124)):
+        assert not found.verdicts
+
+
 @pytest.mark.parametrize("num_ranks", [4, 8, 16])
 @pytest.mark.parametrize("delay_s", [50e-6, 200e-6, 2e-3])
 def test_where_clocks_have_drifted_far_a_slow_path_is_named_or_which_way_is_not_known(

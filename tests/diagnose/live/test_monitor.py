@@ -373,7 +373,7 @@ def test_windows_go_on_without_a_masked_rank_and_with_it_when_it_is_back(
 
     monkeypatch.setattr(monitor.Monitor, "_answer", answer_unless_masked)
     monkeypatch.setattr(monitor, "_SHARES_S", 3600.0)
-    meet = threading.Barrier(NUM_RANKS)
+    meet = threading.Barrier(NUM_RANKS, timeout=120)
 
     def program(rank: int, buffer: deep_ep.Buffer) -> None:
         exchange(buffer, 20)
