@@ -95,7 +95,7 @@ _ROWS = {
         COMP_SLOW,
         "rank *j*",
         "comes late now and then",
-        "in a tenth of the operations or more, but not as regularly as the system's clock ticks, its own "
+        "in a tenth of the operations or more, and not because of ticks that most ranks have, its own "
         "clock shows far more time than ranks ever take; the effect is the mean over all operations",
         "It is late in some operations only: look for what rank {rank} does now and then (garbage "
         "collection, logging, checkpoints, another process, clocks that throttle).",
