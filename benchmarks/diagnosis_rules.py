@@ -104,6 +104,8 @@ RULES: dict[str, list[Patch]] = {
     "ranks: hot experts": [(engine, "hot_experts", _nothing)],
     "ranks: slow receivers": [(engine, "slow_receivers", _nothing)],
     "ranks: early receivers": [(engine, "early_receivers", _nothing)],
+    "ranks: kinds together": [(rank_causes, "compare", lambda values: own_work.compare(0 * values))],
+    "ranks: borne out by another kind": [(rank_causes, "_BORNE_OUT", 1.0)],
     "ranks: what follows of rows that are late": [(rank_causes, "UNEVEN", 0.0)],
     "own work: what tokens cost": [(own_work, "_cost_of_a_token", lambda *_: (0.0, np.inf))],
     "own work: waiting for slots": [(estimates, "_held_up_by_slots", lambda _: 0.0)],

@@ -27,7 +27,10 @@ from _scenarios import (  # noqa: E402
     grade,
     meant,
 )
+from diagnosis_rules import RULES, without  # noqa: E402
 
+from deep_ep import diagnose  # noqa: E402
+from deep_ep.diagnose.collect.rank_summary import summarize  # noqa: E402
 from generator.faults import Truth  # noqa: E402
 
 SMALL = [name for name, shape in SHAPES.items() if shape.num_ranks <= 16]
@@ -88,3 +91,14 @@ def test_what_is_true_and_not_injected_counts_neither_way() -> None:
     late = Truth(frozenset({("comp-slow", 3)}), {}, frozenset({("mixed-slow", 3)}))
     assert grade({("mixed-slow", 3)}, late) == Score(1, 0, 0)
     assert grade(set(), late) == Score(0, 0, 1)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_every_rule_can_be_taken_out(rule: str) -> None:
+    cell = Cell("slow path", "3x4", 200.0)
+    (window,) = windows(Task(cell, cell.seed, 1), 64)
+    matrices = diagnose.gather([summarize(s) for s in window.snapshots])
+    whole = diagnose.judge(matrices)
+    with without(RULES[rule]):
+        diagnose.judge(matrices)
+    assert diagnose.judge(matrices).keys == whole.keys == window.truth.keys
