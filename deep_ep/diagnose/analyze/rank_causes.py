@@ -8,6 +8,7 @@ import numpy as np
 
 from ..collect.hops import LAST_HOPS
 from ..core.causes import Cause
+from ..core.robust_stats import or_zero
 from .back_pressure import UNEVEN
 from .estimates import Estimates
 from .finding import Found, Named, Size, cells_of, found_cause, own_times
@@ -21,9 +22,12 @@ _BORNE_OUT = 0.5
 
 def hot_experts(kind: JudgedKind) -> list[Found]:
     """Ranks with more tokens than the others, and with more to do because of them."""
-    e = kind.e
-    by_tokens = e.token_time > kind.floor if e.cost_known else np.ones(e.load.size, bool)
-    is_hot = (e.load > kind.limits.load) & (e.busy.value > kind.bar(e.busy)) & by_tokens
+    e, bar = kind.e, kind.bar(kind.e.busy)
+    # As if all that ranks do were done for tokens.
+    at_most = (e.load - 1.0) * or_zero(e.own_ns)
+    by_tokens = e.token_time > kind.floor if e.cost_known else at_most > 0
+    by_tokens &= e.busy.value < at_most + bar
+    is_hot = (e.load > kind.limits.load) & (e.busy.value > bar) & by_tokens
     return [_hot_rank(kind, rank) for rank in np.flatnonzero(is_hot).tolist()]
 
 
