@@ -36,7 +36,7 @@ if ("-m", "deep_ep.doctor") not in zip(_words, _words[1:]):
 
 
 def _compare_ranks(
-    buffer: Buffer, ranks: group.Group, when: env.Diagnose
+    buffer: Buffer, ranks: group.Group, when: env.DiagnoseMode
 ) -> watchers.Watcher | None:
     """The one place where the package knows `deep_ep.diagnose`; imported where it is asked for."""
     from deep_ep.diagnose.live import monitor

@@ -24,7 +24,7 @@ from deep_ep.observe import parts, phases, profiled
 from deep_ep.observe.counters import RecvCounters
 from deep_ep.observe.phases import Phases
 from deep_ep.ops import construction, layout, low_latency, registry
-from deep_ep.ops.construction import Settings
+from deep_ep.ops.construction import BufferSettings
 from deep_ep.ops.low_latency import LowLatency
 from deep_ep.ops.normal import Normal, Streams
 from deep_ep.types import config
@@ -123,7 +123,7 @@ class Buffer:
             use_fabric=use_fabric,
             enable_shrink=enable_shrink,
         )
-        settings = Settings(
+        settings = BufferSettings(
             num_nvl_bytes,
             num_rdma_bytes,
             is_low_latency,

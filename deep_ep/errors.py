@@ -10,12 +10,12 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
 
-class HangVerdict(Protocol):
-    """What an exception has of a `deep_ep.hang.cause.Verdict`."""
+class HangVerdictLike(Protocol):
+    """What an exception has of a `deep_ep.hang.cause.HangVerdict`."""
 
     @property
     def causes(self) -> tuple[Any, ...]:
-        """Each a `deep_ep.hang.cause.Cause`, what most ranks wait for first."""
+        """Each a `deep_ep.hang.cause.HangCause`, what most ranks wait for first."""
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -74,7 +74,7 @@ class EPTimeoutError(EPError):
         left_ranks: those that destroyed their buffer or ended in order.
         waiting_ranks: ranks that wait for others themselves; none if rank 0 could not be asked.
         broken_paths: if nobody is missing: (source, destination) where nothing arrived.
-        verdict: what ranks were found to wait for while they did, a `deep_ep.hang.cause.Verdict`; `None` if
+        verdict: what ranks were found to wait for while they did, a `deep_ep.hang.cause.HangVerdict`; `None` if
             that was not asked, as where operations time out within two seconds.
     """
 
@@ -90,7 +90,7 @@ class EPTimeoutError(EPError):
         left_ranks: Iterable[int] = (),
         waiting_ranks: Iterable[int] = (),
         broken_paths: Iterable[tuple[int, int]] = (),
-        verdict: HangVerdict | None = None,
+        verdict: HangVerdictLike | None = None,
     ) -> None:
         super().__init__(message)
         self.missing_ranks = tuple(sorted(missing_ranks))

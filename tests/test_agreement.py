@@ -7,7 +7,7 @@ from typing import Any, Callable
 
 import pytest
 
-from deep_ep.base.ranks import Decision, Key, Message, Place, Progress
+from deep_ep.base.ranks import Decision, Key, Message, Progress, RankPlace
 from deep_ep.errors import (
     EPRankGoneError,
     EPTimeoutError,
@@ -19,7 +19,7 @@ from deep_ep.ops.failures import error_from_failure
 OP = Key("operation", 73)
 WAITS = Progress(72, 73, True)
 IDLE = Progress(72, 0, False)
-PLACES = [Place("a", 4708 + rank) for rank in range(4)]
+PLACES = [RankPlace("a", 4708 + rank) for rank in range(4)]
 
 
 class Ranks:

@@ -438,7 +438,7 @@ def test_who_registers_is_started_with_a_buffer_that_is_watched_and_ended_with_i
         def close(self) -> None:
             told.append("close")
 
-    def start(buffer: Buffer, group: Group, when: env.Diagnose) -> Watcher:
+    def start(buffer: Buffer, group: Group, when: env.DiagnoseMode) -> Watcher:
         assert buffer.dispatch_counters is not None
         told.append(f"start on {group.rank} of {group.size}, {when.mode}")
         return Watcher()
@@ -770,10 +770,10 @@ def launch_shape() -> tuple[int, int]:
         (env.BULK_COPIES, "0", bulk_copies, False),
         (env.BULK_COPIES, "1", bulk_copies, True),
         (env.CPU_CLOCK, "wall", env.cpu_clock, "wall"),
-        (env.DIAGNOSE, "0", env.diagnose, env.Diagnose("off")),
-        (env.DIAGNOSE, "1", env.diagnose, env.Diagnose("async", seconds=20.0)),
-        (env.DIAGNOSE, "sync:580", env.diagnose, env.Diagnose("sync", steps=580)),
-        (env.DIAGNOSE, "async:0.5", env.diagnose, env.Diagnose("async", seconds=0.5)),
+        (env.DIAGNOSE, "0", env.diagnose, env.DiagnoseMode("off")),
+        (env.DIAGNOSE, "1", env.diagnose, env.DiagnoseMode("async", seconds=20.0)),
+        (env.DIAGNOSE, "sync:580", env.diagnose, env.DiagnoseMode("sync", steps=580)),
+        (env.DIAGNOSE, "async:0.5", env.diagnose, env.DiagnoseMode("async", seconds=0.5)),
         (env.DIAGNOSE_DIR, "", env.diagnose_dir, None),
         (env.DIAGNOSE_DIR, "logs/ep", env.diagnose_dir, Path("logs/ep")),
         (env.NVSHMEM_QP_DEPTH, "2048", env.nvshmem_qp_depth, 2048),

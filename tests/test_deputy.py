@@ -11,7 +11,7 @@ import pytest
 
 import deep_ep
 from deep_ep.base.ranks import Message
-from deep_ep.hang.cause import Verdict
+from deep_ep.hang.cause import HangVerdict
 from deep_ep.membership import liveness
 from deep_ep.membership.door import greeting
 from deep_ep.membership.succession import Succession
@@ -189,7 +189,7 @@ def test_all_faults_are_named_although_rank_0_does_not_answer(
     assert judged.is_right, judged
     assert (judged.first_line_s is None) == (leads in victims)
     (written,) = tmp_path.rglob("verdict.hang.json")
-    causes = Verdict.of(json.loads(written.read_text())).causes
+    causes = HangVerdict.of(json.loads(written.read_text())).causes
     assert {rank for cause in causes for rank in cause.ranks} == victims.keys()
 
 

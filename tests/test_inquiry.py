@@ -18,18 +18,18 @@ from typing import IO, Any, Callable, ClassVar
 import pytest
 
 import deep_ep
-from deep_ep.base.ranks import Message, Place
+from deep_ep.base.ranks import Message, RankPlace
 from deep_ep.diagnose.__main__ import main
 from deep_ep.errors import EPTimeoutError
 from deep_ep.hang import dump_requests, stacks
-from deep_ep.hang.hang_watch import HangWatch, Settings
+from deep_ep.hang.hang_watch import HangWatch, HangWatchSettings
 from deep_ep.hang.inquiry import Inquiries, Told
 from deep_ep.hang.states import Call, Frame, RankState, Thread, Waits
 from deep_ep.membership.agreement import Arbiter
 from exchange import Mode, Shape, dispatch, make_inputs
 from launch import Ranks
 
-PLACES = [Place("a", 100), Place("a", 101), Place("b", 102), Place("b", 103)]
+PLACES = [RankPlace("a", 100), RankPlace("a", 101), RankPlace("b", 102), RankPlace("b", 103)]
 WAITING = Waits("operation", 7, 12.0, {"entry": (3,), "rows": (3,)})
 
 
@@ -238,7 +238,7 @@ def waits_for(seconds: float, number: int = 7) -> Waits:
 def test_a_rank_says_that_it_waits_once_then_rarely_and_once_before_the_end() -> None:
     said: list[Message] = []
     watch, own = HangWatch(1, said.append), OwnRecorder()
-    watch.begin(own, Settings(10.0, 100.0), PLACES, [None] * 4)  # type: ignore[arg-type]
+    watch.begin(own, HangWatchSettings(10.0, 100.0), PLACES, [None] * 4)  # type: ignore[arg-type]
     told = []
     for seconds in (None, 1.0, 9.9, 10.1, 11.0, 39.0, 41.0, 96.0, 97.1, 99.0):
         own.now = None if seconds is None else waits_for(seconds)
@@ -254,7 +254,7 @@ def test_a_rank_says_that_it_waits_once_then_rarely_and_once_before_the_end() ->
 def test_zero_seconds_warn_of_nothing_but_the_end_is_told() -> None:
     said: list[Message] = []
     watch, own = HangWatch(1, said.append), OwnRecorder()
-    watch.begin(own, Settings(10.0, 100.0), PLACES, [None] * 4)  # type: ignore[arg-type]
+    watch.begin(own, HangWatchSettings(10.0, 100.0), PLACES, [None] * 4)  # type: ignore[arg-type]
     watch.warn_after(0.0)
     for seconds in (11.0, 50.0, 98.0):
         own.now = waits_for(seconds)
@@ -270,8 +270,8 @@ def test_who_ends_after_rank_0_is_not_called_dead_and_who_was_dead_before_is(
     monkeypatch.setattr(stacks, "process_of", lambda pid, _: processes[pid])
     said: list[Message] = []
     watch, own = HangWatch(1, said.append), OwnRecorder()
-    places = [Place("a", pid) for pid in processes]
-    watch.begin(own, Settings(10.0, 100.0), places, [{"fd": -1}] * 5)  # type: ignore[arg-type]
+    places = [RankPlace("a", pid) for pid in processes]
+    watch.begin(own, HangWatchSettings(10.0, 100.0), places, [{"fd": -1}] * 5)  # type: ignore[arg-type]
     own.now = waits_for(1.0)
     watch.lose_rank_0("gone", left=[4])
     found = watch.verdict_on("low_latency_dispatch", 7)

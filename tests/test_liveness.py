@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from deep_ep.base.ranks import Decision, Message, Place, Progress
+from deep_ep.base.ranks import Decision, Message, Progress, RankPlace
 from deep_ep.group import thread_groups
 from deep_ep.hang.hang_watch import HangWatch
 from deep_ep.membership import agreement, liveness, rendezvous
@@ -67,7 +67,9 @@ class Rank:
         return self.member.agree({**TIMEOUT, "ranks": [self.member.rank, *missing]})
 
 
-def start(buffer: Buffer, group: Any, places: Sequence[Place], native: Any) -> liveness.Liveness:
+def start(
+    buffer: Buffer, group: Any, places: Sequence[RankPlace], native: Any
+) -> liveness.Liveness:
     """All steps of connecting a rank. Collective."""
     own = liveness.offer(group.rank, places)
     offered = liveness.Offer.of(group.all_gather_object(own)[0])
@@ -121,7 +123,7 @@ class FileGroup:
 def star(num_ranks: int) -> Iterator[list[Rank]]:
     """Ranks that are threads, one after the other done with everything that is collective."""
     ranks: list[Any] = [None] * num_ranks
-    places = [Place("here", 1)] * num_ranks
+    places = [RankPlace("here", 1)] * num_ranks
     of_others = our_threads()  # of buffers that earlier tests left to the garbage collector
 
     def join(rank: int, group: Any) -> None:
@@ -172,7 +174,7 @@ def run_rank_of_a_host(rank: int, folder: str) -> None:
     """Prints how this rank hears of the other one's end."""
     rendezvous.address = lambda hosts: f"10.99.0.{rank + 1}"
     native, buffer = Native(), Buffer()
-    places = [Place("host0", 1), Place("host1", 1)]
+    places = [RankPlace("host0", 1), RankPlace("host1", 1)]
     member = start(buffer, FileGroup(rank, folder), places, native)
     Path(folder, f"connected.{rank}").touch()
     until(lambda: native.gone)
@@ -380,7 +382,7 @@ def test_a_host_that_is_cut_off_is_known_though_nobody_sends(tmp_path: Path) -> 
 
 
 def test_only_who_knows_the_token_comes_in() -> None:
-    hub = Hub([Place("here", rank) for rank in range(3)], 0, "token", "127.0.0.1")
+    hub = Hub([RankPlace("here", rank) for rank in range(3)], 0, "token", "127.0.0.1")
     hub.start()
     try:
         for message in (

@@ -524,7 +524,9 @@ def test_the_bytes_of_the_worst_case_are_what_is_allocated(ranks: Ranks) -> None
         rows = (x, topk_idx, topk_weights, handle[7] if several else handle[3])
         relayed = handle[-1][NUM_TOKENS[rank] :] if several else handle[-1][:0]
         place = ranks.buffers[rank].runtime.topology
-        shape = normal_checks.Shape(NUM_TOKENS[rank], 2 * HIDDEN, NUM_TOPK, 0, NUM_EXPERTS, CONFIG)
+        shape = normal_checks.NormalShape(
+            NUM_TOKENS[rank], 2 * HIDDEN, NUM_TOPK, 0, NUM_EXPERTS, CONFIG
+        )
         counted = sum(tensor.nbytes for tensor in (*rows, relayed))
         assert counted == normal_checks.worst_bytes(shape, place, 64)
 

@@ -13,7 +13,7 @@ from deep_ep.base.rules import NORMAL_COMBINE, NORMAL_DISPATCH
 from deep_ep.base.topology import Topology
 from deep_ep.checks import normal as normal_checks
 from deep_ep.checks.arguments import Limits
-from deep_ep.checks.normal import Shape
+from deep_ep.checks.normal import NormalShape
 from deep_ep.checks.queue_turns import QueueTurns
 from deep_ep.native import backend
 from deep_ep.types import config
@@ -102,7 +102,7 @@ def test_nothing_is_said_where_it_costs_nothing(
     settings: deep_ep.Config, num_rows: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     one_node = Topology(0, NUM_RANKS, NUM_RANKS)
-    shape = Shape(NUM_TOKENS, 128, 0, 0, NUM_RANKS, settings)
+    shape = NormalShape(NUM_TOKENS, 128, 0, 0, NUM_RANKS, settings)
     turns = QueueTurns(limits_of(10**9, 0, NUM_RANKS), one_node)
     turns.look(NORMAL_DISPATCH, shape, num_rows * NUM_RANKS * NUM_CHANNELS, 0)
     assert not said(caplog)
@@ -126,7 +126,7 @@ def test_what_is_advised_fits_the_buffer_that_there_is_or_that_is_advised(
 ) -> None:
     """`room`: for as many times the slots that there are."""
     place = Topology(0, NUM_RANKS, ranks_per_node)
-    shape = Shape(NUM_TOKENS, 14336, 8, 0, NUM_RANKS, NARROW)
+    shape = NormalShape(NUM_TOKENS, 14336, 8, 0, NUM_RANKS, NARROW)
     least = normal_checks.num_bytes(
         *(backend.get().binding, NUM_RANKS, ranks_per_node, NARROW, 14336, 8, 0)
     )
@@ -146,7 +146,7 @@ def test_what_is_advised_fits_the_buffer_that_there_is_or_that_is_advised(
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_rank_0_says_it_for_all(rank: int, caplog: pytest.LogCaptureFixture) -> None:
-    shape = Shape(NUM_TOKENS, 128, 0, 0, NUM_RANKS, NARROW)
+    shape = NormalShape(NUM_TOKENS, 128, 0, 0, NUM_RANKS, NARROW)
     turns = QueueTurns(limits_of(10**9, 0, NUM_RANKS), Topology(rank, NUM_RANKS, NUM_RANKS))
     turns.look(NORMAL_DISPATCH, shape, 10_000, 0)
     assert len(said(caplog)) == (rank == 0)
@@ -165,6 +165,6 @@ def test_the_recommended_configurations_are_no_cause_for_a_remark(
         (NORMAL_DISPATCH, config.recommended_dispatch),
         (NORMAL_COMBINE, config.recommended_combine),
     ):
-        shape = Shape(num_tokens, 14336, 8, 0, 2 * num_ranks, recommend(num_ranks, 20))
+        shape = NormalShape(num_tokens, 14336, 8, 0, 2 * num_ranks, recommend(num_ranks, 20))
         turns.look(call, shape, num_tokens * num_ranks, relayed)
     assert not said(caplog)

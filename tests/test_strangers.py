@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from deep_ep.base.ranks import Decision, Message, Place
+from deep_ep.base.ranks import Decision, Message, RankPlace
 from deep_ep.hang.inquiry import Inquiries, Told
 from deep_ep.hang.states import PROCESSES, Call, RankState, Waits
 from deep_ep.membership import door, liveness
@@ -32,7 +32,7 @@ SLOW = settings(
 
 @pytest.fixture
 def hub() -> Iterator[Hub]:
-    hub = Hub([Place("here", rank) for rank in range(RANKS)], 0, TOKEN, "127.0.0.1")
+    hub = Hub([RankPlace("here", rank) for rank in range(RANKS)], 0, TOKEN, "127.0.0.1")
     hub.start()
     native: Any = Native()
     hub.take_in(liveness.Liveness(0, native))  # which keeps it going
@@ -211,7 +211,7 @@ class Rank0:
     def __init__(self) -> None:
         self._due: list[Callable[[], None]] = []
         self.arbiter = Arbiter(RANKS, self._send, self._call_later, lambda: self._now)
-        places = [Place("here", rank) for rank in range(RANKS)]
+        places = [RankPlace("here", rank) for rank in range(RANKS)]
         self.inquiries = Inquiries(
             places, 0, self.arbiter, self._send, self._call_later, self._tell
         )

@@ -279,7 +279,7 @@ class ClassicSettings:
 
 
 @dataclass(frozen=True)
-class Diagnose:
+class DiagnoseMode:
     """When the ranks of a buffer are compared.
 
     Attributes:
@@ -419,17 +419,17 @@ def inject() -> str:
     return INJECT.text()
 
 
-def diagnose() -> Diagnose:
+def diagnose() -> DiagnoseMode:
     """Whether and when every buffer compares its ranks."""
     text = DIAGNOSE.text()
     if text in ("0", "1"):
-        return Diagnose("async", seconds=20.0) if text == "1" else Diagnose("off")
+        return DiagnoseMode("async", seconds=20.0) if text == "1" else DiagnoseMode("off")
     mode, _, number = text.partition(":")
     if mode == "sync" and _is_number(number) and int(number):
-        return Diagnose("sync", steps=int(number))
+        return DiagnoseMode("sync", steps=int(number))
     with contextlib.suppress(ValueError):
         if mode == "async" and 0 < float(number) < 1e9:
-            return Diagnose("async", seconds=float(number))
+            return DiagnoseMode("async", seconds=float(number))
     raise DIAGNOSE.error("0, 1, sync:STEPS with STEPS at least 1, or async:SECONDS above 0")
 
 

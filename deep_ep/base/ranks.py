@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 Message = dict[str, Any]
 
 
-class Place(NamedTuple):
+class RankPlace(NamedTuple):
     """Where a rank runs.
 
     Attributes:

@@ -28,7 +28,7 @@ _TMA_ROWS = 4
 _PACKED_CHANNELS = 512
 
 
-class Sizes(NamedTuple):
+class LowLatencySizes(NamedTuple):
     """What all ranks must agree on in a low-latency call."""
 
     num_max_dispatch_tokens_per_rank: int
@@ -37,7 +37,7 @@ class Sizes(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Shape:
+class LowLatencyShape:
     """Sizes of one low-latency call, checked; what follows from them is found once."""
 
     num_tokens: int
@@ -72,7 +72,7 @@ class Shape:
 
 
 # A program calls with few sizes, again and again; only its number of tokens varies.
-_shape = functools.lru_cache(maxsize=1024)(Shape)
+_shape = functools.lru_cache(maxsize=1024)(LowLatencyShape)
 
 
 def dispatch(
@@ -90,7 +90,7 @@ def dispatch(
     use_ue8m0: bool,
     async_finish: bool,
     return_recv_hook: bool,
-) -> Shape:
+) -> LowLatencyShape:
     """Checks a call of `Buffer.low_latency_dispatch` and returns its sizes."""
     tensors = Tensors(DISPATCH, limits.device, num_ranks=limits.num_ranks)
     tensors.check("x", x)
@@ -156,7 +156,7 @@ def combine(
     zero_copy: bool,
     async_finish: bool,
     return_recv_hook: bool,
-) -> Shape:
+) -> LowLatencyShape:
     """Checks a call of `Buffer.low_latency_combine` and returns its sizes."""
     given = unpack_handle(COMBINE, handle)
     sizes = sizes_of(
@@ -210,7 +210,7 @@ def sizes_of(
     num_experts: Any,
     num_ranks: int,
     binding: Binding,
-) -> Sizes:
+) -> LowLatencySizes:
     """The three sizes all ranks must agree on, as checked ints."""
     maximum = checks.positive_int(
         call, "num_max_dispatch_tokens_per_rank", num_max_dispatch_tokens_per_rank
@@ -233,11 +233,11 @@ def sizes_of(
         fail(call, f"num_experts is {experts}", "num_experts", num_ranks=num_ranks, padded=padded)
     checks.kernel_limit(call, "num_max_dispatch_tokens_per_rank", maximum, binding.MAX_TOKENS)
     checks.kernel_limit(call, "num_experts", experts, binding.MAX_EXPERTS)
-    return Sizes(maximum, num_channels, experts)
+    return LowLatencySizes(maximum, num_channels, experts)
 
 
 @functools.lru_cache(maxsize=64)
-def num_bytes(binding: Binding, num_ranks: int, sizes: Sizes) -> int:
+def num_bytes(binding: Binding, num_ranks: int, sizes: LowLatencySizes) -> int:
     """Bytes of RDMA buffer a call of these sizes needs."""
     return binding.low_latency_rdma_size_hint(
         num_max_dispatch_tokens_per_rank=sizes.num_max_dispatch_tokens_per_rank,
@@ -249,7 +249,7 @@ def num_bytes(binding: Binding, num_ranks: int, sizes: Sizes) -> int:
 
 def sizes_that_fit(
     call: str, num_max_dispatch_tokens_per_rank: Any, hidden: Any, num_experts: Any, limits: Limits
-) -> Sizes:
+) -> LowLatencySizes:
     """The same, for a buffer that must hold a call of these sizes."""
     sizes = sizes_of(
         call,
@@ -263,7 +263,7 @@ def sizes_that_fit(
     return sizes
 
 
-def buffer_size(call: str, sizes: Sizes, limits: Limits) -> None:
+def buffer_size(call: str, sizes: LowLatencySizes, limits: Limits) -> None:
     """The RDMA buffer must hold a call of these sizes."""
     needed = num_bytes(limits.binding, limits.num_ranks, sizes)
     if limits.num_rdma_bytes < needed:
@@ -277,7 +277,7 @@ def buffer_size(call: str, sizes: Sizes, limits: Limits) -> None:
         )
 
 
-def _topk(call: str, shape: Shape, topk_idx: torch.Tensor, most: int) -> None:
+def _topk(call: str, shape: LowLatencyShape, topk_idx: torch.Tensor, most: int) -> None:
     if not 0 < shape.num_topk <= most:
         fail(call, f"topk_idx has shape {list(topk_idx.shape)}", "topk", maximum=most)
     maximum = shape.num_max_dispatch_tokens_per_rank
@@ -296,7 +296,7 @@ def _is_readable(tensor: torch.Tensor) -> bool:
 
 
 def _expert_indices(
-    call: str, shape: Shape, topk_idx: torch.Tensor, *, rows_per_expert: bool
+    call: str, shape: LowLatencyShape, topk_idx: torch.Tensor, *, rows_per_expert: bool
 ) -> None:
     if not _is_readable(topk_idx) or topk_idx.numel() == 0:
         return
@@ -340,7 +340,7 @@ def _src_info_storage(src_info: torch.Tensor, num_experts: int) -> None:
 
 def handle_values(
     native: Runtime,
-    shape: Shape,
+    shape: LowLatencyShape,
     topk_idx: torch.Tensor,
     src_info: torch.Tensor,
     layout_range: torch.Tensor,

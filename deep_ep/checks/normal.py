@@ -25,7 +25,7 @@ Tensor = torch.Tensor
 
 
 @dataclass(frozen=True)
-class Shape:
+class NormalShape:
     """Sizes of one normal call, checked; what follows from them is found once."""
 
     num_tokens: int
@@ -59,7 +59,7 @@ class Shape:
 
 
 # A program calls with few sizes, again and again; only its number of tokens varies.
-_shape = functools.lru_cache(maxsize=1024)(Shape)
+_shape = functools.lru_cache(maxsize=1024)(NormalShape)
 
 
 class Rows(NamedTuple):
@@ -112,7 +112,7 @@ def fresh_dispatch(
     config: Any,
     wait_stats: Any,
     recv_counters: Any,
-) -> Shape:
+) -> NormalShape:
     """Checks a call of `Buffer.dispatch` without handle and returns its sizes."""
     call = NORMAL_DISPATCH
     config = _usable(call, config, place, limits)
@@ -149,7 +149,7 @@ def fresh_dispatch(
     return shape
 
 
-def worst_bytes(shape: Shape, place: Topology, num_worst_tokens: int) -> int:
+def worst_bytes(shape: NormalShape, place: Topology, num_worst_tokens: int) -> int:
     """What a dispatch allocates for so many rows that it may receive and, between nodes, relay."""
     of_scales = 4 * shape.num_scales
     of_topk = (8 + 4) * shape.num_topk  # an index and a weight
@@ -168,7 +168,7 @@ def cached_dispatch(
     config: Any,
     wait_stats: Any,
     recv_counters: Any,
-) -> tuple[Shape, NormalHandle]:
+) -> tuple[NormalShape, NormalHandle]:
     """Checks a call of `Buffer.dispatch` with a handle and returns its sizes."""
     call = NORMAL_DISPATCH
     for name, tensor in (("topk_idx", topk_idx), ("topk_weights", topk_weights)):
@@ -201,7 +201,7 @@ def combine(
     config: Any,
     wait_stats: Any,
     recv_counters: Any,
-) -> tuple[Shape, NormalHandle]:
+) -> tuple[NormalShape, NormalHandle]:
     """Checks a call of `Buffer.combine` and returns its sizes."""
     call = NORMAL_COMBINE
     config = _usable(call, config, place, limits)
@@ -224,7 +224,7 @@ def combine(
     return shape, given
 
 
-def buffer_size(call: str, shape: Shape, place: Topology, limits: Limits) -> None:
+def buffer_size(call: str, shape: NormalShape, place: Topology, limits: Limits) -> None:
     """The buffers must hold a call of these sizes."""
     nvl_bytes, rdma_bytes = num_bytes(
         limits.binding,

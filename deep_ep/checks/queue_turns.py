@@ -20,7 +20,7 @@ from deep_ep.types import config
 if TYPE_CHECKING:
     from deep_ep.base.topology import Topology
     from deep_ep.checks.arguments import Limits
-    from deep_ep.checks.normal import Shape
+    from deep_ep.checks.normal import NormalShape
     from deep_ep.types.config import Config
 
 _log = logging.getLogger("deep_ep")
@@ -83,7 +83,7 @@ class QueueTurns:
         said any more."""
         self._knows_rows = False
 
-    def look(self, call: str, shape: Shape, num_rows: int, num_relay_rows: int) -> None:
+    def look(self, call: str, shape: NormalShape, num_rows: int, num_relay_rows: int) -> None:
         """Says so if the rows of an operation take many turns.
 
         Args:
@@ -108,7 +108,7 @@ class QueueTurns:
         nvl = settings.num_max_nvl_chunked_recv_tokens // nodes
         return [nvl] if nodes == 1 else [nvl, settings.num_max_rdma_chunked_recv_tokens]
 
-    def _queues(self, shape: Shape, num_rows: int, num_relay_rows: int) -> Iterator[_Queue]:
+    def _queues(self, shape: NormalShape, num_rows: int, num_relay_rows: int) -> Iterator[_Queue]:
         place = self._place
         nodes = place.num_nodes
         slots = self._slots(shape.config)
@@ -120,7 +120,7 @@ class QueueTurns:
             relayed = num_relay_rows // ((nodes - 1) * shape.num_channels)
             yield _Queue("RDMA", rdma_field, slots[1], relayed, 1)
 
-    def _remark(self, call: str, shape: Shape, slow: list[_Queue]) -> str:
+    def _remark(self, call: str, shape: NormalShape, slow: list[_Queue]) -> str:
         """What is slow, and what to set instead."""
         found = " and ".join(
             f"{queue.rows} rows for each {queue.hop} queue of {queue.slots} slots, in {queue.turns} turns"
@@ -132,7 +132,7 @@ class QueueTurns:
             f"{self._advice(call, shape, slow)}"
         )
 
-    def _advice(self, call: str, shape: Shape, slow: list[_Queue]) -> str:
+    def _advice(self, call: str, shape: NormalShape, slow: list[_Queue]) -> str:
         """Slots as recommended; fewer if the buffer has no room for them; or else a larger buffer."""
         recommend = (
             config.recommended_dispatch if call == NORMAL_DISPATCH else config.recommended_combine
@@ -154,12 +154,12 @@ class QueueTurns:
             f"num_rdma_bytes={rdma_bytes} at least. deep_ep.sizes(...) has all of these for a model."
         )
 
-    def _fits(self, shape: Shape, settings: Config) -> bool:
+    def _fits(self, shape: NormalShape, settings: Config) -> bool:
         nvl_bytes, rdma_bytes = self._needed(shape, settings)
         limits = self._limits
         return nvl_bytes <= limits.num_nvl_bytes and rdma_bytes <= limits.num_rdma_bytes
 
-    def _needed(self, shape: Shape, settings: Config) -> tuple[int, int]:
+    def _needed(self, shape: NormalShape, settings: Config) -> tuple[int, int]:
         """Bytes of NVLink and RDMA buffer for such calls."""
         return normal_checks.num_bytes(
             self._limits.binding,

@@ -69,7 +69,7 @@ def _among_ranks(
         meeting = ranks.Meeting(ranks.open_store(job, given.deadline), job)
         tried = None
         if given.test and meeting.all_ready(given.deadline, hurry):
-            place = exchange.Place(
+            place = exchange.RankSetup(
                 f"tcp://{job.address}:{job.port}", job.rank, job.size, job.local_rank
             )
             tried = exchange.try_rank(host.environment, place, given.deadline, hurry)
@@ -98,7 +98,9 @@ def _report(findings: list[Finding], given: argparse.Namespace) -> int:
     return exit_status(findings)
 
 
-def examine(host: Host, model: sizes.Model | None = None, exchange_s: int = 0) -> list[Finding]:
+def examine(
+    host: Host, model: sizes.ExchangeSizes | None = None, exchange_s: int = 0
+) -> list[Finding]:
     """All findings on one machine.
 
     Args:
@@ -162,14 +164,16 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _model(parser: argparse.ArgumentParser, given: argparse.Namespace) -> sizes.Model | None:
+def _model(
+    parser: argparse.ArgumentParser, given: argparse.Namespace
+) -> sizes.ExchangeSizes | None:
     values = {name: getattr(given, name) for name in _MODEL}
     if all(value is None for value in values.values()):
         return None
     missing = [f"--{name}" for name, value in values.items() if value is None]
     if missing:
         parser.error(f"a model takes {', '.join(missing)} too")
-    return sizes.Model(**values, ranks_per_node=given.ranks_per_node)
+    return sizes.ExchangeSizes(**values, ranks_per_node=given.ranks_per_node)
 
 
 def _positive(text: str) -> int:

@@ -36,7 +36,7 @@ _TYPES = {
 }
 
 
-class Place(NamedTuple):
+class RankSetup(NamedTuple):
     """One rank of an exchange.
 
     Attributes:
@@ -66,13 +66,13 @@ def on_this_machine(host: Host, seconds: int) -> list[Finding]:
     local = {**host.environment, "GLOO_SOCKET_IFNAME": "lo"}
     never = threading.Event()
     with TemporaryDirectory(prefix="deep_ep_doctor_") as folder, ThreadPoolExecutor(size) as pool:
-        places = [Place(f"file://{folder}/store", rank, size, rank) for rank in range(size)]
+        places = [RankSetup(f"file://{folder}/store", rank, size, rank) for rank in range(size)]
         outcomes = pool.map(lambda place: try_rank(local, place, seconds, never), places)
         return judge(dict(enumerate(outcomes)), size)
 
 
 def try_rank(
-    environment: Mapping[str, str], place: Place, seconds: int, hurry: threading.Event
+    environment: Mapping[str, str], place: RankSetup, seconds: int, hurry: threading.Event
 ) -> Outcome:
     """Runs one rank of the exchange in a process; what it printed, or why it printed nothing.
 

@@ -16,7 +16,7 @@ _BF16_BYTES = 2
 
 
 @dataclass(frozen=True)
-class Model:
+class ExchangeSizes:
     """Sizes of an exchange.
 
     Attributes:
@@ -41,7 +41,7 @@ class Model:
         return max(1, self.experts // self.ranks)
 
 
-def check(host: Host, model: Model) -> list[Finding]:
+def check(host: Host, model: ExchangeSizes) -> list[Finding]:
     """All findings on sizes."""
     # The hints count the same on every backend, and the CPU's is there without a GPU.
     asked = {env.BACKEND.name: "cpu", env.RANKS_PER_NODE.name: str(model.ranks_per_node)}
@@ -54,7 +54,7 @@ def check(host: Host, model: Model) -> list[Finding]:
             return [Finding("sizes", FAIL, chain(error), why, repair)]
 
 
-def _findings(host: Host, model: Model) -> list[Finding]:
+def _findings(host: Host, model: ExchangeSizes) -> list[Finding]:
     from deep_ep.buffers.model_sizes import sizes
     from deep_ep.native import backend
 
@@ -111,7 +111,7 @@ def _findings(host: Host, model: Model) -> list[Finding]:
     return findings
 
 
-def _queue_pairs(model: Model) -> Finding:
+def _queue_pairs(model: ExchangeSizes) -> Finding:
     remote = max(0, model.ranks - model.ranks_per_node)
     return Finding(
         "queue pairs",
@@ -122,7 +122,7 @@ def _queue_pairs(model: Model) -> Finding:
     )
 
 
-def _queue_depth(model: Model) -> Finding:
+def _queue_depth(model: ExchangeSizes) -> Finding:
     depth, needed = env.nvshmem_qp_depth(), 2 * (model.tokens + 1)
     found = f"NVSHMEM_QP_DEPTH={depth}; {model.tokens} tokens to one expert take {needed}"
     why = "where all tokens go to one expert, a shallower queue is full before it is emptied"

@@ -9,7 +9,7 @@ from deep_ep.hang import traces, wording
 
 if TYPE_CHECKING:
     from deep_ep.base.ranks import Message
-    from deep_ep.hang.cause import Verdict
+    from deep_ep.hang.cause import HangVerdict
     from deep_ep.hang.inquiry import Told
 
 _log = logging.getLogger("deep_ep")
@@ -53,6 +53,6 @@ def _dump(folder: str, told: Told) -> list[str]:
         return [str(file) for file in files]
 
 
-def _essence(verdict: Verdict) -> list[object]:
+def _essence(verdict: HangVerdict) -> list[object]:
     """What makes one verdict another one than the last."""
     return [(c.kind, c.ranks, c.series, c.number, c.paths, c.circle) for c in verdict.causes]

@@ -78,7 +78,7 @@ class Accused:
 
 
 @dataclass(frozen=True)
-class Side:
+class MismatchSide:
     """Ranks that called the same thing, where others called something else.
 
     Attributes:
@@ -97,7 +97,7 @@ class Side:
 
 
 @dataclass(frozen=True)
-class Cause:
+class HangCause:
     """One reason why ranks wait. Independent causes stand beside each other in a verdict.
 
     Attributes:
@@ -133,7 +133,7 @@ class Cause:
     hop: str = ""
     passed_on: tuple[int, ...] = ()
     circle: tuple[int, ...] = ()
-    sides: tuple[Side, ...] = ()
+    sides: tuple[MismatchSide, ...] = ()
     between: tuple[Kind, ...] = ()
 
     @property
@@ -143,7 +143,7 @@ class Cause:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class HangVerdict:
     """Why the ranks of a buffer wait.
 
     Attributes:
@@ -160,7 +160,7 @@ class Verdict:
     buffer: str = ""
     num_ranks: int = 0
     ranks_per_node: int = 0
-    causes: tuple[Cause, ...] = ()
+    causes: tuple[HangCause, ...] = ()
     edges: tuple[Edge, ...] = ()
     masked: tuple[int, ...] = ()
     missing: tuple[int, ...] = ()
@@ -187,23 +187,23 @@ class Verdict:
         return {"format": FORMAT, **asdict(replace(self, edges=())), "edges": edges}
 
     @staticmethod
-    def of(plain: Any) -> Verdict:
+    def of(plain: Any) -> HangVerdict:
         """From plain data of this or a later format; what that has in addition is left out.
 
         Raises:
             ValueError, TypeError, KeyError: it is none.
         """
-        values = known_fields(Verdict, plain)
+        values = known_fields(HangVerdict, plain)
         values["causes"] = tuple(_cause_of(cause) for cause in values.get("causes", ()))
         edges = [edge for plain in values.get("edges", ()) for edge in _edges_of(plain)]
         values["edges"] = tuple(sorted(edges, key=Edge.order))
         for name in ("masked", "missing"):
             values[name] = _ranks_of(values.get(name, ()))
-        return Verdict(**values)
+        return HangVerdict(**values)
 
 
-def _cause_of(plain: Any) -> Cause:
-    values = known_fields(Cause, plain)
+def _cause_of(plain: Any) -> HangCause:
+    values = known_fields(HangCause, plain)
     _require(values["kind"], KINDS, "kind")
     _require(values.get("what", ""), (*OWED, ""), "what")
     values["accused"] = tuple(_accused_of(accused) for accused in values.get("accused", ()))
@@ -215,7 +215,7 @@ def _cause_of(plain: Any) -> Cause:
     values["between"] = tuple(
         _require(kind, KINDS, "between") for kind in values.get("between", ())
     )
-    return Cause(**values)
+    return HangCause(**values)
 
 
 def _accused_of(plain: Any) -> Accused:
@@ -230,13 +230,13 @@ def _edges_of(plain: Any) -> list[Edge]:
     return [Edge(**{**values, "owed": rank}) for rank in _ranks_of(plain["owed"])]
 
 
-def _side_of(plain: Any) -> Side:
-    values = known_fields(Side, plain)
+def _side_of(plain: Any) -> MismatchSide:
+    values = known_fields(MismatchSide, plain)
     values["ranks"] = _ranks_of(values["ranks"])
     values["values"] = {str(key): str(value) for key, value in values.get("values", {}).items()}
     if values.get("frame") is not None:
         (values["frame"],) = frames_of([values["frame"]])
-    return Side(**values)
+    return MismatchSide(**values)
 
 
 def _ranks_of(plain: Any) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from deep_ep.errors import EPArgumentError
 from deep_ep.hang import files, plain_json, plain_pickle
-from deep_ep.hang.cause import Verdict
+from deep_ep.hang.cause import HangVerdict
 from deep_ep.hang.states import RankState
 from deep_ep.hang.torch_dumps import Hanging, TorchDump, dump_of, hanging, is_torch_dump
 from deep_ep.hang.traces import STATE_FORMAT, VERDICT_FORMAT
@@ -32,7 +32,7 @@ class BufferDump:
     """
 
     states: Mapping[int, RankState]
-    verdict: Verdict
+    verdict: HangVerdict
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Folder:
 @dataclass
 class _Read:
     states: list[tuple[Path, RankState]] = field(default_factory=list)
-    verdicts: list[Verdict] = field(default_factory=list)
+    verdicts: list[HangVerdict] = field(default_factory=list)
     torch: dict[int, TorchDump] = field(default_factory=dict)
     remarks: list[str] = field(default_factory=list)
 
@@ -119,7 +119,7 @@ def _take(path: Path, plain: Any, read: _Read) -> None:
     if kind == STATE_FORMAT:
         read.states.append((path, RankState.of(plain)))
     elif kind == VERDICT_FORMAT:
-        read.verdicts.append(Verdict.of(plain))
+        read.verdicts.append(HangVerdict.of(plain))
     elif is_torch_dump(plain):
         if "deep_ep" in plain:  # ours in torch's format
             read.states.append((path, RankState.of(plain["deep_ep"])))

@@ -18,13 +18,13 @@ from deep_ep.base import env
 from deep_ep.base.rules import COMBINE, DISPATCH, NORMAL_COMBINE, NORMAL_DISPATCH
 from deep_ep.errors import EPUsageError
 from deep_ep.hang import dump_requests, recorder, request, stacks, wording
-from deep_ep.hang.cause import Verdict
+from deep_ep.hang.cause import HangVerdict
 from deep_ep.hang.request import Request
 from deep_ep.hang.states import Process, RankState
 from deep_ep.hang.verdict import judge
 
 if TYPE_CHECKING:
-    from deep_ep.base.ranks import Message, Place
+    from deep_ep.base.ranks import Message, RankPlace
     from deep_ep.hang.recorder import Recorder
 
 # All of these are chosen. Looks at the own waits, seconds, at least and at most; how often a rank says where it
@@ -42,7 +42,7 @@ _NUMBERED_TOGETHER = (DISPATCH, COMBINE, NORMAL_DISPATCH, NORMAL_COMBINE)
 
 
 @dataclass(frozen=True)
-class Settings:
+class HangWatchSettings:
     """When a rank says that it waits.
 
     Attributes:
@@ -54,9 +54,9 @@ class Settings:
     timeout_s: float
 
     @staticmethod
-    def from_environment() -> Settings:
+    def from_environment() -> HangWatchSettings:
         """DEEP_EP_WARN_S and DEEP_EP_TIMEOUT_S."""
-        return Settings(env.warn_s(), env.timeout_s())
+        return HangWatchSettings(env.warn_s(), env.timeout_s())
 
     @property
     def final_s(self) -> float:
@@ -85,15 +85,15 @@ class HangWatch:
         self.raised: dict[int, str] = {}
         self._rank, self._say = rank, say
         self._recorder: Recorder | None = None
-        self._settings = Settings(0.0, 0.0)
+        self._settings = HangWatchSettings(0.0, 0.0)
         self._waits_in: tuple[str, int] = ("", 0)
         self._next_warning_s = 0.0
         self._said_final = False
         self._published_s = 0.0
         self._published: tuple[int, int] | None = None
-        self._verdict: Verdict | None = None
+        self._verdict: HangVerdict | None = None
         self._stop_watching: Callable[[], None] | None = None
-        self._places: Sequence[Place] = ()
+        self._places: Sequence[RankPlace] = ()
         self._offers: Sequence[Any] = ()
         self._requests: dict[str, Request] = {}  # by folder
         # Who was already gone when rank 0 was found to be; empty: it is not.
@@ -102,7 +102,11 @@ class HangWatch:
     # ---- called by the program's threads
 
     def begin(
-        self, own: Recorder, settings: Settings, places: Sequence[Place], offers: Sequence[Any]
+        self,
+        own: Recorder,
+        settings: HangWatchSettings,
+        places: Sequence[RankPlace],
+        offers: Sequence[Any],
     ) -> None:
         """Before the first `look`.
 
@@ -129,7 +133,7 @@ class HangWatch:
 
     def warn_after(self, seconds: float) -> None:
         """Changes when it says that it waits; 0: never."""
-        self._settings = Settings(seconds, self._settings.timeout_s)
+        self._settings = HangWatchSettings(seconds, self._settings.timeout_s)
         self._waits_in = ("", 0)
 
     def ask_for_dump(self, directory: str, asked: Request | None = None) -> None:
@@ -143,7 +147,7 @@ class HangWatch:
             self._requests[directory] = asked
         self._say({"type": "dump", "directory": directory})
 
-    def verdict_on(self, operation: str, number: int) -> Verdict | None:
+    def verdict_on(self, operation: str, number: int) -> HangVerdict | None:
         """What ranks that waited in an operation were found to wait for; `None` if that is not known."""
         series = "operation" if operation in _NUMBERED_TOGETHER else operation
         verdict = self._verdict
@@ -190,7 +194,7 @@ class HangWatch:
         """
         own = self._recorder
         if message["type"] == "verdict":
-            self._verdict = Verdict.of(message["verdict"])
+            self._verdict = HangVerdict.of(message["verdict"])
             self._answer(message["dumped"])
         elif message["type"] == "raised":
             self.raised[int(message["rank"])] = str(message["text"])

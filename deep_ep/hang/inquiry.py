@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any, Callable, Protocol
 
 from deep_ep.base.ranks import Message, rank_of
 from deep_ep.hang.states import PROCESSES, Process, RankState
-from deep_ep.hang.verdict import Verdict, judge
+from deep_ep.hang.verdict import HangVerdict, judge
 
 if TYPE_CHECKING:
-    from deep_ep.base.ranks import Place
+    from deep_ep.base.ranks import RankPlace
 
 # How long ranks may take to say where they are, and others of their hosts to look at them. Chosen.
 _ANSWERS_S, _LOOKS_S = 0.8, 0.8
@@ -52,7 +52,7 @@ class Told:
         dump_to: folders that were asked for.
     """
 
-    verdict: Verdict
+    verdict: HangVerdict
     states: Mapping[int, RankState]
     is_final: bool
     dump_to: tuple[str, ...]
@@ -76,7 +76,7 @@ class Inquiries:
 
     def __init__(
         self,
-        places: Sequence[Place],
+        places: Sequence[RankPlace],
         ranks_per_node: int,
         gone: Gone,
         send: Callable[[int, Message], None],

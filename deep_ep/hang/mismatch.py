@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from deep_ep.hang.activity import user_frame
-from deep_ep.hang.cause import Side
+from deep_ep.hang.cause import MismatchSide
 from deep_ep.hang.rank_calls import calls_at, is_truncated
 from deep_ep.hang.states import Call, Frame, RankState
 
 
-def sides_at(states: Mapping[int, RankState], series: str, number: int) -> tuple[Side, ...]:
+def sides_at(states: Mapping[int, RankState], series: str, number: int) -> tuple[MismatchSide, ...]:
     """The sides of a mismatch at a number, the largest first; empty if all that called it agree."""
     first: dict[int, Call] = {}
     for rank, state in states.items():
@@ -29,7 +29,7 @@ def sides_at(states: Mapping[int, RankState], series: str, number: int) -> tuple
         key = (first[rank].name, *(values[rank][name] for name in differing))
         groups.setdefault(key, []).append(rank)
     return _ordered(
-        Side(
+        MismatchSide(
             tuple(ranks),
             series,
             number,
@@ -43,7 +43,7 @@ def sides_at(states: Mapping[int, RankState], series: str, number: int) -> tuple
 
 def sides_across(
     states: Mapping[int, RankState], places: Mapping[int, tuple[str, int]]
-) -> tuple[Side, ...]:
+) -> tuple[MismatchSide, ...]:
     """The sides where ranks wait for each other in operations of different series.
 
     Args:
@@ -57,11 +57,11 @@ def sides_across(
     for (series, number), ranks in groups.items():
         calls = calls_at(states[ranks[0]], series, number)
         call = calls[-1].call if calls else Call(0, series, number, series)
-        sides.append(Side(tuple(ranks), series, number, call.name, {}, called_from(call)))
+        sides.append(MismatchSide(tuple(ranks), series, number, call.name, {}, called_from(call)))
     return _ordered(sides)
 
 
-def odd_ranks(sides: Sequence[Side]) -> tuple[int, ...]:
+def odd_ranks(sides: Sequence[MismatchSide]) -> tuple[int, ...]:
     """Who differs from the majority; all, where no side has more than half of the ranks."""
     ranks = sorted(rank for side in sides for rank in side.ranks)
     if 2 * len(sides[0].ranks) <= len(ranks):
@@ -80,5 +80,5 @@ def _agreed(call: Call) -> dict[str, str]:
     return {**values, "dtype": call.dtype} if call.dtype else values
 
 
-def _ordered(sides: Iterable[Side]) -> tuple[Side, ...]:
+def _ordered(sides: Iterable[MismatchSide]) -> tuple[MismatchSide, ...]:
     return tuple(sorted(sides, key=lambda side: (-len(side.ranks), side.ranks)))

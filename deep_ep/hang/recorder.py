@@ -27,7 +27,7 @@ from deep_ep.hang.states import Call, Frame, RankState, Thread, Waits
 
 if TYPE_CHECKING:
     from deep_ep._cpu import Runtime as NativeRuntime
-    from deep_ep.base.ranks import Place
+    from deep_ep.base.ranks import RankPlace
 
 # Of this package; looked up for every call.
 _OWN_FILES = frozenset(map(str, Path(__file__).parents[1].rglob("*.py")))
@@ -50,7 +50,7 @@ class Recorder:
         rank: int,
         num_ranks: int,
         buffer: str,
-        place: Place,
+        place: RankPlace,
         native: NativeRuntime,
         most: int,
         masked: Callable[[], Iterable[int]] = tuple,

@@ -12,7 +12,7 @@ from typing import Any
 from deep_ep.base import env
 from deep_ep.errors import EPArgumentError
 from deep_ep.hang import files
-from deep_ep.hang.cause import Verdict
+from deep_ep.hang.cause import HangVerdict
 from deep_ep.hang.rank_calls import NOTIFY, OPERATIONS, Numbered, numbered
 from deep_ep.hang.states import Call, RankState
 
@@ -53,7 +53,7 @@ def default_folder() -> Path | None:
 def write_dump(
     directory: Path | str | None,
     states: Mapping[int, RankState],
-    verdict: Verdict,
+    verdict: HangVerdict,
     prefix: str | None = None,
 ) -> tuple[Path, ...]:
     """Writes the states of all ranks of one buffer, also of those that are dead or were never heard of.
@@ -119,7 +119,7 @@ def _global_ranks(states: Mapping[int, RankState], num_ranks: int) -> list[int]:
 
 
 def _traces(
-    states: Mapping[int, RankState], verdict: Verdict, global_ranks: list[int]
+    states: Mapping[int, RankState], verdict: HangVerdict, global_ranks: list[int]
 ) -> dict[int, dict[str, Any]]:
     ranks = range(verdict.num_ranks)
     group = verdict.buffer or "deep_ep"

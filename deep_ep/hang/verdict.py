@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from deep_ep.hang.activity import Doing, call_of, doing
-from deep_ep.hang.cause import Accused, Cause, Edge, Kind, Side, Verdict
+from deep_ep.hang.cause import Accused, Edge, HangCause, HangVerdict, Kind, MismatchSide
 from deep_ep.hang.graph import components, reaching, shortest_path
 from deep_ep.hang.mismatch import odd_ranks, sides_across, sides_at
 from deep_ep.hang.rank_calls import (
@@ -28,7 +28,7 @@ from deep_ep.hang.rank_calls import (
 )
 from deep_ep.hang.states import Process, RankState
 
-__all__ = ["Cause", "Verdict", "judge"]
+__all__ = ["HangCause", "HangVerdict", "judge"]
 
 # What is a cause whatever the rank did before.
 _OF_PROCESS: dict[Process, tuple[Kind, tuple[Kind, ...]]] = {
@@ -47,7 +47,7 @@ def judge(
     states: Mapping[int, RankState],
     ranks_per_node: int = 0,
     elsewhere: Mapping[int, Sequence[RankState]] | None = None,
-) -> Verdict:
+) -> HangVerdict:
     """The verdict on the ranks of one buffer.
 
     Args:
@@ -65,7 +65,7 @@ def judge(
 class _Draft:
     """A cause in the making, and who waits for it directly."""
 
-    cause: Cause
+    cause: HangCause
     waiters: set[int] = field(default_factory=set)
 
 
@@ -99,7 +99,7 @@ class _Case:
                 self.side_of[place] = {r: i for i, side in enumerate(sides) for r in side.ranks}
                 self.mismatches[place] = self._mismatch(sides)
 
-    def verdict(self) -> Verdict:
+    def verdict(self) -> HangVerdict:
         masked = self._masked_by_all()
         for edge in self.edges:
             self._follow(edge)
@@ -107,7 +107,7 @@ class _Case:
         for rank, state in self.states.items():
             if state.process in _LOST and rank not in masked:
                 self._blame(rank, None, *_OF_PROCESS[state.process])
-        return Verdict(
+        return HangVerdict(
             buffer=next((state.buffer for state in self.states.values()), ""),
             num_ranks=self.num_ranks,
             ranks_per_node=self.ranks_per_node,
@@ -143,12 +143,12 @@ class _Case:
             ]
         return tuple(sorted(edges, key=Edge.order))
 
-    def _mismatch(self, sides: tuple[Side, ...]) -> _Draft:
+    def _mismatch(self, sides: tuple[MismatchSide, ...]) -> _Draft:
         first = sides[0]
         return self.drafts.setdefault(
             ("mismatch", sides),
             _Draft(
-                Cause(
+                HangCause(
                     "mismatch",
                     tuple(self._accused(rank) for rank in odd_ranks(sides)),
                     first.series,
@@ -378,7 +378,7 @@ class _Case:
         draft = self.drafts.get((kind, rank))
         if draft is None or edge and not 0 < draft.cause.number <= number:
             state = self.states.get(rank)
-            cause = Cause(
+            cause = HangCause(
                 kind,
                 (self._accused(rank),),
                 series,
@@ -405,7 +405,7 @@ class _Case:
         draft = self.drafts.setdefault(
             key,
             _Draft(
-                Cause(
+                HangCause(
                     "not_arrived",
                     series=edge.series,
                     number=edge.number,
@@ -439,7 +439,7 @@ class _Case:
         waits = min(
             (edge for edge in self.edges if edge.waiter in inside), key=lambda edge: edge.number
         )
-        cause = Cause(
+        cause = HangCause(
             "circle",
             tuple(self._accused(rank) for rank in sorted(inside)),
             waits.series,
@@ -462,7 +462,7 @@ class _Case:
 
     # ---- the causes
 
-    def _causes(self) -> Iterable[Cause]:
+    def _causes(self) -> Iterable[HangCause]:
         drafts = list(self.drafts.values())
         if any(draft.cause.kind != "given_up" for draft in drafts):
             # Who gave up did so because of somebody else.
@@ -473,7 +473,7 @@ class _Case:
             causes, key=lambda cause: (-len(cause.waited_by), cause.ranks, cause.paths, cause.kind)
         )
 
-    def _with_waiters(self, draft: _Draft, waited_s: Mapping[int, float]) -> Cause:
+    def _with_waiters(self, draft: _Draft, waited_s: Mapping[int, float]) -> HangCause:
         """With all who wait for it, also because others do."""
         cause = draft.cause
         mine = () if cause.kind in ("circle", "mismatch", "unknown") else cause.ranks
@@ -563,7 +563,7 @@ def _merged(drafts: Sequence[_Draft]) -> list[_Draft]:
     return list(found.values())
 
 
-def _ends(causes: Iterable[Cause], which: int) -> dict[int, set[tuple[int, int]]]:
+def _ends(causes: Iterable[HangCause], which: int) -> dict[int, set[tuple[int, int]]]:
     found: dict[int, set[tuple[int, int]]] = {}
     for cause in causes:
         for path in cause.paths:
@@ -571,7 +571,7 @@ def _ends(causes: Iterable[Cause], which: int) -> dict[int, set[tuple[int, int]]
     return found
 
 
-def _alike(cause: Cause) -> object:
+def _alike(cause: HangCause) -> object:
     does: Doing | None = cause.doing
     (accused,) = cause.accused
     return (
@@ -589,7 +589,7 @@ def _alike(cause: Cause) -> object:
     )
 
 
-def _joined(one: Cause, other: Cause) -> Cause:
+def _joined(one: HangCause, other: HangCause) -> HangCause:
     accused = {accused.rank: accused for accused in (*one.accused, *other.accused)}
     return replace(
         one,

@@ -7,7 +7,7 @@ from typing import Callable
 
 from deep_ep.errors import ranks_text
 from deep_ep.hang.activity import PHRASES, Doing
-from deep_ep.hang.cause import Accused, Cause, Kind, Side, Verdict
+from deep_ep.hang.cause import Accused, HangCause, HangVerdict, Kind, MismatchSide
 from deep_ep.hang.rank_calls import CONSTRUCTION, DESTRUCTION, OPERATIONS
 from deep_ep.hang.states import Frame
 
@@ -74,7 +74,7 @@ _HOOK = "Call the hook that the operation returned, or Buffer.abandon_hook()."
 _MOST_CAUSES = 4
 
 
-def line(verdict: Verdict) -> str:
+def line(verdict: HangVerdict) -> str:
     """One line for the log: who is waited for, what it is, by whom, for how long. No advice."""
     if verdict.causes:
         said = [sentence(cause) for cause in verdict.causes[:_MOST_CAUSES]]
@@ -88,20 +88,20 @@ def line(verdict: Verdict) -> str:
     return "no rank waits"
 
 
-def text(verdict: Verdict) -> str:
+def text(verdict: HangVerdict) -> str:
     """The whole verdict: a paragraph for each cause, each with what to do as its last sentence."""
     if not verdict.causes:
         return f"{_capital(line(verdict))}.\n"
     return "\n".join(f"{_capital(sentence(cause))}. {advice(cause)}\n" for cause in verdict.causes)
 
 
-def sentence(cause: Cause) -> str:
+def sentence(cause: HangCause) -> str:
     """A cause and its evidence, without a full stop."""
     parts = [_WHAT[cause.kind](cause), *_evidence(cause), *_waiting(cause)]
     return "; ".join(part for part in parts if part)
 
 
-def advice(cause: Cause) -> str:
+def advice(cause: HangCause) -> str:
     """What to do about it."""
     if cause.kind != "not_called" or cause.between:
         kind: Kind = "unknown" if cause.between else cause.kind
@@ -151,11 +151,11 @@ _STEPS = {2: "Buffer() (allocating memory)", 3: "Buffer() (connecting)"}
 # ---- what each kind says first
 
 
-def _operation(cause: Cause) -> str:
+def _operation(cause: HangCause) -> str:
     return operation_text(cause.series, cause.number, cause.name)
 
 
-def _who(cause: Cause) -> str:
+def _who(cause: HangCause) -> str:
     return ranks_text(cause.ranks)
 
 
@@ -164,11 +164,11 @@ def _verb(ranks: tuple[int, ...], verb: str) -> str:
     return verb if len(ranks) == 1 else {"is": "are", "has": "have", "waits": "wait"}[verb]
 
 
-def _process(cause: Cause, state: str) -> str:
+def _process(cause: HangCause, state: str) -> str:
     return f"{_who(cause)} {_verb(cause.ranks, 'is')} {state}{_places(cause)}"
 
 
-def _places(cause: Cause) -> str:
+def _places(cause: HangCause) -> str:
     """ " (process 41 on host a, signal 9)": of each, if that is known."""
     known = [_place(accused) for accused in cause.accused]
     known = list(dict.fromkeys(place for place in known if place))
@@ -181,22 +181,22 @@ def _place(accused: Accused) -> str:
     return ", ".join(part for part in (where, accused.exit) if part)
 
 
-def _ended(cause: Cause) -> str:
+def _ended(cause: HangCause) -> str:
     return (
         f"{_who(cause)} destroyed {_its(cause)} buffer, or ended, before {_operation(cause)}"
         f"{_places(cause)}"
     )
 
 
-def _its(cause: Cause) -> str:
+def _its(cause: HangCause) -> str:
     return "its" if len(cause.accused) == 1 else "their"
 
 
-def _has(cause: Cause, what: str) -> str:
+def _has(cause: HangCause, what: str) -> str:
     return f"{_who(cause)} {_verb(cause.ranks, 'has')} {what}"
 
 
-def _not_called(cause: Cause) -> str:
+def _not_called(cause: HangCause) -> str:
     if cause.hook:
         said = f"not called the receive hook of operation {cause.hook}"
         if cause.hook == cause.number:
@@ -205,7 +205,7 @@ def _not_called(cause: Cause) -> str:
     return _has(cause, f"not called {_operation(cause)}")
 
 
-def _host_in_call(cause: Cause) -> str:
+def _host_in_call(cause: HangCause) -> str:
     calls = dict.fromkeys(accused.in_call for accused in cause.accused if accused.in_call)
     where = f"in {', '.join(calls)}()" if calls else "in a call of this package"
     verb = _verb(cause.ranks, "is")
@@ -217,7 +217,7 @@ def _host_in_call(cause: Cause) -> str:
     return f"{where}, without a kernel for {_operation(cause)}"
 
 
-def _not_sent(cause: Cause) -> str:
+def _not_sent(cause: HangCause) -> str:
     if cause.what == "slots":
         return _has(
             cause, f"entered {_operation(cause)} and empties no slots of {_its(cause)} queues"
@@ -228,7 +228,7 @@ def _not_sent(cause: Cause) -> str:
     )
 
 
-def _not_arrived(cause: Cause) -> str:
+def _not_arrived(cause: HangCause) -> str:
     ends = [f"{source} > {destination}" for source, destination in cause.paths]
     what = {"entry": "the word that a rank has entered", "slots": "the word that slots are free"}
     sent = what.get(cause.what, "rows")
@@ -241,17 +241,17 @@ def _not_arrived(cause: Cause) -> str:
     )
 
 
-def _circle(cause: Cause) -> str:
+def _circle(cause: HangCause) -> str:
     ways = " > ".join(str(rank) for rank in (*cause.circle, *cause.circle[:1]))
     return f"in {_operation(cause)} each of {_who(cause)} waits for slots of the next one: {ways}"
 
 
-def _mismatch(cause: Cause) -> str:
+def _mismatch(cause: HangCause) -> str:
     said = " while ".join(_side(side) for side in cause.sides)
     return f"not all ranks called the same: {said}"
 
 
-def _side(side: Side) -> str:
+def _side(side: MismatchSide) -> str:
     what = operation_text(side.series, side.number, side.name)
     if side.values:
         what += f" with {', '.join(f'{name} = {value}' for name, value in side.values.items())}"
@@ -259,7 +259,7 @@ def _side(side: Side) -> str:
     return f"{ranks_text(side.ranks)} called {what}{where}"
 
 
-def _unknown(cause: Cause) -> str:
+def _unknown(cause: HangCause) -> str:
     if cause.what == "rows" and "circle" in cause.between:
         return (
             f"{_who(cause)} wait for each other's rows in {_operation(cause)}; it cannot be known whether rows "
@@ -278,7 +278,7 @@ def _choice(choices: list[str]) -> str:
     return " or ".join([", ".join(choices[:-1]), choices[-1]] if len(choices) > 1 else choices)
 
 
-_WHAT: Mapping[Kind, Callable[[Cause], str]] = {
+_WHAT: Mapping[Kind, Callable[[HangCause], str]] = {
     "gone": lambda cause: _process(cause, "dead: the process is gone"),
     "ended": _ended,
     "stopped": lambda cause: _process(cause, "stopped"),
@@ -311,7 +311,7 @@ _WHAT: Mapping[Kind, Callable[[Cause], str]] = {
 _IN_PYTHON: tuple[Kind, ...] = ("busy", "not_called", "host_in_call", "other_buffer", "not_started")
 
 
-def _evidence(cause: Cause) -> list[str]:
+def _evidence(cause: HangCause) -> list[str]:
     said, whose = [], _its(cause)
     raised = dict.fromkeys(accused.raised for accused in cause.accused if accused.raised)
     if raised:
@@ -332,7 +332,7 @@ def _evidence(cause: Cause) -> list[str]:
     return said
 
 
-def _waiting(cause: Cause) -> list[str]:
+def _waiting(cause: HangCause) -> list[str]:
     if not cause.waited_by:
         return (
             ["nobody waits for it yet"] if cause.kind in ("gone", "stopped", "unreachable") else []

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from deep_ep.diagnose.trace import facts, rank_trace, summary
-from deep_ep.diagnose.trace.operations import OPERATORS, LinkBytes, Sent, sent_of
+from deep_ep.diagnose.trace.operations import OPERATORS, LinkBytes, RecordedRows, sent_of
 from deep_ep.diagnose.trace.summary import PhasesRow
 
 _CATEGORY = "EP_Communication"
@@ -72,12 +72,12 @@ class EPCommunication:
         """Of no computation."""
 
 
-def _said(event: Mapping[str, Any]) -> tuple[Sent, LinkBytes | None]:
+def _said(event: Mapping[str, Any]) -> tuple[RecordedRows, LinkBytes | None]:
     arguments = event.get("args") or {}
     return sent_of(event["name"], arguments), facts.of(arguments, event["name"]).links
 
 
-def _details(sent: Sent, links: LinkBytes | None) -> dict[str, Any]:
+def _details(sent: RecordedRows, links: LinkBytes | None) -> dict[str, Any]:
     return {
         "num_tokens": sent.rows,
         "bytes_per_token": sent.row_bytes,

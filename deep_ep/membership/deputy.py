@@ -15,7 +15,7 @@ from deep_ep.membership.peers import Peers
 from deep_ep.membership.succession import REQUESTS, Succession
 
 if TYPE_CHECKING:
-    from deep_ep.base.ranks import Message, Place
+    from deep_ep.base.ranks import Message, RankPlace
     from deep_ep.membership.lines import Address
     from deep_ep.membership.loop import Loop, Member
 
@@ -63,7 +63,7 @@ class Deputy:
         self.address = self._peers.address
 
     def introduce(
-        self, addresses: Sequence[Address | None], places: Sequence[Place], ranks_per_node: int
+        self, addresses: Sequence[Address | None], places: Sequence[RankPlace], ranks_per_node: int
     ) -> None:
         """All ranks have connected with rank 0.
 

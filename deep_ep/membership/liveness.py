@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Callable, NamedTuple
 
-from deep_ep.base.ranks import Decision, Key, Message, Place, Progress, key_of
+from deep_ep.base.ranks import Decision, Key, Message, Progress, RankPlace, key_of
 from deep_ep.base.rules import COMBINE, DISPATCH, NORMAL_COMBINE, NORMAL_DISPATCH
 from deep_ep.errors import ranks_text
 from deep_ep.hang import dump_requests, hang_watch
@@ -180,8 +180,8 @@ class Liveness:
     def watch(
         self,
         recorder: Recorder,
-        settings: hang_watch.Settings,
-        places: Sequence[Place],
+        settings: hang_watch.HangWatchSettings,
+        places: Sequence[RankPlace],
         offers: Sequence[Any],
     ) -> None:
         """Says from now on when this rank waits for long. By the program's thread.
@@ -207,7 +207,7 @@ class Liveness:
             return Progress(**self._native.progress())
 
     def introduce(
-        self, addresses: Sequence[Any], places: Sequence[Place], ranks_per_node: int
+        self, addresses: Sequence[Any], places: Sequence[RankPlace], ranks_per_node: int
     ) -> None:
         """All ranks have joined. By the program's thread.
 
@@ -371,7 +371,7 @@ def _address_of(plain: Any) -> Address:
     return str(host), int(port)
 
 
-def offer(rank: int, places: Sequence[Place], ranks_per_node: int = 0) -> Offer | None:
+def offer(rank: int, places: Sequence[RankPlace], ranks_per_node: int = 0) -> Offer | None:
     """First step of connecting the ranks of a buffer: rank 0's offer, for all ranks.
 
     Args:

@@ -19,7 +19,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Callable, Protocol, TypeVar
 
-from deep_ep.base.ranks import Message, Place, Progress
+from deep_ep.base.ranks import Message, Progress, RankPlace
 from deep_ep.membership.lines import Address, Bell, Line
 
 # How long the end of a process waits for its last words to be sent; chosen.
@@ -166,7 +166,7 @@ class Loop(ABC):
 
     @abstractmethod
     def introduce(
-        self, addresses: Sequence[Address | None], places: Sequence[Place], ranks_per_node: int
+        self, addresses: Sequence[Address | None], places: Sequence[RankPlace], ranks_per_node: int
     ) -> None:
         """All ranks have joined: where they listen and run, see `Deputy.introduce`. From any thread."""
 

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Callable, TypeVar
 
-from deep_ep.base.ranks import Place
+from deep_ep.base.ranks import RankPlace
 from deep_ep.errors import EPArgumentError, EPError, EPTimeoutError, EPTransportError, ranks_text
 from deep_ep.group import Group
 
@@ -26,7 +26,7 @@ _MOST_CHARACTERS = 1 << 20
 
 
 @dataclass(frozen=True)
-class Facts:
+class RankFacts:
     """What a rank says about itself before anything is allocated.
 
     `agreed` holds what must be equal on all ranks. `error` is why this rank cannot take part.
@@ -38,14 +38,14 @@ class Facts:
     error: str | None = None
 
     @property
-    def place(self) -> Place:
+    def place(self) -> RankPlace:
         """Where that is."""
-        return Place(self.host, self.pid)
+        return RankPlace(self.host, self.pid)
 
 
 def exchange_facts(
     group: Group, agreed: Mapping[str, Any], error: EPError | None = None
-) -> list[Facts]:
+) -> list[RankFacts]:
     """Every rank's facts, once they are known to agree.
 
     Raises:
@@ -54,7 +54,7 @@ def exchange_facts(
         EPTransportError: another rank said what no rank of this version says.
         EPTimeoutError: some ranks did not come.
     """
-    mine = Facts(
+    mine = RankFacts(
         socket.gethostname(),
         os.getpid(),
         {name: _plain(value) for name, value in agreed.items()},
@@ -68,7 +68,7 @@ def exchange_facts(
         raise
     if error is not None:
         raise error
-    facts = [Facts(**fields) for fields in said]
+    facts = [RankFacts(**fields) for fields in said]
     _raise_first_error("Buffer", [fact.error for fact in facts], EPArgumentError)
     for name in agreed:
         _require_equal(name, [fact.agreed.get(name) for fact in facts])

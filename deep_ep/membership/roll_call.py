@@ -24,7 +24,7 @@ from deep_ep.base import env
 from deep_ep.errors import EPError, EPTimeoutError
 from deep_ep.group import Group, board_of
 from deep_ep.hang import recorder, stacks, wording
-from deep_ep.hang.cause import Verdict
+from deep_ep.hang.cause import HangVerdict
 from deep_ep.hang.rank_calls import CONSTRUCTION
 from deep_ep.hang.states import Process, RankState, Thread, Waits, known_fields
 from deep_ep.hang.verdict import judge
@@ -126,7 +126,7 @@ class RollCall:
         """Returns when all ranks have called it; raises like `all_gather_object`."""
         self.all_gather_object(None)
 
-    def verdict(self, waited_s: float) -> Verdict | None:
+    def verdict(self, waited_s: float) -> HangVerdict | None:
         """Who has not come to this meeting, and what is known of them; `None` if the group has no board.
 
         Args:
@@ -191,7 +191,7 @@ class RollCall:
         # Nobody has asked it: that it does not answer says nothing about its GIL.
         return ("alive" if threads else "unknown"), threads
 
-    def _error(self, error: RuntimeError, verdict: Verdict, waited_s: float) -> EPTimeoutError:
+    def _error(self, error: RuntimeError, verdict: HangVerdict, waited_s: float) -> EPTimeoutError:
         said, advice = wording.line(verdict), wording.advice(verdict.causes[0])
         first = str(error) if isinstance(error, EPError) else f"the group says: {error}."
         return EPTimeoutError(
@@ -212,7 +212,7 @@ class _Watch(threading.Thread):
         self._since_s = time.monotonic()
         self._over = threading.Event()
         self._is_asked = False
-        self._verdict: Verdict | None = None
+        self._verdict: HangVerdict | None = None
 
     def waited_s(self) -> float:
         """How long the meeting has been waited for."""
@@ -222,7 +222,7 @@ class _Watch(threading.Thread):
         """The meeting is over."""
         self._over.set()
 
-    def answer(self) -> Verdict | None:
+    def answer(self) -> HangVerdict | None:
         """Who is missing now; or at the last look, if the board does not answer."""
         self._is_asked = True
         self._over.set()

@@ -9,7 +9,7 @@ import socket
 import time
 from collections.abc import Sequence
 
-from deep_ep.base.ranks import Message, Place
+from deep_ep.base.ranks import Message, RankPlace
 from deep_ep.hang import inquiry
 from deep_ep.hang.announcement import Announcer
 from deep_ep.hang.inquiry import Inquiries, Told
@@ -36,7 +36,7 @@ class Hub(Loop):
     """
 
     def __init__(
-        self, places: Sequence[Place], ranks_per_node: int, token: str, address: str
+        self, places: Sequence[RankPlace], ranks_per_node: int, token: str, address: str
     ) -> None:
         num_ranks = len(places)
         if descriptors_left() < num_ranks + _SPARE_DESCRIPTORS:
@@ -93,7 +93,7 @@ class Hub(Loop):
             member.lose("")
 
     def introduce(
-        self, addresses: Sequence[Address | None], places: Sequence[Place], ranks_per_node: int
+        self, addresses: Sequence[Address | None], places: Sequence[RankPlace], ranks_per_node: int
     ) -> None:
         """Rank 0 leads, so its process asks nobody else to."""
 
@@ -193,7 +193,7 @@ class Spoke(Loop):
         return [self._member]
 
     def introduce(
-        self, addresses: Sequence[Address | None], places: Sequence[Place], ranks_per_node: int
+        self, addresses: Sequence[Address | None], places: Sequence[RankPlace], ranks_per_node: int
     ) -> None:
         self.post(lambda: self._deputy.introduce(addresses, places, ranks_per_node))
 

@@ -72,7 +72,7 @@ class Prepared(NamedTuple):
     dtype: torch.dtype
 
 
-class Sent(NamedTuple):
+class PendingDispatch(NamedTuple):
     """What `Buffer.dispatch` returned; the values are there after the event, if there is one."""
 
     received: Tensor | tuple[Tensor, Tensor]
@@ -110,7 +110,7 @@ def prepare(
     return Prepared(quantize(x) if options.fp8 else x, routing, x.dtype)
 
 
-def send(buffer: Buffer, prepared: Prepared, after: EventOverlap | None = None) -> Sent:
+def send(buffer: Buffer, prepared: Prepared, after: EventOverlap | None = None) -> PendingDispatch:
     """Sends what was prepared. Collective; the host waits until it knows how many rows come.
 
     Args:
@@ -129,10 +129,12 @@ def send(buffer: Buffer, prepared: Prepared, after: EventOverlap | None = None) 
     assert recv_weights is not None
     assert counts is not None
     assert handle is not None
-    return Sent(received, recv_idx, recv_weights, counts, tuple(handle), prepared.dtype, event)
+    return PendingDispatch(
+        received, recv_idx, recv_weights, counts, tuple(handle), prepared.dtype, event
+    )
 
 
-def arrive(buffer: Buffer, sent: Sent, options: Options) -> Arrived:
+def arrive(buffer: Buffer, sent: PendingDispatch, options: Options) -> Arrived:
     """Waits, on the current stream, and puts the rows in order."""
     wait(sent.event)
     num_per_expert = torch.tensor(sent.counts, dtype=torch.int64)

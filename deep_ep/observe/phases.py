@@ -163,13 +163,13 @@ def of_snapshots(
     around = _Around.of(parts)
     notices = {}
     if _NOTIFY in taken:
-        rows = [_Row.of(row, taken[_NOTIFY]) for row in taken[_NOTIFY].operations()]
+        rows = [_StampRow.of(row, taken[_NOTIFY]) for row in taken[_NOTIFY].operations()]
         notices = {row.own["op"]: row for row in rows}
     found = []
     for kind, counters in taken.items():
         if kind in _KINDS:
             for each in counters.operations():
-                row = _Row.of(each, counters)
+                row = _StampRow.of(each, counters)
                 notice = notices.get(row.own["op"]) if kind == _DISPATCH else None
                 found.append(_operation(kind, row, notice, rank, around))
     return Phases(rank, sorted(found, key=lambda each: each.operation))
@@ -221,7 +221,7 @@ class _Around:
 
 
 @dataclass(frozen=True)
-class _Row:
+class _StampRow:
     """Stamps of one operation, ns on this rank's clock: `own` by name, the others `[num_ranks]` int64."""
 
     own: Mapping[str, int]
@@ -230,14 +230,14 @@ class _Row:
     arrival: Any
 
     @classmethod
-    def of(cls, row: Any, counters: CounterSnapshot) -> _Row:
+    def of(cls, row: Any, counters: CounterSnapshot) -> _StampRow:
         own = dict(zip(counters.ring_own_fields, row[-1].tolist()))
         of_source = {name: row[:-1, i] for i, name in enumerate(counters.ring_source_fields)}
         return cls(own, *(of_source[name] for name in ("entered", "issued", "arrival")))
 
 
 def _operation(
-    kind: str, row: _Row, notice: _Row | None, rank: int, around: _Around
+    kind: str, row: _StampRow, notice: _StampRow | None, rank: int, around: _Around
 ) -> OperationPhases:
     ns = dict.fromkeys(PHASES, 0)
     charged: dict[int, int] = {}
@@ -261,7 +261,7 @@ def _operation(
     return OperationPhases(row.own["op"], kind, ns, charged)
 
 
-def _wait(ns: dict[str, int], charged: dict[int, int], row: _Row, begin: int) -> int:
+def _wait(ns: dict[str, int], charged: dict[int, int], row: _StampRow, begin: int) -> int:
     """Adds the waiting for the last arrival to its phases and to its rank; returns how long it was."""
     last = int(np.argmax(row.arrival))
     only = slice(last, last + 1)

@@ -24,7 +24,7 @@ class Watcher(Protocol):
 
 # Called with a buffer, its group and when to compare ranks, on all ranks alike. Must not raise for a
 # reason that is this rank's alone; `None` if there is nothing to end.
-Start = Callable[[Any, "Group", "env.Diagnose"], Optional[Watcher]]
+Start = Callable[[Any, "Group", "env.DiagnoseMode"], Optional[Watcher]]
 
 starts: list[Start] = []
 
@@ -34,7 +34,7 @@ def register(start: Start) -> None:
     starts.append(start)
 
 
-def start_all(buffer: Any, group: Group, when: env.Diagnose) -> list[Watcher]:
+def start_all(buffer: Any, group: Group, when: env.DiagnoseMode) -> list[Watcher]:
     """Starts all that have registered. Collective."""
     started = (start(buffer, group, when) for start in starts)
     return [watcher for watcher in started if watcher is not None]

@@ -28,7 +28,7 @@ from deep_ep.ops.hooks import MOST_OPEN_HOOKS
 from deep_ep.ops.masks import Masks
 
 if TYPE_CHECKING:
-    from deep_ep.base.ranks import Place
+    from deep_ep.base.ranks import RankPlace
     from deep_ep.checks.arguments import Limits
     from deep_ep.group import Group
     from deep_ep.hang import hang_watch
@@ -72,7 +72,7 @@ class Communicator:
         backend: Backend,
         runtime: Runtime,
         limits: Limits,
-        places: Sequence[Place],
+        places: Sequence[RankPlace],
         liveness: Liveness | None,
         claims: StreamClaims | None = None,
         may_mask: bool = False,
@@ -246,7 +246,7 @@ class Communicator:
         self,
         buffer: str,
         most_calls: int,
-        settings: hang_watch.Settings,
+        settings: hang_watch.HangWatchSettings,
         offers: Sequence[Any],
         called_ns: int,
     ) -> None:

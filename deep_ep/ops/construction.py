@@ -30,7 +30,7 @@ from deep_ep.testing import faults
 
 if TYPE_CHECKING:
     from deep_ep._cpu import Runtime as NativeRuntime
-    from deep_ep.base.ranks import Place
+    from deep_ep.base.ranks import RankPlace
     from deep_ep.group import Group
     from deep_ep.membership.lines import Address
     from deep_ep.membership.liveness import Liveness
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Settings:
+class BufferSettings:
     """What must be equal on all ranks; names and meaning are those of `Buffer`'s arguments."""
 
     num_nvl_bytes: int
@@ -49,7 +49,7 @@ class Settings:
     allow_mnnvl: bool
     enable_shrink: bool
 
-    def checked(self) -> Settings:
+    def checked(self) -> BufferSettings:
         """The same, with sizes that are allowed.
 
         Raises:
@@ -88,14 +88,14 @@ class Agreement(NamedTuple):
         roll_call: in which this rank meets the others meanwhile.
     """
 
-    settings: Settings
+    settings: BufferSettings
     backend: Backend
     topology: Topology
-    places: Sequence[Place]
+    places: Sequence[RankPlace]
     roll_call: RollCall
 
 
-def agree(group: Group, settings: Settings) -> Agreement:
+def agree(group: Group, settings: BufferSettings) -> Agreement:
     """Checks the settings here and against the other ranks'. Collective; nothing is allocated yet.
 
     Raises:
@@ -269,7 +269,7 @@ class _Connecting:
         )
         if env.recorder():
             name = _name_of(allocated)[:12]
-            settings_of_watch = hang_watch.Settings.from_environment()
+            settings_of_watch = hang_watch.HangWatchSettings.from_environment()
             shown = [offered for *_, offered in allocated]
             called_ns = roll_call.called_ns
             communicator.record(name, env.recorder(), settings_of_watch, shown, called_ns)

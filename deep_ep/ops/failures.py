@@ -18,8 +18,8 @@ from deep_ep.errors import (
 from deep_ep.hang import wording
 
 if TYPE_CHECKING:
-    from deep_ep.base.ranks import Decision, Place
-    from deep_ep.hang.cause import Verdict
+    from deep_ep.base.ranks import Decision, RankPlace
+    from deep_ep.hang.cause import HangVerdict
 
 
 # What a failure says whose reason is all that has to be known, with the ranks that it names and the operation before.
@@ -80,8 +80,8 @@ def error_from_failure(
     failure: Mapping[str, Any],
     rank: int,
     decision: Decision | None = None,
-    places: Sequence[Place] = (),
-    verdict: Verdict | None = None,
+    places: Sequence[RankPlace] = (),
+    verdict: HangVerdict | None = None,
     raised: Mapping[int, str] = MappingProxyType({}),
 ) -> EPError:
     """The exception for a failure record of the runtime (`Runtime.take_failure()`).
@@ -142,7 +142,7 @@ def _given_up(where: str, failure: Mapping[str, Any], given_up: Mapping[int, int
     )
 
 
-def _with_verdict(error: EPTimeoutError, where: str, verdict: Verdict | None) -> EPTimeoutError:
+def _with_verdict(error: EPTimeoutError, where: str, verdict: HangVerdict | None) -> EPTimeoutError:
     """Adds what was found while ranks waited. That knows more than what they say once they have given up."""
     if verdict is None:
         return error
@@ -166,7 +166,7 @@ def _agreed(
     where: str,
     failure: Mapping[str, Any],
     decision: Decision,
-    places: Sequence[Place],
+    places: Sequence[RankPlace],
     raised: Mapping[int, str],
 ) -> EPTimeoutError:
     """What all ranks say alike, but for `where`."""
@@ -209,7 +209,7 @@ def _agreed(
     )
 
 
-def state_of(rank: int, decision: Decision, place: Place) -> str:
+def state_of(rank: int, decision: Decision, place: RankPlace) -> str:
     """What a decision says of one of its culprits, in words."""
     process = f"process {place.pid} on host {place.host}"
     how = decision.dead.get(rank)

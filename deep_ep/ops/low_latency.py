@@ -11,7 +11,7 @@ import torch
 from deep_ep.base.rules import COMBINE, DISPATCH, fail
 from deep_ep.checks import arguments as checks
 from deep_ep.checks import low_latency as low_latency_checks
-from deep_ep.checks.low_latency import Shape
+from deep_ep.checks.low_latency import LowLatencyShape
 from deep_ep.errors import EPUsageError
 from deep_ep.native import backend
 from deep_ep.observe import parts
@@ -65,7 +65,7 @@ class LowLatency:
         self._owner = weakref.ref(owner)
         self._is_enabled = is_enabled
         self._is_staged = False  # the next combine's rows may be in its buffer
-        self._handle_words: dict[Shape, int] = {}
+        self._handle_words: dict[LowLatencyShape, int] = {}
 
     def dispatch(
         self,
@@ -334,7 +334,7 @@ class LowLatency:
         back.wait_stream(current, comm, communicator.stream_event)
         return EventOverlap(), None
 
-    def _num_handle_words(self, runtime: Runtime, shape: Shape) -> int:
+    def _num_handle_words(self, runtime: Runtime, shape: LowLatencyShape) -> int:
         num_words = self._handle_words.get(shape)
         if num_words is None:
             num_words = runtime.native.handle_words(**shape.keywords)
@@ -350,7 +350,7 @@ class LowLatency:
             fail(where, "low_latency_mode is False", "low_latency_mode", EPUsageError)
 
 
-def _new_scales(shape: Shape, use_ue8m0: bool, communicator: Communicator) -> Tensor:
+def _new_scales(shape: LowLatencyShape, use_ue8m0: bool, communicator: Communicator) -> Tensor:
     """Scales `[num_local_experts, num_recv_rows, columns]` with stride 1 along rows."""
     selected, num_rows = communicator.backend, shape.num_recv_rows
     columns = shape.hidden // selected.binding.CHANNELS_PER_SCALE

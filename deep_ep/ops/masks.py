@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from deep_ep.base.ranks import Decision, Place
+    from deep_ep.base.ranks import Decision, RankPlace
     from deep_ep.membership.liveness import Liveness
     from deep_ep.native.runtime import Runtime
     from deep_ep.ops.communicator import Communicator
@@ -42,7 +42,7 @@ class Masks:
         communicator: Communicator,
         is_enabled: bool,
         liveness: Liveness | None,
-        places: Sequence[Place],
+        places: Sequence[RankPlace],
     ) -> None:
         """Does not communicate.
 
@@ -184,7 +184,7 @@ def _name(key: Key) -> str:
     return f"{key.series} {key.op}"
 
 
-def _reason(rank: int, key: Key, decision: Decision | None, places: Sequence[Place]) -> str:
+def _reason(rank: int, key: Key, decision: Decision | None, places: Sequence[RankPlace]) -> str:
     found = f"rank {rank} did not arrive in {_name(key)}"
     return found if decision is None else f"{found}: {state_of(rank, decision, places[rank])}"
 

@@ -15,7 +15,7 @@ import torch
 from deep_ep.base.rules import NORMAL_COMBINE, NORMAL_DISPATCH, WORST_TOKENS_FIX, fail
 from deep_ep.checks import normal as normal_checks
 from deep_ep.checks.layouts import Layout
-from deep_ep.checks.normal import Rows, Shape
+from deep_ep.checks.normal import NormalShape, Rows
 from deep_ep.checks.queue_turns import QueueTurns
 from deep_ep.errors import EPTransportError
 from deep_ep.observe import parts
@@ -64,7 +64,7 @@ class NormalCounters:
     relay_combine: RecvCounters | None = None
 
 
-class Sent(NamedTuple):
+class DispatchInputs(NamedTuple):
     """What a dispatch reads.
 
     Attributes:
@@ -143,7 +143,7 @@ class Normal:
         communicator = self._communicator
         with communicator.lock, parts.marked(communicator, NORMAL_DISPATCH):
             runtime = self._idle_runtime(NORMAL_DISPATCH)
-            sent = Sent(Rows.of(x), topk_idx, topk_weights)
+            sent = DispatchInputs(Rows.of(x), topk_idx, topk_weights)
             shape = normal_checks.fresh_dispatch(
                 *(communicator.limits, self._place, sent.rows, layout, topk_idx, topk_weights),
                 *(expert_alignment, num_worst_tokens, config, wait_stats, recv_counters),
@@ -215,7 +215,7 @@ class Normal:
         communicator = self._communicator
         with communicator.lock, parts.marked(communicator, NORMAL_DISPATCH):
             runtime = self._idle_runtime(NORMAL_DISPATCH)
-            sent = Sent(Rows.of(x))
+            sent = DispatchInputs(Rows.of(x))
             shape, given = normal_checks.cached_dispatch(
                 *(communicator.limits, self._place, sent.rows, handle, topk_idx, topk_weights),
                 *(config, wait_stats, recv_counters),
@@ -333,7 +333,7 @@ class Normal:
             callback(name)
         return order
 
-    def _require_memory(self, shape: Shape, num_worst_tokens: int) -> None:
+    def _require_memory(self, shape: NormalShape, num_worst_tokens: int) -> None:
         """Refuses what cannot be allocated. To ask what is left takes time, so what was there once is there again."""
         needed = normal_checks.worst_bytes(shape, self._place, num_worst_tokens)
         if needed > self._most_worst_bytes:
@@ -363,10 +363,10 @@ class Normal:
     def _run_dispatch(
         self,
         runtime: Runtime,
-        shape: Shape,
+        shape: NormalShape,
         handle: NormalHandle,
         order: StreamOrder,
-        sent: Sent,
+        sent: DispatchInputs,
         packs: Tensor,
         received: Received,
         counters: RecvCounters | None,
@@ -380,7 +380,7 @@ class Normal:
         data, weights = order.contiguous(sent.rows.data, sent.topk_weights)
         assert data is not None
         scales = sent.rows.scales
-        sent = Sent(Rows(data, scales), sent.topk_idx, weights)
+        sent = DispatchInputs(Rows(data, scales), sent.topk_idx, weights)
         runtime.native.normal_dispatch(
             **self._common(shape, handle),
             **_pointers(sent, received),
@@ -406,7 +406,7 @@ class Normal:
         return event
 
     def _abandon(
-        self, runtime: Runtime, shape: Shape, handle: NormalHandle, order: StreamOrder
+        self, runtime: Runtime, shape: NormalShape, handle: NormalHandle, order: StreamOrder
     ) -> None:
         """Ends the operation that the first step of a dispatch began, so that the group meets again."""
         nothing = pointers.of_counters(None)
@@ -427,7 +427,7 @@ class Normal:
         )
         runtime.get_comm_stream().synchronize()
 
-    def _common(self, shape: Shape, handle: NormalHandle) -> dict[str, int]:
+    def _common(self, shape: NormalShape, handle: NormalHandle) -> dict[str, int]:
         """What all normal calls of the native runtime take."""
         return {**shape.keywords, **handle.pointers(self._communicator.rank)}
 
@@ -437,13 +437,13 @@ class Normal:
         communicator = self._communicator
         return communicator.backend.empty(size, dtype, communicator.limits.device)
 
-    def _packs(self, shape: Shape, num_rows: int) -> Tensor:
+    def _packs(self, shape: NormalShape, num_rows: int) -> Tensor:
         """Scratch memory of the kernels, for what travels with each row."""
         binding = self._communicator.limits.binding
         num_bytes = binding.normal_pack_bytes(num_topk=shape.num_topk, num_scales=shape.num_scales)
         return self._empty((max(num_rows, 1) * num_bytes,), torch.uint8)
 
-    def _new_handle(self, shape: Shape, layout: Layout) -> NormalHandle:
+    def _new_handle(self, shape: NormalShape, layout: Layout) -> NormalHandle:
         """The handle of a fresh dispatch, without what has a row per received or relayed row."""
         assert layout.is_token_in_rank is not None
         return new_handle(self._place, shape.num_channels, layout.is_token_in_rank, self._empty)
@@ -458,7 +458,7 @@ class Normal:
             sources = received.src_meta.view(torch.uint8)
         return handle.with_rows(sources, nvl_head)
 
-    def _new_received(self, shape: Shape, sent: Sent, num_rows: int) -> Received:
+    def _new_received(self, shape: NormalShape, sent: DispatchInputs, num_rows: int) -> Received:
         """Memory for the rows of a dispatch; where they come from is written by a fresh one."""
         data, scales = sent.rows
         is_fresh = shape.num_experts > 0
@@ -483,7 +483,7 @@ _RECEIVED = tuple(
 )
 
 
-def _pointers(sent: Sent, received: Received) -> dict[str, int]:
+def _pointers(sent: DispatchInputs, received: Received) -> dict[str, int]:
     """The tensors of a dispatch as the native runtime takes them."""
     tensors = (*sent.rows, sent.topk_idx, sent.topk_weights)
     named = zip(_SENT + _RECEIVED, (*tensors, *received))

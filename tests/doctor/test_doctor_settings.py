@@ -11,11 +11,11 @@ from deep_ep import Buffer
 from deep_ep.base import env
 from deep_ep.doctor import settings, sizes
 from deep_ep.doctor.finding import FAIL, OK, WARN, Finding
-from deep_ep.doctor.sizes import Model
+from deep_ep.doctor.sizes import ExchangeSizes
 from made_up_host import all_named, made_up, named
 
 DRIVER = {"/proc/driver/nvidia/version": "NVRM version: 570.86"}
-DEEPSEEK = Model(tokens=128, hidden=7168, experts=256, topk=8, ranks=64)
+DEEPSEEK = ExchangeSizes(tokens=128, hidden=7168, experts=256, topk=8, ranks=64)
 
 
 def check(tmp_path: Path, files: dict[str, str] | None = None, **environment: str) -> list[Finding]:
@@ -128,10 +128,10 @@ def test_sizes_are_those_of_the_hints(tmp_path: Path) -> None:
 
 
 def test_a_shallow_queue_fails_with_the_depth_that_is_enough(tmp_path: Path) -> None:
-    model = Model(tokens=1024, hidden=7168, experts=256, topk=8, ranks=64)
+    model = ExchangeSizes(tokens=1024, hidden=7168, experts=256, topk=8, ranks=64)
     found = named(sizes.check(made_up(tmp_path), model), "queue depth")
     assert (found.status, found.repair) == (FAIL, "export NVSHMEM_QP_DEPTH=4096")
-    one_node = Model(tokens=1024, hidden=7168, experts=256, topk=8, ranks=8)
+    one_node = ExchangeSizes(tokens=1024, hidden=7168, experts=256, topk=8, ranks=8)
     assert named(sizes.check(made_up(tmp_path), one_node), "queue depth").status == OK
 
 
@@ -142,10 +142,10 @@ def test_memory_is_compared_with_what_a_gpu_has(tmp_path: Path) -> None:
 
 
 def test_sizes_that_are_not_allowed_fail_with_the_library_s_words(tmp_path: Path) -> None:
-    model = Model(tokens=128, hidden=7168, experts=255, topk=8, ranks=64)
+    model = ExchangeSizes(tokens=128, hidden=7168, experts=255, topk=8, ranks=64)
     (found,) = sizes.check(made_up(tmp_path), model)
     assert (found.name, found.status) == ("sizes", FAIL)
     assert "multiple of the group size" in found.found
-    many = Model(tokens=128, hidden=7168, experts=256, topk=64, ranks=64)
+    many = ExchangeSizes(tokens=128, hidden=7168, experts=256, topk=64, ranks=64)
     assert named(sizes.check(made_up(tmp_path), many), "top-k").status == FAIL
     assert not all_named(sizes.check(made_up(tmp_path), DEEPSEEK), "top-k")

@@ -18,7 +18,7 @@ from deep_ep.diagnose.render.hang_page import page
 from deep_ep.diagnose.render.hang_picture import svg_text
 from deep_ep.diagnose.render.hang_views import view
 from deep_ep.hang import traces, wording
-from deep_ep.hang.cause import Verdict
+from deep_ep.hang.cause import HangVerdict
 from deep_ep.hang.folder import BufferDump
 from deep_ep.hang.states import OWED, PROCESSES, Call, Frame, RankState, Thread, Waits
 from deep_ep.hang.verdict import judge
@@ -84,7 +84,7 @@ GROUPS = st.tuples(*(st.none() | states_of(rank) for rank in range(RANKS))).map(
 @given(GROUPS, st.integers(0, RANKS))
 def test_there_is_a_verdict(states: dict[int, RankState], ranks_per_node: int) -> None:
     verdict = judge(states, ranks_per_node, elsewhere={0: list(states.values())})
-    assert Verdict.of(json.loads(json.dumps(verdict.plain()))) == verdict
+    assert HangVerdict.of(json.loads(json.dumps(verdict.plain()))) == verdict
     for cause in verdict.causes:
         assert cause.accused or cause.paths
         assert set(cause.waited_by) <= set(verdict.waiting)

@@ -14,7 +14,7 @@ import pytest
 from deep_ep.diagnose.__main__ import main
 from deep_ep.diagnose.render.hang_picture import svg_text
 from deep_ep.diagnose.render.hang_views import operation_table
-from deep_ep.hang.cause import Verdict
+from deep_ep.hang.cause import HangVerdict
 from deep_ep.hang.states import Frame, RankState
 from deep_ep.hang.traces import write_dump
 from deep_ep.hang.verdict import judge
@@ -81,7 +81,7 @@ def test_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plain = json.loads(run(capsys, dump(tmp_path, states), "--json"))
     assert plain["exit_status"] == 0
     (buffer,) = plain["buffers"]
-    assert Verdict.of(buffer["verdict"]) == judge(states)
+    assert HangVerdict.of(buffer["verdict"]) == judge(states)
     assert buffer["causes"][0].startswith("rank 1 is dead")
 
 

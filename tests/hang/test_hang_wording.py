@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from deep_ep.hang import wording
-from deep_ep.hang.cause import KINDS, Cause, Verdict
+from deep_ep.hang.cause import KINDS, HangCause, HangVerdict
 from deep_ep.hang.verdict import judge
 from made_up_ranks import Group
 
@@ -115,13 +115,13 @@ def test_how_far_behind_a_rank_is() -> None:
 
 
 def test_nobody_waits() -> None:
-    assert wording.line(Verdict()) == "no rank waits"
+    assert wording.line(HangVerdict()) == "no rank waits"
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_says_what_to_do_last(kind: str) -> None:
-    cause = Cause(kind, number=3, series="operation")  # type: ignore[arg-type]
-    assert wording.text(Verdict(causes=(cause,))).rstrip().endswith(wording.advice(cause))
+    cause = HangCause(kind, number=3, series="operation")  # type: ignore[arg-type]
+    assert wording.text(HangVerdict(causes=(cause,))).rstrip().endswith(wording.advice(cause))
 
 
 def test_the_document_explains_every_kind() -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deep_ep.hang.cause import Verdict
+from deep_ep.hang.cause import HangVerdict
 from deep_ep.hang.states import Call, Frame, RankState, Waits
 from deep_ep.hang.verdict import judge
 from made_up_ranks import BEFORE, NOW_NS, TRAIN, Group, S, thread
@@ -19,11 +19,11 @@ KIND = {**{how: how for how in BEFORE}, "not_sent": "not_sent", "mismatch": "mis
 KIND |= {"hook": "not_called", "silent": "unknown"}
 
 
-def accused(verdict: Verdict) -> set[tuple[str, int]]:
+def accused(verdict: HangVerdict) -> set[tuple[str, int]]:
     return {(cause.kind, rank) for cause in verdict.causes for rank in cause.ranks}
 
 
-def paths(verdict: Verdict) -> set[tuple[int, int]]:
+def paths(verdict: HangVerdict) -> set[tuple[int, int]]:
     return {path for cause in verdict.causes for path in cause.paths}
 
 
@@ -61,7 +61,7 @@ def test_who_is_stuck_is_named_with_the_reason_and_nobody_else(group: Group) -> 
 @given(stories())
 def test_a_verdict_survives_being_written(group: Group) -> None:
     verdict = judge(group.states())
-    assert Verdict.of(json.loads(json.dumps(verdict.plain()))) == verdict
+    assert HangVerdict.of(json.loads(json.dumps(verdict.plain()))) == verdict
 
 
 @settings(deadline=None, max_examples=100)

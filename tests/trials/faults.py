@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from deep_ep.hang.cause import Cause
+from deep_ep.hang.cause import HangCause
 
 # Longer than any operation of a trial waits, and longer than the time until a warning.
 FOR_EVER_S, A_WHILE_S = 30.0, 2.0
@@ -46,7 +46,7 @@ class Fault:
         """Whether the rank does not answer any more."""
         return bool({"stopped", "busy"} & {*self.kinds})
 
-    def is_named_by(self, cause: Cause, rank: int) -> bool:
+    def is_named_by(self, cause: HangCause, rank: int) -> bool:
         """Whether a cause says what happened to a rank, or to a path from it."""
         if cause.kind == "not_arrived" and cause.kind in self.kinds:
             return any(source == rank for source, _ in cause.paths)

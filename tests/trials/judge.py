@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from deep_ep.hang.cause import Cause, Verdict
+from deep_ep.hang.cause import HangCause, HangVerdict
 from launch import Outcome
 from trials.rank import Seen, Trial
 
@@ -52,7 +52,7 @@ def judge(trial: Trial, outcomes: Sequence[Outcome]) -> Judged:
     lines = [line for one in seen.values() for line in one.verdicts]
     verdicts = [verdict for verdict, _ in lines]
     verdicts += [one.verdict for one in seen.values() if one.verdict is not None]
-    causes: list[Cause] = [c for plain in verdicts for c in Verdict.of(plain).causes]
+    causes: list[HangCause] = [c for plain in verdicts for c in HangVerdict.of(plain).causes]
     # A death ends the operation before anybody can tell what else is wrong, if rank 0 can say who died.
     ends_all = any(fault.name == "killed" for fault in faults.values())
     ends_all = ends_all and not (0 in faults and faults[0].silences)

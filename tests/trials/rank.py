@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 import deep_ep
 from deep_ep.errors import EPArgumentError, EPError, EPTimeoutError
-from deep_ep.hang.cause import Verdict
+from deep_ep.hang.cause import HangVerdict
 from trials.faults import BY_NAME, FOR_EVER_S, Fault
 
 TOKENS, HIDDEN, TOPK = 8, 256, 2
@@ -74,7 +74,7 @@ class _Listener(logging.Handler):
         self.seen, self.begin_s = seen, time.monotonic()
 
     def emit(self, record: logging.LogRecord) -> None:
-        verdict: Verdict | None = getattr(record, "verdict", None)
+        verdict: HangVerdict | None = getattr(record, "verdict", None)
         if verdict is not None:
             self.seen.verdicts.append((verdict.plain(), time.monotonic() - self.begin_s))
 

@@ -14,7 +14,7 @@ from deep_ep.errors import (
 from deep_ep.group import Group, ThreadGroup, TorchGroup, as_group
 from deep_ep.hang import folder, rank_calls, request, states, torch_dumps, traces
 from deep_ep.hang import wording as hang_wording
-from deep_ep.hang.cause import Cause, Edge, Verdict
+from deep_ep.hang.cause import Edge, HangCause, HangVerdict
 from deep_ep.hang.files import replace as replace_file
 from deep_ep.membership import rendezvous
 from deep_ep.native import backend
@@ -28,7 +28,7 @@ from deep_ep.observe.phases import of_snapshots as phases_of
 __all__ = [
     "PARTS",
     "PHASES",
-    "Cause",
+    "HangCause",
     "CounterSnapshot",
     "DeviceCopier",
     "EPArgumentError",
@@ -44,7 +44,7 @@ __all__ = [
     "RecvCounters",
     "ThreadGroup",
     "TorchGroup",
-    "Verdict",
+    "HangVerdict",
     "as_group",
     "backend",
     "env",

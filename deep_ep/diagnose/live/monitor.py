@@ -81,7 +81,7 @@ class _Share:
     remarks: tuple[str, ...] = ()
 
 
-def start(buffer: Any, group: Group, when: env.Diagnose) -> Monitor | None:
+def start(buffer: Any, group: Group, when: env.DiagnoseMode) -> Monitor | None:
     """Watches a buffer whose counters are on. Collective; `None`, and a line in the log, if it fails."""
     try:
         return Monitor(buffer, group, when, env.diagnose_dir())
@@ -93,7 +93,9 @@ def start(buffer: Any, group: Group, when: env.Diagnose) -> Monitor | None:
 class Monitor:
     """The watching thread of one rank's buffer. It keeps the counters alive, never the buffer."""
 
-    def __init__(self, buffer: Any, group: Group, when: env.Diagnose, folder: Path | None) -> None:
+    def __init__(
+        self, buffer: Any, group: Group, when: env.DiagnoseMode, folder: Path | None
+    ) -> None:
         """Starts the thread.
 
         Args:

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from xml.etree import ElementTree
 
-from ..core.package import Verdict, ranks_text
+from ..core.package import HangVerdict, ranks_text
 from .hang_views import folded_edges, title_of
 from .page_parts import Element, add
 
@@ -41,7 +41,7 @@ class _Node:
         return 1 / math.hypot(x / self.half_width, y / _NODE_HEIGHT)
 
 
-def picture(verdict: Verdict) -> Element:
+def picture(verdict: HangVerdict) -> Element:
     """The root of an SVG document, which needs nothing else."""
     svg = Element(
         "svg",
@@ -85,12 +85,12 @@ def picture(verdict: Verdict) -> Element:
     return svg
 
 
-def svg_text(verdict: Verdict) -> str:
+def svg_text(verdict: HangVerdict) -> str:
     """The same as text of a file."""
     return ElementTree.tostring(picture(verdict), encoding="unicode") + "\n"
 
 
-def _nodes(verdict: Verdict) -> list[tuple[int, ...]]:
+def _nodes(verdict: HangVerdict) -> list[tuple[int, ...]]:
     """Ranks that wait for the same and are accused of the same, or of nothing, together."""
     waits = {
         waiter: index for index, (ranks, _) in enumerate(folded_edges(verdict)) for waiter in ranks

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from ..core.package import Cause, Edge, Verdict, hang_wording, ranks_text, torch_dumps
+from ..core.package import Edge, HangCause, HangVerdict, hang_wording, ranks_text, torch_dumps
 from ..core.package import folder as dumps
 from ..core.package import rank_calls as calls
 from ..core.package import states as hang_states
@@ -68,7 +68,7 @@ class View:
     """One buffer."""
 
     title: str
-    verdict: Verdict
+    verdict: HangVerdict
     paragraphs: tuple[Paragraph, ...]
     waits: tuple[str, ...]
     table: OperationTable
@@ -137,7 +137,7 @@ def _all_wait(buffer: dumps.BufferDump, global_ranks: tuple[int, ...]) -> bool:
 # ---- who waits for whom
 
 
-def _waits(verdict: Verdict) -> Iterable[str]:
+def _waits(verdict: HangVerdict) -> Iterable[str]:
     """Lines of a graph: ranks that wait for the same share one."""
     for waiters, edges in folded_edges(verdict):
         owed: dict[str, list[int]] = {}
@@ -149,7 +149,7 @@ def _waits(verdict: Verdict) -> Iterable[str]:
         yield printable(f"{ranks_text(waiters)}  >  {what}  ({at}, {waited_s:.3g} s)")
 
 
-def folded_edges(verdict: Verdict) -> list[tuple[tuple[int, ...], tuple[Edge, ...]]]:
+def folded_edges(verdict: HangVerdict) -> list[tuple[tuple[int, ...], tuple[Edge, ...]]]:
     """Ranks that wait for the same in the same operation, and the edges of the first of them."""
     by_waiter: dict[int, list[Edge]] = {}
     for edge in verdict.edges:
@@ -161,7 +161,7 @@ def folded_edges(verdict: Verdict) -> list[tuple[tuple[int, ...], tuple[Edge, ..
     return [(tuple(waiters), tuple(by_waiter[waiters[0]])) for waiters in groups.values()]
 
 
-def title_of(cause: Cause) -> str:
+def title_of(cause: HangCause) -> str:
     """A few words for pictures."""
     return hang_wording.TITLES[cause.kind]
 

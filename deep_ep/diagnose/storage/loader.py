@@ -130,7 +130,7 @@ def _put_at_same_operation(snapshots: list[Snapshot]) -> list[str]:
 
 
 @dataclass(frozen=True)
-class _Row:
+class _LoggedRow:
     """One line of a matrix log: what one rank waited for every rank."""
 
     number: int
@@ -142,11 +142,11 @@ class _Row:
 
 
 @dataclass
-class _Window:
+class _LoggedWindow:
     """Rows of one matrix while they come in."""
 
     operation: str
-    rows: dict[int, _Row] = field(default_factory=dict)
+    rows: dict[int, _LoggedRow] = field(default_factory=dict)
 
 
 def _read_matrices(files: Sequence[Path]) -> Log:
@@ -166,10 +166,10 @@ def _read_matrices(files: Sequence[Path]) -> Log:
     return Log(tuple(kept), tuple(remarks))
 
 
-def _rows(file: Path, remarks: list[str]) -> list[_Row]:
-    first: _Row | None = None
+def _rows(file: Path, remarks: list[str]) -> list[_LoggedRow]:
+    first: _LoggedRow | None = None
     # Of each rank and operation its latest rows, because logs are larger than memory.
-    kept: dict[tuple[int, str], deque[_Row]] = {}
+    kept: dict[tuple[int, str], deque[_LoggedRow]] = {}
     left_out = Counter[tuple[int, str]]()
     for number, line in _lines(file):
         # Around the rows a log may hold anything.
@@ -185,7 +185,7 @@ def _rows(file: Path, remarks: list[str]) -> list[_Row]:
         around = line[: found.start()] + line[found.end() :]
         time = _TIME.search(around)
         operation = _OPERATION.search(around)
-        row = _Row(
+        row = _LoggedRow(
             number=number,
             where=where,
             time=time[1].replace(",", ".") if time else "",
@@ -249,7 +249,7 @@ def _waits(where: str, values: str) -> FloatArray:
     return np.array(waits)
 
 
-def _require_same_size(row: _Row, first: _Row) -> None:
+def _require_same_size(row: _LoggedRow, first: _LoggedRow) -> None:
     if row.waits.size != first.waits.size:
         raise EPArgumentError(
             f"{row.where}: the line has {row.waits.size} values; expected {first.waits.size}, one "
@@ -263,38 +263,38 @@ def _require_same_size(row: _Row, first: _Row) -> None:
         )
 
 
-def _windows(by_file: Sequence[Sequence[_Row]]) -> list[_Window]:
+def _windows(by_file: Sequence[Sequence[_LoggedRow]]) -> list[_LoggedWindow]:
     ranks_by_file = [{row.rank for row in rows} for rows in by_file]
     if len(by_file) > 1 and all(len(ranks) == 1 for ranks in ranks_by_file):
         return _windows_of_ranks(by_file)
-    windows: list[_Window] = []
+    windows: list[_LoggedWindow] = []
     for rows in by_file:
         _require_same_size(rows[0], by_file[0][0])
-        latest: dict[str, _Window] = {}
+        latest: dict[str, _LoggedWindow] = {}
         for row in rows:
             window = latest.get(row.operation)
             if window is None or row.rank in window.rows:
-                window = latest[row.operation] = _Window(row.operation)
+                window = latest[row.operation] = _LoggedWindow(row.operation)
                 windows.append(window)
             window.rows[row.rank] = row
     return windows
 
 
-def _windows_of_ranks(by_file: Sequence[Sequence[_Row]]) -> list[_Window]:
+def _windows_of_ranks(by_file: Sequence[Sequence[_LoggedRow]]) -> list[_LoggedWindow]:
     """Every rank wrote its own file: the k-th row of each is the k-th window."""
-    windows: dict[tuple[int, str], _Window] = {}
+    windows: dict[tuple[int, str], _LoggedWindow] = {}
     seen: dict[tuple[int, str], int] = {}
     for rows in by_file:
         _require_same_size(rows[0], by_file[0][0])
         for row in rows:
             number = seen[row.rank, row.operation] = seen.get((row.rank, row.operation), 0) + 1
-            window = windows.setdefault((number, row.operation), _Window(row.operation))
+            window = windows.setdefault((number, row.operation), _LoggedWindow(row.operation))
             window.rows[row.rank] = row
     return [windows[key] for key in sorted(windows, key=lambda key: key[0])]
 
 
 def _judge_window(
-    window: _Window,
+    window: _LoggedWindow,
     number: int,
     group: str,
     remarks: list[str],

@@ -16,7 +16,7 @@ KEY = "deep_ep"
 
 
 @dataclass(frozen=True)
-class Facts:
+class ExchangeFacts:
     """Of one exchange.
 
     Attributes:
@@ -44,18 +44,18 @@ _PHASES = Object(
     (MappingOf(_COUNT), "ns", "charged"),
 )
 _FACTS = Object(
-    Facts,
+    ExchangeFacts,
     (_LINKS, "links"),
     (List(Object(Counted, (_PHASES, "phases"), (_LINKS, "links"))), "calls"),
 )
 
 
-def as_json(facts: Facts) -> dict[str, Any]:
+def as_json(facts: ExchangeFacts) -> dict[str, Any]:
     """As it is stored."""
     return _FACTS.write(facts)
 
 
-def of(arguments: Mapping[str, Any], where: str) -> Facts:
+def of(arguments: Mapping[str, Any], where: str) -> ExchangeFacts:
     """Of the arguments of an operator; nothing is known where it has none.
 
     Args:
@@ -66,9 +66,9 @@ def of(arguments: Mapping[str, Any], where: str) -> Facts:
         EPArgumentError: they are damaged.
     """
     if KEY not in arguments:
-        return Facts()
+        return ExchangeFacts()
     try:
-        facts: Facts = _FACTS.read(arguments[KEY], {})
+        facts: ExchangeFacts = _FACTS.read(arguments[KEY], {})
     except Wrong as wrong:
         raise wrong.at(KEY).refusal(where, "argument", "a merged trace") from None
     return facts

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO, TextIO
 from ..core import safe_files
 from ..core.package import PARTS, EPArgumentError
 from . import facts
-from .rank_trace import Exchange, RankTrace
+from .rank_trace import RankTrace, TracedExchange
 from .stream import EVENTS, TraceStream
 
 # Of `deep_ep.observe.phases`, what passes before the operation.
@@ -69,7 +69,7 @@ def _text(file: BinaryIO, target: Path) -> Iterator[TextIO]:
 
 
 def _events(
-    stream: Iterable[dict[str, Any]], trace: RankTrace, exchanges: Mapping[int, Exchange]
+    stream: Iterable[dict[str, Any]], trace: RankTrace, exchanges: Mapping[int, TracedExchange]
 ) -> Iterator[dict[str, Any]]:
     for event in stream:
         arguments = event.get("args")
@@ -77,7 +77,7 @@ def _events(
             number = arguments.get("External id")
             exchange = exchanges.get(number) if isinstance(number, int) else None
             if exchange is not None and exchange.name == event.get("name"):
-                found = facts.Facts(exchange.links, exchange.counted)
+                found = facts.ExchangeFacts(exchange.links, exchange.counted)
                 event = {**event, "args": {**arguments, facts.KEY: facts.as_json(found)}}
         yield event
     yield from _slices(trace)

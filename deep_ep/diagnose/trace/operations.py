@@ -81,7 +81,7 @@ _WORST_TOKENS = 6
 
 
 @dataclass(frozen=True)
-class Sent:
+class RecordedRows:
     """What an operator says of the rows it is given.
 
     Attributes:
@@ -147,27 +147,29 @@ def kernel_of(name: str) -> str | None:
     return found.group(2) if found else None
 
 
-def sent_of(name: str, arguments: Mapping[str, Any]) -> Sent:
+def sent_of(name: str, arguments: Mapping[str, Any]) -> RecordedRows:
     """What the `args` of an operator's event say."""
     if name in _LOW_LATENCY:
-        return Sent(why="a row of low latency goes to each of its experts; counters say how many")
+        return RecordedRows(
+            why="a row of low latency goes to each of its experts; counters say how many"
+        )
     dims = _sequence(arguments.get("Input Dims"))
     types = _sequence(arguments.get("Input type"))
     if not dims:
-        return Sent(why="shapes were not recorded: profile with record_shapes=True")
+        return RecordedRows(why="shapes were not recorded: profile with record_shapes=True")
     shape = dims[0]
     if not isinstance(shape, Sequence) or len(shape) != 2:
-        return Sent(why="the rows were not recorded: they are a tuple of data and scales")
+        return RecordedRows(why="the rows were not recorded: they are a tuple of data and scales")
     rows, channels = shape
     if not isinstance(rows, int) or not isinstance(channels, int):
-        return Sent(why="the shape of the rows is no list of numbers")
+        return RecordedRows(why="the shape of the rows is no list of numbers")
     type_ = str(types[0]) if types else ""
     item_bytes = _ITEM_BYTES.get(type_.lower())
     worst = _worst_tokens(_sequence(arguments.get("Concrete Inputs")))
     if item_bytes is None:
-        return Sent(rows, None, f"their type {type_!r} is not known", worst)
+        return RecordedRows(rows, None, f"their type {type_!r} is not known", worst)
     scales = _scale_bytes(dims, types) if name in _WITH_SCALES else 0
-    return Sent(rows, channels * item_bytes + scales, "", worst)
+    return RecordedRows(rows, channels * item_bytes + scales, "", worst)
 
 
 def call_of(name: str, arguments: Mapping[str, Any]) -> int | None:

@@ -20,7 +20,7 @@ from .counted import Counted
 from .operations import (
     DISPATCH,
     LinkBytes,
-    Sent,
+    RecordedRows,
     added_up,
     call_of,
     kernel_of,
@@ -38,7 +38,7 @@ _RANK_IN_NAME = re.compile(r"rank[_-]?(\d+)", re.IGNORECASE)
 
 
 @dataclass
-class Exchange:
+class TracedExchange:
     """One operator that dispatches or combines, or one kernel where no operator stands above it.
 
     Attributes:
@@ -60,7 +60,7 @@ class Exchange:
     operation: str
     begin_us: float
     host_us: float
-    sent: Sent
+    sent: RecordedRows
     thread: tuple[str, str] = ("", "")
     kernels: list[tuple[float, float]] = field(default_factory=list)
     number: int | None = None
@@ -93,7 +93,7 @@ class RankTrace:
 
     path: Path
     rank: int
-    exchanges: list[Exchange]
+    exchanges: list[TracedExchange]
     other: Times
     own: Times
     has_gpu: bool
@@ -121,8 +121,8 @@ def condense(
         events: as the profiler writes them.
         header: what stands beside them; it may be filled while they are read.
     """
-    operators: dict[int, Exchange] = {}
-    nameless: list[Exchange] = []
+    operators: dict[int, TracedExchange] = {}
+    nameless: list[TracedExchange] = []
     moved: list[_Moved] = []
     kernels: dict[int, list[tuple[str, str, float, float]]] = defaultdict(list)
     other, own = array("d"), array("d")
@@ -146,7 +146,7 @@ def condense(
             # There are few names, and long ones.
             kernels[key].append((sys.intern(name), operation, begin, begin + lasts))
         elif (operation := operation_of(name)) is not None:
-            exchange = Exchange(
+            exchange = TracedExchange(
                 name, operation, begin, lasts, sent_of(name, arguments), _thread(event)
             )
             _add_facts(exchange, arguments, path)
@@ -214,13 +214,13 @@ def add_counted(trace: RankTrace, counted: Mapping[int, Counted]) -> list[str]:
     ]
 
 
-def _counted_links(exchange: Exchange, counted: Mapping[int, Counted]) -> LinkBytes | None:
+def _counted_links(exchange: TracedExchange, counted: Mapping[int, Counted]) -> LinkBytes | None:
     """`None` unless counters have all calls and their bytes."""
     found = (counted.get(call) for call in exchange.calls)
     return added_up(None if each is None else each.links for each in found)
 
 
-def _add_facts(exchange: Exchange, arguments: Mapping[str, Any], path: Path) -> None:
+def _add_facts(exchange: TracedExchange, arguments: Mapping[str, Any], path: Path) -> None:
     """Adds what the arguments of an operator say of its calls."""
     known = facts.of(arguments, f"{path}: {exchange.name} at {exchange.begin_us} us")
     exchange.links, exchange.counted = known.links, list(known.calls)
@@ -230,8 +230,8 @@ def _add_facts(exchange: Exchange, arguments: Mapping[str, Any], path: Path) -> 
 
 
 def _add_kernels(
-    operators: dict[int, Exchange], kernels: dict[int, list[tuple[str, str, float, float]]]
-) -> list[Exchange]:
+    operators: dict[int, TracedExchange], kernels: dict[int, list[tuple[str, str, float, float]]]
+) -> list[TracedExchange]:
     """Adds kernels to their operators; those without one are exchanges of their own, which it returns."""
     alone = []
     for number, launched in kernels.items():
@@ -241,19 +241,21 @@ def _add_kernels(
                 above.kernels.append((begin, end))
             else:
                 alone.append(
-                    Exchange(_short(name), operation, begin, 0.0, Sent(), kernels=[(begin, end)])
+                    TracedExchange(
+                        _short(name), operation, begin, 0.0, RecordedRows(), kernels=[(begin, end)]
+                    )
                 )
     return alone
 
 
-def _outermost(called: list[Exchange]) -> list[Exchange]:
+def _outermost(called: list[TracedExchange]) -> list[TracedExchange]:
     """Operators that stand in no other one of the same operation; these take over the kernels of those that do.
 
     A trainer's function calls one of ours, and the operator that torch.compile calls stands in an autograd function.
     The inner one knows which rows travel.
     """
-    found: list[Exchange] = []
-    outer: dict[tuple[str, str], Exchange] = {}
+    found: list[TracedExchange] = []
+    outer: dict[tuple[str, str], TracedExchange] = {}
     for each in sorted(called, key=lambda each: (each.begin_us, -each.host_us)):
         above = outer.get(each.thread)
         ends = each.begin_us + each.host_us
@@ -281,14 +283,14 @@ class _Moved(NamedTuple):
     links: LinkBytes
 
 
-def _add_moved(called: list[Exchange], moved: list[_Moved]) -> None:
+def _add_moved(called: list[TracedExchange], moved: list[_Moved]) -> None:
     """Adds to each exchange what the calls in it move, which stands in it or behind it.
 
     Args:
         called: in order of time.
         moved: in any order.
     """
-    of_thread: dict[tuple[str, str], list[Exchange]] = defaultdict(list)
+    of_thread: dict[tuple[str, str], list[TracedExchange]] = defaultdict(list)
     for exchange in called:
         of_thread[exchange.thread].append(exchange)
     begins = {thread: [each.begin_us for each in of] for thread, of in of_thread.items()}

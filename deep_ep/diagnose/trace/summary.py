@@ -11,7 +11,7 @@ import numpy as np
 from ..core.package import Phases
 from .counted import Counted
 from .operations import added_up
-from .rank_trace import Exchange, RankTrace, Times, covered_us
+from .rank_trace import RankTrace, Times, TracedExchange, covered_us
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class GroupRow:
 
 def operators(trace: RankTrace) -> list[OperatorRow]:
     """One row for each operator of a rank, the most expensive first."""
-    by_name: dict[str, list[Exchange]] = defaultdict(list)
+    by_name: dict[str, list[TracedExchange]] = defaultdict(list)
     for exchange in trace.exchanges:
         by_name[exchange.name].append(exchange)
     busy_us = _busy_us(trace)
@@ -160,8 +160,8 @@ def group_remarks(rows: Iterable[GroupRow]) -> list[str]:
     ]
 
 
-def _by_name(exchanges: Iterable[Exchange]) -> dict[str, list[Exchange]]:
-    names: dict[str, list[Exchange]] = defaultdict(list)
+def _by_name(exchanges: Iterable[TracedExchange]) -> dict[str, list[TracedExchange]]:
+    names: dict[str, list[TracedExchange]] = defaultdict(list)
     for exchange in exchanges:
         names[exchange.name].append(exchange)
     return names
@@ -174,7 +174,9 @@ def _busy_us(trace: RankTrace) -> float:
     return float(lengths.sum() - shared.sum())
 
 
-def _row(trace: RankTrace, name: str, exchanges: list[Exchange], busy_us: float) -> OperatorRow:
+def _row(
+    trace: RankTrace, name: str, exchanges: list[TracedExchange], busy_us: float
+) -> OperatorRow:
     kernels = np.array([span for each in exchanges for span in each.kernels]).reshape(-1, 2)
     if trace.has_gpu:
         total_us = float((kernels[:, 1] - kernels[:, 0]).sum())
@@ -223,7 +225,7 @@ def _hidden_us(kernels: Times, other: Times) -> float:
     return float((covered_us(kernels[:, 1], other) - covered_us(kernels[:, 0], other)).sum())
 
 
-def _matched(exchanges: list[list[Exchange]]) -> list[list[Exchange]]:
+def _matched(exchanges: list[list[TracedExchange]]) -> list[list[TracedExchange]]:
     """As many of each rank: those with the same number of a call, or where they have none by order."""
     numbered = [{each.calls[0]: each for each in of_rank if each.calls} for of_rank in exchanges]
     common = set.intersection(*(set(of_rank) for of_rank in numbered))
@@ -233,7 +235,9 @@ def _matched(exchanges: list[list[Exchange]]) -> list[list[Exchange]]:
     return [of_rank[:count] for of_rank in exchanges]
 
 
-def _group_row(name: str, traces: Sequence[RankTrace], exchanges: list[list[Exchange]]) -> GroupRow:
+def _group_row(
+    name: str, traces: Sequence[RankTrace], exchanges: list[list[TracedExchange]]
+) -> GroupRow:
     ranks = [trace.rank for trace in traces]
     count = len(exchanges[0])
     spans = np.array([[each.span_us for each in of_rank] for of_rank in exchanges])
@@ -267,13 +271,13 @@ def _too_early(ranks: Sequence[int], begins: Times, ends: Times) -> tuple[int, i
     return ranks[first], ranks[last], float(early_us[worst])
 
 
-def _moved(exchanges: Sequence[Exchange]) -> int | None:
+def _moved(exchanges: Sequence[TracedExchange]) -> int | None:
     """Exactly what crossed links, or else bytes of rows."""
     links = added_up([each.links for each in exchanges])
     return _bytes(exchanges) if links is None else links.crossing
 
 
-def _bytes(exchanges: Iterable[Exchange]) -> int | None:
+def _bytes(exchanges: Iterable[TracedExchange]) -> int | None:
     total = 0
     for each in exchanges:
         if each.sent.num_bytes is None:
