@@ -18,7 +18,7 @@ import deep_ep
 from deep_ep.errors import EPTimeoutError
 from deep_ep.group import ThreadGroup, thread_groups
 from deep_ep.membership import liveness
-from deep_ep.membership.roll_call import Note, RollCall
+from deep_ep.membership.monitored_group import Arrival, MonitoredGroup
 from deep_ep.ops import construction
 from launch import Ranks, raise_failures, run_processes
 
@@ -120,11 +120,11 @@ def test_who_has_waited_in_buffer_in_vain_names_the_rank() -> None:
     "text", [None, "", "[", "3", "[]", '{"buffer": "1"}', '{"pid": 1.5}', "[" * 100_000]
 )
 def test_what_is_no_note_on_a_board_counts_as_none(text: str | None) -> None:
-    assert Note.of(text) is None
+    assert Arrival.of(text) is None
     groups = thread_groups(2)
     if text is not None:
         groups[0].board.put(1, text)
-    verdict = RollCall(groups[0]).verdict(1.0)
+    verdict = MonitoredGroup(groups[0]).verdict(1.0)
     assert verdict is not None
 
 

@@ -23,7 +23,7 @@ from deep_ep.diagnose.__main__ import main
 from deep_ep.errors import EPTimeoutError
 from deep_ep.hang import dump_requests, stacks
 from deep_ep.hang.hang_watch import HangWatch, HangWatchSettings
-from deep_ep.hang.inquiry import Inquiries, Told
+from deep_ep.hang.inquiry import Inquiries, InquiryResult
 from deep_ep.hang.states import Call, Frame, RankState, Thread, Waits
 from deep_ep.membership.agreement import Arbiter
 from exchange import Mode, Shape, dispatch, make_inputs
@@ -54,11 +54,11 @@ class Rank0:
     def __init__(self) -> None:
         self.now = 0.0
         self.sent: list[tuple[int, Message]] = []
-        self.told: list[Told] = []
+        self.results: list[InquiryResult] = []
         self.arbiter = Arbiter(4, self._send, self._call_later, lambda: self.now)
         self._timers: list[tuple[float, Callable[[], None]]] = []
         self.inquiries = Inquiries(
-            *(PLACES, 4, self.arbiter), self._send, self._call_later, self.told.append
+            *(PLACES, 4, self.arbiter), self._send, self._call_later, self.results.append
         )
 
     def _send(self, rank: int, message: Message) -> None:
@@ -84,7 +84,7 @@ class Rank0:
             action()
 
     def causes(self) -> list[tuple[str, tuple[int, ...]]]:
-        return [(cause.kind, cause.ranks) for cause in self.told[-1].verdict.causes]
+        return [(cause.kind, cause.ranks) for cause in self.results[-1].verdict.causes]
 
 
 def test_who_waits_has_all_asked_and_the_verdict_follows_from_the_answers() -> None:
@@ -92,10 +92,10 @@ def test_who_waits_has_all_asked_and_the_verdict_follows_from_the_answers() -> N
     rank_0.hear(1, "stuck", final=False)
     assert sorted(rank for rank, m in rank_0.sent if m["type"] == "ask_state") == [0, 1, 2, 3]
     rank_0.answer({0: waiting(0), 1: waiting(1), 2: waiting(2)})
-    assert not rank_0.told
+    assert not rank_0.results
     rank_0.answer({3: elsewhere(3)})
     assert rank_0.causes() == [("not_called", (3,))]
-    assert not rank_0.told[0].is_final
+    assert not rank_0.results[0].is_final
 
 
 def test_a_rank_that_does_not_answer_is_looked_at_by_one_of_its_host() -> None:
@@ -109,7 +109,7 @@ def test_a_rank_that_does_not_answer_is_looked_at_by_one_of_its_host() -> None:
     assert (look["type"], look["rank"]) == ("look", 3)
     rank_0.hear(2, "seen", inquiry=look["inquiry"], rank=3, process="stopped", threads=[])
     assert rank_0.causes() == [("stopped", (3,))]
-    assert rank_0.told[0].is_final
+    assert rank_0.results[0].is_final
 
 
 def test_without_anybody_of_its_host_it_is_said_that_nothing_is_known() -> None:
@@ -129,7 +129,7 @@ def test_the_dead_are_not_asked_and_are_named() -> None:
     assert sorted(rank for rank, m in rank_0.sent if m["type"] == "ask_state") == [0, 1, 2]
     rank_0.answer({0: waiting(0), 1: waiting(1), 2: waiting(2)})
     assert rank_0.causes() == [("gone", (3,))]
-    assert rank_0.told[-1].verdict.causes[0].accused[0].exit == "signal 9"
+    assert rank_0.results[-1].verdict.causes[0].accused[0].exit == "signal 9"
 
 
 def test_who_waits_in_destroy_is_asked_and_has_ended_for_the_others() -> None:
@@ -157,7 +157,7 @@ def test_an_exception_that_ended_a_program_is_told_to_all_and_stays_known() -> N
     rank_0.arbiter.left[3] = 6
     rank_0.hear(0, "stuck", final=False)
     rank_0.answer({0: waiting(0), 1: waiting(1), 2: waiting(2)})
-    assert rank_0.told[-1].states[3].raised.startswith("ValueError")
+    assert rank_0.results[-1].states[3].raised.startswith("ValueError")
 
 
 def test_an_old_answer_belongs_to_no_new_inquiry() -> None:
@@ -165,11 +165,11 @@ def test_an_old_answer_belongs_to_no_new_inquiry() -> None:
     rank_0.hear(0, "stuck", final=False)
     rank_0.pass_time(1.0)
     rank_0.pass_time(1.0)
-    assert len(rank_0.told) == 1
+    assert len(rank_0.results) == 1
     rank_0.hear(0, "stuck", final=False)
     rank_0.hear(3, "state", inquiry=1, state=elsewhere(3).plain())
     rank_0.answer({})
-    assert len(rank_0.told) == 1
+    assert len(rank_0.results) == 1
 
 
 def test_a_dump_that_is_asked_for_meanwhile_comes_with_the_verdict() -> None:
@@ -177,7 +177,7 @@ def test_a_dump_that_is_asked_for_meanwhile_comes_with_the_verdict() -> None:
     rank_0.hear(0, "stuck", final=False)
     rank_0.hear(1, "dump", directory="/somewhere")
     rank_0.answer({rank: waiting(rank) for rank in range(3)} | {3: elsewhere(3)})
-    assert rank_0.told[0].dump_to == ("/somewhere",)
+    assert rank_0.results[0].dump_to == ("/somewhere",)
 
 
 def test_who_hands_over_comes_to_no_verdict_of_its_own() -> None:
@@ -187,10 +187,10 @@ def test_who_hands_over_comes_to_no_verdict_of_its_own() -> None:
     rank_0.answer({rank: waiting(rank) for rank in range(3)} | {3: elsewhere(3)})
     rank_0.pass_time(1.0)
     rank_0.pass_time(1.0)
-    assert not rank_0.told
+    assert not rank_0.results
     rank_0.hear(1, "stuck", final=False)
     rank_0.pass_time(2.0)
-    assert rank_0.told
+    assert rank_0.results
 
 
 @pytest.mark.parametrize(

@@ -21,9 +21,9 @@ from deep_ep.base.ranks import Decision, Message, Progress, RankPlace
 from deep_ep.group import thread_groups
 from deep_ep.hang.hang_watch import HangWatch
 from deep_ep.membership import agreement, liveness, rendezvous
-from deep_ep.membership.door import greeting
+from deep_ep.membership.coordinator import Coordinator
 from deep_ep.membership.lines import Line, LineClosed
-from deep_ep.membership.star import Hub
+from deep_ep.membership.listener import greeting
 
 # Who needs longer hangs.
 LONG_S = 120.0
@@ -58,7 +58,7 @@ class Buffer:
 
 
 class Rank:
-    """One rank of a star."""
+    """One rank of a group whose ranks are connected with rank 0."""
 
     def __init__(self, member: liveness.Liveness, native: Native, buffer: Buffer) -> None:
         self.member, self.native, self.buffer = member, native, buffer
@@ -89,10 +89,10 @@ def until(condition: Any) -> None:
 
 
 class OnlyOwn(dict[str, Any]):
-    """Only the thread that made a hub finds it; the others connect as processes do."""
+    """Only the thread that made a coordinator finds it; the others connect as processes do."""
 
-    def __setitem__(self, token: str, hub: Any) -> None:
-        super().__setitem__(token, hub)
+    def __setitem__(self, token: str, coordinator: Any) -> None:
+        super().__setitem__(token, coordinator)
         self.owner = threading.get_ident()
 
     def get(self, token: str, default: Any = None) -> Any:
@@ -120,7 +120,7 @@ class FileGroup:
 
 
 @contextmanager
-def star(num_ranks: int) -> Iterator[list[Rank]]:
+def connected(num_ranks: int) -> Iterator[list[Rank]]:
     """Ranks that are threads, one after the other done with everything that is collective."""
     ranks: list[Any] = [None] * num_ranks
     places = [RankPlace("here", 1)] * num_ranks
@@ -161,13 +161,13 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(params=["sockets", "in one process"])
 def connected_by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "sockets":
-        monkeypatch.setattr(liveness, "_hubs", OnlyOwn())
+        monkeypatch.setattr(liveness, "_coordinators", OnlyOwn())
     return str(request.param)
 
 
 @pytest.fixture
 def by_sockets(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(liveness, "_hubs", OnlyOwn())
+    monkeypatch.setattr(liveness, "_coordinators", OnlyOwn())
 
 
 def run_rank_of_a_host(rank: int, folder: str) -> None:
@@ -212,7 +212,7 @@ def line_of(rank: Rank) -> Line:
 
 
 def test_all_ranks_get_one_answer_and_who_waits_gives_up(connected_by: str) -> None:
-    with star(4) as ranks:
+    with connected(4) as ranks:
         ranks[2].native.at = Progress(4, 0, False)
         ranks[3].native.at = Progress(4, 4, False)
         first = ranks[0].agree([1, 2])
@@ -225,12 +225,12 @@ def test_all_ranks_get_one_answer_and_who_waits_gives_up(connected_by: str) -> N
 
 def test_threads(connected_by: str) -> None:
     of_others = our_threads()
-    with star(3):
+    with connected(3):
         assert len(our_threads() - of_others) == (3 if connected_by == "sockets" else 1)
 
 
 def test_a_broken_connection_is_a_death(by_sockets: None) -> None:
-    with star(3) as ranks:
+    with connected(3) as ranks:
         line_of(ranks[1]).connection.shutdown(socket.SHUT_RDWR)
         until(lambda: ranks[0].native.gone == ranks[2].native.gone == [1])
         decision = ranks[2].agree([1])
@@ -239,15 +239,15 @@ def test_a_broken_connection_is_a_death(by_sockets: None) -> None:
 
 
 def test_without_rank_0_all_say_the_same(by_sockets: None) -> None:
-    with star(3) as ranks:
-        hub: Any = ranks[0].member.loop
+    with connected(3) as ranks:
+        coordinator: Any = ranks[0].member.loop
 
         def cut_all() -> None:
-            for line in list(hub.lines.values()):
+            for line in list(coordinator.lines.values()):
                 line.connection.shutdown(socket.SHUT_RDWR)
 
-        # On the hub's thread: between two cuts it would tell one rank that the other is gone.
-        hub.post(cut_all)
+        # On the coordinator's thread: between two cuts it would tell one rank that the other is gone.
+        coordinator.post(cut_all)
         until(lambda: ranks[1].native.gone == ranks[2].native.gone == [0])
         answers = [ranks[rank].agree([0, 3 - rank]) for rank in (1, 2)]
         assert answers[0] == answers[1]
@@ -259,10 +259,10 @@ def test_if_rank_0_does_not_answer_it_is_named_and_no_other(
     by_sockets: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(agreement, "LONGEST_S", 0.1)
-    with star(3) as ranks:
-        hub: Any = ranks[0].member.loop
+    with connected(3) as ranks:
+        coordinator: Any = ranks[0].member.loop
         goes_on = threading.Event()
-        hub.post(lambda: goes_on.wait(LONG_S))
+        coordinator.post(lambda: goes_on.wait(LONG_S))
         answers = [ranks[1].agree([0, 2]), ranks[2].agree([0])]
         goes_on.set()
         assert answers[0] == answers[1]
@@ -281,7 +281,7 @@ def test_a_look_at_another_process_holds_up_no_decision(
         return {**asked, "type": "seen", "process": "silent", "threads": []}
 
     monkeypatch.setattr(HangWatch, "look_at", look_at)
-    with star(3) as ranks:
+    with connected(3) as ranks:
         look = {"type": "look", "inquiry": 1, "rank": 2}
         for rank in ranks:
             loop = rank.member.loop
@@ -295,7 +295,7 @@ def test_a_look_at_another_process_holds_up_no_decision(
 
 
 def test_who_ended_in_order_is_waited_for_in_what_it_had_finished(connected_by: str) -> None:
-    with star(3) as ranks:
+    with connected(3) as ranks:
         ranks[1].native.at = Progress(5, 0, False)
         ranks[1].member.close()
         until(lambda: 1 in ranks[0].member.left and 1 in ranks[2].member.left)
@@ -311,7 +311,7 @@ def test_who_parts_waits_for_those_that_parted_before_and_not_for_the_dead(
     by_sockets: None,
 ) -> None:
     """An operation ends for a rank that has come to destroy(); the meeting there does not."""
-    with star(4) as ranks:
+    with connected(4) as ranks:
         for rank in (0, 1):
             ranks[rank].native.at = Progress(5, 0, False)
         ranks[2].member.part()
@@ -325,7 +325,7 @@ def test_who_parts_waits_for_those_that_parted_before_and_not_for_the_dead(
 
 def test_who_parts_does_not_wait_for_those_that_ended_and_never_part(connected_by: str) -> None:
     """As a program does that raises, or ends without destroy()."""
-    with star(4) as ranks:
+    with connected(4) as ranks:
         for rank in (1, 2, 3):
             ranks[rank].native.at = Progress(5, 0, False)
         ranks[3].member.part()
@@ -335,7 +335,7 @@ def test_who_parts_does_not_wait_for_those_that_ended_and_never_part(connected_b
 
 
 def test_a_dropped_buffer_says_goodbye(connected_by: str) -> None:
-    with star(2) as ranks:
+    with connected(2) as ranks:
         ranks[1].native.at = Progress(4, 0, False)
         del ranks[1].buffer
         until(lambda: ranks[0].native.gone == [1])
@@ -346,10 +346,10 @@ def test_a_dropped_buffer_says_goodbye(connected_by: str) -> None:
 
 
 def test_kernels_of_both_ends_look_whether_the_other_host_is_there(by_sockets: None) -> None:
-    with star(2) as ranks:
-        hub: Any = ranks[0].member.loop
-        until(lambda: hub.lines)
-        for line in (line_of(ranks[1]), hub.lines[1]):
+    with connected(2) as ranks:
+        coordinator: Any = ranks[0].member.loop
+        until(lambda: coordinator.lines)
+        for line in (line_of(ranks[1]), coordinator.lines[1]):
             option = line.connection.getsockopt
             assert option(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
             looks = option(socket.IPPROTO_TCP, socket.TCP_KEEPCNT)
@@ -382,8 +382,10 @@ def test_a_host_that_is_cut_off_is_known_though_nobody_sends(tmp_path: Path) -> 
 
 
 def test_only_who_knows_the_token_comes_in() -> None:
-    hub = Hub([RankPlace("here", rank) for rank in range(3)], 0, "token", "127.0.0.1")
-    hub.start()
+    coordinator = Coordinator(
+        [RankPlace("here", rank) for rank in range(3)], 0, "token", "127.0.0.1"
+    )
+    coordinator.start()
     try:
         for message in (
             greeting("other", 1),
@@ -392,26 +394,26 @@ def test_only_who_knows_the_token_comes_in() -> None:
             b"token-0000001",
             b'{"token":"tok',
         ):
-            with socket.create_connection(hub.door.address, LONG_S) as stranger:
+            with socket.create_connection(coordinator.listener.address, LONG_S) as stranger:
                 stranger.settimeout(LONG_S)
                 stranger.sendall(message)
                 assert stranger.recv(100) == b""
-        with socket.create_connection(hub.door.address, LONG_S) as member:
+        with socket.create_connection(coordinator.listener.address, LONG_S) as member:
             member.settimeout(LONG_S)
             member.sendall(greeting("token", 1))
             assert json.loads(member.recv(100)) == {"type": "welcome"}
-            hub.post(lambda: hub.complete([2]))
-            until(lambda: hub.door.listener.fileno() == -1)
+            coordinator.post(lambda: coordinator.complete([2]))
+            until(lambda: coordinator.listener.socket.fileno() == -1)
             assert member.getpeername()[0] == "127.0.0.1"
     finally:
-        hub.post(hub.leave_all)
-        hub.join(LONG_S)
+        coordinator.post(coordinator.leave_all)
+        coordinator.join(LONG_S)
 
 
 def test_nonsense_of_a_rank_says_nothing_about_it(
     by_sockets: None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with star(3) as ranks:
+    with connected(3) as ranks:
         line_of(ranks[1]).connection.send(b'{"type":"report"}\n')
         until(lambda: "rank 1" in caplog.text)
         decision = ranks[2].agree([1])
@@ -423,7 +425,7 @@ def test_nonsense_of_a_rank_says_nothing_about_it(
 def test_a_fault_of_a_thread_is_no_death(
     by_sockets: None, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with star(3) as ranks:
+    with connected(3) as ranks:
         monkeypatch.setattr(ranks[1].member, "handle", lambda *_: 1 / 0)
         decision = ranks[2].agree([1])
         assert decision is not None
@@ -435,9 +437,9 @@ def test_a_fault_of_a_thread_is_no_death(
 def test_a_fault_of_rank_0_s_thread_is_no_death(
     by_sockets: None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with star(3) as ranks:
-        hub: Any = ranks[0].member.loop
-        hub.post(lambda: 1 / 0)
+    with connected(3) as ranks:
+        coordinator: Any = ranks[0].member.loop
+        coordinator.post(lambda: 1 / 0)
         until(lambda: all(rank.member.alone for rank in ranks))
         for rank in ranks:
             assert rank.agree([]) is None
@@ -455,10 +457,10 @@ def test_ranks_that_cannot_connect_work_as_without(
     if what == "connection":
         monkeypatch.setattr(socket, "create_connection", fails)
     else:
-        monkeypatch.setattr("deep_ep.membership.star.descriptors_left", lambda: 10)
+        monkeypatch.setattr("deep_ep.membership.coordinator.descriptors_left", lambda: 10)
     said: list[str] = []
     monkeypatch.setattr(warnings, "warn", lambda text, *_, **__: said.append(text))
-    with star(3) as ranks:
+    with connected(3) as ranks:
         (text,) = said
         assert ("no route" if what == "connection" else "ulimit -n") in text
         assert ranks[1].agree([2]) is None

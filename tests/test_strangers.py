@@ -14,14 +14,14 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from deep_ep.base.ranks import Decision, Message, RankPlace
-from deep_ep.hang.inquiry import Inquiries, Told
+from deep_ep.hang.inquiry import Inquiries, InquiryResult
 from deep_ep.hang.states import PROCESSES, Call, RankState, Waits
-from deep_ep.membership import door, liveness
+from deep_ep.membership import listener, liveness
 from deep_ep.membership.agreement import Arbiter
-from deep_ep.membership.door import greeting
+from deep_ep.membership.coordinator import Coordinator
 from deep_ep.membership.lines import NOT_UNDERSTOOD
-from deep_ep.membership.star import Hub
-from test_liveness import LONG_S, Native, OnlyOwn, star
+from deep_ep.membership.listener import greeting
+from test_liveness import LONG_S, Native, OnlyOwn, connected
 
 TOKEN = "0123456789abcdef" * 2
 RANKS = 3
@@ -31,14 +31,16 @@ SLOW = settings(
 
 
 @pytest.fixture
-def hub() -> Iterator[Hub]:
-    hub = Hub([RankPlace("here", rank) for rank in range(RANKS)], 0, TOKEN, "127.0.0.1")
-    hub.start()
+def coordinator() -> Iterator[Coordinator]:
+    coordinator = Coordinator(
+        [RankPlace("here", rank) for rank in range(RANKS)], 0, TOKEN, "127.0.0.1"
+    )
+    coordinator.start()
     native: Any = Native()
-    hub.take_in(liveness.Liveness(0, native))  # which keeps it going
-    yield hub
-    hub.post(hub.leave_all)
-    hub.join(LONG_S)
+    coordinator.take_in(liveness.Liveness(0, native))  # which keeps it going
+    yield coordinator
+    coordinator.post(coordinator.leave_all)
+    coordinator.join(LONG_S)
 
 
 def send(address: Any, data: bytes) -> bytes:
@@ -58,9 +60,9 @@ def send(address: Any, data: bytes) -> bytes:
     return heard
 
 
-def enters(hub: Hub, rank: int) -> bool:
+def enters(coordinator: Coordinator, rank: int) -> bool:
     """Whether a rank finds its place."""
-    return b"welcome" in send(hub.door.address, greeting(TOKEN, rank))
+    return b"welcome" in send(coordinator.listener.address, greeting(TOKEN, rank))
 
 
 # --- before the token -------------------------------------------------------------------------------
@@ -90,39 +92,41 @@ STRANGE = st.lists(st.one_of(PARTS, st.binary(max_size=60)), max_size=4).map(b""
 @example(said=TOKEN.upper().encode() + b"00000001")
 @example(said=b"[" * 200_000 + b"\n")
 @example(said=TOKEN.encode() + b"\xd9\xa1" * 4)  # digits, but of another script
-def test_strangers_are_sent_away(hub: Hub, said: bytes) -> None:
+def test_strangers_are_sent_away(coordinator: Coordinator, said: bytes) -> None:
     if not said.startswith((greeting(TOKEN, 1), greeting(TOKEN, 2))):
-        assert send(hub.door.address, said) == b""
-    assert enters(hub, 1)
+        assert send(coordinator.listener.address, said) == b""
+    assert enters(coordinator, 1)
 
 
 def test_nothing_behind_a_greeting_is_read_before_the_token_is_known(
-    monkeypatch: pytest.MonkeyPatch, hub: Hub
+    monkeypatch: pytest.MonkeyPatch, coordinator: Coordinator
 ) -> None:
     monkeypatch.setattr(json, "loads", lambda *_, **__: pytest.fail("parsed"))
-    assert send(hub.door.address, b'{"type":"left","closed":1}\n' * 10) == b""
-    assert enters(hub, 1)
+    assert send(coordinator.listener.address, b'{"type":"left","closed":1}\n' * 10) == b""
+    assert enters(coordinator, 1)
 
 
-def test_who_says_nothing_is_sent_away(monkeypatch: pytest.MonkeyPatch, hub: Hub) -> None:
-    monkeypatch.setattr(door, "PATIENCE_S", 0.05)
-    strangers = [socket.create_connection(hub.door.address, LONG_S) for _ in range(3)]
+def test_who_says_nothing_is_sent_away(
+    monkeypatch: pytest.MonkeyPatch, coordinator: Coordinator
+) -> None:
+    monkeypatch.setattr(listener, "GREETING_TIMEOUT_S", 0.05)
+    strangers = [socket.create_connection(coordinator.listener.address, LONG_S) for _ in range(3)]
     for number, stranger in enumerate(strangers):
         stranger.settimeout(LONG_S)
         stranger.sendall(TOKEN.encode()[:number])
         assert stranger.recv(1) == b""
         stranger.close()
-    assert enters(hub, 2)
+    assert enters(coordinator, 2)
 
 
-def test_who_resets_the_connection_does_no_harm(hub: Hub) -> None:
+def test_who_resets_the_connection_does_no_harm(coordinator: Coordinator) -> None:
     for _ in range(20):
-        connection = socket.create_connection(hub.door.address, LONG_S)
+        connection = socket.create_connection(coordinator.listener.address, LONG_S)
         connection.sendall(b"x")
         at_once = struct.pack("ii", 1, 0)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, at_once)
         connection.close()
-    assert enters(hub, 1)
+    assert enters(coordinator, 1)
 
 
 # --- behind the token -------------------------------------------------------------------------------
@@ -225,8 +229,8 @@ class Rank0:
     def _call_later(self, _: float, action: Callable[[], None]) -> None:
         self._due.append(action)
 
-    def _tell(self, told: Told) -> None:
-        json.dumps(told.verdict.plain())
+    def _tell(self, result: InquiryResult) -> None:
+        json.dumps(result.verdict.plain())
 
     def hear(self, rank: int, message: Message) -> None:
         for part in (self.arbiter, self.inquiries):
@@ -280,12 +284,12 @@ LINES = st.one_of(
 @given(said=st.lists(LINES, min_size=1, max_size=3))
 @SLOW
 def test_no_message_of_a_rank_ends_rank_0(
-    said: list[bytes], hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    said: list[bytes], coordinator: Coordinator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)  # where dumps are asked for
-    heard = send(hub.door.address, greeting(TOKEN, 1) + b"\n".join(said) + b"\n")
+    heard = send(coordinator.listener.address, greeting(TOKEN, 1) + b"\n".join(said) + b"\n")
     assert b"welcome" in heard or not heard  # nothing, where the connection was reset
-    assert enters(hub, 2)
+    assert enters(coordinator, 2)
 
 
 @given(said=st.lists(LINES, min_size=1, max_size=3))
@@ -295,7 +299,7 @@ def test_no_message_of_a_peer_ends_a_rank(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     loop = three[1].member.loop
-    token = loop._deputy._peers._token
+    token = loop._failover._peers._token
     send(three[1].member.address, greeting(token, 2) + b"\n".join(said) + b"\n")
     assert b"welcome" in send(three[1].member.address, greeting(token, 2))
 
@@ -310,7 +314,7 @@ def test_a_rank_that_does_not_understand_rank_0_is_no_dead_one(
     connection = three[0].member.loop.lines[1].connection
     connection.send(said + b"\n")
     address = three[1].member.address
-    assert b"welcome" in send(address, greeting(three[1].member.loop._deputy._peers._token, 2))
+    assert b"welcome" in send(address, greeting(three[1].member.loop._failover._peers._token, 2))
     assert three[1].native.gone == []
     assert three[0].native.gone == []
 
@@ -318,6 +322,6 @@ def test_a_rank_that_does_not_understand_rank_0_is_no_dead_one(
 @pytest.fixture
 def three(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     """Three ranks that reach each other as processes do."""
-    monkeypatch.setattr(liveness, "_hubs", OnlyOwn())
-    with star(RANKS) as ranks:
+    monkeypatch.setattr(liveness, "_coordinators", OnlyOwn())
+    with connected(RANKS) as ranks:
         yield ranks

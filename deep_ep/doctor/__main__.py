@@ -73,7 +73,7 @@ def _among_ranks(
                 f"tcp://{job.address}:{job.port}", job.rank, job.size, job.local_rank
             )
             tried = exchange.try_rank(host.environment, place, given.deadline, hurry)
-        mine = ranks.Said(socket.gethostname(), findings, tried)
+        mine = ranks.RankReport(socket.gethostname(), findings, tried)
         said = meeting.gather(mine, given.deadline, hurry)
         status = 0 if said is None else _report(ranks.together(said, job.size), given)
         meeting.leave(has_reported=said is not None)

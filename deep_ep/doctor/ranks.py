@@ -55,7 +55,7 @@ class Job(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Said:
+class RankReport:
     """What one rank has published.
 
     Attributes:
@@ -122,8 +122,8 @@ class Meeting:
         return self._count("ready") >= self._job.size
 
     def gather(
-        self, said: Said, patience_s: float, hurry: threading.Event
-    ) -> dict[int, Said] | None:
+        self, said: RankReport, patience_s: float, hurry: threading.Event
+    ) -> dict[int, RankReport] | None:
         """Publishes, waits for the others, and returns what came on the one rank that is to report.
 
         Args:
@@ -180,7 +180,7 @@ class Meeting:
     def _key(self, rank: int) -> str:
         return f"rank {rank}"
 
-    def _read(self, rank: int) -> Said:
+    def _read(self, rank: int) -> RankReport:
         from deep_ep.diagnose.core.printable_text import printable
 
         # Of any program that reaches the store, or of a doctor of another version.
@@ -189,13 +189,13 @@ class Meeting:
             said = json.loads(text)
             findings = [_received(one, printable) for one in said["findings"]]
             if said["tried"] is None or exchange.is_outcome(said["tried"]):
-                return Said(printable(said["host"]), findings, said["tried"])
+                return RankReport(printable(said["host"]), findings, said["tried"])
         found = f"it published {printable(text[:80])!r}, which this version does not understand"
         why, repair = (
             "the doctors of a job must be of one version",
             "install one version of deep_ep",
         )
-        return Said("?", [Finding("other doctor", FAIL, found, why, repair)])
+        return RankReport("?", [Finding("other doctor", FAIL, found, why, repair)])
 
 
 def _received(said: Mapping[str, Any], printable: Callable[[str], str]) -> Finding:
@@ -211,7 +211,7 @@ def _received(said: Mapping[str, Any], printable: Callable[[str], str]) -> Findi
     )
 
 
-def together(said: Mapping[int, Said], size: int) -> list[Finding]:
+def together(said: Mapping[int, RankReport], size: int) -> list[Finding]:
     """What the ranks have found, as one list.
 
     Lines that are ok are those of the lowest rank; of the others each stands once, with its ranks.
@@ -236,7 +236,7 @@ def together(said: Mapping[int, Said], size: int) -> list[Finding]:
     return findings + (exchange.judge(tried, size) if tried else [])
 
 
-def _attendance(said: Mapping[int, Said], size: int) -> Finding:
+def _attendance(said: Mapping[int, RankReport], size: int) -> Finding:
     names = {one.host for one in said.values()}
     hosts = f"{len(names)} host{'' if len(names) == 1 else 's'}"
     missing = [rank for rank in range(size) if rank not in said]
@@ -253,7 +253,7 @@ def _attendance(said: Mapping[int, Said], size: int) -> Finding:
     )
 
 
-def _differences(said: Mapping[int, Said]) -> list[Finding]:
+def _differences(said: Mapping[int, RankReport]) -> list[Finding]:
     """What should be equal on all ranks and is not."""
     values = {
         rank: {name: text for one in said[rank].findings for name, text in one.agreed.items()}

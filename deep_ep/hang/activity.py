@@ -14,7 +14,7 @@ from deep_ep.hang.states import Frame, Thread, frames_of, known_fields
 
 
 @dataclass(frozen=True)
-class Doing:
+class ThreadActivity:
     """What a thread is doing.
 
     Attributes:
@@ -30,13 +30,13 @@ class Doing:
     user: Frame | None = None
 
     @staticmethod
-    def of(plain: Any) -> Doing:
+    def of(plain: Any) -> ThreadActivity:
         """From plain data. Raises as `RankState.of`."""
-        values = known_fields(Doing, plain)
+        values = known_fields(ThreadActivity, plain)
         for name in ("frame", "user"):
             if values.get(name) is not None:
                 (values[name],) = frames_of([values[name]])
-        return Doing(**values)
+        return ThreadActivity(**values)
 
 
 # What each of them is in words, behind the name of a thread.
@@ -121,7 +121,7 @@ _NEAR = 4
 _LIBRARY = re.compile(r"/(site|dist)-packages/|/lib(64)?/python[\d.]+/|^<")
 
 
-def doing(threads: Sequence[Thread]) -> Doing | None:
+def doing(threads: Sequence[Thread]) -> ThreadActivity | None:
     """What the main thread does.
 
     Args:
@@ -138,11 +138,11 @@ def doing(threads: Sequence[Thread]) -> Doing | None:
         for frame in frames:
             for pattern in table:
                 if _fits(pattern, frame):
-                    return Doing(pattern.what, thread.name, frame, user)
+                    return ThreadActivity(pattern.what, thread.name, frame, user)
     if any(_IMPORT.match(frame.file) for frame in frames[:_NEAR]):
         imported = next((frame for frame in frames if not _IMPORT.match(frame.file)), frames[0])
-        return Doing("importing", thread.name, imported, user)
-    return Doing("runs", thread.name, user or frames[0], user)
+        return ThreadActivity("importing", thread.name, imported, user)
+    return ThreadActivity("runs", thread.name, user or frames[0], user)
 
 
 def user_frame(frames: Iterable[Frame]) -> Frame | None:

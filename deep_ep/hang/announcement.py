@@ -10,7 +10,7 @@ from deep_ep.hang import traces, wording
 if TYPE_CHECKING:
     from deep_ep.base.ranks import Message
     from deep_ep.hang.cause import HangVerdict
-    from deep_ep.hang.inquiry import Told
+    from deep_ep.hang.inquiry import InquiryResult
 
 _log = logging.getLogger("deep_ep")
 
@@ -23,27 +23,29 @@ class Announcer:
         self._said: list[object] = []
         self._dumps_to = traces.default_folder()
 
-    def announce(self, told: Told) -> Message:
+    def announce(self, result: InquiryResult) -> Message:
         """Logs what is new, and writes the dumps that are due.
 
         Returns:
             What all ranks are to hear.
         """
-        said = _essence(told.verdict)
+        said = _essence(result.verdict)
         if said and said != self._said:
             self._said = said
-            _log.warning("deep_ep: %s", wording.line(told.verdict), extra={"verdict": told.verdict})
-        folders = [*told.dump_to]
-        if told.is_final and self._dumps_to is not None:
-            folders.append(str(self._dumps_to / told.verdict.buffer))
-        dumped = {folder: _dump(folder, told) for folder in dict.fromkeys(folders)}
-        return {"type": "verdict", "verdict": told.verdict.plain(), "dumped": dumped}
+            _log.warning(
+                "deep_ep: %s", wording.line(result.verdict), extra={"verdict": result.verdict}
+            )
+        folders = [*result.dump_to]
+        if result.is_final and self._dumps_to is not None:
+            folders.append(str(self._dumps_to / result.verdict.buffer))
+        dumped = {folder: _dump(folder, result) for folder in dict.fromkeys(folders)}
+        return {"type": "verdict", "verdict": result.verdict.plain(), "dumped": dumped}
 
 
-def _dump(folder: str, told: Told) -> list[str]:
+def _dump(folder: str, result: InquiryResult) -> list[str]:
     """The files that were written; none if that failed."""
     try:
-        files = traces.write_dump(folder, told.states, told.verdict)
+        files = traces.write_dump(folder, result.states, result.verdict)
     except (OSError, ValueError) as error:  # a name that no folder can have is a ValueError
         _log.warning("deep_ep: no dump in %s: %s", folder, error)
         return []

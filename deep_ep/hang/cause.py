@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, get_args
 
-from deep_ep.hang.activity import Doing
+from deep_ep.hang.activity import ThreadActivity
 from deep_ep.hang.states import OWED, PROCESSES, Frame, Owed, Process, frames_of, known_fields
 
 # docs/hang.md says what each of them means.
@@ -126,7 +126,7 @@ class HangCause:
     what: Owed | Literal[""] = ""
     waited_by: tuple[int, ...] = ()
     waited_s: float = 0.0
-    doing: Doing | None = None
+    doing: ThreadActivity | None = None
     hook: int = 0
     elsewhere: str = ""
     paths: tuple[tuple[int, int], ...] = ()
@@ -207,7 +207,7 @@ def _cause_of(plain: Any) -> HangCause:
     _require(values["kind"], KINDS, "kind")
     _require(values.get("what", ""), (*OWED, ""), "what")
     values["accused"] = tuple(_accused_of(accused) for accused in values.get("accused", ()))
-    values["doing"] = None if values.get("doing") is None else Doing.of(values["doing"])
+    values["doing"] = None if values.get("doing") is None else ThreadActivity.of(values["doing"])
     values["paths"] = tuple((int(a), int(b)) for a, b in values.get("paths", ()))
     values["sides"] = tuple(_side_of(side) for side in values.get("sides", ()))
     for name in ("waited_by", "passed_on", "circle"):

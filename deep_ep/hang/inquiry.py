@@ -26,8 +26,8 @@ _ANSWERS_S, _LOOKS_S = 0.8, 0.8
 TYPES = ("published", "stuck", "dump", "state", "seen", "raised", "exit")
 
 
-class Gone(Protocol):
-    """Who knows which ranks take part in nothing any more."""
+class DepartedRanks(Protocol):
+    """Which ranks take part in nothing any more."""
 
     @property
     def dead(self) -> Mapping[int, str]:
@@ -42,7 +42,7 @@ class Gone(Protocol):
 
 
 @dataclass(frozen=True)
-class Told:
+class InquiryResult:
     """What an inquiry ended with.
 
     Attributes:
@@ -78,24 +78,24 @@ class Inquiries:
         self,
         places: Sequence[RankPlace],
         ranks_per_node: int,
-        gone: Gone,
+        departed: DepartedRanks,
         send: Callable[[int, Message], None],
         call_later: Callable[[float, Callable[[], None]], None],
-        tell: Callable[[Told], None],
+        tell: Callable[[InquiryResult], None],
     ) -> None:
         """Without any input or output of its own.
 
         Args:
             places: where the ranks run.
             ranks_per_node: where operations go by way of gateways.
-            gone: knows who is dead, and who has left.
+            departed: knows who is dead, and who has left.
             send: hands a message to a rank; must not wait.
             call_later: calls a function after so many seconds.
             tell: called with every verdict.
         """
         self._places = places
         self._ranks_per_node = ranks_per_node
-        self._gone = gone
+        self._departed = departed
         self._send, self._call_later, self._tell = send, call_later, tell
         self._published: dict[int, RankState] = {}
         self._raised: dict[int, str] = {}
@@ -145,7 +145,7 @@ class Inquiries:
             self._open.dump_to += [dump_to] if dump_to else []
             return
         self._number += 1
-        asked = set(range(len(self._places))) - self._gone.away()
+        asked = set(range(len(self._places))) - self._departed.away()
         opened = self._open = _Inquiry(self._number, is_final, asked)
         opened.dump_to += [dump_to] if dump_to else []
         for rank in sorted(asked):
@@ -181,7 +181,7 @@ class Inquiries:
         if opened is None:
             return
         heard = opened.states.keys() | opened.seen.keys()
-        if opened.asked - self._gone.away() <= heard:
+        if opened.asked - self._departed.away() <= heard:
             self._conclude(opened)
 
     def _conclude(self, opened: _Inquiry) -> None:
@@ -190,17 +190,17 @@ class Inquiries:
         self._open = None
         states = {rank: self._state(rank, opened) for rank in range(len(self._places))}
         verdict = judge(states, self._ranks_per_node)
-        self._tell(Told(verdict, states, opened.is_final, tuple(opened.dump_to)))
+        self._tell(InquiryResult(verdict, states, opened.is_final, tuple(opened.dump_to)))
 
     def _state(self, rank: int, opened: _Inquiry) -> RankState:
-        if rank in self._gone.left:
+        if rank in self._departed.left:
             # One that waits in destroy() answers, and takes part in nothing else any more.
             ended = opened.states.get(rank) or self._said_of(rank, "ended")
-            state = replace(ended, process="ended", closed=self._gone.left[rank], opened=0)
-        elif rank in opened.states and rank not in self._gone.dead:
+            state = replace(ended, process="ended", closed=self._departed.left[rank], opened=0)
+        elif rank in opened.states and rank not in self._departed.dead:
             state = opened.states[rank]
-        elif rank in self._gone.dead:
-            process: Process = "unreachable" if self._gone.dead[rank] == "host" else "gone"
+        elif rank in self._departed.dead:
+            process: Process = "unreachable" if self._departed.dead[rank] == "host" else "gone"
             state = self._said_of(rank, process)
         else:
             state = opened.seen.get(rank) or self._said_of(rank, "silent")

@@ -14,7 +14,7 @@ NOTIFY, NORMAL_DISPATCH, NORMAL_COMBINE = "normal_notify", "normal_dispatch", "n
 
 
 @dataclass(frozen=True)
-class Numbered:
+class NumberedCall:
     """A call and its number, which is inferred where its kernel has not entered."""
 
     number: int
@@ -31,26 +31,26 @@ class Numbered:
         return not (self.has_entered or self.call.finished_ns or self.call.failed)
 
 
-def numbered(state: RankState, series: str) -> list[Numbered]:
+def numbered(state: RankState, series: str) -> list[NumberedCall]:
     """The calls of a series, oldest first. Those that failed before they had a number are left out."""
     newest = newest_entered(state, series)
-    found: list[Numbered] = []
+    found: list[NumberedCall] = []
     for call in state.calls:
         if call.series != series:
             continue
         if call.number:
             number = call.number
-        elif Numbered(0, call).is_pending:
+        elif NumberedCall(0, call).is_pending:
             is_second = call.name == NORMAL_DISPATCH and found and found[-1].call.name == NOTIFY
             number = found[-1].number if is_second else newest + 1
         else:
             continue
         newest = max(newest, number)
-        found.append(Numbered(number, call))
+        found.append(NumberedCall(number, call))
     return found
 
 
-def calls_at(state: RankState, series: str, number: int) -> list[Numbered]:
+def calls_at(state: RankState, series: str, number: int) -> list[NumberedCall]:
     """The calls with this number, in order; empty if they are no longer, or not yet, in the ring."""
     return [call for call in numbered(state, series) if call.number == number]
 
@@ -67,7 +67,7 @@ def newest_entered(state: RankState, series: str) -> int:
 
 def has_pending(state: RankState) -> bool:
     """Whether the newest call has not entered its kernel."""
-    return bool(state.calls) and Numbered(0, state.calls[-1]).is_pending
+    return bool(state.calls) and NumberedCall(0, state.calls[-1]).is_pending
 
 
 def is_truncated(state: RankState, series: str, number: int) -> bool:

@@ -13,7 +13,7 @@ from deep_ep.base import env
 from deep_ep.errors import EPArgumentError
 from deep_ep.hang import files
 from deep_ep.hang.cause import HangVerdict
-from deep_ep.hang.rank_calls import NOTIFY, OPERATIONS, Numbered, numbered
+from deep_ep.hang.rank_calls import NOTIFY, OPERATIONS, NumberedCall, numbered
 from deep_ep.hang.states import Call, RankState
 
 # Of torch's format, the one in which its own recorder writes. It reads dumps of all ranks only if all have it.
@@ -183,7 +183,7 @@ def _entries(
 
 
 def _entries_of(state: RankState, series: str, group: str) -> list[dict[str, Any]]:
-    by_number: dict[int, list[Numbered]] = {}
+    by_number: dict[int, list[NumberedCall]] = {}
     for call in numbered(state, series):
         by_number.setdefault(call.number, []).append(call)
     return [
@@ -191,7 +191,7 @@ def _entries_of(state: RankState, series: str, group: str) -> list[dict[str, Any
     ]
 
 
-def _entry(number: int, calls: list[Numbered], group: str, num_ranks: int) -> dict[str, Any]:
+def _entry(number: int, calls: list[NumberedCall], group: str, num_ranks: int) -> dict[str, Any]:
     """One operation. Both kernels of a normal dispatch are one: torch takes two of a number for a batch."""
     first, last = calls[0].call, calls[-1].call
     sizes, dtypes = [_sizes(last, num_ranks)], [_dtype(last.dtype)]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from deep_ep.hang.activity import Doing, call_of, doing
+from deep_ep.hang.activity import ThreadActivity, call_of, doing
 from deep_ep.hang.cause import Accused, Edge, HangCause, HangVerdict, Kind, MismatchSide
 from deep_ep.hang.graph import components, reaching, shortest_path
 from deep_ep.hang.mismatch import odd_ranks, sides_across, sides_at
@@ -20,7 +20,7 @@ from deep_ep.hang.rank_calls import (
     NORMAL_DISPATCH,
     NOTIFY,
     OPERATIONS,
-    Numbered,
+    NumberedCall,
     calls_at,
     has_pending,
     newest_entered,
@@ -87,7 +87,7 @@ class _Case:
         self.edges = self._find_edges()
         self.drafts: dict[tuple[object, ...], _Draft] = {}
         self.links: dict[int, set[int]] = {}
-        self.known_calls: dict[tuple[int, str, int], Sequence[Numbered]] = {}
+        self.known_calls: dict[tuple[int, str, int], Sequence[NumberedCall]] = {}
         self.known_entered: dict[tuple[int, str], int] = {}
         self.known_names: dict[tuple[str, int], str] = {}
         # By series and number in which not all did alike: the side of each rank, and the cause.
@@ -169,7 +169,7 @@ class _Case:
         known = (state.exit, state.raised, state.in_call or call_of(state.threads))
         return Accused(rank, state.host, state.pid, state.process, last, *known)
 
-    def _calls(self, state: RankState, series: str, number: int) -> Sequence[Numbered]:
+    def _calls(self, state: RankState, series: str, number: int) -> Sequence[NumberedCall]:
         """As `calls_at`, which is asked once for each rank and not for each edge."""
         key = (state.rank, series, number)
         if key not in self.known_calls:
@@ -259,7 +259,7 @@ class _Case:
         draft = self._mismatch(sides_across(self.states, places))
         draft.waiters.update((edge.waiter, edge.owed))
 
-    def _blame_in(self, edge: Edge, state: RankState, calls: Sequence[Numbered]) -> None:
+    def _blame_in(self, edge: Edge, state: RankState, calls: Sequence[NumberedCall]) -> None:
         """It has entered, has not sent all, and does not wait."""
         last = calls[-1] if calls else None
         if last is not None and last.is_pending:
@@ -316,7 +316,7 @@ class _Case:
             self._blame_in(edge, state, calls)
 
     def _follow_network(
-        self, edge: Edge, state: RankState, calls: Sequence[Numbered], name: str
+        self, edge: Edge, state: RankState, calls: Sequence[NumberedCall], name: str
     ) -> None:
         """The same between nodes, where a gateway passes rows of normal operations on."""
         has_sent = _has_left(state, edge, calls) or _has_sent(calls, name)
@@ -505,14 +505,14 @@ def _may_wait(state: RankState, series: str) -> bool:
     )
 
 
-def _has_left(state: RankState, edge: Edge, calls: Sequence[Numbered]) -> bool:
+def _has_left(state: RankState, edge: Edge, calls: Sequence[NumberedCall]) -> bool:
     """Whether a rank has finished the operation, or is in a later one."""
     if edge.series == OPERATIONS:
         return state.closed >= edge.number or state.opened > edge.number
     return bool(calls and calls[-1].call.finished_ns)
 
 
-def _has_sent(calls: Sequence[Numbered], name: str) -> bool:
+def _has_sent(calls: Sequence[NumberedCall], name: str) -> bool:
     """Whether all was sent that a rank waits for in the kernel `name`."""
     if not calls:
         return False
@@ -572,7 +572,7 @@ def _ends(causes: Iterable[HangCause], which: int) -> dict[int, set[tuple[int, i
 
 
 def _alike(cause: HangCause) -> object:
-    does: Doing | None = cause.doing
+    does: ThreadActivity | None = cause.doing
     (accused,) = cause.accused
     return (
         cause.kind,

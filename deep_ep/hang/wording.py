@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Callable
 
 from deep_ep.errors import ranks_text
-from deep_ep.hang.activity import PHRASES, Doing
+from deep_ep.hang.activity import PHRASES, ThreadActivity
 from deep_ep.hang.cause import Accused, HangCause, HangVerdict, Kind, MismatchSide
 from deep_ep.hang.rank_calls import CONSTRUCTION, DESTRUCTION, OPERATIONS
 from deep_ep.hang.states import Frame
@@ -114,7 +114,7 @@ def advice(cause: HangCause) -> str:
     return _ADVICE_WHILE.get(cause.doing.what if cause.doing else "", _ADVICE["not_called"])
 
 
-def doing_text(doing: Doing, whose: str = "its") -> str:
+def doing_text(doing: ThreadActivity, whose: str = "its") -> str:
     """ "its main thread is compiling (torch/_inductor/compile_fx.py line 712, compile_fx)"."""
     thread = "main thread" if doing.thread in ("", "MainThread") else f"thread {doing.thread}"
     said = f"{whose} {thread} {PHRASES.get(doing.what, PHRASES['runs'])}"
@@ -144,7 +144,7 @@ def operation_text(series: str, number: int, name: str) -> str:
     return "destroy()" if series == DESTRUCTION else f"{series} {number}"
 
 
-# In which ranks meet while a buffer is made, by the number of their meeting.
+# In which ranks wait for each other while a buffer is made, by the number of that exchange.
 _STEPS = {2: "Buffer() (allocating memory)", 3: "Buffer() (connecting)"}
 
 

@@ -200,8 +200,8 @@ def _message_of(line: bytes | bytearray) -> dict[str, Any]:
     return message
 
 
-class Bell:
-    """Wakes a selector from any thread, also from a destructor or a signal handler."""
+class Wakeup:
+    """Wakes a thread that sleeps in a selector: from any thread, also from a destructor or a signal handler."""
 
     def __init__(self) -> None:
         """Two connected sockets."""
@@ -213,13 +213,13 @@ class Bell:
         """For a selector; -1 once closed."""
         return self._inner.fileno()
 
-    def ring(self) -> None:
+    def wake(self) -> None:
         """May be called at any time, also after `close`."""
-        with contextlib.suppress(OSError):  # enough has rung, or nobody listens any more
+        with contextlib.suppress(OSError):  # it is awake already, or has ended
             self._outer.send(b"\0")
 
-    def hear(self) -> None:
-        """Forgets how often it rang."""
+    def drain(self) -> None:
+        """Takes note: the selector sleeps again until the next `wake`."""
         with contextlib.suppress(BlockingIOError):
             self._inner.recv(4096)
 

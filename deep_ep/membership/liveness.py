@@ -1,6 +1,6 @@
-"""Who lives: a star of connections around rank 0 that tells of a death at once.
+"""Who lives: every rank is connected with rank 0, which tells all of a death at once.
 
-Every rank holds one connection, and has one thread that sleeps on it; operations know nothing of
+A rank has one connection, and one thread that sleeps on it (coordinator.py); operations know nothing of
 it. A process that ends closes its connections, whatever ends it, and kernels answer for a process
 that is stopped or busy, so nobody who lives is called dead. Who ends in order says so first.
 
@@ -27,9 +27,9 @@ from deep_ep.errors import ranks_text
 from deep_ep.hang import dump_requests, hang_watch
 from deep_ep.hang.hang_watch import HangWatch
 from deep_ep.membership import agreement, rendezvous
+from deep_ep.membership.coordinator import Coordinator, CoordinatorClient
 from deep_ep.membership.lines import Address
 from deep_ep.membership.loop import Loop
-from deep_ep.membership.star import Hub, Spoke
 
 if TYPE_CHECKING:
     from deep_ep._cpu import Runtime as NativeRuntime
@@ -43,8 +43,8 @@ _NUMBERED_TOGETHER = (DISPATCH, COMBINE, NORMAL_DISPATCH, NORMAL_COMBINE)
 _FIRST_LOOK_S, _LAST_LOOK_S = 0.05, 0.4
 _KEPT = 64
 
-# Hubs of ranks in this process, from the moment rank 0 makes one until all have joined.
-_hubs: dict[str, Hub] = {}
+# Coordinators of ranks in this process, from the moment rank 0 makes one until all have joined.
+_coordinators: dict[str, Coordinator] = {}
 
 
 class Liveness:
@@ -384,12 +384,12 @@ def offer(rank: int, places: Sequence[RankPlace], ranks_per_node: int = 0) -> Of
     token = secrets.token_hex(16)
     try:
         address = rendezvous.address([place.host for place in places])
-        hub = Hub(places, ranks_per_node, token, address)
+        coordinator = Coordinator(places, ranks_per_node, token, address)
     except OSError as error:
         return Offer(None, token, str(error))
-    _hubs[token] = hub
-    hub.start()
-    return Offer(hub.door.address, token)
+    _coordinators[token] = coordinator
+    coordinator.start()
+    return Offer(coordinator.listener.address, token)
 
 
 def join(
@@ -419,12 +419,12 @@ def join(
     weakref.finalize(buffer, member.close).atexit = False
     if offered.address is None:
         return member, offered.problem
-    hub = _hubs.get(offered.token)
+    coordinator = _coordinators.get(offered.token)
     try:
-        if hub is not None:
-            hub.take_in(member)
+        if coordinator is not None:
+            coordinator.take_in(member)
         else:
-            Spoke(member, offered.address, offered.token, num_ranks).start()
+            CoordinatorClient(member, offered.address, offered.token, num_ranks).start()
     except (OSError, ValueError) as error:
         return member, f"{type(error).__name__}: {error}"
     return member, None
@@ -443,9 +443,9 @@ def complete(own: Offer | None, problems: Sequence[str | None]) -> None:
     if own is None:
         return
     unreachable = [rank for rank, problem in enumerate(problems) if problem is not None]
-    hub = _hubs.pop(own.token, None)
-    if hub is not None:
-        hub.post(lambda: hub.complete(unreachable))
+    coordinator = _coordinators.pop(own.token, None)
+    if coordinator is not None:
+        coordinator.post(lambda: coordinator.complete(unreachable))
     if unreachable:
         warnings.warn(
             f"Buffer: {ranks_text(unreachable)} cannot be watched ({problems[unreachable[0]]}); "
@@ -458,9 +458,9 @@ def complete(own: Offer | None, problems: Sequence[str | None]) -> None:
 
 def withdraw(own: Offer | None) -> None:
     """Instead of the last step: there will be no buffer, and this rank's offer is void."""
-    hub = _hubs.pop(own.token, None) if own is not None else None
-    if hub is not None:
-        hub.post(hub.leave_all)
+    coordinator = _coordinators.pop(own.token, None) if own is not None else None
+    if coordinator is not None:
+        coordinator.post(coordinator.leave_all)
 
 
 def _key_of(failure: Mapping[str, Any]) -> Key:
@@ -474,4 +474,4 @@ def _key_of(failure: Mapping[str, Any]) -> Key:
     return Key("operation", newest)
 
 
-os.register_at_fork(after_in_child=_hubs.clear)
+os.register_at_fork(after_in_child=_coordinators.clear)

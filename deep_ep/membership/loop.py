@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from typing import Callable, Protocol, TypeVar
 
 from deep_ep.base.ranks import Message, Progress, RankPlace
-from deep_ep.membership.lines import Address, Bell, Line
+from deep_ep.membership.lines import Address, Line, Wakeup
 
 # How long the end of a process waits for its last words to be sent; chosen.
 _END_S = 1.0
@@ -66,13 +66,13 @@ class Loop(ABC):
 
     def __init__(self, name: str) -> None:
         self._selector = selectors.DefaultSelector()
-        self._bell = Bell()
+        self._wakeup = Wakeup()
         self._posted: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
         self._timer_numbers = itertools.count()
         self._running = True
         self._is_over = False
-        self._selector.register(self._bell, selectors.EVENT_READ, self._bell.hear)
+        self._selector.register(self._wakeup, selectors.EVENT_READ, self._wakeup.drain)
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._slow: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._slow_thread: threading.Thread | None = None
@@ -88,7 +88,7 @@ class Loop(ABC):
         """Has the thread call it. From any thread, also from a destructor."""
         if not self._is_over:
             self._posted.put(action)
-            self._bell.ring()
+            self._wakeup.wake()
 
     def aside(self, action: Callable[[], T], then: Callable[[T], None]) -> None:
         """Has the second thread call `action`, one at a time, and then this one `then`. From this thread only."""
@@ -141,7 +141,7 @@ class Loop(ABC):
         """In a forked child: closes descriptors and nothing else; the connections are the parent's."""
         self._is_over = True
         self._selector.close()
-        self._bell.close()
+        self._wakeup.close()
 
     @abstractmethod
     def members(self) -> Sequence[Member]:
@@ -168,7 +168,7 @@ class Loop(ABC):
     def introduce(
         self, addresses: Sequence[Address | None], places: Sequence[RankPlace], ranks_per_node: int
     ) -> None:
-        """All ranks have joined: where they listen and run, see `Deputy.introduce`. From any thread."""
+        """All ranks have joined: where they listen and run, see `InquiryFailover.introduce`. From any thread."""
 
     @abstractmethod
     def lose_rank_0(self) -> None:

@@ -9,8 +9,8 @@ import socket
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Callable
 
-from deep_ep.membership.door import Door, greeting
 from deep_ep.membership.lines import NOT_UNDERSTOOD, Address, Line, LineClosed
+from deep_ep.membership.listener import ConnectionListener, greeting
 
 if TYPE_CHECKING:
     from deep_ep.base.ranks import Message
@@ -35,13 +35,13 @@ class Peers:
         host: str,
         hear: Callable[[int, Message, Callable[[Message], None]], None],
     ) -> None:
-        """Opens a door, where that can be done.
+        """Listens, where that can be done.
 
         Args:
             loop: looks after the connections.
             rank: this rank.
             num_ranks: size of the group.
-            token: what who comes must say.
+            token: what a greeting must begin with.
             host: an address of this host.
             hear: takes what another rank says, and how to answer it.
         """
@@ -49,10 +49,12 @@ class Peers:
         self._addresses: Sequence[Address | None] = ()
         self._called: dict[int, Line] = {}  # by this rank
         self._callers: list[Line] = []
-        self._door: Door | None = None
+        self._listener: ConnectionListener | None = None
         with contextlib.suppress(OSError):  # others go without this rank
-            self._door = Door(loop, host, token, num_ranks, lambda _: True, self._admit)
-        self.address = self._door.address if self._door is not None else None
+            self._listener = ConnectionListener(
+                loop, host, token, num_ranks, lambda _: True, self._accept
+            )
+        self.address = self._listener.address if self._listener is not None else None
 
     def introduce(self, addresses: Sequence[Address | None]) -> None:
         """Where all ranks listen."""
@@ -73,8 +75,8 @@ class Peers:
 
     def close(self) -> None:
         """Also in a forked child: closes descriptors and nothing else."""
-        if self._door is not None:
-            self._door.forget()
+        if self._listener is not None:
+            self._listener.forget()
         for line in (*self._called.values(), *self._callers):
             line.close()
 
@@ -97,7 +99,7 @@ class Peers:
         line.send_bytes(greeting(self._token, self._rank))
         return line
 
-    def _admit(self, rank: int, line: Line) -> None:
+    def _accept(self, rank: int, line: Line) -> None:
         self._callers.append(line)
         self._loop.watch(line, lambda: self._serve(rank, line))
 

@@ -18,7 +18,7 @@ from deep_ep.checks.arguments import Limits
 from deep_ep.errors import EPError, EPUsageError
 from deep_ep.hang import hang_watch, stacks
 from deep_ep.membership import liveness, rendezvous
-from deep_ep.membership.roll_call import RollCall
+from deep_ep.membership.monitored_group import MonitoredGroup
 from deep_ep.native import backend
 from deep_ep.native.runtime import Runtime
 from deep_ep.native.streams import StreamClaims
@@ -85,14 +85,14 @@ class Agreement(NamedTuple):
         backend: the same on all ranks.
         topology: this rank's place.
         places: where all ranks run.
-        roll_call: in which this rank meets the others meanwhile.
+        monitored: in which this rank meets the others meanwhile.
     """
 
     settings: BufferSettings
     backend: Backend
     topology: Topology
     places: Sequence[RankPlace]
-    roll_call: RollCall
+    monitored: MonitoredGroup
 
 
 def agree(group: Group, settings: BufferSettings) -> Agreement:
@@ -103,7 +103,7 @@ def agree(group: Group, settings: BufferSettings) -> Agreement:
         EPNotBuiltError: the backend asked for is not available.
         EPTimeoutError: some ranks did not come.
     """
-    roll_call = RollCall(group)
+    monitored = MonitoredGroup(group)
     selected: Backend | None = None
     error: EPError | None = None
     asked_ranks_per_node = None
@@ -120,7 +120,7 @@ def agree(group: Group, settings: BufferSettings) -> Agreement:
     except EPError as raised:
         error = raised
     facts = rendezvous.exchange_facts(
-        roll_call,
+        monitored,
         {
             "the group size": group.size,
             "the backend": selected.name if selected else None,
@@ -136,7 +136,7 @@ def agree(group: Group, settings: BufferSettings) -> Agreement:
     hosts = [place.host for place in places]
     topology = Topology(group.rank, group.size, ranks_per_node(hosts, asked_ranks_per_node))
     settings.check_topology(topology)
-    return Agreement(settings, selected, topology, places, roll_call)
+    return Agreement(settings, selected, topology, places, monitored)
 
 
 # Of each rank: the handle of its memory in hex, where it can be reached, how its stacks can be seen.
@@ -158,11 +158,11 @@ def connect(owner: object, group: Group, agreed: Agreement) -> Communicator:
         EPTimeoutError: some ranks did not come.
     """
     rank = _Connecting(group, agreed)
-    roll_call = agreed.roll_call
+    monitored = agreed.monitored
     try:
-        allocated = rendezvous.together(roll_call, "allocating memory", rank.allocate)
+        allocated = rendezvous.together(monitored, "allocating memory", rank.allocate)
         connected = rendezvous.together(
-            roll_call, "connecting", lambda: rank.connect(owner, allocated)
+            monitored, "connecting", lambda: rank.connect(owner, allocated)
         )
     except RuntimeError:
         rank.close()
@@ -251,7 +251,7 @@ class _Connecting:
 
     def communicator(self, allocated: Allocated) -> Communicator:
         """What has become of it."""
-        settings, selected, topology, places, roll_call = self._agreed
+        settings, selected, topology, places, monitored = self._agreed
         native = self._native
         assert native is not None
         native.release_handle()
@@ -271,7 +271,7 @@ class _Connecting:
             name = _name_of(allocated)[:12]
             settings_of_watch = hang_watch.HangWatchSettings.from_environment()
             shown = [offered for *_, offered in allocated]
-            called_ns = roll_call.called_ns
+            called_ns = monitored.called_ns
             communicator.record(name, env.recorder(), settings_of_watch, shown, called_ns)
         return communicator
 

@@ -16,7 +16,7 @@ from torch.distributed import HashStore
 import deep_ep
 from deep_ep.doctor import ranks
 from deep_ep.doctor.finding import FAIL, OK, WARN, Finding
-from deep_ep.doctor.ranks import Job, Meeting, Said, job_of, together
+from deep_ep.doctor.ranks import Job, Meeting, RankReport, job_of, together
 from made_up_host import all_named, made_up, named
 from program import torchrun
 
@@ -38,15 +38,15 @@ runpy.run_module("deep_ep.doctor", run_name="__main__")
 
 def meet(
     size: int, absent: tuple[int, ...], patience_s: float, hurry: bool = False
-) -> dict[int, dict[int, Said] | None]:
+) -> dict[int, dict[int, RankReport] | None]:
     """What `gather` returns on each rank that comes."""
     store, ended = HashStore(), threading.Event()
     if hurry:
         ended.set()
 
-    def run(rank: int) -> dict[int, Said] | None:
+    def run(rank: int) -> dict[int, RankReport] | None:
         meeting = Meeting(store, Job(rank, size, "", 0, launcher_serves=False))
-        said = meeting.gather(Said("a", [LINE]), patience_s, ended)
+        said = meeting.gather(RankReport("a", [LINE]), patience_s, ended)
         meeting.leave(has_reported=said is not None)
         return said
 
@@ -94,17 +94,19 @@ def test_what_no_doctor_of_this_version_publishes_is_a_finding(published: str) -
     store = HashStore()
     store.set("rank 1", published)
     store.add("came", 1)
-    said = Meeting(store, Job(0, 2, "", 0, True)).gather(Said("a", [LINE]), 60, threading.Event())
+    said = Meeting(store, Job(0, 2, "", 0, True)).gather(
+        RankReport("a", [LINE]), 60, threading.Event()
+    )
     assert said is not None
-    assert said[0] == Said("a", [LINE])
+    assert said[0] == RankReport("a", [LINE])
     findings = together(said, 2)
     found = named(findings, "other doctor")
     assert (found.status, found.found.startswith("rank 1: it published")) == (FAIL, True)
     assert not all_named(findings, "ranks differ")
 
 
-def said_by(*findings: Finding, host: str = "a") -> Said:
-    return Said(host, findings)
+def said_by(*findings: Finding, host: str = "a") -> RankReport:
+    return RankReport(host, findings)
 
 
 def test_what_differs_is_named_with_the_ranks() -> None:

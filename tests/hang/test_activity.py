@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from deep_ep.hang.activity import PHRASES, Doing, call_of, doing, user_frame
+from deep_ep.hang.activity import PHRASES, ThreadActivity, call_of, doing, user_frame
 from deep_ep.hang.states import Frame, Thread
 
 USER = Frame("step", "/home/user/train.py", 41)
@@ -67,7 +67,7 @@ def test_the_frame_that_shows_it(what: str, inner: list[Frame]) -> None:
 def test_a_program_that_runs_while_it_is_imported_is_not_importing() -> None:
     frames = [Frame(f"f{i}", "/home/user/train.py", i) for i in range(5)]
     found = doing([Thread("", (*frames, Frame("_load", "<frozen importlib._bootstrap>", 1)))])
-    assert found == Doing("runs", "", frames[0], frames[0])
+    assert found == ThreadActivity("runs", "", frames[0], frames[0])
 
 
 def test_nothing_is_known() -> None:

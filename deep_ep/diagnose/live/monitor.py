@@ -160,7 +160,7 @@ class Monitor:
             _running.discard(self)
 
     def _lead(self) -> None:
-        jury = _Jury(self._rounds, self._folder)
+        judge = _WindowJudge(self._rounds, self._folder)
         last = False
         while not last:
             now, operation, last = self._end_of_window()
@@ -172,7 +172,7 @@ class Monitor:
             if enough:
                 share = self._share(operation, now)
                 patience_s = _LAST_SHARES_S if last else _SHARES_S
-                jury.judge(self._window, share, patience_s, self._masked())
+                judge.judge(self._window, share, patience_s, self._masked())
 
     def _follow(self) -> None:
         last = False
@@ -310,7 +310,7 @@ class Monitor:
         _say(f"stopped on rank {rank}: {reason}; operations go on unwatched", level)
 
 
-class _Jury:
+class _WindowJudge:
     """Rank 0: collects the shares of a window, judges, logs what changed, writes records."""
 
     def __init__(self, rounds: Rounds, folder: Path | None) -> None:

@@ -15,12 +15,12 @@ class StopFlag:
 
     def __init__(self) -> None:
         self._is_set = False
-        self._bell: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._wakeup: queue.SimpleQueue[None] = queue.SimpleQueue()
 
     def set(self) -> None:
         """Ends `wait`, and lets no later one wait."""
         self._is_set = True
-        self._bell.put(None)
+        self._wakeup.put(None)
 
     def is_set(self) -> bool:
         """Whether `set` was called."""
@@ -30,5 +30,5 @@ class StopFlag:
         """Waits for `set`, at most so long; whether it was called."""
         if not self._is_set:
             with contextlib.suppress(queue.Empty):
-                self._bell.get(timeout=timeout_s)
+                self._wakeup.get(timeout=timeout_s)
         return self._is_set

@@ -198,7 +198,7 @@ def operation_table(states: Mapping[int, hang_states.RankState], num_ranks: int)
     return OperationTable(tuple(tuple(ranks) for ranks in columns.values()), tuple(rows))
 
 
-def _how_far(one: calls.Numbered) -> str:
+def _how_far(one: calls.NumberedCall) -> str:
     call = one.call
     if call.failed:
         return f"failed: {printable(call.failed)}"

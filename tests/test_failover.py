@@ -13,9 +13,9 @@ import deep_ep
 from deep_ep.base.ranks import Message
 from deep_ep.hang.cause import HangVerdict
 from deep_ep.membership import liveness
-from deep_ep.membership.door import greeting
-from deep_ep.membership.succession import Succession
-from test_liveness import LONG_S, OnlyOwn, star, until
+from deep_ep.membership.leader_election import LeaderElection
+from deep_ep.membership.listener import greeting
+from test_liveness import LONG_S, OnlyOwn, connected, until
 from trials.many import run_trial
 from trials.rank import Trial
 
@@ -29,7 +29,7 @@ class Rank3:
         self.now = 0.0
         self.asked: list[int] = []
         self._timers: list[tuple[float, Callable[[], None]]] = []
-        self.succession = Succession(
+        self.election = LeaderElection(
             3, lambda rank: rank not in unreachable, self._ask, self._call_later
         )
 
@@ -51,29 +51,29 @@ class Rank3:
 
 def test_one_rank_after_the_other_is_asked_until_an_inquiry_begins() -> None:
     rank_3 = Rank3()
-    rank_3.succession.request(STUCK)
+    rank_3.election.request(STUCK)
     assert rank_3.asked == [0]
     rank_3.pass_time(0.6)
     assert rank_3.asked == [0, 1]
-    rank_3.succession.hear(1, has_verdict=False)
+    rank_3.election.hear(1, has_verdict=False)
     rank_3.pass_time(1.0)
-    rank_3.succession.hear(1, has_verdict=True)
+    rank_3.election.hear(1, has_verdict=True)
     rank_3.pass_time(10.0)
     assert rank_3.asked == [0, 1]
-    rank_3.succession.request(STUCK)
+    rank_3.election.request(STUCK)
     assert rank_3.asked == [0, 1, 1]
 
 
 def test_without_an_answer_of_anybody_a_rank_leads_itself_and_nobody_above_it() -> None:
     rank_3 = Rank3()
-    rank_3.succession.request(STUCK)
+    rank_3.election.request(STUCK)
     rank_3.pass_time(60.0)
     assert rank_3.asked == [0, 1, 2, 3]
 
 
 def test_ranks_that_cannot_be_asked_cost_no_time() -> None:
     rank_3 = Rank3(0, 2)
-    rank_3.succession.request(STUCK)
+    rank_3.election.request(STUCK)
     assert rank_3.asked == [1]
     rank_3.pass_time(0.6)
     assert rank_3.asked == [1, 3]
@@ -81,8 +81,8 @@ def test_ranks_that_cannot_be_asked_cost_no_time() -> None:
 
 def test_who_begins_and_comes_to_no_verdict_is_followed_by_the_next() -> None:
     rank_3 = Rank3()
-    rank_3.succession.request(STUCK)
-    rank_3.succession.hear(0, has_verdict=False)
+    rank_3.election.request(STUCK)
+    rank_3.election.hear(0, has_verdict=False)
     rank_3.pass_time(1.9)
     assert rank_3.asked == [0]
     rank_3.pass_time(0.2)
@@ -91,27 +91,27 @@ def test_who_begins_and_comes_to_no_verdict_is_followed_by_the_next() -> None:
 
 def test_a_request_while_an_inquiry_is_open_waits_for_its_verdict() -> None:
     rank_3 = Rank3()
-    rank_3.succession.hear(0, has_verdict=False)
-    rank_3.succession.request(STUCK)
+    rank_3.election.hear(0, has_verdict=False)
+    rank_3.election.request(STUCK)
     rank_3.pass_time(1.9)
-    rank_3.succession.hear(0, has_verdict=True)
+    rank_3.election.hear(0, has_verdict=True)
     rank_3.pass_time(10.0)
     assert rank_3.asked == [0]
 
 
 def test_a_lower_rank_that_answers_after_all_is_asked_first_again() -> None:
     rank_3 = Rank3()
-    rank_3.succession.request(STUCK)
+    rank_3.election.request(STUCK)
     rank_3.pass_time(1.1)
-    rank_3.succession.hear(0, has_verdict=True)
-    rank_3.succession.request(STUCK)
+    rank_3.election.hear(0, has_verdict=True)
+    rank_3.election.request(STUCK)
     assert rank_3.asked == [0, 1, 2, 0]
 
 
 @pytest.mark.parametrize(("unreachable", "begins"), [((0, 1, 2), [3]), ((0,), [])])
 def test_what_all_know_only_who_leads_begins(unreachable: tuple[int, ...], begins: Any) -> None:
     rank_3 = Rank3(*unreachable)
-    rank_3.succession.request_together(STUCK)
+    rank_3.election.request_together(STUCK)
     assert rank_3.asked == begins
     rank_3.pass_time(0.6)
     assert rank_3.asked == (begins or [2])
@@ -121,11 +121,11 @@ def test_what_all_know_only_who_leads_begins(unreachable: tuple[int, ...], begin
 
 
 def test_a_rank_believes_others_only_what_they_may_say(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(liveness, "_hubs", OnlyOwn())
-    with star(3) as ranks:
+    monkeypatch.setattr(liveness, "_coordinators", OnlyOwn())
+    with connected(3) as ranks:
         loop: Any = ranks[1].member.loop
-        peers = loop._deputy._peers
-        assert peers._door.listener.getsockname()[0] == "127.0.0.1"
+        peers = loop._failover._peers
+        assert peers._listener.socket.getsockname()[0] == "127.0.0.1"
         dead = b'{"type": "dead", "rank": 0, "how": "process"}\n'
         state = b'{"type": "state", "inquiry": 1, "state": []}\n'
         for greets, then in (
@@ -146,8 +146,8 @@ def test_a_rank_believes_others_only_what_they_may_say(monkeypatch: pytest.Monke
 
 
 def test_doors_are_closed_with_their_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(liveness, "_hubs", OnlyOwn())
-    with star(2) as ranks:
+    monkeypatch.setattr(liveness, "_coordinators", OnlyOwn())
+    with connected(2) as ranks:
         address = ranks[1].member.address
         assert address is not None
         ranks[1].member.close()

@@ -1,7 +1,8 @@
-"""What a rank does about inquiries that rank 0 does not lead: it asks others to, helps them, or leads itself.
+"""Failover of inquiries: who finds out why an operation hangs where rank 0 does not answer.
 
-Nothing of it runs while rank 0 answers. Ranks connect with each other only then (peers.py); who leads follows
-from succession.py, and what it does from inquiry.py, as on rank 0.
+Rank 0 leads inquiries (inquiry.py) as long as it answers; then nothing of this runs. Otherwise each other rank asks
+the lowest rank that answers to lead (leader_election.py), over connections that are made only then (peers.py), and
+answers what that rank asks. A rank that turns out to be the lowest leads itself, as rank 0 would.
 """
 
 from __future__ import annotations
@@ -10,9 +11,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Callable
 
 from deep_ep.hang.announcement import Announcer
-from deep_ep.hang.inquiry import Inquiries, Told
+from deep_ep.hang.inquiry import Inquiries, InquiryResult
+from deep_ep.membership.leader_election import REQUESTS, LeaderElection
 from deep_ep.membership.peers import Peers
-from deep_ep.membership.succession import REQUESTS, Succession
 
 if TYPE_CHECKING:
     from deep_ep.base.ranks import Message, RankPlace
@@ -25,8 +26,8 @@ LAST_WORDS_S = 0.2
 _OF_LEADERS, _ANSWERS = ("ask_state", "look", "verdict"), ("state", "seen")
 
 
-class Deputy:
-    """Of one rank other than rank 0. All of it runs in the thread of its loop.
+class InquiryFailover:
+    """The part of one rank other than rank 0. All of it runs in the thread of its loop.
 
     Attributes:
         address: where other ranks connect; `None`: nowhere.
@@ -42,13 +43,13 @@ class Deputy:
         ask_rank_0: Callable[[Message], None],
         has_rank_0: Callable[[], bool],
     ) -> None:
-        """Opens a door for other ranks.
+        """Listens for other ranks.
 
         Args:
             loop: looks after the connections.
             member: this rank.
             num_ranks: size of the group.
-            token: what who comes must say.
+            token: what a greeting must begin with.
             host: an address of this host.
             ask_rank_0: says something to rank 0.
             has_rank_0: whether there is still a connection to it.
@@ -56,7 +57,7 @@ class Deputy:
         self._loop, self._member = loop, member
         self._ask_rank_0, self._has_rank_0 = ask_rank_0, has_rank_0
         self._peers = Peers(loop, member.rank, num_ranks, token, host, self._hear)
-        self._succession = Succession(member.rank, self._can_ask, self._ask, loop.call_later)
+        self._election = LeaderElection(member.rank, self._can_ask, self._ask, loop.call_later)
         self._num_ranks = num_ranks
         self._inquiries: Inquiries | None = None
         self._announcer = Announcer()
@@ -78,21 +79,21 @@ class Deputy:
 
     def request(self, message: Message) -> None:
         """Asks whoever leads; `type` is one of `REQUESTS`."""
-        self._succession.request(message)
+        self._election.request(message)
 
     def lose_rank_0(self) -> None:
         """Its process or its host is gone, which all ranks learn at the same time."""
         last = {"type": "stuck", "final": True}
-        self._loop.call_later(LAST_WORDS_S, lambda: self._succession.request_together(last))
+        self._loop.call_later(LAST_WORDS_S, lambda: self._election.request_together(last))
 
     def hear_of(self, leader: int, message: Message) -> None:
         """What a rank says that may lead an inquiry."""
         if message.get("type") == "verdict":
-            self._succession.hear(leader, has_verdict=True)
+            self._election.hear(leader, has_verdict=True)
         elif message.get("type") == "ask_state":
             if leader < self._member.rank and self._inquiries is not None:
                 self._inquiries.drop()
-            self._succession.hear(leader, has_verdict=False)
+            self._election.hear(leader, has_verdict=False)
 
     def close(self) -> None:
         """Also in a forked child: closes descriptors and nothing else."""
@@ -141,9 +142,9 @@ class Deputy:
         # Not at once: the inquiry is in the middle of something.
         self._loop.post(lambda: self._hear(own, message, answer))
 
-    def _tell(self, told: Told) -> None:
+    def _tell(self, result: InquiryResult) -> None:
         """A verdict: to the log, to the ranks, and where dumps go."""
-        self._loop.aside(lambda: self._announcer.announce(told), self._send_all)
+        self._loop.aside(lambda: self._announcer.announce(result), self._send_all)
 
     def _send_all(self, message: Message) -> None:
         for rank in range(self._num_ranks):

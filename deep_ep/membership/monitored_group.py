@@ -1,10 +1,12 @@
-"""Who has come to where the ranks of a new buffer meet, and for whom they wait.
+"""A group whose exchanges say which ranks have not arrived, as torch's `monitored_barrier` does.
 
-Until they are connected (construction.py), ranks meet in exchanges of their group, which say nothing while somebody
-is missing. So each rank writes on the board of the group (group.py) to which meeting it has come. A rank that
-waits for long reads there who has not, looks at those of its own host, and says so.
+While a buffer is made (construction.py), its ranks have no connections yet: they wait for each other in exchanges of
+the user's group, and such an exchange says nothing while a rank is missing. So `MonitoredGroup` numbers the
+exchanges, and each rank notes on the board of the group (group.py; the store of torch's group) at which it has
+arrived. A rank that waits for long reads there who has not, looks at the processes of those on its own host, and logs
+whom it waits for; if the exchange fails, its exception says so as well.
 
-What is on a board may come from any program: it is data, is checked, and decides nothing but what is said.
+Any program may write on a board. What stands there is checked and used for these texts only.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from deep_ep.hang.verdict import judge
 
 T = TypeVar("T")
 
-# Chosen: after how many times the time before it says again that it waits; how long the end of a meeting that
+# Chosen: after how many times the time before it says again that it waits; how long the end of an exchange that
 # failed waits for the answer; and the most that is read of what is on a board.
 _AGAIN = 4.0
 _ANSWER_S = 2.0
@@ -41,36 +43,36 @@ _log = logging.getLogger("deep_ep")
 
 
 @dataclass(frozen=True)
-class Note:
-    """What a rank writes on the board.
+class Arrival:
+    """What a rank notes on the board: the exchange at which it has arrived, and where it runs.
 
     Attributes:
         buffer: number of the buffer among those of the group, from 1.
-        meeting: to which it has come while that is made, from 1.
+        exchange: number of the exchange while that is made, from 1.
         host, pid, thread: where it is.
         offer: of `stacks.offer`, what lets others of its host see its stacks.
     """
 
     buffer: int = 0
-    meeting: int = 0
+    exchange: int = 0
     host: str = ""
     pid: int = 0
     thread: int = 0
     offer: Any = None
 
     @staticmethod
-    def of(text: str | None) -> Note | None:
+    def of(text: str | None) -> Arrival | None:
         """From the text on a board; `None` if that is none."""
         if text is None or len(text) > _MOST_CHARACTERS:
             return None
         try:
-            return Note(**known_fields(Note, json.loads(text)))
+            return Arrival(**known_fields(Arrival, json.loads(text)))
         except (ValueError, TypeError, RecursionError):
             return None
 
 
-class RollCall:
-    """A `Group` for the time in which a buffer is made, each exchange of which is a meeting that is watched.
+class MonitoredGroup:
+    """A `Group` for the time in which a buffer is made, whose exchanges are watched.
 
     Attributes:
         rank: this rank.
@@ -88,7 +90,7 @@ class RollCall:
         self.called_ns = time.time_ns()
         self._group, self._board = group, board_of(group)
         self._read_from = self._board
-        self._note = Note(
+        self._arrival = Arrival(
             buffer=self._number_of_buffer(),
             host=socket.gethostname(),
             pid=os.getpid(),
@@ -109,8 +111,8 @@ class RollCall:
         """
         if self.size == 1:
             return self._group.all_gather_object(obj)
-        self._come()
-        watch = _Watch(self)
+        self._arrive()
+        watch = _ArrivalMonitor(self)
         watch.start()
         try:
             return self._group.all_gather_object(obj)
@@ -127,7 +129,7 @@ class RollCall:
         self.all_gather_object(None)
 
     def verdict(self, waited_s: float) -> HangVerdict | None:
-        """Who has not come to this meeting, and what is known of them; `None` if the group has no board.
+        """Who has not arrived at this exchange, and what is known of them; `None` if the group has no board.
 
         Args:
             waited_s: how long this rank has been waiting.
@@ -135,22 +137,23 @@ class RollCall:
         if self._board is None:
             return None
         self._read_apart()
-        notes = {rank: self._read(rank) for rank in range(self.size)}
-        mine = (self._note.buffer, self._note.meeting)
+        arrivals = {rank: self._read(rank) for rank in range(self.size)}
+        mine = (self._arrival.buffer, self._arrival.exchange)
         missing = tuple(
             rank
-            for rank, note in notes.items()
-            if note is None or (note.buffer, note.meeting) < mine
+            for rank, arrival in arrivals.items()
+            if arrival is None or (arrival.buffer, arrival.exchange) < mine
         )
-        waits = Waits(CONSTRUCTION, self._note.meeting, waited_s, {"entry": missing})
+        waits = Waits(CONSTRUCTION, self._arrival.exchange, waited_s, {"entry": missing})
         states = {}
-        for rank, note in notes.items():
-            place = (rank, self.size, "", note.host if note else "", note.pid if note else 0)
+        for rank, arrival in arrivals.items():
+            host, pid = (arrival.host, arrival.pid) if arrival else ("", 0)
+            place = (rank, self.size, "", host, pid)
             if rank not in missing:
                 states[rank] = RankState(*place, waits=waits)
                 continue
-            process, threads = self._look_at(note)
-            is_inside = note is not None and note.buffer == self._note.buffer
+            process, threads = self._look_at(arrival)
+            is_inside = arrival is not None and arrival.buffer == self._arrival.buffer
             states[rank] = RankState(
                 *place, process=process, threads=threads, in_call="Buffer" if is_inside else ""
             )
@@ -162,30 +165,30 @@ class RollCall:
             with contextlib.suppress(RuntimeError, OSError):
                 self._read_from = self._board.apart()
 
-    def _come(self) -> None:
-        self._note = Note(**{**asdict(self._note), "meeting": self._note.meeting + 1})
+    def _arrive(self) -> None:
+        self._arrival = Arrival(**{**asdict(self._arrival), "exchange": self._arrival.exchange + 1})
         if self._board is not None:
             try:
-                self._board.put(self.rank, json.dumps(asdict(self._note)))
+                self._board.put(self.rank, json.dumps(asdict(self._arrival)))
             except (RuntimeError, OSError):  # the exchange itself will say what is wrong
                 self._board = None
 
-    def _read(self, rank: int) -> Note | None:
+    def _read(self, rank: int) -> Arrival | None:
         """What is on the board; raises nothing."""
         try:
-            return Note.of(None if self._read_from is None else self._read_from.read(rank))
+            return Arrival.of(None if self._read_from is None else self._read_from.read(rank))
         except (RuntimeError, OSError, UnicodeDecodeError):
             return None
 
-    def _look_at(self, note: Note | None) -> tuple[Process, tuple[Thread, ...]]:
+    def _look_at(self, arrival: Arrival | None) -> tuple[Process, tuple[Thread, ...]]:
         """What can be seen from here of a rank that has not come."""
-        if note is None or note.host != self._note.host:
+        if arrival is None or arrival.host != self._arrival.host:
             return "unknown", ()
-        if note.pid == self._note.pid:
-            lives = note.thread in sys._current_frames()
-            threads = recorder.threads_of_process(note.thread) if lives else ()
+        if arrival.pid == self._arrival.pid:
+            lives = arrival.thread in sys._current_frames()
+            threads = recorder.threads_of_process(arrival.thread) if lives else ()
             return ("alive" if lives else "unknown"), threads
-        process, threads = stacks.look_at(note.pid, note.offer)
+        process, threads = stacks.look_at(arrival.pid, arrival.offer)
         if process != "busy":
             return process, threads
         # Nobody has asked it: that it does not answer says nothing about its GIL.
@@ -203,23 +206,23 @@ class RollCall:
         )
 
 
-class _Watch(threading.Thread):
-    """Reads the board while a rank waits in a meeting, and says for whom it waits."""
+class _ArrivalMonitor(threading.Thread):
+    """Reads the board while a rank waits in an exchange, and says for whom it waits."""
 
-    def __init__(self, roll_call: RollCall) -> None:
-        super().__init__(name="deep_ep roll call", daemon=True)
-        self._roll_call = roll_call
+    def __init__(self, group: MonitoredGroup) -> None:
+        super().__init__(name="deep_ep arrivals", daemon=True)
+        self._group = group
         self._since_s = time.monotonic()
         self._over = threading.Event()
         self._is_asked = False
         self._verdict: HangVerdict | None = None
 
     def waited_s(self) -> float:
-        """How long the meeting has been waited for."""
+        """How long this rank has been in the exchange."""
         return time.monotonic() - self._since_s
 
     def end(self) -> None:
-        """The meeting is over."""
+        """The exchange is over."""
         self._over.set()
 
     def answer(self) -> HangVerdict | None:
@@ -240,11 +243,11 @@ class _Watch(threading.Thread):
             self._look()
 
     def _look(self) -> None:
-        self._verdict = self._roll_call.verdict(self.waited_s())
+        self._verdict = self._group.verdict(self.waited_s())
 
     def _say(self) -> None:
         """The lowest of the ranks that wait does."""
-        verdict, rank = self._verdict, self._roll_call.rank
+        verdict, rank = self._verdict, self._group.rank
         if verdict is None and rank == 0:
             _log.warning(
                 "deep_ep: rank 0 waits in Buffer(), for %.3g s, for ranks that have not come; who they are cannot be "

@@ -1,4 +1,4 @@
-"""Who leads an inquiry where rank 0 does not answer: the lowest rank that does.
+"""Election of the rank that leads an inquiry where rank 0 does not answer: the lowest rank that does.
 
 Whoever wants one asks rank 0. If no inquiry begins in time, it asks the next rank, and so on up to itself. All
 go the same way, so they meet at the same rank. A lower one that answers after all takes over again. As the
@@ -19,7 +19,7 @@ _BEGIN_S, _VERDICT_S = 0.5, 2.0
 REQUESTS = ("stuck", "dump")
 
 
-class Succession:
+class LeaderElection:
     """One rank's view. One thread at a time."""
 
     def __init__(

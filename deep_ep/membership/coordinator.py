@@ -1,4 +1,9 @@
-"""The connections of a buffer's ranks: a hub on rank 0, and a spoke on every other rank."""
+"""The connections through which the ranks of a buffer learn who lives: one from every rank to rank 0.
+
+Rank 0's process runs the `Coordinator`: it accepts the connections, passes on who has died or left, decides who is
+missing (agreement.py) and leads inquiries (inquiry.py). Every other process runs a `CoordinatorClient` per rank,
+which talks to rank 0 and, where rank 0 does not answer, to the other ranks (failover.py).
+"""
 
 from __future__ import annotations
 
@@ -12,13 +17,13 @@ from collections.abc import Sequence
 from deep_ep.base.ranks import Message, RankPlace
 from deep_ep.hang import inquiry
 from deep_ep.hang.announcement import Announcer
-from deep_ep.hang.inquiry import Inquiries, Told
+from deep_ep.hang.inquiry import Inquiries, InquiryResult
 from deep_ep.membership.agreement import Arbiter
-from deep_ep.membership.deputy import LAST_WORDS_S, Deputy
-from deep_ep.membership.door import Door, greeting
+from deep_ep.membership.failover import LAST_WORDS_S, InquiryFailover
+from deep_ep.membership.leader_election import REQUESTS
 from deep_ep.membership.lines import NOT_UNDERSTOOD, Address, Line, LineClosed, descriptors_left
+from deep_ep.membership.listener import ConnectionListener, greeting
 from deep_ep.membership.loop import Loop, Member
-from deep_ep.membership.succession import REQUESTS
 
 # How long a rank may take to connect, and descriptors that are left to the program. Chosen.
 _CONNECT_S = 10.0
@@ -27,11 +32,11 @@ _SPARE_DESCRIPTORS = 64
 _log = logging.getLogger("deep_ep")
 
 
-class Hub(Loop):
-    """Rank 0's thread: the arbiter, the ranks of this process, and connections to all others.
+class Coordinator(Loop):
+    """Rank 0's end, a thread: the arbiter, the ranks of this process, and connections to all others.
 
     Attributes:
-        door: where the others connect, until all are in.
+        listener: where the others connect, until all have.
         lines: the connections, by rank.
     """
 
@@ -44,7 +49,7 @@ class Hub(Loop):
                 f"{num_ranks} connections are needed, and {descriptors_left()} more descriptors are "
                 "allowed; raise RLIMIT_NOFILE (ulimit -n)"
             )
-        super().__init__("deep_ep.liveness hub")
+        super().__init__("deep_ep.liveness coordinator")
         self._arbiter = Arbiter(num_ranks, self._send, self.call_later, time.monotonic)
         self._inquiries = Inquiries(
             places, ranks_per_node, self._arbiter, self._send, self.call_later, self._tell
@@ -53,7 +58,9 @@ class Hub(Loop):
         self._members: dict[int, Member] = {}
         self.lines: dict[int, Line] = {}
         self._announcer = Announcer()
-        self.door = Door(self, address, token, num_ranks, self._has_place, self._admit)
+        self.listener = ConnectionListener(
+            self, address, token, num_ranks, self._is_free, self._accept
+        )
 
     def take_in(self, member: Member) -> None:
         """A rank of this process joins; from any thread."""
@@ -62,7 +69,7 @@ class Hub(Loop):
 
     def complete(self, unreachable: Sequence[int]) -> None:
         """All ranks have connected, but for these."""
-        self.door.shut()
+        self.listener.stop()
         for rank in unreachable:
             self._arbiter.unwatch(rank)
 
@@ -106,19 +113,19 @@ class Hub(Loop):
 
     def forget(self) -> None:
         super().forget()
-        self.door.forget()
+        self.listener.forget()
         for line in self.lines.values():
             line.close()
 
-    def _tell(self, told: Told) -> None:
+    def _tell(self, result: InquiryResult) -> None:
         """A verdict: to the log, to all ranks, and where dumps go."""
-        self.aside(lambda: self._announcer.announce(told), self._send_all)
+        self.aside(lambda: self._announcer.announce(result), self._send_all)
 
     def _send_all(self, message: Message) -> None:
         for rank in (*self._members, *self.lines):
             self._send(rank, message)
 
-    def _has_place(self, rank: int) -> bool:
+    def _is_free(self, rank: int) -> bool:
         return rank not in self.lines and rank not in self._members
 
     def _stop_if_last(self) -> None:
@@ -141,7 +148,7 @@ class Hub(Loop):
         if rank in self._members:
             self._members[rank].handle(message)
 
-    def _admit(self, rank: int, line: Line) -> None:
+    def _accept(self, rank: int, line: Line) -> None:
         self.lines[rank] = line
         self.watch(line, lambda: self._serve(rank))
 
@@ -169,8 +176,8 @@ class Hub(Loop):
         self.drop(self.lines.pop(rank))
 
 
-class Spoke(Loop):
-    """Another rank's thread: its connection to rank 0.
+class CoordinatorClient(Loop):
+    """Another rank's end, a thread: its connection to rank 0.
 
     Attributes:
         line: the connection.
@@ -185,7 +192,7 @@ class Spoke(Loop):
         self._await_welcome(connection)
         host = str(connection.getsockname()[0])
         to_0 = self._say_to_rank_0, self._has_rank_0
-        self._deputy = Deputy(self, member, num_ranks, token, host, *to_0)
+        self._failover = InquiryFailover(self, member, num_ranks, token, host, *to_0)
         member.attach(self)
         self.watch(self.line, self._serve)
 
@@ -195,11 +202,11 @@ class Spoke(Loop):
     def introduce(
         self, addresses: Sequence[Address | None], places: Sequence[RankPlace], ranks_per_node: int
     ) -> None:
-        self.post(lambda: self._deputy.introduce(addresses, places, ranks_per_node))
+        self.post(lambda: self._failover.introduce(addresses, places, ranks_per_node))
 
     def say(self, rank: int, message: Message) -> None:
         if message["type"] in REQUESTS:
-            self._deputy.request(message)
+            self._failover.request(message)
         else:
             self._say_to_rank_0(message)
 
@@ -219,11 +226,11 @@ class Spoke(Loop):
     def forget(self) -> None:
         super().forget()
         self.line.close()
-        self._deputy.close()
+        self._failover.close()
 
     @property
     def address(self) -> Address | None:
-        return self._deputy.address
+        return self._failover.address
 
     def _has_rank_0(self) -> bool:
         return self.line.fileno() >= 0
@@ -253,7 +260,7 @@ class Spoke(Loop):
                 if message.get("type") == "off":
                     self._end("")
                     return
-                self._deputy.hear_of(0, message)
+                self._failover.hear_of(0, message)
                 self._member.handle(message)
             self.watch(self.line, self._serve)
         except LineClosed as closed:
@@ -272,4 +279,4 @@ class Spoke(Loop):
         self._member.lose(how)
 
     def lose_rank_0(self) -> None:
-        self._deputy.lose_rank_0()
+        self._failover.lose_rank_0()
