@@ -1,4 +1,11 @@
-"""RDMA devices, and what IBGDA, with which kernels put rows onto the network themselves, needs of the machine."""
+"""The doctor's checks of the network: can ranks on different hosts exchange rows over RDMA?
+
+Rows between hosts go over RDMA with IBGDA: GPU kernels write to the NIC themselves, without the CPU. `check` looks
+whether the host has RDMA devices, whether their ports are up, have GIDs and count no errors, and whether this user
+may open them. Then it looks at what IBGDA needs besides: a new enough libmlx5, options of the NVIDIA driver, and
+GPU memory that a NIC can read. It also says which NICs are nearest to each GPU. Everything is read from the files
+and tools of a `Host`; nothing is sent.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,10 @@
-"""Why operations hang: follows who waits for whom to where that ends.
+"""The verdict on a hang: from the states of all ranks, who or what is the cause.
 
-A rank that waits itself passes the blame on; what it ends at is a cause. No rank is a cause because many
-wait for it, and none is one for being slow to say where it is.
+`judge` is a pure function. Each state says what its rank does and for whom it waits (hang/states.py); these waits
+are the edges of a graph. The blame follows the edges: a rank that waits itself passes it on to those it waits for.
+Where it arrives at a rank that does not wait, that rank is the cause, for instance because its process is dead or
+has not called the operation. It may also end at a path on which nothing arrived, at a circle of ranks, or at ranks
+that called different operations. How many wait for a rank is no evidence against it, nor is a late answer.
 """
 
 from __future__ import annotations

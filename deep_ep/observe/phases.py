@@ -1,6 +1,8 @@
-"""Where the time of a rank goes: the recent operations of one rank, taken apart by their stamps.
+"""Phases: into what the time of one rank goes, operation by operation, for `Buffer.phases` and the log.
 
-From the end of one operation to the end of the next, without gap or overlap:
+The kernels stamp the steps of each operation (stamps.py), and `deep_ep.moe` those of the program around it (parts.py).
+This module turns the stamps of one rank into phases; it needs nothing from other ranks. The phases of an operation
+fill the time from the end of the operation before to its own end, without gap or overlap:
 
     between   the program: experts, attention, everything that is nothing of the following
     layout    before a normal dispatch: it is counted where tokens go
@@ -15,9 +17,9 @@ From the end of one operation to the end of the next, without gap or overlap:
     path      ... has sent everything, and it has not come
     copy      after the last arrival: rows are put where they belong, or summed up
 
-The first four lie before an operation. A part of the program that runs while rows travel, on another stream or before a hook
-is called, is in what the operation does then. Waiting begins when a rank has nothing left to send, and is charged to the rank whose data came last. To send includes to wait
-for slots of queues.
+The first four lie before the operation. A part of the program that runs while rows travel, on another stream or before a
+hook is called, counts as what the operation does meanwhile. The wait (late, issue, path) begins when the rank has nothing left
+to send, and is charged to the rank whose data came last. Waiting for free slots of queues is part of "send".
 """
 
 from __future__ import annotations

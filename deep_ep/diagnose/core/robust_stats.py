@@ -1,4 +1,11 @@
-"""Robust statistics that know of missing values: NaN is "not known" and never counts."""
+"""Robust statistics for diagnosis: medians, spreads and tests that slow ranks and missing values do not upset.
+
+The analysers compare ranks and paths of which some may be slow, and some may have no value. So a typical value is a
+median and a spread comes from the median absolute deviation; both hold while less than half of the values are
+outliers. NaN means "not known" and counts nowhere. `healthy` finds location and spread of the members of a group
+that are not slow; `z_for`, `certainty` and `student` say how large a deviation must be, in standard errors, to be no
+chance among many tests.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""The word to a background thread that it shall end, from anywhere."""
+"""A flag that tells a background thread to end, and that a destructor may set.
+
+The threads of a live diagnosis wait on it between two windows. A buffer that nobody holds any more is ended by its
+destructor, which the garbage collector may call in any thread and in the middle of anything. `threading.Event` has a
+lock that is not made for that, so the flag is built on `queue.SimpleQueue`, whose `put` is.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +14,8 @@ import queue
 class StopFlag:
     """An event that one thread waits for, and whose `set` may be called by a destructor.
 
-    The garbage collector calls destructors in any thread, in the middle of anything: where `set` of a
-    `threading.Event` finds its lock taken by the very thread that calls it, that thread stays for ever.
+    A `set` of `threading.Event` that interrupts a call of the same event in the same thread finds the lock taken by
+    that thread, and waits for ever.
     """
 
     def __init__(self) -> None:
