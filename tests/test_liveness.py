@@ -21,8 +21,8 @@ from deep_ep.base.ranks import Decision, Message, Progress, RankPlace
 from deep_ep.group import thread_groups
 from deep_ep.hang.hang_watch import HangWatch
 from deep_ep.membership import agreement, liveness, rendezvous
+from deep_ep.membership.connection import Connection, ConnectionClosed
 from deep_ep.membership.coordinator import Coordinator
-from deep_ep.membership.lines import Line, LineClosed
 from deep_ep.membership.listener import greeting
 
 # Who needs longer hangs.
@@ -205,10 +205,10 @@ def two_hosts() -> Iterator[list[str]]:
             subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
 
 
-def line_of(rank: Rank) -> Line:
+def connection_of(rank: Rank) -> Connection:
     loop: Any = rank.member.loop
-    line: Line = loop.line
-    return line
+    connection: Connection = loop.connection
+    return connection
 
 
 def test_all_ranks_get_one_answer_and_who_waits_gives_up(connected_by: str) -> None:
@@ -231,7 +231,7 @@ def test_threads(connected_by: str) -> None:
 
 def test_a_broken_connection_is_a_death(by_sockets: None) -> None:
     with connected(3) as ranks:
-        line_of(ranks[1]).connection.shutdown(socket.SHUT_RDWR)
+        connection_of(ranks[1]).socket.shutdown(socket.SHUT_RDWR)
         until(lambda: ranks[0].native.gone == ranks[2].native.gone == [1])
         decision = ranks[2].agree([1])
         assert decision is not None
@@ -243,8 +243,8 @@ def test_without_rank_0_all_say_the_same(by_sockets: None) -> None:
         coordinator: Any = ranks[0].member.loop
 
         def cut_all() -> None:
-            for line in list(coordinator.lines.values()):
-                line.connection.shutdown(socket.SHUT_RDWR)
+            for connection in list(coordinator.connections.values()):
+                connection.socket.shutdown(socket.SHUT_RDWR)
 
         # On the coordinator's thread: between two cuts it would tell one rank that the other is gone.
         coordinator.post(cut_all)
@@ -319,7 +319,7 @@ def test_who_parts_waits_for_those_that_parted_before_and_not_for_the_dead(
         ranks[1].member.part()
         assert ranks[1].native.gone == []
         until(lambda: ranks[0].native.gone == [2, 1])
-        line_of(ranks[3]).close()
+        connection_of(ranks[3]).close()
         until(lambda: ranks[1].native.gone == [3])
 
 
@@ -348,9 +348,9 @@ def test_a_dropped_buffer_says_goodbye(connected_by: str) -> None:
 def test_kernels_of_both_ends_look_whether_the_other_host_is_there(by_sockets: None) -> None:
     with connected(2) as ranks:
         coordinator: Any = ranks[0].member.loop
-        until(lambda: coordinator.lines)
-        for line in (line_of(ranks[1]), coordinator.lines[1]):
-            option = line.connection.getsockopt
+        until(lambda: coordinator.connections)
+        for connection in (connection_of(ranks[1]), coordinator.connections[1]):
+            option = connection.socket.getsockopt
             assert option(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
             looks = option(socket.IPPROTO_TCP, socket.TCP_KEEPCNT)
             every_s = option(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL)
@@ -414,7 +414,7 @@ def test_nonsense_of_a_rank_says_nothing_about_it(
     by_sockets: None, caplog: pytest.LogCaptureFixture
 ) -> None:
     with connected(3) as ranks:
-        line_of(ranks[1]).connection.send(b'{"type":"report"}\n')
+        connection_of(ranks[1]).socket.send(b'{"type":"report"}\n')
         until(lambda: "rank 1" in caplog.text)
         decision = ranks[2].agree([1])
         assert decision is not None
@@ -467,46 +467,46 @@ def test_ranks_that_cannot_connect_work_as_without(
         assert ranks[1].native.gone == []
 
 
-def test_a_line_takes_only_messages_of_bounded_size() -> None:
+def test_a_connection_takes_only_messages_of_bounded_size() -> None:
     ours, theirs = socket.socketpair()
-    line = Line(ours)
+    connection = Connection(ours)
     theirs.sendall(b'{"a":1}\n{"b":')
-    assert line.receive() == [{"a": 1}]
+    assert connection.receive() == [{"a": 1}]
     theirs.sendall(b"2}\n")
-    assert line.receive() == [{"b": 2}]
+    assert connection.receive() == [{"b": 2}]
     for nonsense in (b"[1]\n", b"no json\n", b"\xff\n"):
         theirs.sendall(nonsense)
         with pytest.raises(ValueError, match="."):
-            line.receive()
+            connection.receive()
 
     def flood() -> None:
         for _ in range(40):
             theirs.sendall(b"x" * 50_000)
-            line.receive()
+            connection.receive()
 
     with pytest.raises(ValueError, match="more than"):
         flood()
-    line.close()
+    connection.close()
     theirs.close()
 
 
-def test_a_line_keeps_what_the_other_end_cannot_take_yet() -> None:
+def test_a_connection_keeps_what_the_other_end_cannot_take_yet() -> None:
     ours, theirs = socket.socketpair()
-    line = Line(ours)
-    other = Line(theirs)
+    connection = Connection(ours)
+    other = Connection(theirs)
     message = {"text": "x" * 100_000}
     for _ in range(20):
-        line.send(message)
-    assert line.has_unsent
+        connection.send(message)
+    assert connection.has_unsent
     received: list[Any] = []
     while len(received) < 20:
         received += other.receive()
-        line.flush()
+        connection.flush()
     assert received == [message] * 20
-    line.close()
-    with pytest.raises(LineClosed):
+    connection.close()
+    with pytest.raises(ConnectionClosed):
         other.receive()
-    with pytest.raises(LineClosed):
+    with pytest.raises(ConnectionClosed):
         other.send(message)
 
 
@@ -514,17 +514,17 @@ def test_a_line_keeps_what_the_other_end_cannot_take_yet() -> None:
 def test_the_last_words_of_who_closes_without_reading_are_heard(sends: bool) -> None:
     """As ranks do that end while they are told of others that end; TCP resets such a connection."""
     with socket.create_server(("127.0.0.1", 0)) as server:
-        ours = Line(socket.create_connection(server.getsockname()))
-        theirs = Line(server.accept()[0])
+        ours = Connection(socket.create_connection(server.getsockname()))
+        theirs = Connection(server.accept()[0])
     ours.send({"type": "left", "rank": 7})
     theirs.send({"type": "left", "rank": 2})
-    until(lambda: theirs.connection.recv(1, socket.MSG_PEEK))
+    until(lambda: theirs.socket.recv(1, socket.MSG_PEEK))
     theirs.close()
     if sends:
-        with pytest.raises(LineClosed):
+        with pytest.raises(ConnectionClosed):
             until(lambda: ours.send({"type": "ask"}))
     assert ours.receive() == [{"type": "left", "rank": 2}]
-    with pytest.raises(LineClosed, match="process"):
+    with pytest.raises(ConnectionClosed, match="process"):
         ours.receive()
     ours.close()
 

@@ -18,8 +18,8 @@ from deep_ep.hang.inquiry import Inquiries, InquiryResult
 from deep_ep.hang.states import PROCESSES, Call, RankState, Waits
 from deep_ep.membership import listener, liveness
 from deep_ep.membership.agreement import Arbiter
+from deep_ep.membership.connection import NOT_UNDERSTOOD
 from deep_ep.membership.coordinator import Coordinator
-from deep_ep.membership.lines import NOT_UNDERSTOOD
 from deep_ep.membership.listener import greeting
 from test_liveness import LONG_S, Native, OnlyOwn, connected
 
@@ -311,7 +311,7 @@ def test_no_message_of_a_peer_ends_a_rank(
 def test_a_rank_that_does_not_understand_rank_0_is_no_dead_one(
     said: bytes, three: list[Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    connection = three[0].member.loop.lines[1].connection
+    connection = three[0].member.loop.connections[1].socket
     connection.send(said + b"\n")
     address = three[1].member.address
     assert b"welcome" in send(address, greeting(three[1].member.loop._failover._peers._token, 2))

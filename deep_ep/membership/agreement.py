@@ -334,7 +334,7 @@ class Arbiter:
             self._send(rank, {"type": "undecided", "key": list(key)})
 
     def _tell(self, message: Message) -> None:
-        """To all ranks; to those that do not answer, once they do, lest a stopped one fill its line."""
+        """To all ranks; to those that do not answer, once they do, lest messages to a stopped one pile up."""
         for rank in range(self._num_ranks):
             if not self._is_there(rank) and rank not in self.parting:
                 continue

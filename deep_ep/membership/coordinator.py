@@ -19,9 +19,15 @@ from deep_ep.hang import inquiry
 from deep_ep.hang.announcement import Announcer
 from deep_ep.hang.inquiry import Inquiries, InquiryResult
 from deep_ep.membership.agreement import Arbiter
+from deep_ep.membership.connection import (
+    NOT_UNDERSTOOD,
+    Address,
+    Connection,
+    ConnectionClosed,
+    descriptors_left,
+)
 from deep_ep.membership.failover import LAST_WORDS_S, InquiryFailover
 from deep_ep.membership.leader_election import REQUESTS
-from deep_ep.membership.lines import NOT_UNDERSTOOD, Address, Line, LineClosed, descriptors_left
 from deep_ep.membership.listener import ConnectionListener, greeting
 from deep_ep.membership.loop import Loop, Member
 
@@ -37,7 +43,7 @@ class Coordinator(Loop):
 
     Attributes:
         listener: where the others connect, until all have.
-        lines: the connections, by rank.
+        connections: to the others, by rank.
     """
 
     def __init__(
@@ -56,7 +62,7 @@ class Coordinator(Loop):
         )
         self._num_ranks = num_ranks
         self._members: dict[int, Member] = {}
-        self.lines: dict[int, Line] = {}
+        self.connections: dict[int, Connection] = {}
         self._announcer = Announcer()
         self.listener = ConnectionListener(
             self, address, token, num_ranks, self._is_free, self._accept
@@ -93,9 +99,9 @@ class Coordinator(Loop):
         self._stop()
 
     def fail(self) -> None:
-        for line in list(self.lines.values()):
-            with contextlib.suppress(LineClosed):
-                line.send({"type": "off"})
+        for connection in list(self.connections.values()):
+            with contextlib.suppress(ConnectionClosed):
+                connection.send({"type": "off"})
         for member in self.members():
             member.lose("")
 
@@ -114,53 +120,53 @@ class Coordinator(Loop):
     def forget(self) -> None:
         super().forget()
         self.listener.forget()
-        for line in self.lines.values():
-            line.close()
+        for connection in self.connections.values():
+            connection.close()
 
     def _tell(self, result: InquiryResult) -> None:
         """A verdict: to the log, to all ranks, and where dumps go."""
         self.aside(lambda: self._announcer.announce(result), self._send_all)
 
     def _send_all(self, message: Message) -> None:
-        for rank in (*self._members, *self.lines):
+        for rank in (*self._members, *self.connections):
             self._send(rank, message)
 
     def _is_free(self, rank: int) -> bool:
-        return rank not in self.lines and rank not in self._members
+        return rank not in self.connections and rank not in self._members
 
     def _stop_if_last(self) -> None:
-        if not self._members and not self.lines:
+        if not self._members and not self.connections:
             self._stop()
 
     def _send(self, rank: int, message: Message) -> None:
         if rank in self._members:
             # Not at once: the arbiter is in the middle of something.
             self.post(lambda: self._hand(rank, message))
-        elif rank in self.lines:
-            line = self.lines[rank]
+        elif rank in self.connections:
+            connection = self.connections[rank]
             try:
-                line.send(message)
-            except LineClosed:
+                connection.send(message)
+            except ConnectionClosed:
                 return  # heard of when it is read, behind what it still sent
-            self.watch(line, lambda: self._serve(rank))
+            self.watch(connection, lambda: self._serve(rank))
 
     def _hand(self, rank: int, message: Message) -> None:
         if rank in self._members:
             self._members[rank].handle(message)
 
-    def _accept(self, rank: int, line: Line) -> None:
-        self.lines[rank] = line
-        self.watch(line, lambda: self._serve(rank))
+    def _accept(self, rank: int, connection: Connection) -> None:
+        self.connections[rank] = connection
+        self.watch(connection, lambda: self._serve(rank))
 
     def _serve(self, rank: int) -> None:
-        line = self.lines.get(rank)
-        if line is None:
+        connection = self.connections.get(rank)
+        if connection is None:
             return
         try:
-            for message in line.exchange():
+            for message in connection.exchange():
                 self.say(rank, message)
-            self.watch(line, lambda: self._serve(rank))
-        except LineClosed as closed:
+            self.watch(connection, lambda: self._serve(rank))
+        except ConnectionClosed as closed:
             self._drop(rank)
             has_come_to_destroy = rank in self._arbiter.parting
             self._arbiter.lose(rank, closed.how)
@@ -173,28 +179,28 @@ class Coordinator(Loop):
             self._arbiter.unwatch(rank)
 
     def _drop(self, rank: int) -> None:
-        self.drop(self.lines.pop(rank))
+        self.drop(self.connections.pop(rank))
 
 
 class CoordinatorClient(Loop):
     """Another rank's end, a thread: its connection to rank 0.
 
     Attributes:
-        line: the connection.
+        connection: to rank 0.
     """
 
     def __init__(self, member: Member, address: Address, token: str, num_ranks: int) -> None:
         super().__init__(f"deep_ep.liveness rank {member.rank}")
         self._member = member
-        connection = socket.create_connection(address, _CONNECT_S)
-        self.line = Line(connection)
-        self.line.send_bytes(greeting(token, member.rank))
-        self._await_welcome(connection)
-        host = str(connection.getsockname()[0])
+        sock = socket.create_connection(address, _CONNECT_S)
+        self.connection = Connection(sock)
+        self.connection.send_bytes(greeting(token, member.rank))
+        self._await_welcome(sock)
+        host = str(sock.getsockname()[0])
         to_0 = self._say_to_rank_0, self._has_rank_0
         self._failover = InquiryFailover(self, member, num_ranks, token, host, *to_0)
         member.attach(self)
-        self.watch(self.line, self._serve)
+        self.watch(self.connection, self._serve)
 
     def members(self) -> Sequence[Member]:
         return [self._member]
@@ -211,21 +217,21 @@ class CoordinatorClient(Loop):
             self._say_to_rank_0(message)
 
     def leave(self, rank: int, closed: int) -> None:
-        with contextlib.suppress(LineClosed):
-            self.line.send({"type": "left", "closed": closed})
+        with contextlib.suppress(ConnectionClosed):
+            self.connection.send({"type": "left", "closed": closed})
         self._stop()
 
     def leave_all(self) -> None:
         self.leave(self._member.rank, self._member.progress().closed)
 
     def fail(self) -> None:
-        with contextlib.suppress(LineClosed):
-            self.line.send({"type": "unwatched"})
+        with contextlib.suppress(ConnectionClosed):
+            self.connection.send({"type": "unwatched"})
         self._member.lose("")
 
     def forget(self) -> None:
         super().forget()
-        self.line.close()
+        self.connection.close()
         self._failover.close()
 
     @property
@@ -233,37 +239,37 @@ class CoordinatorClient(Loop):
         return self._failover.address
 
     def _has_rank_0(self) -> bool:
-        return self.line.fileno() >= 0
+        return self.connection.fileno() >= 0
 
     def _say_to_rank_0(self, message: Message) -> None:
         if not self._has_rank_0():
             return
         try:
-            self.line.send(message)
-        except LineClosed:
+            self.connection.send(message)
+        except ConnectionClosed:
             return  # heard of when it is read
-        self.watch(self.line, self._serve)
+        self.watch(self.connection, self._serve)
 
-    def _await_welcome(self, connection: socket.socket) -> None:
+    def _await_welcome(self, sock: socket.socket) -> None:
         with selectors.DefaultSelector() as waiting:
-            waiting.register(connection, selectors.EVENT_READ)
+            waiting.register(sock, selectors.EVENT_READ)
             if not waiting.select(_CONNECT_S):
                 raise OSError(f"rank 0 did not answer within {_CONNECT_S:g} s")
         try:
-            self.line.receive()
-        except LineClosed as error:
+            self.connection.receive()
+        except ConnectionClosed as error:
             raise OSError("rank 0 closed the connection") from error
 
     def _serve(self) -> None:
         try:
-            for message in self.line.exchange():
+            for message in self.connection.exchange():
                 if message.get("type") == "off":
                     self._end("")
                     return
                 self._failover.hear_of(0, message)
                 self._member.handle(message)
-            self.watch(self.line, self._serve)
-        except LineClosed as closed:
+            self.watch(self.connection, self._serve)
+        except ConnectionClosed as closed:
             self._end(closed.how)
         except NOT_UNDERSTOOD as error:
             _log.warning(
@@ -271,11 +277,11 @@ class CoordinatorClient(Loop):
                 error,
             )
             self.fail()
-            self.drop(self.line)
+            self.drop(self.connection)
 
     def _end(self, how: str) -> None:
         """No more of rank 0; what the rank itself looks for goes on."""
-        self.drop(self.line)
+        self.drop(self.connection)
         self._member.lose(how)
 
     def lose_rank_0(self) -> None:

@@ -17,7 +17,7 @@ from deep_ep.membership.peers import Peers
 
 if TYPE_CHECKING:
     from deep_ep.base.ranks import Message, RankPlace
-    from deep_ep.membership.lines import Address
+    from deep_ep.membership.connection import Address
     from deep_ep.membership.loop import Loop, Member
 
 # Until those who are told of a death have ended what waited for that rank. Chosen.

@@ -15,7 +15,7 @@ import socket
 import time
 from typing import TYPE_CHECKING, Callable
 
-from deep_ep.membership.lines import Line, LineClosed
+from deep_ep.membership.connection import Connection, ConnectionClosed
 
 if TYPE_CHECKING:
     from deep_ep.membership.loop import Loop
@@ -46,7 +46,7 @@ class ConnectionListener:
         token: str,
         num_ranks: int,
         is_free: Callable[[int], bool],
-        accept: Callable[[int, Line], None],
+        accept: Callable[[int, Connection], None],
     ) -> None:
         """Begins to listen.
 
@@ -63,7 +63,8 @@ class ConnectionListener:
         """
         self._loop, self._token, self._num_ranks = loop, token.encode(), num_ranks
         self._is_free, self._accept = is_free, accept
-        self._ungreeted: dict[Line, float] = {}  # and until when they may greet; the oldest first
+        # And until when they may greet; the oldest first.
+        self._ungreeted: dict[Connection, float] = {}
         self._expiry_is_due = False
         at = host if host.startswith("127.") else ""
         self.socket = socket.create_server((at, 0), backlog=max(num_ranks, socket.SOMAXCONN))
@@ -74,52 +75,53 @@ class ConnectionListener:
     def stop(self) -> None:
         """Takes no further connections."""
         self._loop.ignore(self.socket.fileno())
-        for line in self._ungreeted:
-            self._loop.drop(line)
+        for connection in self._ungreeted:
+            self._loop.drop(connection)
         self._ungreeted.clear()
         self.socket.close()
 
     def forget(self) -> None:
         """In a forked child: closes descriptors and nothing else."""
         self.socket.close()
-        for line in self._ungreeted:
-            line.close()
+        for connection in self._ungreeted:
+            connection.close()
 
     def _connect(self) -> None:
         with contextlib.suppress(OSError):
-            line = Line(self.socket.accept()[0])
-            self._ungreeted[line] = time.monotonic() + GREETING_TIMEOUT_S
+            connection = Connection(self.socket.accept()[0])
+            self._ungreeted[connection] = time.monotonic() + GREETING_TIMEOUT_S
             if len(self._ungreeted) > 2 * self._num_ranks:
                 self._disconnect(next(iter(self._ungreeted)))
-            self._loop.watch(line, lambda: self._read_greeting(line))
+            self._loop.watch(connection, lambda: self._read_greeting(connection))
             if not self._expiry_is_due:
                 self._expiry_is_due = True
                 self._loop.call_later(GREETING_TIMEOUT_S, self._disconnect_expired)
 
-    def _read_greeting(self, line: Line) -> None:
+    def _read_greeting(self, connection: Connection) -> None:
         try:
-            received = line.take(len(self._token) + _RANK_DIGITS)
+            received = connection.take(len(self._token) + _RANK_DIGITS)
             if received is None:
                 return
             rank = self._greeting_rank(received)
-            line.send({"type": "welcome"})
-        except (LineClosed, ValueError):
-            self._disconnect(line)
+            connection.send({"type": "welcome"})
+        except (ConnectionClosed, ValueError):
+            self._disconnect(connection)
             return
-        self._ungreeted.pop(line, None)
-        self._accept(rank, line)
+        self._ungreeted.pop(connection, None)
+        self._accept(rank, connection)
 
     def _disconnect_expired(self) -> None:
         now = time.monotonic()
-        for line in [line for line, until in self._ungreeted.items() if until <= now]:
-            self._disconnect(line)
+        expired = [connection for connection, until in self._ungreeted.items() if until <= now]
+        for connection in expired:
+            self._disconnect(connection)
         self._expiry_is_due = bool(self._ungreeted)
         if self._expiry_is_due:
             self._loop.call_later(min(self._ungreeted.values()) - now, self._disconnect_expired)
 
-    def _disconnect(self, line: Line) -> None:
-        self._ungreeted.pop(line, None)
-        self._loop.drop(line)
+    def _disconnect(self, connection: Connection) -> None:
+        self._ungreeted.pop(connection, None)
+        self._loop.drop(connection)
 
     def _greeting_rank(self, received: bytes) -> int:
         """The rank that greets.

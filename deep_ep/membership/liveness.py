@@ -27,8 +27,8 @@ from deep_ep.errors import ranks_text
 from deep_ep.hang import dump_requests, hang_watch
 from deep_ep.hang.hang_watch import HangWatch
 from deep_ep.membership import agreement, rendezvous
+from deep_ep.membership.connection import Address
 from deep_ep.membership.coordinator import Coordinator, CoordinatorClient
-from deep_ep.membership.lines import Address
 from deep_ep.membership.loop import Loop
 
 if TYPE_CHECKING:

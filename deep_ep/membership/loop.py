@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from typing import Callable, Protocol, TypeVar
 
 from deep_ep.base.ranks import Message, Progress, RankPlace
-from deep_ep.membership.lines import Address, Line, Wakeup
+from deep_ep.membership.connection import Address, Connection, Wakeup
 
 # How long the end of a process waits for its last words to be sent; chosen.
 _END_S = 1.0
@@ -118,20 +118,20 @@ class Loop(ABC):
         with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(descriptor)
 
-    def watch(self, line: Line, on_ready: Callable[[], None]) -> None:
+    def watch(self, connection: Connection, on_ready: Callable[[], None]) -> None:
         """Has the thread call it when a connection has something, or takes what is unsent. From that thread only."""
-        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if line.has_unsent else 0)
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.has_unsent else 0)
         try:
-            self._selector.get_key(line)
+            self._selector.get_key(connection)
         except KeyError:
-            self._selector.register(line, events, on_ready)
+            self._selector.register(connection, events, on_ready)
         else:
-            self._selector.modify(line, events, on_ready)
+            self._selector.modify(connection, events, on_ready)
 
-    def drop(self, line: Line) -> None:
+    def drop(self, connection: Connection) -> None:
         """Closes a connection. From that thread only."""
-        self.ignore(line.fileno())
-        line.close()
+        self.ignore(connection.fileno())
+        connection.close()
 
     def join(self, timeout_s: float) -> None:
         """Waits for the end of the thread."""

@@ -9,7 +9,7 @@ import socket
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Callable
 
-from deep_ep.membership.lines import NOT_UNDERSTOOD, Address, Line, LineClosed
+from deep_ep.membership.connection import NOT_UNDERSTOOD, Address, Connection, ConnectionClosed
 from deep_ep.membership.listener import ConnectionListener, greeting
 
 if TYPE_CHECKING:
@@ -47,8 +47,8 @@ class Peers:
         """
         self._loop, self._rank, self._token, self._hear = loop, rank, token, hear
         self._addresses: Sequence[Address | None] = ()
-        self._called: dict[int, Line] = {}  # by this rank
-        self._callers: list[Line] = []
+        self._called: dict[int, Connection] = {}  # by this rank
+        self._callers: list[Connection] = []
         self._listener: ConnectionListener | None = None
         with contextlib.suppress(OSError):  # others go without this rank
             self._listener = ConnectionListener(
@@ -67,20 +67,20 @@ class Peers:
     def send(self, rank: int, message: Message) -> None:
         """Says something to a rank, which may not arrive."""
         try:
-            line = self._called.get(rank) or self._call(rank)
-            line.send(message)
-        except (OSError, LineClosed):
-            return  # of an open line, heard of when it is read
-        self._loop.watch(line, lambda: self._serve(rank, line))
+            connection = self._called.get(rank) or self._call(rank)
+            connection.send(message)
+        except (OSError, ConnectionClosed):
+            return  # of an open connection, heard of when it is read
+        self._loop.watch(connection, lambda: self._serve(rank, connection))
 
     def close(self) -> None:
         """Also in a forked child: closes descriptors and nothing else."""
         if self._listener is not None:
             self._listener.forget()
-        for line in (*self._called.values(), *self._callers):
-            line.close()
+        for connection in (*self._called.values(), *self._callers):
+            connection.close()
 
-    def _call(self, rank: int) -> Line:
+    def _call(self, rank: int) -> Connection:
         """Begins to connect; what is said meanwhile is sent once that is done.
 
         Raises:
@@ -89,43 +89,43 @@ class Peers:
         address = self._addresses[rank] if self.can_reach(rank) else None
         if address is None:
             raise OSError(f"rank {rank} listens nowhere")
-        connection = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-        connection.setblocking(False)
-        problem = connection.connect_ex(address)
+        sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        sock.setblocking(False)
+        problem = sock.connect_ex(address)
         if problem not in (0, errno.EINPROGRESS):
-            connection.close()
+            sock.close()
             raise OSError(problem, f"rank {rank} cannot be reached")
-        line = self._called[rank] = Line(connection)
-        line.send_bytes(greeting(self._token, self._rank))
-        return line
+        connection = self._called[rank] = Connection(sock)
+        connection.send_bytes(greeting(self._token, self._rank))
+        return connection
 
-    def _accept(self, rank: int, line: Line) -> None:
-        self._callers.append(line)
-        self._loop.watch(line, lambda: self._serve(rank, line))
+    def _accept(self, rank: int, connection: Connection) -> None:
+        self._callers.append(connection)
+        self._loop.watch(connection, lambda: self._serve(rank, connection))
 
-    def _serve(self, rank: int, line: Line) -> None:
+    def _serve(self, rank: int, connection: Connection) -> None:
         try:
-            said = line.exchange()
-            self._loop.watch(line, lambda: self._serve(rank, line))
+            said = connection.exchange()
+            self._loop.watch(connection, lambda: self._serve(rank, connection))
             for message in said:
                 if message.get("type") != "welcome":
-                    self._hear(rank, message, lambda answer: self._answer(rank, line, answer))
-        except LineClosed:
-            self._drop(rank, line)
+                    self._hear(rank, message, lambda answer: self._answer(rank, connection, answer))
+        except ConnectionClosed:
+            self._drop(rank, connection)
         except NOT_UNDERSTOOD as error:
             _log.warning("deep_ep: what rank %d says is not understood: %s", rank, error)
-            self._drop(rank, line)
+            self._drop(rank, connection)
 
-    def _answer(self, rank: int, line: Line, message: Message) -> None:
-        if line.fileno() < 0:
+    def _answer(self, rank: int, connection: Connection, message: Message) -> None:
+        if connection.fileno() < 0:
             return
-        with contextlib.suppress(LineClosed):  # heard of when it is read
-            line.send(message)
-            self._loop.watch(line, lambda: self._serve(rank, line))
+        with contextlib.suppress(ConnectionClosed):  # heard of when it is read
+            connection.send(message)
+            self._loop.watch(connection, lambda: self._serve(rank, connection))
 
-    def _drop(self, rank: int, line: Line) -> None:
-        self._loop.drop(line)
-        if self._called.get(rank) is line:
+    def _drop(self, rank: int, connection: Connection) -> None:
+        self._loop.drop(connection)
+        if self._called.get(rank) is connection:
             del self._called[rank]
-        if line in self._callers:
-            self._callers.remove(line)
+        if connection in self._callers:
+            self._callers.remove(connection)

@@ -1,7 +1,9 @@
-"""Messages between the processes of a group, outside of its own collectives: JSON, one to a line.
+"""A connection between two processes of a group, outside of its own collectives: messages as JSON, one to a line.
 
-Nothing that arrives is trusted further than that: it is plain data of bounded size, in which every number is
-finite and an integer has 64 bits at most.
+A `Connection` never waits: it sends and receives what the socket takes and has now, and a loop (loop.py) says when
+there is more. It also notices that the other process has ended, or that its host cannot be reached any more. What
+arrives is plain data of bounded size, in which every number is finite and an integer has 64 bits at most; it is not
+trusted further than that. `Wakeup` is how other threads wake a loop.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ NOT_UNDERSTOOD = (
 Address = tuple[str, int]
 
 
-class LineClosed(Exception):  # noqa: N818 - how a line ends, not an error
+class ConnectionClosed(Exception):  # noqa: N818 - how a connection ends, not an error
     """The other end is gone: `how` is "process" if its process ended, "host" if that is unreachable."""
 
     def __init__(self, how: str) -> None:
@@ -52,26 +54,26 @@ class LineClosed(Exception):  # noqa: N818 - how a line ends, not an error
         self.how = how
 
 
-class Line:
+class Connection:
     """One end of a connection. One thread at a time.
 
     Attributes:
-        connection: the socket.
+        socket: over which it goes.
     """
 
-    def __init__(self, connection: socket.socket) -> None:
+    def __init__(self, sock: socket.socket) -> None:
         """Takes the connection over."""
-        self.connection = connection
+        self.socket = sock
         self._unsent = bytearray()
         self._unread = bytearray()
-        self._end: LineClosed | None = None
-        connection.setblocking(False)
-        if connection.family != socket.AF_UNIX:
-            _watch_host(connection)
+        self._end: ConnectionClosed | None = None
+        sock.setblocking(False)
+        if sock.family != socket.AF_UNIX:
+            _watch_host(sock)
 
     def fileno(self) -> int:
         """For a selector; -1 once closed."""
-        return self.connection.fileno()
+        return self.socket.fileno()
 
     @property
     def has_unsent(self) -> bool:
@@ -82,7 +84,7 @@ class Line:
         """Sends a message; does not wait.
 
         Raises:
-            LineClosed: the other end is gone, or has read nothing for long.
+            ConnectionClosed: the other end is gone, or has read nothing for long.
         """
         self.send_bytes(json.dumps(message, separators=(",", ":")).encode() + b"\n")
 
@@ -90,22 +92,22 @@ class Line:
         """Sends bytes as they are; does not wait.
 
         Raises:
-            LineClosed: as `send`.
+            ConnectionClosed: as `send`.
         """
         self._unsent += data
         if len(self._unsent) > _MOST_UNSENT:
-            raise LineClosed("process")
+            raise ConnectionClosed("process")
         self.flush()
 
     def flush(self) -> None:
         """Sends what has not been sent yet, as far as that is possible now.
 
         Raises:
-            LineClosed: the other end is gone.
+            ConnectionClosed: the other end is gone.
         """
         try:
             while self._unsent:
-                del self._unsent[: self.connection.send(self._unsent)]
+                del self._unsent[: self.socket.send(self._unsent)]
         except (BlockingIOError, InterruptedError):
             return
         except OSError as error:
@@ -118,16 +120,16 @@ class Line:
             `None` until all of them are there.
 
         Raises:
-            LineClosed: the other end is gone.
+            ConnectionClosed: the other end is gone.
         """
         try:
-            data = self.connection.recv(num_bytes - len(self._unread))
+            data = self.socket.recv(num_bytes - len(self._unread))
         except (BlockingIOError, InterruptedError):
             return None
         except OSError as error:
             raise self._ended_by(error) from error
         if not data:
-            raise LineClosed("process")
+            raise ConnectionClosed("process")
         self._unread += data
         if len(self._unread) < num_bytes:
             return None
@@ -138,18 +140,18 @@ class Line:
         """The messages that have arrived in full.
 
         Raises:
-            LineClosed: the other end is gone, and all it sent has been returned.
+            ConnectionClosed: the other end is gone, and all it sent has been returned.
             ValueError: what came is no message.
         """
         while True:
             try:
-                data = self.connection.recv(1 << 16)
+                data = self.socket.recv(1 << 16)
             except (BlockingIOError, InterruptedError):
                 return self._messages()
             except OSError as error:
                 data, end = b"", self._ended_by(error)
             else:
-                end = self._end or LineClosed("process")
+                end = self._end or ConnectionClosed("process")
             if not data:
                 # Who closes with something unread resets the connection, behind its last words.
                 messages = self._messages()
@@ -164,20 +166,20 @@ class Line:
         """Sends what it can, and returns what has arrived; what the other end still sent before it closed, too.
 
         Raises:
-            LineClosed, ValueError: as `receive`.
+            ConnectionClosed, ValueError: as `receive`.
         """
-        with contextlib.suppress(LineClosed):
+        with contextlib.suppress(ConnectionClosed):
             self.flush()
         return self.receive()
 
     def close(self) -> None:
         """Closes this end. May be repeated."""
-        self.connection.close()
+        self.socket.close()
 
-    def _ended_by(self, error: OSError) -> LineClosed:
+    def _ended_by(self, error: OSError) -> ConnectionClosed:
         """The first error says how; behind it the system says only that it is over."""
         if self._end is None:
-            self._end = LineClosed("host" if error.errno in _NO_ROUTE else "process")
+            self._end = ConnectionClosed("host" if error.errno in _NO_ROUTE else "process")
         return self._end
 
     def _messages(self) -> list[dict[str, Any]]:
@@ -229,10 +231,10 @@ class Wakeup:
         self._outer.close()
 
 
-def _watch_host(connection: socket.socket) -> None:
+def _watch_host(sock: socket.socket) -> None:
     """Lets the kernels of both hosts find out that the other one is gone."""
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (
         ("TCP_KEEPIDLE", _LOOK_EVERY_S),
         ("TCP_KEEPINTVL", _LOOK_EVERY_S),
@@ -240,7 +242,7 @@ def _watch_host(connection: socket.socket) -> None:
         ("TCP_USER_TIMEOUT", _UNREACHABLE_MS),
     ):
         if hasattr(socket, name):  # all of them on Linux
-            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 def descriptors_left() -> int:
