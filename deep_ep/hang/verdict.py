@@ -235,8 +235,10 @@ class _Case:
         """The rank has not entered the operation."""
         waits = state.waits
         if waits is not None:
-            crosses = waits.series != edge.series and edge.series != DESTRUCTION
-            if crosses and edge.waiter in waits.ranks():
+            is_other = waits.series != edge.series and edge.series != DESTRUCTION
+            # Of ranks that it has masked there is no edge.
+            back = (edge.owed, edge.waiter)
+            if is_other and any((e.waiter, e.owed) == back for e in self.edges):
                 self._cross(edge)
             else:
                 self._pass_on(edge, edge.owed)

@@ -80,8 +80,16 @@ GROUPS = st.tuples(*(st.none() | states_of(rank) for rank in range(RANKS))).map(
 )
 
 
+# Each waits for the other, and one of them has masked it.
+MASKED = {
+    1: RankState(1, 5, waits=Waits("barrier", 0, 0.0, {"entry": (3,)}), masked=(0, 1, 2, 3)),
+    3: RankState(3, 5, waits=Waits("operation", 1, 0.0, {"entry": (1,)})),
+}
+
+
 @settings(deadline=None, max_examples=400)
 @given(GROUPS, st.integers(0, RANKS))
+@example(MASKED, 0)
 def test_there_is_a_verdict(states: dict[int, RankState], ranks_per_node: int) -> None:
     verdict = judge(states, ranks_per_node, elsewhere={0: list(states.values())})
     assert HangVerdict.of(json.loads(json.dumps(verdict.plain()))) == verdict
