@@ -100,8 +100,6 @@ FILE_NAME = re.compile(
 )
 # Files of other programs, which examples name.
 OTHERS_FILES = {"torch/_inductor/compile_fx.py", "train.py"}
-# A class that has the name of another one until it gets its own.
-NAMED_TWICE = {("deep_ep/diagnose/analyze/path_groups.py", "Group")}
 ENVIRONMENT_VARIABLE = re.compile(r"\bDEEP_EP_[A-Z][A-Z_]*[A-Z]\b")
 
 
@@ -205,7 +203,7 @@ def test_no_two_classes_have_one_name() -> None:
     where: dict[str, list[str]] = {}
     for path in package():
         for node in ast.parse(read(path)).body:
-            if isinstance(node, ast.ClassDef) and (path, node.name) not in NAMED_TWICE:
+            if isinstance(node, ast.ClassDef):
                 where.setdefault(node.name, []).append(f"{path}:{node.lineno}")
     report(
         [f"{name}: {', '.join(places)}" for name, places in where.items() if len(places) > 1],

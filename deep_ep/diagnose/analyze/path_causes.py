@@ -24,7 +24,18 @@ import numpy as np
 from ..core.causes import Cause
 from ..core.diagnosis import BoolArray, FloatArray, IntArray
 from ..core.robust_stats import MEDIAN_COST, median, weighted_median
-from .path_groups import KNOWN, NIC, NO_RANKS, NVLINK, Group, links_of, looks, path, side, spread_of
+from .path_groups import (
+    KNOWN,
+    NIC,
+    NO_RANKS,
+    NVLINK,
+    PathGroup,
+    links_of,
+    looks,
+    path,
+    side,
+    spread_of,
+)
 from .path_model import (
     A_CAUSE,
     MIN_RANKS_TO_SPLIT_PATHS,
@@ -59,7 +70,7 @@ class PathCause:
     """
 
     cause: Cause
-    group: Group
+    group: PathGroup
     effect: FloatArray
     error: FloatArray
     spread: FloatArray
@@ -72,7 +83,7 @@ class PathCause:
 class _Option:
     """A way to explain the paths of some ranks: which are slow, by how much clocks are off, and the loss in nats."""
 
-    group: Group
+    group: PathGroup
     shift: float
     loss: float
 
@@ -98,7 +109,7 @@ class _Parts:
     first: IntArray
     num_ranks: int
 
-    def of(self, group: Group) -> BoolArray:
+    def of(self, group: PathGroup) -> BoolArray:
         """[parts], those that are in a group."""
         return np.isin(self.first, group.paths(self.num_ranks))
 
@@ -136,7 +147,7 @@ def _huber(deviation: FloatArray) -> FloatArray:
 class _Fit:
     """A group with the [kinds] ns that it explains, while clocks are off by `shift` more, and the nats gained."""
 
-    group: Group
+    group: PathGroup
     effect: FloatArray
     shift: float
     gain: float
@@ -211,7 +222,7 @@ class Contest:
                     chosen.append((cause, fit))
         return chosen
 
-    def _promising(self) -> list[Group]:
+    def _promising(self) -> list[PathGroup]:
         rest = known_rest(self.rest, self.is_bound)
         groups = []
         for look in looks(self.model):
@@ -223,14 +234,14 @@ class Contest:
             groups += [look.group(i) for i in largest[over[largest] > 0].tolist()]
         return groups
 
-    def _best(self, group: Group) -> _Fit:
+    def _best(self, group: PathGroup) -> _Fit:
         """The group as the cause, the other direction, or nothing but clocks that are off: whatever suits best."""
         if not (self.fits_clocks and group.clocks.size):
             return self._fit(group, 0.0)
         option = min(self._options(group), key=lambda option: option.loss)
         return self._fit(option.group, option.shift)
 
-    def _name(self, group: Group) -> Cause | None:
+    def _name(self, group: PathGroup) -> Cause | None:
         """The cause, or that of both directions if the other one, with other clocks, explains as much."""
         if not (self.fits_clocks and group.clocks.size):
             return group.cause
@@ -245,7 +256,7 @@ class Contest:
         )
         return group.either if other - mine < _UNDECIDED else group.cause
 
-    def _options(self, group: Group) -> list[_Option]:
+    def _options(self, group: PathGroup) -> list[_Option]:
         """What explains the paths of the group's ranks: it, or what it can be mixed up with, and the clocks that suit.
 
         A clock moves all paths of its rank. So medians of paths that are alike are compared, whose errors do not become
@@ -253,7 +264,7 @@ class Contest:
         """
         parts = self._parts(group)
         nothing = replace(group, receivers=NO_RANKS, sources=NO_RANKS)
-        ways: list[tuple[Group, list[BoolArray]]] = [(nothing, [])]
+        ways: list[tuple[PathGroup, list[BoolArray]]] = [(nothing, [])]
         for one, other in self._rivals(group):
             here, there = parts.of(one), parts.of(other)
             ways += [(one, [here]), (other, [there]), (one, [here, there])]
@@ -264,7 +275,7 @@ class Contest:
                 options.append(_Option(of, shift, loss + A_CAUSE * len(slow)))
         return options
 
-    def _rivals(self, group: Group) -> list[tuple[Group, Group]]:
+    def _rivals(self, group: PathGroup) -> list[tuple[PathGroup, PathGroup]]:
         """Pairs of a cause and the same paths in the other direction, of which one may be the case."""
         if group.cause not in (Cause.INGRESS, Cause.EGRESS):
             return [(group, group.mirrored())]
@@ -272,7 +283,7 @@ class Contest:
         sides = [side(self.model, group.cause, link, rank) for link in links_of(self.model)]
         return [(one, one.mirrored()) for one in sides if one.receivers.size > 1]
 
-    def _parts(self, group: Group) -> _Parts:
+    def _parts(self, group: PathGroup) -> _Parts:
         num_ranks = self.model.place.num_ranks
         at, moved, inside = self._region(group, with_clocks=True)
         opposite = np.isin(at, group.mirrored().paths(num_ranks))
@@ -311,12 +322,12 @@ class Contest:
         over, error, is_bound, sign, is_fence, first = (np.array(of) for of in zip(*found))
         return _Parts(over, error, is_bound, sign, is_fence, first, num_ranks)
 
-    def _price_of_clock(self, group: Group, shift: float) -> float:
+    def _price_of_clock(self, group: PathGroup, shift: float) -> float:
         penalty = self.model.prior.penalty
         change = penalty(self.clock + shift) - penalty(self.clock)
         return float(change[group.clocks].mean())
 
-    def _fit(self, group: Group, shift: float) -> _Fit:
+    def _fit(self, group: PathGroup, shift: float) -> _Fit:
         """With clocks of its ranks that are ahead by `shift` more."""
         at, moved, inside = self._region(group, with_clocks=shift != 0)
         rest, noise = self._cells(at)
@@ -334,7 +345,7 @@ class Contest:
             gains = np.maximum(gains, 0.0)
         return _Fit(group, effect, shift, float(gains.sum()))
 
-    def _region(self, group: Group, *, with_clocks: bool) -> tuple[IntArray, FloatArray, Any]:
+    def _region(self, group: PathGroup, *, with_clocks: bool) -> tuple[IntArray, FloatArray, Any]:
         """Flat indices of the paths that a fit looks at, how a clock that is ahead moves each, which are the group's.
 
         The second is [kinds, paths].
@@ -395,7 +406,7 @@ class Contest:
             self._explain(fit)
         return found
 
-    def _name_of_path(self, group: Group) -> Cause:
+    def _name_of_path(self, group: PathGroup) -> Cause:
         """Of a rank of which hardly any other path was seen, the way back and the clock explain as much."""
         ends = (group.receivers, group.sources)
         names = {self._name(replace(group, clocks=end)) for end in ends}

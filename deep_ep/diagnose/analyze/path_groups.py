@@ -43,7 +43,7 @@ NO_RANKS: IntArray = np.zeros(0, np.int64)
 
 
 @dataclass(frozen=True)
-class Group:
+class PathGroup:
     """Paths that a cause would slow together.
 
     Attributes:
@@ -72,10 +72,10 @@ class Group:
         """The name of both directions, if there is one."""
         return _MIRRORED[self.cause][1]
 
-    def mirrored(self) -> Group:
+    def mirrored(self) -> PathGroup:
         """The other direction."""
         number = self.number[::-1] if isinstance(self.number, tuple) else self.number
-        return Group(
+        return PathGroup(
             _MIRRORED[self.cause][0], number, self.link, self.sources, self.receivers, self.clocks
         )
 
@@ -89,7 +89,7 @@ class Look:
     """All groups of one kind.
 
     Attributes:
-        cause, link: as in Group.
+        cause, link: as in PathGroup.
         receivers, sources: [groups, paths], some paths of each; negative: none.
         group: makes one of them, by its place.
     """
@@ -98,7 +98,7 @@ class Look:
     link: str
     receivers: IntArray
     sources: IntArray
-    group: Callable[[int], Group]
+    group: Callable[[int], PathGroup]
 
     def medians(self, rest: FloatArray, expected: BoolArray) -> FloatArray:
         """[kinds, groups]: what each has more, 0 where too little is known.
@@ -123,11 +123,11 @@ def spread_of(medians: FloatArray) -> FloatArray:
     return np.array([healthy(of_kind)[1] for of_kind in medians])
 
 
-def path(receiver: int, source: int, link: str, clocks: Sequence[int] = ()) -> Group:
+def path(receiver: int, source: int, link: str, clocks: Sequence[int] = ()) -> PathGroup:
     """A single path."""
     of_clocks = np.array(clocks, dtype=np.int64)
     ends = np.array([receiver]), np.array([source])
-    return Group(Cause.PATH, (source, receiver), link, ends[0], ends[1], of_clocks)
+    return PathGroup(Cause.PATH, (source, receiver), link, ends[0], ends[1], of_clocks)
 
 
 def looks(model: PathModel) -> Iterator[Look]:
@@ -144,12 +144,12 @@ def looks(model: PathModel) -> Iterator[Look]:
         yield _rails(model)
 
 
-def side(model: PathModel, cause: Cause, link: str, rank: int) -> Group:
+def side(model: PathModel, cause: Cause, link: str, rank: int) -> PathGroup:
     """All paths into a rank, or out of it."""
     partners = np.flatnonzero(_of_link(model, link)[rank])
     itself = np.full(partners.size, rank)
     ends = (itself, partners) if cause == Cause.INGRESS else (partners, itself)
-    return Group(cause, rank, link, ends[0], ends[1], np.array([rank]))
+    return PathGroup(cause, rank, link, ends[0], ends[1], np.array([rank]))
 
 
 def links_of(model: PathModel) -> list[str]:
@@ -181,11 +181,11 @@ def _node_links(model: PathModel, nodes: IntArray) -> Iterator[Look]:
     inside = np.repeat(nodes, some.size, axis=1)
     outside = np.tile(elsewhere, (1, nodes.shape[1]))
 
-    def group(cause: Cause, node: int) -> Group:
+    def group(cause: Cause, node: int) -> PathGroup:
         here, there = (np.flatnonzero(place.nodes == node), np.flatnonzero(place.nodes != node))
         ends = (here, there) if cause == Cause.DOWNLINK else (there, here)
         receivers, sources = (v.ravel() for v in np.meshgrid(*ends, indexing="ij"))
-        return Group(cause, node, NIC, receivers, sources, here)
+        return PathGroup(cause, node, NIC, receivers, sources, here)
 
     yield Look(Cause.DOWNLINK, NIC, inside, outside, lambda node: group(Cause.DOWNLINK, node))
     yield Look(Cause.UPLINK, NIC, outside, inside, lambda node: group(Cause.UPLINK, node))
@@ -197,12 +197,12 @@ def _node_pairs(model: PathModel, nodes: IntArray) -> Look:
     sources, receivers = np.array(pairs).T
     few = nodes if nodes.size <= ENOUGH_RANKS else nodes[:, :_OF_A_PAIR]
 
-    def group(i: int) -> Group:
+    def group(i: int) -> PathGroup:
         src, dst = pairs[i]
         there, here = np.flatnonzero(place.nodes == src), np.flatnonzero(place.nodes == dst)
         receivers, sources = (v.ravel() for v in np.meshgrid(here, there, indexing="ij"))
         # Of more than two nodes the others tell a clock.
-        return Group(Cause.NODE_PAIR, pairs[i], NIC, receivers, sources, here)
+        return PathGroup(Cause.NODE_PAIR, pairs[i], NIC, receivers, sources, here)
 
     return Look(
         Cause.NODE_PAIR,
@@ -218,11 +218,11 @@ def _rails(model: PathModel) -> Look:
     rails, some = members(devices), some_ranks(model.place.num_ranks)
     partners = np.where(devices[some] == np.arange(len(rails))[:, None], some, -1)
 
-    def group(rail: int) -> Group:
+    def group(rail: int) -> PathGroup:
         of_rail = np.flatnonzero(devices == rail)
         receivers, sources = (v.ravel() for v in np.meshgrid(of_rail, of_rail, indexing="ij"))
         apart = model.classes[receivers, sources] > 0
-        return Group(Cause.RAIL, rail, NIC, receivers[apart], sources[apart])
+        return PathGroup(Cause.RAIL, rail, NIC, receivers[apart], sources[apart])
 
     return Look(
         Cause.RAIL,
