@@ -45,7 +45,7 @@ from deep_ep.diagnose.core.causes import Cause  # noqa: E402
 
 PARTS = ("faults", "field", "normal", "healthy")
 # Windows of each part, of groups of so many ranks at most.
-_WINDOWS, _RANKS = 160, 32
+_WINDOWS, _RANKS = 320, 32
 # What is replaced: (module or class, name, by what).
 Patch = tuple[Any, str, Any]
 
@@ -78,6 +78,7 @@ RULES: dict[str, list[Patch]] = {
     "clocks: ranks hardly connected": [
         (path_model, "_are_connected", lambda time, *_: np.ones(time.shape[1:], bool))
     ],
+    "paths: loads of ports": [(path_model, "_by_load", lambda rest, *_: np.zeros(rest.shape))],
     "paths: bounds by fences": [
         (path_model, "_by_fence", lambda _, classes, __: np.full(classes.shape, np.inf))
     ],

@@ -1,9 +1,10 @@
 """Path times of all kinds of operation of a group as one additive model; what it leaves over, causes compete for.
 
-    arrival - issue = level of kind and class of link + clock of receiver - clock of source + rest
+    arrival - issue = level of kind and class of link + load of the ports + clock of receiver - clock of source + rest
 
-Causes only add, so levels are those of the healthy half. A path that was there at
-the first look bounds its time from above. NVLink and NICs have levels and noise of their own.
+All rows of a source go through one port, and so do all that come to a receiver: who has more of them takes longer, at
+most as if ports did nothing else. Causes only add, so levels are those of the healthy half. A path that was there at
+the first look bounds its time from above. NVLink and NICs have levels, loads and noise of their own.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from ..collect.group_matrices import Matrices, Place
 from ..core.diagnosis import BoolArray, FloatArray, IntArray
 from ..core.robust_stats import healthy, median, median_of, or_zero, quantile_of
 from .clocks import Prior, joint_clocks, prior_of
+from .partners import partners
 
 # Below four ranks a row of the path matrix has too few cells to tell a path from a clock.
 MIN_RANKS_TO_SPLIT_PATHS = 4
@@ -27,8 +29,8 @@ A_CAUSE = 10.0
 OTHERWISE_BUSY = 0.03
 # Noise is at least this share of the smallest effect of interest.
 _LEAST_NOISE = 1 / 6
-# Levels are known from so many paths.
-_ENOUGH_PATHS = 4_096
+# Levels settle against clocks and loads within so many sweeps, and are known from so many paths.
+_SWEEPS, _ENOUGH_PATHS = 2, 4_096
 # One direction of a rank is hardly seen at less than this share of the other. Clocks are not off by so many standard
 # deviations, unless both directions say so.
 _ONE_WAY, _TOO_FAR = 0.2, 4.0
@@ -36,6 +38,8 @@ _ONE_WAY, _TOO_FAR = 0.2, 4.0
 _MATES = 2
 # A rank's clock is told by the paths of this share of the others.
 _CONNECTED = 0.4
+# Loads that differ by less say nothing; pairs of ranks that tell what load costs.
+_EVEN, _PAIRS = 0.04, 4_000
 
 
 @dataclass(frozen=True)
@@ -51,6 +55,7 @@ class PathModel:
         is_bound: where `rest` says no more than that a path is not slower.
         on_one_clock: where the bound is of the sender's clock alone.
         level: [kinds, classes], of healthy paths.
+        by_load: what the loads of the ports explain.
         uneven: by what share the loads of the ports differ from those of others.
         fence: [kinds, num_ranks], how much longer than the others of its node a rank waits, before it waits for others,
             until what it sent within the node has come there.
@@ -68,6 +73,7 @@ class PathModel:
     is_bound: BoolArray
     on_one_clock: BoolArray
     level: FloatArray
+    by_load: FloatArray
     uneven: FloatArray
     fence: FloatArray
     clock: FloatArray
@@ -89,7 +95,7 @@ class PathModel:
     @functools.cached_property
     def usual(self) -> FloatArray:
         """What healthy paths take."""
-        return self.level[:, self.classes]
+        return self.level[:, self.classes] + self.by_load
 
 
 def fit_paths(kinds: Sequence[Matrices], floor_ns: float) -> PathModel:
@@ -114,17 +120,22 @@ def fit_paths(kinds: Sequence[Matrices], floor_ns: float) -> PathModel:
     is_told = _are_connected(time, prior, floor_ns) | (into > 0).any(axis=0)
     time = np.where(is_told, time, np.nan)
     is_bound = np.isfinite(np.fmin(bound, by_fence))
-    uneven = np.stack([_port_loads(m, classes) for m in kinds])
+    load, uneven = np.stack([_port_loads(m, classes) for m in kinds], axis=1)
     clock = np.zeros(place.num_ranks)
+    by_load = np.zeros(time.shape)
     least_noise = _LEAST_NOISE * floor_ns
-    if place.num_ranks >= MIN_RANKS_TO_SPLIT_PATHS:
-        told, sigma = joint_clocks(time - into, classes, place, least_held, prior)
-        told = _without_slow_sides(told, time, fence, prior)
-        clock = prior.drawn(_without_slow_pair(told, place, prior), sigma)
-    # What a rank waits at its fence is on its own clock.
-    on_one_clock = is_bound & (by_fence <= bound - _apart(clock))
-    rest = np.where(is_bound, bound, time) - _apart(clock)
-    rest = np.where(on_one_clock, by_fence, rest)
+    for _ in range(_SWEEPS):
+        if place.num_ranks >= MIN_RANKS_TO_SPLIT_PATHS:
+            told, sigma = joint_clocks(time - by_load - into, classes, place, least_held, prior)
+            told = _without_slow_sides(told, time, fence, prior)
+            clock = prior.drawn(_without_slow_pair(told, place, prior), sigma)
+        # What a rank waits at its fence is on its own clock.
+        on_one_clock = is_bound & (by_fence <= bound - _apart(clock))
+        rest = np.where(is_bound, bound, time) - _apart(clock)
+        rest = np.where(on_one_clock, by_fence, rest)
+        level, spread = _levels(rest - by_load - into, is_bound, classes, least_noise, least_held)
+        by_load = _by_load(rest, is_bound, load, classes, level, place.nodes)
+    rest -= by_load
     level, spread = _levels(rest - into, is_bound, classes, least_noise, least_held)
     rest -= level[:, classes]
     error = np.stack([m.path_error for m in kinds])
@@ -140,6 +151,7 @@ def fit_paths(kinds: Sequence[Matrices], floor_ns: float) -> PathModel:
         is_bound,
         on_one_clock,
         level,
+        by_load,
         uneven,
         fence,
         clock,
@@ -275,8 +287,8 @@ def _levels(
 
 
 def _port_loads(m: Matrices, classes: IntArray) -> FloatArray:
-    """[receiver, source]: by what share the rows of either port of a path differ from those of others."""
-    loads = np.zeros(classes.shape)
+    """[2, receiver, source]: by what share the busier port of a path has more rows than usual; by how much any differs."""
+    loads = np.zeros((2, *classes.shape))
     for of_link in (classes == 0, classes > 0):
         rows = np.where(of_link & np.isfinite(m.tokens), m.tokens, 0.0)
         has_port = of_link.any(axis=1)
@@ -284,6 +296,55 @@ def _port_loads(m: Matrices, classes: IntArray) -> FloatArray:
         out_of = np.where(has_port, rows.sum(axis=0), np.nan)
         usual = max(or_zero(median_of(into)), or_zero(median_of(out_of)))
         if usual > 0:
-            differs = np.nan_to_num(np.abs(np.stack([into, out_of]) / usual - 1.0))
-            loads = np.where(of_link, np.maximum(differs[0][:, None], differs[1]), loads)
+            of_ports = np.nan_to_num(
+                np.stack(np.broadcast_arrays(into[:, None], out_of)) / usual - 1.0
+            )
+            loads[0] = np.where(of_link, np.maximum(of_ports.max(axis=0), 0.0), loads[0])
+            loads[1] = np.where(of_link, np.abs(of_ports).max(axis=0), loads[1])
     return loads
+
+
+def _by_load(
+    rest: FloatArray,
+    is_bound: BoolArray,
+    load: FloatArray,
+    classes: IntArray,
+    level: FloatArray,
+    nodes: IntArray,
+) -> FloatArray:
+    """What the loads of ports explain, by what ranks with more rows take longer there and back together."""
+    explained = np.zeros(rest.shape)
+    for link, of_link in ((0, classes == 0), (1, classes > 0)):
+        others = partners(nodes, of_link, within=link == 0)
+        for k, values in enumerate(known_rest(rest, is_bound)):
+            if not of_link.any() or np.ptp(load[k][of_link]) < _EVEN:
+                continue
+            x, y = (
+                np.where(of_link & np.isfinite(values), v, np.nan)
+                for v in (load[k], values - level[k][classes])
+            )
+            # Clocks cancel between the two directions, where both are known.
+            more, longer = (_there_and_back(v, others) for v in (x, y))
+            most = max(or_zero(quantile_of(level[k, link : 2 * link + 1], 1.0)), 0.0)
+            cost = min(max(_slope(more, longer), 0.0), most)
+            explained[k] = np.where(of_link, cost * load[k], explained[k])
+    return explained
+
+
+def _there_and_back(values: FloatArray, others: IntArray) -> FloatArray:
+    """[num_ranks]: medians into each rank and out of it, added up; of one where the other is not known."""
+    ranks = np.arange(len(values))[:, None]
+    ways = np.stack([values[others, ranks], values[ranks, others]])
+    both = median(np.where(others >= 0, ways, np.nan), 2)
+    return np.where(np.isfinite(both).any(axis=0), np.nansum(both, axis=0), np.nan)
+
+
+def _slope(x: FloatArray, y: FloatArray) -> float:
+    """Median slope between pairs of ranks whose loads differ (Theil and Sen); 0 where they do not."""
+    known = np.flatnonzero(np.isfinite(x) & np.isfinite(y))
+    a, b = np.triu_indices(known.size, 1)
+    if a.size > _PAIRS:
+        a, b = np.random.default_rng(0).integers(0, known.size, (2, _PAIRS))
+    step = x[known[a]] - x[known[b]]
+    telling = np.abs(step) > max(_EVEN, np.abs(step).max(initial=0.0) / 2)
+    return or_zero(median_of((y[known[a]] - y[known[b]])[telling] / step[telling]))

@@ -105,3 +105,7 @@ def test_what_comes_and_goes_costs_its_mean(scenario: str) -> None:
 def test_a_slow_sender_does_not_cast_doubt_on_clocks() -> None:
     """Its rows find empty ports, so its pairs are faster than healthy ones there and back."""
     assert all_right(Cell("slow send", "2x8", 50.0, USUAL, f"{STATED}, drift known")) == 1.0
+
+
+def test_the_busy_ports_of_a_hot_rank_are_no_slow_paths() -> None:
+    assert all_right(Cell("hot rank", "8x1", 50.0), 16) >= 0.9
