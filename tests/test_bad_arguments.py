@@ -319,6 +319,7 @@ def in_other_words(call: Call, arguments: Arguments, name: str) -> str:
     return ""
 
 
+@pytest.mark.exhaustive
 def test_bad_arguments_end_in_our_words(calls: Calls) -> None:
     num_attacks, found = 0, []
     for what, (call, correct) in calls.all().items():

@@ -45,6 +45,7 @@ def on_threads(groups: list[ThreadGroup], call: Callable[[ThreadGroup], Any]) ->
         return [future.exception() or future.result() for future in futures]
 
 
+@pytest.mark.exhaustive
 def test_who_has_not_called_buffer_is_named_while_the_others_wait_there(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -146,6 +147,7 @@ def build_with_somebody_missing(rank: int, group: dist.ProcessGroup, how: str) -
     return str(raised.value), raised.value.missing_ranks
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("how", "said"),
     [

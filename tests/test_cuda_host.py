@@ -83,6 +83,7 @@ def folder() -> Path:
     return built
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("program", "case"), CASES, ids=lambda value: value)
 def test_case(program: str, case: str) -> None:
     command = [str(folder() / program), case]

@@ -20,6 +20,7 @@ NUM_SEEDS = 40
 JOBS = 2
 
 
+@pytest.mark.exhaustive
 def test_no_seed_finds_a_wrong_result_or_a_group_that_does_not_recover() -> None:
     summary = explore_all(Seeds(range(NUM_SEEDS)), DISTURBANCES, JOBS)
     assert summary.num_seeds == NUM_SEEDS

@@ -171,6 +171,7 @@ processes_only = pytest.mark.skipif(
 )
 
 
+@pytest.mark.exhaustive
 @processes_only
 @pytest.mark.slow
 @pytest.mark.parametrize(

@@ -279,6 +279,7 @@ def test_handles_of_different_dispatches_are_refused_on_all_ranks() -> None:
         exchange_and_check(ranks, SHAPE, MODE)
 
 
+@pytest.mark.exhaustive
 @in_both
 def test_a_handle_whose_receive_failed_is_refused(
     the_kernel_looks: bool, monkeypatch: pytest.MonkeyPatch
@@ -455,6 +456,7 @@ def test_a_combine_may_come_while_the_other_batch_is_open() -> None:
         ranks.run(run)
 
 
+@pytest.mark.exhaustive
 def test_what_goes_wrong_in_an_open_batch_its_own_hook_raises(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -331,6 +331,7 @@ def lines_of(process: subprocess.Popen[str]) -> IO[str]:
     return process.stdout
 
 
+@pytest.mark.exhaustive
 def test_the_log_says_how_a_process_has_ended_that_its_parent_has_not_asked_for(
     two_processes: list[subprocess.Popen[str]],
 ) -> None:

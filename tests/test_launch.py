@@ -31,6 +31,7 @@ SMALL = [
 ]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(
     DEVICE != "cpu", reason="ranks of this program are processes on the cpu backend"
 )
@@ -52,6 +53,7 @@ def answers_ctrl_c(rank: int, group: Any) -> bool:
     return signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(DEVICE != "cpu", reason="the same on every backend")
 def test_ranks_answer_ctrl_c_where_their_tests_run_in_the_background() -> None:
     program = (

@@ -87,6 +87,7 @@ MODES = {
 }
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("refused", [False, True], ids=["step-left-out", "argument-refused"])
 @pytest.mark.parametrize("num_calls", [1, 2])
 @pytest.mark.parametrize("mode", MODES)

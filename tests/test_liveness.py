@@ -358,6 +358,7 @@ def test_kernels_of_both_ends_look_whether_the_other_host_is_there(by_sockets: N
             assert option(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) < 5000
 
 
+@pytest.mark.exhaustive
 def test_a_host_that_is_cut_off_is_known_though_nobody_sends(tmp_path: Path) -> None:
     with two_hosts() as names:
         ranks = [

@@ -297,6 +297,7 @@ def test_ranks_meet_without_the_masked_one(patient: Ranks) -> None:
     patient.run(meet)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("policy", ["in-order", "random"])
 def test_all_blocks_agree(monkeypatch: pytest.MonkeyPatch, policy: str) -> None:
     """More blocks than experts, and fewer; whatever order they run in."""
@@ -586,6 +587,7 @@ def test_the_others_go_on_at_once_when_a_rank_is_killed(victim: int) -> None:
         assert f"rank {victim} is dead (its process" in seen["why"][victim]
 
 
+@pytest.mark.exhaustive
 @processes_only
 @pytest.mark.parametrize("seed", range(4))
 def test_no_result_is_wrong_while_ranks_are_killed_at_random(seed: int) -> None:
@@ -625,6 +627,7 @@ def exchange_while_one_is_stopped(
     return {"right": right, "refused": refused, "was": was, "now": now}
 
 
+@pytest.mark.exhaustive
 @processes_only
 @pytest.mark.parametrize("after_s", [0.1, 0.17])
 def test_a_rank_that_was_stopped_comes_back_and_no_result_is_wrong(after_s: float) -> None:

@@ -344,6 +344,7 @@ def test_the_exception_that_ends_a_child_of_multiprocessing_is_told(
     assert f"whose program raised {error.__name__}: no batch at {__file__}" in seen["text"]
 
 
+@pytest.mark.exhaustive
 def test_a_stopped_rank_is_not_called_dead_and_comes_back() -> None:
     outcomes = run_processes(
         rank_is_stopped_for_a_while,
@@ -412,6 +413,7 @@ def test_a_rank_that_is_gone_is_named_without_those_that_are_only_late() -> None
         ranks.buffers[0].runtime.mark_gone(MISSING, is_gone=False)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("num_missed", [1, 2, 3])
 def test_a_late_rank_begins_behind_what_the_others_gave_up(
     num_missed: int, monkeypatch: pytest.MonkeyPatch

@@ -1041,6 +1041,7 @@ def run_in_process(rank: int, group: dist.ProcessGroup) -> None:
         program(Rank(rank, group.size(), group.size(), group))
 
 
+@pytest.mark.exhaustive
 def test_programs_run_in_processes_of_a_gloo_group() -> None:
     raise_failures(run_processes(run_in_process, 2))
 

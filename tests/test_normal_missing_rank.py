@@ -222,6 +222,7 @@ def rank_is_stopped_for_a_while(rank: int, group: dist.ProcessGroup, ranks_per_n
     return result
 
 
+@pytest.mark.exhaustive
 @on_nodes
 def test_a_stopped_rank_is_named_and_comes_back(ranks_per_node: int) -> None:
     outcomes = run_processes(

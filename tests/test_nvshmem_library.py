@@ -47,6 +47,7 @@ def run(code: str, **env: str) -> str:
     return result.stdout
 
 
+@pytest.mark.exhaustive
 def test_an_older_library_in_the_process_is_named_with_both_versions_and_files_and_the_repair(
     tmp_path: Path,
 ) -> None:
@@ -59,6 +60,7 @@ def test_an_older_library_in_the_process_is_named_with_both_versions_and_files_a
     assert "LD_PRELOAD=/ours/libnvshmem_host.so.3" in said
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("version", "serves"),
     [("3.8.0", True), ("3.8.4", True), ("3.10.1", True), ("3.7.9", False), ("4.0.0", False)],
@@ -71,18 +73,21 @@ def test_libraries_of_the_same_major_version_that_are_not_older_serve(
     assert (said == "None\n") == serves
 
 
+@pytest.mark.exhaustive
 def test_looking_loads_nothing(tmp_path: Path) -> None:
     there = library(tmp_path / "there", "3.4.5")
     code = "print(nvshmem.conflict(ours, 13), nvshmem.in_process())"
     assert run(code, LD_LIBRARY_PATH=str(there.parent)) == "None None\n"
 
 
+@pytest.mark.exhaustive
 def test_what_the_loader_finds_is_named_once_the_module_did_not_load(tmp_path: Path) -> None:
     there = library(tmp_path / "there", "3.4.5")
     code = "print(nvshmem.conflict_on_path(ours, 13))"
     assert f"NVSHMEM 3.4.5 ({there})" in run(code, LD_LIBRARY_PATH=str(there.parent))
 
 
+@pytest.mark.exhaustive
 def test_a_library_without_a_version_does_not_serve(tmp_path: Path) -> None:
     there = library(tmp_path / "there", "")
     said = run(f"ctypes.CDLL({str(there)!r})\nprint(nvshmem.conflict(ours, 13))")

@@ -249,11 +249,13 @@ def run_two_ranks(around: list[str], before_rank_1: list[str], folder: Path) -> 
     assert (ended.returncode, ended.stdout.count("exchanged")) == (0, 2), ended.stderr
 
 
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("may_unshare")
 def test_ranks_of_two_pid_namespaces_exchange(tmp_path: Path) -> None:
     run_two_ranks([], NEW_PID_NAMESPACE, tmp_path)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("may_unshare")
 def test_ranks_whose_proc_is_that_of_an_outer_pid_namespace_exchange(tmp_path: Path) -> None:
     run_two_ranks(INNER_PID_NAMESPACE, [], tmp_path)

@@ -107,6 +107,7 @@ def dispatch_all_the_time(
     return num_right, num_failed
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("shapes", SHAPES.values(), ids=SHAPES)
 def test_a_rank_that_was_stopped_returns_nothing_of_a_later_operation(shapes: list[Shape]) -> None:
     outcomes = run_processes(

@@ -247,6 +247,7 @@ class Rank0:
             self.hear(rank, {"type": "progress", "round": 0, "at": [0, 0, False]})
 
 
+@pytest.mark.exhaustive
 @given(said=st.lists(st.tuples(st.integers(0, RANKS - 1), MESSAGES), max_size=6))
 @settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.too_slow])
 @example(

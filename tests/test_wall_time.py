@@ -160,6 +160,7 @@ def test_a_slow_path_darkens_its_cell_and_no_other(num_ranks: int, mode: Mode) -
     assert_saves(found, run(num_ranks, mode))
 
 
+@pytest.mark.exhaustive
 @BOTH_MODES
 @pytest.mark.parametrize(
     ("num_ranks", "injected"),

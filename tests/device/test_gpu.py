@@ -432,6 +432,7 @@ def test_buffers_that_are_made_again_and_again_leave_no_descriptors_open() -> No
     assert counts[-1] < counts[0] + len(counts) - 1
 
 
+@pytest.mark.exhaustive
 def test_cuda_is_told_what_ranks_that_share_a_gpu_need_before_it_starts() -> None:
     """Whatever is imported first: modules of tests start CUDA when they ask for the backend."""
     code = (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 import torch
 
 import deep_ep
@@ -56,6 +57,7 @@ def test_both_modes_mixed_go_on_for_long() -> None:
             normal.exchange_and_check(others, replace(NORMAL, seed=seed), plain, normal.SMALL, 4)
 
 
+@pytest.mark.exhaustive
 def test_buffers_that_come_and_go_leave_neither_memory_nor_descriptors() -> None:
     def live(times: int) -> tuple[Held, int]:
         for seed in range(times):

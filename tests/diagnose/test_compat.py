@@ -524,6 +524,7 @@ def test_the_thread_ends_with_its_owner() -> None:
     assert not worker._thread.is_alive()
 
 
+@pytest.mark.exhaustive
 def test_a_program_that_never_stops_it_exits_all_the_same(settings: Path) -> None:
     program = textwrap.dedent(
         """

@@ -125,6 +125,7 @@ def between_two(monkeypatch: pytest.MonkeyPatch, seconds: int, **env: str) -> li
     return exchange.on_this_machine(Host(environment=environment), seconds)
 
 
+@pytest.mark.exhaustive
 def test_ranks_of_this_machine_exchange_rows_and_a_slow_one_is_a_verdict(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -134,6 +135,7 @@ def test_ranks_of_this_machine_exchange_rows_and_a_slow_one_is_a_verdict(
     assert "rank 1" in named(findings, "first diagnosis").found
 
 
+@pytest.mark.exhaustive
 def test_the_pair_that_fails_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     broken = {"DEEP_EP_INJECT": "slow-path=1>0:1000s", "DEEP_EP_CPU_CLOCK": "wall"}
     (found,) = between_two(monkeypatch, 1, **broken)
@@ -141,6 +143,7 @@ def test_the_pair_that_fails_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.found == "rows do not arrive, or arrive wrong: rank 1 to rank 0"
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_under_torchrun_the_ranks_of_the_job_exchange_rows() -> None:
     ran = subprocess.run(

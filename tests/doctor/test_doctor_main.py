@@ -32,6 +32,7 @@ def doctor(
     )
 
 
+@pytest.mark.exhaustive
 def test_this_machine_has_every_line_and_a_status_that_follows_from_them() -> None:
     ran = doctor("--json", "-", *MODEL)
     said = json.loads(ran.stdout)
@@ -99,6 +100,7 @@ def test_without_the_doctor_a_torch_that_does_not_load_is_an_error(tmp_path: Pat
     assert "OSError: libcudart.so.13: cannot open" in ran.stderr
 
 
+@pytest.mark.exhaustive
 def test_a_fail_is_the_exit_status_and_the_summary_names_it() -> None:
     ran = doctor(DEEP_EP_TIMEOUT_S="never")
     assert ran.returncode == 1

@@ -145,6 +145,7 @@ def test_a_job_is_what_a_launcher_says(tmp_path: Path) -> None:
     assert job_of(made_up(tmp_path)) is None
 
 
+@pytest.mark.exhaustive
 def test_under_torchrun_a_rank_that_does_not_start_is_named(tmp_path: Path) -> None:
     target, program = tmp_path / "report.json", tmp_path / "ranks.py"
     program.write_text(NEVER_STARTS.format(absent=1, target=target))

@@ -10,6 +10,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -103,6 +104,7 @@ def test_there_is_a_verdict(states: dict[int, RankState], ranks_per_node: int) -
     page("title", [shown], [], [])
 
 
+@pytest.mark.exhaustive
 @settings(deadline=None, max_examples=200)
 @given(GROUPS)
 def test_states_survive_being_written(states: dict[int, RankState]) -> None:

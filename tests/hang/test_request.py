@@ -61,6 +61,7 @@ def process(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     assert not list((tmp_path / f"deep_ep-{os.geteuid()}").iterdir())
 
 
+@pytest.mark.exhaustive
 def test_a_process_is_asked(
     process: subprocess.Popen[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -120,6 +120,7 @@ def test_both_kernels_of_a_normal_dispatch_and_barriers_are_matched(tmp_path: Pa
     assert found.collective_name.startswith("nccl:barrier")
 
 
+@pytest.mark.exhaustive
 def test_the_program_that_torch_installs(tmp_path: Path) -> None:
     dump(tmp_path / "fr", Group(4, stuck={2: "gone"}).states())
     command = [
@@ -339,6 +340,7 @@ def test_a_collective_of_torch_that_hangs_is_part_of_the_story(
     assert (found.number, found.waiting, found.missing) == (5, (0, 1, 2), (3,))
 
 
+@pytest.mark.exhaustive
 def test_what_torch_itself_writes_is_read(tmp_path: Path) -> None:
     """The real recorder, in a process of its own; gloo's entries are over once they are retired."""
     code = (

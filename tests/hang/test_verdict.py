@@ -47,6 +47,7 @@ def stories(draw: st.DrawFn) -> Group:
     return group
 
 
+@pytest.mark.exhaustive
 @settings(deadline=None, max_examples=300)
 @given(stories())
 def test_who_is_stuck_is_named_with_the_reason_and_nobody_else(group: Group) -> None:

@@ -328,6 +328,7 @@ def compare_compiled(rank: int, group: dist.ProcessGroup) -> int:
     return num_graphs
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_compiled_it_is_one_graph_with_the_same_results(nodes: int) -> None:
     env = {"DEEP_EP_RANKS_PER_NODE": str(2 // nodes), "DEEP_EP_TIMEOUT_S": "100"}

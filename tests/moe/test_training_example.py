@@ -18,6 +18,7 @@ def losses(*arguments: str) -> list[str]:
     return [line.split()[-1] for line in done.stdout.splitlines() if line.startswith("step")]
 
 
+@pytest.mark.exhaustive
 def test_the_curve_is_that_of_one_process_and_the_same_each_time() -> None:
     spread = losses()
     assert len(spread) == 5

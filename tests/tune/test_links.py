@@ -49,6 +49,7 @@ def test_speeds_are_bytes_to_others_over_time(
             assert got == (None if want is None else pytest.approx(want / 1e9))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("ranks_per_node", [2, 1])
 def test_what_is_printed_is_what_the_diagnosis_takes(
     ranks_per_node: int, monkeypatch: pytest.MonkeyPatch
@@ -64,6 +65,7 @@ def test_what_is_printed_is_what_the_diagnosis_takes(
     assert links.NONE in (speeds.nvlink, speeds.nic)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(DEVICE == "cuda", reason="there is a GPU")
 def test_a_backend_that_is_not_there_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(os.environ, "DEEP_EP_BACKEND", "cuda")

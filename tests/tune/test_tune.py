@@ -127,6 +127,7 @@ def test_bad_arguments_end_with_2(
     assert words in capsys.readouterr().err
 
 
+@pytest.mark.exhaustive
 def test_experts_that_the_ranks_cannot_share_are_refused_by_name() -> None:
     arguments = ("--experts", "7", "--tokens", "16", "--hidden", "256", "--topk", "2")
     done = run_program(PROGRAM, *arguments, launcher=torchrun(2))
@@ -134,6 +135,7 @@ def test_experts_that_the_ranks_cannot_share_are_refused_by_name() -> None:
     assert "experts must be a multiple of the ranks" in done.stderr
 
 
+@pytest.mark.exhaustive
 def test_the_program_measures_once_and_writes_what_config_takes(tmp_path: Path) -> None:
     output = tmp_path / "config.json"
     arguments = (

@@ -59,6 +59,7 @@ def test_a_slow_receiver_is_named_and_nobody_whom_it_holds_up(
     assert causes(matrices) == {("slow receiver", 1)}
 
 
+@pytest.mark.exhaustive
 def test_the_same_holds_for_256_ranks() -> None:
     matrices = gather(32, 8, [SlowReceiver(1, LARGE_S)], FEW_ROUNDS)
     assert causes(matrices) == {("slow receiver", 1)}
@@ -70,6 +71,7 @@ def test_sources_do_wait_for_slots_of_ranks_that_wait_for_sums_of_a_slow_receive
     assert credit[5, 4] > 2 * credit[6, 4]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("nodes", "per_node"), SHAPES)
 @pytest.mark.parametrize(
     ("fault", "cause", "subject"),

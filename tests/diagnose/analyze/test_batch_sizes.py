@@ -29,12 +29,14 @@ def named(faults: list[GeneratorFault], num_windows: int, num_ranks: int = 32) -
     return [{v.rank if v.edge is None else v.edge for v in verdicts} for verdicts in found]
 
 
+@pytest.mark.exhaustive
 def test_two_batch_sizes_alone_are_no_cause() -> None:
     """Of these windows 1 and 11 had slow paths where times of both sizes were mixed."""
     assert named([], 12) == [set()] * 12
     assert named([], 4, num_ranks=72) == [set()] * 4
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("fault", "subject"), [(SlowPath(3, 12, 20e-6), (3, 12)), (SlowRank(5, 20e-6), 5)]
 )

@@ -112,6 +112,7 @@ def test_a_rank_of_which_one_direction_is_known_has_a_clock(seen: int) -> None:
     assert np.abs(apart(found) - apart(clock)).max() < 2 * US
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("age_s", [2.0, 600.0])
 @pytest.mark.parametrize(
     ("fault", "keys"),

@@ -34,6 +34,7 @@ def all_right(cell: Cell, windows: int = 4) -> float:
     return result.all_right / windows
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("scenario", "shape"),
     [
@@ -51,6 +52,7 @@ def test_batches_that_alternate_are_levels_and_no_noise(fault: str) -> None:
     assert all_right(cell) == 1.0
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("clock", [STATED, STATED_2S, STATED_10MIN])
 @pytest.mark.parametrize("side", ["slow NVLink ingress", "slow NVLink egress"])
 @pytest.mark.parametrize("shape", ["1x8", "2x8", "3x4"])
@@ -60,16 +62,19 @@ def test_a_slow_nvlink_is_a_path_though_its_time_stands_in_the_senders_fences(
     assert all_right(Cell(side, shape, 50.0, FENCED, clock)) == 1.0
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("scenario", ["late rank", "slow path", "slow egress"])
 def test_a_clock_that_is_set_within_the_window_is_no_slow_path(scenario: str) -> None:
     assert all_right(Cell(scenario, "2x8", 50.0, USUAL, STEPPED_WITHIN)) == 1.0
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("shape", ["1x4", "1x8"])
 def test_of_a_clock_that_is_set_nothing_is_said(shape: str) -> None:
     assert all_right(Cell("healthy", shape, 0.0, USUAL, STEPPED_WITHIN), 60) == 1.0
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("clock", [STATED, STATED_2S, STATED_10MIN])
 @pytest.mark.parametrize("scenario", ["slow uplink", "slow downlink", "slow node pair"])
 def test_errors_that_are_stated_are_no_bar_for_links_of_nodes(scenario: str, clock: str) -> None:
@@ -91,6 +96,7 @@ def test_what_comes_and_goes_on_paths_is_named(scenario: str) -> None:
     assert all_right(Cell(scenario, "3x4", 200.0, USUAL, STATED)) >= 0.75
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("scenario", ["throttled rank", "bursts on a path", "paused sender"])
 def test_what_comes_and_goes_costs_its_mean(scenario: str) -> None:
     """Also where much of it was there at the first look, or hardly exceeds the noise."""

@@ -70,6 +70,7 @@ def on_nodes(machine: Machine, ranks_per_node: int) -> Machine:
     return replace(machine, ranks_per_node=ranks_per_node)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("num_nodes", "ranks_per_node"), [(3, 8), (4, 8), (3, 4)])
 @pytest.mark.parametrize("fault", [SlowUplink(1, 20e-6), SlowDownlink(2, 20e-6)])
 def test_a_nodes_link_is_one_cause(
@@ -100,6 +101,7 @@ def test_between_two_nodes_clocks_that_drifted_by_less_than_paths_take_are_no_sl
         assert found.keys == {("comm-slow", 1)}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "fault",
     [
@@ -210,6 +212,7 @@ def test_two_clocks_that_are_off_by_what_is_stated_are_no_slow_path() -> None:
         assert not found.verdicts
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("num_ranks", [4, 8, 16])
 @pytest.mark.parametrize("delay_s", [50e-6, 200e-6, 2e-3])
 def test_where_clocks_have_drifted_far_a_slow_path_is_named_or_which_way_is_not_known(

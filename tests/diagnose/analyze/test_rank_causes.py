@@ -77,6 +77,7 @@ def late_every(rank: int, period: int, late_s: float) -> list[GeneratorFault]:
     return [Hiccup(rank, op, late_s) for op in range(1, 2 * NUM_ROUNDS + 1, period)]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("num_ranks", [4, 8, 16])
 @pytest.mark.parametrize("burst", [1, 20])
 def test_a_rank_that_is_late_now_and_then_is_named_with_its_share_and_mean_cost(
@@ -131,6 +132,7 @@ def test_one_rank_that_is_late_as_regularly_is_late(tick: float) -> None:
         assert found.keys == {("comp-slow", 2)}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("tail_degrees", [2.0, 3.0])
 def test_heavy_tails_are_no_cause(tail_degrees: float) -> None:
     machine = replace(NODES, tail_degrees=tail_degrees, hiccup_share=0.03)
@@ -170,6 +172,7 @@ def test_a_rank_that_does_not_report_and_is_not_waited_for_is_not_named(num_rank
         assert "dispatch: no counters from rank 1" in found.remarks
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("num_ranks", [4, 8, 16])
 @pytest.mark.parametrize(
     "build",

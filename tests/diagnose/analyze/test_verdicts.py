@@ -149,6 +149,7 @@ def test_verdicts_name_what_was_injected_and_nothing_else(
     assert sum(wrong.values()) <= round((1 - right_of) * num_windows), wrong
 
 
+@pytest.mark.exhaustive
 @given(
     num_ranks=st.integers(4, 12),
     slow=st.integers(0, 11),
@@ -330,6 +331,7 @@ def test_nobody_is_certain_of_what_has_no_known_error() -> None:
     assert all(np.isnan(verdict.certainty) for verdict in found.verdicts)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("num_ranks", [8, 32])
 def test_drifting_clocks_are_taken_out(num_ranks: int) -> None:
     machine = replace(NODES, clock_error=3.0, host_clock_error=5.0, host_drift_ppm=20.0)
@@ -348,6 +350,7 @@ def keys_of_short_window(
     return diagnose.judge(diagnose.gather(snapshots)).keys
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("clock_us", [12.0, 400.0, 2_000_000.0])
 @pytest.mark.parametrize("num_ranks", [4, 8, 16])
 @pytest.mark.parametrize("fault", [None, SlowRank, SlowEgress, SlowIngress])

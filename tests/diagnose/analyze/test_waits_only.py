@@ -312,6 +312,7 @@ def test_behind_fences_that_wait_a_slow_way_out_is_not_told_from_a_late_rank(
         assert f"{IS_LATE}: rank 6" in undecided(found)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("effect_s", [20e-6, 50e-6, 200e-6, 2e-3])
 @pytest.mark.parametrize("per_node", [8, 4, 2])
 def test_behind_fences_that_wait_a_slow_way_in_names_nothing_that_is_not_slow(

@@ -50,6 +50,7 @@ def is_close(said_us: float, true_us: float) -> bool:
     return abs(said_us - true_us) <= max(3.0, 0.1 * abs(true_us))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("machine", "num_ranks", "faults"),
     [

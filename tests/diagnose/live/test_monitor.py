@@ -619,6 +619,7 @@ def run_program(
     return [err for _, err in outputs]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("destroys_group", [False, True], ids=["as it is", "destroys its group"])
 def test_a_process_that_never_destroys_its_buffer_reports_and_exits(
     tmp_path: Path, destroys_group: bool
@@ -633,6 +634,7 @@ def test_a_process_that_never_destroys_its_buffer_reports_and_exits(
     assert json.loads(file.read_text())["window"] == 1
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("stays_s", [(1.5, 0, 0), (0, 1, 1.5)], ids=["rank 0 last", "rank 0 first"])
 def test_ranks_that_end_long_after_each_other_say_nothing_and_are_all_judged(
     tmp_path: Path, stays_s: tuple[float, ...]

@@ -32,6 +32,7 @@ def words(folder: Path, found: Diagnosis) -> str:
     return "\n".join(lines)
 
 
+@pytest.mark.exhaustive
 def test_the_verdicts_are_the_caption(tmp_path: Path) -> None:
     found = diagnosis(8, [replace(LATE, effect_us=503.5), SLOW_PATH])
     text = words(tmp_path, found).replace("\n", " ")

@@ -285,6 +285,7 @@ def spoilt_lines(draw: st.DrawFn) -> bytes:
     return bytes(line)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("error")
 @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 @given(line=spoilt_lines())

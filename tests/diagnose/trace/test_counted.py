@@ -88,6 +88,7 @@ def joined(folder: Path) -> list[rank_trace.RankTrace]:
     return traces
 
 
+@pytest.mark.exhaustive
 def test_calls_of_a_trace_find_their_phases(run: Any) -> None:
     kinds = {
         "MoEDispatch": "normal dispatch",

@@ -257,6 +257,7 @@ def test_a_page_has_the_tables_and_nothing_of_a_name_is_markup(
     assert "default-src 'none'" in text
 
 
+@pytest.mark.exhaustive
 def test_our_own_functions_are_in_a_real_trace(tmp_path: Path) -> None:
     needed = deep_ep.sizes(hidden=H, tokens=T, topk=K, experts=8, ranks=1)
     buffer = deep_ep.Buffer(thread_groups(1)[0], needed.num_nvl_bytes, needed.num_rdma_bytes)
@@ -413,6 +414,7 @@ _ARGUMENTS = {
 }
 
 
+@pytest.mark.exhaustive
 @given(
     st.lists(
         st.fixed_dictionaries(
@@ -497,6 +499,7 @@ def test_time_that_is_covered_is_counted_second_by_second(
     assert got.tolist() == [sum(t < time for t in busy) for time in times]
 
 
+@pytest.mark.exhaustive
 def test_a_pipe_is_as_wide_as_the_tables(tmp_path: Path) -> None:
     path = write(
         tmp_path / "t.json",
