@@ -35,6 +35,19 @@ hypothesis.settings.load_profile("ci")
 pytest.register_assert_rewrite("low_latency_cases", "missing_rank")
 
 REPLAYS = pytest.StashKey[str]()
+# Of programs that run without pytest, which cannot mark them.
+EXHAUSTIVE = {
+    "test_program_repeats_itself_under_pressure_and_measures_under_torchrun",
+    "test_program_names_a_slow_nic_and_not_its_paths",
+    "test_program_names_a_receiver_for_whose_slots_the_others_wait",
+    "test_program_times_all_chunk_sizes_under_torchrun",
+}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.name in EXHAUSTIVE:
+            item.add_marker(pytest.mark.exhaustive)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -211,6 +211,7 @@ def test_a_transport_that_promises_less_is_found(
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.skipif(not has_tools(), reason="needs nvcc and nvdisasm")
 @pytest.mark.parametrize(
     ("path", "original", "replacement", "rule"),

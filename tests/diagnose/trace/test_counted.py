@@ -67,6 +67,10 @@ def one_rank(rank: int, group: Any, folder: str) -> None:
     buffer.destroy()
 
 
+# Of real operations of both modes, with counters and a profiler.
+pytestmark = pytest.mark.exhaustive
+
+
 @pytest.fixture(scope="module", params=[4, 2], ids=["one node", "two nodes"])
 def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Folder of a run, and its ranks per node."""
@@ -88,7 +92,6 @@ def joined(folder: Path) -> list[rank_trace.RankTrace]:
     return traces
 
 
-@pytest.mark.exhaustive
 def test_calls_of_a_trace_find_their_phases(run: Any) -> None:
     kinds = {
         "MoEDispatch": "normal dispatch",
