@@ -12,7 +12,7 @@ STAMP := $(VENV)/.deep_ep-torch-$(TORCH_VERSION)
 DEVELOPERS := third-party/requirements-dev.txt
 TOOLS := $(VENV)/.deep_ep-tools
 # Found, not listed: a new file is formatted without a change here.
-CPP := $(shell find csrc tests -name '*.cpp' -o -name '*.h' -o -name '*.cuh' -o -name '*.cu')
+CPP := $(shell find csrc tests benchmarks -name '*.cpp' -o -name '*.h' -o -name '*.cuh' -o -name '*.cu')
 
 .PHONY: help install build demo test test-all lint hooks tidy format fix bench accuracy smoke sanitize trials explore mutants cuda gpu clean
 
@@ -109,11 +109,12 @@ mutants: $(TOOLS)  ## single faults put into the source: which test notices each
 third-party/nvshmem: | $(STAMP)
 	./install_nvshmem.sh
 
-cuda: $(TOOLS) third-party/nvshmem  ## both CUDA modules: build, link, load, resources of each kernel, audit of the machine code
+cuda: $(TOOLS) third-party/nvshmem  ## both CUDA modules: build, link, load, resources of each kernel, audit and counts of the machine code
 	DEEP_EP_CUDA=1 $(RUN)/python setup.py -q build_ext --inplace
 	$(RUN)/python -c "import deep_ep._cuda, deep_ep._cuda_nvshmem; print('both modules load')"
 	$(RUN)/python tools/kernel_resources.py --check
 	$(RUN)/python tools/machine_code.py
+	$(RUN)/python tools/instruction_counts.py
 
 gpu:  ## on a machine with a GPU, its own torch and nvcc: build, compare, try, measure; ARGS=--dry-run without one
 	$(PYTHON) tools/gpu.py $(ARGS)

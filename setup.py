@@ -8,6 +8,7 @@ Environment:
     CXX                   C++ compiler of the host target (default g++)
     DEEP_EP_CPU_ARCH      -march of the host target (default x86-64-v3 on x86-64; "" leaves it out)
     DEEP_EP_WERROR=1      warnings of the host target are errors
+    DEEP_EP_TIME_MODEL=1  host target for benchmarks/time_model.py: constants of the GPU, basic blocks are counted
     DEEP_EP_CUDA          0: no CUDA modules; 1: missing nvcc or NVSHMEM is an error (default: auto)
     CUDA_HOME             toolkit to use (default: the one of the nvcc on PATH)
     TORCH_CUDA_ARCH_LIST  e.g. "9.0a;10.0a" (default 9.0a)
@@ -90,6 +91,7 @@ def host_module() -> Module:
     flags = ["-std=c++20", "-O3", "-fPIC", "-fvisibility=hidden", "-pthread", "-Wall", "-Wextra"]
     # GCC 12 takes fright at `"text" + std::string` (its bug 105651); clang does not know the word.
     flags += ["-Wno-restrict", "-Wno-unknown-warning-option"]
+    flags.append("-DEP_TIME_MODEL=1" if builds_time_model() else "-DEP_WITHOUT_TIME_MODEL=1")
     if os.environ.get("DEEP_EP_WERROR") == "1":
         flags.append("-Werror")
     arch = os.environ.get("DEEP_EP_CPU_ARCH", default_cpu_arch())
@@ -103,6 +105,11 @@ def host_module() -> Module:
         link=[*compiler, "-shared", "-pthread"],
         libraries=["-lrt"],
     )
+
+
+def builds_time_model() -> bool:
+    """Whether the host target is to tell the time of a GPU."""
+    return os.environ.get("DEEP_EP_TIME_MODEL") == "1"
 
 
 def default_cpu_arch() -> str:
@@ -289,6 +296,8 @@ def ninja_text(modules: list[Module]) -> str:
             lines.append(f"build {target}: compile{module.name} {escape(str(source))}")
             if source.parent.name == "bindings":
                 lines.append(f"  flags = {BINDING_FLAGS}")
+            elif source.parent.name == "runtime" and builds_time_model():
+                lines.append("  flags = -fsanitize-coverage=trace-pc")  # the kernels
             objects.append(target)
         lines.append(f"build {module_file(module)}: link{module.name} {' '.join(objects)}")
     return "\n".join(lines) + "\n"
@@ -349,7 +358,8 @@ class NinjaBuild(build_ext):
         folder = (
             ROOT / "build" / f"native-{sysconfig.get_platform()}-{sys.implementation.cache_tag}"
         )
-        builds = [(folder / "host", self.modules[:1]), (folder / "cuda", self.modules[1:])]
+        host = "time-model" if builds_time_model() else "host"
+        builds = [(folder / host, self.modules[:1]), (folder / "cuda", self.modules[1:])]
         builds = [(where, modules) for where, modules in builds if modules]
         # At once, since each CUDA module is one long compilation. Who limits jobs means all of them.
         with ThreadPoolExecutor(1 if "MAX_JOBS" in os.environ else len(builds)) as pool:

@@ -35,12 +35,22 @@ class PathCounts:
     @property
     def bytes(self) -> float:
         """All that is sent."""
-        return self.counts["put_bytes"] + 8 * (self.counts["words"] + self.counts["signals"])
+        return sent_bytes(self.counts)
 
     @property
     def overhead(self) -> str:
         """What is sent beside the payload, as the tables have it."""
         return f"{(self.bytes / self.payload_bytes - 1) * 100:.2f} %"
+
+
+def sent_bytes(counts: Mapping[str, float]) -> float:
+    """All that is sent, of calls of the transport by name."""
+    return counts["put_bytes"] + 8 * (counts["words"] + counts["signals"])
+
+
+def row_bytes(hidden: int, is_dispatch: bool) -> int:
+    """Payload of a row: FP8 and its scales out, bf16 back."""
+    return hidden + 4 * (hidden // CHANNELS_PER_SCALE) if is_dispatch else 2 * hidden
 
 
 def mean_sent(

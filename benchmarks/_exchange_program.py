@@ -24,7 +24,7 @@ import torch.distributed as dist  # noqa: E402
 
 import deep_ep  # noqa: E402
 from deep_ep.testing.faults import HotRank, skew_routing  # noqa: E402
-from launch import raise_failures, run_processes  # noqa: E402
+from support.launch import raise_failures, run_processes  # noqa: E402
 
 _TIMEOUT_S = 600.0
 

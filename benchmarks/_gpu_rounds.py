@@ -22,9 +22,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 import torch  # noqa: E402
 
 import deep_ep  # noqa: E402
-import reference  # noqa: E402
 from deep_ep.native import backend  # noqa: E402
-from launch import DEVICE, Ranks, keep_busy  # noqa: E402
+from support import reference  # noqa: E402
+from support.launch import DEVICE, Ranks, keep_busy  # noqa: E402
 
 _WARM_UP_ROUNDS = 3
 # Batches alternate between counters off and on, so that what else changes hits both.

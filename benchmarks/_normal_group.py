@@ -1,6 +1,5 @@
-"""All ranks of a group in one simulated process, straight on the native module, for normal operations: a rank
-waits for others in the midst of them, so ranks are threads, of which one runs at a time. What is counted
-repeats.
+"""The ranks of a group for normal operations, in the midst of which a rank waits for others. They are simulated, so
+what is counted repeats.
 
 Ranks need no torch, which would be long under valgrind.
 """
@@ -8,19 +7,34 @@ Ranks need no torch, which would be long under valgrind.
 from __future__ import annotations
 
 import ctypes
-import threading
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
 
 from _one_thread_group import GroupShape, load_native, zeros
+from _simulated_ranks import SimulatedRanks
 
-NUM_CHANNELS = 10
-QUEUES = {
-    "num_max_nvl_chunked_send_tokens": 6,
-    "num_max_nvl_chunked_recv_tokens": 256,
-    "num_max_rdma_chunked_send_tokens": 6,
-    "num_max_rdma_chunked_recv_tokens": 128,
-}
+if TYPE_CHECKING:
+    from deep_ep import Config
+
+
+@dataclass(frozen=True)
+class Queues:
+    """What a `Config` says, as `normal_bytes` and the operations take it; the values of 8 ranks and 20 SMs."""
+
+    num_channels: int = 10
+    num_max_nvl_chunked_send_tokens: int = 6
+    num_max_nvl_chunked_recv_tokens: int = 256
+    num_max_rdma_chunked_send_tokens: int = 6
+    num_max_rdma_chunked_recv_tokens: int = 128
+
+    @classmethod
+    def of(cls, config: Config) -> Queues:
+        """Those of a `Config`."""
+        values = asdict(config)
+        return cls(num_channels=values.pop("num_sms") // 2, **values)
+
+
 KINDS = ("notify", "dispatch", "relay_dispatch", "combine", "relay_combine")
 RING = 256
 
@@ -36,8 +50,13 @@ class Rank:
         ranks_per_node: int,
         experts: Sequence[int],
         keeps_counters: bool,
+        queues: Queues = Queues(),
+        combine_queues: Queues = Queues(),
+        bulk_copies: bool = False,
     ) -> None:
         self.shape, self.keeps_counters = shape, keeps_counters
+        self.queues, self.combine_queues = queues, combine_queues
+        num_channels = queues.num_channels
         self.is_one_node = ranks_per_node == shape.num_ranks
         num_ranks, num_nodes = shape.num_ranks, shape.num_ranks // ranks_per_node
         num_tokens, num_rows = shape.num_tokens, shape.num_ranks * shape.num_tokens
@@ -45,18 +64,22 @@ class Rank:
         self.size = {
             "num_tokens": num_tokens,
             "num_topk": shape.num_topk,
-            "num_channels": NUM_CHANNELS,
-            **QUEUES,
         }
-        num_nvl_bytes, num_rdma_bytes = native.normal_bytes(
-            num_ranks=num_ranks,
-            ranks_per_node=ranks_per_node,
-            num_channels=NUM_CHANNELS,
-            row_bytes=2 * shape.hidden,
-            num_topk=shape.num_topk,
-            num_scales=num_scales,
-            num_max_nvl_chunked_recv_tokens=QUEUES["num_max_nvl_chunked_recv_tokens"],
-            num_max_rdma_chunked_recv_tokens=QUEUES["num_max_rdma_chunked_recv_tokens"],
+        num_nvl_bytes, num_rdma_bytes = map(
+            max,
+            *(
+                native.normal_bytes(
+                    num_ranks=num_ranks,
+                    ranks_per_node=ranks_per_node,
+                    row_bytes=2 * shape.hidden,
+                    num_topk=shape.num_topk,
+                    num_scales=num_scales,
+                    num_channels=num_channels,
+                    num_max_nvl_chunked_recv_tokens=of.num_max_nvl_chunked_recv_tokens,
+                    num_max_rdma_chunked_recv_tokens=of.num_max_rdma_chunked_recv_tokens,
+                )
+                for of in (queues, combine_queues)
+            ),
         )
         self.runtime = native.Runtime(
             rank=rank,
@@ -64,11 +87,12 @@ class Rank:
             num_nvl_bytes=num_nvl_bytes,
             num_rdma_bytes=num_rdma_bytes,
             low_latency_mode=False,
-            num_qps_per_rank=2 * NUM_CHANNELS,
+            num_qps_per_rank=2 * num_channels,
             timeout_ns=10**12,
             ranks_per_node=ranks_per_node,
             device_index=0,
             num_recorded_calls=shape.num_recorded_calls,
+            bulk_copies=bulk_copies,
         )
         pack_bytes = native.normal_pack_bytes(num_topk=shape.num_topk, num_scales=num_scales)
         self.topk_idx = (ctypes.c_int64 * len(experts))(*experts)
@@ -96,10 +120,10 @@ class Rank:
         self.handle = {
             "is_token_in_rank": self.layout["is_token_in_rank"],
             "source_prefix": zeros(ctypes.c_int32, num_ranks),
-            "channel_prefix": zeros(ctypes.c_int32, num_ranks * NUM_CHANNELS),
-            "recv_channel_prefix": zeros(ctypes.c_int32, num_ranks * NUM_CHANNELS),
-            "node_channel_prefix": zeros(ctypes.c_int32, num_nodes * NUM_CHANNELS),
-            "recv_node_channel_prefix": zeros(ctypes.c_int32, num_nodes * NUM_CHANNELS),
+            "channel_prefix": zeros(ctypes.c_int32, num_ranks * num_channels),
+            "recv_channel_prefix": zeros(ctypes.c_int32, num_ranks * num_channels),
+            "node_channel_prefix": zeros(ctypes.c_int32, num_nodes * num_channels),
+            "recv_node_channel_prefix": zeros(ctypes.c_int32, num_nodes * num_channels),
             "recv_node_prefix": zeros(ctypes.c_int32, num_nodes),
             "node_head": zeros(ctypes.c_int32, num_tokens * num_nodes),
             "nvl_head": zeros(ctypes.c_int32, (num_tokens + num_rows) * ranks_per_node),
@@ -142,6 +166,7 @@ class Rank:
             ctypes.memset(self.handle[name], 0xFF, ctypes.sizeof(self.handle[name]))
         common = {
             **self.size,
+            **asdict(self.queues),
             "num_experts": self.shape.num_experts,
             "num_scales": self.num_scales,
             "row_bytes": self.shape.hidden,
@@ -179,6 +204,7 @@ class Rank:
         """Of bf16 rows and weights."""
         self.runtime.normal_combine(
             **self.size,
+            **asdict(self.combine_queues),
             num_experts=0,
             num_scales=0,
             row_bytes=2 * self.shape.hidden,
@@ -215,50 +241,20 @@ def run_rounds(
 ) -> None:
     """Rounds of a dispatch and a combine of all ranks. `experts[rank]` are the routes of a rank."""
     native = load_native()
-    simulation = native.Simulation(
-        num_ranks=shape.num_ranks,
-        ranks_per_node=ranks_per_node,
-        seed=1,
-        points_per_step=16,
-        step_ns=500,
-        shortest_delivery_ns=2_000,
-        longest_delivery_ns=2_000,
-        end_ns=10**15,
-    )
+    ranks = SimulatedRanks(native, shape.num_ranks, ranks_per_node, 16, 500, 2_000)
     handles: dict[int, bytes] = {}
-    connected: set[int] = set()
-    failed: list[Any] = []
 
     def run_rank(rank: int) -> None:
         this = Rank(native, rank, shape, ranks_per_node, experts[rank], keeps_counters)
-        handles[rank] = this.runtime.local_handle()
-        while len(handles) < shape.num_ranks:
-            simulation.sleep(1_000_000)
-        this.runtime.connect([handles[source] for source in range(shape.num_ranks)])
-        connected.add(rank)
-        while len(connected) < shape.num_ranks:
-            simulation.sleep(1_000_000)
-        this.runtime.release_handle()
+        ranks.connect(rank, this.runtime, handles)
         for _ in range(rounds):
             this.dispatch()
             this.combine()
-        failed.append(this.runtime.take_failure())
+        failure = this.runtime.take_failure()
+        assert failure is None, failure
         if keeps_counters:
             assert this.counters["dispatch"][0][0] == rounds, "nothing was counted"
-        while len(failed) < shape.num_ranks:
-            simulation.sleep(1_000_000)
+        ranks.meet("ended", rank)
         this.runtime.close()
 
-    def enter(rank: int) -> None:
-        simulation.enter(rank)
-        try:
-            run_rank(rank)
-        finally:
-            simulation.leave()
-
-    threads = [threading.Thread(target=enter, args=(rank,)) for rank in range(shape.num_ranks)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert failed == [None] * shape.num_ranks, failed
+    ranks.run(run_rank)

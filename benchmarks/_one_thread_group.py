@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
+# That have experts of a token, as DeepSeek-V3 limits its routes.
+MOST_NODES = 4
 
 
 @dataclass(frozen=True)
@@ -32,11 +34,11 @@ class GroupShape:
     num_recorded_calls: int = 0
 
 
-def load_native() -> Any:
+def load_native(folder: Path = ROOT / "deep_ep") -> Any:
     """deep_ep._cpu without its package, which would import torch: long under valgrind."""
     if (loaded := sys.modules.get("deep_ep._cpu")) is not None:
         return loaded  # by a test; a module can be loaded once
-    (path,) = (ROOT / "deep_ep").glob("_cpu.*.so")
+    (path,) = folder.glob("_cpu.*.so")
     spec = importlib.util.spec_from_file_location("_cpu", path)
     assert spec is not None
     assert spec.loader is not None
@@ -46,10 +48,11 @@ def load_native() -> Any:
 
 
 def zeros(kind: type[Any], count: int) -> Any:
-    """An array whose pages exist once they are touched: of the rows that a rank has room for, a large
-    group uses few.
+    """An array whose pages exist once they are written: of the rows that a rank has room for, a large
+    group uses few, and those that are only read are one page of zeros.
     """
-    return (kind * count).from_buffer(mmap.mmap(-1, ctypes.sizeof(kind) * count))
+    private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    return (kind * count).from_buffer(mmap.mmap(-1, ctypes.sizeof(kind) * count, flags=private))
 
 
 class Rank:
@@ -212,14 +215,20 @@ class Group:
             rank.runtime.close()
 
 
-def random_routes(args: GroupShape, seed: int = 1) -> list[list[int]]:
-    """Different experts for each token, all equally likely; the same for a seed."""
+def random_routes(args: GroupShape, seed: int = 1, num_nodes: int = 1) -> list[list[int]]:
+    """Different experts for each token, all equally likely but on 4 nodes at most; the same for a seed."""
     generator = random.Random(seed)
+    experts = range(args.num_experts)
+    per_node = args.num_experts // num_nodes
+
+    def of_token() -> list[int]:
+        if num_nodes <= MOST_NODES:
+            return generator.sample(experts, args.num_topk)
+        nodes = generator.sample(range(num_nodes), MOST_NODES)
+        here = [e for node in nodes for e in experts[node * per_node : (node + 1) * per_node]]
+        return generator.sample(here, args.num_topk)
+
     return [
-        [
-            expert
-            for _ in range(args.num_tokens)
-            for expert in generator.sample(range(args.num_experts), args.num_topk)
-        ]
+        [expert for _ in range(args.num_tokens) for expert in of_token()]
         for _ in range(args.num_ranks)
     ]

@@ -78,7 +78,7 @@ RULES: dict[str, list[Patch]] = {
     "clocks: ranks hardly connected": [
         (path_model, "_are_connected", lambda time, *_: np.ones(time.shape[1:], bool))
     ],
-    "paths: loads of ports": [(path_model, "_by_load", lambda rest, *_: np.zeros(rest.shape))],
+    "paths: loads of ports": [(path_model, "_costs", lambda _, __, level, ___: np.zeros((len(level), 2)))],
     "paths: bounds by fences": [
         (path_model, "_by_fence", lambda _, classes, __: np.full(classes.shape, np.inf))
     ],
@@ -99,7 +99,7 @@ RULES: dict[str, list[Patch]] = {
     "verdicts on paths: borne out on another hop": [(path_verdicts, "_BORNE_OUT", -np.inf)],
     "verdicts on paths: loads that differ": [(path_verdicts, "_BY_LOAD", 0.0)],
     "verdicts on paths: not for slots": [(path_verdicts, "UNEVEN", 0.0)],
-    "verdicts on paths: a few single ones": [(path_verdicts, "_MOST_CELLS", 10**6)],
+    "verdicts on paths: a few single ones": [(path_verdicts, "MOST_READ", 10**6)],
     "ranks: late at times": [(engine, "late_at_times", _nothing)],
     "ranks: ticks of the system": [(intermittent, "_is_regular", lambda *_: False)],
     "ranks: hot experts": [(engine, "hot_experts", _nothing)],

@@ -24,7 +24,7 @@ from _gpu_rounds import copy_us
 from rich.console import Console
 
 from deep_ep.native import backend
-from launch import DEVICE, Ranks, sleep_kernel
+from support.launch import DEVICE, Ranks, sleep_kernel
 
 NUM_RANKS = 8
 # Long for a host that queues a small kernel on each of sixteen streams.

@@ -5,7 +5,7 @@ and our half of the launch; left out are the driver and torch's streams and even
 allocations and binding as well. Times are medians, and beside them stands the ratio to one `torch.empty` of the
 same run, because machines differ.
 
-    python benchmarks/host_time.py [--quick] [--num-ranks 8 64] [--profile]
+    python benchmarks/host_time.py [--quick] [--num-ranks 8 64] [--profile | --count]
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ import pstats
 import statistics
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 os.environ["DEEP_EP_BACKEND"] = "cpu"  # of what is not asked of the stand-in
@@ -41,7 +43,10 @@ MODES: dict[str, dict[str, Any]] = {
 
 
 class NoRuntime:
-    """A native runtime that does nothing."""
+    """A native runtime that starts nothing."""
+
+    def __init__(self, native: Any) -> None:
+        self.handle_words = native.handle_words
 
     def low_latency_dispatch(self, **arguments: Any) -> None:
         """Starts nothing."""
@@ -84,7 +89,7 @@ class Calls:
     def leave_python_alone(self) -> None:
         """From now on nothing is launched, and all outputs are one tensor."""
         kept = self.handle[0]
-        self.buffer.runtime.native = NoRuntime()
+        self.buffer.runtime.native = NoRuntime(self.buffer.runtime.native)
         self.buffer.communicator.backend.empty = lambda *_: kept
         self.out = self.x
 
@@ -129,6 +134,31 @@ def rows(num_ranks: int, has_counters: bool, rounds: int) -> list[list[str]]:
     return result
 
 
+def executed(operation: Callable[[], Any]) -> tuple[int, int]:
+    """Bytecode instructions and Python functions of one call, whose time noise does not reach."""
+    events: Counter[str] = Counter()
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        events[event] += 1
+        frame.f_trace_lines, frame.f_trace_opcodes = False, True
+        return trace
+
+    operation()  # what is done once
+    sys.settrace(trace)
+    operation()
+    sys.settrace(None)
+    return events["opcode"], events["call"]
+
+
+def count() -> None:
+    """What Python alone executes, whatever the machine is doing."""
+    calls = Calls(8, has_counters=False)
+    calls.leave_python_alone()
+    for name in ("dispatch", "combine"):
+        instructions, functions = executed(getattr(calls, name))
+        print(f"{name}, {PYTHON_ALONE}: {instructions} instructions, {functions} functions")
+
+
 def profile(rounds: int) -> None:
     """Where the time of plain calls goes, by function."""
     calls = Calls(8, has_counters=False)
@@ -150,8 +180,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=5000)
     parser.add_argument("--quick", action="store_true", help="does it still run?")
     parser.add_argument("--profile", action="store_true", help="functions instead of totals")
+    parser.add_argument("--count", action="store_true", help="what Python executes, which repeats")
     args = parser.parse_args(arguments)
     rounds = 20 if args.quick else args.rounds
+    if args.count:
+        count()
+        return 0
     if args.profile:
         profile(rounds)
         return 0

@@ -32,10 +32,9 @@ from gpu_facts import timer_step_ns
 from rich.console import Console
 
 import deep_ep
-import reference
 from deep_ep.utils.math import calc_diff
-from launch import DEVICE, Ranks
-from test_low_latency import FP8_COMBINE_DIFF
+from support import reference
+from support.launch import DEVICE, Ranks
 
 WARPS = 8  # as automatic launches have
 
@@ -82,7 +81,7 @@ def make_problem(rank: int, buffer: deep_ep.Buffer, args: argparse.Namespace) ->
         ys[i, :count] = reference.dequantise(data[i, :count], scales[i, :count])
     combined, _, _ = buffer.low_latency_combine(ys, topk_idx, weights, handle)
     difference = calc_diff(x * weights.sum(1, keepdim=True), combined)
-    assert difference < FP8_COMBINE_DIFF, f"rank {rank}: sums are off by {difference}"
+    assert difference < reference.FP8_COMBINE_DIFF, f"rank {rank}: sums are off by {difference}"
     return Problem(x, topk_idx, weights, ys)
 
 

@@ -29,15 +29,16 @@ from _counts import (  # noqa: E402
     mean_sent,
     options,
     pairs_of,
+    row_bytes,
     table,
     write_into_page,
 )
 from _one_thread_group import GroupShape, random_routes  # noqa: E402
 
 import deep_ep  # noqa: E402
-import normal_reference as reference  # noqa: E402
 from explore.machine import Machine, SimulatedGroup  # noqa: E402
 from explore.program import Pace  # noqa: E402
+from support import normal_reference as reference  # noqa: E402
 
 BEGIN, END = "<!-- counted, normal: begin -->", "<!-- counted, normal: end -->"
 # Ranks, and ranks of a node.
@@ -62,12 +63,10 @@ class HopCounts:
     path: PathCounts
 
 
-def row_bytes(operation: str, shape: GroupShape) -> int:
-    """Payload of a row: FP8, scales and, if there is no handle, top-k entries out; bf16 back."""
-    if operation == "combine":
-        return 2 * shape.hidden
-    has_topk = operation == "dispatch"
-    return shape.hidden + 4 * (shape.hidden // CHANNELS_PER_SCALE) + 8 * shape.num_topk * has_topk
+def payload_bytes(operation: str, shape: GroupShape) -> int:
+    """Of a row: data, scales and, without a handle, top-k entries out; bf16 back."""
+    entries = 8 * shape.num_topk if operation == "dispatch" else 0
+    return row_bytes(shape.hidden, operation != "combine") + entries
 
 
 def rows_to_send(layouts: Sequence[reference.Layout], ranks_per_node: int) -> dict[str, int]:
@@ -156,7 +155,7 @@ def count(shape: GroupShape, ranks_per_node: int) -> list[HopCounts]:
             rows = to_send[hop] / shape.num_ranks
             pairs = pairs_of(shape.num_ranks, ranks_per_node, same_node=hop == "NVLink")
             counts = mean_sent(before, after, pairs)
-            path = PathCounts(rows, rows * row_bytes(operation, shape), counts)
+            path = PathCounts(rows, rows * payload_bytes(operation, shape), counts)
             result.append(HopCounts(shape.num_ranks, ranks_per_node, operation, hop, path))
     return result
 

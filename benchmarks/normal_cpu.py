@@ -31,8 +31,8 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
 import deep_ep  # noqa: E402
-import reference  # noqa: E402
-from launch import raise_failures, run_processes  # noqa: E402
+from support import reference  # noqa: E402
+from support.launch import raise_failures, run_processes  # noqa: E402
 
 WARM_UP_ROUNDS = 1
 # Of a copy: far more than caches hold.

@@ -34,11 +34,10 @@ from _tables import Table, write_markdown
 from rich.console import Console
 
 import deep_ep
-import reference
 from deep_ep.utils.math import calc_diff
-from launch import DEVICE
-from normal_exchange import normal_ranks
-from test_low_latency import FP8_COMBINE_DIFF
+from support import reference
+from support.launch import DEVICE
+from support.normal_exchange import normal_ranks
 
 # Of Config: tokens of a step and slots of a queue.
 NVL_CHUNK, NVL_SLOTS = 32, 256
@@ -82,7 +81,7 @@ def make_problem(
     ys = reference.dequantise(recv_data, recv_scales)
     combined = buffer.combine(ys, handle, config=config)[0]
     difference = calc_diff(x.to(DEVICE) * in_rank.sum(1, keepdim=True), combined)
-    assert difference < FP8_COMBINE_DIFF, f"rank {rank}: sums are off by {difference}"
+    assert difference < reference.FP8_COMBINE_DIFF, f"rank {rank}: sums are off by {difference}"
     return Problem((data, scales), handle, ys)
 
 

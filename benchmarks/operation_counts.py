@@ -18,11 +18,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from _counts import (
-    CHANNELS_PER_SCALE,
     PathCounts,
     mean_sent,
     options,
     pairs_of,
+    row_bytes,
     table,
     write_into_page,
 )
@@ -47,13 +47,6 @@ class OperationCounts:
     nvlink: PathCounts  # to the others of the node
     nic: PathCounts  # to other nodes
     polls: float
-
-
-def row_bytes(operation: str, hidden: int) -> int:
-    """Payload of a row: FP8 and its scales out, bf16 back."""
-    if operation == "dispatch":
-        return hidden + 4 * (hidden // CHANNELS_PER_SCALE)
-    return 2 * hidden
 
 
 def traffic(group: Group) -> list[dict[str, Any]]:
@@ -93,7 +86,9 @@ def count(shape: GroupShape) -> list[OperationCounts]:
             pairs = pairs_of(shape.num_ranks, RANKS_PER_NODE, same_node)
             num_rows = sum(rows[rank][peer] for rank, peer in pairs) / shape.num_ranks
             counts = mean_sent(before, after, pairs)
-            return PathCounts(num_rows, num_rows * row_bytes(operation, shape.hidden), counts)
+            return PathCounts(
+                num_rows, num_rows * row_bytes(shape.hidden, operation == "dispatch"), counts
+            )
 
         polls = sum(now["polls"] - then["polls"] for then, now in zip(before, after))
         result.append(

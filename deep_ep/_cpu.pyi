@@ -1,6 +1,6 @@
 """The native module of the cpu backend. All arguments are keywords; pointers are ints, 0 = absent.
 
-tools/stub.py writes the calls that csrc/kernels/calls.def and csrc/runtime/options.def list.
+tools/stub.py writes the calls that csrc/kernels/protocol/calls.def and csrc/runtime/options.def list.
 """
 
 from typing import Any
@@ -26,6 +26,7 @@ PHASE_RECEIVE: int
 CHANNELS_PER_SCALE: int
 LOGFMT_GROUP: int
 BUFFER_ALIGNMENT: int
+SPENT_FIELDS: list[str]
 
 def device_count() -> int: ...
 def low_latency_rdma_size_hint(
@@ -68,6 +69,8 @@ class Simulation:
         longest_delivery_ns: int,
         end_ns: int,
     ) -> None: ...
+    def set_costs(self, costs: dict[str, float]) -> None: ...
+    def launches(self, rank: int) -> list[tuple[str, float, float, list[float]]]: ...
     def enter(self, rank: int) -> None: ...
     def leave(self) -> None: ...
     def now_ns(self) -> int: ...

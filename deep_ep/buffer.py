@@ -16,7 +16,14 @@ import torch
 from deep_ep.base import env
 from deep_ep.base.rules import fail
 from deep_ep.checks import arguments as checks
-from deep_ep.checks.layouts import Layout
+from deep_ep.checks.calls import (
+    DispatchLayout,
+    LowLatencyCombine,
+    LowLatencyDispatch,
+    MaskQuery,
+    NormalCombine,
+    NormalDispatch,
+)
 from deep_ep.errors import EPUsageError
 from deep_ep.group import as_group
 from deep_ep.native.runtime import Runtime
@@ -26,7 +33,7 @@ from deep_ep.observe.phases import Phases
 from deep_ep.ops import construction, layout, low_latency, registry
 from deep_ep.ops.construction import BufferSettings
 from deep_ep.ops.low_latency import LowLatency
-from deep_ep.ops.normal import Normal, Streams
+from deep_ep.ops.normal import Normal
 from deep_ep.types import config
 from deep_ep.types.config import Config
 from deep_ep.types.event import EventHandle, EventOverlap
@@ -422,14 +429,7 @@ class Buffer:
 
         Compatibility: same as DeepEP.
         """
-        return layout.dispatch_layout(
-            self.communicator,
-            topk_idx,
-            num_experts,
-            previous_event,
-            async_finish,
-            allocate_on_comm_stream,
-        )
+        return layout.dispatch_layout(self.communicator, DispatchLayout(locals()))
 
     # ---- low latency
 
@@ -497,20 +497,7 @@ class Buffer:
         Compatibility: same as DeepEP, with any `hidden` that is a multiple of 128, `num_topk` up to 32
             and any group size. Waiting times are nanoseconds, not clock cycles.
         """
-        return self._low_latency.dispatch(
-            x,
-            topk_idx,
-            num_max_dispatch_tokens_per_rank,
-            num_experts,
-            cumulative_local_expert_recv_stats,
-            dispatch_wait_recv_cost_stats,
-            use_fp8,
-            round_scale,
-            use_ue8m0,
-            async_finish,
-            return_recv_hook,
-            recv_counters,
-        )
+        return self._low_latency.dispatch(LowLatencyDispatch(locals()))
 
     @profiled.operator()
     def low_latency_combine(
@@ -561,19 +548,7 @@ class Buffer:
 
         Compatibility: same as DeepEP. Waiting times are nanoseconds, not clock cycles.
         """
-        return self._low_latency.combine(
-            x,
-            topk_idx,
-            topk_weights,
-            handle,
-            use_logfmt,
-            zero_copy,
-            async_finish,
-            return_recv_hook,
-            out,
-            combine_wait_recv_cost_stats,
-            recv_counters,
-        )
+        return self._low_latency.combine(LowLatencyCombine(locals()))
 
     def abandon_hook(self) -> None:
         """Gives up the receive hooks that have not been called, so that the next call is allowed.
@@ -710,24 +685,14 @@ class Buffer:
         Compatibility: same as DeepEP, with any group size, row size and number of experts per rank, and
             with `num_worst_tokens` on several nodes too. A list serves as a tuple.
         """
+        call = NormalDispatch(locals())
         if config is None:
-            config = Buffer.get_dispatch_config(self.group_size)
-        streams = Streams(previous_event, async_finish, allocate_on_comm_stream)
-        measured = (recv_counters, dispatch_wait_recv_cost_stats)
+            call.config = Buffer.get_dispatch_config(self.group_size)
         if handle is not None:
-            received, event = self._normal.dispatch_again(
-                x, handle, topk_idx, topk_weights, config, streams, *measured
-            )
+            received, event = self._normal.dispatch_again(call)
             return received.rows, None, None, None, None, event
-        layout = Layout(
-            num_tokens_per_rank, num_tokens_per_rdma_rank, is_token_in_rank, num_tokens_per_expert
-        )
-        received, per_expert, new_handle, event = self._normal.dispatch(
-            *(x, layout, topk_idx, topk_weights, expert_alignment, num_worst_tokens),
-            *(config, streams),
-            *measured,
-        )
-        recv_topk = received.topk_idx, received.topk_weights
+        received, per_expert, new_handle, event = self._normal.dispatch(call)
+        recv_topk = received.recv_topk_idx, received.recv_topk_weights
         return received.rows, *recv_topk, per_expert, new_handle, event
 
     @profiled.operator(is_combine=True)
@@ -780,13 +745,10 @@ class Buffer:
 
         Compatibility: same as DeepEP. A list of biases serves as a tuple.
         """
+        call = NormalCombine(locals())
         if config is None:
-            config = Buffer.get_combine_config(self.group_size)
-        return self._normal.combine(
-            *(x, handle, topk_weights, checks.bias_pair(bias), config),
-            Streams(previous_event, async_finish, allocate_on_comm_stream),
-            *(recv_counters, combine_wait_recv_cost_stats),
-        )
+            call.config = Buffer.get_combine_config(self.group_size)
+        return self._normal.combine(call)
 
     def internode_dispatch(
         self,
@@ -826,14 +788,8 @@ class Buffer:
         Compatibility: same as DeepEP; works on one node, too. Some revisions have `num_worst_tokens` in the place
             of `config`.
         """
-        return self.dispatch(
-            *(x, handle, num_tokens_per_rank, num_tokens_per_rdma_rank, is_token_in_rank),
-            *(num_tokens_per_expert, topk_idx, topk_weights, expert_alignment, num_worst_tokens),
-            checks.given_config("internode_dispatch", config),
-            *(previous_event, async_finish, allocate_on_comm_stream),
-            recv_counters=recv_counters,
-            dispatch_wait_recv_cost_stats=dispatch_wait_recv_cost_stats,
-        )
+        checks.given_config("internode_dispatch", config)
+        return self.dispatch(**_without_self(locals()))
 
     def internode_combine(
         self,
@@ -859,12 +815,8 @@ class Buffer:
 
         Compatibility: same as DeepEP; works on one node, too.
         """
-        return self.combine(
-            *(x, handle, topk_weights, bias, checks.given_config("internode_combine", config)),
-            *(previous_event, async_finish, allocate_on_comm_stream),
-            recv_counters=recv_counters,
-            combine_wait_recv_cost_stats=combine_wait_recv_cost_stats,
-        )
+        checks.given_config("internode_combine", config)
+        return self.combine(**_without_self(locals()))
 
     # ---- masks
 
@@ -899,7 +851,7 @@ class Buffer:
 
         Compatibility: same as DeepEP.
         """
-        self.communicator.masks.query(mask_status)
+        self.communicator.masks.query(MaskQuery(locals()))
 
     def low_latency_clean_mask_buffer(self) -> None:
         """Masks no rank any more. In the order of the current stream; does not wait.
@@ -928,3 +880,7 @@ class Buffer:
         Compatibility: not in DeepEP.
         """
         return self.communicator.masks.why()
+
+
+def _without_self(arguments: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in arguments.items() if name != "self"}

@@ -104,17 +104,6 @@ class EPTimeoutError(EPError):
         self.broken_paths = tuple(broken_paths)
         self.verdict = verdict
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        waited = (self.missing_ranks, self.last_seen, self.operation, self.op, self.waited_s)
-        known = (
-            self.dead_ranks,
-            self.left_ranks,
-            self.waiting_ranks,
-            self.broken_paths,
-            self.verdict,
-        )
-        return type(self), (str(self), *waited, *known)
-
 
 class EPRankGoneError(EPTimeoutError):
     """Ranks are dead or have ended. They never come again, so this buffer cannot be used any more."""

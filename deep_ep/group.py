@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import threading
 import time
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from deep_ep.base import env
@@ -88,8 +89,7 @@ class _ThreadBoard:
 
 def board_of(group: Group) -> Board | None:
     """The board of a group; `None` where it has none, as a communicator of MPI."""
-    board: Board | None = getattr(group, "board", None)
-    return board
+    return getattr(group, "board", None)
 
 
 class TorchGroup:
@@ -142,24 +142,24 @@ class MpiGroup:
         self._comm.allgather(None)
 
 
+@dataclass
 class _Meeting:
     """One exchange of a thread group: what was brought, taken back (when), and how often taken."""
 
-    def __init__(self) -> None:
-        self.brought: dict[int, Any] = {}
-        self.withdrawn: dict[int, float] = {}
-        self.num_taken = 0
+    brought: dict[int, Any] = field(default_factory=dict)
+    withdrawn: dict[int, float] = field(default_factory=dict)
+    num_taken: int = 0
 
 
+@dataclass
 class _Meetings:
     """The exchanges of one thread group, by number."""
 
-    def __init__(self, size: int, timeout_s: float) -> None:
-        self.size = size
-        self.timeout_s = timeout_s
-        self.board = _ThreadBoard()
-        self.changed = threading.Condition()
-        self.by_number: dict[int, _Meeting] = {}
+    size: int
+    timeout_s: float
+    board: _ThreadBoard = field(default_factory=_ThreadBoard)
+    changed: threading.Condition = field(default_factory=threading.Condition)
+    by_number: dict[int, _Meeting] = field(default_factory=dict)
 
 
 class ThreadGroup:

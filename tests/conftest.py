@@ -9,6 +9,9 @@ from typing import Any
 
 import pytest
 
+# Before any of them is imported: their assertions are tests', though their names do not say so.
+pytest.register_assert_rewrite("support")
+
 # Before anything imports the library: a hang must end long before a test's patience does.
 os.environ.setdefault("DEEP_EP_TIMEOUT_S", "30")
 
@@ -18,7 +21,7 @@ os.environ.setdefault("DEEP_EP_VERIFY", "1")
 import hypothesis  # noqa: E402
 import torch  # noqa: E402
 
-from launch import package_under_test  # noqa: E402
+from support.launch import package_under_test  # noqa: E402
 
 # CI looks at the same examples every time; `--hypothesis-profile=explore` looks for new ones.
 hypothesis.settings.register_profile(
@@ -31,11 +34,8 @@ hypothesis.settings.register_profile(
 )  # fmt: skip
 hypothesis.settings.load_profile("ci")
 
-# Their assertions are tests', though their names do not say so.
-pytest.register_assert_rewrite("low_latency_cases", "missing_rank")
-
 REPLAYS = pytest.StashKey[str]()
-# Of programs that run without pytest, which cannot mark them.
+# Exhaustive tests in files that must also run without pytest.
 EXHAUSTIVE = {
     "test_program_repeats_itself_under_pressure_and_measures_under_torchrun",
     "test_program_names_a_slow_nic_and_not_its_paths",

@@ -15,8 +15,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from normal_cases import parse_arguments, run_rank
-from program import assert_named, run_program, start, torchrun
+from support.normal_cases import parse_arguments, run_rank
+from support.program import assert_named, run_program, start, torchrun
 
 # Shapes of tests: all loops, in seconds.
 REDUCED = (

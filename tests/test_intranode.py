@@ -14,8 +14,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from normal_cases import parse_arguments, run_rank
-from program import assert_named, run_program, start, torchrun
+from support.normal_cases import parse_arguments, run_rank
+from support.program import assert_named, run_program, start, torchrun
 
 # Shapes of tests: all loops, in seconds.
 REDUCED = (

@@ -15,34 +15,29 @@ import contextlib
 import os
 import statistics
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 import deep_ep
-import reference
-from deep_ep.testing import faults
 from deep_ep.utils.math import calc_diff, hash_tensor
 from deep_ep.utils.testing import seconds
-from launch import DEVICE
-from program import (
+from support import reference
+from support.launch import DEVICE
+from support.program import (
     add_diagnosis_options,
+    end_of_run,
     inject_into_routing,
     join,
+    option_parser,
     parse_faults,
-    report_diagnosis,
     start,
 )
 
 RANK_OFFSET = 128  # keeps rank - offset negative and exact in bfloat16
 NUM_MARKED = 128  # last channels of the first tensor: the token's index
-
-# Bounds on calc_diff, all the original's.
-ROUNDED_SCALE_DIFF = 0.007
-FP8_COMBINE_DIFF = 9e-4
-BF16_COMBINE_DIFF = 1e-5
 
 PRESSURE_REPETITIONS = 20
 DIAGNOSE_ITERATIONS = 48
@@ -109,15 +104,7 @@ class Shrinking:
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     """The original's options, then ours."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("--num-processes", type=int, default=8, help="ranks to spawn (8)")
-    parser.add_argument("--num-tokens", type=int, default=128, help="tokens per rank (128)")
-    parser.add_argument("--hidden", type=int, default=7168, help="channels per token (7168)")
-    parser.add_argument("--num-topk", type=int, default=8, help="experts per token (8)")
-    parser.add_argument("--num-experts", type=int, default=288, help="experts in total (288)")
-    parser.add_argument("--allow-mnnvl", action="store_true", help="allow multi-node NVLink")
+    parser = option_parser(__doc__, num_tokens=128, num_experts=288)
     parser.add_argument("--disable-nvlink", action="store_true", help="keep off NVLink")
     parser.add_argument("--use-logfmt", action="store_true", help="10-bit combine on the wire")
     parser.add_argument("--pressure-test", action="store_true", help="repeat and compare hashes")
@@ -254,7 +241,7 @@ def check_marked_rows(
     assert torch.equal(values, rows[:, :-NUM_MARKED].amax(1)), "a row is not constant"
     indices = (src_info % num_tokens).to(rows.dtype).view(-1, 1)
     if not exact:
-        assert calc_diff(rows[:, -1], indices.view(-1)) < ROUNDED_SCALE_DIFF
+        assert calc_diff(rows[:, -1], indices.view(-1)) < reference.ROUNDED_SCALE_DIFF
         return
     assert torch.equal(rows[:, -NUM_MARKED:], indices.expand(-1, NUM_MARKED)), "wrong token"
     for source, packed in enumerate(layout_range.tolist()):
@@ -324,7 +311,7 @@ def check_round(
         expected = x * problem.topk_weights.masked_fill(unheard, 0).sum(1).view(-1, 1)
         assert not combined.isnan().any()
         difference = calc_diff(expected, combined)
-        bound = FP8_COMBINE_DIFF if way.use_fp8 else BF16_COMBINE_DIFF
+        bound = reference.FP8_COMBINE_DIFF if way.use_fp8 else reference.BF16_COMBINE_DIFF
         assert difference < bound, f"{way}, zero_copy={zero_copy}: {difference} >= {bound}"
         digest ^= hash_tensor(combined)
     return digest
@@ -435,12 +422,8 @@ def measure(
 # --- diagnosis ------------------------------------------------------------------------------------
 
 
-def run_measured_iterations(buffer: deep_ep.Buffer, args: argparse.Namespace) -> None:
-    """Iterations as a model does them, with the faults at work; the counters see nothing else.
-
-    Nothing but dispatch and combine may bring the ranks together here: a collective in between
-    would hide who is late.
-    """
+def iteration_of(buffer: deep_ep.Buffer, args: argparse.Namespace) -> Callable[[], None]:
+    """Dispatch and combine as a model does them, with another routing every time."""
     generator = torch.Generator().manual_seed(args.seed * 1000 + buffer.rank)
     num_local_experts = args.num_experts // buffer.group_size
     expert_outputs = torch.empty(
@@ -450,9 +433,8 @@ def run_measured_iterations(buffer: deep_ep.Buffer, args: argparse.Namespace) ->
     )
     x = torch.randn((args.num_tokens, args.hidden), generator=generator).bfloat16().to(DEVICE)
     weights = torch.rand((args.num_tokens, args.num_topk), generator=generator).to(DEVICE)
-    buffer.enable_counters(ring=4 * DIAGNOSE_ITERATIONS)
-    remove_faults = faults.apply(buffer, args.inject)
-    for _ in range(DIAGNOSE_ITERATIONS):
+
+    def iterate() -> None:
         scores = torch.rand((args.num_tokens, args.num_experts), generator=generator)
         topk_idx = scores.topk(args.num_topk, dim=1).indices
         topk_idx = inject_into_routing(topk_idx, args, buffer.group_size, generator).to(DEVICE)
@@ -463,16 +445,15 @@ def run_measured_iterations(buffer: deep_ep.Buffer, args: argparse.Namespace) ->
         for i, count in enumerate(recv_count.tolist()):
             expert_outputs[i, :count] = data[i, :count]
         buffer.low_latency_combine(expert_outputs, topk_idx, weights, handle)
-    remove_faults()
+
+    return iterate
 
 
 # --- the program ----------------------------------------------------------------------------------
 
 
 def run_rank(local_rank: int, num_local_ranks: int, store: str, args: argparse.Namespace) -> None:
-    """One rank from start to end. Exits with status 1 where the results are right but the verdicts
-    are not.
-    """
+    """One rank from start to end."""
     group = join(local_rank, num_local_ranks, store)
     num_ranks = group.size()
     size = deep_ep.Buffer.get_low_latency_rdma_size_hint(
@@ -500,15 +481,7 @@ def run_rank(local_rank: int, num_local_ranks: int, store: str, args: argparse.N
         measure(buffer, group, args, args.seed)
     if args.pressure_test:
         check_under_pressure(buffer, group, args)
-    right = True
-    if args.diagnose:
-        run_measured_iterations(buffer, args)
-        right = report_diagnosis(buffer, group, args)
-    buffer.destroy()
-    dist.barrier(group)
-    dist.destroy_process_group()
-    if not right:
-        sys.exit(1)
+    end_of_run(buffer, group, args, DIAGNOSE_ITERATIONS, iteration_of)
 
 
 def check_under_pressure(
@@ -534,4 +507,4 @@ def main(argv: list[str] | None = None) -> int:
 if __name__ == "__main__":
     sys.exit(main())
 if "pytest" in sys.modules:  # pytest's import, not a run of the program
-    from low_latency_cases import *  # noqa: F403
+    from support.low_latency_cases import *  # noqa: F403

@@ -56,6 +56,8 @@ PART_S = 570.0  # for the steps of a part
 LINES_SHOWN = 25
 # What the README may take over.
 TABLE, NORMAL_TABLE, PUBLISHED_TABLE = "latency.md", "normal.md", "published.md"
+# What benchmarks/time_model.py takes with --costs.
+COSTS = "costs.json"
 
 Judge = Callable[[str], "tuple[bool, str]"]
 
@@ -347,7 +349,7 @@ def sanitizer_steps(exchange: str, normal: str) -> list[Step]:
     # Launches may come one after another there, and ranks that wait for each other would wait for ever: one
     # rank, which sends to itself.
     one_rank = [
-        *(f"{exchange}::test_any_group_size_works[1-{mode}]" for mode in ("fp8", "bf16")),
+        *(f"{exchange}::test_extreme_shapes_equal_the_reference[1-ranks-{mode}]" for mode in ("fp8", "bf16")),
         *(f"{normal}::test_each_node_shape_equals_the_reference[{mode}-1x1]" for mode in ("fp8", "bf16")),
     ]  # fmt: skip
     tests = pytest_command(*one_rank, dry=False)
@@ -474,12 +476,28 @@ def published_step(out: Path, published: Path | None) -> Step:
     )
 
 
+def costs_step(out: Path, dry: bool) -> Step:
+    """What the model of time takes for granted, as far as one GPU can tell; in a dry run it is compiled."""
+    nvcc = compiler()
+    flags = ["--dry-run", "--nvcc", nvcc or ""] if dry else ["--json", str(out / COSTS)]
+    return Step(
+        "costs",
+        "costs of the model of time: shared memory, L2, fences, barriers, copies",
+        [[sys.executable, "benchmarks/gpu_costs.py", *flags]],
+        50,
+        part=2,
+        programs=("nvcc",),
+        writes=() if dry else (COSTS,),
+        only_shown="needs nvcc" if dry and nvcc is None else "",
+    )
+
+
 def all_steps(out: Path, dry: bool, published: Path | None = None) -> list[Step]:
     """What is done, in the order in which it is worth knowing; in a dry run on the cpu backend, in small."""
     python = sys.executable
     benchmark = [python, "benchmarks/low_latency_gpu.py"]
     normal_benchmark = [python, "benchmarks/normal_gpu.py"]
-    exchange, normal = "tests/test_low_latency.py", "tests/test_normal.py"
+    exchange, normal = "tests/test_low_latency.py", "tests/ops/test_normal.py"
     few = "--num-tokens 4 --hidden 256 --num-topk 2 --num-experts 8 --rounds 2"
     small, normal_small = f"--num-ranks 1 2 --blocks 2 {few}", f"--num-ranks 2 4 --num-sms 4 {few}"
     steps = [
@@ -577,7 +595,7 @@ def all_steps(out: Path, dry: bool, published: Path | None = None) -> list[Step]
             "the phases of operations add up; layout and the order of rows are those of the operation after them",
             [
                 pytest_command(
-                    *("tests/test_phases.py", "tests/test_parts.py", "tests/moe/test_step_phases.py"),
+                    *("tests/observe/test_phases.py", "tests/observe/test_parts.py", "tests/moe/test_step_phases.py"),
                     *without("program"),
                     dry=dry,
                 )
@@ -607,8 +625,8 @@ def all_steps(out: Path, dry: bool, published: Path | None = None) -> list[Step]
             "sizes that change between calls; bad arguments are refused",
             [
                 pytest_command(
-                    "tests/test_changing_sizes.py",
-                    "tests/test_errors.py",
+                    "tests/ops/test_changing_sizes.py",
+                    "tests/checks/test_errors.py",
                     # What the kernel finds is known on a GPU once it has run; the step `gpu` waits for it.
                     *without("alone", "disagree", "another_operation", "expert-too", "expert-below", "more-rows"),
                     dry=dry,
@@ -655,6 +673,7 @@ def all_steps(out: Path, dry: bool, published: Path | None = None) -> list[Step]
             environment=LANES,
         )
     )
+    steps.append(costs_step(out, dry))
     steps.append(published_step(out, published))
     steps += steps_of_processes(out, dry)
     return sorted(steps, key=lambda step: step.part)
@@ -683,6 +702,12 @@ def toolkit() -> list[Path]:
     homes = [os.environ.get("CUDA_HOME"), nvcc and Path(nvcc).resolve().parent.parent]
     folders = [Path(home) / "bin" for home in (*homes, "/usr/local/cuda") if home]
     return [folder for folder in folders if folder.is_dir()]
+
+
+def compiler() -> str | None:
+    """nvcc of this machine, where it has one; a dry run's steps find a stand-in first."""
+    folders = [*map(str, toolkit()), os.environ.get("PATH", "")]
+    return shutil.which("nvcc", path=os.pathsep.join(folders))
 
 
 def stand_ins(folder: Path) -> Path:

@@ -1,7 +1,6 @@
 """Audits the machine code of the CUDA modules: docs/memory_model.md says what is checked.
 
-Reads what `make cuda` has built; builds nothing. Takes nvdisasm and cuobjdump from PATH, from the toolkit of
-CUDA_HOME or nvcc, or from the packages nvidia-cuda-nvdisasm and nvidia-cuda-cuobjdump.
+Reads what `make cuda` has built; builds nothing.
 
 Usage: python tools/machine_code.py [module.so | code.cubin ...]    default: deep_ep/_cuda*.so
 """
@@ -9,58 +8,20 @@ Usage: python tools/machine_code.py [module.so | code.cubin ...]    default: dee
 from __future__ import annotations
 
 import argparse
-import os
-import shutil
-import subprocess
 import sys
-import sysconfig
-import tempfile
 from pathlib import Path
 
+from disassembly import disassembled
 from memory_order.audit import Audit, Findings
-from memory_order.sass import read
 from memory_order.sources import ROOT, Source, working_tree
 
 MOST_SHOWN = 20
 
 
-def find_tool(name: str) -> str:
-    """Path of a tool of the CUDA toolkit."""
-    folders = [os.environ.get("PATH", "")]
-    if home := os.environ.get("CUDA_HOME"):
-        folders.append(str(Path(home) / "bin"))
-    if nvcc := shutil.which("nvcc"):
-        folders.append(str(Path(nvcc).resolve().parent))
-    for site in (sysconfig.get_path("purelib"), *sys.path):
-        folders += [str(folder) for folder in Path(site).glob("nvidia/*/bin")]
-    found = shutil.which(name, path=os.pathsep.join(folders))
-    if found is None:
-        raise FileNotFoundError(
-            f"{name} is neither on PATH nor in the CUDA toolkit. Install it: pip install nvidia-cuda-{name}"
-        )
-    return found
-
-
-def cubins(module: Path, folder: Path) -> list[Path]:
-    """The machine code in a module, as files in a folder; a .cubin is its own."""
-    if module.suffix == ".cubin":
-        return [module]
-    command = [find_tool("cuobjdump"), "-xelf", "all", str(module.resolve())]
-    subprocess.run(command, cwd=folder, check=True, capture_output=True)
-    return sorted(folder.glob("*.cubin"))
-
-
 def audit(module: Path, source: Source, *, whole: bool = True) -> Findings:
     """All facts about a module. `whole`: it has all kernels, so every source line must be in it."""
     check = Audit(source)
-    with tempfile.TemporaryDirectory() as folder:
-        for cubin in cubins(module, Path(folder)):
-            command = [find_tool("nvdisasm"), "-c", "-gi", str(cubin)]
-            with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-                assert process.stdout is not None
-                check.run(read(process.stdout))
-            if process.returncode != 0:
-                raise RuntimeError(f"{' '.join(command)} ended with {process.returncode}.")
+    check.run(disassembled(module))
     if whole:
         check.complete()
     return check.findings

@@ -2,12 +2,12 @@
 
 The faults are listed in tests/mutants/*.txt, each with the tests that should notice it:
 
-    [counts-overtake-rows] csrc/kernels/operation.cuh
+    [counts-overtake-rows] csrc/kernels/protocol/operation.cuh
     A count is there before its rows are.
     - args.transport.fence(dst, qp);
     + (what stands there instead; nothing: the line is left out)
     > plain protocol many_rounds_under_random_orders
-    > pytest test_interleavings.py -k 118
+    > pytest ops/test_interleavings.py -k 118
     = (only where no test can notice: why it makes no difference)
 
 The line must occur exactly once in the file, white space aside. Where only a part of it is replaced,
@@ -541,10 +541,11 @@ def main() -> int:
     if arguments.list:
         for mutant in all_mutants():
             print(f"{mutant.number:3}  {mutant.name}  {mutant.file}")
-        return 0
-    if misfits():
-        print("\n".join(misfits()))
+    if unfit := misfits():
+        print("\n".join(unfit))
         return 1
+    if arguments.list:
+        return 0
     outcomes, wrong = check(arguments.words, quick=arguments.quick)
     outcomes.sort(key=lambda outcome: outcome.mutant.number)
     head = "| mutant | file | fault | |\n|---|---|---|---|\n"

@@ -8,7 +8,7 @@ may ask for a variant whose sanitizer must object, which proves that the check c
 
 ThreadSanitizer must also object to each case that is a RACE() and not a TEST(); those run one by one.
 
-pytest runs the same programs case by case (tests/native.py), also without a sanitizer ("plain").
+pytest runs the same programs case by case (tests/support/native.py), also without a sanitizer ("plain").
 
 Usage: python tools/sanitize.py [name ...]   with parts of test names, e.g. `executor`
 """
@@ -110,13 +110,17 @@ def ninja_text(selected: list[Program]) -> str:
         "rule link",
         f"  command = {compiler} -pthread $flags $in -o $out -lrt",
     ]
+    # What headers of the target ask for changes the kernels, which the runtime's objects hold.
+    of_target = "".join(path.read_text() for path in sorted((CSRC / "device").rglob("*.*h")))
     done = set()
     for program in selected:
         names = re.findall(r"-D(\w+)", program.defines)
         objects = []
         for source in [*sources, program.source]:
-            # Only in sources themselves: a header's define would need every object anew.
-            concerned = any(name in source.read_text() for name in names)
+            has_kernels = source.parent.name == "runtime" or source == program.source
+            concerned = any(
+                name in source.read_text() or (has_kernels and name in of_target) for name in names
+            )
             defines = program.defines if concerned else ""
             folder = program.variant if concerned else program.sanitizer
             target = f"{folder}/{source.relative_to(ROOT)}.o"

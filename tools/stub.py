@@ -1,4 +1,4 @@
-"""Writes the calls of csrc/kernels/calls.def and csrc/runtime/options.def into deep_ep/_cpu.pyi.
+"""Writes the calls of csrc/kernels/protocol/calls.def and csrc/runtime/options.def into deep_ep/_cpu.pyi.
 
 A call that a list's table names is replaced in the stub's `Runtime`; all else there is written by hand.
 
@@ -13,7 +13,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 STUB = ROOT / "deep_ep" / "_cpu.pyi"
-LISTS = (ROOT / "csrc/kernels/calls.def", ROOT / "csrc/runtime/options.def")
+LISTS = (ROOT / "csrc/kernels/protocol/calls.def", ROOT / "csrc/runtime/options.def")
 TYPES = {"bool": "bool", "std::string": "str", "CounterView": "tuple[int, int, int, int]"}
 
 

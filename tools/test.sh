@@ -1,19 +1,20 @@
 #!/usr/bin/env bash
-# Tests, with coverage: first those that only compute, one on each core; then all others, whose ranks need
+# Tests, with coverage: first those that compute or wait, several at once; then those that judge times, whose ranks need
 # every core for themselves. Other arguments are pytest's, and make it one run of all tests without those two parts.
 #
 # Usage: tools/test.sh PYTHON [--all | argument ...]    without --all: those that are not exhaustive
 set -euo pipefail
+shopt -s extglob
 
 python=$1
 shift
-computing=(
-    tests/test_gpu_runner.py tests/test_sanitizers.py tests/test_mutants.py tests/test_cuda_host.py
-    tests/test_build.py tests/test_install_nvshmem.py tests/test_nvshmem_library.py
-    tests/test_explore.py tests/test_simulated_counters.py tests/test_operation_counts.py
+together=(
+    tests/api tests/base tests/build tests/checks tests/doctor tests/explore tests/hang
+    tests/membership/test_!(missing_rank).py tests/memory_order tests/model tests/moe tests/ops/test_!(masks).py
+    tests/tidy tests/tune
     tests/diagnose/analyze tests/diagnose/collect tests/diagnose/core tests/diagnose/render
-    tests/diagnose/storage tests/diagnose/trace tests/doctor tests/hang tests/memory_order tests/model
-    tests/tidy
+    tests/diagnose/storage tests/diagnose/trace
+    tests/native/test_cuda_host.py tests/native/test_nvshmem_library.py tests/observe/test_simulated_counters.py
 )
 
 # cover NAME ARGUMENT...: pytest, and build/coverage-NAME.json.
@@ -32,8 +33,8 @@ fi
 if (($#)); then
     cover all "$@" || status=$?
 else
-    cover computing -n "$(nproc)" --dist worksteal "${selected[@]}" "${computing[@]}" || status=$?
-    cover others "${selected[@]}" "${computing[@]/#/--ignore=}" || status=$?
+    cover together -n "$(($(nproc) + 1))" --dist worksteal "${selected[@]}" "${together[@]}" || status=$?
+    cover alone "${selected[@]}" "${together[@]/#/--ignore=}" || status=$?
 fi
 "$python" -m slipcover --merge build/coverage-*.json --out build/coverage.json >/dev/null
 exit "$status"

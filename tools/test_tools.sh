@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
 # What single tests need from the system: those of the report page a headless Chromium and its driver, those
-# of the protocol's model Spin. On Debian, as root, they are installed, otherwise named. Without them those
-# tests are skipped; CI_REQUIRE_TOOLS=1 makes that a failure, here and there.
+# of the protocol's model Spin, those of NVSHMEM's source cmake. On Debian, as root, they are installed,
+# otherwise named. Without them those tests are skipped; CI_REQUIRE_TOOLS=1 makes that a failure, here and there.
 set -euo pipefail
 
 missing=()
 command -v chromium >/dev/null || command -v chromium-browser >/dev/null || missing+=(chromium)
 command -v chromedriver >/dev/null || missing+=(chromium-driver)
 command -v spin >/dev/null || missing+=(spin)
+command -v cmake >/dev/null || missing+=(cmake)
 ((${#missing[@]})) || exit 0
 
 # give_up WHY: say what is missing and what to run.

@@ -7,7 +7,7 @@
 #include "bindings/bindings.h"
 #include "bindings/names.h"
 #include "device/launch_shape.h"
-#include "kernels/normal_state.cuh"
+#include "kernels/normal/state.cuh"
 
 namespace ep {
 namespace {
@@ -22,19 +22,19 @@ std::vector<std::string> list(const Names& names) {
 void bind_constants(pybind11::module_& m) {
     m.attr("COUNTER_FIELDS") = std::vector<std::string>{
 #define EP_SOURCE_COUNTER(name) #name,
-#include "kernels/counters.def"
+#include "kernels/protocol/counters.def"
     };
     m.attr("OWN_FIELDS") = std::vector<std::string>{
 #define EP_OWN_COUNTER(name) #name,
-#include "kernels/counters.def"
+#include "kernels/protocol/counters.def"
     };
     m.attr("RING_SOURCE_FIELDS") = std::vector<std::string>{
 #define EP_RING_SOURCE(name) #name,
-#include "kernels/counters.def"
+#include "kernels/protocol/counters.def"
     };
     m.attr("RING_OWN_FIELDS") = std::vector<std::string>{
 #define EP_RING_OWN(name) #name,
-#include "kernels/counters.def"
+#include "kernels/protocol/counters.def"
     };
     m.attr("NUM_RING_FIELDS") = kNumRingFields;
     m.attr("OPERATIONS") = list(kOperationNames);

@@ -7,7 +7,7 @@
 #include <functional>
 #include <tuple>
 
-#include "kernels/counters.cuh"
+#include "kernels/protocol/counters.cuh"
 
 namespace ep {
 

@@ -52,59 +52,59 @@ constexpr std::tuple kOptions{
 };
 constexpr std::tuple kSize{
 #define EP_SIZE(...) EP_KEYWORD(LowLatencySize, __VA_ARGS__)
-#include "kernels/calls.def"
+#include "kernels/protocol/calls.def"
 };
 constexpr std::tuple kRouting{
 #define EP_ROUTING(...) EP_KEYWORD(Routing, __VA_ARGS__)
-#include "kernels/calls.def"
+#include "kernels/protocol/calls.def"
 };
 constexpr std::tuple kHandle{
 #define EP_HANDLE(...) EP_KEYWORD(HandleTensors, __VA_ARGS__)
-#include "kernels/calls.def"
+#include "kernels/protocol/calls.def"
 };
 constexpr std::tuple kOperation{
 #define EP_OPERATION(...) EP_KEYWORD(OperationOptions, __VA_ARGS__)
 #define EP_STREAM(...) EP_KEYWORD(LaunchStream, __VA_ARGS__)
-#include "kernels/calls.def"
+#include "kernels/protocol/calls.def"
 };
 constexpr std::tuple kDispatch{
 #define EP_DISPATCH(...) EP_KEYWORD(DispatchTensors, __VA_ARGS__)
 #define EP_DISPATCH_FLAG(...) EP_KEYWORD(DispatchCall, __VA_ARGS__)
-#include "kernels/calls.def"
+#include "kernels/protocol/calls.def"
 };
 constexpr std::tuple kCombine{
 #define EP_COMBINE(...) EP_KEYWORD(CombineTensors, __VA_ARGS__)
 #define EP_COMBINE_FLAG(...) EP_KEYWORD(CombineCall, __VA_ARGS__)
-#include "kernels/calls.def"
+#include "kernels/protocol/calls.def"
 };
 constexpr std::tuple kLayout{
 #define EP_LAYOUT(...) EP_KEYWORD(DispatchLayoutArgs, __VA_ARGS__)
 #define EP_STREAM(...) EP_KEYWORD(LaunchStream, __VA_ARGS__)
-#include "kernels/calls.def"
+#include "kernels/protocol/calls.def"
 };
 constexpr std::tuple kNormal{
 #define EP_NORMAL_SIZE(...) EP_KEYWORD(NormalSize, __VA_ARGS__)
 #define EP_NORMAL_HANDLE(...) EP_KEYWORD(NormalHandle, __VA_ARGS__)
-#include "kernels/calls.def"
+#include "kernels/protocol/calls.def"
 };
 constexpr std::tuple kNotify{
 #define EP_NOTIFY(...) EP_KEYWORD(NotifyTensors, __VA_ARGS__)
 #define EP_STREAM(...) EP_KEYWORD(LaunchStream, __VA_ARGS__)
-#include "kernels/calls.def"
+#include "kernels/protocol/calls.def"
 };
 constexpr std::tuple kNormalDispatch{
 #define EP_NORMAL_DISPATCH(...) EP_KEYWORD(NormalDispatchTensors, __VA_ARGS__)
 #define EP_NORMAL_FLAG(...) EP_KEYWORD(NormalDispatchFlags, __VA_ARGS__)
-#include "kernels/calls.def"
+#include "kernels/protocol/calls.def"
 };
 constexpr std::tuple kNormalCombine{
 #define EP_NORMAL_COMBINE(...) EP_KEYWORD(NormalCombineTensors, __VA_ARGS__)
-#include "kernels/calls.def"
+#include "kernels/protocol/calls.def"
 };
 constexpr std::tuple kNormalOperation{
 #define EP_NORMAL_OPERATION(...) EP_KEYWORD(NormalOperationOptions, __VA_ARGS__)
 #define EP_STREAM(...) EP_KEYWORD(LaunchStream, __VA_ARGS__)
-#include "kernels/calls.def"
+#include "kernels/protocol/calls.def"
 };
 // What a combine takes of its dispatch.
 constexpr auto kRouted = std::tuple_cat(kSize, kRouting, kHandle);

@@ -1,8 +1,15 @@
 #include "device/host/simulation.h"
 
+#include <pybind11/stl.h>
+
+#include <iterator>
+#include <map>
 #include <memory>
+#include <optional>
 #include <stdexcept>
+#include <string>
 #include <tuple>
+#include <vector>
 
 #include "bindings/bindings.h"
 #include "bindings/keywords.h"
@@ -14,6 +21,21 @@ namespace ep {
 namespace {
 
 using host::SimulationOptions;
+
+host::CostModel costs_of(const std::map<std::string, double>& given) {
+    host::CostModel costs;
+    const std::map<std::string, double host::CostModel::*> members{
+#define EP_COST(name) {#name, &host::CostModel::name},
+#include "device/host/costs.def"
+    };
+    for (const auto& [name, member] : members) {
+        if (!given.contains(name)) throw std::invalid_argument("costs: " + name + " is missing");
+        costs.*member = given.at(name);
+    }
+    for (const auto& [name, value] : given)
+        if (!members.contains(name)) throw std::invalid_argument("costs: there is no " + name);
+    return costs;
+}
 
 constexpr std::tuple kOptions{
     Keyword<&SimulationOptions::num_ranks>{"num_ranks"},
@@ -34,6 +56,8 @@ void bind_simulation(py::module_& m) {
     using host::Seat;
     using host::Simulation;
     using Release = py::call_guard<py::gil_scoped_release>;
+    m.attr("SPENT_FIELDS") =
+        std::vector<std::string>{std::begin(host::kSpentNames), std::end(host::kSpentNames)};
     // No mere Exception: what a program does about failed operations is no way to survive its death.
     py::register_local_exception<RankDied>(m, "RankDied", PyExc_BaseException);
     const auto seat = [](Simulation& self) -> Seat& {
@@ -69,6 +93,24 @@ void bind_simulation(py::module_& m) {
             },
             "points"_a,
             "ns"_a)
+        .def(
+            "set_costs",
+            [](Simulation& self, const std::map<std::string, double>& costs) {
+                self.set_costs(costs_of(costs));
+            },
+            "costs"_a)
+        .def(
+            "launches",
+            [](const Simulation& self, int rank) {
+                py::list all;
+                for (const host::LaunchRecord& one : self.launches(rank)) {
+                    const std::vector<double> spent(std::begin(one.spent_ns),
+                                                    std::end(one.spent_ns));
+                    all.append(py::make_tuple(one.name, one.begin_ns, one.end_ns, spent));
+                }
+                return all;
+            },
+            "rank"_a)
         .def("has_stopped", [seat](Simulation& self) { return seat(self).has_stopped(); })
         .def(
             "die_after",

@@ -4,6 +4,7 @@
 //   unpack(vector, values)  8 bf16 elements to floats
 //   pack(values)            to bf16, round to nearest even, NaN stays NaN
 //   largest_magnitude(vectors) bits of the largest absolute bf16 element; NaN counts as largest
+//   popcount(bits) lowest_bit(bits) highest_bit(bits)  of 32 bits, of which the last two have one
 //   to_e4m3(values)         8 floats to e4m3 bytes, round to nearest even, saturating at 448
 #pragma once
 

@@ -19,6 +19,7 @@
 //               value); S names the scope
 // Waiting       spin_until(predicate, deadline) -> false when the deadline passed; the only way to poll.
 //               spin_until(predicate, deadline, note) calls note() every kNoteIntervalNs
+//               warp_spin_until(predicate, deadline, note): all lanes, for all of which the predicate is the same
 // Time          now_ns(): this rank's clock, for stamps. deadline_in(ns): real time, for giving up.
 //               kClockPatienceNs: how long a clock exchange waits for a rank
 // Copies        copy_warp(dst, src, bytes), copy_block(dst, src, bytes): 16-byte aligned, multiples of

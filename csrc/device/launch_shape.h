@@ -10,7 +10,11 @@ constexpr int kMaxThreads = 256;  // of a block on a GPU; leaves each thread 255
 
 // Of one launch on the host target. Each has a stack and a guard below it, which are two mappings,
 // and Linux grants a process 65530.
+#if defined(EP_TIME_MODEL)
+constexpr int kMaxHostThreads = 65536;  // stacks are not guarded
+#else
 constexpr int kMaxHostThreads = 16384;
+#endif
 
 // How often who waits for long says so to the host.
 constexpr uint64_t kNoteIntervalNs = 100'000'000;

@@ -1,4 +1,4 @@
-// The last calls of a rank, and what their kernels tell of themselves while they run (kernels/recorder.cuh).
+// The last calls of a rank, and what their kernels tell of themselves while they run (kernels/protocol/recorder.cuh).
 // Read from any thread: it asks neither the device nor any rank, and waits for no operation.
 #pragma once
 
@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "device/device_runtime.h"
-#include "kernels/recorder.cuh"
+#include "kernels/protocol/recorder.cuh"
 
 namespace ep {
 

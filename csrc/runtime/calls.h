@@ -1,9 +1,9 @@
-// Calls as the runtime gets them; see kernels/calls.def.
+// Calls as the runtime gets them; see kernels/protocol/calls.def.
 #pragma once
 
 #include "device/device_runtime.h"
-#include "kernels/calls.cuh"
-#include "kernels/messages.cuh"
+#include "kernels/protocol/calls.cuh"
+#include "kernels/protocol/messages.cuh"
 
 namespace ep {
 
@@ -11,19 +11,19 @@ namespace ep {
 
 struct LowLatencySize {
 #define EP_SIZE EP_FIELD
-#include "kernels/calls.def"
+#include "kernels/protocol/calls.def"
 };
 
 struct LaunchStream {
 #define EP_STREAM EP_FIELD
-#include "kernels/calls.def"
+#include "kernels/protocol/calls.def"
 };
 
 struct OperationCall : LowLatencySize, OperationOptions, LaunchStream {};
 
 struct DispatchCall : OperationCall, DispatchTensors {
 #define EP_DISPATCH_FLAG EP_FIELD
-#include "kernels/calls.def"
+#include "kernels/protocol/calls.def"
 
     Payload payload() const {
         if (!use_fp8) return Payload::kBf16;
@@ -34,7 +34,7 @@ struct DispatchCall : OperationCall, DispatchTensors {
 
 struct CombineCall : OperationCall, CombineTensors {
 #define EP_COMBINE_FLAG EP_FIELD
-#include "kernels/calls.def"
+#include "kernels/protocol/calls.def"
 };
 
 // What a combine takes of its dispatch.

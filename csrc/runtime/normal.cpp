@@ -5,9 +5,9 @@
 #include <stdexcept>
 #include <thread>
 
-#include "kernels/normal_combine.cuh"
-#include "kernels/normal_dispatch.cuh"
-#include "kernels/normal_notify.cuh"
+#include "kernels/normal/combine.cuh"
+#include "kernels/normal/dispatch.cuh"
+#include "kernels/normal/notify.cuh"
 #include "runtime/runtime.h"
 
 namespace ep {
@@ -25,9 +25,9 @@ NormalBytes Runtime::normal_bytes(const NormalSize& size, const Topology& topolo
     const auto channels = static_cast<size_t>(size.num_channels);
     const auto nvl = static_cast<size_t>(nvl_slots(topology, size.num_max_nvl_chunked_recv_tokens));
     const auto rdma = static_cast<size_t>(size.num_max_rdma_chunked_recv_tokens);
-    const bool has_nodes = topology.num_nodes() > 1;
+    const bool has_nodes = topology.num_nodes > 1;
     return {topology.num_ranks * channels * nvl * row.nvl_slot_bytes(),
-            has_nodes ? 2 * topology.num_nodes() * channels * rdma * row.rdma_slot_bytes() : 0};
+            has_nodes ? 2 * topology.num_nodes * channels * rdma * row.rdma_slot_bytes() : 0};
 }
 
 void Runtime::set_receive_fault(uint64_t delay_ns) {
@@ -85,17 +85,22 @@ Args Runtime::normal_args(const Call& call, Operation operation, bool continues)
     if (!continues) given_up_ = lost_op_.load(std::memory_order_relaxed);
     args.common.given_up = given_up_;
     args.common.row_bytes = static_cast<size_t>(call.row_bytes);
-    args.queues = {topology_,
-                   call.num_channels,
-                   normal_control_.end(),
-                   options_.num_nvl_bytes,
-                   normal_control_.end() + round_up(options_.num_nvl_bytes, kBufferAlignment),
-                   options_.num_rdma_bytes};
+    args.queues = {
+        topology_,
+        call.num_channels,
+        normal_control_.end(),
+        NormalMap::share(options_.num_nvl_bytes, topology_.num_ranks * call.num_channels),
+        normal_control_.end() + round_up(options_.num_nvl_bytes, kBufferAlignment),
+        NormalMap::share(options_.num_rdma_bytes, 2 * topology_.num_nodes * call.num_channels)};
     args.words = normal_control_;
     args.row = row_of(call);
     args.row.verified = options_.verify;
     args.queue_states = queue_states_;
     args.receive_counts = receive_counts_;
+    args.node = topology_.node_of(options_.rank);
+    args.local_rank = topology_.local_of(options_.rank);
+    args.nvl_slots = nvl_slots(topology_, call.num_max_nvl_chunked_recv_tokens);
+    args.channel_tokens = TokenRange::size(call.num_channels, call.num_tokens);
     args.common.record = log_.add(Agreed{args.common.shape, 0, args.common.capacities},
                                   call.num_tokens,
                                   call.stream,
@@ -117,7 +122,7 @@ size_t Runtime::add_row_pieces(LaunchShape& shape, const NormalRow& row) const {
 
 LaunchShape Runtime::normal_shape(const NormalSize& size) const {
     if (shape_blocks_ > 0) return {shape_blocks_, std::max(shape_warps_, 1) * kWarpSize, 0, true};
-    if constexpr (Device::kIsHost) {
+    if constexpr (!Device::kHasGpuShapes) {
         // As for low latency: fibers of one thread gain nothing from company.
         return {1, kWarpSize, 0, true};
     } else {
@@ -134,7 +139,7 @@ void Runtime::normal_notify(const NotifyCall& call) {
     args.ticket = ++ticket_;
     num_counted_experts_ = call.num_experts / topology_.num_ranks;
     device_->launch_operation(
-        "normal_notify", &ep::normal_notify, small_shape(), args, call.stream);
+        "normal_notify", &ep::normal_notify, normal_shape(call), args, call.stream);
 }
 
 std::optional<NormalCounts> Runtime::normal_counts() {
@@ -158,14 +163,19 @@ std::optional<NormalCounts> Runtime::normal_counts() {
                         {counts.per_expert, counts.per_expert + num_counted_experts_}};
 }
 
-LaunchShape Runtime::shape_for_threads(int64_t num_threads) const {
-    constexpr int64_t kMostBlocks = 64;
+LaunchShape Runtime::shape_for_blocks(int64_t num_blocks) const {
+    constexpr int64_t kMostBlocks = 128;
     LaunchShape shape = small_shape();
-    if (!Device::kIsHost) {
-        const int64_t blocks = (num_threads + kMaxThreads - 1) / kMaxThreads;
-        shape.blocks = static_cast<int>(std::min(blocks, kMostBlocks));
+    if (shape_blocks_ > 0) {
+        shape.blocks = shape_blocks_;
+    } else if (Device::kHasGpuShapes) {
+        shape.blocks = static_cast<int>(std::min(num_blocks, kMostBlocks));
     }
     return shape;
+}
+
+LaunchShape Runtime::shape_for_threads(int64_t num_threads) const {
+    return shape_for_blocks((num_threads + kMaxThreads - 1) / kMaxThreads);
 }
 
 void Runtime::pack(const PackArgs& args, Stream stream) {
@@ -204,8 +214,10 @@ void Runtime::normal_dispatch(const NormalDispatchCall& call) {
               call.stream);
     }
     LaunchShape shape = normal_shape(call);
-    shape.shared_bytes =
-        TaskShared::bytes(DispatchTasks::count(topology_, call.num_channels), shape.blocks);
+    const int warps = shape.threads / kWarpSize;
+    const int most_tasks =
+        DispatchTasks::most_tasks(topology_, call.num_channels, shape.blocks, warps);
+    shape.shared_bytes = NormalDispatchShared::bytes(most_tasks, topology_.ranks_per_node, warps);
     args.row_piece_bytes = add_row_pieces(shape, args.row);
     device_->launch_operation("normal_dispatch", &ep::normal_dispatch, shape, args, call.stream);
 }
@@ -231,8 +243,10 @@ void Runtime::normal_combine(const NormalCombineCall& call) {
            call.packs},
           call.stream);
     LaunchShape shape = normal_shape(call);
-    shape.shared_bytes = NormalCombineShared::bytes(
-        CombineTasks::count(topology_, call.num_channels), topology_, shape.blocks);
+    const int warps = shape.threads / kWarpSize;
+    const int most_tasks =
+        CombineTasks::most_tasks(topology_, call.num_channels, shape.blocks, warps);
+    shape.shared_bytes = NormalCombineShared::bytes(most_tasks, topology_, warps);
     args.row_piece_bytes = add_row_pieces(shape, args.row);
     device_->launch_operation("normal_combine", &ep::normal_combine, shape, args, call.stream);
 }

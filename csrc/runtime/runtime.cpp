@@ -4,12 +4,12 @@
 #include <atomic>
 #include <stdexcept>
 
-#include "kernels/barrier.cuh"
-#include "kernels/clock_offset.cuh"
-#include "kernels/mask_calls.cuh"
-#include "kernels/normal_combine.cuh"
-#include "kernels/normal_dispatch.cuh"
-#include "kernels/normal_notify.cuh"
+#include "kernels/normal/combine.cuh"
+#include "kernels/normal/dispatch.cuh"
+#include "kernels/normal/notify.cuh"
+#include "kernels/protocol/barrier.cuh"
+#include "kernels/protocol/clock_offset.cuh"
+#include "kernels/protocol/mask_calls.cuh"
 
 namespace ep {
 
@@ -81,7 +81,7 @@ Runtime::Runtime(const RuntimeOptions& options)
         device_->poke(&masks_->record, mask_record_);
         device_->prepare(&ep::update_mask, &ep::query_masks, &ep::clean_masks);
     }
-    const size_t num_queue_ends = 2 * (topology_.num_ranks + topology_.num_nodes()) * kMaxChannels;
+    const size_t num_queue_ends = 2 * (topology_.num_ranks + topology_.num_nodes) * kMaxChannels;
     queue_states_ =
         static_cast<QueueState*>(device_->allocate(num_queue_ends * sizeof(QueueState)));
     receive_counts_ =
@@ -234,7 +234,7 @@ void Runtime::set_launch_shape(int blocks, int warps) {
 
 LaunchShape Runtime::operation_shape(const LowLatencyMap& map, int num_tokens) const {
     if (shape_blocks_ > 0) return {shape_blocks_, std::max(shape_warps_, 1) * kWarpSize, 0, true};
-    if constexpr (Device::kIsHost) {
+    if constexpr (!Device::kHasGpuShapes) {
         // Fibers of one thread gain nothing from company; fewer stacks stay in the cache.
         return {1, kWarpSize, 0, true};
     } else {
@@ -249,7 +249,7 @@ void Runtime::low_latency_dispatch(const DispatchCall& call) {
     const std::scoped_lock lock(mutex_);
     check_size(call, "low_latency_dispatch");
     const Payload payload = call.payload();
-    const DispatchMessage message{call.hidden, payload, options_.verify};
+    const DispatchMessage message{call.hidden, payload};
     DispatchArgs args{
         {operation_args(
             call, call.num_tokens, Operation::kDispatch, static_cast<uint16_t>(payload))},
@@ -288,23 +288,21 @@ HandleFault Runtime::find_handle_fault(const HandleCall& call) const {
     if (!handle.is_of(call.num_tokens, call.num_topk))
         return {.reason = HandleFault::kTopkShape, .place = {head.num_tokens, head.num_topk}};
     for (int64_t entry = 0; entry < int64_t{call.num_tokens} * call.num_topk; ++entry) {
-        if (handle.allows(entry, call.topk_idx[entry])) continue;
-        return {.reason = HandleFault::kTopkEntry,
+        const HandleEntry& sent = handle.entries()[entry];
+        const HandleFault::Reason reason = sent.fault(entry, call.topk_idx[entry], layout);
+        if (reason == HandleFault::kNone) continue;
+        return {.reason = reason,
                 .place = {entry / call.num_topk, entry % call.num_topk},
-                .expected = handle.experts()[entry]};
+                .expected = sent.named()};
     }
     for (int expert = 0; expert < layout.num_local_experts(); ++expert) {
-        const int64_t first_row = static_cast<int64_t>(expert * layout.rows_per_expert());
         int end = 0;
         for (int source = 0; source < layout.num_ranks; ++source) {
             const int pair = expert * layout.num_ranks + source;
             const RowRange range = RowRange::unpack(call.layout_range[pair]);
             if (!handle.is_intact(range, pair, end, layout))
                 return {.reason = HandleFault::kRange, .place = {expert, source}};
-            for (; end < range.end(); ++end) {
-                if (!handle.is_intact(first_row + end, source))
-                    return {.reason = HandleFault::kRow, .place = {expert, end}};
-            }
+            end = range.end();
         }
     }
     return {};
@@ -364,7 +362,8 @@ std::vector<std::pair<int64_t, int64_t>> Runtime::measure_clock_offsets(int num_
 void Runtime::dispatch_layout(const DispatchLayoutCall& call) {
     const std::scoped_lock lock(mutex_);
     const DispatchLayoutArgs& args = call;
-    device_->launch("dispatch_layout", &ep::dispatch_layout, small_shape(), args, call.stream);
+    const LaunchShape shape = shape_for_blocks(args.num_ranks);
+    device_->launch("dispatch_layout", &ep::dispatch_layout, shape, args, call.stream);
 }
 
 void Runtime::check_rank(const char* call, int rank) const {

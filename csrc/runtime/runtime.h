@@ -13,10 +13,10 @@
 #include <vector>
 
 #include "device/device_runtime.h"
-#include "kernels/dispatch_layout.cuh"
-#include "kernels/low_latency_combine.cuh"
-#include "kernels/low_latency_dispatch.cuh"
-#include "kernels/normal_pack.cuh"
+#include "kernels/low_latency/combine.cuh"
+#include "kernels/low_latency/dispatch.cuh"
+#include "kernels/normal/dispatch_layout.cuh"
+#include "kernels/normal/pack.cuh"
 #include "runtime/call_log.h"
 #include "runtime/calls.h"
 #include "transport/symmetric_memory.h"
@@ -100,7 +100,7 @@ class Runtime {
     std::vector<std::pair<int64_t, int64_t>> measure_clock_offsets(int num_samples, Stream stream);
     void dispatch_layout(const DispatchLayoutCall& call);
 
-    // The first half of a fresh normal_dispatch(); see kernels/normal_notify.cuh.
+    // The first half of a fresh normal_dispatch(); see kernels/normal/notify.cuh.
     void normal_notify(const NotifyCall& call);
     // What it found, once it has; nothing if it failed.
     std::optional<NormalCounts> normal_counts();
@@ -109,7 +109,7 @@ class Runtime {
 
     std::optional<Failure> take_failure();
 
-    // Masks; see kernels/masks.cuh. Only with `enable_shrink`.
+    // Masks; see kernels/protocol/masks.cuh. Only with `enable_shrink`.
     void update_mask(int rank, bool masked, Stream stream);
     void query_masks(int32_t* status, Stream stream);
     void clean_masks(Stream stream);
@@ -143,7 +143,7 @@ class Runtime {
   private:
     // One block of this many threads serves the small kernels.
     LaunchShape small_shape() const {
-        return {1, Device::kIsHost ? kWarpSize : kMaxThreads, 0, false};
+        return {1, Device::kHasGpuShapes ? kMaxThreads : kWarpSize, 0, false};
     }
     // Without its shared memory, which depends on it.
     LaunchShape operation_shape(const LowLatencyMap& map, int num_tokens) const;
@@ -162,7 +162,8 @@ class Runtime {
     Args normal_args(const Call& call, Operation operation, bool continues = false);
     LaunchShape normal_shape(const NormalSize& size) const;
     size_t add_row_pieces(LaunchShape& shape, const NormalRow& row) const;
-    // Of a kernel that has so much to do for so many threads, or less for fewer.
+    // Of a kernel that has something to do for so many blocks, or for so many threads.
+    LaunchShape shape_for_blocks(int64_t num_blocks) const;
     LaunchShape shape_for_threads(int64_t num_threads) const;
     void pack(const PackArgs& args, Stream stream);
     void prove(const ProveArgs& args, Stream stream);

@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-Message = dict[str, Any]
-
 
 class RankPlace(NamedTuple):
     """Where a rank runs.
@@ -21,7 +19,8 @@ class RankPlace(NamedTuple):
     pid: int
 
 
-class Key(NamedTuple):
+@dataclass(frozen=True, order=True)
+class Key:
     """What a decision is about.
 
     Attributes:
@@ -31,6 +30,10 @@ class Key(NamedTuple):
 
     series: str
     op: int
+
+    def __post_init__(self) -> None:
+        if self.op < 0:
+            raise ValueError(f"operation {self.op} does not exist")
 
     @property
     def is_operation(self) -> bool:
@@ -84,48 +87,6 @@ class Decision:
         """Everybody who is missing and does not wait, ascending."""
         return tuple(sorted({*self.dead, *self.left, *self.silent, *self.elsewhere}))
 
-    def message(self) -> Message:
-        """As plain data."""
-        return {
-            "type": "decision",
-            "key": list(self.key),
-            "dead": sorted(self.dead.items()),
-            "left": sorted(self.left.items()),
-            "silent": list(self.silent),
-            "elsewhere": [[rank, list(at)] for rank, at in sorted(self.elsewhere.items())],
-            "waiting": sorted(self.waiting.items()),
-            "paths": [list(path) for path in self.paths],
-        }
-
-    @staticmethod
-    def of(message: Message) -> Decision:
-        """From plain data.
-
-        Raises:
-            ValueError, TypeError, KeyError: it is none.
-        """
-        return Decision(
-            key_of(message["key"]),
-            {int(rank): str(how) for rank, how in message["dead"]},
-            {int(rank): int(op) for rank, op in message["left"]},
-            tuple(int(rank) for rank in message["silent"]),
-            {int(rank): progress_of(at) for rank, at in message["elsewhere"]},
-            {int(rank): int(op) for rank, op in message["waiting"]},
-            tuple((int(source), int(destination)) for source, destination in message["paths"]),
-        )
-
-
-def key_of(plain: Any) -> Key:
-    """From `[series, op]`.
-
-    Raises:
-        ValueError, TypeError: it is none.
-    """
-    series, op = plain
-    if int(op) < 0:
-        raise ValueError(f"operation {op} does not exist")
-    return Key(str(series), int(op))
-
 
 def rank_of(plain: Any, num_ranks: int) -> int:
     """A rank of a group.
@@ -137,9 +98,3 @@ def rank_of(plain: Any, num_ranks: int) -> int:
     if not 0 <= rank < num_ranks:
         raise ValueError(f"rank {rank} of {num_ranks} does not exist")
     return rank
-
-
-def progress_of(plain: Any) -> Progress:
-    """From `[closed, open, waiting]`."""
-    closed, opened, waiting = plain
-    return Progress(int(closed), int(opened), bool(waiting))

@@ -6,9 +6,9 @@ A message has four parts: where, what was given, what is allowed, what to do. Th
 
 from __future__ import annotations
 
-import functools
+import operator
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Any, Callable, NoReturn
 
 import torch
 
@@ -22,433 +22,325 @@ NORMAL_DISPATCH = "dispatch"
 NORMAL_COMBINE = "combine"
 LAYOUT = "get_dispatch_layout"
 QUERY_MASKS = "low_latency_query_mask_buffer"
+# Operations of both modes are one series; the others are numbered each by itself.
+NUMBERED_TOGETHER = (DISPATCH, COMBINE, NORMAL_DISPATCH, NORMAL_COMBINE)
 
 
 # Of the widest load and store of a lane. On a GPU one that is not aligned ends the CUDA context.
 VECTOR_BYTES = 16
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class TensorRule:
     """What a tensor argument must look like.
 
     Attributes:
-        argument: its name in the call.
-        shapes: the shapes allowed, dimensions by name; names mean the same in all arguments of a call.
-        dtypes: those allowed; none if all are.
+        argument: its name in the call; `handle[0]` is an item of one.
+        text: shapes and dtypes allowed, as docstrings give them; names of dimensions mean the same in all
+            arguments of a call.
         fix: what to do, as a sentence.
+        is_optional: whether it may be `None`.
         in_vectors: whether kernels move its rows `VECTOR_BYTES` at a time, so that it must begin at a multiple of them.
+        any_strides: whether it is copied where it is not contiguous.
+        shapes: those allowed, dimensions by name.
+        dtypes: those allowed; none if all are.
+        of: finds the argument in a call.
     """
 
     argument: str
-    shapes: tuple[tuple[str, ...], ...]
-    dtypes: tuple[torch.dtype, ...]
+    text: str
     fix: str
+    is_optional: bool = False
     in_vectors: bool = False
+    any_strides: bool = False
 
-    @property
-    def shape_text(self) -> str:
-        """The shapes as docstrings give them."""
-        return " or ".join(f"[{', '.join(shape)}]" for shape in self.shapes)
-
-    @property
-    def text(self) -> str:
-        """Shape and dtype as docstrings give them."""
-        dtypes = " or ".join(str(dtype).rpartition(".")[2] for dtype in self.dtypes)
-        return f"{self.shape_text} {dtypes or 'of any dtype'}"
-
-
-@dataclass(frozen=True)
-class ValueRule:
-    """What another argument must satisfy: `allowed` and `fix`, both may hold `{placeholders}`."""
-
-    allowed: str
-    fix: str
+    def __post_init__(self) -> None:
+        shapes, _, dtypes = self.text.rpartition("] ")
+        self.shapes = [shape.split(", ") for shape in shapes.lstrip("[").split("] or [")]
+        self.dtypes = [
+            getattr(torch, name) for name in dtypes.split(" or ") if name != "of any dtype"
+        ]
+        name, _, index = self.argument.rstrip("]").partition("[")
+        self.of: Callable[[Any], Any] = operator.attrgetter(name)
+        if index:
+            argument, item = self.of, int(index)
+            self.of = lambda call: argument(call)[item]
 
 
-_ROWS = ("num_local_experts", "num_recv_rows")
-_WAIT_STATS = (("num_ranks",), ("num_ranks", "num_ranks"))
-_WAIT_STATS_FIX = "Allocate torch.zeros(buffer.group_size, dtype=torch.int64)."
 _HANDLE_FIX = "Pass the handle of the dispatch whose rows are combined, on the same buffer."
-_LAYOUT_FIX = "Pass what get_dispatch_layout returned for these tokens."
 _NORMAL_HANDLE_FIX = (
     "Pass the handle of a dispatch on this buffer, with a config of the num_sms of that dispatch."
 )
 WORST_TOKENS_FIX = (
     "Pass the group size times the most tokens that a rank has; that is always enough"
 )
-_BIAS = (("num_tokens", "hidden"),)
-_BIAS_FIX = "Give one row per dispatched token, cast with bias.bfloat16()."
+_OF_DISPATCH = (
+    "[num_tokens, num_topk] int64",
+    "Give one row per token of x, cast with topk_idx.to(deep_ep.topk_idx_t).",
+)
+_WEIGHTS = (
+    "[num_tokens, num_topk] float32",
+    "Give one weight per entry of topk_idx, cast with topk_weights.float().",
+)
+_BIAS = (
+    "[num_tokens, hidden] bfloat16",
+    "Give one row per dispatched token, cast with bias.bfloat16().",
+)
+_LAYOUT_FIX = "Pass what get_dispatch_layout returned for these tokens."
+_WAIT_STATS = (
+    "[num_ranks] or [num_ranks, num_ranks] int64",
+    "Allocate torch.zeros(buffer.group_size, dtype=torch.int64).",
+)
 
+# In the order in which they are checked.
 TENSORS: dict[str, tuple[TensorRule, ...]] = {
     DISPATCH: (
         TensorRule(
             "x",
-            (("num_tokens", "hidden"),),
-            (torch.bfloat16,),
+            "[num_tokens, hidden] bfloat16",
             "Cast with x.bfloat16().",
             in_vectors=True,
         ),
-        TensorRule(
-            "topk_idx",
-            (("num_tokens", "num_topk"),),
-            (topk_idx_t,),
-            "Give one row per token of x, cast with topk_idx.to(deep_ep.topk_idx_t).",
-        ),
+        TensorRule("topk_idx", *_OF_DISPATCH),
         TensorRule(
             "cumulative_local_expert_recv_stats",
-            (("num_local_experts",),),
-            (torch.int32,),
+            "[num_local_experts] int32",
             "Allocate torch.zeros(num_experts // buffer.group_size, dtype=torch.int32).",
+            is_optional=True,
         ),
-        TensorRule("dispatch_wait_recv_cost_stats", _WAIT_STATS, (torch.int64,), _WAIT_STATS_FIX),
+        TensorRule("dispatch_wait_recv_cost_stats", *_WAIT_STATS, is_optional=True),
     ),
     COMBINE: (
+        TensorRule("handle[0]", "[num_local_experts, num_recv_rows] int32", _HANDLE_FIX),
+        TensorRule("handle[1]", "[num_local_experts, num_ranks] int64", _HANDLE_FIX),
         TensorRule(
             "x",
-            ((*_ROWS, "hidden"),),
-            (torch.bfloat16,),
+            "[num_local_experts, num_recv_rows, hidden] bfloat16",
             "Pass the experts' output in the row layout of the dispatch, cast with x.bfloat16().",
             in_vectors=True,
         ),
         TensorRule(
             "topk_idx",
-            (("num_tokens", "num_topk"),),
-            (topk_idx_t,),
+            "[num_tokens, num_topk] int64",
             "Pass the topk_idx of the dispatch, cast with topk_idx.to(deep_ep.topk_idx_t).",
         ),
-        TensorRule(
-            "topk_weights",
-            (("num_tokens", "num_topk"),),
-            (torch.float32,),
-            "Give one weight per entry of topk_idx, cast with topk_weights.float().",
-        ),
-        TensorRule("handle[0]", (_ROWS,), (torch.int32,), _HANDLE_FIX),
-        TensorRule("handle[1]", (("num_local_experts", "num_ranks"),), (torch.int64,), _HANDLE_FIX),
+        TensorRule("topk_weights", *_WEIGHTS),
         TensorRule(
             "out",
-            (("num_tokens", "hidden"),),
-            (torch.bfloat16,),
+            "[num_tokens, hidden] bfloat16",
             "Allocate torch.empty(topk_idx.shape[0], hidden, dtype=torch.bfloat16).",
+            is_optional=True,
             in_vectors=True,
         ),
-        TensorRule("combine_wait_recv_cost_stats", _WAIT_STATS, (torch.int64,), _WAIT_STATS_FIX),
+        TensorRule("combine_wait_recv_cost_stats", *_WAIT_STATS, is_optional=True),
     ),
     LAYOUT: (
         TensorRule(
             "topk_idx",
-            (("num_tokens", "num_topk"),),
-            (topk_idx_t,),
+            "[num_tokens, num_topk] int64",
             "Cast with topk_idx.to(deep_ep.topk_idx_t).",
         ),
     ),
     QUERY_MASKS: (
         TensorRule(
             "mask_status",
-            (("num_ranks",),),
-            (torch.int32,),
+            "[num_ranks] int32",
             "Allocate torch.empty(buffer.group_size, dtype=torch.int32).",
         ),
     ),
     NORMAL_DISPATCH: (
         TensorRule(
-            "x", (("num_tokens", "hidden"),), (), "Pass one row per token.", in_vectors=True
+            "x",
+            "[num_tokens, hidden] of any dtype",
+            "Pass one row per token.",
+            in_vectors=True,
+            any_strides=True,
         ),
         TensorRule(
             "x_scales",
-            (("num_tokens", "num_scales"),),
-            (torch.float32, torch.int32),
+            "[num_tokens, num_scales] float32 or int32",
             "Pass one row of scales per token, as float32 or packed into int32.",
+            is_optional=True,
+            any_strides=True,
         ),
-        TensorRule("num_tokens_per_rank", (("num_ranks",),), (torch.int32,), _LAYOUT_FIX),
-        TensorRule("num_tokens_per_rdma_rank", (("num_nodes",),), (torch.int32,), _LAYOUT_FIX),
-        TensorRule("is_token_in_rank", (("num_tokens", "num_ranks"),), (torch.bool,), _LAYOUT_FIX),
-        TensorRule("num_tokens_per_expert", (("num_experts",),), (torch.int32,), _LAYOUT_FIX),
+        # Optional beside a handle.
+        TensorRule("num_tokens_per_rank", "[num_ranks] int32", _LAYOUT_FIX, is_optional=True),
+        TensorRule("num_tokens_per_rdma_rank", "[num_nodes] int32", _LAYOUT_FIX, is_optional=True),
         TensorRule(
-            "topk_idx",
-            (("num_tokens", "num_topk"),),
-            (topk_idx_t,),
-            "Give one row per token of x, cast with topk_idx.to(deep_ep.topk_idx_t).",
+            "is_token_in_rank", "[num_tokens, num_ranks] bool", _LAYOUT_FIX, is_optional=True
         ),
-        TensorRule(
-            "topk_weights",
-            (("num_tokens", "num_topk"),),
-            (torch.float32,),
-            "Give one weight per entry of topk_idx, cast with topk_weights.float().",
-        ),
-        TensorRule("dispatch_wait_recv_cost_stats", _WAIT_STATS, (torch.int64,), _WAIT_STATS_FIX),
+        TensorRule("num_tokens_per_expert", "[num_experts] int32", _LAYOUT_FIX, is_optional=True),
+        TensorRule("topk_idx", *_OF_DISPATCH, is_optional=True),
+        TensorRule("topk_weights", *_WEIGHTS, is_optional=True, any_strides=True),
+        TensorRule("dispatch_wait_recv_cost_stats", *_WAIT_STATS, is_optional=True),
     ),
     NORMAL_COMBINE: (
         TensorRule(
             "x",
-            (("num_recv_rows", "hidden"),),
-            (torch.bfloat16,),
+            "[num_recv_rows, hidden] bfloat16",
             "Give one row per row that the dispatch returned, cast with x.bfloat16().",
             in_vectors=True,
+            any_strides=True,
         ),
         TensorRule(
             "topk_weights",
-            (("num_recv_rows", "num_topk"),),
-            (torch.float32,),
+            "[num_recv_rows, num_topk] float32",
             "Give one row per row of x, cast with topk_weights.float().",
+            is_optional=True,
+            any_strides=True,
         ),
-        TensorRule("bias[0]", _BIAS, (torch.bfloat16,), _BIAS_FIX, in_vectors=True),
-        TensorRule("bias[1]", _BIAS, (torch.bfloat16,), _BIAS_FIX, in_vectors=True),
-        TensorRule("combine_wait_recv_cost_stats", _WAIT_STATS, (torch.int64,), _WAIT_STATS_FIX),
+        TensorRule("bias[0]", *_BIAS, is_optional=True, in_vectors=True, any_strides=True),
+        TensorRule("bias[1]", *_BIAS, is_optional=True, in_vectors=True, any_strides=True),
+        TensorRule("combine_wait_recv_cost_stats", *_WAIT_STATS, is_optional=True),
     ),
 }
 
 
-def _handle_rules(*items: tuple[tuple[str, ...], torch.dtype]) -> tuple[TensorRule, ...]:
+def _handle_rules(*items: str) -> tuple[TensorRule, ...]:
     return tuple(
-        TensorRule(f"handle[{i}]", (shape,), (dtype,), _NORMAL_HANDLE_FIX)
-        for i, (shape, dtype) in enumerate(items)
+        TensorRule(f"handle[{i}]", text, _NORMAL_HANDLE_FIX) for i, text in enumerate(items)
     )
 
 
 # The items of a handle of `dispatch`, in order: handles.py says what they are. A receiving rank may have
 # sliced the one that has a row per received row.
 ONE_NODE_HANDLE = _handle_rules(
-    (("num_ranks", "num_ranks"), torch.int32),
-    (("num_ranks", "num_channels"), torch.int32),
-    (("num_ranks", "num_channels"), torch.int32),
-    (("num_recv_rows",), torch.int32),
-    (("num_tokens", "num_ranks"), torch.bool),
-    (("num_tokens", "num_ranks"), torch.int32),
+    "[num_ranks, num_ranks] int32",
+    "[num_ranks, num_channels] int32",
+    "[num_ranks, num_channels] int32",
+    "[num_recv_rows] int32",
+    "[num_tokens, num_ranks] bool",
+    "[num_tokens, num_ranks] int32",
 )
 SEVERAL_NODES_HANDLE = _handle_rules(
-    (("num_tokens", "num_ranks"), torch.bool),
-    (("num_nodes", "num_channels"), torch.int32),
-    (("num_ranks", "num_channels"), torch.int32),
-    (("num_nodes", "num_channels"), torch.int32),
-    (("num_nodes",), torch.int32),
-    (("num_ranks", "num_channels"), torch.int32),
-    (("num_ranks",), torch.int32),
-    (("num_recv_rows", "8"), torch.uint8),
-    (("num_tokens", "num_nodes"), torch.int32),
-    (("num_sent_rows", "ranks_per_node"), torch.int32),
+    "[num_tokens, num_ranks] bool",
+    "[num_nodes, num_channels] int32",
+    "[num_ranks, num_channels] int32",
+    "[num_nodes, num_channels] int32",
+    "[num_nodes] int32",
+    "[num_ranks, num_channels] int32",
+    "[num_ranks] int32",
+    "[num_recv_rows, 8] uint8",
+    "[num_tokens, num_nodes] int32",
+    "[num_sent_rows, ranks_per_node] int32",
 )
 
-VALUES: dict[str, ValueRule] = {
-    "byte_size": ValueRule(
-        "it must be a non-negative multiple of {alignment}, at most {maximum}",
-        "Round it up, or use the size hints, which are multiples already.",
-    ),
-    "queue_pairs": ValueRule(
-        "it must be above 0 with low_latency_mode or more than one node",
-        "Pass num_experts // group_size for low latency.",
-    ),
-    "low_latency_mode": ValueRule(
-        "the buffer must be built with low_latency_mode=True",
-        "Build Buffer(..., low_latency_mode=True).",
-    ),
-    "enable_shrink": ValueRule(
-        "it must be built with enable_shrink=True and num_rdma_bytes above 0",
-        "Build Buffer(..., enable_shrink=True) on all ranks.",
-    ),
-    "rank_to_mask": ValueRule(
-        "it must be a rank of the group, 0 to {last}", "Pass the rank's number in the group."
-    ),
-    "mask_itself": ValueRule(
-        "a rank can mask others only",
-        "Mask it on the other ranks, and let this one call no operation.",
-    ),
-    "masked_ranks": ValueRule(
-        "normal operations need all ranks",
-        "Call low_latency_clean_mask_buffer() on all ranks once they are back, or build a new Buffer on "
-        "those that live.",
-    ),
-    "destroyed": ValueRule("a destroyed buffer cannot be used", "Build a new Buffer."),
-    "forked": ValueRule(
-        "a buffer can be used only in the process that built it",
-        "Build it after the fork, in the process that uses it.",
-    ),
-    "instance": ValueRule("it must be a {kind}", "{fix}."),
-    "flag": ValueRule("it must be True or False", "Pass a bool."),
-    "shape": ValueRule(
-        "it must be a torch.Size, tuple or list", "Pass the size of each dimension."
-    ),
-    "integer": ValueRule("it must be an integer", "Pass a Python int."),
-    "seconds": ValueRule(
-        "it must be a number of at least 0, below 1e9", "Pass seconds; 0 is never."
-    ),
-    "positive": ValueRule("it must be above 0", "Pass the number all ranks agreed on."),
-    "not_negative": ValueRule("it must not be negative", "Pass 0 or more."),
-    "hidden": ValueRule("hidden must be a multiple of {multiple}", "Pad x to {padded}."),
-    "kernel_limit": ValueRule(
-        "the kernels allow at most {maximum}", "Send in parts, or over more groups."
-    ),
-    "memory": ValueRule(
-        "it takes {needed} bytes on each rank, and {available} are available", "{fix}."
-    ),
-    "topk": ValueRule(
-        "at most {maximum} entries per token are allowed", "Select fewer experts per token."
-    ),
-    "num_experts": ValueRule(
-        "it must be a multiple of the group size, {num_ranks}",
-        "Use {padded} experts, the last ones unused.",
-    ),
-    "num_tokens": ValueRule(
-        "at most num_max_dispatch_tokens_per_rank = {maximum} tokens are allowed",
-        "Raise num_max_dispatch_tokens_per_rank on all ranks, or send the tokens in parts.",
-    ),
-    "expert_index": ValueRule(
-        "entries must be -1 or in [0, {num_experts})", "Check the router's output, or num_experts."
-    ),
-    "expert_overflow": ValueRule(
-        "one rank may send at most num_max_dispatch_tokens_per_rank = {maximum} rows to one expert",
-        "Name an expert once per token, or raise num_max_dispatch_tokens_per_rank on all ranks.",
-    ),
-    "buffer_size": ValueRule(
-        "this call needs {needed} bytes",
-        "Build the Buffer with num_rdma_bytes=Buffer.get_low_latency_rdma_size_hint({arguments}).",
-    ),
-    "round_scale": ValueRule(
-        "use_ue8m0 requires round_scale=True", "Pass round_scale=True as well."
-    ),
-    "ue8m0_without_fp8": ValueRule(
-        "scales exist only with use_fp8=True",
-        "Pass use_fp8=True, or drop round_scale and use_ue8m0.",
-    ),
-    "async_and_hook": ValueRule(
-        "only one of async_finish and return_recv_hook is allowed",
-        "With a hook the receive phase is ordered by calling it; pass async_finish=False.",
-    ),
-    "logfmt_and_zero_copy": ValueRule(
-        "only one of use_logfmt and zero_copy is allowed",
-        "Pass use_logfmt=False: zero_copy sends the rows as they lie in the buffer.",
-    ),
-    "handle": ValueRule("it must be the 5-tuple that low_latency_dispatch returned", _HANDLE_FIX),
-    "handle_copy": ValueRule(
-        "it must be the very tensor that low_latency_dispatch returned",
-        "Keep the handle as it is; do not clone or move its tensors.",
-    ),
-    "handle_not_received": ValueRule(
-        "a handle can be used once the dispatch it is from has received its rows",
-        "Call the hook of that dispatch first; if it raised an error, dispatch again.",
-    ),
-    "handle_values": ValueRule("dispatch left something else there", _HANDLE_FIX),
-    "topk_of_dispatch": ValueRule(
-        "it must be the topk_idx of the dispatch, where {expected} is, except that entries may have "
-        "become -1",
-        "Pass the topk_idx that was dispatched with this handle.",
-    ),
-    "combine_buffer": ValueRule(
-        "get_next_low_latency_combine_buffer must have been called since the last combine",
-        "Ask for that buffer and fill it before each combine, also after one that raised an error.",
-    ),
-    "pending_hook": ValueRule(
-        "at most {most} calls may wait for their hooks",
-        "Call the first of these hooks first, or abandon_hook() if their results are not wanted.",
-    ),
-    "shared_stream": ValueRule(
-        "ranks that are threads of one process need a stream each on a GPU that they share, because "
-        "kernels of one stream run in turn and these wait for each other",
-        "Call torch.cuda.set_stream(torch.cuda.Stream()) in each rank's thread before it makes its buffer.",
-    ),
-    "mnnvl_without_nvlink": ValueRule(
-        "NVLink between hosts takes allow_nvlink_for_low_latency_mode=True",
-        "Pass that too, or allow_mnnvl=False to reach other hosts over RDMA.",
-    ),
-    "hook_twice": ValueRule("a hook may be called once", "Drop the second call."),
-    "hook_after_destroy": ValueRule(
-        "a destroyed buffer cannot receive", "Call the hook before destroy()."
-    ),
-    "comm_stream_allocation": ValueRule(
-        "allocate_on_comm_stream requires previous_event with an event, and async_finish=True",
-        "Pass previous_event=Buffer.capture() and async_finish=True, or leave it out.",
-    ),
-    "recv_counters": ValueRule(
-        "it must be a RecvCounters of {num_ranks} ranks on {device}",
-        "Make it with RecvCounters(buffer.group_size), or use Buffer.enable_counters().",
-    ),
-    "view_size": ValueRule(
-        "offset and size must stay within the buffer's {available} elements",
-        "Pass a smaller size or offset, counted in elements.",
-    ),
-    "num_sms": ValueRule(
-        "it must be even and not negative", "Two SMs make one channel; pass {even}."
-    ),
-    "uneven_nodes": ValueRule(
-        "normal kernels need nodes of equal size",
-        "Use a multiple of {ranks_per_node} ranks, or set DEEP_EP_RANKS_PER_NODE on all ranks to a "
-        "divisor of {num_ranks}.",
-    ),
-    "config": ValueRule(
-        "it must be a Config, or None for the recommended one",
-        "Pass Buffer.get_dispatch_config(buffer.group_size), or a Config of your own.",
-    ),
-    "config_needed": ValueRule(
-        "this call needs one",
-        "Pass Buffer.get_dispatch_config(buffer.group_size), or a Config of your own.",
-    ),
-    "config_sms": ValueRule(
-        "two SMs make one channel, and normal kernels need from 1 to {maximum} of them",
-        "Pass an even num_sms from 2 to {most_sms}, as in Config(num_sms=20).",
-    ),
-    "config_queues": ValueRule(
-        "a queue is shared by {num_nodes} nodes and needs a place for each",
-        "Pass at least num_max_nvl_chunked_recv_tokens={num_nodes}.",
-    ),
-    "normal_buffer_size": ValueRule(
-        "this call needs {nvl_bytes} and {rdma_bytes} bytes",
-        "Build the Buffer with config.get_nvl_buffer_size_hint({row_bytes}, {num_ranks}) and "
-        "config.get_rdma_buffer_size_hint({row_bytes}, {num_ranks}), of this config; where nodes have "
-        "{ranks_per_node} ranks, DEEP_EP_RANKS_PER_NODE={ranks_per_node} tells the hints.",
-    ),
-    "row_bytes": ValueRule(
-        "rows must be multiples of 16 bytes, at least one", "Pad x to {padded} columns."
-    ),
-    "x_pair": ValueRule(
-        "it must be a tensor, or a tuple of data and scales", "Pass x, or (x, x_scales)."
-    ),
-    "scaled_item": ValueRule(
-        "data that has scales must have elements of one byte",
-        "Quantise x, for example to torch.float8_e4m3fn, or pass it without scales.",
-    ),
-    "layout_missing": ValueRule(
-        "a dispatch that is given no handle needs it",
-        "Pass what get_dispatch_layout returned, or the handle of an earlier dispatch.",
-    ),
-    "topk_pair": ValueRule("only both or neither of the two may be given", "Pass both."),
-    "topk_with_handle": ValueRule(
-        "a dispatch with a handle takes no top-k tensors",
-        "Pass None, or leave the handle out to route anew.",
-    ),
-    "worst_tokens_topk": ValueRule(
-        "it requires topk_idx and topk_weights, which tell the rows that are there from the rest",
-        "Pass both, or num_worst_tokens=0.",
-    ),
-    "worst_tokens": ValueRule(
-        "{needed} rows come to this rank and must fit",
-        f"{WORST_TOKENS_FIX}.",
-    ),
-    "layout_values": ValueRule(
-        "the tensors of a layout must agree with each other and with topk_idx",
-        "Pass them as one call of get_dispatch_layout returned them, with its topk_idx.",
-    ),
-    "normal_handle": ValueRule(
-        "it must be the tuple of {length} tensors that dispatch returned", _NORMAL_HANDLE_FIX
-    ),
-    "normal_handle_copy": ValueRule(
-        "it must be the very tensor that dispatch returned",
-        "Keep the handle as it is; do not clone, move or convert its tensors.",
-    ),
-    "normal_handle_not_received": ValueRule(
-        "a handle can be used if its dispatch succeeded", "Dispatch again: it raised an error."
-    ),
-    "normal_handle_values": ValueRule("dispatch left something else there", _NORMAL_HANDLE_FIX),
-    "normal_handle_tokens": ValueRule(
-        "its dispatch had {num_tokens} tokens", "Pass one row of x per token of that dispatch."
-    ),
-    "not_explicit": ValueRule(
-        "it may be called only if explicitly_destroy=True was passed",
-        "Build Buffer(..., explicitly_destroy=True), or drop the last reference to the buffer.",
-    ),
-    "bias": ValueRule(
-        "it must be None, a tensor, or two of them in a tuple",
-        "Pass (bias_0, bias_1) or one tensor.",
-    ),
+# Of all else: what is allowed, and then what to do.
+VALUES = {
+    "byte_size": "it must be a non-negative multiple of {alignment}, at most {maximum}. "
+    "Round it up, or use the size hints, which are multiples already.",
+    "queue_pairs": "it must be above 0 with low_latency_mode or more than one node. "
+    "Pass num_experts // group_size for low latency.",
+    "low_latency_mode": "the buffer must be built with low_latency_mode=True. "
+    "Build Buffer(..., low_latency_mode=True).",
+    "enable_shrink": "it must be built with enable_shrink=True and num_rdma_bytes above 0. "
+    "Build Buffer(..., enable_shrink=True) on all ranks.",
+    "rank_to_mask": "it must be a rank of the group, 0 to {last}. "
+    "Pass the rank's number in the group.",
+    "mask_itself": "a rank can mask others only. "
+    "Mask it on the other ranks, and let this one call no operation.",
+    "masked_ranks": "normal operations need all ranks. "
+    "Call low_latency_clean_mask_buffer() on all ranks once they are back, or build a new Buffer on those "
+    "that live.",
+    "destroyed": "a destroyed buffer cannot be used. Build a new Buffer.",
+    "forked": "a buffer can be used only in the process that built it. "
+    "Build it after the fork, in the process that uses it.",
+    "instance": "it must be a {kind}. {fix}.",
+    "flag": "it must be True or False. Pass a bool.",
+    "shape": "it must be a torch.Size, tuple or list. Pass the size of each dimension.",
+    "integer": "it must be an integer. Pass a Python int.",
+    "seconds": "it must be a number of at least 0, below 1e9. Pass seconds; 0 is never.",
+    "positive": "it must be above 0. Pass the number all ranks agreed on.",
+    "not_negative": "it must not be negative. Pass 0 or more.",
+    "hidden": "hidden must be a multiple of {multiple}. Pad x to {padded}.",
+    "kernel_limit": "the kernels allow at most {maximum}. Send in parts, or over more groups.",
+    "memory": "it takes {needed} bytes on each rank, and {available} are available. {fix}.",
+    "topk": "at most {maximum} entries per token are allowed. Select fewer experts per token.",
+    "num_experts": "it must be a multiple of the group size, {num_ranks}. "
+    "Use {padded} experts, the last ones unused.",
+    "num_tokens": "at most num_max_dispatch_tokens_per_rank = {maximum} tokens are allowed. "
+    "Raise num_max_dispatch_tokens_per_rank on all ranks, or send the tokens in parts.",
+    "expert_index": "entries must be -1 or in [0, {num_experts}). "
+    "Check the router's output, or num_experts.",
+    "expert_overflow": "one rank may send at most num_max_dispatch_tokens_per_rank = {maximum} rows to one "
+    "expert. Name an expert once per token, or raise num_max_dispatch_tokens_per_rank on all ranks.",
+    "buffer_size": "this call needs {needed} bytes. "
+    "Build the Buffer with num_rdma_bytes=Buffer.get_low_latency_rdma_size_hint({arguments}).",
+    "round_scale": "use_ue8m0 requires round_scale=True. Pass round_scale=True as well.",
+    "ue8m0_without_fp8": "scales exist only with use_fp8=True. "
+    "Pass use_fp8=True, or drop round_scale and use_ue8m0.",
+    "async_and_hook": "only one of async_finish and return_recv_hook is allowed. "
+    "With a hook the receive phase is ordered by calling it; pass async_finish=False.",
+    "logfmt_and_zero_copy": "only one of use_logfmt and zero_copy is allowed. "
+    "Pass use_logfmt=False: zero_copy sends the rows as they lie in the buffer.",
+    "handle": f"it must be the 5-tuple that low_latency_dispatch returned. {_HANDLE_FIX}",
+    "handle_copy": "it must be the very tensor that low_latency_dispatch returned. "
+    "Keep the handle as it is; do not clone or move its tensors.",
+    "handle_not_received": "a handle can be used once the dispatch it is from has received its rows. "
+    "Call the hook of that dispatch first; if it raised an error, dispatch again.",
+    "handle_values": f"dispatch left something else there. {_HANDLE_FIX}",
+    "topk_of_dispatch": "it must be the topk_idx of the dispatch, where {expected} is, except that entries "
+    "may have become -1. Pass the topk_idx that was dispatched with this handle.",
+    "combine_buffer": "get_next_low_latency_combine_buffer must have been called since the last combine. "
+    "Ask for that buffer and fill it before each combine, also after one that raised an error.",
+    "pending_hook": "at most {most} calls may wait for their hooks. "
+    "Call the first of these hooks first, or abandon_hook() if their results are not wanted.",
+    "shared_stream": "ranks that are threads of one process need a stream each on a GPU that they share, "
+    "because kernels of one stream run in turn and these wait for each other. "
+    "Call torch.cuda.set_stream(torch.cuda.Stream()) in each rank's thread before it makes its buffer.",
+    "mnnvl_without_nvlink": "NVLink between hosts takes allow_nvlink_for_low_latency_mode=True. "
+    "Pass that too, or allow_mnnvl=False to reach other hosts over RDMA.",
+    "hook_twice": "a hook may be called once. Drop the second call.",
+    "hook_after_destroy": "a destroyed buffer cannot receive. Call the hook before destroy().",
+    "comm_stream_allocation": "allocate_on_comm_stream requires previous_event with an event, and "
+    "async_finish=True. Pass previous_event=Buffer.capture() and async_finish=True, or leave it out.",
+    "recv_counters": "it must be a RecvCounters of {num_ranks} ranks on {device}. "
+    "Make it with RecvCounters(buffer.group_size), or use Buffer.enable_counters().",
+    "view_size": "offset and size must stay within the buffer's {available} elements. "
+    "Pass a smaller size or offset, counted in elements.",
+    "num_sms": "it must be even and not negative. Two SMs make one channel; pass {even}.",
+    "uneven_nodes": "normal kernels need nodes of equal size. "
+    "Use a multiple of {ranks_per_node} ranks, or set DEEP_EP_RANKS_PER_NODE on all ranks to a divisor of "
+    "{num_ranks}.",
+    "config": "it must be a Config, or None for the recommended one. "
+    "Pass Buffer.get_dispatch_config(buffer.group_size), or a Config of your own.",
+    "config_needed": "this call needs one. "
+    "Pass Buffer.get_dispatch_config(buffer.group_size), or a Config of your own.",
+    "config_sms": "two SMs make one channel, and normal kernels need from 1 to {maximum} of them. "
+    "Pass an even num_sms from 2 to {most_sms}, as in Config(num_sms=20).",
+    "config_queues": "a queue is shared by {num_nodes} nodes and needs a place for each. "
+    "Pass at least num_max_nvl_chunked_recv_tokens={num_nodes}.",
+    "normal_buffer_size": "this call needs {nvl_bytes} and {rdma_bytes} bytes. "
+    "Build the Buffer with config.get_nvl_buffer_size_hint({row_bytes}, {num_ranks}) and "
+    "config.get_rdma_buffer_size_hint({row_bytes}, {num_ranks}), of this config; where nodes have "
+    "{ranks_per_node} ranks, DEEP_EP_RANKS_PER_NODE={ranks_per_node} tells the hints.",
+    "row_bytes": "rows must be multiples of 16 bytes, at least one. Pad x to {padded} columns.",
+    "x_pair": "it must be a tensor, or a tuple of data and scales. Pass x, or (x, x_scales).",
+    "scaled_item": "data that has scales must have elements of one byte. "
+    "Quantise x, for example to torch.float8_e4m3fn, or pass it without scales.",
+    "layout_missing": "a dispatch that is given no handle needs it. "
+    "Pass what get_dispatch_layout returned, or the handle of an earlier dispatch.",
+    "topk_pair": "only both or neither of the two may be given. Pass both.",
+    "topk_with_handle": "a dispatch with a handle takes no top-k tensors. "
+    "Pass None, or leave the handle out to route anew.",
+    "worst_tokens_topk": "it requires topk_idx and topk_weights, which tell the rows that are there from the "
+    "rest. Pass both, or num_worst_tokens=0.",
+    "worst_tokens": f"{{needed}} rows come to this rank and must fit. {WORST_TOKENS_FIX}.",
+    "layout_values": "the tensors of a layout must agree with each other and with topk_idx. "
+    "Pass them as one call of get_dispatch_layout returned them, with its topk_idx.",
+    "normal_handle": "it must be the tuple of {length} tensors that dispatch returned. "
+    f"{_NORMAL_HANDLE_FIX}",
+    "normal_handle_copy": "it must be the very tensor that dispatch returned. "
+    "Keep the handle as it is; do not clone, move or convert its tensors.",
+    "normal_handle_not_received": "a handle can be used if its dispatch succeeded. "
+    "Dispatch again: it raised an error.",
+    "normal_handle_values": f"dispatch left something else there. {_NORMAL_HANDLE_FIX}",
+    "normal_handle_tokens": "its dispatch had {num_tokens} tokens. "
+    "Pass one row of x per token of that dispatch.",
+    "not_explicit": "it may be called only if explicitly_destroy=True was passed. "
+    "Build Buffer(..., explicitly_destroy=True), or drop the last reference to the buffer.",
+    "bias": "it must be None, a tensor, or two of them in a tuple. "
+    "Pass (bias_0, bias_1) or one tensor.",
 }
 
 
@@ -460,12 +352,4 @@ def fail(
     **values: object,
 ) -> NoReturn:
     """Raises `error` for a broken rule of `VALUES`; `values` fill its placeholders."""
-    entry = VALUES[rule]
-    allowed, fix = entry.allowed.format(**values), entry.fix.format(**values)
-    raise error(f"{where}: {got}; {allowed}. {fix}")
-
-
-@functools.cache
-def tensor_rule(call: str, argument: str) -> TensorRule:
-    """The entry of `TENSORS` for an argument of a call."""
-    return next(rule for rule in TENSORS[call] if rule.argument == argument)
+    raise error(f"{where}: {got}; {VALUES[rule].format(**values)}")

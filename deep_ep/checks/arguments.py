@@ -5,18 +5,23 @@ They run before anything is sent.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple, NoReturn
+import re
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
+from torch import Tensor, strided
 
-from deep_ep.base.rules import VECTOR_BYTES, TensorRule, fail, tensor_rule
+from deep_ep.base.rules import TENSORS, VECTOR_BYTES, TensorRule, fail
+from deep_ep.checks.calls import flag_names
 from deep_ep.errors import EPArgumentError, EPTypeError, EPUsageError
 from deep_ep.native import backend
 from deep_ep.native.backend import Binding
 from deep_ep.observe.counters import RecvCounters
 from deep_ep.types.bounds import integer
 from deep_ep.types.config import Config
+
+if TYPE_CHECKING:
+    from deep_ep.checks.calls import BufferCall, OperationCall
 
 MAX_BYTES = 1 << 46  # no process has addresses for more
 
@@ -40,28 +45,31 @@ class Limits(NamedTuple):
 
 
 class Tensors:
-    """Checks the tensors of one call and remembers what its dimensions were found to be."""
+    """Checks the tensors of one call in the order of their rules, and remembers what its dimensions were found to be."""
 
-    def __init__(self, call: str, device: torch.device, **dimensions: int) -> None:
-        self.call = call
-        self.device = device
+    def __init__(self, call: BufferCall, limits: Limits, **dimensions: int) -> None:
         self.dimensions = dimensions
+        dimensions["num_ranks"] = limits.num_ranks
+        self._call = call
+        self._device = limits.device
+        self._rest = iter(TENSORS[call.name])
 
-    def check(self, argument: str, tensor: Any, contiguous: bool = True) -> None:
+    def check(self, last: str = "", any_strides: bool = False) -> None:
+        """The arguments that have not been checked, up to `last`; those that may be `None` if they are given."""
+        call = self._call
+        for rule in self._rest:
+            tensor = rule.of(call)
+            if tensor is not None or not rule.is_optional:
+                self.check_rule(rule, tensor, any_strides)
+            if rule.argument == last:
+                return
+
+    def check_rule(self, rule: TensorRule, tensor: Any, any_strides: bool = False) -> None:
         """Shape, dtype, device and strides of one argument."""
-        self.check_rule(tensor_rule(self.call, argument), tensor, contiguous)
-
-    def check_rule(self, rule: TensorRule, tensor: Any, contiguous: bool = True) -> None:
-        """The same, by a rule that is not in the table of the call."""
         argument = rule.argument
-        if not isinstance(tensor, torch.Tensor):
-            self._fail(
-                rule,
-                f"is a {type(tensor).__name__}",
-                "be a tensor",
-                EPTypeError,
-                fix=f"Pass a tensor {rule.text}.",
-            )
+        if not isinstance(tensor, Tensor):
+            fix = f"Pass a tensor {rule.text}."
+            self._fail(rule, f"is a {type(tensor).__name__}", "be a tensor", fix, EPTypeError)
         given = tensor.shape
         for shape in rule.shapes:
             if self._fits(shape, given):
@@ -69,53 +77,37 @@ class Tensors:
         else:
             self._fail(rule, f"has shape {list(given)}", f"be {self._expected(rule)}")
         self.dimensions.update(zip(shape, given))
-        if tensor.layout != torch.strided:
-            self._fail(
-                rule,
-                f"has layout {tensor.layout}",
-                "be dense",
-                fix=f"Pass {argument}.to_dense().",
-            )
+        if tensor.layout != strided:
+            fix = f"Pass {argument}.to_dense()."
+            self._fail(rule, f"has layout {tensor.layout}", "be dense", fix)
         if rule.dtypes and tensor.dtype not in rule.dtypes:
             allowed = " or ".join(str(dtype) for dtype in rule.dtypes)
             self._fail(rule, f"has dtype {tensor.dtype}", f"be {allowed}")
-        if tensor.device != self.device:
-            self._fail(
-                rule,
-                f"is on {tensor.device}",
-                f"be on {self.device}",
-                fix=f'Move it with {argument}.to("{self.device}").',
-            )
-        if contiguous and not tensor.is_contiguous():
-            self._fail(
-                rule,
-                f"has strides {list(tensor.stride())}",
-                "be contiguous",
-                fix=f"Pass {argument}.contiguous().",
-            )
+        if tensor.device != self._device:
+            fix = f'Move it with {argument}.to("{self._device}").'
+            self._fail(rule, f"is on {tensor.device}", f"be on {self._device}", fix)
+        is_contiguous = tensor.is_contiguous()
+        if not (is_contiguous or any_strides or rule.any_strides):
+            fix = f"Pass {argument}.contiguous()."
+            self._fail(rule, f"has strides {list(tensor.stride())}", "be contiguous", fix)
         # What is not contiguous is copied, or not read.
-        if rule.in_vectors and tensor.data_ptr() % VECTOR_BYTES and tensor.is_contiguous():
-            self._fail(
-                rule,
-                f"begins at address {tensor.data_ptr():#x}",
-                f"begin at a multiple of {VECTOR_BYTES} bytes",
-                fix=f"Pass {argument}.clone(), or allocate it by itself: it is a view into other memory.",
-            )
+        if rule.in_vectors and tensor.data_ptr() % VECTOR_BYTES and is_contiguous:
+            got = f"begins at address {tensor.data_ptr():#x}"
+            fix = f"Pass {argument}.clone(), or allocate it by itself: it is a view into other memory."
+            self._fail(rule, got, f"begin at a multiple of {VECTOR_BYTES} bytes", fix)
 
-    def _fits(self, shape: Sequence[str], given: Sequence[int]) -> bool:
+    def _fits(self, shape: list[str], given: torch.Size) -> bool:
+        known = self.dimensions
         if len(shape) != len(given):
             return False
         for name, size in zip(shape, given):  # noqa: SIM110 - a generator costs more than the comparisons
-            if self.dimensions.get(name, size) != size:
+            if known.get(name, size) != size:
                 return False
         return True
 
     def _expected(self, rule: TensorRule) -> str:
-        named = rule.shape_text
-        known = " or ".join(
-            f"[{', '.join(str(self.dimensions.get(name, name)) for name in shape)}]"
-            for shape in rule.shapes
-        )
+        named = rule.text[: rule.text.rindex("]") + 1]
+        known = re.sub(r"\w+", lambda name: str(self.dimensions.get(name[0], name[0])), named)
         return named if known == named else f"{named} = {known}"
 
     def _fail(
@@ -123,10 +115,12 @@ class Tensors:
         rule: TensorRule,
         got: str,
         allowed: str,
-        error: type[EPArgumentError] = EPArgumentError,
         fix: str = "",
+        error: type[EPArgumentError] = EPArgumentError,
     ) -> NoReturn:
-        raise error(f"{self.call}: {rule.argument} {got}; it must {allowed}. {fix or rule.fix}")
+        raise error(
+            f"{self._call.name}: {rule.argument} {got}; it must {allowed}. {fix or rule.fix}"
+        )
 
 
 def positive_int(where: str, name: str, value: Any) -> int:
@@ -155,14 +149,26 @@ def instance(where: str, name: str, value: Any, kind: type, fix: str) -> None:
 
 
 def flags(where: str, **given: Any) -> tuple[bool, ...]:
-    """Arguments that are true or false, by name. Anything but an array or tensor of many elements is one."""
-    found = []
-    for name, value in given.items():
-        try:
-            found.append(bool(value))
-        except (TypeError, ValueError, RuntimeError):
-            fail(where, f"{name} is a {type(value).__name__}", "flag", EPTypeError)
-    return tuple(found)
+    """Arguments that are true or false, by name."""
+    return tuple(_flag(where, name, value) for name, value in given.items())
+
+
+def flags_of(call: BufferCall) -> None:
+    """Makes those of a call bools."""
+    kind: Any = type(call)
+    given = vars(call)
+    for name in flag_names(kind):
+        value = given[name]
+        if value is not True and value is not False:
+            given[name] = _flag(call.name, name, value)
+
+
+def _flag(where: str, name: str, value: Any) -> bool:
+    """Anything but an array or tensor of many elements is one."""
+    try:
+        return bool(value)
+    except (TypeError, ValueError, RuntimeError):
+        fail(where, f"{name} is a {type(value).__name__}", "flag", EPTypeError)
 
 
 def shape(where: str, name: str, value: Any) -> tuple[int, ...]:
@@ -184,13 +190,8 @@ def byte_size(name: str, value: Any) -> int:
     number = integer("Buffer", name, value)
     alignment = backend.get().binding.BUFFER_ALIGNMENT
     if not 0 <= number <= MAX_BYTES or number % alignment:
-        fail(
-            "Buffer",
-            f"{name} is {number}",
-            "byte_size",
-            alignment=alignment,
-            maximum=MAX_BYTES,
-        )
+        got = f"{name} is {number}"
+        fail("Buffer", got, "byte_size", alignment=alignment, maximum=MAX_BYTES)
     return number
 
 
@@ -200,23 +201,26 @@ def kernel_limit(call: str, name: str, value: int, most: int) -> None:
         fail(call, f"{name} is {value}", "kernel_limit", maximum=most)
 
 
-def recv_counters(call: str, counters: Any, limits: Limits) -> None:
+def multiple_of_ranks(call: str, got: str, num_experts: int, num_ranks: int) -> None:
+    """Experts, of which all ranks have as many, and some."""
+    padded = max(1, -(-num_experts // num_ranks)) * num_ranks
+    if num_experts == 0 or num_experts % num_ranks:
+        fail(call, got, "num_experts", num_ranks=num_ranks, padded=padded)
+
+
+def recv_counters(call: OperationCall, limits: Limits) -> None:
     """The counters of a call, if it is given any."""
+    counters = call.recv_counters
     if counters is None:
         return
+    num_ranks, device = limits.num_ranks, limits.device
     got, error = repr(counters), EPArgumentError
     if not isinstance(counters, RecvCounters):
         got, error = f"a {type(counters).__name__}", EPTypeError
-    elif counters.num_ranks == limits.num_ranks and counters.device == limits.device:
+    elif counters.num_ranks == num_ranks and counters.device == device:
         return
-    fail(
-        call,
-        f"recv_counters is {got}",
-        "recv_counters",
-        error,
-        num_ranks=limits.num_ranks,
-        device=limits.device,
-    )
+    got = f"recv_counters is {got}"
+    fail(call.name, got, "recv_counters", error, num_ranks=num_ranks, device=device)
 
 
 def bias_pair(bias: Any) -> tuple[torch.Tensor | None, torch.Tensor | None]:
@@ -230,18 +234,16 @@ def bias_pair(bias: Any) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     return given[0], given[1]
 
 
-def given_config(call: str, config: Config | None) -> Config:
+def given_config(call: str, config: Config | None) -> None:
     """The configuration of a call that takes no recommended one."""
     if config is None:
         fail(call, "config is None", "config_needed", EPUsageError)
-    return config
 
 
 def even_num_sms(value: Any) -> int:
     """The argument of `Buffer.set_num_sms`."""
     number = integer("set_num_sms", "num_sms", value)
     if number < 0 or number % 2:
-        fail(
-            "set_num_sms", f"num_sms is {number}", "num_sms", EPUsageError, even=max(0, number + 1)
-        )
+        even = max(0, number + 1)
+        fail("set_num_sms", f"num_sms is {number}", "num_sms", EPUsageError, even=even)
     return number

@@ -5,8 +5,7 @@ On a GPU a look at them would stall the stream; there the kernels find out.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -14,40 +13,27 @@ from deep_ep.base.rules import NORMAL_DISPATCH, fail
 
 if TYPE_CHECKING:
     from deep_ep.base.topology import Topology
+    from deep_ep.checks.calls import NormalDispatch
 
 Tensor = torch.Tensor
 
 
-class Layout(NamedTuple):
-    """What `get_dispatch_layout` returned, as passed to a dispatch."""
-
-    num_tokens_per_rank: Tensor | None
-    num_tokens_per_rdma_rank: Tensor | None
-    is_token_in_rank: Tensor | None
-    num_tokens_per_expert: Tensor | None
-
-    def named(self, num_nodes: int) -> Iterator[tuple[str, Tensor | None]]:
-        """Name and tensor of each that a dispatch on as many nodes needs."""
-        for name, tensor in zip(self._fields, self):
-            if num_nodes > 1 or name != "num_tokens_per_rdma_rank":
-                yield name, tensor
-
-
-def check(place: Topology, layout: Layout, topk_idx: Tensor | None) -> None:
+def check(place: Topology, call: NormalDispatch) -> None:
     """Refuses a layout whose tensors contradict each other, or `topk_idx`.
 
     Raises:
         EPArgumentError: they do; names the place.
     """
-    in_rank, per_expert = layout.is_token_in_rank, layout.num_tokens_per_expert
+    in_rank, per_expert = call.is_token_in_rank, call.num_tokens_per_expert
+    topk_idx = call.topk_idx
     assert in_rank is not None
     assert per_expert is not None
     num_experts = per_expert.numel()
     counted = "is_token_in_rank counts"
-    _same("num_tokens_per_rank", layout.num_tokens_per_rank, in_rank.sum(0), counted)
+    _same("num_tokens_per_rank", call.num_tokens_per_rank, in_rank.sum(0), counted)
     if place.num_nodes > 1:
         in_node = in_rank.view(len(in_rank), place.num_nodes, place.ranks_per_node).any(2)
-        _same("num_tokens_per_rdma_rank", layout.num_tokens_per_rdma_rank, in_node.sum(0), counted)
+        _same("num_tokens_per_rdma_rank", call.num_tokens_per_rdma_rank, in_node.sum(0), counted)
     if topk_idx is None:
         _experts_of_ranks(per_expert.view(place.num_ranks, -1), in_rank.sum(0))
         return

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Union
 
 import torch
 
@@ -18,7 +18,9 @@ from deep_ep.types.handles import LowLatencyHandle
 
 if TYPE_CHECKING:
     from deep_ep._cpu import Runtime
+    from deep_ep.checks.calls import LowLatencyCombine, LowLatencyDispatch
 
+    LowLatencyCall = Union[LowLatencyDispatch, LowLatencyCombine]
 
 _log = logging.getLogger("deep_ep")
 
@@ -35,16 +37,19 @@ class LowLatencySizes(NamedTuple):
     hidden: int
     num_experts: int
 
+    @property
+    def keywords(self) -> dict[str, int]:
+        """As the native module takes them."""
+        return self._asdict()
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, eq=False)
 class LowLatencyShape:
     """Sizes of one low-latency call, checked; what follows from them is found once."""
 
+    sizes: LowLatencySizes
     num_tokens: int
-    hidden: int
     num_topk: int
-    num_max_dispatch_tokens_per_rank: int
-    num_experts: int
     num_ranks: int
 
     @functools.cached_property
@@ -52,76 +57,54 @@ class LowLatencyShape:
         """What all ranks must agree on and the shape of this rank's topk_idx, as the native runtime
         takes them.
         """
-        return {
-            "num_max_dispatch_tokens_per_rank": self.num_max_dispatch_tokens_per_rank,
-            "hidden": self.hidden,
-            "num_experts": self.num_experts,
-            "num_tokens": self.num_tokens,
-            "num_topk": self.num_topk,
-        }
+        tokens = {"num_tokens": self.num_tokens, "num_topk": self.num_topk}
+        return {**self.sizes.keywords, **tokens}
 
     @functools.cached_property
     def num_local_experts(self) -> int:
         """Experts of this rank."""
-        return self.num_experts // self.num_ranks
+        return self.sizes.num_experts // self.num_ranks
 
     @functools.cached_property
     def num_recv_rows(self) -> int:
         """Rows per local expert."""
-        return self.num_ranks * self.num_max_dispatch_tokens_per_rank
+        return self.num_ranks * self.sizes.num_max_dispatch_tokens_per_rank
 
 
-# A program calls with few sizes, again and again; only its number of tokens varies.
-_shape = functools.lru_cache(maxsize=1024)(LowLatencyShape)
-
-
-def dispatch(
-    limits: Limits,
-    x: Any,
-    topk_idx: Any,
-    num_max_dispatch_tokens_per_rank: Any,
-    num_experts: Any,
-    stats: Any,
-    wait_stats: Any,
-    recv_counters: Any,
-    *,
-    use_fp8: bool,
-    round_scale: bool,
-    use_ue8m0: bool,
-    async_finish: bool,
-    return_recv_hook: bool,
-) -> LowLatencyShape:
-    """Checks a call of `Buffer.low_latency_dispatch` and returns its sizes."""
-    tensors = Tensors(DISPATCH, limits.device, num_ranks=limits.num_ranks)
-    tensors.check("x", x)
-    tensors.check("topk_idx", topk_idx)
+def dispatch(limits: Limits, call: LowLatencyDispatch) -> LowLatencyShape:
+    """Checks what a call of `Buffer.low_latency_dispatch` looks like (known_calls.py), and returns its sizes."""
+    checks.flags_of(call)
+    tensors = Tensors(call, limits)
+    tensors.check("topk_idx")
+    x, topk_idx = call.x, call.topk_idx
     sizes = sizes_of(
         DISPATCH,
-        num_max_dispatch_tokens_per_rank,
-        x.shape[1],
-        num_experts,
         limits.num_ranks,
         limits.binding,
+        call.num_max_dispatch_tokens_per_rank,
+        x.shape[1],
+        call.num_experts,
     )
-    maximum, hidden, experts = sizes
-    shape = _shape(x.shape[0], hidden, topk_idx.shape[1], maximum, experts, limits.num_ranks)
+    shape = LowLatencyShape(sizes, x.shape[0], topk_idx.shape[1], limits.num_ranks)
     tensors.dimensions["num_local_experts"] = shape.num_local_experts
-    if stats is not None:
-        tensors.check("cumulative_local_expert_recv_stats", stats)
-    if wait_stats is not None:
-        tensors.check("dispatch_wait_recv_cost_stats", wait_stats)
-    _topk(DISPATCH, shape, topk_idx, limits.binding.MAX_TOPK)
-    if use_ue8m0 and not round_scale:
+    tensors.check()
+    _topk(call, shape, limits)
+    if call.use_ue8m0 and not call.round_scale:
         fail(DISPATCH, "use_ue8m0 is True and round_scale False", "round_scale")
-    if use_ue8m0 and not use_fp8:
+    if call.use_ue8m0 and not call.use_fp8:
         fail(DISPATCH, "use_ue8m0 is True and use_fp8 False", "ue8m0_without_fp8")
-    _finish(DISPATCH, async_finish, return_recv_hook)
-    checks.recv_counters(DISPATCH, recv_counters, limits)
-    buffer_size(DISPATCH, sizes, limits)
-    _expert_indices(DISPATCH, shape, topk_idx, rows_per_expert=True)
-    if use_fp8:
-        _say_what_consumers_refuse(shape.num_recv_rows, hidden, use_ue8m0)
+    _finish(call, sizes, limits)
+    if call.use_fp8:
+        _say_what_consumers_refuse(shape.num_recv_rows, sizes.hidden, call.use_ue8m0)
     return shape
+
+
+def dispatch_values(limits: Limits, call: LowLatencyDispatch, shape: LowLatencyShape) -> None:
+    """Checks the rest of it, which calls that look the same may differ in."""
+    checks.recv_counters(call, limits)
+    if _is_readable(call.topk_idx):
+        _expert_indices(call, shape)
+        _rows_per_expert(call.topk_idx, shape.sizes.num_max_dispatch_tokens_per_rank)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -142,61 +125,42 @@ def _say_what_consumers_refuse(num_recv_rows: int, hidden: int, is_packed: bool)
         )
 
 
-def combine(
-    limits: Limits,
-    x: Any,
-    topk_idx: Any,
-    topk_weights: Any,
-    handle: Any,
-    out: Any,
-    wait_stats: Any,
-    recv_counters: Any,
-    *,
-    use_logfmt: bool,
-    zero_copy: bool,
-    async_finish: bool,
-    return_recv_hook: bool,
-) -> LowLatencyShape:
-    """Checks a call of `Buffer.low_latency_combine` and returns its sizes."""
-    given = unpack_handle(COMBINE, handle)
-    sizes = sizes_of(
-        COMBINE,
-        given.num_max_dispatch_tokens_per_rank,
-        given.hidden,
-        given.num_experts,
-        limits.num_ranks,
-        limits.binding,
-    )
-    maximum, hidden, experts = sizes
+def combine(limits: Limits, call: LowLatencyCombine) -> LowLatencyShape:
+    """Checks what a call of `Buffer.low_latency_combine` looks like, its handle unpacked, and returns its sizes."""
+    checks.flags_of(call)
+    handle, num_ranks = call.handle, limits.num_ranks
+    sizes = sizes_of(COMBINE, num_ranks, limits.binding, *handle[2:])
     tensors = Tensors(
-        COMBINE,
-        limits.device,
-        num_ranks=limits.num_ranks,
-        num_local_experts=experts // limits.num_ranks,
-        num_recv_rows=limits.num_ranks * maximum,
-        hidden=hidden,
+        call,
+        limits,
+        num_local_experts=sizes.num_experts // num_ranks,
+        num_recv_rows=num_ranks * sizes.num_max_dispatch_tokens_per_rank,
+        hidden=sizes.hidden,
     )
-    tensors.check("handle[0]", given.src_info)
-    tensors.check("handle[1]", given.layout_range)
-    _src_info_storage(given.src_info, experts)
     # With zero_copy the rows are already in the buffer; x gives the shape only.
-    tensors.check("x", x, contiguous=not zero_copy)
-    tensors.check("topk_idx", topk_idx)
-    tensors.check("topk_weights", topk_weights)
-    if out is not None:
-        tensors.check("out", out)
-    if wait_stats is not None:
-        tensors.check("combine_wait_recv_cost_stats", wait_stats)
-    num_tokens, num_topk = topk_idx.shape
-    shape = _shape(num_tokens, hidden, num_topk, maximum, experts, limits.num_ranks)
-    _topk(COMBINE, shape, topk_idx, limits.binding.MAX_TOPK)
-    if use_logfmt and zero_copy:
+    tensors.check("x", any_strides=call.zero_copy)
+    tensors.check()
+    num_tokens, num_topk = call.topk_idx.shape
+    shape = LowLatencyShape(sizes, num_tokens, num_topk, num_ranks)
+    _topk(call, shape, limits)
+    if call.use_logfmt and call.zero_copy:
         fail(COMBINE, "use_logfmt and zero_copy are both True", "logfmt_and_zero_copy")
-    _finish(COMBINE, async_finish, return_recv_hook)
-    checks.recv_counters(COMBINE, recv_counters, limits)
-    buffer_size(COMBINE, sizes, limits)
-    _expert_indices(COMBINE, shape, topk_idx, rows_per_expert=False)
+    _finish(call, sizes, limits)
     return shape
+
+
+def combine_values(
+    limits: Limits,
+    native: Runtime,
+    call: LowLatencyCombine,
+    shape: LowLatencyShape,
+    num_words: int,
+) -> None:
+    """Checks the rest of it but the values of its handle, of which the kernel may read `num_words`."""
+    _handle_storage(native, shape, call, num_words)
+    checks.recv_counters(call, limits)
+    if _is_readable(call.topk_idx):
+        _expert_indices(call, shape)
 
 
 # Kernels and the sizes of buffers count channels in 32 bits.
@@ -205,60 +169,44 @@ _MAX_HIDDEN = (1 << 31) - 1
 
 def sizes_of(
     call: str,
+    num_ranks: int,
+    binding: Binding,
     num_max_dispatch_tokens_per_rank: Any,
     hidden: Any,
     num_experts: Any,
-    num_ranks: int,
-    binding: Binding,
 ) -> LowLatencySizes:
     """The three sizes all ranks must agree on, as checked ints."""
-    maximum = checks.positive_int(
-        call, "num_max_dispatch_tokens_per_rank", num_max_dispatch_tokens_per_rank
-    )
-    num_channels = checks.positive_int(call, "hidden", hidden)
-    experts = checks.positive_int(call, "num_experts", num_experts)
-    checks.kernel_limit(call, "hidden", num_channels, _MAX_HIDDEN)
+    positive, maximum = checks.positive_int, num_max_dispatch_tokens_per_rank
+    maximum = positive(call, "num_max_dispatch_tokens_per_rank", maximum)
+    hidden = positive(call, "hidden", hidden)
+    num_experts = positive(call, "num_experts", num_experts)
+    return _sizes(call, num_ranks, binding, maximum, hidden, num_experts)
+
+
+@functools.lru_cache(maxsize=1024)
+def _sizes(
+    call: str, num_ranks: int, binding: Binding, maximum: int, hidden: int, num_experts: int
+) -> LowLatencySizes:
+    checks.kernel_limit(call, "hidden", hidden, _MAX_HIDDEN)
     group = binding.CHANNELS_PER_SCALE
-    if num_channels % group:
-        padded = -(-num_channels // group) * group
-        fail(
-            call,
-            f"hidden is {num_channels}",
-            "hidden",
-            multiple=group,
-            padded=padded,
-        )
-    if experts % num_ranks:
-        padded = -(-experts // num_ranks) * num_ranks
-        fail(call, f"num_experts is {experts}", "num_experts", num_ranks=num_ranks, padded=padded)
+    if hidden % group:
+        padded = -(-hidden // group) * group
+        fail(call, f"hidden is {hidden}", "hidden", multiple=group, padded=padded)
+    checks.multiple_of_ranks(call, f"num_experts is {num_experts}", num_experts, num_ranks)
     checks.kernel_limit(call, "num_max_dispatch_tokens_per_rank", maximum, binding.MAX_TOKENS)
-    checks.kernel_limit(call, "num_experts", experts, binding.MAX_EXPERTS)
-    return LowLatencySizes(maximum, num_channels, experts)
+    checks.kernel_limit(call, "num_experts", num_experts, binding.MAX_EXPERTS)
+    return LowLatencySizes(maximum, hidden, num_experts)
 
 
 @functools.lru_cache(maxsize=64)
 def num_bytes(binding: Binding, num_ranks: int, sizes: LowLatencySizes) -> int:
     """Bytes of RDMA buffer a call of these sizes needs."""
-    return binding.low_latency_rdma_size_hint(
-        num_max_dispatch_tokens_per_rank=sizes.num_max_dispatch_tokens_per_rank,
-        num_ranks=num_ranks,
-        hidden=sizes.hidden,
-        num_experts=sizes.num_experts,
-    )
+    return binding.low_latency_rdma_size_hint(num_ranks=num_ranks, **sizes.keywords)
 
 
-def sizes_that_fit(
-    call: str, num_max_dispatch_tokens_per_rank: Any, hidden: Any, num_experts: Any, limits: Limits
-) -> LowLatencySizes:
+def sizes_that_fit(call: str, limits: Limits, *given: Any) -> LowLatencySizes:
     """The same, for a buffer that must hold a call of these sizes."""
-    sizes = sizes_of(
-        call,
-        num_max_dispatch_tokens_per_rank,
-        hidden,
-        num_experts,
-        limits.num_ranks,
-        limits.binding,
-    )
+    sizes = sizes_of(call, limits.num_ranks, limits.binding, *given)
     buffer_size(call, sizes, limits)
     return sizes
 
@@ -267,27 +215,25 @@ def buffer_size(call: str, sizes: LowLatencySizes, limits: Limits) -> None:
     """The RDMA buffer must hold a call of these sizes."""
     needed = num_bytes(limits.binding, limits.num_ranks, sizes)
     if limits.num_rdma_bytes < needed:
-        fail(
-            call,
-            f"the buffer has num_rdma_bytes = {limits.num_rdma_bytes}",
-            "buffer_size",
-            needed=needed,
-            arguments=f"{sizes.num_max_dispatch_tokens_per_rank}, {sizes.hidden}, "
-            f"{limits.num_ranks}, {sizes.num_experts}",
-        )
+        maximum, hidden, num_experts = sizes
+        arguments = f"{maximum}, {hidden}, {limits.num_ranks}, {num_experts}"
+        got = f"the buffer has num_rdma_bytes = {limits.num_rdma_bytes}"
+        fail(call, got, "buffer_size", needed=needed, arguments=arguments)
 
 
-def _topk(call: str, shape: LowLatencyShape, topk_idx: torch.Tensor, most: int) -> None:
+def _topk(call: LowLatencyCall, shape: LowLatencyShape, limits: Limits) -> None:
+    most = limits.binding.MAX_TOPK
     if not 0 < shape.num_topk <= most:
-        fail(call, f"topk_idx has shape {list(topk_idx.shape)}", "topk", maximum=most)
-    maximum = shape.num_max_dispatch_tokens_per_rank
+        fail(call.name, f"topk_idx has shape {list(call.topk_idx.shape)}", "topk", maximum=most)
+    maximum = shape.sizes.num_max_dispatch_tokens_per_rank
     if shape.num_tokens > maximum:
-        fail(call, f"there are {shape.num_tokens} tokens", "num_tokens", maximum=maximum)
+        fail(call.name, f"there are {shape.num_tokens} tokens", "num_tokens", maximum=maximum)
 
 
-def _finish(call: str, async_finish: bool, return_recv_hook: bool) -> None:
-    if async_finish and return_recv_hook:
-        fail(call, "async_finish and return_recv_hook are both True", "async_and_hook")
+def _finish(call: LowLatencyCall, sizes: LowLatencySizes, limits: Limits) -> None:
+    if call.async_finish and call.return_recv_hook:
+        fail(call.name, "async_finish and return_recv_hook are both True", "async_and_hook")
+    buffer_size(call.name, sizes, limits)
 
 
 def _is_readable(tensor: torch.Tensor) -> bool:
@@ -295,28 +241,26 @@ def _is_readable(tensor: torch.Tensor) -> bool:
     return tensor.is_cpu
 
 
-def _expert_indices(
-    call: str, shape: LowLatencyShape, topk_idx: torch.Tensor, *, rows_per_expert: bool
-) -> None:
-    if not _is_readable(topk_idx) or topk_idx.numel() == 0:
+def _expert_indices(call: LowLatencyCall, shape: LowLatencyShape) -> None:
+    topk_idx, num_experts = call.topk_idx, shape.sizes.num_experts
+    if topk_idx.numel() == 0:
         return
     low, high = (int(value) for value in torch.aminmax(topk_idx))
-    if low < -1 or high >= shape.num_experts:
-        wrong = high if high >= shape.num_experts else low
+    if low < -1 or high >= num_experts:
+        wrong = high if high >= num_experts else low
         token, column = (int(index) for index in (topk_idx == wrong).nonzero()[0])
-        fail(
-            call,
-            f"topk_idx[{token}, {column}] is {wrong}",
-            "expert_index",
-            num_experts=shape.num_experts,
-        )
-    maximum = shape.num_max_dispatch_tokens_per_rank
-    if rows_per_expert and topk_idx.numel() > maximum:
-        rows = torch.bincount(topk_idx.flatten() + 1, minlength=2)[1:]
-        most = int(rows.max())
-        if most > maximum:
-            got = f"topk_idx names expert {int(rows.argmax())} {most} times"
-            fail(call, got, "expert_overflow", maximum=maximum)
+        got = f"topk_idx[{token}, {column}] is {wrong}"
+        fail(call.name, got, "expert_index", num_experts=num_experts)
+
+
+def _rows_per_expert(topk_idx: torch.Tensor, maximum: int) -> None:
+    if topk_idx.numel() <= maximum:
+        return
+    rows = torch.bincount(topk_idx.flatten() + 1, minlength=2)[1:]
+    most = int(rows.max())
+    if most > maximum:
+        got = f"topk_idx names expert {int(rows.argmax())} {most} times"
+        fail(DISPATCH, got, "expert_overflow", maximum=maximum)
 
 
 def unpack_handle(call: str, handle: Any) -> LowLatencyHandle:
@@ -331,37 +275,53 @@ def unpack_handle(call: str, handle: Any) -> LowLatencyHandle:
     return LowLatencyHandle(handle[0], handle[1], *sizes)
 
 
-def _src_info_storage(src_info: torch.Tensor, num_experts: int) -> None:
-    # What checks the handle lies behind src_info in the same storage; a copy has lost it.
-    num_words = src_info.storage_offset() + 2 * src_info.numel() + 2 * num_experts
-    if src_info.untyped_storage().nbytes() <= num_words * src_info.element_size():
-        fail(COMBINE, "handle[0] is a copy", "handle_copy")
+# What dispatch leaves behind the tokens begins with a number of 64 bits.
+_HANDLE_ALIGNMENT = 8
 
 
-def handle_values(
-    native: Runtime,
-    shape: LowLatencyShape,
-    topk_idx: torch.Tensor,
-    src_info: torch.Tensor,
-    layout_range: torch.Tensor,
+def _handle_storage(
+    native: Runtime, shape: LowLatencyShape, call: LowLatencyCombine, num_words: int
 ) -> None:
-    """A handle whose values cannot be right is refused before anything is sent."""
-    if not _is_readable(topk_idx):
+    """What dispatch left for combine lies behind the tokens in the storage of `handle[0]`; a copy has lost it.
+
+    Args:
+        native: the runtime.
+        shape: of the call.
+        call: a combine.
+        num_words: 32-bit words that the kernel may read from `handle[0]` on.
+    """
+    src_info = call.handle[0]
+    num_stored = (
+        src_info.untyped_storage().nbytes() // src_info.element_size() - src_info.storage_offset()
+    )
+    is_aligned = src_info.data_ptr() % _HANDLE_ALIGNMENT == 0
+    if is_aligned and num_stored >= num_words:
         return
+    of_no_tokens = native.handle_words(**{**shape.keywords, "num_tokens": 0})
+    if not is_aligned or num_stored < of_no_tokens:
+        fail(COMBINE, "handle[0] is a copy", "handle_copy")
+    got = f"topk_idx has shape {list(call.topk_idx.shape)}"
+    fail(COMBINE, got, "topk_of_dispatch", expected="a smaller shape")
+
+
+def handle_values(native: Runtime, shape: LowLatencyShape, call: LowLatencyCombine) -> None:
+    """A handle whose values cannot be right is refused before anything is sent."""
+    if not _is_readable(call.topk_idx):
+        return
+    src_info, layout_range = call.handle[:2]
     fault = native.find_handle_fault(
-        topk_idx=topk_idx.data_ptr(),
+        topk_idx=call.topk_idx.data_ptr(),
         src_info=src_info.data_ptr(),
         layout_range=layout_range.data_ptr(),
         **shape.keywords,
     )
     if fault is not None:
-        fail_for(fault, topk_idx, src_info, layout_range)
+        fail_for(fault, call.topk_idx, layout_range)
 
 
 def fail_for(
     fault: tuple[str, int, int, int],
     topk_idx: torch.Tensor,
-    src_info: torch.Tensor,
     layout_range: torch.Tensor,
 ) -> NoReturn:
     """Raises for what the native runtime found wrong in the handle of a combine."""
@@ -378,4 +338,4 @@ def fail_for(
     if reason == "range":
         begin, count = divmod(int(layout_range[where]), 1 << 32)
         fail(COMBINE, f"handle[1]{place} is row {begin}, {count} rows", "handle_values")
-    fail(COMBINE, f"handle[0]{place} is {int(src_info[where])}", "handle_values")
+    fail(COMBINE, f"what lies behind handle[0] for topk_idx{place} has changed", "handle_values")

@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from deep_ep.base import rules
-from deep_ep.base.rules import NORMAL_COMBINE, NORMAL_DISPATCH, VECTOR_BYTES, fail
+from deep_ep.base.rules import VECTOR_BYTES, fail
 from deep_ep.base.topology import Topology
 from deep_ep.checks import arguments as checks
 from deep_ep.checks import handles as handle_values
 from deep_ep.checks import layouts as layout_values
 from deep_ep.checks.arguments import Limits, Tensors
-from deep_ep.checks.layouts import Layout
 from deep_ep.errors import EPArgumentError, EPTypeError, EPUnsupportedError, EPUsageError
 from deep_ep.native.backend import Binding
 from deep_ep.types.config import Config
 from deep_ep.types.handles import NormalHandle, OneNodeHandle, SeveralNodesHandle, hidden_word
+
+if TYPE_CHECKING:
+    from deep_ep.checks.calls import NormalCombine, NormalDispatch
 
 Tensor = torch.Tensor
 
@@ -62,28 +64,6 @@ class NormalShape:
 _shape = functools.lru_cache(maxsize=1024)(NormalShape)
 
 
-class Rows(NamedTuple):
-    """The argument `x` of a dispatch.
-
-    Attributes:
-        data: [num_tokens, hidden].
-        scales: [num_tokens, num_scales] of 4 bytes, or `None`.
-    """
-
-    data: Tensor
-    scales: Tensor | None
-
-    @classmethod
-    def of(cls, x: Any) -> Rows:
-        """From a tensor, or data and scales. What they look like is not checked yet."""
-        if not isinstance(x, (tuple, list)):
-            return cls(x, None)
-        if len(x) != 2 or x[1] is None:
-            types = ", ".join(type(item).__name__ for item in x)
-            fail(NORMAL_DISPATCH, f"x holds {types or 'nothing'}", "x_pair", EPTypeError)
-        return cls(*x)
-
-
 def topology(call: str, place: Topology, binding: Binding) -> None:
     """Nodes must be equal: a gateway stands for the rank of its place on every other node."""
     checks.kernel_limit(
@@ -100,52 +80,45 @@ def topology(call: str, place: Topology, binding: Binding) -> None:
         )
 
 
-def fresh_dispatch(
-    limits: Limits,
-    place: Topology,
-    rows: Rows,
-    layout: Layout,
-    topk_idx: Any,
-    topk_weights: Any,
-    expert_alignment: Any,
-    num_worst_tokens: Any,
-    config: Any,
-    wait_stats: Any,
-    recv_counters: Any,
-) -> NormalShape:
+# What get_dispatch_layout returns; without a handle it must be given, that of nodes where there are several.
+_LAYOUT = (
+    *("num_tokens_per_rank", "num_tokens_per_rdma_rank"),
+    *("is_token_in_rank", "num_tokens_per_expert"),
+)
+
+
+def fresh_dispatch(limits: Limits, place: Topology, call: NormalDispatch) -> NormalShape:
     """Checks a call of `Buffer.dispatch` without handle and returns its sizes."""
-    call = NORMAL_DISPATCH
-    config = _usable(call, config, place, limits)
-    tensors = _tensors(call, limits, place)
-    row_bytes, num_scales = _rows(tensors, rows, limits)
-    for name, tensor in layout.named(place.num_nodes):
-        if tensor is None:
-            fail(call, f"{name} is None", "layout_missing", EPUsageError)
-        tensors.check(name, tensor)
+    _take_scales(call)
+    config, tensors = _begin(call, place, limits)
+    if place.num_nodes == 1:
+        call.num_tokens_per_rdma_rank = None
+    row_bytes, num_scales = _rows(tensors, call, limits)
+    for name in _LAYOUT:
+        is_needed = place.num_nodes > 1 or name != "num_tokens_per_rdma_rank"
+        if is_needed and getattr(call, name) is None:
+            fail(call.name, f"{name} is None", "layout_missing", EPUsageError)
+        tensors.check(name)
     num_experts = tensors.dimensions["num_experts"]
-    if num_experts == 0 or num_experts % limits.num_ranks:
-        padded = max(1, -(-num_experts // limits.num_ranks)) * limits.num_ranks
-        got = f"num_tokens_per_expert has {num_experts} experts"
-        fail(call, got, "num_experts", num_ranks=limits.num_ranks, padded=padded)
-    checks.kernel_limit(call, "num_experts", num_experts, limits.binding.MAX_EXPERTS)
-    if (topk_idx is None) != (topk_weights is None):
-        missing = "topk_idx" if topk_idx is None else "topk_weights"
-        fail(call, f"{missing} alone is None", "topk_pair", EPUsageError)
-    if topk_idx is not None:
-        tensors.check("topk_idx", topk_idx)
-        tensors.check("topk_weights", topk_weights, contiguous=False)
-    elif checks.not_negative_int(call, "num_worst_tokens", num_worst_tokens):
-        got = f"num_worst_tokens is {num_worst_tokens} and topk_idx is None"
-        fail(call, got, "worst_tokens_topk", EPUsageError)
-    checks.positive_int(call, "expert_alignment", expert_alignment)
-    worst = checks.not_negative_int(call, "num_worst_tokens", num_worst_tokens)
-    checks.kernel_limit(call, "num_worst_tokens", worst, _MAX_ROWS)
-    num_topk = _num_topk(call, topk_idx, limits)
-    shape = _shape(rows.data.shape[0], row_bytes, num_topk, num_scales, num_experts, config)
-    _finish(tensors, "dispatch_wait_recv_cost_stats", wait_stats, recv_counters, limits)
-    buffer_size(call, shape, place, limits)
-    if rows.data.is_cpu:
-        layout_values.check(place, layout, topk_idx)
+    got = f"num_tokens_per_expert has {num_experts} experts"
+    checks.multiple_of_ranks(call.name, got, num_experts, limits.num_ranks)
+    checks.kernel_limit(call.name, "num_experts", num_experts, limits.binding.MAX_EXPERTS)
+    if (call.topk_idx is None) != (call.topk_weights is None):
+        missing = "topk_idx" if call.topk_idx is None else "topk_weights"
+        fail(call.name, f"{missing} alone is None", "topk_pair", EPUsageError)
+    tensors.check("topk_weights")
+    checks.positive_int(call.name, "expert_alignment", call.expert_alignment)
+    worst = checks.not_negative_int(call.name, "num_worst_tokens", call.num_worst_tokens)
+    if worst and call.topk_idx is None:
+        got = f"num_worst_tokens is {worst} and topk_idx is None"
+        fail(call.name, got, "worst_tokens_topk", EPUsageError)
+    checks.kernel_limit(call.name, "num_worst_tokens", worst, _MAX_ROWS)
+    num_topk = _num_topk(call.name, call.topk_idx, limits)
+    tensors.check()
+    shape = _shape(call.x.shape[0], row_bytes, num_topk, num_scales, num_experts, config)
+    _finish(call, shape, place, limits)
+    if call.x.is_cpu:
+        layout_values.check(place, call)
     return shape
 
 
@@ -159,82 +132,60 @@ def worst_bytes(shape: NormalShape, place: Topology, num_worst_tokens: int) -> i
 
 
 def cached_dispatch(
-    limits: Limits,
-    place: Topology,
-    rows: Rows,
-    handle: Any,
-    topk_idx: Any,
-    topk_weights: Any,
-    config: Any,
-    wait_stats: Any,
-    recv_counters: Any,
+    limits: Limits, place: Topology, call: NormalDispatch
 ) -> tuple[NormalShape, NormalHandle]:
     """Checks a call of `Buffer.dispatch` with a handle and returns its sizes."""
-    call = NORMAL_DISPATCH
-    for name, tensor in (("topk_idx", topk_idx), ("topk_weights", topk_weights)):
-        if tensor is not None:
+    _take_scales(call)
+    for name in ("topk_idx", "topk_weights"):
+        if getattr(call, name) is not None:
             got = f"handle and {name} are both given"
-            fail(call, got, "topk_with_handle", EPUsageError)
-    config = _usable(call, config, place, limits)
-    tensors = _tensors(call, limits, place)
-    given = _handle(tensors, handle, place, config)
+            fail(call.name, got, "topk_with_handle", EPUsageError)
+    config, tensors = _begin(call, place, limits)
+    given = _handle(tensors, call, place)
+    for name in _LAYOUT:
+        setattr(call, name, None)
     num_tokens = tensors.dimensions.pop("num_tokens")
-    row_bytes, num_scales = _rows(tensors, rows, limits)
-    if rows.data.shape[0] != num_tokens:
-        got = f"x has {rows.data.shape[0]} rows"
-        fail(call, got, "normal_handle_tokens", num_tokens=num_tokens)
+    row_bytes, num_scales = _rows(tensors, call, limits)
+    if call.x.shape[0] != num_tokens:
+        got = f"x has {call.x.shape[0]} rows"
+        fail(call.name, got, "normal_handle_tokens", num_tokens=num_tokens)
+    tensors.check()
     shape = _shape(num_tokens, row_bytes, 0, num_scales, 0, config)
-    _finish(tensors, "dispatch_wait_recv_cost_stats", wait_stats, recv_counters, limits)
-    buffer_size(call, shape, place, limits)
-    if rows.data.is_cpu:
-        handle_values.check(call, given, place, num_tokens, shape.num_channels)
+    _finish(call, shape, place, limits)
+    if call.x.is_cpu:
+        handle_values.check(call.name, given, place, num_tokens, shape.num_channels)
     return shape, given
 
 
 def combine(
-    limits: Limits,
-    place: Topology,
-    x: Any,
-    handle: Any,
-    topk_weights: Any,
-    biases: tuple[Any, Any],
-    config: Any,
-    wait_stats: Any,
-    recv_counters: Any,
+    limits: Limits, place: Topology, call: NormalCombine
 ) -> tuple[NormalShape, NormalHandle]:
     """Checks a call of `Buffer.combine` and returns its sizes."""
-    call = NORMAL_COMBINE
-    config = _usable(call, config, place, limits)
-    tensors = _tensors(call, limits, place)
-    given = _handle(tensors, handle, place, config)
-    tensors.check("x", x, contiguous=False)
-    row_bytes = _row_bytes(call, x)
-    if topk_weights is not None:
-        tensors.check("topk_weights", topk_weights, contiguous=False)
-    for i, bias in enumerate(biases):
-        if bias is not None:
-            tensors.check(f"bias[{i}]", bias, contiguous=False)
+    call.bias = checks.bias_pair(call.bias)
+    config, tensors = _begin(call, place, limits)
+    given = _handle(tensors, call, place)
+    tensors.check("x")
+    row_bytes = _row_bytes(call.name, call.x)
+    tensors.check()
     num_tokens = tensors.dimensions["num_tokens"]
-    num_topk = _num_topk(call, topk_weights, limits)
+    num_topk = _num_topk(call.name, call.topk_weights, limits)
     shape = _shape(num_tokens, row_bytes, num_topk, 0, 0, config)
-    _finish(tensors, "combine_wait_recv_cost_stats", wait_stats, recv_counters, limits)
-    buffer_size(call, shape, place, limits)
-    if x.is_cpu:
-        handle_values.check(call, given, place, num_tokens, shape.num_channels)
+    _finish(call, shape, place, limits)
+    if call.x.is_cpu:
+        handle_values.check(call.name, given, place, num_tokens, shape.num_channels)
     return shape, given
+
+
+def _finish(
+    call: NormalDispatch | NormalCombine, shape: NormalShape, place: Topology, limits: Limits
+) -> None:
+    checks.recv_counters(call, limits)
+    buffer_size(call.name, shape, place, limits)
 
 
 def buffer_size(call: str, shape: NormalShape, place: Topology, limits: Limits) -> None:
     """The buffers must hold a call of these sizes."""
-    nvl_bytes, rdma_bytes = num_bytes(
-        limits.binding,
-        place.num_ranks,
-        place.ranks_per_node,
-        shape.config,
-        shape.row_bytes,
-        shape.num_topk,
-        shape.num_scales,
-    )
+    nvl_bytes, rdma_bytes = needed_bytes(shape, place, limits)
     if limits.num_nvl_bytes < nvl_bytes or limits.num_rdma_bytes < rdma_bytes:
         fail(
             call,
@@ -247,6 +198,12 @@ def buffer_size(call: str, shape: NormalShape, place: Topology, limits: Limits) 
             num_ranks=place.num_ranks,
             ranks_per_node=place.ranks_per_node,
         )
+
+
+def needed_bytes(shape: NormalShape, place: Topology, limits: Limits) -> tuple[int, int]:
+    """Bytes of NVLink and RDMA buffer that a call of these sizes needs."""
+    row = shape.row_bytes, shape.num_topk, shape.num_scales
+    return num_bytes(limits.binding, place.num_ranks, place.ranks_per_node, shape.config, *row)
 
 
 @functools.lru_cache(maxsize=64)
@@ -276,44 +233,48 @@ def num_bytes(
 _MAX_ROWS = (1 << 31) - 1
 
 
-def _usable(call: str, config: Any, place: Topology, limits: Limits) -> Config:
-    """The configuration of a call, if it is one that the kernels can follow."""
+def _begin(
+    call: NormalDispatch | NormalCombine, place: Topology, limits: Limits
+) -> tuple[Config, Tensors]:
+    """The configuration of a call, if it is one that the kernels can follow, and what its tensors are checked with."""
+    config: Any = call.config
     if not isinstance(config, Config):
-        fail(call, f"config is a {type(config).__name__}", "config", EPTypeError)
+        fail(call.name, f"config is a {type(config).__name__}", "config", EPTypeError)
     most = limits.binding.MAX_CHANNELS
     if config.num_sms % 2 or not 1 <= config.num_sms // 2 <= most:
         got = f"config.num_sms is {config.num_sms}"
-        fail(call, got, "config_sms", maximum=most, most_sms=2 * most)
-    if config.num_max_nvl_chunked_recv_tokens < place.num_nodes:
-        depth = config.num_max_nvl_chunked_recv_tokens
+        fail(call.name, got, "config_sms", maximum=most, most_sms=2 * most)
+    depth, num_nodes = config.num_max_nvl_chunked_recv_tokens, place.num_nodes
+    if depth < num_nodes:
         got = f"config.num_max_nvl_chunked_recv_tokens is {depth}"
-        fail(call, got, "config_queues", num_nodes=place.num_nodes)
-    return config
+        fail(call.name, got, "config_queues", num_nodes=num_nodes)
+    nodes = {"num_nodes": num_nodes, "ranks_per_node": place.ranks_per_node}
+    return config, Tensors(call, limits, **nodes)
 
 
-def _tensors(call: str, limits: Limits, place: Topology) -> Tensors:
-    return Tensors(
-        call,
-        limits.device,
-        num_ranks=limits.num_ranks,
-        num_nodes=place.num_nodes,
-        ranks_per_node=place.ranks_per_node,
-    )
+def _take_scales(call: NormalDispatch) -> None:
+    """Data and scales from `x`. What they look like is not checked yet."""
+    x = call.x
+    if not isinstance(x, (tuple, list)):
+        return
+    if len(x) != 2 or x[1] is None:
+        types = ", ".join(type(item).__name__ for item in x)
+        fail(call.name, f"x holds {types or 'nothing'}", "x_pair", EPTypeError)
+    call.x, call.x_scales = x
 
 
-def _rows(tensors: Tensors, rows: Rows, limits: Limits) -> tuple[int, int]:
+def _rows(tensors: Tensors, call: NormalDispatch, limits: Limits) -> tuple[int, int]:
     """Bytes of a row, and its number of scales."""
-    data, scales = rows
-    tensors.check("x", data, contiguous=False)
-    row_bytes = _row_bytes(tensors.call, data)
-    checks.kernel_limit(tensors.call, "num_tokens", data.shape[0], limits.binding.MAX_TOKENS)
-    if scales is None:
+    tensors.check("x")
+    row_bytes = _row_bytes(call.name, call.x)
+    checks.kernel_limit(call.name, "num_tokens", call.x.shape[0], limits.binding.MAX_TOKENS)
+    if call.x_scales is None:
         return row_bytes, 0
-    if data.element_size() != 1:
-        fail(tensors.call, f"x has scales and dtype {data.dtype}", "scaled_item")
-    tensors.check("x_scales", scales, contiguous=False)
-    num_scales = scales.shape[1]
-    checks.kernel_limit(tensors.call, "num_scales", num_scales, limits.binding.MAX_NORMAL_SCALES)
+    if call.x.element_size() != 1:
+        fail(call.name, f"x has scales and dtype {call.x.dtype}", "scaled_item")
+    tensors.check("x_scales")
+    num_scales = call.x_scales.shape[1]
+    checks.kernel_limit(call.name, "num_scales", num_scales, limits.binding.MAX_NORMAL_SCALES)
     return row_bytes, num_scales
 
 
@@ -335,36 +296,29 @@ def _num_topk(call: str, tensor: Tensor | None, limits: Limits) -> int:
     return num_topk
 
 
-def _finish(
-    tensors: Tensors, name: str, wait_stats: Any, recv_counters: Any, limits: Limits
-) -> None:
-    if wait_stats is not None:
-        tensors.check(name, wait_stats)
-    checks.recv_counters(tensors.call, recv_counters, limits)
-
-
-def _handle(tensors: Tensors, handle: Any, place: Topology, config: Config) -> NormalHandle:
+def _handle(
+    tensors: Tensors, call: NormalDispatch | NormalCombine, place: Topology
+) -> NormalHandle:
     """The handle of a dispatch from any tuple or list of its tensors."""
-    call = tensors.call
     kind: type[NormalHandle] = OneNodeHandle
     table = rules.ONE_NODE_HANDLE
     if place.num_nodes > 1:
         kind, table = SeveralNodesHandle, rules.SEVERAL_NODES_HANDLE
+    handle, length = call.handle, len(table)
     if not isinstance(handle, (tuple, list)):
         got = f"handle is a {type(handle).__name__}"
-        fail(call, got, "normal_handle", EPTypeError, length=len(table))
-    if len(handle) != len(table):
+        fail(call.name, got, "normal_handle", EPTypeError, length=length)
+    if len(handle) != length:
         got = f"handle has {len(handle)} elements"
-        fail(call, got, "normal_handle", EPArgumentError, length=len(table))
-    tensors.dimensions["num_channels"] = config.num_sms // 2
-    tensors.dimensions["8"] = 8
+        fail(call.name, got, "normal_handle", EPArgumentError, length=length)
+    tensors.dimensions |= {"num_channels": call.config.num_sms // 2, "8": 8}
     for rule, item in zip(table, handle):
         tensors.check_rule(rule, item)
     given = kind(*handle)
     if given.num_relay_rows < 0:
         got = f"{given.name_of('nvl_head')} has {given.nvl_head.shape[0]} rows"
-        fail(call, got, "normal_handle_values")
+        fail(call.name, got, "normal_handle_values")
     if hidden_word(given.channel_prefix) is None:
         got = f"{given.name_of('channel_prefix')} is a copy"
-        fail(call, got, "normal_handle_copy")
+        fail(call.name, got, "normal_handle_copy")
     return given

@@ -9,9 +9,8 @@ not fit is refused.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple
 
 from deep_ep.base.rules import NORMAL_DISPATCH
 from deep_ep.checks import normal as normal_checks
@@ -31,33 +30,27 @@ _FEW_SLOTS = 16
 _MANY_TURNS = 4
 
 
-@dataclass(frozen=True)
-class _Queue:
+class _Queue(NamedTuple):
     """The queues of one hop, in one operation.
 
     Attributes:
         hop: its name.
         field: of `Config`; what sets their slots.
-        slots: of each.
-        rows: that go through one, on average.
         sharing: among how many queues the value of the field is divided.
+        rows: that go through one, on average.
+        slots: of each.
     """
 
     hop: str
     field: str
-    slots: int
-    rows: int
     sharing: int
+    rows: int
+    slots: int
 
     @property
     def turns(self) -> int:
         """How often the queue is filled."""
         return -(-self.rows // self.slots)
-
-    @property
-    def is_slow(self) -> bool:
-        """Whether few slots are filled often."""
-        return self.slots <= _FEW_SLOTS and self.turns >= _MANY_TURNS
 
 
 class QueueTurns:
@@ -92,83 +85,56 @@ class QueueTurns:
             num_rows: rows that this rank receives in dispatch, and returns in combine.
             num_relay_rows: of them those that it relays to or from other nodes.
         """
-        if self._place.rank or not self._knows_rows or call in self._said:
+        place = self._place
+        if place.rank or not self._knows_rows or call in self._said:
             return
-        # Asked in every operation, and nearly always the end of it.
-        if min(self._slots(shape.config)) > _FEW_SLOTS:
-            return
-        slow = [queue for queue in self._queues(shape, num_rows, num_relay_rows) if queue.is_slow]
+        nodes, slow = place.num_nodes, []
+        for hop, field, sharing, num_peers, rows in (
+            ("NVLink", "num_max_nvl_chunked_recv_tokens", nodes, place.num_ranks, num_rows),
+            ("RDMA", "num_max_rdma_chunked_recv_tokens", 1, nodes - 1, num_relay_rows),
+        ):
+            slots = getattr(shape.config, field) // sharing
+            if num_peers and slots <= _FEW_SLOTS:
+                rows_of_one = rows // (num_peers * shape.num_channels)
+                queue = _Queue(hop, field, sharing, rows_of_one, slots)
+                slow += [queue] if queue.turns >= _MANY_TURNS else []
         if slow:
             self._said.add(call)
-            _log.warning("deep_ep: %s: %s", call, self._remark(call, shape, slow))
-
-    def _slots(self, settings: Config) -> list[int]:
-        """Of a queue of NVLink, and of RDMA where there are several nodes."""
-        nodes = self._place.num_nodes
-        nvl = settings.num_max_nvl_chunked_recv_tokens // nodes
-        return [nvl] if nodes == 1 else [nvl, settings.num_max_rdma_chunked_recv_tokens]
-
-    def _queues(self, shape: NormalShape, num_rows: int, num_relay_rows: int) -> Iterator[_Queue]:
-        place = self._place
-        nodes = place.num_nodes
-        slots = self._slots(shape.config)
-        nvl_field = "num_max_nvl_chunked_recv_tokens"
-        rows = num_rows // (place.num_ranks * shape.num_channels)
-        yield _Queue("NVLink", nvl_field, slots[0], rows, nodes)
-        if nodes > 1:
-            rdma_field = "num_max_rdma_chunked_recv_tokens"
-            relayed = num_relay_rows // ((nodes - 1) * shape.num_channels)
-            yield _Queue("RDMA", rdma_field, slots[1], relayed, 1)
-
-    def _remark(self, call: str, shape: NormalShape, slow: list[_Queue]) -> str:
-        """What is slow, and what to set instead."""
-        found = " and ".join(
-            f"{queue.rows} rows for each {queue.hop} queue of {queue.slots} slots, in {queue.turns} turns"
-            for queue in slow
-        )
-        given = _settings(shape.config, slow)
-        return (
-            f"{found}. So few slots make it slow. The Config that it was given has {given}; "
-            f"{self._advice(call, shape, slow)}"
-        )
+            found = " and ".join(
+                f"{queue.rows} rows for each {queue.hop} queue of {queue.slots} slots, in {queue.turns} turns"
+                for queue in slow
+            )
+            _log.warning(
+                "deep_ep: %s: %s. So few slots make it slow. The Config that it was given has %s; %s",
+                *(call, found, _settings(shape.config, slow), self._advice(call, shape, slow)),
+            )
 
     def _advice(self, call: str, shape: NormalShape, slow: list[_Queue]) -> str:
         """Slots as recommended; fewer if the buffer has no room for them; or else a larger buffer."""
-        recommend = (
-            config.recommended_dispatch if call == NORMAL_DISPATCH else config.recommended_combine
-        )
+        is_dispatch = call == NORMAL_DISPATCH
+        recommend = config.recommended_dispatch if is_dispatch else config.recommended_combine
         recommended = recommend(self._place.num_ranks, shape.config.num_sms)
         values = {
             queue.field: max(getattr(recommended, queue.field), 2 * _FEW_SLOTS * queue.sharing)
             for queue in slow
         }
         wanted = replace(shape.config, **values)
+        nvl_bytes, rdma_bytes = self._needed_bytes(shape, wanted)
+        limits = self._limits
         while all(values[queue.field] // queue.sharing > _FEW_SLOTS for queue in slow):
             fitting = replace(shape.config, **values)
-            if self._fits(shape, fitting):
+            nvl, rdma = self._needed_bytes(shape, fitting)
+            if nvl <= limits.num_nvl_bytes and rdma <= limits.num_rdma_bytes:
                 return f"the buffer has room for {_settings(fitting, slow)}."
             values = {field: value // 2 for field, value in values.items()}
-        nvl_bytes, rdma_bytes = self._needed(shape, wanted)
         return (
             f"set {_settings(wanted, slow)} and make the buffer with num_nvl_bytes={nvl_bytes} and "
             f"num_rdma_bytes={rdma_bytes} at least. deep_ep.sizes(...) has all of these for a model."
         )
 
-    def _fits(self, shape: NormalShape, settings: Config) -> bool:
-        nvl_bytes, rdma_bytes = self._needed(shape, settings)
-        limits = self._limits
-        return nvl_bytes <= limits.num_nvl_bytes and rdma_bytes <= limits.num_rdma_bytes
-
-    def _needed(self, shape: NormalShape, settings: Config) -> tuple[int, int]:
-        """Bytes of NVLink and RDMA buffer for such calls."""
-        return normal_checks.num_bytes(
-            self._limits.binding,
-            self._place.num_ranks,
-            self._place.ranks_per_node,
-            settings,
-            shape.row_bytes,
-            shape.num_topk,
-            shape.num_scales,
+    def _needed_bytes(self, shape: NormalShape, settings: Config) -> tuple[int, int]:
+        return normal_checks.needed_bytes(
+            replace(shape, config=settings), self._place, self._limits
         )
 
 

@@ -22,8 +22,7 @@ from .cli.hang import CAUSES, hang
 from .cli.show import VERDICTS, show
 from .cli.trace import trace
 from .cli.watch import watch
-from .core.package import EPArgumentError, EPError
-from .core.printable_text import printable
+from .core.package import EPArgumentError, EPError, printable
 from .render import prometheus
 from .storage.diagnosis_log import Log
 from .storage.loader import read_any

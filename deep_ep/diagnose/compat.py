@@ -24,8 +24,9 @@ import time
 import uuid
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
@@ -36,8 +37,8 @@ from .analyze.waits_only.square import square_matrix
 from .core import quantities, safe_files
 from .core.causes import TITLES
 from .core.diagnosis import FloatArray, IntArray, Verdict
-from .core.package import EPArgumentError, Group, as_group, backend, env, ranks_text
-from .core.printable_text import printable
+from .core.package import EPArgumentError, Group, as_group, backend, codec, env, ranks_text
+from .live import wire
 from .live.mailbox import Mailbox, Rounds, open_mailbox
 from .live.stop_flag import StopFlag
 from .render import wording
@@ -49,7 +50,7 @@ _EPSILON = 1e-8
 _KINDS = ("dispatch", "combine")
 # What a rank may take to answer rank 0, and a thread to end. Chosen.
 _ANSWER_S, _JOIN_S = 30.0, 10.0
-# Bytes of a host name; the longest that Linux allows has 64.
+# Of a host name, that is shown; the longest that Linux allows has 64.
 _LONGEST_HOST = 256
 
 
@@ -139,9 +140,9 @@ class Diagnose:
             EPArgumentError: there is no group, the interval is not above 0, a variable of the
                 environment cannot be read, the log folder cannot be made, or the log is a link.
         """
-        self._settings = env.classic()
-        self._interval_s = self._settings.interval_s if interval is None else _interval(interval)
-        warming_time_s = self._settings.warming_time_s
+        self._interval_s = env.classic_interval_s() if interval is None else _interval(interval)
+        self._sync_step = env.classic_sync_step()
+        warming_time_s = env.classic_warming_time_s()
         self._warming_time_s = self._interval_s if warming_time_s is None else warming_time_s
         self.group = group
         self._group = _group(group)
@@ -149,15 +150,15 @@ class Diagnose:
         self._created = time.monotonic()
         self._worker: _Worker | None = None
         self._modes: dict[str, _Mode] = {}
-        if not self._settings.enable:
+        if not env.classic_enable():
             return
         enabled = {"ll": enable_ll_diagnose, "normal": enable_normal_diagnose}
         self._modes = {
             name: _Mode(name, self._group.size) for name, wanted in enabled.items() if wanted
         }
-        self._log = _log(self._settings.log_path, self._group.rank, self._instance_id)
-        self._judge = _Judge(self._settings, self._log)
+        self._log = _log(env.classic_log_path(), self._group.rank, self._instance_id)
         weakref.finalize(self, _close, self._log)
+        self._judge = _Judge(self._log)
         if enable_async:
             self.start_async_diagnose()
 
@@ -243,7 +244,7 @@ class Diagnose:
                 "window, or 0 for DEEPEP_DIAGNOSE_SYNC_STEP. Correct it on all ranks."
             )
         mode = self._modes.get(name)
-        period = diagnose_step or self._settings.sync_step
+        period = diagnose_step or self._sync_step
         if mode is None or not mode.is_due(period):
             return None
         gathered = self._group.all_gather_object((socket.gethostname(), mode.window.take()))
@@ -302,8 +303,15 @@ class _Window:
 class _Judge:
     """Rank 0: matrices to results, and to lines of the log."""
 
-    def __init__(self, settings: env.ClassicSettings, log: logging.Logger) -> None:
-        self._settings = settings
+    def __init__(self, log: logging.Logger) -> None:
+        """Takes its limits from the environment; they are arguments of `diagnose_matrix`."""
+        self._limits: dict[str, Any] = {
+            "thres_col": env.classic_threshold_col(),
+            "thres_row": env.classic_threshold_row(),
+            "thres_point": env.classic_threshold_point(),
+            "excluding_zeros": int(env.classic_excluding_zeros()),
+        }
+        self._logs_details = env.classic_log_details()
         self._log = log
         self._windows: dict[str, Windows] = {}
 
@@ -337,14 +345,7 @@ class _Judge:
     def _result(
         self, operation: str, matrix: FloatArray, verdicts: list[Verdict], undecided: list[str]
     ) -> Result:
-        s = self._settings
-        result = diagnose_matrix(
-            np.nan_to_num(matrix),
-            s.threshold_col,
-            s.threshold_row,
-            s.threshold_point,
-            excluding_zeros=s.excluding_zeros,
-        )
+        result = diagnose_matrix(np.nan_to_num(matrix), **self._limits)
         result["verdicts"] = verdicts
         self._write(operation, matrix, result, undecided)
         return result
@@ -355,7 +356,7 @@ class _Judge:
         missing = np.flatnonzero(np.isnan(matrix).all(axis=1))
         if missing.size:
             self._log.warning("%s: %s did not answer", operation, ranks_text(map(int, missing)))
-        if self._settings.log_details:
+        if self._logs_details:
             # The format of heat-map tools; other operations than the usual one are named.
             suffix = "" if operation == "dispatch" else f" {operation}"
             for rank in np.flatnonzero(~np.isnan(matrix).all(axis=1)):
@@ -451,32 +452,36 @@ class _Worker:
 
     def _mine(self) -> bytes:
         rows = [window.take(read) for window, read in zip(self._windows, self._readers)]
-        return np.stack(rows).tobytes() + socket.gethostname().encode()
+        return codec.encode(_Answer(np.stack(rows), socket.gethostname()))
 
     def _results(self, answers: dict[int, bytes]) -> None:
         size = self._mailbox.size
+        sides = {"windows": len(self._windows), "num_ranks": size}
         waits = np.full((len(self._windows), len(_KINDS), size, size), np.nan)
         hosts = [""] * size
-        num_bytes = waits[:, :, 0].nbytes
-        for rank, answer in answers.items():
-            if not num_bytes <= len(answer) <= num_bytes + _LONGEST_HOST:
-                self._refuse(rank, len(answer), num_bytes)
+        for rank, data in answers.items():
+            try:
+                answer = wire.decode(_Answer, data, f"rank {rank}", sides)
+            except EPArgumentError as error:
+                self._refuse(rank, error)
                 continue
-            rows = np.frombuffer(answer[:num_bytes], np.int64)
-            waits[:, :, rank] = rows.reshape(waits[:, :, rank].shape)
-            hosts[rank] = printable(answer[num_bytes:].decode(errors="replace"))
+            waits[:, :, rank] = answer.waits
+            hosts[rank] = answer.host[:_LONGEST_HOST]
         for window, matrices in zip(self._windows, waits):
             self._judge.results(window.name, matrices, hosts)
 
-    def _refuse(self, rank: int, given: int, expected: int) -> None:
+    def _refuse(self, rank: int, error: EPArgumentError) -> None:
         if rank not in self._refused:
             self._refused.add(rank)
-            self._log.warning(
-                "Diagnose: the answer of rank %d has %d bytes; expected %d and a host name of at most %d. "
-                "It is left out. Run the same version on all ranks, and let nobody else write to the "
-                "store of the job.",
-                rank, given, expected, _LONGEST_HOST,
-            )  # fmt: skip
+            self._log.warning("Diagnose: an answer is left out. %s", error)
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """What a rank waited for each other one, in each window and kind of operation."""
+
+    waits: Annotated[IntArray, ("windows", len(_KINDS), "num_ranks")]
+    host: str
 
 
 def _aside(stats: torch.Tensor) -> Callable[[], IntArray]:

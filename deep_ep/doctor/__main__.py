@@ -12,7 +12,6 @@ import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Callable
 
 from deep_ep.doctor import (
     container,
@@ -25,18 +24,13 @@ from deep_ep.doctor import (
     settings,
     sizes,
 )
-from deep_ep.doctor.finding import FAIL, OK, Finding, exit_status, show, to_json
+from deep_ep.doctor.checks import examine
+from deep_ep.doctor.finding import OK, Finding, exit_status, show, to_json
 from deep_ep.doctor.host import Host
 
 _PROGRAM = "python -m deep_ep.doctor"
-_CHECKS: dict[str, Callable[[Host], list[Finding]]] = {
-    "package": package.check,
-    "libraries": libraries.check,
-    "gpu": gpu.check,
-    "network": network.check,
-    "container": container.check,
-    "settings": settings.check,
-}
+# In the order of the report.
+_SUBJECTS = (package, libraries, gpu, network, container, settings)
 _BAD_ARGUMENTS = 2
 _MODEL = ("tokens", "hidden", "experts", "topk", "ranks")
 
@@ -46,15 +40,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser()
     given = parser.parse_args(arguments)
     host = Host()
+    checks = [check for subject in _SUBJECTS for check in subject.CHECKS]
     model = _model(parser, given)
+    if model is not None:
+        checks.append(sizes.check(model))
     job = ranks.job_of(host)
     if job is None:
-        seconds = given.deadline if given.test else 0
-        return _report(examine(host, model, seconds), given)
+        if given.test:
+            checks.append(exchange.check(given.deadline))
+        return _report(examine(checks, host), given)
     # A launcher ends all ranks when one has failed: the others still say what they know.
     hurry = threading.Event()
     signal.signal(signal.SIGTERM, lambda number, frame: hurry.set())
-    return _among_ranks(host, examine(host, model), job, hurry, given)
+    return _among_ranks(host, examine(checks, host), job, hurry, given)
 
 
 def _among_ranks(
@@ -66,15 +64,14 @@ def _among_ranks(
 ) -> int:
     """Reports on one rank for all; its exit status is the job's, that of the others 0."""
     try:
-        meeting = ranks.Meeting(ranks.open_store(job, given.deadline), job)
+        store = ranks.open_store(job, given.deadline)
+        meeting = ranks.Meeting(store, job, given.deadline, hurry)
         tried = None
-        if given.test and meeting.all_ready(given.deadline, hurry):
-            place = exchange.RankSetup(
-                f"tcp://{job.address}:{job.port}", job.rank, job.size, job.local_rank
-            )
+        if given.test and meeting.all_ready():
+            where = f"tcp://{job.address}:{job.port}"
+            place = exchange.RankSetup(where, job.rank, job.size, job.local_rank)
             tried = exchange.try_rank(host.environment, place, given.deadline, hurry)
-        mine = ranks.RankReport(socket.gethostname(), findings, tried)
-        said = meeting.gather(mine, given.deadline, hurry)
+        said = meeting.gather(ranks.RankReport(socket.gethostname(), findings, tried))
         status = 0 if said is None else _report(ranks.together(said, job.size), given)
         meeting.leave(has_reported=said is not None)
     except (ImportError, OSError, RuntimeError) as error:
@@ -96,34 +93,6 @@ def _report(findings: list[Finding], given: argparse.Namespace) -> int:
             return _BAD_ARGUMENTS
     sys.stdout.flush()
     return exit_status(findings)
-
-
-def examine(
-    host: Host, model: sizes.ExchangeSizes | None = None, exchange_s: int = 0
-) -> list[Finding]:
-    """All findings on one machine.
-
-    Args:
-        host: the machine.
-        model: whose needs are counted too.
-        exchange_s: above 0: ranks exchange rows too, and wait for each other this long, seconds.
-    """
-    checks = dict(_CHECKS)
-    if model is not None:
-        checks["sizes"] = lambda machine: sizes.check(machine, model)
-    if exchange_s:
-        checks["exchange"] = lambda machine: exchange.on_this_machine(machine, exchange_s)
-    findings = []
-    for name, check in checks.items():
-        try:
-            findings += check(host)
-        except Exception as error:  # noqa: BLE001 - the other checks still have something to say
-            said = package.chain(error)
-            why = "what this check looks at is not judged"
-            findings.append(
-                Finding(name, FAIL, f"the check failed: {said}", why, "report this error")
-            )
-    return findings
 
 
 def _parser() -> argparse.ArgumentParser:

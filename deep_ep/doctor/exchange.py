@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple, Union
+from typing import NamedTuple, TypeVar
 
 from deep_ep.base import env
+from deep_ep.base.printable_text import printable
+from deep_ep.doctor.checks import Check
 from deep_ep.doctor.finding import FAIL, OK, WARN, Finding
 from deep_ep.doctor.host import Host
 from deep_ep.errors import ranks_text
@@ -24,16 +26,7 @@ _REPAIR = "read the lines above on NVLink, P2P, RDMA and GPUDirect RDMA for thes
 _CPU_RANKS = 4
 _LOOK_EVERY_S = 0.2
 
-# What a rank printed (`preflight.Tried`), or why it printed nothing.
-Outcome = Union[dict[str, Any], str]
-_TYPES = {
-    "bad_pairs": list,
-    "missing": list,
-    "awaited": list,
-    "error": str,
-    "operation": int,
-    "verdicts": list,
-}
+T = TypeVar("T")
 
 
 class RankSetup(NamedTuple):
@@ -52,6 +45,46 @@ class RankSetup(NamedTuple):
     local_rank: int
 
 
+@dataclass
+class Tried:
+    """What one rank has seen.
+
+    Attributes:
+        operation: how many operations this rank has begun.
+        silence: why its process printed nothing, and all else here says nothing; empty if it did.
+        bad_pairs: (source, destination) between which rows did not arrive, or arrived wrong.
+        missing: ranks that all who waited, waited for.
+        awaited: those of them from which nothing came to this rank.
+        error: what was raised, in words; empty if nothing was.
+        verdicts: what the first diagnosis says; on rank 0 alone.
+    """
+
+    operation: int
+    silence: str = ""
+    bad_pairs: list[tuple[int, int]] = field(default_factory=list)
+    missing: list[int] = field(default_factory=list)
+    awaited: list[int] = field(default_factory=list)
+    error: str = ""
+    verdicts: list[str] = field(default_factory=list)
+
+
+def read(cls: type[T], written: bytes) -> T:
+    """What another process has written, maybe one of another version; texts are such as terminals show.
+
+    Raises:
+        ValueError: it is nothing of the kind.
+    """
+    # Without torch and NumPy the doctor runs, too.
+    from deep_ep.base import codec
+
+    return codec.decode(cls, written, text=printable, is_strict=False)
+
+
+def check(seconds: int) -> Check:
+    """The check that tries it on one machine, where a rank waits so long for another one."""
+    return Check("exchange", lambda host: on_this_machine(host, seconds))
+
+
 def on_this_machine(host: Host, seconds: int) -> list[Finding]:
     """Tries it between the GPUs of this machine, or between four ranks on its CPU.
 
@@ -67,14 +100,14 @@ def on_this_machine(host: Host, seconds: int) -> list[Finding]:
     never = threading.Event()
     with TemporaryDirectory(prefix="deep_ep_doctor_") as folder, ThreadPoolExecutor(size) as pool:
         places = [RankSetup(f"file://{folder}/store", rank, size, rank) for rank in range(size)]
-        outcomes = pool.map(lambda place: try_rank(local, place, seconds, never), places)
-        return judge(dict(enumerate(outcomes)), size)
+        tried = pool.map(lambda place: try_rank(local, place, seconds, never), places)
+        return judge(dict(enumerate(tried)), size)
 
 
 def try_rank(
     environment: Mapping[str, str], place: RankSetup, seconds: int, hurry: threading.Event
-) -> Outcome:
-    """Runs one rank of the exchange in a process; what it printed, or why it printed nothing.
+) -> Tried:
+    """Runs one rank of the exchange in a process; what it has seen.
 
     Args:
         environment: of the process.
@@ -82,11 +115,7 @@ def try_rank(
         seconds: how long it waits for another one.
         hurry: once it is set, the process is ended.
     """
-    settings = {
-        env.TIMEOUT_S.name: str(seconds),
-        env.VERIFY.name: "1",
-        env.DIAGNOSE.name: "0",
-    }
+    settings = {env.timeout_s.name: str(seconds), env.verify.name: "1", env.diagnose.name: "0"}
     command = [sys.executable, "-m", "deep_ep.doctor.preflight", *map(str, place), str(seconds)]
     # Longer than what waits inside: to meet, to connect, and in an operation.
     deadline = time.monotonic() + 4 * seconds + 120
@@ -105,82 +134,68 @@ def try_rank(
             except subprocess.TimeoutExpired:
                 if hurry.is_set() or time.monotonic() > deadline:
                     process.kill()
-    lines = printed.splitlines()
-    with contextlib.suppress(ValueError):
-        said: Outcome = json.loads(lines[-1] if lines else "")
-        if isinstance(said, dict) and is_outcome(said):
-            return said
+    with contextlib.suppress(IndexError, ValueError):
+        return read(Tried, printed.splitlines()[-1].encode())
     last_words = complaints.strip().splitlines() or ["nothing was said"]
-    return f"ended with status {process.returncode}: {last_words[-1]}"
+    silence = f"ended with status {process.returncode}: {printable(last_words[-1])}"
+    return Tried(operation=0, silence=silence)
 
 
-def judge(outcomes: Mapping[int, Outcome], size: int) -> list[Finding]:
+def judge(tried: Mapping[int, Tried], size: int) -> list[Finding]:
     """What the ranks of an exchange have seen, as findings.
 
     Args:
-        outcomes: by rank, as `try_rank` returns them.
+        tried: by rank.
         size: number of ranks.
     """
-    findings = []
-    crashed = {rank: said for rank, said in outcomes.items() if isinstance(said, str)}
-    for rank, said in crashed.items():
-        findings.append(Finding("exchange", FAIL, f"rank {rank} {said}", _WHY, _REPAIR))
-    ended = {rank: said for rank, said in outcomes.items() if not isinstance(said, str)}
+    crashed = {rank: one.silence for rank, one in tried.items() if one.silence}
+    ended = {rank: one for rank, one in tried.items() if not one.silence}
+    found = [(f"rank {rank} {silence}", _REPAIR) for rank, silence in crashed.items()]
     pairs = sorted(_broken_pairs(ended))
     if pairs:
         listed = ", ".join(f"rank {source} to rank {destination}" for source, destination in pairs)
-        found = f"rows do not arrive, or arrive wrong: {listed}"
-        findings.append(Finding("exchange", FAIL, found, _WHY, _REPAIR))
+        found.append((f"rows do not arrive, or arrive wrong: {listed}", _REPAIR))
     # Who ends early is missed by the others.
     explained = {*crashed, *(rank for pair in pairs for rank in pair)}
-    missing = {rank for said in ended.values() for rank in said["missing"]} - explained
+    missing = {rank for one in ended.values() for rank in one.missing} - explained
     if missing:
-        found = f"{ranks_text(missing)} did not take part in it"
-        findings.append(Finding("exchange", FAIL, found, _WHY, "read what these ranks printed"))
-    errors = [said["error"] for said in ended.values() if said["error"]]
-    if errors and not findings:
-        findings.append(Finding("exchange", FAIL, errors[0], _WHY, _REPAIR))
-    if findings:
-        return findings
-    found = f"rows of all {size} ranks arrive at all ranks, and come back"
-    return [Finding("exchange", OK, found, _WHY), _first_diagnosis(ended)]
+        text = f"{ranks_text(missing)} did not take part in it"
+        found.append((text, "read what these ranks printed"))
+    errors = [one.error for one in ended.values() if one.error]
+    if errors and not found:
+        found.append((errors[0], _REPAIR))
+    if found:
+        return [Finding("exchange", FAIL, text, _WHY, repair) for text, repair in found]
+    text = f"rows of all {size} ranks arrive at all ranks, and come back"
+    return [Finding("exchange", OK, text, _WHY), _first_diagnosis(ended)]
 
 
-def is_outcome(value: object) -> bool:
-    """Whether this is what a rank of this version says of an exchange."""
-    if isinstance(value, dict):
-        return {name: type(item) for name, item in value.items()} == _TYPES
-    return isinstance(value, str)
-
-
-def _broken_pairs(ended: Mapping[int, dict[str, Any]]) -> set[tuple[int, int]]:
+def _broken_pairs(ended: Mapping[int, Tried]) -> set[tuple[int, int]]:
     """(source, destination) between which rows were lost or changed.
 
     Ranks that have failed in one operation are waited for in the next, so only the first one counts. There, who is
     waited for is at fault, unless it was in that operation too: then the path is.
     """
-    failed = [said["operation"] for said in ended.values() if said["error"]]
-    first = min(failed, default=0)
+    first = min((tried.operation for tried in ended.values() if tried.error), default=0)
+
+    def took_part(tried: Tried) -> bool:
+        return tried.operation > first or (tried.operation == first and bool(tried.awaited))
+
     pairs = set()
-    for rank, said in ended.items():
-        if said["error"] and said["operation"] > first:
-            continue
-        pairs |= {(source, destination) for source, destination in said["bad_pairs"]}
-        for source in said["awaited"]:
-            other = ended.get(source)
-            if other and (
-                other["operation"] > first or (other["operation"] == first and other["awaited"])
-            ):
-                pairs.add((source, rank))
+    for rank, tried in ended.items():
+        if not tried.error or tried.operation <= first:
+            pairs |= {(source, destination) for source, destination in tried.bad_pairs}
+            awaited = [source for source in tried.awaited if source in ended]
+            pairs |= {(source, rank) for source in awaited if took_part(ended[source])}
     return pairs
 
 
-def _first_diagnosis(ended: Mapping[int, dict[str, Any]]) -> Finding:
-    verdicts = [text for said in ended.values() for text in said["verdicts"]]
+def _first_diagnosis(ended: Mapping[int, Tried]) -> Finding:
+    verdicts = "; ".join(text for tried in ended.values() for text in tried.verdicts)
     why = "these are a few small operations of idle ranks; in a program DEEP_EP_DIAGNOSE=1 looks all the time"
     if not verdicts:
         return Finding("first diagnosis", OK, "no rank and no path stands out", why)
     repair = (
         "run it again; what stays is real: python -m deep_ep.diagnose, docs/reading_a_verdict.md"
     )
-    return Finding("first diagnosis", WARN, "; ".join(verdicts), why, repair)
+    return Finding("first diagnosis", WARN, verdicts, why, repair)

@@ -6,9 +6,12 @@ import json
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, TextIO
+from typing import Any, Literal, TextIO
 
-OK, WARN, FAIL = "ok", "warn", "fail"
+Status = Literal["ok", "warn", "fail"]
+OK: Status = "ok"
+WARN: Status = "warn"
+FAIL: Status = "fail"
 _STYLES = {OK: "green", WARN: "yellow", FAIL: "bold red"}
 _INDENT = 7
 _NAME_WIDTH = 22
@@ -28,7 +31,7 @@ class Finding:
     """
 
     name: str
-    status: str
+    status: Status
     found: str
     why: str
     repair: str = ""

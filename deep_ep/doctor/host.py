@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
+import resource
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -32,11 +34,10 @@ class Ran(NamedTuple):
     text: str
 
 
-def run(command: Sequence[str]) -> Ran:
-    """Runs a command of this machine."""
+def _start(command: Sequence[str]) -> Ran:
     try:
         done = subprocess.run(
-            list(command),
+            command,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -60,29 +61,41 @@ class Host:
         environment: variables of the process.
         search_path: where Python looks for packages, in order.
         package: folder of the deep_ep that is examined.
-        run: runs a command.
+        start: runs a command; `run` is what checks call.
         load: imports a module by name; raises as `import` does.
-        tried: what `package.load_native` has found, by file: several checks ask, and each try is a process.
+        limits: soft and hard limit of this process, by number of the resource.
     """
 
     root: Path = Path("/")
     environment: Mapping[str, str] = field(default_factory=env.everything)
     search_path: Sequence[str] = field(default_factory=lambda: tuple(sys.path))
     package: Path = Path(__file__).resolve().parent.parent
-    run: Callable[[Sequence[str]], Ran] = run
+    start: Callable[[Sequence[str]], Ran] = _start
     load: Callable[[str], Any] = importlib.import_module
-    tried: dict[Path, Any] = field(default_factory=dict)
+    limits: Callable[[int], tuple[int, int]] = resource.getrlimit
+    _ran: dict[tuple[str, ...], Ran] = field(default_factory=dict, init=False)
+
+    def run(self, *command: str) -> Ran:
+        """How a command ends; it is run once, however many checks ask."""
+        if command not in self._ran:
+            self._ran[command] = self.start(command)
+        return self._ran[command]
+
+    def output(self, *command: str) -> str:
+        """What a command writes, nothing if it fails."""
+        ran = self.run(*command)
+        return ran.text if ran.status == 0 else ""
 
     def path(self, absolute: str) -> Path:
         """Where a file of the machine is."""
         return self.root / absolute.lstrip("/")
 
-    def text(self, absolute: str) -> str | None:
-        """What a file says, without blanks around it; `None` if it cannot be read."""
+    def text(self, absolute: str) -> str:
+        """What a file says, without blanks around it; nothing if it cannot be read."""
         try:
             return self.path(absolute).read_text(errors="replace").strip()
         except OSError:
-            return None
+            return ""
 
     def names(self, absolute: str) -> list[str]:
         """What is in a folder, in order; nothing if it cannot be read."""
@@ -91,9 +104,18 @@ class Host:
         except OSError:
             return []
 
-    def number(self, absolute: str) -> int | None:
-        """A file that holds one number; `None` if it does not."""
-        text = self.text(absolute) or ""
+    def closed(self, files: Sequence[str]) -> list[str]:
+        """Which of these this process may not read and write."""
+        return [file for file in files if not os.access(self.path(file), os.R_OK | os.W_OK)]
+
+    def number(self, absolute: str) -> int:
+        """A file that holds one number; 0 if it does not."""
+        text = self.text(absolute)
+        return int(text) if text.isdecimal() else 0
+
+    def variable(self, name: str) -> int | None:
+        """A number in the environment; `None` if there is none."""
+        text = self.environment.get(name, "")
         return int(text) if text.isdecimal() else None
 
     def has_gpu_driver(self) -> bool:
@@ -107,16 +129,5 @@ class Host:
 
 def version_numbers(text: str) -> tuple[int, ...]:
     """`"12.4.1+x"` -> `(12, 4, 1)`; what follows the numbers does not count."""
-    numbers = []
-    for part in text.strip().split("."):
-        digits = ""
-        for character in part:
-            if not character.isdecimal():
-                break
-            digits += character
-        if not digits:
-            break
-        numbers.append(int(digits))
-        if digits != part:
-            break
-    return tuple(numbers)
+    numbers = re.match(r"\d+(\.\d+)*", text.strip())
+    return tuple(map(int, numbers.group().split("."))) if numbers else ()

@@ -1,16 +1,14 @@
 """`python -m deep_ep.doctor.preflight STORE RANK SIZE LOCAL_RANK SECONDS`: one rank of a small exchange.
 
 A program of its own, because what it tries may hang or crash. Every rank sends rows to every rank, each row saying
-whose it is; then a few more operations are counted and judged. The last line that it prints is JSON: a `Tried`.
+whose it is; then a few more operations are counted and judged. The last line that it prints is JSON: an `exchange.Tried`.
 STORE is where the ranks meet: tcp://ADDRESS:PORT of a store that is served, or file://PATH.
 """
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -18,8 +16,10 @@ import torch
 import torch.distributed as dist
 
 from deep_ep import diagnose
+from deep_ep.base import codec
 from deep_ep.buffer import Buffer
 from deep_ep.diagnose.render import wording
+from deep_ep.doctor.exchange import Tried
 from deep_ep.errors import EPTimeoutError
 from deep_ep.native import backend
 from deep_ep.testing import identity
@@ -28,27 +28,6 @@ from deep_ep.testing import identity
 _MEETING_S = 60
 # Enough operations for a verdict.
 _ROUNDS = 40
-
-
-@dataclass
-class Tried:
-    """What one rank has seen.
-
-    Attributes:
-        bad_pairs: (source, destination) between which rows did not arrive, or arrived wrong.
-        missing: ranks that all who waited, waited for.
-        awaited: those of them from which nothing came to this rank.
-        error: what was raised, in words; empty if nothing was.
-        operation: how many operations this rank has begun.
-        verdicts: what the first diagnosis says; on rank 0 alone.
-    """
-
-    bad_pairs: list[identity.Pair] = field(default_factory=list)
-    missing: list[int] = field(default_factory=list)
-    awaited: list[int] = field(default_factory=list)
-    error: str = ""
-    operation: int = 0
-    verdicts: list[str] = field(default_factory=list)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -61,7 +40,7 @@ def main(arguments: Sequence[str]) -> int:
     patience = timedelta(seconds=max(seconds, _MEETING_S))
     store = _store(where, size, patience)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=patience)
-    tried = Tried()
+    tried = Tried(operation=0)
     try:
         _try_all(tried, rank, size)
     except EPTimeoutError as error:
@@ -70,7 +49,7 @@ def main(arguments: Sequence[str]) -> int:
         tried.bad_pairs += error.broken_paths
     except RuntimeError as error:
         tried.error = str(error)
-    sys.stdout.write(f"{json.dumps(asdict(tried))}\n")
+    sys.stdout.write(f"{codec.encode(tried).decode()}\n")
     return 0
 
 

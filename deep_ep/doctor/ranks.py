@@ -6,17 +6,17 @@ once the launcher wants to end them because one has failed.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from typing import Any, Callable, NamedTuple
+from typing import Any, Callable, NamedTuple, Optional
 
+from deep_ep.base.printable_text import printable
 from deep_ep.doctor import exchange
-from deep_ep.doctor.finding import FAIL, OK, WARN, Finding
+from deep_ep.doctor.finding import FAIL, OK, WARN, Finding, Status
 from deep_ep.doctor.host import Host
 from deep_ep.errors import ranks_text
 
@@ -66,21 +66,20 @@ class RankReport:
 
     host: str
     findings: Sequence[Finding]
-    tried: exchange.Outcome | None = None
+    tried: Optional[exchange.Tried] = None  # noqa: UP045 - read by the codec, also in Python 3.9
 
 
 def job_of(host: Host) -> Job | None:
     """The job that a launcher has made this process a rank of; `None` if there is none."""
-    names = ("RANK", "WORLD_SIZE", "MASTER_PORT")
-    texts = [host.environment.get(name, "") for name in names]
+    rank, size, port = map(host.variable, ("RANK", "WORLD_SIZE", "MASTER_PORT"))
     address = host.environment.get("MASTER_ADDR", "")
-    if not address or not all(text.isdecimal() for text in texts):
+    if not address or rank is None or port is None or size is None or size < 2:
         return None
-    rank, size, port = map(int, texts)
     served = host.environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    local = host.environment.get("LOCAL_RANK", "")
-    local_rank = int(local) if local.isdecimal() else 0
-    return Job(rank, size, address, port, served, local_rank) if size > 1 else None
+    return Job(rank, size, address, port, served, host.variable("LOCAL_RANK") or 0)
+
+
+# ---- the meeting
 
 
 def open_store(job: Job, patience_s: float) -> Any:
@@ -105,45 +104,37 @@ def open_store(job: Job, patience_s: float) -> Any:
 class Meeting:
     """One rank's side of a job's findings."""
 
-    def __init__(self, store: Any, job: Job) -> None:
+    def __init__(self, store: Any, job: Job, patience_s: float, hurry: threading.Event) -> None:
         """Publishes nothing yet.
 
         Args:
             store: as `open_store` returns it, the same for all ranks.
             job: this rank's.
+            patience_s: how long to wait for ranks that do not come.
+            hurry: set when the job is being ended; from then on it waits for a moment only.
         """
         self._store = store
         self._job = job
+        self._patience_s = patience_s
+        self._hurry = hurry
 
-    def all_ready(self, patience_s: float, hurry: threading.Event) -> bool:
-        """Whether all ranks have come to this point, for which it waits; see `gather`."""
+    def all_ready(self) -> bool:
+        """Whether all ranks have come to this point, for which it waits."""
         self._store.add("ready", 1)
-        self._wait(lambda: self._count("ready") >= self._job.size, patience_s, hurry)
-        return self._count("ready") >= self._job.size
+        return self._wait(lambda: self._count("ready") >= self._job.size)
 
-    def gather(
-        self, said: RankReport, patience_s: float, hurry: threading.Event
-    ) -> dict[int, RankReport] | None:
-        """Publishes, waits for the others, and returns what came on the one rank that is to report.
-
-        Args:
-            said: by this rank.
-            patience_s: how long to wait for ranks that do not come.
-            hurry: set when the job is being ended; then it waits for a moment only.
-
-        Returns:
-            What each rank has published; `None` on ranks that need not report.
-        """
+    def gather(self, said: RankReport) -> dict[int, RankReport] | None:
+        """Publishes, waits for the others, and returns what each rank has said; `None` on ranks that need not report."""
         self._store.set(self._key(self._job.rank), json.dumps(asdict(said)))
         self._store.add("came", 1)
-        self._wait(lambda: self._count("came") >= self._job.size, patience_s, hurry)
+        self._wait(lambda: self._count("came") >= self._job.size)
         came = [rank for rank in range(self._job.size) if self._store.check([self._key(rank)])]
         # The lowest one reports; another does it if that one has been ended meanwhile.
         if self._job.rank != min(came):
-            self._wait(self._is_reported, patience_s + _GRACE_S, hurry)
+            self._wait(self._is_reported, self._patience_s + _GRACE_S)
         if self._is_reported() or self._store.add("reporters", 1) > 1:
             return None
-        return {rank: self._read(rank) for rank in came}
+        return {rank: _received(self._store.get(self._key(rank))) for rank in came}
 
     def leave(self, *, has_reported: bool) -> None:
         """Ends this rank's part, once the report is out: the launcher ends all ranks when one fails.
@@ -164,51 +155,37 @@ class Meeting:
     def _count(self, name: str) -> int:
         return int(self._store.add(name, 0))
 
-    def _wait(
-        self,
-        is_over: Callable[[], bool],
-        patience_s: float,
-        hurry: threading.Event | None = None,
-    ) -> None:
-        began = time.monotonic()
-        while not is_over() and time.monotonic() < began + patience_s:
-            if hurry is not None and hurry.is_set():
-                self._wait(is_over, _GRACE_S)
-                return
+    def _wait(self, is_over: Callable[[], bool], patience_s: float | None = None) -> bool:
+        """Whether it was over in time: `patience_s` seconds, or less once the job is being ended."""
+        deadline = time.monotonic() + (self._patience_s if patience_s is None else patience_s)
+        while not is_over():
+            if self._hurry.is_set():
+                deadline = min(deadline, time.monotonic() + _GRACE_S)
+            if time.monotonic() > deadline:
+                return False
             time.sleep(_LOOK_EVERY_S)
+        return True
 
     def _key(self, rank: int) -> str:
         return f"rank {rank}"
 
-    def _read(self, rank: int) -> RankReport:
-        from deep_ep.diagnose.core.printable_text import printable
 
-        # Of any program that reaches the store, or of a doctor of another version.
-        text = self._store.get(self._key(rank)).decode(errors="replace")
-        with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
-            said = json.loads(text)
-            findings = [_received(one, printable) for one in said["findings"]]
-            if said["tried"] is None or exchange.is_outcome(said["tried"]):
-                return RankReport(printable(said["host"]), findings, said["tried"])
-        found = f"it published {printable(text[:80])!r}, which this version does not understand"
-        why, repair = (
-            "the doctors of a job must be of one version",
-            "install one version of deep_ep",
+def _received(published: bytes) -> RankReport:
+    """What a rank has published: any program that reaches the store, or a doctor of another version."""
+    try:
+        return exchange.read(RankReport, published)
+    except ValueError as error:
+        begin = published[:80].decode(errors="replace")
+        found = printable(
+            f"it published {begin!r}, which this version does not understand: {error}"
         )
-        return RankReport("?", [Finding("other doctor", FAIL, found, why, repair)])
-
-
-def _received(said: Mapping[str, Any], printable: Callable[[str], str]) -> Finding:
-    if said["status"] not in (OK, WARN, FAIL):
-        raise ValueError(said["status"])
-    return Finding(
-        printable(said["name"]),
-        printable(said["status"]),
-        printable(said["found"]),
-        printable(said["why"]),
-        printable(said["repair"]),
-        {printable(name): printable(value) for name, value in said["agreed"].items()},
+    why = "the doctors of a job must be of one version"
+    return RankReport(
+        "?", [Finding("other doctor", FAIL, found, why, "install one version of deep_ep")]
     )
+
+
+# ---- the report
 
 
 def together(said: Mapping[int, RankReport], size: int) -> list[Finding]:
@@ -220,25 +197,24 @@ def together(said: Mapping[int, RankReport], size: int) -> list[Finding]:
         said: by rank, of those that came.
         size: number of ranks.
     """
-    came = sorted(said)
     findings = [_attendance(said, size), *_differences(said)]
-    findings += [finding for finding in said[came[0]].findings if finding.status == OK]
-    ranks_of: dict[tuple[str, ...], list[int]] = {}
-    for rank in came:
+    findings += [finding for finding in said[min(said)].findings if finding.status == OK]
+    ranks_of: dict[tuple[str, Status, str, str, str], list[int]] = {}
+    for rank in sorted(said):
         for one in said[rank].findings:
             if one.status != OK:
                 texts = (one.name, one.status, one.found, one.why, one.repair)
                 ranks_of.setdefault(texts, []).append(rank)
     for (name, status, found, why, repair), ranks in ranks_of.items():
-        where = "" if len(ranks) == len(came) else f"{ranks_text(ranks)}: "
+        where = "" if len(ranks) == len(said) else f"{ranks_text(ranks)}: "
         findings.append(Finding(name, status, f"{where}{found}", why, repair))
     tried = {rank: one.tried for rank, one in said.items() if one.tried is not None}
     return findings + (exchange.judge(tried, size) if tried else [])
 
 
 def _attendance(said: Mapping[int, RankReport], size: int) -> Finding:
-    names = {one.host for one in said.values()}
-    hosts = f"{len(names)} host{'' if len(names) == 1 else 's'}"
+    num_hosts = len({one.host for one in said.values()})
+    hosts = f"{num_hosts} host{'' if num_hosts == 1 else 's'}"
     missing = [rank for rank in range(size) if rank not in said]
     why = "a job waits for all of its ranks"
     if not missing:
@@ -255,24 +231,25 @@ def _attendance(said: Mapping[int, RankReport], size: int) -> Finding:
 
 def _differences(said: Mapping[int, RankReport]) -> list[Finding]:
     """What should be equal on all ranks and is not."""
-    values = {
+    agreed = {
         rank: {name: text for one in said[rank].findings for name, text in one.agreed.items()}
         for rank in sorted(said)
-        if any(one.agreed for one in said[rank].findings)
     }
+    of_rank = {rank: values for rank, values in agreed.items() if values}
     findings = []
-    for name in sorted({name for of_rank in values.values() for name in of_rank}):
+    for name in sorted({name for values in of_rank.values() for name in values}):
         ranks_of: dict[str, list[int]] = {}
-        for rank, of_rank in values.items():
-            ranks_of.setdefault(of_rank.get(name, "not there"), []).append(rank)
+        for rank, values in of_rank.items():
+            ranks_of.setdefault(values.get(name, "not there"), []).append(rank)
         if len(ranks_of) > 1:
-            found = "; ".join(f"{text} on {ranks_text(ranks)}" for text, ranks in ranks_of.items())
+            texts = [f"{text} on {ranks_text(ranks)}" for text, ranks in ranks_of.items()]
+            status = FAIL if name in _MUST_AGREE else WARN
             why, repair = (
                 "ranks of one job must not differ in it",
                 f"make {name} the same on all ranks",
             )
-            status = FAIL if name in _MUST_AGREE else WARN
-            findings.append(Finding("ranks differ", status, f"{name}: {found}", why, repair))
+            found = f"{name}: {'; '.join(texts)}"
+            findings.append(Finding("ranks differ", status, found, why, repair))
     return findings
 
 

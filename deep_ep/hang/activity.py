@@ -8,9 +8,9 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple, Optional
 
-from deep_ep.hang.states import Frame, Thread, frames_of, known_fields
+from deep_ep.hang.states import Frame, Thread
 
 
 @dataclass(frozen=True)
@@ -26,17 +26,8 @@ class ThreadActivity:
 
     what: str
     thread: str = ""
-    frame: Frame | None = None
-    user: Frame | None = None
-
-    @staticmethod
-    def of(plain: Any) -> ThreadActivity:
-        """From plain data. Raises as `RankState.of`."""
-        values = known_fields(ThreadActivity, plain)
-        for name in ("frame", "user"):
-            if values.get(name) is not None:
-                (values[name],) = frames_of([values[name]])
-        return ThreadActivity(**values)
+    frame: Optional[Frame] = None  # noqa: UP045 - read at run time, by Python 3.9 as well
+    user: Optional[Frame] = None  # noqa: UP045
 
 
 # What each of them is in words, behind the name of a thread.

@@ -6,9 +6,9 @@ import logging
 from typing import TYPE_CHECKING
 
 from deep_ep.hang import traces, wording
+from deep_ep.hang.messages import InquiryVerdict
 
 if TYPE_CHECKING:
-    from deep_ep.base.ranks import Message
     from deep_ep.hang.cause import HangVerdict
     from deep_ep.hang.inquiry import InquiryResult
 
@@ -23,7 +23,7 @@ class Announcer:
         self._said: list[object] = []
         self._dumps_to = traces.default_folder()
 
-    def announce(self, result: InquiryResult) -> Message:
+    def announce(self, result: InquiryResult) -> InquiryVerdict:
         """Logs what is new, and writes the dumps that are due.
 
         Returns:
@@ -39,20 +39,20 @@ class Announcer:
         if result.is_final and self._dumps_to is not None:
             folders.append(str(self._dumps_to / result.verdict.buffer))
         dumped = {folder: _dump(folder, result) for folder in dict.fromkeys(folders)}
-        return {"type": "verdict", "verdict": result.verdict.plain(), "dumped": dumped}
+        return InquiryVerdict(result.verdict.stored(), dumped)
 
 
-def _dump(folder: str, result: InquiryResult) -> list[str]:
+def _dump(folder: str, result: InquiryResult) -> tuple[str, ...]:
     """The files that were written; none if that failed."""
     try:
         files = traces.write_dump(folder, result.states, result.verdict)
     except (OSError, ValueError) as error:  # a name that no folder can have is a ValueError
         _log.warning("deep_ep: no dump in %s: %s", folder, error)
-        return []
+        return ()
     else:
         read = "python -m deep_ep.diagnose hang"
         _log.warning("deep_ep: %d files in %s; %s %s", len(files), folder, read, folder)
-        return [str(file) for file in files]
+        return tuple(str(file) for file in files)
 
 
 def _essence(verdict: HangVerdict) -> list[object]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Literal, get_args
+from dataclasses import dataclass, field
+from typing import Any, Literal, Optional, get_args
 
+from deep_ep.base import codec
 from deep_ep.hang.activity import ThreadActivity
-from deep_ep.hang.states import OWED, PROCESSES, Frame, Owed, Process, frames_of, known_fields
+from deep_ep.hang.states import Frame, Owed, Process
 
 # docs/hang.md says what each of them means.
 Kind = Literal[
@@ -93,7 +94,7 @@ class MismatchSide:
     number: int
     name: str
     values: Mapping[str, str] = field(default_factory=dict, hash=False)
-    frame: Frame | None = None
+    frame: Optional[Frame] = None  # noqa: UP045 - read at run time, by Python 3.9 as well
 
 
 @dataclass(frozen=True)
@@ -123,10 +124,10 @@ class HangCause:
     series: str = ""
     number: int = 0
     name: str = ""
-    what: Owed | Literal[""] = ""
+    what: Literal[Owed, ""] = ""
     waited_by: tuple[int, ...] = ()
     waited_s: float = 0.0
-    doing: ThreadActivity | None = None
+    doing: Optional[ThreadActivity] = None  # noqa: UP045
     hook: int = 0
     elsewhere: str = ""
     paths: tuple[tuple[int, int], ...] = ()
@@ -176,74 +177,51 @@ class HangVerdict:
         """All ranks that wait, ascending."""
         return tuple(sorted({edge.waiter for edge in self.edges}))
 
-    def plain(self) -> dict[str, Any]:
-        """As data for JSON. Edges that differ in nothing but whom they lead to are one."""
-        owed: dict[tuple[Any, ...], list[int]] = {}
+    def stored(self) -> StoredVerdict:
+        """As it is written and sent."""
+        owed: dict[tuple[int, Owed, str, int, float], list[int]] = {}
         for e in self.edges:
-            key = (e.waiter, e.what, e.series, e.number, e.waited_s)
-            owed.setdefault(key, []).append(e.owed)
-        names = ("waiter", "what", "series", "number", "waited_s")
-        edges = [{**dict(zip(names, key)), "owed": ranks} for key, ranks in owed.items()]
-        return {"format": FORMAT, **asdict(replace(self, edges=())), "edges": edges}
+            owed.setdefault((e.waiter, e.what, e.series, e.number, e.waited_s), []).append(e.owed)
+        edges = tuple(Edges(*key, tuple(ranks)) for key, ranks in owed.items())
+        return StoredVerdict(**{**vars(self), "edges": edges})
+
+    def plain(self) -> dict[str, Any]:
+        """As data for JSON."""
+        return {"format": FORMAT, **codec.to_plain(self.stored())}
 
     @staticmethod
     def of(plain: Any) -> HangVerdict:
         """From plain data of this or a later format; what that has in addition is left out.
 
         Raises:
-            ValueError, TypeError, KeyError: it is none.
+            codec.CodecError: it is none.
         """
-        values = known_fields(HangVerdict, plain)
-        values["causes"] = tuple(_cause_of(cause) for cause in values.get("causes", ()))
-        edges = [edge for plain in values.get("edges", ()) for edge in _edges_of(plain)]
-        values["edges"] = tuple(sorted(edges, key=Edge.order))
-        for name in ("masked", "missing"):
-            values[name] = _ranks_of(values.get(name, ()))
-        return HangVerdict(**values)
+        return codec.from_plain(StoredVerdict, plain, is_strict=False).restored()
 
 
-def _cause_of(plain: Any) -> HangCause:
-    values = known_fields(HangCause, plain)
-    _require(values["kind"], KINDS, "kind")
-    _require(values.get("what", ""), (*OWED, ""), "what")
-    values["accused"] = tuple(_accused_of(accused) for accused in values.get("accused", ()))
-    values["doing"] = None if values.get("doing") is None else ThreadActivity.of(values["doing"])
-    values["paths"] = tuple((int(a), int(b)) for a, b in values.get("paths", ()))
-    values["sides"] = tuple(_side_of(side) for side in values.get("sides", ()))
-    for name in ("waited_by", "passed_on", "circle"):
-        values[name] = _ranks_of(values.get(name, ()))
-    values["between"] = tuple(
-        _require(kind, KINDS, "between") for kind in values.get("between", ())
-    )
-    return HangCause(**values)
+@dataclass(frozen=True)
+class Edges:
+    """An `Edge` to each of `owed`."""
+
+    waiter: int
+    what: Owed
+    series: str
+    number: int
+    waited_s: float = 0.0
+    owed: tuple[int, ...] = ()
 
 
-def _accused_of(plain: Any) -> Accused:
-    values = known_fields(Accused, plain)
-    _require(values.get("process", "alive"), PROCESSES, "process")
-    return Accused(**values)
+@dataclass(frozen=True)
+class StoredVerdict(HangVerdict):
+    """A verdict in which edges that differ in nothing but whom they lead to are one."""
 
+    edges: tuple[Edges, ...] = ()  # type: ignore[assignment]
 
-def _edges_of(plain: Any) -> list[Edge]:
-    values = known_fields(Edge, {**plain, "owed": 0})
-    _require(values["what"], OWED, "what")
-    return [Edge(**{**values, "owed": rank}) for rank in _ranks_of(plain["owed"])]
-
-
-def _side_of(plain: Any) -> MismatchSide:
-    values = known_fields(MismatchSide, plain)
-    values["ranks"] = _ranks_of(values["ranks"])
-    values["values"] = {str(key): str(value) for key, value in values.get("values", {}).items()}
-    if values.get("frame") is not None:
-        (values["frame"],) = frames_of([values["frame"]])
-    return MismatchSide(**values)
-
-
-def _ranks_of(plain: Any) -> tuple[int, ...]:
-    return tuple(int(rank) for rank in plain)
-
-
-def _require(value: Any, allowed: tuple[Any, ...], name: str) -> Any:
-    if value not in allowed:
-        raise ValueError(f"{name} is {value!r}, not one of {', '.join(map(str, allowed))}")
-    return value
+    def restored(self) -> HangVerdict:
+        """The opposite of `HangVerdict.stored`."""
+        edges = [
+            Edge(edge.waiter, rank, edge.what, edge.series, edge.number, edge.waited_s)
+            for edge in self.edges
+            for rank in edge.owed
+        ]
+        return HangVerdict(**{**vars(self), "edges": tuple(sorted(edges, key=Edge.order))})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -139,36 +140,38 @@ def _take(path: Path, plain: Any, read: _Read) -> None:
 def _buffers(read: _Read) -> tuple[BufferDump, ...]:
     groups = _groups(read)
     nodes = {(v.buffer, v.num_ranks): v.ranks_per_node for v in read.verdicts}
+    of_process: dict[tuple[str, int], list[RankState]] = defaultdict(list)
+    for states in groups.values():
+        for state in states.values():
+            of_process[state.host, state.pid].append(state)
     found = []
     for key, states in groups.items():
         processes = {(s.host, s.pid): rank for rank, s in states.items() if s.pid}
-        elsewhere: dict[int, list[RankState]] = {}
-        for other, theirs in groups.items():
-            for state in theirs.values() if other != key else ():
-                rank = processes.get((state.host, state.pid))
-                if rank is not None:
-                    elsewhere.setdefault(rank, []).append(state)
+        elsewhere = {
+            rank: [s for s in of_process[process] if (s.buffer, s.num_ranks) != key]
+            for process, rank in processes.items()
+        }
         found.append(BufferDump(states, judge(states, nodes.get(key, 0), elsewhere)))
     return tuple(sorted(found, key=lambda buffer: -len(buffer.verdict.waiting)))
 
 
 def _groups(read: _Read) -> dict[tuple[str, int], dict[int, RankState]]:
     """States by buffer; of several of a rank the newest."""
-    groups: dict[tuple[str, int], dict[int, RankState]] = {}
+    groups: dict[tuple[str, int], dict[int, RankState]] = defaultdict(dict)
     for path, state in sorted(read.states, key=lambda item: item[1].taken_ns):
-        group = groups.setdefault((state.buffer, state.num_ranks), {})
+        group = groups[state.buffer, state.num_ranks]
         if group.get(state.rank, state) != state:
             read.remarks.append(
                 f"{path}: taken instead of an older state of rank {state.rank} of buffer {state.buffer}"
             )
         group[state.rank] = state
-    sizes: dict[str, list[int]] = {}
-    for name, num_ranks in groups:
-        sizes.setdefault(name, []).append(num_ranks)
-    for name, found in sizes.items():
-        if len(found) > 1:
-            read.remarks.append(
-                f"states of buffer {name} are of groups of {' and '.join(map(str, sorted(found)))} ranks: dumps of "
-                "several jobs are mixed, and judged apart"
-            )
+    sizes: dict[str, list[str]] = defaultdict(list)
+    for name, num_ranks in sorted(groups):
+        sizes[name].append(str(num_ranks))
+    read.remarks += [
+        f"states of buffer {name} are of groups of {' and '.join(found)} ranks: dumps of several jobs are mixed, and "
+        "judged apart"
+        for name, found in sizes.items()
+        if len(found) > 1
+    ]
     return groups

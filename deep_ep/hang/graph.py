@@ -1,78 +1,64 @@
-"""Directed graphs of ranks: their strongly connected components, and a circle within one."""
+"""Directed graphs of ranks: what can be reached, the shortest way, and circles that no edge leaves."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Mapping
 
+# By vertex, where its edges lead. Vertices without edges may be left out.
 Graph = Mapping[int, Iterable[int]]
 
 
-def components(graph: Graph) -> list[tuple[int, ...]]:
-    """Strongly connected components by Tarjan's method, each ascending; one before those that lead to it.
-
-    Args:
-        graph: by vertex, where its edges lead. Vertices without edges may be left out.
-    """
-    index: dict[int, int] = {}
-    low: dict[int, int] = {}
-    stack: list[int] = []
-    on_stack: set[int] = set()
-    found: list[tuple[int, ...]] = []
-    for root in sorted(graph):
-        work = [] if root in index else [(root, iter(sorted(graph[root])))]
-        while work:
-            vertex, edges = work[-1]
-            if vertex not in index:
-                index[vertex] = low[vertex] = len(index)
-                stack.append(vertex)
-                on_stack.add(vertex)
-            target = next(edges, None)
-            if target is None:
-                work.pop()
-                if work:
-                    low[work[-1][0]] = min(low[work[-1][0]], low[vertex])
-                if low[vertex] == index[vertex]:
-                    at = stack.index(vertex)
-                    found.append(tuple(sorted(stack[at:])))
-                    on_stack.difference_update(stack[at:])
-                    del stack[at:]
-            elif target not in index:
-                work.append((target, iter(sorted(graph.get(target, ())))))
-            elif target in on_stack:
-                low[vertex] = min(low[vertex], index[target])
+def reachable(graph: Graph, sources: Iterable[int]) -> set[int]:
+    """All vertices to which a way leads from one of `sources`, these included."""
+    found = set(sources)
+    left = list(found)
+    while left:
+        new = set(graph.get(left.pop(), ())) - found
+        found |= new
+        left.extend(new)
     return found
-
-
-def shortest_path(graph: Graph, source: int, destination: int) -> tuple[int, ...]:
-    """The vertices from one to the other, both included; empty if there is no way."""
-    before: dict[int, int] = {source: source}
-    queue = deque([source])
-    while queue and destination not in before:
-        vertex = queue.popleft()
-        for target in sorted(graph.get(vertex, ())):
-            if target not in before:
-                before[target] = vertex
-                queue.append(target)
-    if destination not in before:
-        return ()
-    way = [destination]
-    while way[-1] != source:
-        way.append(before[way[-1]])
-    return tuple(reversed(way))
 
 
 def reaching(graph: Graph, targets: Iterable[int]) -> set[int]:
     """All vertices from which a way leads to one of `targets`, these included."""
+    return reachable(_reversed(graph), targets)
+
+
+def shortest_path(graph: Graph, source: int, destination: int) -> tuple[int, ...]:
+    """The vertices from one to the other, both included; empty if there is no way."""
+    seen = {source}
+    ways: deque[tuple[int, ...]] = deque([(source,)])
+    while ways:
+        way = ways.popleft()
+        if way[-1] == destination:
+            return way
+        for target in sorted(set(graph.get(way[-1], ())) - seen):
+            seen.add(target)
+            ways.append((*way, target))
+    return ()
+
+
+def attracting_components(graph: Graph) -> list[tuple[int, ...]]:
+    """Strongly connected components that no edge leaves, each ascending."""
+    backwards = _reversed(graph)
+    left, found = {*graph, *backwards}, []
+    while left:
+        vertex = min(left)
+        while True:
+            ahead, behind = reachable(graph, [vertex]), reachable(backwards, [vertex])
+            if ahead <= behind:
+                break
+            # Further on, and with few edges probably near the end.
+            vertex = min(ahead - behind, key=lambda v: len(set(graph.get(v, ()))))
+        found.append(tuple(sorted(ahead)))
+        left -= behind
+    return found
+
+
+def _reversed(graph: Graph) -> dict[int, set[int]]:
     backwards: dict[int, set[int]] = {}
     for vertex, edges in graph.items():
         for target in edges:
             backwards.setdefault(target, set()).add(vertex)
-    found = set(targets)
-    left = list(found)
-    while left:
-        for vertex in backwards.get(left.pop(), ()):
-            if vertex not in found:
-                found.add(vertex)
-                left.append(vertex)
-    return found
+    return backwards

@@ -9,22 +9,24 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Container, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Callable
 
 from deep_ep.base import env
-from deep_ep.base.rules import COMBINE, DISPATCH, NORMAL_COMBINE, NORMAL_DISPATCH
+from deep_ep.base.ranks import rank_of
+from deep_ep.base.rules import NUMBERED_TOGETHER
 from deep_ep.errors import EPUsageError
-from deep_ep.hang import dump_requests, recorder, request, stacks, wording
+from deep_ep.hang import dump_requests, messages, recorder, request, stacks, wording
 from deep_ep.hang.cause import HangVerdict
+from deep_ep.hang.messages import Handlers, Message
 from deep_ep.hang.request import Request
 from deep_ep.hang.states import Process, RankState
 from deep_ep.hang.verdict import judge
 
 if TYPE_CHECKING:
-    from deep_ep.base.ranks import Message, RankPlace
+    from deep_ep.base.ranks import RankPlace
     from deep_ep.hang.recorder import Recorder
 
 # All of these are chosen. Looks at the own waits, seconds, at least and at most; how often a rank says where it
@@ -36,9 +38,6 @@ _CALLS_PUBLISHED, _CALLS_TOLD = 8, 64
 _AGAIN = 4.0
 # Before an operation times out, there is a last inquiry: so long before, but not before half of the time.
 _FINAL_S, _SHORTEST_TIMEOUT_S = 3.0, 2.0
-
-TYPES = ("ask_state", "verdict", "raised")
-_NUMBERED_TOGETHER = (DISPATCH, COMBINE, NORMAL_DISPATCH, NORMAL_COMBINE)
 
 
 @dataclass(frozen=True)
@@ -120,7 +119,7 @@ class HangWatch:
         self._places, self._offers = places, offers
         self.buffer = own.buffer
         self._stop_watching = recorder.watch_exceptions(
-            lambda text: self._say({"type": "raised", "text": text})
+            lambda text: self._say(messages.ExceptionRaised(text))
         )
 
     def close(self) -> None:
@@ -145,11 +144,11 @@ class HangWatch:
         """
         if asked is not None:
             self._requests[directory] = asked
-        self._say({"type": "dump", "directory": directory})
+        self._say(messages.DumpRequest(directory))
 
     def verdict_on(self, operation: str, number: int) -> HangVerdict | None:
         """What ranks that waited in an operation were found to wait for; `None` if that is not known."""
-        series = "operation" if operation in _NUMBERED_TOGETHER else operation
+        series = "operation" if operation in NUMBERED_TOGETHER else operation
         verdict = self._verdict
         if verdict is None or not verdict.causes:
             return None
@@ -177,32 +176,29 @@ class HangWatch:
             if is_final or 0 < self._next_warning_s <= waits.waited_s:
                 self._said_final = self._said_final or is_final
                 self._next_warning_s = max(self._next_warning_s, waits.waited_s) * _AGAIN
-                self._say({"type": "stuck", "final": is_final})
+                self._say(messages.InquiryRequest(is_final))
         self._publish(own)
         wanted = min(settings.warn_s or _LONGEST_S, settings.final_s) / 8
         return min(max(wanted, _SHORTEST_S), _LONGEST_S)
 
-    def handle(self, message: Message, answer: Callable[[Message], None]) -> None:
-        """What rank 0 says, or who leads an inquiry in its place.
+    def handlers(self) -> Handlers[Callable[[Message], None]]:
+        """Of what rank 0 says, or who leads an inquiry in its place. They are handed what answers that rank."""
+        return {
+            messages.InquiryVerdict: lambda _, found: self._take_verdict(found),
+            messages.RankRaised: lambda _, raised: self.raised.update({raised.rank: raised.text}),
+            messages.AskState: self._answer_state,
+        }
 
-        Args:
-            message: `type` is one of `TYPES`.
-            answer: says something to that rank.
+    def _take_verdict(self, found: messages.InquiryVerdict) -> None:
+        self._verdict = found.verdict.restored()
+        self._answer(found.dumped)
 
-        Raises:
-            ValueError, TypeError, KeyError: that is none of the messages there are.
-        """
-        own = self._recorder
-        if message["type"] == "verdict":
-            self._verdict = HangVerdict.of(message["verdict"])
-            self._answer(message["dumped"])
-        elif message["type"] == "raised":
-            self.raised[int(message["rank"])] = str(message["text"])
-        elif own is not None:
-            state = own.state(_CALLS_TOLD, with_threads=True).plain()
-            answer({"type": "state", "inquiry": message["inquiry"], "state": state})
+    def _answer_state(self, answer: Callable[[Message], None], asked: messages.AskState) -> None:
+        if self._recorder is not None:
+            state = self._recorder.state(_CALLS_TOLD, with_threads=True)
+            answer(messages.StateAnswer(asked.inquiry, state))
 
-    def look_at(self, asked: Message) -> Message:
+    def inspect(self, asked: messages.Inspect) -> messages.InspectionAnswer:
         """What another process of this host is doing, which does not answer. Takes up to seconds; in any thread.
 
         Args:
@@ -210,25 +206,19 @@ class HangWatch:
                 ranks said when the buffer was made.
 
         Raises:
-            ValueError, TypeError, KeyError, IndexError: that is no such message.
+            ValueError: there is no such rank.
         """
-        rank = int(asked["rank"])
+        rank = rank_of(asked.rank, len(self._places))
         process, threads = stacks.look_at(self._places[rank].pid, self._offers[rank])
         if process == "gone" and self._gone_with_0 and rank not in self._gone_with_0:
             process = "silent"  # its program may have ended because rank 0 is gone
-        return {
-            "type": "seen",
-            "inquiry": asked["inquiry"],
-            "rank": rank,
-            "process": process,
-            "threads": [asdict(thread) for thread in threads],
-        }
+        return messages.InspectionAnswer(asked.inquiry, rank, process, threads)
 
     def look_at_end(self, rank: int) -> None:
         """Tells how the process of a rank has ended, if that can be seen from here."""
         exit_ = self._exit_of(rank)
         if exit_:
-            self._say({"type": "exit", "rank": rank, "exit": exit_})
+            self._say(messages.ExitSeen(rank, exit_))
 
     def _exit_of(self, rank: int) -> str:
         places = self._places
@@ -266,7 +256,7 @@ class HangWatch:
         exit_ = self._exit_of(rank) if process == "gone" else ""
         return RankState(*of_rank, written_by=self._rank, process=process, exit=exit_)
 
-    def _answer(self, dumped: dict[str, list[str]]) -> None:
+    def _answer(self, dumped: Mapping[str, tuple[str, ...]]) -> None:
         """Tells who has asked for dumps which files they are; none could be written if the list is empty."""
         said = wording.line(self._verdict) if self._verdict is not None else ""
         for folder in self._requests.keys() & dumped.keys():
@@ -284,8 +274,7 @@ class HangWatch:
         if place == self._published:
             return
         self._published_s, self._published = now, place
-        state: dict[str, Any] = own.state(_CALLS_PUBLISHED, with_threads=False).plain()
-        self._say({"type": "published", "state": state})
+        self._say(messages.StatePublished(own.state(_CALLS_PUBLISHED, with_threads=False)))
 
 
 os.register_at_fork(after_in_child=stacks.forget)

@@ -11,10 +11,12 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Callable, Protocol
+from typing import TYPE_CHECKING, Callable, Protocol
 
-from deep_ep.base.ranks import Message, rank_of
-from deep_ep.hang.states import PROCESSES, Process, RankState
+from deep_ep.base.ranks import rank_of
+from deep_ep.hang import messages
+from deep_ep.hang.messages import Handlers, Message
+from deep_ep.hang.states import Process, RankState
 from deep_ep.hang.verdict import HangVerdict, judge
 
 if TYPE_CHECKING:
@@ -22,8 +24,6 @@ if TYPE_CHECKING:
 
 # How long ranks may take to say where they are, and others of their hosts to look at them. Chosen.
 _ANSWERS_S, _LOOKS_S = 0.8, 0.8
-
-TYPES = ("published", "stuck", "dump", "state", "seen", "raised", "exit")
 
 
 class DepartedRanks(Protocol):
@@ -81,7 +81,10 @@ class Inquiries:
         departed: DepartedRanks,
         send: Callable[[int, Message], None],
         call_later: Callable[[float, Callable[[], None]], None],
-        tell: Callable[[InquiryResult], None],
+        aside: Callable[
+            [Callable[[], messages.InquiryVerdict], Callable[[messages.InquiryVerdict], None]], None
+        ],
+        announce: Callable[[InquiryResult], messages.InquiryVerdict],
     ) -> None:
         """Without any input or output of its own.
 
@@ -91,47 +94,57 @@ class Inquiries:
             departed: knows who is dead, and who has left.
             send: hands a message to a rank; must not wait.
             call_later: calls a function after so many seconds.
-            tell: called with every verdict.
+            aside: calls a function that may take long, and then the second one with what it returned.
+            announce: what becomes of a verdict on this rank; returns what all ranks are to hear.
         """
         self._places = places
         self._ranks_per_node = ranks_per_node
         self._departed = departed
-        self._send, self._call_later, self._tell = send, call_later, tell
+        self._send, self._call_later = send, call_later
+        self._aside, self._announce = aside, announce
         self._published: dict[int, RankState] = {}
         self._raised: dict[int, str] = {}
         self._exits: dict[int, str] = {}
         self._number = 0
         self._open: _Inquiry | None = None
 
-    def handle(self, rank: int, message: Message) -> None:
-        """What a rank says; `type` is one of `TYPES`.
+    def handlers(self) -> Handlers[int]:
+        """Of what ranks say to it."""
+        return {
+            messages.StatePublished: lambda rank, message: self._publish(rank, message.state),
+            messages.ExceptionRaised: self._raise,
+            messages.ExitSeen: lambda _, seen: self._exits.update(
+                {self._rank_of(seen.rank): seen.exit}
+            ),
+            messages.InquiryRequest: lambda _, request: self.ask(request.final),
+            messages.DumpRequest: lambda _, request: self.ask(False, request.directory),
+            messages.StateAnswer: self._take_state,
+            messages.InspectionAnswer: self._take_inspection,
+        }
 
-        Raises:
-            ValueError, TypeError, KeyError: that is none of the messages there are.
-        """
-        type_ = message["type"]
-        if type_ == "raised":
-            self._raised[rank] = str(message["text"])
-            self._send_all({"type": "raised", "rank": rank, "text": self._raised[rank]})
-        elif type_ == "exit":
-            self._exits[self._rank_of(message)] = str(message["exit"])
-        elif type_ == "published":
-            self._published[rank] = self._state_of(message["state"], rank)
-        elif type_ == "stuck":
-            self.ask(bool(message["final"]))
-        elif type_ == "dump":
-            self.ask(False, str(message["directory"]))
-        elif type_ == "state":
-            state = self._state_of(message["state"], rank)
-            self._published[rank] = state
-            if self._open is not None and message["inquiry"] == self._open.number:
-                self._open.states[rank] = state
-                self._look()
-        else:
-            seen = self._rank_of(message)
-            if self._open is not None and message["inquiry"] == self._open.number:
-                self._open.seen[seen] = self._looked_at(seen, rank, message)
-                self._look()
+    def _publish(self, rank: int, state: RankState) -> None:
+        if (state.rank, state.num_ranks) != (rank, len(self._places)):
+            raise ValueError(
+                f"rank {rank} of {len(self._places)} says that it is rank {state.rank} of {state.num_ranks}"
+            )
+        self._published[rank] = state
+
+    def _raise(self, rank: int, message: messages.ExceptionRaised) -> None:
+        self._raised[rank] = message.text
+        self._send_all(messages.RankRaised(rank, message.text))
+
+    def _take_state(self, rank: int, answer: messages.StateAnswer) -> None:
+        self._publish(rank, answer.state)
+        if self._open is not None and answer.inquiry == self._open.number:
+            self._open.states[rank] = answer.state
+            self._look()
+
+    def _take_inspection(self, by: int, seen: messages.InspectionAnswer) -> None:
+        rank = self._rank_of(seen.rank)
+        if self._open is not None and seen.inquiry == self._open.number:
+            state = replace(self._said_of(rank, seen.process), threads=seen.threads)
+            self._open.seen[rank] = replace(state, written_by=by, taken_ns=time.time_ns())
+            self._look()
 
     def ask(self, is_final: bool, dump_to: str = "") -> None:
         """Opens an inquiry, unless one is open.
@@ -149,7 +162,7 @@ class Inquiries:
         opened = self._open = _Inquiry(self._number, is_final, asked)
         opened.dump_to += [dump_to] if dump_to else []
         for rank in sorted(asked):
-            self._send(rank, {"type": "ask_state", "inquiry": opened.number})
+            self._send(rank, messages.AskState(opened.number))
         self._call_later(_ANSWERS_S, lambda: self._have_looked_at(opened))
 
     def drop(self) -> None:
@@ -170,7 +183,7 @@ class Inquiries:
             near = [r for r in sorted(opened.states) if self._places[r].host == place.host]
             if near:
                 opened.looked_at.add(rank)
-                self._send(near[0], {"type": "look", "inquiry": opened.number, "rank": rank})
+                self._send(near[0], messages.Inspect(opened.number, rank))
         if opened.looked_at:
             self._call_later(_LOOKS_S, lambda: self._conclude(opened))
         else:
@@ -190,7 +203,8 @@ class Inquiries:
         self._open = None
         states = {rank: self._state(rank, opened) for rank in range(len(self._places))}
         verdict = judge(states, self._ranks_per_node)
-        self._tell(InquiryResult(verdict, states, opened.is_final, tuple(opened.dump_to)))
+        result = InquiryResult(verdict, states, opened.is_final, tuple(opened.dump_to))
+        self._aside(lambda: self._announce(result), self._send_all)
 
     def _state(self, rank: int, opened: _Inquiry) -> RankState:
         if rank in self._departed.left:
@@ -207,13 +221,6 @@ class Inquiries:
         raised = state.raised or self._raised.get(rank, "")
         return replace(state, raised=raised, exit=state.exit or self._exits.get(rank, ""))
 
-    def _looked_at(self, rank: int, by: int, message: Message) -> RankState:
-        process = message["process"]
-        if process not in PROCESSES:
-            raise ValueError(f"process is {process!r}")
-        plain = {**self._said_of(rank, process).plain(), "threads": message["threads"]}
-        return replace(RankState.of(plain), written_by=by, taken_ns=time.time_ns())
-
     def _said_of(self, rank: int, process: Process) -> RankState:
         """The state of a rank that does not say where it is."""
         known = self._last(rank)
@@ -225,13 +232,5 @@ class Inquiries:
         known = RankState(rank, len(self._places), host=place.host, pid=place.pid)
         return self._published.get(rank, known)
 
-    def _rank_of(self, message: Message) -> int:
-        return rank_of(message["rank"], len(self._places))
-
-    def _state_of(self, plain: Any, rank: int) -> RankState:
-        state = RankState.of(plain)
-        if (state.rank, state.num_ranks) != (rank, len(self._places)):
-            raise ValueError(
-                f"rank {rank} of {len(self._places)} says that it is rank {state.rank} of {state.num_ranks}"
-            )
-        return state
+    def _rank_of(self, rank: int) -> int:
+        return rank_of(rank, len(self._places))

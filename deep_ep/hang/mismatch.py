@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
 from deep_ep.hang.activity import user_frame
@@ -24,20 +25,20 @@ def sides_at(states: Mapping[int, RankState], series: str, number: int) -> tuple
     differing = sorted(key for key in common if len({sizes[key] for sizes in values.values()}) > 1)
     if len(names) < 2 and not differing:
         return ()
-    groups: dict[tuple[str, ...], list[int]] = {}
+    groups: dict[tuple[str, ...], list[int]] = defaultdict(list)
     for rank in sorted(first):
         key = (first[rank].name, *(values[rank][name] for name in differing))
-        groups.setdefault(key, []).append(rank)
+        groups[key].append(rank)
     return _ordered(
         MismatchSide(
             tuple(ranks),
             series,
             number,
-            key[0],
-            dict(zip(differing, key[1:])),
+            name,
+            dict(zip(differing, agreed)),
             called_from(first[ranks[0]]),
         )
-        for key, ranks in groups.items()
+        for (name, *agreed), ranks in groups.items()
     )
 
 
@@ -50,9 +51,9 @@ def sides_across(
         states: of all ranks.
         places: by rank, the series and number in which it waits.
     """
-    groups: dict[tuple[str, int], list[int]] = {}
+    groups: dict[tuple[str, int], list[int]] = defaultdict(list)
     for rank in sorted(places):
-        groups.setdefault(places[rank], []).append(rank)
+        groups[places[rank]].append(rank)
     sides = []
     for (series, number), ranks in groups.items():
         calls = calls_at(states[ranks[0]], series, number)
@@ -63,11 +64,9 @@ def sides_across(
 
 def odd_ranks(sides: Sequence[MismatchSide]) -> tuple[int, ...]:
     """Who differs from the majority; all, where no side has more than half of the ranks."""
-    ranks = sorted(rank for side in sides for rank in side.ranks)
-    if 2 * len(sides[0].ranks) <= len(ranks):
-        return tuple(ranks)
-    majority = set(sides[0].ranks)
-    return tuple(rank for rank in ranks if rank not in majority)
+    largest, *others = (side.ranks for side in sides)
+    differing = sorted(rank for ranks in others for rank in ranks)
+    return tuple(differing if len(largest) > len(differing) else sorted([*largest, *differing]))
 
 
 def called_from(call: Call) -> Frame | None:

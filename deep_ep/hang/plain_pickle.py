@@ -8,58 +8,23 @@ from io import BytesIO
 from typing import Any, NoReturn
 
 # All that dict, list, tuple, str, bytes, int, float, bool and None need.
-_ALLOWED = frozenset(
-    [
-        "PROTO",
-        "FRAME",
-        "STOP",
-        "MARK",
-        "POP",
-        "POP_MARK",
-        "MEMOIZE",
-        "PUT",
-        "BINPUT",
-        "LONG_BINPUT",
-        "GET",
-        "BINGET",
-        "LONG_BINGET",
-        "NONE",
-        "NEWTRUE",
-        "NEWFALSE",
-        "INT",
-        "BININT",
-        "BININT1",
-        "BININT2",
-        "LONG",
-        "LONG1",
-        "LONG4",
-        "FLOAT",
-        "BINFLOAT",
-        "STRING",
-        "BINSTRING",
-        "SHORT_BINSTRING",
-        "UNICODE",
-        "SHORT_BINUNICODE",
-        "BINUNICODE",
-        "BINUNICODE8",
-        "BINBYTES",
-        "SHORT_BINBYTES",
-        "BINBYTES8",
-        "EMPTY_DICT",
-        "DICT",
-        "SETITEM",
-        "SETITEMS",
-        "EMPTY_LIST",
-        "LIST",
-        "APPEND",
-        "APPENDS",
-        "EMPTY_TUPLE",
-        "TUPLE",
-        "TUPLE1",
-        "TUPLE2",
-        "TUPLE3",
-    ]
-)
+_PLAIN = """
+    PROTO FRAME STOP MARK POP POP_MARK
+    MEMOIZE PUT BINPUT LONG_BINPUT GET BINGET LONG_BINGET
+    NONE NEWTRUE NEWFALSE INT BININT BININT1 BININT2 LONG LONG1 LONG4 FLOAT BINFLOAT
+    STRING BINSTRING SHORT_BINSTRING UNICODE SHORT_BINUNICODE BINUNICODE BINUNICODE8
+    BINBYTES SHORT_BINBYTES BINBYTES8
+    EMPTY_DICT DICT SETITEM SETITEMS EMPTY_LIST LIST APPEND APPENDS
+    EMPTY_TUPLE TUPLE TUPLE1 TUPLE2 TUPLE3
+"""
+_ALLOWED = frozenset(_PLAIN.split())
+
+
+class _Plain(pickle.Unpickler):
+    """The same again, should it read anything else than `_refusal` has seen."""
+
+    def find_class(self, module: str, name: str) -> NoReturn:
+        raise ValueError(f"it names {module}.{name}")
 
 
 def loads(data: bytes) -> Any:
@@ -68,44 +33,29 @@ def loads(data: bytes) -> Any:
     Raises:
         ValueError: it is damaged, or not of plain data; says at which byte.
     """
-    _check(data)
+    refusal = _refusal(data)
+    if refusal:
+        raise ValueError(refusal)
     try:
         return _Plain(BytesIO(data)).load()
-    except (pickle.UnpicklingError, ValueError, TypeError, KeyError, IndexError, EOFError) as error:
-        raise ValueError(f"the pickle is damaged: {error}") from None
-    except (AttributeError, MemoryError, OverflowError, RecursionError) as error:
+    except Exception as error:  # noqa: BLE001 - it raises whatever the objects of a damaged one do
         raise ValueError(f"the pickle is damaged: {error or type(error).__name__}") from None
 
 
-class _Plain(pickle.Unpickler):
-    """The same again, should a check be missing above."""
-
-    def find_class(self, module: str, name: str) -> NoReturn:
-        raise ValueError(f"it names {module}.{name}")
-
-    def persistent_load(self, pid: Any) -> NoReturn:
-        raise ValueError("it refers to something outside")
-
-
-def _check(data: bytes) -> None:
+def _refusal(data: bytes) -> str:
+    """Why a pickle may not be loaded; empty: it may."""
     at = 0
-    operations = pickletools.genops(data)
-    while True:
-        try:
-            operation, argument, position = next(operations)
-        except StopIteration:
-            return
-        except Exception as error:  # noqa: BLE001 - pickletools raises whatever its decoders meet
-            raise ValueError(
-                f"behind byte {at}: the pickle is damaged or cut off: {error}"
-            ) from None
-        at = position or 0
-        if operation.name not in _ALLOWED:
-            raise ValueError(
-                f"byte {at}: {operation.name} is not of plain data; a dump from someone else must not be able "
-                "to run code"
-            )
-        # Loading takes memory for as many objects as the largest number names.
-        is_number = operation.name in ("PUT", "LONG_BINPUT")
-        if is_number and not (isinstance(argument, int) and 0 <= argument <= len(data)):
-            raise ValueError(f"byte {at}: {operation.name} {argument} is out of range")
+    try:
+        for operation, argument, position in pickletools.genops(data):
+            name, at = operation.name, position or 0
+            if name not in _ALLOWED:
+                return (
+                    f"byte {at}: {name} is not of plain data; a dump from someone else must not be able "
+                    "to run code"
+                )
+            # Loading takes memory for as many objects as the largest number names.
+            if name in ("PUT", "LONG_BINPUT") and not 0 <= (argument or 0) <= len(data):
+                return f"byte {at}: {name} {argument} is out of range"
+    except Exception as error:  # noqa: BLE001 - pickletools raises whatever its decoders meet
+        return f"behind byte {at}: the pickle is damaged or cut off: {error}"
+    return ""

@@ -10,22 +10,24 @@ signal. The process takes that (`read_request`), writes its dump, and says so (`
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import secrets
 import stat
 import tempfile
 import time
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from deep_ep.base import codec
 from deep_ep.errors import EPTransportError, EPUsageError
-from deep_ep.hang import files, plain_json
-from deep_ep.hang.states import known_fields
+from deep_ep.hang import files
 
 _LOOK_EVERY_S = 0.05
+
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,7 @@ def announce(directory: Path | str, signal_number: int) -> None:
     for path in _meeting_place().glob("*.*"):
         if path.stem.isdecimal() and not _started(int(path.stem)):
             path.unlink(missing_ok=True)
-    _write(_meeting_place() / f"{pid}.ready", asdict(process))
+    _write(_meeting_place() / f"{pid}.ready", process)
 
 
 def withdraw() -> None:
@@ -110,9 +112,9 @@ def read_request() -> Request | None:
     """Takes the request that came with the signal; `None` if there is none, or it cannot be read."""
     try:
         path = _meeting_place() / f"{os.getpid()}.request"
-        request = Request(**known_fields(Request, _read(path)))
+        request = _read(Request, path)
         path.unlink()
-    except (OSError, ValueError, TypeError, EPUsageError):
+    except (OSError, ValueError, EPUsageError):
         return None
     return request
 
@@ -124,8 +126,7 @@ def answer(request: Request, written: Iterable[Path], line: str = "", error: str
         OSError, EPUsageError: as `announce`.
     """
     paths = tuple(str(path) for path in written)
-    said = Answer(request.name, paths, line, error)
-    _write(_meeting_place() / f"{request.pid}.answer", asdict(said))
+    _write(_meeting_place() / f"{request.pid}.answer", Answer(request.name, paths, line, error))
 
 
 # ---- who asks
@@ -142,8 +143,8 @@ def processes(directory: Path | str | None = None) -> list[Process]:
     """
     found = []
     for path in _meeting_place().glob("*.ready"):
-        with contextlib.suppress(OSError, ValueError, TypeError):
-            process = Process(**known_fields(Process, _read(path)))
+        with contextlib.suppress(OSError, ValueError):
+            process = _read(Process, path)
             if process.started == _started(process.pid):
                 found.append(process)
     if directory is not None:
@@ -171,7 +172,7 @@ def request_dump(pid: int, directory: Path | str | None = None) -> Request:
         )
     where = "" if directory is None else str(Path(directory).absolute())
     request = Request(pid, secrets.token_hex(8), where)
-    _write(_meeting_place() / f"{pid}.request", asdict(request))
+    _write(_meeting_place() / f"{pid}.request", request)
     os.kill(pid, process.signal)
     return request
 
@@ -185,10 +186,8 @@ def wait_for_answer(request: Request, timeout_s: float) -> Answer:
     path = _meeting_place() / f"{request.pid}.answer"
     until_s = time.monotonic() + timeout_s
     while time.monotonic() < until_s:
-        with contextlib.suppress(OSError, ValueError, TypeError):
-            values = known_fields(Answer, _read(path))
-            values["files"] = tuple(str(name) for name in values.get("files", ()))
-            said = Answer(**values)
+        with contextlib.suppress(OSError, ValueError):
+            said = _read(Answer, path)
             if said.name == request.name:
                 path.unlink(missing_ok=True)
                 return said
@@ -216,12 +215,12 @@ def _meeting_place() -> Path:
     return path
 
 
-def _write(path: Path, plain: Mapping[str, Any]) -> None:
-    files.replace(path, json.dumps(plain).encode())
+def _write(path: Path, said: Any) -> None:
+    files.replace(path, codec.encode(said))
 
 
-def _read(path: Path) -> Any:
-    return plain_json.loads(files.read(path))
+def _read(kind: type[T], path: Path) -> T:
+    return codec.from_plain(kind, codec.loads(files.read(path)), is_strict=False)
 
 
 def _started(pid: int) -> int:

@@ -6,8 +6,10 @@ A verdict (verdict.py) is made from the states of all ranks, and a dump is one o
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
-from typing import Any, Literal, get_args
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal, Optional, get_args
+
+from deep_ep.base import codec
 
 # What a rank waits for of another one: that it enters the operation; its rows, or the word that there
 # are none; or that it empties slots of its queues.
@@ -20,6 +22,10 @@ Process = Literal["alive", "busy", "stopped", "silent", "unreachable", "gone", "
 PROCESSES: tuple[Process, ...] = get_args(Process)
 
 FORMAT = 1
+
+# No group has more ranks.
+_NumRanks = Annotated[int, codec.Range(1, (1 << 16) + 1), codec.Length(("num_ranks",))]
+_Rank = Annotated[int, codec.Range(below="num_ranks")]
 
 
 @dataclass(frozen=True)
@@ -104,7 +110,7 @@ class Waits:
     series: str
     number: int
     waited_s: float
-    missing: Mapping[Owed, tuple[int, ...]]
+    missing: Mapping[Owed, tuple[_Rank, ...]]
 
     def ranks(self) -> tuple[int, ...]:
         """All ranks that it waits for, ascending."""
@@ -135,8 +141,8 @@ class RankState:
         masked: ranks that are masked out.
     """
 
-    rank: int
-    num_ranks: int
+    rank: _Rank
+    num_ranks: _NumRanks
     buffer: str = ""
     host: str = ""
     pid: int = 0
@@ -150,103 +156,19 @@ class RankState:
     opened: int = 0
     in_call: str = ""
     calls: tuple[Call, ...] = ()
-    waits: Waits | None = None
+    waits: Optional[Waits] = None  # noqa: UP045 - read at run time, by Python 3.9 as well
     threads: tuple[Thread, ...] = ()
-    masked: tuple[int, ...] = ()
+    masked: tuple[_Rank, ...] = ()
 
     def plain(self) -> dict[str, Any]:
         """As data for JSON."""
-        return {"format": FORMAT, **asdict(self)}
+        return {"format": FORMAT, **codec.to_plain(self)}
 
     @staticmethod
     def of(plain: Any) -> RankState:
         """From plain data of this or a later format; what that has in addition is left out.
 
         Raises:
-            ValueError, TypeError, KeyError: it is none.
+            codec.CodecError: it is none.
         """
-        values = known_fields(RankState, plain)
-        if values.get("process", "alive") not in PROCESSES:
-            raise ValueError(f"process is {values['process']!r}, not one of {', '.join(PROCESSES)}")
-        values["calls"] = tuple(_call_of(call) for call in values.get("calls", ()))
-        values["threads"] = tuple(_thread_of(thread) for thread in values.get("threads", ()))
-        values["masked"] = tuple(int(rank) for rank in values.get("masked", ()))
-        waits = values.get("waits")
-        values["waits"] = None if waits is None else _waits_of(waits)
-        return _checked(RankState(**values))
-
-
-# No group has more ranks.
-_MOST_RANKS = 1 << 16
-
-
-def _checked(state: RankState) -> RankState:
-    """Numbers that are used to count ranks.
-
-    Raises:
-        ValueError: they cannot be.
-    """
-    if not 0 <= state.rank < state.num_ranks <= _MOST_RANKS:
-        raise ValueError(f"rank is {state.rank} of {state.num_ranks}")
-    waits = state.waits.ranks() if state.waits is not None else ()
-    wrong = [rank for rank in (*waits, *state.masked) if not 0 <= rank < state.num_ranks]
-    if wrong:
-        raise ValueError(f"rank {wrong[0]} of {state.num_ranks} is waited for, or masked")
-    return state
-
-
-_TYPES = {
-    "int": int,
-    "str": str,
-    "bool": bool,
-    "float": (int, float),
-    "tuple": (list, tuple),
-    "Mapping": Mapping,
-}
-
-
-def known_fields(kind: type, plain: Any) -> dict[str, Any]:
-    """The fields of a dataclass that plain data has, of the types of their defaults.
-
-    Raises:
-        TypeError: it is no object, or a field has another type.
-    """
-    if not isinstance(plain, Mapping):
-        raise TypeError(f"a {kind.__name__} is {type(plain).__name__}, not an object")
-    values: dict[str, Any] = {}
-    for known in fields(kind):
-        if known.name not in plain:
-            continue
-        value = plain[known.name]
-        wanted: Any = _TYPES.get(str(known.type).partition("[")[0])
-        if wanted is not None and not isinstance(value, wanted):
-            raise TypeError(f"{known.name} is {type(value).__name__}, not {known.type}")
-        values[known.name] = value
-    return values
-
-
-def frames_of(plain: Any) -> tuple[Frame, ...]:
-    """Frames from a list of plain data. Raises as `RankState.of`."""
-    return tuple(Frame(**known_fields(Frame, frame)) for frame in plain)
-
-
-def _thread_of(plain: Any) -> Thread:
-    values = known_fields(Thread, plain)
-    return Thread(values["name"], frames_of(values.get("frames", ())))
-
-
-def _call_of(plain: Any) -> Call:
-    values = known_fields(Call, plain)
-    values["sizes"] = {str(key): int(value) for key, value in values.get("sizes", {}).items()}
-    values["agreed"] = tuple(str(name) for name in values.get("agreed", ()))
-    values["frames"] = frames_of(values.get("frames", ()))
-    return Call(**values)
-
-
-def _waits_of(plain: Any) -> Waits:
-    values = known_fields(Waits, plain)
-    missing = values["missing"]
-    values["missing"] = {
-        owed: tuple(int(rank) for rank in missing[owed]) for owed in OWED if owed in missing
-    }
-    return Waits(**values)
+        return codec.from_plain(RankState, plain, is_strict=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,20 +22,13 @@ class Collective:
         group: name of the process group.
         number: in that group.
         name: such as "nccl:all_reduce".
-        state: "scheduled", "started" or "completed".
-        retired: whether torch's watchdog has done with it.
+        is_over: whether it has ended.
     """
 
     group: str
     number: int
     name: str
-    state: str
-    retired: bool
-
-    @property
-    def is_over(self) -> bool:
-        """Whether it has ended. On the CPU torch leaves the state at "scheduled"."""
-        return self.state == "completed" or self.retired
+    is_over: bool
 
 
 @dataclass(frozen=True)
@@ -92,40 +86,36 @@ def dump_of(plain: Any, rank: int) -> TorchDump:
     collectives = []
     for index, entry in enumerate(entries):
         try:
-            collective = _collective_of(entry)
-        except (KeyError, TypeError, ValueError, IndexError) as error:
+            collectives.append(_collective_of(entry))
+        except (KeyError, TypeError, IndexError) as error:
             raise ValueError(f"entry {index}: {type(error).__name__}: {error}") from None
-        if collective is not None:
-            collectives.append(collective)
-    return TorchDump(rank, _groups_of(plain.get("pg_config")), tuple(collectives))
+    found = tuple(each for each in collectives if each is not None)
+    return TorchDump(rank, _groups_of(plain.get("pg_config")), found)
 
 
 def hanging(dumps: Sequence[TorchDump]) -> list[Hanging]:
     """The oldest collective of each group that some ranks are in and others are not, or in which all hang."""
-    by_group: dict[str, dict[int, dict[int, Collective]]] = {}
-    members: dict[str, set[int]] = {}
-    for dump in dumps:
+    by_group: dict[str, dict[int, dict[int, Collective]]] = defaultdict(lambda: defaultdict(dict))
+    members: dict[str, set[int]] = defaultdict(set)
+    for dump in sorted(dumps, key=lambda dump: dump.rank):
         for group, ranks in dump.groups.items():
-            members.setdefault(group, set()).update(ranks)
-        for collective in dump.collectives:
-            numbers = by_group.setdefault(collective.group, {})
-            numbers.setdefault(collective.number, {})[dump.rank] = collective
+            members[group].update(ranks)
+        for each in dump.collectives:
+            by_group[each.group][each.number][dump.rank] = each
     heard = {dump.rank for dump in dumps}
     found = []
     for group, numbers in sorted(by_group.items()):
-        called = {rank for entries in numbers.values() for rank in entries}
-        expected = members.get(group) or called
-        for number, entries in sorted(numbers.items()):
-            if all(entry.is_over for entry in entries.values()):
-                continue
-            names: dict[str, list[int]] = {}
-            for rank, entry in sorted(entries.items()):
-                if not entry.is_over:
-                    names.setdefault(entry.name, []).append(rank)
-            missing = tuple(sorted((expected & heard) - set(entries)))
-            named = {name: tuple(who) for name, who in names.items()}
-            found.append(Hanging(group, number, named, missing, tuple(sorted(expected - heard))))
-            break
+        expected = members[group] or {rank for called in numbers.values() for rank in called}
+        for number, called in sorted(numbers.items()):
+            names: dict[str, tuple[int, ...]] = {}
+            for rank, each in called.items():
+                if not each.is_over:
+                    names[each.name] = (*names.get(each.name, ()), rank)
+            if names:
+                missing = tuple(sorted((expected & heard) - set(called)))
+                unheard = tuple(sorted(expected - heard))
+                found.append(Hanging(group, number, names, missing, unheard))
+                break
     return found
 
 
@@ -157,7 +147,8 @@ def _collective_of(entry: Any) -> Collective | None:
         raise TypeError(
             "collective_seq_id, process_group, profiling_name or state has another type"
         )
-    return Collective(group, number, name, state, bool(entry.get("retired")))
+    # On the CPU torch leaves the state at "scheduled", also of what its watchdog has done with.
+    return Collective(group, number, name, state == "completed" or bool(entry.get("retired")))
 
 
 def _groups_of(config: Any) -> dict[str, tuple[int, ...]]:

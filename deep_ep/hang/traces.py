@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import re
+from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -83,11 +84,11 @@ def write_dump(
             f"and not be a part of 'verdict.hang.json'. Use a name such as {DEFAULT_PREFIX!r}."
         )
     files.make_folder(directory)
-    unheard = (
-        RankState(rank, verdict.num_ranks, verdict.buffer, process="unknown")
+    states = {
+        rank: states.get(rank)
+        or RankState(rank, verdict.num_ranks, verdict.buffer, process="unknown")
         for rank in range(verdict.num_ranks)
-    )
-    states = {state.rank: states.get(state.rank, state) for state in unheard}
+    }
     written: dict[Path, bytes] = {}
     global_ranks = _global_ranks(states, verdict.num_ranks)
     for rank, trace in _traces(states, verdict, global_ranks).items():
@@ -107,12 +108,11 @@ def _json(kind: str, plain: Mapping[str, Any]) -> bytes:
 def _global_ranks(states: Mapping[int, RankState], num_ranks: int) -> list[int]:
     """By rank; the ranks themselves where not all can be known."""
     known = {rank: state.global_rank for rank, state in states.items() if state.global_rank >= 0}
+    if len(set(known.values())) == num_ranks:
+        return [known[rank] for rank in range(num_ranks)]
     offsets = {value - rank for rank, value in known.items()}
-    ranks = range(num_ranks)
-    if len(known) == num_ranks and len(set(known.values())) == num_ranks:
-        return [known[rank] for rank in ranks]
-    offset = offsets.pop() if len(offsets) == 1 else 0
-    return [rank + max(0, offset) for rank in ranks]
+    offset = max(0, *offsets) if len(offsets) == 1 else 0
+    return [rank + offset for rank in range(num_ranks)]
 
 
 # ---- torch's format
@@ -121,14 +121,13 @@ def _global_ranks(states: Mapping[int, RankState], num_ranks: int) -> list[int]:
 def _traces(
     states: Mapping[int, RankState], verdict: HangVerdict, global_ranks: list[int]
 ) -> dict[int, dict[str, Any]]:
-    ranks = range(verdict.num_ranks)
     group = verdict.buffer or "deep_ep"
     entries = _entries(states, OPERATIONS, group)
     groups = {group: "deep_ep"}
     # What is numbered by itself is a group of its own, behind all operations; where a rank has none of these,
     # torch's tool would take its first barrier for the beginning of all.
     series = {call.series for state in states.values() for call in state.calls} - {OPERATIONS}
-    if all(entries[rank] for rank in ranks):
+    if all(entries.values()):
         for name in sorted(series):
             own = f"{group}/{name}"
             groups[own] = f"deep_ep {name}"
@@ -145,7 +144,7 @@ def _traces(
             "entries": entries[rank],
             "deep_ep": states[rank].plain(),
         }
-        for rank in ranks
+        for rank in states
     }
 
 
@@ -168,27 +167,27 @@ def _entries(
     does not name for what the rank has not called.
     """
     own = {rank: _entries_of(state, series, group) for rank, state in states.items()}
-    finished: dict[int, dict[str, Any]] = {}
-    for rank, state in states.items():
-        if not state.masked:
-            finished.update(
-                (entry["op_id"], entry) for entry in own[rank] if entry["state"] == "completed"
-            )
+    finished = {
+        number: {**entry, "frames": []}
+        for rank, state in states.items()
+        if not state.masked
+        for number, entry in own[rank].items()
+        if entry["state"] == "completed"
+    }
     for rank, state in states.items():
         if state.process != "alive":
-            proven = {number: {**entry, "frames": []} for number, entry in finished.items()}
-            said = {entry["op_id"]: entry for entry in own[rank]}
-            own[rank] = [entry for _, entry in sorted({**said, **proven}.items())]
-    return own
+            own[rank].update(finished)
+    return {rank: [said[number] for number in sorted(said)] for rank, said in own.items()}
 
 
-def _entries_of(state: RankState, series: str, group: str) -> list[dict[str, Any]]:
-    by_number: dict[int, list[NumberedCall]] = {}
+def _entries_of(state: RankState, series: str, group: str) -> dict[int, dict[str, Any]]:
+    """By number."""
+    by_number: dict[int, list[NumberedCall]] = defaultdict(list)
     for call in numbered(state, series):
-        by_number.setdefault(call.number, []).append(call)
-    return [
-        _entry(number, calls, group, state.num_ranks) for number, calls in sorted(by_number.items())
-    ]
+        by_number[call.number].append(call)
+    return {
+        number: _entry(number, calls, group, state.num_ranks) for number, calls in by_number.items()
+    }
 
 
 def _entry(number: int, calls: list[NumberedCall], group: str, num_ranks: int) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 
 from deep_ep.hang.activity import ThreadActivity, call_of, doing
 from deep_ep.hang.cause import Accused, Edge, HangCause, HangVerdict, Kind, MismatchSide
-from deep_ep.hang.graph import components, reaching, shortest_path
+from deep_ep.hang.graph import attracting_components, reaching, shortest_path
 from deep_ep.hang.mismatch import odd_ranks, sides_across, sides_at
 from deep_ep.hang.rank_calls import (
     CONSTRUCTION,
@@ -429,18 +429,16 @@ class _Case:
     def _close_circles(self) -> None:
         """Ranks that wait for each other, and for nothing else."""
         ends = set().union(*(draft.waiters for draft in self.drafts.values()))
-        for ranks in components(self.links):
-            inside = {rank: self.links.get(rank, set()) & set(ranks) for rank in ranks}
-            leaves = any(self.links.get(rank, set()) - set(ranks) for rank in ranks)
-            if leaves or ends & set(ranks) or not any(inside.values()):
-                continue
-            self._add_circle(inside)
+        for ranks in attracting_components(self.links):
+            inside = {rank: self.links.get(rank, set()) for rank in ranks}
+            if any(inside.values()) and not ends & set(ranks):
+                self._add_circle(inside)
 
     def _add_circle(self, inside: Mapping[int, set[int]]) -> None:
-        slots = {
-            rank: {e.owed for e in self.edges if e.waiter == rank and e.what == "slots"} & targets
-            for rank, targets in inside.items()
-        }
+        slots: dict[int, set[int]] = {rank: set() for rank in inside}
+        for edge in self.edges:
+            if edge.what == "slots" and edge.owed in inside.get(edge.waiter, ()):
+                slots[edge.waiter].add(edge.owed)
         waits = min(
             (edge for edge in self.edges if edge.waiter in inside), key=lambda edge: edge.number
         )

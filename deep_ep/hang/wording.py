@@ -1,8 +1,9 @@
-"""A verdict in words: a line for the log, and a text with the evidence and what to do."""
+"""A verdict in words: a line for the log, and a text with the evidence and what to do. `_ROWS` has a row per kind."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Callable
 
 from deep_ep.errors import ranks_text
@@ -11,50 +12,23 @@ from deep_ep.hang.cause import Accused, HangCause, HangVerdict, Kind, MismatchSi
 from deep_ep.hang.rank_calls import CONSTRUCTION, DESTRUCTION, OPERATIONS
 from deep_ep.hang.states import Frame
 
-# What each kind is called: titles of tables, and between what nothing can be decided.
-TITLES: Mapping[Kind, str] = {
-    "gone": "process gone",
-    "ended": "ended in order",
-    "stopped": "process stopped",
-    "unreachable": "host unreachable",
-    "busy": "process busy (holds the GIL)",
-    "not_called": "has not called the operation",
-    "host_in_call": "host in the call, no kernel",
-    "other_buffer": "in another buffer",
-    "not_started": "kernel has not started",
-    "not_sent": "entered, has not sent",
-    "not_arrived": "sent, has not arrived",
-    "circle": "circle of waits for slots",
-    "mismatch": "another operation, or other sizes",
-    "given_up": "has given the operation up",
-    "unknown": "cannot be known",
-}
 
-_ADVICE: Mapping[Kind, str] = {
-    "gone": "Read that rank's own log first; then end the job, or build a new Buffer on a group of those that "
-    "live.",
-    "ended": "All ranks must make the same number of calls: see why that rank left its loop early.",
-    "stopped": "Let it go on (kill -CONT PID), or end the job.",
-    "unreachable": "Check that host and its links; end the job if it does not come back.",
-    "busy": "See what holds its interpreter (py-spy dump --native --pid PID); a C extension that takes long has "
-    "to release the GIL.",
-    "not_called": "See what it does there: if it is only slow, warm up before the first operation or raise "
-    "DEEP_EP_TIMEOUT_S; else make all ranks call the same operations.",
-    "host_in_call": "See where its host waits in that call; if nothing there moves, report it with the dump.",
-    "other_buffer": "All ranks must use their buffers in the same order.",
-    "not_started": "See what runs before it on that stream and what holds the SMs: another kernel that waits "
-    "for a rank, such as a collective, may not be in front of it.",
-    "not_sent": "Look at the GPU of that rank (nvidia-smi, dmesg for Xid errors); report it with the dump.",
-    "not_arrived": "Check the links between these ranks (nvidia-smi nvlink -s, ibstat, dmesg); all ranks must "
-    "be able to write to all others.",
-    "circle": "Report it with the dump: queues must never wait for each other. A larger Config, with more slots, "
-    "avoids it.",
-    "mismatch": "All ranks must call the same operations with the same sizes in the same order: compare the "
-    "places named here.",
-    "given_up": "Read the error on that rank first.",
-    "unknown": "Look at the process on its host (py-spy dump --pid PID).",
-}
-# Instead of that, for what a rank that has not called is seen to do.
+@dataclass(frozen=True)
+class KindRow:
+    """A kind of cause in words.
+
+    Attributes:
+        title: in tables, and between what nothing can be decided.
+        claim: says it of the ranks or paths that a cause names.
+        advice: what to do; PID stands for the process of the first of them.
+    """
+
+    title: str
+    claim: Callable[[HangCause], str]
+    advice: str
+
+
+# Instead of its own advice, for what a rank that has not called is seen to do.
 _ADVICE_WHILE = {
     "compiling": "Compile before the first operation, on all ranks, or raise DEEP_EP_TIMEOUT_S.",
     "initialising": "Have all ranks initialise before the first operation, or raise DEEP_EP_TIMEOUT_S.",
@@ -97,7 +71,7 @@ def text(verdict: HangVerdict) -> str:
 
 def sentence(cause: HangCause) -> str:
     """A cause and its evidence, without a full stop."""
-    parts = [_WHAT[cause.kind](cause), *_evidence(cause), *_waiting(cause)]
+    parts = [_ROWS[cause.kind].claim(cause), *_evidence(cause), *_waiting(cause)]
     return "; ".join(part for part in parts if part)
 
 
@@ -106,12 +80,12 @@ def advice(cause: HangCause) -> str:
     if cause.kind != "not_called" or cause.between:
         kind: Kind = "unknown" if cause.between else cause.kind
         pid = next((accused.pid for accused in cause.accused if accused.pid), None)
-        return _ADVICE[kind].replace("PID", str(pid) if pid else "PID")
+        return _ROWS[kind].advice.replace("PID", str(pid) if pid else "PID")
     if any(accused.raised for accused in cause.accused):
         return _RAISED
     if cause.hook:
         return _HOOK
-    return _ADVICE_WHILE.get(cause.doing.what if cause.doing else "", _ADVICE["not_called"])
+    return _ADVICE_WHILE.get(cause.doing.what if cause.doing else "", _ROWS["not_called"].advice)
 
 
 def doing_text(doing: ThreadActivity, whose: str = "its") -> str:
@@ -278,32 +252,101 @@ def _choice(choices: list[str]) -> str:
     return " or ".join([", ".join(choices[:-1]), choices[-1]] if len(choices) > 1 else choices)
 
 
-_WHAT: Mapping[Kind, Callable[[HangCause], str]] = {
-    "gone": lambda cause: _process(cause, "dead: the process is gone"),
-    "ended": _ended,
-    "stopped": lambda cause: _process(cause, "stopped"),
-    "unreachable": lambda cause: _process(cause, "on a host that cannot be reached"),
-    "busy": lambda cause: (
-        f"{_who(cause)} {_verb(cause.ranks, 'is')} busy: {_its(cause)} process runs, and something in it does "
-        f"not release the GIL{_places(cause)}"
+_ROWS: Mapping[Kind, KindRow] = {
+    "gone": KindRow(
+        "process gone",
+        lambda cause: _process(cause, "dead: the process is gone"),
+        "Read that rank's own log first; then end the job, or build a new Buffer on a group of those that "
+        "live.",
     ),
-    "not_called": _not_called,
-    "host_in_call": _host_in_call,
-    "other_buffer": lambda cause: (
-        f"{_who(cause)} {_verb(cause.ranks, 'is')} in {cause.elsewhere} and has not called {_operation(cause)}"
+    "ended": KindRow(
+        "ended in order",
+        _ended,
+        "All ranks must make the same number of calls: see why that rank left its loop early.",
     ),
-    "not_started": lambda cause: _has(
-        cause,
-        f"called {_operation(cause)} and {_its(cause)} kernel has not started: the stream is busy, or its "
-        "SMs are taken",
+    "stopped": KindRow(
+        "process stopped",
+        lambda cause: _process(cause, "stopped"),
+        "Let it go on (kill -CONT PID), or end the job.",
     ),
-    "not_sent": _not_sent,
-    "not_arrived": _not_arrived,
-    "circle": _circle,
-    "mismatch": _mismatch,
-    "given_up": lambda cause: _has(cause, f"given up {_operation(cause)}"),
-    "unknown": _unknown,
+    "unreachable": KindRow(
+        "host unreachable",
+        lambda cause: _process(cause, "on a host that cannot be reached"),
+        "Check that host and its links; end the job if it does not come back.",
+    ),
+    "busy": KindRow(
+        "process busy (holds the GIL)",
+        lambda cause: (
+            f"{_who(cause)} {_verb(cause.ranks, 'is')} busy: {_its(cause)} process runs, and something in it does "
+            f"not release the GIL{_places(cause)}"
+        ),
+        "See what holds its interpreter (py-spy dump --native --pid PID); a C extension that takes long has "
+        "to release the GIL.",
+    ),
+    "not_called": KindRow(
+        "has not called the operation",
+        _not_called,
+        "See what it does there: if it is only slow, warm up before the first operation or raise "
+        "DEEP_EP_TIMEOUT_S; else make all ranks call the same operations.",
+    ),
+    "host_in_call": KindRow(
+        "host in the call, no kernel",
+        _host_in_call,
+        "See where its host waits in that call; if nothing there moves, report it with the dump.",
+    ),
+    "other_buffer": KindRow(
+        "in another buffer",
+        lambda cause: (
+            f"{_who(cause)} {_verb(cause.ranks, 'is')} in {cause.elsewhere} and has not called {_operation(cause)}"
+        ),
+        "All ranks must use their buffers in the same order.",
+    ),
+    "not_started": KindRow(
+        "kernel has not started",
+        lambda cause: _has(
+            cause,
+            f"called {_operation(cause)} and {_its(cause)} kernel has not started: the stream is busy, or its "
+            "SMs are taken",
+        ),
+        "See what runs before it on that stream and what holds the SMs: another kernel that waits for a rank,"
+        " such as a collective, may not be in front of it.",
+    ),
+    "not_sent": KindRow(
+        "entered, has not sent",
+        _not_sent,
+        "Look at the GPU of that rank (nvidia-smi, dmesg for Xid errors); report it with the dump.",
+    ),
+    "not_arrived": KindRow(
+        "sent, has not arrived",
+        _not_arrived,
+        "Check the links between these ranks (nvidia-smi nvlink -s, ibstat, dmesg); all ranks must be able to"
+        " write to all others.",
+    ),
+    "circle": KindRow(
+        "circle of waits for slots",
+        _circle,
+        "Report it with the dump: queues must never wait for each other. A larger Config, with more slots, "
+        "avoids it.",
+    ),
+    "mismatch": KindRow(
+        "another operation, or other sizes",
+        _mismatch,
+        "All ranks must call the same operations with the same sizes in the same order: compare the places "
+        "named here.",
+    ),
+    "given_up": KindRow(
+        "has given the operation up",
+        lambda cause: _has(cause, f"given up {_operation(cause)}"),
+        "Read the error on that rank first.",
+    ),
+    "unknown": KindRow(
+        "cannot be known",
+        _unknown,
+        "Look at the process on its host (py-spy dump --pid PID).",
+    ),
 }
+# Titles of tables, by kind.
+TITLES: Mapping[Kind, str] = {kind: row.title for kind, row in _ROWS.items()}
 
 
 # ---- what stands behind it

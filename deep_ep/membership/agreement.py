@@ -13,7 +13,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Callable
 
-from deep_ep.base.ranks import Decision, Key, Message, Progress, key_of, progress_of, rank_of
+from deep_ep.base.ranks import Decision, Key, Progress, rank_of
+from deep_ep.hang import messages
+from deep_ep.hang.messages import Handlers, Message
 
 # All of these are chosen. How long rank 0 waits for ranks to say where they are: where that decides
 # who is named, and where it does not; for others that die with the first; and for the report of the
@@ -144,33 +146,15 @@ class Arbiter:
 
     # ---- what it hears
 
-    def handle(self, rank: int, message: Message) -> None:
-        """What a rank says.
-
-        Raises:
-            ValueError, TypeError, KeyError: that is none of the messages there are.
-        """
-        type_ = message["type"]
-        if type_ == "report":
-            key = key_of(message["key"])
-            missing = {rank_of(other, self._num_ranks) for other in message["missing"]}
-            if message.get("masks") and rank in self._masked:
-                # Everybody goes on without it, so it misses everybody.
-                self._send(rank, {"type": "undecided", "key": list(key)})
-                return
-            self._report(rank, key, str(message["failure"]), missing)
-            if message.get("masks") and key in self._rounds:
-                self._rounds[key].masks = True
-        elif type_ == "progress":
-            self._progress(rank, int(message["round"]), progress_of(message["at"]))
-        elif type_ == "left":
-            self._leave(rank, int(message["closed"]), bool(message.get("parts", False)))
-        elif type_ == "back":
-            self._masked.discard(rank)
-        elif type_ == "unwatched":
-            self.unwatch(rank)
-        else:
-            raise ValueError(f"type is {type_!r}")
+    def handlers(self) -> Handlers[int]:
+        """Of what ranks say to it."""
+        return {
+            messages.FailureReport: self._report,
+            messages.ProgressAnswer: self._progress,
+            messages.Leaving: self.leave,
+            messages.Unmasked: lambda rank, _: self._masked.discard(rank),
+            messages.Unwatched: lambda rank, _: self.unwatch(rank),
+        }
 
     def lose(self, rank: int, how: str) -> None:
         """The connection to a rank has ended, although it had not said so before."""
@@ -179,7 +163,7 @@ class Arbiter:
             return
         self.dead[rank] = how
         self._settled = self._now() + _SETTLE_S
-        self._tell({"type": "dead", "rank": rank, "how": how})
+        self._tell(messages.RankDied(rank, how))
         self._look()
 
     def unwatch(self, rank: int) -> None:
@@ -191,24 +175,31 @@ class Arbiter:
         """Ranks that are not there to be asked."""
         return (self.dead.keys() | self.left.keys()) - self.parting
 
-    def _leave(self, rank: int, closed: int, parts: bool) -> None:
+    def leave(self, rank: int, message: messages.Leaving) -> None:
+        """A rank ends in order."""
         self.parting.discard(rank)
         if rank in self.left:  # it has come to the end of destroy()
             return
-        if parts:
+        if message.parts:
             self.parting.add(rank)
-        self.left[rank] = closed
-        self._tell({"type": "left", "rank": rank, "closed": closed, "parts": parts})
+        self.left[rank] = message.closed
+        self._tell(messages.RankLeft(rank, message.closed, message.parts))
         self._look()
 
-    def _report(self, rank: int, key: Key, failure: str, missing: set[int]) -> None:
+    def _report(self, rank: int, report: messages.FailureReport) -> None:
+        key, failure = report.key, report.failure
+        missing = {rank_of(other, self._num_ranks) for other in report.missing}
+        if report.masks and rank in self._masked:
+            # Everybody goes on without it, so it misses everybody.
+            self._send(rank, messages.Undecided(key))
+            return
         if failure == "other":
             # Whoever asks because this rank gave up is told that nobody is missing.
             self._remember(key, self._decisions.get(key))
             return
         decision = self._decisions.get(key)
         if decision is not None:
-            self._send(rank, decision.message())
+            self._send(rank, decision)
             return
         if failure == "abandoned" and key not in self._rounds:
             self._abandoned.setdefault(key, set()).add(rank)
@@ -216,18 +207,19 @@ class Arbiter:
             self._call_later(delay_s, lambda: self._leave_undecided(rank, key))
             return
         opened = self._rounds.get(key) or self._open(key)
+        opened.masks = opened.masks or report.masks
         # Of "abandoned" they are those who gave up before, who need not owe it anything.
         opened.missed.setdefault(rank, set()).update(
             missing - {rank} if failure == "timeout" else ()
         )
         self._look()
 
-    def _progress(self, rank: int, number: int, at: Progress) -> None:
+    def _progress(self, rank: int, answer: messages.ProgressAnswer) -> None:
         for owed in self._unanswered.pop(rank, ()):
             self._send(rank, owed)
         for opened in self._rounds.values():
-            if opened.number == number:
-                opened.progress[rank] = at
+            if opened.number == answer.round:
+                opened.progress[rank] = answer.at
         self._look()
 
     # ---- rounds
@@ -245,7 +237,7 @@ class Arbiter:
                 opened.asked.add(rank)
                 self._unanswered.setdefault(rank, deque(maxlen=_KEPT))
         for rank in sorted(opened.asked):
-            self._send(rank, {"type": "ask", "round": opened.number})
+            self._send(rank, messages.AskProgress(opened.number))
         for delay_s in (_SETTLE_S, _OTHERS_S, _ANSWERS_S):
             self._call_later(delay_s, self._look)
         return opened
@@ -320,7 +312,7 @@ class Arbiter:
                 self._masked.update(decision.culprits)
             self._failed.update(decision.waiting)
             self._newest = max(self._newest, key.op)
-        self._tell(decision.message())
+        self._tell(decision)
 
     def _remember(self, key: Key, decision: Decision | None) -> None:
         self._decisions[key] = decision
@@ -331,7 +323,7 @@ class Arbiter:
         # If there was a reason after all, everybody is or will be told.
         if key not in self._rounds and self._decisions.get(key) is None:
             self._abandoned.pop(key, None)
-            self._send(rank, {"type": "undecided", "key": list(key)})
+            self._send(rank, messages.Undecided(key))
 
     def _tell(self, message: Message) -> None:
         """To all ranks; to those that do not answer, once they do, lest messages to a stopped one pile up."""

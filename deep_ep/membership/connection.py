@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import os
 import socket
-from typing import Any
 
-from deep_ep.hang import plain_json
+from deep_ep.hang import messages
+from deep_ep.hang.messages import Message
 
 # Of a message, bytes: what is told about 1024 ranks takes a twentieth of it.
 _LONGEST = 1 << 20
@@ -33,14 +32,7 @@ _NO_ROUTE = {
 }
 
 # What it can raise to read a message that is none. Whoever reads one drops the connection then, and nothing else.
-NOT_UNDERSTOOD = (
-    ValueError,
-    TypeError,
-    LookupError,
-    AttributeError,
-    OverflowError,
-    RecursionError,
-)
+NOT_UNDERSTOOD = (ValueError, LookupError)
 
 # Host and port.
 Address = tuple[str, int]
@@ -80,13 +72,13 @@ class Connection:
         """Whether `flush` is to be called when the connection takes data again."""
         return bool(self._unsent)
 
-    def send(self, message: dict[str, Any]) -> None:
+    def send(self, message: Message) -> None:
         """Sends a message; does not wait.
 
         Raises:
             ConnectionClosed: the other end is gone, or has read nothing for long.
         """
-        self.send_bytes(json.dumps(message, separators=(",", ":")).encode() + b"\n")
+        self.send_bytes(messages.encode(message) + b"\n")
 
     def send_bytes(self, data: bytes) -> None:
         """Sends bytes as they are; does not wait.
@@ -136,7 +128,7 @@ class Connection:
         taken, self._unread = bytes(self._unread), bytearray()
         return taken
 
-    def receive(self) -> list[dict[str, Any]]:
+    def receive(self) -> list[Message]:
         """The messages that have arrived in full.
 
         Raises:
@@ -162,7 +154,7 @@ class Connection:
             if len(self._unread) > _LONGEST:
                 return self._messages()
 
-    def exchange(self) -> list[dict[str, Any]]:
+    def exchange(self) -> list[Message]:
         """Sends what it can, and returns what has arrived; what the other end still sent before it closed, too.
 
         Raises:
@@ -182,24 +174,12 @@ class Connection:
             self._end = ConnectionClosed("host" if error.errno in _NO_ROUTE else "process")
         return self._end
 
-    def _messages(self) -> list[dict[str, Any]]:
+    def _messages(self) -> list[Message]:
         *complete, rest = self._unread.split(b"\n")
         if any(len(line) > _LONGEST for line in (*complete, rest)):
             raise ValueError(f"a message has more than {_LONGEST} bytes")
         self._unread = bytearray(rest)
-        return [_message_of(line) for line in complete]
-
-
-def _message_of(line: bytes | bytearray) -> dict[str, Any]:
-    """The message of a line.
-
-    Raises:
-        ValueError: it is none.
-    """
-    message = plain_json.loads(line)
-    if not isinstance(message, dict):
-        raise ValueError("a message is no object")  # noqa: TRY004 - of the text, not of an argument
-    return message
+        return [messages.decode(line) for line in complete]
 
 
 class Wakeup:

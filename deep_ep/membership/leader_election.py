@@ -10,13 +10,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Callable
 
 if TYPE_CHECKING:
-    from deep_ep.base.ranks import Message
+    from deep_ep.hang.messages import Message
 
 # How long a rank may take to begin an inquiry, and to come to a verdict. Chosen.
 _BEGIN_S, _VERDICT_S = 0.5, 2.0
-
-# What a rank wants from who leads.
-REQUESTS = ("stuck", "dump")
 
 
 class LeaderElection:
@@ -45,7 +42,7 @@ class LeaderElection:
         self._turn = 0
 
     def request(self, message: Message) -> None:
-        """Asks for an inquiry; `type` is one of `REQUESTS`."""
+        """Asks for an inquiry, with an `InquiryRequest` or a `DumpRequest`."""
         self._pending.append(message)
         self._pass_over()
         self._ask(self._leader, message)

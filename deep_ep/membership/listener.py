@@ -1,7 +1,7 @@
 """A TCP listener that lets in only ranks of its own buffer.
 
-Rank 0 opens one while a buffer is made (coordinator.py), and every other rank opens one for as long as the buffer
-lives (peers.py). Any program that reaches the port can connect, so whoever connects must first send a greeting:
+Rank 0 opens one while a buffer is made, and every other rank opens one for as long as the buffer lives
+(coordinator.py). Any program that reaches the port can connect, so whoever connects must first send a greeting:
 the buffer's secret token and its rank, in a fixed number of bytes. The token is compared before anything else in
 the greeting is read, and nothing behind it is read before. Who sends a wrong greeting, or none within
 `GREETING_TIMEOUT_S`, is disconnected.
@@ -15,6 +15,7 @@ import socket
 import time
 from typing import TYPE_CHECKING, Callable
 
+from deep_ep.hang.messages import Welcome
 from deep_ep.membership.connection import Connection, ConnectionClosed
 
 if TYPE_CHECKING:
@@ -103,7 +104,7 @@ class ConnectionListener:
             if received is None:
                 return
             rank = self._greeting_rank(received)
-            connection.send({"type": "welcome"})
+            connection.send(Welcome())
         except (ConnectionClosed, ValueError):
             self._disconnect(connection)
             return

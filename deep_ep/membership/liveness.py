@@ -21,11 +21,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Callable, NamedTuple
 
-from deep_ep.base.ranks import Decision, Key, Message, Progress, RankPlace, key_of
-from deep_ep.base.rules import COMBINE, DISPATCH, NORMAL_COMBINE, NORMAL_DISPATCH
+from deep_ep.base.ranks import Decision, Key, Progress, RankPlace
+from deep_ep.base.rules import NUMBERED_TOGETHER
 from deep_ep.errors import ranks_text
-from deep_ep.hang import dump_requests, hang_watch
+from deep_ep.hang import dump_requests, hang_watch, messages
 from deep_ep.hang.hang_watch import HangWatch
+from deep_ep.hang.messages import Dispatcher, Failure, Message
 from deep_ep.membership import agreement, rendezvous
 from deep_ep.membership.connection import Address
 from deep_ep.membership.coordinator import Coordinator, CoordinatorClient
@@ -35,13 +36,14 @@ if TYPE_CHECKING:
     from deep_ep._cpu import Runtime as NativeRuntime
     from deep_ep.hang.recorder import Recorder
 
-# Of both modes; the others are numbered each by itself.
-_NUMBERED_TOGETHER = (DISPATCH, COMBINE, NORMAL_DISPATCH, NORMAL_COMBINE)
 
 # Pauses between looks whether this rank has finished what another one finished before it ended, and
 # decisions that are kept. Chosen.
 _FIRST_LOOK_S, _LAST_LOOK_S = 0.05, 0.4
 _KEPT = 64
+
+# Says something to the rank that sent a message.
+Answer = Callable[[Message], None]
 
 # Coordinators of ranks in this process, from the moment rank 0 makes one until all have joined.
 _coordinators: dict[str, Coordinator] = {}
@@ -82,6 +84,19 @@ class Liveness:
         self.parted: set[int] = set()
         self.alone = True
         self.hangs = HangWatch(rank, self._say)
+        self._dispatch: Dispatcher[Answer] = Dispatcher(
+            {
+                messages.AskProgress: lambda answer, asked: answer(
+                    messages.ProgressAnswer(asked.round, self.progress())
+                ),
+                Decision: lambda _, decision: self._take(decision),
+                messages.Undecided: lambda _, message: self._remember(message.key, None),
+                messages.RankDied: lambda _, message: self._take_death(message),
+                messages.RankLeft: lambda _, message: self._take_leave(message),
+                messages.Inspect: self._inspect,
+            },
+            {class_: self._locked(handle) for class_, handle in self.hangs.handlers().items()},
+        )
         self.may_mask = may_mask
 
     def agree(self, failure: Mapping[str, Any]) -> Decision | None:
@@ -93,17 +108,18 @@ class Liveness:
         Returns:
             `None` if nobody is missing, or if nothing is known beyond the failure itself.
         """
-        missing = [rank for rank in failure["ranks"] if rank != self.rank]
-        reason = failure["reason"] if failure["reason"] in ("timeout", "abandoned") else "other"
-        report = {"type": "report", "failure": reason, "missing": missing}
-        key = _key_of(failure)
+        missing = tuple(rank for rank in failure["ranks"] if rank != self.rank)
+        reason: Failure = "other"
+        if failure["reason"] in ("timeout", "abandoned"):
+            reason = failure["reason"]
+        report = messages.FailureReport(_key_of(failure), reason, missing)
         if reason == "other":
-            self._say({**report, "key": key})
+            self._say(report)
         if reason == "other" or not missing:
             return None
-        decision = self._ask(key, report, agreement.LONGEST_S)
+        decision = self._ask(report)
         if decision is None and reason == "timeout":
-            decision = self._own_view(key, missing)
+            decision = self._own_view(report.key, missing)
         return decision
 
     def agree_on_masked(self, key: Key, missing: Sequence[int]) -> Decision | None:
@@ -119,23 +135,25 @@ class Liveness:
         """
         if set(missing) <= self.dead.keys() | self.left.keys():
             return agreement.decide(key, {self.rank: missing}, {}, self.dead, self.left)
-        report = {"type": "report", "failure": "timeout", "missing": list(missing), "masks": True}
-        decision = self._ask(key, report, agreement.LONGEST_S)
+        decision = self._ask(messages.FailureReport(key, "timeout", tuple(missing), masks=True))
         if self.alone or key in self._decisions:
             return decision if decision is None or self.rank not in decision.culprits else None
         return self._own_view(key, missing)
 
     def come_back(self) -> None:
         """This rank masks nobody any more, and others may wait for it again."""
-        self._say({"type": "back"})
+        self._say(messages.Unmasked())
 
-    def _ask(self, key: Key, report: Message, longest_s: float) -> Decision | None:
+    def _ask(self, report: messages.FailureReport) -> Decision | None:
         """Reports to rank 0, and waits for what it decides."""
+        key = report.key
         with self._changed:
             if self._decisions.get(key) is None:
                 self._decisions.pop(key, None)
-                self._say({**report, "key": key})
-                self._changed.wait_for(lambda: self.alone or key in self._decisions, longest_s)
+                self._say(report)
+                self._changed.wait_for(
+                    lambda: self.alone or key in self._decisions, agreement.LONGEST_S
+                )
             return self._decisions.get(key)
 
     def part(self) -> None:
@@ -148,7 +166,7 @@ class Liveness:
             for rank in self.parted - self.dead.keys():
                 if self._native is not None:
                     self._native.mark_gone(rank, is_gone=False)
-        self._say({"type": "left", "closed": closed, "parts": True})
+        self._say(messages.Leaving(closed, parts=True))
 
     def close(self) -> None:
         """Says goodbye; does not wait. May be repeated, and be called by a destructor."""
@@ -225,39 +243,41 @@ class Liveness:
         """Where other ranks reach this one if rank 0 does not answer; `None`: nowhere."""
         return self.loop.address if self.loop is not None else None
 
-    def handle(self, message: Message, answer: Callable[[Message], None] | None = None) -> None:
+    def handle(self, message: Message, answer: Answer) -> None:
         """What rank 0 says, or who leads an inquiry in its place.
 
         Args:
-            message: of many types.
-            answer: says something to that rank; `None`: it is rank 0.
+            message: for which there is a handler.
+            answer: says something to that rank.
 
         Raises:
-            ValueError, TypeError, KeyError: that is none of the messages there are.
+            ValueError: there is none, or it says what cannot be.
         """
-        type_ = message["type"]
-        if type_ == "look" and self.loop is not None:
-            self.loop.aside(lambda: self.hangs.look_at(message), answer or self._say)
-        elif type_ in hang_watch.TYPES:
+        self._dispatch(answer, message)
+
+    def _locked(self, handle: Callable[[Answer, Any], None]) -> Callable[[Answer, Any], None]:
+        """With what the rank says of itself."""
+
+        def run(answer: Answer, message: Any) -> None:
             with self._native_lock:
-                self.hangs.handle(message, answer or self._say)
-        elif type_ == "ask":
-            self._say({"type": "progress", "round": int(message["round"]), "at": self.progress()})
-        elif type_ == "decision":
-            self._take(Decision.of(message))
-        elif type_ == "undecided":
-            self._remember(key_of(message["key"]), None)
-        elif type_ == "dead":
-            self.dead[int(message["rank"])] = str(message["how"])
-            self.hangs.look_at_end(int(message["rank"]))
-            self._mark_gone(int(message["rank"]))
-        elif type_ == "left":
-            self.left[int(message["rank"])] = int(message["closed"])
-            if message["parts"]:
-                self.parted.add(int(message["rank"]))
-            self._mark_left_later(int(message["rank"]), _FIRST_LOOK_S)
-        else:
-            raise ValueError(f"type is {type_!r}")
+                handle(answer, message)
+
+        return run
+
+    def _inspect(self, answer: Answer, asked: messages.Inspect) -> None:
+        if self.loop is not None:
+            self.loop.aside(lambda: self.hangs.inspect(asked), answer)
+
+    def _take_death(self, message: messages.RankDied) -> None:
+        self.dead[message.rank] = message.how
+        self.hangs.look_at_end(message.rank)
+        self._mark_gone(message.rank)
+
+    def _take_leave(self, message: messages.RankLeft) -> None:
+        self.left[message.rank] = message.closed
+        if message.parts:
+            self.parted.add(message.rank)
+        self._mark_left_later(message.rank, _FIRST_LOOK_S)
 
     def lose(self, how: str) -> None:
         """The connection to rank 0 has ended; `how` as in `Decision.dead`, empty if that tells nothing."""
@@ -267,7 +287,7 @@ class Liveness:
         if how and 0 not in self.left:
             with self._native_lock:
                 self.hangs.lose_rank_0("unreachable" if how == "host" else "gone", self.left)
-            self.handle({"type": "dead", "rank": 0, "how": how})
+            self._take_death(messages.RankDied(0, how))
             if self.loop is not None:
                 self.loop.lose_rank_0()
 
@@ -466,7 +486,7 @@ def withdraw(own: Offer | None) -> None:
 def _key_of(failure: Mapping[str, Any]) -> Key:
     """What a decision on a failure is about; ranks that were given up count by who gave them up."""
     operation = failure["operation"]
-    if operation not in _NUMBERED_TOGETHER:
+    if operation not in NUMBERED_TOGETHER:
         return Key(operation, failure["op"])
     newest: int = failure["op"]
     if failure["reason"] == "abandoned":

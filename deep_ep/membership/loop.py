@@ -19,7 +19,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Callable, Protocol, TypeVar
 
-from deep_ep.base.ranks import Message, Progress, RankPlace
+from deep_ep.base.ranks import Progress, RankPlace
+from deep_ep.hang.messages import Message
 from deep_ep.membership.connection import Address, Connection, Wakeup
 
 # How long the end of a process waits for its last words to be sent; chosen.
@@ -47,7 +48,7 @@ class Member(Protocol):
     def progress(self) -> Progress:
         """Where this rank is."""
 
-    def handle(self, message: Message, answer: Callable[[Message], None] | None = None) -> None:
+    def handle(self, message: Message, answer: Callable[[Message], None]) -> None:
         """What rank 0 says, or who leads in its place; `answer` says something to that rank."""
 
     def lose(self, how: str) -> None:

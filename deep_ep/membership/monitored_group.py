@@ -12,23 +12,22 @@ Any program may write on a board. What stands there is checked and used for thes
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import socket
 import sys
 import threading
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from deep_ep.base import env
+from deep_ep.base import codec, env
 from deep_ep.errors import EPError, EPTimeoutError
 from deep_ep.group import Group, board_of
 from deep_ep.hang import recorder, stacks, wording
 from deep_ep.hang.cause import HangVerdict
 from deep_ep.hang.rank_calls import CONSTRUCTION
-from deep_ep.hang.states import Process, RankState, Thread, Waits, known_fields
+from deep_ep.hang.states import Process, RankState, Thread, Waits
 from deep_ep.hang.verdict import judge
 
 T = TypeVar("T")
@@ -66,8 +65,8 @@ class Arrival:
         if text is None or len(text) > _MOST_CHARACTERS:
             return None
         try:
-            return Arrival(**known_fields(Arrival, json.loads(text)))
-        except (ValueError, TypeError, RecursionError):
+            return codec.from_plain(Arrival, codec.loads(text.encode()), is_strict=False)
+        except ValueError:
             return None
 
 
@@ -166,10 +165,10 @@ class MonitoredGroup:
                 self._read_from = self._board.apart()
 
     def _arrive(self) -> None:
-        self._arrival = Arrival(**{**asdict(self._arrival), "exchange": self._arrival.exchange + 1})
+        self._arrival = replace(self._arrival, exchange=self._arrival.exchange + 1)
         if self._board is not None:
             try:
-                self._board.put(self.rank, json.dumps(asdict(self._arrival)))
+                self._board.put(self.rank, codec.encode(self._arrival).decode())
             except (RuntimeError, OSError):  # the exchange itself will say what is wrong
                 self._board = None
 

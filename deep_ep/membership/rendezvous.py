@@ -8,13 +8,15 @@ it is used: another version, or another program, can be wrong, but it cannot be 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Callable, TypeVar
+from typing import Any, Callable, Optional, TypeVar
 
+from deep_ep.base import codec
 from deep_ep.base.ranks import RankPlace
 from deep_ep.errors import EPArgumentError, EPError, EPTimeoutError, EPTransportError, ranks_text
 from deep_ep.group import Group
@@ -29,13 +31,16 @@ _MOST_CHARACTERS = 1 << 20
 class RankFacts:
     """What a rank says about itself before anything is allocated.
 
-    `agreed` holds what must be equal on all ranks. `error` is why this rank cannot take part.
+    Attributes:
+        host, pid: where it runs.
+        agreed: what must be equal on all ranks, in words.
+        error: why this rank cannot take part.
     """
 
     host: str
     pid: int
-    agreed: Mapping[str, Any]
-    error: str | None = None
+    agreed: Mapping[str, str]
+    error: Optional[str] = None  # noqa: UP045 - read by the codec, also in Python 3.9
 
     @property
     def place(self) -> RankPlace:
@@ -57,22 +62,29 @@ def exchange_facts(
     mine = RankFacts(
         socket.gethostname(),
         os.getpid(),
-        {name: _plain(value) for name, value in agreed.items()},
+        {name: repr(value) for name, value in agreed.items()},
         None if error is None else str(error),
     )
     try:
-        said = _exchange(group, vars(mine), _FACTS)
+        facts = _exchange(group, mine)
     except (EPTimeoutError, EPTransportError):
         if error is not None:
             raise error from None
         raise
     if error is not None:
         raise error
-    facts = [RankFacts(**fields) for fields in said]
     _raise_first_error("Buffer", [fact.error for fact in facts], EPArgumentError)
     for name in agreed:
-        _require_equal(name, [fact.agreed.get(name) for fact in facts])
+        _require_equal(name, [fact.agreed.get(name, "None") for fact in facts])
     return facts
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    """Of a step on one rank: what it returned, or why it failed."""
+
+    value: Any
+    error: Optional[str]  # noqa: UP045
 
 
 def together(group: Group, step: str, action: Callable[[], T]) -> list[T]:
@@ -86,67 +98,40 @@ def together(group: Group, step: str, action: Callable[[], T]) -> list[T]:
     Raises:
         EPTransportError: it failed on some rank; raised on all of them, with the reason.
     """
-    outcome: dict[str, Any] = {"error": None, "value": None}
     failure: Exception | None = None
     try:
-        outcome["value"] = action()
+        outcome = _Outcome(action(), None)
     except (RuntimeError, OSError, MemoryError, ValueError, TypeError) as error:
         failure = error
-        outcome["error"] = f"{type(error).__name__}: {error}"
-    outcomes = _exchange(group, outcome, _OUTCOME)
+        outcome = _Outcome(None, f"{type(error).__name__}: {error}")
+    outcomes = _exchange(group, outcome)
     if isinstance(failure, EPError):
         raise failure
     try:
-        _raise_first_error(
-            f"Buffer ({step})", [said["error"] for said in outcomes], EPTransportError
-        )
+        _raise_first_error(f"Buffer ({step})", [said.error for said in outcomes], EPTransportError)
     except EPTransportError as error:
         raise error from failure
-    return [said["value"] for said in outcomes]
+    return [said.value for said in outcomes]
 
 
-_TEXT_OR_NONE = (str, type(None))
-_FACTS: Mapping[str, tuple[type, ...]] = {
-    "host": (str,),
-    "pid": (int,),
-    "agreed": (dict,),
-    "error": _TEXT_OR_NONE,
-}
-_OUTCOME: Mapping[str, tuple[type, ...]] = {"error": _TEXT_OR_NONE, "value": (object,)}
+def _exchange(group: Group, mine: T) -> list[T]:
+    """What every rank says, which is of the same class."""
+    texts: list[Any] = group.all_gather_object(json.dumps(codec.to_plain(mine)))
+    return [_parse(rank, text, type(mine)) for rank, text in enumerate(texts)]
 
 
-def _exchange(
-    group: Group, said: Mapping[str, Any], fields: Mapping[str, tuple[type, ...]]
-) -> list[dict[str, Any]]:
-    """What every rank says: an object with these fields of these types."""
-    texts: list[Any] = group.all_gather_object(json.dumps(said))
-    return [_parse(rank, text, fields) for rank, text in enumerate(texts)]
-
-
-def _parse(rank: int, text: Any, fields: Mapping[str, tuple[type, ...]]) -> dict[str, Any]:
-    said: Any = None
-    if isinstance(text, str) and len(text) <= _MOST_CHARACTERS:
-        try:
-            said = json.loads(text)
-        except (ValueError, RecursionError):
-            said = None
-    if not (
-        isinstance(said, dict)
-        and said.keys() == fields.keys()
-        and all(isinstance(said[name], types) for name, types in fields.items())
-    ):
+def _parse(rank: int, text: Any, kind: type[T]) -> T:
+    try:
+        if not isinstance(text, str) or len(text) > _MOST_CHARACTERS:
+            raise codec.CodecError("is no text, or too long")
+        return codec.from_plain(kind, codec.loads(text.encode()))
+    except ValueError as error:
         shown = repr(text[:80]) if isinstance(text, str) else f"a {type(text).__name__}"
+        names = ", ".join(each.name for each in dataclasses.fields(kind))  # type: ignore[arg-type]
         raise EPTransportError(
-            f"Buffer: rank {rank} sent {shown}; ranks must send JSON objects with "
-            f"{', '.join(fields)}. Run one version of deep_ep on all ranks, and see that nobody else "
-            "uses their group meanwhile."
-        )
-    return said
-
-
-def _plain(value: Any) -> str | int | float | None:
-    """What JSON can hold, of an argument that need not be what it should be."""
-    return value if isinstance(value, (str, int, float, type(None))) else repr(value)
+            f"Buffer: rank {rank} sent {shown}, which is wrong: {str(error)[:160]}; ranks must send JSON objects with "
+            f"{names}. Run one version of deep_ep on all ranks, and see that nobody else uses their group meanwhile."
+        ) from None
 
 
 def address(hosts: Sequence[str]) -> str:
@@ -174,10 +159,10 @@ def _raise_first_error(where: str, errors: list[str | None], error_type: type[EP
         )
 
 
-def _require_equal(name: str, values: list[Any]) -> None:
+def _require_equal(name: str, values: list[str]) -> None:
     ranks: dict[str, list[int]] = {}
     for rank, value in enumerate(values):
-        ranks.setdefault(repr(value), []).append(rank)
+        ranks.setdefault(value, []).append(rank)
     if len(ranks) > 1:
         found = ", ".join(f"{value} on {ranks_text(group)}" for value, group in ranks.items())
         raise EPArgumentError(

@@ -83,7 +83,7 @@ def dispatch(
         expert_alignment = integer(_DISPATCH, "expert_alignment", expert_alignment)
         fp8, permute = checks.flags(_DISPATCH, fp8=fp8, permute=permute)
     check_dispatch(x, expert_alignment, fp8, permute)
-    options = Options(num_experts, expert_alignment, fp8, permute)
+    options = Options(num_experts, fp8, permute, expert_alignment)
     topk_idx, topk_weights = topk_idx.to(torch.int64), topk_weights.to(torch.float32)
     if torch.compiler.is_compiling():
         arrived = ops.dispatch(buffer.number, x, topk_idx, topk_weights, options)
@@ -192,55 +192,55 @@ def _check_types(
             f"{list(topk_weights.shape)}; they must be [num_tokens, hidden] and twice [num_tokens, num_topk]. Pass one "
             "row per token."
         )
-    for name, tensor, is_right in (
-        ("topk_idx", topk_idx, not topk_idx.is_floating_point() and not topk_idx.is_complex()),
-        ("topk_weights", topk_weights, topk_weights.is_floating_point()),
+    has_integers = not topk_idx.is_floating_point() and not topk_idx.is_complex()
+    for name, tensor, is_right, kind in (
+        ("topk_idx", topk_idx, has_integers, "integers"),
+        ("topk_weights", topk_weights, topk_weights.is_floating_point(), "torch.float32"),
     ):
-        is_dense = tensor.layout == torch.strided and tensor.device == x.device
-        if not is_right or not is_dense:
+        if not is_right or tensor.layout != torch.strided or tensor.device != x.device:
             raise EPArgumentError(
                 f"{_DISPATCH}: {name} is {tensor.dtype} with layout {tensor.layout} on {tensor.device}; it must be dense, on "
-                f"the device of x, {x.device}, and of {'integers' if name == 'topk_idx' else 'torch.float32'}. Cast it."
+                f"the device of x, {x.device}, and of {kind}. Cast it."
             )
 
 
 def check_dispatch(x: Tensor, expert_alignment: int, fp8: bool, permute: bool) -> None:
     """Raises what `dispatch` raises of these before anything is sent."""
-    _check_bfloat16("dispatch: x", x)
+    _check_bfloat16(f"{_DISPATCH}: x", x)
     if expert_alignment < 1:
         raise EPArgumentError(
-            f"deep_ep.moe.dispatch: expert_alignment is {expert_alignment}; it must be at least 1. Leave it out, "
+            f"{_DISPATCH}: expert_alignment is {expert_alignment}; it must be at least 1. Leave it out, "
             "or pass what the grouped matrix product asks for, such as 128."
         )
     if fp8 and x.shape[-1] % GROUP:
         raise EPArgumentError(
-            f"deep_ep.moe.dispatch: x has {x.shape[-1]} channels; with fp8 they must be a multiple of {GROUP}, "
+            f"{_DISPATCH}: x has {x.shape[-1]} channels; with fp8 they must be a multiple of {GROUP}, "
             "since so many share a scale. Pass fp8=False."
         )
     if expert_alignment != 1 and not permute:
         raise EPArgumentError(
-            f"deep_ep.moe.dispatch: expert_alignment is {expert_alignment} and permute is False; only rows by "
+            f"{_DISPATCH}: expert_alignment is {expert_alignment} and permute is False; only rows by "
             "expert can be padded. Pass permute=True, or leave expert_alignment out."
         )
 
 
 def check_combine(y: Tensor, rows: Tensor) -> None:
     """Raises what `combine` raises of what the experts made of these rows, before anything is sent."""
-    _check_bfloat16("combine: y", y)
+    _check_bfloat16(f"{_COMBINE}: y", y)
     if not torch.compiler.is_compiling() and len(y) != len(rows):
         raise EPArgumentError(
-            f"deep_ep.moe.combine: y has {len(y)} rows; it must have {len(rows)}, one for each row of "
+            f"{_COMBINE}: y has {len(y)} rows; it must have {len(rows)}, one for each row of "
             "dispatched.x. Return a row for each row, padding included."
         )
 
 
-def _check_bfloat16(where: str, tensor: Tensor) -> None:
+def _check_bfloat16(what: str, tensor: Tensor) -> None:
     if tensor.layout != torch.strided:
         raise EPArgumentError(
-            f"deep_ep.moe.{where} has layout {tensor.layout}; it must be dense. Pass it with .to_dense()."
+            f"{what} has layout {tensor.layout}; it must be dense. Pass it with .to_dense()."
         )
     if tensor.dtype != torch.bfloat16 or tensor.dim() != 2:
         raise EPArgumentError(
-            f"deep_ep.moe.{where} is {tensor.dtype} with {tensor.dim()} dimensions; it must be torch.bfloat16 with "
+            f"{what} is {tensor.dtype} with {tensor.dim()} dimensions; it must be torch.bfloat16 with "
             "two, since sums between ranks are of such rows. Cast with .bfloat16(), flatten leading dimensions."
         )

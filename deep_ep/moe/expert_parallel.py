@@ -8,7 +8,7 @@ import torch
 
 from deep_ep.buffer import Buffer
 from deep_ep.errors import EPArgumentError
-from deep_ep.moe.exchange import check_dispatch, combine, dispatch
+from deep_ep.moe.exchange import combine, dispatch
 from deep_ep.moe.overlap import two_micro_batches
 from deep_ep.moe.steps import Options
 
@@ -89,7 +89,8 @@ class ExpertParallel(torch.nn.Module):
         """
         tokens = x.flatten(0, -2), topk_idx.flatten(0, -2), topk_weights.flatten(0, -2)
         if self.micro_batches == 2 and not torch.compiler.is_compiling():
-            combined = self._overlapped(*tokens)
+            options = Options(self.num_experts, self.fp8, True, self.expert_alignment)
+            combined = two_micro_batches(self.experts, self.buffer, options, *tokens)
         else:
             arrived = dispatch(
                 *tokens,
@@ -101,17 +102,6 @@ class ExpertParallel(torch.nn.Module):
             y = self.experts(arrived.x, arrived.num_tokens_per_expert)
             combined = combine(y, arrived, async_finish=self.async_combine)
         return combined.view(*x.shape[:-1], combined.shape[-1])
-
-    def _overlapped(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> Tensor:
-        check_dispatch(x, self.expert_alignment, self.fp8, permute=True)
-        return two_micro_batches(
-            self.experts,
-            self.buffer,
-            Options(self.num_experts, self.expert_alignment, self.fp8, permute=True),
-            x,
-            topk_idx.to(torch.int64),
-            topk_weights.to(torch.float32),
-        )
 
     def extra_repr(self) -> str:
         return f"num_experts={self.num_experts}, ranks={self.buffer.group_size}, fp8={self.fp8}"

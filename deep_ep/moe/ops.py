@@ -27,18 +27,15 @@ def dispatch(
 ) -> Arrived:
     """See `steps.dispatch`; the buffer by its number."""
     rows, idx, weights, num_per_expert, flat = torch.ops.deep_ep.moe_dispatch(
-        *(x, topk_idx, topk_weights, options.num_experts, options.fp8, options.permute),
-        *(options.expert_alignment, number),
+        x, topk_idx, topk_weights, *options, number
     )
-    way = _way(flat, rows.shape[0], idx.shape[0], options.permute)
-    return Arrived(rows, idx, weights, num_per_expert, way)
+    return Arrived(rows, idx, weights, num_per_expert, _way(flat, rows, idx, options.permute))
 
 
 def combine(number: int, way: Way, y: Tensor, weights: Tensor) -> Tensor:
     """See `steps.combine`; the buffer by its number."""
-    combined: Tensor = torch.ops.deep_ep.moe_combine(
-        y, weights, _flat(way), way.permutation is not None, number
-    )
+    is_permuted = way.permutation is not None
+    combined: Tensor = torch.ops.deep_ep.moe_combine(y, weights, _flat(way), is_permuted, number)
     return combined
 
 
@@ -49,58 +46,52 @@ def _flat(way: Way) -> _Flat:
     return [entries, rows, places, *way.handle]
 
 
-def _way(flat: _Flat, num_rows: int, num_recv_rows: int, permute: bool) -> Way:
+def _way(flat: _Flat, rows: Tensor, received: Tensor, permute: bool) -> Way:
+    """The way of these rows, by expert or not; `received` has one for each row that was received."""
     if not permute:
-        return Way(tuple(flat), num_recv_rows, None)
-    entries, rows, places, *handle = flat
-    return Way(tuple(handle), num_recv_rows, Permutation(entries, rows, places, num_rows))
+        return Way(tuple(flat), received.shape[0], None)
+    entries, by_expert, places, *handle = flat
+    permutation = Permutation(entries, by_expert, places, rows.shape[0])
+    return Way(tuple(handle), received.shape[0], permutation)
+
+
+def _define(name: str, schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> Any:
+    operator = torch.library.custom_op(f"deep_ep::{name}", run, mutates_args=(), schema=schema)
+    operator.register_fake(fake)
+    return operator
 
 
 # ---- dispatch
 
 
-def _dispatch(
-    x: Tensor,
-    topk_idx: Tensor,
-    topk_weights: Tensor,
-    num_experts: int,
-    fp8: bool,
-    permute: bool,
-    expert_alignment: int,
-    buffer: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, _Flat]:
-    options = Options(num_experts, expert_alignment, fp8, permute)
-    arrived = steps.dispatch(registry.get(buffer), x, topk_idx, topk_weights, options)
-    rows, idx, weights, num_per_expert, way = arrived
-    return rows, idx, weights, num_per_expert, _flat(way)
+def _dispatch(x: Tensor, topk_idx: Tensor, topk_weights: Tensor, *others: Any) -> tuple[Any, ...]:
+    *options, number = others
+    buffer = registry.get(number)
+    *arrived, way = steps.dispatch(buffer, x, topk_idx, topk_weights, Options(*options))
+    return (*arrived, _flat(way))
 
 
 def _dispatch_fake(
-    x: Tensor,
-    topk_idx: Tensor,
-    topk_weights: Tensor,
-    num_experts: int,
-    fp8: bool,
-    permute: bool,
-    expert_alignment: int,
-    buffer: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, _Flat]:
-    to: Buffer = registry.get(buffer)
+    x: Tensor, topk_idx: Tensor, topk_weights: Tensor, *others: Any
+) -> tuple[Any, ...]:
+    *given, number = others
+    buffer, options = registry.get(number), Options(*given)
     new_size = torch.library.get_ctx().new_dynamic_size
     num_recv = new_size()
     indices: list[Tensor] = []
     num_rows = num_recv
-    if permute:
+    if options.permute:
         num_pairs = new_size()
-        num_rows = num_pairs if expert_alignment == 1 else new_size()
-        num_places = 0 if expert_alignment == 1 else num_pairs
+        is_padded = options.expert_alignment != 1
+        num_rows = new_size() if is_padded else num_pairs
+        num_places = num_pairs if is_padded else 0
         indices = [topk_idx.new_empty(size) for size in (num_pairs, num_pairs, num_places)]
     return (
         x.new_empty(num_rows, x.shape[1]),
         topk_idx.new_empty(num_recv, topk_idx.shape[1]),
         topk_weights.new_empty(num_recv, topk_idx.shape[1]),
-        torch.empty(num_experts // to.group_size, dtype=torch.int64),
-        [*indices, *_handle_fake(to, x, num_recv)],
+        torch.empty(options.num_experts // buffer.group_size, dtype=torch.int64),
+        [*indices, *_handle_fake(buffer, x, num_recv)],
     )
 
 
@@ -108,48 +99,39 @@ def _handle_fake(buffer: Buffer, x: Tensor, num_recv: torch.SymInt) -> tuple[Ten
     place = buffer.communicator.connected_runtime("torch.compile").topology
     channels = Buffer.get_dispatch_config(place.num_ranks).num_sms // 2
 
-    def empty(size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    def empty(size: tuple[Any, ...], dtype: torch.dtype) -> Tensor:
         return x.new_empty(size, dtype=dtype)
 
     in_rank = empty((x.shape[0], place.num_ranks), torch.bool)
     handle = handles.new_handle(place, channels, in_rank, empty)
     if isinstance(handle, handles.OneNodeHandle):
+        sources = empty((num_recv,), torch.int32)
         heads = empty((x.shape[0], place.num_ranks), torch.int32)
-        return tuple(handle.with_rows(x.new_empty(num_recv, dtype=torch.int32), heads))
-    num_heads = torch.library.get_ctx().new_dynamic_size()
-    sources = x.new_empty(num_recv, 8, dtype=torch.uint8)
-    heads = x.new_empty(num_heads, place.ranks_per_node, dtype=torch.int32)
+    else:
+        num_heads = torch.library.get_ctx().new_dynamic_size()
+        sources = empty((num_recv, 8), torch.uint8)
+        heads = empty((num_heads, place.ranks_per_node), torch.int32)
     return tuple(handle.with_rows(sources, heads))
 
 
 def _dispatch_backward(
-    topk_idx: Tensor,
-    grad_x: Tensor,
-    grad_weights: Tensor,
-    flat: _Flat,
-    permute: bool,
-    buffer: int,
+    topk_idx: Tensor, grad_x: Tensor, grad_weights: Tensor, flat: _Flat, permute: bool, buffer: int
 ) -> tuple[Tensor, Tensor]:
-    way = _way(flat, grad_x.shape[0], topk_idx.shape[0], permute)
+    way = _way(flat, grad_x, topk_idx, permute)
     return steps.dispatch_backward(registry.get(buffer), way, topk_idx, grad_x, grad_weights)[:2]
 
 
 def _dispatch_backward_fake(
-    topk_idx: Tensor,
-    grad_x: Tensor,
-    grad_weights: Tensor,
-    flat: _Flat,
-    permute: bool,
-    buffer: int,
+    topk_idx: Tensor, grad_x: Tensor, grad_weights: Tensor, flat: _Flat, permute: bool, buffer: int
 ) -> tuple[Tensor, Tensor]:
-    num_tokens = _num_tokens(flat, permute, buffer)
+    num_tokens = _num_tokens(flat, permute)
     return (
         grad_x.new_empty(num_tokens, grad_x.shape[1]),
         grad_weights.new_empty(num_tokens, grad_weights.shape[1]),
     )
 
 
-def _num_tokens(flat: _Flat, permute: bool, buffer: int) -> int:
+def _num_tokens(flat: _Flat, permute: bool) -> int:
     handle = flat[_NUM_INDICES:] if permute else flat
     fields = len(handles.OneNodeHandle._fields)
     kind = handles.OneNodeHandle if len(handle) == fields else handles.SeveralNodesHandle
@@ -157,7 +139,8 @@ def _num_tokens(flat: _Flat, permute: bool, buffer: int) -> int:
 
 
 def _keep_of_dispatch(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-    ctx.permute, ctx.buffer = inputs[5], inputs[7]
+    _, _, _, *options, ctx.buffer = inputs
+    ctx.permute = Options(*options).permute
     ctx.save_for_backward(output[1], *output[-1])
 
 
@@ -167,51 +150,6 @@ def _through_dispatch(ctx: Any, grad_x: Tensor, _: Any, grad_weights: Tensor, *o
         topk_idx, grad_x, grad_weights, flat, ctx.permute, ctx.buffer
     )
     return (grads[0], None, grads[1], *(None,) * 5)
-
-
-# ---- combine
-
-
-def _combine(y: Tensor, weights: Tensor, flat: _Flat, permute: bool, buffer: int) -> Tensor:
-    way = _way(flat, y.shape[0], weights.shape[0], permute)
-    return steps.combine(registry.get(buffer), way, y, weights)[0]
-
-
-def _combine_fake(y: Tensor, weights: Tensor, flat: _Flat, permute: bool, buffer: int) -> Tensor:
-    return y.new_empty(_num_tokens(flat, permute, buffer), y.shape[1])
-
-
-def _combine_backward(
-    grad: Tensor, y: Tensor, weights: Tensor, flat: _Flat, permute: bool, buffer: int
-) -> tuple[Tensor, Tensor]:
-    way = _way(flat, y.shape[0], weights.shape[0], permute)
-    return steps.combine_backward(registry.get(buffer), way, grad, y, weights)
-
-
-def _combine_backward_fake(
-    grad: Tensor, y: Tensor, weights: Tensor, flat: _Flat, permute: bool, buffer: int
-) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(y), torch.empty_like(weights)
-
-
-def _keep_of_combine(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    y, weights, flat, ctx.permute, ctx.buffer = inputs
-    ctx.save_for_backward(y, weights, *flat)
-
-
-def _through_combine(ctx: Any, grad: Tensor) -> Any:
-    y, weights, *flat = ctx.saved_tensors
-    grads = torch.ops.deep_ep.moe_combine_backward(grad, y, weights, flat, ctx.permute, ctx.buffer)
-    return (*grads, [None] * len(flat), None, None)
-
-
-# ---- registration
-
-
-def _define(name: str, schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> Any:
-    operator = torch.library.custom_op(f"deep_ep::{name}", run, mutates_args=(), schema=schema)
-    operator.register_fake(fake)
-    return operator
 
 
 _define(
@@ -228,6 +166,43 @@ _define(
     _dispatch_backward,
     _dispatch_backward_fake,
 )
+
+
+# ---- combine
+
+
+def _combine(y: Tensor, weights: Tensor, flat: _Flat, permute: bool, buffer: int) -> Tensor:
+    return steps.combine(registry.get(buffer), _way(flat, y, weights, permute), y, weights)[0]
+
+
+def _combine_fake(y: Tensor, weights: Tensor, flat: _Flat, permute: bool, buffer: int) -> Tensor:
+    return y.new_empty(_num_tokens(flat, permute), y.shape[1])
+
+
+def _combine_backward(
+    grad: Tensor, y: Tensor, weights: Tensor, flat: _Flat, permute: bool, buffer: int
+) -> tuple[Tensor, Tensor]:
+    way = _way(flat, y, weights, permute)
+    return steps.combine_backward(registry.get(buffer), way, grad, y, weights)
+
+
+def _combine_backward_fake(
+    grad: Tensor, y: Tensor, weights: Tensor, *others: Any
+) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(y), torch.empty_like(weights)
+
+
+def _keep_of_combine(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    y, weights, flat, ctx.permute, ctx.buffer = inputs
+    ctx.save_for_backward(y, weights, *flat)
+
+
+def _through_combine(ctx: Any, grad: Tensor) -> Any:
+    y, weights, *flat = ctx.saved_tensors
+    grads = torch.ops.deep_ep.moe_combine_backward(grad, y, weights, flat, ctx.permute, ctx.buffer)
+    return (*grads, [None] * len(flat), None, None)
+
+
 _define(
     "moe_combine",
     "(Tensor y, Tensor weights, Tensor[] way, bool permute, int buffer) -> Tensor",

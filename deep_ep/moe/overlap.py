@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 from deep_ep.buffer import Buffer
 from deep_ep.errors import EPUsageError
 from deep_ep.moe import steps
-from deep_ep.moe.exchange import check_combine
+from deep_ep.moe.exchange import check_combine, check_dispatch
 from deep_ep.moe.steps import Arrived, Options
 from deep_ep.types.event import EventOverlap
 
@@ -57,18 +57,23 @@ def two_micro_batches(
         buffer: with room for normal operations.
         options: how to dispatch, with rows by expert.
         x: [num_tokens, hidden] bfloat16; 0 and 1 tokens included.
-        topk_idx: [num_tokens, num_topk] int64.
-        topk_weights: [num_tokens, num_topk] float32.
+        topk_idx: [num_tokens, num_topk] of an integer dtype.
+        topk_weights: [num_tokens, num_topk] of a floating dtype.
 
     Returns:
         [num_tokens, width of what the experts return].
+
+    Raises:
+        EPArgumentError: see `deep_ep.moe.dispatch` and `deep_ep.moe.combine`.
     """
+    check_dispatch(x, options.expert_alignment, options.fp8, options.permute)
     records = torch.is_grad_enabled()
     if records and not (x.requires_grad or topk_weights.requires_grad):
         # Otherwise autograd would not ask for the gradients of the experts.
         x = x.detach().requires_grad_()
     combined: Tensor = MoEOverlapped.apply(  # type: ignore[no-untyped-call]
-        x, topk_idx, topk_weights, experts, buffer, options, records
+        *(x, topk_idx.to(torch.int64), topk_weights.to(torch.float32)),
+        *(experts, buffer, options, records),
     )
     return combined
 

@@ -7,7 +7,6 @@ apart.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -22,14 +21,13 @@ from deep_ep.types.event import EventOverlap
 Tensor = torch.Tensor
 
 
-@dataclass(frozen=True)
-class Options:
+class Options(NamedTuple):
     """How to dispatch; see `deep_ep.moe.dispatch`."""
 
     num_experts: int
-    expert_alignment: int = 1
-    fp8: bool = False
-    permute: bool = False
+    fp8: bool
+    permute: bool
+    expert_alignment: int
 
 
 class Way(NamedTuple):
@@ -69,7 +67,6 @@ class Prepared(NamedTuple):
 
     rows: Tensor | tuple[Tensor, Tensor]
     routing: dict[str, Any]
-    dtype: torch.dtype
 
 
 class PendingDispatch(NamedTuple):
@@ -80,7 +77,6 @@ class PendingDispatch(NamedTuple):
     topk_weights: Tensor
     counts: list[int]
     handle: tuple[Tensor, ...]
-    dtype: torch.dtype
     event: EventOverlap
 
 
@@ -96,10 +92,16 @@ def prepare(
     buffer: Buffer, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, options: Options
 ) -> Prepared:
     """All of a dispatch that needs no other rank."""
-    per_rank, per_node, per_expert, in_rank, _ = buffer.get_dispatch_layout(
-        topk_idx, options.num_experts
-    )
-    routing = {
+    rows = quantize(x) if options.fp8 else x
+    return Prepared(rows, routing(buffer, topk_idx, topk_weights, options.num_experts))
+
+
+def routing(
+    buffer: Buffer, topk_idx: Tensor, topk_weights: Tensor, num_experts: int
+) -> dict[str, Any]:
+    """What `Buffer.dispatch` takes beside rows, by name."""
+    per_rank, per_node, per_expert, in_rank, _ = buffer.get_dispatch_layout(topk_idx, num_experts)
+    return {
         "num_tokens_per_rank": per_rank,
         "num_tokens_per_rdma_rank": per_node,
         "is_token_in_rank": in_rank,
@@ -107,7 +109,6 @@ def prepare(
         "topk_idx": topk_idx,
         "topk_weights": topk_weights,
     }
-    return Prepared(quantize(x) if options.fp8 else x, routing, x.dtype)
 
 
 def send(buffer: Buffer, prepared: Prepared, after: EventOverlap | None = None) -> PendingDispatch:
@@ -118,20 +119,18 @@ def send(buffer: Buffer, prepared: Prepared, after: EventOverlap | None = None) 
         prepared: what to send.
         after: given: only what comes before this event is waited for, and the current stream does not wait for rows.
     """
-    received, recv_idx, recv_weights, counts, handle, event = buffer.dispatch(
+    received, topk_idx, topk_weights, counts, handle, event = buffer.dispatch(
         prepared.rows,
         **prepared.routing,
         previous_event=after,
         async_finish=after is not None,
     )
-    # Not with a handle: then they are there.
-    assert recv_idx is not None
-    assert recv_weights is not None
+    # All are there after a dispatch with top-k tensors and without a handle.
+    assert topk_idx is not None
+    assert topk_weights is not None
     assert counts is not None
     assert handle is not None
-    return PendingDispatch(
-        received, recv_idx, recv_weights, counts, tuple(handle), prepared.dtype, event
-    )
+    return PendingDispatch(received, topk_idx, topk_weights, counts, handle, event)
 
 
 def arrive(buffer: Buffer, sent: PendingDispatch, options: Options) -> Arrived:
@@ -140,13 +139,15 @@ def arrive(buffer: Buffer, sent: PendingDispatch, options: Options) -> Arrived:
     num_per_expert = torch.tensor(sent.counts, dtype=torch.int64)
     alignment = options.expert_alignment
     permutation = None
-    received = list(sent.received) if isinstance(sent.received, tuple) else [sent.received]
+    received: list[Any] = [*sent.received] if options.fp8 else [sent.received]
     if options.permute:
         with parts.measured(buffer.communicator, "permute"):
             permutation = permuting.by_expert(sent.topk_idx, num_per_expert, alignment)
             # Still in FP8, which saves a copy of what is twice as large.
             received = [permuting.gather(each, permutation) for each in received]
-    rows = dequantize(received[0], received[1], sent.dtype) if options.fp8 else received[0]
+    rows = received[0]
+    if options.fp8:
+        rows = dequantize(rows, received[1], torch.bfloat16)
     way = Way(sent.handle, len(sent.topk_idx), permutation)
     padded = permuting.aligned(num_per_expert, alignment)
     return Arrived(rows, sent.topk_idx, sent.topk_weights, padded, way)

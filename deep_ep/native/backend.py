@@ -14,8 +14,10 @@ import importlib
 import importlib.util
 import math
 import os
-from collections.abc import Collection, Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+import types
+from abc import ABC, abstractmethod
+from collections.abc import Collection
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 
@@ -37,8 +39,6 @@ _HOST_WARPS = 32
 _GPU_THREADS = 1 << 31
 # torch hands its streams out in turn, so that many different ones, of each priority.
 _POOLED_STREAMS = 32
-# GPU timers drift apart by up to 40 us per second; csrc/kernels/clocks.cuh says what is done then.
-_GPU_CLOCK_INTERVAL_S = 20.0
 
 
 class Binding(Protocol):
@@ -93,13 +93,7 @@ class Binding(Protocol):
     def normal_pack_bytes(self, *, num_topk: int, num_scales: int) -> int: ...
 
 
-class CudaBinding(Binding, Protocol):
-    """What a CUDA module offers besides; see `_cuda.pyi`."""
-
-    MAX_WARPS: int
-
-
-class Backend(Protocol):
+class Backend(ABC):
     """Streams, events and memory of one target. A stream is an opaque object that can be stored.
 
     Attributes:
@@ -109,8 +103,13 @@ class Backend(Protocol):
     """
 
     name: str
-    binding: Binding
     runs_in_streams: bool
+    _default_clock_interval_s: float
+    _copies_in_bulk: bool  # unless DEEP_EP_BULK_COPIES says otherwise
+    _launch_limits: tuple[int, int]  # warps of a block, threads of a launch
+
+    def __init__(self, binding: Binding) -> None:
+        self.binding = binding
 
     def create_runtime(
         self,
@@ -133,28 +132,54 @@ class Backend(Protocol):
             EPNotBuiltError: ranks are out of reach, and the module for that is not built.
             EPUsageError: NVLink is to reach beyond the host, but must not be used at all.
         """
+        blocks, warps = env.launch_shape(*self._launch_limits)
+        binding = self._binding_for(needs_rdma, spans_hosts and allow_mnnvl, allow_nvlink)
+        interval_s, in_bulk = env.clock_interval_s(), env.bulk_copies()
+        runtime = binding.Runtime(
+            allow_nvlink=allow_nvlink,
+            allow_mnnvl=allow_mnnvl,
+            clock_interval_ns=round(
+                (self._default_clock_interval_s if interval_s is None else interval_s) * 1e9
+            ),
+            bulk_copies=self._copies_in_bulk if in_bulk is None else in_bulk,
+            **options,
+        )
+        runtime.set_launch_shape(blocks=blocks, warps=warps)
+        return runtime
+
+    def _binding_for(self, needs_rdma: bool, beyond_host: bool, allow_nvlink: bool) -> Binding:
+        """The module whose runtime can do that."""
+        return self.binding
 
     def may_hang(self, runtime: Runtime) -> bool:
         """Whether its kernels may wait within a library that knows no deadline."""
+        return False
 
+    @abstractmethod
     def device(self) -> torch.device:
         """The device on which the caller's tensors must be."""
 
+    @abstractmethod
     def current_stream(self) -> Any:
         """The stream the caller works on."""
 
+    @abstractmethod
     def create_comm_stream(self, others: Collection[int] = ()) -> Any:
         """A stream of high priority for one buffer, none of those with these native handles."""
 
     def stream_handle(self, stream: Any) -> int:
         """The native handle of a stream."""
+        return int(stream.cuda_stream)
 
     def use_stream(self, stream: Any) -> contextlib.AbstractContextManager[None]:
         """Makes a stream the current one within a `with` block."""
+        return contextlib.nullcontext()
 
+    @abstractmethod
     def new_event(self) -> Any:
         """An event that nothing has recorded yet."""
 
+    @abstractmethod
     def wait_stream(self, waiting: Any, waited_for: Any, event: Any = None) -> None:
         """Orders what follows on `waiting` after what is queued on `waited_for`.
 
@@ -165,21 +190,27 @@ class Backend(Protocol):
                 one unless given.
         """
 
+    @abstractmethod
     def record_event(self, stream: Any) -> Any:
         """An event after what is queued on `stream`."""
 
+    @abstractmethod
     def wait_event(self, stream: Any, event: Any) -> None:
         """Orders what follows on `stream` after `event`."""
 
+    @abstractmethod
     def record_use(self, tensor: torch.Tensor, stream: Any) -> None:
         """Keeps the memory of `tensor` from being reused before `stream` is done with it."""
 
+    @abstractmethod
     def synchronize(self) -> None:
         """Waits for everything queued on the device."""
 
+    @abstractmethod
     def push_range(self, name: str) -> None:
         """Begins an NVTX range of this thread, within those that have begun."""
 
+    @abstractmethod
     def pop_range(self) -> None:
         """Ends the one that has begun last."""
 
@@ -198,10 +229,15 @@ class Backend(Protocol):
             device: `device()`, which it takes time to find.
             stride: a permutation of the contiguous ones, which it has unless given.
         """
+        if stride is None:
+            return torch.empty(size, dtype=dtype, device=device)
+        return torch.empty_strided(size, stride, dtype=dtype, device=device)
 
+    @abstractmethod
     def available_bytes(self) -> int | None:
         """Memory for tensors that can still be had; `None` if that is not known."""
 
+    @abstractmethod
     def tensor_at(self, pointer: int, num_bytes: int, owner: object) -> torch.Tensor:
         """`[num_bytes]` uint8 over memory of `owner`, which it keeps alive."""
 
@@ -243,43 +279,28 @@ class CpuEvent:
         """Returns at once."""
 
 
-class CpuBackend:
+class CpuBackend(Backend):
     """Backend `cpu`: the kernels on the host target."""
 
     name = "cpu"
     runs_in_streams = False
+    # All ranks of one machine read one clock, unless a fault bends it.
+    _default_clock_interval_s = 0.0
+    # A processor copies twice instead of once with them.
+    _copies_in_bulk = False
 
     def __init__(self, binding: Binding) -> None:
-        self.binding = binding
+        super().__init__(binding)
         self._current = CpuStream()
+        self._launch_limits = _HOST_WARPS, binding.MAX_HOST_THREADS
         self._pool = binding.HostPool()
 
-    def create_runtime(
-        self,
-        needs_rdma: bool,
-        spans_hosts: bool,
-        allow_nvlink: bool,
-        allow_mnnvl: bool,
-        **options: Any,
-    ) -> Runtime:
+    def create_runtime(self, *reach: Any, **options: Any) -> Runtime:
         schedule, delivery = env.schedule(), env.delivery()
-        blocks, warps = env.launch_shape(_HOST_WARPS, self.binding.MAX_HOST_THREADS)
-        runtime = self.binding.Runtime(
-            allow_nvlink=allow_nvlink,
-            clock=env.cpu_clock(),
-            # All ranks of one machine read one clock, unless a fault bends it.
-            clock_interval_ns=round(env.clock_interval_s(0.0) * 1e9),
-            # They save a GPU instructions; the processor copies once instead of twice without them.
-            bulk_copies=env.bulk_copies(default=False),
-            **options,
-        )
+        runtime = super().create_runtime(*reach, clock=env.cpu_clock(), **options)
         runtime.set_schedule(policy=schedule.policy, seed=schedule.seed)
         runtime.set_delivery(policy=delivery.policy, seed=delivery.seed)
-        runtime.set_launch_shape(blocks=blocks, warps=warps)
         return runtime
-
-    def may_hang(self, runtime: Runtime) -> bool:
-        return False
 
     def device(self) -> torch.device:
         return torch.device("cpu")
@@ -290,38 +311,8 @@ class CpuBackend:
     def create_comm_stream(self, others: Collection[int] = ()) -> CpuStream:
         return CpuStream()
 
-    def stream_handle(self, stream: CpuStream) -> int:
-        return stream.cuda_stream
-
-    @contextlib.contextmanager
-    def use_stream(self, stream: CpuStream) -> Iterator[None]:
-        yield
-
     def new_event(self) -> CpuEvent:
         return CpuEvent()
-
-    def wait_stream(
-        self, waiting: CpuStream, waited_for: CpuStream, event: CpuEvent | None = None
-    ) -> None:
-        """Nothing to wait for."""
-
-    def record_event(self, stream: CpuStream) -> CpuEvent:
-        return CpuEvent()
-
-    def wait_event(self, stream: CpuStream, event: CpuEvent) -> None:
-        """Nothing to wait for."""
-
-    def record_use(self, tensor: torch.Tensor, stream: CpuStream) -> None:
-        """Nothing is running that could still use the memory."""
-
-    def synchronize(self) -> None:
-        """Nothing is running."""
-
-    def push_range(self, name: str) -> None:
-        """Nobody would see it."""
-
-    def pop_range(self) -> None:
-        """There is none."""
 
     def empty(
         self,
@@ -332,12 +323,33 @@ class CpuBackend:
     ) -> torch.Tensor:
         num_bytes = math.prod(size) * dtype.itemsize
         if num_bytes < _POOLED_BYTES:
-            tensor = torch.empty(size, dtype=dtype)
-        else:
-            block = self._pool.take(num_bytes)
-            pooled = torch.frombuffer(block, dtype=torch.uint8, count=num_bytes)
-            tensor = pooled.view(dtype).view(size)
-        return tensor if stride is None else tensor.as_strided(size, stride)
+            return super().empty(size, dtype, device, stride)
+        block = self._pool.take(num_bytes)
+        pooled = torch.frombuffer(block, dtype=torch.uint8, count=num_bytes).view(dtype)
+        return pooled.view(size) if stride is None else pooled.as_strided(size, stride)
+
+    # Operations end within calls. So a stream may be any object, such as a `torch.Stream` of another device.
+
+    def wait_stream(self, waiting: Any, waited_for: Any, event: Any = None) -> None:
+        pass
+
+    def record_event(self, stream: Any) -> CpuEvent:
+        return CpuEvent()
+
+    def wait_event(self, stream: Any, event: Any) -> None:
+        pass
+
+    def record_use(self, tensor: torch.Tensor, stream: Any) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+    def push_range(self, name: str) -> None:
+        pass
+
+    def pop_range(self) -> None:
+        pass
 
     def available_bytes(self) -> int | None:
         return host_memory.available_bytes()
@@ -351,61 +363,37 @@ class CpuBackend:
         return torch.frombuffer(array, dtype=torch.uint8)
 
 
-class _CudaMemory:
-    """Device memory of an owner, in the form `torch.as_tensor` takes."""
-
-    def __init__(self, pointer: int, num_bytes: int, owner: object) -> None:
-        self.owner = owner
-        self.__cuda_array_interface__ = {
-            "shape": (num_bytes,),
-            "typestr": "|u1",
-            "data": (pointer, False),
-            "version": 3,
-        }
-
-
-class CudaBackend:
+class CudaBackend(Backend):
     """Backend `cuda`: the kernels on the GPU that is current in torch."""
 
     name = "cuda"
     runs_in_streams = True
+    # GPU timers drift apart by up to 40 us per second; csrc/kernels/protocol/clocks.cuh says what is done then.
+    _default_clock_interval_s = 20.0
+    # They save instructions.
+    _copies_in_bulk = True
 
-    def __init__(self, binding: CudaBinding) -> None:
-        self.binding: Binding = binding
-        self._max_warps = binding.MAX_WARPS
+    def __init__(self, binding: Any) -> None:
+        super().__init__(binding)
+        self._launch_limits = binding.MAX_WARPS, _GPU_THREADS
 
-    def create_runtime(
-        self,
-        needs_rdma: bool,
-        spans_hosts: bool,
-        allow_nvlink: bool,
-        allow_mnnvl: bool,
-        **options: Any,
-    ) -> Runtime:
-        binding = self.binding
-        blocks, warps = env.launch_shape(self._max_warps, _GPU_THREADS)
-        beyond_host = spans_hosts and allow_mnnvl
+    def _binding_for(self, needs_rdma: bool, beyond_host: bool, allow_nvlink: bool) -> Binding:
         if beyond_host and not allow_nvlink:
             fail("Buffer", "allow_mnnvl is True", "mnnvl_without_nvlink", EPUsageError)
         # Ranks that NVLink reaches within the host never load NVSHMEM, unless it is to be kept from using
         # NVLink. Between hosts it maps their memory.
-        if needs_rdma or beyond_host or not allow_nvlink:
-            found, reason = _load_with_nvshmem()
-            if found is None and (needs_rdma or beyond_host):
-                what = (
-                    "some ranks are out of NVLink's reach" if needs_rdma else "allow_mnnvl is True"
-                )
-                raise EPNotBuiltError(f"backend: {what}, which takes NVSHMEM, but {reason}.")
-            binding = found or binding
-        runtime = binding.Runtime(
-            allow_nvlink=allow_nvlink,
-            allow_mnnvl=allow_mnnvl,
-            clock_interval_ns=round(env.clock_interval_s(_GPU_CLOCK_INTERVAL_S) * 1e9),
-            bulk_copies=env.bulk_copies(default=True),
-            **options,
-        )
-        runtime.set_launch_shape(blocks=blocks, warps=warps)
-        return runtime
+        is_needed = needs_rdma or beyond_host
+        if allow_nvlink and not is_needed:
+            return self.binding
+        try:
+            return _load_with_nvshmem()
+        except _UnusableError as obstacle:
+            if not is_needed:
+                return self.binding
+            what = "some ranks are out of NVLink's reach" if needs_rdma else "allow_mnnvl is True"
+            raise EPNotBuiltError(
+                f"backend: {what}, which takes NVSHMEM, but {obstacle}."
+            ) from None
 
     def may_hang(self, runtime: Runtime) -> bool:
         return type(runtime) is not self.binding.Runtime  # of the module with NVSHMEM
@@ -423,13 +411,8 @@ class CudaBackend:
                 break
         return stream
 
-    def stream_handle(self, stream: torch.cuda.Stream) -> int:
-        return int(stream.cuda_stream)
-
-    @contextlib.contextmanager
-    def use_stream(self, stream: torch.cuda.Stream) -> Iterator[None]:
-        with torch.cuda.stream(stream):
-            yield
+    def use_stream(self, stream: torch.cuda.Stream) -> contextlib.AbstractContextManager[None]:
+        return torch.cuda.stream(stream)
 
     def new_event(self) -> torch.cuda.Event:
         return torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -465,17 +448,6 @@ class CudaBackend:
         with contextlib.suppress(RuntimeError):
             torch.cuda.nvtx.range_pop()  # type: ignore[no-untyped-call]
 
-    def empty(
-        self,
-        size: tuple[int, ...],
-        dtype: torch.dtype,
-        device: torch.device,
-        stride: tuple[int, ...] | None = None,
-    ) -> torch.Tensor:
-        if stride is None:
-            return torch.empty(size, dtype=dtype, device=device)
-        return torch.empty_strided(size, stride, dtype=dtype, device=device)
-
     def available_bytes(self) -> int | None:
         if torch.cuda.is_current_stream_capturing():
             return None
@@ -486,7 +458,14 @@ class CudaBackend:
     def tensor_at(self, pointer: int, num_bytes: int, owner: object) -> torch.Tensor:
         if num_bytes == 0:
             return torch.empty(0, dtype=torch.uint8, device=self.device())
-        memory = _CudaMemory(pointer, num_bytes, owner)
+        layout = {
+            "shape": (num_bytes,),
+            "typestr": "|u1",
+            "data": (pointer, False),
+            "version": 3,
+        }
+        # torch keeps what it was given, and with it the owner.
+        memory = types.SimpleNamespace(__cuda_array_interface__=layout, owner=owner)
         return torch.as_tensor(memory, device=self.device())
 
 
@@ -502,104 +481,104 @@ def get() -> Backend:
 
 def unavailable_reason(name: str) -> str | None:
     """Why backend `name` cannot be used here, `None` if it can."""
-    _, obstacle = _load(name)
-    return None if obstacle is None else obstacle.reason
+    try:
+        _load(name)
+    except _UnusableError as obstacle:
+        return str(obstacle)
+    return None
 
 
-class _Obstacle(NamedTuple):
-    """Why a module cannot be used.
+class _UnusableError(Exception):
+    """A native module cannot be used here, and why.
 
     Attributes:
-        reason: in words.
         is_fault: whether there is a GPU that ought to be used.
     """
 
-    reason: str
-    is_fault: bool = False
+    def __init__(self, reason: str, is_fault: bool = False) -> None:
+        super().__init__(reason)
+        self.is_fault = is_fault
 
 
 @functools.cache
 def _select(wanted: str) -> Backend:
-    reasons = {}
+    reasons = []
     for name in (wanted,) if wanted else ("cuda", "cpu"):
-        binding, obstacle = _load(name)
-        if obstacle is None:
+        try:
+            binding = _load(name)
+        except _UnusableError as obstacle:
+            if obstacle.is_fault and not wanted:
+                raise EPNotBuiltError(
+                    f"backend: this machine has a GPU that cannot be used: {obstacle}. The CPU takes "
+                    "over only where that is asked for. Correct it, or set DEEP_EP_BACKEND=cpu."
+                ) from None
+            reasons.append(f"{name}: {obstacle}")
+        else:
             return CudaBackend(binding) if name == "cuda" else CpuBackend(binding)
-        if obstacle.is_fault and not wanted:
-            raise EPNotBuiltError(
-                f"backend: this machine has a GPU that cannot be used: {obstacle.reason}. The CPU takes "
-                "over only where that is asked for. Correct it, or set DEEP_EP_BACKEND=cpu."
-            )
-        reasons[name] = obstacle.reason
     asked = f"DEEP_EP_BACKEND={wanted} cannot be used" if wanted else "no backend can be used"
-    why = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
     raise EPNotBuiltError(
-        f"backend: {asked}: {why}. Allowed is a backend that is built and finds its device. "
+        f"backend: {asked}: {'; '.join(reasons)}. Allowed is a backend that is built and finds its device. "
         "Build the package (`pip install .` in its source tree prints what it leaves out and why)"
         + (" or unset DEEP_EP_BACKEND." if wanted else ".")
     )
 
 
-def _load(name: str) -> tuple[Any, _Obstacle | None]:
-    """The native module of a backend, or why it cannot be used here."""
+def _load(name: str) -> Binding:
+    """The native module of a backend, if it can be used here."""
     if name == "cpu":
-        return _import(f"deep_ep._{name}")
+        return _import("deep_ep._cpu")
     if torch.version.cuda is None:
-        return None, _Obstacle("this torch is a build without CUDA")
+        raise _UnusableError("this torch is a build without CUDA")
     torch_sees_gpu = torch.cuda.is_available()
-    binding, obstacle = _import(f"deep_ep._{name}")
-    if obstacle is not None:
-        return None, _Obstacle(obstacle.reason, is_fault=torch_sees_gpu)
+    binding = _import("deep_ep._cuda", is_fault=torch_sees_gpu)
     try:
         num_gpus = binding.device_count()
     except RuntimeError as error:  # CUDA's own words
-        return None, _Obstacle(str(error), is_fault=True)
-    if num_gpus == 0:
-        closed = [path for path in _device_files() if not os.access(path, os.R_OK | os.W_OK)]
-        if closed:
-            files = ", ".join(closed)
-            return None, _Obstacle(
-                f"CUDA finds no GPU, and this process may not open {files}; give it the permission "
-                "to read and write there",
-                is_fault=True,
-            )
-    if (num_gpus > 0) != torch_sees_gpu:
-        finds = (
-            f"deep_ep._{name} finds {num_gpus} GPU(s), torch {'some' if torch_sees_gpu else 'none'}"
-        )
-        return None, _Obstacle(
-            f"{finds}; both must. Build the package with the CUDA of torch, {torch.version.cuda}",
+        raise _UnusableError(str(error), is_fault=True) from None
+    if num_gpus == 0 and (closed := _closed_device_files()):
+        raise _UnusableError(
+            f"CUDA finds no GPU, and this process may not open {', '.join(closed)}; give it the permission "
+            "to read and write there",
             is_fault=True,
         )
-    return (binding, None) if num_gpus else (None, _Obstacle("CUDA finds no GPU"))
+    if (num_gpus > 0) != torch_sees_gpu:
+        raise _UnusableError(
+            f"deep_ep._cuda finds {num_gpus} GPU(s), torch {'some' if torch_sees_gpu else 'none'}; both must. "
+            f"Build the package with the CUDA of torch, {torch.version.cuda}",
+            is_fault=True,
+        )
+    if num_gpus == 0:
+        raise _UnusableError("CUDA finds no GPU")
+    return binding
 
 
-def _device_files() -> list[str]:
-    """The files through which the driver gives access to GPUs."""
-    return sorted(glob.glob("/dev/nvidia[0-9]*"))
+def _closed_device_files() -> list[str]:
+    """Of the files through which the driver gives access to GPUs, those that this process may not use."""
+    files = sorted(glob.glob("/dev/nvidia[0-9]*"))
+    return [path for path in files if not os.access(path, os.R_OK | os.W_OK)]
 
 
-def _import(module: str) -> tuple[Any, _Obstacle | None]:
+def _import(module: str, is_fault: bool = False) -> Binding:
     if importlib.util.find_spec(module) is None:
-        return None, _Obstacle(f"module {module} was not built")
+        raise _UnusableError(f"module {module} was not built", is_fault)
     try:
-        return importlib.import_module(module), None
+        return cast("Binding", importlib.import_module(module))
     except ImportError as error:
-        return None, _Obstacle(f"module {module} does not load: {error}")
+        raise _UnusableError(f"module {module} does not load: {error}", is_fault) from None
 
 
-def _load_with_nvshmem() -> tuple[Any, str | None]:
-    """The module with NVSHMEM, for a process that has the one without; or why it cannot be used."""
+def _load_with_nvshmem() -> Binding:
+    """The module with NVSHMEM, for a process that has the one without."""
     build = nvshmem.built_with(vars(importlib.import_module("deep_ep._cuda")))
-    if build is not None:
-        conflict = nvshmem.conflict(*build)
-        if conflict is not None:
-            return None, conflict
-    binding, obstacle = _import("deep_ep._cuda_nvshmem")
-    if obstacle is None:
-        return binding, None
-    conflict = nvshmem.conflict_on_path(*build) if build is not None else None
-    return None, conflict or (
-        f"{obstacle.reason}; it must be built and load. Run install_nvshmem.sh and build again, or set "
-        "DEEP_EP_RANKS_PER_NODE if NVLink reaches all ranks"
-    )
+    conflict = build and nvshmem.conflict(*build)
+    if conflict:
+        raise _UnusableError(conflict)
+    try:
+        return _import("deep_ep._cuda_nvshmem")
+    except _UnusableError as obstacle:
+        conflict = build and nvshmem.conflict_on_path(*build)
+        raise _UnusableError(
+            conflict
+            or f"{obstacle}; it must be built and load. Run install_nvshmem.sh and build again, or set "
+            "DEEP_EP_RANKS_PER_NODE if NVLink reaches all ranks"
+        ) from None

@@ -69,16 +69,25 @@ def conflict_on_path(built_with: HostLibrary, cuda_major: int) -> str | None:
 
 
 def conflict_text(found: HostLibrary, built_with: HostLibrary, cuda_major: int) -> str:
-    """What is there, what is needed, and the command that repairs it."""
+    """`conflict_parts` in sentences."""
+    why, repair = conflict_parts(found, built_with, cuda_major)
+    return f"{why}. torch may have brought it. Replace it: {repair}"
+
+
+def conflict_parts(found: HostLibrary, built_with: HostLibrary, cuda_major: int) -> tuple[str, str]:
+    """What is there and what is needed; the command that repairs it."""
     oldest = ".".join(map(str, built_with.release))
-    return (
+    why = (
         f"this process has NVSHMEM {found.version} ({found.path}), and deep_ep._cuda_nvshmem is built "
         f"with NVSHMEM {built_with.version} ({built_with.path}); the one of the process must be "
-        f"{oldest} or newer, of the same major version. torch may have brought it. Replace it: "
+        f"{oldest} or newer, of the same major version"
+    )
+    repair = (
         f"{sys.executable} -m pip install --no-deps nvidia-nvshmem-cu{cuda_major}=={built_with.version} "
         "(in a source tree ./install_nvshmem.sh --repair does that); or start the program with "
         f"LD_PRELOAD={built_with.path}"
     )
+    return why, repair
 
 
 def built_with(constants: Mapping[str, object]) -> tuple[HostLibrary, int] | None:

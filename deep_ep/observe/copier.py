@@ -13,8 +13,7 @@ import functools
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -30,8 +29,7 @@ _READINGS = 24
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 20e-6, 10e-3
 
 
-@dataclass(frozen=True)
-class Reading:
+class Reading(NamedTuple):
     """The part of the counters that is read in one go.
 
     Attributes:
@@ -46,11 +44,7 @@ class Reading:
 
     def equals(self, other: Reading) -> bool:
         """Whether nothing was written between the two."""
-        return (
-            np.array_equal(self.own, other.own)
-            and np.array_equal(self.totals, other.totals)
-            and np.array_equal(self.op_of_slot, other.op_of_slot)
-        )
+        return all(map(np.array_equal, self, other))
 
 
 class Copier(Protocol):
@@ -140,7 +134,7 @@ class DeviceCopier:
         self._device = totals.device
         self._stream = _side_stream(totals.device.index)
         self._lock = threading.Lock()
-        with self._aside():
+        with _aside(self._stream):
             op_of_slot = torch.empty(ring.shape[0], dtype=torch.int64, device=self._device)
             self._op_in_ring, self._op_of_slot = ring[:, -1, op_field], op_of_slot
             self._small = [(t, _pinned_like(t)) for t in (totals, own, op_of_slot)]
@@ -162,14 +156,14 @@ class DeviceCopier:
         self._stream.wait_event(queued)
 
     def reading(self) -> Reading:
-        with self._lock, self._aside():
+        with self._lock, _aside(self._stream):
             # Within the device first: torch copies to the host only what is contiguous.
             self._op_of_slot.copy_(self._op_in_ring)
             totals, own, op_of_slot = self._fetch(self._small)
         return Reading(totals, own, op_of_slot)
 
     def ring(self) -> Int64Array:
-        with self._lock, self._aside():
+        with self._lock, _aside(self._stream):
             return self._fetch([self._large])[0]
 
     def _fetch(self, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> list[Int64Array]:
@@ -178,11 +172,6 @@ class DeviceCopier:
         self._done.record(self._stream)
         self._done.synchronize()
         return [pinned.numpy().copy() for _, pinned in pairs]
-
-    @contextlib.contextmanager
-    def _aside(self) -> Iterator[None]:
-        with ignoring_captures(), torch.cuda.device(self._device), torch.cuda.stream(self._stream):
-            yield
 
 
 def _pinned_like(tensor: torch.Tensor) -> torch.Tensor:
@@ -218,9 +207,15 @@ def to_host(*tensors: torch.Tensor) -> list[torch.Tensor]:
     device = tensors[0].device
     if device.type != "cuda":
         return [tensor.clone() for tensor in tensors]
-    side = _side_stream(device.index)
-    with ignoring_captures(), torch.cuda.device(device), torch.cuda.stream(side):
+    with _aside(_side_stream(device.index)):
         return [tensor.cpu() for tensor in tensors]
+
+
+@contextlib.contextmanager
+def _aside(side: torch.cuda.Stream) -> Iterator[None]:
+    # The device of a stream becomes the current one with it.
+    with ignoring_captures(), torch.cuda.stream(side):
+        yield
 
 
 @contextlib.contextmanager

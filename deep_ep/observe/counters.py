@@ -24,14 +24,8 @@ Int64Array = npt.NDArray[np.int64]
 
 # Fields that are not sums: a difference of snapshots keeps the later value.
 _NOT_SUMS = ("max_wait_ns",)
-
-
 # Own times are differences of stamps and may go back with a clock that is set back.
 _LOWEST = np.iinfo(np.int64).min
-
-
-def _is_sum(field: str) -> bool:
-    return field not in _NOT_SUMS
 
 
 def _in_proportion(total: Int64Array | np.int64, part: int, whole: int) -> Int64Array | np.int64:
@@ -74,7 +68,7 @@ class CounterSnapshot:
     @property
     def ops(self) -> int:
         """Operations counted so far, or within the window if this is a difference."""
-        return int(self.own[self.own_fields.index("ops")])
+        return self.own_value("ops")
 
     @property
     def operation(self) -> int:
@@ -120,28 +114,24 @@ class CounterSnapshot:
                 "Take both from one RecvCounters."
             )
         estimated = {*self.estimated, *earlier.estimated}
-        self._require_growth(earlier, estimated)
-        sums = np.array([_is_sum(field) for field in self.fields])[:, None]
+        # Counters grow; those that fell wrapped, were made anew or are another buffer's.
+        exact = ~np.isin(self.fields, list(estimated))[:, None]
+        fell = np.argwhere(exact & (self.totals < earlier.totals))
+        if len(fell):
+            row, source = fell[0]
+            raise EPArgumentError(
+                f"CounterSnapshot.since: {self.fields[row]} of source {source} is {self.totals[row, source]}, and "
+                f"{earlier.totals[row, source]} in the earlier snapshot; it must not be less. Take both "
+                "snapshots, in order, from one RecvCounters that was not made anew between them."
+            )
+        sums = ~np.isin(self.fields, _NOT_SUMS)[:, None]
         # Only what is estimated can come out below zero here.
         totals = np.where(sums, np.maximum(self.totals - earlier.totals, 0), self.totals)
         floor = [0 if field in estimated else _LOWEST for field in self.own_fields]
+        own = np.maximum(self.own - earlier.own, floor)
         ring = self.ring.copy()
         ring[self._ring_ops() <= earlier.operation] = 0
-        return replace(
-            self, totals=totals, own=np.maximum(self.own - earlier.own, floor), ring=ring
-        )
-
-    def _require_growth(self, earlier: CounterSnapshot, estimated: set[str]) -> None:
-        """Counters grow; those that fell wrapped, were made anew or are another buffer's."""
-        for field, now, before in zip(self.fields, self.totals, earlier.totals):
-            if field in estimated or not (now < before).any():
-                continue
-            source = int(np.argmax(now < before))
-            raise EPArgumentError(
-                f"CounterSnapshot.since: {field} of source {source} is {now[source]}, and "
-                f"{before[source]} in the earlier snapshot; it must not be less. Take both "
-                "snapshots, in order, from one RecvCounters that was not made anew between them."
-            )
+        return replace(self, totals=totals, own=own, ring=ring)
 
     def until(self, operation: int, rank: int | None = None) -> CounterSnapshot:
         """This snapshot as it was when that operation had been counted, and none after it.
@@ -176,19 +166,18 @@ class CounterSnapshot:
         sources, own = self._counted(slots, rank)
         estimated = set(self.estimated)
         totals, own_totals = self.totals.copy(), self.own.copy()
-        for row, field in enumerate(self.fields):
+        for total, field in zip(totals, self.fields):
             if field in sources:
-                totals[row] -= sources[field]
+                total -= sources[field]
             elif field == "bytes":
-                before = self["tokens"]
-                row_bytes = totals[row] // np.maximum(before, 1)
-                if (row_bytes * before != totals[row]).any():
+                row_bytes = total // np.maximum(self["tokens"], 1)
+                if (row_bytes * self["tokens"] != total).any():
                     estimated.add(field)
-                totals[row] -= row_bytes * sources["tokens"]
-            elif _is_sum(field):
-                if totals[row].any():
+                total -= row_bytes * sources["tokens"]
+            elif field not in _NOT_SUMS:
+                if total.any():
                     estimated.add(field)
-                totals[row] = _in_proportion(totals[row], kept, self.ops)
+                total[:] = _in_proportion(total, kept, self.ops)
         for place, field in enumerate(self.own_fields):
             if field in own:
                 own_totals[place] -= own[field]

@@ -46,8 +46,10 @@ def operator(*, is_combine: bool | None = None) -> Callable[[Method], Method]:
             rows, scales = x if isinstance(x, (tuple, list)) and len(x) == 2 else (x, None)
             if not isinstance(rows, torch.Tensor):
                 return method(self, *args, **kwargs)  # which refuses it
+            runtime = self.communicator.runtime
+            # As the recorder counts calls; 0 where none may begin.
+            number = 0 if runtime is None else runtime.native.num_calls() + 1
             results: list[Any] = []
-            number = _number(self)
             recorded.apply(  # type: ignore[attr-defined]
                 rows.detach(),
                 scales.detach() if isinstance(scales, torch.Tensor) else None,
@@ -56,10 +58,21 @@ def operator(*, is_combine: bool | None = None) -> Callable[[Method], Method]:
                 number,
                 lambda: results.append(method(self, *args, **kwargs)),
             )
-            if is_combine is not None:
+            if is_combine is not None and runtime is not None:
+                # It defines operators, which takes milliseconds; whoever is not profiled should not wait for them.
+                from deep_ep.observe import traffic
+
+                handle = signature.bind(self, *args, **kwargs).arguments.get("handle")
+                is_fresh = handle is None
                 # Behind the operator, since its time is that of what is launched in it.
-                given = signature.bind(self, *args, **kwargs).arguments.get("handle")
-                _record_traffic(self, number, (rows, scales), given, results[0], is_combine)
+                traffic.record(
+                    runtime.topology,
+                    results[0][4] if is_fresh else handle,
+                    number,
+                    sum(x.shape[1] * x.element_size() for x in (rows, scales) if x is not None),
+                    is_combine=is_combine,
+                    is_counted=is_fresh and bool(results[0][3]),
+                )
             return results[0]
 
         return call  # type: ignore[return-value]
@@ -86,45 +99,6 @@ def part(name: str) -> Callable[[Method], Method]:
         return call  # type: ignore[return-value]
 
     return decorate
-
-
-def _number(buffer: ObservedBuffer) -> int:
-    """Of the call that begins, as the recorder counts calls; 0 where none may begin."""
-    runtime = buffer.communicator.runtime
-    return 0 if runtime is None else runtime.native.num_calls() + 1
-
-
-def _record_traffic(
-    buffer: ObservedBuffer,
-    number: int,
-    sent: tuple[Any, Any],
-    given: Any,
-    returned: Any,
-    is_combine: bool,
-) -> None:
-    """Of a call that has returned.
-
-    Args:
-        buffer, number, is_combine: of the call.
-        sent: its rows, and their scales or `None`.
-        given: its handle, `None` in a fresh dispatch, ...
-        returned: ... which returned one.
-    """
-    runtime = buffer.communicator.runtime
-    if runtime is None:
-        return
-    # It defines operators, which takes milliseconds; whoever is not profiled should not wait for them.
-    from deep_ep.observe import traffic
-
-    is_fresh = given is None
-    traffic.record(
-        runtime.topology,
-        returned[4] if is_fresh else given,
-        number,
-        sum(part.shape[1] * part.element_size() for part in sent if part is not None),
-        is_combine=is_combine,
-        is_counted=is_fresh and bool(returned[3]),
-    )
 
 
 class _Recorded(torch.autograd.Function):

@@ -1,4 +1,4 @@
-"""What follows from the stamps of operations: in Python once, and as csrc/kernels/counters.cuh has it.
+"""What follows from the stamps of operations: in Python once, and as csrc/kernels/protocol/counters.cuh has it.
 
 Stamps are nanoseconds on the receiver's clock, int64 or float64. The last dimension of `entered`,
 `issued` and `arrival` is the source; dimensions before it are free. `begin`, when waiting began, and the

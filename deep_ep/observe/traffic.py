@@ -11,7 +11,7 @@ Over all ranks these are the rows that cross each kind of link.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -38,20 +38,6 @@ _traffic = _operator("traffic", "int call, int row_bytes, int local, int nvlink,
 _tokens_per_rank = _operator("tokens_per_rank", "int call, int first_rank, int[] tokens")
 
 
-class Traffic(NamedTuple):
-    """Rows of one operation.
-
-    Attributes:
-        local, nvlink, rdma: see above.
-        sent: [num_ranks], tokens that this rank sends to each; in a combine, rows that it sends back.
-    """
-
-    local: int
-    nvlink: int
-    rdma: int
-    sent: list[int]
-
-
 def record(
     place: Topology, handle: Any, call: int, row_bytes: int, *, is_combine: bool, is_counted: bool
 ) -> None:
@@ -67,39 +53,31 @@ def record(
         is_combine: whether rows go back.
         is_counted: whether the host has waited for this handle's counts.
     """
-    several = place.num_nodes > 1
-    typed: NormalHandle = (SeveralNodesHandle if several else OneNodeHandle)(*handle)
-    found = _of(typed, place, is_combine=is_combine, is_counted=is_counted)
-    if found is None:
-        return
-    _traffic(call, row_bytes, found.local, found.nvlink, found.rdma)
-    for first in range(0, place.num_ranks, _LONGEST_LIST):
-        _tokens_per_rank(call, first, found.sent[first : first + _LONGEST_LIST])
-
-
-def _of(
-    handle: NormalHandle, place: Topology, *, is_combine: bool, is_counted: bool
-) -> Traffic | None:
-    word = hidden_word(handle.channel_prefix)
+    kind = SeveralNodesHandle if place.num_nodes > 1 else OneNodeHandle
+    typed: NormalHandle = kind(*handle)
+    word = hidden_word(typed.channel_prefix)
     # In a capture nothing runs.
     if word is None or (word.is_cuda and torch.cuda.is_current_stream_capturing()):
-        return None
+        return
     # Whole tensors, since to copy a part of one from a GPU takes a kernel.
-    several = isinstance(handle, SeveralNodesHandle)
-    if isinstance(handle, SeveralNodesHandle):
-        prefixes = [handle.source_prefixes, handle.recv_node_prefix]
+    if isinstance(typed, SeveralNodesHandle):
+        done, prefix, ends, relayed = to_host(
+            word, typed.channel_prefix, typed.source_prefixes, typed.recv_node_prefix
+        )
+        rdma = int(relayed[-1])
     else:
-        prefixes = [handle.rank_prefix]
-    copies = to_host(word, handle.channel_prefix, *prefixes)
-    if int(copies[0]) == 0 and not is_counted:
-        return None
-    ends = copies[2] if several else copies[2][:, place.rank]
+        done, prefix, prefixes = to_host(word, typed.channel_prefix, typed.rank_prefix)
+        ends, rdma = prefixes[:, place.rank], 0
+    if int(done) == 0 and not is_counted:
+        return
     received = torch.diff(ends, prepend=ends.new_zeros(1)).tolist()
-    sent = received if is_combine else copies[1][:, -1].tolist()
-    crossing = sum(
+    nvlink = sum(
         rows
         for source, rows in enumerate(received)
         if source % place.ranks_per_node != place.local_rank
     )
-    relayed = int(copies[3][-1]) if several else 0
-    return Traffic(received[place.rank], crossing, relayed, sent)
+    _traffic(call, row_bytes, received[place.rank], nvlink, rdma)
+    # Tokens that this rank sends to each; in a combine, rows that it sends back.
+    sent = received if is_combine else prefix[:, -1].tolist()
+    for first in range(0, place.num_ranks, _LONGEST_LIST):
+        _tokens_per_rank(call, first, sent[first : first + _LONGEST_LIST])

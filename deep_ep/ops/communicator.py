@@ -62,6 +62,7 @@ class Communicator:
         stream_event: orders two streams within an operation, for who holds the lock.
         before_operation: called with the name of each operation before it begins.
         watchers: who is told of the end.
+        is_in_a_fork: whether this is a fork of the process that connected it.
         masks: whom operations go on without.
         parts: stamps of what the rank does around operations; `None` while nothing is counted.
     """
@@ -109,14 +110,10 @@ class Communicator:
         if claims is not None:
             weakref.finalize(self, claims.release)
         self._process = os.getpid()
+        self.is_in_a_fork = False
         _communicators.add(self)
 
     # ---- who may call
-
-    @property
-    def is_in_a_fork(self) -> bool:
-        """Whether this is a fork of the process that connected it."""
-        return self._process != os.getpid()
 
     def check_process(self, where: str) -> None:
         """Refuses calls in a fork.
@@ -146,8 +143,9 @@ class Communicator:
             EPUsageError: as `connected_runtime`, or a hook is to be called first.
         """
         runtime = self.connected_runtime(where)
-        for pending in [pending for pending in self.open_hooks if pending.is_lost]:
-            self._drop(where, pending)
+        for pending in tuple(self.open_hooks):
+            if pending.is_lost:
+                self._drop(where, pending)
         if len(self.open_hooks) >= MOST_OPEN_HOOKS:
             names = " and ".join(pending.name for pending in self.open_hooks)
             got = f"the hooks of {names} have not been called"
@@ -182,9 +180,10 @@ class Communicator:
         Raises:
             EPUsageError: it is one.
         """
-        if any(pending.fills(handle) for pending in self.open_hooks):
-            got = "the hook of the dispatch that returned handle has not been called"
-            fail(where, got, "handle_not_received", EPUsageError)
+        for pending in self.open_hooks:
+            if pending.fills(handle):
+                got = "the hook of the dispatch that returned handle has not been called"
+                fail(where, got, "handle_not_received", EPUsageError)
 
     def calling_stream(self, where: str) -> Any:
         """The stream that the caller works on, once no other rank of the process does.
@@ -397,10 +396,11 @@ class Communicator:
             runtime.native.close()
 
 
-def _replace_locks() -> None:
+def _note_fork() -> None:
     """In a fork: a thread that only the parent has may hold a lock for ever."""
     for communicator in _communicators:
+        communicator.is_in_a_fork = True
         communicator.lock = threading.RLock()
 
 
-os.register_at_fork(after_in_child=_replace_locks)
+os.register_at_fork(after_in_child=_note_fork)

@@ -8,7 +8,9 @@ import torch
 
 from deep_ep.base.rules import LAYOUT
 from deep_ep.checks import arguments as checks
+from deep_ep.checks.calls import DispatchLayout
 from deep_ep.observe import parts
+from deep_ep.ops import pointers
 from deep_ep.ops.communicator import Communicator
 from deep_ep.ops.stream_order import StreamOrder
 from deep_ep.types.event import EventOverlap
@@ -17,29 +19,17 @@ Tensor = torch.Tensor
 
 
 def dispatch_layout(
-    communicator: Communicator,
-    topk_idx: Tensor,
-    num_experts: int,
-    previous_event: EventOverlap | None,
-    async_finish: bool,
-    allocate_on_comm_stream: bool,
+    communicator: Communicator, call: DispatchLayout
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor, EventOverlap]:
     """See `Buffer.get_dispatch_layout`."""
-    limits = communicator.limits
-    checks.Tensors(LAYOUT, limits.device).check("topk_idx", topk_idx)
+    limits, topk_idx = communicator.limits, call.topk_idx
+    checks.Tensors(call, limits).check()
     num_tokens, num_topk = topk_idx.shape
-    num_experts = checks.positive_int(LAYOUT, "num_experts", num_experts)
+    num_experts = checks.positive_int(LAYOUT, "num_experts", call.num_experts)
     checks.kernel_limit(LAYOUT, "num_experts", num_experts, limits.binding.MAX_EXPERTS)
     runtime = communicator.connected_runtime(LAYOUT)
     comm = runtime.get_comm_stream()
-    order = StreamOrder(
-        LAYOUT,
-        communicator.backend,
-        comm,
-        previous_event,
-        async_finish,
-        allocate_on_comm_stream,
-    )
+    order = StreamOrder(call, communicator.backend, comm)
     num_nodes = runtime.topology.num_nodes
     with order.allocating():
         new = functools.partial(torch.empty, device=limits.device)
@@ -47,20 +37,23 @@ def dispatch_layout(
         per_node = new(num_nodes, dtype=torch.int32) if num_nodes > 1 else None
         per_expert = new(num_experts, dtype=torch.int32)
         in_rank = new((num_tokens, limits.num_ranks), dtype=torch.bool)
+    tensors = {
+        "topk_idx": topk_idx,
+        "num_tokens_per_rank": per_rank,
+        "num_tokens_per_rdma_rank": per_node,
+        "num_tokens_per_expert": per_expert,
+        "is_token_in_rank": in_rank,
+    }
     order.begin()
     with parts.measured(communicator, "layout", comm):
         runtime.native.dispatch_layout(
-            topk_idx=topk_idx.data_ptr(),
+            **pointers.of_tensors(tensors),
             num_tokens=num_tokens,
             num_topk=num_topk,
             num_experts=num_experts,
             num_ranks=limits.num_ranks,
             ranks_per_node=runtime.topology.ranks_per_node,
-            num_tokens_per_rank=per_rank.data_ptr(),
-            num_tokens_per_rdma_rank=per_node.data_ptr() if per_node is not None else 0,
-            num_tokens_per_expert=per_expert.data_ptr(),
-            is_token_in_rank=in_rank.data_ptr(),
             stream=order.handle,
         )
-    event = order.finish(topk_idx, per_rank, per_node, per_expert, in_rank)
+    event = order.finish(*tensors.values())
     return per_rank, per_node, per_expert, in_rank, event

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import functools
+import math
 import weakref
-from typing import TYPE_CHECKING, Any, Callable, Optional
+from typing import TYPE_CHECKING, Any, NamedTuple, Optional
 
 import torch
 
 from deep_ep.base.rules import COMBINE, DISPATCH, fail
 from deep_ep.checks import arguments as checks
 from deep_ep.checks import low_latency as low_latency_checks
-from deep_ep.checks.low_latency import LowLatencyShape
+from deep_ep.checks.calls import LowLatencyCombine, LowLatencyDispatch
+from deep_ep.checks.known_calls import KnownCalls
+from deep_ep.checks.low_latency import LowLatencyShape, LowLatencySizes
 from deep_ep.errors import EPUsageError
 from deep_ep.native import backend
 from deep_ep.observe import parts
@@ -22,12 +25,41 @@ from deep_ep.types.event import EventHandle, EventOverlap
 from deep_ep.types.handles import LowLatencyHandle
 
 if TYPE_CHECKING:
+    from deep_ep.checks.arguments import Limits
     from deep_ep.native.runtime import Runtime
     from deep_ep.ops.communicator import Communicator
 
 Tensor = torch.Tensor
-# What one operation reads and writes: it lives until that is done.
-Used = tuple[tuple[Optional[Tensor], ...], Optional[RecvCounters]]
+# What one operation reads and writes, as the native runtime calls it: it lives until that is done.
+Used = dict[str, Optional[Tensor]]
+# Sizes and flags, as it takes them.
+Numbers = dict[str, int]
+# Arguments of `Backend.empty`. Strides are always among them: torch reads these arguments faster.
+Memory = tuple[tuple[int, ...], torch.dtype, torch.device, tuple[int, ...]]
+
+
+class _DispatchPlan(NamedTuple):
+    """What follows from what a dispatch looks like.
+
+    Attributes:
+        shape: its sizes.
+        numbers: of its launch.
+        recv_x: memory of the rows.
+        scales: of their scales; `None` without.
+        recv_count: of the number of rows.
+        handle_words: of `src_info`, behind whose tokens the kernel leaves where rows come back, and what shows a change.
+        src_info: size and strides of it.
+        layout_range: memory of it.
+    """
+
+    shape: LowLatencyShape
+    numbers: Numbers
+    recv_x: Memory
+    scales: Memory | None
+    recv_count: Memory
+    handle_words: Memory
+    src_info: tuple[tuple[int, int], tuple[int, int]]
+    layout_range: Memory
 
 
 def rdma_size_hint(
@@ -37,9 +69,8 @@ def rdma_size_hint(
     where = "get_low_latency_rdma_size_hint"
     num_ranks = checks.positive_int(where, "num_ranks", num_ranks)
     binding = backend.get().binding
-    sizes = low_latency_checks.sizes_of(
-        where, num_max_dispatch_tokens_per_rank, hidden, num_experts, num_ranks, binding
-    )
+    given = num_max_dispatch_tokens_per_rank, hidden, num_experts
+    sizes = low_latency_checks.sizes_of(where, num_ranks, binding, *given)
     return low_latency_checks.num_bytes(binding, num_ranks, sizes)
 
 
@@ -65,176 +96,78 @@ class LowLatency:
         self._owner = weakref.ref(owner)
         self._is_enabled = is_enabled
         self._is_staged = False  # the next combine's rows may be in its buffer
-        self._handle_words: dict[LowLatencyShape, int] = {}
+        self._dispatches = KnownCalls[_DispatchPlan](LowLatencyDispatch)
+        sizes = (f"handle.{name}" for name in LowLatencySizes._fields)
+        self._combines = KnownCalls[tuple[LowLatencyShape, Numbers, int]](LowLatencyCombine, *sizes)
 
     def dispatch(
-        self,
-        x: Tensor,
-        topk_idx: Tensor,
-        num_max_dispatch_tokens_per_rank: int,
-        num_experts: int,
-        cumulative_local_expert_recv_stats: Tensor | None,
-        dispatch_wait_recv_cost_stats: Tensor | None,
-        use_fp8: bool,
-        round_scale: bool,
-        use_ue8m0: bool,
-        async_finish: bool,
-        return_recv_hook: bool,
-        recv_counters: RecvCounters | None,
+        self, call: LowLatencyDispatch
     ) -> tuple[
         Tensor | tuple[Tensor, Tensor], Tensor, LowLatencyHandle, EventOverlap, ReceiveHook | None
     ]:
         """See `Buffer.low_latency_dispatch`."""
         communicator = self._communicator
-        with communicator.lock, parts.marked(communicator, DISPATCH):
+        with parts.operation(communicator, DISPATCH):
             runtime = self._idle_runtime(DISPATCH)
-            use_fp8, round_scale, use_ue8m0, async_finish, return_recv_hook = checks.flags(
-                DISPATCH,
-                use_fp8=use_fp8,
-                round_scale=round_scale,
-                use_ue8m0=use_ue8m0,
-                async_finish=async_finish,
-                return_recv_hook=return_recv_hook,
-            )
-            shape = low_latency_checks.dispatch(
-                communicator.limits,
-                x,
-                topk_idx,
-                num_max_dispatch_tokens_per_rank,
-                num_experts,
-                cumulative_local_expert_recv_stats,
-                dispatch_wait_recv_cost_stats,
-                recv_counters,
-                use_fp8=use_fp8,
-                round_scale=round_scale,
-                use_ue8m0=use_ue8m0,
-                async_finish=async_finish,
-                return_recv_hook=return_recv_hook,
-            )
-            new, device = communicator.backend.empty, communicator.limits.device
-            num_experts, num_rows = shape.num_local_experts, shape.num_recv_rows
-            recv_x = new(
-                (num_experts, num_rows, shape.hidden),
-                torch.float8_e4m3fn if use_fp8 else torch.bfloat16,
-                device,
-            )
-            scales = _new_scales(shape, use_ue8m0, communicator) if use_fp8 else None
-            recv_count = new((num_experts,), torch.int32, device)
-            # Behind it the kernel leaves what combine checks the handle against.
-            src_info = new((self._num_handle_words(runtime, shape),), torch.int32, device)
-            src_info = src_info.as_strided((num_experts, num_rows), (num_rows, 1))
-            layout_range = new((num_experts, shape.num_ranks), torch.int64, device)
-            counters = recv_counters or self.dispatch_counters
-            run = functools.partial(
-                runtime.native.low_latency_dispatch,
-                x=x.data_ptr(),
-                topk_idx=topk_idx.data_ptr(),
-                **shape.keywords,
-                use_fp8=use_fp8,
-                round_scale=round_scale,
-                use_ue8m0=use_ue8m0,
-                recv_x=recv_x.data_ptr(),
-                recv_scales=pointers.of_tensor(scales),
-                recv_count=recv_count.data_ptr(),
-                src_info=src_info.data_ptr(),
-                layout_range=layout_range.data_ptr(),
-                cumulative_local_expert_recv_stats=pointers.of_tensor(
-                    cumulative_local_expert_recv_stats
+            plan = self._dispatches.find(call, self._plan_dispatch)
+            low_latency_checks.dispatch_values(communicator.limits, call, plan.shape)
+            new = communicator.backend.empty
+            recv_x, recv_count = new(*plan.recv_x), new(*plan.recv_count)
+            scales = None if plan.scales is None else new(*plan.scales)
+            src_info = new(*plan.handle_words).as_strided(*plan.src_info)
+            layout_range = new(*plan.layout_range)
+            tensors = {
+                "x": call.x,
+                "topk_idx": call.topk_idx,
+                "recv_x": recv_x,
+                "recv_scales": scales,
+                "recv_count": recv_count,
+                "src_info": src_info,
+                "layout_range": layout_range,
+                "cumulative_local_expert_recv_stats": call.cumulative_local_expert_recv_stats,
+                "wait_stats": pointers.own_row(
+                    call.dispatch_wait_recv_cost_stats, communicator.rank
                 ),
-                wait_stats=pointers.of_own_row(dispatch_wait_recv_cost_stats, communicator.rank),
-                counters=pointers.of_counters(counters),
-            )
-            used = (
-                *(x, topk_idx, recv_x, scales, recv_count, src_info, layout_range),
-                *(cumulative_local_expert_recv_stats, dispatch_wait_recv_cost_stats),
-            )
-            event, hook = self._launch(
-                DISPATCH, runtime, run, (used, counters), async_finish, return_recv_hook, src_info
-            )
-        handle = LowLatencyHandle(
-            src_info,
-            layout_range,
-            shape.num_max_dispatch_tokens_per_rank,
-            shape.hidden,
-            shape.num_experts,
-        )
+            }
+            event, hook = self._launch(call, runtime, tensors, plan.numbers, src_info)
+        handle = LowLatencyHandle(src_info, layout_range, *plan.shape.sizes)
         return recv_x if scales is None else (recv_x, scales), recv_count, handle, event, hook
 
-    def combine(
-        self,
-        x: Tensor,
-        topk_idx: Tensor,
-        topk_weights: Tensor,
-        handle: tuple[Any, ...],
-        use_logfmt: bool,
-        zero_copy: bool,
-        async_finish: bool,
-        return_recv_hook: bool,
-        out: Tensor | None,
-        combine_wait_recv_cost_stats: Tensor | None,
-        recv_counters: RecvCounters | None,
-    ) -> tuple[Tensor, EventOverlap, ReceiveHook | None]:
+    def combine(self, call: LowLatencyCombine) -> tuple[Tensor, EventOverlap, ReceiveHook | None]:
         """See `Buffer.low_latency_combine`."""
         communicator = self._communicator
-        with communicator.lock, parts.marked(communicator, COMBINE):
+        with parts.operation(communicator, COMBINE):
             runtime = self._idle_runtime(COMBINE)
-            use_logfmt, zero_copy, async_finish, return_recv_hook = checks.flags(
-                COMBINE,
-                use_logfmt=use_logfmt,
-                zero_copy=zero_copy,
-                async_finish=async_finish,
-                return_recv_hook=return_recv_hook,
+            call.handle = low_latency_checks.unpack_handle(COMBINE, call.handle)
+            shape, numbers, num_words = self._combines.find(call, self._plan_combine)
+            low_latency_checks.combine_values(
+                communicator.limits, runtime.native, call, shape, num_words
             )
-            shape = low_latency_checks.combine(
-                communicator.limits,
-                x,
-                topk_idx,
-                topk_weights,
-                handle,
-                out,
-                combine_wait_recv_cost_stats,
-                recv_counters,
-                use_logfmt=use_logfmt,
-                zero_copy=zero_copy,
-                async_finish=async_finish,
-                return_recv_hook=return_recv_hook,
-            )
-            src_info, layout_range = handle[0], handle[1]
+            src_info, layout_range = call.handle[:2]
             communicator.check_received(COMBINE, src_info)
-            low_latency_checks.handle_values(
-                runtime.native, shape, topk_idx, src_info, layout_range
-            )
-            if zero_copy and not self._is_staged:
+            low_latency_checks.handle_values(runtime.native, shape, call)
+            if call.zero_copy and not self._is_staged:
                 fail(COMBINE, "zero_copy is True", "combine_buffer", EPUsageError)
             self._is_staged = False
+            out = call.out
             if out is None:
                 out = torch.empty(
-                    (shape.num_tokens, shape.hidden),
+                    (shape.num_tokens, shape.sizes.hidden),
                     dtype=torch.bfloat16,
                     device=communicator.limits.device,
                 )
-            counters = recv_counters or self.combine_counters
-            run = functools.partial(
-                runtime.native.low_latency_combine,
-                x=x.data_ptr(),
-                topk_idx=topk_idx.data_ptr(),
-                topk_weights=topk_weights.data_ptr(),
-                src_info=src_info.data_ptr(),
-                layout_range=layout_range.data_ptr(),
-                out=out.data_ptr(),
-                **shape.keywords,
-                use_logfmt=use_logfmt,
-                zero_copy=zero_copy,
-                wait_stats=pointers.of_own_row(combine_wait_recv_cost_stats, communicator.rank),
-                counters=pointers.of_counters(counters),
-            )
-            used = (
-                *(x, topk_idx, topk_weights, src_info, layout_range),
-                *(out, combine_wait_recv_cost_stats),
-            )
-            event, hook = self._launch(
-                COMBINE, runtime, run, (used, counters), async_finish, return_recv_hook
-            )
+            tensors = {
+                "x": call.x,
+                "topk_idx": call.topk_idx,
+                "topk_weights": call.topk_weights,
+                "src_info": src_info,
+                "layout_range": layout_range,
+                "out": out,
+                "wait_stats": pointers.own_row(
+                    call.combine_wait_recv_cost_stats, communicator.rank
+                ),
+            }
+            event, hook = self._launch(call, runtime, tensors, numbers)
         return out, event, hook
 
     def next_combine_buffer(self, handle: tuple[Any, ...]) -> Tensor:
@@ -243,18 +176,11 @@ class LowLatency:
         communicator = self._communicator
         self._check_enabled(where)
         runtime = communicator.connected_runtime(where)
-        given = low_latency_checks.unpack_handle(where, handle)
-        maximum, hidden, num_experts = low_latency_checks.sizes_that_fit(
-            where,
-            given.num_max_dispatch_tokens_per_rank,
-            given.hidden,
-            given.num_experts,
-            communicator.limits,
-        )
+        given = low_latency_checks.unpack_handle(where, handle)[2:]
+        sizes = low_latency_checks.sizes_that_fit(where, communicator.limits, *given)
+        maximum, hidden, num_experts = sizes
         self._is_staged = True
-        pointer, stride_bytes = runtime.native.next_combine_buffer(
-            num_max_dispatch_tokens_per_rank=maximum, hidden=hidden, num_experts=num_experts
-        )
+        pointer, stride_bytes = runtime.native.next_combine_buffer(**sizes.keywords)
         item = torch.bfloat16.itemsize
         num_ranks = communicator.num_ranks
         shape = (num_experts // num_ranks, num_ranks * maximum, hidden)
@@ -269,9 +195,8 @@ class LowLatency:
         communicator = self._communicator
         with communicator.lock:
             runtime = self._idle_runtime(where)
-            low_latency_checks.sizes_that_fit(
-                where, num_max_dispatch_tokens_per_rank, hidden, num_experts, communicator.limits
-            )
+            given = num_max_dispatch_tokens_per_rank, hidden, num_experts
+            low_latency_checks.sizes_that_fit(where, communicator.limits, *given)
             stream = communicator.backend.stream_handle(communicator.calling_stream(where))
             communicator.receive_sent()
             runtime.native.clean_low_latency_buffer(stream=stream)
@@ -298,48 +223,82 @@ class LowLatency:
 
     def _launch(
         self,
-        name: str,
+        call: LowLatencyDispatch | LowLatencyCombine,
         runtime: Runtime,
-        run: Callable[..., None],
-        used: Used,
-        async_finish: bool,
-        return_recv_hook: bool,
+        tensors: Used,
+        numbers: Numbers,
         handle: Tensor | None = None,
     ) -> tuple[EventOverlap, ReceiveHook | None]:
-        """Runs an operation, or its send phase. `handle` is `handle[0]` of a dispatch."""
-        communicator = self._communicator
+        """Runs an operation, or its send phase.
+
+        Args:
+            call: what was asked for.
+            runtime: that runs it.
+            tensors: that its native method takes.
+            numbers: the same, and flags.
+            handle: `handle[0]` of a dispatch.
+        """
+        communicator, name = self._communicator, call.name
+        own_counters = self.dispatch_counters if name == DISPATCH else self.combine_counters
+        counters = call.recv_counters or own_counters
+        arguments: dict[str, Any] = pointers.of_tensors(tensors)
+        arguments.update(numbers, counters=pointers.of_counters(counters))
+        run = getattr(runtime.native, name)
         current = communicator.calling_stream(name)
         communicator.receive_sent()
         for callback in communicator.before_operation:
             callback(name)
         back, binding = communicator.backend, communicator.backend.binding
-        if return_recv_hook:
-            stream = back.stream_handle(current)
-            run(phases=binding.PHASE_SEND, stream=stream)
+        if call.return_recv_hook:
+            arguments["stream"] = back.stream_handle(current)
+            run(**arguments, phases=binding.PHASE_SEND)
             # What went wrong in it the hook raises, for its phase ends the operation.
-            receive = functools.partial(run, phases=binding.PHASE_RECEIVE, stream=stream)
-            pending = PendingReceive(name, receive, used, handle)
+            receive = functools.partial(run, **arguments, phases=binding.PHASE_RECEIVE)
+            pending = PendingReceive(name, receive, (tensors, counters), handle)
             communicator.open_hooks.append(pending)
             return EventOverlap(), pending.hook_for(communicator, self._owner())
         comm = runtime.get_comm_stream()
         back.wait_stream(comm, current, communicator.stream_event)
         phases = binding.PHASE_SEND | binding.PHASE_RECEIVE
-        run(phases=phases, stream=back.stream_handle(comm))
+        run(**arguments, phases=phases, stream=back.stream_handle(comm))
         communicator.raise_failure()
-        if async_finish:
-            tensors, counters = used
-            counted = pointers.tensors_of(counters)
-            kept = tuple(tensor for tensor in (*tensors, *counted) if tensor is not None)
+        if call.async_finish:
+            used = (*tensors.values(), *pointers.tensors_of(counters))
+            kept = tuple(tensor for tensor in used if tensor is not None)
             return EventOverlap(EventHandle(comm, back), kept), None
         back.wait_stream(current, comm, communicator.stream_event)
         return EventOverlap(), None
 
-    def _num_handle_words(self, runtime: Runtime, shape: LowLatencyShape) -> int:
-        num_words = self._handle_words.get(shape)
-        if num_words is None:
-            num_words = runtime.native.handle_words(**shape.keywords)
-            self._handle_words[shape] = num_words
-        return num_words
+    def _plan_dispatch(self, call: LowLatencyDispatch) -> _DispatchPlan:
+        limits = self._communicator.limits
+        shape = low_latency_checks.dispatch(limits, call)
+        num_experts, num_rows = shape.num_local_experts, shape.num_recv_rows
+        num_words = self._num_handle_words(DISPATCH, shape)
+        flags = {name: getattr(call, name) for name in ("use_fp8", "round_scale", "use_ue8m0")}
+
+        def memory(dtype: torch.dtype, *size: int) -> Memory:
+            return size, dtype, limits.device, _contiguous(size)
+
+        rows_dtype = torch.float8_e4m3fn if call.use_fp8 else torch.bfloat16
+        return _DispatchPlan(
+            shape,
+            {**shape.keywords, **flags},
+            recv_x=memory(rows_dtype, num_experts, num_rows, shape.sizes.hidden),
+            scales=_scales(shape, limits, call.use_ue8m0) if call.use_fp8 else None,
+            recv_count=memory(torch.int32, num_experts),
+            handle_words=memory(torch.int32, num_words),
+            src_info=((num_experts, num_rows), (num_rows, 1)),
+            layout_range=memory(torch.int64, num_experts, shape.num_ranks),
+        )
+
+    def _plan_combine(self, call: LowLatencyCombine) -> tuple[LowLatencyShape, Numbers, int]:
+        shape = low_latency_checks.combine(self._communicator.limits, call)
+        flags = {"use_logfmt": call.use_logfmt, "zero_copy": call.zero_copy}
+        return shape, {**shape.keywords, **flags}, self._num_handle_words(COMBINE, shape)
+
+    def _num_handle_words(self, where: str, shape: LowLatencyShape) -> int:
+        native = self._communicator.connected_runtime(where).native
+        return native.handle_words(**shape.keywords)
 
     def _idle_runtime(self, where: str) -> Runtime:
         self._check_enabled(where)
@@ -350,12 +309,16 @@ class LowLatency:
             fail(where, "low_latency_mode is False", "low_latency_mode", EPUsageError)
 
 
-def _new_scales(shape: LowLatencyShape, use_ue8m0: bool, communicator: Communicator) -> Tensor:
+def _scales(shape: LowLatencyShape, limits: Limits, use_ue8m0: bool) -> Memory:
     """Scales `[num_local_experts, num_recv_rows, columns]` with stride 1 along rows."""
-    selected, num_rows = communicator.backend, shape.num_recv_rows
-    columns = shape.hidden // selected.binding.CHANNELS_PER_SCALE
+    num_rows, columns = shape.num_recv_rows, shape.sizes.hidden // limits.binding.CHANNELS_PER_SCALE
     dtype = torch.float32
     if use_ue8m0:
         columns, dtype = -(-columns // 4), torch.int32
     size, stride = (shape.num_local_experts, num_rows, columns), (columns * num_rows, 1, num_rows)
-    return selected.empty(size, dtype, communicator.limits.device, stride)
+    return size, dtype, limits.device, stride
+
+
+def _contiguous(size: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides of a tensor of that size."""
+    return tuple(math.prod(size[i + 1 :]) for i in range(len(size)))

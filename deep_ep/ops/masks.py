@@ -1,7 +1,7 @@
 """The masks of a buffer: whom its low-latency operations go on without, and why.
 
 The masks themselves are in device memory, where kernels read them and add ranks that do not arrive
-(csrc/kernels/masks.cuh). Here are the program's calls, and what the host knows: it learns of a rank that
+(csrc/kernels/protocol/masks.cuh). Here are the program's calls, and what the host knows: it learns of a rank that
 a kernel has masked, tells the others by way of rank 0 (liveness.py), and keeps the reason.
 """
 
@@ -20,9 +20,8 @@ from deep_ep.types.bounds import integer
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    import torch
-
     from deep_ep.base.ranks import Decision, RankPlace
+    from deep_ep.checks.calls import MaskQuery
     from deep_ep.membership.liveness import Liveness
     from deep_ep.native.runtime import Runtime
     from deep_ep.ops.communicator import Communicator
@@ -79,15 +78,13 @@ class Masks:
             else:
                 self._why.pop(rank, None)
 
-    def query(self, mask_status: torch.Tensor) -> None:
+    def query(self, call: MaskQuery) -> None:
         """See `Buffer.low_latency_query_mask_buffer`."""
         communicator = self._communicator
         with communicator.lock:
             runtime = self._runtime(QUERY_MASKS)
-            limits = communicator.limits
-            tensors = checks.Tensors(QUERY_MASKS, limits.device, num_ranks=limits.num_ranks)
-            tensors.check("mask_status", mask_status)
-            native, status = runtime.native, mask_status.data_ptr()
+            checks.Tensors(call, communicator.limits).check()
+            native, status = runtime.native, call.mask_status.data_ptr()
             self._run(QUERY_MASKS, lambda on: native.query_masks(status=status, stream=on))
 
     def clean(self) -> None:

@@ -14,8 +14,7 @@ import torch
 
 from deep_ep.base.rules import NORMAL_COMBINE, NORMAL_DISPATCH, WORST_TOKENS_FIX, fail
 from deep_ep.checks import normal as normal_checks
-from deep_ep.checks.layouts import Layout
-from deep_ep.checks.normal import NormalShape, Rows
+from deep_ep.checks.normal import NormalShape
 from deep_ep.checks.queue_turns import QueueTurns
 from deep_ep.errors import EPTransportError
 from deep_ep.observe import parts
@@ -26,23 +25,15 @@ from deep_ep.types.bounds import memory
 from deep_ep.types.handles import NormalHandle, new_handle
 
 if TYPE_CHECKING:
+    from deep_ep.checks.calls import NormalCombine, NormalDispatch
     from deep_ep.native.runtime import Runtime
     from deep_ep.ops.communicator import Communicator
-    from deep_ep.types.config import Config
     from deep_ep.types.event import EventOverlap
 
 Tensor = torch.Tensor
 
 # What num_worst_tokens may have allocated without a look at what is left, bytes.
 _SMALL_BYTES = 1 << 26
-
-
-class Streams(NamedTuple):
-    """The arguments of a call that say what waits for what; see `StreamOrder`."""
-
-    previous_event: EventOverlap | None
-    async_finish: bool
-    allocate_on_comm_stream: bool
 
 
 @dataclass
@@ -64,43 +55,34 @@ class NormalCounters:
     relay_combine: RecvCounters | None = None
 
 
-class DispatchInputs(NamedTuple):
-    """What a dispatch reads.
-
-    Attributes:
-        rows: of this rank's tokens.
-        topk_idx: [num_tokens, num_topk] int64.
-        topk_weights: [num_tokens, num_topk] float32.
-    """
-
-    rows: Rows
-    topk_idx: Tensor | None = None
-    topk_weights: Tensor | None = None
-
-
 class Received(NamedTuple):
     """What a dispatch writes, with one row per received row.
 
     Attributes:
-        data: [num_recv_rows, hidden], of the dtype that was sent.
-        scales: [num_recv_rows, num_scales], likewise.
-        topk_idx: [num_recv_rows, num_topk] int64.
-        topk_weights: [num_recv_rows, num_topk] float32.
-        src_idx: [num_recv_rows] int32, source tokens; only in a fresh dispatch on one node.
-        src_meta: [num_recv_rows, 2] int32, source nodes and tokens; only in a fresh one on several.
+        recv_x: [num_recv_rows, hidden], of the dtype that was sent.
+        recv_scales: [num_recv_rows, num_scales], likewise.
+        recv_topk_idx: [num_recv_rows, num_topk] int64.
+        recv_topk_weights: [num_recv_rows, num_topk] float32.
+        recv_src_idx: [num_recv_rows] int32, source tokens; only in a fresh dispatch on one node.
+        recv_src_meta: [num_recv_rows, 2] int32, source nodes and tokens; only in a fresh one on several.
     """
 
-    data: Tensor
-    scales: Tensor | None
-    topk_idx: Tensor | None = None
-    topk_weights: Tensor | None = None
-    src_idx: Tensor | None = None
-    src_meta: Tensor | None = None
+    recv_x: Tensor | None = None
+    recv_scales: Tensor | None = None
+    recv_topk_idx: Tensor | None = None
+    recv_topk_weights: Tensor | None = None
+    recv_src_idx: Tensor | None = None
+    recv_src_meta: Tensor | None = None
 
     @property
-    def rows(self) -> Tensor | tuple[Tensor, Tensor]:
+    def rows(self) -> Any:
         """As the rows were sent: with scales, if these had any."""
-        return self.data if self.scales is None else (self.data, self.scales)
+        return self.recv_x if self.recv_scales is None else (self.recv_x, self.recv_scales)
+
+    @property
+    def tensors(self) -> dict[str, Tensor | None]:
+        """As the native runtime calls them."""
+        return self._asdict()
 
 
 class Normal:
@@ -123,17 +105,7 @@ class Normal:
         self._most_worst_bytes = _SMALL_BYTES  # that num_worst_tokens could have allocated
 
     def dispatch(
-        self,
-        x: Any,
-        layout: Layout,
-        topk_idx: Tensor | None,
-        topk_weights: Tensor | None,
-        expert_alignment: int,
-        num_worst_tokens: int,
-        config: Config,
-        streams: Streams,
-        recv_counters: RecvCounters | None,
-        wait_stats: Tensor | None,
+        self, call: NormalDispatch
     ) -> tuple[Received, list[int], tuple[Tensor, ...], EventOverlap]:
         """See `Buffer.dispatch`, without a handle.
 
@@ -141,29 +113,29 @@ class Normal:
             What was received, its rows per local expert, the handle, the event.
         """
         communicator = self._communicator
-        with communicator.lock, parts.marked(communicator, NORMAL_DISPATCH):
+        with parts.operation(communicator, NORMAL_DISPATCH):
             runtime = self._idle_runtime(NORMAL_DISPATCH)
-            sent = DispatchInputs(Rows.of(x), topk_idx, topk_weights)
-            shape = normal_checks.fresh_dispatch(
-                *(communicator.limits, self._place, sent.rows, layout, topk_idx, topk_weights),
-                *(expert_alignment, num_worst_tokens, config, wait_stats, recv_counters),
-            )
+            shape = normal_checks.fresh_dispatch(communicator.limits, self._place, call)
+            num_worst_tokens = call.num_worst_tokens
             self._require_memory(shape, num_worst_tokens)
-            order = self._order(NORMAL_DISPATCH, runtime, streams)
+            order = self._order(call, runtime)
             with order.allocating():
-                handle = self._new_handle(shape, layout)
+                handle = self._new_handle(call, shape)
                 packs = self._packs(shape, shape.num_tokens)
+            counted = {
+                "num_tokens_per_rank": call.num_tokens_per_rank,
+                "num_tokens_per_expert": call.num_tokens_per_expert,
+            }
+            wait_stats = pointers.own_row(call.dispatch_wait_recv_cost_stats, communicator.rank)
             order.begin()
             with parts.marked(communicator, "notify"):
                 runtime.native.normal_notify(
                     **self._common(shape, handle),
-                    num_tokens_per_rank=pointers.of_tensor(layout.num_tokens_per_rank),
-                    num_tokens_per_expert=pointers.of_tensor(layout.num_tokens_per_expert),
-                    wait_stats=pointers.of_own_row(wait_stats, communicator.rank),
+                    **pointers.of_tensors({**counted, "wait_stats": wait_stats}),
                     notify_counters=pointers.of_counters(self.counters.notify),
                     stream=order.handle,
                 )
-            order.reads(layout.num_tokens_per_rank, layout.num_tokens_per_expert)
+            order.reads(*counted.values())
             # This rank is in the operation now, and ends it whatever happens.
             allocated = None
             try:
@@ -172,127 +144,88 @@ class Normal:
                 if counts is not None:
                     num_recv, num_relayed, per_expert = counts
                     with order.allocating():
-                        received = self._new_received(shape, sent, num_recv)
+                        received = self._new_received(call, shape, num_recv)
                         allocated = self._fill(handle, received, num_relayed), received
-                        if num_worst_tokens and received.topk_idx is not None:
-                            received.topk_idx.fill_(-1)
+                        if num_worst_tokens and received.recv_topk_idx is not None:
+                            received.recv_topk_idx.fill_(-1)
             except BaseException:
-                self._abandon(runtime, shape, handle, order)
+                self._abandon(runtime, call, shape, handle, order)
                 runtime.native.take_failure()  # that this rank gave it up
                 raise
             if allocated is None:
-                self._abandon(runtime, shape, handle, order)
+                self._abandon(runtime, call, shape, handle, order)
                 communicator.raise_failure()
                 raise EPTransportError(f"dispatch on rank {communicator.rank}: it was given up.")
             handle, received = allocated
-            event = self._run_dispatch(
-                *(runtime, shape, handle, order, sent, packs, received),
-                *(recv_counters or self.counters.dispatch, wait_stats),
-                is_fresh=True,
-            )
+            event = self._run_dispatch(runtime, call, shape, handle, order, packs, received)
             if num_worst_tokens:
                 self._turns.forget_rows()
             self._turns.look(NORMAL_DISPATCH, shape, num_recv, num_relayed)
-        aligned = [-(-rows // expert_alignment) * expert_alignment for rows in per_expert]
+        aligned = [-(-rows // call.expert_alignment) * call.expert_alignment for rows in per_expert]
         return received, aligned, tuple(handle), event
 
-    def dispatch_again(
-        self,
-        x: Any,
-        handle: Any,
-        topk_idx: Tensor | None,
-        topk_weights: Tensor | None,
-        config: Config,
-        streams: Streams,
-        recv_counters: RecvCounters | None,
-        wait_stats: Tensor | None,
-    ) -> tuple[Received, EventOverlap]:
+    def dispatch_again(self, call: NormalDispatch) -> tuple[Received, EventOverlap]:
         """See `Buffer.dispatch`, with a handle.
 
         Returns:
             What was received, the event.
         """
         communicator = self._communicator
-        with communicator.lock, parts.marked(communicator, NORMAL_DISPATCH):
+        with parts.operation(communicator, NORMAL_DISPATCH):
             runtime = self._idle_runtime(NORMAL_DISPATCH)
-            sent = DispatchInputs(Rows.of(x))
-            shape, given = normal_checks.cached_dispatch(
-                *(communicator.limits, self._place, sent.rows, handle, topk_idx, topk_weights),
-                *(config, wait_stats, recv_counters),
-            )
-            order = self._order(NORMAL_DISPATCH, runtime, streams)
+            shape, given = normal_checks.cached_dispatch(communicator.limits, self._place, call)
+            order = self._order(call, runtime)
             with order.allocating():
-                received = self._new_received(shape, sent, given.num_rows)
+                received = self._new_received(call, shape, given.num_rows)
                 packs = self._packs(shape, shape.num_tokens)
-            event = self._run_dispatch(
-                *(runtime, shape, given, order, sent, packs, received),
-                *(recv_counters or self.counters.dispatch, wait_stats),
-                is_fresh=False,
-            )
+            event = self._run_dispatch(runtime, call, shape, given, order, packs, received)
             self._turns.look(NORMAL_DISPATCH, shape, given.num_rows, given.num_relay_rows)
         return received, event
 
-    def combine(
-        self,
-        x: Tensor,
-        handle: Any,
-        topk_weights: Tensor | None,
-        biases: tuple[Tensor | None, Tensor | None],
-        config: Config,
-        streams: Streams,
-        recv_counters: RecvCounters | None,
-        wait_stats: Tensor | None,
-    ) -> tuple[Tensor, Tensor | None, EventOverlap]:
+    def combine(self, call: NormalCombine) -> tuple[Tensor, Tensor | None, EventOverlap]:
         """See `Buffer.combine`."""
         communicator = self._communicator
-        with communicator.lock, parts.marked(communicator, NORMAL_COMBINE):
+        with parts.operation(communicator, NORMAL_COMBINE):
             runtime = self._idle_runtime(NORMAL_COMBINE)
-            shape, given = normal_checks.combine(
-                *(communicator.limits, self._place, x, handle, topk_weights, biases),
-                *(config, wait_stats, recv_counters),
-            )
-            order = self._order(NORMAL_COMBINE, runtime, streams)
+            shape, given = normal_checks.combine(communicator.limits, self._place, call)
+            num_rows, hidden = call.x.shape
+            order = self._order(call, runtime)
             with order.allocating():
-                combined_x = self._empty((shape.num_tokens, x.shape[1]), x.dtype)
+                combined_x = self._empty((shape.num_tokens, hidden), call.x.dtype)
                 combined_weights = None
-                if topk_weights is not None:
-                    combined_weights = self._empty(
-                        (shape.num_tokens, shape.num_topk), torch.float32
-                    )
-                packs = self._packs(shape, len(x))
-            counters = recv_counters or self.counters.combine
+                if call.topk_weights is not None:
+                    size = shape.num_tokens, shape.num_topk
+                    combined_weights = self._empty(size, torch.float32)
+                packs = self._packs(shape, num_rows)
             order.begin()
-            rows, topk_weights, *biases_read = order.contiguous(x, topk_weights, *biases)
+            x, topk_weights, bias_0, bias_1 = order.contiguous(
+                call.x, call.topk_weights, *call.bias
+            )
+            tensors = {
+                "x": x,
+                "topk_weights": topk_weights,
+                "packs": packs,
+                "bias_0": bias_0,
+                "bias_1": bias_1,
+                "combined_x": combined_x,
+                "combined_topk_weights": combined_weights,
+                "wait_stats": pointers.own_row(
+                    call.combine_wait_recv_cost_stats, communicator.rank
+                ),
+            }
+            counters = call.recv_counters or self.counters.combine
             runtime.native.normal_combine(
                 **self._common(shape, given),
                 **given.token_pointers(),
-                x=pointers.of_tensor(rows),
-                topk_weights=pointers.of_tensor(topk_weights),
-                packs=packs.data_ptr(),
-                bias_0=pointers.of_tensor(biases_read[0]),
-                bias_1=pointers.of_tensor(biases_read[1]),
-                combined_x=combined_x.data_ptr(),
-                combined_topk_weights=pointers.of_tensor(combined_weights),
-                num_rows=len(x),
+                **pointers.of_tensors(tensors),
+                num_rows=num_rows,
                 num_relay_rows=given.num_relay_rows,
-                wait_stats=pointers.of_own_row(wait_stats, communicator.rank),
                 counters=pointers.of_counters(counters),
                 relay_counters=pointers.of_counters(self.counters.relay_combine),
                 stream=order.handle,
             )
-            event = order.finish(
-                *(
-                    rows,
-                    topk_weights,
-                    packs,
-                    *biases_read,
-                    combined_x,
-                    combined_weights,
-                    wait_stats,
-                ),
-                *given,
-                *pointers.tensors_of(counters, self.counters.relay_combine),
-            )
+            counted = pointers.tensors_of(counters, self.counters.relay_combine)
+            event = order.finish(*tensors.values(), *given, *counted)
             communicator.raise_failure()
             self._turns.look(NORMAL_COMBINE, shape, given.num_rows, given.num_relay_rows)
         return combined_x, combined_weights, event
@@ -323,14 +256,14 @@ class Normal:
         self._communicator.masks.require_none(where)
         return runtime
 
-    def _order(self, name: str, runtime: Runtime, streams: Streams) -> StreamOrder:
+    def _order(self, call: NormalDispatch | NormalCombine, runtime: Runtime) -> StreamOrder:
         """The streams of an operation, once all that must come before it has been queued."""
         communicator = self._communicator
-        communicator.calling_stream(name)
-        order = StreamOrder(name, communicator.backend, runtime.get_comm_stream(), *streams)
+        communicator.calling_stream(call.name)
+        order = StreamOrder(call, communicator.backend, runtime.get_comm_stream())
         communicator.receive_sent()
         for callback in communicator.before_operation:
-            callback(name)
+            callback(call.name)
         return order
 
     def _require_memory(self, shape: NormalShape, num_worst_tokens: int) -> None:
@@ -363,69 +296,82 @@ class Normal:
     def _run_dispatch(
         self,
         runtime: Runtime,
+        call: NormalDispatch,
         shape: NormalShape,
         handle: NormalHandle,
         order: StreamOrder,
-        sent: DispatchInputs,
         packs: Tensor,
         received: Received,
-        counters: RecvCounters | None,
-        wait_stats: Tensor | None,
-        *,
-        is_fresh: bool,
     ) -> EventOverlap:
-        communicator = self._communicator
-        notify = self.counters.notify if is_fresh else None
+        communicator, counts = self._communicator, self.counters
+        is_fresh = call.handle is None
         order.begin()
-        data, weights = order.contiguous(sent.rows.data, sent.topk_weights)
-        assert data is not None
-        scales = sent.rows.scales
-        sent = DispatchInputs(Rows(data, scales), sent.topk_idx, weights)
-        runtime.native.normal_dispatch(
-            **self._common(shape, handle),
-            **_pointers(sent, received),
-            packs=packs.data_ptr(),
-            scale_row_stride=0 if scales is None else scales.stride(0),
-            scale_column_stride=0 if scales is None else scales.stride(1),
-            num_recv_rows=handle.num_rows,
-            num_relay_rows=handle.num_relay_rows,
-            fresh=is_fresh,
-            abandon=False,
-            wait_stats=pointers.of_own_row(wait_stats, communicator.rank),
-            counters=pointers.of_counters(counters),
-            relay_counters=pointers.of_counters(self.counters.relay_dispatch),
-            stream=order.handle,
-        )
-        event = order.finish(
-            *(data, scales, sent.topk_idx, sent.topk_weights, packs, wait_stats),
-            *received,
-            *handle,
-            *pointers.tensors_of(counters, self.counters.relay_dispatch, notify),
-        )
+        call.x, call.topk_weights = order.contiguous(call.x, call.topk_weights)
+        tensors = self._dispatch_tensors(call, received, packs)
+        counters = call.recv_counters or counts.dispatch, counts.relay_dispatch
+        self._launch_dispatch(runtime, shape, handle, order, tensors, counters, fresh=is_fresh)
+        counted = pointers.tensors_of(*counters, counts.notify if is_fresh else None)
+        event = order.finish(*tensors.values(), *handle, *counted)
         communicator.raise_failure()
         return event
 
     def _abandon(
-        self, runtime: Runtime, shape: NormalShape, handle: NormalHandle, order: StreamOrder
+        self,
+        runtime: Runtime,
+        call: NormalDispatch,
+        shape: NormalShape,
+        handle: NormalHandle,
+        order: StreamOrder,
     ) -> None:
         """Ends the operation that the first step of a dispatch began, so that the group meets again."""
-        nothing = pointers.of_counters(None)
-        runtime.native.normal_dispatch(
-            **self._common(shape, handle),
-            **dict.fromkeys(_SENT + _RECEIVED, 0),
-            packs=0,
-            scale_row_stride=0,
-            scale_column_stride=0,
-            num_recv_rows=0,
-            num_relay_rows=0,
-            fresh=True,
-            abandon=True,
-            wait_stats=0,
-            counters=nothing,
-            relay_counters=nothing,
-            stream=order.handle,
+        nothing = dict.fromkeys(self._dispatch_tensors(call, Received()))
+        self._launch_dispatch(
+            *(runtime, shape, handle, order, nothing, (None, None)), fresh=True, abandon=True
         )
         runtime.get_comm_stream().synchronize()
+
+    def _dispatch_tensors(
+        self, call: NormalDispatch, received: Received, packs: Tensor | None = None
+    ) -> dict[str, Tensor | None]:
+        """What a dispatch reads and writes, as the native runtime calls it."""
+        rank = self._communicator.rank
+        return {
+            "x": call.x,
+            "scales": call.x_scales,
+            "topk_idx": call.topk_idx,
+            "topk_weights": call.topk_weights,
+            "packs": packs,
+            "wait_stats": pointers.own_row(call.dispatch_wait_recv_cost_stats, rank),
+            **received.tensors,
+        }
+
+    def _launch_dispatch(
+        self,
+        runtime: Runtime,
+        shape: NormalShape,
+        handle: NormalHandle,
+        order: StreamOrder,
+        tensors: dict[str, Tensor | None],
+        counters: tuple[RecvCounters | None, RecvCounters | None],
+        *,
+        fresh: bool,
+        abandon: bool = False,
+    ) -> None:
+        scales = tensors["scales"]
+        row_stride, column_stride = (0, 0) if scales is None else scales.stride()
+        runtime.native.normal_dispatch(
+            **self._common(shape, handle),
+            **pointers.of_tensors(tensors),
+            scale_row_stride=row_stride,
+            scale_column_stride=column_stride,
+            num_recv_rows=0 if abandon else handle.num_rows,
+            num_relay_rows=0 if abandon else handle.num_relay_rows,
+            fresh=fresh,
+            abandon=abandon,
+            counters=pointers.of_counters(counters[0]),
+            relay_counters=pointers.of_counters(counters[1]),
+            stream=order.handle,
+        )
 
     def _common(self, shape: NormalShape, handle: NormalHandle) -> dict[str, int]:
         """What all normal calls of the native runtime take."""
@@ -443,48 +389,36 @@ class Normal:
         num_bytes = binding.normal_pack_bytes(num_topk=shape.num_topk, num_scales=shape.num_scales)
         return self._empty((max(num_rows, 1) * num_bytes,), torch.uint8)
 
-    def _new_handle(self, shape: NormalShape, layout: Layout) -> NormalHandle:
+    def _new_handle(self, call: NormalDispatch, shape: NormalShape) -> NormalHandle:
         """The handle of a fresh dispatch, without what has a row per received or relayed row."""
-        assert layout.is_token_in_rank is not None
-        return new_handle(self._place, shape.num_channels, layout.is_token_in_rank, self._empty)
+        assert call.is_token_in_rank is not None
+        return new_handle(self._place, shape.num_channels, call.is_token_in_rank, self._empty)
 
     def _fill(self, handle: NormalHandle, received: Received, num_relayed: int) -> NormalHandle:
         """The handle with a row per received and relayed row."""
         num_sent = len(handle.is_token_in_rank) + num_relayed
         nvl_head = self._empty((num_sent, self._place.ranks_per_node), torch.int32).fill_(-1)
-        sources = received.src_idx
+        sources = received.recv_src_idx
         if sources is None:
-            assert received.src_meta is not None
-            sources = received.src_meta.view(torch.uint8)
+            assert received.recv_src_meta is not None
+            sources = received.recv_src_meta.view(torch.uint8)
         return handle.with_rows(sources, nvl_head)
 
-    def _new_received(self, shape: NormalShape, sent: DispatchInputs, num_rows: int) -> Received:
+    def _new_received(self, call: NormalDispatch, shape: NormalShape, num_rows: int) -> Received:
         """Memory for the rows of a dispatch; where they come from is written by a fresh one."""
-        data, scales = sent.rows
-        is_fresh = shape.num_experts > 0
-        num_topk, num_scales = shape.num_topk, shape.num_scales
+        x, scales, num_topk, is_fresh = call.x, call.x_scales, shape.num_topk, call.handle is None
         is_one_node = self._place.num_nodes == 1
-        has_topk = sent.topk_idx is not None
+
+        def new(width: int, dtype: torch.dtype) -> Tensor:
+            return self._empty((num_rows, width), dtype)
+
         return Received(
-            data=self._empty((num_rows, data.shape[1]), data.dtype),
-            scales=None if scales is None else self._empty((num_rows, num_scales), scales.dtype),
-            topk_idx=self._empty((num_rows, num_topk), torch.int64) if has_topk else None,
-            topk_weights=self._empty((num_rows, num_topk), torch.float32) if has_topk else None,
-            src_idx=self._empty((num_rows,), torch.int32) if is_fresh and is_one_node else None,
-            src_meta=self._empty((num_rows, 2), torch.int32)
-            if is_fresh and not is_one_node
+            recv_x=new(x.shape[1], x.dtype),
+            recv_scales=None if scales is None else new(shape.num_scales, scales.dtype),
+            recv_topk_idx=new(num_topk, torch.int64) if num_topk else None,
+            recv_topk_weights=new(num_topk, torch.float32) if num_topk else None,
+            recv_src_idx=self._empty((num_rows,), torch.int32)
+            if is_fresh and is_one_node
             else None,
+            recv_src_meta=new(2, torch.int32) if is_fresh and not is_one_node else None,
         )
-
-
-_SENT = ("x", "scales", "topk_idx", "topk_weights")
-_RECEIVED = tuple(
-    f"recv_{name}" for name in ("x", "scales", "topk_idx", "topk_weights", "src_idx", "src_meta")
-)
-
-
-def _pointers(sent: DispatchInputs, received: Received) -> dict[str, int]:
-    """The tensors of a dispatch as the native runtime takes them."""
-    tensors = (*sent.rows, sent.topk_idx, sent.topk_weights)
-    named = zip(_SENT + _RECEIVED, (*tensors, *received))
-    return {name: pointers.of_tensor(tensor) for name, tensor in named}

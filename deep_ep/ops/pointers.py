@@ -10,16 +10,16 @@ if TYPE_CHECKING:
     from deep_ep.observe.counters import RecvCounters
 
 
-def of_tensor(tensor: torch.Tensor | None) -> int:
-    """Where its elements begin."""
-    return 0 if tensor is None else tensor.data_ptr()
+def of_tensors(tensors: dict[str, torch.Tensor | None]) -> dict[str, int]:
+    """Where the elements of each begin, by name."""
+    return {name: 0 if tensor is None else tensor.data_ptr() for name, tensor in tensors.items()}
 
 
-def of_own_row(wait_stats: torch.Tensor | None, rank: int) -> int:
-    """Where a wait tensor begins, or this rank's row where it has rows."""
+def own_row(wait_stats: torch.Tensor | None, rank: int) -> torch.Tensor | None:
+    """A wait tensor, or this rank's row of one that has rows."""
     if wait_stats is not None and wait_stats.dim() == 2:
         wait_stats = wait_stats[rank]
-    return of_tensor(wait_stats)
+    return wait_stats
 
 
 def of_counters(counters: RecvCounters | None) -> tuple[int, int, int, int]:

@@ -15,6 +15,7 @@ from deep_ep.checks import arguments as checks
 from deep_ep.types.event import EventHandle, EventOverlap
 
 if TYPE_CHECKING:
+    from deep_ep.checks.calls import StreamCall
     from deep_ep.native.backend import Backend
 
 
@@ -25,42 +26,31 @@ class StreamOrder:
         handle: native handle of the comm stream.
     """
 
-    def __init__(
-        self,
-        where: str,
-        selected: Backend,
-        comm: Any,
-        previous_event: EventOverlap | None,
-        async_finish: bool,
-        allocate_on_comm_stream: bool,
-    ) -> None:
+    def __init__(self, call: StreamCall, selected: Backend, comm: Any) -> None:
         """Queues nothing yet.
 
         Args:
-            where: the call.
+            call: whose `previous_event` may hold none; `allocate_on_comm_stream` requires one, and `async_finish`.
             selected: the backend of the streams.
             comm: the comm stream.
-            previous_event: what to wait for instead of the current stream; one without event is none.
-            async_finish: the caller waits for the result by itself.
-            allocate_on_comm_stream: requires both.
 
         Raises:
             EPArgumentError: it is given without them.
         """
+        previous_event = call.previous_event
         if previous_event is not None:
             fix = "Pass what Buffer.capture() or an earlier call returned"
-            checks.instance(where, "previous_event", previous_event, EventOverlap, fix)
-        async_finish, allocate_on_comm_stream = checks.flags(
-            where, async_finish=async_finish, allocate_on_comm_stream=allocate_on_comm_stream
-        )
+            checks.instance(call.name, "previous_event", previous_event, EventOverlap, fix)
+        checks.flags_of(call)
         self._back = selected
         self._comm = comm
         self._current = selected.current_stream()
         self._waits_for = previous_event.event if previous_event is not None else None
-        self._async_finish = async_finish
+        self._async_finish = call.async_finish
         self._read_before: list[torch.Tensor | None] = []
-        if allocate_on_comm_stream and not (self._waits_for is not None and async_finish):
-            fail(where, "allocate_on_comm_stream is True alone", "comm_stream_allocation")
+        has_both = self._waits_for is not None and call.async_finish
+        if call.allocate_on_comm_stream and not has_both:
+            fail(call.name, "allocate_on_comm_stream is True alone", "comm_stream_allocation")
         self.handle = selected.stream_handle(comm)
 
     def allocating(self) -> contextlib.AbstractContextManager[None]:

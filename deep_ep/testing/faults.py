@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Union
 
@@ -32,11 +32,17 @@ DEFAULT_HOT_SHARE = 4.0
 
 _SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 _BYTES = {"B/s": 1.0, "KB/s": 1e3, "MB/s": 1e6, "GB/s": 1e9}
-_NUMBER = r"([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)"
-_TIME = rf"{_NUMBER}(us|ms|s)"
+_UNITS = {**_SECONDS, **_BYTES, "x": 1.0, "ppm": 1.0}
+_NUMBER = r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?"
+_TIME, _RATE = (rf"{_NUMBER}(?:{'|'.join(units)})" for units in (_SECONDS, _BYTES))
+_RANK = r"(?P<rank>\d+)"
+_DELAY = rf"(?P<delay_s>{_TIME})"
+# At least one dial is given, and a comma stands between the two and nowhere else.
+_DIALS = rf"(?!$){_DELAY}?(?:(?(delay_s),)(?P<bytes_per_s>{_RATE}))?"
 
-# (class, rank or (source, destination)) of a verdict.
-Key = tuple[str, Union[int, tuple[int, int]]]
+# A rank, or (source, destination); what a verdict says of it: (class, place).
+Place = Union[int, tuple[int, int]]
+Key = tuple[str, Place]
 Undo = Callable[[], None]
 
 
@@ -46,33 +52,37 @@ class Fault(ABC):
     Attributes:
         name: what stands before the equals sign.
         form: of the text, for messages.
+        pattern: of what stands behind the equals sign; its groups are named as the fields that they become.
+        verdict_kind: the class of the verdict that must name it; `None`: nothing may be named for it.
     """
 
     name: ClassVar[str]
     form: ClassVar[str]
-
-    @classmethod
-    @abstractmethod
-    def read(cls, text: str, value: str) -> Fault:
-        """From what stands behind the equals sign of `text`.
-
-        Raises:
-            EPArgumentError: it cannot be read.
-        """
+    pattern: ClassVar[str]
+    verdict_kind: ClassVar[str | None]
 
     @property
     @abstractmethod
+    def place(self) -> Place:
+        """Where it is."""
+
+    @property
     def ranks(self) -> tuple[int, ...]:
         """The ranks it names."""
-
-    @property
-    @abstractmethod
-    def verdict(self) -> Key | None:
-        """What must be named for it; None: nothing may be."""
+        return (self.place,) if isinstance(self.place, int) else self.place
 
     def inject(self, buffer: Any) -> Undo | None:
         """Injects this rank's part; returns how to take it back, None if there is none."""
         return None
+
+    def __str__(self) -> str:
+        dials = {
+            key: value for key, value in vars(self).items() if key in _TEXTS and value is not None
+        }
+        if dials.get("bytes_per_s") and not dials["delay_s"]:
+            del dials["delay_s"]
+        said = ",".join(_TEXTS[key](value) for key, value in dials.items())
+        return f"{self.name}={'>'.join(map(str, self.ranks))}:{said}"
 
 
 @dataclass(frozen=True)
@@ -80,34 +90,17 @@ class _FaultOfRank(Fault):
     rank: int
 
     @property
-    def ranks(self) -> tuple[int, ...]:
-        return (self.rank,)
+    def place(self) -> int:
+        return self.rank
 
 
 @dataclass(frozen=True)
-class _DelayOfRank(_FaultOfRank):
-    delay_s: float
-
-    def __str__(self) -> str:
-        return f"{self.name}={self.rank}:{_time_text(self.delay_s)}"
-
-    @classmethod
-    def read(cls, text: str, value: str) -> Fault:
-        match = re.fullmatch(rf"(\d+):{_TIME}", value)
-        if match is None:
-            raise _malformed(text)
-        return cls(int(match[1]), _not_negative(text, _seconds(match[2], match[3])))
-
-
-@dataclass(frozen=True)
-class SlowRank(_DelayOfRank):
+class SlowRank(_FaultOfRank):
     """Rank `rank` is busy for `delay_s` seconds before each operation."""
 
-    name, form = "slow-rank", "slow-rank=RANK:TIME"
-
-    @property
-    def verdict(self) -> Key:
-        return _COMP_SLOW, self.rank
+    name, form, verdict_kind = "slow-rank", "slow-rank=RANK:TIME", _COMP_SLOW
+    pattern = rf"{_RANK}:{_DELAY}"
+    delay_s: float
 
     def inject(self, buffer: Any) -> Undo | None:
         if buffer.rank != self.rank:
@@ -126,29 +119,16 @@ class SlowRank(_DelayOfRank):
 class SlowPath(Fault):
     """Data from `src` to `dst` takes `delay_s` seconds longer, at most `bytes_per_s`."""
 
-    name, form = "slow-path", "slow-path=SRC>DST:TIME[,RATE]"
+    name, form, verdict_kind = "slow-path", "slow-path=SRC>DST:TIME[,RATE]", _COMM_SLOW
+    pattern = rf"(?P<src>\d+)>(?P<dst>\d+):{_DIALS}"
     src: int
     dst: int
     delay_s: float = 0.0
     bytes_per_s: float | None = None
 
-    def __str__(self) -> str:
-        return f"{self.name}={self.src}>{self.dst}:{_dials_text(self.delay_s, self.bytes_per_s)}"
-
-    @classmethod
-    def read(cls, text: str, value: str) -> SlowPath:
-        match = re.fullmatch(r"(\d+)>(\d+):(.+)", value)
-        if match is None:
-            raise _malformed(text)
-        return cls(int(match[1]), int(match[2]), *_dials(text, match[3]))
-
     @property
-    def ranks(self) -> tuple[int, ...]:
+    def place(self) -> tuple[int, int]:
         return self.src, self.dst
-
-    @property
-    def verdict(self) -> Key:
-        return _COMM_SLOW, (self.src, self.dst)
 
     def inject(self, buffer: Any) -> Undo | None:
         if buffer.rank != self.src:
@@ -160,23 +140,10 @@ class SlowPath(Fault):
 class SlowNic(_FaultOfRank):
     """Data between `rank` and ranks of other nodes takes `delay_s` seconds longer, at most `bytes_per_s` a path."""
 
-    name, form = "slow-nic", "slow-nic=RANK:TIME[,RATE]"
+    name, form, verdict_kind = "slow-nic", "slow-nic=RANK:TIME[,RATE]", _COMM_SLOW
+    pattern = rf"{_RANK}:{_DIALS}"
     delay_s: float = 0.0
     bytes_per_s: float | None = None
-
-    def __str__(self) -> str:
-        return f"{self.name}={self.rank}:{_dials_text(self.delay_s, self.bytes_per_s)}"
-
-    @classmethod
-    def read(cls, text: str, value: str) -> SlowNic:
-        match = re.fullmatch(r"(\d+):(.+)", value)
-        if match is None:
-            raise _malformed(text)
-        return cls(int(match[1]), *_dials(text, match[2]))
-
-    @property
-    def verdict(self) -> Key:
-        return _COMM_SLOW, self.rank
 
     def inject(self, buffer: Any) -> Undo | None:
         topology = buffer.runtime.topology
@@ -193,80 +160,43 @@ class SlowNic(_FaultOfRank):
 
 
 @dataclass(frozen=True)
-class SlowReceiver(_DelayOfRank):
+class SlowReceiver(_FaultOfRank):
     """Rank `rank` sees the rows that normal operations send it `delay_s` seconds after they came."""
 
-    name, form = "slow-receiver", "slow-receiver=RANK:TIME"
-
-    @property
-    def verdict(self) -> Key:
-        return _MIXED_SLOW, self.rank
+    name, form, verdict_kind = "slow-receiver", "slow-receiver=RANK:TIME", _MIXED_SLOW
+    pattern = rf"{_RANK}:{_DELAY}"
+    delay_s: float
 
     def inject(self, buffer: Any) -> Undo | None:
         if buffer.rank != self.rank:
             return None
-        runtime = buffer.runtime
-        runtime.set_receive_fault(delay_ns=round(self.delay_s * 1e9))
-        return lambda: runtime.set_receive_fault(delay_ns=0)
+        return _until_zero(buffer.runtime.set_receive_fault, delay_ns=round(self.delay_s * 1e9))
 
 
 @dataclass(frozen=True)
 class HotRank(_FaultOfRank):
     """The experts of `rank` are selected `share` times as often as an even routing would."""
 
-    name, form = "hot-rank", "hot-rank=RANK[:SHAREx]"
+    name, form, verdict_kind = "hot-rank", "hot-rank=RANK[:SHAREx]", _MIXED_SLOW
+    pattern = rf"{_RANK}(?::(?P<share>{_NUMBER}x))?"
     share: float = DEFAULT_HOT_SHARE
-
-    def __str__(self) -> str:
-        return f"{self.name}={self.rank}:{self.share:g}x"
-
-    @classmethod
-    def read(cls, text: str, value: str) -> HotRank:
-        match = re.fullmatch(rf"(\d+)(?::{_NUMBER}x)?", value)
-        if match is None:
-            raise _malformed(text)
-        share = float(match[2]) if match[2] else DEFAULT_HOT_SHARE
-        if share <= 1:
-            raise EPArgumentError(
-                f"fault: {text!r} gives the rank {share:g} times its even share; a hot rank has more "
-                "than 1. Write for example hot-rank=6:4x."
-            )
-        return cls(int(match[1]), share)
-
-    @property
-    def verdict(self) -> Key:
-        return _MIXED_SLOW, self.rank
 
 
 @dataclass(frozen=True)
 class ClockFault(_FaultOfRank):
     """The clock of `rank` is `offset_s` seconds ahead and gains `drift_ppm` us per second."""
 
-    name, form = "clock", "clock=RANK:TIME[,DRIFTppm]"
+    name, form, verdict_kind = "clock", "clock=RANK:TIME[,DRIFTppm]", None
+    pattern = rf"{_RANK}:(?P<offset_s>{_TIME})(?:,(?P<drift_ppm>{_NUMBER}ppm))?"
     offset_s: float = 0.0
     drift_ppm: float = 0.0
-
-    def __str__(self) -> str:
-        return f"{self.name}={self.rank}:{_time_text(self.offset_s)},{self.drift_ppm:g}ppm"
-
-    @classmethod
-    def read(cls, text: str, value: str) -> ClockFault:
-        match = re.fullmatch(rf"(\d+):{_TIME}(?:,{_NUMBER}ppm)?", value)
-        if match is None:
-            raise _malformed(text)
-        drift_ppm = float(match[4]) if match[4] else 0.0
-        return cls(int(match[1]), _seconds(match[2], match[3]), drift_ppm)
-
-    @property
-    def verdict(self) -> None:
-        return None
 
     def inject(self, buffer: Any) -> Undo | None:
         if buffer.rank != self.rank:
             return None
-        runtime = buffer.runtime
-        runtime.set_clock_fault(offset_ns=round(self.offset_s * 1e9), drift_ppm=self.drift_ppm)
-        return lambda: runtime.set_clock_fault(offset_ns=0, drift_ppm=0.0)
+        offset_ns = round(self.offset_s * 1e9)
+        set_fault = buffer.runtime.set_clock_fault
+        return _until_zero(set_fault, offset_ns=offset_ns, drift_ppm=self.drift_ppm)
 
 
 _FAULTS: dict[str, type[Fault]] = {
@@ -291,7 +221,16 @@ def parse(text: str, num_ranks: int | None = None) -> Fault:
         raise EPArgumentError(
             f"fault: {text!r} is not a fault; the faults are {_FORMS}. Write one of these forms."
         )
-    fault = kind.read(text, value)
+    match = re.fullmatch(kind.pattern, value, re.ASCII)
+    if match is None:
+        raise EPArgumentError(
+            f"fault: {text!r} cannot be read; the form is {kind.form}, with times in us, ms or s and rates in B/s, "
+            "KB/s, MB/s or GB/s. Write for example slow-rank=3:2ms, slow-path=2>5:1ms,10GB/s, hot-rank=6:4x or "
+            "clock=3:1.5s,20ppm."
+        )
+    dials = {key: _quantity(said) for key, said in match.groupdict().items() if said is not None}
+    _check_dials(text, dials)
+    fault = kind(**dials)
     if num_ranks is not None:
         validate(fault, num_ranks)
     return fault
@@ -354,6 +293,11 @@ def apply(buffer: Any, faults: Sequence[Fault]) -> Callable[[], None]:
             buffer.measure_clock_offsets()
 
     return remove
+
+
+def _until_zero(set_fault: Callable[..., None], **dials: float) -> Undo:
+    set_fault(**dials)
+    return lambda: set_fault(**dict.fromkeys(dials, 0))
 
 
 def _slow_paths(
@@ -434,55 +378,39 @@ def expected_verdicts(faults: Sequence[Fault]) -> set[Key]:
     """
     hot = {fault.rank for fault in faults if isinstance(fault, HotRank)}
     hidden = {(_COMP_SLOW, rank) for rank in hot}
-    return {key for fault in faults if (key := fault.verdict) is not None} - hidden
+    return {
+        (each.verdict_kind, each.place) for each in faults if each.verdict_kind is not None
+    } - hidden
 
 
-def _dials(text: str, value: str) -> tuple[float, float | None]:
-    """Delay in seconds, and bytes per second if they are limited."""
-    match = re.fullmatch(rf"(?:{_TIME})?(,)?(?:{_NUMBER}(B/s|KB/s|MB/s|GB/s))?", value)
-    # A comma stands between the two dials and nowhere else; at least one dial is given.
-    if match is None or (match[3] is not None) != (match[1] is not None and match[4] is not None):
-        raise _malformed(text)
-    if match[1] is None and match[4] is None:
-        raise _malformed(text)
-    delay_s = _seconds(match[1], match[2]) if match[1] else 0.0
-    bytes_per_s = float(match[4]) * _BYTES[match[5]] if match[4] else None
-    if bytes_per_s is not None and bytes_per_s <= 0:
+def _quantity(text: str) -> int | float:
+    """A number with its unit; one without is a rank."""
+    if text.isdecimal():
+        return int(text)
+    unit = text.lstrip("+-.0123456789eE")
+    value = float(text[: len(text) - len(unit)]) * _UNITS[unit]
+    # To the picosecond, so that equal times in other units are equal faults.
+    return round(value, 12) if unit in _SECONDS else value
+
+
+def _check_dials(text: str, dials: Mapping[str, float]) -> None:
+    delay_s, rate = dials.get("delay_s", 0.0), dials.get("bytes_per_s", 1.0)
+    share = dials.get("share", DEFAULT_HOT_SHARE)
+    if delay_s < 0:
         raise EPArgumentError(
-            f"fault: {text!r} throttles to {bytes_per_s:g} bytes per second; a throttle must be "
-            "above 0. Name a rate such as 10GB/s, or only a delay."
-        )
-    return _not_negative(text, delay_s), bytes_per_s
-
-
-def _malformed(text: str) -> EPArgumentError:
-    name = text.strip().partition("=")[0]
-    return EPArgumentError(
-        f"fault: {text!r} cannot be read; the form is {_FAULTS[name].form}, with times in us, ms or s and "
-        "rates in B/s, KB/s, MB/s or GB/s. Write for example slow-rank=3:2ms, "
-        "slow-path=2>5:1ms,10GB/s, hot-rank=6:4x or clock=3:1.5s,20ppm."
-    )
-
-
-def _seconds(number: str, unit: str) -> float:
-    # To the picosecond, so that equal texts in other units are equal faults.
-    return round(float(number) * _SECONDS[unit], 12)
-
-
-def _not_negative(text: str, seconds: float) -> float:
-    if seconds < 0:
-        raise EPArgumentError(
-            f"fault: {text!r} asks for a delay of {seconds:g} s; a delay cannot be negative. "
+            f"fault: {text!r} asks for a delay of {delay_s:g} s; a delay cannot be negative. "
             "Make it 0 or more."
         )
-    return seconds
-
-
-def _dials_text(delay_s: float, bytes_per_s: float | None) -> str:
-    dials = [_time_text(delay_s)] if delay_s or bytes_per_s is None else []
-    if bytes_per_s is not None:
-        dials.append(f"{bytes_per_s / 1e9:g}GB/s")
-    return ",".join(dials)
+    if rate <= 0:
+        raise EPArgumentError(
+            f"fault: {text!r} throttles to {rate:g} bytes per second; a throttle must be "
+            "above 0. Name a rate such as 10GB/s, or only a delay."
+        )
+    if share <= 1:
+        raise EPArgumentError(
+            f"fault: {text!r} gives the rank {share:g} times its even share; a hot rank has more "
+            "than 1. Write for example hot-rank=6:4x."
+        )
 
 
 def _time_text(seconds: float) -> str:
@@ -490,3 +418,12 @@ def _time_text(seconds: float) -> str:
         if abs(seconds) >= _SECONDS[unit]:
             return f"{seconds / _SECONDS[unit]:g}{unit}"
     return f"{seconds * 1e6:g}us"
+
+
+_TEXTS: dict[str, Callable[[float], str]] = {
+    "delay_s": _time_text,
+    "bytes_per_s": lambda rate: f"{rate / 1e9:g}GB/s",
+    "share": lambda share: f"{share:g}x",
+    "offset_s": _time_text,
+    "drift_ppm": lambda drift: f"{drift:g}ppm",
+}

@@ -1,5 +1,7 @@
 """`torchrun --nproc-per-node 8 -m deep_ep.tune`: SMs and chunk sizes for a model, measured on this job.
 
+`python -m deep_ep.tune --model H200 --ranks 8x8` answers without a cluster, from a model of the GPU's time.
+
 Exit status: 0 measured or remembered, 1 the exchange failed or a file cannot be written, 2 bad arguments.
 """
 
@@ -7,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,7 +24,7 @@ from deep_ep.doctor import ranks
 from deep_ep.doctor.host import Host
 from deep_ep.errors import EPError
 from deep_ep.native import backend
-from deep_ep.tune import choice, links, memory, trials
+from deep_ep.tune import choice, links, memory, modelled, trials
 from deep_ep.tune.choice import Experts, Tuned
 from deep_ep.tune.trials import Exchange, Model, Times, Trial
 
@@ -33,6 +36,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the program on one rank and returns its exit status."""
     parser = _parser()
     given = parser.parse_args(arguments)
+    if given.model is not None:
+        return _look_up(parser, given)
+    if given.ranks is not None:
+        parser.error("--ranks is for --model; the launcher says how many ranks there are")
     job = ranks.job_of(Host())
     if job is None:
         parser.error(
@@ -75,12 +82,50 @@ def _tune(
         if is_first_here:
             path = memory.remember(model, num_ranks, experts, tuned)
             console.print(f"remembered in {path}")
+    _say(console, tuned, given.output if rank == 0 else None)
+    return 0
+
+
+def _look_up(parser: argparse.ArgumentParser, given: argparse.Namespace) -> int:
+    """Answers from what a model of the GPU computed, without ranks."""
+    if given.ranks is None:
+        parser.error("--model needs --ranks, such as 8x8: nodes times ranks of each")
+    measured = ("tokens", "hidden", "experts", "topk", "fp8", "rounds", "measure_links", "again")
+    for name in measured:
+        if getattr(given, name) != parser.get_default(name):
+            parser.error(
+                f"--{name.replace('_', '-')} is for what is measured; --model has computed one exchange"
+            )
+    experts = _experts(parser, given)
+    console = Console(width=120, highlight=False)
+    try:
+        group = modelled.find(given.model, *given.ranks)
+        console.print(
+            f"{given.model}, by a model, not measured: {group.num_nodes} x {group.ranks_per_node} ranks, {group.tokens} "
+            f"tokens x 7168 x top-8 of 256 experts, FP8 out and BF16 back\n{modelled.ERROR}"
+        )
+        tuned = choice.search(
+            _recommended(group.num_nodes * group.ranks_per_node),
+            group.num_nodes,
+            given.num_sms,
+            experts,
+            group.measure,
+            lambda *table: _show(console, *table),
+        )
+        _say(console, tuned, given.output)
+    except (EPError, OSError) as error:
+        sys.stderr.write(f"{_PROGRAM}: {error}\n")
+        return 1
+    return 0
+
+
+def _say(console: Console, tuned: Tuned, output: Path | None) -> None:
+    """Prints what to take, and writes it."""
     console.print(f"take {tuned.reason}")
     text = json.dumps(memory.sections(tuned), indent=1)
     console.print(text)
-    if given.output is not None and rank == 0:
-        given.output.write_text(f"{text}\n")
-    return 0
+    if output is not None:
+        output.write_text(f"{text}\n")
 
 
 def _measure_links(rounds: int) -> None:
@@ -113,26 +158,28 @@ def measure(
     Raises:
         EPError: the exchange cannot be made, or fails.
     """
-    num_ranks = dist.get_world_size()
-    recommended = Trial(Buffer.get_dispatch_config(num_ranks), Buffer.get_combine_config(num_ranks))
+    recommended = _recommended(dist.get_world_size())
     # Buffers grow with SMs, and where a size is rounded up also with steps.
-    all_chunks = trials.chunk_trials(recommended, num_nodes=2)
     largest = [
-        each
-        for chunks in all_chunks
-        for each in trials.sm_trials(chunks, {max(num_sms), Buffer.num_sms})
+        trial
+        for chunks in trials.chunk_trials(recommended, num_nodes=2)
+        for trial in trials.sm_trials(chunks, {max(num_sms), Buffer.num_sms})
     ]
     exchange = Exchange(dist.group.WORLD, model, largest)
-    tried = trials.chunk_trials(recommended, exchange.num_nodes())
-    times = exchange.measure(tried, rounds)
-    chunks, reason = choice.best_chunks(tried, times)
-    _show(console, f"steps of tokens, {Buffer.num_sms} SMs", tried, times, None)
-    console.print(f"{reason}\n")
-    with_sms = trials.sm_trials(chunks, sorted(num_sms))
-    times = exchange.measure(with_sms, rounds)
+    tuned = choice.search(
+        recommended,
+        exchange.num_nodes(),
+        num_sms,
+        experts,
+        lambda tried: exchange.measure(tried, rounds),
+        lambda *table: _show(console, *table),
+    )
     exchange.close()
-    _show(console, "SMs, with these steps", with_sms, times, experts)
-    return choice.best_sms(with_sms, times, experts)
+    return tuned
+
+
+def _recommended(num_ranks: int) -> Trial:
+    return Trial(Buffer.get_dispatch_config(num_ranks), Buffer.get_combine_config(num_ranks))
 
 
 def _show(
@@ -142,27 +189,21 @@ def _show(
     times: Sequence[Times],
     experts: Experts | None,
 ) -> None:
-    # Where dispatch and combine differ, a step is written DISPATCH/COMBINE.
-    table = Table("SMs", "NVLink step", "RDMA step", "dispatch us", "combine us", title=title)
+    columns = ["SMs", "NVLink step", "RDMA step", "dispatch us", "combine us"]
     if experts is not None:
-        table.add_column("experts beside it us")
-        table.add_column("layer us")
+        columns += ["experts beside it us", "layer us"]
+    table = Table(*columns, title=title)
     for trial, each in zip(tried, times):
+        num_sms = trial.dispatch.num_sms
+        # Where dispatch and combine differ, a step is written DISPATCH/COMBINE.
         steps = [
             "/".join(dict.fromkeys(str(getattr(config, name)) for config in trial))
-            for name in (
-                "num_max_nvl_chunked_send_tokens",
-                "num_max_rdma_chunked_send_tokens",
-            )
+            for name in (trials.NVL_STEP, trials.RDMA_STEP)
         ]
-        num_sms = trial.dispatch.num_sms
-        cells = [str(num_sms), *steps, f"{each.dispatch:.0f}", f"{each.combine:.0f}"]
+        microseconds = [each.dispatch, each.combine]
         if experts is not None:
-            cells += [
-                f"{experts.beside(num_sms):.0f}",
-                f"{choice.layer_us(trial, each, experts):.0f}",
-            ]
-        table.add_row(*cells)
+            microseconds += [experts.beside(num_sms), choice.layer_us(trial, each, experts)]
+        table.add_row(str(num_sms), *steps, *(f"{us:.0f}" for us in microseconds))
     console.print(table)
 
 
@@ -184,6 +225,14 @@ def _parser() -> argparse.ArgumentParser:
         prog=_PROGRAM,
         description="Measures dispatch and combine of a model with several chunk sizes and numbers of SMs, and says "
         "which to take. Run it under torchrun with the ranks of the job.",
+    )
+    parser.add_argument(
+        "--model",
+        metavar="GPU",
+        help="measure nothing: answer from a model of an H100, H200 or H800, with --ranks; needs no GPU and no launcher",
+    )
+    parser.add_argument(
+        "--ranks", type=_nodes_and_ranks, metavar="NODESxRANKS", help="with --model: the group"
     )
     parser.add_argument("--tokens", type=_positive, default=4096, help="of each rank (4096)")
     parser.add_argument("--hidden", type=_positive, default=7168, help="channels (7168)")
@@ -215,6 +264,13 @@ def _positive(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"{value}; it must be at least 1")
     return value
+
+
+def _nodes_and_ranks(text: str) -> tuple[int, int]:
+    found = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text)
+    if found is None:
+        raise argparse.ArgumentTypeError(f"{text!r}; it must be nodes x ranks of each, such as 8x8")
+    return int(found[1]), int(found[2])
 
 
 def _even(text: str) -> int:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from deep_ep.tune import trials
 from deep_ep.tune.trials import Times, Trial
 from deep_ep.types.config import Config
 
@@ -52,13 +53,43 @@ class Experts(NamedTuple):
         return self.us * self.total_sms / left if left > 0 else float("inf")
 
 
-def best_chunks(trials: Sequence[Trial], times: Sequence[Times]) -> tuple[Trial, str]:
+def search(
+    base: Trial,
+    num_nodes: int,
+    num_sms: Iterable[int],
+    experts: Experts | None,
+    measure: Callable[[Sequence[Trial]], Sequence[Times]],
+    show: Callable[[str, Sequence[Trial], Sequence[Times], Experts | None], None] | None = None,
+) -> Tuned:
+    """Chunk sizes first, then SMs with the best of them.
+
+    Args:
+        base: the recommended settings.
+        num_nodes: of the group.
+        num_sms: that are tried.
+        experts: see `best_sms`.
+        measure: what settings take.
+        show: is given what was measured; a title, settings, their times, and the experts if they count.
+    """
+    tried = trials.chunk_trials(base, num_nodes)
+    times = measure(tried)
+    chunks, reason = best_chunks(tried, times)
+    if show is not None:
+        show(f"steps of tokens, {base.dispatch.num_sms} SMs; {reason}", tried, times, None)
+    tried = trials.sm_trials(chunks, sorted(num_sms))
+    times = measure(tried)
+    if show is not None:
+        show("SMs, with these steps", tried, times, experts)
+    return best_sms(tried, times, experts)
+
+
+def best_chunks(tried: Sequence[Trial], times: Sequence[Times]) -> tuple[Trial, str]:
     """The fastest steps of each direction, if they are faster than the recommended ones, the first trial."""
     dispatch, dispatch_gain = _fastest([(each.dispatch, each.dispatch_error) for each in times])
     combine, combine_gain = _fastest([(each.combine, each.combine_error) for each in times])
     if not dispatch and not combine:
-        return trials[0], "none is surely faster than the recommended ones"
-    chosen = Trial(trials[dispatch].dispatch, trials[combine].combine)
+        return tried[0], "none is surely faster than the recommended ones"
+    chosen = Trial(tried[dispatch].dispatch, tried[combine].combine)
     return chosen, f"dispatch: {dispatch_gain}; combine: {combine_gain}"
 
 
@@ -71,25 +102,34 @@ def _fastest(times: Sequence[tuple[float, float]]) -> tuple[int, str]:
     return place, f"{1 - fastest_us / base_us:.0%} faster than as recommended"
 
 
-def best_sms(trials: Sequence[Trial], times: Sequence[Times], experts: Experts | None) -> Tuned:
+def best_sms(tried: Sequence[Trial], times: Sequence[Times], experts: Experts | None) -> Tuned:
     """The number of SMs with which a layer takes least; of those that take equally long, the fewest.
 
     Args:
-        trials: that differ in `num_sms`.
+        tried: that differ in `num_sms`.
         times: of each.
         experts: `None`: only the exchange counts.
     """
-    costs = [layer_us(trial, time, experts) for trial, time in zip(trials, times)]
+    costs = [layer_us(trial, time, experts) for trial, time in zip(tried, times)]
     least = min(costs)
     equal = [i for i, cost in enumerate(costs) if cost <= (1 + _EQUAL) * least]
-    chosen = min(equal, key=lambda i: trials[i].dispatch.num_sms)
-    fastest = costs.index(least)
-    return Tuned(
-        *trials[chosen],
-        times[chosen].dispatch,
-        times[chosen].combine,
-        _why(trials, times, experts, chosen, fastest),
-    )
+    chosen = min(equal, key=lambda i: tried[i].dispatch.num_sms)
+    num_sms, chosen_times = tried[chosen].dispatch.num_sms, times[chosen]
+    reason = f"{num_sms} SMs: "
+    if experts is not None:
+        beside = experts.beside(num_sms)
+        limit = "the exchange" if chosen_times.total > beside else "the computation"
+        reason += (
+            f"beside them the experts take {beside:.0f} us and the exchange {chosen_times.total:.0f} us, so "
+            f"{limit} decides; "
+        )
+    if costs[chosen] == least:
+        reason += "no other number is faster"
+    else:
+        faster = tried[costs.index(least)].dispatch.num_sms
+        gain = 1 - least / costs[chosen]
+        reason += f"{faster} SMs are {gain:.1%} faster, too little to take them from the experts"
+    return Tuned(*tried[chosen], chosen_times.dispatch, chosen_times.combine, reason)
 
 
 def layer_us(trial: Trial, times: Times, experts: Experts | None) -> float:
@@ -97,28 +137,3 @@ def layer_us(trial: Trial, times: Times, experts: Experts | None) -> float:
     if experts is None:
         return times.total
     return max(times.total, experts.beside(trial.dispatch.num_sms))
-
-
-def _why(
-    trials: Sequence[Trial],
-    times: Sequence[Times],
-    experts: Experts | None,
-    chosen: int,
-    fastest: int,
-) -> str:
-    num_sms = trials[chosen].dispatch.num_sms
-    reason = f"{num_sms} SMs: "
-    if experts is not None:
-        beside = experts.beside(num_sms)
-        limit = "the exchange" if times[chosen].total > beside else "the computation"
-        reason += (
-            f"beside them the experts take {beside:.0f} us and the exchange {times[chosen].total:.0f} us, so "
-            f"{limit} decides; "
-        )
-    if chosen == fastest:
-        return f"{reason}no other number is faster"
-    faster = trials[fastest].dispatch.num_sms
-    gain = 1 - layer_us(trials[fastest], times[fastest], experts) / layer_us(
-        trials[chosen], times[chosen], experts
-    )
-    return f"{reason}{faster} SMs are {gain:.1%} faster, too little to take them from the experts"

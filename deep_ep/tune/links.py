@@ -8,7 +8,6 @@ from __future__ import annotations
 import socket
 import statistics
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -47,22 +46,21 @@ def measure(num_bytes: int, rounds: int) -> Speeds:
     hosts: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(hosts, socket.gethostname())
     size = topology.ranks_per_node(hosts, env.ranks_per_node())
-    ranks = range(len(hosts))
-    nodes = [[r for r in ranks if r // size == node] for node in range(-(-len(hosts) // size))]
-    places = [[r for r in ranks if r % size == place] for place in range(size)]
+    ranks = list(range(len(hosts)))
+    nodes = [ranks[first : first + size] for first in ranks[::size]]
+    places = [ranks[place::size] for place in range(size)]
     return Speeds(_speed(nodes, num_bytes, rounds), _speed(places, num_bytes, rounds))
 
 
-def _speed(groups: Sequence[Sequence[int]], num_bytes: int, rounds: int) -> float | None:
+def _speed(groups: list[list[int]], num_bytes: int, rounds: int) -> float | None:
     """Of exchanges in all of these groups at once; every rank is in one of them."""
-    rank, device = dist.get_rank(), backend.get().device()
-    made = [(members, dist.new_group(list(members))) for members in groups]
-    (members, own), *_ = [each for each in made if rank in each[0]]
     if max(map(len, groups)) == 1:
         return None
-    num_others = len(members) - 1
+    device = backend.get().device()
+    own, _ = dist.new_subgroups_by_enumeration(groups)  # type: ignore[no-untyped-call]
+    num_others = own.size() - 1
     part = num_bytes // max(num_others, 1)
-    sent = torch.zeros(part * len(members), dtype=torch.uint8, device=device)
+    sent = torch.zeros(part * own.size(), dtype=torch.uint8, device=device)
     received = torch.empty_like(sent)
     times = []
     for _ in range(_WARM_UP_ROUNDS + rounds):

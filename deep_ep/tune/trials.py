@@ -12,14 +12,17 @@ import torch
 
 from deep_ep.buffer import Buffer
 from deep_ep.errors import EPArgumentError
+from deep_ep.moe import steps
 from deep_ep.moe.quantization import quantize
 from deep_ep.types.config import ELEMENT_BYTES, Config, largest_hints
 
 Result = TypeVar("Result")
 
-# Tokens of a step over NVLink and of a request over RDMA that are tried. Chosen around the recommended ones.
-NVL_SENDS = (2, 4, 8, 16, 32)
-RDMA_SENDS = (4, 8, 16, 32)
+NVL_STEP, RDMA_STEP = "num_max_nvl_chunked_send_tokens", "num_max_rdma_chunked_send_tokens"
+# Tokens of a step over NVLink and of a request over RDMA that are tried. Whatever is asked for, a step of a GPU moves
+# 16 to 32 (kLeastStep, kMaxStep of csrc).
+NVL_SENDS = (16, 24, 32)
+RDMA_SENDS = (16, 24, 32)
 # SMs that are tried.
 NUM_SMS = (8, 12, 16, 20, 24, 32)
 _WARM_UP_ROUNDS = 1
@@ -77,22 +80,20 @@ class Times(NamedTuple):
 
 def chunk_trials(base: Trial, num_nodes: int) -> list[Trial]:
     """The recommended settings, and those with other steps; capacities of queues stay as they are."""
-    changes: list[dict[str, int]] = [
-        {"num_max_nvl_chunked_send_tokens": tokens} for tokens in NVL_SENDS
-    ]
+    changes = [(NVL_STEP, tokens) for tokens in NVL_SENDS]
     if num_nodes > 1:
-        changes += [{"num_max_rdma_chunked_send_tokens": tokens} for tokens in RDMA_SENDS]
-    tried = [base]
-    for change in changes:
-        changed = Trial(*(replace(config, **change) for config in base))
-        if changed != base:
-            tried.append(changed)
-    return tried
+        changes += [(RDMA_STEP, tokens) for tokens in RDMA_SENDS]
+    changed = [_with(base, **{name: tokens}) for name, tokens in changes]
+    return [base, *(trial for trial in changed if trial != base)]
 
 
 def sm_trials(base: Trial, num_sms: Iterable[int]) -> list[Trial]:
     """The same steps with other numbers of SMs."""
-    return [Trial(*(replace(config, num_sms=sms) for config in base)) for sms in num_sms]
+    return [_with(base, num_sms=sms) for sms in num_sms]
+
+
+def _with(base: Trial, **changes: int) -> Trial:
+    return Trial(*(replace(config, **changes) for config in base))
 
 
 def _times(dispatch: Sequence[float], combine: Sequence[float]) -> Times:
@@ -138,7 +139,7 @@ class Exchange:
 
     def num_nodes(self) -> int:
         """Of the group."""
-        per_node = self._layout()[1]
+        per_node = self._routing()["num_tokens_per_rdma_rank"]
         return 1 if per_node is None else len(per_node)
 
     def measure(self, trials: Sequence[Trial], rounds: int) -> list[Times]:
@@ -147,7 +148,11 @@ class Exchange:
         Trials alternate round by round, so that whatever else the machine does hits all of them, and each round
         begins with another one, as who is first may find cold caches.
         """
-        mine = [self._all(trials, first) for first in range(_WARM_UP_ROUNDS + rounds)]
+        mine = []
+        for first in range(_WARM_UP_ROUNDS + rounds):
+            places = [(first + i) % len(trials) for i in range(len(trials))]
+            times = {place: self._round(trials[place]) for place in places}
+            mine.append([times[place] for place in range(len(trials))])
         ranks = self.buffer.communicator.group.all_gather_object(mine[_WARM_UP_ROUNDS:])
         # [ranks, rounds, trials, 2]
         slowest = torch.tensor(ranks, dtype=torch.float64).amax(0)
@@ -157,44 +162,26 @@ class Exchange:
         """Frees the buffer. Collective."""
         self.buffer.destroy()
 
-    def _all(self, trials: Sequence[Trial], first: int) -> list[tuple[float, float]]:
-        """One round of each, in the order of `trials`."""
-        places = [(first + i) % len(trials) for i in range(len(trials))]
-        times = {place: self._round(trials[place]) for place in places}
-        return [times[place] for place in range(len(trials))]
-
     def _round(self, trial: Trial) -> tuple[float, float]:
         self.buffer.communicator.group.barrier()
         (rows, handle), dispatch_us = self._timed(lambda: self._dispatch(trial.dispatch))
         ys = torch.zeros(rows, self._model.hidden, dtype=torch.bfloat16, device=self._device)
         self.buffer.communicator.group.barrier()
-        _, combine_us = self._timed(
-            lambda: self.buffer.combine(ys, handle, config=trial.combine)[0]
-        )
+        _, combine_us = self._timed(lambda: self.buffer.combine(ys, handle, config=trial.combine))
         return dispatch_us, combine_us
 
     def _dispatch(self, config: Config) -> tuple[int, Any]:
-        per_rank, per_node, per_expert, in_rank, _ = self._layout()
-        _, recv_idx, _, _, handle, _ = self.buffer.dispatch(
-            self._x,
-            num_tokens_per_rank=per_rank,
-            num_tokens_per_rdma_rank=per_node,
-            is_token_in_rank=in_rank,
-            num_tokens_per_expert=per_expert,
-            topk_idx=self._topk_idx,
-            topk_weights=self._weights,
-            config=config,
-        )
-        assert recv_idx is not None
+        """Number of received rows, and the handle."""
+        received: Any = self.buffer.dispatch(self._x, **self._routing(), config=config)
+        _, recv_idx, _, _, handle, _ = received
         return len(recv_idx), handle
 
-    def _layout(self) -> Any:
-        return self.buffer.get_dispatch_layout(self._topk_idx, self._model.experts)
+    def _routing(self) -> dict[str, Any]:
+        return steps.routing(self.buffer, self._topk_idx, self._weights, self._model.experts)
 
     def _timed(self, call: Callable[[], Result]) -> tuple[Result, float]:
         """What a call returns, and how long it took, microseconds, the work of a GPU included."""
         begin = time.perf_counter()
         result = call()
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        self.buffer.communicator.backend.synchronize()
         return result, (time.perf_counter() - begin) * 1e6

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
+from typing import NamedTuple
 
 from deep_ep.base import env
 from deep_ep.base.rules import topk_idx_t
@@ -16,7 +17,8 @@ DEFAULT_RANKS_PER_NODE = 8
 MAX_TOPK = 128
 # Of a row as combine sends it, bfloat16, the larger of the two ways.
 ELEMENT_BYTES = 2
-_MAX_SCALES = 128
+# Of a row beside its channels: where it comes from, 128 scales, and the top-k entries with their weights.
+_METADATA_BYTES = 8 + 128 * 4 + MAX_TOPK * (topk_idx_t.itemsize + 4)
 _ALIGNMENT = 128
 
 
@@ -53,32 +55,25 @@ class Config:
         for field in fields(self):
             value = integer("Config", field.name, getattr(self, field.name))
             object.__setattr__(self, field.name, value)
-        self._require("num_sms", self.num_sms >= 0, "at least 0")
-        for field in fields(self)[1:]:
-            self._require(field.name, getattr(self, field.name) > 0, "above 0")
-        nvl_send, rdma_send = (
-            self.num_max_nvl_chunked_send_tokens,
-            self.num_max_rdma_chunked_send_tokens,
-        )
-        self._require(
-            "num_max_nvl_chunked_recv_tokens",
-            self.num_max_nvl_chunked_recv_tokens > nvl_send,
-            f"above num_max_nvl_chunked_send_tokens ({nvl_send})",
-        )
-        self._require(
-            "num_max_rdma_chunked_recv_tokens",
-            self.num_max_rdma_chunked_recv_tokens // 2 >= rdma_send,
-            f"at least twice num_max_rdma_chunked_send_tokens ({rdma_send})",
-        )
-        rounded = _round_up(self.num_max_rdma_chunked_recv_tokens, rdma_send)
+        nvl_send = self.num_max_nvl_chunked_send_tokens
+        nvl_recv = self.num_max_nvl_chunked_recv_tokens
+        rdma_send = self.num_max_rdma_chunked_send_tokens
+        rdma_recv = self.num_max_rdma_chunked_recv_tokens
+        nvl_rule = f"above num_max_nvl_chunked_send_tokens ({nvl_send})"
+        rdma_rule = f"at least twice num_max_rdma_chunked_send_tokens ({rdma_send})"
+        for name, is_allowed, rule in (
+            ("num_sms", self.num_sms >= 0, "at least 0"),
+            *((field.name, getattr(self, field.name) > 0, "above 0") for field in fields(self)[1:]),
+            ("num_max_nvl_chunked_recv_tokens", nvl_recv > nvl_send, nvl_rule),
+            ("num_max_rdma_chunked_recv_tokens", rdma_recv // 2 >= rdma_send, rdma_rule),
+        ):
+            if not is_allowed:
+                raise EPArgumentError(
+                    f"Config: {name} is {getattr(self, name)}; it must be {rule}. "
+                    "Take Buffer.get_dispatch_config(num_ranks) for values that fit together."
+                )
+        rounded = _round_up(rdma_recv, rdma_send)
         object.__setattr__(self, "num_max_rdma_chunked_recv_tokens", rounded)
-
-    def _require(self, name: str, allowed: bool, rule: str) -> None:
-        if not allowed:
-            raise EPArgumentError(
-                f"Config: {name} is {getattr(self, name)}; it must be {rule}. "
-                "Take Buffer.get_dispatch_config(num_ranks) for values that fit together."
-            )
 
     def get_nvl_buffer_size_hint(self, hidden_bytes: int, num_ranks: int, /) -> int:
         """Bytes of NVLink buffer with which every normal call with this configuration fits.
@@ -100,7 +95,7 @@ class Config:
         """
         sizes = []
         for num_local_ranks, num_nodes in self._topologies(hidden_bytes, num_ranks):
-            per_token = hidden_bytes + 8 + _metadata_bytes()
+            per_token = hidden_bytes + _METADATA_BYTES
             per_channel = 4 * (2 * num_nodes + 3) + self.num_max_nvl_chunked_recv_tokens * per_token
             sizes.append(self.num_sms // 2 * num_local_ranks * per_channel)
         return _round_up(max(sizes), _ALIGNMENT)
@@ -124,12 +119,12 @@ class Config:
         Source: DeepEP's formula, so that numbers can be compared.
         Compatibility: any group size is accepted.
         """
-        sizes = []
-        for _, num_nodes in self._topologies(hidden_bytes, num_ranks):
-            per_token = hidden_bytes + 8 + _metadata_bytes() + 16
-            per_channel = 4 * 18 + self.num_max_rdma_chunked_recv_tokens * per_token
-            sizes.append(0 if num_nodes == 1 else self.num_sms // 2 * 2 * num_nodes * per_channel)
-        return _round_up(max(sizes), _ALIGNMENT)
+        num_nodes = max(nodes for _, nodes in self._topologies(hidden_bytes, num_ranks))
+        if num_nodes == 1:
+            return 0
+        per_token = hidden_bytes + _METADATA_BYTES + 16
+        per_channel = 4 * 18 + self.num_max_rdma_chunked_recv_tokens * per_token
+        return _round_up(self.num_sms // 2 * 2 * num_nodes * per_channel, _ALIGNMENT)
 
     def _topologies(self, hidden_bytes: int, num_ranks: int) -> list[tuple[int, int]]:
         """Ranks of a node and number of nodes, for each way in which the ranks may lie.
@@ -167,55 +162,48 @@ def _round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-def _metadata_bytes() -> int:
-    return MAX_TOPK * (topk_idx_t.itemsize + 4) + _MAX_SCALES * 4
+class _Tokens(NamedTuple):
+    """Recommended for a group size; an RDMA queue always holds 128 tokens."""
+
+    dispatch_nvl_send: int
+    combine_nvl_send: int
+    nvl_recv: int
+    dispatch_rdma_send: int
+    combine_rdma_send: int
 
 
-# Per group size: NVLink send, NVLink receive, RDMA send, RDMA receive (tokens). The values DeepEP
-# recommends for H800 nodes of 8 GPUs; not tuned by us.
-_DISPATCH_TOKENS = {
-    2: (24, 256, 6, 128),
-    4: (6, 256, 6, 128),
-    8: (6, 256, 6, 128),
-    16: (36, 288, 20, 128),
-    24: (32, 288, 8, 128),
-    32: (32, 288, 8, 128),
-    48: (32, 288, 8, 128),
-    64: (32, 288, 8, 128),
-    96: (20, 480, 12, 128),
-    128: (20, 560, 12, 128),
-    144: (32, 720, 12, 128),
-    160: (28, 720, 12, 128),
-}
-_COMBINE_TOKENS = {
-    2: (10, 256, 6, 128),
-    4: (9, 256, 6, 128),
-    8: (4, 256, 6, 128),
-    16: (4, 288, 12, 128),
-    24: (1, 288, 8, 128),
-    32: (1, 288, 8, 128),
-    48: (1, 288, 8, 128),
-    64: (1, 288, 8, 128),
-    96: (1, 480, 8, 128),
-    128: (1, 560, 8, 128),
-    144: (2, 720, 8, 128),
-    160: (2, 720, 8, 128),
+# Per group size. The values DeepEP recommends for H800 nodes of 8 GPUs; not tuned by us.
+_TOKENS = {
+    2: _Tokens(24, 10, 256, 6, 6),
+    4: _Tokens(6, 9, 256, 6, 6),
+    8: _Tokens(6, 4, 256, 6, 6),
+    16: _Tokens(36, 4, 288, 20, 12),
+    24: _Tokens(32, 1, 288, 8, 8),
+    32: _Tokens(32, 1, 288, 8, 8),
+    48: _Tokens(32, 1, 288, 8, 8),
+    64: _Tokens(32, 1, 288, 8, 8),
+    96: _Tokens(20, 1, 480, 12, 8),
+    128: _Tokens(20, 1, 560, 12, 8),
+    144: _Tokens(32, 2, 720, 12, 8),
+    160: _Tokens(28, 2, 720, 12, 8),
 }
 
 
 def recommended_dispatch(num_ranks: int, num_sms: int) -> Config:
     """The recommended dispatch configuration for the tabulated group size nearest to `num_ranks`."""
-    return Config(num_sms, *_nearest(_DISPATCH_TOKENS, num_ranks))
+    tokens = _nearest(num_ranks)
+    return Config(
+        num_sms, tokens.dispatch_nvl_send, tokens.nvl_recv, tokens.dispatch_rdma_send, 128
+    )
 
 
 def recommended_combine(num_ranks: int, num_sms: int) -> Config:
     """The recommended combine configuration for the tabulated group size nearest to `num_ranks`."""
-    return Config(num_sms, *_nearest(_COMBINE_TOKENS, num_ranks))
+    tokens = _nearest(num_ranks)
+    return Config(num_sms, tokens.combine_nvl_send, tokens.nvl_recv, tokens.combine_rdma_send, 128)
 
 
-def _nearest(
-    table: dict[int, tuple[int, int, int, int]], num_ranks: int
-) -> tuple[int, int, int, int]:
+def _nearest(num_ranks: int) -> _Tokens:
     integer("recommended Config", "num_ranks", num_ranks, least=1)
     # Of two equally near sizes the larger one: its queues are deeper.
-    return table[min(table, key=lambda size: (abs(size - num_ranks), -size))]
+    return _TOKENS[min(_TOKENS, key=lambda size: (abs(size - num_ranks), -size))]

@@ -85,19 +85,7 @@ class OneNodeHandle(NamedTuple):
 
     def pointers(self, rank: int) -> dict[str, int]:
         """What the native calls on this rank take."""
-        return {
-            "is_token_in_rank": self.is_token_in_rank.data_ptr(),
-            "source_prefix": self.source_prefix(rank).data_ptr(),
-            "source_stride": self.rank_prefix.stride(0),
-            "channel_prefix": self.channel_prefix.data_ptr(),
-            "recv_channel_prefix": self.recv_channel_prefix.data_ptr(),
-            "node_channel_prefix": 0,
-            "recv_node_channel_prefix": 0,
-            "recv_node_prefix": 0,
-            "node_head": 0,
-            "nvl_head": self.nvl_head.data_ptr(),
-            "dispatch_op": _hidden_address(self.channel_prefix),
-        }
+        return {**_pointers(self, rank), **_NO_NODES}
 
 
 class SeveralNodesHandle(NamedTuple):
@@ -162,24 +150,30 @@ class SeveralNodesHandle(NamedTuple):
 
     def pointers(self, rank: int) -> dict[str, int]:
         """What the native calls on this rank take."""
-        return {
-            "is_token_in_rank": self.is_token_in_rank.data_ptr(),
-            "source_prefix": self.source_prefixes.data_ptr(),
-            "source_stride": 1,
-            "channel_prefix": self.channel_prefix.data_ptr(),
-            "recv_channel_prefix": self.recv_channel_prefix.data_ptr(),
-            "node_channel_prefix": self.node_channel_prefix.data_ptr(),
-            "recv_node_channel_prefix": self.recv_node_channel_prefix.data_ptr(),
-            "recv_node_prefix": self.recv_node_prefix.data_ptr(),
-            "node_head": self.node_head.data_ptr(),
-            "nvl_head": self.nvl_head.data_ptr(),
-            "dispatch_op": _hidden_address(self.channel_prefix),
-        }
+        of_nodes = {name: getattr(self, name).data_ptr() for name in _OF_NODES}
+        return {**_pointers(self, rank), **of_nodes}
 
 
 NormalHandle = Union[OneNodeHandle, SeveralNodesHandle]
 
 _WORD = torch.int64.itemsize
+# What the native calls take of several nodes alone; 0 on one.
+_OF_NODES = ("node_channel_prefix", "recv_node_channel_prefix", "recv_node_prefix", "node_head")
+_NO_NODES = dict.fromkeys(_OF_NODES, 0)
+
+
+def _pointers(handle: NormalHandle, rank: int) -> dict[str, int]:
+    """What the native calls take of every handle."""
+    source_prefix, prefix = handle.source_prefix(rank), handle.channel_prefix
+    return {
+        "is_token_in_rank": handle.is_token_in_rank.data_ptr(),
+        "channel_prefix": prefix.data_ptr(),
+        "recv_channel_prefix": handle.recv_channel_prefix.data_ptr(),
+        "nvl_head": handle.nvl_head.data_ptr(),
+        "source_prefix": source_prefix.data_ptr(),
+        "source_stride": source_prefix.stride(0),
+        "dispatch_op": prefix.data_ptr() + _hidden_offset(prefix.numel()),
+    }
 
 
 def new_channel_prefix(num_ranks: int, num_channels: int, device: torch.device) -> torch.Tensor:
@@ -249,7 +243,3 @@ def hidden_word(channel_prefix: torch.Tensor) -> torch.Tensor | None:
 def _hidden_offset(num_elements: int) -> int:
     """Bytes from the first element of `channel_prefix` to the hidden word."""
     return -(-num_elements * torch.int32.itemsize // _WORD) * _WORD
-
-
-def _hidden_address(channel_prefix: torch.Tensor) -> int:
-    return channel_prefix.data_ptr() + _hidden_offset(channel_prefix.numel())

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
+from torch.utils._pytree import tree_leaves
 
 # The FP8 format of these helpers: channels that share a scale, the largest e4m3 value, and the least
 # maximum of a group, which keeps the scale of zeros finite.
@@ -31,12 +32,8 @@ def safe_div(x: float, y: float) -> float:
 
 def count_bytes(*values: Any) -> int:
     """Bytes of tensors, also of those in tuples and lists; `None` has none."""
-    return sum(
-        count_bytes(*value)
-        if isinstance(value, (tuple, list))
-        else (0 if value is None else value.numel() * value.element_size())
-        for value in values
-    )
+    leaves = [leaf for leaf in tree_leaves(values) if leaf is not None]
+    return sum(leaf.numel() * leaf.element_size() for leaf in leaves)  # sparse ones have no nbytes
 
 
 def calc_diff(x: torch.Tensor, y: torch.Tensor) -> float:

@@ -37,10 +37,8 @@ def check_nvlink_connections(group: Any) -> None:
     uuids = ranks.all_gather_object(f"GPU-{properties.uuid}")
     pynvml.nvmlInit()
     try:
-        mine, *others = (
-            pynvml.nvmlDeviceGetHandleByUUID(uuid)
-            for uuid in (uuids[ranks.rank], *uuids[: ranks.rank], *uuids[ranks.rank + 1 :])
-        )
+        others = [pynvml.nvmlDeviceGetHandleByUUID(uuid) for uuid in uuids]
+        mine = others.pop(ranks.rank)
         for other in others:
             status = pynvml.nvmlDeviceGetP2PStatus(mine, other, pynvml.NVML_P2P_CAPS_INDEX_NVLINK)
             if status != pynvml.NVML_P2P_STATUS_OK:

@@ -259,13 +259,14 @@ struct HopCounters {
 struct Handle {
     Handle(const Shape& shape, const Setting& setting, int num_tokens)
         : source_prefix(shape.num_ranks()),
-          channel_prefix(shape.num_ranks() * setting.num_channels),
+          channel_prefix(shape.num_ranks() * setting.num_channels, kUnwritten),
           recv_channel_prefix(shape.num_ranks() * setting.num_channels),
-          node_channel_prefix(shape.num_nodes * setting.num_channels),
+          node_channel_prefix(shape.num_nodes * setting.num_channels, kUnwritten),
           recv_node_channel_prefix(shape.num_nodes * setting.num_channels),
           recv_node_prefix(shape.num_nodes),
           node_head(num_tokens * shape.num_nodes, -1) {}
 
+    static constexpr int32_t kUnwritten = 7;  // what memory may hold before
     std::vector<int32_t> source_prefix;
     std::vector<int32_t> channel_prefix;
     std::vector<int32_t> recv_channel_prefix;

@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "device/device.cuh"
-#include "kernels/operation_state.cuh"
+#include "kernels/protocol/operation_state.cuh"
 #include "testing.h"
 #include "transport/symmetric_memory.h"
 #include "transport/transport.cuh"
@@ -105,10 +105,14 @@ struct OperatingRank : Rank {
     std::unique_ptr<FailureRecord> failure = std::make_unique<FailureRecord>();
 };
 
-// body(rank object, rank) of simulated ranks R(rank, num_ranks). All live until all are done.
+// body(rank object, rank) of simulated ranks R(rank, num_ranks), in the time of a GPU if there are costs. All
+// live until all are done.
 template <class R, class F>
-std::shared_ptr<host::Simulation> simulate(const host::SimulationOptions& options, F body) {
+std::shared_ptr<host::Simulation> simulate(const host::SimulationOptions& options,
+                                           F body,
+                                           const host::CostModel* costs = nullptr) {
     auto simulation = std::make_shared<host::Simulation>(options);
+    if (costs != nullptr) simulation->set_costs(*costs);
     std::vector<std::unique_ptr<R>> ranks(options.num_ranks);
     std::vector<std::exception_ptr> errors(options.num_ranks);
     on_ranks(options.num_ranks, [&](int rank) {

@@ -125,6 +125,55 @@ TEST(spin_until_gives_up_at_the_deadline_and_not_before) {
     });
 }
 
+TEST(lanes_that_wait_together_give_up_together) {
+    under_schedules([](Random& random) {
+        const int late_lane = random.between(1, 31);
+        int given_up = 0;
+        launch({.blocks = 1, .threads = 32}, [&] {
+            // The first lane's deadline is that of all, however early or late they come with their own.
+            const uint64_t ns = lane_id() == 0           ? 3'000'000
+                                : lane_id() == late_lane ? 0
+                                                         : 60'000'000'000;
+            const bool came =
+                warp_spin_until([] { return ballot(false) != 0; }, deadline_in(ns), [] {});
+            given_up += came ? 0 : 1;
+        });
+        CHECK_EQUAL(given_up, 32);
+    });
+}
+
+TEST(lanes_that_wait_together_see_what_came_while_nobody_could_move) {
+    // What another rank writes comes while the launch is idle. A lane that has read before and still waits for the
+    // others in its look has not seen it.
+    struct Waiter final : host::IdleWaiter {
+        int pumps = 0;
+        bool pump() override {
+            ++pumps;
+            return true;
+        }
+        bool pass_time() override { return false; }
+        void arm() override {}
+        void sleep(uint64_t) override {}
+        void disarm() override {}
+    };
+    under_schedules([](Random& random) {
+        Waiter waiter;
+        const int pumps = random.between(1, 8);
+        const int reading_lane = random.between(0, 31);
+        executor().set_idle_waiter(&waiter);
+        int came = 0;
+        launch({.blocks = 1, .threads = 32}, [&] {
+            const auto look = [&] {
+                return ballot(lane_id() == reading_lane && waiter.pumps >= pumps) != 0;
+            };
+            came += warp_spin_until(look, deadline_in(60'000'000'000), [] {}) ? 1 : 0;
+        });
+        executor().set_idle_waiter(nullptr);
+        CHECK_EQUAL(came, 32);
+        CHECK_EQUAL(waiter.pumps, pumps);
+    });
+}
+
 TEST(an_idle_launch_asks_its_waiter_before_it_sleeps) {
     struct Waiter final : host::IdleWaiter {
         std::string calls;

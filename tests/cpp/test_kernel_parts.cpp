@@ -1,20 +1,22 @@
 // Parts of kernels by themselves, on values that are made up: samples of clocks, numbers of barriers and clock
-// rounds, what the words of a source add up to, queues of several channels, whom waiting tasks name, masks of
-// an operation that failed, and notes of waits.
-// sanitize: address
+// rounds, what the words of a source add up to, the layout of a dispatch, queues of several channels, whom waiting
+// tasks name, masks of an operation that failed, and notes of waits.
+// sanitize: address address:-DEP_NUMBERS_OF_GPU
 #include <algorithm>
 #include <array>
 #include <memory>
 #include <string>
 #include <vector>
 
-#include "kernels/barrier.cuh"
-#include "kernels/clock_offset.cuh"
-#include "kernels/mask_calls.cuh"
-#include "kernels/normal_counters.cuh"
-#include "kernels/normal_dispatch.cuh"
-#include "kernels/operation.cuh"
-#include "kernels/tasks.cuh"
+#include "kernels/normal/counters.cuh"
+#include "kernels/normal/dispatch.cuh"
+#include "kernels/normal/dispatch_layout.cuh"
+#include "kernels/normal/tasks.cuh"
+#include "kernels/protocol/barrier.cuh"
+#include "kernels/protocol/clock_offset.cuh"
+#include "kernels/protocol/mask_calls.cuh"
+#include "kernels/protocol/operation.cuh"
+#include "launches.h"
 #include "ranks.h"
 #include "runtime/call_log.h"
 
@@ -215,6 +217,86 @@ TEST(all_words_of_a_source_count) {
     }
 }
 
+// ---- the layout of a dispatch
+
+namespace {
+
+struct Counted {
+    Counted(int num_ranks, int num_nodes, int num_experts, int num_tokens)
+        : per_rank(num_ranks), per_node(num_nodes), per_expert(num_experts) {
+        in_rank.assign(static_cast<size_t>(num_tokens) * num_ranks, 0);
+    }
+    bool operator==(const Counted&) const = default;
+
+    std::vector<int32_t> per_rank;
+    std::vector<int32_t> per_node;
+    std::vector<int32_t> per_expert;
+    std::vector<char> in_rank;  // [num_tokens, num_ranks]
+};
+
+// What `args` ask for, token by token.
+Counted count_of(const DispatchLayoutArgs& args, int num_nodes) {
+    Counted counted(args.num_ranks, num_nodes, args.num_experts, args.num_tokens);
+    const int experts_per_rank = args.num_experts / args.num_ranks;
+    for (int token = 0; token < args.num_tokens; ++token) {
+        std::vector<bool> in_node(num_nodes);
+        for (int k = 0; k < args.num_topk; ++k) {
+            const auto expert = static_cast<int>(args.topk_idx[token * args.num_topk + k]);
+            if (expert < 0 || expert >= args.num_experts) continue;
+            ++counted.per_expert[expert];
+            if (expert >= experts_per_rank * args.num_ranks) continue;
+            const int rank = expert / experts_per_rank;
+            char& is_in = counted.in_rank[token * args.num_ranks + rank];
+            if (is_in == 0) ++counted.per_rank[rank];
+            is_in = 1;
+            const int node = rank / args.ranks_per_node;
+            if (!in_node[node]) ++counted.per_node[node];
+            in_node[node] = true;
+        }
+    }
+    return counted;
+}
+
+}  // namespace
+
+TEST(any_number_of_blocks_counts_the_same_layout) {
+    struct Group {
+        int num_ranks;
+        int ranks_per_node;
+        int num_experts;
+    };
+    // With experts of no rank, ranks without experts, a last node that is smaller, and more ranks than a part has.
+    const std::vector<Group> groups = {
+        {1, 1, 3}, {4, 2, 14}, {5, 2, 13}, {6, 3, 5}, {72, 8, 150}, {72, 72, 72}};
+    ep::testing::Random random(ep::testing::seed());
+    for (const Group& group : groups) {
+        constexpr int kTokens = 70;
+        constexpr int kTopk = 4;
+        const int num_nodes = (group.num_ranks + group.ranks_per_node - 1) / group.ranks_per_node;
+        std::vector<int64_t> topk_idx(kTokens * kTopk);
+        for (int64_t& expert : topk_idx) expert = random.between(-1, group.num_experts);
+        for (const int blocks : {1, 2, 3, group.num_ranks + num_nodes}) {
+            // What tensors hold before does not matter.
+            Counted got(group.num_ranks, num_nodes, group.num_experts, kTokens);
+            for (auto* counts : {&got.per_rank, &got.per_node, &got.per_expert})
+                std::fill(counts->begin(), counts->end(), 7);
+            std::fill(got.in_rank.begin(), got.in_rank.end(), char{1});
+            const DispatchLayoutArgs args{topk_idx.data(),
+                                          kTokens,
+                                          kTopk,
+                                          group.num_experts,
+                                          group.num_ranks,
+                                          group.ranks_per_node,
+                                          got.per_rank.data(),
+                                          got.per_node.data(),
+                                          got.per_expert.data(),
+                                          reinterpret_cast<bool*>(got.in_rank.data())};
+            ep::testing::launch({.blocks = blocks}, [&] { dispatch_layout(args); });
+            CHECK(got == count_of(args, num_nodes));
+        }
+    }
+}
+
 // ---- queues of several channels
 
 namespace {
@@ -224,11 +306,12 @@ constexpr int kChannels = 3;
 // What a normal operation needs of its arguments for looks at queues and marks.
 struct Queues {
     explicit Queues(OperatingRank& self, Topology topology, int num_tokens = 0)
-        : states(2 * (topology.num_ranks + topology.num_nodes()) * kChannels),
+        : states(2 * (topology.num_ranks + topology.num_nodes) * kChannels),
           is_token_in_rank(new bool[static_cast<size_t>(num_tokens) * topology.num_ranks + 1]()) {
         args.common = self.args(kHidden);
         args.num_channels = kChannels;
         args.num_tokens = num_tokens;
+        args.channel_tokens = TokenRange::size(kChannels, num_tokens);
         args.queues.topology = topology;
         args.words.topology = topology;
         args.words.begin = 0;
@@ -313,18 +396,20 @@ struct BlockedTasks {
         EP_DEVICE void finish() const {}
     } copy;
     EP_DEVICE int count() const { return kBlockers.size(); }
-    EP_DEVICE bool is_done(int) const { return false; }
-    EP_DEVICE int ready(int, int*) const { return 0; }
-    EP_DEVICE Blocker blocked_by(int number) const { return {kBlockers[number], Owed::kRows}; }
-    EP_DEVICE void move(int, int, const int*) const {}
-    EP_DEVICE void tell(int, int, const int*) const {}
-    EP_DEVICE void find_surplus(int number) const { ++looks_for_surplus[number]; }
+    EP_DEVICE Task task(int number) const { return {0, number, 0, 0}; }
+    EP_DEVICE bool is_done(Task) const { return false; }
+    EP_DEVICE int movable(Task) const { return 0; }
+    EP_DEVICE int prepare(Task, int) const { return 0; }
+    EP_DEVICE Blocker blocked_by(Task task) const { return {kBlockers[task.node], Owed::kRows}; }
+    EP_DEVICE void move(Task, int, const Team&) const {}
+    EP_DEVICE void tell(Task, int) const {}
+    EP_DEVICE void find_surplus(Task task) const { ++looks_for_surplus[task.node]; }
 };
 
 constexpr int kGroup = 5;
 constexpr uint64_t kLongNs = 10'000'000'000;
 
-// kernel(args, open, tasks, shared) on rank 0; nothing comes from the others.
+// kernel(args, open, tasks, share, shared) on rank 0; nothing comes from the others.
 template <class F>
 void launch_blocked(OperatingRank& self, RecordedWaits* waits, F kernel) {
     NormalArgs args{};
@@ -333,8 +418,9 @@ void launch_blocked(OperatingRank& self, RecordedWaits* waits, F kernel) {
     self.launch(
         [&](const Transport&) {
             const BlockedTasks tasks{};
-            const TaskShared shared(tasks.count());
-            kernel(args, OpenOperation{1, 1, deadline_in(kLongNs)}, tasks, shared);
+            const Share share{0, tasks.count(), Team::of_block(0, 1)};
+            const TaskShared shared(share.team, tasks.count());
+            kernel(args, OpenOperation{1, 1, deadline_in(kLongNs)}, tasks, share, shared);
         },
         {.blocks = 1,
          .threads = kWarpSize,
@@ -350,10 +436,11 @@ std::vector<int> named(int gone) {
         self.workspace->news.any = gone >= 0;
         if (gone >= 0) self.workspace->news.gone[gone] = 1;
         const uint64_t begin = now();
-        launch_blocked(
-            self, nullptr, [](const auto& args, const auto& open, auto& tasks, auto& shared) {
-                run_tasks(args, open, tasks, shared);
-            });
+        launch_blocked(self,
+                       nullptr,
+                       [](auto& args, const auto& open, auto& tasks, auto& share, auto& shared) {
+                           run_tasks(args, open, tasks, share, shared);
+                       });
         CHECK((now() - begin < kLongNs) == (gone >= 0));
         for (int other = 0; other < kGroup; ++other) {
             if (self.failure->ranks[other] != 0) result.push_back(other);
@@ -376,10 +463,10 @@ TEST(all_ranks_that_tasks_wait_for_are_noted) {
     alone([&](OperatingRank& self) {
         RecordedWaits waits{};
         launch_blocked(
-            self, &waits, [](const auto& args, const auto& open, auto& tasks, auto& shared) {
-                if (thread_index() != 0) return;
+            self, &waits, [](auto& args, const auto& open, auto& tasks, auto& share, auto& shared) {
+                if (!share.team.leads()) return;
                 TaskSearch<BlockedTasks> search{args, open, tasks, shared};
-                search.begin();
+                search.begin(share);
                 search.note();
             });
         for (const int rank : BlockedTasks::kBlockers) {

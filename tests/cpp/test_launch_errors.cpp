@@ -97,6 +97,20 @@ TEST(error_everyone_waits_forever) {
                     "block 1 warp 1 lane 0..31 in bar_sync 3"});
 }
 
+TEST(error_some_lanes_in_block_sync_and_some_in_warp_sync) {
+    const std::string text = error_of({.blocks = 1, .threads = 32}, [] {
+        if (lane_id() < 4) {
+            block_sync();
+        } else {
+            warp_sync();
+        }
+    });
+    check_contains(text,
+                   {"deadlock",
+                    "block 0 warp 0 lane 0..3 in block_sync",
+                    "block 0 warp 0 lane 4..31 in warp_sync"});
+}
+
 TEST(error_some_in_block_sync_and_some_in_grid_sync) {
     const std::string text = error_of({.blocks = 2, .threads = 32, .cooperative = true}, [] {
         if (block_index() == 0 && lane_id() < 4) {

@@ -7,9 +7,10 @@
 #include <string>
 #include <vector>
 
-#include "kernels/counters.cuh"
-#include "kernels/measuring.cuh"
-#include "kernels/messages.cuh"
+#include "kernels/low_latency/handle.cuh"
+#include "kernels/protocol/counters.cuh"
+#include "kernels/protocol/measuring.cuh"
+#include "kernels/protocol/messages.cuh"
 #include "models.h"
 #include "testing.h"
 
@@ -259,14 +260,9 @@ TEST(count_word_recovers_the_full_stamp) {
     }
 }
 
-TEST(row_source_and_op_shape_round_trips) {
+TEST(op_shape_round_trips) {
     Random random(ep::testing::seed());
     for (int i = 0; i < 10'000; ++i) {
-        const RowSource row{static_cast<uint32_t>(random.between(0, kMaxTokens - 1)),
-                            static_cast<uint32_t>(random.between(0, kMaxTopk - 1))};
-        const RowSource back = RowSource::unpack(row.pack());
-        CHECK(back.token == row.token && back.slot == row.slot);
-
         const OpShape shape{static_cast<uint32_t>(random.bits()),
                             static_cast<uint32_t>(random.bits()),
                             static_cast<uint32_t>(random.bits()),
@@ -327,21 +323,11 @@ TEST(low_latency_map_regions_do_not_overlap) {
                                    map.max_dispatch_bytes(),
                                    indexed("dispatch_staging", half, token, 0)});
             }
-            for (int expert = 0; expert < map.num_experts; ++expert) {
-                regions.push_back({map.list_staging(half, expert),
-                                   map.list_bytes(),
-                                   indexed("list_staging", half, expert, 0)});
-            }
             for (int expert = 0; expert < num_local; ++expert) {
                 for (size_t row = 0; row < map.rows_per_expert(); ++row) {
                     regions.push_back({map.combine_staging(half, expert, row),
                                        map.combine_bytes(),
                                        indexed("combine_staging", half, expert, row)});
-                }
-                for (int source = 0; source < num_ranks; ++source) {
-                    regions.push_back({map.received_list(half, expert, source),
-                                       map.list_bytes(),
-                                       indexed("received_list", half, expert, source)});
                 }
             }
             regions.push_back(
@@ -367,7 +353,7 @@ TEST(low_latency_map_rows_stay_in_their_half) {
             const size_t end = begin + map.receive_bytes();
             for (const Payload payload :
                  {Payload::kBf16, Payload::kFp8, Payload::kFp8PowerOfTwo, Payload::kFp8Ue8m0}) {
-                const DispatchMessage message{map.hidden, payload, false};
+                const DispatchMessage message{map.hidden, payload};
                 CHECK(message.bytes() <= map.max_dispatch_bytes());
                 CHECK(message.scales_offset() + message.num_scale_items() * sizeof(uint32_t) <=
                       message.bytes());
@@ -386,11 +372,11 @@ TEST(low_latency_map_rows_stay_in_their_half) {
                 check_disjoint(rows, begin, end);
             }
             std::vector<Region> rows;
-            for (int token = 0; token < map.num_max_tokens; ++token) {
-                for (int slot = 0; slot < kMaxTopk; ++slot) {
-                    rows.push_back({map.combined_row(half, token, slot),
+            for (int expert = 0; expert < map.num_experts; ++expert) {
+                for (int position = 0; position < map.num_max_tokens; ++position) {
+                    rows.push_back({map.combined_row(half, expert, position),
                                     map.combine_bytes(),
-                                    indexed("combined_row", token, slot, 0)});
+                                    indexed("combined_row", expert, position, 0)});
                 }
             }
             check_disjoint(rows, begin, end);
@@ -410,6 +396,42 @@ TEST(a_rank_without_tokens_gets_blocks_for_what_it_may_receive) {
     const LowLatencyMap small{2, 2, 4, 7168, 0};
     CHECK(operation_blocks(small, 0, kWarps) == 1);
     CHECK(operation_blocks(small, 4, kWarps) == 4);
+}
+
+TEST(an_entry_of_a_handle_is_intact_within_its_bounds_alone) {
+    constexpr LowLatencyMap kMap{2, 4, 3, kChannelsPerScale, 0};
+    for (const size_t index : {0u, 1u, 8u}) {
+        for (int32_t expert = 0; expert < 6; ++expert) {
+            for (uint32_t position = 0; position < 5; ++position) {
+                const HandleEntry entry = HandleEntry::of(index, expert, position);
+                CHECK(entry.was_sent_to(expert) && entry.allows(expert) && entry.allows(-1));
+                CHECK(!entry.was_sent_to(-1) && !entry.allows(expert + 1));
+                CHECK_EQUAL(entry.named(), expert);
+                CHECK_EQUAL(entry.place(), static_cast<int>(position));
+                const bool intact = expert < kMap.num_experts && position < 3;
+                CHECK_EQUAL(entry.is_intact(index, kMap), intact);
+            }
+        }
+    }
+}
+
+TEST(an_entry_of_a_handle_without_a_row_allows_its_expert_alone) {
+    for (const int64_t expert : {0, 1, kMaxExperts - 1}) {
+        const HandleEntry entry = HandleEntry::without_row(expert);
+        CHECK_EQUAL(entry.named(), expert);
+        CHECK(!entry.was_sent_to(expert) && entry.allows(expert) && !entry.allows(expert + 1));
+    }
+    const HandleEntry none = HandleEntry::without_row(-3);
+    CHECK_EQUAL(none.named(), -1);
+    CHECK(none.allows(-1) && !none.allows(0) && !none.allows(1));
+    // None of those that are no experts is taken for one.
+    for (int bit = 12; bit < 63; ++bit) {
+        for (const int64_t offset : {-3, -2, -1, 0, 1}) {
+            const int64_t far = (int64_t{1} << bit) + offset;
+            const HandleEntry entry = HandleEntry::without_row(far);
+            CHECK(entry.expert < 0 && entry.allows(far));
+        }
+    }
 }
 
 TEST(control_map_words_do_not_overlap) {

@@ -1,13 +1,14 @@
-// How an operation opens, hands over and closes, and how ranks exchange clocks: kernels/operation.cuh,
+// How an operation opens, hands over and closes, and how ranks exchange clocks: kernels/protocol/operation.cuh,
 // hand_over.cuh and clocks.cuh by themselves, in a simulation, so that what must wait for something is
 // seen to do so, whatever comes late.
 // sanitize: address
 #include <array>
 #include <cstdlib>
 #include <string>
+#include <vector>
 
-#include "kernels/clock_offset.cuh"
-#include "kernels/operation.cuh"
+#include "kernels/protocol/clock_offset.cuh"
+#include "kernels/protocol/operation.cuh"
 #include "ranks.h"
 
 using namespace ep;
@@ -90,6 +91,38 @@ void finish_operation(OperatingRank& self, const OperationArgs& args, bool fails
 }
 
 }  // namespace
+
+// ---- announcements
+
+TEST(words_are_announced_once_and_by_all_blocks_and_warps_alike) {
+    constexpr int kBlocks = 5;
+    constexpr int kWarps = 2;
+    constexpr int kThreads = kBlocks * kWarps * kWarpSize;
+    for (const int num_words : {22, kThreads + 22}) {
+        std::vector<int> times(num_words);
+        std::array<int, kBlocks> of_block{};
+        std::array<int, kBlocks * kWarps> of_warp{};
+        simulate<OperatingRank>(nodes(1), [&](OperatingRank& self, int) {
+            self.launch(
+                [&](const Transport&) {
+                    for_each_announced(num_words, [&](int word) {
+                        ++times[word];
+                        ++of_block[block_index()];
+                        ++of_warp[block_index() * kWarps + warp_id()];
+                    });
+                },
+                {.blocks = kBlocks, .threads = kWarps * kWarpSize});
+        });
+        for (const int count : times) CHECK_EQUAL(count, 1);
+        for (const int words : of_block)
+            CHECK(words == num_words / kBlocks || words == num_words / kBlocks + 1);
+        CHECK(of_block[0] <= of_block[kBlocks - 1]);
+        for (const int words : of_warp) {
+            const int share = num_words / (kBlocks * kWarps);
+            CHECK(words == share || words == share + 1);
+        }
+    }
+}
 
 // ---- hand-over
 

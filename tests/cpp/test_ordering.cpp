@@ -5,7 +5,7 @@
 #include <string>
 #include <vector>
 
-#include "kernels/operation.cuh"
+#include "kernels/protocol/operation.cuh"
 #include "launches.h"
 #include "ranks.h"
 

@@ -5,8 +5,8 @@
 
 #include "driver.h"
 #include "errors.h"
-#include "kernels/low_latency_combine.cuh"
-#include "kernels/normal_pack.cuh"
+#include "kernels/low_latency/combine.cuh"
+#include "kernels/normal/pack.cuh"
 #include "runtime/runtime.h"
 #include "testing.h"
 

@@ -25,7 +25,8 @@ from deep_ep.diagnose.storage import diagnosis_log
 from deep_ep.errors import EPArgumentError, EPTimeoutError, EPTransportError
 from deep_ep.native import backend
 from deep_ep.observe.counters import CounterSnapshot, RecvCounters
-from exchange import (
+from observe.test_wall_time import LIGHT, assert_dark
+from support.exchange import (
     Inputs,
     Mode,
     Received,
@@ -42,9 +43,9 @@ from exchange import (
     experts,
     make_inputs,
     ranks_for,
+    round_trip,
 )
-from launch import DEVICE, Ranks, keep_busy, measured_again
-from test_wall_time import LIGHT, assert_dark
+from support.launch import DEVICE, Ranks, keep_busy, measured_again
 
 MS = 1_000_000
 PLAIN, FP8, HOOK = Mode(), Mode(use_fp8=True), Mode(hook=True)
@@ -138,8 +139,7 @@ def named_and_waits(mode: Mode, late: int | None) -> tuple[set[Any], list[np.nda
     inputs = make_inputs(SHAPE)
 
     def round_of(rank: int, buffer: deep_ep.Buffer) -> None:
-        received = dispatch(buffer, inputs[rank], SHAPE, mode)
-        combine(buffer, inputs[rank], received.handle, experts(received, rank), mode)
+        round_trip(buffer, inputs[rank], SHAPE, mode)
 
     def program(rank: int, buffer: deep_ep.Buffer) -> Any:
         keep_busy(buffer, 1)
@@ -195,8 +195,7 @@ def test_a_program_that_watches_itself_names_the_delayed_rank(
         if rank == late:
             buffer.communicator.before_operation.append(lambda _: keep_busy(buffer, DELAY_NS))
         for _ in range(2 * NUM_ROUNDS):
-            received = dispatch(buffer, inputs[rank], SHAPE, PLAIN)
-            combine(buffer, inputs[rank], received.handle, experts(received, rank), PLAIN)
+            round_trip(buffer, inputs[rank], SHAPE, PLAIN)
         finish(buffer)
 
     with ranks_for(SHAPE) as ranks:
@@ -443,7 +442,7 @@ def test_cuda_is_told_what_ranks_that_share_a_gpu_need_before_it_starts() -> Non
         "__import__(sys.argv[1])\n"
         "assert told and set(told) == {'EAGER'}, told\n"
     )
-    for module in ("launch", "reference"):
+    for module in ("support.launch", "support.reference"):
         path = os.pathsep.join([str(Path(deep_ep.__file__).parent.parent), *sys.path])
         done = subprocess.run(
             [sys.executable, "-c", code, module], env={**os.environ, "PYTHONPATH": path},

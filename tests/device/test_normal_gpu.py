@@ -18,9 +18,9 @@ import torch
 
 import deep_ep
 from deep_ep.native.backend import CudaBackend
-from exchange import Shape, assert_same_bytes
-from launch import DEVICE, Ranks
-from normal_exchange import (
+from support.exchange import Shape, assert_same_bytes
+from support.launch import DEVICE, Ranks
+from support.normal_exchange import (
     SMALL,
     TINY,
     Mode,

@@ -7,9 +7,9 @@ import os
 
 import pytest
 
-from exchange import Shape
-from launch import DEVICE, raise_failures, run_processes
-from low_latency_cases import exchange_in_process
+from support.exchange import Shape
+from support.launch import DEVICE, raise_failures, run_processes
+from support.low_latency_cases import exchange_in_process
 
 pytestmark = pytest.mark.skipif(
     DEVICE == "cuda" and importlib.util.find_spec("deep_ep._cuda_nvshmem") is None,

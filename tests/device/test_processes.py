@@ -11,11 +11,11 @@ import pytest
 import torch.distributed as dist
 
 import deep_ep
-import normal_exchange as normal
-from exchange import Mode, Shape, dispatch, make_inputs
-from launch import raise_failures, run_processes
-from low_latency_cases import exchange_in_process
-from missing_rank import MISSING, TIMEOUT_S, die, run_without, timeout_of
+from support import normal_exchange as normal
+from support.exchange import Mode, Shape, buffer_for, dispatch, make_inputs
+from support.launch import raise_failures, run_processes
+from support.low_latency_cases import exchange_in_process
+from support.missing_rank import MISSING, TIMEOUT_S, die, run_without, timeout_of
 
 ENV = {"DEEP_EP_TIMEOUT_S": "60"}  # kernels of all ranks take turns
 
@@ -50,12 +50,7 @@ SHAPE = Shape((4, 3, 4), num_max_tokens=4, hidden=512, num_experts=6, num_topk=3
 
 def one_dies(rank: int, group: dist.ProcessGroup) -> Any:
     """What the others are told of it."""
-    size = deep_ep.Buffer.get_low_latency_rdma_size_hint(
-        SHAPE.num_max_tokens, SHAPE.hidden, SHAPE.num_ranks, SHAPE.num_experts
-    )
-    buffer = deep_ep.Buffer(
-        group, num_rdma_bytes=size, low_latency_mode=True, num_qps_per_rank=SHAPE.num_local_experts
-    )
+    buffer = buffer_for(SHAPE, group)
     inputs = make_inputs(SHAPE)[rank]
 
     def call() -> None:

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import deep_ep
-import exchange
-import normal_exchange as normal
-from launch import DEVICE, Held, assert_no_more_held
+from support import exchange
+from support import normal_exchange as normal
+from support.launch import DEVICE, Held, assert_no_more_held
 
 # Rounds of both modes: a minute or two on a GPU, where hosts of all ranks share an interpreter.
 NUM_ROUNDS = 4_000 if DEVICE == "cuda" else 60
@@ -45,9 +45,7 @@ def test_both_modes_mixed_go_on_for_long() -> None:
 
             def unchecked(rank: int, buffer: deep_ep.Buffer, mode: exchange.Mode = mode) -> None:
                 for _ in range(CHECKED - 1):
-                    got = exchange.dispatch(buffer, low[rank], LOW, mode)
-                    ys = exchange.experts(got, rank)
-                    exchange.combine(buffer, low[rank], got.handle, ys, mode)
+                    exchange.round_trip(buffer, low[rank], LOW, mode)
                     normal.run_exchange(
                         others.buffers[rank], inputs[rank], expected, NORMAL, plain, normal.SMALL
                     )

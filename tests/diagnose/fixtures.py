@@ -1,4 +1,4 @@
-"""Diagnoses made by hand, with known contents, for what shows and stores them."""
+"""What is diagnosed: exchanges of real ranks, and diagnoses made by hand for what shows and stores them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
+import torch
 
+import deep_ep
 from deep_ep.diagnose.core.causes import COMM_SLOW, COMP_SLOW, MIXED_SLOW
 from deep_ep.diagnose.core.diagnosis import (
     Bandwidth,
@@ -17,6 +19,11 @@ from deep_ep.diagnose.core.diagnosis import (
     Timeline,
     Verdict,
 )
+from support.exchange import Shape
+from support.launch import DEVICE
+
+SHAPE = Shape((8,) * 4, num_max_tokens=8, hidden=256, num_experts=8, num_topk=2)
+OF_TWO_RANKS = replace(SHAPE, num_tokens=(8, 8))
 
 LATE_RANK = 1
 LATE = Verdict(
@@ -61,6 +68,20 @@ HICCUP = Outlier("dispatch", 1234, 3, 20_100.0)
 
 # A slice, because the smallest group lacks that rank.
 _LATE_COLUMN = np.s_[:, LATE_RANK : LATE_RANK + 1]
+
+
+def exchange(buffer: deep_ep.Buffer, num_rounds: int) -> None:
+    """Dispatches and combines of SHAPE; every expert gets as many rows of each rank."""
+    num_tokens, num_topk = SHAPE.num_max_tokens, SHAPE.num_topk
+    x = torch.ones(num_tokens, SHAPE.hidden, dtype=torch.bfloat16, device=DEVICE)
+    topk_idx = torch.arange(num_tokens * num_topk, device=DEVICE) % SHAPE.num_experts
+    topk_idx = topk_idx.view(num_tokens, num_topk)
+    weights = torch.ones(num_tokens, num_topk, device=DEVICE)
+    for _ in range(num_rounds):
+        received, _, handle, _, _ = buffer.low_latency_dispatch(
+            x, topk_idx, num_tokens, SHAPE.num_experts, use_fp8=False
+        )
+        buffer.low_latency_combine(received, topk_idx, weights, handle)
 
 
 def measured(
@@ -154,5 +175,5 @@ def diagnosis(
         hosts=tuple("" if rank in missing else f"node{rank // per_host}" for rank in ranks),
         devices=tuple(-1 if rank in missing else rank % per_host for rank in ranks),
         device="cuda",
-        savings_us={"dispatch": 2025.0} if verdicts else {},
+        savings_us=dict.fromkeys(operations, 2025.0) if verdicts else {},
     )

@@ -8,9 +8,7 @@ import subprocess
 import sys
 import textwrap
 import threading
-import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +21,8 @@ from deep_ep.base import env
 from deep_ep.diagnose import compat
 from deep_ep.diagnose.compat import Diagnose, diagnose_matrix
 from deep_ep.group import ThreadGroup, thread_groups
-from launch import DEVICE, raise_failures, run_processes
+from support.launch import DEVICE, on_threads, raise_failures, run_processes
+from support.waiting import eventually
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PATIENCE_S = 30.0
@@ -43,9 +42,7 @@ def settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 def on_all(num_ranks: int, program: Callable[[ThreadGroup], Any]) -> list[Any]:
     """Runs the program on every rank of a group of threads; what each returned."""
-    groups = thread_groups(num_ranks)
-    with ThreadPoolExecutor(num_ranks) as pool:
-        return [future.result() for future in [pool.submit(program, g) for g in groups]]
+    return on_threads(program, thread_groups(num_ranks))
 
 
 def wait_once(stats: torch.Tensor, rank: int, late: int) -> None:
@@ -56,6 +53,13 @@ def wait_once(stats: torch.Tensor, rank: int, late: int) -> None:
     stats += waits
 
 
+def diagnosed_once(group: ThreadGroup) -> Any:
+    """What a rank returns of a diagnosis after one operation in which rank 1 comes late."""
+    d = Diagnose(group=group)
+    wait_once(d.get_stats_ll_stats_tensor()[0], group.rank, late=1)
+    return d.diagnose_ll_sync(1)
+
+
 def late_ranks(result: dict[str, Any]) -> set[int | None]:
     return {verdict.rank for verdict in result["verdicts"]}
 
@@ -64,14 +68,22 @@ def abnormal_columns(result: dict[str, Any]) -> set[int]:
     return {column[0] for column in result["abnormal_cols"]}
 
 
-def eventually(condition: Callable[[], bool], meanwhile: Callable[[], None] = lambda: None) -> bool:
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        meanwhile()
-        time.sleep(0.01)
-    return True
+def waiting_until_logged(
+    folder: Path, is_there: Callable[[str], bool]
+) -> Callable[[torch.Tensor, int], bool]:
+    """A function that all ranks call: it does operations in which rank 1 is late until rank 0's log is as
+    `is_there` wants it, and returns whether that happens in time."""
+    log, done = folder / "diagnose_rank0.log", threading.Event()
+
+    def wait(stats: torch.Tensor, rank: int) -> bool:
+        def is_done() -> bool:
+            if rank == 0 and log.is_file() and is_there(log.read_text()):
+                done.set()
+            return done.is_set()
+
+        return eventually(is_done, PATIENCE_S, lambda: wait_once(stats, rank, late=1))
+
+    return wait
 
 
 # ---- the rule
@@ -303,27 +315,33 @@ def test_a_variable_that_cannot_be_read_is_named(
     monkeypatch: pytest.MonkeyPatch, name: str, value: str
 ) -> None:
     monkeypatch.setenv(f"DEEPEP_DIAGNOSE_{name}", value)
+    (group,) = thread_groups(1)
     with pytest.raises(EPArgumentError, match=f"DEEPEP_DIAGNOSE_{name} is '{value}'"):
-        env.classic()
+        Diagnose(group=group)
 
 
 def test_the_environment_has_the_known_names_and_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("DEEPEP_DIAGNOSE_LOG_PATH")
     monkeypatch.delenv("DEEPEP_DIAGNOSE_WARMING_TIME")
-    assert env.classic() == env.ClassicSettings(
-        True, 20.0, None, 580, Path("."), False, 3.0, 3.0, 5.0, 0
-    )
+    found = {v.name: v() for v in env.VARIABLES if v.name.startswith("DEEPEP_DIAGNOSE_")}
+    assert found == {
+        "DEEPEP_DIAGNOSE_ENABLE": True,
+        "DEEPEP_DIAGNOSE_INTERVAL": 20.0,
+        "DEEPEP_DIAGNOSE_WARMING_TIME": None,
+        "DEEPEP_DIAGNOSE_SYNC_STEP": 580,
+        "DEEPEP_DIAGNOSE_LOG_PATH": Path("."),
+        "DEEPEP_DIAGNOSE_LOG_DETAILS": False,
+        "DEEPEP_DIAGNOSE_THRESHOLD_COL": 3.0,
+        "DEEPEP_DIAGNOSE_THRESHOLD_ROW": 3.0,
+        "DEEPEP_DIAGNOSE_THRESHOLD_POINT": 5.0,
+        "DEEPEP_DIAGNOSE_EXCLUDING_ZEROS": False,
+    }
 
 
 def test_thresholds_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DEEPEP_DIAGNOSE_THRESHOLD_COL", "1.5")
-
-    def program(group: ThreadGroup) -> Any:
-        d = Diagnose(group=group)
-        wait_once(d.get_stats_ll_stats_tensor()[0], group.rank, late=1)
-        return d.diagnose_ll_sync(1)
-
-    assert [c[0] for c in on_all(2, program)[0][0]["abnormal_cols"]] == [1]
+    result = on_all(2, diagnosed_once)[0][0]
+    assert [column[0] for column in result["abnormal_cols"]] == [1]
 
 
 # ---- the log
@@ -333,13 +351,7 @@ def test_the_log_of_rank_0_has_the_verdict_and_rows_that_read_back(
     monkeypatch: pytest.MonkeyPatch, settings: Path
 ) -> None:
     monkeypatch.setenv("DEEPEP_DIAGNOSE_LOG_DETAILS", "1")
-
-    def program(group: ThreadGroup) -> None:
-        d = Diagnose(group=group)
-        wait_once(d.get_stats_ll_stats_tensor()[0], group.rank, late=1)
-        d.diagnose_ll_sync(1)
-
-    on_all(4, program)
+    on_all(4, diagnosed_once)
     gc.collect()
     assert [path.name for path in settings.iterdir()] == ["diagnose_rank0.log"]
     lines = (settings / "diagnose_rank0.log").read_text().splitlines()
@@ -360,22 +372,14 @@ def test_the_log_of_rank_0_has_the_verdict_and_rows_that_read_back(
 
 
 def test_the_thread_names_a_late_rank_and_ends_when_stopped(settings: Path) -> None:
-    log = settings / "diagnose_rank0.log"
-    done = threading.Event()
+    wait = waiting_until_logged(settings, lambda text: "sender side: rank 1" in text)
 
     def program(group: ThreadGroup) -> bool:
         d = Diagnose(group=group, interval=0.1, enable_async=True)
         running = d._worker
         d.start_async_diagnose()  # as a program does; it runs already
         assert d._worker is running
-        stats, _ = d.get_stats_ll_stats_tensor()
-
-        def named() -> bool:
-            if group.rank == 0 and log.is_file() and "sender side: rank 1" in log.read_text():
-                done.set()
-            return done.is_set()
-
-        found = eventually(named, lambda: wait_once(stats, group.rank, late=1))
+        found = wait(d.get_stats_ll_stats_tensor()[0], group.rank)
         worker = d._worker
         assert worker is not None
         d.stop_async_diagnose()
@@ -401,7 +405,7 @@ def in_a_process(rank: int, _group: Any, folder: str) -> list[bool]:
             seen.touch()
         return seen.exists()
 
-    found = eventually(named, lambda: wait_once(stats, rank, late=1))
+    found = eventually(named, PATIENCE_S, lambda: wait_once(stats, rank, late=1))
     d.stop_async_diagnose()
     return [found, results is not None and abnormal_columns(results[0]) == {1}]
 
@@ -428,8 +432,9 @@ def test_a_rank_that_does_not_answer_is_named_and_the_others_are_judged(
     settings: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compat, "_ANSWER_S", 0.05)
-    log = settings / "diagnose_rank0.log"
-    done = threading.Event()
+    wait = waiting_until_logged(
+        settings, lambda text: "rank 3 did not answer" in text and "sender side: rank 1" in text
+    )
 
     def program(group: ThreadGroup) -> bool:
         d = Diagnose(group=group, interval=0.1)
@@ -437,15 +442,7 @@ def test_a_rank_that_does_not_answer_is_named_and_the_others_are_judged(
         if group.rank == 3:
             d.stop_async_diagnose()
             return True
-        stats, _ = d.get_stats_ll_stats_tensor()
-
-        def both() -> bool:
-            text = log.read_text() if group.rank == 0 and log.is_file() else ""
-            if "rank 3 did not answer" in text and "sender side: rank 1" in text:
-                done.set()
-            return done.is_set()
-
-        found = eventually(both, lambda: wait_once(stats, group.rank, late=1))
+        found = wait(d.get_stats_ll_stats_tensor()[0], group.rank)
         d.stop_async_diagnose()
         return found
 
@@ -461,28 +458,17 @@ def test_what_was_planted_for_an_answer_is_refused_once_and_the_others_are_judge
         "_mine",
         lambda self: b"\x80\x04K\x01." if self._mailbox.rank == 3 else mine(self),
     )
-    log = settings / "diagnose_rank0.log"
-    done = threading.Event()
+    wait = waiting_until_logged(settings, lambda text: text.count("sender side: rank 1") > 1)
 
     def program(group: ThreadGroup) -> bool:
         d = Diagnose(group=group, interval=0.1, enable_async=True)
-        stats, _ = d.get_stats_ll_stats_tensor()
-
-        def judged_twice() -> bool:
-            if (
-                group.rank == 0
-                and log.is_file()
-                and log.read_text().count("sender side: rank 1") > 1
-            ):
-                done.set()
-            return done.is_set()
-
-        found = eventually(judged_twice, lambda: wait_once(stats, group.rank, late=1))
+        found = wait(d.get_stats_ll_stats_tensor()[0], group.rank)
         d.stop_async_diagnose()
         return found
 
     assert on_all(6, program) == [True] * 6
-    assert log.read_text().count("the answer of rank 3 has 5 bytes; expected ") == 1
+    text = (settings / "diagnose_rank0.log").read_text()
+    assert text.count("rank 3: the message of 5 bytes is no _Answer: ") == 1
 
 
 def test_a_log_is_not_written_through_a_link(settings: Path) -> None:
@@ -506,7 +492,7 @@ def test_a_thread_that_fails_says_so_once_and_lets_the_program_go_on(
     d = Diagnose(group=group, interval=0.01, enable_async=True)
     worker = d._worker
     assert worker is not None
-    assert eventually(lambda: not worker._thread.is_alive())
+    assert eventually(lambda: not worker._thread.is_alive(), PATIENCE_S)
     text = (settings / "diagnose_rank0.log").read_text()
     assert text.count("the asynchronous diagnosis failed and has ended") == 1
     assert "out of luck" in text

@@ -42,6 +42,10 @@ from deep_ep.testing.faults import (
         ("clock=3:1.5s,20ppm", ClockFault(3, 1.5, 20.0)),
         ("clock=3:-20us,-5ppm", ClockFault(3, -20e-6, -5.0)),
         ("clock=3:1ms", ClockFault(3, 1e-3, 0.0)),
+        ("slow-rank=3:0.9ms", SlowRank(3, 0.0009)),  # 0.9 * 1e-3 is another number
+        ("clock=3:0s,1e-13ppm", ClockFault(3, 0.0, 1e-13)),
+        ("slow-path=2>5:1e-13B/s", SlowPath(2, 5, 0.0, 1e-13)),
+        ("hot-rank=6:1.0000000000001x", HotRank(6, 1.0000000000001)),
     ],
 )
 def test_a_fault_is_read(text: str, fault: Fault) -> None:
@@ -70,6 +74,8 @@ def test_a_fault_is_read(text: str, fault: Fault) -> None:
         ("hot-rank=6:4", "the form is hot-rank="),
         ("hot-rank=6:0.5x", "a hot rank has more than 1"),
         ("clock=3:20ppm", "the form is clock="),
+        ("slow-rank=\N{ARABIC-INDIC DIGIT THREE}:2ms", "cannot be read"),
+        ("slow-rank=3:\N{FULLWIDTH DIGIT TWO}ms", "cannot be read"),
     ],
 )
 def test_what_is_no_fault_is_refused_with_advice(text: str, message: str) -> None:

@@ -3,28 +3,16 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 import deep_ep
 from deep_ep import diagnose
 from deep_ep.diagnose import Diagnosis
 from deep_ep.testing import faults
-from launch import DEVICE, Ranks
+from fixtures import OF_TWO_RANKS, SHAPE, exchange
+from support.exchange import ranks_for
+from support.launch import DEVICE, Ranks
 
-NUM_RANKS, NUM_TOKENS, HIDDEN, NUM_EXPERTS, NUM_TOPK = 4, 8, 256, 8, 2
 NUM_ROUNDS = 16
-
-
-def exchange(buffer: deep_ep.Buffer, num_rounds: int) -> None:
-    x = torch.ones(NUM_TOKENS, HIDDEN, dtype=torch.bfloat16, device=DEVICE)
-    topk_idx = torch.arange(NUM_TOKENS * NUM_TOPK, device=DEVICE) % NUM_EXPERTS
-    topk_idx = topk_idx.reshape(NUM_TOKENS, NUM_TOPK)
-    weights = torch.ones(NUM_TOKENS, NUM_TOPK, device=DEVICE)
-    for _ in range(num_rounds):
-        received, _, handle, _, _ = buffer.low_latency_dispatch(
-            x, topk_idx, NUM_TOKENS, NUM_EXPERTS, use_fp8=False
-        )
-        buffer.low_latency_combine(received, topk_idx, weights, handle)
 
 
 @pytest.mark.skipif(
@@ -43,7 +31,7 @@ def test_a_slow_path_is_named_on_rank_0_and_only_in_its_window() -> None:
         exchange(buffer, NUM_ROUNDS)
         return slow, diagnose.run(buffer, since=before)
 
-    with Ranks(NUM_RANKS, NUM_TOKENS, HIDDEN, NUM_EXPERTS) as ranks:
+    with ranks_for(SHAPE) as ranks:
         found = ranks.run(rank_program)
     assert all(of_rank == (None, None) for of_rank in found[1:])
     slow, healed = found[0]
@@ -69,14 +57,14 @@ def test_a_window_that_one_rank_cannot_take_raises_on_all() -> None:
             diagnose.run(buffer, since=before)
         return str(raised.value)
 
-    with Ranks(2, NUM_TOKENS, HIDDEN, NUM_EXPERTS) as ranks:
+    with ranks_for(OF_TWO_RANKS) as ranks:
         messages = ranks.run(rank_program)
     assert "rank 1" in messages[0]
     assert all("ops" in message for message in messages)
 
 
 def test_without_counters_the_answer_says_how_to_get_them() -> None:
-    with Ranks(1, NUM_TOKENS, HIDDEN, NUM_EXPERTS) as ranks:
+    with Ranks(1, 8, 256, 8) as ranks:
         (found,) = ranks.run(lambda _, buffer: diagnose.run(buffer))
     assert found is not None
     assert found.verdicts == []

@@ -1,19 +1,24 @@
-"""Machines that are made up: files in a folder, an environment, and what commands say."""
+"""Machines that are made up: files in a folder, an environment, limits, and what commands say."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from deep_ep.doctor.finding import Finding
 from deep_ep.doctor.host import Host, Ran
 
-LIMITS = """Limit                     Soft Limit           Hard Limit           Units
-Max open files            {files}                1048576              files
-Max locked memory         {memlock}              unlimited            bytes
-"""
-STATUS = "Name:\tpython\nSeccomp:\t{seccomp}\nCapEff:\t{capabilities}\n"
+DRIVER = {"/proc/driver/nvidia/version": "NVRM version: NVIDIA UNIX x86_64 Kernel Module 570.86"}
+# `nvidia-smi topo -m` as the driver prints it: tabs, and an underlined header.
+MATRIX = (
+    "\t\x1b[4mGPU0\tGPU1\tNIC0\tNIC1\tCPU Affinity\tNUMA Affinity\x1b[0m\n"
+    "GPU0\t X \t{link}\tPIX\tSYS\t0-47\t0\n"
+    "GPU1\t{link}\t X \tSYS\t{near}\t48-95\t1\n"
+    "NIC0\tPIX\tSYS\t X \tSYS\t\t\n"
+    "NIC1\tSYS\tPIX\tSYS\t X \t\t\n\n"
+    "Legend:\n\n  X    = Self\n\nNIC Legend:\n\n  NIC0: mlx5_0\n  NIC1: mlx5_1\n"
+)
 
 
 def made_up(
@@ -32,8 +37,7 @@ def made_up(
     """
     texts = {
         "/dev/shm/.keep": "",
-        "/proc/self/limits": LIMITS.format(files=65536, memlock="unlimited"),
-        "/proc/self/status": STATUS.format(seccomp=0, capabilities="0"),
+        "/proc/self/status": "Name:\tpython\nSeccomp:\t0\nCapEff:\t0\n",
         "/proc/self/maps": "",
         "/proc/mounts": "proc /proc proc rw,nosuid 0 0",
         **(files or {}),
@@ -43,21 +47,22 @@ def made_up(
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text)
 
-    def run(command: Sequence[str]) -> Ran:
+    def start(command: Sequence[str]) -> Ran:
         said = (commands or {}).get(" ".join(command), (commands or {}).get(command[0]))
         if said is None:
             return Ran(None, f"{command[0]}: not found")
         return said if isinstance(said, Ran) else Ran(0, said)
 
-    return Host(**{"root": root, "environment": {}, "search_path": (), "run": run, **settings})
+    wide: dict[str, Any] = {"environment": {}, "search_path": (), "limits": lambda kind: (-1, -1)}
+    return Host(**{"root": root, "start": start, **wide, **settings})
 
 
-def named(findings: Sequence[Finding], name: str) -> Finding:
+def named(findings: Iterable[Finding], name: str) -> Finding:
     """The one finding of this name."""
-    (found,) = [finding for finding in findings if finding.name == name]
+    (found,) = all_named(findings, name)
     return found
 
 
-def all_named(findings: Sequence[Finding], name: str) -> list[Finding]:
+def all_named(findings: Iterable[Finding], name: str) -> list[Finding]:
     """All findings of this name."""
     return [finding for finding in findings if finding.name == name]

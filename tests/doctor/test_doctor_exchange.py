@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,12 @@ import torch
 
 import deep_ep
 from deep_ep.doctor import exchange
+from deep_ep.doctor.exchange import Tried
 from deep_ep.doctor.finding import FAIL, OK, WARN, Finding
 from deep_ep.doctor.host import Host
 from deep_ep.testing import identity
 from made_up_host import named
-from program import torchrun
+from support.program import torchrun
 
 ROOT = str(Path(deep_ep.__file__).resolve().parent.parent)
 SIZE = 4
@@ -58,57 +60,88 @@ def test_the_rank_from_which_a_row_comes_back_wrong_is_named() -> None:
     assert identity.wrong_pairs(1, SIZE, received_by(1), combined) == [(3, 1)]
 
 
-def seen(**what: Any) -> dict[str, Any]:
+def seen(operation: int = 1, **what: Any) -> Tried:
     """What a rank says that was in the first operation and saw nothing wrong."""
-    nothing: dict[str, Any] = {"bad_pairs": [], "missing": [], "awaited": [], "verdicts": []}
-    return {**nothing, "error": "", "operation": 1, **what}
+    return Tried(operation=operation, **what)
 
 
-def test_a_path_is_named_where_both_of_its_ends_took_part() -> None:
-    outcomes = {
-        0: seen(missing=[2], awaited=[2], error="x", operation=1),
-        1: seen(missing=[0], awaited=[0], error="y", operation=2),
-        2: seen(error="rank 0 gave up", operation=2),
-    }
-    (found,) = exchange.judge(outcomes, 3)
-    assert (found.status, found.found) == (
-        FAIL,
-        "rows do not arrive, or arrive wrong: rank 2 to rank 0",
+def crashed(silence: str) -> Tried:
+    """What stands for a rank that has said nothing."""
+    return Tried(operation=0, silence=silence)
+
+
+@pytest.mark.parametrize(
+    ("tried", "said"),
+    [
+        pytest.param(
+            [
+                seen(missing=[2], awaited=[2], error="x", operation=1),
+                seen(missing=[0], awaited=[0], error="y", operation=2),
+                seen(error="rank 0 gave up", operation=2),
+            ],
+            "rows do not arrive, or arrive wrong: rank 2 to rank 0",
+            id="a path, both of whose ends took part",
+        ),
+        pytest.param(
+            [
+                seen(missing=[1], awaited=[1], error="x", operation=3),
+                seen(error="rank 0 gave up", operation=3),
+            ],
+            "rank 1 did not take part in it",
+            id="a rank that comes too late, whose paths are not broken",
+        ),
+        pytest.param(
+            [
+                seen(bad_pairs=[(1, 0)], error="x", operation=5),
+                seen(bad_pairs=[(0, 1)], error="y", operation=6),
+            ],
+            "rows do not arrive, or arrive wrong: rank 1 to rank 0",
+            id="what fails in the first operation, which explains the next",
+        ),
+        pytest.param(
+            [seen(missing=[1], error="rank 1 is dead"), crashed("ended with status -7: Bus error")],
+            "rank 1 ended with status -7: Bus error",
+            id="a rank that crashed, with its last words",
+        ),
+        pytest.param(
+            [seen(missing=[1], error="x"), seen(operation=0)],
+            "rank 1 did not take part in it",
+            id="a rank that is missing",
+        ),
+        pytest.param([seen(error="no memory")] * 2, "no memory", id="an error of all"),
+    ],
+)
+def test_what_is_at_fault_is_the_only_line(tried: list[Tried], said: str) -> None:
+    (found,) = exchange.judge(dict(enumerate(tried)), len(tried))
+    assert (found.status, found.found) == (FAIL, said)
+
+
+def program(tmp_path: Path, text: str) -> Tried:
+    """What comes of a program in the place of a rank's."""
+    python = tmp_path / "python"
+    python.write_text(f"#!{sys.executable}\nimport os, sys\n{text}\n")
+    python.chmod(0o755)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(exchange.sys, "executable", str(python))
+        place = exchange.RankSetup("file:///nowhere", 0, 1, 0)
+        return exchange.try_rank({}, place, 60, threading.Event())
+
+
+def test_what_a_rank_prints_last_is_what_it_has_seen(tmp_path: Path) -> None:
+    printed = (
+        'print("hello"); print(r\'{"operation": 3, "bad_pairs": [[1, 0]], "error": "\\u001b[2J"}\')'
     )
+    assert program(tmp_path, printed) == seen(3, bad_pairs=[(1, 0)], error="\\x1b[2J")
 
 
-def test_a_rank_that_comes_too_late_is_missing_and_its_paths_are_not_broken() -> None:
-    outcomes = {
-        0: seen(missing=[1], awaited=[1], error="x", operation=3),
-        1: seen(error="rank 0 gave up", operation=3),
-    }
-    (found,) = exchange.judge(outcomes, 2)
-    assert found.found == "rank 1 did not take part in it"
-
-
-def test_what_fails_in_the_first_operation_explains_the_next() -> None:
-    outcomes = {
-        0: seen(bad_pairs=[[1, 0]], error="x", operation=5),
-        1: seen(bad_pairs=[[0, 1]], error="y", operation=6),
-    }
-    (found,) = exchange.judge(outcomes, 2)
-    assert found.found.endswith(": rank 1 to rank 0")
-
-
-def test_a_rank_that_crashed_is_named_with_its_last_words() -> None:
-    outcomes: dict[int, exchange.Outcome] = {
-        0: seen(missing=[1], error="rank 1 is dead"),
-        1: "ended with status -7: Bus error",
-    }
-    (found,) = exchange.judge(outcomes, 2)
-    assert (found.status, found.found) == (FAIL, "rank 1 ended with status -7: Bus error")
-
-
-def test_a_rank_that_is_missing_and_an_error_of_all_are_told() -> None:
-    (missing,) = exchange.judge({0: seen(missing=[1], error="x"), 1: seen(operation=0)}, 2)
-    assert missing.found == "rank 1 did not take part in it"
-    (error,) = exchange.judge({rank: seen(error="no memory") for rank in range(2)}, 2)
-    assert error.found == "no memory"
+@pytest.mark.parametrize(
+    "printed", ["", "hello", "{}", '{"operation": "3"}', '{"operation": 3, "missing": ["x"]}']
+)
+def test_the_last_words_of_a_rank_that_prints_nothing_of_use_are_told(
+    tmp_path: Path, printed: str
+) -> None:
+    text = f'print({printed!r}); sys.stderr.write("so\\n\\x1b[2Jlong\\n"); sys.exit(5)'
+    assert program(tmp_path, text) == crashed("ended with status 5: \\x1b[2Jlong")
 
 
 def test_verdicts_of_the_first_diagnosis_are_lines() -> None:

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from torch.distributed import HashStore
 
-import deep_ep
-from deep_ep.doctor import ranks
+from deep_ep import base
+from deep_ep.doctor import exchange, ranks
 from deep_ep.doctor.finding import FAIL, OK, WARN, Finding
 from deep_ep.doctor.ranks import Job, Meeting, RankReport, job_of, together
 from made_up_host import all_named, made_up, named
-from program import torchrun
+from support.launch import on_threads
+from support.program import run_program, torchrun
 
 LINE = Finding("torch", OK, "2.9", "why", agreed={"torch": "2.9"})
 # A rank that cannot start: it ends once the others have published, or never does anything.
@@ -45,14 +43,14 @@ def meet(
         ended.set()
 
     def run(rank: int) -> dict[int, RankReport] | None:
-        meeting = Meeting(store, Job(rank, size, "", 0, launcher_serves=False))
-        said = meeting.gather(RankReport("a", [LINE]), patience_s, ended)
+        job = Job(rank, size, "", 0, launcher_serves=False)
+        meeting = Meeting(store, job, patience_s, ended)
+        said = meeting.gather(RankReport("a", [LINE]))
         meeting.leave(has_reported=said is not None)
         return said
 
     came = [rank for rank in range(size) if rank not in absent]
-    with ThreadPoolExecutor(size) as threads:
-        return dict(zip(came, threads.map(run, came)))
+    return dict(zip(came, on_threads(run, came)))
 
 
 def test_the_lowest_rank_reports_what_all_have_said() -> None:
@@ -86,6 +84,11 @@ def test_a_job_that_is_being_ended_is_not_waited_for(monkeypatch: pytest.MonkeyP
         "[]",
         '{"host": "b", "findings": [{}]}',
         '{"host": "b", "findings": [], "tried": {"x": 1}}',
+        '{"host": "b", "findings": [], "tried": {"operation": 1, "missing": [[1]]}}',
+        '{"host": "b", "findings": [], "tried": {"operation": 1, "bad_pairs": [[0, "1"]]}}',
+        '{"host": "b", "findings": [], "tried": {"operation": 1, "verdicts": [null]}}',
+        '{"host": "b", "findings": [], "tried": "ended with status 1: bye"}',
+        '{"host": ["b"], "findings": []}',
         '{"host": "b", "tried": null, "findings": [{"name": "torch", "status": "great", "found": "", '
         '"why": "", "repair": "", "agreed": {}}]}',
     ],
@@ -94,9 +97,8 @@ def test_what_no_doctor_of_this_version_publishes_is_a_finding(published: str) -
     store = HashStore()
     store.set("rank 1", published)
     store.add("came", 1)
-    said = Meeting(store, Job(0, 2, "", 0, True)).gather(
-        RankReport("a", [LINE]), 60, threading.Event()
-    )
+    meeting = Meeting(store, Job(0, 2, "", 0, True), 60, threading.Event())
+    said = meeting.gather(RankReport("a", [LINE]))
     assert said is not None
     assert said[0] == RankReport("a", [LINE])
     findings = together(said, 2)
@@ -105,14 +107,39 @@ def test_what_no_doctor_of_this_version_publishes_is_a_finding(published: str) -
     assert not all_named(findings, "ranks differ")
 
 
-def said_by(*findings: Finding, host: str = "a") -> RankReport:
-    return RankReport(host, findings)
+def test_a_rank_without_numpy_publishes(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, said = HashStore(), RankReport("a", [LINE], exchange.Tried(1, bad_pairs=[(0, 1)]))
+    for name in ("rank 0", "reported"):
+        store.set(name, "")
+    store.add("came", 1)
+    with monkeypatch.context() as without:
+        without.setitem(sys.modules, "deep_ep.base.codec", None)
+        without.delattr(base, "codec")
+        meeting = Meeting(store, Job(1, 2, "", 0, True), 60, threading.Event())
+        assert meeting.gather(said) is None
+    assert exchange.read(RankReport, store.get("rank 1")) == said
+
+
+def test_what_ranks_publish_moves_no_cursor() -> None:
+    tried = exchange.Tried(operation=1, error="\x1b[2J", verdicts=["\x1b[1m"])
+    line = Finding("a\x1b[0m", WARN, "\x1b]0;x\x07", "\r", agreed={"\x1b": "\x1b"})
+    meeting = Meeting(HashStore(), Job(0, 2, "", 0, True), 0, threading.Event())
+    said = meeting.gather(RankReport("\x1b[3A", [line], tried))
+    assert said is not None
+    assert said[0].tried == exchange.Tried(operation=1, error="\\x1b[2J", verdicts=["\\x1b[1m"])
+    assert said[0].host == "\\x1b[3A"
+    assert said[0].findings[0].agreed == {"\\x1b": "\\x1b"}
+    assert all(finding.found.isprintable() for finding in together(said, 2))
 
 
 def test_what_differs_is_named_with_the_ranks() -> None:
     other = Finding("torch", OK, "2.4", "why", agreed={"torch": "2.4"})
     ours = Finding("deep_ep", OK, "1", "why", agreed={"deep_ep": "1"})
-    said = {0: said_by(LINE, ours), 1: said_by(LINE), 2: said_by(other, ours, host="b")}
+    said = {
+        0: RankReport("a", [LINE, ours]),
+        1: RankReport("a", [LINE]),
+        2: RankReport("b", [other, ours]),
+    }
     findings = together(said, 3)
     differ = {finding.found: finding.status for finding in all_named(findings, "ranks differ")}
     assert differ == {
@@ -126,9 +153,9 @@ def test_what_is_bad_on_some_ranks_stands_once_with_their_numbers() -> None:
     bad = Finding("memlock", FAIL, "64 KiB", "why", "ulimit")
     everywhere = Finding("timeout", WARN, "5", "why", "export")
     said = {
-        0: said_by(LINE, everywhere),
-        1: said_by(LINE, bad, everywhere),
-        2: said_by(bad, everywhere),
+        0: RankReport("a", [LINE, everywhere]),
+        1: RankReport("a", [LINE, bad, everywhere]),
+        2: RankReport("a", [bad, everywhere]),
     }
     findings = together(said, 3)
     assert named(findings, "memlock").found == "ranks 1-2: 64 KiB"
@@ -149,16 +176,8 @@ def test_a_job_is_what_a_launcher_says(tmp_path: Path) -> None:
 def test_under_torchrun_a_rank_that_does_not_start_is_named(tmp_path: Path) -> None:
     target, program = tmp_path / "report.json", tmp_path / "ranks.py"
     program.write_text(NEVER_STARTS.format(absent=1, target=target))
-    root = str(Path(deep_ep.__file__).resolve().parent.parent)
-    ran = subprocess.run(
-        [sys.executable, *torchrun(2), str(program)],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-        env={**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1"},
-    )
-    assert ran.returncode == 1
+    ran = run_program(program, launcher=torchrun(2), timeout_s=120)
+    assert ran.returncode == 1, ran.stderr
     report = json.loads(target.read_text())
     (attendance,) = [finding for finding in report["findings"] if finding["name"] == "ranks"]
     assert attendance["found"] == "rank 1 did not come; rank 0 did, on 1 host"

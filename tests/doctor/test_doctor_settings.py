@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from deep_ep import Buffer
 from deep_ep.base import env
 from deep_ep.doctor import settings, sizes
+from deep_ep.doctor.checks import examine
 from deep_ep.doctor.finding import FAIL, OK, WARN, Finding
+from deep_ep.doctor.host import Host
 from deep_ep.doctor.sizes import ExchangeSizes
-from made_up_host import all_named, made_up, named
-
-DRIVER = {"/proc/driver/nvidia/version": "NVRM version: 570.86"}
-DEEPSEEK = ExchangeSizes(tokens=128, hidden=7168, experts=256, topk=8, ranks=64)
+from made_up_host import DRIVER, all_named, made_up, named
 
 
 def check(tmp_path: Path, files: dict[str, str] | None = None, **environment: str) -> list[Finding]:
-    return settings.check(made_up(tmp_path, files, environment=environment))
+    return examine(settings.CHECKS, made_up(tmp_path, files, environment=environment))
+
+
+def needs(host: Host, **other: int) -> list[Finding]:
+    """What DeepSeek-V3 needs on 64 ranks, where sizes are not `other`."""
+    model = {"tokens": 128, "hidden": 7168, "experts": 256, "topk": 8, "ranks": 64, **other}
+    return examine([sizes.check(ExchangeSizes(**model))], host)
 
 
 def test_nothing_set_is_ok(tmp_path: Path) -> None:
@@ -36,7 +42,7 @@ def test_a_misspelt_variable_is_named_with_the_nearest_known_one(tmp_path: Path)
 
 
 # Launchers set them for every rank; only `deep_ep.utils.envs.init_dist` gives them a meaning of its own.
-OF_LAUNCHERS = (env.MASTER_ADDR, env.MASTER_PORT, env.WORLD_SIZE, env.RANK)
+OF_LAUNCHERS = (env.master_addr, env.master_port, env.world_size, env.node_rank)
 
 
 @pytest.mark.parametrize(
@@ -44,11 +50,11 @@ OF_LAUNCHERS = (env.MASTER_ADDR, env.MASTER_PORT, env.WORLD_SIZE, env.RANK)
     [
         one
         for one in env.VARIABLES
-        if one.type not in ("file", "folder", "FAULT[,FAULT...]") and one not in OF_LAUNCHERS
+        if one.kind.words not in ("file", "folder", "FAULT[,FAULT...]") and one not in OF_LAUNCHERS
     ],
     ids=lambda one: str(one.name),
 )
-def test_a_value_out_of_range_fails_by_name(tmp_path: Path, variable: env.Variable) -> None:
+def test_a_value_out_of_range_fails_by_name(tmp_path: Path, variable: env.Variable[Any]) -> None:
     found = named(check(tmp_path, **{variable.name: "nonsense"}), "variable out of range")
     assert found.status == FAIL
     assert found.found.startswith(f"{variable.name} is 'nonsense'; it must be")
@@ -77,10 +83,8 @@ def test_the_process_s_own_environment_does_not_count(
         ({"NVSHMEM_IBGDA_NIC_HANDLER": "cpu"}, {}, WARN, "NIC_HANDLER=cpu"),
         ({"DEEP_EP_RANKS_PER_NODE": "3", "WORLD_SIZE": "8"}, {}, FAIL, "does not divide"),
         (
-            {"CUDA_VISIBLE_DEVICES": "0,1", "LOCAL_WORLD_SIZE": "4"},
-            {},
-            FAIL,
-            "for LOCAL_WORLD_SIZE=4",
+            *({"CUDA_VISIBLE_DEVICES": "0,1", "LOCAL_WORLD_SIZE": "4"}, {}),
+            *(FAIL, "LOCAL_WORLD_SIZE=4 ranks"),
         ),
     ],
 )
@@ -116,7 +120,7 @@ def test_verification_of_rows_is_offered(tmp_path: Path) -> None:
 
 
 def test_sizes_are_those_of_the_hints(tmp_path: Path) -> None:
-    findings = sizes.check(made_up(tmp_path), DEEPSEEK)
+    findings = needs(made_up(tmp_path))
     bytes_needed = Buffer.get_low_latency_rdma_size_hint(128, 7168, 64, 256)
     low_latency = named(findings, "low-latency buffer")
     assert f"num_rdma_bytes={bytes_needed} " in low_latency.found
@@ -128,24 +132,21 @@ def test_sizes_are_those_of_the_hints(tmp_path: Path) -> None:
 
 
 def test_a_shallow_queue_fails_with_the_depth_that_is_enough(tmp_path: Path) -> None:
-    model = ExchangeSizes(tokens=1024, hidden=7168, experts=256, topk=8, ranks=64)
-    found = named(sizes.check(made_up(tmp_path), model), "queue depth")
+    found = named(needs(made_up(tmp_path), tokens=1024), "queue depth")
     assert (found.status, found.repair) == (FAIL, "export NVSHMEM_QP_DEPTH=4096")
-    one_node = ExchangeSizes(tokens=1024, hidden=7168, experts=256, topk=8, ranks=8)
-    assert named(sizes.check(made_up(tmp_path), one_node), "queue depth").status == OK
+    one_node = needs(made_up(tmp_path), tokens=1024, ranks=8)
+    assert named(one_node, "queue depth").status == OK
 
 
 def test_memory_is_compared_with_what_a_gpu_has(tmp_path: Path) -> None:
     host = made_up(tmp_path, commands={"nvidia-smi": "80000\n1024\n"})
-    found = named(sizes.check(host, DEEPSEEK), "memory per GPU")
+    found = named(needs(host), "memory per GPU")
     assert (found.status, found.found.endswith("a GPU has 1,024 MiB free")) == (WARN, True)
 
 
 def test_sizes_that_are_not_allowed_fail_with_the_library_s_words(tmp_path: Path) -> None:
-    model = ExchangeSizes(tokens=128, hidden=7168, experts=255, topk=8, ranks=64)
-    (found,) = sizes.check(made_up(tmp_path), model)
+    (found,) = needs(made_up(tmp_path), experts=255)
     assert (found.name, found.status) == ("sizes", FAIL)
     assert "multiple of the group size" in found.found
-    many = ExchangeSizes(tokens=128, hidden=7168, experts=256, topk=64, ranks=64)
-    assert named(sizes.check(made_up(tmp_path), many), "top-k").status == FAIL
-    assert not all_named(sizes.check(made_up(tmp_path), DEEPSEEK), "top-k")
+    assert named(needs(made_up(tmp_path), topk=64), "top-k").status == FAIL
+    assert not all_named(needs(made_up(tmp_path)), "top-k")

@@ -18,7 +18,7 @@ import torch
 import deep_ep
 from explore.machine import Machine, SimulatedGroup
 from explore.program import Pace
-from normal_exchange import TINY, nodes_of
+from support.normal_exchange import TINY, nodes_of
 
 NUM_RANKS, RANKS_PER_NODE = 4, 2
 # Token t of rank r goes to rank r + t alone; these take all hops, by the same slots.

@@ -11,11 +11,11 @@ import torch
 
 from deep_ep._cpu import RankDied
 from deep_ep.errors import EPError
-from exchange import Shape
 from explore.machine import Machine
 from explore.model import Model, Record
 from explore.program import DISTURBANCES, TIMEOUT_S, Program, draw_program, draw_steps
 from explore.rank import Rank
+from support.exchange import Shape
 
 # Ranks that meet between steps are all right again in the second one after a disturbance.
 STEPS_TO_RECOVER = 2

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-import normal_reference
-import reference
-from exchange import (
+from explore import normal
+from support import normal_reference, reference
+from support.exchange import (
     Mode,
     Shape,
     assert_combined_from_logfmt,
@@ -16,7 +16,6 @@ from exchange import (
     expected_combine,
     expected_dispatch,
 )
-from explore import normal
 
 
 @dataclass

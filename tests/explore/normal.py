@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 import deep_ep
-import normal_reference as reference
-from exchange import Shape, assert_same_bytes
-from normal_exchange import (
+from support import normal_reference as reference
+from support.exchange import Shape, assert_same_bytes
+from support.normal_exchange import (
     Inputs,
     Mode,
     assert_received_rows,

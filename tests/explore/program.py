@@ -9,8 +9,8 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field, replace
 
-from exchange import Mode, Shape
 from explore import normal
+from support.exchange import Mode, Shape
 
 MS = 1_000_000
 TIMEOUT_S = 0.1  # virtual
@@ -35,8 +35,9 @@ DISTURBANCES = (
     *("pause", "stop", "copy", "link", "late", "sizes", "skip", "hook", "lie", "die"),
     *LEFT_OUT,
 )
-# Puts of the handle or of topk_idx that `lie` can change.
-LIES = ("token", "slot", "begin", "count", "negative", "expert")
+# What `lie` can change: in the handle the token or the place of a row, the first row or the number of rows of a
+# source, a number to one below zero in the hidden record, too; the expert of an entry of topk_idx.
+LIES = ("token", "place", "begin", "count", "negative", "expert")
 
 
 @dataclass(frozen=True)

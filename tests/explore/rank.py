@@ -16,12 +16,12 @@ import torch
 
 import deep_ep
 from deep_ep.errors import EPError
-from exchange import Inputs, Mode, Received, Shape, begin_dispatch, experts, make_routing
 from explore import normal
 from explore.machine import NEVER, Machine, SimulatedGroup
 from explore.model import Model, Record
 from explore.program import TIMEOUT_NS, TIMEOUT_S, Call, Disturbance, Program
-from normal_exchange import finish, run_combine, run_dispatch, timing
+from support.exchange import Inputs, Mode, Received, Shape, begin_dispatch, experts, make_routing
+from support.normal_exchange import finish, run_combine, run_dispatch, timing
 
 # After the last disturbance of an episode: operations until all ranks are in step again, and how many
 # must then succeed.
@@ -419,17 +419,31 @@ def change(
     storage = src_info.untyped_storage().clone()
     first = src_info.storage_offset()
     words = torch.empty(0, dtype=torch.int32).set_(storage)[first:]
-    planes = words[: 2 * src_info.numel()].view(2, *src_info.shape)
+    tokens = words[: src_info.numel()].view(src_info.shape)
+    num_entry_words = 2 * inputs.topk_idx.numel()
+    received_counts, entries = words[-num_entry_words - sizes.num_experts :].split(
+        [sizes.num_experts, num_entry_words]
+    )
     layout_range = layout_range.clone()
     i, row = draw.choice(rows)
     if what == "token":
-        planes[0, i, row] += draw.choice((1, 5, 1 << 20))
-    elif what == "slot":
-        planes[1, i, row] += draw.choice((1, 40, 1 << 20))
+        tokens[i, row] += draw.choice((1, 5, 1 << 20))
     elif what == "negative":
-        planes[0, i, row] = -1 - draw.randrange(1 << 20)
+        # Of the last source, so that no range behind it begins elsewhere.
+        begin = int(layout_range[i, -1]) >> 32
+        if begin < 2:
+            return inputs, received.handle, ""
+        count = -draw.randrange(2, begin + 1)
+        layout_range[i, -1] = begin << 32 | count & 0xFFFFFFFF
+        received_counts.view(layout_range.shape)[i, -1] = count
+    elif what == "place":
+        sent = (inputs.topk_idx.flatten() >= 0).nonzero().flatten().tolist()
+        if not sent:
+            return inputs, received.handle, ""
+        entries.view(-1, 2)[draw.choice(sent), 1] += draw.choice((1, 40, 1 << 20))
     elif what == "begin":
         layout_range[i, draw.randrange(layout_range.shape[1])] += draw.choice((1, 1 << 20)) << 32
     elif what == "count":
         layout_range[i, draw.randrange(layout_range.shape[1])] += draw.choice((1, 7, 1 << 20))
-    return inputs, (planes[0], layout_range, *rest), what
+    # Tokens are the program's: combine does not read them.
+    return inputs, (tokens, layout_range, *rest), "" if what == "token" else what

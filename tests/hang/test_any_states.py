@@ -15,14 +15,14 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from deep_ep.diagnose.__main__ import main
-from deep_ep.diagnose.render.hang_page import page
-from deep_ep.diagnose.render.hang_picture import svg_text
-from deep_ep.diagnose.render.hang_views import view
+from deep_ep.diagnose.cli.hang import html, svg_text
 from deep_ep.hang import traces, wording
 from deep_ep.hang.cause import HangVerdict
 from deep_ep.hang.folder import BufferDump
+from deep_ep.hang.report.views import Report, view
 from deep_ep.hang.states import OWED, PROCESSES, Call, Frame, RankState, Thread, Waits
 from deep_ep.hang.verdict import judge
+from support.damaged import damaged
 
 RANKS = 5
 NAMES = ["low_latency_dispatch", "normal_notify", "normal_dispatch", "normal_combine", ""]
@@ -101,7 +101,7 @@ def test_there_is_a_verdict(states: dict[int, RankState], ranks_per_node: int) -
         assert "\n" not in wording.line(verdict)
     shown = view(BufferDump(states, verdict))
     svg_text(verdict)
-    page("title", [shown], [], [])
+    html("title", Report((shown,), (), ()))
 
 
 @pytest.mark.exhaustive
@@ -141,18 +141,6 @@ VALUES = st.recursive(
 )
 
 
-@st.composite
-def damaged(draw: st.DrawFn, plain: Any) -> Any:
-    """Plain data of which one value, anywhere in it, is another one."""
-    if not isinstance(plain, (dict, list)) or not plain or draw(st.integers(0, 5)) == 0:
-        return draw(VALUES)
-    keys = sorted(plain) if isinstance(plain, dict) else range(len(plain))
-    key: Any = draw(st.sampled_from(keys))
-    copy: Any = plain.copy()
-    copy[key] = draw(damaged(plain[key]))
-    return copy
-
-
 KINDS = {
     traces.STATE_FORMAT: json.loads(json.dumps(STATE.plain())),
     traces.VERDICT_FORMAT: json.loads(json.dumps(judge({1: STATE}).plain())),
@@ -161,7 +149,9 @@ KINDS = {
 
 @settings(deadline=None, max_examples=120)
 @given(
-    st.sampled_from(sorted(KINDS)).flatmap(lambda k: st.tuples(st.just(k), damaged(KINDS[k]))),
+    st.sampled_from(sorted(KINDS)).flatmap(
+        lambda k: st.tuples(st.just(k), damaged(KINDS[k], lambda _: VALUES))
+    ),
     st.booleans(),
 )
 @example(

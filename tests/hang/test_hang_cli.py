@@ -12,9 +12,9 @@ from xml.etree import ElementTree
 import pytest
 
 from deep_ep.diagnose.__main__ import main
-from deep_ep.diagnose.render.hang_picture import svg_text
-from deep_ep.diagnose.render.hang_views import operation_table
+from deep_ep.diagnose.cli.hang import svg_text
 from deep_ep.hang.cause import HangVerdict
+from deep_ep.hang.report.views import operation_table
 from deep_ep.hang.states import Frame, RankState
 from deep_ep.hang.traces import write_dump
 from deep_ep.hang.verdict import judge

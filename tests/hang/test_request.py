@@ -97,7 +97,7 @@ def test_a_number_that_another_process_has_got_since(
     request.announce(tmp_path, signal.SIGUSR2)
     assert [process.pid for process in request.processes()] == [os.getpid()]
     path = tmp_path / f"deep_ep-{os.geteuid()}" / f"{os.getpid()}.ready"
-    path.write_text(path.read_text().replace('"started": ', '"started": 1'))
+    path.write_text(path.read_text().replace('"started":', '"started":1'))
     assert request.processes() == []
     request.withdraw()
 

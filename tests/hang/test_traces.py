@@ -22,8 +22,9 @@ from deep_ep.hang.states import Call, Process, RankState
 from deep_ep.hang.verdict import judge
 from deep_ep.hang.wording import line
 from made_up_ranks import Group
+from support import system_tools
 
-fr_trace = pytest.importorskip("torch.distributed.flight_recorder.fr_trace")
+fr_trace = system_tools.package("torch.distributed.flight_recorder.fr_trace")
 
 
 def dump(directory: Path, states: dict[int, RankState], **options: Any) -> tuple[Path, ...]:
@@ -244,10 +245,19 @@ def test_damaged_files_are_named_with_the_position(tmp_path: Path, share: float)
         (b"{}", "it is no dump"),
         (b"[" * 100_000, "byte 0: it is neither"),
         (b'{"a":' * 100_000, "byte 0: it is nested too deeply"),
-        (b'{"kind": "deep_ep.hang.state"}', "missing 2 required"),
-        (b'{"kind": "deep_ep.hang.state", "rank": "0", "num_ranks": 2}', "rank is str, not int"),
-        (b'{"kind": "deep_ep.hang.state", "rank": 7, "num_ranks": 2}', "rank is 7 of 2"),
-        (b'{"kind": "deep_ep.hang.verdict", "causes": [{}]}', "'kind' is missing"),
+        (b'{"kind": "deep_ep.hang.state"}', "rank is missing; expected an integer"),
+        (
+            b'{"kind": "deep_ep.hang.state", "rank": "0", "num_ranks": 2}',
+            'rank is "0"; expected an integer',
+        ),
+        (
+            b'{"kind": "deep_ep.hang.state", "rank": 7, "num_ranks": 2}',
+            "rank is 7; expected an integer of at least 0 and below 2",
+        ),
+        (
+            b'{"kind": "deep_ep.hang.verdict", "causes": [{}]}',
+            'causes[0].kind is missing; expected "gone"',
+        ),
         (b'{"version": "2.10", "entries": [3]}', "entry 0: TypeError"),
         (b'{"version": "2.10", "entries": 3}', "entries is int"),
         (b"\x80\x02.", "the pickle is damaged"),

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.util
 import shutil
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
-pytest.importorskip("z3")
+from support import system_tools
 
+system_tools.package("z3")
+
+import machine_code  # noqa: E402
+from disassembly import find_tool  # noqa: E402
 from memory_order.audit import Audit, Findings  # noqa: E402
 from memory_order.sass import read  # noqa: E402
 from memory_order.sources import (  # noqa: E402
@@ -27,22 +29,9 @@ from memory_order.sources import (  # noqa: E402
 SOURCE = working_tree()
 
 
-def load_tool() -> ModuleType:
-    """tools/machine_code.py as a module."""
-    spec = importlib.util.spec_from_file_location("machine_code", ROOT / "tools/machine_code.py")
-    assert spec
-    assert spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-TOOL = load_tool()
-
-
 def has_tools() -> bool:
     try:
-        return bool(shutil.which("nvcc") and TOOL.find_tool("nvdisasm"))
+        return bool(shutil.which("nvcc") and find_tool("nvdisasm"))
     except FileNotFoundError:
         return False
 
@@ -229,7 +218,7 @@ def test_a_transport_that_promises_less_is_found(
             "fences",
         ),
         (
-            "csrc/kernels/clocks.cuh",
+            "csrc/kernels/protocol/clocks.cuh",
             "= message->delay_ns;",
             "= __ldg(&message->delay_ns);",
             "coherent loads",
@@ -247,12 +236,14 @@ def test_a_fault_in_a_kernel_shows_in_its_machine_code(
         assert original in text
         (tmp_path / path).write_text(text.replace(original, replacement))
     kernels = tmp_path / "kernels.cu"
-    kernels.write_text('#include "kernels/barrier.cuh"\n#include "kernels/clock_offset.cuh"\n')
+    kernels.write_text(
+        '#include "kernels/protocol/barrier.cuh"\n#include "kernels/protocol/clock_offset.cuh"\n'
+    )
     cubin = tmp_path / "kernels.cubin"
     command = ["nvcc", "-std=c++20", "-O3", "-cubin", "-lineinfo", "-arch=sm_90a"]
     command += [f"-I{tmp_path / 'csrc'}", str(kernels), "-o", str(cubin)]
     subprocess.run(command, check=True, capture_output=True)
-    faults = TOOL.audit(cubin, SOURCE, whole=False).faults
+    faults = machine_code.audit(cubin, SOURCE, whole=False).faults
     assert {fault.split(":")[0] for fault in faults} == ({rule} if rule else set())
 
 

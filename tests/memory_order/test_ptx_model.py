@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
-z3 = pytest.importorskip("z3")
+from support import system_tools
+
+z3 = system_tools.package("z3")
 
 from memory_order.ptx import WEAK, Event, Order, Thread, find_execution  # noqa: E402
 

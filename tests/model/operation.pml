@@ -1,5 +1,5 @@
 /* The protocol of low-latency operations between ranks, as a model for Spin: every interleaving of a few ranks and
-   of what is under way between them. It stands for csrc/kernels/operation.cuh, hand_over.cuh and failure.cuh.
+   of what is under way between them. It stands for csrc/kernels/protocol/operation.cuh, hand_over.cuh and failure.cuh.
 
    A rank runs operations 1 .. OPS. Headers and rows are puts, which read the sender's memory when they are
    delivered, as a NIC does; signals carry their word. In a queue pair, what follows a fence is delivered after

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-import system_tools
+from support import system_tools
 
 MODEL = Path(__file__).parent / "operation.pml"
 # Sizes change while nobody is late; somebody is late when they change, and all meet again after it.

@@ -15,8 +15,8 @@ import torch
 
 import deep_ep
 from deep_ep import moe
-from launch import DEVICE, Ranks
-from normal_exchange import normal_ranks
+from support.launch import DEVICE, Ranks
+from support.normal_exchange import normal_ranks
 
 Tensor = torch.Tensor
 
@@ -49,6 +49,11 @@ class Tokens:
     topk_idx: Tensor  # [T, K] int64
     weights: Tensor  # [T, K] float32, requires grad
     grad: Tensor  # [T, hidden] bfloat16
+
+    @property
+    def given(self) -> tuple[Tensor, Tensor, Tensor]:
+        """What a layer takes."""
+        return self.x, self.topk_idx, self.weights
 
     def results(self, combined: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """What comes out, and the gradients of what went in."""
@@ -101,6 +106,20 @@ def experts_of(rank: int, sizes: Sizes) -> Callable[[Tensor, Tensor], Tensor]:
     return run
 
 
+class Scale(torch.nn.Module):
+    """All experts of a rank; what it learns from does not depend on how tokens are divided."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(
+            torch.full((width,), 2.0, dtype=torch.bfloat16, device=DEVICE)
+        )
+
+    def forward(self, rows: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
+        assert len(rows) == int(num_tokens_per_expert.sum())
+        return rows * self.weight
+
+
 def expected(tokens: Tokens, sizes: Sizes) -> tuple[Tensor, Tensor, Tensor]:
     """`Tokens.results` of a layer that has all experts, in float64 and without any exchange."""
     x = tokens.x.detach().double().requires_grad_()
@@ -129,12 +148,24 @@ def ranks_of(sizes: Sizes, ranks_per_node: int | None = None) -> Iterator[Ranks]
         yield ranks
 
 
+def on_ranks(
+    sizes: Sizes, run: Callable[[int, deep_ep.Buffer], Any], ranks_per_node: int | None = None
+) -> None:
+    """Has each rank of such a group do something."""
+    with ranks_of(sizes, ranks_per_node) as ranks:
+        ranks.run(run)
+
+
+def module_of(buffer: deep_ep.Buffer, sizes: Sizes, **options: Any) -> moe.ExpertParallel:
+    """The layer as a module."""
+    experts = experts_of(buffer.rank, sizes)
+    return moe.ExpertParallel(experts, sizes.num_experts, buffer, **options)
+
+
 def layer(
     tokens: Tokens, buffer: deep_ep.Buffer, sizes: Sizes, **options: Any
 ) -> tuple[moe.Dispatched, Tensor]:
     """One pass through the layer, from the calls that `ExpertParallel` makes."""
-    sent = moe.dispatch(
-        tokens.x, tokens.topk_idx, tokens.weights, buffer, sizes.num_experts, **options
-    )
+    sent = moe.dispatch(*tokens.given, buffer, sizes.num_experts, **options)
     y = experts_of(buffer.rank, sizes)(sent.x, sent.num_tokens_per_expert)
     return sent, moe.combine(y, sent)

@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
 import deep_ep
-import reference
 from deep_ep import moe
 from deep_ep.errors import EPArgumentError, EPTransportError
 from deep_ep.moe.awaited import AwaitedTensor
 from deep_ep.moe.quantization import dequantize, quantize
 from deep_ep.types.event import EventOverlap
-from launch import DEVICE, raise_failures, run_processes
-from layers import Sizes, assert_exact, expected, layer, ranks_of, tokens_of
+from layers import Scale, Sizes, assert_exact, expected, layer, on_ranks, ranks_of, tokens_of
+from support import reference
+from support.launch import raise_failures, run_processes
 
 Tensor = torch.Tensor
 
@@ -28,18 +28,22 @@ UNEVEN = Sizes((7, 0, 12))
 SQUARE = Sizes((9, 4, 6, 11))
 
 
+def assert_as_without_exchange(sizes: Sizes, alignment: int, nodes: int | None = None) -> None:
+    def run(rank: int, buffer: deep_ep.Buffer) -> None:
+        tokens = tokens_of(sizes, rank)
+        sent, combined = layer(tokens, buffer, sizes, expert_alignment=alignment)
+        assert not (sent.num_tokens_per_expert % alignment).any()
+        assert_exact(tokens.results(combined), expected(tokens, sizes))
+
+    on_ranks(sizes, run, nodes)
+
+
 @pytest.mark.parametrize("alignment", [1, 16])
 @pytest.mark.parametrize(("sizes", "nodes"), [(UNEVEN, 3), (SQUARE, 2), (SQUARE, 4)])
 def test_results_and_gradients_are_those_of_a_layer_without_exchange(
     sizes: Sizes, nodes: int, alignment: int
 ) -> None:
-    def run(rank: int, buffer: deep_ep.Buffer) -> None:
-        tokens = tokens_of(sizes, rank)
-        _, combined = layer(tokens, buffer, sizes, expert_alignment=alignment)
-        assert_exact(tokens.results(combined), expected(tokens, sizes))
-
-    with ranks_of(sizes, nodes) as ranks:
-        ranks.run(run)
+    assert_as_without_exchange(sizes, alignment, nodes)
 
 
 @settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
@@ -63,14 +67,7 @@ def test_any_sizes_and_routings(
 ) -> None:
     sizes = Sizes(tuple(num_tokens), hidden, experts, topk, routing, seed)
 
-    def run(rank: int, buffer: deep_ep.Buffer) -> None:
-        tokens = tokens_of(sizes, rank)
-        sent, combined = layer(tokens, buffer, sizes, expert_alignment=alignment)
-        assert not (sent.num_tokens_per_expert % alignment).any()
-        assert_exact(tokens.results(combined), expected(tokens, sizes))
-
-    with ranks_of(sizes) as ranks:
-        ranks.run(run)
+    assert_as_without_exchange(sizes, alignment)
 
 
 def test_rows_are_by_expert_then_by_source_and_padding_is_zero() -> None:
@@ -78,10 +75,7 @@ def test_rows_are_by_expert_then_by_source_and_padding_is_zero() -> None:
 
     def run(rank: int, buffer: deep_ep.Buffer) -> None:
         tokens = everybody[rank]
-        sent = moe.dispatch(
-            *(tokens.x, tokens.topk_idx, tokens.weights, buffer, SQUARE.num_experts),
-            expert_alignment=8,
-        )
+        sent = moe.dispatch(*tokens.given, buffer, SQUARE.num_experts, expert_alignment=8)
         want = []
         for number in range(rank * SQUARE.experts_per_rank, (rank + 1) * SQUARE.experts_per_rank):
             mine = [each.x[(each.topk_idx == number).nonzero()[:, 0]] for each in everybody]
@@ -89,8 +83,7 @@ def test_rows_are_by_expert_then_by_source_and_padding_is_zero() -> None:
             want += [rows, rows.new_zeros(-len(rows) % 8, SQUARE.hidden)]
         assert torch.equal(sent.x, torch.cat(want))
 
-    with ranks_of(SQUARE) as ranks:
-        ranks.run(run)
+    on_ranks(SQUARE, run)
 
 
 def test_rows_that_stay_as_they_came_are_the_caller_s_to_weigh() -> None:
@@ -98,9 +91,7 @@ def test_rows_that_stay_as_they_came_are_the_caller_s_to_weigh() -> None:
 
     def run(rank: int, buffer: deep_ep.Buffer) -> None:
         tokens = tokens_of(SQUARE, rank)
-        sent = moe.dispatch(
-            *(tokens.x, tokens.topk_idx, tokens.weights, buffer, SQUARE.num_experts), permute=False
-        )
+        sent = moe.dispatch(*tokens.given, buffer, SQUARE.num_experts, permute=False)
         assert len(sent.x) == len(sent.topk_idx)
         weight = sent.topk_weights.sum(1, keepdim=True)
         got = tokens.results(moe.combine((sent.x * weight).bfloat16(), sent))
@@ -109,8 +100,7 @@ def test_rows_that_stay_as_they_came_are_the_caller_s_to_weigh() -> None:
         per_weight = (x * grad).sum(1, keepdim=True) * (tokens.topk_idx >= 0)
         assert_exact(got, (x * total, grad * total, per_weight))
 
-    with ranks_of(SQUARE) as ranks:
-        ranks.run(run)
+    on_ranks(SQUARE, run)
 
 
 def test_what_is_done_around_the_exchange_has_ranges_in_a_profile() -> None:
@@ -133,8 +123,7 @@ def test_what_is_done_around_the_exchange_has_ranges_in_a_profile() -> None:
             "deep_ep::tokens_per_rank": 4,
         }
 
-    with ranks_of(sizes) as ranks:
-        ranks.run(run)
+    on_ranks(sizes, run)
 
 
 def test_a_hang_shows_the_line_of_the_program_and_none_of_torch() -> None:
@@ -153,8 +142,7 @@ def test_a_hang_shows_the_line_of_the_program_and_none_of_torch() -> None:
             *("results", "results"),
         ]
 
-    with ranks_of(SQUARE) as ranks:
-        ranks.run(run)
+    on_ranks(SQUARE, run)
 
 
 def test_fp8_goes_there_and_bfloat16_comes_back() -> None:
@@ -171,8 +159,7 @@ def test_fp8_goes_there_and_bfloat16_comes_back() -> None:
         torch.testing.assert_close(got[0].double(), want[0], rtol=2**-7, atol=0.1)
         assert torch.equal(got[1].double(), want[1])  # does not depend on what was rounded
 
-    with ranks_of(sizes) as ranks:
-        ranks.run(run)
+    on_ranks(sizes, run)
 
 
 @pytest.mark.parametrize("num_tokens", [0, 5])
@@ -194,8 +181,7 @@ def test_gradients_of_gradients_are_refused_and_not_left_out() -> None:
         with pytest.raises(RuntimeError, match="once_differentiable"):
             grad.sum().backward()
 
-    with ranks_of(SQUARE) as ranks:
-        ranks.run(run)
+    on_ranks(SQUARE, run)
 
 
 def test_a_checkpointed_layer_sends_again_and_has_the_same_gradients() -> None:
@@ -211,27 +197,17 @@ def test_a_checkpointed_layer_sends_again_and_has_the_same_gradients() -> None:
         tokens.x, tokens.weights = x, weights
         assert_exact(tokens.results(combined), expected(tokens, SQUARE))
 
-    with ranks_of(SQUARE) as ranks:
-        ranks.run(run)
+    on_ranks(SQUARE, run)
 
 
 @pytest.mark.parametrize("async_combine", [False, True])
 def test_the_module_takes_any_leading_dimensions_and_its_experts_learn(async_combine: bool) -> None:
     sizes = Sizes((6, 6), 128)
 
-    class Scale(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = torch.nn.Parameter(torch.full((sizes.hidden,), 2.0, dtype=torch.bfloat16))
-
-        def forward(self, rows: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
-            assert len(rows) == int(num_tokens_per_expert.sum())
-            return rows * self.weight
-
     def run(rank: int, buffer: deep_ep.Buffer) -> None:
         tokens = tokens_of(sizes, rank)
         layer = moe.ExpertParallel(
-            Scale().to(DEVICE), sizes.num_experts, buffer, async_combine=async_combine
+            Scale(sizes.hidden), sizes.num_experts, buffer, async_combine=async_combine
         )
         shaped = [t.detach().unflatten(0, (2, 3)) for t in (tokens.topk_idx, tokens.weights)]
         x = tokens.x.detach().unflatten(0, (2, 3)).requires_grad_()
@@ -247,8 +223,7 @@ def test_the_module_takes_any_leading_dimensions_and_its_experts_learn(async_com
         assert weight.grad is not None
         assert weight.grad.any()
 
-    with ranks_of(sizes) as ranks:
-        ranks.run(run)
+    on_ranks(sizes, run)
 
 
 class Filling(EventOverlap):
@@ -320,9 +295,9 @@ def compare_compiled(rank: int, group: dist.ProcessGroup) -> int:
             return moe.combine(torch.nn.functional.silu(sent.x), sent)
 
         eager, compiled = (tokens_of(sizes, rank) for _ in range(2))
-        want = eager.results(forward(eager.x, eager.topk_idx, eager.weights))
+        want = eager.results(forward(*eager.given))
         once = torch.compile(forward, fullgraph=True, backend=counted)
-        got = compiled.results(once(compiled.x, compiled.topk_idx, compiled.weights))
+        got = compiled.results(once(*compiled.given))
         assert_exact(got, tuple(each.double() for each in want))
     buffer.destroy()
     return num_graphs
@@ -365,8 +340,7 @@ def test_what_is_refused_is_refused_before_anything_is_sent(
         with pytest.raises(EPArgumentError, match="num_experts is 0"):
             moe.ExpertParallel(lambda rows, _: rows, 0, buffer)
 
-    with ranks_of(sizes) as ranks:
-        ranks.run(run)
+    on_ranks(sizes, run)
 
 
 def test_sizes_are_those_that_buffers_and_the_doctor_count() -> None:
@@ -394,8 +368,7 @@ def test_layers_share_a_buffer_which_is_made_larger_when_it_must_be() -> None:
             tokens = tokens_of(SQUARE, rank)
             assert_exact(tokens.results(layer(tokens, buffer, SQUARE)[1]), expected(tokens, SQUARE))
 
-    with ranks_of(SQUARE, 2) as ranks:
-        ranks.run(run)
+    on_ranks(SQUARE, run, 2)
 
 
 def test_a_first_exchange_names_the_pair_whose_rows_come_wrong(

@@ -11,8 +11,8 @@ import torch
 import deep_ep
 from deep_ep import moe
 from deep_ep.native import backend
-from layers import Sizes, Tokens, assert_exact, expected, experts_of, ranks_of, tokens_of
-from stream_tracker import Program, Way, tracked, use_tracked
+from layers import Sizes, Tokens, assert_exact, expected, experts_of, module_of, on_ranks, tokens_of
+from support.stream_tracker import Program, Way, tracked, use_tracked
 
 pytestmark = pytest.mark.skipif(backend.get().name != "cpu", reason="runs on the host target")
 
@@ -50,8 +50,8 @@ def in_a_layer(
     Autograd runs a backward on the stream of its forward, and orders it between its caller's work."""
     program.go_to(made)
     tokens = tokens_on(program, buffer.rank)
-    layer = moe.ExpertParallel(experts_of(buffer.rank, SIZES), SIZES.num_experts, buffer, **options)
-    combined = program.own(layer(tokens.x, tokens.topk_idx, tokens.weights))
+    layer = module_of(buffer, SIZES, **options)
+    combined = program.own(layer(*tokens.given))
     del layer
     program.go_to(used)
     result = program.copies(combined.detach())
@@ -79,8 +79,7 @@ def test_a_layer_whose_results_are_used_on_any_stream(
             tokens = tokens_of(SIZES, rank)
             assert_exact(results, expected(tokens, SIZES))
 
-    with ranks_of(SIZES, ranks_per_node) as ranks:
-        ranks.run(run)
+    on_ranks(SIZES, run, ranks_per_node)
 
 
 def in_calls(
@@ -119,5 +118,4 @@ def test_calls_on_any_streams(monkeypatch: pytest.MonkeyPatch, is_async: bool) -
             assert not tracker.races
             assert torch.equal(result.double(), expected(tokens_of(SIZES, rank), SIZES)[0])
 
-    with ranks_of(SIZES) as ranks:
-        ranks.run(run)
+    on_ranks(SIZES, run)

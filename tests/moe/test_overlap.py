@@ -11,19 +11,12 @@ from torch.utils.checkpoint import checkpoint
 import deep_ep
 from deep_ep import moe
 from deep_ep.errors import EPArgumentError, EPUsageError
-from launch import DEVICE
-from layers import Sizes, assert_exact, expected, experts_of, ranks_of, tokens_of
+from layers import Scale, Sizes, assert_exact, expected, experts_of, module_of, on_ranks, tokens_of
 
 Tensor = torch.Tensor
 
 # Ranks with none, one and an odd number of tokens.
 SIZES = Sizes((0, 1, 7, 12))
-
-
-def overlapped(rank: int, buffer: deep_ep.Buffer, sizes: Sizes, **options: Any) -> Any:
-    return moe.ExpertParallel(
-        experts_of(rank, sizes), sizes.num_experts, buffer, micro_batches=2, **options
-    )
 
 
 @pytest.mark.parametrize("options", [{}, {"expert_alignment": 8}])
@@ -34,13 +27,10 @@ def test_results_and_gradients_are_those_of_a_layer_without_exchange(
 ) -> None:
     def run(rank: int, buffer: deep_ep.Buffer) -> None:
         tokens = tokens_of(sizes, rank)
-        combined = overlapped(rank, buffer, sizes, **options)(
-            tokens.x, tokens.topk_idx, tokens.weights
-        )
+        combined = module_of(buffer, sizes, micro_batches=2, **options)(*tokens.given)
         assert_exact(tokens.results(combined), expected(tokens, sizes))
 
-    with ranks_of(sizes, nodes) as ranks:
-        ranks.run(run)
+    on_ranks(sizes, run, nodes)
 
 
 def test_in_fp8_it_is_the_layer_of_one_batch() -> None:
@@ -51,30 +41,12 @@ def test_in_fp8_it_is_the_layer_of_one_batch() -> None:
         for micro_batches in (1, 2):
             tokens = tokens_of(sizes, rank)
             tokens.x.data += 0.37
-            layer = moe.ExpertParallel(
-                *(experts_of(rank, sizes), sizes.num_experts, buffer),
-                fp8=True,
-                micro_batches=micro_batches,
-            )
-            results.append(tokens.results(layer(tokens.x, tokens.topk_idx, tokens.weights)))
+            layer = module_of(buffer, sizes, fp8=True, micro_batches=micro_batches)
+            results.append(tokens.results(layer(*tokens.given)))
         for one, two in zip(*results):
             assert torch.equal(one, two)
 
-    with ranks_of(sizes) as ranks:
-        ranks.run(run)
-
-
-class Scale(torch.nn.Module):
-    """All experts of a rank; what it learns from does not depend on how tokens are divided."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(
-            torch.full((width,), 2.0, dtype=torch.bfloat16, device=DEVICE)
-        )
-
-    def forward(self, rows: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
-        return rows * self.weight
+    on_ranks(sizes, run)
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])
@@ -97,8 +69,7 @@ def test_experts_learn_what_they_learn_of_one_batch(x_learns: bool, checkpointed
             learnt.append(experts.weight.grad.float())
         torch.testing.assert_close(learnt[1], learnt[0], rtol=2**-6, atol=1.0)
 
-    with ranks_of(SIZES) as ranks:
-        ranks.run(run)
+    on_ranks(SIZES, run)
 
 
 def test_without_gradients_nothing_is_kept_for_them() -> None:
@@ -112,13 +83,12 @@ def test_without_gradients_nothing_is_kept_for_them() -> None:
 
         layer = moe.ExpertParallel(experts, SIZES.num_experts, buffer, micro_batches=2)
         with torch.no_grad():
-            combined = layer(tokens.x, tokens.topk_idx, tokens.weights)
+            combined = layer(*tokens.given)
         assert not combined.requires_grad
         assert graphs == [False, False]
         assert torch.equal(combined.double(), expected(tokens, SIZES)[0])
 
-    with ranks_of(SIZES) as ranks:
-        ranks.run(run)
+    on_ranks(SIZES, run)
 
 
 class Noted(torch.autograd.Function):
@@ -168,12 +138,11 @@ def test_rows_of_one_half_travel_while_the_experts_compute_the_other(
         layer = moe.ExpertParallel(
             lambda rows, _: Noted.apply(rows, log), sizes.num_experts, buffer, micro_batches=2
         )
-        layer(tokens.x, tokens.topk_idx, tokens.weights).sum().backward()
+        layer(*tokens.given).sum().backward()
 
     monkeypatch.setattr(deep_ep.Buffer, "capture", staticmethod(noted_capture))
     sizes = Sizes((6,))
-    with ranks_of(sizes) as ranks:
-        ranks.run(run)
+    on_ranks(sizes, run)
     assert log == [
         "dispatch after all, waited for",
         "experts",
@@ -193,13 +162,12 @@ def test_rows_of_one_half_travel_while_the_experts_compute_the_other(
 def test_a_second_backward_is_refused_by_name() -> None:
     def run(rank: int, buffer: deep_ep.Buffer) -> None:
         tokens = tokens_of(Sizes((4,)), rank)
-        combined = overlapped(rank, buffer, Sizes((4,)))(tokens.x, tokens.topk_idx, tokens.weights)
+        combined = module_of(buffer, Sizes((4,)), micro_batches=2)(*tokens.given)
         combined.backward(tokens.grad, retain_graph=True)
         with pytest.raises(EPUsageError, match="backward was called again"):
             combined.backward(tokens.grad)
 
-    with ranks_of(Sizes((4,))) as ranks:
-        ranks.run(run)
+    on_ranks(Sizes((4,)), run)
 
 
 def test_what_is_refused() -> None:
@@ -214,5 +182,4 @@ def test_what_is_refused() -> None:
         with pytest.raises(EPArgumentError, match="dispatch: x is torch.float32"):
             layer(tokens.x.float(), tokens.topk_idx, tokens.weights)
 
-    with ranks_of(Sizes((4,))) as ranks:
-        ranks.run(run)
+    on_ranks(Sizes((4,)), run)

@@ -9,10 +9,9 @@ import pytest
 import torch
 
 import deep_ep
-from deep_ep import moe
-from launch import DEVICE
-from layers import Sizes, Tokens, experts_of, layer, ranks_of, tokens_of
-from phase_sums import assert_complete, nvtx_ranges, parts_of
+from layers import Sizes, Tokens, layer, module_of, on_ranks, ranks_of, tokens_of
+from support.launch import DEVICE
+from support.phase_sums import assert_complete, nvtx_ranges, parts_of
 
 SIZES = Sizes((6, 0, 9, 4))
 # Forward: dispatch, combine. Backward: dispatch of the combine, combine of the dispatch.
@@ -25,9 +24,7 @@ def plainly(tokens: Tokens, buffer: deep_ep.Buffer) -> torch.Tensor:
 
 
 def awaited_late(tokens: Tokens, buffer: deep_ep.Buffer) -> torch.Tensor:
-    experts = experts_of(buffer.rank, SIZES)
-    parallel = moe.ExpertParallel(experts, SIZES.num_experts, buffer, async_combine=True)
-    return parallel(tokens.x, tokens.topk_idx, tokens.weights)
+    return module_of(buffer, SIZES, async_combine=True)(*tokens.given)
 
 
 @pytest.mark.parametrize("forward", [plainly, awaited_late])
@@ -46,8 +43,7 @@ def test_each_part_of_a_step_is_a_phase_of_the_operation_after_it(
         # The first operation of a buffer follows none.
         assert [parts_of(each) for each in found] == [set(), *STEP[1:], *STEP]
 
-    with ranks_of(SIZES, ranks_per_node) as ranks:
-        ranks.run(run)
+    on_ranks(SIZES, run, ranks_per_node)
 
 
 @pytest.mark.skipif(
@@ -57,11 +53,8 @@ def test_of_two_micro_batches_no_part_is_lost_or_counted_twice() -> None:
     def run(rank: int, buffer: deep_ep.Buffer) -> None:
         buffer.enable_counters()
         plainly(tokens_of(SIZES, rank), buffer)
-        experts = experts_of(rank, SIZES)
-        parallel = moe.ExpertParallel(experts, SIZES.num_experts, buffer, micro_batches=2)
-        tokens = tokens_of(SIZES, rank)
         with torch.no_grad():
-            parallel(tokens.x, tokens.topk_idx, tokens.weights)
+            module_of(buffer, SIZES, micro_batches=2)(*tokens_of(SIZES, rank).given)
         assert_complete(buffer)
         assert [parts_of(each) for each in buffer.phases().operations[2:]] == [
             {"layout"},  # of both
@@ -70,8 +63,7 @@ def test_of_two_micro_batches_no_part_is_lost_or_counted_twice() -> None:
             {"permute", "unpermute"},
         ]
 
-    with ranks_of(SIZES) as ranks:
-        ranks.run(run)
+    on_ranks(SIZES, run)
 
 
 def test_rank_0_logs_parts_as_well(
@@ -99,8 +91,7 @@ def test_a_step_is_a_row_of_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
         tokens = tokens_of(sizes, rank)
         tokens.results(layer(tokens, buffer, sizes)[1])
 
-    with ranks_of(sizes) as ranks:
-        ranks.run(run)
+    on_ranks(sizes, run)
     assert [name.replace("deep_ep::", "") for name in seen] == [
         *("layout", "dispatch", "  notify", "  host", "permute", "unpermute", "combine"),
         *("dispatch", "unpermute", "unpermute", "combine"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import io
 import re
 import subprocess
@@ -11,6 +12,8 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+
+from support.collected import collected
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 CODE = {".c", ".cpp", ".cu", ".cuh", ".def", ".h", ".S"}
@@ -62,44 +65,56 @@ MAY_IMPORT: dict[str, dict[str, set[str]]] = {
         "cli": {"core", "analyze", "storage", "render", "trace"},
     },
 }
-# csrc/kernels from the bottom up: each file includes only what stands in a line above its own. The last
-# line is the kernels, which nobody else includes.
-KERNEL_FILES = (
-    ("calls.def", "counters.def", "names.def"),
-    ("counters.cuh", "messages.cuh", "expert_rows.cuh"),
-    ("calls.cuh",),
-    ("operation_state.cuh", "handle.cuh", "normal_messages.cuh"),
-    ("masks.cuh", "normal_state.cuh"),
-    ("failure.cuh", "recorder.cuh"),
-    ("waiting.cuh", "verify.cuh", "queue.cuh", "row_sum.cuh", "log_rows.cuh"),
-    ("clocks.cuh", "hand_over.cuh"),
-    ("join.cuh",),
-    ("measuring.cuh", "tasks.cuh", "normal_verify.cuh"),
-    ("operation.cuh", "normal_counters.cuh"),
-    ("normal_operation.cuh",),
-    (
-        "barrier.cuh",
-        "clock_offset.cuh",
-        "dispatch_layout.cuh",
-        "low_latency_combine.cuh",
-        "low_latency_dispatch.cuh",
-        "mask_calls.cuh",
-        "normal_combine.cuh",
-        "normal_dispatch.cuh",
-        "normal_notify.cuh",
-        "normal_pack.cuh",
+# Each folder of csrc/kernels from the bottom up: a file includes only what stands in a line above its own, and
+# of other folders only what protocol has. The last line is the kernels, which nobody else includes.
+KERNEL_FILES = {
+    "protocol": (
+        ("calls.def", "counters.def", "names.def"),
+        ("counters.cuh", "messages.cuh"),
+        ("calls.cuh",),
+        ("operation_state.cuh",),
+        ("masks.cuh",),
+        ("failure.cuh", "recorder.cuh"),
+        ("waiting.cuh", "verify.cuh"),
+        ("clocks.cuh", "hand_over.cuh"),
+        ("join.cuh", "measuring.cuh"),
+        ("operation.cuh",),
+        ("barrier.cuh", "clock_offset.cuh", "mask_calls.cuh"),
     ),
-)
+    "low_latency": (
+        ("expert_rows.cuh", "handle.cuh", "log_rows.cuh"),
+        ("combine.cuh", "dispatch.cuh"),
+    ),
+    "normal": (
+        ("leader.cuh", "messages.cuh"),
+        ("state.cuh",),
+        ("queue.cuh", "row_sum.cuh"),
+        ("counters.cuh", "tasks.cuh", "verify.cuh"),
+        ("operation.cuh",),
+        ("combine.cuh", "dispatch.cuh", "dispatch_layout.cuh", "notify.cuh", "pack.cuh"),
+    ),
+}
 # What setup.py compiles; every other file of csrc has to be included by one of them.
 COMPILED = ("csrc/cuda_module.cu",)
 COMPILED_FOLDERS = ("csrc/bindings", "csrc/runtime", "csrc/device/host", "csrc/transport/host")
 INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)
+# What makes a line of the doctor, its name first.
+MAKES_LINES = re.compile(r"(CHECKS\.row|Check|Finding)$")
 # A file, with its path or without; patterns, and what lies below the root of a machine, are no names of ours.
 FILE_NAME = re.compile(
     r"(?<![\w/.{*<-])(?:\.{1,2}/)*(\w[\w-]*(?:/[\w.-]+)*\.(?:pyi?|md|css|js|c(?:pp|uh?)|h|def|S))\b(?![\w*(/-]|\.\w)"
 )
 # Files of other programs, which examples name.
 OTHERS_FILES = {"torch/_inductor/compile_fx.py", "train.py"}
+# Test files of which nothing is collected without a package.
+NEEDS = {
+    "tests/diagnose/render/test_html.py": "selenium",
+    "tests/diagnose/render/test_prometheus.py": "prometheus_client",
+    "tests/hang/test_traces.py": "torch.distributed.flight_recorder",
+    "tests/memory_order/test_litmus.py": "z3",
+    "tests/memory_order/test_machine_code.py": "z3",
+    "tests/memory_order/test_ptx_model.py": "z3",
+}
 ENVIRONMENT_VARIABLE = re.compile(r"\bDEEP_EP_[A-Z][A-Z_]*[A-Z]\b")
 
 
@@ -390,16 +405,27 @@ def test_rooms_of_diagnosis_see_the_package_through_one_module() -> None:
 
 
 def test_kernel_files_include_downwards() -> None:
-    line_of = {name: line for line, names in enumerate(KERNEL_FILES) for name in names}
-    found = []
-    for path in code("csrc/kernels"):
-        mine = line_of.get(Path(path).name)
-        if mine is None:
-            found.append(f"{path} is not in KERNEL_FILES")
-            continue
+    line_of = {
+        f"csrc/kernels/{folder}/{name}": line
+        for folder, lines in KERNEL_FILES.items()
+        for line, names in enumerate(lines)
+        for name in names
+    }
+    found = [
+        f"{path} is not in KERNEL_FILES" for path in code("csrc/kernels") if path not in line_of
+    ]
+    for path in set(code("csrc/kernels")) & set(line_of):
+        folder = Path(path).parent
         for name in INCLUDE.findall(read(path)):
-            target = Path(resolve(path, name) or name)
-            if target.parent == Path("csrc/kernels") and line_of.get(target.name, mine) >= mine:
+            target = resolve(path, name) or name
+            if not target.startswith("csrc/kernels/"):
+                continue
+            is_below = (
+                line_of[target] < line_of[path]
+                if Path(target).parent == folder
+                else Path(target).parent.name == "protocol"
+            )
+            if not is_below:
                 found.append(f"{path} includes {name}")
     report(found, "Move what both need into a file below both; KERNEL_FILES says what is below.")
 
@@ -435,10 +461,72 @@ def test_environment_variables_are_documented() -> None:
 def test_the_table_of_environment_variables_is_the_code_s() -> None:
     from deep_ep.base import env
 
+    # The line below a row of the code is its meaning.
+    body = ast.parse(read("deep_ep/base/env.py")).body
+    meanings = {
+        row.value.args[0].value: ast.literal_eval(text.value)
+        for row, text in zip(body, body[1:])
+        if isinstance(text, ast.Expr) and isinstance(row, ast.Assign)
+    }
     rows = [
-        " | ".join((f"| `{v.name}`", v.type.replace("|", "\\|"), v.default or "unset", v.meaning))
-        + " |"
+        f"| `{v.name}` | {words} | {v.default or 'unset'} | {meanings[v.name]} |"
         for v in env.VARIABLES
+        for words in (v.kind.words.replace("|", "\\|"),)
     ]
     lines = read("docs/environment.md").splitlines()
-    report([row for row in rows if row not in lines], "Put these rows into docs/environment.md.")
+    documented = [line for line in lines if line in rows]
+    missing = [row for row in rows if row not in documented]
+    moved = [row for row, line in zip(rows, documented) if row != line]
+    report(missing or moved, "Put these rows into docs/environment.md, in this order.")
+
+
+def test_the_lines_of_the_doctor_are_documented() -> None:
+    calls = [
+        call
+        for path in files()
+        if path.startswith("deep_ep/doctor/") and path.endswith(".py")
+        for call in ast.walk(ast.parse(read(path)))
+        if isinstance(call, ast.Call)
+    ]
+    named = [
+        *(
+            call.args[0]
+            for call in calls
+            if call.args and MAKES_LINES.search(ast.unparse(call.func))
+        ),
+        *(keyword.value for call in calls for keyword in call.keywords if keyword.arg == "name"),
+    ]
+    names = {one.value for one in named if isinstance(one, ast.Constant)} - {""}
+    rows = re.findall(
+        r"^\| ([^|]+) \|", read("docs/doctor.md").split("## What it looks at")[1], re.M
+    )
+    documented = {name.strip() for row in rows for name in row.split(",")}
+    report(
+        sorted(names - documented), "docs/doctor.md lists what the lines of the doctor are named."
+    )
+
+
+@pytest.mark.exhaustive
+def test_a_run_of_everything_has_tests_of_every_file() -> None:
+    tests = {path for path in files() if re.match(r"tests/(.+/)?test_\w+\.py$", path)}
+    skipped = {path for path, name in NEEDS.items() if importlib.util.find_spec(name) is None}
+    report(
+        sorted(tests - skipped - collected().keys()),
+        "See what norecursedirs leaves out, and who imports the file before pytest does.",
+    )
+
+
+def test_tests_that_are_marked_by_name_are_there() -> None:
+    (marked,) = (
+        set(ast.literal_eval(node.value))
+        for node in ast.parse(read("tests/conftest.py")).body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "EXHAUSTIVE"
+    )
+    there = {
+        node.name
+        for path in files()
+        if path.startswith("tests/") and path.endswith(".py")
+        for node in ast.parse(read(path)).body
+        if isinstance(node, ast.FunctionDef)
+    }
+    report(sorted(marked - there), "Correct the name in EXHAUSTIVE of tests/conftest.py.")

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from deep_ep.hang.cause import HangCause, HangVerdict
-from launch import Outcome
+from support.launch import Outcome
 from trials.rank import Seen, Trial
 
 

@@ -6,7 +6,7 @@ import random
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
-from launch import run_processes
+from support.launch import run_processes
 from trials.faults import FAULTS, Fault
 from trials.judge import Judged, judge
 from trials.rank import Trial, run

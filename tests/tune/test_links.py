@@ -13,8 +13,8 @@ import pytest
 from deep_ep.diagnose.analyze import link_limit
 from deep_ep.tune import links
 from deep_ep.tune.links import Speeds
-from launch import DEVICE, raise_failures, run_processes
-from program import run_program, torchrun
+from support.launch import DEVICE, raise_failures, run_processes
+from support.program import run_program, torchrun
 
 PROGRAM = Path(links.__file__).with_name("__main__.py")
 
@@ -32,11 +32,8 @@ def measured_in_seconds(rank: int, group: Any, num_bytes: int) -> Speeds:
         (4, 6000, None),
         (2, 6000, 6000),
         (1, None, 6000),
-        (
-            3,
-            6000,
-            6000,
-        ),  # the second node has one rank, so two of the first have none of their place there
+        # The second node has one rank, so two of the first have none of their place there.
+        (3, 6000, 6000),
     ],
 )
 def test_speeds_are_bytes_to_others_over_time(

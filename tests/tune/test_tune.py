@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from deep_ep import Config
-from deep_ep.tune import Model, Tuned, choice, memory, remembered, trials
+from deep_ep.tune import Model, Tuned, choice, memory, modelled, remembered, trials
 from deep_ep.tune.__main__ import main
 from deep_ep.tune.choice import Experts
 from deep_ep.tune.trials import Times, Trial
-from program import run_program, torchrun
+from support.program import run_program, torchrun
 
 BASE = Trial(Config(20, 6, 256, 6, 128), Config(20, 4, 256, 6, 128))
 MODEL = Model(hidden=256, tokens=16, topk=2, experts=8)
@@ -100,6 +101,17 @@ def test_what_was_chosen_is_found_again_for_the_same_model_only() -> None:
     assert remembered(MODEL, 8) == tuned
 
 
+def test_a_file_in_the_home_of_the_user_is_found_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("DEEP_EP_TUNED", "~/of_mine/tuned.json")
+    monkeypatch.chdir(tmp_path)
+    tuned = Tuned(*BASE, 12.0, 34.0, "because")
+    assert memory.remember(MODEL, 8, None, tuned) == tmp_path / "of_mine" / "tuned.json"
+    assert remembered(MODEL, 8) == tuned
+
+
 @pytest.mark.parametrize("text", ["[]", "{}", '{"a": 1}', "null"])
 def test_a_file_of_something_else_is_no_memory(text: str) -> None:
     path = memory.remember(MODEL, 8, None, Tuned(*BASE, 1.0, 2.0, ""))
@@ -116,6 +128,13 @@ def test_a_file_of_something_else_is_no_memory(text: str) -> None:
         (["--num-sms", "7"], "must be even"),
         (["--tokens", "0"], "at least 1"),
         ([], "torchrun --nproc-per-node 8 -m deep_ep.tune"),
+        (["--model", "H200"], "--model needs --ranks, such as 8x8"),
+        (["--model", "H200", "--ranks", "64"], "'64'; it must be nodes x ranks of each"),
+        (
+            ["--model", "H200", "--ranks", "1x8", "--tokens", "128"],
+            "--tokens is for what is measured",
+        ),
+        (["--ranks", "1x8"], "--ranks is for --model"),
     ],
 )
 def test_bad_arguments_end_with_2(
@@ -125,6 +144,68 @@ def test_bad_arguments_end_with_2(
         main(arguments)
     assert ended.value.code == 2
     assert words in capsys.readouterr().err
+
+
+def test_chunks_are_chosen_before_sms_and_both_are_shown() -> None:
+    shown: list[tuple[str, int]] = []
+
+    def measure(tried: Sequence[Trial]) -> list[Times]:
+        return [
+            Times(1000 / config.num_sms - config.num_max_nvl_chunked_send_tokens, 10)
+            for config, _ in tried
+        ]
+
+    tuned = choice.search(
+        BASE, 1, [8, 4], None, measure, lambda title, tried, *_: shown.append((title, len(tried)))
+    )
+    assert tuned.dispatch_config == Config(8, max(trials.NVL_SENDS), 256, 6, 128)
+    assert tuned.combine_config == Config(8, 4, 256, 6, 128)
+    assert [count for _, count in shown] == [1 + len(trials.NVL_SENDS), 2]
+    assert "dispatch: " in shown[0][0]
+
+
+def test_a_model_answers_for_each_gpu_without_ranks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "config.json"
+    for gpu in ("H100", "H200", "H800"):
+        assert main(["--model", gpu, "--ranks", "2x8", "--output", str(output)]) == 0
+        printed = capsys.readouterr().out
+        assert f"{gpu}, by a model, not measured" in printed
+        assert "2 x 8 ranks" in printed
+        sections = json.loads(output.read_text())
+        assert {Config(**section).num_sms for section in sections.values()} <= set(trials.NUM_SMS)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--model", "B300", "--ranks", "1x8"], "'B300' is not known; there are H100, H200, H800"),
+        (["--model", "H800", "--ranks", "1x8", "--num-sms", "2"], "2 SMs with these chunks"),
+        (
+            ["--model", "H800", "--ranks", "16x8"],
+            "16x8 ranks were not computed; there are 1x8, 2x8",
+        ),
+    ],
+)
+def test_what_was_not_computed_is_said(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 1
+    assert words in capsys.readouterr().err
+
+
+def test_computed_groups_are_read_as_they_were_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(modelled, "FILE", tmp_path / "modelled.json")
+    groups = [
+        modelled.ModelledGroup(["A", "B"], nodes, 8, 64, {BASE: Times(1.5, 2.5)})
+        for nodes in (1, 4)
+    ]
+    modelled.write(groups)
+    assert modelled.read() == groups
+    assert modelled.find("B", 4, 8) == groups[1]
 
 
 @pytest.mark.exhaustive

@@ -127,7 +127,14 @@ class Places:
     def site(self, instruction: Instruction) -> str:
         """Name of the site, or nothing."""
         frames = self.own_frames(instruction)
-        return self.site_at(frames) if frames else ""
+        name = self.site_at(frames) if frames else ""
+        if name or not frames or not (instruction.is_strong or instruction.name == "BAR"):
+            return name
+        # nvcc drops the primitive's frame where its line and the caller's have the same number.
+        here = [
+            site.name for site in self.source.sites.values() if (site.path, site.line) == frames[0]
+        ]
+        return here[0] if len(here) == 1 else ""
 
 
 def includes(scope: str, wanted: str) -> bool:

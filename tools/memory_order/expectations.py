@@ -23,6 +23,12 @@ LEFT_OUT = {
     "exchange_clocks.block_sync": "orders time, not memory: rank 0 stamps when all threads are done",
     "tell_handed_over.block_sync": QUEUE_PAIRS,
     "rows_lie_within.block_any": "all threads need its result; what it looks at is the caller's",
+    "leader_sync.warp_sync": "what it is on a GPU; its callers are sites",
+    "team_sync.warp_sync": "what it is for a warp; its callers are sites",
+    "team_sync.block_sync": "what it is for a block; its callers are sites",
+    "team_any.block_any": "what it is for a block; its callers are sites",
+    "run_tasks.team_any": "all threads need its result; nothing is read behind it",
+    "run_tasks.load_relaxed": "whether the operation has failed; nothing is read behind it",
     "run_tasks.block_any": "all threads need its result; what it would order is read by one thread only",
     "QueuePairs.put_warp.warp_sync": QUEUE_PAIRS,
     "Transport.put_warp.queue_pairs.put_warp": QUEUE_PAIRS,
@@ -44,6 +50,7 @@ TWICE = "the same thread acquires the same word in the other line"
 ORDERED = "already ordered by blocks_done or by the end of the launch: a weak access would do"
 
 FORGOTTEN = "others write the word only after they have been told, behind a fence"
+OWN_COUNT = "only the threads of one block add to it; the host target wants device scope outside of shared memory"
 AGREED = "already ordered by blocks_decided: a weak access would do"
 
 # Variants that change nothing that the model can show.
@@ -56,6 +63,10 @@ NO_DIFFERENCE = {
     "somebody_gave_up.newest: no acquire": ALONE,
     "await_notices.poll#1: no acquire": TWICE,
     "await_notices.poll#2: no acquire": TWICE,
+    "count_channels.add_relaxed: narrowed to cta": OWN_COUNT,
+    "count_for_ranks.add_relaxed#1: narrowed to cta": OWN_COUNT,
+    "count_for_ranks.add_relaxed#2: narrowed to cta": OWN_COUNT,
+    "count_for_ranks.add_relaxed#3: narrowed to cta": OWN_COUNT,
     "leave_record.store_relaxed: narrowed to gpu": "stands before the release of `reason`",
     "leave_record.store_relaxed: narrowed to cta": "stands before the release of `reason`",
     "agree_on_left_out.add_acq_rel: no acquire": "the thread acquires the same word in its look",

@@ -12,7 +12,7 @@ from .sources import ATOMICS, CALLS, DEVICE, FENCE, ROW_COPIES, Source
 # What the kernels' scopes mean, in device.cuh.
 DEVICE_SCOPES = tuple(f"device.{scope}" for scope in SCOPES)
 # Meetings whose only purpose is to order, as far as the model goes; the result of the others is needed.
-REMOVABLE_MEETINGS = ("block_sync", "warp_sync", *ROW_COPIES)
+REMOVABLE_MEETINGS = ("block_sync", "warp_sync", "team_sync", "leader_sync", *ROW_COPIES)
 
 
 @dataclass(frozen=True)

@@ -67,22 +67,6 @@ def masked_while_waiting(p: Program) -> None:
     known_behind(p, "B", "await_sources.block_sync", "masked")
 
 
-@litmus(
-    "All threads see which rows of a token came back, and the next token's are noted after that."
-)
-def rows_that_came_back(p: Program) -> None:
-    noting = p.thread("B")
-    noting.write("noted")
-    noting.meet("noted", at="experts_of.block_sync#2")
-    reading = p.thread("B")
-    reading.meet("noted", at="experts_of.block_sync#2")
-    reading.read("noted", "noted")
-    for thread in (noting, reading):
-        thread.meet("next token", at="experts_of.block_sync#1")
-    noting.write("noted", 2)
-    p.forbid(lambda registers: registers["noted"] != 1)
-
-
 # ---- the host
 
 

@@ -1,6 +1,7 @@
 """The litmus tests of normal operations: queues, relays, sums, notices. See programs.py for the others.
 
-A queue leads from rank A to rank B. The first thread of a block looks and tells, the others move rows.
+A queue leads from rank A to rank B. A thread of the warp that leads a team looks and tells, all of the team move
+rows. Teams are warps or blocks, which is the same to the model.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from .programs import (
     at_least,
     close_block,
     known_behind,
+    plus,
     set_if_zero,
 )
 
@@ -46,20 +48,20 @@ def copy_in_bulk(
 
 
 def end_step(program: Program, lane: Actor) -> Actor:
-    """The block's first thread, behind the step of which a warp's lane has done its part."""
+    """A thread that leads, behind the step of which a warp's lane has done its part."""
     first = program.thread(lane.thread.rank)
     for thread in (lane, first):
-        thread.meet("moved", at="run_tasks.block_sync#2")
+        thread.meet("moved", at="run_tasks.team_sync#2")
     return first
 
 
 def see_filled(program: Program, rank: str, place: str = "filled") -> Actor:
-    """Another thread of the block whose first thread has seen that slots are filled."""
+    """Another thread of the team whose leader has seen that slots are filled."""
     first = program.thread(rank)
     first.read(place, at="look_at.poll", sees=1)
-    first.meet("step", at="run_tasks.block_sync#1")
+    first.meet("step", at="run_tasks.team_sync#1")
     other = program.thread(rank)
-    other.meet("step", at="run_tasks.block_sync#1")
+    other.meet("step", at="run_tasks.team_sync#1")
     return other
 
 
@@ -84,9 +86,9 @@ def rows_of_filled_slots(p: Program) -> None:
 def marks_of_filled_slots(p: Program) -> None:
     warp = p.thread("A")
     warp.write("mark", at="put_marked_token.put_word")
-    warp.meet("moved", at="run_tasks.block_sync#2")
+    warp.meet("moved", at="run_tasks.team_sync#2")
     first = p.thread("A")
-    first.meet("moved", at="run_tasks.block_sync#2")
+    first.meet("moved", at="run_tasks.team_sync#2")
     tell_filled(first)
     see_filled(p, "B").read("mark", "mark")
     p.forbid(any_zero("mark"))
@@ -96,16 +98,16 @@ def marks_of_filled_slots(p: Program) -> None:
 def staged_marked_row(p: Program) -> None:
     staging = p.thread("A")
     staging.write("staged")
-    staging.meet("staged", at="put_marked_token.warp_sync")
-    staging.meet("put", at="put_marked_token.put_warp")
+    staging.meet("staged", at="put_staged.team_sync")
+    staging.meet("put", at="put_staged.put_warp")
     putting = p.thread("A")
-    putting.meet("staged", at="put_marked_token.warp_sync")
+    putting.meet("staged", at="put_staged.team_sync")
     putting.read("staged", "copied")
     putting.write("row", lambda registers: registers["copied"])
-    putting.meet("put", at="put_marked_token.put_warp")
-    staging.meet("moved", at="run_tasks.block_sync#2")
+    putting.meet("put", at="put_staged.put_warp")
+    staging.meet("moved", at="run_tasks.team_sync#2")
     first = p.thread("A")
-    first.meet("moved", at="run_tasks.block_sync#2")
+    first.meet("moved", at="run_tasks.team_sync#2")
     tell_filled(first)
     see_filled(p, "B").read("row", "row")
     p.forbid(any_zero("row"))
@@ -174,18 +176,18 @@ def sum_of_a_moved_row(p: Program) -> None:
 def relayed_sums(p: Program) -> None:
     adding = p.thread("A")
     adding.write("staged")
-    adding.meet("added", at="CombineTasks.relay_sums.block_sync")
-    adding.meet("moved", at="run_tasks.block_sync#2")
+    adding.meet("added", at="put_staged.team_sync")
+    adding.meet("moved", at="run_tasks.team_sync#2")
     putting = p.thread("A")
-    putting.meet("added", at="CombineTasks.relay_sums.block_sync")
+    putting.meet("added", at="put_staged.team_sync")
     putting.read("staged", "copied")
     putting.write("row", lambda registers: registers["copied"])
-    putting.meet("put", at="CombineTasks.relay_sums.put_warp")
-    putting.meet("moved", at="run_tasks.block_sync#2")
+    putting.meet("put", at="put_staged.put_warp")
+    putting.meet("moved", at="run_tasks.team_sync#2")
     first = p.thread("A")
-    first.meet("added", at="CombineTasks.relay_sums.block_sync")
-    first.meet("put", at="CombineTasks.relay_sums.put_warp")
-    first.meet("moved", at="run_tasks.block_sync#2")
+    first.meet("added", at="put_staged.team_sync")
+    first.meet("put", at="put_staged.put_warp")
+    first.meet("moved", at="run_tasks.team_sync#2")
     tell_filled(first)
     see_filled(p, "B").read("row", "row")
     p.forbid(any_zero("row"))
@@ -197,11 +199,14 @@ def notices(p: Program) -> None:
     writing.write("staged")
     writing.meet("staged", at="send_notices.warp_sync")
     writing.meet("put", at="send_notices.put_warp")
+    putting = p.thread("A")
+    putting.meet("staged", at="send_notices.warp_sync")
+    putting.read("staged", "copied")
+    putting.write("notice", lambda registers: registers["copied"])
+    putting.meet("put", at="send_notices.put_warp")
+    putting.meet("all put", at="send_notices.block_sync")
     sending = p.thread("A")
-    sending.meet("staged", at="send_notices.warp_sync")
-    sending.read("staged", "copied")
-    sending.write("notice", lambda registers: registers["copied"])
-    sending.meet("put", at="send_notices.put_warp")
+    sending.meet("all put", at="send_notices.block_sync")
     sending.fence(at="send_notices.fence")
     sending.write("noticed", at="send_notices.signal")
     looking = p.thread("B")
@@ -275,19 +280,51 @@ def largest_stamps_of_normal_operations(p: Program) -> None:
 def step_of_a_block(p: Program) -> None:
     first = p.thread("A")
     first.write("step", 1)
-    first.meet("found", at="run_tasks.block_sync#1")
-    first.meet("moved", at="run_tasks.block_sync#2")
+    first.meet("found", at="run_tasks.team_sync#1")
+    first.meet("moved", at="run_tasks.team_sync#2")
     first.write("step", 2)
     other = p.thread("A")
-    other.meet("found", at="run_tasks.block_sync#1")
+    other.meet("found", at="run_tasks.team_sync#1")
     other.read("step", "step")
-    other.meet("moved", at="run_tasks.block_sync#2")
+    other.meet("moved", at="run_tasks.team_sync#2")
     p.forbid(lambda registers: registers["step"] != 1)
+
+
+@litmus("What one lane of the leader has noted is known to the others, and to the step.")
+def notes_of_a_leader(p: Program) -> None:
+    places: list[str] = []
+    for site in (
+        "TaskSearch.begin.leader_sync",
+        "TaskSearch.tell.leader_sync#1",
+        "TaskSearch.tell.leader_sync#2",
+        "DispatchTasks.prepare_sender.leader_sync",
+        "DispatchTasks.prepare_relay.leader_sync",
+        "CombineTasks.prepare.leader_sync",
+    ):
+        noting, others = p.thread("A"), p.thread("A")
+        noting.write(site)
+        for lane in (noting, others):
+            lane.meet(site, at=site)
+        others.read(site, site)
+        places.append(site)
+    p.forbid(any_zero(*places))
+
+
+@litmus("Where a sum's task stands is read by all lanes before it goes on.")
+def cursor_of_a_task(p: Program) -> None:
+    p.initial["cursor"] = 1
+    reading = p.thread("A")
+    reading.read("cursor", "cursor")
+    reading.meet("read", at="CombineTasks.tell.leader_sync")
+    going_on = p.thread("A")
+    going_on.meet("read", at="CombineTasks.tell.leader_sync")
+    going_on.write("cursor", 2)
+    p.forbid(lambda registers: registers["cursor"] == 2)
 
 
 @litmus("The rows of a sum are listed before they are added up.")
 def rows_of_a_sum(p: Program) -> None:
-    known_behind(p, "B", "CombineTasks.list_rows.block_sync", "list")
+    known_behind(p, "B", "run_tasks.team_sync#1", "list")
 
 
 @litmus(
@@ -318,33 +355,40 @@ def queues_are_forgotten(p: Program) -> None:
     p.forbid(any_zero("moved"))
 
 
-@litmus(
-    "Tokens are counted in all channels before they are added up, and that before they are told."
-)
+@litmus("Tokens of a channel start at zero, and all are there before channels are added up.")
 def tokens_of_channels(p: Program) -> None:
-    counting = p.thread("A")
-    counting.write("in channel")
-    counting.meet("counted", at="count_channels.block_sync#1")
-    counting.meet("added", at="count_channels.block_sync#2")
-    counting.read("prefix", "prefix")
-    adding = p.thread("A")
-    adding.meet("counted", at="count_channels.block_sync#1")
-    adding.read("in channel", "count")
-    adding.write("prefix")
-    adding.meet("added", at="count_channels.block_sync#2")
-    p.forbid(any_zero("count", "prefix"))
+    p.initial["in channel"] = 9
+    first = p.thread("A")
+    first.write("in channel", 0)
+    other = p.thread("A")
+    for thread in (first, other):
+        thread.meet("cleared", at="count_channels.block_sync#1")
+        thread.update("in channel", plus(1), at="count_channels.add_relaxed")
+        thread.meet("counted", at="count_channels.block_sync#2")
+    other.read("in channel", "count")
+    p.forbid(lambda registers: registers["count"] != 2)
 
 
-@litmus("Rows of all sources are counted before they are placed behind each other.")
+@litmus("What all blocks have counted is there for all threads of the block that tells it.")
+def counts_of_all_blocks(p: Program) -> None:
+    adding = p.thread("A", "1")
+    adding.write("prefix of 1")
+    adding.meet("1.added", at="gather_counts.block_sync#1")
+    first = p.thread("A", "1")
+    first.meet("1.added", at="gather_counts.block_sync#1")
+    first.update("blocks_done", plus(1), at="gather_counts.add_release")
+    gathering = p.thread("A", "0")
+    gathering.write("prefix of 0")
+    gathering.read("blocks_done", sees=1, at="gather_counts.load_acquire")
+    gathering.write("blocks_done", 0)
+    gathering.meet("0.gathered", at="gather_counts.block_sync#2")
+    telling = p.thread("A", "0")
+    telling.meet("0.gathered", at="gather_counts.block_sync#2")
+    telling.read("prefix of 0", "own")
+    telling.read("prefix of 1", "other")
+    p.forbid(any_zero("own", "other"))
+
+
+@litmus("Rows of all sources are added up before they are placed behind each other.")
 def places_of_rows(p: Program) -> None:
-    counting = p.thread("B")
-    counting.write("rows of source")
-    counting.meet("counted", at="place_rows.block_sync#1")
-    counting.meet("added", at="place_rows.block_sync#2")
-    counting.read("source_prefix", "prefix")
-    first = p.thread("B")
-    first.meet("counted", at="place_rows.block_sync#1")
-    first.read("rows of source", "rows")
-    first.write("source_prefix")
-    first.meet("added", at="place_rows.block_sync#2")
-    p.forbid(any_zero("rows", "prefix"))
+    known_behind(p, "B", "has_failed.block_any", "source_prefix")

@@ -151,7 +151,7 @@ def header_seen_by_another_block(p: Program) -> None:
 @litmus("Once a count word is seen, the rows of all blocks that it counts are there (dispatch).")
 def rows_behind_their_count(p: Program) -> None:
     for block in ("1", "2"):
-        first = put(p, block, f"row{block}", "send_rows.put_warp")
+        first = put(p, block, f"row{block}", "put_message.put_warp")
         first.update("issued", plus(1), at="count_issued.add_release")
     announcer = p.thread("A", "3")
     announcer.read("issued", at="wait_until_issued.load_acquire", sees=2)
@@ -176,6 +176,19 @@ def returned_rows_behind_their_count(p: Program) -> None:
     p.forbid(any_zero("row1", "row2"))
 
 
+@litmus("The token of a row that is put from the caller's tensor is there with the row.")
+def token_behind_its_count(p: Program) -> None:
+    first = p.thread("A", "1")
+    first.write("token", at="put_message.put_word")
+    first.update("issued", plus(1), at="count_issued.add_release")
+    announcer = p.thread("A", "2")
+    announcer.read("issued", at="wait_until_issued.load_acquire", sees=1)
+    announce(announcer)
+    b = see_count(p, "B")
+    b.read("token", "token")
+    p.forbid(any_zero("token"))
+
+
 @litmus("What a verified row says of itself is there with the row.")
 def proof_behind_its_count(p: Program) -> None:
     first = p.thread("A", "1")
@@ -189,29 +202,6 @@ def proof_behind_its_count(p: Program) -> None:
     b.read("word", "word")
     b.read("sum", "sum")
     p.forbid(any_zero("word", "sum"))
-
-
-@litmus("The list of an expert's rows, to which all blocks add, is whole when its count is seen.")
-def list_behind_its_count(p: Program) -> None:
-    for block in ("1", "2"):
-        sender = p.thread("A", block)
-        sender.write(f"staged{block}")
-        sender.update("issued", plus(1), at="count_issued.add_release")
-    first = p.thread("A", "3")
-    first.read("issued", at="wait_until_issued.load_acquire", sees=2)
-    first.meet("issued", at="announce_experts.warp_sync")
-    first.meet("put", at="announce_experts.put_warp")
-    announce(first)
-    copier = p.thread("A", "3")
-    copier.meet("issued", at="announce_experts.warp_sync")
-    for block in ("1", "2"):
-        copier.read(f"staged{block}", f"copied{block}")
-        copier.write(f"list{block}", lambda registers, block=block: registers[f"copied{block}"])
-    copier.meet("put", at="announce_experts.put_warp")
-    b = see_count(p, "B")
-    b.read("list1", "list1")
-    b.read("list2", "list2")
-    p.forbid(any_zero("list1", "list2"))
 
 
 @litmus("Two halves: no row of operation n + 2 comes before operation n has been read.")
@@ -591,6 +581,20 @@ def offsets_of_returned_rows(p: Program) -> None:
     known_behind(p, "A", "find_offsets.block_any", "offsets")
 
 
+@litmus("All threads see where a token's rows lie, and read that before the next but one's.")
+def rows_that_came_back(p: Program) -> None:
+    first = p.thread("B")
+    first.write("rows", 1)
+    first.meet("one", at="find_rows.block_sync")
+    first.meet("two", at="find_rows.block_sync")
+    first.write("rows", 3)
+    other = p.thread("B")
+    other.meet("one", at="find_rows.block_sync")
+    other.read("rows", "rows")
+    other.meet("two", at="find_rows.block_sync")
+    p.forbid(lambda registers: registers["rows"] != 1)
+
+
 @litmus("A received row is copied before its sum is compared.")
 def sum_of_a_received_row(p: Program) -> None:
     known_behind(p, "B", "verify_row.warp_sync", "recv_x")
@@ -665,16 +669,16 @@ def failure_of_a_clock_round(p: Program) -> None:
 def counts_of_a_layout(p: Program) -> None:
     p.initial = {"expert": 9, "rank": 9, "node": 9}
     sites = {
-        "expert": "dispatch_layout.add_relaxed#1",
-        "rank": "dispatch_layout.add_relaxed#2",
-        "node": "dispatch_layout.add_relaxed#3",
+        "expert": "count_for_ranks.add_relaxed#1",
+        "rank": "count_for_ranks.add_relaxed#2",
+        "node": "count_for_ranks.add_relaxed#3",
     }
     first = p.thread("A")
     for place in sites:
         first.write(place, 0)
-    first.meet("cleared", at="dispatch_layout.block_sync")
+    first.meet("cleared", at="count_for_ranks.block_sync")
     other = p.thread("A")
-    other.meet("cleared", at="dispatch_layout.block_sync")
+    other.meet("cleared", at="count_for_ranks.block_sync")
     for place, at in sites.items():
         other.update(place, plus(1), at=at, register=place)
     p.forbid(lambda registers: z3.Or(*[registers[place] != 0 for place in sites]))

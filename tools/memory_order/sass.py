@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 SECTION = re.compile(r"\.text\.(\S+):\s*$")
 FRAME = re.compile(r'//## File "([^"]+)", line (\d+)')
+LABEL = re.compile(r"(\S+):\s*$")
 INSTRUCTION = re.compile(
-    r"\s+/\*([0-9a-f]+)\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*(?:\.[A-Z0-9_]+)*)"
+    r"\s+/\*([0-9a-f]+)\*/\s+(@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*(?:\.[A-Z0-9_]+)*)\s*([^;]*)"
 )
 LOADS = ("LD", "LDG")
 STORES = ("ST", "STG")
@@ -27,6 +28,9 @@ class Instruction:
     address: int
     opcode: str
     frames: tuple[tuple[str, int], ...]
+    is_guarded: bool = False  # by a predicate
+    operands: str = ""
+    labels: tuple[str, ...] = ()  # that stand before it
 
     @property
     def name(self) -> str:
@@ -55,6 +59,7 @@ def read(lines: Iterable[str]) -> Iterator[Instruction]:
     function = ""
     frames: list[tuple[str, int]] = []
     complete: tuple[tuple[str, int], ...] | None = None
+    labels: list[str] = []
     for line in lines:
         if match := FRAME.search(line):
             if complete is not None:
@@ -64,6 +69,18 @@ def read(lines: Iterable[str]) -> Iterator[Instruction]:
             frames.append((path if here < 0 else path[here + 1 :], int(match.group(2))))
         elif match := INSTRUCTION.match(line):
             complete = tuple(frames) if complete is None else complete
-            yield Instruction(function, int(match.group(1), 16), match.group(2), complete)
+            address, guard, opcode, operands = match.groups()
+            yield Instruction(
+                function,
+                int(address, 16),
+                opcode,
+                complete,
+                bool(guard),
+                operands.strip(),
+                tuple(labels),
+            )
+            labels = []
         elif match := SECTION.match(line):
-            function, frames, complete = match.group(1), [], None
+            function, frames, complete, labels = match.group(1), [], None, []
+        elif match := LABEL.match(line):
+            labels.append(match.group(1))

@@ -22,7 +22,9 @@ ATOMICS = (
     "load_acquire", "load_relaxed", "store_release", "store_relaxed", "add_relaxed", "add_release",
     "add_acq_rel", "or_relaxed", "exchange_relaxed", "max_relaxed", "compare_exchange_relaxed",
 )  # fmt: skip
-BARRIERS = ("block_sync", "warp_sync", "block_any", "bar_sync", "grid_sync")
+BARRIERS = (
+    "block_sync", "warp_sync", "block_any", "bar_sync", "grid_sync", "team_sync", "team_any", "leader_sync",
+)  # fmt: skip
 CALLS = ("put_warp", "put_word", "fence", "quiet", "signal", "poll", "newest")
 FENCE = "atomic_thread_fence"
 # Of a RowCopy: they order the accesses of the async proxy behind and before those of the generic one.
@@ -95,6 +97,8 @@ def sites_of(path: str, text: str) -> list[Site]:
             for key in ("atomic", "barrier", "call", "row_copy", "newest", "fence")
             if match.group(key)
         )
+        if primitive == function:
+            continue  # where it is defined
         if match.group("object") == "queue_pairs":
             primitive = f"queue_pairs.{primitive}"
         scope = SCOPES.get(match.group("scope") or "", WIDTHS.get(match.group("width") or "", ""))
@@ -147,7 +151,7 @@ class Source:
         self.changed = changed = changed or {}
         self.sites: dict[str, Site] = {}
         for folder in FOLDERS:
-            for file in sorted((ROOT / folder).glob("*.cuh")):
+            for file in sorted((ROOT / folder).rglob("*.cuh")):
                 path = str(file.relative_to(ROOT))
                 for site in sites_of(path, changed.get(path) or file.read_text()):
                     if site.name in self.sites:

@@ -21,6 +21,10 @@ namespace ep {
 EP_HOST_DEVICE float bits_to_float(uint32_t bits) { return cuda::std::bit_cast<float>(bits); }
 EP_HOST_DEVICE uint32_t float_to_bits(float value) { return cuda::std::bit_cast<uint32_t>(value); }
 
+EP_DEVICE int popcount(uint32_t bits) { return __popc(bits); }
+EP_DEVICE int lowest_bit(uint32_t bits) { return __ffs(static_cast<int>(bits)) - 1; }
+EP_DEVICE int highest_bit(uint32_t bits) { return 31 - __clz(static_cast<int>(bits)); }
+
 EP_HOST_DEVICE float divide(float a, float b) {
 #if defined(__CUDA_ARCH__)
     return __fdiv_rn(a, b);

@@ -11,6 +11,7 @@
 
 #include "device/cuda/bits.cuh"
 #include "device/launch_shape.h"
+#include "device/work_numbers.h"
 
 // One resident block per SM is enough, so registers are limited by the largest block alone.
 #define EP_KERNEL __global__ __launch_bounds__(ep::kMaxThreads, 1)
@@ -247,17 +248,20 @@ EP_DEVICE uint64_t left_ns(Deadline deadline) {
 
 // Polls at full speed as long as a message usually takes, then more and more rarely: a rank that is
 // late by milliseconds should not find its NVLink and L2 busy with polls.
-template <class Predicate, class Note>
-[[nodiscard]] EP_DEVICE bool spin_until(Predicate ready, Deadline deadline, Note note) {
+template <class Predicate, class Note, class Clock>
+[[nodiscard]] EP_DEVICE bool spin_until(Predicate ready,
+                                        Deadline deadline,
+                                        Note note,
+                                        Clock clock_ns) {
     constexpr int kEagerPolls = 256;       // chosen, not tuned
     constexpr uint32_t kMaxSleepNs = 256;  // chosen, not tuned
     for (int polls = 0; polls < kEagerPolls; ++polls) {
         if (ready()) return true;
     }
-    uint64_t note_at_ns = now_ns() + kNoteIntervalNs;
+    uint64_t note_at_ns = clock_ns() + kNoteIntervalNs;
     for (uint32_t sleep_ns = 32;;) {
         if (ready()) return true;
-        const uint64_t now = now_ns();
+        const uint64_t now = clock_ns();
         if (now >= deadline.at_ns) return false;
         if (now >= note_at_ns) {
             note();
@@ -267,36 +271,45 @@ template <class Predicate, class Note>
         sleep_ns = sleep_ns < kMaxSleepNs ? sleep_ns * 2 : kMaxSleepNs;
     }
 }
+template <class Predicate, class Note>
+[[nodiscard]] EP_DEVICE bool spin_until(Predicate ready, Deadline deadline, Note note) {
+    return spin_until(ready, deadline, note, [] { return now_ns(); });
+}
 template <class Predicate>
 [[nodiscard]] EP_DEVICE bool spin_until(Predicate ready, Deadline deadline) {
     return spin_until(ready, deadline, [] {});
 }
+// Lanes must not part ways, so clock and deadline are those of one of them.
+template <class Predicate, class Note>
+[[nodiscard]] EP_DEVICE bool warp_spin_until(Predicate ready, Deadline deadline, Note note) {
+    const Deadline common{shuffle(deadline.at_ns, 0)};
+    return spin_until(ready, common, note, [] { return shuffle(now_ns(), 0); });
+}
 
 namespace cuda_target {
 
-// Consecutive threads move consecutive vectors; each has kInFlight loads under way before its first
+// Consecutive threads move consecutive vectors; each has kLoadsInFlight loads under way before its first
 // store, because a load from HBM or a peer takes longer than the stores of a whole row. What is left at
 // the end is one more such step, and no loop of its own.
 EP_DEVICE void copy(void* dst, const void* src, size_t bytes, int thread, int threads) {
-    constexpr int kInFlight = 8;
     auto* to = static_cast<uint4*>(dst);
     const auto* from = static_cast<const uint4*>(src);
     const int vectors = static_cast<int>(bytes / sizeof(uint4));
     int i = thread;
-    for (; i + (kInFlight - 1) * threads < vectors; i += kInFlight * threads) {
-        uint4 values[kInFlight];
-        EP_UNROLL(8)
-        for (int j = 0; j < kInFlight; ++j) values[j] = from[i + j * threads];
-        EP_UNROLL(8)
-        for (int j = 0; j < kInFlight; ++j) to[i + j * threads] = values[j];
+    for (; i + (kLoadsInFlight - 1) * threads < vectors; i += kLoadsInFlight * threads) {
+        uint4 values[kLoadsInFlight];
+        EP_UNROLL(kLoadsInFlight)
+        for (int j = 0; j < kLoadsInFlight; ++j) values[j] = from[i + j * threads];
+        EP_UNROLL(kLoadsInFlight)
+        for (int j = 0; j < kLoadsInFlight; ++j) to[i + j * threads] = values[j];
     }
     if (i >= vectors) return;
-    uint4 rest[kInFlight];
-    EP_UNROLL(8)
-    for (int j = 0; j < kInFlight; ++j)
+    uint4 rest[kLoadsInFlight];
+    EP_UNROLL(kLoadsInFlight)
+    for (int j = 0; j < kLoadsInFlight; ++j)
         if (i + j * threads < vectors) rest[j] = from[i + j * threads];
-    EP_UNROLL(8)
-    for (int j = 0; j < kInFlight; ++j)
+    EP_UNROLL(kLoadsInFlight)
+    for (int j = 0; j < kLoadsInFlight; ++j)
         if (i + j * threads < vectors) to[i + j * threads] = rest[j];
 }
 
@@ -321,20 +334,6 @@ EP_DEVICE void block_for(int n, F f) {
 
 // Nothing to do: a warp's neighbouring vectors and the tile's independent loads are in flight.
 EP_DEVICE void prefetch_ahead(const Vector* /*vector*/) {}
-
-// Lanes that share a group of 128 channels when casting (16 bytes each), and groups a lane has in work.
-constexpr int kCastLanes = 16;
-constexpr int kCastUnroll = 4;
-
-// Rows that a step of a normal operation moves at least: what Config says.
-constexpr int kLeastStep = 1;
-
-// Looks for something to do in a normal operation, for each look whether somebody has given it up.
-constexpr int kLooksPerCheck = 64;
-
-// Vectors a thread sums up at a time, and rows of which it has them under way.
-constexpr int kTileVectors = 4;
-constexpr int kRowsInFlight = 2;
 
 struct Tile {
     int first;

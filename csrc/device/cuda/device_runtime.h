@@ -21,6 +21,7 @@ using Stream = uintptr_t;  // a cudaStream_t
 class Device {
   public:
     static constexpr bool kIsHost = false;
+    static constexpr bool kHasGpuShapes = true;
 
     // The clock is the GPU's own, so the choice of the host target's clock does not matter here.
     Device(int device_index, const std::string& clock);

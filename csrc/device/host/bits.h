@@ -14,6 +14,10 @@ namespace ep {
 inline float bits_to_float(uint32_t bits) { return std::bit_cast<float>(bits); }
 inline uint32_t float_to_bits(float value) { return std::bit_cast<uint32_t>(value); }
 
+inline int popcount(uint32_t bits) { return std::popcount(bits); }
+inline int lowest_bit(uint32_t bits) { return std::countr_zero(bits); }
+inline int highest_bit(uint32_t bits) { return 31 - std::countl_zero(bits); }
+
 inline float divide(float a, float b) { return a / b; }
 inline float fused_multiply_add(float a, float b, float c) { return std::fma(a, b, c); }
 inline float log2_approx(float value) { return std::log2(value); }
@@ -28,7 +32,17 @@ using F32x8 = float __attribute__((vector_size(32)));
 
 }  // namespace host
 
-inline Vector load_vector(const Vector* from) { return *from; }
+#if defined(EP_TIME_MODEL)
+namespace host {
+void load_vector_takes_time();
+}
+#endif
+inline Vector load_vector(const Vector* from) {
+#if defined(EP_TIME_MODEL)
+    host::load_vector_takes_time();
+#endif
+    return *from;
+}
 inline void store_vector(Vector* to, const Vector& vector) { *to = vector; }
 
 inline void unpack(const Vector& vector, float (&values)[kVectorElements]) {

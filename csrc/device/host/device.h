@@ -15,6 +15,7 @@
 
 #include "device/bits.cuh"
 #include "device/host/executor.h"
+#include "device/work_numbers.h"
 
 #define EP_KERNEL inline
 #define EP_DEVICE inline
@@ -37,22 +38,35 @@ inline int lane_id() { return thread_index() % kWarpSize; }
 inline int warp_id() { return thread_index() / kWarpSize; }
 inline int num_warps() { return num_threads() / kWarpSize; }
 
+namespace host {
+
+// One exchange, or one for each half of the lanes that is left.
+constexpr int halvings(int lanes) { return std::countr_zero(static_cast<unsigned>(lanes)); }
+inline constexpr Collective kWarpSync{"warp_sync", 1};
+inline constexpr Collective kShuffle{"shuffle", 1};
+inline constexpr Collective kBallot{"ballot", 1};
+inline constexpr Collective kPrefixSum{"warp_prefix_sum", halvings(kWarpSize)};
+template <int G>
+inline constexpr Collective kGroupReduce{"group_reduce", halvings(G)};
+
+}  // namespace host
+
 struct Sum {
-    static constexpr const char* kName = "warp_reduce<Sum>";
+    static constexpr host::Collective kReduce{"warp_reduce<Sum>", host::halvings(host::kWarpSize)};
     template <class T>
     T operator()(T a, T b) const {
         return a + b;
     }
 };
 struct Max {
-    static constexpr const char* kName = "warp_reduce<Max>";
+    static constexpr host::Collective kReduce{"warp_reduce<Max>", host::halvings(host::kWarpSize)};
     template <class T>
     T operator()(T a, T b) const {
         return a > b ? a : b;
     }
 };
 struct Min {
-    static constexpr const char* kName = "warp_reduce<Min>";
+    static constexpr host::Collective kReduce{"warp_reduce<Min>", host::halvings(host::kWarpSize)};
     template <class T>
     T operator()(T a, T b) const {
         return a < b ? a : b;
@@ -74,7 +88,7 @@ void for_lanes(uint32_t mask, F f) {
 }  // namespace host
 
 inline void warp_sync(uint32_t mask = kFullWarp) {
-    host::current_executor->warp_collective("warp_sync", mask, nullptr, nullptr);
+    host::current_executor->warp_collective(host::kWarpSync, mask, nullptr, nullptr);
 }
 
 template <class T>
@@ -85,7 +99,7 @@ T shuffle(T value, int source_lane, uint32_t mask = kFullWarp) {
         T result;
     } slot{value, source_lane, value};
     host::current_executor->warp_collective(
-        "shuffle", mask, &slot, [](void* const* slots, uint32_t mask) {
+        host::kShuffle, mask, &slot, [](void* const* slots, uint32_t mask) {
             host::for_lanes(mask, [&](int lane) {
                 auto* mine = host::slot_as<Slot>(slots[lane]);
                 const int source = mine->source % kWarpSize;
@@ -99,7 +113,7 @@ T shuffle(T value, int source_lane, uint32_t mask = kFullWarp) {
 inline uint32_t ballot(bool predicate, uint32_t mask = kFullWarp) {
     uint32_t slot = predicate;
     host::current_executor->warp_collective(
-        "ballot", mask, &slot, [](void* const* slots, uint32_t mask) {
+        host::kBallot, mask, &slot, [](void* const* slots, uint32_t mask) {
             uint32_t bits = 0;
             host::for_lanes(
                 mask, [&](int lane) { bits |= *host::slot_as<uint32_t>(slots[lane]) << lane; });
@@ -111,7 +125,7 @@ inline uint32_t ballot(bool predicate, uint32_t mask = kFullWarp) {
 template <class Op, class T>
 T warp_reduce(T value, uint32_t mask = kFullWarp) {
     host::current_executor->warp_collective(
-        Op::kName, mask, &value, [](void* const* slots, uint32_t mask) {
+        Op::kReduce, mask, &value, [](void* const* slots, uint32_t mask) {
             T total = *host::slot_as<T>(slots[std::countr_zero(mask)]);
             host::for_lanes(mask & (mask - 1),
                             [&](int lane) { total = Op{}(total, *host::slot_as<T>(slots[lane])); });
@@ -123,7 +137,7 @@ T warp_reduce(T value, uint32_t mask = kFullWarp) {
 template <class T>
 T warp_prefix_sum(T value) {
     host::current_executor->warp_collective(
-        "warp_prefix_sum", kFullWarp, &value, [](void* const* slots, uint32_t) {
+        host::kPrefixSum, kFullWarp, &value, [](void* const* slots, uint32_t) {
             T before = 0;
             for (int lane = 0; lane < kWarpSize; ++lane) {
                 T* slot = host::slot_as<T>(slots[lane]);
@@ -140,7 +154,7 @@ void group_reduce(T (&values)[N]) {
     static_assert(G >= 1 && G <= kWarpSize && (G & (G - 1)) == 0,
                   "groups are powers of two up to a warp");
     host::current_executor->warp_collective(
-        "group_reduce", kFullWarp, values, [](void* const* slots, uint32_t) {
+        host::kGroupReduce<G>, kFullWarp, values, [](void* const* slots, uint32_t) {
             for (int first = 0; first < kWarpSize; first += G) {
                 T totals[N];
                 std::memcpy(totals, slots[first], sizeof(totals));
@@ -190,10 +204,11 @@ enum class Scope { kBlock, kDevice, kSystem };
 namespace host {
 
 template <Scope S, class T>
-std::atomic_ref<T> atomic(T* pointer) {
+std::atomic_ref<T> atomic(T* pointer, Step step) {
     if (current_executor != nullptr) {
         if (kThreadSanitizer && S == Scope::kBlock) current_executor->check_block_scope(pointer);
-        current_executor->interleave();
+        if (S == Scope::kBlock) step = step == Step::kLoad ? Step::kRead : Step::kWrite;
+        current_executor->interleave(step, pointer);
     }
     return std::atomic_ref<T>(*pointer);
 }
@@ -202,43 +217,47 @@ std::atomic_ref<T> atomic(T* pointer) {
 
 template <Scope S, class T>
 T load_acquire(const T* pointer) {
-    return host::atomic<S>(const_cast<T*>(pointer)).load(std::memory_order_acquire);
+    return host::atomic<S>(const_cast<T*>(pointer), host::Step::kLoad)
+        .load(std::memory_order_acquire);
 }
 template <Scope S, class T>
 T load_relaxed(const T* pointer) {
-    return host::atomic<S>(const_cast<T*>(pointer)).load(std::memory_order_relaxed);
+    return host::atomic<S>(const_cast<T*>(pointer), host::Step::kLoad)
+        .load(std::memory_order_relaxed);
 }
 template <Scope S, class T>
 void store_release(T* pointer, std::type_identity_t<T> value) {
-    host::atomic<S>(pointer).store(value, std::memory_order_release);
+    host::atomic<S>(pointer, host::Step::kRelease).store(value, std::memory_order_release);
 }
 template <Scope S, class T>
 void store_relaxed(T* pointer, std::type_identity_t<T> value) {
-    host::atomic<S>(pointer).store(value, std::memory_order_relaxed);
+    host::atomic<S>(pointer, host::Step::kStore).store(value, std::memory_order_relaxed);
 }
 template <Scope S, class T>
 T add_relaxed(T* pointer, std::type_identity_t<T> value) {
-    return host::atomic<S>(pointer).fetch_add(value, std::memory_order_relaxed);
+    return host::atomic<S>(pointer, host::Step::kStore).fetch_add(value, std::memory_order_relaxed);
 }
 template <Scope S, class T>
 T add_release(T* pointer, std::type_identity_t<T> value) {
-    return host::atomic<S>(pointer).fetch_add(value, std::memory_order_release);
+    return host::atomic<S>(pointer, host::Step::kRelease)
+        .fetch_add(value, std::memory_order_release);
 }
 template <Scope S, class T>
 T add_acq_rel(T* pointer, std::type_identity_t<T> value) {
-    return host::atomic<S>(pointer).fetch_add(value, std::memory_order_acq_rel);
+    return host::atomic<S>(pointer, host::Step::kReleaseUpdate)
+        .fetch_add(value, std::memory_order_acq_rel);
 }
 template <Scope S, class T>
 T or_relaxed(T* pointer, std::type_identity_t<T> value) {
-    return host::atomic<S>(pointer).fetch_or(value, std::memory_order_relaxed);
+    return host::atomic<S>(pointer, host::Step::kStore).fetch_or(value, std::memory_order_relaxed);
 }
 template <Scope S, class T>
 T exchange_relaxed(T* pointer, std::type_identity_t<T> value) {
-    return host::atomic<S>(pointer).exchange(value, std::memory_order_relaxed);
+    return host::atomic<S>(pointer, host::Step::kUpdate).exchange(value, std::memory_order_relaxed);
 }
 template <Scope S, class T>
 void max_relaxed(T* pointer, std::type_identity_t<T> value) {
-    const std::atomic_ref<T> word = host::atomic<S>(pointer);
+    const std::atomic_ref<T> word = host::atomic<S>(pointer, host::Step::kStore);
     T found = word.load(std::memory_order_relaxed);
     while (found < value && !word.compare_exchange_weak(found, value, std::memory_order_relaxed)) {
     }
@@ -248,7 +267,8 @@ template <Scope S, class T>
 T compare_exchange_relaxed(T* pointer,
                            std::type_identity_t<T> expected,
                            std::type_identity_t<T> desired) {
-    host::atomic<S>(pointer).compare_exchange_strong(expected, desired, std::memory_order_relaxed);
+    host::atomic<S>(pointer, host::Step::kUpdate)
+        .compare_exchange_strong(expected, desired, std::memory_order_relaxed);
     return expected;
 }
 
@@ -267,9 +287,10 @@ inline uint64_t now_ns() {
     return host::current_executor->clock().now_ns();
 }
 
-template <class Predicate, class Note>
-[[nodiscard]] bool spin_until(Predicate ready, Deadline deadline, Note note) {
+template <class Predicate, class Note, class Clock>
+[[nodiscard]] bool spin_until(Predicate ready, Deadline deadline, Note note, Clock clock_ns) {
     uint64_t note_at_ns = 0;
+    host::current_executor->begin_looks();
     for (int polls = 1;; ++polls) {
         if (ready()) {
             host::current_executor->poll_succeeded();
@@ -277,7 +298,7 @@ template <class Predicate, class Note>
         }
         // Reading the clock at every poll would cost more than the poll.
         if (polls % 8 == 0) {
-            const uint64_t now = host::current_executor->monotonic_ns();
+            const uint64_t now = clock_ns();
             if (now >= deadline.at_ns) {
                 host::current_executor->poll_succeeded();
                 return false;
@@ -288,9 +309,20 @@ template <class Predicate, class Note>
         host::current_executor->poll_failed(deadline.at_ns);
     }
 }
+template <class Predicate, class Note>
+[[nodiscard]] bool spin_until(Predicate ready, Deadline deadline, Note note) {
+    return spin_until(ready, deadline, note, [] { return host::current_executor->monotonic_ns(); });
+}
 template <class Predicate>
 [[nodiscard]] bool spin_until(Predicate ready, Deadline deadline) {
     return spin_until(ready, deadline, [] {});
+}
+// Lanes must not part ways, so clock and deadline are those of one of them.
+template <class Predicate, class Note>
+[[nodiscard]] bool warp_spin_until(Predicate ready, Deadline deadline, Note note) {
+    const Deadline common{shuffle(deadline.at_ns, 0)};
+    return spin_until(
+        ready, common, note, [] { return shuffle(host::current_executor->monotonic_ns(), 0); });
 }
 
 // Rows go to memory that another core reads next, and that is far more than the cache: stores that
@@ -334,7 +366,7 @@ inline void copy_interleaved(void* dst, const void* src, size_t bytes, int first
 // (source visible before, destination after the next sync) allows it. The other lanes' way past it is
 // in the caller: a call each would be one percent of a round.
 [[gnu::noinline]] inline void copy_by_one_lane(void* dst, const void* src, size_t bytes) {
-    host::current_executor->interleave();
+    host::current_executor->interleave(host::Step::kCopyWarp, nullptr, bytes);
     copy_streaming(dst, src, bytes);
 }
 EP_ALWAYS_INLINE void copy_warp(void* dst, const void* src, size_t bytes) {
@@ -348,6 +380,7 @@ inline void copy_block(void* dst, const void* src, size_t bytes) {
     if (host::kThreadSanitizer) {
         host::copy_interleaved(dst, src, bytes, thread_index(), num_threads());
     } else if (thread_index() == 0) {
+        host::current_executor->take_time(host::Step::kCopyBlock, bytes);
         std::memcpy(dst, src, bytes);
     }
 }
@@ -385,28 +418,6 @@ inline void prefetch_ahead(const Vector* vector) {
     __builtin_prefetch(vector + kVectorsAhead);
     __builtin_prefetch(vector + kVectorsAhead + kVectorsPerLine);
 }
-
-// Lanes that share a group of 128 channels when casting, and groups a lane has in work. One lane a
-// group spares the rendezvous; tests build with the GPU's numbers as well.
-#if defined(EP_CAST_LANES)
-constexpr int kCastLanes = EP_CAST_LANES;
-constexpr int kCastUnroll = 4;
-#else
-constexpr int kCastLanes = 1;
-constexpr int kCastUnroll = 1;
-#endif
-
-// Rows that a step of a normal operation moves at least, if there are so many: fibers meet twice in a step.
-constexpr int kLeastStep = 32;
-
-// Looks for something to do in a normal operation, for each look whether somebody has given it up: who
-// sleeps until a signal comes looks once.
-constexpr int kLooksPerCheck = 1;
-
-// Vectors a thread sums up at a time, and rows of which it has them under way: here the processor looks
-// ahead by itself.
-constexpr int kTileVectors = 8;
-constexpr int kRowsInFlight = 1;
 
 struct Tile {
     int first;

@@ -21,13 +21,20 @@ using Stream = uintptr_t;  // unused here: a launch has ended when launch() retu
 class Device {
   public:
     static constexpr bool kIsHost = true;
+#if defined(EP_TIME_MODEL)
+    // Launches are those of an H100, an H200 or an H800.
+    static constexpr bool kHasGpuShapes = true;
+    int num_multiprocessors() const { return 132; }
+#else
+    static constexpr bool kHasGpuShapes = false;
+    int num_multiprocessors() const { return 1; }
+#endif
 
     // device_index: only the GPU has several. clock: "rank" or "wall", see rank_clock.h.
     Device(int /*device_index*/, const std::string& clock)
         : executor_(clock == "wall" ? host::ClockMode::kWall : host::ClockMode::kRank) {}
 
     static int count() { return 1; }
-    int num_multiprocessors() const { return 1; }
 
     // Zeroed memory for kernels.
     void* allocate(size_t bytes) {
@@ -63,7 +70,7 @@ class Device {
 
     // kernel(args) on every thread of the shape. Throws host::DeviceError when the kernel is wrong.
     template <class Args>
-    void launch(const char* /*name*/,
+    void launch(const char* name,
                 void (*kernel)(Args),
                 const LaunchShape& shape,
                 const Args& args,
@@ -90,6 +97,7 @@ class Device {
             executor_.clock().leave_operation();
             throw;
         }
+        executor_.note_launch(name);
         if (after_launch_) after_launch_();
         executor_.clock().leave_operation();
     }

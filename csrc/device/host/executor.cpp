@@ -5,9 +5,10 @@
 
 #include <algorithm>
 #include <cstdio>
-#include <cstring>
 #include <exception>
 #include <utility>
+
+#include "device/host/launch_time.h"
 
 namespace ep::host {
 
@@ -59,6 +60,10 @@ void describe_overflowing_fiber(size_t, char* text, size_t bytes) {
 
 constexpr size_t kSharedAlignment = 128;
 
+constexpr Collective kBlockSync{"block_sync"};
+constexpr Collective kBarSync{"bar_sync"};
+constexpr Collective kGridSync{"grid_sync"};
+
 }  // namespace
 
 std::string describe(const Fiber& fiber) {
@@ -69,6 +74,11 @@ std::string describe(const Fiber& fiber) {
 
 Executor::Executor(ClockMode clock_mode)
     : clock_(clock_mode), schedule_(make_round_robin_schedule()) {
+    if (seat_ != nullptr && seat_->simulation().costs()) {
+        auto time = std::make_unique<LaunchTime>(*this, *seat_, *seat_->simulation().costs());
+        time_ = time.get();
+        schedule_ = std::move(time);
+    }
     install_stack_overflow_report(describe_overflowing_fiber);
 }
 
@@ -123,7 +133,7 @@ void Executor::start_launch(const LaunchShape& shape) {
     shape_ = shape;
     error_.clear();
     const size_t num_fibers = static_cast<size_t>(shape.blocks) * shape.threads;
-    stacks_.reserve(num_fibers);
+    stacks_.reserve(num_fibers, time_ == nullptr);
     fibers_.assign(num_fibers, Fiber{});
     warps_.assign(num_fibers / kWarpSize, Warp{});
     blocks_.assign(shape.blocks, Block{});
@@ -133,7 +143,7 @@ void Executor::start_launch(const LaunchShape& shape) {
     shared_stride_ = (shape.shared_bytes + kSharedAlignment) / kSharedAlignment * kSharedAlignment;
     shared_.assign(shared_stride_ * shape.blocks + kSharedAlignment, std::byte{0xC5});
     live_ = static_cast<int>(num_fibers);
-    ready_not_polling_ = ready_polling_ = failed_polls_ = idle_rounds_ = 0;
+    ready_not_polling_ = num_polling_ = failed_polls_ = idle_rounds_ = 0;
     armed_ = false;
     schedule_->reset(num_fibers);
     schedule_preempts_ = schedule_->describe() != "round-robin" || seat_ != nullptr;
@@ -166,7 +176,7 @@ void Executor::exit_current() {
     Block& block = blocks_[fiber.block];
     --block.live;
     if (block.live > 0 && block.sync.arrived == block.live) release_block(block);
-    if (live_ > 0 && grid_.arrived == live_) release(grid_);
+    if (live_ > 0 && grid_.arrived == live_) release(grid_, &CostModel::grid_barrier_ns);
     if (live_ == 0) {
         switch_fiber(fiber.context, main_, true);
     }
@@ -181,21 +191,24 @@ void Executor::check_warp_at_exit(const Fiber& fiber) {
         const Fiber& other = lane_of(fiber, lane);
         if (other.mask & me) {
             fail(describe(fiber) + " ended while lane " + std::to_string(lane) +
-                 " of its warp waits for it in " + other.collective);
+                 " of its warp waits for it in " + other.collective->name);
         }
     }
 }
 
 void Executor::make_ready(Fiber* fiber) {
     fiber->waiting = Waiting::kNothing;
-    ++(fiber->polling ? ready_polling_ : ready_not_polling_);
+    if (!fiber->polling) ++ready_not_polling_;
     schedule_->push(fiber);
 }
 
 void Executor::switch_to_next(bool final) {
     Fiber* next = schedule_->pop();
-    if (next == nullptr) fail(describe_stuck());
-    --(next->polling ? ready_polling_ : ready_not_polling_);
+    if (next == nullptr) {
+        if (seat_ != nullptr && seat_->simulation().has_ended()) die();
+        fail(describe_stuck());
+    }
+    if (!next->polling) --ready_not_polling_;
     Fiber* previous = current_;
     if (next == previous) return;
     current_ = next;
@@ -209,45 +222,42 @@ void Executor::fail(std::string message) {
     __builtin_unreachable();
 }
 
-void Executor::warp_collective(const char* name, uint32_t mask, void* slot, Complete complete) {
+void Executor::warp_collective(const Collective& collective,
+                               uint32_t mask,
+                               void* slot,
+                               Complete complete) {
     const Unobserved own_records;
     Fiber& fiber = *current_;
     const int lane = fiber.thread % kWarpSize;
     const uint32_t me = 1u << lane;
     Warp& warp = warp_of(fiber);
     if (!(mask & me))
-        fail(describe(fiber) + " calls " + name + " with a mask that does not contain it");
+        fail(describe(fiber) + " calls " + collective.name +
+             " with a mask that does not contain it");
     if (warp.exited & mask) {
-        fail(describe(fiber) + " waits in " + name + " for lane " +
+        fail(describe(fiber) + " waits in " + collective.name + " for lane " +
              std::to_string(__builtin_ctz(warp.exited & mask)) + ", which has ended");
     }
     fiber.mask = mask;
-    fiber.collective = name;
+    fiber.collective = &collective;
     warp.slots[lane] = slot;
     warp.arrived |= me;
     for (uint32_t rest = warp.arrived & mask & ~me; rest != 0; rest &= rest - 1) {
         const Fiber& other = lane_of(fiber, __builtin_ctz(rest));
         if (!(other.mask & me)) continue;
-        if (other.mask != mask ||
-            (other.collective != name && std::strcmp(other.collective, name) != 0)) {
-            fail("divergent warp collective: " + describe(fiber) + " is in " + name +
+        if (other.mask != mask || other.collective != &collective) {
+            fail("divergent warp collective: " + describe(fiber) + " is in " + collective.name +
                  " while lane " + std::to_string(other.thread % kWarpSize) + " waits in " +
-                 other.collective);
+                 other.collective->name);
         }
         // Lanes of one collective have been compared with each other when they arrived.
         break;
     }
-    if ((warp.arrived & mask) != mask) {
-        fiber.waiting = Waiting::kWarp;
-        switch_to_next(false);
-        return;
-    }
+    if ((warp.arrived & mask) != mask) return wait_for_lanes();
     for (uint32_t rest = mask; rest != 0; rest &= rest - 1) {
         if (lane_of(fiber, __builtin_ctz(rest)).mask != mask) {
             // A lane of the mask waits in another collective; it may come here later.
-            fiber.waiting = Waiting::kWarp;
-            switch_to_next(false);
-            return;
+            return wait_for_lanes();
         }
     }
     if (complete != nullptr) {
@@ -255,9 +265,20 @@ void Executor::warp_collective(const char* name, uint32_t mask, void* slot, Comp
     } else {
         order_memory_of_lanes(fiber, mask);
     }
+    if (is_timed()) {
+        std::vector<Fiber*> lanes;
+        for (uint32_t rest = mask; rest != 0; rest &= rest - 1)
+            lanes.push_back(&lane_of(fiber, __builtin_ctz(rest)));
+        meet(lanes, collective.exchanges * time_->costs().warp_ns);
+    }
     warp.arrived &= ~mask;
     for (uint32_t rest = mask & ~me; rest != 0; rest &= rest - 1)
         make_ready(&lane_of(fiber, __builtin_ctz(rest)));
+}
+
+void Executor::wait_for_lanes() {
+    current_->waiting = Waiting::kWarp;
+    switch_to_next(false);
 }
 
 void Executor::order_memory_of_lanes(const Fiber& fiber, uint32_t mask) {
@@ -269,7 +290,14 @@ void Executor::order_memory_of_lanes(const Fiber& fiber, uint32_t mask) {
     }
 }
 
-void Executor::release(Barrier& barrier) {
+// All who meet go on at the same time.
+void Executor::meet(std::span<Fiber* const> fibers, double ns) {
+    double latest_ns = 0;
+    for (const Fiber* fiber : fibers) latest_ns = std::max(latest_ns, fiber->clock_ns);
+    for (Fiber* fiber : fibers) time_->spend_until(*fiber, Spent::kBarrier, latest_ns + ns);
+}
+
+void Executor::release(Barrier& barrier, double CostModel::* cost) {
     // Swapped out first: a released thread may enter the barrier again.
     std::vector<Fiber*> waiting;
     waiting.swap(barrier.waiting);
@@ -280,15 +308,20 @@ void Executor::release(Barrier& barrier) {
         if (!current_->exited) all.push_back(&current_->context);
         order_memory(all);
     }
+    if (is_timed()) {
+        std::vector<Fiber*> all = waiting;
+        if (!current_->exited) all.push_back(current_);
+        meet(all, time_->costs().*cost);
+    }
     for (Fiber* fiber : waiting) make_ready(fiber);
     waiting.clear();
     if (barrier.waiting.empty()) barrier.waiting.swap(waiting);
 }
 
-void Executor::wait_in(Barrier& barrier, Waiting waiting, const char* name, int id) {
+void Executor::wait_in(Barrier& barrier, Waiting waiting, const Collective& collective, int id) {
     Fiber& fiber = *current_;
     fiber.waiting = waiting;
-    fiber.collective = name;
+    fiber.collective = &collective;
     fiber.barrier_id = id;
     barrier.waiting.push_back(&fiber);
     switch_to_next(false);
@@ -307,7 +340,7 @@ bool Executor::block_barrier(bool vote) {
     if (++block.sync.arrived == block.live) {
         release_block(block);
     } else {
-        wait_in(block.sync, Waiting::kBlock, "block_sync", 0);
+        wait_in(block.sync, Waiting::kBlock, kBlockSync, 0);
     }
     // The next round cannot end before this thread has come to it.
     return block.outcome;
@@ -331,7 +364,7 @@ void Executor::named_barrier(int id, int num_threads) {
     if (++barrier.arrived == num_threads) {
         release(barrier);
     } else {
-        wait_in(barrier, Waiting::kNamed, "bar_sync", id);
+        wait_in(barrier, Waiting::kNamed, kBarSync, id);
     }
 }
 
@@ -340,9 +373,9 @@ void Executor::grid_barrier() {
     if (!shape_.cooperative)
         fail(describe(*current_) + " calls grid_sync() in a launch that is not cooperative");
     if (++grid_.arrived == live_) {
-        release(grid_);
+        release(grid_, &CostModel::grid_barrier_ns);
     } else {
-        wait_in(grid_, Waiting::kGrid, "grid_sync", 0);
+        wait_in(grid_, Waiting::kGrid, kGridSync, 0);
     }
 }
 
@@ -358,29 +391,43 @@ void Executor::check_block_scope(const void* address) {
 void Executor::poll_failed(uint64_t deadline_ns) {
     const Unobserved own_records;
     Fiber& fiber = *current_;
-    fiber.polling = true;
-    if (ready_not_polling_ != 0) begin_look();
-    // What it read before it was interrupted may have changed since.
-    if (!std::exchange(fiber.interrupted, false) && fiber.last_look != look_) {
-        fiber.last_look = look_;
-        ++failed_polls_;
+    if (!std::exchange(fiber.polling, true)) {
+        ++num_polling_;
+        fiber.idles_before = num_idles_;
     }
-    next_deadline_ns_ = std::min(next_deadline_ns_, deadline_ns);
-    // Nobody but pollers, and each has looked since anything happened.
-    if (failed_polls_ > ready_polling_ && ready_not_polling_ == 0) idle();
-    make_ready(&fiber);
+    if (!is_timed()) {
+        if (ready_not_polling_ != 0) begin_look();
+        // What it read may have changed since it was interrupted, or since the launch was idle while it waited for
+        // other lanes.
+        const bool is_new = fiber.idles_before == num_idles_;
+        if (!std::exchange(fiber.interrupted, false) && is_new && fiber.last_look != look_) {
+            fiber.last_look = look_;
+            ++failed_polls_;
+        }
+        next_deadline_ns_ = std::min(next_deadline_ns_, deadline_ns);
+        // Nobody but pollers, and each has looked since anything happened.
+        if (failed_polls_ == num_polling_ && ready_not_polling_ == 0) idle();
+        make_ready(&fiber);
+    } else if (!time_->falls_asleep(fiber, deadline_ns)) {
+        make_ready(&fiber);
+    }
     switch_to_next(false);
+    fiber.idles_before = num_idles_;
 }
+
+void Executor::begin_looks_in_time() { time_->begin_looks(*current_); }
 
 void Executor::poll_succeeded() {
     const Unobserved own_records;
-    current_->polling = false;
+    if (is_timed()) time_->end_looks(*current_);
+    if (std::exchange(current_->polling, false)) --num_polling_;
     begin_look();
     if (idle_rounds_ != 0) end_idle();
 }
 
 void Executor::idle() {
     begin_look();
+    ++num_idles_;
     const uint64_t deadline_ns = std::exchange(next_deadline_ns_, UINT64_MAX);
     if (seat_ != nullptr) {
         if (!seat_->wait_for_signal(deadline_ns)) die();
@@ -427,8 +474,33 @@ void Executor::die() {
     switch_fiber(current_->context, main_, true);
 }
 
-void Executor::maybe_preempt() {
+void Executor::await_puts(bool by_nic) {
+    if (!time_->has_arrived(*current_, by_nic)) switch_to_next(false);
+}
+
+void Executor::spend(Spent what, double ns) { time_->spend(*current_, what, ns); }
+
+void Executor::take_step(Step step, size_t bytes) { time_->take(*current_, step, nullptr, bytes); }
+
+void Executor::note_launch(const char* name) {
+    if (is_timed()) time_->end(name);
+}
+
+void Executor::maybe_preempt(Step step, const void* address, size_t bytes) {
     const Unobserved own_records;
+    if (is_timed()) {
+        const bool releases = step == Step::kRelease || step == Step::kReleaseUpdate;
+        if (releases) await_puts(false);
+        time_->take(*current_, step, address, bytes);
+        if (time_->is_ahead(*current_)) {
+            make_ready(current_);
+            switch_to_next(false);
+        }
+        const bool writes =
+            releases || step == Step::kStore || step == Step::kWrite || step == Step::kUpdate;
+        if (writes) time_->written(address, current_->clock_ns);
+        return;
+    }
     if (seat_ != nullptr && !seat_->reach_point()) die();
     if (!schedule_->preempt()) return;
     // Seldom: messages must pile up for a missing fence to show.
@@ -451,13 +523,12 @@ std::string Executor::describe_stuck() const {
         // Neighbouring lanes of a warp that wait in the same place share a line.
         size_t last = first;
         while (last + 1 < fibers_.size() && (last + 1) / kWarpSize == first / kWarpSize &&
-               !fibers_[last + 1].exited &&
-               std::strcmp(fibers_[last + 1].collective, fiber.collective) == 0) {
+               !fibers_[last + 1].exited && fibers_[last + 1].collective == fiber.collective) {
             ++last;
         }
         text += (described == 0 ? " " : "; ") + describe(fiber);
         if (last != first) text += ".." + std::to_string(fibers_[last].thread % kWarpSize);
-        text += std::string(" in ") + fiber.collective;
+        text += std::string(" in ") + fiber.collective->name;
         if (fiber.waiting == Waiting::kNamed) text += " " + std::to_string(fiber.barrier_id);
         ++described;
         first = last + 1;
@@ -465,4 +536,19 @@ std::string Executor::describe_stuck() const {
     return text;
 }
 
+#if defined(EP_TIME_MODEL)
+void load_vector_takes_time() {
+    if (current_executor != nullptr) current_executor->take_time(Step::kLoadVector);
+}
+#endif
+
 }  // namespace ep::host
+
+#if defined(EP_TIME_MODEL)
+// The compiler puts a call into each basic block of the kernels.
+extern "C" void __sanitizer_cov_trace_pc() {
+    using ep::host::current_executor;
+    if (current_executor == nullptr || current_executor->time() == nullptr) return;
+    current_executor->spend(ep::host::Spent::kWorking, current_executor->time()->costs().step_ns);
+}
+#endif

@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <span>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -23,6 +24,8 @@ namespace ep::host {
 
 constexpr int kWarpSize = 32;
 constexpr int kNumNamedBarriers = 16;  // as on Hopper
+
+class LaunchTime;
 
 class DeviceError : public std::runtime_error {
   public:
@@ -45,6 +48,12 @@ class IdleWaiter {
     virtual void disarm() = 0;
 };
 
+// What threads meet in, an object each for all who do.
+struct Collective {
+    const char* name;
+    int exchanges = 0;  // of a warp: how many a GPU makes of it, one after the other
+};
+
 enum class Waiting : uint8_t { kNothing, kWarp, kBlock, kNamed, kGrid };
 
 struct Fiber {
@@ -53,12 +62,15 @@ struct Fiber {
     int thread = 0;
     bool exited = false;
     bool polling = false;
-    bool interrupted = false;  // in the middle of its poll
-    uint32_t last_look = 0;    // the round in which its poll failed last
+    bool interrupted = false;   // in the middle of its poll
+    uint32_t last_look = 0;     // the round in which its poll failed last
+    uint32_t idles_before = 0;  // its poll
     Waiting waiting = Waiting::kNothing;
     int barrier_id = 0;
-    const char* collective = "";  // what it waits in
-    uint32_t mask = 0;            // of a warp collective
+    const Collective* collective = nullptr;  // what it waits in
+    uint32_t mask = 0;                       // of a warp collective
+    double clock_ns = 0;                     // in the time of a GPU; see launch_time.h
+    double ahead_ns = 0;                     // of the look that it is in: that have passed already
 };
 
 class Executor {
@@ -74,7 +86,10 @@ class Executor {
     // DeviceError. Not reentrant.
     void run(const LaunchShape& shape, Body body, void* argument);
 
-    void set_schedule(std::unique_ptr<Schedule> schedule) { schedule_ = std::move(schedule); }
+    // The time of a GPU has a schedule of its own.
+    void set_schedule(std::unique_ptr<Schedule> schedule) {
+        if (time_ == nullptr) schedule_ = std::move(schedule);
+    }
     void set_idle_waiter(IdleWaiter* waiter) { idle_waiter_ = waiter; }
     // Called about every 100 ms while nobody can move, on the launching thread's own stack. What it
     // throws ends the launch where it stands and leaves run(): the way out for a user's interrupt.
@@ -82,12 +97,25 @@ class Executor {
     RankClock& clock() { return clock_; }
     const Schedule& schedule() const { return *schedule_; }
 
+    // nullptr outside of simulations in the time of a GPU. Of its functions those that take a Fiber& are for
+    // running ones.
+    LaunchTime* time() const { return time_; }
+    bool is_timed() const { return kHasTimeModel && time_ != nullptr; }
+    std::span<Fiber> fibers() { return fibers_; }
+    // A fiber that waited for what LaunchTime knows of.
+    void wake(Fiber* fiber) { make_ready(fiber); }
+    // The launch that has ended, for the simulation's records.
+    void note_launch(const char* name);
+
     // For code on a fiber, through device.h.
     const Fiber& fiber() const { return *current_; }
     const LaunchShape& shape() const { return shape_; }
     std::byte* shared_memory() { return shared_.data() + current_->block * shared_stride_; }
     // Without `complete` it is a warp_sync(), which orders memory; on a GPU the others do not.
-    void warp_collective(const char* name, uint32_t mask, void* slot, Complete complete);
+    void warp_collective(const Collective& collective,
+                         uint32_t mask,
+                         void* slot,
+                         Complete complete);
     // Whether any thread of the block came with `vote`.
     bool block_barrier(bool vote);
     void named_barrier(int id, int num_threads);
@@ -96,9 +124,24 @@ class Executor {
     // the caller will give up.
     void poll_failed(uint64_t deadline_ns);
     void poll_succeeded();
-    // A point where another thread may run first, if the schedule wants so.
-    void interleave() {
-        if (schedule_preempts_) maybe_preempt();
+    void begin_looks() {
+        if (is_timed()) begin_looks_in_time();
+    }
+    // A point where another thread may run first, if the schedule wants so. What is done next, and on how many
+    // bytes, matters to the time of a GPU alone.
+    void interleave(Step step = Step::kOther, const void* address = nullptr, size_t bytes = 0) {
+        if (schedule_preempts_) maybe_preempt(step, address, bytes);
+    }
+    // In the time of a GPU: until all has arrived that the multiprocessor, or the NIC, has put.
+    void await_puts(bool by_nic);
+    // The same for what a RowCopy has given, in any time.
+    void await_rows() {
+        if (is_timed()) await_puts(false);
+    }
+    // In the time of a GPU, without a point: it shows to nobody.
+    void spend(Spent what, double ns);
+    void take_time(Step step, size_t bytes = 0) {
+        if (is_timed()) take_step(step, bytes);
     }
     // Ends the launch if another block could reach `address`, which an atomic of block scope uses.
     void check_block_scope(const void* address);
@@ -131,15 +174,19 @@ class Executor {
     void exit_current();
     void make_ready(Fiber* fiber);
     void switch_to_next(bool final);
-    void release(Barrier& barrier);
+    void release(Barrier& barrier, double CostModel::* cost = &CostModel::barrier_ns);
     void release_block(Block& block);
-    void wait_in(Barrier& barrier, Waiting waiting, const char* name, int id);
+    void wait_in(Barrier& barrier, Waiting waiting, const Collective& collective, int id);
     void check_warp_at_exit(const Fiber& fiber);
+    void wait_for_lanes();
     void order_memory_of_lanes(const Fiber& fiber, uint32_t mask);
     void idle();
     void allow_interrupt();
     void end_idle();
-    void maybe_preempt();
+    void begin_looks_in_time();
+    void take_step(Step step, size_t bytes);
+    void maybe_preempt(Step step, const void* address, size_t bytes);
+    void meet(std::span<Fiber* const> fibers, double ns);
     void die();
     void begin_look() {
         failed_polls_ = 0;
@@ -157,6 +204,7 @@ class Executor {
         Simulation::seat();  // of a simulation, in which this executor was made; or nullptr
     RankClock clock_;
     std::unique_ptr<Schedule> schedule_;
+    LaunchTime* time_ = nullptr;  // is the schedule
     IdleWaiter* idle_waiter_ = nullptr;
     std::function<void()> interrupt_check_;
     uint64_t next_interrupt_check_ns_ = 0;
@@ -180,12 +228,13 @@ class Executor {
     Fiber* current_ = nullptr;
     int live_ = 0;
     int ready_not_polling_ = 0;
-    int ready_polling_ = 0;
+    int num_polling_ = 0;
     // Threads whose poll has failed since anything else happened, and the number of that stretch: under a
     // random schedule one thread may poll often before another does.
     int failed_polls_ = 0;
     uint32_t look_ = 1;
     int idle_rounds_ = 0;
+    uint32_t num_idles_ = 0;
     bool armed_ = false;
     std::string error_;
 };

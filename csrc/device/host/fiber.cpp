@@ -158,7 +158,7 @@ StackPool::~StackPool() {
     munmap(mapping_, count_ * kStride);
 }
 
-void StackPool::reserve(size_t count) {
+void StackPool::reserve(size_t count, bool guarded) {
     if (count <= count_) return;
     this->~StackPool();
     mapping_ = nullptr;
@@ -174,7 +174,7 @@ void StackPool::reserve(size_t count) {
                                  " kernel threads; use a smaller launch shape");
     }
     auto* const begin = static_cast<std::byte*>(mapping);
-    for (size_t i = 0; i < count; ++i) {
+    for (size_t i = 0; guarded && i < count; ++i) {
         if (mprotect(begin + i * kStride, kGuardBytes, PROT_NONE) == 0) continue;
         munmap(mapping, count * kStride);
         throw std::runtime_error("host target: cannot guard the stacks of " +
@@ -184,6 +184,7 @@ void StackPool::reserve(size_t count) {
     }
     mapping_ = begin;
     count_ = count;
+    if (!guarded) return;
     for (GuardedRange& range : guarded_ranges) {
         std::byte* expected = nullptr;
         if (range.begin.compare_exchange_strong(expected, mapping_)) {

@@ -23,8 +23,9 @@ struct FiberContext {
     SanitizerState sanitizer;
 };
 
-// Stacks for `count` fibers in one mapping, an inaccessible guard page below each. Kept between
-// launches because mapping and guarding them costs more than a small launch.
+// Stacks for `count` fibers in one mapping, an inaccessible guard page below each, if they are guarded: Linux
+// grants a process too few mappings for the threads of several GPUs. Kept between launches because mapping and
+// guarding them costs more than a small launch.
 class StackPool {
   public:
     static constexpr size_t kStackBytes = 64 * 1024;
@@ -34,7 +35,7 @@ class StackPool {
     StackPool(const StackPool&) = delete;
     StackPool& operator=(const StackPool&) = delete;
 
-    void reserve(size_t count);
+    void reserve(size_t count, bool guarded = true);
     std::byte* stack_begin(size_t index) const;
 
   private:

@@ -28,28 +28,34 @@ class RowCopy {
             copy_warp(dst, source_, bytes_);
             return;
         }
-        finish();
+        write();
         destination_ = dst;
+        if (elect_one()) host::current_executor->take_time(host::Step::kGiveRow, bytes_);
     }
 
     void finish() {
-        if (destination_ != nullptr && elect_one()) std::memcpy(destination_, piece_, bytes_);
-        destination_ = nullptr;
+        write();
+        if (piece_ != nullptr && elect_one()) host::current_executor->await_rows();
     }
 
     const void* source() const { return source_; }
     size_t bytes() const { return bytes_; }
+    bool is_staged() const { return piece_ != nullptr; }
 
   private:
+    void write() {
+        if (destination_ != nullptr && elect_one()) std::memcpy(destination_, piece_, bytes_);
+        destination_ = nullptr;
+    }
     void stage(const void* src, size_t bytes) {
-        finish();
+        write();
         if (bytes > piece_bytes_) {
             host::current_executor->fail("a row of " + std::to_string(bytes) +
                                          " bytes is copied through " +
                                          std::to_string(piece_bytes_) + " bytes of shared memory");
         }
         if (!elect_one()) return;
-        host::current_executor->interleave();
+        host::current_executor->interleave(host::Step::kTakeRow, nullptr, bytes);
         std::memcpy(piece_, src, bytes);
     }
 

@@ -1,5 +1,5 @@
-// Which kernel thread runs next. The executor hands every thread that can run to a Schedule and
-// asks it for the next one; a schedule decides nothing else, so a simulator can replace it.
+// Which kernel thread runs next. The executor hands every thread that can run to a Schedule and asks it for the
+// next one. Two are made here; the time of a GPU is a third (launch_time.h).
 #pragma once
 
 #include <cstddef>

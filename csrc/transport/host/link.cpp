@@ -9,6 +9,8 @@
 #include <climits>
 #include <cstring>
 
+#include "device/host/launch_time.h"
+
 namespace ep::host {
 namespace {
 
@@ -39,6 +41,8 @@ Link::Link(RankClock& clock, int rank, size_t bytes, std::vector<PeerMemory> pee
     if (seat_ == nullptr) return;
     simulation_ = seat_->simulation().shared_from_this();
     sender_ = simulation_->add(this, rank);
+    time_ = seat_->time();
+    if (is_timed()) time_->set_memory(peers_[rank].base);
     in_order_ = false;
     for (int dst = 0; dst < static_cast<int>(peers_.size()); ++dst)
         all_direct_ = all_direct_ && is_direct(dst);
@@ -48,7 +52,8 @@ Link::~Link() {
     if (simulation_) simulation_->remove(sender_);
 }
 
-void Link::put(int dst, size_t offset, const void* src, size_t bytes, int qp) {
+void Link::put(int dst, size_t offset, const void* src, size_t bytes, int qp, Step how) {
+    if (is_timed() && is_direct(dst)) current_executor->interleave(how, nullptr, bytes);
     const auto* begin = static_cast<const std::byte*>(src);
     std::vector<std::byte> copy;
     if (is_direct(dst)) {
@@ -75,6 +80,12 @@ void Link::put_word(int dst, size_t offset, uint64_t value, int qp) {
 void Link::send(HeldBack item) {
     nic_.hand_over();
     const Unobserved own_records;
+    if (is_timed()) {
+        const size_t bytes = item.late_source != nullptr ? item.late_bytes
+                             : item.is_signal            ? sizeof(item.value)
+                                                         : item.bytes.size();
+        return send_in_time(std::move(item), bytes);
+    }
     if (!simulation_) {
         item.generation = generations_[{item.dst, item.qp}];
         held_back_.push_back(std::move(item));
@@ -94,20 +105,81 @@ void Link::send(HeldBack item) {
 
 void Link::arrive(uint64_t id) {
     const auto entry = in_flight_.find(id);
+    if (is_timed()) return arrive_in_time(id, entry->second);
     deliver(entry->second);
     if (entry->second.is_signal) simulation_->signal(entry->second.dst);
     in_flight_.erase(entry);
 }
 
+double Link::latency_ns(int dst) const {
+    const CostModel& costs = time_->costs();
+    if (dst == rank_) return costs.store_ns;
+    return is_direct(dst) ? costs.nvlink_latency_ns : costs.nic_latency_ns;
+}
+
+void Link::send_in_time(HeldBack item, size_t bytes) {
+    Executor& executor = *current_executor;
+    const CostModel& costs = time_->costs();
+    GpuPorts& ports = time_->ports();
+    const bool by_nic = !is_direct(item.dst);
+    item.origin = time_->put(executor.fiber(), by_nic);
+    executor.spend(Spent::kMoving, by_nic ? costs.nic_put_ns : costs.store_ns);
+    const PathFault& path = path_faults_[item.dst];
+    double begin_ns = executor.fiber().clock_ns;
+    if (item.dst != rank_) {
+        const double ns_per_byte = std::max(
+            1 / (by_nic ? costs.nic_bytes_per_ns : costs.nvlink_bytes_per_ns), path.ns_per_byte);
+        item.transfer_ns = (by_nic ? costs.nic_message_ns : costs.nvlink_message_ns) +
+                           static_cast<double>(bytes) * ns_per_byte;
+        Port& out = by_nic ? ports.nic_out : ports.nvlink_out;
+        begin_ns = out.take(begin_ns, item.transfer_ns);
+        const double waits_ns = out.free_ns - executor.fiber().clock_ns - costs.nvlink_queued_ns;
+        if (!by_nic && waits_ns > 0) executor.spend(Spent::kMoving, waits_ns);
+    }
+    item.at_ns = begin_ns + latency_ns(item.dst) + static_cast<double>(path.delay_ns);
+    simulation_->schedule_arrival_at(item.dst, sender_, num_sent_, item.at_ns);
+    in_flight_.emplace(num_sent_++, std::move(item));
+}
+
+void Link::arrive_in_time(uint64_t id, HeldBack& item) {
+    GpuPorts& ports = simulation_->ports(item.dst);
+    Port& in = is_direct(item.dst) ? ports.nvlink_in : ports.nic_in;
+    switch (item.place) {
+        case HeldBack::kSent:
+            if (item.dst != rank_)
+                item.at_ns = in.take(item.at_ns, item.transfer_ns) + item.transfer_ns;
+            item.place = HeldBack::kAtPort;
+            item.stamp_ns = static_cast<uint64_t>(item.at_ns);
+            return simulation_->schedule_arrival_at(item.dst, sender_, id, item.at_ns);
+        case HeldBack::kAtPort:
+            deliver(item);
+            simulation_->written(item.dst, item.offset, item.at_ns);
+            item.place = HeldBack::kThere;
+            item.at_ns += latency_ns(item.dst);
+            return simulation_->schedule_arrival_at(rank_, sender_, id, item.at_ns);
+        case HeldBack::kThere:
+            time_->acknowledged(item.origin, item.at_ns);
+            in_flight_.erase(id);
+    }
+}
+
 void Link::fence(int dst, int qp) {
     const Unobserved own_records;
     ++traffic_.to[dst].fences;
-    if (simulation_) {
+    if (is_timed()) {
+        // A NIC keeps the order of its queue pairs.
+        if (is_direct(dst)) drain();
+    } else if (simulation_) {
         QueuePair& queue = queue_pairs_[{dst, qp}];
         queue.not_before_ns = queue.latest_ns + 1;
     } else if (!in_order()) {
         ++generations_[{dst, qp}];
     }
+}
+
+void Link::drain() {
+    current_executor->await_puts(false);
+    current_executor->spend(Spent::kFence, time_->costs().system_fence_ns);
 }
 
 uint64_t Link::arrival_stamp(int dst) {
@@ -159,6 +231,7 @@ void Link::deliver(const HeldBack& item) {
 uint64_t Link::poll(size_t offset) {
     const Unobserved own_records;
     ++traffic_.polls;
+    if (is_timed()) current_executor->interleave(Step::kLoad, peers_[rank_].base + offset);
     if (unrung_bytes_ >= kBytesPerRing && any_to_ring_) ring();
     auto* word = reinterpret_cast<uint64_t*>(peers_[rank_].base + offset);
     const uint64_t value = std::atomic_ref<uint64_t>(*word).load(std::memory_order_acquire);
@@ -177,6 +250,9 @@ uint64_t Link::poll(size_t offset) {
 uint64_t Link::newest(size_t offset) {
     const Unobserved own_records;
     ++traffic_.polls;
+    // Tests look outside of launches as well.
+    if (is_timed() && current_executor != nullptr)
+        current_executor->interleave(Step::kLoad, peers_[rank_].base + offset);
     auto* word = reinterpret_cast<uint64_t*>(peers_[rank_].base + offset);
     return std::atomic_ref<uint64_t>(*word).load(std::memory_order_acquire);
 }
@@ -256,6 +332,10 @@ void Link::deliver_at(size_t index) {
 void Link::quiet(int dst, int qp) {
     const Unobserved own_records;
     ++traffic_.to[dst].quiets;
+    if (is_timed()) {
+        if (is_direct(dst)) return drain();
+        return current_executor->await_puts(true);
+    }
     if (simulation_) {
         const uint64_t complete_ns = queue_pairs_[{dst, qp}].latest_ns + 1;
         if (complete_ns > simulation_->now_ns()) seat_->sleep_until(complete_ns);

@@ -42,7 +42,13 @@ class Link final : public IdleWaiter, public InFlight {
     }
     bool all_direct() const { return all_direct_; }
     // The source is read now or, in a simulation and for a rank on another node, when the put arrives.
-    void put(int dst, size_t offset, const void* src, size_t bytes, int qp);
+    // `how` the threads read it, in the time of a GPU.
+    void put(int dst,
+             size_t offset,
+             const void* src,
+             size_t bytes,
+             int qp,
+             Step how = Step::kCopyThread);
     void put_word(int dst, size_t offset, uint64_t value, int qp);
     void fence(int dst, int qp);
     void quiet(int dst, int qp);
@@ -107,6 +113,12 @@ class Link final : public IdleWaiter, public InFlight {
         uint64_t stamp_ns = 0;
         bool is_signal = false;
         uint64_t generation = 0;  // fences on (dst, qp) before it
+        // In the time of a GPU: when its first byte comes to the port of `dst`, then when its last one has come, then
+        // when the sender knows.
+        double at_ns = 0;
+        double transfer_ns = 0;
+        enum { kSent, kAtPort, kThere } place = kSent;
+        PutOrigin origin = {};
     };
 
     // Arrivals on one queue pair of a simulation.
@@ -116,6 +128,12 @@ class Link final : public IdleWaiter, public InFlight {
     };
 
     void send(HeldBack item);
+    // The same in the time of a GPU, and what comes of it.
+    void send_in_time(HeldBack item, size_t bytes);
+    void arrive_in_time(uint64_t id, HeldBack& item);
+    double latency_ns(int dst) const;
+    void drain();
+    bool is_timed() const { return kHasTimeModel && time_ != nullptr; }
     uint64_t arrival_stamp(int dst);
     uint64_t stamp_of(size_t offset) const;
     bool is_fenced(const HeldBack& item) const;
@@ -144,6 +162,7 @@ class Link final : public IdleWaiter, public InFlight {
     uint64_t now_at_least_ns_ = 0;
     Seat* seat_ = Simulation::seat();
     std::shared_ptr<Simulation> simulation_;  // alive as long as the seat is needed
+    LaunchTime* time_ = nullptr;              // in the time of a GPU
     int sender_ = -1;
     uint64_t num_sent_ = 0;
     std::map<uint64_t, HeldBack> in_flight_;

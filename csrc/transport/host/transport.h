@@ -25,7 +25,7 @@ struct Transport {
         int dst, size_t offset, const void* src, size_t bytes, int qp) const {
         host::current_executor->interleave();
         if (!link->in_order()) {
-            if (elect_one()) link->put(dst, offset, src, bytes, qp);
+            if (elect_one()) link->put(dst, offset, src, bytes, qp, host::Step::kCopyWarp);
             return;
         }
         copy_warp(peers[dst] + offset, src, bytes);
@@ -35,7 +35,8 @@ struct Transport {
     [[gnu::always_inline]] void put_row(int dst, size_t offset, RowCopy& row, int qp) const {
         host::current_executor->interleave();
         if (!link->in_order()) {
-            if (elect_one()) link->put(dst, offset, row.source(), row.bytes(), qp);
+            const auto copy = row.is_staged() ? host::Step::kGiveRow : host::Step::kCopyWarp;
+            if (elect_one()) link->put(dst, offset, row.source(), row.bytes(), qp, copy);
             return;
         }
         row.give(peers[dst] + offset);

@@ -15,14 +15,13 @@ Who waits for slots of a rank that itself waits is held up further on, and the c
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from types import MappingProxyType
 
 import numpy as np
 
 from ..collect.hops import LAST_HOPS, NORMAL_COMBINE
 from ..core.causes import Cause
-from ..core.diagnosis import BoolArray, FloatArray
+from ..core.diagnosis import FloatArray
 from ..core.robust_stats import MAD_TO_SIGMA, healthy, median, median_of, or_zero
 from .estimates import Estimates
 from .finding import Found, Named, Size, cells_of, found_cause
@@ -37,41 +36,13 @@ UNEVEN = 1.3
 NOBODY: Mapping[int, float] = MappingProxyType({})
 
 
-@dataclass(frozen=True)
-class _BackPressure:
-    """What waiting for slots says of the receivers of one hop; `[num_ranks]` each, ns.
-
-    Attributes:
-        kind: the hop.
-        waited: how long most sources wait for slots, without what the receiver cannot help.
-        effect: of it, what is above the usual, or by the rank's own clock.
-        error: its standard error.
-        spread: how far healthy receivers differ.
-        is_certain: whether that is a cause, and lies there.
-        left: own time after the last arrival, above the median rank.
-    """
-
-    kind: JudgedKind
-    waited: FloatArray
-    effect: FloatArray
-    error: FloatArray
-    spread: float
-    is_certain: BoolArray
-    left: FloatArray
-
-
 def slow_receivers(kinds: Sequence[JudgedKind]) -> list[Found]:
     """Ranks for whose slots most of their sources wait, and who are not held up themselves.
 
     Args:
         kinds: of operations that follow each other; low latency has slots for everything.
     """
-    hops = [_back_pressure(kind) for kind in kinds if kind.e.operation in LAST_HOPS]
-    return [
-        _slow_receiver(hop, rank)
-        for hop in hops
-        for rank in np.flatnonzero(hop.is_certain).tolist()
-    ]
+    return [f for kind in kinds if kind.e.operation in LAST_HOPS for f in _of_hop(kind)]
 
 
 def longest(found: Sequence[Found]) -> dict[int, float]:
@@ -84,8 +55,9 @@ def longest(found: Sequence[Found]) -> dict[int, float]:
     return by_rank
 
 
-def _back_pressure(kind: JudgedKind) -> _BackPressure:
+def _of_hop(kind: JudgedKind) -> list[Found]:
     e = kind.e
+    # How long sources wait for slots, without what the receiver cannot help.
     waited = np.where(e.m.has_sources & ~np.eye(e.m.num_ranks, dtype=bool), e.m.credit, np.nan)
     sources = np.isfinite(waited).sum(axis=1)
     for_others = np.where(np.isfinite(waited), _for_other_rows(e), np.nan)
@@ -106,7 +78,24 @@ def _back_pressure(kind: JudgedKind) -> _BackPressure:
     by_clock = is_slow & (effect < left)
     effect, error = np.where(by_clock, left, effect), np.where(by_clock, e.drain.error, error)
     is_certain = ((effect > bar) | is_slow) & (left > _LEFT * effect)
-    return _BackPressure(kind, of_most, effect, error, spread, is_certain, left)
+    return [
+        found_cause(
+            kind,
+            Cause.SLOW_RECEIVER,
+            Named(rank),
+            Size(float(effect[rank]), float(error[rank]), e.load.size, spread),
+            cells_of(e, receiver=rank),
+            # Its senders' time, which none of them takes by itself.
+            Gain(e.operation, rank, paths=(rank, slice(None)), path_ns=float(effect[rank])),
+            evidence={
+                "sources_wait_for_its_slots_us": float(of_most[rank]) / 1e3,
+                "own_time_over_median_us": float(left[rank]) / 1e3,
+                "tokens_over_even_share": float(e.load[rank]),
+                "drain_us": float(e.drain_ns[rank]) / 1e3,
+            },
+        )
+        for rank in np.flatnonzero(is_certain).tolist()
+    ]
 
 
 def _for_other_rows(e: Estimates) -> FloatArray:
@@ -125,23 +114,3 @@ def _for_other_rows(e: Estimates) -> FloatArray:
     others = np.fmax.reduce(came, axis=1, initial=np.nan)[:, None] - came
     others -= or_zero(median_of(others - m.credit))
     return np.asarray(np.maximum(np.nan_to_num(others), 0.0))
-
-
-def _slow_receiver(hop: _BackPressure, rank: int) -> Found:
-    e = hop.kind.e
-    effect, error = float(hop.effect[rank]), float(hop.error[rank])
-    return found_cause(
-        hop.kind,
-        Cause.SLOW_RECEIVER,
-        Named(rank),
-        Size(effect, error, e.load.size, hop.spread),
-        cells_of(e, receiver=rank),
-        # Its senders' time, which none of them takes by itself.
-        Gain(e.operation, rank, paths=(rank, slice(None)), path_ns=effect),
-        evidence={
-            "sources_wait_for_its_slots_us": float(hop.waited[rank]) / 1e3,
-            "own_time_over_median_us": float(hop.left[rank]) / 1e3,
-            "tokens_over_even_share": float(e.load[rank]),
-            "drain_us": float(e.drain_ns[rank]) / 1e3,
-        },
-    )

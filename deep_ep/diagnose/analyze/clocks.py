@@ -11,12 +11,13 @@ A node whose link is slow takes the clocks of all its ranks along, so nodes are 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from ..collect.group_matrices import Place
 from ..core.diagnosis import FloatArray, IntArray
-from ..core.robust_stats import MAD_TO_SIGMA, median, median_of, or_zero, quantile_of
+from ..core.robust_stats import FAR, MAD_TO_SIGMA, median, median_of, or_zero, quantile_of
 from .partners import some_ranks
 
 # Slow paths leave these quantiles of what two directions take together alone; standard deviations between them.
@@ -28,8 +29,6 @@ _ENOUGH_PAIRS = 0.5
 _LEAST_SIGMA_NS = 500.0
 # The middle of the readings, which has both ends of a slow side that is as well known as the other side.
 _MIDDLE = 0.49, 0.51
-# Ends are those of a slow side if they are so many standard deviations apart.
-_FAR_APART = 4.0
 # A fit of so many readings for each clock leaves over what they differ by.
 _TO_SPARE = 8
 # After so many sweeps nothing moves.
@@ -70,8 +69,8 @@ class _Readings:
 
     Attributes:
         others: [others], the ranks that all are compared with.
-        ahead: [kind and direction, rank, other] ns, NaN where not known.
-        weight: likewise.
+        ahead: [rank, kind and direction, other] ns, infinite where not known, which sorts faster than NaN.
+        weight: likewise, 0 where not known.
         sigma: least standard deviation between those of healthy paths of any kind, ns.
     """
 
@@ -79,6 +78,10 @@ class _Readings:
     ahead: FloatArray
     weight: FloatArray
     sigma: float
+
+    def left(self, clock: FloatArray, of: Any = ...) -> FloatArray:
+        """What clocks do not explain of some ranks' readings."""
+        return np.asarray(self.ahead[of] - clock[of, None, None] + clock[self.others])
 
 
 def joint_clocks(
@@ -107,32 +110,31 @@ def joint_clocks(
 
 def _left_over(readings: _Readings, clock: FloatArray) -> float:
     """Standard deviation of one reading, by what the fit leaves; where that is not much more than clocks, as assumed."""
-    left = readings.ahead - clock[:, None] + clock[readings.others]
+    left = readings.left(clock)
     if np.isfinite(left).sum() < _TO_SPARE * clock.size:
         return readings.sigma
     # Kinds of operation may differ, and the best one tells.
-    sigma = min(or_zero(median_of(np.abs(of_kind))) for of_kind in left[::2])
+    sigma = min(or_zero(median_of(np.abs(left[:, way]))) for way in range(0, left.shape[1], 2))
     return max(MAD_TO_SIGMA * sigma, _LEAST_SIGMA_NS)
 
 
 def _doubt(readings: _Readings, clock: FloatArray, classes: IntArray) -> None:
     """Takes weight from readings of a kind that contradict each other, as where ports queue in the order of sending."""
-    left = readings.ahead - clock[:, None] + clock[readings.others]
+    left = np.abs(readings.left(clock))
     for link in range(3):
-        of_link = classes[:, readings.others] == link
-        for kind in range(0, len(left), 2):
-            apart = MAD_TO_SIGMA * or_zero(median_of(np.abs(left[kind : kind + 2, of_link])))
-            readings.weight[kind : kind + 2, of_link] = 1 / (
-                1 / readings.weight[kind][of_link] + apart**2
-            )
+        of_link = (classes[:, readings.others] == link)[:, None]
+        for way in range(0, left.shape[1], 2):
+            both = left[:, way : way + 2]
+            apart = MAD_TO_SIGMA * or_zero(median_of(np.where(of_link, both, np.nan)))
+            weight = readings.weight[:, way : way + 2]
+            np.divide(weight, 1 + apart**2 * weight, out=weight, where=of_link)
 
 
 def _settled(readings: _Readings, clock: FloatArray, place: Place) -> FloatArray:
     clock = clock.copy()
     for _ in range(_MOST_SWEEPS):
         before = clock.copy()
-        left = readings.ahead - clock[:, None] + clock[readings.others]
-        clock += _step(left, readings.weight, clock, readings.sigma)
+        clock += _step(readings.left(clock), readings.weight, clock, readings.sigma)
         if 1 < place.num_nodes < place.num_ranks:
             _set_nodes(readings, clock, place.nodes)
         if np.abs(clock - before).max() < readings.sigma:
@@ -165,48 +167,40 @@ def _read(times: FloatArray, classes: IntArray, most: FloatArray, is_good: bool)
         ahead += [ways[0] - usual, usual - ways[1]]
         weight += [1 / sigma**2] * 2
         sigmas.append(float(sigma[np.isfinite(sigma)].max(initial=_LEAST_SIGMA_NS)))
-    return _Readings(others, np.stack(ahead), np.stack(weight), min(sigmas))
+    all_ahead = np.stack(ahead, axis=1)
+    known = np.where(np.isfinite(all_ahead), np.stack(weight, axis=1), 0.0)
+    return _Readings(others, np.where(known > 0, all_ahead, np.inf), known, min(sigmas))
 
 
 def _against_one(readings: _Readings) -> FloatArray:
     """[num_ranks]: clocks as the paths to and from the best known rank have them."""
-    known = np.isfinite(readings.ahead)
-    best = int(np.argmax(known.any(axis=0).sum(axis=0)))
-    weight = np.where(known, readings.weight, 0.0)[:, :, best]
-    of_best = (weight * np.nan_to_num(readings.ahead[:, :, best])).sum(axis=0)
-    clock = of_best / np.where(weight.any(axis=0), weight.sum(axis=0), 1.0)
+    known = readings.weight > 0
+    best = int(np.argmax(known.any(axis=1).sum(axis=0)))
+    weight = readings.weight[:, :, best]
+    of_best = (weight * np.nan_to_num(readings.ahead[:, :, best])).sum(axis=1)
+    clock = of_best / np.where(weight.any(axis=1), weight.sum(axis=1), 1.0)
     return np.asarray(clock - np.median(clock))
 
 
 def _set_nodes(readings: _Readings, clock: FloatArray, nodes: IntArray) -> None:
     """Moves the clocks of each node together."""
+    is_outside = nodes[:, None] != nodes[readings.others]
+    weight = readings.weight * is_outside[:, None]
     for node in range(int(nodes.max(initial=-1)) + 1):
         inside = np.flatnonzero(nodes == node)
-        outside = np.flatnonzero(nodes[readings.others] != node)
-        ahead, weight = (
-            values[:, inside][:, :, outside] for values in (readings.ahead, readings.weight)
-        )
-        left = ahead - clock[inside][:, None] + clock[readings.others[outside]]
+        left = readings.left(clock, inside).reshape(1, -1)
         mean = clock[inside].mean(keepdims=True)
-        clock[inside] += _step(
-            left.reshape(1, 1, -1), weight.reshape(1, 1, -1), mean, readings.sigma
-        )
+        clock[inside] += _step(left, weight[inside].reshape(1, -1), mean, readings.sigma)
 
 
 def _step(left: FloatArray, weight: FloatArray, clock: FloatArray, sigma: float) -> FloatArray:
-    """[clock]: by how much to move each; left, weight: [kind and direction, clock, path]."""
-    by_clock, of_clock = (np.moveaxis(v, 1, 0).reshape(len(clock), -1) for v in (left, weight))
-    order = np.argsort(by_clock, axis=1)  # what is not known comes last
-    ordered = np.take_along_axis(by_clock, order, 1)
-    of_clock = np.where(np.isfinite(ordered), np.take_along_axis(of_clock, order, 1), 0.0)
-    below = np.cumsum(of_clock, axis=1)
-    low, high = (
-        np.nan_to_num(
-            np.take_along_axis(
-                ordered, np.argmax(below >= share * below[:, -1:], axis=1)[:, None], 1
-            )[:, 0]
-        )
-        for share in _MIDDLE
-    )
+    """[clock]: by how much to move each; left, weight: [clock, ...] readings."""
+    left, weight = left.reshape(len(clock), -1), weight.reshape(len(clock), -1)
+    order, rows = np.argsort(left, axis=1), np.arange(len(clock))[:, None]
+    below = np.cumsum(weight[rows, order], axis=1)
+    ends = [np.argmax(below >= share * below[:, -1:], axis=1) for share in _MIDDLE]
+    middle = left[rows, order[rows, np.stack(ends, axis=1)]]
+    low, high = np.where(below[:, -1:] > 0, middle, 0.0).T
     nearer = np.where(np.abs(clock + low) < np.abs(clock + high), low, high)
-    return np.where(high - low > _FAR_APART * sigma, nearer, (low + high) / 2)
+    # Ends that are far apart are those of a slow side.
+    return np.asarray(np.where(high - low > FAR * sigma, nearer, (low + high) / 2))

@@ -37,11 +37,8 @@ from .path_verdicts import (
 )
 from .rank_causes import early_receivers, hot_experts, late_ranks
 from .silent_ranks import late_and_silent
-from .thresholds import MIN_OPERATIONS, JudgedKind, Thresholds
+from .thresholds import MIN_OPERATIONS, MOST_READ, JudgedKind, Thresholds
 from .what_if import savings_ns
-
-# Single savings are computed for this many verdicts; a report of more is not read to its end.
-_MOST_SAVINGS = 12
 
 
 def judge(
@@ -177,8 +174,7 @@ def _savings(
                 causes.setdefault(verdict.key, []).append(i)
         if not causes:
             continue
-        # A long list is not read to its end.
-        alone = list(causes.values())[:_MOST_SAVINGS]
+        alone = list(causes.values())[:MOST_READ]
         everything = tuple(sorted(i for places in causes.values() for i in places))
         others = [tuple(i for i in everything if i not in places) for places in alone]
         # Of two causes the others are the other one.

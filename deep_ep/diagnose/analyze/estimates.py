@@ -55,7 +55,6 @@ class Estimates:
         work: own time before and while sending, up to the begin of waiting, without what tokens explain.
         drain: own time after the last arrival, likewise.
         by_work, by_drain: what tokens explain of each.
-        late, late_error: [num_ranks], when the others saw everything of this rank issued.
         load: tokens that the rank's experts handle, over an even share.
         gap_ns, span_ns, send_ns, drain_ns: [num_ranks], medians of what each rank does by itself.
         paths: the model of path times.
@@ -71,8 +70,6 @@ class Estimates:
     drain: Effect
     by_work: ByTokens
     by_drain: ByTokens
-    late: FloatArray
-    late_error: FloatArray
     load: FloatArray
     gap_ns: FloatArray
     span_ns: FloatArray
@@ -95,6 +92,12 @@ class Estimates:
     def token_time(self) -> FloatArray:
         """[num_ranks] ns that tokens explain."""
         return self.by_work.time + self.by_drain.time
+
+    @functools.cached_property
+    def late(self) -> FloatArray:
+        """[num_ranks]: when the others saw everything of a rank issued, above the healthy ranks."""
+        seen = median(self.m.late, 0) - (self.paths.clock - np.median(self.paths.clock))
+        return seen - healthy(seen)[0]
 
     @functools.cached_property
     def busy(self) -> Effect:
@@ -129,7 +132,7 @@ def _paths_of(m: Matrices, model: PathModel, k: int) -> Paths:
         for level, of in ((within, has[:1]), (between, has[1:]))
     ]
     return Paths(
-        model.corrected[k],
+        model.corrected(k),
         model.usual[k],
         model.between,
         model.clock,
@@ -154,8 +157,6 @@ def _estimate(m: Matrices, before: Matrices | None, held_up: FloatArray, paths: 
         drain=compare(m.drain - by_drain.each, by_drain.error),
         by_work=by_work,
         by_drain=by_drain,
-        late=_lateness(m, paths.clock),
-        late_error=median(m.late_error, 0),
         load=_over_even_share(_handled(m, before, sent, received)),
         gap_ns=median(m.gap, 0),
         span_ns=median(m.span, 0),
@@ -196,12 +197,6 @@ def _handled_before(m: Matrices, before: Matrices | None) -> FloatArray | None:
     at = np.searchsorted(before.ops, m.ops, side="left") - 1
     handled = np.where((at >= 0)[:, None], before.received[np.maximum(at, 0)], np.nan)
     return np.asarray(handled)
-
-
-def _lateness(m: Matrices, clock: FloatArray) -> FloatArray:
-    """[num_ranks]: median over receivers, above the healthy ranks."""
-    seen = median(m.late, 0) - (clock - np.median(clock))
-    return seen - healthy(seen)[0]
 
 
 def _over_even_share(tokens: FloatArray) -> FloatArray:

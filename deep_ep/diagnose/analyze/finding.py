@@ -20,7 +20,7 @@ from .thresholds import JudgedKind
 from .what_if import Gain
 
 _NORMAL_95 = 1.96
-_NONE: Mapping[str, str] = MappingProxyType({})
+NO_WORDS: Mapping[str, str] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def found_cause(
     evidence: Mapping[EvidenceKey, float],
     seen_in: float = math.nan,
     most_certain: float = 1.0,
-    words: Mapping[str, str] = _NONE,
+    words: Mapping[str, str] = NO_WORDS,
     next_step: str = "",
 ) -> Found:
     """A verdict.
@@ -130,7 +130,7 @@ def found_on_paths(
     *,
     evidence: Mapping[EvidenceKey, float],
     seen_in: float = math.nan,
-    words: Mapping[str, str] = _NONE,
+    words: Mapping[str, str] = NO_WORDS,
 ) -> Found:
     """A verdict on `paths`, an index into [receiver, source]."""
     cells = np.zeros(kind.e.blame.shape, dtype=bool)

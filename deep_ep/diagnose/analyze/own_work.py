@@ -14,6 +14,7 @@ import numpy as np
 
 from ..core.diagnosis import FloatArray
 from ..core.robust_stats import (
+    FAR,
     MAD_TO_SIGMA,
     MEDIAN_COST,
     healthy,
@@ -33,8 +34,6 @@ _STRETCHES, _MIN_STRETCH = 8, 6
 _LASTS = 1.3
 # How far healthy ranks differ for good, as a share of their time; it weighs as much as so many ranks seen.
 _HEALTHY_DIFFERENCE, _EXPECTED_WEIGHT = 0.004, 2.0
-# Healthy ranks are within so many standard deviations.
-_FAR = 4.0
 
 
 @dataclass(frozen=True)
@@ -87,7 +86,7 @@ def compare(values: FloatArray, taken_out: FloatArray | None = None) -> Effect:
     effect, excess = effect - location, excess - location
     by_tokens = np.zeros(num_ranks)
     if taken_out is not None:
-        alike = np.abs(effect) <= _FAR * max(usual_error, spread)
+        alike = np.abs(effect) <= FAR * max(usual_error, spread)
         by_tokens = np.nan_to_num(taken_out - or_zero(median_of(taken_out[alike])))
     even = effect / 2 if num_ranks == 2 else 0.0
     above = np.sum(excess > even, axis=0) / np.maximum(np.isfinite(excess).sum(axis=0), 1)
@@ -142,7 +141,7 @@ def _series(stretches: FloatArray) -> float:
 def _apart(effects: FloatArray, noise: float, expected: float) -> float:
     """How far a rank may lie from the reference for no cause: for good, and by the reference's error."""
     known = effects[np.isfinite(effects)]
-    alike = known[np.abs(known) <= _FAR * math.hypot(noise, expected)]
+    alike = known[np.abs(known) <= FAR * math.hypot(noise, expected)]
     degrees = max(alike.size - 1, 0)
     seen = max(float(np.sum(alike**2)) - degrees * noise**2, 0.0)
     for_good = (_EXPECTED_WEIGHT * expected**2 + seen) / (_EXPECTED_WEIGHT + degrees)

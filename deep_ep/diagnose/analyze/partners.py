@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 
 from ..core.diagnosis import BoolArray, IntArray
@@ -10,6 +12,7 @@ from ..core.diagnosis import BoolArray, IntArray
 ENOUGH_RANKS = 64
 
 
+@functools.lru_cache(maxsize=8)
 def some_ranks(num_ranks: int) -> IntArray:
     """All ranks in order, or as many of them as are enough."""
     return np.sort(np.random.default_rng(0).permutation(num_ranks)[:ENOUGH_RANKS])

@@ -17,7 +17,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -41,6 +41,7 @@ from .path_model import (
     MIN_RANKS_TO_SPLIT_PATHS,
     OTHERWISE_BUSY,
     PathModel,
+    flat,
     known_rest,
 )
 
@@ -79,13 +80,12 @@ class PathCause:
     is_known: BoolArray
 
 
-@dataclass(frozen=True)
-class _Option:
-    """A way to explain the paths of some ranks: which are slow, by how much clocks are off, and the loss in nats."""
+class _Option(NamedTuple):
+    """A way to explain the paths of some ranks: the loss in nats, which are slow, and by how much clocks are off."""
 
+    loss: float
     group: PathGroup
     shift: float
-    loss: float
 
 
 @dataclass(frozen=True)
@@ -245,11 +245,11 @@ class Contest:
         """The cause, or that of both directions if the other one, with other clocks, explains as much."""
         if not (self.fits_clocks and group.clocks.size):
             return group.cause
-        opposite = group.mirrored()
+        options, opposite = self._options(group), group.mirrored()
         mine, other = (
             min(
                 option.loss
-                for option in self._options(group)
+                for option in options
                 if (option.group.cause, option.group.number) == (one.cause, one.number)
             )
             for one in (group, opposite)
@@ -272,7 +272,7 @@ class Contest:
         for of, slow in ways:
             for shift in parts.shifts(slow):
                 loss = parts.misfit(slow, shift) + self._price_of_clock(group, shift)
-                options.append(_Option(of, shift, loss + A_CAUSE * len(slow)))
+                options.append(_Option(loss + A_CAUSE * len(slow), of, shift))
         return options
 
     def _rivals(self, group: PathGroup) -> list[tuple[PathGroup, PathGroup]]:
@@ -290,9 +290,9 @@ class Contest:
         way = np.where(np.isin(at // num_ranks, group.clocks), 1.0, -1.0)
         is_side = group.cause in (Cause.INGRESS, Cause.EGRESS)
         number = np.where(is_side, 0, np.where(inside, 1, np.where(opposite, 2, 3)))
-        between = _flat(self.model.between[None])[0, at]
+        between = flat(self.model.between[None])[0, at]
         rest, noise = self._cells(at)
-        rest, usual = known_rest(rest, self._hides(at)), _flat(self.model.usual)[:, at]
+        rest, usual = known_rest(rest, self._hides(at)), flat(self.model.usual)[:, at]
         found = []
         for of, direction, is_far in itertools.product(range(4), (1.0, -1.0), (False, True)):
             cells = np.flatnonzero((number == of) & (way == direction) & (between == is_far))
@@ -335,7 +335,7 @@ class Contest:
         effect = np.zeros(len(rest))
         if inside.any():
             slow = known_rest(left, self._hides(at))[:, inside]
-            expected = _flat(self.model.expected)[:, at[inside]].sum(axis=1)
+            expected = flat(self.model.expected)[:, at[inside]].sum(axis=1)
             enough = np.isfinite(slow).sum(axis=1) >= KNOWN * expected
             effect = np.where(enough, np.maximum(np.nan_to_num(median(slow, 1)), 0.0), 0.0)
         after = self._loss(left - effect[:, None] * inside, noise, at)
@@ -359,14 +359,14 @@ class Contest:
         out_of = (others[:, None] * num_ranks + group.clocks).ravel()
         at = np.concatenate([into, out_of])
         sign = np.repeat([1.0, -1.0], [into.size, out_of.size])
-        moved = np.where(_flat(self.model.on_one_clock)[:, at], 0.0, sign)
+        moved = np.where(flat(self.model.on_one_clock)[:, at], 0.0, sign)
         return at, moved, np.isin(at, paths)
 
     def _cells(self, at: IntArray) -> tuple[FloatArray, FloatArray]:
-        return _flat(self.rest)[:, at], _flat(self.model.noise)[:, at]
+        return flat(self.rest)[:, at], flat(self.model.noise)[:, at]
 
     def _hides(self, at: IntArray) -> Any:
-        return _flat(self.is_bound)[:, at]
+        return flat(self.is_bound)[:, at]
 
     def _loss(self, rest: FloatArray, noise: FloatArray, at: IntArray) -> FloatArray:
         return _huber(np.nan_to_num(known_rest(rest, self._hides(at)) / noise))
@@ -374,11 +374,11 @@ class Contest:
     # --- what was chosen ------------------------------------------------------------------------
 
     def _explain(self, fit: _Fit) -> None:
-        flat = _flat(self.rest)
-        flat[:, fit.group.paths(self.model.place.num_ranks)] -= fit.effect[:, None]
+        rest = flat(self.rest)
+        rest[:, fit.group.paths(self.model.place.num_ranks)] -= fit.effect[:, None]
         if fit.shift:
             at, moved, _ = self._region(fit.group, with_clocks=True)
-            flat[:, at] -= fit.shift * moved
+            rest[:, at] -= fit.shift * moved
             self.clock[fit.group.clocks] += fit.shift
 
     def _settled(self, fit: _Fit) -> _Fit:
@@ -391,16 +391,18 @@ class Contest:
 
     def _single_paths(self) -> list[tuple[Cause, _Fit]]:
         num_ranks = self.model.place.num_ranks
-        everything = np.arange(num_ranks**2)
-        rest, noise = self._cells(everything)
-        gains = self._loss(rest, noise, everything)
-        gains = np.where(known_rest(rest, self._hides(everything)) > 0, gains, 0.0)
+        # A path gains the price in one kind at least: the square of what is over is no less than Huber's loss.
+        least = math.sqrt(2 * self.price / len(self.rest)) * self.model.noise
+        some = np.flatnonzero((~self.is_bound & (self.rest > least)).any(axis=0))
+        rest, noise = self._cells(some)
+        gains = self._loss(rest, noise, some)
+        gains = np.where(known_rest(rest, self._hides(some)) > 0, gains, 0.0)
         found = []
-        for at in np.flatnonzero(gains.sum(axis=0) > self.price).tolist():
-            dst, src = divmod(at, num_ranks)
+        for i in np.flatnonzero(gains.sum(axis=0) > self.price).tolist():
+            dst, src = divmod(int(some[i]), num_ranks)
             link = NIC if self.model.between[dst, src] else NVLINK
-            effect = np.where(gains[:, at] > 0, rest[:, at], 0.0)
-            fit = _Fit(path(dst, src, link), effect, 0.0, float(gains[:, at].sum()))
+            effect = np.where(gains[:, i] > 0, rest[:, i], 0.0)
+            fit = _Fit(path(dst, src, link), effect, 0.0, float(gains[:, i].sum()))
             found.append((self._name_of_path(fit.group), fit))
         for _, fit in found:
             self._explain(fit)
@@ -417,7 +419,7 @@ class Contest:
         rest, noise = self._cells(at)
         known = np.isfinite(rest).sum(axis=1)
         alone = MEDIAN_COST * np.nan_to_num(median(noise, 1)) / np.sqrt(np.maximum(known, 1))
-        in_common = np.nan_to_num(median(_flat(self.model.error)[:, at], 1))
+        in_common = np.nan_to_num(median(flat(self.model.error)[:, at], 1))
         return PathCause(
             cause,
             fit.group,
@@ -425,11 +427,6 @@ class Contest:
             np.hypot(alone, in_common),
             self.spreads.get((fit.group.cause, fit.group.link), np.zeros(len(noise))),
             fit.gain,
-            np.ones(len(noise)) if share is None else np.nan_to_num(median(_flat(share)[:, at], 1)),
+            np.ones(len(noise)) if share is None else np.nan_to_num(median(flat(share)[:, at], 1)),
             known > 0,
         )
-
-
-def _flat(cells: Any) -> Any:
-    """[kinds, paths] of [kinds, receiver, source]."""
-    return cells.reshape(len(cells), -1)

@@ -6,8 +6,8 @@ NVLink and NICs are looked at apart: a slow NIC slows the paths between nodes on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from typing import Union
 
 import numpy as np
@@ -107,10 +107,11 @@ class Look:
             rest: [kinds, receiver, source] ns.
             expected: likewise, whether there is such a path.
         """
-        receivers, sources = np.broadcast_arrays(self.receivers, self.sources)
+        receivers, sources = self.receivers, self.sources
         is_path = (receivers >= 0) & (sources >= 0) & (receivers != sources)
-        values = np.where(is_path, rest[:, receivers, sources], np.nan)
-        possible = (is_path & expected[:, receivers, sources]).sum(axis=2)
+        paths = receivers * rest.shape[-1] + sources
+        values = np.where(is_path, rest.reshape(len(rest), -1)[:, paths], np.nan)
+        possible = (is_path & expected.reshape(len(rest), -1)[:, paths]).sum(axis=2)
         known = np.isfinite(values).sum(axis=2)
         enough = (possible > 1) & (known >= np.maximum(KNOWN * possible, 2))
         return np.where(enough, np.nan_to_num(median(values, 2)), 0.0)
@@ -123,11 +124,18 @@ def spread_of(medians: FloatArray) -> FloatArray:
     return np.array([healthy(of_kind)[1] for of_kind in medians])
 
 
-def path(receiver: int, source: int, link: str, clocks: Sequence[int] = ()) -> PathGroup:
+def path(receiver: int, source: int, link: str) -> PathGroup:
     """A single path."""
-    of_clocks = np.array(clocks, dtype=np.int64)
     ends = np.array([receiver]), np.array([source])
-    return PathGroup(Cause.PATH, (source, receiver), link, ends[0], ends[1], of_clocks)
+    return PathGroup(Cause.PATH, (source, receiver), link, *ends)
+
+
+def _all_between(
+    cause: Cause, number: Number, receivers: IntArray, sources: IntArray, clocks: IntArray
+) -> PathGroup:
+    """All paths from ranks of some nodes to ranks of others."""
+    ends = np.meshgrid(receivers, sources, indexing="ij")
+    return PathGroup(cause, number, NIC, ends[0].ravel(), ends[1].ravel(), clocks)
 
 
 def looks(model: PathModel) -> Iterator[Look]:
@@ -182,10 +190,9 @@ def _node_links(model: PathModel, nodes: IntArray) -> Iterator[Look]:
     outside = np.tile(elsewhere, (1, nodes.shape[1]))
 
     def group(cause: Cause, node: int) -> PathGroup:
-        here, there = (np.flatnonzero(place.nodes == node), np.flatnonzero(place.nodes != node))
+        here, there = np.flatnonzero(place.nodes == node), np.flatnonzero(place.nodes != node)
         ends = (here, there) if cause == Cause.DOWNLINK else (there, here)
-        receivers, sources = (v.ravel() for v in np.meshgrid(*ends, indexing="ij"))
-        return PathGroup(cause, node, NIC, receivers, sources, here)
+        return _all_between(cause, node, *ends, here)
 
     yield Look(Cause.DOWNLINK, NIC, inside, outside, lambda node: group(Cause.DOWNLINK, node))
     yield Look(Cause.UPLINK, NIC, outside, inside, lambda node: group(Cause.UPLINK, node))
@@ -198,11 +205,9 @@ def _node_pairs(model: PathModel, nodes: IntArray) -> Look:
     few = nodes if nodes.size <= ENOUGH_RANKS else nodes[:, :_OF_A_PAIR]
 
     def group(i: int) -> PathGroup:
-        src, dst = pairs[i]
-        there, here = np.flatnonzero(place.nodes == src), np.flatnonzero(place.nodes == dst)
-        receivers, sources = (v.ravel() for v in np.meshgrid(here, there, indexing="ij"))
+        there, here = (np.flatnonzero(place.nodes == node) for node in pairs[i])
         # Of more than two nodes the others tell a clock.
-        return PathGroup(Cause.NODE_PAIR, pairs[i], NIC, receivers, sources, here)
+        return _all_between(Cause.NODE_PAIR, pairs[i], here, there, here)
 
     return Look(
         Cause.NODE_PAIR,
@@ -220,9 +225,9 @@ def _rails(model: PathModel) -> Look:
 
     def group(rail: int) -> PathGroup:
         of_rail = np.flatnonzero(devices == rail)
-        receivers, sources = (v.ravel() for v in np.meshgrid(of_rail, of_rail, indexing="ij"))
-        apart = model.classes[receivers, sources] > 0
-        return PathGroup(Cause.RAIL, rail, NIC, receivers[apart], sources[apart])
+        group = _all_between(Cause.RAIL, rail, of_rail, of_rail, NO_RANKS)
+        apart = model.classes[group.receivers, group.sources] > 0
+        return replace(group, receivers=group.receivers[apart], sources=group.sources[apart])
 
     return Look(
         Cause.RAIL,

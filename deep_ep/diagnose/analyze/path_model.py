@@ -12,14 +12,15 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from ..collect.group_matrices import Matrices, Place
 from ..core.diagnosis import BoolArray, FloatArray, IntArray
-from ..core.robust_stats import healthy, median, median_of, or_zero, quantile_of
+from ..core.robust_stats import FAR, healthy, median, median_of, or_zero, quantile_of
 from .clocks import Prior, joint_clocks, prior_of
-from .partners import partners
+from .partners import members, partners
 
 # Below four ranks a row of the path matrix has too few cells to tell a path from a clock.
 MIN_RANKS_TO_SPLIT_PATHS = 4
@@ -31,9 +32,8 @@ OTHERWISE_BUSY = 0.03
 _LEAST_NOISE = 1 / 6
 # Levels settle against clocks and loads within so many sweeps, and are known from so many paths.
 _SWEEPS, _ENOUGH_PATHS = 2, 4_096
-# One direction of a rank is hardly seen at less than this share of the other. Clocks are not off by so many standard
-# deviations, unless both directions say so.
-_ONE_WAY, _TOO_FAR = 0.2, 4.0
+# One direction of a rank is hardly seen at less than this share of the other.
+_ONE_WAY = 0.2
 # Fences of so many mates tell into which rank paths are slow.
 _MATES = 2
 # A rank's clock is told by the paths of this share of the others.
@@ -55,8 +55,9 @@ class PathModel:
         is_bound: where `rest` says no more than that a path is not slower.
         on_one_clock: where the bound is of the sender's clock alone.
         level: [kinds, classes], of healthy paths.
-        by_load: what the loads of the ports explain.
-        uneven: by what share the loads of the ports differ from those of others.
+        usual: what healthy paths take.
+        ports: [kinds, links, 2, num_ranks], by what share more rows than usual come into each rank and out of it, within
+            nodes and between.
         fence: [kinds, num_ranks], how much longer than the others of its node a rank waits, before it waits for others,
             until what it sent within the node has come there.
         clock: [num_ranks], by how much each clock is ahead of what was measured.
@@ -73,8 +74,8 @@ class PathModel:
     is_bound: BoolArray
     on_one_clock: BoolArray
     level: FloatArray
-    by_load: FloatArray
-    uneven: FloatArray
+    usual: FloatArray
+    ports: FloatArray
     fence: FloatArray
     clock: FloatArray
     prior: Prior
@@ -87,15 +88,50 @@ class PathModel:
         """[receiver, source]: whether a path joins two nodes."""
         return np.asarray(self.classes > 0)
 
-    @property
-    def corrected(self) -> FloatArray:
-        """Path times with clocks set."""
-        return self.time - _apart(self.clock)
+    def corrected(self, k: int) -> FloatArray:
+        """[receiver, source]: path times of a kind with clocks set."""
+        return np.asarray(self.time[k] - _apart(self.clock))
 
-    @functools.cached_property
-    def usual(self) -> FloatArray:
-        """What healthy paths take."""
-        return self.level[:, self.classes] + self.by_load
+    def uneven(self, k: int, receivers: IntArray, sources: IntArray) -> FloatArray:
+        """Of some paths, by what share the loads of their ports differ from those of others."""
+        link = np.minimum(self.classes[receivers, sources], 1)
+        into, out_of = self.ports[k, link, 0, receivers], self.ports[k, link, 1, sources]
+        return np.asarray(np.maximum(np.abs(into), np.abs(out_of)))
+
+
+@dataclass(frozen=True)
+class _SeenPaths:
+    """What was seen of all paths; `[kinds, paths]` ns, NaN where nothing was.
+
+    Attributes:
+        time: arrival minus issue; where there is none, what it is at most.
+        by_fence: what it is at most, by the clock of the sender alone.
+        is_bound: where no more than a bound is known.
+        into: by how much paths are slower into the one rank of a node that all others wait for.
+        classes: [paths].
+        ports: as in PathModel.
+    """
+
+    time: FloatArray
+    by_fence: FloatArray
+    is_bound: BoolArray
+    into: FloatArray
+    classes: IntArray
+    ports: FloatArray
+
+    def with_clocks(self, clock: FloatArray, paths: IntArray) -> FloatArray:
+        """[kinds, ...] of some paths."""
+        dst, src = np.divmod(paths, clock.size)
+        return np.fmin(self.time[:, paths] - (clock[dst] - clock[src]), self.by_fence[:, paths])
+
+    def loads(self, paths: IntArray) -> FloatArray:
+        """[kinds, ...]: by what share the busier port of some paths has more rows than usual."""
+        link, (dst, src) = (
+            np.minimum(self.classes[paths], 1),
+            np.divmod(paths, self.ports.shape[-1]),
+        )
+        into, out_of = self.ports[:, link, 0, dst], self.ports[:, link, 1, src]
+        return np.asarray(np.maximum(np.maximum(into, out_of), 0.0))
 
 
 def fit_paths(kinds: Sequence[Matrices], floor_ns: float) -> PathModel:
@@ -109,57 +145,72 @@ def fit_paths(kinds: Sequence[Matrices], floor_ns: float) -> PathModel:
     classes = _classes(place)
     expected = np.stack([m.expected & (classes >= 0) for m in kinds])
     time = np.where(expected, np.stack([m.path for m in kinds]), np.nan)
-    bound = np.where(expected & ~np.isfinite(time), np.stack([m.path_bound for m in kinds]), np.inf)
-    by_fence = np.stack([_by_fence(m, classes, floor_ns) for m in kinds])
+    fences = np.stack([_by_fence(m, classes, floor_ns) for m in kinds])
     # Whatever a rank sends within its node has come when it leaves its fence.
-    least_held = by_fence.min(axis=(1, 2))
-    by_fence = np.where(expected & ~np.isfinite(time), by_fence, np.inf)
+    least_held = fences.min(axis=(1, 2))
+    is_open = expected & ~np.isfinite(time)
+    bound, by_fence = (
+        np.where(is_open & np.isfinite(at_most), at_most, np.nan)
+        for at_most in (np.stack([m.path_bound for m in kinds]), fences)
+    )
     prior = prior_of(_stated_errors(kinds))
     fence = np.stack([_over_mates(median(m.held, 0), place.nodes) for m in kinds])
     into = _into_by_fence(fence, classes, floor_ns)
     is_told = _are_connected(time, prior, floor_ns) | (into > 0).any(axis=0)
-    time = np.where(is_told, time, np.nan)
-    is_bound = np.isfinite(np.fmin(bound, by_fence))
-    load, uneven = np.stack([_port_loads(m, classes) for m in kinds], axis=1)
-    clock = np.zeros(place.num_ranks)
-    by_load = np.zeros(time.shape)
+    time[:, ~is_told] = np.nan
+    is_bound = np.isfinite(bound) | np.isfinite(by_fence)
+    known = np.fmin(time, bound)
+    ports = np.stack([_port_loads(m, classes) for m in kinds])
+    seen = _SeenPaths(
+        flat(known), flat(by_fence), flat(is_bound), flat(into), classes.ravel(), ports
+    )
     least_noise = _LEAST_NOISE * floor_ns
+    clock, cost = np.zeros(place.num_ranks), np.zeros((len(kinds), 2))
     for _ in range(_SWEEPS):
+        before = cost
         if place.num_ranks >= MIN_RANKS_TO_SPLIT_PATHS:
-            told, sigma = joint_clocks(time - by_load - into, classes, place, least_held, prior)
+            times = time - _by_load(cost, ports, classes) - into
+            told, sigma = joint_clocks(times, classes, place, least_held, prior)
             told = _without_slow_sides(told, time, fence, prior)
             clock = prior.drawn(_without_slow_pair(told, place, prior), sigma)
-        # What a rank waits at its fence is on its own clock.
-        on_one_clock = is_bound & (by_fence <= bound - _apart(clock))
-        rest = np.where(is_bound, bound, time) - _apart(clock)
-        rest = np.where(on_one_clock, by_fence, rest)
-        level, spread = _levels(rest - by_load - into, is_bound, classes, least_noise, least_held)
-        by_load = _by_load(rest, is_bound, load, classes, level, place.nodes)
-    rest -= by_load
-    level, spread = _levels(rest - into, is_bound, classes, least_noise, least_held)
-    rest -= level[:, classes]
+        level, _ = _levels(seen, clock, cost, least_noise, least_held)
+        cost = _costs(seen, clock, level, place.nodes)
+        if (cost == before).all():
+            break
+    level, spread = _levels(seen, clock, cost, least_noise, least_held)
+    usual = level[:, classes] + _by_load(cost, ports, classes)
+    rest = known - _apart(clock)
+    # What a rank waits at its fence is on its own clock.
+    on_one_clock = ~(rest < by_fence) & np.isfinite(by_fence)
+    rest = np.fmin(rest, by_fence) - usual
     error = np.stack([m.path_error for m in kinds])
-    noise = np.hypot(np.maximum(spread[:, classes], least_noise), np.where(is_bound, 0.0, error))
+    differ = np.maximum(spread, least_noise) ** 2
+    noise = np.sqrt(differ[:, classes] + np.where(is_bound, 0.0, error) ** 2)
     if place.num_ranks < MIN_RANKS_TO_SPLIT_PATHS:
         # The clocks stay as measured, and the way back, which is as much faster, is taken for the healthy one.
         noise = np.hypot(noise, prior.sigma[:, None] + prior.sigma)
     return PathModel(
-        place,
-        classes,
-        expected,
-        time,
-        is_bound,
-        on_one_clock,
-        level,
-        by_load,
-        uneven,
-        fence,
-        clock,
-        prior,
-        error,
-        noise,
-        rest,
+        place=place,
+        classes=classes,
+        expected=expected,
+        time=time,
+        is_bound=is_bound,
+        on_one_clock=on_one_clock,
+        level=level,
+        usual=usual,
+        ports=ports,
+        fence=fence,
+        clock=clock,
+        prior=prior,
+        error=error,
+        noise=noise,
+        rest=rest,
     )
+
+
+def flat(cells: Any) -> Any:
+    """[kinds, paths] of [kinds, receiver, source]."""
+    return cells.reshape(len(cells), -1)
 
 
 def known_rest(rest: FloatArray, is_bound: BoolArray) -> FloatArray:
@@ -182,18 +233,19 @@ def _by_fence(m: Matrices, classes: IntArray, floor_ns: float) -> FloatArray:
     On a GPU waiting for others begins when what was sent within the node has come there.
     """
     held = median(m.held, 0)
-    last = np.fmax.reduce(m.send, axis=0, initial=np.nan)
-    bound = np.where(classes == 0, held + last - m.send, np.inf)
     seen = m.path[(classes == 0) & np.isfinite(m.path) & (m.path_clock < floor_ns)]
     if not median_of(held) > max(floor_ns / 2, or_zero(median_of(seen)) / 2):
         return np.full(classes.shape, np.inf)
+    last = np.fmax.reduce(m.send, axis=0, initial=np.nan)
+    bound = np.where(classes == 0, held + last - m.send, np.inf)
     return np.where(np.isfinite(bound), bound, np.inf)
 
 
 def _over_mates(values: FloatArray, nodes: IntArray) -> FloatArray:
     """[num_ranks]: above the median of the other ranks of the node; 0 where nothing is known."""
-    mates = (nodes[:, None] == nodes[None, :]) & ~np.eye(nodes.size, dtype=bool)
-    return np.nan_to_num(values - median(np.where(mates, values, np.nan), 1))
+    mates = members(nodes)[nodes]
+    is_mate = (mates >= 0) & (mates != np.arange(nodes.size)[:, None])
+    return np.nan_to_num(values - median(np.where(is_mate, values[mates], np.nan), 1))
 
 
 def _into_by_fence(fence: FloatArray, classes: IntArray, floor_ns: float) -> FloatArray:
@@ -219,7 +271,7 @@ def _without_slow_sides(
     longer = median(fence, 0)
     held = np.where(only_out, np.maximum(longer, 0.0), 0.0)
     slow = np.where(only_out, -told, np.where(only_into, told, 0.0))
-    return np.where(slow > _TOO_FAR * prior.sigma, 0.0, told + held)
+    return np.where(slow > FAR * prior.sigma, 0.0, told + held)
 
 
 def _without_slow_pair(told: FloatArray, place: Place, prior: Prior) -> FloatArray:
@@ -255,31 +307,33 @@ def _classes(place: Place) -> IntArray:
 
 
 def _levels(
-    rest: FloatArray, is_bound: BoolArray, classes: IntArray, noise: float, least_held: FloatArray
+    seen: _SeenPaths, clock: FloatArray, cost: FloatArray, noise: float, least_held: FloatArray
 ) -> tuple[FloatArray, FloatArray]:
     """[kinds, classes + 1] each: what healthy paths take, and by how much they differ; the last are the diagonal's.
 
     Args:
-        rest: [kinds, receiver, source] ns.
-        is_bound: likewise, whether it is not more than a bound.
-        classes: [receiver, source].
+        seen: of all paths.
+        clock: [num_ranks] ns.
+        cost: [kinds, links] ns, of rows.
         noise: the least that paths differ by, ns.
         least_held: [kinds] ns, within a node healthy paths take no longer.
     """
-    levels, spreads = np.full((len(rest), 4), np.nan), np.zeros((len(rest), 4))
-    few = classes.shape[0] < MIN_RANKS_TO_SPLIT_PATHS
+    levels, spreads = np.full((len(cost), 4), np.nan), np.zeros((len(cost), 4))
+    few = clock.size < MIN_RANKS_TO_SPLIT_PATHS
     for link in range(3):
-        of_link = classes == link
-        for k, (values, hides) in enumerate(zip(rest[:, of_link], is_bound[:, of_link])):
-            step = max(1, values.size // _ENOUGH_PATHS)
-            seen, bounds = values[::step][~hides[::step]], values[::step][hides[::step]]
+        paths = np.flatnonzero(seen.classes == link)
+        paths = paths[:: max(1, paths.size // _ENOUGH_PATHS)]
+        by_load = cost[:, min(link, 1), None] * seen.loads(paths)
+        rest = seen.with_clocks(clock, paths) - by_load - seen.into[:, paths]
+        for k, (values, hides) in enumerate(zip(rest, seen.is_bound[:, paths])):
+            certain, bounds = values[~hides], values[hides]
             if few:
                 # Most of two or three paths may be slow; the fastest is the healthy one.
-                levels[k, link] = quantile_of(seen, 0.0)
+                levels[k, link] = quantile_of(certain, 0.0)
                 continue
-            level, spread = healthy(seen, noise)
+            level, spread = healthy(certain, noise)
             if (bounds < level).any():
-                level, spread = healthy(np.concatenate([seen, bounds[bounds < level]]), noise)
+                level, spread = healthy(np.concatenate([certain, bounds[bounds < level]]), noise)
             levels[k, link], spreads[k, link] = level, spread
     levels[:, 0] = np.fmin(levels[:, 0], least_held)
     # Of what was never seen, bounds are all that is known.
@@ -287,63 +341,68 @@ def _levels(
 
 
 def _port_loads(m: Matrices, classes: IntArray) -> FloatArray:
-    """[2, receiver, source]: by what share the busier port of a path has more rows than usual; by how much any differs."""
-    loads = np.zeros((2, *classes.shape))
-    for of_link in (classes == 0, classes > 0):
-        rows = np.where(of_link & np.isfinite(m.tokens), m.tokens, 0.0)
-        has_port = of_link.any(axis=1)
+    """[links, 2, num_ranks]: by what share more rows than usual come into each rank and out of it; 0 if nobody knows."""
+    loads = np.zeros((2, 2, len(classes)))
+    tokens = np.where(np.isfinite(m.tokens), m.tokens, 0.0)
+    for link, of_link in enumerate((classes == 0, classes > 0)):
+        rows, has_port = tokens * of_link, of_link.any(axis=1)
         into = np.where(has_port & m.present, rows.sum(axis=1), np.nan)
         out_of = np.where(has_port, rows.sum(axis=0), np.nan)
         usual = max(or_zero(median_of(into)), or_zero(median_of(out_of)))
         if usual > 0:
-            of_ports = np.nan_to_num(
-                np.stack(np.broadcast_arrays(into[:, None], out_of)) / usual - 1.0
-            )
-            loads[0] = np.where(of_link, np.maximum(of_ports.max(axis=0), 0.0), loads[0])
-            loads[1] = np.where(of_link, np.abs(of_ports).max(axis=0), loads[1])
+            loads[link] = np.nan_to_num(np.stack([into, out_of]) / usual - 1.0)
     return loads
 
 
-def _by_load(
-    rest: FloatArray,
-    is_bound: BoolArray,
-    load: FloatArray,
-    classes: IntArray,
-    level: FloatArray,
-    nodes: IntArray,
-) -> FloatArray:
-    """What the loads of ports explain, by what ranks with more rows take longer there and back together."""
-    explained = np.zeros(rest.shape)
-    for link, of_link in ((0, classes == 0), (1, classes > 0)):
-        others = partners(nodes, of_link, within=link == 0)
-        for k, values in enumerate(known_rest(rest, is_bound)):
-            if not of_link.any() or np.ptp(load[k][of_link]) < _EVEN:
-                continue
-            x, y = (
-                np.where(of_link & np.isfinite(values), v, np.nan)
-                for v in (load[k], values - level[k][classes])
-            )
-            # Clocks cancel between the two directions, where both are known.
-            more, longer = (_there_and_back(v, others) for v in (x, y))
-            most = max(or_zero(quantile_of(level[k, link : 2 * link + 1], 1.0)), 0.0)
-            cost = min(max(_slope(more, longer), 0.0), most)
-            explained[k] = np.where(of_link, cost * load[k], explained[k])
+def _by_load(cost: FloatArray, ports: FloatArray, classes: IntArray) -> Any:
+    """[kinds, receiver, source] ns: what the loads of ports explain, or 0."""
+    if not cost.any():
+        return 0.0
+    explained = np.zeros((len(cost), *classes.shape))
+    for link, of_link in enumerate((classes == 0, classes > 0)):
+        for of_kind, per_share, (into, out_of) in zip(explained, cost[:, link], ports[:, link]):
+            load = np.maximum(np.maximum(into, 0.0)[:, None], out_of)
+            np.multiply(per_share, load, out=of_kind, where=of_link)
     return explained
 
 
-def _there_and_back(values: FloatArray, others: IntArray) -> FloatArray:
-    """[num_ranks]: medians into each rank and out of it, added up; of one where the other is not known."""
-    ranks = np.arange(len(values))[:, None]
-    ways = np.stack([values[others, ranks], values[ranks, others]])
-    both = median(np.where(others >= 0, ways, np.nan), 2)
+def _costs(seen: _SeenPaths, clock: FloatArray, level: FloatArray, nodes: IntArray) -> FloatArray:
+    """[kinds, links] ns: what rows cost, by what ranks with more of them take longer there and back together."""
+    costs, ranks = np.zeros((len(level), 2)), np.arange(nodes.size)[:, None]
+    for link in range(2):
+        if seen.ports[:, link].max() < _EVEN:
+            continue
+        of_link = (seen.classes == 0 if link == 0 else seen.classes > 0).reshape(nodes.size, -1)
+        others = partners(nodes, of_link, within=link == 0)
+        # Clocks cancel between the two directions, where both are known.
+        paths = np.stack([others * nodes.size + ranks, ranks * nodes.size + others])
+        is_path = (others >= 0) & of_link.ravel()[paths]
+        if not is_path.any():
+            continue
+        load, over = seen.loads(paths), seen.with_clocks(clock, paths)
+        is_known = is_path & np.isfinite(over) & ~(seen.is_bound[:, paths] & (over > 0))
+        over = over - level[:, seen.classes[paths]]
+        for k, known in enumerate(is_known):
+            if np.ptp(load[k][is_path]) < _EVEN:
+                continue
+            more, longer = (_there_and_back(np.where(known, x, np.nan)) for x in (load[k], over[k]))
+            most = max(level[k, link : 2 * link + 1].max(), 0.0)
+            costs[k, link] = min(max(_slope(more, longer), 0.0), most)
+    return costs
+
+
+def _there_and_back(values: FloatArray) -> FloatArray:
+    """[num_ranks]: medians of [2, num_ranks, others], there and back, added up; of one where the other is not known."""
+    both = median(values, 2)
     return np.where(np.isfinite(both).any(axis=0), np.nansum(both, axis=0), np.nan)
 
 
 def _slope(x: FloatArray, y: FloatArray) -> float:
     """Median slope between pairs of ranks whose loads differ (Theil and Sen); 0 where they do not."""
     known = np.flatnonzero(np.isfinite(x) & np.isfinite(y))
-    a, b = np.triu_indices(known.size, 1)
-    if a.size > _PAIRS:
+    if known.size * (known.size - 1) <= 2 * _PAIRS:
+        a, b = np.triu_indices(known.size, 1)
+    else:
         a, b = np.random.default_rng(0).integers(0, known.size, (2, _PAIRS))
     step = x[known[a]] - x[known[b]]
     telling = np.abs(step) > max(_EVEN, np.abs(step).max(initial=0.0) / 2)

@@ -19,7 +19,7 @@ from .finding import Found, Named, Size, found_on_paths
 from .path_causes import Contest, PathCause
 from .path_groups import ALL_LINKS, NIC, NVLINK
 from .path_model import MIN_RANKS_TO_SPLIT_PATHS, OTHERWISE_BUSY, PathModel, fit_paths
-from .thresholds import JudgedKind, Thresholds
+from .thresholds import CLOCKS_KNOWN_NS, MOST_READ, JudgedKind, Thresholds
 
 _SIDES = (Cause.INGRESS, Cause.EGRESS, Cause.INGRESS_OR_EGRESS)
 _SINGLE = (Cause.PATH, Cause.PATH_OR_BACK)
@@ -30,12 +30,10 @@ _CHECKS = {
     NIC: "its NIC, its PCIe link and its switch port",
     ALL_LINKS: "its PCIe link, its NVLink port, its NIC and its switch port",
 }
-# More single paths have one cause, whatever it is; nobody reads more.
-_MOST_CELLS = 12
 # Bursts are in more operations.
 _LEAST_SHARE = 0.05
-# Offsets that may be wrong by more tell nothing of two or three ranks, ns; clocks that are off by more are said.
-_CLOCKS_KNOWN_NS, _CLOCKS_OFF_NS = 5_000.0, 40_000.0
+# Clocks that are off by more are said.
+_CLOCKS_OFF_NS = 40_000.0
 # Another hop must show this share of what is slow on one.
 _BORNE_OUT = 0.4
 # Loads that differ may make this share of it of what paths take. Effects exceed their errors so many times.
@@ -68,7 +66,7 @@ class JudgedPaths:
     def is_too_small_for_clocks(self) -> bool:
         """Whether there are too few ranks to find out how far clocks are off, and nobody knows."""
         few = self.model.place.num_ranks < MIN_RANKS_TO_SPLIT_PATHS
-        return few and bool((self.model.prior.sigma > _CLOCKS_KNOWN_NS / 2).any())
+        return few and bool((self.model.prior.sigma > CLOCKS_KNOWN_NS / 2).any())
 
     def held_up(self, kind: str, m: Matrices) -> FloatArray:
         """[n, num_ranks] ns: of the time before waiting, what a rank waited at its fence for slow paths out of it."""
@@ -99,11 +97,11 @@ def judge_paths(matrices: Mapping[str, Matrices], limits: Mapping[str, Threshold
     lasting = Contest(model, model.rest, floors, false_alarms, fits_clocks=True)
     causes = lasting.run()
     model = replace(model, rest=lasting.rest, clock=lasting.clock)
-    bursts, share = (
-        np.where(np.isfinite(model.time), np.stack([getattr(m, name) for m in kinds]), np.nan)
-        for name in ("path_burst", "path_burst_share")
-    )
-    if (share > 0).any():
+    is_known = np.isfinite(model.time)
+    bursts = np.where(is_known, np.stack([m.path_burst for m in kinds]), np.nan)
+    least = floors.min(axis=1) / 2
+    if (bursts > least[:, None, None]).any():
+        share = np.where(is_known, np.stack([m.path_burst_share for m in kinds]), np.nan)
         named = {(cause.group.cause, cause.group.number) for cause in causes}
         at_times = Contest(model, bursts, floors, false_alarms, fits_clocks=False).run(share)
         # What comes and goes does so in all kinds.
@@ -111,7 +109,7 @@ def judge_paths(matrices: Mapping[str, Matrices], limits: Mapping[str, Threshold
             one
             for one in at_times
             if (one.group.cause, one.group.number) not in named
-            and (one.effect > floors.min(axis=1) / 2)[one.is_known].all()
+            and (one.effect > least)[one.is_known].all()
         ]
     return JudgedPaths(list(matrices), model, floors, causes)
 
@@ -154,9 +152,9 @@ def slow_paths(
             if cause.cause == Cause.INGRESS and cause.group.number in holding_up:
                 continue
             if kind.e.operation == NOTIFY or cause.effect[k] > for_slots:
-                found.append(_slow_group(judged, kind, k, cause))
-        if len(cells) <= _MOST_CELLS:
-            found += [_slow_path(judged, kind, k, cause) for cause in cells]
+                found.append(_found(judged, kind, k, cause))
+        if len(cells) <= MOST_READ:
+            found += [_found(judged, kind, k, cause) for cause in cells]
         else:
             most = max(float(cause.effect[k]) for cause in cells) / 1e3
             remarks.append(
@@ -170,7 +168,7 @@ def _is_worth_it(judged: JudgedPaths, kind: JudgedKind, k: int, cause: PathCause
     """Whether a cause is big in this kind, unlike healthy groups, and on other hops as well."""
     link = 0 if cause.group.link == NVLINK else 1
     paths = (cause.group.receivers, cause.group.sources)
-    uneven = float(np.mean(judged.model.uneven[k][paths])) * or_zero(
+    uneven = float(np.mean(judged.model.uneven(k, *paths))) * or_zero(
         median_of(kind.e.paths.usual[paths])
     )
     bar = max(
@@ -219,63 +217,42 @@ def _size(judged: JudgedPaths, kind: JudgedKind, k: int, cause: PathCause) -> Si
     )
 
 
-def _slow_group(judged: JudgedPaths, kind: JudgedKind, k: int, cause: PathCause) -> Found:
-    size = _size(judged, kind, k, cause)
-    evidence: dict[EvidenceKey, float] = {
-        "over_other_paths_us": size.effect / 1e3,
-        "error_us": size.error / 1e3,
-    }
-    words = {}
-    if cause.cause in _SIDES:
-        evidence["tokens_over_even_share"] = float(kind.e.load[cause.group.number])
-        # Within one node nothing else is there.
-        links = _LINKS[cause.group.link] if kind.e.m.place.num_nodes > 1 else ""
-        words = {"links": links, "check": _CHECKS[cause.group.link]}
-    return found_on_paths(
-        kind,
-        cause.cause,
-        _named(cause),
-        size,
-        (cause.group.receivers, cause.group.sources),
-        evidence=evidence,
-        words=words,
-        seen_in=_seen_in(cause, k),
-    )
-
-
-def _seen_in(cause: PathCause, k: int) -> float:
-    return float(cause.share[k]) if cause.share.min() < 1 else math.nan
-
-
-def _named(cause: PathCause) -> Named:
-    number = cause.group.number
-    if isinstance(number, tuple):
-        return Named(nodes=number)
-    if cause.cause == Cause.RAIL:
-        return Named(rail=number)
-    if cause.cause in (Cause.UPLINK, Cause.DOWNLINK, Cause.UPLINK_OR_DOWNLINK):
-        return Named(node=number)
-    return Named(rank=number)
-
-
-def _slow_path(judged: JudgedPaths, kind: JudgedKind, k: int, cause: PathCause) -> Found:
-    e, size = kind.e, _size(judged, kind, k, cause)
-    src, dst = cause.group.edge
-    time = float(e.paths.time[dst, src])
-    return found_on_paths(
-        kind,
-        cause.cause,
-        Named(edge=(src, dst)),
-        size,
-        (dst, src),
-        evidence={
+def _found(judged: JudgedPaths, kind: JudgedKind, k: int, cause: PathCause) -> Found:
+    e, group, size = kind.e, cause.group, _size(judged, kind, k, cause)
+    number, words = group.number, {}
+    error: dict[EvidenceKey, float] = {"error_us": size.error / 1e3}
+    evidence: dict[EvidenceKey, float] = {"over_other_paths_us": size.effect / 1e3, **error}
+    if cause.cause in _SINGLE:
+        src, dst = group.edge
+        time, named = float(e.paths.time[dst, src]), Named(edge=group.edge)
+        evidence = {
             "path_us": time / 1e3,
             "usual_path_us": (time - size.effect) / 1e3,
-            "error_us": size.error / 1e3,
+            **error,
             "tokens": float(e.m.tokens[dst, src]),
             "operations_seen": float(e.m.path_count[dst, src]),
-        },
-        seen_in=_seen_in(cause, k),
+        }
+    elif isinstance(number, tuple):
+        named = Named(nodes=number)
+    elif cause.cause == Cause.RAIL:
+        named = Named(rail=number)
+    elif cause.cause in _SIDES:
+        named = Named(rank=number)
+        evidence["tokens_over_even_share"] = float(e.load[number])
+        # Within one node nothing else is there.
+        links = _LINKS[group.link] if e.m.place.num_nodes > 1 else ""
+        words = {"links": links, "check": _CHECKS[group.link]}
+    else:
+        named = Named(node=number)
+    return found_on_paths(
+        kind,
+        cause.cause,
+        named,
+        size,
+        (group.receivers, group.sources),
+        evidence=evidence,
+        words=words,
+        seen_in=float(cause.share[k]) if cause.share.min() < 1 else math.nan,
     )
 
 

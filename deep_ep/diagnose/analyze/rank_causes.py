@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from ..collect.hops import LAST_HOPS
 from ..core.causes import Cause
+from ..core.diagnosis import EvidenceKey
 from ..core.robust_stats import or_zero
 from .back_pressure import UNEVEN
 from .estimates import Estimates
-from .finding import Found, Named, Size, cells_of, found_cause, own_times
+from .finding import NO_WORDS, Found, Named, Size, cells_of, found_cause, own_times
 from .own_work import Effect, compare
 from .thresholds import JudgedKind
 from .what_if import Gain
@@ -22,33 +23,53 @@ _BORNE_OUT = 0.5
 
 def hot_experts(kind: JudgedKind) -> list[Found]:
     """Ranks with more tokens than the others, and with more to do because of them."""
-    e, bar = kind.e, kind.bar(kind.e.busy)
+    e = kind.e
+    has_more = e.load > kind.limits.load
+    if not has_more.any():
+        return []
+    bar = kind.bar(e.busy)
     # As if all that ranks do were done for tokens.
     at_most = (e.load - 1.0) * or_zero(e.own_ns)
     by_tokens = e.token_time > kind.floor if e.cost_known else at_most > 0
     by_tokens &= e.busy.value < at_most + bar
-    is_hot = (e.load > kind.limits.load) & (e.busy.value > bar) & by_tokens
+    is_hot = has_more & (e.busy.value > bar) & by_tokens
     return [_hot_rank(kind, rank) for rank in np.flatnonzero(is_hot).tolist()]
 
 
 def _hot_rank(kind: JudgedKind, rank: int) -> Found:
     e = kind.e
-    own_ns = float(e.busy.value[rank])
+    own_ns, load = float(e.busy.value[rank]), float(e.load[rank])
+    evidence: dict[EvidenceKey, float] = {
+        "tokens_over_even_share": load,
+        "own_time_over_median_us": own_ns / 1e3,
+        "explained_by_tokens_us": float(e.token_time[rank]) / 1e3,
+    }
+    gain, words = _hot_gain(e, rank, own_ns), {"load": f"{load:.1f}"}
+    return _found(kind, Cause.HOT_EXPERTS, rank, e.busy, gain, evidence, words)
+
+
+def _found(
+    kind: JudgedKind,
+    cause: Cause,
+    rank: int,
+    effect: Effect,
+    gain: Gain,
+    evidence: Mapping[EvidenceKey, float],
+    words: Mapping[str, str] = NO_WORDS,
+) -> Found:
+    """A cause in what a rank does by itself. Others wait for it, or it for them if it is early."""
+    e = kind.e
+    is_early = cause == Cause.EARLY
     return found_cause(
         kind,
-        Cause.HOT_EXPERTS,
+        cause,
         Named(rank),
-        Size(own_ns, float(e.busy.error[rank]), e.load.size, e.busy.apart),
-        cells_of(e, source=rank),
-        _hot_gain(e, rank, own_ns),
-        seen_in=float(e.busy.above[rank]),
-        evidence={
-            "tokens_over_even_share": float(e.load[rank]),
-            "own_time_over_median_us": own_ns / 1e3,
-            "explained_by_tokens_us": float(e.token_time[rank]) / 1e3,
-            **own_times(e, rank),
-        },
-        words={"load": f"{e.load[rank]:.1f}"},
+        Size(float(effect.value[rank]), float(effect.error[rank]), e.load.size, effect.apart),
+        cells_of(e, receiver=rank) if is_early else cells_of(e, source=rank),
+        gain,
+        seen_in=float(effect.above[rank]),
+        evidence={**evidence, **own_times(e, rank)},
+        words=words,
     )
 
 
@@ -121,21 +142,12 @@ def _late_rank(kind: JudgedKind, cause: Cause, effect: Effect, rank: int) -> Fou
     send_surplus = float(e.send_ns[rank]) - float(np.nanmedian(e.send_ns))
     if cause == Cause.LATE and send_surplus > extra / 2:
         cause = Cause.SLOW_SEND
-    return found_cause(
-        kind,
-        cause,
-        Named(rank),
-        Size(extra, float(effect.error[rank]), e.load.size, effect.apart),
-        cells_of(e, source=rank),
-        gain,
-        seen_in=float(effect.above[rank]),
-        evidence={
-            "later_than_median_us": float(e.late[rank]) / 1e3,
-            "own_time_over_median_us": extra / 1e3,
-            "error_us": float(effect.error[rank]) / 1e3,
-            **own_times(e, rank),
-        },
-    )
+    evidence: dict[EvidenceKey, float] = {
+        "later_than_median_us": float(e.late[rank]) / 1e3,
+        "own_time_over_median_us": extra / 1e3,
+        "error_us": float(effect.error[rank]) / 1e3,
+    }
+    return _found(kind, cause, rank, effect, gain, evidence)
 
 
 def early_receivers(kinds: Sequence[JudgedKind]) -> list[Found]:
@@ -151,19 +163,9 @@ def early_receivers(kinds: Sequence[JudgedKind]) -> list[Found]:
 
 
 def _early_receiver(kind: JudgedKind, early: Effect, rank: int) -> Found:
-    e = kind.e
-    return found_cause(
-        kind,
-        Cause.EARLY,
-        Named(rank),
-        Size(float(early.value[rank]), float(early.error[rank]), e.load.size, early.apart),
-        cells_of(e, receiver=rank),
-        # Nothing ends earlier when it comes later.
-        Gain(e.operation),
-        seen_in=float(early.above[rank]),
-        evidence={
-            "earlier_than_median_us": -float(e.late[rank]) / 1e3,
-            "tokens_over_even_share": float(e.load[rank]),
-            **own_times(e, rank),
-        },
-    )
+    evidence: dict[EvidenceKey, float] = {
+        "earlier_than_median_us": -float(kind.e.late[rank]) / 1e3,
+        "tokens_over_even_share": float(kind.e.load[rank]),
+    }
+    # Nothing ends earlier when it comes later.
+    return _found(kind, Cause.EARLY, rank, early, Gain(kind.e.operation), evidence)

@@ -9,14 +9,16 @@ import numpy as np
 
 from ..collect.hops import GATEWAY_HOPS, ROW_HOPS
 from ..core.diagnosis import FloatArray
-from ..core.robust_stats import or_zero, student, z_for
+from ..core.robust_stats import FAR, or_zero, student, z_for
 from .estimates import Estimates
 from .own_work import Effect
 
 # Fewer operations say nothing.
 MIN_OPERATIONS = 8
-# What a token costs is known to so many standard errors.
-_BY_TOKENS = 4.0
+# Nobody reads a report of more verdicts, or paths, to its end.
+MOST_READ = 12
+# Clocks that are off by more tell nothing of single ranks that others must speak for, ns.
+CLOCKS_KNOWN_NS = 5_000.0
 
 
 @dataclass(frozen=True)
@@ -95,4 +97,4 @@ class JudgedKind:
         """[num_ranks]: what a rank's effect must exceed: be of interest, beyond noise, and beyond what ranks differ by."""
         z = student(self.z_ranks, effect.degrees)
         noise = math.hypot(z * effect.usual_error, self.limits.spread * effect.spread)
-        return np.maximum(self.rank_floor, np.hypot(noise, _BY_TOKENS * effect.by_tokens))
+        return np.maximum(self.rank_floor, np.hypot(noise, FAR * effect.by_tokens))

@@ -17,11 +17,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..core.diagnosis import BoolArray, FloatArray, IntArray
+from ..core.diagnosis import FloatArray, IntArray
 from ..core.robust_stats import median, median_of, or_zero, quantile_of
 from .estimates import Estimates
 
@@ -92,10 +92,7 @@ def _replay(kinds: Sequence[_Kind], order: Sequence[int]) -> FloatArray:
         kinds: of which nothing is taken away in the first set.
         order: of which kind each operation is.
     """
-    num_sets, num_ranks = kinds[0].own.shape[1:]
-    begin, left = np.zeros(num_sets), np.zeros((num_sets, num_ranks))
-    arrival = np.empty(left.shape)
-    paths, on_the_way = np.empty((2, num_ranks, num_ranks))
+    begin, left = np.zeros(1), np.zeros(kinds[0].own.shape[1:])
     turns = [iter(range(len(kind.own))) for kind in kinds]
     for number, k in enumerate(order):
         if number == _FALLING_IN:
@@ -103,18 +100,23 @@ def _replay(kinds: Sequence[_Kind], order: Sequence[int]) -> FloatArray:
         kind, i = kinds[k], next(turns[k])
         waits = left + kind.own[i]
         kind.add_late_and_silent(i, waits)
-        sent = waits - kind.held[i]
-        no_later = kind.second_latest(i, waits[0], sent[0]) - sent[0][:, None]
-        before = None
-        for s, of_set in enumerate(kind.paths):
-            if of_set is not before:
-                usual, took = before = of_set
-                np.minimum(usual + kind.shorter[i], no_later, out=paths)
-                paths.reshape(-1)[kind.latest[i]] = took[i]
-            np.add(sent[s][:, None], paths, out=on_the_way)
-            np.maximum.reduce(on_the_way, axis=0, out=arrival[s])
-        left = np.maximum(waits, arrival) + kind.drain[i]
+        left = np.maximum(waits, kind.arrival(i, waits)) + kind.drain[i]
     return np.asarray(left.mean(axis=1) - begin)
+
+
+class _Shortened(NamedTuple):
+    """Paths that take less without some set of causes, those of each set one after the other; ns.
+
+    Attributes:
+        sources, receivers: [paths].
+        usual: [paths], what they usually take.
+        took: [n, paths], what they took in operations in which their source was one of the two latest, else NaN.
+    """
+
+    sources: IntArray
+    receivers: IntArray
+    usual: FloatArray
+    took: FloatArray
 
 
 class _Kind:
@@ -122,9 +124,6 @@ class _Kind:
 
     Attributes:
         own, held, drain: [n, sets, num_ranks], before waiting; of it, at the fence; after the last arrival.
-        latest: [n, 2 * num_ranks], paths of the two latest sources of each receiver, as places in all paths.
-        paths: for each set, what they usually take, and [n, 2 * num_ranks] what the latest took.
-        shorter: [n], by how much all take less, below 0, in operations with few tokens.
     """
 
     def __init__(self, e: Estimates, some: IntArray, sets: Sequence[Sequence[Gain]]) -> None:
@@ -135,21 +134,23 @@ class _Kind:
             np.swapaxes(x[some], 1, 2) for x in (m.last, m.last_arrival, m.last_path)
         )
         # Paths begin when a source has handed over its last row, whomever that is for.
-        later, receiver = np.nan_to_num(e.send_ns - m.send).T, np.arange(num_ranks)
-        usual = _usual(e) - later
-        took = took - later[self._last, receiver] - e.paths.clock + e.paths.clock[self._last]
+        later = (e.send_ns - m.send).T
+        self._later, receiver = np.where(np.isfinite(later), later, 0.0), np.arange(num_ranks)
+        usual = _usual(e) - self._later
+        took = took - self._later[self._last, receiver] - e.paths.clock + e.paths.clock[self._last]
         # The clock of a rank that did not report is known by what it sends only, and that may be late.
         as_usual = usual[self._last, receiver] + 0.0 * took
         over = np.where(m.present[self._last], took - as_usual, 0.0)
         took = np.where(m.present[self._last], took, as_usual)
         is_known = np.isfinite(took + over) & (self._last >= 0) & (self._last != receiver)
         over = np.where(is_known, over, np.nan).reshape(some.size, 2 * num_ranks)
-        self.shorter = np.fmin(median(over, 1), 0.0)
+        # By how much all paths take less, below 0, in operations with few tokens.
+        self._shorter = np.fmin(median(over, 1), 0.0)
+        self._on_the_way = np.empty(usual.shape)
         self._took = np.where(is_known, took, -np.inf)
         # What is not known is nothing on a path to oneself.
-        places = np.where(is_known, self._last, receiver) * num_ranks + receiver
-        self.latest = places.reshape(over.shape)
-        took = np.where(is_known, took, 0.0).reshape(over.shape)
+        self._latest, self._usual = np.where(is_known, self._last, receiver), usual
+        self._latest_took = np.where(is_known, took, 0.0)
 
         # Of hops of normal operations it is not known when each rank had handed over its last row.
         self._is_exact = np.isfinite(m.held).any()
@@ -160,10 +161,17 @@ class _Kind:
         self.own, self.held, self.drain = (
             np.repeat(x[:, None], len(sets), axis=1) for x in (own, held, drain)
         )
-        self.paths = [(usual, took)] * len(sets)
+        self._mates = m.expected & ~e.paths.between
+        self._least_held = or_zero(quantile_of(median(m.held, 0), 0.0))
+        shortened = [
+            self._shorten_paths(s, [gain for gain in gains if gain.paths is not None])
+            for s, gains in enumerate(sets)
+        ]
+        self._less = _Shortened(*(np.concatenate(of, axis=-1) for of in zip(*shortened)))
+        ends = np.cumsum([0, *(len(of_set.sources) for of_set in shortened)]).tolist()
+        self._of_sets = [slice(*of_set) for of_set in zip(ends, ends[1:])]
+        self._places = self._less.sources * num_ranks + self._less.receivers
         for s, gains in enumerate(sets):
-            if any(gain.paths is not None for gain in gains):
-                self._shorten_paths(s, gains, np.nan_to_num(e.paths.usual.T) - later)
             here = [gain for gain in gains if gain.operation == e.operation]
             found = {gain.rank for gain in here}
             # Who is late in one kind may be so in another one in which that is not certain.
@@ -174,27 +182,47 @@ class _Kind:
         np.maximum(self.own, self.held, out=self.own)
         np.maximum(self.drain, 0.0, out=self.drain)
 
-    def _shorten_paths(self, s: int, gains: Sequence[Gain], healthy: FloatArray) -> None:
-        """healthy: [source, receiver], what paths take without any cause."""
-        e, (usual, took) = self._e, self.paths[s]
-        less, heals = _less_of_paths(e, gains)
-        usual = usual - less
-        usual = np.where(heals, np.minimum(usual, healthy), usual)
-        took = took - less.reshape(-1)[self.latest]
-        at_most = np.where(heals, usual, np.inf).reshape(-1)[self.latest]
-        self.paths[s] = usual, np.minimum(took, at_most)
+    def _shorten_paths(self, s: int, gains: Sequence[Gain]) -> _Shortened:
+        """What paths take less.
+
+        Where a path is hardly ever waited for, nothing is found; but it is the same path in all kinds.
+        """
+        e, m = self._e, self._e.m
+        less, heals = np.zeros(e.blame.shape), np.zeros(e.blame.shape, bool)
+        touched = heals.copy()
+        for gain in gains:
+            touched[gain.paths] = True
+            if gain.operation == e.operation and not gain.at_times:
+                less[gain.paths] += gain.path_ns
+            else:
+                heals[gain.paths] = True
+        at = dst, src = np.nonzero(touched)
+        less, heals = less[at], heals[at] & ~(less[at] > 0)
+        usual = self._usual[src, dst] - less
+        usual = np.where(heals, np.minimum(usual, self._healthy((src, dst))), usual)
+        is_latest, took = self._latest[..., dst] == src, self._latest_took[..., dst] - less
+        took = np.where(heals, np.minimum(took, usual), took)
+        took = np.where(is_latest[:, 0], took[:, 0], np.where(is_latest[:, 1], took[:, 1], np.nan))
+        slow, hold_up = np.zeros((2, m.num_ranks))
+        np.maximum.at(slow, src, np.where(self._mates[at], np.where(heals, np.inf, less), 0.0))
         # At its fence a rank still waits for other causes.
-        mates = (e.m.expected & ~e.paths.between).T
-        slow, others = (
-            np.where(mates, x, 0.0).max(axis=1, initial=0.0)
-            for x in (np.where(heals, np.inf, less), usual - healthy)
-        )
-        at_least = or_zero(quantile_of(median(e.m.held, 0), 0.0)) + others
-        fence = np.clip(self.held[:, 0] - at_least, 0.0, slow)
-        self.own[:, s] -= fence
-        self.held[:, s] -= fence
+        some = np.flatnonzero(slow)
+        paths = self._usual[some]
+        is_there = slow[src] > 0
+        paths[np.searchsorted(some, src[is_there]), dst[is_there]] = usual[is_there]
+        mates = self._mates[:, some].T
+        others = np.where(mates, paths - self._healthy(some), 0.0).max(axis=1, initial=0.0)
+        fence = np.clip(self.held[:, 0, some] - self._least_held - others, 0.0, slow[some])
+        self.own[:, s, some] -= fence
+        self.held[:, s, some] -= fence
         # Nor does it wait for slots of a receiver to which rows come sooner.
-        self.own[:, s] -= np.where((less > 0) | heals, e.m.credit.T, 0.0).max(axis=1)
+        np.maximum.at(hold_up, src, np.where((less > 0) | heals, m.credit[at], 0.0))
+        self.own[:, s] -= hold_up
+        return _Shortened(src, dst, usual, took)
+
+    def _healthy(self, at: Any) -> FloatArray:
+        """Of some paths what they take without any cause."""
+        return np.asarray(np.nan_to_num(self._e.paths.usual.T[at]) - self._later[at])
 
     def _relieve(self, s: int, gain: Gain, rank: int) -> None:
         """Takes away a rank's own time."""
@@ -224,26 +252,29 @@ class _Kind:
             late = median_of(sent) + self.held[i, 0, rank] - waits[0, rank]
             waits[self._is_late[:, rank], rank] += np.fmax(late, 0.0)
 
-    def second_latest(self, i: int, waits: FloatArray, sent: FloatArray) -> FloatArray:
-        """[num_ranks]: when the second latest source came, or the rank began to wait; inf if nobody knows."""
-        came = np.maximum(waits, sent[self._last[i, 1]] + self._took[i, 1])
-        return np.where(self._is_exact & (self._last[i, 0] >= 0), came, np.inf)
-
-
-def _less_of_paths(e: Estimates, gains: Sequence[Gain]) -> tuple[FloatArray, BoolArray]:
-    """[source, receiver] each: what paths take less, and which take no more than healthy ones.
-
-    Where a path is hardly ever waited for, nothing is found; but it is the same path in all kinds.
-    """
-    less, heals = np.zeros(e.blame.shape), np.zeros(e.blame.shape, bool)
-    for gain in gains:
-        if gain.paths is None:
-            continue
-        if gain.operation == e.operation and not gain.at_times:
-            less.T[gain.paths] += gain.path_ns
-        else:
-            heals.T[gain.paths] = True
-    return less, heals & ~(less > 0)
+    def arrival(self, i: int, waits: FloatArray) -> FloatArray:
+        """[sets, num_ranks]: when the last source has come, if ranks begin to wait then."""
+        sent = waits - self.held[i]
+        # The second latest source came then, or the rank began to wait; of some nobody knows.
+        came = np.maximum(waits[0], sent[0, self._last[i, 1]] + self._took[i, 1])
+        no_later = np.where(self._is_exact & (self._last[i, 0] >= 0), came, np.inf)
+        paths = self._usual + self._shorter[i]
+        np.minimum(paths, no_later - sent[0][:, None], out=paths)
+        paths[self._latest[i], np.arange(no_later.size)] = self._latest_took[i]
+        less = self._less
+        shorter = np.minimum(
+            less.usual + self._shorter[i], no_later[less.receivers] - sent[0, less.sources]
+        )
+        shorter = np.where(np.isnan(less.took[i]), shorter, less.took[i])
+        arrival, on_the_way = np.empty(waits.shape), self._on_the_way
+        flat = paths.reshape(-1)
+        for s, of_set in enumerate(self._of_sets):
+            places = self._places[of_set]
+            kept, flat[places] = flat[places], shorter[of_set]
+            np.add(sent[s][:, None], paths, out=on_the_way)
+            np.maximum.reduce(on_the_way, axis=0, out=arrival[s])
+            flat[places] = kept
+        return arrival
 
 
 def _filled(series: FloatArray, usual: FloatArray) -> FloatArray:
@@ -256,11 +287,13 @@ def _filled(series: FloatArray, usual: FloatArray) -> FloatArray:
 
 def _usual(e: Estimates) -> FloatArray:
     """[source, receiver] median path times, the usual ones where none was seen; none to oneself."""
+    present = e.m.present
     paths = np.where(np.isfinite(e.paths.time), e.paths.time, e.paths.usual)
+    expected = np.where(present[:, None], e.m.expected, e.m.expected.T)
     # Of ranks that did not report nobody knows the node.
-    reported = e.m.present & e.m.present[:, None]
-    paths = np.where(reported & np.isfinite(paths), paths, or_zero(median_of(e.paths.time)))
-    expected = np.where(e.m.present[:, None], e.m.expected, e.m.expected.T)
-    paths = np.where(expected, paths, -np.inf)
+    unknown = expected & ~(present & present[:, None] & np.isfinite(paths))
+    if unknown.any():
+        paths[unknown] = or_zero(median_of(e.paths.time))
+    paths[~expected] = -np.inf
     np.fill_diagonal(paths, 0.0)
     return np.ascontiguousarray(paths.T)

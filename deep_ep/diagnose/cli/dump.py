@@ -8,8 +8,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from ..core.package import EPArgumentError, EPError, request
-from ..core.printable_text import printable
+from ..core.package import EPArgumentError, EPError, printable, request
 
 # Exit status when a process that was asked has written nothing.
 NO_ANSWER = 4

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
+from collections.abc import Iterable
 
+from markupsafe import Markup
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from ..core import safe_files
-from ..core.package import folder as dumps
-from ..core.package import ranks_text
-from ..core.printable_text import printable
-from ..render.hang_page import page
-from ..render.hang_picture import svg_text
-from ..render.hang_views import OperationTable, View, collective_lines, view
+from ..core.package import HangVerdict, folder, hang_picture, hang_views, printable, ranks_text
 from ..render.output import standard_output
+from ..render.page import page, part
 
 # Exit status when there is a cause and --check was given.
 CAUSES = 3
@@ -33,23 +32,35 @@ def hang(given: argparse.Namespace) -> int:
         EPArgumentError: nothing can be read.
         OSError: a file cannot be written.
     """
-    folder = dumps.read_folder(given.path)
-    views = [view(buffer) for buffer in folder.buffers]
-    collectives = collective_lines(folder)
-    remarks = [printable(remark) for remark in folder.remarks]
-    found = any(shown.verdict.causes for shown in views) or bool(folder.collectives)
+    report = hang_views.report(folder.read_folder(given.path))
+    found = any(shown.verdict.causes for shown in report.buffers) or bool(report.collectives)
     status = CAUSES if given.check and found else 0
     if given.json:
-        json.dump(_plain(views, collectives, remarks, status), sys.stdout, indent=1)
+        json.dump({"exit_status": status, **_plain(report)}, sys.stdout, indent=1)
         sys.stdout.write("\n")
     else:
-        _print(standard_output(given.width), views, collectives, remarks)
-    if given.svg is not None and views:
-        _write(given.svg, svg_text(views[0].verdict).encode())
+        _print(standard_output(given.width), report)
+    if given.svg is not None and report.buffers:
+        _write(given.svg, svg_text(report.buffers[0].verdict).encode())
     if given.html is not None:
-        title = f"Why it hangs: {printable(str(given.path))}"
-        _write(given.html, page(title, views, collectives, remarks))
+        _write(given.html, html(f"Why it hangs: {given.path}", report))
     return status
+
+
+def html(title: str, report: hang_views.Report) -> bytes:
+    """The text of an HTML file, UTF-8: no script, and nothing from the network."""
+    return page("hang.html", title, report=report, ranks_text=ranks_text, svg_text=svg_text)
+
+
+def svg_text(verdict: HangVerdict) -> Markup:
+    """The wait-for graph as the text of an SVG document, which needs nothing else."""
+    return part(
+        "picture.svg",
+        picture=hang_picture.picture(verdict),
+        width=hang_picture.WIDTH,
+        height=hang_picture.HEIGHT,
+        node_height=hang_picture.NODE_HEIGHT,
+    )
 
 
 def _write(path: str, data: bytes) -> None:
@@ -57,66 +68,69 @@ def _write(path: str, data: bytes) -> None:
         file.write(data)
 
 
-def _plain(
-    views: list[View], collectives: list[str], remarks: list[str], status: int
-) -> dict[str, object]:
+def _plain(report: hang_views.Report) -> dict[str, object]:
     buffers = [
         {
-            "causes": [paragraph.said for paragraph in shown.paragraphs],
-            "advice": [paragraph.advice for paragraph in shown.paragraphs],
+            "causes": [printable(paragraph.said) for paragraph in shown.paragraphs],
+            "advice": [printable(paragraph.advice) for paragraph in shown.paragraphs],
             "verdict": shown.verdict.plain(),
         }
-        for shown in views
+        for shown in report.buffers
     ]
     return {
-        "exit_status": status,
         "buffers": buffers,
-        "collectives": collectives,
-        "remarks": remarks,
+        "collectives": list(map(printable, report.collectives)),
+        "remarks": list(map(printable, report.remarks)),
     }
 
 
-def _print(console: Console, views: list[View], collectives: list[str], remarks: list[str]) -> None:
+def _print(console: Console, report: hang_views.Report) -> None:
     def say(text: str, style: str = "") -> None:
-        console.print(Text(text, style=style), soft_wrap=True)
+        console.print(Text(printable(text), style=style), soft_wrap=True)
 
-    for shown in views:
+    def say_all(title: str, lines: Iterable[str]) -> None:
+        say(title, "bold")
+        for line in lines:
+            say(f"  {line}")
+
+    for shown in report.buffers:
         say(shown.title, "bold")
         for paragraph in shown.paragraphs:
             say(f"  {paragraph.said}", "red" if shown.verdict.causes else "")
             if paragraph.advice:
                 say(f"  {paragraph.advice}")
         if shown.waits:
-            say("\nwho waits for whom", "bold")
-            for line in shown.waits:
-                say(f"  {line}")
+            say("")
+            say_all("who waits for whom", shown.waits)
         if shown.table.rows:
-            say("\nrecent operations", "bold")
+            say("")
+            say("recent operations", "bold")
             console.print(_operations(shown.table))
         if shown.stacks:
-            say("\nPython stacks", "bold")
-            for stack in shown.stacks:
-                say(f"  {ranks_text(stack.ranks)}, thread {stack.thread}")
-                for frame in stack.frames:
-                    say(f"    {frame}")
+            say("")
+            say_all("Python stacks", itertools.chain(*map(_stack_lines, shown.stacks)))
         say("")
-    if collectives:
-        say("collectives of torch", "bold")
-        for line in collectives:
-            say(f"  {line}")
-    for remark in remarks:
+    if report.collectives:
+        say_all("collectives of torch", report.collectives)
+    for remark in report.remarks:
         say(f"note: {remark}", "yellow")
 
 
-def _operations(table: OperationTable) -> Table:
+def _stack_lines(stack: hang_views.Stack) -> Iterable[str]:
+    yield f"{ranks_text(stack.ranks)}, thread {stack.thread}"
+    for frame in stack.frames:
+        yield f"  {frame}"
+
+
+def _operations(table: hang_views.OperationTable) -> Table:
     shown = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    shown.add_column("  operation", justify="right", no_wrap=True)
-    shown.add_column("name", overflow="fold")
-    for ranks in table.columns:
-        shown.add_column(ranks_text(ranks))
-    shown.add_column("")
+    number, name, *columns = table.titles
+    shown.add_column(f"  {number}", justify="right", no_wrap=True)
+    shown.add_column(name, overflow="fold")
+    for title in columns:
+        shown.add_column(title)
     for row in table.rows:
-        cells = [str(row.number), row.name, *row.cells]
-        cells.append("< first disagreement" if row.differs else "")
+        *cells, remark = map(printable, row.texts)
+        cells.append(f"< {remark}" if remark else "")
         shown.add_row(*map(Text, cells), style="bold" if row.differs else "")
     return shown

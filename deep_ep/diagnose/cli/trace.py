@@ -14,8 +14,7 @@ from rich.text import Text
 
 from ..analyze.link_limit import Links
 from ..core import safe_files
-from ..core.package import PHASES, EPArgumentError
-from ..core.printable_text import printable
+from ..core.package import PHASES, EPArgumentError, printable
 from ..core.quantities import number, percent
 from ..render.output import standard_output
 from ..render.tables import Sheet, as_page, as_table

@@ -18,7 +18,7 @@ from ..core.diagnosis import BoolArray, FloatArray, IntArray
 # The latest arrivals of an operation that are kept: who held it up, and by how much.
 KEPT_ARRIVALS = 2
 
-# Arrays with the lengths of their sides on one rank, to which `wire` holds what other ranks send: `rows`
+# Arrays with the lengths of their sides on one rank, to which the codec holds what other ranks send: `rows`
 # are operations with stamps, or 1 where there are none; a row of means stands there then.
 PerOperation = Annotated[FloatArray, ("rows",)]
 Latest = Annotated[FloatArray, ("rows", KEPT_ARRIVALS)]

@@ -80,6 +80,7 @@ class Matrices(Numbers):
         totals, own: counters by name, [num_ranks, num_ranks] and [num_ranks].
         timeline: of the first rank that has one.
         spoilt: per rank whose counters contradict themselves, how.
+        noticed: numbers of the operations that began with notices, which are a hop of their own.
     """
 
     operation: str
@@ -92,6 +93,7 @@ class Matrices(Numbers):
     own: Mapping[str, FloatArray]
     timeline: Timeline | None
     spoilt: Mapping[int, str] = field(default_factory=dict)
+    noticed: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
 
     @property
     def num_ranks(self) -> int:
@@ -137,7 +139,7 @@ class Matrices(Numbers):
             tokens=self.totals["tokens"] / ops,
             bytes=self.totals["bytes"] / ops,
             gap_us=median(self.gap, 0) / 1e3,
-            send_us=self.send_ns() / 1e3,
+            send_us=self._handing_over_ns() / 1e3,
             drain_us=median(self.drain, 0) / 1e3,
             own_wait_us=median(self.wait, 0) / 1e3,
             bandwidth=self._bandwidth(self.totals["bytes"] / ops) if self.num_operations else None,
@@ -148,6 +150,13 @@ class Matrices(Numbers):
         """[num_ranks]: from entering to having issued to every destination, as receivers saw it."""
         seen = np.fmax.reduce(self.send, axis=0, initial=np.nan)
         return np.where(np.isfinite(seen), seen, median(self.span, 0))
+
+    def _handing_over_ns(self) -> FloatArray:
+        """[num_ranks]: the same, without the exchange of notices and the waiting for them."""
+        if not self.noticed.size or not self.ops.size:
+            return self.send_ns()
+        fresh = median(self.span[np.isin(self.ops, self.noticed)], 0)
+        return np.where(np.isfinite(fresh), fresh, self.send_ns())
 
     def _bandwidth(self, num_bytes: FloatArray) -> Bandwidth:
         # Bytes per nanosecond are GB/s.
@@ -207,6 +216,9 @@ def gather(reports: Sequence[Summary | Snapshot]) -> dict[str, Matrices]:
         )
         for kind in kinds
     }
+    if NOTIFY in by_kind and NORMAL_DISPATCH in by_kind:
+        noticed = by_kind[NOTIFY].ops
+        by_kind[NORMAL_DISPATCH] = replace(by_kind[NORMAL_DISPATCH], noticed=noticed)
     return _with_joint_clocks(by_kind)
 
 
@@ -275,9 +287,10 @@ def _what_cannot_be(s: KindSummary, num_ranks: int) -> str:
         return f"sums of its own are {dict(s.own)}; they must be numbers up to {_LARGEST:.0e}"
     if s.ops.min(initial=0) < 0 or s.ops.max(initial=0) > _LARGEST:
         return f"operations are numbered beyond 0 and {_LARGEST:.0e}"
-    for name in _FINITE:
-        if np.isinf(getattr(s, name)).any():
-            return f"{name} is infinite; it must be a number or NaN"
+    # All at once: there are as many summaries as ranks.
+    if np.isinf(np.concatenate([getattr(s, name).ravel() for name in _FINITE])).any():
+        name = next(name for name in _FINITE if np.isinf(getattr(s, name)).any())
+        return f"{name} is infinite; it must be a number or NaN"
     return ""
 
 
@@ -362,8 +375,9 @@ def _gather_kind(kind: str, place: Place, by_rank: Mapping[int, KindSummary]) ->
 
     def of_this_hop(number: Field, values: Any) -> Any:
         """Path times of rows that a gateway has passed on are its own hop's."""
-        is_path = number.is_per_source and number.name.startswith("path")
-        return np.where(relayed, number.missing, values).astype(values.dtype) if is_path else values
+        if not relayed.any() or not (number.is_per_source and number.name.startswith("path")):
+            return values
+        return np.where(relayed, number.missing, values).astype(values.dtype)
 
     def by_name(counters: Sequence[Mapping[str, Any]]) -> dict[str, FloatArray]:
         return {

@@ -14,7 +14,7 @@ from typing import Annotated, NamedTuple, Optional
 import numpy as np
 
 from ..core.diagnosis import BoolArray, FloatArray, IntArray
-from ..core.package import CounterSnapshot, stamps
+from ..core.package import CounterSnapshot, codec, stamps
 from ..core.robust_stats import MEDIAN_COST, median, quantile, standard_error
 from .fields import FIELDS, KEPT_ARRIVALS, Numbers, PerSource
 from .hops import NORMAL_KINDS, NOTIFY, ROW_HOPS, OwnTimes, own_times
@@ -50,6 +50,8 @@ _BURST, _WIDER, _APART, _RECURS, _OFTEN = 4.0, 4.0, 1.25, 3, 0.1
 _OVERLAP, _LASTS = 1 / 16, 1 / 8
 # Fewer operations do not tell bursts from chance.
 _MANY = 24
+# Kinds of operations that others may tell of.
+_FEW = codec.Most(64)
 
 
 @dataclass(frozen=True)
@@ -96,8 +98,8 @@ class Summary:
     host: str
     device_index: int
     node: int
-    kinds: Mapping[str, KindSummary]
-    spoilt: Mapping[str, str] = field(default_factory=dict)
+    kinds: Annotated[Mapping[str, KindSummary], _FEW]
+    spoilt: Annotated[Mapping[str, str], _FEW] = field(default_factory=dict)
 
 
 def summarize(snapshot: Snapshot) -> Summary:

@@ -1,20 +1,41 @@
 """What a diagnosis says: verdicts, outliers, notes, and the measured numbers beside them. Plain data.
 
-Rows of every matrix wait, columns are waited for. What is not known is NaN, never zero.
+Rows of every matrix wait, columns are waited for. What is not known is NaN, never zero. The types of fields say how
+records store them, see `deep_ep/base/codec.py`. A field that is added to a verdict is stored; what a record lays out in
+another way stands in `storage/record_layout.py`.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Union
+from typing import Annotated, Any, Literal, Optional, Union
 
 import numpy as np
 import numpy.typing as npt
 
+from .causes import TITLES
+from .package import codec
+
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
+
+# Times are stored to nanoseconds.
+TIME = codec.Digits(3)
+OTHER = codec.Digits(6)
+Microseconds = Annotated[float, TIME]
+Ratio = Annotated[float, OTHER]
+# Certainties differ in how far they are from 1.
+Certainty = Annotated[float, codec.Digits(12)]
+Count = Annotated[int, codec.Range()]
+Rank = Annotated[int, codec.Range(below="num_ranks")]
+RankOrNone = Optional[Rank]
+RankPairOrNone = Optional[Annotated[tuple[Rank, Rank], ("source", "destination")]]
+CountOrNone = Optional[Count]
+PerRankUs = Annotated[FloatArray, ("num_ranks",), TIME]
+PerOperationUs = Annotated[FloatArray, ("n", "num_ranks"), TIME]
 
 # Evidence of verdicts; times per operation, and without a unit in the name: counts.
 EvidenceKey = Literal[
@@ -82,25 +103,28 @@ class Verdict:
         next_step: one sentence: what to check next.
     """
 
-    kind: str
+    kind: Annotated[str, codec.Words(tuple(TITLES))]
     cause: str
     operation: str
-    rank: int | None
-    edge: tuple[int, int] | None
-    effect_us: float
-    share: float
-    seen_in: float
-    evidence: Mapping[str, float] = field(default_factory=dict)
+    rank: RankOrNone
+    edge: RankPairOrNone
+    effect_us: Microseconds
+    share: Ratio
+    seen_in: Ratio
+    evidence: Mapping[str, Ratio] = field(default_factory=dict)
     next_step: str = ""
-    nodes: tuple[int, int] | None = None
-    rail: int | None = None
-    node: int | None = None
+    nodes: RankPairOrNone = None
+    rail: CountOrNone = None
+    node: CountOrNone = None
     where: str = ""
-    interval_us: tuple[float, float] = (float("nan"), float("nan"))
-    saving_us: float = float("nan")
-    alone_us: float = float("nan")
-    duration_us: float = float("nan")
-    certainty: float = float("nan")
+    interval_us: Annotated[tuple[Microseconds, Microseconds], ("low", "high")] = (
+        math.nan,
+        math.nan,
+    )
+    saving_us: Microseconds = math.nan
+    alone_us: Microseconds = math.nan
+    duration_us: Microseconds = math.nan
+    certainty: Certainty = math.nan
 
     @property
     def subject(self) -> Subject:
@@ -134,9 +158,9 @@ class Outlier:
     """
 
     operation: str
-    number: int
-    rank: int
-    effect_us: float
+    number: Count
+    rank: Rank
+    effect_us: Microseconds
 
 
 @dataclass(frozen=True)
@@ -169,17 +193,17 @@ class Timeline:
         last: [n] int64, the source whose data came last.
     """
 
-    observer: int
-    ops: IntArray
-    begin_us: FloatArray
-    entered_us: FloatArray
-    arrival_us: FloatArray
-    last: IntArray
+    observer: Rank
+    ops: Annotated[IntArray, ("n",), codec.Range(), codec.Digits(0)]
+    begin_us: Annotated[FloatArray, ("n",), TIME]
+    entered_us: PerOperationUs
+    arrival_us: PerOperationUs
+    last: Annotated[IntArray, ("n",), codec.Range(below="num_ranks"), codec.Digits(0)]
 
 
 @dataclass(frozen=True)
-class Measured:
-    """The numbers of one operation kind over one window; times in microseconds per operation.
+class MeasuredOfRanks:
+    """The numbers of one operation kind over one window, without those between ranks; times in microseconds per operation.
 
     Attributes:
         operation: "dispatch", "combine", or a kind of the normal kernels.
@@ -187,33 +211,43 @@ class Measured:
             are of the whole window then.
         first_operation, last_operation: their numbers; 0 where unknown.
         duration_us: what a rank spends in the operation, median.
+        gap_us, send_us, drain_us, own_wait_us: [num_ranks], a rank's own time between the operation
+            before and this one, while sending, after the last arrival; and all its waiting. In a fresh normal
+            dispatch all are since the last notice: what was before is in "notify".
+    """
+
+    operation: str
+    num_operations: Count
+    first_operation: Count
+    last_operation: Count
+    duration_us: Microseconds
+    gap_us: PerRankUs
+    send_us: PerRankUs
+    drain_us: PerRankUs
+    own_wait_us: PerRankUs
+
+
+@dataclass(frozen=True)
+class Measured(MeasuredOfRanks):
+    """All numbers of one operation kind over one window. Fields as in `MeasuredOfRanks`, and
+
+    Attributes:
         wait_us: [receiver, source] = late_us + issue_us + path_us; means without the tenth of
             operations at either end, so that a hiccup does not paint a column.
         late_us: the part before the source entered.
         issue_us: the part while the source was sending.
         path_us: the part after the source had issued everything.
         tokens, bytes: [receiver, source] per operation.
-        gap_us, send_us, drain_us, own_wait_us: [num_ranks], a rank's own time between the operation
-            before and this one, while sending, after the last arrival; and all its waiting.
         bandwidth: what the wires did, or None where nothing was stamped.
         timeline: recent operations, or None.
     """
 
-    operation: str
-    num_operations: int
-    first_operation: int
-    last_operation: int
-    duration_us: float
     wait_us: FloatArray
     late_us: FloatArray
     issue_us: FloatArray
     path_us: FloatArray
     tokens: FloatArray
     bytes: FloatArray
-    gap_us: FloatArray
-    send_us: FloatArray
-    drain_us: FloatArray
-    own_wait_us: FloatArray
     bandwidth: Bandwidth | None = None
     timeline: Timeline | None = None
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from deep_ep.base import env
+from deep_ep.base import codec, env
+from deep_ep.base.printable_text import printable
 from deep_ep.errors import (
     EPArgumentError,
     EPError,
@@ -12,10 +13,11 @@ from deep_ep.errors import (
     ranks_text,
 )
 from deep_ep.group import Group, ThreadGroup, TorchGroup, as_group
-from deep_ep.hang import folder, rank_calls, request, states, torch_dumps, traces
-from deep_ep.hang import wording as hang_wording
-from deep_ep.hang.cause import Edge, HangCause, HangVerdict
+from deep_ep.hang import folder, request
+from deep_ep.hang.cause import HangVerdict
 from deep_ep.hang.files import replace as replace_file
+from deep_ep.hang.report import picture as hang_picture
+from deep_ep.hang.report import views as hang_views
 from deep_ep.membership import rendezvous
 from deep_ep.native import backend
 from deep_ep.observe import stamps
@@ -28,7 +30,6 @@ from deep_ep.observe.phases import of_snapshots as phases_of
 __all__ = [
     "PARTS",
     "PHASES",
-    "HangCause",
     "CounterSnapshot",
     "DeviceCopier",
     "EPArgumentError",
@@ -36,7 +37,6 @@ __all__ = [
     "EPNotBuiltError",
     "EPTypeError",
     "EPUsageError",
-    "Edge",
     "Group",
     "OperationPhases",
     "Part",
@@ -47,17 +47,16 @@ __all__ = [
     "HangVerdict",
     "as_group",
     "backend",
+    "codec",
     "env",
     "folder",
-    "hang_wording",
-    "rank_calls",
+    "hang_picture",
+    "hang_views",
     "phases_of",
+    "printable",
     "ranks_text",
     "rendezvous",
     "replace_file",
     "request",
     "stamps",
-    "states",
-    "torch_dumps",
-    "traces",
 ]

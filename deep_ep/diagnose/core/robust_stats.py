@@ -20,52 +20,39 @@ from .diagnosis import FloatArray, IntArray
 # Median absolute deviation to standard deviation, and the cost of a median over a mean (normal).
 MAD_TO_SIGMA = 1.4826
 MEDIAN_COST = 1.2533
-# So many standard deviations above the healthy ones known so far still count as healthy.
-_REACH = 4.0
+# So many standard deviations away from healthy members, or from what a clock may be, is no chance.
+FAR = 4.0
 
 
 def median(values: FloatArray, axis: int) -> FloatArray:
     """`numpy.nanmedian`, silent and fast: NaN where nothing is known."""
-    rows, count = _rows(values, axis)
-    if rows.size == 0:
-        return np.full(count.shape, np.nan)
-    size, least, most = rows.shape[-1], int(count.min()), int(count.max())
-    if least == most:
-        at, below = _at(rows, most // 2)
-        return at if most % 2 else (at + below) / 2
-    # What is unknown is put on both sides in turn, so that all middles are at the same places.
-    unknown = ~np.isfinite(rows)
-    above = np.cumsum(unknown, axis=-1, dtype=np.uint8) % 2 == 1
-    at, below = _at(np.where(unknown, np.where(above, np.inf, -np.inf), rows), size // 2)
-    with np.errstate(invalid="ignore"):
-        middle = np.where(count % 2 == 0, (at + below) / 2, at if size % 2 else below)
-    return np.where(count > 0, middle, np.nan)
+    ordered, count = _in_order(values, axis)
+    return (_at(ordered, count, (count - 1) // 2) + _at(ordered, count, count // 2)) / 2
 
 
 def quantile(values: FloatArray, share: float, axis: int) -> FloatArray:
     """The value below which `share` of the known values lie; NaN where nothing is known."""
-    rows, count = _rows(values, axis)
-    if rows.size == 0:
+    ordered, count = _in_order(values, axis)
+    return _at(ordered, count, np.floor(share * (count - 1)).astype(np.intp))
+
+
+def _in_order(values: FloatArray, axis: int) -> tuple[FloatArray, IntArray]:
+    """The axis last, what is unknown at its end; and how much of each row is known."""
+    rows = np.moveaxis(values, axis, -1)
+    known = np.isfinite(rows)
+    # Sorting NaN takes numpy several times as long.
+    ordered = np.where(known, rows, np.inf)
+    ordered.sort(axis=-1)
+    return ordered, known.sum(axis=-1)
+
+
+def _at(ordered: FloatArray, count: IntArray, places: IntArray) -> FloatArray:
+    if not count.any():
         return np.full(count.shape, np.nan)
-    least, most = int(count.min()), int(count.max())
-    if least == most:
-        return _at(rows, int(share * (most - 1)))[0]
-    places = np.maximum(np.floor(share * (count - 1)), 0.0).astype(np.intp)
-    return np.take_along_axis(np.sort(rows, axis=-1), places[..., None], -1)[..., 0]
-
-
-def _rows(values: FloatArray, axis: int) -> tuple[FloatArray, IntArray]:
-    """The axis last, each row in one piece of memory; and how much of each is known."""
-    rows = np.ascontiguousarray(np.moveaxis(values, axis, -1))
-    return rows, np.isfinite(rows).sum(axis=-1)
-
-
-def _at(rows: FloatArray, place: int) -> tuple[FloatArray, FloatArray]:
-    """Values at a place of the order of each row, and one before; NaN is last."""
-    place = max(place, 0)
-    # Asking for both places at once takes numpy five times as long.
-    ordered = np.partition(rows, place, axis=-1)
-    return ordered[..., place], np.maximum.reduce(ordered[..., :place], axis=-1, initial=-np.inf)
+    if count.min() == count.max():
+        return np.asarray(ordered[..., places.flat[0]])
+    at = np.take_along_axis(ordered, np.maximum(places, 0)[..., None], -1)[..., 0]
+    return np.where(count > 0, at, np.nan)
 
 
 def median_of(values: FloatArray) -> float:
@@ -110,7 +97,8 @@ def quantile_of(values: FloatArray, share: float) -> float:
     known = values[np.isfinite(values)]
     if not known.size:
         return float("nan")
-    return float(_at(known, int(share * (known.size - 1)))[0])
+    place = int(share * (known.size - 1))
+    return float(np.partition(known, place)[place])
 
 
 def scale(values: FloatArray, axis: int) -> FloatArray:
@@ -148,7 +136,7 @@ def healthy(values: FloatArray, noise: float = 0.0) -> tuple[float, float]:
         size = at_least
         while True:
             location, spread = _location_and_spread(ordered[:size])
-            reach = location + _REACH * max(spread, noise)
+            reach = location + FAR * max(spread, noise)
             grown = max(int(np.searchsorted(ordered, reach, side="right")), size)
             if grown == size:
                 return location, spread

@@ -8,8 +8,7 @@ import stat
 from pathlib import Path
 from typing import BinaryIO
 
-from .package import EPArgumentError
-from .printable_text import printable
+from .package import EPArgumentError, printable
 
 # A named pipe without a reader must not keep its writer waiting.
 _FLAGS = os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK

@@ -19,7 +19,7 @@ import threading
 import time
 import weakref
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Optional, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Optional, TypeVar
 
 import numpy as np
 
@@ -29,7 +29,7 @@ from ..analyze.thresholds import MIN_OPERATIONS
 from ..collect.group_matrices import gather, require_summary
 from ..collect.rank_summary import Summary, summarize
 from ..collect.snapshot import Observed, Snapshot, observe
-from ..core.package import EPArgumentError, EPError, env, rendezvous
+from ..core.package import EPArgumentError, EPError, codec, env, rendezvous
 from ..live import wire
 from ..render.change_log import Changes
 from ..storage.log_writer import Writer
@@ -58,6 +58,9 @@ _FULL_EVERY = 30
 # Operations that the ranks of a window may tell of together, for each that rank 0 keeps; and at least.
 _OPERATIONS_PER_OWN, _LEAST_OPERATIONS = 2, 2048
 
+# Of what a rank says besides numbers.
+_MOST_REMARKS = 64
+
 T = TypeVar("T")
 
 _log = logging.getLogger("deep_ep.diagnose")
@@ -78,7 +81,7 @@ class _Share:
     """A rank to rank 0: what it saw in a window, or nothing, because it stopped."""
 
     summary: Optional[Summary]  # noqa: UP045
-    remarks: tuple[str, ...] = ()
+    remarks: Annotated[tuple[str, ...], codec.Most(_MOST_REMARKS)] = ()
 
 
 def start(buffer: Any, group: Group, when: env.DiagnoseMode) -> Monitor | None:
@@ -183,7 +186,7 @@ class Monitor:
                 return
             try:
                 where = f"diagnose: window {self._window}, from rank 0"
-                call = wire.decode(_Call, data, where, num_ranks=self._mailbox.size)
+                call = wire.decode(_Call, data, where, {"num_ranks": self._mailbox.size})
             except EPArgumentError as error:
                 if not self._refused:
                     _say(f"rank 0's word on a window is left out: {error}")
@@ -274,16 +277,16 @@ class Monitor:
         return () if buffer is None else tuple(sorted(buffer.communicator.masks.known()))
 
     def _call(self, call: _Call) -> None:
-        self._rounds.call(self._window, wire.encode(call))
+        self._rounds.call(self._window, codec.encode(call))
 
     def _answer(self, share: _Share) -> None:
-        self._rounds.answer(self._window, wire.encode(share))
+        self._rounds.answer(self._window, codec.encode(share))
 
     def _leave(self) -> None:
         """This rank ends before the others; rank 0 is not to miss it."""
         try:
             now = self._snapshot()
-            self._rounds.leave(wire.encode(self._share(now.operation, now)))
+            self._rounds.leave(codec.encode(self._share(now.operation, now)))
         except Exception as error:  # noqa: BLE001 - whatever it is, the program ends
             _say(
                 f"rank {self._mailbox.rank} left without a last share: {_reason(error)}",
@@ -408,7 +411,7 @@ class _Limits:
         Raises:
             EPArgumentError: the message is none, of another rank, or would make matrices too large.
         """
-        share = wire.decode(_Share, data, where, num_ranks=self._num_ranks)
+        share = wire.decode(_Share, data, where, {"num_ranks": self._num_ranks})
         if share.summary is None:
             return share
         summary = require_summary(where, share.summary)

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+from markupsafe import Markup
 
 from ..core import quantities
 from ..core.diagnosis import Diagnosis, FloatArray, Measured
 from ..render import wording
-from .page_parts import Element, add
+from .page import part
 
-# Of a phase: its name, and its class in html.css.
+# Of a phase: its name, and its class in page.css.
 _PHASES = (
     ("before it (gap)", "gap"),
     ("sending", "send"),
@@ -27,38 +28,38 @@ def of_measured(m: Measured) -> dict[str, FloatArray]:
     return {name: each for (name, _), each in zip(_PHASES, values)}
 
 
-def add_bars(parent: Element, diagnosis: Diagnosis, m: Measured, ranks: Sequence[int]) -> None:
-    """Adds a bar for each of these ranks; those that a verdict names are marked."""
+def bars(diagnosis: Diagnosis, m: Measured, ranks: Sequence[int]) -> Markup:
+    """A bar for each of these ranks; those that a verdict names are marked. Nothing where nothing is known."""
     times = np.nan_to_num(np.stack(list(of_measured(m).values()))[:, list(ranks)])
     longest = float(times.sum(axis=0).max(initial=0.0))
     if longest <= 0:
-        return
+        return Markup()
     named = {verdict.rank for verdict in diagnosis.verdicts}
-    figure = add(parent, "figure")
-    caption = add(
-        figure, "figcaption", f"{m.operation}, microseconds {wording.per(diagnosis, m.operation)}: "
-    )
-    for name, style in _PHASES:
-        add(caption, "span", name, **{"class": f"key {style}"})
-    svg = add(
-        figure,
-        "svg",
-        viewBox=f"0 0 {_NAMES_WIDTH + _BARS_WIDTH + 80} {_LINE * len(ranks) + 4}",
-        role="img",
-        **{"class": "phases", "aria-label": f"time of each rank around {m.operation}"},
-    )
+    lines = []
     for line, rank in enumerate(ranks):
-        y = str(line * _LINE + 2)
-        base = str(line * _LINE + 15)
-        name = wording.rank_name(diagnosis, rank)
-        style = "named" if rank in named else "name"
-        add(svg, "text", name, x=str(_NAMES_WIDTH - 8), y=base, **{"class": style})
-        x = float(_NAMES_WIDTH)
-        for (phase, color), us in zip(_PHASES, times[:, line].tolist()):
+        x, parts = float(_NAMES_WIDTH), []
+        for (phase, style), us in zip(_PHASES, times[:, line].tolist()):
             width = max(us, 0.0) / longest * _BARS_WIDTH
-            bar = add(svg, "rect", x=f"{x:.1f}", y=y, width=f"{width:.1f}", height="16")
-            bar.set("class", color)
-            add(bar, "title", f"{name}, {phase}: {quantities.microseconds(us)}")
+            said = f"{phase}: {quantities.microseconds(us)}"
+            parts.append({"style": style, "x": x, "width": width, "said": said})
             x += width
-        total = quantities.number(float(times[:, line].sum()))
-        add(svg, "text", total, x=f"{x + 6:.1f}", y=base, **{"class": "total"})
+        lines.append(
+            {
+                "name": wording.rank_name(diagnosis, rank),
+                "is_named": rank in named,
+                "y": line * _LINE + 2,
+                "bars": parts,
+                "end": x,
+                "total": quantities.number(float(times[:, line].sum())),
+            }
+        )
+    return part(
+        "bars.html",
+        caption=f"{m.operation}, microseconds {wording.per(diagnosis, m.operation)}:",
+        label=f"time of each rank around {m.operation}",
+        phases=_PHASES,
+        left=_NAMES_WIDTH,
+        width=_NAMES_WIDTH + _BARS_WIDTH + 80,
+        height=_LINE * len(lines) + 4,
+        lines=lines,
+    )

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from rich.table import Table
 from rich.text import Text
 
-from ..core.printable_text import printable
-from .page_parts import add, add_list, add_table, start_page, text_of
+from ..core.package import printable
+from .page import page
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,11 @@ class Sheet:
     rows: Sequence[Sequence[str]]
     words: Sequence[int] = ()
 
+    @property
+    def numbers(self) -> list[int]:
+        """The other columns."""
+        return [place for place in range(len(self.columns)) if place not in self.words]
+
 
 def as_table(sheet: Sheet) -> Table:
     """For a terminal."""
@@ -42,10 +47,4 @@ def as_table(sheet: Sheet) -> Table:
 
 def as_page(title: str, sheets: Sequence[Sheet], remarks: Sequence[str]) -> bytes:
     """The text of an HTML file."""
-    root, body = start_page(title)
-    for sheet in sheets:
-        add(body, "h2", sheet.title)
-        numbers = [place for place in range(len(sheet.columns)) if place not in sheet.words]
-        add_table(body, sheet.columns, sheet.rows, css_class="sheet", numbers=numbers)
-    add_list(body, "Notes", remarks)
-    return text_of(root)
+    return page("sheets.html", title, sheets=sheets, remarks=remarks)

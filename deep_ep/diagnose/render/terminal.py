@@ -22,6 +22,7 @@ from ..core import quantities, rank_blocks
 from ..core.causes import TITLES
 from ..core.diagnosis import Bandwidth, Diagnosis, FloatArray, Measured, Verdict
 from ..core.rank_blocks import Blocks
+from ..core.robust_stats import median_of
 from ..render import wording
 from .output import standard_output
 
@@ -186,11 +187,11 @@ def _bandwidth_cells(bandwidth: Bandwidth) -> list[str]:
         f"{_rate(rate)} {index % num_ranks} > {index // num_ranks}"
         for index, rate in _lowest(edge.reshape(-1), _NAMED)
     ]
-    effective = [f"{_rate(_middle(bandwidth.effective))}"]
+    effective = [f"{_rate(median_of(bandwidth.effective))}"]
     effective += [f"{_rate(rate)} rank {rank}" for rank, rate in _lowest(bandwidth.effective, 1)]
     return [
         "\n".join(effective),
-        _rate(_middle(edge)),
+        _rate(median_of(edge)),
         "\n".join(slowest_edges) or "not known",
         _slowest_ranks(bandwidth.ingress),
         _slowest_ranks(bandwidth.egress),
@@ -206,11 +207,6 @@ def _lowest(values: FloatArray, most: int) -> list[tuple[int, float]]:
     known = np.flatnonzero(np.isfinite(values))
     order = known[np.argsort(values[known], kind="stable")][:most]
     return [(int(i), float(values[i])) for i in order]
-
-
-def _middle(values: FloatArray) -> float:
-    known = values[np.isfinite(values)]
-    return float(np.median(known)) if known.size else math.nan
 
 
 def _rate(gb_per_s: float) -> str:
@@ -275,7 +271,7 @@ def _own_waiting(m: Measured) -> str:
     ]
     if not longest:
         return "not known for any pair of ranks"
-    middle = quantities.microseconds(_middle(m.own_wait_us))
+    middle = quantities.microseconds(median_of(m.own_wait_us))
     return (
         f"no matrix stored for this window; a rank waits {middle} (median),\n"
         f"longest {', '.join(longest)}"

@@ -132,8 +132,8 @@ def saving(diagnosis: Diagnosis, verdict: Verdict) -> str:
     text += " while the other causes last, which hide it"
     if not math.isfinite(verdict.alone_us) or quantities.number(verdict.alone_us) == "0":
         return text
-    gain = quantities.microseconds(verdict.alone_us)
-    return f"{text}; once they are gone, {gain} less {per(diagnosis, verdict.operation)}"
+    gain = _less(diagnosis, verdict.operation, verdict.alone_us)
+    return f"{text}; once they are gone, {gain}"
 
 
 def is_hidden(diagnosis: Diagnosis, verdict: Verdict) -> bool:
@@ -160,12 +160,48 @@ def _without(diagnosis: Diagnosis, what: str, operation: str, saving_us: float) 
     if not math.isfinite(saving_us):
         return ""
     if diagnosis.source == "waits":
-        gain = f"a rank waits {quantities.microseconds(saving_us)} less"
-    elif quantities.number(saving_us) == "0":
+        gain = quantities.microseconds(saving_us)
+        return f"without {what}: a rank waits {gain} less {per(diagnosis, operation)}"
+    if quantities.number(saving_us) == "0":
         return f"without {what}: nothing gained"
-    else:
-        gain = f"{quantities.microseconds(saving_us)} less"
-    return f"without {what}: {gain} {per(diagnosis, operation)}"
+    return f"without {what}: {_less(diagnosis, operation, saving_us)}"
+
+
+def mean_of(diagnosis: Diagnosis) -> str:
+    """`dispatch and combine`: of which kinds all savings are the mean; nothing where it is one, or not always the same."""
+    sets = {tuple(_saving_together(diagnosis, kind)) for kind in diagnosis.savings_us}
+    kinds = sets.pop() if len(sets) == 1 else ()
+    return _listed(kinds) if len(kinds) > 1 else ""
+
+
+def _listed(words: Sequence[str]) -> str:
+    """`a, b and c`, of two or more."""
+    return f"{', '.join(words[:-1])} and {words[-1]}"
+
+
+def _less(diagnosis: Diagnosis, operation: str, saving_us: float) -> str:
+    """`12 us less per operation (mean of dispatch and combine; 24 us for one of each)`."""
+    text = f"{quantities.microseconds(saving_us)} less"
+    kinds = _saving_together(diagnosis, operation)
+    if len(kinds) == 1:
+        return f"{text} per {operation}"
+    text += f" {per(diagnosis, operation)}"
+    if not kinds:
+        return text
+    text += f" (mean of {_listed(kinds)}"
+    known = [
+        diagnosis.measured[kind].num_operations for kind in kinds if kind in diagnosis.measured
+    ]
+    # A window may end between one and the other.
+    if len(known) == len(kinds) and 0 < max(known) <= min(known) + 1:
+        text += f"; {quantities.microseconds(saving_us * len(kinds))} for one of each"
+    return f"{text})"
+
+
+def _saving_together(diagnosis: Diagnosis, operation: str) -> list[str]:
+    """Kinds of operations over which a saving is the mean; operations that follow each other save the same."""
+    saved = diagnosis.savings_us.get(operation)
+    return [kind for kind, saving_us in diagnosis.savings_us.items() if saving_us == saved]
 
 
 def evidence(verdict: Verdict) -> str:

@@ -8,47 +8,76 @@ import struct
 import zipfile
 import zlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Optional
 
 import numpy as np
 
 from ..collect.snapshot import Snapshot
 from ..core import safe_files
-from ..core.package import CounterSnapshot, EPArgumentError
-from .codec import TEXT, Int64Array, Integer, List, Maybe, Object, Schema, Wrong, not_as_expected
+from ..core.diagnosis import IntArray
+from ..core.package import CounterSnapshot, EPArgumentError, codec
+from . import foreign
 
 SCHEMA = "deep_ep.counters/1"
 FILE_PATTERN = "counters-rank*.npz"
 
-_COUNT = Integer()
-# What is of all kinds of operations.
-HEAD = Object(
-    dict,
-    (Schema(SCHEMA), "schema"),
-    (_COUNT, "rank"),
-    (Integer(least=1), "num_ranks"),
-    (TEXT, "device", "host"),
-    (_COUNT, "device_index", "node"),
-    (Maybe(Int64Array((None, "pair")), absent=None, left_out=True), "calls"),
-    (Maybe(Int64Array((None, "triple")), absent=None, left_out=True), "parts"),
-    (List(TEXT), "kinds"),
+_Count = Annotated[int, codec.Range()]
+_Pairs = Optional[Annotated[IntArray, ("calls", 2)]]
+_Triples = Optional[Annotated[IntArray, ("parts", 3)]]
+
+
+def _rank(rank: int, sides: codec.Sides) -> int:
+    num_ranks = sides["num_ranks"]
+    if rank >= num_ranks:
+        raise codec.CodecError.of(rank, f"a rank below num_ranks = {num_ranks}")
+    return rank
+
+
+def _ring_fields(names: tuple[str, ...], sides: codec.Sides) -> tuple[str, ...]:
+    sides["ring_fields"] = max(sides.get("ring_fields", 0), len(names))
+    return names
+
+
+@dataclass(frozen=True)
+class Head:
+    """A `Snapshot` without its counters, and the kinds of operations of which there are some."""
+
+    schema: Annotated[str, foreign.schema(SCHEMA)]
+    rank: Annotated[_Count, _rank]
+    num_ranks: Annotated[int, codec.Range(1), codec.Length(("num_ranks",))]
+    device: str
+    host: str
+    device_index: _Count
+    node: _Count
+    kinds: list[str]
+    calls: _Pairs = None
+    parts: _Triples = None
+
+
+@dataclass(frozen=True)
+class _Counters:
+    """A `CounterSnapshot`; in the archive the kind and "/" stand before the names."""
+
+    fields: Annotated[tuple[str, ...], ("fields",)]
+    own_fields: Annotated[tuple[str, ...], ("own_fields",)]
+    ring_source_fields: Annotated[tuple[str, ...], _ring_fields]
+    ring_own_fields: Annotated[tuple[str, ...], _ring_fields]
+    estimated: tuple[str, ...]
+    totals: Annotated[IntArray, ("fields", "num_ranks")]
+    own: Annotated[IntArray, ("own_fields",)]
+    ring: Annotated[IntArray, ("slots", "num_sources", "ring_fields")]
+    lost: _Count
+
+
+# What zipfile and numpy raise at what nobody has written; RuntimeError: encrypted.
+_DAMAGED = (
+    *(zipfile.BadZipFile, zlib.error, struct.error, RuntimeError, OverflowError),
+    *(MemoryError, TypeError, SystemError),
 )
-# Of each kind; its name and "/" stand before those of the entries.
-COUNTERS = Object(
-    CounterSnapshot,
-    (List(TEXT, "fields", tuple), "fields"),
-    (List(TEXT, "own_fields", tuple), "own_fields"),
-    (List(TEXT, "ring_source_fields", tuple), "ring_source_fields"),
-    (List(TEXT, "ring_own_fields", tuple), "ring_own_fields"),
-    (List(TEXT, make=tuple), "estimated"),
-    (Int64Array(("fields", "num_ranks")), "totals"),
-    (Int64Array(("own_fields",)), "own"),
-    (Int64Array((None, "num_sources", ("ring_source_fields", "ring_own_fields"))), "ring"),
-    (_COUNT, "lost"),
-)
-# RuntimeError: encrypted, or packed in a way that zipfile does not know.
-_DAMAGED = (zipfile.BadZipFile, zlib.error, struct.error, RuntimeError, OverflowError)
+# Ways to pack an entry. Others fail in words of their own.
+_PACKED = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
 _HEADERS = {
     (1, 0): np.lib.format.read_array_header_1_0,
     (2, 0): np.lib.format.read_array_header_2_0,
@@ -75,14 +104,16 @@ def save(snapshots: Snapshot | Sequence[Snapshot], folder: Path | str) -> list[P
     folder.mkdir(parents=True, exist_ok=True)
     written = []
     for snapshot in [snapshots] if isinstance(snapshots, Snapshot) else snapshots:
-        kinds = snapshot.operations
-        stored = HEAD.write({**vars(snapshot), "schema": SCHEMA, "kinds": kinds})
+        of_rank = vars(snapshot).copy()
+        kinds = of_rank.pop("operations")
+        stored = codec.to_plain(Head(SCHEMA, kinds=list(kinds), **of_rank))
         for kind, counters in kinds.items():
-            of_kind = COUNTERS.write(counters)
+            of_kind = codec.to_plain(counters, _Counters)
             stored.update({f"{kind}/{name}": value for name, value in of_kind.items()})
+        arrays = {name: _array(value) for name, value in stored.items() if value is not None}
         written.append(folder / f"counters-rank{snapshot.rank}.npz")
         with safe_files.create(written[-1]) as file:
-            np.savez_compressed(file, **{name: _array(value) for name, value in stored.items()})
+            np.savez_compressed(file, **arrays)
     return written
 
 
@@ -130,8 +161,8 @@ def _load_file(file: Path) -> Snapshot:
         ) from None
     try:
         return _snapshot({name: _plain(value) for name, value in arrays.items()})
-    except Wrong as wrong:
-        raise wrong.refusal(str(file), "entry", SCHEMA) from None
+    except codec.CodecError as error:
+        raise foreign.refusal(error, str(file), "entry", SCHEMA) from None
 
 
 def _read_arrays(archive: zipfile.ZipFile) -> dict[str, Any]:
@@ -144,6 +175,8 @@ def _read_arrays(archive: zipfile.ZipFile) -> dict[str, Any]:
     unpacked = sum(entry.file_size for entry in entries)
     if unpacked > _LARGEST:
         raise ValueError(f"{unpacked} bytes when unpacked, where {_LARGEST} are allowed")
+    if any(entry.compress_type not in _PACKED for entry in entries):
+        raise ValueError("an entry is neither stored nor deflated")
     arrays = {}
     for entry in entries:
         with archive.open(entry) as packed:
@@ -177,26 +210,22 @@ def _plain(value: Any) -> Any:
 
 
 def _snapshot(stored: dict[str, Any]) -> Snapshot:
-    """Raises Wrong with the name of the entry."""
-    head = HEAD.read(stored, {"pair": 2, "triple": 3})
-    del head["schema"]
-    kinds, rank, num_ranks = head.pop("kinds"), head["rank"], head["num_ranks"]
-    if rank >= num_ranks:
-        raise not_as_expected(rank, f"a rank below num_ranks = {num_ranks}").at("rank")
-    return Snapshot(**head, operations={kind: _counters(stored, kind, num_ranks) for kind in kinds})
+    """Raises CodecError with the name of the entry."""
+    of_rank = vars(foreign.read(Head, stored)).copy()
+    del of_rank["schema"]
+    sides = {"num_ranks": of_rank["num_ranks"], "num_sources": of_rank["num_ranks"] + 1}
+    kinds = {kind: _counters(stored, kind, sides) for kind in of_rank.pop("kinds")}
+    return Snapshot(operations=kinds, **of_rank)
 
 
-def _counters(stored: dict[str, Any], kind: str, num_ranks: int) -> CounterSnapshot:
-    of_kind = {
-        name: stored[f"{kind}/{name}"] for name in COUNTERS.fields if f"{kind}/{name}" in stored
-    }
+def _counters(stored: dict[str, Any], kind: str, sides: codec.Sides) -> CounterSnapshot:
+    start = f"{kind}/"
+    of_kind = {name[len(start) :]: stored[name] for name in stored if name.startswith(start)}
     try:
-        counters: CounterSnapshot = COUNTERS.read(
-            of_kind, {"num_ranks": num_ranks, "num_sources": num_ranks + 1}
-        )
+        counters = CounterSnapshot(**vars(foreign.read(_Counters, of_kind, sides=sides)))
         _require_growing(counters)
-    except Wrong as wrong:
-        wrong.path[0] = f"{kind}/{wrong.path[0]}"
+    except codec.CodecError as error:
+        error.path[0] = f"{kind}/{error.path[0]}"
         raise
     return counters
 
@@ -205,8 +234,8 @@ def _require_growing(counters: CounterSnapshot) -> None:
     totals = counters.totals
     if (totals < 0).any():
         field, source = np.argwhere(totals < 0)[0].tolist()
-        raise not_as_expected(
-            int(totals[field, source]),
-            "counters of at least 0; they wrapped, or two snapshots were subtracted in the "
-            f"wrong order: see {counters.fields[field]} of source {source}",
-        ).at("totals")
+        raise codec.CodecError(
+            f"is {totals[field, source]}; expected counters of at least 0; they wrapped, or two snapshots "
+            f"were subtracted in the wrong order: see {counters.fields[field]} of source {source}",
+            "totals",
+        )

@@ -10,10 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, overload
 
-from ..core.package import EPArgumentError
-from ..core.printable_text import printable
-from . import record_layout
-from .codec import Wrong
+from ..core.package import EPArgumentError, codec, printable
+from . import foreign, record_layout
 from .record import Headline, Record
 from .record_layout import FILE_PATTERN, SCHEMA
 
@@ -183,8 +181,8 @@ def parse_line(line: bytes, where: str, *, is_last: bool = False) -> Record | No
     """
     line = line.removesuffix(b"\n")
     try:
-        value = _JSON.decode(line.decode())
-    except (ValueError, RecursionError) as error:
+        value = codec.loads(line)
+    except ValueError as error:
         if is_last or _is_cut_off(line, error):
             return None
         raise EPArgumentError(
@@ -192,17 +190,9 @@ def parse_line(line: bytes, where: str, *, is_last: bool = False) -> Record | No
             "Remove the line, or pass another file."
         ) from None
     try:
-        record: Record = record_layout.RECORD.read(value, {})
-    except Wrong as wrong:
-        raise wrong.refusal(where, "field", SCHEMA) from None
-    return record
-
-
-def _refuse_constant(name: str) -> float:
-    raise ValueError(f"{name} is not a JSON number; unknown numbers are null")
-
-
-_JSON = json.JSONDecoder(parse_constant=_refuse_constant)
+        return record_layout.from_json(value)
+    except codec.CodecError as error:
+        raise foreign.refusal(error, where, "field", SCHEMA) from None
 
 
 def _is_cut_off(line: bytes, error: Exception) -> bool:

@@ -23,8 +23,7 @@ from ..collect.group_matrices import gather
 from ..collect.snapshot import Snapshot
 from ..collect.snapshot_checks import latest_operation, require_snapshot
 from ..core.diagnosis import FloatArray
-from ..core.package import EPArgumentError, ranks_text
-from ..core.printable_text import printable
+from ..core.package import EPArgumentError, printable, ranks_text
 from . import counter_archive, diagnosis_log, record_layout
 from .diagnosis_log import Log
 from .record import Record

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ..core.package import EPArgumentError
-from ..core.printable_text import printable
+from ..core.package import EPArgumentError, printable
 from . import diagnosis_log, record_layout
 from .diagnosis_log import Log
 from .record import Record

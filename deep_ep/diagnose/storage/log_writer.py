@@ -8,8 +8,7 @@ import re
 from pathlib import Path
 
 from ..core import safe_files
-from ..core.package import EPArgumentError
-from ..core.printable_text import printable
+from ..core.package import EPArgumentError, printable
 from . import record_layout
 from .record import Record
 

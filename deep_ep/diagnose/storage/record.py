@@ -5,11 +5,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import numpy as np
 
-from ..core.diagnosis import Diagnosis, FloatArray, Measured, Subject
+from ..core.diagnosis import Diagnosis, FloatArray, Measured, PerRankUs, Subject
 
 MATRICES = ("wait_us", "late_us", "issue_us", "path_us", "tokens", "bytes")
 
@@ -23,8 +23,8 @@ class Means:
         waited_for: the same where the rank is waited for, or sends.
     """
 
-    waiting: Mapping[str, FloatArray]
-    waited_for: Mapping[str, FloatArray]
+    waiting: Annotated[Mapping[str, PerRankUs], MATRICES]
+    waited_for: Annotated[Mapping[str, PerRankUs], MATRICES]
 
     @classmethod
     def of(cls, measured: Measured) -> Means:

@@ -1,45 +1,41 @@
 """How a record is laid out: a JSON object, in a line. `docs/records.md` is the schema.
 
-Unknown numbers are null. Times are rounded to nanoseconds. A field that is added has a row here, in the
-order of the line; what is in no row is not stored.
+Unknown numbers are null. The types of the fields say how they are stored; those of verdicts and what is measured
+stand in `core/diagnosis.py`.
 """
 
 from __future__ import annotations
 
 import functools
 import json
-from dataclasses import replace
-from typing import Any
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Annotated, Any, Literal, Optional, TypeVar
 
 import numpy as np
 
 from ..core import rank_blocks
-from ..core.causes import COMM_SLOW, COMP_SLOW, MIXED_SLOW
 from ..core.diagnosis import (
+    OTHER,
+    TIME,
     Bandwidth,
+    Count,
     Diagnosis,
     FloatArray,
     Measured,
+    MeasuredOfRanks,
+    Microseconds,
     Outlier,
     Timeline,
     Verdict,
 )
+from ..core.package import codec
 from ..core.rank_blocks import Blocks
-from .codec import (
-    TEXT,
-    Array,
-    Integer,
-    List,
-    MappingOf,
-    Maybe,
-    Number,
-    Numbering,
-    Object,
-    Schema,
-    Sides,
-    Word,
-)
+from . import foreign
 from .record import MATRICES, Means, Record
+
+T = TypeVar("T")
 
 SCHEMA = "deep_ep.diagnose/1"
 FILE_PATTERN = "diagnose-*.jsonl"
@@ -49,153 +45,90 @@ START = '{"schema": "deep_ep.diagnose/'
 LONGEST_LINE = 16 * 2**20
 # Records of larger groups are not read: a few bytes could ask for any amount of memory.
 MOST_RANKS = 2048
-_MOST_KINDS = 8
+_MOST_KINDS = codec.Most(8)
 # Beyond so many ranks matrices are stored per block of ranks.
 LARGEST_MATRIX = 128
 # Cells of a timeline; of many ranks only the latest operations are stored.
 _LARGEST_TIMELINE = 16_384
-_TIME_DIGITS = 3
-_OTHER_DIGITS = 6
-# Certainties differ in how far they are from 1.
-_CERTAINTY_DIGITS = 12
-
-_COUNT = Integer()
-_RANK = Integer(below="num_ranks")
-_TIME_US = Number(_TIME_DIGITS)
-_OTHER = Number(_OTHER_DIGITS)
-_TIMES_US = Array(_TIME_DIGITS, ("num_ranks",))
-_BETWEEN_BLOCKS = ("num_blocks", "num_blocks")
-_PER_OPERATION = Array(_TIME_DIGITS, ("n", "num_ranks"))
+# In seconds since 1970, about the year 5000.
+_LAST_TIME = 95e9
 
 
-def _int64(values: list[int]) -> Any:
-    return np.array(values, dtype=np.int64)
+def _time(value: float, _: codec.Sides) -> float:
+    if math.isfinite(value) and not 0 <= value < _LAST_TIME:
+        raise codec.CodecError.of(value, "seconds since 1970 before the year 5000, or null")
+    return value
 
 
-OUTLIER = Object(
-    Outlier,
-    (TEXT, "operation"),
-    (_COUNT, "number"),
-    (_RANK, "rank"),
-    (_TIME_US, "effect_us"),
-)
+def _numbered(what: str) -> Callable[[Any, codec.Sides], Any]:
+    """Of numbers of what ranks belong to: each from 0 on occurs; how many there are is the length of a side."""
 
-VERDICT = Object(
-    Verdict,
-    (Word((COMP_SLOW, COMM_SLOW, MIXED_SLOW)), "kind"),
-    (TEXT, "cause", "operation"),
-    (Maybe(_RANK), "rank"),
-    (Maybe(List(_RANK, ("source", "destination"), tuple)), "edge", "nodes"),
-    (Maybe(_COUNT), "rail"),
-    # Records of earlier versions know of no such subject.
-    (Maybe(_COUNT, absent=None), "node"),
-    (TEXT, "where"),
-    (_TIME_US, "effect_us"),
-    (List(_TIME_US, ("low", "high"), tuple), "interval_us"),
-    (_OTHER, "share"),
-    (_TIME_US, "saving_us", "duration_us"),
-    # Records of earlier versions do not tell.
-    (Number(_TIME_DIGITS, absent=None), "alone_us"),
-    (Number(_CERTAINTY_DIGITS), "certainty"),
-    (_OTHER, "seen_in"),
-    (MappingOf(_OTHER), "evidence"),
-    (TEXT, "next_step"),
-)
+    def check(numbers: Any, sides: codec.Sides) -> Any:
+        count = max(numbers, default=-1) + 1
+        if not set(range(count)).issubset(numbers):
+            raise codec.CodecError.of([*numbers], f"every {what} from 0 on to have a rank")
+        if numbers:
+            sides[f"num_{what}s"] = count
+        return numbers
 
-MEANS = Object(
-    Means,
-    (Object(dict, (_TIMES_US, *MATRICES)), "waiting", "waited_for"),
-)
-
-BANDWIDTH = Object(
-    dict,
-    (Array(_OTHER_DIGITS, ("num_ranks",)), "ingress", "egress", "effective"),
-    # Where matrices are.
-    (Maybe(Array(_OTHER_DIGITS, _BETWEEN_BLOCKS), absent=None, left_out=True), "edge"),
-)
-
-TIMELINE = Object(
-    Timeline,
-    (_RANK, "observer"),
-    (List(_COUNT, "n", _int64), "ops"),
-    (Array(_TIME_DIGITS, ("n",)), "begin_us"),
-    (_PER_OPERATION, "entered_us", "arrival_us"),
-    (List(_RANK, "n", _int64), "last"),
-)
-
-MEASURED = Object(
-    dict,
-    (TEXT, "operation"),
-    (_COUNT, "num_operations", "first_operation", "last_operation"),
-    (_TIME_US, "duration_us"),
-    (_TIMES_US, "gap_us", "send_us", "drain_us", "own_wait_us"),
-    (MEANS, "means"),
-    (Maybe(BANDWIDTH), "bandwidth"),
-    (Maybe(Object(dict, (Array(_TIME_DIGITS, _BETWEEN_BLOCKS), *MATRICES))), "matrices"),
-    (Maybe(TIMELINE), "timeline"),
-)
+    return check
 
 
-class _Nodes(Numbering):
-    """Empty where they are not known, and in records of before they were stored."""
-
-    absent = ()
-
-    @property
-    def type_name(self) -> str:
-        return f"{super().type_name}, or empty"
-
-    def read(self, value: Any, sides: Sides) -> Any:
-        return super().read(value, sides) if value else ()
-
-
-def _record(
-    *,
-    schema: str,
-    time: float,
-    window: int,
-    group: str,
-    num_ranks: int,
-    block_of: list[int] | None,
-    measured: list[dict[str, Any]],
-    **of_diagnosis: Any,
-) -> Record:
-    of = rank_blocks.single(num_ranks)
-    if block_of is not None:
-        of = rank_blocks.from_indices(block_of)
-    means = {m["operation"]: m.pop("means") for m in measured}
-    return Record(
-        diagnosis=Diagnosis(
-            measured={m["operation"]: _measured(m, of) for m in measured}, **of_diagnosis
-        ),
-        time_s=time,
-        window=window,
-        group=group,
-        block_of=() if of.single else tuple(of.of_rank.tolist()),
-        stored_means=means,
-    )
+_Time = Annotated[float, TIME, _time]
+_NumRanks = Annotated[
+    int, codec.Range(0, MOST_RANKS + 1), codec.Length(("num_ranks", "num_blocks"))
+]
+_OfRanks = ("num_ranks",)
+_Place = Annotated[int, codec.Range(-1)]
+_Node = Annotated[int, codec.Range(-1, "num_ranks")]
+_Block = Annotated[int, codec.Range(0, "num_ranks")]
+_Rates = Annotated[FloatArray, _OfRanks, OTHER]
+_RatesOfBlocks = Optional[Annotated[FloatArray, ("num_blocks", "num_blocks"), OTHER]]
+_Cells = Annotated[FloatArray, ("num_blocks", "num_blocks"), TIME]
+_Matrices = Optional[Annotated[Mapping[str, _Cells], MATRICES]]
 
 
-RECORD = Object(
-    _record,
-    (Schema(SCHEMA), "schema"),
-    (Number(_TIME_DIGITS, 0, 95e9, "seconds since 1970 before the year 5000, or null"), "time"),
-    (_COUNT, "window"),
-    (TEXT, "group"),
-    # Every rank is a block of its own, unless `block_of` says otherwise.
-    (Integer(below=MOST_RANKS + 1, length_of=("num_ranks", "num_blocks")), "num_ranks"),
-    (List(TEXT, "num_ranks", tuple), "hosts"),
-    (List(Integer(least=-1), "num_ranks", tuple), "devices"),
-    (_Nodes(Integer(-1, "num_ranks"), "num_ranks", tuple, of="node"), "nodes"),
-    (TEXT, "device"),
-    (Word(("stamps", "waits")), "source"),
-    (Maybe(Numbering(_RANK, "num_ranks", of="block")), "block_of"),
-    (List(VERDICT), "verdicts"),
-    (List(OUTLIER), "events"),
-    (List(TEXT), "remarks"),
-    (MappingOf(_TIME_US), "savings_us"),
-    (List(MEASURED, most=_MOST_KINDS), "measured"),
-)
+@dataclass(frozen=True)
+class StoredBandwidth:
+    """`Bandwidth`; the edges only where matrices are, per block."""
+
+    ingress: _Rates
+    egress: _Rates
+    effective: _Rates
+    edge: _RatesOfBlocks = None
+
+
+@dataclass(frozen=True)
+class StoredMeasured(MeasuredOfRanks):
+    """`Measured`, with matrices as means over ranks, and per block of ranks where all is stored."""
+
+    means: Means
+    bandwidth: Optional[StoredBandwidth]  # noqa: UP045 - read at run time, by Python 3.9 as well
+    matrices: _Matrices
+    timeline: Optional[Timeline]  # noqa: UP045
+
+
+@dataclass(frozen=True)
+class Line:
+    """`Diagnosis`, and what a `Record` has beside it. Every rank is a block of its own, unless `block_of` says otherwise."""
+
+    schema: Annotated[str, foreign.schema(SCHEMA)]
+    time: _Time
+    window: Count
+    group: str
+    num_ranks: _NumRanks
+    hosts: Annotated[tuple[str, ...], _OfRanks]
+    devices: Annotated[tuple[_Place, ...], _OfRanks]
+    device: str
+    source: Literal["stamps", "waits"]
+    block_of: Optional[Annotated[list[_Block], _OfRanks, _numbered("block")]]  # noqa: UP045
+    verdicts: list[Verdict]
+    events: list[Outlier]
+    remarks: list[str]
+    savings_us: Mapping[str, Microseconds]
+    measured: Annotated[list[StoredMeasured], _MOST_KINDS]
+    # Records of before they were stored have none.
+    nodes: Annotated[tuple[_Node, ...], _OfRanks, codec.OR_EMPTY, _numbered("node")] = ()
 
 
 def to_line(record: Record, *, with_matrices: bool) -> str:
@@ -204,38 +137,66 @@ def to_line(record: Record, *, with_matrices: bool) -> str:
     of = rank_blocks.at_most(LARGEST_MATRIX, diagnosis)
     if record.block_of:
         of = rank_blocks.from_indices(record.block_of)
-    stored = RECORD.write(
-        {
+    blocks = of if with_matrices else None
+    line = Line(
+        **{
             **vars(diagnosis),
-            "schema": SCHEMA,
-            "time": record.time_s,
-            "window": record.window,
-            "group": record.group,
-            "num_ranks": diagnosis.num_ranks,
-            "block_of": of.of_rank if with_matrices and not of.single else None,
             "measured": [
-                _to_store(m, record.means(name), of if with_matrices else None)
-                for name, m in diagnosis.measured.items()
+                _to_store(m, record.means(kind), blocks) for kind, m in diagnosis.measured.items()
             ],
-        }
+        },
+        schema=SCHEMA,
+        time=record.time_s,
+        window=record.window,
+        group=record.group,
+        num_ranks=diagnosis.num_ranks,
+        block_of=None if blocks is None or of.single else of.of_rank.tolist(),
     )
-    return json.dumps(stored, allow_nan=False)
+    return json.dumps(codec.to_plain(line), allow_nan=False)
 
 
-def _to_store(m: Measured, means: Means, of: Blocks | None) -> dict[str, Any]:
-    """The fields of an entry; matrices per block, or none of them."""
+def from_json(value: Any) -> Record:
+    """The record of what JSON makes of a line; raises CodecError."""
+    line = foreign.read(Line, value)
+    of = rank_blocks.single(line.num_ranks)
+    if line.block_of is not None:
+        of = rank_blocks.from_indices(line.block_of)
+    found = {field.name: getattr(line, field.name) for field in fields(Diagnosis)}
+    return Record(
+        Diagnosis(**{**found, "measured": {m.operation: _measured(m, of) for m in line.measured}}),
+        time_s=line.time,
+        window=line.window,
+        group=line.group,
+        block_of=() if of.single else tuple(of.of_rank.tolist()),
+        stored_means={m.operation: m.means for m in line.measured},
+    )
+
+
+def _to_store(m: Measured, means: Means, of: Blocks | None) -> StoredMeasured:
+    """Matrices per block, or none of them."""
 
     def condensed(matrix: FloatArray) -> FloatArray | None:
         return None if of is None else matrix if of.single else of.mean(matrix)
 
-    bandwidth = m.bandwidth and {**vars(m.bandwidth), "edge": condensed(m.bandwidth.edge)}
-    return {
-        **vars(m),
-        "means": means,
-        "bandwidth": bandwidth,
-        "matrices": of and {name: condensed(getattr(m, name)) for name in MATRICES},
-        "timeline": of and m.timeline and _latest(m.timeline),
-    }
+    rates, timeline = m.bandwidth, m.timeline
+    matrices: Any = {name: condensed(getattr(m, name)) for name in MATRICES}
+    return StoredMeasured(
+        **_of_ranks(m),
+        means=means,
+        bandwidth=None
+        if rates is None
+        else _bandwidth(StoredBandwidth, rates, condensed(rates.edge)),
+        matrices=None if of is None else matrices,
+        timeline=None if of is None or timeline is None else _latest(timeline),
+    )
+
+
+def _of_ranks(m: MeasuredOfRanks) -> dict[str, Any]:
+    return {field.name: getattr(m, field.name) for field in fields(MeasuredOfRanks)}
+
+
+def _bandwidth(cls: Callable[..., T], rates: Bandwidth | StoredBandwidth, edge: Any) -> T:
+    return cls(**{**vars(rates), "edge": edge})
 
 
 def _latest(t: Timeline) -> Timeline:
@@ -255,20 +216,21 @@ def _latest(t: Timeline) -> Timeline:
     )
 
 
-def _measured(stored: dict[str, Any], of: Blocks) -> Measured:
-    """Of the fields of an entry."""
+def _measured(stored: StoredMeasured, of: Blocks) -> Measured:
+    """With matrices of unknown numbers where none are stored."""
 
     def spread_out(cells: FloatArray | None) -> FloatArray:
         if cells is None:
             return _unknown(of.of_rank.size)
         return cells if of.single else of.spread_out(cells)
 
-    matrices, rates = stored.pop("matrices") or {}, stored.pop("bandwidth")
-    whole: dict[str, Any] = {name: spread_out(matrices.get(name)) for name in MATRICES}
+    given, rates = stored.matrices or {}, stored.bandwidth
+    matrices: dict[str, Any] = {name: spread_out(given.get(name)) for name in MATRICES}
     return Measured(
-        **stored,
-        **whole,
-        bandwidth=rates and Bandwidth(**{**rates, "edge": spread_out(rates["edge"])}),
+        **_of_ranks(stored),
+        **matrices,
+        bandwidth=None if rates is None else _bandwidth(Bandwidth, rates, spread_out(rates.edge)),
+        timeline=stored.timeline,
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Optional
 
 import numpy as np
 import numpy.typing as npt
@@ -35,7 +36,7 @@ class Counted:
     """
 
     phases: OperationPhases
-    links: LinkBytes | None
+    links: Optional[LinkBytes]  # noqa: UP045 - read at run time, by Python 3.9 as well
 
     @property
     def moving_us(self) -> float:

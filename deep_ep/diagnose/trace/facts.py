@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Optional
 
-from ..core.package import PHASES, OperationPhases
-from ..storage.codec import TEXT, Integer, List, MappingOf, Maybe, Object, Wrong
+from ..core.package import PHASES, codec
+from ..storage import foreign
 from .counted import Counted
 from .operations import LinkBytes
 
@@ -24,35 +24,14 @@ class ExchangeFacts:
         calls: those that counters have.
     """
 
-    links: LinkBytes | None = None
-    calls: Sequence[Counted] = field(default_factory=list)
-
-
-def _phases(
-    operation: int, kind: str, ns: Mapping[str, int], charged: Mapping[str, int]
-) -> OperationPhases:
-    of_ranks = {int(rank): waited for rank, waited in charged.items() if rank.isdecimal()}
-    return OperationPhases(operation, kind, {phase: ns.get(phase, 0) for phase in PHASES}, of_ranks)
-
-
-_COUNT = Integer()
-_LINKS = Maybe(List(_COUNT, LinkBytes._fields, lambda by_link: LinkBytes(*by_link)))
-_PHASES = Object(
-    _phases,
-    (_COUNT, "operation"),
-    (TEXT, "kind"),
-    (MappingOf(_COUNT), "ns", "charged"),
-)
-_FACTS = Object(
-    ExchangeFacts,
-    (_LINKS, "links"),
-    (List(Object(Counted, (_PHASES, "phases"), (_LINKS, "links"))), "calls"),
-)
+    links: Optional[LinkBytes]  # noqa: UP045 - read at run time, by Python 3.9 as well
+    calls: Sequence[Counted]
 
 
 def as_json(facts: ExchangeFacts) -> dict[str, Any]:
     """As it is stored."""
-    return _FACTS.write(facts)
+    plain: dict[str, Any] = codec.to_plain(facts)
+    return plain
 
 
 def of(arguments: Mapping[str, Any], where: str) -> ExchangeFacts:
@@ -66,9 +45,16 @@ def of(arguments: Mapping[str, Any], where: str) -> ExchangeFacts:
         EPArgumentError: they are damaged.
     """
     if KEY not in arguments:
-        return ExchangeFacts()
+        return ExchangeFacts(links=None, calls=())
     try:
-        facts: ExchangeFacts = _FACTS.read(arguments[KEY], {})
-    except Wrong as wrong:
-        raise wrong.at(KEY).refusal(where, "argument", "a merged trace") from None
-    return facts
+        facts = foreign.read(ExchangeFacts, arguments[KEY])
+    except codec.CodecError as error:
+        error.path.insert(0, KEY)
+        raise foreign.refusal(error, where, "argument", "a merged trace") from None
+    return replace(facts, calls=[_with_all_phases(call) for call in facts.calls])
+
+
+def _with_all_phases(call: Counted) -> Counted:
+    """Other versions know of others."""
+    ns = {phase: call.phases.ns.get(phase, 0) for phase in PHASES}
+    return replace(call, phases=replace(call.phases, ns=ns))

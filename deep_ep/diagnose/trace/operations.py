@@ -9,18 +9,16 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
+
+from ..core.package import codec
 
 DISPATCH, COMBINE = "dispatch", "combine"
 
-# Of an operator, the forward; its backward has the name with "Backward", and is the other operation.
+# Of autograd functions and operators, by what they are called in place of {}.
+_FAMILIES = ("Fused{}", "MoE{}", "DeepEP{}", "DeepEp{}", "DeepEP{}BwdOnly", "HybridEP{}")
 _DISPATCHES = (
-    "FusedDispatch",
-    "MoEDispatch",
-    "DeepEPDispatch",
-    "DeepEpDispatch",
-    "DeepEPDispatchBwdOnly",
-    "HybridEPDispatch",
+    *(family.format("Dispatch") for family in _FAMILIES),
     "_FusedDispatchAndPermute",
     "_FusedDispatchNoPermute",
     "deepep::dispatch",
@@ -28,12 +26,7 @@ _DISPATCHES = (
     "deep_ep::moe_combine_backward",
 )
 _COMBINES = (
-    "FusedCombine",
-    "MoECombine",
-    "DeepEPCombine",
-    "DeepEpCombine",
-    "DeepEPCombineBwdOnly",
-    "HybridEPCombine",
+    *(family.format("Combine") for family in _FAMILIES),
     "_FusedUnpermuteAndCombine",
     "QuackEPDeepEPCombine",
     "_SlotReturnCombine",
@@ -41,6 +34,7 @@ _COMBINES = (
     "deep_ep::moe_combine",
     "deep_ep::moe_dispatch_backward",
 )
+# Of those, the backward has the name with "Backward", and is the other operation.
 _OPERATIONS = {
     **dict.fromkeys(_DISPATCHES, DISPATCH),
     **dict.fromkeys(_COMBINES, COMBINE),
@@ -112,9 +106,9 @@ class LinkBytes(NamedTuple):
         nvlink, rdma: the others; a row that crosses both is in both.
     """
 
-    local: int
-    nvlink: int
-    rdma: int
+    local: Annotated[int, codec.Range()]
+    nvlink: Annotated[int, codec.Range()]
+    rdma: Annotated[int, codec.Range()]
 
     @property
     def crossing(self) -> int:
@@ -128,12 +122,12 @@ class LinkBytes(NamedTuple):
 
 def added_up(links: Iterable[LinkBytes | None]) -> LinkBytes | None:
     """All together; `None` if one of them is not known."""
-    total = LinkBytes(0, 0, 0)
+    known = [LinkBytes(0, 0, 0)]
     for each in links:
         if each is None:
             return None
-        total = LinkBytes(*(a + b for a, b in zip(total, each)))
-    return total
+        known.append(each)
+    return LinkBytes(*map(sum, zip(*known)))
 
 
 def operation_of(name: str) -> str | None:
@@ -161,7 +155,7 @@ def sent_of(name: str, arguments: Mapping[str, Any]) -> RecordedRows:
     if not isinstance(shape, Sequence) or len(shape) != 2:
         return RecordedRows(why="the rows were not recorded: they are a tuple of data and scales")
     rows, channels = shape
-    if not isinstance(rows, int) or not isinstance(channels, int):
+    if not (_is_size(rows) and _is_size(channels)):
         return RecordedRows(why="the shape of the rows is no list of numbers")
     type_ = str(types[0]) if types else ""
     item_bytes = _ITEM_BYTES.get(type_.lower())
@@ -194,6 +188,10 @@ def _integers(arguments: Mapping[str, Any]) -> list[int]:
     return [int(text) if _is_decimal(text) else -1 for text in concrete]
 
 
+def _is_size(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 1 << 48
+
+
 def _is_decimal(text: Any) -> bool:
     return isinstance(text, str) and text.isdecimal() and len(text) < 20
 
@@ -201,9 +199,10 @@ def _is_decimal(text: Any) -> bool:
 def _scale_bytes(dims: Sequence[Any], types: Sequence[Any]) -> int:
     """Of a row, where the second argument is its scales."""
     shape = _sequence(dims[1]) if len(dims) > 1 else ()
-    if len(types) < 2 or len(shape) != 2 or not isinstance(shape[1], int):
+    if len(types) < 2 or len(shape) != 2 or not _is_size(shape[1]):
         return 0
-    return shape[1] * _ITEM_BYTES.get(str(types[1]).lower(), 0)
+    columns: int = shape[1]
+    return columns * _ITEM_BYTES.get(str(types[1]).lower(), 0)
 
 
 def _worst_tokens(concrete: Sequence[Any]) -> int:

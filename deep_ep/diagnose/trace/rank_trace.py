@@ -76,6 +76,11 @@ class TracedExchange:
             return min(begin for begin, _ in self.kernels), max(end for _, end in self.kernels)
         return self.begin_us, self.begin_us + self.host_us
 
+    def is_within(self, earlier: TracedExchange) -> bool:
+        """Whether it is called by another one of the same operation."""
+        ends_in_it = self.begin_us + self.host_us <= earlier.begin_us + earlier.host_us
+        return earlier.operation == self.operation and ends_in_it
+
 
 @dataclass
 class RankTrace:
@@ -87,7 +92,6 @@ class RankTrace:
         exchanges: in order of time.
         other: [n, 2] begin and end of all other work on the GPU, us, sorted, without overlaps.
         own: [n, 2] the same of the kernels of exchanges.
-        has_gpu: whether there is any work on a GPU.
         base_ns: what its times count from, UTC; 0 where it does not say.
     """
 
@@ -96,8 +100,12 @@ class RankTrace:
     exchanges: list[TracedExchange]
     other: Times
     own: Times
-    has_gpu: bool
     base_ns: int = 0
+
+    @property
+    def has_gpu(self) -> bool:
+        """Whether there is any work on a GPU."""
+        return len(self.other) + len(self.own) > 0
 
 
 def read(path: Path) -> RankTrace:
@@ -162,17 +170,9 @@ def condense(
     _add_moved(called, moved)
     found = sorted([*called, *alone], key=lambda each: each.span_us[0])
     exchanges = [each for each in found if each.kernels or not kernels]
-    has_gpu = bool(other) or bool(own)
     base = header.get("baseTimeNanoseconds")
-    return RankTrace(
-        path,
-        _rank(header, path),
-        exchanges,
-        union(other),
-        union(own),
-        has_gpu,
-        base if isinstance(base, int) else 0,
-    )
+    base_ns = base if isinstance(base, int) else 0
+    return RankTrace(path, _rank(header, path), exchanges, union(other), union(own), base_ns)
 
 
 def add_counted(trace: RankTrace, counted: Mapping[int, Counted]) -> list[str]:
@@ -185,12 +185,12 @@ def add_counted(trace: RankTrace, counted: Mapping[int, Counted]) -> list[str]:
     Returns:
         What does not fit, for people.
     """
-    exchanges = [each for each in trace.exchanges if each.calls and not each.is_merged]
     if not any(each.calls for each in trace.exchanges):
         return [
             f"{trace.path}: no operator says which call of this package it is, so counters add nothing; profile "
             "with record_shapes=True"
         ]
+    exchanges = [each for each in trace.exchanges if each.calls and not each.is_merged]
     of_exchanges = [_counted_links(exchange, counted) for exchange in exchanges]
     for exchange, links in zip(exchanges, of_exchanges):
         # Of a combine, counters say what this rank receives, and the trace what it sends.
@@ -200,12 +200,11 @@ def add_counted(trace: RankTrace, counted: Mapping[int, Counted]) -> list[str]:
                 f"{trace.path}: counters are left out, since they are of another buffer or run: call "
                 f"{exchange.calls[0]} moves {links} there, and {exchange.links} in the trace"
             ]
-    num_calls = num_found = 0
     for exchange, links in zip(exchanges, of_exchanges):
         exchange.links = exchange.links or links
         exchange.counted = [counted[call] for call in exchange.calls if call in counted]
-        num_calls += len(exchange.calls)
-        num_found += len(exchange.counted)
+    num_calls = sum(len(each.calls) for each in exchanges)
+    num_found = sum(len(each.counted) for each in exchanges)
     if num_found == num_calls:
         return []
     return [
@@ -235,16 +234,12 @@ def _add_kernels(
     """Adds kernels to their operators; those without one are exchanges of their own, which it returns."""
     alone = []
     for number, launched in kernels.items():
-        above = operators.get(number)
         for name, operation, begin, end in launched:
-            if above is not None:
-                above.kernels.append((begin, end))
-            else:
-                alone.append(
-                    TracedExchange(
-                        _short(name), operation, begin, 0.0, RecordedRows(), kernels=[(begin, end)]
-                    )
-                )
+            above = operators.get(number)
+            if above is None:
+                above = TracedExchange(_short(name), operation, begin, 0.0, RecordedRows())
+                alone.append(above)
+            above.kernels.append((begin, end))
     return alone
 
 
@@ -258,19 +253,14 @@ def _outermost(called: list[TracedExchange]) -> list[TracedExchange]:
     outer: dict[tuple[str, str], TracedExchange] = {}
     for each in sorted(called, key=lambda each: (each.begin_us, -each.host_us)):
         above = outer.get(each.thread)
-        ends = each.begin_us + each.host_us
-        if (
-            above is not None
-            and above.operation == each.operation
-            and ends <= above.begin_us + above.host_us
-        ):
-            above.kernels += each.kernels
-            above.calls += each.calls
-            if each.sent.num_bytes is not None:
-                above.sent = replace(each.sent, worst_tokens=above.sent.worst_tokens)
+        if above is None or not each.is_within(above):
+            outer[each.thread] = each
+            found.append(each)
             continue
-        outer[each.thread] = each
-        found.append(each)
+        above.kernels += each.kernels
+        above.calls += each.calls
+        if each.sent.num_bytes is not None:
+            above.sent = replace(each.sent, worst_tokens=above.sent.worst_tokens)
     return found
 
 

@@ -68,41 +68,40 @@ class TraceStream:
 
     def _object(self) -> Iterator[dict[str, Any]]:
         found = False
-        if self._peek() == "}":
-            self._at += 1
-        else:
-            while True:
-                key = self._value()
-                if self._next_sign() != ":":
-                    raise self._damage("':' is missing behind a name")
-                if key == EVENTS:
-                    if self._next_sign() != "[":
-                        raise self._damage(f"{EVENTS} is no array")
-                    found = True
-                    yield from self._array()
-                else:
-                    self.header[key] = self._value()
-                sign = self._next_sign()
-                if sign == "}":
-                    break
-                if sign != ",":
-                    raise self._damage("',' or '}' is missing behind a value")
+        for _ in self._items("}", "a value"):
+            key = self._value()
+            if not isinstance(key, str):
+                raise self._damage("a name is no text")
+            if self._next_sign() != ":":
+                raise self._damage("':' is missing behind a name")
+            if key != EVENTS:
+                self.header[key] = self._value()
+            elif self._next_sign() == "[":
+                found = True
+                yield from self._array()
+            else:
+                raise self._damage(f"{EVENTS} is no array")
         if not found:
             raise self._damage(f"it has no {EVENTS}, so it is no trace of the torch profiler")
 
     def _array(self) -> Iterator[dict[str, Any]]:
-        if self._peek() == "]":
-            self._at += 1
-            return
-        while True:
+        for _ in self._items("]", "an event"):
             event = self._value()
             if isinstance(event, dict):
                 yield event
+
+    def _items(self, end: str, what: str) -> Iterator[None]:
+        """Stops before each item, until behind the sign that ends them."""
+        if self._peek() == end:
+            self._at += 1
+            return
+        while True:
+            yield
             sign = self._next_sign()
-            if sign == "]":
+            if sign == end:
                 return
             if sign != ",":
-                raise self._damage("',' or ']' is missing behind an event")
+                raise self._damage(f"',' or '{end}' is missing behind {what}")
 
     def _value(self) -> Any:
         """The next value, of which all may have to be read first."""
@@ -110,11 +109,13 @@ class TraceStream:
         while True:
             try:
                 value, end = self._decoder.raw_decode(self._text, self._at)
-            except (json.JSONDecodeError, RecursionError) as error:
+            except RecursionError:
+                raise self._damage("too deep") from None
+            except json.JSONDecodeError as error:
                 if self._ended or len(self._text) - self._at > _LARGEST_VALUE:
-                    at = error.pos - self._at if isinstance(error, json.JSONDecodeError) else 0
-                    reason = error.msg if isinstance(error, json.JSONDecodeError) else "too deep"
-                    raise self._damage(reason, ahead=max(0, at)) from None
+                    raise self._damage(error.msg, ahead=max(0, error.pos - self._at)) from None
+            except ValueError:  # of Python's int
+                raise self._damage("a number has thousands of digits") from None
             else:
                 # A number may go on in the next chunk.
                 if end < len(self._text) or self._ended:
@@ -130,10 +131,10 @@ class TraceStream:
     def _peek(self) -> str:
         """The next character that is no space; `""` at the end."""
         while True:
-            while self._at < len(self._text) and self._text[self._at] in _SPACE:
+            while self._at < len(self._text):
+                if self._text[self._at] not in _SPACE:
+                    return self._text[self._at]
                 self._at += 1
-            if self._at < len(self._text):
-                return self._text[self._at]
             if self._ended:
                 return ""
             self._read()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -96,11 +97,10 @@ class GroupRow:
 
 def operators(trace: RankTrace) -> list[OperatorRow]:
     """One row for each operator of a rank, the most expensive first."""
-    by_name: dict[str, list[TracedExchange]] = defaultdict(list)
-    for exchange in trace.exchanges:
-        by_name[exchange.name].append(exchange)
-    busy_us = _busy_us(trace)
-    rows = [_row(trace, name, exchanges, busy_us) for name, exchanges in by_name.items()]
+    both = np.concatenate([trace.own, trace.other])
+    busy_us = float((both[:, 1] - both[:, 0]).sum()) - _shared_us(trace.own, trace.other)
+    names = _by_name(trace.exchanges)
+    rows = [_row(trace, name, exchanges, busy_us) for name, exchanges in names.items()]
     return sorted(rows, key=lambda row: -row.count * row.mean_us)
 
 
@@ -167,49 +167,39 @@ def _by_name(exchanges: Iterable[TracedExchange]) -> dict[str, list[TracedExchan
     return names
 
 
-def _busy_us(trace: RankTrace) -> float:
-    both = np.concatenate([trace.own, trace.other])
-    lengths = both[:, 1] - both[:, 0]
-    shared = covered_us(trace.own[:, 1], trace.other) - covered_us(trace.own[:, 0], trace.other)
-    return float(lengths.sum() - shared.sum())
-
-
 def _row(
     trace: RankTrace, name: str, exchanges: list[TracedExchange], busy_us: float
 ) -> OperatorRow:
     kernels = np.array([span for each in exchanges for span in each.kernels]).reshape(-1, 2)
     if trace.has_gpu:
         total_us = float((kernels[:, 1] - kernels[:, 0]).sum())
-        hidden_us = _hidden_us(kernels, trace.other)
-        share = total_us / busy_us if busy_us else float("nan")
-        exposed = 1 - hidden_us / total_us if total_us else float("nan")
+        share = total_us / busy_us if busy_us else math.nan
+        exposed = 1 - _shared_us(kernels, trace.other) / total_us if total_us else math.nan
     else:
         total_us = sum(each.host_us for each in exchanges)
-        share = exposed = float("nan")
-    num_bytes, links = _bytes(exchanges), added_up([each.links for each in exchanges])
-    local, nvlink, rdma = (
-        (None,) * 3 if links is None else (each / len(exchanges) for each in links)
-    )
+        share = exposed = math.nan
+    count = len(exchanges)
+    num_bytes, links = _bytes(exchanges), added_up(each.links for each in exchanges)
     return OperatorRow(
         trace.rank,
         name,
         exchanges[0].operation,
-        len(exchanges),
-        total_us / len(exchanges),
+        count,
+        total_us / count,
         share,
         exposed,
-        num_bytes / len(exchanges) if num_bytes is not None else None,
-        local,
-        nvlink,
-        rdma,
-        _tbps(num_bytes if links is None else links.crossing, total_us),
+        None if num_bytes is None else num_bytes / count,
+        None if links is None else links.local / count,
+        None if links is None else links.nvlink / count,
+        None if links is None else links.rdma / count,
+        _tbps(_moved(exchanges), total_us),
     )
 
 
 def _phases_row(rank: int, name: str, counted: Sequence[Counted]) -> PhasesRow:
     together = Phases(rank, [each.phases for each in counted])
     moving_us = sum(each.moving_us for each in counted)
-    links = added_up([each.links for each in counted])
+    links = added_up(each.links for each in counted)
     return PhasesRow(
         rank,
         name,
@@ -221,8 +211,9 @@ def _phases_row(rank: int, name: str, counted: Sequence[Counted]) -> PhasesRow:
     )
 
 
-def _hidden_us(kernels: Times, other: Times) -> float:
-    return float((covered_us(kernels[:, 1], other) - covered_us(kernels[:, 0], other)).sum())
+def _shared_us(spans: Times, other: Times) -> float:
+    """How long spans overlap others."""
+    return float((covered_us(spans[:, 1], other) - covered_us(spans[:, 0], other)).sum())
 
 
 def _matched(exchanges: list[list[TracedExchange]]) -> list[list[TracedExchange]]:
@@ -248,16 +239,13 @@ def _group_row(
     moving = np.maximum(ends - last_begins, 0)
     last = np.bincount(begins.argmax(0), minlength=len(ranks)) / count
     order = np.argsort(-last, kind="stable")
-    num_bytes = [_moved(of_rank) for of_rank in exchanges]
-    known = [each for each in num_bytes if each is not None]
-    total = sum(known) if len(known) == len(num_bytes) else None
     return GroupRow(
         name,
         count,
         tuple((ranks[i], float(last[i])) for i in order if last[i]),
         float((last_begins - begins).mean()),
         float(moving.mean()),
-        _tbps(total, float(moving.sum())),
+        _tbps(_total(map(_moved, exchanges)), float(moving.sum())),
         _too_early(ranks, begins, ends),
     )
 
@@ -273,17 +261,18 @@ def _too_early(ranks: Sequence[int], begins: Times, ends: Times) -> tuple[int, i
 
 def _moved(exchanges: Sequence[TracedExchange]) -> int | None:
     """Exactly what crossed links, or else bytes of rows."""
-    links = added_up([each.links for each in exchanges])
+    links = added_up(each.links for each in exchanges)
     return _bytes(exchanges) if links is None else links.crossing
 
 
 def _bytes(exchanges: Iterable[TracedExchange]) -> int | None:
-    total = 0
-    for each in exchanges:
-        if each.sent.num_bytes is None:
-            return None
-        total += each.sent.num_bytes
-    return total
+    return _total(each.sent.num_bytes for each in exchanges)
+
+
+def _total(numbers: Iterable[int | None]) -> int | None:
+    """`None` if one of them is not known."""
+    found = list(numbers)
+    return None if None in found else sum(filter(None, found))
 
 
 def _tbps(num_bytes: int | None, us: float) -> float | None:

@@ -25,7 +25,7 @@ from generator.faults import (
     SlowUplink,
 )
 from generator.machines import CLUSTER, GPU, Machine
-from launch import on_all_cores
+from support.launch import on_all_cores
 
 ROUNDS = 64
 

@@ -25,7 +25,7 @@ from generator.faults import (
     SlowSend,
 )
 from generator.machines import CLUSTER, GPU, Machine
-from launch import on_all_cores
+from support.launch import on_all_cores
 
 NODES = replace(GPU, ranks_per_node=8)
 NUM_ROUNDS = 64

@@ -34,7 +34,7 @@ from generator.faults import (
     SlowSend,
 )
 from generator.machines import CPU, GPU, Machine, StampRule
-from launch import on_all_cores
+from support.launch import on_all_cores
 
 NUM_ROUNDS = 30
 FIRST_SEED = 7_000

@@ -24,6 +24,7 @@ from deep_ep.diagnose.storage.log_follower import Follower
 from deep_ep.diagnose.storage.log_writer import Writer
 from deep_ep.diagnose.storage.record import Record
 from deep_ep.diagnose.storage.record_layout import to_line
+from support import system_tools
 
 HEALTHY = fixtures.diagnosis(8, ())
 SLOW = fixtures.diagnosis(8, fixtures.ALL_KINDS, per_host=4)
@@ -137,7 +138,7 @@ def test_check_tells_verdicts_by_the_exit_status(run: Run, folder: Path) -> None
 
 
 def test_show_writes_a_page_and_pictures(run: Run, folder: Path, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
+    system_tools.package("matplotlib")
     page, png, svg = tmp_path / "o.html", tmp_path / "o.png", tmp_path / "o.svg"
     status, out, _ = run("show", folder, "--html", page, "--png", png, "--svg", svg)
     assert status == 0
@@ -311,7 +312,7 @@ def test_a_follower_tells_about_bad_lines_and_goes_on(tmp_path: Path) -> None:
 
 
 def test_prometheus_writes_a_file(run: Run, folder: Path, tmp_path: Path) -> None:
-    pytest.importorskip("prometheus_client")
+    system_tools.package("prometheus_client")
     out = tmp_path / "deep_ep.prom"
     assert run("prometheus", folder, "--out", out)[0] == 0
     text = out.read_text(encoding="utf-8")
@@ -321,7 +322,7 @@ def test_prometheus_writes_a_file(run: Run, folder: Path, tmp_path: Path) -> Non
 def test_prometheus_serves_until_ctrl_c(
     run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("prometheus_client")
+    system_tools.package("prometheus_client")
     (folder / "diagnose-bad.jsonl").write_text("nonsense\n", encoding="utf-8")
     scraped = []
     serve = prometheus.serve

@@ -12,8 +12,9 @@ from deep_ep import EPArgumentError, diagnose
 from deep_ep.diagnose.collect.group_matrices import gather_group
 from deep_ep.diagnose.collect.rank_summary import summarize
 from deep_ep.group import thread_groups
+from deep_ep.testing.faults import SlowRank
 from generator import simulate
-from generator.machines import CPU
+from generator.machines import CLUSTER, CPU, NORMAL_OF_ONE_NODE
 
 
 def test_rows_wait_and_columns_are_waited_for() -> None:
@@ -55,6 +56,19 @@ def test_a_source_that_was_not_heard_is_nan() -> None:
     for matrix in (dispatch.path, dispatch.late, dispatch.tokens, measured.wait_us):
         assert np.isnan(matrix[1, 2])
         assert np.isfinite(matrix[2, 1])
+
+
+def test_waiting_for_notices_is_waiting_and_no_sending() -> None:
+    late = simulate(
+        CLUSTER, 4, 24, [SlowRank(1, 1e-3)], seed=7, capacity=48, kinds=NORMAL_OF_ONE_NODE
+    )
+    matrices = diagnose.gather(late)
+    notify, dispatch = (matrices[kind].measured() for kind in ("notify", "normal dispatch"))
+    others = [0, 2, 3]
+    assert (notify.own_wait_us[others] > 900).all()
+    assert (notify.send_us < 100).all()
+    assert (dispatch.send_us > 1).all()
+    assert (dispatch.send_us < 100).all()
 
 
 def test_stamps_beyond_the_exact_range_of_floats_are_subtracted_exactly() -> None:

@@ -19,9 +19,11 @@ from deep_ep.native import backend
 from deep_ep.observe import copier as copiers
 from deep_ep.observe.copier import Reading, copy_between_operations
 from deep_ep.observe.counters import CounterSnapshot, RecvCounters
+from fixtures import OF_TWO_RANKS, SHAPE, exchange
 from generator import simulate_windows
 from generator.machines import CLUSTER, NORMAL
-from launch import DEVICE, Ranks
+from support.exchange import ranks_for
+from support.launch import DEVICE
 
 BINDING = backend.get().binding
 FIELDS = tuple(BINDING.COUNTER_FIELDS)
@@ -415,20 +417,6 @@ def test_the_driver_is_told_to_ignore_captures_and_told_back(
 # ---- the kernels' own
 
 
-NUM_TOKENS, HIDDEN, NUM_EXPERTS = 8, 256, 8
-
-
-def exchange(buffer: deep_ep.Buffer, rounds: int) -> None:
-    x = torch.ones(NUM_TOKENS, HIDDEN, dtype=torch.bfloat16, device=DEVICE)
-    topk_idx = torch.arange(NUM_TOKENS * 2, device=DEVICE).reshape(-1, 2) % NUM_EXPERTS
-    weights = torch.ones(NUM_TOKENS, 2, device=DEVICE)
-    for _ in range(rounds):
-        received, _, handle, _, _ = buffer.low_latency_dispatch(
-            x, topk_idx, NUM_TOKENS, NUM_EXPERTS, use_fp8=False
-        )
-        buffer.low_latency_combine(received, topk_idx, weights, handle)
-
-
 def test_counters_of_the_kernels_roll_back_to_what_they_were() -> None:
     def program(_: int, buffer: deep_ep.Buffer) -> Any:
         exchange(buffer, 1)  # so that the first gap has a beginning
@@ -439,7 +427,7 @@ def test_counters_of_the_kernels_roll_back_to_what_they_were() -> None:
             taken.append(diagnose.snapshot(buffer))
         return taken
 
-    with Ranks(4, NUM_TOKENS, HIDDEN, NUM_EXPERTS) as ranks:
+    with ranks_for(SHAPE) as ranks:
         of_ranks = ranks.run(program)
     for taken in of_ranks:
         assert [s.operation for s in taken] == [taken[0].operation + 2 * i for i in range(6)]
@@ -451,7 +439,7 @@ def test_counters_of_the_kernels_roll_back_to_what_they_were() -> None:
 
 
 def test_a_snapshot_says_which_device_its_counters_are_on() -> None:
-    with Ranks(2, NUM_TOKENS, HIDDEN, NUM_EXPERTS) as ranks:
+    with ranks_for(OF_TWO_RANKS) as ranks:
         places = ranks.run(
             lambda _, buffer: (buffer.enable_counters(), diagnose.snapshot(buffer, wait=False))[1]
         )

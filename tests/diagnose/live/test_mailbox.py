@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,7 +15,7 @@ from deep_ep.diagnose.live import mailbox as mailboxes
 from deep_ep.diagnose.live.mailbox import Mailbox, Rounds, open_mailbox
 from deep_ep.errors import EPTransportError, EPUsageError
 from deep_ep.group import Group, MpiGroup, as_group, thread_groups
-from launch import HANG_S, raise_failures, run_processes
+from support.launch import HANG_S, on_threads, raise_failures, run_processes
 
 LARGE = bytes(range(256)) * 800  # 200 KB
 
@@ -36,59 +36,40 @@ class Communicator:
         return self._group.all_gather_object(obj)
 
 
-def each(groups: list[Any], fn: Callable[[Any], Any]) -> list[Any]:
-    """fn(group) in a thread per group; results in rank order, or the first error."""
-    results: list[Any] = [None] * len(groups)
-
-    def one(i: int) -> None:
-        try:
-            results[i] = fn(groups[i])
-        except Exception as error:  # noqa: BLE001 - raised again below
-            results[i] = error
-
-    threads = [threading.Thread(target=one, args=(i,)) for i in range(len(groups))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    for result in results:
-        if isinstance(result, Exception):
-            raise result
-    return results
-
-
 def thread_boxes(num_ranks: int) -> list[Mailbox]:
-    return each(list(thread_groups(num_ranks, 20)), lambda group: open_mailbox(group, "test"))
+    return on_threads(lambda group: open_mailbox(group, "test"), thread_groups(num_ranks, 20))
 
 
 def mpi_boxes(num_ranks: int) -> list[Mailbox]:
     groups = [MpiGroup(Communicator(group)) for group in thread_groups(num_ranks, 20)]
-    return each(groups, lambda group: open_mailbox(group, "test"))
+    return on_threads(lambda group: open_mailbox(group, "test"), groups)
 
 
-BOXES = pytest.mark.parametrize("open_boxes", [thread_boxes, mpi_boxes], ids=["threads", "mpi"])
+@pytest.fixture(params=[thread_boxes, mpi_boxes], ids=["threads", "mpi"])
+def boxes(request: pytest.FixtureRequest) -> Iterator[list[Mailbox]]:
+    """Those of three ranks; closed at the end."""
+    opened = request.param(3)
+    yield opened
+    for box in opened:
+        box.close()
 
 
-@BOXES
-def test_what_is_posted_is_read_once_and_then_gone(
-    open_boxes: Callable[[int], list[Mailbox]],
-) -> None:
-    boxes = open_boxes(3)
+@pytest.fixture
+def rounds(boxes: list[Mailbox]) -> list[Rounds]:
+    return [Rounds(box) for box in boxes]
+
+
+def test_what_is_posted_is_read_once_and_then_gone(boxes: list[Mailbox]) -> None:
     assert [(box.rank, box.size) for box in boxes] == [(0, 3), (1, 3), (2, 3)]
     boxes[1].post("window/1", LARGE)
     boxes[2].post("window/2", b"")
     assert boxes[0].wait("window/1", 10) == LARGE
     assert boxes[0].wait("window/2", 10) == b""
     assert boxes[0].wait("window/1", 0) is None, "still in the store"
-    for box in boxes:
-        box.close()
 
 
-@BOXES
-def test_a_wait_ends_with_the_post_and_keeps_nobody_from_posting(
-    open_boxes: Callable[[int], list[Mailbox]],
-) -> None:
-    zero, one = open_boxes(2)
+def test_a_wait_ends_with_the_post_and_keeps_nobody_from_posting(boxes: list[Mailbox]) -> None:
+    zero, one, _ = boxes
     for timeout_s in (None, 30.0):
         read: list[bytes | None] = []
         waiting = threading.Thread(
@@ -101,24 +82,16 @@ def test_a_wait_ends_with_the_post_and_keeps_nobody_from_posting(
         zero.post("late", b"2")
         waiting.join(10)
         assert read == [b"2"]
-    zero.close()
-    one.close()
 
 
-@BOXES
-def test_nothing_comes_of_what_nobody_posts(open_boxes: Callable[[int], list[Mailbox]]) -> None:
-    zero, one = open_boxes(2)
+def test_nothing_comes_of_what_nobody_posts(boxes: list[Mailbox]) -> None:
+    zero, one, _ = boxes
     assert zero.wait("nothing", 0) is None
     assert zero.wait("nothing", 0.05) is None
-    zero.close()
-    one.close()
 
 
-@BOXES
-def test_closing_ends_a_wait_at_once_and_twice_does_nothing(
-    open_boxes: Callable[[int], list[Mailbox]],
-) -> None:
-    zero, one = open_boxes(2)
+def test_closing_ends_a_wait_at_once_and_twice_does_nothing(boxes: list[Mailbox]) -> None:
+    zero, one, _ = boxes
     for box, timeout_s in ((zero, None), (one, 600.0)):
         read: list[bytes | None] = []
         waiting = threading.Thread(
@@ -150,27 +123,17 @@ def test_a_destructor_may_close_a_mailbox_whose_lock_its_own_thread_holds() -> N
     assert box.wait("key", None) is None
 
 
-@BOXES
-def test_what_nobody_reads_can_be_discarded(open_boxes: Callable[[int], list[Mailbox]]) -> None:
-    zero, one = open_boxes(2)
+def test_what_nobody_reads_can_be_discarded(boxes: list[Mailbox]) -> None:
+    zero, one, _ = boxes
     one.post("too late", b"x")
     assert zero.discard("too late")
     assert not zero.discard("too late")
     assert zero.wait("too late", 0) is None
-    zero.close()
-    one.close()
 
 
-def rounds_of(open_boxes: Callable[[int], list[Mailbox]]) -> tuple[list[Mailbox], list[Rounds]]:
-    boxes = open_boxes(3)
-    return boxes, [Rounds(box) for box in boxes]
-
-
-@BOXES
 def test_in_a_round_rank_0_calls_and_the_others_answer(
-    open_boxes: Callable[[int], list[Mailbox]],
+    boxes: list[Mailbox], rounds: list[Rounds]
 ) -> None:
-    boxes, rounds = rounds_of(open_boxes)
     for number in range(3):
         rounds[0].call(number, b"what?")
         for rank in (1, 2):
@@ -180,15 +143,11 @@ def test_in_a_round_rank_0_calls_and_the_others_answer(
     assert rounds[0].silent == {}
     boxes[1].close()
     assert rounds[1].await_call(3) is None
-    for box in boxes:
-        box.close()
 
 
-@BOXES
 def test_who_missed_a_round_is_silent_until_in_time_again_and_leaves_nothing_behind(
-    open_boxes: Callable[[int], list[Mailbox]],
+    boxes: list[Mailbox], rounds: list[Rounds]
 ) -> None:
-    boxes, rounds = rounds_of(open_boxes)
     for number in range(3):
         rounds[2].answer(number, b"2")
         began = time.monotonic()
@@ -202,15 +161,11 @@ def test_who_missed_a_round_is_silent_until_in_time_again_and_leaves_nothing_beh
     assert rounds[0].collect(3, 0.05) == {1: b"late"}
     assert list(rounds[0].silent) == [2]
     assert not any(boxes[0].discard(f"answer/{number}/1") for number in range(4))
-    for box in boxes:
-        box.close()
 
 
-@BOXES
 def test_who_is_left_out_is_neither_waited_for_nor_missed_and_what_it_says_is_dropped(
-    open_boxes: Callable[[int], list[Mailbox]], monkeypatch: pytest.MonkeyPatch
+    boxes: list[Mailbox], rounds: list[Rounds], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    boxes, rounds = rounds_of(open_boxes)
     rounds[2].answer(0, b"2")
     assert rounds[0].collect(0, 0.01) == {2: b"2"}
     assert list(rounds[0].silent) == [1]
@@ -230,30 +185,22 @@ def test_who_is_left_out_is_neither_waited_for_nor_missed_and_what_it_says_is_dr
         rounds[1].answer(number + 1, b"early")
     rounds[2].answer(3, b"2")
     assert rounds[0].collect(3, 10) == {1: b"early", 2: b"2"}
-    for box in boxes:
-        box.close()
 
 
-@BOXES
 def test_who_leaves_answers_the_next_round_and_is_not_missed_after_it(
-    open_boxes: Callable[[int], list[Mailbox]],
+    boxes: list[Mailbox], rounds: list[Rounds]
 ) -> None:
-    boxes, rounds = rounds_of(open_boxes)
     rounds[1].leave(b"bye")
     boxes[1].close()
     for number, expected in ((7, {1: b"bye", 2: b"2"}), (8, {2: b"2"})):
         rounds[2].answer(number, b"2")
         assert rounds[0].collect(number, 0.05) == expected
     assert rounds[0].silent == {}
-    for box in boxes:
-        box.close()
 
 
-@BOXES
 def test_who_is_dismissed_is_neither_called_nor_waited_for(
-    open_boxes: Callable[[int], list[Mailbox]],
+    boxes: list[Mailbox], rounds: list[Rounds]
 ) -> None:
-    boxes, rounds = rounds_of(open_boxes)
     rounds[0].dismiss(1)
     rounds[0].dismiss(1)
     rounds[0].call(0, b"what?")
@@ -261,8 +208,6 @@ def test_who_is_dismissed_is_neither_called_nor_waited_for(
     rounds[2].answer(0, b"2")
     assert rounds[0].collect(0, 60) == {2: b"2"}
     assert rounds[0].silent == {}
-    for box in boxes:
-        box.close()
 
 
 def test_mailboxes_of_one_name_are_different_ones() -> None:
@@ -271,7 +216,7 @@ def test_mailboxes_of_one_name_are_different_ones() -> None:
     def open_two(group: Group) -> tuple[Mailbox, Mailbox]:
         return open_mailbox(group, "test"), open_mailbox(group, "test")
 
-    (first, second), (other_first, _) = each(groups, open_two)
+    (first, second), (other_first, _) = on_threads(open_two, groups)
     other_first.post("key", b"1")
     assert second.wait("key", 0) is None
     assert first.wait("key", 0) == b"1"
@@ -304,7 +249,7 @@ def test_a_rank_that_cannot_connect_is_named_on_all(monkeypatch: pytest.MonkeyPa
             open_mailbox(group, "test")
         return str(got.value)
 
-    for text in each(groups, outcome):
+    for text in on_threads(outcome, groups):
         assert "rank 0 failed" in text
         assert "no port is free" in text
 

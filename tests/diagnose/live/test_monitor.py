@@ -25,6 +25,7 @@ import pytest
 import torch
 
 import deep_ep
+from deep_ep.base import codec
 from deep_ep.diagnose.analyze.engine import judge
 from deep_ep.diagnose.analyze.thresholds import Thresholds
 from deep_ep.diagnose.analyze.waits_only.judge import judge_waits
@@ -32,7 +33,7 @@ from deep_ep.diagnose.collect.fields import FIELDS
 from deep_ep.diagnose.collect.rank_summary import KindSummary, summarize
 from deep_ep.diagnose.core.causes import COMM_SLOW, COMP_SLOW
 from deep_ep.diagnose.core.diagnosis import Diagnosis, Verdict
-from deep_ep.diagnose.live import monitor, wire
+from deep_ep.diagnose.live import monitor
 from deep_ep.diagnose.live.mailbox import Mailbox, Rounds
 from deep_ep.diagnose.render import change_log
 from deep_ep.diagnose.render.change_log import Changes, verdict_line
@@ -41,12 +42,13 @@ from deep_ep.diagnose.storage.log_writer import Writer
 from deep_ep.diagnose.storage.record import Record
 from deep_ep.errors import EPArgumentError
 from deep_ep.group import thread_groups
+from fixtures import OF_TWO_RANKS, SHAPE, exchange
 from generator import simulate
 from generator.machines import GPU
-from launch import DEVICE, Ranks, raise_failures, run_processes
+from support.exchange import buffer_for, ranks_for
+from support.launch import DEVICE, on_threads, raise_failures, run_processes
+from support.waiting import eventually
 
-NUM_RANKS, NUM_TOKENS, HIDDEN, NUM_EXPERTS, NUM_TOPK = 4, 32, 512, 16, 2
-SIZES = (NUM_RANKS, NUM_TOKENS, HIDDEN, NUM_EXPERTS)
 SLOW = "slow-rank=2:20ms"
 
 pytestmark = pytest.mark.skipif(
@@ -58,28 +60,7 @@ pytestmark = pytest.mark.skipif(
 def _nobody_watches_on(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(monitor, "_numbers", itertools.count())
     yield
-    deadline = time.monotonic() + 5
-    while monitor._running and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not monitor._running, "a watching thread is left"
-
-
-def exchange(buffer: deep_ep.Buffer, rounds: int) -> None:
-    x = torch.ones(NUM_TOKENS, HIDDEN, dtype=torch.bfloat16)
-    topk_idx = torch.arange(NUM_TOKENS * NUM_TOPK).reshape(-1, NUM_TOPK) % NUM_EXPERTS
-    weights = torch.ones(NUM_TOKENS, NUM_TOPK)
-    for _ in range(rounds):
-        received, _, handle, _, _ = buffer.low_latency_dispatch(
-            x, topk_idx, NUM_TOKENS, NUM_EXPERTS, use_fp8=False
-        )
-        buffer.low_latency_combine(received, topk_idx, weights, handle)
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    assert eventually(lambda: not monitor._running, 5), "a watching thread is left"
 
 
 class Watched:
@@ -105,12 +86,19 @@ class Watched:
         self._monkeypatch.setenv("DEEP_EP_DIAGNOSE", when)
         self._monkeypatch.setenv("DEEP_EP_DIAGNOSE_DIR", str(self.folder))
         self._monkeypatch.setenv("DEEP_EP_INJECT", faults)
-        with Ranks(*SIZES, **buffer_arguments) as ranks:
+        with ranks_for(SHAPE, **buffer_arguments) as ranks:
             return ranks.run(program)
 
     def lines(self, level: int = logging.WARNING) -> list[str]:
         """What anybody sees, or with INFO what who asks for it sees."""
         return [r.getMessage() for r in self._caplog.records if r.levelno >= level]
+
+    def assert_said(self, *texts: str) -> None:
+        """Anybody sees as many lines as there are texts, and each text in exactly one of them."""
+        lines = self.lines()
+        assert len(lines) == len(texts), lines
+        for text in texts:
+            assert sum(text in line for line in lines) == 1, lines
 
     def records(self) -> list[Record]:
         return list(diagnosis_log.read(self.folder)) if self.folder.is_dir() else []
@@ -189,7 +177,7 @@ def test_without_a_folder_nothing_is_written(
 def test_windows_end_at_the_same_operation_on_every_rank(
     watched: Watched, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ends: dict[int, list[tuple[int, int, int]]] = {rank: [] for rank in range(NUM_RANKS)}
+    ends: dict[int, list[tuple[int, int, int]]] = {rank: [] for rank in range(SHAPE.num_ranks)}
     summarize = monitor.summarize
 
     def note(window: Any) -> Any:
@@ -221,24 +209,15 @@ def test_too_few_operations_are_no_window(watched: Watched) -> None:
 def test_a_buffer_that_is_dropped_is_judged_once_more(watched: Watched) -> None:
     watched._monkeypatch.setenv("DEEP_EP_DIAGNOSE", "async:600")
     watched._monkeypatch.setenv("DEEP_EP_INJECT", SLOW)
-    size = deep_ep.Buffer.get_low_latency_rdma_size_hint(NUM_TOKENS, HIDDEN, NUM_RANKS, NUM_EXPERTS)
 
     def program(group: Any) -> None:
-        buffer = deep_ep.Buffer(
-            group, 0, size, low_latency_mode=True, num_qps_per_rank=NUM_EXPERTS // NUM_RANKS
-        )
+        buffer = buffer_for(SHAPE, group)
         exchange(buffer, 10)
         group.barrier()  # views of the others' memory must not go while they still write
 
-    threads = [threading.Thread(target=program, args=(g,)) for g in thread_groups(NUM_RANKS)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    on_threads(program, thread_groups(SHAPE.num_ranks))
     gc.collect()
-    deadline = time.monotonic() + 10
-    while monitor._running and time.monotonic() < deadline:
-        time.sleep(0.01)
+    assert eventually(lambda: not monitor._running, 10)
     (line,) = watched.lines()
     assert "Comp-Slow rank 2" in line
 
@@ -337,10 +316,7 @@ def test_a_rank_that_fails_tells_rank_0_which_goes_on_with_the_others(
 
     monkeypatch.setattr(monitor, "summarize", fail)
     watched.run("sync:40", rounds(80), SLOW)
-    lines = watched.lines()
-    assert sum("stopped on rank 3: MemoryError: no room" in line for line in lines) == 1
-    assert sum("Comp-Slow rank 2" in line for line in lines) == 1
-    assert len(lines) == 2
+    watched.assert_said("stopped on rank 3: MemoryError: no room", "Comp-Slow rank 2")
     for record in watched.records():
         assert any("rank 3" in remark for remark in record.diagnosis.remarks)
         assert record.diagnosis.hosts[3] == ""
@@ -355,10 +331,7 @@ def test_a_rank_whose_thread_is_dead_is_missed_since_a_window(
     )
     monkeypatch.setattr(monitor, "_SHARES_S", 0.3)
     watched.run("sync:40", rounds(80), SLOW)
-    lines = watched.lines()
-    assert sum("rank 3 has not reported since window 1 (" in line for line in lines) == 1
-    assert sum("Comp-Slow rank 2" in line for line in lines) == 1
-    assert len(lines) == 2
+    watched.assert_said("rank 3 has not reported since window 1 (", "Comp-Slow rank 2")
 
 
 def test_windows_go_on_without_a_masked_rank_and_with_it_when_it_is_back(
@@ -373,24 +346,28 @@ def test_windows_go_on_without_a_masked_rank_and_with_it_when_it_is_back(
 
     monkeypatch.setattr(monitor.Monitor, "_answer", answer_unless_masked)
     monkeypatch.setattr(monitor, "_SHARES_S", 3600.0)
-    meet = threading.Barrier(NUM_RANKS, timeout=120)
+    meet = threading.Barrier(SHAPE.num_ranks, timeout=120)
+
+    def window(rank: int, buffer: deep_ep.Buffer, number: int) -> None:
+        """A monitor that is late skips windows, so each is waited for."""
+        if rank != 3 or not is_masked.is_set():
+            exchange(buffer, 20)
+        if rank == 0:
+            assert eventually(lambda: len(watched.records()) >= number)
+        meet.wait()
 
     def program(rank: int, buffer: deep_ep.Buffer) -> None:
-        exchange(buffer, 20)
-        if rank == 0:
-            until(lambda: len(watched.records()) >= 1)
-        meet.wait()
+        window(rank, buffer, 1)
+        is_masked.set()
         if rank != 3:
-            is_masked.set()
             buffer.low_latency_update_mask_buffer(3, True)
-            exchange(buffer, 60)
-        meet.wait()
-        if rank == 0:
-            until(lambda: len(watched.records()) >= 4)
+        for number in (2, 3, 4):
+            window(rank, buffer, number)
         is_masked.clear()
         meet.wait()
         buffer.low_latency_clean_mask_buffer()
-        exchange(buffer, 40)
+        for number in (5, 6):
+            window(rank, buffer, number)
 
     watched.run("sync:40", program, SLOW, enable_shrink=True)
     lines = watched.lines()
@@ -407,10 +384,7 @@ def test_a_folder_that_cannot_be_written_is_told_once_and_hurts_the_records_only
 ) -> None:
     watched.folder.write_text("a file is in the way")
     watched.run("sync:40", rounds(80), SLOW)
-    lines = watched.lines()
-    assert sum("window 1 cannot be recorded: FileExistsError" in line for line in lines) == 1
-    assert sum("Comp-Slow rank 2" in line for line in lines) == 1
-    assert len(lines) == 2
+    watched.assert_said("window 1 cannot be recorded: FileExistsError", "Comp-Slow rank 2")
 
 
 def test_records_go_on_when_a_full_disk_has_room_again(
@@ -461,14 +435,14 @@ class Malicious:
 
 def planted(mark: Path) -> dict[str, bytes]:
     """Messages that are none, by name."""
-    share = wire.encode(monitor._Share(None, ("rank 3 stopped",)))
+    share = codec.encode(monitor._Share(None, ("rank 3 stopped",)))
     return {
         "a pickle": pickle.dumps(Malicious(mark)),
         "random bytes": np.random.default_rng(0).bytes(5000),
         "nothing": b"",
         "half a share": share[:-3],
         "more than a share": share + b"x",
-        "too much": bytes(wire.LARGEST_MESSAGE + 1),
+        "too much": bytes(codec.LARGEST_MESSAGE + 1),
     }
 
 
@@ -507,19 +481,18 @@ def test_what_was_planted_for_rank_0s_word_is_refused_and_the_rank_reports_again
     monkeypatch.setattr(monitor, "_SHARES_S", 0.3)
     watched.run("sync:40", rounds(60))
     assert not mark.exists()
-    lines = watched.lines()
-    assert sum("rank 0's word on a window is left out: " in line for line in lines) == 1
-    assert sum("rank 2 has not reported since window 1" in line for line in lines) == 1
-    assert len(lines) == 2
+    watched.assert_said(
+        "rank 0's word on a window is left out: ", "rank 2 has not reported since window 1"
+    )
     assert [record.diagnosis.hosts[2] == "" for record in watched.records()] == [True, True, False]
 
 
 def test_a_share_of_another_rank_or_of_too_many_operations_is_refused() -> None:
     own, other = (summarize(snapshot) for snapshot in simulate(GPU, 2, 20, seed=1))
     limits = monitor._Limits(monitor._Share(own))
-    assert limits.share_of(1, wire.encode(monitor._Share(other)), "here").summary is not None
+    assert limits.share_of(1, codec.encode(monitor._Share(other)), "here").summary is not None
     with pytest.raises(EPArgumentError, match="here: the share is of rank 1 of 2; it must be of"):
-        limits.share_of(0, wire.encode(monitor._Share(other)), "here")
+        limits.share_of(0, codec.encode(monitor._Share(other)), "here")
     many = np.arange(monitor._LEAST_OPERATIONS + 1)
 
     def repeated(of_kind: KindSummary) -> KindSummary:
@@ -529,7 +502,7 @@ def test_a_share_of_another_rank_or_of_too_many_operations_is_refused() -> None:
 
     long = replace(other, kinds={kind: repeated(k) for kind, k in other.kinds.items()})
     with pytest.raises(EPArgumentError, match="2049 operations of one kind; at most 2048"):
-        limits.share_of(1, wire.encode(monitor._Share(long)), "here")
+        limits.share_of(1, codec.encode(monitor._Share(long)), "here")
 
 
 def test_a_mailbox_that_does_not_open_leaves_the_buffer_unwatched(
@@ -555,7 +528,7 @@ def test_ranks_that_disagree_about_watching_are_told(monkeypatch: pytest.MonkeyP
         ),
     )
     with pytest.raises(EPArgumentError, match="DEEP_EP_DIAGNOSE is '0' on rank.*'sync:7' on rank"):
-        Ranks(*SIZES)
+        ranks_for(SHAPE)
 
 
 # ---- the whole process
@@ -653,10 +626,7 @@ _kept: list[deep_ep.Buffer] = []
 
 def _leave_a_buffer(rank: int, group: Any) -> None:
     torch.set_num_threads(1)
-    size = deep_ep.Buffer.get_low_latency_rdma_size_hint(*SIZES[1:3], 2, NUM_EXPERTS)
-    buffer = deep_ep.Buffer(
-        group, 0, size, low_latency_mode=True, num_qps_per_rank=NUM_EXPERTS // 2
-    )
+    buffer = buffer_for(OF_TWO_RANKS, group)
     exchange(buffer, 12)
     _kept.append(buffer)  # a reference that outlives the function, as in a module of a program
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 
 from deep_ep.diagnose.live.stop_flag import StopFlag
-from launch import HANG_S
+from support.launch import HANG_S
 
 
 def test_set_ends_a_wait_and_all_later_ones() -> None:

@@ -24,6 +24,8 @@ from fixtures import HOT, LATE, LATE_RANK, NODE_PAIR, SLOW_PATH, diagnosis
 NAN = float("nan")
 # What the page shows has three to four digits.
 SHOWN = 2e-3
+# What is gained without LATE, and of what that is a part.
+GAINED = "2,020 us less per operation (mean of dispatch and combine; 4,040 us for one of each)."
 
 
 def written(folder: Path, *diagnoses: Diagnosis, title: str = "job 7, group ep") -> Path:
@@ -111,7 +113,7 @@ def test_what_a_cause_of_two_operations_costs_is_said_once(tmp_path: Path) -> No
     saved = [row[5] for row in reader.rows[head + 1 :] if row[0].startswith("Com") and len(row) > 5]
     assert saved == ["2,020", "", "2,020"]
     assert reader.rows[head + 3][:3] == ["Comp-Slow: late", "rank 1, node0 cuda:1", "combine"]
-    assert reader.text.count("Without it: 2,020 us less per operation.") == 2
+    assert reader.text.count(f"Without it: {GAINED}") == 2
     assert (
         "98 % of all waiting, and in combine, +50 us (95 %: 1,990 to 2,040) per operation, "
         "98 % of all waiting. Without it" in reader.text
@@ -124,7 +126,8 @@ def test_what_others_hide_is_not_said_to_be_worth_nothing(tmp_path: Path) -> Non
     rows = {row[0]: row for row in reader.rows if len(row) == 8}
     assert rows["Comm-Slow: path"][5] == "0, hidden"
     assert rows["Comp-Slow: late"][5] == "2,020"
-    assert "which hide it; once they are gone, 884 us less per operation." in reader.text
+    of_each = "(mean of dispatch and combine; 1,768 us for one of each)."
+    assert f"hide it; once they are gone, 884 us less per operation {of_each}" in reader.text
 
 
 def test_nobody_is_certain_to_the_last_digit_and_what_is_unknown_is_no_number(
@@ -186,7 +189,7 @@ def test_nodes_of_one_host_are_parted_and_marked(tmp_path: Path) -> None:
 def test_the_answer_comes_first_in_words(tmp_path: Path) -> None:
     text = Reader(written(tmp_path, diagnosis(8))).text
     assert "rank 1 (node0 cuda:1) comes late in dispatch, +2,013 us (95 %: 1,990 to 2,040)" in text
-    assert "98 % of all waiting. Without it: 2,020 us less per operation." in text
+    assert f"98 % of all waiting. Without it: {GAINED}" in text
 
 
 @pytest.mark.parametrize(
@@ -221,7 +224,8 @@ def test_what_all_causes_together_cost_is_said(tmp_path: Path) -> None:
     found = diagnosis(8, verdicts=[LATE, SLOW_PATH, replace(SLOW_PATH, edge=(1, 3))])
     together = replace(found, savings_us={"dispatch": 500.0, "combine": 500.0})
     text = Reader(written(tmp_path, together)).text
-    assert text.count("Without all causes together: 500 us less per operation.") == 1
+    of_each = "(mean of dispatch and combine; 1,000 us for one of each)."
+    assert text.count(f"Without all causes together: 500 us less per operation {of_each}") == 1
 
 
 def test_without_a_count_of_operations_times_are_of_the_window(tmp_path: Path) -> None:
@@ -231,6 +235,34 @@ def test_without_a_count_of_operations_times_are_of_the_window(tmp_path: Path) -
     assert "per operation" not in reader.text
     assert "operations not counted" in reader.text
     assert "+2,013 us (95 %: 1,990 to 2,040) in the whole window" in reader.text
+
+
+def test_operations_that_began_nobody_knows_when_do_not_spoil_the_pictures(tmp_path: Path) -> None:
+    found = diagnosis(8)
+    measured = found.measured["dispatch"]
+    assert measured.timeline is not None
+    unknown = replace(measured.timeline, begin_us=np.full_like(measured.timeline.begin_us, np.nan))
+    found = replace(found, measured={"dispatch": replace(measured, timeline=unknown)})
+    text = written(tmp_path, found).read_text(encoding="utf-8")
+    assert '"begin": [null' in text
+    assert "NaN" not in re.sub(r"<script>.*?</script>", "", text, flags=re.DOTALL)
+
+
+def test_a_saving_is_the_mean_of_kinds_that_follow_each_other(tmp_path: Path) -> None:
+    def title(savings_us: dict[str, float]) -> str:
+        reader = Reader(
+            written(tmp_path, replace(diagnosis(8, verdicts=[LATE]), savings_us=savings_us))
+        )
+        return next(row for row in reader.rows if row[0] == "Class: cause")[5]
+
+    assert title({"dispatch": 9.0, "combine": 9.0}).endswith(
+        "operation, mean of dispatch and combine"
+    )
+    assert title({"dispatch": 9.0}).endswith("per operation")
+    # Of low latency and normal mode in one window.
+    assert title({"dispatch": 9.0, "combine": 9.0, "normal dispatch": 1.0}).endswith(
+        "per operation"
+    )
 
 
 def test_outliers_name_operation_and_rank(tmp_path: Path) -> None:
@@ -255,6 +287,19 @@ def test_bandwidth_names_the_slowest_path_and_ranks(tmp_path: Path) -> None:
     assert slowest["dispatch, into"][1:3] == ["rank 6 (node0 cuda:6)", "0.02"]
     medians = next(row for row in reader.rows if row[0] == "dispatch" and len(row) == 5)
     assert float(medians[1]) == pytest.approx(np.median(bandwidth.effective), rel=0.1)
+
+
+def test_of_paths_that_are_equally_slow_the_first_are_named(tmp_path: Path) -> None:
+    found = diagnosis(8, operations=["dispatch"])
+    bandwidth = found.measured["dispatch"].bandwidth
+    assert bandwidth is not None
+    bandwidth.edge[:] = 10.0
+    bandwidth.edge[4:6] = 0.5
+    rows = Reader(written(tmp_path, found)).rows
+    named = [row[1] for row in rows if row[0] == "dispatch, path"]
+    assert named == [
+        f"rank {rank} (node0 cuda:{rank}) > rank 4 (node0 cuda:4)" for rank in (0, 1, 2)
+    ]
 
 
 def test_missing_ranks_are_called_missing(tmp_path: Path) -> None:

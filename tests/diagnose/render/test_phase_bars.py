@@ -9,14 +9,13 @@ import numpy as np
 import pytest
 
 from deep_ep.diagnose.core.diagnosis import Measured
-from deep_ep.diagnose.render.phase_bars import add_bars
+from deep_ep.diagnose.render.phase_bars import bars
 from fixtures import LATE, LATE_RANK, diagnosis
 
 
-def bars(measured: Measured, ranks: list[int]) -> ElementTree.Element:
-    parent = ElementTree.Element("section")
-    add_bars(parent, diagnosis(8, verdicts=[LATE]), measured, ranks)
-    return parent
+def drawn(measured: Measured, ranks: list[int]) -> ElementTree.Element:
+    text = bars(diagnosis(8, verdicts=[LATE]), measured, ranks)
+    return ElementTree.fromstring(f"<section>{text}</section>")
 
 
 def measured(**times: float) -> Measured:
@@ -32,7 +31,7 @@ def measured(**times: float) -> Measured:
 
 
 def test_a_bar_is_as_long_as_its_share_of_the_longest_and_the_late_rank_is_marked() -> None:
-    page = bars(measured(gap=10.0, send=20.0, wait=30.0, drain=30.0), list(range(8)))
+    page = drawn(measured(gap=10.0, send=20.0, wait=30.0, drain=30.0), list(range(8)))
     widths = [float(bar.get("width", "")) for bar in page.iter("rect")]
     whole = 560.0  # of the late rank: 100 us
     one = [0.1 * whole, 0.2 * whole, 0.3 * whole, 0.3 * whole]
@@ -46,11 +45,11 @@ def test_a_bar_is_as_long_as_its_share_of_the_longest_and_the_late_rank_is_marke
 
 
 def test_only_the_ranks_that_are_asked_for_have_bars() -> None:
-    page = bars(measured(gap=10.0, send=20.0, wait=30.0, drain=30.0), [5, 2])
+    page = drawn(measured(gap=10.0, send=20.0, wait=30.0, drain=30.0), [5, 2])
     names = [text.text for text in page.iter("text") if text.get("class") in ("name", "named")]
     assert [str(name).split()[1] for name in names] == ["5", "2"]
 
 
 def test_nothing_is_drawn_of_what_is_not_known() -> None:
     unknown = measured(gap=np.nan, send=np.nan, wait=np.nan, drain=np.nan)
-    assert not list(bars(replace(unknown, gap_us=np.full(8, np.nan)), list(range(8))))
+    assert not list(drawn(replace(unknown, gap_us=np.full(8, np.nan)), list(range(8))))

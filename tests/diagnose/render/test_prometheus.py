@@ -20,8 +20,9 @@ from deep_ep.diagnose.storage import diagnosis_log
 from deep_ep.diagnose.storage.record import Record
 from deep_ep.diagnose.storage.record_layout import to_line
 from deep_ep.errors import EPNotBuiltError
+from support import system_tools
 
-parser = pytest.importorskip("prometheus_client.parser")
+parser = system_tools.package("prometheus_client.parser")
 
 
 def samples(text: str) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:

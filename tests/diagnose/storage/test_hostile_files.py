@@ -22,9 +22,9 @@ from rich.console import Console
 
 import fixtures
 from deep_ep import EPArgumentError
+from deep_ep.base.printable_text import printable
 from deep_ep.diagnose.__main__ import main
 from deep_ep.diagnose.core import safe_files
-from deep_ep.diagnose.core.printable_text import printable
 from deep_ep.diagnose.render import prometheus
 from deep_ep.diagnose.render.figure import write_picture
 from deep_ep.diagnose.render.html import write_page
@@ -38,6 +38,7 @@ from deep_ep.diagnose.storage.record import Record
 from deep_ep.diagnose.storage.record_layout import to_line
 from generator import simulate
 from generator.machines import GPU
+from support import system_tools
 
 # Sets the title, clears the screen, turns text around; is in no encoding; begins a tag.
 EVIL = "\x1b]0;mine\x07\x1b[2J\x9b31m\u202e\r\n\ud800\x00<script>"
@@ -90,8 +91,8 @@ def test_texts_of_records_reach_the_terminal_written_out(
 def test_texts_of_records_reach_pages_pictures_and_metrics_written_out(
     evil: Path, tmp_path: Path
 ) -> None:
-    pytest.importorskip("prometheus_client")
-    pytest.importorskip("matplotlib")
+    system_tools.package("prometheus_client")
+    system_tools.package("matplotlib")
     (record,) = read(evil)
     write_page([record.diagnosis], tmp_path / "page.html", title=record.group)
     prometheus.write_textfile([record], tmp_path / "x.prom")
@@ -377,6 +378,19 @@ def test_an_array_larger_than_its_file_is_refused_before_it_is_allocated(
         read_any(file)
 
 
+@pytest.mark.parametrize("packed", [zipfile.ZIP_LZMA, zipfile.ZIP_BZIP2])
+def test_archives_are_packed_as_they_are_written(tmp_path: Path, packed: int) -> None:
+    """Other ways to pack fail in words of their own."""
+    (file,) = counter_archive.save(COUNTERS, tmp_path)
+    with zipfile.ZipFile(file) as archive:
+        entries = {name: archive.read(name) for name in archive.namelist()}
+    with zipfile.ZipFile(file, "w", packed) as archive:
+        for name, data in entries.items():
+            archive.writestr(name, data)
+    with pytest.raises(EPArgumentError, match=f"{file}: damaged .*neither stored nor deflated"):
+        read_any(file)
+
+
 # --- names that anybody can guess ------------------------------------------------------------------
 
 
@@ -395,7 +409,7 @@ def write_html(folder: Path) -> Path:
 
 
 def write_png(folder: Path) -> Path:
-    pytest.importorskip("matplotlib")
+    system_tools.package("matplotlib")
     write_picture(SLOW.diagnosis, folder / "picture.png")
     return folder / "picture.png"
 
@@ -426,7 +440,7 @@ def test_a_pipe_in_the_place_of_a_file_is_refused_and_not_waited_for(tmp_path: P
 
 
 def test_metrics_replace_a_link_and_leave_alone_what_it_names(tmp_path: Path) -> None:
-    pytest.importorskip("prometheus_client")
+    system_tools.package("prometheus_client")
     kept = tmp_path / "kept"
     kept.write_text("precious", encoding="utf-8")
     os.symlink(kept, tmp_path / "x.prom")

@@ -22,7 +22,7 @@ from deep_ep.diagnose.trace.operations import LinkBytes, added_up
 from deep_ep.errors import EPArgumentError
 from deep_ep.observe.parts import PARTS
 from deep_ep.observe.phases import PHASES
-from launch import DEVICE, raise_failures, run_processes
+from support.launch import DEVICE, raise_failures, run_processes
 
 RANKS, TOKENS, HIDDEN, TOPK, EXPERTS = 4, 24, 256, 3, 8
 LOW_LATENCY = ("deep_ep::low_latency_dispatch", "deep_ep::low_latency_combine")
@@ -67,13 +67,15 @@ def one_rank(rank: int, group: Any, folder: str) -> None:
     buffer.destroy()
 
 
-# Of real operations of both modes, with counters and a profiler.
-pytestmark = pytest.mark.exhaustive
-
-
-@pytest.fixture(scope="module", params=[4, 2], ids=["one node", "two nodes"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(ranks_per_node, id=nodes, marks=pytest.mark.exhaustive)
+        for ranks_per_node, nodes in ((4, "one node"), (2, "two nodes"))
+    ],
+)
 def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Folder of a run, and its ranks per node."""
+    """Folder of a run, with real operations of both modes, counters and a profiler; and its ranks per node."""
     folder = tmp_path_factory.mktemp("run")
     env = {"DEEP_EP_RANKS_PER_NODE": str(request.param)}
     raise_failures(run_processes(one_rank, RANKS, str(folder), env=env))

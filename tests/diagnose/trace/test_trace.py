@@ -25,6 +25,7 @@ from deep_ep import moe
 from deep_ep.diagnose.__main__ import main
 from deep_ep.diagnose.trace import merged, rank_trace, stream, summary
 from deep_ep.diagnose.trace.operations import COMBINE, DISPATCH, kernel_of, operation_of, sent_of
+from deep_ep.diagnose.trace.rank_trace import RankTrace
 from deep_ep.errors import EPArgumentError
 from deep_ep.group import thread_groups
 
@@ -79,8 +80,15 @@ def write(path: Path, events: list[Any], **header: Any) -> Path:
     return path
 
 
+def traced(folder: Path, events: list[Any], rank: int | None = None, **header: Any) -> RankTrace:
+    """A trace of these events, as it is read."""
+    if rank is not None:
+        header["distributedInfo"] = {"rank": rank}
+    return rank_trace.read(write(folder / f"{rank}.json", events, **header))
+
+
 def test_one_rank_by_hand(tmp_path: Path) -> None:
-    trace = rank_trace.read(write(tmp_path / "t.json", one_step(), distributedInfo={"rank": 3}))
+    trace = traced(tmp_path, one_step(), 3)
     first, second = summary.operators(trace)
     assert (trace.rank, trace.has_gpu) == (3, True)
     assert (first.name, first.operation, first.count) == ("FusedDispatch", DISPATCH, 1)
@@ -96,11 +104,7 @@ def test_one_rank_by_hand(tmp_path: Path) -> None:
 
 def test_all_ranks_by_hand(tmp_path: Path) -> None:
     """Rank 1 begins its dispatches 5 us late; both end at the same time."""
-    traces = []
-    for rank, late in ((0, 0), (1, 5)):
-        events = one_step(0, late)
-        path = write(tmp_path / f"{rank}.json", events, distributedInfo={"rank": rank})
-        traces.append(rank_trace.read(path))
+    traces = [traced(tmp_path, one_step(0, 5 * rank), rank) for rank in range(2)]
     first, second = summary.group(traces)
     assert first.name == "FusedDispatch"
     assert first.last == ((1, 1.0),)
@@ -115,9 +119,8 @@ def test_times_of_traces_count_from_their_own_base(tmp_path: Path) -> None:
     traces = []
     for rank, shift in ((0, 0), (1, -30)):
         base = 1_790_857_026_000_000_000 - 1000 * shift
-        header = {"distributedInfo": {"rank": rank}, "baseTimeNanoseconds": base}
-        path = write(tmp_path / f"{rank}.json", one_step(shift, 5 * rank), **header)
-        traces.append(rank_trace.read(path))
+        events = one_step(shift, 5 * rank)
+        traces.append(traced(tmp_path, events, rank, baseTimeNanoseconds=base))
     first, second = summary.group(traces)
     assert (first.waiting_us, first.moving_us, second.waiting_us) == (2.5, 35, 0)
     assert summary.group_remarks([first, second]) == []
@@ -138,18 +141,14 @@ def test_calls_are_matched_by_their_numbers(tmp_path: Path) -> None:
             )
             for call in range(1 + rank, 4)
         ]
-        header = {"distributedInfo": {"rank": rank}}
-        traces.append(rank_trace.read(write(tmp_path / f"{rank}.json", events, **header)))
+        traces.append(traced(tmp_path, events, rank))
     (row,) = summary.group(traces)
     assert (row.count, row.waiting_us, row.last) == (2, 1.5, ((1, 1.0),))
 
 
 def test_clocks_that_cannot_agree_are_told(tmp_path: Path) -> None:
     """On rank 1 all is 100 us later: its dispatch begins 60 us after that of rank 0 has ended, its combine 80."""
-    traces = [
-        rank_trace.read(write(tmp_path / f"rank{rank}.json", one_step(100 * rank)))
-        for rank in range(2)
-    ]
+    traces = [traced(tmp_path, one_step(100 * rank), rank) for rank in range(2)]
     first, second = summary.group_remarks(summary.group(traces))
     assert "FusedDispatch ended on rank 0 up to 60 us before it began on rank 1" in first
     assert "FusedCombine ended on rank 0 up to 80 us" in second
@@ -182,7 +181,7 @@ def test_kernels_without_an_operator_are_exchanges(tmp_path: Path) -> None:
         kernel("void ep::low_latency_combine<true, false>(ep::Call)", 20, 5, 8),
         kernel("void at::native::elementwise_kernel<4>(int)", 12, 4, 9),
     ]
-    trace = rank_trace.read(write(tmp_path / "t.json", events))
+    trace = traced(tmp_path, events)
     rows = summary.operators(trace)
     assert [(row.operation, row.mean_us) for row in rows] == [(DISPATCH, 10), (COMBINE, 5)]
     assert [row.name for row in rows] == [
@@ -234,7 +233,7 @@ def test_what_does_not_say_its_bytes_has_none(dims: Any, types: Any, why: str) -
 def test_rows_for_the_worst_case_are_told(tmp_path: Path) -> None:
     concrete = ["", "", "", "8", "True", "True", str(T * 8)]
     events = [operator("MoEDispatch", 0, 1, [[T, H]], [BF16], concrete)]
-    trace = rank_trace.read(write(tmp_path / "t.json", events))
+    trace = traced(tmp_path, events)
     told = summary.remarks([trace])
     assert any(f"allocates {T * 8} rows for the worst case" in line for line in told)
     assert any("no work on a GPU" in line for line in told)
@@ -333,7 +332,7 @@ def test_an_operator_within_another_of_its_kind_gives_it_its_rows_and_kernels(
         kernel("void deep_ep::intranode::dispatch<8>(int4*)", 20, 30, 2),
         kernel("void deep_ep::intranode::dispatch<8>(int4*)", 60, 10, 3),
     ]
-    trace = rank_trace.read(write(tmp_path / "t.json", events))
+    trace = traced(tmp_path, events)
     assert [(each.name, each.kernels, each.sent.num_bytes) for each in trace.exchanges] == [
         ("FusedDispatch", [(20, 50)], T * (H + 8)),
         ("FusedDispatch", [(60, 70)], T * H * 2),
@@ -377,6 +376,8 @@ def test_what_a_call_says_behind_it_is_its_own(
         ('{"traceEvents": [{"ph": nope}]}', "character 24: Expecting value"),
         ('{"traceEvents": [], "a" 5}', "':' is missing"),
         ('{"traceEvents": [] "a"}', "',' or '}' is missing"),
+        ('{[1]: 2, "traceEvents": []}', "a name is no text"),
+        ('{"a": ' + "9" * 5000 + "}", "a number has thousands of digits"),
     ],
 )
 def test_damaged_files_are_named_with_the_place(tmp_path: Path, text: str, said: str) -> None:
@@ -445,6 +446,37 @@ def test_events_of_any_content_are_read_or_refused(events: list[Any]) -> None:
         assert [(each.name, each.links) for each in again.exchanges] == [
             (each.name, each.links) for each in trace.exchanges
         ]
+
+
+@pytest.mark.parametrize(
+    ("known", "said"),
+    [
+        (
+            {"links": [0, -5, 7], "calls": []},
+            r"deep_ep.links\[1\] is -5; expected an integer of at",
+        ),
+        ({"calls": []}, "deep_ep.links is missing"),
+        (
+            {
+                "links": None,
+                "calls": [
+                    {
+                        "links": None,
+                        "phases": {"operation": 1, "kind": "", "ns": {"host": -1}, "charged": {}},
+                    }
+                ],
+            },
+            "ns.host is -1; expected an integer of at least 0",
+        ),
+    ],
+)
+def test_what_a_merged_trace_knows_is_checked(
+    tmp_path: Path, known: dict[str, Any], said: str
+) -> None:
+    event = {"ph": "X", "cat": "cpu_op", "name": "MoEDispatch", "ts": 0, "dur": 1}
+    path = write(tmp_path / "rank0.json", [{**event, "args": {"deep_ep": known}}])
+    with pytest.raises(EPArgumentError, match=said):
+        rank_trace.read(path)
 
 
 def test_damaged_gzip_and_text_are_named(tmp_path: Path) -> None:

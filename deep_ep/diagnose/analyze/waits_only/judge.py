@@ -429,5 +429,5 @@ def _measured(wait_us: FloatArray, operation: str, operations: int) -> Measured:
     """What is known of a window: its waiting."""
     cell, rank = np.full(wait_us.shape, np.nan), np.full(len(wait_us), np.nan)
     longest = np.fmax.reduce(wait_us, axis=1, initial=np.nan)
-    times = (wait_us, cell, cell, cell, cell, cell, rank, rank, rank, longest)
+    times = (rank, rank, rank, longest, wait_us, cell, cell, cell, cell, cell)
     return Measured(operation, operations, 0, 0, math.nan, *times)

@@ -29,7 +29,6 @@ _MOST_OF_THEM, _ERRORS = 0.9, 6.0
 SPREADS, _OF_LONGEST = 4.0, 0.25
 # The share where there is no floor, because operations were not counted.
 _WITHOUT_FLOOR = 0.5
-_MIDDLE = 0.5
 
 
 @dataclass(frozen=True)
@@ -89,8 +88,8 @@ def find_lasting(windows: FloatArray, nodes: IntArray, floor: float) -> Lasting:
     """
     by_row, by_column = (_above_usual(windows, nodes, axis) for axis in (3, 2))
     # Lower medians: of half of the ranks being late nothing is seen, of one less everything.
-    columns = _centered(quantile(by_row, _MIDDLE, 2))
-    rows = _centered(quantile(by_column, _MIDDLE, 3))
+    columns = _centered(quantile(by_row, 0.5, 2))
+    rows = _centered(quantile(by_column, 0.5, 3))
     longest = np.fmax.reduce(windows, axis=3)
     usual = median(longest, 2)
     above = median(np.fmax.reduce(by_row, axis=3), 2)
@@ -104,7 +103,7 @@ def find_lasting(windows: FloatArray, nodes: IntArray, floor: float) -> Lasting:
         by_kind=np.stack([columns, rows]),
         shortfall=median((usual[:, :, None] - longest).sum(axis=0), 0),
         cells=median(by_row.sum(axis=0), 0),
-        mutual=float(np.nansum(median(median(quantile(near, _MIDDLE, 3), 2), 1))),
+        mutual=float(np.nansum(median(median(quantile(near, 0.5, 3), 2), 1))),
     )
 
 
@@ -119,7 +118,7 @@ def _above_usual(windows: FloatArray, nodes: IntArray, axis: int) -> FloatArray:
     above = np.full(windows.shape, np.nan)
     for of_class in (same, ~same):
         cells = np.where(of_class, windows, np.nan)
-        rest = cells - np.expand_dims(quantile(cells, _MIDDLE, axis), axis)
+        rest = cells - np.expand_dims(quantile(cells, 0.5, axis), axis)
         above = np.where(of_class, rest, above)
     return above
 

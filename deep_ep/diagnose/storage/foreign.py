@@ -1,0 +1,42 @@
+"""Reads data of anybody by the types of its fields: texts come out printable, fields of later versions are left out."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+from ..core.package import EPArgumentError, codec, printable
+
+read = functools.partial(codec.from_plain, text=printable, is_strict=False)
+
+
+def refusal(error: codec.CodecError, where: str, part: str, schema: str) -> EPArgumentError:
+    """The error to raise.
+
+    Args:
+        error: of `read`.
+        where: the file, and the line.
+        part: what its parts are called.
+        schema: what it should have been written to.
+    """
+    name = f"{part} {error.name}" if error.name else "the line"
+    if error.advice:
+        return EPArgumentError(printable(f"{where}: {name} {error.what}. ") + error.advice)
+    return EPArgumentError(
+        printable(f"{where}: {name} {error.what} ({schema}). ")
+        + "The file is damaged or was written by something else."
+    )
+
+
+def schema(name: str) -> Callable[[str, codec.Sides], str]:
+    """The check of a field that says to what layout the data was written."""
+
+    def check(found: str, _: codec.Sides) -> str:
+        if found != name:
+            raise codec.CodecError(
+                f"is {found!r}; this version reads {name!r} only",
+                advice="Read the file with the version of deep_ep that wrote it.",
+            )
+        return found
+
+    return check

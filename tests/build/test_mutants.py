@@ -1,0 +1,136 @@
+"""The list of single faults (tests/mutants) fits the source, and a few of them are noticed.
+
+`make mutants` tries all of them, which takes long.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from _pytest.mark.expression import Expression
+
+import mutants
+from support import native
+from support.collected import collected
+
+pytestmark = pytest.mark.exhaustive
+
+
+def mutant(original: str, mutated: str, name: str = "fault") -> Any:
+    return mutants.Mutant(name, "file", "why", original, mutated, (), number=7)
+
+
+def test_every_fault_of_the_list_fits_the_source() -> None:
+    assert mutants.misfits() == []
+    assert len(mutants.all_mutants()) >= 60
+
+
+def test_every_killer_is_there() -> None:
+    """Cases, files and tests that a list names; a renamed test would let its mutants survive."""
+    for each in mutants.all_mutants():
+        for killer in (*each.killers, *each.others):
+            first, *rest = killer.arguments
+            if killer.runner == "pytest":
+                names = collected().get(f"tests/{first}", [])
+                assert any(selects(rest, name) for name in names), (each.name, str(killer))
+            else:
+                assert set(rest) <= set(native.cases(first)), (each.name, str(killer))
+
+
+def selects(options: list[str], name: str) -> bool:
+    """Whether pytest with these options, none or a `-k`, runs a test of that name."""
+    if not options:
+        return True
+    key, words = options
+    assert key == "-k"
+    return Expression.compile(words).evaluate(lambda word: word.lower() in name.lower())
+
+
+def test_a_snippet_that_occurs_twice_or_never_is_refused() -> None:
+    with pytest.raises(mutants.ListError, match="fault: what it replaces occurs 2 times"):
+        mutant("a = 1;", "").span("a = 1; a  =  1;")
+    with pytest.raises(mutants.ListError, match="occurs 0 times"):
+        mutant("a = 1;", "").span("ba = 1;")
+
+
+def test_white_space_and_context_do_not_matter() -> None:
+    text = "f(\n    a,\n    b); g(a, b);"
+    begin, end = mutant("f(a, «b»);", "c").span(text)
+    assert text[begin:end] == "b"
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "original", "mutated", "result"),
+    [
+        (
+            "a.cuh",
+            "a = 1; b = 2;",
+            "b = 2;",
+            "b = 3;",
+            '#include "device/mutant.h"\na = 1; {if (ep_mutant(7)) {\nb = 3;\n} else {\nb = 2;\n}}',
+        ),
+        (
+            "a.cpp",
+            "x = a + b;",
+            "a + b",
+            "a - b",
+            '#include "device/mutant.h"\nx = (ep_mutant(7) ? (a - b) : (a + b));',
+        ),
+        (
+            "a.py",
+            "def f():\n    a = 1\n    return a\n",
+            "a = 1",
+            "",
+            'def f():\n    if __import__("os").environ.get("EP_MUTANT") == "7":\n        pass\n'
+            "    else:\n        a = 1\n    return a\n",
+        ),
+        (
+            "a.py",
+            "x = a < b\n",
+            "a < b",
+            "a > b",
+            'x = ((a > b) if __import__("os").environ.get("EP_MUTANT") == "7" else (a < b))\n',
+        ),
+    ],
+    ids=["statement", "expression", "python-statement", "python-expression"],
+)
+def test_a_mutant_is_a_branch_on_its_number(
+    file: str, text: str, original: str, mutated: str, result: str
+) -> None:
+    assert mutants.mutated_source(file, text, [mutant(original, mutated)]) == result
+
+
+def test_tests_of_a_list_are_built_only_for_what_survives_the_named_ones(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    named, general = (mutants.Killer("plain", (name,)) for name in ("named", "general"))
+    noticed, survives, unnamed = (
+        mutants.Mutant(name, "file", "why", "a", "b", killers, number=number, others=(general,))
+        for number, (name, killers) in enumerate(
+            [("noticed", (named,)), ("survives", (named,)), ("unnamed", ())], 1
+        )
+    )
+    built = []
+    monkeypatch.setattr(mutants, "build", lambda _, killers: built.append(set(killers)))
+
+    def run(_: Path, __: Any, killer: Any, number: int, ___: float) -> tuple[bool, str]:
+        is_red = number == noticed.number or (number == unnamed.number and killer == general)
+        return not is_red, "red"
+
+    monkeypatch.setattr(mutants, "run", run)
+    outcomes = list(mutants.judge_layer(tmp_path, [noticed, survives, unnamed]))
+    assert {outcome.mutant.name: outcome.killer for outcome in outcomes} == {
+        "noticed": named,
+        "survives": None,
+        "unnamed": general,
+    }
+    assert built == [{named}, {general}]
+
+
+@pytest.mark.slow
+def test_a_few_faults_are_noticed() -> None:
+    outcomes, wrong = mutants.check([], quick=True)
+    assert len(outcomes) >= 3
+    assert wrong == []

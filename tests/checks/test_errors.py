@@ -1,0 +1,466 @@
+"""Every bad input: its own clear exception, nothing sent, and the group usable afterwards."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import deep_ep
+from deep_ep.checks import low_latency as low_latency_checks
+from deep_ep.errors import EPArgumentError, EPTypeError, EPUsageError
+from support.bad_calls import Arguments, Change, assert_raises, of, tensor_cases, to, with_value
+from support.exchange import (
+    Mode,
+    Shape,
+    begin_dispatch,
+    dispatch,
+    exchange_and_check,
+    make_inputs,
+    misaligned,
+    ranks_for,
+)
+from support.launch import DEVICE, Ranks
+
+SHAPE = Shape((4, 3, 4), num_max_tokens=4, hidden=512, num_experts=6, num_topk=3)
+LARGER = replace(SHAPE, num_max_tokens=8, hidden=1024, num_experts=12)
+PLAIN = Mode()
+FP8 = Mode(use_fp8=True)
+BAD_RANK = 1
+
+
+def good_dispatch_arguments() -> Arguments:
+    """A correct call of the rank that will call badly."""
+    inputs = make_inputs(SHAPE)[BAD_RANK]
+    return {
+        "x": inputs.x.to(DEVICE),
+        "topk_idx": inputs.topk_idx.to(DEVICE),
+        "num_max_dispatch_tokens_per_rank": SHAPE.num_max_tokens,
+        "num_experts": SHAPE.num_experts,
+        "cumulative_local_expert_recv_stats": torch.zeros(2, dtype=torch.int32, device=DEVICE),
+        "dispatch_wait_recv_cost_stats": torch.zeros(3, dtype=torch.int64, device=DEVICE),
+    }
+
+
+def good_combine_arguments(handle: tuple[Any, ...]) -> Arguments:
+    """A correct call of the rank that will call badly, for a handle of its own."""
+    inputs = make_inputs(SHAPE)[BAD_RANK]
+    rows = (2, 3 * SHAPE.num_max_tokens, SHAPE.hidden)
+    return {
+        "x": torch.zeros(rows, dtype=torch.bfloat16, device=DEVICE),
+        "topk_idx": inputs.topk_idx.to(DEVICE),
+        "topk_weights": inputs.topk_weights.to(DEVICE),
+        "handle": handle,
+        "out": torch.zeros_like(inputs.x, device=DEVICE),
+        "combine_wait_recv_cost_stats": torch.zeros(3, dtype=torch.int64, device=DEVICE),
+    }
+
+
+def transposed(t: torch.Tensor) -> torch.Tensor:
+    """Equal shape and values, other strides."""
+    return t.transpose(-1, -2).contiguous().transpose(-1, -2)
+
+
+def moved_by_a_word(src_info: torch.Tensor) -> torch.Tensor:
+    """With all that lies behind it, where no number of 64 bits can be read."""
+    stored = torch.empty(0, dtype=torch.int32, device=DEVICE).set_(src_info.untyped_storage())
+    moved = torch.cat((stored[:1], stored))
+    return moved.as_strided(src_info.shape, src_info.stride(), 1)
+
+
+def low_latency_cases(name: str, dtype: torch.dtype, advice: str) -> list[Any]:
+    return tensor_cases(name, dtype, advice, size=(name[:4], "2"))
+
+
+DISPATCH_CASES = [
+    *low_latency_cases("x", torch.float16, "x.bfloat16()"),
+    *low_latency_cases("topk_idx", torch.float32, "topk_idx_t"),
+    pytest.param(
+        of("x", misaligned), EPArgumentError, ["x begins at address", "16 bytes", "x.clone()"], id="x-address"
+    ),
+    *low_latency_cases("cumulative_local_expert_recv_stats", torch.int64, "torch.zeros("),
+    *low_latency_cases("dispatch_wait_recv_cost_stats", torch.int32, "torch.zeros("),
+    pytest.param(
+        of("x", transposed), EPArgumentError, ["x", "strides", "x.contiguous()"], id="x-transposed"
+    ),
+    pytest.param(
+        of("x", lambda x: x[:, :500].contiguous()),
+        EPArgumentError,
+        ["hidden is 500", "multiple of 128", "512"],
+        id="hidden-not-a-multiple-of-128",
+    ),
+    pytest.param(
+        of("topk_idx", with_value((1, 2), 6)),
+        EPArgumentError,
+        ["topk_idx[1, 2] is 6", "[0, 6)"],
+        id="expert-too-large",
+    ),
+    pytest.param(
+        of("topk_idx", with_value((1, 2), -2)),
+        EPArgumentError,
+        ["topk_idx[1, 2] is -2", "-1"],
+        id="expert-below-minus-one",
+    ),
+    pytest.param(
+        to(num_experts=7), EPArgumentError, ["num_experts is 7", "multiple", "9"], id="num-experts-7-of-3"
+    ),
+    pytest.param(to(num_experts=0), EPArgumentError, ["num_experts is 0"], id="no-experts"),
+    pytest.param(to(num_experts="6"), EPTypeError, ["num_experts", "'6'"], id="num-experts-text"),
+    pytest.param(
+        to(num_max_dispatch_tokens_per_rank=2),
+        EPArgumentError,
+        ["3 tokens", "num_max_dispatch_tokens_per_rank = 2", "Raise"],
+        id="more-tokens-than-the-maximum",
+    ),
+    pytest.param(
+        to(num_max_dispatch_tokens_per_rank=4096),
+        EPArgumentError,
+        ["num_rdma_bytes", "get_low_latency_rdma_size_hint(4096, 512, 3, 6)"],
+        id="buffer-too-small",
+    ),
+    pytest.param(
+        of("topk_idx", lambda t: torch.zeros(3, 33, dtype=t.dtype, device=t.device)),
+        EPArgumentError,
+        ["at most 32"],
+        id="top-k-above-32",
+    ),
+    pytest.param(
+        of("topk_idx", torch.zeros_like),
+        EPArgumentError,
+        ["expert 0 9 times", "Name an expert once per token"],
+        id="more-rows-for-an-expert-than-fit",
+    ),
+    pytest.param(
+        to(use_ue8m0=True), EPArgumentError, ["use_ue8m0", "round_scale=True"], id="ue8m0-without-round-scale"
+    ),
+    pytest.param(
+        to(async_finish=True, return_recv_hook=True),
+        EPArgumentError,
+        ["async_finish and return_recv_hook", "async_finish=False"],
+        id="async-and-hook",
+    ),
+    pytest.param(to(recv_counters=3), EPTypeError, ["recv_counters", "int"], id="recv-counters-type"),
+    pytest.param(
+        lambda arguments: {**arguments, "recv_counters": deep_ep.observe.counters.RecvCounters(2)},
+        EPArgumentError,
+        ["recv_counters", "3 ranks", "buffer.group_size"],
+        id="recv-counters-of-another-group",
+    ),
+]  # fmt: skip
+
+COMBINE_CASES = [
+    *low_latency_cases("x", torch.float32, "x.bfloat16()"),
+    *low_latency_cases("topk_idx", torch.float32, "topk_idx_t"),
+    *low_latency_cases("topk_weights", torch.float64, "topk_weights.float()"),
+    *low_latency_cases("out", torch.float32, "torch.empty("),
+    *(
+        pytest.param(
+            of(name, misaligned), EPArgumentError, [f"{name} begins at address", "16 bytes"], id=f"{name}-address"
+        )
+        for name in ("x", "out")
+    ),
+    *low_latency_cases("combine_wait_recv_cost_stats", torch.int32, "torch.zeros("),
+    pytest.param(
+        of("handle", lambda h: (h[0][:, :6].contiguous(), *h[1:])),
+        EPArgumentError,
+        ["handle[0]", "shape", "handle of the dispatch"],
+        id="handle-with-other-rows",
+    ),
+    pytest.param(
+        of("handle", lambda h: (h[0], h[1][:, :2].contiguous(), *h[2:])),
+        EPArgumentError,
+        ["handle[1]", "shape", "handle of the dispatch"],
+        id="handle-of-another-group",
+    ),
+    pytest.param(
+        of("handle", lambda h: (h[0].long(), *h[1:])),
+        EPArgumentError,
+        ["handle[0]", "torch.int64", "handle of the dispatch"],
+        id="handle-dtype",
+    ),
+    pytest.param(
+        of("handle", lambda h: (*h[:3], 1024, h[4])),
+        EPArgumentError,
+        ["1024", "shape"],
+        id="handle-of-another-hidden",
+    ),
+    pytest.param(
+        of("handle", lambda h: (*h[:2], 8, *h[3:])),
+        EPArgumentError,
+        ["handle[0]", "24"],
+        id="handle-of-another-maximum",
+    ),
+    pytest.param(
+        of("handle", lambda h: (*h[:4], 12)), EPArgumentError, ["handle[0]", "4"], id="handle-of-other-experts"
+    ),
+    pytest.param(of("handle", lambda h: h[:4]), EPArgumentError, ["4 elements", "5-tuple"], id="handle-length"),
+    pytest.param(
+        of("handle", lambda h: (h[0].clone(), *h[1:])),
+        EPArgumentError,
+        ["handle[0] is a copy"],
+        id="handle-copied",
+    ),
+    pytest.param(
+        of("handle", lambda h: (moved_by_a_word(h[0]), *h[1:])),
+        EPArgumentError,
+        ["handle[0] is a copy"],
+        id="handle-moved-by-a-word",
+    ),
+    pytest.param(to(handle=None), EPTypeError, ["handle", "NoneType"], id="no-handle"),
+    pytest.param(
+        of("topk_idx", with_value((1, 2), 6)),
+        EPArgumentError,
+        ["topk_idx[1, 2] is 6", "[0, 6)"],
+        id="expert-too-large",
+    ),
+    pytest.param(
+        to(use_logfmt=True, zero_copy=True),
+        EPArgumentError,
+        ["use_logfmt and zero_copy", "use_logfmt=False"],
+        id="logfmt-and-zero-copy",
+    ),
+    pytest.param(
+        to(async_finish=True, return_recv_hook=True),
+        EPArgumentError,
+        ["async_finish and return_recv_hook", "async_finish=False"],
+        id="async-and-hook",
+    ),
+]  # fmt: skip
+
+
+def assert_still_usable(ranks: Ranks) -> None:
+    """The group works as though nothing had happened."""
+    for mode in (FP8, PLAIN):
+        exchange_and_check(ranks, SHAPE, mode)
+
+
+@pytest.mark.parametrize(("change", "error", "words"), DISPATCH_CASES)
+def test_a_bad_dispatch_raises_and_sends_nothing(
+    change: Change, error: type[Exception], words: list[str]
+) -> None:
+    """Also after a good one, which is known then."""
+    with ranks_for(SHAPE) as ranks:
+        ranks.run(lambda _, buffer: buffer.low_latency_dispatch(**good_dispatch_arguments()))
+        arguments = change(good_dispatch_arguments())
+        buffer = ranks.buffers[BAD_RANK]
+        assert_raises(
+            lambda: buffer.low_latency_dispatch(**arguments),
+            error,
+            ["low_latency_dispatch", *words],
+        )
+        assert_still_usable(ranks)
+
+
+@pytest.mark.parametrize(("change", "error", "words"), COMBINE_CASES)
+def test_a_bad_combine_raises_and_sends_nothing(
+    change: Change, error: type[Exception], words: list[str]
+) -> None:
+    """Also after a good one, which is known then."""
+    inputs = make_inputs(SHAPE)[BAD_RANK]
+    with ranks_for(SHAPE) as ranks:
+        received = ranks.run(lambda _, buffer: dispatch(buffer, inputs, SHAPE, PLAIN))
+        good = [good_combine_arguments(one.handle) for one in received]
+        ranks.run(lambda rank, buffer: buffer.low_latency_combine(**good[rank]))
+        arguments = change(good[BAD_RANK])
+        buffer = ranks.buffers[BAD_RANK]
+        assert_raises(
+            lambda: buffer.low_latency_combine(**arguments), error, ["low_latency_combine", *words]
+        )
+        assert_still_usable(ranks)
+
+
+def test_a_buffer_that_is_a_little_too_small_is_refused() -> None:
+    size = deep_ep.Buffer.get_low_latency_rdma_size_hint(
+        SHAPE.num_max_tokens, SHAPE.hidden, SHAPE.num_ranks, SHAPE.num_experts
+    )
+    with ranks_for(SHAPE, num_rdma_bytes=size - 128) as ranks:
+        assert_raises(
+            lambda: ranks.buffers[BAD_RANK].low_latency_dispatch(**good_dispatch_arguments()),
+            EPArgumentError,
+            ["low_latency_dispatch", f"num_rdma_bytes = {size - 128}", f"needs {size} bytes"],
+        )
+
+
+@pytest.mark.parametrize("num_experts", [4097, 2**31 - 1, 2**31, 2**63])
+def test_a_layout_of_more_experts_than_the_kernels_know_is_refused(num_experts: int) -> None:
+    with ranks_for(SHAPE) as ranks:
+        topk_idx = make_inputs(SHAPE)[0].topk_idx.to(DEVICE)
+        assert_raises(
+            lambda: ranks.buffers[0].get_dispatch_layout(topk_idx, num_experts),
+            EPArgumentError,
+            ["get_dispatch_layout", f"num_experts is {num_experts}", "at most 4096"],
+        )
+        per_expert = ranks.buffers[0].get_dispatch_layout(topk_idx, 4096)[2]
+        assert per_expert.shape == (4096,)
+
+
+@pytest.mark.skipif(deep_ep.native.backend.get().name != "cpu", reason="shapes a launch of fibers")
+@pytest.mark.parametrize(("blocks", "warps"), [(1_000_000, 1), (513, 1), (1, 33), (2**31 - 1, 32)])
+def test_a_launch_of_more_threads_than_fit_is_refused(blocks: int, warps: int) -> None:
+    with Ranks(1, 4, 512, 2) as ranks:
+        ranks.buffers[0].runtime.set_launch_shape(blocks=blocks, warps=warps)
+        x, topk_idx = (
+            torch.zeros(1, 512, dtype=torch.bfloat16),
+            torch.zeros(1, 1, dtype=torch.int64),
+        )
+        with pytest.raises(RuntimeError, match=f"launch shape {blocks} blocks x {32 * warps} thr"):
+            ranks.buffers[0].low_latency_dispatch(x, topk_idx, 4, 2)
+
+
+def test_unknown_keywords_are_type_errors() -> None:
+    with ranks_for(SHAPE) as ranks:
+        with pytest.raises(TypeError, match="use_fp4"):
+            ranks.buffers[0].low_latency_dispatch(**good_dispatch_arguments(), use_fp4=True)
+        assert_still_usable(ranks)
+
+
+def test_a_buffer_that_is_not_low_latency_says_so() -> None:
+    with Ranks(2, 4, 512, 6, low_latency_mode=False, num_rdma_bytes=0) as ranks:
+        arguments = {**good_dispatch_arguments(), "num_experts": 6}
+        del (
+            arguments["dispatch_wait_recv_cost_stats"],
+            arguments["cumulative_local_expert_recv_stats"],
+        )
+        for call in (
+            lambda: ranks.buffers[0].low_latency_dispatch(**arguments),
+            lambda: ranks.buffers[0].clean_low_latency_buffer(4, 512, 6),
+        ):
+            assert_raises(call, EPUsageError, ["low_latency_mode=True"])
+
+
+def test_a_third_call_before_the_hooks_raises_and_the_hooks_still_work() -> None:
+    inputs = make_inputs(SHAPE)
+
+    def exchange(rank: int, buffer: deep_ep.Buffer) -> None:
+        one = inputs[rank]
+        hooks = [begin_dispatch(buffer, one, SHAPE, Mode(hook=True))[2] for _ in range(2)]
+        if rank == BAD_RANK:
+            assert_raises(
+                lambda: dispatch(buffer, one, SHAPE, PLAIN),
+                EPUsageError,
+                ["the hooks of low_latency_dispatch and low_latency_dispatch", "at most 2 calls"],
+            )
+        for hook in hooks:
+            hook()
+            assert_raises(hook, EPUsageError, ["once"])
+
+    with ranks_for(SHAPE) as ranks:
+        ranks.run(exchange)
+        assert_still_usable(ranks)
+
+
+def test_a_handle_is_refused_until_its_hook_was_called() -> None:
+    inputs = make_inputs(SHAPE)
+
+    def exchange(rank: int, buffer: deep_ep.Buffer) -> None:
+        one = inputs[rank]
+        received, _, hook = begin_dispatch(buffer, one, SHAPE, Mode(hook=True))
+        x = torch.zeros(
+            *received.handle[0].shape, SHAPE.hidden, dtype=torch.bfloat16, device=DEVICE
+        )
+        assert_raises(
+            lambda: buffer.low_latency_combine(
+                x, one.topk_idx.to(DEVICE), one.topk_weights.to(DEVICE), received.handle
+            ),
+            EPUsageError,
+            ["the hook of the dispatch that returned handle has not been called"],
+        )
+        hook()
+
+    with ranks_for(SHAPE) as ranks:
+        ranks.run(exchange)
+        assert_still_usable(ranks)
+
+
+def test_use_after_destroy_says_so() -> None:
+    ranks = ranks_for(SHAPE)
+    buffer = ranks.buffers[0]
+    ranks.close()
+    assert_raises(
+        lambda: buffer.low_latency_dispatch(**good_dispatch_arguments()),
+        EPUsageError,
+        ["destroyed", "Build a new Buffer"],
+    )
+
+
+# What rank 1 does differently, the field that tells, its value there and here.
+DISAGREEMENTS = [
+    pytest.param(replace(SHAPE, num_max_tokens=8), FP8, "M", 8, 4, id="maximum"),
+    pytest.param(replace(SHAPE, hidden=1024), FP8, "hidden", 1024, 512, id="hidden"),
+    pytest.param(replace(SHAPE, num_experts=12), FP8, "num_experts", 12, 6, id="num-experts"),
+    pytest.param(SHAPE, PLAIN, "dtype", "", "", id="dtype"),
+]
+
+
+@pytest.mark.parametrize(("other", "mode", "field", "there", "here"), DISAGREEMENTS)
+def test_ranks_that_disagree_are_named_with_the_field(
+    other: Shape, mode: Mode, field: str, there: object, here: object
+) -> None:
+    shapes = [other if rank == BAD_RANK else SHAPE for rank in range(3)]
+    modes = [mode if rank == BAD_RANK else FP8 for rank in range(3)]
+    with ranks_for(LARGER) as ranks:
+        outcomes = ranks.outcomes(
+            lambda rank, buffer: dispatch(
+                buffer, make_inputs(shapes[rank])[rank], shapes[rank], modes[rank]
+            )
+        )
+        for rank, error in enumerate(outcomes):
+            assert type(error) is EPArgumentError, f"rank {rank}: {error!r}"
+            assert field in str(error), error
+            if rank != BAD_RANK:
+                assert f"rank {BAD_RANK}" in str(error), error
+                assert str(there) in str(error), error
+                assert str(here) in str(error), error
+                assert str(error).count("(here ") == 1, "fields that agree are not named"
+        assert_still_usable(ranks)
+
+
+def test_a_rank_in_another_operation_is_named() -> None:
+    inputs = make_inputs(SHAPE)
+
+    def disagree(rank: int, buffer: deep_ep.Buffer) -> None:
+        if rank == BAD_RANK:
+            buffer.low_latency_combine(**good_combine_arguments(received[rank].handle))
+        else:
+            dispatch(buffer, inputs[rank], SHAPE, PLAIN)
+
+    with ranks_for(SHAPE) as ranks:
+        received = ranks.run(lambda rank, buffer: dispatch(buffer, inputs[rank], SHAPE, PLAIN))
+        for rank, error in enumerate(ranks.outcomes(disagree)):
+            assert type(error) is EPArgumentError, f"rank {rank}: {error!r}"
+            assert "operation" in str(error)
+            assert rank == BAD_RANK or f"rank {BAD_RANK}" in str(error), error
+        assert_still_usable(ranks)
+
+
+@pytest.mark.parametrize(
+    ("mode", "num_max_tokens", "hidden", "said"),
+    [
+        (Mode(use_fp8=True), 4, 640, []),
+        (Mode(use_fp8=True), 3, 512, ["scales have 3 rows"]),
+        (Mode(), 3, 640, []),
+        (Mode(use_fp8=True, round_scale=True, use_ue8m0=True), 4, 512, []),
+        (
+            Mode(use_fp8=True, round_scale=True, use_ue8m0=True),
+            *(3, 640),
+            ["scales have 3 rows", "hidden is 640"],
+        ),
+    ],
+    ids=str,
+)
+def test_scales_that_tma_descriptors_do_not_allow_are_said_once(
+    mode: Mode, num_max_tokens: int, hidden: int, said: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    low_latency_checks._say_what_consumers_refuse.cache_clear()
+    shape = Shape((3,), num_max_tokens, hidden, num_experts=2, num_topk=1)
+    inputs = make_inputs(shape)
+    with caplog.at_level(logging.WARNING, "deep_ep"), ranks_for(shape) as ranks:
+        for _ in range(2):
+            ranks.run(lambda rank, buffer: dispatch(buffer, inputs[rank], shape, mode))
+    lines = [text for text in caplog.messages if "TMA" in text or "hidden is" in text]
+    assert len(lines) == len(said)
+    for line, words in zip(lines, said):
+        assert words in line

@@ -1,0 +1,923 @@
+"""Every bad normal call: its own clear exception, nothing sent, and the group usable afterwards."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deep_ep import Buffer, Config
+from deep_ep.checks import handles as handle_values
+from deep_ep.checks import layouts as layout_values
+from deep_ep.checks import normal as normal_checks
+from deep_ep.errors import (
+    EPArgumentError,
+    EPError,
+    EPTransportError,
+    EPTypeError,
+    EPUnsupportedError,
+    EPUsageError,
+)
+from deep_ep.native import backend
+from deep_ep.observe.counters import RecvCounters
+from deep_ep.ops import normal
+from deep_ep.types.handles import hidden_word
+from support.bad_calls import (
+    Arguments,
+    Change,
+    assert_raises,
+    elsewhere,
+    of,
+    strided,
+    tensor_cases,
+    to,
+    with_value,
+)
+from support.exchange import misaligned
+from support.launch import DEVICE, Ranks
+from support.native_recorder import NativeRecorder
+
+NUM_TOKENS = (5, 0, 3, 7)
+BAD_RANK = 2
+HIDDEN = 64
+NUM_EXPERTS, NUM_TOPK = 8, 3
+CONFIG = Config(4, 2, 8, 2, 8)
+NUM_BYTES = 1 << 20
+
+reads_values = pytest.mark.skipif(DEVICE != "cpu", reason="on a GPU the host does not read values")
+
+
+def normal_ranks(num_ranks: int = len(NUM_TOKENS), **arguments: Any) -> Ranks:
+    """A group whose buffers fit normal calls only."""
+    sizes = {"num_nvl_bytes": NUM_BYTES, "num_rdma_bytes": NUM_BYTES, "low_latency_mode": False}
+    return Ranks(num_ranks, 1, 128, num_ranks, **{**sizes, **arguments})
+
+
+@pytest.fixture(scope="module", params=[4, 2], ids=["one-node", "two-nodes"])
+def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
+    """Four ranks, on one node or two; each test leaves them usable."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DEEP_EP_RANKS_PER_NODE", str(request.param))
+        with normal_ranks() as made:
+            yield made
+
+
+def num_nodes(ranks: Ranks) -> int:
+    """Of the group."""
+    return int(ranks.buffers[0].runtime.get_num_rdma_ranks())
+
+
+def topk_of(rank: int) -> torch.Tensor:
+    """What the tokens of a rank select; some entries nobody."""
+    generator = torch.Generator().manual_seed(rank)
+    scores = torch.rand(NUM_TOKENS[rank], NUM_EXPERTS, generator=generator)
+    topk_idx = scores.argsort(1)[:, :NUM_TOPK].contiguous()
+    topk_idx[torch.rand(topk_idx.shape, generator=generator) < 0.3] = -1
+    return topk_idx.to(DEVICE)
+
+
+def dispatch_arguments(rank: int, buffer: Buffer) -> Arguments:
+    """A correct call of a rank."""
+    topk_idx = topk_of(rank)
+    per_rank, per_node, per_expert, in_rank, _ = buffer.get_dispatch_layout(topk_idx, NUM_EXPERTS)
+    x = torch.full((NUM_TOKENS[rank], HIDDEN), rank + 1.0, dtype=torch.bfloat16, device=DEVICE)
+    return {
+        "x": x,
+        "num_tokens_per_rank": per_rank,
+        "num_tokens_per_rdma_rank": per_node,
+        "is_token_in_rank": in_rank,
+        "num_tokens_per_expert": per_expert,
+        "topk_idx": topk_idx,
+        "topk_weights": torch.ones(topk_idx.shape, device=DEVICE),
+        "config": CONFIG,
+    }
+
+
+def dispatched(ranks: Ranks, **changes: Any) -> list[Any]:
+    """What a correct dispatch returns on each rank."""
+    return ranks.run(
+        lambda rank, buffer: buffer.dispatch(**{**dispatch_arguments(rank, buffer), **changes})
+    )
+
+
+def combine_arguments(result: Any) -> Arguments:
+    """A correct combine of what a dispatch returned."""
+    x, _, weights, _, handle, _ = result
+    rows = torch.zeros_like(x[:1]).expand(NUM_TOKENS[BAD_RANK], -1).contiguous()
+    return {
+        "x": x,
+        "handle": handle,
+        "topk_weights": weights,
+        "bias": (rows, rows),
+        "config": CONFIG,
+    }
+
+
+def assert_usable(ranks: Ranks) -> None:
+    """A dispatch, one with its handle and a combine give what they should."""
+
+    def exchange(rank: int, buffer: Buffer) -> None:
+        arguments = dispatch_arguments(rank, buffer)
+        x, _, _, _, handle, _ = buffer.dispatch(**arguments)
+        again = buffer.dispatch(arguments["x"], handle=handle, config=CONFIG)[0]
+        assert torch.equal(x, again)
+        combined, _, _ = buffer.combine(x, handle, config=CONFIG)
+        expected = arguments["x"] * arguments["is_token_in_rank"].sum(1, keepdim=True)
+        assert torch.equal(combined, expected)
+
+    ranks.run(exchange)
+
+
+# Equal sums over the experts of each rank.
+SHIFTED = torch.tensor([-99, 99] * (NUM_EXPERTS // 2), dtype=torch.int32, device=DEVICE)
+
+
+def without_topk(arguments: Arguments) -> Arguments:
+    """The same call without top-k tensors."""
+    return {**arguments, "topk_idx": None, "topk_weights": None}
+
+
+def with_scales(change: Callable[[torch.Tensor], Any], data: torch.dtype = torch.uint8) -> Change:
+    """Data with scales of which something is wrong."""
+
+    def changed(arguments: Arguments) -> Arguments:
+        scales = torch.ones(NUM_TOKENS[BAD_RANK], 4, device=DEVICE)
+        return {**arguments, "x": (arguments["x"].to(data), change(scales))}
+
+    return changed
+
+
+DISPATCH_CASES = [
+    pytest.param(of("x", misaligned), EPArgumentError, ["x begins at address", "x.clone()"], id="x-address"),
+    *tensor_cases("x", None, any_strides=True),
+    *tensor_cases("num_tokens_per_rank", torch.int64),
+    *tensor_cases("is_token_in_rank", torch.int32),
+    *tensor_cases("topk_idx", torch.int32),
+    *tensor_cases("topk_weights", torch.float64, any_strides=True),
+    pytest.param(
+        of("num_tokens_per_expert", lambda t: t.long()), EPArgumentError, ["torch.int32"], id="expert-dtype"
+    ),
+    pytest.param(to(num_tokens_per_rank=None), EPUsageError, ["num_tokens_per_rank is None"], id="no-rank-counts"),
+    pytest.param(to(is_token_in_rank=None), EPUsageError, ["is_token_in_rank is None"], id="no-mask"),
+    pytest.param(
+        to(num_tokens_per_expert=None), EPUsageError, ["num_tokens_per_expert is None"], id="no-expert-counts"
+    ),
+    pytest.param(
+        of("num_tokens_per_expert", lambda t: t[:7]), EPArgumentError, ["7 experts", "Use 8"], id="experts-7-of-4"
+    ),
+    pytest.param(
+        of("num_tokens_per_expert", lambda t: t[:0]), EPArgumentError, ["0 experts", "Use 4"], id="no-experts"
+    ),
+    pytest.param(
+        of("num_tokens_per_expert", lambda t: t.new_zeros(4100)), EPArgumentError, ["at most 4096"], id="too-many-experts"
+    ),
+    pytest.param(to(topk_idx=None), EPUsageError, ["topk_idx alone is None"], id="weights-alone"),
+    pytest.param(to(topk_weights=None), EPUsageError, ["topk_weights alone is None"], id="indices-alone"),
+    pytest.param(
+        to(topk_idx=None, topk_weights=None, num_worst_tokens=64),
+        EPUsageError,
+        ["num_worst_tokens is 64 and topk_idx is None"],
+        id="worst-tokens-without-top-k",
+    ),
+    pytest.param(to(num_worst_tokens=-1), EPArgumentError, ["num_worst_tokens is -1"], id="negative-worst-tokens"),
+    pytest.param(to(num_worst_tokens=1.5), EPTypeError, ["num_worst_tokens is 1.5"], id="broken-worst-tokens"),
+    pytest.param(to(num_worst_tokens=2**31), EPArgumentError, ["at most 2147483647"], id="huge-worst-tokens"),
+    pytest.param(to(expert_alignment=0), EPArgumentError, ["expert_alignment is 0"], id="no-alignment"),
+    pytest.param(to(expert_alignment=None), EPTypeError, ["expert_alignment is None"], id="alignment-type"),
+    pytest.param(
+        of("x", lambda x: x[:, :4].contiguous()), EPArgumentError, ["rows of 8 bytes", "Pad x to 8"], id="short-row"
+    ),
+    pytest.param(of("x", lambda x: x[:, :0]), EPArgumentError, ["rows of 0 bytes", "Pad x to 8"], id="empty-row"),
+    pytest.param(of("x", lambda x: (x,)), EPTypeError, ["x holds Tensor", "(x, x_scales)"], id="x-of-one"),
+    pytest.param(
+        with_scales(lambda s: s, torch.bfloat16), EPArgumentError, ["scales and dtype torch.bfloat16"], id="scaled-item"
+    ),
+    pytest.param(
+        with_scales(lambda s: s.double()), EPArgumentError, ["x_scales", "torch.float32 or torch.int32"], id="scale-dtype"
+    ),
+    pytest.param(with_scales(lambda s: s[:2]), EPArgumentError, ["x_scales", "shape"], id="scale-rows"),
+    pytest.param(with_scales(lambda _: None), EPTypeError, ["x holds Tensor, NoneType"], id="no-scales"),
+    pytest.param(
+        with_scales(lambda s: s.repeat(1, 64)), EPArgumentError, ["num_scales is 256", "at most 255"], id="many-scales"
+    ),
+    pytest.param(
+        lambda a: {
+            **a,
+            "topk_idx": a["topk_idx"].repeat(1, 43),
+            "topk_weights": a["topk_weights"].repeat(1, 43),
+        },
+        EPArgumentError,
+        ["num_topk is 129", "at most 128"],
+        id="top-k-above-128",
+    ),
+    pytest.param(to(config=20), EPTypeError, ["config is a int"], id="config-type"),
+    pytest.param(to(config=Config(5)), EPArgumentError, ["config.num_sms is 5", "even"], id="odd-sms"),
+    pytest.param(to(config=Config(0)), EPArgumentError, ["config.num_sms is 0"], id="no-sms"),
+    pytest.param(to(config=Config(258)), EPArgumentError, ["config.num_sms is 258", "from 2 to 256"], id="many-sms"),
+    pytest.param(
+        to(config=Config(200)),
+        EPArgumentError,
+        [f"num_nvl_bytes = {NUM_BYTES}", "get_nvl_buffer_size_hint(128, 4)", "DEEP_EP_RANKS_PER_NODE"],
+        id="buffer-too-small",
+    ),
+    pytest.param(to(recv_counters=3), EPTypeError, ["recv_counters", "int"], id="recv-counters-type"),
+    pytest.param(
+        lambda a: {**a, "recv_counters": RecvCounters(3)}, EPArgumentError, ["4 ranks"], id="counters-of-another-group"
+    ),
+    pytest.param(
+        lambda a: {**a, "dispatch_wait_recv_cost_stats": torch.zeros(4, device=DEVICE)},
+        EPArgumentError,
+        ["dispatch_wait_recv_cost_stats", "torch.int64"],
+        id="wait-stats-dtype",
+    ),
+    pytest.param(
+        to(allocate_on_comm_stream=True), EPArgumentError, ["allocate_on_comm_stream"], id="comm-stream-alone"
+    ),
+    pytest.param(
+        of("num_tokens_per_rank", with_value(1, 9)),
+        EPArgumentError,
+        ["num_tokens_per_rank[1] is 9", "is_token_in_rank counts"],
+        id="wrong-rank-count",
+        marks=reads_values,
+    ),
+    pytest.param(
+        of("num_tokens_per_expert", with_value(5, 9)),
+        EPArgumentError,
+        ["num_tokens_per_expert[5] is 9", "topk_idx counts"],
+        id="wrong-expert-count",
+        marks=reads_values,
+    ),
+    pytest.param(
+        lambda a: {**without_topk(a), "num_tokens_per_expert": torch.zeros_like(a["num_tokens_per_expert"])},
+        EPArgumentError,
+        ["num_tokens_per_expert is [0, 0] for the experts of rank 0"],
+        id="wrong-expert-count-without-top-k",
+        marks=reads_values,
+    ),
+    pytest.param(
+        lambda a: {**without_topk(a), "num_tokens_per_expert": a["num_tokens_per_expert"] + SHIFTED},
+        EPArgumentError,
+        ["num_tokens_per_expert is [-", "for the experts of rank 0"],
+        id="negative-expert-count-without-top-k",
+        marks=reads_values,
+    ),
+    pytest.param(
+        of("topk_idx", lambda t: torch.full_like(t, 3)),
+        EPArgumentError,
+        ["num_tokens_per_expert[", "topk_idx counts"],
+        id="wrong-top-k",
+        marks=reads_values,
+    ),
+    pytest.param(
+        of("is_token_in_rank", lambda t: t.flip(0)),
+        EPArgumentError,
+        ["is_token_in_rank[", "topk_idx makes it"],
+        id="wrong-mask",
+        marks=reads_values,
+    ),
+]  # fmt: skip
+
+
+def changed_item(i: int, change: Callable[[torch.Tensor], Any]) -> Change:
+    """Changes one item of the handle."""
+    return of("handle", lambda h: (*h[:i], change(h[i]), *h[i + 1 :]))
+
+
+HANDLE_CASES = [
+    pytest.param(to(handle=3), EPTypeError, ["handle is a int", "tuple of"], id="type"),
+    pytest.param(of("handle", lambda h: h[:-1]), EPArgumentError, ["elements", "tuple of"], id="length"),
+    pytest.param(of("handle", lambda h: (None, *h[1:])), EPTypeError, ["handle[0] is a NoneType"], id="none"),
+    pytest.param(changed_item(2, lambda t: t.long()), EPArgumentError, ["handle[2]", "torch.int64"], id="dtype"),
+    pytest.param(changed_item(2, lambda t: t[:1]), EPArgumentError, ["handle[2]", "shape"], id="shape"),
+    pytest.param(changed_item(2, elsewhere), EPArgumentError, ["handle[2]", "meta"], id="device"),
+    pytest.param(changed_item(2, strided), EPArgumentError, ["handle[2]", "contiguous()"], id="strides"),
+    pytest.param(
+        of("handle", lambda h: tuple(t.clone() for t in h)), EPArgumentError, ["is a copy", "do not clone"], id="copy"
+    ),
+    pytest.param(
+        to(config=Config(6, 2, 8, 2, 8)), EPArgumentError, ["handle[1]", "shape", "num_sms"], id="other-num-sms"
+    ),
+    pytest.param(to(config=Config(5)), EPArgumentError, ["config.num_sms is 5"], id="odd-sms"),
+    pytest.param(
+        to(config=Config(4, 2, 4096)), EPArgumentError, ["get_nvl_buffer_size_hint(128, 4)"], id="buffer-too-small"
+    ),
+    pytest.param(to(recv_counters=3), EPTypeError, ["recv_counters", "int"], id="recv-counters-type"),
+]  # fmt: skip
+
+CACHED_CASES = [
+    pytest.param(of("x", lambda x: x[:-1]), EPArgumentError, ["x has 2 rows", "3 tokens"], id="other-tokens"),
+    pytest.param(of("x", lambda x: x[:, :4].contiguous()), EPArgumentError, ["rows of 8 bytes"], id="short-row"),
+    pytest.param(
+        to(topk_idx=torch.zeros(3, 1)), EPUsageError, ["handle and topk_idx are both given"], id="top-k"
+    ),
+    pytest.param(
+        to(topk_weights=torch.zeros(3, 1)), EPUsageError, ["handle and topk_weights are both given"], id="weights"
+    ),
+]  # fmt: skip
+
+COMBINE_CASES = [
+    *tensor_cases("x", torch.float32, any_strides=True),
+    *tensor_cases("topk_weights", torch.float64, any_strides=True),
+    pytest.param(of("x", lambda x: x[:, :4].contiguous()), EPArgumentError, ["rows of 8 bytes"], id="short-row"),
+    pytest.param(
+        of("topk_weights", lambda t: t.repeat(1, 43)), EPArgumentError, ["num_topk is 129"], id="top-k-above-128"
+    ),
+    pytest.param(of("bias", lambda b: (*b, b[0])), EPUsageError, ["bias holds Tensor, Tensor, Tensor"], id="3-biases"),
+    pytest.param(of("bias", lambda b: (b[0], 3)), EPUsageError, ["bias holds Tensor, int"], id="bias-type"),
+    pytest.param(
+        of("bias", lambda b: (b[0].float(), None)), EPArgumentError, ["bias[0]", "torch.float32"], id="bias-dtype"
+    ),
+    pytest.param(of("x", misaligned), EPArgumentError, ["x begins at address", "x.clone()"], id="x-address"),
+    pytest.param(
+        of("bias", lambda b: (b[0], misaligned(b[1]))), EPArgumentError, ["bias[1] begins at"], id="bias-address"
+    ),
+    pytest.param(of("bias", lambda b: (None, b[1][1:])), EPArgumentError, ["bias[1]", "shape"], id="bias-rows"),
+    pytest.param(
+        of("bias", lambda b: (None, b[1][:, :8].contiguous())), EPArgumentError, ["bias[1]", "shape"], id="bias-hidden"
+    ),
+    pytest.param(
+        lambda a: {**a, "combine_wait_recv_cost_stats": torch.zeros(3, dtype=torch.int64, device=DEVICE)},
+        EPArgumentError,
+        ["combine_wait_recv_cost_stats", "shape"],
+        id="wait-stats-size",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "error", "words"), DISPATCH_CASES)
+def test_a_bad_dispatch_raises_and_sends_nothing(
+    ranks: Ranks, change: Change, error: type[Exception], words: list[str]
+) -> None:
+    buffer = ranks.buffers[BAD_RANK]
+    arguments = change(dispatch_arguments(BAD_RANK, buffer))
+    assert_raises(lambda: buffer.dispatch(**arguments), error, ["dispatch: ", *words])
+    assert_usable(ranks)
+
+
+@pytest.mark.parametrize(("change", "error", "words"), HANDLE_CASES + CACHED_CASES)
+def test_a_bad_dispatch_with_a_handle_raises_and_sends_nothing(
+    ranks: Ranks, change: Change, error: type[Exception], words: list[str]
+) -> None:
+    buffer = ranks.buffers[BAD_RANK]
+    x = dispatch_arguments(BAD_RANK, buffer)["x"]
+    handle = dispatched(ranks)[BAD_RANK][4]
+    arguments = change({"x": x, "handle": handle, "config": CONFIG})
+    assert_raises(lambda: buffer.dispatch(**arguments), error, ["dispatch: ", *words])
+    assert_usable(ranks)
+
+
+@pytest.mark.parametrize(("change", "error", "words"), HANDLE_CASES + COMBINE_CASES)
+def test_a_bad_combine_raises_and_sends_nothing(
+    ranks: Ranks, change: Change, error: type[Exception], words: list[str]
+) -> None:
+    buffer = ranks.buffers[BAD_RANK]
+    arguments = change(combine_arguments(dispatched(ranks)[BAD_RANK]))
+    assert_raises(lambda: buffer.combine(**arguments), error, ["combine: ", *words])
+    assert_usable(ranks)
+
+
+@reads_values
+@pytest.mark.parametrize("value", [-7, 1 << 20])
+def test_a_handle_with_wrong_numbers_is_refused_and_nothing_is_sent(
+    ranks: Ranks, value: int
+) -> None:
+    """Wherever the number is that was overwritten; sources of rows nobody goes by."""
+    buffer = ranks.buffers[BAD_RANK]
+    handle = dispatched(ranks)[BAD_RANK][4]
+    sources = 3 if len(handle) == 6 else 7
+    x = torch.zeros(len(handle[sources]), HIDDEN, dtype=torch.bfloat16)
+    own_local = BAD_RANK % (len(NUM_TOKENS) // num_nodes(ranks))
+    for i, item in enumerate(handle):
+        if i == sources or item.dtype == torch.bool:
+            continue
+        places = list(torch.cartesian_prod(*map(torch.arange, item.shape)).view(-1, item.dim()))
+        if item.shape == (4, 4):  # of the prefix matrix the column of this rank
+            places = [place for place in places if place[1] == BAD_RANK]
+        step = 1 if i == len(handle) - 1 else max(1, len(places) // 5)
+        for place in map(tuple, places[::step]):
+            kept = item[place].clone()
+            # Any negative number says that a token is not sent; to whom else it was relayed nobody here knows.
+            is_relayed = place[0] >= NUM_TOKENS[BAD_RANK] and place[-1] != own_local
+            is_unsent = value < 0 and (kept < 0 or is_relayed)
+            item[place] = value
+            if not is_unsent:
+                words = ["combine: handle[", "dispatch left something else"]
+                assert_raises(
+                    lambda: buffer.combine(x, handle, config=CONFIG), EPArgumentError, words
+                )
+            item[place] = kept
+    assert_usable(ranks)
+
+
+@reads_values
+def test_a_mask_that_changed_since_the_dispatch_is_refused(ranks: Ranks) -> None:
+    buffer = ranks.buffers[BAD_RANK]
+    handle = dispatched(ranks)[BAD_RANK][4]
+    mask = handle[4] if len(handle) == 6 else handle[0]
+    x = torch.zeros(NUM_TOKENS[BAD_RANK], HIDDEN, dtype=torch.bfloat16)
+    mask[0, 1] = ~mask[0, 1]
+    assert_raises(
+        lambda: buffer.dispatch(x, handle=handle, config=CONFIG),
+        EPArgumentError,
+        ["handle[", "dispatch left something else there"],
+    )
+    assert_usable(ranks)
+
+
+def test_a_handle_works_when_it_is_put_together_again(ranks: Ranks) -> None:
+    results = dispatched(ranks)
+
+    def combine(rank: int, buffer: Buffer) -> Any:
+        x, _, weights, _, handle, _ = results[rank]
+        again = [item.view_as(item) for item in handle]
+        return buffer.combine(x, again, weights, config=CONFIG)[1]
+
+    for rank, weights in enumerate(ranks.run(combine)):
+        assert torch.equal(weights, (topk_of(rank) >= 0).float())
+
+
+@pytest.mark.parametrize("sliced", [False, True])
+def test_a_handle_of_more_rows_than_came_can_be_sliced(ranks: Ranks, sliced: bool) -> None:
+    results = dispatched(ranks, num_worst_tokens=64)
+
+    def combine(rank: int, buffer: Buffer) -> Any:
+        x, topk_idx, _, per_expert, handle, _ = results[rank]
+        assert x.shape[0] == len(topk_idx) == 64
+        assert per_expert == []
+        prefix = handle[-4] if len(handle) == 10 else handle[0][:, rank]
+        count, i = int(prefix[-1]), 7 if len(handle) == 10 else 3
+        assert (topk_idx[:count] >= 0).any(1).all()
+        assert (topk_idx[count:] == -1).all()
+        if sliced:
+            x, handle = x[:count], (*handle[:i], handle[i][:count], *handle[i + 1 :])
+        return buffer.combine(x, handle, config=CONFIG)[0]
+
+    for rank, combined in enumerate(ranks.run(combine)):
+        arguments = dispatch_arguments(rank, ranks.buffers[rank])
+        expected = arguments["x"] * arguments["is_token_in_rank"].sum(1, keepdim=True)
+        assert torch.equal(combined, expected)
+
+
+def test_the_bytes_of_the_worst_case_are_what_is_allocated(ranks: Ranks) -> None:
+    for rank, result in enumerate(dispatched(ranks, num_worst_tokens=64)):
+        x, topk_idx, topk_weights, _, handle, _ = result
+        several = len(handle) == 10
+        rows = (x, topk_idx, topk_weights, handle[7] if several else handle[3])
+        relayed = handle[-1][NUM_TOKENS[rank] :] if several else handle[-1][:0]
+        place = ranks.buffers[rank].runtime.topology
+        shape = normal_checks.NormalShape(
+            NUM_TOKENS[rank], 2 * HIDDEN, NUM_TOPK, 0, NUM_EXPERTS, CONFIG
+        )
+        counted = sum(tensor.nbytes for tensor in (*rows, relayed))
+        assert counted == normal_checks.worst_bytes(shape, place, 64)
+
+
+def test_a_worst_case_that_no_memory_holds_is_refused_before_anything_is_sent(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of_backend = type(ranks.buffers[0].communicator.backend)
+    monkeypatch.setattr(of_backend, "available_bytes", lambda _: 1 << 20)
+
+    def dispatch(rank: int, buffer: Buffer) -> None:
+        arguments = dispatch_arguments(rank, buffer)
+        if rank == BAD_RANK:
+            assert_raises(
+                lambda: buffer.dispatch(**arguments, num_worst_tokens=1 << 21),
+                EPArgumentError,
+                ["dispatch: num_worst_tokens is 2097152", "bytes on each rank, and 1048576 are"],
+            )
+        buffer.dispatch(**arguments, num_worst_tokens=64)
+
+    ranks.run(dispatch)
+    assert_usable(ranks)
+
+
+@reads_values
+def test_more_rows_than_the_worst_case_are_refused_where_they_come(ranks: Ranks) -> None:
+    def dispatch(rank: int, buffer: Buffer) -> None:
+        worst = 1 if rank == BAD_RANK else 64
+        buffer.dispatch(**dispatch_arguments(rank, buffer), num_worst_tokens=worst)
+
+    outcomes = ranks.outcomes(dispatch)
+    assert_raises(
+        lambda: raise_outcome(outcomes[BAD_RANK]),
+        EPArgumentError,
+        ["dispatch: num_worst_tokens is 1", "rows come to this rank"],
+    )
+    for rank, outcome in enumerate(outcomes):
+        assert rank == BAD_RANK or isinstance(outcome, EPTransportError)
+        assert rank == BAD_RANK or "gave up operation" in str(outcome)
+    assert_usable(ranks)
+
+
+def test_a_rank_without_memory_for_its_rows_gives_the_operation_up(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = normal.Normal._new_received
+
+    def failing(self: Any, *arguments: Any) -> Any:
+        if self._communicator.rank == BAD_RANK:
+            raise MemoryError("no room")
+        return plain(self, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(normal.Normal, "_new_received", failing)
+        outcomes = ranks.outcomes(
+            lambda rank, buffer: buffer.dispatch(**dispatch_arguments(rank, buffer))
+        )
+    assert isinstance(outcomes[BAD_RANK], MemoryError)
+    for rank, outcome in enumerate(outcomes):
+        assert rank == BAD_RANK or isinstance(outcome, EPTransportError)
+    assert_usable(ranks)
+
+
+@pytest.fixture
+def like_a_gpu(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host reads no values and waits for nothing, as where operations are queued on streams."""
+    monkeypatch.setattr(ranks.buffers[0].communicator.backend, "runs_in_streams", True)
+    monkeypatch.setattr(layout_values, "check", lambda *_: None)
+    monkeypatch.setattr(handle_values, "check", lambda *_: None)
+
+
+@pytest.mark.usefixtures("like_a_gpu")
+def test_only_a_dispatch_of_unknown_size_waits_for_counts(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorders = [NativeRecorder(buffer.runtime.native) for buffer in ranks.buffers]
+    for buffer, recorder in zip(ranks.buffers, recorders):
+        monkeypatch.setattr(buffer.runtime, "native", recorder)
+
+    def asked(fn: Callable[[int, Buffer], Any]) -> tuple[list[Any], list[str]]:
+        for recorder in recorders:
+            recorder.asked.clear()
+        results = ranks.run(fn)
+        assert len({tuple(recorder.asked) for recorder in recorders}) == 1
+        return results, [name for name in recorders[0].asked if name != "dispatch_layout"]
+
+    def dispatch(rank: int, buffer: Buffer, **arguments: Any) -> Any:
+        return buffer.dispatch(**dispatch_arguments(rank, buffer), **arguments)
+
+    end = ["normal_dispatch", "take_failure"]
+    results, names = asked(dispatch)
+    assert names == ["normal_notify", "normal_counts", *end]
+    assert asked(lambda r, b: dispatch(r, b, num_worst_tokens=64))[1] == ["normal_notify", *end]
+    again = lambda r, b: b.dispatch(dispatch_arguments(r, b)["x"], results[r][4], config=CONFIG)  # noqa: E731
+    assert asked(again)[1] == end
+    back = lambda r, b: b.combine(results[r][0], results[r][4], config=CONFIG)  # noqa: E731
+    assert asked(back)[1] == ["normal_combine", "take_failure"]
+
+
+@pytest.mark.usefixtures("like_a_gpu")
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (to(num_worst_tokens=1), ["more rows came to this rank than num_worst_tokens"]),
+        (
+            of("num_tokens_per_rank", with_value(1, 9)),
+            ["num_tokens_per_rank and is_token_in_rank do not agree"],
+        ),
+    ],
+    ids=["worst-tokens", "counts"],
+)
+def test_what_the_host_cannot_read_the_kernels_refuse(
+    ranks: Ranks, change: Change, words: list[str]
+) -> None:
+    def dispatch(rank: int, buffer: Buffer) -> None:
+        arguments = {**dispatch_arguments(rank, buffer), "num_worst_tokens": 64}
+        buffer.dispatch(**(change(arguments) if rank == BAD_RANK else arguments))
+
+    outcomes = ranks.outcomes(dispatch)
+    assert_raises(lambda: raise_outcome(outcomes[BAD_RANK]), EPArgumentError, words)
+    for rank, outcome in enumerate(outcomes):
+        assert rank == BAD_RANK or isinstance(outcome, EPTransportError)
+    assert_usable(ranks)
+
+
+@pytest.mark.usefixtures("like_a_gpu")
+def test_who_comes_after_one_rank_has_given_up_meets_those_that_still_wait(ranks: Ranks) -> None:
+    wrong, late, refused = of("num_tokens_per_rank", with_value(1, 9)), 3, threading.Event()
+
+    def dispatch(rank: int, buffer: Buffer) -> None:
+        arguments = dispatch_arguments(rank, buffer)
+        if rank == late:
+            assert refused.wait(60.0)
+        try:
+            buffer.dispatch(**(wrong(arguments) if rank == BAD_RANK else arguments))
+        finally:
+            if rank == BAD_RANK:
+                refused.set()
+
+    outcomes = ranks.outcomes(dispatch)
+    assert type(outcomes[BAD_RANK]) is EPArgumentError
+    for rank in {*range(len(outcomes))} - {BAD_RANK}:
+        assert type(outcomes[rank]) is EPTransportError
+    assert_usable(ranks)
+
+
+@pytest.mark.usefixtures("like_a_gpu")
+def test_the_handle_of_a_failed_dispatch_is_refused_by_the_kernels(ranks: Ranks) -> None:
+    results = dispatched(ranks)
+    for _, _, _, _, handle, _ in results:
+        word = hidden_word(handle[1] if len(handle) == 6 else handle[2])
+        assert word is not None
+        assert int(word) > 0
+        word.zero_()
+    outcomes = ranks.outcomes(
+        lambda rank, buffer: buffer.combine(results[rank][0], results[rank][4], config=CONFIG)
+    )
+    for outcome in outcomes:
+        assert_raises(
+            lambda outcome=outcome: raise_outcome(outcome),
+            EPArgumentError,
+            ["combine", "the handle is not what a dispatch left that succeeded"],
+        )
+    assert_usable(ranks)
+
+
+@reads_values
+def test_the_handle_of_a_failed_dispatch_is_refused(ranks: Ranks) -> None:
+    x, _, _, _, handle, _ = dispatched(ranks)[BAD_RANK]
+    word = hidden_word(handle[1] if len(handle) == 6 else handle[2])
+    assert word is not None
+    word.zero_()
+    buffer = ranks.buffers[BAD_RANK]
+    for call in (
+        lambda: buffer.combine(x, handle, config=CONFIG),
+        lambda: buffer.dispatch(x[: NUM_TOKENS[BAD_RANK]], handle, config=CONFIG),
+    ):
+        assert_raises(call, EPUsageError, ["handle is empty", "Dispatch again"])
+    assert_usable(ranks)
+
+
+@pytest.mark.parametrize("previous", [False, True])
+@pytest.mark.parametrize("async_finish", [False, True])
+def test_events_are_there_if_asked_for(ranks: Ranks, previous: bool, async_finish: bool) -> None:
+    def exchange(rank: int, buffer: Buffer) -> None:
+        streams = {
+            "previous_event": Buffer.capture() if previous else None,
+            "async_finish": async_finish,
+            "allocate_on_comm_stream": previous and async_finish,
+        }
+        arguments = dispatch_arguments(rank, buffer)
+        x, _, _, _, handle, event = buffer.dispatch(**arguments, **streams)
+        assert (event.event is not None) == async_finish
+        with event:
+            again, _, _, _, _, event = buffer.dispatch(
+                arguments["x"], handle, config=CONFIG, **streams
+            )
+        assert (event.event is not None) == async_finish
+        with event:
+            combined, _, event = buffer.combine(again, handle, config=CONFIG, **streams)
+        assert (event.event is not None) == async_finish
+        with event:
+            pass
+        expected = arguments["x"] * arguments["is_token_in_rank"].sum(1, keepdim=True)
+        assert torch.equal(combined, expected)
+
+    ranks.run(exchange)
+
+
+def raise_outcome(outcome: Any) -> None:
+    """What the rank raised."""
+    if isinstance(outcome, EPError):
+        raise outcome
+
+
+def test_between_nodes_a_dispatch_needs_the_counts_of_nodes(ranks: Ranks) -> None:
+    buffer = ranks.buffers[BAD_RANK]
+    arguments = {**dispatch_arguments(BAD_RANK, buffer), "num_tokens_per_rdma_rank": None}
+    if num_nodes(ranks) == 1:
+        dispatched(ranks, num_tokens_per_rdma_rank=None)
+    else:
+        words = ["dispatch: num_tokens_per_rdma_rank is None", "get_dispatch_layout"]
+        assert_raises(lambda: buffer.dispatch(**arguments), EPUsageError, words)
+    assert_usable(ranks)
+
+
+@reads_values
+def test_between_nodes_the_counts_of_nodes_must_be_right(ranks: Ranks) -> None:
+    buffer = ranks.buffers[BAD_RANK]
+    wrong = torch.tensor([2, 99], dtype=torch.int32)[: num_nodes(ranks)]
+    if num_nodes(ranks) == 1:
+        dispatched(ranks, num_tokens_per_rdma_rank=wrong)
+    else:
+        arguments = {**dispatch_arguments(BAD_RANK, buffer), "num_tokens_per_rdma_rank": wrong}
+        words = ["num_tokens_per_rdma_rank[", "is_token_in_rank counts"]
+        assert_raises(lambda: buffer.dispatch(**arguments), EPArgumentError, words)
+    assert_usable(ranks)
+
+
+@pytest.mark.parametrize("name", ["internode_dispatch", "internode_combine"])
+def test_the_calls_between_nodes_need_a_config(ranks: Ranks, name: str) -> None:
+    x = torch.zeros(1, HIDDEN, dtype=torch.bfloat16, device=DEVICE)
+    call = getattr(ranks.buffers[0], name)
+    assert_raises(lambda: call(x, None), EPUsageError, [f"{name}: config is None"])
+
+
+def test_nodes_of_different_sizes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DEEP_EP_RANKS_PER_NODE", "2")
+    x = torch.zeros(1, HIDDEN, dtype=torch.bfloat16, device=DEVICE)
+    with normal_ranks(3) as ranks:
+        for call in (lambda b: b.dispatch(x), lambda b: b.combine(x, ())):
+            with pytest.raises(EPUnsupportedError, match="3 ranks are on nodes of 2") as caught:
+                call(ranks.buffers[0])
+            assert "DEEP_EP_RANKS_PER_NODE" in str(caught.value)
+
+
+def test_a_queue_needs_a_place_for_every_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DEEP_EP_RANKS_PER_NODE", "1")
+    with normal_ranks() as ranks:
+        buffer = ranks.buffers[BAD_RANK]
+        arguments = {**dispatch_arguments(BAD_RANK, buffer), "config": Config(2, 2, 3, 1, 2)}
+        words = ["config.num_max_nvl_chunked_recv_tokens is 3", "4 nodes"]
+        assert_raises(lambda: buffer.dispatch(**arguments), EPArgumentError, words)
+
+
+def test_a_destroyed_buffer_says_so() -> None:
+    with normal_ranks(1) as ranks:
+        buffer = ranks.buffers[0]
+        ranks.run(lambda _, made: made.destroy())
+        x = torch.zeros(1, HIDDEN, dtype=torch.bfloat16, device=DEVICE)
+        for call in (lambda: buffer.dispatch(x), lambda: buffer.combine(x, ())):
+            assert_raises(call, EPUsageError, ["destroy() was called"])
+
+
+def test_a_buffer_of_the_hinted_size_fits_and_a_smaller_one_is_refused() -> None:
+    config = Config(2, 2, 4, 1, 2)
+    hint = config.get_nvl_buffer_size_hint(2 * HIDDEN, 1)
+    topk_idx = torch.zeros(1, 1, dtype=torch.int64, device=DEVICE)
+    x = torch.ones(1, HIDDEN, dtype=torch.bfloat16, device=DEVICE)
+
+    def dispatch(_: int, buffer: Buffer) -> Any:
+        layout = buffer.get_dispatch_layout(topk_idx, 1)
+        return buffer.dispatch(x, None, *layout[:2], layout[3], layout[2], config=config)[0]
+
+    for num_nvl_bytes in (hint, 0):
+        with normal_ranks(1, num_nvl_bytes=num_nvl_bytes) as ranks:
+            if num_nvl_bytes:
+                assert torch.equal(ranks.run(dispatch)[0], x)
+            else:
+                words = ["dispatch: the buffer has num_nvl_bytes = 0", "needs"]
+                assert_raises(lambda: dispatch(0, ranks.buffers[0]), EPArgumentError, words)
+
+
+@st.composite
+def configs(draw: st.DrawFn) -> Config:
+    """Any configuration that the kernels can follow."""
+    nvl_send, rdma_send = draw(st.integers(1, 40)), draw(st.integers(1, 40))
+    nvl_recv = draw(st.integers(nvl_send + 1, 1000))
+    rdma_recv = draw(st.integers(2 * rdma_send, 1000))
+    return Config(2 * draw(st.integers(1, 128)), nvl_send, nvl_recv, rdma_send, rdma_recv)
+
+
+@given(
+    config=configs(),
+    num_nodes=st.integers(1, 40),
+    ranks_per_node=st.integers(1, 64),
+    row_bytes=st.integers(1, 2000).map(lambda n: 16 * n),
+    num_topk=st.integers(0, 128),
+    num_scales=st.integers(0, 128),
+)
+def test_the_size_hints_fit_every_call(
+    config: Config,
+    num_nodes: int,
+    ranks_per_node: int,
+    row_bytes: int,
+    num_topk: int,
+    num_scales: int,
+) -> None:
+    num_ranks = num_nodes * ranks_per_node
+    needed = backend.get().binding.normal_bytes(
+        num_ranks=num_ranks,
+        ranks_per_node=ranks_per_node,
+        num_channels=config.num_sms // 2,
+        row_bytes=row_bytes,
+        num_topk=num_topk,
+        num_scales=num_scales,
+        num_max_nvl_chunked_recv_tokens=config.num_max_nvl_chunked_recv_tokens,
+        num_max_rdma_chunked_recv_tokens=config.num_max_rdma_chunked_recv_tokens,
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DEEP_EP_RANKS_PER_NODE", str(ranks_per_node))
+        hints = (
+            config.get_nvl_buffer_size_hint(row_bytes, num_ranks),
+            config.get_rdma_buffer_size_hint(row_bytes, num_ranks),
+        )
+    assert needed[0] <= hints[0]
+    assert needed[1] <= hints[1]
+
+
+# --- ranks that call something else ----------------------------------------------------------------
+
+
+def among_more_experts(arguments: Arguments) -> Arguments:
+    """Each rank has as many more, which nobody selects."""
+    per_expert = arguments["num_tokens_per_expert"].view(len(NUM_TOKENS), -1)
+    padded = torch.cat([per_expert, torch.zeros_like(per_expert)], dim=1).flatten()
+    return {**without_topk(arguments), "num_tokens_per_expert": padded}
+
+
+# What BAD_RANK changes, and the fields in which it differs: there, here.
+DISAGREEMENTS = [
+    pytest.param(of("x", lambda x: x.repeat(1, 2)), {"bytes of a row": (256, 128)}, id="hidden"),
+    pytest.param(of("x", lambda x: x.float()), {"bytes of a row": (256, 128)}, id="dtype"),
+    pytest.param(
+        with_scales(lambda s: s), {"bytes of a row": (64, 128), "scales of a row": (4, 0)}, id="scales"
+    ),
+    pytest.param(without_topk, {"num_topk": (0, 3)}, id="no-top-k"),
+    pytest.param(among_more_experts, {"num_experts": (16, 8), "num_topk": (0, 3)}, id="experts"),
+    pytest.param(to(config=Config(6, 2, 8, 2, 8)), {"num_sms": (6, 4)}, id="num-sms"),
+    pytest.param(
+        to(config=Config(4, 2, 10, 2, 8)), {"num_max_nvl_chunked_recv_tokens": (10, 8)}, id="nvl-queues"
+    ),
+    pytest.param(
+        to(config=Config(4, 2, 8, 2, 12)), {"num_max_rdma_chunked_recv_tokens": (12, 8)}, id="rdma-queues"
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "fields"), DISAGREEMENTS)
+def test_ranks_that_disagree_are_named_with_the_fields(
+    ranks: Ranks, change: Change, fields: dict[str, tuple[int, int]]
+) -> None:
+    def dispatch(rank: int, buffer: Buffer) -> None:
+        arguments = dispatch_arguments(rank, buffer)
+        buffer.dispatch(**(change(arguments) if rank == BAD_RANK else arguments))
+
+    for rank, error in enumerate(ranks.outcomes(dispatch)):
+        assert type(error) is EPArgumentError, f"rank {rank}: {error!r}"
+        assert str(error).count("(here ") == len(fields), "fields that agree are not named"
+        if rank != BAD_RANK:
+            assert f"rank {BAD_RANK} called with" in str(error)
+            for name, (there, here) in fields.items():
+                assert f"{name} = {there} (here {here})" in str(error)
+    assert_usable(ranks)
+
+
+def test_what_only_the_sender_uses_need_not_agree(ranks: Ranks) -> None:
+    def exchange(rank: int, buffer: Buffer) -> None:
+        worst = 64 if rank == BAD_RANK else 0
+        config = Config(4, 1 + rank, 8, 2 ** (rank % 3), 8)
+        arguments = {**dispatch_arguments(rank, buffer), "config": config}
+        x, _, _, _, handle, _ = buffer.dispatch(
+            **arguments, num_worst_tokens=worst, expert_alignment=1 + rank
+        )
+        combined, _, _ = buffer.combine(x, handle, config=config)
+        assert torch.equal(
+            combined, arguments["x"] * arguments["is_token_in_rank"].sum(1, keepdim=True)
+        )
+
+    ranks.run(exchange)
+
+
+Calls = dict[str, Callable[[int, Buffer], Any]]
+
+
+def calls_of(ranks: Ranks) -> Calls:
+    """What a rank may call next, each correct by itself."""
+    first, second = dispatched(ranks), dispatched(ranks)
+
+    def again(rank: int, buffer: Buffer) -> None:
+        buffer.dispatch(dispatch_arguments(rank, buffer)["x"], first[rank][4], config=CONFIG)
+
+    def low_latency(_: int, buffer: Buffer) -> None:
+        x = torch.zeros(1, 128, dtype=torch.bfloat16, device=DEVICE)
+        topk_idx = torch.zeros(1, 1, dtype=torch.int64, device=DEVICE)
+        buffer.low_latency_dispatch(x, topk_idx, 1, len(NUM_TOKENS), use_fp8=False)
+
+    return {
+        "dispatch": lambda rank, buffer: buffer.dispatch(**dispatch_arguments(rank, buffer)),
+        "dispatch again": again,
+        "combine": lambda r, buffer: buffer.combine(first[r][0], first[r][4], config=CONFIG),
+        "combine another": lambda r, b: b.combine(second[r][0], second[r][4], config=CONFIG),
+        "low_latency_dispatch": low_latency,
+    }
+
+
+@pytest.mark.parametrize("ranks_per_node", [4, 2], ids=["one-node", "two-nodes"])
+def test_a_rank_that_calls_something_else_is_named(
+    ranks_per_node: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each call of one rank against each of the others'."""
+    monkeypatch.setenv("DEEP_EP_RANKS_PER_NODE", str(ranks_per_node))
+    with normal_ranks(low_latency_mode=True) as ranks:
+        calls = calls_of(ranks)
+        for theirs, mine in itertools.permutations(calls, 2):
+            outcomes = ranks.outcomes(
+                lambda rank, buffer, called=(mine, theirs): calls[called[rank == BAD_RANK]](
+                    rank, buffer
+                )
+            )
+            operations = {theirs.split()[0], mine.split()[0]}
+            for rank, error in enumerate(outcomes):
+                assert type(error) is EPArgumentError, f"{theirs}, {mine}, rank {rank}: {error!r}"
+                assert rank == BAD_RANK or f"rank {BAD_RANK} called with" in str(error)
+                assert ("operation = " in str(error)) == (len(operations) == 2)
+                assert all(name in str(error) for name in operations)
+            assert_usable(ranks)

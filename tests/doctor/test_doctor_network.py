@@ -1,0 +1,155 @@
+"""NICs of machines that are made up from what /sys, /proc and nvidia-smi say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from deep_ep.doctor import network
+from deep_ep.doctor.checks import examine
+from deep_ep.doctor.finding import FAIL, OK, WARN, Finding
+from made_up_host import DRIVER, MATRIX, all_named, made_up, named
+
+OPEN_DRIVER = {
+    "/proc/driver/nvidia/version": "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64 570.86"
+}
+PORT = "/sys/class/infiniband/{}/ports/1"
+MLX5 = "/usr/lib/x86_64-linux-gnu/libmlx5.so.1.25.50.0"
+PARAMETERS = "/proc/driver/nvidia/params"
+
+
+def device(name: str, link: str = "InfiniBand", state: str = "4: ACTIVE") -> dict[str, str]:
+    """What /sys says of a ConnectX-7."""
+    port = PORT.format(name)
+    return {
+        f"/sys/class/infiniband/{name}/fw_ver": "28.39.1002",
+        f"/sys/class/infiniband/{name}/hca_type": "MT4129",
+        f"/sys/class/infiniband/{name}/device/vendor": "0x15b3",
+        f"/sys/class/infiniband/{name}/device/numa_node": "0",
+        f"{port}/state": state,
+        f"{port}/link_layer": link,
+        f"{port}/rate": "400 Gb/sec (4X NDR)",
+        f"/dev/infiniband/uverbs{name[-1]}": "",
+    }
+
+
+# One active NIC and all that IBGDA needs.
+READY = {
+    **device("mlx5_0"),
+    **DRIVER,
+    MLX5: "MLX5_1.24\0MLX5_1.25",
+    PARAMETERS: 'EnableStreamMemOPs: 1\nRegistryDwords: "PeerMappingOverride=1;"',
+    "/proc/modules": "nvidia_peermem 16384 0 - Live 0x0",
+    "/proc/sys/kernel/osrelease": "5.15.0-94-generic",
+}
+
+
+def look(tmp_path: Path, *files: dict[str, str], **environment: str) -> list[Finding]:
+    """The network of a machine that is ready, where `files` say otherwise."""
+    texts = {path: text for some in (READY, *files) for path, text in some.items()}
+    return examine(network.CHECKS, made_up(tmp_path, texts, environment=environment))
+
+
+def test_a_machine_with_all_that_ibgda_needs_is_ok(tmp_path: Path) -> None:
+    findings = look(tmp_path)
+    assert {finding.status for finding in findings} == {OK}
+    found = named(findings, "RDMA device").found
+    assert "MT4129, firmware 28.39.1002" in found
+    assert "ACTIVE, InfiniBand, 400 Gb/sec" in found
+
+
+@pytest.mark.parametrize(
+    ("environment", "status"),
+    [({}, OK), ({"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}, FAIL)],
+)
+def test_no_devices_fail_only_where_ranks_are_on_several_hosts(
+    tmp_path: Path, environment: dict[str, str], status: str
+) -> None:
+    (found,) = examine(network.CHECKS, made_up(tmp_path, DRIVER, environment=environment))
+    assert (found.name, found.status) == ("RDMA devices", status)
+
+
+def test_a_port_that_is_down_is_named_and_all_down_fail(tmp_path: Path) -> None:
+    findings = look(tmp_path / "one", device("mlx5_1", state="1: DOWN"))
+    states = {finding.found[:6]: finding.status for finding in all_named(findings, "RDMA device")}
+    assert states == {"mlx5_0": OK, "mlx5_1": WARN}
+    findings = look(tmp_path / "all", device("mlx5_0", state="1: DOWN"))
+    assert named(findings, "RDMA devices").status == FAIL
+
+
+def test_devices_that_cannot_be_opened_fail(tmp_path: Path) -> None:
+    files = {path: text for path, text in READY.items() if "uverbs" not in path}
+    found = named(examine(network.CHECKS, made_up(tmp_path, files)), "RDMA access")
+    assert (found.status, "DEVX" in found.why) == (FAIL, True)
+    assert "--device=/dev/infiniband" in found.repair
+
+
+def test_gids_of_ethernet_are_compared_with_the_variable(tmp_path: Path) -> None:
+    port = PORT.format("mlx5_0")
+    gids = {
+        **device("mlx5_0", link="Ethernet"),
+        f"{port}/gids/0": "fe80:0000:0000:0000:0000:0000:0000:0001",
+        f"{port}/gid_attrs/types/0": "IB/RoCE v1",
+        f"{port}/gids/3": "0000:0000:0000:0000:0000:ffff:0a00:0001",
+        f"{port}/gid_attrs/types/3": "RoCE v2",
+        f"{port}/gids/4": "0000:0000:0000:0000:0000:0000:0000:0000",
+        f"{port}/gid_attrs/types/4": "RoCE v2",
+    }
+    right = named(look(tmp_path / "right", gids), "GID")
+    assert (right.status, right.found) == (OK, "mlx5_0 port 1: RoCE v2 at 3")
+    wrong = named(look(tmp_path / "wrong", gids, NVSHMEM_IB_GID_INDEX="0"), "GID")
+    assert (wrong.status, wrong.repair) == (FAIL, "export NVSHMEM_IB_GID_INDEX=3")
+    none = named(look(tmp_path / "none", device("mlx5_0", link="Ethernet")), "GID")
+    assert (none.status, "no GID of RoCE v2" in none.found) == (FAIL, True)
+
+
+def test_error_counters_above_zero_are_named(tmp_path: Path) -> None:
+    port = PORT.format("mlx5_0")
+    counters = {f"{port}/counters/link_downed": "3", f"{port}/hw_counters/req_cqe_error": "7"}
+    found = named(look(tmp_path, counters), "RDMA errors")
+    assert found.status == WARN
+    assert "port 1 link_downed 3, port 1 req_cqe_error 7" in found.found
+    assert "loses rows" in found.why
+
+
+def test_an_old_libmlx5_is_named(tmp_path: Path) -> None:
+    found = named(look(tmp_path, {MLX5: "MLX5_1.24"}), "libmlx5")
+    assert (found.status, "no symbols MLX5_1.25" in found.found) == (WARN, True)
+
+
+def test_missing_options_of_the_driver_are_named_with_the_line_that_sets_them(
+    tmp_path: Path,
+) -> None:
+    found = named(look(tmp_path, {PARAMETERS: "EnableStreamMemOPs: 1"}), "driver options")
+    assert found.status == WARN
+    assert 'lacks NVreg_RegistryDwords="PeerMappingOverride=1;"' in found.found
+    assert "/etc/modprobe.d/" in found.repair
+
+
+@pytest.mark.parametrize(
+    ("driver", "modules", "status"),
+    [(DRIVER, "nvidia_peermem 16384 0", OK), (DRIVER, "", FAIL), (OPEN_DRIVER, "", OK)],
+)
+def test_gpu_memory_is_registered_by_peermem_or_dma_buf(
+    tmp_path: Path, driver: dict[str, str], modules: str, status: str
+) -> None:
+    found = named(look(tmp_path, {"/proc/modules": modules}, driver), "GPUDirect RDMA")
+    assert found.status == status
+    assert ("modprobe nvidia_peermem" in found.repair) == (status == FAIL)
+
+
+@pytest.mark.parametrize(
+    ("near", "status", "said"),
+    [
+        ("PIX", OK, "GPU0 mlx5_0 (PIX), GPU1 mlx5_1 (PIX)"),
+        ("SYS", WARN, "GPU1 has none on its side"),
+    ],
+)
+def test_the_nearest_nic_of_each_gpu_is_told(
+    tmp_path: Path, near: str, status: str, said: str
+) -> None:
+    matrix = MATRIX.format(link="NV18", near=near)
+    host = made_up(tmp_path, READY, {"nvidia-smi topo -m": matrix})
+    found = named(examine(network.CHECKS, host), "NIC of each GPU")
+    assert (found.status, said in found.found) == (status, True)

@@ -1,0 +1,219 @@
+"""A rank that does not come to `Buffer()` or to `destroy()`: the others say whom they wait for, and why."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+import warnings
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+import deep_ep
+from deep_ep.errors import EPTimeoutError
+from deep_ep.group import ThreadGroup, thread_groups
+from deep_ep.membership import liveness
+from deep_ep.membership.monitored_group import Arrival, MonitoredGroup
+from deep_ep.ops import construction
+from support.launch import Ranks, on_threads, outcomes, raise_failures, run_processes
+
+UNKNOWN = "it cannot be known why: process gone, process stopped, host unreachable or elsewhere in its program"
+
+
+def comes_late() -> None:
+    time.sleep(1.5)
+
+
+def make_buffer(group: Any, destroys: bool = False) -> deep_ep.Buffer:
+    return deep_ep.Buffer(group, num_nvl_bytes=1 << 20, explicitly_destroy=destroys)
+
+
+def logged(caplog: pytest.LogCaptureFixture) -> set[str]:
+    """The lines without the time of waiting."""
+    return {record.getMessage().rpartition(", for ")[0] for record in caplog.records}
+
+
+@pytest.mark.exhaustive
+def test_who_has_not_called_buffer_is_named_while_the_others_wait_there(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("DEEP_EP_WARN_S", "0.2")
+    groups = thread_groups(3)
+
+    def run(group: ThreadGroup) -> None:
+        if group.rank == 1:
+            comes_late()
+        make_buffer(group)
+        if group.rank == 1:
+            comes_late()
+        make_buffer(group)
+
+    with caplog.at_level(logging.WARNING, "deep_ep"):
+        on_threads(run, groups)
+    first, second = sorted(logged(caplog), key=lambda line: "thread" in line)
+    named = "deep_ep: rank 1 has not called Buffer(); "
+    assert first == f"{named}{UNKNOWN}; ranks 0, 2 wait for it"
+    assert second.startswith(f"{named}its thread")
+    assert "comes_late" in second
+
+
+def test_a_rank_that_does_not_get_on_in_buffer_is_named_with_the_step(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("DEEP_EP_WARN_S", "0.2")
+    offer = liveness.offer
+
+    def slow_offer(rank: int, *places: Any) -> Any:
+        if rank == 0:
+            comes_late()
+        return offer(rank, *places)
+
+    monkeypatch.setattr(construction.liveness, "offer", slow_offer)
+    with caplog.at_level(logging.WARNING, "deep_ep"):
+        on_threads(make_buffer, thread_groups(2))
+    (line,) = logged(caplog)
+    assert line.startswith("deep_ep: rank 0 is behind the others in Buffer() (allocating memory)")
+    assert "comes_late" in line
+
+
+def test_without_a_board_it_is_said_that_nobody_can_be_named(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("DEEP_EP_WARN_S", "0.2")
+    groups = thread_groups(2)
+    for group in groups:
+        monkeypatch.setattr(group, "board", None)
+
+    def run(group: ThreadGroup) -> None:
+        if group.rank == 1:
+            comes_late()
+        make_buffer(group)
+
+    with caplog.at_level(logging.WARNING, "deep_ep"):
+        on_threads(run, groups)
+    assert "who they are cannot be known" in caplog.text
+
+
+def test_who_has_waited_in_buffer_in_vain_names_the_rank() -> None:
+    groups = thread_groups(3, timeout_s=0.5)
+    *seen, other = outcomes(lambda group: None if group.rank == 2 else make_buffer(group), groups)
+    assert other is None
+    for error in seen:
+        assert isinstance(error, EPTimeoutError)
+        assert f"rank 2 has not called Buffer(); {UNKNOWN}; ranks 0-1 wait for it" in str(error)
+        assert "rank 2 did not come to exchange" in str(error)
+        assert error.verdict is not None
+        assert error.verdict.ranks == error.missing_ranks == (2,)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *(None, "", "[", "3", "[]", '{"buffer": "1"}', '{"pid": 1.5}', "[" * 100_000),
+        *('{"offer": {"fd": 1e400}}', '{"offer": {"fd": 99999999999999999999}}'),
+    ],
+)
+def test_what_is_no_note_on_a_board_counts_as_none(text: str | None) -> None:
+    assert Arrival.of(text) is None
+    groups = thread_groups(2)
+    if text is not None:
+        groups[0].board.put(1, text)
+    verdict = MonitoredGroup(groups[0]).verdict(1.0)
+    assert verdict is not None
+
+
+# ---- processes
+
+
+def build_with_somebody_missing(rank: int, group: dist.ProcessGroup, how: str) -> Any:
+    """The second buffer of a group, to which rank 2 does not come; what the others raise."""
+    impatient = dist.new_group([0, 1, 2], timeout=timedelta(seconds=2))
+    if how != "first":
+        make_buffer(impatient)
+    if rank == 2:
+        if how == "ended":
+            sys.exit(0)
+        time.sleep(4)
+        return None
+    with pytest.raises(EPTimeoutError) as raised:
+        make_buffer(impatient)
+    return str(raised.value), raised.value.missing_ranks
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("first", f"rank 2 has not called Buffer(); {UNKNOWN}"),
+        ("sleeps", f"rank 2 has not called Buffer(); its main thread runs ({__file__} line"),
+        ("ended", "rank 2 is dead: the process is gone"),
+    ],
+)
+def test_processes_name_who_has_not_called_buffer(how: str, said: str) -> None:
+    outcomes = run_processes(build_with_somebody_missing, 3, how)
+    for text, missing in raise_failures(outcomes[:2]):
+        assert missing == (2,)
+        assert said in text
+
+
+# ---- the end
+
+
+def test_who_has_not_called_destroy_is_named_while_the_others_wait_there(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("DEEP_EP_WARN_S", "0.2")
+
+    def run(rank: int, buffer: deep_ep.Buffer) -> None:
+        if rank == 2:
+            comes_late()
+        buffer.destroy()
+
+    with caplog.at_level(logging.WARNING, "deep_ep"), Ranks(3, 8, 256, 3) as ranks:
+        ranks.run(run)
+    (line,) = {record.getMessage() for record in caplog.records}
+    assert line.startswith("deep_ep: rank 2 has not called destroy(); its thread")
+    assert "comes_late" in line
+    assert "ranks 0-1 wait for it" in line
+
+
+def destroy_while_the_others_meet(rank: int, group: dist.ProcessGroup) -> list[str]:
+    """Rank 0 destroys its buffer while the others are in a barrier, and they do so after it; what destroy() warns of."""
+    buffer = make_buffer(group, destroys=True)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        if rank == 0:
+            buffer.destroy()
+        group.barrier().wait()
+        buffer.destroy()
+    return [str(w.message) for w in caught if "not all ranks came" in str(w.message)]
+
+
+def test_destroy_waits_no_longer_than_an_operation() -> None:
+    """gloo itself would wait for half an hour."""
+    env = {"DEEP_EP_TIMEOUT_S": "1"}
+    said = raise_failures(run_processes(destroy_while_the_others_meet, 3, env=env))
+    assert said[1:] == [[], []]
+    (warned,) = said[0]
+    assert "ranks 1-2 did not call it within 1 s" in warned
+
+
+def test_who_waited_in_destroy_in_vain_says_for_whom(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("WARN_S", "0.2"), ("TIMEOUT_S", "1.5")):
+        monkeypatch.setenv(f"DEEP_EP_{name}", value)
+
+    def run(rank: int, buffer: deep_ep.Buffer) -> None:
+        if rank == 0:
+            buffer.destroy()
+        else:
+            time.sleep(2.5)
+
+    with warnings.catch_warnings(record=True) as caught, Ranks(2, 8, 256, 2) as ranks:
+        warnings.simplefilter("always")
+        ranks.run(run)
+        (said,) = [str(w.message) for w in caught if "not all ranks came" in str(w.message)]
+        assert "rank 1 has not called destroy(); its thread" in said
+        ranks.run(lambda rank, buffer: None)

@@ -1,0 +1,434 @@
+"""A rank that was killed, ended or does not come: the others agree on it in time, exit cleanly, and
+leave nothing behind.
+"""
+
+from __future__ import annotations
+
+import builtins
+import os
+import re
+import signal
+import socket
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+import deep_ep
+from deep_ep.errors import EPRankGoneError, EPTimeoutError, EPTransportError
+from support.exchange import (
+    Mode,
+    Received,
+    Shape,
+    begin_dispatch,
+    buffer_for,
+    combine,
+    dispatch,
+    exchange_and_check,
+    experts,
+    make_inputs,
+    ranks_for,
+)
+from support.launch import HANG_S, run_processes, short_timeout_s
+from support.missing_rank import (
+    MISSING,
+    NEVER_S,
+    TIMEOUT_S,
+    all_alike,
+    die,
+    run_without,
+    timeout_of,
+)
+
+SHAPE = Shape((4, 3, 4), num_max_tokens=4, hidden=512, num_experts=6, num_topk=3)
+FP8 = Mode(use_fp8=True)
+
+pytestmark = pytest.mark.skipif(
+    deep_ep.native.backend.get().name != "cpu", reason="ranks that are processes share no GPU"
+)
+
+
+class Rank:
+    """One rank that is a process, and its buffer."""
+
+    def __init__(self, group: dist.ProcessGroup, **arguments: Any) -> None:
+        self.buffer = buffer_for(SHAPE, group, **arguments)
+        self.inputs = make_inputs(SHAPE)[group.rank()]
+
+    def exchange(self) -> None:
+        self.combine(self.dispatch())
+
+    def exchange_for_ever(self) -> None:
+        while True:
+            self.exchange()
+
+    def dispatch(self) -> Received:
+        return dispatch(self.buffer, self.inputs, SHAPE, FP8)
+
+    def combine(self, received: Received) -> None:
+        ys = experts(received, self.buffer.rank)
+        combine(self.buffer, self.inputs, received.handle, ys, FP8)
+
+
+def rank_dies_before_its_first_operation(rank: int, group: dist.ProcessGroup) -> Any:
+    this = Rank(group)
+    if rank == MISSING:
+        die()
+    return timeout_of(this.dispatch)
+
+
+def rank_dies_between_operations(rank: int, group: dist.ProcessGroup) -> Any:
+    this = Rank(group)
+    this.exchange()
+    received = this.dispatch()
+    if rank == MISSING:
+        die()
+    return timeout_of(lambda: this.combine(received))
+
+
+def rank_dies_between_send_and_receive(rank: int, group: dist.ProcessGroup) -> Any:
+    this = Rank(group)
+    _, _, hook = begin_dispatch(this.buffer, this.inputs, SHAPE, replace(FP8, hook=True))
+    if rank == MISSING:
+        die()
+    hook()  # everything it owed us was sent
+    return timeout_of(this.dispatch)
+
+
+def exchange_until_somebody_is_missing(
+    rank: int, group: dist.ProcessGroup, victims: Sequence[int], after_s: float
+) -> Any:
+    """Exchanges without a pause; the victims die somewhere on the way, all at once."""
+    this = Rank(group)
+    this.exchange()  # nobody is still making its buffer
+    if rank in victims:
+        threading.Timer(after_s, die).start()
+    return timeout_of(this.exchange_for_ever)
+
+
+def rank_dies_on_another_host(rank: int, group: dist.ProcessGroup) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(socket, "gethostname", lambda: f"host{rank}")
+        return exchange_until_somebody_is_missing(rank, group, (MISSING,), 0.2)
+
+
+def rank_leaves(rank: int, group: dist.ProcessGroup, how: str, num_exchanges: int) -> Any:
+    """It destroys its buffer, drops it, exits, or raises an exception of that name."""
+    this = Rank(group, explicitly_destroy=how == "destroys")
+    for _ in range(num_exchanges):
+        this.exchange()
+    result = None
+    if rank != MISSING:
+        result = timeout_of(this.exchange)
+    elif how == "exits":
+        sys.exit(3)
+    elif how not in ("destroys", "drops"):
+        raise getattr(builtins, how)("no batch")
+    if how == "destroys":
+        this.buffer.destroy()
+    elif how == "drops":
+        del this.buffer
+        dist.barrier(group)
+    return result
+
+
+def rank_that_forked_dies(rank: int, group: dist.ProcessGroup) -> Any:
+    """Its child has what was open in the parent, and lives on."""
+    this = Rank(group)
+    child = os.fork() if rank == MISSING else 0
+    if rank == MISSING and child == 0:
+        time.sleep(2 * HANG_S)
+        os._exit(0)
+    children: list[Any] = [None] * SHAPE.num_ranks
+    dist.all_gather_object(children, child, group=group)
+    this.exchange()
+    if rank == MISSING:
+        die()
+    result = timeout_of(this.exchange)
+    if rank == 0:
+        os.kill(children[MISSING], signal.SIGKILL)
+    return result
+
+
+def rank_is_stopped_for_a_while(rank: int, group: dist.ProcessGroup) -> Any:
+    this = Rank(group)
+    pids: list[Any] = [None] * SHAPE.num_ranks
+    dist.all_gather_object(pids, os.getpid(), group=group)
+    this.exchange()
+    if rank != MISSING:
+        others = dist.new_group([0, 2], use_local_synchronization=True)
+        result = timeout_of(this.exchange)
+        dist.barrier(others)
+        if rank == 0:
+            os.kill(pids[MISSING], signal.SIGCONT)
+    else:
+        os.kill(os.getpid(), signal.SIGSTOP)
+        try:
+            this.exchange()
+        except EPTransportError as error:
+            result = {"text": str(error)}
+    dist.barrier(group)
+    for _ in range(3):
+        this.exchange()
+    return result
+
+
+def rank_never_calls(rank: int, group: dist.ProcessGroup) -> Any:
+    this = Rank(group)
+    result = timeout_of(this.dispatch) if rank != MISSING else None
+    dist.barrier(group)
+    return result
+
+
+def rank_dies_and_the_others_destroy(rank: int, group: dist.ProcessGroup) -> Any:
+    this = Rank(group, explicitly_destroy=True)
+    if rank == MISSING:
+        die()
+    result = timeout_of(this.dispatch)
+    try:
+        this.buffer.destroy()
+    except RuntimeError as error:  # destroy is collective: it may say that somebody is gone
+        result["destroy"] = str(error)
+    return result
+
+
+def rank_destroys_while_the_others_meet_elsewhere(rank: int, group: dist.ProcessGroup) -> Any:
+    this = Rank(group, explicitly_destroy=True)
+    this.exchange()
+    if rank != MISSING:
+        dist.barrier(group)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        this.buffer.destroy()
+    if rank == MISSING:
+        dist.barrier(group)
+    return [str(warning.message) for warning in said]
+
+
+def rank_dies_while_buffers_are_made(rank: int, group: dist.ProcessGroup) -> Any:
+    group.barrier().wait()  # gloo itself has connected everybody
+    if rank == MISSING:
+        time.sleep(0.2)
+        die()
+    with pytest.raises(RuntimeError):  # the group's own error: it lost a member
+        Rank(group)
+
+
+@pytest.mark.parametrize(
+    ("scenario", "operation", "op", "last_seen"),
+    [
+        (rank_dies_before_its_first_operation, "low_latency_dispatch", 1, 0),
+        (rank_dies_between_operations, "low_latency_combine", 4, 3),
+        (rank_dies_between_send_and_receive, "low_latency_dispatch", 2, 1),
+        (rank_dies_and_the_others_destroy, "low_latency_dispatch", 1, 0),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_a_killed_rank_is_named(
+    scenario: Callable[..., Any], operation: str, op: int, last_seen: int
+) -> None:
+    for seen in run_without(scenario, SHAPE.num_ranks, -signal.SIGKILL, NEVER_S):
+        assert seen["missing"] == seen["dead"] == (MISSING,)
+        assert seen["last_seen"] == {MISSING: last_seen}
+        assert (seen["operation"], seen["op"]) == (operation, op)
+        assert f"rank {MISSING} is dead" in seen["text"]
+        assert seen["type"] is EPRankGoneError
+
+
+@pytest.mark.parametrize("after_s", [0.1, 0.2])
+def test_survivors_of_a_kill_say_the_same(after_s: float) -> None:
+    outcomes = run_processes(
+        exchange_until_somebody_is_missing,
+        SHAPE.num_ranks,
+        (MISSING,),
+        after_s,
+        env={"DEEP_EP_TIMEOUT_S": str(NEVER_S)},
+    )
+    seen = [outcome.value for rank, outcome in enumerate(outcomes) if rank != MISSING]
+    assert all_alike(seen)["missing"] == (MISSING,)
+    for one in seen:
+        # Ranks are in one operation, or in two that follow each other.
+        assert abs(one["op"] - seen[0]["op"]) <= 1
+        if one["op"] == seen[0]["op"]:
+            assert one["reason"] == seen[0]["reason"]
+
+
+@pytest.mark.parametrize("victims", [(1, 2), (0,)])
+def test_all_dead_ranks_are_named(victims: tuple[int, ...]) -> None:
+    scenario, killed = exchange_until_somebody_is_missing, -signal.SIGKILL
+    seen = all_alike(
+        run_without(scenario, SHAPE.num_ranks, killed, NEVER_S, victims, 0.2, victims=victims)
+    )
+    assert seen["missing"] == seen["dead"] == victims
+
+
+def test_a_death_on_another_host_is_known_at_once() -> None:
+    seen = all_alike(
+        run_without(rank_dies_on_another_host, SHAPE.num_ranks, -signal.SIGKILL, NEVER_S)
+    )
+    assert seen["missing"] == seen["dead"] == (MISSING,)
+    assert f"on host host{MISSING} ended" in seen["text"]
+
+
+def test_children_of_a_dead_rank_do_not_keep_it_alive() -> None:
+    seen = all_alike(run_without(rank_that_forked_dies, SHAPE.num_ranks, -signal.SIGKILL, NEVER_S))
+    assert seen["dead"] == (MISSING,)
+
+
+@pytest.mark.parametrize(("how", "exit_code"), [("destroys", 0), ("drops", 0), ("exits", 3)])
+def test_a_rank_that_ended_in_order_is_not_called_dead(how: str, exit_code: int) -> None:
+    seen = all_alike(run_without(rank_leaves, SHAPE.num_ranks, exit_code, NEVER_S, how, 1))
+    assert seen["missing"] == seen["left"] == (MISSING,)
+    assert seen["dead"] == ()
+    assert f"rank {MISSING} destroyed its buffer, or ended, after operation 2" in seen["text"]
+
+
+# torch catches ValueError and exits; KeyboardInterrupt passes through.
+@pytest.mark.parametrize(
+    ("error", "num_exchanges"), [("ValueError", 0), ("ValueError", 1), ("KeyboardInterrupt", 1)]
+)
+def test_the_exception_that_ends_a_child_of_multiprocessing_is_told(
+    error: str, num_exchanges: int
+) -> None:
+    seen = all_alike(run_without(rank_leaves, SHAPE.num_ranks, 1, NEVER_S, error, num_exchanges))
+    assert seen["missing"] == seen["left"] == (MISSING,)
+    assert seen["last_seen"] == {MISSING: 2 * num_exchanges}
+    assert seen["op"] == 2 * num_exchanges + 1
+    assert f"whose program raised {error}: no batch at {__file__}" in seen["text"]
+
+
+@pytest.mark.exhaustive
+def test_a_stopped_rank_is_not_called_dead_and_comes_back() -> None:
+    outcomes = run_processes(
+        rank_is_stopped_for_a_while,
+        SHAPE.num_ranks,
+        env={"DEEP_EP_TIMEOUT_S": str(TIMEOUT_S)},
+    )
+    assert [(o.exit_code, o.error) for o in outcomes] == [(0, "")] * SHAPE.num_ranks
+    for rank in (0, 2):
+        seen = outcomes[rank].value
+        assert seen["missing"] == (MISSING,)
+        assert seen["dead"] == ()
+        assert seen["waiting"] == (0, 2)
+        assert f"rank {MISSING} does not answer" in seen["text"]
+        assert seen["after_s"] >= TIMEOUT_S
+    assert re.search(gave_up(3), outcomes[MISSING].value["text"])
+
+
+def gave_up(op: int) -> str:
+    """What a late rank is told, whether it calls before it has heard of that, or afterwards."""
+    return rf"(ranks 0, 2|rank 0|rank 2) gave up operation {op} (while|before) this rank"
+
+
+def test_a_rank_that_never_calls_is_named() -> None:
+    for seen in run_without(rank_never_calls, SHAPE.num_ranks, 0, TIMEOUT_S):
+        assert seen["missing"] == (MISSING,)
+        assert seen["waiting"] == (0, 2)
+        assert seen["type"] is EPTimeoutError
+        assert "rank 1 is between operations, after operation 0" in seen["text"]
+        assert seen["after_s"] >= TIMEOUT_S
+
+
+def test_destroy_ends_with_the_timeout_and_names_who_did_not_come() -> None:
+    env = {"DEEP_EP_TIMEOUT_S": str(TIMEOUT_S)}
+    outcomes = run_processes(
+        rank_destroys_while_the_others_meet_elsewhere, SHAPE.num_ranks, env=env
+    )
+    assert [(o.exit_code, o.error) for o in outcomes] == [(0, "")] * SHAPE.num_ranks
+    (said,) = outcomes[MISSING].value
+    assert f"ranks 0, 2 did not call it within {TIMEOUT_S:g} s" in said
+
+
+def test_a_rank_that_dies_while_buffers_are_made_leaves_nothing_behind() -> None:
+    run_without(rank_dies_while_buffers_are_made, SHAPE.num_ranks, -signal.SIGKILL, NEVER_S)
+
+
+def call(rank: int, buffer: deep_ep.Buffer) -> None:
+    """A dispatch of a rank that is a thread."""
+    dispatch(buffer, make_inputs(SHAPE)[rank], SHAPE, FP8)
+
+
+def test_all_missing_ranks_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DEEP_EP_TIMEOUT_S", "0.5")
+    with ranks_for(SHAPE) as ranks:
+        (error, *_) = ranks.outcomes(lambda rank, buffer: call(rank, buffer) if rank == 0 else None)
+        assert type(error) is EPTimeoutError
+        assert error.missing_ranks == (1, 2)
+        assert error.waiting_ranks == (0,)
+        assert error.last_seen == {1: 0, 2: 0}
+
+
+def test_a_rank_that_is_gone_is_named_without_those_that_are_only_late() -> None:
+    with ranks_for(SHAPE) as ranks:
+        ranks.buffers[0].runtime.mark_gone(MISSING)
+        (error, *_) = ranks.outcomes(lambda rank, buffer: call(rank, buffer) if rank == 0 else None)
+        assert isinstance(error, EPTimeoutError)
+        assert error.missing_ranks == (MISSING,)
+        ranks.buffers[0].runtime.mark_gone(MISSING, is_gone=False)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("num_missed", [1, 2, 3])
+def test_a_late_rank_begins_behind_what_the_others_gave_up(
+    num_missed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others timed out in `num_missed` operations. Who calls then waits a little for them in the next one; if
+    they do not come, all meet in the one after it.
+    """
+    with ranks_for(SHAPE) as healthy:
+        timeout_s = short_timeout_s(lambda: exchange_and_check(healthy, SHAPE, FP8), 1.0)
+    monkeypatch.setenv("DEEP_EP_TIMEOUT_S", str(timeout_s))
+    with ranks_for(SHAPE) as ranks:
+        exchange_and_check(ranks, SHAPE, FP8)
+        for _ in range(num_missed):
+            early = ranks.outcomes(
+                lambda rank, buffer: None if rank == MISSING else call(rank, buffer)
+            )
+            for rank in (0, 2):
+                assert type(early[rank]) is EPTimeoutError
+                assert early[rank].missing_ranks == (MISSING,)
+        late = ranks.outcomes(lambda rank, buffer: call(rank, buffer) if rank == MISSING else None)
+        assert type(late[MISSING]) is EPTransportError
+        assert early[0].op == early[2].op
+        assert re.search(gave_up(early[0].op), str(late[MISSING]))
+        for _ in range(3):
+            exchange_and_check(ranks, SHAPE, FP8)
+
+
+def interrupted_rank(rank: int, group: dist.ProcessGroup) -> str:
+    """Waits for a rank that never calls, until the user presses Ctrl-C."""
+    this = Rank(group)
+    group.barrier().wait()
+    if rank == MISSING:
+        group.barrier().wait()
+        return "never called"
+    assert this.buffer.runtime is not None
+    native = this.buffer.runtime.native
+
+    def press() -> None:
+        while not native.progress()["waiting"]:
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=press, daemon=True).start()
+    try:
+        this.exchange()
+    except KeyboardInterrupt:
+        with pytest.raises(RuntimeError, match="build a new Buffer"):
+            this.exchange()
+        group.barrier().wait()
+        return "interrupted"
+    return "finished"
+
+
+def test_ctrl_c_ends_the_wait_for_a_missing_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DEEP_EP_TIMEOUT_S", str(NEVER_S))
+    outcomes = run_processes(interrupted_rank, SHAPE.num_ranks)
+    said = ["never called" if rank == MISSING else "interrupted" for rank in range(SHAPE.num_ranks)]
+    assert [outcome.value for outcome in outcomes] == said

@@ -1,0 +1,88 @@
+"""Calls with something wrong in them: changes of correct arguments, and what must be raised."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from deep_ep.errors import EPArgumentError, EPTypeError
+
+Arguments = dict[str, Any]
+Change = Callable[[Arguments], Arguments]
+
+
+def of(name: str, change: Callable[[Any], Any]) -> Change:
+    """Changes one argument."""
+    return lambda arguments: {**arguments, name: change(arguments[name])}
+
+
+def to(**values: Any) -> Change:
+    """Sets arguments."""
+    return lambda arguments: {**arguments, **values}
+
+
+def strided(t: torch.Tensor) -> torch.Tensor:
+    """Equal shape, every second element of a larger tensor."""
+    return torch.zeros(*t.shape[:-1], 2 * t.shape[-1], dtype=t.dtype, device=t.device)[..., ::2]
+
+
+def elsewhere(t: torch.Tensor) -> torch.Tensor:
+    """Equal shape and dtype on a device of another kind."""
+    return torch.empty_like(t, device="meta")
+
+
+def with_value(place: Any, value: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The tensor with another value at one place."""
+
+    def change(t: torch.Tensor) -> torch.Tensor:
+        t = t.clone()
+        t[place] = value
+        return t
+
+    return change
+
+
+def tensor_cases(
+    name: str,
+    dtype: torch.dtype | None,
+    advice: str = "",
+    size: tuple[str, ...] = ("shape",),
+    any_strides: bool = False,
+) -> list[Any]:
+    """Wrong type, dtype, rank, size, strides and device of one tensor argument.
+
+    Args:
+        name: of the argument.
+        dtype: a wrong one; `None`: none is.
+        advice: that the error of a wrong dtype gives.
+        size: words of the error of a wrong size, which may name another argument.
+        any_strides: whether any are right.
+    """
+    cases = {
+        "type": (lambda _: "text", EPTypeError, [name, "str"]),
+        "list": (lambda _: [[1, 2]], EPTypeError, [name, "list"]),
+        "rank": (lambda t: t[None], EPArgumentError, [name, "shape"]),
+        "size": (lambda t: t[:-1], EPArgumentError, list(size)),
+        "strides": (strided, EPArgumentError, [name, "contiguous()"]),
+        "device": (elsewhere, EPArgumentError, [name, "meta", ".to("]),
+    }
+    if any_strides:
+        del cases["strides"]
+    if dtype is not None:
+        cases["dtype"] = (lambda t: t.to(dtype), EPArgumentError, [name, str(dtype), advice])
+    return [
+        pytest.param(of(name, change), error, words, id=f"{name}-{what}")
+        for what, (change, error, words) in cases.items()
+    ]
+
+
+def assert_raises(call: Callable[[], Any], error: type[Exception], words: list[str]) -> None:
+    """`call` raises exactly `error`, and its text holds all `words`."""
+    with pytest.raises(error) as caught:
+        call()
+    assert type(caught.value) is error
+    for word in words:
+        assert word in str(caught.value), f"{word!r} is not in: {caught.value}"
