@@ -29,10 +29,18 @@ ROUNDS = 2
 
 @dataclass(frozen=True)
 class Launch:
-    """One kernel, mean of the ranks: its time, and where that of a block goes, by `native.SPENT_FIELDS`."""
+    """One kernel, mean of the ranks.
+
+    Attributes:
+        us: what it takes.
+        spent_us: where the time of a block goes, by `native.SPENT_FIELDS`.
+        looks, looks_in_vain: of the warps of a rank, each at all that it waits for at the time.
+    """
 
     us: float
     spent_us: Mapping[str, float]
+    looks: float
+    looks_in_vain: float
 
 
 @dataclass(frozen=True)
@@ -44,14 +52,16 @@ class Operation:
         us: of the operation's own kernel.
         sent: what a rank sends over each hop, by the names of the transport's counts; mean of the ranks.
         sent_bytes: all of it, as it is charged.
-        rows_bytes: payload of the rows that a rank gets or sends, by hop, as DeepEP counts: over NVLink those from
-            itself included, over the network one for each token and node, its own included.
+        rows: that a rank gets or sends, by hop, as DeepEP counts: over NVLink those from itself included, over the
+            network one for each token and node, its own included.
+        rows_bytes: their payload.
     """
 
     launches: Mapping[str, Launch]
     us: float
     sent: Mapping[str, Mapping[str, float]]
     sent_bytes: Mapping[str, float]
+    rows: Mapping[str, float]
     rows_bytes: Mapping[str, float]
 
 
@@ -123,18 +133,15 @@ def low_latency(group: Group) -> dict[str, Operation]:
     """FP8 dispatch and bf16 combine, by kernel."""
     shape, native, routes = group.small_shape(), group.native, group.routes()
     phases = native.PHASE_SEND | native.PHASE_RECEIVE
-
-    def rows_bytes(is_dispatch: bool) -> Mapping[str, float]:
-        rows = shape.num_tokens * shape.num_topk
-        return dict.fromkeys(HOPS.values(), rows * row_bytes(group.shape.hidden, is_dispatch))
+    rows = dict.fromkeys(HOPS.values(), shape.num_tokens * shape.num_topk)
 
     def dispatch(rank: _one_thread_group.Rank) -> Mapping[str, float]:
         rank.dispatch(phases)
-        return rows_bytes(is_dispatch=True)
+        return rows
 
     def combine(rank: _one_thread_group.Rank) -> Mapping[str, float]:
         rank.combine(phases)
-        return rows_bytes(is_dispatch=False)
+        return rows
 
     return _simulate(
         group,
@@ -151,20 +158,18 @@ def normal(
     experts_per_node = shape.num_experts // group.num_nodes
     queues = [_normal_group.Queues.of(config) for config in (dispatch_config, combine_config)]
 
-    def rows_bytes(rank: _normal_group.Rank, is_dispatch: bool) -> Mapping[str, float]:
+    def rows(rank: _normal_group.Rank) -> Mapping[str, float]:
         entries = enumerate(rank.topk_idx)
         nodes = {(i // shape.num_topk, expert // experts_per_node) for i, expert in entries}
-        num_rows = {"NVLink": rank.num_recv_rows, "network": len(nodes)}
-        num_bytes = row_bytes(group.shape.hidden, is_dispatch)
-        return {hop: rows * num_bytes for hop, rows in num_rows.items()}
+        return {"NVLink": rank.num_recv_rows, "network": len(nodes)}
 
     def dispatch(rank: _normal_group.Rank) -> Mapping[str, float]:
         rank.dispatch()
-        return rows_bytes(rank, is_dispatch=True)
+        return rows(rank)
 
     def combine(rank: _normal_group.Rank) -> Mapping[str, float]:
         rank.combine()
-        return rows_bytes(rank, is_dispatch=False)
+        return rows(rank)
 
     def make_rank(rank: int) -> _normal_group.Rank:
         return _normal_group.Rank(
@@ -190,7 +195,7 @@ def _simulate(
 
     Args:
         make_rank: has a `runtime`; called on the rank's thread.
-        operations: by kernel; returns `Operation.rows_bytes` of this rank.
+        operations: by kernel; returns `Operation.rows` of this rank.
     """
     ranks = SimulatedRanks(group.native, group.shape.num_ranks, group.ranks_per_node)
     ranks.simulation.set_costs(
@@ -211,9 +216,9 @@ def _simulate(
                 before = this.runtime.traffic()
                 num_launches = len(ranks.simulation.launches(rank))
                 ranks.meet((kernel, number), rank)
-                rows_bytes = call(this)
+                rows = call(this)
                 launches = ranks.simulation.launches(rank)[num_launches:]
-                seen[kernel][rank] = (before, this.runtime.traffic(), launches, rows_bytes)
+                seen[kernel][rank] = (before, this.runtime.traffic(), launches, rows)
         failure = this.runtime.take_failure()
         ranks.meet("ended", rank)
         this.runtime.close()
@@ -229,13 +234,16 @@ def _simulate(
 
 def _operation(group: Group, kernel: str, by_rank: Sequence[tuple[Any, ...]]) -> Operation:
     """The mean of all ranks."""
-    before, after, launched, rows_bytes = zip(*by_rank)
+    before, after, launched, of_rank = zip(*by_rank)
     launches = {}
     for same in zip(*launched):
-        spent = [_mean(column) / 1e3 for column in zip(*(spent_ns for *_, spent_ns in same))]
-        launches[same[0][0]] = Launch(
-            _mean([end_ns - begin_ns for _, begin_ns, end_ns, _ in same]) / 1e3,
+        names, begin_ns, end_ns, spent_ns, looks, in_vain = zip(*same)
+        spent = [_mean(column) / 1e3 for column in zip(*spent_ns)]
+        launches[names[0]] = Launch(
+            (_mean(end_ns) - _mean(begin_ns)) / 1e3,
             dict(zip(group.native.SPENT_FIELDS, spent)),
+            _mean(looks),
+            _mean(in_vain),
         )
     num_ranks, per_node = group.shape.num_ranks, group.ranks_per_node
     sent = {
@@ -243,12 +251,15 @@ def _operation(group: Group, kernel: str, by_rank: Sequence[tuple[Any, ...]]) ->
         for same_node, hop in HOPS.items()
         if same_node or per_node < num_ranks
     }
+    rows = {hop: _mean([of_hops[hop] for of_hops in of_rank]) for hop in sent}
+    num_bytes = row_bytes(group.shape.hidden, kernel.endswith("dispatch"))
     return Operation(
         launches,
         launches[kernel].us,
         sent,
         {hop: group.shrink * sent_bytes(counts) for hop, counts in sent.items()},
-        {hop: _mean([of_hops[hop] for of_hops in rows_bytes]) for hop in sent},
+        rows,
+        {hop: of_hop * num_bytes for hop, of_hop in rows.items()},
     )
 
 

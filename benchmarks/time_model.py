@@ -42,7 +42,7 @@ COLOURS = ("tab:green", "tab:orange", "lightgrey", "tab:blue", "tab:purple", "ta
 def tables(
     title: str, operations: Mapping[str, Operation], costs: Mapping[str, float]
 ) -> list[Table]:
-    """Times and rates of the hops, and where the time of a block goes."""
+    """Times and rates of the hops, where the time of a block goes, and what is done for each row."""
     hops = [
         [
             f"{name}, {hop}",
@@ -58,6 +58,7 @@ def tables(
     ]
     launches = _launches(operations)
     fields = list(launches[0][1].spent_us)
+    per_row = {name: counts_per_row(name, one) for name, one in operations.items()}
     blocks = [
         [kernel, f"{one.us:.1f}", *(f"{spent / one.us:.0%}" for spent in one.spent_us.values())]
         for kernel, one in launches
@@ -75,7 +76,30 @@ def tables(
             blocks,
             "Of the first thread of each block; barrier: it waits for the other warps.",
         ),
+        Table(
+            f"{title}: for each row that a rank gets or sends, in the model",
+            ("operation", "rows", *next(iter(per_row.values()))),
+            [
+                [
+                    name,
+                    f"{operations[name].rows['NVLink']:.0f}",
+                    *(f"{count:.3f}" for count in counts.values()),
+                ]
+                for name, counts in per_row.items()
+            ],
+            "A look of a warp is at all that it waits for; what it finds is a step, or an end. Rows as DeepEP counts.",
+        ),
     ]
+
+
+def counts_per_row(kernel: str, operation: Operation) -> dict[str, float]:
+    """What a rank does for each row that it gets or sends, those that stay on it included."""
+    launch = operation.launches[kernel]
+    counts = {"looks": launch.looks, "in vain": launch.looks_in_vain}
+    counts["steps"] = launch.looks - launch.looks_in_vain
+    for name in ("signals", "fences"):
+        counts[name] = sum(of_hop[name] for of_hop in operation.sent.values())
+    return {name: count / operation.rows["NVLink"] for name, count in counts.items()}
 
 
 def _launches(operations: Mapping[str, Operation]) -> list[tuple[str, _time_model.Launch]]:

@@ -106,7 +106,12 @@ void bind_simulation(py::module_& m) {
                 for (const host::LaunchRecord& one : self.launches(rank)) {
                     const std::vector<double> spent(std::begin(one.spent_ns),
                                                     std::end(one.spent_ns));
-                    all.append(py::make_tuple(one.name, one.begin_ns, one.end_ns, spent));
+                    all.append(py::make_tuple(one.name,
+                                              one.begin_ns,
+                                              one.end_ns,
+                                              spent,
+                                              one.looks.all,
+                                              one.looks.in_vain));
                 }
                 return all;
             },

@@ -126,6 +126,10 @@ TEST(a_ping_pong_takes_the_latency_twice) {
     const double one_way = gpu.store_ns + gpu.nvlink_latency_ns + gpu.load_ns / 2;
     CHECK(is_near(ns_of(launches[0]), 2 * kRounds * one_way));
     CHECK(spent(launches[0], Spent::kIdle) > 0.9 * ns_of(launches[0]));
+    // While it waits, it looks without a pause, and finds something once a round.
+    const host::Looks& looks = launches[0].looks;
+    CHECK(looks.all - looks.in_vain == kRounds);
+    CHECK(is_near(looks.all * gpu.load_ns, ns_of(launches[0]) - kRounds * gpu.store_ns));
 }
 
 TEST(an_incast_takes_what_the_receivers_port_takes) {

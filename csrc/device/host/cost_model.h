@@ -51,12 +51,19 @@ inline constexpr const char* kSpentNames[] = {
 };
 constexpr int kNumSpent = std::size(kSpentNames);
 
+// How often the first lanes of all warps have looked at something that they wait for.
+struct Looks {
+    uint64_t all = 0;
+    uint64_t in_vain = 0;
+};
+
 // One launch of a rank: where the time of its blocks' first threads went, in the order of Spent, mean of the blocks.
 struct LaunchRecord {
     std::string name;
     double begin_ns;
     double end_ns;
     double spent_ns[kNumSpent];
+    Looks looks;
 };
 
 // Something that one user has at a time, in the order in which they come.

@@ -36,6 +36,7 @@ void LaunchTime::reset(size_t num_fibers) {
     multiprocessors_.assign(executor_.shape().blocks + 1, {});
     lookers_.clear();
     std::fill(std::begin(spent_), std::end(spent_), 0.0);
+    looks_ = {};
     deadline_ns_ = UINT64_MAX;
     begin_ns_ = static_cast<double>(seat_.now_ns());
     ++launch_;
@@ -84,7 +85,7 @@ void LaunchTime::end(const char* name) {
     const int threads = executor_.shape().threads;
     const auto blocks = executor_.fibers();
     for (const Fiber& fiber : blocks) end_ns = std::max(end_ns, fiber.clock_ns);
-    LaunchRecord record{name, begin_ns_, end_ns, {}};
+    LaunchRecord record{name, begin_ns_, end_ns, {}, looks_};
     for (size_t first = 0; first < blocks.size(); first += threads)
         spent_[static_cast<int>(Spent::kIdle)] += end_ns - blocks[first].clock_ns;
     const int num_blocks = executor_.shape().blocks;
@@ -168,6 +169,12 @@ void LaunchTime::begin_looks(Fiber& fiber) {
     one.look_began_ns = fiber.clock_ns;
 }
 
+void LaunchTime::count_looks(const Fiber& fiber, uint64_t looks, bool in_vain) {
+    if (fiber.thread % kWarpSize != 0) return;
+    looks_.all += looks;
+    if (in_vain) looks_.in_vain += looks;
+}
+
 void LaunchTime::look_at(Fiber& fiber, const void* address) {
     Thread& one = thread(fiber);
     if (!one.looks) return;
@@ -184,6 +191,7 @@ void LaunchTime::look_at(Fiber& fiber, const void* address) {
 bool LaunchTime::falls_asleep(Fiber& fiber, uint64_t deadline_ns) {
     Thread& one = thread(fiber);
     fiber.ahead_ns = 0;
+    count_looks(fiber, 1, true);
     deadline_ns_ = std::min(deadline_ns_, deadline_ns);
     if (std::exchange(one.is_due, false)) {
         one.look_began_ns = fiber.clock_ns;
@@ -196,6 +204,7 @@ bool LaunchTime::falls_asleep(Fiber& fiber, uint64_t deadline_ns) {
 void LaunchTime::end_looks(Fiber& fiber) {
     thread(fiber).looks = false;
     fiber.ahead_ns = 0;
+    count_looks(fiber, 1, false);
 }
 
 void LaunchTime::written(const void* address, double at_ns) {
@@ -232,6 +241,7 @@ void LaunchTime::look_again(Fiber& fiber, double written_ns, double after_ns) {
     one.sleeps = false;
     const double look_ns = std::max(1.0, fiber.clock_ns - one.look_began_ns);
     const double looks = std::ceil(std::max(0.0, written_ns - fiber.clock_ns - after_ns) / look_ns);
+    count_looks(fiber, static_cast<uint64_t>(looks), true);
     one.look_began_ns = fiber.clock_ns + looks * look_ns;
     wake(fiber, Spent::kIdle, std::max(one.look_began_ns, written_ns));
     // The look had begun before; what it did until then is done.

@@ -91,6 +91,7 @@ class LaunchTime final : public Schedule {
 
     Thread& thread(const Fiber& fiber);
     Multiprocessor& multiprocessor(const Fiber& fiber) { return multiprocessors_[fiber.block]; }
+    void count_looks(const Fiber& fiber, uint64_t looks, bool in_vain);
     void copy(Fiber& fiber, size_t bytes, int threads);
     // When the multiprocessor has moved so much.
     double moved_ns(const Fiber& fiber, size_t bytes);
@@ -113,6 +114,7 @@ class LaunchTime final : public Schedule {
     std::vector<Multiprocessor> multiprocessors_;
     std::unordered_map<const void*, std::vector<Fiber*>> lookers_;
     double spent_[kNumSpent] = {};  // of the first threads of all blocks
+    Looks looks_;
 };
 
 }  // namespace ep::host
