@@ -318,10 +318,10 @@ def on_all_cores(fn: Callable[[Item], Result], items: Iterable[Item]) -> list[Re
 
 
 def measured_again(test: Callable[..., None]) -> Callable[..., None]:
-    """A test of times that real clocks measure, which has three attempts.
+    """A test of times that real clocks measure, or of verdicts from them, which has three attempts.
 
-    Where cores are shared with others, all of these tests may fail in one minute and pass in the next.
-    What is wrong stays wrong.
+    Where cores are shared with others, also by a hypervisor, which counts as a rank's own time what it takes away, all
+    of these tests may fail in one minute and pass in the next. What is wrong stays wrong.
     """
 
     @functools.wraps(test)

@@ -45,6 +45,7 @@ from support.exchange import (
 from support.launch import (
     DEVICE,
     Ranks,
+    measured_again,
     raise_failures,
     run_processes,
     shared_memory_left,
@@ -525,6 +526,7 @@ def said_by_program(*arguments: str, exit_code: int = 0, launcher: Sequence[str]
     ],
     ids=" ".join,
 )
+@measured_again
 def test_program_names_what_was_injected(injected: tuple[str, ...]) -> None:
     flags = [word for fault in injected for word in ("--inject", fault)]
     assert NAMED in said_by_program(*QUICK, "--diagnose", *flags)
@@ -533,6 +535,7 @@ def test_program_names_what_was_injected(injected: tuple[str, ...]) -> None:
 @pytest.mark.parametrize(
     "injected", ["slow-rank=3:100ms", "slow-path=0>1:100ms", "slow-rank=2:20ms"]
 )
+@measured_again
 def test_program_names_what_was_injected_in_wall_time(
     injected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -549,6 +552,7 @@ def test_program_fails_when_a_fault_is_not_named() -> None:
     assert "injected but not named" in said
 
 
+@measured_again
 def test_program_checks_measures_and_diagnoses() -> None:
     said = said_by_program(*REDUCED, "--diagnose", "--inject", "slow-rank=3:2ms")
     for words in (
