@@ -59,7 +59,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_watch(commands.add_parser("watch", help="follow a running job"))
     _add_prometheus(commands.add_parser("prometheus", help="write or serve metrics for Prometheus"))
-    _add_hang(commands.add_parser("hang", help="say why operations hang, from dumps"))
+    _add_hang(commands.add_parser("hang", help="say why operations hang, from dumps or logs"))
     _add_dump(commands.add_parser("dump", help="ask running processes for a dump"))
     _add_trace(commands.add_parser("trace", help="dispatch and combine in profiler traces"))
     return parser
@@ -67,11 +67,18 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_hang(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Reads a directory of dumps and prints which rank is waited for and why, who waits for whom, the "
+        "Reads directories of dumps and prints which rank is waited for and why, who waits for whom, the "
         "newest operations of all ranks, and Python stacks. Dumps of torch's flight recorder that lie "
-        "there are part of the story."
+        "there are part of the story. A file that is no dump is read as a log of DeepEP, NVSHMEM, NCCL, torch, "
+        "vLLM or SGLang, whichever kernels the program uses."
     )
-    parser.add_argument("path", type=Path, metavar="DIR", help="where dumps were written")
+    parser.add_argument(
+        "paths",
+        type=Path,
+        nargs="+",
+        metavar="DIR_OR_LOG",
+        help="where dumps were written, or the logs of all ranks",
+    )
     parser.add_argument("--svg", type=Path, metavar="OUT", help="also write the graph as a picture")
     parser.add_argument(
         "--html", type=Path, metavar="OUT", help="also write a page that needs no network"

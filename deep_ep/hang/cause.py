@@ -27,6 +27,8 @@ Kind = Literal[
     "mismatch",
     "given_up",
     "unknown",
+    "not_come",
+    "undecided",
 ]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
@@ -117,6 +119,8 @@ class HangCause:
         circle: ranks of which each waits for slots of the next one, and the last one for the first.
         sides: of a mismatch, the largest first.
         between: the kinds between which it cannot be decided.
+        report: what lines of a log say, where they name nobody.
+        check: what to look at, instead of what the kind advises.
     """
 
     kind: Kind
@@ -136,6 +140,8 @@ class HangCause:
     circle: tuple[int, ...] = ()
     sides: tuple[MismatchSide, ...] = ()
     between: tuple[Kind, ...] = ()
+    report: str = ""
+    check: tuple[str, ...] = ()
 
     @property
     def ranks(self) -> tuple[int, ...]:

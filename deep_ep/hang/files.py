@@ -6,10 +6,14 @@ import contextlib
 import os
 import stat
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 # A ring of 4096 calls with frames takes a tenth of it.
 LARGEST = 64 << 20
+# Of a line of a log; what is longer is read as several.
+_LONGEST_LINE = 1 << 14
 
 
 def replace(path: Path | str, data: bytes, mode: int = 0o600) -> None:
@@ -56,11 +60,29 @@ def read(path: Path) -> bytes:
         ValueError: it is none, or too large.
         OSError: it cannot be read.
     """
+    with _open(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > LARGEST:
+            raise ValueError(f"it has {size} bytes, more than {LARGEST}")
+        return file.read(LARGEST)
+
+
+def lines(path: Path) -> Iterator[str]:
+    """The lines of a regular file of any size, without their ends.
+
+    Raises:
+        ValueError: it is none.
+        OSError: it cannot be read.
+    """
+    with _open(path) as file:
+        while line := file.readline(_LONGEST_LINE):
+            yield line.decode("utf-8", "replace").rstrip("\r\n")
+
+
+@contextlib.contextmanager
+def _open(path: Path) -> Iterator[BinaryIO]:
     # A named pipe must not keep its reader waiting.
     with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
-        found = os.fstat(file.fileno())
-        if not stat.S_ISREG(found.st_mode):
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise ValueError("it is no regular file")
-        if found.st_size > LARGEST:
-            raise ValueError(f"it has {found.st_size} bytes, more than {LARGEST}")
-        return file.read(LARGEST)
+        yield file

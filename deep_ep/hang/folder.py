@@ -1,4 +1,4 @@
-"""Reads a directory of dumps: ours, torch's, and whatever else lies there."""
+"""Reads dumps: ours, torch's, and whatever else lies in a directory; what is no dump is read as a log."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 from deep_ep.errors import EPArgumentError
 from deep_ep.hang import files, plain_json, plain_pickle
 from deep_ep.hang.cause import HangVerdict
+from deep_ep.hang.log_verdict import LogFile, read_log, verdicts
 from deep_ep.hang.states import RankState
 from deep_ep.hang.torch_dumps import Hanging, TorchDump, dump_of, hanging, is_torch_dump
 from deep_ep.hang.traces import STATE_FORMAT, VERDICT_FORMAT
@@ -25,23 +26,25 @@ _RANK = re.compile(r"(\d+)(?:\.json)?$")
 
 @dataclass(frozen=True)
 class BufferDump:
-    """What is known of one buffer.
+    """What is known of one buffer, or what logs say.
 
     Attributes:
-        states: by rank.
+        states: by rank; none of a log.
         verdict: made of these states, here and now.
+        title: of what it is, if not of a buffer.
     """
 
     states: Mapping[int, RankState]
     verdict: HangVerdict
+    title: str = ""
 
 
 @dataclass(frozen=True)
 class Folder:
-    """What a directory holds.
+    """What was read.
 
     Attributes:
-        buffers: that of which most is waited for first.
+        buffers: that of which most is waited for first; then what logs say.
         torch: torch's own dumps, by rank.
         collectives: of torch's, that do not end.
         remarks: what could not be read, and what does not fit: file, position, reason.
@@ -58,34 +61,42 @@ class _Read:
     states: list[tuple[Path, RankState]] = field(default_factory=list)
     verdicts: list[HangVerdict] = field(default_factory=list)
     torch: dict[int, TorchDump] = field(default_factory=dict)
+    logs: list[LogFile] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
 
 
-def read_folder(directory: Path | str) -> Folder:
-    """Reads and judges all that can be read.
+def read_folder(*names: Path | str) -> Folder:
+    """Reads and judges all that can be read of directories and files.
 
     Raises:
-        EPArgumentError: it is no directory, or nothing in it can be read.
+        EPArgumentError: one does not exist, or nothing can be read.
     """
-    directory = Path(directory)
-    if not directory.is_dir():
-        raise EPArgumentError(
-            f"{directory}: there is no such directory; expected one with dumps (<rank>.hang.json). "
-            "Name what the log or the exception says that was written."
-        )
     read = _Read()
-    for path in _files(directory, read.remarks):
+    paths: list[Path] = []
+    for named in map(Path, names):
+        if not named.exists():
+            raise EPArgumentError(
+                f"{named}: there is no such directory or file; expected one with dumps (<rank>.hang.json), or a log. "
+                "Name what the log or the exception says that was written."
+            )
+        paths += _files(named, read.remarks) if named.is_dir() else [named]
+    for path in paths:
         try:
             _read_file(path, read)
         except (ValueError, TypeError, KeyError, OverflowError, OSError) as error:
             reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
             read.remarks.append(f"{path}: left out: {reason}")
-    buffers = _buffers(read)
-    if not buffers and not read.torch:
+    found, notes = verdicts(read.logs)
+    buffers = _buffers(read) + tuple(BufferDump({}, v, f"logs: {v.buffer}") for v in found)
+    read.remarks += notes
+    if read.logs and not found:
+        read.remarks.append("in the logs nobody says that it waits")
+    if not buffers and not read.torch and not read.logs:
         why = f"; {read.remarks[0]}" if read.remarks else ""
         raise EPArgumentError(
-            f"{directory}: no dump can be read; expected <rank>.hang.json of this package, or files of "
-            f"torch's flight recorder. Name the directory in which they were written{why}"
+            f"{', '.join(map(str, names))}: no dump can be read; expected <rank>.hang.json of this package, files of "
+            "torch's flight recorder, or logs with a known message. Name the directory in which they were "
+            f"written{why}"
         )
     dumps = tuple(read.torch[rank] for rank in sorted(read.torch))
     return Folder(buffers, dumps, tuple(hanging(dumps)), tuple(read.remarks))
@@ -106,13 +117,25 @@ def _files(directory: Path, remarks: list[str], depth: int = _DEPTH) -> list[Pat
 
 
 def _read_file(path: Path, read: _Read) -> None:
+    try:
+        _read_dump(path, read)
+    except ValueError:
+        log = read_log(path)
+        if not log.lines:
+            raise
+        read.logs.append(log)
+
+
+def _read_dump(path: Path, read: _Read) -> None:
     data = files.read(path)
     if data.startswith(_PICKLE):
         _take(path, plain_pickle.loads(data), read)
     elif data.lstrip()[:1] == _JSON:
         _take(path, plain_json.loads(data), read)
     else:
-        raise ValueError("byte 0: it is neither a pickle nor a JSON object, so it is no dump")
+        raise ValueError(
+            "byte 0: it is neither a pickle nor a JSON object, so it is no dump; nor has it a line that logs are read for"
+        )
 
 
 def _take(path: Path, plain: Any, read: _Read) -> None:

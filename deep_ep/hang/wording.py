@@ -77,6 +77,8 @@ def sentence(cause: HangCause) -> str:
 
 def advice(cause: HangCause) -> str:
     """What to do about it."""
+    if cause.check:
+        return " ".join(cause.check)
     if cause.kind != "not_called" or cause.between:
         kind: Kind = "unknown" if cause.between else cause.kind
         pid = next((accused.pid for accused in cause.accused if accused.pid), None)
@@ -110,7 +112,7 @@ def frame_text(frame: Frame) -> str:
 def operation_text(series: str, number: int, name: str) -> str:
     """ "operation 12 (low_latency_dispatch)", "barrier 3"."""
     if not number:
-        return name or "an operation"
+        return name or ("an operation" if series in (OPERATIONS, "") else series)
     if series in (OPERATIONS, ""):
         return f"operation {number}" + (f" ({name})" if name else "")
     if series == CONSTRUCTION:
@@ -344,6 +346,16 @@ _ROWS: Mapping[Kind, KindRow] = {
         _unknown,
         "Look at the process on its host (py-spy dump --pid PID).",
     ),
+    "not_come": KindRow(
+        "has not come",
+        lambda cause: _has(cause, f"not come to {cause.name}"),
+        "Read that rank's own log first.",
+    ),
+    "undecided": KindRow(
+        "undecided",
+        lambda cause: f"undecided: {cause.report}",
+        "Name the logs of all ranks.",
+    ),
 }
 # Titles of tables, by kind.
 TITLES: Mapping[Kind, str] = {kind: row.title for kind, row in _ROWS.items()}
@@ -376,6 +388,8 @@ def _evidence(cause: HangCause) -> list[str]:
 
 
 def _waiting(cause: HangCause) -> list[str]:
+    if cause.kind == "undecided":
+        return []
     if not cause.waited_by:
         return (
             ["nobody waits for it yet"] if cause.kind in ("gone", "stopped", "unreachable") else []
@@ -385,7 +399,7 @@ def _waiting(cause: HangCause) -> list[str]:
         whom = ""
     waits = _verb(cause.waited_by, "waits")
     waiters = f"{ranks_text(cause.waited_by)} {waits}{' for ' if whom else ''}{whom}"
-    return [f"{waiters}, for {cause.waited_s:.3g} s"]
+    return [f"{waiters}, for {cause.waited_s:.3g} s" if cause.waited_s else waiters]
 
 
 def _capital(said: str) -> str:

@@ -1,4 +1,4 @@
-"""`python -m deep_ep.diagnose hang`: reads dumps, and says why operations hang."""
+"""`python -m deep_ep.diagnose hang`: reads dumps and logs, and says why operations hang."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def hang(given: argparse.Namespace) -> int:
         EPArgumentError: nothing can be read.
         OSError: a file cannot be written.
     """
-    report = hang_views.report(folder.read_folder(given.path))
+    report = hang_views.report(folder.read_folder(*given.paths))
     found = any(shown.verdict.causes for shown in report.buffers) or bool(report.collectives)
     status = CAUSES if given.check and found else 0
     if given.json:
@@ -43,7 +43,7 @@ def hang(given: argparse.Namespace) -> int:
     if given.svg is not None and report.buffers:
         _write(given.svg, svg_text(report.buffers[0].verdict).encode())
     if given.html is not None:
-        _write(given.html, html(f"Why it hangs: {given.path}", report))
+        _write(given.html, html(f"Why it hangs: {', '.join(map(str, given.paths[:3]))}", report))
     return status
 
 

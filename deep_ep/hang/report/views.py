@@ -107,7 +107,7 @@ def view(buffer: BufferDump) -> View:
     verdict = buffer.verdict
     causes = [Paragraph(wording.sentence(c), wording.advice(c)) for c in verdict.causes]
     return View(
-        f"buffer {verdict.buffer or 'without a name'}, {verdict.num_ranks} ranks",
+        buffer.title or f"buffer {verdict.buffer or 'without a name'}, {verdict.num_ranks} ranks",
         verdict,
         tuple(causes or [Paragraph(wording.line(verdict), "")]),
         tuple(_waits(verdict)),
@@ -157,7 +157,8 @@ def _waits(verdict: HangVerdict) -> Iterable[str]:
         what = " and ".join(f"{name} of {ranks_text(ranks)}" for name, ranks in owed.items())
         at = wording.operation_text(edges[0].series, edges[0].number, "")
         waited_s = max(edge.waited_s for edge in verdict.edges if edge.waiter in waiters)
-        yield f"{ranks_text(waiters)}  >  {what}  ({at}, {waited_s:.3g} s)"
+        waited = f", {waited_s:.3g} s" if waited_s else ""
+        yield f"{ranks_text(waiters)}  >  {what}  ({at}{waited})"
 
 
 def folded_edges(verdict: HangVerdict) -> list[tuple[tuple[int, ...], tuple[Edge, ...]]]:
