@@ -97,6 +97,9 @@ torch | torch entry | in collective {number}, counted from 1 | rank
 torch | torch entry | at monitored_barrier | rank
 [Rank {rank}]: Ranks {owed:list} failed to pass monitoredBarrier in {ms} ms
 
+torch | torch entry | at monitored_barrier, and lost its connection to rank {peer} | ended
+Rank {rank} successfully reached monitoredBarrier, but received errors while waiting for send/recv from rank {peer}.
+
 torch | torch entry | in collective {number} | dumps
 [PG {group:group}Rank {rank}] {:gap}detected by watchdog at work sequence id: {number} PG status: last enqueued work: {enqueued}, last completed work: {completed}
 
@@ -117,6 +120,9 @@ RPC call to {call:word} timed out
 
 vLLM | dead | | log
 Worker proc VllmWorker-{dead} died unexpectedly
+
+mpirun | dead | | memory
+mpirun noticed that process rank {dead} with PID {pid} on node {:gap} exited on signal 9
 
 torchrun | dead | | memory
 failed (exitcode: -9) local_rank: {dead} (pid: {pid})
@@ -143,7 +149,7 @@ CHECKS = {
     "nics": "Check that each NIC reaches all others, NVSHMEM_HCA_LIST or NVSHMEM_HCA_PE_MAPPING, NVSHMEM_IB_GID_INDEX on RoCE, "
     "nvidia-peermem, and the container's rights to the devices.",
     "ends": "Either end, or what is between them, may be the reason; a process that died looks the same from the other end.",
-    "ended": "Read the logs of that host: what stands there before this is the reason.",
+    "ended": "Read the logs of the other end: what stands there before this is the reason.",
     "order": "Compare the collectives of all ranks (NCCL_DEBUG=INFO, NCCL_DEBUG_SUBSYS=COLL).",
     "dumps": "Set TORCH_NCCL_TRACE_BUFFER_SIZE and TORCH_NCCL_DUMP_ON_TIMEOUT=1, and read the dumps of all ranks with this command.",
     "stacks": "Take the stacks of all ranks (py-spy dump): one that is elsewhere is the reason.",

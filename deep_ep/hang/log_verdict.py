@@ -23,7 +23,7 @@ _PLACES = 8
 _MOST_DIGITS, _MOST_RANKS, _MOST_CLAUSES = 4, 1 << 16, 6
 _WORTH = re.compile(
     "DeepEP|DeepGEMM|Global rank: |ProcessGroup|Watchdog caught|non-zero status|NULL value|NVSHMEM API|init failed|ibv_modify_qp|Got completion|remote peer|ismatch"
-    "|join collective|monitoredBarrier|memory broadcast|RPC call|died unexpectedly|exitcode: -9|atchdog timeout"
+    "|join collective|monitoredBarrier|memory broadcast|RPC call|died unexpectedly|exitcode: -9|mpirun noticed|atchdog timeout"
 )
 # Where another message begins in the middle of a line.
 _BEGINS = re.compile(
@@ -360,7 +360,7 @@ def _first_death(lines: Sequence[LogLine]) -> HangVerdict | None:
     rank, pid = int(dead.fields["dead"]), int(dead.fields.get("pid", "0")[:9])
     cause = HangCause("gone", (Accused(rank, pid=pid, process="gone"),), check=_checks([dead]))
     return HangVerdict(
-        f"local ranks of {dead.row.library}, {dead.source}", rank + 1, causes=(cause,)
+        f"ranks as {dead.row.library} counts them, {dead.source}", rank + 1, causes=(cause,)
     )
 
 
@@ -369,7 +369,7 @@ def _of_processes(lines: Sequence[LogLine]) -> HangVerdict | None:
     said: dict[str, LogLine] = {}
     for line in lines:
         if "dead" in line.fields:
-            rank = f"local rank {line.fields['dead']} of {line.row.library}"
+            rank = f"rank {line.fields['dead']}, as {line.row.library} counts,"
             said[f"{rank} ended, and others waited before, or where cannot be compared"] = line
         elif line.row.numbers == "text":
             said[line.says] = line

@@ -270,6 +270,23 @@ CUDA error: unspecified launch failure
         "not_come",
     ),
     LogReport(
+        f"{_GITHUB}pytorch/pytorch/issues/121606",
+        "Of such lines #83289 says that rank 0 and others may blame each other",
+        "RuntimeError: Rank 2 successfully reached monitoredBarrier, but received errors while waiting for send/recv from rank 0. Please check rank 0 logs for faulty rank.\n",
+        "rank 2 waits at monitored_barrier, and lost its connection to rank 0",
+    ),
+    LogReport(
+        f"{_GITHUB}InternLM/xtuner/issues/719",
+        "",
+        """
+[rank1]: RuntimeError: Rank 1 successfully reached monitoredBarrier, but received errors while waiting for send/recv from rank 0. Please check rank 0 logs for faulty rank.
+[rank1]:  Original exception:
+[rank1]: [../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [192.168.239.202]:35230
+E0526 11:02:25.394000 139939038151872 torch/distributed/elastic/multiprocessing/api.py:826] failed (exitcode: 1) local_rank: 0 (pid: 7090) of binary: /root/.conda/envs/test/bin/python
+""",
+        "rank 1 waits at monitored_barrier, and lost its connection to rank 0",
+    ),
+    LogReport(
         f"{_GITHUB}OpenRLHF/OpenRLHF/issues/1126",
         "",
         """
@@ -435,7 +452,7 @@ DEBUG 07-04 17:35:10 [shm_broadcast.py:456] No available shared memory broadcast
 ERROR 07-04 17:35:16 [multiproc_executor.py:140] Worker proc VllmWorker-1 died unexpectedly, shutting down executor.
 DEBUG 07-04 17:36:10 [shm_broadcast.py:456] No available shared memory broadcast block found in 60 second.
 """,
-        "local rank 1 of vLLM ended, and others waited before",
+        "rank 1, as vLLM counts, ended, and others waited before",
     ),
     LogReport(
         f"{_GITHUB}intel/llm-scaler/issues/154",
@@ -446,6 +463,14 @@ eap-llm-server-on-arc  | ERROR 11-08 11:01:30 [core.py:502] EngineCore encounter
 """,
         "rank 3 is dead: the process is gone; nobody waits for it yet",
         (3,),
+        "gone",
+    ),
+    LogReport(
+        f"{_GITHUB}open-mpi/ompi/issues/2661",
+        "A maintainer asks for the kernel's log of what it killed for memory; there was too little of it",
+        "mpirun noticed that process rank 0 with PID 21183 on node host01 exited on signal 9 (Killed).\n",
+        "rank 0 is dead: the process is gone (process 21183)",
+        (0,),
         "gone",
     ),
     LogReport(

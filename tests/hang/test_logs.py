@@ -238,6 +238,13 @@ def test_who_has_not_enqueued_a_collective_is_named(tmp_path: Path) -> None:
         assert named(read(tmp_path, waits + other)) == set()
 
 
+def test_who_reached_the_monitored_barrier_is_not_named(tmp_path: Path) -> None:
+    says = "[Rank 0]: Ranks 1, 2 failed to pass monitoredBarrier in 30000 ms\n"
+    reached = "Rank 2 successfully reached monitoredBarrier, but received errors while waiting for send/recv from rank 0. x\n"
+    assert named(read(tmp_path, says)) == {1, 2}
+    assert named(read(tmp_path, says + reached)) == {1}
+
+
 def test_a_death_is_the_reason_only_before_all_waits(tmp_path: Path) -> None:
     death = "ERROR [multiproc_executor.py:140] Worker proc VllmWorker-2 died unexpectedly, shutting down\n"
     wait = "DeepEP Gin barrier timeout, tag: 4, scaleout: 1, scaleup: 0/8, signal: 14, target: 15\n"
