@@ -124,6 +124,12 @@ def _add_trace(parser: argparse.ArgumentParser) -> None:
         "--html", type=Path, metavar="OUT", help="also write a page that needs no network"
     )
     parser.add_argument(
+        "--record",
+        type=Path,
+        metavar="DIR",
+        help="also append what was found of all ranks to a record there, which `show` and `prometheus` read",
+    )
+    parser.add_argument(
         "--width",
         type=_positive_int,
         help="columns to print; the terminal's by default, without one as many as it takes",

@@ -61,7 +61,7 @@ MAY_IMPORT: dict[str, dict[str, set[str]]] = {
         "storage": {"core", "collect", "analyze"},
         "render": {"core", "storage"},
         "live": {"core", "collect", "analyze", "storage", "render"},
-        "trace": {"core", "collect", "storage"},
+        "trace": {"core", "collect", "analyze", "storage"},
         "cli": {"core", "analyze", "storage", "render", "trace"},
     },
 }

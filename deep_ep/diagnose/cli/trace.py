@@ -14,21 +14,30 @@ from rich.text import Text
 
 from ..analyze.link_limit import Links
 from ..core import safe_files
+from ..core.diagnosis import Diagnosis
 from ..core.package import PHASES, EPArgumentError, printable
 from ..core.quantities import number, percent
+from ..render import wording
 from ..render.output import standard_output
 from ..render.tables import Sheet, as_page, as_table
-from ..trace import merged, rank_trace, summary
+from ..render.terminal import report
+from ..storage.log_writer import Writer
+from ..storage.record import Record
+from ..trace import late_ranks, merged, rank_trace, summary
+from ..trace.arrivals import Arrivals, arrivals, before
 from ..trace.counted import read as of_counters
+from ..trace.kernels import WAITING
 from ..trace.rank_trace import RankTrace
-from ..trace.summary import GroupRow, OperatorRow, PhasesRow
+from ..trace.summary import GroupRow, KernelsRow, OperatorRow, PhasesRow, UnknownRow
 
 # Ranks that are named as the last to come; the rest is one word.
 _MOST_NAMED = 3
+_MOST_UNKNOWN = 10
 
 
 def trace(given: argparse.Namespace) -> int:
-    """Prints tables of operators, of each rank and of all together, or CSV; writes them to a page.
+    """Prints tables of operators and kernels, of each rank and of all together, who comes last, and one sentence for a ticket;
+    or CSV. Writes tables to a page, and what was found to a record.
 
     Returns:
         The exit status.
@@ -39,10 +48,10 @@ def trace(given: argparse.Namespace) -> int:
     """
     traces = sorted(map(rank_trace.read, _files(given.paths)), key=lambda each: each.rank)
     ranks = [each.rank for each in traces]
-    for before, after in zip(traces, traces[1:]):
-        if before.rank == after.rank:
+    for one, other in zip(traces, traces[1:]):
+        if one.rank == other.rank:
             raise EPArgumentError(
-                f"{before.path} and {after.path} are both of rank {before.rank}; each rank has one trace. Name files "
+                f"{one.path} and {other.path} are both of rank {one.rank}; each rank has one trace. Name files "
                 "of one profile, or files whose names say `rank3`."
             )
     remarks = _join(traces, given.counters)
@@ -61,18 +70,41 @@ def trace(given: argparse.Namespace) -> int:
     phases = [row for each in traces for row in summary.phase_rows(each)]
     if phases:
         sheets.append(_phases(phases, is_several=len(ranks) > 1))
+    kernels, unknown = summary.kernel_rows(traces), summary.unknown_rows(traces)
+    if kernels:
+        sheets.append(_kernels(kernels))
+    if unknown:
+        sheets.append(_unknown(unknown))
     if together:
         sheets.append(_together(together))
+    found = arrivals(traces)
+    if found:
+        sheets.append(_last(found, traces))
+    diagnosis = late_ranks.judge(found, traces) if len(traces) > 1 else None
+    told = _ticket(diagnosis, found, kernels, unknown, ranks)
     remarks += summary.remarks(traces) + summary.group_remarks(together)
     console = standard_output(given.width)
     for sheet in sheets:
         console.print(as_table(sheet))
+    if diagnosis is not None:
+        report(diagnosis, console)
     for remark in remarks:
         console.print(Text(f"note: {printable(remark)}", style="yellow"), soft_wrap=True)
+    console.print(Text(printable(f"for a ticket: {told}")), soft_wrap=True)
     if given.html is not None:
+        said = [] if diagnosis is None else wording.notes(diagnosis)
         with safe_files.create(given.html) as file:
-            file.write(as_page("Dispatch and combine in profiles", sheets, remarks))
+            file.write(as_page("Dispatch and combine in profiles", sheets, [told, *said, *remarks]))
         console.print(Text(f"wrote {given.html}"))
+    if given.record is not None:
+        if diagnosis is None:
+            raise EPArgumentError(
+                "--record: one trace says nothing of other ranks. Name a trace of each rank."
+            )
+        writer = Writer(given.record, "trace")
+        record = Record(diagnosis, time_s=math.nan, window=1, group="trace")
+        writer.write(record, with_matrices=True)
+        console.print(Text(f"wrote {writer.path}"))
     if given.merge is not None:
         console.print(Text(f"wrote {len(traces)} traces to {given.merge}"))
     return 0
@@ -172,6 +204,78 @@ def _together(rows: Sequence[GroupRow]) -> Sheet:
         for row in rows
     ]
     return Sheet("All ranks together", columns, cells, words=(0,))
+
+
+def _kernels(rows: Sequence[KernelsRow]) -> Sheet:
+    columns = ["library", "operation", "phase", "kernels", "us each", "of the step", "exposed"]
+    cells = [
+        [
+            *(row.library, row.operation, row.phase, str(row.count), number(row.mean_us)),
+            *(_share(row.share), _share(row.exposed)),
+        ]
+        for row in rows
+    ]
+    return Sheet("Kernels by phase", columns, cells, words=(0, 1, 2))
+
+
+def _unknown(rows: Sequence[UnknownRow]) -> Sheet:
+    cells = [
+        [row.name, str(row.count), number(row.mean_us), _share(row.share)]
+        for row in rows[:_MOST_UNKNOWN]
+    ]
+    columns = ["kernel", "count", "us each", "of the step"]
+    return Sheet("Named like an exchange, and not known", columns, cells, words=(0,))
+
+
+def _last(found: Sequence[Arrivals], traces: Sequence[RankTrace]) -> Sheet:
+    """Of each exchange the ranks that come last most often."""
+    columns = ["operator", "count", "rank", "comes last", "later by us", "before"]
+    cells = []
+    for each in found:
+        order = sorted(range(len(each.ranks)), key=lambda place: -each.last[place])
+        for place in order[:_MOST_NAMED]:
+            if not each.last[place]:
+                continue
+            did = str(before(each, traces, place))
+            cells.append(
+                [
+                    *(each.name, str(each.count), str(each.ranks[place])),
+                    *(percent(float(each.last[place])), number(each.last_by_us(place)), did),
+                ]
+            )
+    return Sheet("Who comes last, by the lengths of kernels", columns, cells, words=(0, 5))
+
+
+def _ticket(
+    diagnosis: Diagnosis | None,
+    found: Sequence[Arrivals],
+    kernels: Sequence[KernelsRow],
+    unknown: Sequence[UnknownRow],
+    ranks: Sequence[int],
+) -> str:
+    """One line that says what was found, to someone who has not seen the traces."""
+    if not kernels:
+        named = f", but {len(unknown)} kernels are named like one" if unknown else ""
+        return f"no kernel of a dispatch or combine that is known is in these traces{named}."
+    libraries = ", ".join(dict.fromkeys(row.library for row in kernels))
+    waiting = sum(row.share for row in kernels if row.phase == WAITING)
+    all_of_it = sum(row.share for row in kernels)
+    text = f"{libraries}, {len(ranks)} rank{'s' if len(ranks) > 1 else ''} traced: dispatch and combine take {percent(all_of_it)} of the step"
+    text += (
+        f", of which {percent(waiting)} is waiting for ranks that come late. " if waiting else ". "
+    )
+    if diagnosis is None:
+        return text + "Traces of all ranks tell which rank that is."
+    if not diagnosis.verdicts:
+        return text + " ".join(wording.headlines(diagnosis))
+    causes = wording.by_cause(wording.by_effect(diagnosis))
+    first = causes[0][0]
+    text += " ".join(wording.sentence(diagnosis, verdicts) for verdicts in causes)
+    for each in found:
+        if each.name == first.operation and first.rank in each.ranks:
+            share = each.last[each.ranks.index(first.rank)]
+            text += f" It comes last in {percent(float(share))} of {each.count}."
+    return f"{text} {first.next_step}"
 
 
 def _share(part: float) -> str:

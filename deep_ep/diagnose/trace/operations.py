@@ -1,19 +1,17 @@
-"""Which events of a trace are dispatch and combine, and how many bytes they say that they move.
+"""Which operators of a trace are dispatch and combine, and how many bytes they say that they move.
 
-Names and arguments are those that public trainers leave behind (autograd functions, custom operators), and the
-kernels of DeepEP and of this package. https://pytorch.org/docs/stable/profiler.html
+Names and arguments are those that public trainers leave behind (autograd functions, custom operators). Kernels are in
+`kernels`. https://pytorch.org/docs/stable/profiler.html
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, NamedTuple
 
 from ..core.package import codec
-
-DISPATCH, COMBINE = "dispatch", "combine"
+from .kernels import COMBINE, DISPATCH
 
 # Of autograd functions and operators, by what they are called in place of {}.
 _FAMILIES = ("Fused{}", "MoE{}", "DeepEP{}", "DeepEp{}", "DeepEP{}BwdOnly", "HybridEP{}")
@@ -48,7 +46,6 @@ _OPERATIONS = {
     "GeneratedBackwardFor_deepep_combine_defaultBackward": DISPATCH,
 }
 OPERATORS = tuple(_OPERATIONS)
-_KERNEL = re.compile(r"\b(?:deep_ep::|ep::)(?:\w+::)*(\w*?(dispatch|combine)\w*)")
 # Operators of `deep_ep.observe.profiled` and `deep_ep.observe.traffic`.
 _LOW_LATENCY = ("deep_ep::low_latency_dispatch", "deep_ep::low_latency_combine")
 _WITH_SCALES = ("deep_ep::dispatch", "deep_ep::combine")
@@ -133,12 +130,6 @@ def added_up(links: Iterable[LinkBytes | None]) -> LinkBytes | None:
 def operation_of(name: str) -> str | None:
     """`DISPATCH` or `COMBINE`, whichever an operator runs; `None`: neither."""
     return _OPERATIONS.get(name)
-
-
-def kernel_of(name: str) -> str | None:
-    """The same for a kernel, whose notify is part of a dispatch."""
-    found = _KERNEL.search(name)
-    return found.group(2) if found else None
 
 
 def sent_of(name: str, arguments: Mapping[str, Any]) -> RecordedRows:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import bisect
+import functools
+import math
 import re
-import sys
 from array import array
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,13 +18,22 @@ import numpy.typing as npt
 
 from . import facts
 from .counted import Counted
-from .operations import (
+from .kernels import (
+    ALL_TO_ALL,
+    COMBINE,
     DISPATCH,
+    PACK,
+    TRANSFER,
+    WAITING,
+    Kernel,
+    base_name,
+    kernel_of,
+)
+from .operations import (
     LinkBytes,
     RecordedRows,
     added_up,
     call_of,
-    kernel_of,
     moved_by,
     operation_of,
     sent_of,
@@ -32,6 +42,8 @@ from .stream import TraceStream
 
 Times = npt.NDArray[np.float64]
 _ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
+# Ranges that a program names, where the GPU does what was launched in them, and on the host.
+_ON_STREAM, _ON_HOST = "gpu_user_annotation", "user_annotation"
 # The year 2286.
 _LATEST_US = 1e16
 _RANK_IN_NAME = re.compile(r"rank[_-]?(\d+)", re.IGNORECASE)
@@ -39,16 +51,17 @@ _RANK_IN_NAME = re.compile(r"rank[_-]?(\d+)", re.IGNORECASE)
 
 @dataclass
 class TracedExchange:
-    """One operator that dispatches or combines, or one kernel where no operator stands above it.
+    """One operator that dispatches or combines, or the kernels of one exchange where no operator stands above them.
 
     Attributes:
-        name: of the operator or kernel.
-        operation: `DISPATCH` or `COMBINE`.
-        begin_us: when the host called it, in the trace's time; of a kernel, when it began.
+        name: of the operator, or of the kernel that transfers.
+        operation: `DISPATCH` or `COMBINE`; `ALL_TO_ALL` where a kernel's name does not tell.
+        begin_us: when the host called it, in the trace's time; of kernels, when the first one began.
         host_us: how long the host was in it.
         sent: what it says of its rows.
         thread: process and thread that called it.
         kernels: [n, 2] begin and end of its kernels, us; empty where there was no GPU.
+        rows: what each of these is.
         number: by which the trace names the operator, if it does.
         calls: numbers of the calls of this package in it.
         links: what it moves, as it or the counters say exactly; `None`: neither does.
@@ -63,6 +76,7 @@ class TracedExchange:
     sent: RecordedRows
     thread: tuple[str, str] = ("", "")
     kernels: list[tuple[float, float]] = field(default_factory=list)
+    rows: list[Kernel] = field(default_factory=list)
     number: int | None = None
     calls: list[int] = field(default_factory=list)
     links: LinkBytes | None = None
@@ -71,15 +85,104 @@ class TracedExchange:
 
     @property
     def span_us(self) -> tuple[float, float]:
-        """From its first kernel to its last one, or the host's time where there is none."""
-        if self.kernels:
-            return min(begin for begin, _ in self.kernels), max(end for _, end in self.kernels)
-        return self.begin_us, self.begin_us + self.host_us
+        """From its first kernel behind the layout to its last one, or the host's time where there is none."""
+        return self._span(WAITING, TRANSFER, PACK) or (
+            self.begin_us,
+            self.begin_us + self.host_us,
+        )
+
+    @property
+    def meeting_us(self) -> tuple[float, float]:
+        """In which ranks wait for each other, and which ends for all at once: of its notify or barrier, or else transfer."""
+        return self._span(WAITING) or self._span(TRANSFER) or self.span_us
+
+    def has(self, phase: str) -> bool:
+        """Whether any of its kernels stands in that phase."""
+        return any(row.phase == phase for row in self.rows)
+
+    def add(self, kernel: Kernel, name: str, span: tuple[float, float]) -> None:
+        """One more kernel of it, where no operator stands above."""
+        if kernel.phase == TRANSFER and not self.has(TRANSFER):
+            self.name = base_name(name)
+        if self.operation == ALL_TO_ALL:
+            self.operation = kernel.operation
+        elif kernel.phase == TRANSFER and kernel.operation == ALL_TO_ALL:
+            self.name = f"{base_name(name)} ({self.operation})"
+        self.kernels.append(span)
+        self.rows.append(kernel)
+
+    def goes_on_with(self, kernel: Kernel) -> bool:
+        """Whether the next kernel of its stream is a part of it."""
+        both = (self.operation, kernel.operation)
+        return (both[0] == both[1] or ALL_TO_ALL in both) and (
+            kernel.phase == PACK or not self.has(TRANSFER)
+        )
+
+    def _span(self, *phases: str) -> tuple[float, float] | None:
+        spans = [span for span, row in zip(self.kernels, self.rows) if row.phase in phases]
+        if not spans:
+            return None
+        return min(begin for begin, _ in spans), max(end for _, end in spans)
 
     def is_within(self, earlier: TracedExchange) -> bool:
         """Whether it is called by another one of the same operation."""
         ends_in_it = self.begin_us + self.host_us <= earlier.begin_us + earlier.host_us
         return earlier.operation == self.operation and ends_in_it
+
+
+class NamedSpans:
+    """Times and names of many spans, 20 bytes each."""
+
+    def __init__(self) -> None:
+        """None yet."""
+        self._names: dict[str, int] = {}
+        self._flat = array("d")
+        self._places = array("I")
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def add(self, name: str, begin: float, end: float) -> None:
+        """One more; in any order."""
+        self._flat.extend((begin, end))
+        self._places.append(self._names.setdefault(name, len(self._names)))
+
+    @property
+    def times(self) -> Times:
+        """[n, 2] begin and end."""
+        return np.asarray(self._flat, np.float64).reshape(-1, 2)
+
+    def total_us(self) -> list[tuple[str, int, float]]:
+        """Of each name, how many and how long together."""
+        places, times = np.asarray(self._places), self.times
+        counts = np.bincount(places, minlength=len(self._names))
+        us = np.bincount(places, times[:, 1] - times[:, 0], minlength=len(self._names))
+        return list(zip(self._names, counts.tolist(), us.tolist()))
+
+    def ending_within(self, begin: float, end: float) -> list[tuple[str, float, float]]:
+        """Those that ended in that time, in order of their ends."""
+        ends, order, names = self._by_end
+        first, last = np.searchsorted(ends, (begin, end), side="right")
+        flat = self._flat
+        return [
+            (names[self._places[i]], flat[2 * i], flat[2 * i + 1])
+            for i in order[first:last].tolist()
+        ]
+
+    def around(self, at: float) -> str:
+        """The shortest one at that time; "" if there is none."""
+        times = self.times
+        inside = np.flatnonzero((times[:, 0] <= at) & (at <= times[:, 1]))
+        if not len(inside):
+            return ""
+        shortest = int(inside[np.argmin(times[inside, 1] - times[inside, 0])])
+        return self._by_end[2][self._places[shortest]]
+
+    @functools.cached_property
+    def _by_end(self) -> tuple[Times, npt.NDArray[np.intp], list[str]]:
+        ends = self.times[:, 1]
+        order = np.argsort(ends, kind="stable")
+        return ends[order], order, list(self._names)
 
 
 @dataclass
@@ -93,6 +196,10 @@ class RankTrace:
         other: [n, 2] begin and end of all other work on the GPU, us, sorted, without overlaps.
         own: [n, 2] the same of the kernels of exchanges.
         base_ns: what its times count from, UTC; 0 where it does not say.
+        work: all other work on the GPU by name.
+        ranges: those that the program named, in which the GPU ran.
+        host_ranges: those on the host.
+        num_ranks: of the job, 0 if the trace does not say.
     """
 
     path: Path
@@ -101,6 +208,25 @@ class RankTrace:
     other: Times
     own: Times
     base_ns: int = 0
+    work: NamedSpans = field(default_factory=NamedSpans)
+    ranges: NamedSpans = field(default_factory=NamedSpans)
+    host_ranges: NamedSpans = field(default_factory=NamedSpans)
+    num_ranks: int = 0
+
+    @property
+    def first_us(self) -> float:
+        """Begin of the first work on the GPU; infinite where there is none."""
+        return min(
+            (float(each[0, 0]) for each in (self.other, self.own) if len(each)), default=math.inf
+        )
+
+    @property
+    def wall_us(self) -> float:
+        """From the first work on the GPU to the end of the last."""
+        last = max(
+            (float(each[-1, 1]) for each in (self.other, self.own) if len(each)), default=-math.inf
+        )
+        return max(last - self.first_us, 0.0)
 
     @property
     def has_gpu(self) -> bool:
@@ -132,8 +258,11 @@ def condense(
     operators: dict[int, TracedExchange] = {}
     nameless: list[TracedExchange] = []
     moved: list[_Moved] = []
-    kernels: dict[int, list[tuple[str, str, float, float]]] = defaultdict(list)
-    other, own = array("d"), array("d")
+    kernels: list[_Launched] = []
+    # There are few names, and long ones.
+    known: dict[str, tuple[str, Kernel | None]] = {}
+    streams: dict[tuple[str, str], tuple[str, str]] = {}
+    work, ranges, host_ranges = NamedSpans(), NamedSpans(), NamedSpans()
     for event in events:
         if event.get("ph") != "X":
             continue
@@ -145,14 +274,18 @@ def condense(
         arguments = arguments if isinstance(arguments, dict) else {}
         number = arguments.get("External id", arguments.get("external id"))
         if category in _ON_GPU:
-            operation = kernel_of(name) if category == "kernel" else None
-            if operation is None:
-                other.extend((begin, begin + lasts))
+            if name not in known:
+                known[name] = name, kernel_of(name) if category == "kernel" else None
+            name, row = known[name]
+            if row is None:
+                work.add(name, begin, begin + lasts)
                 continue
-            own.extend((begin, begin + lasts))
             key = number if isinstance(number, int) else -1
-            # There are few names, and long ones.
-            kernels[key].append((sys.intern(name), operation, begin, begin + lasts))
+            stream = _thread(event)
+            stream = streams.setdefault(stream, stream)
+            kernels.append(_Launched(row, name, (begin, begin + lasts), stream, key))
+        elif category == _ON_STREAM:
+            ranges.add(name, begin, begin + lasts)
         elif (operation := operation_of(name)) is not None:
             exchange = TracedExchange(
                 name, operation, begin, lasts, sent_of(name, arguments), _thread(event)
@@ -165,14 +298,27 @@ def condense(
                 nameless.append(exchange)
         elif (said := moved_by(name, arguments)) is not None:
             moved.append(_Moved(_thread(event), begin, *said))
+        elif category == _ON_HOST:
+            host_ranges.add(name, begin, begin + lasts)
     alone = _add_kernels(operators, kernels)
     called = _outermost([*operators.values(), *nameless])
     _add_moved(called, moved)
     found = sorted([*called, *alone], key=lambda each: each.span_us[0])
     exchanges = [each for each in found if each.kernels or not kernels]
     base = header.get("baseTimeNanoseconds")
-    base_ns = base if isinstance(base, int) else 0
-    return RankTrace(path, _rank(header, path), exchanges, union(other), union(own), base_ns)
+    own = [time for one in kernels for time in one.span]
+    return RankTrace(
+        path,
+        _rank(header, path),
+        exchanges,
+        union(work.times),
+        union(own),
+        base if isinstance(base, int) else 0,
+        work,
+        ranges,
+        host_ranges,
+        _num_ranks(header),
+    )
 
 
 def add_counted(trace: RankTrace, counted: Mapping[int, Counted]) -> list[str]:
@@ -228,19 +374,73 @@ def _add_facts(exchange: TracedExchange, arguments: Mapping[str, Any], path: Pat
     exchange.calls = [] if call is None else [call]
 
 
+class _Launched(NamedTuple):
+    """A kernel of a dispatch or combine, on which stream it ran, and which operator launched it."""
+
+    kernel: Kernel
+    name: str
+    span: tuple[float, float]
+    stream: tuple[str, str]
+    number: int
+
+
 def _add_kernels(
-    operators: dict[int, TracedExchange], kernels: dict[int, list[tuple[str, str, float, float]]]
+    operators: dict[int, TracedExchange], kernels: list[_Launched]
 ) -> list[TracedExchange]:
-    """Adds kernels to their operators; those without one are exchanges of their own, which it returns."""
-    alone = []
-    for number, launched in kernels.items():
-        for name, operation, begin, end in launched:
-            above = operators.get(number)
-            if above is None:
-                above = TracedExchange(_short(name), operation, begin, 0.0, RecordedRows())
-                alone.append(above)
-            above.kernels.append((begin, end))
-    return alone
+    """Adds kernels to their operators; those without one are exchanges by themselves, which it returns.
+
+    These follow each other on a stream: layout, notify, transfer, and what is done with the rows. What stands on another
+    stream, as layout may, belongs to the next exchange that has no such kernel of its own.
+    """
+    begun: list[TracedExchange] = []
+    latest: dict[tuple[str, str], TracedExchange] = {}
+    for one in sorted(kernels, key=lambda one: one.span[0]):
+        above = operators.get(one.number)
+        if above is not None:
+            above.kernels.append(one.span)
+            above.rows.append(one.kernel)
+            continue
+        exchange = latest.get(one.stream)
+        if exchange is None or not exchange.goes_on_with(one.kernel):
+            exchange = TracedExchange(
+                base_name(one.name), one.kernel.operation, one.span[0], 0.0, RecordedRows()
+            )
+            latest[one.stream] = exchange
+            begun.append(exchange)
+        exchange.add(one.kernel, one.name, one.span)
+    _tell_directions(begun)
+    alone: list[TracedExchange] = []
+    loose: list[TracedExchange] = []
+    for exchange in begun:
+        if not exchange.has(TRANSFER):
+            loose.append(exchange)
+            continue
+        for before in loose:
+            if before.operation == exchange.operation and not _share_a_phase(before, exchange):
+                exchange.kernels += before.kernels
+                exchange.rows += before.rows
+                before.kernels = []
+        loose = [each for each in loose if each.kernels]
+        alone.append(exchange)
+    return alone + loose
+
+
+def _tell_directions(exchanges: list[TracedExchange]) -> None:
+    """Where one kernel does both, and layout stands before some of them: these are dispatches, so the others are combines."""
+    mixed = [each for each in exchanges if any(_is_both(row) for row in each.rows)]
+    if any(each.operation == DISPATCH for each in mixed):
+        for each in mixed:
+            if each.operation == ALL_TO_ALL:
+                each.operation = COMBINE
+                each.name = f"{each.name} ({COMBINE})"
+
+
+def _is_both(row: Kernel) -> bool:
+    return row.operation == ALL_TO_ALL and row.phase == TRANSFER
+
+
+def _share_a_phase(one: TracedExchange, other: TracedExchange) -> bool:
+    return any(other.has(row.phase) for row in one.rows)
 
 
 def _outermost(called: list[TracedExchange]) -> list[TracedExchange]:
@@ -258,6 +458,7 @@ def _outermost(called: list[TracedExchange]) -> list[TracedExchange]:
             found.append(each)
             continue
         above.kernels += each.kernels
+        above.rows += each.rows
         above.calls += each.calls
         if each.sent.num_bytes is not None:
             above.sent = replace(each.sent, worst_tokens=above.sent.worst_tokens)
@@ -295,11 +496,6 @@ def _add_moved(called: list[TracedExchange], moved: list[_Moved]) -> None:
             behind.links = added_up([*before, links])
 
 
-def _short(name: str) -> str:
-    """A kernel's name without its type and arguments."""
-    return re.sub(r"^void |<.*|\(.*", "", name)
-
-
 def _rank(header: Mapping[str, Any], path: Path) -> int:
     about = header.get("distributedInfo")
     rank = about.get("rank") if isinstance(about, dict) else None
@@ -307,6 +503,12 @@ def _rank(header: Mapping[str, Any], path: Path) -> int:
         return rank
     named = _RANK_IN_NAME.search(path.name)
     return int(named.group(1)) if named else -1
+
+
+def _num_ranks(header: Mapping[str, Any]) -> int:
+    about = header.get("distributedInfo")
+    size = about.get("world_size") if isinstance(about, dict) else None
+    return size if isinstance(size, int) and not isinstance(size, bool) and size > 0 else 0
 
 
 def _thread(event: Mapping[str, Any]) -> tuple[str, str]:
@@ -319,7 +521,7 @@ def _number(value: Any) -> float | None:
     return float(value) if abs(value) < _LATEST_US else None
 
 
-def union(flat: Sequence[float]) -> Times:
+def union(flat: Times | Sequence[float]) -> Times:
     """[n, 2] sorted intervals without overlaps, of begins and ends that alternate."""
     times = np.asarray(flat, dtype=np.float64).reshape(-1, 2)
     times = times[np.argsort(times[:, 0], kind="stable")]

@@ -11,6 +11,7 @@ import numpy as np
 
 from ..core.package import Phases
 from .counted import Counted
+from .kernels import PHASES, base_name, looks_like_exchange
 from .operations import added_up
 from .rank_trace import RankTrace, Times, TracedExchange, covered_us
 
@@ -49,6 +50,37 @@ class OperatorRow:
 
 
 @dataclass(frozen=True)
+class KernelsRow:
+    """All kernels of one library, operation and phase, on all ranks.
+
+    Attributes:
+        library, operation, phase: as in `kernels.Kernel`.
+        count: kernels.
+        mean_us: of one kernel.
+        share: of the time from the first to the last work on the GPU.
+        exposed: of their time, the share in which the GPU did nothing else.
+    """
+
+    library: str
+    operation: str
+    phase: str
+    count: int
+    mean_us: float
+    share: float
+    exposed: float
+
+
+@dataclass(frozen=True)
+class UnknownRow:
+    """A kernel that is named like an exchange and is in no row of the table, on all ranks; as in `KernelsRow`."""
+
+    name: str
+    count: int
+    mean_us: float
+    share: float
+
+
+@dataclass(frozen=True)
 class PhasesRow:
     """All calls of one operator on one rank that counters have.
 
@@ -84,6 +116,7 @@ class GroupRow:
             all say it.
         too_early: two ranks, the first of which ended it before the second had begun, and by how many us at most; `None`:
             there are none.
+        is_aligned: whether clocks of ranks were therefore set so that ranks leave exchanges at the same time.
     """
 
     name: str
@@ -93,6 +126,7 @@ class GroupRow:
     moving_us: float
     true_tbps: float | None
     too_early: tuple[int, int, float] | None
+    is_aligned: bool = False
 
 
 def operators(trace: RankTrace) -> list[OperatorRow]:
@@ -101,6 +135,43 @@ def operators(trace: RankTrace) -> list[OperatorRow]:
     busy_us = float((both[:, 1] - both[:, 0]).sum()) - _shared_us(trace.own, trace.other)
     names = _by_name(trace.exchanges)
     rows = [_row(trace, name, exchanges, busy_us) for name, exchanges in names.items()]
+    return sorted(rows, key=lambda row: -row.count * row.mean_us)
+
+
+def kernel_rows(traces: Sequence[RankTrace]) -> list[KernelsRow]:
+    """One row for each library, operation and phase, in the order in which phases follow each other."""
+    spans: dict[tuple[str, str, str], list[list[tuple[float, float]]]] = {}
+    for place, trace in enumerate(traces):
+        for each in trace.exchanges:
+            for span, row in zip(each.kernels, each.rows):
+                key = (row.library, each.operation, row.phase)
+                spans.setdefault(key, [[] for _ in traces])[place].append(span)
+    wall_us = sum(trace.wall_us for trace in traces)
+    rows = []
+    for (library, operation, phase), of_traces in spans.items():
+        times = [np.array(each).reshape(-1, 2) for each in of_traces]
+        count = sum(map(len, times))
+        total_us = sum(float((each[:, 1] - each[:, 0]).sum()) for each in times)
+        shared = sum(_shared_us(each, trace.other) for each, trace in zip(times, traces))
+        exposed = 1 - shared / total_us if total_us else math.nan
+        share = total_us / wall_us if wall_us else math.nan
+        rows.append(KernelsRow(library, operation, phase, count, total_us / count, share, exposed))
+    return sorted(rows, key=lambda row: (row.library, row.operation, PHASES.index(row.phase)))
+
+
+def unknown_rows(traces: Sequence[RankTrace]) -> list[UnknownRow]:
+    """What looks like an exchange and is none that is known, the most expensive first."""
+    found: dict[str, list[float]] = defaultdict(lambda: [0, 0.0])
+    for trace in traces:
+        for name, count, us in trace.work.total_us():
+            if looks_like_exchange(name):
+                found[base_name(name)][0] += count
+                found[base_name(name)][1] += us
+    wall_us = sum(trace.wall_us for trace in traces)
+    rows = [
+        UnknownRow(name, int(count), us / count, us / wall_us if wall_us else math.nan)
+        for name, (count, us) in found.items()
+    ]
     return sorted(rows, key=lambda row: -row.count * row.mean_us)
 
 
@@ -117,15 +188,21 @@ def phase_rows(trace: RankTrace) -> list[PhasesRow]:
 def group(traces: Sequence[RankTrace]) -> list[GroupRow]:
     """One row for each operator that all ranks ran, where there are several.
 
-    Clocks of hosts must agree; what they differ by is taken for waiting.
+    Clocks of hosts must agree; what they differ by is taken for waiting. Where they cannot agree, and kernels are there, they
+    are set so that ranks leave exchanges at the same time.
     """
     if len(traces) < 2:
         return []
+    return [_group_row(name, traces, each) for name, each in matched_exchanges(traces)]
+
+
+def matched_exchanges(
+    traces: Sequence[RankTrace],
+) -> list[tuple[str, list[list[TracedExchange]]]]:
+    """By name those that all ranks have: of each rank as many."""
     of_ranks = [_by_name(trace.exchanges) for trace in traces]
     common = [name for name in of_ranks[0] if all(name in names for names in of_ranks)]
-    return [
-        _group_row(name, traces, _matched([names[name] for names in of_ranks])) for name in common
-    ]
+    return [(name, _matched([names[name] for names in of_ranks])) for name in common]
 
 
 def remarks(traces: Iterable[RankTrace]) -> list[str]:
@@ -153,8 +230,12 @@ def group_remarks(rows: Iterable[GroupRow]) -> list[str]:
     """Where clocks of hosts cannot agree."""
     return [
         f"{row.name} ended on rank {row.too_early[0]} up to {row.too_early[2]:.0f} us before it began on rank "
-        f"{row.too_early[1]}: unless the two exchanged nothing, the clocks of their hosts differ by that or more, and "
-        "waiting, moving and who comes last are wrong. Counters do not need such clocks: pass --counters"
+        f"{row.too_early[1]}: unless the two exchanged nothing, the clocks of their hosts differ by that or more, "
+        + (
+            "and they were set so that ranks leave exchanges at the same time"
+            if row.is_aligned
+            else "and waiting, moving and who comes last are wrong. Counters do not need such clocks: pass --counters"
+        )
         for row in rows
         if row.too_early is not None
     ]
@@ -235,6 +316,12 @@ def _group_row(
     # Of the differences alone: microseconds since 1970 do not fit a double to the nanosecond.
     shifts = np.array([(trace.base_ns - traces[0].base_ns) / 1e3 for trace in traces])
     begins, ends = np.moveaxis(spans + shifts[:, None, None], 2, 0)  # [ranks, exchanges]
+    too_early = _too_early(ranks, begins, ends)
+    is_aligned = too_early is not None and all(each.rows for of in exchanges for each in of)
+    if is_aligned:
+        met = np.array([[each.meeting_us[1] for each in of_rank] for of_rank in exchanges])
+        off = np.median(met - met[0], axis=1)
+        begins, ends = np.moveaxis(spans - off[:, None, None], 2, 0)
     last_begins = begins.max(0)
     moving = np.maximum(ends - last_begins, 0)
     last = np.bincount(begins.argmax(0), minlength=len(ranks)) / count
@@ -246,7 +333,8 @@ def _group_row(
         float((last_begins - begins).mean()),
         float(moving.mean()),
         _tbps(_total(map(_moved, exchanges)), float(moving.sum())),
-        _too_early(ranks, begins, ends),
+        too_early,
+        is_aligned,
     )
 
 

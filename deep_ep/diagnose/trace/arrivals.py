@@ -1,0 +1,204 @@
+"""Who comes last to exchanges, how often and by how much, and what it did before: from the lengths of kernels.
+
+Ranks leave a notify or a barrier together, since it ends when the last one has come, and a transfer nearly so. So whoever is
+in it for a shorter time than the others came later, by the difference. That needs no clocks that agree; where ends do not
+keep a constant distance from each other, exchanges were matched wrongly or do not end together, and nobody is named.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..core.diagnosis import FloatArray
+from ..core.robust_stats import median, median_of, scale
+from .kernels import WAITING, base_name
+from .rank_trace import RankTrace, TracedExchange
+from .summary import matched_exchanges
+
+# Of so many exchanges at most it is looked up what ran before them.
+_MOST_LOOKED_AT = 50
+
+
+@dataclass(frozen=True)
+class Arrivals:
+    """All exchanges of one name, on all ranks.
+
+    Attributes:
+        name, operation: of the exchanges.
+        ranks: in the order of the rows of all arrays.
+        late_us: [ranks, n], how much later than the first one each rank came.
+        own_us: [ranks, n], from the end of the exchange before to the begin of this one, on the rank's own clock; NaN where
+            there is none before.
+        duration_us: [ranks, n], of the exchange without its layout.
+        rows: [ranks], mean number of rows that the operators say; NaN where they do not.
+        spread_us: how far the ends of ranks are from a constant distance, standard deviation.
+        has_notify: whether a notify or barrier tells; otherwise it is the whole transfer.
+        num_unmatched: exchanges of some rank that others do not have, where nothing numbers them.
+    """
+
+    name: str
+    operation: str
+    ranks: tuple[int, ...]
+    late_us: FloatArray
+    own_us: FloatArray
+    duration_us: FloatArray
+    rows: FloatArray
+    spread_us: float
+    has_notify: bool
+    num_unmatched: int
+
+    @property
+    def count(self) -> int:
+        """Exchanges."""
+        return int(self.late_us.shape[1])
+
+    @property
+    def over_median_us(self) -> FloatArray:
+        """[ranks, n], how much later than the median rank each came."""
+        return self.late_us - median(self.late_us, 0)
+
+    @property
+    def last(self) -> FloatArray:
+        """[ranks], share of the exchanges in which each came last."""
+        first = np.bincount(self.late_us.argmax(axis=0), minlength=len(self.ranks))
+        return np.asarray(first / max(self.count, 1))
+
+    def last_by_us(self, place: int) -> float:
+        """Median over these, by how much it came later than the median rank."""
+        return median_of(self.over_median_us[place, self.late_us.argmax(axis=0) == place])
+
+
+@dataclass(frozen=True)
+class Before:
+    """What a rank did before the exchanges to which it came last.
+
+    Attributes:
+        kernel: that most often ended last before; "" if none did.
+        range: that the program has named, in which this was; "" if there is none.
+        longer: the kernel that took most longer than on the other ranks, from the end of the exchange before on.
+        longer_us: by how much, mean per exchange.
+        idle_us: how much longer the GPU had nothing to do than on the other ranks.
+    """
+
+    kernel: str
+    range: str
+    longer: str
+    longer_us: float
+    idle_us: float
+
+    def __str__(self) -> str:
+        """In words."""
+        text = f"just before it ran {self.kernel or 'nothing'}"
+        text += f" in {self.range}" if self.range else ""
+        if self.idle_us > max(self.longer_us, 0.0):
+            return f"{text}; its GPU had nothing to do for {self.idle_us:,.0f} us longer than the others': its host was late"
+        if self.longer_us > 0:
+            return f"{text}; {self.longer} took {self.longer_us:,.0f} us longer than on the others"
+        return text
+
+
+def arrivals(traces: Sequence[RankTrace]) -> list[Arrivals]:
+    """Of all exchanges that all ranks have as kernels, and have as often; none where there is one rank."""
+    if len(traces) < 2:
+        return []
+    own_ends = [_ends(trace) for trace in traces]
+    return [
+        _arrivals(name, traces, of_ranks, own_ends)
+        for name, of_ranks in matched_exchanges(traces)
+        if all(each.rows for of_rank in of_ranks for each in of_rank)
+    ]
+
+
+def before(found: Arrivals, traces: Sequence[RankTrace], place: int) -> Before:
+    """What the rank at that place did before the exchanges to which it came last."""
+    (of_ranks,) = [each for name, each in matched_exchanges(traces) if name == found.name]
+    chosen = np.flatnonzero(found.late_us.argmax(axis=0) == place)[:_MOST_LOOKED_AT]
+    totals: list[dict[str, float]] = []
+    idle = np.zeros(len(traces))
+    kernels: Counter[str] = Counter()
+    ranges: Counter[str] = Counter()
+    for i, trace in enumerate(traces):
+        total: dict[str, float] = defaultdict(float)
+        for k in chosen.tolist():
+            end = of_ranks[i][k].span_us[0]
+            own = found.own_us[i, k]
+            begin = end - own if np.isfinite(own) else trace.first_us
+            ran = trace.work.ending_within(begin, end)
+            for name, started, ended in ran:
+                total[name] += ended - max(started, begin)
+            idle[i] += max(end - begin - sum(e - max(b, begin) for _, b, e in ran), 0.0)
+            if i == place:
+                name, middle = ("", end) if not ran else (ran[-1][0], (ran[-1][1] + ran[-1][2]) / 2)
+                kernels[name] += 1
+                ranges[trace.ranges.around(middle) or trace.host_ranges.around(end)] += 1
+        totals.append(total)
+    count = max(len(chosen), 1)
+    others = [total for i, total in enumerate(totals) if i != place]
+    longer = {
+        name: us - float(np.median([other.get(name, 0.0) for other in others]))
+        for name, us in totals[place].items()
+    }
+    most = max(longer, key=lambda name: longer[name], default="")
+    rest = float(np.median(np.delete(idle, place)))
+    return Before(
+        base_name(kernels.most_common(1)[0][0]) if kernels else "",
+        ranges.most_common(1)[0][0] if ranges else "",
+        base_name(most),
+        longer.get(most, 0.0) / count,
+        (float(idle[place]) - rest) / count,
+    )
+
+
+def _arrivals(
+    name: str,
+    traces: Sequence[RankTrace],
+    of_ranks: list[list[TracedExchange]],
+    own_ends: Sequence[FloatArray],
+) -> Arrivals:
+    has_notify = all(each.has(WAITING) for of_rank in of_ranks for each in of_rank)
+    spans = np.array([[each.span_us for each in of_rank] for of_rank in of_ranks])
+    met = np.array([[each.meeting_us for each in of_rank] for of_rank in of_ranks])
+    begins, ends = met[..., 0], met[..., 1]
+    lengths = ends - begins
+    # The end of the latest exchange that had ended before; a rank's first one has none.
+    own = np.full(begins.shape, np.nan)
+    for i, known in enumerate(own_ends):
+        place = np.searchsorted(known, spans[i, :, 0] + 1e-3, side="right") - 1
+        own[i] = np.where(place >= 0, spans[i, :, 0] - known[np.maximum(place, 0)], np.nan)
+    counts = [sum(each.name == name for each in trace.exchanges) for trace in traces]
+    is_numbered = all(each.calls for of_rank in of_ranks for each in of_rank)
+    rows = [_mean_rows(of_rank) for of_rank in of_ranks]
+    return Arrivals(
+        name,
+        of_ranks[0][0].operation,
+        tuple(trace.rank for trace in traces),
+        lengths.max(axis=0) - lengths,
+        own,
+        spans[..., 1] - spans[..., 0],
+        np.array(rows),
+        _spread(ends),
+        has_notify,
+        0 if is_numbered else max(counts) - min(counts),
+    )
+
+
+def _mean_rows(exchanges: Sequence[TracedExchange]) -> float:
+    rows = [each.sent.rows for each in exchanges if each.sent.rows is not None]
+    return sum(rows) / len(rows) if len(rows) == len(exchanges) else math.nan
+
+
+def _spread(ends: FloatArray) -> float:
+    """Of the distances between the ends of ranks, from one exchange to the next: clocks may be off, and drift slowly."""
+    if ends.shape[1] < 2:
+        return 0.0
+    steps = np.diff(ends - ends[0], axis=1)
+    return float(np.max(scale(steps - median(steps, 0), 1))) / math.sqrt(2)
+
+
+def _ends(trace: RankTrace) -> FloatArray:
+    return np.sort(np.array([each.span_us[1] for each in trace.exchanges]))
