@@ -34,15 +34,11 @@ _TAIL = re.compile(r"[\w ]*(?:= ?)?-?\d*(?:, \w+ = -?\d+){0,2}\)\s*")
 # A host or container, and a rank, in what a launcher or a library puts before a line.
 _SOURCE = re.compile(r"\[pod/([\w.-]+)|^\s*([\w.-]*[A-Za-z][\w.-]*) +\| ")
 _RANKS = {
-    name: re.compile(pattern)
-    for name, pattern in {
-        "EP": r"(?<![A-Za-z])EP(\d+)(?=[\])\s])",
-        "TP": r"(?<![A-Za-z])TP(\d+)(?=[\])\s])",
-        "DP": r"(?<![A-Za-z])DP(\d+)(?=[\])\s])",
-        "torch": r"\[rank(\d+)\]",
-    }.items()
+    **{name: re.compile(rf"(?<![A-Za-z]){name}(\d+)(?=[\])\s])") for name in ("EP", "TP", "DP")},
+    "torch": re.compile(r"\[rank(\d+)\]"),
 }
-_EP, _NODE = "ranks of EP", "ranks within a node"
+_ARE_RANKS = "rank", "at", "dead", "owed", "node", "place", "places", "from_node", "from_place"
+_EP, _NODE, _TORCH = "ranks of EP", "ranks within a node", "ranks of torch"
 
 
 @dataclass(frozen=True)
@@ -144,7 +140,7 @@ def _line(row: LogRow, match: re.Match[str], prefix: str, file: str, at: int) ->
     fields = {name: text for name, text in match.groupdict().items() if text is not None}
     said = _SOURCE.search(prefix)
     source = next(filter(None, said.groups()), file) if said else file
-    for name in ("rank", "node", "place", "places", "owed", "from_node", "from_place", "dead"):
+    for name in _ARE_RANKS:
         numbers = fields.get(name, "0").split(",")
         if any("-" in number or len(number.strip()) > _MOST_DIGITS for number in numbers):
             return None
@@ -161,7 +157,7 @@ def _line(row: LogRow, match: re.Match[str], prefix: str, file: str, at: int) ->
         if whole and len(whole[1]) <= _MOST_DIGITS:
             fields["whole"] = whole[1]
         group = re.sub(r".*GUID|\s", "", fields.get("group", ""))
-        counted = f"ranks of torch's group {group}" if group else "ranks of torch"
+        counted = f"ranks of torch's group {group}" if group else _TORCH
     elif row.numbers == "prefix":
         told = ((name, pattern.search(prefix)) for name, pattern in _RANKS.items())
         for name, number in told:
@@ -196,15 +192,10 @@ def verdicts(logs: Sequence[LogFile]) -> tuple[list[HangVerdict], list[str]]:
 def _with_groups(lines: Iterable[LogLine]) -> list[LogLine]:
     """The watchdog names the group of torch only in its second line of the same rank and number."""
     lines = list(lines)
-    groups = {
-        (line.file, line.rank, line.fields.get("number")): line.counted
-        for line in lines
-        if line.waits and "group" in line.fields
-    }
+    known = [line for line in lines if line.waits and "group" in line.fields]
+    groups = {(line.file, line.rank, line.fields.get("number")): line.counted for line in known}
     return [
-        replace(line, counted=groups.get(key, line.counted))
-        if line.counted == "ranks of torch" and line.rank is not None
-        else line
+        replace(line, counted=groups.get(key, line.counted)) if line.counted == _TORCH else line
         for line in lines
         for key in [(line.file, line.rank, line.fields.get("number"))]
     ]
@@ -333,7 +324,7 @@ class _Ranks:
         if self.counted == _EP and ways and all(source != node for source, node in ways):
             text = ", ".join(f"{source} > {node}" for source, node in sorted(ways)[:_MOST_CLAUSES])
             report.append(f"all that is missing comes over the network (nodes {text})")
-        if self.is_torn:
+        if self.is_torn and self.doubts:
             missing = "Missing: whole lines; write a file for each rank or node."
         check = (*_checks([*(line for _, line in self.waits), *self.asides]), missing)
         return HangCause(

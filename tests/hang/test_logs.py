@@ -321,6 +321,9 @@ ANYTHING = st.one_of(
     ["DeepEP Gin barrier timeout, tag: 4, scaleout: 9999, scaleup: 0/9999, signal: 1, target: 2\n"],
     False,
 )
+@example(
+    [dumping(2, "0", 6, 6).replace("Rank 2", "Rank 999999999"), watchdog(0, "0", 7, 7, 6)], False
+)
 @example(["x non-zero status: 7 a{0}b{status}\n"], False)
 @settings(max_examples=300, deadline=None)
 def test_no_text_makes_it_fail(parts: list[str], as_lines: bool) -> None:
