@@ -71,7 +71,7 @@ def test_a_clock_that_is_set_within_the_window_is_no_slow_path(scenario: str) ->
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("shape", ["1x4", "1x8"])
 def test_of_a_clock_that_is_set_nothing_is_said(shape: str) -> None:
-    assert all_right(Cell("healthy", shape, 0.0, USUAL, STEPPED_WITHIN), 60) == 1.0
+    assert all_right(Cell("healthy", shape, 0.0, USUAL, STEPPED_WITHIN), 30) == 1.0
 
 
 @pytest.mark.exhaustive

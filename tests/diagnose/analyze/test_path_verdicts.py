@@ -213,7 +213,7 @@ def test_two_clocks_that_are_off_by_what_is_stated_are_no_slow_path() -> None:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("num_ranks", [4, 8, 16])
+@pytest.mark.parametrize("num_ranks", [4, 16])
 @pytest.mark.parametrize("delay_s", [50e-6, 200e-6, 2e-3])
 def test_where_clocks_have_drifted_far_a_slow_path_is_named_or_which_way_is_not_known(
     num_ranks: int, delay_s: float

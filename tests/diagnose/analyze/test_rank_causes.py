@@ -48,13 +48,13 @@ def judged(
 @pytest.mark.parametrize("fault", [SlowRank, SlowSend, SlowReceive, EarlyRank])
 def test_intervals_hold_what_was_injected(fault: type[SlowRank], num_ranks: int) -> None:
     """Stated are 95 %; what a rank differs from others anyway, and what these vary by, is in them."""
-    injected = [[fault(seed % num_ranks, 40e-6)] for seed in range(40)]
+    injected = [[fault(seed % num_ranks, 40e-6)] for seed in range(20)]
     held = [
         low <= 40 <= high
         for _, found in judged(NODES, num_ranks, injected, 600)
         for low, high in (verdict.interval_us for verdict in found.verdicts)
     ]
-    assert len(held) >= 70
+    assert len(held) >= 35
     assert np.mean(held) >= 0.9
 
 
@@ -78,7 +78,7 @@ def late_every(rank: int, period: int, late_s: float) -> list[GeneratorFault]:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("num_ranks", [4, 8, 16])
+@pytest.mark.parametrize("num_ranks", [4, 16])
 @pytest.mark.parametrize("burst", [1, 20])
 def test_a_rank_that_is_late_now_and_then_is_named_with_its_share_and_mean_cost(
     num_ranks: int, burst: int
@@ -137,7 +137,7 @@ def test_one_rank_that_is_late_as_regularly_is_late(tick: float) -> None:
 def test_heavy_tails_are_no_cause(tail_degrees: float) -> None:
     machine = replace(NODES, tail_degrees=tail_degrees, hiccup_share=0.03)
     for num_ranks in (4, 16):
-        for _, found in judged(machine, num_ranks, [[]] * 30, 870):
+        for _, found in judged(machine, num_ranks, [[]] * 15, 870):
             assert found.verdicts == []
 
 
@@ -173,7 +173,7 @@ def test_a_rank_that_does_not_report_and_is_not_waited_for_is_not_named(num_rank
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("num_ranks", [4, 8, 16])
+@pytest.mark.parametrize("num_ranks", [4, 16])
 @pytest.mark.parametrize(
     "build",
     [

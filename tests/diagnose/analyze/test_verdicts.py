@@ -38,8 +38,6 @@ from support.launch import on_all_cores
 
 NUM_ROUNDS = 30
 FIRST_SEED = 7_000
-# The share of windows that must be right in every respect.
-RIGHT_OF = 0.97
 
 
 def judge(machine: Machine, num_ranks: int, injected: Sequence[Fault], seed: int) -> Diagnosis:
@@ -134,9 +132,9 @@ def named_and_expected(
 def test_verdicts_name_what_was_injected_and_nothing_else(
     scenario: Scenario, num_ranks: int, machine: Machine
 ) -> None:
-    # One of 34 windows may be wrong, none of fewer; a fifth of two ranks, which tell little of how noise
-    # lasts.
-    num_windows = 5 if num_ranks == 64 else 34 if machine is GPU else 10
+    # All of few windows must be right, but for a fifth of two ranks, which tell little of how noise lasts. The share
+    # of many is what benchmarks/diagnosis_accuracy.py measures.
+    num_windows = 3 if num_ranks == 64 else 12 if machine is GPU else 6
     wrong = Counter[str]()
     seeds = range(FIRST_SEED, FIRST_SEED + num_windows)
     of_seed = functools.partial(named_and_expected, scenario, num_ranks, machine)
@@ -145,8 +143,7 @@ def test_verdicts_name_what_was_injected_and_nothing_else(
             wrong[
                 f"seed {seed}: named {sorted(named, key=str)}, not {sorted(expected, key=str)}"
             ] += 1
-    right_of = RIGHT_OF if num_ranks > 2 else 0.8
-    assert sum(wrong.values()) <= round((1 - right_of) * num_windows), wrong
+    assert sum(wrong.values()) <= (num_windows // 5 if num_ranks == 2 else 0), wrong
 
 
 @pytest.mark.exhaustive
@@ -352,7 +349,7 @@ def keys_of_short_window(
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("clock_us", [12.0, 400.0, 2_000_000.0])
-@pytest.mark.parametrize("num_ranks", [4, 8, 16])
+@pytest.mark.parametrize("num_ranks", [4, 16])
 @pytest.mark.parametrize("fault", [None, SlowRank, SlowEgress, SlowIngress])
 def test_how_far_clocks_are_off_does_not_matter(
     fault: Callable[[int, float], Fault] | None, num_ranks: int, clock_us: float
