@@ -66,7 +66,7 @@ hooks: $(TOOLS)  ## `make lint` before each commit, on what the commit changes
 	$(RUN)/pre-commit install
 
 tidy: $(TOOLS)  ## facts about the tree (tests/tidy)
-	$(RUN)/python -m pytest -q tests/tidy
+	$(RUN)/python -m pytest -q -m "not exhaustive" tests/tidy
 
 format fix: $(TOOLS)  ## repairs what the tools can repair
 	$(RUN)/ruff check --fix .

@@ -9,11 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from _pytest.mark.expression import Expression
 
 import mutants
-from support import native
-from support.collected import collected
 
 pytestmark = pytest.mark.exhaustive
 
@@ -25,27 +22,6 @@ def mutant(original: str, mutated: str, name: str = "fault") -> Any:
 def test_every_fault_of_the_list_fits_the_source() -> None:
     assert mutants.misfits() == []
     assert len(mutants.all_mutants()) >= 60
-
-
-def test_every_killer_is_there() -> None:
-    """Cases, files and tests that a list names; a renamed test would let its mutants survive."""
-    for each in mutants.all_mutants():
-        for killer in (*each.killers, *each.others):
-            first, *rest = killer.arguments
-            if killer.runner == "pytest":
-                names = collected().get(f"tests/{first}", [])
-                assert any(selects(rest, name) for name in names), (each.name, str(killer))
-            else:
-                assert set(rest) <= set(native.cases(first)), (each.name, str(killer))
-
-
-def selects(options: list[str], name: str) -> bool:
-    """Whether pytest with these options, none or a `-k`, runs a test of that name."""
-    if not options:
-        return True
-    key, words = options
-    assert key == "-k"
-    return Expression.compile(words).evaluate(lambda word: word.lower() in name.lower())
 
 
 def test_a_snippet_that_occurs_twice_or_never_is_refused() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
 import io
 import re
 import subprocess
@@ -12,8 +11,6 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-
-from support.collected import collected
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 CODE = {".c", ".cpp", ".cu", ".cuh", ".def", ".h", ".S"}
@@ -106,15 +103,6 @@ FILE_NAME = re.compile(
 )
 # Files of other programs, which examples name.
 OTHERS_FILES = {"torch/_inductor/compile_fx.py", "train.py"}
-# Test files of which nothing is collected without a package.
-NEEDS = {
-    "tests/diagnose/render/test_html.py": "selenium",
-    "tests/diagnose/render/test_prometheus.py": "prometheus_client",
-    "tests/hang/test_traces.py": "torch.distributed.flight_recorder",
-    "tests/memory_order/test_litmus.py": "z3",
-    "tests/memory_order/test_machine_code.py": "z3",
-    "tests/memory_order/test_ptx_model.py": "z3",
-}
 ENVIRONMENT_VARIABLE = re.compile(r"\bDEEP_EP_[A-Z][A-Z_]*[A-Z]\b")
 
 
@@ -503,16 +491,6 @@ def test_the_lines_of_the_doctor_are_documented() -> None:
     documented = {name.strip() for row in rows for name in row.split(",")}
     report(
         sorted(names - documented), "docs/doctor.md lists what the lines of the doctor are named."
-    )
-
-
-@pytest.mark.exhaustive
-def test_a_run_of_everything_has_tests_of_every_file() -> None:
-    tests = {path for path in files() if re.match(r"tests/(.+/)?test_\w+\.py$", path)}
-    skipped = {path for path, name in NEEDS.items() if importlib.util.find_spec(name) is None}
-    report(
-        sorted(tests - skipped - collected().keys()),
-        "See what norecursedirs leaves out, and who imports the file before pytest does.",
     )
 
 
