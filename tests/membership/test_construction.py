@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import threading
 import time
 import warnings
 from datetime import timedelta
@@ -18,7 +19,7 @@ from deep_ep.group import ThreadGroup, thread_groups
 from deep_ep.membership import liveness
 from deep_ep.membership.monitored_group import Arrival, MonitoredGroup
 from deep_ep.ops import construction
-from support.launch import Ranks, on_threads, outcomes, raise_failures, run_processes
+from support.launch import HANG_S, Ranks, on_threads, outcomes, raise_failures, run_processes
 
 UNKNOWN = "it cannot be known why: process gone, process stopped, host unreachable or elsewhere in its program"
 
@@ -205,11 +206,14 @@ def test_who_waited_in_destroy_in_vain_says_for_whom(monkeypatch: pytest.MonkeyP
     for name, value in (("WARN_S", "0.2"), ("TIMEOUT_S", "1.5")):
         monkeypatch.setenv(f"DEEP_EP_{name}", value)
 
+    given_up = threading.Event()
+
     def run(rank: int, buffer: deep_ep.Buffer) -> None:
         if rank == 0:
             buffer.destroy()
+            given_up.set()
         else:
-            time.sleep(2.5)
+            assert given_up.wait(HANG_S)
 
     with warnings.catch_warnings(record=True) as caught, Ranks(2, 8, 256, 2) as ranks:
         warnings.simplefilter("always")
