@@ -50,7 +50,8 @@ VARIABLE = "EP_MUTANT"
 # Long enough for healthy ranks on a busy machine; the rest of a hang is the test's own patience.
 PATIENCE_S = "15"
 LEAST_LIMIT_S = 50.0
-# Enough for a few checks of everything in CI, in C++ alone and without a sanitizer, which would be built as well.
+# Enough for a few checks of everything in CI: in C++, without a sanitizer and without whole operations, whose kernels
+# would be built as well.
 QUICK_MARK = "quick"
 
 HEADER = f"""\

@@ -88,6 +88,20 @@ def plain(source: Path) -> Program:
     return Program(source, "plain", "", must_fail=False)
 
 
+def without_comments(source: Path) -> str:
+    """What a compiler reads of a file, but for comments behind code."""
+    return re.sub(r"^//.*", "", source.read_text(), flags=re.MULTILINE)
+
+
+def runtime_sources(test: Path) -> list[Path]:
+    """Those of csrc/runtime that a test needs: all, where it runs whole operations; their kernels compile longest."""
+    headers = (TESTS / name for name in re.findall(r'#include "(\w+\.h)"', test.read_text()))
+    texts = [test.read_text(), *(path.read_text() for path in headers)]
+    used = set(re.findall(r'#include "runtime/(\w+)\.h"', "\n".join(texts)))
+    sources = sorted((CSRC / "runtime").glob("*.cpp"))
+    return [path for path in sources if used & {"runtime", path.stem}]
+
+
 def ninja_text(selected: list[Program]) -> str:
     """Objects per sanitizer, shared by all programs but where a define of a variant matters."""
     compiler = os.environ.get("CXX", "g++")
@@ -97,9 +111,9 @@ def ninja_text(selected: list[Program]) -> str:
     # Reports name lines; more than these takes a quarter of the compiler's time.
     common = "-std=c++20 -g1 -fno-omit-frame-pointer -pthread -Wall -Wextra -Wno-restrict"
     common += f" -I{CSRC} -I{TESTS}" + (f" -march={arch}" if arch else "")
-    sources = [
+    target = [
         path
-        for folder in ("runtime", "device/host", "transport/host")
+        for folder in ("device/host", "transport/host")
         for path in sorted((CSRC / folder).glob("*.cpp"))
     ]
     lines = [
@@ -116,18 +130,17 @@ def ninja_text(selected: list[Program]) -> str:
     for program in selected:
         names = re.findall(r"-D(\w+)", program.defines)
         objects = []
-        for source in [*sources, program.source]:
+        for source in [*runtime_sources(program.source), *target, program.source]:
             has_kernels = source.parent.name == "runtime" or source == program.source
-            concerned = any(
-                name in source.read_text() or (has_kernels and name in of_target) for name in names
-            )
+            own = without_comments(source)
+            concerned = any(name in own or (has_kernels and name in of_target) for name in names)
             defines = program.defines if concerned else ""
             folder = program.variant if concerned else program.sanitizer
-            target = f"{folder}/{source.relative_to(ROOT)}.o"
-            objects.append(target)
-            if target not in done:
-                done.add(target)
-                lines.append(f"build {target}: compile {source}")
+            built = f"{folder}/{source.relative_to(ROOT)}.o"
+            objects.append(built)
+            if built not in done:
+                done.add(built)
+                lines.append(f"build {built}: compile {source}")
                 lines.append(f"  flags = {FLAGS[program.sanitizer]} {defines}")
         if program.path not in done:
             done.add(program.path)

@@ -1,7 +1,7 @@
 // Parts of kernels by themselves, on values that are made up: samples of clocks, numbers of barriers and clock
 // rounds, what the words of a source add up to, the layout of a dispatch, queues of several channels, whom waiting
 // tasks name, masks of an operation that failed, and notes of waits.
-// sanitize: address address:-DEP_NUMBERS_OF_GPU
+// sanitize: address:-DEP_NUMBERS_OF_GPU
 #include <algorithm>
 #include <array>
 #include <memory>

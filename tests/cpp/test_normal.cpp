@@ -1,7 +1,7 @@
 // Normal operations as the runtime runs them: ranks as threads of one process, one node, several, or a
 // node a rank; small queues, so that they are full again and again; any schedule, delivery order and launch
-// shape, against a scalar reference; under address once more with work shared out as a GPU does.
-// sanitize: address address:-DEP_NUMBERS_OF_GPU thread
+// shape, against a scalar reference; under address with work shared out as a GPU does.
+// sanitize: address:-DEP_NUMBERS_OF_GPU thread
 #include <algorithm>
 #include <array>
 #include <chrono>

@@ -1,7 +1,7 @@
 // Normal operations in a simulation: rows between nodes are read when they arrive, as a NIC does, so what is
 // staged must stay as it is until then. Waiting costs nothing, and a seed repeats.
 // Not under ThreadSanitizer; see test_simulation.cpp.
-// sanitize: address address:-DEP_NUMBERS_OF_GPU
+// sanitize: address:-DEP_NUMBERS_OF_GPU
 #include <algorithm>
 #include <vector>
 
