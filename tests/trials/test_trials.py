@@ -8,6 +8,7 @@ import deep_ep
 from trials.faults import FAULTS
 from trials.judge import Judged
 from trials.many import draw, run_all
+from trials.rank import Trial
 
 pytestmark = [
     pytest.mark.exhaustive,
@@ -15,17 +16,29 @@ pytestmark = [
         deep_ep.native.backend.get().name != "cpu", reason="ranks that are processes share no GPU"
     ),
 ]
-NUM_TRIALS = 100
+
+
+def different_trials() -> list[Trial]:
+    """The first that bring something new: a fault in another mode or at another moment, or one or two in another group."""
+    chosen, seen = [], set[object]()
+    for trial in map(draw, range(1, 1001)):
+        what = {(name, trial.mode, trial.at_combine) for name in trial.victims.values()}
+        what.add((trial.mode, trial.num_ranks, trial.ranks_per_node, len(trial.victims)))
+        if not what <= seen:
+            chosen.append(trial)
+            seen |= what
+    return chosen
 
 
 def test_random_faults_are_named_and_nobody_else() -> None:
-    seeds = range(1, NUM_TRIALS + 1)
-    struck = {name for seed in seeds for name in draw(seed).victims.values()}
-    assert struck == {fault.name for fault in FAULTS}
-    done: list[Judged] = list(run_all(map(draw, seeds)))
+    trials = different_trials()
+    assert {name for trial in trials for name in trial.victims.values()} == {
+        fault.name for fault in FAULTS
+    }
+    done: list[Judged] = list(run_all(trials))
     accused = [(judged.trial, judged.accused, judged.said) for judged in done if judged.accused]
     assert not accused
     complaints = [(judged.trial, judged.complaints) for judged in done if judged.complaints]
     assert not complaints
     missed = [judged.trial for judged in done if not all(judged.named.values())]
-    assert len(missed) <= NUM_TRIALS // 50, missed
+    assert len(missed) <= 1, missed
