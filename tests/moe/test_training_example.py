@@ -13,7 +13,7 @@ EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "train_moe.py"
 
 def losses(*arguments: str) -> list[str]:
     command = [sys.executable, str(EXAMPLE), "--num-processes", "2", "--steps", "5", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
     assert done.returncode == 0, done.stderr
     return [line.split()[-1] for line in done.stdout.splitlines() if line.startswith("step")]
 

@@ -60,7 +60,7 @@ pytestmark = pytest.mark.skipif(
 def _nobody_watches_on(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(monitor, "_numbers", itertools.count())
     yield
-    assert eventually(lambda: not monitor._running, 5), "a watching thread is left"
+    assert eventually(lambda: not monitor._running), "a watching thread is left"
 
 
 class Watched:
@@ -217,7 +217,7 @@ def test_a_buffer_that_is_dropped_is_judged_once_more(watched: Watched) -> None:
 
     on_threads(program, thread_groups(SHAPE.num_ranks))
     gc.collect()
-    assert eventually(lambda: not monitor._running, 10)
+    assert eventually(lambda: not monitor._running)
     (line,) = watched.lines()
     assert "Comp-Slow rank 2" in line
 
