@@ -383,7 +383,7 @@ OTHER_SETTINGS: dict[str, dict[str, tuple[int, Mapping[str, str]]]] = {
 }
 
 
-def in_other_settings(step: Step) -> Iterable[Step]:
+def in_other_settings(step: Step, dry: bool) -> Iterable[Step]:
     """The same step with rows that do not prove themselves, or that lanes copy."""
     for name, (part, environment) in OTHER_SETTINGS.get(step.name, {}).items():
         settings = " ".join(f"{variable}={value}" for variable, value in environment.items())
@@ -394,6 +394,7 @@ def in_other_settings(step: Step) -> Iterable[Step]:
             limit_s=120,
             part=part,
             environment=environment,
+            only_shown=f"the tests of {step.name}, which are collected there" if dry else "",
         )
 
 
@@ -638,7 +639,7 @@ def all_steps(out: Path, dry: bool, published: Path | None = None) -> list[Step]
             judge=tests_passed,
         ),
     ]  # fmt: skip
-    steps += [again for step in steps for again in in_other_settings(step)]
+    steps += [again for step in steps for again in in_other_settings(step, dry)]
     steps += sanitizer_steps(exchange, normal)
     steps.append(
         Step(
