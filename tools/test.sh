@@ -1,20 +1,17 @@
 #!/usr/bin/env bash
-# Tests, with coverage: first those that compute or wait, several at once; then those that judge times, whose ranks need
-# every core for themselves. Other arguments are pytest's, and make it one run of all tests without those two parts.
+# Tests, with coverage: first most of them, several at once; then those that judge times or have short timeouts, whose
+# ranks need every core for themselves. Other arguments are pytest's, and make it one run of all tests without those two parts.
 #
 # Usage: tools/test.sh PYTHON [--all | argument ...]    without --all: those that are not exhaustive
 set -euo pipefail
-shopt -s extglob
 
 python=$1
 shift
-together=(
-    tests/api tests/base tests/build tests/checks tests/doctor tests/explore tests/hang
-    tests/membership/test_!(missing_rank).py tests/memory_order tests/model tests/moe tests/ops/test_!(masks).py
-    tests/tidy tests/tune
-    tests/diagnose/analyze tests/diagnose/collect tests/diagnose/core tests/diagnose/render
-    tests/diagnose/storage tests/diagnose/trace
-    tests/native/test_cuda_host.py tests/native/test_nvshmem_library.py tests/observe/test_simulated_counters.py
+alone=(
+    tests/device/test_gpu.py tests/diagnose/live/test_monitor.py tests/diagnose/test_compat.py tests/diagnose/test_run.py
+    tests/membership/test_missing_rank.py tests/observe/test_clock.py tests/observe/test_counters.py
+    tests/observe/test_parts.py tests/observe/test_phases.py tests/observe/test_wall_time.py tests/ops/test_masks.py
+    tests/test_internode.py tests/test_intranode.py tests/test_low_latency.py tests/trials
 )
 
 # cover NAME ARGUMENT...: pytest, and build/coverage-NAME.json.
@@ -33,8 +30,8 @@ fi
 if (($#)); then
     cover all "$@" || status=$?
 else
-    cover together -n "$(($(nproc) + 1))" --dist worksteal "${selected[@]}" "${together[@]}" || status=$?
-    cover alone "${selected[@]}" "${together[@]/#/--ignore=}" || status=$?
+    cover together -n "$(($(nproc) + 1))" --dist worksteal "${selected[@]}" "${alone[@]/#/--ignore=}" || status=$?
+    cover alone "${selected[@]}" "${alone[@]}" || status=$?
 fi
 "$python" -m slipcover --merge build/coverage-*.json --out build/coverage.json >/dev/null
 exit "$status"
