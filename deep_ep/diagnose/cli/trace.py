@@ -262,7 +262,9 @@ def _ticket(
     all_of_it = sum(row.share for row in kernels)
     text = f"{libraries}, {len(ranks)} rank{'s' if len(ranks) > 1 else ''} traced: dispatch and combine take {percent(all_of_it)} of the step"
     text += (
-        f", of which {percent(waiting)} is waiting for ranks that come late. " if waiting else ". "
+        f", and notify and barriers, where ranks wait for each other, {percent(waiting)} of it. "
+        if waiting
+        else ". "
     )
     if diagnosis is None:
         return text + "Traces of all ranks tell which rank that is."

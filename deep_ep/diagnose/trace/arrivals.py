@@ -35,6 +35,7 @@ class Arrivals:
         own_us: [ranks, n], from the end of the exchange before to the begin of this one, on the rank's own clock; NaN where
             there is none before.
         duration_us: [ranks, n], of the exchange without its layout.
+        after_us: [ranks, n], of that what comes after the notify; 0 where there is none.
         rows: [ranks], mean number of rows that the operators say; NaN where they do not.
         spread_us: how far the ends of ranks are from a constant distance, standard deviation.
         has_notify: whether a notify or barrier tells; otherwise it is the whole transfer.
@@ -47,6 +48,7 @@ class Arrivals:
     late_us: FloatArray
     own_us: FloatArray
     duration_us: FloatArray
+    after_us: FloatArray
     rows: FloatArray
     spread_us: float
     has_notify: bool
@@ -180,6 +182,7 @@ def _arrivals(
         lengths.max(axis=0) - lengths,
         own,
         spans[..., 1] - spans[..., 0],
+        spans[..., 1] - ends if has_notify else np.zeros(ends.shape),
         np.array(rows),
         _spread(ends),
         has_notify,

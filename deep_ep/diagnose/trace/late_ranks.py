@@ -181,9 +181,9 @@ def _late(judged: Sequence[Arrivals], found: Lasting, place: int) -> _Late:
             "exchange to the next: they were matched wrongly, or clocks were set meanwhile",
             {},
         )
-    own = sum(float(median(each.own_us - median(each.own_us, 0), 1)[place]) for each in judged)
+    own = sum(_over_median(each.own_us, place) for each in judged)
     if own < _NOT_OWN * effect:
-        if all(each.has_notify for each in judged):
+        if sum(_over_median(each.after_us, place) for each in judged) >= _OWN * effect:
             return _Late(place, Cause.LINK, "", {})
         return _Late(
             place,
@@ -220,6 +220,11 @@ def _late(judged: Sequence[Arrivals], found: Lasting, place: int) -> _Late:
     return _Late(place, cause, "", {})
 
 
+def _over_median(times: FloatArray, place: int) -> float:
+    """By how much the times of a rank are usually longer than the median rank's."""
+    return median_of((times - median(times, 0))[place])
+
+
 def _seen_in(judged: Sequence[Arrivals], place: int, least: float) -> float:
     """Share of the exchanges in which a rank is late by half of its effect or more."""
     over = np.concatenate([each.over_median_us[place] for each in judged])
@@ -254,7 +259,6 @@ def _verdict(
     if cause not in (Cause.EARLY, Cause.LINK):
         did = str(before(each, traces, one.place))
         step += f" {did[0].upper()}{did[1:]}."
-    own = median(each.own_us - median(each.own_us, 0), 1)[one.place]
     return Verdict(
         kind=cause.row.slow,
         cause=cause,
@@ -270,7 +274,7 @@ def _verdict(
         duration_us=median_of(each.duration_us),
         evidence={
             "later_than_median_us": median_of(each.over_median_us[one.place]),
-            "own_time_over_median_us": float(own),
+            "own_time_over_median_us": _over_median(each.own_us, one.place),
             "windows": float(count),
             "windows_with_it": in_windows,
         },
