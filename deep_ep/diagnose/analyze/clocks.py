@@ -11,14 +11,13 @@ A node whose link is slow takes the clocks of all its ranks along, so nodes are 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from ..collect.group_matrices import Place
 from ..core.diagnosis import FloatArray, IntArray
 from ..core.robust_stats import FAR, MAD_TO_SIGMA, median, median_of, or_zero, quantile_of
-from .partners import some_ranks
+from .partners import members, some_ranks
 
 # Slow paths leave these quantiles of what two directions take together alone; standard deviations between them.
 _HEALTHY = 0.1, 0.3
@@ -59,7 +58,7 @@ class Prior:
 
 def prior_of(stated: FloatArray) -> Prior:
     """From `[kinds, receiver, source]` ns, how far offsets may be wrong; NaN where nobody knows."""
-    per_rank = median(np.concatenate(list(stated), axis=1), 1)
+    per_rank = median(np.concatenate(list(stated[:, :, some_ranks(stated.shape[1])]), axis=1), 1)
     return Prior(np.where(np.isfinite(per_rank), np.maximum(per_rank, 1.0) / _STATED, np.inf))
 
 
@@ -79,9 +78,9 @@ class _Readings:
     weight: FloatArray
     sigma: float
 
-    def left(self, clock: FloatArray, of: Any = ...) -> FloatArray:
-        """What clocks do not explain of some ranks' readings."""
-        return np.asarray(self.ahead[of] - clock[of, None, None] + clock[self.others])
+    def left(self, clock: FloatArray) -> FloatArray:
+        """What clocks do not explain."""
+        return np.asarray(self.ahead - clock[:, None, None] + clock[self.others])
 
 
 def joint_clocks(
@@ -131,12 +130,13 @@ def _doubt(readings: _Readings, clock: FloatArray, classes: IntArray) -> None:
 
 
 def _settled(readings: _Readings, clock: FloatArray, place: Place) -> FloatArray:
-    clock = clock.copy()
+    clock, nodes = clock.copy(), place.nodes
+    from_outside = readings.weight * (nodes[:, None] != nodes[readings.others])[:, None]
     for _ in range(_MOST_SWEEPS):
         before = clock.copy()
         clock += _step(readings.left(clock), readings.weight, clock, readings.sigma)
         if 1 < place.num_nodes < place.num_ranks:
-            _set_nodes(readings, clock, place.nodes)
+            _set_nodes(readings.left(clock), from_outside, clock, nodes, readings.sigma)
         if np.abs(clock - before).max() < readings.sigma:
             break
     return clock
@@ -182,15 +182,18 @@ def _against_one(readings: _Readings) -> FloatArray:
     return np.asarray(clock - np.median(clock))
 
 
-def _set_nodes(readings: _Readings, clock: FloatArray, nodes: IntArray) -> None:
-    """Moves the clocks of each node together."""
-    is_outside = nodes[:, None] != nodes[readings.others]
-    weight = readings.weight * is_outside[:, None]
-    for node in range(int(nodes.max(initial=-1)) + 1):
-        inside = np.flatnonzero(nodes == node)
-        left = readings.left(clock, inside).reshape(1, -1)
-        mean = clock[inside].mean(keepdims=True)
-        clock[inside] += _step(left, weight[inside].reshape(1, -1), mean, readings.sigma)
+def _set_nodes(
+    left: FloatArray, weight: FloatArray, clock: FloatArray, nodes: IntArray, sigma: float
+) -> None:
+    """Moves the clocks of each node together; weight: of readings from other nodes."""
+    inside = members(nodes)
+    is_there = inside >= 0
+    sizes = is_there.sum(axis=1)
+    mean = np.where(is_there, clock[inside], 0.0).sum(axis=1) / sizes
+    step = _step(left[inside], weight[inside] * is_there[..., None, None], mean, sigma)
+    # All move at once, so each goes its share of the way.
+    step *= 1 - 1 / sizes.size
+    clock[inside[is_there]] += np.repeat(step, sizes)
 
 
 def _step(left: FloatArray, weight: FloatArray, clock: FloatArray, sigma: float) -> FloatArray:

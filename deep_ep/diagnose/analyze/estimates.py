@@ -17,6 +17,7 @@ from ..collect.hops import NORMAL_COMBINE, NORMAL_DISPATCH
 from ..core.diagnosis import BoolArray, FloatArray
 from ..core.robust_stats import healthy, median, median_of
 from .own_work import ByTokens, Effect, by_tokens, compare
+from .partners import some_ranks
 from .path_model import PathModel
 
 if TYPE_CHECKING:
@@ -96,7 +97,8 @@ class Estimates:
     @functools.cached_property
     def late(self) -> FloatArray:
         """[num_ranks]: when the others saw everything of a rank issued, above the healthy ranks."""
-        seen = median(self.m.late, 0) - (self.paths.clock - np.median(self.paths.clock))
+        by_some = median(self.m.late[some_ranks(self.m.num_ranks)], 0)
+        seen = by_some - (self.paths.clock - np.median(self.paths.clock))
         return seen - healthy(seen)[0]
 
     @functools.cached_property

@@ -24,6 +24,7 @@ import numpy as np
 from ..core.causes import Cause
 from ..core.diagnosis import BoolArray, FloatArray, IntArray
 from ..core.robust_stats import MEDIAN_COST, median, weighted_median
+from .clocks import Prior
 from .path_groups import (
     KNOWN,
     NIC,
@@ -45,6 +46,7 @@ from .path_model import (
     known_rest,
 )
 
+_SIDES = (Cause.INGRESS, Cause.EGRESS)
 # Deviations beyond so many standard deviations count linearly.
 _HUBER = 2.0
 # Groups fitted at first, of each kind, and single paths.
@@ -98,7 +100,6 @@ class _Parts:
         sign: [parts, kinds], 1 for paths into the ranks, -1 for those out of them; 0 where clocks do not matter.
         is_fence: [parts], those that are not paths but waiting at fences.
         first: [parts], one path of each.
-        num_ranks: of the group.
     """
 
     over: FloatArray
@@ -107,35 +108,30 @@ class _Parts:
     sign: FloatArray
     is_fence: BoolArray
     first: IntArray
-    num_ranks: int
 
     def of(self, group: PathGroup) -> BoolArray:
         """[parts], those that are in a group."""
-        return np.isin(self.first, group.paths(self.num_ranks))
+        return np.isin(self.first, group.paths)
 
-    def shifts(self, slow: Sequence[BoolArray]) -> set[float]:
+    def shifts(self, slow: Sequence[BoolArray]) -> FloatArray:
         """By how much the clocks may be ahead, as parts tell that are not slow, with bounds and without; or not at all."""
         told = self.sign != 0
         for of_cause in slow:
             told = told & ~of_cause[:, None]
         ahead, weight = self.sign * self.over, 1 / self.error
         seen = told & ~self.is_bound
-        return {
-            0.0,
-            weighted_median(ahead[told], weight[told]),
-            weighted_median(ahead[seen], weight[seen]),
-        }
+        return np.unique([0.0, *(weighted_median(ahead[of], weight[of]) for of in (told, seen))])
 
-    def misfit(self, slow: Sequence[BoolArray], shift: float) -> float:
-        """Nats that parts are off, of which those of a cause are slow by the same."""
-        left = self.over - shift * self.sign
+    def misfit(self, slow: Sequence[BoolArray], shifts: FloatArray) -> FloatArray:
+        """[shifts]: nats that parts are off, of which those of a cause are slow by the same."""
+        left = self.over - shifts[:, None, None] * self.sign
         for of_cause in slow:
-            effect = np.maximum(np.nan_to_num(median(left[of_cause & ~self.is_fence], 0)), 0.0)
-            left = left - effect * of_cause[:, None]
+            effect = np.maximum(np.nan_to_num(median(left[:, of_cause & ~self.is_fence], 1)), 0.0)
+            left -= effect[:, None] * of_cause[:, None]
             # What a rank waits at its fence is known up to a limit only.
-            left[of_cause & self.is_fence] = 0.0
-        left = np.where(self.is_bound, np.minimum(left, 0.0), left)
-        return float(_huber(np.nan_to_num(left / self.error)).sum())
+            left[:, of_cause & self.is_fence] = 0.0
+        np.minimum(left, 0.0, out=left, where=self.is_bound)
+        return np.asarray(_huber(np.nan_to_num(left / self.error)).sum(axis=(1, 2)))
 
 
 def _huber(deviation: FloatArray) -> FloatArray:
@@ -145,12 +141,16 @@ def _huber(deviation: FloatArray) -> FloatArray:
 
 @dataclass(frozen=True)
 class _Fit:
-    """A group with the [kinds] ns that it explains, while clocks are off by `shift` more, and the nats gained."""
+    """A group with the [kinds] ns that it explains, while clocks are off by `shift` more, and the nats gained.
+
+    `options` are all ways to explain its paths, where clocks matter.
+    """
 
     group: PathGroup
     effect: FloatArray
     shift: float
     gain: float
+    options: Sequence[_Option] = ()
 
 
 class Contest:
@@ -187,6 +187,7 @@ class Contest:
         self.fits_clocks = fits_clocks and self.is_large
         self.spreads: dict[tuple[Cause, str], FloatArray] = {}
         self.least_error = float(floors.min()) * _LEAST_ERROR
+        self.links = links_of(model)
 
     def run(self, share: FloatArray | None = None) -> list[PathCause]:
         """All causes, in the order in which they were found.
@@ -216,7 +217,7 @@ class Contest:
             if waiting and fit.gain < -waiting[0][0]:
                 heapq.heappush(waiting, (-fit.gain, i, fit))
             elif fit.gain > self.price:
-                cause = self._name(fit.group) if fit.effect.any() else None
+                cause = self._name(fit.group, fit.options) if fit.effect.any() else None
                 self._explain(fit)
                 if cause is not None:
                     chosen.append((cause, fit))
@@ -236,23 +237,23 @@ class Contest:
 
     def _best(self, group: PathGroup) -> _Fit:
         """The group as the cause, the other direction, or nothing but clocks that are off: whatever suits best."""
-        if not (self.fits_clocks and group.clocks.size):
+        options = self._options(group)
+        if not options:
             return self._fit(group, 0.0)
-        option = min(self._options(group), key=lambda option: option.loss)
-        return self._fit(option.group, option.shift)
+        best = min(options, key=lambda option: option.loss)
+        return replace(self._fit(best.group, best.shift), options=options)
 
-    def _name(self, group: PathGroup) -> Cause | None:
+    def _name(self, group: PathGroup, options: Sequence[_Option]) -> Cause | None:
         """The cause, or that of both directions if the other one, with other clocks, explains as much."""
-        if not (self.fits_clocks and group.clocks.size):
+        if not options:
             return group.cause
-        options, opposite = self._options(group), group.mirrored()
         mine, other = (
             min(
                 option.loss
                 for option in options
                 if (option.group.cause, option.group.number) == (one.cause, one.number)
             )
-            for one in (group, opposite)
+            for one in (group, group.mirrored)
         )
         return group.either if other - mine < _UNDECIDED else group.cause
 
@@ -262,105 +263,92 @@ class Contest:
         A clock moves all paths of its rank. So medians of paths that are alike are compared, whose errors do not become
         small where there are many of them.
         """
+        if not (self.fits_clocks and group.clocks.size):
+            return []
         parts = self._parts(group)
         nothing = replace(group, receivers=NO_RANKS, sources=NO_RANKS)
         ways: list[tuple[PathGroup, list[BoolArray]]] = [(nothing, [])]
         for one, other in self._rivals(group):
             here, there = parts.of(one), parts.of(other)
             ways += [(one, [here]), (other, [there]), (one, [here, there])]
-        options = []
+        options: list[_Option] = []
         for of, slow in ways:
-            for shift in parts.shifts(slow):
-                loss = parts.misfit(slow, shift) + self._price_of_clock(group, shift)
-                options.append(_Option(loss + A_CAUSE * len(slow), of, shift))
+            shifts = parts.shifts(slow)
+            losses = parts.misfit(slow, shifts) + self._prices_of_clocks(group, shifts)
+            losses += A_CAUSE * len(slow)
+            options += map(_Option, losses.tolist(), itertools.repeat(of), shifts.tolist())
         return options
 
     def _rivals(self, group: PathGroup) -> list[tuple[PathGroup, PathGroup]]:
         """Pairs of a cause and the same paths in the other direction, of which one may be the case."""
-        if group.cause not in (Cause.INGRESS, Cause.EGRESS):
-            return [(group, group.mirrored())]
+        if group.cause not in _SIDES:
+            return [(group, group.mirrored)]
         rank = int(group.clocks[0])
-        sides = [side(self.model, group.cause, link, rank) for link in links_of(self.model)]
-        return [(one, one.mirrored()) for one in sides if one.receivers.size > 1]
+        sides = [side(self.model, group.cause, link, rank) for link in self.links]
+        return [(one, one.mirrored) for one in sides if one.receivers.size > 1]
 
     def _parts(self, group: PathGroup) -> _Parts:
-        num_ranks = self.model.place.num_ranks
-        at, moved, inside = self._region(group, with_clocks=True)
-        opposite = np.isin(at, group.mirrored().paths(num_ranks))
-        way = np.where(np.isin(at // num_ranks, group.clocks), 1.0, -1.0)
-        is_side = group.cause in (Cause.INGRESS, Cause.EGRESS)
-        number = np.where(is_side, 0, np.where(inside, 1, np.where(opposite, 2, 3)))
-        between = flat(self.model.between[None])[0, at]
-        rest, noise = self._cells(at)
-        rest, usual = known_rest(rest, self._hides(at)), flat(self.model.usual)[:, at]
+        around, moved = group.around, self._moved(group)
+        rest, noise = self._cells(around.paths)
+        rest, hides = known_rest(rest, self._hides(around.paths)), self._hides(around.paths)
+        usual = flat(self.model.usual)[:, around.paths]
+        between = self.model.between.ravel()[around.paths]
+        seen, values = np.isfinite(rest) & ~hides, np.stack([rest, noise, usual, moved])
+        number = np.select([around.ours, around.opposite], [1, 2], 3)
+        alike = 4 * (group.cause not in _SIDES) * number + 2 * (around.way > 0) + between
         found = []
-        for of, direction, is_far in itertools.product(range(4), (1.0, -1.0), (False, True)):
-            cells = np.flatnonzero((number == of) & (way == direction) & (between == is_far))
-            if not cells.size:
-                continue
+        for kind in np.unique(alike).tolist():
+            cells = np.flatnonzero(alike == kind)
+            over, alone, takes, sign = median(values[:, :, cells], 2)
             count = np.maximum(np.isfinite(rest[:, cells]).sum(axis=1), 1)
-            alone = MEDIAN_COST * median(noise[:, cells], 1) / np.sqrt(count)
-            kind = (Cause.INGRESS, NIC if is_far else NVLINK)
-            alike = np.maximum(self.spreads.get(kind, 0.0), self.least_error)
-            busy = OTHERWISE_BUSY / 2 * median(usual[:, cells], 1)
-            error = np.sqrt(alone**2 + alike**2 + busy**2)
-            seen = np.isfinite(rest[:, cells]) & ~self._hides(at[cells])
-            at_most = ~seen.any(axis=1)
-            over, sign = (median(values[:, cells], 1) for values in (rest, moved))
-            found.append((over, error, at_most, sign, False, int(at[cells[0]])))
+            alone = MEDIAN_COST * alone / np.sqrt(count)
+            link = NIC if between[cells[0]] else NVLINK
+            differ = np.maximum(self.spreads.get((Cause.INGRESS, link), 0.0), self.least_error)
+            error = np.sqrt(alone**2 + differ**2 + (OTHERWISE_BUSY / 2 * takes) ** 2)
+            at_most = ~seen[:, cells].any(axis=1)
+            found.append((over, error, at_most, sign, False, int(around.paths[cells[0]])))
         if group.clocks.size == 1:
             # Fences wait for the slowest path out of a rank within its node, on its own clock.
             fence = self.model.fence[:, group.clocks[0]]
             most = self.least_error * self.price / _HUBER / len(fence)
-            for held, direction in ((fence, -1.0), (-fence, 1.0)):
-                mates = np.flatnonzero(~between & (way == direction))
+            for held, way in ((fence, -1.0), (-fence, 1.0)):
+                mates = np.flatnonzero(~between & (around.way == way))
                 if mates.size:
                     error = np.full(len(fence), self.least_error)
                     no_bound = np.zeros(len(fence), bool)
-                    over = np.clip(held, 0.0, most)
-                    found.append((over, error, no_bound, 0.0 * error, True, int(at[mates[0]])))
-        over, error, is_bound, sign, is_fence, first = (np.array(of) for of in zip(*found))
-        return _Parts(over, error, is_bound, sign, is_fence, first, num_ranks)
+                    over, first = np.clip(held, 0.0, most), int(around.paths[mates[0]])
+                    found.append((over, error, no_bound, 0.0 * error, True, first))
+        return _Parts(*map(np.array, zip(*found)))
 
-    def _price_of_clock(self, group: PathGroup, shift: float) -> float:
-        penalty = self.model.prior.penalty
-        change = penalty(self.clock + shift) - penalty(self.clock)
-        return float(change[group.clocks].mean())
+    def _prices_of_clocks(self, group: PathGroup, shifts: FloatArray) -> FloatArray:
+        prior, clock = Prior(self.model.prior.sigma[group.clocks]), self.clock[group.clocks]
+        change = prior.penalty(clock + shifts[:, None]) - prior.penalty(clock)
+        return np.asarray(change.mean(axis=1))
 
     def _fit(self, group: PathGroup, shift: float) -> _Fit:
         """With clocks of its ranks that are ahead by `shift` more."""
-        at, moved, inside = self._region(group, with_clocks=shift != 0)
+        at, ours = group.paths, np.ones(group.paths.size, bool)
+        if shift:
+            at, ours = group.around.paths, group.around.ours
         rest, noise = self._cells(at)
-        left = rest - shift * moved
+        left = rest - shift * self._moved(group) if shift else rest
         effect = np.zeros(len(rest))
-        if inside.any():
-            slow = known_rest(left, self._hides(at))[:, inside]
-            expected = flat(self.model.expected)[:, at[inside]].sum(axis=1)
+        if ours.any():
+            slow = known_rest(left, self._hides(at))[:, ours]
+            expected = flat(self.model.expected)[:, at[ours]].sum(axis=1)
             enough = np.isfinite(slow).sum(axis=1) >= KNOWN * expected
             effect = np.where(enough, np.maximum(np.nan_to_num(median(slow, 1)), 0.0), 0.0)
-        after = self._loss(left - effect[:, None] * inside, noise, at)
+        after = self._loss(left - effect[:, None] * ours, noise, at)
         gains = (self._loss(rest, noise, at) - after).sum(axis=1)
         if not shift:
             effect = np.where(gains > 0, effect, 0.0)
             gains = np.maximum(gains, 0.0)
         return _Fit(group, effect, shift, float(gains.sum()))
 
-    def _region(self, group: PathGroup, *, with_clocks: bool) -> tuple[IntArray, FloatArray, Any]:
-        """Flat indices of the paths that a fit looks at, how a clock that is ahead moves each, which are the group's.
-
-        The second is [kinds, paths].
-        """
-        num_ranks = self.model.place.num_ranks
-        paths = group.paths(num_ranks)
-        if not with_clocks:
-            return paths, np.zeros((len(self.rest), paths.size)), np.ones(paths.size, bool)
-        others = np.delete(np.arange(num_ranks), group.clocks)
-        into = (group.clocks[:, None] * num_ranks + others).ravel()
-        out_of = (others[:, None] * num_ranks + group.clocks).ravel()
-        at = np.concatenate([into, out_of])
-        sign = np.repeat([1.0, -1.0], [into.size, out_of.size])
-        moved = np.where(flat(self.model.on_one_clock)[:, at], 0.0, sign)
-        return at, moved, np.isin(at, paths)
+    def _moved(self, group: PathGroup) -> FloatArray:
+        """[kinds, paths around it]: how a clock of its ranks that is ahead moves each."""
+        on_one_clock = flat(self.model.on_one_clock)[:, group.around.paths]
+        return np.where(on_one_clock, 0.0, group.around.way)
 
     def _cells(self, at: IntArray) -> tuple[FloatArray, FloatArray]:
         return flat(self.rest)[:, at], flat(self.model.noise)[:, at]
@@ -375,15 +363,14 @@ class Contest:
 
     def _explain(self, fit: _Fit) -> None:
         rest = flat(self.rest)
-        rest[:, fit.group.paths(self.model.place.num_ranks)] -= fit.effect[:, None]
+        rest[:, fit.group.paths] -= fit.effect[:, None]
         if fit.shift:
-            at, moved, _ = self._region(fit.group, with_clocks=True)
-            rest[:, at] -= fit.shift * moved
+            rest[:, fit.group.around.paths] -= fit.shift * self._moved(fit.group)
             self.clock[fit.group.clocks] += fit.shift
 
     def _settled(self, fit: _Fit) -> _Fit:
         """With the effect that fits those of overlapping causes."""
-        at = fit.group.paths(self.model.place.num_ranks)
+        at = fit.group.paths
         step = np.nan_to_num(median(known_rest(self._cells(at)[0], self._hides(at)), 1))
         step = np.where(fit.effect > 0, np.maximum(step, -fit.effect), 0.0)
         self._explain(replace(fit, effect=step, shift=0.0))
@@ -402,7 +389,8 @@ class Contest:
             dst, src = divmod(int(some[i]), num_ranks)
             link = NIC if self.model.between[dst, src] else NVLINK
             effect = np.where(gains[:, i] > 0, rest[:, i], 0.0)
-            fit = _Fit(path(dst, src, link), effect, 0.0, float(gains[:, i].sum()))
+            group = path(dst, src, link, num_ranks)
+            fit = _Fit(group, effect, 0.0, float(gains[:, i].sum()))
             found.append((self._name_of_path(fit.group), fit))
         for _, fit in found:
             self._explain(fit)
@@ -410,12 +398,12 @@ class Contest:
 
     def _name_of_path(self, group: PathGroup) -> Cause:
         """Of a rank of which hardly any other path was seen, the way back and the clock explain as much."""
-        ends = (group.receivers, group.sources)
-        names = {self._name(replace(group, clocks=end)) for end in ends}
+        ends = (replace(group, clocks=end) for end in (group.receivers, group.sources))
+        names = {self._name(one, self._options(one)) for one in ends}
         return Cause.PATH_OR_BACK if Cause.PATH_OR_BACK in names else Cause.PATH
 
     def _found(self, cause: Cause, fit: _Fit, share: FloatArray | None) -> PathCause:
-        at = fit.group.paths(self.model.place.num_ranks)
+        at = fit.group.paths
         rest, noise = self._cells(at)
         known = np.isfinite(rest).sum(axis=1)
         alone = MEDIAN_COST * np.nan_to_num(median(noise, 1)) / np.sqrt(np.maximum(known, 1))

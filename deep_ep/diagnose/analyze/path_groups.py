@@ -6,9 +6,10 @@ NVLink and NICs are looked at apart: a slow NIC slows the paths between nodes on
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Union
+from typing import NamedTuple, Union
 
 import numpy as np
 
@@ -51,6 +52,7 @@ class PathGroup:
         number: the rank, the node or the rail; of pairs and paths (source, destination).
         link: of which kind the paths are.
         receivers, sources: of each path.
+        num_ranks: of the whole group of ranks.
         clocks: ranks whose clocks, if all are off by the same, make these paths slow, or those of the
             other direction.
     """
@@ -60,6 +62,7 @@ class PathGroup:
     link: str
     receivers: IntArray
     sources: IntArray
+    num_ranks: int
     clocks: IntArray = field(default_factory=lambda: NO_RANKS)
 
     @property
@@ -72,16 +75,48 @@ class PathGroup:
         """The name of both directions, if there is one."""
         return _MIRRORED[self.cause][1]
 
+    @functools.cached_property
     def mirrored(self) -> PathGroup:
         """The other direction."""
         number = self.number[::-1] if isinstance(self.number, tuple) else self.number
-        return PathGroup(
-            _MIRRORED[self.cause][0], number, self.link, self.sources, self.receivers, self.clocks
+        return replace(
+            self,
+            cause=_MIRRORED[self.cause][0],
+            number=number,
+            receivers=self.sources,
+            sources=self.receivers,
         )
 
-    def paths(self, num_ranks: int) -> IntArray:
+    @functools.cached_property
+    def paths(self) -> IntArray:
         """Flat indices."""
-        return np.asarray(self.receivers * num_ranks + self.sources)
+        return np.asarray(self.receivers * self.num_ranks + self.sources)
+
+    @functools.cached_property
+    def around(self) -> Around:
+        """All paths that the clocks move."""
+        others = np.delete(np.arange(self.num_ranks), self.clocks)
+        into = (self.clocks[:, None] * self.num_ranks + others).ravel()
+        out_of = (others[:, None] * self.num_ranks + self.clocks).ravel()
+        paths = np.concatenate([into, out_of])
+        way = np.repeat([1.0, -1.0], [into.size, out_of.size])
+        ours, opposite = (np.isin(paths, of.paths) for of in (self, self.mirrored))
+        return Around(paths, way, ours, opposite)
+
+
+class Around(NamedTuple):
+    """Paths between some ranks and all others.
+
+    Attributes:
+        paths: flat indices.
+        way: 1 into the ranks, -1 out of them.
+        ours, opposite: which of them are the group's, and which are those of the other direction.
+    """
+
+    paths: IntArray
+    way: FloatArray
+    ours: BoolArray
+    opposite: BoolArray
 
 
 @dataclass(frozen=True)
@@ -91,6 +126,7 @@ class Look:
     Attributes:
         cause, link: as in PathGroup.
         receivers, sources: [groups, paths], some paths of each; negative: none.
+        num_ranks: of the whole group of ranks.
         group: makes one of them, by its place.
     """
 
@@ -98,7 +134,15 @@ class Look:
     link: str
     receivers: IntArray
     sources: IntArray
+    num_ranks: int
     group: Callable[[int], PathGroup]
+
+    @functools.cached_property
+    def _paths(self) -> tuple[IntArray, BoolArray]:
+        """[groups, paths] flat indices, and where there is one."""
+        receivers, sources = self.receivers, self.sources
+        is_path = (receivers >= 0) & (sources >= 0) & (receivers != sources)
+        return receivers * self.num_ranks + sources, is_path
 
     def medians(self, rest: FloatArray, expected: BoolArray) -> FloatArray:
         """[kinds, groups]: what each has more, 0 where too little is known.
@@ -107,9 +151,7 @@ class Look:
             rest: [kinds, receiver, source] ns.
             expected: likewise, whether there is such a path.
         """
-        receivers, sources = self.receivers, self.sources
-        is_path = (receivers >= 0) & (sources >= 0) & (receivers != sources)
-        paths = receivers * rest.shape[-1] + sources
+        paths, is_path = self._paths
         values = np.where(is_path, rest.reshape(len(rest), -1)[:, paths], np.nan)
         possible = (is_path & expected.reshape(len(rest), -1)[:, paths]).sum(axis=2)
         known = np.isfinite(values).sum(axis=2)
@@ -124,18 +166,23 @@ def spread_of(medians: FloatArray) -> FloatArray:
     return np.array([healthy(of_kind)[1] for of_kind in medians])
 
 
-def path(receiver: int, source: int, link: str) -> PathGroup:
+def path(receiver: int, source: int, link: str, num_ranks: int) -> PathGroup:
     """A single path."""
     ends = np.array([receiver]), np.array([source])
-    return PathGroup(Cause.PATH, (source, receiver), link, *ends)
+    return PathGroup(Cause.PATH, (source, receiver), link, *ends, num_ranks)
 
 
 def _all_between(
-    cause: Cause, number: Number, receivers: IntArray, sources: IntArray, clocks: IntArray
+    cause: Cause,
+    number: Number,
+    receivers: IntArray,
+    sources: IntArray,
+    num_ranks: int,
+    clocks: IntArray,
 ) -> PathGroup:
     """All paths from ranks of some nodes to ranks of others."""
     ends = np.meshgrid(receivers, sources, indexing="ij")
-    return PathGroup(cause, number, NIC, ends[0].ravel(), ends[1].ravel(), clocks)
+    return PathGroup(cause, number, NIC, ends[0].ravel(), ends[1].ravel(), num_ranks, clocks)
 
 
 def looks(model: PathModel) -> Iterator[Look]:
@@ -154,10 +201,10 @@ def looks(model: PathModel) -> Iterator[Look]:
 
 def side(model: PathModel, cause: Cause, link: str, rank: int) -> PathGroup:
     """All paths into a rank, or out of it."""
-    partners = np.flatnonzero(_of_link(model, link)[rank])
-    itself = np.full(partners.size, rank)
-    ends = (itself, partners) if cause == Cause.INGRESS else (partners, itself)
-    return PathGroup(cause, rank, link, ends[0], ends[1], np.array([rank]))
+    others = np.flatnonzero(_are_of_link(model.classes[rank], link))
+    itself = np.full(others.size, rank)
+    ends = (itself, others) if cause == Cause.INGRESS else (others, itself)
+    return PathGroup(cause, rank, link, ends[0], ends[1], model.place.num_ranks, np.array([rank]))
 
 
 def links_of(model: PathModel) -> list[str]:
@@ -166,20 +213,16 @@ def links_of(model: PathModel) -> list[str]:
     return links + [ALL_LINKS] * (len(links) == 2)
 
 
-def _of_link(model: PathModel, link: str) -> BoolArray:
-    classes = model.classes
-    return np.asarray({NVLINK: classes == 0, NIC: classes > 0, ALL_LINKS: classes >= 0}[link])
+def _are_of_link(classes: IntArray, link: str) -> BoolArray:
+    return np.asarray(classes == 0 if link == NVLINK else classes > (0 if link == NIC else -1))
 
 
 def _sides(model: PathModel, link: str) -> Iterator[Look]:
     ranks = np.arange(model.place.num_ranks)[:, None]
-    others = partners(model.place.nodes, _of_link(model, link), within=link == NVLINK)
-    yield Look(
-        Cause.INGRESS, link, ranks, others, lambda rank: side(model, Cause.INGRESS, link, rank)
-    )
-    yield Look(
-        Cause.EGRESS, link, others, ranks, lambda rank: side(model, Cause.EGRESS, link, rank)
-    )
+    others = partners(model.place.nodes, _are_of_link(model.classes, link), within=link == NVLINK)
+    for cause, ends in ((Cause.INGRESS, (ranks, others)), (Cause.EGRESS, (others, ranks))):
+        of_rank = functools.partial(side, model, cause, link)
+        yield Look(cause, link, ends[0], ends[1], ranks.size, of_rank)
 
 
 def _node_links(model: PathModel, nodes: IntArray) -> Iterator[Look]:
@@ -192,10 +235,10 @@ def _node_links(model: PathModel, nodes: IntArray) -> Iterator[Look]:
     def group(cause: Cause, node: int) -> PathGroup:
         here, there = np.flatnonzero(place.nodes == node), np.flatnonzero(place.nodes != node)
         ends = (here, there) if cause == Cause.DOWNLINK else (there, here)
-        return _all_between(cause, node, *ends, here)
+        return _all_between(cause, node, *ends, place.num_ranks, here)
 
-    yield Look(Cause.DOWNLINK, NIC, inside, outside, lambda node: group(Cause.DOWNLINK, node))
-    yield Look(Cause.UPLINK, NIC, outside, inside, lambda node: group(Cause.UPLINK, node))
+    for cause, ends in ((Cause.DOWNLINK, (inside, outside)), (Cause.UPLINK, (outside, inside))):
+        yield Look(cause, NIC, ends[0], ends[1], place.num_ranks, functools.partial(group, cause))
 
 
 def _node_pairs(model: PathModel, nodes: IntArray) -> Look:
@@ -207,13 +250,14 @@ def _node_pairs(model: PathModel, nodes: IntArray) -> Look:
     def group(i: int) -> PathGroup:
         there, here = (np.flatnonzero(place.nodes == node) for node in pairs[i])
         # Of more than two nodes the others tell a clock.
-        return _all_between(Cause.NODE_PAIR, pairs[i], here, there, here)
+        return _all_between(Cause.NODE_PAIR, pairs[i], here, there, place.num_ranks, here)
 
     return Look(
         Cause.NODE_PAIR,
         NIC,
         np.repeat(few[receivers], few.shape[1], axis=1),
         np.tile(few[sources], (1, few.shape[1])),
+        place.num_ranks,
         group,
     )
 
@@ -225,7 +269,7 @@ def _rails(model: PathModel) -> Look:
 
     def group(rail: int) -> PathGroup:
         of_rail = np.flatnonzero(devices == rail)
-        group = _all_between(Cause.RAIL, rail, of_rail, of_rail, NO_RANKS)
+        group = _all_between(Cause.RAIL, rail, of_rail, of_rail, devices.size, NO_RANKS)
         apart = model.classes[group.receivers, group.sources] > 0
         return replace(group, receivers=group.receivers[apart], sources=group.sources[apart])
 
@@ -234,5 +278,6 @@ def _rails(model: PathModel) -> Look:
         NIC,
         np.repeat(rails, some.size, axis=1),
         np.tile(partners, (1, rails.shape[1])),
+        devices.size,
         group,
     )

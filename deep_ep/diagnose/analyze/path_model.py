@@ -30,8 +30,8 @@ A_CAUSE = 10.0
 OTHERWISE_BUSY = 0.03
 # Noise is at least this share of the smallest effect of interest.
 _LEAST_NOISE = 1 / 6
-# Levels settle against clocks and loads within so many sweeps, and are known from so many paths.
-_SWEEPS, _ENOUGH_PATHS = 2, 4_096
+# Levels are known from so many paths.
+_ENOUGH_PATHS = 4_096
 # One direction of a rank is hardly seen at less than this share of the other.
 _ONE_WAY = 0.2
 # Fences of so many mates tell into which rank paths are slow.
@@ -166,18 +166,19 @@ def fit_paths(kinds: Sequence[Matrices], floor_ns: float) -> PathModel:
     )
     least_noise = _LEAST_NOISE * floor_ns
     clock, cost = np.zeros(place.num_ranks), np.zeros((len(kinds), 2))
-    for _ in range(_SWEEPS):
-        before = cost
+    while True:
         if place.num_ranks >= MIN_RANKS_TO_SPLIT_PATHS:
             times = time - _by_load(cost, ports, classes) - into
             told, sigma = joint_clocks(times, classes, place, least_held, prior)
             told = _without_slow_sides(told, time, fence, prior)
             clock = prior.drawn(_without_slow_pair(told, place, prior), sigma)
-        level, _ = _levels(seen, clock, cost, least_noise, least_held)
-        cost = _costs(seen, clock, level, place.nodes)
-        if (cost == before).all():
+        level, spread = _levels(seen, clock, cost, least_noise, least_held)
+        if cost.any():
             break
-    level, spread = _levels(seen, clock, cost, least_noise, least_held)
+        # What rows cost is told by pairs of paths in which clocks cancel, and then clocks without it.
+        cost = _costs(seen, clock, level, place.nodes)
+        if not cost.any():
+            break
     usual = level[:, classes] + _by_load(cost, ports, classes)
     rest = known - _apart(clock)
     # What a rank waits at its fence is on its own clock.

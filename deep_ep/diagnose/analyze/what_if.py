@@ -27,6 +27,8 @@ from .estimates import Estimates
 
 # Operations replayed at most, and cells looked at, which bounds the time for large groups.
 _MOST_OPERATIONS, _MOST_CELLS = 128, 2e7
+# Cells of all sets worked on at once, which fit into the nearest caches.
+_BLOCK = 2**15
 # Until the ranks have fallen into the step of the replay.
 _FALLING_IN = 4
 # Lateness may swing; it is the median over so many operations before and after each.
@@ -105,22 +107,23 @@ def _replay(kinds: Sequence[_Kind], order: Sequence[int]) -> FloatArray:
 
 
 class _Shortened(NamedTuple):
-    """Paths that take less without some set of causes, those of each set one after the other; ns.
+    """Paths that take less without some set of causes, in order of receivers; ns.
 
     Attributes:
-        sources, receivers: [paths].
+        sets, receivers, sources: [paths], without which set, and of each path.
         usual: [paths], what they usually take.
         took: [n, paths], what they took in operations in which their source was one of the two latest, else NaN.
     """
 
-    sources: IntArray
+    sets: IntArray
     receivers: IntArray
+    sources: IntArray
     usual: FloatArray
     took: FloatArray
 
 
 class _Kind:
-    """Some operations of one kind, without each of several sets; ns. Paths are [source, receiver].
+    """Some operations of one kind, without each of several sets; ns. Paths are [receiver, source].
 
     Attributes:
         own, held, drain: [n, sets, num_ranks], before waiting; of it, at the fence; after the last arrival.
@@ -134,22 +137,22 @@ class _Kind:
             np.swapaxes(x[some], 1, 2) for x in (m.last, m.last_arrival, m.last_path)
         )
         # Paths begin when a source has handed over its last row, whomever that is for.
-        later = (e.send_ns - m.send).T
-        self._later, receiver = np.where(np.isfinite(later), later, 0.0), np.arange(num_ranks)
-        usual = _usual(e) - self._later
-        took = took - self._later[self._last, receiver] - e.paths.clock + e.paths.clock[self._last]
+        later, self._receivers = e.send_ns - m.send, np.arange(num_ranks)
+        self._later = np.where(np.isfinite(later), later, 0.0)
+        self._usual = usual = _usual(e) - self._later
+        latest = (self._receivers, self._last)
+        took = took - self._later[latest] - e.paths.clock + e.paths.clock[self._last]
         # The clock of a rank that did not report is known by what it sends only, and that may be late.
-        as_usual = usual[self._last, receiver] + 0.0 * took
+        as_usual = usual[latest] + 0.0 * took
         over = np.where(m.present[self._last], took - as_usual, 0.0)
         took = np.where(m.present[self._last], took, as_usual)
-        is_known = np.isfinite(took + over) & (self._last >= 0) & (self._last != receiver)
+        is_known = np.isfinite(took + over) & (self._last >= 0) & (self._last != self._receivers)
         over = np.where(is_known, over, np.nan).reshape(some.size, 2 * num_ranks)
         # By how much all paths take less, below 0, in operations with few tokens.
         self._shorter = np.fmin(median(over, 1), 0.0)
-        self._on_the_way = np.empty(usual.shape)
         self._took = np.where(is_known, took, -np.inf)
         # What is not known is nothing on a path to oneself.
-        self._latest, self._usual = np.where(is_known, self._last, receiver), usual
+        self._latest = np.where(is_known, self._last, self._receivers)
         self._latest_took = np.where(is_known, took, 0.0)
 
         # Of hops of normal operations it is not known when each rank had handed over its last row.
@@ -162,15 +165,17 @@ class _Kind:
             np.repeat(x[:, None], len(sets), axis=1) for x in (own, held, drain)
         )
         self._mates = m.expected & ~e.paths.between
+        self._numbers = np.arange(num_ranks**2).reshape(num_ranks, num_ranks)
         self._least_held = or_zero(quantile_of(median(m.held, 0), 0.0))
-        shortened = [
-            self._shorten_paths(s, [gain for gain in gains if gain.paths is not None])
-            for s, gains in enumerate(sets)
+        self._less = self._shortened(sets)
+        rows = max(_BLOCK // (len(sets) * num_ranks), 1)
+        self._came_by_path = np.empty((len(sets), min(rows, num_ranks), num_ranks))
+        first = np.arange(0, num_ranks, rows)
+        of_rows = np.searchsorted(self._less.receivers, [*first, num_ranks])
+        self._blocks = [
+            (slice(begin, begin + rows), slice(*less))
+            for begin, less in zip(first.tolist(), zip(of_rows, of_rows[1:]))
         ]
-        self._less = _Shortened(*(np.concatenate(of, axis=-1) for of in zip(*shortened)))
-        ends = np.cumsum([0, *(len(of_set.sources) for of_set in shortened)]).tolist()
-        self._of_sets = [slice(*of_set) for of_set in zip(ends, ends[1:])]
-        self._places = self._less.sources * num_ranks + self._less.receivers
         for s, gains in enumerate(sets):
             here = [gain for gain in gains if gain.operation == e.operation]
             found = {gain.rank for gain in here}
@@ -182,24 +187,35 @@ class _Kind:
         np.maximum(self.own, self.held, out=self.own)
         np.maximum(self.drain, 0.0, out=self.drain)
 
+    def _shortened(self, sets: Sequence[Sequence[Gain]]) -> _Shortened:
+        of_sets = [
+            self._shorten_paths(s, [gain for gain in gains if gain.paths is not None])
+            for s, gains in enumerate(sets)
+        ]
+        less = _Shortened(*(np.concatenate(of, axis=-1) for of in zip(*of_sets)))
+        order = np.argsort(less.receivers, kind="stable")
+        ends = (less.sets[order], less.receivers[order], less.sources[order])
+        return _Shortened(*ends, less.usual[order], less.took[:, order])
+
     def _shorten_paths(self, s: int, gains: Sequence[Gain]) -> _Shortened:
         """What paths take less.
 
         Where a path is hardly ever waited for, nothing is found; but it is the same path in all kinds.
         """
         e, m = self._e, self._e.m
-        less, heals = np.zeros(e.blame.shape), np.zeros(e.blame.shape, bool)
-        touched = heals.copy()
-        for gain in gains:
-            touched[gain.paths] = True
+        of_gains = [self._numbers[gain.paths].ravel() for gain in gains]
+        touched = np.unique(np.concatenate([np.zeros(0, np.int64), *of_gains]))
+        less, heals = np.zeros(touched.size), np.zeros(touched.size, bool)
+        for gain, numbers in zip(gains, of_gains):
+            places = np.searchsorted(touched, numbers)
             if gain.operation == e.operation and not gain.at_times:
-                less[gain.paths] += gain.path_ns
+                less[places] += gain.path_ns
             else:
-                heals[gain.paths] = True
-        at = dst, src = np.nonzero(touched)
-        less, heals = less[at], heals[at] & ~(less[at] > 0)
-        usual = self._usual[src, dst] - less
-        usual = np.where(heals, np.minimum(usual, self._healthy((src, dst))), usual)
+                heals[places] = True
+        heals &= ~(less > 0)
+        at = dst, src = np.divmod(touched, m.num_ranks)
+        usual = self._usual[at] - less
+        usual = np.where(heals, np.minimum(usual, self._healthy(at)), usual)
         is_latest, took = self._latest[..., dst] == src, self._latest_took[..., dst] - less
         took = np.where(heals, np.minimum(took, usual), took)
         took = np.where(is_latest[:, 0], took[:, 0], np.where(is_latest[:, 1], took[:, 1], np.nan))
@@ -207,22 +223,22 @@ class _Kind:
         np.maximum.at(slow, src, np.where(self._mates[at], np.where(heals, np.inf, less), 0.0))
         # At its fence a rank still waits for other causes.
         some = np.flatnonzero(slow)
-        paths = self._usual[some]
+        paths = self._usual[:, some]
         is_there = slow[src] > 0
-        paths[np.searchsorted(some, src[is_there]), dst[is_there]] = usual[is_there]
-        mates = self._mates[:, some].T
-        others = np.where(mates, paths - self._healthy(some), 0.0).max(axis=1, initial=0.0)
+        paths[dst[is_there], np.searchsorted(some, src[is_there])] = usual[is_there]
+        over = np.where(self._mates[:, some], paths - self._healthy((slice(None), some)), 0.0)
+        others = over.max(axis=0, initial=0.0)
         fence = np.clip(self.held[:, 0, some] - self._least_held - others, 0.0, slow[some])
         self.own[:, s, some] -= fence
         self.held[:, s, some] -= fence
         # Nor does it wait for slots of a receiver to which rows come sooner.
         np.maximum.at(hold_up, src, np.where((less > 0) | heals, m.credit[at], 0.0))
         self.own[:, s] -= hold_up
-        return _Shortened(src, dst, usual, took)
+        return _Shortened(np.full(dst.size, s), dst, src, usual, took)
 
     def _healthy(self, at: Any) -> FloatArray:
         """Of some paths what they take without any cause."""
-        return np.asarray(np.nan_to_num(self._e.paths.usual.T[at]) - self._later[at])
+        return np.asarray(np.nan_to_num(self._e.paths.usual[at]) - self._later[at])
 
     def _relieve(self, s: int, gain: Gain, rank: int) -> None:
         """Takes away a rank's own time."""
@@ -259,21 +275,20 @@ class _Kind:
         came = np.maximum(waits[0], sent[0, self._last[i, 1]] + self._took[i, 1])
         no_later = np.where(self._is_exact & (self._last[i, 0] >= 0), came, np.inf)
         paths = self._usual + self._shorter[i]
-        np.minimum(paths, no_later - sent[0][:, None], out=paths)
-        paths[self._latest[i], np.arange(no_later.size)] = self._latest_took[i]
+        np.minimum(paths, no_later[:, None] - sent[0], out=paths)
+        paths[self._receivers, self._latest[i]] = self._latest_took[i]
         less = self._less
         shorter = np.minimum(
             less.usual + self._shorter[i], no_later[less.receivers] - sent[0, less.sources]
         )
         shorter = np.where(np.isnan(less.took[i]), shorter, less.took[i])
-        arrival, on_the_way = np.empty(waits.shape), self._on_the_way
-        flat = paths.reshape(-1)
-        for s, of_set in enumerate(self._of_sets):
-            places = self._places[of_set]
-            kept, flat[places] = flat[places], shorter[of_set]
-            np.add(sent[s][:, None], paths, out=on_the_way)
-            np.maximum.reduce(on_the_way, axis=0, out=arrival[s])
-            flat[places] = kept
+        arrival, shorter = np.empty(waits.shape), shorter + sent[less.sets, less.sources]
+        for rows, of_rows in self._blocks:
+            of_block = paths[rows]
+            came = np.add(of_block, sent[:, None], out=self._came_by_path[:, : len(of_block)])
+            at = less.receivers[of_rows] - rows.start
+            came[less.sets[of_rows], at, less.sources[of_rows]] = shorter[of_rows]
+            np.maximum.reduce(came, axis=2, out=arrival[:, rows])
         return arrival
 
 
@@ -286,7 +301,7 @@ def _filled(series: FloatArray, usual: FloatArray) -> FloatArray:
 
 
 def _usual(e: Estimates) -> FloatArray:
-    """[source, receiver] median path times, the usual ones where none was seen; none to oneself."""
+    """[receiver, source] median path times, the usual ones where none was seen; none to oneself."""
     present = e.m.present
     paths = np.where(np.isfinite(e.paths.time), e.paths.time, e.paths.usual)
     expected = np.where(present[:, None], e.m.expected, e.m.expected.T)
@@ -296,4 +311,4 @@ def _usual(e: Estimates) -> FloatArray:
         paths[unknown] = or_zero(median_of(e.paths.time))
     paths[~expected] = -np.inf
     np.fill_diagonal(paths, 0.0)
-    return np.ascontiguousarray(paths.T)
+    return paths

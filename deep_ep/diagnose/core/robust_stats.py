@@ -27,13 +27,13 @@ FAR = 4.0
 def median(values: FloatArray, axis: int) -> FloatArray:
     """`numpy.nanmedian`, silent and fast: NaN where nothing is known."""
     ordered, count = _in_order(values, axis)
-    return (_at(ordered, count, (count - 1) // 2) + _at(ordered, count, count // 2)) / 2
+    return _mean_at(ordered, count, (count - 1) // 2, count // 2)
 
 
 def quantile(values: FloatArray, share: float, axis: int) -> FloatArray:
     """The value below which `share` of the known values lie; NaN where nothing is known."""
     ordered, count = _in_order(values, axis)
-    return _at(ordered, count, np.floor(share * (count - 1)).astype(np.intp))
+    return _mean_at(ordered, count, np.floor(share * (count - 1)).astype(np.intp))
 
 
 def _in_order(values: FloatArray, axis: int) -> tuple[FloatArray, IntArray]:
@@ -46,13 +46,18 @@ def _in_order(values: FloatArray, axis: int) -> tuple[FloatArray, IntArray]:
     return ordered, known.sum(axis=-1)
 
 
-def _at(ordered: FloatArray, count: IntArray, places: IntArray) -> FloatArray:
-    if not count.any():
+def _mean_at(ordered: FloatArray, count: IntArray, *places: IntArray) -> FloatArray:
+    """Of each row, the mean of what stands at one or two places; NaN where nothing is known."""
+    most = count.max(initial=0)
+    if not most:
         return np.full(count.shape, np.nan)
-    if count.min() == count.max():
-        return np.asarray(ordered[..., places.flat[0]])
-    at = np.take_along_axis(ordered, np.maximum(places, 0)[..., None], -1)[..., 0]
-    return np.where(count > 0, at, np.nan)
+    if count.min() == most:
+        found = [ordered[..., of_rows.flat[0]] for of_rows in places]
+        return np.asarray(found[0] + found[-1]) / 2
+    first = np.arange(count.size).reshape(count.shape) * ordered.shape[-1]
+    # What is not known stands at no place, and is infinite at the first one.
+    found = [ordered.reshape(-1)[first + np.maximum(of_rows, 0)] for of_rows in places]
+    return np.where(count > 0, (found[0] + found[-1]) / 2, np.nan)
 
 
 def median_of(values: FloatArray) -> float:
