@@ -19,7 +19,7 @@ from .finding import Found, Named, Size, found_on_paths
 from .path_causes import Contest, PathCause
 from .path_groups import ALL_LINKS, NIC, NVLINK
 from .path_model import MIN_RANKS_TO_SPLIT_PATHS, OTHERWISE_BUSY, PathModel, fit_paths
-from .thresholds import CLOCKS_KNOWN_NS, MOST_READ, JudgedKind, Thresholds
+from .thresholds import BORNE_OUT, CLOCKS_KNOWN_NS, MOST_READ, JudgedKind, Thresholds
 
 _SIDES = (Cause.INGRESS, Cause.EGRESS, Cause.INGRESS_OR_EGRESS)
 _SINGLE = (Cause.PATH, Cause.PATH_OR_BACK)
@@ -34,8 +34,6 @@ _CHECKS = {
 _LEAST_SHARE = 0.05
 # Clocks that are off by more are said.
 _CLOCKS_OFF_NS = 40_000.0
-# Another hop must show this share of what is slow on one.
-_BORNE_OUT = 0.4
 # Loads that differ may make this share of it of what paths take. Effects exceed their errors so many times.
 _BY_LOAD, _CERTAIN = 0.7, 2.5
 
@@ -198,7 +196,7 @@ def _is_borne_out(judged: JudgedPaths, k: int, cause: PathCause) -> bool:
         if o != k
     ]
     known = [value for value in shown if math.isfinite(value)]
-    return not known or max(known) > _BORNE_OUT * cause.effect[k]
+    return not known or max(known) > BORNE_OUT * cause.effect[k]
 
 
 def _size(judged: JudgedPaths, kind: JudgedKind, k: int, cause: PathCause) -> Size:

@@ -14,11 +14,8 @@ from .back_pressure import UNEVEN
 from .estimates import Estimates
 from .finding import NO_WORDS, Found, Named, Size, cells_of, found_cause, own_times
 from .own_work import Effect, compare
-from .thresholds import JudgedKind
+from .thresholds import BORNE_OUT, JudgedKind
 from .what_if import Gain
-
-# A rank that is certain in one kind is named in others from this share of what is asked there on.
-_BORNE_OUT = 0.5
 
 
 def hot_experts(kind: JudgedKind) -> list[Found]:
@@ -105,7 +102,7 @@ def late_ranks(
         certain = _certain(kinds, effects)
         for kind, effect in zip(kinds, effects):
             for rank in certain:
-                if not effect.value[rank] > max(kind.floor, _BORNE_OUT * kind.bar(effect)[rank]):
+                if not effect.value[rank] > max(kind.floor, BORNE_OUT * kind.bar(effect)[rank]):
                     continue
                 if rank in hot_ranks or (cause == Cause.LATE and rank in at_times):
                     continue
@@ -158,7 +155,7 @@ def early_receivers(kinds: Sequence[JudgedKind]) -> list[Found]:
         _early_receiver(kind, early, rank)
         for kind, early in zip(kinds, effects)
         for rank in certain
-        if early.value[rank] > max(kind.floor, _BORNE_OUT * kind.bar(early)[rank])
+        if early.value[rank] > max(kind.floor, BORNE_OUT * kind.bar(early)[rank])
     ]
 
 

@@ -17,6 +17,8 @@ from .own_work import Effect
 MIN_OPERATIONS = 8
 # Nobody reads a report of more verdicts, or paths, to its end.
 MOST_READ = 12
+# What is certain of one kind of operation must show in another one by this share, and is then named there, too.
+BORNE_OUT = 0.4
 # Clocks that are off by more tell nothing of single ranks that others must speak for, ns.
 CLOCKS_KNOWN_NS = 5_000.0
 
