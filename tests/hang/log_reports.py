@@ -1,4 +1,7 @@
-"""What people posted of runs that timed out: the address of each thread, some lines as they stand there, and what was answered."""
+"""What people posted of runs that timed out: the address of each thread, some lines as they stand there, and what was answered.
+
+Home folders in the lines are /home/user here.
+"""
 
 from __future__ import annotations
 
@@ -282,7 +285,7 @@ CUDA error: unspecified launch failure
 [rank1]: RuntimeError: Rank 1 successfully reached monitoredBarrier, but received errors while waiting for send/recv from rank 0. Please check rank 0 logs for faulty rank.
 [rank1]:  Original exception:
 [rank1]: [../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [192.168.239.202]:35230
-E0526 11:02:25.394000 139939038151872 torch/distributed/elastic/multiprocessing/api.py:826] failed (exitcode: 1) local_rank: 0 (pid: 7090) of binary: /root/.conda/envs/test/bin/python
+E0526 11:02:25.394000 139939038151872 torch/distributed/elastic/multiprocessing/api.py:826] failed (exitcode: 1) local_rank: 0 (pid: 7090) of binary: /home/user/.conda/envs/test/bin/python
 """,
         "rank 1 waits at monitored_barrier, and lost its connection to rank 0",
     ),
@@ -366,8 +369,8 @@ E0526 11:02:25.394000 139939038151872 torch/distributed/elastic/multiprocessing/
         f"{_GITHUB}deepseek-ai/DeepEP/issues/17",
         "",
         """
-/root/nvshmem_src/src/modules/transport/ibgda/ibgda.cpp:1345: non-zero status: 121 Error in mlx5dv_devx_obj_modify for INIT2RTR_QP with syndrome 29e0df
-/root/nvshmem_src/src/modules/transport/ibgda/ibgda.cpp:3005: non-zero status: 7 ibgda_rc_init2rtr failed on RC #0.
+/home/user/nvshmem_src/src/modules/transport/ibgda/ibgda.cpp:1345: non-zero status: 121 Error in mlx5dv_devx_obj_modify for INIT2RTR_QP with syndrome 29e0df
+/home/user/nvshmem_src/src/modules/transport/ibgda/ibgda.cpp:3005: non-zero status: 7 ibgda_rc_init2rtr failed on RC #0.
 """,
         "NVSHMEM could not be set up: Error in mlx5dv_devx_obj_modify for INIT2RTR_QP with syndrome 29e0df, status 121 (Remote I/O error)",
     ),
@@ -381,8 +384,8 @@ E0526 11:02:25.394000 139939038151872 torch/distributed/elastic/multiprocessing/
         f"{_GITHUB}deepseek-ai/DeepEP/issues/38",
         "",
         """
-/work/nvshmem_src/src/modules/transport/ibrc/ibrc.cpp:418: non-zero status: 110 ibv_modify_qp failed
-/work/nvshmem_src/src/modules/transport/ibrc/ibrc.cpp:418: non-zero status: 110 /work/nvshmem_src/src/modules/transport/ibrc/ibrc.cpp:1433: non-zero status: 7
+/home/user/nvshmem_src/src/modules/transport/ibrc/ibrc.cpp:418: non-zero status: 110 ibv_modify_qp failed
+/home/user/nvshmem_src/src/modules/transport/ibrc/ibrc.cpp:418: non-zero status: 110 /home/user/nvshmem_src/src/modules/transport/ibrc/ibrc.cpp:1433: non-zero status: 7
 """,
         "NVSHMEM could not be set up: ibv_modify_qp failed, status 110 (Connection timed out)",
     ),
