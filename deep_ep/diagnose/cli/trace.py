@@ -48,6 +48,10 @@ def trace(given: argparse.Namespace) -> int:
     """
     traces = sorted(map(rank_trace.read, _files(given.paths)), key=lambda each: each.rank)
     ranks = [each.rank for each in traces]
+    if given.record is not None and len(traces) < 2:
+        raise EPArgumentError(
+            "--record: one trace says nothing of other ranks. Name a trace of each rank."
+        )
     for one, other in zip(traces, traces[1:]):
         if one.rank == other.rank:
             raise EPArgumentError(
@@ -96,11 +100,7 @@ def trace(given: argparse.Namespace) -> int:
         with safe_files.create(given.html) as file:
             file.write(as_page("Dispatch and combine in profiles", sheets, [told, *said, *remarks]))
         console.print(Text(f"wrote {given.html}"))
-    if given.record is not None:
-        if diagnosis is None:
-            raise EPArgumentError(
-                "--record: one trace says nothing of other ranks. Name a trace of each rank."
-            )
+    if given.record is not None and diagnosis is not None:
         writer = Writer(given.record, "trace")
         record = Record(diagnosis, time_s=math.nan, window=1, group="trace")
         writer.write(record, with_matrices=True)

@@ -30,6 +30,7 @@ class Arrivals:
 
     Attributes:
         name, operation: of the exchanges.
+        exchanges: of each rank as many.
         ranks: in the order of the rows of all arrays.
         late_us: [ranks, n], how much later than the first one each rank came.
         own_us: [ranks, n], from the end of the exchange before to the begin of this one, on the rank's own clock; NaN where
@@ -44,6 +45,7 @@ class Arrivals:
 
     name: str
     operation: str
+    exchanges: Sequence[Sequence[TracedExchange]]
     ranks: tuple[int, ...]
     late_us: FloatArray
     own_us: FloatArray
@@ -118,7 +120,6 @@ def arrivals(traces: Sequence[RankTrace]) -> list[Arrivals]:
 
 def before(found: Arrivals, traces: Sequence[RankTrace], place: int) -> Before:
     """What the rank at that place did before the exchanges to which it came last."""
-    (of_ranks,) = [each for name, each in matched_exchanges(traces) if name == found.name]
     chosen = np.flatnonzero(found.late_us.argmax(axis=0) == place)[:_MOST_LOOKED_AT]
     totals: list[dict[str, float]] = []
     idle = np.zeros(len(traces))
@@ -127,7 +128,7 @@ def before(found: Arrivals, traces: Sequence[RankTrace], place: int) -> Before:
     for i, trace in enumerate(traces):
         total: dict[str, float] = defaultdict(float)
         for k in chosen.tolist():
-            end = of_ranks[i][k].span_us[0]
+            end = found.exchanges[i][k].span_us[0]
             own = found.own_us[i, k]
             begin = end - own if np.isfinite(own) else trace.first_us
             ran = trace.work.ending_within(begin, end)
@@ -178,6 +179,7 @@ def _arrivals(
     return Arrivals(
         name,
         of_ranks[0][0].operation,
+        of_ranks,
         tuple(trace.rank for trace in traces),
         lengths.max(axis=0) - lengths,
         own,

@@ -291,6 +291,19 @@ def test_files_of_all_ranks_end_in_a_sentence_for_a_ticket(
     assert "rank 3" in capsys.readouterr().out
 
 
+def test_a_record_of_one_trace_is_refused_before_anything_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    snapshot = generated(SlowRank(3, 50e-6), 5)[0]
+    path, page = tmp_path / "rank0.json", tmp_path / "page.html"
+    path.write_text(json.dumps({"traceEvents": events_of(snapshot, LIBRARIES[WITH_NOTIFY])}))
+    assert main(["trace", str(path), "--html", str(page), "--record", str(tmp_path / "out")]) == 2
+    said = capsys.readouterr()
+    assert "Name a trace of each rank" in said.err
+    assert said.out == ""
+    assert not page.exists()
+
+
 def one_rank(rank: int, group: Any, folder: str) -> None:
     """Low-latency rounds on the real kernels, and their counters."""
     size = deep_ep.Buffer.get_low_latency_rdma_size_hint(TOKENS, HIDDEN, RANKS, EXPERTS_OF_ALL)
