@@ -8,7 +8,7 @@ own median rank, and ranks with the healthy half of them: causes only add.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -64,7 +64,8 @@ class Effect:
 
     def reversed(self) -> Effect:
         """How far below instead of above, with the upper ranks for the healthy ones."""
-        return compare(-self.excess)
+        below = compare(-self.excess)
+        return replace(below, error=np.hypot(below.error, self.by_tokens), by_tokens=self.by_tokens)
 
 
 def compare(values: FloatArray, taken_out: FloatArray | None = None) -> Effect:

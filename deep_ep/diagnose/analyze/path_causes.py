@@ -81,6 +81,11 @@ class PathCause:
     share: FloatArray
     is_known: BoolArray
 
+    @property
+    def at_times(self) -> bool:
+        """Whether it shows in some operations only."""
+        return bool(self.share.min() < 1)
+
 
 class _Option(NamedTuple):
     """A way to explain the paths of some ranks: the loss in nats, which are slow, and by how much clocks are off."""

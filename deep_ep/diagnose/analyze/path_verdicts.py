@@ -102,14 +102,25 @@ def judge_paths(matrices: Mapping[str, Matrices], limits: Mapping[str, Threshold
         share = np.where(is_known, np.stack([m.path_burst_share for m in kinds]), np.nan)
         named = {(cause.group.cause, cause.group.number) for cause in causes}
         at_times = Contest(model, bursts, floors, false_alarms, fits_clocks=False).run(share)
-        # What comes and goes does so in all kinds.
         causes += [
             one
             for one in at_times
             if (one.group.cause, one.group.number) not in named
-            and (one.effect > least)[one.is_known].all()
+            and _comes_and_goes(list(matrices), one, least)
         ]
     return JudgedPaths(list(matrices), model, floors, causes)
+
+
+def _comes_and_goes(kinds: Sequence[str], cause: PathCause, least: FloatArray) -> bool:
+    """Whether bursts show in all kinds of operation in which they must.
+
+    Experts that are in demand in some layers slow the way into their rank in dispatch, and out of it in combine. So the
+    other kind tells a link from them.
+    """
+    is_combine = np.array(["combine" in kind for kind in kinds])
+    tells = {Cause.INGRESS: is_combine, Cause.EGRESS: ~is_combine}.get(cause.group.cause)
+    told = cause.is_known if tells is None or not tells.any() else cause.is_known & tells
+    return bool(told.any() and (cause.effect > least)[told].all())
 
 
 def _floors(model: PathModel, smallest: FloatArray, path_fraction: Sequence[float]) -> FloatArray:
@@ -164,6 +175,10 @@ def slow_paths(
 
 def _is_worth_it(judged: JudgedPaths, kind: JudgedKind, k: int, cause: PathCause) -> bool:
     """Whether a cause is big in this kind, unlike healthy groups, and on other hops as well."""
+    unlike = kind.limits.spread * cause.spread[k]
+    if _is_told_by_time(judged, cause):
+        error = _own_error(kind, k, cause)
+        return bool(cause.effect[k] > max(kind.floor, unlike, _CERTAIN * error))
     link = 0 if cause.group.link == NVLINK else 1
     paths = (cause.group.receivers, cause.group.sources)
     uneven = float(np.mean(judged.model.uneven(k, *paths))) * or_zero(
@@ -171,12 +186,21 @@ def _is_worth_it(judged: JudgedPaths, kind: JudgedKind, k: int, cause: PathCause
     )
     bar = max(
         judged.floors[k, link],
-        kind.limits.spread * cause.spread[k],
+        unlike,
         _CERTAIN * _size(judged, kind, k, cause).error,
         _CERTAIN * or_zero(median_of(judged.model.noise[k][paths])),
         _BY_LOAD * uneven,
     )
     return bool(cause.effect[k] > bar) and _is_borne_out(judged, k, cause)
+
+
+def _is_told_by_time(judged: JudgedPaths, cause: PathCause) -> bool:
+    """Whether paths are compared with themselves at other times only, so that what they differ by for good does not matter.
+
+    Those of a rank are: rails are congested now and then, and where each rank is a node, all paths are one rail.
+    """
+    place = judged.model.place
+    return cause.at_times and cause.cause in _SIDES and place.num_nodes < place.num_ranks
 
 
 def _is_borne_out(judged: JudgedPaths, k: int, cause: PathCause) -> bool:
@@ -199,17 +223,25 @@ def _is_borne_out(judged: JudgedPaths, k: int, cause: PathCause) -> bool:
     return not known or max(known) > BORNE_OUT * cause.effect[k]
 
 
-def _size(judged: JudgedPaths, kind: JudgedKind, k: int, cause: PathCause) -> Size:
+def _own_error(kind: JudgedKind, k: int, cause: PathCause) -> float:
+    """Of its mean over all operations, ns: noise, and that of some operations nobody knows whether they were in a burst.
+
+    The data of those was there at the first look.
+    """
     paths = (cause.group.receivers, cause.group.sources)
-    usual = or_zero(median_of(kind.e.paths.usual[paths]))
     effect, share = float(cause.effect[k]), float(cause.share[k])
-    # Whether those operations were in a burst of which the data was there at the first look, nobody knows.
     seen = max(or_zero(median_of(kind.e.m.path_count[paths])), 1.0)
     hidden = max(1.0 - seen / max(kind.e.num_operations, 1), 0.0)
-    of_bursts = effect * math.sqrt(hidden * (1.0 - share) / (max(share, _LEAST_SHARE) * seen))
+    unknown = effect * math.sqrt(hidden * (1.0 - share) / (max(share, _LEAST_SHARE) * seen))
+    return math.hypot(float(cause.error[k]), unknown)
+
+
+def _size(judged: JudgedPaths, kind: JudgedKind, k: int, cause: PathCause) -> Size:
+    usual = or_zero(median_of(kind.e.paths.usual[cause.group.receivers, cause.group.sources]))
+    effect = float(cause.effect[k])
     return Size(
         effect,
-        math.hypot(float(cause.error[k]), OTHERWISE_BUSY * (usual + effect), of_bursts),
+        math.hypot(_own_error(kind, k, cause), OTHERWISE_BUSY * (usual + effect)),
         judged.model.place.num_ranks,
         float(cause.spread[k]),
     )
@@ -250,7 +282,7 @@ def _found(judged: JudgedPaths, kind: JudgedKind, k: int, cause: PathCause) -> F
         (group.receivers, group.sources),
         evidence=evidence,
         words=words,
-        seen_in=float(cause.share[k]) if cause.share.min() < 1 else math.nan,
+        seen_in=float(cause.share[k]) if cause.at_times else math.nan,
     )
 
 

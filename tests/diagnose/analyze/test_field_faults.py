@@ -91,9 +91,25 @@ def test_a_rank_that_throttles_in_a_slow_swing_is_named(shape: str) -> None:
     assert all_right(Cell("throttled rank", shape, 50.0, USUAL, STATED)) == 1.0
 
 
-@pytest.mark.parametrize("scenario", ["bursts at a NIC", "bursts on a path", "paused sender"])
-def test_what_comes_and_goes_on_paths_is_named(scenario: str) -> None:
-    assert all_right(Cell(scenario, "3x4", 200.0, USUAL, STATED)) >= 0.75
+@pytest.mark.parametrize(
+    ("scenario", "shape", "effect_us"),
+    [
+        ("bursts at a NIC", "3x4", 200.0),
+        ("bursts on a path", "3x4", 200.0),
+        ("paused sender", "3x4", 200.0),
+        # Eight of the 60 to 100 us that healthy paths take, on average.
+        ("bursts at a NIC", "2x8", 20.0),
+        ("paused sender", "2x8", 20.0),
+        ("paused sender", "4x8", 20.0),
+    ],
+)
+def test_what_comes_and_goes_on_paths_is_named(scenario: str, shape: str, effect_us: float) -> None:
+    assert all_right(Cell(scenario, shape, effect_us, USUAL, STATED)) >= 0.75
+
+
+@pytest.mark.parametrize("shape", ["8x1", "3x4", "6x8"])
+def test_experts_in_demand_in_some_layers_are_no_link_that_is_busy_at_times(shape: str) -> None:
+    assert all_right(Cell("healthy", shape, 0.0, "layers"), 6) == 1.0
 
 
 @pytest.mark.exhaustive

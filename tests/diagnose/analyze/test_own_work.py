@@ -62,6 +62,12 @@ def test_what_is_less_is_early() -> None:
     assert compare(values).reversed().value[5] == pytest.approx(30 * US, abs=3 * US)
 
 
+def test_what_was_taken_out_for_tokens_is_as_uncertain_of_early_ranks() -> None:
+    effect = compare(150 * US + noise(0.0, 64, 8), 5 * US * np.linspace(-1, 1, 8))
+    np.testing.assert_array_equal(effect.reversed().by_tokens, effect.by_tokens)
+    assert (effect.reversed().error >= effect.by_tokens).all()
+
+
 def test_the_cost_of_a_token_is_what_a_rank_s_time_follows_and_not_what_ranks_differ_by() -> None:
     generator = np.random.default_rng(3)
     tokens = generator.integers(500, 1500, (64, 8)).astype(float)

@@ -11,6 +11,9 @@ import pytest
 from deep_ep import diagnose
 from deep_ep.diagnose import Diagnosis, Snapshot
 from deep_ep.diagnose.analyze.path_groups import NIC, NVLINK
+from deep_ep.diagnose.analyze.path_verdicts import judge_paths
+from deep_ep.diagnose.analyze.thresholds import Thresholds
+from deep_ep.diagnose.core.causes import Cause
 from deep_ep.testing.faults import HotRank, SlowPath, SlowRank
 from generator import simulate, simulate_windows
 from generator.faults import (
@@ -255,3 +258,34 @@ def test_coarse_timers_and_offsets_that_are_wrong_by_two_us_are_no_slow_paths(li
 def test_a_rank_that_sends_slowly_to_everybody_is_no_path() -> None:
     for found in windows(on_nodes(GPU, 8), 8, [SlowSend(2, 20e-6)], range(121, 125)):
         assert found.keys == {("comp-slow", 2)}
+
+
+@pytest.mark.parametrize(
+    ("cause", "in_combine", "is_named"),
+    [
+        (Cause.INGRESS, "busy", True),
+        (Cause.INGRESS, "quiet", False),
+        (Cause.INGRESS, "unknown", False),
+        (Cause.EGRESS, "quiet", True),
+        (Cause.EGRESS, "unknown", True),
+    ],
+)
+def test_a_side_that_is_busy_at_times_shows_where_experts_in_demand_do_not(
+    cause: Cause, in_combine: str, is_named: bool
+) -> None:
+    """Those make more rows come into their rank in dispatch, and go out of it in combine."""
+    snapshots = simulate(on_nodes(GPU, 8), 16, ROUNDS, [], 5, capacity=2 * ROUNDS)
+    matrices = diagnose.gather(snapshots)
+    ours = np.zeros((16, 16), bool)
+    ours[5, 8:] = True
+    ours = ours if cause == Cause.INGRESS else ours.T
+    busy = {"path_burst": np.where(ours, 12e3, 0.0), "path_burst_share": np.where(ours, 0.4, 0.0)}
+    unknown = {"path": np.where(ours, np.nan, matrices["combine"].path)}
+    changes = {"busy": busy, "quiet": {}, "unknown": unknown}[in_combine]
+    matrices = {
+        "dispatch": replace(matrices["dispatch"], **busy),
+        "combine": replace(matrices["combine"], **changes),
+    }
+    judged = judge_paths(matrices, dict.fromkeys(matrices, Thresholds.of("cuda")))
+    found = [(one.group.cause, one.group.number) for one in judged.causes if one.at_times]
+    assert ((cause, 5) in found) == is_named

@@ -205,3 +205,11 @@ def test_who_waits_at_its_fence_for_a_slow_link_is_not_late(delay_s: float) -> N
     injected = [[SlowPath(seed % 8, (seed + 3) % 8, delay_s)] for seed in range(10)]
     for window, found in judged(fenced, 8, injected, 900):
         assert found.keys == window.truth.keys, found.verdicts
+
+
+@pytest.mark.parametrize(("num_ranks", "seed"), [(16, 1814800049), (8, 133700062), (8, 133700103)])
+def test_ranks_whose_loads_differ_for_good_are_not_late(num_ranks: int, seed: int) -> None:
+    """What a token costs is known with an error, which makes a busy rank late in every operation."""
+    machine = replace(CLUSTER, ranks_per_node=8, skew=0.25, clock_error=0.5, host_clock_error=0.3)
+    (window,) = simulate_windows(machine, num_ranks, 64, [[]], seed, capacity=128)
+    assert not diagnosed(window.snapshots).verdicts
