@@ -53,6 +53,7 @@ class Rank:
         queues: Queues = Queues(),
         combine_queues: Queues = Queues(),
         bulk_copies: bool = False,
+        sums_by_pick: bool = False,
     ) -> None:
         self.shape, self.keeps_counters = shape, keeps_counters
         self.queues, self.combine_queues = queues, combine_queues
@@ -134,6 +135,14 @@ class Rank:
         self.combined_x = zeros(ctypes.c_uint16, num_tokens * shape.hidden)
         self.combined_weights = zeros(ctypes.c_float, len(experts))
         self.num_recv_rows = 0
+        self.relayed_experts = zeros(ctypes.c_int32, num_rows * shape.num_topk)
+        self.relay_topk_idx = ctypes.addressof(self.relayed_experts) if sums_by_pick else 0
+        self.order = {
+            "order_topk_idx": ctypes.addressof(self.topk_idx) if sums_by_pick else 0,
+            "order_relay_topk_idx": self.relay_topk_idx,
+            "order_topk": shape.num_topk if sums_by_pick else 0,
+            "order_experts_per_rank": shape.num_experts // num_ranks if sums_by_pick else 0,
+        }
         self.counters = {
             kind: (
                 zeros(ctypes.c_int64, len(native.COUNTER_FIELDS) * num_ranks),
@@ -178,6 +187,7 @@ class Rank:
             **common,
             num_tokens_per_rank=ctypes.addressof(self.layout["num_tokens_per_rank"]),
             num_tokens_per_expert=ctypes.addressof(self.layout["num_tokens_per_expert"]),
+            num_max_tokens_per_rank=-1,
             wait_stats=0,
             notify_counters=self.pointers("notify"),
         )
@@ -188,6 +198,7 @@ class Rank:
             **common,
             **_addresses(self.sent),
             **received,
+            relay_topk_idx=self.relay_topk_idx,
             scale_row_stride=self.num_scales,
             scale_column_stride=1,
             packs=ctypes.addressof(self.packs),
@@ -217,6 +228,7 @@ class Rank:
             packs=ctypes.addressof(self.packs),
             bias_0=0,
             bias_1=0,
+            **self.order,
             combined_x=ctypes.addressof(self.combined_x),
             combined_topk_weights=ctypes.addressof(self.combined_weights),
             num_rows=self.num_recv_rows,

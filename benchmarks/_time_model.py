@@ -151,9 +151,13 @@ def low_latency(group: Group) -> dict[str, Operation]:
 
 
 def normal(
-    group: Group, dispatch_config: Config, combine_config: Config, bulk_copies: bool = True
+    group: Group,
+    dispatch_config: Config,
+    combine_config: Config,
+    bulk_copies: bool = True,
+    sums_by_pick: bool = False,
 ) -> dict[str, Operation]:
-    """FP8 dispatch, with its notify, and bf16 combine, by kernel."""
+    """FP8 dispatch, with its notify, and bf16 combine, by kernel; sums as those of `ElasticBuffer` or of `Buffer`."""
     shape, routes = group.small_shape(), group.routes()
     experts_per_node = shape.num_experts // group.num_nodes
     queues = [_normal_group.Queues.of(config) for config in (dispatch_config, combine_config)]
@@ -181,6 +185,7 @@ def normal(
             False,
             *queues,
             bulk_copies=bulk_copies,
+            sums_by_pick=sums_by_pick,
         )
 
     return _simulate(group, make_rank, {"normal_dispatch": dispatch, "normal_combine": combine})

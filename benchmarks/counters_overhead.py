@@ -32,8 +32,8 @@ WORKLOADS = {
     "normal": Workload(1, 128, (2, 4)),
     "normal-2-nodes": Workload(2, 128, (2, 4)),
 }
-# Ratio to a round with neither, at most.
-LIMITS = {"counters": 1.01, "recorder": 1.002}
+# Ratio to a round with neither, at most. Counts of one program differ by 0.0004 between environments.
+LIMITS = {"counters": 1.012, "recorder": 1.002}
 NUM_RECORDED_CALLS = 64
 
 

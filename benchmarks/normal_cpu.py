@@ -6,6 +6,9 @@ expert of theirs, BF16 rows back, their sum. The gloo version sorts by destinati
 torch.distributed.all_to_all_single, takes the same way back, and sums. A round's time is that of
 its slowest rank; the ratio is that of the medians.
 
+`--elastic` adds both layouts of `ElasticBuffer`. Its compact rows are compared with the same gloo exchange, the expanded
+ones with one that puts rows by expert and adds up the rows of a token on each rank before they go back.
+
 In the same rounds all ranks copy memory at once. What dispatch and combine must move, over the time
 they take, is given as a share of what those copies reach. With several nodes, what crosses the network
 is counted in a round of its own, and compared with the least: each token once for each node.
@@ -96,22 +99,39 @@ class Gloo:
         data, scales, experts, weights = (
             part.contiguous() for part in arrived.split([part.shape[1] for part in parts], dim=1)
         )
-        # As a model gets them; nobody reads the experts here.
-        del experts, weights
         return Received(
             data.view(torch.float8_e4m3fn),
             scales.view(torch.float32),
-            (tokens, num_tokens, *splits),
+            (tokens, num_tokens, *splits, experts.view(torch.int64), weights),
         )
 
     def combine(self, ys: torch.Tensor, received: Received) -> torch.Tensor:
         """ys [received rows, hidden] bfloat16 -> [T, hidden] bfloat16."""
-        tokens, num_tokens, sent, came = received.state
+        tokens, num_tokens, sent, came, _, _ = received.state
         returned = self.all_to_all(ys.view(torch.uint8), came, sent).view(torch.bfloat16)
         total = torch.zeros(num_tokens, ys.shape[1])
         for rows, part in zip(tokens.split(sent), returned.split(sent)):
             total.index_add_(0, rows, part.float())
         return total.bfloat16()
+
+
+class GlooByExpert(Gloo):
+    """The same, and each rank has its rows by expert, as grouped matrix products take them."""
+
+    def dispatch(self, problem: Problem) -> Received:
+        """A row for each pick; which row of the exchange it is belongs to the state."""
+        received = super().dispatch(problem)
+        *state, experts, _ = received.state
+        order = experts.flatten().argsort(stable=True)[int((experts < 0).sum()) :]
+        rows = order // experts.shape[1]
+        data = received.data.view(torch.uint8)[rows].view(received.data.dtype)
+        return Received(data, received.scales[rows], (*state, rows, len(experts)))
+
+    def combine(self, ys: torch.Tensor, received: Received) -> torch.Tensor:
+        """Rows of a token are added up before they go back."""
+        *state, rows, num_rows = received.state
+        sums = torch.zeros(num_rows, ys.shape[1]).index_add_(0, rows, ys.float()).bfloat16()
+        return super().combine(sums, received._replace(state=(*state, None, None)))
 
 
 class Ours:
@@ -155,6 +175,34 @@ class Ours:
         return combined
 
 
+class Elastic:
+    """The same with DeepEP V2's calls, in one of the two layouts."""
+
+    def __init__(
+        self, group: dist.ProcessGroup, args: argparse.Namespace, *, do_expand: bool
+    ) -> None:
+        sizes = {"hidden": args.hidden, "num_topk": args.num_topk}
+        self.buffer = deep_ep.ElasticBuffer(
+            group, num_max_tokens_per_rank=args.num_tokens, explicitly_destroy=True, **sizes
+        )
+        self.do_expand = do_expand
+
+    def dispatch(self, problem: Problem) -> Received:
+        """The handle is the state."""
+        (data, scales), _, _, handle, _ = self.buffer.dispatch(
+            (problem.data, problem.scales),
+            problem.topk_idx,
+            problem.topk_weights,
+            num_experts=problem.num_experts,
+            do_expand=self.do_expand,
+        )
+        return Received(data, scales, handle)
+
+    def combine(self, ys: torch.Tensor, received: Received) -> torch.Tensor:
+        """As Gloo.combine."""
+        return self.buffer.combine(ys, received.state)[0]
+
+
 def make_problem(rank: int, args: argparse.Namespace) -> Problem:
     """Random tokens, distinct experts."""
     generator = torch.Generator().manual_seed(rank)
@@ -193,10 +241,10 @@ class Crossing(NamedTuple):
 
 
 def count_crossing(
-    ours: Ours, problem: Problem, ys: torch.Tensor, args: argparse.Namespace
+    ours: Ours | Elastic, problem: Problem, ys: torch.Tensor, args: argparse.Namespace
 ) -> dict[str, Crossing]:
     """By operation, in a round of its own."""
-    buffer = ours.buffer
+    buffer = ours.buffer.buffer if isinstance(ours, Elastic) else ours.buffer
     rank, num_ranks = buffer.rank, buffer.group_size
     elsewhere = torch.arange(num_ranks) // (num_ranks // args.num_nodes)
     elsewhere = elsewhere != elsewhere[rank]
@@ -223,12 +271,28 @@ def count_crossing(
     }
 
 
+def exchanges(group: dist.ProcessGroup, args: argparse.Namespace) -> dict[str, Any]:
+    """By name, each beside the one over gloo that it is compared with, which comes first."""
+    found: dict[str, Any] = {"gloo": Gloo(group), "deep_ep": Ours(group, args)}
+    if args.elastic:
+        found["V2 compact"] = Elastic(group, args, do_expand=False)
+        found["gloo by expert"] = GlooByExpert(group)
+        found["V2 expanded"] = Elastic(group, args, do_expand=True)
+    return found
+
+
+def dequantised(received: Received) -> torch.Tensor:
+    """What the experts would return."""
+    parts = zip(received.data.split(1024), received.scales.split(1024))
+    return torch.cat([reference.dequantise(*part) for part in parts])
+
+
 def run_rank(rank: int, group: dist.ProcessGroup, args: argparse.Namespace) -> dict[str, Any]:
-    """One rank: alternating rounds of both exchanges and of copies. Returns seconds per round and
+    """One rank: alternating rounds of all exchanges and of copies. Returns seconds per round and
     phase, and bytes.
     """
     problem = make_problem(rank, args)
-    gloo, ours = Gloo(group), Ours(group, args)
+    known = exchanges(group, args)
     times: dict[str, list[float]] = {}
 
     def timed(name: str, fn: Callable[[], Any]) -> Any:
@@ -237,26 +301,34 @@ def run_rank(rank: int, group: dist.ProcessGroup, args: argparse.Namespace) -> d
         times.setdefault(name, []).append(time.perf_counter() - begin)
         return result
 
-    # What the experts would return is made once; only the exchange is timed.
-    received = ours.dispatch(problem)
-    other = gloo.dispatch(problem)
-    for mine, theirs in zip(received[:2], other[:2]):
-        assert torch.equal(mine.view(torch.uint8), theirs.view(torch.uint8)), "rows differ"
-    del other
-    parts = zip(received.data.split(1024), received.scales.split(1024))
-    ys = torch.cat([reference.dequantise(*part) for part in parts])
-    to_move = bytes_to_move(rank, group.size(), received, problem, args)
-    del received
-    crossing = count_crossing(ours, problem, ys, args) if args.num_nodes > 1 else {}
+    # What the experts would return is made once for each layout; only the exchange is timed.
+    rows: dict[str, torch.Tensor] = {}
+    crossing: dict[str, Crossing] = {}
+    for name, exchange in known.items():
+        received = exchange.dispatch(problem)
+        if name.startswith("gloo"):
+            expected, rows[name] = received, dequantised(received)
+            ys = rows[name]
+            continue
+        for mine, theirs in zip(received[:2], expected[:2]):
+            assert torch.equal(mine.view(torch.uint8), theirs.view(torch.uint8)), "rows differ"
+        rows[name] = ys
+        if name == "deep_ep":
+            to_move = bytes_to_move(rank, group.size(), received, problem, args)
+        if args.num_nodes > 1:
+            counted = count_crossing(exchange, problem, ys, args)
+            crossing |= {f"{name}, {phase}": found for phase, found in counted.items()}
+    del received, expected
     source = torch.ones(COPIED_BYTES, dtype=torch.uint8)
     target = torch.zeros_like(source)
 
-    def round_of(name: str, exchange: Gloo | Ours) -> torch.Tensor:
+    def round_of(name: str) -> torch.Tensor:
+        exchange = known[name]
         dist.barrier(group)
         begin = time.perf_counter()
         received = timed(f"{name} dispatch", lambda: exchange.dispatch(problem))
         received = received._replace(data=None, scales=None)
-        combined = timed(f"{name} combine", lambda: exchange.combine(ys, received))
+        combined = timed(f"{name} combine", lambda: exchange.combine(rows[name], received))
         times.setdefault(name, []).append(time.perf_counter() - begin)
         return combined
 
@@ -265,12 +337,17 @@ def run_rank(rank: int, group: dist.ProcessGroup, args: argparse.Namespace) -> d
             target.copy_(source)
 
     for _ in range(WARM_UP_ROUNDS + args.rounds):
-        mine, theirs = round_of("deep_ep", ours), round_of("gloo", gloo)
+        combined = {name: round_of(name) for name in known}
         dist.barrier(group)
         timed("copy", copy)
-    difference = (mine.float() - theirs.float()).abs().max()
-    assert difference <= 2**-6 * theirs.float().abs().max(), "the two exchanges disagree"
-    ours.buffer.destroy()
+    for name, mine in combined.items():
+        if name.startswith("gloo"):
+            theirs = mine.float()
+        difference = (mine.float() - theirs).abs().max()
+        assert difference <= 2**-6 * theirs.abs().max(), f"{name} and gloo disagree"
+    for exchange in known.values():
+        if hasattr(exchange, "buffer"):
+            exchange.buffer.destroy()
     return {
         "times": {name: values[WARM_UP_ROUNDS:] for name, values in times.items()},
         "bytes": to_move,
@@ -284,12 +361,15 @@ def report(results: list[dict[str, Any]]) -> None:
         name: statistics.median(map(max, zip(*(one["times"][name] for one in results))))
         for name in results[0]["times"]
     }
-    for name in ("deep_ep", "gloo"):
+    names = [name for name in medians if f"{name} dispatch" in medians]
+    for name in names:
+        if name.startswith("gloo"):
+            compared = medians[name]
         print(
-            f"  {name:8} {medians[name] * 1e3:8.0f} ms a round (median of the slowest rank; dispatch "
-            f"{medians[f'{name} dispatch'] * 1e3:.0f}, combine {medians[f'{name} combine'] * 1e3:.0f})"
+            f"  {name:14} {medians[name] * 1e3:6.0f} ms a round (median of the slowest rank; dispatch "
+            f"{medians[f'{name} dispatch'] * 1e3:.0f}, combine {medians[f'{name} combine'] * 1e3:.0f}), "
+            f"ratio {compared / medians[name]:.2f} x"
         )
-    print(f"  ratio    {medians['gloo'] / medians['deep_ep']:8.2f} x")
     copied = len(results) * COPIED_BYTES * NUM_COPIES / medians["copy"]
     print(f"  copies   {copied / 1e9:8.2f} GB/s, of all ranks at once")
     for phase in ("dispatch", "combine"):
@@ -304,7 +384,7 @@ def report(results: list[dict[str, Any]]) -> None:
         least_rows = sum(one.least_rows for one in ranks)
         payload = sum(one.least_rows * one.row_bytes for one in ranks)
         print(
-            f"  network  {phase}: {sum(one.rows_came for one in ranks) / least_rows:.2f} of the least rows; "
+            f"  network, {phase}: {sum(one.rows_came for one in ranks) / least_rows:.2f} of the least rows; "
             f"{sum(one.bytes_sent for one in ranks) / payload:.4f} of their {payload / 1e9:.3f} GB with headers"
         )
 
@@ -321,6 +401,7 @@ def main() -> None:
     parser.add_argument("--num-topk", type=int, default=8)
     parser.add_argument("--num-experts", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--elastic", action="store_true", help="ElasticBuffer, too")
     args = parser.parse_args()
     print(
         f"{args.num_tokens} tokens x {args.hidden} x top-{args.num_topk} of {args.num_experts} experts, FP8 dispatch, "

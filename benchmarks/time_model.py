@@ -32,8 +32,8 @@ from deep_ep.types.config import Config, recommended_combine, recommended_dispat
 
 PORTS = {"NVLink": "nvlink_bytes_per_ns", "network": "nic_bytes_per_ns"}
 CHUNKS = ("NVL_SEND", "NVL_RECV", "RDMA_SEND", "RDMA_RECV")
-# Of --tune: nodes of 8 ranks, and how far rows are shrunk.
-TUNED_NODES, TUNED_TOKENS, TUNED_SHRINK = (1, 2, 4, 8), 512, 7
+# Of --tune: tokens of a rank by nodes of 8 ranks, and how far rows are shrunk. Of 8 nodes 512 take three minutes a setting.
+TUNED_TOKENS, TUNED_SHRINK = {1: 512, 2: 512, 4: 512, 8: 256}, 7
 RANKS_PER_NODE = 8
 # Of the picture, one for each of SPENT_FIELDS.
 COLOURS = ("tab:green", "tab:orange", "lightgrey", "tab:blue", "tab:purple", "tab:red", "tab:pink")
@@ -129,11 +129,11 @@ def draw(title: str, operations: Mapping[str, Operation], path: Path) -> None:
 
 
 def tune(console: Console) -> None:
-    """Times of the settings that `python -m deep_ep.tune` tries, for all GPUs and `TUNED_NODES`."""
+    """Times of the settings that `python -m deep_ep.tune` tries, for all GPUs and the nodes of `TUNED_TOKENS`."""
     by_costs: dict[tuple[float, ...], list[str]] = {}
     for gpu in _time_model.gpus():
         by_costs.setdefault(tuple(_time_model.costs_of(gpu).values()), []).append(gpu)
-    groups = [(gpus, nodes) for nodes in reversed(TUNED_NODES) for gpus in by_costs.values()]
+    groups = [(gpus, nodes) for nodes in reversed(TUNED_TOKENS) for gpus in by_costs.values()]
     # A process each: the native module simulates one group at a time.
     with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
         found = list(pool.map(_tune, *zip(*groups)))
@@ -143,7 +143,8 @@ def tune(console: Console) -> None:
 
 def _tune(gpus: list[str], num_nodes: int) -> modelled.ModelledGroup:
     num_ranks = num_nodes * RANKS_PER_NODE
-    shape = GroupShape(num_ranks, TUNED_TOKENS, 7168, 8, 256)
+    num_tokens = TUNED_TOKENS[num_nodes]
+    shape = GroupShape(num_ranks, num_tokens, 7168, 8, 256)
     costs = _time_model.costs_of(gpus[0])
     group = Group(_time_model.load(), costs, shape, RANKS_PER_NODE, TUNED_SHRINK)
     times: dict[Trial, Times] = {}
@@ -157,7 +158,7 @@ def _tune(gpus: list[str], num_nodes: int) -> modelled.ModelledGroup:
 
     base = Trial(recommended_dispatch(num_ranks, 20), recommended_combine(num_ranks, 20))
     choice.search(base, num_nodes, NUM_SMS, None, measure)
-    return modelled.ModelledGroup(gpus, num_nodes, RANKS_PER_NODE, TUNED_TOKENS, times)
+    return modelled.ModelledGroup(gpus, num_nodes, RANKS_PER_NODE, num_tokens, times)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -183,6 +184,7 @@ def _parser() -> argparse.ArgumentParser:
     normal = parser.add_argument_group("normal mode; the recommended Config unless given")
     normal.add_argument("--num-sms", type=int, default=20)
     normal.add_argument("--no-bulk-copies", action="store_true", help="rows by lanes, not by TMA")
+    normal.add_argument("--elastic", action="store_true", help="sums in the order of picks")
     for name in ("dispatch", "combine"):
         normal.add_argument(f"--{name}-chunks", type=int, nargs=len(CHUNKS), metavar=CHUNKS)
     return parser
@@ -211,7 +213,9 @@ def main() -> None:
                 (args.combine_chunks, recommended_combine),
             )
         ]
-        found = _time_model.normal(group, *configs, bulk_copies=not args.no_bulk_copies)
+        found = _time_model.normal(
+            group, *configs, bulk_copies=not args.no_bulk_copies, sums_by_pick=args.elastic
+        )
     else:
         found = _time_model.low_latency(group)
     title = f"{args.model}, {args.ranks}, {args.operation}, {args.num_tokens} tokens"

@@ -1,7 +1,7 @@
 """Expert-parallel dispatch and combine, a drop-in for DeepEP whose kernels measure themselves.
 
 Importing needs no GPU and touches none; the backend is chosen when the first `Buffer` is built.
-`ElasticBuffer` and `HybridEPBuffer`, for which some programs probe, do not exist here.
+`HybridEPBuffer`, for which some programs probe, does not exist here; `ElasticBuffer` does unless DEEP_EP_EXPORT_V2=0.
 """
 
 from __future__ import annotations
@@ -30,9 +30,15 @@ if ("-m", "deep_ep.doctor") not in zip(_words, _words[1:]):
     from deep_ep.base.rules import topk_idx_t
     from deep_ep.buffer import Buffer
     from deep_ep.buffers.model_sizes import Sizes, sizes
-    from deep_ep.observe.counters import CounterSnapshot, RecvCounters
+    from deep_ep.observe.counter_snapshot import CounterSnapshot
+    from deep_ep.observe.counters import RecvCounters
     from deep_ep.types.config import Config
     from deep_ep.types.event import EventHandle, EventOverlap
+
+    if env.export_v2():
+        from deep_ep.elastic.buffer import ElasticBuffer
+        from deep_ep.elastic.domains import get_logical_domain_size, get_physical_domain_size
+        from deep_ep.elastic.handle import EPHandle
 
 
 def _compare_ranks(
@@ -72,3 +78,10 @@ __all__ = [
     "topk_idx_t",
     "utils",
 ]
+if env.export_v2():
+    __all__ += [
+        "EPHandle",
+        "ElasticBuffer",
+        "get_logical_domain_size",
+        "get_physical_domain_size",
+    ]

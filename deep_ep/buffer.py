@@ -61,6 +61,7 @@ class Buffer:
         nvshmem_qp_depth: depth of queue pairs, `NVSHMEM_QP_DEPTH`.
         runtime: the native runtime; `None` once destroyed.
         communicator: internal; what operations run on.
+        normal: internal; the normal operations.
         number: of this buffer in its process, for operators that take numbers.
         dispatch_counters: what `low_latency_dispatch` counts, see `enable_counters`; or `None`.
         combine_counters: what `low_latency_combine` counts; or `None`.
@@ -92,6 +93,7 @@ class Buffer:
         *,
         use_fabric: bool = False,
         enable_shrink: bool = False,
+        timeout_s: float | None = None,
     ) -> None:
         """Connects the ranks of a group. Collective.
 
@@ -111,6 +113,7 @@ class Buffer:
             use_fabric: as `allow_mnnvl`; the name some revisions of DeepEP use.
             enable_shrink: allow ranks to be masked, if there is an RDMA buffer; a rank that does not arrive in
                 time is masked then. Rows are verified on arrival, as with `DEEP_EP_VERIFY=1`.
+            timeout_s: how long an operation waits for other ranks, above 0; DEEP_EP_TIMEOUT_S unless given.
 
         Raises:
             EPArgumentError: an argument is not allowed, or ranks passed different ones; names them.
@@ -138,6 +141,7 @@ class Buffer:
             may_use_nvlink,
             is_mnnvl or is_fabric,
             may_shrink,
+            timeout_s,
         )
         agreed = construction.agree(ranks, settings)
         self.group = comm if group is None else group
@@ -151,9 +155,9 @@ class Buffer:
         self.nvshmem_qp_depth = env.nvshmem_qp_depth()
         self.communicator = construction.connect(self, ranks, agreed)
         self._low_latency = LowLatency(self.communicator, self, self.low_latency_mode)
-        self._normal = Normal(self.communicator)
+        self.normal = Normal(self.communicator)
         self.number = registry.add(self)
-        construction.start(self)
+        construction.start(self, agreed.settings.wait_s)
 
     @property
     def runtime(self) -> Runtime | None:
@@ -325,23 +329,23 @@ class Buffer:
 
     @property
     def normal_dispatch_counters(self) -> RecvCounters | None:
-        return self._normal.counters.dispatch
+        return self.normal.counters.dispatch
 
     @property
     def normal_combine_counters(self) -> RecvCounters | None:
-        return self._normal.counters.combine
+        return self.normal.counters.combine
 
     @property
     def normal_notify_counters(self) -> RecvCounters | None:
-        return self._normal.counters.notify
+        return self.normal.counters.notify
 
     @property
     def normal_relay_dispatch_counters(self) -> RecvCounters | None:
-        return self._normal.counters.relay_dispatch
+        return self.normal.counters.relay_dispatch
 
     @property
     def normal_relay_combine_counters(self) -> RecvCounters | None:
-        return self._normal.counters.relay_combine
+        return self.normal.counters.relay_combine
 
     def enable_counters(self, ring: int = 256) -> None:
         """Counts every operation that is given no counters of its own, from now on.
@@ -356,13 +360,13 @@ class Buffer:
         """
         self._low_latency.enable_counters(ring)
         if self.num_nvl_bytes:
-            self._normal.enable_counters(ring)
+            self.normal.enable_counters(ring)
         parts.enable(self.communicator, ring)
 
     def disable_counters(self) -> None:
         """Counts no longer, and drops all counters."""
         self._low_latency.disable_counters()
-        self._normal.disable_counters()
+        self.normal.disable_counters()
         self.communicator.parts = None
 
     def phases(self) -> Phases:
@@ -689,11 +693,11 @@ class Buffer:
         if config is None:
             call.config = Buffer.get_dispatch_config(self.group_size)
         if handle is not None:
-            received, event = self._normal.dispatch_again(call)
+            received, event = self.normal.dispatch_again(call)
             return received.rows, None, None, None, None, event
-        received, per_expert, new_handle, event = self._normal.dispatch(call)
+        received, per_expert, new_handle, event = self.normal.dispatch(call)
         recv_topk = received.recv_topk_idx, received.recv_topk_weights
-        return received.rows, *recv_topk, per_expert, new_handle, event
+        return received.rows, *recv_topk, per_expert, tuple(new_handle), event
 
     @profiled.operator(is_combine=True)
     def combine(
@@ -748,7 +752,7 @@ class Buffer:
         call = NormalCombine(locals())
         if config is None:
             call.config = Buffer.get_combine_config(self.group_size)
-        return self._normal.combine(call)
+        return self.normal.combine(call)
 
     def internode_dispatch(
         self,

@@ -69,7 +69,7 @@ class EPTimeoutError(EPError):
             as this rank can tell.
         operation: name of the operation that waited.
         op: its number, 1-based (0: not an operation of a buffer).
-        waited_s: how long this rank may wait, seconds.
+        waited_s: how long this rank had waited, seconds; less than it may where another rank gave up first.
         dead_ranks: those of the missing ranks whose process, or host, is gone.
         left_ranks: those that destroyed their buffer or ended in order.
         waiting_ranks: ranks that wait for others themselves; none if rank 0 could not be asked.

@@ -54,7 +54,9 @@ py::dict agreed_dict(const Agreed& agreed) {
         result["scales of a row"] = shape.message_format & 0xFFu;
         result["num_max_nvl_chunked_recv_tokens"] = agreed.capacities >> 32;
         result["num_max_rdma_chunked_recv_tokens"] = agreed.capacities & 0xFFFFFFFFu;
-        result["dispatch"] = agreed.dispatch_op;
+        const bool has_most_tokens = (agreed.dispatch_op & kMostTokens) != 0;
+        result["num_max_tokens_per_rank"] = has_most_tokens ? agreed.dispatch_op & ~kMostTokens : 0;
+        result["dispatch"] = has_most_tokens ? 0 : agreed.dispatch_op;
         return result;
     }
     result["num_max_dispatch_tokens_per_rank"] = shape.num_max_tokens;

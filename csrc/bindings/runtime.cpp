@@ -82,6 +82,16 @@ constexpr std::tuple kLayout{
 #define EP_STREAM(...) EP_KEYWORD(LaunchStream, __VA_ARGS__)
 #include "kernels/protocol/calls.def"
 };
+constexpr std::tuple kCopyRows{
+#define EP_COPY_ROWS(...) EP_KEYWORD(CopyRowsTensors, __VA_ARGS__)
+#define EP_STREAM(...) EP_KEYWORD(LaunchStream, __VA_ARGS__)
+#include "kernels/protocol/calls.def"
+};
+constexpr std::tuple kSumRows{
+#define EP_SUM_ROWS(...) EP_KEYWORD(SumRowsArgs, __VA_ARGS__)
+#define EP_STREAM(...) EP_KEYWORD(LaunchStream, __VA_ARGS__)
+#include "kernels/protocol/calls.def"
+};
 constexpr std::tuple kNormal{
 #define EP_NORMAL_SIZE(...) EP_KEYWORD(NormalSize, __VA_ARGS__)
 #define EP_NORMAL_HANDLE(...) EP_KEYWORD(NormalHandle, __VA_ARGS__)
@@ -297,6 +307,10 @@ void bind_runtime(py::module_& m) {
                                          method("low_latency_combine", Release()));
     with_keywords<DispatchLayoutCall, Runtime&>(
         kLayout, &Runtime::dispatch_layout, method("dispatch_layout", Release()));
+    with_keywords<CopyRowsCall, Runtime&>(
+        kCopyRows, &Runtime::copy_rows, method("copy_rows", Release()));
+    with_keywords<SumRowsCall, Runtime&>(
+        kSumRows, &Runtime::sum_rows, method("sum_rows", Release()));
     with_keywords<NotifyCall, Runtime&>(std::tuple_cat(kNormal, kNotify),
                                         &Runtime::normal_notify,
                                         method("normal_notify", Release()));

@@ -53,6 +53,10 @@ struct NormalCombineCall : NormalCall, NormalCombineTensors, NormalOperationOpti
 
 struct DispatchLayoutCall : DispatchLayoutArgs, LaunchStream {};
 
+struct CopyRowsCall : CopyRowsTensors, LaunchStream {};
+
+struct SumRowsCall : SumRowsArgs, LaunchStream {};
+
 #undef EP_FIELD
 
 }  // namespace ep

@@ -7,6 +7,7 @@
 
 #include "kernels/normal/combine.cuh"
 #include "kernels/normal/dispatch.cuh"
+#include "kernels/normal/local_rows.cuh"
 #include "kernels/normal/notify.cuh"
 #include "runtime/runtime.h"
 
@@ -65,6 +66,16 @@ void Runtime::check_normal(const NormalSize& size, const char* call) const {
             "the buffer is too small");
 }
 
+void Runtime::check_local_rows(const char* call,
+                               int row_bytes,
+                               std::initializer_list<int> counts) const {
+    check_connected(call);
+    if (row_bytes <= 0 || row_bytes % sizeof(Vector) != 0)
+        throw std::runtime_error(std::string(call) + ": rows must be multiples of 16 bytes");
+    if (std::min(counts) < 0)
+        throw std::runtime_error(std::string(call) + ": numbers of rows must not be negative");
+}
+
 template <class Args, class Call>
 Args Runtime::normal_args(const Call& call, Operation operation, bool continues) {
     Args args{};
@@ -109,10 +120,11 @@ Args Runtime::normal_args(const Call& call, Operation operation, bool continues)
     return args;
 }
 
-// Shared memory for the RowCopy of each warp is added to the shape, if rows are to have it and it fits.
-size_t Runtime::add_row_pieces(LaunchShape& shape, const NormalRow& row) const {
+// Shared memory for the RowCopy of each warp is added to the shape, if rows of so many bytes are to have
+// it and it fits.
+size_t Runtime::add_row_pieces(LaunchShape& shape, size_t row_bytes) const {
     if (!options_.bulk_copies) return 0;
-    const size_t piece = RowCopy::piece_bytes(row.bytes());
+    const size_t piece = RowCopy::piece_bytes(row_bytes);
     const size_t bytes =
         shape.shared_bytes + RowCopy::kAlignment + shape.threads / kWarpSize * piece;
     if (bytes > kMaxSharedBytes) return 0;
@@ -136,6 +148,8 @@ void Runtime::normal_notify(const NotifyCall& call) {
     check_normal(call, "dispatch");
     auto args = normal_args<NotifyArgs>(call, Operation::kNormalDispatch);
     static_cast<NotifyTensors&>(args) = call;
+    if (call.num_max_tokens_per_rank >= 0)
+        args.common.most_tokens = kMostTokens | static_cast<uint64_t>(call.num_max_tokens_per_rank);
     args.ticket = ++ticket_;
     num_counted_experts_ = call.num_experts / topology_.num_ranks;
     device_->launch_operation(
@@ -191,6 +205,28 @@ void Runtime::prove(const ProveArgs& args, Stream stream) {
     device_->launch_operation("normal_prove", &ep::normal_prove, shape, args, stream);
 }
 
+void Runtime::copy_rows(const CopyRowsCall& call) {
+    const std::scoped_lock lock(mutex_);
+    check_local_rows("copy_rows", call.row_bytes, {call.num_rows, call.width, call.num_out});
+    if (call.num_rows == 0) return;
+    CopyRowsArgs args{call, 0};
+    LaunchShape shape = shape_for_threads(int64_t{call.num_rows} * kWarpSize);
+    args.row_piece_bytes = add_row_pieces(shape, call.row_bytes);
+    device_->launch("copy_rows", &ep::copy_rows, shape, args, call.stream);
+}
+
+void Runtime::sum_rows(const SumRowsCall& call) {
+    const std::scoped_lock lock(mutex_);
+    check_local_rows("sum_rows", call.row_bytes, {call.num_rows, call.width, call.num_sums});
+    if (call.num_sums == 0) return;
+    const SumRowsArgs& args = call;
+    LaunchShape shape = shape_for_threads(int64_t{call.num_sums} * kWarpSize);
+    shape.shared_bytes = SumRowsShared::bytes(call.width, shape.threads / kWarpSize);
+    if (shape.shared_bytes > kMaxSharedBytes)
+        throw std::runtime_error("sum_rows: a sum must not have so many rows");
+    device_->launch("sum_rows", &ep::sum_rows, shape, args, call.stream);
+}
+
 void Runtime::normal_dispatch(const NormalDispatchCall& call) {
     const std::scoped_lock lock(mutex_);
     check_normal(call, "dispatch");
@@ -218,13 +254,26 @@ void Runtime::normal_dispatch(const NormalDispatchCall& call) {
     const int most_tasks =
         DispatchTasks::most_tasks(topology_, call.num_channels, shape.blocks, warps);
     shape.shared_bytes = NormalDispatchShared::bytes(most_tasks, topology_.ranks_per_node, warps);
-    args.row_piece_bytes = add_row_pieces(shape, args.row);
+    args.row_piece_bytes = add_row_pieces(shape, args.row.bytes());
     device_->launch_operation("normal_dispatch", &ep::normal_dispatch, shape, args, call.stream);
 }
 
 void Runtime::normal_combine(const NormalCombineCall& call) {
     const std::scoped_lock lock(mutex_);
     check_normal(call, "combine");
+    // A tensor without rows has no address, so the numbers say whether there is an order.
+    const auto is_within = [](int number, int least, int most) {
+        return number >= least && number <= most;
+    };
+    if (call.order_experts_per_rank != 0 &&
+        (!is_within(call.order_experts_per_rank, 1, kMaxExperts / topology_.num_ranks) ||
+         !is_within(call.order_topk, 0, kMaxNormalTopk) ||
+         (call.num_tokens > 0 && call.order_topk_idx == nullptr) ||
+         (call.num_relay_rows > 0 && call.order_relay_topk_idx == nullptr))) {
+        throw std::runtime_error(
+            "combine: sums are in the order of at most 128 columns, of ranks with experts; the "
+            "columns of relayed rows are needed, too");
+    }
     auto args = normal_args<NormalCombineArgs>(call, Operation::kNormalCombine);
     static_cast<NormalCombineTensors&>(args) = call;
     static_cast<OperationOptions&>(args.common) = {call.wait_stats, call.counters};
@@ -247,7 +296,7 @@ void Runtime::normal_combine(const NormalCombineCall& call) {
     const int most_tasks =
         CombineTasks::most_tasks(topology_, call.num_channels, shape.blocks, warps);
     shape.shared_bytes = NormalCombineShared::bytes(most_tasks, topology_, warps);
-    args.row_piece_bytes = add_row_pieces(shape, args.row);
+    args.row_piece_bytes = add_row_pieces(shape, args.row.bytes());
     device_->launch_operation("normal_combine", &ep::normal_combine, shape, args, call.stream);
 }
 

@@ -6,6 +6,7 @@
 
 #include "kernels/normal/combine.cuh"
 #include "kernels/normal/dispatch.cuh"
+#include "kernels/normal/local_rows.cuh"
 #include "kernels/normal/notify.cuh"
 #include "kernels/protocol/barrier.cuh"
 #include "kernels/protocol/clock_offset.cuh"
@@ -97,6 +98,8 @@ Runtime::Runtime(const RuntimeOptions& options)
                      &ep::part,
                      &ep::clock_offset,
                      &ep::dispatch_layout,
+                     &ep::copy_rows,
+                     &ep::sum_rows,
                      &ep::normal_notify,
                      &ep::normal_pack,
                      &ep::normal_prove,

@@ -5,6 +5,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <initializer_list>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -99,6 +100,9 @@ class Runtime {
     // Per rank: (its clock minus this rank's, round trip), nanoseconds.
     std::vector<std::pair<int64_t, int64_t>> measure_clock_offsets(int num_samples, Stream stream);
     void dispatch_layout(const DispatchLayoutCall& call);
+    // Of tensors of this rank alone; see kernels/normal/local_rows.cuh.
+    void copy_rows(const CopyRowsCall& call);
+    void sum_rows(const SumRowsCall& call);
 
     // The first half of a fresh normal_dispatch(); see kernels/normal/notify.cuh.
     void normal_notify(const NotifyCall& call);
@@ -157,11 +161,12 @@ class Runtime {
     void check_masks(const char* call) const;
     void check_size(const LowLatencySize& size, const char* call) const;
     void check_normal(const NormalSize& size, const char* call) const;
+    void check_local_rows(const char* call, int row_bytes, std::initializer_list<int> counts) const;
     OperationArgs common_args(Operation operation) const;
     template <class Args, class Call>
     Args normal_args(const Call& call, Operation operation, bool continues = false);
     LaunchShape normal_shape(const NormalSize& size) const;
-    size_t add_row_pieces(LaunchShape& shape, const NormalRow& row) const;
+    size_t add_row_pieces(LaunchShape& shape, size_t row_bytes) const;
     // Of a kernel that has something to do for so many blocks, or for so many threads.
     LaunchShape shape_for_blocks(int64_t num_blocks) const;
     LaunchShape shape_for_threads(int64_t num_threads) const;

@@ -290,6 +290,9 @@ diagnose = _row("DEEP_EP_DIAGNOSE", Kind("0 | 1 | sync:STEPS | async:SECONDS", _
 diagnose_dir = _row("DEEP_EP_DIAGNOSE_DIR", _optional(_FOLDER))
 """where rank 0 appends a record per window; unset: nowhere"""
 
+export_v2 = _row("DEEP_EP_EXPORT_V2", _SWITCH, "1")
+"""0: `deep_ep` has no `ElasticBuffer`, for programs that prefer it wherever it is"""
+
 phases = _row("DEEP_EP_PHASES", _SWITCH, "0")
 """1: every Buffer counts, and rank 0 logs where its time went when the buffer ends"""
 

@@ -196,6 +196,37 @@ TENSORS: dict[str, tuple[TensorRule, ...]] = {
 }
 
 
+def _rules_of(call: str, *arguments: str) -> tuple[TensorRule, ...]:
+    return tuple(rule for rule in TENSORS[call] if rule.argument in arguments)
+
+
+# The same of `ElasticBuffer`.
+ELASTIC_TENSORS = {
+    NORMAL_DISPATCH: (
+        *_rules_of(NORMAL_DISPATCH, "x", "x_scales", "topk_idx", "topk_weights"),
+        *_rules_of(DISPATCH, "cumulative_local_expert_recv_stats"),
+        *_rules_of(NORMAL_DISPATCH, "dispatch_wait_recv_cost_stats"),
+    ),
+    NORMAL_COMBINE: (
+        TensorRule(
+            "x",
+            "[num_rows, hidden] bfloat16",
+            "Give one row per row that the dispatch returned, cast with x.bfloat16().",
+            in_vectors=True,
+            any_strides=True,
+        ),
+        TensorRule(
+            "topk_weights",
+            "[num_rows, num_topk] or [num_rows] float32",
+            "Give one value in the place of each weight that the dispatch returned, cast with topk_weights.float().",
+            is_optional=True,
+            any_strides=True,
+        ),
+        *_rules_of(NORMAL_COMBINE, "bias[0]", "bias[1]", "combine_wait_recv_cost_stats"),
+    ),
+}
+
+
 def _handle_rules(*items: str) -> tuple[TensorRule, ...]:
     return tuple(
         TensorRule(f"handle[{i}]", text, _NORMAL_HANDLE_FIX) for i, text in enumerate(items)
@@ -250,6 +281,7 @@ VALUES = {
     "shape": "it must be a torch.Size, tuple or list. Pass the size of each dimension.",
     "integer": "it must be an integer. Pass a Python int.",
     "seconds": "it must be a number of at least 0, below 1e9. Pass seconds; 0 is never.",
+    "timeout": "it must be above 0. Pass seconds, as DEEP_EP_TIMEOUT_S has them.",
     "positive": "it must be above 0. Pass the number all ranks agreed on.",
     "not_negative": "it must not be negative. Pass 0 or more.",
     "hidden": "hidden must be a multiple of {multiple}. Pad x to {padded}.",
@@ -339,6 +371,38 @@ VALUES = {
     "Pass one row of x per token of that dispatch.",
     "not_explicit": "it may be called only if explicitly_destroy=True was passed. "
     "Build Buffer(..., explicitly_destroy=True), or drop the last reference to the buffer.",
+    "elastic_size": "what the buffer is for must be known. "
+    "Pass num_max_tokens_per_rank and hidden, or num_bytes=ElasticBuffer.get_buffer_size_hint(...).",
+    "elastic_pages": "it must be a multiple of 2 MiB. Pass {padded}, or what get_buffer_size_hint returns.",
+    "elastic_bytes": "rows of these sizes need {needed} bytes. "
+    "Pass at least as many, or leave num_bytes out.",
+    "elastic_buffer_size": "rows of {row_bytes} bytes need {needed}. "
+    "Build ElasticBuffer with the hidden and num_topk of these calls.",
+    "elastic_topk": "a dispatch that is given no handle needs topk_idx. "
+    "Pass the experts of each token, or the handle of an earlier dispatch.",
+    "elastic_experts": "a dispatch that is given no handle needs it. Pass the number of experts of all ranks.",
+    "elastic_tokens": "a rank may have at most num_max_tokens_per_rank = {maximum}. "
+    "Pass a larger num_max_tokens_per_rank on all ranks, to the call or to ElasticBuffer.",
+    "elastic_event": "it requires allocate_on_comm_stream=True. Pass that too, or leave the event out.",
+    "elastic_handle": "it must be an EPHandle. Pass what dispatch of this buffer returned as its fourth value.",
+    "elastic_handle_topk": "a dispatch with a handle goes where that one went. "
+    "Pass topk_idx=None, or leave the handle out to route anew.",
+    "elastic_handle_sync": "with a handle the number of rows is known. Pass do_cpu_sync=None or False.",
+    "elastic_handle_layout": "the dispatch of the handle had do_expand={expected}. "
+    "Leave it out, or pass the handle of a dispatch of the other layout.",
+    "elastic_handle_value": "the dispatch of the handle had {expected}. Leave it out, or pass that.",
+    "elastic_padding": "only expanded rows have padding. Pass do_expand=True, or leave do_zero_padding out.",
+    "order": "the handle's dispatch had {num_rows} such rows. Leave the handle as dispatch returned it.",
+    "elastic_weights": "of {layout} rows they have {dimensions}. Pass weights in the layout of the handle's dispatch.",
+    "elastic_rows": "this rank received rows up to number {needed}. "
+    "Pass one row per row that the dispatch returned, in their places.",
+    "elastic_capacity_layout": "only expanded rows lie by expert. Pass do_expand=True, or leave it out.",
+    "elastic_capacity_least": "without do_cpu_sync it must be at least {needed}, the most that can come. "
+    "Pass that, or do_cpu_sync=True.",
+    "elastic_capacity": "all rows of an expert must fit. Pass a larger expert_capacity on all ranks, at most the group "
+    "size times num_max_tokens_per_rank, and dispatch again.",
+    "elastic_absent": "of ElasticBuffer there are dispatch, combine, barrier and what belongs to them. "
+    "Use torch.distributed for it.",
     "bias": "it must be None, a tensor, or two of them in a tuple. "
     "Pass (bias_0, bias_1) or one tensor.",
 }

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor, strided
 
-from deep_ep.base.rules import TENSORS, VECTOR_BYTES, TensorRule, fail
+from deep_ep.base.rules import VECTOR_BYTES, TensorRule, fail
 from deep_ep.checks.calls import flag_names
 from deep_ep.errors import EPArgumentError, EPTypeError, EPUsageError
 from deep_ep.native import backend
@@ -52,7 +52,7 @@ class Tensors:
         dimensions["num_ranks"] = limits.num_ranks
         self._call = call
         self._device = limits.device
-        self._rest = iter(TENSORS[call.name])
+        self._rest = iter(call.tensors[call.name])
 
     def check(self, last: str = "", any_strides: bool = False) -> None:
         """The arguments that have not been checked, up to `last`; those that may be `None` if they are given."""
@@ -182,6 +182,13 @@ def seconds(where: str, name: str, value: Any) -> float:
     """`value` as a time of at least 0."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1e9:
         fail(where, f"{name} is {value!r}", "seconds")
+    return float(value)
+
+
+def timeout(where: str, name: str, value: Any) -> float:
+    """`value` as a time above 0."""
+    if seconds(where, name, value) == 0:
+        fail(where, f"{name} is {value!r}", "timeout")
     return float(value)
 
 

@@ -14,15 +14,19 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from deep_ep.base.rules import (
     COMBINE,
     DISPATCH,
+    ELASTIC_TENSORS,
     LAYOUT,
     NORMAL_COMBINE,
     NORMAL_DISPATCH,
     QUERY_MASKS,
+    TENSORS,
 )
 
 if TYPE_CHECKING:
     import torch
+    from typing_extensions import Self
 
+    from deep_ep.base.rules import TensorRule
     from deep_ep.observe.counters import RecvCounters
     from deep_ep.types.config import Config
     from deep_ep.types.event import EventOverlap
@@ -36,20 +40,34 @@ class BufferCall:
 
     Attributes:
         name: of the method.
+        tensors: the rules of its tensors, by such names.
     """
 
     name: ClassVar[str]
+    tensors: ClassVar[dict[str, tuple[TensorRule, ...]]] = TENSORS
 
     def __init__(self, arguments: dict[str, Any]) -> None:
         """From `locals()` of the method, which has no other variables yet. The buffer itself is not kept."""
         vars(self).update(arguments)
         vars(self).pop("self", None)
 
+    @classmethod
+    def of(cls, **given: Any) -> Self:
+        """One of our own; what is not given is `None`, and flags are False."""
+        kind: Any = cls
+        return cls({**_nothing_given(kind), **given})
+
 
 @functools.cache
 def flag_names(kind: type[BufferCall]) -> tuple[str, ...]:
     """The arguments that are true or false."""
     return tuple(field.name for field in dataclasses.fields(kind) if field.type == "bool")
+
+
+@functools.cache
+def _nothing_given(kind: type[BufferCall]) -> dict[str, Any]:
+    fields = dataclasses.fields(kind)
+    return {field.name: False if field.type == "bool" else None for field in fields}
 
 
 @dataclass(init=False, eq=False)
@@ -155,4 +173,57 @@ class NormalCombine(StreamCall, OperationCall):
     topk_weights: Tensor | None
     bias: Any
     config: Config
+    combine_wait_recv_cost_stats: Tensor | None
+
+
+@dataclass(init=False, eq=False)
+class ElasticCall(OperationCall):
+    """A dispatch or combine of `ElasticBuffer`."""
+
+    tensors = ELASTIC_TENSORS
+    num_sms: int
+    num_qps: int
+    previous_event: Any
+    previous_event_before_epilogue: Any
+    async_with_compute_stream: bool
+    allocate_on_comm_stream: bool
+
+
+@dataclass(init=False, eq=False)
+class ElasticDispatch(ElasticCall):
+    """`ElasticBuffer.dispatch`.
+
+    Attributes:
+        x: its data.
+        x_scales: its scales, or `None`.
+    """
+
+    name = NORMAL_DISPATCH
+    x: Any
+    topk_idx: Tensor | None
+    topk_weights: Tensor | None
+    cumulative_local_expert_recv_stats: Tensor | None
+    num_experts: int | None
+    num_max_tokens_per_rank: int | None
+    expert_alignment: int | None
+    handle: Any
+    do_handle_copy: bool
+    do_cpu_sync: Any
+    do_expand: Any
+    do_zero_padding: bool
+    use_tma_aligned_col_major_sf: bool
+    expert_capacity: int | None
+    dispatch_wait_recv_cost_stats: Tensor | None
+    x_scales: Tensor | None = None
+
+
+@dataclass(init=False, eq=False)
+class ElasticCombine(ElasticCall):
+    """`ElasticBuffer.combine`."""
+
+    name = NORMAL_COMBINE
+    x: Tensor
+    handle: Any
+    topk_weights: Tensor | None
+    bias: Any
     combine_wait_recv_cost_stats: Tensor | None

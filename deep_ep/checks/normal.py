@@ -21,7 +21,7 @@ from deep_ep.types.config import Config
 from deep_ep.types.handles import NormalHandle, OneNodeHandle, SeveralNodesHandle, hidden_word
 
 if TYPE_CHECKING:
-    from deep_ep.checks.calls import NormalCombine, NormalDispatch
+    from deep_ep.checks.calls import ElasticDispatch, NormalCombine, NormalDispatch
 
 Tensor = torch.Tensor
 
@@ -89,7 +89,7 @@ _LAYOUT = (
 
 def fresh_dispatch(limits: Limits, place: Topology, call: NormalDispatch) -> NormalShape:
     """Checks a call of `Buffer.dispatch` without handle and returns its sizes."""
-    _take_scales(call)
+    take_scales(call)
     config, tensors = _begin(call, place, limits)
     if place.num_nodes == 1:
         call.num_tokens_per_rdma_rank = None
@@ -135,7 +135,7 @@ def cached_dispatch(
     limits: Limits, place: Topology, call: NormalDispatch
 ) -> tuple[NormalShape, NormalHandle]:
     """Checks a call of `Buffer.dispatch` with a handle and returns its sizes."""
-    _take_scales(call)
+    take_scales(call)
     for name in ("topk_idx", "topk_weights"):
         if getattr(call, name) is not None:
             got = f"handle and {name} are both given"
@@ -165,7 +165,7 @@ def combine(
     config, tensors = _begin(call, place, limits)
     given = _handle(tensors, call, place)
     tensors.check("x")
-    row_bytes = _row_bytes(call.name, call.x)
+    row_bytes = bytes_of_row(call.name, call.x)
     tensors.check()
     num_tokens = tensors.dimensions["num_tokens"]
     num_topk = _num_topk(call.name, call.topk_weights, limits)
@@ -252,7 +252,7 @@ def _begin(
     return config, Tensors(call, limits, **nodes)
 
 
-def _take_scales(call: NormalDispatch) -> None:
+def take_scales(call: NormalDispatch | ElasticDispatch) -> None:
     """Data and scales from `x`. What they look like is not checked yet."""
     x = call.x
     if not isinstance(x, (tuple, list)):
@@ -266,7 +266,7 @@ def _take_scales(call: NormalDispatch) -> None:
 def _rows(tensors: Tensors, call: NormalDispatch, limits: Limits) -> tuple[int, int]:
     """Bytes of a row, and its number of scales."""
     tensors.check("x")
-    row_bytes = _row_bytes(call.name, call.x)
+    row_bytes = bytes_of_row(call.name, call.x)
     checks.kernel_limit(call.name, "num_tokens", call.x.shape[0], limits.binding.MAX_TOKENS)
     if call.x_scales is None:
         return row_bytes, 0
@@ -278,7 +278,8 @@ def _rows(tensors: Tensors, call: NormalDispatch, limits: Limits) -> tuple[int, 
     return row_bytes, num_scales
 
 
-def _row_bytes(call: str, x: Tensor) -> int:
+def bytes_of_row(call: str, x: Tensor) -> int:
+    """Of rows that kernels can move."""
     item, hidden = x.element_size(), x.shape[1]
     if hidden == 0 or hidden * item % VECTOR_BYTES:
         padded = max(1, -(-hidden * item // VECTOR_BYTES)) * VECTOR_BYTES // item

@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Callable
 
-from deep_ep.base import env
 from deep_ep.base.ranks import rank_of
 from deep_ep.base.rules import NUMBERED_TOGETHER
 from deep_ep.errors import EPUsageError
@@ -51,11 +50,6 @@ class HangWatchSettings:
 
     warn_s: float
     timeout_s: float
-
-    @staticmethod
-    def from_environment() -> HangWatchSettings:
-        """DEEP_EP_WARN_S and DEEP_EP_TIMEOUT_S."""
-        return HangWatchSettings(env.warn_s(), env.timeout_s())
 
     @property
     def final_s(self) -> float:

@@ -206,7 +206,7 @@ def to_host(*tensors: torch.Tensor) -> list[torch.Tensor]:
     """
     device = tensors[0].device
     if device.type != "cuda":
-        return [tensor.clone() for tensor in tensors]
+        return [tensor.to("cpu", copy=True) for tensor in tensors]
     with _aside(_side_stream(device.index)):
         return [tensor.cpu() for tensor in tensors]
 

@@ -41,7 +41,8 @@ from deep_ep.observe.parts import PARTS, Part, PartStamps
 
 if TYPE_CHECKING:
     from deep_ep.observe.buffers import ObservedBuffer
-    from deep_ep.observe.counters import CounterSnapshot, RecvCounters
+    from deep_ep.observe.counter_snapshot import CounterSnapshot
+    from deep_ep.observe.counters import RecvCounters
 
 PHASES = ("between", *PARTS, "notify", "host", "send", "hidden", "late", "issue", "path", "copy")
 # Which operations have phases of their own; what others count is a part of these.

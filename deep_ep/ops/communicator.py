@@ -296,6 +296,16 @@ class Communicator:
         pairs = torch.tensor(measured, dtype=torch.int64).reshape(self.num_ranks, 2)
         return pairs[:, 0].clone(), pairs[:, 1].clone()
 
+    def barrier(self) -> None:
+        """Waits for all ranks, in the order of the current stream."""
+        where = "barrier"
+        with self.lock:
+            runtime = self.idle_runtime(where)
+            stream = self.backend.stream_handle(self.calling_stream(where))
+            self.receive_sent()
+            runtime.native.barrier(stream=stream)
+            self.raise_failure()
+
     def local_buffer_tensor(
         self,
         dtype: torch.dtype,

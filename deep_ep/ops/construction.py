@@ -6,7 +6,7 @@ Each step is collective, and what goes wrong on one rank is raised on all of the
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Union
 
@@ -48,6 +48,7 @@ class BufferSettings:
     allow_nvlink_for_low_latency_mode: bool
     allow_mnnvl: bool
     enable_shrink: bool
+    timeout_s: float | None
 
     def checked(self) -> BufferSettings:
         """The same, with sizes that are allowed.
@@ -59,11 +60,19 @@ class BufferSettings:
             self,
             num_nvl_bytes=checks.byte_size("num_nvl_bytes", self.num_nvl_bytes),
             num_rdma_bytes=checks.byte_size("num_rdma_bytes", self.num_rdma_bytes),
+            timeout_s=self.timeout_s
+            if self.timeout_s is None
+            else checks.timeout("Buffer", "timeout_s", self.timeout_s),
         )
 
     def uses_rdma(self, topology: Topology) -> bool:
         """Whether the RDMA buffer is used."""
         return self.low_latency_mode or topology.num_nodes > 1
+
+    @property
+    def wait_s(self) -> float:
+        """How long an operation waits for other ranks."""
+        return env.timeout_s() if self.timeout_s is None else self.timeout_s
 
     @property
     def may_mask(self) -> bool:
@@ -133,10 +142,36 @@ def agree(group: Group, settings: BufferSettings) -> Agreement:
     )
     assert selected is not None  # otherwise there was an error, and the exchange raised it
     places = [fact.place for fact in facts]
-    hosts = [place.host for place in places]
-    topology = Topology(group.rank, group.size, ranks_per_node(hosts, asked_ranks_per_node))
+    topology = _topology(group, places, asked_ranks_per_node)
     settings.check_topology(topology)
     return Agreement(settings, selected, topology, places, monitored)
+
+
+def meet(group: Group, agreed: Mapping[str, Any], error: EPError | None = None) -> Topology:
+    """The place of this rank, once all ranks have said the same. Collective; nothing is allocated.
+
+    Args:
+        group: the ranks.
+        agreed: what must be equal on all of them, by name.
+        error: why this rank cannot go on.
+
+    Raises:
+        EPArgumentError: it is not equal, or a rank has an error; names the ranks.
+        EPTimeoutError: some ranks did not come.
+    """
+    asked = None
+    try:
+        asked = env.ranks_per_node()
+    except EPError as raised:
+        error = error or raised
+    agreed = {env.ranks_per_node.name: asked, **agreed}
+    facts = rendezvous.exchange_facts(MonitoredGroup(group), agreed, error)
+    return _topology(group, [fact.place for fact in facts], asked)
+
+
+def _topology(group: Group, places: Sequence[RankPlace], asked: int | None) -> Topology:
+    hosts = [place.host for place in places]
+    return Topology(group.rank, group.size, ranks_per_node(hosts, asked))
 
 
 # Of each rank: the handle of its memory in hex, where it can be reached, how its stacks can be seen.
@@ -198,7 +233,7 @@ class _Connecting:
             num_rdma_bytes=settings.num_rdma_bytes,
             low_latency_mode=settings.low_latency_mode,
             num_qps_per_rank=settings.num_qps_per_rank,
-            timeout_ns=round(env.timeout_s() * 1e9),
+            timeout_ns=round(settings.wait_s * 1e9),
             verify=env.verify(),
             num_recorded_calls=env.recorder(),
             enable_shrink=settings.may_mask,
@@ -269,7 +304,7 @@ class _Connecting:
         )
         if env.recorder():
             name = _name_of(allocated)[:12]
-            settings_of_watch = hang_watch.HangWatchSettings.from_environment()
+            settings_of_watch = hang_watch.HangWatchSettings(env.warn_s(), settings.wait_s)
             shown = [offered for *_, offered in allocated]
             called_ns = monitored.called_ns
             communicator.record(name, env.recorder(), settings_of_watch, shown, called_ns)
@@ -298,8 +333,12 @@ class ConnectedBuffer(ObservedBuffer, Protocol):
         """Counts every operation from now on."""
 
 
-def start(buffer: ConnectedBuffer) -> None:
+def start(buffer: ConnectedBuffer, timeout_s: float) -> None:
     """What a connected buffer does first: measures clocks and starts what the environment asks for.
+
+    Args:
+        buffer: see above.
+        timeout_s: how long an operation waits for other ranks.
 
     Raises:
         EPError: that failed; the buffer is let go.
@@ -307,7 +346,7 @@ def start(buffer: ConnectedBuffer) -> None:
     communicator = buffer.communicator
     runtime = communicator.connected_runtime("Buffer")
     if communicator.backend.may_hang(runtime.native):
-        communicator.watchers.append(Watchdog(communicator, env.timeout_s()).start())
+        communicator.watchers.append(Watchdog(communicator, timeout_s).start())
     has_operations = buffer.low_latency_mode or buffer.num_nvl_bytes > 0
     try:
         if has_operations:

@@ -65,6 +65,8 @@ class Received(NamedTuple):
         recv_topk_weights: [num_recv_rows, num_topk] float32.
         recv_src_idx: [num_recv_rows] int32, source tokens; only in a fresh dispatch on one node.
         recv_src_meta: [num_recv_rows, 2] int32, source nodes and tokens; only in a fresh one on several.
+        relay_topk_idx: [num_relay_rows, num_topk] int32, global experts of the rows that this rank relays; only where a
+            fresh one keeps them.
     """
 
     recv_x: Tensor | None = None
@@ -73,6 +75,7 @@ class Received(NamedTuple):
     recv_topk_weights: Tensor | None = None
     recv_src_idx: Tensor | None = None
     recv_src_meta: Tensor | None = None
+    relay_topk_idx: Tensor | None = None
 
     @property
     def rows(self) -> Any:
@@ -83,6 +86,39 @@ class Received(NamedTuple):
     def tensors(self) -> dict[str, Tensor | None]:
         """As the native runtime calls them."""
         return self._asdict()
+
+
+class CombineOrder(NamedTuple):
+    """In which order a combine adds up the rows of a token, if not by rank.
+
+    A rank stands where the last column of the token names one of its experts; columns ascend. On several nodes the ranks
+    of each are added up like that, and rounded; then the nodes, each of which stands where the last column names one of
+    its experts. Entries that are no experts are skipped; rows of a rank or node that no column names are not added.
+
+    Attributes:
+        topk_idx: [num_tokens, num_topk] int64, contiguous, of the tokens of the dispatch; global experts, -1 for none.
+        experts_per_rank: how many each rank has.
+        relay_topk_idx: as the dispatch kept them, see `Received`; needed on several nodes.
+    """
+
+    topk_idx: Tensor
+    experts_per_rank: int
+    relay_topk_idx: Tensor | None = None
+
+    def check(self, num_tokens: int, num_relay_rows: int) -> None:
+        """The kernel reads as many rows of either as the handle says.
+
+        Raises:
+            EPArgumentError: there are others.
+        """
+        size = (num_tokens, *self.topk_idx.shape[1:])
+        if self.topk_idx.shape != size or self.topk_idx.dim() != 2:
+            got = f"topk_idx of the handle is {list(self.topk_idx.shape)}"
+            fail(NORMAL_COMBINE, got, "order", num_rows=num_tokens)
+        relayed = self.relay_topk_idx
+        if num_relay_rows and (relayed is None or relayed.shape != (num_relay_rows, size[1])):
+            got = f"what is known of relayed tokens is {relayed if relayed is None else list(relayed.shape)}"
+            fail(NORMAL_COMBINE, got, "order", num_rows=num_relay_rows)
 
 
 class Normal:
@@ -105,9 +141,14 @@ class Normal:
         self._most_worst_bytes = _SMALL_BYTES  # that num_worst_tokens could have allocated
 
     def dispatch(
-        self, call: NormalDispatch
-    ) -> tuple[Received, list[int], tuple[Tensor, ...], EventOverlap]:
+        self, call: NormalDispatch, *, most_tokens: int = -1, keeps_experts: bool = False
+    ) -> tuple[Received, list[int], NormalHandle, EventOverlap]:
         """See `Buffer.dispatch`, without a handle.
+
+        Args:
+            call: what it takes.
+            most_tokens: that a rank may have, as all ranks must have been told; -1: they need not.
+            keeps_experts: whether to keep what a `CombineOrder` needs to know of rows that this rank relays.
 
         Returns:
             What was received, its rows per local expert, the handle, the event.
@@ -132,6 +173,7 @@ class Normal:
                 runtime.native.normal_notify(
                     **self._common(shape, handle),
                     **pointers.of_tensors({**counted, "wait_stats": wait_stats}),
+                    num_max_tokens_per_rank=most_tokens,
                     notify_counters=pointers.of_counters(self.counters.notify),
                     stream=order.handle,
                 )
@@ -144,7 +186,8 @@ class Normal:
                 if counts is not None:
                     num_recv, num_relayed, per_expert = counts
                     with order.allocating():
-                        received = self._new_received(call, shape, num_recv)
+                        num_kept = num_relayed if keeps_experts else 0
+                        received = self._new_received(call, shape, num_recv, num_kept)
                         allocated = self._fill(handle, received, num_relayed), received
                         if num_worst_tokens and received.recv_topk_idx is not None:
                             received.recv_topk_idx.fill_(-1)
@@ -162,7 +205,7 @@ class Normal:
                 self._turns.forget_rows()
             self._turns.look(NORMAL_DISPATCH, shape, num_recv, num_relayed)
         aligned = [-(-rows // call.expert_alignment) * call.expert_alignment for rows in per_expert]
-        return received, aligned, tuple(handle), event
+        return received, aligned, handle, event
 
     def dispatch_again(self, call: NormalDispatch) -> tuple[Received, EventOverlap]:
         """See `Buffer.dispatch`, with a handle.
@@ -182,23 +225,32 @@ class Normal:
             self._turns.look(NORMAL_DISPATCH, shape, given.num_rows, given.num_relay_rows)
         return received, event
 
-    def combine(self, call: NormalCombine) -> tuple[Tensor, Tensor | None, EventOverlap]:
-        """See `Buffer.combine`."""
+    def combine(
+        self, call: NormalCombine, order: CombineOrder | None = None
+    ) -> tuple[Tensor, Tensor | None, EventOverlap]:
+        """See `Buffer.combine`.
+
+        Args:
+            call: what it takes.
+            order: of the sums; by rank unless given.
+        """
         communicator = self._communicator
         with parts.operation(communicator, NORMAL_COMBINE):
             runtime = self._idle_runtime(NORMAL_COMBINE)
             shape, given = normal_checks.combine(communicator.limits, self._place, call)
+            if order is not None:
+                order.check(shape.num_tokens, given.num_relay_rows)
             num_rows, hidden = call.x.shape
-            order = self._order(call, runtime)
-            with order.allocating():
+            streams = self._order(call, runtime)
+            with streams.allocating():
                 combined_x = self._empty((shape.num_tokens, hidden), call.x.dtype)
                 combined_weights = None
                 if call.topk_weights is not None:
                     size = shape.num_tokens, shape.num_topk
                     combined_weights = self._empty(size, torch.float32)
                 packs = self._packs(shape, num_rows)
-            order.begin()
-            x, topk_weights, bias_0, bias_1 = order.contiguous(
+            streams.begin()
+            x, topk_weights, bias_0, bias_1 = streams.contiguous(
                 call.x, call.topk_weights, *call.bias
             )
             tensors = {
@@ -207,6 +259,8 @@ class Normal:
                 "packs": packs,
                 "bias_0": bias_0,
                 "bias_1": bias_1,
+                "order_topk_idx": None if order is None else order.topk_idx,
+                "order_relay_topk_idx": None if order is None else order.relay_topk_idx,
                 "combined_x": combined_x,
                 "combined_topk_weights": combined_weights,
                 "wait_stats": pointers.own_row(
@@ -218,14 +272,16 @@ class Normal:
                 **self._common(shape, given),
                 **given.token_pointers(),
                 **pointers.of_tensors(tensors),
+                order_topk=0 if order is None else order.topk_idx.shape[1],
+                order_experts_per_rank=0 if order is None else order.experts_per_rank,
                 num_rows=num_rows,
                 num_relay_rows=given.num_relay_rows,
                 counters=pointers.of_counters(counters),
                 relay_counters=pointers.of_counters(self.counters.relay_combine),
-                stream=order.handle,
+                stream=streams.handle,
             )
             counted = pointers.tensors_of(counters, self.counters.relay_combine)
-            event = order.finish(*tensors.values(), *given, *counted)
+            event = streams.finish(*tensors.values(), *given, *counted)
             communicator.raise_failure()
             self._turns.look(NORMAL_COMBINE, shape, given.num_rows, given.num_relay_rows)
         return combined_x, combined_weights, event
@@ -404,8 +460,17 @@ class Normal:
             sources = received.recv_src_meta.view(torch.uint8)
         return handle.with_rows(sources, nvl_head)
 
-    def _new_received(self, call: NormalDispatch, shape: NormalShape, num_rows: int) -> Received:
-        """Memory for the rows of a dispatch; where they come from is written by a fresh one."""
+    def _new_received(
+        self, call: NormalDispatch, shape: NormalShape, num_rows: int, num_kept: int = 0
+    ) -> Received:
+        """Memory for the rows of a dispatch; where they come from is written by a fresh one.
+
+        Args:
+            call: what it takes.
+            shape: of the rows.
+            num_rows: that are received.
+            num_kept: rows that are relayed, and of which the experts are kept.
+        """
         x, scales, num_topk, is_fresh = call.x, call.x_scales, shape.num_topk, call.handle is None
         is_one_node = self._place.num_nodes == 1
 
@@ -421,4 +486,5 @@ class Normal:
             if is_fresh and is_one_node
             else None,
             recv_src_meta=new(2, torch.int32) if is_fresh and not is_one_node else None,
+            relay_topk_idx=self._empty((num_kept, num_topk), torch.int32) if num_kept else None,
         )

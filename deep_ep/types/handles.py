@@ -79,6 +79,10 @@ class OneNodeHandle(NamedTuple):
         """[num_ranks], rows received from that source and all before it, on this rank."""
         return self.rank_prefix[:, rank]
 
+    def source_tokens(self) -> torch.Tensor:
+        """[num_rows] int32, source token of each received row."""
+        return self.recv_src_idx
+
     def token_pointers(self) -> dict[str, int]:
         """Of the source token of each received row, as the native combine takes them."""
         return {"recv_tokens": self.recv_src_idx.data_ptr(), "recv_token_stride": 1}
@@ -142,6 +146,10 @@ class SeveralNodesHandle(NamedTuple):
     def source_prefix(self, rank: int) -> torch.Tensor:
         """[num_ranks], rows received from that source and all before it, on this rank."""
         return self.source_prefixes
+
+    def source_tokens(self) -> torch.Tensor:
+        """[num_rows] int32, source token of each received row."""
+        return self.recv_src_meta.view(torch.int32)[:, 1]
 
     def token_pointers(self) -> dict[str, int]:
         """Of the source token of each received row, as the native combine takes them."""

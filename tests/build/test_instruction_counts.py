@@ -35,7 +35,7 @@ def disassembly(*lines: str, kernel: str = "normal_combine") -> str:
 
 LOOK = frame(TASKS, "look: const int rows")
 OTHER = frame(TASKS, "tell: tasks.tell(")
-SUM = frame(ROW_SUM, "float values[kVectorElements]")
+SUM = frame(ROW_SUM, "sums[j][i] += values[i]")
 # A look that costs 5 or 6, a call between; behind it a loop over sums, two in a round.
 CODE = (
     ".L_x_0:",

@@ -1,6 +1,6 @@
 // Parts of kernels by themselves, on values that are made up: samples of clocks, numbers of barriers and clock
-// rounds, what the words of a source add up to, the layout of a dispatch, queues of several channels, whom waiting
-// tasks name, masks of an operation that failed, and notes of waits.
+// rounds, what the words of a source add up to, the layout of a dispatch, rows that are copied and added
+// up, queues of several channels, whom waiting tasks name, masks of an operation that failed, and notes of waits.
 // sanitize: address:-DEP_NUMBERS_OF_GPU
 #include <algorithm>
 #include <array>
@@ -11,6 +11,7 @@
 #include "kernels/normal/counters.cuh"
 #include "kernels/normal/dispatch.cuh"
 #include "kernels/normal/dispatch_layout.cuh"
+#include "kernels/normal/local_rows.cuh"
 #include "kernels/normal/tasks.cuh"
 #include "kernels/protocol/barrier.cuh"
 #include "kernels/protocol/clock_offset.cuh"
@@ -295,6 +296,111 @@ TEST(any_number_of_blocks_counts_the_same_layout) {
             CHECK(got == count_of(args, num_nodes));
         }
     }
+}
+
+// ---- rows that are copied and added up
+
+namespace {
+
+constexpr int kRowBytes = 3 * sizeof(Vector);
+constexpr int kRowElements = kRowBytes / sizeof(bf16);
+
+// Whole numbers, whose sums are exact.
+bf16 number(int value) { return {static_cast<uint16_t>(float_to_bits(value) >> 16)}; }
+float value_of(bf16 element) { return bits_to_float(uint32_t{element.bits} << 16); }
+
+std::vector<bf16> random_rows(ep::testing::Random& random, int num_rows) {
+    std::vector<bf16> rows(num_rows * kRowElements);
+    for (bf16& element : rows) element = number(random.between(-3, 3));
+    return rows;
+}
+
+// check(shape, random) with any number of blocks and warps, under the plain order and random ones.
+template <class F>
+void in_any_shape(F check) {
+    ep::testing::under_schedules([&](ep::testing::Random& random) {
+        for (const LaunchShape& shape : {LaunchShape{1, 32}, {1, 96}, {3, 64}})
+            check(shape, random);
+    });
+}
+
+}  // namespace
+
+TEST(rows_come_to_all_of_their_slots_and_to_no_others) {
+    in_any_shape([](LaunchShape shape, ep::testing::Random& random) {
+        constexpr int kRows = 13;
+        constexpr int kWidth = 3;
+        constexpr int kOut = kRows * kWidth;
+        const std::vector<bf16> x = random_rows(random, kRows);
+        std::vector<int32_t> slots(kOut);
+        for (int i = 0; i < kOut; ++i) slots[i] = i;
+        for (int i = kOut - 1; i > 0; --i) std::swap(slots[i], slots[random.between(0, i)]);
+        std::vector<bf16> expected((kOut + 1) * kRowElements, number(99));
+        for (int i = 0; i < kOut; ++i) {
+            if (random.between(0, 3) == 0) slots[i] = random.between(0, 1) == 0 ? -1 : kOut;
+            if (slots[i] < 0 || slots[i] >= kOut) continue;
+            std::copy_n(x.data() + i / kWidth * kRowElements,
+                        kRowElements,
+                        expected.data() + slots[i] * kRowElements);
+        }
+        std::vector<bf16> got(expected.size());
+        CopyRowsArgs args{{reinterpret_cast<const std::byte*>(x.data()),
+                           slots.data(),
+                           kRows,
+                           kWidth,
+                           kRowBytes,
+                           kOut,
+                           reinterpret_cast<std::byte*>(got.data())},
+                          0};
+        const auto same = [](bf16 a, bf16 b) { return a.bits == b.bits; };
+        for (const size_t piece : {size_t{0}, RowCopy::piece_bytes(kRowBytes)}) {
+            args.row_piece_bytes = piece;
+            shape.shared_bytes = RowCopy::kAlignment + shape.threads / kWarpSize * piece;
+            std::fill(got.begin(), got.end(), number(99));
+            ep::testing::launch(shape, [&] { copy_rows(args); });
+            CHECK(std::equal(got.begin(), got.end(), expected.begin(), same));
+        }
+    });
+}
+
+TEST(rows_are_added_up_behind_their_biases) {
+    in_any_shape([](LaunchShape shape, ep::testing::Random& random) {
+        constexpr int kRows = 9;
+        constexpr int kSums = 17;
+        const int width = random.between(0, 70);  // more than lanes list at a time
+        const std::vector<bf16> x = random_rows(random, kRows + 1);  // of which the last is none
+        const std::vector<bf16> bias_0 = random_rows(random, kSums);
+        const std::vector<bf16> bias_1 = random_rows(random, kSums);
+        const int num_biases = random.between(0, 2);
+        std::vector<int32_t> rows(kSums * width);
+        for (int32_t& row : rows)
+            row = random.between(0, 8) == 0 ? random.between(0, kRows) : -random.between(1, 2);
+        std::vector<bf16> got(kSums * kRowElements, number(99));
+        const SumRowsArgs args{x.data(),
+                               rows.data(),
+                               kRows,
+                               kSums,
+                               width,
+                               kRowBytes,
+                               num_biases > 0 ? bias_0.data() : nullptr,
+                               num_biases > 1 ? bias_1.data() : nullptr,
+                               got.data()};
+        shape.shared_bytes = SumRowsShared::bytes(width, shape.threads / kWarpSize);
+        ep::testing::launch(shape, [&] { sum_rows(args); });
+        for (int i = 0; i < kSums; ++i) {
+            for (int j = 0; j < kRowElements; ++j) {
+                const int at = i * kRowElements + j;
+                float sum = 0.0f;
+                if (num_biases > 0) sum += value_of(bias_0[at]);
+                if (num_biases > 1) sum += value_of(bias_1[at]);
+                for (int k = 0; k < width; ++k) {
+                    const int32_t row = rows[i * width + k];
+                    if (row >= 0 && row < kRows) sum += value_of(x[row * kRowElements + j]);
+                }
+                CHECK_EQUAL(value_of(got[at]), sum);
+            }
+        }
+    });
 }
 
 // ---- queues of several channels

@@ -23,7 +23,8 @@ from deep_ep import diagnose
 from deep_ep.diagnose.storage import diagnosis_log
 from deep_ep.errors import EPArgumentError, EPTimeoutError, EPTransportError
 from deep_ep.native import backend
-from deep_ep.observe.counters import CounterSnapshot, RecvCounters
+from deep_ep.observe.counter_snapshot import CounterSnapshot
+from deep_ep.observe.counters import RecvCounters
 from observe.test_wall_time import LIGHT, assert_dark
 from support.exchange import (
     Inputs,

@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 
 import deep_ep
 from deep_ep.errors import EPTimeoutError
-from deep_ep.observe.counters import CounterSnapshot, RecvCounters
+from deep_ep.observe.counter_snapshot import CounterSnapshot
+from deep_ep.observe.counters import RecvCounters
 from support import reference
 from support.exchange import (
     Inputs,

@@ -13,7 +13,7 @@ import pytest
 import deep_ep
 from deep_ep.errors import EPUsageError
 from deep_ep.observe import phases
-from deep_ep.observe.counters import CounterSnapshot
+from deep_ep.observe.counter_snapshot import CounterSnapshot
 from deep_ep.observe.parts import PARTS, Part
 from deep_ep.observe.phases import PHASES
 from support import normal_exchange

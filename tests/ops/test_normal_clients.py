@@ -8,16 +8,11 @@ and every gradient has one right value. Where a checkout is given, the program's
 from __future__ import annotations
 
 import gc
-import importlib.util
 import inspect
-import os
-import sys
-import types
 import weakref
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -25,70 +20,29 @@ import torch.distributed as dist
 
 import deep_ep
 import deep_ep_cpp
-from deep_ep.errors import EPTimeoutError
-from deep_ep.group import thread_groups
 from support import reference
-from support.launch import DEVICE, HANG_S, raise_failures, run_processes
-from support.normal_exchange import nodes_of
+from support.client_programs import (
+    EXPERTS_PER_RANK,
+    HIDDEN,
+    TOPK,
+    Problem,
+    Rank,
+    assert_counts,
+    assert_weighted,
+    imported,
+    megatron_parents,
+    on_nodes,
+    own_file,
+    problem_of,
+    run_as_threads,
+    train,
+    weigh_compact,
+)
+from support.launch import DEVICE, raise_failures, run_processes
 
 Tensor = torch.Tensor
 
-HIDDEN, TOPK, EXPERTS_PER_RANK = 256, 3, 4
 FP8 = torch.float8_e4m3fn
-
-
-class Rank(NamedTuple):
-    """Who runs a program: its place, and the group it gives to Buffer."""
-
-    rank: int
-    num_ranks: int
-    ranks_per_node: int
-    group: Any
-
-
-class Problem(NamedTuple):
-    """What a rank has. Some tokens have fewer experts, -1 anywhere in the row; some have none."""
-
-    x: Tensor  # [T, HIDDEN] bfloat16
-    topk_idx: Tensor  # [T, TOPK] int64
-    weights: Tensor  # [T, TOPK] float32, 0 where topk_idx is -1
-    num_experts: int
-
-
-def problem_of(rank: Rank, seed: int = 0) -> Problem:
-    """Equal calls give equal problems; the last rank has no tokens."""
-    generator = torch.Generator().manual_seed(100 * seed + rank.rank)
-    num_tokens = 0 if rank.rank == rank.num_ranks - 1 else 9 + rank.rank
-    num_experts = rank.num_ranks * EXPERTS_PER_RANK
-    x = torch.randint(-2, 3, (num_tokens, HIDDEN), generator=generator).bfloat16()
-    topk_idx = torch.rand(num_tokens, num_experts, generator=generator).topk(TOPK).indices
-    topk_idx[torch.rand(topk_idx.shape, generator=generator) < 0.2] = -1
-    topk_idx[3:4] = -1
-    weights = torch.randint(1, 4, topk_idx.shape, generator=generator) / 2
-    weights = weights.masked_fill(topk_idx < 0, 0)
-    return Problem(x.to(DEVICE), topk_idx.to(DEVICE), weights.to(DEVICE), num_experts)
-
-
-def run_experts(recv_x: Tensor, recv_idx: Tensor, recv_weights: Tensor) -> Tensor:
-    """Each expert returns its rows; this rank weighs them and adds them up."""
-    mine = recv_weights.masked_fill(recv_idx < 0, 0)
-    return recv_x * mine.sum(1, keepdim=True).to(recv_x.dtype)
-
-
-def assert_weighted(combined: Tensor, problem: Problem) -> None:
-    """Every token times the sum of its weights."""
-    want = problem.x.float() * problem.weights.sum(1, keepdim=True)
-    assert combined.dtype == torch.bfloat16
-    assert torch.equal(combined.float(), want)
-
-
-def assert_counts(counts: Any, recv_idx: Tensor) -> None:
-    """A list of ints with an entry per local expert, which sum up to the selections received."""
-    assert type(counts) is list
-    assert len(counts) == EXPERTS_PER_RANK
-    assert torch.tensor(counts).sum().item() == int((recv_idx >= 0).sum())
-    selected = torch.bincount(recv_idx.flatten() + 1, minlength=EXPERTS_PER_RANK + 1)[1:]
-    assert counts == selected.tolist()
 
 
 def hints(*configs: Any, hidden_bytes: int, num_ranks: int) -> tuple[int, int]:
@@ -226,33 +180,6 @@ def train_on(rank: Rank, buffer: deep_ep.Buffer, asynchronous: bool) -> None:
     train(rank, dispatch, combine, seed=int(asynchronous))
 
 
-def train(
-    rank: Rank,
-    dispatch: Callable[..., tuple[Any, ...]],
-    combine: Callable[..., Tensor],
-    seed: int,
-) -> None:
-    """A step: forward, and a backward whose gradients are known."""
-    problem = problem_of(rank, seed)
-    x = problem.x.clone().requires_grad_()
-    probs = problem.weights.clone().requires_grad_()
-    recv_x, recv_idx, recv_probs, counts, handle = dispatch(
-        x, problem.topk_idx, probs, problem.num_experts
-    )
-    assert recv_idx.dtype == torch.int64
-    assert recv_probs.dtype == torch.float32
-    assert_counts(counts.tolist(), recv_idx)
-    combined = combine(run_experts(recv_x, recv_idx, recv_probs), handle)
-    assert_weighted(combined.detach(), problem)
-    grad = torch.ones_like(combined)
-    grad[:, 1::2] = -1
-    combined.backward(grad)
-    # d/dx of sum(g * x * sum(w)), and d/dw in the slots that were selected.
-    assert torch.equal(x.grad.float(), grad.float() * problem.weights.sum(1, keepdim=True))
-    per_slot = (grad.float() * problem.x.float()).sum(1, keepdim=True).expand_as(probs)
-    assert torch.equal(probs.grad, per_slot.masked_fill(problem.topk_idx < 0, 0))
-
-
 def megatron_core(rank: Rank) -> None:
     from deep_ep import Buffer
 
@@ -383,7 +310,7 @@ def torchtitan(rank: Rank) -> None:
     routing = (*layout.values(), rank.rank)
     recv_x, idx, weights, counts, number = titan_dispatch(x, selected, scores, *routing)
     assert_counts(counts.tolist(), idx)
-    combined = titan_combine(run_experts(recv_x, idx, weights), number, rank.rank)
+    combined = titan_combine(weigh_compact(recv_x, idx, weights), number, rank.rank)
     assert_weighted(combined.detach(), problem)
     combined.sum().backward()
     assert torch.equal(x.grad.float(), scores.detach().sum(1, keepdim=True).expand_as(x.grad))
@@ -391,7 +318,7 @@ def torchtitan(rank: Rank) -> None:
         recv_x, idx, weights, counts, number = titan_dispatch(
             problem.x, selected, problem.weights, *routing
         )
-        combined = titan_combine(run_experts(recv_x, idx, weights), number, rank.rank)
+        combined = titan_combine(weigh_compact(recv_x, idx, weights), number, rank.rank)
         assert_weighted(combined, problem)
     del TITAN[rank.rank]
 
@@ -452,7 +379,7 @@ def xorl(rank: Rank) -> None:
     assert sum(counts) == int((idx >= 0).sum())
     assert isinstance(handle, tuple)
     assert len(handle) == (6 if rank.ranks_per_node == rank.num_ranks else 10)
-    assert_weighted(combine(run_experts(recv_x, idx, weights), handle), problem)
+    assert_weighted(combine(weigh_compact(recv_x, idx, weights), handle), problem)
 
     # A row per slot, marked with its origin and poisoned behind; results are wider than that.
     num_slots = problem.topk_idx.numel()
@@ -560,7 +487,7 @@ def xtuner(rank: Rank) -> None:
         x, twice, weights, problem.num_experts, buffer
     )
     assert idx.numel() - sum(counts) == int((idx == -1).sum())
-    combined = XtunerCombine.apply(run_experts(recv_x, idx, recv_weights), buffer, *handle)
+    combined = XtunerCombine.apply(weigh_compact(recv_x, idx, recv_weights), buffer, *handle)
     want = problem.x.float() * both.sum(1, keepdim=True)
     assert torch.equal(combined.detach().float(), want)
     combined.backward(torch.ones_like(combined))
@@ -616,7 +543,7 @@ def primus_turbo(rank: Rank) -> None:
             num_rows = len(recv_x)
         valid = (idx >= 0).any(1)
         assert int(valid.sum()) == int(valid[:num_rows].sum())
-        y = torch.where(valid[:, None], run_experts(recv_x, idx, weights), torch.nan)
+        y = torch.where(valid[:, None], weigh_compact(recv_x, idx, weights), torch.nan)
         combined, back, event = buffer.combine(
             y, handle=handle, topk_weights=weights.float(), config=configs[1]
         )
@@ -689,7 +616,7 @@ def lmdeploy(rank: Rank) -> None:
         rows = recv_x if isinstance(recv_x, Tensor) else reference.dequantise(*recv_x)
         released = weakref.ref(recv_x if isinstance(recv_x, Tensor) else recv_x[0])
         combined, _, event = buffer.combine(
-            run_experts(rows, idx, weights),
+            weigh_compact(rows, idx, weights),
             handle,
             previous_event=previous_event,
             async_finish=False,
@@ -754,7 +681,7 @@ def vllm_high_throughput(rank: Rank) -> None:
     cache["arguments"] = buffer
     buffer.set_num_sms(20)
 
-    problems = [problem_of(rank, seed) for seed in (5, 6)]
+    problems = [problem_of(rank, seed=seed) for seed in (5, 6)]
     kept = []
     for number, problem in enumerate(problems):
         capture = buffer.capture
@@ -786,7 +713,7 @@ def vllm_high_throughput(rank: Rank) -> None:
             event.current_stream_wait()
         assert_counts(counts, idx)
         rows = reference.dequantise(*recv) if isinstance(recv, tuple) else recv
-        y = run_experts(rows, idx, weights)
+        y = weigh_compact(rows, idx, weights)
         assert y.dtype == torch.bfloat16
         combined, _, event = buffer.combine(
             x=y,
@@ -815,7 +742,7 @@ def vllm_high_throughput(rank: Rank) -> None:
         config=config,
     )
     assert rank.rank == 0 or len(recv_x) == sum(counts) == 0
-    y = run_experts(recv_x, idx, weights)
+    y = weigh_compact(recv_x, idx, weights)
     assert_weighted(
         buffer.combine(x=y, handle=handle, topk_weights=None, config=config)[0], problem
     )
@@ -869,7 +796,7 @@ def sglang(rank: Rank) -> None:
             event.current_stream_wait()
         used = torch.bincount(idx.flatten() + 1, minlength=EXPERTS_PER_RANK + 1)[1:].tolist()
         assert counts == [-(-count // 128) * 128 for count in used]
-        y = run_experts(reference.dequantise(recv_x, recv_scales), idx, weights)
+        y = weigh_compact(reference.dequantise(recv_x, recv_scales), idx, weights)
         previous_event = Buffer.capture() if asynchronous else None
         combined, _, event = buffer.combine(
             y,
@@ -914,25 +841,7 @@ def same_num_sms() -> Iterator[None]:
     deep_ep.Buffer.set_num_sms(before)
 
 
-def run_as_threads(program: Callable[[Rank], None], num_ranks: int, ranks_per_node: int) -> None:
-    """The program on all ranks; raises the first error."""
-    groups = thread_groups(num_ranks)
-
-    def run(rank: int) -> None:
-        if DEVICE == "cuda":
-            torch.cuda.set_stream(torch.cuda.Stream())
-        program(Rank(rank, num_ranks, ranks_per_node, groups[rank]))
-
-    with nodes_of(ranks_per_node), ThreadPoolExecutor(num_ranks) as threads:
-        errors = [
-            done.exception(HANG_S) for done in [threads.submit(run, r) for r in range(num_ranks)]
-        ]
-    gc.collect()  # buffers that nobody destroys
-    for error in sorted(filter(None, errors), key=lambda e: isinstance(e, EPTimeoutError)):
-        raise error  # others only miss the rank that failed
-
-
-@pytest.mark.parametrize("nodes", [(4, 4), (4, 2)], ids=["one-node", "two-nodes"])
+@on_nodes
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_a_program_s_calls_do_what_it_expects(program: str, nodes: tuple[int, int]) -> None:
     run_as_threads(PROGRAMS[program], *nodes)
@@ -956,18 +865,9 @@ OWN_FILES = {
 }
 
 
-def train_with_own_file(rank: int, group: dist.ProcessGroup, path: str) -> None:
+def train_with_own_file(rank: int, group: dist.ProcessGroup, path: Path) -> None:
     """Steps with the functions of that file, which keeps its buffer for itself."""
-    utils = types.ModuleType("megatron.core.utils")
-    utils.internal_api = lambda decorated: decorated  # type: ignore[attr-defined]
-    for parent in ("megatron", "megatron.core"):
-        sys.modules.setdefault(parent, types.ModuleType(parent))
-    sys.modules.setdefault("megatron.core.utils", utils)
-    spec = importlib.util.spec_from_file_location("fused_a2a", path)
-    assert spec is not None
-    assert spec.loader is not None
-    own = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(own)
+    own = imported(path, megatron_parents())
     own.set_deepep_num_sms(20)
     who = Rank(rank, group.size(), group.size(), group)
     for asynchronous in (False, True):
@@ -986,8 +886,5 @@ def train_with_own_file(rank: int, group: dist.ProcessGroup, path: str) -> None:
 
 @pytest.mark.parametrize("variable", OWN_FILES)
 def test_a_program_s_own_file_runs(variable: str) -> None:
-    checkout = os.environ.get(variable)
-    if not checkout:
-        pytest.skip(f"{variable} names no checkout")
-    path = str(Path(checkout, OWN_FILES[variable]))
+    path = own_file(variable, OWN_FILES[variable])
     raise_failures(run_processes(train_with_own_file, 2, path))

@@ -23,16 +23,19 @@ from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
 import deep_ep
-from deep_ep.group import thread_groups
+from deep_ep.group import ThreadGroup, thread_groups
 from deep_ep.native import backend
 from support import cuda_settings  # noqa: F401 - before CUDA starts
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 # Where the tensors of the backend under test live: "cpu" or "cuda".
 DEVICE = backend.get().name
@@ -118,40 +121,22 @@ def _cycles_per_ns() -> float:
     return num_cycles / (begin.elapsed_time(end) * 1e6)
 
 
-class Ranks:
-    """A low-latency group whose ranks are threads of this process, each with its own Buffer.
+class RankThreads:
+    """A group whose ranks are threads of this process, each with a buffer of its own.
 
-    A rank keeps its thread for life, as a rank that is a process does. The buffers fit operations
-    of the given sizes and of all smaller ones.
+    A rank keeps its thread for life, as a rank that is a process does.
     """
 
-    def __init__(
-        self,
-        num_ranks: int,
-        num_max_tokens: int,
-        hidden: int,
-        num_experts: int,
-        **buffer_arguments: Any,
-    ) -> None:
-        size = deep_ep.Buffer.get_low_latency_rdma_size_hint(
-            num_max_tokens, hidden, num_ranks, num_experts
-        )
+    def __init__(self, num_ranks: int, make_buffer: Callable[[ThreadGroup], Any]) -> None:
         groups = thread_groups(num_ranks)
         self.num_ranks = num_ranks
         self._threads = [
             ThreadPoolExecutor(1, f"rank{rank}", _own_stream) for rank in range(num_ranks)
         ]
-        arguments = {
-            "num_rdma_bytes": size,
-            "low_latency_mode": True,
-            "num_qps_per_rank": max(1, num_experts // num_ranks),
-            "explicitly_destroy": True,
-            **buffer_arguments,
-        }
-        self.buffers: list[deep_ep.Buffer] = [None] * num_ranks  # type: ignore[list-item]
-        self.buffers = self.run(lambda rank, _: deep_ep.Buffer(groups[rank], **arguments))
+        self.buffers: list[Any] = [None] * num_ranks
+        self.buffers = self.run(lambda rank, _: make_buffer(groups[rank]))
 
-    def outcomes(self, fn: Callable[[int, deep_ep.Buffer], Any]) -> list[Any]:
+    def outcomes(self, fn: Callable[[int, Any], Any]) -> list[Any]:
         """Runs fn(rank, buffer) on all ranks at once; per rank its result, or its exception."""
         futures: list[Future[Any]] = [
             thread.submit(fn, rank, self.buffers[rank]) for rank, thread in enumerate(self._threads)
@@ -164,7 +149,7 @@ class Ranks:
             raise TimeoutError(f"ranks {hung} are still running after {HANG_S:.0f} s")
         return [future.exception() or future.result() for future in futures]
 
-    def run(self, fn: Callable[[int, deep_ep.Buffer], Any]) -> list[Any]:
+    def run(self, fn: Callable[[int, Any], Any]) -> list[Any]:
         """Runs fn(rank, buffer) on all ranks; raises the first error that is no mere timeout."""
         outcomes = self.outcomes(fn)
         errors = {rank: e for rank, e in enumerate(outcomes) if isinstance(e, BaseException)}
@@ -181,10 +166,14 @@ class Ranks:
         """Destroys the buffers and ends the threads."""
         if all(buffer is not None for buffer in self.buffers):
             self.run(lambda _, buffer: buffer.destroy())
+        self.abandon()
+
+    def abandon(self) -> None:
+        """Ends the threads of ranks that may be out of step, without any collective."""
         for thread in self._threads:
             thread.shutdown(wait=False)
 
-    def __enter__(self) -> Ranks:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
@@ -195,9 +184,34 @@ class Ranks:
     ) -> None:
         if error_type is None:
             self.close()
-        else:  # the ranks may be out of step: no collective then
-            for thread in self._threads:
-                thread.shutdown(wait=False)
+        else:
+            self.abandon()
+
+
+class Ranks(RankThreads):
+    """A low-latency group. The buffers fit operations of the given sizes and of all smaller ones."""
+
+    buffers: list[deep_ep.Buffer]
+
+    def __init__(
+        self,
+        num_ranks: int,
+        num_max_tokens: int,
+        hidden: int,
+        num_experts: int,
+        **buffer_arguments: Any,
+    ) -> None:
+        size = deep_ep.Buffer.get_low_latency_rdma_size_hint(
+            num_max_tokens, hidden, num_ranks, num_experts
+        )
+        arguments = {
+            "num_rdma_bytes": size,
+            "low_latency_mode": True,
+            "num_qps_per_rank": max(1, num_experts // num_ranks),
+            "explicitly_destroy": True,
+            **buffer_arguments,
+        }
+        super().__init__(num_ranks, lambda group: deep_ep.Buffer(group, **arguments))
 
 
 @dataclass

@@ -147,15 +147,21 @@ def with_strides(rows: Tensor, strides: str) -> Tensor:
     return rows
 
 
+def random_scales(
+    rows: int, columns: int, dtype: str, strides: str, generator: torch.Generator
+) -> Tensor | None:
+    """[rows, columns] whose bytes are random, laid out like that; `None` without a dtype."""
+    return with_strides(random_bytes(rows, columns, dtype, generator), strides) if dtype else None
+
+
 def make_inputs(shape: Shape, mode: Mode) -> list[Inputs]:
     """Inputs of all ranks. Equal shapes and modes give equal inputs."""
     generator = torch.Generator().manual_seed(shape.seed)
     inputs = []
     for num_tokens in shape.num_tokens:
-        scales = None
-        if mode.scales:
-            raw = random_bytes(num_tokens, mode.num_scales, mode.scales, generator)
-            scales = with_strides(raw, mode.scale_strides)
+        scales = random_scales(
+            num_tokens, mode.num_scales, mode.scales, mode.scale_strides, generator
+        )
         topk_idx, topk_weights = make_routing(shape, num_tokens, generator)
 
         def values(rows: int = num_tokens) -> Tensor:

@@ -1,7 +1,7 @@
 """What the programs among the tests share: options, comparison, ranks as processes, verdicts at the end.
 
-Used by test_low_latency.py, test_intranode.py and test_internode.py, which run where neither pytest
-nor hypothesis is installed.
+Used by test_low_latency.py, test_intranode.py, test_internode.py and test_elastic.py, which run where
+neither pytest nor hypothesis is installed.
 """
 
 from __future__ import annotations
@@ -121,11 +121,12 @@ def report_diagnosis(observed: Any, group: dist.ProcessGroup, args: argparse.Nam
 
 
 def end_of_run(
-    buffer: deep_ep.Buffer,
+    buffer: Any,
     group: dist.ProcessGroup,
     args: argparse.Namespace,
     num_iterations: int,
-    iteration_of: Callable[[deep_ep.Buffer, argparse.Namespace], Callable[[], None]],
+    iteration_of: Callable[[Any, argparse.Namespace], Callable[[], None]],
+    observed: deep_ep.Buffer | None = None,
 ) -> None:
     """Diagnoses iterations if --diagnose asks for it, then takes buffer and group down.
 
@@ -136,16 +137,18 @@ def end_of_run(
         num_iterations: how many are diagnosed.
         iteration_of: returns a function that does one iteration as a model does. Nothing but communication
             calls may bring the ranks together in it: a collective in between would hide who is late.
+        observed: what counts, where that is another buffer beneath this one.
     """
     right = True
     if args.diagnose:
+        counting = observed or buffer
         iterate = iteration_of(buffer, args)
-        buffer.enable_counters(ring=4 * num_iterations)
-        remove_faults = faults.apply(buffer, args.inject)
+        counting.enable_counters(ring=4 * num_iterations)
+        remove_faults = faults.apply(counting, args.inject)
         for _ in range(num_iterations):
             iterate()
         remove_faults()
-        right = report_diagnosis(buffer, group, args)
+        right = report_diagnosis(counting, group, args)
     buffer.destroy()
     dist.barrier(group)
     dist.destroy_process_group()

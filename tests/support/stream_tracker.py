@@ -41,6 +41,8 @@ _ROWS = {"recv_x", "recv_scales", "packs"}
 _FRESH = {"recv_topk_idx", "recv_topk_weights", "recv_src_idx", "recv_src_meta", "nvl_head"}
 _WRITTEN = {
     "dispatch_layout": {*_LAYOUT, "is_token_in_rank"},
+    "copy_rows": {"out"},
+    "sum_rows": {"out"},
     "normal_notify": _PREFIXES,
     "normal_dispatch": _ROWS,
     "normal_combine": {"combined_x", "combined_topk_weights", "packs"},

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from deep_ep.diagnose.analyze import link_limit
+from deep_ep.diagnose.cli import link_limit
 from deep_ep.tune import links
 from deep_ep.tune.links import Speeds
 from support.launch import DEVICE, raise_failures, run_processes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 from collections.abc import Sequence
@@ -168,11 +169,12 @@ def test_a_model_answers_for_each_gpu_without_ranks(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     output = tmp_path / "config.json"
-    for gpu in ("H100", "H200", "H800"):
-        assert main(["--model", gpu, "--ranks", "2x8", "--output", str(output)]) == 0
+    for gpu, num_nodes in itertools.product(("H100", "H200", "H800"), (1, 2, 4, 8)):
+        arguments = ["--model", gpu, "--ranks", f"{num_nodes}x8", "--output", str(output)]
+        assert main(arguments) == 0
         printed = capsys.readouterr().out
         assert f"{gpu}, by a model, not measured" in printed
-        assert "2 x 8 ranks" in printed
+        assert f"{num_nodes} x 8 ranks" in printed
         sections = json.loads(output.read_text())
         assert {Config(**section).num_sms for section in sections.values()} <= set(trials.NUM_SMS)
 
@@ -184,7 +186,7 @@ def test_a_model_answers_for_each_gpu_without_ranks(
         (["--model", "H800", "--ranks", "1x8", "--num-sms", "2"], "2 SMs with these chunks"),
         (
             ["--model", "H800", "--ranks", "16x8"],
-            "16x8 ranks were not computed; there are 1x8, 2x8",
+            "16x8 ranks were not computed; there are 1x8, 2x8, 4x8, 8x8",
         ),
     ],
 )

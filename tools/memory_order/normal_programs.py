@@ -322,6 +322,32 @@ def cursor_of_a_task(p: Program) -> None:
     p.forbid(lambda registers: registers["cursor"] == 2)
 
 
+@litmus("A row that is copied on one rank is there when the kernel ends.")
+def locally_copied_row(p: Program) -> None:
+    lane = p.thread("A")
+    lane.write("x")
+    copy_in_bulk(p, lane, ("copy_rows.take", "copy_rows.finish"), "x", "out", "other")
+    lane.read("out", "out")
+    lane.read("other", "other")
+    p.forbid(any_zero("out", "other"))
+
+
+@litmus(
+    "The rows of a sum on one rank are listed before lanes read them, and those of the next but one afterwards."
+)
+def rows_of_a_local_sum(p: Program) -> None:
+    listing = p.thread("A")
+    listing.write("list", 1)
+    reading = p.thread("A")
+    for lane in (listing, reading):
+        lane.meet("listed", at="sum_rows.warp_sync")
+    reading.read("list", "list")
+    for lane in (listing, reading):
+        lane.meet("next", at="sum_rows.warp_sync")
+    listing.write("list", 3)
+    p.forbid(lambda registers: registers["list"] != 1)
+
+
 @litmus("The rows of a sum are listed before they are added up.")
 def rows_of_a_sum(p: Program) -> None:
     known_behind(p, "B", "run_tasks.team_sync#1", "list")

@@ -7,6 +7,8 @@
 //                   rounded, to the source.
 //   3 reduce        The source adds up, in fp32: the biases, then node by node the sum of that node or, of its
 //                   own node, the rows by rank. One rounding.
+//   The caller may order both sums by the top-k columns of their token: ranks, and nodes, by the last one that names an
+//   expert of theirs. Then the sum of the own node is rounded before it is added, as those of the others are.
 //   Rows of a queue come in the order of tokens; the handle tells which tokens have one.
 #pragma once
 
@@ -140,14 +142,18 @@ struct CombineTasks {
         return {false, number - ranks_per_node + 1};
     }
     EP_DEVICE Queue queue_of(const Task& task, int number) const {
-        const Place place = place_of(task, number);
+        return queue_at(task, place_of(task, number));
+    }
+    EP_DEVICE Queue queue_at(const Task& task, const Place& place) const {
         return place.is_local ? nvl_queue(args, task.node, place.index, task.channel)
                               : rdma_queue(args, place.index, task.channel);
     }
     // The slot in such a queue of the row for token or relayed row `row` of a task; -1: it has none.
     EP_DEVICE int slot_in(const Task& task, int row, int number) const {
+        return slot_at(task, row, place_of(task, number));
+    }
+    EP_DEVICE int slot_at(const Task& task, int row, const Place& place) const {
         const Topology& topology = args.topology();
-        const Place place = place_of(task, number);
         if (!place.is_local)
             return args.node_head[token_of(task, row) * topology.num_nodes + place.index];
         const int64_t head = task.kind == kRelay ? args.first_relayed(task.node, task.channel) + row
@@ -234,17 +240,92 @@ struct CombineTasks {
         };
         add_bias(args.bias_0);
         add_bias(args.bias_1);
-        return for_each_row(task, number, [&](const Queue& queue, int slot) {
+        const bool is_by_rank = args.order_experts_per_rank == 0;
+        const bool have_come = for_each_row(task, number, [&](const Queue& queue, int slot) {
             if (slot >= static_cast<int>(state_of(args, queue, false).seen)) return false;
-            list.add(args.common.transport.local(slot_of(args, queue, false, slot)));
+            if (is_by_rank) list.add(row_at(queue, slot));
             return true;
         });
+        if (have_come && !is_by_rank) list_by_column(task, number, list);
+        return have_come;
+    }
+    // One thread. The rows of one sum in the order of the columns of its token; ranks and nodes that none names have
+    // none. Whatever the caller's tensor holds, each is there once at most.
+    EP_DEVICE void list_by_column(const Task& task, int number, RowList list) const {
+        const Topology& topology = args.topology();
+        if (task.kind == kRelay || topology.num_nodes == 1) {
+            list_own_node(task, number, args.order_topk - 1, list);
+        } else {
+            const int experts_per_node = args.order_experts_per_rank * topology.ranks_per_node;
+            for (int k = args.order_topk - 1; k >= 0; --k) {
+                const int expert = expert_in(task, number, k);
+                const int node = expert / experts_per_node;
+                if (expert < 0 || is_named_behind(task, number, k, experts_per_node)) continue;
+                if (node == args.node) {
+                    const int begin = list.count();
+                    list_own_node(task, number, k, list);
+                    list.group_from(begin);
+                } else {
+                    list_row(task, number, {false, node}, list);
+                }
+            }
+        }
+        list.reverse();
+    }
+    // The rows of the ranks of the own node that the columns up to `last` name, from the last one on.
+    EP_DEVICE void list_own_node(const Task& task, int number, int last, RowList list) const {
+        const int first_rank = args.topology().rank_of(args.node, 0);
+        uint64_t named = 0;  // local ranks, by the columns behind
+        for (int k = last; k >= 0; --k) {
+            const int expert = expert_in(task, number, k);
+            const int local = expert / args.order_experts_per_rank - first_rank;
+            if (expert < 0 || local < 0 || local >= args.topology().ranks_per_node) continue;
+            if ((named >> local & 1) != 0) continue;
+            named |= uint64_t{1} << local;
+            list_row(task, number, {true, local}, list);
+        }
+    }
+    EP_DEVICE void list_row(const Task& task, int number, const Place& place, RowList list) const {
+        const int slot = slot_at(task, number, place);
+        if (slot >= 0) list.add(row_at(queue_at(task, place), slot));
+    }
+    // Whether a column behind names an expert of the same node.
+    EP_DEVICE bool is_named_behind(const Task& task,
+                                   int number,
+                                   int column,
+                                   int experts_per_node) const {
+        const int node = expert_in(task, number, column) / experts_per_node;
+        for (int k = column + 1; k < args.order_topk; ++k) {
+            const int expert = expert_in(task, number, k);
+            if (expert >= 0 && expert / experts_per_node == node) return true;
+        }
+        return false;
+    }
+    // What a column of a sum's token names; -1 if that is no expert.
+    EP_DEVICE int expert_in(const Task& task, int number, int column) const {
+        const int num_experts = args.order_experts_per_rank * args.topology().num_ranks;
+        int64_t expert = 0;
+        if (task.kind == kRelay) {
+            const int64_t row =
+                args.first_relayed(task.node, task.channel) - args.num_tokens + number;
+            expert = args.order_relay_topk_idx[row * args.order_topk + column];
+        } else {
+            expert = args.order_topk_idx[token_of(task, number) * args.order_topk + column];
+        }
+        return expert >= 0 && expert < num_experts ? static_cast<int>(expert) : -1;
+    }
+    EP_DEVICE const std::byte* row_at(const Queue& queue, int slot) const {
+        return args.common.transport.local(slot_of(args, queue, false, slot));
     }
     EP_DEVICE int64_t bytes_of_row() const { return static_cast<int64_t>(args.row.row_bytes); }
     // Warp. Adds up the rows of one token.
     EP_DEVICE void sum_token(int i, std::byte* out, float* weights) const {
         const RowList list = list_of(i);
-        sum_rows(list, args.row.row_bytes, out);
+        if (list.has_group()) {
+            add_up<true>(list, args.row.row_bytes, out);
+        } else {
+            add_up(list, args.row.row_bytes, out);
+        }
         if (args.row.num_topk > 0) sum_weights(list, args.row, weights);
     }
     EP_DEVICE void move(const Task& task, int rows, const Team& team) const {
@@ -377,7 +458,7 @@ EP_KERNEL void normal_combine(const EP_GRID_CONSTANT NormalCombineArgs args) {
     const int most_tasks =
         CombineTasks::most_tasks(args.topology(), args.num_channels, num_blocks(), num_warps());
     const NormalCombineShared shared(share.team, most_tasks, args.topology());
-    RowCopy copy = row_copy_of_warp(args, shared.rest);
+    RowCopy copy = row_copy_of_warp(args.row_piece_bytes, shared.rest);
     const CombineTasks tasks{args, open, shared.lists, copy};
     if (begin_normal(args, open, false) && returns_all(args, open))
         run_tasks(args, open, tasks, share, shared.tasks);

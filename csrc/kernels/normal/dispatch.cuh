@@ -157,6 +157,15 @@ EP_DEVICE void relay_row(const NormalDispatchArgs& args,
     }
 }
 
+// Warp. Keeps the experts of a relayed row for the sums of combines; `number` of it among those that are relayed.
+EP_DEVICE void keep_experts(const NormalDispatchArgs& args, const std::byte* slot, int64_t number) {
+    const NormalRow& row = args.row;
+    const auto* experts =
+        reinterpret_cast<const int32_t*>(slot + row.pack_offset() + row.experts_offset());
+    for (int k = lane_id(); k < row.num_topk; k += kWarpSize)
+        args.relay_topk_idx[number * row.num_topk + k] = experts[k];
+}
+
 // ---- 4: to the caller's tensors
 
 // Warp. `number` of the row in the outputs.
@@ -404,6 +413,11 @@ struct DispatchTasks {
                     args, queue, copy, slot_of(args, queue, true, done + i), shared.tokens[i]);
             }
         }
+        if (task.kind == kRelay && args.relay_topk_idx != nullptr) {
+            const int first = args.first_relayed(task.node, task.channel) - args.num_tokens + done;
+            for (int i = team.warp; i < rows; i += team.warps)
+                keep_experts(args, relayed_row(args, queue, done + i), first + i);
+        }
         const size_t bytes = args.row.relay_offset() + sizeof(RelayMark);
         if (is_staged) put_staged(args, queue, done, rows, bytes, team);
     }
@@ -487,7 +501,7 @@ EP_KERNEL void normal_dispatch(const EP_GRID_CONSTANT NormalDispatchArgs args) {
                       Team::of_warp(block_index(), num_blocks())};
     const NormalDispatchShared shared(
         share.team, tasks_of_team(share.end, share.team.count), args.topology().ranks_per_node);
-    RowCopy copy = row_copy_of_warp(args, shared.rest);
+    RowCopy copy = row_copy_of_warp(args.row_piece_bytes, shared.rest);
     const DispatchTasks tasks{args, open, shared, copy};
     const bool may_send = begin_normal(args, open, args.fresh);
     if (args.abandon) {

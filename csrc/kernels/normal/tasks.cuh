@@ -124,14 +124,14 @@ struct TaskShared {
 EP_HOST_DEVICE int tasks_of_team(int count, int teams) { return (count + teams - 1) / teams; }
 
 // Warp. Its own piece is in shared memory behind all that a block has otherwise.
-EP_DEVICE RowCopy row_copy_of_warp(const NormalArgs& args, SharedArena rest) {
+EP_DEVICE RowCopy row_copy_of_warp(size_t row_piece_bytes, SharedArena rest) {
     struct alignas(RowCopy::kAlignment) Unit {
         std::byte bytes[RowCopy::kAlignment];
     };
-    if (args.row_piece_bytes == 0) return RowCopy(nullptr, 0);
-    const auto units = static_cast<int>(args.row_piece_bytes / sizeof(Unit));
+    if (row_piece_bytes == 0) return RowCopy(nullptr, 0);
+    const auto units = static_cast<int>(row_piece_bytes / sizeof(Unit));
     Unit* piece = rest.take<Unit>(num_warps() * units) + warp_id() * units;
-    return RowCopy(piece->bytes, args.row_piece_bytes);
+    return RowCopy(piece->bytes, row_piece_bytes);
 }
 
 // Leader. Whether a rank has given this operation up, or has gone on without it. Nobody does the latter who has

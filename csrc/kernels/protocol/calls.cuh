@@ -39,6 +39,16 @@ struct DispatchLayoutArgs {
 #include "kernels/protocol/calls.def"
 };
 
+struct CopyRowsTensors {
+#define EP_COPY_ROWS EP_FIELD
+#include "kernels/protocol/calls.def"
+};
+
+struct SumRowsArgs {
+#define EP_SUM_ROWS EP_FIELD
+#include "kernels/protocol/calls.def"
+};
+
 struct NormalSize {
 #define EP_NORMAL_SIZE EP_FIELD
 #include "kernels/protocol/calls.def"

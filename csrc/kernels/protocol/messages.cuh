@@ -43,7 +43,7 @@ struct OpHeader {
     uint64_t entered_ns;  // source's clock
     uint64_t flags;       // HeaderFlag
     static constexpr int kNumAgreed = 4;
-    // OpShape, packed; which dispatch a combine belongs to; capacities of queues, packed
+    // OpShape, packed; which dispatch a combine belongs to, or kMostTokens; capacities of queues, packed
     uint64_t agreed[kNumAgreed];
 
     static constexpr size_t kContentsOffset = 16;
@@ -53,6 +53,9 @@ static_assert(sizeof(OpHeader) == 64, "one cache line a source");
 static_assert(OpHeader::kContentsOffset == offsetof(OpHeader, entered_ns) &&
                   OpHeader::kContentsOffset + OpHeader::kContentsBytes == sizeof(OpHeader),
               "one put covers everything but the signal");
+
+// Marks the word that has the most tokens of a rank, in a fresh dispatch, in place of a dispatch's number.
+constexpr uint64_t kMostTokens = uint64_t{1} << 63;
 
 // Offset in a header of word i of `agreed`.
 EP_HOST_DEVICE size_t agreed_field(int i) {

@@ -177,6 +177,7 @@ struct OperationArgs : OperationOptions {
     Layout layout;
     uint64_t capacities;          // normal operations: of their queues, packed; else 0
     const uint64_t* dispatch_op;  // combine: the operation whose rows it returns; or nullptr
+    uint64_t most_tokens;         // where there is none: of a rank, with kMostTokens; or 0
     uint32_t num_queue_pairs;     // that it uses
     uint64_t timeout_ns;
     size_t row_bytes;   // payload of one received row
@@ -186,7 +187,7 @@ struct OperationArgs : OperationOptions {
     EP_DEVICE uint64_t agreed(int i) const {
         return i < 2                    ? shape.word(i)
                : i == 3                 ? capacities
-               : dispatch_op == nullptr ? 0
+               : dispatch_op == nullptr ? most_tokens
                                         : *dispatch_op;
     }
     EP_DEVICE int rank() const { return transport.rank; }

@@ -103,6 +103,8 @@ KERNELS = (
         "github.com/NVIDIA/TensorRT-LLM/pull/18799",
     ),
     Kernel(_OURS, r"\bep::dispatch_layout$", DISPATCH, LAYOUT, _HERE),
+    Kernel(_OURS, r"\bep::copy_rows$", DISPATCH, PACK, _HERE),
+    Kernel(_OURS, r"\bep::sum_rows$", COMBINE, PACK, _HERE),
     Kernel(_OURS, r"\bep::normal_(?:pack|prove)$", ALL_TO_ALL, LAYOUT, _HERE),
     Kernel(_OURS, r"\bep::normal_notify$", DISPATCH, WAITING, _HERE),
     Kernel(_OURS, r"\bep::(?:low_latency|normal)_dispatch$", DISPATCH, TRANSFER, _HERE),

@@ -18,7 +18,8 @@ from deep_ep.errors import EPArgumentError
 from deep_ep.native import backend
 from deep_ep.observe import copier as copiers
 from deep_ep.observe.copier import Reading, copy_between_operations
-from deep_ep.observe.counters import CounterSnapshot, RecvCounters
+from deep_ep.observe.counter_snapshot import CounterSnapshot
+from deep_ep.observe.counters import RecvCounters
 from fixtures import OF_TWO_RANKS, SHAPE, exchange
 from generator import simulate_windows
 from generator.machines import CLUSTER, NORMAL

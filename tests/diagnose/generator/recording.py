@@ -11,7 +11,7 @@ import numpy as np
 from deep_ep.diagnose.core.diagnosis import BoolArray, IntArray
 from deep_ep.native import backend
 from deep_ep.observe import stamps as stamps_of
-from deep_ep.observe.counters import CounterSnapshot
+from deep_ep.observe.counter_snapshot import CounterSnapshot
 from generator.machines import TOKEN_BYTES, Kind
 
 _BINDING = backend.get().binding

@@ -82,6 +82,8 @@ def test_every_library_has_its_name_and_phases() -> None:
         ("void (anonymous namespace)::fused_permute_dispatch_kernel<4>(P)", "Hybrid-EP", DISPATCH, TRANSFER),
         ("fused_combine_unpermute_kernel", "Hybrid-EP", COMBINE, TRANSFER),
         ("ep_combine_s", "MORI", COMBINE, TRANSFER),
+        ("ep::copy_rows(ep::CopyRowsArgs)", "this package", DISPATCH, PACK),
+        ("ep::sum_rows(ep::SumRowsArgs)", "this package", COMBINE, PACK),
         ("void ep::normal_notify<8>(ep::NotifyArgs)", "this package", DISPATCH, WAITING),
         ("void ep::low_latency_dispatch<true>(ep::DispatchArgs)", "this package", DISPATCH, TRANSFER),
     ],

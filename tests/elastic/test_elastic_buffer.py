@@ -1,0 +1,607 @@
+"""`ElasticBuffer`, any shape, layout, topology and kind of reduction: everything equals the reference."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from deep_ep.errors import EPArgumentError
+from support import elastic_reference as reference
+from support.elastic_exchange import (
+    HIDDEN,
+    MAX_TOKENS,
+    TOPK,
+    Expected,
+    Inputs,
+    Mode,
+    Setup,
+    elastic_ranks,
+    exchange_and_check,
+    expect,
+    make_inputs,
+    run_cached_dispatch,
+    run_combine,
+    run_dispatch,
+)
+from support.elastic_groups import (
+    COMPACT,
+    DIRECT,
+    EXPANDED,
+    FOUR,
+    FP8,
+    ONE_NODE,
+    SETUPS,
+    TWO_NODES,
+    SharedGroups,
+    assert_works,
+    both_layouts,
+    good_call,
+)
+from support.exchange import Shape, assert_same_bytes
+from support.launch import DEVICE
+from support.normal_exchange import shape_of
+
+Tensor = torch.Tensor
+
+
+MIB = 1 << 20
+
+
+@st.composite
+def exchanges(draw: st.DrawFn) -> tuple[Setup, Shape, Mode]:
+    """Anything that may be exchanged."""
+    setup = draw(st.sampled_from(SETUPS))
+    num_ranks = setup.num_ranks
+    tokens = draw(
+        st.lists(st.sampled_from([0, 1, 2, 3, 7, 8, 25]), min_size=num_ranks, max_size=num_ranks)
+    )
+    dtype = draw(st.sampled_from(["bfloat16", "float8_e4m3fn", "float32", "uint8"]))
+    itemsize = getattr(torch, dtype).itemsize
+    cached_dtype = draw(st.sampled_from(["bfloat16", "uint8", "float32"]))
+    shape = shape_of(
+        tokens,
+        16 // itemsize * draw(st.sampled_from([1, 2, 3, 9, 32])),
+        num_ranks * draw(st.integers(1, 5)),
+        draw(st.sampled_from([1, 2, 3, 8])),
+        routing=draw(st.sampled_from(["random", "random", "random", "one-expert", "nowhere"])),
+        dropped=draw(st.sampled_from([0.0, 0.1, 0.9])),
+        seed=draw(st.integers(0, 2**20)),
+    )
+    do_expand = draw(st.booleans())
+    previous = draw(st.sampled_from(["none", "empty", "overlap", "handle"]))
+    spare = st.sampled_from([0, 1, 5])
+    mode = Mode(
+        do_expand=do_expand,
+        do_cpu_sync=draw(st.sampled_from([None, True, False])),
+        expert_alignment=draw(st.sampled_from([None, 1, 4, 128])),
+        spare_capacity=draw(st.sampled_from([None, None, 0, 3])) if do_expand else None,
+        spare_tokens=draw(spare if max(tokens) > MAX_TOKENS else st.none() | spare),
+        dtype=dtype,
+        cached_dtype=cached_dtype,
+        cached_hidden=16 // getattr(torch, cached_dtype).itemsize * draw(st.sampled_from([1, 5])),
+        scales=draw(st.sampled_from(["float32", "int32", ""])),
+        num_scales=draw(st.sampled_from([1, 2, 7, 56])),
+        scale_strides=draw(st.sampled_from(["rows", "columns", "sparse", "same"])),
+        is_tma_aligned=draw(st.booleans()),
+        has_weights=draw(st.booleans()),
+        do_zero_padding=do_expand and draw(st.booleans()),
+        do_handle_copy=draw(st.booleans()),
+        has_stats=draw(st.booleans()),
+        cached_expand=draw(st.booleans()),
+        cached_weights=draw(st.booleans()),
+        combine_hidden=8 * draw(st.sampled_from([1, 3, 20])),
+        combine_weights=draw(st.booleans()),
+        num_biases=draw(st.integers(0, 2)),
+        list_of_biases=draw(st.booleans()),
+        previous=previous,
+        previous_before_epilogue=draw(st.sampled_from(["none", "none", "empty", "handle"])),
+        is_async=draw(st.booleans()),
+        allocate_on_comm_stream=previous in ("overlap", "handle") or draw(st.booleans()),
+    )
+    if mode.do_zero_padding:
+        mode = replace(mode, cached_expand=True)
+    return setup, shape, mode
+
+
+@given(exchanges())
+@settings(max_examples=60)
+def test_any_exchange_equals_the_reference(
+    groups: SharedGroups, drawn: tuple[Setup, Shape, Mode]
+) -> None:
+    setup, shape, mode = drawn
+    with groups.of(setup) as ranks:
+        exchange_and_check(ranks, setup, shape, mode)
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="schedules are the host target's")
+@pytest.mark.parametrize("setup", SETUPS[3:9], ids=str)
+def test_any_schedule_and_delivery_order_gives_the_reference(
+    monkeypatch: pytest.MonkeyPatch, setup: Setup
+) -> None:
+    """Combines that sum on the way, on one node and on two, and those whose rows return one by one."""
+    for seed in (1, 2):
+        monkeypatch.setenv("DEEP_EP_SCHEDULE", f"random:{seed}")
+        monkeypatch.setenv("DEEP_EP_DELIVERY", f"random:{seed}")
+        ranks = elastic_ranks(setup)
+        for mode in (COMPACT, EXPANDED):
+            exchange_and_check(ranks, setup, FOUR, mode)
+        ranks.close()
+
+
+@pytest.mark.exhaustive
+@given(exchanges())
+@settings(max_examples=300)
+def test_many_more_exchanges_equal_the_reference(
+    groups: SharedGroups, drawn: tuple[Setup, Shape, Mode]
+) -> None:
+    setup, shape, mode = drawn
+    with groups.of(setup) as ranks:
+        exchange_and_check(ranks, setup, shape, mode)
+
+
+@pytest.mark.parametrize("do_cpu_sync", [True, False], ids=["sync", "no-sync"])
+@both_layouts
+@pytest.mark.parametrize(
+    "shape",
+    [
+        shape_of((0, 0, 0, 0), 32, 8, 2),
+        shape_of((3, 0, 2, 1), 32, 8, 2, routing="nowhere"),
+        shape_of((3, 0, 2, 1), 32, 8, 2, routing="one-expert", dropped=0.0),
+    ],
+    ids=["no-tokens", "no-experts", "one-rank-gets-all"],
+)
+def test_ranks_without_tokens_and_ranks_that_receive_none(
+    groups: SharedGroups, shape: Shape, mode: Mode, do_cpu_sync: bool
+) -> None:
+    mode = replace(mode, do_cpu_sync=do_cpu_sync, expert_alignment=4, num_biases=1)
+    with groups.of(TWO_NODES) as ranks:
+        exchange_and_check(ranks, TWO_NODES, shape, mode)
+
+
+@both_layouts
+@pytest.mark.parametrize("is_multiple", [True, False], ids=["multiple", "single"])
+@pytest.mark.parametrize("setup", [ONE_NODE, TWO_NODES], ids=["one-node", "two-nodes"])
+def test_the_most_that_can_come_fits_where_nobody_waits_for_counts(
+    groups: SharedGroups, setup: Setup, is_multiple: bool, mode: Mode
+) -> None:
+    """All tokens of all ranks select all experts of one of them."""
+    setup = replace(setup, allow_multiple_reduction=is_multiple)
+    shape = shape_of((5, 5, 5, 5), 32, 12, 3)
+    mode = replace(mode, do_cpu_sync=False, spare_tokens=0, num_biases=1)
+    inputs = [
+        one._replace(topk_idx=torch.tensor([[4, 5, 3]] * 5)) for one in make_inputs(shape, mode)
+    ]
+    with groups.of(setup) as ranks:
+        exchange_and_check(ranks, setup, shape, mode, inputs)
+
+
+@both_layouts
+def test_a_call_may_have_more_tokens_than_the_buffer_was_made_for(
+    groups: SharedGroups, mode: Mode
+) -> None:
+    shape = shape_of((3 * MAX_TOKENS, 1, 0, MAX_TOKENS), 32, 12, TOPK)
+    with groups.of(TWO_NODES) as ranks:
+        exchange_and_check(ranks, TWO_NODES, shape, replace(mode, spare_tokens=8 * MAX_TOKENS))
+
+
+@pytest.mark.parametrize("num_biases", [0, 1, 2])
+@both_layouts
+@pytest.mark.parametrize(
+    "setup",
+    [replace(setup, allow_multiple_reduction=m) for setup in (ONE_NODE, TWO_NODES, DIRECT) for m in (True, False)],
+    ids=lambda s: f"{s.num_domains}x{s.num_scaleup_ranks}of{s.ranks_per_node}-{'multiple' if s.allow_multiple_reduction else 'single'}",
+)  # fmt: skip
+def test_sums_have_one_order_and_one_rounding_per_level(
+    groups: SharedGroups, setup: Setup, mode: Mode, num_biases: int
+) -> None:
+    """Experts of a token alternate between ranks and domains, and its summands cancel."""
+    shape = shape_of((7, 5, 8, 6), 32, 16, 6, dropped=0.1, seed=3)
+    with groups.of(setup) as ranks:
+        wide = replace(mode, num_biases=num_biases, combine_hidden=64)
+        exchange_and_check(ranks, setup, shape, wide)
+
+
+@both_layouts
+@pytest.mark.parametrize("is_deterministic", [False, True])
+def test_two_equal_dispatches_are_identical(mode: Mode, is_deterministic: bool) -> None:
+    shape = shape_of((7, 8, 0, 5), 64, 8, 3)
+    inputs = make_inputs(shape, mode)
+
+    def run(rank: int, buffer: Any) -> list[tuple[Any, ...]]:
+        return [run_dispatch(buffer, inputs[rank], shape, mode) for _ in range(2)]
+
+    with elastic_ranks(ONE_NODE, deterministic=is_deterministic) as ranks:
+        for (x, idx, weights, handle), (x2, idx2, weights2, handle2) in ranks.run(run):
+            assert_same_bytes(x, x2, "rows")
+            assert_same_bytes(weights, weights2, "weights")
+            assert idx is idx2 is None or torch.equal(idx, idx2)
+            metadata = handle.recv_src_metadata, handle2.recv_src_metadata
+            assert torch.equal(metadata[0][:, 0], metadata[1][:, 0])
+            assert torch.equal(metadata[0][:, 2:], metadata[1][:, 2:])
+
+
+@pytest.mark.parametrize("setup", [ONE_NODE, TWO_NODES], ids=["one-node", "two-nodes"])
+def test_handles_are_used_again_and_in_any_order(groups: SharedGroups, setup: Setup) -> None:
+    """Two of each layout alive at once: cached dispatches and combines of each, forth and back."""
+    modes = (COMPACT, EXPANDED, replace(EXPANDED, do_cpu_sync=False), COMPACT)
+    shapes = [replace(FOUR, seed=seed) for seed in range(len(modes))]
+    inputs = [make_inputs(shape, mode) for shape, mode in zip(shapes, modes)]
+    expected = [expect(*each) for each in zip(inputs, shapes, modes)]
+
+    def run(rank: int, buffer: Any) -> list[tuple[Tensor, Tensor]]:
+        handles = [
+            run_dispatch(buffer, inputs[i][rank], shapes[i], modes[i])[-1]
+            for i in range(len(modes))
+        ]
+        out = []
+        for i in (3, 0, 2, 1, 1, 2, 0, 3):
+            recv_x, _, _ = run_cached_dispatch(buffer, inputs[i][rank], handles[i], modes[i])
+            combined, _ = run_combine(
+                buffer, expected[i].ys[rank], handles[i], inputs[i][rank].biases, None, modes[i]
+            )
+            out.append((recv_x, combined))
+        return out
+
+    with groups.of(setup) as ranks:
+        for forth_and_back in ranks.run(run):
+            for first, again in zip(forth_and_back[:4], reversed(forth_and_back[4:])):
+                assert_same_bytes(first[1], again[1], "combined")
+        for rank, forth_and_back in enumerate(ranks.run(run)):
+            for i, (recv_x, combined) in zip((3, 0, 2, 1), forth_and_back):
+                assert_rows_of(
+                    recv_x, [one.cached_x for one in inputs[i]], expected[i], rank, modes[i]
+                )
+                assert_sum(combined, inputs[i], expected[i], rank, setup, modes[i])
+
+
+def assert_rows_of(
+    got: Tensor, sent: list[Tensor], expected: Expected, rank: int, mode: Mode
+) -> None:
+    """Real rows are what was sent."""
+    rows, slots = reference.rows_of(sent, expected.arrivals[rank]), expected.slots[rank]
+    if mode.do_expand:
+        row, column = (slots >= 0).nonzero(as_tuple=True)
+        assert_same_bytes(got[slots[row, column].to(got.device)], rows[row], f"rank {rank}")
+    else:
+        assert_same_bytes(got[: len(rows)], rows, f"rank {rank}")
+
+
+def assert_sum(
+    combined: Tensor, inputs: list[Inputs], expected: Expected, rank: int, setup: Setup, mode: Mode
+) -> None:
+    want = reference.combine(
+        expected.ys,
+        expected.arrivals,
+        expected.slots if mode.do_expand else None,
+        rank,
+        len(inputs[rank].topk_idx),
+        reference.reduction(mode.do_expand, setup.allow_multiple_reduction, setup.num_domains),
+        setup.num_scaleup_ranks,
+        inputs[rank].biases,
+    )
+    assert_same_bytes(combined, want, f"rank {rank}")
+
+
+@both_layouts
+def test_cached_dispatch_moves_rows_with_scales(groups: SharedGroups, mode: Mode) -> None:
+    """Of another kind than the rows of the first one."""
+    inputs = make_inputs(FOUR, mode)
+    fp8 = make_inputs(FOUR, FP8)
+    expected = expect(inputs, FOUR, mode)
+
+    def run(rank: int, buffer: Any) -> tuple[Tensor, Tensor]:
+        *_, handle = run_dispatch(buffer, inputs[rank], FOUR, mode)
+        scales = fp8[rank].scales
+        assert scales is not None
+        (rows, recv_scales), *_ = buffer.dispatch(
+            (fp8[rank].x.to(DEVICE), scales.to(DEVICE)),
+            handle=handle,
+            use_tma_aligned_col_major_sf=True,
+        )
+        if len(rows):
+            assert recv_scales.stride() == (1, reference.align(len(rows), 4))
+        return rows, recv_scales
+
+    with groups.of(ONE_NODE) as ranks:
+        for rank, (rows, scales) in enumerate(ranks.run(run)):
+            assert_rows_of(rows, [one.x for one in fp8], expected, rank, mode)
+            sent = [one.scales for one in fp8 if one.scales is not None]
+            assert_rows_of(scales, sent, expected, rank, mode)
+
+
+def test_cached_dispatch_may_repeat_what_its_handle_says(groups: SharedGroups) -> None:
+    mode = replace(COMPACT, expert_alignment=4)
+    inputs = make_inputs(FOUR, mode)
+
+    def run(rank: int, buffer: Any) -> None:
+        *_, handle = run_dispatch(buffer, inputs[rank], FOUR, mode)
+        x = inputs[rank].x.to(DEVICE)
+        agreeing = {
+            "num_experts": FOUR.num_experts,
+            "num_max_tokens_per_rank": MAX_TOKENS,
+            "expert_alignment": 4,
+            "do_cpu_sync": False,
+            "num_sms": handle.num_sms,
+        }
+        plain = buffer.dispatch(x, handle=handle)[0]
+        assert_same_bytes(buffer.dispatch(x, handle=handle, **agreeing)[0], plain, "rows")
+        for wrong in (
+            {"num_experts": 2 * FOUR.num_experts},
+            {"num_max_tokens_per_rank": MAX_TOKENS + 1},
+            {"expert_alignment": 8},
+            {"do_cpu_sync": True},
+            {"do_expand": True},
+            {"topk_idx": inputs[rank].topk_idx.to(DEVICE)},
+        ):
+            with pytest.raises(AssertionError, match=next(iter(wrong))):
+                buffer.dispatch(x, handle=handle, **wrong)
+        more = torch.cat([x, x[:0], x.new_zeros(1, x.shape[1])])
+        with pytest.raises(EPArgumentError, match="tokens"):
+            buffer.dispatch(more, handle=handle)
+        assert_same_bytes(buffer.dispatch(x, handle=handle)[0], plain, "rows, after errors")
+
+    with groups.of(ONE_NODE) as ranks:
+        ranks.run(run)
+
+
+def test_a_layout_that_is_not_the_handle_s_is_refused(groups: SharedGroups) -> None:
+    inputs = make_inputs(FOUR, COMPACT)
+
+    def run(rank: int, buffer: Any) -> None:
+        x = inputs[rank].x.to(DEVICE)
+        for mode in (COMPACT, EXPANDED):
+            recv_x, _, _, handle = run_dispatch(buffer, inputs[rank], FOUR, mode)
+            with pytest.raises(AssertionError, match="do_expand"):
+                buffer.dispatch(x, handle=handle, do_expand=not mode.do_expand)
+            for same in ({}, {"do_expand": mode.do_expand}):
+                assert buffer.dispatch(x, handle=handle, **same)[0].shape == recv_x.shape
+
+    with groups.of(ONE_NODE) as ranks:
+        ranks.run(run)
+
+
+def test_cached_dispatch_does_not_count_again(groups: SharedGroups) -> None:
+    inputs = make_inputs(FOUR, EXPANDED)
+
+    def run(rank: int, buffer: Any) -> None:
+        stats = torch.zeros(FOUR.num_local_experts, dtype=torch.int32, device=DEVICE)
+        *_, handle = run_dispatch(
+            buffer, inputs[rank], FOUR, EXPANDED, cumulative_local_expert_recv_stats=stats
+        )
+        counted = stats.tolist()
+        buffer.dispatch(
+            inputs[rank].x.to(DEVICE), handle=handle, cumulative_local_expert_recv_stats=stats
+        )
+        assert stats.tolist() == counted == handle.num_unaligned_recv_tokens_per_expert.tolist()
+
+    with groups.of(ONE_NODE) as ranks:
+        ranks.run(run)
+
+
+def test_a_handle_can_be_changed_and_holds_no_rows(groups: SharedGroups) -> None:
+    shape = shape_of((8, 8, 8, 8), HIDDEN, 8, 2, dropped=0.0)
+    inputs = make_inputs(shape, EXPANDED)
+
+    def run(rank: int, buffer: Any) -> None:
+        recv_x, _, _, handle = run_dispatch(buffer, inputs[rank], shape, EXPANDED)
+        handle.recv_src_metadata = handle.recv_src_metadata[:1]
+        assert len(handle.recv_src_metadata) == 1
+        held = (
+            [value for value in vars(handle).values() if isinstance(value, Tensor)]
+            if hasattr(handle, "__dict__")
+            else []
+        )
+        assert all(value.nbytes < recv_x.nbytes // 4 for value in held)
+        assert not hasattr(handle, "__len__")  # no tuple
+
+    with groups.of(ONE_NODE) as ranks:
+        ranks.run(run)
+
+
+@pytest.mark.parametrize("do_cpu_sync", [True, False], ids=["sync", "no-sync"])
+def test_rows_lie_in_slabs_where_experts_have_a_capacity(
+    groups: SharedGroups, do_cpu_sync: bool
+) -> None:
+    """As a masked grouped GEMM takes them: a view, without copying."""
+    inputs = make_inputs(FOUR, EXPANDED)
+    arrivals = expect(inputs, FOUR, EXPANDED).arrivals
+    capacity, num_experts = 4 * MAX_TOKENS, FOUR.num_local_experts
+
+    def run(rank: int, buffer: Any) -> tuple[Tensor, Tensor]:
+        recv_x, _, _, handle = run_dispatch(
+            *(buffer, inputs[rank], FOUR, replace(EXPANDED, do_cpu_sync=do_cpu_sync)),
+            expert_capacity=capacity,
+        )
+        again = buffer.dispatch(inputs[rank].x.to(DEVICE), handle=handle, expert_capacity=capacity)[
+            0
+        ]
+        assert again.shape == recv_x.shape
+        with pytest.raises(AssertionError, match="expert_capacity"):
+            buffer.dispatch(inputs[rank].x.to(DEVICE), handle=handle, expert_capacity=capacity + 1)
+        return recv_x.view(num_experts, capacity, -1), handle.num_unaligned_recv_tokens_per_expert
+
+    with groups.of(ONE_NODE) as ranks:
+        for rank, (slabs, counts) in enumerate(ranks.run(run)):
+            rows = reference.rows_of([one.x for one in inputs], arrivals[rank])
+            for expert, count in enumerate(counts.tolist()):
+                mine = (arrivals[rank].topk_idx == expert).any(1)
+                assert_same_bytes(slabs[expert, :count], rows[mine], f"expert {expert}")
+
+
+def test_a_capacity_that_does_not_suffice_is_told_where_it_is_passed(groups: SharedGroups) -> None:
+    def run(rank: int, buffer: Any) -> None:
+        call = good_call(rank)
+        call["topk_idx"] = torch.tensor([[0, 2]] * 3, device=DEVICE)
+        more = {"do_expand": True, "expert_capacity": 11}
+        if rank < 2:  # twelve rows come for an expert of each
+            with pytest.raises(EPArgumentError, match="expert_capacity is 11.*received 12 rows"):
+                buffer.dispatch(**call, **more)
+        else:
+            buffer.dispatch(**call, **more)
+        for wrong in ({**more, "do_cpu_sync": False}, {"expert_capacity": 12}):
+            with pytest.raises(EPArgumentError, match="expert_capacity"):
+                buffer.dispatch(**call, **wrong)
+        assert_works(buffer)
+
+    with groups.of(ONE_NODE) as ranks:
+        ranks.run(run)
+
+
+@both_layouts
+def test_what_a_caller_writes_over_changes_no_later_call(groups: SharedGroups, mode: Mode) -> None:
+    """Top-k that went in and all that came out are the caller's; programs number experts anew in place."""
+    inputs = make_inputs(FOUR, mode)
+    expected = expect(inputs, FOUR, mode)
+
+    def run(rank: int, buffer: Any) -> tuple[Tensor, Tensor, Tensor | None]:
+        topk_idx = inputs[rank].topk_idx.to(DEVICE).clone()
+        weights = inputs[rank].topk_weights.to(DEVICE).clone()
+        recv_x, recv_topk_idx, recv_weights, handle, _ = buffer.dispatch(
+            inputs[rank].x.to(DEVICE),
+            topk_idx,
+            weights,
+            num_experts=FOUR.num_experts,
+            do_expand=mode.do_expand,
+        )
+        for tensor in (topk_idx, weights, recv_x, recv_topk_idx, recv_weights):
+            if tensor is not None:
+                tensor.zero_()
+        y = expected.ys[rank].to(DEVICE)
+        combined, _, _ = buffer.combine(y, handle)
+        cached, recv_topk_idx, _, _, _ = buffer.dispatch(inputs[rank].x.to(DEVICE), handle=handle)
+        return combined, cached, recv_topk_idx
+
+    with groups.of(TWO_NODES) as ranks:
+        for rank, (combined, cached, recv_topk_idx) in enumerate(ranks.run(run)):
+            assert_sum(combined, inputs, expected, rank, TWO_NODES, mode)
+            assert_rows_of(cached, [one.x for one in inputs], expected, rank, mode)
+            if recv_topk_idx is not None:
+                assert recv_topk_idx.tolist() == expected.arrivals[rank].topk_idx.tolist()
+
+
+class DispatchStep(torch.autograd.Function):
+    """Dispatch whose backward is combine."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weights: Tensor, buffer: Any, arguments: Any) -> Any:
+        recv_x, _, recv_weights, handle, _ = buffer.dispatch(x, topk_weights=weights, **arguments)
+        ctx.buffer, ctx.handle = buffer, handle
+        return recv_x, recv_weights, handle
+
+    @staticmethod
+    def backward(ctx: Any, grad_x: Tensor, grad_weights: Tensor, _: Any) -> Any:
+        grad_x, grad_weights, _ = ctx.buffer.combine(
+            grad_x.contiguous(), ctx.handle, topk_weights=grad_weights.float().contiguous()
+        )
+        return grad_x, grad_weights, None, None
+
+
+class CombineStep(torch.autograd.Function):
+    """Combine whose backward is the cached dispatch; `do_expand` is left to the handle."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, buffer: Any, handle: Any) -> Tensor:
+        ctx.buffer, ctx.handle = buffer, handle
+        combined: Tensor = buffer.combine(y, handle)[0]
+        return combined
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        recv_x, *_ = ctx.buffer.dispatch(
+            grad.contiguous(), handle=ctx.handle, num_sms=ctx.handle.num_sms
+        )
+        return recv_x, None, None
+
+
+@both_layouts
+@pytest.mark.parametrize(
+    "setup",
+    [TWO_NODES, replace(TWO_NODES, allow_multiple_reduction=False)],
+    ids=["multiple", "single"],
+)
+def test_gradients_flow_through_both_layouts(
+    groups: SharedGroups, mode: Mode, setup: Setup
+) -> None:
+    """Values are small whole numbers, so every sum is exact: y = w * x, summed over the picks."""
+    shape = shape_of((5, 0, 8, 3), 32, 12, 3)
+    inputs = make_inputs(shape, mode)
+
+    def run(rank: int, buffer: Any) -> None:
+        generator = torch.Generator().manual_seed(rank)
+        topk_idx = inputs[rank].topk_idx.to(DEVICE)
+        x = torch.randint(-2, 3, (len(topk_idx), 32), generator=generator).bfloat16().to(DEVICE)
+        w = torch.randint(1, 4, topk_idx.shape, generator=generator).float().to(DEVICE)
+        x.requires_grad_()
+        w.requires_grad_()
+        arguments = {
+            "topk_idx": topk_idx,
+            "num_experts": shape.num_experts,
+            "do_expand": mode.do_expand,
+        }
+        recv_x, recv_w, handle = DispatchStep.apply(x, w, buffer, arguments)
+        scale = recv_w if mode.do_expand else recv_w.sum(1)
+        combined = CombineStep.apply(recv_x * scale[:, None].bfloat16(), buffer, handle)
+        kept = w.detach().masked_fill(topk_idx < 0, 0)
+        assert torch.equal(combined.float(), x.detach().float() * kept.sum(1, keepdim=True))
+        grad = torch.randint(-2, 3, x.shape, generator=generator).bfloat16().to(DEVICE)
+        combined.backward(grad)
+        assert x.grad is not None
+        assert torch.equal(x.grad.float(), grad.float() * kept.sum(1, keepdim=True))
+        per_pick = (grad.float() * x.detach().float()).sum(1, keepdim=True).expand_as(w)
+        assert w.grad is not None
+        assert torch.equal(w.grad, per_pick.masked_fill(topk_idx < 0, 0))
+
+    with groups.of(setup) as ranks:
+        ranks.run(run)
+
+
+@both_layouts
+@pytest.mark.parametrize("guard", ["inference_mode", "no_grad", "enable_grad"])
+def test_calls_work_whatever_torch_records(groups: SharedGroups, mode: Mode, guard: str) -> None:
+    """Outputs belong to no graph, also of inputs that require gradients."""
+    inputs = make_inputs(FOUR, mode)
+    expected = expect(inputs, FOUR, mode)
+
+    def run(rank: int, buffer: Any) -> None:
+        with getattr(torch, guard)():
+            x = inputs[rank].x.to(DEVICE).requires_grad_(guard == "enable_grad")
+            weights = inputs[rank].topk_weights.to(DEVICE).requires_grad_(guard == "enable_grad")
+            recv_x, _, recv_weights, handle, _ = buffer.dispatch(
+                x,
+                topk_idx=inputs[rank].topk_idx.to(DEVICE),
+                topk_weights=weights,
+                num_experts=FOUR.num_experts,
+                do_expand=mode.do_expand,
+            )
+            y = expected.ys[rank].to(DEVICE).requires_grad_(guard == "enable_grad")
+            combined, back, _ = buffer.combine(y, handle, topk_weights=recv_weights)
+            cached, *_ = buffer.dispatch(x, handle=handle)
+        assert not any(t.requires_grad for t in (recv_x, recv_weights, combined, back, cached))
+        sent = inputs[rank].topk_weights.masked_fill(inputs[rank].topk_idx < 0, 0)
+        assert_same_bytes(back, sent, f"rank {rank}")
+        assert_same_bytes(cached, recv_x, f"rank {rank}, cached")
+
+    with groups.of(ONE_NODE) as ranks:
+        ranks.run(run)
+
+
+def test_outputs_are_never_the_inputs() -> None:
+    """Operators of torch.library may not return what they were given, even with one rank."""
+    with elastic_ranks(Setup(1, 1)) as ranks:
+
+        def run(_: int, buffer: Any) -> None:
+            x = torch.ones(4, 32, dtype=torch.bfloat16, device=DEVICE)
+            weights = torch.ones(4, 1, device=DEVICE)
+            recv_x, _, recv_weights, handle, _ = buffer.dispatch(
+                x, torch.zeros(4, 1, dtype=torch.int64, device=DEVICE), weights, num_experts=1
+            )
+            combined, back, _ = buffer.combine(recv_x, handle, topk_weights=recv_weights)
+            pointers = {t.data_ptr() for t in (x, weights, recv_x, recv_weights, combined, back)}
+            assert len(pointers) == 6
+
+        ranks.run(run)

@@ -1,0 +1,463 @@
+"""Programs that use `ElasticBuffer`, each in our own words: the same calls, argument forms, dtypes and reads.
+
+From construction to the end, on ranks that are threads, on one node and on two. Rows and weights are
+small whole numbers, so that every result and every gradient has one right value. Where a checkout is
+given, the program's own file runs too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import deep_ep
+from support import reference
+from support.client_programs import (
+    EXPERTS_PER_RANK,
+    HIDDEN,
+    TOPK,
+    Rank,
+    assert_counts,
+    assert_weighted,
+    backward_and_check,
+    on_nodes,
+    problem_of,
+    run_as_threads,
+    train,
+    weigh_compact,
+)
+from support.launch import DEVICE
+
+Tensor = torch.Tensor
+
+MAX_TOKENS = 16
+
+
+# --- vLLM -----------------------------------------------------------------------------------------
+
+
+def vllm(rank: Rank) -> None:
+    """Forward only. Rows are compact without counts on the host, or expanded with them."""
+    buffer = deep_ep.ElasticBuffer(
+        group=rank.group,
+        num_max_tokens_per_rank=MAX_TOKENS,
+        hidden=HIDDEN,
+        num_topk=TOPK,
+        use_fp8_dispatch=True,
+        allow_hybrid_mode=True,
+        allow_multiple_reduction=False,
+        prefer_overlap_with_compute=False,
+        explicitly_destroy=True,
+    )
+    problem = problem_of(rank)
+    num_sms = buffer.get_theoretical_num_sms(num_experts=problem.num_experts, num_topk=TOPK)
+    assert num_sms > 0
+    data, scales = reference.cast_fp8(problem.x)
+    packed = scales.view(torch.int32)[:, : -(-HIDDEN // 512)]
+    for is_eager in (True, False):
+        for x, num_max_tokens in ((problem.x, 32), ((data, scales), None), ((data, packed), 32)):
+            recv_x, recv_idx, recv_weights, handle, event = buffer.dispatch(
+                x=x,
+                topk_idx=problem.topk_idx,
+                topk_weights=problem.weights,
+                num_experts=problem.num_experts,
+                num_max_tokens_per_rank=num_max_tokens,
+                do_expand=is_eager,
+                do_cpu_sync=is_eager,
+            )
+            assert event.event is None
+            rows = recv_x[0] if isinstance(x, tuple) else recv_x
+            assert isinstance(handle, deep_ep.EPHandle)
+            num_recv = handle.psum_num_recv_tokens_per_scaleup_rank[-1]
+            if is_eager:
+                counts = handle.num_recv_tokens_per_expert_list
+                assert sum(counts) == len(rows)
+                assert recv_idx is None
+                y = back_to_bfloat16(recv_x, x is not problem.x and x[1] is scales)
+                y = y * recv_weights[:, None].bfloat16()
+            else:
+                assert handle.num_recv_tokens_per_expert_list == []
+                assert len(rows) == rank.num_ranks * (num_max_tokens or MAX_TOKENS)
+                assert (recv_idx[int(num_recv) :] == -1).all()
+                y = back_to_bfloat16(recv_x, x is not problem.x and x[1] is scales)
+                y = weigh_compact(y, recv_idx, recv_weights)
+            combined, nothing, event = buffer.combine(
+                x=y,
+                handle=handle,
+                topk_weights=None,
+                async_with_compute_stream=True,
+                allocate_on_comm_stream=True,
+            )
+            if event.event is not None:
+                event.current_stream_wait()
+            assert nothing is None
+            if x is problem.x or x[1] is scales:  # the packed ones are no scales of these rows
+                assert_weighted(combined, problem)
+    buffer.destroy()
+
+
+def back_to_bfloat16(received: Any, has_scales: bool) -> Tensor:
+    """What an expert reads."""
+    if isinstance(received, Tensor):
+        return received
+    rows, scales = received
+    return reference.dequantise(rows, scales) if has_scales else rows.bfloat16()
+
+
+# --- SGLang ---------------------------------------------------------------------------------------
+
+
+def sglang(rank: Rank) -> None:
+    """Decoding expanded without counts on the host; prefill compact or expanded with them."""
+    for allow_hybrid_mode in (False, True):
+        buffer = deep_ep.ElasticBuffer(
+            rank.group,
+            num_max_tokens_per_rank=MAX_TOKENS,
+            hidden=HIDDEN,
+            num_topk=TOPK,
+            use_fp8_dispatch=True,
+            allow_hybrid_mode=allow_hybrid_mode,
+            prefer_overlap_with_compute=False,
+            sl_idx=0,
+            explicitly_destroy=False,
+        )
+        assert buffer.num_bytes > 0
+        problem = problem_of(rank)
+        data, scales = reference.cast_fp8(problem.x)
+        for do_expand, do_cpu_sync in ((True, False), (True, True), (False, True)):
+            (rows, recv_scales), recv_idx, recv_weights, handle, _ = buffer.dispatch(
+                (data, scales),
+                topk_idx=problem.topk_idx,
+                topk_weights=problem.weights,
+                num_experts=problem.num_experts,
+                num_max_tokens_per_rank=MAX_TOKENS,
+                expert_alignment=128,
+                num_sms=0,
+                do_expand=do_expand,
+                do_cpu_sync=do_cpu_sync,
+                use_tma_aligned_col_major_sf=True,
+            )
+            if len(rows):
+                assert recv_scales.stride() == (1, -(-len(rows) // 4) * 4)
+            y = reference.dequantise(rows, recv_scales.contiguous())
+            if do_expand:
+                assert recv_weights.shape == (rows.shape[0],)
+                y = scatter_into_slabs(y, handle) * recv_weights[:, None].bfloat16()
+                returned = recv_weights if do_cpu_sync else None
+            else:
+                assert_counts(handle.num_recv_tokens_per_expert_list, recv_idx, alignment=128)
+                assert handle.psum_num_recv_tokens_per_scaleup_rank[-1].item() == len(rows)
+                y = weigh_compact(y, recv_idx, recv_weights)
+                returned = None
+            combined, back, _ = buffer.combine(y, handle, topk_weights=returned)
+            assert_weighted(combined, problem)
+            assert back is None or torch.equal(back, problem.weights)
+        del buffer  # and with it, when nobody refers to it, its memory
+
+
+def scatter_into_slabs(rows: Tensor, handle: Any) -> Tensor:
+    """What a masked GEMM reads, [experts, most rows, hidden], and its result in the slots again."""
+    ends = handle.psum_num_recv_tokens_per_expert.tolist()
+    starts = [0, *(-(-end // 128) * 128 for end in ends[:-1])]
+    most = max(1, *(end - start for start, end in zip(starts, ends)))
+    slabs = rows.new_zeros(len(ends), most, rows.shape[1])
+    result = torch.full_like(rows, torch.nan)
+    for expert, (start, end) in enumerate(zip(starts, ends)):
+        slabs[expert, : end - start] = rows[start:end]
+        result[start:end] = slabs[expert, : end - start]
+    return result
+
+
+# --- torchtitan -----------------------------------------------------------------------------------
+
+
+class TitanDispatch(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, idx: Tensor, scores: Tensor, num_experts: int, own: Any
+    ) -> Any:
+        buffer, num_sms, do_expand = own
+        recv_x, recv_idx, recv_scores, handle, event = buffer.dispatch(
+            x=x,
+            topk_idx=idx,
+            topk_weights=scores,
+            num_experts=num_experts,
+            num_max_tokens_per_rank=buffer.num_max_tokens_per_rank,
+            num_sms=num_sms,
+            async_with_compute_stream=True,
+            do_expand=do_expand,
+            do_cpu_sync=not do_expand,
+        )
+        event.current_stream_wait()
+        ctx.buffer, ctx.handle = buffer, handle
+        return recv_x, recv_idx, recv_scores, handle
+
+    @staticmethod
+    def backward(ctx: Any, grad_x: Tensor, _: Any, grad_scores: Tensor, __: Any) -> Any:
+        grad_x, grad_scores, event = ctx.buffer.combine(
+            x=grad_x.contiguous(),
+            handle=ctx.handle,
+            topk_weights=grad_scores.float().contiguous(),
+            num_sms=ctx.handle.num_sms,
+            async_with_compute_stream=True,
+        )
+        event.current_stream_wait()
+        return grad_x, None, grad_scores, None, None
+
+
+class TitanCombine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, buffer: Any, handle: Any) -> Tensor:
+        combined: Tensor
+        combined, _, event = buffer.combine(x=x, handle=handle, async_with_compute_stream=True)
+        event.current_stream_wait()
+        ctx.buffer, ctx.handle = buffer, handle
+        return combined
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        grad_x, _, _, _, event = ctx.buffer.dispatch(
+            x=grad.contiguous(),
+            handle=ctx.handle,
+            num_sms=ctx.handle.num_sms,
+            async_with_compute_stream=True,
+            do_cpu_sync=False,
+        )
+        event.current_stream_wait()
+        return grad_x, None, None
+
+
+def torchtitan(rank: Rank) -> None:
+    sizes = {
+        "num_max_tokens_per_rank": MAX_TOKENS,
+        "hidden": HIDDEN,
+        "num_topk": TOPK,
+        "use_fp8_dispatch": False,
+    }
+    of = deep_ep.ElasticBuffer
+    num_bytes = of.get_buffer_size_hint(rank.group, MAX_TOKENS, HIDDEN, num_topk=TOPK, use_fp8_dispatch=False)  # fmt: skip
+    buffer = of(
+        rank.group, num_bytes=num_bytes, **sizes, deterministic=True, explicitly_destroy=True
+    )
+    assert buffer.group == rank.group
+    assert buffer.num_bytes >= num_bytes  # nothing is rebuilt
+    assert buffer.num_max_tokens_per_rank >= MAX_TOKENS
+    try:
+        num_sms = buffer.get_theoretical_num_sms(rank.num_ranks * EXPERTS_PER_RANK, TOPK)
+    except ZeroDivisionError:
+        pytest.fail("an unknown link speed is no reason to stop")
+    train(rank, lambda *routed: TitanDispatch.apply(*routed, (buffer, num_sms, False)),
+          lambda y, handle: TitanCombine.apply(y, buffer, handle))  # fmt: skip
+    problem = problem_of(rank)
+    with torch.inference_mode():
+        recv_x, recv_idx, weights, handle = TitanDispatch.apply(
+            problem.x,
+            problem.topk_idx,
+            problem.weights,
+            problem.num_experts,
+            (buffer, num_sms, True),
+        )
+        assert recv_idx is None
+        assert handle.num_recv_tokens_per_expert_list == []
+        used = handle.psum_num_recv_tokens_per_expert[-1]  # without alignment nothing lies between
+        y = recv_x * weights[:, None].bfloat16()
+        y[int(used) :] = torch.nan
+        assert_weighted(TitanCombine.apply(y, buffer, handle), problem)
+    buffer.destroy()
+
+
+# --- Megatron-Core --------------------------------------------------------------------------------
+
+
+class MegatronDispatch(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, idx: Tensor, probs: Tensor, num_experts: int, own: Any) -> Any:
+        buffer, ctx.asynchronous = own
+        recv_x, recv_idx, recv_probs, handle, event = buffer.dispatch(
+            x,
+            topk_idx=idx,
+            topk_weights=probs,
+            num_experts=num_experts,
+            num_max_tokens_per_rank=len(x),
+            expert_alignment=1,
+            num_sms=0,
+            **megatron_timing(buffer, ctx.asynchronous),
+        )
+        if ctx.asynchronous:
+            event.current_stream_wait()
+        ctx.buffer, ctx.handle = buffer, handle
+        return recv_x, recv_idx, recv_probs, handle
+
+    @staticmethod
+    def backward(ctx: Any, grad_x: Tensor, _: Any, grad_probs: Tensor, __: Any) -> Any:
+        grad_x, grad_probs, event = ctx.buffer.combine(
+            grad_x.contiguous(),
+            ctx.handle,
+            topk_weights=grad_probs.float(),
+            **megatron_timing(ctx.buffer, ctx.asynchronous),
+        )
+        if ctx.asynchronous:
+            event.current_stream_wait()
+        return grad_x, None, grad_probs, None, None
+
+
+class MegatronCombine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, own: Any, handle: Any) -> Tensor:
+        buffer, ctx.asynchronous = own
+        combined: Tensor
+        combined, _, event = buffer.combine(
+            x, handle=handle, **megatron_timing(buffer, ctx.asynchronous)
+        )
+        if ctx.asynchronous:
+            event.current_stream_wait()
+        ctx.buffer, ctx.handle = buffer, handle
+        return combined
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        recv_x, _, _, _, event = ctx.buffer.dispatch(
+            grad.contiguous(),
+            handle=ctx.handle,
+            num_sms=ctx.handle.num_sms,
+            **megatron_timing(ctx.buffer, ctx.asynchronous),
+        )
+        if ctx.asynchronous:
+            event.current_stream_wait()
+        return recv_x, None, None
+
+
+def megatron_timing(buffer: Any, asynchronous: bool) -> dict[str, Any]:
+    """Waits for what has been captured, and gives outputs to the comm stream."""
+    return {
+        "previous_event": buffer.capture() if asynchronous else None,
+        "async_with_compute_stream": asynchronous,
+        "allocate_on_comm_stream": asynchronous,
+    }
+
+
+def megatron_core(rank: Rank) -> None:
+    """All ranks have as many tokens, which every call names."""
+    num_tokens = 9
+    hint = deep_ep.ElasticBuffer.get_buffer_size_hint(
+        rank.group, num_max_tokens_per_rank=num_tokens, hidden=HIDDEN, num_topk=TOPK
+    )
+    buffer = deep_ep.ElasticBuffer(
+        rank.group,
+        num_bytes=hint,
+        num_max_tokens_per_rank=num_tokens,
+        hidden=HIDDEN,
+        num_topk=TOPK,
+    )
+    assert buffer.group == rank.group
+    assert buffer.num_bytes >= hint
+    assert buffer.num_max_tokens_per_rank >= num_tokens
+    for own in ((buffer, False), (buffer, True)):
+        train(
+            rank,
+            lambda *routed, own=own: MegatronDispatch.apply(*routed, own),
+            lambda y, handle, own=own: MegatronCombine.apply(y, own, handle),
+            num_tokens,
+        )
+
+
+# --- DeepSpeed ------------------------------------------------------------------------------------
+
+
+class DeepSpeedDispatch(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, own: Any, x: Tensor, idx: Tensor, weights: Tensor, num_experts: int
+    ) -> Any:
+        ctx.buffer, ctx.num_sms, num_qps = own
+        recv_x, _, recv_weights, ctx.handle, _ = ctx.buffer.dispatch(
+            x,
+            topk_idx=idx.to(deep_ep.topk_idx_t),
+            topk_weights=weights.float(),
+            num_experts=num_experts,
+            num_max_tokens_per_rank=MAX_TOKENS,
+            do_expand=True,
+            expert_alignment=1,
+            num_sms=ctx.num_sms,
+            num_qps=num_qps,
+        )
+        return recv_x, recv_weights, ctx.handle
+
+    @staticmethod
+    def backward(ctx: Any, grad_x: Tensor, grad_weights: Tensor, _: Any) -> Any:
+        grad_x, grad_weights, _ = ctx.buffer.combine(
+            grad_x.contiguous(),
+            handle=ctx.handle,
+            topk_weights=grad_weights.contiguous(),
+            num_sms=ctx.num_sms,
+        )
+        return None, grad_x, None, grad_weights, None
+
+
+class DeepSpeedCombine(torch.autograd.Function):
+    """Its backward says nothing of the layout: the handle's is meant."""
+
+    @staticmethod
+    def forward(ctx: Any, own: Any, y: Tensor, handle: Any) -> Tensor:
+        ctx.own, ctx.handle = own, handle
+        buffer, num_sms, _ = own
+        combined: Tensor = buffer.combine(y, handle=handle, topk_weights=None, num_sms=num_sms)[0]
+        return combined
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        buffer, num_sms, num_qps = ctx.own
+        grad_y, _, nothing, _, _ = buffer.dispatch(
+            grad.contiguous(), handle=ctx.handle, num_sms=num_sms, num_qps=num_qps
+        )
+        assert nothing is None
+        assert len(grad_y) == ctx.handle.num_expanded_tokens
+        return None, grad_y, None
+
+
+def deepspeed(rank: Rank) -> None:
+    """Trains on expanded rows."""
+    num_sms = 12
+    buffer = deep_ep.ElasticBuffer(
+        rank.group,
+        num_max_tokens_per_rank=MAX_TOKENS,
+        hidden=HIDDEN,
+        num_topk=TOPK,
+        use_fp8_dispatch=False,
+        num_allocated_qps=num_sms + 4,
+        allow_hybrid_mode=True,
+        explicitly_destroy=True,
+    )
+    own = buffer, num_sms, buffer.get_theoretical_num_qps(num_sms)
+    problem = problem_of(rank)
+    x = problem.x.clone().requires_grad_()
+    weights = problem.weights.clone().requires_grad_()
+    routed = x, problem.topk_idx, weights, problem.num_experts
+    recv_x, recv_weights, handle = DeepSpeedDispatch.apply(own, *routed)
+    assert len(recv_x) == handle.num_expanded_tokens
+    counts = torch.diff(
+        handle.psum_num_recv_tokens_per_expert, prepend=torch.zeros(1, device=DEVICE)
+    )
+    assert counts.sum() == len(recv_x)
+    assert counts.tolist() == handle.num_unaligned_recv_tokens_per_expert.tolist()
+    combined = DeepSpeedCombine.apply(own, recv_x * recv_weights[:, None].bfloat16(), handle)
+    assert_weighted(combined.detach(), problem)
+    backward_and_check(combined, x, weights, problem)
+    buffer.destroy()
+
+
+PROGRAMS: dict[str, Callable[[Rank], None]] = {
+    program.__name__: program for program in (vllm, sglang, torchtitan, megatron_core, deepspeed)
+}
+
+
+# --- the tests ------------------------------------------------------------------------------------
+
+
+@on_nodes
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_a_program_s_calls_do_what_it_expects(program: str, nodes: tuple[int, int]) -> None:
+    run_as_threads(PROGRAMS[program], *nodes)

@@ -1,0 +1,613 @@
+"""One exchange of `ElasticBuffer` over small made-up shapes, and its comparison with the reference.
+
+Dispatch, cached dispatch of other rows, combine. `Shape` (of exchange.py) says what is exchanged,
+`Mode` how, `Setup` by which buffers; all print as the Python that makes them again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+import deep_ep
+from support import elastic_reference as reference
+from support.exchange import Shape, assert_same_bytes, make_routing
+from support.launch import DEVICE, RankThreads
+from support.normal_exchange import nodes_of, random_bytes, random_scales
+
+Tensor = torch.Tensor
+
+# What all buffers are made for. Calls may have more tokens and more top-k.
+MAX_TOKENS, HIDDEN, TOPK = 8, 512, 3
+# Names of `EPHandle` that hold tensors no program looks into.
+OPAQUE = ("dst_buffer_slot_idx", "token_metadata_at_forward", "channel_linked_list")
+
+
+@dataclass(frozen=True)
+class Setup:
+    """Which buffers: ranks, how many of them are a node, and two arguments of the constructor."""
+
+    num_ranks: int
+    ranks_per_node: int
+    allow_hybrid_mode: bool = True
+    allow_multiple_reduction: bool = True
+
+    @property
+    def num_scaleup_ranks(self) -> int:
+        return self.ranks_per_node if self.allow_hybrid_mode else self.num_ranks
+
+    @property
+    def num_domains(self) -> int:
+        return self.num_ranks // self.num_scaleup_ranks
+
+
+@dataclass(frozen=True)
+class Mode:
+    """How to exchange.
+
+    spare_tokens: what `num_max_tokens_per_rank` is larger than the most tokens of a rank; None leaves it
+    to the constructor's, which then must do. spare_capacity: what `expert_capacity` is larger than it must be;
+    None leaves it out. dtype, cached_dtype: of the rows. scales: their dtype, "" for
+    none. cached_expand: say `do_expand` in the cached dispatch as well. previous: "none", "empty" (an
+    `EventOverlap` without event), "overlap" or "handle".
+    """
+
+    do_expand: bool = False
+    do_cpu_sync: bool | None = None
+    expert_alignment: int | None = None
+    spare_capacity: int | None = None
+    spare_tokens: int | None = None
+    dtype: str = "bfloat16"
+    cached_dtype: str = "bfloat16"
+    cached_hidden: int = 64
+    scales: str = ""
+    num_scales: int = 3
+    scale_strides: str = "rows"
+    is_tma_aligned: bool = False
+    has_weights: bool = True
+    do_zero_padding: bool = False
+    do_handle_copy: bool = True
+    has_stats: bool = False
+    cached_expand: bool = True
+    cached_weights: bool = False
+    combine_hidden: int = 24
+    combine_weights: bool = True
+    num_biases: int = 0
+    list_of_biases: bool = False
+    previous: str = "none"
+    previous_before_epilogue: str = "none"
+    is_async: bool = False
+    allocate_on_comm_stream: bool = False
+
+    @property
+    def alignment(self) -> int:
+        return self.expert_alignment or 1
+
+
+class Inputs(NamedTuple):
+    """What one rank sends."""
+
+    x: Tensor  # [T, hidden], random bytes
+    scales: Tensor | None  # [T, num_scales]
+    topk_idx: Tensor  # [T, K] int64
+    topk_weights: Tensor  # [T, K] float32
+    cached_x: Tensor  # [T, cached_hidden], random bytes
+    cached_weights: Tensor  # [T, K] float32
+    biases: tuple[Tensor, ...]  # [T, combine_hidden] bfloat16
+
+
+class Expected(NamedTuple):
+    """The reference's answer for all ranks, and what they put into combine."""
+
+    num_max_tokens: int
+    capacity: int | None
+    arrivals: list[reference.Arrival]
+    slots: list[Tensor]  # [n, K] int64
+    num_rows: list[int]  # rows that recv_x must have
+    num_slots: list[int]  # what handle.num_expanded_tokens must say
+    ys: list[Tensor]  # [num_rows, combine_hidden] bfloat16, NaN where nobody may read
+    weights: list[Tensor]  # [num_rows, K] or expanded [num_rows] float32, NaN where nobody may read
+
+
+class Outputs(NamedTuple):
+    """What one rank got from all calls, without events."""
+
+    recv_x: Any
+    recv_topk_idx: Tensor | None
+    recv_topk_weights: Tensor | None
+    handle: Any
+    stats: Tensor | None
+    cached_x: Tensor
+    cached_topk_idx: Tensor | None
+    cached_weights: Tensor | None
+    combined: Tensor
+    combined_weights: Tensor | None
+
+
+# --- what goes in, and what must come out ---------------------------------------------------------
+
+
+def elastic_ranks(setup: Setup, **arguments: Any) -> RankThreads:
+    """Ranks that are threads, with buffers for small shapes."""
+    with nodes_of(setup.ranks_per_node):
+        return RankThreads(
+            setup.num_ranks,
+            lambda group: deep_ep.ElasticBuffer(
+                group,
+                **{
+                    "num_max_tokens_per_rank": MAX_TOKENS,
+                    "hidden": HIDDEN,
+                    "num_topk": TOPK,
+                    "allow_hybrid_mode": setup.allow_hybrid_mode,
+                    "allow_multiple_reduction": setup.allow_multiple_reduction,
+                    "explicitly_destroy": True,
+                    **arguments,
+                },
+            ),
+        )
+
+
+def max_tokens_of(shape: Shape, mode: Mode) -> int:
+    """`num_max_tokens_per_rank` of the call."""
+    if mode.spare_tokens is None:
+        return MAX_TOKENS
+    return max(1, max(shape.num_tokens) + mode.spare_tokens)
+
+
+def make_inputs(shape: Shape, mode: Mode) -> list[Inputs]:
+    """Inputs of all ranks. Equal shapes and modes give equal inputs."""
+    generator = torch.Generator().manual_seed(shape.seed)
+    inputs = []
+    for num_tokens in shape.num_tokens:
+        scales = random_scales(
+            num_tokens, mode.num_scales, mode.scales, mode.scale_strides, generator
+        )
+        topk_idx, topk_weights = make_routing(shape, num_tokens, generator)
+        inputs.append(
+            Inputs(
+                random_bytes(num_tokens, shape.hidden, mode.dtype, generator),
+                scales,
+                topk_idx,
+                topk_weights,
+                random_bytes(num_tokens, mode.cached_hidden, mode.cached_dtype, generator),
+                torch.randn(topk_idx.shape, generator=generator),
+                tuple(
+                    summands(num_tokens, mode.combine_hidden, generator)
+                    for _ in range(mode.num_biases)
+                ),
+            )
+        )
+    return inputs
+
+
+def summands(rows: int, columns: int, generator: torch.Generator) -> Tensor:
+    """[rows, columns] bfloat16 whose sums depend on their order: half of them are 2^30 or its negative, beside
+    which float32 loses the others."""
+    size = rows, columns
+    small, large = (torch.randn(size, generator=generator) for _ in range(2))
+    is_large = torch.rand(size, generator=generator) < 0.5
+    return torch.where(is_large, large.sign() * 2**30, small).bfloat16()
+
+
+def places_of(inputs: Sequence[Inputs], shape: Shape, mode: Mode) -> tuple[Any, ...]:
+    """The fields of `Expected` that say where rows are."""
+    num_max_tokens = max_tokens_of(shape, mode)
+    arrivals = reference.route(
+        [one.topk_idx for one in inputs], [one.topk_weights for one in inputs], shape.num_experts
+    )
+    num_rows = [len(one.tokens) for one in arrivals]
+    if mode.do_cpu_sync is False:
+        num_rows = [shape.num_ranks * num_max_tokens] * shape.num_ranks
+    capacity = None
+    if mode.spare_capacity is not None:
+        most = [max(one.counts.tolist()) for one in arrivals]
+        capacity = max(1, *(num_rows if mode.do_cpu_sync is False else most)) + mode.spare_capacity
+    slots = [reference.slots_of(one, mode.alignment, capacity) for one in arrivals]
+    if capacity is None and mode.do_cpu_sync is False:
+        worst = reference.num_worst_slots(
+            *(shape.num_ranks, num_max_tokens, shape.num_topk),
+            *(shape.num_local_experts, mode.alignment),
+        )
+        num_slots = [worst] * shape.num_ranks
+    else:
+        num_slots = [reference.expert_starts(one, mode.alignment, capacity)[-1] for one in arrivals]
+    if mode.do_expand:
+        num_rows = num_slots
+    return num_max_tokens, capacity, arrivals, slots, num_rows, num_slots
+
+
+def expect(inputs: Sequence[Inputs], shape: Shape, mode: Mode) -> Expected:
+    """What all ranks must get, and random rows and weights that they return."""
+    places = Expected(*places_of(inputs, shape, mode), [], [])
+    generator = torch.Generator().manual_seed(shape.seed + 1)
+    for arrival, slots, rows in zip(places.arrivals, places.slots, places.num_rows):
+        y = summands(rows, mode.combine_hidden, generator)
+        size = (rows,) if mode.do_expand else (rows, shape.num_topk)
+        weights = torch.randn(size, generator=generator)
+        unread = torch.ones(rows, dtype=torch.bool)
+        unread[slots[slots >= 0] if mode.do_expand else slice(len(arrival.tokens))] = False
+        y[unread] = torch.nan
+        weights[unread] = torch.nan
+        if not mode.do_expand:
+            weights[: len(arrival.tokens)][arrival.topk_idx < 0] = torch.nan
+        places.ys.append(y)
+        places.weights.append(weights)
+    return places
+
+
+# --- the calls ------------------------------------------------------------------------------------
+
+
+def run_exchange(
+    buffer: Any, inputs: Inputs, expected: Expected, shape: Shape, mode: Mode
+) -> Outputs:
+    """All calls of one rank. What is dispatched is not awaited before it is checked, but combine
+    takes what the reference expects."""
+    stats = None
+    if mode.has_stats:
+        stats = torch.arange(shape.num_local_experts, dtype=torch.int32, device=DEVICE)
+    soil_memory()
+    *received, handle = run_dispatch(
+        *(buffer, inputs, shape, mode),
+        cumulative_local_expert_recv_stats=stats,
+        **({} if expected.capacity is None else {"expert_capacity": expected.capacity}),
+    )
+    stats = None if stats is None else stats.clone()
+    soil_memory()
+    cached = run_cached_dispatch(buffer, inputs, handle, mode)
+    soil_memory()
+    ys, weights = expected.ys[buffer.rank_idx], expected.weights[buffer.rank_idx]
+    combined = run_combine(
+        buffer, ys, handle, inputs.biases, weights if mode.combine_weights else None, mode
+    )
+    return Outputs(*received, handle, stats, *cached, *combined)
+
+
+def run_dispatch(
+    buffer: Any, inputs: Inputs, shape: Shape, mode: Mode, **arguments: Any
+) -> tuple[Any, ...]:
+    """What dispatch returned, without its event, finished. With spare_capacity, `expert_capacity` is to be given."""
+    x, topk_idx = inputs.x.to(DEVICE), inputs.topk_idx.to(DEVICE)
+    optional = {
+        "do_cpu_sync": mode.do_cpu_sync,
+        "expert_alignment": mode.expert_alignment,
+        "num_max_tokens_per_rank": (
+            None if mode.spare_tokens is None else max_tokens_of(shape, mode)
+        ),
+    }
+    *received, handle, event = buffer.dispatch(
+        x if inputs.scales is None else (x, inputs.scales.to(DEVICE)),
+        topk_idx=topk_idx,
+        topk_weights=inputs.topk_weights.to(DEVICE) if mode.has_weights else None,
+        num_experts=shape.num_experts,
+        do_handle_copy=mode.do_handle_copy,
+        do_expand=mode.do_expand,
+        do_zero_padding=mode.do_zero_padding,
+        use_tma_aligned_col_major_sf=mode.is_tma_aligned,
+        **{name: value for name, value in optional.items() if value is not None},
+        **timing(buffer, mode),
+        **arguments,
+    )
+    finish(event, mode)
+    if len(topk_idx):
+        is_same = handle.topk_idx.data_ptr() == topk_idx.data_ptr()
+        assert is_same != mode.do_handle_copy, "do_handle_copy"
+    return *received, handle
+
+
+def run_cached_dispatch(buffer: Any, inputs: Inputs, handle: Any, mode: Mode) -> tuple[Any, ...]:
+    """Rows, top-k and weights of a second dispatch, which has a handle."""
+    recv_x, recv_topk_idx, recv_weights, same, event = buffer.dispatch(
+        inputs.cached_x.to(DEVICE),
+        topk_weights=inputs.cached_weights.to(DEVICE) if mode.cached_weights else None,
+        handle=handle,
+        do_zero_padding=mode.do_zero_padding,
+        **({"do_expand": True} if mode.do_expand and mode.cached_expand else {}),
+        **timing(buffer, mode),
+    )
+    finish(event, mode)
+    assert same is handle
+    return recv_x, recv_topk_idx, recv_weights
+
+
+def run_combine(
+    buffer: Any,
+    y: Tensor,
+    handle: Any,
+    biases: tuple[Tensor, ...],
+    weights: Tensor | None,
+    mode: Mode,
+) -> tuple[Tensor, Tensor | None]:
+    """One combine, finished when this returns."""
+    there = tuple(bias.to(DEVICE) for bias in biases)
+    bias: Any = there
+    if len(there) < 2:
+        bias = there[0] if there else None
+    elif mode.list_of_biases:
+        bias = list(there)
+    combined, combined_weights, event = buffer.combine(
+        y.to(DEVICE),
+        handle,
+        topk_weights=None if weights is None else weights.to(DEVICE),
+        bias=bias,
+        **timing(buffer, mode),
+    )
+    finish(event, mode)
+    return combined, combined_weights
+
+
+def timing(buffer: Any, mode: Mode) -> dict[str, Any]:
+    """The keywords about streams and events."""
+    return {
+        "previous_event": event_of(buffer, mode.previous),
+        "previous_event_before_epilogue": event_of(buffer, mode.previous_before_epilogue),
+        "async_with_compute_stream": mode.is_async,
+        "allocate_on_comm_stream": mode.allocate_on_comm_stream,
+    }
+
+
+def event_of(buffer: Any, kind: str) -> Any:
+    """An event in one of the forms that calls take."""
+    if kind == "none":
+        return None
+    if kind == "empty":
+        return deep_ep.EventOverlap(None)
+    captured = buffer.capture()
+    return deep_ep.EventOverlap(captured) if kind == "overlap" else captured
+
+
+def finish(event: Any, mode: Mode) -> None:
+    """Waits for a call, where it is not yet waited for."""
+    assert isinstance(event, deep_ep.EventOverlap)
+    assert (event.event is not None) == mode.is_async
+    if mode.is_async:
+        event.current_stream_wait()
+
+
+def soil_memory() -> None:
+    """So that what a call does not write is seldom zero or -1: the allocator gives this memory again."""
+    for size in (64, 512, 4096, 1 << 15, 1 << 18):
+        _ = [torch.full((size,), 0xA5, dtype=torch.uint8, device=DEVICE) for _ in range(8)]
+
+
+# --- the comparison -------------------------------------------------------------------------------
+
+
+def exchange_and_check(
+    ranks: RankThreads,
+    setup: Setup,
+    shape: Shape,
+    mode: Mode,
+    inputs: Sequence[Inputs] | None = None,
+) -> list[Outputs]:
+    """All calls on all ranks; all results are the reference's. Inputs are random unless given."""
+    inputs = inputs or make_inputs(shape, mode)
+    expected = expect(inputs, shape, mode)
+    outputs: list[Outputs] = ranks.run(
+        lambda rank, buffer: run_exchange(buffer, inputs[rank], expected, shape, mode)
+    )
+    for rank, got in enumerate(outputs):
+        assert_received(got, rank, inputs, expected, mode)
+        assert_handle(got.handle, rank, inputs[rank], expected, setup, shape, mode)
+        assert_stats(got.stats, expected.arrivals[rank], mode)
+        assert_cached(got, rank, inputs, expected, mode)
+        assert_combined(got, rank, inputs, expected, setup, mode)
+    return outputs
+
+
+def assert_received(
+    got: Outputs, rank: int, inputs: Sequence[Inputs], expected: Expected, mode: Mode
+) -> None:
+    """What a fresh dispatch returned."""
+    where = f"rank {rank}"
+    recv_x, recv_scales = got.recv_x if mode.scales else (got.recv_x, None)
+    assert isinstance(got.recv_x, tuple) == bool(mode.scales), where
+    assert_rows(recv_x, [one.x for one in inputs], rank, expected, mode, f"{where}, rows")
+    assert recv_x.is_contiguous(), where
+    if mode.scales:
+        scales = [one.scales for one in inputs]
+        assert_rows(recv_scales, scales, rank, expected, mode, f"{where}, scales")
+        assert_scale_strides(recv_scales, mode, where)
+    assert_topk_idx(got.recv_topk_idx, rank, expected, mode, where)
+    weights = [one.topk_weights for one in inputs] if mode.has_weights else None
+    assert_weights(got.recv_topk_weights, weights, rank, expected, mode, f"{where}, weights")
+
+
+def assert_rows(
+    got: Tensor, sent: Sequence[Any], rank: int, expected: Expected, mode: Mode, where: str
+) -> None:
+    """[rows, ...] whose real rows are those that were sent; with do_zero_padding gaps are zero bytes."""
+    assert got.dtype == sent[0].dtype, where
+    assert got.shape == (expected.num_rows[rank], sent[0].shape[1]), where
+    assert not got.requires_grad, where
+    assert_in_place(
+        got, reference.rows_of(sent, expected.arrivals[rank]), rank, expected, mode, where
+    )
+
+
+def assert_in_place(
+    got: Tensor, rows: Tensor, rank: int, expected: Expected, mode: Mode, where: str
+) -> None:
+    """The rows lie where they belong: compact in front, expanded at their slots."""
+    if not mode.do_expand:
+        assert_same_bytes(got[: len(rows)], rows, where)
+        return
+    slots = expected.slots[rank]
+    row, column = (slots >= 0).nonzero(as_tuple=True)
+    assert_same_bytes(got[slots[row, column].to(got.device)], rows[row], where)
+    if mode.do_zero_padding:
+        gap = got[gaps_of(expected, rank, mode).to(got.device)]
+        assert_same_bytes(gap, torch.zeros_like(gap), f"{where}, gaps")
+
+
+def gaps_of(expected: Expected, rank: int, mode: Mode) -> Tensor:
+    """[rows] int64: the slots between the real rows of an expert and the next expert."""
+    place = expected.arrivals[rank], mode.alignment, expected.capacity
+    starts, ends = reference.expert_starts(*place), reference.expert_ends(*place)
+    return torch.cat([torch.arange(end, start) for end, start in zip(ends, starts[1:])])
+
+
+def assert_scale_strides(scales: Tensor, mode: Mode, where: str) -> None:
+    rows, num_scales = scales.shape
+    if rows:
+        want = (1, reference.align(rows, 4)) if mode.is_tma_aligned else (num_scales, 1)
+        assert scales.stride() == want, where
+
+
+def assert_topk_idx(
+    got: Tensor | None, rank: int, expected: Expected, mode: Mode, where: str
+) -> None:
+    """Local experts, and -1 in rows that are nobody's."""
+    if mode.do_expand:
+        assert got is None, where
+        return
+    want = expected.arrivals[rank].topk_idx
+    assert got is not None, where
+    assert got.dtype == deep_ep.topk_idx_t, where
+    assert got.shape == (expected.num_rows[rank], want.shape[1]), where
+    assert got[: len(want)].tolist() == want.tolist(), where
+    assert (got[len(want) :] == -1).all(), f"{where}, tail"
+
+
+def assert_weights(
+    got: Tensor | None,
+    sent: Sequence[Tensor] | None,
+    rank: int,
+    expected: Expected,
+    mode: Mode,
+    where: str,
+) -> None:
+    """Compact [rows, K], 0 where no local expert is; expanded [rows]."""
+    if sent is None:
+        assert got is None, where
+        return
+    arrival = expected.arrivals[rank]
+    want = reference.rows_of(sent, arrival).masked_fill(arrival.topk_idx < 0, 0)
+    assert got is not None, where
+    assert got.dtype == torch.float32, where
+    if not mode.do_expand:
+        assert got.shape == (expected.num_rows[rank], want.shape[1]), where
+        assert_same_bytes(got[: len(want)], want, where)
+        assert (got[len(want) :] == 0).all(), f"{where}, tail"
+        return
+    slots = expected.slots[rank]
+    assert got.shape == (expected.num_rows[rank],), where
+    assert_same_bytes(got[slots[slots >= 0].to(got.device)], want[slots >= 0], where)
+    if mode.do_zero_padding:
+        gaps = gaps_of(expected, rank, mode).to(got.device)
+        assert (got[gaps] == 0).all(), f"{where}, gaps"
+
+
+def assert_handle(
+    handle: Any,
+    rank: int,
+    inputs: Inputs,
+    expected: Expected,
+    setup: Setup,
+    shape: Shape,
+    mode: Mode,
+) -> None:
+    """What programs read from a handle."""
+    where = f"rank {rank}, handle"
+    arrival = expected.arrivals[rank]
+    is_exact = mode.do_cpu_sync is not False
+    assert isinstance(handle, deep_ep.EPHandle), where
+    assert handle.do_expand is mode.do_expand, where
+    assert handle.num_experts == shape.num_experts, where
+    assert handle.expert_alignment == mode.alignment, where
+    assert handle.num_max_tokens_per_rank == expected.num_max_tokens, where
+    assert type(handle.num_sms) is int, where
+    assert handle.num_sms > 0, where
+    num_rows = len(arrival.tokens) if is_exact else setup.num_ranks * expected.num_max_tokens
+    assert handle.num_recv_tokens == num_rows, where
+    assert handle.num_expanded_tokens == expected.num_slots[rank], where
+    counts = reference.aligned_counts(arrival, mode.alignment) if is_exact else []
+    assert handle.num_recv_tokens_per_expert_list == counts, where
+    assert all(type(count) is int for count in handle.num_recv_tokens_per_expert_list), where
+    assert handle.topk_idx.dtype == deep_ep.topk_idx_t, where
+    assert handle.topk_idx.tolist() == inputs.topk_idx.tolist(), where
+    per_expert = reference.expert_prefix(arrival, mode.alignment)
+    if mode.do_expand:
+        per_expert = reference.expert_ends(arrival, mode.alignment, expected.capacity)
+    for name, want in (
+        ("per_scaleup_rank", reference.scaleup_prefix(arrival, setup.num_scaleup_ranks)),
+        ("per_expert", per_expert),
+    ):
+        prefix = getattr(handle, f"psum_num_recv_tokens_{name}")
+        assert prefix.dtype == torch.int32, (where, name)
+        assert prefix.tolist() == want, (where, name)
+    assert handle.num_unaligned_recv_tokens_per_expert.dtype == torch.int32, where
+    assert handle.num_unaligned_recv_tokens_per_expert.tolist() == arrival.counts.tolist(), where
+    assert_metadata(handle.recv_src_metadata, num_rows, rank, expected, mode, where)
+    assert all(hasattr(handle, name) for name in OPAQUE), where
+
+
+def assert_metadata(
+    metadata: Tensor, num_rows: int, rank: int, expected: Expected, mode: Mode, where: str
+) -> None:
+    """Where each row is from, and where its picks are; compact rows in both layouts."""
+    arrival = expected.arrivals[rank]
+    num_real = len(arrival.tokens)
+    sources = reference.sources_of(arrival, expected.num_max_tokens)
+    assert metadata.dtype == torch.int32, where
+    assert metadata.shape == (num_rows, arrival.topk_idx.shape[1] + 2), where
+    assert metadata[:num_real, 0].tolist() == sources.tolist(), where
+    assert (metadata[num_real:, 0] == -1).all(), f"{where}, tail"
+    if mode.do_expand:
+        assert metadata[:num_real, 2:].tolist() == expected.slots[rank].tolist(), where
+    else:
+        assert (metadata[:, 2:] == -1).all(), where
+
+
+def assert_stats(stats: Tensor | None, arrival: reference.Arrival, mode: Mode) -> None:
+    """Unaligned counts were added to what was there."""
+    if mode.has_stats:
+        assert stats is not None
+        assert stats.tolist() == [count + i for i, count in enumerate(arrival.counts.tolist())]
+
+
+def assert_cached(
+    got: Outputs, rank: int, inputs: Sequence[Inputs], expected: Expected, mode: Mode
+) -> None:
+    """Each row is in the place that the first dispatch gave it."""
+    where = f"rank {rank}, cached"
+    assert_rows(got.cached_x, [one.cached_x for one in inputs], rank, expected, mode, where)
+    assert_topk_idx(got.cached_topk_idx, rank, expected, mode, where)
+    weights = [one.cached_weights for one in inputs] if mode.cached_weights else None
+    assert_weights(got.cached_weights, weights, rank, expected, mode, f"{where}, weights")
+
+
+def assert_combined(
+    got: Outputs,
+    rank: int,
+    inputs: Sequence[Inputs],
+    expected: Expected,
+    setup: Setup,
+    mode: Mode,
+) -> None:
+    """Bit for bit, because the order of the additions and their roundings are promised."""
+    where = f"rank {rank}, combine"
+    num_tokens = len(inputs[rank].topk_idx)
+    slots = expected.slots if mode.do_expand else None
+    want = reference.combine(
+        expected.ys,
+        expected.arrivals,
+        slots,
+        rank,
+        num_tokens,
+        reference.reduction(mode.do_expand, setup.allow_multiple_reduction, setup.num_domains),
+        setup.num_scaleup_ranks,
+        inputs[rank].biases,
+    )
+    assert got.combined.dtype == torch.bfloat16, where
+    assert_same_bytes(got.combined, want, where)
+    if not mode.combine_weights:
+        assert got.combined_weights is None, where
+        return
+    assert got.combined_weights is not None, where
+    assert got.combined_weights.dtype == torch.float32, where
+    back = reference.combine_weights(expected.weights, expected.arrivals, slots, rank, num_tokens)
+    assert_same_bytes(got.combined_weights, back, f"{where}, weights")
