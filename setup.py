@@ -33,10 +33,12 @@ from pathlib import Path
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
 from setuptools.errors import SetupError
 
 ROOT = Path(__file__).resolve().parent
 CSRC = ROOT / "csrc"
+PATCHES = ROOT / "patches"
 CUDA_SOURCE = CSRC / "cuda_module.cu"
 OLDEST_SM = 90  # The kernels use cluster-era instructions; Hopper is the first that has them.
 HOST_LIBRARY = "libnvshmem_host.so.3"
@@ -372,10 +374,21 @@ class NinjaBuild(build_ext):
                 self.copy_file(str(where / module_file(module)), str(target))
 
 
+class BuildWithPatches(build_py):
+    """Puts `patches` into the package, where `diagnose patch` looks for them."""
+
+    def run(self) -> None:
+        super().run()
+        if not self.editable_mode:
+            target = Path(self.build_lib) / "deep_ep" / "diagnose" / PATCHES.name
+            self.copy_tree(str(PATCHES), str(target))
+
+
 def extension(name: str) -> Extension:
     """What setuptools has to know of a module; NinjaBuild knows the sources."""
     return Extension(f"deep_ep.{name}", sources=[])
 
 
 if __name__ == "__main__":
-    setup(ext_modules=[extension("_cpu")], cmdclass={"build_ext": NinjaBuild})
+    commands = {"build_ext": NinjaBuild, "build_py": BuildWithPatches}
+    setup(ext_modules=[extension("_cpu")], cmdclass=commands)

@@ -592,6 +592,27 @@ def all_steps(out: Path, dry: bool, published: Path | None = None) -> list[Step]
             judge=tests_passed,
         ),
         Step(
+            "elastic",
+            "ElasticBuffer, both layouts: rows, handles and the order of sums equal the reference",
+            [
+                pytest_command(
+                    *(
+                        f"tests/elastic/test_elastic_buffer.py::test_{name}"
+                        for name in (
+                            "any_exchange_equals_the_reference",
+                            "sums_have_one_order_and_one_rounding_per_level",
+                            "handles_are_used_again_and_in_any_order",
+                        )
+                    ),
+                    dry=dry,
+                )
+            ],
+            30,
+            part=4,
+            needs=("build",),
+            judge=tests_passed,
+        ),
+        Step(
             "phases",
             "the phases of operations add up; layout and the order of rows are those of the operation after them",
             [

@@ -10,10 +10,11 @@
   `Cause`, of class `COMP_SLOW`, `COMM_SLOW` or `MIXED_SLOW`. `report` prints it, `write_picture` draws it.
 - Later, or elsewhere: `save` the `snapshot` of each rank; `read_any` reads files of all kinds and judges them.
 - In steps: `judge(gather(snapshots))`, of the `Snapshot` of each rank.
+- Beside other kernels, by the waiting that they count: `attach` to a buffer, or `install` before any is made.
 - Without timestamps: `judge_waits`; `Diagnose` and `diagnose_matrix` for programs of the existing analyser.
 
 Rows of every matrix wait, columns are waited for. The folders below hold the rest: `core` (plain data),
-`collect`, `analyze`, `storage`, `render`, `live`, `cli`.
+`collect`, `analyze`, `storage`, `render`, `live`, `other_kernels`, `trace`, `cli`.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ from .compat import Diagnose, diagnose_matrix
 from .core.causes import COMM_SLOW, COMP_SLOW, MIXED_SLOW, Cause
 from .core.diagnosis import Diagnosis, Verdict
 from .core.package import EPTypeError, as_group
+from .other_kernels.attach import attach
+from .other_kernels.import_hook import install
 from .render.figure import write_picture
 from .render.terminal import report
 from .storage.counter_archive import save
@@ -46,8 +49,10 @@ __all__ = [
     "Snapshot",
     "Thresholds",
     "Verdict",
+    "attach",
     "diagnose_matrix",
     "gather",
+    "install",
     "judge",
     "judge_waits",
     "read_any",

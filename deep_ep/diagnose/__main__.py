@@ -1,4 +1,4 @@
-"""`python -m deep_ep.diagnose show | watch | prometheus | hang | dump | trace`: reads what was measured and tells about it.
+"""`python -m deep_ep.diagnose show | watch | prometheus | hang | dump | trace | run | patch`: reads what was measured and tells about it.
 
 Exit status: 0 read and shown, 2 bad input or arguments, 3 (`show --check`, `hang --check`) there are verdicts,
 4 (`dump`) a process that was asked has written nothing.
@@ -16,9 +16,11 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from .analyze.link_limit import KNOWN, Links, parse
 from .cli.dump import dump
 from .cli.hang import CAUSES, hang
+from .cli.link_limit import KNOWN, Links, parse
+from .cli.patch import patch
+from .cli.run import run
 from .cli.show import VERDICTS, show
 from .cli.trace import trace
 from .cli.watch import watch
@@ -29,7 +31,8 @@ from .storage.loader import read_any
 from .storage.log_follower import Follower
 from .storage.record import Record
 
-_PROGRAM = "python -m deep_ep.diagnose"
+# As it was called: this is run as deep_ep_diagnose, too.
+_PROGRAM = f"python -m {__package__}"
 _BAD_INPUT = 2
 
 
@@ -62,7 +65,29 @@ def _parser() -> argparse.ArgumentParser:
     _add_hang(commands.add_parser("hang", help="say why operations hang, from dumps or logs"))
     _add_dump(commands.add_parser("dump", help="ask running processes for a dump"))
     _add_trace(commands.add_parser("trace", help="dispatch and combine in profiler traces"))
+    _add_run(commands.add_parser("run", help="start a program of other kernels, and watch it"))
+    _add_patch(
+        commands.add_parser(
+            "patch", help="let other kernels measure waiting, in a checkout of them"
+        )
+    )
     return parser
+
+
+def _add_patch(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Inserts lines into a checkout of another project, of a version that is known by the hashes of its files, so "
+        "that its kernels measure waiting once they are built again. Changes all files or none."
+    )
+    parser.add_argument(
+        "checkout", type=Path, metavar="CHECKOUT", help="the project's root directory"
+    )
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument(
+        "--check", action="store_true", help="only say whether patches fit, or are there"
+    )
+    how.add_argument("--reverse", action="store_true", help="take the lines out again")
+    parser.set_defaults(run=patch)
 
 
 def _add_hang(parser: argparse.ArgumentParser) -> None:
@@ -137,6 +162,32 @@ def _add_trace(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=trace)
 
 
+def _add_run(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Starts a program, and watches its buffers by the waiting that their kernels count (DeepEP V1, UCCL, NIXL EP, "
+        "sgl-kernel-npu). Nothing in the program changes. Verdicts come in rank 0's log."
+    )
+    parser.add_argument(
+        "--interval",
+        type=_positive_float,
+        metavar="SECONDS",
+        help="length of a window; what DEEP_EP_DIAGNOSE=async:SECONDS says by default, or 1",
+    )
+    parser.add_argument(
+        "--dir",
+        type=Path,
+        metavar="DIR",
+        help="where records go, which show, watch and prometheus read; by default DEEP_EP_DIAGNOSE_DIR",
+    )
+    parser.add_argument(
+        "program",
+        nargs=argparse.REMAINDER,
+        metavar="-- PROGRAM ...",
+        help="what you start without this, torchrun included",
+    )
+    parser.set_defaults(run=run)
+
+
 def _add_dump(parser: argparse.ArgumentParser) -> None:
     parser.description = "Asks processes of this user and host for a dump of their buffers, and waits until it is written."
     parser.add_argument(
@@ -178,6 +229,12 @@ def _add_show(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--png", type=Path, metavar="OUT", help="also write a picture")
     parser.add_argument("--svg", type=Path, metavar="OUT", help="also write a picture")
+    parser.add_argument(
+        "--speed-profile",
+        type=Path,
+        metavar="OUT",
+        help="also write speed and waiting of each rank and GPU as JSON, medians over the windows shown",
+    )
     parser.add_argument(
         "--width",
         type=_positive_int,

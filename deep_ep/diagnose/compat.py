@@ -14,19 +14,18 @@ sums; with the counters of a Buffer, `diagnose.run` and `DEEP_EP_DIAGNOSE` see m
 
 from __future__ import annotations
 
+import functools
 import io
 import logging
 import logging.handlers
 import math
 import socket
-import threading
 import time
 import uuid
 import weakref
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -37,10 +36,10 @@ from .analyze.waits_only.square import square_matrix
 from .core import quantities, safe_files
 from .core.causes import TITLES
 from .core.diagnosis import FloatArray, IntArray, Verdict
-from .core.package import EPArgumentError, Group, as_group, backend, codec, env, ranks_text
-from .live import wire
-from .live.mailbox import Mailbox, Rounds, open_mailbox
-from .live.stop_flag import StopFlag
+from .core.package import EPArgumentError, Group, as_group, env, ranks_text, to_host
+from .live.mailbox import open_mailbox
+from .live.wait_sampler import UNKNOWN, Waited, WaitSampler, Window
+from .other_kernels.waiting import kernel_device
 from .render import wording
 
 Result = dict[str, Any]
@@ -48,10 +47,6 @@ Result = dict[str, Any]
 # Keeps the quotients of an empty matrix finite; part of the rule.
 _EPSILON = 1e-8
 _KINDS = ("dispatch", "combine")
-# What a rank may take to answer rank 0, and a thread to end. Chosen.
-_ANSWER_S, _JOIN_S = 30.0, 10.0
-# Of a host name, that is shown; the longest that Linux allows has 64.
-_LONGEST_HOST = 256
 
 
 def diagnose_matrix(
@@ -148,7 +143,7 @@ class Diagnose:
         self._group = _group(group)
         self._instance_id = f"diagnose-rank{self._group.rank}-{uuid.uuid4().hex[:12]}"
         self._created = time.monotonic()
-        self._worker: _Worker | None = None
+        self._worker: WaitSampler | None = None
         self._modes: dict[str, _Mode] = {}
         if not env.classic_enable():
             return
@@ -215,12 +210,11 @@ class Diagnose:
         """
         if self._worker is not None or not self._modes:
             return
-        mailbox = open_mailbox(self._group, "diagnose")
-        self._worker = _Worker(
-            mailbox,
-            [_Window(mode.name, mode.stats) for mode in self._modes.values()],
-            self._judge,
-            self._log,
+        self._worker = WaitSampler(
+            open_mailbox(self._group, "diagnose"),
+            functools.partial(_take, [_Window(mode.stats) for mode in self._modes.values()]),
+            functools.partial(self._judge.window, list(self._modes)),
+            functools.partial(_failed, self._log),
             self._interval_s,
             self._warming_time_s,
         )
@@ -263,9 +257,9 @@ class _Mode:
     def __init__(self, name: str, num_ranks: int) -> None:
         self.name = name
         self.stats = torch.zeros(
-            (len(_KINDS), num_ranks), dtype=torch.int64, device=backend.get().device()
+            (len(_KINDS), num_ranks), dtype=torch.int64, device=kernel_device()
         )
-        self.window = _Window(name, self.stats)
+        self.window = _Window(self.stats)
         self._steps = 0
 
     def is_due(self, period: int) -> bool:
@@ -278,26 +272,31 @@ class _Mode:
 
 
 class _Window:
-    """What the kernels added to tensors since the last look. The tensors are only read.
+    """What the kernels added to tensors since the last look. The tensors are only read."""
 
-    Setting them to zero would lose what a kernel adds meanwhile.
-    """
-
-    def __init__(self, name: str, stats: torch.Tensor) -> None:
-        self.name = name
-        self.stats = stats
+    def __init__(self, stats: torch.Tensor) -> None:
+        self._stats = stats
         self._before: IntArray = np.zeros(tuple(stats.shape), np.int64)
 
-    def take(self, read: Callable[[], IntArray] | None = None) -> IntArray:
+    def take(self, *, aside: bool = False) -> IntArray:
         """`[2, num_ranks]` int64, waiting in dispatch and combine; the next window begins here.
 
         Args:
-            read: reads the tensors; by default after what is queued on the current stream.
+            aside: reads what is there now; otherwise after what is queued on the current stream.
         """
-        now = self.stats.cpu().numpy().copy() if read is None else read()
+        now = (to_host(self._stats)[0] if aside else self._stats.cpu()).numpy().copy()
         window = since(self._before, now)
         self._before = now
         return window
+
+
+def _take(windows: Sequence[_Window]) -> Waited:
+    rows = np.concatenate([window.take(aside=True) for window in windows])
+    return Waited(rows, np.full(len(rows), UNKNOWN))
+
+
+def _failed(log: logging.Logger, error: Exception) -> None:
+    log.error("the asynchronous diagnosis failed and has ended", exc_info=error)
 
 
 class _Judge:
@@ -314,6 +313,17 @@ class _Judge:
         self._logs_details = env.classic_log_details()
         self._log = log
         self._windows: dict[str, Windows] = {}
+        self._refused: set[str] = set()
+
+    def window(self, names: Sequence[str], window: Window) -> None:
+        """What a thread has collected, two kinds of operation for each name."""
+        for error in window.refused:
+            whom = error.partition(":")[0]
+            if whom not in self._refused:
+                self._refused.add(whom)
+                self._log.warning("Diagnose: an answer is left out. %s", error)
+        for name, matrices in zip(names, np.split(window.waits, len(names))):
+            self.results(name, matrices, window.hosts)
 
     def results(
         self, name: str, waits: FloatArray, hosts: Sequence[str], steps: int = LEAST_STEPS
@@ -381,118 +391,6 @@ def _sentence(verdict: Verdict) -> str:
         f"{quantities.microseconds(verdict.effect_us)} in a window, {quantities.percent(verdict.share)} "
         f"of all waiting. {verdict.next_step}"
     )
-
-
-class _Worker:
-    """The thread of an asynchronous diagnosis. Rank 0 asks, the others answer.
-
-    It knows nothing of its `Diagnose`, so that this can go while the thread runs.
-    """
-
-    def __init__(
-        self,
-        mailbox: Mailbox,
-        windows: list[_Window],
-        judge: _Judge,
-        log: logging.Logger,
-        interval_s: float,
-        warming_time_s: float,
-    ) -> None:
-        self._mailbox = mailbox
-        self._rounds = Rounds(mailbox)
-        self._windows = windows
-        self._judge = judge
-        self._log = log
-        self._interval_s = interval_s
-        self._warming_time_s = warming_time_s
-        self._readers = [_aside(window.stats) for window in windows]
-        self._refused: set[int] = set()
-        self._stopped = StopFlag()
-        self._thread = threading.Thread(target=self._run, name="deep_ep diagnose", daemon=True)
-        self._thread.start()
-
-    def stop(self) -> None:
-        """Ends the thread and waits for it. May be called by a destructor."""
-        self._stopped.set()
-        self._mailbox.close()
-        # Garbage is collected in any thread, this one included.
-        if threading.current_thread() is not self._thread:
-            self._thread.join(_JOIN_S)
-
-    def _run(self) -> None:
-        try:
-            if self._mailbox.rank == 0:
-                self._ask()
-            else:
-                self._answer()
-        except Exception:  # noqa: BLE001 - whatever it is, the program goes on
-            if not self._stopped.is_set():
-                self._log.exception("the asynchronous diagnosis failed and has ended")
-        finally:
-            self._mailbox.close()
-
-    def _ask(self) -> None:
-        pause_s = self._warming_time_s
-        number = 0
-        while not self._stopped.wait(pause_s):
-            pause_s = self._interval_s
-            self._rounds.call(number, b"")
-            answers = {0: self._mine()}
-            answers.update(self._rounds.collect(number, max(self._interval_s, _ANSWER_S)))
-            # The first look only ends what was measured while the program warmed up.
-            if number and not self._stopped.is_set():
-                self._results(answers)
-            number += 1
-
-    def _answer(self) -> None:
-        number = 0
-        while self._rounds.await_call(number) is not None:
-            self._rounds.answer(number, self._mine())
-            number += 1
-
-    def _mine(self) -> bytes:
-        rows = [window.take(read) for window, read in zip(self._windows, self._readers)]
-        return codec.encode(_Answer(np.stack(rows), socket.gethostname()))
-
-    def _results(self, answers: dict[int, bytes]) -> None:
-        size = self._mailbox.size
-        sides = {"windows": len(self._windows), "num_ranks": size}
-        waits = np.full((len(self._windows), len(_KINDS), size, size), np.nan)
-        hosts = [""] * size
-        for rank, data in answers.items():
-            try:
-                answer = wire.decode(_Answer, data, f"rank {rank}", sides)
-            except EPArgumentError as error:
-                self._refuse(rank, error)
-                continue
-            waits[:, :, rank] = answer.waits
-            hosts[rank] = answer.host[:_LONGEST_HOST]
-        for window, matrices in zip(self._windows, waits):
-            self._judge.results(window.name, matrices, hosts)
-
-    def _refuse(self, rank: int, error: EPArgumentError) -> None:
-        if rank not in self._refused:
-            self._refused.add(rank)
-            self._log.warning("Diagnose: an answer is left out. %s", error)
-
-
-@dataclass(frozen=True)
-class _Answer:
-    """What a rank waited for each other one, in each window and kind of operation."""
-
-    waits: Annotated[IntArray, ("windows", len(_KINDS), "num_ranks")]
-    host: str
-
-
-def _aside(stats: torch.Tensor) -> Callable[[], IntArray]:
-    """Reads a tensor without waiting for what is queued on any stream."""
-    if stats.device.type == "cpu":
-        return lambda: stats.numpy().copy()
-    from .core.package import DeviceCopier
-
-    no_ring = torch.zeros((0, 1, 1), dtype=torch.int64, device=stats.device)
-    copier = DeviceCopier(stats, no_ring[:, 0, 0], no_ring, 0)
-    return lambda: copier.reading().totals
 
 
 def _group(given: Any) -> Group:

@@ -161,6 +161,10 @@ def _is_ours(frame: Frame) -> bool:
 @functools.cache
 def _our_modules() -> frozenset[str]:
     package = Path(__file__).parents[1]
+    # deep_ep_diagnose has some of them, and a list of all: programs whose stacks are read have all.
+    listed = package / "modules.txt"
+    if listed.is_file():
+        return frozenset(listed.read_text(encoding="utf-8").split())
     return frozenset(path.relative_to(package).as_posix() for path in package.rglob("*.py"))
 
 

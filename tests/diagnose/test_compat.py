@@ -20,6 +20,8 @@ from deep_ep import EPArgumentError
 from deep_ep.base import env
 from deep_ep.diagnose import compat
 from deep_ep.diagnose.compat import Diagnose, diagnose_matrix
+from deep_ep.diagnose.live import wait_sampler
+from deep_ep.diagnose.live.wait_sampler import WaitSampler
 from deep_ep.group import ThreadGroup, thread_groups
 from support.launch import DEVICE, on_threads, raise_failures, run_processes
 from support.waiting import eventually
@@ -431,7 +433,7 @@ def test_it_starts_again_after_it_was_stopped(settings: Path) -> None:
 def test_a_rank_that_does_not_answer_is_named_and_the_others_are_judged(
     settings: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compat, "_ANSWER_S", 0.05)
+    monkeypatch.setattr(wait_sampler, "_ANSWER_S", 0.05)
     wait = waiting_until_logged(
         settings, lambda text: "rank 3 did not answer" in text and "sender side: rank 1" in text
     )
@@ -452,9 +454,9 @@ def test_a_rank_that_does_not_answer_is_named_and_the_others_are_judged(
 def test_what_was_planted_for_an_answer_is_refused_once_and_the_others_are_judged(
     settings: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mine = compat._Worker._mine
+    mine = WaitSampler._mine
     monkeypatch.setattr(
-        compat._Worker,
+        WaitSampler,
         "_mine",
         lambda self: b"\x80\x04K\x01." if self._mailbox.rank == 3 else mine(self),
     )
@@ -468,7 +470,7 @@ def test_what_was_planted_for_an_answer_is_refused_once_and_the_others_are_judge
 
     assert on_all(6, program) == [True] * 6
     text = (settings / "diagnose_rank0.log").read_text()
-    assert text.count("rank 3: the message of 5 bytes is no _Answer: ") == 1
+    assert text.count("rank 3: the message of 5 bytes is no Waited: ") == 1
 
 
 def test_a_log_is_not_written_through_a_link(settings: Path) -> None:

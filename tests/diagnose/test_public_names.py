@@ -8,8 +8,8 @@ import re
 from deep_ep import diagnose
 
 NAMES = """
-COMM_SLOW COMP_SLOW MIXED_SLOW Cause Diagnose Diagnosis History Snapshot Thresholds Verdict diagnose_matrix
-gather judge judge_waits read_any report run save snapshot write_picture
+COMM_SLOW COMP_SLOW MIXED_SLOW Cause Diagnose Diagnosis History Snapshot Thresholds Verdict attach
+diagnose_matrix gather install judge judge_waits read_any report run save snapshot write_picture
 """
 
 

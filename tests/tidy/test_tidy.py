@@ -45,7 +45,10 @@ MAY_IMPORT: dict[str, dict[str, set[str]]] = {
         },
         "buffers": {"errors", "types", "buffer"},
         "utils": {"errors", "base", "group", "native", "types"},
-        "diagnose": {"errors", "base", "group", "hang", "membership", "native", "observe"},
+        "elastic": {
+            *("errors", "base", "group", "native", "types", "observe", "checks", "ops", "buffer"),
+        },
+        "diagnose": {"errors", "base", "group", "hang", "membership", "observe"},
         "integrations": {"diagnose"},
         "moe": {"errors", "group", "testing", "types", "observe", "checks", "ops", "buffer"},
         "doctor": {"errors", "base", "testing", "native", "buffer", "buffers", "diagnose"},
@@ -58,8 +61,10 @@ MAY_IMPORT: dict[str, dict[str, set[str]]] = {
         "storage": {"core", "collect", "analyze"},
         "render": {"core", "storage"},
         "live": {"core", "collect", "analyze", "storage", "render"},
+        "other_kernels": {"core", "analyze", "live"},
         "trace": {"core", "collect", "analyze", "storage"},
-        "cli": {"core", "analyze", "storage", "render", "trace"},
+        "standalone": set(),
+        "cli": {"core", "collect", "storage", "render", "trace"},
     },
 }
 # Each folder of csrc/kernels from the bottom up: a file includes only what stands in a line above its own, and
@@ -88,7 +93,14 @@ KERNEL_FILES = {
         ("queue.cuh", "row_sum.cuh"),
         ("counters.cuh", "tasks.cuh", "verify.cuh"),
         ("operation.cuh",),
-        ("combine.cuh", "dispatch.cuh", "dispatch_layout.cuh", "notify.cuh", "pack.cuh"),
+        (
+            "combine.cuh",
+            "dispatch.cuh",
+            "dispatch_layout.cuh",
+            "local_rows.cuh",
+            "notify.cuh",
+            "pack.cuh",
+        ),
     ),
 }
 # What setup.py compiles; every other file of csrc has to be included by one of them.
@@ -102,7 +114,9 @@ FILE_NAME = re.compile(
     r"(?<![\w/.{*<-])(?:\.{1,2}/)*(\w[\w-]*(?:/[\w.-]+)*\.(?:pyi?|md|css|js|c(?:pp|uh?)|h|def|S))\b(?![\w*(/-]|\.\w)"
 )
 # Files of other programs, which examples name.
-OTHERS_FILES = {"torch/_inductor/compile_fx.py", "train.py"}
+OTHERS_FILES = {"torch/_inductor/compile_fx.py", "train.py", "ibgda_device.cuh", "runtime.cu"}
+# Read by tests alone.
+TEST_VARIABLES = {"DEEP_EP_UPSTREAM"}
 ENVIRONMENT_VARIABLE = re.compile(r"\bDEEP_EP_[A-Z][A-Z_]*[A-Z]\b")
 
 
@@ -170,6 +184,8 @@ def test_csrc_knows_no_torch() -> None:
 def test_the_environment_is_read_in_one_place() -> None:
     package = [path for path in files() if path.startswith("deep_ep") and path.endswith(".py")]
     package.remove("deep_ep/base/env.py")
+    # Runs in every interpreter of a job, and must not import the package there.
+    package.remove("deep_ep/diagnose/other_kernels/import_hook.py")
     report(
         lines_with(r"\bos\.(environ|getenv)\b|\bfrom os import\b", package, comments=True)
         + lines_with(r"\b(secure_)?getenv\s*\(", code("csrc")),
@@ -180,6 +196,28 @@ def test_the_environment_is_read_in_one_place() -> None:
 def package() -> list[str]:
     """Python modules of deep_ep."""
     return [path for path in files() if path.startswith("deep_ep/") and path.endswith(".py")]
+
+
+def test_wheels_have_all_files_of_the_package() -> None:
+    patterns = re.findall(r'^"?(deep_ep[\w.]*)"? = \[(.*)\]$', read("pyproject.toml"), re.MULTILINE)
+    data = [
+        f"{name.replace('.', '/')}/{pattern}"
+        for name, listed in patterns
+        for pattern in re.findall(r'"(.*?)"', listed)
+    ]
+    there = files()
+    report(
+        [
+            path
+            for path in there
+            # What is built there is a distribution of its own.
+            if path.startswith("deep_ep/")
+            and not path.startswith("deep_ep/diagnose/standalone/")
+            and not (path.endswith(".py") and f"{Path(path).parent}/__init__.py" in there)
+            and not any(Path(path).match(pattern) for pattern in data)
+        ],
+        "Name it under [tool.setuptools.package-data] of pyproject.toml.",
+    )
 
 
 def is_private(name: str) -> bool:
@@ -264,8 +302,11 @@ def prose(path: str) -> list[str]:
 
 
 def test_what_is_said_of_files_names_those_that_exist() -> None:
-    """By their whole path, or by as much of its end as is said."""
-    ends = {"/".join(path.split("/")[at:]) for path in files() for at in range(path.count("/") + 1)}
+    """By their whole path, or by as much of its end as is said; those into which patches go as well."""
+    sums = (read(path) for path in files() if path.endswith("/FILES.sha256"))
+    patched = [line.split()[1] for text in sums for line in text.splitlines() if line[0] != "#"]
+    paths = [*files(), *patched]
+    ends = {"/".join(path.split("/")[at:]) for path in paths for at in range(path.count("/") + 1)}
     report(
         [
             f"{path}: {name}"
@@ -442,8 +483,11 @@ def test_environment_variables_are_documented() -> None:
     documents = [path for path in files() if path.endswith(".md")]
     documented = {name for path in documents for name in ENVIRONMENT_VARIABLE.findall(read(path))}
     missing = [f"{name}: in no document" for name in sorted((declared | build) - documented)]
-    stale = [f"{name}: documented, read nowhere" for name in sorted(documented - declared - build)]
-    report(missing + stale, "docs/environment.md lists what deep_ep/base/env.py and setup.py read.")
+    stale = documented - declared - build - TEST_VARIABLES
+    unread = [f"{name}: documented, read nowhere" for name in sorted(stale)]
+    report(
+        missing + unread, "docs/environment.md lists what deep_ep/base/env.py and setup.py read."
+    )
 
 
 def test_the_table_of_environment_variables_is_the_code_s() -> None:
@@ -500,11 +544,17 @@ def test_tests_that_are_marked_by_name_are_there() -> None:
         for node in ast.parse(read("tests/conftest.py")).body
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "EXHAUSTIVE"
     )
+    sources = [read(path) for path in files() if path.startswith("tests/") and path.endswith(".py")]
     there = {
         node.name
-        for path in files()
-        if path.startswith("tests/") and path.endswith(".py")
-        for node in ast.parse(read(path)).body
+        for source in sources
+        for node in ast.parse(source).body
         if isinstance(node, ast.FunctionDef)
     }
-    report(sorted(marked - there), "Correct the name in EXHAUSTIVE of tests/conftest.py.")
+    gone = []
+    for name in sorted(marked):
+        function, _, parameters = name.rstrip("]").partition("[")
+        is_parameter = any(f'"{parameters}"' in source for source in sources)
+        if function not in there or (parameters and not is_parameter):
+            gone.append(name)
+    report(gone, "Correct the name in EXHAUSTIVE of tests/conftest.py.")

@@ -9,7 +9,6 @@ from dataclasses import replace
 from rich.console import Console
 from rich.text import Text
 
-from ..analyze.link_limit import Links, least_us
 from ..core import quantities
 from ..core.diagnosis import Diagnosis
 from ..core.package import EPArgumentError
@@ -18,6 +17,7 @@ from ..render.terminal import report
 from ..storage.diagnosis_log import Log
 from ..storage.loader import read_any
 from ..storage.record import Headline, Record
+from .link_limit import Links, least_us
 from .watch import heading, position, spans_of
 
 # Exit status when a window shown has verdicts and --check was given.
@@ -162,6 +162,13 @@ def _write_files(
             latest = _asked_for(given, log[chosen[-1]])
             write_picture(_with_remarks(latest.diagnosis, log), picture)
             console.print(Text(f"wrote {picture}"))
+    if given.speed_profile is not None:
+        from ..render.speed_profile import write_speed_profile
+
+        write_speed_profile(
+            [_asked_for(given, log[index]) for index in chosen], given.speed_profile
+        )
+        console.print(Text(f"wrote {given.speed_profile}"))
 
 
 def _with_remarks(diagnosis: Diagnosis, log: Log) -> Diagnosis:

@@ -12,7 +12,6 @@ from pathlib import Path
 
 from rich.text import Text
 
-from ..analyze.link_limit import Links
 from ..core import safe_files
 from ..core.diagnosis import Diagnosis
 from ..core.package import PHASES, EPArgumentError, printable
@@ -29,6 +28,7 @@ from ..trace.counted import read as of_counters
 from ..trace.kernels import WAITING
 from ..trace.rank_trace import RankTrace
 from ..trace.summary import GroupRow, KernelsRow, OperatorRow, PhasesRow, UnknownRow
+from .link_limit import Links
 
 # Ranks that are named as the last to come; the rest is one word.
 _MOST_NAMED = 3

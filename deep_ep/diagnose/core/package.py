@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from deep_ep.base import codec, env
 from deep_ep.base.printable_text import printable
 from deep_ep.errors import (
@@ -19,19 +21,20 @@ from deep_ep.hang.files import replace as replace_file
 from deep_ep.hang.report import picture as hang_picture
 from deep_ep.hang.report import views as hang_views
 from deep_ep.membership import rendezvous
-from deep_ep.native import backend
 from deep_ep.observe import stamps
-from deep_ep.observe.copier import DeviceCopier
-from deep_ep.observe.counters import CounterSnapshot, RecvCounters
+from deep_ep.observe.copier import to_host
+from deep_ep.observe.counter_snapshot import CounterSnapshot
 from deep_ep.observe.parts import PARTS, Part
 from deep_ep.observe.phases import PHASES, OperationPhases, Phases
 from deep_ep.observe.phases import of_snapshots as phases_of
+
+if TYPE_CHECKING:
+    from deep_ep.observe.counters import RecvCounters as RecvCounters
 
 __all__ = [
     "PARTS",
     "PHASES",
     "CounterSnapshot",
-    "DeviceCopier",
     "EPArgumentError",
     "EPError",
     "EPNotBuiltError",
@@ -41,12 +44,10 @@ __all__ = [
     "OperationPhases",
     "Part",
     "Phases",
-    "RecvCounters",
     "ThreadGroup",
     "TorchGroup",
     "HangVerdict",
     "as_group",
-    "backend",
     "codec",
     "env",
     "folder",
@@ -59,4 +60,5 @@ __all__ = [
     "replace_file",
     "request",
     "stamps",
+    "to_host",
 ]

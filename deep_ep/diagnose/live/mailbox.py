@@ -51,7 +51,7 @@ class Mailbox:
     """
 
     def __init__(self, rank: int, size: int, inbox: Any, outbox: Any, kept: object = None) -> None:
-        """Internal: use `open_mailbox`.
+        """Internal: use `open_mailbox` or `mailbox_in`.
 
         Args:
             rank: this rank.
@@ -246,7 +246,7 @@ def open_mailbox(group: Group, name: str) -> Mailbox:
         EPTransportError: some rank could not reach the store; raised on all ranks, with the reason.
         EPTimeoutError: some ranks did not come.
     """
-    store = _store_of(group)
+    store = store_of(group)
     token = uuid.uuid4().hex
     if isinstance(group, ThreadGroup) and group.rank == 0:
         _of_threads[token] = _distributed().HashStore()
@@ -257,21 +257,36 @@ def open_mailbox(group: Group, name: str) -> Mailbox:
         store = _of_threads[token]
         group.barrier()
         _of_threads.pop(token, None)
-        return _mailbox(group, prefix, store, store, store)
+        return _mailbox(group.rank, group.size, prefix, store, store, store)
     if all(usable for _, _, usable in said):
         clones: list[Any] = []
         rendezvous.together(
             group, "opening a mailbox", lambda: clones.extend((store.clone(), store.clone()))
         )
-        return _mailbox(group, prefix, clones[0], clones[1], store)
+        return _mailbox(group.rank, group.size, prefix, clones[0], clones[1], store)
     inbox, outbox, server = _own_stores(group, [host for _, host, _ in said])
-    return _mailbox(group, prefix, inbox, outbox, server)
+    return _mailbox(group.rank, group.size, prefix, inbox, outbox, server)
 
 
-def _mailbox(group: Group, prefix: str, inbox: Any, outbox: Any, kept: object) -> Mailbox:
+def mailbox_in(store: Any, name: str, rank: int, size: int) -> Mailbox:
+    """Opens a mailbox in a store that all ranks have. Waits for nobody.
+
+    Args:
+        store: a TCPStore, or a prefix of one, as `store_of` gives.
+        name: equal on all ranks, and of no other mailbox in this store.
+        rank: this rank.
+        size: number of ranks.
+
+    Raises:
+        RuntimeError: the store cannot be reached.
+    """
+    return _mailbox(rank, size, f"deep_ep/{name}", store.clone(), store.clone(), store)
+
+
+def _mailbox(rank: int, size: int, prefix: str, inbox: Any, outbox: Any, kept: object) -> Mailbox:
     prefixed = _distributed().PrefixStore
     inbox, outbox = prefixed(prefix, inbox), prefixed(prefix, outbox)
-    return Mailbox(group.rank, group.size, inbox, outbox, kept)
+    return Mailbox(rank, size, inbox, outbox, kept)
 
 
 def _distributed() -> Any:
@@ -280,7 +295,7 @@ def _distributed() -> Any:
     return torch.distributed
 
 
-def _store_of(group: Group) -> Any:
+def store_of(group: Group) -> Any:
     """The store of a process group, if connections of our own to it can be had; else `None`.
 
     A store in a file is out: it only grows, whatever is deleted.

@@ -9,12 +9,8 @@ Nothing in here may stop an operation: what fails is logged once, and the buffer
 
 from __future__ import annotations
 
-import itertools
 import logging
 import multiprocessing.util
-import os
-import socket
-import sys
 import threading
 import time
 import weakref
@@ -29,13 +25,11 @@ from ..analyze.thresholds import MIN_OPERATIONS
 from ..collect.group_matrices import gather, require_summary
 from ..collect.rank_summary import Summary, summarize
 from ..collect.snapshot import Observed, Snapshot, observe
-from ..core.package import EPArgumentError, EPError, codec, env, rendezvous
+from ..core.package import EPArgumentError, codec, env, rendezvous
 from ..live import wire
-from ..render.change_log import Changes
-from ..storage.log_writer import Writer
-from ..storage.record import Record
 from .mailbox import Rounds, is_lost, open_mailbox
 from .stop_flag import StopFlag
+from .window_log import WindowLog, reason, say, silence
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -52,9 +46,6 @@ _END_S = 2.0
 _WAKE_S = 1.0
 # Pauses between looks at the counters.
 _SHORTEST_LOOK_S, _LONGEST_LOOK_S = 0.002, 0.02
-# Matrices are recorded when verdicts change, and in every so manieth window.
-_FULL_EVERY = 30
-
 # Operations that the ranks of a window may tell of together, for each that rank 0 keeps; and at least.
 _OPERATIONS_PER_OWN, _LEAST_OPERATIONS = 2, 2048
 
@@ -63,8 +54,6 @@ _MOST_REMARKS = 64
 
 T = TypeVar("T")
 
-_log = logging.getLogger("deep_ep.diagnose")
-_numbers = itertools.count()
 _running: set[Monitor] = set()
 
 
@@ -89,7 +78,7 @@ def start(buffer: Any, group: Group, when: env.DiagnoseMode) -> Monitor | None:
     try:
         return Monitor(buffer, group, when, env.diagnose_dir())
     except Exception as error:  # noqa: BLE001 - whatever it is, the buffer works without
-        _say(f"off: {_reason(error)}", logging.INFO if group.rank else logging.WARNING)
+        say(f"off: {reason(error)}", logging.INFO if group.rank else logging.WARNING)
         return None
 
 
@@ -189,7 +178,7 @@ class Monitor:
                 call = wire.decode(_Call, data, where, {"num_ranks": self._mailbox.size})
             except EPArgumentError as error:
                 if not self._refused:
-                    _say(f"rank 0's word on a window is left out: {error}")
+                    say(f"rank 0's word on a window is left out: {error}")
                 self._refused = True
                 continue
             last = call.last
@@ -288,20 +277,20 @@ class Monitor:
             now = self._snapshot()
             self._rounds.leave(codec.encode(self._share(now.operation, now)))
         except Exception as error:  # noqa: BLE001 - whatever it is, the program ends
-            _say(
-                f"rank {self._mailbox.rank} left without a last share: {_reason(error)}",
+            say(
+                f"rank {self._mailbox.rank} left without a last share: {reason(error)}",
                 logging.INFO,
             )
 
     def _stop(self, error: Exception) -> None:
         """Says why; tells whoever would wait for this rank."""
-        rank, level, reason = self._mailbox.rank, logging.WARNING, _reason(error)
+        rank, level, why = self._mailbox.rank, logging.WARNING, reason(error)
         if rank != 0 and is_lost(error):
             # Its process is over, which happens a little earlier than that of the others.
             level = logging.INFO
         try:
             if rank != 0:
-                self._answer(_Share(None, (f"rank {rank} stopped: {reason}",)))
+                self._answer(_Share(None, (f"rank {rank} stopped: {why}",)))
             else:
                 # The others wait for this call, or have had it and wait for the next.
                 for _ in range(2):
@@ -310,21 +299,15 @@ class Monitor:
         except RuntimeError:
             # The store is gone and with it rank 0's process, or that says so itself.
             level = logging.INFO if rank else level
-        _say(f"stopped on rank {rank}: {reason}; operations go on unwatched", level)
+        say(f"stopped on rank {rank}: {why}; operations go on unwatched", level)
 
 
 class _WindowJudge:
-    """Rank 0: collects the shares of a window, judges, logs what changed, writes records."""
+    """Rank 0: collects the shares of a window, and judges."""
 
     def __init__(self, rounds: Rounds, folder: Path | None) -> None:
-        number = next(_numbers)
         self._rounds = rounds
-        self._group = f"{socket.gethostname()}-{os.getpid()}-{number}"
-        self._label = f"buffer {number}: " if number else ""
-        self._folder = folder
-        self._unwritten: list[int] = []
-        self._writer: Writer | None = None
-        self._changes = Changes()
+        self._log = WindowLog(folder)
         self._history = History()
 
     def judge(
@@ -332,26 +315,15 @@ class _WindowJudge:
     ) -> None:
         """One window, from this rank's share on; without ranks that are masked now."""
         others, refused = self._collect(window, own, timeout_s, masked)
-        shares = [own, *others]
         time_s = time.time()
+        shares = [own, *others]
         summaries = [share.summary for share in shares if share.summary is not None]
         diagnosis = judge(gather(summaries), None, self._history)
-        silent = [
-            f"rank {rank} has not reported since window {missed} "
-            f"({time.strftime('%X', time.localtime(since))})"
-            for rank, (missed, since) in self._rounds.silent.items()
-        ]
-        silent += [f"rank {rank} is masked; windows go on without it" for rank in masked]
         said = [remark for share in shares for remark in share.remarks]
-        diagnosis = replace(diagnosis, remarks=[*diagnosis.remarks, *said, *refused, *silent])
-        news = self._changes.verdicts(diagnosis)
-        refused = self._changes.remarks(refused, whatever_the_numbers=True)
-        for line in (*news, *refused, *self._changes.remarks(silent)):
-            _say(self._label + line)
-        for line in self._changes.remarks(diagnosis.remarks, whatever_the_numbers=True):
-            _say(self._label + line, logging.INFO)
-        full = bool(news or self._unwritten) or window % _FULL_EVERY == 1
-        self._write(Record(diagnosis, time_s, window, self._group), full)
+        absent = silence(self._rounds.silent)
+        absent += [f"rank {rank} is masked; windows go on without it" for rank in masked]
+        diagnosis = replace(diagnosis, remarks=[*diagnosis.remarks, *said])
+        self._log.tell(window, time_s, diagnosis, refused=refused, absent=absent)
 
     def _collect(
         self, window: int, own: _Share, timeout_s: float, masked: Collection[int]
@@ -371,28 +343,6 @@ class _WindowJudge:
             if share.summary is None:
                 self._rounds.dismiss(rank)
         return shares, refused
-
-    def _write(self, record: Record, with_matrices: bool) -> None:
-        if self._folder is None:
-            return
-        try:
-            if self._writer is None:
-                self._writer = Writer(self._folder, self._group)
-            self._writer.write(record, with_matrices=with_matrices)
-        except (OSError, EPError) as error:
-            if not self._unwritten:
-                _say(
-                    f"{self._label}window {record.window} cannot be recorded: {_reason(error)}; "
-                    "tried again with every window"
-                )
-            self._unwritten.append(record.window)
-            return
-        if self._unwritten:
-            _say(
-                f"{self._label}windows are recorded again; {len(self._unwritten)} from window "
-                f"{self._unwritten[0]} to {self._unwritten[-1]} are missing"
-            )
-            self._unwritten = []
 
 
 class _Limits:
@@ -457,17 +407,6 @@ def _operation_before(snapshot: Snapshot, num_later: int) -> int | None:
         return None
     operation = int(numbers[-1 - num_later])
     return operation if snapshot.holds_all_after(operation) else None
-
-
-def _reason(error: Exception) -> str:
-    text = str(error).splitlines()[0] if str(error) else "no message"
-    return f"{type(error).__name__}: {text}"
-
-
-def _say(line: str, level: int = logging.WARNING) -> None:
-    """Warnings are for everybody: where nothing handles the logger, Python prints them to stderr."""
-    if not sys.is_finalizing():
-        _log.log(level, "deep_ep.diagnose: %s", line)
 
 
 def _end_all() -> None:

@@ -361,7 +361,24 @@ def test_without_what_tells_them_apart_a_late_rank_is_named_and_the_other_cause_
     windows = generated(CLUSTER, 8, SlowRank(3, 50e-6), 1)
     verdict, *_ = judge_waits(windows, **known).verdicts
     assert verdict.key == (COMP_SLOW, 3)
-    assert "A slow way out of it may look the same: pass hosts and operations" in verdict.next_step
+    assert "A slow way out of it may look the same" in verdict.next_step
+
+
+def test_what_looks_the_same_is_undecided_or_the_likelier_is_named() -> None:
+    """Behind fences ranks of a node do not wait for each other, as if a rank's way out were slow."""
+    windows = generated(replace(CLUSTER, fenced=True), 8, SlowRank(3, 50e-6), 1)
+    known: dict[str, Any] = {"hosts": ["a"] * 8, "operations": OPERATIONS}
+    found = judge_waits(windows, **known)
+    assert not found.verdicts
+    assert any("a slow way out: rank 3" in remark for remark in found.remarks)
+    verdict, *_ = judge_waits(windows, **known, name_likelier=True).verdicts
+    assert verdict.key == (COMP_SLOW, 3)
+    assert "A slow way out of it may look the same" in verdict.next_step
+
+
+def test_of_nodes_alone_hosts_must_be_known() -> None:
+    with pytest.raises(EPArgumentError, match="within_nodes is True and hosts is None"):
+        judge_waits(np.ones((5, 8, 8)), within_nodes=True)
 
 
 def test_fences_hide_nothing_between_nodes() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -147,6 +148,21 @@ def test_show_writes_a_page_and_pictures(run: Run, folder: Path, tmp_path: Path)
     assert "<svg" in svg.read_text(encoding="utf-8")
     for file in (page, png, svg):
         assert f"wrote {file}" in out.replace("\n", "")
+
+
+def test_show_writes_a_speed_profile_of_the_windows_shown(
+    run: Run, folder: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "speed.json"
+    status, out, _ = run(
+        "show", folder, "--group", "ep", "--window", "all", "--speed-profile", path
+    )
+    assert status == 0
+    assert f"wrote {path}" in out.replace("\n", "")
+    profile = json.loads(path.read_text())
+    assert profile["group"] == "ep"
+    assert len(profile["windows"]) > 1
+    assert len(profile["ranks"]) == 8
 
 
 def test_show_tells_what_is_missing(run: Run, folder: Path) -> None:

@@ -48,8 +48,8 @@ _UNTOLD = ("late, if only at times, or a slow way out", "early, if only at times
 _VARIES = 1 / 3
 # Where operations, nodes or other kinds are not known, nothing tells, and the likelier is named.
 _LIKELIER = (
-    " A slow way out of it may look the same: pass hosts and operations, or use timestamps "
-    "(DEEP_EP_DIAGNOSE)."
+    " A slow way out of it may look the same: hosts and numbers of operations tell as a rule, timestamps "
+    "(DEEP_EP_DIAGNOSE) always."
 )
 
 
@@ -62,6 +62,8 @@ def judge_waits(
     unit_ns: float | None = None,
     delta_ns: float = 0.0,
     tokens: Any = None,
+    name_likelier: bool = False,
+    within_nodes: bool = False,
 ) -> Diagnosis:
     """Verdicts from windows of summed waiting, of those who are waited for in nearly all of them.
 
@@ -79,6 +81,9 @@ def judge_waits(
             summed over the kinds.
         tokens: [n], tokens that each rank's experts got in these windows, if known: a rank that got no
             more than the others is named even if a larger load would explain it.
+        name_likelier: a rank that is late, or has a slow way out, where waiting cannot tell, is named as late, and
+            its next step says so; by default that is undecided.
+        within_nodes: what ranks of different hosts wait for each other is not counted, and left out; needs hosts.
 
     Returns:
         A Diagnosis with source "waits". Verdicts rest on the latest `lasting.MOST_WINDOWS` windows,
@@ -95,15 +100,22 @@ def judge_waits(
     loads = None if tokens is None else _loads(tokens, num_ranks)
     missing: BoolArray = np.asarray(np.isnan(windows).all(axis=(0, 1, 3)))
     windows[..., np.arange(num_ranks), np.arange(num_ranks)] = np.nan
-    windows = windows * ((1.0 if unit_ns is None else unit_ns) / (operations or 1) / 1e3)
-
     names = list(dict.fromkeys(hosts or ()))
     nodes = np.array([names.index(host) for host in hosts or ()] or [0] * num_ranks, np.int64)
+    if within_nodes:
+        if hosts is None:
+            raise EPArgumentError(
+                "judge_waits: within_nodes is True and hosts is None; ranks of a node must be known. Pass hosts."
+            )
+        windows[..., nodes[:, None] != nodes] = np.nan
+    windows = windows * ((1.0 if unit_ns is None else unit_ns) / (operations or 1) / 1e3)
+
     floor = max(delta_ns / 1e3, FLOOR_US if operations else 0.0)
     found = find_lasting(windows, nodes, floor)
     unexplained = _unexplained(found, list(given), loads, floor)
     undecided = _undecided(windows, missing, found)
-    counted = operations if hosts is not None and len(given) > 1 else None
+    tells = hosts is not None and len(given) > 1 and not name_likelier
+    counted = operations if tells else None
     named, untold = _named(found, unexplained, counted) if not undecided else ([], "")
     # Where nodes are not known, the mates of an early rank look like ranks of slow links.
     named = [one for one in named if one.cause != Cause.LINK or hosts is not None]
@@ -122,7 +134,7 @@ def judge_waits(
     return Diagnosis(
         measured={kind: _measured(wait, kind, operations or 0) for kind, wait in latest},
         verdicts=sorted(verdicts, key=lambda v: -v.effect_us),
-        remarks=_remarks(undecided, missing, hosts, unit_ns, operations),
+        remarks=_remarks(undecided, missing, hosts, unit_ns, operations, floor),
         hosts=tuple("" if gone else n for n, gone in zip(hosts or ["?"] * num_ranks, missing)),
         devices=tuple(-1 if gone else d for d, gone in zip(devices, missing)),
         nodes=tuple(np.where(missing, -1, nodes).tolist()) if nodes.any() else (),
@@ -355,6 +367,7 @@ def _remarks(
     hosts: Sequence[str] | None,
     unit_ns: float | None,
     operations: int | None,
+    floor: float,
 ) -> list[str]:
     gone = ranks_text(map(int, np.flatnonzero(missing)))
     remarks = {
@@ -363,8 +376,8 @@ def _remarks(
         "hosts are not known: all links are compared as one kind, and what is small beside "
         "the difference between links is not seen": hosts is None,
         "the unit of the matrix is not known and taken for nanoseconds": unit_ns is None,
-        "the number of operations is not known: effects are of a window, and none is too "
-        "small": operations is None,
+        "the number of operations is not known: effects are of a window"
+        + ("" if floor else ", and none is too small"): operations is None,
     }
     said = [undecided] if undecided else []
     return said + [text for text, holds in remarks.items() if holds and missing.size > 1]

@@ -25,7 +25,7 @@ class Windows:
     """The latest windows of a group, on the rank that judges. Short ones are added up."""
 
     def __init__(self) -> None:
-        self._whole: deque[FloatArray] = deque(maxlen=MOST_WINDOWS)
+        self._whole: deque[tuple[FloatArray, int]] = deque(maxlen=MOST_WINDOWS)
         self._begun: FloatArray | None = None
         self._steps = 0
 
@@ -39,10 +39,17 @@ class Windows:
         self._begun = waits if self._begun is None else self._begun + waits
         self._steps += steps
         if self._steps >= LEAST_STEPS:
-            self._whole.append(self._begun)
+            self._whole.append((self._begun, self._steps))
             self._begun, self._steps = None, 0
 
     def latest(self) -> FloatArray:
         """[kinds, k, n, n], oldest first; the window begun where there is no whole one."""
-        begun = [] if self._begun is None else [self._begun]
-        return np.stack([*self._whole] or begun, axis=1)
+        return np.stack([waits for waits, _ in self._shown()], axis=1)
+
+    def steps(self) -> IntArray:
+        """[k], of the windows of `latest`."""
+        return np.array([steps for _, steps in self._shown()], np.int64)
+
+    def _shown(self) -> list[tuple[FloatArray, int]]:
+        begun = [] if self._begun is None else [(self._begun, self._steps)]
+        return [*self._whole] or begun

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from deep_ep.diagnose.__main__ import main
-from deep_ep.diagnose.analyze.link_limit import KNOWN, Links, least_us, parse
+from deep_ep.diagnose.cli.link_limit import KNOWN, Links, least_us, parse
 from deep_ep.diagnose.core.diagnosis import FloatArray, Measured
 from deep_ep.diagnose.storage.log_writer import Writer
 from deep_ep.diagnose.storage.record import Record

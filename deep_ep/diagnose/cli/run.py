@@ -1,0 +1,55 @@
+"""`run`: starts a program whose buffers, of other kernels, are watched."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from ..core.package import EPArgumentError, env
+
+_ROOM = Path(__file__).parent.parent / "other_kernels"
+
+
+def run(given: argparse.Namespace) -> int:
+    """Becomes the program; does not return.
+
+    Raises:
+        EPArgumentError: there is no such program.
+    """
+    program = [part for i, part in enumerate(given.program) if i or part != "--"]
+    if not program:
+        raise EPArgumentError("run: no program was given; one must be. Write it behind `--`.")
+    if program[0].endswith(".py"):
+        program.insert(0, sys.executable)
+    try:
+        os.execvpe(program[0], program, environment(env.everything(), given.interval, given.dir))
+    except OSError as error:
+        raise EPArgumentError(
+            f"run: {program[0]!r} cannot be started ({error.strerror}); it must be a program, or a file of "
+            "Python. Write what you write without `run`."
+        ) from None
+
+
+def environment(
+    before: Mapping[str, str], interval_s: float | None, folder: Path | None
+) -> dict[str, str]:
+    """What the program finds.
+
+    Args:
+        before: what it would find without.
+        interval_s: length of a window; by default what `DEEP_EP_DIAGNOSE` says, or 1.
+        folder: where records go; by default what `DEEP_EP_DIAGNOSE_DIR` says.
+    """
+    made = dict(before)
+    if interval_s is not None:
+        made["DEEP_EP_DIAGNOSE"] = f"async:{interval_s:g}"
+    elif made.get("DEEP_EP_DIAGNOSE", "").strip() in ("", "0"):
+        made["DEEP_EP_DIAGNOSE"] = "1"
+    if folder is not None:
+        made["DEEP_EP_DIAGNOSE_DIR"] = str(folder.absolute())
+    path = [str(_ROOM / "at_start"), made.get("PYTHONPATH", "")]
+    made["PYTHONPATH"] = os.pathsep.join(filter(None, path))
+    return made

@@ -1,0 +1,134 @@
+"""Which wheels count waiting, by which keyword, and in which unit; and which do not.
+
+Signatures tell, not names of distributions: several of them install the package `deep_ep`. What is known of each
+wheel is public: docs/other_kernels.md has the table for readers.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+
+@dataclass(frozen=True)
+class Counter:
+    """A tensor that one method of a buffer adds waiting to.
+
+    Attributes:
+        method: of the class.
+        keyword: of the method, by which it takes the tensor; positions differ between wheels.
+        operation: what it does, as verdicts call it.
+        unit: of an entry. "cycles" are of the SM that waits.
+        entries: an entry for each source rank, or for each expert, of its rank.
+        dtype: of the tensor.
+        per_expert: whether each of a rank's experts adds its waiting. They all begin to wait together.
+    """
+
+    method: str
+    keyword: str
+    operation: str
+    unit: Literal["cycles", "us"]
+    entries: Literal["ranks", "experts"]
+    dtype: torch.dtype
+    per_expert: bool
+
+
+COUNTERS = (
+    # DeepEP V1, the `Buffer` of V2, and what was made from them: sgl-deep-ep, hybrid-ep, UCCL, NIXL, MORI.
+    Counter(
+        method="low_latency_dispatch",
+        keyword="dispatch_wait_recv_cost_stats",
+        operation="dispatch",
+        unit="cycles",
+        entries="ranks",
+        dtype=torch.int64,
+        per_expert=True,
+    ),
+    Counter(
+        method="low_latency_combine",
+        keyword="combine_wait_recv_cost_stats",
+        operation="combine",
+        unit="cycles",
+        entries="ranks",
+        dtype=torch.int64,
+        per_expert=True,
+    ),
+    # sgl-kernel-npu. Its combine counts what it takes to send, which tells nothing of who is waited for.
+    Counter(
+        method="dispatch",
+        keyword="dispatch_wait_recv_cost_stats",
+        operation="normal dispatch",
+        unit="us",
+        entries="experts",
+        dtype=torch.int32,
+        per_expert=False,
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Wheel:
+    """A class that programs make buffers of.
+
+    Attributes:
+        module: that programs import it from.
+        name: of the class.
+        library: whose it is.
+        without: what to do where it counts nothing.
+        ready: the method after which a buffer knows its ranks.
+        grows: whether ranks join and leave. `ready` says how many there can be, and a call how many there are.
+    """
+
+    module: str
+    name: str
+    library: str
+    without: str
+    ready: str = "__init__"
+    grows: bool = False
+
+
+_THIS_VERSION = (
+    "This version does not count what it waits; profile it (python -m deep_ep.diagnose trace)."
+)
+_PATCH = "It counts if it is patched (python -m deep_ep.diagnose patch CHECKOUT); or profile it (python -m deep_ep.diagnose trace)."
+_NEVER = "It counts nothing; profile it (python -m deep_ep.diagnose trace)."
+WHEELS = (
+    Wheel("deep_ep", "Buffer", "DeepEP", _THIS_VERSION),
+    Wheel("deep_ep", "ElasticBuffer", "DeepEP V2", _PATCH),
+    Wheel("deep_ep", "HybridEPBuffer", "Hybrid-EP", _NEVER),
+    Wheel(
+        *("nixl_ep", "Buffer", "NIXL EP", _THIS_VERSION),
+        ready="update_memory_buffers",
+        grows=True,
+    ),
+    Wheel("mooncake.mooncake_ep_buffer", "Buffer", "Mooncake EP", _NEVER),
+)
+
+
+def wheel_of(cls: type) -> Wheel | None:
+    """Whose class it is, by the module that defines it or one above it; `None` of ours, and of others."""
+    if hasattr(cls, "enable_counters"):
+        return None
+    for wheel in WHEELS:
+        packages = (wheel.module, wheel.module.partition(".")[0])
+        inside = any(f"{cls.__module__}.".startswith(f"{package}.") for package in packages)
+        if inside and cls.__name__ == wheel.name:
+            return wheel
+    return None
+
+
+def counters_of(cls: type) -> list[Counter]:
+    """Those that a class takes a tensor for."""
+    return [counter for counter in COUNTERS if counter.keyword in parameters(cls, counter.method)]
+
+
+def parameters(cls: type, method: str) -> list[str]:
+    """Names of a method's parameters behind `self`, in order; none where there is no such method."""
+    function: Any = getattr(cls, method, None)
+    try:
+        return [] if function is None else list(inspect.signature(function).parameters)[1:]
+    except ValueError:  # of a compiled module
+        return []

@@ -1,0 +1,96 @@
+"""The threads that sample waiting: what rank 0 makes of the answers of all ranks, and how they end."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from deep_ep.diagnose.live.mailbox import Rounds, open_mailbox
+from deep_ep.diagnose.live.wait_sampler import UNKNOWN, Waited, WaitSampler, Window
+from deep_ep.group import ThreadGroup, thread_groups
+from support.launch import on_threads
+from support.waiting import eventually
+
+NUM_RANKS, INTERVAL_S = 3, 0.02
+
+
+def samplers(take: Callable[[int], Waited], windows: list[Window]) -> list[WaitSampler]:
+    """One for each rank; windows come into the list."""
+
+    def start(group: ThreadGroup) -> WaitSampler:
+        mailbox = open_mailbox(group, "test")
+        return WaitSampler(
+            mailbox, lambda: take(group.rank), windows.append, pytest.fail, INTERVAL_S, INTERVAL_S
+        )
+
+    return on_threads(start, thread_groups(NUM_RANKS, 20))
+
+
+def running() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name == "deep_ep diagnose"}
+
+
+def waited(rank: int, operations: int) -> Waited:
+    return Waited(np.full((1, NUM_RANKS), 10 * rank), np.array([operations]))
+
+
+@pytest.mark.parametrize(
+    ("of_ranks", "median"), [((4, 6, 5), 5.0), ((4, UNKNOWN, 5), np.nan)], ids=["known", "not"]
+)
+def test_a_window_has_the_waiting_of_all_ranks(of_ranks: tuple[int, ...], median: float) -> None:
+    windows: list[Window] = []
+    started = samplers(lambda rank: waited(rank, of_ranks[rank]), windows)
+    assert eventually(lambda: len(windows) >= 2)
+    for sampler in started:
+        sampler.stop()
+    first = windows[0]
+    assert first.number == 1
+    np.testing.assert_array_equal(first.waits[0], [[0] * 3, [10] * 3, [20] * 3])
+    np.testing.assert_array_equal(first.operations, [median])
+    assert (first.silent, first.refused, len(set(first.hosts))) == ({}, [], 1)
+
+
+def test_the_end_of_rank_0_ends_all() -> None:
+    before, windows = running(), list[Window]()
+    started = samplers(lambda rank: waited(rank, 1), windows)
+    assert len(running() - before) == NUM_RANKS
+    started[0].stop()
+    assert eventually(lambda: not running() - before), running() - before
+    for sampler in started:
+        sampler.stop()
+
+
+def test_another_rank_may_end_before() -> None:
+    windows: list[Window] = []
+    started = samplers(lambda rank: waited(rank, 1), windows)
+    started[1].stop()
+    started[1].stop()
+    started[0].stop()
+    started[2].stop()
+    assert not any(window.refused for window in windows)
+
+
+def test_a_rank_that_is_gone_holds_up_one_window_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited_s: list[float] = []
+    collect = Rounds.collect
+
+    def collecting(rounds: Rounds, number: int, timeout_s: float, silent_s: float) -> Any:
+        waited_s.append(silent_s if rounds.silent else timeout_s)
+        return collect(rounds, number, 1.0, 0.05)
+
+    monkeypatch.setattr(Rounds, "collect", collecting)
+    windows: list[Window] = []
+    started = samplers(lambda rank: waited(rank, 1), windows)
+    assert eventually(lambda: bool(windows))
+    started[1].stop()
+    assert eventually(lambda: sum(set(window.silent) == {1} for window in windows) > 1)
+    for sampler in started:
+        sampler.stop()
+    without = next(window for window in windows if set(window.silent) == {1})
+    assert np.isnan(without.waits[0]).all(axis=1).tolist() == [False, True, False]
+    assert all(without.hosts), "where a rank ran is forgotten"
+    assert max(waited_s) >= 10 * min(waited_s)
