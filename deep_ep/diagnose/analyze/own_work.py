@@ -31,7 +31,9 @@ _SWEEPS = 2
 # Stretches of a window whose medians tell how long noise lasts, of so many operations at least.
 _STRETCHES, _MIN_STRETCH = 8, 6
 # Only stretches are independent where they differ by so much more than single operations explain.
-_LASTS = 1.3
+_LASTS = 1.15
+# The correlation of neighbouring stretches that is allowed for.
+_MOST_TOGETHER = 0.7
 # How far healthy ranks differ for good, as a share of their time; it weighs as much as so many ranks seen.
 _HEALTHY_DIFFERENCE, _EXPECTED_WEIGHT = 0.004, 2.0
 
@@ -121,12 +123,24 @@ def _errors(deviation: FloatArray) -> tuple[FloatArray, float, float]:
         series = _series(stretches)
         if or_zero(median_of(of_stretches)) > _LASTS * or_zero(median_of(error)):
             each = _STRETCHES
+            of_stretches *= _beyond(stretches)
         error = np.fmax(error, of_stretches)
     # The reference has an error of its own. Two ranks, or two nodes whose ranks move together, deviate both by half of
     # their difference.
     error = error * math.sqrt(1.0 + 1.0 / max(series - 1.0, 1 / 3))
     usual = or_zero(median_of(error))
     return np.fmax(error, usual), usual, max(series * (each - 1), 1.0)
+
+
+def _beyond(stretches: FloatArray) -> float:
+    """By how much errors are larger because noise lasts longer than a stretch: neighbours go together.
+
+    What `n` neighbours in a row say of their correlation r is too low by (1 + 3 r) / n (Kendall 1954).
+    """
+    count, left = len(stretches), np.nan_to_num(stretches - stretches.mean(axis=0))
+    seen = float(np.sum(left[1:] * left[:-1])) / max(float(np.sum(left**2)), 1e-12)
+    together = min(max((seen + 1 / count) / (1 - 3 / count), 0.0), _MOST_TOGETHER)
+    return math.sqrt((1 + together) / (1 - together))
 
 
 def _series(stretches: FloatArray) -> float:

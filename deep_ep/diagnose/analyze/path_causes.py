@@ -23,7 +23,7 @@ import numpy as np
 
 from ..core.causes import Cause
 from ..core.diagnosis import BoolArray, FloatArray, IntArray
-from ..core.robust_stats import MEDIAN_COST, median, weighted_median
+from ..core.robust_stats import MEDIAN_COST, median, quantile, weighted_median
 from .clocks import Prior
 from .path_groups import (
     KNOWN,
@@ -45,6 +45,7 @@ from .path_model import (
     flat,
     known_rest,
 )
+from .thresholds import BORNE_OUT
 
 _SIDES = (Cause.INGRESS, Cause.EGRESS)
 # Deviations beyond so many standard deviations count linearly.
@@ -342,7 +343,12 @@ class Contest:
             slow = known_rest(left, self._hides(at))[:, ours]
             expected = flat(self.model.expected)[:, at[ours]].sum(axis=1)
             enough = np.isfinite(slow).sum(axis=1) >= KNOWN * expected
-            effect = np.where(enough, np.maximum(np.nan_to_num(median(slow, 1)), 0.0), 0.0)
+            # Of two paths of which one is slow, nothing is common.
+            in_common = np.where(expected == 2, quantile(slow, 0.5, 1), median(slow, 1))
+            effect = np.where(enough, np.maximum(np.nan_to_num(in_common), 0.0), 0.0)
+            # A hop that shows no more than one of them does not tell, unless others do.
+            by_others = effect[expected > 1].max(initial=0.0)
+            effect[(expected == 1) & (BORNE_OUT * effect > by_others)] = 0.0
         after = self._loss(left - effect[:, None] * ours, noise, at)
         gains = (self._loss(rest, noise, at) - after).sum(axis=1)
         if not shift:

@@ -15,7 +15,7 @@ import numpy as np
 
 from ..core.diagnosis import BoolArray, FloatArray, IntArray
 from ..core.package import CounterSnapshot, codec, stamps
-from ..core.robust_stats import MEDIAN_COST, median, quantile, standard_error
+from ..core.robust_stats import MEDIAN_COST, median, median_of, quantile, standard_error
 from .fields import FIELDS, KEPT_ARRIVALS, Numbers, PerSource
 from .hops import NORMAL_KINDS, NOTIFY, ROW_HOPS, OwnTimes, own_times
 from .snapshot import Snapshot
@@ -166,18 +166,20 @@ def _summarize_kind(
     received = np.nansum(tokens, axis=1)
     compared = _of_one_batch_size(received)
     lateness = issued - median(issued, 1)[:, None]
-    is_settled = _since_step(lateness)
+    duration = leaves - entered[:, rank]
+    gap = entered[:, rank] - _relative(own_stamps["previous_exit"], begin)
+    is_settled = _since_step(lateness, median_of(gap + duration))
     is_settled &= is_settled[:, rank, None]
     elapsed = (arrival - issued)[compared]
     elapsed[~(_of_usual_load(tokens[compared]) & is_settled[compared])] = np.nan
     elapsed[:, rank] = np.nan
     paths = _path_times(elapsed, was_seen[compared])
     own_ns = OwnTimes(
-        gap=entered[:, rank] - _relative(own_stamps["previous_exit"], begin),
+        gap=gap,
         span=-entered[:, rank],
         held=_held(own_stamps.get("sent"), begin),
         drain=leaves - ready,
-        duration=leaves - entered[:, rank],
+        duration=duration,
         meets=np.full(begin.shape, kind in NORMAL_KINDS and kind != NOTIFY),
     )
     if kind in NORMAL_KINDS:
@@ -322,11 +324,12 @@ def _of_one_batch_size(received: FloatArray) -> BoolArray:
     return chosen
 
 
-def _since_step(lateness: FloatArray) -> BoolArray:
+def _since_step(lateness: FloatArray, round_ns: float) -> BoolArray:
     """`[n, num_ranks]`: operations since the clock of a source was set; all of them where it was not.
 
     Args:
         lateness: [n, num_ranks] ns, later than most by the receiver's clock.
+        round_ns: from the end of an operation to the end of the next one; all wait for who is late, so nobody is later.
     """
     length = max(int(_LASTS * len(lateness)), 1)
     before, after = median(lateness[:length], 0), median(lateness[-length:], 0)
@@ -334,7 +337,7 @@ def _since_step(lateness: FloatArray) -> BoolArray:
     is_nearer = np.abs(lateness - after) < np.abs(lateness - before)
     last_before = np.argmin(np.cumsum(known * np.where(is_nearer, 1, -1), axis=0), axis=0)
     is_after = np.arange(len(lateness))[:, None] > last_before
-    has_stepped = np.ones(lateness.shape[1], bool)
+    has_stepped = np.abs(after - before) > round_ns
     for part in (~is_after, is_after):
         count = (known & part).sum(axis=0)
         others = (known & part & (is_nearer != is_after)).sum(axis=0)

@@ -54,6 +54,16 @@ def operations(found: Diagnosis) -> set[str]:
     return {verdict.operation for verdict in found.verdicts}
 
 
+@pytest.mark.parametrize("seed", [2, 10, 20])
+@pytest.mark.parametrize("fault", [SlowPath(0, 1, 50e-6), SlowPath(7, 1, 200e-6)])
+def test_a_path_that_a_hop_shows_alone_is_no_side_and_no_pair_of_nodes(
+    fault: SlowPath, seed: int
+) -> None:
+    """With two ranks a node, hops have one path out of a rank within its node, and two from node to node."""
+    found = diagnose.judge(gather(4, 2, [fault], seed))
+    assert found.keys == {("comm-slow", (fault.src, fault.dst))}
+
+
 @pytest.mark.parametrize(("nodes", "per_node"), SHAPES)
 def test_nothing_is_named_where_nothing_is_the_matter(nodes: int, per_node: int) -> None:
     found = judge(nodes, per_node)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from deep_ep.diagnose.analyze.own_work import by_tokens, compare
+from deep_ep.diagnose.core.robust_stats import student, z_for
 
 US = 1e3
 
@@ -37,6 +38,17 @@ def test_errors_hold_where_noise_lasts_several_operations(memory: float) -> None
         effect = compare(150 * US + noise(memory, 64, 8, seed))
         off.append(effect.value[3] / effect.usual_error)
     assert np.std(off) < 1.7
+
+
+def test_noise_that_lasts_longer_than_a_stretch_makes_nobody_late() -> None:
+    """Neighbouring stretches go together then, and what they differ by says too little."""
+    late = []
+    for seed in range(300):
+        effect = compare(150 * US + noise(0.92, 64, 8, seed))
+        late.append(
+            effect.value.max() > student(z_for(64, 1e-3), effect.degrees) * effect.usual_error
+        )
+    assert np.mean(late) < 0.02
 
 
 def test_ranks_whose_noise_is_the_same_are_one_series() -> None:

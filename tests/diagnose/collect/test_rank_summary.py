@@ -11,7 +11,7 @@ from deep_ep import diagnose
 from deep_ep.diagnose.collect.rank_summary import summarize
 from deep_ep.testing.faults import SlowPath, SlowRank
 from generator import simulate
-from generator.machines import CPU, GPU
+from generator.machines import CLUSTER, CPU, GPU
 
 
 def of_kind(snapshots: list[diagnose.Snapshot], rank: int = 0, kind: str = "dispatch"):  # noqa: ANN201
@@ -50,6 +50,19 @@ def test_a_path_is_not_judged_by_the_operations_in_which_it_happened_to_be_seen(
     off_diagonal = path[~np.eye(4, dtype=bool)] / 1e3
     assert np.isnan(np.diagonal(path)).all()
     assert off_diagonal == pytest.approx(np.full(12, usual), abs=2.0)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_ranks_that_a_congested_rail_makes_late_have_set_no_clock(seed: int) -> None:
+    """All operations tell of paths, not only those since it is congested."""
+    machine = replace(CLUSTER, ranks_per_node=4, congestion=60.0, congested_share=0.2)
+    snapshots = simulate(machine, 12, 64, seed=seed, capacity=128)
+    for rank, snapshot in enumerate(snapshots):
+        counters = snapshot.operations["dispatch"]
+        flag = counters.ring_source_fields.index("seen")
+        seen = np.delete(counters.operations()[:, :-1, flag].sum(axis=0), rank)
+        found = np.delete(of_kind(snapshots, rank).path_count, rank)
+        np.testing.assert_array_less(0.8 * seen - 1, found)
 
 
 def test_a_path_hidden_behind_a_long_pause_is_unknown() -> None:
