@@ -28,12 +28,6 @@ class ExchangeFacts:
     calls: Sequence[Counted]
 
 
-def as_json(facts: ExchangeFacts) -> dict[str, Any]:
-    """As it is stored."""
-    plain: dict[str, Any] = codec.to_plain(facts)
-    return plain
-
-
 def of(arguments: Mapping[str, Any], where: str) -> ExchangeFacts:
     """Of the arguments of an operator; nothing is known where it has none.
 

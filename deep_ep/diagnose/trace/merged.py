@@ -5,7 +5,6 @@ Whatever reads traces shows them then: Perfetto the slices, TraceLens the argume
 
 from __future__ import annotations
 
-import contextlib
 import gzip
 import io
 import json
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
 from ..core import safe_files
-from ..core.package import PARTS, EPArgumentError
+from ..core.package import PARTS, EPArgumentError, codec
 from . import facts
 from .rank_trace import RankTrace, TracedExchange
 from .stream import EVENTS, TraceStream
@@ -58,14 +57,10 @@ def write(trace: RankTrace, target: Path) -> None:
         out.write("}\n")
 
 
-@contextlib.contextmanager
-def _text(file: BinaryIO, target: Path) -> Iterator[TextIO]:
-    with contextlib.ExitStack() as opened:
-        binary: Any = file
-        if target.suffix == ".gz":
-            packed = gzip.GzipFile(target.stem, "wb", _COMPRESSION, file)
-            binary = opened.enter_context(packed)
-        yield opened.enter_context(io.TextIOWrapper(binary, "utf-8"))
+def _text(file: BinaryIO, target: Path) -> TextIO:
+    if target.suffix == ".gz":
+        return gzip.open(file, "wt", _COMPRESSION, "utf-8")
+    return io.TextIOWrapper(file, "utf-8")
 
 
 def _events(
@@ -78,7 +73,7 @@ def _events(
             exchange = exchanges.get(number) if isinstance(number, int) else None
             if exchange is not None and exchange.name == event.get("name"):
                 found = facts.ExchangeFacts(exchange.links, exchange.counted)
-                event = {**event, "args": {**arguments, facts.KEY: facts.as_json(found)}}
+                event = {**event, "args": {**arguments, facts.KEY: codec.to_plain(found)}}
         yield event
     yield from _slices(trace)
 
