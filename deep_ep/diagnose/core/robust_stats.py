@@ -73,6 +73,13 @@ def _median_of_all(ordered: FloatArray) -> float:
     return at if ordered.size % 2 else (at + float(ordered[:middle].max())) / 2
 
 
+def lowest(values: FloatArray, most: int) -> list[tuple[int, float]]:
+    """(index, value) of the lowest known values, ascending; of equal ones the first."""
+    known = np.flatnonzero(np.isfinite(values))
+    order = known[np.argsort(values[known], kind="stable")][:most]
+    return [(int(i), float(values[i])) for i in order]
+
+
 def lower_median(values: FloatArray) -> float:
     """The lower of the two middle values; holds when half of the ranks are slow. NaN if empty."""
     return quantile_of(values, 0.5)

@@ -6,6 +6,7 @@ matplotlib is asked for only here and only when a picture is; without it everyth
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ import numpy as np
 from ..core import quantities, rank_blocks, safe_files
 from ..core.diagnosis import Diagnosis, FloatArray, Measured
 from ..core.package import EPArgumentError, EPNotBuiltError
+from ..core.robust_stats import median_of
 from ..render import wording
 
 if TYPE_CHECKING:
@@ -113,7 +115,7 @@ def _heatmap(figure: Figure, axes: Axes, diagnosis: Diagnosis, m: Measured) -> N
     from matplotlib.colors import FuncNorm
 
     count = diagnosis.num_ranks
-    calm, top = _scale(m.wait_us)
+    calm, top = colour_scale([m.wait_us])
     # Logarithmic above the everyday value, linear below: noise stays calm beside what stands out.
     norm = FuncNorm(
         (lambda us: np.log1p(us / calm), lambda level: calm * np.expm1(level)), vmin=0.0, vmax=top
@@ -139,15 +141,15 @@ def _heatmap(figure: Figure, axes: Axes, diagnosis: Diagnosis, m: Measured) -> N
     figure.colorbar(image, cax=bar, ticks=list(levels), format=lambda us, _: quantities.number(us))
 
 
-def _scale(wait_us: FloatArray) -> tuple[float, float]:
-    """Median and largest, at least 1 us, of what is between different ranks where there are any."""
-    between = np.array(wait_us)
-    if len(between) > 1:
-        np.fill_diagonal(between, np.nan)
-    known = between[np.isfinite(between)]
-    if not known.size:
-        return 1.0, 1.0
-    return max(1.0, float(np.median(known))), max(1.0, float(known.max()))
+def colour_scale(matrices: Sequence[FloatArray]) -> tuple[float, float]:
+    """Median of the first matrix and largest value of all, each at least 1.
+
+    What a rank does with itself must not set the colours, unless it is alone.
+    """
+    between = ~np.eye(len(matrices[0]), dtype=bool) if len(matrices[0]) > 1 else np.True_
+    tops = [float(np.max(m, initial=1.0, where=np.isfinite(m) & between)) for m in matrices]
+    median = median_of(np.where(between, matrices[0], np.nan))
+    return median if median > 1.0 else 1.0, max(tops)
 
 
 def _draw_borders(axes: Axes, diagnosis: Diagnosis) -> None:

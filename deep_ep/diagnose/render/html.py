@@ -20,8 +20,9 @@ from ..core import quantities, rank_blocks, safe_files
 from ..core.causes import TITLES
 from ..core.diagnosis import Diagnosis, FloatArray, Measured, Verdict
 from ..core.package import EPArgumentError
-from ..core.robust_stats import median_of
+from ..core.robust_stats import lowest, median_of
 from ..render import wording
+from .figure import colour_scale
 from .page import page
 from .phase_bars import bars, of_measured
 
@@ -128,7 +129,7 @@ def _window(diagnosis: Diagnosis, name: str, block_of: Sequence[int]) -> dict[st
         "per": per,
         "saving_per": f"{per}, mean of {kinds}" if kinds else per,
         "verdicts": _verdicts(diagnosis),
-        "outliers": _outliers(diagnosis),
+        "outliers": wording.outliers(diagnosis, _MOST_OUTLIERS),
         "notes": wording.notes(diagnosis),
         "bandwidths": [
             [name, *map(_middle, (b.effective, b.ingress, b.egress, b.edge))]
@@ -153,19 +154,12 @@ def _about(diagnosis: Diagnosis) -> str:
     if diagnosis.device:
         text += f", {diagnosis.device}"
     for name, m in diagnosis.measured.items():
-        text += f"; {name}: {_operations(m)}"
+        text += f"; {name}: {wording.operations(m)}"
         if math.isfinite(m.duration_us):
             text += f", {quantities.microseconds(m.duration_us)} each"
     if diagnosis.source == "waits":
         text += "; from cumulative waiting alone: which side is slow, not why"
     return text
-
-
-def _operations(m: Measured) -> str:
-    if not m.num_operations:
-        return "operations not counted"
-    text = f"{m.num_operations} operations"
-    return text + (f" ({m.first_operation} to {m.last_operation})" if m.last_operation else "")
 
 
 def _verdicts(diagnosis: Diagnosis) -> list[dict[str, Any]]:
@@ -243,12 +237,6 @@ def _runs(ranks: Sequence[int]) -> list[range]:
     return runs
 
 
-def _outliers(diagnosis: Diagnosis) -> list[str]:
-    said = [wording.outlier(diagnosis, outlier) for outlier in diagnosis.events[:_MOST_OUTLIERS]]
-    more = len(diagnosis.events) - _MOST_OUTLIERS
-    return [*said, f"and {more} more"] if more > 0 else said
-
-
 def _slowest_of_all(diagnosis: Diagnosis, *, with_paths: bool) -> list[list[str]]:
     def rank_name(rank: int) -> str:
         return wording.rank_name(diagnosis, rank)
@@ -270,17 +258,15 @@ def _slowest_of_all(diagnosis: Diagnosis, *, with_paths: bool) -> list[list[str]
 
 
 def _slowest(what: str, rates: FloatArray, name_of: Callable[[int], str]) -> list[list[str]]:
-    known = np.flatnonzero(np.isfinite(rates))
-    order = known[np.argsort(rates[known], kind="stable")][:_SLOWEST]
     median = median_of(rates)
     return [
         [
             what,
             name_of(place),
-            quantities.number(float(rates[place])),
-            quantities.percent(float(rates[place]) / median) if median > 0 else "",
+            quantities.number(rate),
+            quantities.percent(rate / median) if median > 0 else "",
         ]
-        for place in order.tolist()
+        for place, rate in lowest(rates, _SLOWEST)
     ]
 
 
@@ -345,12 +331,12 @@ def _operation_data(m: Measured) -> dict[str, Any]:
     bits = _ROUNDED_BITS if rounded else _EXACT_BITS
     stored = bool(np.isfinite(m.wait_us).any())
     return {
-        "about": _operations(m),
+        "about": wording.operations(m),
         "notes": ["Values are rounded to 0.2 %."] if rounded else [],
         # One scale for all parts of the waiting, so that switching between them compares them.
         "scale": {
-            "us": _scale([_matrix(m, part) for part in _PARTS if part != "tokens"]),
-            "tokens": _scale([m.tokens]),
+            "us": colour_scale([_matrix(m, part) for part in _PARTS if part != "tokens"]),
+            "tokens": colour_scale([m.tokens]),
         },
         "matrices": {part: _packed(_matrix(m, part), bits) for part in _PARTS} if stored else None,
         "timeline": _timeline_data(m),
@@ -369,17 +355,6 @@ def _timeline_data(m: Measured) -> Mapping[str, Any] | None:
         "arrival": _packed(recent.arrival_us, _EXACT_BITS),
         "last": [int(rank) for rank in recent.last],
     }
-
-
-def _scale(matrices: Sequence[FloatArray]) -> list[float]:
-    """[median of the first matrix, largest value of all]; at least 1, and without the diagonal.
-
-    What a rank does with itself must not set the colours.
-    """
-    between = ~np.eye(len(matrices[0]), dtype=bool) if len(matrices[0]) > 1 else np.True_
-    tops = [float(np.max(m, initial=1.0, where=np.isfinite(m) & between)) for m in matrices]
-    median = median_of(np.where(between, matrices[0], np.nan))
-    return [median if median > 1.0 else 1.0, max(tops)]
 
 
 def _packed(values: FloatArray, bits: int) -> str:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..core.diagnosis import Diagnosis, FloatArray, Measured
+from ..core.diagnosis import FloatArray, Measured
 from ..core.package import EPNotBuiltError, replace_file
 from ..render import wording
 from ..storage.record import Record
@@ -31,27 +31,9 @@ _MEANS = (
 )
 
 
-def registry(given: Diagnosis | Record | Sequence[Record]) -> CollectorRegistry:
-    """A registry with the metrics of one window, or of the windows of a log.
-
-    Raises:
-        EPNotBuiltError: `prometheus_client` is not installed.
-    """
-    return Metrics(_as_records(given)).registry()
-
-
-def write_textfile(given: Diagnosis | Record | Sequence[Record], path: Path | str) -> None:
-    """Writes the text format to a file, which is replaced as a whole.
-
-    Args:
-        given: one window, or the windows of a log.
-        path: the collector reads names that end in ".prom".
-
-    Raises:
-        EPNotBuiltError: `prometheus_client` is not installed.
-        OSError: the file cannot be written.
-    """
-    replace_file(path, _client().generate_latest(registry(given)))
+def write_textfile(records: Iterable[Record], path: Path | str) -> None:
+    """Writes the text format to a file, which is replaced as a whole; the collector reads names that end in ".prom"."""
+    replace_file(path, _client().generate_latest(Metrics(records).registry()))
 
 
 class Metrics:
@@ -63,12 +45,7 @@ class Metrics:
         *,
         refresh: Callable[[], Iterable[Record]] | None = None,
     ) -> None:
-        """Starts with some windows.
-
-        Args:
-            records: in order of time.
-            refresh: called at each collection; its records are added first.
-        """
+        """Starts with some windows; `refresh` is called at each collection, and its records are added first."""
         self._latest: dict[str, Record] = {}
         self._operations: dict[tuple[str, str], int] = {}
         self._bytes: dict[tuple[str, str], tuple[FloatArray, FloatArray]] = {}
@@ -91,11 +68,7 @@ class Metrics:
             self._bytes[key] = received, sent
 
     def registry(self) -> CollectorRegistry:
-        """A registry that collects from this object.
-
-        Raises:
-            EPNotBuiltError: `prometheus_client` is not installed.
-        """
+        """A registry that collects from this object; names are known once there is a window."""
         made: CollectorRegistry = _client().CollectorRegistry(auto_describe=False)
         made.register(self)
         return made
@@ -108,10 +81,6 @@ class Metrics:
                     self.add(record)
             families = [*self._verdicts(), *self._per_rank(), *self._bandwidth(), *self._totals()]
         yield from families
-
-    def describe(self) -> list[Any]:
-        """Nothing: names are known once there is a window."""
-        return []
 
     def _verdicts(self) -> Iterator[Any]:
         core = _client().core
@@ -197,23 +166,9 @@ class Metrics:
 
 
 def serve(metrics: Metrics, host: str, port: int) -> Any:
-    """Serves `/metrics` from a thread of its own.
-
-    Returns:
-        The HTTP server; `shutdown()` ends it, `server_port` is the port (given 0, a free one).
-
-    Raises:
-        EPNotBuiltError: `prometheus_client` is not installed.
-        OSError: the address cannot be used.
-    """
+    """Serves `/metrics` from a thread of its own; returns the HTTP server, which `shutdown()` ends."""
     server, _ = _client().start_http_server(port, host, metrics.registry())
     return server
-
-
-def _as_records(given: Diagnosis | Record | Sequence[Record]) -> Sequence[Record]:
-    if isinstance(given, Diagnosis):
-        return [Record(given, math.nan, window=1, group="")]
-    return [given] if isinstance(given, Record) else given
 
 
 def _bytes_per_rank(record: Record, measured: Measured) -> tuple[FloatArray, FloatArray]:

@@ -22,7 +22,7 @@ from ..core import quantities, rank_blocks
 from ..core.causes import TITLES
 from ..core.diagnosis import Bandwidth, Diagnosis, FloatArray, Measured, Verdict
 from ..core.rank_blocks import Blocks
-from ..core.robust_stats import median_of
+from ..core.robust_stats import lowest, median_of
 from ..render import wording
 from .output import standard_output
 
@@ -146,9 +146,7 @@ def _durations(verdicts: Sequence[Verdict]) -> str:
 def _outliers(diagnosis: Diagnosis) -> list[RenderableType]:
     if not diagnosis.events:
         return []
-    told = [wording.outlier(diagnosis, outlier) for outlier in diagnosis.events[:_MOST_OUTLIERS]]
-    if len(diagnosis.events) > _MOST_OUTLIERS:
-        told.append(f"and {len(diagnosis.events) - _MOST_OUTLIERS} more")
+    told = wording.outliers(diagnosis, _MOST_OUTLIERS)
     heading = Text("single operations, not causes:", style="bold")
     return [heading, *(_Hanging(Text(text), 4, first=2) for text in told)]
 
@@ -185,10 +183,10 @@ def _bandwidth_cells(bandwidth: Bandwidth) -> list[str]:
     num_ranks = bandwidth.effective.size
     slowest_edges = [
         f"{_rate(rate)} {index % num_ranks} > {index // num_ranks}"
-        for index, rate in _lowest(edge.reshape(-1), _NAMED)
+        for index, rate in lowest(edge.reshape(-1), _NAMED)
     ]
     effective = [f"{_rate(median_of(bandwidth.effective))}"]
-    effective += [f"{_rate(rate)} rank {rank}" for rank, rate in _lowest(bandwidth.effective, 1)]
+    effective += [f"{_rate(rate)} rank {rank}" for rank, rate in lowest(bandwidth.effective, 1)]
     return [
         "\n".join(effective),
         _rate(median_of(edge)),
@@ -199,14 +197,7 @@ def _bandwidth_cells(bandwidth: Bandwidth) -> list[str]:
 
 
 def _slowest_ranks(rates: FloatArray) -> str:
-    return "\n".join(f"{_rate(r)} rank {rank}" for rank, r in _lowest(rates, _NAMED)) or "not known"
-
-
-def _lowest(values: FloatArray, most: int) -> list[tuple[int, float]]:
-    """(index, value) of the lowest known values, ascending."""
-    known = np.flatnonzero(np.isfinite(values))
-    order = known[np.argsort(values[known], kind="stable")][:most]
-    return [(int(i), float(values[i])) for i in order]
+    return "\n".join(f"{_rate(r)} rank {rank}" for rank, r in lowest(rates, _NAMED)) or "not known"
 
 
 def _rate(gb_per_s: float) -> str:
@@ -222,11 +213,12 @@ def _heatmap(diagnosis: Diagnosis, m: Measured, console: Console) -> Text:
     ascii_only = console.encoding.lower().replace("-", "") not in ("utf8", "utf16", "utf32")
     wait_us = np.array(m.wait_us)
     per = wording.per(diagnosis, m.operation)
+    counted = f", {wording.operations(m)}" if m.num_operations else ""
     # A rank hardly waits for itself, and where it does it says nothing about the others.
     np.fill_diagonal(wait_us, np.nan)
     text = Text(no_wrap=True, overflow="ellipsis")
     text.append(f"{m.operation}", style="bold")
-    text.append(f": microseconds waited {per}{_operations(m)}\n")
+    text.append(f": microseconds waited {per}{counted}\n")
     if not np.isfinite(wait_us).any():
         text.append(_own_waiting(m))
         return text
@@ -257,17 +249,9 @@ def _blocks_for(diagnosis: Diagnosis, width: int) -> Blocks:
     return rank_blocks.at_most(min(_MOST_CELLS, width - _WIDEST_LABEL), diagnosis)
 
 
-def _operations(m: Measured) -> str:
-    if not m.num_operations:
-        return ""
-    text = f", {m.num_operations:,} operations"
-    return f"{text} ({m.first_operation} to {m.last_operation})" if m.last_operation else text
-
-
 def _own_waiting(m: Measured) -> str:
     longest = [
-        f"{quantities.microseconds(-us)} rank {rank}"
-        for rank, us in _lowest(-m.own_wait_us, _NAMED)
+        f"{quantities.microseconds(-us)} rank {rank}" for rank, us in lowest(-m.own_wait_us, _NAMED)
     ]
     if not longest:
         return "not known for any pair of ranks"

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from ..core import quantities
 from ..core.causes import CAUSES, TITLES, CauseRow
-from ..core.diagnosis import Diagnosis, Outlier, Subject, Verdict
+from ..core.diagnosis import Diagnosis, Measured, Subject, Verdict
 
 # The host of ranks in matrices from elsewhere.
 UNKNOWN_HOST = "?"
@@ -107,6 +107,14 @@ def per(diagnosis: Diagnosis, operation: str) -> str:
     measured = diagnosis.measured.get(operation)
     known = measured is None or measured.num_operations
     return "per operation" if known else "in the whole window"
+
+
+def operations(m: Measured) -> str:
+    """`120 operations (1201 to 1440)`."""
+    if not m.num_operations:
+        return "operations not counted"
+    text = f"{m.num_operations:,} operations"
+    return f"{text} ({m.first_operation} to {m.last_operation})" if m.last_operation else text
 
 
 def effect(diagnosis: Diagnosis, verdict: Verdict) -> str:
@@ -215,12 +223,15 @@ def evidence(verdict: Verdict) -> str:
     return ", ".join(told)
 
 
-def outlier(diagnosis: Diagnosis, found: Outlier) -> str:
-    """One operation that stood out, as a sentence."""
-    return (
+def outliers(diagnosis: Diagnosis, most: int) -> list[str]:
+    """Operations that stood out, a sentence each; of many so many, and how many more."""
+    said = [
         f"{found.operation} {found.number}: everybody waited {quantities.microseconds(found.effect_us)} longer "
         f"for {rank_name(diagnosis, found.rank)} than for the others."
-    )
+        for found in diagnosis.events[:most]
+    ]
+    more = len(diagnosis.events) - most
+    return [*said, f"and {more} more"] if more > 0 else said
 
 
 def headlines(diagnosis: Diagnosis) -> list[str]:

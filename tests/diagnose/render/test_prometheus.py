@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 import urllib.request
@@ -15,7 +16,7 @@ import pytest
 import fixtures
 from deep_ep.diagnose.core.diagnosis import Diagnosis
 from deep_ep.diagnose.render import prometheus
-from deep_ep.diagnose.render.prometheus import Metrics, registry, serve, write_textfile
+from deep_ep.diagnose.render.prometheus import Metrics, serve, write_textfile
 from deep_ep.diagnose.storage import diagnosis_log
 from deep_ep.diagnose.storage.record import Record
 from deep_ep.diagnose.storage.record_layout import to_line
@@ -36,7 +37,7 @@ def samples(text: str) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
 
 def text_of(given: Any, folder: Path) -> str:
     file = folder / "deep_ep.prom"
-    write_textfile(given, file)
+    write_textfile(given if isinstance(given, list) else [given], file)
     return file.read_text(encoding="utf-8")
 
 
@@ -153,7 +154,7 @@ def test_what_is_not_known_has_no_sample(tmp_path: Path) -> None:
     wait = measured.wait_us.copy()
     wait[2] = np.nan
     partial = replace(found, measured={"dispatch": replace(measured, wait_us=wait, bandwidth=None)})
-    text = text_of(partial, tmp_path)
+    text = text_of(record(partial, time_s=math.nan), tmp_path)
     assert "NaN" not in text
     ranks = re.findall(r'^deep_ep_wait_us{.*rank="(\d)"', text, re.MULTILINE)
     assert ranks == ["0", "1", "3"]
@@ -164,7 +165,7 @@ def test_the_file_is_replaced_as_a_whole(tmp_path: Path) -> None:
     file = tmp_path / "deep_ep.prom"
     file.write_text("before", encoding="utf-8")
     with file.open(encoding="utf-8") as still_read:
-        write_textfile(record(), file)
+        write_textfile([record()], file)
         assert still_read.read() == "before"
     assert [path.name for path in tmp_path.iterdir()] == ["deep_ep.prom"]
 
@@ -213,7 +214,5 @@ def test_without_the_package_it_says_what_to_install(
 ) -> None:
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
     with pytest.raises(EPNotBuiltError, match=r"pip install 'deep_ep\[report\]'"):
-        registry(record())
-    with pytest.raises(EPNotBuiltError, match="prometheus_client"):
-        write_textfile(record(), tmp_path / "x.prom")
+        write_textfile([record()], tmp_path / "x.prom")
     assert prometheus.Metrics([record()]) is not None
