@@ -19,11 +19,23 @@ from deep_ep.diagnose.core.diagnosis import (
     Timeline,
     Verdict,
 )
+from deep_ep.diagnose.storage.diagnosis_log import Log
+from deep_ep.diagnose.storage.log_follower import Follower
 from support.exchange import Shape
 from support.launch import DEVICE
 
 SHAPE = Shape((8,) * 4, num_max_tokens=8, hidden=256, num_experts=8, num_topk=2)
 OF_TWO_RANKS = replace(SHAPE, num_tokens=(8, 8))
+
+
+def caught_up(follower: Follower) -> Log:
+    """All that came since the last time, together."""
+    logs = list(follower.catch_up())
+    return Log(
+        [record for log in logs for record in log],
+        tuple(remark for log in logs for remark in log.remarks),
+    )
+
 
 LATE_RANK = 1
 LATE = Verdict(

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, overload
+
+import numpy as np
 
 from ..core.package import EPArgumentError, codec, printable
 from . import foreign, record_layout
@@ -16,16 +18,27 @@ from .record import Headline, Record
 from .record_layout import FILE_PATTERN, SCHEMA
 
 
+class _Place(NamedTuple):
+    """Where a record is stored, and what is known of it without reading it again."""
+
+    file: Path
+    number: int
+    offset: int
+    length: int
+    headline: Headline
+
+
 @dataclass(frozen=True)
 class Log(Sequence[Record]):
     """Records of a file in order of its lines, of several files in order of time.
 
     Attributes:
-        records: what could be read; of a large file they are read again each time they are asked for.
+        records: what could be read, or where it is stored: logs are larger than memory, so records are read again each time
+            they are asked for.
         remarks: notes on what could not, a sentence each.
     """
 
-    records: Sequence[Record]
+    records: Sequence[Record | _Place]
     remarks: tuple[str, ...] = ()
 
     @overload
@@ -35,62 +48,34 @@ class Log(Sequence[Record]):
     def __getitem__(self, index: slice) -> Sequence[Record]: ...
 
     def __getitem__(self, index: int | slice) -> Record | Sequence[Record]:
-        return self.records[index]
+        if isinstance(index, slice):
+            return Log(self.records[index])
+        found = self.records[index]
+        return _read_again(found) if isinstance(found, _Place) else found
 
     def __len__(self) -> int:
         return len(self.records)
 
-    def __iter__(self) -> Iterator[Record]:
-        return iter(self.records)
-
     @functools.cached_property
     def headlines(self) -> Sequence[Headline]:
         """Of every record; nothing is read for it."""
-        if isinstance(self.records, _Stored):
-            return self.records.headlines
-        return [Headline.of(record) for record in self.records]
+        return [
+            one.headline if isinstance(one, _Place) else Headline.of(one) for one in self.records
+        ]
 
 
-class _Place(NamedTuple):
-    """Where a record is stored."""
-
-    file: Path
-    number: int
-    offset: int
-    length: int
-
-
-class _Stored(Sequence[Record]):
-    """Records that stay in their files until they are asked for: logs are larger than memory."""
-
-    def __init__(self, places: Sequence[_Place], headlines: Sequence[Headline]) -> None:
-        self.headlines = headlines
-        self._places = places
-
-    @overload
-    def __getitem__(self, index: int) -> Record: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Record]: ...
-
-    def __getitem__(self, index: int | slice) -> Record | Sequence[Record]:
-        if isinstance(index, slice):
-            return _Stored(self._places[index], self.headlines[index])
-        place = self._places[index]
-        with place.file.open("rb") as file:
-            file.seek(place.offset)
-            line = file.read(place.length)
-        where = _where(place.file, place.number)
-        record = parse_line(line, where)
-        if record is None:
-            raise EPArgumentError(
-                f"{where}: the line was whole and is cut off now; the file must stay as it is while it "
-                "is read. Read it again."
-            )
-        return record
-
-    def __len__(self) -> int:
-        return len(self._places)
+def _read_again(place: _Place) -> Record:
+    with place.file.open("rb") as file:
+        file.seek(place.offset)
+        line = file.read(place.length)
+    where = _where(place.file, place.number)
+    record = parse_line(line, where)
+    if record is None:
+        raise EPArgumentError(
+            f"{where}: the line was whole and is cut off now; the file must stay as it is while it "
+            "is read. Read it again."
+        )
+    return record
 
 
 def read(path: Path | str) -> Log:
@@ -114,36 +99,30 @@ def read(path: Path | str) -> Log:
             f"{path}: there is no {FILE_PATTERN} in this folder; expected the folder that "
             "DEEP_EP_DIAGNOSE_DIR named. Pass that folder, or a file."
         )
-    found: list[tuple[Headline, _Place]] = []
+    found: list[_Place] = []
     remarks: list[str] = []
     for file in paths:
         _read_file(file, found, remarks)
     if len(paths) > 1:
-        found.sort(key=lambda at: at[0].time_s if math.isfinite(at[0].time_s) else -math.inf)
-    stored = _Stored([place for _, place in found], [headline for headline, _ in found])
-    return Log(stored, tuple(remarks))
+        found.sort(key=lambda place: np.nan_to_num(place.headline.time_s, nan=-np.inf))
+    return Log(found, tuple(remarks))
 
 
-def _read_file(file: Path, found: list[tuple[Headline, _Place]], remarks: list[str]) -> None:
+def _read_file(file: Path, found: list[_Place], remarks: list[str]) -> None:
     offset, is_empty = 0, True
-    with file.open("rb") as opened:
-        number = 0
-        while line := opened.readline(record_layout.LONGEST_LINE + 1):
-            number += 1
+    for number, line in lines(file):
+        if line.strip():
+            is_empty = False
             where = _where(file, number)
-            if len(line) > record_layout.LONGEST_LINE:
-                raise EPArgumentError(too_long(where))
-            if line.strip():
-                is_empty = False
-                headline = _headline(line, where)
-                if headline is None:
-                    remarks.append(
-                        f"{where}: the line is cut off, so its window is missing "
-                        "(the program was stopped while it wrote, or writes now)."
-                    )
-                else:
-                    found.append((headline, _Place(file, number, offset, len(line))))
-            offset += len(line)
+            record = parse_line(line, where, is_last=not line.endswith(b"\n"))
+            if record is None:
+                remarks.append(
+                    f"{where}: the line is cut off, so its window is missing "
+                    "(the program was stopped while it wrote, or writes now)."
+                )
+            else:
+                found.append(_Place(file, number, offset, len(line), Headline.of(record)))
+        offset += len(line)
     if is_empty:
         raise EPArgumentError(
             f"{printable(str(file))}: the file is empty; expected a {SCHEMA!r} object per line. "
@@ -151,9 +130,16 @@ def _read_file(file: Path, found: list[tuple[Headline, _Place]], remarks: list[s
         )
 
 
-def _headline(line: bytes, where: str) -> Headline | None:
-    record = parse_line(line, where, is_last=not line.endswith(b"\n"))
-    return None if record is None else Headline.of(record)
+def lines(file: Path) -> Iterator[tuple[int, bytes]]:
+    """Lines with their ends and their numbers, from 1 on; raises EPArgumentError where one is too long to be read."""
+    with file.open("rb") as opened:
+        for number in itertools.count(1):
+            line = opened.readline(record_layout.LONGEST_LINE + 1)
+            if not line:
+                return
+            if len(line) > record_layout.LONGEST_LINE:
+                raise EPArgumentError(too_long(_where(file, number)))
+            yield number, line
 
 
 def _where(file: Path, number: int) -> str:
@@ -162,10 +148,8 @@ def _where(file: Path, number: int) -> str:
 
 def too_long(where: str) -> str:
     """What to say of a line that is not read."""
-    return (
-        f"{where}: the line has more than {record_layout.LONGEST_LINE} bytes; a {SCHEMA!r} object per line is "
-        "expected, which has less. Remove the line, or pass another file."
-    )
+    most = record_layout.LONGEST_LINE
+    return f"{where}: the line has more than {most} bytes, which is not read. Remove it, or pass another file."
 
 
 def parse_line(line: bytes, where: str, *, is_last: bool = False) -> Record | None:

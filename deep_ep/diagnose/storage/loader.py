@@ -5,11 +5,10 @@ What a file is, its content says, not its name.
 
 from __future__ import annotations
 
-import itertools
 import math
 import re
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -170,8 +169,9 @@ def _rows(file: Path, remarks: list[str]) -> list[_LoggedRow]:
     # Of each rank and operation its latest rows, because logs are larger than memory.
     kept: dict[tuple[int, str], deque[_LoggedRow]] = {}
     left_out = Counter[tuple[int, str]]()
-    for number, line in _lines(file):
+    for number, encoded in diagnosis_log.lines(file):
         # Around the rows a log may hold anything.
+        line = encoded.decode("utf-8", "replace")
         found = _ROW.search(line)
         if found is None or not _holds_numbers(found["values"]):
             continue
@@ -209,22 +209,6 @@ def _rows(file: Path, remarks: list[str]) -> list[_LoggedRow]:
 
 def _most_windows(num_ranks: int) -> int:
     return max(1, min(_MOST_WINDOWS, _MOST_NUMBERS // max(num_ranks, 1) ** 2))
-
-
-def _lines(file: Path) -> Iterator[tuple[int, str]]:
-    """Lines with their numbers, from 1 on."""
-    with file.open("rb") as opened:
-        for number in itertools.count(1):
-            line = opened.readline(record_layout.LONGEST_LINE + 1)
-            if not line:
-                return
-            if len(line) > record_layout.LONGEST_LINE:
-                where = f"{printable(str(file))}:{number}"
-                raise EPArgumentError(
-                    f"{where}: the line has more than {record_layout.LONGEST_LINE} bytes; expected "
-                    f"{_EXPECTED}. Leave the line out, or pass another file."
-                )
-            yield number, line.decode("utf-8", "replace")
 
 
 def _holds_numbers(values: str) -> bool:

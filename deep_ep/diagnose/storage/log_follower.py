@@ -48,14 +48,6 @@ class Follower:
             while (log := self._read_on(file, position)) is not None:
                 yield log
 
-    def poll(self) -> Log:
-        """All of `catch_up()` together."""
-        logs = list(self.catch_up())
-        return Log(
-            tuple(record for log in logs for record in log),
-            tuple(remark for log in logs for remark in log.remarks),
-        )
-
     def _files(self) -> list[Path]:
         if self.path.is_dir():
             return sorted(self.path.glob(record_layout.FILE_PATTERN))

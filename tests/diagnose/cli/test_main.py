@@ -287,20 +287,20 @@ def test_watch_prints_what_changes_and_ends_with_ctrl_c(
 
 def test_a_follower_reads_whole_lines_once(tmp_path: Path) -> None:
     follower = Follower(tmp_path / "jobs")
-    assert not follower.poll()
+    assert not fixtures.caught_up(follower)
     (tmp_path / "jobs").mkdir()
     file = tmp_path / "jobs" / "diagnose-ep.jsonl"
     lines = [to_line(record(HEALTHY, i), with_matrices=False) + "\n" for i in range(3)]
     with file.open("a", encoding="utf-8") as growing:
         growing.write(lines[0] + lines[1][:100])
         growing.flush()
-        assert [r.window for r in follower.poll()] == [0]
-        assert not follower.poll()
+        assert [r.window for r in fixtures.caught_up(follower)] == [0]
+        assert not fixtures.caught_up(follower)
         growing.write(lines[1][100:])
         growing.flush()
-        assert [r.window for r in follower.poll()] == [1]
+        assert [r.window for r in fixtures.caught_up(follower)] == [1]
     Writer(tmp_path / "jobs", "new").write(record(HEALTHY, 9, "new"), with_matrices=False)
-    assert [r.group for r in follower.poll()] == ["new"]
+    assert [r.group for r in fixtures.caught_up(follower)] == ["new"]
 
 
 def test_a_follower_starts_anew_when_the_file_does(tmp_path: Path) -> None:
@@ -308,20 +308,20 @@ def test_a_follower_starts_anew_when_the_file_does(tmp_path: Path) -> None:
     line = to_line(record(HEALTHY), with_matrices=False) + "\n"
     file.write_text(line * 2, encoding="utf-8")
     follower = Follower(file)
-    assert len(follower.poll()) == 2
+    assert len(fixtures.caught_up(follower)) == 2
     file.write_text(line, encoding="utf-8")
-    assert len(follower.poll()) == 1
+    assert len(fixtures.caught_up(follower)) == 1
     file.unlink()
-    assert not follower.poll()
+    assert not fixtures.caught_up(follower)
     file.write_text(line, encoding="utf-8")
-    assert len(follower.poll()) == 1
+    assert len(fixtures.caught_up(follower)) == 1
 
 
 def test_a_follower_tells_about_bad_lines_and_goes_on(tmp_path: Path) -> None:
     file = tmp_path / "diagnose-ep.jsonl"
     line = to_line(record(HEALTHY), with_matrices=False)
     file.write_text(f"nonsense\n{line[:300]}\n\n{line}\n", encoding="utf-8")
-    log = log_follower.Follower(tmp_path).poll()
+    log = fixtures.caught_up(log_follower.Follower(tmp_path))
     assert len(log) == 1
     assert log.remarks[0].startswith(f"{file}:1: not JSON")
     assert log.remarks[1].startswith(f"{file}:2: the line is cut off")

@@ -157,7 +157,7 @@ def test_a_line_that_asks_for_too_much_is_refused_with_file_and_line(
     with pytest.raises(EPArgumentError, match=re.escape(f"{file}:2: ")) as caught:
         read(file)
     assert re.search(said, str(caught.value)), str(caught.value)
-    log = Follower(file).poll()
+    log = fixtures.caught_up(Follower(file))
     assert len(log) == 2
     assert log.remarks[0].startswith(f"{file}:2: ")
 
@@ -193,7 +193,7 @@ def test_a_line_too_long_is_refused_by_its_size_without_reading_it_whole(
     assert Counted.taken < 500_000
     monkeypatch.undo()
     monkeypatch.setattr(record_layout, "LONGEST_LINE", 100_000)
-    log = Follower(file).poll()
+    log = fixtures.caught_up(Follower(file))
     assert len(log) == 2
     assert log.remarks == (diagnosis_log.too_long(f"{file}:2"),)
 
