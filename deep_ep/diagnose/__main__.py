@@ -1,8 +1,4 @@
-"""`python -m deep_ep.diagnose show | watch | prometheus | hang | dump | trace | run | patch`: reads what was measured and tells about it.
-
-Exit status: 0 read and shown, 2 bad input or arguments, 3 (`show --check`, `hang --check`) there are verdicts,
-4 (`dump`) a process that was asked has written nothing.
-"""
+"""`python -m deep_ep.diagnose show | watch | prometheus | hang | dump | trace | run | patch`: reads what was measured and tells about it."""
 
 from __future__ import annotations
 
@@ -105,15 +101,8 @@ def _add_hang(parser: argparse.ArgumentParser) -> None:
         help="where dumps were written, or the logs of all ranks",
     )
     parser.add_argument("--svg", type=Path, metavar="OUT", help="also write the graph as a picture")
-    parser.add_argument(
-        "--html", type=Path, metavar="OUT", help="also write a page that needs no network"
-    )
+    _add_page_and_width(parser)
     parser.add_argument("--json", action="store_true", help="print JSON instead")
-    parser.add_argument(
-        "--width",
-        type=_positive_int,
-        help="columns to print; the terminal's by default, without one as many as it takes",
-    )
     parser.add_argument(
         "--check",
         action="store_true",
@@ -144,20 +133,13 @@ def _add_trace(parser: argparse.ArgumentParser) -> None:
         help="also write the traces there, with what was found as slices and as arguments of operators",
     )
     _add_links(parser)
+    _add_page_and_width(parser)
     parser.add_argument("--csv", action="store_true", help="print the operators as CSV instead")
-    parser.add_argument(
-        "--html", type=Path, metavar="OUT", help="also write a page that needs no network"
-    )
     parser.add_argument(
         "--record",
         type=Path,
         metavar="DIR",
         help="also append what was found of all ranks to a record there, which `show` and `prometheus` read",
-    )
-    parser.add_argument(
-        "--width",
-        type=_positive_int,
-        help="columns to print; the terminal's by default, without one as many as it takes",
     )
     parser.set_defaults(run=trace)
 
@@ -224,9 +206,7 @@ def _add_show(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--group", help="only windows of this group of ranks")
     parser.add_argument("--operation", help="only this operation, such as dispatch")
     _add_links(parser)
-    parser.add_argument(
-        "--html", type=Path, metavar="OUT", help="also write a page that needs no network"
-    )
+    _add_page_and_width(parser)
     parser.add_argument("--png", type=Path, metavar="OUT", help="also write a picture")
     parser.add_argument("--svg", type=Path, metavar="OUT", help="also write a picture")
     parser.add_argument(
@@ -234,11 +214,6 @@ def _add_show(parser: argparse.ArgumentParser) -> None:
         type=Path,
         metavar="OUT",
         help="also write speed and waiting of each rank and GPU as JSON, medians over the windows shown",
-    )
-    parser.add_argument(
-        "--width",
-        type=_positive_int,
-        help="columns to print; the terminal's by default, without one as many as it takes",
     )
     parser.add_argument(
         "--check",
@@ -324,6 +299,17 @@ def _address(text: str) -> tuple[str, int]:
     if not (separator and port.isdecimal() and int(port) < 65536):
         raise argparse.ArgumentTypeError(f"{text!r} is not HOST:PORT, such as 127.0.0.1:9477")
     return host, int(port)
+
+
+def _add_page_and_width(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--html", type=Path, metavar="OUT", help="also write a page that needs no network"
+    )
+    parser.add_argument(
+        "--width",
+        type=_positive_int,
+        help="columns to print; the terminal's by default, without one as many as it takes",
+    )
 
 
 def _add_links(parser: argparse.ArgumentParser) -> None:

@@ -15,15 +15,7 @@ NO_ANSWER = 4
 
 
 def dump(given: argparse.Namespace) -> int:
-    """Asks, waits, and prints what was written.
-
-    Returns:
-        The exit status.
-
-    Raises:
-        EPArgumentError: there is nobody to ask.
-        OSError: somebody cannot be asked.
-    """
+    """Asks, waits, and prints what was written; returns the exit status."""
     console = Console()
     failed = False
     for asked in [request.request_dump(pid, given.into) for pid in _pids(given.whom)]:

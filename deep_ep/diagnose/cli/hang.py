@@ -23,15 +23,7 @@ CAUSES = 3
 
 
 def hang(given: argparse.Namespace) -> int:
-    """Prints the verdict and what it rests on, and writes the files asked for.
-
-    Returns:
-        The exit status.
-
-    Raises:
-        EPArgumentError: nothing can be read.
-        OSError: a file cannot be written.
-    """
+    """Prints the verdict and what it rests on, and writes the files asked for; returns the exit status."""
     report = hang_views.report(folder.read_folder(*given.paths))
     found = any(shown.verdict.causes for shown in report.buffers) or bool(report.collectives)
     status = CAUSES if given.check and found else 0

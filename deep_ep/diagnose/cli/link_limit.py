@@ -46,11 +46,7 @@ KNOWN = {
 
 
 def parse(text: str) -> Links:
-    """Of a name of `KNOWN`, or of "NVLINK:NIC" in GB/s, such as "450:50".
-
-    Raises:
-        EPArgumentError: it is neither.
-    """
+    """Of a name of `KNOWN`, or of "NVLINK:NIC" in GB/s, such as "450:50"; raises EPArgumentError."""
     if text.upper() in KNOWN:
         return KNOWN[text.upper()]
     try:
@@ -68,10 +64,7 @@ def parse(text: str) -> Links:
 def least_us(m: Measured, nodes: Sequence[int], links: Links) -> float:
     """Microseconds per operation in which the links can carry the mean bytes; NaN where these are not known.
 
-    Args:
-        m: of one kind of operation; of a normal one, of one hop.
-        nodes: NVLink domain per rank, -1 where unknown; empty: all are one.
-        links: their speed.
+    `m` is of one kind of operation, of a normal one of one hop; `nodes` is empty where all ranks are on one.
     """
     if not np.isfinite(m.bytes).any():
         return float("nan")

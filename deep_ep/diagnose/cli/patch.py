@@ -84,15 +84,7 @@ class _Look:
 
 
 def patch(given: argparse.Namespace) -> int:
-    """Applies the set that fits the checkout, takes it out again, or says whether one fits.
-
-    Returns:
-        The exit status.
-
-    Raises:
-        EPArgumentError: no set fits, or only a part of a set is there; nothing was changed.
-        OSError: a file cannot be read or written; nothing was changed.
-    """
+    """Applies the set that fits the checkout, takes it out again, or says whether one fits; returns the exit status."""
     found, looks = _fitting(given.checkout, patch_sets())
     is_patched = looks[0].state == "patched"
     if given.check:
@@ -121,11 +113,7 @@ def patch(given: argparse.Namespace) -> int:
 
 
 def patch_sets() -> list[PatchSet]:
-    """All sets of patches that came with this package, by name.
-
-    Raises:
-        EPArgumentError: there are none, or one is damaged.
-    """
+    """All sets of patches that came with this package, by name."""
     folder = next(filter(Path.is_dir, FOLDERS), None)
     if folder is None:
         raise EPArgumentError(

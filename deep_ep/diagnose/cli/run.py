@@ -36,12 +36,9 @@ def run(given: argparse.Namespace) -> int:
 def environment(
     before: Mapping[str, str], interval_s: float | None, folder: Path | None
 ) -> dict[str, str]:
-    """What the program finds.
+    """What the program finds, of what it would find without `run`.
 
-    Args:
-        before: what it would find without.
-        interval_s: length of a window; by default what `DEEP_EP_DIAGNOSE` says, or 1.
-        folder: where records go; by default what `DEEP_EP_DIAGNOSE_DIR` says.
+    Windows last what `DEEP_EP_DIAGNOSE` says, or 1 s, and records go where `DEEP_EP_DIAGNOSE_DIR` says, unless given here.
     """
     made = dict(before)
     if interval_s is not None:

@@ -27,15 +27,7 @@ _MOST_WINDOWS = 1000
 
 
 def show(given: argparse.Namespace) -> int:
-    """Prints the windows asked for, and writes them to files.
-
-    Returns:
-        The exit status.
-
-    Raises:
-        EPArgumentError: nothing can be read, or what was asked for is not there.
-        OSError: a file cannot be read or written.
-    """
+    """Prints the windows asked for, and writes them to files; returns the exit status."""
     log = read_any(given.path)
     chosen, why = _choose(given, log)
     console = standard_output(given.width)

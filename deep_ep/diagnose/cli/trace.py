@@ -36,15 +36,9 @@ _MOST_UNKNOWN = 10
 
 
 def trace(given: argparse.Namespace) -> int:
-    """Prints tables of operators and kernels, of each rank and of all together, who comes last, and one sentence for a ticket;
-    or CSV. Writes tables to a page, and what was found to a record.
+    """Prints tables of operators and kernels, of each rank and of all together, who comes last, and a sentence for a ticket.
 
-    Returns:
-        The exit status.
-
-    Raises:
-        EPArgumentError: nothing can be read, or two files are of the same rank.
-        OSError: a file cannot be read.
+    Or CSV. Writes tables to a page, and what was found to a record. Returns the exit status.
     """
     traces = sorted(map(rank_trace.read, _files(given.paths)), key=lambda each: each.rank)
     ranks = [each.rank for each in traces]

@@ -27,11 +27,7 @@ _RECENT_CHANGES = 6
 
 
 class _Watched:
-    """What a running job has said so far.
-
-    Attributes:
-        latest: per group, the latest record.
-    """
+    """What a running job has said so far; `latest` is the latest record of each group."""
 
     def __init__(self) -> None:
         self.latest: dict[str, Record] = {}
@@ -48,15 +44,7 @@ class _Watched:
 
 
 def watch(given: argparse.Namespace) -> int:
-    """Follows a job until Ctrl-C, or prints what is there.
-
-    Returns:
-        The exit status.
-
-    Raises:
-        EPArgumentError: with `--once`, no window is there.
-        OSError: a file cannot be read.
-    """
+    """Follows a job until Ctrl-C, or prints what is there; returns the exit status."""
     follower = Follower(given.path)
     console = standard_output()
     if given.once:
