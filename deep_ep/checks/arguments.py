@@ -134,15 +134,7 @@ def not_negative_int(where: str, name: str, value: Any) -> int:
 
 
 def instance(where: str, name: str, value: Any, kind: type, fix: str) -> None:
-    """Whether `value` is of a type.
-
-    Args:
-        where: the call.
-        name: of the argument.
-        value: that was given.
-        kind: the type.
-        fix: what to do, as a sentence without its stop.
-    """
+    """Whether `value` is of a type. `fix` says what to do, as a sentence without its stop."""
     if not isinstance(value, kind):
         got = f"{name} is a {type(value).__name__}"
         fail(where, got, "instance", EPTypeError, kind=kind.__name__, fix=fix)

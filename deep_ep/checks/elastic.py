@@ -61,10 +61,7 @@ def num_sms(call: ElasticCall, most: int) -> int:
 def fresh_dispatch(call: ElasticDispatch, limits: Limits, most_tokens: int) -> Dispatch:
     """Checks a dispatch without a handle.
 
-    Args:
-        call: see above.
-        limits: of the buffer.
-        most_tokens: that a rank may have where the call does not say; 0: nobody has said.
+    A rank may have `most_tokens` where the call does not say; 0: nobody has said.
     """
     where = call.name
     _refuse_padding(call, bool(call.do_expand))

@@ -20,12 +20,7 @@ Tensor = torch.Tensor
 def check(
     call: str, handle: NormalHandle, place: Topology, num_tokens: int, num_channels: int
 ) -> None:
-    """Refuses a handle whose numbers contradict each other; its shapes are right already.
-
-    Raises:
-        EPArgumentError: they do; names the place.
-        EPUsageError: its dispatch has not succeeded.
-    """
+    """Refuses a handle whose numbers contradict each other, and names the place; its shapes are right already."""
     word = hidden_word(handle.channel_prefix)
     if word is None or int(word) == 0:
         fail(call, "handle is empty", "normal_handle_not_received", EPUsageError)
@@ -65,12 +60,7 @@ class _Values:
     def heads(self, field: str, given: Tensor, sent: Tensor, begins: Tensor, row: int = 0) -> None:
         """`given` numbers the rows that were sent within each channel, and is negative for others.
 
-        Args:
-            field: of the tensor.
-            given: [n, m], the tensor from `row` on.
-            sent: [n, m] bool.
-            begins: [num_channels], first row of each.
-            row: see above.
+        `given` and `sent` are [n, m], the tensor of `field` from `row` on; `begins` is the first row of each channel.
         """
         before = sent.cumsum(0) - sent.int()
         lengths = torch.diff(begins, append=torch.tensor([len(sent)]))

@@ -19,11 +19,7 @@ Tensor = torch.Tensor
 
 
 def check(place: Topology, call: NormalDispatch) -> None:
-    """Refuses a layout whose tensors contradict each other, or `topk_idx`.
-
-    Raises:
-        EPArgumentError: they do; names the place.
-    """
+    """Refuses a layout whose tensors contradict each other, or `topk_idx`, and names the place."""
     in_rank, per_expert = call.is_token_in_rank, call.num_tokens_per_expert
     topk_idx = call.topk_idx
     assert in_rank is not None

@@ -284,11 +284,7 @@ def _handle_storage(
 ) -> None:
     """What dispatch left for combine lies behind the tokens in the storage of `handle[0]`; a copy has lost it.
 
-    Args:
-        native: the runtime.
-        shape: of the call.
-        call: a combine.
-        num_words: 32-bit words that the kernel may read from `handle[0]` on.
+    The kernel may read `num_words` words of 32 bits from `handle[0]` on.
     """
     src_info = call.handle[0]
     num_stored = (

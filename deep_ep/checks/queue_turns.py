@@ -60,12 +60,6 @@ class QueueTurns:
     """
 
     def __init__(self, limits: Limits, place: Topology) -> None:
-        """Says nothing yet.
-
-        Args:
-            limits: of the buffer.
-            place: of this rank.
-        """
         self._limits = limits
         self._place = place
         self._said = set[str]()
@@ -79,11 +73,8 @@ class QueueTurns:
     def look(self, call: str, shape: NormalShape, num_rows: int, num_relay_rows: int) -> None:
         """Says so if the rows of an operation take many turns.
 
-        Args:
-            call: which operation.
-            shape: its sizes.
-            num_rows: rows that this rank receives in dispatch, and returns in combine.
-            num_relay_rows: of them those that it relays to or from other nodes.
+        This rank receives `num_rows` in dispatch, and returns them in combine; of them it relays `num_relay_rows` to or
+        from other nodes.
         """
         place = self._place
         if place.rank or not self._knows_rows or call in self._said:

@@ -69,11 +69,7 @@ class Tried:
 
 
 def read(cls: type[T], written: bytes) -> T:
-    """What another process has written, maybe one of another version; texts are such as terminals show.
-
-    Raises:
-        ValueError: it is nothing of the kind.
-    """
+    """What another process has written, maybe one of another version; texts are such as terminals show. Raises ValueError."""
     # Without torch and NumPy the doctor runs, too.
     from deep_ep.base import codec
 
@@ -81,17 +77,12 @@ def read(cls: type[T], written: bytes) -> T:
 
 
 def check(seconds: int) -> Check:
-    """The check that tries it on one machine, where a rank waits so long for another one."""
+    """The check that tries it on one machine, where a rank waits so many seconds for another one."""
     return Check("exchange", lambda host: on_this_machine(host, seconds))
 
 
 def on_this_machine(host: Host, seconds: int) -> list[Finding]:
-    """Tries it between the GPUs of this machine, or between four ranks on its CPU.
-
-    Args:
-        host: this machine.
-        seconds: how long a rank waits for another one.
-    """
+    """Tries it between the GPUs of this machine, or between four ranks on its CPU."""
     from torch import cuda
 
     size = cuda.device_count() or _CPU_RANKS
@@ -107,14 +98,7 @@ def on_this_machine(host: Host, seconds: int) -> list[Finding]:
 def try_rank(
     environment: Mapping[str, str], place: RankSetup, seconds: int, hurry: threading.Event
 ) -> Tried:
-    """Runs one rank of the exchange in a process; what it has seen.
-
-    Args:
-        environment: of the process.
-        place: of the rank.
-        seconds: how long it waits for another one.
-        hurry: once it is set, the process is ended.
-    """
+    """Runs one rank of the exchange in a process, which is ended once `hurry` is set; what it has seen."""
     settings = {env.timeout_s.name: str(seconds), env.verify.name: "1", env.diagnose.name: "0"}
     command = [sys.executable, "-m", "deep_ep.doctor.preflight", *map(str, place), str(seconds)]
     # Longer than what waits inside: to meet, to connect, and in an operation.
@@ -142,12 +126,7 @@ def try_rank(
 
 
 def judge(tried: Mapping[int, Tried], size: int) -> list[Finding]:
-    """What the ranks of an exchange have seen, as findings.
-
-    Args:
-        tried: by rank.
-        size: number of ranks.
-    """
+    """What the ranks of an exchange have seen, as findings."""
     crashed = {rank: one.silence for rank, one in tried.items() if one.silence}
     ended = {rank: one for rank, one in tried.items() if not one.silence}
     found = [(f"rank {rank} {silence}", _REPAIR) for rank, silence in crashed.items()]

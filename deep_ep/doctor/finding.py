@@ -54,13 +54,7 @@ def summary(findings: Sequence[Finding]) -> str:
 
 
 def show(findings: Sequence[Finding], stream: TextIO, *, verbose: bool = False) -> None:
-    """Prints them in order, and the summary.
-
-    Args:
-        findings: what to print.
-        stream: where to; colours are for terminals.
-        verbose: also why the lines that are ok matter.
-    """
+    """Prints them in order, and the summary; if verbose also why the lines that are ok matter. Colours are for terminals."""
     write = _writer(stream)
     for finding in findings:
         line = f"{finding.status:<{_INDENT - 1}} {finding.name:<{_NAME_WIDTH}} {finding.found}\n"

@@ -83,12 +83,7 @@ def job_of(host: Host) -> Job | None:
 
 
 def open_store(job: Job, patience_s: float) -> Any:
-    """The store of the job, with a prefix of its own.
-
-    Raises:
-        ImportError: torch does not load.
-        RuntimeError: nobody serves it.
-    """
+    """The store of the job, with a prefix of its own. Raises ImportError without torch, RuntimeError if nobody serves it."""
     from torch import distributed as dist
 
     store = dist.TCPStore(  # type: ignore[attr-defined]
@@ -102,17 +97,13 @@ def open_store(job: Job, patience_s: float) -> Any:
 
 
 class Meeting:
-    """One rank's side of a job's findings."""
+    """One rank's side of a job's findings, in a store that is the same for all ranks.
+
+    It waits `patience_s` for ranks that do not come. Once `hurry` is set, the job is being ended, and it waits for
+    a moment only.
+    """
 
     def __init__(self, store: Any, job: Job, patience_s: float, hurry: threading.Event) -> None:
-        """Publishes nothing yet.
-
-        Args:
-            store: as `open_store` returns it, the same for all ranks.
-            job: this rank's.
-            patience_s: how long to wait for ranks that do not come.
-            hurry: set when the job is being ended; from then on it waits for a moment only.
-        """
         self._store = store
         self._job = job
         self._patience_s = patience_s
@@ -137,11 +128,7 @@ class Meeting:
         return {rank: _received(self._store.get(self._key(rank))) for rank in came}
 
     def leave(self, *, has_reported: bool) -> None:
-        """Ends this rank's part, once the report is out: the launcher ends all ranks when one fails.
-
-        Args:
-            has_reported: whether it was this rank that reported.
-        """
+        """Ends this rank's part, once this or another rank has reported: the launcher ends all ranks when one fails."""
         if has_reported:
             self._store.set("reported", "1")
         self._wait(self._is_reported, _GRACE_S)
@@ -189,13 +176,9 @@ def _received(published: bytes) -> RankReport:
 
 
 def together(said: Mapping[int, RankReport], size: int) -> list[Finding]:
-    """What the ranks have found, as one list.
+    """What the ranks that came have found, as one list.
 
     Lines that are ok are those of the lowest rank; of the others each stands once, with its ranks.
-
-    Args:
-        said: by rank, of those that came.
-        size: number of ranks.
     """
     findings = [_attendance(said, size), *_differences(said)]
     findings += [finding for finding in said[min(said)].findings if finding.status == OK]

@@ -146,18 +146,7 @@ def _measure_links(rounds: int) -> None:
 def measure(
     model: Model, experts: Experts | None, num_sms: Sequence[int], rounds: int, console: Console
 ) -> Tuned:
-    """Measures chunk sizes, then SMs with the best of them. Collective.
-
-    Args:
-        model: whose exchange it is.
-        experts: see `choice.best_sms`.
-        num_sms: that are tried.
-        rounds: of each setting.
-        console: for the tables.
-
-    Raises:
-        EPError: the exchange cannot be made, or fails.
-    """
+    """Measures chunk sizes, then SMs with the best of them, and shows the tables. Collective."""
     recommended = _recommended(dist.get_world_size())
     # Buffers grow with SMs, and where a size is rounded up also with steps.
     largest = [

@@ -63,13 +63,7 @@ def search(
 ) -> Tuned:
     """Chunk sizes first, then SMs with the best of them.
 
-    Args:
-        base: the recommended settings.
-        num_nodes: of the group.
-        num_sms: that are tried.
-        experts: see `best_sms`.
-        measure: what settings take.
-        show: is given what was measured; a title, settings, their times, and the experts if they count.
+    What settings take is measured, and shown: a title, settings, their times, and the experts if they count.
     """
     tried = trials.chunk_trials(base, num_nodes)
     times = measure(tried)
@@ -105,10 +99,7 @@ def _fastest(times: Sequence[tuple[float, float]]) -> tuple[int, str]:
 def best_sms(tried: Sequence[Trial], times: Sequence[Times], experts: Experts | None) -> Tuned:
     """The number of SMs with which a layer takes least; of those that take equally long, the fewest.
 
-    Args:
-        tried: that differ in `num_sms`.
-        times: of each.
-        experts: `None`: only the exchange counts.
+    Without experts only the exchange counts.
     """
     costs = [layer_us(trial, time, experts) for trial, time in zip(tried, times)]
     least = min(costs)

@@ -39,9 +39,7 @@ class Speeds:
 def measure(num_bytes: int, rounds: int) -> Speeds:
     """Exchanges memory within nodes, then between them. Collective over all ranks of the job.
 
-    Args:
-        num_bytes: that each rank sends in a round.
-        rounds: of each; the median counts.
+    Each rank sends `num_bytes` in a round; the median of the rounds counts.
     """
     hosts: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(hosts, socket.gethostname())

@@ -50,11 +50,7 @@ def remembered(model: Model, ranks: int, experts: Experts | None = None) -> Tune
 
 
 def remember(model: Model, ranks: int, experts: Experts | None, tuned: Tuned) -> Path:
-    """Puts it into the file, in the place of what stood there for this model and machine; returns its path.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Puts it into the file, in the place of what stood there for this model and machine; returns its path."""
     path = env.tuned()
     entries: dict[str, Any] = {}
     # A damaged file is written anew: all in it can be measured again.

@@ -40,11 +40,7 @@ class ModelledGroup:
     times: Mapping[Trial, Times]
 
     def measure(self, tried: Sequence[Trial]) -> list[Times]:
-        """What the settings take.
-
-        Raises:
-            EPArgumentError: one was not computed.
-        """
+        """What the settings take; an EPArgumentError if one was not computed."""
         for trial in tried:
             if trial not in self.times:
                 known = sorted({each.dispatch.num_sms for each in self.times})
@@ -56,11 +52,7 @@ class ModelledGroup:
 
 
 def find(gpu: str, num_nodes: int, ranks_per_node: int) -> ModelledGroup:
-    """The group of this GPU and size.
-
-    Raises:
-        EPArgumentError: it was not computed.
-    """
+    """The group of this GPU and size; an EPArgumentError if it was not computed."""
     groups = read()
     gpus = sorted({name for group in groups for name in group.gpus})
     if gpu not in gpus:

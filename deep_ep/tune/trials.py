@@ -110,12 +110,7 @@ class Exchange:
     """Of a model on this rank, with random routing; the same tokens for every trial."""
 
     def __init__(self, group: Any, model: Model, largest: Sequence[Trial]) -> None:
-        """Makes a buffer. Collective.
-
-        Args:
-            group: of `torch.distributed`.
-            model: whose exchange it is.
-            largest: trials whose buffers are the largest.
+        """Makes a buffer for the largest trials. Collective.
 
         Raises:
             EPArgumentError: sizes that `deep_ep` cannot take, or that do not go together.

@@ -63,12 +63,7 @@ class Changes:
 
 
 def verdict_line(diagnosis: Diagnosis, verdicts: Sequence[Verdict]) -> str:
-    """One cause in one line.
-
-    Args:
-        diagnosis: where it was found.
-        verdicts: of this cause, per operation in which it shows.
-    """
+    """One cause in one line; `verdicts` are of this cause, per operation in which it shows."""
     parts = [f"{v.operation} {wording.effect(diagnosis, v)}" for v in verdicts]
     saving = wording.saving(diagnosis, verdicts[0])
     advice = verdicts[0].next_step.rstrip(". ")

@@ -12,11 +12,9 @@ _UNBOUNDED = 100_000
 
 
 def standard_output(width: int | None = None) -> Console:
-    """The console of a program.
+    """The console of a program, as wide as the terminal or `COLUMNS` say, unless a width is given.
 
-    Args:
-        width: columns; the terminal's unless given, or `COLUMNS`. Without a terminal lines are as long as what
-            they say.
+    Without a terminal lines are as long as what they say.
     """
     if width is None and not sys.stdout.isatty():
         width = shutil.get_terminal_size((_UNBOUNDED, 0)).columns

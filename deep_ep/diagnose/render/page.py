@@ -54,13 +54,7 @@ def _environment() -> Environment:
 
 
 def page(template: str, title: str, **values: Any) -> bytes:
-    """The text of an HTML file, UTF-8.
-
-    Args:
-        template: its name; it extends base.html.
-        title: of the page.
-        values: what the template names.
-    """
+    """The text of an HTML file, UTF-8; the template extends base.html."""
     text = part(template, title=title, **values)
     # A host name may hold what UTF-8 cannot.
     return text.encode("utf-8", errors="replace")

@@ -21,16 +21,7 @@ _PER_OPERATION = ("own_us", "waits_us", "waited_for_us", "tokens")
 
 
 def write_speed_profile(records: Sequence[Record], path: Path) -> None:
-    """Writes one JSON object: medians over windows of one group.
-
-    Args:
-        records: the windows, at least one.
-        path: the file, which is replaced.
-
-    Raises:
-        EPArgumentError: windows of several groups or sizes, or the path is not one to write through.
-        OSError: the file cannot be written.
-    """
+    """Writes one JSON object: medians over windows, which must be of one group that keeps its size."""
     groups = {(record.group, record.diagnosis.num_ranks) for record in records}
     if len(groups) > 1:
         named = ", ".join(f"{group} of {size} ranks" for group, size in sorted(groups))

@@ -81,12 +81,7 @@ def by_cause(verdicts: Sequence[Verdict]) -> list[list[Verdict]]:
 
 
 def sentence(diagnosis: Diagnosis, verdicts: Sequence[Verdict]) -> str:
-    """One cause as a sentence a person can act on.
-
-    Args:
-        diagnosis: where it was found.
-        verdicts: of this cause, per operation in which it shows.
-    """
+    """One cause as a sentence a person can act on; `verdicts` are of this cause, per operation in which it shows."""
     first = verdicts[0]
     where = f" ({first.where})" if first.where else ""
     text = f"{TITLES[first.kind]}: {subject(first)}{where}"

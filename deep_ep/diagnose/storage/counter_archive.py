@@ -87,14 +87,7 @@ _LARGEST = 512 * 2**20
 
 
 def save(snapshots: Snapshot | Sequence[Snapshot], folder: Path | str) -> list[Path]:
-    """Writes `FOLDER/counters-rank{N}.npz` for each snapshot; every rank may write its own.
-
-    Args:
-        snapshots: of one rank, or of several.
-        folder: where to; made if it is not there.
-
-    Returns:
-        The files.
+    """Writes `FOLDER/counters-rank{N}.npz` for each snapshot, and returns these files; every rank may write its own.
 
     Raises:
         EPArgumentError: the name of a file is a link.
@@ -123,18 +116,11 @@ def _array(value: Any) -> Any:
 
 
 def load(path: Path | str) -> list[Snapshot]:
-    """Reads what `save` wrote.
-
-    Args:
-        path: a file, or a folder with `counters-rank*.npz` files.
-
-    Returns:
-        A snapshot per file, in order of rank.
+    """What `save` wrote to a file, or to the `counters-rank*.npz` of a folder, in order of rank.
 
     Raises:
         EPArgumentError: nothing is there, or a file is damaged or of another version; names the file,
             the entry and what was expected.
-        OSError: a file cannot be read.
     """
     path = Path(path)
     found = sorted(path.glob(FILE_PATTERN)) if path.is_dir() else [path]
@@ -166,11 +152,7 @@ def _load_file(file: Path) -> Snapshot:
 
 
 def _read_arrays(archive: zipfile.ZipFile) -> dict[str, Any]:
-    """What np.load reads; but an array that would be larger than its entry is never allocated.
-
-    Raises:
-        ValueError: an entry is no array, or all together are too large.
-    """
+    """What np.load reads; but a ValueError where an array would be larger than its entry, before it is allocated."""
     entries = archive.infolist()
     unpacked = sum(entry.file_size for entry in entries)
     if unpacked > _LARGEST:

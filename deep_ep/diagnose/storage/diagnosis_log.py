@@ -79,18 +79,11 @@ def _read_again(place: _Place) -> Record:
 
 
 def read(path: Path | str) -> Log:
-    """Reads what `Writer` wrote.
-
-    Args:
-        path: a file, or a folder with `diagnose-*.jsonl` files.
-
-    Returns:
-        The records, with a note for each line that is cut off; such lines are left out.
+    """What `Writer` wrote to a file, or to the `diagnose-*.jsonl` of a folder; a line that is cut off is a note.
 
     Raises:
         EPArgumentError: nothing is there, or a line is not a record of this version; names file, line
             and what was expected.
-        OSError: a file cannot be read.
     """
     path = Path(path)
     paths = sorted(path.glob(FILE_PATTERN)) if path.is_dir() else [path]
@@ -153,15 +146,12 @@ def too_long(where: str) -> str:
 
 
 def parse_line(line: bytes, where: str, *, is_last: bool = False) -> Record | None:
-    """The record in one line; None if the line is cut off.
+    """The record in one line; None if the line is cut off, EPArgumentError if it is whole and no record of this version.
 
     Args:
         line: the bytes; a line end does no harm.
         where: "FILE:LINE", for the error.
         is_last: whether no line end follows, so that any line that does not parse is cut off.
-
-    Raises:
-        EPArgumentError: the line is whole, but no record of this version.
     """
     line = line.removesuffix(b"\n")
     try:

@@ -11,14 +11,7 @@ read = functools.partial(codec.from_plain, text=printable, is_strict=False)
 
 
 def refusal(error: codec.CodecError, where: str, part: str, schema: str) -> EPArgumentError:
-    """The error to raise.
-
-    Args:
-        error: of `read`.
-        where: the file, and the line.
-        part: what its parts are called.
-        schema: what it should have been written to.
-    """
+    """The error to raise for one of `read`: `where` is the file and the line, `part` what its parts are called."""
     name = f"{part} {error.name}" if error.name else "the line"
     if error.advice:
         return EPArgumentError(printable(f"{where}: {name} {error.what}. ") + error.advice)

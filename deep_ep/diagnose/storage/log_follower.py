@@ -26,21 +26,13 @@ class _Position:
 
 @dataclass
 class Follower:
-    """Reads what is appended to a file, or to the `diagnose-*.jsonl` of a folder.
-
-    Attributes:
-        path: the file or folder; it may come to be later.
-    """
+    """Reads what is appended to a file, or to the `diagnose-*.jsonl` of a folder; it may come to be later."""
 
     path: Path
     _positions: dict[Path, _Position] = field(default_factory=dict)
 
     def catch_up(self) -> Iterator[Log]:
-        """The records that came since the last call, some at a time, and notes about lines that are none.
-
-        Raises:
-            OSError: a file cannot be read.
-        """
+        """The records that came since the last call, some at a time, and notes about lines that are none."""
         files = self._files()
         # A file that is gone and comes back is a new one.
         self._positions = {file: self._positions.get(file, _Position()) for file in files}

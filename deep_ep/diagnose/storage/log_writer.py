@@ -14,15 +14,9 @@ from .record import Record
 
 
 class Writer:
-    """Appends records of one group to `FOLDER/diagnose-GROUP.jsonl`."""
+    """Appends records of one group to `FOLDER/diagnose-GROUP.jsonl`; what a file name cannot hold becomes "-"."""
 
     def __init__(self, folder: Path | str, group: str) -> None:
-        """Nothing is written yet.
-
-        Args:
-            folder: where to; made when it is not there.
-            group: name of the group; what a file name cannot hold becomes "-".
-        """
         name = re.sub(r"[^A-Za-z0-9_.]+", "-", group) or "group"
         self.path = Path(folder) / f"diagnose-{name}.jsonl"
 

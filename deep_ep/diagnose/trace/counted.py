@@ -45,12 +45,7 @@ class Counted:
 
 
 def read(path: Path) -> dict[int, dict[int, Counted]]:
-    """What `diagnose.save` wrote, by rank and number of the call.
-
-    Raises:
-        EPArgumentError: see `counter_archive.load`.
-        OSError: a file cannot be read.
-    """
+    """What `diagnose.save` wrote, by rank and number of the call."""
     snapshots = counter_archive.load(path)
     is_whole = [each.rank for each in snapshots] == list(range(snapshots[0].num_ranks))
     nodes = np.array([each.node for each in snapshots]) if is_whole else None

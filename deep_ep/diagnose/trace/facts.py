@@ -29,15 +29,7 @@ class ExchangeFacts:
 
 
 def of(arguments: Mapping[str, Any], where: str) -> ExchangeFacts:
-    """Of the arguments of an operator; nothing is known where it has none.
-
-    Args:
-        arguments: `args` of the event.
-        where: the file and the event, for errors.
-
-    Raises:
-        EPArgumentError: they are damaged.
-    """
+    """Of the `args` of an operator; nothing is known where it has none. `where` is the file and the event, for errors."""
     if KEY not in arguments:
         return ExchangeFacts(links=None, calls=())
     try:

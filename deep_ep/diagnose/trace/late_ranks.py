@@ -38,15 +38,10 @@ _ELSEWHERE, _EVEN = 1 / 3, 1.05
 
 
 def judge(found: Sequence[Arrivals], traces: Sequence[RankTrace]) -> Diagnosis:
-    """Who lasts to be late or early.
+    """Who lasts to be late or early, as a Diagnosis with source "waits", of windows of equally many exchanges.
 
-    Args:
-        found: of these traces.
-        traces: of several ranks.
-
-    Returns:
-        A Diagnosis with source "waits", of windows of equally many exchanges. A rank waits for another as long as that one
-        comes later. Without verdicts a note says what is undecided, and what is missing.
+    A rank waits for another as long as that one comes later. Without verdicts a note says what is undecided, and what
+    is missing.
     """
     ranks = [trace.rank for trace in traces]
     num_ranks = max(ranks) + 1 if _are_known(ranks) else 0

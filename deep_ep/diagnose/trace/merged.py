@@ -26,18 +26,10 @@ _COMPRESSION = 1
 
 
 def write(trace: RankTrace, target: Path) -> None:
-    """Writes the trace again, packed if its name ends in .gz.
+    """Writes the trace again, packed if the name of the target ends in .gz.
 
     Phases are drawn from the begin of the operator's first kernel on (of the operator, where there is no GPU), one after the
     other, though waiting of a fresh dispatch is in two places.
-
-    Args:
-        trace: as it was read.
-        target: a file; a link is not followed.
-
-    Raises:
-        EPArgumentError: the trace cannot be read any more, or the target is a link.
-        OSError: a file cannot be read or written.
     """
     if target.exists() and target.samefile(trace.path):
         raise EPArgumentError(

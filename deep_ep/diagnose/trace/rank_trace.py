@@ -134,7 +134,6 @@ class NamedSpans:
     """Times and names of many spans, 20 bytes each."""
 
     def __init__(self) -> None:
-        """None yet."""
         self._names: dict[str, int] = {}
         self._flat = array("d")
         self._places = array("I")
@@ -235,12 +234,7 @@ class RankTrace:
 
 
 def read(path: Path) -> RankTrace:
-    """Reads one trace. Memory grows with the numbers of kernels and exchanges, not with the file.
-
-    Raises:
-        EPArgumentError: the file is damaged, or no trace.
-        OSError: it cannot be read.
-    """
+    """Reads one trace. Memory grows with the numbers of kernels and exchanges, not with the file."""
     stream = TraceStream(path)
     return condense(path, stream, stream.header)
 
@@ -248,13 +242,7 @@ def read(path: Path) -> RankTrace:
 def condense(
     path: Path, events: Iterable[Mapping[str, Any]], header: Mapping[str, Any]
 ) -> RankTrace:
-    """The same of events that somebody else has read.
-
-    Args:
-        path: where they come from.
-        events: as the profiler writes them.
-        header: what stands beside them; it may be filled while they are read.
-    """
+    """The same of events that somebody else has read; the header may be filled while they are."""
     operators: dict[int, TracedExchange] = {}
     nameless: list[TracedExchange] = []
     moved: list[_Moved] = []
@@ -322,15 +310,7 @@ def condense(
 
 
 def add_counted(trace: RankTrace, counted: Mapping[int, Counted]) -> list[str]:
-    """Adds what counters know of the calls of a rank.
-
-    Args:
-        trace: of this rank.
-        counted: by number of the call.
-
-    Returns:
-        What does not fit, for people.
-    """
+    """Adds what counters know of the calls of this rank, by number of the call; returns what does not fit, for people."""
     if not any(each.calls for each in trace.exchanges):
         return [
             f"{trace.path}: no operator says which call of this package it is, so counters add nothing; profile "
@@ -475,12 +455,7 @@ class _Moved(NamedTuple):
 
 
 def _add_moved(called: list[TracedExchange], moved: list[_Moved]) -> None:
-    """Adds to each exchange what the calls in it move, which stands in it or behind it.
-
-    Args:
-        called: in order of time.
-        moved: in any order.
-    """
+    """Adds to each exchange, in order of time, what the calls in it move, which stands in it or behind it."""
     of_thread: dict[tuple[str, str], list[TracedExchange]] = defaultdict(list)
     for exchange in called:
         of_thread[exchange.thread].append(exchange)

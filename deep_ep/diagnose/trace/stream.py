@@ -24,17 +24,10 @@ EVENTS = "traceEvents"
 class TraceStream:
     """One trace, JSON or gzip of it: an object with `traceEvents`, or the events alone.
 
-    Attributes:
-        path: the file.
-        header: what else the file says, as far as it has been read; `distributedInfo` has the rank.
+    `header` is what else the file says, as far as it has been read; `distributedInfo` has the rank.
     """
 
     def __init__(self, path: Path) -> None:
-        """Reads nothing yet.
-
-        Args:
-            path: the file.
-        """
         self.path = path
         self.header: dict[str, Any] = {}
         self._source: Any = None
@@ -46,12 +39,7 @@ class TraceStream:
         self._ended = False
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        """The events; entries that are no objects are passed over.
-
-        Raises:
-            EPArgumentError: the file is damaged; names the character at which.
-            OSError: it cannot be read.
-        """
+        """The events; entries that are no objects are passed over. Damage is an EPArgumentError that names the character."""
         with open(self.path, "rb") as file, contextlib.ExitStack() as opened:
             is_packed = file.read(len(_GZIP)) == _GZIP
             file.seek(0)
