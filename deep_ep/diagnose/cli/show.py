@@ -138,21 +138,13 @@ def _write_files(
                 f"{given.path}: --html of {len(chosen)} windows; a page has at most {_MOST_WINDOWS}. "
                 "Choose with --window or --group."
             )
-        records = [_asked_for(given, log[index]) for index in chosen]
-        write_page(
-            [_with_remarks(record.diagnosis, log) for record in records],
-            given.html,
-            title=records[-1].group,
-            times=[record.time_s for record in records],
-            block_of=[record.block_of for record in records],
-        )
+        write_page([_with_remarks(given, log, index) for index in chosen], given.html)
         console.print(Text(f"wrote {given.html}"))
     for picture in (given.png, given.svg):
         if picture is not None:
             from ..render.figure import write_picture
 
-            latest = _asked_for(given, log[chosen[-1]])
-            write_picture(_with_remarks(latest.diagnosis, log), picture)
+            write_picture(_with_remarks(given, log, chosen[-1]).diagnosis, picture)
             console.print(Text(f"wrote {picture}"))
     if given.speed_profile is not None:
         from ..render.speed_profile import write_speed_profile
@@ -163,5 +155,7 @@ def _write_files(
         console.print(Text(f"wrote {given.speed_profile}"))
 
 
-def _with_remarks(diagnosis: Diagnosis, log: Log) -> Diagnosis:
-    return replace(diagnosis, remarks=[*diagnosis.remarks, *log.remarks])
+def _with_remarks(given: argparse.Namespace, log: Log, index: int) -> Record:
+    record = _asked_for(given, log[index])
+    remarks = [*record.diagnosis.remarks, *log.remarks]
+    return replace(record, diagnosis=replace(record.diagnosis, remarks=remarks))

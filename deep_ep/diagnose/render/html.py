@@ -19,9 +19,9 @@ import numpy as np
 from ..core import quantities, rank_blocks, safe_files
 from ..core.causes import TITLES
 from ..core.diagnosis import Diagnosis, FloatArray, Measured, Verdict
-from ..core.package import EPArgumentError
 from ..core.robust_stats import lowest, median_of
 from ..render import wording
+from ..storage.record import Record
 from .figure import colour_scale
 from .page import page
 from .phase_bars import bars, of_measured
@@ -37,61 +37,20 @@ _MOST_RANKS = 64
 _MOST_OUTLIERS = 50
 
 
-def write_page(
-    diagnoses: Sequence[Diagnosis],
-    path: str | Path,
-    *,
-    title: str,
-    times: Sequence[float] | None = None,
-    block_of: Sequence[Sequence[int]] | None = None,
-) -> None:
-    """Writes one HTML file that shows the windows given, in order of time; it needs no other file and no network.
+def write_page(records: Sequence[Record], path: str | Path) -> None:
+    """Writes one HTML file that shows these windows, in order of time, the last one first; it needs no network.
 
     It has about 50 kB at 8 ranks, 200 kB at 64, below 20 MB at 1024 per window.
-
-    Args:
-        diagnoses: the last one is shown first.
-        path: the file to write.
-        title: group or job, for the head of the page.
-        times: when each window ended, seconds since 1970; NaN where unknown.
-        block_of: per window what `storage.record.Record.block_of` is.
     """
-    if not diagnoses:
-        raise EPArgumentError(
-            "write_page: diagnoses is empty; at least one window is needed. Count operations first: "
-            "buffer.enable_counters(), or DEEP_EP_DIAGNOSE=1."
-        )
-    for name, given in (("times", times), ("block_of", block_of)):
-        if given is not None and len(given) != len(diagnoses):
-            raise EPArgumentError(
-                f"write_page: {len(given)} {name} for {len(diagnoses)} diagnoses; give one per "
-                "diagnosis, or None."
-            )
-    for diagnosis in diagnoses:
-        _check(diagnosis)
-    names = [_window_name(i, len(diagnoses), times) for i in range(len(diagnoses))]
-    blocks = block_of or [()] * len(diagnoses)
     text = page(
         "slow.html",
-        title,
-        windows=[_window(*window) for window in zip(diagnoses, names, blocks)],
+        records[-1].group,
+        windows=[_window(record, place, len(records)) for place, record in enumerate(records)],
         parts=_PARTS,
-        data={"windows": [_window_data(*window) for window in zip(diagnoses, blocks)]},
+        data={"windows": [_window_data(record) for record in records]},
     )
     with safe_files.create(path) as file:
         file.write(text)
-
-
-def _check(diagnosis: Diagnosis) -> None:
-    expected = (diagnosis.num_ranks, diagnosis.num_ranks)
-    for m in diagnosis.measured.values():
-        for part in _PARTS:
-            shape = _matrix(m, part).shape
-            if shape != expected:
-                raise EPArgumentError(
-                    f"write_page: {part} of {m.operation} is {shape}, but hosts names "
-                    f"{diagnosis.num_ranks} ranks; matrices must be {expected}."
-                )
 
 
 def _matrix(m: Measured, part: str) -> FloatArray:
@@ -99,26 +58,27 @@ def _matrix(m: Measured, part: str) -> FloatArray:
     return values
 
 
-def _window_name(index: int, count: int, times: Sequence[float] | None) -> str:
+def _window_name(record: Record, index: int, count: int) -> str:
     name = f"window {index + 1} of {count}" if count > 1 else "window"
-    if times is None or not math.isfinite(times[index]):
+    if not math.isfinite(record.time_s):
         return name
-    ended = datetime.fromtimestamp(times[index], tz=timezone.utc)
+    ended = datetime.fromtimestamp(record.time_s, tz=timezone.utc)
     return f"{name} until {ended:%Y-%m-%d %H:%M:%S} UTC"
 
 
 # ----------------------------------------------------------------------- words and tables
 
 
-def _window(diagnosis: Diagnosis, name: str, block_of: Sequence[int]) -> dict[str, Any]:
+def _window(record: Record, index: int, count: int) -> dict[str, Any]:
     """What slow.html shows of one window."""
+    diagnosis = record.diagnosis
     is_whole = bool(diagnosis.measured) and not diagnosis.remarks
     bandwidths = {name: m.bandwidth for name, m in diagnosis.measured.items() if m.bandwidth}
     # The same for all: windows of logs from elsewhere have no count of operations at all.
     per = wording.per(diagnosis, next(iter(diagnosis.measured), ""))
     kinds = wording.mean_of(diagnosis)
     return {
-        "name": name,
+        "name": _window_name(record, index, count),
         "answer": _short_answer(diagnosis),
         "about": _about(diagnosis),
         "mood": "bad" if diagnosis.verdicts else "good" if is_whole else "open",
@@ -132,7 +92,7 @@ def _window(diagnosis: Diagnosis, name: str, block_of: Sequence[int]) -> dict[st
             [name, *map(_middle, (b.effective, b.ingress, b.egress, b.edge))]
             for name, b in bandwidths.items()
         ],
-        "slowest": _slowest_of_all(diagnosis, with_paths=not block_of),
+        "slowest": _slowest_of_all(diagnosis, with_paths=not record.block_of),
         "own_times": _own_times(diagnosis),
     }
 
@@ -308,14 +268,15 @@ def _middle(values: FloatArray) -> str:
 # ------------------------------------------------------------------ data of the pictures
 
 
-def _window_data(diagnosis: Diagnosis, block_of: Sequence[int]) -> dict[str, Any]:
+def _window_data(record: Record) -> dict[str, Any]:
     """What slow.js reads of one window: names of the ranks, and packed matrices per operation."""
+    diagnosis = record.diagnosis
     ranks = range(diagnosis.num_ranks)
     return {
         "labels": [wording.rank_name(diagnosis, rank) for rank in ranks],
         "missing": list(wording.missing_ranks(diagnosis)),
         "borders": rank_blocks.borders(diagnosis),
-        "notes": ["Stored as means over blocks of ranks."] if block_of else [],
+        "notes": ["Stored as means over blocks of ranks."] if record.block_of else [],
         "operations": {
             name: {"per": wording.per(diagnosis, name), **_operation_data(m)}
             for name, m in diagnosis.measured.items()

@@ -18,7 +18,7 @@ from selenium.webdriver.common.keys import Keys
 
 from deep_ep.diagnose.core.diagnosis import Diagnosis, Outlier
 from deep_ep.diagnose.render.html import write_page
-from deep_ep.errors import EPArgumentError
+from deep_ep.diagnose.storage.record import Record
 from fixtures import HOT, LATE, LATE_RANK, NODE_PAIR, SLOW_PATH, diagnosis
 
 NAN = float("nan")
@@ -30,7 +30,7 @@ GAINED = "2,020 us less per operation (mean of dispatch and combine; 4,040 us fo
 
 def written(folder: Path, *diagnoses: Diagnosis, title: str = "job 7, group ep") -> Path:
     page = folder / "report.html"
-    write_page(diagnoses, page, title=title)
+    write_page([Record(found, NAN, i, title) for i, found in enumerate(diagnoses, 1)], page)
     return page
 
 
@@ -323,33 +323,18 @@ def test_pages_stay_small_enough_for_a_ticket(tmp_path: Path, num_ranks: int, mo
 
 def test_windows_can_be_chosen_by_time(tmp_path: Path) -> None:
     page = tmp_path / "report.html"
-    write_page([diagnosis(4), diagnosis(4, verdicts=[])], page, title="job", times=[0.0, 3600.5])
+    slow, healthy = diagnosis(4), diagnosis(4, verdicts=[])
+    write_page([Record(slow, 0.0, 1, "job"), Record(healthy, 3600.5, 2, "job")], page)
     text = Reader(page).text
     assert "window 1 of 2 until 1970-01-01 00:00:00 UTC: 1 cause" in text
     assert "window 2 of 2 until 1970-01-01 01:00:00 UTC: no anomaly" in text
 
 
-def test_no_window_and_missing_times_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(EPArgumentError, match="diagnoses is empty"):
-        write_page([], tmp_path / "a.html", title="job")
-    with pytest.raises(EPArgumentError, match="2 times for 1 diagnoses"):
-        write_page([diagnosis(4)], tmp_path / "a.html", title="job", times=[1.0, 2.0])
-
-
-def test_a_matrix_of_another_size_is_refused(tmp_path: Path) -> None:
-    found = diagnosis(8)
-    other = replace(found, measured={"dispatch": diagnosis(5).measured["dispatch"]})
-    with pytest.raises(EPArgumentError, match=r"wait of dispatch is \(5, 5\).*8 ranks.*\(8, 8\)"):
-        written(tmp_path, other)
-
-
 def test_paths_that_are_means_over_blocks_are_not_listed_as_slowest(tmp_path: Path) -> None:
     found, page = diagnosis(8), tmp_path / "report.html"
-    write_page([found], page, title="job", block_of=[[0] * 4 + [1] * 4])
+    write_page([Record(found, NAN, 1, "job", block_of=(0,) * 4 + (1,) * 4)], page)
     assert "dispatch, into" in page.read_text()
     assert "dispatch, path" not in page.read_text()
-    with pytest.raises(EPArgumentError, match="2 block_of for 1 diagnoses"):
-        write_page([found], page, title="job", block_of=[[], []])
 
 
 def test_ranks_of_unknown_hosts_are_not_missing(tmp_path: Path) -> None:

@@ -94,7 +94,7 @@ def test_texts_of_records_reach_pages_pictures_and_metrics_written_out(
     system_tools.package("prometheus_client")
     system_tools.package("matplotlib")
     (record,) = read(evil)
-    write_page([record.diagnosis], tmp_path / "page.html", title=record.group)
+    write_page([record], tmp_path / "page.html")
     prometheus.write_textfile([record], tmp_path / "x.prom")
     write_picture(record.diagnosis, tmp_path / "picture.svg")
     for name in ("page.html", "x.prom", "picture.svg"):
@@ -254,9 +254,7 @@ def look_at(file: Path) -> None:
     for record in log:
         report(record.diagnosis, console)
         to_line(record, with_matrices=True)
-        write_page(
-            [record.diagnosis], file.with_suffix(".html"), title=record.group, times=[record.time_s]
-        )
+        write_page([record], file.with_suffix(".html"))
     prometheus.Metrics(log)
     assert UNFIT.search(console.file.getvalue()) is None  # type: ignore[attr-defined]
 
@@ -404,7 +402,7 @@ def write_counters(folder: Path) -> Path:
 
 
 def write_html(folder: Path) -> Path:
-    write_page([SLOW.diagnosis], folder / "page.html", title="ep")
+    write_page([SLOW], folder / "page.html")
     return folder / "page.html"
 
 
