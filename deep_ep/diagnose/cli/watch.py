@@ -6,7 +6,6 @@ import argparse
 import math
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from datetime import datetime
 
 from rich.console import Console, Group, RenderableType
@@ -117,34 +116,24 @@ def _screen(
     return Group(*parts)
 
 
-@dataclass
-class Span:
-    """The windows of a group: number of the first and of the last, and how many there are."""
-
-    first: int
-    last: int
-    count: int = 0
-
-
-Spans = dict[str, Span]
+# The numbers of the windows of each group, in order.
+Spans = dict[str, list[int]]
 
 
 def spans_of(windows: Iterable[Headline | Record], spans: Spans | None = None) -> Spans:
     """Per group; counted on from `spans`."""
     spans = {} if spans is None else spans
     for one in windows:
-        span = spans.setdefault(one.group, Span(one.window, one.window))
-        span.last = one.window
-        span.count += 1
+        spans.setdefault(one.group, []).append(one.window)
     return spans
 
 
 def position(spans: Spans, record: Record) -> str:
     """ "window 3 of 1-7", with the group where there are several."""
-    span = spans[record.group]
+    numbers = spans[record.group]
     text = f"window {record.window}"
-    if span.count > 1:
-        text += f" of {span.first}-{span.last}"
+    if len(numbers) > 1:
+        text += f" of {numbers[0]}-{numbers[-1]}"
     if len(spans) > 1:
         text += f", group {record.group}"
     return text

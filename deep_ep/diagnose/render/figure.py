@@ -52,11 +52,9 @@ def write_picture(diagnosis: Diagnosis, path: str | Path) -> None:
     if suffix not in _SUFFIXES:
         raise EPArgumentError(
             f"write_picture: path is {str(path)!r}, whose suffix is {suffix or 'missing'!r}; allowed "
-            f"are {' and '.join(_SUFFIXES)}. Name the file accordingly; pages are written by write_page."
+            f"are {' and '.join(_SUFFIXES)}. Name the file accordingly; pages: python -m deep_ep.diagnose show --html."
         )
     try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.backends.backend_svg import FigureCanvasSVG
         from matplotlib.figure import Figure
     except ImportError as error:
         raise EPNotBuiltError(
@@ -65,10 +63,6 @@ def write_picture(diagnosis: Diagnosis, path: str | Path) -> None:
         ) from error
 
     figure = Figure(facecolor="white")
-    if suffix == ".svg":
-        FigureCanvasSVG(figure)
-    else:
-        FigureCanvasAgg(figure)
     _draw(figure, diagnosis)
     # Without a date the same diagnosis gives the same picture.
     metadata: dict[str, Any] = {"Date": None} if suffix == ".svg" else {}
