@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -97,12 +97,12 @@ def _undecided(found: Sequence[Arrivals], ranks: Sequence[int]) -> list[str]:
 
 
 class _Late(NamedTuple):
-    """Who is named, and why; `None` for what is not told."""
+    """Who is named, and why; nothing for what is not told."""
 
     place: int
-    cause: Cause | None
-    said: str
-    words: Mapping[str, object]
+    cause: Cause | None = None
+    said: str = ""
+    load: str = ""
 
 
 def _verdicts(
@@ -121,7 +121,7 @@ def _verdicts(
     late = [_late(judged, found, int(place)) for place in places]
     if not late and all(each.has_notify for each in judged):
         early = np.flatnonzero(found.waits.named & _in_all_kinds(found))
-        late = [_Late(int(place), Cause.EARLY, "", {}) for place in early]
+        late = [_Late(int(place), Cause.EARLY) for place in early]
     verdicts: list[Verdict] = []
     for one in late:
         for kind, each in enumerate(judged):
@@ -171,21 +171,17 @@ def _late(judged: Sequence[Arrivals], found: Lasting, place: int) -> _Late:
     if spread > effect / 2:
         return _Late(
             place,
-            None,
-            f"rank {rank} is in exchanges for {effect:,.0f} us less than the others, but their ends differ by {spread:,.0f} us from one "
+            said=f"rank {rank} is in exchanges for {effect:,.0f} us less than the others, but their ends differ by {spread:,.0f} us from one "
             "exchange to the next: they were matched wrongly, or clocks were set meanwhile",
-            {},
         )
     own = sum(_over_median(each.own_us, place) for each in judged)
     if own < _NOT_OWN * effect:
         if sum(_over_median(each.after_us, place) for each in judged) >= _OWN * effect:
-            return _Late(place, Cause.LINK, "", {})
+            return _Late(place, Cause.LINK)
         return _Late(
             place,
-            None,
-            f"rank {rank} is in exchanges for {effect:,.0f} us less than the others, and its own time before them is not longer: the "
+            said=f"rank {rank} is in exchanges for {effect:,.0f} us less than the others, and its own time before them is not longer: the "
             "exchange before held it up, or it has less to receive. Counters tell",
-            {},
         )
     elsewhere = sum(float(us) for us, each in zip(by_kind, judged) if each.operation != COMBINE)
     if elsewhere < _ELSEWHERE * effect:
@@ -193,26 +189,22 @@ def _late(judged: Sequence[Arrivals], found: Lasting, place: int) -> _Late:
             (_load(each, place) for each in judged if each.operation == COMBINE), default=math.nan
         )
         if load > _EVEN:
-            return _Late(place, Cause.HOT_EXPERTS, "", {"load": f"{load:.1f}"})
+            return _Late(place, Cause.HOT_EXPERTS, load=f"{load:.1f}")
         if math.isnan(load):
             return _Late(
                 place,
-                None,
-                f"rank {rank} comes {effect:,.0f} us late to combines alone: its experts get more tokens than the others', or they are "
+                said=f"rank {rank} comes {effect:,.0f} us late to combines alone: its experts get more tokens than the others', or they are "
                 "slow. Profile with record_shapes=True, which says how many rows it has",
-                {},
             )
     if own < _OWN * effect:
         return _Late(
             place,
-            None,
-            f"rank {rank} comes {effect:,.0f} us late, of which {own:,.0f} us are its own time: for the rest the exchange before held it up. "
+            said=f"rank {rank} comes {effect:,.0f} us late, of which {own:,.0f} us are its own time: for the rest the exchange before held it up. "
             "Counters tell",
-            {},
         )
     seen_in = _seen_in(judged, place, effect / len(judged))
     cause = Cause.LATE if seen_in >= _MOST_OF_THEM else Cause.LATE_AT_TIMES
-    return _Late(place, cause, "", {})
+    return _Late(place, cause)
 
 
 def _over_median(times: FloatArray, place: int) -> float:
@@ -249,7 +241,7 @@ def _verdict(
     due = wait.argmax(axis=1) == one.place
     if cause == Cause.EARLY:
         due = np.arange(len(wait)) == one.place
-    words = {"operation": each.operation, "rank": rank, **one.words}
+    words = {"operation": each.operation, "rank": rank, "load": one.load}
     step = cause.row.next_step.format_map(words)
     if cause not in (Cause.EARLY, Cause.LINK):
         did = str(before(each, traces, one.place))
