@@ -7,13 +7,11 @@ each of them a patch that only adds lines. Such a patch fits anything, so nothin
 from __future__ import annotations
 
 import argparse
-import contextlib
 import hashlib
-import os
 import re
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -57,14 +55,9 @@ class PatchedFile:
 
 @dataclass(frozen=True)
 class PatchSet:
-    """What is done to one version of one project.
+    """What is done to one version of one project: `title` names it, with its commit, and `name` its folder.
 
-    Attributes:
-        name: of its folder.
-        title: project, version and commit.
-        next_step: what to do once it is applied.
-        files: that get lines.
-        added: files of ours, by their path from the checkout.
+    `added` are files of ours, by their path from the checkout.
     """
 
     name: str
@@ -222,44 +215,26 @@ def _require_place(checkout: Path, one: PatchSet, *, is_patched: bool) -> None:
 def _replace(checkout: Path, contents: Mapping[str, bytes | None]) -> None:
     """All files get their contents, None is none, or all keep what they have."""
     before: dict[Path, bytes | None] = {}
-    try:
-        with contextlib.ExitStack() as stack:
-            prepared = [
-                (path := checkout / name, stack.enter_context(_prepared(path, text)))
-                for name, text in contents.items()
-            ]
-            for path, new in prepared:
-                old = path.read_bytes() if path.exists() else None
-                before[path] = old
-                if new is None:
-                    path.unlink()
+    with tempfile.TemporaryDirectory(dir=checkout, prefix=".") as folder:
+        new = {checkout / name: Path(folder, str(i)) for i, name in enumerate(contents)}
+        for (path, prepared), text in zip(new.items(), contents.values()):
+            if text is not None:
+                prepared.write_bytes(text)
+                prepared.chmod(path.stat().st_mode & 0o777 if path.exists() else 0o644)
+        try:
+            for path, prepared in new.items():
+                before[path] = path.read_bytes() if path.exists() else None
+                if prepared.exists():
+                    prepared.replace(path)
                 else:
-                    new.replace(path)
-    except BaseException:
-        for path, old in before.items():
-            if old is None:
-                path.unlink(missing_ok=True)
-            else:
-                path.write_bytes(old)
-        raise
-
-
-@contextlib.contextmanager
-def _prepared(path: Path, text: bytes | None) -> Iterator[Path | None]:
-    """A file beside `path` with its new text and its permissions; it is gone afterwards, if nobody has moved it."""
-    if text is None:
-        yield None
-        return
-    mode = path.stat().st_mode & 0o777 if path.exists() else 0o644
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    new = Path(name)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(text)
-        new.chmod(mode)
-        yield new
-    finally:
-        new.unlink(missing_ok=True)
+                    path.unlink()
+        except BaseException:
+            for path, old in before.items():
+                if old is None:
+                    path.unlink(missing_ok=True)
+                else:
+                    path.write_bytes(old)
+            raise
 
 
 def _sha256(text: bytes) -> str:
