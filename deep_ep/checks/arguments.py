@@ -27,15 +27,7 @@ MAX_BYTES = 1 << 46  # no process has addresses for more
 
 
 class Limits(NamedTuple):
-    """What a buffer allows; the checks need no more of it.
-
-    Attributes:
-        num_ranks: size of the group.
-        num_rdma_bytes: size of its RDMA buffer.
-        device: where tensors must be.
-        binding: the native module; it knows the kernels' limits.
-        num_nvl_bytes: size of its NVLink buffer.
-    """
+    """What a buffer allows, and where tensors must be. The kernels' limits are those of the binding."""
 
     num_ranks: int
     num_rdma_bytes: int

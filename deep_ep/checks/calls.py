@@ -140,12 +140,7 @@ class MaskQuery(BufferCall):
 
 @dataclass(init=False, eq=False)
 class NormalDispatch(StreamCall, OperationCall):
-    """`Buffer.dispatch`.
-
-    Attributes:
-        x: its data.
-        x_scales: its scales, or `None`.
-    """
+    """`Buffer.dispatch`. Checks put the data of `x` into `x`, and its scales into `x_scales`."""
 
     name = NORMAL_DISPATCH
     x: Any
@@ -191,12 +186,7 @@ class ElasticCall(OperationCall):
 
 @dataclass(init=False, eq=False)
 class ElasticDispatch(ElasticCall):
-    """`ElasticBuffer.dispatch`.
-
-    Attributes:
-        x: its data.
-        x_scales: its scales, or `None`.
-    """
+    """`ElasticBuffer.dispatch`, with data and scales as `NormalDispatch`."""
 
     name = NORMAL_DISPATCH
     x: Any

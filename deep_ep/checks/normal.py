@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -45,19 +45,10 @@ class NormalShape:
     @functools.cached_property
     def keywords(self) -> dict[str, int]:
         """The same as the native runtime takes it."""
-        config = self.config
-        return {
-            "num_tokens": self.num_tokens,
-            "num_experts": self.num_experts,
-            "num_topk": self.num_topk,
-            "num_scales": self.num_scales,
-            "row_bytes": self.row_bytes,
-            "num_channels": self.num_channels,
-            "num_max_nvl_chunked_send_tokens": config.num_max_nvl_chunked_send_tokens,
-            "num_max_nvl_chunked_recv_tokens": config.num_max_nvl_chunked_recv_tokens,
-            "num_max_rdma_chunked_send_tokens": config.num_max_rdma_chunked_send_tokens,
-            "num_max_rdma_chunked_recv_tokens": config.num_max_rdma_chunked_recv_tokens,
-        }
+        sizes = asdict(self)
+        config = sizes.pop("config")
+        del config["num_sms"]
+        return {**sizes, **config, "num_channels": self.num_channels}
 
 
 # A program calls with few sizes, again and again; only its number of tokens varies.

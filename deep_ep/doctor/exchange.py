@@ -30,14 +30,7 @@ T = TypeVar("T")
 
 
 class RankSetup(NamedTuple):
-    """One rank of an exchange.
-
-    Attributes:
-        store: where the ranks meet: `tcp://ADDRESS:PORT` of a store that is served, or `file://PATH`.
-        rank: the rank.
-        size: number of ranks.
-        local_rank: its place among those of its host.
-    """
+    """One rank of an exchange; `store` is `tcp://ADDRESS:PORT` of a store that is served, or `file://PATH`."""
 
     store: str
     rank: int

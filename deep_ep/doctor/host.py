@@ -58,7 +58,6 @@ class Host:
 
     Attributes:
         root: folder that stands for `/`.
-        environment: variables of the process.
         search_path: where Python looks for packages, in order.
         package: folder of the deep_ep that is examined.
         start: runs a command; `run` is what checks call.

@@ -35,15 +35,9 @@ _MUST_AGREE = {
 
 
 class Job(NamedTuple):
-    """This rank's place in a job, and where the ranks meet.
+    """This rank's place in a job, and address and port of the store where the ranks meet.
 
-    Attributes:
-        rank: this one.
-        size: number of ranks.
-        address: host of the store.
-        port: of the store.
-        launcher_serves: whether the launcher serves the store; otherwise rank 0 does.
-        local_rank: place among the ranks of its host.
+    The launcher serves it, or else rank 0; `local_rank` is the place among the ranks of its host.
     """
 
     rank: int
@@ -56,13 +50,7 @@ class Job(NamedTuple):
 
 @dataclass(frozen=True)
 class RankReport:
-    """What one rank has published.
-
-    Attributes:
-        host: where it runs.
-        findings: its own.
-        tried: what it saw of the exchange, if one was tried.
-    """
+    """What one rank has published: where it runs, what it found, and what it saw of the exchange, if one was tried."""
 
     host: str
     findings: Sequence[Finding]

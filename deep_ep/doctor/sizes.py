@@ -17,16 +17,7 @@ _BF16_BYTES = 2
 
 @dataclass(frozen=True)
 class ExchangeSizes:
-    """Sizes of an exchange.
-
-    Attributes:
-        tokens: most tokens that a rank dispatches at once (num_max_dispatch_tokens_per_rank).
-        hidden: channels of a token.
-        experts: in total.
-        topk: experts of a token.
-        ranks: size of the group.
-        ranks_per_node: ranks of an NVLink domain.
-    """
+    """Sizes of an exchange, as the options of the program: `tokens` are the most that a rank dispatches at once."""
 
     tokens: int
     hidden: int

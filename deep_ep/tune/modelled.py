@@ -20,6 +20,7 @@ ERROR = (
     "docs/cost_model.md has them"
 )
 FILE = Path(__file__).with_name("modelled.json")
+_HEAD = ("gpus", "num_nodes", "ranks_per_node", "tokens")
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ def read() -> list[ModelledGroup]:
     """All that were computed."""
     return [
         ModelledGroup(
-            **{name: one[name] for name in ("gpus", "num_nodes", "ranks_per_node", "tokens")},
+            **{name: one[name] for name in _HEAD},
             times={
                 Trial(Config(*dispatch), Config(*combine)): Times(*us)
                 for dispatch, combine, us in one["times"]
@@ -92,9 +93,7 @@ def write(groups: Sequence[ModelledGroup]) -> None:
             )
             for trial, times in group.times.items()
         ]
-        head = {
-            name: getattr(group, name) for name in ("gpus", "num_nodes", "ranks_per_node", "tokens")
-        }
+        head = {name: getattr(group, name) for name in _HEAD}
         times = ",\n  ".join(lines)
         entries.append(f'{json.dumps(head)[:-1]}, "times": [\n  {times}\n ]}}')
     FILE.write_text("[\n " + ",\n ".join(entries) + "\n]\n")

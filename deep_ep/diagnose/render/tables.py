@@ -14,14 +14,7 @@ from .page import page
 
 @dataclass(frozen=True)
 class Sheet:
-    """A table as text.
-
-    Attributes:
-        title: above it.
-        columns: their titles.
-        rows: of as many cells.
-        words: columns that are no numbers.
-    """
+    """A table as text; `words` are the columns that are no numbers."""
 
     title: str
     columns: Sequence[str]

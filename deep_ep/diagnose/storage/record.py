@@ -63,13 +63,7 @@ class Record:
 
 
 class Headline(NamedTuple):
-    """What tells records of a log apart, without their numbers.
-
-    Attributes:
-        time_s, window, group: of the record.
-        keys: of its verdicts, see `Diagnosis.keys`.
-        has_matrices: whether any number of a matrix is there.
-    """
+    """What tells records of a log apart, without their numbers; `keys` are those of its `Diagnosis`."""
 
     time_s: float
     window: int
