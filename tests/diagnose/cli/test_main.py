@@ -73,12 +73,6 @@ def test_show_takes_the_last_window_with_a_verdict_and_says_which(run: Run, fold
     assert max(map(len, out.splitlines())) <= 80
 
 
-def test_show_takes_the_last_of_several_windows_with_a_verdict(run: Run, folder: Path) -> None:
-    Writer(folder, "ep").write(record(SLOW, 4), with_matrices=True)
-    Writer(folder, "ep").write(record(HEALTHY, 5), with_matrices=True)
-    assert run("show", folder)[1].startswith("window 4 of 1-5, the last with")
-
-
 def test_show_takes_the_window_of_the_same_verdicts_that_has_matrices(
     run: Run, folder: Path
 ) -> None:

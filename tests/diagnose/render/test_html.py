@@ -192,21 +192,6 @@ def test_the_answer_comes_first_in_words(tmp_path: Path) -> None:
     assert f"98 % of all waiting. Without it: {GAINED}" in text
 
 
-@pytest.mark.parametrize(
-    ("remarks", "said"),
-    [
-        ([], "No anomaly: nothing stands out of the noise."),
-        (["no counters from rank 3"], "No anomaly found in what could be judged; see the notes"),
-        (["combine: undecided, 4 are too few"], "Combine: undecided, 4 are too few"),
-    ],
-)
-def test_without_a_cause_it_is_said_why(tmp_path: Path, remarks: list[str], said: str) -> None:
-    reader = Reader(written(tmp_path, replace(diagnosis(8, verdicts=[]), remarks=remarks)))
-    assert said in reader.text
-    assert all(remark.lower() in reader.text.lower() for remark in remarks)
-    assert not [row for row in reader.rows if "-Slow" in row[0]]
-
-
 def test_nothing_measured_is_said(tmp_path: Path) -> None:
     page = written(
         tmp_path, Diagnosis({}, [], ["one rank: nothing to compare"], hosts=("a",), devices=(0,))
@@ -218,14 +203,6 @@ def test_waits_only_is_said_to_be_weaker(tmp_path: Path) -> None:
     found = replace(diagnosis(8, stamped=False), source="waits")
     text = Reader(written(tmp_path, found)).text
     assert "from cumulative waiting alone: which side is slow, not why" in text
-
-
-def test_what_all_causes_together_cost_is_said(tmp_path: Path) -> None:
-    found = diagnosis(8, verdicts=[LATE, SLOW_PATH, replace(SLOW_PATH, edge=(1, 3))])
-    together = replace(found, savings_us={"dispatch": 500.0, "combine": 500.0})
-    text = Reader(written(tmp_path, together)).text
-    of_each = "(mean of dispatch and combine; 1,000 us for one of each)."
-    assert text.count(f"Without all causes together: 500 us less per operation {of_each}") == 1
 
 
 def test_without_a_count_of_operations_times_are_of_the_window(tmp_path: Path) -> None:
