@@ -305,7 +305,7 @@ def condense(
         work,
         ranges,
         host_ranges,
-        _num_ranks(header),
+        max(_of_job(header, "world_size") or 0, 0),
     )
 
 
@@ -472,18 +472,15 @@ def _add_moved(called: list[TracedExchange], moved: list[_Moved]) -> None:
 
 
 def _rank(header: Mapping[str, Any], path: Path) -> int:
-    about = header.get("distributedInfo")
-    rank = about.get("rank") if isinstance(about, dict) else None
-    if isinstance(rank, int):
-        return rank
+    rank = _of_job(header, "rank")
     named = _RANK_IN_NAME.search(path.name)
-    return int(named.group(1)) if named else -1
+    return rank if rank is not None else int(named.group(1)) if named else -1
 
 
-def _num_ranks(header: Mapping[str, Any]) -> int:
+def _of_job(header: Mapping[str, Any], name: str) -> int | None:
     about = header.get("distributedInfo")
-    size = about.get("world_size") if isinstance(about, dict) else None
-    return size if isinstance(size, int) and not isinstance(size, bool) and size > 0 else 0
+    value = about.get(name) if isinstance(about, dict) else None
+    return value if type(value) is int else None
 
 
 def _thread(event: Mapping[str, Any]) -> tuple[str, str]:
@@ -514,10 +511,5 @@ def covered_us(times: Times, intervals: Times) -> Times:
     if not len(intervals):
         return np.zeros(len(times))
     lengths = intervals[:, 1] - intervals[:, 0]
-    before = np.r_[0.0, np.cumsum(lengths)]
-    index = np.searchsorted(intervals[:, 0], times, side="right")
-    inside = np.minimum(times, np.r_[-np.inf, intervals[:, 1]][index])
-    begun = np.r_[0.0, intervals[:, 0]][index]
-    partial = np.where(index > 0, np.maximum(inside - begun, 0), 0)
-    covered: Times = before[np.maximum(index - 1, 0)] + partial
-    return covered
+    until = np.cumsum(lengths)
+    return np.interp(times, intervals.ravel(), np.stack([until - lengths, until], axis=1).ravel())
