@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -45,9 +45,8 @@ class NormalShape:
     @functools.cached_property
     def keywords(self) -> dict[str, int]:
         """The same as the native runtime takes it."""
-        sizes = asdict(self)
-        config = sizes.pop("config")
-        del config["num_sms"]
+        sizes, config = dict(vars(self)), dict(vars(self.config))
+        del sizes["config"], config["num_sms"]
         return {**sizes, **config, "num_channels": self.num_channels}
 
 

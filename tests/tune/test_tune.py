@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -237,7 +236,3 @@ def test_the_program_measures_once_and_writes_what_config_takes(tmp_path: Path) 
     assert again.returncode == 0, again.stderr
     assert "remembered; --again measures again" in again.stdout
     assert json.loads(output.read_text()) == written
-
-
-if __name__ == "__main__":
-    sys.exit(pytest.main([__file__]))

@@ -9,7 +9,7 @@ import math
 import re
 from collections import Counter, deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
@@ -139,12 +139,8 @@ class _LoggedRow:
     waits: FloatArray
 
 
-@dataclass
-class _LoggedWindow:
-    """Rows of one matrix while they come in."""
-
-    operation: str
-    rows: dict[int, _LoggedRow] = field(default_factory=dict)
+# Rows of one matrix, by rank.
+_LoggedWindow = dict[int, _LoggedRow]
 
 
 def _read_matrices(files: Sequence[Path]) -> Log:
@@ -256,10 +252,10 @@ def _windows(by_file: Sequence[Sequence[_LoggedRow]]) -> list[_LoggedWindow]:
         latest: dict[str, _LoggedWindow] = {}
         for row in rows:
             window = latest.get(row.operation)
-            if window is None or row.rank in window.rows:
-                window = latest[row.operation] = _LoggedWindow(row.operation)
+            if window is None or row.rank in window:
+                window = latest[row.operation] = {}
                 windows.append(window)
-            window.rows[row.rank] = row
+            window[row.rank] = row
     return windows
 
 
@@ -271,8 +267,7 @@ def _windows_of_ranks(by_file: Sequence[Sequence[_LoggedRow]]) -> list[_LoggedWi
         _require_same_size(rows[0], by_file[0][0])
         for row in rows:
             number = seen[row.rank, row.operation] = seen.get((row.rank, row.operation), 0) + 1
-            window = windows.setdefault((number, row.operation), _LoggedWindow(row.operation))
-            window.rows[row.rank] = row
+            windows.setdefault((number, row.operation), {})[row.rank] = row
     return [windows[key] for key in sorted(windows, key=lambda key: key[0])]
 
 
@@ -284,18 +279,18 @@ def _judge_window(
     before: dict[str, deque[FloatArray]],
 ) -> Record:
     """Judges a window with those before it; `before` holds the latest of each operation."""
-    rows = sorted(window.rows.values(), key=lambda row: row.rank)
-    num_ranks = rows[0].waits.size
+    rows = sorted(window.values(), key=lambda row: row.rank)
+    operation, num_ranks = rows[0].operation, rows[0].waits.size
     matrix = np.full((num_ranks, num_ranks), np.nan)
     for row in rows:
         matrix[row.rank] = row.waits
-    latest = before.setdefault(window.operation, deque(maxlen=MOST_WINDOWS))
+    latest = before.setdefault(operation, deque(maxlen=MOST_WINDOWS))
     latest.append(matrix)
     try:
-        diagnosis = judge_waits(np.stack(latest), operation=window.operation)
+        diagnosis = judge_waits(np.stack(latest), operation=operation)
     except EPArgumentError as error:
         raise EPArgumentError(f"{rows[0].where}: {error}") from None
-    missing = sorted(set(range(num_ranks)) - set(window.rows))
+    missing = sorted(set(range(num_ranks)) - set(window))
     if missing:
         where = rows[0].where
         remarks.append(
