@@ -39,7 +39,7 @@ class Announcer:
         if result.is_final and self._dumps_to is not None:
             folders.append(str(self._dumps_to / result.verdict.buffer))
         dumped = {folder: _dump(folder, result) for folder in dict.fromkeys(folders)}
-        return InquiryVerdict(result.verdict.stored(), dumped)
+        return InquiryVerdict(result.verdict, dumped)
 
 
 def _dump(folder: str, result: InquiryResult) -> tuple[str, ...]:

@@ -37,25 +37,22 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class Edge:
-    """A rank waits for another one.
+    """A rank waits for others.
 
     Attributes:
-        waiter, owed: the ranks.
-        what: the waiter needs of it.
+        waiter: the rank.
+        what: it needs of them.
         series, number: of the operation in which it waits.
         waited_s: how long its kernel has been waiting, seconds.
+        owed: the others, ascending.
     """
 
     waiter: int
-    owed: int
     what: Owed
     series: str
     number: int
     waited_s: float = 0.0
-
-    def order(self) -> tuple[int, int, str]:
-        """Sorts edges."""
-        return self.waiter, self.owed, self.what
+    owed: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -158,7 +155,7 @@ class HangVerdict:
         num_ranks: size of its group.
         ranks_per_node: where operations between nodes go by way of gateways; 0: they do not.
         causes: independent of each other, what most ranks wait for first.
-        edges: who waits for whom, ascending.
+        edges: who waits for whom, by waiter.
         masked: ranks that all others have masked out.
         missing: ranks of which no state was there.
         taken_ns: time of the newest state, UTC, ns since 1970.
@@ -183,17 +180,9 @@ class HangVerdict:
         """All ranks that wait, ascending."""
         return tuple(sorted({edge.waiter for edge in self.edges}))
 
-    def stored(self) -> StoredVerdict:
-        """As it is written and sent."""
-        owed: dict[tuple[int, Owed, str, int, float], list[int]] = {}
-        for e in self.edges:
-            owed.setdefault((e.waiter, e.what, e.series, e.number, e.waited_s), []).append(e.owed)
-        edges = tuple(Edges(*key, tuple(ranks)) for key, ranks in owed.items())
-        return StoredVerdict(**{**vars(self), "edges": edges})
-
     def plain(self) -> dict[str, Any]:
         """As data for JSON."""
-        return {"format": FORMAT, **codec.to_plain(self.stored())}
+        return {"format": FORMAT, **codec.to_plain(self)}
 
     @staticmethod
     def of(plain: Any) -> HangVerdict:
@@ -202,32 +191,4 @@ class HangVerdict:
         Raises:
             codec.CodecError: it is none.
         """
-        return codec.from_plain(StoredVerdict, plain, is_strict=False).restored()
-
-
-@dataclass(frozen=True)
-class Edges:
-    """An `Edge` to each of `owed`."""
-
-    waiter: int
-    what: Owed
-    series: str
-    number: int
-    waited_s: float = 0.0
-    owed: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True)
-class StoredVerdict(HangVerdict):
-    """A verdict in which edges that differ in nothing but whom they lead to are one."""
-
-    edges: tuple[Edges, ...] = ()  # type: ignore[assignment]
-
-    def restored(self) -> HangVerdict:
-        """The opposite of `HangVerdict.stored`."""
-        edges = [
-            Edge(edge.waiter, rank, edge.what, edge.series, edge.number, edge.waited_s)
-            for edge in self.edges
-            for rank in edge.owed
-        ]
-        return HangVerdict(**{**vars(self), "edges": tuple(sorted(edges, key=Edge.order))})
+        return codec.from_plain(HangVerdict, plain, is_strict=False)

@@ -184,7 +184,7 @@ class HangWatch:
         }
 
     def _take_verdict(self, found: messages.InquiryVerdict) -> None:
-        self._verdict = found.verdict.restored()
+        self._verdict = found.verdict
         self._answer(found.dumped)
 
     def _answer_state(self, answer: Callable[[Message], None], asked: messages.AskState) -> None:

@@ -215,12 +215,13 @@ class _Ranks:
             if line.waits and line.rank is not None and not line.has_come
         ]
         self.waiters = {rank for rank, _ in self.waits}
-        self.edges = {
-            Edge(rank, owed, line.row.what, line.says, 0, line.waited_s)
-            for rank, line in self.waits
-            for owed in line.owed
-            if owed != rank
-        }
+        owed: dict[Edge, set[int]] = {}
+        for rank, line in self.waits:
+            edge = Edge(rank, line.row.what, line.says, 0, line.waited_s)
+            owed.setdefault(edge, set()).update({*line.owed} - {rank})
+        edges = [replace(edge, owed=tuple(sorted(ranks))) for edge, ranks in owed.items() if ranks]
+        self.edges = sorted(edges, key=lambda edge: (edge.waiter, edge.owed, edge.what))
+        self.owed = {rank for edge in self.edges for rank in edge.owed}
         self.elsewhere = set(self._elsewhere([line for line in lines if line.counted != counted]))
         self.claims = list(self._claims())
         self.doubts = {rank: self._doubt(rank) for rank in {rank for rank, _ in self.claims}}
@@ -246,13 +247,13 @@ class _Ranks:
         if not self.waits and not self.claims:
             return None
         causes = list(self._not_come()) or [self._undecided()]
-        ranks = {*self.waiters, *(edge.owed for edge in self.edges), *self.doubts}
+        ranks = {*self.waiters, *self.owed, *self.doubts}
         names = ", ".join(sorted({line.file for line in self.lines})[:3])
         return HangVerdict(
             f"{self.counted}, {names}",
             max(ranks) + 1,
             causes=tuple(causes),
-            edges=tuple(sorted(self.edges, key=Edge.order)),
+            edges=tuple(self.edges),
             missing=tuple(sorted(ranks - self.waiters)),
         )
 
@@ -307,7 +308,7 @@ class _Ranks:
         for why in dict.fromkeys(self.doubts.values()):
             doubted = ranks_text(rank for rank, each in self.doubts.items() if each == why)
             report.append(f"that {doubted} did not come is not certain: {why}")
-        owed = {edge.owed for edge in self.edges}
+        owed = self.owed
         silent = ranks_text(owed - self.waiters) if owed - self.waiters else ""
         missing = ""
         if not owed and any(line.owed for _, line in self.waits):
@@ -320,7 +321,9 @@ class _Ranks:
             missing = f"Missing: the log of {silent}."
         elif not self.doubts:
             report.append("those for whom they wait do so themselves")
-        ways = {(edge.owed // _PLACES, edge.waiter // _PLACES) for edge in self.edges}
+        ways = {
+            (rank // _PLACES, edge.waiter // _PLACES) for edge in self.edges for rank in edge.owed
+        }
         if self.counted == _EP and ways and all(source != node for source, node in ways):
             text = ", ".join(f"{source} > {node}" for source, node in sorted(ways)[:_MOST_CLAUSES])
             report.append(f"all that is missing comes over the network (nodes {text})")

@@ -13,7 +13,7 @@ from typing import Any, Callable, Generic, Literal, TypeVar
 
 from deep_ep.base import codec
 from deep_ep.base.ranks import Decision, Key, Progress
-from deep_ep.hang.cause import StoredVerdict
+from deep_ep.hang.cause import HangVerdict
 from deep_ep.hang.states import Process, RankState, Thread
 
 # "timeout": the sender gave up; "abandoned": others did; "other": nobody is missing.
@@ -199,7 +199,7 @@ class InquiryVerdict:
         dumped: by folder, the files that were written there; none if that failed.
     """
 
-    verdict: StoredVerdict
+    verdict: HangVerdict
     dumped: Mapping[str, tuple[str, ...]]
 
 

@@ -29,7 +29,7 @@ from deep_ep.hang.rank_calls import (
     newest_entered,
     open_hook,
 )
-from deep_ep.hang.states import Process, RankState
+from deep_ep.hang.states import Owed, Process, RankState
 
 __all__ = ["HangCause", "HangVerdict", "judge"]
 
@@ -64,6 +64,17 @@ def judge(
     return _Case(states, ranks_per_node, elsewhere or {}).verdict()
 
 
+@dataclass(frozen=True)
+class _Wait:
+    """An edge to one rank."""
+
+    waiter: int
+    owed: int
+    what: Owed
+    series: str
+    number: int
+
+
 @dataclass
 class _Draft:
     """A cause in the making, and who waits for it directly."""
@@ -88,6 +99,8 @@ class _Case:
         )
         self.ranks_per_node = ranks_per_node if ranks_per_node < self.num_ranks else 0
         self.edges = self._find_edges()
+        waits = [_Wait(e.waiter, r, e.what, e.series, e.number) for e in self.edges for r in e.owed]
+        self.waits = sorted(waits, key=lambda wait: (wait.waiter, wait.owed, wait.what))
         self.drafts: dict[tuple[object, ...], _Draft] = {}
         self.links: dict[int, set[int]] = {}
         self.known_calls: dict[tuple[int, str, int], Sequence[NumberedCall]] = {}
@@ -104,7 +117,7 @@ class _Case:
 
     def verdict(self) -> HangVerdict:
         masked = self._masked_by_all()
-        for edge in self.edges:
+        for edge in self.waits:
             self._follow(edge)
         self._close_circles()
         for rank, state in self.states.items():
@@ -138,13 +151,13 @@ class _Case:
             waits = state.waits
             if waits is None or not _may_wait(state, waits.series):
                 continue
-            edges += [
-                Edge(waiter, owed, what, waits.series, waits.number, waits.waited_s)
-                for what, ranks in waits.missing.items()
-                for owed in ranks
-                if owed not in state.masked
-            ]
-        return tuple(sorted(edges, key=Edge.order))
+            for what, ranks in waits.missing.items():
+                owed = tuple(sorted(set(ranks).difference(state.masked)))
+                if owed:
+                    edges.append(
+                        Edge(waiter, what, waits.series, waits.number, waits.waited_s, owed)
+                    )
+        return tuple(sorted(edges, key=lambda edge: (edge.waiter, edge.owed[0], edge.what)))
 
     def _mismatch(self, sides: tuple[MismatchSide, ...]) -> _Draft:
         first = sides[0]
@@ -191,7 +204,7 @@ class _Case:
 
     # ---- one edge
 
-    def _follow(self, edge: Edge) -> None:
+    def _follow(self, edge: _Wait) -> None:
         """Finds where an edge leads: on to other ranks, or to a cause."""
         state = self.states.get(edge.owed)
         if state is None:
@@ -215,7 +228,7 @@ class _Case:
         else:
             self._follow_rows(edge, state)
 
-    def _is_among_sides(self, edge: Edge) -> bool:
+    def _is_among_sides(self, edge: _Wait) -> bool:
         """Whether both ranks called this number, and not all did alike: then that is why anybody waits in it."""
         place = (edge.series, edge.number)
         side_of = self.side_of.get(place, {})
@@ -225,20 +238,20 @@ class _Case:
             self.mismatches[place].waiters.update((edge.waiter, edge.owed))
         return True
 
-    def _is_stale(self, edge: Edge, state: RankState) -> bool:
+    def _is_stale(self, edge: _Wait, state: RankState) -> bool:
         """Whether the operation was called only after the waiter had said that it waits."""
         said_ns = self.states[edge.waiter].taken_ns
         calls = self._calls(state, edge.series, edge.number)
         return said_ns > 0 and bool(calls) and calls[0].call.called_ns > said_ns
 
-    def _follow_behind(self, edge: Edge, state: RankState) -> None:
+    def _follow_behind(self, edge: _Wait, state: RankState) -> None:
         """The rank has not entered the operation."""
         waits = state.waits
         if waits is not None:
             is_other = waits.series != edge.series and edge.series != DESTRUCTION
             # Of ranks that it has masked there is no edge.
             back = (edge.owed, edge.waiter)
-            if is_other and any((e.waiter, e.owed) == back for e in self.edges):
+            if is_other and any((w.waiter, w.owed) == back for w in self.waits):
                 self._cross(edge)
             else:
                 self._pass_on(edge, edge.owed)
@@ -255,7 +268,7 @@ class _Case:
         else:
             self._blame_host(edge, state)
 
-    def _cross(self, edge: Edge) -> None:
+    def _cross(self, edge: _Wait) -> None:
         """Both wait for each other, in different series."""
         waiters = {e.waiter: (e.series, e.number) for e in self.edges}
         places = {rank: waiters[rank] for rank in (edge.waiter, edge.owed)}
@@ -264,7 +277,7 @@ class _Case:
         draft = self._mismatch(sides_across(self.states, places))
         draft.waiters.update((edge.waiter, edge.owed))
 
-    def _blame_in(self, edge: Edge, state: RankState, calls: Sequence[NumberedCall]) -> None:
+    def _blame_in(self, edge: _Wait, state: RankState, calls: Sequence[NumberedCall]) -> None:
         """It has entered, has not sent all, and does not wait."""
         last = calls[-1] if calls else None
         if last is not None and last.is_pending:
@@ -279,7 +292,7 @@ class _Case:
         else:
             self._blame(edge.owed, edge, "not_sent")
 
-    def _blame_host(self, edge: Edge, state: RankState) -> None:
+    def _blame_host(self, edge: _Wait, state: RankState) -> None:
         """No kernel of it runs; so it is the host that does not go on."""
         if state.process == "busy":
             self._blame(edge.owed, edge, "busy")
@@ -292,7 +305,7 @@ class _Case:
         else:
             self._blame(edge.owed, edge, "not_called")
 
-    def _follow_slots(self, edge: Edge, state: RankState) -> None:
+    def _follow_slots(self, edge: _Wait, state: RankState) -> None:
         """It has entered, and does not empty its queues."""
         calls = self._calls(state, edge.series, edge.number)
         if _has_left(state, edge, calls):
@@ -304,7 +317,7 @@ class _Case:
         else:
             self._blame_in(edge, state, calls)
 
-    def _follow_rows(self, edge: Edge, state: RankState) -> None:
+    def _follow_rows(self, edge: _Wait, state: RankState) -> None:
         """It has entered, and its rows are not there."""
         calls = self._calls(state, edge.series, edge.number)
         name = self._name(edge.series, edge.number)
@@ -321,7 +334,7 @@ class _Case:
             self._blame_in(edge, state, calls)
 
     def _follow_network(
-        self, edge: Edge, state: RankState, calls: Sequence[NumberedCall], name: str
+        self, edge: _Wait, state: RankState, calls: Sequence[NumberedCall], name: str
     ) -> None:
         """The same between nodes, where a gateway passes rows of normal operations on."""
         has_sent = _has_left(state, edge, calls) or _has_sent(calls, name)
@@ -343,12 +356,12 @@ class _Case:
             return
         self._follow_gateway(edge, gateway)
 
-    def _gateway(self, edge: Edge) -> int:
+    def _gateway(self, edge: _Wait) -> int:
         """In dispatch rows go first to the rank of the other node that has the sender's place there."""
         place = edge.owed % self.ranks_per_node
         return self._node(edge.waiter) * self.ranks_per_node + place
 
-    def _follow_gateway(self, edge: Edge, gateway: int) -> None:
+    def _follow_gateway(self, edge: _Wait, gateway: int) -> None:
         state = self.states.get(gateway)
         through = replace(edge, owed=gateway)
         if state is None or state.process in _OF_PROCESS:
@@ -366,13 +379,13 @@ class _Case:
 
     # ---- what an edge leads to
 
-    def _pass_on(self, edge: Edge, rank: int) -> None:
+    def _pass_on(self, edge: _Wait, rank: int) -> None:
         self.links.setdefault(edge.waiter, set()).add(rank)
 
     def _blame(
         self,
         rank: int,
-        edge: Edge | None,
+        edge: _Wait | None,
         kind: Kind,
         between: tuple[Kind, ...] = (),
         hook: int = 0,
@@ -401,7 +414,7 @@ class _Case:
             draft.waiters.add(edge.waiter)
 
     def _break_path(
-        self, edge: Edge, source: int, destination: int, passed_on: int | None = None
+        self, edge: _Wait, source: int, destination: int, passed_on: int | None = None
     ) -> None:
         hop = ""
         if self.ranks_per_node:
@@ -436,7 +449,7 @@ class _Case:
 
     def _add_circle(self, inside: Mapping[int, set[int]]) -> None:
         slots: dict[int, set[int]] = {rank: set() for rank in inside}
-        for edge in self.edges:
+        for edge in self.waits:
             if edge.what == "slots" and edge.owed in inside.get(edge.waiter, ()):
                 slots[edge.waiter].add(edge.owed)
         waits = min(
@@ -508,7 +521,7 @@ def _may_wait(state: RankState, series: str) -> bool:
     )
 
 
-def _has_left(state: RankState, edge: Edge, calls: Sequence[NumberedCall]) -> bool:
+def _has_left(state: RankState, edge: _Wait, calls: Sequence[NumberedCall]) -> bool:
     """Whether a rank has finished the operation, or is in a later one."""
     if edge.series == OPERATIONS:
         return state.closed >= edge.number or state.opened > edge.number

@@ -87,7 +87,7 @@ class Rank0:
 
     def _announce(self, result: InquiryResult) -> InquiryVerdict:
         self.results.append(result)
-        return InquiryVerdict(result.verdict.stored(), {})
+        return InquiryVerdict(result.verdict, {})
 
     def hear(self, by: int, message: Message) -> None:
         self._take(by, messages.decode(messages.encode(message)))
@@ -120,9 +120,7 @@ def test_who_waits_has_all_asked_and_the_verdict_follows_from_the_answers() -> N
     rank_0.answer({3: elsewhere(3)})
     assert rank_0.causes() == [("not_called", (3,))]
     assert not rank_0.results[0].is_final
-    told = [
-        (rank, m.verdict.restored()) for rank, m in rank_0.sent if isinstance(m, InquiryVerdict)
-    ]
+    told = [(rank, m.verdict) for rank, m in rank_0.sent if isinstance(m, InquiryVerdict)]
     assert told == [(rank, rank_0.results[0].verdict) for rank in range(4)]
 
 

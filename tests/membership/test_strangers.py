@@ -190,7 +190,7 @@ WHOLE: tuple[Message, ...] = (
     messages.RankLeft(2, 1, False),
     messages.AskState(1),
     messages.Inspect(1, 2),
-    InquiryVerdict(judge({1: STATE}).stored(), {"dumps": ("1.hang.json",)}),
+    InquiryVerdict(judge({1: STATE}), {"dumps": ("1.hang.json",)}),
     messages.RankRaised(2, "ValueError"),
 )
 
@@ -271,7 +271,7 @@ class Rank0:
         self.inquiries = Inquiries(
             *(places, 0, self.arbiter, self._send, self._call_later),
             aside=lambda action, then: then(action()),
-            announce=lambda result: InquiryVerdict(result.verdict.stored(), {}),
+            announce=lambda result: InquiryVerdict(result.verdict, {}),
         )
         handlers = (self.arbiter.handlers(), self.inquiries.handlers())
         self.handled = {class_ for each in handlers for class_ in each}

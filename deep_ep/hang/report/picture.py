@@ -79,9 +79,10 @@ def picture(verdict: HangVerdict) -> Picture:
     ]
     node_of = {rank: index for index, ranks in enumerate(groups) for rank in ranks}
     waits: dict[tuple[int, int], str] = {
-        (node_of[edge.waiter], node_of[edge.owed]): edge.what
+        (node_of[edge.waiter], node_of[rank]): edge.what
         for edge in verdict.edges
-        if edge.owed in node_of and node_of[edge.waiter] != node_of[edge.owed]
+        for rank in edge.owed
+        if rank in node_of and node_of[edge.waiter] != node_of[rank]
     }
     lost = [
         ((node_of[source], node_of[destination]), "lost")

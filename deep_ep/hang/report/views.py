@@ -153,7 +153,7 @@ def _waits(verdict: HangVerdict) -> Iterable[str]:
     for waiters, edges in folded_edges(verdict):
         owed: dict[str, list[int]] = {}
         for edge in edges:
-            owed.setdefault(edge.what, []).append(edge.owed)
+            owed.setdefault(edge.what, []).extend(edge.owed)
         what = " and ".join(f"{name} of {ranks_text(ranks)}" for name, ranks in owed.items())
         at = wording.operation_text(edges[0].series, edges[0].number, "")
         waited_s = max(edge.waited_s for edge in verdict.edges if edge.waiter in waiters)
