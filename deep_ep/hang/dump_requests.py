@@ -111,7 +111,7 @@ def forget() -> None:
 
 
 def _own_folder() -> str:
-    return os.path.abspath(traces.default_folder() or traces.default_place()[0])
+    return os.path.abspath(traces.default_folder() or "deep_ep_dump")
 
 
 os.register_at_fork(after_in_child=forget)

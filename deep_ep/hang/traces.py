@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from deep_ep.base import env
-from deep_ep.errors import EPArgumentError
 from deep_ep.hang import files
 from deep_ep.hang.cause import HangVerdict
 from deep_ep.hang.rank_calls import NOTIFY, OPERATIONS, NumberedCall, numbered
@@ -19,9 +18,8 @@ from deep_ep.hang.states import Call, RankState
 
 # Of torch's format, the one in which its own recorder writes. It reads dumps of all ranks only if all have it.
 VERSION = "2.10"
-DEFAULT_PREFIX = "deep_ep_rank_"
+_PREFIX = "deep_ep_rank_"
 STATE_FORMAT, VERDICT_FORMAT = "deep_ep.hang.state", "deep_ep.hang.verdict"
-_PREFIX = re.compile(r"[A-Za-z0-9_-]*[A-Za-z_-]")
 # Torch's tool knows only these backends and types. Dispatch and combine differ in type, so that it sees one
 # in the place of the other; what follows the type it shows and does not compare.
 _BACKEND, _DISPATCH, _COMBINE, _OTHER = "nccl", "all_to_all", "all_to_all_single", "barrier"
@@ -35,54 +33,36 @@ _DTYPES = {
 }
 
 
-def default_place() -> tuple[Path, str]:
-    """Directory and prefix where nobody names them.
+def default_folder() -> Path | None:
+    """Where dumps of operations that time out go; `None`: nowhere.
 
     Where torch's recorder writes `NAME<rank>`, ours go into a directory `NAMEdeep_ep` beside that: its tool
-    must not meet both in one. Otherwise they go into `deep_ep_dump` in the working directory.
+    must not meet both in one.
     """
     torch_prefix = env.torch_dump_prefix()
-    return Path(f"{torch_prefix}deep_ep" if torch_prefix else "deep_ep_dump"), DEFAULT_PREFIX
-
-
-def default_folder() -> Path | None:
-    """Where dumps of operations that time out go; `None`: nowhere."""
-    named = env.dump_dir()
-    return named or (default_place()[0] if env.torch_dump_prefix() else None)
+    return env.dump_dir() or (Path(f"{torch_prefix}deep_ep") if torch_prefix else None)
 
 
 def write_dump(
-    directory: Path | str | None,
-    states: Mapping[int, RankState],
-    verdict: HangVerdict,
-    prefix: str | None = None,
+    directory: Path | str, states: Mapping[int, RankState], verdict: HangVerdict
 ) -> tuple[Path, ...]:
     """Writes the states of all ranks of one buffer, also of those that are dead or were never heard of.
 
     Nothing here waits for a rank. Each file appears as a whole. A second dump into the same place replaces
-    the first one, so each buffer needs its own directory, or prefix.
+    the first one, so each buffer needs its own directory.
 
     Args:
-        directory: is made if it is not there, for this user only, as are the files; `None`: `default_place()`.
+        directory: is made if it is not there, for this user only, as are the files.
         states: by rank.
         verdict: on these states.
-        prefix: of the names of torch's files, which end in the global rank: letters, digits, "_" and "-", the
-            last one no digit; `None`: that of `default_place()`.
 
     Returns:
-        The files: `<prefix><rank>` and `<rank>.hang.json` of each rank, and `verdict.hang.json`.
+        The files: `deep_ep_rank_<rank>` and `<rank>.hang.json` of each global rank, and `verdict.hang.json`.
 
     Raises:
-        EPArgumentError: the prefix cannot be told from a rank, or from the names of our JSON.
         OSError: a file cannot be written.
     """
-    directory = Path(directory) if directory is not None else default_place()[0]
-    prefix = DEFAULT_PREFIX if prefix is None else prefix
-    if not _PREFIX.fullmatch(prefix) or prefix in "verdict.hang.json":
-        raise EPArgumentError(
-            f"write_dump: prefix is {prefix!r}; it must be letters, digits, '_' and '-', must not end in a digit "
-            f"and not be a part of 'verdict.hang.json'. Use a name such as {DEFAULT_PREFIX!r}."
-        )
+    directory = Path(directory)
     files.make_folder(directory)
     states = {
         rank: states.get(rank)
@@ -92,7 +72,7 @@ def write_dump(
     written: dict[Path, bytes] = {}
     global_ranks = _global_ranks(states, verdict.num_ranks)
     for rank, trace in _traces(states, verdict, global_ranks).items():
-        written[directory / f"{prefix}{global_ranks[rank]}"] = pickle.dumps(trace, protocol=2)
+        written[directory / f"{_PREFIX}{global_ranks[rank]}"] = pickle.dumps(trace, protocol=2)
         name = f"{global_ranks[rank]}.hang.json"
         written[directory / name] = _json(STATE_FORMAT, states[rank].plain())
     written[directory / "verdict.hang.json"] = _json(VERDICT_FORMAT, verdict.plain())

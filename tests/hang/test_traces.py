@@ -27,8 +27,8 @@ from support import system_tools
 fr_trace = system_tools.package("torch.distributed.flight_recorder.fr_trace")
 
 
-def dump(directory: Path, states: dict[int, RankState], **options: Any) -> tuple[Path, ...]:
-    return traces.write_dump(directory, states, judge(states), **options)
+def dump(directory: Path, states: dict[int, RankState]) -> tuple[Path, ...]:
+    return traces.write_dump(directory, states, judge(states))
 
 
 def findings(directory: Path, *options: str) -> list[Any]:
@@ -139,19 +139,12 @@ def test_where_torch_s_recorder_writes_ours_lie_apart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TORCH_FR_DUMP_TEMP_FILE", str(tmp_path / "nccl_trace_rank_"))
-    states = Group(2, stuck={1: "gone"}).states()
-    dump(None, states)  # type: ignore[arg-type]
-    folder = tmp_path / "nccl_trace_rank_deep_ep"
+    folder = traces.default_folder()
+    assert folder == tmp_path / "nccl_trace_rank_deep_ep"
+    dump(folder, Group(2, stuck={1: "gone"}).states())
     assert (folder / "deep_ep_rank_1").is_file()
     # Its tool walks through folders: names of ours are none of its own.
     assert not any("nccl_trace_rank_" in path.name for path in folder.iterdir())
-
-
-@pytest.mark.parametrize("prefix", ["", "run1", "a b", "../x", "hang", "json"])
-def test_a_prefix_that_cannot_be_told_from_a_rank(tmp_path: Path, prefix: str) -> None:
-    with pytest.raises(EPArgumentError, match="prefix"):
-        dump(tmp_path, Group(2).states(), prefix=prefix)
-    assert not list(tmp_path.iterdir())
 
 
 def test_global_ranks_name_the_files(tmp_path: Path) -> None:
