@@ -12,30 +12,16 @@ import logging
 import os
 import signal
 import threading
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from deep_ep.base import env
 from deep_ep.errors import EPUsageError
 from deep_ep.hang import request, traces
 
 if TYPE_CHECKING:
-    from deep_ep.hang.request import Request
+    from deep_ep.hang.hang_watch import HangWatch
 
 _log = logging.getLogger("deep_ep")
-
-
-class Watch(Protocol):
-    """Who has the ranks of a buffer write dumps (hang_watch.py).
-
-    Attributes:
-        buffer: names it.
-    """
-
-    buffer: str
-
-    def ask_for_dump(self, directory: str, asked: Request | None = None) -> None:
-        """Has all ranks write one into a folder."""
-
 
 # Of what the signal makes faulthandler write; a pipe holds no more.
 _MOST_BYTES = 1 << 16
@@ -45,10 +31,10 @@ _HEADER = b"Stack (most recent call first):"
 _reading_end = -1
 _tail = b""  # of what was read: a header may come in two pieces
 _reading = threading.Lock()
-_watches: set[Watch] = set()
+_watches: set[HangWatch] = set()
 
 
-def attach(watch: Watch) -> int:
+def attach(watch: HangWatch) -> int:
     """Takes requests for a rank from now on.
 
     Returns:
@@ -69,7 +55,7 @@ def attach(watch: Watch) -> int:
     return _reading_end
 
 
-def detach(watch: Watch) -> None:
+def detach(watch: HangWatch) -> None:
     """Takes no more requests for a rank. May be repeated."""
     _watches.discard(watch)
     if not _watches and _reading_end >= 0:

@@ -11,6 +11,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from deep_ep.base.ranks import RankPlace
 from deep_ep.hang import messages
@@ -21,7 +22,10 @@ from deep_ep.membership.agreement import Arbiter
 from deep_ep.membership.channel import Channel
 from deep_ep.membership.connection import Address, descriptors_left
 from deep_ep.membership.failover import LAST_WORDS_S, OF_LEADERS, InquiryFailover
-from deep_ep.membership.loop import Loop, Member
+from deep_ep.membership.loop import Loop
+
+if TYPE_CHECKING:
+    from deep_ep.membership.liveness import Liveness
 
 # Descriptors that are left to the program. Chosen.
 _SPARE_DESCRIPTORS = 64
@@ -33,7 +37,6 @@ class Coordinator(Loop):
     """Rank 0's end, a thread: the arbiter, the ranks of this process, and connections to all others.
 
     Attributes:
-        channel: the connections.
         listener: where the others connect, until all have.
     """
 
@@ -52,11 +55,11 @@ class Coordinator(Loop):
         announce = Announcer().announce
         self._inquiries = Inquiries(*known, self._send, self.call_later, self.aside, announce)
         self._take = Dispatcher(self._arbiter.handlers(), self._inquiries.handlers())
-        self._members: dict[int, Member] = {}
+        self._members: dict[int, Liveness] = {}
         self.channel = Channel(self, 0, num_ranks, token, self._take, self._lose)
         self.listener = self.channel.listen(address, self._is_free)
 
-    def take_in(self, member: Member) -> None:
+    def take_in(self, member: Liveness) -> None:
         """A rank of this process joins; from any thread."""
         self.post(lambda: self._members.update({member.rank: member}))
         member.attach(self)
@@ -67,7 +70,7 @@ class Coordinator(Loop):
         for rank in unreachable:
             self._arbiter.unwatch(rank)
 
-    def members(self) -> Sequence[Member]:
+    def members(self) -> Sequence[Liveness]:
         return list(self._members.values())
 
     def say(self, rank: int, message: Message) -> None:
@@ -88,22 +91,6 @@ class Coordinator(Loop):
             self.channel.send(rank, messages.MonitoringFailed())
         for member in self.members():
             member.lose("")
-
-    def introduce(
-        self, addresses: Sequence[Address | None], places: Sequence[RankPlace], ranks_per_node: int
-    ) -> None:
-        """Rank 0 leads, so its process asks nobody else to."""
-
-    @property
-    def address(self) -> Address | None:
-        return None
-
-    def lose_rank_0(self) -> None:
-        """Its ranks are gone with it."""
-
-    def forget(self) -> None:
-        super().forget()
-        self.channel.close()
 
     def _is_free(self, rank: int) -> bool:
         return rank not in self.channel.connections and rank not in self._members
@@ -135,13 +122,9 @@ class Coordinator(Loop):
 
 
 class CoordinatorClient(Loop):
-    """Another rank's end, a thread: its connections to rank 0 and, where that does not answer, to other ranks.
+    """Another rank's end, a thread: its connections to rank 0 and, where that does not answer, to other ranks."""
 
-    Attributes:
-        channel: the connections.
-    """
-
-    def __init__(self, member: Member, address: Address, token: str, num_ranks: int) -> None:
+    def __init__(self, member: Liveness, address: Address, token: str, num_ranks: int) -> None:
         super().__init__(f"deep_ep.liveness rank {member.rank}")
         self._member = member
         self.channel = Channel(self, member.rank, num_ranks, token, self._hear, self._lose)
@@ -151,7 +134,7 @@ class CoordinatorClient(Loop):
         self._failover = InquiryFailover(self, member, self.channel.reaches, self._send)
         member.attach(self)
 
-    def members(self) -> Sequence[Member]:
+    def members(self) -> Sequence[Liveness]:
         return [self._member]
 
     def introduce(
@@ -176,10 +159,6 @@ class CoordinatorClient(Loop):
     def fail(self) -> None:
         self.channel.send(0, messages.Unwatched())
         self._member.lose("")
-
-    def forget(self) -> None:
-        super().forget()
-        self.channel.close()
 
     @property
     def address(self) -> Address | None:

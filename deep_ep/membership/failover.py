@@ -18,7 +18,8 @@ from deep_ep.membership.leader_election import LeaderElection
 
 if TYPE_CHECKING:
     from deep_ep.base.ranks import RankPlace
-    from deep_ep.membership.loop import Loop, Member
+    from deep_ep.membership.liveness import Liveness
+    from deep_ep.membership.loop import Loop
 
 # Until those who are told of a death have ended what waited for that rank. Chosen.
 LAST_WORDS_S = 0.2
@@ -39,7 +40,7 @@ class InquiryFailover:
     def __init__(
         self,
         loop: Loop,
-        member: Member,
+        member: Liveness,
         reaches: Callable[[int], bool],
         send: Callable[[int, Message], None],
     ) -> None:
@@ -58,12 +59,7 @@ class InquiryFailover:
         self._announcer = Announcer()
 
     def introduce(self, places: Sequence[RankPlace], ranks_per_node: int) -> None:
-        """All ranks have connected with rank 0.
-
-        Args:
-            places: where they run.
-            ranks_per_node: where normal operations go by way of gateways; 0: they do not.
-        """
+        """All ranks have connected with rank 0; see `Loop.introduce`."""
         known = places, ranks_per_node, self._member
         loop, announce = self._loop, self._announcer.announce
         self._inquiries = Inquiries(*known, self._send, loop.call_later, loop.aside, announce)

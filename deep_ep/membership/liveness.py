@@ -19,8 +19,9 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Callable, NamedTuple
+from typing import TYPE_CHECKING, Any, Callable, NamedTuple, Optional
 
+from deep_ep.base import codec
 from deep_ep.base.ranks import Decision, Key, Progress, RankPlace
 from deep_ep.base.rules import NUMBERED_TOGETHER
 from deep_ep.errors import ranks_text
@@ -227,20 +228,15 @@ class Liveness:
     def introduce(
         self, addresses: Sequence[Any], places: Sequence[RankPlace], ranks_per_node: int
     ) -> None:
-        """All ranks have joined. By the program's thread.
-
-        Args:
-            addresses: where they listen, plain data, of `address`.
-            places: where they run.
-            ranks_per_node: where normal operations go by way of gateways; 0: they do not.
-        """
-        known = [None if plain is None else _address_of(plain) for plain in addresses]
+        """See `Loop.introduce`; addresses are plain data. By the program's thread."""
+        known: Any = Optional[Address]
         if self.loop is not None:
-            self.loop.introduce(known, places, ranks_per_node)
+            addresses = [codec.from_plain(known, plain) for plain in addresses]
+            self.loop.introduce(addresses, places, ranks_per_node)
 
     @property
     def address(self) -> Address | None:
-        """Where other ranks reach this one if rank 0 does not answer; `None`: nowhere."""
+        """See `Loop.address`."""
         return self.loop.address if self.loop is not None else None
 
     def handle(self, message: Message, answer: Answer) -> None:
@@ -369,7 +365,7 @@ class Offer(NamedTuple):
         token: what who comes must know.
     """
 
-    address: Address | None
+    address: Optional[Address]  # noqa: UP045 - read by the codec, also in Python 3.9
     token: str
     problem: str = ""
 
@@ -378,17 +374,9 @@ class Offer(NamedTuple):
         """From plain data.
 
         Raises:
-            ValueError, TypeError: it is none.
+            ValueError: it is none.
         """
-        if plain is None:
-            return None
-        address, token, problem = plain
-        return Offer(None if address is None else _address_of(address), str(token), str(problem))
-
-
-def _address_of(plain: Any) -> Address:
-    host, port = plain
-    return str(host), int(port)
+        return None if plain is None else codec.from_plain(Offer, plain)
 
 
 def offer(rank: int, places: Sequence[RankPlace], ranks_per_node: int = 0) -> Offer | None:

@@ -6,22 +6,26 @@ The threads of a process end with it, in order, and a fork has none of them.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 import multiprocessing.util
 import os
 import queue
+import sched
 import selectors
 import sys
 import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Callable, Protocol, TypeVar
+from typing import TYPE_CHECKING, Callable, TypeVar
 
-from deep_ep.base.ranks import Progress, RankPlace
+from deep_ep.base.ranks import RankPlace
 from deep_ep.hang.messages import Message
 from deep_ep.membership.connection import Address, Connection, Wakeup
+
+if TYPE_CHECKING:
+    from deep_ep.membership.channel import Channel
+    from deep_ep.membership.liveness import Liveness
 
 # How long the end of a process waits for its last words to be sent; chosen.
 _END_S = 1.0
@@ -32,45 +36,24 @@ _log = logging.getLogger("deep_ep")
 _loops: set[Loop] = set()
 
 
-class Member(Protocol):
-    """A rank of this process, as the thread that speaks for it sees it."""
-
-    rank: int
-    dead: dict[int, str]
-    left: dict[int, int]
-
-    def attach(self, loop: Loop) -> None:
-        """From now on that thread speaks for this rank."""
-
-    def away(self) -> set[int]:
-        """Ranks that are not there to be asked."""
-
-    def progress(self) -> Progress:
-        """Where this rank is."""
-
-    def handle(self, message: Message, answer: Callable[[Message], None]) -> None:
-        """What rank 0 says, or who leads in its place; `answer` says something to that rank."""
-
-    def lose(self, how: str) -> None:
-        """The connection to rank 0 has ended."""
-
-    def forget(self) -> None:
-        """This is a forked child."""
-
-
 class Loop(ABC):
     """A thread that sleeps until a connection, a timer or another thread has something for it.
 
     What takes long, such as a look at another process or a file, runs in a second thread: who waits for news of
     other ranks must not wait for that.
+
+    Attributes:
+        channel: its connections.
     """
+
+    channel: Channel
 
     def __init__(self, name: str) -> None:
         self._selector = selectors.DefaultSelector()
         self._wakeup = Wakeup()
         self._posted: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._timers: list[tuple[float, int, Callable[[], None]]] = []
-        self._timer_numbers = itertools.count()
+        self._timers = sched.scheduler(time.monotonic)
+        self._pause_s: float | None = None  # until the next timer
         self._running = True
         self._is_over = False
         self._selector.register(self._wakeup, selectors.EVENT_READ, self._wakeup.drain)
@@ -106,8 +89,7 @@ class Loop(ABC):
 
     def call_later(self, delay_s: float, action: Callable[[], None]) -> None:
         """Has the thread call it after a while. From that thread only."""
-        self._timers.append((time.monotonic() + delay_s, next(self._timer_numbers), action))
-        self._timers.sort()
+        self._timers.enter(delay_s, 0, action)
 
     def listen(self, descriptor: int, action: Callable[[], None]) -> None:
         """Has the thread call it when there is something to read. From that thread only; -1: never."""
@@ -143,9 +125,10 @@ class Loop(ABC):
         self._is_over = True
         self._selector.close()
         self._wakeup.close()
+        self.channel.close()
 
     @abstractmethod
-    def members(self) -> Sequence[Member]:
+    def members(self) -> Sequence[Liveness]:
         """The ranks of this process that this thread speaks for."""
 
     @abstractmethod
@@ -160,24 +143,30 @@ class Loop(ABC):
     def leave_all(self) -> None:
         """The process ends in order."""
 
-    @property
-    @abstractmethod
-    def address(self) -> Address | None:
-        """Where ranks of other processes connect; `None`: nowhere."""
-
-    @abstractmethod
-    def introduce(
-        self, addresses: Sequence[Address | None], places: Sequence[RankPlace], ranks_per_node: int
-    ) -> None:
-        """All ranks have joined: where they listen and run, see `InquiryFailover.introduce`. From any thread."""
-
-    @abstractmethod
-    def lose_rank_0(self) -> None:
-        """A rank of this process has learnt that rank 0 is gone, and did not say goodbye."""
-
     @abstractmethod
     def fail(self) -> None:
         """Something in here is wrong: tells the others that this end of the connections says nothing."""
+
+    # What only other processes than rank 0's need.
+
+    @property
+    def address(self) -> Address | None:
+        """Where other ranks reach this one if rank 0 does not answer; `None`: nowhere."""
+        return None
+
+    def introduce(  # noqa: B027
+        self, addresses: Sequence[Address | None], places: Sequence[RankPlace], ranks_per_node: int
+    ) -> None:
+        """All ranks have joined. From any thread.
+
+        Args:
+            addresses: where they listen.
+            places: where they run.
+            ranks_per_node: where normal operations go by way of gateways; 0: they do not.
+        """
+
+    def lose_rank_0(self) -> None:  # noqa: B027
+        """A rank of this process has learnt that rank 0 is gone, and did not say goodbye."""
 
     def _stop(self) -> None:
         self._running = False
@@ -207,14 +196,12 @@ class Loop(ABC):
                 _log.exception("deep_ep: a part of an inquiry failed")
 
     def _turn(self) -> None:
-        timeout_s = max(0.0, self._timers[0][0] - time.monotonic()) if self._timers else None
-        for key, _ in self._selector.select(timeout_s):
+        for key, _ in self._selector.select(self._pause_s):
             key.data()
-        while self._timers and self._timers[0][0] <= time.monotonic():
-            self._timers.pop(0)[2]()
         with contextlib.suppress(queue.Empty):
             while self._running:
                 self._posted.get_nowait()()
+        self._pause_s = self._timers.run(blocking=False)
 
 
 def _end_all() -> None:
