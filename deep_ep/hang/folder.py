@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections import defaultdict
 from collections.abc import Mapping
@@ -9,8 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from deep_ep.base import codec
 from deep_ep.errors import EPArgumentError
-from deep_ep.hang import files, plain_json, plain_pickle
+from deep_ep.hang import files, plain_pickle
 from deep_ep.hang.cause import HangVerdict
 from deep_ep.hang.log_verdict import LogFile, read_log, verdicts
 from deep_ep.hang.states import RankState
@@ -83,9 +85,8 @@ def read_folder(*names: Path | str) -> Folder:
     for path in paths:
         try:
             _read_file(path, read)
-        except (ValueError, TypeError, KeyError, OverflowError, OSError) as error:
-            reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
-            read.remarks.append(f"{path}: left out: {reason}")
+        except (ValueError, TypeError, OverflowError, OSError) as error:
+            read.remarks.append(f"{path}: left out: {error}")
     found, notes = verdicts(read.logs)
     buffers = _buffers(read) + tuple(BufferDump({}, v, f"logs: {v.buffer}") for v in found)
     read.remarks += notes
@@ -131,11 +132,21 @@ def _read_dump(path: Path, read: _Read) -> None:
     if data.startswith(_PICKLE):
         _take(path, plain_pickle.loads(data), read)
     elif data.lstrip()[:1] == _JSON:
-        _take(path, plain_json.loads(data), read)
+        _take(path, _json(data), read)
     else:
         raise ValueError(
             "byte 0: it is neither a pickle nor a JSON object, so it is no dump; nor has it a line that logs are read for"
         )
+
+
+def _json(data: bytes) -> Any:
+    anything: Any = Any
+    try:
+        return codec.from_plain(anything, codec.loads(data))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"line {error.lineno} column {error.colno}: {error.msg}") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"byte {error.start}: it is not UTF-8") from None
 
 
 def _take(path: Path, plain: Any, read: _Read) -> None:

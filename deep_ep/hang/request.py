@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 from deep_ep.base import codec
 from deep_ep.errors import EPTransportError, EPUsageError
 from deep_ep.hang import files
+from deep_ep.hang.stacks import started
 
 _LOOK_EVERY_S = 0.05
 
@@ -38,7 +39,7 @@ class Process:
         pid: of it.
         signal: that asks it.
         directory: where it writes if nobody says otherwise.
-        started: when it began, in the kernel's ticks: another process may get its number.
+        started: when it began, see `stacks.started`.
     """
 
     pid: int
@@ -93,9 +94,9 @@ def announce(directory: Path | str, signal_number: int) -> None:
     """
     pid = os.getpid()
     where = str(Path(directory).absolute())
-    process = Process(pid, signal_number, where, _started(pid))
+    process = Process(pid, signal_number, where, started(pid))
     for path in _meeting_place().glob("*.*"):
-        if path.stem.isdecimal() and not _started(int(path.stem)):
+        if path.stem.isdecimal() and not started(int(path.stem)):
             path.unlink(missing_ok=True)
     _write(_meeting_place() / f"{pid}.ready", process)
 
@@ -145,7 +146,7 @@ def processes(directory: Path | str | None = None) -> list[Process]:
     for path in _meeting_place().glob("*.ready"):
         with contextlib.suppress(OSError, ValueError):
             process = _read(Process, path)
-            if process.started == _started(process.pid):
+            if process.started == started(process.pid):
                 found.append(process)
     if directory is not None:
         wanted = Path(directory).resolve()
@@ -221,13 +222,3 @@ def _write(path: Path, said: Any) -> None:
 
 def _read(kind: type[T], path: Path) -> T:
     return codec.from_plain(kind, codec.loads(files.read(path)), is_strict=False)
-
-
-def _started(pid: int) -> int:
-    """When a process began; 0 if there is none."""
-    try:
-        status = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return 0
-    # Behind the name, which may hold blanks and brackets.
-    return int(status.rpartition(")")[2].split()[19])

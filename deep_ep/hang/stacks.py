@@ -41,7 +41,7 @@ def offer() -> dict[str, int]:
         reading, writing = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         faulthandler.register(SIGNAL, file=writing, all_threads=True, chain=False)
         _reading_end = reading
-    return {"fd": _reading_end, "started": _started(os.getpid()), "space": _space()}
+    return {"fd": _reading_end, "started": started(os.getpid()), "space": _space()}
 
 
 def forget() -> None:
@@ -70,13 +70,13 @@ def look_at(pid: int, offered: Any) -> tuple[Process, tuple[Thread, ...]]:
 def process_of(pid: int, offered: Any) -> Process:
     """ "gone", "stopped" or "busy", or "silent" where it cannot be seen; of a process as in `look_at`."""
     try:
-        _, started, space = (int(offered[name]) for name in ("fd", "started", "space"))
+        _, begun, space = (int(offered[name]) for name in ("fd", "started", "space"))
     except (TypeError, ValueError, KeyError):
         return "silent"
     if space != _space():  # a container, where the number is that of another process
         return "silent"
     state = _field(pid, 3)
-    if state is None or state in "ZX" or _started(pid) != started:
+    if state is None or state in "ZX" or started(pid) != begun:
         return "gone"
     return "stopped" if state in "Tt" else "busy"
 
@@ -92,11 +92,11 @@ def exit_of(pid: int, offered: Any) -> str:
         Empty if it lives, its parent has asked, or it is another user's.
     """
     try:
-        started, space = int(offered["started"]), int(offered["space"])
+        begun, space = int(offered["started"]), int(offered["space"])
     except (TypeError, ValueError, KeyError):
         return ""
     status = _field(pid, 52)
-    if space != _space() or _started(pid) != started or status is None:
+    if space != _space() or started(pid) != begun or status is None:
         return ""
     # It is set a little before the process is a zombie.
     if _field(pid, 3) not in ("Z", "X") and status == "0":
@@ -189,8 +189,8 @@ def _is_ours(frame: Frame) -> bool:
     )
 
 
-def _started(pid: int) -> int:
-    """When a process began, clock ticks since the host did: another one with its number has another one."""
+def started(pid: int) -> int:
+    """When a process began, clock ticks since the host did: another one with its number has another one. 0: there is none."""
     return int(_field(pid, 22) or 0)
 
 

@@ -6,8 +6,9 @@ import ast
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
+from deep_ep.base import codec
 from deep_ep.errors import ranks_text
 
 # More ranks than that no group has.
@@ -16,19 +17,33 @@ _MOST_RANKS = 1 << 16
 
 @dataclass(frozen=True)
 class Collective:
-    """An entry of a ring.
+    """An entry of a ring, as torch writes it.
 
     Attributes:
-        group: name of the process group.
-        number: in that group.
-        name: such as "nccl:all_reduce".
-        is_over: whether it has ended.
+        process_group: its name and description.
+        collective_seq_id: number in that group.
+        profiling_name: such as "nccl:all_reduce".
+        state, retired: how far it is.
+        is_p2p: whether it is numbered by pairs of ranks.
     """
 
-    group: str
-    number: int
-    name: str
-    is_over: bool
+    process_group: Annotated[tuple[str, str], ("name", "description")]
+    collective_seq_id: int
+    profiling_name: str
+    state: str
+    retired: bool = False
+    is_p2p: bool = False
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it has ended. On the CPU torch leaves the state at "scheduled", also of what its watchdog has done with."""
+        return self.state == "completed" or self.retired
+
+
+@dataclass(frozen=True)
+class _File:
+    entries: tuple[Collective, ...]
+    pg_config: Any = None
 
 
 @dataclass(frozen=True)
@@ -78,19 +93,11 @@ def dump_of(plain: Any, rank: int) -> TorchDump:
     """From the data of a file, pickle or JSON.
 
     Raises:
-        ValueError, TypeError: it is not what torch writes; says which entry.
+        ValueError: it is not what torch writes; says which entry.
     """
-    entries = plain["entries"]
-    if not isinstance(entries, Sequence) or isinstance(entries, str):
-        raise TypeError(f"entries is {type(entries).__name__}, not a list")
-    collectives = []
-    for index, entry in enumerate(entries):
-        try:
-            collectives.append(_collective_of(entry))
-        except (KeyError, TypeError, IndexError) as error:
-            raise ValueError(f"entry {index}: {type(error).__name__}: {error}") from None
-    found = tuple(each for each in collectives if each is not None)
-    return TorchDump(rank, _groups_of(plain.get("pg_config")), found)
+    file = codec.from_plain(_File, plain, is_strict=False)
+    found = tuple(each for each in file.entries if not each.is_p2p)
+    return TorchDump(rank, _groups_of(file.pg_config), found)
 
 
 def hanging(dumps: Sequence[TorchDump]) -> list[Hanging]:
@@ -101,7 +108,7 @@ def hanging(dumps: Sequence[TorchDump]) -> list[Hanging]:
         for group, ranks in dump.groups.items():
             members[group].update(ranks)
         for each in dump.collectives:
-            by_group[each.group][each.number][dump.rank] = each
+            by_group[each.process_group[0]][each.collective_seq_id][dump.rank] = each
     heard = {dump.rank for dump in dumps}
     found = []
     for group, numbers in sorted(by_group.items()):
@@ -110,7 +117,7 @@ def hanging(dumps: Sequence[TorchDump]) -> list[Hanging]:
             names: dict[str, tuple[int, ...]] = {}
             for rank, each in called.items():
                 if not each.is_over:
-                    names[each.name] = (*names.get(each.name, ()), rank)
+                    names[each.profiling_name] = (*names.get(each.profiling_name, ()), rank)
             if names:
                 missing = tuple(sorted((expected & heard) - set(called)))
                 unheard = tuple(sorted(expected - heard))
@@ -134,21 +141,6 @@ def sentence(found: Hanging) -> str:
     if found.unheard:
         said += f"; there is no dump of {ranks_text(found.unheard)}"
     return said
-
-
-def _collective_of(entry: Any) -> Collective | None:
-    if not isinstance(entry, Mapping):
-        raise TypeError(f"{type(entry).__name__}, not an object")
-    if entry.get("is_p2p"):  # numbered by pairs
-        return None
-    group = entry["process_group"][0]
-    number, name, state = entry["collective_seq_id"], entry["profiling_name"], entry["state"]
-    if not (isinstance(number, int) and all(isinstance(v, str) for v in (group, name, state))):
-        raise TypeError(
-            "collective_seq_id, process_group, profiling_name or state has another type"
-        )
-    # On the CPU torch leaves the state at "scheduled", also of what its watchdog has done with.
-    return Collective(group, number, name, state == "completed" or bool(entry.get("retired")))
 
 
 def _groups_of(config: Any) -> dict[str, tuple[int, ...]]:
