@@ -1,8 +1,8 @@
 """Failover of inquiries: who finds out why an operation hangs where rank 0 does not answer.
 
-Rank 0 leads inquiries (inquiry.py) as long as it answers; then nothing of this runs. Otherwise each other rank asks
-the lowest rank that answers to lead (leader_election.py), and answers what that rank asks. A rank that turns out to be
-the lowest leads itself, as rank 0 would. As the arbiter (agreement.py), this does no input or output and reads no clock.
+Whoever wants an inquiry (inquiry.py) asks rank 0. If none begins in time, it asks the next rank, and so on up to itself.
+All go the same way, so they meet at the lowest rank that answers, which leads as rank 0 would. A lower one that answers
+after all takes over again. As the arbiter (agreement.py), this does no input or output and reads no clock.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ from deep_ep.hang import messages
 from deep_ep.hang.announcement import Announcer
 from deep_ep.hang.inquiry import Inquiries
 from deep_ep.hang.messages import Dispatcher, Message
-from deep_ep.membership.leader_election import LeaderElection
 
 if TYPE_CHECKING:
     from deep_ep.base.ranks import RankPlace
     from deep_ep.membership.liveness import Liveness
     from deep_ep.membership.loop import Loop
 
+# How long a rank may take to begin an inquiry, and to come to a verdict. Chosen.
+_BEGIN_S, _VERDICT_S = 0.5, 2.0
 # Until those who are told of a death have ended what waited for that rank. Chosen.
 LAST_WORDS_S = 0.2
 
@@ -53,7 +54,10 @@ class InquiryFailover:
             send: hands a message to a rank, which may be this one; must not wait, nor handle it at once.
         """
         self._loop, self._member, self._reaches, self._send = loop, member, reaches, send
-        self._election = LeaderElection(member.rank, self._can_ask, send, loop.call_later)
+        self._leader = 0
+        self._is_led = False  # an inquiry has begun, and its verdict has not come
+        self._pending: list[Message] = []
+        self._turn = 0
         self._inquiries: Inquiries | None = None
         self._take: Dispatcher[int] = Dispatcher()
         self._announcer = Announcer()
@@ -67,22 +71,39 @@ class InquiryFailover:
         self._take = Dispatcher({class_: own[class_] for class_ in _TO_LEADERS})
 
     def request(self, message: Message) -> None:
-        """Asks whoever leads."""
-        self._election.request(message)
+        """Asks whoever leads for an inquiry, with an `InquiryRequest` or a `DumpRequest`."""
+        self._pending.append(message)
+        self._pass_over()
+        self._send(self._leader, message)
+        self._await(_VERDICT_S if self._is_led else _BEGIN_S)
 
     def lose_rank_0(self) -> None:
-        """Its process or its host is gone, which all ranks learn at the same time."""
-        last = messages.InquiryRequest(final=True)
-        self._loop.call_later(LAST_WORDS_S, lambda: self._election.request_together(last))
+        """Its process or its host is gone, which all ranks learn at the same time: only who leads asks for an inquiry."""
+
+        def ask() -> None:
+            last = messages.InquiryRequest(final=True)
+            self._pass_over()
+            if self._leader == self._member.rank:
+                self.request(last)
+            else:
+                self._pending.append(last)
+                self._await(_BEGIN_S)
+
+        self._loop.call_later(LAST_WORDS_S, ask)
 
     def hear_of(self, leader: int, message: Message) -> None:
         """What a rank says that may lead an inquiry."""
-        if isinstance(message, messages.InquiryVerdict):
-            self._election.hear(leader, has_verdict=True)
-        elif isinstance(message, messages.AskState):
-            if leader < self._member.rank and self._inquiries is not None:
-                self._inquiries.drop()
-            self._election.hear(leader, has_verdict=False)
+        if not isinstance(message, (messages.AskState, messages.InquiryVerdict)):
+            return
+        self._leader = min(self._leader, leader)
+        self._is_led = isinstance(message, messages.AskState)
+        if not self._is_led:
+            self._pending.clear()
+            return
+        if leader < self._member.rank and self._inquiries is not None:
+            self._inquiries.drop()
+        if self._pending:
+            self._await(_VERDICT_S)
 
     def take(self, rank: int, message: Message) -> None:
         """What a rank says to the one that leads.
@@ -92,6 +113,29 @@ class InquiryFailover:
         """
         if self._inquiries is not None:
             self._take(rank, message)
+
+    def _await(self, seconds: float) -> None:
+        self._turn += 1
+        turn = self._turn
+        self._loop.call_later(seconds, lambda: self._go_on(turn))
+
+    def _go_on(self, turn: int) -> None:
+        """Nothing has come in time."""
+        if turn != self._turn or not self._pending:
+            return
+        self._is_led = False
+        if self._leader >= self._member.rank:
+            self._pending.clear()
+            return
+        self._leader += 1
+        self._pass_over()
+        for message in self._pending:
+            self._send(self._leader, message)
+        self._await(_BEGIN_S)
+
+    def _pass_over(self) -> None:
+        while self._leader < self._member.rank and not self._can_ask(self._leader):
+            self._leader += 1
 
     def _can_ask(self, rank: int) -> bool:
         is_gone = rank in self._member.dead or rank in self._member.left

@@ -5,77 +5,69 @@ from __future__ import annotations
 import json
 import socket
 from pathlib import Path
-from typing import Any, Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 import deep_ep
 from deep_ep.hang.cause import HangVerdict
-from deep_ep.hang.messages import InquiryRequest, Message
+from deep_ep.hang.messages import AskState, InquiryRequest, InquiryVerdict, Message
 from deep_ep.membership import liveness
-from deep_ep.membership.leader_election import LeaderElection
+from deep_ep.membership.failover import LAST_WORDS_S, InquiryFailover
 from deep_ep.membership.listener import greeting
 from membership.connected_ranks import OnlyOwn, connected, heard_until_closed
 from support.launch import HANG_S
+from support.manual_time import ManualTime
 from support.waiting import eventually
 from trials.many import run_trial
 from trials.rank import Trial
 
 STUCK = InquiryRequest(final=False)
+BEGIN, VERDICT = AskState(1), InquiryVerdict(HangVerdict(), {})
 
 
-class Rank3:
+class Rank3(ManualTime):
     """The view of rank 3, in a time of its own."""
 
     def __init__(self, *unreachable: int) -> None:
-        self.now = 0.0
+        super().__init__()
         self.asked: list[int] = []
-        self._timers: list[tuple[float, Callable[[], None]]] = []
-        self.election = LeaderElection(
-            3, lambda rank: rank not in unreachable, self._ask, self._call_later
+        loop: Any = self
+        member: Any = SimpleNamespace(rank=3, dead={}, left={})
+        self.failover = InquiryFailover(
+            loop, member, lambda rank: rank not in unreachable, self._ask
         )
 
     def _ask(self, rank: int, _: Message) -> None:
         self.asked.append(rank)
 
-    def _call_later(self, delay_s: float, action: Callable[[], None]) -> None:
-        self._timers.append((self.now + delay_s, action))
-
-    def pass_time(self, seconds: float) -> None:
-        end = self.now + seconds
-        while due := [timer for timer in self._timers if timer[0] <= end]:
-            first = min(due, key=lambda timer: timer[0])
-            self._timers.remove(first)
-            self.now = first[0]
-            first[1]()
-        self.now = end
-
 
 def test_one_rank_after_the_other_is_asked_until_an_inquiry_begins() -> None:
     rank_3 = Rank3()
-    rank_3.election.request(STUCK)
+    rank_3.failover.request(STUCK)
     assert rank_3.asked == [0]
     rank_3.pass_time(0.6)
     assert rank_3.asked == [0, 1]
-    rank_3.election.hear(1, has_verdict=False)
+    rank_3.failover.hear_of(1, BEGIN)
     rank_3.pass_time(1.0)
-    rank_3.election.hear(1, has_verdict=True)
+    rank_3.failover.hear_of(1, VERDICT)
     rank_3.pass_time(10.0)
     assert rank_3.asked == [0, 1]
-    rank_3.election.request(STUCK)
+    rank_3.failover.request(STUCK)
     assert rank_3.asked == [0, 1, 1]
 
 
 def test_without_an_answer_of_anybody_a_rank_leads_itself_and_nobody_above_it() -> None:
     rank_3 = Rank3()
-    rank_3.election.request(STUCK)
+    rank_3.failover.request(STUCK)
     rank_3.pass_time(60.0)
     assert rank_3.asked == [0, 1, 2, 3]
 
 
 def test_ranks_that_cannot_be_asked_cost_no_time() -> None:
     rank_3 = Rank3(0, 2)
-    rank_3.election.request(STUCK)
+    rank_3.failover.request(STUCK)
     assert rank_3.asked == [1]
     rank_3.pass_time(0.6)
     assert rank_3.asked == [1, 3]
@@ -83,8 +75,8 @@ def test_ranks_that_cannot_be_asked_cost_no_time() -> None:
 
 def test_who_begins_and_comes_to_no_verdict_is_followed_by_the_next() -> None:
     rank_3 = Rank3()
-    rank_3.election.request(STUCK)
-    rank_3.election.hear(0, has_verdict=False)
+    rank_3.failover.request(STUCK)
+    rank_3.failover.hear_of(0, BEGIN)
     rank_3.pass_time(1.9)
     assert rank_3.asked == [0]
     rank_3.pass_time(0.2)
@@ -93,27 +85,28 @@ def test_who_begins_and_comes_to_no_verdict_is_followed_by_the_next() -> None:
 
 def test_a_request_while_an_inquiry_is_open_waits_for_its_verdict() -> None:
     rank_3 = Rank3()
-    rank_3.election.hear(0, has_verdict=False)
-    rank_3.election.request(STUCK)
+    rank_3.failover.hear_of(0, BEGIN)
+    rank_3.failover.request(STUCK)
     rank_3.pass_time(1.9)
-    rank_3.election.hear(0, has_verdict=True)
+    rank_3.failover.hear_of(0, VERDICT)
     rank_3.pass_time(10.0)
     assert rank_3.asked == [0]
 
 
 def test_a_lower_rank_that_answers_after_all_is_asked_first_again() -> None:
     rank_3 = Rank3()
-    rank_3.election.request(STUCK)
+    rank_3.failover.request(STUCK)
     rank_3.pass_time(1.1)
-    rank_3.election.hear(0, has_verdict=True)
-    rank_3.election.request(STUCK)
+    rank_3.failover.hear_of(0, VERDICT)
+    rank_3.failover.request(STUCK)
     assert rank_3.asked == [0, 1, 2, 0]
 
 
 @pytest.mark.parametrize(("unreachable", "begins"), [((0, 1, 2), [3]), ((0,), [])])
 def test_what_all_know_only_who_leads_begins(unreachable: tuple[int, ...], begins: Any) -> None:
     rank_3 = Rank3(*unreachable)
-    rank_3.election.request_together(STUCK)
+    rank_3.failover.lose_rank_0()
+    rank_3.pass_time(LAST_WORDS_S)
     assert rank_3.asked == begins
     rank_3.pass_time(0.6)
     assert rank_3.asked == (begins or [2])
