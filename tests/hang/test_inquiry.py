@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import IO, Any, Callable, ClassVar
+from typing import IO, Any, ClassVar
 
 import pytest
 
@@ -42,6 +42,7 @@ from deep_ep.hang.states import Call, Frame, RankState, Thread, Waits
 from deep_ep.membership.agreement import Arbiter
 from support.exchange import Mode, Shape, dispatch, make_inputs
 from support.launch import Ranks
+from support.manual_time import ManualTime
 from support.waiting import eventually
 
 PLACES = [RankPlace("a", 100), RankPlace("a", 101), RankPlace("b", 102), RankPlace("b", 103)]
@@ -63,17 +64,16 @@ def elsewhere(rank: int) -> RankState:
     return RankState(rank, 4, closed=6, calls=(call_of(6),), threads=(thread,), written_by=rank)
 
 
-class Rank0:
+class Rank0(ManualTime):
     """Inquiries on four ranks, in a time of their own."""
 
     def __init__(self) -> None:
-        self.now = 0.0
+        super().__init__()
         self.sent: list[tuple[int, Message]] = []
         self.results: list[InquiryResult] = []
-        self.arbiter = Arbiter(4, self._send, self._call_later, lambda: self.now)
-        self._timers: list[tuple[float, Callable[[], None]]] = []
+        self.arbiter = Arbiter(4, self._send, self.call_later, lambda: self.now)
         self.inquiries = Inquiries(
-            *(PLACES, 4, self.arbiter, self._send, self._call_later),
+            *(PLACES, 4, self.arbiter, self._send, self.call_later),
             aside=lambda action, then: then(action()),
             announce=self._announce,
         )
@@ -81,9 +81,6 @@ class Rank0:
 
     def _send(self, rank: int, message: Message) -> None:
         self.sent.append((rank, messages.decode(messages.encode(message))))
-
-    def _call_later(self, delay_s: float, action: Callable[[], None]) -> None:
-        self._timers.append((self.now + delay_s, action))
 
     def _announce(self, result: InquiryResult) -> InquiryVerdict:
         self.results.append(result)
@@ -99,13 +96,6 @@ class Rank0:
         for rank, message in list(self.sent):
             if isinstance(message, AskState) and rank in states:
                 self.hear(rank, StateAnswer(message.inquiry, states[rank]))
-
-    def pass_time(self, seconds: float) -> None:
-        self.now += seconds
-        due = [timer for timer in self._timers if timer[0] <= self.now]
-        self._timers = [timer for timer in self._timers if timer[0] > self.now]
-        for _, action in due:
-            action()
 
     def causes(self) -> list[tuple[str, tuple[int, ...]]]:
         return [(cause.kind, cause.ranks) for cause in self.results[-1].verdict.causes]

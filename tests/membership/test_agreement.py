@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable
+from typing import Any
 
 import pytest
 
@@ -28,6 +28,7 @@ from deep_ep.hang.messages import (
 )
 from deep_ep.membership.agreement import LONGEST_S, Arbiter, decide
 from deep_ep.ops.failures import error_from_failure
+from support.manual_time import ManualTime
 
 OP = Key("operation", 73)
 WAITS = Progress(72, 73, True)
@@ -35,27 +36,23 @@ IDLE = Progress(72, 0, False)
 PLACES = [RankPlace("a", 4708 + rank) for rank in range(4)]
 
 
-class Ranks:
+class Ranks(ManualTime):
     """Four ranks around an arbiter, in a time of their own. `at` is what each says when asked; a rank
     that is not in there says nothing.
     """
 
     def __init__(self, at: dict[int, Progress]) -> None:
+        super().__init__()
         self.at = at
-        self.now = 0.0
         self.told: dict[int, list[Message]] = {rank: [] for rank in range(4)}
-        self._timers: list[tuple[float, Callable[[], None]]] = []
         self._asked: list[tuple[int, int]] = []
-        self.arbiter = Arbiter(4, self._send, self._call_later, lambda: self.now)
+        self.arbiter = Arbiter(4, self._send, self.call_later, lambda: self.now)
         self.hear = Dispatcher(self.arbiter.handlers())
 
     def _send(self, rank: int, message: Message) -> None:
         self.told[rank].append(messages.decode(messages.encode(message)))
         if isinstance(message, AskProgress):
             self._asked.append((rank, message.round))
-
-    def _call_later(self, delay_s: float, action: Callable[[], None]) -> None:
-        self._timers.append((self.now + delay_s, action))
 
     def report(
         self, rank: int, missing: list[int], failure: Failure = "timeout", key: Key = OP
@@ -70,13 +67,7 @@ class Ranks:
                 self.hear(rank, ProgressAnswer(number, self.at[rank]))
 
     def pass_time(self, seconds: float = LONGEST_S) -> None:
-        end = self.now + seconds
-        while due := [timer for timer in self._timers if timer[0] <= end]:
-            timer = min(due, key=lambda t: t[0])
-            self._timers.remove(timer)
-            self.now = max(self.now, timer[0])
-            timer[1]()
-        self.now = end
+        super().pass_time(seconds)
 
     def decisions(self, rank: int) -> list[Decision]:
         return [told for told in self.told[rank] if isinstance(told, Decision)]

@@ -37,6 +37,7 @@ from deep_ep.membership.listener import greeting
 from membership.connected_ranks import Native, OnlyOwn, connected, heard_until_closed
 from support.damaged import damaged
 from support.launch import HANG_S
+from support.manual_time import ManualTime
 
 TOKEN = "0123456789abcdef" * 2
 RANKS = 3
@@ -256,7 +257,7 @@ def test_messages_are_changed_from_one_of_each_class() -> None:
     assert [messages.decode(messages.encode(message)) for message in WHOLE] == list(WHOLE)
 
 
-class Rank0:
+class Rank0(ManualTime):
     """What rank 0 does with messages, in a time of its own.
 
     Attributes:
@@ -265,11 +266,11 @@ class Rank0:
     """
 
     def __init__(self) -> None:
-        self._due: list[Callable[[], None]] = []
-        self.arbiter = Arbiter(RANKS, self._send, self._call_later, lambda: self._now)
+        super().__init__()
+        self.arbiter = Arbiter(RANKS, self._send, self.call_later, lambda: self.now)
         places = [RankPlace("here", rank) for rank in range(RANKS)]
         self.inquiries = Inquiries(
-            *(places, 0, self.arbiter, self._send, self._call_later),
+            *(places, 0, self.arbiter, self._send, self.call_later),
             aside=lambda action, then: then(action()),
             announce=lambda result: InquiryVerdict(result.verdict, {}),
         )
@@ -277,7 +278,6 @@ class Rank0:
         self.handled = {class_ for each in handlers for class_ in each}
         self.taken: list[Message] = []
         self._take = Dispatcher(*handlers)
-        self._now = 0.0
 
     def _send(self, rank: int, message: Message) -> None:
         assert 0 <= rank < RANKS
@@ -285,19 +285,14 @@ class Rank0:
         if isinstance(message, Decision):  # what ranks do with it takes ranks that exist
             assert set(message.culprits) <= set(range(RANKS))
 
-    def _call_later(self, _: float, action: Callable[[], None]) -> None:
-        self._due.append(action)
-
     def hear(self, rank: int, line: bytes) -> None:
         with contextlib.suppress(*NOT_UNDERSTOOD):
             message = messages.decode(line)
             self._take(rank, message)
             self.taken.append(message)
 
-    def pass_time(self) -> None:
-        while self._due:
-            self._now += 10.0
-            self._due.pop(0)()
+    def end(self) -> None:
+        self.pass_time(60.0)
         for rank in range(RANKS):  # which is owed what was decided since it was asked
             self._take(rank, ProgressAnswer(0, Progress(0, 0, False)))
 
@@ -321,7 +316,7 @@ def test_what_a_rank_says_does_no_harm_later() -> None:
         rank_0.inquiries.ask(is_final=False)
         for rank, line in said:
             rank_0.hear(rank, line)
-        rank_0.pass_time()
+        rank_0.end()
         taken.extend(rank_0.taken)
 
     says()
