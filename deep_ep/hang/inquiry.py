@@ -223,14 +223,10 @@ class Inquiries:
 
     def _said_of(self, rank: int, process: Process) -> RankState:
         """The state of a rank that does not say where it is."""
-        known = self._last(rank)
-        return replace(known, process=process, in_call="", waits=None, threads=(), written_by=0)
-
-    def _last(self, rank: int) -> RankState:
-        """What it has said last, or what is known without that."""
         place = self._places[rank]
-        known = RankState(rank, len(self._places), host=place.host, pid=place.pid)
-        return self._published.get(rank, known)
+        unheard = RankState(rank, len(self._places), host=place.host, pid=place.pid)
+        said = self._published.get(rank, unheard)
+        return replace(said, process=process, in_call="", waits=None, threads=(), written_by=0)
 
     def _rank_of(self, rank: int) -> int:
         return rank_of(rank, len(self._places))

@@ -9,6 +9,7 @@ that called different operations. How many wait for a rank is no evidence agains
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -103,9 +104,10 @@ class _Case:
         self.waits = sorted(waits, key=lambda wait: (wait.waiter, wait.owed, wait.what))
         self.drafts: dict[tuple[object, ...], _Draft] = {}
         self.links: dict[int, set[int]] = {}
-        self.known_calls: dict[tuple[int, str, int], Sequence[NumberedCall]] = {}
-        self.known_entered: dict[tuple[int, str], int] = {}
-        self.known_names: dict[tuple[str, int], str] = {}
+        # What is asked for each edge again.
+        self._calls = functools.cache(lambda rank, *at: calls_at(states[rank], *at))
+        self._entered = functools.cache(lambda rank, series: newest_entered(states[rank], series))
+        self._waiters_name = functools.cache(self._name_of_waiters)
         # By series and number in which not all did alike: the side of each rank, and the cause.
         self.side_of: dict[tuple[str, int], dict[int, int]] = {}
         self.mismatches: dict[tuple[str, int], _Draft] = {}
@@ -181,23 +183,9 @@ class _Case:
             return Accused(rank, process="unknown")
         # What others remember of it may be old.
         is_own = state.written_by in (rank, -1)
-        last = self._entered(state, OPERATIONS) if is_own else -1
+        last = self._entered(rank, OPERATIONS) if is_own else -1
         known = (state.exit, state.raised, state.in_call or call_of(state.threads))
         return Accused(rank, state.host, state.pid, state.process, last, *known)
-
-    def _calls(self, state: RankState, series: str, number: int) -> Sequence[NumberedCall]:
-        """As `calls_at`, which is asked once for each rank and not for each edge."""
-        key = (state.rank, series, number)
-        if key not in self.known_calls:
-            self.known_calls[key] = calls_at(state, series, number)
-        return self.known_calls[key]
-
-    def _entered(self, state: RankState, series: str) -> int:
-        """As `newest_entered`, likewise."""
-        key = (state.rank, series)
-        if key not in self.known_entered:
-            self.known_entered[key] = newest_entered(state, series)
-        return self.known_entered[key]
 
     def _node(self, rank: int) -> int:
         return rank // self.ranks_per_node
@@ -219,7 +207,7 @@ class _Case:
             self._blame(edge.owed, edge, *_OF_PROCESS[state.process])
         elif self._is_among_sides(edge) or self._is_stale(edge, state):
             return
-        elif self._entered(state, edge.series) < edge.number:
+        elif self._entered(edge.owed, edge.series) < edge.number:
             self._follow_behind(edge, state)
         elif edge.what == "slots":
             self._follow_slots(edge, state)
@@ -241,7 +229,7 @@ class _Case:
     def _is_stale(self, edge: _Wait, state: RankState) -> bool:
         """Whether the operation was called only after the waiter had said that it waits."""
         said_ns = self.states[edge.waiter].taken_ns
-        calls = self._calls(state, edge.series, edge.number)
+        calls = self._calls(edge.owed, edge.series, edge.number)
         return said_ns > 0 and bool(calls) and calls[0].call.called_ns > said_ns
 
     def _follow_behind(self, edge: _Wait, state: RankState) -> None:
@@ -262,7 +250,7 @@ class _Case:
         elif state.opened:
             # It is in an operation before that one, and does not wait there.
             before = replace(edge, series=OPERATIONS, number=state.opened)
-            self._blame_in(before, state, self._calls(state, OPERATIONS, state.opened))
+            self._blame_in(before, state, self._calls(edge.owed, OPERATIONS, state.opened))
         elif has_pending(state):
             self._blame(edge.owed, edge, "not_started")
         else:
@@ -307,7 +295,7 @@ class _Case:
 
     def _follow_slots(self, edge: _Wait, state: RankState) -> None:
         """It has entered, and does not empty its queues."""
-        calls = self._calls(state, edge.series, edge.number)
+        calls = self._calls(edge.owed, edge.series, edge.number)
         if _has_left(state, edge, calls):
             self._break_path(edge, edge.owed, edge.waiter)
         elif state.waits is not None:
@@ -319,7 +307,7 @@ class _Case:
 
     def _follow_rows(self, edge: _Wait, state: RankState) -> None:
         """It has entered, and its rows are not there."""
-        calls = self._calls(state, edge.series, edge.number)
+        calls = self._calls(edge.owed, edge.series, edge.number)
         name = self._name(edge.series, edge.number)
         last = calls[-1].call if calls else None
         if last is not None and last.failed:
@@ -366,7 +354,7 @@ class _Case:
         through = replace(edge, owed=gateway)
         if state is None or state.process in _OF_PROCESS:
             self._follow(through)
-        elif self._entered(state, edge.series) < edge.number:
+        elif self._entered(gateway, edge.series) < edge.number:
             self._follow_behind(through, state)
         elif state.waits is not None and (
             edge.owed in state.waits.missing.get("rows", ()) or state.waits.missing.get("slots")
@@ -499,18 +487,18 @@ class _Case:
 
     def _name(self, series: str, number: int, rank: int | None = None) -> str:
         """The operation's name as those say who wait in it, or else that rank."""
+        own = self._name_of(rank, series, number) if rank is not None else ""
+        known = self._waiters_name(series, number) or own
+        return known or ("" if series == OPERATIONS else series)
+
+    def _name_of_waiters(self, series: str, number: int) -> str:
         at = (series, number)
-        if at not in self.known_names:
-            waiters = (edge.waiter for edge in self.edges if (edge.series, edge.number) == at)
-            named = (self._name_of(waiter, *at) for waiter in waiters)
-            self.known_names[at] = next(filter(None, named), "")
-        own = self._name_of(rank, *at) if rank is not None else ""
-        return self.known_names[at] or own or ("" if series == OPERATIONS else series)
+        waiters = (edge.waiter for edge in self.edges if (edge.series, edge.number) == at)
+        return next(filter(None, (self._name_of(waiter, *at) for waiter in waiters)), "")
 
     def _name_of(self, rank: int, series: str, number: int) -> str:
         """What that rank is in at this number."""
-        state = self.states.get(rank)
-        calls = self._calls(state, series, number) if state is not None else []
+        calls = self._calls(rank, series, number) if rank in self.states else []
         return next((call.call.name for call in reversed(calls) if call.has_entered), "")
 
 
