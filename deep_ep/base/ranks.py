@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
+
+from deep_ep.base import codec
 
 
 class RankPlace(NamedTuple):
@@ -29,11 +31,7 @@ class Key:
     """
 
     series: str
-    op: int
-
-    def __post_init__(self) -> None:
-        if self.op < 0:
-            raise ValueError(f"operation {self.op} does not exist")
+    op: Annotated[int, codec.Range()]
 
     @property
     def is_operation(self) -> bool:

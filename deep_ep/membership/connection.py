@@ -3,7 +3,7 @@
 A `Connection` never waits: it sends and receives what the socket takes and has now, and a loop (loop.py) says when
 there is more. It also notices that the other process has ended, or that its host cannot be reached any more. What
 arrives is plain data of bounded size, in which every number is finite and an integer has 64 bits at most; it is not
-trusted further than that. `Wakeup` is how other threads wake a loop.
+trusted further than that.
 """
 
 from __future__ import annotations
@@ -180,35 +180,6 @@ class Connection:
             raise ValueError(f"a message has more than {_LONGEST} bytes")
         self._unread = bytearray(rest)
         return [messages.decode(line) for line in complete]
-
-
-class Wakeup:
-    """Wakes a thread that sleeps in a selector: from any thread, also from a destructor or a signal handler."""
-
-    def __init__(self) -> None:
-        """Two connected sockets."""
-        self._inner, self._outer = socket.socketpair()
-        self._inner.setblocking(False)
-        self._outer.setblocking(False)
-
-    def fileno(self) -> int:
-        """For a selector; -1 once closed."""
-        return self._inner.fileno()
-
-    def wake(self) -> None:
-        """May be called at any time, also after `close`."""
-        with contextlib.suppress(OSError):  # it is awake already, or has ended
-            self._outer.send(b"\0")
-
-    def drain(self) -> None:
-        """Takes note: the selector sleeps again until the next `wake`."""
-        with contextlib.suppress(BlockingIOError):
-            self._inner.recv(4096)
-
-    def close(self) -> None:
-        """Ends it. May be repeated."""
-        self._inner.close()
-        self._outer.close()
 
 
 def _watch_host(sock: socket.socket) -> None:

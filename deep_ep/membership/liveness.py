@@ -203,14 +203,7 @@ class Liveness:
         places: Sequence[RankPlace],
         offers: Sequence[Any],
     ) -> None:
-        """Says from now on when this rank waits for long. By the program's thread.
-
-        Args:
-            recorder: what it can say of itself.
-            settings: when.
-            places: where the ranks run.
-            offers: what lets others see their stacks.
-        """
+        """Says from now on when this rank waits for long; see `HangWatch.begin`. By the program's thread."""
         loop = self.loop
         if loop is not None:
             self.hangs.begin(recorder, settings, places, offers)

@@ -12,6 +12,7 @@ import os
 import queue
 import sched
 import selectors
+import socket
 import sys
 import threading
 import time
@@ -21,7 +22,7 @@ from typing import TYPE_CHECKING, Callable, TypeVar
 
 from deep_ep.base.ranks import RankPlace
 from deep_ep.hang.messages import Message
-from deep_ep.membership.connection import Address, Connection, Wakeup
+from deep_ep.membership.connection import Address, Connection
 
 if TYPE_CHECKING:
     from deep_ep.membership.channel import Channel
@@ -50,13 +51,16 @@ class Loop(ABC):
 
     def __init__(self, name: str) -> None:
         self._selector = selectors.DefaultSelector()
-        self._wakeup = Wakeup()
+        # One byte wakes the thread.
+        self._inner, self._outer = socket.socketpair()
+        self._inner.setblocking(False)
+        self._outer.setblocking(False)
         self._posted: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._timers = sched.scheduler(time.monotonic)
         self._pause_s: float | None = None  # until the next timer
         self._running = True
         self._is_over = False
-        self._selector.register(self._wakeup, selectors.EVENT_READ, self._wakeup.drain)
+        self._selector.register(self._inner, selectors.EVENT_READ, lambda: self._inner.recv(4096))
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._slow: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._slow_thread: threading.Thread | None = None
@@ -72,7 +76,8 @@ class Loop(ABC):
         """Has the thread call it. From any thread, also from a destructor."""
         if not self._is_over:
             self._posted.put(action)
-            self._wakeup.wake()
+            with contextlib.suppress(OSError):  # it is awake already, or has ended
+                self._outer.send(b"\0")
 
     def aside(self, action: Callable[[], T], then: Callable[[T], None]) -> None:
         """Has the second thread call `action`, one at a time, and then this one `then`. From this thread only."""
@@ -124,7 +129,8 @@ class Loop(ABC):
         """In a forked child: closes descriptors and nothing else; the connections are the parent's."""
         self._is_over = True
         self._selector.close()
-        self._wakeup.close()
+        self._inner.close()
+        self._outer.close()
         self.channel.close()
 
     @abstractmethod
