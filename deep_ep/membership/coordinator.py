@@ -124,24 +124,29 @@ class Coordinator(Loop):
 class CoordinatorClient(Loop):
     """Another rank's end, a thread: its connections to rank 0 and, where that does not answer, to other ranks."""
 
-    def __init__(self, member: Liveness, address: Address, token: str, num_ranks: int) -> None:
+    def __init__(
+        self,
+        member: Liveness,
+        places: Sequence[RankPlace],
+        ranks_per_node: int,
+        token: str,
+        address: Address,
+    ) -> None:
         super().__init__(f"deep_ep.liveness rank {member.rank}")
         self._member = member
-        self.channel = Channel(self, member.rank, num_ranks, token, self._hear, self._lose)
+        self.channel = Channel(self, member.rank, len(places), token, self._hear, self._lose)
         host = self.channel.connect(0, address)
         with contextlib.suppress(OSError):  # others go without this rank
             self.channel.listen(host, lambda _: True)
-        self._failover = InquiryFailover(self, member, self.channel.reaches, self._send)
+        known = member, places, ranks_per_node
+        self._failover = InquiryFailover(self, *known, self.channel.reaches, self._send)
         member.attach(self)
 
     def members(self) -> Sequence[Liveness]:
         return [self._member]
 
-    def introduce(
-        self, addresses: Sequence[Address | None], places: Sequence[RankPlace], ranks_per_node: int
-    ) -> None:
+    def introduce(self, addresses: Sequence[Address | None]) -> None:
         self.post(lambda: self.channel.introduce(addresses))
-        self.post(lambda: self._failover.introduce(places, ranks_per_node))
 
     def say(self, rank: int, message: Message) -> None:
         if isinstance(message, (messages.InquiryRequest, messages.DumpRequest)):

@@ -36,12 +36,18 @@ OF_LEADERS = (messages.AskState, messages.Inspect, messages.InquiryVerdict)
 
 
 class InquiryFailover:
-    """The part of one rank other than rank 0. All of it runs in the thread of its loop."""
+    """The part of one rank other than rank 0. All of it runs in the thread of its loop.
+
+    Attributes:
+        take: what a rank says to the one that leads; raises a `ValueError` if ranks do not say that to each other.
+    """
 
     def __init__(
         self,
         loop: Loop,
         member: Liveness,
+        places: Sequence[RankPlace],
+        ranks_per_node: int,
         reaches: Callable[[int], bool],
         send: Callable[[int, Message], None],
     ) -> None:
@@ -50,6 +56,8 @@ class InquiryFailover:
         Args:
             loop: for what is to be done later, or takes long.
             member: this rank.
+            places: where the ranks run.
+            ranks_per_node: see `Inquiries`.
             reaches: whether there is a way to a rank.
             send: hands a message to a rank, which may be this one; must not wait, nor handle it at once.
         """
@@ -58,17 +66,10 @@ class InquiryFailover:
         self._is_led = False  # an inquiry has begun, and its verdict has not come
         self._pending: list[Message] = []
         self._turn = 0
-        self._inquiries: Inquiries | None = None
-        self._take: Dispatcher[int] = Dispatcher()
-        self._announcer = Announcer()
-
-    def introduce(self, places: Sequence[RankPlace], ranks_per_node: int) -> None:
-        """All ranks have connected with rank 0; see `Loop.introduce`."""
-        known = places, ranks_per_node, self._member
-        loop, announce = self._loop, self._announcer.announce
-        self._inquiries = Inquiries(*known, self._send, loop.call_later, loop.aside, announce)
+        known, announce = (places, ranks_per_node, member), Announcer().announce
+        self._inquiries = Inquiries(*known, send, loop.call_later, loop.aside, announce)
         own = self._inquiries.handlers()
-        self._take = Dispatcher({class_: own[class_] for class_ in _TO_LEADERS})
+        self.take = Dispatcher({class_: own[class_] for class_ in _TO_LEADERS})
 
     def request(self, message: Message) -> None:
         """Asks whoever leads for an inquiry, with an `InquiryRequest` or a `DumpRequest`."""
@@ -100,19 +101,10 @@ class InquiryFailover:
         if not self._is_led:
             self._pending.clear()
             return
-        if leader < self._member.rank and self._inquiries is not None:
+        if leader < self._member.rank:
             self._inquiries.drop()
         if self._pending:
             self._await(_VERDICT_S)
-
-    def take(self, rank: int, message: Message) -> None:
-        """What a rank says to the one that leads.
-
-        Raises:
-            ValueError: ranks do not say that to each other.
-        """
-        if self._inquiries is not None:
-            self._take(rank, message)
 
     def _await(self, seconds: float) -> None:
         self._turn += 1

@@ -218,14 +218,12 @@ class Liveness:
                 return Progress(0, 0, False)
             return Progress(**self._native.progress())
 
-    def introduce(
-        self, addresses: Sequence[Any], places: Sequence[RankPlace], ranks_per_node: int
-    ) -> None:
+    def introduce(self, addresses: Sequence[Any]) -> None:
         """See `Loop.introduce`; addresses are plain data. By the program's thread."""
         known: Any = Optional[Address]
         if self.loop is not None:
             addresses = [codec.from_plain(known, plain) for plain in addresses]
-            self.loop.introduce(addresses, places, ranks_per_node)
+            self.loop.introduce(addresses)
 
     @property
     def address(self) -> Address | None:
@@ -396,9 +394,10 @@ def offer(rank: int, places: Sequence[RankPlace], ranks_per_node: int = 0) -> Of
 def join(
     buffer: Any,
     rank: int,
-    num_ranks: int,
+    places: Sequence[RankPlace],
     native: NativeRuntime,
     offered: Offer | None,
+    ranks_per_node: int = 0,
     may_mask: bool = False,
 ) -> tuple[Liveness | None, str | None]:
     """Second step: takes rank 0's offer.
@@ -406,9 +405,10 @@ def join(
     Args:
         buffer: says goodbye when it is collected.
         rank: this rank.
-        num_ranks: size of the group.
+        places: of all ranks.
         native: runtime of the buffer, connected.
         offered: by rank 0.
+        ranks_per_node: as of `offer`.
         may_mask: see `Liveness`.
 
     Returns:
@@ -425,7 +425,8 @@ def join(
         if coordinator is not None:
             coordinator.take_in(member)
         else:
-            CoordinatorClient(member, offered.address, offered.token, num_ranks).start()
+            known = places, ranks_per_node, offered.token, offered.address
+            CoordinatorClient(member, *known).start()
     except (OSError, ValueError) as error:
         return member, f"{type(error).__name__}: {error}"
     return member, None

@@ -20,7 +20,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Callable, TypeVar
 
-from deep_ep.base.ranks import RankPlace
 from deep_ep.hang.messages import Message
 from deep_ep.membership.connection import Address, Connection
 
@@ -160,16 +159,8 @@ class Loop(ABC):
         """Where other ranks reach this one if rank 0 does not answer; `None`: nowhere."""
         return None
 
-    def introduce(  # noqa: B027
-        self, addresses: Sequence[Address | None], places: Sequence[RankPlace], ranks_per_node: int
-    ) -> None:
-        """All ranks have joined. From any thread.
-
-        Args:
-            addresses: where they listen.
-            places: where they run.
-            ranks_per_node: where normal operations go by way of gateways; 0: they do not.
-        """
+    def introduce(self, addresses: Sequence[Address | None]) -> None:  # noqa: B027
+        """All ranks have joined, and this is where they listen. From any thread."""
 
     def lose_rank_0(self) -> None:  # noqa: B027
         """A rank of this process has learnt that rank 0 is gone, and did not say goodbye."""

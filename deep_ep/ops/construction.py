@@ -246,7 +246,7 @@ class _Connecting:
 
     def connect(self, owner: object, allocated: Allocated) -> tuple[str | None, Address | None]:
         """Second step: maps the memory of all ranks, takes a stream that no other rank has, and reaches rank 0."""
-        settings, selected, _, places, _ = self._agreed
+        settings, selected, topology, places, _ = self._agreed
         group, native = self._group, self._native
         assert native is not None
         if selected.runs_in_streams and list(places).count(places[group.rank]) > 1:
@@ -261,9 +261,8 @@ class _Connecting:
             self._comm_stream = selected.create_comm_stream()
         native.connect([bytes.fromhex(handle) for handle, *_ in allocated])
         offered = liveness.Offer.of(allocated[0][1])
-        self._member, problem = liveness.join(
-            owner, group.rank, group.size, native, offered, settings.may_mask
-        )
+        known = group.rank, places, native, offered, topology.ranks_per_node
+        self._member, problem = liveness.join(owner, *known, settings.may_mask)
         return problem, self._member.address if self._member is not None else None
 
     def close(self) -> None:
@@ -277,12 +276,10 @@ class _Connecting:
             self._claims.release()
 
     def introduce(self, connected: Connected) -> None:
-        """Last step: who watches over the ranks knows all of them."""
+        """Last step: who watches over the ranks knows where all of them listen."""
         liveness.complete(self._offer, [problem for problem, _ in connected])
         if self._member is not None:
-            addresses = [address for _, address in connected]
-            places, topology = self._agreed.places, self._agreed.topology
-            self._member.introduce(addresses, places, topology.ranks_per_node)
+            self._member.introduce([address for _, address in connected])
 
     def communicator(self, allocated: Allocated) -> Communicator:
         """What has become of it."""

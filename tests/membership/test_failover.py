@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 import deep_ep
+from deep_ep.base.ranks import RankPlace
 from deep_ep.hang.cause import HangVerdict
 from deep_ep.hang.messages import AskState, InquiryRequest, InquiryVerdict, Message
 from deep_ep.membership import liveness
@@ -33,10 +34,15 @@ class Rank3(ManualTime):
     def __init__(self, *unreachable: int) -> None:
         super().__init__()
         self.asked: list[int] = []
-        loop: Any = self
+        loop: Any = SimpleNamespace(call_later=self.call_later, aside=None)
         member: Any = SimpleNamespace(rank=3, dead={}, left={})
         self.failover = InquiryFailover(
-            loop, member, lambda rank: rank not in unreachable, self._ask
+            loop,
+            member,
+            [RankPlace("here", 1)] * 4,
+            0,
+            lambda rank: rank not in unreachable,
+            self._ask,
         )
 
     def _ask(self, rank: int, _: Message) -> None:
