@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, Optional, get_args
+from typing import Any, Literal, Optional
 
 from deep_ep.base import codec
 from deep_ep.hang.activity import ThreadActivity
@@ -30,7 +30,6 @@ Kind = Literal[
     "not_come",
     "undecided",
 ]
-KINDS: tuple[Kind, ...] = get_args(Kind)
 
 FORMAT = 1
 

@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Callable, Protocol
 
 from deep_ep.base.ranks import rank_of
 from deep_ep.hang import messages
+from deep_ep.hang.cause import HangVerdict
 from deep_ep.hang.messages import Handlers, Message
 from deep_ep.hang.states import Process, RankState
-from deep_ep.hang.verdict import HangVerdict, judge
+from deep_ep.hang.verdict import judge
 
 if TYPE_CHECKING:
     from deep_ep.base.ranks import RankPlace

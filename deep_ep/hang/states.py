@@ -7,19 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, Optional, get_args
+from typing import Annotated, Any, Literal, Optional
 
 from deep_ep.base import codec
 
 # What a rank waits for of another one: that it enters the operation; its rows, or the word that there
 # are none; or that it empties slots of its queues.
 Owed = Literal["entry", "rows", "slots"]
-OWED: tuple[Owed, ...] = get_args(Owed)
 
 # "busy": the process runs and does not let its Python threads run. "silent": it does not answer, and it is not
 # known why. "ended": in order. "unknown": nothing was ever heard.
 Process = Literal["alive", "busy", "stopped", "silent", "unreachable", "gone", "ended", "unknown"]
-PROCESSES: tuple[Process, ...] = get_args(Process)
 
 FORMAT = 1
 

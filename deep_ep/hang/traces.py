@@ -120,7 +120,6 @@ def _traces(
         rank: {
             "version": VERSION,
             "pg_config": config,
-            "pg_status": {"0": _status(entries[rank], group)},
             "entries": entries[rank],
             "deep_ep": states[rank].plain(),
         }
@@ -224,20 +223,3 @@ def _sizes(call: Call, num_ranks: int) -> list[int]:
 
 def _dtype(name: str) -> str:
     return _DTYPES.get(name.rpartition(".")[2].partition(" ")[0], name or "Byte")
-
-
-def _status(entries: list[dict[str, Any]], group: str) -> dict[str, int]:
-    states = {
-        entry["collective_seq_id"]: entry["state"]
-        for entry in entries
-        if entry["process_group"][0] == group
-    }
-
-    def newest(*which: str) -> int:
-        return max((number for number, state in states.items() if state in which), default=-1)
-
-    return {
-        "last_enqueued_collective": newest("scheduled", "started", "completed"),
-        "last_started_collective": newest("started", "completed"),
-        "last_completed_collective": newest("completed"),
-    }

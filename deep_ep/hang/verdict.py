@@ -32,8 +32,6 @@ from deep_ep.hang.rank_calls import (
 )
 from deep_ep.hang.states import Owed, Process, RankState
 
-__all__ = ["HangCause", "HangVerdict", "judge"]
-
 # What is a cause whatever the rank did before.
 _OF_PROCESS: dict[Process, tuple[Kind, tuple[Kind, ...]]] = {
     "gone": ("gone", ()),

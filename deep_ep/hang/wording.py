@@ -1,4 +1,4 @@
-"""A verdict in words: a line for the log, and a text with the evidence and what to do. `_ROWS` has a row per kind."""
+"""A verdict in words: a line for the log, and for each cause the evidence and what to do. `_ROWS` has a row per kind."""
 
 from __future__ import annotations
 
@@ -60,13 +60,6 @@ def line(verdict: HangVerdict) -> str:
             "since, or is on its way"
         )
     return "no rank waits"
-
-
-def text(verdict: HangVerdict) -> str:
-    """The whole verdict: a paragraph for each cause, each with what to do as its last sentence."""
-    if not verdict.causes:
-        return f"{_capital(line(verdict))}.\n"
-    return "\n".join(f"{_capital(sentence(cause))}. {advice(cause)}\n" for cause in verdict.causes)
 
 
 def sentence(cause: HangCause) -> str:
@@ -400,7 +393,3 @@ def _waiting(cause: HangCause) -> list[str]:
     waits = _verb(cause.waited_by, "waits")
     waiters = f"{ranks_text(cause.waited_by)} {waits}{' for ' if whom else ''}{whom}"
     return [f"{waiters}, for {cause.waited_s:.3g} s" if cause.waited_s else waiters]
-
-
-def _capital(said: str) -> str:
-    return said[:1].upper() + said[1:]

@@ -8,7 +8,7 @@ import json
 import pickle
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from hypothesis import example, given, settings
@@ -20,7 +20,7 @@ from deep_ep.hang import traces, wording
 from deep_ep.hang.cause import HangVerdict
 from deep_ep.hang.folder import BufferDump
 from deep_ep.hang.report.views import Report, view
-from deep_ep.hang.states import OWED, PROCESSES, Call, Frame, RankState, Thread, Waits
+from deep_ep.hang.states import Call, Frame, Owed, Process, RankState, Thread, Waits
 from deep_ep.hang.verdict import judge
 from support.damaged import damaged
 
@@ -52,7 +52,7 @@ WAITS = st.builds(
     series=st.sampled_from(["operation", "operation", "barrier"]),
     number=NUMBERS,
     waited_s=st.floats(0, 100),
-    missing=st.dictionaries(st.sampled_from(OWED), SOME_RANKS),
+    missing=st.dictionaries(st.sampled_from(get_args(Owed)), SOME_RANKS),
 )
 
 
@@ -62,7 +62,7 @@ def states_of(rank: int) -> st.SearchStrategy[RankState]:
         rank=st.just(rank),
         num_ranks=st.just(RANKS),
         taken_ns=NUMBERS,
-        process=st.sampled_from([*PROCESSES, *["alive"] * 8]),
+        process=st.sampled_from([*get_args(Process), *["alive"] * 8]),
         raised=TEXTS,
         closed=NUMBERS,
         opened=NUMBERS,
