@@ -61,15 +61,7 @@ class Channel:
         self.listener: ConnectionListener | None = None
 
     def listen(self, host: str, is_free: Callable[[int], bool]) -> ConnectionListener:
-        """Lets ranks connect from now on. By any thread, before the loop starts.
-
-        Args:
-            host: an address of this host.
-            is_free: whether a rank may connect.
-
-        Raises:
-            OSError: nobody can listen here.
-        """
+        """Lets ranks connect from now on; see `ConnectionListener`. By any thread, before the loop starts."""
         known = self._loop, host, self._token, self._num_ranks
         self.listener = ConnectionListener(*known, is_free, self._accept)
         return self.listener

@@ -108,7 +108,7 @@ class Coordinator(Loop):
 
     def _hand(self, rank: int, message: Message) -> None:
         if rank in self._members:
-            self._members[rank].handle(message, lambda said: self._take(rank, said))
+            self._members[rank].handle(lambda said: self._take(rank, said), message)
 
     def _lose(self, rank: int, how: str) -> None:
         if not how:
@@ -186,7 +186,7 @@ class CoordinatorClient(Loop):
             self._member.lose("")
         elif rank == 0 or isinstance(message, OF_LEADERS):
             self._failover.hear_of(rank, message)
-            self._member.handle(message, lambda said: self._send(rank, said))
+            self._member.handle(lambda said: self._send(rank, said), message)
         else:
             self._failover.take(rank, message)
 

@@ -61,6 +61,7 @@ class Liveness:
         left: ranks that ended in order, and the last operation they finished.
         parted: those of them that have come to destroy().
         may_mask: whether operations go on without ranks that a decision names.
+        handle: takes what rank 0 says, or who leads an inquiry in its place, and what answers that rank.
     """
 
     def __init__(self, rank: int, native: NativeRuntime, may_mask: bool = False) -> None:
@@ -85,7 +86,7 @@ class Liveness:
         self.parted: set[int] = set()
         self.alone = True
         self.hangs = HangWatch(rank, self._say)
-        self._dispatch: Dispatcher[Answer] = Dispatcher(
+        self.handle: Dispatcher[Answer] = Dispatcher(
             {
                 messages.AskProgress: lambda answer, asked: answer(
                     messages.ProgressAnswer(asked.round, self.progress())
@@ -229,18 +230,6 @@ class Liveness:
     def address(self) -> Address | None:
         """See `Loop.address`."""
         return self.loop.address if self.loop is not None else None
-
-    def handle(self, message: Message, answer: Answer) -> None:
-        """What rank 0 says, or who leads an inquiry in its place.
-
-        Args:
-            message: for which there is a handler.
-            answer: says something to that rank.
-
-        Raises:
-            ValueError: there is none, or it says what cannot be.
-        """
-        self._dispatch(answer, message)
 
     def _locked(self, handle: Callable[[Answer, Any], None]) -> Callable[[Answer, Any], None]:
         """With what the rank says of itself."""

@@ -197,7 +197,7 @@ def test_a_look_at_another_process_holds_up_no_decision(
     with connected(3) as ranks:
         for rank in ranks:
             loop = rank.member.loop
-            loop.post(lambda member=rank.member: member.handle(Inspect(1, 2), print))
+            loop.post(lambda member=rank.member: member.handle(print, Inspect(1, 2)))
         assert eventually(looked.is_set)
         ranks[2].native.at = Progress(4, 0, False)
         decision = ranks[1].agree([2])
