@@ -55,7 +55,6 @@ class Coordinator(Loop):
         announce = Announcer().announce
         self._inquiries = Inquiries(*known, self._send, self.call_later, self.aside, announce)
         self._take = Dispatcher(self._arbiter.handlers(), self._inquiries.handlers())
-        self._members: dict[int, Liveness] = {}
         self.channel = Channel(self, 0, num_ranks, token, self._take, self._lose)
         self.listener = self.channel.listen(address, self._is_free)
 
@@ -70,9 +69,6 @@ class Coordinator(Loop):
         for rank in unreachable:
             self._arbiter.unwatch(rank)
 
-    def members(self) -> Sequence[Liveness]:
-        return list(self._members.values())
-
     def say(self, rank: int, message: Message) -> None:
         self._take(rank, message)
 
@@ -80,11 +76,6 @@ class Coordinator(Loop):
         self._members.pop(rank, None)
         self._arbiter.leave(rank, messages.Leaving(closed))
         self._stop_if_last()
-
-    def leave_all(self) -> None:
-        for rank, member in list(self._members.items()):
-            self.leave(rank, member.progress().closed)
-        self._stop()
 
     def fail(self) -> None:
         for rank in list(self.channel.connections):
@@ -98,13 +89,6 @@ class Coordinator(Loop):
     def _stop_if_last(self) -> None:
         if not self._members and not self.channel.connections:
             self._stop()
-
-    def _send(self, rank: int, message: Message) -> None:
-        if rank in self._members:
-            # Not at once: the arbiter is in the middle of something.
-            self.post(lambda: self._hand(rank, message))
-        else:
-            self.channel.send(rank, message)
 
     def _hand(self, rank: int, message: Message) -> None:
         if rank in self._members:
@@ -133,7 +117,7 @@ class CoordinatorClient(Loop):
         address: Address,
     ) -> None:
         super().__init__(f"deep_ep.liveness rank {member.rank}")
-        self._member = member
+        self._member = self._members[member.rank] = member
         self.channel = Channel(self, member.rank, len(places), token, self._hear, self._lose)
         host = self.channel.connect(0, address)
         with contextlib.suppress(OSError):  # others go without this rank
@@ -141,9 +125,6 @@ class CoordinatorClient(Loop):
         known = member, places, ranks_per_node
         self._failover = InquiryFailover(self, *known, self.channel.reaches, self._send)
         member.attach(self)
-
-    def members(self) -> Sequence[Liveness]:
-        return [self._member]
 
     def introduce(self, addresses: Sequence[Address | None]) -> None:
         self.post(lambda: self.channel.introduce(addresses))
@@ -158,9 +139,6 @@ class CoordinatorClient(Loop):
         self.channel.send(0, messages.Leaving(closed))
         self._stop()
 
-    def leave_all(self) -> None:
-        self.leave(self._member.rank, self._member.progress().closed)
-
     def fail(self) -> None:
         self.channel.send(0, messages.Unwatched())
         self._member.lose("")
@@ -172,12 +150,8 @@ class CoordinatorClient(Loop):
     def lose_rank_0(self) -> None:
         self._failover.lose_rank_0()
 
-    def _send(self, rank: int, message: Message) -> None:
-        if rank == self._member.rank:
-            # Not at once: the inquiry is in the middle of something.
-            self.post(lambda: self._hear(rank, message))
-        else:
-            self.channel.send(rank, message)
+    def _hand(self, rank: int, message: Message) -> None:
+        self._hear(rank, message)
 
     def _hear(self, rank: int, message: Message) -> None:
         """What a rank says, this one included."""

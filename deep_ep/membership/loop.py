@@ -57,6 +57,7 @@ class Loop(ABC):
         self._posted: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._timers = sched.scheduler(time.monotonic)
         self._pause_s: float | None = None  # until the next timer
+        self._members: dict[int, Liveness] = {}
         self._running = True
         self._is_over = False
         self._selector.register(self._inner, selectors.EVENT_READ, lambda: self._inner.recv(4096))
@@ -132,9 +133,15 @@ class Loop(ABC):
         self._outer.close()
         self.channel.close()
 
-    @abstractmethod
     def members(self) -> Sequence[Liveness]:
         """The ranks of this process that this thread speaks for."""
+        return list(self._members.values())
+
+    def leave_all(self) -> None:
+        """The process ends in order."""
+        for member in self.members():
+            self.leave(member.rank, member.progress().closed)
+        self._stop()
 
     @abstractmethod
     def say(self, rank: int, message: Message) -> None:
@@ -145,8 +152,8 @@ class Loop(ABC):
         """A rank of this process ends in order."""
 
     @abstractmethod
-    def leave_all(self) -> None:
-        """The process ends in order."""
+    def _hand(self, rank: int, message: Message) -> None:
+        """Takes what this process has to say to one of its own ranks there."""
 
     @abstractmethod
     def fail(self) -> None:
@@ -164,6 +171,14 @@ class Loop(ABC):
 
     def lose_rank_0(self) -> None:  # noqa: B027
         """A rank of this process has learnt that rank 0 is gone, and did not say goodbye."""
+
+    def _send(self, rank: int, message: Message) -> None:
+        """Says something to a rank, which may be one of this process."""
+        if rank in self._members:
+            # Not at once: who says it is in the middle of something.
+            self.post(lambda: self._hand(rank, message))
+        else:
+            self.channel.send(rank, message)
 
     def _stop(self) -> None:
         self._running = False
