@@ -13,26 +13,95 @@ was expected; nothing larger than the bytes themselves is allocated.
 
 from __future__ import annotations
 
+import functools
 import io
+import itertools
 import json
-from typing import Any, Callable, NoReturn, TypeVar
+import math
+import re
+import typing
+from collections.abc import Iterable
+from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
+from typing import Annotated, Any, Callable, Literal, NoReturn, TypeVar
 
 import numpy as np
 
-from deep_ep.base.field_types import OR_EMPTY as OR_EMPTY
-from deep_ep.base.field_types import CodecError as CodecError
-from deep_ep.base.field_types import Decoding, codec_of
-from deep_ep.base.field_types import Digits as Digits
-from deep_ep.base.field_types import Length as Length
-from deep_ep.base.field_types import Most as Most
-from deep_ep.base.field_types import Range as Range
-from deep_ep.base.field_types import Sides as Sides
-from deep_ep.base.field_types import Words as Words
-
 T = TypeVar("T")
+
+Sides = dict[str, int]
 
 # The most that a TCPStore takes. What a rank of 1,024 tells of two kinds of operations is half a MiB.
 LARGEST_MESSAGE = 8 << 20
+# Sums and products of what is measured stay far below the end of a double; integers fit int64.
+_LARGEST, _INTEGERS_END = 1e20, 2**63
+# As a key; each has one.
+_INTEGER = re.compile("0|-?[1-9][0-9]{0,18}")
+# A list may be empty, whatever the length of its side.
+OR_EMPTY = object()
+
+
+@dataclass(frozen=True)
+class Range:
+    """Of a number: `least` or more, and less than `below`, which may be a side."""
+
+    least: int = 0
+    below: int | str = _INTEGERS_END
+
+
+@dataclass(frozen=True)
+class Words:
+    """Of a text: it is one of these."""
+
+    words: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Digits:
+    """Numbers are rounded to so many behind the point. Arrays with this are written as lists, others packed."""
+
+    count: int
+
+
+@dataclass(frozen=True)
+class Most:
+    """So many entries may a list or mapping have."""
+
+    entries: int
+
+
+@dataclass(frozen=True)
+class Length:
+    """Of an integer: it is the length of these sides."""
+
+    sides: tuple[str, ...]
+
+
+class CodecError(ValueError):
+    """What does not fit.
+
+    Attributes:
+        what: is wrong.
+        path: the way to it; empty: all of it.
+        advice: what to do, where something better is known than that the data is damaged.
+    """
+
+    def __init__(self, what: str, *path: str | int, advice: str = "") -> None:
+        super().__init__(what)
+        self.what, self.path, self.advice = what, list(path), advice
+
+    @classmethod
+    def of(cls, given: Any, expected: str) -> CodecError:
+        """A value of another type, or out of range."""
+        return cls(f"is {_shown(given)}; expected {expected}")
+
+    @property
+    def name(self) -> str:
+        """The path in words: "calls[0].number"."""
+        keys = (f"[{k}]" if isinstance(k, int) else f".{_cut(k)}" for k in self.path)
+        return "".join(keys).removeprefix(".")
+
+    def __str__(self) -> str:
+        return f"{self.name or 'it'} {self.what}"
 
 
 def loads(data: bytes | bytearray) -> Any:
@@ -124,3 +193,384 @@ def from_plain(
     how = Decoding(dict(sides or {}), text, is_strict, arrays or io.BytesIO())
     read: T = codec_of(hint).read(plain, how)
     return read
+
+
+# ---- the codecs of types
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """See `from_plain`; `sides` grows while an object is read."""
+
+    sides: Sides
+    text: Callable[[str], str]
+    is_strict: bool
+    arrays: io.BytesIO
+
+    def inside(self, key: str | int, codec: Codec, value: Any) -> Any:
+        """Reads what stands at that key of an object or list."""
+        try:
+            return codec.read(value, self)
+        except CodecError as error:
+            error.path.insert(0, key)
+            raise
+
+
+@dataclass(frozen=True)
+class Codec:
+    """How values of a type are read and written; `name` and `expected` say so in words.
+
+    Attributes:
+        sets_sides: whether it is the length of sides, and so is read before what has them.
+    """
+
+    name: str
+    expected: Callable[[Sides], str]
+    read: Callable[[Any, Decoding], Any]
+    write: Callable[[Any], Any] = lambda value: value
+    sets_sides: bool = False
+
+
+@functools.cache
+def codec_of(hint: Any) -> Codec:
+    """The codec of a type."""
+    rules: list[Any] = []
+    if typing.get_origin(hint) is Annotated:
+        hint, *rules = typing.get_args(hint)
+    codec = _unchecked(hint, {type(rule): rule for rule in rules}, OR_EMPTY in rules)
+    checks = [rule for rule in rules if callable(rule)]
+    if not checks:
+        return codec
+
+    def read(value: Any, how: Decoding) -> Any:
+        value = codec.read(value, how)
+        for check in checks:
+            value = check(value, how.sides)
+        return value
+
+    return replace(codec, read=read)
+
+
+def _unchecked(hint: Any, rules: dict[type, Any], or_empty: bool) -> Codec:
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    names: tuple[Any, ...] = rules.get(tuple, ())
+    most = rules.get(Most, Most(_INTEGERS_END)).entries
+    if hint is bool or origin is Literal or Words in rules:
+        return _word(rules[Words].words if Words in rules else inner or (False, True))
+    if hint is Any:
+        return Codec("JSON", lambda sides: "JSON", _read_json)
+    if hint is str:
+        return Codec("text", lambda sides: "a text", _read_text)
+    if hint is int:
+        return _integer(rules.get(Range, Range(-_INTEGERS_END)), rules.get(Length, Length(())))
+    if hint is float:
+        return _number(rules.get(Digits))
+    if is_dataclass(hint):
+        return _object(hint)
+    if origin is np.ndarray:
+        dtype = np.dtype(typing.get_args(inner[1])[0]).newbyteorder("<")
+        if Digits not in rules:
+            return _packed_array(names, dtype)
+        cell = codec_of(Annotated[int, rules[Range]]) if Range in rules else codec_of(float)
+        return _listed_array(names, rules[Digits].count, cell, dtype)
+    if type(None) in inner:
+        return _optional(codec_of(next(one for one in inner if one is not type(None))))
+    if hasattr(hint, "_fields"):  # of a NamedTuple
+        parts = typing.get_type_hints(hint, include_extras=True).values()
+        return _list([*map(codec_of, parts)], hint._fields, lambda found: hint(*found))
+    if origin is tuple and inner[-1] is not ...:
+        return _list([*map(codec_of, inner)], names, tuple)
+    if origin is not tuple and len(inner) == 2:
+        is_word = typing.get_origin(inner[0]) is Literal
+        words = typing.get_args(inner[0]) if is_word else ()
+        return _mapping(codec_of(inner[0]), words, codec_of(inner[1]), names, most)
+    make = tuple if origin is tuple else list
+    return _list(codec_of(inner[0]), (*names, "")[0], make, most, or_empty)
+
+
+def _read_json(value: Any, how: Decoding) -> Any:
+    try:
+        _check_numbers(value)
+    except RecursionError:
+        raise CodecError("is nested too deeply") from None
+    return value
+
+
+def _check_numbers(value: Any) -> None:
+    """Of JSON: they are finite, and integers have 64 bits."""
+    if isinstance(value, (list, dict)):
+        for key, one in value.items() if isinstance(value, dict) else enumerate(value):
+            try:
+                _check_numbers(one)
+            except CodecError as error:
+                error.path.insert(0, key)
+                raise
+    elif isinstance(value, float) and not math.isfinite(value):
+        raise CodecError("is a number that is not finite")
+    elif type(value) is int and not -_INTEGERS_END < value < _INTEGERS_END:
+        raise CodecError("is a number of more than 64 bits")
+
+
+def _read_text(value: Any, how: Decoding) -> str:
+    if type(value) is not str:
+        raise CodecError.of(value, "a text")
+    return how.text(value)
+
+
+def _word(words: tuple[Any, ...]) -> Codec:
+    expected = " or ".join(map(json.dumps, words))
+
+    def read(value: Any, how: Decoding) -> Any:
+        # 1 is True to Python.
+        if type(value) is not type(words[0]) or value not in words:
+            raise CodecError.of(value, expected)
+        return value
+
+    return Codec("text", lambda sides: expected, read)
+
+
+def _integer(allowed: Range, length: Length) -> Codec:
+    def below(sides: Sides) -> int:
+        below = allowed.below
+        return sides.get(below, _INTEGERS_END) if isinstance(below, str) else below
+
+    def expected(sides: Sides) -> str:
+        least = f" of at least {allowed.least}" if allowed.least > -_INTEGERS_END else ""
+        return f"an integer{least}" + f" and below {below(sides)}" * (below(sides) < _INTEGERS_END)
+
+    def read(value: Any, how: Decoding) -> int:
+        if type(value) is not int or not allowed.least <= value < below(how.sides):
+            raise CodecError.of(value, expected(how.sides))
+        how.sides.update(dict.fromkeys(length.sides, value))
+        return value
+
+    return Codec("integer", expected, read, sets_sides=bool(length.sides))
+
+
+def _number(digits: Digits | None) -> Codec:
+    """NaN, and what is no number, is null."""
+
+    def read(value: Any, how: Decoding) -> float:
+        if value is None:
+            return math.nan
+        if type(value) not in (int, float):
+            raise CodecError.of(value, "a number or null")
+        if not abs(value) <= _LARGEST:
+            raise CodecError.of(
+                value, f"a number that fits a double, up to {_LARGEST:.0e}, or null"
+            )
+        return float(value)
+
+    def write(value: float) -> float | None:
+        number = float(value) if digits is None else round(float(value), digits.count)
+        return number if math.isfinite(number) else None
+
+    return Codec("number", lambda sides: "a number or null", read, write)
+
+
+def _optional(inner: Codec) -> Codec:
+    return Codec(
+        f"{inner.name} or null",
+        lambda sides: f"{inner.expected(sides)} or null",
+        lambda value, how: None if value is None else inner.read(value, how),
+        lambda value: None if value is None else inner.write(value),
+    )
+
+
+def _list(
+    inner: Codec | list[Codec],
+    side: str | tuple[str, ...],
+    make: Callable[[Iterable[Any]], Any],
+    most: int = _INTEGERS_END,
+    or_empty: bool = False,
+) -> Codec:
+    """Of any length, or that of a side; of so many values, each of a type of its own, where `inner` is a list."""
+    codecs: Iterable[Codec]
+    if isinstance(inner, list):
+        codecs, name = inner, f"[{', '.join(side)}]"
+    else:
+        codecs = itertools.repeat(inner)
+        name = f"[{side}] {inner.name}" if side else f"list of {inner.name}s"
+
+    def length(sides: Sides) -> int | None:
+        return len(inner) if isinstance(inner, list) else sides.get(str(side))
+
+    def expected(sides: Sides) -> str:
+        if isinstance(inner, list):
+            return f"a list of {name}"
+        return f"a list of {inner.name + 's' if length(sides) is None else length(sides)}"
+
+    def read(value: Any, how: Decoding) -> Any:
+        # In a pickle there are tuples.
+        if not isinstance(value, (list, tuple)):
+            raise CodecError.of(value, expected(how.sides))
+        if len(value) > most:
+            raise CodecError.of(value, f"a list of at most {most}")
+        wanted = length(how.sides)
+        if wanted not in (None, len(value)) and (value or not or_empty):
+            raise CodecError(f"has {len(value)} entries; expected {wanted}")
+        if isinstance(side, str) and side and (value or not or_empty):
+            how.sides[side] = len(value)
+        return make([how.inside(at, *pair) for at, pair in enumerate(zip(codecs, value))])
+
+    def write(value: Iterable[Any]) -> list[Any]:
+        return [codec.write(entry) for codec, entry in zip(codecs, value)]
+
+    return Codec(name + ", or empty" * or_empty, expected, read, write)
+
+
+def _mapping(
+    key: Codec, words: tuple[str, ...], inner: Codec, keys: tuple[str, ...], most: int
+) -> Codec:
+    """By any text, some words, or integers; or with an entry for each of `keys`."""
+    known = set(keys or words)
+
+    def read(value: Any, how: Decoding) -> dict[Any, Any]:
+        if not isinstance(value, dict):
+            raise CodecError.of(value, "an object")
+        if len(value) > most:
+            raise CodecError(f"has {len(value)} entries; expected at most {most}")
+        missing = [name for name in keys if name not in value]
+        if missing:
+            raise CodecError(f"is missing; expected {inner.expected(how.sides)}", missing[0])
+        found = {}
+        for name, one in value.items():
+            if known and name not in known:
+                if not how.is_strict:
+                    continue
+                raise CodecError(f"is not known; expected {_shown(sorted(known))}", name)
+            is_number = key.name == "integer" and _INTEGER.fullmatch(name)
+            number = int(name) if is_number else name
+            found[how.inside(name, key, number)] = how.inside(name, inner, one)
+        return found
+
+    def write(value: Any) -> dict[str, Any]:
+        return {str(name): inner.write(value[name]) for name in keys or value}
+
+    return Codec("object", lambda sides: "an object", read, write)
+
+
+def _object(cls: Any) -> Codec:
+    hints = typing.get_type_hints(cls, include_extras=True)
+    codecs = {field.name: codec_of(hints[field.name]) for field in fields(cls)}
+    defaults = {f.name for f in fields(cls) if not f.default is f.default_factory is MISSING}
+    in_order = sorted(codecs, key=lambda name: not codecs[name].sets_sides)
+
+    def read(value: Any, how: Decoding) -> Any:
+        if not isinstance(value, dict):
+            raise CodecError.of(value, "an object")
+        own = Decoding(dict(how.sides), how.text, how.is_strict, how.arrays)
+        missing = [name for name in codecs if name not in value and name not in defaults]
+        found = {}
+        for name in in_order:
+            if missing and not codecs[name].sets_sides:
+                break
+            if name in value:
+                found[name] = own.inside(name, codecs[name], value[name])
+        if missing:
+            expected = codecs[missing[0]].expected(own.sides)
+            raise CodecError(f"is missing; expected {expected}", missing[0])
+        unknown = value.keys() - codecs.keys() if how.is_strict else ()
+        if unknown:
+            raise CodecError(f"is no field of {cls.__name__}", min(unknown))
+        return cls(**found)
+
+    def write(value: Any) -> dict[str, Any]:
+        return {name: codec.write(getattr(value, name)) for name, codec in codecs.items()}
+
+    return Codec("object", lambda sides: "an object", read, write)
+
+
+def _listed_array(sides: tuple[str, ...], digits: int, cell: Codec, dtype: Any) -> Codec:
+    """A list of numbers, or one of rows, in as many digits; null is NaN."""
+    rows = cell
+    for side in reversed(sides):
+        rows = _list(rows, side, list)
+
+    def read(value: Any, how: Decoding) -> Any:
+        found = _floats(value, len(sides)) if dtype == np.float64 else None
+        if found is not None and [how.sides.get(side) for side in sides] == [*found.shape]:
+            return found
+        cells = np.array(rows.read(value, how), dtype)
+        return cells.reshape([how.sides.get(side, 0) for side in sides])
+
+    def write(value: Any) -> Any:
+        rounded = np.round(value, digits)
+        cells = rounded.astype(object)
+        cells[~np.isfinite(rounded)] = None
+        return cells.tolist()
+
+    name = f"[{', '.join(sides)}] {cell.name}"
+    return Codec(name, rows.expected, read, write)
+
+
+def _floats(value: Any, ndim: int) -> Any:
+    """All numbers of a list, or of rows, at once; `None` where anything is wrong with one of them."""
+    try:
+        cells = value if ndim == 1 else [*itertools.chain.from_iterable(value)]
+        kinds = set(map(type, cells))
+        if not kinds <= {int, float, type(None)}:
+            return None
+        numbers = [cell for cell in cells if cell is not None] if type(None) in kinds else cells
+        if numbers and not -_LARGEST <= min(numbers) <= max(numbers) <= _LARGEST:
+            return None
+        return np.array(value, np.float64)
+    except (TypeError, ValueError):
+        return None
+
+
+def _packed_array(sides: tuple[Any, ...], dtype: Any) -> Codec:
+    """The bytes of an array, behind the JSON where its shape stands; in archives the array itself."""
+
+    def expected(lengths: Sides) -> str:
+        shape = [str(side if isinstance(side, int) else lengths.get(side, "any")) for side in sides]
+        return f"{dtype.name} of shape [{', '.join(shape)}]"
+
+    def read(value: Any, how: Decoding) -> Any:
+        shape = list(value.shape) if isinstance(value, np.ndarray) else value
+        lengths = dict(how.sides)
+        fits = (
+            isinstance(shape, list)
+            and len(shape) == len(sides)
+            and all(type(length) is int and length >= 0 for length in shape)
+            and shape
+            == [s if isinstance(s, int) else lengths.setdefault(s, n) for s, n in zip(sides, shape)]
+        )
+        if not fits or getattr(value, "dtype", dtype) != dtype:
+            raise CodecError.of(value, expected(how.sides))
+        how.sides.update(lengths)
+        return value if isinstance(value, np.ndarray) else _unpacked(shape, dtype, how.arrays)
+
+    return Codec(dtype.name, expected, read, lambda value: np.asarray(value, dtype))
+
+
+def _unpacked(shape: list[int], dtype: Any, arrays: io.BytesIO) -> Any:
+    size = math.prod(shape) * dtype.itemsize
+    data = arrays.read(min(size, arrays.getbuffer().nbytes))
+    if len(data) != size:
+        raise CodecError(
+            f"has {len(data)} bytes; expected {size}, for {dtype.name} of shape {shape}"
+        )
+    if dtype == np.bool_ and max(data, default=0) > 1:
+        raise CodecError("has truth values that are none")
+    try:
+        return np.ndarray(shape, dtype, data)
+    except (ValueError, OverflowError):  # empty, but for one side that no array has
+        raise CodecError.of(shape, "the shape of an array") from None
+
+
+def _shown(given: Any) -> str:
+    """The begin of a value, as in the file."""
+    if isinstance(given, np.ndarray):
+        return f"{given.dtype} of shape {list(given.shape)}" if given.shape else _cut(str(given))
+    try:
+        text = json.dumps(given)
+    except RecursionError:
+        return "deeply nested"
+    except (TypeError, ValueError):  # from a pickle
+        return f"of type {type(given).__name__}"
+    return _cut(text)
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= 60 else text[:57] + "..."

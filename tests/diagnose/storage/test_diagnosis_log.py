@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 import fixtures
-from deep_ep.base import field_types
+from deep_ep.base import codec
 from deep_ep.base.printable_text import printable
 from deep_ep.diagnose.core.causes import COMM_SLOW, COMP_SLOW, MIXED_SLOW
 from deep_ep.diagnose.core.diagnosis import (
@@ -405,7 +405,7 @@ def test_types_are_documented_as_they_are_read(layout: Any) -> None:
     rows = re.findall(r"^\| (`[^|]*`) \| ([^|]*) \|", PAGE, re.MULTILINE)
     documented = {(name, kind) for names, kind in rows for name in re.findall(r"`(.*?)`", names)}
     hints = get_type_hints(layout, include_extras=True)
-    read_as = {(name, field_types.codec_of(hint).name) for name, hint in hints.items()}
+    read_as = {(name, codec.codec_of(hint).name) for name, hint in hints.items()}
     assert read_as - documented == set()
 
 
