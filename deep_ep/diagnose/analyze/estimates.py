@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -115,7 +115,7 @@ def estimate_kinds(matrices: Mapping[str, Matrices], paths: JudgedPaths) -> list
         matrices: by kind; groups of at least two ranks.
         paths: of the same kinds.
     """
-    return [
+    estimates = [
         _estimate(
             m,
             matrices.get(kind.replace("combine", "dispatch")) if "combine" in kind else None,
@@ -124,6 +124,9 @@ def estimate_kinds(matrices: Mapping[str, Matrices], paths: JudgedPaths) -> list
         )
         for k, (kind, m) in enumerate(matrices.items())
     ]
+    if any(e.work.lasts for e in estimates):
+        estimates = [replace(e, work=e.work.lasting()) for e in estimates]
+    return estimates
 
 
 def _paths_of(m: Matrices, model: PathModel, k: int) -> Paths:

@@ -51,6 +51,7 @@ class Effect:
         spread: standard deviation by which healthy ranks differ for good.
         apart: and by which any of them may lie from the reference, for intervals.
         degrees: of freedom of `usual_error`.
+        lasts: whether noise lasts several operations.
         excess: [n, num_ranks] ns above the healthy ones in each operation.
     """
 
@@ -62,20 +63,32 @@ class Effect:
     spread: float
     apart: float
     degrees: float
+    lasts: bool
     excess: FloatArray
 
     def reversed(self) -> Effect:
         """How far below instead of above, with the upper ranks for the healthy ones."""
-        below = compare(-self.excess)
+        below = compare(-self.excess, lasts=self.lasts)
         return replace(below, error=np.hypot(below.error, self.by_tokens), by_tokens=self.by_tokens)
 
+    def lasting(self) -> Effect:
+        """With errors as of noise that lasts, where another kind of operation shows that it does."""
+        if self.lasts:
+            return self
+        error, usual_error, degrees, _ = _errors(self.excess - self.value, lasts=True)
+        error = np.hypot(error, self.by_tokens)
+        return replace(self, error=error, usual_error=usual_error, degrees=degrees, lasts=True)
 
-def compare(values: FloatArray, taken_out: FloatArray | None = None) -> Effect:
+
+def compare(
+    values: FloatArray, taken_out: FloatArray | None = None, *, lasts: bool = False
+) -> Effect:
     """`[n, num_ranks]` to one effect per rank.
 
     Args:
         values: ns of each operation, or one row of means, which have no error.
         taken_out: [num_ranks], signed, what one standard error of what was taken out beforehand makes of them.
+        lasts: whether noise is known to last several operations.
     """
     num_ranks = values.shape[1]
     effect = np.zeros(num_ranks)
@@ -83,7 +96,7 @@ def compare(values: FloatArray, taken_out: FloatArray | None = None) -> Effect:
         reference = median(values - np.nan_to_num(effect), 1)
         excess = values - reference[:, None]
         effect = median(excess, 0)
-    error, usual_error, degrees = _errors(excess - effect)
+    error, usual_error, degrees, lasts = _errors(excess - effect, lasts=lasts)
     expected = _HEALTHY_DIFFERENCE * or_zero(abs(median_of(values)))
     location, spread = healthy(effect, math.hypot(usual_error, expected))
     effect, excess = effect - location, excess - location
@@ -103,17 +116,19 @@ def compare(values: FloatArray, taken_out: FloatArray | None = None) -> Effect:
         math.sqrt(max(spread**2 - usual_error**2, 0.0)),
         apart,
         degrees,
+        lasts,
         excess,
     )
 
 
-def _errors(deviation: FloatArray) -> tuple[FloatArray, float, float]:
-    """`[num_ranks]`, standard errors of effects; that of a usual rank, and its degrees of freedom.
+def _errors(deviation: FloatArray, *, lasts: bool) -> tuple[FloatArray, float, float, bool]:
+    """`[num_ranks]`, standard errors of effects; that of a usual rank, its degrees of freedom, and whether noise lasts.
 
     Noise may last several operations. Then stretches differ by more than single operations explain.
 
     Args:
         deviation: [n, num_ranks] ns, what is left.
+        lasts: whether that is known already.
     """
     length, error = len(deviation) // _STRETCHES, standard_error(deviation, 0)
     series, each = float(deviation.shape[1] - 1), len(deviation)
@@ -121,7 +136,8 @@ def _errors(deviation: FloatArray) -> tuple[FloatArray, float, float]:
         stretches = median(deviation[-length * _STRETCHES :].reshape(_STRETCHES, length, -1), 1)
         of_stretches = np.std(stretches, axis=0, ddof=1) / math.sqrt(_STRETCHES)
         series = _series(stretches)
-        if or_zero(median_of(of_stretches)) > _LASTS * or_zero(median_of(error)):
+        lasts |= or_zero(median_of(of_stretches)) > _LASTS * or_zero(median_of(error))
+        if lasts:
             each = _STRETCHES
             of_stretches *= _beyond(stretches)
         error = np.fmax(error, of_stretches)
@@ -129,7 +145,7 @@ def _errors(deviation: FloatArray) -> tuple[FloatArray, float, float]:
     # their difference.
     error = error * math.sqrt(1.0 + 1.0 / max(series - 1.0, 1 / 3))
     usual = or_zero(median_of(error))
-    return np.fmax(error, usual), usual, max(series * (each - 1), 1.0)
+    return np.fmax(error, usual), usual, max(series * (each - 1), 1.0), lasts
 
 
 def _beyond(stretches: FloatArray) -> float:

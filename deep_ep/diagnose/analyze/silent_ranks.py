@@ -65,11 +65,12 @@ def _seen(kind: JudgedKind, rank: int) -> _Seen:
     if _is_off(e):
         late = max(or_zero(median_of(usual)) - path, 0.0)
     # While it is late the data of the others comes in, so it leaves earlier by that, at most by a path's time. With one
-    # kind of path that is what the others wait; with two, some of them wait for other nodes rather than for it.
+    # kind of path that is what the others wait, or twice what it is late; with two, some of them wait for other nodes
+    # rather than for it.
     slowest = max((level for level in e.paths.level if math.isfinite(level)), default=0.0)
     lead = min(max(slowest, 0.0), wait if _is_off(e) else late)
     if not np.isfinite(e.paths.level[1]):
-        effect = max(wait, late)
+        effect = wait if _is_off(e) else min(wait, 2 * late)
     elif _is_off(e):
         effect = wait - lead / 2
     else:
@@ -97,7 +98,8 @@ def _seen(kind: JudgedKind, rank: int) -> _Seen:
 
 
 def _is_off(e: Estimates) -> bool:
-    return bool(np.abs(e.paths.clock).max() > CLOCKS_KNOWN_NS)
+    """Whether clocks are off. What is sent while nobody else sends is fast, so those of silent ranks do not tell."""
+    return bool(np.abs(e.paths.clock[e.m.present]).max() > CLOCKS_KNOWN_NS)
 
 
 def _waited_share(m: Matrices, rank: int) -> FloatArray:

@@ -44,7 +44,7 @@ _SURELY = 20
 _QUARTILE, _TENTH = 0.6745, 1.2816
 # From so many standard deviations above what is usual on a path is in a burst, and most of it is further by this
 # factor; they recur in so many stretches, and are this share of all operations.
-_BURST, _WIDER, _APART, _RECURS, _OFTEN = 3.0, 4.0, 1.25, 3, 0.1
+_BURST, _WIDER, _APART, _RECURS, _OFTEN = 3.0, 4.0, 1.25, 3, 0.12
 # Before and after a step times are nearer to what they were at that end of the window, but for this share, and last
 # this part of it.
 _OVERLAP, _LASTS = 1 / 16, 1 / 8

@@ -51,6 +51,15 @@ def test_noise_that_lasts_longer_than_a_stretch_makes_nobody_late() -> None:
     assert np.mean(late) < 0.02
 
 
+def test_where_another_kind_shows_that_noise_lasts_errors_allow_for_it() -> None:
+    effect = compare(150 * US + noise(0.0, 64, 8))
+    assert not effect.lasts
+    lasting = effect.lasting()
+    assert lasting.degrees < effect.degrees / 4
+    np.testing.assert_array_equal(lasting.value, effect.value)
+    assert compare(150 * US + noise(0.9, 64, 8)).lasts
+
+
 def test_ranks_whose_noise_is_the_same_are_one_series() -> None:
     alone = compare(noise(0.8, 64, 8))
     of_nodes = np.repeat(noise(0.8, 64, 2), 4, axis=1)
