@@ -179,6 +179,11 @@ def rank_is_stopped_for_a_while(rank: int, group: dist.ProcessGroup) -> Any:
     return result
 
 
+def longest_wait_s(seen: Sequence[dict[str, Any]]) -> float:
+    """Of who gave up first; who hears of that from another rank has waited less than its own timeout."""
+    return float(max(one["after_s"] for one in seen))
+
+
 def rank_never_calls(rank: int, group: dist.ProcessGroup) -> Any:
     this = Rank(group)
     result = timeout_of(this.dispatch) if rank != MISSING else None
@@ -311,13 +316,13 @@ def test_a_stopped_rank_is_not_called_dead_and_comes_back() -> None:
         env={"DEEP_EP_TIMEOUT_S": str(TIMEOUT_S)},
     )
     assert [(o.exit_code, o.error) for o in outcomes] == [(0, "")] * SHAPE.num_ranks
-    for rank in (0, 2):
-        seen = outcomes[rank].value
+    others = [outcomes[rank].value for rank in (0, 2)]
+    for seen in others:
         assert seen["missing"] == (MISSING,)
         assert seen["dead"] == ()
         assert seen["waiting"] == (0, 2)
         assert f"rank {MISSING} does not answer" in seen["text"]
-        assert seen["after_s"] >= TIMEOUT_S
+    assert longest_wait_s(others) >= TIMEOUT_S
     assert re.search(gave_up(3), outcomes[MISSING].value["text"])
 
 
@@ -327,12 +332,13 @@ def gave_up(op: int) -> str:
 
 
 def test_a_rank_that_never_calls_is_named() -> None:
-    for seen in run_without(rank_never_calls, SHAPE.num_ranks, 0, TIMEOUT_S):
+    others = run_without(rank_never_calls, SHAPE.num_ranks, 0, TIMEOUT_S)
+    for seen in others:
         assert seen["missing"] == (MISSING,)
         assert seen["waiting"] == (0, 2)
         assert seen["type"] is EPTimeoutError
         assert "rank 1 is between operations, after operation 0" in seen["text"]
-        assert seen["after_s"] >= TIMEOUT_S
+    assert longest_wait_s(others) >= TIMEOUT_S
 
 
 def test_destroy_ends_with_the_timeout_and_names_who_did_not_come() -> None:
@@ -342,7 +348,9 @@ def test_destroy_ends_with_the_timeout_and_names_who_did_not_come() -> None:
     )
     assert [(o.exit_code, o.error) for o in outcomes] == [(0, "")] * SHAPE.num_ranks
     (said,) = outcomes[MISSING].value
-    assert f"ranks 0, 2 did not call it within {TIMEOUT_S:g} s" in said
+    waited = re.search(r"ranks 0, 2 did not call it within (\S+) s", said)
+    assert waited is not None, said
+    assert TIMEOUT_S <= float(waited[1]) < HANG_S
 
 
 def test_a_rank_that_dies_while_buffers_are_made_leaves_nothing_behind() -> None:
@@ -355,7 +363,7 @@ def call(rank: int, buffer: deep_ep.Buffer) -> None:
 
 
 def test_all_missing_ranks_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DEEP_EP_TIMEOUT_S", "0.5")
+    monkeypatch.setenv("DEEP_EP_TIMEOUT_S", str(TIMEOUT_S))
     with ranks_for(SHAPE) as ranks:
         (error, *_) = ranks.outcomes(lambda rank, buffer: call(rank, buffer) if rank == 0 else None)
         assert type(error) is EPTimeoutError
