@@ -77,15 +77,22 @@ def run(code: str, timeout_s: float = 600.0) -> subprocess.CompletedProcess[str]
 SLOW_END = """
 class SlowEnd:
     def __del__(self):
-        time.sleep(0.8)
+        time.sleep({end_s})
 
 slow_end = SlowEnd()
+wait_in_a_thread()
+sys.exit(7)
 """
 
 
-@pytest.mark.parametrize("timeout_s", [600.0, 0.6], ids=["it waits on", "its wait ends"])
-def test_the_interpreter_exits_as_told_while_a_thread_waits_for_a_rank(timeout_s: float) -> None:
-    ended = run(SLOW_END + "wait_in_a_thread()\nsys.exit(7)", timeout_s)
+# A wait that is to end meanwhile is long enough to outlast the way there on a busy machine, and too short for an inquiry.
+@pytest.mark.parametrize(
+    ("timeout_s", "end_s"), [(600.0, 0.8), (1.8, 3.0)], ids=["it waits on", "its wait ends"]
+)
+def test_the_interpreter_exits_as_told_while_a_thread_waits_for_a_rank(
+    timeout_s: float, end_s: float
+) -> None:
+    ended = run(SLOW_END.format(end_s=end_s), timeout_s)
     assert (ended.returncode, ended.stdout, ended.stderr) == (7, "", "")
 
 

@@ -332,7 +332,7 @@ def test_a_handle_whose_receive_failed_is_refused(
     the_kernel_looks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The program catches the hook's error and goes on to combine."""
-    monkeypatch.setenv("DEEP_EP_TIMEOUT_S", "1")
+    monkeypatch.setenv("DEEP_EP_TIMEOUT_S", "2")
     late = 2
 
     def run(rank: int, buffer: deep_ep.Buffer) -> None:
@@ -492,7 +492,7 @@ def test_what_goes_wrong_in_an_open_batch_its_own_hook_raises(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The first batch is given up while the second one is sent, which says nothing of it."""
-    monkeypatch.setenv("DEEP_EP_TIMEOUT_S", "1")
+    monkeypatch.setenv("DEEP_EP_TIMEOUT_S", "2")
 
     def run(rank: int, buffer: deep_ep.Buffer) -> None:
         if rank == LIAR:

@@ -171,7 +171,7 @@ def test_ranks_of_this_machine_exchange_rows_and_a_slow_one_is_a_verdict(
 @pytest.mark.exhaustive
 def test_the_pair_that_fails_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     broken = {"DEEP_EP_INJECT": "slow-path=1>0:1000s", "DEEP_EP_CPU_CLOCK": "wall"}
-    (found,) = between_two(monkeypatch, 1, **broken)
+    (found,) = between_two(monkeypatch, 3, **broken)
     assert found.status == FAIL
     assert found.found == "rows do not arrive, or arrive wrong: rank 1 to rank 0"
 

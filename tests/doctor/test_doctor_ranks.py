@@ -62,7 +62,7 @@ def test_the_lowest_rank_reports_what_all_have_said() -> None:
 
 
 def test_ranks_that_do_not_come_are_named_though_the_first_is_one_of_them() -> None:
-    said = meet(4, absent=(0, 3), patience_s=0.3)
+    said = meet(4, absent=(0, 3), patience_s=2.0)
     assert said[1] is not None
     assert said[2] is None
     attendance = named(together(said[1], 4), "ranks")

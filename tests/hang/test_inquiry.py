@@ -390,7 +390,7 @@ def test_a_process_writes_a_dump_when_it_is_asked(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    asked = ["dump", str(two_processes[1].pid), "--into", str(tmp_path / "dump")]
+    asked = ["dump", str(two_processes[1].pid), "--into", str(tmp_path / "dump"), "--timeout", "60"]
     assert main(asked) == 0
     assert "no rank waits" in capsys.readouterr().out
     (of_buffer,) = (tmp_path / "dump").iterdir()
