@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import deep_ep
 from deep_ep import diagnose
 from support.exchange import Mode, Shape, make_inputs, ranks_for, round_trip
-from support.launch import Ranks
+from support.launch import Ranks, measured_again
 from support.normal_exchange import normal_ranks
 
 SECOND_NS = 1_000_000_000
@@ -160,6 +160,7 @@ def clock_errors(kinds: list[Any], drifts_ppm: list[float]) -> tuple[torch.Tenso
 
 
 @pytest.mark.parametrize("shape", ["1x1", "3x2"])
+@measured_again
 def test_drifts_are_followed_within_operations(monkeypatch: pytest.MonkeyPatch, shape: str) -> None:
     """Without a launch or a call: offsets stay right to what is stated, and that stays small."""
     monkeypatch.setenv("DEEP_EP_LAUNCH_SHAPE", shape)
@@ -194,8 +195,8 @@ def test_exchanges_are_paid_from_a_budget(monkeypatch: pytest.MonkeyPatch) -> No
     slots = slots[np.argsort(slots[:, -1, 0])]
     stated = slots[:, 1, fields.index("clock_error")]
     # The stated error grows from one operation to the next, except where clocks were measured again.
-    measured_again = int((np.diff(stated) < 0).sum())
-    assert 1 <= measured_again <= 8, stated
+    num_measured = int((np.diff(stated) < 0).sum())
+    assert 1 <= num_measured <= 8, stated
 
 
 SLOW_NS = 2_000_000
@@ -223,6 +224,7 @@ def assert_only_named(dst: int, ranks: Sequence[tuple[diagnose.Snapshot, torch.T
     assert all(abs(verdict.effect_us - SLOW_NS / 1e3) < 200 for verdict in found), found
 
 
+@measured_again
 def test_a_path_that_is_slow_while_clocks_are_measured_is_named_and_its_way_back_is_not() -> None:
     """Half of its delay is in the measured offset of the pair; all other pairs contradict that."""
     shape = Shape((8,) * 8, num_max_tokens=8, hidden=512, num_experts=16, num_topk=4)
@@ -239,6 +241,7 @@ def test_a_path_that_is_slow_while_clocks_are_measured_is_named_and_its_way_back
 
 
 @pytest.mark.parametrize(("ranks_per_node", "dst"), [(8, 5), (4, 6)])
+@measured_again
 def test_and_so_it_is_of_normal_operations(ranks_per_node: int, dst: int) -> None:
     num_ranks, config = 8, deep_ep.Config(4, 8, 64, 16, 64)
     generator = torch.Generator().manual_seed(0)
