@@ -249,6 +249,18 @@ TEST(launches_follow_each_other) {
     CHECK_EQUAL(memory[0], 44u);
 }
 
+// The sanitizer's record of a fiber serves again in the next launch.
+RACE(blocks_of_a_later_launch_are_not_ordered) {
+    host::Executor executor(host::ClockMode::kRank);
+    std::vector<uint32_t> memory(2);
+    launch(executor, kTwoBlocks, [&] {
+        if (thread_index() == 0) memory[block_index()] = 1;
+    });
+    launch(executor, kTwoBlocks, [&] {
+        if (thread_index() == 0) memory[0] += 1;
+    });
+}
+
 TEST(launch_follows_one_that_was_abandoned) {
     host::Executor executor(host::ClockMode::kRank);
     uint32_t word = 0;
