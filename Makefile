@@ -89,7 +89,7 @@ smoke: NORMAL = --num-processes 4 --num-tokens 64 --hidden 1024 --num-experts 16
 smoke: HOST_TIME = --quick
 smoke: OVERHEAD = --only low-latency
 smoke: bench  ## all benchmarks in small: do they still run?
-	$(RUN)/python benchmarks/diagnosis_accuracy.py --quick --windows 0.1
+	$(RUN)/python benchmarks/diagnosis_accuracy.py --quick --windows 0.1 --group 3x4 2x4
 	$(RUN)/python benchmarks/diagnosis_cost.py --quick
 	$(RUN)/python benchmarks/trace_time.py --megabytes 20
 
