@@ -519,7 +519,6 @@ def said_by_program(*arguments: str, exit_code: int = 0, launcher: Sequence[str]
 @pytest.mark.parametrize(
     "injected",
     [
-        ("slow-rank=3:2ms",),
         ("slow-path=2>5:1ms",),
         ("hot-rank=6",),
         ("slow-rank=1:3ms", "slow-path=4>2:2ms"),
@@ -532,9 +531,7 @@ def test_program_names_what_was_injected(injected: tuple[str, ...]) -> None:
     assert NAMED in said_by_program(*QUICK, "--diagnose", *flags)
 
 
-@pytest.mark.parametrize(
-    "injected", ["slow-rank=3:100ms", "slow-path=0>1:100ms", "slow-rank=2:20ms"]
-)
+@pytest.mark.parametrize("injected", ["slow-path=0>1:100ms", "slow-rank=2:20ms"])
 @measured_again
 def test_program_names_what_was_injected_in_wall_time(
     injected: str, monkeypatch: pytest.MonkeyPatch
@@ -559,6 +556,7 @@ def test_program_checks_measures_and_diagnoses() -> None:
         "Allocating buffer size:",
         "Dispatch + combine bandwidth:",
         "Dispatch send/recv time:",
+        NAMED,
     ):
         assert words in said
 
