@@ -1,4 +1,6 @@
-"""A collection of all tests, made once: it has tests of every file, and those that are to notice a mutant."""
+"""A collection of all tests, made once: it has tests of every file, those that are to notice a mutant, and those that
+`make gpu` runs.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +16,7 @@ from pathlib import Path
 import pytest
 from _pytest.mark.expression import Expression
 
+import gpu
 import mutants
 from support import native
 from tidy.test_tidy import files, report
@@ -67,6 +70,35 @@ def test_every_test_that_is_to_notice_a_mutant_is_there() -> None:
                 assert any(selects(rest, name) for name in names), (each.name, str(killer))
             else:
                 assert set(rest) <= set(native.cases(first)), (each.name, str(killer))
+
+
+def selected(words: list[str]) -> list[str]:
+    """Of files and tests that pytest is given with these words, what it runs; every place must have a test."""
+    found: list[str] = []
+    key = words[words.index("-k") : words.index("-k") + 2] if "-k" in words else []
+    for place in words:
+        file, _, test = place.partition("::")
+        if not file.endswith(".py"):
+            continue
+        names = collected().get(file, [])
+        there = [name for name in names if not test or name == test or name.startswith(f"{test}[")]
+        assert there, place
+        found += [name for name in there if selects(key, name)]
+    return found
+
+
+def test_every_step_on_a_gpu_has_tests_to_run(tmp_path: Path) -> None:
+    """As a dry run selects them; those that it cannot collect it only shows."""
+    steps = [step for step in gpu.all_steps(tmp_path, dry=True) if not step.only_shown]
+    commands = [
+        (step.name, list(command[command.index("pytest") :]))
+        for step in steps
+        for command in step.commands
+        if "pytest" in command
+    ]
+    assert len(commands) > 8
+    for name, words in commands:
+        assert selected(words), name
 
 
 def selects(options: list[str], name: str) -> bool:
