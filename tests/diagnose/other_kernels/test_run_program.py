@@ -48,7 +48,7 @@ def rank_of(rank):
             _, handle = buffer.low_latency_dispatch(None, None, 128, 2 * NUM_RANKS)
             buffer.low_latency_combine(None, None, None, handle)
 
-    eventually(named, meanwhile=step)
+    eventually(named, 180.0, step)
     ended.wait()
 
 threads = [threading.Thread(target=rank_of, args=(rank,)) for rank in range(NUM_RANKS)]
@@ -81,7 +81,7 @@ def started(*arguments: str | Path, path: Path) -> subprocess.CompletedProcess[s
         env=variables,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
     )
 
