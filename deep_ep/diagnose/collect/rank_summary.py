@@ -168,7 +168,7 @@ def _summarize_kind(
     lateness = issued - median(issued, 1)[:, None]
     duration = leaves - entered[:, rank]
     gap = entered[:, rank] - _relative(own_stamps["previous_exit"], begin)
-    is_settled = _since_step(lateness, median_of(gap + duration))
+    is_settled = _since_step(lateness, gap + duration)
     is_settled &= is_settled[:, rank, None]
     elapsed = (arrival - issued)[compared]
     elapsed[~(_of_usual_load(tokens[compared]) & is_settled[compared])] = np.nan
@@ -324,12 +324,13 @@ def _of_one_batch_size(received: FloatArray) -> BoolArray:
     return chosen
 
 
-def _since_step(lateness: FloatArray, round_ns: float) -> BoolArray:
+def _since_step(lateness: FloatArray, rounds: FloatArray) -> BoolArray:
     """`[n, num_ranks]`: operations since the clock of a source was set; all of them where it was not.
 
     Args:
         lateness: [n, num_ranks] ns, later than most by the receiver's clock.
-        round_ns: from the end of an operation to the end of the next one; all wait for who is late, so nobody is later.
+        rounds: [n] ns, from the end of an operation to the end of the next one; all wait for who is late, so nobody is
+            later than that.
     """
     length = max(int(_LASTS * len(lateness)), 1)
     before, after = median(lateness[:length], 0), median(lateness[-length:], 0)
@@ -337,7 +338,8 @@ def _since_step(lateness: FloatArray, round_ns: float) -> BoolArray:
     is_nearer = np.abs(lateness - after) < np.abs(lateness - before)
     last_before = np.argmin(np.cumsum(known * np.where(is_nearer, 1, -1), axis=0), axis=0)
     is_after = np.arange(len(lateness))[:, None] > last_before
-    has_stepped = np.abs(after - before) > round_ns
+    longest = np.fmax(median_of(rounds[:length]), median_of(rounds[-length:]))
+    has_stepped = np.abs(after - before) > longest
     for part in (~is_after, is_after):
         count = (known & part).sum(axis=0)
         others = (known & part & (is_nearer != is_after)).sum(axis=0)

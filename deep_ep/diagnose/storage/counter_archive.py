@@ -89,6 +89,10 @@ _LARGEST = 512 * 2**20
 def save(snapshots: Snapshot | Sequence[Snapshot], folder: Path | str) -> list[Path]:
     """Writes `FOLDER/counters-rank{N}.npz` for each snapshot, and returns these files; every rank may write its own.
 
+    Args:
+        snapshots: of one rank, or of several.
+        folder: where to; made if it is not there.
+
     Raises:
         EPArgumentError: the name of a file is a link.
         OSError: a file cannot be written.

@@ -33,7 +33,7 @@ from generator.faults import (
     SlowReceive,
     SlowSend,
 )
-from generator.machines import CPU, GPU, Machine, StampRule
+from generator.machines import CLUSTER, CPU, GPU, Machine, StampRule
 from support.launch import on_all_cores
 
 NUM_ROUNDS = 30
@@ -431,6 +431,18 @@ def test_few_operations_are_undecided() -> None:
 def test_one_rank_has_nothing_to_compare_with() -> None:
     found = diagnose.judge(diagnose.gather(simulate(CPU, 1, NUM_ROUNDS)))
     assert (found.verdicts, found.remarks) == ([], ["one rank: nothing to compare"])
+
+
+def test_how_late_a_rank_is_that_does_not_report_is_known_also_below_the_time_of_a_path() -> None:
+    """What the others wait for it is that and a path, and it leaves earlier than they do by what it has come later."""
+    held = []
+    for seed in range(4):
+        snapshots = simulate(CLUSTER, 8, 64, [SlowRank(3, 10e-6)], seed=seed, capacity=128)
+        found = diagnose.judge(diagnose.gather(snapshots[:3] + snapshots[4:]))
+        assert found.keys == {("comp-slow", 3)}
+        intervals = [verdict.interval_us for verdict in found.verdicts]
+        held += [low < 10 < high for low, high in intervals]
+    assert np.mean(held) >= 0.75
 
 
 def test_a_missing_rank_is_noted_and_the_others_are_judged() -> None:

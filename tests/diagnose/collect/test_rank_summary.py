@@ -11,6 +11,7 @@ from deep_ep import diagnose
 from deep_ep.diagnose.collect.rank_summary import summarize
 from deep_ep.testing.faults import SlowPath, SlowRank
 from generator import simulate
+from generator.faults import IntermittentRank
 from generator.machines import CLUSTER, CPU, GPU
 
 
@@ -54,9 +55,19 @@ def test_a_path_is_not_judged_by_the_operations_in_which_it_happened_to_be_seen(
 
 @pytest.mark.parametrize("seed", range(4))
 def test_ranks_that_a_congested_rail_makes_late_have_set_no_clock(seed: int) -> None:
-    """All operations tell of paths, not only those since it is congested."""
     machine = replace(CLUSTER, ranks_per_node=4, congestion=60.0, congested_share=0.2)
-    snapshots = simulate(machine, 12, 64, seed=seed, capacity=128)
+    require_all_operations(simulate(machine, 12, 64, seed=seed, capacity=128))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_rank_that_becomes_late_by_more_than_rounds_took_has_set_no_clock(seed: int) -> None:
+    """The others wait for it, so rounds take as long then."""
+    late = IntermittentRank(2, 5e-3, share=0.4, burst=50)
+    require_all_operations(simulate(GPU, 4, 64, [late], seed=seed, capacity=128))
+
+
+def require_all_operations(snapshots: list[diagnose.Snapshot]) -> None:
+    """All that were seen tell of paths, not only those since something has changed."""
     for rank, snapshot in enumerate(snapshots):
         counters = snapshot.operations["dispatch"]
         flag = counters.ring_source_fields.index("seen")
