@@ -3,22 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deep_ep import diagnose
-from deep_ep.diagnose import Snapshot
 from deep_ep.diagnose.collect.joint_clocks import contradictions
-from deep_ep.testing.faults import SlowPath
-from generator import simulate
-from generator.machines import CLUSTER, GPU, NORMAL, NORMAL_OF_ONE_NODE, Kind, Machine
 
 DAY_NS = 86_400 * 10**9
-ROUNDS = 64
 
 
 def entered_with(
@@ -59,45 +51,3 @@ def test_nothing_is_known_of_who_tells_of_another_operation() -> None:
     assert np.isnan(found[[3, 5]]).all()
     assert np.isnan(found[:, [3, 5]]).all()
     assert (found[0, 1], found[1, 0], found[0, 2]) == (700, -700, 0)
-
-
-def measured_while_slow(
-    snapshots: Sequence[Snapshot], src: int, dst: int, delay_ns: int
-) -> list[Snapshot]:
-    """As rings are where the path was slow while offsets were measured: half of it is in the offset."""
-    bent = []
-    for s in snapshots:
-        source, error = {dst: (src, delay_ns // 2), src: (dst, -delay_ns // 2)}.get(s.rank, (0, 0))
-        kinds = {}
-        for kind, counters in s.operations.items():
-            ring = counters.ring.copy()
-            for name in ("entered", "issued"):
-                stamps = ring[:, source, counters.ring_source_fields.index(name)]
-                stamps[stamps != 0] += error
-            kinds[kind] = replace(counters, ring=ring)
-        bent.append(replace(s, operations=kinds))
-    return bent
-
-
-@pytest.mark.parametrize(("machine", "num_ranks"), [(GPU, 4), (GPU, 16), (CLUSTER, 16)])
-@pytest.mark.parametrize("seed", range(4))
-def test_a_path_that_was_slow_while_clocks_were_measured_is_named_and_its_way_back_is_not(
-    machine: Machine, num_ranks: int, seed: int
-) -> None:
-    slow = SlowPath(2, 1, 50e-6)
-    made = simulate(machine, num_ranks, ROUNDS, [slow], seed, capacity=2 * ROUNDS)
-    found = diagnose.judge(diagnose.gather(measured_while_slow(made, 2, 1, 50_000)))
-    assert {v.edge for v in found.verdicts} == {(2, 1)}, found.verdicts
-    assert all(45 < v.effect_us < 55 for v in found.verdicts), found.verdicts
-
-
-@pytest.mark.parametrize(("nodes", "kinds"), [(1, NORMAL_OF_ONE_NODE), (2, NORMAL)])
-def test_hops_of_normal_operations_share_the_clocks(nodes: int, kinds: Sequence[Kind]) -> None:
-    """Between nodes a path is a rail's, which is the gateways' hop."""
-    machine = replace(CLUSTER, ranks_per_node=8 // nodes)
-    src, dst = (2, 1) if nodes == 1 else (2, 6)
-    made = simulate(
-        machine, 8, ROUNDS, [SlowPath(src, dst, 400e-6)], 3, capacity=2 * ROUNDS, kinds=kinds
-    )
-    found = diagnose.judge(diagnose.gather(measured_while_slow(made, src, dst, 400_000)))
-    assert {v.edge for v in found.verdicts} == {(src, dst)}, found.verdicts
