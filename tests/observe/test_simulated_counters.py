@@ -18,6 +18,7 @@ if deep_ep.native.backend.get().name != "cpu":
 
 from explore.machine import NEVER, Machine, SimulatedGroup
 from explore.program import Pace
+from support.counter_reference import parts_of_wait
 from support.exchange import Mode, Shape, buffer_for, dispatch, make_inputs
 
 US = 1_000
@@ -105,19 +106,6 @@ def run(
     return seen, begins  # type: ignore[return-value]
 
 
-def parts(entered: float, issued: float, arrival: float, begin: float) -> dict[str, float]:
-    """What a wait from `begin` on is made of."""
-    end = max(arrival, begin)
-    cut_entered = min(max(entered, begin), end)
-    cut_issued = min(max(issued, begin), end)
-    return {
-        "wait_ns": end - begin,
-        "late_ns": cut_entered - begin,
-        "issue_ns": cut_issued - cut_entered,
-        "path_ns": end - cut_issued,
-    }
-
-
 @pytest.mark.parametrize("schedule_seed", [None, 1, 2, 3])
 @pytest.mark.parametrize("stopped", [None, 2])
 @pytest.mark.parametrize("slow_path_ns", [0, 500 * US])
@@ -145,7 +133,7 @@ def test_stamps_and_parts_are_those_of_the_independent_clock(
                 assert abs(stamps["arrival"] - one.skew.of(arrival)) <= WORK_NS, where
                 own_stop_ns = STOP_NS if rank == stopped else 0
                 begin = begins[number] + DELAYS_NS[number][rank] + own_stop_ns
-                for name, ns in parts(entered, issued, arrival, begin).items():
+                for name, ns in parts_of_wait(entered, issued, arrival, begin).items():
                     expected[name][source] += ns
                 allowed[source] += error + 2 * WORK_NS
         for name, totals in one.totals.items():

@@ -23,6 +23,7 @@ from deep_ep.observe.counters import RecvCounters
 from fixtures import OF_TWO_RANKS, SHAPE, exchange
 from generator import simulate_windows
 from generator.machines import CLUSTER, NORMAL
+from support.counter_reference import add_operation
 from support.exchange import ranks_for
 from support.launch import DEVICE
 
@@ -31,6 +32,7 @@ FIELDS = tuple(BINDING.COUNTER_FIELDS)
 OWN_FIELDS = tuple(BINDING.OWN_FIELDS)
 RING_SOURCE_FIELDS = tuple(BINDING.RING_SOURCE_FIELDS)
 RING_OWN_FIELDS = tuple(BINDING.RING_OWN_FIELDS)
+ROW_BYTES = 528
 
 
 @dataclass(frozen=True)
@@ -48,59 +50,29 @@ class Operation:
 
 
 class Model:
-    """The counters of the kernels as a reader of counters.def would write them, one by one."""
+    """The counters of one rank with their ring."""
 
-    def __init__(self, num_ranks: int, capacity: int, rank: int, row_bytes: int = 528) -> None:
+    def __init__(self, num_ranks: int, capacity: int, rank: int) -> None:
         self.num_ranks, self.capacity, self.rank = num_ranks, capacity, rank
-        self.row_bytes = row_bytes
         self.totals = {name: [0] * num_ranks for name in FIELDS}
         self.own = dict.fromkeys(OWN_FIELDS, 0)
         self.ring = np.zeros((capacity, num_ranks + 1, BINDING.NUM_RING_FIELDS), dtype=np.int64)
 
     def count(self, number: int, op: Operation) -> None:
-        for source in range(self.num_ranks):
-            entered, issued, arrival = op.entered[source], op.issued[source], op.arrival[source]
-            wait = max(0, arrival - op.wait_begin)
-            end = op.wait_begin + wait
-            cut_entered = min(max(entered, op.wait_begin), end)
-            cut_issued = min(max(issued, entered, op.wait_begin), end)
-            late, issue = cut_entered - op.wait_begin, cut_issued - cut_entered
-            added = {
-                "ops": 1,
-                "tokens": op.tokens[source],
-                "bytes": op.tokens[source] * self.row_bytes,
-                "wait_ns": wait,
-                "late_ns": late,
-                "issue_ns": issue,
-                "path_ns": wait - late - issue,
-                "slack_ns": max(0, op.wait_begin - issued),
-            }
-            for name, value in added.items():
-                self.totals[name][source] += value
-            most = self.totals["max_wait_ns"]
-            most[source] = max(most[source], wait)
-        last_arrival = max(op.arrival)
-        last = op.arrival.index(last_arrival)
-        others = [a for source, a in enumerate(op.arrival) if source != last]
-        if last_arrival > op.wait_begin:
-            self.totals["critical_ops"][last] += 1
-            self.totals["critical_ns"][last] += last_arrival - max([op.wait_begin, *others])
-        self.own["ops"] += 1
+        stamps = {
+            "entered": op.entered,
+            "issued": op.issued,
+            "arrival": op.arrival,
+            "tokens": op.tokens,
+        }
+        add_operation(self.totals, self.own, stamps, op.wait_begin, op.leave, ROW_BYTES)
         if op.previous_exit:
             self.own["gap_ns"] += op.entered[self.rank] - op.previous_exit
         self.own["send_ns"] += op.send_ns
-        self.own["wait_ns"] += max(0, last_arrival - op.wait_begin)
-        self.own["drain_ns"] += op.leave - max(op.wait_begin, last_arrival)
         if self.capacity:
             slot = self.ring[number % self.capacity]
-            sources = {
-                "entered": op.entered,
-                "issued": op.issued,
-                "arrival": op.arrival,
-                "tokens": op.tokens,
-                "seen": [int(arrival > op.wait_begin) for arrival in op.arrival],
-                "clock_error": 0,
-            }
+            seen = [int(arrival > op.wait_begin) for arrival in op.arrival]
+            sources = {**stamps, "seen": seen, "clock_error": 0}
             own = {
                 "op": number,
                 "wait_begin": op.wait_begin,
@@ -230,7 +202,7 @@ def test_what_the_ring_does_not_tell_is_cut_in_proportion_and_named() -> None:
     mixed[FIELDS.index("bytes"), 0] += 3  # a row of another size
     rolled = replace(now, totals=mixed).until(3, rank=0)
     assert rolled.estimated == ("bytes",)
-    assert rolled["bytes"].tolist() == [8 * 528 + 3 - 2 * 528, 0]
+    assert rolled["bytes"].tolist() == [8 * ROW_BYTES + 3 - 2 * ROW_BYTES, 0]
 
 
 def test_estimates_never_make_a_window_fail() -> None:
