@@ -19,6 +19,7 @@ from deep_ep import Buffer, Config, RecvCounters, moe, sizes
 from deep_ep.errors import EPError
 from deep_ep.group import thread_groups
 from deep_ep.native import backend
+from support.normal_exchange import layout_of
 
 pytestmark = pytest.mark.skipif(
     backend.get().name != "cpu", reason="the correct calls have tensors on the CPU"
@@ -217,13 +218,10 @@ class Calls:
 
     def dispatch_arguments(self) -> Arguments:
         x, topk_idx, topk_weights = self.tokens()
-        layout = self.buffer.get_dispatch_layout(topk_idx, NUM_EXPERTS)
+        layout, _ = layout_of(self.buffer, topk_idx, NUM_EXPERTS)
         return {
             "x": x,
-            "num_tokens_per_rank": layout[0],
-            "num_tokens_per_rdma_rank": layout[1],
-            "num_tokens_per_expert": layout[2],
-            "is_token_in_rank": layout[3],
+            **layout,
             "topk_idx": topk_idx,
             "topk_weights": topk_weights,
             "config": CONFIG,

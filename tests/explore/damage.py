@@ -18,7 +18,7 @@ import torch
 import deep_ep
 from explore.machine import Machine, SimulatedGroup
 from explore.program import Pace
-from support.normal_exchange import TINY, nodes_of
+from support.normal_exchange import TINY, layout_of, nodes_of
 
 NUM_RANKS, RANKS_PER_NODE = 4, 2
 # Token t of rank r goes to rank r + t alone; these take all hops, by the same slots.
@@ -127,14 +127,11 @@ class Exchange:
             num_rdma_bytes=TINY.get_rdma_buffer_size_hint(2 * HIDDEN, NUM_RANKS),
         )
         topk_idx = (torch.arange(NUM_TOKENS)[:, None] + rank) % NUM_RANKS
-        per_rank, per_node, per_expert, in_rank, _ = buffer.get_dispatch_layout(topk_idx, NUM_RANKS)
+        layout, _ = layout_of(buffer, topk_idx, NUM_RANKS)
         self._machine.meet("dispatch", 0, rank, None)
         rows, _, weights, _, handle, _ = buffer.dispatch(
             self.xs[rank],
-            num_tokens_per_rank=per_rank,
-            num_tokens_per_rdma_rank=per_node,
-            num_tokens_per_expert=per_expert,
-            is_token_in_rank=in_rank,
+            **layout,
             topk_idx=topk_idx,
             topk_weights=torch.ones(NUM_TOKENS, 1),
             config=TINY,

@@ -15,7 +15,7 @@ import deep_ep
 from deep_ep import diagnose
 from support.exchange import Mode, Shape, make_inputs, ranks_for, round_trip
 from support.launch import Ranks, measured_again
-from support.normal_exchange import normal_ranks
+from support.normal_exchange import layout_of, normal_ranks
 
 SECOND_NS = 1_000_000_000
 # While a drift acts, the time that calls take besides the delay is not known to better than this.
@@ -250,13 +250,10 @@ def test_and_so_it_is_of_normal_operations(ranks_per_node: int, dst: int) -> Non
 
     def run(rank: int, buffer: deep_ep.Buffer) -> tuple[diagnose.Snapshot, torch.Tensor]:
         def step() -> None:
-            per_rank, per_node, per_expert, in_rank, _ = buffer.get_dispatch_layout(topk_idx, 16)
+            layout, _ = layout_of(buffer, topk_idx, 16)
             recv_x, _, _, _, handle, _ = buffer.dispatch(
                 x,
-                num_tokens_per_rank=per_rank,
-                num_tokens_per_rdma_rank=per_node,
-                is_token_in_rank=in_rank,
-                num_tokens_per_expert=per_expert,
+                **layout,
                 topk_idx=topk_idx,
                 topk_weights=torch.ones(64, 4),
                 config=config,

@@ -15,7 +15,7 @@ from deep_ep.base.topology import Topology
 from deep_ep.observe import traffic
 from deep_ep.types.handles import OneNodeHandle, hidden_word, new_channel_prefix
 from support.launch import DEVICE
-from support.normal_exchange import normal_ranks
+from support.normal_exchange import layout_of, normal_ranks
 
 HIDDEN, EXPERTS = 256, 8
 # Tokens of each rank: none, one, and uneven numbers.
@@ -74,15 +74,12 @@ def moved(events: list[dict[str, Any]]) -> list[list[Any]]:
 
 def exchange(rank: int, buffer: deep_ep.Buffer, x: Any, **options: Any) -> tuple[Any, Any]:
     topk_idx = routing_of(rank).to(DEVICE)
-    per_rank, per_node, per_expert, is_in_rank, _ = buffer.get_dispatch_layout(topk_idx, EXPERTS)
+    layout, _ = layout_of(buffer, topk_idx, EXPERTS)
     received, _, _, _, handle, _ = buffer.dispatch(
         x,
         topk_idx=topk_idx,
         topk_weights=torch.ones(topk_idx.shape, device=DEVICE),
-        num_tokens_per_rank=per_rank,
-        num_tokens_per_rdma_rank=per_node,
-        is_token_in_rank=is_in_rank,
-        num_tokens_per_expert=per_expert,
+        **layout,
         **options,
     )
     return received, handle

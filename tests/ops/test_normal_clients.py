@@ -39,6 +39,7 @@ from support.client_programs import (
     weigh_compact,
 )
 from support.launch import DEVICE, raise_failures, run_processes
+from support.normal_exchange import LAYOUT, layout_of
 
 Tensor = torch.Tensor
 
@@ -66,20 +67,6 @@ def recommended_sizes(rank: Rank, num_max_tokens: int = 0) -> tuple[int, int]:
         )
         rdma = max(rdma, low_latency)
     return nvl, rdma
-
-
-LAYOUT_NAMES = (
-    "num_tokens_per_rank",
-    "num_tokens_per_rdma_rank",
-    "is_token_in_rank",
-    "num_tokens_per_expert",
-)
-
-
-def layout_of(buffer: deep_ep.Buffer, *args: Any, **arguments: Any) -> tuple[dict[str, Any], Any]:
-    """What a program passes on from the layout to its dispatch, and the event."""
-    per_rank, per_node, per_expert, in_rank, event = buffer.get_dispatch_layout(*args, **arguments)
-    return dict(zip(LAYOUT_NAMES, (per_rank, per_node, in_rank, per_expert))), event
 
 
 def timing(
@@ -227,8 +214,8 @@ def titan_dispatch(
     topk_weights: Tensor,
     per_rank: Tensor,
     per_node: torch.Tensor | None,  # noqa: UP007 - read by torch.library
-    in_rank: Tensor,
     per_expert: Tensor,
+    in_rank: Tensor,
     rank: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Keywords only, asynchronous; the handle stays behind, in a dictionary."""
@@ -237,7 +224,7 @@ def titan_dispatch(
         x=x,
         topk_idx=topk_idx,
         topk_weights=topk_weights,
-        **dict(zip(LAYOUT_NAMES, (per_rank, per_node, in_rank, per_expert))),
+        **dict(zip(LAYOUT, (per_rank, per_node, per_expert, in_rank))),
         **timing(event_of=deep_ep),
     )
     event.current_stream_wait()
@@ -279,7 +266,7 @@ def titan_combine_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         x=grad,
         handle=handles[int(ctx.number)],
         **timing(event_of=deep_ep),
-        **dict.fromkeys((*LAYOUT_NAMES, "topk_idx", "topk_weights")),
+        **dict.fromkeys((*LAYOUT, "topk_idx", "topk_weights")),
     )
     event.current_stream_wait()
     return grad_x, None, None
@@ -788,7 +775,7 @@ def sglang(rank: Rank) -> None:
             config=chosen,
         )
         # What its recorder of experts reads.
-        per_rank, per_node, in_rank, per_expert = layout.values()
+        per_rank, per_node, per_expert, in_rank = layout.values()
         assert sum(per_expert.cpu().tolist()) == int((problem.topk_idx >= 0).sum())
         assert sum(per_rank.cpu().tolist()) == int(in_rank.sum())
         assert per_node is None or len(per_node.cpu().tolist()) > 1

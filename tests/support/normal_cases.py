@@ -28,7 +28,7 @@ from deep_ep.utils.math import (
 from deep_ep.utils.testing import seconds
 from support import normal_reference
 from support.launch import DEVICE
-from support.normal_exchange import source_prefix
+from support.normal_exchange import layout_of, source_prefix
 from support.program import (
     add_diagnosis_options,
     end_of_run,
@@ -62,7 +62,7 @@ class Problem(NamedTuple):
     topk_idx: Tensor  # [T, K] int64
     weights: Tensor  # [T, K] float32, the number of the rank
     weights_random: Tensor  # [T, K] float32
-    layout: tuple[Any, ...]  # of get_dispatch_layout, without its event
+    layout: dict[str, Any]  # of get_dispatch_layout, as dispatch takes it
     num_recv: int  # tokens of all ranks for this one
     counts: list[int]  # selections of all ranks, per local expert
 
@@ -169,16 +169,16 @@ def make_problem(
     x_random = torch.randn(size, dtype=torch.bfloat16, device=DEVICE)
     topk_idx = draw_routing(args, num_ranks, num_nodes_of(buffer)).to(DEVICE)
     weights = torch.full((args.num_tokens, args.num_topk), float(rank), device=DEVICE)
-    *layout, event = buffer.get_dispatch_layout(topk_idx, args.num_experts)
+    layout, event = layout_of(buffer, topk_idx, args.num_experts)
     assert event.event is None
-    per_rank, per_node, per_expert, in_rank = layout
     want = normal_reference.layout(
         topk_idx.cpu(), args.num_experts, num_ranks, num_ranks // num_nodes_of(buffer)
     )
-    for mine, expected in zip(layout, want):
+    for mine, expected in zip(layout.values(), want):
         assert (mine is None) == (expected is None)
         assert mine is None or torch.equal(mine.cpu(), expected)
-    per_rank_of_all, per_expert_of_all = per_rank.clone(), per_expert.clone()
+    per_rank_of_all = layout["num_tokens_per_rank"].clone()
+    per_expert_of_all = layout["num_tokens_per_expert"].clone()
     dist.all_reduce(per_rank_of_all, group=group)
     dist.all_reduce(per_expert_of_all, group=group)
     return Problem(
@@ -187,7 +187,7 @@ def make_problem(
         topk_idx,
         weights,
         torch.randn_like(weights),
-        (per_rank, per_node, per_expert, in_rank),
+        layout,
         int(per_rank_of_all[rank]),
         per_expert_of_all.view(num_ranks, -1)[rank].tolist(),
     )
@@ -331,16 +331,9 @@ def check_way(
 
 def dispatch_arguments(problem: Problem, way: Way) -> dict[str, Any]:
     """The layout, and top-k if asked for."""
-    per_rank, per_node, per_expert, in_rank = problem.layout
-    arguments = {
-        "num_tokens_per_rank": per_rank,
-        "num_tokens_per_rdma_rank": per_node,
-        "is_token_in_rank": in_rank,
-        "num_tokens_per_expert": per_expert,
-    }
-    if way.has_topk:
-        arguments |= {"topk_idx": problem.topk_idx, "topk_weights": way.data.weights}
-    return arguments
+    if not way.has_topk:
+        return problem.layout
+    return {**problem.layout, "topk_idx": problem.topk_idx, "topk_weights": way.data.weights}
 
 
 def check_sources(rows: Tensor, prefix: list[int]) -> None:
@@ -402,7 +395,7 @@ def check_combined(
     args: argparse.Namespace,
 ) -> None:
     """A token comes back once per rank that it went to."""
-    num_ranks = problem.layout[3].sum(1, keepdim=True).clamp(min=1)
+    num_ranks = problem.layout["is_token_in_rank"].sum(1, keepdim=True).clamp(min=1)
     total = combined.float()
     for bias in biases:
         total -= bias.float()
@@ -459,7 +452,7 @@ def measure(buffer: deep_ep.Buffer, group: dist.ProcessGroup, args: argparse.Nam
     config = make_config(buffer, args)
     *_, handle, _ = buffer.dispatch(problem.x, **dispatch_arguments(problem, way), config=config)
     row_bytes = args.hidden * 2
-    to_nodes = problem.layout[1] if args.between_nodes else None
+    to_nodes = problem.layout["num_tokens_per_rdma_rank"] if args.between_nodes else None
     rdma_bytes = int(to_nodes.sum()) * row_bytes if to_nodes is not None else 0
     nvl_bytes = problem.num_recv * row_bytes
 
@@ -564,11 +557,9 @@ def iteration_of(buffer: deep_ep.Buffer, args: argparse.Namespace) -> Callable[[
     def iterate() -> None:
         topk_idx = draw_routing(args, buffer.group_size, num_nodes_of(buffer), generator)
         topk_idx = inject_into_routing(topk_idx, args, buffer.group_size, generator).to(DEVICE)
-        per_rank, per_node, per_expert, in_rank, _ = buffer.get_dispatch_layout(
-            topk_idx, args.num_experts
-        )
+        layout, _ = layout_of(buffer, topk_idx, args.num_experts)
         recv_x, _, _, _, handle, _ = buffer.dispatch(
-            x, None, per_rank, per_node, in_rank, per_expert, topk_idx, weights, config=config
+            x, topk_idx=topk_idx, topk_weights=weights, config=config, **layout
         )
         buffer.combine(recv_x, handle, config=config)
 

@@ -222,6 +222,19 @@ def expect(inputs: list[Inputs], shape: Shape, mode: Mode, ranks_per_node: int) 
 # --- the calls ------------------------------------------------------------------------------------
 
 
+# What `get_dispatch_layout` returns, by the names that dispatch has for it.
+LAYOUT = (
+    *("num_tokens_per_rank", "num_tokens_per_rdma_rank"),
+    *("num_tokens_per_expert", "is_token_in_rank"),
+)
+
+
+def layout_of(buffer: deep_ep.Buffer, *args: Any, **arguments: Any) -> tuple[dict[str, Any], Any]:
+    """What a program passes on from the layout to its dispatch, and the event."""
+    *layout, event = buffer.get_dispatch_layout(*args, **arguments)
+    return dict(zip(LAYOUT, layout)), event
+
+
 def run_exchange(
     buffer: deep_ep.Buffer,
     inputs: Inputs,
@@ -266,19 +279,15 @@ def run_dispatch(
 ) -> tuple[tuple[Any, ...], tuple[Any, ...], int]:
     """What get_dispatch_layout and dispatch returned, and num_worst_tokens."""
     topk_idx = inputs.topk_idx.to(DEVICE)
-    *layout, event = buffer.get_dispatch_layout(topk_idx, shape.num_experts)
+    layout, event = layout_of(buffer, topk_idx, shape.num_experts)
     assert event.event is None
-    per_rank, per_node, per_expert, in_rank = layout
     num_worst_tokens = 0
     if mode.spare_rows is not None:
         num_worst_tokens = max(1, sum(shape.num_tokens) + mode.spare_rows)
     x = inputs.x.to(DEVICE)
     dispatched = buffer.dispatch(
         x if inputs.scales is None else (x, inputs.scales.to(DEVICE)),
-        num_tokens_per_rank=per_rank,
-        num_tokens_per_rdma_rank=per_node,
-        is_token_in_rank=in_rank,
-        num_tokens_per_expert=per_expert,
+        **layout,
         topk_idx=topk_idx if mode.has_topk else None,
         topk_weights=inputs.topk_weights.to(DEVICE) if mode.has_topk else None,
         expert_alignment=mode.expert_alignment,
@@ -288,7 +297,7 @@ def run_dispatch(
         **arguments,
     )
     finish(dispatched[-1], mode)
-    return tuple(layout), dispatched, num_worst_tokens
+    return tuple(layout.values()), dispatched, num_worst_tokens
 
 
 def run_combine(

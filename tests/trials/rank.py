@@ -16,6 +16,7 @@ import torch.distributed as dist
 import deep_ep
 from deep_ep.errors import EPArgumentError, EPError, EPTimeoutError
 from deep_ep.hang.cause import HangVerdict
+from support.normal_exchange import layout_of
 from trials.faults import BY_NAME, FOR_EVER_S, Fault
 
 TOKENS, HIDDEN, TOPK = 8, 256, 2
@@ -158,15 +159,10 @@ class _Rank:
         if name == "calls another operation":
             self.buffer.combine(self.x_again, self.handle, config=CONFIG)
         x = self.x[:, : HIDDEN // 2].contiguous() if name == "calls with another size" else self.x
-        per_rank, per_node, per_expert, in_rank, _ = self.buffer.get_dispatch_layout(
-            self.topk_idx, self.num_experts
-        )
+        layout, _ = layout_of(self.buffer, self.topk_idx, self.num_experts)
         recv_x, _, _, _, self.handle, _ = self.buffer.dispatch(
             x,
-            num_tokens_per_rank=per_rank,
-            num_tokens_per_rdma_rank=per_node,
-            is_token_in_rank=in_rank,
-            num_tokens_per_expert=per_expert,
+            **layout,
             topk_idx=self.topk_idx,
             topk_weights=self.weights,
             config=CONFIG,
@@ -175,7 +171,7 @@ class _Rank:
         if fault is not None and (self.trial.at_combine or fault.hooked):
             self._strike(fault)
         combined, _, _ = self.buffer.combine(recv_x, self.handle, config=CONFIG)
-        copies = in_rank.sum(1, keepdim=True)
+        copies = layout["is_token_in_rank"].sum(1, keepdim=True)
         return torch.equal(combined, (self.x.float() * copies).bfloat16())
 
     def meets_again(self, group: dist.ProcessGroup) -> bool:
