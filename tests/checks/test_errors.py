@@ -310,13 +310,6 @@ def test_a_launch_of_more_threads_than_fit_is_refused(blocks: int, warps: int) -
             ranks.buffers[0].low_latency_dispatch(x, topk_idx, 4, 2)
 
 
-def test_unknown_keywords_are_type_errors() -> None:
-    with ranks_for(SHAPE) as ranks:
-        with pytest.raises(TypeError, match="use_fp4"):
-            ranks.buffers[0].low_latency_dispatch(**good_dispatch_arguments(), use_fp4=True)
-        assert_still_usable(ranks)
-
-
 def test_a_buffer_that_is_not_low_latency_says_so() -> None:
     with Ranks(2, 4, 512, 6, low_latency_mode=False, num_rdma_bytes=0) as ranks:
         arguments = {**good_dispatch_arguments(), "num_experts": 6}

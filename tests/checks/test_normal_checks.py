@@ -42,6 +42,7 @@ from support.bad_calls import (
 from support.exchange import misaligned
 from support.launch import DEVICE, Ranks
 from support.native_recorder import NativeRecorder
+from support.normal_exchange import layout_of
 
 NUM_TOKENS = (5, 0, 3, 7)
 BAD_RANK = 2
@@ -85,14 +86,11 @@ def topk_of(rank: int) -> torch.Tensor:
 def dispatch_arguments(rank: int, buffer: Buffer) -> Arguments:
     """A correct call of a rank."""
     topk_idx = topk_of(rank)
-    per_rank, per_node, per_expert, in_rank, _ = buffer.get_dispatch_layout(topk_idx, NUM_EXPERTS)
+    layout, _ = layout_of(buffer, topk_idx, NUM_EXPERTS)
     x = torch.full((NUM_TOKENS[rank], HIDDEN), rank + 1.0, dtype=torch.bfloat16, device=DEVICE)
     return {
         "x": x,
-        "num_tokens_per_rank": per_rank,
-        "num_tokens_per_rdma_rank": per_node,
-        "is_token_in_rank": in_rank,
-        "num_tokens_per_expert": per_expert,
+        **layout,
         "topk_idx": topk_idx,
         "topk_weights": torch.ones(topk_idx.shape, device=DEVICE),
         "config": CONFIG,
@@ -238,6 +236,18 @@ DISPATCH_CASES = [
     ),
     pytest.param(
         to(allocate_on_comm_stream=True), EPArgumentError, ["allocate_on_comm_stream"], id="comm-stream-alone"
+    ),
+    pytest.param(
+        to(allocate_on_comm_stream=True, async_finish=True),
+        EPArgumentError,
+        ["allocate_on_comm_stream"],
+        id="comm-stream-without-an-event-before",
+    ),
+    pytest.param(
+        lambda a: {**a, "allocate_on_comm_stream": True, "previous_event": Buffer.capture()},
+        EPArgumentError,
+        ["allocate_on_comm_stream"],
+        id="comm-stream-without-an-event-after",
     ),
     pytest.param(
         of("num_tokens_per_rank", with_value(1, 9)),
@@ -428,18 +438,6 @@ def test_a_mask_that_changed_since_the_dispatch_is_refused(ranks: Ranks) -> None
         ["handle[", "dispatch left something else there"],
     )
     assert_usable(ranks)
-
-
-def test_a_handle_works_when_it_is_put_together_again(ranks: Ranks) -> None:
-    results = dispatched(ranks)
-
-    def combine(rank: int, buffer: Buffer) -> Any:
-        x, _, weights, _, handle, _ = results[rank]
-        again = [item.view_as(item) for item in handle]
-        return buffer.combine(x, again, weights, config=CONFIG)[1]
-
-    for rank, weights in enumerate(ranks.run(combine)):
-        assert torch.equal(weights, (topk_of(rank) >= 0).float())
 
 
 @pytest.mark.parametrize("sliced", [False, True])
@@ -655,61 +653,32 @@ def test_the_handle_of_a_failed_dispatch_is_refused(ranks: Ranks) -> None:
     assert_usable(ranks)
 
 
-@pytest.mark.parametrize("previous", [False, True])
-@pytest.mark.parametrize("async_finish", [False, True])
-def test_events_are_there_if_asked_for(ranks: Ranks, previous: bool, async_finish: bool) -> None:
-    def exchange(rank: int, buffer: Buffer) -> None:
-        streams = {
-            "previous_event": Buffer.capture() if previous else None,
-            "async_finish": async_finish,
-            "allocate_on_comm_stream": previous and async_finish,
-        }
-        arguments = dispatch_arguments(rank, buffer)
-        x, _, _, _, handle, event = buffer.dispatch(**arguments, **streams)
-        assert (event.event is not None) == async_finish
-        with event:
-            again, _, _, _, _, event = buffer.dispatch(
-                arguments["x"], handle, config=CONFIG, **streams
-            )
-        assert (event.event is not None) == async_finish
-        with event:
-            combined, _, event = buffer.combine(again, handle, config=CONFIG, **streams)
-        assert (event.event is not None) == async_finish
-        with event:
-            pass
-        expected = arguments["x"] * arguments["is_token_in_rank"].sum(1, keepdim=True)
-        assert torch.equal(combined, expected)
-
-    ranks.run(exchange)
-
-
 def raise_outcome(outcome: Any) -> None:
     """What the rank raised."""
     if isinstance(outcome, EPError):
         raise outcome
 
 
-def test_between_nodes_a_dispatch_needs_the_counts_of_nodes(ranks: Ranks) -> None:
-    buffer = ranks.buffers[BAD_RANK]
-    arguments = {**dispatch_arguments(BAD_RANK, buffer), "num_tokens_per_rdma_rank": None}
+@pytest.mark.parametrize(
+    ("counts", "error", "words"),
+    [
+        pytest.param(None, EPUsageError, ["is None", "get_dispatch_layout"], id="none"),
+        pytest.param([2, 99], EPArgumentError, ["[", "is_token_in_rank counts"], id="wrong", marks=reads_values),
+    ],
+)  # fmt: skip
+def test_between_nodes_a_dispatch_needs_the_counts_of_nodes(
+    ranks: Ranks, counts: list[int] | None, error: type[Exception], words: list[str]
+) -> None:
+    given = None
+    if counts is not None:
+        given = torch.tensor(counts, dtype=torch.int32)[: num_nodes(ranks)]
     if num_nodes(ranks) == 1:
-        dispatched(ranks, num_tokens_per_rdma_rank=None)
+        dispatched(ranks, num_tokens_per_rdma_rank=given)
     else:
-        words = ["dispatch: num_tokens_per_rdma_rank is None", "get_dispatch_layout"]
-        assert_raises(lambda: buffer.dispatch(**arguments), EPUsageError, words)
-    assert_usable(ranks)
-
-
-@reads_values
-def test_between_nodes_the_counts_of_nodes_must_be_right(ranks: Ranks) -> None:
-    buffer = ranks.buffers[BAD_RANK]
-    wrong = torch.tensor([2, 99], dtype=torch.int32)[: num_nodes(ranks)]
-    if num_nodes(ranks) == 1:
-        dispatched(ranks, num_tokens_per_rdma_rank=wrong)
-    else:
-        arguments = {**dispatch_arguments(BAD_RANK, buffer), "num_tokens_per_rdma_rank": wrong}
-        words = ["num_tokens_per_rdma_rank[", "is_token_in_rank counts"]
-        assert_raises(lambda: buffer.dispatch(**arguments), EPArgumentError, words)
+        buffer = ranks.buffers[BAD_RANK]
+        arguments = {**dispatch_arguments(BAD_RANK, buffer), "num_tokens_per_rdma_rank": given}
+        words = ["dispatch: num_tokens_per_rdma_rank", *words]
+        assert_raises(lambda: buffer.dispatch(**arguments), error, words)
     assert_usable(ranks)
 
 
@@ -746,25 +715,6 @@ def test_a_destroyed_buffer_says_so() -> None:
         x = torch.zeros(1, HIDDEN, dtype=torch.bfloat16, device=DEVICE)
         for call in (lambda: buffer.dispatch(x), lambda: buffer.combine(x, ())):
             assert_raises(call, EPUsageError, ["destroy() was called"])
-
-
-def test_a_buffer_of_the_hinted_size_fits_and_a_smaller_one_is_refused() -> None:
-    config = Config(2, 2, 4, 1, 2)
-    hint = config.get_nvl_buffer_size_hint(2 * HIDDEN, 1)
-    topk_idx = torch.zeros(1, 1, dtype=torch.int64, device=DEVICE)
-    x = torch.ones(1, HIDDEN, dtype=torch.bfloat16, device=DEVICE)
-
-    def dispatch(_: int, buffer: Buffer) -> Any:
-        layout = buffer.get_dispatch_layout(topk_idx, 1)
-        return buffer.dispatch(x, None, *layout[:2], layout[3], layout[2], config=config)[0]
-
-    for num_nvl_bytes in (hint, 0):
-        with normal_ranks(1, num_nvl_bytes=num_nvl_bytes) as ranks:
-            if num_nvl_bytes:
-                assert torch.equal(ranks.run(dispatch)[0], x)
-            else:
-                words = ["dispatch: the buffer has num_nvl_bytes = 0", "needs"]
-                assert_raises(lambda: dispatch(0, ranks.buffers[0]), EPArgumentError, words)
 
 
 @st.composite

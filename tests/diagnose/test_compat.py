@@ -340,12 +340,6 @@ def test_the_environment_has_the_known_names_and_defaults(monkeypatch: pytest.Mo
     }
 
 
-def test_thresholds_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DEEPEP_DIAGNOSE_THRESHOLD_COL", "1.5")
-    result = on_all(2, diagnosed_once)[0][0]
-    assert [column[0] for column in result["abnormal_cols"]] == [1]
-
-
 # ---- the log
 
 

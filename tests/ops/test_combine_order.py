@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +21,7 @@ from support.normal_exchange import (
     SMALL,
     TINY,
     Mode,
+    layout_of,
     make_inputs,
     normal_ranks,
     shape_of,
@@ -29,22 +30,15 @@ from support.normal_exchange import (
 Tensor = torch.Tensor
 
 HIDDEN = 24
-# Of a token: the group (rank or node) that each of its columns names (-1: none) and the groups it has rows of, to those
-# that are added up.
-Order = Callable[[list[int], Sequence[int]], list[int]]
 
 
 def by_last_column(columns: list[int], groups: Sequence[int]) -> list[int]:
+    """Of a token: the groups (ranks or nodes) that are added up, of those that it has rows of.
+
+    columns: the group that each of its columns names; -1: none.
+    """
     last = {group: k for k, group in enumerate(columns)}
     return sorted((group for group in groups if group in last), key=lambda group: last[group])
-
-
-def by_first_column(columns: list[int], groups: Sequence[int]) -> list[int]:
-    return sorted((group for group in groups if group in columns), key=columns.index)
-
-
-def by_number(columns: list[int], groups: Sequence[int]) -> list[int]:
-    return sorted(groups)
 
 
 def ranks_named(topk_idx: Tensor, shape: Shape) -> list[list[int]]:
@@ -70,17 +64,6 @@ def values(received: list[reference.Received], columns: int, seed: int) -> list[
     return ys
 
 
-class Orders(NamedTuple):
-    """Of the nodes of a token, of the ranks of each, and whether the source rounds the sum of its own node."""
-
-    of_nodes: Order = by_last_column
-    of_ranks: Order = by_last_column
-    rounds_own: bool = True
-
-
-PROMISED = Orders()
-
-
 def sums(
     ys: list[Tensor],
     received: list[reference.Received],
@@ -88,11 +71,12 @@ def sums(
     columns: tuple[list[list[int]], list[list[int]]],
     biases: Sequence[Tensor],
     ranks_per_node: int,
-    orders: Orders = PROMISED,
+    rounds_own: bool,
 ) -> Tensor:
     """Of the tokens of `rank`, in float32: biases, then the sums of nodes, each rounded if there are several.
 
     columns: of each token the ranks that they name, for `rank` and for the gateways of other nodes.
+    rounds_own: whether the source rounds the sum of its own node as well.
     """
     dtype, own = ys[0].dtype, rank // ranks_per_node
     rows_of = []
@@ -108,10 +92,10 @@ def sums(
             if token in rows:
                 ranks_of.setdefault(other // ranks_per_node, []).append(other)
         named_nodes = [other // ranks_per_node for other in named]
-        for node in orders.of_nodes(named_nodes, list(ranks_of)):
-            ranks = orders.of_ranks(named if node == own else named_there, ranks_of[node])
+        for node in by_last_column(named_nodes, list(ranks_of)):
+            ranks = by_last_column(named if node == own else named_there, ranks_of[node])
             parts = [ys[other][rows_of[other][token]].float() for other in ranks]
-            is_sum = len(ys) > ranks_per_node and (node != own or orders.rounds_own)
+            is_sum = len(ys) > ranks_per_node and (node != own or rounds_own)
             for part in [sum(parts, torch.zeros(())).to(dtype).float()] if is_sum else parts:
                 total[token] += part
     return total.to(dtype)
@@ -159,7 +143,7 @@ class Combine:
             want = self.want(self.ys, rank, biases, topk_idxs)
             assert_same(combined, want, f"rank {rank}")
             # Nothing is rounded, so weights of the own node need no sum of their own.
-            want = self.want(self.weights, rank, (), topk_idxs, Orders(rounds_own=False))
+            want = self.want(self.weights, rank, (), topk_idxs, rounds_own=False)
             assert_same(combined_weights, want, f"rank {rank}, weights")
 
     def want(
@@ -168,7 +152,7 @@ class Combine:
         rank: int,
         biases: Sequence[Tensor],
         topk_idxs: Sequence[Tensor] | None,
-        orders: Orders = PROMISED,
+        rounds_own: bool = True,
     ) -> Tensor:
         num_tokens = self.shape.num_tokens[rank]
         given = ys, self.received, rank
@@ -178,7 +162,7 @@ class Combine:
             ranks_named(topk_idxs[rank], self.shape),
             ranks_named(self.routing[rank], self.shape),
         )
-        return sums(*given, columns, biases, self.ranks_per_node, orders)
+        return sums(*given, columns, biases, self.ranks_per_node, rounds_own)
 
     @property
     def routing(self) -> list[Tensor]:
@@ -210,18 +194,13 @@ class Combine:
         """The handle, and what the order of sums needs to know of relayed rows."""
         inputs = self.inputs[rank]
         topk_idx = inputs.topk_idx.to(DEVICE)
-        per_rank, per_node, per_expert, in_rank, _ = buffer.get_dispatch_layout(
-            topk_idx, self.shape.num_experts
-        )
+        layout, _ = layout_of(buffer, topk_idx, self.shape.num_experts)
         call = NormalDispatch(
             {
                 **self._common(NormalDispatch),
                 "dispatch_wait_recv_cost_stats": None,
                 "x": inputs.x.to(DEVICE),
-                "num_tokens_per_rank": per_rank,
-                "num_tokens_per_rdma_rank": per_node,
-                "is_token_in_rank": in_rank,
-                "num_tokens_per_expert": per_expert,
+                **layout,
                 "topk_idx": topk_idx,
                 "topk_weights": inputs.topk_weights.to(DEVICE),
                 "expert_alignment": 1,
@@ -287,30 +266,6 @@ def test_ranks_without_tokens_relay_in_order() -> None:
 
 EIGHT = shape_of((12,) * 8, 16, 16, 8)
 nodes = pytest.mark.parametrize("ranks_per_node", [8, 4, 2])
-
-
-@nodes
-def test_the_values_show_the_order(ranks_per_node: int) -> None:
-    """Whether the reference tells apart by number, by the first column and by the last one, and each rounding."""
-    with normal_ranks(8, ranks_per_node, [SMALL], 2 * HIDDEN) as ranks:
-        combine = Combine(ranks, EIGHT, 1, SMALL, ranks_per_node)
-    # The order of two hardly shows.
-    if ranks_per_node == 2:
-        others = [Orders(by_number), Orders(by_first_column)]
-    else:
-        others = [Orders(of_ranks=by_number), Orders(of_ranks=by_first_column)]
-    if ranks_per_node < 8:
-        others.append(Orders(rounds_own=False))
-
-    def all_sums(orders: Orders) -> Tensor:
-        given = [
-            combine.want(combine.ys, rank, one.biases, combine.routing, orders)
-            for rank, one in enumerate(combine.inputs)
-        ]
-        return torch.cat(given).view(torch.int16)
-
-    for orders in others:
-        assert not torch.equal(all_sums(orders), all_sums(PROMISED))
 
 
 @nodes

@@ -132,14 +132,3 @@ def combine(
         if not is_own_node:
             total += part.to(ys[0].dtype)
     return total.to(ys[0].dtype)
-
-
-def exact_combine(
-    ys: Sequence[torch.Tensor], received: Sequence[Received], rank: int, num_tokens: int
-) -> torch.Tensor:
-    """The same in float64, without rounding; of ys that require grad, what gradients are compared with."""
-    total = torch.zeros(num_tokens, ys[0].shape[1], dtype=torch.float64)
-    for y, one in zip(ys, received):
-        mine = one.sources == rank
-        total = total.index_add(0, one.tokens[mine], y[mine].double())
-    return total
