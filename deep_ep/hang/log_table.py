@@ -11,11 +11,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import cast
 
+from deep_ep.base.text_tables import rows_of
 from deep_ep.hang.states import Owed
 
-# A row is two lines. The first has: the library | in which numbers ranks are, and what is waited for | where who prints it
-# waits, or all that it says | what to check (names in `CHECKS`). The second is the message: {name} is a number,
-# {name:kind} something else (`_KINDS`), {} anything that does not matter.
+# Of each message: the library | in which numbers ranks are, and what is waited for | where who prints it waits, or all
+# that it says | what to check (names in `CHECKS`). Then the message: {name} is a number, {name:kind} something else
+# (`_KINDS`), {} anything that does not matter.
 #
 # Numbers: "node" counts within a node, "group" in the group of the operations, "torch" in a group of torch; with "prefix" the line
 # has none, and the prefix of its launcher may. "text" is about processes, "dead" one that ended, "aside" only explains.
@@ -211,9 +212,7 @@ class LogRow:
 
 def _rows() -> tuple[LogRow, ...]:
     found = []
-    for block in _TABLE.strip().split("\n\n"):
-        head, message = block.split("\n")
-        library, kind, says, checks = (part.strip() for part in head.split("|"))
+    for library, kind, says, checks, message in rows_of(_TABLE):
         numbers, _, what = kind.partition(" ")
         pattern = re.compile(_pattern(message))
         owed = cast("Owed", what or "rows")

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from deep_ep.base import codec, env
 from deep_ep.base.printable_text import printable
+from deep_ep.base.text_tables import rows_of
 from deep_ep.errors import (
     EPArgumentError,
     EPError,
@@ -59,6 +60,7 @@ __all__ = [
     "rendezvous",
     "replace_file",
     "request",
+    "rows_of",
     "stamps",
     "to_host",
 ]
