@@ -15,6 +15,7 @@ from datetime import timedelta
 from typing import Any, Callable, NamedTuple, Optional
 
 from deep_ep.base.printable_text import printable
+from deep_ep.base.words import counted
 from deep_ep.doctor import exchange
 from deep_ep.doctor.finding import FAIL, OK, WARN, Finding, Status
 from deep_ep.doctor.host import Host
@@ -184,8 +185,7 @@ def together(said: Mapping[int, RankReport], size: int) -> list[Finding]:
 
 
 def _attendance(said: Mapping[int, RankReport], size: int) -> Finding:
-    num_hosts = len({one.host for one in said.values()})
-    hosts = f"{num_hosts} host{'' if num_hosts == 1 else 's'}"
+    hosts = counted(len({one.host for one in said.values()}), "host")
     missing = [rank for rank in range(size) if rank not in said]
     why = "a job waits for all of its ranks"
     if not missing:

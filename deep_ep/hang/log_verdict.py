@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from deep_ep.base.words import verb
 from deep_ep.errors import ranks_text
 from deep_ep.hang import files
 from deep_ep.hang.cause import Accused, Edge, HangCause, HangVerdict
@@ -302,7 +303,7 @@ class _Ranks:
         for rank, line in self.waits:
             said.setdefault(line.says, set()).add(rank)
         report = [
-            f"{ranks_text(ranks)} {'waits' if len(ranks) == 1 else 'wait'} {where}"
+            f"{ranks_text(ranks)} {verb(ranks, 'waits')} {where}"
             for where, ranks in list(said.items())[:_MOST_CLAUSES]
         ]
         for why in dict.fromkeys(self.doubts.values()):

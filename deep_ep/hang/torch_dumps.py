@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 from deep_ep.base import codec
+from deep_ep.base.words import verb
 from deep_ep.errors import ranks_text
 
 # More ranks than that no group has.
@@ -129,13 +130,12 @@ def hanging(dumps: Sequence[TorchDump]) -> list[Hanging]:
 def sentence(found: Hanging) -> str:
     """One line: who is in which collective, and who has not called it."""
     said = " while ".join(
-        f"{ranks_text(ranks)} {'is' if len(ranks) == 1 else 'are'} in {name} {found.number}"
+        f"{ranks_text(ranks)} {verb(ranks, 'is')} in {name} {found.number}"
         for name, ranks in found.names.items()
     )
     said += f" of torch's group {found.group or '(default)'}"
     if found.missing:
-        have = "has" if len(found.missing) == 1 else "have"
-        said += f", which {ranks_text(found.missing)} {have} not called"
+        said += f", which {ranks_text(found.missing)} {verb(found.missing, 'has')} not called"
     elif len(found.names) == 1:
         said += ", which all ranks with a dump have called"
     if found.unheard:

@@ -7,6 +7,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from deep_ep.base.rules import NORMAL_COMBINE, NORMAL_DISPATCH
+from deep_ep.base.words import verb
 from deep_ep.errors import (
     EPArgumentError,
     EPError,
@@ -120,14 +121,11 @@ def error_from_failure(
     )
 
 
-_OVER = {"direct": "", "NVLink": " over NVLink", "network": " over the network"}
-
-
 def _corrupt(where: str, row: Mapping[str, Any], ranks: list[int]) -> EPTransportError:
     return EPTransportError(
         f"{where}: rows of {ranks_text(ranks)} are not what was sent in this operation "
         f"(DEEP_EP_VERIFY compares all of them), first that for token {row['token']} of rank {row['owner']}, "
-        f"which rank {row['sender']} sent{_OVER[row['hop']]}; they must be. Report it with both ranks' "
+        f"which rank {row['sender']} sent{wording.OVER.get(row['hop'], '')}; they must be. Report it with both ranks' "
         "logs: memory was overwritten or a message arrived out of order."
     )
 
@@ -240,7 +238,7 @@ def _waiting(decision: Decision) -> list[str]:
         by_op.setdefault(op, []).append(rank)
     where = "operation" if decision.key.is_operation else decision.key.series
     return [
-        f"{ranks_text(ranks)} wait{'s' if len(ranks) == 1 else ''}{whom} in {where} {op}"
+        f"{ranks_text(ranks)} {verb(ranks, 'waits')}{whom} in {where} {op}"
         for op, ranks in sorted(by_op.items())
     ]
 

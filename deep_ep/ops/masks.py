@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Callable
 
 from deep_ep.base.ranks import Key
 from deep_ep.base.rules import QUERY_MASKS, fail
+from deep_ep.base.words import verb
 from deep_ep.checks import arguments as checks
 from deep_ep.errors import EPUsageError, ranks_text
 from deep_ep.ops.failures import state_of
@@ -120,8 +121,8 @@ class Masks:
         """
         self.notice()
         if self._why:
-            verb = "is" if len(self._why) == 1 else "are"
-            fail(where, f"{ranks_text(self._why)} {verb} masked", "masked_ranks", EPUsageError)
+            who = f"{ranks_text(self._why)} {verb(self._why, 'is')}"
+            fail(where, f"{who} masked", "masked_ranks", EPUsageError)
 
     # ---- what kernels have masked
 

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from ..core import safe_files
 from ..core.diagnosis import Diagnosis
-from ..core.package import PHASES, EPArgumentError, printable
+from ..core.package import PHASES, EPArgumentError, counted, printable
 from ..core.quantities import number, percent
 from ..render import wording
 from ..render.output import standard_output
@@ -254,7 +254,7 @@ def _ticket(
     libraries = ", ".join(dict.fromkeys(row.library for row in kernels))
     waiting = sum(row.share for row in kernels if row.phase == WAITING)
     all_of_it = sum(row.share for row in kernels)
-    text = f"{libraries}, {len(ranks)} rank{'s' if len(ranks) > 1 else ''} traced: dispatch and combine take {percent(all_of_it)} of the step"
+    text = f"{libraries}, {counted(len(ranks), 'rank')} traced: dispatch and combine take {percent(all_of_it)} of the step"
     text += (
         f", and notify and barriers, where ranks wait for each other, {percent(waiting)} of it. "
         if waiting

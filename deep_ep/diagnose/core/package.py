@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from deep_ep.base import codec, env
 from deep_ep.base.printable_text import printable
 from deep_ep.base.text_tables import rows_of
+from deep_ep.base.words import counted, listed
 from deep_ep.errors import (
     EPArgumentError,
     EPError,
@@ -50,10 +51,12 @@ __all__ = [
     "HangVerdict",
     "as_group",
     "codec",
+    "counted",
     "env",
     "folder",
     "hang_picture",
     "hang_views",
+    "listed",
     "phases_of",
     "printable",
     "ranks_text",

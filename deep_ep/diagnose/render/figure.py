@@ -14,7 +14,7 @@ import numpy as np
 
 from ..core import quantities, rank_blocks, safe_files
 from ..core.diagnosis import Diagnosis, FloatArray, Measured
-from ..core.package import EPArgumentError, EPNotBuiltError
+from ..core.package import EPArgumentError, EPNotBuiltError, counted
 from ..core.robust_stats import median_of
 from ..render import wording
 
@@ -100,7 +100,7 @@ def _caption(diagnosis: Diagnosis, columns: int) -> list[str]:
     num_causes = len(wording.by_cause(diagnosis.verdicts))
     more = num_causes - _MOST_SENTENCES
     if more > 0:
-        sentences[_MOST_SENTENCES:num_causes] = [f"and {more} smaller cause{'s' * (more > 1)}"]
+        sentences[_MOST_SENTENCES:num_causes] = [f"and {counted(more, 'smaller cause')}"]
     sentences += [f"Note: {remark}" for remark in wording.notes(diagnosis)]
     return [line for text in sentences for line in textwrap.wrap(text, columns)]
 

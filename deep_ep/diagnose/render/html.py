@@ -19,6 +19,7 @@ import numpy as np
 from ..core import quantities, rank_blocks, safe_files
 from ..core.causes import TITLES
 from ..core.diagnosis import Diagnosis, FloatArray, Measured, Verdict
+from ..core.package import counted
 from ..core.robust_stats import lowest, median_of
 from ..render import wording
 from ..storage.record import Record
@@ -100,7 +101,7 @@ def _window(record: Record, index: int, count: int) -> dict[str, Any]:
 def _short_answer(diagnosis: Diagnosis) -> str:
     count = len(wording.by_cause(diagnosis.verdicts))
     if count:
-        return f"{count} cause{'' if count == 1 else 's'}"
+        return counted(count, "cause")
     if wording.undecided(diagnosis):
         return "undecided"
     return "no anomaly" if diagnosis.measured and not diagnosis.remarks else "see notes"

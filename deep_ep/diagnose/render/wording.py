@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from ..core import quantities
 from ..core.causes import CAUSES, TITLES, CauseRow
 from ..core.diagnosis import Diagnosis, Measured, Subject, Verdict
+from ..core.package import counted, listed
 
 # The host of ranks in matrices from elsewhere.
 UNKNOWN_HOST = "?"
@@ -40,18 +41,14 @@ def missing_ranks(diagnosis: Diagnosis) -> Sequence[int]:
 def size(diagnosis: Diagnosis) -> str:
     """`8 ranks on 1 host, 2 NVLink domains, 1 missing`: what is known of the group."""
     hosts = set(diagnosis.hosts) - {"", UNKNOWN_HOST}
-    text = _count(diagnosis.num_ranks, "rank")
+    text = counted(diagnosis.num_ranks, "rank")
     if hosts:
-        text += f" on {_count(len(hosts), 'host')}"
+        text += f" on {counted(len(hosts), 'host')}"
         nodes = set(diagnosis.nodes) - {-1}
         if nodes and len(nodes) != len(hosts):
-            text += f", {_count(len(nodes), 'NVLink domain')}"
+            text += f", {counted(len(nodes), 'NVLink domain')}"
     missing = len(missing_ranks(diagnosis))
     return f"{text}, {missing} missing" if missing else text
-
-
-def _count(number_of: int, what: str) -> str:
-    return f"{number_of} {what}{'' if number_of == 1 else 's'}"
 
 
 def subject(verdict: Verdict) -> str:
@@ -174,12 +171,7 @@ def mean_of(diagnosis: Diagnosis) -> str:
     """`dispatch and combine`: of which kinds all savings are the mean; nothing where it is one, or not always the same."""
     sets = {tuple(_saving_together(diagnosis, kind)) for kind in diagnosis.savings_us}
     kinds = sets.pop() if len(sets) == 1 else ()
-    return _listed(kinds) if len(kinds) > 1 else ""
-
-
-def _listed(words: Sequence[str]) -> str:
-    """`a, b and c`, of two or more."""
-    return f"{', '.join(words[:-1])} and {words[-1]}"
+    return listed(kinds, "and") if len(kinds) > 1 else ""
 
 
 def _less(diagnosis: Diagnosis, operation: str, saving_us: float) -> str:
@@ -191,7 +183,7 @@ def _less(diagnosis: Diagnosis, operation: str, saving_us: float) -> str:
     text += f" {per(diagnosis, operation)}"
     if not kinds:
         return text
-    text += f" (mean of {_listed(kinds)}"
+    text += f" (mean of {listed(kinds, 'and')}"
     known = [
         diagnosis.measured[kind].num_operations for kind in kinds if kind in diagnosis.measured
     ]
