@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, Optional
+from typing import Literal, Optional
 
-from deep_ep.base import codec
 from deep_ep.hang.activity import ThreadActivity
-from deep_ep.hang.states import Frame, Owed, Process
+from deep_ep.hang.states import Frame, InDump, Owed, Process
 
 # docs/hang.md says what each of them means.
 Kind = Literal[
@@ -30,8 +29,6 @@ Kind = Literal[
     "not_come",
     "undecided",
 ]
-
-FORMAT = 1
 
 
 @dataclass(frozen=True)
@@ -146,7 +143,7 @@ class HangCause:
 
 
 @dataclass(frozen=True)
-class HangVerdict:
+class HangVerdict(InDump):
     """Why the ranks of a buffer wait.
 
     Attributes:
@@ -178,16 +175,3 @@ class HangVerdict:
     def waiting(self) -> tuple[int, ...]:
         """All ranks that wait, ascending."""
         return tuple(sorted({edge.waiter for edge in self.edges}))
-
-    def plain(self) -> dict[str, Any]:
-        """As data for JSON."""
-        return {"format": FORMAT, **codec.to_plain(self)}
-
-    @staticmethod
-    def of(plain: Any) -> HangVerdict:
-        """From plain data of this or a later format; what that has in addition is left out.
-
-        Raises:
-            codec.CodecError: it is none.
-        """
-        return codec.from_plain(HangVerdict, plain, is_strict=False)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, Optional
+from typing import Annotated, Any, Literal, Optional, TypeVar
 
 from deep_ep.base import codec
 
@@ -21,9 +21,28 @@ Process = Literal["alive", "busy", "stopped", "silent", "unreachable", "gone", "
 
 FORMAT = 1
 
+T = TypeVar("T")
+
 # No group has more ranks.
 _NumRanks = Annotated[int, codec.Range(1, (1 << 16) + 1), codec.Length(("num_ranks",))]
 _Rank = Annotated[int, codec.Range(below="num_ranks")]
+
+
+class InDump:
+    """What a file of a dump holds: a dataclass that becomes JSON and is made of it."""
+
+    def plain(self) -> dict[str, Any]:
+        """As data for JSON."""
+        return {"format": FORMAT, **codec.to_plain(self)}
+
+    @classmethod
+    def of(cls: type[T], plain: Any) -> T:
+        """From plain data of this or a later format; what that has in addition is left out.
+
+        Raises:
+            codec.CodecError: it is none.
+        """
+        return codec.from_plain(cls, plain, is_strict=False)
 
 
 @dataclass(frozen=True)
@@ -116,7 +135,7 @@ class Waits:
 
 
 @dataclass(frozen=True)
-class RankState:
+class RankState(InDump):
     """One rank of one buffer.
 
     Attributes:
@@ -157,16 +176,3 @@ class RankState:
     waits: Optional[Waits] = None  # noqa: UP045 - read at run time, by Python 3.9 as well
     threads: tuple[Thread, ...] = ()
     masked: tuple[_Rank, ...] = ()
-
-    def plain(self) -> dict[str, Any]:
-        """As data for JSON."""
-        return {"format": FORMAT, **codec.to_plain(self)}
-
-    @staticmethod
-    def of(plain: Any) -> RankState:
-        """From plain data of this or a later format; what that has in addition is left out.
-
-        Raises:
-            codec.CodecError: it is none.
-        """
-        return codec.from_plain(RankState, plain, is_strict=False)
