@@ -13,7 +13,7 @@ import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from deep_ep.hang.activity import ThreadActivity, call_of, doing
+from deep_ep.hang.activity import call_of, doing
 from deep_ep.hang.cause import Accused, Edge, HangCause, HangVerdict, Kind, MismatchSide
 from deep_ep.hang.graph import attracting_components, reaching, shortest_path
 from deep_ep.hang.mismatch import odd_ranks, sides_across, sides_at
@@ -160,20 +160,13 @@ class _Case:
         return tuple(sorted(edges, key=lambda edge: (edge.waiter, edge.owed[0], edge.what)))
 
     def _mismatch(self, sides: tuple[MismatchSide, ...]) -> _Draft:
-        first = sides[0]
-        return self.drafts.setdefault(
-            ("mismatch", sides),
-            _Draft(
-                HangCause(
-                    "mismatch",
-                    tuple(self._accused(rank) for rank in odd_ranks(sides)),
-                    first.series,
-                    first.number,
-                    first.name,
-                    sides=sides,
-                )
-            ),
-        )
+        accused, first = self._all_accused(odd_ranks(sides)), sides[0]
+        at = (first.series, first.number, first.name)
+        draft = _Draft(HangCause("mismatch", accused, *at, sides=sides))
+        return self.drafts.setdefault(("mismatch", sides), draft)
+
+    def _all_accused(self, ranks: Iterable[int]) -> tuple[Accused, ...]:
+        return tuple(map(self._accused, sorted(ranks)))
 
     def _accused(self, rank: int) -> Accused:
         state = self.states.get(rank)
@@ -405,21 +398,11 @@ class _Case:
         hop = ""
         if self.ranks_per_node:
             hop = "NVLink" if self._node(source) == self._node(destination) else "network"
-        key = ("not_arrived", source, destination, edge.series, edge.number)
-        draft = self.drafts.setdefault(
-            key,
-            _Draft(
-                HangCause(
-                    "not_arrived",
-                    series=edge.series,
-                    number=edge.number,
-                    name=self._name(edge.series, edge.number),
-                    what=edge.what,
-                    paths=((source, destination),),
-                    hop=hop,
-                )
-            ),
-        )
+        at = (edge.series, edge.number, self._name(edge.series, edge.number))
+        path = (source, destination)
+        cause = HangCause("not_arrived", (), *at, edge.what, paths=(path,), hop=hop)
+        key = ("not_arrived", path, edge.series, edge.number)
+        draft = self.drafts.setdefault(key, _Draft(cause))
         if passed_on is not None:
             whose = tuple(sorted({*draft.cause.passed_on, passed_on}))
             draft.cause = replace(draft.cause, passed_on=whose)
@@ -441,19 +424,14 @@ class _Case:
         waits = min(
             (edge for edge in self.edges if edge.waiter in inside), key=lambda edge: edge.number
         )
-        cause = HangCause(
-            "circle",
-            tuple(self._accused(rank) for rank in sorted(inside)),
-            waits.series,
-            waits.number,
-            self._name(waits.series, waits.number),
-        )
+        at = (waits.series, waits.number, self._name(waits.series, waits.number))
+        cause = HangCause("circle", self._all_accused(inside), *at)
         for graph in (slots, inside):
             for rank, targets in slots.items():
                 ways = [shortest_path(graph, target, rank) for target in sorted(targets)]
                 circle = min(filter(None, ways), key=len, default=())
                 if circle:
-                    accused = tuple(self._accused(member) for member in sorted(circle))
+                    accused = self._all_accused(circle)
                     found = replace(cause, accused=accused, what="slots", circle=_turned(circle))
                     self.drafts["circle", circle] = _Draft(found, set(inside))
                     return
@@ -574,21 +552,11 @@ def _ends(causes: Iterable[HangCause], which: int) -> dict[int, set[tuple[int, i
 
 
 def _alike(cause: HangCause) -> object:
-    does: ThreadActivity | None = cause.doing
     (accused,) = cause.accused
-    return (
-        cause.kind,
-        cause.series,
-        cause.number,
-        cause.between,
-        cause.hook,
-        cause.elsewhere,
-        accused.exit,
-        accused.raised,
-        accused.in_call,
-        accused.last,
-        (does.what, does.user) if does is not None else None,
-    )
+    at = (cause.kind, cause.series, cause.number)
+    said = (accused.exit, accused.raised, accused.in_call, accused.last)
+    does = cause.doing and (cause.doing.what, cause.doing.user)
+    return at, cause.between, cause.hook, cause.elsewhere, said, does
 
 
 def _joined(one: HangCause, other: HangCause) -> HangCause:
