@@ -7,6 +7,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from deep_ep.base.rules import NORMAL_COMBINE, NORMAL_DISPATCH
+from deep_ep.base.text_tables import rows_of
 from deep_ep.base.words import verb
 from deep_ep.errors import (
     EPArgumentError,
@@ -23,57 +24,39 @@ if TYPE_CHECKING:
     from deep_ep.hang.cause import HangVerdict
 
 
-# What a failure says whose reason is all that has to be known, with the ranks that it names and the operation before.
+# What a failure says whose reason is all that has to be known. Of each: the reason, "normal" before it where normal
+# operations say something else | what the error is about. Then the text; ranks and the operation before are filled in.
+_TABLE = """
+index | argument
+topk_idx holds an expert index out of range; entries must be -1 or in [0, num_experts). Check the router's output.
+
+counts | argument
+num_tokens_per_rank and is_token_in_rank do not agree; they must be of one layout. Pass them as one call of get_dispatch_layout returned them.
+
+room | argument
+more rows came to this rank than num_worst_tokens, or than the handle says; all must fit. Pass the group size times the most tokens that a rank has, or the handle as dispatch returned it.
+
+handle | argument
+the handle or topk_idx is not what the dispatch left or was given; combine needs both unchanged, except that entries of topk_idx may have become -1. Pass the handle and topk_idx of one dispatch that has been received.
+
+surplus | transport
+{ranks} told of more rows for an expert than num_max_dispatch_tokens_per_rank; a rank sends at most as many. Report it with both ranks' logs: memory was overwritten.
+
+returned | transport
+{ranks} returned other rows than this rank had dispatched, so its results are not valid. Read the error on that side first; the next operation starts afresh.
+
+late | transport
+{ranks} gave up operation {before} before this rank called it, and did not come to the next one. Read the error on that side first; all ranks must make the same calls, within DEEP_EP_TIMEOUT_S of each other. The next operation starts afresh.
+
+normal handle | argument
+the handle is not what a dispatch left that succeeded; a handle can be used unchanged, and once its dispatch has succeeded. Dispatch again, and keep its tensors.
+
+normal surplus | argument
+{ranks} sent or passed on more rows than this rank's handle says; the handles of all ranks must be of one dispatch, and unchanged. Dispatch again, and keep its tensors.
+"""
+_ERRORS = {"argument": EPArgumentError, "transport": EPTransportError}
 _TEXTS: dict[str, tuple[type[EPError], str]] = {
-    "index": (
-        EPArgumentError,
-        "topk_idx holds an expert index out of range; entries must be -1 or in [0, num_experts). Check the router's "
-        "output.",
-    ),
-    "counts": (
-        EPArgumentError,
-        "num_tokens_per_rank and is_token_in_rank do not agree; they must be of one layout. Pass them as one call of "
-        "get_dispatch_layout returned them.",
-    ),
-    "room": (
-        EPArgumentError,
-        "more rows came to this rank than num_worst_tokens, or than the handle says; all must fit. Pass the group size "
-        "times the most tokens that a rank has, or the handle as dispatch returned it.",
-    ),
-    "handle": (
-        EPArgumentError,
-        "the handle or topk_idx is not what the dispatch left or was given; combine needs both unchanged, except that "
-        "entries of topk_idx may have become -1. Pass the handle and topk_idx of one dispatch that has been received.",
-    ),
-    "surplus": (
-        EPTransportError,
-        "{ranks} told of more rows for an expert than num_max_dispatch_tokens_per_rank; a rank sends at most as many. "
-        "Report it with both ranks' logs: memory was overwritten.",
-    ),
-    "returned": (
-        EPTransportError,
-        "{ranks} returned other rows than this rank had dispatched, so its results are not valid. Read the error on "
-        "that side first; the next operation starts afresh.",
-    ),
-    "late": (
-        EPTransportError,
-        "{ranks} gave up operation {before} before this rank called it, and did not come to the next one. Read the "
-        "error on that side first; all ranks must make the same calls, within DEEP_EP_TIMEOUT_S of each other. The next "
-        "operation starts afresh.",
-    ),
-}
-# In normal operations.
-_NORMAL_TEXTS: dict[str, tuple[type[EPError], str]] = {
-    "handle": (
-        EPArgumentError,
-        "the handle is not what a dispatch left that succeeded; a handle can be used unchanged, and once its dispatch "
-        "has succeeded. Dispatch again, and keep its tensors.",
-    ),
-    "surplus": (
-        EPArgumentError,
-        "{ranks} sent or passed on more rows than this rank's handle says; the handles of all ranks must be of one "
-        "dispatch, and unchanged. Dispatch again, and keep its tensors.",
-    ),
+    reason: (_ERRORS[error], text) for reason, error, text in rows_of(_TABLE)
 }
 
 
@@ -103,7 +86,7 @@ def error_from_failure(
     if reason == "mismatch":
         return _mismatch(where, failure, ranks)
     is_normal = failure["operation"] in (NORMAL_DISPATCH, NORMAL_COMBINE)
-    known = (_NORMAL_TEXTS.get(reason) if is_normal else None) or _TEXTS.get(reason)
+    known = (_TEXTS.get(f"normal {reason}") if is_normal else None) or _TEXTS.get(reason)
     if known is not None:
         error, text = known
         before = failure["op"] - 1
