@@ -385,9 +385,8 @@ class _Judge:
 
 def _sentence(verdict: Verdict) -> str:
     """One verdict as a line. Effects are of the window: how many operations it has is not known."""
-    where = f" ({verdict.where})" if verdict.where else ""
     return (
-        f"{TITLES[verdict.kind]}, {verdict.cause}: {wording.subject(verdict)}{where}, "
+        f"{TITLES[verdict.kind]}, {verdict.cause}: {wording.placed(verdict)}, "
         f"{quantities.microseconds(verdict.effect_us)} in a window, {quantities.percent(verdict.share)} "
         f"of all waiting. {verdict.next_step}"
     )

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -57,7 +57,8 @@ class Size:
         return (self.effect - half) / 1e3, (self.effect + half) / 1e3
 
 
-class Named(NamedTuple):
+@dataclass(frozen=True)
+class Named:
     """What a verdict names: one of these, as in `Verdict`, or nothing where everything is slow."""
 
     rank: int | None = None
@@ -112,11 +113,7 @@ def found_cause(
         evidence=dict(evidence.items()),
         where=_where(named, e.m.place),
         next_step=next_step or cause.row.next_step.format_map({**_words_of(e, named), **words}),
-        rank=named.rank,
-        edge=named.edge,
-        node=named.node,
-        nodes=named.nodes,
-        rail=named.rail,
+        **vars(named),
     )
     return Found(verdict, kind, gain)
 
@@ -163,14 +160,8 @@ def own_times(e: Estimates, rank: int) -> dict[EvidenceKey, float]:
 
 def _words_of(e: Estimates, named: Named) -> dict[str, object]:
     source, destination = named.edge or named.nodes or (None, None)
-    return {
-        "operation": call_of(e.operation),
-        "rank": named.rank,
-        "node": named.node,
-        "rail": named.rail,
-        "source": source,
-        "destination": destination,
-    }
+    words = {"operation": call_of(e.operation), "source": source, "destination": destination}
+    return {**vars(named), **words}
 
 
 def _where(named: Named, place: Place) -> str:

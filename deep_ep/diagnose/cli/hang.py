@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import sys
 from collections.abc import Iterable
@@ -14,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..core import safe_files
-from ..core.package import HangVerdict, folder, hang_picture, hang_views, printable, ranks_text
+from ..core.package import HangVerdict, folder, hang_picture, hang_views, printable
 from ..render.output import standard_output
 from ..render.page import page, part
 
@@ -33,15 +32,16 @@ def hang(given: argparse.Namespace) -> int:
     else:
         _print(standard_output(given.width), report)
     if given.svg is not None and report.buffers:
-        _write(given.svg, svg_text(report.buffers[0].verdict).encode())
+        safe_files.write(given.svg, svg_text(report.buffers[0].verdict).encode())
     if given.html is not None:
-        _write(given.html, html(f"Why it hangs: {', '.join(map(str, given.paths[:3]))}", report))
+        title = f"Why it hangs: {', '.join(map(str, given.paths[:3]))}"
+        safe_files.write(given.html, html(title, report))
     return status
 
 
 def html(title: str, report: hang_views.Report) -> bytes:
     """The text of an HTML file, UTF-8: no script, and nothing from the network."""
-    return page("hang.html", title, report=report, ranks_text=ranks_text, svg_text=svg_text)
+    return page("hang.html", title, report=report, svg_text=svg_text)
 
 
 def svg_text(verdict: HangVerdict) -> Markup:
@@ -53,11 +53,6 @@ def svg_text(verdict: HangVerdict) -> Markup:
         height=hang_picture.HEIGHT,
         node_height=hang_picture.NODE_HEIGHT,
     )
-
-
-def _write(path: str, data: bytes) -> None:
-    with safe_files.create(path) as file:
-        file.write(data)
 
 
 def _plain(report: hang_views.Report) -> dict[str, object]:
@@ -100,18 +95,12 @@ def _print(console: Console, report: hang_views.Report) -> None:
             console.print(_operations(shown.table))
         if shown.stacks:
             say("")
-            say_all("Python stacks", itertools.chain(*map(_stack_lines, shown.stacks)))
+            say_all("Python stacks", [line for stack in shown.stacks for line in stack.lines])
         say("")
     if report.collectives:
         say_all("collectives of torch", report.collectives)
     for remark in report.remarks:
         say(f"note: {remark}", "yellow")
-
-
-def _stack_lines(stack: hang_views.Stack) -> Iterable[str]:
-    yield f"{ranks_text(stack.ranks)}, thread {stack.thread}"
-    for frame in stack.frames:
-        yield f"  {frame}"
 
 
 def _operations(table: hang_views.OperationTable) -> Table:

@@ -91,8 +91,8 @@ def trace(given: argparse.Namespace) -> int:
     console.print(Text(printable(f"for a ticket: {told}")), soft_wrap=True)
     if given.html is not None:
         said = [] if diagnosis is None else wording.notes(diagnosis)
-        with safe_files.create(given.html) as file:
-            file.write(as_page("Dispatch and combine in profiles", sheets, [told, *said, *remarks]))
+        shown = as_page("Dispatch and combine in profiles", sheets, [told, *said, *remarks])
+        safe_files.write(given.html, shown)
         console.print(Text(f"wrote {given.html}"))
     if given.record is not None and diagnosis is not None:
         writer = Writer(given.record, "trace")

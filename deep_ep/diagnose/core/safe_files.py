@@ -31,6 +31,12 @@ def create(path: Path | str) -> BinaryIO:
     return os.fdopen(file, "wb")
 
 
+def write(path: Path | str, data: bytes) -> None:
+    """Writes a file as a whole. Raises as `create`."""
+    with create(path) as file:
+        file.write(data)
+
+
 def open_to_append(path: Path | str) -> BinaryIO:
     """Opens a file for appending, and reading; nothing is buffered. Raises as `create`."""
     return os.fdopen(_open(Path(path), os.O_RDWR | os.O_APPEND), "ab+", buffering=0)

@@ -72,5 +72,4 @@ def verdict_line(diagnosis: Diagnosis, verdicts: Sequence[Verdict]) -> str:
 
 
 def _who(verdict: Verdict) -> str:
-    where = f" ({verdict.where})" if verdict.where else ""
-    return f"{TITLES[verdict.kind]} {wording.subject(verdict)}{where}: {verdict.cause}"
+    return f"{TITLES[verdict.kind]} {wording.placed(verdict)}: {verdict.cause}"

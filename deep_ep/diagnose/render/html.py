@@ -50,8 +50,7 @@ def write_page(records: Sequence[Record], path: str | Path) -> None:
         parts=_PARTS,
         data={"windows": [_window_data(record) for record in records]},
     )
-    with safe_files.create(path) as file:
-        file.write(text)
+    safe_files.write(path, text)
 
 
 def _matrix(m: Measured, part: str) -> FloatArray:

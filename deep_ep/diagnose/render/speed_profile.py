@@ -29,9 +29,8 @@ def write_speed_profile(records: Sequence[Record], path: Path) -> None:
             f"{path}: a speed profile of windows of {named}; they must be of one group that keeps its size. "
             "Choose with --group or --window."
         )
-    profile = speed_profile(records)
-    with safe_files.create(path) as file:
-        file.write(json.dumps(profile, allow_nan=False, indent=1).encode() + b"\n")
+    profile = json.dumps(speed_profile(records), allow_nan=False, indent=1)
+    safe_files.write(path, profile.encode() + b"\n")
 
 
 def speed_profile(records: Sequence[Record]) -> dict[str, Any]:

@@ -64,6 +64,11 @@ def subject(verdict: Verdict) -> str:
     return "all ranks" if verdict.rank is None else f"rank {verdict.rank}"
 
 
+def placed(verdict: Verdict) -> str:
+    """`rank 5 (node1 cuda:1)`: the subject and where it is."""
+    return f"{subject(verdict)} ({verdict.where})" if verdict.where else subject(verdict)
+
+
 def row_of(verdict: Verdict) -> CauseRow | None:
     """What is known about its cause; `None` for one that a later version recorded."""
     return CAUSES.get(verdict.cause)
@@ -80,8 +85,7 @@ def by_cause(verdicts: Sequence[Verdict]) -> list[list[Verdict]]:
 def sentence(diagnosis: Diagnosis, verdicts: Sequence[Verdict]) -> str:
     """One cause as a sentence a person can act on; `verdicts` are of this cause, per operation in which it shows."""
     first = verdicts[0]
-    where = f" ({first.where})" if first.where else ""
-    text = f"{TITLES[first.kind]}: {subject(first)}{where}"
+    text = f"{TITLES[first.kind]}: {placed(first)}"
     said = ""
     for verdict in verdicts:
         row = row_of(verdict)

@@ -74,6 +74,16 @@ class Stack:
     thread: str
     frames: tuple[str, ...]
 
+    @property
+    def title(self) -> str:
+        """ "ranks 0-2, thread MainThread"."""
+        return f"{ranks_text(self.ranks)}, thread {self.thread}"
+
+    @property
+    def lines(self) -> list[str]:
+        """The title, and below it the frames."""
+        return [self.title, *(f"  {frame}" for frame in self.frames)]
+
 
 @dataclass(frozen=True)
 class View:
