@@ -12,11 +12,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from deep_ep.base.words import verb
 from deep_ep.errors import ranks_text
 from deep_ep.hang import files
 from deep_ep.hang.cause import Accused, Edge, HangCause, HangVerdict
 from deep_ep.hang.log_table import CHECKS, ROWS, LogRow
+from deep_ep.hang.wording import wait_text
 
 # DeepEP's nodes have so many ranks wherever it prints the place of a node.
 _PLACES = 8
@@ -302,10 +302,8 @@ class _Ranks:
         said: dict[str, set[int]] = {}
         for rank, line in self.waits:
             said.setdefault(line.says, set()).add(rank)
-        report = [
-            f"{ranks_text(ranks)} {verb(ranks, 'waits')} {where}"
-            for where, ranks in list(said.items())[:_MOST_CLAUSES]
-        ]
+        waits = list(said.items())[:_MOST_CLAUSES]
+        report = [f"{wait_text(ranks)} {where}" for where, ranks in waits]
         for why in dict.fromkeys(self.doubts.values()):
             doubted = ranks_text(rank for rank, each in self.doubts.items() if each == why)
             report.append(f"that {doubted} did not come is not certain: {why}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import cast
 
@@ -116,10 +116,7 @@ def line(verdict: HangVerdict) -> str:
         more = len(verdict.causes) - len(said)
         return "; also: ".join(said) + (f"; and {more} more" if more else "")
     if verdict.edges:
-        return (
-            f"{ranks_text(verdict.waiting)} {verb(verdict.waiting, 'waits')}, and what for has come "
-            "since, or is on its way"
-        )
+        return f"{wait_text(verdict.waiting)}, and what for has come since, or is on its way"
     return "no rank waits"
 
 
@@ -142,6 +139,12 @@ def advice(cause: HangCause) -> str:
     if cause.hook:
         return _HOOK
     return _ADVICE_WHILE.get(cause.doing.what if cause.doing else "", _ROWS["not_called"].advice)
+
+
+def wait_text(waiters: Collection[int], owing: int = 0) -> str:
+    """ "ranks 0-2 wait for it", where one owes them something; "for them", where several do."""
+    whom = {0: "", 1: " for it"}.get(owing, " for them")
+    return f"{ranks_text(waiters)} {verb(waiters, 'waits')}{whom}"
 
 
 def doing_text(doing: ThreadActivity, whose: str = "its") -> str:
@@ -324,9 +327,8 @@ def _waiting(cause: HangCause) -> list[str]:
         return (
             ["nobody waits for it yet"] if cause.kind in ("gone", "stopped", "unreachable") else []
         )
-    whom = "them" if len(cause.accused) > 1 or len(cause.paths) > 1 else "it"
+    owing = max(len(cause.accused), len(cause.paths), 1)
     if cause.kind in ("mismatch", "circle", "unknown") and set(cause.ranks) <= set(cause.waited_by):
-        whom = ""
-    waits = verb(cause.waited_by, "waits")
-    waiters = f"{ranks_text(cause.waited_by)} {waits}{' for ' if whom else ''}{whom}"
+        owing = 0
+    waiters = wait_text(cause.waited_by, owing)
     return [f"{waiters}, for {cause.waited_s:.3g} s" if cause.waited_s else waiters]

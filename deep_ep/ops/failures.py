@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from deep_ep.base.rules import NORMAL_COMBINE, NORMAL_DISPATCH
 from deep_ep.base.text_tables import rows_of
-from deep_ep.base.words import verb
 from deep_ep.errors import (
     EPArgumentError,
     EPError,
@@ -213,15 +212,12 @@ def state_of(rank: int, decision: Decision, place: RankPlace) -> str:
 
 def _waiting(decision: Decision) -> list[str]:
     """`["ranks 1, 2 wait for it in operation 73"]`: one for each operation."""
-    whom = (
-        "" if not decision.culprits else " for it" if len(decision.culprits) == 1 else " for them"
-    )
     by_op: dict[int, list[int]] = {}
     for rank, op in decision.waiting.items():
         by_op.setdefault(op, []).append(rank)
     where = "operation" if decision.key.is_operation else decision.key.series
     return [
-        f"{ranks_text(ranks)} {verb(ranks, 'waits')}{whom} in {where} {op}"
+        f"{wording.wait_text(ranks, len(decision.culprits))} in {where} {op}"
         for op, ranks in sorted(by_op.items())
     ]
 
