@@ -1,6 +1,6 @@
 """Tables that are written as text, so that sentences stand in them as they are said.
 
-A row is two lines, with an empty line between rows: cells, with bars between them, and a sentence, in which bars are no ends.
+A row is two lines: cells with bars between them, and below them a sentence. An empty line is between rows.
 """
 
 from __future__ import annotations
