@@ -654,7 +654,7 @@ class Buffer:
                 relay; the group size times the most tokens of a rank is always enough. A row takes `hidden`
                 elements, its scales, 12 bytes an entry of `topk_idx`, and 4 (one node) or 8 + 4 * ranks per node.
             config: sizes of queues and number of channels; `get_dispatch_config` unless given. Equal on all
-                ranks, with the `num_sms` of the dispatch that `handle` is of. Rank 0 logs it if queues have too few slots.
+                ranks, with the `num_sms` of the dispatch that `handle` is of.
             previous_event: what to wait for instead of the current stream.
             async_finish: do not make the current stream wait for the result.
             allocate_on_comm_stream: allocate outputs on the comm stream, as is done with every

@@ -175,7 +175,10 @@ def _finish(
 
 def buffer_size(call: str, shape: NormalShape, place: Topology, limits: Limits) -> None:
     """The buffers must hold a call of these sizes."""
-    nvl_bytes, rdma_bytes = needed_bytes(shape, place, limits)
+    row = shape.row_bytes, shape.num_topk, shape.num_scales
+    nvl_bytes, rdma_bytes = num_bytes(
+        limits.binding, place.num_ranks, place.ranks_per_node, shape.config, *row
+    )
     if limits.num_nvl_bytes < nvl_bytes or limits.num_rdma_bytes < rdma_bytes:
         fail(
             call,
@@ -188,12 +191,6 @@ def buffer_size(call: str, shape: NormalShape, place: Topology, limits: Limits) 
             num_ranks=place.num_ranks,
             ranks_per_node=place.ranks_per_node,
         )
-
-
-def needed_bytes(shape: NormalShape, place: Topology, limits: Limits) -> tuple[int, int]:
-    """Bytes of NVLink and RDMA buffer that a call of these sizes needs."""
-    row = shape.row_bytes, shape.num_topk, shape.num_scales
-    return num_bytes(limits.binding, place.num_ranks, place.ranks_per_node, shape.config, *row)
 
 
 @functools.lru_cache(maxsize=64)

@@ -15,7 +15,6 @@ import torch
 from deep_ep.base.rules import NORMAL_COMBINE, NORMAL_DISPATCH, WORST_TOKENS_FIX, fail
 from deep_ep.checks import normal as normal_checks
 from deep_ep.checks.normal import NormalShape
-from deep_ep.checks.queue_turns import QueueTurns
 from deep_ep.errors import EPTransportError
 from deep_ep.observe import parts
 from deep_ep.observe.counters import RecvCounters
@@ -137,7 +136,6 @@ class Normal:
         self.counters = NormalCounters()
         self._communicator = communicator
         self._place = communicator.connected_runtime("Buffer").topology
-        self._turns = QueueTurns(communicator.limits, self._place)
         self._most_worst_bytes = _SMALL_BYTES  # that num_worst_tokens could have allocated
 
     def dispatch(
@@ -201,9 +199,6 @@ class Normal:
                 raise EPTransportError(f"dispatch on rank {communicator.rank}: it was given up.")
             handle, received = allocated
             event = self._run_dispatch(runtime, call, shape, handle, order, packs, received)
-            if num_worst_tokens:
-                self._turns.forget_rows()
-            self._turns.look(NORMAL_DISPATCH, shape, num_recv, num_relayed)
         aligned = [-(-rows // call.expert_alignment) * call.expert_alignment for rows in per_expert]
         return received, aligned, handle, event
 
@@ -222,7 +217,6 @@ class Normal:
                 received = self._new_received(call, shape, given.num_rows)
                 packs = self._packs(shape, shape.num_tokens)
             event = self._run_dispatch(runtime, call, shape, given, order, packs, received)
-            self._turns.look(NORMAL_DISPATCH, shape, given.num_rows, given.num_relay_rows)
         return received, event
 
     def combine(
@@ -283,7 +277,6 @@ class Normal:
             counted = pointers.tensors_of(counters, self.counters.relay_combine)
             event = streams.finish(*tensors.values(), *given, *counted)
             communicator.raise_failure()
-            self._turns.look(NORMAL_COMBINE, shape, given.num_rows, given.num_relay_rows)
         return combined_x, combined_weights, event
 
     def enable_counters(self, ring: int) -> None:
