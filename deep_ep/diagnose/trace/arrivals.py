@@ -114,7 +114,7 @@ def arrivals(traces: Sequence[RankTrace]) -> list[Arrivals]:
     return [
         _arrivals(name, traces, of_ranks, own_ends)
         for name, of_ranks in matched_exchanges(traces)
-        if all(each.rows for of_rank in of_ranks for each in of_rank)
+        if all(each.kernels for of_rank in of_ranks for each in of_rank)
     ]
 
 
@@ -130,7 +130,7 @@ def before(found: Arrivals, traces: Sequence[RankTrace], place: int) -> Before:
         for k in chosen.tolist():
             end = found.exchanges[i][k].span_us[0]
             own = found.own_us[i, k]
-            begin = end - own if np.isfinite(own) else trace.first_us
+            begin = end - own if np.isfinite(own) else trace.busy[0, 0]
             ran = trace.work.ending_within(begin, end)
             for name, started, ended in ran:
                 total[name] += ended - max(started, begin)

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import bisect
 import functools
-import math
 import re
 from array import array
-from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -49,6 +46,24 @@ _LATEST_US = 1e16
 _RANK_IN_NAME = re.compile(r"rank[_-]?(\d+)", re.IGNORECASE)
 
 
+class Launched(NamedTuple):
+    """A kernel of a dispatch or combine.
+
+    Attributes:
+        row: of the table.
+        name: its own.
+        span: begin and end, us.
+        stream: process and stream that it ran on.
+        number: by which the trace names the operator that launched it, -1: none.
+    """
+
+    row: Kernel
+    name: str
+    span: tuple[float, float]
+    stream: tuple[str, str]
+    number: int
+
+
 @dataclass
 class TracedExchange:
     """One operator that dispatches or combines, or the kernels of one exchange where no operator stands above them.
@@ -60,8 +75,7 @@ class TracedExchange:
         host_us: how long the host was in it.
         sent: what it says of its rows.
         thread: process and thread that called it.
-        kernels: [n, 2] begin and end of its kernels, us; empty where there was no GPU.
-        rows: what each of these is.
+        kernels: empty where there was no GPU.
         number: by which the trace names the operator, if it does.
         calls: numbers of the calls of this package in it.
         links: what it moves, as it or the counters say exactly; `None`: neither does.
@@ -75,8 +89,7 @@ class TracedExchange:
     host_us: float
     sent: RecordedRows
     thread: tuple[str, str] = ("", "")
-    kernels: list[tuple[float, float]] = field(default_factory=list)
-    rows: list[Kernel] = field(default_factory=list)
+    kernels: list[Launched] = field(default_factory=list)
     number: int | None = None
     calls: list[int] = field(default_factory=list)
     links: LinkBytes | None = None
@@ -98,28 +111,10 @@ class TracedExchange:
 
     def has(self, phase: str) -> bool:
         """Whether any of its kernels stands in that phase."""
-        return any(row.phase == phase for row in self.rows)
-
-    def add(self, kernel: Kernel, name: str, span: tuple[float, float]) -> None:
-        """One more kernel of it, where no operator stands above."""
-        if kernel.phase == TRANSFER and not self.has(TRANSFER):
-            self.name = base_name(name)
-        if self.operation == ALL_TO_ALL:
-            self.operation = kernel.operation
-        elif kernel.phase == TRANSFER and kernel.operation == ALL_TO_ALL:
-            self.name = f"{base_name(name)} ({self.operation})"
-        self.kernels.append(span)
-        self.rows.append(kernel)
-
-    def goes_on_with(self, kernel: Kernel) -> bool:
-        """Whether the next kernel of its stream is a part of it."""
-        both = (self.operation, kernel.operation)
-        return (both[0] == both[1] or ALL_TO_ALL in both) and (
-            kernel.phase == PACK or not self.has(TRANSFER)
-        )
+        return any(kernel.row.phase == phase for kernel in self.kernels)
 
     def _span(self, *phases: str) -> tuple[float, float] | None:
-        spans = [span for span, row in zip(self.kernels, self.rows) if row.phase in phases]
+        spans = [kernel.span for kernel in self.kernels if kernel.row.phase in phases]
         if not spans:
             return None
         return min(begin for begin, _ in spans), max(end for _, end in spans)
@@ -192,8 +187,7 @@ class RankTrace:
         path: the file.
         rank: of the job, -1 if neither the trace nor its name says.
         exchanges: in order of time.
-        other: [n, 2] begin and end of all other work on the GPU, us, sorted, without overlaps.
-        own: [n, 2] the same of the kernels of exchanges.
+        own: [n, 2] begin and end of the kernels of exchanges, us, sorted, without overlaps.
         base_ns: what its times count from, UTC; 0 where it does not say.
         work: all other work on the GPU by name.
         ranges: those that the program named, in which the GPU ran.
@@ -204,7 +198,6 @@ class RankTrace:
     path: Path
     rank: int
     exchanges: list[TracedExchange]
-    other: Times
     own: Times
     base_ns: int = 0
     work: NamedSpans = field(default_factory=NamedSpans)
@@ -212,25 +205,25 @@ class RankTrace:
     host_ranges: NamedSpans = field(default_factory=NamedSpans)
     num_ranks: int = 0
 
-    @property
-    def first_us(self) -> float:
-        """Begin of the first work on the GPU; infinite where there is none."""
-        return min(
-            (float(each[0, 0]) for each in (self.other, self.own) if len(each)), default=math.inf
-        )
+    @functools.cached_property
+    def other(self) -> Times:
+        """The same as `own` of all other work on the GPU."""
+        return union(self.work.times)
+
+    @functools.cached_property
+    def busy(self) -> Times:
+        """The same of all of its work."""
+        return union(np.concatenate([self.own, self.other]))
 
     @property
     def wall_us(self) -> float:
         """From the first work on the GPU to the end of the last."""
-        last = max(
-            (float(each[-1, 1]) for each in (self.other, self.own) if len(each)), default=-math.inf
-        )
-        return max(last - self.first_us, 0.0)
+        return float(self.busy[-1, 1] - self.busy[0, 0]) if self.has_gpu else 0.0
 
     @property
     def has_gpu(self) -> bool:
         """Whether there is any work on a GPU."""
-        return len(self.other) + len(self.own) > 0
+        return len(self.busy) > 0
 
 
 def read(path: Path) -> RankTrace:
@@ -246,7 +239,7 @@ def condense(
     operators: dict[int, TracedExchange] = {}
     nameless: list[TracedExchange] = []
     moved: list[_Moved] = []
-    kernels: list[_Launched] = []
+    kernels: list[Launched] = []
     # There are few names, and long ones.
     known: dict[str, tuple[str, Kernel | None]] = {}
     streams: dict[tuple[str, str], tuple[str, str]] = {}
@@ -271,7 +264,7 @@ def condense(
             key = number if isinstance(number, int) else -1
             stream = _thread(event)
             stream = streams.setdefault(stream, stream)
-            kernels.append(_Launched(row, name, (begin, begin + lasts), stream, key))
+            kernels.append(Launched(row, name, (begin, begin + lasts), stream, key))
         elif category == _ON_STREAM:
             ranges.add(name, begin, begin + lasts)
         elif (operation := operation_of(name)) is not None:
@@ -285,10 +278,14 @@ def condense(
             else:
                 nameless.append(exchange)
         elif (said := moved_by(name, arguments)) is not None:
-            moved.append(_Moved(_thread(event), begin, *said))
+            moved.append(_Moved(begin, *said))
         elif category == _ON_HOST:
             host_ranges.add(name, begin, begin + lasts)
-    alone = _add_kernels(operators, kernels)
+    kernels.sort(key=lambda kernel: kernel.span[0])
+    for kernel in kernels:
+        if kernel.number in operators:
+            operators[kernel.number].kernels.append(kernel)
+    alone = _of_streams([kernel for kernel in kernels if kernel.number not in operators])
     called = _outermost([*operators.values(), *nameless])
     _add_moved(called, moved)
     found = sorted([*called, *alone], key=lambda each: each.span_us[0])
@@ -299,7 +296,6 @@ def condense(
         path,
         _rank(header, path),
         exchanges,
-        union(work.times),
         union(own),
         base if isinstance(base, int) else 0,
         work,
@@ -354,73 +350,67 @@ def _add_facts(exchange: TracedExchange, arguments: Mapping[str, Any], path: Pat
     exchange.calls = [] if call is None else [call]
 
 
-class _Launched(NamedTuple):
-    """A kernel of a dispatch or combine, on which stream it ran, and which operator launched it."""
+def _of_streams(kernels: list[Launched]) -> list[TracedExchange]:
+    """The exchanges of kernels that no operator launched, which are in order of time.
 
-    kernel: Kernel
-    name: str
-    span: tuple[float, float]
-    stream: tuple[str, str]
-    number: int
-
-
-def _add_kernels(
-    operators: dict[int, TracedExchange], kernels: list[_Launched]
-) -> list[TracedExchange]:
-    """Adds kernels to their operators; those without one are exchanges by themselves, which it returns.
-
-    These follow each other on a stream: layout, notify, transfer, and what is done with the rows. What stands on another
+    They follow each other on a stream: layout, notify, transfer, and what is done with the rows. What stands on another
     stream, as layout may, belongs to the next exchange that has no such kernel of its own.
     """
     begun: list[TracedExchange] = []
     latest: dict[tuple[str, str], TracedExchange] = {}
-    for one in sorted(kernels, key=lambda one: one.span[0]):
-        above = operators.get(one.number)
-        if above is not None:
-            above.kernels.append(one.span)
-            above.rows.append(one.kernel)
-            continue
-        exchange = latest.get(one.stream)
-        if exchange is None or not exchange.goes_on_with(one.kernel):
-            exchange = TracedExchange(
-                base_name(one.name), one.kernel.operation, one.span[0], 0.0, RecordedRows()
-            )
-            latest[one.stream] = exchange
+    for kernel in kernels:
+        exchange = latest.get(kernel.stream)
+        if exchange is None or not _goes_on_with(exchange, kernel.row):
+            exchange = TracedExchange("", ALL_TO_ALL, kernel.span[0], 0.0, RecordedRows())
+            latest[kernel.stream] = exchange
             begun.append(exchange)
-        exchange.add(one.kernel, one.name, one.span)
+        if exchange.operation == ALL_TO_ALL:
+            exchange.operation = kernel.row.operation
+        exchange.kernels.append(kernel)
     _tell_directions(begun)
-    alone: list[TracedExchange] = []
     loose: list[TracedExchange] = []
     for exchange in begun:
         if not exchange.has(TRANSFER):
             loose.append(exchange)
             continue
         for before in loose:
-            if before.operation == exchange.operation and not _share_a_phase(before, exchange):
+            is_missing = not any(exchange.has(kernel.row.phase) for kernel in before.kernels)
+            if before.operation == exchange.operation and is_missing:
                 exchange.kernels += before.kernels
-                exchange.rows += before.rows
                 before.kernels = []
         loose = [each for each in loose if each.kernels]
-        alone.append(exchange)
-    return alone + loose
+    found = [exchange for exchange in begun if exchange.kernels]
+    for exchange in found:
+        exchange.name = _name_of(exchange)
+    return found
+
+
+def _goes_on_with(exchange: TracedExchange, row: Kernel) -> bool:
+    """Whether the next kernel of its stream is a part of it."""
+    both = (exchange.operation, row.operation)
+    is_same = both[0] == both[1] or ALL_TO_ALL in both
+    return is_same and (row.phase == PACK or not exchange.has(TRANSFER))
 
 
 def _tell_directions(exchanges: list[TracedExchange]) -> None:
     """Where one kernel does both, and layout stands before some of them: these are dispatches, so the others are combines."""
-    mixed = [each for each in exchanges if any(_is_both(row) for row in each.rows)]
+    mixed = [each for each in exchanges if any(_is_both(kernel) for kernel in each.kernels)]
     if any(each.operation == DISPATCH for each in mixed):
         for each in mixed:
             if each.operation == ALL_TO_ALL:
                 each.operation = COMBINE
-                each.name = f"{each.name} ({COMBINE})"
 
 
-def _is_both(row: Kernel) -> bool:
-    return row.operation == ALL_TO_ALL and row.phase == TRANSFER
+def _name_of(exchange: TracedExchange) -> str:
+    """The kernel that transfers, and the direction where the kernel's name does not tell."""
+    transfers = [kernel for kernel in exchange.kernels if kernel.row.phase == TRANSFER]
+    first = (transfers or exchange.kernels)[0]
+    is_told = _is_both(first) and exchange.operation != ALL_TO_ALL
+    return base_name(first.name) + (f" ({exchange.operation})" if is_told else "")
 
 
-def _share_a_phase(one: TracedExchange, other: TracedExchange) -> bool:
-    return any(other.has(row.phase) for row in one.rows)
+def _is_both(kernel: Launched) -> bool:
+    return kernel.row.operation == ALL_TO_ALL and kernel.row.phase == TRANSFER
 
 
 def _outermost(called: list[TracedExchange]) -> list[TracedExchange]:
@@ -438,7 +428,6 @@ def _outermost(called: list[TracedExchange]) -> list[TracedExchange]:
             found.append(each)
             continue
         above.kernels += each.kernels
-        above.rows += each.rows
         above.calls += each.calls
         if each.sent.num_bytes is not None:
             above.sent = replace(each.sent, worst_tokens=above.sent.worst_tokens)
@@ -446,29 +435,26 @@ def _outermost(called: list[TracedExchange]) -> list[TracedExchange]:
 
 
 class _Moved(NamedTuple):
-    """What a call moves, and where in the trace it says so."""
+    """What a call moves, and when the trace says so."""
 
-    thread: tuple[str, str]
-    at_us: float
+    begin_us: float
     call: int
     links: LinkBytes
 
 
 def _add_moved(called: list[TracedExchange], moved: list[_Moved]) -> None:
-    """Adds to each exchange, in order of time, what the calls in it move, which stands in it or behind it."""
-    of_thread: dict[tuple[str, str], list[TracedExchange]] = defaultdict(list)
-    for exchange in called:
-        of_thread[exchange.thread].append(exchange)
-    begins = {thread: [each.begin_us for each in of] for thread, of in of_thread.items()}
-    for thread, at_us, call, links in moved:
-        place = bisect.bisect_right(begins.get(thread, []), at_us) - 1
-        if place < 0:
+    """Adds to each exchange what the calls in it move, which stands in it or behind it."""
+    of_call: dict[int, TracedExchange] = {}
+    in_order: list[TracedExchange | _Moved] = [*called, *moved]
+    in_order.sort(key=lambda each: each.begin_us)
+    for each in in_order:
+        if isinstance(each, TracedExchange):
+            of_call.update(dict.fromkeys(each.calls, each))
             continue
-        behind = of_thread[thread][place]
+        exchange = of_call.get(each.call)
         # A merged trace has said so already.
-        if call in behind.calls and not behind.is_merged:
-            before = [] if behind.links is None else [behind.links]
-            behind.links = added_up([*before, links])
+        if exchange is not None and not exchange.is_merged:
+            exchange.links = added_up([exchange.links or LinkBytes(0, 0, 0), each.links])
 
 
 def _rank(header: Mapping[str, Any], path: Path) -> int:

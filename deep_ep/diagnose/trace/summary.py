@@ -10,7 +10,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..core.package import Phases
-from .counted import Counted
 from .kernels import PHASES, base_name, looks_like_exchange
 from .operations import added_up
 from .rank_trace import RankTrace, Times, TracedExchange, covered_us
@@ -131,10 +130,8 @@ class GroupRow:
 
 def operators(trace: RankTrace) -> list[OperatorRow]:
     """One row for each operator of a rank, the most expensive first."""
-    both = np.concatenate([trace.own, trace.other])
-    busy_us = float((both[:, 1] - both[:, 0]).sum()) - _shared_us(trace.own, trace.other)
     names = _by_name(trace.exchanges)
-    rows = [_row(trace, name, exchanges, busy_us) for name, exchanges in names.items()]
+    rows = [_row(trace, name, exchanges) for name, exchanges in names.items()]
     return sorted(rows, key=lambda row: -row.count * row.mean_us)
 
 
@@ -143,34 +140,33 @@ def kernel_rows(traces: Sequence[RankTrace]) -> list[KernelsRow]:
     spans: dict[tuple[str, str, str], list[list[tuple[float, float]]]] = {}
     for place, trace in enumerate(traces):
         for each in trace.exchanges:
-            for span, row in zip(each.kernels, each.rows):
-                key = (row.library, each.operation, row.phase)
-                spans.setdefault(key, [[] for _ in traces])[place].append(span)
+            for kernel in each.kernels:
+                key = (kernel.row.library, each.operation, kernel.row.phase)
+                spans.setdefault(key, [[] for _ in traces])[place].append(kernel.span)
     wall_us = sum(trace.wall_us for trace in traces)
     rows = []
     for (library, operation, phase), of_traces in spans.items():
-        times = [np.array(each).reshape(-1, 2) for each in of_traces]
-        count = sum(map(len, times))
-        total_us = sum(float((each[:, 1] - each[:, 0]).sum()) for each in times)
-        shared = sum(_shared_us(each, trace.other) for each, trace in zip(times, traces))
-        exposed = 1 - shared / total_us if total_us else math.nan
-        share = total_us / wall_us if wall_us else math.nan
+        times = [_times(each) for each in of_traces]
+        count, total_us = sum(map(len, times)), sum(map(_length_us, times))
+        shared_us = sum(_shared_us(each, trace.other) for each, trace in zip(times, traces))
+        share, exposed = _part(total_us, wall_us), 1 - _part(shared_us, total_us)
         rows.append(KernelsRow(library, operation, phase, count, total_us / count, share, exposed))
     return sorted(rows, key=lambda row: (row.library, row.operation, PHASES.index(row.phase)))
 
 
 def unknown_rows(traces: Sequence[RankTrace]) -> list[UnknownRow]:
     """What looks like an exchange and is none that is known, the most expensive first."""
-    found: dict[str, list[float]] = defaultdict(lambda: [0, 0.0])
+    counts: dict[str, int] = defaultdict(int)
+    total_us: dict[str, float] = defaultdict(float)
     for trace in traces:
         for name, count, us in trace.work.total_us():
             if looks_like_exchange(name):
-                found[base_name(name)][0] += count
-                found[base_name(name)][1] += us
+                counts[base_name(name)] += count
+                total_us[base_name(name)] += us
     wall_us = sum(trace.wall_us for trace in traces)
     rows = [
-        UnknownRow(name, int(count), us / count, us / wall_us if wall_us else math.nan)
-        for name, (count, us) in found.items()
+        UnknownRow(name, count, total_us[name] / count, _part(total_us[name], wall_us))
+        for name, count in counts.items()
     ]
     return sorted(rows, key=lambda row: -row.count * row.mean_us)
 
@@ -180,8 +176,22 @@ def phase_rows(trace: RankTrace) -> list[PhasesRow]:
     rows = []
     for name, exchanges in _by_name(trace.exchanges).items():
         counted = [call for exchange in exchanges for call in exchange.counted]
-        if counted:
-            rows.append(_phases_row(trace.rank, name, counted))
+        if not counted:
+            continue
+        together = Phases(trace.rank, [each.phases for each in counted])
+        moving_us = sum(each.moving_us for each in counted)
+        links = added_up(each.links for each in counted)
+        rows.append(
+            PhasesRow(
+                trace.rank,
+                name,
+                len(counted),
+                {phase: ns / 1e3 / len(counted) for phase, ns in together.total().items()},
+                {source: ns / 1e3 for source, ns in together.charged().items()},
+                moving_us / len(counted),
+                _tbps(links and links.crossing, moving_us),
+            )
+        )
     return rows
 
 
@@ -248,19 +258,18 @@ def _by_name(exchanges: Iterable[TracedExchange]) -> dict[str, list[TracedExchan
     return names
 
 
-def _row(
-    trace: RankTrace, name: str, exchanges: list[TracedExchange], busy_us: float
-) -> OperatorRow:
-    kernels = np.array([span for each in exchanges for span in each.kernels]).reshape(-1, 2)
+def _row(trace: RankTrace, name: str, exchanges: list[TracedExchange]) -> OperatorRow:
+    kernels = _times([kernel.span for each in exchanges for kernel in each.kernels])
     if trace.has_gpu:
-        total_us = float((kernels[:, 1] - kernels[:, 0]).sum())
-        share = total_us / busy_us if busy_us else math.nan
-        exposed = 1 - _shared_us(kernels, trace.other) / total_us if total_us else math.nan
+        total_us = _length_us(kernels)
+        share = _part(total_us, _length_us(trace.busy))
+        exposed = 1 - _part(_shared_us(kernels, trace.other), total_us)
     else:
         total_us = sum(each.host_us for each in exchanges)
         share = exposed = math.nan
-    count = len(exchanges)
-    num_bytes, links = _bytes(exchanges), added_up(each.links for each in exchanges)
+    count, links = len(exchanges), added_up(each.links for each in exchanges)
+    totals = _bytes(exchanges), *(links or [None] * 3)
+    rows, local, nvlink, rdma = (None if each is None else each / count for each in totals)
     return OperatorRow(
         trace.rank,
         name,
@@ -269,27 +278,25 @@ def _row(
         total_us / count,
         share,
         exposed,
-        None if num_bytes is None else num_bytes / count,
-        None if links is None else links.local / count,
-        None if links is None else links.nvlink / count,
-        None if links is None else links.rdma / count,
+        rows,
+        local,
+        nvlink,
+        rdma,
         _tbps(_moved(exchanges), total_us),
     )
 
 
-def _phases_row(rank: int, name: str, counted: Sequence[Counted]) -> PhasesRow:
-    together = Phases(rank, [each.phases for each in counted])
-    moving_us = sum(each.moving_us for each in counted)
-    links = added_up(each.links for each in counted)
-    return PhasesRow(
-        rank,
-        name,
-        len(counted),
-        {phase: ns / 1e3 / len(counted) for phase, ns in together.total().items()},
-        {source: ns / 1e3 for source, ns in together.charged().items()},
-        moving_us / len(counted),
-        _tbps(None if links is None else links.crossing, moving_us),
-    )
+def _times(spans: Sequence[tuple[float, float]]) -> Times:
+    return np.array(spans, np.float64).reshape(-1, 2)
+
+
+def _length_us(spans: Times) -> float:
+    return float((spans[:, 1] - spans[:, 0]).sum())
+
+
+def _part(part: float, whole: float) -> float:
+    """NaN of nothing."""
+    return part / whole if whole else math.nan
 
 
 def _shared_us(spans: Times, other: Times) -> float:
@@ -317,7 +324,7 @@ def _group_row(
     shifts = np.array([(trace.base_ns - traces[0].base_ns) / 1e3 for trace in traces])
     begins, ends = np.moveaxis(spans + shifts[:, None, None], 2, 0)  # [ranks, exchanges]
     too_early = _too_early(ranks, begins, ends)
-    is_aligned = too_early is not None and all(each.rows for of in exchanges for each in of)
+    is_aligned = too_early is not None and all(each.kernels for of in exchanges for each in of)
     if is_aligned:
         met = np.array([[each.meeting_us[1] for each in of_rank] for of_rank in exchanges])
         off = np.median(met - met[0], axis=1)

@@ -325,9 +325,9 @@ def test_an_operator_within_another_of_its_kind_gives_it_its_rows_and_kernels(
         kernel("void deep_ep::intranode::dispatch<8>(int4*)", 60, 10, 3),
     ]
     trace = traced(tmp_path, events)
-    assert [(each.name, each.kernels, each.sent.num_bytes) for each in trace.exchanges] == [
-        ("FusedDispatch", [(20, 50)], T * (H + 8)),
-        ("FusedDispatch", [(60, 70)], T * H * 2),
+    assert [(each.name, each.span_us, each.sent.num_bytes) for each in trace.exchanges] == [
+        ("FusedDispatch", (20, 50), T * (H + 8)),
+        ("FusedDispatch", (60, 70), T * H * 2),
     ]
 
 

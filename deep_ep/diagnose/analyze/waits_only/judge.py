@@ -34,9 +34,8 @@ _NEARLY, _NEARLY_ERRORS = 0.5, 6.0
 # Kinds of operation before which experts work, by the ends of their names.
 _AFTER_EXPERTS = "combine"
 # What others wait in other kinds is more than load does to them from this share of the whole on (load: a fifth
-# at most on generated data, a late rank: half as a rule), or beyond the spread of the ranks. Up to so many times
-# the usual tokens are no load.
-_ELSEWHERE, _EVEN = 1 / 3, 1.05
+# at most on generated data, a late rank: half as a rule), or beyond the spread of the ranks.
+_ELSEWHERE = 1 / 3
 _ONE_KIND = (
     "Pass all kinds of operation together: of one alone, a late rank, a slow link out of it and a slow "
     "path into it look the same."
@@ -61,7 +60,6 @@ def judge_waits(
     operations: int | None = None,
     unit_ns: float | None = None,
     delta_ns: float = 0.0,
-    tokens: Any = None,
     name_likelier: bool = False,
     within_nodes: bool = False,
 ) -> Diagnosis:
@@ -79,8 +77,6 @@ def judge_waits(
         unit_ns: nanoseconds of one unit of the matrix; nanoseconds are assumed unless given.
         delta_ns: the smallest effect of interest, in nanoseconds per operation (or of a window),
             summed over the kinds.
-        tokens: [n], tokens that each rank's experts got in these windows, if known: a rank that got no
-            more than the others is named even if a larger load would explain it.
         name_likelier: a rank that is late, or has a slow way out, where waiting cannot tell, is named as late, and
             its next step says so; by default that is undecided.
         within_nodes: what ranks of different hosts wait for each other is not counted, and left out; needs hosts.
@@ -94,10 +90,9 @@ def judge_waits(
         EPArgumentError: no square matrices of finite numbers >= 0, or another argument is wrong.
     """
     given = matrix if isinstance(matrix, Mapping) else {operation: matrix}
-    windows = wait_windows("judge_waits", given)[:, -MOST_WINDOWS:]
+    windows = wait_windows(given)[:, -MOST_WINDOWS:]
     num_ranks = windows.shape[-1]
     _check_arguments(num_ranks, hosts, operations, unit_ns, delta_ns)
-    loads = None if tokens is None else _loads(tokens, num_ranks)
     missing: BoolArray = np.asarray(np.isnan(windows).all(axis=(0, 1, 3)))
     windows[..., np.arange(num_ranks), np.arange(num_ranks)] = np.nan
     names = list(dict.fromkeys(hosts or ()))
@@ -112,7 +107,7 @@ def judge_waits(
 
     floor = max(delta_ns / 1e3, FLOOR_US if operations else 0.0)
     found = find_lasting(windows, nodes, floor)
-    unexplained = _unexplained(found, list(given), loads, floor)
+    unexplained = _unexplained(found, list(given), floor)
     undecided = _undecided(windows, missing, found)
     tells = hosts is not None and len(given) > 1 and not name_likelier
     counted = operations if tells else None
@@ -126,13 +121,13 @@ def judge_waits(
         shown = [(o, e) for o, e in zip(named, effects) if np.nanmedian(e) >= o.effect(found) / 2]
         verdicts += [_verdict(found, one, e, kind, wait, hosts, counted) for one, e in shown]
         savings[kind] = _saving(wait, [(one.cells(num_ranks), e) for one, e in shown])
-    undecided = undecided or untold or _explained(found, unexplained, loads is not None)
+    undecided = undecided or untold or _explained(found, unexplained)
     if not verdicts:
         undecided = undecided or _nobody(found, windows.shape[1], hosts is not None)
     latest = zip(given, windows[:, -1])
     devices = _devices(hosts or [""] * num_ranks)
     return Diagnosis(
-        measured={kind: _measured(wait, kind, operations or 0) for kind, wait in latest},
+        measured={kind: measured_waits(wait, kind, operations or 0) for kind, wait in latest},
         verdicts=sorted(verdicts, key=lambda v: -v.effect_us),
         remarks=_remarks(undecided, missing, hosts, unit_ns, operations, floor),
         hosts=tuple("" if gone else n for n, gone in zip(hosts or ["?"] * num_ranks, missing)),
@@ -170,9 +165,7 @@ class _Named(NamedTuple):
         return cells
 
 
-def _unexplained(
-    found: Lasting, kinds: Sequence[str], loads: FloatArray | None, floor: float
-) -> BoolArray:
+def _unexplained(found: Lasting, kinds: Sequence[str], floor: float) -> BoolArray:
     """[n]: of whom others wait for more than a larger share of the tokens can explain.
 
     Tokens take their experts' rank time between dispatch and combine: a rank in demand comes late to
@@ -183,7 +176,7 @@ def _unexplained(
     spread = np.nan_to_num(median_of(np.abs(elsewhere)))
     least = np.fmin(_ELSEWHERE * found.waited_for.effect, SPREADS * spread)
     unexplained: BoolArray = elsewhere > np.maximum(least, floor / len(kinds))
-    return unexplained if loads is None else unexplained | (loads <= _EVEN)
+    return unexplained
 
 
 def _named(found: Lasting, unexplained: BoolArray, counted: int | None) -> tuple[list[_Named], str]:
@@ -322,19 +315,14 @@ def _undecided(windows: FloatArray, missing: BoolArray, found: Lasting) -> str:
     return ""
 
 
-def _explained(found: Lasting, unexplained: BoolArray, tokens_known: bool) -> str:
+def _explained(found: Lasting, unexplained: BoolArray) -> str:
     """Who is waited for as a rank with more tokens would be; empty if nobody is."""
     explained = list(map(int, np.flatnonzero(found.waited_for.named & ~unexplained)))
     if not explained:
         return ""
-    missing = (
-        "it received more than usual, and only timestamps (DEEP_EP_DIAGNOSE) tell what they cost"
-        if tokens_known
-        else "pass tokens, or use timestamps (DEEP_EP_DIAGNOSE)"
-    )
     return (
         f"undecided: others wait for {ranks_text(explained)} in combines only, "
-        f"as for a rank to which more tokens are sent; {missing}"
+        "as for a rank to which more tokens are sent; use timestamps (DEEP_EP_DIAGNOSE)"
     )
 
 
@@ -409,20 +397,6 @@ def _check_arguments(
             raise EPArgumentError(f"judge_waits: {message}")
 
 
-def _loads(tokens: Any, num_ranks: int) -> FloatArray:
-    """[n], tokens over the usual."""
-    try:
-        counts = np.asarray(tokens, np.float64)
-    except (TypeError, ValueError):
-        counts = np.array(math.nan)
-    if counts.shape != (num_ranks,) or not (np.isfinite(counts) & (counts >= 0)).all():
-        raise EPArgumentError(
-            f"judge_waits: tokens is {tokens}; it must be {num_ranks} numbers of 0 or more, what each "
-            "rank's experts got. Add up the counts of each rank's experts, or pass None."
-        )
-    return counts / max(float(np.median(counts)), 1.0)
-
-
 def _mean(of_windows: FloatArray) -> FloatArray:
     """Over windows, of what is known."""
     count = np.isfinite(of_windows).sum(axis=0)
@@ -431,15 +405,11 @@ def _mean(of_windows: FloatArray) -> FloatArray:
 
 def _devices(hosts: Sequence[str]) -> list[int]:
     """Place of each rank among those of its host."""
-    places = [0] * len(hosts)
-    for host in set(hosts):
-        for place, rank in enumerate(i for i, other in enumerate(hosts) if other == host):
-            places[rank] = place
-    return places
+    return [hosts[:rank].count(host) for rank, host in enumerate(hosts)]
 
 
-def _measured(wait_us: FloatArray, operation: str, operations: int) -> Measured:
-    """What is known of a window: its waiting."""
+def measured_waits(wait_us: FloatArray, operation: str, operations: int) -> Measured:
+    """What is known of a window: its waiting, [n, n]; NaN where it is not known."""
     cell, rank = np.full(wait_us.shape, np.nan), np.full(len(wait_us), np.nan)
     longest = np.fmax.reduce(wait_us, axis=1, initial=np.nan)
     times = (rank, rank, rank, longest, wait_us, cell, cell, cell, cell, cell)

@@ -61,12 +61,11 @@ def square_matrix(where: str, matrix: Any, *, missing_rows: bool = False) -> Flo
     return values
 
 
-def wait_windows(where: str, given: Mapping[str, Any]) -> FloatArray:
+def wait_windows(given: Mapping[str, Any]) -> FloatArray:
     """[kinds, k, n, n]: k windows of each kind of operation; rows of NaN are ranks that are missing.
 
     Args:
-        where: the function to name in errors.
-        given: by kind of operation [k, n, n], or [n, n] for one window.
+        given: to `judge_waits`: by kind of operation [k, n, n], or [n, n] for one window.
 
     Raises:
         EPArgumentError: a window is no square matrix of finite numbers >= 0, or kinds differ in shape.
@@ -77,12 +76,12 @@ def wait_windows(where: str, given: Mapping[str, Any]) -> FloatArray:
             windows = matrix if np.ndim(matrix) == 3 else [matrix]
         except ValueError:  # rows differ in length, as square_matrix says
             windows = [matrix]
-        kinds.append([square_matrix(where, window, missing_rows=True) for window in windows])
+        kinds.append([square_matrix("judge_waits", each, missing_rows=True) for each in windows])
     shapes = {(len(windows), *(w.shape[0] for w in windows)) for windows in kinds}
     if len(shapes) != 1 or len(set(next(iter(shapes))[1:])) != 1:
         counts = [len(windows) for windows in kinds]
         raise EPArgumentError(
-            f"{where}: {', '.join(given) or 'no kind of operation'} with {counts} windows; there must be "
+            f"judge_waits: {', '.join(given) or 'no kind of operation'} with {counts} windows; there must be "
             "as many windows of each kind, one at least, of equally many ranks. Pass the windows that all "
             "kinds have."
         )
