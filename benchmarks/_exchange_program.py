@@ -23,7 +23,8 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
 import deep_ep  # noqa: E402
-from deep_ep.testing.faults import HotRank, skew_routing  # noqa: E402
+from deep_ep.testing.faults import HotRank  # noqa: E402
+from support.hot_routing import skew_routing  # noqa: E402
 from support.launch import raise_failures, run_processes  # noqa: E402
 
 _TIMEOUT_S = 600.0

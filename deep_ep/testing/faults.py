@@ -9,8 +9,7 @@
     hot-rank=6:2x           2 times
     clock=3:1.5s,20ppm      rank 3's clock is 1.5 s ahead and gains 20 us per second
 
-All but hot ranks are faults of the cpu backend. Hot ranks work on every backend, because the caller skews the
-routing with `skew_routing`.
+All but hot ranks are faults of the cpu backend. A hot rank is a property of the routing: whoever calls skews it.
 """
 
 from __future__ import annotations
@@ -20,8 +19,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Union
-
-import torch
 
 from deep_ep.errors import EPArgumentError
 
@@ -270,7 +267,7 @@ def apply(buffer: Any, faults: Sequence[Fault]) -> Callable[[], None]:
 
     Call it on every rank with the same faults: each rank takes the ones that concern it. With a
     clock fault it is collective, because the clock offsets are measured again. Hot ranks do
-    nothing here; pass the routing through `skew_routing`.
+    nothing here; the caller skews the routing.
 
     Returns:
         A function that takes the faults back (collective likewise).
@@ -309,65 +306,6 @@ def _slow_paths(
 
     set_all(round(delay_s * 1e9), bytes_per_s or 0.0)
     return lambda: set_all(0, 0.0)
-
-
-def skew_routing(
-    topk_idx: torch.Tensor,
-    fault: HotRank,
-    num_experts: int,
-    num_ranks: int,
-    generator: torch.Generator | None = None,
-) -> torch.Tensor:
-    """Redirects selections to the experts of a hot rank; each row's experts stay distinct.
-
-    Args:
-        topk_idx: [num_tokens, num_topk] integer, experts per token, -1 where there is none.
-        fault: the hot rank and its share. A row cannot select more of the rank's experts than the
-            rank has, or than the row has selections; the share ends there.
-        num_experts: experts of the group, a multiple of `num_ranks`.
-        num_ranks: size of the group.
-        generator: source of randomness on the device of `topk_idx`; the global one when None.
-
-    Returns:
-        A new tensor like `topk_idx`.
-
-    Raises:
-        EPArgumentError: the rank is outside of the group, or the experts do not divide.
-    """
-    validate(fault, num_ranks)
-    if num_experts % num_ranks != 0:
-        raise EPArgumentError(
-            f"skew_routing: num_experts is {num_experts} and num_ranks {num_ranks}; the experts "
-            "must divide evenly. Pass the sizes that the buffer is used with."
-        )
-    skewed = topk_idx.clone()
-    if topk_idx.numel() == 0:
-        return skewed
-    num_local = num_experts // num_ranks
-    first = fault.rank * num_local
-    num_tokens = topk_idx.shape[0]
-
-    def random(width: int) -> torch.Tensor:
-        return torch.rand((num_tokens, width), device=topk_idx.device, generator=generator)
-
-    valid = topk_idx >= 0
-    is_hot = valid & (topk_idx >= first) & (topk_idx < first + num_local)
-    even_share = valid.sum(dim=1, keepdim=True) / num_ranks
-    # Rounded up as often as the fraction says, so that the mean over tokens is the share.
-    wanted = torch.floor(fault.share * even_share + random(1)).long()
-    lacking = wanted - is_hot.sum(dim=1, keepdim=True)
-
-    # Candidates: the rank's experts that the row has not selected, in random order; taken ones last.
-    taken = torch.zeros((num_tokens, num_local + 1), dtype=torch.bool, device=topk_idx.device)
-    taken.scatter_(1, torch.where(is_hot, topk_idx.long() - first, num_local), True)
-    candidates = (random(num_local) + taken[:, :num_local]).argsort(dim=1) + first
-    num_candidates = num_local - is_hot.sum(dim=1, keepdim=True)
-
-    # Selections to give up: those of other ranks, in random order.
-    position = (random(topk_idx.shape[1]) + ~(valid & ~is_hot)).argsort(dim=1).argsort(dim=1)
-    replace = valid & ~is_hot & (position < torch.minimum(lacking, num_candidates))
-    chosen = candidates.gather(1, position.clamp(max=num_local - 1)).to(topk_idx.dtype)
-    return torch.where(replace, chosen, skewed)
 
 
 def expected_verdicts(faults: Sequence[Fault]) -> set[Key]:

@@ -25,6 +25,7 @@ from rich.console import Console
 import deep_ep
 from deep_ep import diagnose
 from deep_ep.testing import faults
+from support.hot_routing import skew_routing
 from support.launch import DEVICE, package_under_test, start_method
 
 # --- options --------------------------------------------------------------------------------------
@@ -88,7 +89,7 @@ def inject_into_routing(
     """What the injected hot ranks make of a routing."""
     for fault in args.inject:
         if isinstance(fault, faults.HotRank):
-            topk_idx = faults.skew_routing(topk_idx, fault, args.num_experts, num_ranks, generator)
+            topk_idx = skew_routing(topk_idx, fault, args.num_experts, num_ranks, generator)
     return topk_idx
 
 
