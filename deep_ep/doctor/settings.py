@@ -15,16 +15,6 @@ from deep_ep.errors import EPArgumentError
 CHECKS = Table()
 # Read by setup.py.
 _OF_THE_BUILD = ("DEEP_EP_CPU_ARCH", "DEEP_EP_WERROR", "DEEP_EP_CUDA")
-# What deep_ep writes before it starts NVSHMEM; csrc/transport/cuda/nvshmem_world.cpp.
-_WRITTEN = (
-    "NVSHMEM_DISABLE_P2P",
-    "NVSHMEM_IB_ENABLE_IBGDA",
-    "NVSHMEM_IBGDA_NUM_RC_PER_PE",
-    "NVSHMEM_MAX_TEAMS",
-    "NVSHMEM_DISABLE_NVLS",
-    "NVSHMEM_CUMEM_GRANULARITY",
-    "NVSHMEM_DISABLE_MNNVL",
-)
 _OURS = re.compile(r"DEEP_?EP_\w+")
 _SHOWN = re.compile(
     r"(DEEP_?EP|NVSHMEM|NCCL|TORCH_NCCL|UCX)_\w+|CUDA_(VISIBLE|DEVICE|LAUNCH)_\w+|LD_PRELOAD"
@@ -90,11 +80,6 @@ def _wrong_backend(host: Host) -> Iterator[Finding]:
     if wanted == "cpu" and has_gpu:
         why = "the cpu backend is for tests and far slower"
         yield warn("DEEP_EP_BACKEND=cpu, and there is a GPU", why, "unset DEEP_EP_BACKEND")
-    if wanted == "cuda" or (has_gpu and wanted != "cpu"):
-        for variable in (env.schedule, env.delivery, env.cpu_clock):
-            if variable.name in host.environment:
-                found = f"{variable.name} is set, and the backend is cuda"
-                yield warn(found, "only the cpu backend reads it", f"unset {variable.name}")
 
 
 @CHECKS.row("contradiction", when=_all_in_range)
@@ -105,10 +90,6 @@ def _without_effect(host: Host) -> Iterator[Finding]:
     if env.inject():
         found, why = f"DEEP_EP_INJECT={env.inject()}", "every Buffer injects these faults"
         yield warn(found, why, "unset DEEP_EP_INJECT, unless this is a test")
-    for name in _WRITTEN:
-        if name in host.environment:
-            why = "deep_ep writes it itself, from the arguments of Buffer"
-            yield warn(f"{name} is set", why, f"unset {name}")
     if host.environment.get("NVSHMEM_IBGDA_NIC_HANDLER") == "cpu":
         why = "a thread of the CPU rings every doorbell, which is slow"
         yield warn("NVSHMEM_IBGDA_NIC_HANDLER=cpu", why, "unset NVSHMEM_IBGDA_NIC_HANDLER")
