@@ -181,7 +181,7 @@ class Contest:
         Args:
             model: without causes.
             rest: [kinds, receiver, source] ns, what the causes explain.
-            floors: [kinds, 2] ns, the smallest effects worth a verdict, within nodes and between.
+            floors: [kinds] ns, the smallest effects worth a verdict.
             false_alarms: chance of a false cause in a healthy window.
             fits_clocks: whether clocks may be off.
         """
@@ -235,8 +235,7 @@ class Contest:
         for look in looks(self.model):
             medians = look.medians(rest, self.model.expected)
             self.spreads[look.cause, look.link] = spread_of(medians)
-            floor = self.floors[:, 0 if look.link == NVLINK else 1][:, None]
-            over = np.where(medians > floor / 2, medians, 0.0).max(axis=0)
+            over = np.where(medians > self.floors[:, None] / 2, medians, 0.0).max(axis=0)
             largest = np.argsort(-over)[:_TRIED]
             groups += [look.group(i) for i in largest[over[largest] > 0].tolist()]
         return groups

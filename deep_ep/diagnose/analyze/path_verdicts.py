@@ -34,6 +34,8 @@ _CHECKS = {
 _LEAST_SHARE = 0.05
 # Clocks that are off by more are said.
 _CLOCKS_OFF_NS = 40_000.0
+# Ports are seldom busier in other ways than by this share of the most that they may be.
+_MOSTLY_BUSY = 1 / 3
 # Loads that differ may make this share of it of what paths take. Effects exceed their errors so many times.
 _BY_LOAD, _CERTAIN = 0.7, 2.5
 
@@ -45,13 +47,11 @@ class JudgedPaths:
     Attributes:
         operations: kinds, in the order of the model's.
         model: with clocks as the causes leave them.
-        floors: [kinds, 2] ns, the smallest effects worth a verdict, within nodes and between.
         causes: that were found.
     """
 
     operations: Sequence[str]
     model: PathModel
-    floors: FloatArray
     causes: Sequence[PathCause]
 
     @property
@@ -83,12 +83,11 @@ class JudgedPaths:
 def judge_paths(matrices: Mapping[str, Matrices], limits: Mapping[str, Thresholds]) -> JudgedPaths:
     """Fits the model to kinds of a group of at least two ranks, and looks for causes."""
     kinds = list(matrices.values())
-    smallest = np.array(
+    floors = np.array(
         [limits[kind].floor_ns(median_of(m.duration)) for kind, m in matrices.items()]
     )
     model = fit_paths(kinds, min(limits[kind].delta_ns for kind in matrices))
-    floors = _floors(model, smallest, [limits[kind].path_fraction for kind in matrices])
-    judged = JudgedPaths(list(matrices), model, floors, [])
+    judged = JudgedPaths(list(matrices), model, [])
     if judged.is_too_small_for_clocks:
         return judged
     false_alarms = next(iter(limits.values())).false_alarms
@@ -97,7 +96,7 @@ def judge_paths(matrices: Mapping[str, Matrices], limits: Mapping[str, Threshold
     model = replace(model, rest=lasting.rest, clock=lasting.clock)
     is_known = np.isfinite(model.time)
     bursts = np.where(is_known, np.stack([m.path_burst for m in kinds]), np.nan)
-    least = floors.min(axis=1) / 2
+    least = floors / 2
     if (bursts > least[:, None, None]).any():
         share = np.where(is_known, np.stack([m.path_burst_share for m in kinds]), np.nan)
         named = {(cause.group.cause, cause.group.number) for cause in causes}
@@ -108,7 +107,7 @@ def judge_paths(matrices: Mapping[str, Matrices], limits: Mapping[str, Threshold
             if (one.group.cause, one.group.number) not in named
             and _comes_and_goes(list(matrices), one, least)
         ]
-    return JudgedPaths(list(matrices), model, floors, causes)
+    return JudgedPaths(list(matrices), model, causes)
 
 
 def _comes_and_goes(kinds: Sequence[str], cause: PathCause, least: FloatArray) -> bool:
@@ -121,11 +120,6 @@ def _comes_and_goes(kinds: Sequence[str], cause: PathCause, least: FloatArray) -
     tells = {Cause.INGRESS: is_combine, Cause.EGRESS: ~is_combine}.get(cause.group.cause)
     told = cause.is_known if tells is None or not tells.any() else cause.is_known & tells
     return bool(told.any() and (cause.effect > least)[told].all())
-
-
-def _floors(model: PathModel, smallest: FloatArray, path_fraction: Sequence[float]) -> FloatArray:
-    usual = np.stack([model.level[:, 0], model.level[:, 1:3].max(axis=1)], axis=1)
-    return np.asarray(np.maximum(smallest[:, None], np.array(path_fraction)[:, None] * usual))
 
 
 def slow_paths(
@@ -175,17 +169,16 @@ def slow_paths(
 
 def _is_worth_it(judged: JudgedPaths, kind: JudgedKind, k: int, cause: PathCause) -> bool:
     """Whether a cause is big in this kind, unlike healthy groups, and on other hops as well."""
-    unlike = kind.limits.spread * cause.spread[k]
+    unlike = kind.limits.spread * float(cause.spread.mean())
     if _is_told_by_time(judged, cause):
         error = _own_error(kind, k, cause)
         return bool(cause.effect[k] > max(kind.floor, unlike, _CERTAIN * error))
-    link = 0 if cause.group.link == NVLINK else 1
     paths = (cause.group.receivers, cause.group.sources)
     uneven = float(np.mean(judged.model.uneven(k, *paths))) * or_zero(
         median_of(kind.e.paths.usual[paths])
     )
     bar = max(
-        judged.floors[k, link],
+        kind.floor,
         unlike,
         _CERTAIN * _size(judged, kind, k, cause).error,
         _CERTAIN * or_zero(median_of(judged.model.noise[k][paths])),
@@ -239,11 +232,12 @@ def _own_error(kind: JudgedKind, k: int, cause: PathCause) -> float:
 def _size(judged: JudgedPaths, kind: JudgedKind, k: int, cause: PathCause) -> Size:
     usual = or_zero(median_of(kind.e.paths.usual[cause.group.receivers, cause.group.sources]))
     effect = float(cause.effect[k])
+    busy = OTHERWISE_BUSY * (usual + effect)
     return Size(
         effect,
-        math.hypot(_own_error(kind, k, cause), OTHERWISE_BUSY * (usual + effect)),
+        math.hypot(_own_error(kind, k, cause), _MOSTLY_BUSY * busy),
         judged.model.place.num_ranks,
-        float(cause.spread[k]),
+        math.hypot(float(cause.spread[k]), busy),
     )
 
 
@@ -290,9 +284,7 @@ def slower_than_before(kind: JudgedKind, history: History) -> list[Found]:
     """What slows all paths alike, which shows against the group's own past only."""
     e = kind.e
     found = []
-    highest = max((v for v in e.paths.level if math.isfinite(v)), default=0.0)
-    floor = max(kind.floor, kind.limits.path_fraction * highest)
-    for link, reference, shift, lasted in history.shifts(e, floor):
+    for link, reference, shift, lasted in history.shifts(e, kind.floor):
         same_node = e.m.place.nodes[:, None] == e.m.place.nodes[None, :]
         cells = same_node if link == 0 else ~same_node
         errors = e.m.path_error[cells]

@@ -1,4 +1,9 @@
-"""Ranks that do not report: what the others saw of them is all there is."""
+"""Ranks that do not report: what the others saw of them is all there is.
+
+A rank that is late is not seen late by all of that. While it is late the data of the others comes in, so it leaves the
+operation earlier than those who still wait for it, and begins the next one earlier by as much. Its lateness is what
+shows in one operation and by what it left the one before earlier.
+"""
 
 from __future__ import annotations
 
@@ -10,29 +15,44 @@ import numpy as np
 
 from ..collect.group_matrices import Matrices
 from ..core.causes import Cause
-from ..core.diagnosis import FloatArray
-from ..core.robust_stats import healthy, median_of, or_zero
+from ..core.diagnosis import BoolArray, FloatArray, IntArray
+from ..core.robust_stats import median, median_of, or_zero
 from .estimates import Estimates
 from .finding import Found, Named, Size, cells_of, found_cause
-from .thresholds import CLOCKS_KNOWN_NS, JudgedKind
+from .partners import members
+from .thresholds import BORNE_OUT, CLOCKS_KNOWN_NS, JudgedKind
 from .what_if import Gain
 
-# In so many operations a rank waited for it, last; or in half of them, where ranks are few.
-_WAITED = 0.3
 # A rank's own clock might say that it was held up; nobody can be surer than this without it.
 _MOST_CERTAIN = 0.9
+# Of all ranks that report, late ones among them, standard deviations that nobody healthy is beyond.
+_UNLIKE = 5.0
+# By what a rank leaves earlier is known to this share of it.
+_LEAD_KNOWN = 1 / 8
 
 
 class _Seen(NamedTuple):
-    """A silent rank in one kind of operation, as the others saw it.
+    """How late a rank is in one kind of operation, ns, as the others saw it.
 
-    `is_certain`: whether most others waited for it, which was later than ranks ever are; `bears_out`: whether it may
-    well be as late, where another kind is certain of it.
+    Attributes:
+        kind: of operation.
+        effect: how late it is.
+        shown: what shows of that.
+        error: standard error.
+        unsure: by how much `effect` may be off for other reasons, standard deviation.
+        others: [num_ranks], how late each rank that reported was seen, compared with others of its node.
+        waited: [num_ranks], who waited for it more often than for others.
+        share: of the operations of those in which it came last.
     """
 
-    found: Found
-    is_certain: bool
-    bears_out: bool
+    kind: JudgedKind
+    effect: float
+    shown: float
+    error: float
+    unsure: float
+    others: FloatArray
+    waited: BoolArray
+    share: float
 
 
 def late_and_silent(kinds: Sequence[JudgedKind]) -> list[Found]:
@@ -41,60 +61,104 @@ def late_and_silent(kinds: Sequence[JudgedKind]) -> list[Found]:
     silent = {rank for kind in usable for rank in np.flatnonzero(~kind.e.m.present).tolist()}
     found = []
     for rank in sorted(silent):
-        seen = [_seen(kind, rank) for kind in usable]
-        if any(one.is_certain for one in seen):
-            found += [one.found for one in seen if one.is_certain or one.bears_out]
+        leads = [_lead(kind.e, rank) for kind in usable]
+        # Kinds follow each other, and the last one comes before the first.
+        seen = [_seen(kind, rank, leads[i - 1]) for i, kind in enumerate(usable)]
+        effect, bar = float(np.mean([one.effect for one in seen])), _bar(seen)
+        if effect > bar and any(2 * one.waited.sum() > one.kind.e.m.present.sum() for one in seen):
+            named = [one for one in seen if one.effect > BORNE_OUT * bar]
+            found += [_found(one, rank, abs(one.effect - effect)) for one in named]
     return found
 
 
-def _seen(kind: JudgedKind, rank: int) -> _Seen:
+def _bar(seen: Sequence[_Seen]) -> float:
+    """What it must exceed, ns: be of interest, beyond noise, and beyond what ranks that report differ by."""
+    differ = _UNLIKE * float(np.nanstd(np.mean([one.others for one in seen], axis=0)))
+    of_kinds = [max(one.kind.rank_floor, one.kind.z_ranks * one.error) for one in seen]
+    return max(float(np.mean(of_kinds)), differ)
+
+
+def _lead(e: Estimates, rank: int) -> float:
+    """How much earlier a rank leaves an operation than others like it do, ns: by what is waited for it alone.
+
+    That is a path's time at most, as it sends before it leaves.
+    """
+    m, alike = e.m, _alike(e.m, rank)
+    most = max(or_zero(next((x for x in e.paths.level if math.isfinite(x)), 0.0)), 0.0)
+    first, second = m.last_arrival[:, alike, 0], m.last_arrival[:, alike, 1]
+    alone = np.nan_to_num(np.clip(first - np.fmax(second, 0.0), 0.0, most))
+    waited = [np.where(m.last[:, alike, 0] == one, alone, 0.0).mean() for one in (rank, *alike)]
+    return max(float(waited[0] - np.median(waited[1:])), 0.0)
+
+
+def _seen(kind: JudgedKind, rank: int, lead: float) -> _Seen:
     e, m = kind.e, kind.e.m
     share = _waited_share(m, rank)
     # Of few ranks each comes last in many operations by chance.
-    waited = (share > min(max(_WAITED, 2.0 / (m.num_ranks - 1)), 0.5)) & m.present
-    # Noise that lasts makes ranks late as well as slow.
-    error = math.hypot(or_zero(median_of(m.late_error[:, rank])), e.work.usual_error)
-    spread = 0.0 if _is_off(e) else healthy(np.delete(e.late, rank))[1]
-    # What the others wait, which no clock of another rank is in, is how late it is and a path; once
-    # where it comes last, and once in all operations, because those where it does are chosen.
+    waited = (share > min(2.0 / (m.num_ranks - 1), 0.5)) & m.present
     came_last = m.last[..., 0] == rank
+    # What the others wait, which no clock of another rank is in, is how late it is and a path.
     wait = or_zero(median_of(np.where(came_last, m.last_arrival[..., 0], np.nan)))
-    usual = np.where(came_last, m.last_arrival[..., 0], 0.0)[:, waited]
-    path = min(max(or_zero(median_of(np.array(e.paths.level))), 0.0), wait / 2)
-    late = min(or_zero(float(e.late[rank])), wait)
+    error, others = e.work.usual_error, np.where(m.present, 0.0, np.nan)
     if _is_off(e):
-        late = max(or_zero(median_of(usual)) - path, 0.0)
-    # While it is late the data of the others comes in, so it leaves earlier by that, at most by a path's time. With one
-    # kind of path that is what the others wait, or twice what it is late; with two, some of them wait for other nodes
-    # rather than for it.
-    slowest = max((level for level in e.paths.level if math.isfinite(level)), default=0.0)
-    lead = min(max(slowest, 0.0), wait if _is_off(e) else late)
-    if not np.isfinite(e.paths.level[1]):
-        effect = wait if _is_off(e) else min(wait, 2 * late)
-    elif _is_off(e):
-        effect = wait - lead / 2
+        # Once where it comes last, and once in all operations, because those where it does are chosen.
+        usual = np.where(came_last, m.last_arrival[..., 0], 0.0)[:, waited]
+        shortest = min(max(or_zero(median_of(np.array(e.paths.level))), 0.0), wait / 2)
+        shown = max(or_zero(median_of(usual)) - shortest, 0.0)
+        # With two kinds of path some wait for other nodes rather than for it.
+        slowest = max((level for level in e.paths.level if math.isfinite(level)), default=0.0)
+        unsure = min(max(slowest, 0.0), wait) / 2
+        effect = wait - unsure if np.isfinite(e.paths.level[1]) else wait
+        error = math.hypot(error, or_zero(median_of(m.late_error[:, rank])))
     else:
-        effect = min(late + lead * (late > slowest), max(wait, late))
-    count, beyond = int(waited.sum()), max(kind.z_ranks * error, kind.limits.spread * spread)
-    found = found_cause(
+        alike = _alike(m, rank)
+        shown = min(or_zero(float(e.late[rank] - median_of(e.late[alike]))), wait)
+        others = np.where(m.present, e.late - _usual(e, m.place.nodes[alike]), np.nan)
+        effect, unsure = shown + lead, math.hypot(_LEAD_KNOWN * lead, np.nanstd(others))
+    in_share = or_zero(median_of(share[waited]))
+    return _Seen(kind, effect, shown, error, unsure, others, waited, in_share)
+
+
+def _found(seen: _Seen, rank: int, unlike: float) -> Found:
+    """unlike: what this kind of operation says otherwise than all together, ns."""
+    kind, count = seen.kind, int(seen.waited.sum())
+    apart = math.hypot(kind.e.work.apart, seen.unsure, unlike)
+    return found_cause(
         kind,
         Cause.LATE,
         Named(rank),
-        Size(effect, error, e.load.size, math.hypot(e.work.apart, lead / 2)),
-        cells_of(e, source=rank),
-        Gain(e.operation, rank, work_ns=effect, is_recorded=False),
-        seen_in=or_zero(median_of(share[waited])),
+        Size(seen.effect, seen.error, kind.e.load.size, apart),
+        cells_of(kind.e, source=rank),
+        Gain(kind.e.operation, rank, work_ns=seen.effect, is_recorded=False),
+        seen_in=seen.share,
         evidence={
             "ranks_that_waited_for_it": float(count),
-            "later_than_median_us": late / 1e3,
-            "error_us": error / 1e3,
+            "later_than_median_us": seen.shown / 1e3,
+            "error_us": seen.error / 1e3,
         },
         next_step=f"Rank {rank} was seen late by {count} ranks and did not report, so its own clock is "
         "not known: see whether its process runs, what it does, and what holds it up.",
         most_certain=_MOST_CERTAIN,
     )
-    is_certain = 2 * count > m.present.sum() and late > max(kind.rank_floor, beyond)
-    return _Seen(found, bool(is_certain), late > max(kind.floor, 2.0 * error) and count > 0)
+
+
+def _alike(m: Matrices, rank: int) -> IntArray:
+    """The other ranks of its node, if nodes are blocks of ranks of one size; else all that reported."""
+    nodes = m.place.nodes
+    size, odd = divmod(m.num_ranks, max(m.place.num_nodes, 1))
+    block = np.arange(rank // size * size, (rank // size + 1) * size)
+    mates = block[nodes[block] >= 0] if not odd else block[:0]
+    is_node = mates.size > 1 and np.array_equal(np.flatnonzero(nodes == nodes[mates[0]]), mates)
+    return mates if is_node else np.flatnonzero(m.present)
+
+
+def _usual(e: Estimates, of_alike: IntArray) -> FloatArray:
+    """[num_ranks] ns: how late ranks of each one's node are, or all ranks if those alike are of several nodes."""
+    nodes = e.m.place.nodes
+    if np.unique(of_alike).size > 1:
+        return np.full(nodes.size, median_of(e.late))
+    inside = members(nodes)
+    return np.asarray(median(np.where(inside >= 0, e.late[inside], np.nan), 1)[nodes])
 
 
 def _is_off(e: Estimates) -> bool:

@@ -30,7 +30,6 @@ class Thresholds:
     Attributes:
         delta_ns: the smallest effect of interest.
         fraction: and of the operation's duration; for ranks of a healthy rank's own time around an operation, too.
-        path_fraction: and, for paths, of what a healthy path takes.
         false_alarms: chance of any false verdict in a healthy window, by noise; for paths it is the price of a cause.
         spread: and in standard deviations by which healthy ranks, sides, nodes differ for good.
         load: a rank may be hot when it handles this many times an even share of the tokens.
@@ -38,10 +37,9 @@ class Thresholds:
 
     delta_ns: float
     fraction: float = 0.02
-    path_fraction: float = 0.15
     false_alarms: float = 1e-6
     spread: float = 5.0
-    load: float = 1.12
+    load: float = 1.08
 
     @classmethod
     def of(cls, device: str, stamps_arrivals: bool = True) -> Thresholds:
@@ -53,7 +51,7 @@ class Thresholds:
                 wall time, which mostly shows the operating system's scheduler.
         """
         if device == "cuda":
-            return cls(delta_ns=3_000.0, path_fraction=0.07, spread=4.0)
+            return cls(delta_ns=3_000.0, spread=4.0)
         return cls(delta_ns=200_000.0 if stamps_arrivals else 5_000_000.0, false_alarms=1e-9)
 
     def floor_ns(self, duration_ns: float) -> float:

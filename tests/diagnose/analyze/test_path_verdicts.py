@@ -131,6 +131,18 @@ def test_one_cause_adds_no_paths_and_no_rails_where_ports_are_shared(
         assert found.keys == window.truth.keys
 
 
+@pytest.mark.parametrize("fault", [SlowIngress, SlowEgress])
+def test_five_us_between_nodes_are_named_where_paths_take_far_longer(
+    fault: type[SlowIngress],
+) -> None:
+    machine = replace(on_nodes(CLUSTER, 4), clock_error=0.5, host_clock_error=0.3)
+    made = simulate_windows(
+        machine, 12, 256, [[fault(seed, 5e-6)] for seed in range(4)], 77, capacity=512
+    )
+    for seed, found in enumerate(on_all_cores(diagnosed, (window.snapshots for window in made))):
+        assert found.keys == {("comm-slow", seed)}
+
+
 @pytest.mark.parametrize("by_destination", [False, True])
 @pytest.mark.parametrize("ranks_per_node", [8, 24])
 def test_the_order_of_sending_is_nobodys_fault(

@@ -165,6 +165,30 @@ def test_a_straggler_that_does_not_report_is_named_from_what_the_others_saw(
     assert right >= 5
 
 
+@pytest.mark.parametrize(("ranks_per_node", "num_ranks"), [(4, 12), (8, 16)])
+@pytest.mark.parametrize("late_us", [20, 200])
+def test_how_late_a_straggler_is_that_does_not_report_is_told_by_its_node(
+    ranks_per_node: int, num_ranks: int, late_us: int
+) -> None:
+    """Its node waits for the data of other nodes as it does, so what it is later than these is its own."""
+    machine = replace(CLUSTER, ranks_per_node=ranks_per_node)
+    faults = [[SlowRank(seed, late_us * 1e-6), NonReporting(seed)] for seed in range(8)]
+    half, held = [], []
+    for window, found in judged(machine, num_ranks, faults, 920):
+        assert found.keys == window.truth.keys
+        for low, high in (verdict.interval_us for verdict in found.verdicts):
+            half.append((high - low) / 2)
+            held.append(low <= late_us <= high)
+    assert np.median(half) < 8
+    assert np.mean(held) >= 0.8
+
+
+def test_a_rank_is_hot_whose_tokens_cost_five_us() -> None:
+    machine = replace(CLUSTER, ranks_per_node=8)
+    for window, found in judged(machine, 8, [[HotRank(seed, 1.1)] for seed in range(8)], 930):
+        assert found.keys == window.truth.keys
+
+
 @pytest.mark.parametrize("num_ranks", [2, 3, 4, 8])
 def test_a_rank_that_does_not_report_and_is_not_waited_for_is_not_named(num_ranks: int) -> None:
     for _, found in judged(NODES, num_ranks, [[NonReporting(1)]] * 10, 950):

@@ -17,7 +17,7 @@ from generator.machines import TOKEN_BYTES, Setup
 Key = tuple[str, Union[int, tuple, None]]
 
 # A rank whose experts handle this much more or less than an even share may be named for it.
-_TOLERATED_LOAD = 0.1
+_TOLERATED_LOAD = 0.08
 # A rank that is late in fewer of a window's operations may be named for it, and need not be.
 _EXPECTED_SHARE = 0.1
 
