@@ -87,8 +87,10 @@ def _lead(e: Estimates, rank: int) -> float:
     most = max(or_zero(next((x for x in e.paths.level if math.isfinite(x)), 0.0)), 0.0)
     first, second = m.last_arrival[:, alike, 0], m.last_arrival[:, alike, 1]
     alone = np.nan_to_num(np.clip(first - np.fmax(second, 0.0), 0.0, most))
-    waited = [np.where(m.last[:, alike, 0] == one, alone, 0.0).mean() for one in (rank, *alike)]
-    return max(float(waited[0] - np.median(waited[1:])), 0.0)
+    came_last = m.last[:, alike, 0]
+    is_known = came_last >= 0
+    waited = np.bincount(came_last[is_known], alone[is_known], m.num_ranks) / max(alone.size, 1)
+    return max(float(waited[rank] - np.median(waited[alike])), 0.0)
 
 
 def _seen(kind: JudgedKind, rank: int, lead: float) -> _Seen:
