@@ -169,7 +169,7 @@ def slow_paths(
 
 def _is_worth_it(judged: JudgedPaths, kind: JudgedKind, k: int, cause: PathCause) -> bool:
     """Whether a cause is big in this kind, unlike healthy groups, and on other hops as well."""
-    unlike = kind.limits.spread * float(cause.spread.mean())
+    unlike = kind.limits.spread * cause.spread[k]
     if _is_told_by_time(judged, cause):
         error = _own_error(kind, k, cause)
         return bool(cause.effect[k] > max(kind.floor, unlike, _CERTAIN * error))

@@ -41,8 +41,8 @@ class _Seen(NamedTuple):
         error: standard error.
         unsure: by how much `effect` may be off for other reasons, standard deviation.
         others: [num_ranks], how late each rank that reported was seen, compared with others of its node.
+        share: [num_ranks], of the operations of each, in which it came last.
         waited: [num_ranks], who waited for it more often than for others.
-        share: of the operations of those in which it came last.
     """
 
     kind: JudgedKind
@@ -51,8 +51,8 @@ class _Seen(NamedTuple):
     error: float
     unsure: float
     others: FloatArray
+    share: FloatArray
     waited: BoolArray
-    share: float
 
 
 def late_and_silent(kinds: Sequence[JudgedKind]) -> list[Found]:
@@ -66,8 +66,9 @@ def late_and_silent(kinds: Sequence[JudgedKind]) -> list[Found]:
         seen = [_seen(kind, rank, leads[i - 1]) for i, kind in enumerate(usable)]
         effect, bar = float(np.mean([one.effect for one in seen])), _bar(seen)
         if effect > bar and any(2 * one.waited.sum() > one.kind.e.m.present.sum() for one in seen):
+            waited = np.any([one.waited for one in seen], axis=0)
             named = [one for one in seen if one.effect > BORNE_OUT * bar]
-            found += [_found(one, rank, abs(one.effect - effect)) for one in named]
+            found += [_found(one, rank, waited, abs(one.effect - effect)) for one in named]
     return found
 
 
@@ -117,13 +118,19 @@ def _seen(kind: JudgedKind, rank: int, lead: float) -> _Seen:
         shown = min(or_zero(float(e.late[rank] - median_of(e.late[alike]))), wait)
         others = np.where(m.present, e.late - _usual(e, m.place.nodes[alike]), np.nan)
         effect, unsure = shown + lead, math.hypot(_LEAD_KNOWN * lead, np.nanstd(others))
-    in_share = or_zero(median_of(share[waited]))
-    return _Seen(kind, effect, shown, error, unsure, others, waited, in_share)
+    return _Seen(kind, effect, shown, error, unsure, others, share, waited)
 
 
-def _found(seen: _Seen, rank: int, unlike: float) -> Found:
-    """unlike: what this kind of operation says otherwise than all together, ns."""
-    kind, count = seen.kind, int(seen.waited.sum())
+def _found(seen: _Seen, rank: int, waited: BoolArray, unlike: float) -> Found:
+    """Its verdict of one kind of operation.
+
+    Args:
+        seen: how late it is there.
+        rank: which.
+        waited: [num_ranks], who waited for it in any kind.
+        unlike: what this kind says otherwise than all together, ns.
+    """
+    kind, count = seen.kind, int(waited.sum())
     apart = math.hypot(kind.e.work.apart, seen.unsure, unlike)
     return found_cause(
         kind,
@@ -132,7 +139,7 @@ def _found(seen: _Seen, rank: int, unlike: float) -> Found:
         Size(seen.effect, seen.error, kind.e.load.size, apart),
         cells_of(kind.e, source=rank),
         Gain(kind.e.operation, rank, work_ns=seen.effect, is_recorded=False),
-        seen_in=seen.share,
+        seen_in=or_zero(median_of(seen.share[waited])),
         evidence={
             "ranks_that_waited_for_it": float(count),
             "later_than_median_us": seen.shown / 1e3,

@@ -183,6 +183,13 @@ def test_how_late_a_straggler_is_that_does_not_report_is_told_by_its_node(
     assert np.mean(held) >= 0.8
 
 
+def test_who_waited_for_a_rank_that_does_not_report_is_counted_over_all_kinds() -> None:
+    """Late by little it comes last in some kinds of operation only."""
+    faults = [[SlowRank(seed % 8, 7e-6), NonReporting(seed % 8)] for seed in range(16)]
+    for _, found in judged(NODES, 8, faults, 940):
+        assert all(v.evidence["ranks_that_waited_for_it"] > 4 for v in found.verdicts)
+
+
 def test_a_rank_is_hot_whose_tokens_cost_five_us() -> None:
     machine = replace(CLUSTER, ranks_per_node=8)
     for window, found in judged(machine, 8, [[HotRank(seed, 1.1)] for seed in range(8)], 930):
