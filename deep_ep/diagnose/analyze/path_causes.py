@@ -13,7 +13,6 @@ The loss is Huber's, in nats: the square of small deviations, and for large ones
 from __future__ import annotations
 
 import heapq
-import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -92,7 +91,7 @@ class _Option(NamedTuple):
     """A way to explain the paths of some ranks: the loss in nats, which are slow, and by how much clocks are off."""
 
     loss: float
-    group: PathGroup
+    group: PathGroup | None
     shift: float
 
 
@@ -119,23 +118,31 @@ class _Parts:
         """[parts], those that are in a group."""
         return np.isin(self.first, group.paths)
 
-    def shifts(self, slow: Sequence[BoolArray]) -> FloatArray:
-        """By how much the clocks may be ahead, as parts tell that are not slow, with bounds and without; or not at all."""
-        told = self.sign != 0
-        for of_cause in slow:
-            told = told & ~of_cause[:, None]
+    def shifts(self, slow: BoolArray) -> FloatArray:
+        """By how much the clocks may be ahead, as parts tell that are not slow, with bounds and without; or not at all.
+
+        Args:
+            slow: [causes, parts], which each cause slows.
+        """
+        told = (self.sign != 0) & ~np.asarray(slow.any(axis=0))[:, None]
         ahead, weight = self.sign * self.over, 1 / self.error
         seen = told & ~self.is_bound
         return np.unique([0.0, *(weighted_median(ahead[of], weight[of]) for of in (told, seen))])
 
-    def misfit(self, slow: Sequence[BoolArray], shifts: FloatArray) -> FloatArray:
-        """[shifts]: nats that parts are off, of which those of a cause are slow by the same."""
+    def misfit(self, slow: BoolArray, shifts: FloatArray) -> FloatArray:
+        """[cases]: nats that parts are off, of which those of a cause are slow by the same.
+
+        Args:
+            slow: [cases, causes, parts], which each cause slows.
+            shifts: [cases], of the clocks, ns.
+        """
         left = self.over - shifts[:, None, None] * self.sign
-        for of_cause in slow:
-            effect = np.maximum(np.nan_to_num(median(left[:, of_cause & ~self.is_fence], 1)), 0.0)
-            left -= effect[:, None] * of_cause[:, None]
+        for of_cause in slow.swapaxes(0, 1):
+            shown = (of_cause & ~self.is_fence)[:, :, None]
+            effect = np.maximum(np.nan_to_num(median(np.where(shown, left, np.nan), 1)), 0.0)
+            left -= effect[:, None] * of_cause[:, :, None]
             # What a rank waits at its fence is known up to a limit only.
-            left[:, of_cause & self.is_fence] = 0.0
+            left[of_cause & self.is_fence] = 0.0
         np.minimum(left, 0.0, out=left, where=self.is_bound)
         return np.asarray(_huber(np.nan_to_num(left / self.error)).sum(axis=(1, 2)))
 
@@ -194,6 +201,7 @@ class Contest:
         self.spreads: dict[tuple[Cause, str], FloatArray] = {}
         self.least_error = float(floors.min()) * _LEAST_ERROR
         self.links = links_of(model)
+        self.options_of_rank: dict[int, list[_Option]] = {}
 
     def run(self, share: FloatArray | None = None) -> list[PathCause]:
         """All causes, in the order in which they were found.
@@ -247,43 +255,51 @@ class Contest:
         if not options:
             return self._fit(group, 0.0)
         best = min(options, key=lambda option: option.loss)
-        return replace(self._fit(best.group, best.shift), options=options)
+        slow = best.group or replace(group, receivers=NO_RANKS, sources=NO_RANKS)
+        return replace(self._fit(slow, best.shift), options=options)
 
     def _name(self, group: PathGroup, options: Sequence[_Option]) -> Cause | None:
         """The cause, or that of both directions if the other one, with other clocks, explains as much."""
         if not options:
             return group.cause
-        mine, other = (
-            min(
-                option.loss
-                for option in options
-                if (option.group.cause, option.group.number) == (one.cause, one.number)
-            )
-            for one in (group, group.mirrored)
-        )
-        return group.either if other - mine < _UNDECIDED else group.cause
+        losses: dict[bool, list[float]] = {True: [], False: []}
+        for loss, slow, _ in options:
+            losses[slow is not None and slow.is_same(group.mirrored)].append(loss)
+        return group.either if min(losses[True]) - min(losses[False]) < _UNDECIDED else group.cause
 
     def _options(self, group: PathGroup) -> list[_Option]:
-        """What explains the paths of the group's ranks: it, or what it can be mixed up with, and the clocks that suit.
+        """What explains the paths of the group's ranks: it, or what it can be mixed up with, and the clocks that suit."""
+        if not (self.fits_clocks and group.clocks.size):
+            return []
+        if group.cause not in _SIDES:
+            return self._weighed(group)
+        # Sides of a rank are explained alike, whichever of them is looked at.
+        rank = int(group.clocks[0])
+        if rank not in self.options_of_rank:
+            self.options_of_rank[rank] = self._weighed(group)
+        return self.options_of_rank[rank]
+
+    def _weighed(self, group: PathGroup) -> list[_Option]:
+        """The options.
 
         A clock moves all paths of its rank. So medians of paths that are alike are compared, whose errors do not become
         small where there are many of them.
         """
-        if not (self.fits_clocks and group.clocks.size):
-            return []
         parts = self._parts(group)
-        nothing = replace(group, receivers=NO_RANKS, sources=NO_RANKS)
-        ways: list[tuple[PathGroup, list[BoolArray]]] = [(nothing, [])]
+        none = np.zeros(len(parts.first), bool)
+        ways: list[tuple[PathGroup | None, BoolArray]] = [(None, np.stack([none, none]))]
         for one, other in self._rivals(group):
             here, there = parts.of(one), parts.of(other)
-            ways += [(one, [here]), (other, [there]), (one, [here, there])]
-        options: list[_Option] = []
-        for of, slow in ways:
-            shifts = parts.shifts(slow)
-            losses = parts.misfit(slow, shifts) + self._prices_of_clocks(group, shifts)
-            losses += A_CAUSE * len(slow)
-            options += map(_Option, losses.tolist(), itertools.repeat(of), shifts.tolist())
-        return options
+            ways += [
+                (one, np.stack([here, none])),
+                (other, np.stack([there, none])),
+                (one, np.stack([here, there])),
+            ]
+        cases = [(of, slow, shift) for of, slow in ways for shift in parts.shifts(slow)]
+        slow, shifts = (np.array([case[i] for case in cases]) for i in (1, 2))
+        losses = parts.misfit(slow, shifts) + self._prices_of_clocks(group, shifts)
+        losses += A_CAUSE * slow.any(axis=2).sum(axis=1)
+        return [_Option(loss, of, shift) for loss, (of, _, shift) in zip(losses.tolist(), cases)]
 
     def _rivals(self, group: PathGroup) -> list[tuple[PathGroup, PathGroup]]:
         """Pairs of a cause and the same paths in the other direction, of which one may be the case."""
@@ -373,6 +389,7 @@ class Contest:
     # --- what was chosen ------------------------------------------------------------------------
 
     def _explain(self, fit: _Fit) -> None:
+        self.options_of_rank.clear()
         rest = flat(self.rest)
         rest[:, fit.group.paths] -= fit.effect[:, None]
         if fit.shift:

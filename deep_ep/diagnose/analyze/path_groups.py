@@ -70,6 +70,10 @@ class PathGroup:
         """(source, destination) of its first path, which is all of a single one."""
         return int(self.sources[0]), int(self.receivers[0])
 
+    def is_same(self, other: PathGroup) -> bool:
+        """Whether both are the same cause of the same ranks or nodes, on whatever link."""
+        return (self.cause, self.number) == (other.cause, other.number)
+
     @property
     def either(self) -> Cause | None:
         """The name of both directions, if there is one."""
