@@ -32,7 +32,13 @@ _PROGRAM = "python -m deep_ep.doctor"
 # In the order of the report.
 _SUBJECTS = (package, libraries, gpu, network, container, settings)
 _BAD_ARGUMENTS = 2
-_MODEL = ("tokens", "hidden", "experts", "topk", "ranks")
+_MODEL = {
+    "tokens": "most tokens a rank dispatches at once",
+    "hidden": "channels of a token",
+    "experts": "experts in total",
+    "topk": "experts of a token",
+    "ranks": "size of the group",
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -41,9 +47,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     host = Host()
     checks = [check for subject in _SUBJECTS for check in subject.CHECKS]
-    model = _model(parser, given)
-    if model is not None:
-        checks.append(sizes.check(model))
+    model = {name: value for name in _MODEL if (value := getattr(given, name)) is not None}
+    if model:
+        missing = [f"--{name}" for name in _MODEL if name not in model]
+        if missing:
+            parser.error(f"a model takes {', '.join(missing)} too")
+        checks.append(sizes.check(model, given.ranks_per_node))
     job = ranks.job_of(host)
     if job is None:
         if given.test:
@@ -52,26 +61,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # A launcher ends all ranks when one has failed: the others still say what they know.
     hurry = threading.Event()
     signal.signal(signal.SIGTERM, lambda number, frame: hurry.set())
-    return _among_ranks(host, examine(checks, host), job, hurry, given)
-
-
-def _among_ranks(
-    host: Host,
-    findings: list[Finding],
-    job: ranks.Job,
-    hurry: threading.Event,
-    given: argparse.Namespace,
-) -> int:
-    """Reports on one rank for all; its exit status is the job's, that of the others 0."""
+    findings = examine(checks, host)
     try:
-        store = ranks.open_store(job, given.deadline)
+        store = job.open_store(given.deadline, "deep_ep.doctor")
         meeting = ranks.Meeting(store, job, given.deadline, hurry)
         tried = None
         if given.test and meeting.all_ready():
-            where = f"tcp://{job.address}:{job.port}"
-            place = exchange.RankSetup(where, job.rank, job.size, job.local_rank)
-            tried = exchange.try_rank(host.environment, place, given.deadline, hurry)
+            tried = exchange.try_rank(host.environment, job, given.deadline, hurry)
         said = meeting.gather(ranks.RankReport(socket.gethostname(), findings, tried))
+        # The exit status of the rank that reports is the job's.
         status = 0 if said is None else _report(ranks.together(said, job.size), given)
         meeting.leave(has_reported=said is not None)
     except (ImportError, OSError, RuntimeError) as error:
@@ -122,27 +120,12 @@ def _parser() -> argparse.ArgumentParser:
         "four on its CPU",
     )
     model = parser.add_argument_group("a model, whose needs are counted; all five or none")
-    model.add_argument("--tokens", type=_positive, help="most tokens a rank dispatches at once")
-    model.add_argument("--hidden", type=_positive, help="channels of a token")
-    model.add_argument("--experts", type=_positive, help="experts in total")
-    model.add_argument("--topk", type=_positive, help="experts of a token")
-    model.add_argument("--ranks", type=_positive, help="size of the group")
+    for name, meaning in _MODEL.items():
+        model.add_argument(f"--{name}", type=_positive, help=meaning)
     model.add_argument(
         "--ranks-per-node", type=_positive, default=8, help="of an NVLink domain (default: 8)"
     )
     return parser
-
-
-def _model(
-    parser: argparse.ArgumentParser, given: argparse.Namespace
-) -> sizes.ExchangeSizes | None:
-    values = {name: getattr(given, name) for name in _MODEL}
-    if all(value is None for value in values.values()):
-        return None
-    missing = [f"--{name}" for name, value in values.items() if value is None]
-    if missing:
-        parser.error(f"a model takes {', '.join(missing)} too")
-    return sizes.ExchangeSizes(**values, ranks_per_node=given.ranks_per_node)
 
 
 def _positive(text: str) -> int:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Callable, TypeVar, Union
 
 from deep_ep.base import env
-from deep_ep.doctor.finding import FAIL, OK, WARN, Finding, Status
+from deep_ep.doctor.finding import OK, Finding, fail
 from deep_ep.doctor.host import Host
 
 Look = Callable[[Host], Union[Finding, Iterable[Finding]]]
@@ -46,7 +45,7 @@ class Check:
         except Exception as error:  # noqa: BLE001
             found = f"the check failed: {chain(error)}"
             why = "what this check looks at is not judged"
-            lines.append(Finding(self.name, FAIL, found, why, "report this error"))
+            lines.append(fail(found, why, "report this error", self.name))
         return lines
 
 
@@ -67,22 +66,6 @@ def examine(checks: Iterable[Check], host: Host) -> list[Finding]:
     """Runs them one after another; variables are those of the host."""
     with env.read_from(host.environment):
         return [finding for check in checks for finding in check.run(host)]
-
-
-def line(
-    status: Status,
-    found: str,
-    why: str = "",
-    repair: str = "",
-    *,
-    name: str = "",
-    agreed: Mapping[str, str] | None = None,
-) -> Finding:
-    """A line of a check, as `Finding` describes it; what is left out is the row's."""
-    return Finding(name, status, found, why, repair, agreed or {})
-
-
-ok, warn, fail = (functools.partial(line, status) for status in (OK, WARN, FAIL))
 
 
 def chain(error: BaseException) -> str:

@@ -7,8 +7,8 @@ import re
 import resource
 import shutil
 
-from deep_ep.doctor.checks import Table, fail, line, ok, warn
-from deep_ep.doctor.finding import OK, WARN, Finding
+from deep_ep.doctor.checks import Table
+from deep_ep.doctor.finding import Finding, fail, ok, warn
 from deep_ep.doctor.host import Host
 
 CHECKS = Table()
@@ -86,8 +86,7 @@ def _ptrace(host: Host) -> Finding:
     has_capability = bool(int(status.get("CapEff", "0"), 16) & _PTRACE)
     scope = host.number("/proc/sys/kernel/yama/ptrace_scope")
     is_closed = scope >= 3 or (scope >= 1 and not has_capability)
-    return line(
-        WARN if is_closed else OK,
+    return (warn if is_closed else ok)(
         f"ptrace_scope {scope}, CAP_SYS_PTRACE {'yes' if has_capability else 'no'}, "
         f"system calls {'filtered' if status.get('Seccomp') == '2' else 'not filtered'}",
     )

@@ -10,13 +10,14 @@ import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from datetime import timedelta
 from tempfile import TemporaryDirectory
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from deep_ep.base import env
 from deep_ep.base.printable_text import printable
 from deep_ep.doctor.checks import Check
-from deep_ep.doctor.finding import FAIL, OK, WARN, Finding
+from deep_ep.doctor.finding import Finding, fail, ok, warn
 from deep_ep.doctor.host import Host
 from deep_ep.errors import ranks_text
 
@@ -29,13 +30,39 @@ _LOOK_EVERY_S = 0.2
 T = TypeVar("T")
 
 
-class RankSetup(NamedTuple):
-    """One rank of an exchange; `store` is `tcp://ADDRESS:PORT` of a store that is served, or `file://PATH`."""
+class Job(NamedTuple):
+    """A rank's place in a job.
 
-    store: str
+    Attributes:
+        rank: its number.
+        size: of the job.
+        store: where the ranks meet: `tcp://ADDRESS:PORT`, or `file://PATH`.
+        is_served: whether the launcher serves that store; else rank 0 does.
+        local_rank: its place among the ranks of its host.
+    """
+
     rank: int
     size: int
-    local_rank: int
+    store: str
+    is_served: bool = True
+    local_rank: int = 0
+
+    def open_store(self, patience_s: float, prefix: str) -> Any:
+        """That store, for keys with a prefix. Raises ImportError without torch, RuntimeError if nobody serves it."""
+        from torch import distributed as dist
+
+        kind, _, place = self.store.partition("://")
+        if kind == "file":
+            return dist.FileStore(place, self.size)  # type: ignore[attr-defined]
+        address, _, port = place.rpartition(":")
+        store = dist.TCPStore(  # type: ignore[attr-defined]
+            address,
+            int(port),
+            is_master=self.rank == 0 and not self.is_served,
+            timeout=timedelta(seconds=patience_s),
+            wait_for_workers=False,
+        )
+        return dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]
 
 
 @dataclass
@@ -83,17 +110,18 @@ def on_this_machine(host: Host, seconds: int) -> list[Finding]:
     local = {**host.environment, "GLOO_SOCKET_IFNAME": "lo"}
     never = threading.Event()
     with TemporaryDirectory(prefix="deep_ep_doctor_") as folder, ThreadPoolExecutor(size) as pool:
-        places = [RankSetup(f"file://{folder}/store", rank, size, rank) for rank in range(size)]
-        tried = pool.map(lambda place: try_rank(local, place, seconds, never), places)
+        jobs = [Job(rank, size, f"file://{folder}/store", True, rank) for rank in range(size)]
+        tried = pool.map(lambda job: try_rank(local, job, seconds, never), jobs)
         return judge(dict(enumerate(tried)), size)
 
 
 def try_rank(
-    environment: Mapping[str, str], place: RankSetup, seconds: int, hurry: threading.Event
+    environment: Mapping[str, str], job: Job, seconds: int, hurry: threading.Event
 ) -> Tried:
     """Runs one rank of the exchange in a process, which is ended once `hurry` is set; what it has seen."""
     settings = {env.timeout_s.name: str(seconds), env.verify.name: "1", env.diagnose.name: "0"}
-    command = [sys.executable, "-m", "deep_ep.doctor.preflight", *map(str, place), str(seconds)]
+    arguments = map(str, (job.store, job.rank, job.size, job.local_rank, seconds))
+    command = [sys.executable, "-m", "deep_ep.doctor.preflight", *arguments]
     # Longer than what waits inside: to meet, to connect, and in an operation.
     deadline = time.monotonic() + 4 * seconds + 120
     with subprocess.Popen(
@@ -137,9 +165,9 @@ def judge(tried: Mapping[int, Tried], size: int) -> list[Finding]:
     if errors and not found:
         found.append((errors[0], _REPAIR))
     if found:
-        return [Finding("exchange", FAIL, text, _WHY, repair) for text, repair in found]
+        return [fail(text, _WHY, repair, name="exchange") for text, repair in found]
     text = f"rows of all {size} ranks arrive at all ranks, and come back"
-    return [Finding("exchange", OK, text, _WHY), _first_diagnosis(ended)]
+    return [ok(text, _WHY, name="exchange"), _first_diagnosis(ended)]
 
 
 def _broken_pairs(ended: Mapping[int, Tried]) -> set[tuple[int, int]]:
@@ -166,8 +194,8 @@ def _first_diagnosis(ended: Mapping[int, Tried]) -> Finding:
     verdicts = "; ".join(text for tried in ended.values() for text in tried.verdicts)
     why = "these are a few small operations of idle ranks; in a program DEEP_EP_DIAGNOSE=1 looks all the time"
     if not verdicts:
-        return Finding("first diagnosis", OK, "no rank and no path stands out", why)
+        return ok("no rank and no path stands out", why, name="first diagnosis")
     repair = (
         "run it again; what stays is real: python -m deep_ep.diagnose, docs/reading_a_verdict.md"
     )
-    return Finding("first diagnosis", WARN, verdicts, why, repair)
+    return warn(verdicts, why, repair, name="first diagnosis")

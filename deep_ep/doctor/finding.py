@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,30 +13,33 @@ Status = Literal["ok", "warn", "fail"]
 OK: Status = "ok"
 WARN: Status = "warn"
 FAIL: Status = "fail"
-_STYLES = {OK: "green", WARN: "yellow", FAIL: "bold red"}
+_STYLES = {OK: "", WARN: "yellow", FAIL: "bold red"}
 _INDENT = 7
 _NAME_WIDTH = 22
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What one check has found.
+    """What one check has found; `ok`, `warn` and `fail` make one.
 
     Attributes:
-        name: of what was looked at; a machine may have several findings of a name.
         status: `OK`, `WARN` (it works, though badly or not everywhere) or `FAIL` (it cannot work).
         found: what is there, in words.
         why: what follows from it for a program.
         repair: a command, or what to do; empty where nothing is to be done.
-        agreed: what must be equal on all ranks, by name.
+        name: of what was looked at; a machine may have several findings of a name.
+        agreed: what must be equal on all ranks, by name; not part of the line, so it is not compared.
     """
 
-    name: str
     status: Status
     found: str
-    why: str
+    why: str = ""
     repair: str = ""
-    agreed: Mapping[str, str] = field(default_factory=dict)
+    name: str = ""
+    agreed: Mapping[str, str] = field(default_factory=dict, compare=False)
+
+
+ok, warn, fail = (functools.partial(Finding, status) for status in (OK, WARN, FAIL))
 
 
 def exit_status(findings: Iterable[Finding]) -> int:
@@ -58,7 +62,7 @@ def show(findings: Sequence[Finding], stream: TextIO, *, verbose: bool = False) 
     write = _writer(stream)
     for finding in findings:
         line = f"{finding.status:<{_INDENT - 1}} {finding.name:<{_NAME_WIDTH}} {finding.found}\n"
-        write(line, _STYLES[finding.status] if finding.status != OK else "")
+        write(line, _STYLES[finding.status])
         if verbose or finding.status != OK:
             write(_indented("why", finding.why), "")
         if finding.repair:
@@ -72,7 +76,7 @@ def to_json(findings: Sequence[Finding]) -> str:
         {
             "exit_status": exit_status(findings),
             "summary": summary(findings),
-            "findings": [asdict(finding) for finding in findings],
+            "findings": [{"name": one.name, **asdict(one)} for one in findings],
         },
         indent=1,
     )

@@ -6,13 +6,13 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from deep_ep.doctor.checks import Table, fail, ok, warn
-from deep_ep.doctor.finding import Finding
+from deep_ep.doctor.checks import Table
+from deep_ep.doctor.finding import Finding, fail, ok, warn
 from deep_ep.doctor.host import Host, version_numbers
 from deep_ep.doctor.package import cuda_of_torch
 
 CHECKS = Table()
-_QUERY = "index,name,compute_cap,memory.total,mig.mode.current,driver_version"
+_COLUMNS = "index,name,compute_cap,memory.total,mig.mode.current,driver_version"
 _OLDEST_SM = (9, 0)
 _ESCAPE = re.compile(r"\x1b\[[0-9;]*m")
 # What `nvidia-smi topo -p2p` says of pairs that may not.
@@ -26,25 +26,11 @@ _P2P_STATES = {
 }
 
 
-class Gpu(NamedTuple):
-    """One GPU, in nvidia-smi's words."""
-
-    number: str
-    name: str
-    compute_capability: str
-    memory: str
-    mig: str
-    driver: str
-
-
-def query(host: Host, columns: str) -> list[list[str]]:
+def _gpus(host: Host, columns: str = _COLUMNS) -> list[list[str]]:
     """The rows of `nvidia-smi --query-gpu=COLUMNS`; none if it fails."""
     text = host.output("nvidia-smi", f"--query-gpu={columns}", "--format=csv,noheader")
-    return [[cell.strip() for cell in row.split(",")] for row in text.splitlines()]
-
-
-def _gpus(host: Host) -> list[Gpu]:
-    return [Gpu(*row) for row in query(host, _QUERY) if len(row) == len(Gpu._fields)]
+    rows = [[cell.strip() for cell in row.split(",")] for row in text.splitlines()]
+    return [row for row in rows if len(row) == len(columns.split(","))]
 
 
 def _has_gpus(host: Host) -> bool:
@@ -61,7 +47,7 @@ def _has_pairs(host: Host) -> bool:
     when=_has_gpus,
 )
 def _driver(host: Host) -> Finding:
-    version = _gpus(host)[0].driver
+    *_, version = _gpus(host)[0]
     banner = re.search(r"CUDA Version:\s*([\d.]+)", host.run("nvidia-smi").text)
     serves, built_for = banner[1] if banner else "", cuda_of_torch(host)
     found = f"{version}, serves CUDA up to {serves or 'an unknown version'}"
@@ -77,8 +63,8 @@ def _driver(host: Host) -> Finding:
 @CHECKS.row("GPU")
 def _models(host: Host) -> Iterator[Finding]:
     numbers: dict[tuple[str, ...], list[str]] = {}
-    for gpu in _gpus(host):
-        numbers.setdefault(gpu[1:-1], []).append(gpu.number)
+    for number, *model, _ in _gpus(host):
+        numbers.setdefault(tuple(model), []).append(number)
     if not numbers:
         yield _no_gpu(host)
     for (name, capability, memory, mig), which in numbers.items():
@@ -102,7 +88,7 @@ def _models(host: Host) -> Iterator[Finding]:
 
 def _no_gpu(host: Host) -> Finding:
     if host.has_gpu_driver():
-        said = host.run("nvidia-smi", f"--query-gpu={_QUERY}", "--format=csv,noheader").text
+        said = host.run("nvidia-smi", f"--query-gpu={_COLUMNS}", "--format=csv,noheader").text
         return fail(
             f"the driver is loaded, and nvidia-smi says: {' '.join(said.split()) or 'there is no GPU'}",
             "CUDA does not start either",
@@ -211,9 +197,9 @@ def _peer_access(host: Host) -> Finding:
 def _fabric(host: Host) -> Iterator[Finding]:
     """Older drivers do not tell."""
     waiting = [
-        f"GPU {row[0]} is {row[1]}"
-        for row in query(host, "index,fabric.state")
-        if row[1:] in (["In Progress"], ["Not Started"])
+        f"GPU {number} is {state}"
+        for number, state in _gpus(host, "index,fabric.state")
+        if state in ("In Progress", "Not Started")
     ]
     if waiting:
         yield fail(", ".join(waiting))

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from deep_ep.doctor.checks import Table, fail, line, ok, warn
-from deep_ep.doctor.finding import FAIL, WARN, Finding
+from deep_ep.doctor.checks import Table
+from deep_ep.doctor.finding import Finding, fail, ok, warn
 from deep_ep.doctor.host import Host
 from deep_ep.doctor.package import constants_of_cuda
 from deep_ep.native import nvshmem
@@ -90,8 +90,7 @@ def _on_machine(host: Host) -> Iterator[Finding]:
         yield fail("none found") if is_needed else ok("none found")
     for copy in found:
         if copy.missing:
-            yield line(
-                FAIL if is_needed and not whole else WARN,
+            yield (fail if is_needed and not whole else warn)(
                 f"{copy} is incomplete: it has no {', no '.join(copy.missing)}",
                 "the loader takes the first folder with a library of the right name, and what the copy "
                 "lacks is missed when a job starts",

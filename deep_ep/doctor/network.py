@@ -16,8 +16,8 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from deep_ep.doctor.checks import Table, fail, ok, warn
-from deep_ep.doctor.finding import Finding
+from deep_ep.doctor.checks import Table
+from deep_ep.doctor.finding import Finding, fail, ok, warn
 from deep_ep.doctor.gpu import topology
 from deep_ep.doctor.host import Host, version_numbers
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 import importlib.metadata
 import json
 import re
@@ -15,8 +15,8 @@ from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
-from deep_ep.doctor.checks import Table, chain, fail, ok, warn
-from deep_ep.doctor.finding import Finding
+from deep_ep.doctor.checks import Check, Table, chain
+from deep_ep.doctor.finding import Finding, fail, ok, warn
 from deep_ep.doctor.host import Host, Ran, version_numbers
 
 CHECKS = Table()
@@ -181,16 +181,11 @@ def _last_words(ran: Ran) -> str:
     return (ran.text.strip().splitlines() or ["no output"])[-1]
 
 
-@CHECKS.row("native modules")
-def _native_modules(host: Host) -> Iterator[Finding]:
-    for name, why in _MODULES.items():
-        yield dataclasses.replace(_native(host, name, why), name=f"deep_ep.{name}")
-
-
-def _native(host: Host, name: str, why: str) -> Finding:
+def _native(name: str, why: str, host: Host) -> Finding:
+    """One native module, which programs need because of `why`."""
     ran = _load(host, name)
     if ran is not None and ran.status == 0:
-        return ok(f"loads: {_file_of(host, name)}", why)
+        return ok(f"loads: {_file_of(host, name)}")
     if ran is not None:
         error = _last_words(ran)
         meaning, repair = next(
@@ -200,13 +195,19 @@ def _native(host: Host, name: str, why: str) -> Finding:
     others = sorted(path.name for path in host.package.glob(f"{name}.*.so"))
     if others:
         found = f"built for another Python ({', '.join(others)}), not for {sys.version.split()[0]}"
-        return fail(found, why, _REBUILD)
+        return fail(found, repair=_REBUILD)
     if name == "_cpu" or (name == "_cuda" and host.has_gpu_driver()):
         repair = f"{_REBUILD} (with -v it prints what it leaves out, and why)"
-        return fail("not built", why, repair)
+        return fail("not built", repair=repair)
     if host.has_gpu_driver() and host.has_rdma():
-        return warn("not built", why, "./install_nvshmem.sh, then build again: make cuda")
-    return ok("not built", why)
+        return warn("not built", repair="./install_nvshmem.sh, then build again: make cuda")
+    return ok("not built")
+
+
+CHECKS += [
+    Check(f"deep_ep.{name}", functools.partial(_native, name, why), why)
+    for name, why in _MODULES.items()
+]
 
 
 # ---- torch

@@ -10,7 +10,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,7 +18,7 @@ from deep_ep import diagnose
 from deep_ep.base import codec
 from deep_ep.buffer import Buffer
 from deep_ep.diagnose.render import wording
-from deep_ep.doctor.exchange import Tried
+from deep_ep.doctor.exchange import Job, Tried
 from deep_ep.errors import EPTimeoutError
 from deep_ep.native import backend
 from deep_ep.testing import identity
@@ -38,7 +37,7 @@ def main(arguments: Sequence[str]) -> int:
     if backend.get().name == "cuda":
         torch.cuda.set_device(local_rank % torch.cuda.device_count())
     patience = timedelta(seconds=max(seconds, _MEETING_S))
-    store = _store(where, size, patience)
+    store = Job(rank, size, where).open_store(patience.total_seconds(), "deep_ep.doctor.preflight")
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=patience)
     tried = Tried(operation=0)
     try:
@@ -51,14 +50,6 @@ def main(arguments: Sequence[str]) -> int:
         tried.error = str(error)
     sys.stdout.write(f"{codec.encode(tried).decode()}\n")
     return 0
-
-
-def _store(where: str, size: int, patience: timedelta) -> Any:
-    if where.startswith("file://"):
-        return dist.FileStore(where.removeprefix("file://"), size)  # type: ignore[attr-defined]
-    address, _, port = where.removeprefix("tcp://").rpartition(":")
-    served = dist.TCPStore(address, int(port), timeout=patience)  # type: ignore[attr-defined]
-    return dist.PrefixStore("deep_ep.doctor.preflight", served)  # type: ignore[attr-defined]
 
 
 def _try_all(tried: Tried, rank: int, size: int) -> None:

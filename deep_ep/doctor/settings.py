@@ -7,8 +7,8 @@ import re
 from collections.abc import Iterator
 
 from deep_ep.base import env
-from deep_ep.doctor.checks import Table, fail, ok, warn
-from deep_ep.doctor.finding import Finding
+from deep_ep.doctor.checks import Table
+from deep_ep.doctor.finding import Finding, fail, ok, warn
 from deep_ep.doctor.host import Host
 from deep_ep.errors import EPArgumentError
 
@@ -69,7 +69,8 @@ def _all_in_range(host: Host) -> bool:
 
 
 @CHECKS.row("contradiction", when=_all_in_range)
-def _wrong_backend(host: Host) -> Iterator[Finding]:
+def _contradictions(host: Host) -> Iterator[Finding]:
+    """Also what has no effect, and what is meant for tests."""
     wanted, has_gpu = env.backend(), host.has_gpu_driver()
     if wanted == "cuda" and not has_gpu:
         yield fail(
@@ -80,10 +81,6 @@ def _wrong_backend(host: Host) -> Iterator[Finding]:
     if wanted == "cpu" and has_gpu:
         why = "the cpu backend is for tests and far slower"
         yield warn("DEEP_EP_BACKEND=cpu, and there is a GPU", why, "unset DEEP_EP_BACKEND")
-
-
-@CHECKS.row("contradiction", when=_all_in_range)
-def _without_effect(host: Host) -> Iterator[Finding]:
     if env.diagnose_dir() is not None and env.diagnose().mode == "off":
         found = "DEEP_EP_DIAGNOSE_DIR is set, and DEEP_EP_DIAGNOSE is off"
         yield warn(found, "no record is written", "export DEEP_EP_DIAGNOSE=1")
@@ -93,10 +90,6 @@ def _without_effect(host: Host) -> Iterator[Finding]:
     if host.environment.get("NVSHMEM_IBGDA_NIC_HANDLER") == "cpu":
         why = "a thread of the CPU rings every doorbell, which is slow"
         yield warn("NVSHMEM_IBGDA_NIC_HANDLER=cpu", why, "unset NVSHMEM_IBGDA_NIC_HANDLER")
-
-
-@CHECKS.row("contradiction", when=_all_in_range)
-def _wrong_sizes(host: Host) -> Iterator[Finding]:
     per_node, local = env.ranks_per_node(), env.local_world_size()
     world = host.variable("WORLD_SIZE")
     if per_node and world and per_node < world and world % per_node:

@@ -123,8 +123,8 @@ def program(tmp_path: Path, text: str) -> Tried:
     python.chmod(0o755)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(exchange.sys, "executable", str(python))
-        place = exchange.RankSetup("file:///nowhere", 0, 1, 0)
-        return exchange.try_rank({}, place, 60, threading.Event())
+        job = exchange.Job(0, 1, "file:///nowhere")
+        return exchange.try_rank({}, job, 60, threading.Event())
 
 
 def test_what_a_rank_prints_last_is_what_it_has_seen(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import deep_ep
 from deep_ep.doctor import package
 from deep_ep.doctor.__main__ import main
 from deep_ep.doctor.checks import examine
-from deep_ep.doctor.finding import FAIL, OK, WARN, Finding, exit_status, summary, to_json
+from deep_ep.doctor.finding import FAIL, OK, WARN, exit_status, fail, ok, summary, to_json, warn
 from made_up_host import made_up, named
 
 ROOT = Path(deep_ep.__file__).resolve().parent.parent
@@ -124,10 +124,10 @@ def test_a_check_that_fails_itself_does_not_end_the_others(tmp_path: Path) -> No
 
 
 def test_only_fails_are_an_exit_status() -> None:
-    lines = [Finding("a", OK, "x", "y"), Finding("b", WARN, "x", "y", "z")]
+    lines = [ok("x", "y", name="a"), warn("x", "y", "z", name="b")]
     assert exit_status(lines) == 0
     assert summary(lines) == "1 warn: b"
-    lines.append(Finding("c", FAIL, "x", "y", "z"))
+    lines.append(fail("x", "y", "z", name="c"))
     assert exit_status(lines) == 1
     assert summary(lines) == "1 fail: c; 1 warn: b"
     assert json.loads(to_json(lines))["exit_status"] == 1

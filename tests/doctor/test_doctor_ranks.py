@@ -12,13 +12,14 @@ from torch.distributed import HashStore
 
 from deep_ep import base
 from deep_ep.doctor import exchange, ranks
-from deep_ep.doctor.finding import FAIL, OK, WARN, Finding
-from deep_ep.doctor.ranks import Job, Meeting, RankReport, job_of, together
+from deep_ep.doctor.exchange import Job
+from deep_ep.doctor.finding import FAIL, WARN, fail, ok, warn
+from deep_ep.doctor.ranks import Meeting, RankReport, job_of, together
 from made_up_host import all_named, made_up, named
 from support.launch import on_threads
 from support.program import run_program, torchrun
 
-LINE = Finding("torch", OK, "2.9", "why", agreed={"torch": "2.9"})
+LINE = ok("2.9", "why", name="torch", agreed={"torch": "2.9"})
 # A rank that cannot start: it ends once the others have published, or never does anything.
 NEVER_STARTS = """
 import os, runpy, sys, time
@@ -43,7 +44,7 @@ def meet(
         ended.set()
 
     def run(rank: int) -> dict[int, RankReport] | None:
-        job = Job(rank, size, "", 0, launcher_serves=False)
+        job = Job(rank, size, "", is_served=False)
         meeting = Meeting(store, job, patience_s, ended)
         said = meeting.gather(RankReport("a", [LINE]))
         meeting.leave(has_reported=said is not None)
@@ -97,7 +98,7 @@ def test_what_no_doctor_of_this_version_publishes_is_a_finding(published: str) -
     store = HashStore()
     store.set("rank 1", published)
     store.add("came", 1)
-    meeting = Meeting(store, Job(0, 2, "", 0, True), 60, threading.Event())
+    meeting = Meeting(store, Job(0, 2, ""), 60, threading.Event())
     said = meeting.gather(RankReport("a", [LINE]))
     assert said is not None
     assert said[0] == RankReport("a", [LINE])
@@ -115,15 +116,15 @@ def test_a_rank_without_numpy_publishes(monkeypatch: pytest.MonkeyPatch) -> None
     with monkeypatch.context() as without:
         without.setitem(sys.modules, "deep_ep.base.codec", None)
         without.delattr(base, "codec")
-        meeting = Meeting(store, Job(1, 2, "", 0, True), 60, threading.Event())
+        meeting = Meeting(store, Job(1, 2, ""), 60, threading.Event())
         assert meeting.gather(said) is None
     assert exchange.read(RankReport, store.get("rank 1")) == said
 
 
 def test_what_ranks_publish_moves_no_cursor() -> None:
     tried = exchange.Tried(operation=1, error="\x1b[2J", verdicts=["\x1b[1m"])
-    line = Finding("a\x1b[0m", WARN, "\x1b]0;x\x07", "\r", agreed={"\x1b": "\x1b"})
-    meeting = Meeting(HashStore(), Job(0, 2, "", 0, True), 0, threading.Event())
+    line = warn("\x1b]0;x\x07", "\r", name="a\x1b[0m", agreed={"\x1b": "\x1b"})
+    meeting = Meeting(HashStore(), Job(0, 2, ""), 0, threading.Event())
     said = meeting.gather(RankReport("\x1b[3A", [line], tried))
     assert said is not None
     assert said[0].tried == exchange.Tried(operation=1, error="\\x1b[2J", verdicts=["\\x1b[1m"])
@@ -133,8 +134,8 @@ def test_what_ranks_publish_moves_no_cursor() -> None:
 
 
 def test_what_differs_is_named_with_the_ranks() -> None:
-    other = Finding("torch", OK, "2.4", "why", agreed={"torch": "2.4"})
-    ours = Finding("deep_ep", OK, "1", "why", agreed={"deep_ep": "1"})
+    other = ok("2.4", "why", name="torch", agreed={"torch": "2.4"})
+    ours = ok("1", "why", name="deep_ep", agreed={"deep_ep": "1"})
     said = {
         0: RankReport("a", [LINE, ours]),
         1: RankReport("a", [LINE]),
@@ -150,8 +151,8 @@ def test_what_differs_is_named_with_the_ranks() -> None:
 
 
 def test_what_is_bad_on_some_ranks_stands_once_with_their_numbers() -> None:
-    bad = Finding("memlock", FAIL, "64 KiB", "why", "ulimit")
-    everywhere = Finding("timeout", WARN, "5", "why", "export")
+    bad = fail("64 KiB", "why", "ulimit", name="memlock")
+    everywhere = warn("5", "why", "export", name="timeout")
     said = {
         0: RankReport("a", [LINE, everywhere]),
         1: RankReport("a", [LINE, bad, everywhere]),
@@ -165,9 +166,9 @@ def test_what_is_bad_on_some_ranks_stands_once_with_their_numbers() -> None:
 
 def test_a_job_is_what_a_launcher_says(tmp_path: Path) -> None:
     said = {"RANK": "3", "WORLD_SIZE": "8", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
-    assert job_of(made_up(tmp_path, environment=said)) == Job(3, 8, "10.0.0.1", 29500, False)
+    assert job_of(made_up(tmp_path, environment=said)) == Job(3, 8, "tcp://10.0.0.1:29500", False)
     served = {**said, "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    assert job_of(made_up(tmp_path, environment=served)) == Job(3, 8, "10.0.0.1", 29500, True)
+    assert job_of(made_up(tmp_path, environment=served)) == Job(3, 8, "tcp://10.0.0.1:29500")
     assert job_of(made_up(tmp_path, environment={**said, "WORLD_SIZE": "1"})) is None
     assert job_of(made_up(tmp_path)) is None
 

@@ -108,7 +108,7 @@ COMPILED = ("csrc/cuda_module.cu",)
 COMPILED_FOLDERS = ("csrc/bindings", "csrc/runtime", "csrc/device/host", "csrc/transport/host")
 INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)
 # What makes a line of the doctor, its name first.
-MAKES_LINES = re.compile(r"(CHECKS\.row|Check|Finding)$")
+MAKES_LINES = re.compile(r"(CHECKS\.row|Check)$")
 # A file, with its path or without; patterns, and what lies below the root of a machine, are no names of ours.
 FILE_NAME = re.compile(
     r"(?<![\w/.{*<-])(?:\.{1,2}/)*(\w[\w-]*(?:/[\w.-]+)*\.(?:pyi?|md|css|js|c(?:pp|uh?)|h|def|S))\b(?![\w*(/-]|\.\w)"
