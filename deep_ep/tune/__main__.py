@@ -8,6 +8,7 @@ Exit status: 0 measured or remembered, 1 the exchange failed or a file cannot be
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import re
 import sys
@@ -29,25 +30,23 @@ from deep_ep.tune.choice import Experts, Tuned
 from deep_ep.tune.trials import Exchange, Model, Times, Trial
 
 _PROGRAM = "python -m deep_ep.tune"
-_BAD_ARGUMENTS = 2
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the program on one rank and returns its exit status."""
     parser = _parser()
     given = parser.parse_args(arguments)
-    if given.model is not None:
-        return _look_up(parser, given)
-    if given.ranks is not None:
-        parser.error("--ranks is for --model; the launcher says how many ranks there are")
-    job = ranks.job_of(Host())
-    if job is None:
-        parser.error(
-            "no rank has been started; use a launcher: torchrun --nproc-per-node 8 -m deep_ep.tune"
-        )
+    _refuse_others(parser, given)
     experts = _experts(parser, given)
-    model = Model(given.hidden, given.tokens, given.topk, given.experts, given.fp8)
     try:
+        if given.model is not None:
+            _look_up(experts, given)
+            return 0
+        job = ranks.job_of(Host())
+        if job is None:
+            parser.error(
+                "no rank has been started; use a launcher: torchrun --nproc-per-node 8 -m deep_ep.tune"
+            )
         on_gpu = backend.get().name == "cuda"
         if on_gpu:
             torch.cuda.set_device(job.local_rank % torch.cuda.device_count())
@@ -55,68 +54,75 @@ def main(arguments: Sequence[str] | None = None) -> int:
         try:
             if given.measure_links:
                 _measure_links(given.rounds)
-                return 0
-            return _tune(model, experts, given, is_first_here=job.local_rank == 0)
+            else:
+                _tune(experts, given, is_first_here=job.local_rank == 0)
         finally:
             dist.destroy_process_group()
     except (EPError, OSError) as error:
         sys.stderr.write(f"{_PROGRAM}: {error}\n")
         return 1
-
-
-def _tune(
-    model: Model, experts: Experts | None, given: argparse.Namespace, *, is_first_here: bool
-) -> int:
-    rank, num_ranks = dist.get_rank(), dist.get_world_size()
-    console = Console(width=120, quiet=rank != 0, highlight=False)
-    console.print(f"{memory.machine()}; {num_ranks} ranks; {model}")
-    known = memory.remembered(model, num_ranks, experts)
-    everywhere: list[object] = [None] * num_ranks
-    dist.all_gather_object(everywhere, known)
-    # Where one host does not know it, or knows another one, it is measured again on all.
-    if known is not None and everywhere.count(known) == num_ranks and not given.again:
-        console.print("remembered; --again measures again")
-        tuned = known
-    else:
-        tuned = measure(model, experts, given.num_sms, given.rounds, console)
-        if is_first_here:
-            path = memory.remember(model, num_ranks, experts, tuned)
-            console.print(f"remembered in {path}")
-    _say(console, tuned, given.output if rank == 0 else None)
     return 0
 
 
-def _look_up(parser: argparse.ArgumentParser, given: argparse.Namespace) -> int:
-    """Answers from what a model of the GPU computed, without ranks."""
+def _refuse_others(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
+    """Options that do not go with `--model`, or only with it."""
+    if given.model is None:
+        if given.ranks is not None:
+            parser.error("--ranks is for --model; the launcher says how many ranks there are")
+        return
     if given.ranks is None:
         parser.error("--model needs --ranks, such as 8x8: nodes times ranks of each")
-    measured = ("tokens", "hidden", "experts", "topk", "fp8", "rounds", "measure_links", "again")
-    for name in measured:
+    for name in ("tokens", "hidden", "experts", "topk", "fp8", "rounds", "measure_links", "again"):
         if getattr(given, name) != parser.get_default(name):
             parser.error(
                 f"--{name.replace('_', '-')} is for what is measured; --model has computed one exchange"
             )
-    experts = _experts(parser, given)
+
+
+def _tune(experts: Experts | None, given: argparse.Namespace, *, is_first_here: bool) -> None:
+    """Finds what was remembered, or measures chunk sizes and then SMs with the best of them. Collective."""
+    model = Model(given.hidden, given.tokens, given.topk, given.experts, given.fp8)
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    console = Console(width=120, quiet=rank != 0, highlight=False)
+    console.print(f"{memory.machine()}; {num_ranks} ranks; {model}")
+    tuned = memory.remembered(model, num_ranks, experts)
+    everywhere: list[object] = [None] * num_ranks
+    dist.all_gather_object(everywhere, tuned)
+    # Where one host does not know it, or knows another one, it is measured again on all.
+    if tuned is not None and everywhere.count(tuned) == num_ranks and not given.again:
+        console.print("remembered; --again measures again")
+    else:
+        recommended = _recommended(num_ranks)
+        # Buffers grow with SMs, and where a size is rounded up also with steps.
+        largest = [
+            trial
+            for chunks in trials.chunk_trials(recommended, num_nodes=2)
+            for trial in trials.sm_trials(chunks, {max(given.num_sms), Buffer.num_sms})
+        ]
+        exchange = Exchange(dist.group.WORLD, model, largest)
+        measure = functools.partial(exchange.measure, rounds=given.rounds)
+        show = functools.partial(_show, console)
+        num_nodes = exchange.num_nodes()
+        tuned = choice.search(recommended, num_nodes, given.num_sms, experts, measure, show)
+        exchange.close()
+        if is_first_here:
+            path = memory.remember(model, num_ranks, experts, tuned)
+            console.print(f"remembered in {path}")
+    _say(console, tuned, given.output if rank == 0 else None)
+
+
+def _look_up(experts: Experts | None, given: argparse.Namespace) -> None:
+    """Answers from what a model of the GPU computed, without ranks."""
     console = Console(width=120, highlight=False)
-    try:
-        group = modelled.find(given.model, *given.ranks)
-        console.print(
-            f"{given.model}, by a model, not measured: {group.num_nodes} x {group.ranks_per_node} ranks, {group.tokens} "
-            f"tokens x 7168 x top-8 of 256 experts, FP8 out and BF16 back\n{modelled.ERROR}"
-        )
-        tuned = choice.search(
-            _recommended(group.num_nodes * group.ranks_per_node),
-            group.num_nodes,
-            given.num_sms,
-            experts,
-            group.measure,
-            lambda *table: _show(console, *table),
-        )
-        _say(console, tuned, given.output)
-    except (EPError, OSError) as error:
-        sys.stderr.write(f"{_PROGRAM}: {error}\n")
-        return 1
-    return 0
+    num_nodes, per_node = given.ranks
+    group = modelled.find(given.model, num_nodes, per_node)
+    console.print(
+        f"{given.model}, by a model, not measured: {num_nodes} x {per_node} ranks, {group.tokens} "
+        f"tokens x 7168 x top-8 of 256 experts, FP8 out and BF16 back\n{modelled.ERROR}"
+    )
+    recommended, show = _recommended(num_nodes * per_node), functools.partial(_show, console)
+    tuned = choice.search(recommended, num_nodes, given.num_sms, experts, group.measure, show)
+    _say(console, tuned, given.output)
 
 
 def _say(console: Console, tuned: Tuned, output: Path | None) -> None:
@@ -141,30 +147,6 @@ def _measure_links(rounds: int) -> None:
     # A link that is not there carries nothing that its speed could limit.
     given = ":".join(f"{speed or links.NONE:.3g}" for speed in (speeds.nvlink, speeds.nic))
     console.print(f"for python -m deep_ep.diagnose: --links {given}")
-
-
-def measure(
-    model: Model, experts: Experts | None, num_sms: Sequence[int], rounds: int, console: Console
-) -> Tuned:
-    """Measures chunk sizes, then SMs with the best of them, and shows the tables. Collective."""
-    recommended = _recommended(dist.get_world_size())
-    # Buffers grow with SMs, and where a size is rounded up also with steps.
-    largest = [
-        trial
-        for chunks in trials.chunk_trials(recommended, num_nodes=2)
-        for trial in trials.sm_trials(chunks, {max(num_sms), Buffer.num_sms})
-    ]
-    exchange = Exchange(dist.group.WORLD, model, largest)
-    tuned = choice.search(
-        recommended,
-        exchange.num_nodes(),
-        num_sms,
-        experts,
-        lambda tried: exchange.measure(tried, rounds),
-        lambda *table: _show(console, *table),
-    )
-    exchange.close()
-    return tuned
 
 
 def _recommended(num_ranks: int) -> Trial:

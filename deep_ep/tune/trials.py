@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
 import torch
 
 from deep_ep.buffer import Buffer
@@ -96,16 +96,6 @@ def _with(base: Trial, **changes: int) -> Trial:
     return Trial(*(replace(config, **changes) for config in base))
 
 
-def _times(dispatch: Sequence[float], combine: Sequence[float]) -> Times:
-    """Of the rounds of one trial."""
-    medians = statistics.median(dispatch), statistics.median(combine)
-    errors = (
-        _MEDIAN_ERROR * statistics.median(abs(us - median) for us in rounds) / len(rounds) ** 0.5
-        for rounds, median in zip((dispatch, combine), medians)
-    )
-    return Times(*medians, *errors)
-
-
 class Exchange:
     """Of a model on this rank, with random routing; the same tokens for every trial."""
 
@@ -149,9 +139,12 @@ class Exchange:
             times = {place: self._round(trials[place]) for place in places}
             mine.append([times[place] for place in range(len(trials))])
         ranks = self.buffer.communicator.group.all_gather_object(mine[_WARM_UP_ROUNDS:])
-        # [ranks, rounds, trials, 2]
-        slowest = torch.tensor(ranks, dtype=torch.float64).amax(0)
-        return [_times(*each.T.tolist()) for each in slowest.unbind(1)]
+        # [ranks, rounds, trials, 2] to [rounds, trials, 2], then [trials, 2].
+        slowest = np.array(ranks).max(axis=0)
+        medians = np.median(slowest, axis=0)
+        deviations = np.median(abs(slowest - medians), axis=0)
+        errors = _MEDIAN_ERROR * deviations / rounds**0.5
+        return [Times(*us) for us in np.hstack([medians, errors]).tolist()]
 
     def close(self) -> None:
         """Frees the buffer. Collective."""
