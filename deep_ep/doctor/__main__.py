@@ -6,6 +6,7 @@ Exit status: 0 nothing is wrong or only warned of, 1 something cannot work, 2 ba
 from __future__ import annotations
 
 import argparse
+import functools
 import signal
 import socket
 import sys
@@ -24,7 +25,7 @@ from deep_ep.doctor import (
     settings,
     sizes,
 )
-from deep_ep.doctor.checks import examine
+from deep_ep.doctor.checks import Check, examine
 from deep_ep.doctor.finding import OK, Finding, exit_status, show, to_json
 from deep_ep.doctor.host import Host
 
@@ -56,7 +57,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     job = ranks.job_of(host)
     if job is None:
         if given.test:
-            checks.append(exchange.check(given.deadline))
+            look = functools.partial(exchange.on_this_machine, seconds=given.deadline)
+            checks.append(Check("exchange", look))
         return _report(examine(checks, host), given)
     # A launcher ends all ranks when one has failed: the others still say what they know.
     hurry = threading.Event()

@@ -23,14 +23,14 @@ class Check:
         look: what there is, in lines made by `ok`, `warn` and `fail`.
         why: what follows from it for a program.
         repair: of lines that are not ok.
-        when: whether there is anything to look at.
+        when: what there is to look at, as something that is true; else there is no line.
     """
 
     name: str
     look: Look
     why: str = ""
     repair: str = ""
-    when: Callable[[Host], bool] = lambda host: True
+    when: Callable[[Host], object] = lambda host: True
 
     def run(self, host: Host) -> list[Finding]:
         """Its lines; an error is the last of them, so that the other checks still have their say."""

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple, TypeVar
 
 from deep_ep.base import env
 from deep_ep.base.printable_text import printable
-from deep_ep.doctor.checks import Check
 from deep_ep.doctor.finding import Finding, fail, ok, warn
 from deep_ep.doctor.host import Host
 from deep_ep.errors import ranks_text
@@ -96,13 +95,8 @@ def read(cls: type[T], written: bytes) -> T:
     return codec.decode(cls, written, text=printable, is_strict=False)
 
 
-def check(seconds: int) -> Check:
-    """The check that tries it on one machine, where a rank waits so many seconds for another one."""
-    return Check("exchange", lambda host: on_this_machine(host, seconds))
-
-
 def on_this_machine(host: Host, seconds: int) -> list[Finding]:
-    """Tries it between the GPUs of this machine, or between four ranks on its CPU."""
+    """Tries it between the GPUs of this machine, or between four ranks on its CPU, which wait so long for each other."""
     from torch import cuda
 
     size = cuda.device_count() or _CPU_RANKS

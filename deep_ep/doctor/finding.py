@@ -63,10 +63,11 @@ def show(findings: Sequence[Finding], stream: TextIO, *, verbose: bool = False) 
     for finding in findings:
         line = f"{finding.status:<{_INDENT - 1}} {finding.name:<{_NAME_WIDTH}} {finding.found}\n"
         write(line, _STYLES[finding.status])
-        if verbose or finding.status != OK:
-            write(_indented("why", finding.why), "")
-        if finding.repair:
-            write(_indented("repair", finding.repair), "")
+        why = finding.why if verbose or finding.status != OK else ""
+        for label, text in (("why", why), ("repair", finding.repair)):
+            # Commands must survive being copied, so long words and lines of a repair stay whole.
+            if text:
+                write(textwrap.indent(f"{label}: {text}\n", " " * _INDENT), "")
     write(f"\n{summary(findings)}\n", "bold")
 
 
@@ -80,11 +81,6 @@ def to_json(findings: Sequence[Finding]) -> str:
         },
         indent=1,
     )
-
-
-def _indented(label: str, text: str) -> str:
-    # Commands must survive being copied, so long words and lines of a repair stay whole.
-    return textwrap.indent(f"{label}: {text}\n", " " * _INDENT)
 
 
 def _writer(stream: TextIO) -> Any:

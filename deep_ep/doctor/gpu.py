@@ -33,10 +33,6 @@ def _gpus(host: Host, columns: str = _COLUMNS) -> list[list[str]]:
     return [row for row in rows if len(row) == len(columns.split(","))]
 
 
-def _has_gpus(host: Host) -> bool:
-    return bool(_gpus(host))
-
-
 def _has_pairs(host: Host) -> bool:
     return len(_gpus(host)) > 1
 
@@ -44,7 +40,7 @@ def _has_pairs(host: Host) -> bool:
 @CHECKS.row(
     "driver",
     why="a driver serves programs of its own and of older versions of CUDA",
-    when=_has_gpus,
+    when=_gpus,
 )
 def _driver(host: Host) -> Finding:
     *_, version = _gpus(host)[0]
@@ -69,21 +65,19 @@ def _models(host: Host) -> Iterator[Finding]:
         yield _no_gpu(host)
     for (name, capability, memory, mig), which in numbers.items():
         found = f"{', '.join(which)}: {name}, compute capability {capability}, {memory}"
+        judge, repair = ok, ""
         why = "the kernels use instructions that compute capability 9.0 is the first to have"
-        agreed = {"GPU": f"{name} {capability}"}
         sm = version_numbers(capability)
         if sm < _OLDEST_SM:
-            repair = "use Hopper or newer, or DEEP_EP_BACKEND=cpu for tests"
-            yield fail(found, why, repair, agreed=agreed)
+            judge, repair = fail, "use Hopper or newer, or DEEP_EP_BACKEND=cpu for tests"
         elif sm > _OLDEST_SM:
-            why = "code for sm_90a, the default of a build, runs on 9.0 alone"
+            judge, why = warn, "code for sm_90a, the default of a build, runs on 9.0 alone"
             repair = f"build for it, unless that is done: TORCH_CUDA_ARCH_LIST={sm[0]}.{sm[1]}a make cuda"
-            yield warn(found, why, repair, agreed=agreed)
         elif mig == "Enabled":
+            found += ", divided by MIG"
+            judge, repair = warn, "nvidia-smi -mig 0"
             why = "instances of a GPU that is divided cannot reach other GPUs' memory"
-            yield warn(f"{found}, divided by MIG", why, "nvidia-smi -mig 0", agreed=agreed)
-        else:
-            yield ok(found, why, agreed=agreed)
+        yield judge(found, why, repair, agreed={"GPU": f"{name} {capability}"})
 
 
 def _no_gpu(host: Host) -> Finding:
@@ -106,7 +100,7 @@ def _no_gpu(host: Host) -> Finding:
     "device files",
     why="CUDA finds no GPU then, and does not say why",
     repair="join the group that owns them (ls -l /dev/nvidia*), or start the container with --gpus all",
-    when=_has_gpus,
+    when=_gpus,
 )
 def _device_files(host: Host) -> Iterator[Finding]:
     names = [name for name in host.names("/dev") if re.fullmatch(r"nvidia\d+", name)]
@@ -192,7 +186,7 @@ def _peer_access(host: Host) -> Finding:
     "fabric",
     why="GPUs behind NVSwitches do not start CUDA before the fabric manager has let them in",
     repair="systemctl restart nvidia-fabricmanager, of the same version as the driver",
-    when=_has_gpus,
+    when=_gpus,
 )
 def _fabric(host: Host) -> Iterator[Finding]:
     """Older drivers do not tell."""
