@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import NamedTuple
 
 from deep_ep.doctor.checks import Table
 from deep_ep.doctor.finding import Finding, fail, ok, warn
@@ -57,21 +56,13 @@ _DRIVER_OPTIONS = {
 _DISTANCES = ("PIX", "PXB", "PHB", "NODE", "SYS")
 
 
-class Port(NamedTuple):
-    """A port of an RDMA device, and its folder below `/sys`."""
-
-    device: str
-    number: str
-    folder: str
-
-
-def _ports(host: Host, device: str) -> list[Port]:
-    folder = f"{_SYS}/{device}/ports"
-    return [Port(device, number, f"{folder}/{number}") for number in host.names(folder)]
-
-
-def _all_ports(host: Host) -> list[Port]:
-    return [port for device in host.names(_SYS) for port in _ports(host, device)]
+def _ports(host: Host, *devices: str) -> list[tuple[str, str, str]]:
+    """Device, number and folder of each port: of these devices, or of all."""
+    return [
+        (device, number, f"{_SYS}/{device}/ports/{number}")
+        for device in devices or host.names(_SYS)
+        for number in host.names(f"{_SYS}/{device}/ports")
+    ]
 
 
 def _has_rdma_and_gpus(host: Host) -> bool:
@@ -85,7 +76,7 @@ def _has_rdma_and_gpus(host: Host) -> bool:
 def _devices(host: Host) -> Iterator[Finding]:
     for device in host.names(_SYS):
         folder = f"{_SYS}/{device}"
-        ports = "; ".join(_state(host, port) for port in _ports(host, device))
+        ports = "; ".join(_state(host, number, port) for _, number, port in _ports(host, device))
         firmware = host.text(f"{folder}/fw_ver") or "unknown"
         model = host.text(f"{folder}/hca_type") or "unknown model"
         node = host.text(f"{folder}/device/numa_node") or "unknown"
@@ -102,18 +93,18 @@ def _devices(host: Host) -> Iterator[Finding]:
             yield ok(found, agreed=agreed)
 
 
-def _state(host: Host, port: Port) -> str:
+def _state(host: Host, number: str, folder: str) -> str:
     state, link, rate = (
-        host.text(f"{port.folder}/{name}") or "?" for name in ("state", "link_layer", "rate")
+        host.text(f"{folder}/{name}") or "?" for name in ("state", "link_layer", "rate")
     )
-    return f"port {port.number} {state.split(': ')[-1]}, {link}, {rate}"
+    return f"port {number} {state.split(': ')[-1]}, {link}, {rate}"
 
 
 @CHECKS.row("RDMA devices", why=_WHY_RDMA)
 def _any_device(host: Host) -> Iterator[Finding]:
     world, local = host.variable("WORLD_SIZE"), host.variable("LOCAL_WORLD_SIZE")
     if host.has_rdma():
-        if not any("ACTIVE" in _state(host, port) for port in _all_ports(host)):
+        if not any("ACTIVE" in host.text(f"{folder}/state") for _, _, folder in _ports(host)):
             repair = "ibstat; check cables, switch and subnet manager"
             yield fail("no port is ACTIVE", repair=repair)
     elif world is not None and local is not None and world > local and host.has_gpu_driver():
@@ -148,7 +139,7 @@ def _device_access(host: Host) -> Finding:
 def _gids(host: Host) -> Iterator[Finding]:
     """GIDs of the Ethernet ports; InfiniBand routes without them."""
     asked = host.environment.get("NVSHMEM_IB_GID_INDEX", "")
-    for device, number, folder in _all_ports(host):
+    for device, number, folder in _ports(host):
         if host.text(f"{folder}/link_layer") != "Ethernet":
             continue
         usable = [
@@ -181,10 +172,10 @@ def _errors(host: Host) -> Iterator[Finding]:
     """Counters since the driver was loaded, where any is above 0."""
     for device in host.names(_SYS):
         grown = [
-            f"port {port.number} {counter.split('/')[-1]} {count}"
-            for port in _ports(host, device)
+            f"port {number} {counter.split('/')[-1]} {count}"
+            for _, number, folder in _ports(host, device)
             for counter in _ERRORS
-            if (count := host.number(f"{port.folder}/{counter}"))
+            if (count := host.number(f"{folder}/{counter}"))
         ]
         if grown:
             yield warn(
