@@ -12,6 +12,7 @@ from typing import Any, Callable, NoReturn
 
 import torch
 
+from deep_ep.base.text_tables import rows_of
 from deep_ep.errors import EPArgumentError, EPError
 
 topk_idx_t = torch.int64
@@ -74,157 +75,98 @@ _NORMAL_HANDLE_FIX = (
 WORST_TOKENS_FIX = (
     "Pass the group size times the most tokens that a rank has; that is always enough"
 )
-_OF_DISPATCH = (
-    "[num_tokens, num_topk] int64",
-    "Give one row per token of x, cast with topk_idx.to(deep_ep.topk_idx_t).",
-)
-_WEIGHTS = (
-    "[num_tokens, num_topk] float32",
-    "Give one weight per entry of topk_idx, cast with topk_weights.float().",
-)
-_BIAS = (
-    "[num_tokens, hidden] bfloat16",
-    "Give one row per dispatched token, cast with bias.bfloat16().",
-)
-_LAYOUT_FIX = "Pass what get_dispatch_layout returned for these tokens."
-_WAIT_STATS = (
-    "[num_ranks] or [num_ranks, num_ranks] int64",
-    "Allocate torch.zeros(buffer.group_size, dtype=torch.int64).",
-)
 
-# In the order in which they are checked.
-TENSORS: dict[str, tuple[TensorRule, ...]] = {
-    DISPATCH: (
-        TensorRule(
-            "x",
-            "[num_tokens, hidden] bfloat16",
-            "Cast with x.bfloat16().",
-            in_vectors=True,
-        ),
-        TensorRule("topk_idx", *_OF_DISPATCH),
-        TensorRule(
-            "cumulative_local_expert_recv_stats",
-            "[num_local_experts] int32",
-            "Allocate torch.zeros(num_experts // buffer.group_size, dtype=torch.int32).",
-            is_optional=True,
-        ),
-        TensorRule("dispatch_wait_recv_cost_stats", *_WAIT_STATS, is_optional=True),
-    ),
-    COMBINE: (
-        TensorRule("handle[0]", "[num_local_experts, num_recv_rows] int32", _HANDLE_FIX),
-        TensorRule("handle[1]", "[num_local_experts, num_ranks] int64", _HANDLE_FIX),
-        TensorRule(
-            "x",
-            "[num_local_experts, num_recv_rows, hidden] bfloat16",
-            "Pass the experts' output in the row layout of the dispatch, cast with x.bfloat16().",
-            in_vectors=True,
-        ),
-        TensorRule(
-            "topk_idx",
-            "[num_tokens, num_topk] int64",
-            "Pass the topk_idx of the dispatch, cast with topk_idx.to(deep_ep.topk_idx_t).",
-        ),
-        TensorRule("topk_weights", *_WEIGHTS),
-        TensorRule(
-            "out",
-            "[num_tokens, hidden] bfloat16",
-            "Allocate torch.empty(topk_idx.shape[0], hidden, dtype=torch.bfloat16).",
-            is_optional=True,
-            in_vectors=True,
-        ),
-        TensorRule("combine_wait_recv_cost_stats", *_WAIT_STATS, is_optional=True),
-    ),
-    LAYOUT: (
-        TensorRule(
-            "topk_idx",
-            "[num_tokens, num_topk] int64",
-            "Cast with topk_idx.to(deep_ep.topk_idx_t).",
-        ),
-    ),
-    QUERY_MASKS: (
-        TensorRule(
-            "mask_status",
-            "[num_ranks] int32",
-            "Allocate torch.empty(buffer.group_size, dtype=torch.int32).",
-        ),
-    ),
-    NORMAL_DISPATCH: (
-        TensorRule(
-            "x",
-            "[num_tokens, hidden] of any dtype",
-            "Pass one row per token.",
-            in_vectors=True,
-            any_strides=True,
-        ),
-        TensorRule(
-            "x_scales",
-            "[num_tokens, num_scales] float32 or int32",
-            "Pass one row of scales per token, as float32 or packed into int32.",
-            is_optional=True,
-            any_strides=True,
-        ),
-        # Optional beside a handle.
-        TensorRule("num_tokens_per_rank", "[num_ranks] int32", _LAYOUT_FIX, is_optional=True),
-        TensorRule("num_tokens_per_rdma_rank", "[num_nodes] int32", _LAYOUT_FIX, is_optional=True),
-        TensorRule(
-            "is_token_in_rank", "[num_tokens, num_ranks] bool", _LAYOUT_FIX, is_optional=True
-        ),
-        TensorRule("num_tokens_per_expert", "[num_experts] int32", _LAYOUT_FIX, is_optional=True),
-        TensorRule("topk_idx", *_OF_DISPATCH, is_optional=True),
-        TensorRule("topk_weights", *_WEIGHTS, is_optional=True, any_strides=True),
-        TensorRule("dispatch_wait_recv_cost_stats", *_WAIT_STATS, is_optional=True),
-    ),
-    NORMAL_COMBINE: (
-        TensorRule(
-            "x",
-            "[num_recv_rows, hidden] bfloat16",
-            "Give one row per row that the dispatch returned, cast with x.bfloat16().",
-            in_vectors=True,
-            any_strides=True,
-        ),
-        TensorRule(
-            "topk_weights",
-            "[num_recv_rows, num_topk] float32",
-            "Give one row per row of x, cast with topk_weights.float().",
-            is_optional=True,
-            any_strides=True,
-        ),
-        TensorRule("bias[0]", *_BIAS, is_optional=True, in_vectors=True, any_strides=True),
-        TensorRule("bias[1]", *_BIAS, is_optional=True, in_vectors=True, any_strides=True),
-        TensorRule("combine_wait_recv_cost_stats", *_WAIT_STATS, is_optional=True),
-    ),
-}
+# Of each tensor: the calls that take it | its name | its shapes and dtypes | what of `TensorRule` holds for it. Then what to
+# do. A call checks its tensors in this order. What is optional in `dispatch` is so beside a handle.
+_TABLE = """
+low_latency_dispatch | x | [num_tokens, hidden] bfloat16 | in_vectors
+Cast with x.bfloat16().
 
+low_latency_dispatch | topk_idx | [num_tokens, num_topk] int64 |
+Give one row per token of x, cast with topk_idx.to(deep_ep.topk_idx_t).
 
-def _rules_of(call: str, *arguments: str) -> tuple[TensorRule, ...]:
-    return tuple(rule for rule in TENSORS[call] if rule.argument in arguments)
+low_latency_combine | handle[0] | [num_local_experts, num_recv_rows] int32 |
+Pass the handle of the dispatch whose rows are combined, on the same buffer.
 
+low_latency_combine | handle[1] | [num_local_experts, num_ranks] int64 |
+Pass the handle of the dispatch whose rows are combined, on the same buffer.
 
-# The same of `ElasticBuffer`.
-ELASTIC_TENSORS = {
-    NORMAL_DISPATCH: (
-        *_rules_of(NORMAL_DISPATCH, "x", "x_scales", "topk_idx", "topk_weights"),
-        *_rules_of(DISPATCH, "cumulative_local_expert_recv_stats"),
-        *_rules_of(NORMAL_DISPATCH, "dispatch_wait_recv_cost_stats"),
-    ),
-    NORMAL_COMBINE: (
-        TensorRule(
-            "x",
-            "[num_rows, hidden] bfloat16",
-            "Give one row per row that the dispatch returned, cast with x.bfloat16().",
-            in_vectors=True,
-            any_strides=True,
-        ),
-        TensorRule(
-            "topk_weights",
-            "[num_rows, num_topk] or [num_rows] float32",
-            "Give one value in the place of each weight that the dispatch returned, cast with topk_weights.float().",
-            is_optional=True,
-            any_strides=True,
-        ),
-        *_rules_of(NORMAL_COMBINE, "bias[0]", "bias[1]", "combine_wait_recv_cost_stats"),
-    ),
-}
+low_latency_combine | x | [num_local_experts, num_recv_rows, hidden] bfloat16 | in_vectors
+Pass the experts' output in the row layout of the dispatch, cast with x.bfloat16().
+
+low_latency_combine | topk_idx | [num_tokens, num_topk] int64 |
+Pass the topk_idx of the dispatch, cast with topk_idx.to(deep_ep.topk_idx_t).
+
+low_latency_combine | topk_weights | [num_tokens, num_topk] float32 |
+Give one weight per entry of topk_idx, cast with topk_weights.float().
+
+low_latency_combine | out | [num_tokens, hidden] bfloat16 | is_optional in_vectors
+Allocate torch.empty(topk_idx.shape[0], hidden, dtype=torch.bfloat16).
+
+get_dispatch_layout | topk_idx | [num_tokens, num_topk] int64 |
+Cast with topk_idx.to(deep_ep.topk_idx_t).
+
+low_latency_query_mask_buffer | mask_status | [num_ranks] int32 |
+Allocate torch.empty(buffer.group_size, dtype=torch.int32).
+
+dispatch elastic_dispatch | x | [num_tokens, hidden] of any dtype | in_vectors any_strides
+Pass one row per token.
+
+dispatch elastic_dispatch | x_scales | [num_tokens, num_scales] float32 or int32 | is_optional any_strides
+Pass one row of scales per token, as float32 or packed into int32.
+
+dispatch | num_tokens_per_rank | [num_ranks] int32 | is_optional
+Pass what get_dispatch_layout returned for these tokens.
+
+dispatch | num_tokens_per_rdma_rank | [num_nodes] int32 | is_optional
+Pass what get_dispatch_layout returned for these tokens.
+
+dispatch | is_token_in_rank | [num_tokens, num_ranks] bool | is_optional
+Pass what get_dispatch_layout returned for these tokens.
+
+dispatch | num_tokens_per_expert | [num_experts] int32 | is_optional
+Pass what get_dispatch_layout returned for these tokens.
+
+dispatch elastic_dispatch | topk_idx | [num_tokens, num_topk] int64 | is_optional
+Give one row per token of x, cast with topk_idx.to(deep_ep.topk_idx_t).
+
+dispatch elastic_dispatch | topk_weights | [num_tokens, num_topk] float32 | is_optional any_strides
+Give one weight per entry of topk_idx, cast with topk_weights.float().
+
+low_latency_dispatch elastic_dispatch | cumulative_local_expert_recv_stats | [num_local_experts] int32 | is_optional
+Allocate torch.zeros(num_experts // buffer.group_size, dtype=torch.int32).
+
+combine | x | [num_recv_rows, hidden] bfloat16 | in_vectors any_strides
+Give one row per row that the dispatch returned, cast with x.bfloat16().
+
+elastic_combine | x | [num_rows, hidden] bfloat16 | in_vectors any_strides
+Give one row per row that the dispatch returned, cast with x.bfloat16().
+
+combine | topk_weights | [num_recv_rows, num_topk] float32 | is_optional any_strides
+Give one row per row of x, cast with topk_weights.float().
+
+elastic_combine | topk_weights | [num_rows, num_topk] or [num_rows] float32 | is_optional any_strides
+Give one value in the place of each weight that the dispatch returned, cast with topk_weights.float().
+
+combine elastic_combine | bias[0] | [num_tokens, hidden] bfloat16 | is_optional in_vectors any_strides
+Give one row per dispatched token, cast with bias.bfloat16().
+
+combine elastic_combine | bias[1] | [num_tokens, hidden] bfloat16 | is_optional in_vectors any_strides
+Give one row per dispatched token, cast with bias.bfloat16().
+
+low_latency_dispatch dispatch elastic_dispatch | dispatch_wait_recv_cost_stats | [num_ranks] or [num_ranks, num_ranks] int64 | is_optional
+Allocate torch.zeros(buffer.group_size, dtype=torch.int64).
+
+low_latency_combine combine elastic_combine | combine_wait_recv_cost_stats | [num_ranks] or [num_ranks, num_ranks] int64 | is_optional
+Allocate torch.zeros(buffer.group_size, dtype=torch.int64).
+"""
+
+# By call; `elastic_` before those of `ElasticBuffer`.
+TENSORS: dict[str, list[TensorRule]] = {}
+for _calls, _argument, _text, _traits, _fix in rows_of(_TABLE):
+    _rule = TensorRule(_argument, _text, _fix, **dict.fromkeys(_traits.split(), True))
+    for _call in _calls.split():
+        TENSORS.setdefault(_call, []).append(_rule)
 
 
 def _handle_rules(*items: str) -> tuple[TensorRule, ...]:

@@ -44,7 +44,7 @@ class Tensors:
         dimensions["num_ranks"] = limits.num_ranks
         self._call = call
         self._device = limits.device
-        self._rest = iter(call.tensors[call.name])
+        self._rest = iter(call.rules)
 
     def check(self, last: str = "", any_strides: bool = False) -> None:
         """The arguments that have not been checked, up to `last`; those that may be `None` if they are given."""

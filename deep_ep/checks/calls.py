@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from deep_ep.base.rules import (
     COMBINE,
     DISPATCH,
-    ELASTIC_TENSORS,
     LAYOUT,
     NORMAL_COMBINE,
     NORMAL_DISPATCH,
@@ -40,11 +39,11 @@ class BufferCall:
 
     Attributes:
         name: of the method.
-        tensors: the rules of its tensors, by such names.
+        rules: of its tensors, in the order in which they are checked.
     """
 
     name: ClassVar[str]
-    tensors: ClassVar[dict[str, tuple[TensorRule, ...]]] = TENSORS
+    rules: ClassVar[list[TensorRule]]
 
     def __init__(self, arguments: dict[str, Any]) -> None:
         """From `locals()` of the method, which has no other variables yet. The buffer itself is not kept."""
@@ -82,6 +81,7 @@ class LowLatencyDispatch(OperationCall):
     """`Buffer.low_latency_dispatch`."""
 
     name = DISPATCH
+    rules = TENSORS[DISPATCH]
     x: Tensor
     topk_idx: Tensor
     num_max_dispatch_tokens_per_rank: int
@@ -100,6 +100,7 @@ class LowLatencyCombine(OperationCall):
     """`Buffer.low_latency_combine`."""
 
     name = COMBINE
+    rules = TENSORS[COMBINE]
     x: Tensor
     topk_idx: Tensor
     topk_weights: Tensor
@@ -126,6 +127,7 @@ class DispatchLayout(StreamCall):
     """`Buffer.get_dispatch_layout`."""
 
     name = LAYOUT
+    rules = TENSORS[LAYOUT]
     topk_idx: Tensor
     num_experts: int
 
@@ -135,6 +137,7 @@ class MaskQuery(BufferCall):
     """`Buffer.low_latency_query_mask_buffer`."""
 
     name = QUERY_MASKS
+    rules = TENSORS[QUERY_MASKS]
     mask_status: Tensor
 
 
@@ -143,6 +146,7 @@ class NormalDispatch(StreamCall, OperationCall):
     """`Buffer.dispatch`. Checks put the data of `x` into `x`, and its scales into `x_scales`."""
 
     name = NORMAL_DISPATCH
+    rules = TENSORS[NORMAL_DISPATCH]
     x: Any
     handle: Any
     num_tokens_per_rank: Tensor | None
@@ -163,6 +167,7 @@ class NormalCombine(StreamCall, OperationCall):
     """`Buffer.combine`."""
 
     name = NORMAL_COMBINE
+    rules = TENSORS[NORMAL_COMBINE]
     x: Tensor
     handle: Any
     topk_weights: Tensor | None
@@ -175,7 +180,6 @@ class NormalCombine(StreamCall, OperationCall):
 class ElasticCall(OperationCall):
     """A dispatch or combine of `ElasticBuffer`."""
 
-    tensors = ELASTIC_TENSORS
     num_sms: int
     num_qps: int
     previous_event: Any
@@ -189,6 +193,7 @@ class ElasticDispatch(ElasticCall):
     """`ElasticBuffer.dispatch`, with data and scales as `NormalDispatch`."""
 
     name = NORMAL_DISPATCH
+    rules = TENSORS["elastic_dispatch"]
     x: Any
     topk_idx: Tensor | None
     topk_weights: Tensor | None
@@ -212,6 +217,7 @@ class ElasticCombine(ElasticCall):
     """`ElasticBuffer.combine`."""
 
     name = NORMAL_COMBINE
+    rules = TENSORS["elastic_combine"]
     x: Tensor
     handle: Any
     topk_weights: Tensor | None

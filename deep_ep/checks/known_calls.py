@@ -11,7 +11,7 @@ from typing import Callable, Generic, TypeVar
 
 from torch import Tensor, strided
 
-from deep_ep.base.rules import TENSORS, VECTOR_BYTES
+from deep_ep.base.rules import VECTOR_BYTES
 from deep_ep.checks.calls import OperationCall
 
 # What a call looks like, and what follows from that.
@@ -26,7 +26,7 @@ _PLAIN = {"int": int, "bool": bool}
 class KnownCalls(Generic[Found]):
     """Those of one kind on one buffer, and what was found of each.
 
-    A call looks like another if all is equal that `TENSORS` speaks of, and all numbers and flags are. Whoever asks checks what
+    A call looks like another if all is equal that its rules speak of, and all numbers and flags are. Whoever asks checks what
     else there is: values in tensors, storage and counters.
     """
 
@@ -37,7 +37,7 @@ class KnownCalls(Generic[Found]):
             kind: of the calls, whose arguments are tensors, ints and bools.
             parts: numbers within their arguments, as in `handle.hidden`.
         """
-        self._rules = TENSORS[kind.name]
+        self._rules = kind.rules
         others = {"recv_counters", *(rule.argument.partition("[")[0] for rule in self._rules)}
         plain = {
             field.name: _PLAIN[field.type]  # type: ignore[index]

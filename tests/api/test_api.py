@@ -185,39 +185,36 @@ def test_stubs_name_what_the_modules_offer() -> None:
             assert methods - {"__init__"} == offered
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        *(calls.LowLatencyDispatch, calls.LowLatencyCombine, calls.DispatchLayout),
-        *(calls.NormalDispatch, calls.NormalCombine, calls.MaskQuery),
-        *(calls.ElasticDispatch, calls.ElasticCombine),
-    ],
-    ids=lambda kind: kind.__name__,
-)
-def test_a_call_has_the_arguments_of_its_method(kind: type[calls.BufferCall]) -> None:
+CALLS: list[type[calls.BufferCall]] = [
+    *(calls.LowLatencyDispatch, calls.LowLatencyCombine, calls.DispatchLayout),
+    *(calls.NormalDispatch, calls.NormalCombine, calls.MaskQuery),
+    *(calls.ElasticDispatch, calls.ElasticCombine),
+]
+
+
+def method_of(kind: type[calls.BufferCall]) -> Callable[..., Any]:
+    """Whose arguments these are."""
     owner = deep_ep.ElasticBuffer if issubclass(kind, calls.ElasticCall) else Buffer
-    arguments = set(inspect.signature(getattr(owner, kind.name)).parameters) - {"self"}
+    method: Callable[..., Any] = getattr(owner, kind.name)
+    return method
+
+
+@pytest.mark.parametrize("kind", CALLS, ids=lambda kind: kind.__name__)
+def test_a_call_has_the_arguments_of_its_method(kind: type[calls.BufferCall]) -> None:
+    arguments = set(inspect.signature(method_of(kind)).parameters) - {"self"}
     fields = {field.name for field in dataclasses.fields(kind)}
     assert arguments == {name for name in fields if not hasattr(kind, name)}
 
 
 @pytest.mark.parametrize(
-    ("kind", "call", "rule"),
-    [
-        (kind, call, rule)
-        for kind, tables in (
-            (Buffer, rules.TENSORS),
-            (deep_ep.ElasticBuffer, rules.ELASTIC_TENSORS),
-        )
-        for call, table in tables.items()
-        for rule in table
-    ],
+    ("kind", "rule"),
+    [(kind, rule) for kind in CALLS for rule in kind.rules],
     ids=lambda value: getattr(value, "argument", getattr(value, "__name__", value)),
 )
 def test_docstrings_give_the_shapes_that_are_checked(
-    kind: type, call: str, rule: rules.TensorRule
+    kind: type[calls.BufferCall], rule: rules.TensorRule
 ) -> None:
-    text = " ".join((getattr(kind, call).__doc__ or "").split())
+    text = " ".join((method_of(kind).__doc__ or "").split())
     assert f"{rule.argument}: {rule.text}" in text
 
 
