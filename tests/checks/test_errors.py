@@ -12,7 +12,16 @@ import torch
 import deep_ep
 from deep_ep.checks import low_latency as low_latency_checks
 from deep_ep.errors import EPArgumentError, EPTypeError, EPUsageError
-from support.bad_calls import Arguments, Change, assert_raises, of, tensor_cases, to, with_value
+from support.bad_calls import (
+    Arguments,
+    Change,
+    assert_raises,
+    case,
+    of,
+    tensor_cases,
+    to,
+    with_value,
+)
 from support.exchange import (
     Mode,
     Shape,
@@ -78,76 +87,42 @@ def low_latency_cases(name: str, dtype: torch.dtype, advice: str) -> list[Any]:
 DISPATCH_CASES = [
     *low_latency_cases("x", torch.float16, "x.bfloat16()"),
     *low_latency_cases("topk_idx", torch.float32, "topk_idx_t"),
-    pytest.param(
-        of("x", misaligned), EPArgumentError, ["x begins at address", "16 bytes", "x.clone()"], id="x-address"
-    ),
+    case("x-address", of("x", misaligned), "x begins at address", "16 bytes", "x.clone()"),
     *low_latency_cases("cumulative_local_expert_recv_stats", torch.int64, "torch.zeros("),
     *low_latency_cases("dispatch_wait_recv_cost_stats", torch.int32, "torch.zeros("),
-    pytest.param(
-        of("x", transposed), EPArgumentError, ["x", "strides", "x.contiguous()"], id="x-transposed"
+    case("x-transposed", of("x", transposed), "x", "strides", "x.contiguous()"),
+    case(
+        "hidden-not-a-multiple-of-128", of("x", lambda x: x[:, :500].contiguous()),
+        "hidden is 500", "multiple of 128", "512",
     ),
-    pytest.param(
-        of("x", lambda x: x[:, :500].contiguous()),
-        EPArgumentError,
-        ["hidden is 500", "multiple of 128", "512"],
-        id="hidden-not-a-multiple-of-128",
+    case("expert-too-large", of("topk_idx", with_value((1, 2), 6)), "topk_idx[1, 2] is 6", "[0, 6)"),
+    case("expert-below-minus-one", of("topk_idx", with_value((1, 2), -2)), "topk_idx[1, 2] is -2", "-1"),
+    case("num-experts-7-of-3", to(num_experts=7), "num_experts is 7", "multiple", "9"),
+    case("no-experts", to(num_experts=0), "num_experts is 0"),
+    case("num-experts-text", to(num_experts="6"), "num_experts", "'6'", error=EPTypeError),
+    case(
+        "more-tokens-than-the-maximum", to(num_max_dispatch_tokens_per_rank=2),
+        "3 tokens", "num_max_dispatch_tokens_per_rank = 2", "Raise",
     ),
-    pytest.param(
-        of("topk_idx", with_value((1, 2), 6)),
-        EPArgumentError,
-        ["topk_idx[1, 2] is 6", "[0, 6)"],
-        id="expert-too-large",
+    case(
+        "buffer-too-small", to(num_max_dispatch_tokens_per_rank=4096),
+        "num_rdma_bytes", "get_low_latency_rdma_size_hint(4096, 512, 3, 6)",
     ),
-    pytest.param(
-        of("topk_idx", with_value((1, 2), -2)),
-        EPArgumentError,
-        ["topk_idx[1, 2] is -2", "-1"],
-        id="expert-below-minus-one",
+    case("top-k-above-32", of("topk_idx", lambda t: torch.zeros(3, 33, dtype=t.dtype, device=t.device)), "at most 32"),
+    case(
+        "more-rows-for-an-expert-than-fit", of("topk_idx", torch.zeros_like),
+        "expert 0 9 times", "Name an expert once per token",
     ),
-    pytest.param(
-        to(num_experts=7), EPArgumentError, ["num_experts is 7", "multiple", "9"], id="num-experts-7-of-3"
+    case("ue8m0-without-round-scale", to(use_ue8m0=True), "use_ue8m0", "round_scale=True"),
+    case(
+        "async-and-hook", to(async_finish=True, return_recv_hook=True),
+        "async_finish and return_recv_hook", "async_finish=False",
     ),
-    pytest.param(to(num_experts=0), EPArgumentError, ["num_experts is 0"], id="no-experts"),
-    pytest.param(to(num_experts="6"), EPTypeError, ["num_experts", "'6'"], id="num-experts-text"),
-    pytest.param(
-        to(num_max_dispatch_tokens_per_rank=2),
-        EPArgumentError,
-        ["3 tokens", "num_max_dispatch_tokens_per_rank = 2", "Raise"],
-        id="more-tokens-than-the-maximum",
-    ),
-    pytest.param(
-        to(num_max_dispatch_tokens_per_rank=4096),
-        EPArgumentError,
-        ["num_rdma_bytes", "get_low_latency_rdma_size_hint(4096, 512, 3, 6)"],
-        id="buffer-too-small",
-    ),
-    pytest.param(
-        of("topk_idx", lambda t: torch.zeros(3, 33, dtype=t.dtype, device=t.device)),
-        EPArgumentError,
-        ["at most 32"],
-        id="top-k-above-32",
-    ),
-    pytest.param(
-        of("topk_idx", torch.zeros_like),
-        EPArgumentError,
-        ["expert 0 9 times", "Name an expert once per token"],
-        id="more-rows-for-an-expert-than-fit",
-    ),
-    pytest.param(
-        to(use_ue8m0=True), EPArgumentError, ["use_ue8m0", "round_scale=True"], id="ue8m0-without-round-scale"
-    ),
-    pytest.param(
-        to(async_finish=True, return_recv_hook=True),
-        EPArgumentError,
-        ["async_finish and return_recv_hook", "async_finish=False"],
-        id="async-and-hook",
-    ),
-    pytest.param(to(recv_counters=3), EPTypeError, ["recv_counters", "int"], id="recv-counters-type"),
-    pytest.param(
+    case("recv-counters-type", to(recv_counters=3), "recv_counters", "int", error=EPTypeError),
+    case(
+        "recv-counters-of-another-group",
         lambda arguments: {**arguments, "recv_counters": deep_ep.observe.counters.RecvCounters(2)},
-        EPArgumentError,
-        ["recv_counters", "3 ranks", "buffer.group_size"],
-        id="recv-counters-of-another-group",
+        "recv_counters", "3 ranks", "buffer.group_size",
     ),
 ]  # fmt: skip
 
@@ -157,76 +132,34 @@ COMBINE_CASES = [
     *low_latency_cases("topk_weights", torch.float64, "topk_weights.float()"),
     *low_latency_cases("out", torch.float32, "torch.empty("),
     *(
-        pytest.param(
-            of(name, misaligned), EPArgumentError, [f"{name} begins at address", "16 bytes"], id=f"{name}-address"
-        )
+        case(f"{name}-address", of(name, misaligned), f"{name} begins at address", "16 bytes")
         for name in ("x", "out")
     ),
     *low_latency_cases("combine_wait_recv_cost_stats", torch.int32, "torch.zeros("),
-    pytest.param(
-        of("handle", lambda h: (h[0][:, :6].contiguous(), *h[1:])),
-        EPArgumentError,
-        ["handle[0]", "shape", "handle of the dispatch"],
-        id="handle-with-other-rows",
+    case(
+        "handle-with-other-rows", of("handle", lambda h: (h[0][:, :6].contiguous(), *h[1:])),
+        "handle[0]", "shape", "handle of the dispatch",
     ),
-    pytest.param(
-        of("handle", lambda h: (h[0], h[1][:, :2].contiguous(), *h[2:])),
-        EPArgumentError,
-        ["handle[1]", "shape", "handle of the dispatch"],
-        id="handle-of-another-group",
+    case(
+        "handle-of-another-group", of("handle", lambda h: (h[0], h[1][:, :2].contiguous(), *h[2:])),
+        "handle[1]", "shape", "handle of the dispatch",
     ),
-    pytest.param(
-        of("handle", lambda h: (h[0].long(), *h[1:])),
-        EPArgumentError,
-        ["handle[0]", "torch.int64", "handle of the dispatch"],
-        id="handle-dtype",
+    case(
+        "handle-dtype", of("handle", lambda h: (h[0].long(), *h[1:])),
+        "handle[0]", "torch.int64", "handle of the dispatch",
     ),
-    pytest.param(
-        of("handle", lambda h: (*h[:3], 1024, h[4])),
-        EPArgumentError,
-        ["1024", "shape"],
-        id="handle-of-another-hidden",
-    ),
-    pytest.param(
-        of("handle", lambda h: (*h[:2], 8, *h[3:])),
-        EPArgumentError,
-        ["handle[0]", "24"],
-        id="handle-of-another-maximum",
-    ),
-    pytest.param(
-        of("handle", lambda h: (*h[:4], 12)), EPArgumentError, ["handle[0]", "4"], id="handle-of-other-experts"
-    ),
-    pytest.param(of("handle", lambda h: h[:4]), EPArgumentError, ["4 elements", "5-tuple"], id="handle-length"),
-    pytest.param(
-        of("handle", lambda h: (h[0].clone(), *h[1:])),
-        EPArgumentError,
-        ["handle[0] is a copy"],
-        id="handle-copied",
-    ),
-    pytest.param(
-        of("handle", lambda h: (moved_by_a_word(h[0]), *h[1:])),
-        EPArgumentError,
-        ["handle[0] is a copy"],
-        id="handle-moved-by-a-word",
-    ),
-    pytest.param(to(handle=None), EPTypeError, ["handle", "NoneType"], id="no-handle"),
-    pytest.param(
-        of("topk_idx", with_value((1, 2), 6)),
-        EPArgumentError,
-        ["topk_idx[1, 2] is 6", "[0, 6)"],
-        id="expert-too-large",
-    ),
-    pytest.param(
-        to(use_logfmt=True, zero_copy=True),
-        EPArgumentError,
-        ["use_logfmt and zero_copy", "use_logfmt=False"],
-        id="logfmt-and-zero-copy",
-    ),
-    pytest.param(
-        to(async_finish=True, return_recv_hook=True),
-        EPArgumentError,
-        ["async_finish and return_recv_hook", "async_finish=False"],
-        id="async-and-hook",
+    case("handle-of-another-hidden", of("handle", lambda h: (*h[:3], 1024, h[4])), "1024", "shape"),
+    case("handle-of-another-maximum", of("handle", lambda h: (*h[:2], 8, *h[3:])), "handle[0]", "24"),
+    case("handle-of-other-experts", of("handle", lambda h: (*h[:4], 12)), "handle[0]", "4"),
+    case("handle-length", of("handle", lambda h: h[:4]), "4 elements", "5-tuple"),
+    case("handle-copied", of("handle", lambda h: (h[0].clone(), *h[1:])), "handle[0] is a copy"),
+    case("handle-moved-by-a-word", of("handle", lambda h: (moved_by_a_word(h[0]), *h[1:])), "handle[0] is a copy"),
+    case("no-handle", to(handle=None), "handle", "NoneType", error=EPTypeError),
+    case("expert-too-large", of("topk_idx", with_value((1, 2), 6)), "topk_idx[1, 2] is 6", "[0, 6)"),
+    case("logfmt-and-zero-copy", to(use_logfmt=True, zero_copy=True), "use_logfmt and zero_copy", "use_logfmt=False"),
+    case(
+        "async-and-hook", to(async_finish=True, return_recv_hook=True),
+        "async_finish and return_recv_hook", "async_finish=False",
     ),
 ]  # fmt: skip
 

@@ -32,6 +32,7 @@ from support.bad_calls import (
     Arguments,
     Change,
     assert_raises,
+    case,
     elsewhere,
     of,
     strided,
@@ -152,144 +153,96 @@ def with_scales(change: Callable[[torch.Tensor], Any], data: torch.dtype = torch
 
 
 DISPATCH_CASES = [
-    pytest.param(of("x", misaligned), EPArgumentError, ["x begins at address", "x.clone()"], id="x-address"),
+    case("x-address", of("x", misaligned), "x begins at address", "x.clone()"),
     *tensor_cases("x", None, any_strides=True),
     *tensor_cases("num_tokens_per_rank", torch.int64),
     *tensor_cases("is_token_in_rank", torch.int32),
     *tensor_cases("topk_idx", torch.int32),
     *tensor_cases("topk_weights", torch.float64, any_strides=True),
-    pytest.param(
-        of("num_tokens_per_expert", lambda t: t.long()), EPArgumentError, ["torch.int32"], id="expert-dtype"
+    case("expert-dtype", of("num_tokens_per_expert", lambda t: t.long()), "torch.int32"),
+    case("no-rank-counts", to(num_tokens_per_rank=None), "num_tokens_per_rank is None", error=EPUsageError),
+    case("no-mask", to(is_token_in_rank=None), "is_token_in_rank is None", error=EPUsageError),
+    case("no-expert-counts", to(num_tokens_per_expert=None), "num_tokens_per_expert is None", error=EPUsageError),
+    case("experts-7-of-4", of("num_tokens_per_expert", lambda t: t[:7]), "7 experts", "Use 8"),
+    case("no-experts", of("num_tokens_per_expert", lambda t: t[:0]), "0 experts", "Use 4"),
+    case("too-many-experts", of("num_tokens_per_expert", lambda t: t.new_zeros(4100)), "at most 4096"),
+    case("weights-alone", to(topk_idx=None), "topk_idx alone is None", error=EPUsageError),
+    case("indices-alone", to(topk_weights=None), "topk_weights alone is None", error=EPUsageError),
+    case(
+        "worst-tokens-without-top-k", to(topk_idx=None, topk_weights=None, num_worst_tokens=64),
+        "num_worst_tokens is 64 and topk_idx is None", error=EPUsageError,
     ),
-    pytest.param(to(num_tokens_per_rank=None), EPUsageError, ["num_tokens_per_rank is None"], id="no-rank-counts"),
-    pytest.param(to(is_token_in_rank=None), EPUsageError, ["is_token_in_rank is None"], id="no-mask"),
-    pytest.param(
-        to(num_tokens_per_expert=None), EPUsageError, ["num_tokens_per_expert is None"], id="no-expert-counts"
-    ),
-    pytest.param(
-        of("num_tokens_per_expert", lambda t: t[:7]), EPArgumentError, ["7 experts", "Use 8"], id="experts-7-of-4"
-    ),
-    pytest.param(
-        of("num_tokens_per_expert", lambda t: t[:0]), EPArgumentError, ["0 experts", "Use 4"], id="no-experts"
-    ),
-    pytest.param(
-        of("num_tokens_per_expert", lambda t: t.new_zeros(4100)), EPArgumentError, ["at most 4096"], id="too-many-experts"
-    ),
-    pytest.param(to(topk_idx=None), EPUsageError, ["topk_idx alone is None"], id="weights-alone"),
-    pytest.param(to(topk_weights=None), EPUsageError, ["topk_weights alone is None"], id="indices-alone"),
-    pytest.param(
-        to(topk_idx=None, topk_weights=None, num_worst_tokens=64),
-        EPUsageError,
-        ["num_worst_tokens is 64 and topk_idx is None"],
-        id="worst-tokens-without-top-k",
-    ),
-    pytest.param(to(num_worst_tokens=-1), EPArgumentError, ["num_worst_tokens is -1"], id="negative-worst-tokens"),
-    pytest.param(to(num_worst_tokens=1.5), EPTypeError, ["num_worst_tokens is 1.5"], id="broken-worst-tokens"),
-    pytest.param(to(num_worst_tokens=2**31), EPArgumentError, ["at most 2147483647"], id="huge-worst-tokens"),
-    pytest.param(to(expert_alignment=0), EPArgumentError, ["expert_alignment is 0"], id="no-alignment"),
-    pytest.param(to(expert_alignment=None), EPTypeError, ["expert_alignment is None"], id="alignment-type"),
-    pytest.param(
-        of("x", lambda x: x[:, :4].contiguous()), EPArgumentError, ["rows of 8 bytes", "Pad x to 8"], id="short-row"
-    ),
-    pytest.param(of("x", lambda x: x[:, :0]), EPArgumentError, ["rows of 0 bytes", "Pad x to 8"], id="empty-row"),
-    pytest.param(of("x", lambda x: (x,)), EPTypeError, ["x holds Tensor", "(x, x_scales)"], id="x-of-one"),
-    pytest.param(
-        with_scales(lambda s: s, torch.bfloat16), EPArgumentError, ["scales and dtype torch.bfloat16"], id="scaled-item"
-    ),
-    pytest.param(
-        with_scales(lambda s: s.double()), EPArgumentError, ["x_scales", "torch.float32 or torch.int32"], id="scale-dtype"
-    ),
-    pytest.param(with_scales(lambda s: s[:2]), EPArgumentError, ["x_scales", "shape"], id="scale-rows"),
-    pytest.param(with_scales(lambda _: None), EPTypeError, ["x holds Tensor, NoneType"], id="no-scales"),
-    pytest.param(
-        with_scales(lambda s: s.repeat(1, 64)), EPArgumentError, ["num_scales is 256", "at most 255"], id="many-scales"
-    ),
-    pytest.param(
+    case("negative-worst-tokens", to(num_worst_tokens=-1), "num_worst_tokens is -1"),
+    case("broken-worst-tokens", to(num_worst_tokens=1.5), "num_worst_tokens is 1.5", error=EPTypeError),
+    case("huge-worst-tokens", to(num_worst_tokens=2**31), "at most 2147483647"),
+    case("no-alignment", to(expert_alignment=0), "expert_alignment is 0"),
+    case("alignment-type", to(expert_alignment=None), "expert_alignment is None", error=EPTypeError),
+    case("short-row", of("x", lambda x: x[:, :4].contiguous()), "rows of 8 bytes", "Pad x to 8"),
+    case("empty-row", of("x", lambda x: x[:, :0]), "rows of 0 bytes", "Pad x to 8"),
+    case("x-of-one", of("x", lambda x: (x,)), "x holds Tensor", "(x, x_scales)", error=EPTypeError),
+    case("scaled-item", with_scales(lambda s: s, torch.bfloat16), "scales and dtype torch.bfloat16"),
+    case("scale-dtype", with_scales(lambda s: s.double()), "x_scales", "torch.float32 or torch.int32"),
+    case("scale-rows", with_scales(lambda s: s[:2]), "x_scales", "shape"),
+    case("no-scales", with_scales(lambda _: None), "x holds Tensor, NoneType", error=EPTypeError),
+    case("many-scales", with_scales(lambda s: s.repeat(1, 64)), "num_scales is 256", "at most 255"),
+    case(
+        "top-k-above-128",
         lambda a: {
             **a,
             "topk_idx": a["topk_idx"].repeat(1, 43),
             "topk_weights": a["topk_weights"].repeat(1, 43),
         },
-        EPArgumentError,
-        ["num_topk is 129", "at most 128"],
-        id="top-k-above-128",
+        "num_topk is 129", "at most 128",
     ),
-    pytest.param(to(config=20), EPTypeError, ["config is a int"], id="config-type"),
-    pytest.param(to(config=Config(5)), EPArgumentError, ["config.num_sms is 5", "even"], id="odd-sms"),
-    pytest.param(to(config=Config(0)), EPArgumentError, ["config.num_sms is 0"], id="no-sms"),
-    pytest.param(to(config=Config(258)), EPArgumentError, ["config.num_sms is 258", "from 2 to 256"], id="many-sms"),
-    pytest.param(
-        to(config=Config(200)),
-        EPArgumentError,
-        [f"num_nvl_bytes = {NUM_BYTES}", "get_nvl_buffer_size_hint(128, 4)", "DEEP_EP_RANKS_PER_NODE"],
-        id="buffer-too-small",
+    case("config-type", to(config=20), "config is a int", error=EPTypeError),
+    case("odd-sms", to(config=Config(5)), "config.num_sms is 5", "even"),
+    case("no-sms", to(config=Config(0)), "config.num_sms is 0"),
+    case("many-sms", to(config=Config(258)), "config.num_sms is 258", "from 2 to 256"),
+    case(
+        "buffer-too-small", to(config=Config(200)),
+        f"num_nvl_bytes = {NUM_BYTES}", "get_nvl_buffer_size_hint(128, 4)", "DEEP_EP_RANKS_PER_NODE",
     ),
-    pytest.param(to(recv_counters=3), EPTypeError, ["recv_counters", "int"], id="recv-counters-type"),
-    pytest.param(
-        lambda a: {**a, "recv_counters": RecvCounters(3)}, EPArgumentError, ["4 ranks"], id="counters-of-another-group"
+    case("recv-counters-type", to(recv_counters=3), "recv_counters", "int", error=EPTypeError),
+    case("counters-of-another-group", lambda a: {**a, "recv_counters": RecvCounters(3)}, "4 ranks"),
+    case(
+        "wait-stats-dtype", lambda a: {**a, "dispatch_wait_recv_cost_stats": torch.zeros(4, device=DEVICE)},
+        "dispatch_wait_recv_cost_stats", "torch.int64",
     ),
-    pytest.param(
-        lambda a: {**a, "dispatch_wait_recv_cost_stats": torch.zeros(4, device=DEVICE)},
-        EPArgumentError,
-        ["dispatch_wait_recv_cost_stats", "torch.int64"],
-        id="wait-stats-dtype",
+    case("comm-stream-alone", to(allocate_on_comm_stream=True), "allocate_on_comm_stream"),
+    case(
+        "comm-stream-without-an-event-before", to(allocate_on_comm_stream=True, async_finish=True),
+        "allocate_on_comm_stream",
     ),
-    pytest.param(
-        to(allocate_on_comm_stream=True), EPArgumentError, ["allocate_on_comm_stream"], id="comm-stream-alone"
-    ),
-    pytest.param(
-        to(allocate_on_comm_stream=True, async_finish=True),
-        EPArgumentError,
-        ["allocate_on_comm_stream"],
-        id="comm-stream-without-an-event-before",
-    ),
-    pytest.param(
+    case(
+        "comm-stream-without-an-event-after",
         lambda a: {**a, "allocate_on_comm_stream": True, "previous_event": Buffer.capture()},
-        EPArgumentError,
-        ["allocate_on_comm_stream"],
-        id="comm-stream-without-an-event-after",
+        "allocate_on_comm_stream",
     ),
-    pytest.param(
-        of("num_tokens_per_rank", with_value(1, 9)),
-        EPArgumentError,
-        ["num_tokens_per_rank[1] is 9", "is_token_in_rank counts"],
-        id="wrong-rank-count",
-        marks=reads_values,
+    case(
+        "wrong-rank-count", of("num_tokens_per_rank", with_value(1, 9)),
+        "num_tokens_per_rank[1] is 9", "is_token_in_rank counts", marks=reads_values,
     ),
-    pytest.param(
-        of("num_tokens_per_expert", with_value(5, 9)),
-        EPArgumentError,
-        ["num_tokens_per_expert[5] is 9", "topk_idx counts"],
-        id="wrong-expert-count",
-        marks=reads_values,
+    case(
+        "wrong-expert-count", of("num_tokens_per_expert", with_value(5, 9)),
+        "num_tokens_per_expert[5] is 9", "topk_idx counts", marks=reads_values,
     ),
-    pytest.param(
+    case(
+        "wrong-expert-count-without-top-k",
         lambda a: {**without_topk(a), "num_tokens_per_expert": torch.zeros_like(a["num_tokens_per_expert"])},
-        EPArgumentError,
-        ["num_tokens_per_expert is [0, 0] for the experts of rank 0"],
-        id="wrong-expert-count-without-top-k",
-        marks=reads_values,
+        "num_tokens_per_expert is [0, 0] for the experts of rank 0", marks=reads_values,
     ),
-    pytest.param(
+    case(
+        "negative-expert-count-without-top-k",
         lambda a: {**without_topk(a), "num_tokens_per_expert": a["num_tokens_per_expert"] + SHIFTED},
-        EPArgumentError,
-        ["num_tokens_per_expert is [-", "for the experts of rank 0"],
-        id="negative-expert-count-without-top-k",
-        marks=reads_values,
+        "num_tokens_per_expert is [-", "for the experts of rank 0", marks=reads_values,
     ),
-    pytest.param(
-        of("topk_idx", lambda t: torch.full_like(t, 3)),
-        EPArgumentError,
-        ["num_tokens_per_expert[", "topk_idx counts"],
-        id="wrong-top-k",
-        marks=reads_values,
+    case(
+        "wrong-top-k", of("topk_idx", lambda t: torch.full_like(t, 3)),
+        "num_tokens_per_expert[", "topk_idx counts", marks=reads_values,
     ),
-    pytest.param(
-        of("is_token_in_rank", lambda t: t.flip(0)),
-        EPArgumentError,
-        ["is_token_in_rank[", "topk_idx makes it"],
-        id="wrong-mask",
-        marks=reads_values,
+    case(
+        "wrong-mask", of("is_token_in_rank", lambda t: t.flip(0)),
+        "is_token_in_rank[", "topk_idx makes it", marks=reads_values,
     ),
 ]  # fmt: skip
 
@@ -300,62 +253,43 @@ def changed_item(i: int, change: Callable[[torch.Tensor], Any]) -> Change:
 
 
 HANDLE_CASES = [
-    pytest.param(to(handle=3), EPTypeError, ["handle is a int", "tuple of"], id="type"),
-    pytest.param(of("handle", lambda h: h[:-1]), EPArgumentError, ["elements", "tuple of"], id="length"),
-    pytest.param(of("handle", lambda h: (None, *h[1:])), EPTypeError, ["handle[0] is a NoneType"], id="none"),
-    pytest.param(changed_item(2, lambda t: t.long()), EPArgumentError, ["handle[2]", "torch.int64"], id="dtype"),
-    pytest.param(changed_item(2, lambda t: t[:1]), EPArgumentError, ["handle[2]", "shape"], id="shape"),
-    pytest.param(changed_item(2, elsewhere), EPArgumentError, ["handle[2]", "meta"], id="device"),
-    pytest.param(changed_item(2, strided), EPArgumentError, ["handle[2]", "contiguous()"], id="strides"),
-    pytest.param(
-        of("handle", lambda h: tuple(t.clone() for t in h)), EPArgumentError, ["is a copy", "do not clone"], id="copy"
-    ),
-    pytest.param(
-        to(config=Config(6, 2, 8, 2, 8)), EPArgumentError, ["handle[1]", "shape", "num_sms"], id="other-num-sms"
-    ),
-    pytest.param(to(config=Config(5)), EPArgumentError, ["config.num_sms is 5"], id="odd-sms"),
-    pytest.param(
-        to(config=Config(4, 2, 4096)), EPArgumentError, ["get_nvl_buffer_size_hint(128, 4)"], id="buffer-too-small"
-    ),
-    pytest.param(to(recv_counters=3), EPTypeError, ["recv_counters", "int"], id="recv-counters-type"),
+    case("type", to(handle=3), "handle is a int", "tuple of", error=EPTypeError),
+    case("length", of("handle", lambda h: h[:-1]), "elements", "tuple of"),
+    case("none", of("handle", lambda h: (None, *h[1:])), "handle[0] is a NoneType", error=EPTypeError),
+    case("dtype", changed_item(2, lambda t: t.long()), "handle[2]", "torch.int64"),
+    case("shape", changed_item(2, lambda t: t[:1]), "handle[2]", "shape"),
+    case("device", changed_item(2, elsewhere), "handle[2]", "meta"),
+    case("strides", changed_item(2, strided), "handle[2]", "contiguous()"),
+    case("copy", of("handle", lambda h: tuple(t.clone() for t in h)), "is a copy", "do not clone"),
+    case("other-num-sms", to(config=Config(6, 2, 8, 2, 8)), "handle[1]", "shape", "num_sms"),
+    case("odd-sms", to(config=Config(5)), "config.num_sms is 5"),
+    case("buffer-too-small", to(config=Config(4, 2, 4096)), "get_nvl_buffer_size_hint(128, 4)"),
+    case("recv-counters-type", to(recv_counters=3), "recv_counters", "int", error=EPTypeError),
 ]  # fmt: skip
 
 CACHED_CASES = [
-    pytest.param(of("x", lambda x: x[:-1]), EPArgumentError, ["x has 2 rows", "3 tokens"], id="other-tokens"),
-    pytest.param(of("x", lambda x: x[:, :4].contiguous()), EPArgumentError, ["rows of 8 bytes"], id="short-row"),
-    pytest.param(
-        to(topk_idx=torch.zeros(3, 1)), EPUsageError, ["handle and topk_idx are both given"], id="top-k"
-    ),
-    pytest.param(
-        to(topk_weights=torch.zeros(3, 1)), EPUsageError, ["handle and topk_weights are both given"], id="weights"
-    ),
+    case("other-tokens", of("x", lambda x: x[:-1]), "x has 2 rows", "3 tokens"),
+    case("short-row", of("x", lambda x: x[:, :4].contiguous()), "rows of 8 bytes"),
+    case("top-k", to(topk_idx=torch.zeros(3, 1)), "handle and topk_idx are both given", error=EPUsageError),
+    case("weights", to(topk_weights=torch.zeros(3, 1)), "handle and topk_weights are both given", error=EPUsageError),
 ]  # fmt: skip
 
 COMBINE_CASES = [
     *tensor_cases("x", torch.float32, any_strides=True),
     *tensor_cases("topk_weights", torch.float64, any_strides=True),
-    pytest.param(of("x", lambda x: x[:, :4].contiguous()), EPArgumentError, ["rows of 8 bytes"], id="short-row"),
-    pytest.param(
-        of("topk_weights", lambda t: t.repeat(1, 43)), EPArgumentError, ["num_topk is 129"], id="top-k-above-128"
-    ),
-    pytest.param(of("bias", lambda b: (*b, b[0])), EPUsageError, ["bias holds Tensor, Tensor, Tensor"], id="3-biases"),
-    pytest.param(of("bias", lambda b: (b[0], 3)), EPUsageError, ["bias holds Tensor, int"], id="bias-type"),
-    pytest.param(
-        of("bias", lambda b: (b[0].float(), None)), EPArgumentError, ["bias[0]", "torch.float32"], id="bias-dtype"
-    ),
-    pytest.param(of("x", misaligned), EPArgumentError, ["x begins at address", "x.clone()"], id="x-address"),
-    pytest.param(
-        of("bias", lambda b: (b[0], misaligned(b[1]))), EPArgumentError, ["bias[1] begins at"], id="bias-address"
-    ),
-    pytest.param(of("bias", lambda b: (None, b[1][1:])), EPArgumentError, ["bias[1]", "shape"], id="bias-rows"),
-    pytest.param(
-        of("bias", lambda b: (None, b[1][:, :8].contiguous())), EPArgumentError, ["bias[1]", "shape"], id="bias-hidden"
-    ),
-    pytest.param(
+    case("short-row", of("x", lambda x: x[:, :4].contiguous()), "rows of 8 bytes"),
+    case("top-k-above-128", of("topk_weights", lambda t: t.repeat(1, 43)), "num_topk is 129"),
+    case("3-biases", of("bias", lambda b: (*b, b[0])), "bias holds Tensor, Tensor, Tensor", error=EPUsageError),
+    case("bias-type", of("bias", lambda b: (b[0], 3)), "bias holds Tensor, int", error=EPUsageError),
+    case("bias-dtype", of("bias", lambda b: (b[0].float(), None)), "bias[0]", "torch.float32"),
+    case("x-address", of("x", misaligned), "x begins at address", "x.clone()"),
+    case("bias-address", of("bias", lambda b: (b[0], misaligned(b[1]))), "bias[1] begins at"),
+    case("bias-rows", of("bias", lambda b: (None, b[1][1:])), "bias[1]", "shape"),
+    case("bias-hidden", of("bias", lambda b: (None, b[1][:, :8].contiguous())), "bias[1]", "shape"),
+    case(
+        "wait-stats-size",
         lambda a: {**a, "combine_wait_recv_cost_stats": torch.zeros(3, dtype=torch.int64, device=DEVICE)},
-        EPArgumentError,
-        ["combine_wait_recv_cost_stats", "shape"],
-        id="wait-stats-size",
+        "combine_wait_recv_cost_stats", "shape",
     ),
 ]  # fmt: skip
 

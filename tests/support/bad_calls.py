@@ -45,6 +45,17 @@ def with_value(place: Any, value: int) -> Callable[[torch.Tensor], torch.Tensor]
     return change
 
 
+def case(
+    name: str,
+    change: Change,
+    *words: str,
+    error: type[Exception] = EPArgumentError,
+    marks: Any = (),
+) -> Any:
+    """One bad call: what is changed in a correct one, and the error with all its words."""
+    return pytest.param(change, error, list(words), id=name, marks=marks)
+
+
 def tensor_cases(
     name: str,
     dtype: torch.dtype | None,
@@ -61,22 +72,19 @@ def tensor_cases(
         size: words of the error of a wrong size, which may name another argument.
         any_strides: whether any are right.
     """
-    cases = {
-        "type": (lambda _: "text", EPTypeError, [name, "str"]),
-        "list": (lambda _: [[1, 2]], EPTypeError, [name, "list"]),
-        "rank": (lambda t: t[None], EPArgumentError, [name, "shape"]),
-        "size": (lambda t: t[:-1], EPArgumentError, list(size)),
-        "strides": (strided, EPArgumentError, [name, "contiguous()"]),
-        "device": (elsewhere, EPArgumentError, [name, "meta", ".to("]),
-    }
-    if any_strides:
-        del cases["strides"]
-    if dtype is not None:
-        cases["dtype"] = (lambda t: t.to(dtype), EPArgumentError, [name, str(dtype), advice])
-    return [
-        pytest.param(of(name, change), error, words, id=f"{name}-{what}")
-        for what, (change, error, words) in cases.items()
+    cases = [
+        case(f"{name}-type", of(name, lambda _: "text"), name, "str", error=EPTypeError),
+        case(f"{name}-list", of(name, lambda _: [[1, 2]]), name, "list", error=EPTypeError),
+        case(f"{name}-rank", of(name, lambda t: t[None]), name, "shape"),
+        case(f"{name}-size", of(name, lambda t: t[:-1]), *size),
+        case(f"{name}-device", of(name, elsewhere), name, "meta", ".to("),
     ]
+    if not any_strides:
+        cases.append(case(f"{name}-strides", of(name, strided), name, "contiguous()"))
+    if dtype is not None:
+        change = of(name, lambda t: t.to(dtype))
+        cases.append(case(f"{name}-dtype", change, name, str(dtype), advice))
+    return cases
 
 
 def assert_raises(call: Callable[[], Any], error: type[Exception], words: list[str]) -> None:
