@@ -14,7 +14,7 @@ from typing import Any, Callable
 import torch
 
 from deep_ep.base import env
-from deep_ep.base.rules import fail
+from deep_ep.base.rules import COMBINE, DISPATCH, NORMAL_COMBINE, NORMAL_DISPATCH, fail
 from deep_ep.checks import arguments as checks
 from deep_ep.checks.calls import (
     DispatchLayout,
@@ -31,6 +31,7 @@ from deep_ep.observe import parts, phases, profiled
 from deep_ep.observe.counters import RecvCounters
 from deep_ep.observe.phases import Phases
 from deep_ep.ops import construction, layout, low_latency, registry
+from deep_ep.ops.communicator import NOTIFY, RELAY_COMBINE, RELAY_DISPATCH
 from deep_ep.ops.construction import BufferSettings
 from deep_ep.ops.low_latency import LowLatency
 from deep_ep.ops.normal import Normal
@@ -321,31 +322,31 @@ class Buffer:
 
     @property
     def dispatch_counters(self) -> RecvCounters | None:
-        return self._low_latency.dispatch_counters
+        return self.communicator.counters.get(DISPATCH)
 
     @property
     def combine_counters(self) -> RecvCounters | None:
-        return self._low_latency.combine_counters
+        return self.communicator.counters.get(COMBINE)
 
     @property
     def normal_dispatch_counters(self) -> RecvCounters | None:
-        return self.normal.counters.dispatch
+        return self.communicator.counters.get(NORMAL_DISPATCH)
 
     @property
     def normal_combine_counters(self) -> RecvCounters | None:
-        return self.normal.counters.combine
+        return self.communicator.counters.get(NORMAL_COMBINE)
 
     @property
     def normal_notify_counters(self) -> RecvCounters | None:
-        return self.normal.counters.notify
+        return self.communicator.counters.get(NOTIFY)
 
     @property
     def normal_relay_dispatch_counters(self) -> RecvCounters | None:
-        return self.normal.counters.relay_dispatch
+        return self.communicator.counters.get(RELAY_DISPATCH)
 
     @property
     def normal_relay_combine_counters(self) -> RecvCounters | None:
-        return self.normal.counters.relay_combine
+        return self.communicator.counters.get(RELAY_COMBINE)
 
     def enable_counters(self, ring: int = 256) -> None:
         """Counts every operation that is given no counters of its own, from now on.
@@ -358,16 +359,12 @@ class Buffer:
         Args:
             ring: how many recent operations keep their raw times, and how many layouts and permutations.
         """
-        self._low_latency.enable_counters(ring)
-        if self.num_nvl_bytes:
-            self.normal.enable_counters(ring)
+        self.communicator.enable_counters(ring)
         parts.enable(self.communicator, ring)
 
     def disable_counters(self) -> None:
         """Counts no longer, and drops all counters."""
-        self._low_latency.disable_counters()
-        self.normal.disable_counters()
-        self.communicator.parts = None
+        self.communicator.disable_counters()
 
     def phases(self) -> Phases:
         """Where the time of this rank went in its recent operations, as many as the ring of its counters holds.

@@ -17,12 +17,13 @@ from typing import TYPE_CHECKING, Any, Callable
 import torch
 
 from deep_ep.base import env
-from deep_ep.base.rules import fail
+from deep_ep.base.rules import COMBINE, DISPATCH, NORMAL_COMBINE, NORMAL_DISPATCH, fail
 from deep_ep.checks import arguments as checks
 from deep_ep.errors import EPError, EPTransportError, EPUsageError, ranks_text
 from deep_ep.hang import wording
 from deep_ep.hang.rank_calls import DESTRUCTION
 from deep_ep.hang.recorder import Recorder
+from deep_ep.observe.counters import RecvCounters
 from deep_ep.ops.failures import error_from_failure
 from deep_ep.ops.hooks import MOST_OPEN_HOOKS
 from deep_ep.ops.masks import Masks
@@ -39,6 +40,9 @@ if TYPE_CHECKING:
     from deep_ep.observe.parts import PartStamps
     from deep_ep.observe.watchers import Watcher
     from deep_ep.ops.hooks import PendingReceive
+
+# What normal operations count besides their rows: the first step of fresh dispatches, and between nodes what this rank relays.
+NOTIFY, RELAY_DISPATCH, RELAY_COMBINE = "notify", "relay_dispatch", "relay_combine"
 
 # Round trips to a peer that a call may take; the shortest of a few counts.
 _MOST_SAMPLES = 1 << 16
@@ -64,6 +68,7 @@ class Communicator:
         watchers: who is told of the end.
         is_in_a_fork: whether this is a fork of the process that connected it.
         masks: whom operations go on without.
+        counters: of operations that are given none of their own, by name; empty while nothing is counted.
         parts: stamps of what the rank does around operations; `None` while nothing is counted.
     """
 
@@ -103,7 +108,9 @@ class Communicator:
         self.watchers: list[Watcher] = []
         self.recorder: Recorder | None = None
         self.parts: PartStamps | None = None
+        self.counters: dict[str, RecvCounters] = {}
         self.masks = Masks(self, may_mask, liveness, places)
+        self._num_nodes = runtime.topology.num_nodes
         self._places = places
         self._liveness = liveness
         self._claims = claims
@@ -238,6 +245,31 @@ class Communicator:
         hangs = self._liveness.hangs
         verdict = hangs.verdict_on(failure["operation"], failure["op"])
         raise error_from_failure(failure, self.rank, decision, self._places, verdict, hangs.raised)
+
+    # ---- counters
+
+    def enable_counters(self, ring: int) -> None:
+        """See `Buffer.enable_counters`."""
+        where = "enable_counters"
+        self.check_process(where)
+        ring = checks.not_negative_int(where, "ring", ring)
+        names = [DISPATCH, COMBINE]
+        if self.limits.num_nvl_bytes:
+            names += NORMAL_DISPATCH, NORMAL_COMBINE, NOTIFY
+            if self._num_nodes > 1:
+                names += RELAY_DISPATCH, RELAY_COMBINE
+        with self.lock:
+            for name in names:
+                counters = self.counters.get(name)
+                if counters is None or counters.capacity != ring:
+                    self.counters[name] = RecvCounters(self.num_ranks, ring, self.limits.device)
+
+    def disable_counters(self) -> None:
+        """See `Buffer.disable_counters`."""
+        self.check_process("disable_counters")
+        with self.lock:
+            self.counters.clear()
+            self.parts = None
 
     # ---- hangs
 

@@ -7,7 +7,7 @@ loses the hook, to an exception between sending and receiving, does not lose the
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Callable, Protocol
+from typing import TYPE_CHECKING, Callable
 
 from deep_ep.base.rules import fail
 from deep_ep.errors import EPUsageError
@@ -15,16 +15,11 @@ from deep_ep.errors import EPUsageError
 if TYPE_CHECKING:
     import torch
 
+    from deep_ep.ops.communicator import Communicator
+
 
 # Two batches overlap: one may be sent while the other's hook has not been called.
 MOST_OPEN_HOOKS = 2
-
-
-class Receiver(Protocol):
-    """The communicator of a rank, as far as hooks need it."""
-
-    def receive(self, pending: PendingReceive) -> None:
-        """Runs a receive phase, for its hook."""
 
 
 class PendingReceive:
@@ -60,7 +55,7 @@ class PendingReceive:
         self._failure: RuntimeError | None = None
         self._hook: weakref.ref[ReceiveHook] | None = None
 
-    def hook_for(self, communicator: Receiver, owner: object) -> ReceiveHook:
+    def hook_for(self, communicator: Communicator, owner: object) -> ReceiveHook:
         """The hook that the program gets; it keeps `owner`, the buffer, alive."""
         hook = ReceiveHook(communicator, self, owner)
         self._hook = weakref.ref(hook)
@@ -113,7 +108,7 @@ class PendingReceive:
 class ReceiveHook:
     """Receives what a low-latency call with `return_recv_hook=True` waits for; call it once."""
 
-    def __init__(self, communicator: Receiver, pending: PendingReceive, owner: object) -> None:
+    def __init__(self, communicator: Communicator, pending: PendingReceive, owner: object) -> None:
         self.name = pending.name
         self._communicator = communicator
         self._pending = pending

@@ -18,7 +18,6 @@ from deep_ep.checks.low_latency import LowLatencyShape, LowLatencySizes
 from deep_ep.errors import EPUsageError
 from deep_ep.native import backend
 from deep_ep.observe import parts
-from deep_ep.observe.counters import RecvCounters
 from deep_ep.ops import pointers
 from deep_ep.ops.hooks import PendingReceive, ReceiveHook
 from deep_ep.types.event import EventHandle, EventOverlap
@@ -75,12 +74,7 @@ def rdma_size_hint(
 
 
 class LowLatency:
-    """The low-latency operations of one buffer.
-
-    Attributes:
-        dispatch_counters: used where a dispatch is given none of its own; or `None`.
-        combine_counters: the same for a combine.
-    """
+    """The low-latency operations of one buffer."""
 
     def __init__(self, communicator: Communicator, owner: object, is_enabled: bool) -> None:
         """Does not communicate.
@@ -90,8 +84,6 @@ class LowLatency:
             owner: the buffer; hooks keep it alive.
             is_enabled: whether the buffer was built for them.
         """
-        self.dispatch_counters: RecvCounters | None = None
-        self.combine_counters: RecvCounters | None = None
         self._communicator = communicator
         self._owner = weakref.ref(owner)
         self._is_enabled = is_enabled
@@ -202,25 +194,6 @@ class LowLatency:
             runtime.native.clean_low_latency_buffer(stream=stream)
             communicator.raise_failure(called=where)
 
-    def enable_counters(self, ring: int) -> None:
-        """See `Buffer.enable_counters`."""
-        communicator = self._communicator
-        communicator.check_process("enable_counters")
-        ring = checks.not_negative_int("enable_counters", "ring", ring)
-        limits = communicator.limits
-        with communicator.lock:
-            if self.dispatch_counters is None or self.dispatch_counters.capacity != ring:
-                self.dispatch_counters = RecvCounters(limits.num_ranks, ring, limits.device)
-            if self.combine_counters is None or self.combine_counters.capacity != ring:
-                self.combine_counters = RecvCounters(limits.num_ranks, ring, limits.device)
-
-    def disable_counters(self) -> None:
-        """See `Buffer.disable_counters`."""
-        self._communicator.check_process("disable_counters")
-        with self._communicator.lock:
-            self.dispatch_counters = None
-            self.combine_counters = None
-
     def _launch(
         self,
         call: LowLatencyDispatch | LowLatencyCombine,
@@ -239,8 +212,7 @@ class LowLatency:
             handle: `handle[0]` of a dispatch.
         """
         communicator, name = self._communicator, call.name
-        own_counters = self.dispatch_counters if name == DISPATCH else self.combine_counters
-        counters = call.recv_counters or own_counters
+        counters = call.recv_counters or communicator.counters.get(name)
         arguments: dict[str, Any] = pointers.of_tensors(tensors)
         arguments.update(numbers, counters=pointers.of_counters(counters))
         run = getattr(runtime.native, name)

@@ -7,7 +7,6 @@ with num_worst_tokens, and a combine, know their sizes from the start and never 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -17,8 +16,8 @@ from deep_ep.checks import normal as normal_checks
 from deep_ep.checks.normal import NormalShape
 from deep_ep.errors import EPTransportError
 from deep_ep.observe import parts
-from deep_ep.observe.counters import RecvCounters
 from deep_ep.ops import pointers
+from deep_ep.ops.communicator import NOTIFY, RELAY_COMBINE, RELAY_DISPATCH
 from deep_ep.ops.stream_order import StreamOrder
 from deep_ep.types.bounds import memory
 from deep_ep.types.handles import NormalHandle, new_handle
@@ -26,6 +25,7 @@ from deep_ep.types.handles import NormalHandle, new_handle
 if TYPE_CHECKING:
     from deep_ep.checks.calls import NormalCombine, NormalDispatch
     from deep_ep.native.runtime import Runtime
+    from deep_ep.observe.counters import RecvCounters
     from deep_ep.ops.communicator import Communicator
     from deep_ep.types.event import EventOverlap
 
@@ -33,25 +33,6 @@ Tensor = torch.Tensor
 
 # What num_worst_tokens may have allocated without a look at what is left, bytes.
 _SMALL_BYTES = 1 << 26
-
-
-@dataclass
-class NormalCounters:
-    """What normal operations count; `None` where nothing is counted. `Buffer` has each of them.
-
-    Attributes:
-        dispatch: of dispatches.
-        combine: of combines.
-        notify: of the first step of fresh dispatches.
-        relay_dispatch: of what this rank relays in dispatches; only with several nodes.
-        relay_combine: the same in combines.
-    """
-
-    dispatch: RecvCounters | None = None
-    combine: RecvCounters | None = None
-    notify: RecvCounters | None = None
-    relay_dispatch: RecvCounters | None = None
-    relay_combine: RecvCounters | None = None
 
 
 class Received(NamedTuple):
@@ -85,6 +66,12 @@ class Received(NamedTuple):
     def tensors(self) -> dict[str, Tensor | None]:
         """As the native runtime calls them."""
         return self._asdict()
+
+
+# Of a dispatch, by the names of the native runtime.
+_NO_TENSORS: dict[str, Tensor | None] = dict.fromkeys(
+    ("x", "scales", "topk_idx", "topk_weights", "packs", "wait_stats", *Received().tensors)
+)
 
 
 class CombineOrder(NamedTuple):
@@ -121,11 +108,7 @@ class CombineOrder(NamedTuple):
 
 
 class Normal:
-    """The normal operations of one buffer.
-
-    Attributes:
-        counters: used where a call is given none of its own.
-    """
+    """The normal operations of one buffer."""
 
     def __init__(self, communicator: Communicator) -> None:
         """Does not communicate.
@@ -133,7 +116,6 @@ class Normal:
         Args:
             communicator: what they run on.
         """
-        self.counters = NormalCounters()
         self._communicator = communicator
         self._place = communicator.connected_runtime("Buffer").topology
         self._most_worst_bytes = _SMALL_BYTES  # that num_worst_tokens could have allocated
@@ -172,7 +154,7 @@ class Normal:
                     **self._common(shape, handle),
                     **pointers.of_tensors({**counted, "wait_stats": wait_stats}),
                     num_max_tokens_per_rank=most_tokens,
-                    notify_counters=pointers.of_counters(self.counters.notify),
+                    notify_counters=pointers.of_counters(communicator.counters.get(NOTIFY)),
                     stream=order.handle,
                 )
             order.reads(*counted.values())
@@ -261,7 +243,8 @@ class Normal:
                     call.combine_wait_recv_cost_stats, communicator.rank
                 ),
             }
-            counters = call.recv_counters or self.counters.combine
+            counters = call.recv_counters or communicator.counters.get(NORMAL_COMBINE)
+            relay_counters = communicator.counters.get(RELAY_COMBINE)
             runtime.native.normal_combine(
                 **self._common(shape, given),
                 **given.token_pointers(),
@@ -271,31 +254,13 @@ class Normal:
                 num_rows=num_rows,
                 num_relay_rows=given.num_relay_rows,
                 counters=pointers.of_counters(counters),
-                relay_counters=pointers.of_counters(self.counters.relay_combine),
+                relay_counters=pointers.of_counters(relay_counters),
                 stream=streams.handle,
             )
-            counted = pointers.tensors_of(counters, self.counters.relay_combine)
-            event = streams.finish(*tensors.values(), *given, *counted)
+            written = pointers.tensors_of(counters, relay_counters)
+            event = streams.finish(*tensors.values(), *given, *written)
             communicator.raise_failure()
         return combined_x, combined_weights, event
-
-    def enable_counters(self, ring: int) -> None:
-        """See `Buffer.enable_counters`."""
-        communicator = self._communicator
-        limits = communicator.limits
-        with communicator.lock:
-            for field in fields(NormalCounters):
-                if field.name.startswith("relay") and self._place.num_nodes == 1:
-                    continue
-                counters = getattr(self.counters, field.name)
-                if counters is None or counters.capacity != ring:
-                    counters = RecvCounters(limits.num_ranks, ring, limits.device)
-                    setattr(self.counters, field.name, counters)
-
-    def disable_counters(self) -> None:
-        """See `Buffer.disable_counters`."""
-        with self._communicator.lock:
-            self.counters = NormalCounters()
 
     # ---- steps of an operation
 
@@ -352,15 +317,24 @@ class Normal:
         packs: Tensor,
         received: Received,
     ) -> EventOverlap:
-        communicator, counts = self._communicator, self.counters
-        is_fresh = call.handle is None
+        communicator = self._communicator
         order.begin()
         call.x, call.topk_weights = order.contiguous(call.x, call.topk_weights)
-        tensors = self._dispatch_tensors(call, received, packs)
-        counters = call.recv_counters or counts.dispatch, counts.relay_dispatch
-        self._launch_dispatch(runtime, shape, handle, order, tensors, counters, fresh=is_fresh)
-        counted = pointers.tensors_of(*counters, counts.notify if is_fresh else None)
-        event = order.finish(*tensors.values(), *handle, *counted)
+        tensors = {
+            "x": call.x,
+            "scales": call.x_scales,
+            "topk_idx": call.topk_idx,
+            "topk_weights": call.topk_weights,
+            "packs": packs,
+            "wait_stats": pointers.own_row(call.dispatch_wait_recv_cost_stats, communicator.rank),
+            **received.tensors,
+        }
+        counters = communicator.counters
+        counted = call.recv_counters or counters.get(NORMAL_DISPATCH), counters.get(RELAY_DISPATCH)
+        self._launch_dispatch(runtime, call, shape, handle, order, tensors, counted)
+        noticed = counters.get(NOTIFY) if call.handle is None else None
+        written = pointers.tensors_of(*counted, noticed)
+        event = order.finish(*tensors.values(), *handle, *written)
         communicator.raise_failure()
         return event
 
@@ -373,50 +347,31 @@ class Normal:
         order: StreamOrder,
     ) -> None:
         """Ends the operation that the first step of a dispatch began, so that the group meets again."""
-        nothing = dict.fromkeys(self._dispatch_tensors(call, Received()))
-        self._launch_dispatch(
-            *(runtime, shape, handle, order, nothing, (None, None)), fresh=True, abandon=True
-        )
+        self._launch_dispatch(runtime, call, shape, handle, order, {}, (None, None))
         runtime.get_comm_stream().synchronize()
-
-    def _dispatch_tensors(
-        self, call: NormalDispatch, received: Received, packs: Tensor | None = None
-    ) -> dict[str, Tensor | None]:
-        """What a dispatch reads and writes, as the native runtime calls it."""
-        rank = self._communicator.rank
-        return {
-            "x": call.x,
-            "scales": call.x_scales,
-            "topk_idx": call.topk_idx,
-            "topk_weights": call.topk_weights,
-            "packs": packs,
-            "wait_stats": pointers.own_row(call.dispatch_wait_recv_cost_stats, rank),
-            **received.tensors,
-        }
 
     def _launch_dispatch(
         self,
         runtime: Runtime,
+        call: NormalDispatch,
         shape: NormalShape,
         handle: NormalHandle,
         order: StreamOrder,
         tensors: dict[str, Tensor | None],
         counters: tuple[RecvCounters | None, RecvCounters | None],
-        *,
-        fresh: bool,
-        abandon: bool = False,
     ) -> None:
-        scales = tensors["scales"]
+        """The step in which rows travel; without tensors none do, and the operation ends."""
+        scales = tensors.get("scales")
         row_stride, column_stride = (0, 0) if scales is None else scales.stride()
         runtime.native.normal_dispatch(
             **self._common(shape, handle),
-            **pointers.of_tensors(tensors),
+            **pointers.of_tensors(tensors or _NO_TENSORS),
             scale_row_stride=row_stride,
             scale_column_stride=column_stride,
-            num_recv_rows=0 if abandon else handle.num_rows,
-            num_relay_rows=0 if abandon else handle.num_relay_rows,
-            fresh=fresh,
-            abandon=abandon,
+            num_recv_rows=handle.num_rows if tensors else 0,
+            num_relay_rows=handle.num_relay_rows if tensors else 0,
+            fresh=call.handle is None,
+            abandon=not tensors,
             counters=pointers.of_counters(counters[0]),
             relay_counters=pointers.of_counters(counters[1]),
             stream=order.handle,
