@@ -43,12 +43,6 @@ LIAR = 1
 Lie = Callable[[list[Any]], None]
 
 
-def first_row(handle: list[Any]) -> tuple[int, int]:
-    """A (local expert, source) of the handle that has rows."""
-    expert, source = (int(i) for i in ((handle[1] & 0xFFFFFFFF) > 0).nonzero()[0])
-    return expert, source
-
-
 def hidden_words(handle: list[Any]) -> torch.Tensor:
     """What lies behind handle[0] in its storage."""
     flat = torch.empty(0, dtype=torch.int32).set_(handle[0].untyped_storage())
@@ -83,29 +77,15 @@ def swapped_places(handle: list[Any]) -> None:
     entries[[one, other]] = entries[[other, one]]
 
 
-def one_row_less(handle: list[Any]) -> None:
-    expert, source = first_row(handle)
-    handle[1][expert, source] -= 1
+def other_range(name: str, change: int) -> Lie:
+    """Another range of a local expert's rows of a source: how many in its low 32 bits, the first one in its high ones."""
 
+    def lie(handle: list[Any]) -> None:
+        expert, source = ((handle[1] & 0xFFFFFFFF) > 0).nonzero()[0]
+        handle[1][expert, source] += change
 
-def many_rows(handle: list[Any]) -> None:
-    expert, source = first_row(handle)
-    handle[1][expert, source] += 1 << 20
-
-
-def negative_count(handle: list[Any]) -> None:
-    expert, source = first_row(handle)
-    handle[1][expert, source] |= 0x80000000
-
-
-def far_begin(handle: list[Any]) -> None:
-    expert, source = first_row(handle)
-    handle[1][expert, source] += 1 << 52
-
-
-def next_begin(handle: list[Any]) -> None:
-    expert, source = first_row(handle)
-    handle[1][expert, source] += 1 << 32
+    lie.__name__ = name
+    return lie
 
 
 def more_rows_than_fit(handle: list[Any]) -> None:
@@ -132,7 +112,11 @@ def no_ranges(handle: list[Any]) -> None:
 LIES_ABOUT_PLACES: list[Lie] = [other_place, far_place, no_places, swapped_places]
 LIES: list[Lie] = [
     *LIES_ABOUT_PLACES,
-    *(one_row_less, many_rows, negative_count, far_begin, next_begin),
+    other_range("one_row_less", -1),
+    other_range("many_rows", 1 << 20),
+    other_range("negative_count", 1 << 31),
+    other_range("far_begin", 1 << 52),
+    other_range("next_begin", 1 << 32),
     *(more_rows_than_fit, negative_count_in_both, no_ranges),
 ]
 
