@@ -46,10 +46,10 @@ class StreamOrder:
         self._comm = comm
         self._current = selected.current_stream()
         self._waits_for = previous_event.event if previous_event is not None else None
+        self._runs_ahead = self._waits_for is not None
         self._async_finish = call.async_finish
         self._read_before: list[torch.Tensor | None] = []
-        has_both = self._waits_for is not None and call.async_finish
-        if call.allocate_on_comm_stream and not has_both:
+        if call.allocate_on_comm_stream and not (self._runs_ahead and call.async_finish):
             fail(call.name, "allocate_on_comm_stream is True alone", "comm_stream_allocation")
         self.handle = selected.stream_handle(comm)
 
@@ -95,7 +95,3 @@ class StreamOrder:
             return EventOverlap(EventHandle(self._comm, self._back))
         self._back.wait_stream(self._current, self._comm)
         return EventOverlap()
-
-    @property
-    def _runs_ahead(self) -> bool:
-        return self._waits_for is not None

@@ -91,6 +91,11 @@ def assert_raises(call: Callable[[], Any], error: type[Exception], words: list[s
     """`call` raises exactly `error`, and its text holds all `words`."""
     with pytest.raises(error) as caught:
         call()
-    assert type(caught.value) is error
+    assert_says(caught.value, error, words)
+
+
+def assert_says(raised: object, error: type[Exception], words: list[str]) -> None:
+    """`raised` is exactly `error`, and its text holds all `words`."""
+    assert type(raised) is error, repr(raised)
     for word in words:
-        assert word in str(caught.value), f"{word!r} is not in: {caught.value}"
+        assert word in str(raised), f"{word!r} is not in: {raised}"
