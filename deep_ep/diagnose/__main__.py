@@ -22,7 +22,6 @@ from .cli.trace import trace
 from .cli.watch import watch
 from .core.package import EPArgumentError, EPError, printable
 from .render import prometheus
-from .storage.diagnosis_log import Log
 from .storage.loader import read_any
 from .storage.log_follower import Follower
 from .storage.record import Record
@@ -262,15 +261,18 @@ def _add_prometheus(parser: argparse.ArgumentParser) -> None:
 def _prometheus(given: argparse.Namespace) -> int:
     if given.out is not None:
         log = read_any(given.path)
-        _complain_about(log)
+        for remark in log.remarks:
+            _complain(remark)
         prometheus.write_textfile(log, given.out)
         return 0
     follower = Follower(given.path)
 
     def new_records() -> Iterator[Record]:
-        for log in follower.catch_up():
-            _complain_about(log)
-            yield from log
+        for found in follower.catch_up():
+            if isinstance(found, str):
+                _complain(found)
+            else:
+                yield found
 
     server = prometheus.serve(prometheus.Metrics(refresh=new_records), *given.listen)
     host, port = server.server_address[:2]
@@ -282,11 +284,6 @@ def _prometheus(given: argparse.Namespace) -> int:
         server.shutdown()
         server.server_close()
     return 0
-
-
-def _complain_about(log: Log) -> None:
-    for remark in log.remarks:
-        _complain(remark)
 
 
 def _complain(message: str) -> None:

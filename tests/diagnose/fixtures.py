@@ -30,10 +30,10 @@ OF_TWO_RANKS = replace(SHAPE, num_tokens=(8, 8))
 
 def caught_up(follower: Follower) -> Log:
     """All that came since the last time, together."""
-    logs = list(follower.catch_up())
+    found = list(follower.catch_up())
     return Log(
-        [record for log in logs for record in log],
-        tuple(remark for log in logs for remark in log.remarks),
+        [one for one in found if not isinstance(one, str)],
+        tuple(one for one in found if isinstance(one, str)),
     )
 
 

@@ -18,7 +18,7 @@ from ..storage.diagnosis_log import Log
 from ..storage.loader import read_any
 from ..storage.record import Headline, Record
 from .link_limit import Links, least_us
-from .watch import heading, position, spans_of
+from .watch import Spans, heading, position
 
 # Exit status when a window shown has verdicts and --check was given.
 VERDICTS = 3
@@ -31,7 +31,9 @@ def show(given: argparse.Namespace) -> int:
     log = read_any(given.path)
     chosen, why = _choose(given, log)
     console = standard_output(given.width)
-    spans = spans_of(log.headlines)
+    spans: Spans = {}
+    for headline in log.headlines:
+        spans.setdefault(headline.group, []).append(headline.window)
     found = False
     for index in chosen:
         record = _asked_for(given, log[index])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from datetime import datetime
 
 from rich.console import Console, Group, RenderableType
@@ -18,7 +18,7 @@ from ..render.change_log import Changes
 from ..render.output import standard_output
 from ..render.terminal import render, report
 from ..storage.log_follower import Follower
-from ..storage.record import Headline, Record
+from ..storage.record import Record
 from ..storage.record_layout import FILE_PATTERN
 
 # Above the heatmap a terminal shows so many of the latest changes.
@@ -60,11 +60,12 @@ def _watch_once(given: argparse.Namespace, follower: Follower, console: Console)
     watched = _Watched()
     spans: Spans = {}
     remarks: list[str] = []
-    for log in follower.catch_up():
-        remarks += log.remarks
-        spans_of(log, spans)
-        for record in log:
-            watched.take(record)
+    for found in follower.catch_up():
+        if isinstance(found, str):
+            remarks.append(found)
+        else:
+            spans.setdefault(found.group, []).append(found.window)
+            watched.take(found)
     if not watched.latest:
         raise EPArgumentError(
             f"{given.path}: no whole window in {FILE_PATTERN}"
@@ -98,9 +99,8 @@ def _watch_live(given: argparse.Namespace, follower: Follower, console: Console)
 
 def _changes(watched: _Watched, follower: Follower) -> list[str]:
     lines: list[str] = []
-    for log in follower.catch_up():
-        lines += [line for record in log for line in watched.take(record)]
-        lines += [f"note: {remark}" for remark in log.remarks]
+    for found in follower.catch_up():
+        lines += [f"note: {found}"] if isinstance(found, str) else watched.take(found)
     return lines
 
 
@@ -118,14 +118,6 @@ def _screen(
 
 # The numbers of the windows of each group, in order.
 Spans = dict[str, list[int]]
-
-
-def spans_of(windows: Iterable[Headline | Record], spans: Spans | None = None) -> Spans:
-    """Per group; counted on from `spans`."""
-    spans = {} if spans is None else spans
-    for one in windows:
-        spans.setdefault(one.group, []).append(one.window)
-    return spans
 
 
 def position(spans: Spans, record: Record) -> str:
