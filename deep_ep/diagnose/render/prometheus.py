@@ -22,13 +22,46 @@ from ..storage.record import Record
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
 
-_RANK_LABELS = ("group", "operation", "rank", "host", "device")
-_MEANS = (
-    ("wait_us", "Waiting"),
-    ("late_us", "Waiting before the sender entered"),
-    ("issue_us", "Waiting while the sender was sending"),
-    ("path_us", "Waiting after the sender had sent"),
-)
+_OF_GROUP, _OF_OPERATION = ("group",), ("group", "operation")
+_OF_RANK = ("group", "operation", "rank", "host", "device")
+_OF_VERDICT = ("group", "kind", "cause", "operation", "subject", "host")
+_US = "microseconds per operation"
+_FOR, _BY = "mean over the ranks waited for", "mean over the ranks that wait for this one"
+# What each gauge means, and its labels; "deep_ep_" stands before the names.
+_GAUGES = {
+    "window_end_timestamp_seconds": ("End of the latest window", _OF_GROUP),
+    "verdicts": ("Causes of waiting found in the latest window", _OF_GROUP),
+    "verdict": (f"A cause of waiting in one operation: {_US} above the healthy ones", _OF_VERDICT),
+    "duration_us": ("Microseconds a rank spends in the operation, median", _OF_OPERATION),
+    "wait_us": (f"Waiting, {_US}, {_FOR}", _OF_RANK),
+    "caused_wait_us": (f"Waiting, {_US}, {_BY}", _OF_RANK),
+    "late_us": (f"Waiting before the sender entered, {_US}, {_FOR}", _OF_RANK),
+    "caused_late_us": (f"Waiting before the sender entered, {_US}, {_BY}", _OF_RANK),
+    "issue_us": (f"Waiting while the sender was sending, {_US}, {_FOR}", _OF_RANK),
+    "caused_issue_us": (f"Waiting while the sender was sending, {_US}, {_BY}", _OF_RANK),
+    "path_us": (f"Waiting after the sender had sent, {_US}, {_FOR}", _OF_RANK),
+    "caused_path_us": (f"Waiting after the sender had sent, {_US}, {_BY}", _OF_RANK),
+    "effective_gb_per_second": (
+        "What the program gets: bytes into a rank over all its waiting, 10^9 bytes",
+        _OF_RANK,
+    ),
+    "ingress_gb_per_second": (
+        "Bytes into a rank while anything was on its way to it, 10^9 bytes",
+        _OF_RANK,
+    ),
+    "egress_gb_per_second": (
+        "Bytes out of a rank while they were on their way, 10^9 bytes",
+        _OF_RANK,
+    ),
+}
+_COUNTERS = {
+    "operations": ("Operations judged", _OF_OPERATION),
+    "received_bytes": ("Bytes received from other ranks", _OF_RANK),
+    "sent_bytes": ("Bytes sent to other ranks", _OF_RANK),
+}
+
+# A metric's name, its labels, and what it is.
+_Sample = tuple[str, Sequence[str], float]
 
 
 def write_textfile(records: Iterable[Record], path: Path | str) -> None:
@@ -79,90 +112,50 @@ class Metrics:
             if self._refresh is not None:
                 for record in self._refresh():
                     self.add(record)
-            families = [*self._verdicts(), *self._per_rank(), *self._bandwidth(), *self._totals()]
+            families = self._families()
         yield from families
 
-    def _verdicts(self) -> Iterator[Any]:
+    def _families(self) -> list[Any]:
         core = _client().core
-        window = core.GaugeMetricFamily(
-            "deep_ep_window_end_timestamp_seconds", "End of the latest window", labels=["group"]
-        )
-        count = core.GaugeMetricFamily(
-            "deep_ep_verdicts", "Causes of waiting found in the latest window", labels=["group"]
-        )
-        effect = core.GaugeMetricFamily(
-            "deep_ep_verdict",
-            "A cause of waiting in one operation: microseconds per operation above the healthy ones",
-            labels=["group", "kind", "cause", "operation", "subject", "host"],
-        )
-        duration = core.GaugeMetricFamily(
-            "deep_ep_duration_us",
-            "Microseconds a rank spends in the operation, median",
-            labels=["group", "operation"],
-        )
-        for group, record in self._latest.items():
-            if math.isfinite(record.time_s):
-                window.add_metric([group], record.time_s)
-            count.add_metric([group], len(wording.by_cause(record.diagnosis.verdicts)))
-            for v in record.diagnosis.verdicts:
-                host = v.where if v.rank is None else record.diagnosis.hosts[v.rank]
-                labels = [group, v.kind, v.cause, v.operation, wording.subject(v), host]
-                effect.add_metric(labels, v.effect_us)
-            for name, measured in record.diagnosis.measured.items():
-                _add_known(duration, [group, name], measured.duration_us)
-        return iter((window, count, effect, duration))
-
-    def _per_rank(self) -> Iterator[Any]:
-        core = _client().core
-        for name, meaning in _MEANS:
-            for prefix, side, over in (
-                ("deep_ep_", "waiting", "the ranks waited for"),
-                ("deep_ep_caused_", "waited_for", "the ranks that wait for this one"),
-            ):
-                family = core.GaugeMetricFamily(
-                    f"{prefix}{name}",
-                    f"{meaning}, microseconds per operation, mean over {over}",
-                    labels=_RANK_LABELS,
-                )
-                for record in self._latest.values():
-                    for operation in record.diagnosis.measured:
-                        values = getattr(record.means(operation), side)[name]
-                        _add_ranks(family, record, operation, values)
-                yield family
-
-    def _bandwidth(self) -> Iterator[Any]:
-        for name, meaning in (
-            ("effective", "What the program gets: bytes into a rank over all its waiting"),
-            ("ingress", "Bytes into a rank while anything was on its way to it"),
-            ("egress", "Bytes out of a rank while they were on their way"),
-        ):
-            family = _client().core.GaugeMetricFamily(
-                f"deep_ep_{name}_gb_per_second", f"{meaning}, 10^9 bytes", labels=_RANK_LABELS
-            )
-            for record in self._latest.values():
-                for operation, measured in record.diagnosis.measured.items():
-                    if measured.bandwidth is not None:
-                        rates = getattr(measured.bandwidth, name)
-                        _add_ranks(family, record, operation, rates)
-            yield family
-
-    def _totals(self) -> Iterator[Any]:
-        core = _client().core
-        operations = core.CounterMetricFamily(
-            "deep_ep_operations", "Operations judged", labels=["group", "operation"]
-        )
-        received = core.CounterMetricFamily(
-            "deep_ep_received_bytes", "Bytes received from other ranks", labels=_RANK_LABELS
-        )
-        sent = core.CounterMetricFamily(
-            "deep_ep_sent_bytes", "Bytes sent to other ranks", labels=_RANK_LABELS
-        )
+        made = {}
+        for name, (meaning, names) in _GAUGES.items():
+            made[name] = core.GaugeMetricFamily(f"deep_ep_{name}", meaning, labels=names)
+        for name, (meaning, names) in _COUNTERS.items():
+            made[name] = core.CounterMetricFamily(f"deep_ep_{name}", meaning, labels=names)
+        for record in self._latest.values():
+            for name, labels, value in _gauges(record):
+                made[name].add_metric(labels, value)
         for (group, operation), count in self._operations.items():
-            operations.add_metric([group, operation], count)
+            made["operations"].add_metric([group, operation], count)
         for (group, operation), both in self._bytes.items():
-            for family, values in zip((received, sent), both):
-                _add_ranks(family, self._latest[group], operation, values)
-        return iter((operations, received, sent))
+            for name, values in zip(("received_bytes", "sent_bytes"), both):
+                for _, labels, value in _of_ranks(name, self._latest[group], operation, values):
+                    made[name].add_metric(labels, value)
+        return list(made.values())
+
+
+def _gauges(record: Record) -> Iterator[_Sample]:
+    """Of one window. What is not known has no sample: a NaN would spoil every sum."""
+    diagnosis, group = record.diagnosis, record.group
+    if math.isfinite(record.time_s):
+        yield "window_end_timestamp_seconds", [group], record.time_s
+    yield "verdicts", [group], len(wording.by_cause(diagnosis.verdicts))
+    for v in diagnosis.verdicts:
+        host = v.where if v.rank is None else diagnosis.hosts[v.rank]
+        labels = [group, v.kind, v.cause, v.operation, wording.subject(v), host]
+        yield "verdict", labels, v.effect_us
+    for operation, measured in diagnosis.measured.items():
+        if math.isfinite(measured.duration_us):
+            yield "duration_us", [group, operation], measured.duration_us
+        means = record.means(operation)
+        for name in ("wait_us", "late_us", "issue_us", "path_us"):
+            yield from _of_ranks(name, record, operation, means.waiting[name])
+            yield from _of_ranks(f"caused_{name}", record, operation, means.waited_for[name])
+        rates = measured.bandwidth
+        if rates is not None:
+            yield from _of_ranks("effective_gb_per_second", record, operation, rates.effective)
+            yield from _of_ranks("ingress_gb_per_second", record, operation, rates.ingress)
+            yield from _of_ranks("egress_gb_per_second", record, operation, rates.egress)
 
 
 def serve(metrics: Metrics, host: str, port: int) -> Any:
@@ -183,23 +176,12 @@ def _bytes_per_rank(record: Record, measured: Measured) -> tuple[FloatArray, Flo
     )
 
 
-def _add_ranks(family: Any, record: Record, operation: str, values: FloatArray) -> None:
+def _of_ranks(name: str, record: Record, operation: str, values: FloatArray) -> Iterator[_Sample]:
     diagnosis = record.diagnosis
     for rank, value in enumerate(values.tolist()):
-        labels = [
-            record.group,
-            operation,
-            str(rank),
-            diagnosis.hosts[rank],
-            str(diagnosis.devices[rank]),
-        ]
-        _add_known(family, labels, value)
-
-
-def _add_known(family: Any, labels: Sequence[str], value: float) -> None:
-    """What is not known has no sample: a NaN would spoil every sum."""
-    if math.isfinite(value):
-        family.add_metric(labels, value)
+        if math.isfinite(value):
+            place = diagnosis.hosts[rank], str(diagnosis.devices[rank])
+            yield name, [record.group, operation, str(rank), *place], value
 
 
 def _client() -> Any:
