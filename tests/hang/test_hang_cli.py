@@ -127,11 +127,11 @@ def test_terminals_are_not_steered_by_a_dump(
 def test_the_first_disagreement_is_in_what_was_called() -> None:
     states = Group(4, stuck={2: "mismatch"}).states()
     table = operation_table(states, 4)
-    assert table.columns == ((0, 1, 3), (2,))
+    assert table.titles == ("operation", "name", "ranks 0-1, 3", "rank 2", "")
     *before, last = table.rows
-    assert not any(row.differs for row in before)
-    assert last.differs
-    assert last.cells == ("low_latency_dispatch sent", "low_latency_combine sent")
+    assert not any(row[-1] for row in before)
+    cells = ("low_latency_dispatch sent", "low_latency_combine sent")
+    assert last == ("12", "", *cells, "first disagreement")
 
 
 def test_what_a_ring_no_longer_holds_is_no_disagreement() -> None:
@@ -140,9 +140,9 @@ def test_what_a_ring_no_longer_holds_is_no_disagreement() -> None:
     states[2] = replace(states[2], calls=states[2].calls[2:])
     del states[3]
     table = operation_table(states, 4)
-    assert table.columns == ((0, 1), (2,), (3,))
-    assert not any(row.differs for row in table.rows)
-    assert [row.cells for row in table.rows][0] == ("done", "?", "?")
+    assert table.titles[2:-1] == ("ranks 0-1", "rank 2", "rank 3")
+    assert not any(row[-1] for row in table.rows)
+    assert table.rows[0][2:-1] == ("done", "?", "?")
 
 
 @pytest.mark.parametrize(

@@ -111,7 +111,7 @@ def _operations(table: hang_views.OperationTable) -> Table:
     for title in columns:
         shown.add_column(title)
     for row in table.rows:
-        *cells, remark = map(printable, row.texts)
+        *cells, remark = map(printable, row)
         cells.append(f"< {remark}" if remark else "")
-        shown.add_row(*map(Text, cells), style="bold" if row.differs else "")
+        shown.add_row(*map(Text, cells), style="bold" if remark else "")
     return shown

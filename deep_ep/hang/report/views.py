@@ -31,39 +31,17 @@ class Paragraph:
 
 
 @dataclass(frozen=True)
-class OperationRow:
-    """An operation in the table.
+class OperationTable:
+    """The newest operations; ranks that are equally far in all of them share a column.
 
     Attributes:
-        number: of it.
-        name: that all have called it by; empty where they differ.
-        cells: for each column, how far these ranks are.
-        differs: whether it is the first in which they are not equally far.
+        titles: of the number, the name, each column, and a remark.
+        rows: an operation each, a text for each title. The name is empty where ranks call it by different ones; the
+            remark is on the first in which they are not equally far.
     """
 
-    number: int
-    name: str
-    cells: tuple[str, ...]
-    differs: bool
-
-    @property
-    def texts(self) -> list[str]:
-        """One for each of the table's titles."""
-        remark = "first disagreement" if self.differs else ""
-        return [str(self.number), self.name, *self.cells, remark]
-
-
-@dataclass(frozen=True)
-class OperationTable:
-    """The newest operations; ranks that are equally far in all of them share a column."""
-
-    columns: tuple[tuple[int, ...], ...]
-    rows: tuple[OperationRow, ...]
-
-    @property
-    def titles(self) -> list[str]:
-        """Of number, name, the columns, and a remark."""
-        return ["operation", "name", *map(ranks_text, self.columns), ""]
+    titles: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -194,15 +172,16 @@ def operation_table(states: Mapping[int, RankState], num_ranks: int) -> Operatio
     for rank in range(num_ranks):
         column = tuple(_name_and_state(known.get(rank), number) for number in numbers)
         columns.setdefault(column, []).append(rank)
-    rows: list[OperationRow] = []
+    rows: list[tuple[str, ...]] = []
     for number, *cells in zip(numbers, *columns):
         names = {name for name, _ in cells if name}
         name = names.pop() if len(names) == 1 else ""
         shown = tuple(far if name else f"{called} {far}".strip() for called, far in cells)
         known_cells = {cell for cell in cells if cell[1] != _UNKNOWN}
-        differs = len(known_cells) > 1 and not any(row.differs for row in rows)
-        rows.append(OperationRow(number, name, shown, differs))
-    return OperationTable(tuple(map(tuple, columns.values())), tuple(rows))
+        differs = len(known_cells) > 1 and not any(row[-1] for row in rows)
+        rows.append((str(number), name, *shown, "first disagreement" if differs else ""))
+    titles = ("operation", "name", *map(ranks_text, columns.values()), "")
+    return OperationTable(titles, tuple(rows))
 
 
 def _name_and_state(known: Mapping[int, tuple[str, str]] | None, number: int) -> tuple[str, str]:
