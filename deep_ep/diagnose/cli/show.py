@@ -16,7 +16,7 @@ from ..render.output import standard_output
 from ..render.terminal import report
 from ..storage.diagnosis_log import Log
 from ..storage.loader import read_any
-from ..storage.record import Headline, Record
+from ..storage.record import Record
 from .link_limit import Links, least_us
 from .watch import Spans, heading, position
 
@@ -75,19 +75,19 @@ def _choose(given: argparse.Namespace, log: Log) -> tuple[Sequence[int], str]:
         )
     if given.window is None and len(places) > 1:
         with_verdicts = [place for place in places if headlines[place].keys]
-        if with_verdicts:
-            # Matrices are not in every record; those of the same verdicts will do.
-            latest = with_verdicts[-1]
-            drawn = [
-                place
-                for place in with_verdicts
-                if _name_the_same(headlines[place], headlines[latest])
-                and headlines[place].has_matrices
-            ]
-            if drawn and drawn[-1] != latest:
-                return drawn[-1:], "the last with matrices"
-            return [latest], "the last with a verdict"
-        return places[-1:], "the last; none has a verdict"
+        if not with_verdicts:
+            return places[-1:], "the last; none has a verdict"
+        latest = headlines[with_verdicts[-1]]
+        # Matrices are not in every record; those of the same verdicts will do, in whichever operations.
+        drawn = [
+            place
+            for place in with_verdicts
+            if headlines[place].has_matrices
+            and (headlines[place].group, headlines[place].keys) == (latest.group, latest.keys)
+        ]
+        if drawn and drawn[-1] != with_verdicts[-1]:
+            return drawn[-1:], "the last with matrices"
+        return with_verdicts[-1:], "the last with a verdict"
     if given.window == "last":
         return places[-1:], ""
     if given.window in (None, "all"):
@@ -102,31 +102,23 @@ def _choose(given: argparse.Namespace, log: Log) -> tuple[Sequence[int], str]:
     return numbered, ""
 
 
-def _name_the_same(one: Headline, other: Headline) -> bool:
-    """Not counting in which operations."""
-    return one.group == other.group and one.keys == other.keys
-
-
 def _asked_for(given: argparse.Namespace, record: Record) -> Record:
-    return record if given.operation is None else _only_operation(record, given.operation)
-
-
-def _only_operation(record: Record, operation: str) -> Record:
-    diagnosis = record.diagnosis
+    """With the operation asked for alone."""
+    diagnosis, operation = record.diagnosis, given.operation
+    if operation is None:
+        return record
     if operation not in diagnosis.measured:
         there = ", ".join(diagnosis.measured) or "none"
         raise EPArgumentError(
             f"--operation is {operation!r}; window {record.window} has these: {there}."
         )
-    return replace(
-        record,
-        diagnosis=replace(
-            diagnosis,
-            measured={operation: diagnosis.measured[operation]},
-            verdicts=[v for v in diagnosis.verdicts if v.operation == operation],
-            events=[one for one in diagnosis.events if one.operation == operation],
-        ),
+    only = replace(
+        diagnosis,
+        measured={operation: diagnosis.measured[operation]},
+        verdicts=[v for v in diagnosis.verdicts if v.operation == operation],
+        events=[one for one in diagnosis.events if one.operation == operation],
     )
+    return replace(record, diagnosis=only)
 
 
 def _write_files(
