@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -35,6 +36,20 @@ def caught_up(follower: Follower) -> Log:
         [one for one in found if not isinstance(one, str)],
         tuple(one for one in found if isinstance(one, str)),
     )
+
+
+def comparable(value: Any) -> Any:
+    """What == compares, type and value: dictionaries in their order, NaN as a word, data classes by their fields."""
+    inner: Any = value
+    if is_dataclass(value):
+        inner = {f.name: getattr(value, f.name) for f in fields(value)}
+    elif isinstance(value, np.ndarray):
+        return value.dtype, comparable(value.tolist())
+    if isinstance(inner, dict):
+        return type(value), [(key, comparable(item)) for key, item in inner.items()]
+    if isinstance(inner, (list, tuple)):
+        return type(value), [comparable(item) for item in inner]
+    return type(value), "NaN" if isinstance(value, float) and np.isnan(value) else value
 
 
 LATE_RANK = 1

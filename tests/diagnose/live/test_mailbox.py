@@ -65,7 +65,8 @@ def test_what_is_posted_is_read_once_and_then_gone(boxes: list[Mailbox]) -> None
     boxes[2].post("window/2", b"")
     assert boxes[0].wait("window/1", 10) == LARGE
     assert boxes[0].wait("window/2", 10) == b""
-    assert boxes[0].wait("window/1", 0) is None, "still in the store"
+    for timeout_s in (0, 0.05):
+        assert boxes[0].wait("window/1", timeout_s) is None, "still in the store"
 
 
 def test_a_wait_ends_with_the_post_and_keeps_nobody_from_posting(boxes: list[Mailbox]) -> None:
@@ -82,12 +83,6 @@ def test_a_wait_ends_with_the_post_and_keeps_nobody_from_posting(boxes: list[Mai
         zero.post("late", b"2")
         waiting.join(10)
         assert read == [b"2"]
-
-
-def test_nothing_comes_of_what_nobody_posts(boxes: list[Mailbox]) -> None:
-    zero, one, _ = boxes
-    assert zero.wait("nothing", 0) is None
-    assert zero.wait("nothing", 0.05) is None
 
 
 def test_closing_ends_a_wait_at_once_and_twice_does_nothing(boxes: list[Mailbox]) -> None:

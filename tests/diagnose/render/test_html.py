@@ -186,12 +186,6 @@ def test_nodes_of_one_host_are_parted_and_marked(tmp_path: Path) -> None:
     assert '"borders": [2]' in page.read_text()
 
 
-def test_the_answer_comes_first_in_words(tmp_path: Path) -> None:
-    text = Reader(written(tmp_path, diagnosis(8))).text
-    assert "rank 1 (node0 cuda:1) comes late in dispatch, +2,013 us (95 %: 1,990 to 2,040)" in text
-    assert f"98 % of all waiting. Without it: {GAINED}" in text
-
-
 def test_nothing_measured_is_said(tmp_path: Path) -> None:
     page = written(
         tmp_path, Diagnosis({}, [], ["one rank: nothing to compare"], hosts=("a",), devices=(0,))

@@ -161,15 +161,6 @@ def test_what_is_not_known_has_no_sample(tmp_path: Path) -> None:
     assert "deep_ep_window_end_timestamp_seconds{" not in text
 
 
-def test_the_file_is_replaced_as_a_whole(tmp_path: Path) -> None:
-    file = tmp_path / "deep_ep.prom"
-    file.write_text("before", encoding="utf-8")
-    with file.open(encoding="utf-8") as still_read:
-        write_textfile([record()], file)
-        assert still_read.read() == "before"
-    assert [path.name for path in tmp_path.iterdir()] == ["deep_ep.prom"]
-
-
 def test_names_of_hosts_and_groups_may_be_anything(tmp_path: Path) -> None:
     odd = 'a"b\\c\nd{}'
     found = samples(text_of(record(group=odd), tmp_path))

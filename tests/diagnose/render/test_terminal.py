@@ -183,7 +183,7 @@ def test_with_colour_little_waiting_is_green_and_much_is_red() -> None:
 
 
 def test_all_causes_are_told_with_where_how_much_how_sure_and_what_next() -> None:
-    text = printed(fixtures.diagnosis(8, ALL_KINDS))
+    text = printed(fixtures.diagnosis(8, ALL_KINDS[::-1]))
     heads = [
         "Comp-Slow  rank 1  node0 cuda:1  (late)",
         "Comm-Slow  path 2 > 5  node0 cuda:2 > node1 cuda:1  (path)",
@@ -192,7 +192,7 @@ def test_all_causes_are_told_with_where_how_much_how_sure_and_what_next() -> Non
         "Comm-Slow  rail 3  all hosts cuda:3  (rail)",
         "Comm-Slow  all ranks  (everywhere)",
     ]
-    # The largest effect first.
+    # The largest effect first, in whatever order they were found.
     places = [text.index(head) for head in heads]
     assert places == sorted(places)
     told = words(text[places[0] : places[1]])
@@ -214,11 +214,6 @@ def test_what_is_wrapped_stays_under_its_beginning() -> None:
     first = next(i for i, line in enumerate(lines) if line.startswith("  dispatch: +"))
     indents = [len(line) - len(line.lstrip()) for line in lines[first : first + 5]]
     assert indents == [2, 6, 2, 6, 2]
-
-
-def test_the_order_of_verdicts_does_not_matter() -> None:
-    forwards = printed(fixtures.diagnosis(8, ALL_KINDS))
-    assert printed(fixtures.diagnosis(8, ALL_KINDS[::-1])) == forwards
 
 
 def test_one_cause_in_two_operations_is_one_paragraph() -> None:

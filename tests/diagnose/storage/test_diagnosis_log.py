@@ -34,6 +34,7 @@ from deep_ep.diagnose.storage.log_writer import Writer
 from deep_ep.diagnose.storage.record import MATRICES, Means, Record
 from deep_ep.diagnose.storage.record_layout import SCHEMA, to_line
 from deep_ep.errors import EPArgumentError
+from fixtures import comparable
 
 microseconds = st.floats(-1e9, 1e9).map(lambda us: round(us, 3) + 0.0)
 maybe_microseconds = microseconds | st.just(math.nan)
@@ -133,21 +134,6 @@ def diagnoses(draw: st.DrawFn) -> Diagnosis:
     )
 
 
-def plain(value: Any) -> Any:
-    """Something that == compares: arrays as lists, NaN as a word, data classes as dictionaries."""
-    if is_dataclass(value):
-        return {f.name: plain(getattr(value, f.name)) for f in fields(value)}
-    if isinstance(value, dict):
-        return {key: plain(item) for key, item in value.items()}
-    if isinstance(value, np.ndarray):
-        return plain(value.tolist())
-    if isinstance(value, (list, tuple)):
-        return [plain(item) for item in value]
-    if isinstance(value, float) and math.isnan(value):
-        return "NaN"
-    return value
-
-
 @settings(max_examples=60, deadline=None)
 @given(diagnosis=diagnoses(), time_s=st.floats(0, 4e9).map(lambda s: round(s, 3)), window=counts)
 def test_what_is_written_is_read(diagnosis: Diagnosis, time_s: float, window: int) -> None:
@@ -155,7 +141,7 @@ def test_what_is_written_is_read(diagnosis: Diagnosis, time_s: float, window: in
     assert "\n" not in line
     record = diagnosis_log.parse_line(line.encode(), "file:1")
     assert record is not None
-    assert plain(record.diagnosis) == plain(diagnosis)
+    assert comparable(record.diagnosis) == comparable(diagnosis)
     assert (record.time_s, record.window, record.group) == (time_s, window, "ep")
     assert to_line(record, with_matrices=True) == line
 
@@ -166,13 +152,13 @@ def test_without_matrices_the_rest_and_the_means_are_there(diagnosis: Diagnosis)
     record = Record(diagnosis, 0.0, 1, "ep")
     back = diagnosis_log.parse_line(to_line(record, with_matrices=False).encode(), "file:1")
     assert back is not None
-    assert plain(back.diagnosis.verdicts) == plain(diagnosis.verdicts)
+    assert comparable(back.diagnosis.verdicts) == comparable(diagnosis.verdicts)
     for kind, measured in diagnosis.measured.items():
         stored = back.diagnosis.measured[kind]
         assert np.isnan(stored.wait_us).all()
         assert stored.wait_us.shape == measured.wait_us.shape
         assert stored.timeline is None
-        assert plain(stored.own_wait_us) == plain(measured.own_wait_us)
+        assert comparable(stored.own_wait_us) == comparable(measured.own_wait_us)
         for name in MATRICES:
             for side in ("waiting", "waited_for"):
                 np.testing.assert_allclose(
@@ -304,19 +290,12 @@ def changed(**values: Any) -> str:
             r"schema is 'deep_ep.diagnose/2'; this version reads",
         ),
         (changed(schema=KeyError), r"field schema is missing; expected a text"),
-        (changed(group=KeyError), r"field group is missing; expected a text"),
-        (changed(window="3"), r'window is "3"; expected an integer of at least 0'),
-        (changed(window=True), r"window is true; expected an integer"),
         (changed(hosts=["a"]), r"hosts has 1 entries; expected 2"),
         (changed(nodes=[0]), r"nodes has 1 entries; expected 2"),
         (changed(nodes=[1, -1]), r"nodes is \[1, -1\]; expected every node from 0 on"),
         (changed(source="guess"), r'source is "guess"; expected "stamps" or "waits"'),
         (changed(verdicts__0__kind="odd"), r'verdicts\[0\].kind is "odd"; expected "comp-slow" or'),
         (changed(verdicts__0__rank=2), r"verdicts\[0\].rank is 2; expected .* below 2"),
-        (changed(verdicts__0__edge=[0]), r"verdicts\[0\].edge has 1 entries; expected 2"),
-        (changed(verdicts__0__effect_us="9"), r'effect_us is "9"; expected a number or null'),
-        (changed(events={}), r"events is {}; expected a list"),
-        (changed(measured__0__duration_us=KeyError), r"measured\[0\].duration_us is missing"),
         (changed(measured__0__gap_us=[1.0]), r"measured\[0\].gap_us has 1 entries; expected 2"),
         (
             changed(measured__0__matrices__wait_us=[[1.0, 2.0]]),
@@ -336,7 +315,6 @@ def changed(**values: Any) -> str:
             ),
             r"late_us\[0\]\[1\] is Infinity; expected a number that fits a double",
         ),
-        (changed(measured__0__matrices__late_us=[[0, 10**400], [0, 0]]), r"fits a double"),
         (changed(block_of=[0, 2]), r"block_of\[1\] is 2; expected an integer of .* below 2"),
         (changed(block_of=[1, 1]), r"block_of is \[1, 1\]; expected every block from 0 on"),
     ],
