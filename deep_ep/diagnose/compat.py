@@ -148,9 +148,7 @@ class Diagnose:
         if not env.classic_enable():
             return
         enabled = {"ll": enable_ll_diagnose, "normal": enable_normal_diagnose}
-        self._modes = {
-            name: _Mode(name, self._group.size) for name, wanted in enabled.items() if wanted
-        }
+        self._modes = {name: _Mode(self._group.size) for name, wanted in enabled.items() if wanted}
         self._log = _log(env.classic_log_path(), self._group.rank, self._instance_id)
         weakref.finalize(self, _close, self._log)
         self._judge = _Judge(self._log)
@@ -254,8 +252,7 @@ class Diagnose:
 class _Mode:
     """The tensors of one sort of kernels, and the steps since the last synchronous diagnosis."""
 
-    def __init__(self, name: str, num_ranks: int) -> None:
-        self.name = name
+    def __init__(self, num_ranks: int) -> None:
         self.stats = torch.zeros(
             (len(_KINDS), num_ranks), dtype=torch.int64, device=kernel_device()
         )
@@ -345,20 +342,13 @@ class _Judge:
         known = hosts if all(hosts) else None
         found = judge_waits(dict(zip(kinds, windows.latest())), hosts=known, unit_ns=1.0)
         undecided = wording.undecided(found)
-        return [
-            self._result(
-                kind, matrix, [v for v in found.verdicts if v.operation == kind], undecided
-            )
-            for kind, matrix in zip(kinds, waits)
-        ]
-
-    def _result(
-        self, operation: str, matrix: FloatArray, verdicts: list[Verdict], undecided: list[str]
-    ) -> Result:
-        result = diagnose_matrix(np.nan_to_num(matrix), **self._limits)
-        result["verdicts"] = verdicts
-        self._write(operation, matrix, result, undecided)
-        return result
+        results = []
+        for kind, matrix in zip(kinds, waits):
+            result = diagnose_matrix(np.nan_to_num(matrix), **self._limits)
+            result["verdicts"] = [v for v in found.verdicts if v.operation == kind]
+            self._write(kind, matrix, result, undecided)
+            results.append(result)
+        return results
 
     def _write(
         self, operation: str, matrix: FloatArray, result: Result, undecided: list[str]

@@ -57,7 +57,7 @@ def watch(given: argparse.Namespace) -> int:
 
 
 def _watch_once(given: argparse.Namespace, follower: Follower, console: Console) -> int:
-    watched = _Watched()
+    latest: dict[str, Record] = {}
     spans: Spans = {}
     remarks: list[str] = []
     for found in follower.catch_up():
@@ -65,13 +65,13 @@ def _watch_once(given: argparse.Namespace, follower: Follower, console: Console)
             remarks.append(found)
         else:
             spans.setdefault(found.group, []).append(found.window)
-            watched.take(found)
-    if not watched.latest:
+            latest[found.group] = found
+    if not latest:
         raise EPArgumentError(
             f"{given.path}: no whole window in {FILE_PATTERN}"
             + "".join(f"; {remark}" for remark in remarks)
         )
-    for record in watched.latest.values():
+    for record in latest.values():
         console.print(heading(record, position(spans, record), "the latest"))
         report(record.diagnosis, console)
     for remark in remarks:
