@@ -17,7 +17,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from deep_ep.diagnose.trace import facts, rank_trace, summary
+from deep_ep.diagnose.trace import rank_trace, summary
+from deep_ep.diagnose.trace.counted import facts_of
 from deep_ep.diagnose.trace.operations import OPERATORS, LinkBytes, RecordedRows, sent_of
 from deep_ep.diagnose.trace.summary import PhasesRow
 
@@ -74,7 +75,7 @@ class EPCommunication:
 
 def _said(event: Mapping[str, Any]) -> tuple[RecordedRows, LinkBytes | None]:
     arguments = event.get("args") or {}
-    return sent_of(event["name"], arguments), facts.of(arguments, event["name"]).links
+    return sent_of(event["name"], arguments), facts_of(arguments, event["name"]).links
 
 
 def _details(sent: RecordedRows, links: LinkBytes | None) -> dict[str, Any]:

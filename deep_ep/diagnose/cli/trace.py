@@ -230,7 +230,7 @@ def _last(found: Sequence[Arrivals], traces: Sequence[RankTrace]) -> Sheet:
         for place in order[:_MOST_NAMED]:
             if not each.last[place]:
                 continue
-            did = str(before(each, traces, place))
+            did = before(each, traces, place)
             cells.append(
                 [
                     *(each.name, str(each.count), str(each.ranks[place])),

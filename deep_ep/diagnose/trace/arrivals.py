@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -77,35 +77,6 @@ class Arrivals:
         return median_of(self.over_median_us[place, self.late_us.argmax(axis=0) == place])
 
 
-@dataclass(frozen=True)
-class Before:
-    """What a rank did before the exchanges to which it came last.
-
-    Attributes:
-        kernel: that most often ended last before; "" if none did.
-        range: that the program has named, in which this was; "" if there is none.
-        longer: the kernel that took most longer than on the other ranks, from the end of the exchange before on.
-        longer_us: by how much, mean per exchange.
-        idle_us: how much longer the GPU had nothing to do than on the other ranks.
-    """
-
-    kernel: str
-    range: str
-    longer: str
-    longer_us: float
-    idle_us: float
-
-    def __str__(self) -> str:
-        """In words."""
-        text = f"just before it ran {self.kernel or 'nothing'}"
-        text += f" in {self.range}" if self.range else ""
-        if self.idle_us > max(self.longer_us, 0.0):
-            return f"{text}; its GPU had nothing to do for {self.idle_us:,.0f} us longer than the others': its host was late"
-        if self.longer_us > 0:
-            return f"{text}; {self.longer} took {self.longer_us:,.0f} us longer than on the others"
-        return text
-
-
 def arrivals(traces: Sequence[RankTrace]) -> list[Arrivals]:
     """Of all exchanges that all ranks have as kernels, and have as often; none where there is one rank."""
     if len(traces) < 2:
@@ -118,8 +89,12 @@ def arrivals(traces: Sequence[RankTrace]) -> list[Arrivals]:
     ]
 
 
-def before(found: Arrivals, traces: Sequence[RankTrace], place: int) -> Before:
-    """What the rank at that place did before the exchanges to which it came last."""
+def before(found: Arrivals, traces: Sequence[RankTrace], place: int) -> str:
+    """What the rank at that place did before the exchanges to which it came last, in words.
+
+    That is the kernel that most often ended last before them, in which range that the program has named, and what took
+    most longer than on the other ranks from the end of the exchange before on: a kernel, or that the GPU had nothing to do.
+    """
     chosen = np.flatnonzero(found.late_us.argmax(axis=0) == place)[:_MOST_LOOKED_AT]
     totals: list[dict[str, float]] = []
     idle = np.zeros(len(traces))
@@ -143,18 +118,23 @@ def before(found: Arrivals, traces: Sequence[RankTrace], place: int) -> Before:
     count = max(len(chosen), 1)
     others = [total for i, total in enumerate(totals) if i != place]
     longer = {
-        name: us - float(np.median([other.get(name, 0.0) for other in others]))
+        name: (us - float(np.median([other.get(name, 0.0) for other in others]))) / count
         for name, us in totals[place].items()
     }
-    most = max(longer, key=lambda name: longer[name], default="")
-    rest = float(np.median(np.delete(idle, place)))
-    return Before(
-        base_name(kernels.most_common(1)[0][0]) if kernels else "",
-        ranges.most_common(1)[0][0] if ranges else "",
-        base_name(most),
-        longer.get(most, 0.0) / count,
-        (float(idle[place]) - rest) / count,
-    )
+    most, kernel, inside = _largest(longer), _largest(kernels), _largest(ranges)
+    longer_us = longer.get(most, 0.0)
+    idle_us = float(idle[place] - np.median(np.delete(idle, place))) / count
+    text = f"just before it ran {base_name(kernel) or 'nothing'}"
+    text += f" in {inside}" if inside else ""
+    if idle_us > max(longer_us, 0.0):
+        return f"{text}; its GPU had nothing to do for {idle_us:,.0f} us longer than the others': its host was late"
+    if longer_us > 0:
+        return f"{text}; {base_name(most)} took {longer_us:,.0f} us longer than on the others"
+    return text
+
+
+def _largest(numbers: Mapping[str, float]) -> str:
+    return max(numbers, key=lambda name: numbers[name], default="")
 
 
 def _arrivals(

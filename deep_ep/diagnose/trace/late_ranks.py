@@ -8,19 +8,18 @@ from dataclasses import replace
 
 import numpy as np
 
-from ..analyze.waits_only.judge import measured_waits
+from ..analyze.waits_only.judge import NamedRank, measured_waits, verdict_of
 from ..analyze.waits_only.lasting import (
     FLOOR_US,
     LEAST_RANKS,
     LEAST_WINDOWS,
     MOST_WINDOWS,
     Lasting,
-    error_of_median,
     find_lasting,
 )
 from ..core.causes import Cause
-from ..core.diagnosis import BoolArray, Diagnosis, FloatArray, Measured, Verdict
-from ..core.robust_stats import median, median_of, scale
+from ..core.diagnosis import Diagnosis, FloatArray, Measured, Verdict
+from ..core.robust_stats import median, median_of
 from .arrivals import Arrivals, before
 from .kernels import COMBINE
 from .rank_trace import RankTrace
@@ -107,27 +106,19 @@ def _verdicts(
         return [], ["undecided: half of the ranks or more come late, so none of them is unusual"]
     causes = {int(place): _cause(judged, found, int(place)) for place in late}
     if not causes and all(each.has_notify for each in judged):
-        early = np.flatnonzero(found.waits.named & _in_all_kinds(found))
+        early = np.flatnonzero(found.waits.named & found.wait_in_all_kinds)
         causes = dict.fromkeys(map(int, early), Cause.EARLY)
-    verdicts: list[Verdict] = []
+    verdicts = []
     for place, cause in causes.items():
         if not isinstance(cause, Cause):
             continue
-        side = int(cause == Cause.EARLY)
-        least = found.sides[side].effect[place] / len(judged) / 2
-        in_windows = float(found.sides[side].in_windows[place])
-        for each, of_kind, effects in zip(judged, windows, found.by_kind[side, :, :, place]):
-            if np.nanmedian(effects) >= least:
-                step = _next_step(judged, traces, each, place, cause)
-                verdicts.append(_verdict(place, cause, each, effects, in_windows, of_kind, step))
+        one = NamedRank(cause, int(cause == Cause.EARLY), place)
+        for each, of_kind, effects in zip(judged, windows, found.by_kind[one.side, :, :, place]):
+            if np.nanmedian(effects) >= one.effect(found) / 2:
+                verdict = verdict_of(found, one, each.name, of_kind.mean(axis=0), effects)
+                step = _next_step(judged, traces, each, one)
+                verdicts.append(_with_times(verdict, each, one, step))
     return verdicts, [f"undecided: {each}" for each in causes.values() if type(each) is str]
-
-
-def _in_all_kinds(found: Lasting) -> BoolArray:
-    """[ranks], who waits in each of several kinds, not as one that has less to do between two of them."""
-    waits = median(found.by_kind[1], 1)
-    in_all: BoolArray = (waits >= waits.mean(axis=0) / 2).all(axis=0) & (len(waits) > 1)
-    return in_all
 
 
 def _waits(late_us: FloatArray) -> FloatArray:
@@ -194,52 +185,30 @@ def _load(judged: Sequence[Arrivals], place: int) -> float:
 
 
 def _next_step(
-    judged: Sequence[Arrivals],
-    traces: Sequence[RankTrace],
-    each: Arrivals,
-    place: int,
-    cause: Cause,
+    judged: Sequence[Arrivals], traces: Sequence[RankTrace], each: Arrivals, one: NamedRank
 ) -> str:
-    words = {"operation": each.operation, "rank": each.ranks[place]}
-    step = cause.row.next_step.format_map({**words, "load": f"{_load(judged, place):.1f}"})
-    if cause in (Cause.EARLY, Cause.LINK):
+    words = {"operation": each.operation, "rank": each.ranks[one.rank]}
+    load = f"{_load(judged, one.rank):.1f}"
+    step = one.cause.row.next_step.format_map({**words, "load": load})
+    if one.cause in (Cause.EARLY, Cause.LINK):
         return step
-    did = str(before(each, traces, place))
+    did = before(each, traces, one.rank)
     return f"{step} {did[0].upper()}{did[1:]}."
 
 
-def _verdict(
-    place: int,
-    cause: Cause,
-    each: Arrivals,
-    effects: FloatArray,
-    in_windows: float,
-    windows: FloatArray,
-    next_step: str,
-) -> Verdict:
-    count, effect = len(effects), float(np.median(effects))
-    half = 1.96 * float(error_of_median(scale(effects, 0), count)) or math.nan
-    over = each.over_median_us[place]
-    wait = np.nan_to_num(windows.mean(axis=0))
-    longest = wait.max(axis=1)
-    is_early = cause == Cause.EARLY
-    due = np.arange(len(wait)) == place if is_early else wait.argmax(axis=1) == place
-    return Verdict(
-        kind=cause.row.slow,
-        cause=cause,
-        operation=each.name,
-        rank=each.ranks[place],
-        edge=None,
-        effect_us=effect,
-        interval_us=(effect - half, effect + half),
-        share=float(longest[due].sum() / longest.sum()) if longest.any() else 0.0,
-        seen_in=math.nan if is_early else float((over >= effect / 2).mean()),
+def _with_times(verdict: Verdict, each: Arrivals, one: NamedRank, next_step: str) -> Verdict:
+    """With what lengths of kernels tell besides; `one` has the place of a rank among those of the traces."""
+    over = each.over_median_us[one.rank]
+    is_early = one.cause == Cause.EARLY
+    return replace(
+        verdict,
+        rank=each.ranks[one.rank],
+        seen_in=math.nan if is_early else float((over >= verdict.effect_us / 2).mean()),
         duration_us=median_of(each.duration_us),
         evidence={
             "later_than_median_us": median_of(over),
-            "own_time_over_median_us": _over_median(each.own_us, place),
-            "windows": float(count),
-            "windows_with_it": in_windows,
+            "own_time_over_median_us": _over_median(each.own_us, one.rank),
+            **verdict.evidence,
         },
         next_step=next_step,
     )

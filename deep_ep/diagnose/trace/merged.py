@@ -14,7 +14,7 @@ from typing import Any, BinaryIO, TextIO
 
 from ..core import safe_files
 from ..core.package import PARTS, EPArgumentError, codec
-from . import facts
+from .counted import KEY, ExchangeFacts
 from .rank_trace import RankTrace, TracedExchange
 from .stream import EVENTS, TraceStream
 
@@ -64,8 +64,8 @@ def _events(
             number = arguments.get("External id")
             exchange = exchanges.get(number) if isinstance(number, int) else None
             if exchange is not None and exchange.name == event.get("name"):
-                found = facts.ExchangeFacts(exchange.links, exchange.counted)
-                event = {**event, "args": {**arguments, facts.KEY: codec.to_plain(found)}}
+                found = ExchangeFacts(exchange.links, exchange.counted)
+                event = {**event, "args": {**arguments, KEY: codec.to_plain(found)}}
         yield event
     yield from _slices(trace)
 

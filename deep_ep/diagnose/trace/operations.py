@@ -119,12 +119,8 @@ class LinkBytes(NamedTuple):
 
 def added_up(links: Iterable[LinkBytes | None]) -> LinkBytes | None:
     """All together; `None` if one of them is not known."""
-    known = [LinkBytes(0, 0, 0)]
-    for each in links:
-        if each is None:
-            return None
-        known.append(each)
-    return LinkBytes(*map(sum, zip(*known)))
+    known = list(links)
+    return None if None in known else LinkBytes(*map(sum, zip((0, 0, 0), *filter(None, known))))
 
 
 def operation_of(name: str) -> str | None:
@@ -150,7 +146,7 @@ def sent_of(name: str, arguments: Mapping[str, Any]) -> RecordedRows:
         return RecordedRows(why="the shape of the rows is no list of numbers")
     type_ = str(types[0]) if types else ""
     item_bytes = _ITEM_BYTES.get(type_.lower())
-    worst = _worst_tokens(_sequence(arguments.get("Concrete Inputs")))
+    worst = max([0, *_integers(arguments)[_WORST_TOKENS : _WORST_TOKENS + 1]])
     if item_bytes is None:
         return RecordedRows(rows, None, f"their type {type_!r} is not known", worst)
     scales = _scale_bytes(dims, types) if name in _WITH_SCALES else 0
@@ -176,15 +172,14 @@ def moved_by(name: str, arguments: Mapping[str, Any]) -> tuple[int, LinkBytes] |
 def _integers(arguments: Mapping[str, Any]) -> list[int]:
     """The concrete inputs, where those that are no numbers are -1."""
     concrete = _sequence(arguments.get("Concrete Inputs"))
-    return [int(text) if _is_decimal(text) else -1 for text in concrete]
+    return [
+        int(text) if isinstance(text, str) and text.isdecimal() and len(text) < 20 else -1
+        for text in concrete
+    ]
 
 
 def _is_size(value: Any) -> bool:
     return type(value) is int and 0 <= value < 1 << 48
-
-
-def _is_decimal(text: Any) -> bool:
-    return isinstance(text, str) and text.isdecimal() and len(text) < 20
 
 
 def _scale_bytes(dims: Sequence[Any], types: Sequence[Any]) -> int:
@@ -194,11 +189,6 @@ def _scale_bytes(dims: Sequence[Any], types: Sequence[Any]) -> int:
         return 0
     columns: int = shape[1]
     return columns * _ITEM_BYTES.get(str(types[1]).lower(), 0)
-
-
-def _worst_tokens(concrete: Sequence[Any]) -> int:
-    text = concrete[_WORST_TOKENS] if len(concrete) > _WORST_TOKENS else ""
-    return int(text) if _is_decimal(text) else 0
 
 
 def _sequence(value: Any) -> Sequence[Any]:

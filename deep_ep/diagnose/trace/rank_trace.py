@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from . import facts
-from .counted import Counted
+from .counted import KEY, Counted, facts_of
 from .kernels import (
     ALL_TO_ALL,
     COMBINE,
@@ -343,9 +342,9 @@ def _counted_links(exchange: TracedExchange, counted: Mapping[int, Counted]) -> 
 
 def _add_facts(exchange: TracedExchange, arguments: Mapping[str, Any], path: Path) -> None:
     """Adds what the arguments of an operator say of its calls."""
-    known = facts.of(arguments, f"{path}: {exchange.name} at {exchange.begin_us} us")
+    known = facts_of(arguments, f"{path}: {exchange.name} at {exchange.begin_us} us")
     exchange.links, exchange.counted = known.links, list(known.calls)
-    exchange.is_merged = facts.KEY in arguments
+    exchange.is_merged = KEY in arguments
     call = call_of(exchange.name, arguments)
     exchange.calls = [] if call is None else [call]
 

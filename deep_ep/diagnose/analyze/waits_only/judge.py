@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -119,7 +120,15 @@ def judge_waits(
         wait = _mean(of_kind)
         effects = [found.by_kind[one.side, i, :, one.rank] for one in named]
         shown = [(o, e) for o, e in zip(named, effects) if np.nanmedian(e) >= o.effect(found) / 2]
-        verdicts += [_verdict(found, one, e, kind, wait, hosts, counted) for one, e in shown]
+        verdicts += [
+            replace(
+                verdict_of(found, one, kind, wait, e),
+                saving_us=_saving(wait, [(one.cells(num_ranks), e)]),
+                where=_where(one, hosts or ()),
+                next_step=_next_step(one, len(given), counted),
+            )
+            for one, e in shown
+        ]
         savings[kind] = _saving(wait, [(one.cells(num_ranks), e) for one, e in shown])
     undecided = undecided or untold or _explained(found, unexplained)
     if not verdicts:
@@ -141,7 +150,7 @@ def judge_waits(
 # ---- what is named
 
 
-class _Named(NamedTuple):
+class NamedRank(NamedTuple):
     """For whom others wait (side 0), or who waits for others (1).
 
     `source`: of the slow path into the rank, if that is what makes it late.
@@ -179,7 +188,9 @@ def _unexplained(found: Lasting, kinds: Sequence[str], floor: float) -> BoolArra
     return unexplained
 
 
-def _named(found: Lasting, unexplained: BoolArray, counted: int | None) -> tuple[list[_Named], str]:
+def _named(
+    found: Lasting, unexplained: BoolArray, counted: int | None
+) -> tuple[list[NamedRank], str]:
     """Who is named; and who may as well have a slow link as be late or early, empty if nobody."""
     late = np.flatnonzero(found.waited_for.named & unexplained)
     early = np.flatnonzero(found.waits.named & _waits_in_all_kinds(found))
@@ -198,10 +209,8 @@ def _waits_in_all_kinds(found: Lasting) -> BoolArray:
     """[n]: not as a rank with another load does, nor because somebody is waited for."""
     waited_for, waits = median(found.by_kind, 2)
     longest = np.fmax(np.nanmax(waited_for), np.fmax.reduce(found.cells, axis=0) / len(waits))
-    half = waits.mean(axis=0) / 2
-    nobody_else = (longest < half) & ~found.waited_for.named
-    in_all: BoolArray = nobody_else & (half <= waits.min(axis=0)) & (len(waits) > 1)
-    return in_all
+    nobody_else = (longest < waits.mean(axis=0) / 2) & ~found.waited_for.named
+    return np.asarray(nobody_else & found.wait_in_all_kinds)
 
 
 def _in_return(found: Lasting, side: int, rank: int) -> int:
@@ -215,13 +224,13 @@ def _in_return(found: Lasting, side: int, rank: int) -> int:
     return int(other > least) - int(other < -least)
 
 
-def _waits(found: Lasting, rank: int) -> _Named | None:
+def _waits(found: Lasting, rank: int) -> NamedRank | None:
     """Why a rank waits for all others: it is early, or its link is slow; None: it is not told."""
     cause = (None, Cause.LINK, Cause.RECEIVER_SIDE)[_in_return(found, 1, rank)]
-    return _Named(cause, 1, rank) if cause else None
+    return NamedRank(cause, 1, rank) if cause else None
 
 
-def _waited_for(found: Lasting, rank: int, counted: int | None) -> _Named | None:
+def _waited_for(found: Lasting, rank: int, counted: int | None) -> NamedRank | None:
     """What makes others wait for a rank: itself, a path into it, or its link; None: it is not told."""
     effect, error = found.waited_for.effect[rank], found.waited_for.error[rank]
     own = _in_return(found, 0, rank)
@@ -231,50 +240,49 @@ def _waited_for(found: Lasting, rank: int, counted: int | None) -> _Named | None
         varies = error * math.sqrt(found.by_kind.shape[2] * (counted or 0)) > _VARIES * effect
         if counted and (found.mutual < FLOOR_US or (own == 0 and not varies)):
             return None
-        return _Named(Cause.SENDER_SIDE, 0, rank)
+        return NamedRank(Cause.SENDER_SIDE, 0, rank)
     *_, second, longest = np.argsort(np.nan_to_num(found.cells[rank], nan=-np.inf))
     of_longest, of_second = found.cells[rank, longest], found.cells[rank, second]
     # Of equal cells one is the longest by chance.
     if of_longest > max(2 * of_second, effect / 2):
-        return _Named(Cause.PAIR, 0, rank, int(longest))
-    return _Named(Cause.LINK, 0, rank)
+        return NamedRank(Cause.PAIR, 0, rank, int(longest))
+    return NamedRank(Cause.LINK, 0, rank)
 
 
-def _verdict(
-    found: Lasting,
-    one: _Named,
-    effects: FloatArray,
-    kind: str,
-    wait: FloatArray,
-    hosts: Sequence[str] | None,
-    counted: int | None,
+def verdict_of(
+    found: Lasting, one: NamedRank, operation: str, wait: FloatArray, effects: FloatArray
 ) -> Verdict:
-    """Of one kind of operation; `effects` are [k], what it adds in every window."""
+    """Of one kind of operation: [n, n] mean waiting, and [k] what it adds in every window; what else is known may be put in."""
     effect, count = float(np.nanmedian(effects)), int(np.isfinite(effects).sum())
     half = 1.96 * float(error_of_median(scale(effects, 0), count)) or math.nan
     longest, last = np.nan_to_num(wait).max(axis=1), np.nan_to_num(wait).argmax(axis=1)
-    cells = one.cells(len(wait))
-    due = cells[np.arange(last.size), last]
-    ends = [one.rank] if one.source is None else [one.source, one.rank]
-    devices = _devices(hosts or ())
-    one_kind = len(found.by_kind[0]) == 1 and one.side == 0
-    also = "" if counted or one.cause != Cause.SENDER_SIDE else _LIKELIER
+    due = one.cells(last.size)[np.arange(last.size), last]
     windows_with_it = float(found.sides[one.side].in_windows[one.rank])
     return Verdict(
         kind=one.cause.row.slow,
         cause=one.cause,
-        operation=kind,
+        operation=operation,
         rank=one.rank if one.source is None else None,
         edge=None if one.source is None else (one.source, one.rank),
         effect_us=effect,
         interval_us=(effect - half, effect + half),
         share=float(longest[due].sum() / longest.sum()) if longest.any() else 0.0,
-        saving_us=_saving(wait, [(cells, effects)]),
         seen_in=math.nan,
         evidence={"windows": float(count), "windows_with_it": windows_with_it},
-        where=" > ".join(f"{hosts[end]} device:{devices[end]}" for end in ends) if hosts else "",
-        next_step=_ONE_KIND if one_kind else one.cause.row.next_step + also,
     )
+
+
+def _next_step(one: NamedRank, num_kinds: int, counted: int | None) -> str:
+    if num_kinds == 1 and one.side == 0:
+        return _ONE_KIND
+    also = "" if counted or one.cause != Cause.SENDER_SIDE else _LIKELIER
+    return one.cause.row.next_step + also
+
+
+def _where(one: NamedRank, hosts: Sequence[str]) -> str:
+    devices = _devices(hosts)
+    ends = [one.rank] if one.source is None else [one.source, one.rank]
+    return " > ".join(f"{hosts[end]} device:{devices[end]}" for end in ends) if hosts else ""
 
 
 def _saving(wait: FloatArray, causes: list[tuple[BoolArray, FloatArray]]) -> float:

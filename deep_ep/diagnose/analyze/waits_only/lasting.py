@@ -77,6 +77,13 @@ class Lasting:
         """In the order of `by_kind`."""
         return self.waited_for, self.waits
 
+    @property
+    def wait_in_all_kinds(self) -> BoolArray:
+        """[n], who waits in each of several kinds, not as one that has less to do between two of them."""
+        waits = median(self.by_kind[1], 1)
+        in_all: BoolArray = (waits >= waits.mean(axis=0) / 2).all(axis=0) & (len(waits) > 1)
+        return in_all
+
 
 def find_lasting(windows: FloatArray, nodes: IntArray, floor: float) -> Lasting:
     """Both sides of every rank.
