@@ -52,32 +52,15 @@ def late(num_ranks: int, *ranks: int, wait: float, own_row: float = 10.0) -> Mat
     return m
 
 
-def with_cell(m: Matrix, receiver: int, source: int, wait: float) -> Matrix:
-    m[receiver, source] = wait
-    return m
-
-
-def with_row(m: Matrix, receiver: int, wait: float) -> Matrix:
-    m[receiver, :] = wait
-    return m
-
-
-def with_column(m: Matrix, source: int, wait: float) -> Matrix:
-    m[:, source] = wait
+def changed(m: Matrix, where: Any, wait: float) -> Matrix:
+    """With this waiting in a cell (receiver, source), a row, or a column."""
+    m[where] = wait
     return m
 
 
 def two_nodes() -> Matrix:
     node = np.arange(16) // 8
     return np.where(node[:, None] == node, 450.0, 25_000.0)
-
-
-def mixed(both: str) -> Matrix:
-    """Two slow columns and a slow row, EP8."""
-    m = even(8)
-    m[:, (1, 4)] = 4e5
-    m[6, :] = 4e5 if both == "larger" else m[6, :] + 4e5
-    return m
 
 
 def again(matrix: Any, times: int = 8) -> dict[str, Matrix]:
@@ -91,40 +74,19 @@ def undecided(diagnosis: Diagnosis) -> str:
     return said
 
 
-def random_waits(
-    generator: np.random.Generator,
-    num_ranks: int,
-    *,
-    late_ns: dict[int, float] | None = None,
-    early_ns: dict[int, float] | None = None,
-    path_ns: dict[tuple[int, int], float] | None = None,
-    per_node: int | None = None,
-    operations: int = 32,
-) -> Matrix:
-    """Sums of waiting from times of entering and path times; paths are (source, destination)."""
-    node = np.arange(num_ranks) // (per_node or num_ranks)
-    usual = np.where(node[:, None] == node, 10.0, 40.0)
-    usual = usual * (1 + 0.05 * generator.standard_normal(usual.shape))
-    entered = generator.exponential(3.0, (operations, num_ranks))
-    for rank, time in (late_ns or {}).items():
-        entered[:, rank] += time
-    for rank, time in (early_ns or {}).items():
-        entered[:, rank] -= time
-    path = usual + generator.exponential(0.1 * usual, (operations, *usual.shape))
-    for (source, destination), time in (path_ns or {}).items():
-        path[:, destination, source] += time
-    waits: Matrix = np.maximum(entered[:, None, :] + path - entered[:, :, None], 0.0).sum(axis=0)
-    return waits
-
-
-def random_windows(
-    seed: int, num_ranks: int, times: int = MOST_WINDOWS, **faults: Any
-) -> dict[str, Matrix]:
+def random_windows(seed: int, times: int, late_ns: Matrix) -> dict[str, Matrix]:
+    """Sums of waiting from times of entering, [n] of which are later, and of paths."""
     generator = np.random.default_rng(seed)
-    return {
-        kind: np.stack([random_waits(generator, num_ranks, **faults) for _ in range(times)])
-        for kind in KINDS
-    }
+    num_ranks = len(late_ns)
+
+    def window() -> Matrix:
+        usual = 10.0 * (1 + 0.05 * generator.standard_normal((num_ranks, num_ranks)))
+        entered = generator.exponential(3.0, (OPERATIONS, num_ranks)) + late_ns
+        path = usual + generator.exponential(0.1 * usual, (OPERATIONS, *usual.shape))
+        waits = entered[:, None, :] + path - entered[:, :, None]
+        return np.asarray(np.maximum(waits, 0.0).sum(axis=0))
+
+    return {kind: np.stack([window() for _ in range(times)]) for kind in KINDS}
 
 
 def host_bound(
@@ -179,14 +141,14 @@ CASES: dict[str, tuple[Any, set[tuple[str, Any]]]] = {
     "F5 1.5x": (late(8, 5, wait=15), LATE),
     "F5 4x": (late(8, 5, wait=40), LATE),
     "F5 EP32": (late(32, 5, wait=30), LATE),
-    "F6": (with_cell(even(8), 2, 6, 50), set()),
-    "F7": (with_cell(two_nodes(), 2, 6, 4500), set()),
-    "F8": (with_row(even(8), 3, 130), set()),
-    "F8 early": (with_row(with_column(even(8), 3, 0), 3, 130), {(MIXED_SLOW, 3)}),
+    "F6": (changed(even(8), (2, 6), 50), set()),
+    "F7": (changed(two_nodes(), (2, 6), 4500), set()),
+    "F8": (changed(even(8), 3, 130), set()),
+    "F8 early": (changed(changed(even(8), np.s_[:, 3], 0), 3, 130), {(MIXED_SLOW, 3)}),
     "F9": (late(8, 3, wait=130), {(COMP_SLOW, 3)}),
     "F12": ([[0, 2, 0, 1], [1, 0, 40, 0], [0, 1, 0, 2], [2, 0, 1, 0]], set()),
-    "F13 EP8": (with_cell(even(8), 2, 1, 300), set()),
-    "F13 EP64": (with_cell(even(64), 2, 1, 10_000), set()),
+    "F13 EP8": (changed(even(8), (2, 1), 300), set()),
+    "F13 EP64": (changed(even(64), (2, 1), 10_000), set()),
     "F14": (late(8, 1, 4, wait=4e5), {(COMP_SLOW, 1), (COMP_SLOW, 4)}),
 }
 
@@ -226,9 +188,7 @@ def test_of_any_group_the_late_ranks_are_named_and_nobody_of_a_healthy_one(
 ) -> None:
     generator = np.random.default_rng(seed)
     slow = generator.choice(num_ranks, generator.integers(0, (num_ranks - 1) // 2), replace=False)
-    windows = random_windows(
-        seed, num_ranks, num_windows, late_ns=dict.fromkeys(map(int, slow), late_ns)
-    )
+    windows = random_windows(seed, num_windows, np.isin(np.arange(num_ranks), slow) * late_ns)
     diagnosis = judge_waits(windows, operations=OPERATIONS, unit_ns=1e3)
     assert diagnosis.keys == {(COMP_SLOW, int(rank)) for rank in slow}
     for verdict in diagnosis.verdicts:
@@ -494,17 +454,17 @@ def test_load_explains_what_dispatches_hardly_show(dispatches: float, spread: fl
     windows = in_one_kind("combine")
     columns = spread * np.resize([1.0, -1.0], 8)
     columns[5] = dispatches
-    windows["dispatch"] = again(with_row(100.0 + np.tile(columns, (8, 1)), 5, 0.0))["dispatch"]
+    windows["dispatch"] = again(changed(100.0 + np.tile(columns, (8, 1)), 5, 0.0))["dispatch"]
     assert judge_waits(windows, operations=1, unit_ns=1e3).keys == set()
     columns[5] = 60.0
-    windows["dispatch"] = again(with_row(100.0 + np.tile(columns, (8, 1)), 5, 0.0))["dispatch"]
+    windows["dispatch"] = again(changed(100.0 + np.tile(columns, (8, 1)), 5, 0.0))["dispatch"]
     assert judge_waits(windows, operations=1, unit_ns=1e3, hosts=["a"] * 8).verdicts[0].rank == 5
 
 
 def test_a_hot_rank_is_said_beside_a_late_one() -> None:
     late_rank = late(8, 2, wait=100.0, own_row=0.0)
     windows = again(late_rank)
-    windows["combine"] = again(with_column(late_rank.copy(), 5, 200.0))["combine"]
+    windows["combine"] = again(changed(late_rank.copy(), np.s_[:, 5], 200.0))["combine"]
     diagnosis = judge_waits(windows, operations=1, unit_ns=1e3)
     assert diagnosis.keys == {(COMP_SLOW, 2)}
     assert "rank 5 in combines only" in undecided(diagnosis)
