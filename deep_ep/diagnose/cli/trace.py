@@ -64,20 +64,18 @@ def trace(given: argparse.Namespace) -> int:
         for remark in remarks:
             sys.stderr.write(f"note: {printable(remark)}\n")
         return 0
-    sheets = [_operators(rows, given.links, is_several=len(ranks) > 1)]
     phases = [row for each in traces for row in summary.phase_rows(each)]
-    if phases:
-        sheets.append(_phases(phases, is_several=len(ranks) > 1))
     kernels, unknown = summary.kernel_rows(traces), summary.unknown_rows(traces)
-    if kernels:
-        sheets.append(_kernels(kernels))
-    if unknown:
-        sheets.append(_unknown(unknown))
-    if together:
-        sheets.append(_together(together))
     found = arrivals(traces)
-    if found:
-        sheets.append(_last(found, traces))
+    first = _operators(rows, given.links, is_several=len(ranks) > 1)
+    others = [
+        _phases(phases, is_several=len(ranks) > 1),
+        _kernels(kernels),
+        _unknown(unknown),
+        _together(together),
+        _last(found, traces),
+    ]
+    sheets = [first, *(sheet for sheet in others if sheet.rows)]
     diagnosis = late_ranks.judge(found, traces) if len(traces) > 1 else None
     told = _ticket(diagnosis, found, kernels, unknown, ranks)
     remarks += summary.remarks(traces) + summary.group_remarks(together)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import re
 from array import array
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -237,7 +238,7 @@ def condense(
     """The same of events that somebody else has read; the header may be filled while they are."""
     operators: dict[int, TracedExchange] = {}
     nameless: list[TracedExchange] = []
-    moved: list[_Moved] = []
+    moved: list[tuple[float, int, LinkBytes]] = []
     kernels: list[Launched] = []
     # There are few names, and long ones.
     known: dict[str, tuple[str, Kernel | None]] = {}
@@ -277,7 +278,7 @@ def condense(
             else:
                 nameless.append(exchange)
         elif (said := moved_by(name, arguments)) is not None:
-            moved.append(_Moved(begin, *said))
+            moved.append((begin, *said))
         elif category == _ON_HOST:
             host_ranges.add(name, begin, begin + lasts)
     kernels.sort(key=lambda kernel: kernel.span[0])
@@ -433,27 +434,17 @@ def _outermost(called: list[TracedExchange]) -> list[TracedExchange]:
     return found
 
 
-class _Moved(NamedTuple):
-    """What a call moves, and when the trace says so."""
-
-    begin_us: float
-    call: int
-    links: LinkBytes
-
-
-def _add_moved(called: list[TracedExchange], moved: list[_Moved]) -> None:
-    """Adds to each exchange what the calls in it move, which stands in it or behind it."""
-    of_call: dict[int, TracedExchange] = {}
-    in_order: list[TracedExchange | _Moved] = [*called, *moved]
-    in_order.sort(key=lambda each: each.begin_us)
-    for each in in_order:
-        if isinstance(each, TracedExchange):
-            of_call.update(dict.fromkeys(each.calls, each))
-            continue
-        exchange = of_call.get(each.call)
+def _add_moved(called: list[TracedExchange], moved: list[tuple[float, int, LinkBytes]]) -> None:
+    """Adds to each exchange what the calls in it move: when it is said, in it or behind it, call, and what."""
+    of_call: dict[int, list[TracedExchange]] = defaultdict(list)
+    for exchange in sorted(called, key=lambda each: each.begin_us):
+        for call in exchange.calls:
+            of_call[call].append(exchange)
+    for said_us, call, links in moved:
+        begun = [exchange for exchange in of_call[call] if exchange.begin_us <= said_us]
         # A merged trace has said so already.
-        if exchange is not None and not exchange.is_merged:
-            exchange.links = added_up([exchange.links or LinkBytes(0, 0, 0), each.links])
+        if begun and not begun[-1].is_merged:
+            begun[-1].links = added_up([begun[-1].links or LinkBytes(0, 0, 0), links])
 
 
 def _rank(header: Mapping[str, Any], path: Path) -> int:

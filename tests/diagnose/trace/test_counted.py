@@ -18,6 +18,7 @@ from deep_ep import diagnose, moe
 from deep_ep.diagnose.__main__ import main
 from deep_ep.diagnose.storage import counter_archive
 from deep_ep.diagnose.trace import counted, rank_trace, summary
+from deep_ep.diagnose.trace.kernels import COMBINE
 from deep_ep.diagnose.trace.operations import LinkBytes, added_up
 from deep_ep.errors import EPArgumentError
 from deep_ep.observe.parts import PARTS
@@ -106,6 +107,7 @@ def test_calls_of_a_trace_find_their_phases(run: Any) -> None:
     for trace in joined(run[0]):
         found = {each.name: [call.phases.kind for call in each.counted] for each in trace.exchanges}
         assert found == {name: [kind] for name, kind in kinds.items()}
+        assert all(kinds[each.name].endswith(each.operation) for each in trace.exchanges)
         numbers = [call.phases.operation for each in trace.exchanges for call in each.counted]
         assert numbers == sorted(numbers)
         rows = {row.name: row for row in summary.phase_rows(trace)}
@@ -131,6 +133,9 @@ def test_counters_and_calls_agree_on_what_crosses_each_link(run: Any) -> None:
                 said.setdefault(each.name, []).append(each.links)
                 found = [known[trace.rank][call].links for call in each.calls]
                 counters.setdefault(each.name, []).extend(found)
+                if each.operation == COMBINE and run[1] == RANKS:
+                    # Not the rows by expert, which do not travel; and nothing is relayed.
+                    assert each.sent.num_bytes == sum(each.links or ())
     assert len(said) == 4
     for name, links in said.items():
         assert None not in links

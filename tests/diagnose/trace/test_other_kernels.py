@@ -39,14 +39,12 @@ RANKS, ROUNDS, TOKENS, HIDDEN, TOPK, EXPERTS_OF_ALL = 6, 40, 16, 256, 2, 12
 WITH_NOTIFY = "DeepEP V1"
 
 
-def traces_of(
-    snapshots: Any, library: str, *, clocks_us: Any = None, keep: Any = lambda event: True
-) -> list[RankTrace]:
+def traces_of(snapshots: Any, library: str, clocks_us: Any = None) -> list[RankTrace]:
     """As they are read, without a file."""
     found = []
     for snapshot in snapshots:
         off = 0.0 if clocks_us is None else clocks_us[snapshot.rank]
-        events = [event for event in events_of(snapshot, LIBRARIES[library], off) if keep(event)]
+        events = events_of(snapshot, LIBRARIES[library], off)
         header = {"distributedInfo": {"rank": snapshot.rank, "world_size": snapshot.num_ranks}}
         found.append(rank_trace.condense(Path(f"rank{snapshot.rank}.json"), events, header))
     return found
@@ -240,18 +238,21 @@ def test_more_tokens_alone_are_undecided_without_rows(library: str) -> None:
     assert diagnose.COMP_SLOW not in {verdict.kind for verdict in diagnosis.verdicts}
 
 
+def written(folder: Path, num_ranks: int = 8, *, keep: Any = lambda event: True) -> list[str]:
+    """Traces of a group whose rank 3 is slow: their files."""
+    for snapshot in generated(SlowRank(3, 50e-6), 5)[:num_ranks]:
+        events = [event for event in events_of(snapshot, LIBRARIES[WITH_NOTIFY]) if keep(event)]
+        text = json.dumps({"traceEvents": events})
+        (folder / f"rank{snapshot.rank}.json").write_text(text)
+    return [str(path) for path in folder.glob("*.json")]
+
+
 def test_programs_without_exchanges_name_nobody(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The traces of a slow rank, without the kernels of exchanges."""
-    for snapshot in generated(SlowRank(3, 50e-6), 5):
-        events = [
-            event
-            for event in events_of(snapshot, LIBRARIES[WITH_NOTIFY])
-            if event["name"] == EXPERTS
-        ]
-        (tmp_path / f"rank{snapshot.rank}.json").write_text(json.dumps({"traceEvents": events}))
-    assert main(["trace", str(tmp_path), "--width", "200"]) == 0
+    files = written(tmp_path, keep=lambda event: event["name"] == EXPERTS)
+    assert main(["trace", *files, "--width", "200"]) == 0
     said = capsys.readouterr().out
     assert "no kernel of a dispatch or combine that is known is in these traces." in said
     assert "-Slow" not in said
@@ -275,12 +276,10 @@ def test_exchanges_that_do_not_belong_together_name_nobody() -> None:
 def test_files_of_all_ranks_end_in_a_sentence_for_a_ticket(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for snapshot in generated(SlowRank(3, 50e-6), 5):
-        text = json.dumps({"traceEvents": events_of(snapshot, LIBRARIES[WITH_NOTIFY])})
-        (tmp_path / f"rank{snapshot.rank}.json").write_text(text)
+    files = written(tmp_path)
     page, records = tmp_path / "page.html", tmp_path / "records"
     arguments = ["--width", "250", "--html", str(page), "--record", str(records)]
-    assert main(["trace", *map(str, tmp_path.glob("*.json")), *arguments]) == 0
+    assert main(["trace", *files, *arguments]) == 0
     said = capsys.readouterr().out
     (told,) = [line for line in said.splitlines() if line.startswith("for a ticket: ")]
     assert "DeepEP V1, 8 ranks traced: dispatch and combine take " in told
@@ -294,10 +293,9 @@ def test_files_of_all_ranks_end_in_a_sentence_for_a_ticket(
 def test_a_record_of_one_trace_is_refused_before_anything_is_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    snapshot = generated(SlowRank(3, 50e-6), 5)[0]
-    path, page = tmp_path / "rank0.json", tmp_path / "page.html"
-    path.write_text(json.dumps({"traceEvents": events_of(snapshot, LIBRARIES[WITH_NOTIFY])}))
-    assert main(["trace", str(path), "--html", str(page), "--record", str(tmp_path / "out")]) == 2
+    page = tmp_path / "page.html"
+    arguments = ["--html", str(page), "--record", str(tmp_path / "out")]
+    assert main(["trace", *written(tmp_path, 1), *arguments]) == 2
     said = capsys.readouterr()
     assert "Name a trace of each rank" in said.err
     assert said.out == ""

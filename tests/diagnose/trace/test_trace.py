@@ -18,7 +18,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import deep_ep
-from deep_ep import moe
 from deep_ep.diagnose.__main__ import main
 from deep_ep.diagnose.trace import merged, rank_trace, stream, summary
 from deep_ep.diagnose.trace.kernels import COMBINE, DISPATCH
@@ -246,29 +245,6 @@ def test_a_page_has_the_tables_and_nothing_of_a_name_is_markup(
     assert "FusedDispatch has no bytes" not in text
     assert "<script" not in text
     assert "default-src 'none'" in text
-
-
-@pytest.mark.exhaustive
-def test_our_own_functions_are_in_a_real_trace(tmp_path: Path) -> None:
-    needed = deep_ep.sizes(hidden=H, tokens=T, topk=K, experts=8, ranks=1)
-    buffer = deep_ep.Buffer(thread_groups(1)[0], needed.num_nvl_bytes, needed.num_rdma_bytes)
-    x = torch.randn(T, H).bfloat16().requires_grad_()
-    topk_idx, weights = torch.rand(T, 8).topk(K).indices, torch.rand(T, K)
-    with torch.profiler.profile(record_shapes=True) as profile:
-        sent = moe.dispatch(x, topk_idx, weights, buffer, 8)
-        moe.combine(sent.x, sent).sum().backward()
-    path = tmp_path / "real.json.gz"
-    profile.export_chrome_trace(str(path))
-    rows = {row.name: row for row in summary.operators(rank_trace.read(path))}
-    operations = {name: row.operation for name, row in rows.items()}
-    assert operations == {
-        "MoEDispatch": DISPATCH,
-        "MoECombine": COMBINE,
-        "MoECombineBackward": DISPATCH,
-        "MoEDispatchBackward": COMBINE,
-    }
-    assert rows["MoEDispatch"].mean_bytes == T * H * 2
-    assert rows["MoECombine"].mean_bytes == T * H * 2  # not those by expert, which do not travel
 
 
 def test_plain_calls_are_operators_with_the_bytes_of_rows_and_scales(tmp_path: Path) -> None:
