@@ -148,7 +148,7 @@ def _paths_of(m: Matrices, model: PathModel, k: int) -> Paths:
 def _estimate(m: Matrices, before: Matrices | None, held_up: FloatArray, paths: Paths) -> Estimates:
     work = m.gap + m.span
     has_stamps = m.num_operations > 0
-    sent, received = _sent_and_received(m)
+    sent, received = _sent_and_received(m.tokens)
     by_work = by_tokens(work, sent, _handled_before(m, before))
     by_drain = by_tokens(m.drain, received, m.received)
     return Estimates(
@@ -162,7 +162,7 @@ def _estimate(m: Matrices, before: Matrices | None, held_up: FloatArray, paths: 
         drain=compare(m.drain - by_drain.each, by_drain.error),
         by_work=by_work,
         by_drain=by_drain,
-        load=_over_even_share(_handled(m, before, sent, received)),
+        load=_over_even_share(_handled(m, before)),
         gap_ns=median(m.gap, 0),
         span_ns=median(m.span, 0),
         send_ns=m.send_ns(),
@@ -172,26 +172,28 @@ def _estimate(m: Matrices, before: Matrices | None, held_up: FloatArray, paths: 
     )
 
 
-def _sent_and_received(m: Matrices) -> tuple[FloatArray, FloatArray]:
-    """[num_ranks] each: tokens per operation; NaN where nobody knows.
+def _sent_and_received(tokens: FloatArray) -> tuple[FloatArray, FloatArray]:
+    """[num_ranks] each, of [receiver, source] tokens per operation; NaN where nobody knows.
 
     What a rank received only the rank itself knows.
     """
-    known = np.isfinite(m.tokens)
-    sent, received = (np.nansum(m.tokens, axis=axis) for axis in (0, 1))
+    known = np.isfinite(tokens)
+    sent, received = (np.nansum(tokens, axis=axis) for axis in (0, 1))
     return (
         np.where(known.any(axis=0), sent, np.nan),
         np.where(known.any(axis=1), received, np.nan),
     )
 
 
-def _handled(
-    m: Matrices, before: Matrices | None, sent: FloatArray, received: FloatArray
-) -> FloatArray:
-    """[num_ranks]: tokens that the experts of each rank got, or return."""
+def _handled(m: Matrices, before: Matrices | None) -> FloatArray:
+    """[num_ranks]: tokens per operation that the experts of each rank got, or return.
+
+    Means, because layers with a routing of their own each add up.
+    """
     if m.operation == NORMAL_COMBINE and before is not None:
         # Gateways return sums in the place of others.
-        return _sent_and_received(before)[1]
+        return _sent_and_received(before.mean_tokens)[1]
+    sent, received = _sent_and_received(m.mean_tokens)
     return sent if m.operation.endswith("combine") else received
 
 

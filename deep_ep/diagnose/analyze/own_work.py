@@ -229,11 +229,14 @@ def _cost_of_a_token(values: FloatArray, tokens: FloatArray | None) -> tuple[flo
     """
     if tokens is None or len(values) < 2:
         return 0.0, math.inf
-    moved, time = _deviations(tokens), _deviations(values)
-    known = np.isfinite(moved) & np.isfinite(time)
+    time = _deviations(values)
+    moved = _moved(np.where(np.isfinite(time), tokens, np.nan))
+    known = np.isfinite(moved)
     moved, time = moved[known], time[known]
     weight = float(np.sum(moved**2))
-    if not weight > 0:
+    # Each operation and each rank has a level of its own.
+    to_spare = moved.size - sum(values.shape)
+    if not (weight > 0 and to_spare > 0):
         return 0.0, math.inf
     cost = float(np.sum(moved * time)) / weight
     left = time - cost * moved
@@ -241,7 +244,16 @@ def _cost_of_a_token(values: FloatArray, tokens: FloatArray | None) -> tuple[flo
     limit = 3 * MAD_TO_SIGMA * median_of(np.abs(left))
     left = np.clip(left, -limit, limit)
     cost += float(np.sum(moved * left)) / weight
-    return max(cost, 0.0), float(np.std(left)) / math.sqrt(weight)
+    return max(cost, 0.0), math.sqrt(float(np.sum(left**2)) / to_spare / weight)
+
+
+def _moved(tokens: FloatArray) -> FloatArray:
+    """Deviations from the means of each operation and each rank, which cancel what is usual for either."""
+    for _ in range(_SWEEPS):
+        for axis in (0, 1):
+            count = np.maximum(np.isfinite(tokens).sum(axis=axis, keepdims=True), 1)
+            tokens = tokens - np.nansum(tokens, axis=axis, keepdims=True) / count
+    return tokens
 
 
 def _deviations(values: FloatArray) -> FloatArray:

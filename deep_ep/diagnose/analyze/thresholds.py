@@ -39,7 +39,7 @@ class Thresholds:
     fraction: float = 0.02
     false_alarms: float = 1e-6
     spread: float = 5.0
-    load: float = 1.08
+    load: float = 1.09
 
     @classmethod
     def of(cls, device: str, stamps_arrivals: bool = True) -> Thresholds:

@@ -122,6 +122,12 @@ class Matrices(Numbers):
         """[num_ranks, num_ranks]: rows that came by way of a gateway, which has a hop of its own."""
         return _is_relayed(self.operation, self.place)
 
+    @property
+    def mean_tokens(self) -> FloatArray:
+        """[receiver, source]: tokens per operation; NaN where none was counted."""
+        ops = self.totals["ops"]
+        return self.totals["tokens"] / np.where(ops > 0, ops, np.nan)
+
     def measured(self) -> Measured:
         """What people look at."""
         late, issue, path = self.wait_parts / 1e3
@@ -136,7 +142,7 @@ class Matrices(Numbers):
             late_us=late,
             issue_us=issue,
             path_us=path,
-            tokens=self.totals["tokens"] / ops,
+            tokens=self.mean_tokens,
             bytes=self.totals["bytes"] / ops,
             gap_us=median(self.gap, 0) / 1e3,
             send_us=self._handing_over_ns() / 1e3,

@@ -73,6 +73,14 @@ def test_nobody_knows_what_a_missing_rank_received() -> None:
         assert np.isnan(e.load[3]) == (kind == "dispatch")
 
 
+def test_the_load_of_a_rank_is_what_all_layers_together_give_it() -> None:
+    """A median over four routings that take turns is none of theirs: healthy ranks looked hot by it."""
+    ((window, found),) = judged(replace(GPU, layers=4, skew=0.3), 8, [[]], 710)
+    for kind, e in estimates(window.snapshots).items():
+        handled = np.nansum(found.measured[kind].tokens, axis=1 if kind == "dispatch" else 0)
+        assert e.load == pytest.approx(handled / handled.mean(), abs=1e-9), kind
+
+
 def late_every(rank: int, period: int, late_s: float) -> list[GeneratorFault]:
     return [Hiccup(rank, op, late_s) for op in range(1, 2 * NUM_ROUNDS + 1, period)]
 
