@@ -203,7 +203,7 @@ class _Case:
         elif edge.what == "slots":
             self._follow_slots(edge, state)
         elif edge.what == "entry":
-            self._break_path(edge, edge.owed, edge.waiter)
+            self._break_path(edge, edge.owed)
         else:
             self._follow_rows(edge, state)
 
@@ -288,7 +288,7 @@ class _Case:
         """It has entered, and does not empty its queues."""
         calls = self._calls(edge.owed, edge.series, edge.number)
         if _has_left(state, edge, calls):
-            self._break_path(edge, edge.owed, edge.waiter)
+            self._break_path(edge, edge.owed)
         elif state.waits is not None:
             self._pass_on(edge, edge.owed)
         elif open_hook(state) == edge.number:
@@ -297,43 +297,31 @@ class _Case:
             self._blame_in(edge, state, calls)
 
     def _follow_rows(self, edge: _Wait, state: RankState) -> None:
-        """It has entered, and its rows are not there."""
+        """It has entered, and its rows are not there. Between nodes a gateway passes rows of normal operations on."""
         calls = self._calls(edge.owed, edge.series, edge.number)
         name = self._name(edge.series, edge.number)
-        last = calls[-1].call if calls else None
-        if last is not None and last.failed:
+        has_left = _has_left(state, edge, calls)
+        between_nodes = self.ranks_per_node and self._node(edge.owed) != self._node(edge.waiter)
+        if calls and calls[-1].call.failed:
             self._blame(edge.owed, edge, "given_up")
-        elif self.ranks_per_node and self._node(edge.owed) != self._node(edge.waiter):
-            self._follow_network(edge, state, calls, name)
-        elif _has_left(state, edge, calls) or _has_sent(calls, name):
-            self._break_path(edge, edge.owed, edge.waiter)
+        elif between_nodes and name == NORMAL_COMBINE and not has_left and self._needs_node(state):
+            self._pass_on(edge, edge.owed)
+        elif has_left or _has_sent(calls, name):
+            is_passed_on = between_nodes and name == NORMAL_DISPATCH
+            gateway = self._gateway(edge) if is_passed_on else edge.owed
+            if gateway in (edge.waiter, edge.owed):
+                self._break_path(edge, edge.owed)
+            else:
+                self._follow_gateway(edge, gateway)
         elif state.waits is not None:
             self._pass_on(edge, edge.owed)
         else:
             self._blame_in(edge, state, calls)
 
-    def _follow_network(
-        self, edge: _Wait, state: RankState, calls: Sequence[NumberedCall], name: str
-    ) -> None:
-        """The same between nodes, where a gateway passes rows of normal operations on."""
-        has_sent = _has_left(state, edge, calls) or _has_sent(calls, name)
-        if name == NORMAL_COMBINE and not _has_left(state, edge, calls):
-            # The gateway sends a sum, for which it needs the rows of its node.
-            needs = state.waits.ranks() if state.waits is not None else ()
-            if any(self._node(rank) == self._node(edge.owed) for rank in needs):
-                self._pass_on(edge, edge.owed)
-                return
-        if not has_sent:
-            if state.waits is not None:
-                self._pass_on(edge, edge.owed)
-            else:
-                self._blame_in(edge, state, calls)
-            return
-        gateway = self._gateway(edge)
-        if name != NORMAL_DISPATCH or gateway in (edge.waiter, edge.owed):
-            self._break_path(edge, edge.owed, edge.waiter)
-            return
-        self._follow_gateway(edge, gateway)
+    def _needs_node(self, state: RankState) -> bool:
+        """Whether it waits for rows of its own node, of which a gateway sends the sum."""
+        needs = state.waits.ranks() if state.waits is not None else ()
+        return any(self._node(rank) == self._node(state.rank) for rank in needs)
 
     def _gateway(self, edge: _Wait) -> int:
         """In dispatch rows go first to the rank of the other node that has the sender's place there."""
@@ -354,7 +342,7 @@ class _Case:
         elif state.process == "busy" and not _has_left(state, edge, ()):
             self._blame(gateway, edge, "busy")
         else:
-            self._break_path(edge, gateway, edge.waiter, passed_on=edge.owed)
+            self._break_path(edge, gateway)
 
     # ---- what an edge leads to
 
@@ -392,19 +380,18 @@ class _Case:
         if edge:
             draft.waiters.add(edge.waiter)
 
-    def _break_path(
-        self, edge: _Wait, source: int, destination: int, passed_on: int | None = None
-    ) -> None:
+    def _break_path(self, edge: _Wait, source: int) -> None:
+        """Accuses the path to the waiter, from the rank that it waits for or from the gateway behind that."""
         hop = ""
         if self.ranks_per_node:
-            hop = "NVLink" if self._node(source) == self._node(destination) else "network"
+            hop = "NVLink" if self._node(source) == self._node(edge.waiter) else "network"
         at = (edge.series, edge.number, self._name(edge.series, edge.number))
-        path = (source, destination)
+        path = (source, edge.waiter)
         cause = HangCause("not_arrived", (), *at, edge.what, paths=(path,), hop=hop)
         key = ("not_arrived", path, edge.series, edge.number)
         draft = self.drafts.setdefault(key, _Draft(cause))
-        if passed_on is not None:
-            whose = tuple(sorted({*draft.cause.passed_on, passed_on}))
+        if source != edge.owed:
+            whose = tuple(sorted({*draft.cause.passed_on, edge.owed}))
             draft.cause = replace(draft.cause, passed_on=whose)
         draft.waiters.add(edge.waiter)
 
