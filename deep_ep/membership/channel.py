@@ -1,28 +1,41 @@
 """The connections of one process with ranks of other processes: a rank is connected with when it has something to say.
 
-Rank 0's process is connected with all others from the start, so that each end notices the other's death.
+Rank 0's process is connected with all others from the start, so that each end notices the other's death. It listens
+for them while a buffer is made, and every other rank listens for as long as the buffer lives (coordinator.py). Any
+program that reaches such a port can connect, so whoever connects must first send a greeting: the buffer's secret token
+and its rank, in a fixed number of bytes. The token is compared before anything else in the greeting is read, and
+nothing behind it is read before. Who sends a wrong greeting, or none within `GREETING_TIMEOUT_S`, is disconnected.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import hmac
 import logging
 import selectors
 import socket
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Callable
 
 from deep_ep.hang.messages import Message, Welcome
 from deep_ep.membership.connection import NOT_UNDERSTOOD, Address, Connection, ConnectionClosed
-from deep_ep.membership.listener import ConnectionListener, greeting
 
 if TYPE_CHECKING:
     from deep_ep.membership.loop import Loop
 
-# How long a rank may take to connect. Chosen.
-_CONNECT_S = 10.0
+# How long a rank may take to connect, and a new connection to send its greeting. Chosen.
+_CONNECT_S, GREETING_TIMEOUT_S = 10.0, 5.0
+# The rank in a greeting, decimal.
+_RANK_DIGITS = 8
 
 _log = logging.getLogger("deep_ep")
+
+
+def greeting(token: str, rank: int) -> bytes:
+    """What a rank sends first, to any other of its buffer."""
+    return f"{token}{rank:0{_RANK_DIGITS}d}".encode()
 
 
 class Channel:
@@ -30,7 +43,8 @@ class Channel:
 
     Attributes:
         connections: over which a rank is spoken to, by rank.
-        listener: where others connect; `None`: nowhere.
+        server: the socket on which it listens; `None`: it never did.
+        address: where others connect, host and port; `None`: nowhere.
     """
 
     def __init__(
@@ -58,13 +72,37 @@ class Channel:
         self._addresses: Sequence[Address | None] = ()
         self._open: set[Connection] = set()
         self.connections: dict[int, Connection] = {}
-        self.listener: ConnectionListener | None = None
+        self.server: socket.socket | None = None
+        self.address: Address | None = None
+        # And until when they may greet; the oldest first.
+        self._ungreeted: dict[Connection, float] = {}
+        self._expiry_is_due = False
 
-    def listen(self, host: str, is_free: Callable[[int], bool]) -> ConnectionListener:
-        """Lets ranks connect from now on; see `ConnectionListener`. By any thread, before the loop starts."""
-        known = self._loop, host, self._token, self._num_ranks
-        self.listener = ConnectionListener(*known, is_free, self._accept)
-        return self.listener
+    def listen(self, host: str, is_free: Callable[[int], bool]) -> None:
+        """Lets ranks connect from now on. By any thread, before the loop starts.
+
+        Args:
+            host: an address of this host; only itself can connect there if that is a loopback.
+            is_free: whether a rank may connect: it has no connection yet.
+
+        Raises:
+            OSError: nobody can listen here.
+        """
+        self._is_free = is_free
+        at = host if host.startswith("127.") else ""
+        backlog = max(self._num_ranks, socket.SOMAXCONN)
+        self.server = server = socket.create_server((at, 0), backlog=backlog)
+        server.setblocking(False)
+        self.address = (host, int(server.getsockname()[1]))
+        self._loop.listen(server.fileno(), lambda: self._let_in(server))
+
+    def stop_listening(self) -> None:
+        """Takes no further connections."""
+        if self.server is not None:
+            self._loop.ignore(self.server.fileno())
+            self.server.close()
+        for connection in list(self._ungreeted):
+            self._send_away(connection)
 
     def connect(self, rank: int, address: Address) -> str:
         """Connects with a rank, and waits until it has answered. By any thread, before the loop starts.
@@ -114,12 +152,65 @@ class Channel:
 
     def close(self) -> None:
         """Also in a forked child: closes descriptors and nothing else."""
-        if self.listener is not None:
-            self.listener.forget()
-        for connection in self._open:
+        if self.server is not None:
+            self.server.close()
+        for connection in (*self._ungreeted, *self._open):
             connection.close()
 
-    # ---- steps
+    # ---- who connects
+
+    def _let_in(self, server: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            connection = Connection(server.accept()[0])
+            self._ungreeted[connection] = time.monotonic() + GREETING_TIMEOUT_S
+            if len(self._ungreeted) > 2 * self._num_ranks:
+                self._send_away(next(iter(self._ungreeted)))
+            self._loop.watch(connection, lambda: self._read_greeting(connection))
+            if not self._expiry_is_due:
+                self._expiry_is_due = True
+                self._loop.call_later(GREETING_TIMEOUT_S, self._send_expired_away)
+
+    def _read_greeting(self, connection: Connection) -> None:
+        try:
+            received = connection.take(len(self._token) + _RANK_DIGITS)
+            if received is None:
+                return
+            rank = self._greeting_rank(received)
+            connection.send(Welcome())
+        except (ConnectionClosed, ValueError):
+            self._send_away(connection)
+            return
+        self._ungreeted.pop(connection, None)
+        self._accept(rank, connection)
+
+    def _greeting_rank(self, received: bytes) -> int:
+        """The rank that greets.
+
+        Raises:
+            ValueError: the token is wrong, or that rank may not connect.
+        """
+        token, rank_text = received[:-_RANK_DIGITS], received[-_RANK_DIGITS:]
+        if not hmac.compare_digest(token, self._token.encode()):
+            raise ValueError("the token is wrong")
+        rank = int(rank_text) if rank_text.isdigit() else -1
+        if not 0 < rank < self._num_ranks or not self._is_free(rank):
+            raise ValueError(f"rank {rank} may not connect")
+        return rank
+
+    def _send_expired_away(self) -> None:
+        now = time.monotonic()
+        expired = [connection for connection, until in self._ungreeted.items() if until <= now]
+        for connection in expired:
+            self._send_away(connection)
+        self._expiry_is_due = bool(self._ungreeted)
+        if self._expiry_is_due:
+            self._loop.call_later(min(self._ungreeted.values()) - now, self._send_expired_away)
+
+    def _send_away(self, connection: Connection) -> None:
+        self._ungreeted.pop(connection, None)
+        self._loop.drop(connection)
+
+    # ---- who is connected
 
     def _address_of(self, rank: int) -> Address | None:
         return self._addresses[rank] if rank < len(self._addresses) else None

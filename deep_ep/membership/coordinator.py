@@ -34,11 +34,7 @@ _log = logging.getLogger("deep_ep")
 
 
 class Coordinator(Loop):
-    """Rank 0's end, a thread: the arbiter, the ranks of this process, and connections to all others.
-
-    Attributes:
-        listener: where the others connect, until all have.
-    """
+    """Rank 0's end, a thread: the arbiter, the ranks of this process, and connections to all others."""
 
     def __init__(
         self, places: Sequence[RankPlace], ranks_per_node: int, token: str, address: str
@@ -56,7 +52,7 @@ class Coordinator(Loop):
         self._inquiries = Inquiries(*known, self._send, self.call_later, self.aside, announce)
         self._take = Dispatcher(self._arbiter.handlers(), self._inquiries.handlers())
         self.channel = Channel(self, 0, num_ranks, token, self._take, self._lose)
-        self.listener = self.channel.listen(address, self._is_free)
+        self.channel.listen(address, self._is_free)
 
     def take_in(self, member: Liveness) -> None:
         """A rank of this process joins; from any thread."""
@@ -65,7 +61,7 @@ class Coordinator(Loop):
 
     def complete(self, unreachable: Sequence[int]) -> None:
         """All ranks have connected, but for these."""
-        self.listener.stop()
+        self.channel.stop_listening()
         for rank in unreachable:
             self._arbiter.unwatch(rank)
 
@@ -118,7 +114,7 @@ class CoordinatorClient(Loop):
     ) -> None:
         super().__init__(f"deep_ep.liveness rank {member.rank}")
         self._member = self._members[member.rank] = member
-        self.channel = Channel(self, member.rank, len(places), token, self._hear, self._lose)
+        self.channel = Channel(self, member.rank, len(places), token, self._hand, self._lose)
         host = self.channel.connect(0, address)
         with contextlib.suppress(OSError):  # others go without this rank
             self.channel.listen(host, lambda _: True)
@@ -145,15 +141,12 @@ class CoordinatorClient(Loop):
 
     @property
     def address(self) -> Address | None:
-        return self.channel.listener.address if self.channel.listener is not None else None
+        return self.channel.address
 
     def lose_rank_0(self) -> None:
         self._failover.lose_rank_0()
 
     def _hand(self, rank: int, message: Message) -> None:
-        self._hear(rank, message)
-
-    def _hear(self, rank: int, message: Message) -> None:
         """What a rank says, this one included."""
         if rank == 0 and isinstance(message, messages.MonitoringFailed):
             self.channel.drop(0)

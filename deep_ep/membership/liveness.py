@@ -377,7 +377,7 @@ def offer(rank: int, places: Sequence[RankPlace], ranks_per_node: int = 0) -> Of
         return Offer(None, token, str(error))
     _coordinators[token] = coordinator
     coordinator.start()
-    return Offer(coordinator.listener.address, token)
+    return Offer(coordinator.channel.address, token)
 
 
 def join(

@@ -15,8 +15,8 @@ from deep_ep.base.ranks import RankPlace
 from deep_ep.hang.cause import HangVerdict
 from deep_ep.hang.messages import AskState, InquiryRequest, InquiryVerdict, Message
 from deep_ep.membership import liveness
+from deep_ep.membership.channel import greeting
 from deep_ep.membership.failover import LAST_WORDS_S, InquiryFailover
-from deep_ep.membership.listener import greeting
 from membership.connected_ranks import OnlyOwn, connected, heard_until_closed
 from support.launch import HANG_S
 from support.manual_time import ManualTime
@@ -125,7 +125,7 @@ def test_a_rank_believes_others_only_what_they_may_say(monkeypatch: pytest.Monke
     monkeypatch.setattr(liveness, "_coordinators", OnlyOwn())
     with connected(3) as ranks:
         loop: Any = ranks[1].member.loop
-        assert loop.channel.listener.socket.getsockname()[0] == "127.0.0.1"
+        assert loop.channel.server.getsockname()[0] == "127.0.0.1"
         token = loop.channel._token
         dead = b'{"type": "RankDied", "rank": 0, "how": "process"}\n'
         state = b'{"type": "StateAnswer", "inquiry": 1, "state": []}\n'

@@ -27,9 +27,9 @@ from deep_ep.hang.messages import (
     Unmasked,
 )
 from deep_ep.membership import agreement, liveness, rendezvous
+from deep_ep.membership.channel import greeting
 from deep_ep.membership.connection import Connection, ConnectionClosed
 from deep_ep.membership.coordinator import Coordinator
-from deep_ep.membership.listener import greeting
 from membership.connected_ranks import (
     Buffer,
     Native,
@@ -309,16 +309,16 @@ def test_only_who_knows_the_token_comes_in() -> None:
             b"token-0000001",
             b'{"token":"tok',
         ):
-            with socket.create_connection(coordinator.listener.address, HANG_S) as stranger:
+            with socket.create_connection(coordinator.channel.address, HANG_S) as stranger:
                 stranger.settimeout(HANG_S)
                 stranger.sendall(message)
                 assert stranger.recv(100) == b""
-        with socket.create_connection(coordinator.listener.address, HANG_S) as member:
+        with socket.create_connection(coordinator.channel.address, HANG_S) as member:
             member.settimeout(HANG_S)
             member.sendall(greeting("token", 1))
             assert json.loads(member.recv(100)) == {"type": "Welcome"}
             coordinator.post(lambda: coordinator.complete([2]))
-            assert eventually(lambda: coordinator.listener.socket.fileno() == -1)
+            assert eventually(lambda: coordinator.channel.server.fileno() == -1)
             assert member.getpeername()[0] == "127.0.0.1"
     finally:
         coordinator.post(coordinator.leave_all)

@@ -29,11 +29,11 @@ from deep_ep.hang.messages import (
 )
 from deep_ep.hang.states import Call, Frame, RankState, Thread, Waits
 from deep_ep.hang.verdict import judge
-from deep_ep.membership import listener, liveness
+from deep_ep.membership import channel, liveness
 from deep_ep.membership.agreement import Arbiter
+from deep_ep.membership.channel import greeting
 from deep_ep.membership.connection import NOT_UNDERSTOOD
 from deep_ep.membership.coordinator import Coordinator
-from deep_ep.membership.listener import greeting
 from membership.connected_ranks import Native, OnlyOwn, connected, heard_until_closed
 from support.damaged import damaged
 from support.launch import HANG_S
@@ -74,7 +74,7 @@ def send(address: Any, data: bytes) -> bytes:
 
 def enters(coordinator: Coordinator, rank: int) -> bool:
     """Whether a rank finds its place."""
-    return b"Welcome" in send(coordinator.listener.address, greeting(TOKEN, rank))
+    return b"Welcome" in send(coordinator.channel.address, greeting(TOKEN, rank))
 
 
 # --- before the token -------------------------------------------------------------------------------
@@ -106,7 +106,7 @@ STRANGE = st.lists(st.one_of(PARTS, st.binary(max_size=60)), max_size=4).map(b""
 @example(said=TOKEN.encode() + b"\xd9\xa1" * 4)  # digits, but of another script
 def test_strangers_are_sent_away(coordinator: Coordinator, said: bytes) -> None:
     if not said.startswith((greeting(TOKEN, 1), greeting(TOKEN, 2))):
-        assert send(coordinator.listener.address, said) == b""
+        assert send(coordinator.channel.address, said) == b""
     assert enters(coordinator, 1)
 
 
@@ -114,7 +114,7 @@ def test_nothing_behind_a_greeting_is_read_before_the_token_is_known(
     monkeypatch: pytest.MonkeyPatch, coordinator: Coordinator
 ) -> None:
     monkeypatch.setattr(json, "loads", lambda *_, **__: pytest.fail("parsed"))
-    assert send(coordinator.listener.address, b'{"type":"Leaving","closed":1}\n' * 10) == b""
+    assert send(coordinator.channel.address, b'{"type":"Leaving","closed":1}\n' * 10) == b""
     assert enters(coordinator, 1)
 
 
@@ -122,8 +122,8 @@ def test_who_says_nothing_is_sent_away(
     monkeypatch: pytest.MonkeyPatch, coordinator: Coordinator
 ) -> None:
     with monkeypatch.context() as impatient:
-        impatient.setattr(listener, "GREETING_TIMEOUT_S", 0.05)
-        address = coordinator.listener.address
+        impatient.setattr(channel, "GREETING_TIMEOUT_S", 0.05)
+        address = coordinator.channel.address
         strangers = [socket.create_connection(address, HANG_S) for _ in range(3)]
         for number, stranger in enumerate(strangers):
             stranger.sendall(TOKEN.encode()[:number])
@@ -135,7 +135,7 @@ def test_who_says_nothing_is_sent_away(
 
 def test_who_resets_the_connection_does_no_harm(coordinator: Coordinator) -> None:
     for _ in range(20):
-        connection = socket.create_connection(coordinator.listener.address, HANG_S)
+        connection = socket.create_connection(coordinator.channel.address, HANG_S)
         connection.sendall(b"x")
         at_once = struct.pack("ii", 1, 0)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, at_once)
@@ -331,7 +331,7 @@ def test_no_message_of_a_rank_ends_rank_0(
     said: list[bytes], coordinator: Coordinator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)  # where dumps are asked for
-    heard = send(coordinator.listener.address, greeting(TOKEN, 1) + b"\n".join(said) + b"\n")
+    heard = send(coordinator.channel.address, greeting(TOKEN, 1) + b"\n".join(said) + b"\n")
     assert b"Welcome" in heard or not heard  # nothing, where the connection was reset
     assert enters(coordinator, 2)
 
