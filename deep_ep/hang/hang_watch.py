@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Callable
@@ -138,7 +138,7 @@ class HangWatch:
         """
         if asked is not None:
             self._requests[directory] = asked
-        self._say(messages.DumpRequest(directory))
+        self._say(messages.InquiryRequest(False, directory))
 
     def verdict_on(self, operation: str, number: int) -> HangVerdict | None:
         """What ranks that waited in an operation were found to wait for; `None` if that is not known."""
@@ -184,13 +184,19 @@ class HangWatch:
         }
 
     def _take_verdict(self, found: messages.InquiryVerdict) -> None:
+        """Also tells who has asked for dumps which files they are; none could be written if the list is empty."""
         self._verdict = found.verdict
-        self._answer(found.dumped)
+        for folder in self._requests.keys() & found.dumped.keys():
+            files = found.dumped[folder]
+            error = "" if files else f"{folder} cannot be written; see the logs"
+            with contextlib.suppress(OSError, EPUsageError):  # who asked has gone
+                asked = self._requests.pop(folder)
+                request.answer(asked, map(Path, files), wording.line(found.verdict), error)
 
     def _answer_state(self, answer: Callable[[Message], None], asked: messages.AskState) -> None:
         if self._recorder is not None:
             state = self._recorder.state(_CALLS_TOLD, with_threads=True)
-            answer(messages.StateAnswer(asked.inquiry, state))
+            answer(messages.StateReport(asked.inquiry, state))
 
     def inspect(self, asked: messages.Inspect) -> messages.InspectionAnswer:
         """What another process of this host is doing, which does not answer. Takes up to seconds; in any thread.
@@ -250,15 +256,6 @@ class HangWatch:
         exit_ = self._exit_of(rank) if process == "gone" else ""
         return RankState(*of_rank, written_by=self._rank, process=process, exit=exit_)
 
-    def _answer(self, dumped: Mapping[str, tuple[str, ...]]) -> None:
-        """Tells who has asked for dumps which files they are; none could be written if the list is empty."""
-        said = wording.line(self._verdict) if self._verdict is not None else ""
-        for folder in self._requests.keys() & dumped.keys():
-            error = "" if dumped[folder] else f"{folder} cannot be written; see the logs"
-            with contextlib.suppress(OSError, EPUsageError):  # who asked has gone
-                written = [Path(name) for name in dumped[folder]]
-                request.answer(self._requests.pop(folder), written, said, error)
-
     def _publish(self, own: Recorder) -> None:
         """So that something is known of this rank when it does not answer any more."""
         now = time.monotonic()
@@ -268,7 +265,7 @@ class HangWatch:
         if place == self._published:
             return
         self._published_s, self._published = now, place
-        self._say(messages.StatePublished(own.state(_CALLS_PUBLISHED, with_threads=False)))
+        self._say(messages.StateReport(0, own.state(_CALLS_PUBLISHED, with_threads=False)))
 
 
 os.register_at_fork(after_in_child=stacks.forget)

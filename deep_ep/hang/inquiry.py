@@ -2,19 +2,20 @@
 
 A rank that has been waiting for long says so. Who leads then asks all ranks where they are, lets a rank of the
 same host look at those that do not answer, and judges the states (hang/verdict.py). The verdict goes to all
-ranks, so that their exceptions carry it. As the arbiter (agreement.py), this does no input or output and reads
-no clock.
+ranks, so that their exceptions carry it. As the arbiter (agreement.py), `Inquiries` does no input or output and reads
+no clock; its verdicts are logged, and dumps written, by an `Announcer`.
 """
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Callable, Protocol
 
 from deep_ep.base.ranks import rank_of
-from deep_ep.hang import messages
+from deep_ep.hang import messages, traces, wording
 from deep_ep.hang.cause import HangVerdict
 from deep_ep.hang.messages import Handlers, Message
 from deep_ep.hang.states import Process, RankState
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 
 # How long ranks may take to say where they are, and others of their hosts to look at them. Chosen.
 _ANSWERS_S, _LOOKS_S = 0.8, 0.8
+
+_log = logging.getLogger("deep_ep")
 
 
 class DepartedRanks(Protocol):
@@ -64,11 +67,10 @@ class _Inquiry:
     """One that is open."""
 
     number: int
-    is_final: bool
     asked: set[int]
+    is_final: bool = False
     dump_to: list[str] = field(default_factory=list)
     states: dict[int, RankState] = field(default_factory=dict)
-    looked_at: set[int] = field(default_factory=set)
     seen: dict[int, RankState] = field(default_factory=dict)
 
 
@@ -103,7 +105,7 @@ class Inquiries:
         self._departed = departed
         self._send, self._call_later = send, call_later
         self._aside, self._announce = aside, announce
-        self._published: dict[int, RankState] = {}
+        self._reported: dict[int, RankState] = {}
         self._raised: dict[int, str] = {}
         self._exits: dict[int, str] = {}
         self._number = 0
@@ -112,32 +114,28 @@ class Inquiries:
     def handlers(self) -> Handlers[int]:
         """Of what ranks say to it."""
         return {
-            messages.StatePublished: lambda rank, message: self._publish(rank, message.state),
             messages.ExceptionRaised: self._raise,
             messages.ExitSeen: lambda _, seen: self._exits.update(
                 {self._rank_of(seen.rank): seen.exit}
             ),
-            messages.InquiryRequest: lambda _, request: self.ask(request.final),
-            messages.DumpRequest: lambda _, request: self.ask(False, request.directory),
-            messages.StateAnswer: self._take_state,
+            messages.InquiryRequest: lambda _, request: self.ask(request.final, request.dump_to),
+            messages.StateReport: self._take_state,
             messages.InspectionAnswer: self._take_inspection,
         }
-
-    def _publish(self, rank: int, state: RankState) -> None:
-        if (state.rank, state.num_ranks) != (rank, len(self._places)):
-            raise ValueError(
-                f"rank {rank} of {len(self._places)} says that it is rank {state.rank} of {state.num_ranks}"
-            )
-        self._published[rank] = state
 
     def _raise(self, rank: int, message: messages.ExceptionRaised) -> None:
         self._raised[rank] = message.text
         self._send_all(messages.RankRaised(rank, message.text))
 
-    def _take_state(self, rank: int, answer: messages.StateAnswer) -> None:
-        self._publish(rank, answer.state)
-        if self._open is not None and answer.inquiry == self._open.number:
-            self._open.states[rank] = answer.state
+    def _take_state(self, rank: int, report: messages.StateReport) -> None:
+        state, num_ranks = report.state, len(self._places)
+        if (state.rank, state.num_ranks) != (rank, num_ranks):
+            raise ValueError(
+                f"rank {rank} of {num_ranks} says that it is rank {state.rank} of {state.num_ranks}"
+            )
+        self._reported[rank] = state
+        if self._open is not None and report.inquiry == self._open.number:
+            self._open.states[rank] = state
             self._look()
 
     def _take_inspection(self, by: int, seen: messages.InspectionAnswer) -> None:
@@ -154,17 +152,19 @@ class Inquiries:
             is_final: whether the operation is about to time out.
             dump_to: a folder for a dump; empty: none is asked for.
         """
-        if self._open is not None:
-            self._open.is_final = self._open.is_final or is_final
-            self._open.dump_to += [dump_to] if dump_to else []
-            return
+        opened = self._open or self._begin()
+        opened.is_final = opened.is_final or is_final
+        if dump_to:
+            opened.dump_to.append(dump_to)
+
+    def _begin(self) -> _Inquiry:
         self._number += 1
         asked = set(range(len(self._places))) - self._departed.away()
-        opened = self._open = _Inquiry(self._number, is_final, asked)
-        opened.dump_to += [dump_to] if dump_to else []
+        opened = self._open = _Inquiry(self._number, asked)
         for rank in sorted(asked):
             self._send(rank, messages.AskState(opened.number))
         self._call_later(_ANSWERS_S, lambda: self._have_looked_at(opened))
+        return opened
 
     def drop(self) -> None:
         """Another rank leads."""
@@ -178,14 +178,14 @@ class Inquiries:
         """Others of their hosts look at the ranks that do not answer."""
         if self._open is not opened:
             return
-        silent = opened.asked - opened.states.keys()
-        for rank in sorted(silent):
+        looks = False
+        for rank in sorted(opened.asked - opened.states.keys()):
             place = self._places[rank]
             near = [r for r in sorted(opened.states) if self._places[r].host == place.host]
             if near:
-                opened.looked_at.add(rank)
+                looks = True
                 self._send(near[0], messages.Inspect(opened.number, rank))
-        if opened.looked_at:
+        if looks:
             self._call_later(_LOOKS_S, lambda: self._conclude(opened))
         else:
             self._conclude(opened)
@@ -226,8 +226,53 @@ class Inquiries:
         """The state of a rank that does not say where it is."""
         place = self._places[rank]
         unheard = RankState(rank, len(self._places), host=place.host, pid=place.pid)
-        said = self._published.get(rank, unheard)
+        said = self._reported.get(rank, unheard)
         return replace(said, process=process, in_call="", waits=None, threads=(), written_by=0)
 
     def _rank_of(self, rank: int) -> int:
         return rank_of(rank, len(self._places))
+
+
+class Announcer:
+    """What becomes of the verdicts of a buffer on the rank that leads: lines in the log, and dumps. One thread at a time."""
+
+    def __init__(self) -> None:
+        """Dumps of failed operations go where the environment says now."""
+        self._said: list[object] = []
+        self._dumps_to = traces.default_folder()
+
+    def announce(self, result: InquiryResult) -> messages.InquiryVerdict:
+        """Logs what is new, and writes the dumps that are due.
+
+        Returns:
+            What all ranks are to hear.
+        """
+        said = _essence(result.verdict)
+        if said and said != self._said:
+            self._said = said
+            _log.warning(
+                "deep_ep: %s", wording.line(result.verdict), extra={"verdict": result.verdict}
+            )
+        folders = [*result.dump_to]
+        if result.is_final and self._dumps_to is not None:
+            folders.append(str(self._dumps_to / result.verdict.buffer))
+        dumped = {folder: _dump(folder, result) for folder in dict.fromkeys(folders)}
+        return messages.InquiryVerdict(result.verdict, dumped)
+
+
+def _dump(folder: str, result: InquiryResult) -> tuple[str, ...]:
+    """The files that were written; none if that failed."""
+    try:
+        files = traces.write_dump(folder, result.states, result.verdict)
+    except (OSError, ValueError) as error:  # a name that no folder can have is a ValueError
+        _log.warning("deep_ep: no dump in %s: %s", folder, error)
+        return ()
+    else:
+        read = "python -m deep_ep.diagnose hang"
+        _log.warning("deep_ep: %d files in %s; %s %s", len(files), folder, read, folder)
+        return tuple(str(file) for file in files)
+
+
+def _essence(verdict: HangVerdict) -> list[object]:
+    """What makes one verdict another one than the last."""
+    return [(c.kind, c.ranks, c.series, c.number, c.paths, c.circle) for c in verdict.causes]

@@ -66,42 +66,26 @@ class Unmasked:
 
 
 @dataclass(frozen=True)
-class Unwatched:
-    """The sender will say nothing any more, for a reason of its own."""
-
-
-@dataclass(frozen=True)
-class StatePublished:
-    """Where the sender is while all is well."""
-
-    state: RankState
-
-
-@dataclass(frozen=True)
 class InquiryRequest:
-    """The sender has been waiting for long.
+    """The sender has been waiting for long, or somebody wants a dump of all ranks.
 
     Attributes:
         final: whether its operation is about to time out.
+        dump_to: a directory on the leader's host; empty: no dump is asked for.
     """
 
     final: bool
+    dump_to: str = ""
 
 
 @dataclass(frozen=True)
-class DumpRequest:
-    """Somebody wants a dump of all ranks.
+class StateReport:
+    """Where the sender is.
 
     Attributes:
-        directory: on the leader's host.
+        inquiry: of the `AskState` that it answers; 0: nobody has asked, and all is well.
+        state: of the sender.
     """
-
-    directory: str
-
-
-@dataclass(frozen=True)
-class StateAnswer:
-    """To `AskState`."""
 
     inquiry: int
     state: RankState
@@ -132,17 +116,20 @@ class ExitSeen:
     exit: str
 
 
+# ---- either way
+
+
+@dataclass(frozen=True)
+class MonitoringFailed:
+    """The sender will say nothing any more, for a reason of its own."""
+
+
 # ---- from the leader to a rank
 
 
 @dataclass(frozen=True)
 class Welcome:
     """The greeting was right."""
-
-
-@dataclass(frozen=True)
-class MonitoringFailed:
-    """Rank 0 will say nothing any more, for a reason of its own."""
 
 
 @dataclass(frozen=True)
@@ -212,9 +199,9 @@ class RankRaised:
 
 
 _ALL = (
-    *(FailureReport, ProgressAnswer, Leaving, Unmasked, Unwatched, StatePublished, InquiryRequest),
-    *(DumpRequest, StateAnswer, InspectionAnswer, ExceptionRaised, ExitSeen),
-    *(Welcome, MonitoringFailed, AskProgress, Decision, Undecided, RankDied, RankLeft),
+    *(FailureReport, ProgressAnswer, Leaving, Unmasked, InquiryRequest, StateReport),
+    *(InspectionAnswer, ExceptionRaised, ExitSeen, MonitoringFailed),
+    *(Welcome, AskProgress, Decision, Undecided, RankDied, RankLeft),
     *(AskState, Inspect, InquiryVerdict, RankRaised),
 )
 CLASSES: Mapping[str, type] = {class_.__name__: class_ for class_ in _ALL}

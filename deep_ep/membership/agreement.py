@@ -153,7 +153,7 @@ class Arbiter:
             messages.ProgressAnswer: self._progress,
             messages.Leaving: self.leave,
             messages.Unmasked: lambda rank, _: self._masked.discard(rank),
-            messages.Unwatched: lambda rank, _: self.unwatch(rank),
+            messages.MonitoringFailed: lambda rank, _: self.unwatch(rank),
         }
 
     def lose(self, rank: int, how: str) -> None:

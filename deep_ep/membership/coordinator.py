@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING
 
 from deep_ep.base.ranks import RankPlace
 from deep_ep.hang import messages
-from deep_ep.hang.announcement import Announcer
-from deep_ep.hang.inquiry import Inquiries
+from deep_ep.hang.inquiry import Announcer, Inquiries
 from deep_ep.hang.messages import Dispatcher, Message
 from deep_ep.membership.agreement import Arbiter
 from deep_ep.membership.channel import Channel
@@ -126,7 +125,7 @@ class CoordinatorClient(Loop):
         self.post(lambda: self.channel.introduce(addresses))
 
     def say(self, rank: int, message: Message) -> None:
-        if isinstance(message, (messages.InquiryRequest, messages.DumpRequest)):
+        if isinstance(message, messages.InquiryRequest):
             self._failover.request(message)
         else:
             self.channel.send(0, message)
@@ -136,7 +135,7 @@ class CoordinatorClient(Loop):
         self._stop()
 
     def fail(self) -> None:
-        self.channel.send(0, messages.Unwatched())
+        self.channel.send(0, messages.MonitoringFailed())
         self._member.lose("")
 
     @property

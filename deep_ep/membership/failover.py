@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Callable
 
 from deep_ep.hang import messages
-from deep_ep.hang.announcement import Announcer
-from deep_ep.hang.inquiry import Inquiries
+from deep_ep.hang.inquiry import Announcer, Inquiries
 from deep_ep.hang.messages import Dispatcher, Message
 
 if TYPE_CHECKING:
@@ -26,12 +25,7 @@ _BEGIN_S, _VERDICT_S = 0.5, 2.0
 LAST_WORDS_S = 0.2
 
 # What ranks may say to each other: to the one that leads, and what that says.
-_TO_LEADERS = (
-    messages.InquiryRequest,
-    messages.DumpRequest,
-    messages.StateAnswer,
-    messages.InspectionAnswer,
-)
+_TO_LEADERS = (messages.InquiryRequest, messages.StateReport, messages.InspectionAnswer)
 OF_LEADERS = (messages.AskState, messages.Inspect, messages.InquiryVerdict)
 
 
@@ -64,15 +58,15 @@ class InquiryFailover:
         self._loop, self._member, self._reaches, self._send = loop, member, reaches, send
         self._leader = 0
         self._is_led = False  # an inquiry has begun, and its verdict has not come
-        self._pending: list[Message] = []
+        self._pending: list[messages.InquiryRequest] = []
         self._turn = 0
         known, announce = (places, ranks_per_node, member), Announcer().announce
         self._inquiries = Inquiries(*known, send, loop.call_later, loop.aside, announce)
         own = self._inquiries.handlers()
         self.take = Dispatcher({class_: own[class_] for class_ in _TO_LEADERS})
 
-    def request(self, message: Message) -> None:
-        """Asks whoever leads for an inquiry, with an `InquiryRequest` or a `DumpRequest`."""
+    def request(self, message: messages.InquiryRequest) -> None:
+        """Asks whoever leads for an inquiry."""
         self._pending.append(message)
         self._pass_over()
         self._send(self._leader, message)

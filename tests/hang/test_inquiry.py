@@ -25,7 +25,6 @@ from deep_ep.hang.inquiry import Inquiries, InquiryResult
 from deep_ep.hang.messages import (
     AskState,
     Dispatcher,
-    DumpRequest,
     ExceptionRaised,
     ExitSeen,
     InquiryRequest,
@@ -35,8 +34,7 @@ from deep_ep.hang.messages import (
     Leaving,
     Message,
     RankRaised,
-    StateAnswer,
-    StatePublished,
+    StateReport,
 )
 from deep_ep.hang.states import Call, Frame, RankState, Thread, Waits
 from deep_ep.membership.agreement import Arbiter
@@ -95,7 +93,7 @@ class Rank0(ManualTime):
     def answer(self, states: dict[int, RankState]) -> None:
         for rank, message in list(self.sent):
             if isinstance(message, AskState) and rank in states:
-                self.hear(rank, StateAnswer(message.inquiry, states[rank]))
+                self.hear(rank, StateReport(message.inquiry, states[rank]))
 
     def causes(self) -> list[tuple[str, tuple[int, ...]]]:
         return [(cause.kind, cause.ranks) for cause in self.results[-1].verdict.causes]
@@ -116,7 +114,7 @@ def test_who_waits_has_all_asked_and_the_verdict_follows_from_the_answers() -> N
 
 def test_a_rank_that_does_not_answer_is_looked_at_by_one_of_its_host() -> None:
     rank_0 = Rank0()
-    rank_0.hear(3, StatePublished(elsewhere(3)))
+    rank_0.hear(3, StateReport(0, elsewhere(3)))
     rank_0.hear(0, InquiryRequest(True))
     rank_0.answer({0: waiting(0), 1: waiting(1), 2: waiting(2)})
     rank_0.pass_time(1.0)
@@ -184,7 +182,7 @@ def test_an_old_answer_belongs_to_no_new_inquiry() -> None:
     rank_0.pass_time(1.0)
     assert len(rank_0.results) == 1
     rank_0.hear(0, InquiryRequest(False))
-    rank_0.hear(3, StateAnswer(1, elsewhere(3)))
+    rank_0.hear(3, StateReport(1, elsewhere(3)))
     rank_0.answer({})
     assert len(rank_0.results) == 1
 
@@ -192,7 +190,7 @@ def test_an_old_answer_belongs_to_no_new_inquiry() -> None:
 def test_a_dump_that_is_asked_for_meanwhile_comes_with_the_verdict() -> None:
     rank_0 = Rank0()
     rank_0.hear(0, InquiryRequest(False))
-    rank_0.hear(1, DumpRequest("/somewhere"))
+    rank_0.hear(1, InquiryRequest(False, "/somewhere"))
     rank_0.answer({rank: waiting(rank) for rank in range(3)} | {3: elsewhere(3)})
     assert rank_0.results[0].dump_to == ("/somewhere",)
 
@@ -213,16 +211,16 @@ def test_who_hands_over_comes_to_no_verdict_of_its_own() -> None:
 @pytest.mark.parametrize(
     ("line", "error"),
     [
-        ('{"type":"StateAnswer","inquiry":1,"state":[]}', "state is .*; expected an object"),
+        ('{"type":"StateReport","inquiry":1,"state":[]}', "state is .*; expected an object"),
         (
-            '{"type":"StateAnswer","inquiry":1,"state":{"rank":3,"num_ranks":4,"process":"?"}}',
+            '{"type":"StateReport","inquiry":1,"state":{"rank":3,"num_ranks":4,"process":"?"}}',
             "process",
         ),
         (
-            '{"type":"StateAnswer","inquiry":1.5,"state":{"rank":3,"num_ranks":4}}',
+            '{"type":"StateReport","inquiry":1.5,"state":{"rank":3,"num_ranks":4}}',
             "inquiry is 1.5; expected an integer",
         ),
-        ('{"type":"StatePublished"}', "state is missing"),
+        ('{"type":"StateReport","inquiry":0}', "state is missing"),
         ('{"type":"InquiryRequest","final":true,"more":1}', "more is no field of InquiryRequest"),
         ('{"type":"InquiryRequest","final":1}', "final is 1; expected false or true"),
         (
@@ -241,7 +239,7 @@ def test_what_is_no_message_is_refused_and_says_why(line: str, error: str) -> No
 @pytest.mark.parametrize(
     ("message", "error"),
     [
-        (StateAnswer(1, RankState(2, 4)), "says that it is rank 2"),
+        (StateReport(1, RankState(2, 4)), "says that it is rank 2"),
         (ExitSeen(4, "signal 9"), "rank 4 of 4"),
         (AskState(1), "nobody here handles AskState"),
     ],

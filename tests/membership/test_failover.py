@@ -128,7 +128,7 @@ def test_a_rank_believes_others_only_what_they_may_say(monkeypatch: pytest.Monke
         assert loop.channel.server.getsockname()[0] == "127.0.0.1"
         token = loop.channel._token
         dead = b'{"type": "RankDied", "rank": 0, "how": "process"}\n'
-        state = b'{"type": "StateAnswer", "inquiry": 1, "state": []}\n'
+        state = b'{"type": "StateReport", "inquiry": 1, "state": []}\n'
         for greets, then in (
             (greeting("0" * len(token), 2), b""),
             (greeting(token, 0), b""),

@@ -25,7 +25,7 @@ from deep_ep.hang.messages import (
     InspectionAnswer,
     Message,
     ProgressAnswer,
-    StateAnswer,
+    StateReport,
 )
 from deep_ep.hang.states import Call, Frame, RankState, Thread, Waits
 from deep_ep.hang.verdict import judge
@@ -172,16 +172,13 @@ WHOLE: tuple[Message, ...] = (
     ProgressAnswer(1, Progress(0, 1, True)),
     messages.Leaving(1),
     messages.Unmasked(),
-    messages.Unwatched(),
-    messages.StatePublished(STATE),
-    messages.InquiryRequest(False),
-    messages.DumpRequest("dumps"),
-    StateAnswer(1, STATE),
+    messages.InquiryRequest(False, "dumps"),
+    StateReport(1, STATE),
     InspectionAnswer(1, 2, "busy", (Thread("main", (Frame("train", "train.py", 3),)),)),
     messages.ExceptionRaised("ValueError"),
     messages.ExitSeen(2, "signal 9"),
-    messages.Welcome(),
     messages.MonitoringFailed(),
+    messages.Welcome(),
     messages.AskProgress(1),
     Decision(
         OPERATION, {2: "process"}, {0: 1}, (1,), {0: Progress(1, 0, False)}, {1: 1}, ((0, 1),)
@@ -301,14 +298,14 @@ class Rank0(ManualTime):
 def test_what_a_rank_says_does_no_harm_later() -> None:
     handled = Rank0().handled
     understood = [message for message in WHOLE if type(message) in handled]
-    states = [messages.StatePublished(STATE), StateAnswer(1, STATE)]  # of which most can be wrong
+    states = [StateReport(1, STATE)]  # of which most can be wrong
     lines = lines_of(understood, varied) | lines_of(states, varied) | lines_of(WHOLE, spoiled)
     ranks = st.just(1) | st.integers(0, RANKS - 1)
     taken: list[Message] = []
 
     @given(said=st.lists(st.tuples(ranks, lines), max_size=6))
     @settings(deadline=None, max_examples=300, suppress_health_check=[HealthCheck.too_slow])
-    @example(said=[(1, messages.encode(StateAnswer(1, replace(STATE, num_ranks=1 << 16))))])
+    @example(said=[(1, messages.encode(StateReport(1, replace(STATE, num_ranks=1 << 16))))])
     @example(said=[(1, messages.encode(InspectionAnswer(1, 99, "busy", ())))])
     @example(said=[(1, messages.encode(FailureReport(OPERATION, "timeout", (-9,))))])
     def says(said: list[tuple[int, bytes]]) -> None:
