@@ -219,13 +219,6 @@ class Liveness:
                 return Progress(0, 0, False)
             return Progress(**self._native.progress())
 
-    def introduce(self, addresses: Sequence[Any]) -> None:
-        """See `Loop.introduce`; addresses are plain data. By the program's thread."""
-        known: Any = Optional[Address]
-        if self.loop is not None:
-            addresses = [codec.from_plain(known, plain) for plain in addresses]
-            self.loop.introduce(addresses)
-
     @property
     def address(self) -> Address | None:
         """See `Loop.address`."""
@@ -349,15 +342,6 @@ class Offer(NamedTuple):
     token: str
     problem: str = ""
 
-    @staticmethod
-    def of(plain: Any) -> Offer | None:
-        """From plain data.
-
-        Raises:
-            ValueError: it is none.
-        """
-        return None if plain is None else codec.from_plain(Offer, plain)
-
 
 def offer(rank: int, places: Sequence[RankPlace], ranks_per_node: int = 0) -> Offer | None:
     """First step of connecting the ranks of a buffer: rank 0's offer, for all ranks.
@@ -385,7 +369,7 @@ def join(
     rank: int,
     places: Sequence[RankPlace],
     native: NativeRuntime,
-    offered: Offer | None,
+    offered: Any,
     ranks_per_node: int = 0,
     may_mask: bool = False,
 ) -> tuple[Liveness | None, str | None]:
@@ -396,32 +380,38 @@ def join(
         rank: this rank.
         places: of all ranks.
         native: runtime of the buffer, connected.
-        offered: by rank 0.
+        offered: by rank 0, plain data.
         ranks_per_node: as of `offer`.
         may_mask: see `Liveness`.
 
     Returns:
         This rank's part, and why it is not connected, if it is not.
+
+    Raises:
+        ValueError: what is offered is no `Offer`.
     """
     if offered is None:
         return None, None
+    accepted = codec.from_plain(Offer, offered)
     member = Liveness(rank, native, may_mask)
     weakref.finalize(buffer, member.close).atexit = False
-    if offered.address is None:
-        return member, offered.problem
-    coordinator = _coordinators.get(offered.token)
+    if accepted.address is None:
+        return member, accepted.problem
+    coordinator = _coordinators.get(accepted.token)
     try:
         if coordinator is not None:
             coordinator.take_in(member)
         else:
-            known = places, ranks_per_node, offered.token, offered.address
+            known = places, ranks_per_node, accepted.token, accepted.address
             CoordinatorClient(member, *known).start()
     except (OSError, ValueError) as error:
         return member, f"{type(error).__name__}: {error}"
     return member, None
 
 
-def complete(own: Offer | None, problems: Sequence[str | None]) -> None:
+def complete(
+    own: Offer | None, member: Liveness | None, joined: Sequence[tuple[str | None, Any]]
+) -> None:
     """Last step: what the second one said on all ranks is known.
 
     Without a connection the buffer works, and ranks that are missing are found by the timeout: a
@@ -429,8 +419,16 @@ def complete(own: Offer | None, problems: Sequence[str | None]) -> None:
 
     Args:
         own: this rank's offer.
-        problems: of all ranks.
+        member: this rank's part.
+        joined: by rank, why it is not connected, and where it listens; plain data.
+
+    Raises:
+        ValueError: where a rank listens is no `Address`.
     """
+    problems, addresses = zip(*joined)
+    if member is not None and member.loop is not None:
+        known: Any = Optional[Address]
+        member.loop.introduce([codec.from_plain(known, address) for address in addresses])
     if own is None:
         return
     unreachable = [rank for rank, problem in enumerate(problems) if problem is not None]

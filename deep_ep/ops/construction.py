@@ -260,8 +260,7 @@ class _Connecting:
         else:
             self._comm_stream = selected.create_comm_stream()
         native.connect([bytes.fromhex(handle) for handle, *_ in allocated])
-        offered = liveness.Offer.of(allocated[0][1])
-        known = group.rank, places, native, offered, topology.ranks_per_node
+        known = group.rank, places, native, allocated[0][1], topology.ranks_per_node
         self._member, problem = liveness.join(owner, *known, settings.may_mask)
         return problem, self._member.address if self._member is not None else None
 
@@ -277,9 +276,7 @@ class _Connecting:
 
     def introduce(self, connected: Connected) -> None:
         """Last step: who watches over the ranks knows where all of them listen."""
-        liveness.complete(self._offer, [problem for problem, _ in connected])
-        if self._member is not None:
-            self._member.introduce([address for _, address in connected])
+        liveness.complete(self._offer, self._member, connected)
 
     def communicator(self, allocated: Allocated) -> Communicator:
         """What has become of it."""

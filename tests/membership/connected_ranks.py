@@ -59,12 +59,11 @@ def start(
 ) -> liveness.Liveness:
     """All steps of connecting a rank. Collective."""
     own = liveness.offer(group.rank, places)
-    offered = liveness.Offer.of(group.all_gather_object(own)[0])
+    offered = group.all_gather_object(own)[0]
     member, problem = liveness.join(buffer, group.rank, places, native, offered)
     assert member is not None
     joined = group.all_gather_object((problem, member.address))
-    liveness.complete(own, [problem for problem, _ in joined])
-    member.introduce([address for _, address in joined])
+    liveness.complete(own, member, joined)
     return member
 
 
