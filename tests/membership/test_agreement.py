@@ -69,6 +69,11 @@ class Ranks(ManualTime):
     def pass_time(self, seconds: float = LONGEST_S) -> None:
         super().pass_time(seconds)
 
+    def settle(self) -> None:
+        """Everybody answers, and what can be decided is."""
+        self.answer()
+        self.pass_time()
+
     def decisions(self, rank: int) -> list[Decision]:
         return [told for told in self.told[rank] if isinstance(told, Decision)]
 
@@ -87,8 +92,7 @@ def test_a_dead_rank_is_named_and_who_waits_is_not() -> None:
     for rank in range(3):
         assert RankDied(3, "process") in ranks.told[rank]
     ranks.report(1, [0, 3])
-    ranks.answer()
-    ranks.pass_time()
+    ranks.settle()
     decision = ranks.decision()
     assert decision.dead == {3: "process"}
     assert decision.culprits == (3,)
@@ -162,8 +166,7 @@ def test_who_gave_up_for_another_rank_waits_whichever_report_comes_first() -> No
     ranks.report(2, [0], "abandoned")
     ranks.report(3, [0], "abandoned")
     ranks.report(0, [1])
-    ranks.answer()
-    ranks.pass_time()
+    ranks.settle()
     assert ranks.decision().culprits == (1,)
     assert ranks.decision().waiting == {0: 73, 2: 73, 3: 73}
 
@@ -192,8 +195,7 @@ def test_who_failed_one_operation_before_is_not_named_beside_the_dead(at: Progre
     ranks.pass_time(0.15)
     assert not ranks.decisions(0)
     ranks.report(0, [1])
-    ranks.answer()
-    ranks.pass_time()
+    ranks.settle()
     assert [decision.culprits for decision in ranks.decisions(2)] == [(1,), (1,)]
 
 
@@ -203,8 +205,7 @@ def test_who_is_asked_for_two_decisions_answers_for_both() -> None:
     ranks.report(0, [1])
     ranks.report(2, [1, 3], key=Key("operation", 74))
     ranks.arbiter.lose(1, "process")
-    ranks.answer()
-    ranks.pass_time()
+    ranks.settle()
     assert [decision.culprits for decision in ranks.decisions(2)] == [(1,), (1,)]
 
 
@@ -227,8 +228,7 @@ def test_a_rank_that_is_elsewhere_is_named_with_its_place() -> None:
 def test_a_rank_that_is_still_sending_in_the_operation_is_not_named() -> None:
     ranks = Ranks({0: WAITS, 1: IDLE, 2: Progress(72, 73, False), 3: WAITS})
     ranks.report(0, [1, 2])
-    ranks.answer()
-    ranks.pass_time()
+    ranks.settle()
     assert ranks.decision().culprits == (1,)
 
 
@@ -246,8 +246,7 @@ def test_all_are_told_the_first_decision() -> None:
 def test_a_stopped_rank_is_told_when_it_goes_on() -> None:
     ranks = Ranks({0: WAITS, 2: WAITS, 3: WAITS})
     ranks.report(0, [1])
-    ranks.answer()
-    ranks.pass_time()
+    ranks.settle()
     assert not ranks.decisions(1)
     ranks.at[1] = IDLE
     ranks.answer()
@@ -258,8 +257,7 @@ def test_a_stopped_rank_is_not_asked_again_and_again() -> None:
     ranks = Ranks({0: WAITS, 2: WAITS, 3: WAITS})
     for op in range(80, 90):
         ranks.report(0, [1], key=Key("operation", op))
-        ranks.answer()
-        ranks.pass_time()
+        ranks.settle()
     assert len(ranks.told[1]) == 1
     assert [decision.culprits for decision in ranks.decisions(0)] == [(1,)] * 10
 
@@ -267,12 +265,10 @@ def test_a_stopped_rank_is_not_asked_again_and_again() -> None:
 def test_who_gave_up_for_another_rank_is_not_named_in_the_next_operation() -> None:
     ranks = Ranks({0: WAITS, 2: Progress(73, 74, True), 3: WAITS})
     ranks.report(0, [1])
-    ranks.answer()
-    ranks.pass_time()
+    ranks.settle()
     ranks.at.update({0: Progress(73, 0, False), 3: Progress(73, 0, False)})
     ranks.report(2, [0, 1, 3], key=Key("operation", 74))
-    ranks.answer()
-    ranks.pass_time()
+    ranks.settle()
     assert ranks.decisions(2)[-1].culprits == (1,)
 
 
@@ -329,8 +325,7 @@ def test_who_sees_first_that_others_gave_up_waits_for_their_reason() -> None:
     ranks.pass_time(0.01)
     assert not ranks.decisions(2)
     ranks.report(0, [1])
-    ranks.answer()
-    ranks.pass_time()
+    ranks.settle()
     assert ranks.decision().culprits == (1,)
     assert not [told for told in ranks.told[2] if isinstance(told, Undecided)]
 
@@ -442,19 +437,16 @@ def test_who_is_masked_names_nobody_until_it_is_back() -> None:
     """All others go on without it, so it misses them."""
     ranks = Ranks({0: IDLE, 1: IDLE, 2: IDLE, 3: IDLE})
     report_masked(ranks, 0, [3])
-    ranks.answer()
-    ranks.pass_time()
+    ranks.settle()
     assert ranks.decision().culprits == (3,)
     later = Key("operation", 74)
     report_masked(ranks, 3, [0, 1, 2], later)
-    ranks.answer()
-    ranks.pass_time()
+    ranks.settle()
     assert ranks.told[3][-1] == Undecided(later)
     assert len(ranks.decisions(0)) == 1
     ranks.hear(3, Unmasked())
     report_masked(ranks, 3, [2], Key("operation", 80))
-    ranks.answer()
-    ranks.pass_time()
+    ranks.settle()
     assert ranks.decisions(0)[-1].culprits == (2,)
 
 
@@ -462,8 +454,7 @@ def test_nobody_is_left_out_whom_nobody_misses() -> None:
     """Rank 3 is busy, and does not say where it is; but its rows have come."""
     ranks = Ranks({0: WAITS, 1: WAITS, 2: WAITS})
     report_masked(ranks, 0, [1])
-    ranks.answer()
-    ranks.pass_time()
+    ranks.settle()
     assert ranks.decision().culprits == ()
     assert ranks.decision().paths == ((1, 0),)
 
@@ -472,19 +463,16 @@ def test_nobody_is_left_out_whom_nobody_misses() -> None:
 def test_who_has_come_to_the_operation_is_not_left_out(at: Progress) -> None:
     ranks = Ranks({0: WAITS, 1: at, 2: WAITS})
     report_masked(ranks, 0, [1])
-    ranks.answer()
-    ranks.pass_time()
+    ranks.settle()
     assert ranks.decision().culprits == ()
 
 
 def test_who_waits_for_a_decision_is_missed_in_one_operation_and_named_in_the_next() -> None:
     ranks = Ranks({0: WAITS, 1: Progress(73, 0, False), 2: WAITS})
     report_masked(ranks, 1, [3])
-    ranks.answer()
-    ranks.pass_time()
+    ranks.settle()
     for op, named in ((74, ()), (75, (1,))):
         report_masked(ranks, 0, [1], Key("operation", op))
         ranks.at[0] = Progress(op - 1, op, True)
-        ranks.answer()
-        ranks.pass_time()
+        ranks.settle()
         assert ranks.decisions(0)[-1].culprits == named

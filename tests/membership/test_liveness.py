@@ -27,9 +27,7 @@ from deep_ep.hang.messages import (
     Unmasked,
 )
 from deep_ep.membership import agreement, liveness, rendezvous
-from deep_ep.membership.channel import greeting
 from deep_ep.membership.connection import Connection, ConnectionClosed
-from deep_ep.membership.coordinator import Coordinator
 from membership.connected_ranks import (
     Buffer,
     Native,
@@ -294,35 +292,6 @@ def test_a_host_that_is_cut_off_is_known_though_nobody_sends(tmp_path: Path) -> 
             for process in ranks:
                 process.kill()
                 process.wait()
-
-
-def test_only_who_knows_the_token_comes_in() -> None:
-    coordinator = Coordinator(
-        [RankPlace("here", rank) for rank in range(3)], 0, "token", "127.0.0.1"
-    )
-    coordinator.start()
-    try:
-        for message in (
-            greeting("other", 1),
-            greeting("token", 0),
-            greeting("token", 3),
-            b"token-0000001",
-            b'{"token":"tok',
-        ):
-            with socket.create_connection(coordinator.channel.address, HANG_S) as stranger:
-                stranger.settimeout(HANG_S)
-                stranger.sendall(message)
-                assert stranger.recv(100) == b""
-        with socket.create_connection(coordinator.channel.address, HANG_S) as member:
-            member.settimeout(HANG_S)
-            member.sendall(greeting("token", 1))
-            assert json.loads(member.recv(100)) == {"type": "Welcome"}
-            coordinator.post(lambda: coordinator.complete([2]))
-            assert eventually(lambda: coordinator.channel.server.fileno() == -1)
-            assert member.getpeername()[0] == "127.0.0.1"
-    finally:
-        coordinator.post(coordinator.leave_all)
-        coordinator.join(HANG_S)
 
 
 def test_nonsense_of_a_rank_says_nothing_about_it(

@@ -38,6 +38,7 @@ from membership.connected_ranks import Native, OnlyOwn, connected, heard_until_c
 from support.damaged import damaged
 from support.launch import HANG_S
 from support.manual_time import ManualTime
+from support.waiting import eventually
 
 TOKEN = "0123456789abcdef" * 2
 RANKS = 3
@@ -104,6 +105,10 @@ STRANGE = st.lists(st.one_of(PARTS, st.binary(max_size=60)), max_size=4).map(b""
 @example(said=TOKEN.upper().encode() + b"00000001")
 @example(said=b"[" * 200_000 + b"\n")
 @example(said=TOKEN.encode() + b"\xd9\xa1" * 4)  # digits, but of another script
+@example(said=TOKEN.encode() + b"-0000001")
+@example(said=greeting(TOKEN, 0))
+@example(said=greeting(TOKEN, RANKS))
+@example(said=greeting("0" * len(TOKEN), 1))
 def test_strangers_are_sent_away(coordinator: Coordinator, said: bytes) -> None:
     if not said.startswith((greeting(TOKEN, 1), greeting(TOKEN, 2))):
         assert send(coordinator.channel.address, said) == b""
@@ -131,6 +136,15 @@ def test_who_says_nothing_is_sent_away(
             assert heard_until_closed(stranger) == b""
             stranger.close()
     assert enters(coordinator, 2)
+
+
+def test_nobody_can_connect_once_all_ranks_have(coordinator: Coordinator) -> None:
+    server: Any = coordinator.channel.server
+    with socket.create_connection(coordinator.channel.address, HANG_S) as member:
+        member.sendall(greeting(TOKEN, 1))
+        assert json.loads(member.recv(100)) == {"type": "Welcome"}
+        coordinator.post(lambda: coordinator.complete([2]))
+        assert eventually(lambda: server.fileno() == -1)
 
 
 def test_who_resets_the_connection_does_no_harm(coordinator: Coordinator) -> None:
