@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Callable
 from deep_ep.base.ranks import rank_of
 from deep_ep.base.rules import NUMBERED_TOGETHER
 from deep_ep.errors import EPUsageError
-from deep_ep.hang import dump_requests, messages, recorder, request, stacks, wording
+from deep_ep.hang import messages, recorder, request, stacks, wording
 from deep_ep.hang.cause import HangVerdict
 from deep_ep.hang.messages import Handlers, Message
 from deep_ep.hang.request import Request
@@ -119,7 +119,7 @@ class HangWatch:
     def close(self) -> None:
         """The buffer ends. May be repeated, and be called by a destructor."""
         self._recorder = None
-        dump_requests.detach(self)
+        request.detach(self)
         stop, self._stop_watching = self._stop_watching, None
         if stop is not None:
             stop()

@@ -6,6 +6,7 @@ device. Added here is who called, and where the threads of the program are.
 
 from __future__ import annotations
 
+import itertools
 import linecache
 import multiprocessing.util
 import os
@@ -223,13 +224,11 @@ def threads_of_process(first: int) -> tuple[Thread, ...]:
 
 def _frames(frame: FrameType) -> tuple[Frame, ...]:
     """Innermost first."""
-    found: list[Frame] = []
-    inner: FrameType | None = frame
-    while inner is not None and len(found) < _MOST_FRAMES:
-        file, line = inner.f_code.co_filename, inner.f_lineno or 0
-        text = linecache.getline(file, line).strip()[:_MOST_OF_LINE]
-        found.append(Frame(inner.f_code.co_name, file, line, text))
-        inner = inner.f_back
+    found = []
+    for inner, line in itertools.islice(traceback.walk_stack(frame), _MOST_FRAMES):
+        file = inner.f_code.co_filename
+        text = linecache.getline(file, line or 0).strip()[:_MOST_OF_LINE]
+        found.append(Frame(inner.f_code.co_name, file, line or 0, text))
     return tuple(found)
 
 

@@ -25,7 +25,7 @@ from deep_ep.base import codec
 from deep_ep.base.ranks import Decision, Key, Progress, RankPlace
 from deep_ep.base.rules import NUMBERED_TOGETHER
 from deep_ep.errors import ranks_text
-from deep_ep.hang import dump_requests, hang_watch, messages
+from deep_ep.hang import hang_watch, messages, request
 from deep_ep.hang.hang_watch import HangWatch
 from deep_ep.hang.messages import Dispatcher, Failure, Message
 from deep_ep.membership import agreement, rendezvous
@@ -208,8 +208,8 @@ class Liveness:
         loop = self.loop
         if loop is not None:
             self.hangs.begin(recorder, settings, places, offers)
-            requests = dump_requests.attach(self.hangs)
-            loop.post(lambda: loop.listen(requests, dump_requests.take))
+            requests = request.attach(self.hangs)
+            loop.post(lambda: loop.listen(requests, request.take))
             loop.post(lambda: self._look_at_own_waits(loop))
 
     def progress(self) -> Progress:

@@ -19,7 +19,7 @@ import deep_ep
 from deep_ep.base.ranks import RankPlace
 from deep_ep.diagnose.__main__ import main
 from deep_ep.errors import EPTimeoutError
-from deep_ep.hang import dump_requests, messages, stacks
+from deep_ep.hang import messages, request, stacks
 from deep_ep.hang.hang_watch import HangWatch, HangWatchSettings
 from deep_ep.hang.inquiry import Inquiries, InquiryResult
 from deep_ep.hang.messages import (
@@ -410,19 +410,19 @@ def test_a_signal_asks_once_in_however_many_pieces_its_stack_arrives(
     monkeypatch.setattr(tempfile, "tempdir", None)
     monkeypatch.setenv("DEEP_EP_DUMP_DIR", str(tmp_path / "own"))
     reading, writing = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-    monkeypatch.setattr(dump_requests, "_reading_end", reading)
-    monkeypatch.setattr(dump_requests, "_watches", {Asked()})
+    monkeypatch.setattr(request, "_reading_end", reading)
+    monkeypatch.setattr(request, "_watches", {Asked()})
     for piece in (
         b"Stack (most recent ca",
         b"ll first):\n",
         b'  File "train.py", line 3 in step\n',
     ):
         os.write(writing, piece)
-        dump_requests.take()
+        request.take()
     # In a place of its own: the dump of another buffer may lie there, which is gone by now.
     assert Asked.folders == [str(tmp_path / "own" / "ep")]
     os.write(writing, b"Stack (most recent call first):\n")
-    dump_requests.take()
+    request.take()
     assert len(Asked.folders) == 2
     os.close(reading)
     os.close(writing)

@@ -18,7 +18,7 @@ from support.waiting import eventually
 
 _BUSY = """
 import json, sys
-from deep_ep.hang import dump_requests, stacks
+from deep_ep.hang import request, stacks
 def holds_the_gil():
     print(json.dumps(stacks.offer()), flush=True)
     return sum(range(1 << 40))
@@ -112,7 +112,7 @@ time.sleep(60)
 def test_a_program_that_uses_the_signal_keeps_it() -> None:
     text = """
 import json, signal
-from deep_ep.hang import dump_requests, stacks
+from deep_ep.hang import request, stacks
 signal.signal(stacks.SIGNAL, lambda *_: None)
 print(json.dumps(stacks.offer()), flush=True)
 """
