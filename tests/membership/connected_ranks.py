@@ -8,6 +8,8 @@ import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import pytest
+
 from deep_ep.base.ranks import Decision, Progress, RankPlace
 from deep_ep.group import ThreadGroup, thread_groups
 from deep_ep.membership import liveness
@@ -79,8 +81,13 @@ class OnlyOwn(dict[str, Any]):
 
 
 @contextlib.contextmanager
-def connected(num_ranks: int) -> Iterator[list[Rank]]:
-    """Ranks that are threads, one after the other done with everything that is collective."""
+def connected(num_ranks: int, by_sockets: bool = True) -> Iterator[list[Rank]]:
+    """Ranks that are threads, one after the other done with everything that is collective.
+
+    Args:
+        num_ranks: of them.
+        by_sockets: whether they reach each other as processes do.
+    """
     places = [RankPlace("here", 1)] * num_ranks
     of_others = our_threads()  # of buffers that earlier tests left to the garbage collector
 
@@ -88,7 +95,10 @@ def connected(num_ranks: int) -> Iterator[list[Rank]]:
         native, buffer = Native(), Buffer()
         return Rank(start(buffer, group, places, native), native, buffer)
 
-    ranks = on_threads(join, thread_groups(num_ranks, HANG_S))
+    with pytest.MonkeyPatch.context() as patch:
+        if by_sockets:
+            patch.setattr(liveness, "_coordinators", OnlyOwn())
+        ranks = on_threads(join, thread_groups(num_ranks, HANG_S))
     try:
         yield ranks
     finally:

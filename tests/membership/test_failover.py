@@ -14,10 +14,9 @@ import deep_ep
 from deep_ep.base.ranks import RankPlace
 from deep_ep.hang.cause import HangVerdict
 from deep_ep.hang.messages import AskState, InquiryRequest, InquiryVerdict, Message
-from deep_ep.membership import liveness
 from deep_ep.membership.channel import greeting
 from deep_ep.membership.failover import LAST_WORDS_S, InquiryFailover
-from membership.connected_ranks import OnlyOwn, connected, heard_until_closed
+from membership.connected_ranks import connected, heard_until_closed
 from support.launch import HANG_S
 from support.manual_time import ManualTime
 from support.waiting import eventually
@@ -121,8 +120,7 @@ def test_what_all_know_only_who_leads_begins(unreachable: tuple[int, ...], begin
 # --- over connections -----------------------------------------------------------------------------
 
 
-def test_a_rank_believes_others_only_what_they_may_say(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(liveness, "_coordinators", OnlyOwn())
+def test_a_rank_believes_others_only_what_they_may_say() -> None:
     with connected(3) as ranks:
         loop: Any = ranks[1].member.loop
         assert loop.channel.server.getsockname()[0] == "127.0.0.1"
@@ -143,8 +141,7 @@ def test_a_rank_believes_others_only_what_they_may_say(monkeypatch: pytest.Monke
         assert ranks[0].agree([2]) is not None
 
 
-def test_doors_are_closed_with_their_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(liveness, "_coordinators", OnlyOwn())
+def test_doors_are_closed_with_their_ranks() -> None:
     with connected(2) as ranks:
         address = ranks[1].member.address
         assert address is not None

@@ -26,12 +26,11 @@ from deep_ep.hang.messages import (
     Leaving,
     Unmasked,
 )
-from deep_ep.membership import agreement, liveness, rendezvous
+from deep_ep.membership import agreement, rendezvous
 from deep_ep.membership.connection import Connection, ConnectionClosed
 from membership.connected_ranks import (
     Buffer,
     Native,
-    OnlyOwn,
     Rank,
     connected,
     our_threads,
@@ -69,16 +68,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(agreement, "LONGEST_S", 2 * HANG_S)
 
 
-@pytest.fixture(params=["sockets", "in one process"])
-def connected_by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    if request.param == "sockets":
-        monkeypatch.setattr(liveness, "_coordinators", OnlyOwn())
-    return str(request.param)
-
-
-@pytest.fixture
-def by_sockets(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(liveness, "_coordinators", OnlyOwn())
+BOTH_WAYS = pytest.mark.parametrize("by_sockets", [True, False], ids=["sockets", "in one process"])
 
 
 def run_rank_of_a_host(rank: int, folder: str) -> None:
@@ -122,8 +112,9 @@ def connection_of(rank: Rank) -> Connection:
     return connection
 
 
-def test_all_ranks_get_one_answer_and_who_waits_gives_up(connected_by: str) -> None:
-    with connected(4) as ranks:
+@BOTH_WAYS
+def test_all_ranks_get_one_answer_and_who_waits_gives_up(by_sockets: bool) -> None:
+    with connected(4, by_sockets) as ranks:
         ranks[2].native.at = Progress(4, 0, False)
         ranks[3].native.at = Progress(4, 4, False)
         first = ranks[0].agree([1, 2])
@@ -134,13 +125,14 @@ def test_all_ranks_get_one_answer_and_who_waits_gives_up(connected_by: str) -> N
         assert ranks[1].agree([2]) == first
 
 
-def test_threads(connected_by: str) -> None:
+@BOTH_WAYS
+def test_threads(by_sockets: bool) -> None:
     of_others = our_threads()
-    with connected(3):
-        assert len(our_threads() - of_others) == (3 if connected_by == "sockets" else 1)
+    with connected(3, by_sockets):
+        assert len(our_threads() - of_others) == (3 if by_sockets else 1)
 
 
-def test_a_broken_connection_is_a_death(by_sockets: None) -> None:
+def test_a_broken_connection_is_a_death() -> None:
     with connected(3) as ranks:
         connection_of(ranks[1]).socket.shutdown(socket.SHUT_RDWR)
         assert eventually(lambda: ranks[0].native.gone == ranks[2].native.gone == [1])
@@ -149,7 +141,7 @@ def test_a_broken_connection_is_a_death(by_sockets: None) -> None:
         assert decision.dead == {1: "process"}
 
 
-def test_without_rank_0_all_say_the_same(by_sockets: None) -> None:
+def test_without_rank_0_all_say_the_same() -> None:
     with connected(3) as ranks:
         coordinator: Any = ranks[0].member.loop
 
@@ -167,7 +159,7 @@ def test_without_rank_0_all_say_the_same(by_sockets: None) -> None:
 
 
 def test_if_rank_0_does_not_answer_it_is_named_and_no_other(
-    by_sockets: None, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(agreement, "LONGEST_S", 0.1)
     with connected(3) as ranks:
@@ -181,8 +173,9 @@ def test_if_rank_0_does_not_answer_it_is_named_and_no_other(
         assert answers[0].culprits == answers[0].silent == (0,)
 
 
+@BOTH_WAYS
 def test_a_look_at_another_process_holds_up_no_decision(
-    monkeypatch: pytest.MonkeyPatch, connected_by: str
+    monkeypatch: pytest.MonkeyPatch, by_sockets: bool
 ) -> None:
     looked, may_end = threading.Event(), threading.Event()
 
@@ -192,7 +185,7 @@ def test_a_look_at_another_process_holds_up_no_decision(
         return InspectionAnswer(asked.inquiry, asked.rank, "silent", ())
 
     monkeypatch.setattr(HangWatch, "inspect", inspect)
-    with connected(3) as ranks:
+    with connected(3, by_sockets) as ranks:
         for rank in ranks:
             loop = rank.member.loop
             loop.post(lambda member=rank.member: member.handle(print, Inspect(1, 2)))
@@ -204,8 +197,9 @@ def test_a_look_at_another_process_holds_up_no_decision(
     assert list(decision.elsewhere) == [2]
 
 
-def test_who_ended_in_order_is_waited_for_in_what_it_had_finished(connected_by: str) -> None:
-    with connected(3) as ranks:
+@BOTH_WAYS
+def test_who_ended_in_order_is_waited_for_in_what_it_had_finished(by_sockets: bool) -> None:
+    with connected(3, by_sockets) as ranks:
         ranks[1].native.at = Progress(5, 0, False)
         ranks[1].member.close()
         assert eventually(lambda: 1 in ranks[0].member.left and 1 in ranks[2].member.left)
@@ -217,9 +211,7 @@ def test_who_ended_in_order_is_waited_for_in_what_it_had_finished(connected_by: 
         assert eventually(lambda: ranks[2].native.gone == [1])
 
 
-def test_who_parts_waits_for_those_that_parted_before_and_not_for_the_dead(
-    by_sockets: None,
-) -> None:
+def test_who_parts_waits_for_those_that_parted_before_and_not_for_the_dead() -> None:
     """An operation ends for a rank that has come to destroy(); the meeting there does not."""
     with connected(4) as ranks:
         for rank in (0, 1):
@@ -233,9 +225,10 @@ def test_who_parts_waits_for_those_that_parted_before_and_not_for_the_dead(
         assert eventually(lambda: ranks[1].native.gone == [3])
 
 
-def test_who_parts_does_not_wait_for_those_that_ended_and_never_part(connected_by: str) -> None:
+@BOTH_WAYS
+def test_who_parts_does_not_wait_for_those_that_ended_and_never_part(by_sockets: bool) -> None:
     """As a program does that raises, or ends without destroy()."""
-    with connected(4) as ranks:
+    with connected(4, by_sockets) as ranks:
         for rank in (1, 2, 3):
             ranks[rank].native.at = Progress(5, 0, False)
         ranks[3].member.part()
@@ -244,8 +237,9 @@ def test_who_parts_does_not_wait_for_those_that_ended_and_never_part(connected_b
         assert eventually(lambda: sorted(ranks[3].native.gone) == [1, 2])
 
 
-def test_a_dropped_buffer_says_goodbye(connected_by: str) -> None:
-    with connected(2) as ranks:
+@BOTH_WAYS
+def test_a_dropped_buffer_says_goodbye(by_sockets: bool) -> None:
+    with connected(2, by_sockets) as ranks:
         ranks[1].native.at = Progress(4, 0, False)
         del ranks[1].buffer
         assert eventually(lambda: ranks[0].native.gone == [1])
@@ -255,7 +249,7 @@ def test_a_dropped_buffer_says_goodbye(connected_by: str) -> None:
         ranks[1].buffer = Buffer()
 
 
-def test_kernels_of_both_ends_look_whether_the_other_host_is_there(by_sockets: None) -> None:
+def test_kernels_of_both_ends_look_whether_the_other_host_is_there() -> None:
     with connected(2) as ranks:
         coordinator: Any = ranks[0].member.loop
         assert eventually(lambda: coordinator.channel.connections)
@@ -294,9 +288,7 @@ def test_a_host_that_is_cut_off_is_known_though_nobody_sends(tmp_path: Path) -> 
                 process.wait()
 
 
-def test_nonsense_of_a_rank_says_nothing_about_it(
-    by_sockets: None, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_nonsense_of_a_rank_says_nothing_about_it(caplog: pytest.LogCaptureFixture) -> None:
     with connected(3) as ranks:
         connection_of(ranks[1]).socket.send(b'{"type":"FailureReport"}\n')
         assert eventually(lambda: "rank 1" in caplog.text)
@@ -307,7 +299,7 @@ def test_nonsense_of_a_rank_says_nothing_about_it(
 
 
 def test_a_fault_of_a_thread_is_no_death(
-    by_sockets: None, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with connected(3) as ranks:
         monkeypatch.setattr(ranks[1].member, "handle", lambda *_: 1 / 0)
@@ -318,9 +310,7 @@ def test_a_fault_of_a_thread_is_no_death(
         assert ranks[1].agree([0]) is None
 
 
-def test_a_fault_of_rank_0_s_thread_is_no_death(
-    by_sockets: None, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_fault_of_rank_0_s_thread_is_no_death(caplog: pytest.LogCaptureFixture) -> None:
     with connected(3) as ranks:
         coordinator: Any = ranks[0].member.loop
         coordinator.post(lambda: 1 / 0)
@@ -333,7 +323,7 @@ def test_a_fault_of_rank_0_s_thread_is_no_death(
 
 @pytest.mark.parametrize("what", ["connection", "descriptors"])
 def test_ranks_that_cannot_connect_work_as_without(
-    what: str, by_sockets: None, monkeypatch: pytest.MonkeyPatch
+    what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(*_: Any) -> Any:
         raise OSError("no route")

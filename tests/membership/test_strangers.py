@@ -34,7 +34,7 @@ from deep_ep.membership.agreement import Arbiter
 from deep_ep.membership.channel import greeting
 from deep_ep.membership.connection import NOT_UNDERSTOOD
 from deep_ep.membership.coordinator import Coordinator
-from membership.connected_ranks import Native, OnlyOwn, connected, heard_until_closed
+from membership.connected_ranks import Native, connected, heard_until_closed
 from support.damaged import damaged
 from support.launch import HANG_S
 from support.manual_time import ManualTime
@@ -375,8 +375,7 @@ def test_a_rank_that_does_not_understand_rank_0_is_no_dead_one(
 
 
 @pytest.fixture
-def three(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+def three() -> Iterator[list[Any]]:
     """Three ranks that reach each other as processes do."""
-    monkeypatch.setattr(liveness, "_coordinators", OnlyOwn())
     with connected(RANKS) as ranks:
         yield ranks
