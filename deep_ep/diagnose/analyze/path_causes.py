@@ -242,9 +242,8 @@ class Contest:
         groups = []
         for look in looks(self.model):
             medians = look.medians(rest, self.model.expected)
-            spread = self.spreads[look.cause, look.link] = spread_of(medians)
-            least = np.maximum(self.floors, _HUBER * spread)[:, None]
-            over = np.where(medians > least, medians, 0.0).max(axis=0)
+            self.spreads[look.cause, look.link] = spread_of(medians)
+            over = np.where(medians > self.floors[:, None], medians, 0.0).max(axis=0)
             largest = np.argsort(-over)[:_TRIED]
             groups += [look.group(i) for i in largest[over[largest] > 0].tolist()]
         return groups

@@ -64,7 +64,7 @@ def write_picture(diagnosis: Diagnosis, path: str | Path) -> None:
 
     figure = Figure(facecolor="white")
     _draw(figure, diagnosis)
-    # Without a date the same diagnosis gives the same picture.
+    # A date would be that of the file, not of the window.
     metadata: dict[str, Any] = {"Date": None} if suffix == ".svg" else {}
     # A rank is at least one dot wide.
     dots = max(_DOTS_PER_INCH, diagnosis.num_ranks / _SIDE)
