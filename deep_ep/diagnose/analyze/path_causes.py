@@ -209,20 +209,22 @@ class Contest:
         Args:
             share: [kinds, receiver, source], of the operations that show what a path shows.
         """
-        chosen = self._groups() if self.is_large else []
+        promising = self._promising() if self.is_large else []
+        chosen = self._groups(promising)
         for _ in range(2):
             chosen = [(cause, self._settled(fit)) for cause, fit in chosen]
-        return [self._found(cause, fit, share) for cause, fit in chosen + self._single_paths()]
+        chosen += self._single_paths(promising)
+        return [self._found(cause, fit, share) for cause, fit in chosen]
 
     # --- groups ---------------------------------------------------------------------------------
 
-    def _groups(self) -> list[tuple[Cause, _Fit]]:
+    def _groups(self, promising: Sequence[PathGroup]) -> list[tuple[Cause, _Fit]]:
         """Whatever gains most is taken, until nothing gains its price.
 
         What a cause explains lowers the gains of others, and raises none. So only gains that might still be the
         largest are worked out anew.
         """
-        waiting = [(-fit.gain, i, fit) for i, fit in enumerate(map(self._best, self._promising()))]
+        waiting = [(-fit.gain, i, fit) for i, fit in enumerate(map(self._best, promising))]
         heapq.heapify(waiting)
         chosen: list[tuple[Cause, _Fit]] = []
         while waiting and -waiting[0][0] > self.price:
@@ -325,7 +327,7 @@ class Contest:
             alone = MEDIAN_COST * alone / np.sqrt(count)
             link = NIC if between[cells[0]] else NVLINK
             differ = np.maximum(self.spreads.get((Cause.INGRESS, link), 0.0), self.least_error)
-            error = np.sqrt(alone**2 + differ**2 + (OTHERWISE_BUSY / 2 * takes) ** 2)
+            error = np.sqrt(alone**2 + differ**2 + (OTHERWISE_BUSY / 3 * takes) ** 2)
             at_most = ~seen[:, cells].any(axis=1)
             found.append((over, error, at_most, sign, False, int(around.paths[cells[0]])))
         if group.clocks.size == 1:
@@ -403,14 +405,21 @@ class Contest:
         self._explain(replace(fit, effect=step, shift=0.0))
         return replace(fit, effect=fit.effect + step)
 
-    def _single_paths(self) -> list[tuple[Cause, _Fit]]:
-        num_ranks = self.model.place.num_ranks
+    def _single_paths(self, groups: Sequence[PathGroup]) -> list[tuple[Cause, _Fit]]:
+        """What is left of paths over what those of a group have in common, which was named as that or is nothing."""
+        num_ranks, left = self.model.place.num_ranks, known_rest(self.rest, self.is_bound)
+        for group in groups:
+            slow = flat(left)[:, group.paths]
+            in_common = np.maximum(np.nan_to_num(quantile(slow, 0.5, 1)), 0.0)
+            # Of one path that is known, nothing is.
+            in_common[np.isfinite(slow).sum(axis=1) == 1] = 0.0
+            flat(left)[:, group.paths] -= in_common[:, None]
         # A path gains the price in one kind at least: the square of what is over is no less than Huber's loss.
         least = math.sqrt(2 * self.price / len(self.rest)) * self.model.noise
-        some = np.flatnonzero((~self.is_bound & (self.rest > least)).any(axis=0))
-        rest, noise = self._cells(some)
-        gains = self._loss(rest, noise, some)
-        gains = np.where(known_rest(rest, self._hides(some)) > 0, gains, 0.0)
+        some = np.flatnonzero((~self.is_bound & (left > least)).any(axis=0))
+        rest = flat(left)[:, some]
+        gains = _huber(np.nan_to_num(rest / flat(self.model.noise)[:, some]))
+        gains = np.where(rest > 0, gains, 0.0)
         found = []
         for i in np.flatnonzero(gains.sum(axis=0) > self.price).tolist():
             dst, src = divmod(int(some[i]), num_ranks)

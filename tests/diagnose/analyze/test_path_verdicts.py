@@ -143,6 +143,13 @@ def test_five_us_between_nodes_are_named_where_paths_take_far_longer(
         assert found.keys == {("comm-slow", seed)}
 
 
+@pytest.mark.parametrize("fault", [SlowIngress, SlowEgress])
+def test_a_slow_port_is_named_and_not_its_paths_one_by_one(fault: type[SlowIngress]) -> None:
+    """Of 9 us in 90 a port may be busy by some. What its paths have in common is its own, or nobody's."""
+    for found in windows(on_nodes(CLUSTER, 1), 8, [fault(5, 9e-6)], range(8)):
+        assert found.keys == {("comm-slow", 5)}
+
+
 @pytest.mark.parametrize("by_destination", [False, True])
 @pytest.mark.parametrize("ranks_per_node", [8, 24])
 def test_the_order_of_sending_is_nobodys_fault(
