@@ -39,7 +39,7 @@ from .path_groups import (
 from .path_model import (
     A_CAUSE,
     MIN_RANKS_TO_SPLIT_PATHS,
-    OTHERWISE_BUSY,
+    MOSTLY_BUSY,
     PathModel,
     flat,
     known_rest,
@@ -281,7 +281,7 @@ class Contest:
         return self.options_of_rank[rank]
 
     def _weighed(self, group: PathGroup) -> list[_Option]:
-        """The options.
+        """What `_options` are, worked out.
 
         A clock moves all paths of its rank. So medians of paths that are alike are compared, whose errors do not become
         small where there are many of them.
@@ -327,7 +327,7 @@ class Contest:
             alone = MEDIAN_COST * alone / np.sqrt(count)
             link = NIC if between[cells[0]] else NVLINK
             differ = np.maximum(self.spreads.get((Cause.INGRESS, link), 0.0), self.least_error)
-            error = np.sqrt(alone**2 + differ**2 + (OTHERWISE_BUSY / 3 * takes) ** 2)
+            error = np.sqrt(alone**2 + differ**2 + (MOSTLY_BUSY * takes) ** 2)
             at_most = ~seen[:, cells].any(axis=1)
             found.append((over, error, at_most, sign, False, int(around.paths[cells[0]])))
         if group.clocks.size == 1:

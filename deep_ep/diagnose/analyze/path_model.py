@@ -26,8 +26,9 @@ from .partners import members, partners
 MIN_RANKS_TO_SPLIT_PATHS = 4
 # The price in nats of a cause of the few that the paths of one rank or node can have.
 A_CAUSE = 10.0
-# Ports may be busier in other ways than the model knows, by this share of what paths take.
+# Ports may be busier in other ways than the model knows, by this share of what paths take; seldom by more than a third of it.
 OTHERWISE_BUSY = 0.03
+MOSTLY_BUSY = OTHERWISE_BUSY / 3
 # Noise is at least this share of the smallest effect of interest.
 _LEAST_NOISE = 1 / 6
 # Levels are known from so many paths.

@@ -18,7 +18,13 @@ from .baseline import History
 from .finding import Found, Named, Size, found_on_paths
 from .path_causes import Contest, PathCause
 from .path_groups import ALL_LINKS, NIC, NVLINK
-from .path_model import MIN_RANKS_TO_SPLIT_PATHS, OTHERWISE_BUSY, PathModel, fit_paths
+from .path_model import (
+    MIN_RANKS_TO_SPLIT_PATHS,
+    MOSTLY_BUSY,
+    OTHERWISE_BUSY,
+    PathModel,
+    fit_paths,
+)
 from .thresholds import BORNE_OUT, CLOCKS_KNOWN_NS, MOST_READ, JudgedKind, Thresholds
 
 _SIDES = (Cause.INGRESS, Cause.EGRESS, Cause.INGRESS_OR_EGRESS)
@@ -34,8 +40,6 @@ _CHECKS = {
 _LEAST_SHARE = 0.05
 # Clocks that are off by more are said.
 _CLOCKS_OFF_NS = 40_000.0
-# Ports are seldom busier in other ways than by this share of the most that they may be.
-_MOSTLY_BUSY = 1 / 3
 # Loads that differ may make this share of it of what paths take. Effects exceed their errors so many times.
 _BY_LOAD, _CERTAIN = 0.7, 2.5
 
@@ -232,12 +236,12 @@ def _own_error(kind: JudgedKind, k: int, cause: PathCause) -> float:
 def _size(judged: JudgedPaths, kind: JudgedKind, k: int, cause: PathCause) -> Size:
     usual = or_zero(median_of(kind.e.paths.usual[cause.group.receivers, cause.group.sources]))
     effect = float(cause.effect[k])
-    busy = OTHERWISE_BUSY * (usual + effect)
+    takes = usual + effect
     return Size(
         effect,
-        math.hypot(_own_error(kind, k, cause), _MOSTLY_BUSY * busy),
+        math.hypot(_own_error(kind, k, cause), MOSTLY_BUSY * takes),
         judged.model.place.num_ranks,
-        math.hypot(float(cause.spread[k]), busy),
+        math.hypot(float(cause.spread[k]), OTHERWISE_BUSY * takes),
     )
 
 
