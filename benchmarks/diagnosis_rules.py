@@ -94,7 +94,7 @@ RULES: dict[str, list[Patch]] = {
     "contest: sides over all links": [_without(ALL_LINKS)],
     "contest: effects settle": [(path_causes.Contest, "_settled", lambda _, fit: fit)],
     "contest: both where undecided": [(path_causes, "_UNDECIDED", 0.0)],
-    "contest: ports otherwise busy": [(path_causes, "OTHERWISE_BUSY", 0.0)],
+    "contest: ports otherwise busy": [(path_causes, "MOSTLY_BUSY", 0.0)],
     "verdicts on paths: sizes are certain": [(path_verdicts, "_CERTAIN", 0.0)],
     "verdicts on paths: borne out on another hop": [(path_verdicts, "BORNE_OUT", -np.inf)],
     "verdicts on paths: loads that differ": [(path_verdicts, "_BY_LOAD", 0.0)],
