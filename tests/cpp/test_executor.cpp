@@ -4,8 +4,11 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
+#include <atomic>
 #include <set>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -243,6 +246,33 @@ uint64_t trace_hash() {
 }
 
 }  // namespace
+
+TEST(the_rank_clock_of_a_thread_that_loses_its_core_never_goes_back) {
+    std::atomic<bool> stop{false};
+    std::vector<std::thread> others;
+    for (unsigned i = 0; i < 2 * std::thread::hardware_concurrency(); ++i)
+        others.emplace_back([&] {
+            while (!stop) {
+            }
+        });
+    host::RankClock clock(host::ClockMode::kRank);
+    uint64_t last = clock.now_ns();
+    uint64_t back = 0;
+    // Long enough for hundreds of changes of threads, most of which come while the clock is read.
+    const uint64_t end = clock.monotonic_ns() + 1'000'000'000;
+    while (clock.monotonic_ns() < end) {
+        clock.enter_operation();
+        clock.leave_operation();
+        for (int i = 0; i < 100; ++i) {
+            const uint64_t now = clock.now_ns();
+            back = std::max(back, last - std::min(now, last));
+            last = now;
+        }
+    }
+    stop = true;
+    for (std::thread& other : others) other.join();
+    CHECK_EQUAL(back, 0u);
+}
 
 TEST(a_seed_is_an_interleaving) {
     Random random(ep::testing::seed());

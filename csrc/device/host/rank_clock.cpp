@@ -43,6 +43,20 @@ uint64_t queued_ns() {
     return std::sscanf(text, "%llu %llu", &running, &queued) == 2 ? queued : 0;
 }
 
+struct Reading {
+    uint64_t wall_ns;
+    uint64_t queued_ns;
+};
+
+// Of one moment. A thread that loses its core between the two would go back by as long as it waits for it.
+Reading read_both() {
+    for (;;) {
+        const uint64_t before = queued_ns();
+        const uint64_t wall = read_clock(CLOCK_MONOTONIC);
+        if (before == queued_ns()) return {wall, before};
+    }
+}
+
 }  // namespace
 
 uint64_t monotonic_ns() { return read_clock(CLOCK_MONOTONIC); }
@@ -52,9 +66,7 @@ RankClock::RankClock(ClockMode mode) : mode_(mode) {
         mode_ = ClockMode::kSimulated;
         simulation_ = seat->simulation().shared_from_this();
     }
-    anchor_wall_ns_ = host::monotonic_ns();
-    anchor_queued_ns_ = queued_ns();
-    anchor_thread_ = thread_id();
+    anchor_here();
     // Far from zero, so that differences and artificial offsets of seconds stay positive.
     anchor_ns_ = 1'000'000'000'000ull;
     fault_since_ns_ = anchor_ns_;
@@ -83,8 +95,10 @@ uint64_t RankClock::monotonic_ns() {
 uint64_t RankClock::true_ns() {
     if (mode_ != ClockMode::kRank) return monotonic_ns();
     if (in_operation_) return operation_ns();
-    const uint64_t wall = host::monotonic_ns() - anchor_wall_ns_;
-    const uint64_t queued = thread_id() == anchor_thread_ ? queued_ns() - anchor_queued_ns_ : 0;
+    if (thread_id() != anchor_thread_) return anchor_ns_ + (host::monotonic_ns() - anchor_wall_ns_);
+    const Reading now = read_both();
+    const uint64_t wall = now.wall_ns - anchor_wall_ns_;
+    const uint64_t queued = now.queued_ns - anchor_queued_ns_;
     return anchor_ns_ + (wall > queued ? wall - queued : 0);
 }
 
@@ -142,8 +156,13 @@ void RankClock::leave_operation() {
     anchor_ns_ = operation_ns();
     in_operation_ = false;
     paused_ = false;
-    anchor_wall_ns_ = host::monotonic_ns();
-    anchor_queued_ns_ = queued_ns();
+    anchor_here();
+}
+
+void RankClock::anchor_here() {
+    const Reading now = read_both();
+    anchor_wall_ns_ = now.wall_ns;
+    anchor_queued_ns_ = now.queued_ns;
     anchor_thread_ = thread_id();
 }
 

@@ -52,6 +52,7 @@ class RankClock {
 
   private:
     uint64_t operation_ns();
+    void anchor_here();
 
     ClockMode mode_;
     std::shared_ptr<Simulation> simulation_;

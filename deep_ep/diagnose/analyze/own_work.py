@@ -229,8 +229,8 @@ def _cost_of_a_token(values: FloatArray, tokens: FloatArray | None) -> tuple[flo
     """
     if tokens is None or len(values) < 2:
         return 0.0, math.inf
-    time = _deviations(values)
-    moved = _moved(np.where(np.isfinite(time), tokens, np.nan))
+    time = _from_medians(values)
+    moved = _from_means(np.where(np.isfinite(time), tokens, np.nan))
     known = np.isfinite(moved)
     moved, time = moved[known], time[known]
     weight = float(np.sum(moved**2))
@@ -247,7 +247,7 @@ def _cost_of_a_token(values: FloatArray, tokens: FloatArray | None) -> tuple[flo
     return max(cost, 0.0), math.sqrt(float(np.sum(left**2)) / to_spare / weight)
 
 
-def _moved(tokens: FloatArray) -> FloatArray:
+def _from_means(tokens: FloatArray) -> FloatArray:
     """Deviations from the means of each operation and each rank, which cancel what is usual for either."""
     for _ in range(_SWEEPS):
         for axis in (0, 1):
@@ -256,7 +256,7 @@ def _moved(tokens: FloatArray) -> FloatArray:
     return tokens
 
 
-def _deviations(values: FloatArray) -> FloatArray:
+def _from_medians(values: FloatArray) -> FloatArray:
     """From the operation's median rank, and from what is usual for the rank."""
     against_peers = values - median(values, 1)[:, None]
     return against_peers - median(against_peers, 0)[None, :]
