@@ -92,7 +92,6 @@ RULES: dict[str, list[Patch]] = {
     "contest: pairs of nodes": [_without(Cause.NODE_PAIR)],
     "contest: links of nodes": [_without(Cause.UPLINK, Cause.DOWNLINK)],
     "contest: sides over all links": [_without(ALL_LINKS)],
-    "contest: effects settle": [(path_causes.Contest, "_settled", lambda _, fit: fit)],
     "contest: both where undecided": [(path_causes, "_UNDECIDED", 0.0)],
     "contest: ports otherwise busy": [(path_causes, "MOSTLY_BUSY", 0.0)],
     "verdicts on paths: sizes are certain": [(path_verdicts, "_CERTAIN", 0.0)],

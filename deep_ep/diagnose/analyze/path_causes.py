@@ -211,8 +211,6 @@ class Contest:
         """
         promising = self._promising() if self.is_large else []
         chosen = self._groups(promising)
-        for _ in range(2):
-            chosen = [(cause, self._settled(fit)) for cause, fit in chosen]
         chosen += self._single_paths(promising)
         return [self._found(cause, fit, share) for cause, fit in chosen]
 
@@ -396,14 +394,6 @@ class Contest:
         if fit.shift:
             rest[:, fit.group.around.paths] -= fit.shift * self._moved(fit.group)
             self.clock[fit.group.clocks] += fit.shift
-
-    def _settled(self, fit: _Fit) -> _Fit:
-        """With the effect that fits those of overlapping causes."""
-        at = fit.group.paths
-        step = np.nan_to_num(median(known_rest(self._cells(at)[0], self._hides(at)), 1))
-        step = np.where(fit.effect > 0, np.maximum(step, -fit.effect), 0.0)
-        self._explain(replace(fit, effect=step, shift=0.0))
-        return replace(fit, effect=fit.effect + step)
 
     def _single_paths(self, groups: Sequence[PathGroup]) -> list[tuple[Cause, _Fit]]:
         """What is left of paths over what those of a group have in common, which was named as that or is nothing."""
