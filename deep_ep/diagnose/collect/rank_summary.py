@@ -45,6 +45,8 @@ _QUARTILE, _TENTH = 0.6745, 1.2816
 # From so many standard deviations above what is usual on a path is in a burst, and most of it is further by this
 # factor; they recur in so many stretches, and are this share of all operations.
 _BURST, _WIDER, _APART, _RECURS, _OFTEN = 3.0, 4.0, 1.25, 3, 0.12
+# Operations in a burst that are no further apart are of the same one.
+_TOGETHER = 3
 # Before and after a step times are nearer to what they were at that end of the window, but for this share, and last
 # this part of it.
 _OVERLAP, _LASTS = 1 / 16, 1 / 8
@@ -434,13 +436,19 @@ def _bursts(
     """
     in_burst = seen & (over > bar)
     known = np.maximum(np.sum(seen | (over <= bar), axis=0), 1)
-    starts = in_burst & ~np.concatenate([np.zeros_like(in_burst[:1]), in_burst[:-1]])
+    starts = in_burst & ~_shortly_before(in_burst)
     is_apart = median(np.where(in_burst, over, np.nan), 0) > _APART * bar
     added = np.where(in_burst, weight * over, 0.0).sum(axis=0)
     share = np.where(in_burst, weight, 0.0).sum(axis=0)
     recurs = (starts.sum(axis=0) >= _RECURS) & (share >= _OFTEN)
     recurs &= (known > np.maximum(len(over) // 2, _MANY)) & is_apart
     return np.where(recurs, added, 0.0), np.where(recurs, share, 0.0)
+
+
+def _shortly_before(in_burst: BoolArray) -> BoolArray:
+    """`[n, num_ranks]`: whether one of the operations just before was in a burst; noise takes single ones out of it."""
+    padded = np.concatenate([np.zeros_like(in_burst[:_TOGETHER]), in_burst])
+    return np.asarray(np.lib.stride_tricks.sliding_window_view(padded[:-1], _TOGETHER, 0).any(-1))
 
 
 def _clock_errors(errors: IntArray | None, took_part: BoolArray) -> FloatArray:
