@@ -114,7 +114,7 @@ RULES: dict[str, list[Patch]] = {
     "own work: what tokens cost": [(own_work, "_cost_of_a_token", lambda *_: (0.0, np.inf))],
     "own work: waiting for slots": [(estimates, "_held_up_by_slots", lambda _: 0.0)],
     "own work: noise that lasts": [(own_work, "_MIN_STRETCH", 10**6)],
-    "own work: noise beyond stretches": [(own_work, "_beyond", lambda _: 1.0)],
+    "own work: noise beyond stretches": [(own_work, "_together", lambda _: 0.0)],
     "own work: noise of other kinds": [(own_work.Effect, "lasting", lambda effect: effect)],
     "own work: ranks that go together": [(own_work, "_series", lambda s: float(s.shape[1] - 1))],
 }  # fmt: skip

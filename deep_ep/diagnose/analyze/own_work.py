@@ -131,15 +131,17 @@ def _errors(deviation: FloatArray, *, lasts: bool) -> tuple[FloatArray, float, f
         lasts: whether that is known already.
     """
     length, error = len(deviation) // _STRETCHES, standard_error(deviation, 0)
-    series, each = float(deviation.shape[1] - 1), len(deviation)
+    series, each = float(deviation.shape[1] - 1), float(len(deviation))
     if length >= _MIN_STRETCH:
         stretches = median(deviation[-length * _STRETCHES :].reshape(_STRETCHES, length, -1), 1)
         of_stretches = np.std(stretches, axis=0, ddof=1) / math.sqrt(_STRETCHES)
         series = _series(stretches)
         lasts |= or_zero(median_of(of_stretches)) > _LASTS * or_zero(median_of(error))
         if lasts:
-            each = _STRETCHES
-            of_stretches *= _beyond(stretches)
+            # Noise lasts longer than a stretch: the mean is known less well, and so is how well it is known (Bartlett 1946).
+            together = _together(stretches)
+            of_stretches *= math.sqrt((1 + together) / (1 - together))
+            each = _STRETCHES * (1 - together**2) / (1 + together**2)
         error = np.fmax(error, of_stretches)
     # The reference has an error of its own. Two ranks, or two nodes whose ranks move together, deviate both by half of
     # their difference.
@@ -148,15 +150,11 @@ def _errors(deviation: FloatArray, *, lasts: bool) -> tuple[FloatArray, float, f
     return np.fmax(error, usual), usual, max(series * (each - 1), 1.0), lasts
 
 
-def _beyond(stretches: FloatArray) -> float:
-    """By how much errors are larger because noise lasts longer than a stretch: neighbours go together.
-
-    What `n` neighbours in a row say of their correlation r is too low by (1 + 3 r) / n (Kendall 1954).
-    """
+def _together(stretches: FloatArray) -> float:
+    """The correlation r of neighbouring stretches, of which `n` in a row say (1 + 3 r) / n too little (Kendall 1954)."""
     count, left = len(stretches), np.nan_to_num(stretches - stretches.mean(axis=0))
     seen = float(np.sum(left[1:] * left[:-1])) / max(float(np.sum(left**2)), 1e-12)
-    together = min(max((seen + 1 / count) / (1 - 3 / count), 0.0), _MOST_TOGETHER)
-    return math.sqrt((1 + together) / (1 - together))
+    return min(max((seen + 1 / count) / (1 - 3 / count), 0.0), _MOST_TOGETHER)
 
 
 def _series(stretches: FloatArray) -> float:

@@ -40,15 +40,16 @@ def test_errors_hold_where_noise_lasts_several_operations(memory: float) -> None
     assert np.std(off) < 1.7
 
 
-def test_noise_that_lasts_longer_than_a_stretch_makes_nobody_late() -> None:
-    """Neighbouring stretches go together then, and what they differ by says too little."""
+@pytest.mark.parametrize("memory", [0.92, 0.96])
+def test_noise_that_lasts_longer_than_a_stretch_makes_nobody_late(memory: float) -> None:
+    """Neighbouring stretches go together then: what they differ by says too little, and is itself known badly."""
     late = []
-    for seed in range(300):
-        effect = compare(150 * US + noise(0.92, 64, 8, seed))
+    for seed in range(600):
+        effect = compare(150 * US + noise(memory, 64, 8, seed))
         late.append(
             effect.value.max() > student(z_for(64, 1e-3), effect.degrees) * effect.usual_error
         )
-    assert np.mean(late) < 0.02
+    assert np.mean(late) < 0.015
 
 
 def test_where_another_kind_shows_that_noise_lasts_errors_allow_for_it() -> None:
