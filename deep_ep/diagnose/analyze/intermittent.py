@@ -67,12 +67,21 @@ def _bar(kind: JudgedKind) -> float:
     return max(_FAR * noise, kind.rank_floor)
 
 
+def not_at_times(kind: JudgedKind) -> FloatArray:
+    """[n, num_ranks] ns above the healthy ranks; NaN where a rank is late at times, and not for good."""
+    excess = kind.e.work.excess
+    return np.where((excess > _bar(kind)) & ~_is_late_for_good(kind), np.nan, excess)
+
+
 def _over_usual(kind: JudgedKind) -> FloatArray:
     """[n, num_ranks] ns above what each rank takes when it is not late; NaN for ranks that are late for good."""
+    usual = median(not_at_times(kind), 0)
+    return np.asarray(kind.e.work.excess - np.where(_is_late_for_good(kind), np.nan, usual))
+
+
+def _is_late_for_good(kind: JudgedKind) -> BoolArray:
     excess = kind.e.work.excess
-    quiet = np.where(excess > _bar(kind), np.nan, excess)
-    is_often = np.isfinite(quiet).sum(axis=0) >= (1 - _MOST) * len(excess)
-    return np.asarray(excess - np.where(is_often, median(quiet, 0), np.nan))
+    return np.asarray((excess <= _bar(kind)).sum(axis=0) < (1 - _MOST) * len(excess))
 
 
 def _is_regular(kinds: Sequence[JudgedKind], late: Sequence[BoolArray], rank: int) -> bool:

@@ -9,11 +9,12 @@ import numpy as np
 
 from ..collect.hops import LAST_HOPS
 from ..core.causes import Cause
-from ..core.diagnosis import EvidenceKey
-from ..core.robust_stats import or_zero
+from ..core.diagnosis import EvidenceKey, FloatArray
+from ..core.robust_stats import median, or_zero
 from .back_pressure import UNEVEN
 from .estimates import Estimates
 from .finding import NO_WORDS, Found, Named, Size, cells_of, found_cause, own_times
+from .intermittent import not_at_times
 from .own_work import Effect, compare
 from .thresholds import BORNE_OUT, JudgedKind
 from .what_if import Gain
@@ -100,7 +101,9 @@ def late_ranks(
     found = []
     for cause in (Cause.LATE, Cause.SLOW_RECEIVE):
         effects = [kind.e.work if cause == Cause.LATE else kind.e.drain for kind in kinds]
-        certain = _certain(kinds, effects)
+        # Ticks of the operating system may all come in the operations of one kind, and move its median.
+        excess = [not_at_times(kind) for kind in kinds] if cause == Cause.LATE else None
+        certain = _certain(kinds, effects, excess)
         for kind, effect in zip(kinds, effects):
             for rank in certain:
                 if not effect.value[rank] > max(kind.floor, BORNE_OUT * kind.bar(effect)[rank]):
@@ -114,15 +117,25 @@ def late_ranks(
     return found
 
 
-def _certain(kinds: Sequence[JudgedKind], effects: Sequence[Effect]) -> list[int]:
+def _certain(
+    kinds: Sequence[JudgedKind],
+    effects: Sequence[Effect],
+    excess: Sequence[FloatArray] | None = None,
+) -> list[int]:
     """Ranks that exceed what is asked in one kind, or in all of them together.
 
     Noise may be in all kinds alike, so together they are one series.
+
+    Args:
+        kinds: of operations.
+        effects: of each kind.
+        excess: of each kind, [n, num_ranks] ns, in place of that of the effects.
     """
-    over = [effect.value > kind.bar(effect) for kind, effect in zip(kinds, effects)]
+    excess = excess or [effect.excess for effect in effects]
+    over = [median(of, 0) > kind.bar(effect) for of, kind, effect in zip(excess, kinds, effects)]
     length = min((len(effect.excess) for effect in effects), default=0)
     if len(kinds) > 1 and all(kind.e.has_stamps for kind in kinds):
-        together = compare(np.mean([effect.excess[-length:] for effect in effects], axis=0))
+        together = compare(np.mean([of_kind[-length:] for of_kind in excess], axis=0))
         # What was taken out for tokens is off by as much in every operation.
         off = np.sqrt(np.sum([effect.by_tokens**2 for effect in effects], axis=0)) / len(effects)
         together = replace(together, by_tokens=off)

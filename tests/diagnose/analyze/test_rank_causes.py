@@ -134,6 +134,19 @@ def test_ticks_that_all_ranks_have_are_no_cause() -> None:
         assert found.verdicts == []
 
 
+def test_ticks_that_all_come_in_one_kind_of_operation_are_no_cause() -> None:
+    """Every sixth operation is a dispatch. Where a third of all dispatches is late, so is the median of all."""
+    generator = np.random.default_rng(1)
+    for window in simulate_windows(NODES, 8, NUM_ROUNDS, [[]] * 20, 7, capacity=2 * NUM_ROUNDS):
+        matrices = diagnose.gather(window.snapshots)
+        for kind, m in matrices.items():
+            gap = m.gap + generator.normal(0.0, 9e3, m.gap.shape)
+            for rank in range(8):
+                gap[m.ops % (6 + 4 * rank) == 1, rank] += 60e3
+            matrices[kind] = replace(m, gap=gap)
+        assert diagnose.judge(matrices).verdicts == []
+
+
 @pytest.mark.parametrize("tick", [0.0, 20.0])
 def test_one_rank_that_is_late_as_regularly_is_late(tick: float) -> None:
     for _, found in judged(replace(NODES, tick=tick), 8, [late_every(2, 5, 200e-6)] * 10, 865):
