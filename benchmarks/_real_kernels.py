@@ -133,8 +133,6 @@ def plan(args: argparse.Namespace, first_seed: int) -> list[Run]:
     runs = []
     layouts = {name: LAYOUTS[name] for name in (["EP4"] if args.quick else LAYOUTS)}
     for layout, (num_ranks, _) in layouts.items():
-        if args.num_ranks and num_ranks not in args.num_ranks:
-            continue
         for i in range(1 if args.quick else args.runs):
             seed = first_seed + i
             for case, injected in cases(num_ranks, np.random.default_rng(seed)).items():
@@ -159,7 +157,8 @@ def carry_out(run: Run) -> Outcome:
                 timeout=_TIMEOUT_S,
                 check=False,
             )
-            found = diagnosis_log.read(folder) if done.returncode == 0 else []
+            # Records are read when they are looked at.
+            found = list(diagnosis_log.read(folder)) if done.returncode == 0 else []
         except (subprocess.TimeoutExpired, EPArgumentError) as error:
             return Outcome(run, missed_all, said=[str(error)])
     if done.returncode:

@@ -11,6 +11,8 @@ from fixtures import LATE, NODE_PAIR, SLOW_PATH
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "benchmarks"))
 
+import _real_kernels  # noqa: E402
+import diagnosis_accuracy  # noqa: E402
 from _generated import Task, windows  # noqa: E402
 from _scenarios import (  # noqa: E402
     CLOCKS,
@@ -91,6 +93,16 @@ def test_what_is_true_and_not_injected_counts_neither_way() -> None:
     late = Truth(frozenset({("comp-slow", 3)}), {}, frozenset({("mixed-slow", 3)}))
     assert grade({("mixed-slow", 3)}, late) == Score(1, 0, 0)
     assert grade(set(), late) == Score(0, 0, 1)
+
+
+@pytest.mark.parametrize(("args", "num_runs"), [([], 90), (["--quick"], 4), (["--runs", "1"], 30)])
+def test_real_kernels_are_run_with_the_options_that_there_are(
+    args: list[str], num_runs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["diagnosis_accuracy.py", "--real", *args])
+    runs = _real_kernels.plan(diagnosis_accuracy.parse_arguments(), 0)
+    assert len(runs) == num_runs
+    assert len({run.text() for run in runs}) == num_runs
 
 
 @pytest.mark.parametrize("rule", RULES)
