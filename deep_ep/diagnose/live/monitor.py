@@ -19,6 +19,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Optional, TypeVar
 
 import numpy as np
 
+# NumPy imports these when they are first used, which would be while operations run and wait for rank 0.
+import numpy.ma
+import numpy.random
+
 from ..analyze.baseline import History
 from ..analyze.engine import judge
 from ..analyze.thresholds import MIN_OPERATIONS

@@ -42,6 +42,7 @@ from deep_ep.diagnose.storage.log_writer import Writer
 from deep_ep.diagnose.storage.record import Record
 from deep_ep.errors import EPArgumentError
 from deep_ep.group import thread_groups
+from deep_ep.testing.faults import SlowRank
 from fixtures import OF_TWO_RANKS, SHAPE, exchange
 from generator import simulate
 from generator.machines import GPU
@@ -143,6 +144,27 @@ def rounds(number: int) -> Callable[[int, deep_ep.Buffer], None]:
 
 
 # ---- what a program shows
+
+
+def test_a_window_imports_nothing_while_operations_run(tmp_path: Path) -> None:
+    """All of them would wait for rank 0: modules that NumPy imports late took it 30 ms."""
+    stored = tmp_path / "snapshots"
+    stored.write_bytes(pickle.dumps(simulate(GPU, 4, 32, [SlowRank(2, 50e-6)], seed=1)))
+    program = f"""
+import pathlib, pickle, sys
+from deep_ep.diagnose.live import monitor
+snapshots = pickle.loads(pathlib.Path({str(stored)!r}).read_bytes())
+before = set(sys.modules)
+summaries = [monitor.summarize(snapshot) for snapshot in snapshots]
+diagnosis = monitor.judge(monitor.gather(summaries))
+monitor.WindowLog(pathlib.Path({str(tmp_path)!r})).tell(1, 0.0, diagnosis)
+print(sorted(set(sys.modules) - before), len(diagnosis.verdicts))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=HANG_S
+    )
+    assert done.stdout.split("]")[0] == "["
+    assert int(done.stdout.split("]")[1]) > 0
 
 
 @pytest.mark.parametrize("when", ["sync:40", "async:0.3", "1"])
