@@ -447,8 +447,10 @@ def _bursts(
 
 def _shortly_before(in_burst: BoolArray) -> BoolArray:
     """`[n, num_ranks]`: whether one of the operations just before was in a burst; noise takes single ones out of it."""
-    padded = np.concatenate([np.zeros_like(in_burst[:_TOGETHER]), in_burst])
-    return np.asarray(np.lib.stride_tricks.sliding_window_view(padded[:-1], _TOGETHER, 0).any(-1))
+    before = np.zeros_like(in_burst)
+    for back in range(1, _TOGETHER + 1):
+        before[back:] |= in_burst[:-back]
+    return before
 
 
 def _clock_errors(errors: IntArray | None, took_part: BoolArray) -> FloatArray:

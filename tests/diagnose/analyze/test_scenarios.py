@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -33,6 +35,8 @@ from diagnosis_rules import RULES, without  # noqa: E402
 
 from deep_ep import diagnose  # noqa: E402
 from deep_ep.diagnose.collect.rank_summary import summarize  # noqa: E402
+from deep_ep.diagnose.storage.log_writer import Writer  # noqa: E402
+from deep_ep.diagnose.storage.record import Record  # noqa: E402
 from generator.faults import Truth  # noqa: E402
 
 SMALL = [name for name, shape in SHAPES.items() if shape.num_ranks <= 16]
@@ -103,6 +107,22 @@ def test_real_kernels_are_run_with_the_options_that_there_are(
     runs = _real_kernels.plan(diagnosis_accuracy.parse_arguments(), 0)
     assert len(runs) == num_runs
     assert len({run.text() for run in runs}) == num_runs
+
+
+def test_windows_of_real_kernels_are_graded_though_their_folder_is_gone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Records are read when they are looked at."""
+
+    def program(command: list[str], *, env: dict[str, str], **_: Any) -> Any:
+        writer = Writer(Path(env["DEEP_EP_DIAGNOSE_DIR"]), "group")
+        for window in (1, 2):
+            writer.write(Record(diagnose.judge({}), 0.0, window, "group"), with_matrices=True)
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setattr(_real_kernels.subprocess, "run", program)
+    outcome = _real_kernels.carry_out(_real_kernels.Run("EP4", "none", (), 1, "small"))
+    assert (outcome.num_windows, outcome.said) == (2, [])
 
 
 @pytest.mark.parametrize("rule", RULES)

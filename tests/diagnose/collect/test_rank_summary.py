@@ -90,6 +90,13 @@ def test_one_burst_that_noise_takes_apart_does_not_recur(apart: bool) -> None:
     assert not np.delete(share, 3).any()
 
 
+@pytest.mark.parametrize("num_operations", range(1, 6))
+def test_short_windows_have_no_bursts(num_operations: int) -> None:
+    snapshots = simulate(GPU, 4, num_operations, [SlowPath(1, 2, 50e-6)], seed=3)
+    for rank in range(4):
+        assert not of_kind(snapshots, rank).path_burst_share.any()
+
+
 def test_a_path_hidden_behind_a_long_pause_is_unknown() -> None:
     snapshots = simulate(replace(GPU, hook_us=200.0), 4, 20, seed=5)
     assert np.isnan(of_kind(snapshots).path).all()
