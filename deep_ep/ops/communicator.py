@@ -373,7 +373,7 @@ class Communicator:
             self.open_hooks.clear()
             watchers, self.watchers = self.watchers, []
             try:
-                self.backend.synchronize()
+                self._finish(runtime)
                 # Before the others are waited for: they may be waiting for this rank.
                 self._part()
                 for watcher in watchers:
@@ -392,6 +392,11 @@ class Communicator:
                 runtime.native.close()
                 for watcher in watchers:
                     watcher.close()
+
+    def _finish(self, runtime: Runtime) -> None:
+        """Waits for what this rank has queued; for the whole device would be for kernels that wait for this rank."""
+        for stream in (self.backend.current_stream(), runtime.get_comm_stream()):
+            stream.synchronize()
 
     def _part(self) -> None:
         """This rank makes no more calls, and says whom it waits for in `destroy`."""
@@ -421,7 +426,7 @@ class Communicator:
         if dead:
             raise EPTransportError(f"{ranks_text(dead)} died")
         runtime.native.part(stream=self.backend.stream_handle(runtime.get_comm_stream()))
-        self.backend.synchronize()
+        self._finish(runtime)
         failure = runtime.native.take_failure()
         if failure is not None:
             waited_s = failure["waited_ns"] * 1e-9

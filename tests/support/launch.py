@@ -79,18 +79,49 @@ def start_method() -> str:
     return "forkserver"
 
 
+_THIS_THREAD = threading.local()
+
+
+def _copies_wait_first() -> None:
+    """Torch's copies from and to pageable memory wait for the stream with a lock of the driver in hand.
+
+    Then no other thread launches a kernel, and what the copy waits for may wait for a kernel of another rank. So the
+    threads of ranks wait first, without the lock. One rank to a process, as users have it, needs none of this.
+    """
+
+    def waiting(method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            is_rank = getattr(_THIS_THREAD, "is_rank", False)
+            if is_rank and not torch.cuda.is_current_stream_capturing():
+                torch.cuda.current_stream().synchronize()
+            return method(*args, **kwargs)
+
+        return call
+
+    for name in ("__bool__", "copy_", "cpu", "item", "to", "tolist"):
+        setattr(torch.Tensor, name, waiting(getattr(torch.Tensor, name)))
+
+
+if DEVICE == "cuda":
+    _copies_wait_first()
+
+
 def _own_stream() -> None:
     """On a GPU each rank works on a stream of its own: kernels of two ranks wait for each other.
 
-    An allocation may wait for all kernels, also for one that waits for the rank that allocates. So the stream begins
-    with memory that torch keeps for it, in both of its pools: up to 1 MiB, and more.
+    An allocation may wait for all kernels, also for one that waits for the rank that allocates; of pinned memory it
+    always does. So the stream begins with memory that torch keeps for it, in both of its pools, up to 1 MiB and more,
+    and with pinned memory of each size that torch rounds to.
     """
     if DEVICE == "cuda":
+        _THIS_THREAD.is_rank = True
         torch.cuda.set_stream(torch.cuda.Stream())
         free_bytes, _ = torch.cuda.mem_get_info()
         large = min(1 << 30, free_bytes // 64)
         sizes = [large] + [1 << 20] * 32
         _ = [torch.empty(size, dtype=torch.uint8, device=DEVICE) for size in sizes]
+        _ = [torch.empty(1 << power, dtype=torch.uint8, pin_memory=True) for power in range(24)]
 
 
 def sleep_kernel(duration_ns: int) -> None:
