@@ -25,6 +25,7 @@ from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from typing import Annotated, Any, Callable, Literal, NoReturn, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 T = TypeVar("T")
 
@@ -267,8 +268,10 @@ def _unchecked(hint: Any, rules: dict[type, Any], or_empty: bool) -> Codec:
         return _number(rules.get(Digits))
     if is_dataclass(hint):
         return _object(hint)
-    if origin is np.ndarray:
-        dtype = np.dtype(typing.get_args(inner[1])[0]).newbyteorder("<")
+    # With NumPy 2.5 on Python 3.12 an NDArray is an alias that has its own name.
+    if origin is np.ndarray or origin is npt.NDArray:
+        scalar = typing.get_args(inner[1])[0] if origin is np.ndarray else inner[0]
+        dtype = np.dtype(scalar).newbyteorder("<")
         if Digits not in rules:
             return _packed_array(names, dtype)
         cell = codec_of(Annotated[int, rules[Range]]) if Range in rules else codec_of(float)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, NamedTuple, Optional
+from typing import Annotated, Any, Literal, NamedTuple, Optional, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import pytest
+from typing_extensions import TypeAliasType
 
 from deep_ep.base import codec
 
@@ -185,3 +186,24 @@ class OfRanks:
 def test_what_is_missing_is_named_with_its_length() -> None:
     with pytest.raises(codec.CodecError, match="hosts is missing; expected a list of 4"):
         codec.from_plain(OfRanks, {"num_ranks": 4})
+
+
+Scalar = TypeVar("Scalar", bound=np.generic)
+# What npt.NDArray is from NumPy 2.5 and Python 3.12 on.
+NamedArray = TypeAliasType(
+    "NamedArray", np.ndarray[tuple[int, ...], np.dtype[Scalar]], type_params=(Scalar,)
+)
+
+
+def test_an_array_may_be_an_alias_with_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(npt, "NDArray", NamedArray)
+
+    @dataclass(frozen=True)
+    class OfNamedArray:
+        cells: Any
+
+    hint = Annotated[NamedArray[np.int64], ("rows", "columns")]
+    monkeypatch.setitem(OfNamedArray.__annotations__, "cells", hint)
+    cells = np.arange(6).reshape(2, 3)
+    read = codec.decode(OfNamedArray, codec.encode(OfNamedArray(cells)))
+    assert read.cells.tolist() == cells.tolist()
