@@ -14,6 +14,7 @@ import torch
 import deep_ep
 from deep_ep.errors import EPArgumentError
 from deep_ep.hang.states import RankState, Waits
+from deep_ep.ops.normal import Normal
 from support.exchange import Mode as LowLatencyMode
 from support.exchange import Shape, begin_dispatch, dispatch, round_trip
 from support.exchange import make_inputs as make_low_latency_inputs
@@ -24,6 +25,7 @@ from support.normal_exchange import (
     expect,
     make_inputs,
     normal_ranks,
+    run_dispatch,
     run_exchange,
     shape_of,
 )
@@ -143,6 +145,51 @@ def test_who_is_missing_is_known_while_the_kernel_waits(ranks: Ranks) -> None:
     assert call.number == state.opened
     assert call.sent_ns
     assert not call.finished_ns
+
+
+@pytest.mark.parametrize("worst", [False, True], ids=["counts", "worst"])
+def test_who_came_late_to_a_dispatch_is_not_missing_in_its_second_half(
+    worst: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the first kernel waited for, and for how long, says nothing of the second one."""
+    shape, mode = shape_of((12, 9), 64, 4, 2), Mode(spare_rows=3 if worst else None)
+    inputs = make_inputs(shape, mode)
+    launch = Normal._launch_dispatch
+    has_waited, has_been_seen = threading.Event(), threading.Event()
+
+    def late(self: Normal, *args: Any) -> None:
+        if self._communicator.rank == 1:
+            assert has_been_seen.wait(60)
+        launch(self, *args)
+
+    monkeypatch.setattr(Normal, "_launch_dispatch", late)
+
+    def run(rank: int, buffer: deep_ep.Buffer) -> None:
+        if rank == 1:
+            assert has_waited.wait(60)
+        run_dispatch(buffer, inputs[rank], shape, mode, SMALL)
+
+    seen: list[Waits] = []
+
+    def look(buffer: deep_ep.Buffer) -> None:
+        try:
+            # For longer than the second wait takes until it is seen: then its notes are not the newest ones.
+            assert eventually(lambda: waits_of(buffer).waited_s > 1.0)
+            has_waited.set()
+            assert eventually(lambda: "rows" in waits_of(buffer).missing)
+            seen.append(waits_of(buffer))
+        finally:
+            has_waited.set()
+            has_been_seen.set()
+
+    with normal_ranks(2, 2, [SMALL], 128) as ranks:
+        looking = threading.Thread(target=look, args=(ranks.buffers[0],))
+        looking.start()
+        ranks.run(run)
+        looking.join()
+    (waits,) = seen
+    assert (set(waits.missing), waits.ranks()) == ({"rows"}, (1,))
+    assert waits.waited_s < 1.0
 
 
 def test_normal_operations_are_recorded_as_one_call_each() -> None:

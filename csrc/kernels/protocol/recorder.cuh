@@ -6,7 +6,8 @@
 
 namespace ep {
 
-// That a rank was missing. Nothing is cleared: a note is as good as its time.
+// That a rank was missing. A note is as good as its time, which begins anew with each launch of an operation; so who
+// waits before others do in the same operation clears its own.
 struct WaitNote {
     static constexpr uint64_t kUnitNs = 10'000'000;
 
@@ -74,6 +75,12 @@ EP_DEVICE void note_missing(const OperationArgs& args,
     const WaitNote note{
         static_cast<uint64_t>(open.series), open.op, 1 + waited_ns / WaitNote::kUnitNs};
     show_host(&args.record.waits->noted[static_cast<int>(owed)][source], note.pack());
+}
+
+// One thread, which no longer waits for what it has noted.
+EP_DEVICE void forget_missing(const OperationArgs& args, Owed owed, int source) {
+    if (args.record.waits == nullptr) return;
+    show_host(&args.record.waits->noted[static_cast<int>(owed)][source], uint64_t{0});
 }
 
 }  // namespace ep

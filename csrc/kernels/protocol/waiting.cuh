@@ -68,12 +68,18 @@ EP_DEVICE void await_sources(const OperationArgs& args,
         });
         return all_came || in_vain;
     };
-    // Who has waited in vain for one rank has the full time for the others.
+    bool has_noted = false;
     const auto note = [&] {
         for_each_missing([&](int source) { note_missing(args, open, owed, source); });
+        has_noted = true;
     };
+    // Who has waited in vain for one rank has the full time for the others.
     const Deadline deadline = masks ? deadline_in(args.timeout_ns) : open.deadline;
     const bool in_time = spin_until(look, deadline, note);
+    if (has_noted && all_came) {
+        for (int source = thread_index(); source < args.num_ranks(); source += num_threads())
+            forget_missing(args, owed, source);
+    }
     if (!block_any(!in_time || !all_came)) return;
     if (!masks) return name_missing(args, open, for_each_missing);
     for_each_missing(mask);
