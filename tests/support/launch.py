@@ -118,10 +118,15 @@ def _own_stream() -> None:
         _THIS_THREAD.is_rank = True
         torch.cuda.set_stream(torch.cuda.Stream())
         free_bytes, _ = torch.cuda.mem_get_info()
-        large = min(1 << 30, free_bytes // 64)
-        sizes = [large] + [1 << 20] * 32
-        _ = [torch.empty(size, dtype=torch.uint8, device=DEVICE) for size in sizes]
+        reserve(min(1 << 30, free_bytes // 64))
+        _ = [torch.empty(1 << 20, dtype=torch.uint8, device=DEVICE) for _ in range(32)]
         _ = [torch.empty(1 << power, dtype=torch.uint8, pin_memory=True) for power in range(24)]
+
+
+def reserve(num_bytes: int) -> None:
+    """Memory of a GPU that torch keeps for the current stream, for what this rank allocates beside other ranks' kernels."""
+    if DEVICE == "cuda":
+        torch.empty(num_bytes, dtype=torch.uint8, device=DEVICE)
 
 
 def sleep_kernel(duration_ns: int) -> None:
