@@ -165,9 +165,14 @@ def _run_batch(
         of_rank.combine(handle)
         marks.append((begin, between, Mark()))
     was_ahead = marks[0][0].is_ahead()
+    finish(buffer)
+    return [(a.us_until(b), b.us_until(c)) for a, b, c in marks[_WARM_UP_ROUNDS:]], was_ahead
+
+
+def finish(buffer: deep_ep.Buffer) -> None:
+    """Waits for what this rank has called; raises what went wrong in it."""
     backend.get().current_stream().synchronize()
     buffer.communicator.raise_failure()
-    return [(a.us_until(b), b.us_until(c)) for a, b, c in marks[_WARM_UP_ROUNDS:]], was_ahead
 
 
 def copy_us(num_bytes: int) -> float:

@@ -21,6 +21,7 @@ from _gpu_rounds import (
     Measured,
     Round,
     device_name,
+    finish,
     measure,
     num_multiprocessors,
     options,
@@ -80,6 +81,7 @@ def make_problem(rank: int, buffer: deep_ep.Buffer, args: argparse.Namespace) ->
     for i, count in enumerate(recv_count.tolist()):
         ys[i, :count] = reference.dequantise(data[i, :count], scales[i, :count])
     combined, _, _ = buffer.low_latency_combine(ys, topk_idx, weights, handle)
+    finish(buffer)
     difference = calc_diff(x * weights.sum(1, keepdim=True), combined)
     assert difference < reference.FP8_COMBINE_DIFF, f"rank {rank}: sums are off by {difference}"
     return Problem(x, topk_idx, weights, ys)

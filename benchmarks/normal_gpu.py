@@ -24,6 +24,7 @@ from _gpu_rounds import (
     Measured,
     Round,
     device_name,
+    finish,
     measure,
     num_multiprocessors,
     options,
@@ -82,6 +83,7 @@ def make_problem(
     )
     ys = reference.dequantise(recv_data, recv_scales)
     combined = buffer.combine(ys, handle, config=config)[0]
+    finish(buffer)
     difference = calc_diff(x.to(DEVICE) * in_rank.sum(1, keepdim=True), combined)
     assert difference < reference.FP8_COMBINE_DIFF, f"rank {rank}: sums are off by {difference}"
     return Problem((data, scales), handle, ys)
