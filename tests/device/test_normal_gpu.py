@@ -11,13 +11,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
-from unittest import mock
 
 import pytest
 import torch
 
 import deep_ep
-from deep_ep.native.backend import CudaBackend
 from support.exchange import Shape, assert_same_bytes
 from support.launch import DEVICE, Ranks
 from support.normal_exchange import (
@@ -45,17 +43,9 @@ BYTES_PER_ROW = 4096
 
 @contextmanager
 def ranks_of(nodes: str, config: deep_ep.Config) -> Iterator[Ranks]:
-    """Ranks of one process, none of which is out of reach of another, on nodes that are so named."""
+    """Ranks of one process, on nodes that are so named."""
     num_ranks, ranks_per_node = NODES[nodes]
-    create = CudaBackend.create_runtime
-
-    def create_in_reach(self: CudaBackend, needs_rdma: bool, **options: Any) -> Any:
-        return create(self, needs_rdma=False, **options)
-
-    with (
-        mock.patch.object(CudaBackend, "create_runtime", create_in_reach),
-        normal_ranks(num_ranks, ranks_per_node, [config], BYTES_PER_ROW) as ranks,
-    ):
+    with normal_ranks(num_ranks, ranks_per_node, [config], BYTES_PER_ROW) as ranks:
         yield ranks
 
 

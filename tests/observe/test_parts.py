@@ -14,9 +14,10 @@ import torch
 
 import deep_ep
 from deep_ep.group import thread_groups
+from deep_ep.native import backend
 from deep_ep.observe import parts
 from support.exchange import Mode, Shape, exchange_and_check, ranks_for
-from support.launch import DEVICE, keep_busy
+from support.launch import DEVICE, before_next_operation, keep_busy
 from support.phase_sums import assert_complete, nvtx_ranges, parts_of
 
 SHAPE = Shape((12, 12, 12), 64, 256, 6, 2)
@@ -71,7 +72,7 @@ def newest(buffer: deep_ep.Buffer) -> dict[str, int]:
 def test_others_wait_for_the_rank_whose_part_takes_long() -> None:
     def work(rank: int, buffer: deep_ep.Buffer) -> None:
         if rank == 1:
-            long_part(buffer)
+            before_next_operation(buffer, lambda: long_part(buffer))
 
     with ranks_for(SHAPE) as ranks:
         ranks.run(lambda _, buffer: buffer.enable_counters())
@@ -173,6 +174,7 @@ def test_as_many_parts_are_kept_as_operations() -> None:
             long_part(buffer)
             dispatch(buffer)
         assert buffer.communicator.parts is stamped
+        backend.get().synchronize()
         assert len(stamped.finished()) == 2 * 4
         assert [parts_of(each) for each in buffer.phases().operations] == [
             {"layout", "permute"}

@@ -18,7 +18,7 @@ from deep_ep.observe.parts import PARTS, Part
 from deep_ep.observe.phases import PHASES
 from support import normal_exchange
 from support.exchange import Mode, Shape, exchange_and_check, ranks_for
-from support.launch import keep_busy
+from support.launch import before_next_operation, keep_busy
 from support.normal_exchange import SMALL
 from support.phase_sums import assert_complete
 
@@ -143,13 +143,18 @@ SHAPE = Shape((12, 12, 12), 64, 256, 6, 2)
 DELAY_NS = 50_000_000
 
 
+def be_late(rank: int, buffer: deep_ep.Buffer) -> None:
+    if rank == 1:
+        before_next_operation(buffer, lambda: keep_busy(buffer, DELAY_NS))
+
+
 @pytest.mark.parametrize("hook", [False, True])
 def test_low_latency_is_taken_apart_and_the_late_rank_is_charged(hook: bool) -> None:
     mode = Mode(hook=hook)
     with ranks_for(SHAPE) as ranks:
         ranks.run(lambda _, buffer: buffer.enable_counters())
         for _ in range(3):
-            ranks.run(lambda rank, buffer: keep_busy(buffer, DELAY_NS) if rank == 1 else None)
+            ranks.run(be_late)
             exchange_and_check(ranks, SHAPE, mode)
         ranks.run(lambda _, buffer: assert_complete(buffer))
         found = ranks.run(lambda _, buffer: buffer.phases())
@@ -169,7 +174,7 @@ def test_normal_operations_are_taken_apart_and_the_late_rank_is_charged(
     with normal_exchange.normal_ranks(4, ranks_per_node, [SMALL], row_bytes) as ranks:
         ranks.run(lambda _, buffer: buffer.enable_counters())
         for _ in range(3):
-            ranks.run(lambda rank, buffer: keep_busy(buffer, DELAY_NS) if rank == 1 else None)
+            ranks.run(be_late)
             normal_exchange.exchange_and_check(ranks, shape, mode, SMALL, ranks_per_node)
         ranks.run(lambda _, buffer: assert_complete(buffer))
         found = ranks.run(lambda _, buffer: buffer.phases())

@@ -6,6 +6,7 @@ nothing that is started here outlives the call or the `with` block that started 
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import functools
 import gc
@@ -24,6 +25,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -32,6 +34,7 @@ import torch.multiprocessing as mp
 import deep_ep
 from deep_ep.group import ThreadGroup, thread_groups
 from deep_ep.native import backend
+from deep_ep.native.backend import CudaBackend
 from support import cuda_settings  # noqa: F401 - before CUDA starts
 
 if TYPE_CHECKING:
@@ -142,6 +145,17 @@ def keep_busy(buffer: deep_ep.Buffer, duration_ns: int) -> None:
         buffer.runtime.delay(duration_ns)
 
 
+def before_next_operation(buffer: Any, work: Callable[[], object]) -> None:
+    """Has this rank do something just before what it calls next: what it does now a GPU may be done with by then."""
+    callbacks = buffer.communicator.before_operation
+
+    def once(_: str) -> None:
+        callbacks.remove(once)
+        work()
+
+    callbacks.append(once)
+
+
 @functools.cache
 def _cycles_per_ns() -> float:
     """Of the GPU's clock under load, measured once."""
@@ -157,6 +171,18 @@ def _cycles_per_ns() -> float:
     return num_cycles / (begin.elapsed_time(end) * 1e6)
 
 
+def _all_in_reach() -> contextlib.AbstractContextManager[object]:
+    """On a GPU, ranks of one process reach each other's memory, whatever nodes they are said to be on."""
+    if DEVICE != "cuda":
+        return contextlib.nullcontext()
+    create = CudaBackend.create_runtime
+
+    def create_in_reach(self: CudaBackend, needs_rdma: bool, **options: Any) -> Any:
+        return create(self, needs_rdma=False, **options)
+
+    return mock.patch.object(CudaBackend, "create_runtime", create_in_reach)
+
+
 class RankThreads:
     """A group whose ranks are threads of this process, each with a buffer of its own.
 
@@ -170,7 +196,8 @@ class RankThreads:
             ThreadPoolExecutor(1, f"rank{rank}", _own_stream) for rank in range(num_ranks)
         ]
         self.buffers: list[Any] = [None] * num_ranks
-        self.buffers = self.run(lambda rank, _: make_buffer(groups[rank]))
+        with _all_in_reach():
+            self.buffers = self.run(lambda rank, _: make_buffer(groups[rank]))
 
     def outcomes(self, fn: Callable[[int, Any], Any]) -> list[Any]:
         """Runs fn(rank, buffer) on all ranks at once; per rank its result, or its exception."""
