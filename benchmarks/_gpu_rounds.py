@@ -205,7 +205,8 @@ def device_name() -> str:
 def options(
     about: str | None, num_ranks: Sequence[int], num_tokens: int, rounds: int
 ) -> argparse.ArgumentParser:
-    """The options that both commands have, with these defaults."""
+    """The options that both commands have, with these defaults; called once, before anything else."""
+    torch.set_num_threads(1)  # ranks are threads already, and torch's own pools would fight them
     parser = argparse.ArgumentParser(
         description=about, formatter_class=argparse.RawTextHelpFormatter
     )

@@ -64,18 +64,37 @@ class Problem(NamedTuple):
     ys: torch.Tensor  # [received rows, hidden] bfloat16
 
 
-def make_problem(
-    rank: int, buffer: deep_ep.Buffer, config: deep_ep.Config, args: argparse.Namespace
-) -> Problem:
-    """Random tokens, distinct experts, which return the rows as they came. Collective; checks the sums."""
+class Inputs(NamedTuple):
+    """One rank's tokens, where `Problem` has what they are sent as."""
+
+    x: torch.Tensor  # [T, hidden] bfloat16
+    topk_idx: torch.Tensor  # [T, K] int64
+    rows: tuple[torch.Tensor, torch.Tensor]  # as `Problem.x`
+
+
+def make_inputs(rank: int, args: argparse.Namespace) -> Inputs:
+    """Random tokens, distinct experts."""
     generator = torch.Generator().manual_seed(rank)
     x = torch.randn(args.num_tokens, args.hidden, generator=generator).bfloat16()
     scores = torch.rand(args.num_tokens, args.num_experts, generator=generator)
     topk_idx = scores.topk(args.num_topk, dim=1).indices.to(DEVICE)
     data, scales = (part.to(DEVICE) for part in reference.cast_fp8(x))
-    per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(topk_idx, args.num_experts)
+    return Inputs(x.to(DEVICE), topk_idx, (data, scales))
+
+
+def make_problem(
+    rank: int,
+    buffer: deep_ep.Buffer,
+    inputs: Inputs,
+    config: deep_ep.Config,
+    args: argparse.Namespace,
+) -> Problem:
+    """The experts return the rows as they came. Collective; checks the sums."""
+    per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(
+        inputs.topk_idx, args.num_experts
+    )
     (recv_data, recv_scales), _, _, _, handle, _ = buffer.dispatch(
-        (data, scales),
+        inputs.rows,
         num_tokens_per_rank=per_rank,
         is_token_in_rank=in_rank,
         num_tokens_per_expert=per_expert,
@@ -84,9 +103,9 @@ def make_problem(
     ys = reference.dequantise(recv_data, recv_scales)
     combined = buffer.combine(ys, handle, config=config)[0]
     finish(buffer)
-    difference = calc_diff(x.to(DEVICE) * in_rank.sum(1, keepdim=True), combined)
+    difference = calc_diff(inputs.x * in_rank.sum(1, keepdim=True), combined)
     assert difference < reference.FP8_COMBINE_DIFF, f"rank {rank}: sums are off by {difference}"
-    return Problem((data, scales), handle, ys)
+    return Problem(inputs.rows, handle, ys)
 
 
 def round_of(buffer: deep_ep.Buffer, problem: Problem, config: deep_ep.Config) -> Round:
@@ -108,7 +127,11 @@ def measure_setting(num_ranks: int, num_sms: int, args: argparse.Namespace) -> R
     with normal_ranks(num_ranks, num_ranks, [config], 2 * args.hidden) as ranks:
         # In float32, what a rank receives of 4096 tokens is more than it begins with.
         ranks.run(lambda rank, buffer: reserve(_PROBLEM_BYTES))
-        problems = ranks.run(lambda rank, buffer: make_problem(rank, buffer, config, args))
+        # Tokens take seconds to make, and not all ranks take as long.
+        inputs = ranks.run(lambda rank, buffer: make_inputs(rank, args))
+        problems = ranks.run(
+            lambda rank, buffer: make_problem(rank, buffer, inputs[rank], config, args)
+        )
         dispatch, combine = measure(
             ranks,
             lambda rank, buffer: round_of(buffer, problems[rank], config),
