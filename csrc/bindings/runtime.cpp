@@ -188,7 +188,7 @@ void bind_runtime(py::module_& m) {
     runtime.def("local_handle", [](const Runtime& self) { return py::bytes(self.local_handle()); })
         .def("connect", &Runtime::connect, "handles"_a, Release())
         .def("release_handle", &Runtime::release_handle, Release())
-        .def("close", &Runtime::close, Release())
+        .def("close", &Runtime::close, "keeps_memory"_a = false, Release())
         .def(
             "local_buffer",
             [](const Runtime& self, bool use_rdma) {

@@ -109,8 +109,9 @@ Runtime::Runtime(const RuntimeOptions& options)
 
 Runtime::~Runtime() { close(); }
 
-void Runtime::close() {
+void Runtime::close(bool keeps_memory) {
     const std::scoped_lock lock(mutex_);
+    if (keeps_memory && memory_) memory_->keep();
     memory_.reset();
     if (!device_) return;
     device_->release(workspace_);

@@ -78,7 +78,8 @@ class Runtime {
     std::string local_handle() const;
     void connect(const std::vector<std::string>& handles);
     void release_handle();
-    void close();
+    // keeps_memory: others may write to this rank's memory afterwards.
+    void close(bool keeps_memory = false);
 
     // Address and size of the NVLink or RDMA buffer the user asked for.
     std::pair<void*, size_t> local_buffer(bool use_rdma) const;

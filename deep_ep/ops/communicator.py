@@ -11,7 +11,7 @@ import os
 import threading
 import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any, Callable
 
 import torch
@@ -372,6 +372,7 @@ class Communicator:
             runtime, self.runtime = self.runtime, None
             self.open_hooks.clear()
             watchers, self.watchers = self.watchers, []
+            keeps_memory = False
             try:
                 self._finish(runtime)
                 # Before the others are waited for: they may be waiting for this rank.
@@ -380,16 +381,19 @@ class Communicator:
                     watcher.end()
                 self._meet_at_the_end(runtime)
             except RuntimeError as error:
+                # Who is late may still write to it; on the CPU to a mapping of its own, and who is dead not at all.
+                keeps_memory = self.backend.runs_in_streams and not self._known_dead()
+                what = "kept until this process ends" if keeps_memory else "released all the same"
                 warnings.warn(
                     f"destroy on rank {self.rank}: not all ranks came ({error}){self._why_not_all()}; "
-                    "local memory is released all the same",
+                    f"local memory is {what}",
                     RuntimeWarning,
                     stacklevel=3,
                 )
             finally:
                 if self._liveness is not None:
                     self._liveness.close()
-                runtime.native.close()
+                runtime.native.close(keeps_memory=keeps_memory)
                 for watcher in watchers:
                     watcher.close()
 
@@ -416,14 +420,17 @@ class Communicator:
         verdict = None if liveness is None else liveness.hangs.verdict_on(DESTRUCTION, 1)
         return "" if verdict is None else f": {wording.line(verdict)}"
 
+    def _known_dead(self) -> Collection[int]:
+        return () if self._liveness is None else self._liveness.dead
+
     def _meet_at_the_end(self, runtime: Runtime) -> None:
         """Waits for all ranks, no longer than for an operation; where ranks may be masked, for those that are not.
 
         Raises:
             RuntimeError: not all come, or one of them is known to be dead.
         """
-        dead = {} if self._liveness is None or self.masks.is_enabled else self._liveness.dead
-        if dead:
+        dead = self._known_dead()
+        if dead and not self.masks.is_enabled:
             raise EPTransportError(f"{ranks_text(dead)} died")
         runtime.native.part(stream=self.backend.stream_handle(runtime.get_comm_stream()))
         self._finish(runtime)

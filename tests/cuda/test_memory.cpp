@@ -44,5 +44,20 @@ TEST(ranks_of_several_processes_say_which_of_them_cannot_share_memory) {
     CHECK_EQUAL(driver::count("cudaIpcOpenMemHandle"), 0);
 }
 
+TEST(memory_that_a_late_rank_may_write_to_is_kept) {
+    int freed[2];
+    for (const bool keeps : {false, true}) {
+        const int before = driver::count("cudaFree");
+        error_of([&] {
+            Device device(0, "");
+            SymmetricMemory memory(device, options(1));
+            memory.connect({memory.local_handle()});
+            if (keeps) memory.keep();
+        });
+        freed[keeps] = driver::count("cudaFree") - before;
+    }
+    CHECK_EQUAL(freed[true], freed[false] - 1);
+}
+
 }  // namespace
 }  // namespace ep

@@ -233,7 +233,14 @@ def test_destroy_waits_no_longer_than_an_operation() -> None:
     assert 2.0 <= float(waited[1]) < HANG_S
 
 
-def test_who_waited_in_destroy_in_vain_says_for_whom(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("on_a_gpu", "memory"),
+    [(False, "released all the same"), (True, "kept until this process ends")],
+    ids=["cpu", "gpu"],
+)
+def test_who_waited_in_destroy_in_vain_says_for_whom(
+    on_a_gpu: bool, memory: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name, value in (("WARN_S", "0.2"), ("TIMEOUT_S", "3")):
         monkeypatch.setenv(f"DEEP_EP_{name}", value)
 
@@ -241,7 +248,9 @@ def test_who_waited_in_destroy_in_vain_says_for_whom(monkeypatch: pytest.MonkeyP
 
     def run(rank: int, buffer: deep_ep.Buffer) -> None:
         if rank == 0:
-            buffer.destroy()
+            with monkeypatch.context() as patch:
+                patch.setattr(type(buffer.communicator.backend), "runs_in_streams", on_a_gpu)
+                buffer.destroy()
             given_up.set()
         else:
             assert given_up.wait(HANG_S)
@@ -251,4 +260,5 @@ def test_who_waited_in_destroy_in_vain_says_for_whom(monkeypatch: pytest.MonkeyP
         ranks.run(run)
         (said,) = [str(w.message) for w in caught if "not all ranks came" in str(w.message)]
         assert "rank 1 has not called destroy(); its thread" in said
+        assert said.endswith(f"local memory is {memory}")
         ranks.run(lambda rank, buffer: None)

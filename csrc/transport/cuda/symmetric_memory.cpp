@@ -182,7 +182,7 @@ SymmetricMemory::SymmetricMemory(Device& device, const SymmetricMemoryOptions& o
 
 SymmetricMemory::~SymmetricMemory() {
     wait_for_kernels(device_);
-    NvshmemWorld::instance().give_back(base_);
+    if (!is_kept_) NvshmemWorld::instance().give_back(base_);
     device_.release(peer_table_);
 }
 
@@ -206,7 +206,7 @@ SymmetricMemory::~SymmetricMemory() {
     wait_for_kernels(device_);
     for (void* mapping : opened_) (void)cudaIpcCloseMemHandle(mapping);
     device_.release(peer_table_);
-    device_.release(base_);
+    if (!is_kept_) device_.release(base_);
 }
 
 #endif

@@ -32,6 +32,8 @@ class SymmetricMemory {
     void connect(const std::vector<std::string>& handles);
     // CUDA's handles name nothing that would outlive the process.
     void release_handle() {}
+    // It stays until the process ends: a rank that is late may write to it, and must not find it gone.
+    void keep() { is_kept_ = true; }
 
     bool connected() const { return peer_table_ != nullptr; }
     std::byte* local_base() const { return base_; }
@@ -54,6 +56,7 @@ class SymmetricMemory {
     std::byte** peer_table_ = nullptr;  // in device memory
     std::vector<void*> opened_;         // IPC mappings
     bool all_in_reach_ = false;
+    bool is_kept_ = false;
 #if defined(EP_WITH_NVSHMEM)
     NvshmemWorld::Membership membership() const;
 

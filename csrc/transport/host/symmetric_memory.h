@@ -29,6 +29,8 @@ class SymmetricMemory {
     void connect(const std::vector<std::string>& handles);
     // The others have mapped this rank's memory: no further process can.
     void release_handle() { memory_.release_handle(); }
+    // Who writes to it has a mapping of its own.
+    void keep() {}
 
     bool connected() const { return link_ != nullptr; }
     std::byte* local_base() const { return memory_.mapping().get(); }
