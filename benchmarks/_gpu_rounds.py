@@ -25,7 +25,7 @@ import torch  # noqa: E402
 import deep_ep  # noqa: E402
 from deep_ep.native import backend  # noqa: E402
 from support import reference  # noqa: E402
-from support.launch import DEVICE, Ranks, keep_busy  # noqa: E402
+from support.launch import DEVICE, Ranks, keep_busy, sleep_kernel  # noqa: E402
 
 _WARM_UP_ROUNDS = 3
 # Batches alternate between counters off and on, so that what else changes hits both.
@@ -176,9 +176,11 @@ def finish(buffer: deep_ep.Buffer) -> None:
 
 
 def copy_us(num_bytes: int) -> float:
-    """Median time of a copy within the device."""
+    """Median time of a copy within the device, queued before the first one begins."""
     source = torch.zeros(num_bytes, dtype=torch.uint8, device=DEVICE)
     target = torch.empty_like(source)
+    if DEVICE == "cuda":
+        sleep_kernel(_QUEUE_NS * (_WARM_UP_ROUNDS + _NUM_COPIES))
     marks = []
     for _ in range(_WARM_UP_ROUNDS + _NUM_COPIES):
         begin = Mark()
