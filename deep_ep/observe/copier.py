@@ -107,16 +107,14 @@ class HostCopier:
     def __init__(
         self, totals: torch.Tensor, own: torch.Tensor, ring: torch.Tensor, op_field: int
     ) -> None:
-        self._totals, self._own, self._ring = (t.detach().numpy() for t in (totals, own, ring))
-        self._op_field = op_field
+        self._ring = ring
+        self._small = totals, own, ring[:, -1, op_field]
 
     def reading(self) -> Reading:
-        return Reading(
-            self._totals.copy(), self._own.copy(), self._ring[:, -1, self._op_field].copy()
-        )
+        return Reading(*(tensor.numpy(force=True).copy() for tensor in self._small))
 
     def ring(self) -> Int64Array:
-        ring: Int64Array = self._ring.copy()
+        ring: Int64Array = self._ring.numpy(force=True).copy()
         return ring
 
 
@@ -130,7 +128,7 @@ class DeviceCopier:
     def __init__(
         self, totals: torch.Tensor, own: torch.Tensor, ring: torch.Tensor, op_field: int
     ) -> None:
-        _refuse_capture("this is the first one, which allocates", "Take one before the capture.")
+        _refuse_capture("RecvCounters", "they allocate memory", "Make them before the capture.")
         self._device = totals.device
         self._stream = _side_stream(totals.device.index)
         self._lock = threading.Lock()
@@ -149,6 +147,7 @@ class DeviceCopier:
         """
         with torch.cuda.device(self._device):
             _refuse_capture(
+                "RecvCounters.snapshot",
                 "wait is True, and what is queued does not run before the graph does",
                 "Take it after the capture, or pass wait=False for what has run so far.",
             )
@@ -178,10 +177,10 @@ def _pinned_like(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
 
 
-def _refuse_capture(why: str, advice: str) -> None:
+def _refuse_capture(what: str, why: str, advice: str) -> None:
     if torch.cuda.is_current_stream_capturing():
         raise EPUsageError(
-            "RecvCounters.snapshot: the current stream is being captured into a graph; that must not "
+            f"{what}: the current stream is being captured into a graph; that must not "
             f"be, because {why}. {advice}"
         )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import torch
@@ -58,6 +57,7 @@ class RecvCounters:
 
         Raises:
             EPArgumentError: `num_ranks` below 1 or `ring` below 0.
+            EPUsageError: the current stream is being captured.
         """
         num_ranks = integer("RecvCounters", "num_ranks", num_ranks, least=1)
         ring = integer("RecvCounters", "ring", ring, least=0)
@@ -81,8 +81,10 @@ class RecvCounters:
         self.totals = zeros(len(self.fields), num_ranks)
         self.own = zeros(len(self.own_fields))
         self.ring = zeros(ring, num_ranks + 1, binding.NUM_RING_FIELDS)
-        self._lock = threading.Lock()
-        self._made_copier: HostCopier | DeviceCopier | None = None
+        # With the counters: pinned memory is allocated, on a GPU behind all kernels that run, and by then a job does.
+        made = DeviceCopier if self.device.type == "cuda" else HostCopier
+        op_field = self.ring_own_fields.index("op")
+        self._copier: HostCopier | DeviceCopier = made(self.totals, self.own, self.ring, op_field)
 
     @property
     def device(self) -> torch.device:
@@ -107,7 +109,7 @@ class RecvCounters:
         Raises:
             EPUsageError: `wait` while the current stream is being captured.
         """
-        copier = self._copier()
+        copier = self._copier
         if wait and isinstance(copier, DeviceCopier):
             copier.wait_for_current_stream()
         reading, ring, lost = copy_between_operations(copier, self._consistent)
@@ -124,15 +126,7 @@ class RecvCounters:
 
     def num_ops(self) -> int:
         """Operations that have been counted by now. Waits for nothing that runs."""
-        return int(self._copier().reading().own[self.own_fields.index("ops")])
-
-    def _copier(self) -> HostCopier | DeviceCopier:
-        with self._lock:
-            if self._made_copier is None:
-                made = DeviceCopier if self.device.type == "cuda" else HostCopier
-                op_field = self.ring_own_fields.index("op")
-                self._made_copier = made(self.totals, self.own, self.ring, op_field)
-            return self._made_copier
+        return int(self._copier.reading().own[self.own_fields.index("ops")])
 
     def _consistent(self, reading: Reading) -> bool:
         """Whether no operation is being counted; an operation counts its sources first."""

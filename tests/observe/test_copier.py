@@ -15,7 +15,8 @@ import torch
 
 from deep_ep.errors import EPUsageError
 from deep_ep.observe import copier as copiers
-from deep_ep.observe.copier import DeviceCopier
+from deep_ep.observe import counters as counters_module
+from deep_ep.observe.copier import DeviceCopier, HostCopier
 
 RELAXED, GLOBAL = 2, 0
 NUM_SLOTS, NUM_RANKS, OP_FIELD = 4, 3, 1
@@ -183,7 +184,7 @@ def test_what_a_capture_would_break_is_refused_before_anything_is_asked_of_the_d
     machine.calls.clear()
     with pytest.raises(EPUsageError, match="pass wait=False"):
         copier.wait_for_current_stream()
-    with pytest.raises(EPUsageError, match="Take one before the capture"):
+    with pytest.raises(EPUsageError, match="RecvCounters: .* Make them before the capture"):
         DeviceCopier(*counters(), OP_FIELD)
     assert machine.calls == []
     copier.reading()  # a capture of the program's stream does not concern the side stream
@@ -213,3 +214,19 @@ def test_a_copy_of_what_is_on_the_host_does_not_change_later() -> None:
     (copied,) = copiers.to_host(live)
     live += 1
     assert copied.tolist() == [0, 1, 2]
+
+
+def test_what_copies_counters_is_made_with_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It allocates pinned memory, which on a GPU waits for the kernels of a job that runs by then."""
+    made = []
+
+    class Copier(HostCopier):
+        def __init__(self, *tensors: Any) -> None:
+            made.append(self)
+            super().__init__(*tensors)
+
+    monkeypatch.setattr(counters_module, "HostCopier", Copier)
+    counted = counters_module.RecvCounters(2, device="cpu")
+    assert len(made) == 1
+    counted.snapshot()
+    assert len(made) == 1
