@@ -1,6 +1,7 @@
 // A GPU as the host sees it: what counts as none, and launches that would wait for ever.
 #include <cstring>
 #include <string>
+#include <vector>
 
 #include "device/device_runtime.h"
 #include "driver.h"
@@ -99,6 +100,21 @@ TEST(a_clock_is_written_on_its_stream_while_nobody_waits) {
     CHECK(driver::illegal().empty());
     for (size_t call = before; call < driver::calls().size(); ++call)
         CHECK(!contains(driver::calls()[call], "Synchronize"));
+}
+
+// A lock of the driver is held by who waits in a copy to memory that is not pinned.
+TEST(a_status_read_waits_for_its_stream_before_it_copies) {
+    Device device(0, "");
+    const int status = 7;
+    const cudaStream_t stream = driver::new_stream();
+    driver::calls().clear();
+    CHECK_EQUAL(device.read(&status, reinterpret_cast<Stream>(stream)), 7);
+    std::vector<std::string> order;
+    for (const std::string& call : driver::calls()) {
+        if (call == "cudaStreamSynchronize" || call == "cudaMemcpyAsync") order.push_back(call);
+    }
+    CHECK(order.size() == 3 && order[0] == "cudaStreamSynchronize" &&
+          order[1] == "cudaMemcpyAsync" && order[2] == "cudaStreamSynchronize");
 }
 
 }  // namespace

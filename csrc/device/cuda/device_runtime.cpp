@@ -95,12 +95,18 @@ void Device::release_host_visible(void* memory) {
 void Device::copy_to_host(void* to, const void* from, size_t bytes, cudaStream_t stream) const {
     const DeviceGuard guard(index_);
     const BesideCaptures beside;
+    const auto finish = [&] {
+        check(cudaStreamSynchronize(stream),
+              "cudaStreamSynchronize",
+              "a status read; an earlier kernel may have failed");
+    };
+    // First: a copy to memory that is not pinned waits for the stream with a lock of the driver in hand, which
+    // whoever has news for its kernels needs.
+    finish();
     check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToHost, stream),
           "cudaMemcpyAsync",
           std::to_string(bytes) + " bytes of status");
-    check(cudaStreamSynchronize(stream),
-          "cudaStreamSynchronize",
-          "a status read; an earlier kernel may have failed");
+    finish();
 }
 
 void Device::copy_to_device(void* to, const void* from, size_t bytes) const {
