@@ -65,6 +65,16 @@ cudaError_t unsafe(const std::string& call) {
     return cudaErrorStreamCaptureUnsupported;
 }
 
+std::map<const std::byte*, size_t> pinned;  // begin, bytes
+
+bool is_pinned(const void* memory, size_t bytes) {
+    const auto* begin = static_cast<const std::byte*>(memory);
+    auto next = pinned.upper_bound(begin);
+    if (next == pinned.begin()) return false;
+    const auto [first, length] = *--next;
+    return begin + bytes <= first + length;
+}
+
 cudaError_t refuse(const std::string& call, cudaError_t error) {
     illegal().push_back(call);
     return error;
@@ -210,10 +220,13 @@ cudaError_t cudaFree(void* memory) {
 }
 cudaError_t cudaHostAlloc(void** memory, size_t bytes, unsigned) {
     const cudaError_t status = unsafe("cudaHostAlloc");
-    if (status == cudaSuccess) *memory = std::calloc(1, bytes);
+    if (status != cudaSuccess) return status;
+    *memory = std::calloc(1, bytes);
+    pinned[static_cast<const std::byte*>(*memory)] = bytes;
     return status;
 }
 cudaError_t cudaFreeHost(void* memory) {
+    pinned.erase(static_cast<const std::byte*>(memory));
     std::free(memory);
     return unsafe("cudaFreeHost");
 }
@@ -222,9 +235,10 @@ cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind)
     return unsafe("cudaMemcpy");
 }
 cudaError_t cudaMemcpyAsync(
-    void* to, const void* from, size_t bytes, cudaMemcpyKind, cudaStream_t) {
+    void* to, const void* from, size_t bytes, cudaMemcpyKind kind, cudaStream_t) {
     std::memcpy(to, from, bytes);
-    return unsafe("cudaMemcpyAsync");  // the host's memory is not pinned
+    const bool is_pinned_host = is_pinned(kind == cudaMemcpyHostToDevice ? from : to, bytes);
+    return unsafe(is_pinned_host ? "cudaMemcpyAsync" : "cudaMemcpyAsync, not pinned");
 }
 cudaError_t cudaMemset(void* memory, int value, size_t bytes) {
     std::memset(memory, value, bytes);

@@ -32,10 +32,13 @@ Device::Device(int device_index, const std::string& /*clock*/) : index_(device_i
           "cudaStreamCreateWithFlags",
           "a stream for status reads");
     order_.emplace();
+    for (Staging* staging : {&beside_, &read_})
+        staging->memory = static_cast<std::byte*>(allocate_host_visible(kStagingBytes));
     prepare(&read_clock);
 }
 
 Device::~Device() {
+    for (Staging* staging : {&beside_, &read_}) release_host_visible(staging->memory);
     if (own_stream_ != nullptr) (void)cudaStreamDestroy(own_stream_);
 }
 
@@ -92,45 +95,37 @@ void Device::release_host_visible(void* memory) {
     if (memory != nullptr) (void)cudaFreeHost(memory);
 }
 
-void Device::copy_to_host(void* to, const void* from, size_t bytes, cudaStream_t stream) const {
+void Device::copy_to_host(
+    void* to, const void* from, size_t bytes, Staging& staging, cudaStream_t stream) const {
     const DeviceGuard guard(index_);
     const BesideCaptures beside;
-    const auto finish = [&] {
-        check(cudaStreamSynchronize(stream),
-              "cudaStreamSynchronize",
-              "a status read; an earlier kernel may have failed");
-    };
-    // First: a copy to memory that is not pinned waits for the stream with a lock of the driver in hand, which
-    // whoever has news for its kernels needs.
-    finish();
-    check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToHost, stream),
+    const std::scoped_lock lock(staging.mutex);
+    check(cudaMemcpyAsync(staging.memory, from, bytes, cudaMemcpyDeviceToHost, stream),
           "cudaMemcpyAsync",
           std::to_string(bytes) + " bytes of status");
-    finish();
+    check(cudaStreamSynchronize(stream),
+          "cudaStreamSynchronize",
+          "a status read; an earlier kernel may have failed");
+    std::memcpy(to, staging.memory, bytes);
 }
 
 void Device::copy_to_device(void* to, const void* from, size_t bytes) const {
     const DeviceGuard guard(index_);
     const BesideCaptures beside;
-    check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyHostToDevice, own_stream_),
+    const std::scoped_lock lock(beside_.mutex);
+    std::memcpy(beside_.memory, from, bytes);
+    check(cudaMemcpyAsync(to, beside_.memory, bytes, cudaMemcpyHostToDevice, own_stream_),
           "cudaMemcpyAsync",
           std::to_string(bytes) + " bytes of news");
     check(cudaStreamSynchronize(own_stream_), "cudaStreamSynchronize", "news to arrive");
 }
 
 uint64_t Device::now_ns() {
-    auto* word = static_cast<uint64_t*>(allocate_host_visible(sizeof(uint64_t)));
-    uint64_t result = 0;
-    try {
-        write_clock(word, reinterpret_cast<Stream>(own_stream_));
-        check(cudaStreamSynchronize(own_stream_), "cudaStreamSynchronize", "the GPU's clock");
-        result = *word;
-    } catch (...) {
-        release_host_visible(word);
-        throw;
-    }
-    release_host_visible(word);
-    return result;
+    const std::scoped_lock lock(beside_.mutex);
+    auto* word = reinterpret_cast<uint64_t*>(beside_.memory);
+    write_clock(word, reinterpret_cast<Stream>(own_stream_));
+    check(cudaStreamSynchronize(own_stream_), "cudaStreamSynchronize", "the GPU's clock");
+    return *word;
 }
 
 void Device::write_clock(uint64_t* where, Stream stream) {

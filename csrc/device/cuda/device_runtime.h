@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <mutex>
 #include <optional>
 #include <stdexcept>
 #include <string>
@@ -48,21 +49,24 @@ class Device {
     // Copies after everything enqueued on `stream` has ended.
     template <class T>
     T read(const T* source, Stream stream) const {
+        static_assert(sizeof(T) <= kStagingBytes);
         T value;
-        copy_to_host(&value, source, sizeof(value), reinterpret_cast<cudaStream_t>(stream));
+        copy_to_host(&value, source, sizeof(value), read_, reinterpret_cast<cudaStream_t>(stream));
         return value;
     }
     // Copies what is there now, without waiting for kernels that may still run.
     template <class T>
     T peek(const T* source) const {
+        static_assert(sizeof(T) <= kStagingBytes);
         T value;
-        copy_to_host(&value, source, sizeof(value), own_stream_);
+        copy_to_host(&value, source, sizeof(value), beside_, own_stream_);
         return value;
     }
 
     // Writes what kernels that run may be reading, without waiting for them.
     template <class T>
     void poke(T* destination, T value) const {
+        static_assert(sizeof(T) <= kStagingBytes);
         copy_to_device(destination, &value, sizeof(value));
     }
 
@@ -114,7 +118,16 @@ class Device {
     void set_schedule(const std::string& policy, uint64_t seed);
 
   private:
-    void copy_to_host(void* to, const void* from, size_t bytes, cudaStream_t stream) const;
+    // Pinned memory through which values pass, one at a time. A copy from or to memory that is not pinned would wait
+    // for its stream with a lock of the driver in hand, and nobody could launch a kernel, or tell one that waits.
+    struct Staging {
+        std::mutex mutex;
+        std::byte* memory = nullptr;
+    };
+    static constexpr size_t kStagingBytes = 256;
+
+    void copy_to_host(
+        void* to, const void* from, size_t bytes, Staging& staging, cudaStream_t stream) const;
     void copy_to_device(void* to, const void* from, size_t bytes) const;
 
     int index_;
@@ -122,6 +135,8 @@ class Device {
     int ranks_on_device_ = 1;
     std::optional<cuda_target::LaunchOrder> order_;  // made on this device, before anybody captures
     cudaStream_t own_stream_ = nullptr;  // non-blocking: never waits for a caller's stream
+    mutable Staging beside_;             // of copies on it
+    mutable Staging read_;               // of those behind a caller's stream
 };
 
 // What the CUDA target answers to calls that only make sense under the host target's executor.
