@@ -99,7 +99,9 @@ uint64_t RankClock::true_ns() {
     const Reading now = read_both();
     const uint64_t wall = now.wall_ns - anchor_wall_ns_;
     const uint64_t queued = now.queued_ns - anchor_queued_ns_;
-    return anchor_ns_ + (wall > queued ? wall - queued : 0);
+    // The scheduler counts waiting by a clock of its own, which can be ahead by a microsecond.
+    latest_ns_ = std::max(latest_ns_, anchor_ns_ + (wall > queued ? wall - queued : 0));
+    return latest_ns_;
 }
 
 uint64_t RankClock::bend(uint64_t true_ns) const {
