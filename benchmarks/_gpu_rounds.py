@@ -27,6 +27,9 @@ from deep_ep.native import backend  # noqa: E402
 from support import reference  # noqa: E402
 from support.launch import DEVICE, Ranks, keep_busy, sleep_kernel  # noqa: E402
 
+# Ranks are threads already, and torch's own pools would fight them.
+torch.set_num_threads(1)
+
 _WARM_UP_ROUNDS = 3
 # Batches alternate between counters off and on, so that what else changes hits both.
 _NUM_BATCHES = 3
@@ -207,8 +210,7 @@ def device_name() -> str:
 def options(
     about: str | None, num_ranks: Sequence[int], num_tokens: int, rounds: int
 ) -> argparse.ArgumentParser:
-    """The options that both commands have, with these defaults; called once, before anything else."""
-    torch.set_num_threads(1)  # ranks are threads already, and torch's own pools would fight them
+    """The options that both commands have, with these defaults."""
     parser = argparse.ArgumentParser(
         description=about, formatter_class=argparse.RawTextHelpFormatter
     )

@@ -170,7 +170,8 @@ class Buffer:
         """Releases all memory. Collective: waits for all ranks first, so that none still writes here.
 
         Local memory is released even if a rank is gone, or does not come within `DEEP_EP_TIMEOUT_S`; then a
-        `RuntimeWarning` says so. A second call does nothing.
+        `RuntimeWarning` says so. On a GPU, what a rank that does not come may still write to is kept until the process
+        ends. A second call does nothing.
 
         Raises:
             EPUsageError: the buffer was not built with `explicitly_destroy=True` (also an

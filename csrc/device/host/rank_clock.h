@@ -66,7 +66,7 @@ class RankClock {
     uint64_t anchor_wall_ns_ = 0;
     uint64_t anchor_queued_ns_ = 0;
     int anchor_thread_ = 0;
-    uint64_t latest_ns_ = 0;  // that this thread has read outside of operations
+    uint64_t latest_ns_ = 0;  // that has been read outside of operations
     bool in_operation_ = false;
     bool paused_ = false;
 };
