@@ -3,7 +3,8 @@
 The verdict of a window has two parts: each rank condenses its own counters, and one rank judges
 what all ranks report. The second stands beside the mean-normalised rule, written as the loops over
 cells that it is usually written as, in the same run on the same window; each does both kinds of
-operation. The program runs alternate, so that whatever else the machine does hits both.
+operation. While a buffer watches itself, its rank 0 has a program to run as well: its pace is measured
+while a thread of the same process judges, and while a process of its own does. The program runs alternate, so that whatever else the machine does hits both.
 
     python benchmarks/diagnosis_cost.py [--quick] [--num-ranks 8 64 256 1024] [--pairs 7]
 """
@@ -13,10 +14,12 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import logging
 import os
 import statistics
 import subprocess
 import sys
+import threading
 import time
 import tracemalloc
 from collections.abc import Callable, Sequence
@@ -31,11 +34,15 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "diagnose"), str(ROOT / "benchmarks")]
 
 import numpy as np  # noqa: E402
+import torch  # noqa: E402
 from _tables import Table, write_markdown  # noqa: E402
 from rich.console import Console  # noqa: E402
 
 from deep_ep import diagnose  # noqa: E402
+from deep_ep.base import codec  # noqa: E402
 from deep_ep.diagnose.collect.rank_summary import Summary, summarize  # noqa: E402
+from deep_ep.diagnose.live.judge_process import JudgeProcess  # noqa: E402
+from deep_ep.diagnose.live.window_judge import Share, WindowJudge, WindowShares  # noqa: E402
 from deep_ep.testing.faults import HotRank, SlowPath, SlowRank  # noqa: E402
 from generator import simulate_windows  # noqa: E402
 from generator.machines import GPU  # noqa: E402
@@ -74,6 +81,20 @@ class Cost:
     summarize_s: float
     peak_bytes: int
     cells: int
+    beside: dict[str, Pace]
+
+
+@dataclass(frozen=True)
+class Pace:
+    """A program of small operators while another thread of it has a window judged.
+
+    Attributes:
+        share: of the pace that it has alone.
+        verdict_s: until the window was judged.
+    """
+
+    share: float
+    verdict_s: float
 
 
 def mean_normalised_loops(matrix: list[list[float]]) -> tuple[list[int], list[int], list[Any]]:
@@ -129,6 +150,50 @@ def timed(function: Callable[[], Any]) -> float:
     return time.perf_counter() - begin
 
 
+def steps_per_s(until: Callable[[], bool]) -> float:
+    """Calls a small operator of torch, again and again."""
+    x = torch.zeros(16)
+    began = time.perf_counter()
+    steps = 0
+    while not until():
+        x.add_(1)
+        steps += 1
+    return steps / (time.perf_counter() - began)
+
+
+def paces(subject: Subject, repetitions: int) -> dict[str, Pace]:
+    """By who judges; medians."""
+    own, *others = (Share(summary) for summary in subject.summaries)
+    encoded = {rank: codec.encode(share) for rank, share in enumerate(others, 1)}
+    here, process = WindowJudge(None), JudgeProcess(WindowJudge(None))
+    by_judge: dict[str, list[Pace]] = {"thread": [], "process": []}
+    for number in range(1, repetitions + 2):
+        for name, judge in (("thread", here.judge), ("process", process.judge)):
+            window = WindowShares(number, 0.0, own, encoded)
+            ends = time.perf_counter() + 0.2
+            alone = steps_per_s(lambda ends=ends: time.perf_counter() > ends)
+            took_s: list[float] = []
+            thread = threading.Thread(
+                target=lambda judge=judge, window=window, took_s=took_s: took_s.append(
+                    timed(lambda: judge(window))
+                )
+            )
+            thread.start()
+            beside = steps_per_s(lambda took_s=took_s: bool(took_s))
+            thread.join()
+            # The first window is the one in which modules are loaded.
+            if number > 1:
+                by_judge[name].append(Pace(beside / alone, took_s[0]))
+    process.close()
+    return {
+        name: Pace(
+            statistics.median(p.share for p in of_judge),
+            statistics.median(p.verdict_s for p in of_judge),
+        )
+        for name, of_judge in by_judge.items()
+    }
+
+
 def measure(num_ranks: int, args: argparse.Namespace) -> Cost:
     """Alternates the two judges; memory is measured in a call of its own."""
     subject = make_subject(num_ranks)
@@ -162,6 +227,7 @@ def measure(num_ranks: int, args: argparse.Namespace) -> Cost:
         statistics.median(summarize_s),
         peak_bytes,
         len(KINDS) * num_ranks**2,
+        paces(subject, repetitions),
     )
 
 
@@ -202,6 +268,27 @@ def verdict_table(costs: Sequence[Cost]) -> Table:
         "Verdict: gather and judge the reports of all ranks. Loops: the mean-normalised rule. Each rank: "
         "condensing its own counters. Peak: of the verdict, over what the reports take; cells are those of the "
         "wait matrices of both kinds.",
+    )
+
+
+def pace_table(costs: Sequence[Cost]) -> Table:
+    """A row per group size and who judges."""
+    rows = [
+        [
+            f"EP{cost.num_ranks}",
+            name,
+            f"{pace.share:.2f}",
+            f"{pace.verdict_s * 1e3:.0f}",
+        ]
+        for cost in costs
+        for name, pace in cost.beside.items()
+    ]
+    return Table(
+        "Rank 0's program while a window is judged",
+        ["group", "judged by a", "pace", "verdict ms"],
+        rows,
+        "Pace: small operators of torch per second over those that it takes alone. Verdict: from what came to lines "
+        "in the log, reports decoded.",
     )
 
 
@@ -267,9 +354,12 @@ def main() -> int:
     if args.quick:
         args.num_ranks, args.pairs = [8, 64], 1
         args.program_ranks, args.rounds = 2, 60
+    logging.getLogger("deep_ep.diagnose").setLevel(logging.ERROR)
     console = Console(width=None if sys.stdout.isatty() else _WIDTH, highlight=False)
-    tables = [verdict_table([measure(n, args) for n in args.num_ranks])]
-    tables[0].show(console)
+    costs = [measure(n, args) for n in args.num_ranks]
+    tables = [verdict_table(costs), pace_table(costs)]
+    for table in tables:
+        table.show(console)
     if args.pairs:
         tables.append(program_table(args, console))
         tables[-1].show(console)

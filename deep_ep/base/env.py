@@ -386,3 +386,9 @@ def torch_dump_prefix() -> str:
     """Path, without the rank, of what torch's flight recorder writes; `""` if nobody says."""
     names = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
     return next((_environment[name] for name in names if _environment.get(name)), "")
+
+
+def of_a_helper() -> dict[str, str]:
+    """The environment for a process that helps this one: NumPy there takes one core."""
+    threads = ("MKL_NUM_THREADS", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+    return {**os.environ, **dict.fromkeys(threads, "1")}

@@ -17,7 +17,7 @@ import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from datetime import timedelta
 from typing import Any
 
@@ -203,7 +203,7 @@ class Rounds:
                 self._unread.append(key)
                 data = self._mailbox.wait(_goodbye(rank), 0)
                 if data is not None:
-                    self.dismiss(rank)
+                    self.dismiss([rank])
             if rank in without:
                 self.silent.pop(rank, None)
             elif data is None:
@@ -217,13 +217,13 @@ class Rounds:
                 self._unread.append(late)
         return answers
 
-    def refuse(self, number: int, rank: int) -> None:
-        """Rank 0: what was found is not that rank's answer, which may come yet and is not read."""
-        self._unread.append(_key("answer", number, rank))
+    def refuse(self, number: int, ranks: Iterable[int]) -> None:
+        """Rank 0: what was found is not these ranks' answer, which may come yet and is not read."""
+        self._unread.extend(_key("answer", number, rank) for rank in ranks)
 
-    def dismiss(self, rank: int) -> None:
-        """Rank 0: that rank is not called any more."""
-        self._others.discard(rank)
+    def dismiss(self, ranks: Iterable[int]) -> None:
+        """Rank 0: these ranks are not called any more."""
+        self._others.difference_update(ranks)
 
 
 def _goodbye(rank: int) -> str:

@@ -2,41 +2,36 @@
 
 `DEEP_EP_DIAGNOSE` starts one background thread per rank and buffer. Rank 0 says at which operation a
 window ends; every rank rolls its counters back to that operation and posts what it sees; rank 0
-judges, logs what changed and appends a record. Only the construction is collective.
+has that judged, in a process of its own. Only the construction is collective.
 
 Nothing in here may stop an operation: what fails is logged once, and the buffer goes on unwatched.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import multiprocessing.util
 import threading
 import time
 import weakref
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Any, Optional, TypeVar
+from typing import TYPE_CHECKING, Any, Optional
 
 import numpy as np
 
-# NumPy imports these when they are first used, which would be while operations run and wait for rank 0.
-import numpy.ma
-import numpy.random
-
-from ..analyze.baseline import History
-from ..analyze.engine import judge
 from ..analyze.thresholds import MIN_OPERATIONS
-from ..collect.group_matrices import gather, require_summary
-from ..collect.rank_summary import Summary, summarize
+from ..collect.rank_summary import summarize
 from ..collect.snapshot import Observed, Snapshot, observe
 from ..core.package import EPArgumentError, codec, env, rendezvous
 from ..live import wire
+from .judge_process import JudgeProcess
 from .mailbox import Rounds, is_lost, open_mailbox
 from .stop_flag import StopFlag
-from .window_log import WindowLog, reason, say, silence
+from .window_judge import Share, WindowJudge, WindowShares
+from .window_log import reason, say, silence
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
     from pathlib import Path
 
     from ..core.package import Group
@@ -50,13 +45,6 @@ _END_S = 2.0
 _WAKE_S = 1.0
 # Pauses between looks at the counters.
 _SHORTEST_LOOK_S, _LONGEST_LOOK_S = 0.002, 0.02
-# Operations that the ranks of a window may tell of together, for each that rank 0 keeps; and at least.
-_OPERATIONS_PER_OWN, _LEAST_OPERATIONS = 2, 2048
-
-# Of what a rank says besides numbers.
-_MOST_REMARKS = 64
-
-T = TypeVar("T")
 
 _running: set[Monitor] = set()
 
@@ -67,14 +55,6 @@ class _Call:
 
     operation: Optional[int]  # noqa: UP045 - read at run time, by Python 3.9 as well
     last: bool
-
-
-@dataclass(frozen=True)
-class _Share:
-    """A rank to rank 0: what it saw in a window, or nothing, because it stopped."""
-
-    summary: Optional[Summary]  # noqa: UP045
-    remarks: Annotated[tuple[str, ...], codec.Most(_MOST_REMARKS)] = ()
 
 
 def start(buffer: Any, group: Group, when: env.DiagnoseMode) -> Monitor | None:
@@ -106,9 +86,9 @@ class Monitor:
         self._when = when
         # The fewest steps in which, of two kinds of operations, one occurs often enough.
         self._steps = -(-2 * MIN_OPERATIONS // max(when.steps, 1)) * when.steps
-        self._folder = folder
         self._buffer = weakref.ref(buffer)
         self._observed = observe(buffer)
+        self._folder = folder
         self._window = 0
         self._refused = False
         self._ended = StopFlag()
@@ -156,19 +136,29 @@ class Monitor:
             _running.discard(self)
 
     def _lead(self) -> None:
-        judge = _WindowJudge(self._rounds, self._folder)
-        last = False
-        while not last:
-            now, operation, last = self._end_of_window()
-            enough = _most_ops(now, self._before) >= MIN_OPERATIONS
-            if not (enough or last):
-                continue
-            self._window += 1
-            self._call(_Call(operation if enough else None, last))
-            if enough:
-                share = self._share(operation, now)
-                patience_s = _LAST_SHARES_S if last else _SHARES_S
-                judge.judge(self._window, share, patience_s, self._masked())
+        with contextlib.closing(JudgeProcess(WindowJudge(self._folder))) as judge:
+            last = False
+            while not last:
+                now, operation, last = self._end_of_window()
+                enough = _most_ops(now, self._before) >= MIN_OPERATIONS
+                if not (enough or last):
+                    continue
+                self._window += 1
+                self._call(_Call(operation if enough else None, last))
+                if enough:
+                    window = self._heard(self._share(operation, now), last)
+                    outcome = judge.judge(window, self._ended.is_set)
+                    self._rounds.refuse(self._window, outcome.refused)
+                    self._rounds.dismiss(outcome.stopped)
+
+    def _heard(self, own: Share, last: bool) -> WindowShares:
+        """What comes in time from the others, but for ranks that are masked now."""
+        masked = self._masked()
+        patience_s = _LAST_SHARES_S if last else _SHARES_S
+        others = self._rounds.collect(self._window, patience_s, _SILENT_S, without=masked)
+        absent = silence(self._rounds.silent)
+        absent += [f"rank {rank} is masked; windows go on without it" for rank in masked]
+        return WindowShares(self._window, time.time(), own, others, absent)
 
     def _follow(self) -> None:
         last = False
@@ -234,7 +224,7 @@ class Monitor:
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_LOOK_S)
 
-    def _share(self, operation: int, now: Snapshot) -> _Share:
+    def _share(self, operation: int, now: Snapshot) -> Share:
         """What this rank saw in the window that ends with `operation`; the next one begins there."""
         rank, remarks = self._mailbox.rank, []
         if now.operation < operation:
@@ -253,7 +243,7 @@ class Monitor:
         except EPArgumentError:  # counters were made anew, so all that they hold is of this window
             window = now
         self._before = now
-        return _Share(summarize(window), tuple(remarks))
+        return Share(summarize(window), tuple(remarks))
 
     def _observe(self) -> Observed:
         buffer = self._buffer()
@@ -272,7 +262,7 @@ class Monitor:
     def _call(self, call: _Call) -> None:
         self._rounds.call(self._window, codec.encode(call))
 
-    def _answer(self, share: _Share) -> None:
+    def _answer(self, share: Share) -> None:
         self._rounds.answer(self._window, codec.encode(share))
 
     def _leave(self) -> None:
@@ -294,7 +284,7 @@ class Monitor:
             level = logging.INFO
         try:
             if rank != 0:
-                self._answer(_Share(None, (f"rank {rank} stopped: {why}",)))
+                self._answer(Share(None, (f"rank {rank} stopped: {why}",)))
             else:
                 # The others wait for this call, or have had it and wait for the next.
                 for _ in range(2):
@@ -304,88 +294,6 @@ class Monitor:
             # The store is gone and with it rank 0's process, or that says so itself.
             level = logging.INFO if rank else level
         say(f"stopped on rank {rank}: {why}; operations go on unwatched", level)
-
-
-class _WindowJudge:
-    """Rank 0: collects the shares of a window, and judges."""
-
-    def __init__(self, rounds: Rounds, folder: Path | None) -> None:
-        self._rounds = rounds
-        self._log = WindowLog(folder)
-        self._history = History()
-
-    def judge(
-        self, window: int, own: _Share, timeout_s: float, masked: Collection[int] = ()
-    ) -> None:
-        """One window, from this rank's share on; without ranks that are masked now."""
-        others, refused = self._collect(window, own, timeout_s, masked)
-        time_s = time.time()
-        shares = [own, *others]
-        summaries = [share.summary for share in shares if share.summary is not None]
-        diagnosis = judge(gather(summaries), None, self._history)
-        said = [remark for share in shares for remark in share.remarks]
-        absent = silence(self._rounds.silent)
-        absent += [f"rank {rank} is masked; windows go on without it" for rank in masked]
-        diagnosis = replace(diagnosis, remarks=[*diagnosis.remarks, *said])
-        self._log.tell(window, time_s, diagnosis, refused=refused, absent=absent)
-
-    def _collect(
-        self, window: int, own: _Share, timeout_s: float, masked: Collection[int]
-    ) -> tuple[list[_Share], list[str]]:
-        """Shares of the other ranks, of those that come in time; and why others are left out."""
-        limits = _Limits(own)
-        shares, refused = [], []
-        found = self._rounds.collect(window, timeout_s, _SILENT_S, without=masked)
-        for rank, data in found.items():
-            try:
-                share = limits.share_of(rank, data, f"diagnose: window {window}, from rank {rank}")
-            except EPArgumentError as error:
-                self._rounds.refuse(window, rank)
-                refused.append(f"what came for rank {rank} is left out: {error}")
-                continue
-            shares.append(share)
-            if share.summary is None:
-                self._rounds.dismiss(rank)
-        return shares, refused
-
-
-class _Limits:
-    """What the other ranks may say about a window, given what rank 0 saw in it."""
-
-    def __init__(self, own: _Share) -> None:
-        assert own.summary is not None  # rank 0 looks at its counters before it asks the others
-        self._num_ranks = own.summary.num_ranks
-        self._ops = {kind: of_kind.ops for kind, of_kind in own.summary.kinds.items()}
-        kept = max((ops.size for ops in self._ops.values()), default=0)
-        self._most = max(_OPERATIONS_PER_OWN * kept, _LEAST_OPERATIONS)
-
-    def share_of(self, rank: int, data: bytes, where: str) -> _Share:
-        """The share in a message.
-
-        Raises:
-            EPArgumentError: the message is none, of another rank, or would make matrices too large.
-        """
-        share = wire.decode(_Share, data, where, {"num_ranks": self._num_ranks})
-        if share.summary is None:
-            return share
-        summary = require_summary(where, share.summary)
-        if (summary.rank, summary.num_ranks) != (rank, self._num_ranks):
-            raise EPArgumentError(
-                f"{where}: the share is of rank {summary.rank} of {summary.num_ranks}; it must be of rank "
-                f"{rank} of {self._num_ranks}. Let nobody else write to the store of the job."
-            )
-        ops = {
-            kind: np.union1d(self._ops.get(kind, of_kind.ops), of_kind.ops)
-            for kind, of_kind in summary.kinds.items()
-        }
-        largest = max((numbers.size for numbers in ops.values()), default=0)
-        if largest > self._most:
-            raise EPArgumentError(
-                f"{where}: with it the window has {largest} operations of one kind; at most {self._most} "
-                "may be told of. Let nobody else write to the store of the job."
-            )
-        self._ops.update(ops)
-        return share
 
 
 def _num_ops(snapshot: Snapshot) -> int:

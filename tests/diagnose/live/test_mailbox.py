@@ -196,8 +196,8 @@ def test_who_leaves_answers_the_next_round_and_is_not_missed_after_it(
 def test_who_is_dismissed_is_neither_called_nor_waited_for(
     boxes: list[Mailbox], rounds: list[Rounds]
 ) -> None:
-    rounds[0].dismiss(1)
-    rounds[0].dismiss(1)
+    rounds[0].dismiss([1])
+    rounds[0].dismiss([1])
     rounds[0].call(0, b"what?")
     assert boxes[1].wait("call/0/1", 0) is None
     rounds[2].answer(0, b"2")

@@ -33,7 +33,7 @@ from deep_ep.diagnose.collect.fields import FIELDS
 from deep_ep.diagnose.collect.rank_summary import KindSummary, summarize
 from deep_ep.diagnose.core.causes import COMM_SLOW, COMP_SLOW
 from deep_ep.diagnose.core.diagnosis import Diagnosis, Verdict
-from deep_ep.diagnose.live import monitor, window_log
+from deep_ep.diagnose.live import judge_process, monitor, window_judge, window_log
 from deep_ep.diagnose.live.mailbox import Mailbox, Rounds
 from deep_ep.diagnose.render import change_log
 from deep_ep.diagnose.render.change_log import Changes, verdict_line
@@ -80,6 +80,16 @@ def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(monitor.Monitor, "close", close_patiently)
 
 
+@pytest.fixture(autouse=True)
+def _judged_here(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    """What judges is patched in this process."""
+
+    def none(_: Any) -> Any:
+        raise OSError("not in this test")
+
+    monkeypatch.setattr(judge_process, "_start", none)
+
+
 def somebody_will_be_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     """Far longer than the others take to answer, and far less than they take to give up waiting for rank 0."""
     monkeypatch.setattr(monitor, "_SHARES_S", 2.0)
@@ -96,7 +106,7 @@ class Watched:
         self.folder = folder
         # Ranks that are threads wait for each other's interpreter: what is injected is larger.
         limits = Thresholds(delta_ns=10e6)
-        monkeypatch.setattr(monitor, "judge", lambda m, _, history: judge(m, limits, history))
+        monkeypatch.setattr(window_judge, "judge", lambda m, _, history: judge(m, limits, history))
         caplog.set_level(logging.INFO, "deep_ep.diagnose")
 
     def run(
@@ -152,19 +162,21 @@ def test_a_window_imports_nothing_while_operations_run(tmp_path: Path) -> None:
     stored.write_bytes(pickle.dumps(simulate(GPU, 4, 32, [SlowRank(2, 50e-6)], seed=1)))
     program = f"""
 import pathlib, pickle, sys
-from deep_ep.diagnose.live import monitor
+from deep_ep.base import codec
+from deep_ep.diagnose.live import monitor, window_judge
 snapshots = pickle.loads(pathlib.Path({str(stored)!r}).read_bytes())
 before = set(sys.modules)
-summaries = [monitor.summarize(snapshot) for snapshot in snapshots]
-diagnosis = monitor.judge(monitor.gather(summaries))
-monitor.WindowLog(pathlib.Path({str(tmp_path)!r})).tell(1, 0.0, diagnosis)
-print(sorted(set(sys.modules) - before), len(diagnosis.verdicts))
+own, *others = [window_judge.Share(monitor.summarize(snapshot)) for snapshot in snapshots]
+encoded = {{rank: codec.encode(share) for rank, share in enumerate(others, 1)}}
+judge = window_judge.WindowJudge(pathlib.Path({str(tmp_path)!r}))
+judge.judge(window_judge.WindowShares(1, 0.0, own, encoded))
+print(sorted(set(sys.modules) - before), len(list(pathlib.Path({str(tmp_path)!r}).glob("*.jsonl"))))
 """
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=HANG_S
     )
     assert done.stdout.split("]")[0] == "["
-    assert int(done.stdout.split("]")[1]) > 0
+    assert int(done.stdout.split("]")[1]) == 1
 
 
 @pytest.mark.parametrize("when", ["sync:40", "async:0.3", "1"])
@@ -312,7 +324,7 @@ def test_a_judge_that_fails_is_reported_once_and_stops_watching(
     def fail(*_: Any) -> Any:
         raise ValueError("no such matrix")
 
-    monkeypatch.setattr(monitor, "judge", fail)
+    monkeypatch.setattr(window_judge, "judge", fail)
     watched.run("sync:40", rounds(80))
     stopped_once(watched, 0, "ValueError: no such matrix")
 
@@ -525,11 +537,11 @@ def test_what_was_planted_for_rank_0s_word_is_refused_and_the_rank_reports_again
 
 def test_a_share_of_another_rank_or_of_too_many_operations_is_refused() -> None:
     own, other = (summarize(snapshot) for snapshot in simulate(GPU, 2, 20, seed=1))
-    limits = monitor._Limits(monitor._Share(own))
-    assert limits.share_of(1, codec.encode(monitor._Share(other)), "here").summary is not None
+    limits = window_judge.ShareLimits(window_judge.Share(own))
+    assert limits.share_of(1, codec.encode(window_judge.Share(other)), "here").summary is not None
     with pytest.raises(EPArgumentError, match="here: the share is of rank 1 of 2; it must be of"):
-        limits.share_of(0, codec.encode(monitor._Share(other)), "here")
-    many = np.arange(monitor._LEAST_OPERATIONS + 1)
+        limits.share_of(0, codec.encode(window_judge.Share(other)), "here")
+    many = np.arange(window_judge._LEAST_OPERATIONS + 1)
 
     def repeated(of_kind: KindSummary) -> KindSummary:
         series = {row.name: getattr(of_kind, row.name) for row in FIELDS if row.is_per_operation}
@@ -538,7 +550,7 @@ def test_a_share_of_another_rank_or_of_too_many_operations_is_refused() -> None:
 
     long = replace(other, kinds={kind: repeated(k) for kind, k in other.kinds.items()})
     with pytest.raises(EPArgumentError, match="2049 operations of one kind; at most 2048"):
-        limits.share_of(1, codec.encode(monitor._Share(long)), "here")
+        limits.share_of(1, codec.encode(window_judge.Share(long)), "here")
 
 
 def test_a_mailbox_that_does_not_open_leaves_the_buffer_unwatched(

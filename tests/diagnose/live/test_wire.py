@@ -17,14 +17,15 @@ from deep_ep.base import codec
 from deep_ep.diagnose.collect.rank_summary import summarize
 from deep_ep.diagnose.core.diagnosis import FloatArray
 from deep_ep.diagnose.live import wire
-from deep_ep.diagnose.live.monitor import _Call, _Limits, _Share
+from deep_ep.diagnose.live.monitor import _Call
+from deep_ep.diagnose.live.window_judge import Share, ShareLimits
 from fixtures import comparable
 from generator import simulate
 from generator.machines import GPU
 
 NUM_RANKS = 4
 SHARES = [
-    _Share(summarize(snapshot), (f"rank {rank} is here",))
+    Share(summarize(snapshot), (f"rank {rank} is here",))
     for rank, snapshot in enumerate(simulate(GPU, NUM_RANKS, 20, seed=1))
 ]
 MESSAGE = codec.encode(SHARES[2])
@@ -34,15 +35,15 @@ def decode(cls: Any, data: bytes, num_ranks: int = NUM_RANKS) -> Any:
     return wire.decode(cls, data, "here", {"num_ranks": num_ranks})
 
 
-@pytest.mark.parametrize("share", [*SHARES, _Share(None, ("stopped", "really"))])
-def test_a_share_is_read_as_it_was_sent(share: _Share) -> None:
-    assert comparable(decode(_Share, codec.encode(share))) == comparable(share)
+@pytest.mark.parametrize("share", [*SHARES, Share(None, ("stopped", "really"))])
+def test_a_share_is_read_as_it_was_sent(share: Share) -> None:
+    assert comparable(decode(Share, codec.encode(share))) == comparable(share)
 
 
 def test_a_share_without_a_ring_is_read_as_it_was_sent() -> None:
     (snapshot, _) = simulate(GPU, 2, 20, seed=1, capacity=0)
-    share = _Share(summarize(snapshot))
-    assert comparable(decode(_Share, codec.encode(share), 2)) == comparable(share)
+    share = Share(summarize(snapshot))
+    assert comparable(decode(Share, codec.encode(share), 2)) == comparable(share)
 
 
 @pytest.mark.parametrize("call", [_Call(None, True), _Call(2**40, False)])
@@ -51,8 +52,8 @@ def test_a_call_is_read_as_it_was_sent(call: _Call) -> None:
 
 
 def test_texts_are_made_printable_and_cut() -> None:
-    share = _Share(None, ("\x1b]0;title\x07 \ud800 \u202e", "x" * 10**6))
-    first, second = decode(_Share, codec.encode(share)).remarks
+    share = Share(None, ("\x1b]0;title\x07 \ud800 \u202e", "x" * 10**6))
+    first, second = decode(Share, codec.encode(share)).remarks
     assert first == r"\x1b]0;title\x07 \ud800 \u202e"
     assert second == "x" * 4096
 
@@ -60,7 +61,7 @@ def test_texts_are_made_printable_and_cut() -> None:
 @pytest.mark.parametrize(
     ("data", "said"),
     [
-        (b"", "0 bytes is no _Share: it is not JSON"),
+        (b"", "0 bytes is no Share: it is not JSON"),
         (pickle.dumps(SHARES[2]), "it is not JSON .*can't decode"),
         (MESSAGE[:-1], r"kinds.combine.ops has \d+ bytes; expected \d+, for int64 of shape"),
         (MESSAGE + b"\0", r"it has \d+ bytes of arrays; expected \d+"),
@@ -70,7 +71,7 @@ def test_texts_are_made_printable_and_cut() -> None:
 )
 def test_what_is_no_share_is_refused_with_what_to_do(data: bytes, said: str) -> None:
     with pytest.raises(EPArgumentError, match=said) as caught:
-        decode(_Share, data)
+        decode(Share, data)
     assert str(caught.value).startswith("here: the message of ")
     assert "let nobody else write to the store" in str(caught.value)
 
@@ -78,7 +79,7 @@ def test_what_is_no_share_is_refused_with_what_to_do(data: bytes, said: str) -> 
 def test_a_share_of_a_group_of_another_size_is_refused() -> None:
     said = r"wait_parts is \[3, 4\]; expected float64 of shape \[3, 5\]"
     with pytest.raises(EPArgumentError, match=said):
-        decode(_Share, MESSAGE, num_ranks=5)
+        decode(Share, MESSAGE, num_ranks=5)
 
 
 @dataclass(frozen=True)
@@ -119,7 +120,7 @@ def test_a_share_of_1024_ranks_with_all_kinds_fits_a_message() -> None:
         num_ranks=1024,
         kinds=dict.fromkeys((f"kind {i}" for i in range(6)), wide),
     )
-    assert len(codec.encode(_Share(summary))) < codec.LARGEST_MESSAGE / 4
+    assert len(codec.encode(Share(summary))) < codec.LARGEST_MESSAGE / 4
 
 
 @pytest.mark.parametrize("index", [-1, 2**56])
@@ -127,7 +128,7 @@ def test_a_device_that_no_host_has_is_refused(index: int) -> None:
     """Ranks of a rail are counted by it."""
     summary = replace(SHARES[1].summary, device_index=index)  # type: ignore[type-var]
     with pytest.raises(EPArgumentError, match=f"here: rank 1 is on device {index}"):
-        _Limits(SHARES[0]).share_of(1, codec.encode(_Share(summary)), "here")
+        ShareLimits(SHARES[0]).share_of(1, codec.encode(Share(summary)), "here")
 
 
 @settings(max_examples=200, deadline=None)
@@ -138,7 +139,7 @@ def test_spoilt_messages_are_refused_or_judged(data: st.DataObject) -> None:
     for at in data.draw(st.lists(places, min_size=1, max_size=20)):
         some = data.draw(st.binary(min_size=1, max_size=8))
         spoilt[at : at + len(some)] = some
-    limits = _Limits(SHARES[0])
+    limits = ShareLimits(SHARES[0])
     try:
         share = limits.share_of(2, bytes(spoilt), "here")
     except EPArgumentError:
