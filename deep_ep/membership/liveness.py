@@ -14,7 +14,6 @@ from __future__ import annotations
 import os
 import secrets
 import threading
-import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -24,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Callable, NamedTuple, Optional
 from deep_ep.base import codec
 from deep_ep.base.ranks import Decision, Key, Progress, RankPlace
 from deep_ep.base.rules import NUMBERED_TOGETHER
+from deep_ep.base.warning import warn
 from deep_ep.errors import ranks_text
 from deep_ep.hang import hang_watch, messages, request
 from deep_ep.hang.hang_watch import HangWatch
@@ -436,12 +436,10 @@ def complete(
     if coordinator is not None:
         coordinator.post(lambda: coordinator.complete(unreachable))
     if unreachable:
-        warnings.warn(
+        warn(
             f"Buffer: {ranks_text(unreachable)} cannot be watched ({problems[unreachable[0]]}); "
             "all ranks must reach rank 0 over TCP. Operations work; a rank that dies is found after "
-            "DEEP_EP_TIMEOUT_S only.",
-            RuntimeWarning,
-            stacklevel=4,
+            "DEEP_EP_TIMEOUT_S only."
         )
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import os
 import threading
-import warnings
 import weakref
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any, Callable
@@ -18,6 +17,7 @@ import torch
 
 from deep_ep.base import env
 from deep_ep.base.rules import COMBINE, DISPATCH, NORMAL_COMBINE, NORMAL_DISPATCH, fail
+from deep_ep.base.warning import warn
 from deep_ep.checks import arguments as checks
 from deep_ep.errors import EPError, EPTransportError, EPUsageError, ranks_text
 from deep_ep.hang import wording
@@ -166,11 +166,9 @@ class Communicator:
             self.receive(pending)
         except EPError as error:
             failed = f"; that failed: {error}"
-        warnings.warn(
+        warn(
             f"{where} on rank {self.rank}: the hook of {pending.name} was lost before it was "
-            f"called; what it would have received is received now and dropped{failed}",
-            RuntimeWarning,
-            stacklevel=6,
+            f"called; what it would have received is received now and dropped{failed}"
         )
 
     def receive_sent(self) -> None:
@@ -384,11 +382,9 @@ class Communicator:
                 # Who is late may still write to it; on the CPU to a mapping of its own, and who is dead not at all.
                 keeps_memory = self.backend.runs_in_streams and not self._known_dead()
                 what = "kept until this process ends" if keeps_memory else "released all the same"
-                warnings.warn(
+                warn(
                     f"destroy on rank {self.rank}: not all ranks came ({error}){self._why_not_all()}; "
-                    f"local memory is {what}",
-                    RuntimeWarning,
-                    stacklevel=3,
+                    f"local memory is {what}"
                 )
             finally:
                 if self._liveness is not None:

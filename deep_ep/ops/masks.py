@@ -7,11 +7,11 @@ a kernel has masked, tells the others by way of rank 0 (liveness.py), and keeps 
 
 from __future__ import annotations
 
-import warnings
 from typing import TYPE_CHECKING, Callable
 
 from deep_ep.base.ranks import Key
 from deep_ep.base.rules import QUERY_MASKS, fail
+from deep_ep.base.warning import warn
 from deep_ep.base.words import verb
 from deep_ep.checks import arguments as checks
 from deep_ep.errors import EPUsageError, ranks_text
@@ -188,5 +188,4 @@ def _reason(rank: int, key: Key, decision: Decision | None, places: Sequence[Ran
 
 
 def _warn(what: str, then: str) -> None:
-    text = f"{what}. Its results are those of the other ranks; {then}."
-    warnings.warn(text, RuntimeWarning, stacklevel=7)
+    warn(f"{what}. Its results are those of the other ranks; {then}.")

@@ -18,6 +18,7 @@ import pytest
 import torch
 
 import deep_ep
+import support.exchange
 from deep_ep.checks import low_latency as low_latency_checks
 from deep_ep.errors import EPArgumentError, EPError, EPTimeoutError, EPTransportError, EPUsageError
 from support.exchange import (
@@ -386,8 +387,13 @@ def test_a_hook_that_is_never_called_does_not_lock_the_buffer(loses: bool) -> No
         elif loses:
             del hook
             gc.collect()
-            with pytest.warns(RuntimeWarning, match="the hook of low_latency_dispatch was lost"):
+            with pytest.warns(
+                RuntimeWarning, match="the hook of low_latency_dispatch was lost"
+            ) as w:
                 dispatch(buffer, INPUTS[rank], SHAPE, MODE)
+            assert [warning.filename for warning in w] == [support.exchange.__file__], (
+                "whose line called"
+            )
             return
         else:
             buffer.abandon_hook()

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 import deep_ep
+import support.exchange
 from deep_ep import diagnose
 from deep_ep.base import env
 from deep_ep.errors import EPArgumentError, EPError, EPUsageError
@@ -318,8 +319,9 @@ def test_all_blocks_agree(monkeypatch: pytest.MonkeyPatch, policy: str) -> None:
 @pytest.mark.parametrize("mode", [BF16, Mode(hook=True), Mode(async_finish=True)], ids=str)
 def test_a_rank_that_does_not_come_is_masked(hasty: Ranks, mode: Mode) -> None:
     exchange(hasty, SHAPE, mode)
-    with pytest.warns(RuntimeWarning, match="went on without rank 2, now masked"):
+    with pytest.warns(RuntimeWarning, match="went on without rank 2, now masked") as caught:
         exchange(hasty, SHAPE, mode, masked=[MASKED])
+    assert {warning.filename for warning in caught} == {support.exchange.__file__}
     for rank in set(ALL) - {MASKED}:
         assert masks_of(hasty.buffers[rank]) == [MASKED]
         reason = hasty.buffers[rank].why_masked()[MASKED]
