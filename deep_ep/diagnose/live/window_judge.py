@@ -8,10 +8,6 @@ from typing import TYPE_CHECKING, Annotated, Optional
 
 import numpy as np
 
-# NumPy imports these when they are first used, which would be while operations run and wait for rank 0.
-import numpy.ma
-import numpy.random
-
 from ..analyze.baseline import History
 from ..analyze.engine import judge
 from ..collect.group_matrices import gather, require_summary

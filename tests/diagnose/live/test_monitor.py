@@ -156,27 +156,23 @@ def rounds(number: int) -> Callable[[int, deep_ep.Buffer], None]:
 # ---- what a program shows
 
 
-def test_a_window_imports_nothing_while_operations_run(tmp_path: Path) -> None:
-    """All of them would wait for rank 0: modules that NumPy imports late took it 30 ms."""
-    stored = tmp_path / "snapshots"
-    stored.write_bytes(pickle.dumps(simulate(GPU, 4, 32, [SlowRank(2, 50e-6)], seed=1)))
+def test_a_share_imports_nothing_while_operations_run(tmp_path: Path) -> None:
+    """Others would wait for the rank: modules that NumPy imports late take 30 ms."""
+    stored = tmp_path / "snapshot"
+    stored.write_bytes(pickle.dumps(simulate(GPU, 4, 32, [SlowRank(2, 50e-6)], seed=1)[0]))
     program = f"""
 import pathlib, pickle, sys
 from deep_ep.base import codec
-from deep_ep.diagnose.live import monitor, window_judge
-snapshots = pickle.loads(pathlib.Path({str(stored)!r}).read_bytes())
+from deep_ep.diagnose.live import monitor
+snapshot = pickle.loads(pathlib.Path({str(stored)!r}).read_bytes())
 before = set(sys.modules)
-own, *others = [window_judge.Share(monitor.summarize(snapshot)) for snapshot in snapshots]
-encoded = {{rank: codec.encode(share) for rank, share in enumerate(others, 1)}}
-judge = window_judge.WindowJudge(pathlib.Path({str(tmp_path)!r}))
-judge.judge(window_judge.WindowShares(1, 0.0, own, encoded))
-print(sorted(set(sys.modules) - before), len(list(pathlib.Path({str(tmp_path)!r}).glob("*.jsonl"))))
+codec.encode(monitor.Share(monitor.summarize(snapshot)))
+print(sorted(set(sys.modules) - before))
 """
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=HANG_S
     )
-    assert done.stdout.split("]")[0] == "["
-    assert int(done.stdout.split("]")[1]) == 1
+    assert done.stdout == "[]\n"
 
 
 @pytest.mark.parametrize("when", ["sync:40", "async:0.3", "1"])
