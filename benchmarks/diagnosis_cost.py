@@ -3,8 +3,9 @@
 The verdict of a window has two parts: each rank condenses its own counters, and one rank judges
 what all ranks report. The second stands beside the mean-normalised rule, written as the loops over
 cells that it is usually written as, in the same run on the same window; each does both kinds of
-operation. While a buffer watches itself, its rank 0 has a program to run as well: its pace is measured
-while a thread of the same process judges, and while a process of its own does. The program runs alternate, so that whatever else the machine does hits both.
+operation. While a buffer watches itself, its rank 0 has a program to run as well, whose pace is
+measured while a thread of the same process judges, and while a process of its own does. The program
+runs alternate, so that whatever else the machine does hits both.
 
     python benchmarks/diagnosis_cost.py [--quick] [--num-ranks 8 64 256 1024] [--pairs 7]
 """
@@ -274,12 +275,7 @@ def verdict_table(costs: Sequence[Cost]) -> Table:
 def pace_table(costs: Sequence[Cost]) -> Table:
     """A row per group size and who judges."""
     rows = [
-        [
-            f"EP{cost.num_ranks}",
-            name,
-            f"{pace.share:.2f}",
-            f"{pace.verdict_s * 1e3:.0f}",
-        ]
+        [f"EP{cost.num_ranks}", name, f"{pace.share:.2f}", f"{pace.verdict_s * 1e3:.0f}"]
         for cost in costs
         for name, pace in cost.beside.items()
     ]

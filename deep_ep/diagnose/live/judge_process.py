@@ -12,7 +12,6 @@ import logging.handlers
 import multiprocessing
 import multiprocessing.spawn
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -27,11 +26,14 @@ from .window_log import reason, say
 
 # Run with a file descriptor and the places of modules. The program's own `__main__` is not imported, which would run a
 # program that has no `if __name__ == "__main__"` once more. Nor are torch and what the packages around this module do
-# with it: nothing that judges calls torch, which takes seconds and 200 MB to load.
+# with it: nothing that judges calls torch, which takes seconds and 200 MB to load. A terminal interrupts all processes
+# of a program; this one ends with the program.
 _PROGRAM = """
-import importlib.util, os, sys, types
-os.nice({niceness})
+import sys
 sys.path[:] = sys.argv[2:]
+import importlib.util, os, signal, types
+os.nice({niceness})
+signal.signal(signal.SIGINT, signal.SIG_IGN)
 sys.modules["torch"] = types.ModuleType("torch")
 for package in {packages}:
     sys.modules[package] = importlib.util.module_from_spec(importlib.util.find_spec(package))
@@ -174,9 +176,8 @@ def serve(file: int) -> None:
     Args:
         file: descriptor of the connection.
     """
-    # A terminal interrupts all processes of a program; this one ends with the program.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     connection: Any = Connection(file)
+    logging.raiseExceptions = False  # whoever would read a line may be gone
     _log.addHandler(_Sends(connection))
     _log.propagate = False
     _log.setLevel(logging.INFO)

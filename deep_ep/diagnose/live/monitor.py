@@ -86,9 +86,9 @@ class Monitor:
         self._when = when
         # The fewest steps in which, of two kinds of operations, one occurs often enough.
         self._steps = -(-2 * MIN_OPERATIONS // max(when.steps, 1)) * when.steps
+        self._folder = folder
         self._buffer = weakref.ref(buffer)
         self._observed = observe(buffer)
-        self._folder = folder
         self._window = 0
         self._refused = False
         self._ended = StopFlag()

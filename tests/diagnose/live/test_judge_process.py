@@ -141,3 +141,16 @@ def test_closing_leaves_no_process() -> None:
     with pytest.raises(ProcessLookupError):
         os.kill(judge._process.pid, 0)
     assert eventually(lambda: judge._process.returncode is not None)
+
+
+def test_a_record_is_written_although_the_program_ended_meanwhile(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    judge = JudgeProcess(WindowJudge(tmp_path))
+    assert judge._process is not None
+    judge._hand_over(lambda: False)
+    judge._send(window(1))
+    judge._connection.close()
+    assert judge._process.wait(HANG_S) == 0
+    assert [record.window for record in diagnosis_log.read(tmp_path)] == [1]
+    assert capfd.readouterr().err == ""
