@@ -26,14 +26,14 @@ from .window_log import reason, say
 
 # Run with a file descriptor and the places of modules. The program's own `__main__` is not imported, which would run a
 # program that has no `if __name__ == "__main__"` once more. Nor are torch and what the packages around this module do
-# with it: nothing that judges calls torch, which takes seconds and 200 MB to load. A terminal interrupts all processes
-# of a program; this one ends with the program.
+# with it: nothing that judges calls torch, which takes seconds and 200 MB to load. Terminals and schedulers signal all
+# processes of a job, of which a program may handle what would end this one; it ends with the program.
 _PROGRAM = """
 import sys
 sys.path[:] = sys.argv[2:]
 import importlib.util, os, signal, types
 os.nice({niceness})
-signal.signal(signal.SIGINT, signal.SIG_IGN)
+signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
 sys.modules["torch"] = types.ModuleType("torch")
 for package in {packages}:
     sys.modules[package] = importlib.util.module_from_spec(importlib.util.find_spec(package))
@@ -84,8 +84,10 @@ class JudgeProcess:
             return self._answer()
         except (EOFError, OSError):
             assert self._process is not None
+            self.close()
             raise RuntimeError(
-                f"the process that judges windows (pid {self._process.pid}) has ended"
+                f"the process that judges windows (pid {self._process.pid}) has ended, with status "
+                f"{self._process.returncode}"
             ) from None
 
     def close(self) -> None:
@@ -113,6 +115,7 @@ class JudgeProcess:
             self._judge = None
 
     def _send(self, window: WindowShares) -> None:
+        # Pickled, because both ends are of one program; what other ranks sent is bytes until `wire` reads it there.
         # Shares one by one: they are large in large groups, and pickling copies them with the GIL held.
         self._connection.send((replace(window, others={}), [*window.others]))
         for share in window.others.values():

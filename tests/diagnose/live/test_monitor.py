@@ -82,12 +82,19 @@ def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def _judged_here(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
-    """What judges is patched in this process."""
+    """What judges is patched in this process, unless a test uses `a_process_judges`."""
+    if "a_process_judges" in request.fixturenames:
+        return
 
     def none(_: Any) -> Any:
         raise OSError("not in this test")
 
     monkeypatch.setattr(judge_process, "_start", none)
+
+
+@pytest.fixture
+def a_process_judges() -> None:
+    """As it is for users."""
 
 
 def somebody_will_be_silent(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,6 +180,34 @@ print(sorted(set(sys.modules) - before))
         [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=HANG_S
     )
     assert done.stdout == "[]\n"
+
+
+@pytest.mark.usefixtures("a_process_judges")
+def test_windows_are_judged_in_another_process_while_the_program_runs(
+    watched: Watched, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer = Rounds.answer
+
+    def plant(self: Rounds, number: int, data: bytes) -> None:
+        answer(self, number, b"no share" if self._mailbox.rank == 3 and number == 1 else data)
+
+    monkeypatch.setattr(Rounds, "answer", plant)
+    meet = threading.Barrier(SHAPE.num_ranks, timeout=HANG_S)
+
+    def program(rank: int, buffer: deep_ep.Buffer) -> None:
+        for number in (1, 2):
+            exchange(buffer, 20)
+            if rank == 0:
+                assert eventually(lambda n=number: len(watched.records()) >= n)
+            meet.wait()
+
+    watched.run("sync:40", program, SLOW)
+    said = [r for r in caplog.records if r.levelno >= logging.WARNING]
+    assert any("Comp-Slow rank 2" in r.getMessage() for r in said)
+    assert any("what came for rank 3 is left out" in r.getMessage() for r in said)
+    assert {r.process for r in said}.isdisjoint({os.getpid()})
+    records = watched.records()
+    assert [bool(record.diagnosis.hosts[3]) for record in records] == [False, True]
 
 
 @pytest.mark.parametrize("when", ["sync:40", "async:0.3", "1"])
