@@ -27,7 +27,7 @@ from deep_ep.checks.calls import (
 from deep_ep.errors import EPUsageError
 from deep_ep.group import as_group
 from deep_ep.native.runtime import Runtime
-from deep_ep.observe import parts, phases, profiled
+from deep_ep.observe import phases, profiled
 from deep_ep.observe.counters import RecvCounters
 from deep_ep.observe.phases import Phases
 from deep_ep.ops import construction, layout, low_latency, registry
@@ -361,7 +361,6 @@ class Buffer:
             ring: how many recent operations keep their raw times, and how many layouts and permutations.
         """
         self.communicator.enable_counters(ring)
-        parts.enable(self.communicator, ring)
 
     def disable_counters(self) -> None:
         """Counts no longer, and drops all counters."""

@@ -74,51 +74,13 @@ class PartStamps:
         ]
 
 
-class HasDevice(Protocol):
-    """The limits of a communicator, as far as they matter here."""
-
-    @property
-    def device(self) -> torch.device:
-        """On which it runs."""
-
-
 class ObservedCommunicator(Protocol):
-    """The communicator of a rank (ops/communicator.py), as far as it is observed.
+    """The communicator of a rank (ops/communicator.py), as far as it is observed."""
 
-    Attributes:
-        parts: `None` while nothing is counted.
-    """
-
+    backend: Backend
+    lock: threading.RLock
+    runtime: Runtime | None
     parts: PartStamps | None
-
-    @property
-    def backend(self) -> Backend:
-        """On which it runs."""
-
-    @property
-    def limits(self) -> HasDevice:
-        """What calls are checked against."""
-
-    @property
-    def lock(self) -> threading.RLock:
-        """Held for the time of a call."""
-
-    @property
-    def runtime(self) -> Runtime | None:
-        """`None` once destroyed."""
-
-
-def enable(communicator: ObservedCommunicator, capacity: int) -> None:
-    """Stamps parts from now on.
-
-    Args:
-        communicator: of the rank.
-        capacity: of each name that are remembered; those that are there stay if it is the same.
-    """
-    with communicator.lock:
-        known = communicator.parts
-        if capacity and (known is None or known.capacity != capacity):
-            communicator.parts = PartStamps(capacity, communicator.limits.device)
 
 
 def marked(communicator: ObservedCommunicator, name: str) -> AbstractContextManager[None]:

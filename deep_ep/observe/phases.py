@@ -40,7 +40,6 @@ from deep_ep.observe import stamps
 from deep_ep.observe.parts import PARTS, Part, PartStamps
 
 if TYPE_CHECKING:
-    from deep_ep.observe.buffers import ObservedBuffer
     from deep_ep.observe.counter_snapshot import CounterSnapshot
     from deep_ep.observe.counters import RecvCounters
 
@@ -123,12 +122,8 @@ class AtTheEnd:
     the buffer.
     """
 
-    def __init__(self, buffer: ObservedBuffer) -> None:
-        """Logs nothing yet.
-
-        Args:
-            buffer: with counters enabled.
-        """
+    def __init__(self, buffer: Any) -> None:
+        """Logs nothing yet; the counters of the buffer are enabled."""
         self._rank, self._counters = buffer.rank, _counters(buffer)
         self._parts = buffer.communicator.parts
         # What multiprocessing starts may leave atexit out.
@@ -147,7 +142,7 @@ class AtTheEnd:
         )
 
 
-def of(buffer: ObservedBuffer) -> Phases:
+def of(buffer: Any) -> Phases:
     """The phases of this rank's recent operations; see `Buffer.phases`."""
     counters = _counters(buffer)
     if not counters:
@@ -183,7 +178,7 @@ def of_snapshots(
     return Phases(rank, sorted(found, key=lambda each: each.operation))
 
 
-def _counters(buffer: ObservedBuffer) -> dict[str, RecvCounters]:
+def _counters(buffer: Any) -> dict[str, RecvCounters]:
     kinds = {
         "dispatch": buffer.dispatch_counters,
         "combine": buffer.combine_counters,

@@ -8,12 +8,9 @@ from __future__ import annotations
 
 import functools
 import inspect
-from typing import TYPE_CHECKING, Any, Callable, TypeVar
+from typing import Any, Callable, TypeVar
 
 import torch
-
-if TYPE_CHECKING:
-    from deep_ep.observe.buffers import ObservedBuffer
 
 # torch has no public names for them: whether this thread is profiled, and whether the process is.
 _is_thread_profiled: Callable[[], bool] = getattr(
@@ -39,7 +36,7 @@ def operator(*, is_combine: bool | None = None) -> Callable[[Method], Method]:
         signature = inspect.signature(method)
 
         @functools.wraps(method)
-        def call(self: ObservedBuffer, *args: Any, **kwargs: Any) -> Any:
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
             if not _is_profiling():
                 return method(self, *args, **kwargs)
             x = args[0] if args else kwargs.get("x")

@@ -24,6 +24,7 @@ from deep_ep.hang import wording
 from deep_ep.hang.rank_calls import DESTRUCTION
 from deep_ep.hang.recorder import Recorder
 from deep_ep.observe.counters import RecvCounters
+from deep_ep.observe.parts import PartStamps
 from deep_ep.ops.failures import error_from_failure
 from deep_ep.ops.hooks import MOST_OPEN_HOOKS
 from deep_ep.ops.masks import Masks
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
     from deep_ep.native.backend import Backend
     from deep_ep.native.runtime import Runtime
     from deep_ep.native.streams import StreamClaims
-    from deep_ep.observe.parts import PartStamps
     from deep_ep.observe.watchers import Watcher
     from deep_ep.ops.hooks import PendingReceive
 
@@ -261,6 +261,8 @@ class Communicator:
                 counters = self.counters.get(name)
                 if counters is None or counters.capacity != ring:
                     self.counters[name] = RecvCounters(self.num_ranks, ring, self.limits.device)
+            if ring and (self.parts is None or self.parts.capacity != ring):
+                self.parts = PartStamps(ring, self.limits.device)
 
     def disable_counters(self) -> None:
         """See `Buffer.disable_counters`."""

@@ -23,7 +23,6 @@ from deep_ep.native import backend
 from deep_ep.native.runtime import Runtime
 from deep_ep.native.streams import StreamClaims
 from deep_ep.observe import phases, watchers
-from deep_ep.observe.buffers import ObservedBuffer
 from deep_ep.ops.communicator import Communicator
 from deep_ep.ops.watchdog import Watchdog
 from deep_ep.testing import faults
@@ -310,9 +309,11 @@ def _name_of(allocated: Allocated) -> str:
     return hashlib.sha256("".join(handle for handle, *_ in allocated).encode()).hexdigest()
 
 
-class ConnectedBuffer(ObservedBuffer, Protocol):
+class ConnectedBuffer(Protocol):
     """`deep_ep.Buffer`, as far as it is started here."""
 
+    rank: int
+    group_size: int
     num_nvl_bytes: int
     low_latency_mode: bool
 
