@@ -100,7 +100,7 @@ class Connection:
         try:
             while self._unsent:
                 del self._unsent[: self.socket.send(self._unsent)]
-        except (BlockingIOError, InterruptedError):
+        except BlockingIOError:
             return
         except OSError as error:
             raise self._ended_by(error) from error
@@ -114,15 +114,7 @@ class Connection:
         Raises:
             ConnectionClosed: the other end is gone.
         """
-        try:
-            data = self.socket.recv(num_bytes - len(self._unread))
-        except (BlockingIOError, InterruptedError):
-            return None
-        except OSError as error:
-            raise self._ended_by(error) from error
-        if not data:
-            raise ConnectionClosed("process")
-        self._unread += data
+        self._read(num_bytes - len(self._unread))
         if len(self._unread) < num_bytes:
             return None
         taken, self._unread = bytes(self._unread), bytearray()
@@ -135,24 +127,16 @@ class Connection:
             ConnectionClosed: the other end is gone, and all it sent has been returned.
             ValueError: what came is no message.
         """
-        while True:
-            try:
-                data = self.socket.recv(1 << 16)
-            except (BlockingIOError, InterruptedError):
-                return self._messages()
-            except OSError as error:
-                data, end = b"", self._ended_by(error)
-            else:
-                end = self._end or ConnectionClosed("process")
-            if not data:
-                # Who closes with something unread resets the connection, behind its last words.
-                messages = self._messages()
-                if messages:
-                    return messages
-                raise end
-            self._unread += data
-            if len(self._unread) > _LONGEST:
-                return self._messages()
+        try:
+            while self._read(1 << 16) and len(self._unread) <= _LONGEST:
+                pass
+        except ConnectionClosed:
+            # Who closes with something unread resets the connection, behind its last words.
+            messages = self._messages()
+            if messages:
+                return messages
+            raise
+        return self._messages()
 
     def exchange(self) -> list[Message]:
         """Sends what it can, and returns what has arrived; what the other end still sent before it closed, too.
@@ -167,6 +151,19 @@ class Connection:
     def close(self) -> None:
         """Closes this end. May be repeated."""
         self.socket.close()
+
+    def _read(self, most: int) -> bool:
+        """Reads so many bytes at most, and returns whether any were there."""
+        try:
+            data = self.socket.recv(most)
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            raise self._ended_by(error) from error
+        if not data:
+            raise self._end or ConnectionClosed("process")
+        self._unread += data
+        return True
 
     def _ended_by(self, error: OSError) -> ConnectionClosed:
         """The first error says how; behind it the system says only that it is over."""
