@@ -101,6 +101,15 @@ def _may_report(key: Key, opened: _Round) -> bool:
     )
 
 
+def remember(
+    decisions: OrderedDict[Key, Decision | None], key: Key, decision: Decision | None
+) -> None:
+    """Adds a decision to the newest ones; `None`: nobody was missing."""
+    decisions[key] = decision
+    if len(decisions) > _KEPT:
+        decisions.popitem(last=False)
+
+
 class Arbiter:
     """Rank 0's part. One thread at a time.
 
@@ -195,7 +204,7 @@ class Arbiter:
             return
         if failure == "other":
             # Whoever asks because this rank gave up is told that nobody is missing.
-            self._remember(key, self._decisions.get(key))
+            remember(self._decisions, key, self._decisions.get(key))
             return
         decision = self._decisions.get(key)
         if decision is not None:
@@ -263,7 +272,10 @@ class Arbiter:
             return True
         if now >= opened.others_by:
             missed = set().union(*opened.missed.values())
-            return not unheard or not (unheard & missed) and self._names_somebody(key, opened)
+            if unheard & missed:
+                return False
+            # Whatever the others say, somebody is named.
+            return not unheard or bool(self._decision(key, opened).culprits)
         if _may_report(key, opened) or self._may_report_before(key, opened):
             return False
         return not unheard
@@ -287,10 +299,10 @@ class Arbiter:
         heard = opened.progress.keys() | opened.missed.keys()
         return {rank for rank in range(self._num_ranks) if self._is_there(rank)} - heard
 
-    def _names_somebody(self, key: Key, opened: _Round) -> bool:
-        """Whether a decision names a rank, whatever the unheard ones say."""
+    def _decision(self, key: Key, opened: _Round, unheard: Iterable[int] = ()) -> Decision:
+        """From what is known now."""
         known = opened.missed, opened.progress, self.dead, self.left
-        return bool(decide(key, *known, self._excused(key, opened), masks=opened.masks).culprits)
+        return decide(key, *known, self._excused(key, opened), unheard, opened.masks)
 
     def _excused(self, key: Key, opened: _Round) -> set[int]:
         # Who is left behind by those who go on must be named at some time.
@@ -302,22 +314,16 @@ class Arbiter:
         }
 
     def _decide(self, key: Key, opened: _Round) -> None:
-        known = opened.missed, opened.progress, self.dead, self.left
         # Nobody is left out whom nobody has missed.
         unheard = () if opened.masks else self._unheard(opened)
-        decision = decide(key, *known, self._excused(key, opened), unheard, opened.masks)
-        self._remember(key, decision)
+        decision = self._decision(key, opened, unheard)
+        remember(self._decisions, key, decision)
         if key.is_operation:
             if opened.masks:
                 self._masked.update(decision.culprits)
             self._failed.update(decision.waiting)
             self._newest = max(self._newest, key.op)
         self._tell(decision)
-
-    def _remember(self, key: Key, decision: Decision | None) -> None:
-        self._decisions[key] = decision
-        while len(self._decisions) > _KEPT:
-            self._decisions.popitem(last=False)
 
     def _leave_undecided(self, rank: int, key: Key) -> None:
         # If there was a reason after all, everybody is or will be told.

@@ -38,10 +38,8 @@ if TYPE_CHECKING:
     from deep_ep.hang.recorder import Recorder
 
 
-# Pauses between looks whether this rank has finished what another one finished before it ended, and
-# decisions that are kept. Chosen.
+# Pauses between looks whether this rank has finished what another one finished before it ended. Chosen.
 _FIRST_LOOK_S, _LAST_LOOK_S = 0.05, 0.4
-_KEPT = 64
 
 # Says something to the rank that sent a message.
 Answer = Callable[[Message], None]
@@ -166,8 +164,7 @@ class Liveness:
             closed = self.progress().closed
             self._has_parted = True
             for rank in self.parted - self.dead.keys():
-                if self._native is not None:
-                    self._native.mark_gone(rank, is_gone=False)
+                self._mark_gone(rank, is_gone=False)
         self._say(messages.Leaving(closed, parts=True))
 
     def close(self) -> None:
@@ -267,30 +264,22 @@ class Liveness:
             loop.call_later(pause_s, lambda: self._look_at_own_waits(loop))
 
     def _take(self, decision: Decision) -> None:
-        if self.may_mask:
-            self._mark_out(decision)
-        elif decision.key.is_operation:
-            with self._native_lock:
-                if self._native is not None:
-                    self._native.give_up(decision.key.op)
+        key, culprits = decision.key, decision.culprits
+        with self._native_lock:
+            native = self._native
+            if native is not None and key.is_operation:
+                if not self.may_mask:
+                    native.give_up(key.op)
+                elif self.rank not in culprits:  # one that is named itself is out of it
+                    for rank in culprits:
+                        native.mark_out(rank, key.op)
         # Who waits for it goes on when all ranks of this process know, so that simulated ones repeat exactly.
         if self.loop is not None:
-            self.loop.post(lambda: self._remember(decision.key, decision))
-
-    def _mark_out(self, decision: Decision) -> None:
-        """Operations go on without those whom it names. One that is named itself is out of it."""
-        if not decision.key.is_operation or self.rank in decision.culprits:
-            return
-        with self._native_lock:
-            for rank in decision.culprits:
-                if self._native is not None:
-                    self._native.mark_out(rank, decision.key.op)
+            self.loop.post(lambda: self._remember(key, decision))
 
     def _remember(self, key: Key, decision: Decision | None) -> None:
         with self._changed:
-            self._decisions[key] = decision
-            while len(self._decisions) > _KEPT:
-                self._decisions.popitem(last=False)
+            agreement.remember(self._decisions, key, decision)
             self._changed.notify_all()
 
     def _mark_left_later(self, rank: int, pause_s: float) -> None:
@@ -313,10 +302,10 @@ class Liveness:
         if loop is not None:
             loop.call_later(pause_s, look)
 
-    def _mark_gone(self, rank: int) -> None:
+    def _mark_gone(self, rank: int, is_gone: bool = True) -> None:
         with self._native_lock:
             if self._native is not None:
-                self._native.mark_gone(rank)
+                self._native.mark_gone(rank, is_gone)
 
     def _say(self, message: Message) -> None:
         loop = self.loop
