@@ -109,12 +109,9 @@ class Loop(ABC):
     def watch(self, connection: Connection, on_ready: Callable[[], None]) -> None:
         """Has the thread call it when a connection has something, or takes what is unsent. From that thread only."""
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.has_unsent else 0)
-        try:
-            self._selector.get_key(connection)
-        except KeyError:
-            self._selector.register(connection, events, on_ready)
-        else:
-            self._selector.modify(connection, events, on_ready)
+        is_known = connection in self._selector.get_map()
+        change = self._selector.modify if is_known else self._selector.register
+        change(connection, events, on_ready)
 
     def drop(self, connection: Connection) -> None:
         """Closes a connection. From that thread only."""
