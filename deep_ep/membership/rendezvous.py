@@ -42,16 +42,11 @@ class RankFacts:
     agreed: Mapping[str, str]
     error: Optional[str] = None  # noqa: UP045 - read by the codec, also in Python 3.9
 
-    @property
-    def place(self) -> RankPlace:
-        """Where that is."""
-        return RankPlace(self.host, self.pid)
-
 
 def exchange_facts(
     group: Group, agreed: Mapping[str, Any], error: EPError | None = None
-) -> list[RankFacts]:
-    """Every rank's facts, once they are known to agree.
+) -> list[RankPlace]:
+    """Where all ranks run, once their facts are known to agree.
 
     Raises:
         EPError: `error`, if this rank passed one.
@@ -76,7 +71,7 @@ def exchange_facts(
     _raise_first_error("Buffer", [fact.error for fact in facts], EPArgumentError)
     for name in agreed:
         _require_equal(name, [fact.agreed.get(name, "None") for fact in facts])
-    return facts
+    return [RankPlace(fact.host, fact.pid) for fact in facts]
 
 
 @dataclass(frozen=True)
@@ -107,10 +102,8 @@ def together(group: Group, step: str, action: Callable[[], T]) -> list[T]:
     outcomes = _exchange(group, outcome)
     if isinstance(failure, EPError):
         raise failure
-    try:
-        _raise_first_error(f"Buffer ({step})", [said.error for said in outcomes], EPTransportError)
-    except EPTransportError as error:
-        raise error from failure
+    errors = [said.error for said in outcomes]
+    _raise_first_error(f"Buffer ({step})", errors, EPTransportError, failure)
     return [said.value for said in outcomes]
 
 
@@ -150,13 +143,18 @@ def address(hosts: Sequence[str]) -> str:
     return socket.gethostname()
 
 
-def _raise_first_error(where: str, errors: list[str | None], error_type: type[EPError]) -> None:
+def _raise_first_error(
+    where: str,
+    errors: list[str | None],
+    error_type: type[EPError],
+    own: Exception | None = None,
+) -> None:
     failed = [rank for rank, error in enumerate(errors) if error is not None]
     if failed:
         raise error_type(
             f"{where}: {ranks_text(failed)} failed, first: {errors[failed[0]]} "
             "All ranks must succeed; correct it there and build the buffer again on all ranks."
-        )
+        ) from own
 
 
 def _require_equal(name: str, values: list[str]) -> None:

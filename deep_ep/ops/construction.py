@@ -127,7 +127,7 @@ def agree(group: Group, settings: BufferSettings) -> Agreement:
         settings = settings.checked()
     except EPError as raised:
         error = raised
-    facts = rendezvous.exchange_facts(
+    places = rendezvous.exchange_facts(
         monitored,
         {
             "the group size": group.size,
@@ -140,7 +140,6 @@ def agree(group: Group, settings: BufferSettings) -> Agreement:
         error,
     )
     assert selected is not None  # otherwise there was an error, and the exchange raised it
-    places = [fact.place for fact in facts]
     topology = _topology(group, places, asked_ranks_per_node)
     settings.check_topology(topology)
     return Agreement(settings, selected, topology, places, monitored)
@@ -164,8 +163,8 @@ def meet(group: Group, agreed: Mapping[str, Any], error: EPError | None = None) 
     except EPError as raised:
         error = error or raised
     agreed = {env.ranks_per_node.name: asked, **agreed}
-    facts = rendezvous.exchange_facts(MonitoredGroup(group), agreed, error)
-    return _topology(group, [fact.place for fact in facts], asked)
+    places = rendezvous.exchange_facts(MonitoredGroup(group), agreed, error)
+    return _topology(group, places, asked)
 
 
 def _topology(group: Group, places: Sequence[RankPlace], asked: int | None) -> Topology:
