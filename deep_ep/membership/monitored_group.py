@@ -89,17 +89,14 @@ class MonitoredGroup:
         self.called_ns = time.time_ns()
         self._group, self._board = group, board_of(group)
         self._read_from = self._board
+        earlier = self._read(self.rank)
         self._arrival = Arrival(
-            buffer=self._number_of_buffer(),
+            buffer=1 if earlier is None else earlier.buffer + 1,
             host=socket.gethostname(),
             pid=os.getpid(),
             thread=threading.get_ident(),
             offer=stacks.offer(),
         )
-
-    def _number_of_buffer(self) -> int:
-        earlier = self._read(self.rank)
-        return 1 if earlier is None else earlier.buffer + 1
 
     def all_gather_object(self, obj: T) -> list[T]:
         """Every rank's object, in rank order.
@@ -135,7 +132,9 @@ class MonitoredGroup:
         """
         if self._board is None:
             return None
-        self._read_apart()
+        if self._read_from is self._board:  # in which the thread of the program may be waiting
+            with contextlib.suppress(RuntimeError, OSError):
+                self._read_from = self._board.apart()
         arrivals = {rank: self._read(rank) for rank in range(self.size)}
         mine = (self._arrival.buffer, self._arrival.exchange)
         missing = tuple(
@@ -157,12 +156,6 @@ class MonitoredGroup:
                 *place, process=process, threads=threads, in_call="Buffer" if is_inside else ""
             )
         return judge(states)
-
-    def _read_apart(self) -> None:
-        """The thread of the program may be waiting in the store."""
-        if self._board is not None and self._read_from is self._board:
-            with contextlib.suppress(RuntimeError, OSError):
-                self._read_from = self._board.apart()
 
     def _arrive(self) -> None:
         self._arrival = replace(self._arrival, exchange=self._arrival.exchange + 1)
