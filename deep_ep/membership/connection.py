@@ -86,9 +86,9 @@ class Connection:
         Raises:
             ConnectionClosed: as `send`.
         """
-        self._unsent += data
-        if len(self._unsent) > _MOST_UNSENT:
+        if len(self._unsent) + len(data) > _MOST_UNSENT:
             raise ConnectionClosed("process")
+        self._unsent += data
         self.flush()
 
     def flush(self) -> None:

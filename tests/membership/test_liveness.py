@@ -384,6 +384,29 @@ def test_a_connection_keeps_what_the_other_end_cannot_take_yet() -> None:
         other.send(message)
 
 
+def test_what_is_refused_for_an_end_that_reads_nothing_is_not_kept() -> None:
+    ours, theirs = socket.socketpair()
+    connection, other = Connection(ours), Connection(theirs)
+    message = ExceptionRaised("x" * 500_000)
+    sent: list[Any] = []
+    received: list[Any] = []
+
+    def send_more() -> None:
+        for _ in range(1000):
+            connection.send(message)
+            sent.append(message)
+
+    for _ in range(3):
+        with pytest.raises(ConnectionClosed):
+            send_more()
+    while connection.has_unsent:
+        connection.flush()
+        received += other.receive()
+    assert received == sent
+    connection.close()
+    other.close()
+
+
 @pytest.mark.parametrize("sends", [False, True], ids=["reads", "sends, then reads"])
 def test_the_last_words_of_who_closes_without_reading_are_heard(sends: bool) -> None:
     """As ranks do that end while they are told of others that end; TCP resets such a connection."""
