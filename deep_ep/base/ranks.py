@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 from deep_ep.base import codec
 
@@ -86,13 +86,12 @@ class Decision:
         return tuple(sorted({*self.dead, *self.left, *self.silent, *self.elsewhere}))
 
 
-def rank_of(plain: Any, num_ranks: int) -> int:
-    """A rank of a group.
+def rank_of(rank: int, num_ranks: int) -> int:
+    """A rank that somebody has named.
 
     Raises:
-        ValueError, TypeError: it is none.
+        ValueError: the group has no such rank.
     """
-    rank = int(plain)
     if not 0 <= rank < num_ranks:
         raise ValueError(f"rank {rank} of {num_ranks} does not exist")
     return rank

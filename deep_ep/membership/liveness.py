@@ -63,13 +63,7 @@ class Liveness:
     """
 
     def __init__(self, rank: int, native: NativeRuntime, may_mask: bool = False) -> None:
-        """Internal: use `join`.
-
-        Args:
-            rank: this rank.
-            native: of its buffer; let go with `close`.
-            may_mask: see above.
-        """
+        """Internal: use `join`. The runtime of the buffer is let go with `close`."""
         self.rank = rank
         # Held for calls that do not wait; again by a destructor that runs in the midst of one.
         self._native_lock = threading.RLock()

@@ -42,10 +42,6 @@ class Reading(NamedTuple):
     own: Int64Array
     op_of_slot: Int64Array
 
-    def equals(self, other: Reading) -> bool:
-        """Whether nothing was written between the two."""
-        return all(map(np.array_equal, self, other))
-
 
 class Copier(Protocol):
     """Reads live counters. A reading may be torn."""
@@ -95,7 +91,7 @@ def _settled(
         pause(pause_s)
         pause_s = min(2 * pause_s, _LAST_PAUSE_S)
         again = copier.reading()
-        if consistent(again) and again.equals(seen):
+        if consistent(again) and all(map(np.array_equal, again, seen)):
             return again
         seen = again
     return seen

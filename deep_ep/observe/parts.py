@@ -46,12 +46,7 @@ class PartStamps:
     """
 
     def __init__(self, capacity: int, device: torch.device) -> None:
-        """Without any.
-
-        Args:
-            capacity: see above, at least 1.
-            device: where they are written.
-        """
+        """Without any; the capacity is 1 at least, and the device is where they are written."""
         self.capacity = capacity
         self.stamps = torch.zeros((len(PARTS), capacity, 2), dtype=torch.int64, device=device)
         self._numbers = {name: itertools.count() for name in PARTS}
