@@ -41,7 +41,7 @@ class CounterSnapshot:
         ring: `[capacity, num_ranks + 1, num_ring_fields]` int64, the raw times of recent operations,
             ascending by operation number after `operations()`; unused slots are zeros.
         lost: largest operation number whose slot was overwritten while it was copied; 0: none.
-        estimated: fields that `until` could not roll back exactly.
+        estimated: fields that `until` could not roll back exactly; of a window, at either of its ends.
     """
 
     fields: tuple[str, ...]
@@ -107,9 +107,9 @@ class CounterSnapshot:
                 "differ in shape or fields; a window needs two snapshots of the same counters. "
                 "Take both from one RecvCounters."
             )
-        estimated = {*self.estimated, *earlier.estimated}
+        estimated = sorted({*self.estimated, *earlier.estimated})
         # Counters grow; those that fell wrapped, were made anew or are another buffer's.
-        exact = ~np.isin(self.fields, list(estimated))[:, None]
+        exact = ~np.isin(self.fields, estimated)[:, None]
         fell = np.argwhere(exact & (self.totals < earlier.totals))
         if len(fell):
             row, source = fell[0]
@@ -125,7 +125,7 @@ class CounterSnapshot:
         own = np.maximum(self.own - earlier.own, floor)
         ring = self.ring.copy()
         ring[self._ring_ops() <= earlier.operation] = 0
-        return replace(self, totals=totals, own=own, ring=ring)
+        return replace(self, totals=totals, own=own, ring=ring, estimated=tuple(estimated))
 
     def until(self, operation: int, rank: int | None = None) -> CounterSnapshot:
         """This snapshot as it was when that operation had been counted, and none after it.
