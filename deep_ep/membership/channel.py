@@ -15,7 +15,6 @@ import hmac
 import logging
 import selectors
 import socket
-import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Callable
 
@@ -74,9 +73,7 @@ class Channel:
         self.connections: dict[int, Connection] = {}
         self.server: socket.socket | None = None
         self.address: Address | None = None
-        # And until when they may greet; the oldest first.
-        self._ungreeted: dict[Connection, float] = {}
-        self._expiry_is_due = False
+        self._ungreeted: list[Connection] = []
 
     def listen(self, host: str, is_free: Callable[[int], bool]) -> None:
         """Lets ranks connect from now on. By any thread, before the loop starts.
@@ -162,13 +159,11 @@ class Channel:
     def _let_in(self, server: socket.socket) -> None:
         with contextlib.suppress(OSError):
             connection = Connection(server.accept()[0])
-            self._ungreeted[connection] = time.monotonic() + GREETING_TIMEOUT_S
+            self._ungreeted.append(connection)
             if len(self._ungreeted) > 2 * self._num_ranks:
-                self._send_away(next(iter(self._ungreeted)))
+                self._send_away(self._ungreeted[0])
             self._loop.watch(connection, lambda: self._read_greeting(connection))
-            if not self._expiry_is_due:
-                self._expiry_is_due = True
-                self._loop.call_later(GREETING_TIMEOUT_S, self._send_expired_away)
+            self._loop.call_later(GREETING_TIMEOUT_S, lambda: self._send_away(connection))
 
     def _read_greeting(self, connection: Connection) -> None:
         try:
@@ -180,7 +175,7 @@ class Channel:
         except (ConnectionClosed, ValueError):
             self._send_away(connection)
             return
-        self._ungreeted.pop(connection, None)
+        self._ungreeted.remove(connection)
         self._accept(rank, connection)
 
     def _greeting_rank(self, received: bytes) -> int:
@@ -197,18 +192,11 @@ class Channel:
             raise ValueError(f"rank {rank} may not connect")
         return rank
 
-    def _send_expired_away(self) -> None:
-        now = time.monotonic()
-        expired = [connection for connection, until in self._ungreeted.items() if until <= now]
-        for connection in expired:
-            self._send_away(connection)
-        self._expiry_is_due = bool(self._ungreeted)
-        if self._expiry_is_due:
-            self._loop.call_later(min(self._ungreeted.values()) - now, self._send_expired_away)
-
     def _send_away(self, connection: Connection) -> None:
-        self._ungreeted.pop(connection, None)
-        self._loop.drop(connection)
+        """Unless it has greeted, or been sent away before."""
+        if connection in self._ungreeted:
+            self._ungreeted.remove(connection)
+            self._loop.drop(connection)
 
     # ---- who is connected
 
