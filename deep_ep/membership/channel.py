@@ -13,7 +13,6 @@ import contextlib
 import errno
 import hmac
 import logging
-import selectors
 import socket
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Callable
@@ -111,17 +110,17 @@ class Channel:
             OSError: it does not answer.
         """
         sock = socket.create_connection(address, _CONNECT_S)
-        connection = Connection(sock)
-        connection.send_bytes(greeting(self._token, self._rank))
-        with selectors.DefaultSelector() as waiting:
-            waiting.register(sock, selectors.EVENT_READ)
-            if not waiting.select(_CONNECT_S):
-                raise OSError(f"rank {rank} did not answer within {_CONNECT_S:g} s")
+        sock.sendall(greeting(self._token, self._rank))
         try:
-            connection.receive()
-        except ConnectionClosed as error:
-            raise OSError(f"rank {rank} closed the connection") from error
-        self._accept(rank, connection)
+            # The loop reads the answer, and what may stand behind it.
+            has_answered = bool(sock.recv(1, socket.MSG_PEEK))
+        except socket.timeout:
+            raise OSError(f"rank {rank} did not answer within {_CONNECT_S:g} s") from None
+        except ConnectionError:
+            has_answered = False
+        if not has_answered:
+            raise OSError(f"rank {rank} closed the connection")
+        self._accept(rank, Connection(sock))
         return str(sock.getsockname()[0])
 
     def introduce(self, addresses: Sequence[Address | None]) -> None:

@@ -10,6 +10,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,10 +25,14 @@ from deep_ep.hang.messages import (
     Inspect,
     InspectionAnswer,
     Leaving,
+    RankDied,
     Unmasked,
+    Welcome,
+    encode,
 )
-from deep_ep.membership import agreement, rendezvous
+from deep_ep.membership import agreement, liveness, rendezvous
 from deep_ep.membership.connection import Connection, ConnectionClosed
+from deep_ep.membership.coordinator import CoordinatorClient
 from membership.connected_ranks import (
     Buffer,
     Native,
@@ -139,6 +144,20 @@ def test_a_broken_connection_is_a_death() -> None:
         decision = ranks[2].agree([1])
         assert decision is not None
         assert decision.dead == {1: "process"}
+
+
+def test_what_rank_0_says_right_behind_its_welcome_is_heard() -> None:
+    native: Any = Native()
+    member = liveness.Liveness(1, native)
+    said = b"".join(encode(message) + b"\n" for message in (Welcome(), RankDied(2, "process")))
+    with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor() as threads:
+        rank_0 = threads.submit(server.accept)
+        rank_0.add_done_callback(lambda accepted: accepted.result()[0].sendall(said))
+        places = [RankPlace("here", 1)] * 3
+        CoordinatorClient(member, places, 0, "0" * 32, server.getsockname()).start()
+        assert eventually(lambda: native.gone == [2])
+        member.close()
+        rank_0.result()[0].close()
 
 
 def test_without_rank_0_all_say_the_same() -> None:
