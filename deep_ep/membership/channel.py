@@ -9,7 +9,6 @@ nothing behind it is read before. Who sends a wrong greeting, or none within `GR
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import hmac
 import logging
@@ -27,6 +26,9 @@ if TYPE_CHECKING:
 _CONNECT_S, GREETING_TIMEOUT_S = 10.0, 5.0
 # The rank in a greeting, decimal.
 _RANK_DIGITS = 8
+# What accept() raises where no descriptors or no memory are left, and when it is tried again; chosen.
+_EXHAUSTED = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
+_PAUSE_S = 1.0
 
 _log = logging.getLogger("deep_ep")
 
@@ -90,7 +92,7 @@ class Channel:
         self.server = server = socket.create_server((at, 0), backlog=backlog)
         server.setblocking(False)
         self.address = (host, int(server.getsockname()[1]))
-        self._loop.listen(server.fileno(), lambda: self._let_in(server))
+        self._await_others(server)
 
     def stop_listening(self) -> None:
         """Takes no further connections."""
@@ -155,14 +157,22 @@ class Channel:
 
     # ---- who connects
 
+    def _await_others(self, server: socket.socket) -> None:
+        self._loop.listen(server.fileno(), lambda: self._let_in(server))
+
     def _let_in(self, server: socket.socket) -> None:
-        with contextlib.suppress(OSError):
+        try:
             connection = Connection(server.accept()[0])
-            self._ungreeted.append(connection)
-            if len(self._ungreeted) > 2 * self._num_ranks:
-                self._send_away(self._ungreeted[0])
-            self._loop.watch(connection, lambda: self._read_greeting(connection))
-            self._loop.call_later(GREETING_TIMEOUT_S, lambda: self._send_away(connection))
+        except OSError as error:
+            if error.errno in _EXHAUSTED:  # who waits would wake the loop again at once
+                self._loop.ignore(server.fileno())
+                self._loop.call_later(_PAUSE_S, lambda: self._await_others(server))
+            return
+        self._ungreeted.append(connection)
+        if len(self._ungreeted) > 2 * self._num_ranks:
+            self._send_away(self._ungreeted[0])
+        self._loop.watch(connection, lambda: self._read_greeting(connection))
+        self._loop.call_later(GREETING_TIMEOUT_S, lambda: self._send_away(connection))
 
     def _read_greeting(self, connection: Connection) -> None:
         try:

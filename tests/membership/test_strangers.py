@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import socket
 import struct
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -146,6 +148,26 @@ def test_nobody_can_connect_once_all_ranks_have(coordinator: Coordinator) -> Non
         assert json.loads(member.recv(100)) == {"type": "Welcome"}
         coordinator.post(lambda: coordinator.complete([2]))
         assert eventually(lambda: server.fileno() == -1)
+
+
+def test_without_descriptors_the_thread_sleeps_and_tries_again(
+    monkeypatch: pytest.MonkeyPatch, coordinator: Coordinator
+) -> None:
+    tries: list[socket.socket] = []
+
+    def accept(server: socket.socket) -> Any:
+        tries.append(server)
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(channel, "_PAUSE_S", 0.1)
+        patch.setattr(socket.socket, "accept", accept)
+        begin = time.monotonic()
+        socket.create_connection(coordinator.channel.address, HANG_S).close()
+        assert eventually(lambda: len(tries) >= 3)
+        num_tries = len(tries)
+        assert num_tries <= (time.monotonic() - begin) / 0.1 + 1
+    assert enters(coordinator, 1)
 
 
 def test_who_resets_the_connection_does_no_harm(coordinator: Coordinator) -> None:
