@@ -366,20 +366,12 @@ def launch_shape(max_warps: int, max_threads: int) -> tuple[int, int]:
     return dataclasses.replace(any_launch_shape, kind=_shape(max_warps, max_threads))()
 
 
-class Nodes(NamedTuple):
-    """What `deep_ep.utils.envs.init_dist` follows: where ranks meet, how many nodes there are, and which this is."""
-
-    meet_at: str
-    num_nodes: int
-    node: int
-
-
-def nodes() -> Nodes:
-    """Of the program that has started this rank."""
+def nodes() -> tuple[str, int, int]:
+    """Where ranks meet, how many nodes there are, and which this is, for `deep_ep.utils.envs.init_dist`."""
     num_nodes, node = world_size(), node_rank()
     if not _is_number(node) or int(node) >= num_nodes:
         raise node_rank.error(f"an integer of at least 0, below WORLD_SIZE = {num_nodes}")
-    return Nodes(f"tcp://{master_addr()}:{master_port()}", num_nodes, int(node))
+    return f"tcp://{master_addr()}:{master_port()}", num_nodes, int(node)
 
 
 def torch_dump_prefix() -> str:

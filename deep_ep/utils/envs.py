@@ -34,12 +34,12 @@ def init_dist(
     device = backend.get().name
     if device == "cuda":
         torch.cuda.set_device(local_rank)
-    nodes = env.nodes()
+    meet_at, num_nodes, node = env.nodes()
     dist.init_process_group(
         "nccl" if device == "cuda" else "gloo",
-        init_method=nodes.meet_at,
-        world_size=nodes.num_nodes * num_local_ranks,
-        rank=nodes.node * num_local_ranks + local_rank,
+        init_method=meet_at,
+        world_size=num_nodes * num_local_ranks,
+        rank=node * num_local_ranks + local_rank,
     )
     torch.set_default_dtype(torch.bfloat16)
     torch.set_default_device(device)
