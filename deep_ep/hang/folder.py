@@ -105,7 +105,12 @@ def read_folder(*names: Path | str) -> Folder:
 
 def _files(directory: Path, remarks: list[str], depth: int = _DEPTH) -> list[Path]:
     found: list[Path] = []
-    for path in sorted(directory.iterdir()):
+    try:
+        inside = sorted(directory.iterdir())
+    except OSError as error:
+        remarks.append(f"{directory}: left out: {error}")
+        return found
+    for path in inside:
         if len(found) >= _MOST_FILES:
             remarks.append(f"{directory}: only the first {_MOST_FILES} files are read")
             break

@@ -9,6 +9,7 @@ import pickle
 import stat
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -271,6 +272,25 @@ def test_a_named_pipe_keeps_nobody_waiting(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     (remark,) = read_folder(tmp_path).remarks
     assert "it is no regular file" in remark
+
+
+def test_a_folder_that_cannot_be_opened_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dump(tmp_path / "open", Group(2, stuck={1: "gone"}).states())
+    closed = tmp_path / "closed"
+    closed.mkdir()
+    listed = Path.iterdir
+
+    def iterdir(folder: Path) -> Iterator[Path]:
+        if folder == closed:
+            raise PermissionError(13, "Permission denied", str(folder))
+        return listed(folder)
+
+    monkeypatch.setattr(Path, "iterdir", iterdir)
+    folder = read_folder(tmp_path)
+    assert folder.buffers[0].verdict.ranks == (1,)
+    assert folder.remarks == (f"{closed}: left out: [Errno 13] Permission denied: '{closed}'",)
 
 
 def test_dumps_of_two_jobs_are_judged_apart(tmp_path: Path) -> None:
