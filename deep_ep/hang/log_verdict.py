@@ -44,24 +44,29 @@ _EP, _NODE, _TORCH = "ranks of EP", "ranks within a node", "ranks of torch"
 
 @dataclass(frozen=True)
 class LogLine:
-    """A message.
+    """A message. It is the same one wherever in a file it stands.
 
     Attributes:
         row: of the table.
         fields: its numbers.
         counted: how its ranks are counted: those of lines with the same text may be compared; empty if it has none.
         rank: who waits; `None` if that is not known.
-        file, source: where it was read, and of which host or container its prefix says it is; else the file.
-        at: its place in the file.
+        source: of which host or container its prefix says it is; else the file.
+        file, at: where it was read, and its place there.
     """
 
     row: LogRow
-    fields: Mapping[str, str]
+    fields: Mapping[str, str] = field(hash=False)
     counted: str
     rank: int | None
-    file: str
     source: str
-    at: int
+    file: str
+    at: int = field(compare=False)
+
+    @property
+    def work(self) -> tuple[object, ...]:
+        """What a rank's collective is known by in all lines on it."""
+        return self.file, self.rank, self.fields.get("number")
 
     @property
     def owed(self) -> tuple[int, ...]:
@@ -99,7 +104,7 @@ class LogLine:
 class LogFile:
     """A file: its messages, each once, and whether lines are mixed in it."""
 
-    lines: dict[object, LogLine] = field(default_factory=dict)
+    lines: dict[LogLine, None] = field(default_factory=dict)
     is_torn: bool = False
 
 
@@ -123,14 +128,7 @@ def read_log(path: Path) -> LogFile:
                 if match:
                     line = _line(row, match, prefix + piece[: match.start()], str(path), at)
                     if line is not None:
-                        key = (
-                            row.pattern,
-                            line.source,
-                            line.counted,
-                            line.rank,
-                            *line.fields.items(),
-                        )
-                        log.lines.setdefault(key, line)
+                        log.lines.setdefault(line)
                     break
             torn |= piece.startswith("DeepEP timeout") and (not match or "DeepEP" in prefix)
             prefix += piece
@@ -165,7 +163,7 @@ def _line(row: LogRow, match: re.Match[str], prefix: str, file: str, at: int) ->
             if number and len(number[1]) <= _MOST_DIGITS:
                 counted, rank = f"ranks of {name}", int(number[1])
                 break
-    return LogLine(row, fields, counted, rank, file, source, at)
+    return LogLine(row, fields, counted, rank, source, file, at)
 
 
 # ---- what follows
@@ -176,7 +174,7 @@ def verdicts(logs: Sequence[LogFile]) -> tuple[list[HangVerdict], list[str]]:
 
     Where somebody is named, what is undecided is a note: it may follow from that.
     """
-    lines = _with_groups([line for log in logs for line in log.lines.values()])
+    lines = _with_groups([line for log in logs for line in log.lines])
     is_torn = any(log.is_torn for log in logs)
     found = [_first_death(lines)]
     counted = dict.fromkeys(line.counted for line in lines if line.counted)
@@ -190,15 +188,12 @@ def verdicts(logs: Sequence[LogFile]) -> tuple[list[HangVerdict], list[str]]:
     return named, [f"{v.buffer}: {cause.report}" for v in others for cause in v.causes]
 
 
-def _with_groups(lines: Iterable[LogLine]) -> list[LogLine]:
+def _with_groups(lines: Sequence[LogLine]) -> list[LogLine]:
     """The watchdog names the group of torch only in its second line of the same rank and number."""
-    lines = list(lines)
-    known = [line for line in lines if line.waits and "group" in line.fields]
-    groups = {(line.file, line.rank, line.fields.get("number")): line.counted for line in known}
+    groups = {line.work: line.counted for line in lines if line.waits and "group" in line.fields}
     return [
-        replace(line, counted=groups.get(key, line.counted)) if line.counted == _TORCH else line
+        replace(line, counted=groups.get(line.work, _TORCH)) if line.counted == _TORCH else line
         for line in lines
-        for key in [(line.file, line.rank, line.fields.get("number"))]
     ]
 
 
