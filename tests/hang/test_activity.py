@@ -11,46 +11,32 @@ USER = Frame("step", "/home/user/train.py", 41)
 SITE = "/usr/lib/python3.11/site-packages"
 
 
+C10D = "torch/distributed/distributed_c10d.py"
+
+
+def library(file: str, function: str) -> Frame:
+    return Frame(function, f"{SITE}/{file}", 9)
+
+
 @pytest.mark.parametrize(
     ("what", "inner"),
     [
-        ("compiling", [Frame("compile_fx", f"{SITE}/torch/_inductor/compile_fx.py", 7)]),
+        ("compiling", [library("torch/_inductor/compile_fx.py", "compile_fx")]),
         # Whoever compiles may wait for a thread, or a program, meanwhile.
-        (
-            "compiling",
-            [
-                Frame("wait", "/usr/lib/python3.11/threading.py", 3),
-                Frame("result", f"{SITE}/torch/_inductor/async_compile.py", 9),
-            ],
-        ),
-        ("compiling", [Frame("_do_compile", f"{SITE}/triton/runtime/jit.py", 9)]),
-        ("collective", [Frame("all_reduce", f"{SITE}/torch/distributed/distributed_c10d.py", 9)]),
+        ("compiling", [library("threading.py", "wait"), library("torch/_inductor/x.py", "result")]),
+        ("compiling", [library("triton/runtime/jit.py", "_do_compile")]),
+        ("collective", [library(C10D, "all_reduce")]),
         # A collective of the optimiser is a collective.
-        (
-            "collective",
-            [
-                Frame("all_reduce", f"{SITE}/torch/distributed/distributed_c10d.py", 9),
-                Frame("step", f"{SITE}/torch/optim/adam.py", 9),
-            ],
-        ),
-        ("optimiser", [Frame("step", f"{SITE}/torch/optim/adam.py", 9)]),
-        (
-            "initialising",
-            [Frame("init_process_group", f"{SITE}/torch/distributed/distributed_c10d.py", 9)],
-        ),
-        ("checkpoint", [Frame("load", f"{SITE}/torch/serialization.py", 9)]),
-        (
-            "data",
-            [
-                Frame("get", "/usr/lib/python3.11/queue.py", 3),
-                Frame("_get_data", f"{SITE}/torch/utils/data/dataloader.py", 9),
-            ],
-        ),
-        ("debugger", [Frame("interaction", "/usr/lib/python3.11/pdb.py", 3)]),
-        ("gpu", [Frame("synchronize", f"{SITE}/torch/cuda/__init__.py", 9)]),
-        ("process", [Frame("communicate", "/usr/lib/python3.11/subprocess.py", 9)]),
-        ("thread", [Frame("join", "/usr/lib/python3.11/threading.py", 9)]),
-        ("network", [Frame("readinto", "/usr/lib/python3.11/socket.py", 9)]),
+        ("collective", [library(C10D, "all_reduce"), library("torch/optim/adam.py", "step")]),
+        ("optimiser", [library("torch/optim/adam.py", "step")]),
+        ("initialising", [library(C10D, "init_process_group")]),
+        ("checkpoint", [library("torch/serialization.py", "load")]),
+        ("data", [library("queue.py", "get"), library("torch/utils/data/x.py", "_get_data")]),
+        ("debugger", [library("pdb.py", "interaction")]),
+        ("gpu", [library("torch/cuda/__init__.py", "synchronize")]),
+        ("process", [library("subprocess.py", "communicate")]),
+        ("thread", [library("threading.py", "join")]),
+        ("network", [library("socket.py", "readinto")]),
         ("sleeping", [Frame("step", "/home/user/train.py", 40, "time.sleep(100)")]),
         ("importing", [Frame("_find_and_load", "<frozen importlib._bootstrap>", 9)]),
         ("runs", []),
@@ -76,7 +62,7 @@ def test_nothing_is_known() -> None:
 
 
 OURS = [
-    Frame("_wait", f"{SITE}/deep_ep/ops/normal.py", 3),
+    library("deep_ep/ops/normal.py", "_wait"),
     Frame("dispatch", "/x/deep_ep/buffer.py", 9),
 ]
 
@@ -86,12 +72,9 @@ OURS = [
     [
         ([*OURS, USER], "dispatch"),
         # A collective that our call makes is within that call.
-        (
-            [Frame("barrier", f"{SITE}/torch/distributed/distributed_c10d.py", 9), *OURS, USER],
-            "dispatch",
-        ),
+        ([library(C10D, "barrier"), *OURS, USER], "dispatch"),
         ([USER, *OURS], ""),
-        ([Frame("__init__", f"{SITE}/deep_ep/buffer.py", 9), USER], ""),
+        ([library("deep_ep/buffer.py", "__init__"), USER], ""),
         ([], ""),
     ],
 )

@@ -109,7 +109,9 @@ def test_how_far_behind_a_rank_is() -> None:
     group = Group(4, stuck={1: "not_called"})
     states = group.states()
     states[1] = replace(states[1], closed=5, calls=group.done_calls(5))
-    assert "; the last that rank 1 entered was 5; " in wording.line(judge(states))
+    said = wording.line(judge(states))
+    assert said.startswith("rank 1 has not called operation 12 ")
+    assert "; the last that rank 1 entered was 5; " in said
 
 
 def test_nobody_waits() -> None:

@@ -212,17 +212,7 @@ def test_who_hands_over_comes_to_no_verdict_of_its_own() -> None:
     ("line", "error"),
     [
         ('{"type":"StateReport","inquiry":1,"state":[]}', "state is .*; expected an object"),
-        (
-            '{"type":"StateReport","inquiry":1,"state":{"rank":3,"num_ranks":4,"process":"?"}}',
-            "process",
-        ),
-        (
-            '{"type":"StateReport","inquiry":1.5,"state":{"rank":3,"num_ranks":4}}',
-            "inquiry is 1.5; expected an integer",
-        ),
-        ('{"type":"StateReport","inquiry":0}', "state is missing"),
         ('{"type":"InquiryRequest","final":true,"more":1}', "more is no field of InquiryRequest"),
-        ('{"type":"InquiryRequest","final":1}', "final is 1; expected false or true"),
         (
             '{"type":"FailureReport","key":{"series":"operation","op":-1},"failure":"timeout","missing":[]}',
             "-1",

@@ -208,14 +208,6 @@ def test_what_others_remember_of_a_rank_says_not_how_far_it_is() -> None:
     assert judge(states).causes[0].accused[0].last == -1
 
 
-def test_a_rank_several_operations_behind() -> None:
-    group = Group(4, stuck={1: "not_called"})
-    states = group.states()
-    states[1] = replace(states[1], closed=5, calls=group.done_calls(5))
-    (cause,) = judge(states).causes
-    assert (cause.kind, cause.number, cause.accused[0].last) == ("not_called", 12, 5)
-
-
 def test_the_second_half_of_a_normal_dispatch_that_its_host_does_not_launch() -> None:
     group = Group(4, name="normal_dispatch", stuck={1: "not_sent"})
     states = group.states()
