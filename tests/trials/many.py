@@ -16,6 +16,8 @@ WARN_S, TIMEOUT_S = 0.6, 4.0
 _ABREAST, _PATIENCE_S = 5, 45.0
 # How often two ranks have a fault of their own.
 _TWO_FAULTS = 0.2
+# What shows beside another fault: who has sent and stands still is not waited for then, nor is a path that loses rows.
+_LASTING = [fault for fault in FAULTS if fault.ends and not fault.hooked and not fault.loses_path]
 
 
 def draw(seed: int) -> Trial:
@@ -24,12 +26,9 @@ def draw(seed: int) -> Trial:
     mode, num_ranks, ranks_per_node = _draw_group(rng)
     # A normal operation has no hooks.
     kinds = [fault for fault in FAULTS if not (fault.hooked and mode == "normal")]
-    # Nor is a path to a rank that says nothing.
-    lasting = [fault for fault in kinds if fault.ends and not fault.hooked and not fault.loses_path]
     chosen: list[Fault] = [rng.choice(kinds)]
-    # Who has sent and stands still is not waited for while another one is.
-    if chosen[0] in lasting and rng.random() < _TWO_FAULTS:
-        chosen.append(rng.choice(lasting))
+    if chosen[0] in _LASTING and rng.random() < _TWO_FAULTS:
+        chosen.append(rng.choice(_LASTING))
     ranks = rng.sample(range(num_ranks), len(chosen))
     at_combine = rng.random() < 0.5 and not any(fault.hooked for fault in chosen)
     victims = {rank: fault.name for rank, fault in zip(ranks, chosen)}
@@ -41,10 +40,7 @@ def draw_without_rank_0(seed: int) -> Trial:
     rng = random.Random(seed)
     mode, num_ranks, ranks_per_node = _draw_group(rng)
     silent = rng.choice([fault for fault in FAULTS if fault.silences])
-    lasting = [
-        fault for fault in FAULTS if fault.ends and not fault.hooked and not fault.loses_path
-    ]
-    victims = {0: silent.name, rng.randrange(1, num_ranks): rng.choice(lasting).name}
+    victims = {0: silent.name, rng.randrange(1, num_ranks): rng.choice(_LASTING).name}
     return Trial(seed, mode, num_ranks, ranks_per_node, victims, rng.random() < 0.5)
 
 
