@@ -47,13 +47,11 @@ class Folder:
 
     Attributes:
         buffers: that of which most is waited for first; then what logs say.
-        torch: torch's own dumps, by rank.
-        collectives: of torch's, that do not end.
+        collectives: of torch, that do not end.
         remarks: what could not be read, and what does not fit: file, position, reason.
     """
 
     buffers: tuple[BufferDump, ...]
-    torch: tuple[TorchDump, ...]
     collectives: tuple[Hanging, ...]
     remarks: tuple[str, ...]
 
@@ -99,8 +97,7 @@ def read_folder(*names: Path | str) -> Folder:
             "torch's flight recorder, or logs with a known message. Name the directory in which they were "
             f"written{why}"
         )
-    dumps = tuple(read.torch[rank] for rank in sorted(read.torch))
-    return Folder(buffers, dumps, tuple(hanging(dumps)), tuple(read.remarks))
+    return Folder(buffers, tuple(hanging(read.torch.values())), tuple(read.remarks))
 
 
 def _files(directory: Path, remarks: list[str], depth: int = _DEPTH) -> list[Path]:

@@ -2,8 +2,8 @@
 
 A rank that has been waiting for long says so. Who leads then asks all ranks where they are, lets a rank of the
 same host look at those that do not answer, and judges the states (hang/verdict.py). The verdict goes to all
-ranks, so that their exceptions carry it. As the arbiter (agreement.py), `Inquiries` does no input or output and reads
-no clock; its verdicts are logged, and dumps written, by an `Announcer`.
+ranks, so that their exceptions carry it. As the arbiter (agreement.py), `Inquiries` does no input or output; its verdicts
+are logged, and dumps written, by an `Announcer`.
 """
 
 from __future__ import annotations
@@ -134,16 +134,17 @@ class Inquiries:
                 f"rank {rank} of {num_ranks} says that it is rank {state.rank} of {state.num_ranks}"
             )
         self._reported[rank] = state
-        if self._open is not None and report.inquiry == self._open.number:
-            self._open.states[rank] = state
-            self._look()
+        opened = self._open
+        if opened is not None and report.inquiry == opened.number:
+            opened.states[rank] = state
+            self._conclude_if_heard(opened)
 
     def _take_inspection(self, by: int, seen: messages.InspectionAnswer) -> None:
-        rank = self._rank_of(seen.rank)
-        if self._open is not None and seen.inquiry == self._open.number:
+        rank, opened = self._rank_of(seen.rank), self._open
+        if opened is not None and seen.inquiry == opened.number:
             state = replace(self._said_of(rank, seen.process), threads=seen.threads)
-            self._open.seen[rank] = replace(state, written_by=by, taken_ns=time.time_ns())
-            self._look()
+            opened.seen[rank] = replace(state, written_by=by, taken_ns=time.time_ns())
+            self._conclude_if_heard(opened)
 
     def ask(self, is_final: bool, dump_to: str = "") -> None:
         """Opens an inquiry, unless one is open.
@@ -190,10 +191,7 @@ class Inquiries:
         else:
             self._conclude(opened)
 
-    def _look(self) -> None:
-        opened = self._open
-        if opened is None:
-            return
+    def _conclude_if_heard(self, opened: _Inquiry) -> None:
         heard = opened.states.keys() | opened.seen.keys()
         if opened.asked - self._departed.away() <= heard:
             self._conclude(opened)

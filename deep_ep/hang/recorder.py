@@ -35,7 +35,7 @@ _OWN_FILES = frozenset(map(str, Path(__file__).parents[1].rglob("*.py")))
 _TORCH = f"{Path(torch.__file__).parent}{os.sep}"
 # Frames of a thread that are told, characters of an exception and of a line. Chosen.
 _MOST_FRAMES, _MOST_TEXT, _MOST_OF_LINE = 40, 2000, 200
-# Of what all ranks must agree on, what has no number; and what says nothing where it is zero.
+# Of what all ranks must agree on, what has no number.
 _NO_NUMBERS = ("operation", "dtype")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -101,7 +101,7 @@ def dump_of(plain: Any, rank: int) -> TorchDump:
     return TorchDump(rank, _groups_of(file.pg_config), found)
 
 
-def hanging(dumps: Sequence[TorchDump]) -> list[Hanging]:
+def hanging(dumps: Collection[TorchDump]) -> list[Hanging]:
     """The oldest collective of each group that some ranks are in and others are not, or in which all hang."""
     by_group: dict[str, dict[int, dict[int, Collective]]] = defaultdict(lambda: defaultdict(dict))
     members: dict[str, set[int]] = defaultdict(set)

@@ -129,11 +129,11 @@ def _traces(
 
 def _append(entries: dict[int, list[Any]], more: Mapping[int, list[Any]]) -> None:
     """Appends entries of another series, from where all rings that hold any of it begin."""
-    begins = [found[0]["collective_seq_id"] for found in more.values() if found]
+    begin = max((found[0]["collective_seq_id"] for found in more.values() if found), default=0)
     base = max(entry["record_id"] for found in entries.values() for entry in found)
     for rank, found in more.items():
         for entry in found:
-            if entry["collective_seq_id"] >= max(begins):
+            if entry["collective_seq_id"] >= begin:
                 entries[rank].append({**entry, "record_id": base + entry["collective_seq_id"]})
 
 

@@ -250,8 +250,7 @@ class _Case:
     def _cross(self, edge: _Wait) -> None:
         """Both wait for each other, in different series."""
         waiters = {e.waiter: (e.series, e.number) for e in self.edges}
-        places = {rank: waiters[rank] for rank in (edge.waiter, edge.owed)}
-        both = set(places.values())
+        both = waiters[edge.waiter], waiters[edge.owed]
         places = {rank: place for rank, place in waiters.items() if place in both}
         draft = self._mismatch(sides_across(self.states, places))
         draft.waiters.update((edge.waiter, edge.owed))
