@@ -17,7 +17,7 @@ def sides_at(states: Mapping[int, RankState], series: str, number: int) -> tuple
     for rank, state in states.items():
         calls = calls_at(state, series, number)
         if calls and not is_truncated(state, series, number):
-            first[rank] = calls[0].call
+            first[rank] = calls[0]
     names = {call.name for call in first.values()}
     # Sizes of different operations have nothing to do with each other.
     values = {rank: _agreed(call) if len(names) == 1 else {} for rank, call in first.items()}
@@ -57,7 +57,7 @@ def sides_across(
     sides = []
     for (series, number), ranks in groups.items():
         calls = calls_at(states[ranks[0]], series, number)
-        call = calls[-1].call if calls else Call(0, series, number, series)
+        call = calls[-1] if calls else Call(0, series, number, series)
         sides.append(MismatchSide(tuple(ranks), series, number, call.name, {}, called_from(call)))
     return _ordered(sides)
 

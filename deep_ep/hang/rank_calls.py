@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from deep_ep.hang.states import Call, RankState
 
 OPERATIONS = "operation"
@@ -13,46 +11,29 @@ CONSTRUCTION, DESTRUCTION = "construction", "destruction"
 NOTIFY, NORMAL_DISPATCH, NORMAL_COMBINE = "normal_notify", "normal_dispatch", "normal_combine"
 
 
-@dataclass(frozen=True)
-class NumberedCall:
-    """A call and its number, which is inferred where its kernel has not entered."""
+def numbered(state: RankState, series: str) -> list[tuple[int, Call]]:
+    """The calls of a series and their numbers, oldest first. Those that failed before they had a number are left out.
 
-    number: int
-    call: Call
-
-    @property
-    def has_entered(self) -> bool:
-        """Whether its kernel has."""
-        return self.call.number > 0 or self.call.entered_ns > 0
-
-    @property
-    def is_pending(self) -> bool:
-        """Whether it was called and its kernel has not entered."""
-        return not (self.has_entered or self.call.finished_ns or self.call.failed)
-
-
-def numbered(state: RankState, series: str) -> list[NumberedCall]:
-    """The calls of a series, oldest first. Those that failed before they had a number are left out."""
+    Of a call whose kernel has not entered the number is inferred.
+    """
     newest = newest_entered(state, series)
-    found: list[NumberedCall] = []
+    found: list[tuple[int, Call]] = []
     for call in state.calls:
         if call.series != series:
             continue
-        if call.number:
-            number = call.number
-        elif NumberedCall(0, call).is_pending:
-            is_second = call.name == NORMAL_DISPATCH and found and found[-1].call.name == NOTIFY
-            number = found[-1].number if is_second else newest + 1
-        else:
-            continue
-        newest = max(newest, number)
-        found.append(NumberedCall(number, call))
+        number = call.number
+        if call.is_pending:
+            is_second = call.name == NORMAL_DISPATCH and found and found[-1][1].name == NOTIFY
+            number = found[-1][0] if is_second else newest + 1
+        if number:
+            newest = max(newest, number)
+            found.append((number, call))
     return found
 
 
-def calls_at(state: RankState, series: str, number: int) -> list[NumberedCall]:
+def calls_at(state: RankState, series: str, number: int) -> list[Call]:
     """The calls with this number, in order; empty if they are no longer, or not yet, in the ring."""
-    return [call for call in numbered(state, series) if call.number == number]
+    return [call for its, call in numbered(state, series) if its == number]
 
 
 def newest_entered(state: RankState, series: str) -> int:
@@ -65,16 +46,11 @@ def newest_entered(state: RankState, series: str) -> int:
     return max(newest, default=0)
 
 
-def has_pending(state: RankState) -> bool:
-    """Whether the newest call has not entered its kernel."""
-    return bool(state.calls) and NumberedCall(0, state.calls[-1]).is_pending
-
-
 def is_truncated(state: RankState, series: str, number: int) -> bool:
     """Whether the ring may have lost the first call with this number."""
-    oldest = numbered(state, series)[:1]
+    oldest = next((its for its, _ in numbered(state, series)), 0)
     oldest_call = next((call.call for call in state.calls if call.call), 0)
-    return bool(oldest) and oldest[0].number == number and oldest_call > 1
+    return oldest == number and oldest_call > 1
 
 
 def open_hook(state: RankState) -> int:

@@ -113,6 +113,16 @@ class Call:
     failed: str = ""
     frames: tuple[Frame, ...] = ()
 
+    @property
+    def has_entered(self) -> bool:
+        """Whether its kernel has."""
+        return self.number > 0 or self.entered_ns > 0
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether it was called and its kernel has not entered."""
+        return not (self.has_entered or self.finished_ns or self.failed)
+
 
 @dataclass(frozen=True)
 class Waits:

@@ -13,7 +13,7 @@ from typing import Any
 from deep_ep.base import env
 from deep_ep.hang import files
 from deep_ep.hang.cause import HangVerdict
-from deep_ep.hang.rank_calls import NOTIFY, OPERATIONS, NumberedCall, numbered
+from deep_ep.hang.rank_calls import NOTIFY, OPERATIONS, numbered
 from deep_ep.hang.states import Call, RankState
 
 # Of torch's format, the one in which its own recorder writes. It reads dumps of all ranks only if all have it.
@@ -161,17 +161,17 @@ def _entries(
 
 def _entries_of(state: RankState, series: str, group: str) -> dict[int, dict[str, Any]]:
     """By number."""
-    by_number: dict[int, list[NumberedCall]] = defaultdict(list)
-    for call in numbered(state, series):
-        by_number[call.number].append(call)
+    by_number: dict[int, list[Call]] = defaultdict(list)
+    for number, call in numbered(state, series):
+        by_number[number].append(call)
     return {
         number: _entry(number, calls, group, state.num_ranks) for number, calls in by_number.items()
     }
 
 
-def _entry(number: int, calls: list[NumberedCall], group: str, num_ranks: int) -> dict[str, Any]:
+def _entry(number: int, calls: list[Call], group: str, num_ranks: int) -> dict[str, Any]:
     """One operation. Both kernels of a normal dispatch are one: torch takes two of a number for a batch."""
-    first, last = calls[0].call, calls[-1].call
+    first, last = calls[0], calls[-1]
     sizes, dtypes = [_sizes(last, num_ranks)], [_dtype(last.dtype)]
     is_completed = bool(last.finished_ns) and not last.failed and last.name != NOTIFY
     has_started = any(call.has_entered for call in calls)

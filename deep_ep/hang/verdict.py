@@ -24,13 +24,11 @@ from deep_ep.hang.rank_calls import (
     NORMAL_DISPATCH,
     NOTIFY,
     OPERATIONS,
-    NumberedCall,
     calls_at,
-    has_pending,
     newest_entered,
     open_hook,
 )
-from deep_ep.hang.states import Owed, Process, RankState
+from deep_ep.hang.states import Call, Owed, Process, RankState
 
 # What is a cause whatever the rank did before.
 _OF_PROCESS: dict[Process, tuple[Kind, tuple[Kind, ...]]] = {
@@ -221,7 +219,7 @@ class _Case:
         """Whether the operation was called only after the waiter had said that it waits."""
         said_ns = self.states[edge.waiter].taken_ns
         calls = self._calls(edge.owed, edge.series, edge.number)
-        return said_ns > 0 and bool(calls) and calls[0].call.called_ns > said_ns
+        return said_ns > 0 and bool(calls) and calls[0].called_ns > said_ns
 
     def _follow_behind(self, edge: _Wait, state: RankState) -> None:
         """The rank has not entered the operation."""
@@ -242,7 +240,7 @@ class _Case:
             # It is in an operation before that one, and does not wait there.
             before = replace(edge, series=OPERATIONS, number=state.opened)
             self._blame_in(before, state, self._calls(edge.owed, OPERATIONS, state.opened))
-        elif has_pending(state):
+        elif state.calls and state.calls[-1].is_pending:
             self._blame(edge.owed, edge, "not_started")
         else:
             self._blame_host(edge, state)
@@ -255,16 +253,16 @@ class _Case:
         draft = self._mismatch(sides_across(self.states, places))
         draft.waiters.update((edge.waiter, edge.owed))
 
-    def _blame_in(self, edge: _Wait, state: RankState, calls: Sequence[NumberedCall]) -> None:
+    def _blame_in(self, edge: _Wait, state: RankState, calls: Sequence[Call]) -> None:
         """It has entered, has not sent all, and does not wait."""
         last = calls[-1] if calls else None
         if last is not None and last.is_pending:
             self._blame(edge.owed, edge, "not_started")
-        elif last is not None and last.call.name == NOTIFY and last.call.finished_ns:
+        elif last is not None and last.name == NOTIFY and last.finished_ns:
             self._blame_host(edge, state)
         elif state.process == "busy":
             self._blame(edge.owed, edge, "busy")
-        elif last is not None and last.call.sent_ns and edge.what != "slots":
+        elif last is not None and last.sent_ns and edge.what != "slots":
             # It neither waits nor has ended: what it says of itself was not of one moment.
             self._blame(edge.owed, edge, "unknown", ("not_called", "not_sent"))
         else:
@@ -301,7 +299,7 @@ class _Case:
         name = self._name(edge.series, edge.number)
         has_left = _has_left(state, edge, calls)
         between_nodes = self.ranks_per_node and self._node(edge.owed) != self._node(edge.waiter)
-        if calls and calls[-1].call.failed:
+        if calls and calls[-1].failed:
             self._blame(edge.owed, edge, "given_up")
         elif between_nodes and name == NORMAL_COMBINE and not has_left and self._needs_node(state):
             self._pass_on(edge, edge.owed)
@@ -461,7 +459,7 @@ class _Case:
     def _name_of(self, rank: int, series: str, number: int) -> str:
         """What that rank is in at this number."""
         calls = self._calls(rank, series, number) if rank in self.states else []
-        return next((call.call.name for call in reversed(calls) if call.has_entered), "")
+        return next((call.name for call in reversed(calls) if call.has_entered), "")
 
 
 def _may_wait(state: RankState, series: str) -> bool:
@@ -471,20 +469,20 @@ def _may_wait(state: RankState, series: str) -> bool:
     )
 
 
-def _has_left(state: RankState, edge: _Wait, calls: Sequence[NumberedCall]) -> bool:
+def _has_left(state: RankState, edge: _Wait, calls: Sequence[Call]) -> bool:
     """Whether a rank has finished the operation, or is in a later one."""
     if edge.series == OPERATIONS:
         return state.closed >= edge.number or state.opened > edge.number
-    return bool(calls and calls[-1].call.finished_ns)
+    return bool(calls and calls[-1].finished_ns)
 
 
-def _has_sent(calls: Sequence[NumberedCall], name: str) -> bool:
+def _has_sent(calls: Sequence[Call], name: str) -> bool:
     """Whether all was sent that a rank waits for in the kernel `name`."""
     if not calls:
         return False
     if name == NOTIFY:
-        return len(calls) > 1 or calls[0].call.sent_ns > 0
-    return calls[-1].call.name != NOTIFY and calls[-1].call.sent_ns > 0
+        return len(calls) > 1 or calls[0].sent_ns > 0
+    return calls[-1].name != NOTIFY and calls[-1].sent_ns > 0
 
 
 def _is_in_operation(state: RankState) -> bool:
@@ -495,7 +493,7 @@ def _is_in_operation(state: RankState) -> bool:
 def _where(state: RankState) -> str:
     """In words: "operation 4 (low_latency_combine) of buffer b"."""
     calls = calls_at(state, OPERATIONS, state.opened) if state.opened else []
-    name = calls[-1].call.name if calls else state.in_call
+    name = calls[-1].name if calls else state.in_call
     what = f"operation {state.opened}" + (f" ({name})" if name else "") if state.opened else name
     return f"{what} of buffer {state.buffer}" if state.buffer else f"{what} of another buffer"
 

@@ -12,8 +12,8 @@ from deep_ep.errors import ranks_text
 from deep_ep.hang import torch_dumps, wording
 from deep_ep.hang.cause import Edge, HangVerdict
 from deep_ep.hang.folder import BufferDump, Folder
-from deep_ep.hang.rank_calls import OPERATIONS, NumberedCall, numbered
-from deep_ep.hang.states import RankState
+from deep_ep.hang.rank_calls import OPERATIONS, numbered
+from deep_ep.hang.states import Call, RankState
 
 # Newest operations in the table, and frames of a stack.
 _ROWS, _FRAMES = 8, 12
@@ -164,7 +164,7 @@ def folded_edges(verdict: HangVerdict) -> list[tuple[tuple[int, ...], tuple[Edge
 def operation_table(states: Mapping[int, RankState], num_ranks: int) -> OperationTable:
     """The newest operations of all ranks."""
     known = {
-        rank: {one.number: (one.call.name, _how_far(one)) for one in numbered(state, OPERATIONS)}
+        rank: {n: (call.name, _how_far(call)) for n, call in numbered(state, OPERATIONS)}
         for rank, state in states.items()
     }
     numbers = sorted({number for of_rank in known.values() for number in of_rank})[-_ROWS:]
@@ -191,8 +191,7 @@ def _name_and_state(known: Mapping[int, tuple[str, str]] | None, number: int) ->
     return known.get(number, ("", _NOT_CALLED))
 
 
-def _how_far(one: NumberedCall) -> str:
-    call = one.call
+def _how_far(call: Call) -> str:
     if call.failed:
         return f"failed: {call.failed}"
     if call.finished_ns:
@@ -201,7 +200,7 @@ def _how_far(one: NumberedCall) -> str:
         return "sent, hook not called"
     if call.sent_ns:
         return "sent"
-    return "entered" if one.has_entered else "called"
+    return "entered" if call.has_entered else "called"
 
 
 def folded_stacks(states: Mapping[int, RankState]) -> list[Stack]:
