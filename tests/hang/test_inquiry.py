@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import IO, Any, ClassVar
+from typing import IO, ClassVar
 
 import pytest
 
@@ -36,30 +36,19 @@ from deep_ep.hang.messages import (
     RankRaised,
     StateReport,
 )
-from deep_ep.hang.states import Call, Frame, RankState, Thread, Waits
+from deep_ep.hang.states import RankState, Waits
 from deep_ep.membership.agreement import Arbiter
+from made_up_ranks import Group
 from support.exchange import Mode, Shape, dispatch, make_inputs
 from support.launch import Ranks
 from support.manual_time import ManualTime
 from support.waiting import eventually
 
 PLACES = [RankPlace("a", 100), RankPlace("a", 101), RankPlace("b", 102), RankPlace("b", 103)]
-WAITING = Waits("operation", 7, 12.0, {"entry": (3,), "rows": (3,)})
-
-
-def call_of(number: int, **more: Any) -> Call:
-    stamps = {"entered_ns": 10, "sent_ns": 11, "finished_ns": 12}
-    return Call(number, "operation", number, "low_latency_dispatch", **{**stamps, **more})
-
-
-def waiting(rank: int) -> RankState:
-    calls = (call_of(6), call_of(7, finished_ns=0))
-    return RankState(rank, 4, closed=6, opened=7, calls=calls, waits=WAITING, written_by=rank)
-
-
-def elsewhere(rank: int) -> RankState:
-    thread = Thread("MainThread", (Frame("step", "/home/me/train.py", 12),))
-    return RankState(rank, 4, closed=6, calls=(call_of(6),), threads=(thread,), written_by=rank)
+# Ranks 0 to 2 wait for rank 3, which is elsewhere.
+GROUP = Group(4, number=7, stuck={3: "not_called"})
+STATES = GROUP.states()
+WAITING = {rank: STATES[rank] for rank in range(3)}
 
 
 class Rank0(ManualTime):
@@ -103,9 +92,9 @@ def test_who_waits_has_all_asked_and_the_verdict_follows_from_the_answers() -> N
     rank_0 = Rank0()
     rank_0.hear(1, InquiryRequest(False))
     assert rank_0.asked() == [0, 1, 2, 3]
-    rank_0.answer({0: waiting(0), 1: waiting(1), 2: waiting(2)})
+    rank_0.answer(WAITING)
     assert not rank_0.results
-    rank_0.answer({3: elsewhere(3)})
+    rank_0.answer({3: STATES[3]})
     assert rank_0.causes() == [("not_called", (3,))]
     assert not rank_0.results[0].is_final
     told = [(rank, m.verdict) for rank, m in rank_0.sent if isinstance(m, InquiryVerdict)]
@@ -114,9 +103,9 @@ def test_who_waits_has_all_asked_and_the_verdict_follows_from_the_answers() -> N
 
 def test_a_rank_that_does_not_answer_is_looked_at_by_one_of_its_host() -> None:
     rank_0 = Rank0()
-    rank_0.hear(3, StateReport(0, elsewhere(3)))
+    rank_0.hear(3, StateReport(0, STATES[3]))
     rank_0.hear(0, InquiryRequest(True))
-    rank_0.answer({0: waiting(0), 1: waiting(1), 2: waiting(2)})
+    rank_0.answer(WAITING)
     rank_0.pass_time(1.0)
     rank, look = rank_0.sent[-1]
     assert rank == 2
@@ -130,7 +119,7 @@ def test_a_rank_that_does_not_answer_is_looked_at_by_one_of_its_host() -> None:
 def test_without_anybody_of_its_host_it_is_said_that_nothing_is_known() -> None:
     rank_0 = Rank0()
     rank_0.hear(0, InquiryRequest(False))
-    rank_0.answer({0: waiting(0), 1: waiting(1)})
+    rank_0.answer({0: STATES[0], 1: STATES[1]})
     rank_0.pass_time(1.0)
     assert not any(isinstance(message, Inspect) for _, message in rank_0.sent)
     assert ("unknown", (3,)) in rank_0.causes()
@@ -142,7 +131,7 @@ def test_the_dead_are_not_asked_and_are_named() -> None:
     rank_0.hear(2, ExitSeen(3, "signal 9"))
     rank_0.inquiries.ask(is_final=True)
     assert rank_0.asked() == [0, 1, 2]
-    rank_0.answer({0: waiting(0), 1: waiting(1), 2: waiting(2)})
+    rank_0.answer(WAITING)
     assert rank_0.causes() == [("gone", (3,))]
     assert rank_0.results[-1].verdict.causes[0].accused[0].exit == "signal 9"
 
@@ -155,13 +144,13 @@ def test_who_waits_in_destroy_is_asked_and_has_ended_for_the_others() -> None:
     assert rank_0.asked() == [0, 1, 2, 3]
     waits = Waits("destruction", 1, 12.0, {"entry": (0, 2, 3)})
     parting = RankState(1, 4, waits=waits, written_by=1)
-    states = {rank: elsewhere(rank) for rank in (0, 2, 3)}
+    states = {rank: GROUP.state(rank) for rank in (0, 2, 3)}
     rank_0.answer({**states, 1: parting})
     assert rank_0.causes() == [("not_called", (0, 2, 3))]
     rank_0.hear(0, InquiryRequest(False))
     rank_0.sent = [sent for sent in rank_0.sent if isinstance(sent[1], AskState)][-4:]
     owed = Waits("operation", 7, 3.0, {"entry": (1,)})
-    rank_0.answer({**states, 0: replace(waiting(0), waits=owed), 1: parting})
+    rank_0.answer({**states, 0: replace(STATES[0], waits=owed), 1: parting})
     assert ("ended", (1,)) in rank_0.causes()
 
 
@@ -171,7 +160,7 @@ def test_an_exception_that_ended_a_program_is_told_to_all_and_stays_known() -> N
     assert [rank for rank, m in rank_0.sent if isinstance(m, RankRaised)] == [0, 1, 2, 3]
     rank_0.arbiter.left[3] = 6
     rank_0.hear(0, InquiryRequest(False))
-    rank_0.answer({0: waiting(0), 1: waiting(1), 2: waiting(2)})
+    rank_0.answer(WAITING)
     assert rank_0.results[-1].states[3].raised.startswith("ValueError")
 
 
@@ -182,7 +171,7 @@ def test_an_old_answer_belongs_to_no_new_inquiry() -> None:
     rank_0.pass_time(1.0)
     assert len(rank_0.results) == 1
     rank_0.hear(0, InquiryRequest(False))
-    rank_0.hear(3, StateReport(1, elsewhere(3)))
+    rank_0.hear(3, StateReport(1, STATES[3]))
     rank_0.answer({})
     assert len(rank_0.results) == 1
 
@@ -191,7 +180,7 @@ def test_a_dump_that_is_asked_for_meanwhile_comes_with_the_verdict() -> None:
     rank_0 = Rank0()
     rank_0.hear(0, InquiryRequest(False))
     rank_0.hear(1, InquiryRequest(False, "/somewhere"))
-    rank_0.answer({rank: waiting(rank) for rank in range(3)} | {3: elsewhere(3)})
+    rank_0.answer(STATES)
     assert rank_0.results[0].dump_to == ("/somewhere",)
 
 
@@ -199,7 +188,7 @@ def test_who_hands_over_comes_to_no_verdict_of_its_own() -> None:
     rank_0 = Rank0()
     rank_0.hear(1, InquiryRequest(False))
     rank_0.inquiries.drop()
-    rank_0.answer({rank: waiting(rank) for rank in range(3)} | {3: elsewhere(3)})
+    rank_0.answer(STATES)
     rank_0.pass_time(1.0)
     rank_0.pass_time(1.0)
     assert not rank_0.results

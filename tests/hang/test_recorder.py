@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -123,20 +124,16 @@ def test_who_is_missing_is_known_while_the_kernel_waits(ranks: Ranks) -> None:
         round_trip(buffer, inputs[rank], SHAPE, PLAIN)
         return state_of(buffer).waits
 
-    seen: list[tuple[Waits, RankState]] = []
-
-    def look() -> None:
+    def look(buffer: deep_ep.Buffer) -> tuple[Waits, RankState]:
         try:
-            waits = waits_of(ranks.buffers[0])
-            seen.append((waits, state_of(ranks.buffers[0])))
+            return waits_of(buffer), state_of(buffer)
         finally:
             may_enter.set()
 
-    looking = threading.Thread(target=look)
-    looking.start()
-    assert ranks.run(run) == [None, None]
-    looking.join()
-    waits, state = seen[0]
+    with ThreadPoolExecutor(1) as other:
+        looking = other.submit(look, ranks.buffers[0])
+        assert ranks.run(run) == [None, None]
+    waits, state = looking.result()
     assert waits.ranks() == (1,)
     assert set(waits.missing) == {"entry", "rows"}
     assert (waits.series, waits.number) == ("operation", state.opened)
@@ -169,25 +166,21 @@ def test_who_came_late_to_a_dispatch_is_not_missing_in_its_second_half(
             assert has_waited.wait(60)
         run_dispatch(buffer, inputs[rank], shape, mode, SMALL)
 
-    seen: list[Waits] = []
-
-    def look(buffer: deep_ep.Buffer) -> None:
+    def look(buffer: deep_ep.Buffer) -> Waits:
         try:
             # For longer than the second wait takes until it is seen: then its notes are not the newest ones.
             assert eventually(lambda: waits_of(buffer).waited_s > 1.0)
             has_waited.set()
             assert eventually(lambda: "rows" in waits_of(buffer).missing)
-            seen.append(waits_of(buffer))
+            return waits_of(buffer)
         finally:
             has_waited.set()
             has_been_seen.set()
 
-    with normal_ranks(2, 2, [SMALL], 128) as ranks:
-        looking = threading.Thread(target=look, args=(ranks.buffers[0],))
-        looking.start()
+    with normal_ranks(2, 2, [SMALL], 128) as ranks, ThreadPoolExecutor(1) as other:
+        looking = other.submit(look, ranks.buffers[0])
         ranks.run(run)
-        looking.join()
-    (waits,) = seen
+    waits = looking.result()
     assert (set(waits.missing), waits.ranks()) == ({"rows"}, (1,))
     assert waits.waited_s < 1.0
 
