@@ -103,11 +103,15 @@ class _Case:
         # What is asked for each edge again.
         self._calls = functools.cache(lambda rank, *at: calls_at(states[rank], *at))
         self._entered = functools.cache(lambda rank, series: newest_entered(states[rank], series))
-        self._waiters_name = functools.cache(self._name_of_waiters)
+        # By series and number, the operation as the first says who waits in it.
+        self.names: dict[tuple[str, int], str] = {}
+        for edge in self.edges:
+            place = edge.series, edge.number
+            self.names[place] = self.names.get(place) or self._name_of(edge.waiter, *place)
         # By series and number in which not all did alike: the side of each rank, and the cause.
         self.side_of: dict[tuple[str, int], dict[int, int]] = {}
         self.mismatches: dict[tuple[str, int], _Draft] = {}
-        for place in sorted({(edge.series, edge.number) for edge in self.edges}):
+        for place in sorted(self.names):
             sides = sides_at(states, *place)
             if sides:
                 self.side_of[place] = {r: i for i, side in enumerate(sides) for r in side.ranks}
@@ -448,13 +452,7 @@ class _Case:
     def _name(self, series: str, number: int, rank: int | None = None) -> str:
         """The operation's name as those say who wait in it, or else that rank."""
         own = self._name_of(rank, series, number) if rank is not None else ""
-        known = self._waiters_name(series, number) or own
-        return known or ("" if series == OPERATIONS else series)
-
-    def _name_of_waiters(self, series: str, number: int) -> str:
-        at = (series, number)
-        waiters = (edge.waiter for edge in self.edges if (edge.series, edge.number) == at)
-        return next(filter(None, (self._name_of(waiter, *at) for waiter in waiters)), "")
+        return self.names.get((series, number)) or own or ("" if series == OPERATIONS else series)
 
     def _name_of(self, rank: int, series: str, number: int) -> str:
         """What that rank is in at this number."""
