@@ -239,8 +239,9 @@ _listeners: list[Callable[[str], None]] = []
 
 
 def _handled_by(thread: int) -> str:
-    """The exception that a thread is handling, as in a `finally` that does not end."""
-    handled = sys._current_exceptions().get(thread)
+    """The exception that a thread is handling, as in a `finally` that does not end; Python 3.9 does not tell it."""
+    of_threads: Callable[[], dict[int, Any]] = getattr(sys, "_current_exceptions", dict)
+    handled = of_threads().get(thread)
     error = handled if handled is None or isinstance(handled, BaseException) else handled[1]
     return "" if error is None else _text_of(error, error.__traceback__)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -266,6 +267,24 @@ def test_threads_may_have_one_name(ranks: Ranks) -> None:
         ends.set()
     assert [thread.name for thread in threads].count("twin") == 2
     assert threads[0].name.startswith("rank0")
+
+
+@pytest.mark.parametrize("is_known", [True, False], ids=["known", "python3.9"])
+def test_the_exception_that_a_rank_handles_is_told_where_python_says_it(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch, is_known: bool
+) -> None:
+    if not is_known:
+        monkeypatch.delattr(sys, "_current_exceptions")
+
+    def run(rank: int, buffer: deep_ep.Buffer) -> str:
+        monkeypatch.setattr(buffer.communicator.recorder, "_thread", threading.get_ident())
+        try:
+            return str(int("no number"))
+        except ValueError:
+            return state_of(buffer).raised
+
+    for raised in ranks.run(run):
+        assert raised.startswith("ValueError: invalid literal for int() ") is is_known
 
 
 def test_as_many_frames_as_asked_for_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
