@@ -147,7 +147,7 @@ def answer(request: Request, written: Iterable[Path], line: str = "", error: str
 
 # ---- its signal
 
-_reading_end = -1
+_reading_end, _handled = -1, 0  # 0: no signal yet
 _tail = b""  # of what was read: a header may come in two pieces
 _reading = threading.Lock()
 _watches: set[HangWatch] = set()
@@ -159,15 +159,15 @@ def attach(watch: HangWatch) -> int:
     Returns:
         What becomes readable with a request, for `take`; -1 if the program has the signal for itself, or wants none.
     """
-    global _reading_end
+    global _reading_end, _handled
     number = env.dump_signal()
     if _reading_end < 0 and number and signal.getsignal(number) is signal.SIG_DFL:
         reading, writing = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         faulthandler.register(number, file=writing, all_threads=False, chain=False)
-        _reading_end = reading
+        _reading_end, _handled = reading, number
     if _reading_end >= 0 and not _watches:
         try:
-            announce(_own_folder(), number)
+            announce(_own_folder(), _handled)
         except (OSError, EPUsageError) as error:
             _log.warning("deep_ep: nobody can ask this process for a dump: %s", error)
     _watches.add(watch)
@@ -209,8 +209,7 @@ def forget() -> None:
     global _reading_end, _reading
     _reading = threading.Lock()
     if _reading_end >= 0:
-        with contextlib.suppress(ValueError):
-            faulthandler.unregister(env.dump_signal())
+        faulthandler.unregister(_handled)
         _reading_end = -1
     _watches.clear()
 

@@ -9,6 +9,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -139,6 +140,19 @@ def test_an_answer_to_another_request_is_none() -> None:
 def test_the_signal(text: str, number: int) -> None:
     with env.read_from({"DEEP_EP_DUMP_SIGNAL": text}):
         assert env.dump_signal() == number
+
+
+def test_the_signal_that_others_are_told_is_the_one_that_is_handled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Another one would end the process that is asked for a dump."""
+    watch: Any = object()
+    monkeypatch.setattr(request, "_watches", set())
+    for name in ("SIGUSR2", "SIGUSR1"):
+        monkeypatch.setenv("DEEP_EP_DUMP_SIGNAL", name)
+        assert request.attach(watch) >= 0
+        assert [process.signal for process in request.processes()] == [signal.SIGUSR2]
+        request.detach(watch)
 
 
 @pytest.mark.parametrize("text", ["SIGKILL", "9", "USR", "-1", "SIG_IGN", "1000"])
