@@ -85,4 +85,5 @@ FAULTS = (
     Fault("calls another operation", kinds=("mismatch",), raises=True),
     Fault("calls with another size", kinds=("mismatch",), raises=True),
 )
+NONE = Fault("")
 BY_NAME: dict[str, Any] = {fault.name: fault for fault in FAULTS}

@@ -17,7 +17,7 @@ import deep_ep
 from deep_ep.errors import EPArgumentError, EPError, EPTimeoutError
 from deep_ep.hang.cause import HangVerdict
 from support.normal_exchange import layout_of
-from trials.faults import BY_NAME, FOR_EVER_S, Fault
+from trials.faults import BY_NAME, FOR_EVER_S, NONE, Fault
 
 TOKENS, HIDDEN, TOPK = 8, 256, 2
 WARM_STEPS, STEPS = 2, 5
@@ -110,11 +110,11 @@ class _Rank:
         self.weights = torch.full((TOKENS, TOPK), 0.5)
         self.handle: Any = None
 
-    def step(self, fault: Fault | None = None) -> bool:
+    def step(self, fault: Fault = NONE) -> bool:
         """Whether the result is right."""
-        if fault is not None and fault.loses_path:
+        if fault.loses_path:
             self._lose_path()
-        if fault is not None and not self.trial.at_combine and not fault.hooked:
+        if not self.trial.at_combine and not fault.hooked:
             self._strike(fault)
         if self.trial.mode == "low latency":
             return self._low_latency(fault)
@@ -133,20 +133,19 @@ class _Rank:
             dst=destination, delay_ns=round(FOR_EVER_S * 1e9), bytes_per_s=0.0
         )
 
-    def _low_latency(self, fault: Fault | None) -> bool:
-        hooked = fault is not None and fault.hooked
-        name = "" if fault is None else fault.name
-        if name == "calls another operation":
+    def _low_latency(self, fault: Fault) -> bool:
+        if fault.name == "calls another operation":
             self._combine_low_latency(self.x_again, self.handle)
-        tokens = 2 * TOKENS if name == "calls with another size" else TOKENS
+        tokens = 2 * TOKENS if fault.name == "calls with another size" else TOKENS
+        call = self.x, self.topk_idx, tokens, self.num_experts
         recv_x, _, self.handle, _, hook = self.buffer.low_latency_dispatch(
-            self.x, self.topk_idx, tokens, self.num_experts, use_fp8=False, return_recv_hook=hooked
+            *call, use_fp8=False, return_recv_hook=fault.hooked
         )
         self.x_again = recv_x
-        if hook is not None and fault is not None:
+        if hook is not None:
             fault.act()
             hook()
-        if fault is not None and self.trial.at_combine:
+        if self.trial.at_combine:
             self._strike(fault)
         return torch.equal(self._combine_low_latency(recv_x, self.handle), self.x)
 
@@ -154,11 +153,11 @@ class _Rank:
         combined, _, _ = self.buffer.low_latency_combine(x, self.topk_idx, self.weights, handle)
         return combined
 
-    def _normal(self, fault: Fault | None) -> bool:
-        name = "" if fault is None else fault.name
-        if name == "calls another operation":
+    def _normal(self, fault: Fault) -> bool:
+        if fault.name == "calls another operation":
             self.buffer.combine(self.x_again, self.handle, config=CONFIG)
-        x = self.x[:, : HIDDEN // 2].contiguous() if name == "calls with another size" else self.x
+        is_smaller = fault.name == "calls with another size"
+        x = self.x[:, : HIDDEN // 2].contiguous() if is_smaller else self.x
         layout, _ = layout_of(self.buffer, self.topk_idx, self.num_experts)
         recv_x, _, _, _, self.handle, _ = self.buffer.dispatch(
             x,
@@ -168,7 +167,7 @@ class _Rank:
             config=CONFIG,
         )
         self.x_again = recv_x
-        if fault is not None and (self.trial.at_combine or fault.hooked):
+        if self.trial.at_combine or fault.hooked:
             self._strike(fault)
         combined, _, _ = self.buffer.combine(recv_x, self.handle, config=CONFIG)
         copies = layout["is_token_in_rank"].sum(1, keepdim=True)
@@ -191,22 +190,22 @@ def run(rank: int, group: dist.ProcessGroup, trial: Trial) -> Seen:
     this = _Rank(group, trial)
     pids: list[int] = [0] * group.size()
     dist.all_gather_object(pids, os.getpid(), group)
-    own = trial.faults().get(rank)
+    own = trial.faults().get(rank, NONE)
     healthy = [r for r in range(trial.num_ranks) if r not in trial.victims]
     for _ in range(WARM_STEPS):
         seen.is_right = this.step() and seen.is_right
     group.barrier().wait()
-    skipped = own is not None and own.name == "leaves out an operation"
+    skipped = own.name == "leaves out an operation"
     try:
         for number in range(STEPS - skipped):
             listener.begin_s = time.monotonic()
-            fault = own if number == 1 and not skipped else None
+            fault = own if number == 1 and not skipped else NONE
             seen.is_right = this.step(fault) and seen.is_right
     except EPError as error:
         seen.error = type(error).__name__, str(error)
         if isinstance(error, EPTimeoutError) and error.verdict is not None:
             seen.verdict = error.verdict.plain()
-        if isinstance(error, EPArgumentError) and own is None:
+        if isinstance(error, EPArgumentError) and own is NONE:
             time.sleep(0.1)
     if any(fault.ends for fault in trial.faults().values()):
         time.sleep(1.0)  # until others have had their answers, and rank 0 its say on the dead
