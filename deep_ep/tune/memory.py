@@ -54,7 +54,7 @@ def remember(model: Model, ranks: int, experts: Experts | None, tuned: Tuned) ->
     path = env.tuned()
     entries: dict[str, Any] = {}
     # A damaged file is written anew: all in it can be measured again.
-    with contextlib.suppress(OSError, ValueError):
+    with contextlib.suppress(OSError, ValueError, TypeError):
         entries = dict(json.loads(files.read(path)))
     entries[_key(model, ranks, experts)] = {
         **sections(tuned),

@@ -112,14 +112,17 @@ def test_a_file_in_the_home_of_the_user_is_found_there(
     assert remembered(MODEL, 8) == tuned
 
 
-@pytest.mark.parametrize("text", ["[]", "{}", '{"a": 1}', "null"])
+@pytest.mark.parametrize("text", ["[]", "[1]", "{}", '{"a": 1}', "null"])
 def test_a_file_of_something_else_is_no_memory(text: str) -> None:
     path = memory.remember(MODEL, 8, None, Tuned(*BASE, 1.0, 2.0, ""))
     key = next(iter(json.loads(path.read_text())))
-    path.write_text(text)
-    assert remembered(MODEL, 8) is None
     path.write_text(json.dumps({key: {"normal_dispatch": {"num_sms": "x"}}}))
     assert remembered(MODEL, 8) is None
+    path.write_text(text)
+    assert remembered(MODEL, 8) is None
+    tuned = Tuned(*BASE, 3.0, 4.0, "")
+    memory.remember(MODEL, 8, None, tuned)
+    assert remembered(MODEL, 8) == tuned
 
 
 @pytest.mark.parametrize(
