@@ -26,13 +26,15 @@ from deep_ep.errors import EPArgumentError
 _COMP_SLOW, _COMM_SLOW, _MIXED_SLOW = "comp-slow", "comm-slow", "mixed-slow"
 
 DEFAULT_HOT_SHARE = 4.0
+# In nanoseconds these still are 64-bit numbers.
+_LONGEST_S = 1e9
 
 _SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 _BYTES = {"B/s": 1.0, "KB/s": 1e3, "MB/s": 1e6, "GB/s": 1e9}
 _UNITS = {**_SECONDS, **_BYTES, "x": 1.0, "ppm": 1.0}
 _NUMBER = r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?"
 _TIME, _RATE = (rf"{_NUMBER}(?:{'|'.join(units)})" for units in (_SECONDS, _BYTES))
-_RANK = r"(?P<rank>\d+)"
+_RANK = r"(?P<rank>\d{1,9})"
 _DELAY = rf"(?P<delay_s>{_TIME})"
 # At least one dial is given, and a comma stands between the two and nowhere else.
 _DIALS = rf"(?!$){_DELAY}?(?:(?(delay_s),)(?P<bytes_per_s>{_RATE}))?"
@@ -117,7 +119,7 @@ class SlowPath(Fault):
     """Data from `src` to `dst` takes `delay_s` seconds longer, at most `bytes_per_s`."""
 
     name, form, verdict_kind = "slow-path", "slow-path=SRC>DST:TIME[,RATE]", _COMM_SLOW
-    pattern = rf"(?P<src>\d+)>(?P<dst>\d+):{_DIALS}"
+    pattern = rf"(?P<src>\d{{1,9}})>(?P<dst>\d{{1,9}}):{_DIALS}"
     src: int
     dst: int
     delay_s: float = 0.0
@@ -334,6 +336,12 @@ def _quantity(text: str) -> int | float:
 def _check_dials(text: str, dials: Mapping[str, float]) -> None:
     delay_s, rate = dials.get("delay_s", 0.0), dials.get("bytes_per_s", 1.0)
     share = dials.get("share", DEFAULT_HOT_SHARE)
+    longest_s = max(delay_s, abs(dials.get("offset_s", 0.0)))
+    if longest_s >= _LONGEST_S:
+        raise EPArgumentError(
+            f"fault: {text!r} asks for {longest_s:g} s; a time must be below {_LONGEST_S:g} s. "
+            "Make it shorter."
+        )
     if delay_s < 0:
         raise EPArgumentError(
             f"fault: {text!r} asks for a delay of {delay_s:g} s; a delay cannot be negative. "
