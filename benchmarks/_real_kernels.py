@@ -52,7 +52,7 @@ class Run:
     @property
     def faults(self) -> list[faults.Fault]:
         """What must be named."""
-        return [faults.parse(text, LAYOUTS[self.layout][0]) for text in self.injected]
+        return [faults.parse(text) for text in self.injected]
 
     def environment(self, folder: str) -> dict[str, str]:
         """What makes the program diagnosed, and slow."""

@@ -351,7 +351,7 @@ def start(buffer: ConnectedBuffer, timeout_s: float) -> None:
         if env.phases() and buffer.rank == 0:
             communicator.watchers.append(phases.AtTheEnd(buffer))
         if env.inject() and has_operations:
-            faults.apply(buffer, faults.parse_list(env.inject(), buffer.group_size))
+            faults.apply(buffer, faults.parse_list(env.inject()))
         if watch.mode != "off" and has_operations:
             communicator.watchers += watchers.start_all(buffer, communicator.group, watch)
     except RuntimeError:

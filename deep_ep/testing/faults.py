@@ -204,15 +204,11 @@ _FAULTS: dict[str, type[Fault]] = {
 _FORMS = ", ".join(fault.form for fault in _FAULTS.values())
 
 
-def parse(text: str, num_ranks: int | None = None) -> Fault:
-    """Reads one fault, such as `slow-rank=3:2ms`.
-
-    Args:
-        text: as in the table at the head of this module.
-        num_ranks: size of the group, to check the ranks named; not checked when None.
+def parse(text: str) -> Fault:
+    """Reads one fault, such as `slow-rank=3:2ms`, as in the table at the head of this module.
 
     Raises:
-        EPArgumentError: the text is no fault, or names a rank outside of the group.
+        EPArgumentError: the text is no fault.
     """
     name, equals, value = text.strip().partition("=")
     kind = _FAULTS.get(name)
@@ -229,20 +225,17 @@ def parse(text: str, num_ranks: int | None = None) -> Fault:
         )
     dials = {key: _quantity(said) for key, said in match.groupdict().items() if said is not None}
     _check_dials(text, dials)
-    fault = kind(**dials)
-    if num_ranks is not None:
-        validate(fault, num_ranks)
-    return fault
+    return kind(**dials)
 
 
-def parse_list(text: str, num_ranks: int | None = None) -> list[Fault]:
+def parse_list(text: str) -> list[Fault]:
     """Reads several faults, separated by commas, semicolons or spaces.
 
     Raises:
         EPArgumentError: as `parse` does.
     """
     parts = re.split(r"[,;\s]+(?=[a-z-]+=)", text.strip())
-    return [parse(part.strip(",; "), num_ranks) for part in parts if part.strip(",; ")]
+    return [parse(part.strip(",; ")) for part in parts if part.strip(",; ")]
 
 
 def validate(fault: Fault, num_ranks: int) -> None:

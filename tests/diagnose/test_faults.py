@@ -99,14 +99,14 @@ def test_what_is_no_fault_is_refused_with_advice(text: str, message: str) -> Non
     ],
 )
 def test_ranks_outside_of_the_group_are_refused(text: str) -> None:
-    faults.parse(text)
+    fault = faults.parse(text)
     with pytest.raises(EPArgumentError, match="ranks of this group are 0 to 7"):
-        faults.parse(text, num_ranks=8)
+        faults.validate(fault, num_ranks=8)
 
 
 def test_a_path_to_itself_is_refused() -> None:
     with pytest.raises(EPArgumentError, match="source and destination must differ"):
-        faults.parse("slow-path=2>2:1ms", num_ranks=8)
+        faults.validate(SlowPath(2, 2, 1e-3), num_ranks=8)
 
 
 def test_a_list_is_split_at_faults_not_at_their_dials() -> None:
