@@ -48,9 +48,8 @@ class Experts(NamedTuple):
     total_sms: int
 
     def beside(self, num_sms: int) -> float:
-        """How long it takes on what `num_sms` of communication leave; infinite if that is nothing."""
-        left = self.total_sms - num_sms
-        return self.us * self.total_sms / left if left > 0 else float("inf")
+        """How long it takes on what `num_sms` of communication, fewer than all, leave."""
+        return self.us * self.total_sms / (self.total_sms - num_sms)
 
 
 def search(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -15,8 +15,6 @@ from deep_ep.errors import EPArgumentError
 from deep_ep.moe import steps
 from deep_ep.moe.quantization import quantize
 from deep_ep.types.config import ELEMENT_BYTES, Config, largest_hints
-
-Result = TypeVar("Result")
 
 NVL_STEP, RDMA_STEP = "num_max_nvl_chunked_send_tokens", "num_max_rdma_chunked_send_tokens"
 # Tokens of a step over NVLink and of a request over RDMA that are tried. Whatever is asked for, a step of a GPU moves
@@ -152,22 +150,19 @@ class Exchange:
 
     def _round(self, trial: Trial) -> tuple[float, float]:
         self.buffer.communicator.group.barrier()
-        (rows, handle), dispatch_us = self._timed(lambda: self._dispatch(trial.dispatch))
-        ys = torch.zeros(rows, self._model.hidden, dtype=torch.bfloat16, device=self._device)
+        (_, recv_idx, _, _, handle, _), dispatch_us = self._timed(
+            lambda: self.buffer.dispatch(self._x, **self._routing(), config=trial.dispatch)
+        )
+        shape = len(recv_idx), self._model.hidden
+        ys = torch.zeros(shape, dtype=torch.bfloat16, device=self._device)
         self.buffer.communicator.group.barrier()
         _, combine_us = self._timed(lambda: self.buffer.combine(ys, handle, config=trial.combine))
         return dispatch_us, combine_us
 
-    def _dispatch(self, config: Config) -> tuple[int, Any]:
-        """Number of received rows, and the handle."""
-        received: Any = self.buffer.dispatch(self._x, **self._routing(), config=config)
-        _, recv_idx, _, _, handle, _ = received
-        return len(recv_idx), handle
-
     def _routing(self) -> dict[str, Any]:
         return steps.routing(self.buffer, self._topk_idx, self._weights, self._model.experts)
 
-    def _timed(self, call: Callable[[], Result]) -> tuple[Result, float]:
+    def _timed(self, call: Callable[[], Any]) -> tuple[Any, float]:
         """What a call returns, and how long it took, microseconds, the work of a GPU included."""
         begin = time.perf_counter()
         result = call()

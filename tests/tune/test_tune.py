@@ -81,10 +81,6 @@ def test_beside_experts_that_take_longer_the_exchange_gets_few_sms() -> None:
     )
 
 
-def test_experts_without_an_sm_never_end() -> None:
-    assert Experts(us=1.0, total_sms=32).beside(32) == float("inf")
-
-
 def test_what_was_chosen_is_found_again_for_the_same_model_only() -> None:
     tuned = Tuned(*BASE, 12.0, 34.0, "because")
     assert remembered(MODEL, 8) is None
