@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import re
@@ -15,6 +14,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import against_published
+import gpu_facts
 import pytest
 
 import gpu
@@ -280,13 +281,6 @@ def test_a_run_leaves_three_files(tmp_path: Path) -> None:
         assert "details/fine.txt" in archive.getnames()
 
 
-def benchmark(name: str) -> Any:
-    """A program of benchmarks as a module."""
-    folder = str(RUNNER.parent.parent / "benchmarks")
-    with mock.patch.object(sys, "path", [folder, *sys.path]):
-        return importlib.import_module(name)
-
-
 class Stream:
     """A stream of a hardware queue, in which a kernel runs, or none."""
 
@@ -303,24 +297,25 @@ class Stream:
 
 
 def test_streams_that_share_a_hardware_queue_are_named() -> None:
-    facts = benchmark("gpu_facts")
+
     first, second, third = [False], [False], [False]
     streams = {"a": Stream(first), "b": Stream(second), "c": Stream(first), "d": Stream(third)}
     paused = mock.Mock()
-    pairs = facts.shared_queues(streams, Stream.occupy, Stream.mark, paused)
+    pairs = gpu_facts.shared_queues(streams, Stream.occupy, Stream.mark, paused)
     assert pairs == [("a", "c"), ("c", "a")]
     assert paused.call_count == len(streams)
     found = {
         "device": "H200", "timer_step_ns": 32, "copy_gb_per_s": 2000.0, "allocation_ms": 0.2,
         "pinned_allocation_ms": 101.0, "streams_that_share_a_queue": pairs,
     }  # fmt: skip
-    assert "c waits for kernels of a; a waits for kernels of c; beside" in facts.sentences(found)
+    assert "c waits for kernels of a; a waits for kernels of c; beside" in gpu_facts.sentences(
+        found
+    )
     found["streams_that_share_a_queue"] = []
-    assert "no two of 16 streams share a queue" in facts.sentences(found)
+    assert "no two of 16 streams share a queue" in gpu_facts.sentences(found)
 
 
 def test_times_are_put_beside_published_ones_of_the_same_sizes(tmp_path: Path) -> None:
-    published = benchmark("against_published")
     sizes = "device,node_num,hidden_size,num_token,num_topk,num_experts"
     (tmp_path / "low.csv").write_text(
         f"{sizes},dispatch_avg_t_us,combine_avg_t_us\n"
@@ -341,20 +336,20 @@ def test_times_are_put_beside_published_ones_of_the_same_sizes(tmp_path: Path) -
     ours = {"device": "NVIDIA H200 141GB", "num_tokens": 128, "hidden": 7168, "num_topk": 8, "num_experts": 256}  # fmt: skip
     low = [{"setting": {"num_ranks": n}, **times(us)} for n, us in ((4, 10.0), (8, 80.0), (8, 70.0))]  # fmt: skip
     normal = [{"num_ranks": 8, "num_sms": sms, **times(3000.0)} for sms in (8, 16)]
-    rows = published.published_rows(tmp_path)
-    found = list(published.compared({**ours, "rows": low}, rows))
+    rows = against_published.published_rows(tmp_path)
+    found = list(against_published.compared({**ours, "rows": low}, rows))
     assert found == [
         ("low-latency dispatch, 128 tokens", 35.0, 70.0),
         ("low-latency combine, 128 tokens", 70.0, 70.0),
     ]
-    found = list(published.compared({**ours, "num_tokens": 4096, "rows": normal}, rows))
+    found = list(against_published.compared({**ours, "num_tokens": 4096, "rows": normal}, rows))
     assert found == [
         ("normal dispatch, 8 SMs, 4096 tokens", 1000.0, 3000.0),
         ("normal combine, 8 SMs, 4096 tokens", 2000.0, 3000.0),
     ]
     assert (
         "| normal dispatch, 8 SMs, 4096 tokens | 1000.0 | 3000.0 | 3.00 |"
-        in published.table(found, "H200").markdown()
+        in against_published.table(found, "H200").markdown()
     )
 
 

@@ -5,32 +5,18 @@ states it.
 from __future__ import annotations
 
 import importlib
-import sys
-from pathlib import Path
 from typing import Any
 
+import operation_counts
 import pytest
+from _counts import PAGE
+from _normal_group import run_rounds
+from _one_thread_group import GroupShape, random_routes
 
 import deep_ep
 from deep_ep import _cpu  # noqa: F401 - the module that is counted; it can be loaded once
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 NUM_RANKS, NUM_TOKENS, NUM_TOPK, NUM_EXPERTS = 4, 16, 2, 8
-
-
-def load(name: str) -> Any:
-    """A program of benchmarks as a module."""
-    sys.path.insert(0, str(BENCHMARKS))
-    try:
-        return importlib.import_module(name)
-    finally:
-        sys.path.remove(str(BENCHMARKS))
-
-
-@pytest.fixture(scope="module")
-def command() -> Any:
-    """benchmarks/operation_counts.py."""
-    return load("operation_counts")
 
 
 @pytest.fixture(scope="module")
@@ -38,20 +24,20 @@ def normal_command() -> Any:
     """benchmarks/normal_counts.py."""
     if deep_ep.native.backend.get().name != "cpu":
         pytest.skip("the simulation is of the cpu backend")
-    return load("normal_counts")
+    return importlib.import_module("normal_counts")
 
 
 @pytest.fixture(scope="module")
-def counts(command: Any) -> dict[str, Any]:
+def counts() -> dict[str, Any]:
     """Counts of a small group, by operation."""
-    shape = command.GroupShape(NUM_RANKS, NUM_TOKENS, 256, NUM_TOPK, NUM_EXPERTS)
-    return {one.operation: one for one in command.count(shape)}
+    shape = GroupShape(NUM_RANKS, NUM_TOKENS, 256, NUM_TOPK, NUM_EXPERTS)
+    return {one.operation: one for one in operation_counts.count(shape)}
 
 
-def test_the_page_states_what_the_command_counts(command: Any) -> None:
-    shape = command.GroupShape(8, 128, 7168, 8, 256)
-    lines = command.tables(command.count(shape)).splitlines()
-    page = load("_counts").PAGE.read_text(encoding="utf-8").splitlines()
+def test_the_page_states_what_the_command_counts() -> None:
+    shape = GroupShape(8, 128, 7168, 8, 256)
+    lines = operation_counts.tables(operation_counts.count(shape)).splitlines()
+    page = PAGE.read_text(encoding="utf-8").splitlines()
     missing = [line for line in lines if line and line not in page]
     assert not missing, "run benchmarks/operation_counts.py --write"
 
@@ -87,9 +73,9 @@ def test_a_group_within_one_node_sends_nothing_to_others(counts: dict[str, Any])
 
 
 def test_the_page_states_what_normal_operations_send(normal_command: Any) -> None:
-    shape = normal_command.GroupShape(8, 128, 7168, 8, 256)
+    shape = GroupShape(8, 128, 7168, 8, 256)
     lines = normal_command.lines_of(normal_command.count(shape, 4)).splitlines()
-    page = load("_counts").PAGE.read_text(encoding="utf-8").splitlines()
+    page = PAGE.read_text(encoding="utf-8").splitlines()
     missing = [line for line in lines if line not in page]
     assert not missing, "run benchmarks/normal_counts.py --write"
 
@@ -97,7 +83,7 @@ def test_the_page_states_what_normal_operations_send(normal_command: Any) -> Non
 @pytest.fixture(scope="module", params=[1, 2, 3], ids="nodes of {}".format)
 def normal_counts(request: pytest.FixtureRequest, normal_command: Any) -> dict[str, Any]:
     """What goes to other nodes in a group of six, by operation."""
-    shape = normal_command.GroupShape(6, NUM_TOKENS, 7168, NUM_TOPK, 12)
+    shape = GroupShape(6, NUM_TOKENS, 7168, NUM_TOPK, 12)
     counts = normal_command.count(shape, request.param)
     return {one.operation: one for one in counts if one.hop == "network"}
 
@@ -124,7 +110,7 @@ def test_each_signal_to_another_node_has_a_fence(normal_counts: dict[str, Any]) 
 
 
 def test_a_single_node_uses_no_network(normal_command: Any) -> None:
-    shape = normal_command.GroupShape(3, NUM_TOKENS, 256, NUM_TOPK, 6)
+    shape = GroupShape(3, NUM_TOKENS, 256, NUM_TOPK, 6)
     counts = normal_command.count(shape, 3)
     assert {one.hop for one in counts} == {"NVLink"}
     assert all(one.path.counts["puts"] > one.path.rows > 0 for one in counts)
@@ -135,7 +121,7 @@ def test_the_program_whose_instructions_are_counted_runs(
     normal_command: Any, ranks_per_node: int
 ) -> None:
     """It says itself if an operation fails, or counts nothing."""
-    shape = normal_command.GroupShape(NUM_RANKS, NUM_TOKENS, 256, NUM_TOPK, NUM_EXPERTS)
-    routes = normal_command.random_routes(shape)
+    shape = GroupShape(NUM_RANKS, NUM_TOKENS, 256, NUM_TOPK, NUM_EXPERTS)
+    routes = random_routes(shape)
     for keeps_counters in (False, True):
-        load("_normal_group").run_rounds(shape, ranks_per_node, routes, 2, keeps_counters)
+        run_rounds(shape, ranks_per_node, routes, 2, keeps_counters)

@@ -10,9 +10,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import _time_model
 import pytest
-
-from build.test_operation_counts import load
 
 ROOT = Path(__file__).resolve().parents[2]
 BENCHMARKS = ROOT / "benchmarks"
@@ -56,21 +55,19 @@ TIMEOUT_S = 300
 
 def test_each_gpu_has_all_costs_and_says_where_they_come_from() -> None:
     names = re.findall(r"^EP_COST\((\w+)\)", COSTS.read_text(), re.MULTILINE)
-    module = load("_time_model")
-    for gpu in module.gpus():
-        assert sorted(module.costs_of(gpu)) == sorted(names)
-    for costs in json.loads(module.GPUS.read_text()).values():
+    for gpu in _time_model.gpus():
+        assert sorted(_time_model.costs_of(gpu)) == sorted(names)
+    for costs in json.loads(_time_model.GPUS.read_text()).values():
         for value, source in costs.values():
             assert value >= 0
             assert source
 
 
 def test_measured_costs_take_the_place_of_known_ones(tmp_path: Path) -> None:
-    module = load("_time_model")
     measured = tmp_path / "costs.json"
     measured.write_text(json.dumps({"load_ns": [321, "measured on this GPU"]}))
-    known = module.costs_of("H800")
-    assert module.costs_of("H800", measured) == {**known, "load_ns": 321.0}
+    known = _time_model.costs_of("H800")
+    assert _time_model.costs_of("H800", measured) == {**known, "load_ns": 321.0}
 
 
 @pytest.fixture(scope="module")
