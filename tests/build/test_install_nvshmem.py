@@ -38,7 +38,7 @@ def install(
 
 
 def make_prefix(prefix: Path, version: str = "3.8.0") -> Path:
-    """Empty files with the names and the two declarations that the script looks for."""
+    """Empty files with the names and the two declarations that the script and the doctor look for."""
     (prefix / "include" / "non_abi").mkdir(parents=True)
     (prefix / "lib").mkdir()
     parts = zip(("MAJOR", "MINOR", "PATCH"), version.split("."))
@@ -48,6 +48,7 @@ def make_prefix(prefix: Path, version: str = "3.8.0") -> Path:
     for name in (
         "libnvshmem_device.a",
         "libnvshmem_host.so.3",
+        "nvshmem_bootstrap_uid.so.3",
         "nvshmem_transport_ibgda.so.7",
     ):
         (prefix / "lib" / name).touch()

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from build.test_install_nvshmem import make_prefix
 from deep_ep.doctor import libraries, package
 from deep_ep.doctor.checks import examine
 from deep_ep.doctor.finding import FAIL, OK, WARN, Finding
@@ -182,24 +183,16 @@ def test_the_cuda_of_torch_is_compared_with_that_of_the_build(tmp_path: Path) ->
     assert (found.status, found.found) == (WARN, said)
 
 
-def nvshmem_copy(prefix: Path, version: str, parts: tuple[str, ...]) -> Path:
-    """A prefix of NVSHMEM with these libraries; returns their folder."""
-    header = prefix / "include" / "non_abi" / "nvshmem_version.h"
-    header.parent.mkdir(parents=True)
-    names = ("MAJOR", "MINOR", "PATCH")
-    lines = [f"#define NVSHMEM_VENDOR_{n}_VERSION {v}" for n, v in zip(names, version.split("."))]
-    header.write_text("\n".join(lines))
-    (prefix / "lib").mkdir()
-    for part in parts:
-        (prefix / "lib" / part).touch()
-    return prefix / "lib"
-
-
-WHOLE = ("libnvshmem_host.so.3", "nvshmem_bootstrap_uid.so.3", "nvshmem_transport_ibgda.so.4")
+def incomplete_copy(prefix: Path, version: str) -> Path:
+    """A prefix of NVSHMEM with its host library alone; returns the folder."""
+    folder = make_prefix(prefix, version) / "lib"
+    for part in folder.glob("nvshmem_*"):
+        part.unlink()
+    return folder
 
 
 def test_an_incomplete_nvshmem_is_named_with_what_it_lacks(tmp_path: Path) -> None:
-    folder = nvshmem_copy(tmp_path / "nv", "3.4.5", WHOLE[:1])
+    folder = incomplete_copy(tmp_path / "nv", "3.4.5")
     host = installation(tmp_path, environment={"NVSHMEM_DIR": str(tmp_path / "nv")})
     found = named(look(host), "NVSHMEM")
     assert found.status == WARN
@@ -208,18 +201,18 @@ def test_an_incomplete_nvshmem_is_named_with_what_it_lacks(tmp_path: Path) -> No
 
 
 def test_an_incomplete_nvshmem_fails_where_it_is_needed_and_the_only_one(tmp_path: Path) -> None:
-    nvshmem_copy(tmp_path / "nv", "3.8.0", WHOLE[:1])
+    incomplete_copy(tmp_path / "nv", "3.8.0")
     environment = {"NVSHMEM_DIR": str(tmp_path / "nv")}
     host = built(tmp_path, environment=environment)
     assert named(look(host), "NVSHMEM").status == FAIL
-    nvshmem_copy(tmp_path / "home", "3.8.0", WHOLE)
+    make_prefix(tmp_path / "home")
     environment["NVSHMEM_HOME"] = str(tmp_path / "home")
     assert [finding.status for finding in all_named(look(host), "NVSHMEM")] == [WARN, OK]
 
 
 def test_several_versions_of_nvshmem_are_named_the_loader_s_first(tmp_path: Path) -> None:
-    first = nvshmem_copy(tmp_path / "cluster", "3.8.0", WHOLE)
-    nvshmem_copy(tmp_path / "site" / "nvidia" / "nvshmem", "3.4.5", WHOLE)
+    first = make_prefix(tmp_path / "cluster") / "lib"
+    make_prefix(tmp_path / "site" / "nvidia" / "nvshmem", "3.4.5")
     environment = {"LD_LIBRARY_PATH": str(first)}
     host = installation(tmp_path, environment=environment, search_path=(str(tmp_path / "site"),))
     said = f"several versions: 3.8.0 in {first} (LD_LIBRARY_PATH), then 3.4.5"
