@@ -344,6 +344,35 @@ def without(*words: str) -> list[str]:
     return ["-k", " and ".join(f"not {word}" for word in words)]
 
 
+def tests_step(
+    name: str, shows: str, words: Sequence[str], limit_s: float, *, part: int, dry: bool
+) -> Step:
+    """A selection of tests, with what was built."""
+    command = pytest_command(*words, dry=dry)
+    return Step(name, shows, [command], limit_s, needs=("build",), judge=tests_passed, part=part)
+
+
+def benchmark_step(
+    name: str,
+    shows: str,
+    command: Sequence[str],
+    writes: Mapping[str, str],
+    limit_s: float,
+    out: Path,
+) -> Step:
+    """A benchmark of what was built, which writes these files, by option."""
+    files = [word for option, file in writes.items() for word in (option, str(out / file))]
+    return Step(
+        name,
+        shows,
+        [[sys.executable, *command, *files]],
+        limit_s,
+        part=3,
+        needs=("build",),
+        writes=tuple(writes.values()),
+    )
+
+
 def sanitizer_steps(exchange: str, normal: str) -> list[Step]:
     """compute-sanitizer on the smallest exchanges of two files of tests."""
     # Launches may come one after another there, and ranks that wait for each other would wait for ever: one
@@ -496,11 +525,12 @@ def costs_step(out: Path, dry: bool) -> Step:
 def all_steps(out: Path, dry: bool, published: Path | None = None) -> list[Step]:
     """What is done, in the order in which it is worth knowing; in a dry run on the cpu backend, in small."""
     python = sys.executable
-    benchmark = [python, "benchmarks/low_latency_gpu.py"]
-    normal_benchmark = [python, "benchmarks/normal_gpu.py"]
     exchange, normal = "tests/test_low_latency.py", "tests/ops/test_normal.py"
     few = "--num-tokens 4 --hidden 256 --num-topk 2 --num-experts 8 --rounds 2"
-    small, normal_small = f"--num-ranks 1 2 --blocks 2 {few}", f"--num-ranks 2 4 --num-sms 4 {few}"
+    benchmark, normal_benchmark = ["benchmarks/low_latency_gpu.py"], ["benchmarks/normal_gpu.py"]
+    if dry:
+        benchmark += f"--num-ranks 1 2 --blocks 2 {few}".split()
+        normal_benchmark += f"--num-ranks 2 4 --num-sms 4 {few}".split()
     steps = [
         Step(
             "driver",
@@ -543,121 +573,73 @@ def all_steps(out: Path, dry: bool, published: Path | None = None) -> list[Step]
             needs=("build",),
             writes=("facts.json",),
         ),
-        Step(
+        tests_step(
             "gpu",
             "1 to 8 ranks share the GPU; late receives, delayed ranks and verdicts, events, graphs, failures",
-            [pytest_command("tests/device/test_gpu.py", dry=dry)],
-            150,
-            needs=("build",),
-            judge=tests_passed,
+            ["tests/device/test_gpu.py"],
+            150, part=1, dry=dry,
         ),
-        Step(
+        tests_step(
             "modes",
             "every mode, group size, hidden size and routing equals the reference",
             [
-                pytest_command(
-                    exchange,
-                    # A process, or a node, for each rank; the program takes NCCL, a GPU for each.
-                    *without("program", "processes", "production", "nvlink", "nodes", "selections[1]", "selections[2]", "reference_"),
-                    dry=dry,
-                )
+                exchange,
+                # A process, or a node, for each rank; the program takes NCCL, a GPU for each.
+                *without("program", "processes", "production", "nvlink", "nodes", "selections[1]", "selections[2]", "reference_"),
             ],
-            140,
-            part=2,
-            needs=("build",),
-            judge=tests_passed,
+            140, part=2, dry=dry,
         ),
-        Step(
+        benchmark_step(
             "latency",
             "latency, bandwidth, what counters cost",
-            [
-                [
-                    *benchmark,
-                    *(small.split() if dry else []),
-                    *("--json", str(out / "latency.json"), "--markdown", str(out / TABLE)),
-                ]
-            ],
-            110,
-            part=3,
-            needs=("build",),
-            writes=("latency.json", TABLE),
+            benchmark,
+            {"--json": "latency.json", "--markdown": TABLE},
+            110, out,
         ),
-        Step(
+        tests_step(
             "normal",
             "normal mode on 1 x 4, 1 x 8 and 2 x 4 ranks equals the reference: fresh, with a handle, FP8, bias, graphs",
-            [pytest_command("tests/device/test_normal_gpu.py", dry=dry)],
-            140,
-            part=2,
-            needs=("build",),
-            judge=tests_passed,
+            ["tests/device/test_normal_gpu.py"],
+            140, part=2, dry=dry,
         ),
-        Step(
+        tests_step(
             "elastic",
             "ElasticBuffer, both layouts: rows, handles and the order of sums equal the reference",
             [
-                pytest_command(
-                    *(
-                        f"tests/elastic/test_elastic_buffer.py::test_{name}"
-                        for name in (
-                            "any_exchange_equals_the_reference",
-                            "sums_have_one_order_and_one_rounding_per_level",
-                            "handles_are_used_again_and_in_any_order",
-                        )
-                    ),
-                    dry=dry,
+                f"tests/elastic/test_elastic_buffer.py::test_{name}"
+                for name in (
+                    "any_exchange_equals_the_reference",
+                    "sums_have_one_order_and_one_rounding_per_level",
+                    "handles_are_used_again_and_in_any_order",
                 )
             ],
-            30,
-            part=4,
-            needs=("build",),
-            judge=tests_passed,
+            30, part=4, dry=dry,
         ),
-        Step(
+        tests_step(
             "phases",
             "the phases of operations add up; layout and the order of rows are those of the operation after them",
             [
-                pytest_command(
-                    *("tests/observe/test_phases.py", "tests/observe/test_parts.py", "tests/moe/test_step_phases.py"),
-                    *without("program"),
-                    dry=dry,
-                )
+                *("tests/observe/test_phases.py", "tests/observe/test_parts.py", "tests/moe/test_step_phases.py"),
+                *without("program"),
             ],
-            80,
-            part=4,
-            needs=("build",),
-            judge=tests_passed,
+            80, part=4, dry=dry,
         ),
-        Step(
+        benchmark_step(
             "bandwidth",
             "normal mode, 4096 tokens of 4 and 8 ranks: share of a copy of the same bytes, what counters cost",
-            [
-                [
-                    *normal_benchmark,
-                    *(normal_small.split() if dry else []),
-                    *("--json", str(out / "normal.json"), "--markdown", str(out / NORMAL_TABLE)),
-                ]
-            ],
-            110,
-            part=3,
-            needs=("build",),
-            writes=("normal.json", NORMAL_TABLE),
+            normal_benchmark,
+            {"--json": "normal.json", "--markdown": NORMAL_TABLE},
+            110, out,
         ),
-        Step(
+        tests_step(
             "calls",
             "sizes that change between calls; bad arguments are refused",
             [
-                pytest_command(
-                    "tests/ops/test_changing_sizes.py",
-                    "tests/checks/test_errors.py",
-                    # What the kernel finds is known on a GPU once it has run; the step `gpu` waits for it.
-                    *without("alone", "disagree", "another_operation", "expert-too", "expert-below", "more-rows"),
-                    dry=dry,
-                )
+                *("tests/ops/test_changing_sizes.py", "tests/checks/test_errors.py"),
+                # What the kernel finds is known on a GPU once it has run; the step `gpu` waits for it.
+                *without("alone", "disagree", "another_operation", "expert-too", "expert-below", "more-rows"),
             ],
-            100,
-            part=4,
-            needs=("build",),
-            judge=tests_passed,
+            100, part=4, dry=dry,
         ),
     ]  # fmt: skip
     steps += [again for step in steps for again in in_other_settings(step, dry)]
@@ -677,24 +659,15 @@ def all_steps(out: Path, dry: bool, published: Path | None = None) -> list[Step]
             only_shown="needs the CUDA modules, cuobjdump and nvdisasm" if dry else "",
         )
     )
-    steps.append(
-        Step(
-            "lanes",
-            "normal mode without bulk copies, to compare with the step bandwidth",
-            [
-                [
-                    *normal_benchmark,
-                    *(normal_small.split() if dry else []),
-                    *("--json", str(out / "normal_lanes.json")),
-                ]
-            ],
-            80,
-            part=3,
-            needs=("build",),
-            writes=("normal_lanes.json",),
-            environment=LANES,
-        )
+    lanes = benchmark_step(
+        "lanes",
+        "normal mode without bulk copies, to compare with the step bandwidth",
+        normal_benchmark,
+        {"--json": "normal_lanes.json"},
+        80,
+        out,
     )
+    steps.append(replace(lanes, environment=LANES))
     steps.append(costs_step(out, dry))
     steps.append(published_step(out, published))
     steps += steps_of_processes(out, dry)
