@@ -81,6 +81,20 @@ def _share(results: Sequence[Result]) -> str:
     return f"{_all_right(results):.2f}" if results else "-"
 
 
+def _of(results: Sequence[Result], judge: str = OURS) -> str:
+    return f"{_alarms(results, judge)} of {_windows(results)}" if results else "-"
+
+
+def _alarms(results: Iterable[Result], judge: str = OURS) -> int:
+    return sum(r.alarms.get(judge, 0) for r in results)
+
+
+def _scores(results: Iterable[Result], digits: int) -> list[str]:
+    """Precision, recall and F1 of ours."""
+    score = total(results, OURS)
+    return [f"{x:.{digits}f}" for x in (score.precision, score.recall, score.f1)]
+
+
 def _f1(results: Sequence[Result]) -> str:
     return f"{total(results, OURS).f1:.2f}" if results else "-"
 
@@ -121,9 +135,8 @@ def fault_tables(faulty: Sequence[Result]) -> list[Table]:
     for name, results in by(faulty, "scenario").items():
         of_shape.append([name, *(_share(select(results, shape=s)) for s in shapes)])
         of_effect.append([name, *(_f1(select(results, effect_us=e)) for e in effects)])
-        score = total(results, OURS)
-        numbers = [f"{x:.2f}" for x in (score.precision, score.recall, score.f1)]
-        wrong.append([name, f"{_windows(results)}", _share(results), *numbers, _mistakes(results)])
+        numbers = [f"{_windows(results)}", _share(results), *_scores(results, 2)]
+        wrong.append([name, *numbers, _mistakes(results)])
     of_shape.append(["all", *(_share(select(faulty, shape=s)) for s in shapes)])
     of_effect.append(["all", *(_f1(select(faulty, effect_us=e)) for e in effects)])
     return [
@@ -189,10 +202,9 @@ def field_tables(results: Sequence[Result]) -> list[Table]:
             wrong.append([label, f"{_windows(found)}", *cells, _f1(found), _mistakes(found)])
     of_clock = []
     for label, found in [*by(results, "clock").items(), ("all", list(results))]:
-        score = total(found, OURS)
-        numbers = [f"{x:.3f}" for x in (score.precision, score.recall, score.f1)]
         cells = [_f1(select(found, shape=s)) for s in shapes]
-        of_clock.append([label, f"{_windows(found)}", *cells, *numbers, _mistakes(found)])
+        numbers = [f"{_windows(found)}", *cells, *_scores(found, 3)]
+        of_clock.append([label, *numbers, _mistakes(found)])
     return [
         Table(
             "Share of windows that are all right, by fault and age of the clocks",
@@ -219,22 +231,17 @@ def normal_table(normal: Sequence[Result]) -> Table:
     rows = []
     faulty = [r for r in normal if r.task.cell.scenario != HEALTHY]
     for name, results in by(faulty, "scenario").items():
-        score = total(results, OURS)
-        numbers = [f"{x:.3f}" for x in (score.precision, score.recall, score.f1)]
         cells = [_f1(select(results, shape=s)) for s in shapes]
-        rows.append([name, f"{_windows(results)}", *cells, *numbers, _mistakes(results)])
-    for what in ("precision", "recall", "f1"):
-        of_shape = [total(select(faulty, shape=s), OURS) for s in shapes]
-        cells = [f"{getattr(score, what):.3f}" for score in of_shape]
-        everything = f"{getattr(total(faulty, OURS), what):.3f}"
+        numbers = [f"{_windows(results)}", *cells, *_scores(results, 3)]
+        rows.append([name, *numbers, _mistakes(results)])
+    everything = _scores(faulty, 3)
+    of_shapes = zip(*(_scores(select(faulty, shape=s), 3) for s in shapes))
+    for place, (what, cells) in enumerate(zip(("precision", "recall", "F1"), of_shapes)):
         own = ["", "", ""]
-        own[("precision", "recall", "f1").index(what)] = everything
-        rows.append([f"all, {what.replace('f1', 'F1')}", "", *cells, *own, ""])
+        own[place] = everything[place]
+        rows.append([f"all, {what}", "", *cells, *own, ""])
     healthy = select(normal, scenario=HEALTHY)
-    cells = []
-    for shape in shapes:
-        found = select(healthy, shape=shape)
-        cells.append(f"{_alarms(found)} of {_windows(found)}" if found else "-")
+    cells = [_of(select(healthy, shape=s)) for s in shapes]
     rows.append(["healthy: false", f"{_windows(healthy)}", *cells, "", "", "", _mistakes(healthy)])
     return Table(
         "Normal operations: F1 by fault and nodes x ranks per node",
@@ -252,10 +259,7 @@ def alarm_table(healthy: Sequence[Result]) -> Table:
     shapes = list(by(healthy, "shape"))
     rows = []
     for label, results in _surroundings(healthy).items():
-        cells = []
-        for shape in shapes:
-            found = select(results, shape=shape)
-            cells.append(f"{_alarms(found)} of {_windows(found)}" if found else "-")
+        cells = [_of(select(results, shape=s)) for s in shapes]
         count, alarms = _windows(results), _alarms(results)
         rate = f"{alarms / count * 1e3:.1f}", f"{at_most(alarms, count) * 1e3:.1f}"
         rows.append([label, *cells, *rate, _mistakes(results)])
@@ -306,10 +310,6 @@ def waits_tables(runs: Sequence[Result]) -> list[Table]:
     ]
 
 
-def _of(results: Sequence[Result], judge: str) -> str:
-    return f"{_alarms(results, judge)} of {_windows(results)}" if results else "-"
-
-
 def _surroundings(results: Sequence[Result]) -> dict[str, list[Result]]:
     """By what is not usual about the cell."""
     groups: dict[str, list[Result]] = defaultdict(list)
@@ -319,10 +319,6 @@ def _surroundings(results: Sequence[Result]) -> dict[str, list[Result]]:
         parts += [f"clocks {cell.clock}"] if cell.clock != RE_MEASURED else []
         groups[", ".join(parts) or USUAL].append(result)
     return groups
-
-
-def _alarms(results: Iterable[Result], judge: str = OURS) -> int:
-    return sum(r.alarms.get(judge, 0) for r in results)
 
 
 def at_most(count: int, of: int) -> float:

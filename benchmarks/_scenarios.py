@@ -79,32 +79,13 @@ class Shape:
         """Of all nodes."""
         return self.nodes * self.per_node
 
-    @property
-    def text(self) -> str:
-        """As tables and the command line have it."""
-        return f"{self.nodes}x{self.per_node}"
 
-
+# By name, as tables and the command line have it: so many nodes x so many ranks of each.
 SHAPES = {
-    shape.text: shape
-    for shape in (
-        Shape(1, 2),
-        Shape(1, 3),
-        Shape(1, 4),
-        Shape(1, 8),
-        Shape(2, 4),
-        Shape(4, 2),
-        Shape(1, 16),
-        Shape(8, 1),
-        Shape(3, 4),
-        Shape(2, 8),
-        Shape(4, 8),
-        Shape(6, 8),
-        Shape(8, 8),
-        Shape(1, 72),
-        Shape(16, 8),
-        Shape(18, 8),
-        Shape(32, 8),
+    name: Shape(*map(int, name.split("x")))
+    for name in (
+        *("1x2", "1x3", "1x4", "1x8", "2x4", "4x2", "1x16", "8x1", "3x4", "2x8", "4x8"),
+        *("6x8", "8x8", "1x72", "16x8", "18x8", "32x8"),
     )
 }
 
@@ -171,9 +152,11 @@ def _one_node(fault: Callable[[int, float], GeneratorFault]) -> Build:
     return lambda generator, shape, effect_s: [fault(_pick(generator, shape.nodes)[0], effect_s)]
 
 
-def _slow_path(generator: np.random.Generator, shape: Shape, effect_s: float) -> Faults:
-    src, dst = _pick(generator, shape.num_ranks, 2)
-    return [SlowPath(src, dst, effect_s)]
+def _one_path(fault: Callable[[int, int, float], GeneratorFault]) -> Build:
+    """A fault of the path between any two ranks."""
+    return lambda generator, shape, effect_s: [
+        fault(*_pick(generator, shape.num_ranks, 2), effect_s)
+    ]
 
 
 def _node_pair(generator: np.random.Generator, shape: Shape, effect_s: float) -> Faults:
@@ -192,11 +175,6 @@ def _slow_nic(factor: float) -> Build:
 def _throttled(generator: np.random.Generator, shape: Shape, effect_s: float) -> Faults:
     (rank,) = _pick(generator, shape.num_ranks)
     return [Throttled(rank, effect_s, int(generator.integers(*_SWING_OPERATIONS, endpoint=True)))]
-
-
-def _path_bursts(generator: np.random.Generator, shape: Shape, effect_s: float) -> Faults:
-    src, dst = _pick(generator, shape.num_ranks, 2)
-    return [PathBursts(src, dst, effect_s)]
 
 
 def _nearly_half_late(generator: np.random.Generator, shape: Shape, effect_s: float) -> Faults:
@@ -254,7 +232,7 @@ SCENARIOS = {
         # Of two ranks an early one is the other one late; nobody has less than nothing to do.
         Scenario("early rank", _one(EarlyRank), most_effect_us=100.0),
         Scenario("hot rank", _one(hot)),
-        Scenario(PATH, _slow_path),
+        Scenario(PATH, _one_path(SlowPath)),
         Scenario("slow ingress", _one(SlowIngress)),
         Scenario("slow egress", _one(SlowEgress)),
         # Between two nodes a link slow in one direction looks like a wrong clock, and a rail is two
@@ -294,7 +272,7 @@ _OF_THE_FIELD = (
     Scenario(
         "bursts at a NIC", _one(NicBursts), least_nodes=2, least_per_node=2, least_effect_us=20.0
     ),
-    Scenario("bursts on a path", _path_bursts, least_effect_us=20.0),
+    Scenario("bursts on a path", _one_path(PathBursts), least_effect_us=20.0),
     Scenario("paused sender", _one(PausedSender), least_effect_us=20.0),
     Scenario(
         "NIC at a third", _slow_nic(3.0), least_nodes=2, least_per_node=2, least_effect_us=100.0
