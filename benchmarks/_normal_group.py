@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from _one_thread_group import GroupShape, load_native, zeros
+from _one_thread_group import Counters, GroupShape, load_native, zeros
 from _simulated_ranks import SimulatedRanks
 
 if TYPE_CHECKING:
@@ -36,7 +36,6 @@ class Queues:
 
 
 KINDS = ("notify", "dispatch", "relay_dispatch", "combine", "relay_combine")
-RING = 256
 
 
 class Rank:
@@ -55,7 +54,7 @@ class Rank:
         bulk_copies: bool = False,
         sums_by_pick: bool = False,
     ) -> None:
-        self.shape, self.keeps_counters = shape, keeps_counters
+        self.shape = shape
         self.queues, self.combine_queues = queues, combine_queues
         num_channels = queues.num_channels
         self.is_one_node = ranks_per_node == shape.num_ranks
@@ -143,11 +142,10 @@ class Rank:
             "order_topk": shape.num_topk if sums_by_pick else 0,
             "order_experts_per_rank": shape.num_experts // num_ranks if sums_by_pick else 0,
         }
+        relays = keeps_counters and not self.is_one_node
         self.counters = {
-            kind: (
-                zeros(ctypes.c_int64, len(native.COUNTER_FIELDS) * num_ranks),
-                zeros(ctypes.c_int64, len(native.OWN_FIELDS)),
-                zeros(ctypes.c_int64, RING * (num_ranks + 1) * native.NUM_RING_FIELDS),
+            kind: Counters(
+                native, num_ranks, relays if kind.startswith("relay") else keeps_counters
             )
             for kind in KINDS
         }
@@ -161,13 +159,6 @@ class Rank:
             **_addresses(self.layout),
             stream=0,
         )
-
-    def pointers(self, kind: str) -> tuple[int, int, int, int]:
-        """The counters of one kind of operation, or none."""
-        if not self.keeps_counters or (self.is_one_node and kind.startswith("relay")):
-            return (0, 0, 0, 0)
-        totals, own, ring = (ctypes.addressof(memory) for memory in self.counters[kind])
-        return totals, own, ring, RING
 
     def dispatch(self) -> None:
         """A fresh dispatch of FP8 rows, with scales and top-k entries."""
@@ -189,7 +180,7 @@ class Rank:
             num_tokens_per_expert=ctypes.addressof(self.layout["num_tokens_per_expert"]),
             num_max_tokens_per_rank=-1,
             wait_stats=0,
-            notify_counters=self.pointers("notify"),
+            notify_counters=self.counters["notify"].pointers(),
         )
         self.num_recv_rows, self.num_relay_rows, _ = self.runtime.normal_counts()
         received = _addresses(self.received)
@@ -207,8 +198,8 @@ class Rank:
             fresh=True,
             abandon=False,
             wait_stats=0,
-            counters=self.pointers("dispatch"),
-            relay_counters=self.pointers("relay_dispatch"),
+            counters=self.counters["dispatch"].pointers(),
+            relay_counters=self.counters["relay_dispatch"].pointers(),
         )
 
     def combine(self) -> None:
@@ -234,8 +225,8 @@ class Rank:
             num_rows=self.num_recv_rows,
             num_relay_rows=self.num_relay_rows,
             wait_stats=0,
-            counters=self.pointers("combine"),
-            relay_counters=self.pointers("relay_combine"),
+            counters=self.counters["combine"].pointers(),
+            relay_counters=self.counters["relay_combine"].pointers(),
             stream=0,
         )
 
@@ -265,7 +256,7 @@ def run_rounds(
         failure = this.runtime.take_failure()
         assert failure is None, failure
         if keeps_counters:
-            assert this.counters["dispatch"][0][0] == rounds, "nothing was counted"
+            assert this.counters["dispatch"].totals[0] == rounds, "nothing was counted"
         ranks.meet("ended", rank)
         this.runtime.close()
 

@@ -20,6 +20,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 # That have experts of a token, as DeepSeek-V3 limits its routes.
 MOST_NODES = 4
+# Operations whose stamps are kept.
+RING = 256
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,23 @@ def zeros(kind: type[Any], count: int) -> Any:
     return (kind * count).from_buffer(mmap.mmap(-1, ctypes.sizeof(kind) * count, flags=private))
 
 
+class Counters:
+    """Memory for the counters of one kind of operation; none where they are not kept."""
+
+    def __init__(self, native: Any, num_ranks: int, are_kept: bool) -> None:
+        self.are_kept = are_kept
+        self.totals = zeros(ctypes.c_int64, len(native.COUNTER_FIELDS) * num_ranks)
+        self.own = zeros(ctypes.c_int64, len(native.OWN_FIELDS))
+        self.ring = zeros(ctypes.c_int64, RING * (num_ranks + 1) * native.NUM_RING_FIELDS)
+
+    def pointers(self) -> tuple[int, int, int, int]:
+        """As calls take them."""
+        if not self.are_kept:
+            return (0, 0, 0, 0)
+        totals, own, ring = map(ctypes.addressof, (self.totals, self.own, self.ring))
+        return totals, own, ring, RING
+
+
 class Rank:
     """One rank's runtime and the memory its calls work on. `experts` are the rank's routes, `num_topk`
     a token; `counters` says whether it keeps counters.
@@ -64,7 +83,6 @@ class Rank:
         self, native: Any, rank: int, args: GroupShape, experts: Sequence[int], counters: bool
     ) -> None:
         self.args = args
-        self.keeps_counters = counters
         self.phase_send = native.PHASE_SEND
         num_local_experts = args.num_experts // args.num_ranks
         num_rows = num_local_experts * args.num_ranks * args.num_tokens
@@ -106,22 +124,9 @@ class Rank:
         self.layout_range = zeros(ctypes.c_int64, num_local_experts * args.num_ranks)
         self.ys = zeros(ctypes.c_uint16, num_rows * args.hidden)
         self.out = zeros(ctypes.c_uint16, args.num_tokens * args.hidden)
-        self.counters = {}
-        for operation in ("dispatch", "combine"):
-            capacity = 256
-            memory = (
-                (ctypes.c_int64 * (len(native.COUNTER_FIELDS) * args.num_ranks))(),
-                (ctypes.c_int64 * len(native.OWN_FIELDS))(),
-                (ctypes.c_int64 * (capacity * (args.num_ranks + 1) * native.NUM_RING_FIELDS))(),
-            )
-            self.counters[operation] = (memory, capacity)
-
-    def pointers(self, operation: str) -> tuple[int, int, int, int]:
-        """The counters of one kind of operation, or none."""
-        if not self.keeps_counters:
-            return (0, 0, 0, 0)
-        (totals, own, ring), capacity = self.counters[operation]
-        return (*(ctypes.addressof(memory) for memory in (totals, own, ring)), capacity)
+        self.counters = {
+            kind: Counters(native, args.num_ranks, counters) for kind in ("dispatch", "combine")
+        }
 
     def dispatch(self, phases: int) -> None:
         """One phase of an FP8 dispatch."""
@@ -144,7 +149,7 @@ class Rank:
             layout_range=ctypes.addressof(self.layout_range),
             cumulative_local_expert_recv_stats=0,
             wait_stats=0,
-            counters=self.pointers("dispatch"),
+            counters=self.counters["dispatch"].pointers(),
             phases=phases,
             stream=0,
         )
@@ -172,7 +177,7 @@ class Rank:
             use_logfmt=False,
             zero_copy=False,
             wait_stats=0,
-            counters=self.pointers("combine"),
+            counters=self.counters["combine"].pointers(),
             phases=phases,
             stream=0,
         )

@@ -135,18 +135,14 @@ def low_latency(group: Group) -> dict[str, Operation]:
     phases = native.PHASE_SEND | native.PHASE_RECEIVE
     rows = dict.fromkeys(HOPS.values(), shape.num_tokens * shape.num_topk)
 
-    def dispatch(rank: _one_thread_group.Rank) -> Mapping[str, float]:
-        rank.dispatch(phases)
-        return rows
-
-    def combine(rank: _one_thread_group.Rank) -> Mapping[str, float]:
-        rank.combine(phases)
-        return rows
-
     return _simulate(
         group,
         lambda rank: _one_thread_group.Rank(native, rank, shape, routes[rank], False),
-        {"low_latency_dispatch": dispatch, "low_latency_combine": combine},
+        {
+            "low_latency_dispatch": lambda rank: rank.dispatch(phases),
+            "low_latency_combine": lambda rank: rank.combine(phases),
+        },
+        lambda rank: rows,
     )
 
 
@@ -167,14 +163,6 @@ def normal(
         nodes = {(i // shape.num_topk, expert // experts_per_node) for i, expert in entries}
         return {"NVLink": rank.num_recv_rows, "network": len(nodes)}
 
-    def dispatch(rank: _normal_group.Rank) -> Mapping[str, float]:
-        rank.dispatch()
-        return rows(rank)
-
-    def combine(rank: _normal_group.Rank) -> Mapping[str, float]:
-        rank.combine()
-        return rows(rank)
-
     def make_rank(rank: int) -> _normal_group.Rank:
         return _normal_group.Rank(
             group.native,
@@ -188,19 +176,23 @@ def normal(
             sums_by_pick=sums_by_pick,
         )
 
-    return _simulate(group, make_rank, {"normal_dispatch": dispatch, "normal_combine": combine})
+    rank_type = _normal_group.Rank
+    operations = {"normal_dispatch": rank_type.dispatch, "normal_combine": rank_type.combine}
+    return _simulate(group, make_rank, operations, rows)
 
 
 def _simulate(
     group: Group,
     make_rank: Callable[[int], Any],
-    operations: Mapping[str, Callable[[Any], Mapping[str, float]]],
+    operations: Mapping[str, Callable[[Any], None]],
+    rows: Callable[[Any], Mapping[str, float]],
 ) -> dict[str, Operation]:
     """Runs the operations in turn, on all ranks at once.
 
     Args:
         make_rank: has a `runtime`; called on the rank's thread.
-        operations: by kernel; returns `Operation.rows` of this rank.
+        operations: by kernel.
+        rows: `Operation.rows` of a rank.
     """
     ranks = SimulatedRanks(group.native, group.shape.num_ranks, group.ranks_per_node)
     ranks.simulation.set_costs(
@@ -221,9 +213,9 @@ def _simulate(
                 before = this.runtime.traffic()
                 num_launches = len(ranks.simulation.launches(rank))
                 ranks.meet((kernel, number), rank)
-                rows = call(this)
+                call(this)
                 launches = ranks.simulation.launches(rank)[num_launches:]
-                seen[kernel][rank] = (before, this.runtime.traffic(), launches, rows)
+                seen[kernel][rank] = (before, this.runtime.traffic(), launches, rows(this))
         failure = this.runtime.take_failure()
         ranks.meet("ended", rank)
         this.runtime.close()

@@ -64,8 +64,7 @@ def run_rounds(args: argparse.Namespace) -> None:
         group.combine()
     if counters:
         for rank in group.ranks:
-            (totals, _, _), _ = rank.counters["dispatch"]
-            assert totals[0] == args.rounds, "nothing was counted"
+            assert rank.counters["dispatch"].totals[0] == args.rounds, "nothing was counted"
     group.close()
 
 

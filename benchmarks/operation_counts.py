@@ -70,38 +70,32 @@ def count(shape: GroupShape) -> list[OperationCounts]:
     for source, experts in enumerate(routes):
         for expert in experts:
             rows[source][expert // num_local_experts] += 1
-    result = []
-    for i, operation in enumerate(OPERATIONS):
-        before, after = seen[i], seen[i + 1]
-        if operation == "combine":  # rows go back
-            rows = [list(column) for column in zip(*rows)]
+    rows_back = [list(column) for column in zip(*rows)]
+    return [
+        counts_between(shape, "dispatch", rows, seen[0], seen[1]),
+        counts_between(shape, "combine", rows_back, seen[1], seen[2]),
+    ]
 
-        def path(
-            same_node: bool,
-            operation: str = operation,
-            before: list[dict[str, Any]] = before,
-            after: list[dict[str, Any]] = after,
-            rows: list[list[int]] = rows,
-        ) -> PathCounts:
-            pairs = pairs_of(shape.num_ranks, RANKS_PER_NODE, same_node)
-            num_rows = sum(rows[rank][peer] for rank, peer in pairs) / shape.num_ranks
-            counts = mean_sent(before, after, pairs)
-            return PathCounts(
-                num_rows, num_rows * row_bytes(shape.hidden, operation == "dispatch"), counts
-            )
 
-        polls = sum(now["polls"] - then["polls"] for then, now in zip(before, after))
-        result.append(
-            OperationCounts(
-                shape.num_ranks,
-                operation,
-                shape.num_tokens,
-                path(True),
-                path(False),
-                polls / shape.num_ranks,
-            )
-        )
-    return result
+def counts_between(
+    shape: GroupShape,
+    operation: str,
+    rows: list[list[int]],
+    before: list[dict[str, Any]],
+    after: list[dict[str, Any]],
+) -> OperationCounts:
+    """Of an operation that sends rows[rank][peer], by the traffic before and after it."""
+    num_ranks, num_bytes = shape.num_ranks, row_bytes(shape.hidden, operation == "dispatch")
+
+    def path(same_node: bool) -> PathCounts:
+        pairs = pairs_of(num_ranks, RANKS_PER_NODE, same_node)
+        num_rows = sum(rows[rank][peer] for rank, peer in pairs) / num_ranks
+        return PathCounts(num_rows, num_rows * num_bytes, mean_sent(before, after, pairs))
+
+    polls = sum(now["polls"] - then["polls"] for then, now in zip(before, after))
+    return OperationCounts(
+        num_ranks, operation, shape.num_tokens, path(True), path(False), polls / num_ranks
+    )
 
 
 def executed(shape: GroupShape) -> dict[str, float]:
@@ -123,18 +117,16 @@ def counted_rows(counts: Sequence[OperationCounts]) -> list[list[str]]:
     rows = []
     for one in counts:
         paths = (one.nvlink, one.nic)
-
-        def total(name: str, paths: tuple[PathCounts, PathCounts] = paths) -> float:
-            return sum(path.counts[name] for path in paths)
-
         messages = sum(path.messages for path in paths)
         sent = sum(path.bytes for path in paths)
+        names = ("puts", "words", "signals", "fences")
+        totals = [sum(path.counts[name] for path in paths) for name in names]
         rows.append(
             [
                 f"EP{one.num_ranks}",
                 one.operation,
-                *(f"{sum(path.rows for path in paths):,.0f}",),
-                *(f"{total(name):,.0f}" for name in ("puts", "words", "signals", "fences")),
+                f"{sum(path.rows for path in paths):,.0f}",
+                *(f"{total:,.0f}" for total in totals),
                 f"{one.polls:,.0f}",
                 f"{messages / one.num_tokens:.2f}",
                 f"{sent / one.num_tokens:,.0f}",
