@@ -34,12 +34,11 @@ import shutil
 import subprocess
 import sys
 import textwrap
-import threading
 import time
-from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -422,44 +421,29 @@ def evidence(output: str) -> str:
     return lines[-1][:140] if lines else ""
 
 
-class Limits:
-    """How long each killer may take: some times what it takes without a fault, when it must be green."""
-
-    def __init__(self, tree: Path, tool: Any) -> None:
-        self._tree = tree
-        self._tool = tool
-        self._lock = threading.Lock()
-        self._measured: dict[Killer, Future[float]] = {}
-
-    def __getitem__(self, killer: Killer) -> float:
-        with self._lock:
-            is_first = killer not in self._measured
-            measured = self._measured.setdefault(killer, Future())
-        if is_first:
-            try:
-                measured.set_result(self._measure(killer))
-            except ListError as error:
-                measured.set_exception(error)
-        return max(LEAST_LIMIT_S, 4 * measured.result())
-
-    def _measure(self, killer: Killer) -> float:
-        start = time.monotonic()
-        green, text = run(self._tree, self._tool, killer, 0, 600.0)
-        if not green:
-            raise ListError(f"without any fault, `{killer}` is red: {text}")
-        return time.monotonic() - start
+def limit_of(tree: Path, tool: Any, killer: Killer) -> float:
+    """How many seconds a killer may take: some times what it takes without a fault, when it must be green."""
+    start = time.monotonic()
+    green, text = run(tree, tool, killer, 0, 600.0)
+    if not green:
+        raise ListError(f"without any fault, `{killer}` is red: {text}")
+    return max(LEAST_LIMIT_S, 4 * (time.monotonic() - start))
 
 
 def judge(
-    tree: Path, tool: Any, mutant: Mutant, killers: tuple[Killer, ...], limits: Limits
+    tree: Path,
+    tool: Any,
+    mutant: Mutant,
+    killers: Iterable[Killer],
+    limit_s: Callable[[Killer], float],
 ) -> Outcome:
     """Runs killers on a mutant until one is red."""
     start = time.monotonic()
     for killer in killers:
-        green, text = run(tree, tool, killer, mutant.number, limits[killer])
+        green, text = run(tree, tool, killer, mutant.number, limit_s(killer))
         if not green and not text.startswith(("ThreadSanitizer", "no end")):
             # Twice, lest a busy machine be taken for a test that notices.
-            green, text = run(tree, tool, killer, mutant.number, limits[killer])
+            green, text = run(tree, tool, killer, mutant.number, limit_s(killer))
         if not green:
             return Outcome(mutant, killer, text, time.monotonic() - start)
     return Outcome(mutant, None, seconds=time.monotonic() - start)
@@ -468,10 +452,10 @@ def judge(
 def judge_all(tree: Path, tests: dict[Mutant, tuple[Killer, ...]]) -> Iterator[Outcome]:
     """Builds what these tests need in a copy of the tree, and judges each mutant by its own."""
     tool = build(tree, (killer for killers in tests.values() for killer in killers))
-    limits = Limits(tree, tool)
+    limit_s = cache(partial(limit_of, tree, tool))
     with ThreadPoolExecutor(2) as pool:
         judged = [
-            pool.submit(judge, tree, tool, mutant, killers, limits)
+            pool.submit(judge, tree, tool, mutant, killers, limit_s)
             for mutant, killers in tests.items()
         ]
         for outcome in as_completed(judged):
