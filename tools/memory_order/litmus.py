@@ -78,7 +78,7 @@ class Actor:
     program: Program
     thread: Thread
 
-    def _add(self, kind: str, at: str, **rest: Any) -> None:
+    def add(self, kind: str, at: str, **rest: Any) -> None:
         given = rest.pop("order", WEAK)
         order = self.program.order(at) if at else given
         if order is not None:
@@ -86,7 +86,7 @@ class Actor:
 
     def write(self, place: str, value: Any = 1, at: str = "", order: Order = WEAK) -> None:
         """`value` may be a function of the registers that this thread has read."""
-        self._add("write", at, place=place, value=value, order=order)
+        self.add("write", at, place=place, value=value, order=order)
 
     def read(
         self,
@@ -98,7 +98,7 @@ class Actor:
     ) -> None:
         """`sees`: only executions in which it returns this; a wait that ends."""
         expects = None if sees is None else lambda value: value == sees
-        self._add("read", at, place=place, register=register, expects=expects, order=order)
+        self.add("read", at, place=place, register=register, expects=expects, order=order)
 
     def update(
         self,
@@ -110,14 +110,10 @@ class Actor:
     ) -> None:
         """A read-modify-write; `sees` is the value before."""
         expects = None if sees is None else lambda value: value == sees
-        self._add("rmw", at, place=place, register=register, value=new, expects=expects)
+        self.add("rmw", at, place=place, register=register, value=new, expects=expects)
 
     def fence(self, at: str) -> None:
-        self._add("fence", at)
-
-    def meet(self, name: str, at: str = "") -> None:
-        """A barrier with all threads that name it; without `at`, the end of a launch and the begin of the next."""
-        self._add("meet", at, meeting=f"{self.thread.rank}.{name}")
+        self.add("fence", at)
 
 
 @dataclass
@@ -132,11 +128,18 @@ class Program:
     racing: set[str] | None = field(default_factory=set)
     sites: set[str] = field(default_factory=set)
     orders: list[Order] = field(default_factory=list)
+    num_meetings: int = 0
 
     def thread(self, rank: str, block: str = "0") -> Actor:
         """A new thread of a block; blocks of different launches have different names."""
         self.threads.append(Thread(rank, block))
         return Actor(self, self.threads[-1])
+
+    def meet(self, *actors: Actor, at: str = "") -> None:
+        """A barrier of these threads; without `at`, the end of a launch and the begin of the next."""
+        self.num_meetings += 1
+        for actor in actors:
+            actor.add("meet", at, meeting=str(self.num_meetings))
 
     def forbid(self, outcome: Callable[[dict[str, Any]], Any]) -> None:
         self.forbidden = outcome

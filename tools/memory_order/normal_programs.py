@@ -16,6 +16,7 @@ from .programs import (
     at_least,
     close_block,
     known_behind,
+    known_between,
     plus,
     set_if_zero,
 )
@@ -38,30 +39,25 @@ def copy_in_bulk(
     """
     proxy = program.thread(lane.thread.rank, lane.thread.block)
     register = f"copied from {source}"
-    for thread in (lane, proxy):
-        thread.meet(f"{source} taken", at=at[0])
+    program.meet(lane, proxy, at=at[0])
     proxy.read(source, register)
     for destination in destinations:
         proxy.write(destination, lambda registers: registers[register])
-    for thread in (lane, proxy):
-        thread.meet(f"{source} finished", at=at[1])
+    program.meet(lane, proxy, at=at[1])
 
 
 def end_step(program: Program, lane: Actor) -> Actor:
     """A thread that leads, behind the step of which a warp's lane has done its part."""
     first = program.thread(lane.thread.rank)
-    for thread in (lane, first):
-        thread.meet("moved", at="run_tasks.team_sync#2")
+    program.meet(lane, first, at="run_tasks.team_sync#2")
     return first
 
 
 def see_filled(program: Program, rank: str, place: str = "filled") -> Actor:
     """Another thread of the team whose leader has seen that slots are filled."""
-    first = program.thread(rank)
+    first, other = program.thread(rank), program.thread(rank)
     first.read(place, at="look_at.poll", sees=1)
-    first.meet("step", at="run_tasks.team_sync#1")
-    other = program.thread(rank)
-    other.meet("step", at="run_tasks.team_sync#1")
+    program.meet(first, other, at="run_tasks.team_sync#1")
     return other
 
 
@@ -74,7 +70,7 @@ def rows_of_filled_slots(p: Program) -> None:
     lane = p.thread("A")
     lane.write("pack")
     copy_in_bulk(p, lane, ("put_row_and_pack.take", "run_tasks.finish"), "x", "row")
-    lane.meet("put", at="put_row_and_pack.put_warp")
+    p.meet(lane, at="put_row_and_pack.put_warp")
     tell_filled(end_step(p, lane))
     b = see_filled(p, "B")
     b.read("row", "row")
@@ -86,29 +82,20 @@ def rows_of_filled_slots(p: Program) -> None:
 def marks_of_filled_slots(p: Program) -> None:
     warp = p.thread("A")
     warp.write("mark", at="put_marked_token.put_word")
-    warp.meet("moved", at="run_tasks.team_sync#2")
-    first = p.thread("A")
-    first.meet("moved", at="run_tasks.team_sync#2")
-    tell_filled(first)
+    tell_filled(end_step(p, warp))
     see_filled(p, "B").read("mark", "mark")
     p.forbid(any_zero("mark"))
 
 
 @litmus("A row between nodes, its pack and its mark are staged before they are put.")
 def staged_marked_row(p: Program) -> None:
-    staging = p.thread("A")
+    staging, putting = p.thread("A"), p.thread("A")
     staging.write("staged")
-    staging.meet("staged", at="put_staged.team_sync")
-    staging.meet("put", at="put_staged.put_warp")
-    putting = p.thread("A")
-    putting.meet("staged", at="put_staged.team_sync")
+    p.meet(staging, putting, at="put_staged.team_sync")
     putting.read("staged", "copied")
     putting.write("row", lambda registers: registers["copied"])
-    putting.meet("put", at="put_staged.put_warp")
-    staging.meet("moved", at="run_tasks.team_sync#2")
-    first = p.thread("A")
-    first.meet("moved", at="run_tasks.team_sync#2")
-    tell_filled(first)
+    p.meet(staging, putting, at="put_staged.put_warp")
+    tell_filled(end_step(p, staging))
     see_filled(p, "B").read("row", "row")
     p.forbid(any_zero("row"))
 
@@ -161,8 +148,7 @@ def delivered_rows(p: Program) -> None:
     lane = see_filled(p, "B")
     copy_in_bulk(p, lane, ("deliver_row.take", "DispatchTasks.move.finish"), "row", "recv_x")
     verifying = p.thread("B")
-    for thread in (lane, verifying):
-        thread.meet("summing", at="sum_with_pack.warp_sync")
+    p.meet(lane, verifying, at="sum_with_pack.warp_sync")
     verifying.read("recv_x", "row")
     p.forbid(any_zero("row"))
 
@@ -174,20 +160,13 @@ def sum_of_a_moved_row(p: Program) -> None:
 
 @litmus("A gateway's sum is whole when it is put, and there when its slot is called filled.")
 def relayed_sums(p: Program) -> None:
-    adding = p.thread("A")
+    adding, putting, first = (p.thread("A") for _ in range(3))
     adding.write("staged")
-    adding.meet("added", at="put_staged.team_sync")
-    adding.meet("moved", at="run_tasks.team_sync#2")
-    putting = p.thread("A")
-    putting.meet("added", at="put_staged.team_sync")
+    p.meet(adding, putting, first, at="put_staged.team_sync")
     putting.read("staged", "copied")
     putting.write("row", lambda registers: registers["copied"])
-    putting.meet("put", at="put_staged.put_warp")
-    putting.meet("moved", at="run_tasks.team_sync#2")
-    first = p.thread("A")
-    first.meet("added", at="put_staged.team_sync")
-    first.meet("put", at="put_staged.put_warp")
-    first.meet("moved", at="run_tasks.team_sync#2")
+    p.meet(putting, first, at="put_staged.put_warp")
+    p.meet(adding, putting, first, at="run_tasks.team_sync#2")
     tell_filled(first)
     see_filled(p, "B").read("row", "row")
     p.forbid(any_zero("row"))
@@ -195,37 +174,28 @@ def relayed_sums(p: Program) -> None:
 
 @litmus("A notice is whole when it is sent, and there for all threads once its number is seen.")
 def notices(p: Program) -> None:
-    writing = p.thread("A")
+    writing, putting, sending = (p.thread("A") for _ in range(3))
     writing.write("staged")
-    writing.meet("staged", at="send_notices.warp_sync")
-    writing.meet("put", at="send_notices.put_warp")
-    putting = p.thread("A")
-    putting.meet("staged", at="send_notices.warp_sync")
+    p.meet(writing, putting, at="send_notices.warp_sync")
     putting.read("staged", "copied")
     putting.write("notice", lambda registers: registers["copied"])
-    putting.meet("put", at="send_notices.put_warp")
-    putting.meet("all put", at="send_notices.block_sync")
-    sending = p.thread("A")
-    sending.meet("all put", at="send_notices.block_sync")
+    p.meet(writing, putting, at="send_notices.put_warp")
+    p.meet(putting, sending, at="send_notices.block_sync")
     sending.fence(at="send_notices.fence")
     sending.write("noticed", at="send_notices.signal")
-    looking = p.thread("B")
+    looking, other = p.thread("B"), p.thread("B")
     looking.read("noticed", at="await_notices.poll#1", sees=1)
     looking.read("noticed", at="await_notices.poll#2", sees=1)
-    looking.meet("none failed", at="has_failed.block_any")
-    other = p.thread("B")
-    other.meet("none failed", at="has_failed.block_any")
+    p.meet(looking, other, at="has_failed.block_any")
     other.read("notice", "notice")
     p.forbid(any_zero("notice"))
 
 
 @litmus("The host reads counts that are whole.")
 def counts_for_the_host(p: Program) -> None:
-    counting = p.thread("B")
+    counting, first = p.thread("B"), p.thread("B")
     counting.write("per_expert")
-    counting.meet("counted", at="tell_host.block_sync")
-    first = p.thread("B")
-    first.meet("counted", at="tell_host.block_sync")
+    p.meet(counting, first, at="tell_host.block_sync")
     first.write("num_rows")
     first.write("ticket", at="tell_host.store_release")
     host = p.thread("host")
@@ -278,46 +248,30 @@ def largest_stamps_of_normal_operations(p: Program) -> None:
 
 @litmus("All warps work on the step that the first thread has found, and on no later one.")
 def step_of_a_block(p: Program) -> None:
-    first = p.thread("A")
-    first.write("step", 1)
-    first.meet("found", at="run_tasks.team_sync#1")
-    first.meet("moved", at="run_tasks.team_sync#2")
-    first.write("step", 2)
-    other = p.thread("A")
-    other.meet("found", at="run_tasks.team_sync#1")
-    other.read("step", "step")
-    other.meet("moved", at="run_tasks.team_sync#2")
-    p.forbid(lambda registers: registers["step"] != 1)
+    known_between(p, "A", "run_tasks.team_sync#1", "run_tasks.team_sync#2", "step")
 
 
 @litmus("What one lane of the leader has noted is known to the others, and to the step.")
 def notes_of_a_leader(p: Program) -> None:
-    places: list[str] = []
-    for site in (
+    sites = (
         "TaskSearch.begin.leader_sync",
         "TaskSearch.tell.leader_sync#1",
         "TaskSearch.tell.leader_sync#2",
         "DispatchTasks.prepare_sender.leader_sync",
         "DispatchTasks.prepare_relay.leader_sync",
         "CombineTasks.prepare.leader_sync",
-    ):
-        noting, others = p.thread("A"), p.thread("A")
-        noting.write(site)
-        for lane in (noting, others):
-            lane.meet(site, at=site)
-        others.read(site, site)
-        places.append(site)
-    p.forbid(any_zero(*places))
+    )
+    for site in sites:
+        known_behind(p, "A", site, site)
+    p.forbid(any_zero(*sites))
 
 
 @litmus("Where a sum's task stands is read by all lanes before it goes on.")
 def cursor_of_a_task(p: Program) -> None:
     p.initial["cursor"] = 1
-    reading = p.thread("A")
+    reading, going_on = p.thread("A"), p.thread("A")
     reading.read("cursor", "cursor")
-    reading.meet("read", at="CombineTasks.tell.leader_sync")
-    going_on = p.thread("A")
-    going_on.meet("read", at="CombineTasks.tell.leader_sync")
+    p.meet(reading, going_on, at="CombineTasks.tell.leader_sync")
     going_on.write("cursor", 2)
     p.forbid(lambda registers: registers["cursor"] == 2)
 
@@ -336,16 +290,7 @@ def locally_copied_row(p: Program) -> None:
     "The rows of a sum on one rank are listed before lanes read them, and those of the next but one afterwards."
 )
 def rows_of_a_local_sum(p: Program) -> None:
-    listing = p.thread("A")
-    listing.write("list", 1)
-    reading = p.thread("A")
-    for lane in (listing, reading):
-        lane.meet("listed", at="sum_rows.warp_sync")
-    reading.read("list", "list")
-    for lane in (listing, reading):
-        lane.meet("next", at="sum_rows.warp_sync")
-    listing.write("list", 3)
-    p.forbid(lambda registers: registers["list"] != 1)
+    known_between(p, "A", "sum_rows.warp_sync", "sum_rows.warp_sync", "list")
 
 
 @litmus("The rows of a sum are listed before they are added up.")
@@ -357,26 +302,16 @@ def rows_of_a_sum(p: Program) -> None:
     "Arrivals on a hop are there for the threads that add them up, before those of the next hop."
 )
 def arrivals_on_a_hop(p: Program) -> None:
-    noting = p.thread("B")
-    noting.write("source_arrival_ns", 1)
-    noting.meet("noted", at="count_hop.block_sync#1")
-    noting.meet("added", at="count_hop.block_sync#2")
-    noting.write("source_arrival_ns", 2)
-    adding = p.thread("B")
-    adding.meet("noted", at="count_hop.block_sync#1")
-    adding.read("source_arrival_ns", "arrival")
-    adding.meet("added", at="count_hop.block_sync#2")
-    p.forbid(lambda registers: registers["arrival"] != 1)
+    place = "source_arrival_ns"
+    known_between(p, "B", "count_hop.block_sync#1", "count_hop.block_sync#2", place)
 
 
 @litmus("Queues are forgotten when they have been counted.")
 def queues_are_forgotten(p: Program) -> None:
     p.initial["moved"] = 1
-    counting = p.thread("B")
+    counting, forgetting = p.thread("B"), p.thread("B")
     counting.read("moved", "moved")
-    counting.meet("counted", at="close_normal.block_sync")
-    forgetting = p.thread("B")
-    forgetting.meet("counted", at="close_normal.block_sync")
+    p.meet(counting, forgetting, at="close_normal.block_sync")
     forgetting.write("moved", 0)
     p.forbid(any_zero("moved"))
 
@@ -384,32 +319,27 @@ def queues_are_forgotten(p: Program) -> None:
 @litmus("Tokens of a channel start at zero, and all are there before channels are added up.")
 def tokens_of_channels(p: Program) -> None:
     p.initial["in channel"] = 9
-    first = p.thread("A")
+    first, other = p.thread("A"), p.thread("A")
     first.write("in channel", 0)
-    other = p.thread("A")
+    p.meet(first, other, at="count_channels.block_sync#1")
     for thread in (first, other):
-        thread.meet("cleared", at="count_channels.block_sync#1")
         thread.update("in channel", plus(1), at="count_channels.add_relaxed")
-        thread.meet("counted", at="count_channels.block_sync#2")
+    p.meet(first, other, at="count_channels.block_sync#2")
     other.read("in channel", "count")
     p.forbid(lambda registers: registers["count"] != 2)
 
 
 @litmus("What all blocks have counted is there for all threads of the block that tells it.")
 def counts_of_all_blocks(p: Program) -> None:
-    adding = p.thread("A", "1")
+    adding, first = p.thread("A", "1"), p.thread("A", "1")
     adding.write("prefix of 1")
-    adding.meet("1.added", at="gather_counts.block_sync#1")
-    first = p.thread("A", "1")
-    first.meet("1.added", at="gather_counts.block_sync#1")
+    p.meet(adding, first, at="gather_counts.block_sync#1")
     first.update("blocks_done", plus(1), at="gather_counts.add_release")
-    gathering = p.thread("A", "0")
+    gathering, telling = p.thread("A", "0"), p.thread("A", "0")
     gathering.write("prefix of 0")
     gathering.read("blocks_done", sees=1, at="gather_counts.load_acquire")
     gathering.write("blocks_done", 0)
-    gathering.meet("0.gathered", at="gather_counts.block_sync#2")
-    telling = p.thread("A", "0")
-    telling.meet("0.gathered", at="gather_counts.block_sync#2")
+    p.meet(gathering, telling, at="gather_counts.block_sync#2")
     telling.read("prefix of 0", "own")
     telling.read("prefix of 1", "other")
     p.forbid(any_zero("own", "other"))

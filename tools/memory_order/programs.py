@@ -34,11 +34,9 @@ def set_if_zero(value: Any) -> Any:
 
 def send_contents(program: Program) -> None:
     """A writes a header for itself, and another thread of the block sends it."""
-    first = program.thread("A")
+    first, sender = program.thread("A"), program.thread("A")
     first.write("own header")
-    first.meet("entered", at="send_headers.block_sync")
-    sender = program.thread("A")
-    sender.meet("entered", at="send_headers.block_sync")
+    program.meet(first, sender, at="send_headers.block_sync")
     sender.read("own header", "sent")
     sender.write("contents", lambda registers: registers["sent"])
     send_header(sender)
@@ -54,31 +52,33 @@ def announce(thread: Actor) -> None:
     thread.write("count", at="announce_rows.signal")
 
 
+def announce_issued(program: Program, block: str, num_blocks: int) -> None:
+    """A thread of A announces when so many other blocks have issued."""
+    announcer = program.thread("A", block)
+    announcer.read("issued", at="wait_until_issued.load_acquire", sees=num_blocks)
+    announce(announcer)
+
+
 def see_count(program: Program, rank: str) -> Actor:
     """Another thread of the block whose first thread has seen the count word."""
-    first = program.thread(rank)
+    first, other = program.thread(rank), program.thread(rank)
     first.read("count", at="find_count.poll", sees=1)
-    first.meet("seen", at="wait_for_words.block_any")
-    other = program.thread(rank)
-    other.meet("seen", at="wait_for_words.block_any")
+    program.meet(first, other, at="wait_for_words.block_any")
     return other
 
 
 def put(program: Program, block: str, place: str, at: str) -> Actor:
     """A warp puts a row: a lane writes, and the first lane goes on behind put_warp()."""
-    lane = program.thread("A", block)
+    lane, first = program.thread("A", block), program.thread("A", block)
     lane.write(place)
-    lane.meet(f"{block}.put", at=at)
-    first = program.thread("A", block)
-    first.meet(f"{block}.put", at=at)
+    program.meet(lane, first, at=at)
     return first
 
 
 def close_block(program: Program, block: str, worker: Actor, done_before: int) -> Actor:
     """A block of B counts itself done, after what its worker did. Its first thread."""
-    worker.meet(f"{block}.end", at="close_operation.block_sync#1")
     first = program.thread("B", block)
-    first.meet(f"{block}.end", at="close_operation.block_sync#1")
+    program.meet(worker, first, at="close_operation.block_sync#1")
     first.update("blocks_done", plus(1), at="close_operation.add_acq_rel", sees=done_before)
     return first
 
@@ -87,12 +87,10 @@ def last_block(
     program: Program, look: Callable[[Actor], None] = lambda first: None
 ) -> tuple[Actor, Actor]:
     """The last block of two closes the operation: its first thread, which looks first, and another."""
-    idle = program.thread("B", "2")
-    first = close_block(program, "2", idle, 1)
+    first = close_block(program, "2", program.thread("B", "2"), 1)
     look(first)
-    first.meet("last", at="close_operation.block_sync#2")
     other = program.thread("B", "2")
-    other.meet("last", at="close_operation.block_sync#2")
+    program.meet(first, other, at="close_operation.block_sync#2")
     return first, other
 
 
@@ -102,13 +100,34 @@ def any_zero(*names: str) -> Any:
 
 def known_behind(p: Program, rank: str, at: str, place: str, write_at: str = "") -> None:
     """What a thread writes before a barrier, another thread of its block reads behind it."""
-    writing = p.thread(rank)
+    writing, reading = p.thread(rank), p.thread(rank)
     writing.write(place, at=write_at)
-    writing.meet("there", at=at)
-    reading = p.thread(rank)
-    reading.meet("there", at=at)
+    p.meet(writing, reading, at=at)
     reading.read(place, place)
     p.forbid(any_zero(place))
+
+
+def known_between(p: Program, rank: str, at: str, until: str, place: str) -> None:
+    """What a thread writes, another reads between two barriers; behind the second it is written anew."""
+    writing, reading = p.thread(rank), p.thread(rank)
+    writing.write(place, 1)
+    p.meet(writing, reading, at=at)
+    reading.read(place, place)
+    p.meet(writing, reading, at=until)
+    writing.write(place, 2)
+    p.forbid(lambda registers: registers[place] != 1)
+
+
+def rows_and_their_count(p: Program, *put_at: str) -> None:
+    """Two blocks put a row each, at these lines, and a third one announces them."""
+    for block, at in zip("12", put_at):
+        first = put(p, block, f"row{block}", at)
+        first.update("issued", plus(1), at="count_issued.add_release")
+    announce_issued(p, "3", 2)
+    b = see_count(p, "B")
+    b.read("row1", "row1")
+    b.read("row2", "row2")
+    p.forbid(any_zero("row1", "row2"))
 
 
 # ---- across ranks
@@ -125,11 +144,9 @@ def header_words(p: Program) -> None:
 
 @litmus("The same for the header that a rank keeps for itself, which another of its blocks sees.")
 def own_header(p: Program) -> None:
-    first = p.thread("A", "0")
+    first, sender = p.thread("A", "0"), p.thread("A", "0")
     first.write("own header")
-    first.meet("entered", at="send_headers.block_sync")
-    sender = p.thread("A", "0")
-    sender.meet("entered", at="send_headers.block_sync")
+    p.meet(first, sender, at="send_headers.block_sync")
     send_header(sender)
     other = p.thread("A", "1")
     other.read("header", at="find_header.poll", sees=1)
@@ -150,30 +167,12 @@ def header_seen_by_another_block(p: Program) -> None:
 
 @litmus("Once a count word is seen, the rows of all blocks that it counts are there (dispatch).")
 def rows_behind_their_count(p: Program) -> None:
-    for block in ("1", "2"):
-        first = put(p, block, f"row{block}", "put_message.put_warp")
-        first.update("issued", plus(1), at="count_issued.add_release")
-    announcer = p.thread("A", "3")
-    announcer.read("issued", at="wait_until_issued.load_acquire", sees=2)
-    announce(announcer)
-    b = see_count(p, "B")
-    b.read("row1", "row1")
-    b.read("row2", "row2")
-    p.forbid(any_zero("row1", "row2"))
+    rows_and_their_count(p, "put_message.put_warp", "put_message.put_warp")
 
 
 @litmus("The same for combine, whose rows are put as they are or in the logarithmic format.")
 def returned_rows_behind_their_count(p: Program) -> None:
-    for block, at in (("1", "return_row.put_warp#1"), ("2", "return_row.put_warp#2")):
-        first = put(p, block, f"row{block}", at)
-        first.update("issued", plus(1), at="count_issued.add_release")
-    announcer = p.thread("A", "3")
-    announcer.read("issued", at="wait_until_issued.load_acquire", sees=2)
-    announce(announcer)
-    b = see_count(p, "B")
-    b.read("row1", "row1")
-    b.read("row2", "row2")
-    p.forbid(any_zero("row1", "row2"))
+    rows_and_their_count(p, "return_row.put_warp#1", "return_row.put_warp#2")
 
 
 @litmus("The token of a row that is put from the caller's tensor is there with the row.")
@@ -181,9 +180,7 @@ def token_behind_its_count(p: Program) -> None:
     first = p.thread("A", "1")
     first.write("token", at="put_message.put_word")
     first.update("issued", plus(1), at="count_issued.add_release")
-    announcer = p.thread("A", "2")
-    announcer.read("issued", at="wait_until_issued.load_acquire", sees=1)
-    announce(announcer)
+    announce_issued(p, "2", 1)
     b = see_count(p, "B")
     b.read("token", "token")
     p.forbid(any_zero("token"))
@@ -195,9 +192,7 @@ def proof_behind_its_count(p: Program) -> None:
     first.write("word", at="return_row.put_word#1")
     first.write("sum", at="return_row.put_word#2")
     first.update("issued", plus(1), at="count_issued.add_release")
-    announcer = p.thread("A", "2")
-    announcer.read("issued", at="wait_until_issued.load_acquire", sees=1)
-    announce(announcer)
+    announce_issued(p, "2", 1)
     b = see_count(p, "B")
     b.read("word", "word")
     b.read("sum", "sum")
@@ -206,46 +201,35 @@ def proof_behind_its_count(p: Program) -> None:
 
 @litmus("Two halves: no row of operation n + 2 comes before operation n has been read.")
 def halves(p: Program) -> None:
-    reader = p.thread("B", "n.1")
+    reader, b = p.thread("B", "n.1"), p.thread("B", "n+1.0")
     reader.read("row", "row")
-    reader.meet("next launch")
-    b = p.thread("B", "n+1.0")
-    b.meet("next launch")
+    p.meet(reader, b)
     send_header(b, 2)
-    a = p.thread("A", "n+1.1")
+    a, sender = p.thread("A", "n+1.1"), p.thread("A", "n+2.2")
     a.read("header", at="find_header.poll", sees=2)
-    a.meet("next launch")
-    sender = p.thread("A", "n+2.2")
-    sender.meet("next launch")
+    p.meet(a, sender)
     sender.write("row", 2)
     p.forbid(lambda registers: registers["row"] == 2)
 
 
 def may_send(p: Program, rank: str, word: str) -> Actor:
     """A thread of another block than the one that has met all."""
-    met = p.thread(rank, "0")
+    met, first = p.thread(rank, "0"), p.thread(rank, "0")
     met.read(word, at="await_all.poll", sees=1)
-    met.meet("all", at="await_sources.block_any")
-    met.meet("none failed", at="has_failed.block_any")
-    first = p.thread(rank, "0")
-    first.meet("all", at="await_sources.block_any")
-    first.meet("none failed", at="has_failed.block_any")
+    p.meet(met, first, at="await_sources.block_any")
+    p.meet(met, first, at="has_failed.block_any")
     first.write("handed_over", at="hand_over.store_release")
-    looking = p.thread(rank, "1")
+    looking, sender = p.thread(rank, "1"), p.thread(rank, "1")
     looking.read("handed_over", at="hand_over.load_acquire", sees=1)
-    looking.meet("may send", at="hand_over.block_any")
-    sender = p.thread(rank, "1")
-    sender.meet("may send", at="hand_over.block_any")
+    p.meet(looking, sender, at="hand_over.block_any")
     return sender
 
 
 @litmus("Handing over: no block sends before the others have left earlier operations.")
 def hand_over_waits_for_readers(p: Program) -> None:
-    reader = p.thread("A", "before")
+    reader, a = p.thread("A", "before"), p.thread("A", "0")
     reader.read("row", "row")
-    reader.meet("next launch")
-    a = p.thread("A", "0")
-    a.meet("next launch")
+    p.meet(reader, a)
     send_header(a)
     may_send(p, "B", "header").write("row", 2)
     p.forbid(lambda registers: registers["row"] == 2)
@@ -253,11 +237,9 @@ def hand_over_waits_for_readers(p: Program) -> None:
 
 @litmus("Handing over: a row that was sent before never overwrites one that is sent afterwards.")
 def hand_over_waits_for_writers(p: Program) -> None:
-    earlier = p.thread("A", "before")
+    earlier, a = p.thread("A", "before"), p.thread("A", "0")
     earlier.write("row", 1)
-    earlier.meet("next launch")
-    a = p.thread("A", "0")
-    a.meet("next launch")
+    p.meet(earlier, a)
     send_header(a)
     sender = may_send(p, "B", "header")
     sender.write("row", 2)
@@ -291,11 +273,9 @@ def shapes_are_compared_behind_the_header(p: Program) -> None:
 
 @litmus("Who sees the next operation of a rank sees that it has given up this one.")
 def giving_up_is_known_with_the_next_header(p: Program) -> None:
-    a = p.thread("A", "n")
+    a, next_a = p.thread("A", "n"), p.thread("A", "n+1")
     a.write("given_up", at="tell_given_up.signal")
-    a.meet("next launch")
-    next_a = p.thread("A", "n+1")
-    next_a.meet("next launch")
+    p.meet(a, next_a)
     send_header(next_a, 2)
     b = p.thread("B")
     b.read("header", at="find_given_up.newest#1", sees=2)
@@ -336,14 +316,11 @@ def bounce_places(p: Program) -> None:
     "A barrier's words do not race, and a rank that was missed is known to the thread that closes."
 )
 def barrier_words(p: Program) -> None:
-    a = p.thread("A")
-    a.write("barrier", at="barrier.signal")
-    b = p.thread("B")
+    p.thread("A").write("barrier", at="barrier.signal")
+    b, first = p.thread("B"), p.thread("B")
     b.read("barrier", at="await_all.poll")
     b.update("failed", set_if_zero, at="record_failure.compare_exchange_relaxed")
-    b.meet("end", at="barrier.block_sync")
-    first = p.thread("B")
-    first.meet("end", at="barrier.block_sync")
+    p.meet(b, first, at="barrier.block_sync")
     first.read("failed", "failed")
     p.forbid(any_zero("failed"))
 
@@ -384,12 +361,10 @@ def issued_is_reset(p: Program) -> None:
     for block in ("1", "2"):
         sender = p.thread("A", block)
         sender.update("issued", plus(1), at="count_issued.add_release")
-    announcer = p.thread("A", "3")
+    announcer, later = p.thread("A", "3"), p.thread("A", "next")
     announcer.read("issued", at="wait_until_issued.load_acquire", sees=2)
     announcer.write("issued", 0)
-    announcer.meet("next launch")
-    later = p.thread("A", "next")
-    later.meet("next launch")
+    p.meet(announcer, later)
     later.read("issued", "issued")
     p.forbid(lambda registers: registers["issued"] != 0)
 
@@ -424,12 +399,10 @@ def failure_of_another_block(p: Program) -> None:
 @litmus("Blocks that wait for the same word note the same count; readers see it without a race.")
 def counts_of_several_blocks(p: Program) -> None:
     for block in ("1", "2"):
-        first = p.thread("B", block)
+        first, other = p.thread("B", block), p.thread("B", block)
         first.write("counts", at="find_count.store_relaxed#2")
         first.write("issued_lo", at="find_count.store_relaxed#3")
-        first.meet(f"{block}.seen", at="wait_for_words.block_any")
-        other = p.thread("B", block)
-        other.meet(f"{block}.seen", at="wait_for_words.block_any")
+        p.meet(first, other, at="wait_for_words.block_any")
         reader = "prefix_counts.load_relaxed" if block == "1" else "check_returned.load_relaxed"
         other.read("counts", block, at=reader)
     p.forbid(any_zero("1", "2"))
@@ -465,8 +438,7 @@ def sights_reach_the_last_block(p: Program) -> None:
     close_block(p, "1", b, 0)
     first, other = last_block(p)
     other.read("issued_lo", "issued_lo")
-    other.meet("counted", at="close_low_latency.block_sync")
-    first.meet("counted", at="close_low_latency.block_sync")
+    p.meet(first, other, at="close_low_latency.block_sync")
     first.write("issued_lo", 0)
     p.forbid(any_zero("issued_lo"))
 
@@ -494,15 +466,12 @@ def arrivals_are_added_up(p: Program) -> None:
 )
 def place_in_shared_memory(p: Program) -> None:
     p.initial["shared"] = 3
-    worker = p.thread("B")
+    worker, first = p.thread("B"), p.thread("B")
     worker.read("shared", "offsets")
-    worker.meet("end", at="close_operation.block_sync#1")
-    worker.meet("last", at="close_operation.block_sync#2")
-    worker.read("shared", "place")
-    first = p.thread("B")
-    first.meet("end", at="close_operation.block_sync#1")
+    p.meet(worker, first, at="close_operation.block_sync#1")
     first.write("shared", 1)
-    first.meet("last", at="close_operation.block_sync#2")
+    p.meet(worker, first, at="close_operation.block_sync#2")
+    worker.read("shared", "place")
     p.forbid(lambda registers: z3.Or(registers["offsets"] != 3, registers["place"] != 1))
 
 
@@ -521,22 +490,18 @@ def out_of_step(p: Program) -> None:
 )
 def routes_of_a_token(p: Program) -> None:
     p.initial["num_entries"] = 9
-    staging = p.thread("A")
+    staging, putting = p.thread("A"), p.thread("A")
     staging.write("num_entries", 0)
-    staging.meet("cleared", at="send_rows.block_sync#1")
-    staging.update("num_entries", plus(1), at="count_entries.add_relaxed")
+    p.meet(staging, putting, at="send_rows.block_sync#1")
+    for thread in (staging, putting):
+        thread.update("num_entries", plus(1), at="count_entries.add_relaxed")
     staging.write("experts")
-    staging.meet("routes", at="send_rows.block_sync#2")
+    p.meet(staging, putting, at="send_rows.block_sync#2")
+    putting.read("experts", "experts")
     staging.read("num_entries", "entries")
     staging.write("positions")
     staging.write("staged")
-    staging.meet("staged", at="send_rows.block_sync#3")
-    putting = p.thread("A")
-    putting.meet("cleared", at="send_rows.block_sync#1")
-    putting.update("num_entries", plus(1), at="count_entries.add_relaxed")
-    putting.meet("routes", at="send_rows.block_sync#2")
-    putting.read("experts", "experts")
-    putting.meet("staged", at="send_rows.block_sync#3")
+    p.meet(staging, putting, at="send_rows.block_sync#3")
     putting.update("num_entries", plus(1), at="count_entries.add_relaxed")
     putting.read("positions", "positions")
     putting.read("staged", "staged")
@@ -546,11 +511,9 @@ def routes_of_a_token(p: Program) -> None:
 
 @litmus("All entries of an expert have been counted before it is announced.")
 def entries_of_an_expert(p: Program) -> None:
-    counting = p.thread("A")
+    counting, announcer = p.thread("A"), p.thread("A")
     counting.update("num_entries", plus(1), at="count_entries.add_relaxed")
-    counting.meet("counted", at="send_rows.block_sync#4")
-    announcer = p.thread("A")
-    announcer.meet("counted", at="send_rows.block_sync#4")
+    p.meet(counting, announcer, at="send_rows.block_sync#4")
     announcer.read("num_entries", "entries")
     p.forbid(any_zero("entries"))
 
@@ -564,16 +527,7 @@ def sum_of_a_staged_row(p: Program) -> None:
     "Offsets of an expert's rows are there for all warps, and are read before the next but one's."
 )
 def offsets_of_an_expert(p: Program) -> None:
-    first = p.thread("B")
-    first.write("offsets", 1)
-    first.meet("one", at="receive_expert.block_sync")
-    first.meet("two", at="receive_expert.block_sync")
-    first.write("offsets", 3)
-    other = p.thread("B")
-    other.meet("one", at="receive_expert.block_sync")
-    other.read("offsets", "offsets")
-    other.meet("two", at="receive_expert.block_sync")
-    p.forbid(lambda registers: registers["offsets"] != 1)
+    known_between(p, "B", "receive_expert.block_sync", "receive_expert.block_sync", "offsets")
 
 
 @litmus("Combine's offsets are there for all warps that return rows.")
@@ -583,16 +537,7 @@ def offsets_of_returned_rows(p: Program) -> None:
 
 @litmus("All threads see where a token's rows lie, and read that before the next but one's.")
 def rows_that_came_back(p: Program) -> None:
-    first = p.thread("B")
-    first.write("rows", 1)
-    first.meet("one", at="find_rows.block_sync")
-    first.meet("two", at="find_rows.block_sync")
-    first.write("rows", 3)
-    other = p.thread("B")
-    other.meet("one", at="find_rows.block_sync")
-    other.read("rows", "rows")
-    other.meet("two", at="find_rows.block_sync")
-    p.forbid(lambda registers: registers["rows"] != 1)
+    known_between(p, "B", "find_rows.block_sync", "find_rows.block_sync", "rows")
 
 
 @litmus("A received row is copied before its sum is compared.")
@@ -604,15 +549,11 @@ def sum_of_a_received_row(p: Program) -> None:
     "A row that cannot be encoded is copied over what was encoded of it, summed, and put with its header."
 )
 def staged_returned_row(p: Program) -> None:
-    encoding = p.thread("A")
-    copying = p.thread("A")
-    summing = p.thread("A")
+    encoding, copying, summing = (p.thread("A") for _ in range(3))
     encoding.write("data", 1)
-    for lane in (encoding, copying, summing):
-        lane.meet("encoded", at="return_row.warp_sync#1")
+    p.meet(encoding, copying, summing, at="return_row.warp_sync#1")
     copying.write("data", 2)
-    for lane in (encoding, copying, summing):
-        lane.meet("copied", at="return_row.warp_sync#2")
+    p.meet(encoding, copying, summing, at="return_row.warp_sync#2")
     summing.read("data", "summed")
     p.forbid(lambda registers: registers["summed"] != 2)
 
@@ -629,14 +570,14 @@ def plain_staged_row(p: Program) -> None:
 
 @litmus("Threads of a block that wait share what they find.")
 def state_of_a_wait(p: Program) -> None:
-    first = p.thread("B")
+    first, one, two = (p.thread("B") for _ in range(3))
     first.write("headers_left", 2)
-    first.meet("begin", at="wait_for_words.block_sync")
-    for name in ("one", "two"):
-        other = p.thread("B")
-        other.meet("begin", at="wait_for_words.block_sync")
+    p.meet(first, one, two, at="wait_for_words.block_sync")
+    for name, other, counted in (
+        ("one", one, "find_header.add_relaxed"),
+        ("two", two, "pass_header.add_relaxed"),
+    ):
         other.write("hopeless", at="find_header.store_relaxed")
-        counted = "find_header.add_relaxed" if name == "one" else "pass_header.add_relaxed"
         other.update("headers_left", plus(-1), at=counted, register=name)
         other.write("hopeless", at="find_count.store_relaxed#1")
         other.write("in_vain", at="wait_for_words.store_relaxed")
@@ -656,11 +597,9 @@ def step_of_the_timer(p: Program) -> None:
 
 @litmus("A rank that missed a clock round is known to the thread that closes it.")
 def failure_of_a_clock_round(p: Program) -> None:
-    other = p.thread("B")
+    other, first = p.thread("B"), p.thread("B")
     other.update("failed", set_if_zero, at="record_failure.compare_exchange_relaxed")
-    other.meet("end", at="clock_offset.block_sync#2")
-    first = p.thread("B")
-    first.meet("end", at="clock_offset.block_sync#2")
+    p.meet(other, first, at="clock_offset.block_sync#2")
     first.read("failed", "failed")
     p.forbid(any_zero("failed"))
 
@@ -673,12 +612,10 @@ def counts_of_a_layout(p: Program) -> None:
         "rank": "count_for_ranks.add_relaxed#2",
         "node": "count_for_ranks.add_relaxed#3",
     }
-    first = p.thread("A")
+    first, other = p.thread("A"), p.thread("A")
     for place in sites:
         first.write(place, 0)
-    first.meet("cleared", at="count_for_ranks.block_sync")
-    other = p.thread("A")
-    other.meet("cleared", at="count_for_ranks.block_sync")
+    p.meet(first, other, at="count_for_ranks.block_sync")
     for place, at in sites.items():
         other.update(place, plus(1), at=at, register=place)
     p.forbid(lambda registers: z3.Or(*[registers[place] != 0 for place in sites]))
