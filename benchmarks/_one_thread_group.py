@@ -82,7 +82,6 @@ class Rank:
     def __init__(
         self, native: Any, rank: int, args: GroupShape, experts: Sequence[int], counters: bool
     ) -> None:
-        self.args = args
         self.phase_send = native.PHASE_SEND
         num_local_experts = args.num_experts // args.num_ranks
         num_rows = num_local_experts * args.num_ranks * args.num_tokens
@@ -122,42 +121,8 @@ class Rank:
         )
         self.src_info = zeros(ctypes.c_int32, num_words)
         self.layout_range = zeros(ctypes.c_int64, num_local_experts * args.num_ranks)
-        self.ys = zeros(ctypes.c_uint16, num_rows * args.hidden)
-        self.out = zeros(ctypes.c_uint16, args.num_tokens * args.hidden)
-        self.counters = {
-            kind: Counters(native, args.num_ranks, counters) for kind in ("dispatch", "combine")
-        }
-
-    def dispatch(self, phases: int) -> None:
-        """One phase of an FP8 dispatch."""
-        args = self.args
-        self.runtime.low_latency_dispatch(
-            x=ctypes.addressof(self.x),
-            num_tokens=args.num_tokens,
-            hidden=args.hidden,
-            topk_idx=ctypes.addressof(self.topk_idx),
-            num_topk=args.num_topk,
-            num_max_dispatch_tokens_per_rank=args.num_tokens,
-            num_experts=args.num_experts,
-            use_fp8=True,
-            round_scale=False,
-            use_ue8m0=False,
-            recv_x=ctypes.addressof(self.recv_x),
-            recv_scales=ctypes.addressof(self.recv_scales),
-            recv_count=ctypes.addressof(self.recv_count),
-            src_info=ctypes.addressof(self.src_info),
-            layout_range=ctypes.addressof(self.layout_range),
-            cumulative_local_expert_recv_stats=0,
-            wait_stats=0,
-            counters=self.counters["dispatch"].pointers(),
-            phases=phases,
-            stream=0,
-        )
-
-    def combine(self, phases: int) -> None:
-        """One phase of a combine; before the first, the look at the handle that `Buffer` takes."""
-        args = self.args
-        common = {
+        # What both operations take.
+        self.common = {
             "topk_idx": ctypes.addressof(self.topk_idx),
             "src_info": ctypes.addressof(self.src_info),
             "layout_range": ctypes.addressof(self.layout_range),
@@ -167,10 +132,37 @@ class Rank:
             "num_max_dispatch_tokens_per_rank": args.num_tokens,
             "num_experts": args.num_experts,
         }
-        if phases & self.phase_send and self.runtime.find_handle_fault(**common) is not None:
+        self.ys = zeros(ctypes.c_uint16, num_rows * args.hidden)
+        self.out = zeros(ctypes.c_uint16, args.num_tokens * args.hidden)
+        self.counters = {
+            kind: Counters(native, args.num_ranks, counters) for kind in ("dispatch", "combine")
+        }
+
+    def dispatch(self, phases: int) -> None:
+        """One phase of an FP8 dispatch."""
+        self.runtime.low_latency_dispatch(
+            **self.common,
+            x=ctypes.addressof(self.x),
+            use_fp8=True,
+            round_scale=False,
+            use_ue8m0=False,
+            recv_x=ctypes.addressof(self.recv_x),
+            recv_scales=ctypes.addressof(self.recv_scales),
+            recv_count=ctypes.addressof(self.recv_count),
+            cumulative_local_expert_recv_stats=0,
+            wait_stats=0,
+            counters=self.counters["dispatch"].pointers(),
+            phases=phases,
+            stream=0,
+        )
+
+    def combine(self, phases: int) -> None:
+        """One phase of a combine; before the first, the look at the handle that `Buffer` takes."""
+        is_first = phases & self.phase_send
+        if is_first and self.runtime.find_handle_fault(**self.common) is not None:
             raise SystemExit("the handle is refused")
         self.runtime.low_latency_combine(
-            **common,
+            **self.common,
             x=ctypes.addressof(self.ys),
             topk_weights=ctypes.addressof(self.weights),
             out=ctypes.addressof(self.out),
@@ -220,9 +212,9 @@ class Group:
             rank.runtime.close()
 
 
-def random_routes(args: GroupShape, seed: int = 1, num_nodes: int = 1) -> list[list[int]]:
-    """Different experts for each token, all equally likely but on 4 nodes at most; the same for a seed."""
-    generator = random.Random(seed)
+def random_routes(args: GroupShape, num_nodes: int = 1) -> list[list[int]]:
+    """Different experts for each token, all equally likely but on 4 nodes at most; always the same."""
+    generator = random.Random(1)
     experts = range(args.num_experts)
     per_node = args.num_experts // num_nodes
 
