@@ -28,13 +28,15 @@ def tree(tmp_path: Path) -> Path:
 
 
 def install(
-    tree: Path, *arguments: str | Path, path: str | None = None
+    tree: Path, *arguments: str | Path, status: int = 0, path: str | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Run the script of `tree`."""
+    """Run the script of `tree`, which must end with this status."""
     env = {**os.environ, "PATH": path or os.environ["PATH"]}
     env.pop("CUDA_HOME", None)
     command = ["bash", str(tree / "install_nvshmem.sh"), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, env=env, check=False)
+    result = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
+    assert result.returncode == status, result.stderr + result.stdout
+    return result
 
 
 def make_prefix(prefix: Path, version: str = "3.8.0") -> Path:
@@ -71,38 +73,34 @@ def make_source(source: Path) -> Path:
 def test_prefix_is_linked_and_said(tree: Path, tmp_path: Path) -> None:
     prefix = make_prefix(tmp_path / "prefix")
     result = install(tree, "--prefix", prefix)
-    assert result.returncode == 0, result.stderr
     assert (tree / "third-party" / "nvshmem").resolve() == prefix
     assert "NVSHMEM 3.8.0" in result.stdout
     assert f"export NVSHMEM_DIR={prefix}" in result.stdout.splitlines()
-    assert install(tree, "--check").returncode == 0
+    install(tree, "--check")
 
 
 def test_a_second_prefix_replaces_the_link(tree: Path, tmp_path: Path) -> None:
     install(tree, "--prefix", make_prefix(tmp_path / "one"))
-    result = install(tree, "--prefix", make_prefix(tmp_path / "two"))
-    assert result.returncode == 0, result.stderr
+    install(tree, "--prefix", make_prefix(tmp_path / "two"))
     assert (tree / "third-party" / "nvshmem").resolve() == tmp_path / "two"
 
 
 def test_a_real_folder_is_not_replaced(tree: Path, tmp_path: Path) -> None:
     (tree / "third-party" / "nvshmem").mkdir()
-    result = install(tree, "--prefix", make_prefix(tmp_path / "prefix"))
-    assert result.returncode == 1
+    result = install(tree, "--prefix", make_prefix(tmp_path / "prefix"), status=1)
     assert "Move it away" in result.stderr
 
 
 @pytest.mark.parametrize("version", ["2.11.0", "3.4.5"])
 def test_old_versions_are_refused(tree: Path, tmp_path: Path, version: str) -> None:
-    result = install(tree, "--prefix", make_prefix(tmp_path / "prefix", version))
-    assert result.returncode == 1
+    result = install(tree, "--prefix", make_prefix(tmp_path / "prefix", version), status=1)
     assert f"NVSHMEM {version}; 3.5 or newer is needed" in result.stderr
     assert not (tree / "third-party" / "nvshmem").exists()
 
 
 @pytest.mark.parametrize("version", ["3.5.0", "3.10.1", "4.0.0"])
 def test_new_versions_are_accepted(tree: Path, tmp_path: Path, version: str) -> None:
-    assert install(tree, "--prefix", make_prefix(tmp_path / "prefix", version)).returncode == 0
+    install(tree, "--prefix", make_prefix(tmp_path / "prefix", version))
 
 
 @pytest.mark.parametrize(
@@ -118,8 +116,7 @@ def test_new_versions_are_accepted(tree: Path, tmp_path: Path, version: str) -> 
 def test_a_missing_part_is_named(tree: Path, tmp_path: Path, missing: str, message: str) -> None:
     prefix = make_prefix(tmp_path / "prefix")
     (prefix / missing).unlink()
-    result = install(tree, "--prefix", prefix)
-    assert result.returncode == 1
+    result = install(tree, "--prefix", prefix, status=1)
     assert message in result.stderr
 
 
@@ -134,8 +131,7 @@ def test_a_missing_part_is_named(tree: Path, tmp_path: Path, missing: str, messa
     ],
 )
 def test_wrong_use_is_named(tree: Path, arguments: list[str], message: str) -> None:
-    result = install(tree, *arguments)
-    assert result.returncode == 1
+    result = install(tree, *arguments, status=1)
     assert message in result.stderr
 
 
@@ -144,14 +140,12 @@ def test_without_cuda_the_version_is_asked_for(tree: Path, tmp_path: Path) -> No
     tools.mkdir()
     for name in ("bash", "dirname", "sed", "cat"):
         (tools / name).symlink_to(shutil.which(name) or "")
-    result = install(tree, path=str(tools))
-    assert result.returncode == 1
+    result = install(tree, path=str(tools), status=1)
     assert "--cuda 13" in result.stderr
 
 
 def test_help_names_every_mode(tree: Path) -> None:
     result = install(tree, "--help")
-    assert result.returncode == 0
     for word in ("--prefix", "--source", "--check", "--repair", "--cuda"):
         assert word in result.stdout
 
@@ -176,7 +170,6 @@ def test_the_repair_is_offered_where_torch_brought_an_older_one(
 ) -> None:
     monkeypatch.setenv("PYTHON", str(python_with(tmp_path, brought)))
     result = install(tree, "--prefix", make_prefix(tmp_path / "prefix"))
-    assert result.returncode == 0, result.stderr
     assert ("--repair" in result.stdout) == offered
     assert (f"has NVSHMEM {brought}, which torch loads first" in result.stdout) == offered
 
@@ -186,7 +179,6 @@ def test_the_repair_installs_the_pinned_wheel_and_not_what_torch_asks_for(
 ) -> None:
     monkeypatch.setenv("PYTHON", str(python_with(tmp_path, "3.4.5")))
     result = install(tree, "--repair", "--cuda", "13")
-    assert result.returncode == 0, result.stderr
     arguments = (tmp_path / "arguments").read_text()
     assert arguments.startswith("-m pip install ")
     assert {"--no-deps", "--require-hashes"} <= set(arguments.split())
@@ -204,22 +196,19 @@ def cmake() -> None:
 @pytest.mark.usefixtures("cmake")
 class TestSource:
     def test_a_source_tree_is_built_with_ibgda_alone(self, tree: Path, tmp_path: Path) -> None:
-        result = install(tree, "--source", make_source(tmp_path / "source"))
-        assert result.returncode == 0, result.stderr + result.stdout
+        install(tree, "--source", make_source(tmp_path / "source"))
         prefix = tree / "third-party" / "nvshmem-source"
         assert (tree / "third-party" / "nvshmem").resolve() == prefix
         assert (tree / "build" / "nvshmem" / "options.txt").read_text() == "ON OFF OFF"
 
     def test_a_folder_without_cmake_files_is_refused(self, tree: Path, tmp_path: Path) -> None:
-        result = install(tree, "--source", tmp_path)
-        assert result.returncode == 1
+        result = install(tree, "--source", tmp_path, status=1)
         assert "is no NVSHMEM source tree" in result.stderr
 
     def test_a_failing_cmake_is_reported(self, tree: Path, tmp_path: Path) -> None:
         source = make_source(tmp_path / "source")
         (source / "CMakeLists.txt").write_text("message(FATAL_ERROR broken)\n")
-        result = install(tree, "--source", source)
-        assert result.returncode == 1
+        result = install(tree, "--source", source, status=1)
         assert "cmake refused" in result.stderr
 
 
