@@ -197,16 +197,18 @@ def _errors(host: Host) -> Iterator[Finding]:
 def _libmlx5(host: Host) -> Finding:
     own = host.environment.get("LD_LIBRARY_PATH", "").split(":")
     for folder in (*filter(None, own), *_LIBRARY_FOLDERS):
-        files = [name for name in host.names(folder) if name.startswith("libmlx5.so.1")]
-        if not files:
+        names = [name for name in host.names(folder) if name.startswith("libmlx5.so.1")]
+        if not names:
             continue
-        file = f"{folder}/{files[-1]}"
+        # The first one is the link that the loader follows.
+        library = host.path(f"{folder}/{names[0]}").resolve()
+        file = f"{folder}/{library.name}"
         try:
-            has_symbols = _MLX5_SYMBOLS.encode() in host.path(file).read_bytes()
+            has_symbols = _MLX5_SYMBOLS.encode() in library.read_bytes()
         except OSError as error:
             return fail(f"{file}: {error.strerror}")
         if has_symbols:
-            return ok(file, agreed={"libmlx5": files[-1]})
+            return ok(file, agreed={"libmlx5": library.name})
         return warn(f"{file} has no symbols {_MLX5_SYMBOLS}")
     return fail("not found", repair="apt-get install ibverbs-providers")
 

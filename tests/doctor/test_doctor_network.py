@@ -118,6 +118,15 @@ def test_an_old_libmlx5_is_named(tmp_path: Path) -> None:
     assert (found.status, "no symbols MLX5_1.25" in found.found) == (WARN, True)
 
 
+def test_the_libmlx5_is_the_one_that_the_loader_follows(tmp_path: Path) -> None:
+    older = MLX5.replace("1.25.50", "1.9.40")
+    link = (tmp_path / MLX5.lstrip("/")).with_name("libmlx5.so.1")
+    link.parent.mkdir(parents=True)
+    link.symlink_to(Path(MLX5).name)
+    found = named(look(tmp_path, {older: "MLX5_1.9"}), "libmlx5")
+    assert (found.status, found.found) == (OK, MLX5)
+
+
 def test_missing_options_of_the_driver_are_named_with_the_line_that_sets_them(
     tmp_path: Path,
 ) -> None:
