@@ -95,7 +95,7 @@ def _version_of(package: Path) -> str:
 )
 def _other_copies(host: Host) -> Iterator[Finding]:
     """Folders named deep_ep on the search path besides the one that is examined."""
-    places = dict.fromkeys(Path(entry or ".").resolve() / "deep_ep" for entry in host.search_path)
+    places = dict.fromkeys((Path(entry) / "deep_ep").resolve() for entry in host.search_path)
     copies = [place for place in places if (place / "__init__.py").is_file()]
     others = [place for place in copies if place != host.package]
     if others:
@@ -151,7 +151,7 @@ def _editable_source(distribution: importlib.metadata.Distribution) -> Path | No
         return None
     if not origin.get("dir_info", {}).get("editable"):
         return None
-    return Path(url2pathname(urlsplit(origin["url"]).path))
+    return Path(url2pathname(urlsplit(origin["url"]).path)).resolve()
 
 
 # ---- native modules

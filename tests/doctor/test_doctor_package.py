@@ -87,8 +87,12 @@ def test_another_package_of_the_same_name_on_the_path_is_named_in_order(tmp_path
     assert f"{other} (another package, 1.2.1), {host.package} (this package" in found.found
 
 
-def test_one_copy_alone_is_no_line(tmp_path: Path) -> None:
-    host = installation(tmp_path, search_path=(str(tmp_path / "source"),))
+def test_one_copy_is_no_line_whatever_links_to_it(tmp_path: Path) -> None:
+    link = tmp_path / "site" / "deep_ep"
+    link.parent.mkdir()
+    link.symlink_to(tmp_path / "source" / "deep_ep")
+    folders = [tmp_path / "source", link.parent]
+    host = installation(tmp_path, search_path=tuple(map(str, folders)))
     assert not all_named(look(host), "other deep_ep")
 
 
@@ -101,12 +105,14 @@ def test_two_distributions_fail(tmp_path: Path) -> None:
     assert "pip uninstall deep_ep" in found.repair
 
 
-@pytest.mark.parametrize(("of_this_tree", "status"), [(True, OK), (False, WARN)])
+@pytest.mark.parametrize(
+    ("tree", "status"), [("source", OK), ("link to source", OK), ("elsewhere", WARN)]
+)
 def test_an_editable_installation_of_another_tree_is_warned_of(
-    tmp_path: Path, of_this_tree: bool, status: str
+    tmp_path: Path, tree: str, status: str
 ) -> None:
-    source = tmp_path / "source" if of_this_tree else tmp_path / "elsewhere"
-    distribution(tmp_path / "site", "1.2.1+diagnose.1", editable=str(source))
+    (tmp_path / "link to source").symlink_to(tmp_path / "source")
+    distribution(tmp_path / "site", "1.2.1+diagnose.1", editable=str(tmp_path / tree))
     host = installation(tmp_path, search_path=(str(tmp_path / "site"),))
     assert named(look(host), "distribution").status == status
 
