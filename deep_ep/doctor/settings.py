@@ -14,7 +14,7 @@ from deep_ep.errors import EPArgumentError
 
 CHECKS = Table()
 # Read by setup.py.
-_OF_THE_BUILD = ("DEEP_EP_CPU_ARCH", "DEEP_EP_WERROR", "DEEP_EP_CUDA")
+_OF_THE_BUILD = ("DEEP_EP_CPU_ARCH", "DEEP_EP_WERROR", "DEEP_EP_CUDA", "DEEP_EP_TIME_MODEL")
 _OURS = re.compile(r"DEEP_?EP_\w+")
 _SHOWN = re.compile(
     r"(DEEP_?EP|NVSHMEM|NCCL|TORCH_NCCL|UCX)_\w+|CUDA_(VISIBLE|DEVICE|LAUNCH)_\w+|LD_PRELOAD"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,9 @@ from deep_ep.doctor.checks import examine
 from deep_ep.doctor.finding import FAIL, OK, WARN, Finding
 from deep_ep.doctor.host import Host
 from made_up_host import DRIVER, all_named, made_up, named
+
+# Reads the variables of the build.
+SETUP = Path(__file__).resolve().parents[2] / "setup.py"
 
 
 def check(tmp_path: Path, files: dict[str, str] | None = None, **environment: str) -> list[Finding]:
@@ -34,7 +38,8 @@ def test_nothing_set_is_ok(tmp_path: Path) -> None:
 
 
 def test_a_misspelt_variable_is_named_with_the_nearest_known_one(tmp_path: Path) -> None:
-    findings = check(tmp_path, DEEP_EP_TIMEOUT="300", DEEP_EP_CUDA="1")
+    of_the_build = dict.fromkeys(re.findall(r"\bDEEP_EP_\w+", SETUP.read_text()), "1")
+    findings = check(tmp_path, DEEP_EP_TIMEOUT="300", **of_the_build)
     found = named(findings, "unknown variable")
     assert (found.status, found.found) == (WARN, "DEEP_EP_TIMEOUT; DEEP_EP_TIMEOUT_S may be meant")
     assert found.repair == "unset DEEP_EP_TIMEOUT; export DEEP_EP_TIMEOUT_S=300"
