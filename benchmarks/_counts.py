@@ -34,7 +34,6 @@ class PathCounts:
 
     @property
     def bytes(self) -> float:
-        """All that is sent."""
         return sent_bytes(self.counts)
 
     @property

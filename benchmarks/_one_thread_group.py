@@ -193,7 +193,6 @@ class Group:
             rank.runtime.release_handle()
 
     def dispatch(self) -> None:
-        """One dispatch of all ranks."""
         for phase in self.phases:
             for rank in self.ranks:
                 rank.dispatch(phase)

@@ -65,7 +65,6 @@ class Run:
         return {**chosen, "DEEP_EP_INJECT": ",".join(by_environment)} if by_environment else chosen
 
     def command(self) -> list[str]:
-        """The program with its options."""
         popular = [f.partition("=")[2] for f in self.injected if f.startswith("hot-rank")]
         return [
             sys.executable,
@@ -102,7 +101,6 @@ class Outcome:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of this part."""
     real = parser.add_argument_group("real kernels")
     real.add_argument("--real", action="store_true", help="run them instead of generated windows")
     real.add_argument("--shape", choices=list(SHAPES), default="small", help="sizes (small)")
@@ -129,7 +127,6 @@ def cases(num_ranks: int, generator: np.random.Generator) -> dict[str, tuple[str
 
 
 def plan(args: argparse.Namespace, first_seed: int) -> list[Run]:
-    """All runs."""
     runs = []
     layouts = {name: LAYOUTS[name] for name in (["EP4"] if args.quick else LAYOUTS)}
     for layout, (num_ranks, _) in layouts.items():

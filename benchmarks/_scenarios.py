@@ -76,7 +76,6 @@ class Shape:
 
     @property
     def num_ranks(self) -> int:
-        """Of all nodes."""
         return self.nodes * self.per_node
 
 
@@ -394,7 +393,6 @@ class Cell:
 
     @property
     def group(self) -> Shape:
-        """Its shape."""
         return SHAPES[self.shape]
 
     @property
@@ -417,7 +415,6 @@ class Cell:
         return f"{self.scenario}{size}, {self.shape}, {self.family}, clocks {self.clock}"
 
     def machine(self) -> Machine:
-        """The ranks' machine."""
         machine = replace(CLUSTER, ranks_per_node=self.group.per_node)
         for change in (FAMILIES[self.family], CLOCKS[self.clock]):
             machine = change(machine)

@@ -21,7 +21,6 @@ class Table:
     note: str = ""
 
     def show(self, console: Console) -> None:
-        """Prints it."""
         table = rich.table.Table(title=self.title, title_justify="left", caption=self.note or None)
         for i, name in enumerate(self.header):
             table.add_column(name, justify="left" if i == 0 else "right", no_wrap=True)

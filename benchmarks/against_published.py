@@ -87,7 +87,6 @@ def table(found: Sequence[tuple[str, float, float]], device: str) -> Table:
 
 
 def main() -> None:
-    """Parses the options, compares, prints and writes."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )

@@ -427,7 +427,6 @@ def stored_result(result: Result) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Runs the part asked for."""
     args = parse_arguments()
     console = Console(width=None if sys.stdout.isatty() else _WIDTH, highlight=False)
     if args.real:

@@ -333,7 +333,6 @@ def program_table(args: argparse.Namespace, console: Console) -> Table:
 
 
 def main() -> int:
-    """Measures and prints."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )

@@ -122,7 +122,6 @@ RULES: dict[str, list[Patch]] = {
 
 @contextlib.contextmanager
 def without(rule: Sequence[Patch]) -> Iterator[None]:
-    """The engine without a rule."""
     kept = [(where, name, getattr(where, name)) for where, name, _ in rule]
     try:
         for where, name, by in rule:
@@ -174,7 +173,6 @@ def table(scores: dict[str, dict[str, Score]]) -> Table:
 
 
 def main() -> int:
-    """All rules on all parts."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )

@@ -66,7 +66,6 @@ def quartiles(samples: Sequence[float]) -> str:
 
 
 def main() -> None:
-    """Parses the options, builds, measures, writes."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -160,7 +160,6 @@ def sentences(found: Mapping[str, Any]) -> str:
 
 
 def main() -> None:
-    """Parses the options, finds out, prints and writes."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )

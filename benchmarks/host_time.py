@@ -172,7 +172,6 @@ def profile(rounds: int) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measures and prints."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )

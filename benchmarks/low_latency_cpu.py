@@ -215,7 +215,6 @@ def report(num_ranks: int, results: list[dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    """Parses the options and runs each group size."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )

@@ -113,7 +113,6 @@ def round_of(
 def measure_setting(
     ranks: Ranks, problems: list[Problem], setting: Setting, args: argparse.Namespace
 ) -> Row:
-    """All batches of one setting."""
     for buffer in ranks.buffers:
         buffer.runtime.set_launch_shape(blocks=setting.blocks, warps=WARPS if setting.blocks else 0)
     dispatch, combine = measure(
@@ -172,7 +171,6 @@ def latency_table(rows: list[Row], step_ns: int, title: str) -> Table:
 
 
 def main() -> None:
-    """Parses the options, measures, prints and writes."""
     parser = options(__doc__, [1, 2, 4, 8], num_tokens=128, rounds=30)
     parser.add_argument("--blocks", type=int, nargs="+", default=[0, 4, 16], help="0: automatic")
     args = parser.parse_args()

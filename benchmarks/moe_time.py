@@ -69,7 +69,6 @@ def ways() -> dict[str, Callable[[], None]]:
 
 
 def main() -> None:
-    """Measures and prints."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--rounds", type=int, default=400)
     given = parser.parse_args()

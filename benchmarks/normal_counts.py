@@ -182,7 +182,6 @@ def lines_of(counts: Sequence[HopCounts]) -> str:
 
 
 def main() -> int:
-    """Counts and prints; `--write` puts the table into the page."""
     args = options(__doc__).parse_args()
     counts: list[HopCounts] = []
     for num_ranks, ranks_per_node in GROUPS:

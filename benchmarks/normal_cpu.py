@@ -170,7 +170,6 @@ class Ours:
         return Received(data, scales, handle)
 
     def combine(self, ys: torch.Tensor, received: Received) -> torch.Tensor:
-        """As Gloo.combine."""
         combined: torch.Tensor = self.buffer.combine(ys, received.state, config=self.configs[1])[0]
         return combined
 
@@ -199,7 +198,6 @@ class Elastic:
         return Received(data, scales, handle)
 
     def combine(self, ys: torch.Tensor, received: Received) -> torch.Tensor:
-        """As Gloo.combine."""
         return self.buffer.combine(ys, received.state)[0]
 
 
@@ -390,7 +388,6 @@ def report(results: list[dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    """Parses the options and runs each number of nodes."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )

@@ -170,7 +170,6 @@ def bandwidth_table(rows: list[Row], title: str) -> Table:
 
 
 def main() -> None:
-    """Parses the options, measures, prints and writes."""
     parser = options(__doc__, [4, 8], num_tokens=4096, rounds=5)
     parser.add_argument("--num-sms", type=int, nargs="+", default=[8, 16, 24], help="of each rank")
     args = parser.parse_args()

@@ -50,7 +50,6 @@ class OperationCounts:
 
 
 def traffic(group: Group) -> list[dict[str, Any]]:
-    """What every rank has sent so far."""
     return [rank.runtime.traffic() for rank in group.ranks]
 
 
@@ -181,7 +180,6 @@ def tables(counts: Sequence[OperationCounts]) -> str:
 
 
 def main() -> int:
-    """Counts and prints; `--write` puts the tables into the page."""
     parser = options(__doc__)
     parser.add_argument("--num-ranks", type=int, nargs="+", default=list(RANKS))
     parser.add_argument("--instructions", action="store_true", help="needs valgrind, takes minutes")

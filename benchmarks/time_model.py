@@ -191,7 +191,6 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main() -> None:
-    """Simulates and prints."""
     args = _parser().parse_args()
     console = Console(width=160, highlight=False)
     if args.tune:

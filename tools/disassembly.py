@@ -45,7 +45,6 @@ def cubins(module: Path, folder: Path) -> list[Path]:
 
 
 def disassembled(module: Path) -> Iterator[Instruction]:
-    """All instructions of a module."""
     with tempfile.TemporaryDirectory() as folder:
         for cubin in cubins(module, Path(folder)):
             command = [find_tool("nvdisasm"), "-c", "-gi", str(cubin)]

@@ -313,7 +313,6 @@ def summary(results: Iterable[Result]) -> str:
 
 
 def write_summary(results: Sequence[Result], out: Path) -> None:
-    """summary.txt and results.json."""
     (out / "summary.txt").write_text(summary(results))
     found = [asdict(one) for one in results]
     (out / "results.json").write_text(json.dumps({"steps": found}, indent=1))

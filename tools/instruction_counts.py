@@ -144,7 +144,6 @@ def evaluate(code: Iterable[Instruction]) -> list[tuple[Count, float]]:
 
 
 def main() -> int:
-    """Print the counts and judge them."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )

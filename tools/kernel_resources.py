@@ -83,7 +83,6 @@ def names(symbols: list[str]) -> list[str]:
 
 
 def main() -> int:
-    """Print the table and judge it."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )

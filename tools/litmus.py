@@ -32,7 +32,6 @@ def finder(source: Source, variant: Variant, tests: list[Litmus]) -> Litmus | No
 
 
 def main() -> int:
-    """Check claims and variants, and print what was found."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )

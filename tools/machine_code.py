@@ -28,7 +28,6 @@ def audit(module: Path, source: Source, *, whole: bool = True) -> Findings:
 
 
 def main() -> int:
-    """Audit the modules and print how many facts hold."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )

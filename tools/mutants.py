@@ -368,7 +368,6 @@ def build(tree: Path, killers: Iterable[Killer]) -> Any:
 
 
 def command_of(tree: Path, tool: Any, killer: Killer) -> list[str]:
-    """The command of a killer in a tree."""
     if killer.runner == "pytest":
         file, *rest = killer.arguments
         options = ["-q", "-x", "--no-header", "-p", "no:cacheprovider"]
@@ -515,7 +514,6 @@ def check(words: list[str], *, quick: bool = False) -> tuple[list[Outcome], list
 
 
 def main() -> int:
-    """Judge, tabulate, count."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--list", action="store_true", help="only say what there is")
     parser.add_argument(

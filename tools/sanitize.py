@@ -219,7 +219,6 @@ def telling(lines: list[str]) -> list[str]:
 
 
 def main() -> int:
-    """Build, run, count."""
     selected = programs(sys.argv[1:])
     if not selected:
         print("no tests/cpp/test_*.cpp match")

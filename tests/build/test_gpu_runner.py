@@ -30,7 +30,6 @@ LIMIT_S = 60.0
 
 
 def python(name: str, code: str, **arguments: Any) -> Step:
-    """A step that runs Python."""
     return Step(
         name,
         "what it shows",

@@ -21,7 +21,6 @@ NUM_RANKS, NUM_TOKENS, NUM_TOPK, NUM_EXPERTS = 4, 16, 2, 8
 
 @pytest.fixture(scope="module")
 def normal_command() -> Any:
-    """benchmarks/normal_counts.py."""
     if deep_ep.native.backend.get().name != "cpu":
         pytest.skip("the simulation is of the cpu backend")
     return importlib.import_module("normal_counts")

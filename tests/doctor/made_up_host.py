@@ -64,5 +64,4 @@ def named(findings: Iterable[Finding], name: str) -> Finding:
 
 
 def all_named(findings: Iterable[Finding], name: str) -> list[Finding]:
-    """All findings of this name."""
     return [finding for finding in findings if finding.name == name]

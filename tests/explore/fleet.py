@@ -112,7 +112,6 @@ class _Worker:
         return {"failures": [f"the process ended: {why}"]}, False
 
     def end(self) -> None:
-        """Ends the process."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait()

@@ -56,7 +56,6 @@ class Site:
 
     @property
     def text(self) -> str:
-        """The source line."""
         return (ROOT / self.path).read_text().splitlines()[self.line - 1].strip()
 
 
@@ -85,7 +84,6 @@ def functions(text: str) -> list[tuple[int, str]]:
 
 
 def sites_of(path: str, text: str) -> list[Site]:
-    """All sites of one file."""
     text = without_comments(text)
     heads = functions(text)
     found: list[tuple[str, str, int, str, str]] = []
