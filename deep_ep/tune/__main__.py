@@ -231,10 +231,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value}; it must be at least 1")
-    return value
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r}; it must be an integer of at least 1")
+    return int(text)
 
 
 def _nodes_and_ranks(text: str) -> tuple[int, int]:

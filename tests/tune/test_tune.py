@@ -126,6 +126,7 @@ def test_a_file_of_something_else_is_no_memory(text: str) -> None:
     [
         (["--num-sms", "7"], "must be even"),
         (["--tokens", "0"], "at least 1"),
+        (["--tokens", "many"], "'many'; it must be an integer of at least 1"),
         ([], "torchrun --nproc-per-node 8 -m deep_ep.tune"),
         (["--model", "H200"], "--model needs --ranks, such as 8x8"),
         (["--model", "H200", "--ranks", "64"], "'64'; it must be nodes x ranks of each"),
