@@ -37,10 +37,8 @@ class Table:
             "|---" + "|---:" * (len(self.header) - 1) + "|",
         ]
         lines += ["| " + " | ".join(row) + " |" for row in self.rows]
-        return re.sub(r"\[/?[a-z ]+\]", "", "\n".join([*lines, "", *self._notes()]))
-
-    def _notes(self) -> list[str]:
-        return [self.note, ""] if self.note else []
+        notes = [self.note, ""] if self.note else []
+        return re.sub(r"\[/?[a-z ]+\]", "", "\n".join([*lines, "", *notes]))
 
 
 def write_markdown(path: Path, heading: str, tables: Sequence[Table]) -> None:

@@ -43,7 +43,6 @@ class Machine:
         self.began_ns = self.now_ns()
         self.sleep = self._simulation.sleep
         self.stop_after = self._simulation.stop_after
-        self.has_stopped = self._simulation.has_stopped
         self.die_after = self._simulation.die_after
 
     def has_hung(self) -> bool:
