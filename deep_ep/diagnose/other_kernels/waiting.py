@@ -186,4 +186,6 @@ def _of_ranks(counter: Counter, added: IntArray, num_ranks: int, experts: int) -
     values = added.astype(np.float64)
     if counter.entries == "ranks":
         return values[:num_ranks]
+    # A call of more experts than there are entries was not counted.
+    experts = min(experts, values.size // num_ranks)
     return np.asarray(values[: num_ranks * experts].reshape(num_ranks, experts).mean(axis=1))

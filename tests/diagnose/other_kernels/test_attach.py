@@ -266,11 +266,13 @@ def test_a_group_that_has_grown_beyond_its_memory_counts_no_more(
 
 
 def test_more_experts_than_entries_are_not_counted(caplog: pytest.LogCaptureFixture) -> None:
-    buffer = buffer_of(wheels.NpuBuffer, _OfSize(4))
-    attached(buffer)
+    buffer = buffer_of(wheels.NpuBuffer, _OfSize(6))
+    by = attached(buffer)
     buffer.dispatch(None, num_tokens_per_expert=torch.zeros(8192, dtype=torch.int32))
     assert buffer.passed["dispatch"] == [None]
     assert "a call needs 8192 entries; there are 4096" in caplog.text
+    # What else is counted is still read.
+    assert read(by, "dispatch")[0] == [0.0] * 6
 
 
 @pytest.mark.parametrize(
