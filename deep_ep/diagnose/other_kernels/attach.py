@@ -24,9 +24,9 @@ from ..core.package import EPArgumentError, EPTypeError, Group, as_group, env
 from ..live.mailbox import Mailbox, is_lost, mailbox_in, open_mailbox, store_of
 from ..live.wait_sampler import WaitSampler, Window
 from ..live.window_log import reason, say
-from .entries import counts_entries, entries
+from .entries import EntryWaits, counts_entries, entries
 from .judge import Judge
-from .waiting import CountedWait, Reader, clock_of, kernel_device, take
+from .waiting import CountedWait, clock_of, kernel_device, take
 from .wheels import Counter, Wheel, counters_of, parameters, wheel_of
 
 # Where a buffer keeps what was attached to it, and what was said when its memory was made.
@@ -60,18 +60,17 @@ class Attached:
         self._noted: int | None = None
         self.counted: dict[str, CountedWait] = {}
         for counter in counters:
-            length = _MOST_EXPERTS if counter.entries == "experts" else ranks.size
-            ours = torch.zeros(length, dtype=counter.dtype, device=device)
+            is_npu = counter.unit == "us"
+            length, dtype = (_MOST_EXPERTS, torch.int32) if is_npu else (ranks.size, torch.int64)
+            ours = torch.zeros(length, dtype=dtype, device=device)
             self.counted[counter.method] = CountedWait(
                 counter, ranks.size, ours, length, ranks.experts_per_rank
             )
         clock = clock_of(device)
         if clock is None and device.type == "cuda" and ranks.rank == 0:
             say("the clock of the SMs cannot be read; waiting is told as if it were 1 GHz")
-        readers: list[Reader] = [
-            *self.counted.values(),
-            *entries(buffer, ranks.size, ranks.rank, device),
-        ]
+        at_entries = entries(buffer, ranks.size, ranks.rank, device)
+        readers: list[CountedWait | EntryWaits] = [*self.counted.values(), *at_entries]
         self.operations = [reader.operation for reader in readers]
         read = functools.partial(take, readers, clock or (lambda: 1.0))
         # The first reading makes the stream that copies are queued on, which no capture may see.
@@ -80,28 +79,16 @@ class Attached:
         sampler = WaitSampler(ranks.mailbox(), read, judge, _failed, interval_s, interval_s)
         self._stop = weakref.finalize(buffer, sampler.stop)
 
-    def note(self, num_experts: int | None) -> None:
-        """Experts of all ranks, of a call that begins now."""
-        if num_experts is None or num_experts == self._noted:
-            return
-        self._noted = num_experts
-        for counted in self.counted.values():
-            if self.grows:
-                counted.length = num_experts // counted.experts_per_rank
-                continue
-            counted.experts_per_rank = max(num_experts // counted.num_ranks, 1)
-            if counted.counter.entries == "experts":
-                counted.length = num_experts
-
     def tensor(
         self, counted: CountedWait, signature: _Signature, args: Any, kwargs: Any
     ) -> torch.Tensor | None:
         """Notes a call, and gives what it counts in; None: it does so in a tensor of the program."""
-        if signature.tells_experts:
-            self.note(signature.value("num_experts", args, kwargs))
-        elif signature.has_experts:
-            of_experts = signature.value("num_tokens_per_expert", args, kwargs)
-            self.note(None if of_experts is None else of_experts.numel())
+        num_experts = signature.value("num_experts", args, kwargs)
+        of_experts = signature.value("num_tokens_per_expert", args, kwargs)
+        if num_experts is not None:
+            self._note(num_experts)
+        elif of_experts is not None:
+            self._note(of_experts.numel())
         elif self.grows:
             # The second tensor of a handle has an entry for each expert of the rank and each rank.
             counted.length = signature.value("handle", args, kwargs)[1].size(1)
@@ -118,6 +105,19 @@ class Attached:
         """Ends this rank's part. Not collective; operations of the buffer count no more."""
         self.counted, self.operations = {}, []
         self._stop()
+
+    def _note(self, num_experts: int) -> None:
+        """Experts of all ranks, of a call that begins now."""
+        if num_experts == self._noted:
+            return
+        self._noted = num_experts
+        for counted in self.counted.values():
+            if self.grows:
+                counted.length = num_experts // counted.experts_per_rank
+                continue
+            counted.experts_per_rank = max(num_experts // counted.num_ranks, 1)
+            if counted.counter.unit == "us":
+                counted.length = num_experts
 
 
 def attach(buffer: Any, group: Any = None, *, interval_s: float | None = None) -> Attached:
@@ -247,23 +247,16 @@ class _RanksOf:
 
 
 class _Signature:
-    """Where a method takes its arguments, and the tensor that it counts in.
-
-    Attributes:
-        tells_experts: whether it takes the number of all experts.
-        has_experts: whether it takes a tensor with an entry for each of them.
-    """
+    """Where a method takes its arguments, and the tensor that it counts in."""
 
     def __init__(self, cls: type, counter: Counter) -> None:
         self._names = parameters(cls, counter.method)
         self._places = {name: place for place, name in enumerate(self._names)}
         self._keyword = counter.keyword
-        self.tells_experts = "num_experts" in self._places
-        self.has_experts = "num_tokens_per_expert" in self._places
 
     def value(self, name: str, args: Any, kwargs: Any) -> Any:
-        """What a call passes, by position or by name; None if nothing."""
-        place = self._places[name]
+        """What a call passes, by position or by name; None if nothing, or if the method has no such argument."""
+        place = self._places.get(name, len(args))
         return args[place] if place < len(args) else kwargs.get(name)
 
     def with_tensor(self, args: Any, kwargs: dict[str, Any], tensor: Any) -> Any:

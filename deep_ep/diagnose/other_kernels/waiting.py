@@ -5,31 +5,16 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import numpy as np
 import torch
 
 from ..analyze.waits_only.sampling import since
-from ..core.diagnosis import FloatArray, IntArray
+from ..core.diagnosis import IntArray
 from ..core.package import EPArgumentError, env, to_host
 from ..live.wait_sampler import UNKNOWN, Waited
+from .entries import EntryWaits
 from .wheels import Counter
-
-
-class Reader(Protocol):
-    """What is read of one kind of operation.
-
-    Attributes:
-        operation: what verdicts call it.
-    """
-
-    @property
-    def operation(self) -> str: ...
-
-    def take(self, ns_per_cycle: float) -> tuple[IntArray, int]:
-        """What was added since the last call: [num_ranks] ns, and in how many operations (`UNKNOWN`)."""
-
 
 # Of a counter, tensors of the program that are read; one that passes a new tensor with each call is not followed.
 _MOST_TENSORS = 64
@@ -52,7 +37,8 @@ class CountedWait:
     Attributes:
         counter: which.
         num_ranks: of the group, or as many as it can grow to.
-        ours: `[num_ranks]` or at least `[num_experts]`, zeroed; for life, because a captured graph keeps its address.
+        ours: int64 `[num_ranks]`, or int32 at least `[num_experts]`, zeroed; for life, because a captured graph keeps its
+            address.
         length: entries of it that the next call gets.
         experts_per_rank: as the last call said; of a group that grows, as the buffer said.
         calls: with a tensor, so far; replays of graphs are not seen.
@@ -81,7 +67,7 @@ class CountedWait:
 
     @property
     def operation(self) -> str:
-        """As `Reader.operation`."""
+        """What verdicts call it."""
         return self.counter.operation
 
     def passed(self) -> torch.Tensor:
@@ -106,7 +92,7 @@ class CountedWait:
             self._reads[tensor.data_ptr()] = _LastRead(tensor, False, None)
 
     def take(self, ns_per_cycle: float) -> tuple[IntArray, int]:
-        """As `Reader.take`."""
+        """What was added since the last call: [num_ranks] ns, and in how many operations (`UNKNOWN`)."""
         calls = self.calls
         length = self.ours.numel()
         added = np.sum([_added(read, length) for read in list(self._reads.values())], axis=0)
@@ -116,10 +102,14 @@ class CountedWait:
         is_quiet = operations == 0
         self.replays |= is_quiet and self._was_quiet and bool(added.any())
         self._was_quiet = is_quiet
-        factor = self._mean_ns(ns_per_cycle) if self.counter.unit == "cycles" else _US
-        if self.counter.per_expert:
-            factor /= self.experts_per_rank
-        waits = _of_ranks(self.counter, added, self.num_ranks, self.experts_per_rank) * factor
+        waits = added.astype(np.float64)
+        if self.counter.unit == "cycles":
+            waits *= self._mean_ns(ns_per_cycle) / self.experts_per_rank
+        else:
+            # A call of more experts than there are entries was not counted.
+            experts = min(self.experts_per_rank, length // self.num_ranks)
+            of_experts = waits[: self.num_ranks * experts].reshape(self.num_ranks, experts)
+            waits = of_experts.mean(axis=1) * _US
         return np.rint(waits).astype(np.int64), UNKNOWN if self.replays else operations
 
     def _mean_ns(self, ns_per_cycle: float) -> float:
@@ -128,7 +118,7 @@ class CountedWait:
         return ns_per_cycle if before is None else (before + ns_per_cycle) / 2
 
 
-def take(readers: Sequence[Reader], ns_per_cycle: Callable[[], float]) -> Waited:
+def take(readers: Sequence[CountedWait | EntryWaits], ns_per_cycle: Callable[[], float]) -> Waited:
     """What a rank waited since the last call, a row for each reader."""
     now = ns_per_cycle()
     taken = [one.take(now) for one in readers]
@@ -179,13 +169,3 @@ def _added(read: _LastRead, length: int) -> IntArray:
         # Microseconds run over after 36 minutes.
         return np.asarray((now - before) % (1 << 32))
     return since(before, now)
-
-
-def _of_ranks(counter: Counter, added: IntArray, num_ranks: int, experts: int) -> FloatArray:
-    """[num_ranks], from entries of ranks, or of experts in the order of their ranks."""
-    values = added.astype(np.float64)
-    if counter.entries == "ranks":
-        return values[:num_ranks]
-    # A call of more experts than there are entries was not counted.
-    experts = min(experts, values.size // num_ranks)
-    return np.asarray(values[: num_ranks * experts].reshape(num_ranks, experts).mean(axis=1))

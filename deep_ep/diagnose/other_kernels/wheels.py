@@ -8,64 +8,34 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass
-from typing import Any, Literal
-
-import torch
+from typing import Any, Literal, NamedTuple
 
 
-@dataclass(frozen=True)
-class Counter:
+class Counter(NamedTuple):
     """A tensor that one method of a buffer adds waiting to.
 
     Attributes:
         method: of the class.
         keyword: of the method, by which it takes the tensor; positions differ between wheels.
         operation: what it does, as verdicts call it.
-        unit: of an entry. "cycles" are of the SM that waits.
-        entries: an entry for each source rank, or for each expert, of its rank.
-        dtype: of the tensor.
-        per_expert: whether each of a rank's experts adds its waiting. They all begin to wait together.
+        unit: of an entry, and with it what entries are. "cycles": int64 of the SM that waits, an entry for each source
+            rank, to which each expert of the own rank adds; they all begin to wait together. "us": int32, an entry for
+            each expert of all ranks, in the order of their ranks.
     """
 
     method: str
     keyword: str
     operation: str
     unit: Literal["cycles", "us"]
-    entries: Literal["ranks", "experts"]
-    dtype: torch.dtype
-    per_expert: bool
 
 
+_DISPATCH, _COMBINE = "dispatch_wait_recv_cost_stats", "combine_wait_recv_cost_stats"
 COUNTERS = (
     # DeepEP V1, the `Buffer` of V2, and what was made from them: sgl-deep-ep, hybrid-ep, UCCL, NIXL, MORI.
-    Counter(
-        method="low_latency_dispatch",
-        keyword="dispatch_wait_recv_cost_stats",
-        operation="dispatch",
-        unit="cycles",
-        entries="ranks",
-        dtype=torch.int64,
-        per_expert=True,
-    ),
-    Counter(
-        method="low_latency_combine",
-        keyword="combine_wait_recv_cost_stats",
-        operation="combine",
-        unit="cycles",
-        entries="ranks",
-        dtype=torch.int64,
-        per_expert=True,
-    ),
+    Counter("low_latency_dispatch", _DISPATCH, "dispatch", "cycles"),
+    Counter("low_latency_combine", _COMBINE, "combine", "cycles"),
     # sgl-kernel-npu. Its combine counts what it takes to send, which tells nothing of who is waited for.
-    Counter(
-        method="dispatch",
-        keyword="dispatch_wait_recv_cost_stats",
-        operation="normal dispatch",
-        unit="us",
-        entries="experts",
-        dtype=torch.int32,
-        per_expert=False,
-    ),
+    Counter("dispatch", _DISPATCH, "normal dispatch", "us"),
 )
 
 
