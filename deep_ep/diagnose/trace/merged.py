@@ -8,14 +8,14 @@ from __future__ import annotations
 import gzip
 import io
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
 from ..core import safe_files
 from ..core.package import PARTS, EPArgumentError, codec
 from .counted import KEY, ExchangeFacts
-from .rank_trace import RankTrace, TracedExchange
+from .rank_trace import RankTrace, TracedExchange, number_in
 from .stream import EVENTS, TraceStream
 
 # Of `deep_ep.observe.phases`, what passes before the operation.
@@ -35,12 +35,11 @@ def write(trace: RankTrace, target: Path) -> None:
         raise EPArgumentError(
             f"{target}: it is the trace itself, which is still being read. Name another folder."
         )
-    exchanges = {each.number: each for each in trace.exchanges if each.number is not None}
     stream = TraceStream(trace.path)
     with safe_files.create(target) as file, _text(file, target) as out:
         out.write(f'{{"{EVENTS}": [')
         separator = "\n"
-        for event in _events(stream, trace, exchanges):
+        for event in _events(stream, trace):
             out.write(separator + json.dumps(event))
             separator = ",\n"
         out.write("\n]")
@@ -55,14 +54,14 @@ def _text(file: BinaryIO, target: Path) -> TextIO:
     return io.TextIOWrapper(file, "utf-8")
 
 
-def _events(
-    stream: Iterable[dict[str, Any]], trace: RankTrace, exchanges: Mapping[int, TracedExchange]
-) -> Iterator[dict[str, Any]]:
+def _events(stream: Iterable[dict[str, Any]], trace: RankTrace) -> Iterator[dict[str, Any]]:
+    exchanges: dict[int | None, TracedExchange] = {
+        each.number: each for each in trace.exchanges if each.number is not None
+    }
     for event in stream:
         arguments = event.get("args")
         if isinstance(arguments, dict):
-            number = arguments.get("External id")
-            exchange = exchanges.get(number) if isinstance(number, int) else None
+            exchange = exchanges.get(number_in(arguments))
             if exchange is not None and exchange.name == event.get("name"):
                 found = ExchangeFacts(exchange.links, exchange.counted)
                 event = {**event, "args": {**arguments, KEY: codec.to_plain(found)}}

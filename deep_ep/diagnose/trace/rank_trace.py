@@ -253,7 +253,7 @@ def condense(
             continue
         arguments = event.get("args")
         arguments = arguments if isinstance(arguments, dict) else {}
-        number = arguments.get("External id", arguments.get("external id"))
+        number = number_in(arguments)
         if category in _ON_GPU:
             if name not in known:
                 known[name] = name, kernel_of(name) if category == "kernel" else None
@@ -261,7 +261,7 @@ def condense(
             if row is None:
                 work.add(name, begin, begin + lasts)
                 continue
-            key = number if isinstance(number, int) else -1
+            key = -1 if number is None else number
             stream = _thread(event)
             stream = streams.setdefault(stream, stream)
             kernels.append(Launched(row, name, (begin, begin + lasts), stream, key))
@@ -272,7 +272,7 @@ def condense(
                 name, operation, begin, lasts, sent_of(name, arguments), _thread(event)
             )
             _add_facts(exchange, arguments, path)
-            if isinstance(number, int):
+            if number is not None:
                 exchange.number = number
                 operators[number] = exchange
             else:
@@ -457,6 +457,12 @@ def _of_job(header: Mapping[str, Any], name: str) -> int | None:
     about = header.get("distributedInfo")
     value = about.get(name) if isinstance(about, dict) else None
     return value if type(value) is int else None
+
+
+def number_in(arguments: Mapping[str, Any]) -> int | None:
+    """By which a trace names an operator, in its `args` and in those of what it launched."""
+    number = arguments.get("External id", arguments.get("external id"))
+    return number if isinstance(number, int) else None
 
 
 def _thread(event: Mapping[str, Any]) -> tuple[str, str]:

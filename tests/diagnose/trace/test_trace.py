@@ -21,7 +21,7 @@ import deep_ep
 from deep_ep.diagnose.__main__ import main
 from deep_ep.diagnose.trace import merged, rank_trace, stream, summary
 from deep_ep.diagnose.trace.kernels import COMBINE, DISPATCH
-from deep_ep.diagnose.trace.operations import operation_of, sent_of
+from deep_ep.diagnose.trace.operations import LinkBytes, operation_of, sent_of
 from deep_ep.diagnose.trace.rank_trace import RankTrace
 from deep_ep.errors import EPArgumentError
 from deep_ep.group import thread_groups
@@ -445,6 +445,15 @@ def test_what_a_merged_trace_knows_is_checked(
     path = write(tmp_path / "rank0.json", [{**event, "args": {"deep_ep": known}}])
     with pytest.raises(EPArgumentError, match=said):
         rank_trace.read(path)
+
+
+def test_a_merged_trace_knows_operators_that_are_numbered_in_small_letters(tmp_path: Path) -> None:
+    """As older profilers do."""
+    event = {"ph": "X", "cat": "cpu_op", "name": "MoEDispatch", "ts": 0, "dur": 1}
+    trace = traced(tmp_path, [{**event, "args": {"external id": 7}}])
+    trace.exchanges[0].links = LinkBytes(1, 2, 3)
+    merged.write(trace, tmp_path / "merged.json")
+    assert rank_trace.read(tmp_path / "merged.json").exchanges[0].links == (1, 2, 3)
 
 
 def test_damaged_gzip_and_text_are_named(tmp_path: Path) -> None:
