@@ -54,14 +54,14 @@ class Launched(NamedTuple):
         name: its own.
         span: begin and end, us.
         stream: process and stream that it ran on.
-        number: by which the trace names the operator that launched it, -1: none.
+        number: by which the trace names the operator that launched it, if it does.
     """
 
     row: Kernel
     name: str
     span: tuple[float, float]
     stream: tuple[str, str]
-    number: int
+    number: int | None
 
 
 @dataclass
@@ -133,9 +133,6 @@ class NamedSpans:
         self._flat = array("d")
         self._places = array("I")
 
-    def __len__(self) -> int:
-        return len(self._places)
-
     def add(self, name: str, begin: float, end: float) -> None:
         """One more; in any order."""
         self._flat.extend((begin, end))
@@ -155,9 +152,9 @@ class NamedSpans:
 
     def ending_within(self, begin: float, end: float) -> list[tuple[str, float, float]]:
         """Those that ended in that time, in order of their ends."""
-        ends, order, names = self._by_end
+        ends, order = self._by_end
         first, last = np.searchsorted(ends, (begin, end), side="right")
-        flat = self._flat
+        names, flat = list(self._names), self._flat
         return [
             (names[self._places[i]], flat[2 * i], flat[2 * i + 1])
             for i in order[first:last].tolist()
@@ -170,13 +167,13 @@ class NamedSpans:
         if not len(inside):
             return ""
         shortest = int(inside[np.argmin(times[inside, 1] - times[inside, 0])])
-        return self._by_end[2][self._places[shortest]]
+        return list(self._names)[self._places[shortest]]
 
     @functools.cached_property
-    def _by_end(self) -> tuple[Times, npt.NDArray[np.intp], list[str]]:
+    def _by_end(self) -> tuple[Times, npt.NDArray[np.intp]]:
         ends = self.times[:, 1]
         order = np.argsort(ends, kind="stable")
-        return ends[order], order, list(self._names)
+        return ends[order], order
 
 
 @dataclass
@@ -199,11 +196,11 @@ class RankTrace:
     rank: int
     exchanges: list[TracedExchange]
     own: Times
-    base_ns: int = 0
-    work: NamedSpans = field(default_factory=NamedSpans)
-    ranges: NamedSpans = field(default_factory=NamedSpans)
-    host_ranges: NamedSpans = field(default_factory=NamedSpans)
-    num_ranks: int = 0
+    base_ns: int
+    work: NamedSpans
+    ranges: NamedSpans
+    host_ranges: NamedSpans
+    num_ranks: int
 
     @functools.cached_property
     def other(self) -> Times:
@@ -236,8 +233,7 @@ def condense(
     path: Path, events: Iterable[Mapping[str, Any]], header: Mapping[str, Any]
 ) -> RankTrace:
     """The same of events that somebody else has read; the header may be filled while they are."""
-    operators: dict[int, TracedExchange] = {}
-    nameless: list[TracedExchange] = []
+    called: list[TracedExchange] = []
     moved: list[tuple[float, int, LinkBytes]] = []
     kernels: list[Launched] = []
     # There are few names, and long ones.
@@ -253,7 +249,6 @@ def condense(
             continue
         arguments = event.get("args")
         arguments = arguments if isinstance(arguments, dict) else {}
-        number = number_in(arguments)
         if category in _ON_GPU:
             if name not in known:
                 known[name] = name, kernel_of(name) if category == "kernel" else None
@@ -261,42 +256,36 @@ def condense(
             if row is None:
                 work.add(name, begin, begin + lasts)
                 continue
-            key = -1 if number is None else number
             stream = _thread(event)
             stream = streams.setdefault(stream, stream)
-            kernels.append(Launched(row, name, (begin, begin + lasts), stream, key))
+            number = number_in(arguments)
+            kernels.append(Launched(row, name, (begin, begin + lasts), stream, number))
         elif category == _ON_STREAM:
             ranges.add(name, begin, begin + lasts)
         elif (operation := operation_of(name)) is not None:
-            exchange = TracedExchange(
-                name, operation, begin, lasts, sent_of(name, arguments), _thread(event)
-            )
+            exchange = TracedExchange(name, operation, begin, lasts, sent_of(name, arguments))
+            exchange.thread, exchange.number = _thread(event), number_in(arguments)
             _add_facts(exchange, arguments, path)
-            if number is not None:
-                exchange.number = number
-                operators[number] = exchange
-            else:
-                nameless.append(exchange)
+            called.append(exchange)
         elif (said := moved_by(name, arguments)) is not None:
             moved.append((begin, *said))
         elif category == _ON_HOST:
             host_ranges.add(name, begin, begin + lasts)
     kernels.sort(key=lambda kernel: kernel.span[0])
+    operators = {each.number: each for each in called if each.number is not None}
     for kernel in kernels:
         if kernel.number in operators:
             operators[kernel.number].kernels.append(kernel)
     alone = _of_streams([kernel for kernel in kernels if kernel.number not in operators])
-    called = _outermost([*operators.values(), *nameless])
-    _add_moved(called, moved)
-    found = sorted([*called, *alone], key=lambda each: each.span_us[0])
-    exchanges = [each for each in found if each.kernels or not kernels]
+    outermost = _outermost(called)
+    _add_moved(outermost, moved)
+    found = sorted([*outermost, *alone], key=lambda each: each.span_us[0])
     base = header.get("baseTimeNanoseconds")
-    own = [time for one in kernels for time in one.span]
     return RankTrace(
         path,
         _rank(header, path),
-        exchanges,
-        union(own),
+        [each for each in found if each.kernels or not kernels],
+        union([kernel.span for kernel in kernels]),
         base if isinstance(base, int) else 0,
         work,
         ranges,
@@ -475,9 +464,9 @@ def _number(value: Any) -> float | None:
     return float(value) if abs(value) < _LATEST_US else None
 
 
-def union(flat: Times | Sequence[float]) -> Times:
-    """[n, 2] sorted intervals without overlaps, of begins and ends that alternate."""
-    times = np.asarray(flat, dtype=np.float64).reshape(-1, 2)
+def union(spans: Times | Sequence[tuple[float, float]]) -> Times:
+    """[n, 2] sorted intervals without overlaps, of begins and ends."""
+    times = np.asarray(spans, dtype=np.float64).reshape(-1, 2)
     times = times[np.argsort(times[:, 0], kind="stable")]
     if not len(times):
         return times

@@ -502,7 +502,7 @@ def test_time_that_is_covered_is_counted_second_by_second(
     lasting: list[tuple[int, int]], times: list[int]
 ) -> None:
     spans = [(float(begin), float(begin + lasts)) for begin, lasts in lasting]
-    intervals = rank_trace.union([end for span in spans for end in span])
+    intervals = rank_trace.union(spans)
     got = rank_trace.covered_us(np.array(times, float), intervals)
     busy = {t for begin, lasts in lasting for t in range(begin, begin + lasts)}
     assert got.tolist() == [sum(t < time for t in busy) for time in times]
