@@ -24,8 +24,8 @@ PACKAGE = "deep_ep_diagnose"
 COPY = f"{PACKAGE}._deep_ep"
 # None in a distribution of sources.
 CHECKOUT = None if (HERE / PACKAGE / "core").is_dir() else HERE.parents[2]
-# What stands elsewhere in the checkout, and where in the package it is looked for.
-DATA = {"patches": "patches", "LICENSE": "LICENSE"}
+# What stands elsewhere in the checkout, and in the package by the same name.
+DATA = ("patches", "LICENSE")
 # What messages say, and what they say here.
 WORDS = {
     "python -m deep_ep.diagnose": f"python -m {PACKAGE}",
@@ -63,11 +63,10 @@ def sources(checkout: Path) -> Iterator[tuple[str, bytes]]:
     modules = [m for m in (checkout / "deep_ep").rglob("*.py") if HERE not in m.parents]
     names = sorted(module.relative_to(checkout / "deep_ep").as_posix() for module in modules)
     yield "_deep_ep/modules.txt", "\n".join(names).encode()
-    for name, place in DATA.items():
-        given = checkout / name
+    for given in (checkout / name for name in DATA):
         for file in sorted(given.rglob("*")) if given.is_dir() else [given]:
             if file.is_file():
-                yield (Path(place) / file.relative_to(given)).as_posix(), file.read_bytes()
+                yield file.relative_to(checkout).as_posix(), file.read_bytes()
 
 
 def imported_files(checkout: Path, first: Path) -> list[Path]:
