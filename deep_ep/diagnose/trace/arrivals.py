@@ -69,8 +69,7 @@ class Arrivals:
     @property
     def last(self) -> FloatArray:
         """[ranks], share of the exchanges in which each came last."""
-        first = np.bincount(self.late_us.argmax(axis=0), minlength=len(self.ranks))
-        return np.asarray(first / max(self.count, 1))
+        return np.bincount(self.late_us.argmax(axis=0), minlength=len(self.ranks)) / self.count
 
     def last_by_us(self, place: int) -> float:
         """Median over these, by how much it came later than the median rank."""
@@ -81,7 +80,7 @@ def arrivals(traces: Sequence[RankTrace]) -> list[Arrivals]:
     """Of all exchanges that all ranks have as kernels, and have as often; none where there is one rank."""
     if len(traces) < 2:
         return []
-    own_ends = [_ends(trace) for trace in traces]
+    own_ends = [np.sort([each.span_us[1] for each in trace.exchanges]) for trace in traces]
     return [
         _arrivals(name, traces, of_ranks, own_ends)
         for name, of_ranks in matched_exchanges(traces)
@@ -148,14 +147,15 @@ def _arrivals(
     met = np.array([[each.meeting_us for each in of_rank] for of_rank in of_ranks])
     begins, ends = met[..., 0], met[..., 1]
     lengths = ends - begins
-    # The end of the latest exchange that had ended before; a rank's first one has none.
-    own = np.full(begins.shape, np.nan)
+    # Since the end of the latest exchange that had ended before; a rank's first one has none.
+    own = np.empty(begins.shape)
     for i, known in enumerate(own_ends):
-        place = np.searchsorted(known, spans[i, :, 0] + 1e-3, side="right") - 1
-        own[i] = np.where(place >= 0, spans[i, :, 0] - known[np.maximum(place, 0)], np.nan)
+        ended = np.searchsorted(known, spans[i, :, 0] + 1e-3, side="right")
+        own[i] = spans[i, :, 0] - np.r_[np.nan, known][ended]
     counts = [sum(each.name == name for each in trace.exchanges) for trace in traces]
     is_numbered = all(each.calls for of_rank in of_ranks for each in of_rank)
-    rows = [_mean_rows(of_rank) for of_rank in of_ranks]
+    # Where an operator does not say it, there is no mean: None becomes NaN.
+    rows = np.array([[each.sent.rows for each in of_rank] for of_rank in of_ranks], np.float64)
     return Arrivals(
         name,
         of_ranks[0][0].operation,
@@ -165,16 +165,11 @@ def _arrivals(
         own,
         spans[..., 1] - spans[..., 0],
         spans[..., 1] - ends if has_notify else np.zeros(ends.shape),
-        np.array(rows),
+        rows.mean(axis=1),
         _spread(ends),
         has_notify,
         0 if is_numbered else max(counts) - min(counts),
     )
-
-
-def _mean_rows(exchanges: Sequence[TracedExchange]) -> float:
-    rows = [each.sent.rows for each in exchanges if each.sent.rows is not None]
-    return sum(rows) / len(rows) if len(rows) == len(exchanges) else math.nan
 
 
 def _spread(ends: FloatArray) -> float:
@@ -183,7 +178,3 @@ def _spread(ends: FloatArray) -> float:
         return 0.0
     steps = np.diff(ends - ends[0], axis=1)
     return float(np.max(scale(steps - median(steps, 0), 1))) / math.sqrt(2)
-
-
-def _ends(trace: RankTrace) -> FloatArray:
-    return np.sort(np.array([each.span_us[1] for each in trace.exchanges]))

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any, Optional
 
 import numpy as np
-import numpy.typing as npt
 
 from ..collect.hops import GATEWAY_COMBINE, GATEWAY_DISPATCH, NORMAL_COMBINE, NORMAL_DISPATCH
 from ..collect.snapshot import Snapshot
+from ..core.diagnosis import IntArray
 from ..core.package import (
     PARTS,
     PHASES,
@@ -29,7 +29,6 @@ from ..storage import counter_archive, foreign
 from .operations import LinkBytes, added_up
 
 KEY = "deep_ep"
-Int64Array = npt.NDArray[np.int64]
 # What a gateway passes on in an operation.
 _GATEWAY_HOP = {NORMAL_DISPATCH: GATEWAY_DISPATCH, NORMAL_COMBINE: GATEWAY_COMBINE}
 # Of an operation; in the others nothing of it can move.
@@ -93,7 +92,7 @@ def read(path: Path) -> dict[int, dict[int, Counted]]:
     return {each.rank: _of_rank(each, nodes) for each in snapshots}
 
 
-def _of_rank(snapshot: Snapshot, nodes: Int64Array | None) -> dict[int, Counted]:
+def _of_rank(snapshot: Snapshot, nodes: IntArray | None) -> dict[int, Counted]:
     if snapshot.calls is None:
         return {}
     calls = {operation: call for call, operation in snapshot.calls.tolist()}
@@ -117,7 +116,7 @@ class _Rows:
         row_bytes: of each; `None`: several sizes were counted together.
     """
 
-    of_operation: Mapping[int, Int64Array]
+    of_operation: Mapping[int, IntArray]
     row_bytes: int | None
 
     @classmethod
@@ -132,7 +131,7 @@ class _Rows:
 
 
 def _links(
-    operation: OperationPhases, rows: Mapping[str, _Rows], rank: int, nodes: Int64Array
+    operation: OperationPhases, rows: Mapping[str, _Rows], rank: int, nodes: IntArray
 ) -> LinkBytes | None:
     """What a rank received.
 

@@ -187,9 +187,9 @@ def _load(judged: Sequence[Arrivals], place: int) -> float:
 def _next_step(
     judged: Sequence[Arrivals], traces: Sequence[RankTrace], each: Arrivals, one: NamedRank
 ) -> str:
-    words = {"operation": each.operation, "rank": each.ranks[one.rank]}
-    load = f"{_load(judged, one.rank):.1f}"
-    step = one.cause.row.next_step.format_map({**words, "load": load})
+    step = one.cause.row.next_step.format(
+        operation=each.operation, rank=each.ranks[one.rank], load=f"{_load(judged, one.rank):.1f}"
+    )
     if one.cause in (Cause.EARLY, Cause.LINK):
         return step
     did = before(each, traces, one.rank)

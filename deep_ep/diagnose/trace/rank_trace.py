@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from ..core.diagnosis import FloatArray
 from .counted import KEY, Counted, facts_of
 from .kernels import (
     ALL_TO_ALL,
@@ -37,7 +38,6 @@ from .operations import (
 )
 from .stream import TraceStream
 
-Times = npt.NDArray[np.float64]
 _ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
 # Ranges that a program names, where the GPU does what was launched in them, and on the host.
 _ON_STREAM, _ON_HOST = "gpu_user_annotation", "user_annotation"
@@ -139,7 +139,7 @@ class NamedSpans:
         self._places.append(self._names.setdefault(name, len(self._names)))
 
     @property
-    def times(self) -> Times:
+    def times(self) -> FloatArray:
         """[n, 2] begin and end."""
         return np.asarray(self._flat, np.float64).reshape(-1, 2)
 
@@ -170,7 +170,7 @@ class NamedSpans:
         return list(self._names)[self._places[shortest]]
 
     @functools.cached_property
-    def _by_end(self) -> tuple[Times, npt.NDArray[np.intp]]:
+    def _by_end(self) -> tuple[FloatArray, npt.NDArray[np.intp]]:
         ends = self.times[:, 1]
         order = np.argsort(ends, kind="stable")
         return ends[order], order
@@ -195,7 +195,7 @@ class RankTrace:
     path: Path
     rank: int
     exchanges: list[TracedExchange]
-    own: Times
+    own: FloatArray
     base_ns: int
     work: NamedSpans
     ranges: NamedSpans
@@ -203,12 +203,12 @@ class RankTrace:
     num_ranks: int
 
     @functools.cached_property
-    def other(self) -> Times:
+    def other(self) -> FloatArray:
         """The same as `own` of all other work on the GPU."""
         return union(self.work.times)
 
     @functools.cached_property
-    def busy(self) -> Times:
+    def busy(self) -> FloatArray:
         """The same of all of its work."""
         return union(np.concatenate([self.own, self.other]))
 
@@ -464,7 +464,7 @@ def _number(value: Any) -> float | None:
     return float(value) if abs(value) < _LATEST_US else None
 
 
-def union(spans: Times | Sequence[tuple[float, float]]) -> Times:
+def union(spans: FloatArray | Sequence[tuple[float, float]]) -> FloatArray:
     """[n, 2] sorted intervals without overlaps, of begins and ends."""
     times = np.asarray(spans, dtype=np.float64).reshape(-1, 2)
     times = times[np.argsort(times[:, 0], kind="stable")]
@@ -477,7 +477,7 @@ def union(spans: Times | Sequence[tuple[float, float]]) -> Times:
     return np.stack([times[first, 0], reach[last]], axis=1)
 
 
-def covered_us(times: Times, intervals: Times) -> Times:
+def covered_us(times: FloatArray, intervals: FloatArray) -> FloatArray:
     """For each time, how much of all before it is in any of the intervals, which do not overlap each other."""
     if not len(intervals):
         return np.zeros(len(times))

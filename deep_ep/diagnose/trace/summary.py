@@ -9,10 +9,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ..core.diagnosis import FloatArray
 from ..core.package import Phases
 from .kernels import PHASES, base_name, looks_like_exchange
 from .operations import added_up
-from .rank_trace import RankTrace, Times, TracedExchange, covered_us
+from .rank_trace import RankTrace, TracedExchange, covered_us
 
 
 @dataclass(frozen=True)
@@ -286,11 +287,11 @@ def _row(trace: RankTrace, name: str, exchanges: list[TracedExchange]) -> Operat
     )
 
 
-def _times(spans: Sequence[tuple[float, float]]) -> Times:
+def _times(spans: Sequence[tuple[float, float]]) -> FloatArray:
     return np.array(spans, np.float64).reshape(-1, 2)
 
 
-def _length_us(spans: Times) -> float:
+def _length_us(spans: FloatArray) -> float:
     return float((spans[:, 1] - spans[:, 0]).sum())
 
 
@@ -299,7 +300,7 @@ def _part(part: float, whole: float) -> float:
     return part / whole if whole else math.nan
 
 
-def _shared_us(spans: Times, other: Times) -> float:
+def _shared_us(spans: FloatArray, other: FloatArray) -> float:
     """How long spans overlap others."""
     return float((covered_us(spans[:, 1], other) - covered_us(spans[:, 0], other)).sum())
 
@@ -345,7 +346,9 @@ def _group_row(
     )
 
 
-def _too_early(ranks: Sequence[int], begins: Times, ends: Times) -> tuple[int, int, float] | None:
+def _too_early(
+    ranks: Sequence[int], begins: FloatArray, ends: FloatArray
+) -> tuple[int, int, float] | None:
     early_us = begins.max(0) - ends.min(0)
     worst = int(early_us.argmax())
     if early_us[worst] <= 0:
