@@ -100,12 +100,17 @@ def test_a_kind_that_is_not_counted_is_left_out() -> None:
     assert effects(found[-1]) == pytest.approx([50.0], abs=2.0)
 
 
-def test_a_rank_that_does_not_answer_is_left_out() -> None:
+@pytest.mark.parametrize("within_nodes", [False, True])
+def test_a_rank_that_does_not_answer_is_left_out(within_nodes: bool) -> None:
+    """It has no host, since it has never answered."""
     windows = of(50.0, [OPERATIONS] * 5)
+    node = np.arange(NUM_RANKS) // 4
     for one in windows:
+        if within_nodes:
+            one.waits[:, node[:, None] != node] = 0.0
         one.waits[:, 0] = np.nan
         one.hosts[0] = ""
-    assert effects(after(Judge(KINDS, None), *windows)[-1])
+    assert effects(after(Judge(KINDS, None, within_nodes=within_nodes), *windows)[-1])
 
 
 def test_ranks_of_other_nodes_are_not_compared_where_nodes_alone_are_counted() -> None:
@@ -144,16 +149,6 @@ def test_who_is_missing_is_told_while_nobody_waits(caplog: pytest.LogCaptureFixt
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == 1
     assert "rank 5 has not reported since window 3" in said[0]
-
-
-def test_where_nodes_alone_are_counted_a_rank_that_never_answered_has_none() -> None:
-    windows = of(50.0, [OPERATIONS] * 5)
-    node = np.arange(NUM_RANKS) // 4
-    for one in windows:
-        one.waits[:, node[:, None] != node] = 0.0
-        one.waits[:, 0] = np.nan
-        one.hosts[0] = ""
-    assert effects(after(Judge(KINDS, None, within_nodes=True), *windows)[-1])
 
 
 def test_windows_in_which_nobody_waited_are_none(tmp_path: Path) -> None:

@@ -61,6 +61,7 @@ def test_every_library_has_its_name_and_phases() -> None:
         phases = {row.phase for row in rows if row}
         assert TRANSFER in phases
         assert (WAITING in phases) == (library == WITH_NOTIFY)
+    assert {row.phase for row in kernels.KERNELS} == {*kernels.PHASES}
 
 
 @pytest.mark.parametrize(
@@ -90,10 +91,6 @@ def test_kernels_by_name(name: str, library: str, operation: str, phase: str) ->
     row = kernel_of(name)
     assert row is not None
     assert (row.library, row.operation, row.phase) == (library, operation, phase)
-
-
-def test_every_row_stands_in_a_phase() -> None:
-    assert {row.phase for row in kernels.KERNELS} == {*kernels.PHASES}
 
 
 @pytest.mark.parametrize(
@@ -126,7 +123,10 @@ def condensed(events: list[dict[str, Any]], rank: int = 0) -> RankTrace:
 
 
 def test_kernels_of_one_exchange_are_one() -> None:
-    """Layout ran on another stream; a notify that tells no direction belongs to what follows it."""
+    """Servers call the buffer without an operator.
+
+    Layout ran on another stream; a notify that tells no direction belongs to what follows it.
+    """
     trace = condensed(
         [
             kernel("void deep_ep::layout::get_dispatch_layout<1>()", 0, 2, stream=7),
@@ -146,6 +146,8 @@ def test_kernels_of_one_exchange_are_one() -> None:
         ("deep_ep::internode::dispatch", DISPATCH, (70, 75)),
     ]
     assert [each.meeting_us for each in trace.exchanges] == [(10, 15), (50, 56), (70, 71)]
+    operators = [(row.count, row.mean_us, row.mean_bytes) for row in summary.operators(trace)]
+    assert operators == [(2, 11, None), (1, 10, None)]
     rows = {(row.operation, row.phase): row for row in summary.kernel_rows([trace])}
     assert list(rows) == [
         (COMBINE, WAITING),

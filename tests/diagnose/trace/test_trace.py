@@ -171,23 +171,6 @@ def test_the_program_prints_tables_and_csv(
     assert "both of rank 0" in capsys.readouterr().err
 
 
-def test_kernels_without_an_operator_are_exchanges(tmp_path: Path) -> None:
-    """Servers call the buffer directly."""
-    events = [
-        kernel("void deep_ep::internode_ll::dispatch<true>(void*)", 0, 10, 7),
-        kernel("void ep::low_latency_combine<true, false>(ep::Call)", 20, 5, 8),
-        kernel("void at::native::elementwise_kernel<4>(int)", 12, 4, 9),
-    ]
-    trace = traced(tmp_path, events)
-    rows = summary.operators(trace)
-    assert [(row.operation, row.mean_us) for row in rows] == [(DISPATCH, 10), (COMBINE, 5)]
-    assert [row.name for row in rows] == [
-        "deep_ep::internode_ll::dispatch",
-        "ep::low_latency_combine",
-    ]
-    assert all(row.mean_bytes is None for row in rows)
-
-
 @pytest.mark.parametrize(
     ("name", "operation"),
     [
