@@ -286,7 +286,7 @@ def condense(
         _rank(header, path),
         [each for each in found if each.kernels or not kernels],
         union([kernel.span for kernel in kernels]),
-        base if isinstance(base, int) else 0,
+        base if type(base) is int and abs(base) < 1e3 * _LATEST_US else 0,
         work,
         ranges,
         host_ranges,

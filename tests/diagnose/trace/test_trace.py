@@ -123,6 +123,13 @@ def test_times_of_traces_count_from_their_own_base(tmp_path: Path) -> None:
     assert summary.group_remarks([first, second]) == []
 
 
+def test_a_base_that_is_no_time_is_none(tmp_path: Path) -> None:
+    """Nor is it true, which is an integer for Python."""
+    bases = enumerate((0, 10**400, True))
+    traces = [traced(tmp_path, one_step(), r, baseTimeNanoseconds=base) for r, base in bases]
+    assert [row.waiting_us for row in summary.group(traces)] == [0, 0]
+
+
 def test_calls_are_matched_by_their_numbers(tmp_path: Path) -> None:
     """Rank 1 was profiled from call 2 on; its calls begin 3 us later, and rank 0 has had a call before."""
     traces = []
