@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..core.diagnosis import FloatArray
+from ..core.package import printable
 from .counted import KEY, Counted, facts_of
 from .kernels import (
     ALL_TO_ALL,
@@ -243,7 +244,8 @@ def condense(
     for event in events:
         if event.get("ph") != "X":
             continue
-        name, category = str(event.get("name", "")), str(event.get("cat", "")).lower()
+        name = printable(str(event.get("name", "")))
+        category = str(event.get("cat", "")).lower()
         begin, lasts = _number(event.get("ts")), _number(event.get("dur"))
         if begin is None or lasts is None:
             continue

@@ -237,6 +237,19 @@ def test_a_page_has_the_tables_and_nothing_of_a_name_is_markup(
     assert "default-src 'none'" in text
 
 
+@pytest.mark.parametrize("arguments", [[], ["--csv"]])
+def test_nothing_of_a_name_moves_a_cursor(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str]
+) -> None:
+    for rank in range(2):
+        events = [kernel(f"void \x1b[{i}m::deep_ep::dispatch<1>()", 9 * i, 9, 1) for i in range(2)]
+        write(tmp_path / f"rank{rank}.json", events)
+    assert main(["trace", str(tmp_path), *arguments]) == 0
+    said = capsys.readouterr().out
+    assert "\\x1b[0m::deep_ep::dispatch" in said
+    assert "\x1b" not in said
+
+
 def test_plain_calls_are_operators_with_the_bytes_of_rows_and_scales(tmp_path: Path) -> None:
     needed = deep_ep.sizes(hidden=H, tokens=T, topk=K, experts=8, ranks=1)
     size = max(needed.num_rdma_bytes, needed.low_latency_rdma_bytes)
