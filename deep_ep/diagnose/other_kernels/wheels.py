@@ -7,7 +7,6 @@ wheel is public: docs/other_kernels.md has the table for readers.
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 
@@ -39,12 +38,11 @@ COUNTERS = (
 )
 
 
-@dataclass(frozen=True)
-class Wheel:
+class Wheel(NamedTuple):
     """A class that programs make buffers of.
 
     Attributes:
-        module: that programs import it from.
+        package: that defines it.
         name: of the class.
         library: whose it is.
         without: what to do where it counts nothing.
@@ -52,7 +50,7 @@ class Wheel:
         grows: whether ranks join and leave. `ready` says how many there can be, and a call how many there are.
     """
 
-    module: str
+    package: str
     name: str
     library: str
     without: str
@@ -69,25 +67,17 @@ WHEELS = (
     Wheel("deep_ep", "Buffer", "DeepEP", _THIS_VERSION),
     Wheel("deep_ep", "ElasticBuffer", "DeepEP V2", _PATCH),
     Wheel("deep_ep", "HybridEPBuffer", "Hybrid-EP", _NEVER),
-    Wheel(
-        *("nixl_ep", "Buffer", "NIXL EP", _THIS_VERSION),
-        ready="update_memory_buffers",
-        grows=True,
-    ),
-    Wheel("mooncake.mooncake_ep_buffer", "Buffer", "Mooncake EP", _NEVER),
+    Wheel("nixl_ep", "Buffer", "NIXL EP", _THIS_VERSION, "update_memory_buffers", grows=True),
+    Wheel("mooncake", "Buffer", "Mooncake EP", _NEVER),
 )
 
 
 def wheel_of(cls: type) -> Wheel | None:
-    """Whose class it is, by the module that defines it or one above it; `None` of ours, and of others."""
+    """Whose class it is, by the package that defines it; `None` of ours, and of others."""
     if hasattr(cls, "enable_counters"):
         return None
-    for wheel in WHEELS:
-        packages = (wheel.module, wheel.module.partition(".")[0])
-        inside = any(f"{cls.__module__}.".startswith(f"{package}.") for package in packages)
-        if inside and cls.__name__ == wheel.name:
-            return wheel
-    return None
+    defined = cls.__module__.partition(".")[0], cls.__name__
+    return next((wheel for wheel in WHEELS if (wheel.package, wheel.name) == defined), None)
 
 
 def counters_of(cls: type) -> list[Counter]:

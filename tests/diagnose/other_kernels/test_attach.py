@@ -332,7 +332,7 @@ def test_a_version_that_counts_nothing_says_so(alone: ThreadGroup) -> None:
 
 def test_each_wheel_is_found_where_programs_import_it_from() -> None:
     for wheel in WHEELS:
-        for module in (wheel.module, f"{wheel.module}.buffer"):
+        for module in (wheel.package, f"{wheel.package}.buffer"):
             assert wheel_of(type(wheel.name, (), {"__module__": module})) is not None
     assert wheel_of(type("Buffer", (), {"__module__": "deep_epilogue"})) is None
     assert wheel_of(type("Other", (), {"__module__": "deep_ep"})) is None
