@@ -304,6 +304,11 @@ def add_counted(trace: RankTrace, counted: Mapping[int, Counted]) -> list[str]:
             "with record_shapes=True"
         ]
     exchanges = [each for each in trace.exchanges if each.calls and not each.is_merged]
+    if exchanges and not counted:
+        whose = f"rank {trace.rank}" if trace.rank >= 0 else "its rank, which nobody says"
+        return [
+            f"{trace.path}: counters have no calls of {whose}. Save them on every rank, and name traces rank3.json"
+        ]
     of_exchanges = [_counted_links(exchange, counted) for exchange in exchanges]
     for exchange, links in zip(exchanges, of_exchanges):
         # Of a combine, counters say what this rank receives, and the trace what it sends.

@@ -150,6 +150,14 @@ def test_calls_are_matched_by_their_numbers(tmp_path: Path) -> None:
     assert (row.count, row.waiting_us, row.last) == (2, 1.5, ((1, 1.0),))
 
 
+@pytest.mark.parametrize(("rank", "whose"), [(1, "rank 1"), (None, "its rank, which nobody says")])
+def test_counters_of_other_ranks_are_told(tmp_path: Path, rank: int | None, whose: str) -> None:
+    dims, types = [[T, H], [], [], [], []], [BF16, "", "Scalar", "Scalar", "Scalar"]
+    call = operator("deep_ep::combine", 0, 1, dims, types, ["", "", "1", "2", "3"])
+    (said,) = rank_trace.add_counted(traced(tmp_path, [call], rank), {})
+    assert f"counters have no calls of {whose}" in said
+
+
 def test_clocks_that_cannot_agree_are_told(tmp_path: Path) -> None:
     """On rank 1 all is 100 us later: its dispatch begins 60 us after that of rank 0 has ended, its combine 80."""
     traces = [traced(tmp_path, one_step(100 * rank), rank) for rank in range(2)]
