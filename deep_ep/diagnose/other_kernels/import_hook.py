@@ -41,21 +41,27 @@ class _Finder(importlib.abc.MetaPathFinder):
 
     def __init__(self, package: str) -> None:
         self._package = package
+        self._looking_for: set[str] = set()
         setattr(self, _MARK, True)
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if fullname not in MODULES:
+        # Another finder may ask all others, too, and so this one.
+        if fullname not in MODULES or fullname in self._looking_for:
             return None
-        for finder in sys.meta_path:
-            find = None if finder is self else getattr(finder, "find_spec", None)
-            spec: importlib.machinery.ModuleSpec | None = (
-                find(fullname, path, target) if find else None
-            )
-            if spec is not None:
-                self._follow(spec)
-                return spec
+        self._looking_for.add(fullname)
+        try:
+            for finder in sys.meta_path:
+                find = None if finder is self else getattr(finder, "find_spec", None)
+                spec: importlib.machinery.ModuleSpec | None = (
+                    find(fullname, path, target) if find else None
+                )
+                if spec is not None:
+                    self._follow(spec)
+                    return spec
+        finally:
+            self._looking_for.discard(fullname)
         return None
 
     def _follow(self, spec: importlib.machinery.ModuleSpec) -> None:

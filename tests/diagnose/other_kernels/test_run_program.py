@@ -123,6 +123,20 @@ def test_a_module_that_was_imported_before_is_watched_too(library: Path) -> None
     assert started("-c", program, path=library).stdout.split() == ["False", "False", "True"]
 
 
+def test_finders_that_ask_all_others_do_not_go_round(library: Path) -> None:
+    program = (
+        "import sys\n"
+        "class Asks:\n"
+        "    def find_spec(self, *asked):\n"
+        "        others = (f.find_spec(*asked) for f in sys.meta_path if f is not self)\n"
+        "        return next(filter(None, others), None)\n"
+        "sys.meta_path.insert(1, Asks())\n"
+        "import nixl_ep; print(hasattr(nixl_ep.Buffer.update_memory_buffers, '__wrapped__'))"
+    )
+    ended = run("--", sys.executable, "-c", program, path=library)
+    assert ended.stdout == "True\n", ended.stderr
+
+
 def test_the_site_of_the_program_still_runs(library: Path) -> None:
     (library / "sitecustomize.py").write_text("print('its own')\n")
     ended = run("--", sys.executable, "-c", "print('program')", path=library)
