@@ -274,7 +274,7 @@ def _prometheus(given: argparse.Namespace) -> int:
             else:
                 yield found
 
-    server = prometheus.serve(prometheus.Metrics(refresh=new_records), *given.listen)
+    server = prometheus.serve(prometheus.Metrics(new_records), *given.listen)
     host, port = server.server_address[:2]
     Console().print(Text(f"serving http://{host}:{port}/metrics"), soft_wrap=True)
     try:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -60,36 +60,26 @@ _COUNTERS = {
     "sent_bytes": ("Bytes sent to other ranks", _OF_RANK),
 }
 
-# A metric's name, its labels, and what it is.
-_Sample = tuple[str, Sequence[str], float]
-
 
 def write_textfile(records: Iterable[Record], path: Path | str) -> None:
     """Writes the text format to a file, which is replaced as a whole; the collector reads names that end in ".prom"."""
-    replace_file(path, _client().generate_latest(Metrics(records).registry()))
+    metrics = Metrics(lambda: records)
+    replace_file(path, _client().generate_latest(metrics.registry()))
 
 
 class Metrics:
     """What Prometheus is told: the latest window of each group, and sums over all windows."""
 
-    def __init__(
-        self,
-        records: Iterable[Record] = (),
-        *,
-        refresh: Callable[[], Iterable[Record]] | None = None,
-    ) -> None:
-        """Starts with some windows; `refresh` is called at each collection, and its records are added first."""
+    def __init__(self, new_records: Callable[[], Iterable[Record]]) -> None:
+        """Knows no window yet; `new_records` is called at each collection, which adds what it returns."""
         self._latest: dict[str, Record] = {}
         self._operations: dict[tuple[str, str], int] = {}
         self._bytes: dict[tuple[str, str], tuple[FloatArray, FloatArray]] = {}
-        self._refresh = refresh
+        self._new_records = new_records
         # Scrapes come from threads of a server.
         self._lock = threading.Lock()
-        for record in records:
-            self.add(record)
 
-    def add(self, record: Record) -> None:
-        """One more window."""
+    def _add(self, record: Record) -> None:
         self._latest[record.group] = record
         for name, measured in record.diagnosis.measured.items():
             key = record.group, name
@@ -109,9 +99,8 @@ class Metrics:
     def collect(self) -> Iterator[Any]:
         """Metric families, as `prometheus_client` asks for them."""
         with self._lock:
-            if self._refresh is not None:
-                for record in self._refresh():
-                    self.add(record)
+            for record in self._new_records():
+                self._add(record)
             families = self._families()
         yield from families
 
@@ -123,39 +112,44 @@ class Metrics:
         for name, (meaning, names) in _COUNTERS.items():
             made[name] = core.CounterMetricFamily(f"deep_ep_{name}", meaning, labels=names)
         for record in self._latest.values():
-            for name, labels, value in _gauges(record):
-                made[name].add_metric(labels, value)
+            _add_gauges(made, record)
         for (group, operation), count in self._operations.items():
             made["operations"].add_metric([group, operation], count)
         for (group, operation), both in self._bytes.items():
             for name, values in zip(("received_bytes", "sent_bytes"), both):
-                for _, labels, value in _of_ranks(name, self._latest[group], operation, values):
-                    made[name].add_metric(labels, value)
+                _add_ranks(made[name], self._latest[group], operation, values)
         return list(made.values())
 
 
-def _gauges(record: Record) -> Iterator[_Sample]:
+def _add_gauges(families: Mapping[str, Any], record: Record) -> None:
     """Of one window. What is not known has no sample: a NaN would spoil every sum."""
     diagnosis, group = record.diagnosis, record.group
     if math.isfinite(record.time_s):
-        yield "window_end_timestamp_seconds", [group], record.time_s
-    yield "verdicts", [group], len(wording.by_cause(diagnosis.verdicts))
+        families["window_end_timestamp_seconds"].add_metric([group], record.time_s)
+    families["verdicts"].add_metric([group], len(wording.by_cause(diagnosis.verdicts)))
     for v in diagnosis.verdicts:
         host = v.where if v.rank is None else diagnosis.hosts[v.rank]
         labels = [group, v.kind, v.cause, v.operation, wording.subject(v), host]
-        yield "verdict", labels, v.effect_us
+        families["verdict"].add_metric(labels, v.effect_us)
     for operation, measured in diagnosis.measured.items():
         if math.isfinite(measured.duration_us):
-            yield "duration_us", [group, operation], measured.duration_us
+            families["duration_us"].add_metric([group, operation], measured.duration_us)
         means = record.means(operation)
         for name in ("wait_us", "late_us", "issue_us", "path_us"):
-            yield from _of_ranks(name, record, operation, means.waiting[name])
-            yield from _of_ranks(f"caused_{name}", record, operation, means.waited_for[name])
-        rates = measured.bandwidth
-        if rates is not None:
-            yield from _of_ranks("effective_gb_per_second", record, operation, rates.effective)
-            yield from _of_ranks("ingress_gb_per_second", record, operation, rates.ingress)
-            yield from _of_ranks("egress_gb_per_second", record, operation, rates.egress)
+            _add_ranks(families[name], record, operation, means.waiting[name])
+            _add_ranks(families[f"caused_{name}"], record, operation, means.waited_for[name])
+        if measured.bandwidth is not None:
+            for name in ("effective", "ingress", "egress"):
+                rates = getattr(measured.bandwidth, name)
+                _add_ranks(families[f"{name}_gb_per_second"], record, operation, rates)
+
+
+def _add_ranks(family: Any, record: Record, operation: str, values: FloatArray) -> None:
+    diagnosis = record.diagnosis
+    for rank, value in enumerate(values.tolist()):
+        if math.isfinite(value):
+            place = diagnosis.hosts[rank], str(diagnosis.devices[rank])
+            family.add_metric([record.group, operation, str(rank), *place], value)
 
 
 def serve(metrics: Metrics, host: str, port: int) -> Any:
@@ -174,14 +168,6 @@ def _bytes_per_rank(record: Record, measured: Measured) -> tuple[FloatArray, Flo
         np.nan_to_num(received) * (received.size - 1) * measured.num_operations,
         np.nan_to_num(sent) * (counted.sum() - counted) * measured.num_operations,
     )
-
-
-def _of_ranks(name: str, record: Record, operation: str, values: FloatArray) -> Iterator[_Sample]:
-    diagnosis = record.diagnosis
-    for rank, value in enumerate(values.tolist()):
-        if math.isfinite(value):
-            place = diagnosis.hosts[rank], str(diagnosis.devices[rank])
-            yield name, [record.group, operation, str(rank), *place], value
 
 
 def _client() -> Any:

@@ -15,7 +15,6 @@ import pytest
 
 import fixtures
 from deep_ep.diagnose.core.diagnosis import Diagnosis
-from deep_ep.diagnose.render import prometheus
 from deep_ep.diagnose.render.prometheus import Metrics, serve, write_textfile
 from deep_ep.diagnose.storage import diagnosis_log
 from deep_ep.diagnose.storage.record import Record
@@ -169,7 +168,7 @@ def test_names_of_hosts_and_groups_may_be_anything(tmp_path: Path) -> None:
 
 def test_a_scrape_brings_what_came_since() -> None:
     coming = [[record()], [], [record(fixtures.diagnosis(8, ()))]]
-    made = Metrics(refresh=lambda: coming.pop(0))
+    made = Metrics(lambda: coming.pop(0))
     server = serve(made, "127.0.0.1", 0)
     try:
         url = f"http://127.0.0.1:{server.server_port}/metrics"
@@ -206,4 +205,3 @@ def test_without_the_package_it_says_what_to_install(
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
     with pytest.raises(EPNotBuiltError, match=r"pip install 'deep_ep\[report\]'"):
         write_textfile([record()], tmp_path / "x.prom")
-    assert prometheus.Metrics([record()]) is not None

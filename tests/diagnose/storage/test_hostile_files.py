@@ -255,7 +255,7 @@ def look_at(file: Path) -> None:
         report(record.diagnosis, console)
         to_line(record, with_matrices=True)
         write_page([record], file.with_suffix(".html"))
-    prometheus.Metrics(log)
+    list(prometheus.Metrics(lambda: log).collect())
     assert UNFIT.search(console.file.getvalue()) is None  # type: ignore[attr-defined]
 
 
