@@ -74,7 +74,8 @@ class Metrics:
         """Knows no window yet; `new_records` is called at each collection, which adds what it returns."""
         self._latest: dict[str, Record] = {}
         self._operations: dict[tuple[str, str], int] = {}
-        self._bytes: dict[tuple[str, str], tuple[FloatArray, FloatArray]] = {}
+        # Of each operation, the record that had it last, and bytes received and sent by its ranks.
+        self._bytes: dict[tuple[str, str], tuple[Record, FloatArray, FloatArray]] = {}
         self._new_records = new_records
         # Scrapes come from threads of a server.
         self._lock = threading.Lock()
@@ -86,9 +87,9 @@ class Metrics:
             self._operations[key] = self._operations.get(key, 0) + measured.num_operations
             received, sent = _bytes_per_rank(record, measured)
             before = self._bytes.get(key)
-            if before is not None and before[0].shape == received.shape:
-                received, sent = received + before[0], sent + before[1]
-            self._bytes[key] = received, sent
+            if before is not None and before[1].shape == received.shape:
+                received, sent = received + before[1], sent + before[2]
+            self._bytes[key] = record, received, sent
 
     def registry(self) -> CollectorRegistry:
         """A registry that collects from this object; names are known once there is a window."""
@@ -115,9 +116,9 @@ class Metrics:
             _add_gauges(made, record)
         for (group, operation), count in self._operations.items():
             made["operations"].add_metric([group, operation], count)
-        for (group, operation), both in self._bytes.items():
-            for name, values in zip(("received_bytes", "sent_bytes"), both):
-                _add_ranks(made[name], self._latest[group], operation, values)
+        for (_, operation), (record, received, sent) in self._bytes.items():
+            _add_ranks(made["received_bytes"], record, operation, received)
+            _add_ranks(made["sent_bytes"], record, operation, sent)
         return list(made.values())
 
 

@@ -137,6 +137,16 @@ def test_gauges_are_of_the_latest_window_of_each_group(tmp_path: Path) -> None:
     assert value(found, "deep_ep_window_end_timestamp_seconds", group="ep") == 3.0
 
 
+def test_a_group_that_shrank_keeps_the_counters_of_operations_that_it_no_longer_has(
+    tmp_path: Path,
+) -> None:
+    fewer = fixtures.diagnosis(4, (), operations=["dispatch"])
+    found = samples(text_of([record(fixtures.diagnosis(8, ())), record(fewer)], tmp_path))
+    sent = 120 * 7 * 64 * 7168
+    assert value(found, "deep_ep_sent_bytes_total", operation="combine", rank=7) == sent
+    assert value(found, "deep_ep_sent_bytes_total", operation="dispatch", rank=3) == sent * 3 / 7
+
+
 def test_a_record_without_matrices_gives_the_same_metrics(tmp_path: Path) -> None:
     line = to_line(record(), with_matrices=False)
     back = diagnosis_log.parse_line(line.encode(), "file:1")
