@@ -54,9 +54,7 @@ def trace(given: argparse.Namespace) -> int:
             )
     remarks = _join(traces, given.counters)
     if given.merge is not None:
-        given.merge.mkdir(parents=True, exist_ok=True)
-        for each in traces:
-            merged.write(each, given.merge / each.path.name)
+        _merge(traces, given.merge)
     rows = [row for each in traces for row in summary.operators(each)]
     together = summary.group(traces)
     if given.csv:
@@ -110,6 +108,20 @@ def _join(traces: Sequence[RankTrace], counters: Path | None) -> list[str]:
     return [
         line for each in traces for line in rank_trace.add_counted(each, counted.get(each.rank, {}))
     ]
+
+
+def _merge(traces: Sequence[RankTrace], folder: Path) -> None:
+    targets: dict[Path, RankTrace] = {}
+    for each in traces:
+        target = folder / each.path.name
+        other = targets.setdefault(target, each)
+        if other is not each:
+            raise EPArgumentError(
+                f"--merge: {other.path} and {each.path} would both be written to {target}. Give them different names."
+            )
+    folder.mkdir(parents=True, exist_ok=True)
+    for target, each in targets.items():
+        merged.write(each, target)
 
 
 def _files(paths: Sequence[Path]) -> list[Path]:

@@ -186,6 +186,19 @@ def test_the_program_prints_tables_and_csv(
     assert "both of rank 0" in capsys.readouterr().err
 
 
+def test_traces_of_one_name_are_not_merged_over_each_other(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = []
+    for rank in range(2):
+        (tmp_path / f"host{rank}").mkdir()
+        header = {"distributedInfo": {"rank": rank}}
+        files.append(str(write(tmp_path / f"host{rank}" / "trace.json", one_step(), **header)))
+    assert main(["trace", *files, "--merge", str(tmp_path / "merged")]) == 2
+    assert "both be written to" in capsys.readouterr().err
+    assert not (tmp_path / "merged").exists()
+
+
 @pytest.mark.parametrize(
     ("name", "operation"),
     [
