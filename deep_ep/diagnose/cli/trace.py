@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from rich.console import Console
 from rich.text import Text
 
 from ..core import safe_files
@@ -38,7 +39,7 @@ _MOST_UNKNOWN = 10
 def trace(given: argparse.Namespace) -> int:
     """Prints tables of operators and kernels, of each rank and of all together, who comes last, and a sentence for a ticket.
 
-    Or CSV. Writes tables to a page, and what was found to a record. Returns the exit status.
+    Or CSV, with notes on standard error. Writes tables to a page, and what was found to a record. Returns the exit status.
     """
     traces = sorted(map(rank_trace.read, _files(given.paths)), key=lambda each: each.rank)
     ranks = [each.rank for each in traces]
@@ -57,11 +58,6 @@ def trace(given: argparse.Namespace) -> int:
         _merge(traces, given.merge)
     rows = [row for each in traces for row in summary.operators(each)]
     together = summary.group(traces)
-    if given.csv:
-        _write_csv(rows)
-        for remark in remarks:
-            sys.stderr.write(f"note: {printable(remark)}\n")
-        return 0
     phases = [row for each in traces for row in summary.phase_rows(each)]
     kernels, unknown = summary.kernel_rows(traces), summary.unknown_rows(traces)
     found = arrivals(traces)
@@ -77,14 +73,19 @@ def trace(given: argparse.Namespace) -> int:
     diagnosis = late_ranks.judge(found, traces) if len(traces) > 1 else None
     told = _ticket(diagnosis, found, kernels, unknown, ranks)
     remarks += summary.remarks(traces) + summary.group_remarks(together)
-    console = standard_output(given.width)
-    for sheet in sheets:
-        console.print(as_table(sheet))
-    if diagnosis is not None:
-        report(diagnosis, console)
+    if given.csv:
+        console = Console(stderr=True, soft_wrap=True)
+        _write_csv(rows)
+    else:
+        console = standard_output(given.width)
+        for sheet in sheets:
+            console.print(as_table(sheet))
+        if diagnosis is not None:
+            report(diagnosis, console)
     for remark in remarks:
         console.print(Text(f"note: {printable(remark)}", style="yellow"), soft_wrap=True)
-    console.print(Text(printable(f"for a ticket: {told}")), soft_wrap=True)
+    if not given.csv:
+        console.print(Text(printable(f"for a ticket: {told}")), soft_wrap=True)
     if given.html is not None:
         said = [] if diagnosis is None else wording.notes(diagnosis)
         shown = as_page("Dispatch and combine in profiles", sheets, [told, *said, *remarks])

@@ -176,11 +176,16 @@ def test_the_program_prints_tables_and_csv(
     assert "rank 1 100 %" in said
     assert "All ranks together" in said
     assert main(["trace", str(tmp_path), "--csv"]) == 0
-    rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
+    table = capsys.readouterr().out
+    rows = list(csv.DictReader(io.StringIO(table)))
     assert [(row["rank"], row["name"], row["count"]) for row in rows][:2] == [
         ("0", "FusedDispatch", "1"),
         ("0", "FusedCombine", "1"),
     ]
+    page = tmp_path / "page.html"
+    assert main(["trace", str(tmp_path), "--csv", "--html", str(page)]) == 0
+    assert capsys.readouterr().out == table
+    assert "FusedDispatch" in page.read_text()
     twice = [str(tmp_path / "trace_rank0.json")] * 2
     assert main(["trace", *twice]) == 2
     assert "both of rank 0" in capsys.readouterr().err
