@@ -14,8 +14,8 @@ from rich.text import Text
 
 from ..core import safe_files
 from ..core.package import HangVerdict, folder, hang_picture, hang_views, printable
-from ..render.output import standard_output
 from ..render.page import page, part
+from ..render.terminal import standard_output
 
 # Exit status when there is a cause and --check was given.
 CAUSES = 3

@@ -12,8 +12,7 @@ from rich.text import Text
 from ..core import quantities
 from ..core.diagnosis import Diagnosis
 from ..core.package import EPArgumentError
-from ..render.output import standard_output
-from ..render.terminal import report
+from ..render.terminal import report, standard_output
 from ..storage.diagnosis_log import Log
 from ..storage.loader import read_any
 from ..storage.record import Record

@@ -7,10 +7,11 @@ import csv
 import math
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
 from ..core import safe_files
@@ -18,9 +19,8 @@ from ..core.diagnosis import Diagnosis
 from ..core.package import PHASES, EPArgumentError, counted, printable
 from ..core.quantities import number, percent
 from ..render import wording
-from ..render.output import standard_output
-from ..render.tables import Sheet, as_page, as_table
-from ..render.terminal import report
+from ..render.page import page
+from ..render.terminal import report, standard_output
 from ..storage.log_writer import Writer
 from ..storage.record import Record
 from ..trace import late_ranks, merged, rank_trace, summary
@@ -34,6 +34,21 @@ from .link_limit import Links
 # Ranks that are named as the last to come; the rest is one word.
 _MOST_NAMED = 3
 _MOST_UNKNOWN = 10
+
+
+@dataclass(frozen=True)
+class _Sheet:
+    """A table as text, for terminals and pages; `words` are the columns that are no numbers."""
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    words: Sequence[int] = ()
+
+    @property
+    def numbers(self) -> list[int]:
+        """The other columns."""
+        return [place for place in range(len(self.columns)) if place not in self.words]
 
 
 def trace(given: argparse.Namespace) -> int:
@@ -79,7 +94,7 @@ def trace(given: argparse.Namespace) -> int:
     else:
         console = standard_output(given.width)
         for sheet in sheets:
-            console.print(as_table(sheet))
+            console.print(_table(sheet))
         if diagnosis is not None:
             report(diagnosis, console)
     for remark in remarks:
@@ -88,8 +103,13 @@ def trace(given: argparse.Namespace) -> int:
         console.print(Text(printable(f"for a ticket: {told}")), soft_wrap=True)
     if given.html is not None:
         said = [] if diagnosis is None else wording.notes(diagnosis)
-        shown = as_page("Dispatch and combine in profiles", sheets, [told, *said, *remarks])
-        safe_files.write(given.html, shown)
+        text = page(
+            "sheets.html",
+            "Dispatch and combine in profiles",
+            sheets=sheets,
+            remarks=[told, *said, *remarks],
+        )
+        safe_files.write(given.html, text)
         console.print(Text(f"wrote {given.html}"))
     if given.record is not None and diagnosis is not None:
         writer = Writer(given.record, "trace")
@@ -140,7 +160,17 @@ def _files(paths: Sequence[Path]) -> list[Path]:
     return found
 
 
-def _operators(rows: Sequence[OperatorRow], links: Links | None, *, is_several: bool) -> Sheet:
+def _table(sheet: _Sheet) -> Table:
+    shown = Table(title=sheet.title, title_justify="left", box=None, padding=(0, 2, 0, 0))
+    for place, title in enumerate(sheet.columns):
+        is_word = place in sheet.words
+        shown.add_column(title, justify="left" if is_word else "right", overflow="fold")
+    for row in sheet.rows:
+        shown.add_row(*(Text(printable(cell)) for cell in row))
+    return shown
+
+
+def _operators(rows: Sequence[OperatorRow], links: Links | None, *, is_several: bool) -> _Sheet:
     has_links = any(row.mean_nvlink_bytes is not None for row in rows)
     by_link = ["NVLink MB", "RDMA MB"] if has_links else []
     limit = ["at the limit us", "of the limit"] if links is not None else []
@@ -159,7 +189,7 @@ def _operators(rows: Sequence[OperatorRow], links: Links | None, *, is_several: 
         for row in rows
     ]
     title = "rank" if is_several else ""
-    return Sheet("Dispatch and combine", [title, "operator", *columns], cells, words=(1,))
+    return _Sheet("Dispatch and combine", [title, "operator", *columns], cells, words=(1,))
 
 
 def _limit(row: OperatorRow, links: Links) -> tuple[str, str]:
@@ -170,7 +200,7 @@ def _limit(row: OperatorRow, links: Links) -> tuple[str, str]:
     return number(least), _share(least / row.mean_us if row.mean_us else math.nan)
 
 
-def _phases(rows: Sequence[PhasesRow], *, is_several: bool) -> Sheet:
+def _phases(rows: Sequence[PhasesRow], *, is_several: bool) -> _Sheet:
     shown = [phase for phase in PHASES if any(row.mean_us[phase] for row in rows)]
     columns = ["count", *shown, "moving us", "true TB/s", "waits for"]
     cells = [
@@ -188,14 +218,14 @@ def _phases(rows: Sequence[PhasesRow], *, is_several: bool) -> Sheet:
     ]
     title = "rank" if is_several else ""
     last = len(columns) + 1
-    return Sheet("Phases, us per call", [title, "operator", *columns], cells, words=(1, last))
+    return _Sheet("Phases, us per call", [title, "operator", *columns], cells, words=(1, last))
 
 
 def _head(row: OperatorRow | PhasesRow, *, is_several: bool) -> list[str]:
     return [str(row.rank) if is_several and row.rank >= 0 else "", row.name, str(row.count)]
 
 
-def _together(rows: Sequence[GroupRow]) -> Sheet:
+def _together(rows: Sequence[GroupRow]) -> _Sheet:
     columns = ["operator", "count", "waiting us", "moving us", "true TB/s", "comes last"]
     cells = [
         [
@@ -208,10 +238,10 @@ def _together(rows: Sequence[GroupRow]) -> Sheet:
         ]
         for row in rows
     ]
-    return Sheet("All ranks together", columns, cells, words=(0,))
+    return _Sheet("All ranks together", columns, cells, words=(0,))
 
 
-def _kernels(rows: Sequence[KernelsRow]) -> Sheet:
+def _kernels(rows: Sequence[KernelsRow]) -> _Sheet:
     columns = ["library", "operation", "phase", "kernels", "us each", "of the step", "exposed"]
     cells = [
         [
@@ -220,19 +250,19 @@ def _kernels(rows: Sequence[KernelsRow]) -> Sheet:
         ]
         for row in rows
     ]
-    return Sheet("Kernels by phase", columns, cells, words=(0, 1, 2))
+    return _Sheet("Kernels by phase", columns, cells, words=(0, 1, 2))
 
 
-def _unknown(rows: Sequence[UnknownRow]) -> Sheet:
+def _unknown(rows: Sequence[UnknownRow]) -> _Sheet:
     cells = [
         [row.name, str(row.count), number(row.mean_us), _share(row.share)]
         for row in rows[:_MOST_UNKNOWN]
     ]
     columns = ["kernel", "count", "us each", "of the step"]
-    return Sheet("Named like an exchange, and not known", columns, cells, words=(0,))
+    return _Sheet("Named like an exchange, and not known", columns, cells, words=(0,))
 
 
-def _last(found: Sequence[Arrivals], traces: Sequence[RankTrace]) -> Sheet:
+def _last(found: Sequence[Arrivals], traces: Sequence[RankTrace]) -> _Sheet:
     """Of each exchange the ranks that come last most often."""
     columns = ["operator", "count", "rank", "comes last", "later by us", "before"]
     cells = []
@@ -248,7 +278,7 @@ def _last(found: Sequence[Arrivals], traces: Sequence[RankTrace]) -> Sheet:
                     *(percent(float(each.last[place])), number(each.last_by_us(place)), did),
                 ]
             )
-    return Sheet("Who comes last, by the lengths of kernels", columns, cells, words=(0, 5))
+    return _Sheet("Who comes last, by the lengths of kernels", columns, cells, words=(0, 5))
 
 
 def _ticket(

@@ -15,8 +15,7 @@ from rich.text import Text
 from ..core.package import EPArgumentError
 from ..render import wording
 from ..render.change_log import Changes
-from ..render.output import standard_output
-from ..render.terminal import render, report
+from ..render.terminal import render, report, standard_output
 from ..storage.log_follower import Follower
 from ..storage.record import Record
 from ..storage.record_layout import FILE_PATTERN

@@ -8,6 +8,8 @@ Every shade is a character, so that it reads the same without colour.
 from __future__ import annotations
 
 import math
+import shutil
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -24,7 +26,6 @@ from ..core.diagnosis import Bandwidth, Diagnosis, FloatArray, Measured, Verdict
 from ..core.rank_blocks import Blocks
 from ..core.robust_stats import lowest, median_of
 from ..render import wording
-from .output import standard_output
 
 _SHADES = "·░▒▓█"
 _ASCII_SHADES = ".-+*#"
@@ -39,6 +40,18 @@ _CALM_US = {"cuda": 10.0, "cpu": 100.0, "": 10.0}
 _RAMP = ((46, 160, 67), (219, 187, 40), (215, 58, 45))
 # Of the ends of a list so many are named, and so many of single operations.
 _NAMED, _MOST_OUTLIERS = 3, 5
+# Of a pipe or file: more columns than any table has.
+_UNBOUNDED = 100_000
+
+
+def standard_output(width: int | None = None) -> Console:
+    """The console of a program, as wide as the terminal or `COLUMNS` say, unless a width is given.
+
+    Without a terminal lines are as long as what they say.
+    """
+    if width is None and not sys.stdout.isatty():
+        width = shutil.get_terminal_size((_UNBOUNDED, 0)).columns
+    return Console(width=width)
 
 
 def report(diagnosis: Diagnosis, console: Console | None = None) -> None:
