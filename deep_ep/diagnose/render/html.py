@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from ..core import quantities, rank_blocks, safe_files
-from ..core.causes import TITLES
+from ..core.causes import CAUSES, TITLES
 from ..core.diagnosis import Diagnosis, FloatArray, Measured, Verdict
 from ..core.package import counted
 from ..core.robust_stats import lowest, median_of
@@ -27,7 +27,6 @@ from .figure import colour_scale
 from .page import page
 from .phase_bars import bars, of_measured
 
-_PARTS = ("wait", "late", "issue", "path", "tokens")
 # Up to here matrices keep 16 bits of mantissa; beyond, 8: a page of 1024 ranks stays below 20 MB.
 _LARGEST_EXACT = 256
 _EXACT_BITS = 16
@@ -47,15 +46,9 @@ def write_page(records: Sequence[Record], path: str | Path) -> None:
         "slow.html",
         records[-1].group,
         windows=[_window(record, place, len(records)) for place, record in enumerate(records)],
-        parts=_PARTS,
         data={"windows": [_window_data(record) for record in records]},
     )
     safe_files.write(path, text)
-
-
-def _matrix(m: Measured, part: str) -> FloatArray:
-    values: FloatArray = m.tokens if part == "tokens" else getattr(m, f"{part}_us")
-    return values
 
 
 def _window_name(record: Record, index: int, count: int) -> str:
@@ -155,7 +148,7 @@ def _shown_at(diagnosis: Diagnosis, verdict: Verdict) -> dict[str, Any] | None:
     """Which heatmap shows a verdict, and where."""
     if verdict.operation not in diagnosis.measured:
         return None
-    row = wording.row_of(verdict)
+    row = CAUSES.get(verdict.cause)
     part, shape = (row.matrix, row.axis) if row else ("path", "cell")
     marks = _marks(diagnosis, verdict, shape)
     return {"operation": verdict.operation, "part": part, "marks": marks}
@@ -287,16 +280,17 @@ def _window_data(record: Record) -> dict[str, Any]:
 def _operation_data(m: Measured) -> dict[str, Any]:
     rounded = m.wait_us.shape[0] > _LARGEST_EXACT
     bits = _ROUNDED_BITS if rounded else _EXACT_BITS
-    stored = bool(np.isfinite(m.wait_us).any())
+    waiting = {"wait": m.wait_us, "late": m.late_us, "issue": m.issue_us, "path": m.path_us}
+    stored = {**waiting, "tokens": m.tokens} if np.isfinite(m.wait_us).any() else {}
     return {
         "about": wording.operations(m),
         "notes": ["Values are rounded to 0.2 %."] if rounded else [],
         # One scale for all parts of the waiting, so that switching between them compares them.
         "scale": {
-            "us": colour_scale([_matrix(m, part) for part in _PARTS if part != "tokens"]),
+            "us": colour_scale(list(waiting.values())),
             "tokens": colour_scale([m.tokens]),
         },
-        "matrices": {part: _packed(_matrix(m, part), bits) for part in _PARTS} if stored else None,
+        "matrices": {part: _packed(values, bits) for part, values in stored.items()} or None,
         "timeline": _timeline_data(m),
     }
 

@@ -6,29 +6,24 @@ import math
 from collections.abc import Sequence
 
 from ..core import quantities
-from ..core.causes import CAUSES, TITLES, CauseRow
+from ..core.causes import CAUSES, TITLES
 from ..core.diagnosis import Diagnosis, Measured, Subject, Verdict
 from ..core.package import counted, listed
 
 # The host of ranks in matrices from elsewhere.
-UNKNOWN_HOST = "?"
+_UNKNOWN_HOST = "?"
 _MOST_CERTAIN = 0.9999
 
 
 def rank_name(diagnosis: Diagnosis, rank: int) -> str:
     """`rank 5 (node1 cuda:1)`, `rank 5 (missing)`, or `rank 5` where no host is known."""
-    where = place(diagnosis, rank)
-    return f"rank {rank} ({where})" if where else f"rank {rank}"
-
-
-def place(diagnosis: Diagnosis, rank: int) -> str:
-    """`node1 cuda:1`: host and local device; `missing`; nothing where no host is known at all."""
     host, device = diagnosis.hosts[rank], diagnosis.devices[rank]
-    if host == UNKNOWN_HOST:
-        return ""
-    if not host:
-        return "missing" if any(diagnosis.hosts) else ""
-    return f"{host} {diagnosis.device or 'device'}:{device}" if device >= 0 else host
+    if host == _UNKNOWN_HOST or not any(diagnosis.hosts):
+        return f"rank {rank}"
+    where = host or "missing"
+    if host and device >= 0:
+        where += f" {diagnosis.device or 'device'}:{device}"
+    return f"rank {rank} ({where})"
 
 
 def missing_ranks(diagnosis: Diagnosis) -> Sequence[int]:
@@ -40,7 +35,7 @@ def missing_ranks(diagnosis: Diagnosis) -> Sequence[int]:
 
 def size(diagnosis: Diagnosis) -> str:
     """`8 ranks on 1 host, 2 NVLink domains, 1 missing`: what is known of the group."""
-    hosts = set(diagnosis.hosts) - {"", UNKNOWN_HOST}
+    hosts = set(diagnosis.hosts) - {"", _UNKNOWN_HOST}
     text = counted(diagnosis.num_ranks, "rank")
     if hosts:
         text += f" on {counted(len(hosts), 'host')}"
@@ -69,11 +64,6 @@ def placed(verdict: Verdict) -> str:
     return f"{subject(verdict)} ({verdict.where})" if verdict.where else subject(verdict)
 
 
-def row_of(verdict: Verdict) -> CauseRow | None:
-    """What is known about its cause; `None` for one that a later version recorded."""
-    return CAUSES.get(verdict.cause)
-
-
 def by_cause(verdicts: Sequence[Verdict]) -> list[list[Verdict]]:
     """Verdicts of all operations that name the same thing together; both in the order given."""
     causes: dict[tuple[str, Subject], list[Verdict]] = {}
@@ -88,8 +78,8 @@ def sentence(diagnosis: Diagnosis, verdicts: Sequence[Verdict]) -> str:
     text = f"{TITLES[first.kind]}: {placed(first)}"
     said = ""
     for verdict in verdicts:
-        row = row_of(verdict)
-        claim = row.claim if row else verdict.cause
+        row = CAUSES.get(verdict.cause)
+        claim = row.claim if row else verdict.cause  # of a later version
         joint = " " if not said else "; " if claim != said else ", and "
         text += f"{joint}{claim} " if claim != said else joint
         text += f"in {verdict.operation}, {effect(diagnosis, verdict)}"
