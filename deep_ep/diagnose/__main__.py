@@ -52,20 +52,17 @@ def _parser() -> argparse.ArgumentParser:
         "--check when there are verdicts; 4 when dump has asked a process that has written nothing.",
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    _add_show(
-        commands.add_parser("show", help="print one window, or write it to a page or picture")
-    )
-    _add_watch(commands.add_parser("watch", help="follow a running job"))
-    _add_prometheus(commands.add_parser("prometheus", help="write or serve metrics for Prometheus"))
-    _add_hang(commands.add_parser("hang", help="say why operations hang, from dumps or logs"))
-    _add_dump(commands.add_parser("dump", help="ask running processes for a dump"))
-    _add_trace(commands.add_parser("trace", help="dispatch and combine in profiler traces"))
-    _add_run(commands.add_parser("run", help="start a program of other kernels, and watch it"))
-    _add_patch(
-        commands.add_parser(
-            "patch", help="let other kernels measure waiting, in a checkout of them"
-        )
-    )
+    for name, what, add_arguments in (
+        ("show", "print one window, or write it to a page or picture", _add_show),
+        ("watch", "follow a running job", _add_watch),
+        ("prometheus", "write or serve metrics for Prometheus", _add_prometheus),
+        ("hang", "say why operations hang, from dumps or logs", _add_hang),
+        ("dump", "ask running processes for a dump", _add_dump),
+        ("trace", "dispatch and combine in profiler traces", _add_trace),
+        ("run", "start a program of other kernels, and watch it", _add_run),
+        ("patch", "let other kernels measure waiting, in a checkout of them", _add_patch),
+    ):
+        add_arguments(commands.add_parser(name, help=what))
     return parser
 
 

@@ -12,6 +12,9 @@ from rich.text import Text
 from ..core import quantities
 from ..core.diagnosis import Diagnosis
 from ..core.package import EPArgumentError
+from ..render.figure import write_picture
+from ..render.html import write_page
+from ..render.speed_profile import write_speed_profile
 from ..render.terminal import report, standard_output
 from ..storage.diagnosis_log import Log
 from ..storage.loader import read_any
@@ -124,8 +127,6 @@ def _write_files(
     given: argparse.Namespace, log: Log, chosen: Sequence[int], console: Console
 ) -> None:
     if given.html is not None:
-        from ..render.html import write_page
-
         if len(chosen) > _MOST_WINDOWS:
             raise EPArgumentError(
                 f"{given.path}: --html of {len(chosen)} windows; a page has at most {_MOST_WINDOWS}. "
@@ -135,13 +136,9 @@ def _write_files(
         console.print(Text(f"wrote {given.html}"))
     for picture in (given.png, given.svg):
         if picture is not None:
-            from ..render.figure import write_picture
-
             write_picture(_with_remarks(given, log, chosen[-1]).diagnosis, picture)
             console.print(Text(f"wrote {picture}"))
     if given.speed_profile is not None:
-        from ..render.speed_profile import write_speed_profile
-
         write_speed_profile(
             [_asked_for(given, log[index]) for index in chosen], given.speed_profile
         )

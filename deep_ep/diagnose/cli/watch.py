@@ -110,7 +110,7 @@ def _screen(
     if not watched.latest:
         parts.append(Text(f"waiting for {given.path}/{FILE_PATTERN}"))
     for record in watched.latest.values():
-        above = heading(record, f"{record.group}, window {record.window}", "")
+        above = heading(record, f"{record.group}, window {record.window}")
         parts += [Text(), above, render(record.diagnosis, console)]
     return Group(*parts)
 
@@ -130,8 +130,8 @@ def position(spans: Spans, record: Record) -> str:
     return text
 
 
-def heading(record: Record, which: str, why: str) -> Text:
-    """The line above a report: which window, when, of how many ranks."""
+def heading(record: Record, which: str, why: str = "") -> Text:
+    """The line above a report: which window, why this one, when, of how many ranks."""
     diagnosis = record.diagnosis
     text = f"{which}, {why}" if why else which
     text += f"; {_when(record)}; {wording.size(diagnosis)}"
