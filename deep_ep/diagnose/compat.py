@@ -150,7 +150,7 @@ class Diagnose:
         enabled = {"ll": enable_ll_diagnose, "normal": enable_normal_diagnose}
         self._modes = {name: _Mode(self._group.size) for name, wanted in enabled.items() if wanted}
         self._log = _log(env.classic_log_path(), self._group.rank, self._instance_id)
-        weakref.finalize(self, _close, self._log)
+        weakref.finalize(self, self._log.handlers[0].close)
         self._judge = _Judge(self._log)
         if enable_async:
             self.start_async_diagnose()
@@ -193,11 +193,11 @@ class Diagnose:
         Raises:
             EPArgumentError: `diagnose_step` is negative.
         """
-        return self._sync("diagnose_ll_sync", "ll", diagnose_step)
+        return self._sync("ll", diagnose_step)
 
     def diagnose_normal_sync(self, diagnose_step: int = 0) -> list[Result] | None:
         """The same for the normal kernels."""
-        return self._sync("diagnose_normal_sync", "normal", diagnose_step)
+        return self._sync("normal", diagnose_step)
 
     def start_async_diagnose(self) -> None:
         """Compares the ranks every interval, in a thread, until stopped. Collective.
@@ -229,10 +229,10 @@ class Diagnose:
         mode = self._modes.get(name)
         return (None, None) if mode is None else (mode.stats[0], mode.stats[1])
 
-    def _sync(self, call: str, name: str, diagnose_step: int) -> list[Result] | None:
+    def _sync(self, name: str, diagnose_step: int) -> list[Result] | None:
         if diagnose_step < 0:
             raise EPArgumentError(
-                f"{call}: diagnose_step is {diagnose_step}; it must be the number of steps of a "
+                f"diagnose_{name}_sync: diagnose_step is {diagnose_step}; it must be the number of steps of a "
                 "window, or 0 for DEEPEP_DIAGNOSE_SYNC_STEP. Correct it on all ranks."
             )
         mode = self._modes.get(name)
@@ -333,7 +333,6 @@ class _Judge:
             hosts: [num_ranks], host names; "" where the rank did not answer.
             steps: of this window; an interval of the thread is taken for long enough.
         """
-        waits = np.asarray(waits, np.float64)
         windows = self._windows.setdefault(name, Windows())
         windows.add(waits, steps)
         prefix = "" if name == "ll" else f"{name} "
@@ -431,8 +430,3 @@ class _LogFile(logging.handlers.TimedRotatingFileHandler):
     def _open(self) -> io.TextIOWrapper:
         file = io.BufferedWriter(safe_files.open_to_append(self.baseFilename))
         return io.TextIOWrapper(file, self.encoding)
-
-
-def _close(log: logging.Logger) -> None:
-    for handler in log.handlers[:]:
-        handler.close()
