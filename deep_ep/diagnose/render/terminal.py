@@ -223,7 +223,6 @@ def _rate(gb_per_s: float) -> str:
 
 
 def _heatmap(diagnosis: Diagnosis, m: Measured, console: Console) -> Text:
-    ascii_only = console.encoding.lower().replace("-", "") not in ("utf8", "utf16", "utf32")
     wait_us = np.array(m.wait_us)
     per = wording.per(diagnosis, m.operation)
     counted = f", {wording.operations(m)}" if m.num_operations else ""
@@ -238,10 +237,10 @@ def _heatmap(diagnosis: Diagnosis, m: Measured, console: Console) -> Text:
     of = _blocks_for(diagnosis, console.width)
     labels = _row_labels(of)
     label_width = max(_LABEL_WIDTH, *(len(label) + 1 for label in labels))
-    cells = wait_us if of.single else of.largest(wait_us)
+    cells = of.largest(wait_us)
     width = max(1, min(_WIDEST_CELL, (console.width - label_width) // of.count))
     top = max(float(np.nanmax(cells, initial=0.0)), _CALM_US.get(diagnosis.device, 10.0))
-    shades = _ASCII_SHADES if ascii_only else _SHADES
+    shades = _ASCII_SHADES if console.options.ascii_only else _SHADES
 
     text.append(f"rows wait, columns are waited for{_cell_meaning(of)}\n")
     _append_column_labels(text, of, width, label_width)
