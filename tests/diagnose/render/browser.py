@@ -105,7 +105,7 @@ class Browser:
 
     def hover_cell(self, row: int, column: int) -> list[str]:
         """Point at a cell of the heatmap; the lines that are shown for it."""
-        at = {key: float(value) for key, value in self.dataset("heat").items()}
+        at = self.dataset("heat")
         x = at["left"] + (column + 0.5) * at["cell"]
         y = at["top"] + (row + 0.5) * at["cell"]
         return self.hover("heat", x, y)
@@ -143,12 +143,12 @@ class Browser:
         """The lines shown for what is pointed at."""
         return [line for line in self.text("#tip").splitlines() if line]
 
-    def dataset(self, element_id: str) -> dict[str, str]:
-        return dict(
-            self.driver.execute_script(
-                "return {...document.getElementById(arguments[0]).dataset}", element_id
-            )
+    def dataset(self, canvas: str) -> dict[str, float]:
+        """Where a picture has its cells or lines, in pixels."""
+        found = self.driver.execute_script(
+            "return {...document.getElementById(arguments[0]).dataset}", canvas
         )
+        return {key: float(value) for key, value in found.items()}
 
     def pixel(self, canvas: str, x: float, y: float) -> list[int]:
         """[red, green, blue, alpha] of a canvas."""

@@ -19,7 +19,7 @@ from selenium.webdriver.common.keys import Keys
 from deep_ep.diagnose.core.diagnosis import Diagnosis, Outlier
 from deep_ep.diagnose.render.html import write_page
 from deep_ep.diagnose.storage.record import Record
-from fixtures import HOT, LATE, LATE_RANK, NODE_PAIR, SLOW_PATH, diagnosis
+from fixtures import LATE, LATE_RANK, NODE_PAIR, SLOW_PATH, diagnosis
 
 NAN = float("nan")
 # What the page shows has three to four digits.
@@ -149,6 +149,7 @@ def test_nobody_is_certain_to_the_last_digit_and_what_is_unknown_is_no_number(
         ({"cause": "egress", "rank": 2}, "rank 2", "path", [[0, 2, 6, 3]]),
         ({"cause": "ingress", "rank": 2}, "rank 2", "path", [[2, 0, 3, 6]]),
         ({"cause": "early", "rank": 2}, "rank 2", "late", [[2, 0, 3, 6]]),
+        ({"cause": "hot experts", "rank": 2}, "rank 2", "tokens", [[2, 0, 3, 6]]),
         ({"cause": "path", "rank": None, "edge": (1, 3)}, "path 1 > 3", "path", [[3, 1, 4, 2]]),
         (
             {"cause": "node pair", "rank": None, "nodes": (0, 1)},
@@ -184,19 +185,6 @@ def test_nodes_of_one_host_are_parted_and_marked(tmp_path: Path) -> None:
     button = next(given for tag, given in reader.tags if "data-marks" in given)
     assert json.loads(button["data-marks"] or "") == [[0, 2, 2, 4]]
     assert '"borders": [2]' in page.read_text()
-
-
-def test_nothing_measured_is_said(tmp_path: Path) -> None:
-    page = written(
-        tmp_path, Diagnosis({}, [], ["one rank: nothing to compare"], hosts=("a",), devices=(0,))
-    )
-    assert "Nothing measured" in Reader(page).text
-
-
-def test_waits_only_is_said_to_be_weaker(tmp_path: Path) -> None:
-    found = replace(diagnosis(8, stamped=False), source="waits")
-    text = Reader(written(tmp_path, found)).text
-    assert "from cumulative waiting alone: which side is slow, not why" in text
 
 
 def test_without_a_count_of_operations_times_are_of_the_window(tmp_path: Path) -> None:
@@ -280,11 +268,6 @@ def test_missing_ranks_are_called_missing(tmp_path: Path) -> None:
     assert "rank 4 (missing)" in reader.text
     row = next(row for row in reader.rows if row[0] == "rank 4 (missing)")
     assert "0" not in row[1:]
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
-def test_small_groups_get_a_page(tmp_path: Path, num_ranks: int) -> None:
-    assert f"{num_ranks} rank" in Reader(written(tmp_path, diagnosis(num_ranks, verdicts=[]))).text
 
 
 @pytest.mark.parametrize(("num_ranks", "most_kb"), [(8, 60), (64, 300), (1024, 20_000)])
@@ -376,6 +359,9 @@ def test_a_hovered_cell_tells_its_value(quiet: browser.Browser, tmp_path: Path) 
     combine = shown_value(quiet.hover_cell(6, LATE_RANK), "late")
     assert combine == pytest.approx(found.measured["combine"].late_us[6, 1], rel=SHOWN)
 
+    quiet.choose("part", "tokens")
+    assert quiet.text("#heat-caption").startswith("combine: tokens, tokens per operation")
+
 
 def test_the_late_column_stands_out_on_both_papers(quiet: browser.Browser, tmp_path: Path) -> None:
     page = written(tmp_path, diagnosis(8))
@@ -383,7 +369,7 @@ def test_the_late_column_stands_out_on_both_papers(quiet: browser.Browser, tmp_p
         quiet.show(page, dark=dark)
         for scale in ("log", "linear"):
             quiet.choose("scale", scale)
-            at = {key: float(value) for key, value in quiet.dataset("heat").items()}
+            at = quiet.dataset("heat")
             row = at["top"] + 5 * at["cell"] + 4
             colours = [
                 quiet.pixel("heat", at["left"] + column * at["cell"] + 4, row)
@@ -400,9 +386,9 @@ def test_keys_reach_every_cell(quiet: browser.Browser, tmp_path: Path) -> None:
     lines = quiet.press("heat", *[Keys.ARROW_DOWN] * 5, *[Keys.ARROW_RIGHT] * 2)
     assert lines[0] == "rank 5 (node0 cuda:5) waits for rank 2 (node0 cuda:2)"
     assert quiet.press("heat", Keys.ESCAPE) == []
-    before = float(quiet.dataset("heat")["cell"])
+    before = quiet.dataset("heat")["cell"]
     quiet.press("heat", "+")
-    assert float(quiet.dataset("heat")["cell"]) == 2 * before
+    assert quiet.dataset("heat")["cell"] == 2 * before
 
 
 def test_a_verdict_is_marked_in_the_picture_that_shows_it(
@@ -420,7 +406,7 @@ def test_a_verdict_is_marked_in_the_picture_that_shows_it(
 
     quiet.click(".verdicts tbody tr:nth-child(2) button")
     assert quiet.text("#heat-caption").startswith("combine: late, microseconds per operation")
-    at = {key: float(value) for key, value in quiet.dataset("heat").items()}
+    at = quiet.dataset("heat")
     edge = at["left"] + LATE_RANK * at["cell"]
     middle = at["top"] + 4.3 * at["cell"]
     assert quiet.pixel("heat", edge - 1, middle)[:3] == [11, 95, 208]
@@ -444,7 +430,7 @@ def test_the_timeline_tells_who_came_last_and_when(quiet: browser.Browser, tmp_p
     assert recent is not None
     quiet.show(written(tmp_path, found))
     assert "as rank 0 (node0 cuda:0) saw them" in quiet.text("#line-caption")
-    at = {key: float(value) for key, value in quiet.dataset("line").items()}
+    at = quiet.dataset("line")
     width = quiet.driver.execute_script("return document.getElementById('line').clientWidth")
     lines = quiet.hover("line", width - 90, at["top"] + 3.5 * at["row"])
     assert lines[0] == "dispatch 1423: rank 1 (node0 cuda:1) came last"
@@ -482,7 +468,7 @@ def test_sixty_four_ranks_on_eight_hosts(quiet: browser.Browser, tmp_path: Path)
     )
     assert quiet.hover_cell(63, 17)[0] == "rank 63 (node7 cuda:7) waits for rank 17 (node2 cuda:1)"
     # A line between hosts, none within.
-    at = {key: float(value) for key, value in quiet.dataset("heat").items()}
+    at = quiet.dataset("heat")
     middle = at["top"] + 60.5 * at["cell"]
     border, inside = (
         sum(quiet.pixel("heat", at["left"] + column * at["cell"], middle)[:3])
@@ -506,10 +492,11 @@ def test_host_names_stay_text(quiet: browser.Browser, tmp_path: Path) -> None:
     assert quiet.driver.find_elements("css selector", "img") == []
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
 def test_the_smallest_groups(quiet: browser.Browser, tmp_path: Path, num_ranks: int) -> None:
     found = diagnosis(num_ranks, verdicts=[], stamped=False)
     quiet.show(written(tmp_path, found))
+    assert f"{num_ranks} rank" in quiet.text(".about")
     lines = quiet.hover_cell(num_ranks - 1, 0)
     expected = found.measured["dispatch"].wait_us[num_ranks - 1, 0]
     assert shown_value(lines, "wait") == pytest.approx(expected, abs=0.06)
@@ -533,7 +520,9 @@ def test_matrices_that_were_not_stored_are_not_drawn(
     assert quiet.driver.find_element("id", "heat").is_displayed()
 
 
-def test_waits_only_shows_no_parts(quiet: browser.Browser, tmp_path: Path) -> None:
+def test_waits_only_is_said_to_be_weaker_and_shows_no_parts(
+    quiet: browser.Browser, tmp_path: Path
+) -> None:
     unknown = np.full((8, 8), np.nan)
     full = diagnosis(8, operations=["dispatch"], stamped=False)
     waits = replace(
@@ -544,28 +533,21 @@ def test_waits_only_shows_no_parts(quiet: browser.Browser, tmp_path: Path) -> No
         tokens=unknown,
     )
     quiet.show(written(tmp_path, replace(full, measured={"dispatch": waits}, source="waits")))
+    about = quiet.text(".about")
+    assert about.endswith("from cumulative waiting alone: which side is slow, not why")
     assert quiet.hover_cell(5, 2)[2:] == ["what it consists of is not known"]
     quiet.choose("part", "late")
     assert quiet.hover_cell(5, 2)[1] == "late not known"
 
 
-def test_nothing_measured_hides_the_pictures(quiet: browser.Browser, tmp_path: Path) -> None:
+def test_nothing_measured_is_said_and_hides_the_pictures(
+    quiet: browser.Browser, tmp_path: Path
+) -> None:
     page = written(tmp_path, Diagnosis({}, [], ["no operations"], hosts=("a", "b"), devices=(0, 1)))
     quiet.show(page)
     assert not quiet.driver.find_element("id", "pictures").is_displayed()
+    assert quiet.texts(".headlines li") == ["Nothing measured."]
     assert quiet.texts(".remarks li") == ["no operations"]
-
-
-def test_a_row_is_marked_for_whom_everybody_overwhelms(
-    quiet: browser.Browser, tmp_path: Path
-) -> None:
-    hot = replace(HOT, rank=6, where="node0 cuda:6")
-    quiet.show(written(tmp_path, diagnosis(8, verdicts=[hot])))
-    quiet.click(".verdicts button")
-    assert quiet.text("#heat-caption").startswith("dispatch: tokens, tokens per operation")
-    at = {key: float(value) for key, value in quiet.dataset("heat").items()}
-    above = at["top"] + 6 * at["cell"] - 1
-    assert quiet.pixel("heat", at["left"] + 4.3 * at["cell"], above)[:3] == [11, 95, 208]
 
 
 def test_a_thousand_ranks_can_be_read(quiet: browser.Browser, tmp_path: Path) -> None:
