@@ -55,13 +55,6 @@ def wait_once(stats: torch.Tensor, rank: int, late: int) -> None:
     stats += waits
 
 
-def diagnosed_once(group: ThreadGroup) -> Any:
-    """What a rank returns of a diagnosis after one operation in which rank 1 comes late."""
-    d = Diagnose(group=group)
-    wait_once(d.get_stats_ll_stats_tensor()[0], group.rank, late=1)
-    return d.diagnose_ll_sync(1)
-
-
 def late_ranks(result: dict[str, Any]) -> set[int | None]:
     return {verdict.rank for verdict in result["verdicts"]}
 
@@ -220,11 +213,7 @@ def test_the_tensors_are_what_operations_take_and_stay_the_same() -> None:
     assert len(set(pointers)) == 4
     assert [t.data_ptr() for t in d.get_stats_ll_stats_tensor() if t is not None] == pointers[:2]
     assert d.get_instance_id() == d.get_instance_id() != Diagnose(group=group).get_instance_id()
-
-
-def test_a_program_that_keeps_one_for_each_group_finds_its_group() -> None:
-    (given,) = thread_groups(1)
-    assert Diagnose(group=given).group is given
+    assert d.group is group  # which programs that keep one for each group look for
 
 
 def test_windows_do_not_touch_the_tensors_and_survive_a_program_that_clears_them() -> None:
@@ -347,7 +336,13 @@ def test_the_log_of_rank_0_has_the_verdict_and_rows_that_read_back(
     monkeypatch: pytest.MonkeyPatch, settings: Path
 ) -> None:
     monkeypatch.setenv("DEEPEP_DIAGNOSE_LOG_DETAILS", "1")
-    on_all(4, diagnosed_once)
+
+    def program(group: ThreadGroup) -> None:
+        d = Diagnose(group=group)
+        wait_once(d.get_stats_ll_stats_tensor()[0], group.rank, late=1)
+        d.diagnose_ll_sync(1)
+
+    on_all(4, program)
     gc.collect()
     assert [path.name for path in settings.iterdir()] == ["diagnose_rank0.log"]
     lines = (settings / "diagnose_rank0.log").read_text().splitlines()
@@ -367,20 +362,22 @@ def test_the_log_of_rank_0_has_the_verdict_and_rows_that_read_back(
 # ---- asynchronously
 
 
-def test_the_thread_names_a_late_rank_and_ends_when_stopped(settings: Path) -> None:
+def test_the_thread_names_a_late_rank_ends_when_stopped_and_starts_again(settings: Path) -> None:
     wait = waiting_until_logged(settings, lambda text: "sender side: rank 1" in text)
 
     def program(group: ThreadGroup) -> bool:
         d = Diagnose(group=group, interval=0.1, enable_async=True)
-        running = d._worker
-        d.start_async_diagnose()  # as a program does; it runs already
-        assert d._worker is running
-        found = wait(d.get_stats_ll_stats_tensor()[0], group.rank)
         worker = d._worker
-        assert worker is not None
+        d.start_async_diagnose()  # as a program does; it runs already
+        assert d._worker is worker is not None
+        found = wait(d.get_stats_ll_stats_tensor()[0], group.rank)
         d.stop_async_diagnose()
         d.stop_async_diagnose()
-        return found and not worker._thread.is_alive()
+        assert not worker._thread.is_alive()
+        d.start_async_diagnose()
+        assert d._worker not in (None, worker)
+        d.stop_async_diagnose()
+        return found
 
     assert on_all(6, program) == [True] * 6
 
@@ -411,17 +408,6 @@ def test_processes_and_the_default_group(settings: Path) -> None:
     variables["DEEPEP_DIAGNOSE_THRESHOLD_COL"] = "1.5"
     outcomes = run_processes(in_a_process, 2, str(settings), env=variables)
     assert raise_failures(outcomes) == [[True, True], [True, False]]
-
-
-def test_it_starts_again_after_it_was_stopped(settings: Path) -> None:
-    def program(group: ThreadGroup) -> None:
-        d = Diagnose(group=group, interval=0.02)
-        for _ in range(2):
-            d.start_async_diagnose()
-            group.barrier()
-            d.stop_async_diagnose()
-
-    on_all(2, program)
 
 
 def test_a_rank_that_does_not_answer_is_named_and_the_others_are_judged(
