@@ -305,7 +305,7 @@ def _ticket(
         return text + "Traces of all ranks tell which rank that is."
     if not diagnosis.verdicts:
         return text + " ".join(wording.headlines(diagnosis))
-    causes = wording.by_cause(wording.by_effect(diagnosis))
+    causes = wording.causes(diagnosis)
     first = causes[0][0]
     text += " ".join(wording.sentence(diagnosis, verdicts) for verdicts in causes)
     for each in found:

@@ -97,7 +97,7 @@ def _draw(figure: Figure, diagnosis: Diagnosis) -> None:
 
 def _caption(diagnosis: Diagnosis, columns: int) -> list[str]:
     sentences = wording.headlines(diagnosis)
-    num_causes = len(wording.by_cause(diagnosis.verdicts))
+    num_causes = len(diagnosis.keys)
     more = num_causes - _MOST_SENTENCES
     if more > 0:
         sentences[_MOST_SENTENCES:num_causes] = [f"and {counted(more, 'smaller cause')}"]

@@ -91,7 +91,7 @@ def _window(record: Record, index: int, count: int) -> dict[str, Any]:
 
 
 def _short_answer(diagnosis: Diagnosis) -> str:
-    count = len(wording.by_cause(diagnosis.verdicts))
+    count = len(diagnosis.keys)
     if count:
         return counted(count, "cause")
     if wording.undecided(diagnosis):
@@ -115,7 +115,7 @@ def _about(diagnosis: Diagnosis) -> str:
 def _verdicts(diagnosis: Diagnosis) -> list[dict[str, Any]]:
     """A row of the table each, those of a cause together."""
     rows = []
-    for of_cause in wording.by_cause(wording.by_effect(diagnosis)):
+    for of_cause in wording.causes(diagnosis):
         for place, verdict in enumerate(of_cause):
             cells = [
                 f"{TITLES[verdict.kind]}: {verdict.cause}",

@@ -127,7 +127,7 @@ def _add_gauges(families: Mapping[str, Any], record: Record) -> None:
     diagnosis, group = record.diagnosis, record.group
     if math.isfinite(record.time_s):
         families["window_end_timestamp_seconds"].add_metric([group], record.time_s)
-    families["verdicts"].add_metric([group], len(wording.by_cause(diagnosis.verdicts)))
+    families["verdicts"].add_metric([group], len(diagnosis.keys))
     for v in diagnosis.verdicts:
         host = v.where if v.rank is None else diagnosis.hosts[v.rank]
         labels = [group, v.kind, v.cause, v.operation, wording.subject(v), host]

@@ -101,9 +101,8 @@ class _Hanging:
 def _causes(diagnosis: Diagnosis) -> list[list[RenderableType]]:
     """A section per cause, the largest first; or why there is none."""
     if diagnosis.verdicts:
-        causes = wording.by_cause(wording.by_effect(diagnosis))
-        together = [_Hanging(Text(text), 2) for text in wording.savings(diagnosis)]
-        return [*(_cause(diagnosis, verdicts) for verdicts in causes), [*together]]
+        causes = [_cause(diagnosis, verdicts) for verdicts in wording.causes(diagnosis)]
+        return [*causes, [_Hanging(Text(text), 2) for text in wording.savings(diagnosis)]]
     style = "yellow" if diagnosis.remarks else "green"
     answers = wording.headlines(diagnosis)
     return [[_Hanging(Text(answer, style=f"bold {style}"), 2) for answer in answers]]

@@ -64,12 +64,17 @@ def placed(verdict: Verdict) -> str:
     return f"{subject(verdict)} ({verdict.where})" if verdict.where else subject(verdict)
 
 
-def by_cause(verdicts: Sequence[Verdict]) -> list[list[Verdict]]:
-    """Verdicts of all operations that name the same thing together; both in the order given."""
-    causes: dict[tuple[str, Subject], list[Verdict]] = {}
-    for verdict in verdicts:
-        causes.setdefault(verdict.key, []).append(verdict)
-    return list(causes.values())
+def causes(diagnosis: Diagnosis) -> list[list[Verdict]]:
+    """Verdicts of all operations that name the same thing together, the largest effect first."""
+    by_effect = sorted(
+        diagnosis.verdicts,
+        # What has no number comes last.
+        key=lambda v: -v.effect_us if math.isfinite(v.effect_us) else math.inf,
+    )
+    together: dict[tuple[str, Subject], list[Verdict]] = {}
+    for verdict in by_effect:
+        together.setdefault(verdict.key, []).append(verdict)
+    return list(together.values())
 
 
 def sentence(diagnosis: Diagnosis, verdicts: Sequence[Verdict]) -> str:
@@ -144,8 +149,7 @@ def savings(diagnosis: Diagnosis) -> list[str]:
     said = []
     # Operations of one program follow each other and save the same.
     for saving_us, operations in together.items():
-        causes = by_cause([v for v in diagnosis.verdicts if v.operation in operations])
-        if len(causes) > 1:
+        if len({v.key for v in diagnosis.verdicts if v.operation in operations}) > 1:
             said.append(_without(diagnosis, "all causes together", operations[0], saving_us))
     return [text for text in said if text]
 
@@ -218,8 +222,8 @@ def outliers(diagnosis: Diagnosis, most: int) -> list[str]:
 def headlines(diagnosis: Diagnosis) -> list[str]:
     """The answer first: a sentence per cause, or why there is none."""
     if diagnosis.verdicts:
-        causes = [sentence(diagnosis, verdicts) for verdicts in by_cause(by_effect(diagnosis))]
-        return causes + [f"{text[0].upper()}{text[1:]}." for text in savings(diagnosis)]
+        said = [sentence(diagnosis, verdicts) for verdicts in causes(diagnosis)]
+        return said + [f"{text[0].upper()}{text[1:]}." for text in savings(diagnosis)]
     if undecided(diagnosis):
         return [f"{remark[0].upper()}{remark[1:]}." for remark in undecided(diagnosis)]
     if not diagnosis.measured:
@@ -239,14 +243,6 @@ def notes(diagnosis: Diagnosis) -> list[str]:
     """The other notes."""
     answers = undecided(diagnosis)
     return [remark for remark in diagnosis.remarks if remark not in answers]
-
-
-def by_effect(diagnosis: Diagnosis) -> list[Verdict]:
-    """Verdicts, the largest effect first; what has no number comes last."""
-    return sorted(
-        diagnosis.verdicts,
-        key=lambda v: -v.effect_us if math.isfinite(v.effect_us) else math.inf,
-    )
 
 
 def certainty(verdict: Verdict) -> str:
