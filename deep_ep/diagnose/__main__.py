@@ -14,13 +14,13 @@ from rich.text import Text
 
 from .cli.dump import dump
 from .cli.hang import CAUSES, hang
-from .cli.link_limit import KNOWN, Links, parse
+from .cli.link_limit import KNOWN, parse
 from .cli.patch import patch
 from .cli.run import run
 from .cli.show import VERDICTS, show
 from .cli.trace import trace
 from .cli.watch import watch
-from .core.package import EPArgumentError, EPError, printable
+from .core.package import EPError, printable
 from .render import prometheus
 from .storage.loader import read_any
 from .storage.log_follower import Follower
@@ -309,18 +309,11 @@ def _add_page_and_width(parser: argparse.ArgumentParser) -> None:
 def _add_links(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--links",
-        type=_links,
+        type=parse,
         metavar="NAME|NVLINK:NIC",
         help=f"also say how far operations are from the limit of the links: {', '.join(KNOWN)}, or GB/s one way "
         "such as 450:50",
     )
-
-
-def _links(text: str) -> Links:
-    try:
-        return parse(text)
-    except EPArgumentError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _positive_int(text: str) -> int:

@@ -22,13 +22,9 @@ def dump(given: argparse.Namespace) -> int:
         try:
             answer = request.wait_for_answer(asked, given.timeout)
         except EPError as error:
-            said, is_there = str(error), False
-        else:
-            said, is_there = (
-                answer.error or "\n".join([*answer.files, answer.line]),
-                not answer.error,
-            )
-        failed = failed or not is_there
+            answer = request.Answer(asked.name, error=str(error))
+        failed = failed or bool(answer.error)
+        said = answer.error or "\n".join([*answer.files, answer.line])
         for line in said.splitlines():
             console.print(Text(f"process {asked.pid}: {printable(line)}"), soft_wrap=True)
     return NO_ANSWER if failed else 0

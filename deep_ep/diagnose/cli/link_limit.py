@@ -6,6 +6,7 @@ once, so the busiest of these four decides. Rows that stay on their rank cross n
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -13,7 +14,6 @@ import numpy as np
 
 from ..collect.hops import NORMAL_DISPATCH
 from ..core.diagnosis import BoolArray, FloatArray, Measured
-from ..core.package import EPArgumentError
 
 _BYTES_PER_US = 1e3  # of 1 GB/s
 
@@ -46,7 +46,7 @@ KNOWN = {
 
 
 def parse(text: str) -> Links:
-    """Of a name of `KNOWN`, or of "NVLINK:NIC" in GB/s, such as "450:50"; raises EPArgumentError."""
+    """Of a name of `KNOWN`, or of "NVLINK:NIC" in GB/s, such as "450:50"; raises ArgumentTypeError."""
     if text.upper() in KNOWN:
         return KNOWN[text.upper()]
     try:
@@ -54,7 +54,7 @@ def parse(text: str) -> Links:
     except ValueError:
         nvlink = nic = 0.0
     if not (0 < nvlink < np.inf and 0 < nic < np.inf):
-        raise EPArgumentError(
+        raise argparse.ArgumentTypeError(
             f"links: got {text!r}; they must be {', '.join(KNOWN)}, or NVLINK:NIC in GB/s one way of each rank, such "
             "as 450:50."
         )

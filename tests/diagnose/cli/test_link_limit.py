@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from argparse import ArgumentTypeError
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +14,6 @@ from deep_ep.diagnose.cli.link_limit import KNOWN, Links, least_us, parse
 from deep_ep.diagnose.core.diagnosis import FloatArray, Measured
 from deep_ep.diagnose.storage.log_writer import Writer
 from deep_ep.diagnose.storage.record import Record
-from deep_ep.errors import EPArgumentError
 from fixtures import diagnosis
 
 LINKS = Links(nvlink=100.0, nic=10.0)  # bytes per ns
@@ -65,7 +65,7 @@ def test_links_have_names_or_numbers() -> None:
     assert parse("h800") == KNOWN["H800"]
     assert parse("450:50") == Links(450, 50)
     for wrong in ("H9", "450", "0:50", "450:nan", "1:2:3", "inf:1"):
-        with pytest.raises(EPArgumentError, match="NVLINK:NIC in GB/s"):
+        with pytest.raises(ArgumentTypeError, match="NVLINK:NIC in GB/s"):
             parse(wrong)
 
 
