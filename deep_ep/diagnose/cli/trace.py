@@ -25,7 +25,7 @@ from ..storage.log_writer import Writer
 from ..storage.record import Record
 from ..trace import late_ranks, merged, rank_trace, summary
 from ..trace.arrivals import Arrivals, arrivals, before
-from ..trace.counted import read as of_counters
+from ..trace.counted import read as read_counters
 from ..trace.kernels import WAITING
 from ..trace.rank_trace import RankTrace
 from ..trace.summary import GroupRow, KernelsRow, OperatorRow, PhasesRow, UnknownRow
@@ -68,7 +68,11 @@ def trace(given: argparse.Namespace) -> int:
                 f"{one.path} and {other.path} are both of rank {one.rank}; each rank has one trace. Name files "
                 "of one profile, or files whose names say `rank3`."
             )
-    remarks = _join(traces, given.counters)
+    remarks: list[str] = []
+    if given.counters is not None:
+        counters = read_counters(given.counters)
+        for each in traces:
+            remarks += rank_trace.add_counted(each, counters.get(each.rank, {}))
     if given.merge is not None:
         _merge(traces, given.merge)
     rows = [row for each in traces for row in summary.operators(each)]
@@ -119,16 +123,6 @@ def trace(given: argparse.Namespace) -> int:
     if given.merge is not None:
         console.print(Text(f"wrote {len(traces)} traces to {given.merge}"))
     return 0
-
-
-def _join(traces: Sequence[RankTrace], counters: Path | None) -> list[str]:
-    """Adds what these counters know; returns what does not fit."""
-    if counters is None:
-        return []
-    counted = of_counters(counters)
-    return [
-        line for each in traces for line in rank_trace.add_counted(each, counted.get(each.rank, {}))
-    ]
 
 
 def _merge(traces: Sequence[RankTrace], folder: Path) -> None:

@@ -65,16 +65,16 @@ def _window_name(record: Record, index: int, count: int) -> str:
 def _window(record: Record, index: int, count: int) -> dict[str, Any]:
     """What slow.html shows of one window."""
     diagnosis = record.diagnosis
-    is_whole = bool(diagnosis.measured) and not diagnosis.remarks
+    answer, mood = _short_answer(diagnosis)
     bandwidths = {name: m.bandwidth for name, m in diagnosis.measured.items() if m.bandwidth}
     # The same for all: windows of logs from elsewhere have no count of operations at all.
     per = wording.per(diagnosis, next(iter(diagnosis.measured), ""))
     kinds = wording.mean_of(diagnosis)
     return {
         "name": _window_name(record, index, count),
-        "answer": _short_answer(diagnosis),
+        "answer": answer,
+        "mood": mood,
         "about": _about(diagnosis),
-        "mood": "bad" if diagnosis.verdicts else "good" if is_whole else "open",
         "headlines": wording.headlines(diagnosis),
         "per": per,
         "saving_per": f"{per}, mean of {kinds}" if kinds else per,
@@ -90,13 +90,14 @@ def _window(record: Record, index: int, count: int) -> dict[str, Any]:
     }
 
 
-def _short_answer(diagnosis: Diagnosis) -> str:
-    count = len(diagnosis.keys)
-    if count:
-        return counted(count, "cause")
+def _short_answer(diagnosis: Diagnosis) -> tuple[str, str]:
+    """In two words, and the class of page.css that colours it."""
+    if diagnosis.verdicts:
+        return counted(len(diagnosis.keys), "cause"), "bad"
     if wording.undecided(diagnosis):
-        return "undecided"
-    return "no anomaly" if diagnosis.measured and not diagnosis.remarks else "see notes"
+        return "undecided", "open"
+    is_whole = diagnosis.measured and not diagnosis.remarks
+    return ("no anomaly", "good") if is_whole else ("see notes", "open")
 
 
 def _about(diagnosis: Diagnosis) -> str:

@@ -37,7 +37,8 @@ def speed_profile(records: Sequence[Record]) -> dict[str, Any]:
     """What is written, of windows of one group; numbers that are not known are None."""
     last = records[-1]
     kinds = list(dict.fromkeys(kind for r in records for kind in r.diagnosis.measured))
-    numbers = {kind: _of_kind([r for r in records if _has(r, kind)], kind) for kind in kinds}
+    of_kind = {kind: [r for r in records if kind in r.diagnosis.measured] for kind in kinds}
+    numbers = {kind: _numbers(of_kind[kind], kind) for kind in kinds}
     speed = _speed(np.stack([_own_work(record) for record in records]))
     ranks = [
         {
@@ -59,7 +60,7 @@ def speed_profile(records: Sequence[Record]) -> dict[str, Any]:
         "time": _known(last.time_s),
         "source": last.diagnosis.source,
         "num_operations": {
-            kind: sum(r.diagnosis.measured[kind].num_operations for r in records if _has(r, kind))
+            kind: sum(r.diagnosis.measured[kind].num_operations for r in of_kind[kind])
             for kind in kinds
         },
         "ranks": ranks,
@@ -67,11 +68,7 @@ def speed_profile(records: Sequence[Record]) -> dict[str, Any]:
     }
 
 
-def _has(record: Record, kind: str) -> bool:
-    return kind in record.diagnosis.measured
-
-
-def _of_kind(records: Sequence[Record], kind: str) -> dict[str, FloatArray]:
+def _numbers(records: Sequence[Record], kind: str) -> dict[str, FloatArray]:
     """[num_ranks] each: medians over the windows, us or rows per operation."""
     windows = []
     for record in records:
