@@ -9,7 +9,7 @@ from dataclasses import replace
 from rich.console import Console
 from rich.text import Text
 
-from ..core import quantities
+from ..core import quantities, rank_blocks
 from ..core.diagnosis import Diagnosis
 from ..core.package import EPArgumentError
 from ..render.figure import write_picture
@@ -55,8 +55,9 @@ def _print_limits(diagnosis: Diagnosis, links: Links, console: Console) -> None:
     console.print(
         f"\nat the limit of the links, {links.nvlink:g} GB/s NVLink and {links.nic:g} GB/s NIC"
     )
+    nodes = diagnosis.nodes or rank_blocks.nodes_of(diagnosis)
     for name, m in diagnosis.measured.items():
-        least = least_us(m, diagnosis.nodes, links)
+        least = least_us(m, nodes, links)
         share = quantities.percent(least / m.duration_us) if m.duration_us > 0 else "not known"
         took = quantities.microseconds(m.duration_us)
         console.print(f"  {name}: {quantities.microseconds(least)}, took {took}: {share} of it")

@@ -82,3 +82,17 @@ def test_show_says_which_share_of_the_limit_was_reached(
     with pytest.raises(SystemExit):
         main(["show", str(tmp_path), "--links", "fast"])
     assert "NVLINK:NIC" in capsys.readouterr().err
+
+
+def test_without_nodes_hosts_say_what_crosses_the_network(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Records of earlier versions have no nodes."""
+    limits = []
+    for nodes in ((), (0, 0, 0, 0, 1, 1, 1, 1)):
+        found = replace(diagnosis(8, per_host=4), nodes=nodes)
+        folder = tmp_path / str(len(nodes))
+        Writer(folder, "ep").write(Record(found, 1.0, 1, "ep"), with_matrices=True)
+        assert main(["show", str(folder), "--links", "H100"]) == 0
+        limits.append(capsys.readouterr().out.partition("at the limit of the links")[2])
+    assert limits[0] == limits[1]
