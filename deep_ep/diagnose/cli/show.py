@@ -60,7 +60,8 @@ def _print_limits(diagnosis: Diagnosis, links: Links, console: Console) -> None:
         least = least_us(m, nodes, links)
         share = quantities.percent(least / m.duration_us) if m.duration_us > 0 else "not known"
         took = quantities.microseconds(m.duration_us)
-        console.print(f"  {name}: {quantities.microseconds(least)}, took {took}: {share} of it")
+        said = f"  {name}: {quantities.microseconds(least)}, took {took}: {share} of it"
+        console.print(said, markup=False)
 
 
 def _choose(given: argparse.Namespace, log: Log) -> tuple[Sequence[int], str]:

@@ -84,6 +84,16 @@ def test_show_says_which_share_of_the_limit_was_reached(
     assert "NVLINK:NIC" in capsys.readouterr().err
 
 
+def test_names_of_operations_are_no_markup(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    odd = measured("[/x]", np.ones((4, 4)))
+    found = replace(diagnosis(4), measured={odd.operation: odd}, verdicts=[])
+    Writer(tmp_path, "ep").write(Record(found, 1.0, 1, "ep"), with_matrices=True)
+    assert main(["show", str(tmp_path), "--links", "H100"]) == 0
+    assert "  [/x]: 0 us, took 2,430 us" in capsys.readouterr().out
+
+
 def test_without_nodes_hosts_say_what_crosses_the_network(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
