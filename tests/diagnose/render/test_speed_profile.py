@@ -12,7 +12,6 @@ import pytest
 
 import fixtures
 from deep_ep.diagnose.analyze.waits_only.judge import judge_waits
-from deep_ep.diagnose.core.diagnosis import Diagnosis
 from deep_ep.diagnose.core.package import EPArgumentError
 from deep_ep.diagnose.render.speed_profile import speed_profile, write_speed_profile
 from deep_ep.diagnose.storage.record import Record
@@ -65,14 +64,11 @@ def test_waiting_is_that_of_the_matrix_on_both_sides() -> None:
     measured = replace(
         found.diagnosis.measured["dispatch"], wait_us=matrix, tokens=np.full((3, 3), 7.0)
     )
-    profile = speed_profile([replace(found, diagnosis=diagnosis_with(found, measured))])
+    changed = replace(found.diagnosis, measured={"dispatch": measured})
+    profile = speed_profile([replace(found, diagnosis=changed)])
     assert of_dispatch(profile, "waits_us") == [15.0, 17.0, 9.0]
     assert of_dispatch(profile, "waited_for_us") == [5.0, 11.0, 25.0]
     assert of_dispatch(profile, "tokens") == [14.0, 14.0, 14.0]
-
-
-def diagnosis_with(found: Record, measured: Any) -> Diagnosis:
-    return replace(found.diagnosis, measured={"dispatch": measured})
 
 
 def test_a_gpu_has_the_speed_of_its_ranks() -> None:
