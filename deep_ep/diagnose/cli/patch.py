@@ -116,10 +116,7 @@ def patch_sets() -> list[PatchSet]:
 
 
 def _read_set(folder: Path) -> PatchSet:
-    patches = {}
-    for path in folder.glob("*.patch"):
-        name, insertions = _read_patch(path)
-        patches[name] = insertions
+    patches = dict(map(_read_patch, folder.glob("*.patch")))
     title, next_step, added, files = "", "", {}, []
     for line in (folder / "FILES.sha256").read_text().splitlines():
         word, _, rest = line.partition(" ")
@@ -140,6 +137,7 @@ def _read_set(folder: Path) -> PatchSet:
 
 
 def _read_patch(path: Path) -> tuple[str, tuple[Insertion, ...]]:
+    """The file that it is for, and what is inserted."""
     _, target, *lines = path.read_bytes().splitlines(keepends=True)
     insertions: list[Insertion] = []
     while lines:
