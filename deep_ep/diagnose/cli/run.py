@@ -20,7 +20,7 @@ def run(given: argparse.Namespace) -> int:
         EPArgumentError: there is no such program.
     """
     program = [part for i, part in enumerate(given.program) if i or part != "--"]
-    if not program:
+    if not (program and program[0]):
         raise EPArgumentError("run: no program was given; one must be. Write it behind `--`.")
     if program[0].endswith(".py"):
         program.insert(0, sys.executable)

@@ -161,7 +161,11 @@ def test_a_file_of_python_is_started_by_this_python(library: Path, tmp_path: Pat
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
-    [([], "no program was given"), (["--", "no-such-program"], "'no-such-program' cannot be")],
+    [
+        ([], "no program was given"),
+        (["--", ""], "no program was given"),
+        (["--", "no-such-program"], "'no-such-program' cannot be"),
+    ],
 )
 def test_what_cannot_be_started_is_said(
     arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
