@@ -11,7 +11,7 @@ import pytest
 
 from deep_ep.diagnose.__main__ import main
 from deep_ep.diagnose.cli.link_limit import KNOWN, Links, least_us, parse
-from deep_ep.diagnose.core.diagnosis import FloatArray, Measured
+from deep_ep.diagnose.core.diagnosis import Diagnosis, FloatArray, Measured
 from deep_ep.diagnose.storage.log_writer import Writer
 from deep_ep.diagnose.storage.record import Record
 from fixtures import diagnosis
@@ -69,15 +69,18 @@ def test_links_have_names_or_numbers() -> None:
             parse(wrong)
 
 
+def limits(found: Diagnosis, folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    """What show says of a record, behind the report."""
+    Writer(folder, "ep").write(Record(found, 1.0, 1, "ep"), with_matrices=True)
+    assert main(["show", str(folder), "--links", "H100"]) == 0
+    return capsys.readouterr().out.partition("at the limit of the links, ")[2]
+
+
 def test_show_says_which_share_of_the_limit_was_reached(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    Writer(tmp_path, "ep").write(
-        Record(time_s=1.0, group="ep", window=1, diagnosis=diagnosis(8)), with_matrices=True
-    )
-    assert main(["show", str(tmp_path), "--links", "H100"]) == 0
-    printed = capsys.readouterr().out
-    assert "at the limit of the links, 450 GB/s NVLink and 50 GB/s NIC" in printed
+    printed = limits(diagnosis(8), tmp_path, capsys)
+    assert printed.startswith("450 GB/s NVLink and 50 GB/s NIC\n")
     assert "took 2,430 us" in printed
     with pytest.raises(SystemExit):
         main(["show", str(tmp_path), "--links", "fast"])
@@ -89,20 +92,14 @@ def test_names_of_operations_are_no_markup(
 ) -> None:
     odd = measured("[/x]", np.ones((4, 4)))
     found = replace(diagnosis(4), measured={odd.operation: odd}, verdicts=[])
-    Writer(tmp_path, "ep").write(Record(found, 1.0, 1, "ep"), with_matrices=True)
-    assert main(["show", str(tmp_path), "--links", "H100"]) == 0
-    assert "  [/x]: 0 us, took 2,430 us" in capsys.readouterr().out
+    assert "  [/x]: 0 us, took 2,430 us" in limits(found, tmp_path, capsys)
 
 
 def test_without_nodes_hosts_say_what_crosses_the_network(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Records of earlier versions have no nodes."""
-    limits = []
-    for nodes in ((), (0, 0, 0, 0, 1, 1, 1, 1)):
-        found = replace(diagnosis(8, per_host=4), nodes=nodes)
-        folder = tmp_path / str(len(nodes))
-        Writer(folder, "ep").write(Record(found, 1.0, 1, "ep"), with_matrices=True)
-        assert main(["show", str(folder), "--links", "H100"]) == 0
-        limits.append(capsys.readouterr().out.partition("at the limit of the links")[2])
-    assert limits[0] == limits[1]
+    earlier = diagnosis(8, per_host=4)
+    present = replace(earlier, nodes=(0, 0, 0, 0, 1, 1, 1, 1))
+    printed = limits(present, tmp_path / "present", capsys)
+    assert limits(earlier, tmp_path / "earlier", capsys) == printed != ""
