@@ -42,27 +42,33 @@ def write_page(records: Sequence[Record], path: str | Path) -> None:
 
     It has about 50 kB at 8 ranks, 200 kB at 64, below 20 MB at 1024 per window.
     """
+    groups = list(dict.fromkeys(record.group for record in records))
+    windows = []
+    for number, record in enumerate(records, start=1):
+        name = f"window {number} of {len(records)}" if len(records) > 1 else "window"
+        if len(groups) > 1:
+            name += f", group {record.group}"
+        windows.append({"name": name + _until(record), **_window(record)})
     text = page(
         "slow.html",
-        records[-1].group,
-        windows=[_window(record, place, len(records)) for place, record in enumerate(records)],
+        ", ".join(groups),
+        windows=windows,
         data={"windows": [_window_data(record) for record in records]},
     )
     safe_files.write(path, text)
 
 
-def _window_name(record: Record, index: int, count: int) -> str:
-    name = f"window {index + 1} of {count}" if count > 1 else "window"
+def _until(record: Record) -> str:
     if not math.isfinite(record.time_s):
-        return name
+        return ""
     ended = datetime.fromtimestamp(record.time_s, tz=timezone.utc)
-    return f"{name} until {ended:%Y-%m-%d %H:%M:%S} UTC"
+    return f" until {ended:%Y-%m-%d %H:%M:%S} UTC"
 
 
 # ----------------------------------------------------------------------- words and tables
 
 
-def _window(record: Record, index: int, count: int) -> dict[str, Any]:
+def _window(record: Record) -> dict[str, Any]:
     """What slow.html shows of one window."""
     diagnosis = record.diagnosis
     answer, mood = _short_answer(diagnosis)
@@ -71,7 +77,6 @@ def _window(record: Record, index: int, count: int) -> dict[str, Any]:
     per = wording.per(diagnosis, next(iter(diagnosis.measured), ""))
     kinds = wording.mean_of(diagnosis)
     return {
-        "name": _window_name(record, index, count),
         "answer": answer,
         "mood": mood,
         "about": _about(diagnosis),

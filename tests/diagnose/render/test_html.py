@@ -284,6 +284,15 @@ def test_windows_can_be_chosen_by_time(tmp_path: Path) -> None:
     assert "window 2 of 2 until 1970-01-01 01:00:00 UTC: no anomaly" in text
 
 
+def test_windows_of_several_groups_say_of_which_they_are(tmp_path: Path) -> None:
+    page = tmp_path / "report.html"
+    write_page([Record(diagnosis(4), 0.0, 1, "a"), Record(diagnosis(8), 60.0, 1, "b")], page)
+    text = Reader(page).text
+    assert "window 1 of 2, group a until 1970-01-01 00:00:00 UTC: 1 cause" in text
+    assert "window 2 of 2, group b until 1970-01-01 00:01:00 UTC: 1 cause" in text
+    assert "\na, b\n" in text
+
+
 def test_paths_that_are_means_over_blocks_are_not_listed_as_slowest(tmp_path: Path) -> None:
     found, page = diagnosis(8), tmp_path / "report.html"
     write_page([Record(found, NAN, 1, "job", block_of=(0,) * 4 + (1,) * 4)], page)
