@@ -35,7 +35,7 @@ _ARCHIVE = b"PK\x03\x04"
 _ARRAY = b"\x93NUMPY"
 # Enough of a file to tell what it is.
 _HEAD_BYTES = 4096
-_ROW = re.compile(r"\brank\s*=\s*(?P<rank>-?\d+)\s*[:,]?\s*\[(?P<values>[^\[\]]*)(?P<end>\]?)")
+_ROW = re.compile(r"\brank\s*=\s*(?P<rank>-?\d{1,18})\s*[:,]?\s*\[(?P<values>[^\[\]]*)(?P<end>\]?)")
 _TIME = re.compile(r"\[\s*(\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:[.,]\d{1,6})?)\s*\]")
 _DEFAULT_OPERATION = "dispatch"
 # Windows of a matrix log that are judged, and numbers that their matrices may have.

@@ -80,6 +80,7 @@ def test_windows_follow_each_other_in_one_file(tmp_path: Path) -> None:
 
 def test_other_words_around_rows_and_other_lines_are_passed_over(tmp_path: Path) -> None:
     lines = ["starting with rank=3 [cuda:3]", "", "{not json}", "rank=1 is here"]
+    lines.append(f"rank={'9' * 5000} [1 2]")  # more digits than Python reads
     for rank in range(NUM_RANKS):
         lines += [
             f"2025-09-15 16:28:53,686 - INFO - worker.py:12 - {line(rank)}",
