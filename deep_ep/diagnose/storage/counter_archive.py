@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import io
 import math
-import struct
 import zipfile
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,11 +69,6 @@ class _Counters:
     lost: _Count
 
 
-# What zipfile and numpy raise at what nobody has written; RuntimeError: encrypted.
-_DAMAGED = (
-    *(zipfile.BadZipFile, zlib.error, struct.error, RuntimeError, OverflowError),
-    *(MemoryError, TypeError, SystemError),
-)
 # Ways to pack an entry. Others fail in words of their own.
 _PACKED = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
 _HEADERS = {
@@ -144,18 +137,18 @@ def _load_file(file: Path) -> Snapshot:
         )
     try:
         with zipfile.ZipFile(file) as archive:
-            arrays = _read_arrays(archive)
-    except (ValueError, EOFError, KeyError, *_DAMAGED) as error:
+            stored = _read_entries(archive)
+    except Exception as error:  # noqa: BLE001 - zipfile and numpy raise anything at what nobody has written
         raise EPArgumentError(
             f"{file}: damaged ({error}); {expected}. Copy the file again."
         ) from None
     try:
-        return _snapshot({name: _plain(value) for name, value in arrays.items()})
+        return _snapshot(stored)
     except codec.CodecError as error:
         raise foreign.refusal(error, str(file), "entry", SCHEMA) from None
 
 
-def _read_arrays(archive: zipfile.ZipFile) -> dict[str, Any]:
+def _read_entries(archive: zipfile.ZipFile) -> dict[str, Any]:
     """What np.load reads; but a ValueError where an array would be larger than its entry, before it is allocated."""
     entries = archive.infolist()
     unpacked = sum(entry.file_size for entry in entries)
@@ -163,15 +156,14 @@ def _read_arrays(archive: zipfile.ZipFile) -> dict[str, Any]:
         raise ValueError(f"{unpacked} bytes when unpacked, where {_LARGEST} are allowed")
     if any(entry.compress_type not in _PACKED for entry in entries):
         raise ValueError("an entry is neither stored nor deflated")
-    arrays = {}
+    stored = {}
     for entry in entries:
         with archive.open(entry) as packed:
             data = io.BytesIO(packed.read(entry.file_size))
         _require_whole_array(data)
-        arrays[entry.filename.removesuffix(".npy")] = np.lib.format.read_array(
-            data, allow_pickle=False
-        )
-    return arrays
+        array = np.lib.format.read_array(data, allow_pickle=False)
+        stored[entry.filename.removesuffix(".npy")] = _plain(array)
+    return stored
 
 
 def _require_whole_array(data: io.BytesIO) -> None:

@@ -376,6 +376,26 @@ def test_an_array_larger_than_its_file_is_refused_before_it_is_allocated(
         read_any(file)
 
 
+@pytest.mark.parametrize(
+    ("header", "data"),
+    [
+        ("{", b""),
+        ("1L\n  2\n 3", b""),
+        ("{'descr': '<U1', 'fortran_order': False, 'shape': ()}", b"\0\0\x11\0"),
+    ],
+    ids=["no end", "indentation", "no character"],
+)
+def test_an_entry_that_numpy_cannot_read_is_refused(
+    tmp_path: Path, header: str, data: bytes
+) -> None:
+    (file,) = counter_archive.save(COUNTERS, tmp_path)
+    begin = np.lib.format.magic(1, 0) + len(header).to_bytes(2, "little")
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.writestr("schema.npy", begin + header.encode() + data)
+    with pytest.raises(EPArgumentError, match=f"{file}: damaged"):
+        read_any(file)
+
+
 @pytest.mark.parametrize("packed", [zipfile.ZIP_LZMA, zipfile.ZIP_BZIP2])
 def test_archives_are_packed_as_they_are_written(tmp_path: Path, packed: int) -> None:
     """Other ways to pack fail in words of their own."""
