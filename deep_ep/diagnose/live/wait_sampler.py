@@ -30,6 +30,12 @@ UNKNOWN = -1
 _NEXT, _LAST = b"", b"last"
 
 
+def _not_below_0(waits: IntArray, _: codec.Sides) -> IntArray:
+    if (waits < 0).any():
+        raise codec.CodecError("has numbers below 0")
+    return waits
+
+
 @dataclass(frozen=True)
 class Waited:
     """What one rank waited in a window.
@@ -40,7 +46,7 @@ class Waited:
         host: where the rank runs.
     """
 
-    waits: Annotated[IntArray, ("rows", "num_ranks")]
+    waits: Annotated[IntArray, ("rows", "num_ranks"), _not_below_0]
     operations: Annotated[IntArray, ("rows",)]
     host: str = ""
 

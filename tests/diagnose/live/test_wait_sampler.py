@@ -54,6 +54,19 @@ def test_a_window_has_the_waiting_of_all_ranks(of_ranks: tuple[int, ...], median
     assert (first.silent, first.refused, len(set(first.hosts))) == ({}, [], 1)
 
 
+def test_waiting_below_zero_is_left_out() -> None:
+    """Judging it would raise, and end the thread."""
+    windows: list[Window] = []
+    started = samplers(lambda rank: waited(-rank, 1), windows)
+    assert eventually(lambda: bool(windows))
+    for sampler in started:
+        sampler.stop()
+    (first, second), of_ranks = windows[0].refused, windows[0].waits[0]
+    assert first.startswith("rank 1: the message of ")
+    assert "waits has numbers below 0" in second
+    np.testing.assert_array_equal(of_ranks, [[0.0] * 3, [np.nan] * 3, [np.nan] * 3])
+
+
 def test_the_end_of_rank_0_ends_all() -> None:
     before, windows = running(), list[Window]()
     started = samplers(lambda rank: waited(rank, 1), windows)
