@@ -18,10 +18,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from ..core.package import env
-from .window_judge import Outcome, WindowJudge, WindowShares
+from .window_judge import WindowJudge, WindowShares
 from .window_log import reason, say
 
 # Run with a file descriptor and the places of modules. The program's own `__main__` is not imported, which would run a
@@ -66,7 +67,9 @@ class JudgeProcess:
         finally:
             theirs.close()
 
-    def judge(self, window: WindowShares, has_ended: Callable[[], bool] = lambda: False) -> Outcome:
+    def judge(
+        self, window: WindowShares, has_ended: Callable[[], bool] = lambda: False
+    ) -> list[int]:
         """As `WindowJudge.judge`. Waits for it, and before the first window until the process has begun, without the GIL.
 
         Args:
@@ -121,16 +124,14 @@ class JudgeProcess:
         for share in window.others.values():
             self._connection.send_bytes(share)
 
-    def _answer(self) -> Outcome:
-        said: Any = self._connection.recv()
-        while isinstance(said, logging.LogRecord):
+    def _answer(self) -> list[int]:
+        said: Any
+        while isinstance(said := self._connection.recv(), logging.LogRecord):
             if _log.isEnabledFor(said.levelno):
                 _log.handle(said)
-            said = self._connection.recv()
-        outcome: Outcome | None = said[0]
-        if outcome is None:
-            raise RuntimeError(said[1])
-        return outcome
+        if isinstance(said, list):
+            return said
+        raise RuntimeError(said)
 
     @staticmethod
     def _stays_here(error: Exception) -> None:
@@ -164,15 +165,6 @@ def _start(connection: Connection) -> subprocess.Popen[bytes]:
     )
 
 
-class _Sends(logging.handlers.QueueHandler):
-    """Lines of the log go to the process that has handlers for them."""
-
-    queue: Any
-
-    def enqueue(self, record: logging.LogRecord) -> None:
-        self.queue.send(record)
-
-
 def serve(file: int) -> None:
     """What the process does: judges windows until the other side closes the connection, or ends.
 
@@ -181,7 +173,9 @@ def serve(file: int) -> None:
     """
     connection: Any = Connection(file)
     logging.raiseExceptions = False  # whoever would read a line may be gone
-    _log.addHandler(_Sends(connection))
+    # Lines go to the process that has handlers for them.
+    queue: Any = SimpleNamespace(put_nowait=connection.send)
+    _log.addHandler(logging.handlers.QueueHandler(queue))
     _log.propagate = False
     _log.setLevel(logging.INFO)
     with contextlib.suppress(EOFError, OSError):
@@ -190,11 +184,11 @@ def serve(file: int) -> None:
         while True:
             window, ranks = connection.recv()
             others = {rank: connection.recv_bytes() for rank in ranks}
-            connection.send(_outcome(judge, replace(window, others=others)))
+            connection.send(_answer(judge, replace(window, others=others)))
 
 
-def _outcome(judge: WindowJudge, window: WindowShares) -> tuple[Outcome | None, str]:
+def _answer(judge: WindowJudge, window: WindowShares) -> list[int] | str:
     try:
-        return judge.judge(window), ""
+        return judge.judge(window)
     except Exception as error:  # noqa: BLE001 - whatever it is, rank 0 says it
-        return None, reason(error)
+        return reason(error)

@@ -217,10 +217,6 @@ class Rounds:
                 self._unread.append(late)
         return answers
 
-    def refuse(self, number: int, ranks: Iterable[int]) -> None:
-        """Rank 0: what was found is not these ranks' answer, which may come yet and is not read."""
-        self._unread.extend(_key("answer", number, rank) for rank in ranks)
-
     def dismiss(self, ranks: Iterable[int]) -> None:
         """Rank 0: these ranks are not called any more."""
         self._others.difference_update(ranks)

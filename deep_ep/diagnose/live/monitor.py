@@ -147,9 +147,7 @@ class Monitor:
                 self._call(_Call(operation if enough else None, last))
                 if enough:
                     window = self._heard(self._share(operation, now), last)
-                    outcome = judge.judge(window, self._ended.is_set)
-                    self._rounds.refuse(self._window, outcome.refused)
-                    self._rounds.dismiss(outcome.stopped)
+                    self._rounds.dismiss(judge.judge(window, self._ended.is_set))
 
     def _heard(self, own: Share, last: bool) -> WindowShares:
         """What comes in time from the others, but for ranks that are masked now."""

@@ -52,19 +52,6 @@ class WindowShares:
     absent: Sequence[str] = ()
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """What follows from a window for the next ones.
-
-    Attributes:
-        refused: ranks for which something came that is no share.
-        stopped: ranks that send no more.
-    """
-
-    refused: list[int]
-    stopped: list[int]
-
-
 class WindowJudge:
     """Judges the windows of one group. It can be pickled, and goes on where that is read."""
 
@@ -77,38 +64,24 @@ class WindowJudge:
         self._log = WindowLog(folder)
         self._history = History()
 
-    def judge(self, window: WindowShares) -> Outcome:
-        """Logs what is new in a window, and appends its record."""
-        shares, refused = _read(window)
-        heard = [window.own, *shares.values()]
-        summaries = [share.summary for share in heard if share.summary is not None]
+    def judge(self, window: WindowShares) -> list[int]:
+        """Logs what is new in a window, and appends its record; returns the ranks that send no more."""
+        limits = ShareLimits(window.own)
+        shares, refused = {0: window.own}, []
+        for rank, data in window.others.items():
+            where = f"diagnose: window {window.number}, from rank {rank}"
+            try:
+                shares[rank] = limits.share_of(rank, data, where)
+            except EPArgumentError as error:
+                refused.append(f"what came for rank {rank} is left out: {error}")
+        summaries = [share.summary for share in shares.values() if share.summary is not None]
+        said = [remark for share in shares.values() for remark in share.remarks]
         diagnosis = judge(gather(summaries), None, self._history)
-        said = [remark for share in heard for remark in share.remarks]
         diagnosis = replace(diagnosis, remarks=[*diagnosis.remarks, *said])
         self._log.tell(
-            window.number,
-            window.time_s,
-            diagnosis,
-            refused=[
-                f"what came for rank {rank} is left out: {why}" for rank, why in refused.items()
-            ],
-            absent=window.absent,
+            window.number, window.time_s, diagnosis, refused=refused, absent=window.absent
         )
-        stopped = [rank for rank, share in shares.items() if share.summary is None]
-        return Outcome([*refused], stopped)
-
-
-def _read(window: WindowShares) -> tuple[dict[int, Share], dict[int, EPArgumentError]]:
-    """Shares of the other ranks, by rank; and why those of some are left out."""
-    limits = ShareLimits(window.own)
-    shares, refused = {}, {}
-    for rank, data in window.others.items():
-        where = f"diagnose: window {window.number}, from rank {rank}"
-        try:
-            shares[rank] = limits.share_of(rank, data, where)
-        except EPArgumentError as error:
-            refused[rank] = error
-    return shares, refused
+        return [rank for rank, share in shares.items() if share.summary is None]
 
 
 class ShareLimits:

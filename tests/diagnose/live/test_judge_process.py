@@ -17,7 +17,7 @@ from deep_ep.base import codec
 from deep_ep.diagnose.collect.rank_summary import summarize
 from deep_ep.diagnose.live import window_log
 from deep_ep.diagnose.live.judge_process import JudgeProcess
-from deep_ep.diagnose.live.window_judge import Outcome, Share, WindowJudge, WindowShares
+from deep_ep.diagnose.live.window_judge import Share, WindowJudge, WindowShares
 from deep_ep.diagnose.storage import diagnosis_log
 from deep_ep.testing.faults import SlowRank
 from generator import simulate
@@ -80,11 +80,11 @@ def test_what_is_refused_or_fails_is_told_and_the_next_window_judged(
     stopped = codec.encode(Share(None, ("rank 3 stopped",)))
     with judging(WindowJudge(None)) as judge:
         caplog.set_level(logging.WARNING, "deep_ep.diagnose")
-        outcome = judge.judge(replace(given, others={**given.others, 1: b"no share", 3: stopped}))
-        assert outcome == Outcome(refused=[1], stopped=[3])
+        others = {**given.others, 1: b"no share", 3: stopped}
+        assert judge.judge(replace(given, others=others)) == [3]
         with pytest.raises(RuntimeError, match="^AttributeError: .*summary"):
             judge.judge(replace(given, own=None))  # type: ignore[arg-type]
-        assert judge.judge(window(2)) == Outcome([], [])
+        assert judge.judge(window(2)) == []
     assert {level for level, _ in lines(caplog)} == {logging.WARNING}, "nobody asked for others"
 
 
@@ -95,7 +95,7 @@ def test_signals_to_all_processes_of_a_job_leave_it_alone() -> None:
         assert judge._process is not None
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
             judge._process.send_signal(number)
-        assert judge.judge(window(2)) == Outcome([], [])
+        assert judge.judge(window(2)) == []
 
 
 def test_a_process_that_was_killed_is_told_by_its_number() -> None:
