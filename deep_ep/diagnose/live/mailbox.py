@@ -11,18 +11,24 @@ reads stays until the store goes; `discard` takes it out.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import socket
 import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from datetime import timedelta
 from typing import Any
 
+import torch.distributed
+
 from ..core.package import EPUsageError, Group, ThreadGroup, TorchGroup, rendezvous
 from .stop_flag import StopFlag
+
+# torch does not say that it exports its stores.
+dist: Any = torch.distributed
 
 _CONNECT_S = 30.0
 # The longest that fits a TCPStore, whose timeouts are an int of milliseconds.
@@ -32,14 +38,10 @@ _FIRST_LOOK_S, _LAST_LOOK_S = 0.001, 0.05
 # Answers that came too late and have not been found yet; at least those of one round.
 _UNREAD_KEPT = 64
 
-# Stores of groups whose ranks are threads, from the moment rank 0 makes one until all have it.
-_of_threads: dict[str, Any] = {}
-
 
 def is_lost(error: Exception) -> bool:
     """Whether an error of a mailbox says that the store is gone, and with it the process that had it."""
-    network_error = getattr(_distributed(), "DistNetworkError", None)
-    return network_error is not None and isinstance(error, network_error)
+    return isinstance(error, dist.DistNetworkError)
 
 
 class Mailbox:
@@ -50,19 +52,27 @@ class Mailbox:
         size: number of ranks.
     """
 
-    def __init__(self, rank: int, size: int, inbox: Any, outbox: Any, kept: object = None) -> None:
+    def __init__(
+        self, rank: int, size: int, name: str, connect: Callable[[], Any], kept: object
+    ) -> None:
         """Internal: use `open_mailbox` or `mailbox_in`.
 
         Args:
             rank: this rank.
             size: number of ranks.
-            inbox: the connection on which this rank waits.
-            outbox: another connection to the same store.
+            name: what the keys of this mailbox begin with.
+            connect: makes a connection to the store; one is for waiting, another for posting.
             kept: what must live as long as the mailbox, a store's server.
+
+        Raises:
+            RuntimeError: the store cannot be reached.
         """
         self.rank = rank
         self.size = size
-        self._inbox, self._outbox, self._kept = inbox, outbox, kept
+        self._inbox, self._outbox = (
+            dist.PrefixStore(f"deep_ep/{name}", connect()) for _ in range(2)
+        )
+        self._kept = kept
         self._lock = threading.RLock()
         self._closed = StopFlag()
         self._awaited: str | None = None
@@ -125,7 +135,7 @@ class Mailbox:
             if self._closed.is_set():  # before, or by a destructor in this very place
                 return False
             while not self._inbox.check([key]):
-                with contextlib.suppress(_distributed().DistStoreError):  # that long passed
+                with contextlib.suppress(dist.DistStoreError):  # that long passed
                     self._inbox.wait([key], _LONGEST)
         finally:
             with self._lock:
@@ -194,11 +204,9 @@ class Rounds:
         for rank in sorted(self._others, key=lambda rank: (rank in self.silent, rank)):
             key = _key("answer", number, rank)
             left_s = max(deadline - time.monotonic(), 0.0)
-            if rank in without:
-                left_s = 0.0
-            elif rank in self.silent:
+            if rank in self.silent:
                 left_s = min(left_s, silent_s)
-            data = self._mailbox.wait(key, left_s)
+            data = None if rank in without else self._mailbox.wait(key, left_s)
             if data is None:
                 self._unread.append(key)
                 data = self._mailbox.wait(_goodbye(rank), 0)
@@ -211,10 +219,9 @@ class Rounds:
             else:
                 self.silent.pop(rank, None)
                 answers[rank] = data
-        for _ in range(len(self._unread)):
-            late = self._unread.popleft()
-            if not self._mailbox.discard(late):
-                self._unread.append(late)
+        for late in list(self._unread):
+            if self._mailbox.discard(late):
+                self._unread.remove(late)
         return answers
 
     def dismiss(self, ranks: Iterable[int]) -> None:
@@ -242,26 +249,25 @@ def open_mailbox(group: Group, name: str) -> Mailbox:
         EPTransportError: some rank could not reach the store; raised on all ranks, with the reason.
         EPTimeoutError: some ranks did not come.
     """
-    store = store_of(group)
-    token = uuid.uuid4().hex
-    if isinstance(group, ThreadGroup) and group.rank == 0:
-        _of_threads[token] = _distributed().HashStore()
-    said = group.all_gather_object((token, socket.gethostname(), store is not None))
-    token = said[0][0]
-    prefix = f"deep_ep/{name}/{token}"
     if isinstance(group, ThreadGroup):
-        store = _of_threads[token]
-        group.barrier()
-        _of_threads.pop(token, None)
-        return _mailbox(group.rank, group.size, prefix, store, store, store)
+        made = dist.HashStore()
+        # What ranks exchange is copied, but for functions.
+        store = group.all_gather_object(lambda: made)[0]()
+        return Mailbox(group.rank, group.size, name, lambda: store, store)
+    store = store_of(group)
+    said = group.all_gather_object((uuid.uuid4().hex, socket.gethostname(), store is not None))
     if all(usable for _, _, usable in said):
-        clones: list[Any] = []
-        rendezvous.together(
-            group, "opening a mailbox", lambda: clones.extend((store.clone(), store.clone()))
-        )
-        return _mailbox(group.rank, group.size, prefix, clones[0], clones[1], store)
-    inbox, outbox, server = _own_stores(group, [host for _, host, _ in said])
-    return _mailbox(group.rank, group.size, prefix, inbox, outbox, server)
+        connect, kept = store.clone, store
+    else:
+        connect, kept = _own_store(group, [host for _, host, _ in said])
+    unique_name = f"{name}/{said[0][0]}"
+    opened: list[Mailbox] = []
+
+    def open_it() -> None:
+        opened.append(Mailbox(group.rank, group.size, unique_name, connect, kept))
+
+    rendezvous.together(group, "opening a mailbox", open_it)
+    return opened[0]
 
 
 def mailbox_in(store: Any, name: str, rank: int, size: int) -> Mailbox:
@@ -276,19 +282,7 @@ def mailbox_in(store: Any, name: str, rank: int, size: int) -> Mailbox:
     Raises:
         RuntimeError: the store cannot be reached.
     """
-    return _mailbox(rank, size, f"deep_ep/{name}", store.clone(), store.clone(), store)
-
-
-def _mailbox(rank: int, size: int, prefix: str, inbox: Any, outbox: Any, kept: object) -> Mailbox:
-    prefixed = _distributed().PrefixStore
-    inbox, outbox = prefixed(prefix, inbox), prefixed(prefix, outbox)
-    return Mailbox(rank, size, inbox, outbox, kept)
-
-
-def _distributed() -> Any:
-    import torch.distributed
-
-    return torch.distributed
+    return Mailbox(rank, size, name, store.clone, store)
 
 
 def store_of(group: Group) -> Any:
@@ -305,17 +299,17 @@ def store_of(group: Group) -> Any:
             below = below.underlying_store
     except (AttributeError, RuntimeError):  # an older torch, or a group that was made without one
         return None
-    return store if isinstance(below, _distributed().TCPStore) and hasattr(store, "clone") else None
+    return store if isinstance(below, dist.TCPStore) and hasattr(store, "clone") else None
 
 
-def _own_stores(group: Group, hosts: list[str]) -> tuple[Any, Any, Any]:
-    """Two connections to a new TCPStore on rank 0, and its server there."""
-    tcp_store = _distributed().TCPStore
-    options: dict[str, Any] = {
-        "world_size": None,
-        "timeout": timedelta(seconds=_CONNECT_S),
-        "wait_for_workers": False,
-    }
+def _own_store(group: Group, hosts: list[str]) -> tuple[Callable[[], Any], Any]:
+    """A new TCPStore on rank 0: what connects to it, and its server there."""
+    store = functools.partial(
+        dist.TCPStore,
+        world_size=None,
+        timeout=timedelta(seconds=_CONNECT_S),
+        wait_for_workers=False,
+    )
     servers: list[Any] = []
 
     def serve() -> tuple[str, int] | None:
@@ -324,19 +318,9 @@ def _own_stores(group: Group, hosts: list[str]) -> tuple[Any, Any, Any]:
         address = rendezvous.address(hosts)
         listener = socket.create_server((address if address.startswith("127.") else "", 0))
         port = listener.getsockname()[1]
-        servers.append(
-            tcp_store(
-                "127.0.0.1", port, is_master=True, master_listen_fd=listener.detach(), **options
-            )
-        )
+        servers.append(store("127.0.0.1", port, is_master=True, master_listen_fd=listener.detach()))
         return address, port
 
     where = rendezvous.together(group, "opening a mailbox", serve)[0]
     assert where is not None  # rank 0 always serves
-    connections: list[Any] = []
-
-    def connect() -> None:
-        connections.extend(tcp_store(*where, is_master=False, **options) for _ in range(2))
-
-    rendezvous.together(group, "connecting its mailbox", connect)
-    return connections[0], connections[1], servers
+    return functools.partial(store, *where, is_master=False), servers
