@@ -1,9 +1,4 @@
-"""A flag that tells a background thread to end, and that a destructor may set.
-
-The threads of a live diagnosis wait on it between two windows. A buffer that nobody holds any more is ended by its
-destructor, which the garbage collector may call in any thread and in the middle of anything. `threading.Event` has a
-lock that is not made for that, so the flag is built on `queue.SimpleQueue`, whose `put` is.
-"""
+"""A flag that tells the background threads of a live diagnosis to end, and that a destructor may set."""
 
 from __future__ import annotations
 
@@ -14,8 +9,9 @@ import queue
 class StopFlag:
     """An event that one thread waits for, and whose `set` may be called by a destructor.
 
-    A `set` of `threading.Event` that interrupts a call of the same event in the same thread finds the lock taken by
-    that thread, and waits for ever.
+    The garbage collector may call that in any thread, in the middle of anything. A `set` of `threading.Event` that
+    interrupts a call of the same event finds its lock taken by its own thread, and waits for ever; `put` of
+    `queue.SimpleQueue` may interrupt itself.
     """
 
     def __init__(self) -> None:
