@@ -90,6 +90,8 @@ class Monitor:
         self._buffer = weakref.ref(buffer)
         self._observed = observe(buffer)
         self._window = 0
+        # So many were counted when none of their kinds had occurred often enough.
+        self._too_few = 0
         self._refused = False
         self._ended = StopFlag()
         # On a GPU the first copy allocates, which must not happen while a graph is captured.
@@ -142,6 +144,7 @@ class Monitor:
                 now, operation, last = self._end_of_window()
                 enough = _most_ops(now, self._before) >= MIN_OPERATIONS
                 if not (enough or last):
+                    self._too_few = _num_ops(now)
                     continue
                 self._window += 1
                 self._call(_Call(operation if enough else None, last))
@@ -199,7 +202,7 @@ class Monitor:
         began = time.monotonic()
         first = num_ops = self._observe().num_ops()
         while True:
-            before = _num_ops(self._before)
+            before = max(_num_ops(self._before), self._too_few)
             if num_ops < before:  # counters were made anew
                 before = 0
             due = (before // self._steps + 1) * self._steps

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -296,6 +297,16 @@ def test_too_few_operations_are_no_window(watched: Watched) -> None:
     watched.run("async:0.05", lambda _, buffer: (exchange(buffer, 7), time.sleep(0.3)), SLOW)
     assert watched.records() == []
     assert watched.lines() == []
+
+
+def test_a_window_with_too_few_of_each_kind_is_looked_at_once(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Normal mode counts more kinds than two; a thread that looks on and on takes the interpreter."""
+    most = mock.Mock(return_value=0)
+    monkeypatch.setattr(monitor, "_most_ops", most)
+    watched.run("sync:16", lambda _, buffer: (exchange(buffer, 20), time.sleep(0.3)))
+    assert most.call_count <= 3, "operations 16 and 32, and the end"
 
 
 def test_a_buffer_that_is_dropped_is_judged_once_more(watched: Watched) -> None:
