@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -18,8 +19,10 @@ from support.waiting import eventually
 NUM_RANKS, INTERVAL_S = 3, 0.02
 
 
-def samplers(take: Callable[[int], Waited], windows: list[Window]) -> list[WaitSampler]:
-    """One for each rank; windows come into the list."""
+@contextlib.contextmanager
+def sampling(take: Callable[[int], Waited]) -> Iterator[tuple[list[WaitSampler], list[Window]]]:
+    """A sampler for each rank, which is stopped in the end, and the windows that come."""
+    windows: list[Window] = []
 
     def start(group: ThreadGroup) -> WaitSampler:
         mailbox = open_mailbox(group, "test")
@@ -27,14 +30,17 @@ def samplers(take: Callable[[int], Waited], windows: list[Window]) -> list[WaitS
             mailbox, lambda: take(group.rank), windows.append, pytest.fail, INTERVAL_S, INTERVAL_S
         )
 
-    return on_threads(start, thread_groups(NUM_RANKS, 20))
+    started = on_threads(start, thread_groups(NUM_RANKS, 20))
+    yield started, windows
+    for sampler in started:
+        sampler.stop()
 
 
 def running() -> set[threading.Thread]:
     return {thread for thread in threading.enumerate() if thread.name == "deep_ep diagnose"}
 
 
-def waited(rank: int, operations: int) -> Waited:
+def waited(rank: int, operations: int = 1) -> Waited:
     return Waited(np.full((1, NUM_RANKS), 10 * rank), np.array([operations]))
 
 
@@ -42,11 +48,8 @@ def waited(rank: int, operations: int) -> Waited:
     ("of_ranks", "median"), [((4, 6, 5), 5.0), ((4, UNKNOWN, 5), np.nan)], ids=["known", "not"]
 )
 def test_a_window_has_the_waiting_of_all_ranks(of_ranks: tuple[int, ...], median: float) -> None:
-    windows: list[Window] = []
-    started = samplers(lambda rank: waited(rank, of_ranks[rank]), windows)
-    assert eventually(lambda: len(windows) >= 2)
-    for sampler in started:
-        sampler.stop()
+    with sampling(lambda rank: waited(rank, of_ranks[rank])) as (_, windows):
+        assert eventually(lambda: len(windows) >= 2)
     first = windows[0]
     assert first.number == 1
     np.testing.assert_array_equal(first.waits[0], [[0] * 3, [10] * 3, [20] * 3])
@@ -56,11 +59,8 @@ def test_a_window_has_the_waiting_of_all_ranks(of_ranks: tuple[int, ...], median
 
 def test_waiting_below_zero_is_left_out() -> None:
     """Judging it would raise, and end the thread."""
-    windows: list[Window] = []
-    started = samplers(lambda rank: waited(-rank, 1), windows)
-    assert eventually(lambda: bool(windows))
-    for sampler in started:
-        sampler.stop()
+    with sampling(lambda rank: waited(-rank)) as (_, windows):
+        assert eventually(lambda: bool(windows))
     (first, second), of_ranks = windows[0].refused, windows[0].waits[0]
     assert first.startswith("rank 1: the message of ")
     assert "waits has numbers below 0" in second
@@ -68,22 +68,17 @@ def test_waiting_below_zero_is_left_out() -> None:
 
 
 def test_the_end_of_rank_0_ends_all() -> None:
-    before, windows = running(), list[Window]()
-    started = samplers(lambda rank: waited(rank, 1), windows)
-    assert len(running() - before) == NUM_RANKS
-    started[0].stop()
-    assert eventually(lambda: not running() - before), running() - before
-    for sampler in started:
-        sampler.stop()
+    before = running()
+    with sampling(waited) as (started, _):
+        assert len(running() - before) == NUM_RANKS
+        started[0].stop()
+        assert eventually(lambda: not running() - before), running() - before
 
 
 def test_another_rank_may_end_before() -> None:
-    windows: list[Window] = []
-    started = samplers(lambda rank: waited(rank, 1), windows)
-    started[1].stop()
-    started[1].stop()
-    started[0].stop()
-    started[2].stop()
+    with sampling(waited) as (started, windows):
+        started[1].stop()
+        started[1].stop()
     assert not any(window.refused for window in windows)
 
 
@@ -96,13 +91,10 @@ def test_a_rank_that_is_gone_holds_up_one_window_alone(monkeypatch: pytest.Monke
         return collect(rounds, number, 1.0, 0.05)
 
     monkeypatch.setattr(Rounds, "collect", collecting)
-    windows: list[Window] = []
-    started = samplers(lambda rank: waited(rank, 1), windows)
-    assert eventually(lambda: bool(windows))
-    started[1].stop()
-    assert eventually(lambda: sum(set(window.silent) == {1} for window in windows) > 1)
-    for sampler in started:
-        sampler.stop()
+    with sampling(waited) as (started, windows):
+        assert eventually(lambda: bool(windows))
+        started[1].stop()
+        assert eventually(lambda: sum(set(window.silent) == {1} for window in windows) > 1)
     without = next(window for window in windows if set(window.silent) == {1})
     assert np.isnan(without.waits[0]).all(axis=1).tolist() == [False, True, False]
     assert all(without.hosts), "where a rank ran is forgotten"

@@ -35,20 +35,14 @@ def decode(cls: Any, data: bytes, num_ranks: int = NUM_RANKS) -> Any:
     return wire.decode(cls, data, "here", {"num_ranks": num_ranks})
 
 
-@pytest.mark.parametrize("share", [*SHARES, Share(None, ("stopped", "really"))])
-def test_a_share_is_read_as_it_was_sent(share: Share) -> None:
-    assert comparable(decode(Share, codec.encode(share))) == comparable(share)
+STOPPED = Share(None, ("stopped", "really"))
+WITHOUT_RING = Share(summarize(simulate(GPU, NUM_RANKS, 20, seed=1, capacity=0)[0]))
+CALLS = [_Call(None, True), _Call(2**40, False)]
 
 
-def test_a_share_without_a_ring_is_read_as_it_was_sent() -> None:
-    (snapshot, _) = simulate(GPU, 2, 20, seed=1, capacity=0)
-    share = Share(summarize(snapshot))
-    assert comparable(decode(Share, codec.encode(share), 2)) == comparable(share)
-
-
-@pytest.mark.parametrize("call", [_Call(None, True), _Call(2**40, False)])
-def test_a_call_is_read_as_it_was_sent(call: _Call) -> None:
-    assert decode(_Call, codec.encode(call)) == call
+@pytest.mark.parametrize("message", [*SHARES, STOPPED, WITHOUT_RING, *CALLS])
+def test_a_message_is_read_as_it_was_sent(message: Any) -> None:
+    assert comparable(decode(type(message), codec.encode(message))) == comparable(message)
 
 
 def test_texts_are_made_printable_and_cut() -> None:

@@ -47,20 +47,12 @@ operations = st.sampled_from(["dispatch", "combine", "gateway dispatch"])
 @st.composite
 def verdicts(draw: st.DrawFn, num_ranks: int) -> Verdict:
     rank = st.integers(0, num_ranks - 1)
-    subject = draw(
-        st.one_of(
-            st.fixed_dictionaries({"rank": rank, "edge": st.none()}),
-            st.fixed_dictionaries({"rank": st.none(), "edge": st.tuples(rank, rank)}),
-            st.fixed_dictionaries(
-                {"rank": st.none(), "edge": st.none(), "nodes": st.tuples(rank, rank)}
-            ),
-            st.fixed_dictionaries(
-                {"rank": st.none(), "edge": st.none(), "rail": st.integers(0, 7)}
-            ),
-            st.fixed_dictionaries({"rank": st.none(), "edge": st.none(), "node": rank}),
-            st.just({"rank": None, "edge": None}),
-        )
-    )
+    pair = st.tuples(rank, rank)
+    subjects = {"rank": rank, "edge": pair, "nodes": pair, "rail": st.integers(0, 7), "node": rank}
+    named = draw(st.sampled_from([*subjects, None]))
+    subject = {"rank": None, "edge": None}
+    if named is not None:
+        subject[named] = draw(subjects[named])
     return Verdict(
         kind=draw(st.sampled_from([COMP_SLOW, COMM_SLOW, MIXED_SLOW])),
         cause=draw(words),
