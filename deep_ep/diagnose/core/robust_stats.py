@@ -92,10 +92,8 @@ def weighted_median(values: FloatArray, weights: FloatArray) -> float:
     ordered, below = values[known][order], np.cumsum(weights[known][order])
     if not ordered.size:
         return 0.0
-    at, next_one = (
-        np.searchsorted(below, below[-1] / 2),
-        np.searchsorted(below, below[-1] / 2, side="right"),
-    )
+    at = np.searchsorted(below, below[-1] / 2)
+    next_one = np.searchsorted(below, below[-1] / 2, side="right")
     return float(ordered[at] + ordered[min(next_one, ordered.size - 1)]) / 2
 
 

@@ -36,7 +36,7 @@ class Writer:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with safe_files.open_to_append(self.path) as file:
             size = file.seek(0, os.SEEK_END)
-            if size and not _ends_a_line(file.fileno(), size):
+            if size and os.pread(file.fileno(), 1, size - 1) != b"\n":
                 # The program before this one was stopped in the middle of a line.
                 line = b"\n" + line
             try:
@@ -47,7 +47,3 @@ class Writer:
                 with contextlib.suppress(OSError):
                     file.truncate(size)
                 raise
-
-
-def _ends_a_line(file: int, size: int) -> bool:
-    return os.pread(file, 1, size - 1) == b"\n"
