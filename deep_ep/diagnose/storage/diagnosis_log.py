@@ -96,16 +96,20 @@ def read(path: Path | str) -> Log:
     remarks: list[str] = []
     for file in paths:
         _read_file(file, found, remarks)
+    if not found and not remarks:
+        raise EPArgumentError(
+            f"{printable(str(paths[0]))}: the file is empty; expected a {SCHEMA!r} object per line. "
+            "Wait for the first window to end, or pass another file."
+        )
     if len(paths) > 1:
         found.sort(key=lambda place: np.nan_to_num(place.headline.time_s, nan=-np.inf))
     return Log(found, tuple(remarks))
 
 
 def _read_file(file: Path, found: list[_Place], remarks: list[str]) -> None:
-    offset, is_empty = 0, True
+    offset = 0
     for number, line in lines(file):
         if line.strip():
-            is_empty = False
             where = _where(file, number)
             record = parse_line(line, where, is_last=not line.endswith(b"\n"))
             if record is None:
@@ -116,11 +120,6 @@ def _read_file(file: Path, found: list[_Place], remarks: list[str]) -> None:
             else:
                 found.append(_Place(file, number, offset, len(line), Headline.of(record)))
         offset += len(line)
-    if is_empty:
-        raise EPArgumentError(
-            f"{printable(str(file))}: the file is empty; expected a {SCHEMA!r} object per line. "
-            "Wait for the first window to end, or pass another file."
-        )
 
 
 def lines(file: Path) -> Iterator[tuple[int, bytes]]:

@@ -324,8 +324,16 @@ def test_empty_files_and_folders_are_refused(tmp_path: Path) -> None:
     with pytest.raises(EPArgumentError, match=r"there is no diagnose-\*.jsonl in this folder"):
         read(tmp_path)
     file = write_lines(tmp_path, "", end="\n")
-    with pytest.raises(EPArgumentError, match=f"{file}: the file is empty"):
-        read(file)
+    for path in (file, tmp_path):
+        with pytest.raises(EPArgumentError, match=f"{file}: the file is empty"):
+            read(path)
+
+
+def test_an_empty_file_hides_no_other_one(tmp_path: Path) -> None:
+    """A full disk leaves one."""
+    write_lines(tmp_path, GOOD)
+    (tmp_path / "diagnose-new.jsonl").touch()
+    assert len(read(tmp_path)) == 1
 
 
 @pytest.mark.parametrize("kept", [1, 20, len(GOOD) // 2, len(GOOD) - 1])
