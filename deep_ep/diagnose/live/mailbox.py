@@ -196,16 +196,16 @@ class Rounds:
         Args:
             number: of the round.
             timeout_s: for all ranks together.
-            silent_s: and at most so long for a rank that was silent before.
+            silent_s: and at most so long for all that were silent before.
             without: ranks that are neither waited for nor missed; what they say is dropped.
         """
         deadline = time.monotonic() + timeout_s
         answers = {}
         for rank in sorted(self._others, key=lambda rank: (rank in self.silent, rank)):
             key = _key("answer", number, rank)
-            left_s = max(deadline - time.monotonic(), 0.0)
             if rank in self.silent:
-                left_s = min(left_s, silent_s)
+                deadline = min(deadline, time.monotonic() + silent_s)
+            left_s = max(deadline - time.monotonic(), 0.0)
             data = None if rank in without else self._mailbox.wait(key, left_s)
             if data is None:
                 self._unread.append(key)

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from ..core.package import Group
 
 # All of these are chosen. How long rank 0 waits for the others' shares of a window, of the last one,
-# and for a rank that was silent before; and how long a rank waits to reach the end of a window.
+# and for ranks that were silent before; and how long a rank waits to reach the end of a window.
 _SHARES_S, _LAST_SHARES_S, _SILENT_S, _REACH_S = 5.0, 1.0, 0.1, 1.0
 # How long the end of a buffer, or of the process, may take.
 _END_S = 2.0

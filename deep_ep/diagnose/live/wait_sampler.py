@@ -22,7 +22,7 @@ from . import wire
 from .mailbox import Mailbox, Rounds
 from .stop_flag import StopFlag
 
-# What a rank may take to answer rank 0, one that was silent before, and a thread to end. Chosen.
+# What ranks may take to answer rank 0, those that were silent before, and a thread to end. Chosen.
 _ANSWER_S, _SILENT_S, _JOIN_S = 30.0, 1.0, 10.0
 # Of a host name, that is shown; the longest that Linux allows has 64.
 _LONGEST_HOST = 256

@@ -158,6 +158,25 @@ def test_who_missed_a_round_is_silent_until_in_time_again_and_leaves_nothing_beh
     assert not any(boxes[0].discard(f"answer/{number}/1") for number in range(4))
 
 
+def test_silent_ranks_are_waited_for_together(
+    rounds: list[Rounds], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a group that grows most ranks may not be there."""
+    assert rounds[0].collect(0, 0) == {}
+    patience: list[float] = []
+
+    def wait(key: str, timeout_s: float) -> None:
+        if key.startswith("answer"):
+            patience.append(timeout_s)
+            time.sleep(timeout_s)
+
+    monkeypatch.setattr(rounds[0]._mailbox, "wait", wait)
+    rounds[0].collect(1, 60, 0.1)
+    first, second = patience
+    assert 0 < first <= 0.1
+    assert second == 0
+
+
 def test_who_is_left_out_is_neither_waited_for_nor_missed_and_what_it_says_is_dropped(
     boxes: list[Mailbox], rounds: list[Rounds], monkeypatch: pytest.MonkeyPatch
 ) -> None:
