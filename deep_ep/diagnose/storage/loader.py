@@ -301,10 +301,8 @@ def _judge_window(
 
 def _seconds(time: str) -> float:
     """Local time as logs write it, in seconds since 1970; NaN if there is none."""
-    if not time:
-        return math.nan
     whole, _, fraction = time.partition(".")
     try:
-        return datetime.fromisoformat(whole).timestamp() + float(f"0.{fraction or 0}")
+        return datetime.fromisoformat(f"{whole}.{fraction:0<6}").timestamp()
     except (ValueError, OverflowError):
         return math.nan
