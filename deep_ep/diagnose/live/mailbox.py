@@ -17,7 +17,7 @@ import socket
 import threading
 import time
 import uuid
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable
 from datetime import timedelta
 from typing import Any
@@ -35,7 +35,7 @@ _CONNECT_S = 30.0
 _LONGEST = timedelta(days=20)
 # A wait that ends by timeout is loud in a TCPStore, so bounded waits look now and then: chosen.
 _FIRST_LOOK_S, _LAST_LOOK_S = 0.001, 0.05
-# Answers that came too late and have not been found yet; at least those of one round.
+# Answers that come too late and have not been found yet; at least those of one round.
 _UNREAD_KEPT = 64
 
 
@@ -115,7 +115,11 @@ class Mailbox:
             RuntimeError: the store is gone.
         """
         # Asked first, because not every store forgives the deletion of what is not there.
-        return bool(self._outbox.check([key])) and bool(self._outbox.delete_key(key))
+        return self.holds(key) and bool(self._outbox.delete_key(key))
+
+    def holds(self, key: str) -> bool:
+        """Whether there is anything under `key`. Raises as `discard`."""
+        return bool(self._outbox.check([key]))
 
     def close(self) -> None:
         """Ends every wait, on this rank, and closes this end. Not collective; may be repeated.
@@ -165,15 +169,30 @@ class Rounds:
         self.silent: dict[int, tuple[int, float]] = {}
         self._mailbox = mailbox
         self._others = set(range(1, mailbox.size))
+        # Whose last answer was not read; and in how many rounds a rank had not even taken its call.
+        self._owing: set[int] = set()
+        self._passed_over = Counter[int]()
         self._unread: deque[str] = deque(maxlen=max(_UNREAD_KEPT, mailbox.size))
 
     def call(self, number: int, data: bytes) -> None:
-        """Rank 0: begins a round, or says again what it is about."""
+        """Rank 0: begins a round. Who has not taken the call before finds this one in its place."""
+        for rank in self._owing & self._others:
+            before = self._number_of(rank, number - 1)
+            if self._mailbox.holds(_key("call", before, rank)):
+                self._passed_over[rank] += 1
+            else:
+                self._unread.append(_key("answer", before, rank))
         for rank in self._others:
-            self._mailbox.post(_key("call", number, rank), data)
+            self._mailbox.post(_key("call", self._number_of(rank, number), rank), data)
+
+    def end(self, number: int, data: bytes) -> None:
+        """Rank 0: the last call. The others wait for that of this round, or have had it and wait for the next."""
+        for rank in self._others:
+            for each in (number, number + 1):
+                self._mailbox.post(_key("call", self._number_of(rank, each), rank), data)
 
     def await_call(self, number: int) -> bytes | None:
-        """Another rank: what the round is about; `None` if the mailbox was closed."""
+        """Another rank: what its `number`-th round is about; `None` if the mailbox was closed."""
         return self._mailbox.wait(_key("call", number, self._mailbox.rank), None)
 
     def answer(self, number: int, data: bytes) -> None:
@@ -202,13 +221,14 @@ class Rounds:
         deadline = time.monotonic() + timeout_s
         answers = {}
         for rank in sorted(self._others, key=lambda rank: (rank in self.silent, rank)):
-            key = _key("answer", number, rank)
+            key = _key("answer", self._number_of(rank, number), rank)
             if rank in self.silent:
                 deadline = min(deadline, time.monotonic() + silent_s)
             left_s = max(deadline - time.monotonic(), 0.0)
             data = None if rank in without else self._mailbox.wait(key, left_s)
+            self._owing.discard(rank)
             if data is None:
-                self._unread.append(key)
+                self._owing.add(rank)
                 data = self._mailbox.wait(_goodbye(rank), 0)
                 if data is not None:
                     self.dismiss([rank])
@@ -227,6 +247,10 @@ class Rounds:
     def dismiss(self, ranks: Iterable[int]) -> None:
         """Rank 0: these ranks are not called any more."""
         self._others.difference_update(ranks)
+
+    def _number_of(self, rank: int, number: int) -> int:
+        """What a rank calls a round."""
+        return number - self._passed_over[rank]
 
 
 def _goodbye(rank: int) -> str:

@@ -147,7 +147,8 @@ class Monitor:
                     self._too_few = _num_ops(now)
                     continue
                 self._window += 1
-                self._call(_Call(operation if enough else None, last))
+                call = _Call(operation if enough else None, last)
+                self._rounds.call(self._window, codec.encode(call))
                 if enough:
                     window = self._heard(self._share(operation, now), last)
                     self._rounds.dismiss(judge.judge(window, self._ended.is_set))
@@ -260,9 +261,6 @@ class Monitor:
         buffer = self._buffer()
         return () if buffer is None else tuple(sorted(buffer.communicator.masks.known()))
 
-    def _call(self, call: _Call) -> None:
-        self._rounds.call(self._window, codec.encode(call))
-
     def _answer(self, share: Share) -> None:
         self._rounds.answer(self._window, codec.encode(share))
 
@@ -287,10 +285,7 @@ class Monitor:
             if rank != 0:
                 self._answer(Share(None, (f"rank {rank} stopped: {why}",)))
             else:
-                # The others wait for this call, or have had it and wait for the next.
-                for _ in range(2):
-                    self._call(_Call(None, last=True))
-                    self._window += 1
+                self._rounds.end(self._window, codec.encode(_Call(None, last=True)))
         except RuntimeError:
             # The store is gone and with it rank 0's process, or that says so itself.
             level = logging.INFO if rank else level

@@ -112,10 +112,8 @@ class WaitSampler:
         with self._ending:
             self._stopped.set()
             if self._mailbox.rank == 0:
-                # The others wait for this call, or have had it and wait for the next.
                 with contextlib.suppress(RuntimeError):  # closed, or the store is gone
-                    self._rounds.call(self._number, _LAST)
-                    self._rounds.call(self._number + 1, _LAST)
+                    self._rounds.end(self._number, _LAST)
             self._mailbox.close()
         # Garbage is collected in any thread, this one included.
         if threading.current_thread() is not self._thread:

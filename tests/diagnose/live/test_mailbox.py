@@ -144,6 +144,9 @@ def test_who_missed_a_round_is_silent_until_in_time_again_and_leaves_nothing_beh
     boxes: list[Mailbox], rounds: list[Rounds]
 ) -> None:
     for number in range(3):
+        rounds[0].call(number, b"what?")
+        if number == 0:
+            assert rounds[1].await_call(0) == b"what?"
         rounds[2].answer(number, b"2")
         began = time.monotonic()
         assert rounds[0].collect(number, 0.05 if number == 0 else 60, 0.01) == {2: b"2"}
@@ -151,11 +154,34 @@ def test_who_missed_a_round_is_silent_until_in_time_again_and_leaves_nothing_beh
     ((rank, (missed, since)),) = rounds[0].silent.items()
     assert (rank, missed) == (1, 0)
     assert 0 <= time.time() - since < 60
-    for number in range(4):  # the rank goes on, with all that it was asked
-        rounds[1].answer(number, b"late")
-    assert rounds[0].collect(3, 0.05) == {1: b"late"}
+    rounds[1].answer(0, b"late")
+    rounds[0].call(3, b"and now?")
+    assert rounds[1].await_call(1) == b"and now?", "not what others were asked meanwhile"
+    rounds[1].answer(1, b"1")
+    assert rounds[0].collect(3, 0.05) == {1: b"1"}
     assert list(rounds[0].silent) == [2]
-    assert not any(boxes[0].discard(f"answer/{number}/1") for number in range(4))
+    assert not any(boxes[0].holds(f"{key}/{n}/1") for key in ("call", "answer") for n in range(4))
+
+
+def test_calls_that_nobody_takes_do_not_fill_the_store(
+    boxes: list[Mailbox], rounds: list[Rounds]
+) -> None:
+    """A rank may not be there yet, or never again; masked or not."""
+    for number in range(6):
+        rounds[0].call(number, bytes([number]))
+        rounds[0].collect(number, 0, without=[1])
+    for rank in (1, 2):
+        assert [boxes[0].holds(f"call/{n}/{rank}") for n in range(6)] == [True] + [False] * 5
+        assert rounds[rank].await_call(0) == b"\x05"
+        rounds[rank].answer(0, b"here")
+    rounds[0].call(6, b"6")
+    assert rounds[1].await_call(1) == b"6"
+    rounds[1].answer(1, b"1")
+    assert rounds[0].collect(6, 0.05) == {1: b"1"}
+    assert not boxes[0].holds("answer/0/2"), "it came too late"
+    rounds[0].end(6, b"last")
+    assert rounds[1].await_call(2) == b"last", "it has had the sixth"
+    assert rounds[2].await_call(1) == b"last"
 
 
 def test_silent_ranks_are_waited_for_together(
