@@ -24,7 +24,7 @@ from ..analyze.thresholds import MIN_OPERATIONS
 from ..collect.rank_summary import summarize
 from ..collect.snapshot import Observed, Snapshot, observe
 from ..core.package import EPArgumentError, codec, env, rendezvous
-from ..live import wire
+from . import wire
 from .judge_process import JudgeProcess
 from .mailbox import Rounds, is_lost, open_mailbox
 from .stop_flag import StopFlag

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import io
 import json
-import math
 import os
 import re
 import threading
@@ -499,9 +498,6 @@ def test_a_disk_that_is_full_leaves_no_half_line(
 
 
 def test_a_device_that_is_full_says_so(tmp_path: Path) -> None:
-    os.symlink("/dev/full", tmp_path / "diagnose-ep.jsonl")
-    with pytest.raises(EPArgumentError, match="symbolic link"):
-        write_record(tmp_path)
     writer = Writer(tmp_path, "ep")
     writer.path = Path("/dev/full")
     with pytest.raises(OSError, match="No space left"):
@@ -515,4 +511,3 @@ def test_a_record_that_no_reader_would_take_is_not_written(
     with pytest.raises(EPArgumentError, match="a line has at most 1000"):
         write_record(tmp_path)
     assert list(tmp_path.iterdir()) == []
-    assert math.isfinite(SLOW.time_s)

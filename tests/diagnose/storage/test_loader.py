@@ -325,5 +325,5 @@ def test_damaged_counters_are_refused_with_file_and_entry(
 def test_counters_cut_off_are_refused(tmp_path: Path, kept: int) -> None:
     (file,) = counter_archive.save(snapshots()[0], tmp_path)
     file.write_bytes(file.read_bytes()[:kept])
-    with pytest.raises(EPArgumentError, match="was the program stopped|Was the program stopped"):
+    with pytest.raises(EPArgumentError, match="Was the program stopped"):
         read_any(file)
