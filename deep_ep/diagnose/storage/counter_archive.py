@@ -120,7 +120,7 @@ def load(path: Path | str) -> list[Snapshot]:
             the entry and what was expected.
     """
     path = Path(path)
-    found = sorted(path.glob(FILE_PATTERN)) if path.is_dir() else [path]
+    found = foreign.files_in(path, FILE_PATTERN) if path.is_dir() else [path]
     if not found:
         raise EPArgumentError(
             f"{path}: there is no {FILE_PATTERN} in this folder; expected one per rank, as "

@@ -86,7 +86,7 @@ def read(path: Path | str) -> Log:
             and what was expected.
     """
     path = Path(path)
-    paths = sorted(path.glob(FILE_PATTERN)) if path.is_dir() else [path]
+    paths = foreign.files_in(path, FILE_PATTERN) if path.is_dir() else [path]
     if not paths:
         raise EPArgumentError(
             f"{path}: there is no {FILE_PATTERN} in this folder; expected the folder that "

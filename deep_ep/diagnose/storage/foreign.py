@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from pathlib import Path
 
 from ..core.package import EPArgumentError, codec, printable
 
 read = functools.partial(codec.from_plain, text=printable, is_strict=False)
+
+
+def files_in(folder: Path, pattern: str) -> list[Path]:
+    """Files of a folder, in order of their names. A named pipe is none, and would keep its reader waiting."""
+    return sorted(file for file in folder.glob(pattern) if file.is_file())
 
 
 def refusal(error: codec.CodecError, where: str, part: str, schema: str) -> EPArgumentError:

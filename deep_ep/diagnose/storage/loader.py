@@ -23,7 +23,7 @@ from ..collect.snapshot import Snapshot
 from ..collect.snapshot_checks import latest_operation, require_snapshot
 from ..core.diagnosis import FloatArray
 from ..core.package import EPArgumentError, printable, ranks_text
-from . import counter_archive, diagnosis_log, record_layout
+from . import counter_archive, diagnosis_log, foreign, record_layout
 from .diagnosis_log import Log
 from .record import Record
 
@@ -71,13 +71,13 @@ def read_any(path: Path | str) -> Log:
 
 
 def _read_folder(folder: Path) -> Log:
-    if any(folder.glob(record_layout.FILE_PATTERN)):
+    if foreign.files_in(folder, record_layout.FILE_PATTERN):
         return diagnosis_log.read(folder)
-    counters = sorted(folder.glob(counter_archive.FILE_PATTERN))
+    counters = foreign.files_in(folder, counter_archive.FILE_PATTERN)
     if counters:
         return _read_counters(counters)
     # Daily rotation appends the date to the name.
-    logs = sorted(file for file in folder.glob("*.log*") if file.is_file())
+    logs = foreign.files_in(folder, "*.log*")
     if not logs:
         raise EPArgumentError(f"{folder}: nothing to read in this folder; expected {_EXPECTED}.")
     return _read_matrices(logs)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..core.package import EPArgumentError, printable
-from . import diagnosis_log, record_layout
+from . import diagnosis_log, foreign, record_layout
 from .record import Record
 
 
@@ -32,7 +32,7 @@ class Follower:
         """The records that came since the last call, and in their place notes about lines that are none."""
         files = [self._path] if self._path.exists() else []
         if self._path.is_dir():
-            files = sorted(self._path.glob(record_layout.FILE_PATTERN))
+            files = foreign.files_in(self._path, record_layout.FILE_PATTERN)
         # A file that is gone and comes back is a new one.
         self._positions = {file: self._positions.get(file, _Position()) for file in files}
         for file, position in self._positions.items():
