@@ -10,7 +10,6 @@ import numpy as np
 import numpy.typing as npt
 from _scenarios import (
     SCENARIOS,
-    TOKENS_PER_RANK,
     Cell,
     Score,
     grade,
@@ -90,7 +89,6 @@ def windows(task: Task, num_operations: int) -> Sequence[Window]:
         num_operations // len(KINDS),
         faults,
         task.first_seed,
-        TOKENS_PER_RANK,
         num_operations,
         task.cell.kinds,
     )

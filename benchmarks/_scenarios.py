@@ -46,11 +46,11 @@ from generator.machines import (  # noqa: E402
     LOW_LATENCY,
     NORMAL,
     NORMAL_OF_ONE_NODE,
+    TOKENS_PER_RANK,
     Kind,
     Machine,
 )
 
-TOKENS_PER_RANK = 1024
 # Windows of one cell take seeds next to each other; no cell needs more.
 _SEEDS_PER_CELL = 100_000
 _CELLS = 20_000

@@ -118,7 +118,7 @@ def generated(
     each = OPERATIONS * len(KINDS)
     faults = [[fault] if fault else []]
     (run,) = simulate_windows(
-        machine, num_ranks, OPERATIONS * LEAST_WINDOWS, faults, seed, 1024, each * LEAST_WINDOWS
+        machine, num_ranks, OPERATIONS * LEAST_WINDOWS, faults, seed, each * LEAST_WINDOWS
     )
     ends = range(0, each * LEAST_WINDOWS + 1, each)
     return {

@@ -21,10 +21,9 @@ All windows of a batch go through each operation together, in arrays [windows, r
 Every window has random streams of its own, so a window does not depend on the batch it is in, a
 shorter run is the beginning of a longer one, and faults change the faulty times only.
 
-How healthy ranks behave is in generator_machines, what can be the matter in generator_faults, the
-random numbers in generator_draws and generator_noise, the protocol in generator_run and, of normal
-operations, generator_normal, what shares a wire in generator_ports, what kernels write in
-generator_recording.
+How healthy ranks behave is in machines.py, what can be the matter in faults.py, the random numbers in
+draws.py and noise.py, the protocol in run.py and, of normal operations, normal.py, what shares a wire
+in ports.py, what kernels write in recording.py.
 """
 
 from __future__ import annotations
@@ -32,6 +31,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
@@ -52,17 +52,10 @@ def simulate(
     num_rounds: int,
     faults: Sequence[GeneratorFault] = (),
     seed: int = 0,
-    tokens_per_rank: int = 1024,
-    capacity: int = 64,
-    kinds: Sequence[Kind] = LOW_LATENCY,
+    **options: Any,
 ) -> list[Snapshot]:
-    """Runs `num_rounds` of dispatch and combine; returns every rank's snapshot.
-
-    The rings hold the last `capacity` operations of all kinds together.
-    """
-    windows = simulate_windows(
-        machine, num_ranks, num_rounds, [faults], seed, tokens_per_rank, capacity, kinds
-    )
+    """The snapshots of every rank of one window; options as of `simulate_windows`."""
+    windows = simulate_windows(machine, num_ranks, num_rounds, [faults], seed, **options)
     return next(windows).snapshots
 
 
@@ -72,7 +65,6 @@ def simulate_windows(
     num_rounds: int,
     faults: Sequence[Sequence[GeneratorFault]],
     seed: int = 0,
-    tokens_per_rank: int = 1024,
     capacity: int = 64,
     kinds: Sequence[Kind] = LOW_LATENCY,
 ) -> Iterator[Window]:
@@ -84,7 +76,6 @@ def simulate_windows(
         num_rounds: how often the operations of `kinds` are run, in their order.
         faults: what is injected into each window.
         seed: of the first window.
-        tokens_per_rank: tokens times experts per token that each rank sends.
         capacity: operations of all kinds together that the rings hold.
         kinds: LOW_LATENCY, or NORMAL, whose hops count as operations; of one node NORMAL_OF_ONE_NODE.
 
@@ -93,7 +84,7 @@ def simulate_windows(
     """
     per_window = num_rounds * len(kinds) * num_ranks * (num_ranks + 1) * COLUMNS * 8
     size = max(1, _BATCH_BYTES // max(per_window, 1))
-    setup = Setup(machine, num_ranks, num_rounds, tokens_per_rank, capacity, tuple(kinds))
+    setup = Setup(machine, num_ranks, num_rounds, capacity, tuple(kinds))
     for begin in range(0, len(faults), size):
         members = [tuple(f) for f in faults[begin : begin + size]]
         seeds = [seed + begin + i for i in range(len(members))]

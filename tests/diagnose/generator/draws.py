@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from deep_ep.diagnose.core.diagnosis import FloatArray, IntArray
-from generator.machines import Setup
+from generator.machines import TOKENS_PER_RANK, Setup
 from generator.noise import draw_noise
 
 # Hot experts stay for so many operations, where they move.
@@ -19,6 +19,8 @@ MOVING_OPERATIONS = 50
 _STEP_OPERATIONS = (32, 96)
 # The best round trip of several takes up to so much longer than one without any noise, in us.
 _BEST_EXCESS_US = 0.5
+# The gaps of layers differ by up to so much from the usual, as a share of it.
+_LAYER_SPREAD = 0.4
 # A moving hot rank leaves something for the others.
 _MOST_MOVING = 0.75
 _NOISE_TABLE = 2**18
@@ -82,9 +84,9 @@ def _draw_window(setup: Setup, share: FloatArray, seed: int) -> Draws:
     load = _loads(setup, popularity, share, moves)
     shape = setup.num_rounds, num_ranks
     chances = (load / load.sum(axis=1, keepdims=True))[:, None]
-    batch = setup.tokens_per_rank * _batches(setup, batches)[:, None]
+    batch = TOKENS_PER_RANK * _batches(setup, batches)[:, None]
     tokens = routing.multinomial(np.rint(batch).astype(np.int64), chances, shape)
-    layer_gap = 1 + machine.layer_spread * layers.uniform(-1, 1, machine.layers)
+    layer_gap = 1 + _LAYER_SPREAD * layers.uniform(-1, 1, machine.layers)
     shared = draw_noise(setup, children[7])
     stepping, step_ahead_of = clocks.integers(num_ranks), clocks.integers(*_STEP_OPERATIONS)
     excess = np.triu(clocks.uniform(0, _BEST_EXCESS_US, (num_ranks, num_ranks)), 1)

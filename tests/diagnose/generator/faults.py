@@ -12,7 +12,7 @@ from deep_ep.diagnose.core.causes import COMM_SLOW, COMP_SLOW, MIXED_SLOW
 from deep_ep.diagnose.core.diagnosis import BoolArray, FloatArray
 from deep_ep.testing import faults as injectable
 from deep_ep.testing.faults import ClockFault, HotRank, SlowPath, SlowRank
-from generator.machines import TOKEN_BYTES, Setup
+from generator.machines import TOKEN_BYTES, TOKENS_PER_RANK, Setup
 
 Key = tuple[str, Union[int, tuple, None]]
 
@@ -179,25 +179,13 @@ class Hiccup:
 
 GeneratorFault = Union[
     injectable.Fault,
-    EarlyRank,
-    SlowSend,
-    SlowReceive,
-    SlowReceiver,
-    SlowIngress,
-    SlowEgress,
-    SlowNicOut,
+    _RankDelay,
     SlowNodePair,
     SlowRail,
-    SlowUplink,
-    SlowDownlink,
+    _NodeDelay,
     SlowNic,
-    SlowNvlinkIn,
-    SlowNvlinkOut,
-    IntermittentRank,
     Throttled,
-    NicBursts,
     PathBursts,
-    PausedSender,
     NonReporting,
     Everything,
     Hiccup,
@@ -405,9 +393,9 @@ def _key(fault: GeneratorFault) -> Key | None:
     """None: it is no lasting cause, or cannot be seen within one window."""
     if isinstance(fault, (SlowRank, SlowSend, SlowReceive, IntermittentRank, Throttled)):
         return COMP_SLOW, fault.rank
-    if isinstance(fault, (SlowIngress, SlowEgress, SlowNic, SlowNicOut, NicBursts, PausedSender)):
-        return COMM_SLOW, fault.rank
-    if isinstance(fault, (SlowNvlinkIn, SlowNvlinkOut)):
+    if isinstance(fault, (EarlyRank, HotRank, SlowReceiver)):
+        return MIXED_SLOW, fault.rank
+    if isinstance(fault, (_RankDelay, SlowNic)):
         return COMM_SLOW, fault.rank
     if isinstance(fault, (SlowPath, PathBursts)):
         return COMM_SLOW, (fault.src, fault.dst)
@@ -419,8 +407,6 @@ def _key(fault: GeneratorFault) -> Key | None:
         return COMM_SLOW, ("node", fault.node, "uplink")
     if isinstance(fault, SlowDownlink):
         return COMM_SLOW, ("node", fault.node, "downlink")
-    if isinstance(fault, (EarlyRank, HotRank, SlowReceiver)):
-        return MIXED_SLOW, fault.rank
     return None
 
 
@@ -437,9 +423,9 @@ def _effect_us(fault: GeneratorFault, setup: Setup, seed: int) -> float:
     if isinstance(fault, Throttled):
         return float(_swing_us(fault, setup.num_operations, seed).mean())
     if isinstance(fault, HotRank):
-        tokens = setup.tokens_per_rank * float(np.mean(setup.machine.batches))
+        tokens = TOKENS_PER_RANK * float(np.mean(setup.machine.batches))
         return (fault.share - 1) * tokens * setup.machine.compute_per_token
     if isinstance(fault, SlowPath) and fault.bytes_per_s:
-        even = setup.tokens_per_rank / setup.num_ranks
+        even = TOKENS_PER_RANK / setup.num_ranks
         return fault.delay_s * 1e6 + even * TOKEN_BYTES / fault.bytes_per_s * 1e6
     return float(fault.delay_s) * 1e6

@@ -10,6 +10,8 @@ import numpy as np
 from deep_ep.diagnose.core.diagnosis import FloatArray, IntArray
 
 TOKEN_BYTES = 7168
+# Tokens times experts per token that each rank sends.
+TOKENS_PER_RANK = 1024
 
 
 class StampRule(enum.Enum):
@@ -44,7 +46,7 @@ class Machine:
         skew: how far the loads of healthy ranks differ, as a standard deviation relative to their
             mean; popularity of experts is log-normal.
         layers: rounds that follow each other and come again in the same order, each with a routing of
-            its own; with more than one, the gaps of each differ by up to `layer_spread` from the usual.
+            its own; with more than one, the gaps of each differ from the usual as well.
         batches: what share of the tokens there is in a round, one of these at random (speculative
             decoding); with `batches_alternate` one after the other.
         moving_hot_share: the share of the tokens that the experts of one rank get, 1 is even, another
@@ -101,7 +103,6 @@ class Machine:
     wander: float = 0.002
     skew: float = 0.0
     layers: int = 1
-    layer_spread: float = 0.4
     batches: tuple[float, ...] = (1.0,)
     batches_alternate: bool = False
     moving_hot_share: float = 0.0
@@ -192,23 +193,21 @@ class Kind:
 
     Attributes:
         name: as snapshots name it.
-        computes: whether the experts work before it.
-        tokens: "dispatched" or "returned".
+        returns: whether the experts work before it, and tokens go back.
     """
 
     name: str
-    computes: bool = False
-    tokens: str = "dispatched"
+    returns: bool = False
 
 
-LOW_LATENCY = (Kind("dispatch"), Kind("combine", computes=True, tokens="returned"))
+LOW_LATENCY = (Kind("dispatch"), Kind("combine", returns=True))
 # The hops of a fresh dispatch and of a combine; those of gateways only where there are several nodes.
 NORMAL = (
     Kind("notify"),
     Kind("gateway dispatch"),
     Kind("normal dispatch"),
     Kind("gateway combine"),
-    Kind("normal combine", computes=True, tokens="returned"),
+    Kind("normal combine", returns=True),
 )
 NORMAL_OF_ONE_NODE = tuple(kind for kind in NORMAL if "gateway" not in kind.name)
 
@@ -220,7 +219,6 @@ class Setup:
     machine: Machine
     num_ranks: int
     num_rounds: int
-    tokens_per_rank: int
     capacity: int
     kinds: tuple[Kind, ...]
 

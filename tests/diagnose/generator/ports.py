@@ -45,12 +45,7 @@ class Ports:
         self.itself = np.eye(num_ranks, dtype=bool)
         self.node, _ = machine.node_and_index(num_ranks)
         self.between = self.node[:, None] != self.node[None, :]
-        between = machine.path_per_token_between
-        cost = np.where(
-            self.between,
-            machine.path_per_token if between is None else between,
-            machine.path_per_token,
-        )
+        _, cost = machine.latency(num_ranks)
         cost = np.where(self.itself, 0.0, cost)
         self.leaving = cost * np.where(self.between, nic[:, None, :], 1.0)
         self.entering = cost * np.where(self.between, nic[:, :, None], 1.0)

@@ -122,7 +122,8 @@ class Run:
     def _operation(self, op: int, speed: FloatArray, previous_exit: FloatArray) -> Operation:
         machine, draws, extra = self.setup.machine, self.draws, self.extra
         kind = self.kind(op)
-        tokens = self._tokens(kind, draws.tokens[:, op // len(self.setup.kinds)])
+        dispatched = draws.tokens[:, op // len(self.setup.kinds)]
+        tokens = np.swapaxes(dispatched, 1, 2) if kind.returns else dispatched
         outgoing, incoming = tokens.sum(axis=1), tokens.sum(axis=2)
 
         entered = self.enter(op, speed, previous_exit, kind, outgoing)
@@ -156,7 +157,7 @@ class Run:
         """[windows, num_ranks]: when each rank enters; outgoing [windows, num_ranks], its tokens."""
         machine, draws, extra = self.setup.machine, self.draws, self.extra
         gap = machine.gap * draws.layer_gap[:, self.setup.layer(op), None]
-        if kind.computes:
+        if kind.returns:
             gap = gap + machine.compute_per_token * outgoing
         gap = speed * gap + machine.jitter * draws.gap[:, op] + draws.late[:, op] - extra.early
         entered = previous_exit + np.maximum(gap, _LEAST_GAP_US) + extra.gap
@@ -168,7 +169,8 @@ class Run:
         """[windows, receiver, source]: of each way in this operation, whatever is sent."""
         jitter = self.setup.machine.path_jitter * np.abs(self.draws.path[:, op])
         latency = np.where(self.own, 0.0, self.path) + np.where(self.own, 0.0, jitter)
-        latency = latency + self._congestion(self.draws.rail[:, op])
+        of_rail = self.draws.rail[:, op][:, None, self.index]
+        latency = latency + np.where(self.between & self.same_rail, of_rail, 0.0)
         latency = latency + np.where(self.between, self.draws.fabric[:, op, None, None], 0.0)
         for place, paths, us in self.extra.held_up.get(op + 1, ()):
             latency[place, paths] += us
@@ -184,20 +186,15 @@ class Run:
             )
         return self.ports.arrivals(sends) + self.extra.path_per_token * sends.tokens
 
-    def _congestion(self, rail: FloatArray) -> FloatArray:
-        """[windows, receiver, source], us; rail [windows, devices of a node]."""
-        is_far = self.between & self.same_rail
-        return np.where(is_far, rail[:, None, self.index], 0.0)
-
     def _by_destination(self, kind: Kind) -> bool:
-        return self.setup.machine.combine_by_destination and kind.tokens == "returned"
+        return self.setup.machine.combine_by_destination and kind.returns
 
     def order(self, kind: Kind, tokens: IntArray) -> FloatArray:
         """[windows, receiver, source]: the part of its sending after which a source has handed over
         all for a receiver."""
         if self._by_destination(kind):
             return np.cumsum(tokens, axis=1) / np.maximum(tokens.sum(axis=1, keepdims=True), 1)
-        if self.ports is None or kind.tokens == "returned":
+        if self.ports is None or kind.returns:
             return np.broadcast_to(self.by_expert, tokens.shape)
         # Tokens are sent as they are numbered, each to where it is routed: the last of n for one
         # destination has one of n + 1 equal parts after it. The first is sent to the next rank.
@@ -228,10 +225,6 @@ class Run:
             ppm = _LARGEST_DRIFT_PPM if machine.drift_ppm or machine.host_drift_ppm else 0.0
         stated = ppm * 1e-3 * age_us
         return np.where(self.own, 0, np.rint(stated[:, :, None])).astype(np.int64)
-
-    def _tokens(self, kind: Kind, dispatched: IntArray) -> IntArray:
-        """[windows, receiver, source], from what experts' ranks get of each source."""
-        return np.swapaxes(dispatched, 1, 2) if kind.tokens == "returned" else dispatched
 
     def _stamp(
         self, stamps: IntArray, number: int, done: Operation, previous_exit: FloatArray
