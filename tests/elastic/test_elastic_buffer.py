@@ -16,10 +16,10 @@ from support.elastic_exchange import (
     HIDDEN,
     MAX_TOKENS,
     TOPK,
-    Expected,
-    Inputs,
     Mode,
     Setup,
+    assert_rows,
+    assert_sums,
     elastic_ranks,
     exchange_and_check,
     expect,
@@ -30,11 +30,11 @@ from support.elastic_exchange import (
 )
 from support.elastic_groups import (
     COMPACT,
-    DIRECT,
     EXPANDED,
     FOUR,
     FP8,
     ONE_NODE,
+    REDUCTIONS,
     SETUPS,
     TWO_NODES,
     SharedGroups,
@@ -47,9 +47,6 @@ from support.launch import DEVICE
 from support.normal_exchange import shape_of
 
 Tensor = torch.Tensor
-
-
-MIB = 1 << 20
 
 
 @st.composite
@@ -119,7 +116,7 @@ def test_any_exchange_equals_the_reference(
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="schedules are the host target's")
-@pytest.mark.parametrize("setup", SETUPS[3:9], ids=str)
+@pytest.mark.parametrize("setup", REDUCTIONS, ids=str)
 def test_any_schedule_and_delivery_order_gives_the_reference(
     monkeypatch: pytest.MonkeyPatch, setup: Setup
 ) -> None:
@@ -191,11 +188,7 @@ def test_a_call_may_have_more_tokens_than_the_buffer_was_made_for(
 
 @pytest.mark.parametrize("num_biases", [0, 1, 2])
 @both_layouts
-@pytest.mark.parametrize(
-    "setup",
-    [replace(setup, allow_multiple_reduction=m) for setup in (ONE_NODE, TWO_NODES, DIRECT) for m in (True, False)],
-    ids=lambda s: f"{s.num_domains}x{s.num_scaleup_ranks}of{s.ranks_per_node}-{'multiple' if s.allow_multiple_reduction else 'single'}",
-)  # fmt: skip
+@pytest.mark.parametrize("setup", REDUCTIONS, ids=str)
 def test_sums_have_one_order_and_one_rounding_per_level(
     groups: SharedGroups, setup: Setup, mode: Mode, num_biases: int
 ) -> None:
@@ -234,38 +227,9 @@ def test_handles_are_used_again_and_in_any_order(groups: SharedGroups, setup: Se
                 assert_same_bytes(first[1], again[1], "combined")
         for rank, forth_and_back in enumerate(ranks.run(run)):
             for i, (recv_x, combined) in zip((3, 0, 2, 1), forth_and_back):
-                assert_rows_of(
-                    recv_x, [one.cached_x for one in inputs[i]], expected[i], rank, modes[i]
-                )
-                assert_sum(combined, inputs[i], expected[i], rank, setup, modes[i])
-
-
-def assert_rows_of(
-    got: Tensor, sent: list[Tensor], expected: Expected, rank: int, mode: Mode
-) -> None:
-    """Real rows are what was sent."""
-    rows, slots = reference.rows_of(sent, expected.arrivals[rank]), expected.slots[rank]
-    if mode.do_expand:
-        row, column = (slots >= 0).nonzero(as_tuple=True)
-        assert_same_bytes(got[slots[row, column].to(got.device)], rows[row], f"rank {rank}")
-    else:
-        assert_same_bytes(got[: len(rows)], rows, f"rank {rank}")
-
-
-def assert_sum(
-    combined: Tensor, inputs: list[Inputs], expected: Expected, rank: int, setup: Setup, mode: Mode
-) -> None:
-    want = reference.combine(
-        expected.ys,
-        expected.arrivals,
-        expected.slots if mode.do_expand else None,
-        rank,
-        len(inputs[rank].topk_idx),
-        reference.reduction(mode.do_expand, setup.allow_multiple_reduction, setup.num_domains),
-        setup.num_scaleup_ranks,
-        inputs[rank].biases,
-    )
-    assert_same_bytes(combined, want, f"rank {rank}")
+                sent, where = [one.cached_x for one in inputs[i]], f"rank {rank}, handle {i}"
+                assert_rows(recv_x, sent, rank, expected[i], modes[i], where)
+                assert_sums(combined, rank, inputs[i], expected[i], setup, modes[i])
 
 
 @both_layouts
@@ -290,14 +254,16 @@ def test_cached_dispatch_moves_rows_with_scales(groups: SharedGroups, mode: Mode
 
     with groups.of(ONE_NODE) as ranks:
         for rank, (rows, scales) in enumerate(ranks.run(run)):
-            assert_rows_of(rows, [one.x for one in fp8], expected, rank, mode)
+            assert_rows(rows, [one.x for one in fp8], rank, expected, mode, f"rank {rank}")
             sent = [one.scales for one in fp8 if one.scales is not None]
-            assert_rows_of(scales, sent, expected, rank, mode)
+            assert_rows(scales, sent, rank, expected, mode, f"rank {rank}, scales")
 
 
-def test_cached_dispatch_may_repeat_what_its_handle_says(groups: SharedGroups) -> None:
-    mode = replace(COMPACT, expert_alignment=4)
+@both_layouts
+def test_cached_dispatch_may_repeat_what_its_handle_says(groups: SharedGroups, mode: Mode) -> None:
+    mode = replace(mode, expert_alignment=4)
     inputs = make_inputs(FOUR, mode)
+    padding = {"do_zero_padding": mode.do_expand}
 
     def run(rank: int, buffer: Any) -> None:
         *_, handle = run_dispatch(buffer, inputs[rank], FOUR, mode)
@@ -306,17 +272,19 @@ def test_cached_dispatch_may_repeat_what_its_handle_says(groups: SharedGroups) -
             "num_experts": FOUR.num_experts,
             "num_max_tokens_per_rank": MAX_TOKENS,
             "expert_alignment": 4,
+            "do_expand": mode.do_expand,
             "do_cpu_sync": False,
             "num_sms": handle.num_sms,
         }
-        plain = buffer.dispatch(x, handle=handle)[0]
-        assert_same_bytes(buffer.dispatch(x, handle=handle, **agreeing)[0], plain, "rows")
+        plain = buffer.dispatch(x, handle=handle, **padding)[0]
+        same = buffer.dispatch(x, handle=handle, **agreeing, **padding)[0]
+        assert_same_bytes(same, plain, "rows")
         for wrong in (
             {"num_experts": 2 * FOUR.num_experts},
             {"num_max_tokens_per_rank": MAX_TOKENS + 1},
             {"expert_alignment": 8},
             {"do_cpu_sync": True},
-            {"do_expand": True},
+            {"do_expand": not mode.do_expand},
             {"topk_idx": inputs[rank].topk_idx.to(DEVICE)},
         ):
             with pytest.raises(AssertionError, match=next(iter(wrong))):
@@ -324,23 +292,8 @@ def test_cached_dispatch_may_repeat_what_its_handle_says(groups: SharedGroups) -
         more = torch.cat([x, x[:0], x.new_zeros(1, x.shape[1])])
         with pytest.raises(EPArgumentError, match="tokens"):
             buffer.dispatch(more, handle=handle)
-        assert_same_bytes(buffer.dispatch(x, handle=handle)[0], plain, "rows, after errors")
-
-    with groups.of(ONE_NODE) as ranks:
-        ranks.run(run)
-
-
-def test_a_layout_that_is_not_the_handle_s_is_refused(groups: SharedGroups) -> None:
-    inputs = make_inputs(FOUR, COMPACT)
-
-    def run(rank: int, buffer: Any) -> None:
-        x = inputs[rank].x.to(DEVICE)
-        for mode in (COMPACT, EXPANDED):
-            recv_x, _, _, handle = run_dispatch(buffer, inputs[rank], FOUR, mode)
-            with pytest.raises(AssertionError, match="do_expand"):
-                buffer.dispatch(x, handle=handle, do_expand=not mode.do_expand)
-            for same in ({}, {"do_expand": mode.do_expand}):
-                assert buffer.dispatch(x, handle=handle, **same)[0].shape == recv_x.shape
+        same = buffer.dispatch(x, handle=handle, **padding)[0]
+        assert_same_bytes(same, plain, "rows, after errors")
 
     with groups.of(ONE_NODE) as ranks:
         ranks.run(run)
@@ -372,11 +325,7 @@ def test_a_handle_can_be_changed_and_holds_no_rows(groups: SharedGroups) -> None
         recv_x, _, _, handle = run_dispatch(buffer, inputs[rank], shape, EXPANDED)
         handle.recv_src_metadata = handle.recv_src_metadata[:1]
         assert len(handle.recv_src_metadata) == 1
-        held = (
-            [value for value in vars(handle).values() if isinstance(value, Tensor)]
-            if hasattr(handle, "__dict__")
-            else []
-        )
+        held = [value for value in vars(handle).values() if isinstance(value, Tensor)]
         assert all(value.nbytes < recv_x.nbytes // 4 for value in held)
         assert not hasattr(handle, "__len__")  # no tuple
 
@@ -459,86 +408,10 @@ def test_what_a_caller_writes_over_changes_no_later_call(groups: SharedGroups, m
 
     with groups.of(TWO_NODES) as ranks:
         for rank, (combined, cached, recv_topk_idx) in enumerate(ranks.run(run)):
-            assert_sum(combined, inputs, expected, rank, TWO_NODES, mode)
-            assert_rows_of(cached, [one.x for one in inputs], expected, rank, mode)
+            assert_sums(combined, rank, inputs, expected, TWO_NODES, mode)
+            assert_rows(cached, [one.x for one in inputs], rank, expected, mode, f"rank {rank}")
             if recv_topk_idx is not None:
                 assert recv_topk_idx.tolist() == expected.arrivals[rank].topk_idx.tolist()
-
-
-class DispatchStep(torch.autograd.Function):
-    """Dispatch whose backward is combine."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weights: Tensor, buffer: Any, arguments: Any) -> Any:
-        recv_x, _, recv_weights, handle, _ = buffer.dispatch(x, topk_weights=weights, **arguments)
-        ctx.buffer, ctx.handle = buffer, handle
-        return recv_x, recv_weights, handle
-
-    @staticmethod
-    def backward(ctx: Any, grad_x: Tensor, grad_weights: Tensor, _: Any) -> Any:
-        grad_x, grad_weights, _ = ctx.buffer.combine(
-            grad_x.contiguous(), ctx.handle, topk_weights=grad_weights.float().contiguous()
-        )
-        return grad_x, grad_weights, None, None
-
-
-class CombineStep(torch.autograd.Function):
-    """Combine whose backward is the cached dispatch; `do_expand` is left to the handle."""
-
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, buffer: Any, handle: Any) -> Tensor:
-        ctx.buffer, ctx.handle = buffer, handle
-        combined: Tensor = buffer.combine(y, handle)[0]
-        return combined
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        recv_x, *_ = ctx.buffer.dispatch(
-            grad.contiguous(), handle=ctx.handle, num_sms=ctx.handle.num_sms
-        )
-        return recv_x, None, None
-
-
-@both_layouts
-@pytest.mark.parametrize(
-    "setup",
-    [TWO_NODES, replace(TWO_NODES, allow_multiple_reduction=False)],
-    ids=["multiple", "single"],
-)
-def test_gradients_flow_through_both_layouts(
-    groups: SharedGroups, mode: Mode, setup: Setup
-) -> None:
-    """Values are small whole numbers, so every sum is exact: y = w * x, summed over the picks."""
-    shape = shape_of((5, 0, 8, 3), 32, 12, 3)
-    inputs = make_inputs(shape, mode)
-
-    def run(rank: int, buffer: Any) -> None:
-        generator = torch.Generator().manual_seed(rank)
-        topk_idx = inputs[rank].topk_idx.to(DEVICE)
-        x = torch.randint(-2, 3, (len(topk_idx), 32), generator=generator).bfloat16().to(DEVICE)
-        w = torch.randint(1, 4, topk_idx.shape, generator=generator).float().to(DEVICE)
-        x.requires_grad_()
-        w.requires_grad_()
-        arguments = {
-            "topk_idx": topk_idx,
-            "num_experts": shape.num_experts,
-            "do_expand": mode.do_expand,
-        }
-        recv_x, recv_w, handle = DispatchStep.apply(x, w, buffer, arguments)
-        scale = recv_w if mode.do_expand else recv_w.sum(1)
-        combined = CombineStep.apply(recv_x * scale[:, None].bfloat16(), buffer, handle)
-        kept = w.detach().masked_fill(topk_idx < 0, 0)
-        assert torch.equal(combined.float(), x.detach().float() * kept.sum(1, keepdim=True))
-        grad = torch.randint(-2, 3, x.shape, generator=generator).bfloat16().to(DEVICE)
-        combined.backward(grad)
-        assert x.grad is not None
-        assert torch.equal(x.grad.float(), grad.float() * kept.sum(1, keepdim=True))
-        per_pick = (grad.float() * x.detach().float()).sum(1, keepdim=True).expand_as(w)
-        assert w.grad is not None
-        assert torch.equal(w.grad, per_pick.masked_fill(topk_idx < 0, 0))
-
-    with groups.of(setup) as ranks:
-        ranks.run(run)
 
 
 @both_layouts

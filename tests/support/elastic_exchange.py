@@ -588,26 +588,38 @@ def assert_combined(
     setup: Setup,
     mode: Mode,
 ) -> None:
-    """Bit for bit, because the order of the additions and their roundings are promised."""
-    where = f"rank {rank}, combine"
-    num_tokens = len(inputs[rank].topk_idx)
-    slots = expected.slots if mode.do_expand else None
-    want = reference.combine(
-        expected.ys,
-        expected.arrivals,
-        slots,
-        rank,
-        num_tokens,
-        reference.reduction(mode.do_expand, setup.allow_multiple_reduction, setup.num_domains),
-        setup.num_scaleup_ranks,
-        inputs[rank].biases,
-    )
-    assert got.combined.dtype == torch.bfloat16, where
-    assert_same_bytes(got.combined, want, where)
+    """What combine returned."""
+    assert_sums(got.combined, rank, inputs, expected, setup, mode)
+    where = f"rank {rank}, combined weights"
     if not mode.combine_weights:
         assert got.combined_weights is None, where
         return
     assert got.combined_weights is not None, where
     assert got.combined_weights.dtype == torch.float32, where
+    slots = expected.slots if mode.do_expand else None
+    num_tokens = len(inputs[rank].topk_idx)
     back = reference.combine_weights(expected.weights, expected.arrivals, slots, rank, num_tokens)
-    assert_same_bytes(got.combined_weights, back, f"{where}, weights")
+    assert_same_bytes(got.combined_weights, back, where)
+
+
+def assert_sums(
+    combined: Tensor,
+    rank: int,
+    inputs: Sequence[Inputs],
+    expected: Expected,
+    setup: Setup,
+    mode: Mode,
+) -> None:
+    """Bit for bit, because the order of the additions and their roundings are promised."""
+    want = reference.combine(
+        expected.ys,
+        expected.arrivals,
+        expected.slots if mode.do_expand else None,
+        rank,
+        len(inputs[rank].topk_idx),
+        reference.reduction(mode.do_expand, setup.allow_multiple_reduction, setup.num_domains),
+        setup.num_scaleup_ranks,
+        inputs[rank].biases,
+    )
+    assert combined.dtype == torch.bfloat16
+    assert_same_bytes(combined, want, f"rank {rank}, combine")

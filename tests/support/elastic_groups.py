@@ -10,11 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from support.elastic_exchange import (
-    Mode,
-    Setup,
-    elastic_ranks,
-)
+from support.elastic_exchange import Mode, Setup, elastic_ranks
 from support.launch import DEVICE, RankThreads
 from support.normal_exchange import shape_of
 
@@ -31,20 +27,16 @@ FP8 = Mode(dtype="float8_e4m3fn", scales="float32", scale_strides="columns")
 ONE_NODE, TWO_NODES, DIRECT = Setup(4, 4), Setup(4, 2), Setup(4, 2, allow_hybrid_mode=False)
 
 
-SETUPS = (
-    Setup(1, 1),
-    Setup(2, 1),
-    Setup(3, 3),
-    ONE_NODE,
-    replace(ONE_NODE, allow_multiple_reduction=False),
-    TWO_NODES,
-    replace(TWO_NODES, allow_multiple_reduction=False),
-    DIRECT,
-    replace(DIRECT, allow_multiple_reduction=False),
-    Setup(6, 2),
-    Setup(8, 4),
-    Setup(8, 4, allow_multiple_reduction=False),
-)
+# All ways in which four ranks add up.
+REDUCTIONS = [
+    replace(setup, allow_multiple_reduction=is_multiple)
+    for setup in (ONE_NODE, TWO_NODES, DIRECT)
+    for is_multiple in (True, False)
+]
+SETUPS = [
+    *(Setup(1, 1), Setup(2, 1), Setup(3, 3), *REDUCTIONS, Setup(6, 2)),
+    *(Setup(8, 4), Setup(8, 4, allow_multiple_reduction=False)),
+]
 
 
 FOUR = shape_of((5, 0, 8, 3), 32, 12, 3)
