@@ -221,15 +221,14 @@ def test_handles_are_used_again_and_in_any_order(groups: SharedGroups, setup: Se
             out.append((recv_x, combined))
         return out
 
-    with groups.of(setup) as ranks:
-        for forth_and_back in ranks.run(run):
-            for first, again in zip(forth_and_back[:4], reversed(forth_and_back[4:])):
-                assert_same_bytes(first[1], again[1], "combined")
-        for rank, forth_and_back in enumerate(ranks.run(run)):
-            for i, (recv_x, combined) in zip((3, 0, 2, 1), forth_and_back):
-                sent, where = [one.cached_x for one in inputs[i]], f"rank {rank}, handle {i}"
-                assert_rows(recv_x, sent, rank, expected[i], modes[i], where)
-                assert_sums(combined, rank, inputs[i], expected[i], setup, modes[i])
+    for forth_and_back in groups.run(setup, run):
+        for first, again in zip(forth_and_back[:4], reversed(forth_and_back[4:])):
+            assert_same_bytes(first[1], again[1], "combined")
+    for rank, forth_and_back in enumerate(groups.run(setup, run)):
+        for i, (recv_x, combined) in zip((3, 0, 2, 1), forth_and_back):
+            sent, where = [one.cached_x for one in inputs[i]], f"rank {rank}, handle {i}"
+            assert_rows(recv_x, sent, rank, expected[i], modes[i], where)
+            assert_sums(combined, rank, inputs[i], expected[i], setup, modes[i])
 
 
 @both_layouts
@@ -252,11 +251,10 @@ def test_cached_dispatch_moves_rows_with_scales(groups: SharedGroups, mode: Mode
             assert recv_scales.stride() == (1, reference.align(len(rows), 4))
         return rows, recv_scales
 
-    with groups.of(ONE_NODE) as ranks:
-        for rank, (rows, scales) in enumerate(ranks.run(run)):
-            assert_rows(rows, [one.x for one in fp8], rank, expected, mode, f"rank {rank}")
-            sent = [one.scales for one in fp8 if one.scales is not None]
-            assert_rows(scales, sent, rank, expected, mode, f"rank {rank}, scales")
+    for rank, (rows, scales) in enumerate(groups.run(ONE_NODE, run)):
+        assert_rows(rows, [one.x for one in fp8], rank, expected, mode, f"rank {rank}")
+        sent = [one.scales for one in fp8 if one.scales is not None]
+        assert_rows(scales, sent, rank, expected, mode, f"rank {rank}, scales")
 
 
 @both_layouts
@@ -295,8 +293,7 @@ def test_cached_dispatch_may_repeat_what_its_handle_says(groups: SharedGroups, m
         same = buffer.dispatch(x, handle=handle, **padding)[0]
         assert_same_bytes(same, plain, "rows, after errors")
 
-    with groups.of(ONE_NODE) as ranks:
-        ranks.run(run)
+    groups.run(ONE_NODE, run)
 
 
 def test_cached_dispatch_does_not_count_again(groups: SharedGroups) -> None:
@@ -313,8 +310,7 @@ def test_cached_dispatch_does_not_count_again(groups: SharedGroups) -> None:
         )
         assert stats.tolist() == counted == handle.num_unaligned_recv_tokens_per_expert.tolist()
 
-    with groups.of(ONE_NODE) as ranks:
-        ranks.run(run)
+    groups.run(ONE_NODE, run)
 
 
 def test_a_handle_can_be_changed_and_holds_no_rows(groups: SharedGroups) -> None:
@@ -329,8 +325,7 @@ def test_a_handle_can_be_changed_and_holds_no_rows(groups: SharedGroups) -> None
         assert all(value.nbytes < recv_x.nbytes // 4 for value in held)
         assert not hasattr(handle, "__len__")  # no tuple
 
-    with groups.of(ONE_NODE) as ranks:
-        ranks.run(run)
+    groups.run(ONE_NODE, run)
 
 
 @pytest.mark.parametrize("do_cpu_sync", [True, False], ids=["sync", "no-sync"])
@@ -355,12 +350,11 @@ def test_rows_lie_in_slabs_where_experts_have_a_capacity(
             buffer.dispatch(inputs[rank].x.to(DEVICE), handle=handle, expert_capacity=capacity + 1)
         return recv_x.view(num_experts, capacity, -1), handle.num_unaligned_recv_tokens_per_expert
 
-    with groups.of(ONE_NODE) as ranks:
-        for rank, (slabs, counts) in enumerate(ranks.run(run)):
-            rows = reference.rows_of([one.x for one in inputs], arrivals[rank])
-            for expert, count in enumerate(counts.tolist()):
-                mine = (arrivals[rank].topk_idx == expert).any(1)
-                assert_same_bytes(slabs[expert, :count], rows[mine], f"expert {expert}")
+    for rank, (slabs, counts) in enumerate(groups.run(ONE_NODE, run)):
+        rows = reference.rows_of([one.x for one in inputs], arrivals[rank])
+        for expert, count in enumerate(counts.tolist()):
+            mine = (arrivals[rank].topk_idx == expert).any(1)
+            assert_same_bytes(slabs[expert, :count], rows[mine], f"expert {expert}")
 
 
 def test_a_capacity_that_does_not_suffice_is_told_where_it_is_passed(groups: SharedGroups) -> None:
@@ -378,8 +372,7 @@ def test_a_capacity_that_does_not_suffice_is_told_where_it_is_passed(groups: Sha
                 buffer.dispatch(**call, **wrong)
         assert_works(buffer)
 
-    with groups.of(ONE_NODE) as ranks:
-        ranks.run(run)
+    groups.run(ONE_NODE, run)
 
 
 @both_layouts
@@ -406,12 +399,11 @@ def test_what_a_caller_writes_over_changes_no_later_call(groups: SharedGroups, m
         cached, recv_topk_idx, _, _, _ = buffer.dispatch(inputs[rank].x.to(DEVICE), handle=handle)
         return combined, cached, recv_topk_idx
 
-    with groups.of(TWO_NODES) as ranks:
-        for rank, (combined, cached, recv_topk_idx) in enumerate(ranks.run(run)):
-            assert_sums(combined, rank, inputs, expected, TWO_NODES, mode)
-            assert_rows(cached, [one.x for one in inputs], rank, expected, mode, f"rank {rank}")
-            if recv_topk_idx is not None:
-                assert recv_topk_idx.tolist() == expected.arrivals[rank].topk_idx.tolist()
+    for rank, (combined, cached, recv_topk_idx) in enumerate(groups.run(TWO_NODES, run)):
+        assert_sums(combined, rank, inputs, expected, TWO_NODES, mode)
+        assert_rows(cached, [one.x for one in inputs], rank, expected, mode, f"rank {rank}")
+        if recv_topk_idx is not None:
+            assert recv_topk_idx.tolist() == expected.arrivals[rank].topk_idx.tolist()
 
 
 @both_layouts
@@ -440,8 +432,7 @@ def test_calls_work_whatever_torch_records(groups: SharedGroups, mode: Mode, gua
         assert_same_bytes(back, sent, f"rank {rank}")
         assert_same_bytes(cached, recv_x, f"rank {rank}, cached")
 
-    with groups.of(ONE_NODE) as ranks:
-        ranks.run(run)
+    groups.run(ONE_NODE, run)
 
 
 def test_outputs_are_never_the_inputs() -> None:

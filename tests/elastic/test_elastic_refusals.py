@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -12,17 +11,8 @@ import torch
 
 import deep_ep
 from deep_ep.errors import EPArgumentError, EPTimeoutError, EPUnsupportedError
-from support.elastic_exchange import (
-    Setup,
-    elastic_ranks,
-)
-from support.elastic_groups import (
-    ONE_NODE,
-    TWO_NODES,
-    SharedGroups,
-    assert_works,
-    good_call,
-)
+from support.elastic_exchange import Setup, elastic_ranks
+from support.elastic_groups import ONE_NODE, TWO_NODES, SharedGroups, assert_works, good_call
 from support.launch import DEVICE, HANG_S
 
 Tensor = torch.Tensor
@@ -68,8 +58,7 @@ def test_a_wrong_dispatch_is_refused_before_anything_is_sent(
         assert isinstance(raised.value, deep_ep.EPError)
         assert_works(buffer)
 
-    with groups.of(ONE_NODE) as ranks:
-        ranks.run(run)
+    groups.run(ONE_NODE, run)
 
 
 def moved(value: Any) -> Any:
@@ -114,8 +103,7 @@ def test_a_wrong_combine_is_refused_before_anything_is_sent(
         combined, _, _ = buffer.combine(recv_x, handle)
         assert torch.equal(combined, 2 * call["x"])
 
-    with groups.of(ONE_NODE) as ranks:
-        ranks.run(run)
+    groups.run(ONE_NODE, run)
 
 
 def test_expanded_rows_that_a_slot_lies_behind_are_refused(groups: SharedGroups) -> None:
@@ -127,13 +115,11 @@ def test_expanded_rows_that_a_slot_lies_behind_are_refused(groups: SharedGroups)
                 buffer.combine(**{"x": recv_x, "handle": handle, **wrong})
         assert_works(buffer)
 
-    with groups.of(ONE_NODE) as ranks:
-        ranks.run(run)
+    groups.run(ONE_NODE, run)
 
 
 def test_a_handle_of_another_buffer_is_refused(groups: SharedGroups) -> None:
-    with groups.of(Setup(1, 1)) as ranks:
-        (other,) = ranks.run(lambda rank, buffer: buffer.dispatch(**good_call(rank)))
+    (other,) = groups.run(Setup(1, 1), lambda rank, buffer: buffer.dispatch(**good_call(rank)))
 
     def run(rank: int, buffer: Any) -> None:
         x = good_call(rank)["x"]
@@ -143,8 +129,7 @@ def test_a_handle_of_another_buffer_is_refused(groups: SharedGroups) -> None:
             buffer.combine(other[0], other[3])
         assert_works(buffer)
 
-    with groups.of(ONE_NODE) as ranks:
-        ranks.run(run)
+    groups.run(ONE_NODE, run)
 
 
 def test_a_rank_that_was_refused_calls_again_while_the_others_wait(groups: SharedGroups) -> None:
@@ -159,8 +144,7 @@ def test_a_rank_that_was_refused_calls_again_while_the_others_wait(groups: Share
                 buffer.combine(recv_x.float(), handle)
         assert torch.equal(buffer.combine(recv_x, handle)[0], 2 * call["x"])
 
-    with groups.of(ONE_NODE) as ranks:
-        ranks.run(run)
+    groups.run(ONE_NODE, run)
 
 
 @pytest.mark.parametrize("setup", [ONE_NODE, TWO_NODES], ids=["one-node", "two-nodes"])
@@ -175,8 +159,7 @@ def test_ranks_that_disagree_on_the_most_tokens_all_learn_it(
             buffer.dispatch(**call, num_max_tokens_per_rank=16 if rank == 2 else 8)
         assert_works(buffer)
 
-    with groups.of(setup) as ranks:
-        ranks.run(run)
+    groups.run(setup, run)
 
 
 def test_a_rank_that_does_not_come_is_named_and_the_next_call_works() -> None:
@@ -199,33 +182,17 @@ def test_a_rank_that_does_not_come_is_named_and_the_next_call_works() -> None:
         assert ranks.run(run) == [(3,)] * 3 + [()]
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda b: b.engram_write(torch.zeros(4, 32, dtype=torch.bfloat16)),
-        lambda b: b.engram_fetch(torch.zeros(2, 2, dtype=torch.int32)),
-        lambda b: b.pp_set_config(1024, 2),
-        lambda b: b.pp_send(torch.zeros(32), 1),
-        lambda b: b.pp_recv(torch.zeros(32), 1),
-        lambda b: b.agrs_set_config(1024, 4),
-        lambda b: b.create_agrs_session(),
-        lambda b: b.destroy_agrs_session(),
-        lambda b: b.agrs_new_session(enabled=True),
-        lambda b: b.agrs_get_inplace_tensor((4,), torch.bfloat16),
-        lambda b: b.all_gather(torch.zeros(4, dtype=torch.bfloat16)),
-    ],
-    ids=lambda call: inspect.getsource(call).split("b.")[1].split("(")[0],
+ABSENT = (
+    "get_engram_storage_size_hint engram_write engram_fetch get_pp_buffer_size_hint pp_set_config pp_send pp_recv "
+    "get_agrs_num_max_session_bytes get_agrs_buffer_size_hint agrs_set_config create_agrs_session destroy_agrs_session "
+    "agrs_new_session agrs_get_inplace_tensor all_gather"
 )
-def test_what_is_not_there_says_so(
-    groups: SharedGroups, call: Callable[[Any], object], request: pytest.FixtureRequest
-) -> None:
-    name = request.node.callspec.id
-    with groups.of(Setup(1, 1)) as ranks:
 
-        def run(_: int, buffer: Any) -> None:
-            with pytest.raises(EPUnsupportedError, match=name):
-                call(buffer)
-            with pytest.raises(NotImplementedError):
-                call(buffer)
 
-        ranks.run(run)
+@pytest.mark.parametrize("name", ABSENT.split())
+def test_what_is_not_there_says_so(groups: SharedGroups, name: str) -> None:
+    (buffer,) = groups.run(Setup(1, 1), lambda _, buffer: buffer)
+    for owner in (buffer, deep_ep.ElasticBuffer):
+        with pytest.raises(EPUnsupportedError, match=name) as raised:
+            getattr(owner, name)(torch.zeros(4), enabled=True)
+        assert isinstance(raised.value, NotImplementedError)

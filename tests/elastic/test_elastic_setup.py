@@ -19,11 +19,7 @@ import torch
 import deep_ep
 from deep_ep.errors import EPArgumentError, EPUnsupportedError, EPUsageError
 from deep_ep.group import thread_groups
-from support.elastic_exchange import (
-    MAX_TOKENS,
-    Setup,
-    elastic_ranks,
-)
+from support.elastic_exchange import MAX_TOKENS, Setup, elastic_ranks
 from support.elastic_groups import (
     DIRECT,
     ONE_NODE,
@@ -100,8 +96,8 @@ def test_domains_are_nodes_unless_hybrid_mode_is_not_allowed(
         of_direct = deep_ep.get_logical_domain_size(buffer.group, allow_hybrid_mode=False)
         assert tuple(of_direct) == (1, setup.num_ranks)
 
-    with groups.of(setup) as ranks, nodes_of(setup.ranks_per_node):
-        ranks.run(run)
+    with nodes_of(setup.ranks_per_node):
+        groups.run(setup, run)
 
 
 def test_attributes_say_what_the_buffer_is(groups: SharedGroups) -> None:
@@ -125,8 +121,7 @@ def test_attributes_say_what_the_buffer_is(groups: SharedGroups) -> None:
         assert isinstance(buffer.capture(), deep_ep.EventHandle)
         assert isinstance(deep_ep.ElasticBuffer.capture(), deep_ep.EventHandle)
 
-    with groups.of(setup) as ranks:
-        ranks.run(run)
+    groups.run(setup, run)
 
 
 def test_size_hints_are_what_the_buffer_takes() -> None:
@@ -194,8 +189,7 @@ def test_rows_that_are_too_large_for_the_buffer_are_refused(groups: SharedGroups
             buffer.combine(recv_x.repeat(1, 1 << 11), handle)
         assert_works(buffer)
 
-    with groups.of(ONE_NODE) as ranks:
-        ranks.run(run)
+    groups.run(ONE_NODE, run)
 
 
 @pytest.mark.parametrize(
@@ -309,8 +303,7 @@ def test_barriers_return_nothing(groups: SharedGroups) -> None:
             assert buffer.barrier(**arguments) is None
         assert_works(buffer)
 
-    with groups.of(TWO_NODES) as ranks:
-        ranks.run(run)
+    groups.run(TWO_NODES, run)
 
 
 def test_numbers_of_sms_and_queue_pairs_are_advice(groups: SharedGroups) -> None:
@@ -333,8 +326,7 @@ def test_numbers_of_sms_and_queue_pairs_are_advice(groups: SharedGroups) -> None
                 assert torch.equal(combined, 2 * call["x"])
 
     for setup in (ONE_NODE, TWO_NODES):
-        with groups.of(setup) as ranks:
-            ranks.run(run)
+        groups.run(setup, run)
 
 
 def test_waits_are_counted_on_demand(groups: SharedGroups) -> None:
@@ -349,8 +341,7 @@ def test_waits_are_counted_on_demand(groups: SharedGroups) -> None:
         buffer.combine(recv_x, handle, recv_counters=own[1])
         assert all(each.snapshot().ops > 0 for each in own)
 
-    with groups.of(ONE_NODE) as ranks:
-        ranks.run(run)
+    groups.run(ONE_NODE, run)
 
 
 def test_what_is_done_to_rows_on_their_rank_is_no_waiting() -> None:

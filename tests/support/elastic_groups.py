@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -57,6 +57,11 @@ class SharedGroups:
         except BaseException:
             self._ranks.pop(setup).abandon()
             raise
+
+    def run(self, setup: Setup, fn: Callable[[int, Any], Any]) -> list[Any]:
+        """fn(rank, buffer) on all ranks of a group; see `RankThreads.run`."""
+        with self.of(setup) as ranks:
+            return ranks.run(fn)
 
     def close(self) -> None:
         for ranks in self._ranks.values():
