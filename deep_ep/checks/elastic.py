@@ -21,7 +21,7 @@ _OF_HANDLE = ("num_experts", "expert_alignment", "expert_capacity", "num_max_tok
 
 
 class Dispatch(NamedTuple):
-    """What a dispatch is of, checked.
+    """What a dispatch without a handle is of, checked.
 
     Attributes:
         num_topk: picks of a token.
@@ -97,7 +97,7 @@ def fresh_dispatch(call: ElasticDispatch, limits: Limits, most_tokens: int) -> D
     )
 
 
-def cached_dispatch(call: ElasticDispatch, limits: Limits, handle: Any) -> Dispatch:
+def cached_dispatch(call: ElasticDispatch, limits: Limits, handle: Any) -> None:
     """Checks a dispatch with a handle."""
     where = call.name
     if call.topk_idx is not None:
@@ -123,10 +123,6 @@ def cached_dispatch(call: ElasticDispatch, limits: Limits, handle: Any) -> Dispa
         got = f"x has {call.x.shape[0]} rows"
         fail(where, got, "normal_handle_tokens", num_tokens=num_tokens)
     tensors.check()
-    return Dispatch(
-        *(num_topk, handle.num_experts, handle.num_max_tokens_per_rank),
-        *(handle.expert_alignment, False, handle.do_expand, handle.expert_capacity),
-    )
 
 
 def combine(call: ElasticCombine, limits: Limits, handle: Any) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Callable, NoReturn
+from typing import Any, NoReturn
 
 import torch
 
@@ -41,22 +41,13 @@ def _sizes(num_cpu_bytes: Any, **given: Any) -> dict[str, int]:
     return {name: checks.not_negative_int(_NAME, name, value) for name, value in given.items()}
 
 
-class _Absent:
+def _absent(name: str, what: str) -> staticmethod[..., NoReturn]:
     """A method that only says that it is not there."""
 
-    def __init__(self, what: str) -> None:
-        self._what = what
+    def refuse(*args: Any, **kwargs: Any) -> NoReturn:
+        elastic_checks.unsupported(name, what)
 
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
-
-    def __get__(self, instance: object, owner: type) -> Callable[..., NoReturn]:
-        name, what = self._name, self._what
-
-        def refuse(*args: Any, **kwargs: Any) -> NoReturn:
-            elastic_checks.unsupported(name, what)
-
-        return refuse
+    return staticmethod(refuse)
 
 
 class ElasticBuffer:
@@ -386,13 +377,15 @@ class ElasticBuffer:
         previous, before_epilogue = elastic_checks.streams(call)
         if handle is None:
             of = elastic_checks.fresh_dispatch(call, limits, self.num_max_tokens_per_rank)
+            num_topk = of.num_topk
         else:
             elastic_checks.handle_of(call, handle, EPHandle, self.buffer.number)
-            of = elastic_checks.cached_dispatch(call, limits, handle)
+            elastic_checks.cached_dispatch(call, limits, handle)
+            num_topk = handle.topk_idx.shape[1]
         config = recommended_dispatch(self.num_ranks, self._num_sms(call, handle))
         num_scales = 0 if call.x_scales is None else call.x_scales.shape[1]
         row_bytes = call.x.shape[1] * call.x.element_size()
-        self._require_size(call, (row_bytes, of.num_topk, num_scales + of.num_topk), config)
+        self._require_size(call, (row_bytes, num_topk, num_scales + num_topk), config)
         with self.communicator.lock:
             streams = CallStreams(call, self.communicator, previous, before_epilogue)
             stats = call.cumulative_local_expert_recv_stats
@@ -401,9 +394,7 @@ class ElasticBuffer:
                 if handle is None:
                     outputs, handle = dispatching.fresh(self._setting, call, of, config, streams)
                 else:
-                    outputs, handle = dispatching.cached(
-                        self._setting, call, of, handle, config, streams
-                    )
+                    outputs = dispatching.cached(self._setting, call, handle, config, streams)
             event = streams.finish(*outputs, *handle.tensors())
         recv_x = outputs.x if outputs.scales is None else (outputs.x, outputs.scales)
         return recv_x, outputs.topk_idx, outputs.topk_weights, handle, event
@@ -529,18 +520,18 @@ class ElasticBuffer:
 
     # ---- what is not there
 
-    get_engram_storage_size_hint = _Absent("Engram")
-    engram_write = _Absent("Engram")
-    engram_fetch = _Absent("Engram")
-    get_pp_buffer_size_hint = _Absent("the ring of pipeline stages")
-    pp_set_config = _Absent("the ring of pipeline stages")
-    pp_send = _Absent("the ring of pipeline stages")
-    pp_recv = _Absent("the ring of pipeline stages")
-    get_agrs_num_max_session_bytes = _Absent("AGRS")
-    get_agrs_buffer_size_hint = _Absent("AGRS")
-    agrs_set_config = _Absent("AGRS")
-    create_agrs_session = _Absent("AGRS")
-    destroy_agrs_session = _Absent("AGRS")
-    agrs_new_session = _Absent("AGRS")
-    agrs_get_inplace_tensor = _Absent("AGRS")
-    all_gather = _Absent("AGRS")
+    get_engram_storage_size_hint = _absent("get_engram_storage_size_hint", "Engram")
+    engram_write = _absent("engram_write", "Engram")
+    engram_fetch = _absent("engram_fetch", "Engram")
+    get_pp_buffer_size_hint = _absent("get_pp_buffer_size_hint", "the ring of pipeline stages")
+    pp_set_config = _absent("pp_set_config", "the ring of pipeline stages")
+    pp_send = _absent("pp_send", "the ring of pipeline stages")
+    pp_recv = _absent("pp_recv", "the ring of pipeline stages")
+    get_agrs_num_max_session_bytes = _absent("get_agrs_num_max_session_bytes", "AGRS")
+    get_agrs_buffer_size_hint = _absent("get_agrs_buffer_size_hint", "AGRS")
+    agrs_set_config = _absent("agrs_set_config", "AGRS")
+    create_agrs_session = _absent("create_agrs_session", "AGRS")
+    destroy_agrs_session = _absent("destroy_agrs_session", "AGRS")
+    agrs_new_session = _absent("agrs_new_session", "AGRS")
+    agrs_get_inplace_tensor = _absent("agrs_get_inplace_tensor", "AGRS")
+    all_gather = _absent("all_gather", "AGRS")

@@ -49,7 +49,7 @@ def combine(
     if back.sources is not None:
         x = x.index_select(0, back.sources)
         if weights is not None and slots is not None:
-            weights = _weights_in_order(weights, slots, len(x))
+            weights = rows_by.of_units(weights, slots, len(x)).unsqueeze(1)
     returning = _normal_call(call, config, x, weights, back.handle, (None, None))
     units, unit_weights, _ = setting.buffer.normal.combine(returning)
     streams.begin_epilogue()
@@ -91,14 +91,6 @@ def _weights_of_rows(weights: Tensor | None, handle: EPHandle) -> Tensor | None:
         by_slot = torch.cat([weights, weights.new_zeros(1)])
         weights = by_slot[handle.slots.clamp(0, len(weights)).long()]
     return torch.where(handle.recv_topk_idx >= 0, weights, 0.0)
-
-
-def _weights_in_order(weights: Tensor, slots: Tensor, num_units: int) -> Tensor:
-    """[num_units, 1] float32 in the order in which picks go back, of [num_recv_tokens, num_topk]."""
-    is_there = (slots >= 0).flatten()
-    places = torch.where(is_there, is_there.cumsum(0) - 1, num_units)
-    out = weights.new_zeros(num_units + 1).scatter_(0, places, weights.flatten())
-    return out[:-1].unsqueeze(1)
 
 
 def _sums(

@@ -43,16 +43,12 @@ class Setting(NamedTuple):
     num_domains: int
     reduces_early: bool
 
-    @property
-    def num_nodes(self) -> int:
-        """Of the group."""
-        return self.buffer.communicator.connected_runtime("dispatch").topology.num_nodes
-
     def returns_units(self, expands: bool) -> bool:
         """Whether rows go back one by one. Else one kernel returns and sums them, in the promised order."""
         if self.sums_by_domain:
             return False
-        return self.num_nodes > 1 or (expands and not self.reduces_early)
+        topology = self.buffer.communicator.connected_runtime("dispatch").topology
+        return topology.num_nodes > 1 or (expands and not self.reduces_early)
 
     @property
     def sums_by_domain(self) -> bool:
@@ -78,7 +74,7 @@ def fresh(
     weights = call.topk_weights
     if weights is None:
         weights = topk_idx.new_zeros(topk_idx.shape, dtype=torch.float32)
-    worst = 0 if of.waits else _num_ranks(setting) * of.most_tokens
+    worst = 0 if of.waits else setting.buffer.group_size * of.most_tokens
     received, per_expert, way = _dispatch(
         setting, call, topk_idx, weights, _sent(call.x, call.x_scales), of, config, worst
     )
@@ -98,17 +94,12 @@ def fresh(
         if recv_weights is not None and worst:
             recv_weights.masked_fill_(handle.recv_topk_idx < 0, 0.0)
         outputs = Outputs(recv_x, recv_scales, handle.recv_topk_idx, recv_weights)
-        return _laid_out(setting, call, of, handle, outputs, streams), handle
+        return _laid_out(setting, call, handle, outputs, streams), handle
 
 
 def cached(
-    setting: Setting,
-    call: ElasticDispatch,
-    of: Dispatch,
-    handle: EPHandle,
-    config: Config,
-    streams: CallStreams,
-) -> tuple[Outputs, EPHandle]:
+    setting: Setting, call: ElasticDispatch, handle: EPHandle, config: Config, streams: CallStreams
+) -> Outputs:
     """A dispatch with a handle, within its streams. Weights travel as scales."""
     scales = call.x_scales
     weights = None if call.topk_weights is None else call.topk_weights.view(torch.int32)
@@ -133,14 +124,10 @@ def cached(
         recv_weights.masked_fill_(handle.recv_topk_idx < 0, 0.0)
     outputs = Outputs(recv_x, recv_scales, handle.recv_topk_idx, recv_weights)
     with parts.measured(setting.buffer.communicator, "permute"):
-        return _laid_out(setting, call, of, handle, outputs, streams), handle
+        return _laid_out(setting, call, handle, outputs, streams)
 
 
 # ---- the normal operations that it is made of
-
-
-def _num_ranks(setting: Setting) -> int:
-    return setting.buffer.group_size
 
 
 def _dispatch(
@@ -181,14 +168,15 @@ def _way_back(
     setting: Setting, call: ElasticDispatch, topk_idx: Tensor, of: Dispatch, config: Config
 ) -> Return:
     """Tells the ranks which units they will send back, in rows of the least size, and keeps the handle."""
-    num_local = of.num_experts // _num_ranks(setting)
+    num_ranks = setting.buffer.group_size
+    num_local = of.num_experts // num_ranks
     goes_by_pick = of.expands and not setting.reduces_early
     owner = torch.div(topk_idx, num_local, rounding_mode="floor")
     is_unit = topk_idx >= 0 if goes_by_pick else rows_by.is_last(owner)
     units = torch.where(is_unit, topk_idx, -1).view(-1, 1)
     rows = torch.zeros((len(units), VECTOR_BYTES), dtype=torch.uint8, device=units.device)
     most_units = min(of.num_topk, num_local) if goes_by_pick else 1
-    worst = 0 if of.waits else _num_ranks(setting) * of.most_tokens * most_units
+    worst = 0 if of.waits else num_ranks * of.most_tokens * most_units
     weights = torch.zeros_like(units, dtype=torch.float32)
     _, _, way = _dispatch(setting, call, units, weights, rows, of, config, worst)
     return Return(way, None, is_unit)
@@ -223,16 +211,14 @@ def _new_handle(
     assert recv_topk_idx is not None
     assert call.topk_idx is not None
     prefix = way.source_prefix(buffer.rank)
-    of_picks = None
+    slots = None
     if of.expands:
-        of_picks, picks, ends = rows_by.by_expert(
-            recv_topk_idx, num_local, of.alignment, of.capacity
-        )
+        slots, picks, ends = rows_by.by_expert(recv_topk_idx, num_local, of.alignment, of.capacity)
     else:
         picks = rows_by.picks_per_expert(recv_topk_idx, num_local)
         ends = rows_by.aligned_ends(picks, of.alignment)
-    if back is not None and of_picks is not None and not setting.reduces_early:
-        back.sources = rows_by.taken_in_order(of_picks, back.handle.num_rows)
+    if back is not None and slots is not None and not setting.reduces_early:
+        back.sources = rows_by.of_units(slots.long(), slots, back.handle.num_rows)
     padded = [-(-rows // of.alignment) * of.alignment for rows in per_expert]
     return EPHandle(
         do_expand=of.expands,
@@ -251,7 +237,7 @@ def _new_handle(
         buffer_number=buffer.number,
         way=way,
         source_prefix=prefix,
-        slots=of_picks,
+        slots=slots,
         recv_topk_idx=recv_topk_idx,
         relay_topk_idx=received.relay_topk_idx,
         back=back,
@@ -271,7 +257,6 @@ def _num_expanded(of: Dispatch, num_ranks: int, num_local: int, padded: list[int
 def _laid_out(
     setting: Setting,
     call: ElasticDispatch,
-    of: Dispatch,
     handle: EPHandle,
     compact: Outputs,
     streams: CallStreams,

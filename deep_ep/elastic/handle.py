@@ -110,7 +110,7 @@ class EPHandle:
         places = in_rank.cumsum(0, dtype=torch.int32) - 1
         return torch.where(owner < 0, -1, places.gather(1, owner.clamp_min(0)))
 
-    def tensors(self) -> list[Tensor]:
+    def tensors(self) -> list[Tensor | None]:
         """All that it holds: a later call reads them, on whatever stream it runs."""
         held = [
             self.topk_idx,
@@ -118,10 +118,10 @@ class EPHandle:
             self.psum_num_recv_tokens_per_expert,
             self.num_unaligned_recv_tokens_per_expert,
             self.recv_topk_idx,
+            self.slots,
+            self.relay_topk_idx,
             *self.way,
         ]
-        held += [one for one in (self.slots, self.relay_topk_idx) if one is not None]
         if self.back is not None:
-            held += [self.back.is_unit, *self.back.handle]
-            held += [] if self.back.sources is None else [self.back.sources]
+            held += [self.back.is_unit, self.back.sources, *self.back.handle]
         return held

@@ -2,30 +2,14 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 
 Tensor = torch.Tensor
 
 
-class Slots(NamedTuple):
-    """Rows by expert.
-
-    Attributes:
-        of_picks: [num_rows, num_topk] int32, expanded row of each pick of this rank, -1 elsewhere.
-        num_per_expert: [num_local_experts] int32, picks.
-        ends: [num_local_experts] int32, where the rows of each expert end, without its padding.
-    """
-
-    of_picks: Tensor
-    num_per_expert: Tensor
-    ends: Tensor
-
-
 def by_expert(
     recv_topk_idx: Tensor, num_local_experts: int, alignment: int, capacity: int | None
-) -> Slots:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Where expanded rows lie: by expert, then as compact rows.
 
     Args:
@@ -33,6 +17,11 @@ def by_expert(
         num_local_experts: of this rank.
         alignment: experts follow each other, and begin at multiples of it.
         capacity: rows that each expert has room for, whatever it receives; `None`: as many as it receives.
+
+    Returns:
+        slots: [num_rows, num_topk] int32, expanded row of each pick of this rank, -1 elsewhere.
+        num_per_expert: [num_local_experts] int32, picks.
+        ends: [num_local_experts] int32, where the rows of each expert end, without its padding.
     """
     device = recv_topk_idx.device
     experts, order = recv_topk_idx.flatten().sort(stable=True)  # -1 comes first
@@ -45,9 +34,9 @@ def by_expert(
         starts = torch.arange(num_local_experts, device=device) * capacity
     places = torch.arange(experts.numel(), device=device)
     shifted = places + (starts - bounds[:-1])[experts.clamp_min(0)]
-    of_picks = torch.empty_like(recv_topk_idx, dtype=torch.int32)
-    of_picks.view(-1)[order] = torch.where(experts < 0, -1, shifted).int()
-    return Slots(of_picks, num_per_expert.int(), (starts + num_per_expert).int())
+    slots = torch.empty_like(recv_topk_idx, dtype=torch.int32)
+    slots.view(-1)[order] = torch.where(experts < 0, -1, shifted).int()
+    return slots, num_per_expert.int(), (starts + num_per_expert).int()
 
 
 def picks_per_expert(recv_topk_idx: Tensor, num_local_experts: int) -> Tensor:
@@ -116,17 +105,17 @@ def entries(is_there: Tensor) -> Tensor:
     return torch.where(is_there, numbers.view(is_there.shape), -1)
 
 
-def taken_in_order(slots: Tensor, num_units: int) -> Tensor:
-    """[num_units] int64, the expanded rows of all picks by compact row, then by entry; 0 behind them.
+def of_units(values: Tensor, slots: Tensor, num_units: int) -> Tensor:
+    """[num_units] like `values`, those of all picks by compact row, then by entry; 0 behind them.
 
     Args:
-        slots: [num_rows, num_topk] int32, -1 where there is none.
+        values: [num_rows, num_topk].
+        slots: [num_rows, num_topk] int32, -1 where there is no pick.
         num_units: that were allocated, at least as many as there are.
     """
-    flat = slots.flatten().long()
-    is_there = flat >= 0
+    is_there = (slots >= 0).flatten()
     places = torch.where(is_there, is_there.cumsum(0) - 1, num_units)
-    return flat.new_zeros(num_units + 1).scatter_(0, places, flat)[:-1]
+    return values.new_zeros(num_units + 1).scatter_(0, places, values.flatten())[:-1]
 
 
 def _aligned(num_per_expert: Tensor, alignment: int) -> Tensor:
