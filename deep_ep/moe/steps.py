@@ -119,18 +119,11 @@ def send(buffer: Buffer, prepared: Prepared, after: EventOverlap | None = None) 
         prepared: what to send.
         after: given: only what comes before this event is waited for, and the current stream does not wait for rows.
     """
-    received, topk_idx, topk_weights, counts, handle, event = buffer.dispatch(
-        prepared.rows,
-        **prepared.routing,
-        previous_event=after,
-        async_finish=after is not None,
-    )
     # All are there after a dispatch with top-k tensors and without a handle.
-    assert topk_idx is not None
-    assert topk_weights is not None
-    assert counts is not None
-    assert handle is not None
-    return PendingDispatch(received, topk_idx, topk_weights, counts, handle, event)
+    returned: Any = buffer.dispatch(
+        prepared.rows, **prepared.routing, previous_event=after, async_finish=after is not None
+    )
+    return PendingDispatch(*returned)
 
 
 def arrive(buffer: Buffer, sent: PendingDispatch, options: Options) -> Arrived:
