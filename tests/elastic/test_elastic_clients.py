@@ -8,7 +8,7 @@ given, the program's own file runs too.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -171,66 +171,77 @@ def scatter_into_slabs(rows: Tensor, handle: Any) -> Tensor:
     return result
 
 
-# --- torchtitan -----------------------------------------------------------------------------------
+# --- trainers -------------------------------------------------------------------------------------
 
 
-class TitanDispatch(torch.autograd.Function):
+class Calls(NamedTuple):
+    """How a trainer calls: what every call is given, a fresh dispatch, and one with a handle."""
+
+    buffer: Any
+    dispatch: dict[str, Any]
+    again: dict[str, Any]
+    timing: Callable[[], dict[str, Any]] = dict
+
+    def __call__(self, name: str, *args: Any, **given: Any) -> list[Any]:
+        """What a call returns without its event, which is waited for."""
+        *returned, event = getattr(self.buffer, name)(*args, **given, **self.timing())
+        if event.event is not None:
+            event.current_stream_wait()
+        return returned
+
+
+class Dispatch(torch.autograd.Function):
+    """Its backward is a combine."""
+
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, idx: Tensor, scores: Tensor, num_experts: int, own: Any
+        ctx: Any, x: Tensor, idx: Tensor, weights: Tensor, num_experts: int, calls: Calls
     ) -> Any:
-        buffer, num_sms, do_expand = own
-        recv_x, recv_idx, recv_scores, handle, event = buffer.dispatch(
-            x=x,
-            topk_idx=idx,
-            topk_weights=scores,
-            num_experts=num_experts,
-            num_max_tokens_per_rank=buffer.num_max_tokens_per_rank,
-            num_sms=num_sms,
-            async_with_compute_stream=True,
-            do_expand=do_expand,
-            do_cpu_sync=not do_expand,
-        )
-        event.current_stream_wait()
-        ctx.buffer, ctx.handle = buffer, handle
-        return recv_x, recv_idx, recv_scores, handle
+        routed = {"topk_idx": idx, "topk_weights": weights, "num_experts": num_experts}
+        *received, handle = calls("dispatch", x, **routed, **calls.dispatch)
+        ctx.calls, ctx.handle = calls, handle
+        return *received, handle
 
     @staticmethod
-    def backward(ctx: Any, grad_x: Tensor, _: Any, grad_scores: Tensor, __: Any) -> Any:
-        grad_x, grad_scores, event = ctx.buffer.combine(
-            x=grad_x.contiguous(),
-            handle=ctx.handle,
-            topk_weights=grad_scores.float().contiguous(),
+    def backward(ctx: Any, grad_x: Tensor, _: Any, grad_weights: Tensor, __: Any) -> Any:
+        weights = grad_weights.float().contiguous()
+        grad_x, grad_weights = ctx.calls(
+            *("combine", grad_x.contiguous(), ctx.handle),
+            topk_weights=weights,
             num_sms=ctx.handle.num_sms,
-            async_with_compute_stream=True,
         )
-        event.current_stream_wait()
-        return grad_x, None, grad_scores, None, None
+        return grad_x, None, grad_weights, None, None
 
 
-class TitanCombine(torch.autograd.Function):
+class Combine(torch.autograd.Function):
+    """Its backward is a dispatch with the handle, which says nothing of the layout: the handle's is meant."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, buffer: Any, handle: Any) -> Tensor:
-        combined: Tensor
-        combined, _, event = buffer.combine(x=x, handle=handle, async_with_compute_stream=True)
-        event.current_stream_wait()
-        ctx.buffer, ctx.handle = buffer, handle
+    def forward(ctx: Any, y: Tensor, calls: Calls, handle: Any) -> Tensor:
+        ctx.calls, ctx.handle = calls, handle
+        combined: Tensor = calls("combine", y, handle=handle, topk_weights=None)[0]
         return combined
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        grad_x, _, _, _, event = ctx.buffer.dispatch(
-            x=grad.contiguous(),
-            handle=ctx.handle,
-            num_sms=ctx.handle.num_sms,
-            async_with_compute_stream=True,
-            do_cpu_sync=False,
-        )
-        event.current_stream_wait()
-        return grad_x, None, None
+        given = {"handle": ctx.handle, "num_sms": ctx.handle.num_sms, **ctx.calls.again}
+        grad_y, _, nothing, _ = ctx.calls("dispatch", grad.contiguous(), **given)
+        assert nothing is None
+        return grad_y, None, None
+
+
+def train_on_compact_rows(rank: Rank, calls: Calls, num_tokens: int | None = None) -> None:
+    """A step, forward and backward."""
+    train(
+        rank,
+        lambda *routed: Dispatch.apply(*routed, calls),
+        lambda y, handle: Combine.apply(y, calls, handle),
+        num_tokens,
+    )
 
 
 def torchtitan(rank: Rank) -> None:
+    """Trains on compact rows, and infers from expanded ones without counts on the host."""
     sizes = {
         "num_max_tokens_per_rank": MAX_TOKENS,
         "hidden": HIDDEN,
@@ -238,109 +249,39 @@ def torchtitan(rank: Rank) -> None:
         "use_fp8_dispatch": False,
     }
     of = deep_ep.ElasticBuffer
-    num_bytes = of.get_buffer_size_hint(rank.group, MAX_TOKENS, HIDDEN, num_topk=TOPK, use_fp8_dispatch=False)  # fmt: skip
+    num_bytes = of.get_buffer_size_hint(rank.group, **sizes)
     buffer = of(
         rank.group, num_bytes=num_bytes, **sizes, deterministic=True, explicitly_destroy=True
     )
     assert buffer.group == rank.group
     assert buffer.num_bytes >= num_bytes  # nothing is rebuilt
     assert buffer.num_max_tokens_per_rank >= MAX_TOKENS
-    try:
-        num_sms = buffer.get_theoretical_num_sms(rank.num_ranks * EXPERTS_PER_RANK, TOPK)
-    except ZeroDivisionError:
-        pytest.fail("an unknown link speed is no reason to stop")
-    train(rank, lambda *routed: TitanDispatch.apply(*routed, (buffer, num_sms, False)),
-          lambda y, handle: TitanCombine.apply(y, buffer, handle))  # fmt: skip
+    given = {
+        "num_max_tokens_per_rank": buffer.num_max_tokens_per_rank,
+        "num_sms": buffer.get_theoretical_num_sms(rank.num_ranks * EXPERTS_PER_RANK, TOPK),
+        "do_expand": False,
+        "do_cpu_sync": True,
+    }
+    calls = Calls(
+        *(buffer, given, {"do_cpu_sync": False}), lambda: {"async_with_compute_stream": True}
+    )
+    train_on_compact_rows(rank, calls)
     problem = problem_of(rank)
+    expanding = calls._replace(dispatch={**given, "do_expand": True, "do_cpu_sync": False})
     with torch.inference_mode():
-        recv_x, recv_idx, weights, handle = TitanDispatch.apply(
-            problem.x,
-            problem.topk_idx,
-            problem.weights,
-            problem.num_experts,
-            (buffer, num_sms, True),
-        )
+        routed = problem.x, problem.topk_idx, problem.weights, problem.num_experts
+        recv_x, recv_idx, weights, handle = Dispatch.apply(*routed, expanding)
         assert recv_idx is None
         assert handle.num_recv_tokens_per_expert_list == []
         used = handle.psum_num_recv_tokens_per_expert[-1]  # without alignment nothing lies between
         y = recv_x * weights[:, None].bfloat16()
         y[int(used) :] = torch.nan
-        assert_weighted(TitanCombine.apply(y, buffer, handle), problem)
+        assert_weighted(Combine.apply(y, calls, handle), problem)
     buffer.destroy()
 
 
-# --- Megatron-Core --------------------------------------------------------------------------------
-
-
-class MegatronDispatch(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, idx: Tensor, probs: Tensor, num_experts: int, own: Any) -> Any:
-        buffer, ctx.asynchronous = own
-        recv_x, recv_idx, recv_probs, handle, event = buffer.dispatch(
-            x,
-            topk_idx=idx,
-            topk_weights=probs,
-            num_experts=num_experts,
-            num_max_tokens_per_rank=len(x),
-            expert_alignment=1,
-            num_sms=0,
-            **megatron_timing(buffer, ctx.asynchronous),
-        )
-        if ctx.asynchronous:
-            event.current_stream_wait()
-        ctx.buffer, ctx.handle = buffer, handle
-        return recv_x, recv_idx, recv_probs, handle
-
-    @staticmethod
-    def backward(ctx: Any, grad_x: Tensor, _: Any, grad_probs: Tensor, __: Any) -> Any:
-        grad_x, grad_probs, event = ctx.buffer.combine(
-            grad_x.contiguous(),
-            ctx.handle,
-            topk_weights=grad_probs.float(),
-            **megatron_timing(ctx.buffer, ctx.asynchronous),
-        )
-        if ctx.asynchronous:
-            event.current_stream_wait()
-        return grad_x, None, grad_probs, None, None
-
-
-class MegatronCombine(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, own: Any, handle: Any) -> Tensor:
-        buffer, ctx.asynchronous = own
-        combined: Tensor
-        combined, _, event = buffer.combine(
-            x, handle=handle, **megatron_timing(buffer, ctx.asynchronous)
-        )
-        if ctx.asynchronous:
-            event.current_stream_wait()
-        ctx.buffer, ctx.handle = buffer, handle
-        return combined
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        recv_x, _, _, _, event = ctx.buffer.dispatch(
-            grad.contiguous(),
-            handle=ctx.handle,
-            num_sms=ctx.handle.num_sms,
-            **megatron_timing(ctx.buffer, ctx.asynchronous),
-        )
-        if ctx.asynchronous:
-            event.current_stream_wait()
-        return recv_x, None, None
-
-
-def megatron_timing(buffer: Any, asynchronous: bool) -> dict[str, Any]:
-    """Waits for what has been captured, and gives outputs to the comm stream."""
-    return {
-        "previous_event": buffer.capture() if asynchronous else None,
-        "async_with_compute_stream": asynchronous,
-        "allocate_on_comm_stream": asynchronous,
-    }
-
-
 def megatron_core(rank: Rank) -> None:
-    """All ranks have as many tokens, which every call names."""
+    """All ranks have as many tokens, which every call names. It waits for what it has captured, or for nothing."""
     num_tokens = 9
     hint = deep_ep.ElasticBuffer.get_buffer_size_hint(
         rank.group, num_max_tokens_per_rank=num_tokens, hidden=HIDDEN, num_topk=TOPK
@@ -355,67 +296,17 @@ def megatron_core(rank: Rank) -> None:
     assert buffer.group == rank.group
     assert buffer.num_bytes >= hint
     assert buffer.num_max_tokens_per_rank >= num_tokens
-    for own in ((buffer, False), (buffer, True)):
-        train(
-            rank,
-            lambda *routed, own=own: MegatronDispatch.apply(*routed, own),
-            lambda y, handle, own=own: MegatronCombine.apply(y, own, handle),
-            num_tokens,
-        )
+    given = {"num_max_tokens_per_rank": num_tokens, "expert_alignment": 1, "num_sms": 0}
+    for asynchronous in (False, True):
 
+        def timing(asynchronous: bool = asynchronous) -> dict[str, Any]:
+            return {
+                "previous_event": buffer.capture() if asynchronous else None,
+                "async_with_compute_stream": asynchronous,
+                "allocate_on_comm_stream": asynchronous,
+            }
 
-# --- DeepSpeed ------------------------------------------------------------------------------------
-
-
-class DeepSpeedDispatch(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, own: Any, x: Tensor, idx: Tensor, weights: Tensor, num_experts: int
-    ) -> Any:
-        ctx.buffer, ctx.num_sms, num_qps = own
-        recv_x, _, recv_weights, ctx.handle, _ = ctx.buffer.dispatch(
-            x,
-            topk_idx=idx.to(deep_ep.topk_idx_t),
-            topk_weights=weights.float(),
-            num_experts=num_experts,
-            num_max_tokens_per_rank=MAX_TOKENS,
-            do_expand=True,
-            expert_alignment=1,
-            num_sms=ctx.num_sms,
-            num_qps=num_qps,
-        )
-        return recv_x, recv_weights, ctx.handle
-
-    @staticmethod
-    def backward(ctx: Any, grad_x: Tensor, grad_weights: Tensor, _: Any) -> Any:
-        grad_x, grad_weights, _ = ctx.buffer.combine(
-            grad_x.contiguous(),
-            handle=ctx.handle,
-            topk_weights=grad_weights.contiguous(),
-            num_sms=ctx.num_sms,
-        )
-        return None, grad_x, None, grad_weights, None
-
-
-class DeepSpeedCombine(torch.autograd.Function):
-    """Its backward says nothing of the layout: the handle's is meant."""
-
-    @staticmethod
-    def forward(ctx: Any, own: Any, y: Tensor, handle: Any) -> Tensor:
-        ctx.own, ctx.handle = own, handle
-        buffer, num_sms, _ = own
-        combined: Tensor = buffer.combine(y, handle=handle, topk_weights=None, num_sms=num_sms)[0]
-        return combined
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        buffer, num_sms, num_qps = ctx.own
-        grad_y, _, nothing, _, _ = buffer.dispatch(
-            grad.contiguous(), handle=ctx.handle, num_sms=num_sms, num_qps=num_qps
-        )
-        assert nothing is None
-        assert len(grad_y) == ctx.handle.num_expanded_tokens
-        return None, grad_y, None
+        train_on_compact_rows(rank, Calls(buffer, given, {}, timing), num_tokens)
 
 
 def deepspeed(rank: Rank) -> None:
@@ -431,19 +322,27 @@ def deepspeed(rank: Rank) -> None:
         allow_hybrid_mode=True,
         explicitly_destroy=True,
     )
-    own = buffer, num_sms, buffer.get_theoretical_num_qps(num_sms)
+    again = {"num_qps": buffer.get_theoretical_num_qps(num_sms)}
+    given = {
+        "num_max_tokens_per_rank": MAX_TOKENS,
+        "do_expand": True,
+        "expert_alignment": 1,
+        "num_sms": num_sms,
+    }
+    calls = Calls(buffer, {**given, **again}, again)
     problem = problem_of(rank)
     x = problem.x.clone().requires_grad_()
     weights = problem.weights.clone().requires_grad_()
-    routed = x, problem.topk_idx, weights, problem.num_experts
-    recv_x, recv_weights, handle = DeepSpeedDispatch.apply(own, *routed)
+    recv_x, _, recv_weights, handle = Dispatch.apply(
+        *(x, problem.topk_idx.to(deep_ep.topk_idx_t), weights.float(), problem.num_experts, calls)
+    )
     assert len(recv_x) == handle.num_expanded_tokens
     counts = torch.diff(
         handle.psum_num_recv_tokens_per_expert, prepend=torch.zeros(1, device=DEVICE)
     )
     assert counts.sum() == len(recv_x)
     assert counts.tolist() == handle.num_unaligned_recv_tokens_per_expert.tolist()
-    combined = DeepSpeedCombine.apply(own, recv_x * recv_weights[:, None].bfloat16(), handle)
+    combined = Combine.apply(recv_x * recv_weights[:, None].bfloat16(), calls, handle)
     assert_weighted(combined.detach(), problem)
     backward_and_check(combined, x, weights, problem)
     buffer.destroy()
