@@ -44,6 +44,7 @@ from support.program import (
     inject_into_routing,
     join,
     parse_faults,
+    report,
 )
 
 Tensor = torch.Tensor
@@ -351,12 +352,6 @@ def traffic(
     sent = [int((domains == d).any(1).sum()) for d in range(setup.num_domains) if d != own]
     received = int((sources != rank).sum()) if args.ignore_local_traffic else len(sources)
     return sum(sent), received
-
-
-def report(buffer: Any, line: str) -> None:
-    """Prints a line on rank 0."""
-    if buffer.rank_idx == 0:
-        print(line, flush=True)
 
 
 # --- diagnosis ------------------------------------------------------------------------------------

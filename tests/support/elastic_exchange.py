@@ -17,6 +17,7 @@ from support import elastic_reference as reference
 from support.exchange import Shape, assert_same_bytes, make_routing
 from support.launch import DEVICE, RankThreads
 from support.normal_exchange import nodes_of, random_bytes, random_scales
+from support.normal_reference import Received
 
 Tensor = torch.Tensor
 
@@ -104,7 +105,7 @@ class Expected(NamedTuple):
 
     num_max_tokens: int
     capacity: int | None
-    arrivals: list[reference.Arrival]
+    arrivals: list[Received]
     slots: list[Tensor]  # [n, K] int64
     num_rows: list[int]  # rows that recv_x must have
     num_slots: list[int]  # what handle.num_expanded_tokens must say
@@ -203,7 +204,7 @@ def places_of(inputs: Sequence[Inputs], shape: Shape, mode: Mode) -> tuple[Any, 
         num_rows = [shape.num_ranks * num_max_tokens] * shape.num_ranks
     capacity = None
     if mode.spare_capacity is not None:
-        most = [max(one.counts.tolist()) for one in arrivals]
+        most = [max(one.counts) for one in arrivals]
         capacity = max(1, *(num_rows if mode.do_cpu_sync is False else most)) + mode.spare_capacity
     slots = [reference.slots_of(one, mode.alignment, capacity) for one in arrivals]
     if capacity is None and mode.do_cpu_sync is False:
@@ -529,7 +530,7 @@ def assert_handle(
     assert all(type(count) is int for count in handle.num_recv_tokens_per_expert_list), where
     assert handle.topk_idx.dtype == deep_ep.topk_idx_t, where
     assert handle.topk_idx.tolist() == inputs.topk_idx.tolist(), where
-    per_expert = reference.expert_prefix(arrival, mode.alignment)
+    per_expert = reference.expert_starts(arrival, mode.alignment)[1:]
     if mode.do_expand:
         per_expert = reference.expert_ends(arrival, mode.alignment, expected.capacity)
     for name, want in (
@@ -540,7 +541,7 @@ def assert_handle(
         assert prefix.dtype == torch.int32, (where, name)
         assert prefix.tolist() == want, (where, name)
     assert handle.num_unaligned_recv_tokens_per_expert.dtype == torch.int32, where
-    assert handle.num_unaligned_recv_tokens_per_expert.tolist() == arrival.counts.tolist(), where
+    assert handle.num_unaligned_recv_tokens_per_expert.tolist() == arrival.counts, where
     assert_metadata(handle.recv_src_metadata, num_rows, rank, expected, mode, where)
     assert all(hasattr(handle, name) for name in OPAQUE), where
 
@@ -562,11 +563,11 @@ def assert_metadata(
         assert (metadata[:, 2:] == -1).all(), where
 
 
-def assert_stats(stats: Tensor | None, arrival: reference.Arrival, mode: Mode) -> None:
+def assert_stats(stats: Tensor | None, arrival: Received, mode: Mode) -> None:
     """Unaligned counts were added to what was there."""
     if mode.has_stats:
         assert stats is not None
-        assert stats.tolist() == [count + i for i, count in enumerate(arrival.counts.tolist())]
+        assert stats.tolist() == [count + i for i, count in enumerate(arrival.counts)]
 
 
 def assert_cached(

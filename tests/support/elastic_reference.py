@@ -8,27 +8,16 @@ one rounding per level, so that every result has one right value.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
+from support import normal_reference
+from support.normal_reference import Received
+
 Tensor = torch.Tensor
-
-
-class Arrival(NamedTuple):
-    """The tokens that come to one rank, by source rank and then by source token; `n` rows.
-
-    sources, tokens: [n] int64, where each row is from. topk_idx: [n, K] int64, experts of this rank by
-    their local number, -1 for those of others. topk_weights: [n, K] float32, 0 where topk_idx is -1.
-    counts: [num_local_experts] int64, how often each is selected.
-    """
-
-    sources: Tensor
-    tokens: Tensor
-    topk_idx: Tensor
-    topk_weights: Tensor
-    counts: Tensor
 
 
 def align(number: int, alignment: int) -> int:
@@ -38,39 +27,23 @@ def align(number: int, alignment: int) -> int:
 
 def route(
     topk_idxs: Sequence[Tensor], topk_weights: Sequence[Tensor], num_experts: int
-) -> list[Arrival]:
+) -> list[Received]:
     """Per rank topk_idx [T, K] int64 (-1 for none) and topk_weights [T, K] -> per rank what comes to it."""
-    num_local_experts = num_experts // len(topk_idxs)
-    arrivals = []
-    for rank in range(len(topk_idxs)):
-        first = rank * num_local_experts
-        is_mine = [(idx >= first) & (idx < first + num_local_experts) for idx in topk_idxs]
-        tokens = [mine.any(1).nonzero()[:, 0] for mine in is_mine]
-        here = _of_each(is_mine, tokens)
-        idx = (_of_each(topk_idxs, tokens) - first).masked_fill(~here, -1)
-        arrivals.append(
-            Arrival(
-                torch.cat([torch.full_like(rows, source) for source, rows in enumerate(tokens)]),
-                torch.cat(tokens),
-                idx,
-                _of_each(topk_weights, tokens).masked_fill(~here, 0),
-                torch.bincount(idx.flatten() + 1, minlength=num_local_experts + 1)[1:],
-            )
-        )
-    return arrivals
+    num_ranks = len(topk_idxs)
+    layouts = [
+        normal_reference.layout(topk_idx, num_experts, num_ranks, num_ranks)
+        for topk_idx in topk_idxs
+    ]
+    return normal_reference.dispatch(topk_idxs, layouts, None, topk_idxs, topk_weights)
 
 
-def rows_of(tensors: Sequence[Tensor], arrival: Arrival) -> Tensor:
+def rows_of(tensors: Sequence[Tensor], arrival: Received) -> Tensor:
     """Per rank [T, ...] of its tokens -> [n, ...] of those that come."""
     tokens = [arrival.tokens[arrival.sources == source] for source in range(len(tensors))]
-    return _of_each(tensors, tokens)
+    return normal_reference.rows_of(tensors, tokens)
 
 
-def _of_each(tensors: Sequence[Tensor], tokens: Sequence[Tensor]) -> Tensor:
-    return torch.cat([tensor[rows] for tensor, rows in zip(tensors, tokens)])
-
-
-def sources_of(arrival: Arrival, num_max_tokens: int) -> Tensor:
+def sources_of(arrival: Received, num_max_tokens: int) -> Tensor:
     """[n] int64: source_rank * num_max_tokens + source_token."""
     return arrival.sources * num_max_tokens + arrival.tokens
 
@@ -78,34 +51,29 @@ def sources_of(arrival: Arrival, num_max_tokens: int) -> Tensor:
 # --- counts and places ----------------------------------------------------------------------------
 
 
-def aligned_counts(arrival: Arrival, alignment: int) -> list[int]:
+def aligned_counts(arrival: Received, alignment: int) -> list[int]:
     """Rows that each expert of an expanded output takes, its gap included."""
-    return [align(count, alignment) for count in arrival.counts.tolist()]
+    return [align(count, alignment) for count in arrival.counts]
 
 
-def expert_starts(arrival: Arrival, alignment: int, capacity: int | None = None) -> list[int]:
+def expert_starts(arrival: Received, alignment: int, capacity: int | None = None) -> list[int]:
     """First expanded row of each expert, and behind the last one how many rows there are.
 
     capacity: rows that each expert has room for, whatever comes; None: as many as it receives, aligned.
     """
-    starts = [0]
-    for count in arrival.counts.tolist():
-        starts.append(starts[-1] + (align(count, alignment) if capacity is None else capacity))
-    return starts
+    rows = aligned_counts(arrival, alignment)
+    if capacity is not None:
+        rows = [capacity] * len(rows)
+    return [0, *itertools.accumulate(rows)]
 
 
-def expert_prefix(arrival: Arrival, alignment: int) -> list[int]:
-    """Of compact rows: inclusive sums of aligned counts."""
-    return expert_starts(arrival, alignment)[1:]
-
-
-def expert_ends(arrival: Arrival, alignment: int, capacity: int | None = None) -> list[int]:
+def expert_ends(arrival: Received, alignment: int, capacity: int | None = None) -> list[int]:
     """Of expanded rows: where the real ones of each expert end."""
     starts = expert_starts(arrival, alignment, capacity)
-    return [start + count for start, count in zip(starts, arrival.counts.tolist())]
+    return [start + count for start, count in zip(starts, arrival.counts)]
 
 
-def scaleup_prefix(arrival: Arrival, num_scaleup_ranks: int) -> list[int]:
+def scaleup_prefix(arrival: Received, num_scaleup_ranks: int) -> list[int]:
     """Inclusive sums of the rows of all sources that have the same index within their domain."""
     index = arrival.sources % num_scaleup_ranks
     rows: list[int] = torch.bincount(index, minlength=num_scaleup_ranks).cumsum(0).tolist()
@@ -120,11 +88,11 @@ def num_worst_slots(
     return align(picks + (alignment - 1) * num_local_experts, alignment)
 
 
-def slots_of(arrival: Arrival, alignment: int, capacity: int | None = None) -> Tensor:
+def slots_of(arrival: Received, alignment: int, capacity: int | None = None) -> Tensor:
     """[n, K] int64: the row of each pick in the expanded output; -1 where topk_idx is."""
     slots = torch.full_like(arrival.topk_idx, -1)
     starts = expert_starts(arrival, alignment, capacity)
-    for expert, count in enumerate(arrival.counts.tolist()):
+    for expert, count in enumerate(arrival.counts):
         places = torch.arange(count, device=slots.device) + starts[expert]
         slots[arrival.topk_idx == expert] = places
     return slots
@@ -153,7 +121,7 @@ def reduction(do_expand: bool, allow_multiple_reduction: bool, num_domains: int)
 
 def combine(
     ys: Sequence[Tensor],
-    arrivals: Sequence[Arrival],
+    arrivals: Sequence[Received],
     slots: Sequence[Tensor] | None,
     rank: int,
     num_tokens: int,
@@ -226,7 +194,7 @@ def is_last(picks: Tensor) -> Tensor:
 
 def combine_weights(
     weights: Sequence[Tensor],
-    arrivals: Sequence[Arrival],
+    arrivals: Sequence[Received],
     slots: Sequence[Tensor] | None,
     rank: int,
     num_tokens: int,

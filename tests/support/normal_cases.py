@@ -36,6 +36,7 @@ from support.program import (
     join,
     option_parser,
     parse_faults,
+    report,
     under_torchrun,
 )
 
@@ -253,8 +254,8 @@ def check_all(
             f"(async={way.async_finish}, previous={way.previous})"
         )
         digest += check_way(buffer, problem, way, config, args)
-        if buffer.rank == 0 and not args.pressure_test_mode:
-            print(f"[testing] Running with {words} ... passed", flush=True)
+        if not args.pressure_test_mode:
+            report(buffer, f"[testing] Running with {words} ... passed")
     return digest
 
 
@@ -417,8 +418,7 @@ def check_under_pressure(
 ) -> None:
     """The same seed must give the same bytes, every time."""
     for seed in range(args.pressure_seeds):
-        if buffer.rank == 0:
-            print(f"Testing with seed {seed} ...", flush=True)
+        report(buffer, f"Testing with seed {seed} ...")
         expected = check_all(buffer, group, args, seed * buffer.group_size + buffer.rank)
         for repetition in range(args.pressure_repetitions):
             digest = check_all(buffer, group, args, seed * buffer.group_size + buffer.rank)
@@ -446,7 +446,7 @@ def measure(buffer: deep_ep.Buffer, group: dist.ProcessGroup, args: argparse.Nam
     machine's cores."""
     problem = make_problem(buffer, group, args, buffer.rank)
     layout = mean_seconds(lambda: buffer.get_dispatch_layout(problem.topk_idx, args.num_experts))
-    report(buffer, f"[layout] Kernel performance: {layout * 1e3:.3f} ms", "")
+    report(buffer, f"[layout] Kernel performance: {layout * 1e3:.3f} ms")
     default = deep_ep.Buffer.get_dispatch_config(buffer.group_size)
     way = Way(False, False, Data("", problem.x, problem.x, problem.weights, False), False)
     config = make_config(buffer, args)
@@ -461,20 +461,20 @@ def measure(buffer: deep_ep.Buffer, group: dist.ProcessGroup, args: argparse.Nam
         ("BF16", problem.x_random, 1.0),
     ):
         best = min(
-            timed(buffer, f"{words}", factor * nvl_bytes, factor * rdma_bytes, config,
+            timed(buffer, words, factor * nvl_bytes, factor * rdma_bytes,
                   lambda config=config, x=x: buffer.dispatch(x, handle=handle, config=config))
             for words, config in settings(args, chunks(args, "dispatch", buffer), default)
         )  # fmt: skip
-        report(buffer, "[tuning] Best dispatch", f" ({name}): {best[1]}")
+        report(buffer, f"[tuning] Best dispatch ({name}): {best[1]}")
         dist.barrier(group)
     recv_x = buffer.dispatch(problem.x_random, handle=handle, config=config)[0]
     default = deep_ep.Buffer.get_combine_config(buffer.group_size)
     best = min(
-        timed(buffer, f"{words}", nvl_bytes, rdma_bytes, config,
+        timed(buffer, words, nvl_bytes, rdma_bytes,
               lambda config=config: buffer.combine(recv_x, handle, config=config))
         for words, config in settings(args, chunks(args, "combine", buffer), default)
     )  # fmt: skip
-    report(buffer, "[tuning] Best combine", f": {best[1]}")
+    report(buffer, f"[tuning] Best combine: {best[1]}")
 
 
 def chunks(
@@ -518,7 +518,6 @@ def timed(
     words: str,
     nvl_bytes: float,
     rdma_bytes: float,
-    config: deep_ep.Config,
     call: Callable[[], object],
 ) -> tuple[float, str]:
     """Seconds of a call, and the line about it, which is printed."""
@@ -527,7 +526,7 @@ def timed(
     if rdma_bytes:
         rates.insert(0, f"{rdma_bytes / 1e9 / mean_s:.2f} GB/s (RDMA)")
     line = f"SMs {NUM_SMS}, {words}: {', '.join(rates)}, avg_t: {mean_s * 1e6:.2f} us"
-    report(buffer, "[tuning]", f" {line}")
+    report(buffer, f"[tuning] {line}")
     return mean_s, line
 
 
@@ -536,12 +535,6 @@ def mean_seconds(call: Callable[[], object]) -> float:
     call()
     rounds = CUDA_TIMED_ROUNDS if DEVICE == "cuda" else CPU_TIMED_ROUNDS
     return statistics.fmean(seconds(call) for _ in range(rounds))
-
-
-def report(buffer: deep_ep.Buffer, head: str, line: str) -> None:
-    """Prints a line on rank 0."""
-    if buffer.rank == 0:
-        print(f"{head}{line}", flush=True)
 
 
 # --- diagnosis ------------------------------------------------------------------------------------
@@ -576,11 +569,10 @@ def run_rank(local_rank: int, num_local_ranks: int, store: str, args: argparse.N
     group = join(local_rank, num_local_ranks, store)
     torch.manual_seed(group.rank())
     buffer = make_buffer(group, args)
-    report(
-        buffer,
-        f"[config] num_tokens={args.num_tokens}, hidden={args.hidden}, num_topk={args.num_topk}",
-        f", num_nodes={num_nodes_of(buffer)}" if args.between_nodes else "",
-    )
+    config = f"num_tokens={args.num_tokens}, hidden={args.hidden}, num_topk={args.num_topk}"
+    if args.between_nodes:
+        config += f", num_nodes={num_nodes_of(buffer)}"
+    report(buffer, f"[config] {config}")
     if args.between_nodes and num_nodes_of(buffer) == 1:
         sys.exit(
             "all ranks are on one node: pass a smaller --ranks-per-node, or run test_intranode.py"
@@ -591,7 +583,7 @@ def run_rank(local_rank: int, num_local_ranks: int, store: str, args: argparse.N
         check_all(buffer, group, args, buffer.rank)
     if args.test_ll_compatibility:
         check_low_latency(buffer, group)
-        report(buffer, "[testing] low latency on the same buffer ... passed", "")
+        report(buffer, "[testing] low latency on the same buffer ... passed")
     if not args.quick and args.pressure_test_mode != 1:
         measure(buffer, group, args)
     end_of_run(buffer, group, args, DIAGNOSE_ITERATIONS, iteration_of)

@@ -51,7 +51,7 @@ class Received(NamedTuple):
 def layout(topk_idx: torch.Tensor, num_experts: int, num_ranks: int, ranks_per_node: int) -> Layout:
     """topk_idx [T, K], -1 for none."""
     num_tokens = len(topk_idx)
-    experts = torch.arange(num_experts)
+    experts = torch.arange(num_experts, device=topk_idx.device)
     selected = topk_idx[:, :, None] == experts  # [T, K, E]
     in_rank = selected.any(1).view(num_tokens, num_ranks, num_experts // num_ranks).any(2)
     in_node = in_rank.view(num_tokens, num_ranks // ranks_per_node, ranks_per_node).any(2)
@@ -80,15 +80,15 @@ def dispatch(
         mine = slice(rank * num_local_experts, (rank + 1) * num_local_experts)
         idx = weights = None
         if topk_idxs is not None and topk_weights is not None:
-            idx = _rows_of(topk_idxs, tokens) - mine.start
+            idx = rows_of(topk_idxs, tokens) - mine.start
             elsewhere = (idx < 0) | (idx >= num_local_experts)
             idx = idx.masked_fill(elsewhere, -1)
-            weights = _rows_of(topk_weights, tokens).masked_fill(elsewhere, 0)
+            weights = rows_of(topk_weights, tokens).masked_fill(elsewhere, 0)
         counts = torch.stack([one.num_tokens_per_expert[mine] for one in layouts]).sum(0)
         result.append(
             Received(
-                _rows_of(xs, tokens),
-                None if scales is None else _rows_of(scales, tokens),
+                rows_of(xs, tokens),
+                None if scales is None else rows_of(scales, tokens),
                 idx,
                 weights,
                 torch.cat([torch.full_like(rows, s) for s, rows in enumerate(tokens)]),
@@ -100,7 +100,7 @@ def dispatch(
     return result
 
 
-def _rows_of(tensors: Sequence[torch.Tensor], tokens: Sequence[torch.Tensor]) -> torch.Tensor:
+def rows_of(tensors: Sequence[torch.Tensor], tokens: Sequence[torch.Tensor]) -> torch.Tensor:
     """Those tokens of each rank, one rank after the other."""
     return torch.cat([tensor[rows] for tensor, rows in zip(tensors, tokens)])
 

@@ -77,6 +77,12 @@ def parse_faults(parser: argparse.ArgumentParser, args: argparse.Namespace) -> N
     args.diagnose |= bool(args.inject)
 
 
+def report(buffer: Any, line: str) -> None:
+    """Prints a line on rank 0."""
+    if buffer.rank == 0:
+        print(line, flush=True)
+
+
 # --- diagnosis ------------------------------------------------------------------------------------
 
 
