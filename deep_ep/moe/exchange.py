@@ -78,12 +78,8 @@ def dispatch(
 
     Under `torch.compile` it is the operator `deep_ep::moe_dispatch`, without a graph break.
     """
-    if not torch.compiler.is_compiling():
-        _check_types(x, topk_idx, topk_weights, buffer, num_experts)
-        expert_alignment = integer(_DISPATCH, "expert_alignment", expert_alignment)
-        fp8, permute = checks.flags(_DISPATCH, fp8=fp8, permute=permute)
-    check_dispatch(x, expert_alignment, fp8, permute)
     options = Options(num_experts, fp8, permute, expert_alignment)
+    options = checked_options(x, topk_idx, topk_weights, buffer, options)
     topk_idx, topk_weights = topk_idx.to(torch.int64), topk_weights.to(torch.float32)
     if torch.compiler.is_compiling():
         arrived = ops.dispatch(buffer.number, x, topk_idx, topk_weights, options)
@@ -204,8 +200,15 @@ def _check_types(
             )
 
 
-def check_dispatch(x: Tensor, expert_alignment: int, fp8: bool, permute: bool) -> None:
-    """Raises what `dispatch` raises of these before anything is sent."""
+def checked_options(
+    x: Tensor, topk_idx: Tensor, topk_weights: Tensor, buffer: Buffer, options: Options
+) -> Options:
+    """The options, as flags and integers. Raises what `dispatch` raises before anything is sent."""
+    num_experts, fp8, permute, expert_alignment = options
+    if not torch.compiler.is_compiling():
+        _check_types(x, topk_idx, topk_weights, buffer, num_experts)
+        expert_alignment = integer(_DISPATCH, "expert_alignment", expert_alignment)
+        fp8, permute = checks.flags(_DISPATCH, fp8=fp8, permute=permute)
     _check_bfloat16(f"{_DISPATCH}: x", x)
     if expert_alignment < 1:
         raise EPArgumentError(
@@ -222,6 +225,7 @@ def check_dispatch(x: Tensor, expert_alignment: int, fp8: bool, permute: bool) -
             f"{_DISPATCH}: expert_alignment is {expert_alignment} and permute is False; only rows by "
             "expert can be padded. Pass permute=True, or leave expert_alignment out."
         )
+    return Options(num_experts, fp8, permute, expert_alignment)
 
 
 def check_combine(y: Tensor, rows: Tensor) -> None:

@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 from deep_ep.buffer import Buffer
 from deep_ep.errors import EPUsageError
 from deep_ep.moe import steps
-from deep_ep.moe.exchange import check_combine, check_dispatch
+from deep_ep.moe.exchange import check_combine, checked_options
 from deep_ep.moe.steps import Arrived, Options
 from deep_ep.types.event import EventOverlap
 
@@ -66,7 +66,7 @@ def two_micro_batches(
     Raises:
         EPArgumentError: see `deep_ep.moe.dispatch` and `deep_ep.moe.combine`.
     """
-    check_dispatch(x, options.expert_alignment, options.fp8, options.permute)
+    options = checked_options(x, topk_idx, topk_weights, buffer, options)
     records = torch.is_grad_enabled()
     if records and not (x.requires_grad or topk_weights.requires_grad):
         # Otherwise autograd would not ask for the gradients of the experts.

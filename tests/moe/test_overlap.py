@@ -179,7 +179,20 @@ def test_what_is_refused() -> None:
         layer = moe.ExpertParallel(lambda rows, _: rows[1:], 2, buffer, micro_batches=2)
         with pytest.raises(EPArgumentError, match=r"y has \d+ rows; it must have \d+"):
             layer(tokens.x, tokens.topk_idx % 2, tokens.weights)
-        with pytest.raises(EPArgumentError, match="dispatch: x is torch.float32"):
-            layer(tokens.x.float(), tokens.topk_idx, tokens.weights)
+        for given, said in (
+            ((tokens.x.float(), tokens.topk_idx, tokens.weights), "dispatch: x is torch.float32"),
+            (
+                (tokens.x, tokens.topk_idx / 2, tokens.weights),
+                "topk_idx is torch.float32 .* integers",
+            ),
+            ((tokens.x, tokens.topk_idx[1:], tokens.weights[1:]), "Pass one row per token"),
+        ):
+            with pytest.raises(EPArgumentError, match=said):
+                layer(*given)
+        layer = moe.ExpertParallel(
+            experts_of(0, SIZES), 2, buffer, micro_batches=2, expert_alignment=8.0
+        )
+        with pytest.raises(EPArgumentError, match="expert_alignment is 8.0"):
+            layer(*tokens.given)
 
     on_ranks(Sizes((4,)), run)
