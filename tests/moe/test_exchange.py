@@ -49,25 +49,18 @@ def test_results_and_gradients_are_those_of_a_layer_without_exchange(
 
 @settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
-    st.lists(st.integers(0, 20), min_size=1, max_size=4),
-    st.sampled_from([1, 2, 5]),
-    st.sampled_from([1, 2, 8]),
-    st.sampled_from([128, 256]),
-    st.sampled_from(["random", "one-expert", "nowhere"]),
+    st.builds(
+        Sizes,
+        num_tokens=st.lists(st.integers(0, 20), min_size=1, max_size=4).map(tuple),
+        hidden=st.sampled_from([128, 256]),
+        experts_per_rank=st.sampled_from([1, 2, 5]),
+        topk=st.sampled_from([1, 2, 8]),
+        routing=st.sampled_from(["random", "one-expert", "nowhere"]),
+        seed=st.integers(0, 99),
+    ),
     st.sampled_from([1, 4, 128]),
-    st.integers(0, 99),
 )
-def test_any_sizes_and_routings(
-    num_tokens: list[int],
-    experts: int,
-    topk: int,
-    hidden: int,
-    routing: str,
-    alignment: int,
-    seed: int,
-) -> None:
-    sizes = Sizes(tuple(num_tokens), hidden, experts, topk, routing, seed)
-
+def test_any_sizes_and_routings(sizes: Sizes, alignment: int) -> None:
     assert_as_without_exchange(sizes, alignment)
 
 

@@ -16,9 +16,8 @@ from support.launch import DEVICE, Ranks
 
 # LogFMT is lossy: a step is at most 32/510 octaves, and a value is off by half of one at most.
 LOGFMT_RELATIVE_ERROR = 2 ** (32 / 510 / 2) - 1
-LOGFMT_SMALLEST = (
-    2.0**-32
-)  # of a group's largest magnitude: what lies below may become this, or zero
+# Of a group's largest magnitude: what lies below may become this, or zero.
+LOGFMT_SMALLEST = 2.0**-32
 BF16_RELATIVE_ERROR = 2.0**-8
 
 

@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import deep_ep
-from support import reference
+from support import normal_reference, reference
 from support.exchange import (
     Inputs,
     Mode,
@@ -50,6 +50,7 @@ from support.launch import (
     shared_memory_left,
     shared_memory_segments,
 )
+from support.normal_exchange import assert_layout, layout_of
 from support.program import run_program, torchrun
 
 PROGRAM = Path(__file__).parents[1] / "test_low_latency.py"
@@ -384,31 +385,12 @@ def test_dispatch_layout_counts_tokens_and_selections(
     topk_idx[0] = -1
     topk_idx[1] = 5
     topk_idx[2, 0] = num_experts
-    owner = torch.where((topk_idx >= 0) & (topk_idx < num_experts), topk_idx // 3, -1)
-    in_rank = torch.stack([(owner == rank).any(1) for rank in range(4)], dim=1)
-    size = int(ranks_per_node)
-    in_node = torch.stack(
-        [
-            (owner // size == node).any(1) & in_rank[:, node * size :][:, :size].any(1)
-            for node in range(4 // size)
-        ],
-        dim=1,
-    )
     with ranks_for(SMALL) as ranks:
         for rows in (50, 0):
-            per_rank, per_node, per_expert, got, event = ranks.buffers[1].get_dispatch_layout(
-                topk_idx[:rows].to(DEVICE), num_experts
-            )
+            got, event = layout_of(ranks.buffers[1], topk_idx[:rows].to(DEVICE), num_experts)
             assert event.event is None
-            assert got.dtype == torch.bool
-            assert torch.equal(got.cpu(), in_rank[:rows])
-            assert per_rank.tolist() == in_rank[:rows].sum(0).tolist()
-            want = torch.bincount(topk_idx[:rows].flatten() + 1, minlength=num_experts + 2)
-            assert per_expert.tolist() == want[1 : num_experts + 1].tolist()
-            if ranks_per_node == "4":
-                assert per_node is None
-            else:
-                assert per_node.tolist() == in_node[:rows].sum(0).tolist()
+            want = normal_reference.layout(topk_idx[:rows], num_experts, 4, int(ranks_per_node))
+            assert_layout(tuple(got.values()), want, f"{rows} tokens")
 
 
 def exchange_in_process(

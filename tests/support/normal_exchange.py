@@ -498,7 +498,16 @@ def assert_combined(
     if not mode.weights:
         assert got.combined_weights is None
         return
-    assert_weight_sums(got.combined_weights, rank, len(inputs.x), expected)
+    assert got.combined_weights is not None
+    assert got.combined_weights.dtype == torch.float32
+    want = reference.combine(
+        expected.weights,
+        expected.received,
+        rank,
+        len(inputs.x),
+        ranks_per_node=expected.ranks_per_node,
+    )
+    assert_same_bytes(got.combined_weights, want, f"rank {rank}, weights")
 
 
 def assert_sums(
@@ -516,18 +525,3 @@ def assert_sums(
         expected.ranks_per_node,
     )
     assert_same_bytes(combined, want, where)
-
-
-def assert_weight_sums(
-    combined_weights: Tensor | None, rank: int, num_tokens: int, expected: Expected
-) -> None:
-    assert combined_weights is not None
-    assert combined_weights.dtype == torch.float32
-    want = reference.combine(
-        expected.weights,
-        expected.received,
-        rank,
-        num_tokens,
-        ranks_per_node=expected.ranks_per_node,
-    )
-    assert_same_bytes(combined_weights, want, f"rank {rank}, weights")

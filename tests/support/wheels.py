@@ -102,7 +102,7 @@ class NpuBuffer(_Wheel):
         return x
 
 
-class NixlBuffer(_Wheel):
+class NixlBuffer(Buffer):
     """NIXL EP: ranks come and go, each call has as many as its experts say."""
 
     def __init__(self, rank: int, tcp_store_group: Any) -> None:
@@ -132,17 +132,6 @@ class NixlBuffer(_Wheel):
         self._add_cycles("dispatch", dispatch_wait_recv_cost_stats, self._experts)
         return x, (None, torch.zeros(self._experts, there))
 
-    def low_latency_combine(
-        self,
-        x: Any,
-        topk_idx: Any,
-        topk_weights: Any,
-        handle: Any,
-        combine_wait_recv_cost_stats: Any = None,
-    ) -> Any:
-        self._add_cycles("combine", combine_wait_recv_cost_stats, self._experts)
-        return x
-
 
 class ElasticBuffer(_Wheel):
     """DeepEP V2, and every other class that counts nothing."""
@@ -162,8 +151,5 @@ class OldBuffer(_Wheel):
 
 def as_of(module: str, cls: type, name: str) -> type:
     """The class as a wheel has it; a new one each time, because methods of classes are patched."""
-    return type(name, (cls,), {"__module__": module, **_methods(cls)})
-
-
-def _methods(cls: type) -> dict[str, Any]:
-    return {name: value for name, value in vars(cls).items() if callable(value)}
+    methods = {name: value for name, value in vars(cls).items() if callable(value)}
+    return type(name, (cls,), {"__module__": module, **methods})
