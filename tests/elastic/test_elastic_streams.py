@@ -21,11 +21,7 @@ from support.elastic_exchange import (
     Mode,
     Outputs,
     Setup,
-    assert_cached,
-    assert_combined,
-    assert_handle,
-    assert_received,
-    assert_stats,
+    assert_outputs,
     assert_sums,
     elastic_ranks,
     expect,
@@ -40,6 +36,7 @@ from support.stream_tracker import Program, TrackedBackend, Way, tracked, use_tr
 pytestmark = pytest.mark.skipif(backend.get().name != "cpu", reason="runs on the host target")
 
 Tensor = torch.Tensor
+Group = tuple[RankThreads, TrackedBackend, Setup]
 
 SHAPE = shape_of((5, 0), 64, 4, 3)
 COMPACT = Mode(combine_hidden=64, num_biases=1, has_stats=True, cached_weights=True)
@@ -171,9 +168,7 @@ def give_up(
 @pytest.fixture(
     params=SETUPS, ids=["one node", "two nodes", "two nodes, one rounding"], scope="module"
 )
-def group(
-    request: pytest.FixtureRequest,
-) -> Iterator[tuple[RankThreads, TrackedBackend, Setup]]:
+def group(request: pytest.FixtureRequest) -> Iterator[Group]:
     """Ranks in such streams."""
     with pytest.MonkeyPatch.context() as patched:
         selected = use_tracked(patched)
@@ -183,9 +178,7 @@ def group(
             yield ranks, selected, request.param
 
 
-def check(
-    group: tuple[RankThreads, TrackedBackend, Setup], mode: Mode, ways: Sequence[Way]
-) -> None:
+def check(group: Group, mode: Mode, ways: Sequence[Way]) -> None:
     ranks, selected, setup = group
     inputs = make_inputs(SHAPE, mode)
     expected = expect(inputs, SHAPE, mode)
@@ -198,29 +191,21 @@ def check(
 
     for rank, (outputs, races) in enumerate(ranks.run(run)):
         assert not races
-        assert_received(outputs, rank, inputs, expected, mode)
-        assert_handle(outputs.handle, rank, inputs[rank], expected, setup, SHAPE, mode)
-        assert_stats(outputs.stats, expected.arrivals[rank], mode)
-        assert_cached(outputs, rank, inputs, expected, mode)
-        assert_combined(outputs, rank, inputs, expected, setup, mode)
+        assert_outputs(outputs, rank, inputs, expected, setup, SHAPE, mode)
 
 
 modes = pytest.mark.parametrize("mode", MODES, ids=["compact", "expanded", "expanded, worst case"])
 
 
 @modes
-def test_calls_that_are_all_made_alike(
-    group: tuple[RankThreads, TrackedBackend, Setup], mode: Mode
-) -> None:
+def test_calls_that_are_all_made_alike(group: Group, mode: Mode) -> None:
     for way in WAYS:
         for elsewhere in ((False, False, False), (False, True, False), (True, False, True)):
             check(group, mode, [way._replace(elsewhere=other) for other in elsewhere])
 
 
 @modes
-def test_results_that_nobody_waits_for(
-    group: tuple[RankThreads, TrackedBackend, Setup], mode: Mode
-) -> None:
+def test_results_that_nobody_waits_for(group: Group, mode: Mode) -> None:
     ranks, selected, _ = group
     mode = replace(mode, expert_alignment=None, spare_tokens=None)
     inputs = make_inputs(SHAPE, mode)
@@ -241,9 +226,7 @@ def test_results_that_nobody_waits_for(
 
 
 @modes
-def test_a_bias_may_be_ready_for_the_epilogue_alone(
-    group: tuple[RankThreads, TrackedBackend, Setup], mode: Mode
-) -> None:
+def test_a_bias_may_be_ready_for_the_epilogue_alone(group: Group, mode: Mode) -> None:
     """As that of an expert whose rows a program computes while the others' are on their way."""
     ranks, selected, setup = group
     mode = replace(mode, num_biases=1)
@@ -283,7 +266,5 @@ ANY_WAY = st.builds(
 @pytest.mark.exhaustive
 @settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(mode=st.sampled_from(MODES), ways=st.tuples(*[ANY_WAY] * 3))
-def test_calls_in_any_mixture(
-    group: tuple[RankThreads, TrackedBackend, Setup], mode: Mode, ways: tuple[Way, ...]
-) -> None:
+def test_calls_in_any_mixture(group: Group, mode: Mode, ways: tuple[Way, ...]) -> None:
     check(group, mode, ways)

@@ -254,7 +254,7 @@ def run_exchange(
     *received, handle = run_dispatch(
         *(buffer, inputs, shape, mode),
         cumulative_local_expert_recv_stats=stats,
-        **({} if expected.capacity is None else {"expert_capacity": expected.capacity}),
+        expert_capacity=expected.capacity,
     )
     stats = None if stats is None else stats.clone()
     soil_memory()
@@ -272,23 +272,18 @@ def run_dispatch(
 ) -> tuple[Any, ...]:
     """What dispatch returned, without its event, finished. With spare_capacity, `expert_capacity` is to be given."""
     x, topk_idx = inputs.x.to(DEVICE), inputs.topk_idx.to(DEVICE)
-    optional = {
-        "do_cpu_sync": mode.do_cpu_sync,
-        "expert_alignment": mode.expert_alignment,
-        "num_max_tokens_per_rank": (
-            None if mode.spare_tokens is None else max_tokens_of(shape, mode)
-        ),
-    }
     *received, handle, event = buffer.dispatch(
         x if inputs.scales is None else (x, inputs.scales.to(DEVICE)),
         topk_idx=topk_idx,
         topk_weights=inputs.topk_weights.to(DEVICE) if mode.has_weights else None,
         num_experts=shape.num_experts,
+        num_max_tokens_per_rank=None if mode.spare_tokens is None else max_tokens_of(shape, mode),
+        expert_alignment=mode.expert_alignment,
         do_handle_copy=mode.do_handle_copy,
+        do_cpu_sync=mode.do_cpu_sync,
         do_expand=mode.do_expand,
         do_zero_padding=mode.do_zero_padding,
         use_tma_aligned_col_major_sf=mode.is_tma_aligned,
-        **{name: value for name, value in optional.items() if value is not None},
         **timing(buffer, mode),
         **arguments,
     )
@@ -305,8 +300,8 @@ def run_cached_dispatch(buffer: Any, inputs: Inputs, handle: Any, mode: Mode) ->
         inputs.cached_x.to(DEVICE),
         topk_weights=inputs.cached_weights.to(DEVICE) if mode.cached_weights else None,
         handle=handle,
+        do_expand=True if mode.do_expand and mode.cached_expand else None,
         do_zero_padding=mode.do_zero_padding,
-        **({"do_expand": True} if mode.do_expand and mode.cached_expand else {}),
         **timing(buffer, mode),
     )
     finish(event, mode)
@@ -383,7 +378,7 @@ def exchange_and_check(
     shape: Shape,
     mode: Mode,
     inputs: Sequence[Inputs] | None = None,
-) -> list[Outputs]:
+) -> None:
     """All calls on all ranks; all results are the reference's. Inputs are random unless given."""
     inputs = inputs or make_inputs(shape, mode)
     expected = expect(inputs, shape, mode)
@@ -391,12 +386,24 @@ def exchange_and_check(
         lambda rank, buffer: run_exchange(buffer, inputs[rank], expected, shape, mode)
     )
     for rank, got in enumerate(outputs):
-        assert_received(got, rank, inputs, expected, mode)
-        assert_handle(got.handle, rank, inputs[rank], expected, setup, shape, mode)
-        assert_stats(got.stats, expected.arrivals[rank], mode)
-        assert_cached(got, rank, inputs, expected, mode)
-        assert_combined(got, rank, inputs, expected, setup, mode)
-    return outputs
+        assert_outputs(got, rank, inputs, expected, setup, shape, mode)
+
+
+def assert_outputs(
+    got: Outputs,
+    rank: int,
+    inputs: Sequence[Inputs],
+    expected: Expected,
+    setup: Setup,
+    shape: Shape,
+    mode: Mode,
+) -> None:
+    """All results of one rank are the reference's."""
+    assert_received(got, rank, inputs, expected, mode)
+    assert_handle(got.handle, rank, inputs[rank], expected, setup, shape, mode)
+    assert_stats(got.stats, expected.arrivals[rank], mode)
+    assert_cached(got, rank, inputs, expected, mode)
+    assert_combined(got, rank, inputs, expected, setup, mode)
 
 
 def assert_received(
