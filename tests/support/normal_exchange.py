@@ -16,6 +16,7 @@ from unittest import mock
 import torch
 
 import deep_ep
+from deep_ep.types.config import largest_hints
 from support import normal_reference as reference
 from support.exchange import Shape, assert_same_bytes, make_routing
 from support.launch import DEVICE, Ranks
@@ -112,13 +113,10 @@ def normal_ranks(
 ) -> Iterator[Ranks]:
     """Ranks that are threads, on nodes of that size, with buffers exactly as large as the hints say."""
     with nodes_of(ranks_per_node):
+        nvl_bytes, rdma_bytes = largest_hints(configs, hidden_bytes, num_ranks)
         arguments = {
-            "num_nvl_bytes": max(
-                c.get_nvl_buffer_size_hint(hidden_bytes, num_ranks) for c in configs
-            ),
-            "num_rdma_bytes": max(
-                c.get_rdma_buffer_size_hint(hidden_bytes, num_ranks) for c in configs
-            ),
+            "num_nvl_bytes": nvl_bytes,
+            "num_rdma_bytes": rdma_bytes,
             "low_latency_mode": False,
             "num_qps_per_rank": max(2, *(c.num_sms for c in configs)),
             **buffer_arguments,

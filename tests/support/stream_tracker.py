@@ -103,19 +103,15 @@ class Tracker(TorchDispatchMode):
         kwargs = kwargs or {}
         given = [*zip(func._schema.arguments, args)]
         given += [(one, kwargs[one.name]) for one in func._schema.arguments if one.name in kwargs]
-        reads: list[torch.UntypedStorage] = []
-        writes: list[torch.UntypedStorage] = []
+        reads: list[Memory] = []
+        writes: list[Memory] = []
         for argument, value in given:
             written = argument.alias_info is not None and argument.alias_info.is_write
-            (writes if written else reads).extend(_storages(value))
-        known = {storage._cdata for storage in (*reads, *writes)}
-        for storage in (*reads, *writes):
-            self._memory_of(storage)
+            (writes if written else reads).extend(self._memories_of(value))
         result = func(*args, **kwargs)
-        new = [storage for storage in _storages(result) if storage._cdata not in known]
-        for storage in new:
-            self._memory_of(storage)
-        is_view = not new and not writes and bool(_storages(result))
+        returned = self._memories_of(result)
+        new = [memory for memory in returned if memory not in (*reads, *writes)]
+        is_view = not new and not writes and bool(returned)
         if not is_view and "empty" not in func.__name__:
             self._use(func.__name__, self.current, reads, [*writes, *new])
         if func is torch.ops.aten._local_scalar_dense.default:
@@ -132,7 +128,7 @@ class Tracker(TorchDispatchMode):
             memory = self._memory_at(value) if isinstance(value, int) else None
             if memory is not None:
                 (writes if keyword in written else reads).append(memory)
-        self._use_memory(name, _streams[arguments["stream"]], reads, writes)
+        self._use(name, _streams[arguments["stream"]], reads, writes)
 
     # ---- what waits
 
@@ -149,8 +145,8 @@ class Tracker(TorchDispatchMode):
     def keep_for(self, tensor: Tensor, stream: Stream) -> None:
         """See `Memory.kept_for`."""
         written = tensor.written if isinstance(tensor, AwaitedTensor) else tensor
-        for storage in _storages(written):
-            self._memory_of(storage).kept_for.add(stream)
+        for memory in self._memories_of(written):
+            memory.kept_for.add(stream)
 
     # ---- memory
 
@@ -166,11 +162,16 @@ class Tracker(TorchDispatchMode):
             self._require("memory ends", known, memory.reads, "read")
             self._require("memory ends", known, memory.writes, "written")
 
-    def _memory_of(self, storage: torch.UntypedStorage) -> Memory:
-        key = storage._cdata
-        if key not in self._memories:
-            self._memories[key] = Memory(storage, self.current)
-        return self._memories[key]
+    def _memories_of(self, values: Any) -> list[Memory]:
+        """Of all tensors within that have memory."""
+        found = []
+        for tensor in tensors_in(values):
+            storage = tensor.untyped_storage()
+            if storage.nbytes():
+                if storage._cdata not in self._memories:
+                    self._memories[storage._cdata] = Memory(storage, self.current)
+                found.append(self._memories[storage._cdata])
+        return found
 
     def _memory_at(self, pointer: int) -> Memory | None:
         for memory in self._memories.values():
@@ -179,15 +180,6 @@ class Tracker(TorchDispatchMode):
         return None
 
     def _use(
-        self,
-        name: str,
-        stream: Stream,
-        reads: Iterable[torch.UntypedStorage],
-        writes: Iterable[torch.UntypedStorage],
-    ) -> None:
-        self._use_memory(name, stream, map(self._memory_of, reads), map(self._memory_of, writes))
-
-    def _use_memory(
         self, name: str, stream: Stream, reads: Iterable[Memory], writes: Iterable[Memory]
     ) -> None:
         key = stream.cuda_stream
@@ -210,13 +202,6 @@ class Tracker(TorchDispatchMode):
 def _join(clock: Clock, other: Clock) -> None:
     for stream, count in other.items():
         clock[stream] = max(clock.get(stream, 0), count)
-
-
-def _storages(values: Any) -> list[torch.UntypedStorage]:
-    """Of all tensors within, those that have memory."""
-    tensors = [value for value in tree_leaves(values) if isinstance(value, Tensor)]
-    storages = [tensor.untyped_storage() for tensor in tensors]
-    return [storage for storage in storages if storage.nbytes()]
 
 
 class TrackedBackend(CpuBackend):
