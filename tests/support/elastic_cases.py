@@ -233,7 +233,7 @@ def check(buffer: Any, problem: Problem, args: argparse.Namespace, mode: Mode) -
         mode,
         replace(mode, do_expand=True, is_tma_aligned=bool(mode.scales), do_zero_padding=True),
     ):
-        expected = Expected(*places_of(problem.inputs, shape, layout), [], [])
+        expected = places_of(problem.inputs, shape, layout)
         counted = torch.arange(shape.num_local_experts, dtype=torch.int32, device=DEVICE)
         sms = {"num_sms": args.num_sms, "num_qps": args.num_qps}
         *received, handle = run_dispatch(
@@ -241,8 +241,8 @@ def check(buffer: Any, problem: Problem, args: argparse.Namespace, mode: Mode) -
         )
         again, _, weights_again, _ = run_dispatch(buffer, mine, shape, layout, **sms)
         cached = run_cached_dispatch(buffer, mine, handle, replace(layout, cached_weights=True))
-        returned, weights = returned_rows(rank, expected, layout, args, received[2])
-        combined, back = run_combine(buffer, returned, handle, mine.biases, weights, layout)
+        returned = returned_rows(rank, expected, layout, args)
+        combined, back = run_combine(buffer, returned, handle, mine.biases, received[2], layout)
 
         got = Outputs(*received, handle, counted, *cached, combined, back)
         assert_received(got, rank, problem.inputs, expected, layout)
@@ -256,10 +256,8 @@ def check(buffer: Any, problem: Problem, args: argparse.Namespace, mode: Mode) -
     return bytes_of(torch.stack(digest))
 
 
-def returned_rows(
-    rank: int, expected: Expected, mode: Mode, args: argparse.Namespace, received: Any
-) -> tuple[Tensor, Tensor]:
-    """What this rank's experts make of each pick, in compact rows added up and rounded; received weights."""
+def returned_rows(rank: int, expected: Expected, mode: Mode, args: argparse.Namespace) -> Tensor:
+    """What this rank's experts make of each pick, in compact rows added up and rounded."""
     arrival, slots = expected.arrivals[rank], expected.slots[rank]
     sources = reference.sources_of(arrival, expected.num_max_tokens)
     rows = torch.full((expected.num_rows[rank], args.hidden), torch.nan, device=DEVICE)
@@ -273,7 +271,7 @@ def returned_rows(
             rows[slots[here, column]] = values
     if not mode.do_expand:
         rows[: len(sources)] = total.bfloat16()
-    return rows, received
+    return rows
 
 
 def check_combined(
@@ -308,7 +306,7 @@ def measure(
     expanded = replace(mode, do_expand=True, is_tma_aligned=bool(mode.scales))
     *_, handle = run_dispatch(buffer, mine, shape, mode)
     *_, slots = run_dispatch(buffer, mine, shape, expanded)
-    expected = Expected(*places_of(problem.inputs, shape, expanded), [], [])
+    expected = places_of(problem.inputs, shape, expanded)
     num_so, num_su = traffic(rank, expected, problem, args)
     row_bytes = args.hidden * mine.x.element_size()
     if mine.scales is not None:

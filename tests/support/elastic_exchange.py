@@ -193,8 +193,8 @@ def summands(rows: int, columns: int, generator: torch.Generator) -> Tensor:
     return torch.where(is_large, large.sign() * 2**30, small).bfloat16()
 
 
-def places_of(inputs: Sequence[Inputs], shape: Shape, mode: Mode) -> tuple[Any, ...]:
-    """The fields of `Expected` that say where rows are."""
+def places_of(inputs: Sequence[Inputs], shape: Shape, mode: Mode) -> Expected:
+    """Where rows are; without what is put into combine."""
     num_max_tokens = max_tokens_of(shape, mode)
     arrivals = reference.route(
         [one.topk_idx for one in inputs], [one.topk_weights for one in inputs], shape.num_experts
@@ -217,12 +217,12 @@ def places_of(inputs: Sequence[Inputs], shape: Shape, mode: Mode) -> tuple[Any, 
         num_slots = [reference.expert_starts(one, mode.alignment, capacity)[-1] for one in arrivals]
     if mode.do_expand:
         num_rows = num_slots
-    return num_max_tokens, capacity, arrivals, slots, num_rows, num_slots
+    return Expected(num_max_tokens, capacity, arrivals, slots, num_rows, num_slots, [], [])
 
 
 def expect(inputs: Sequence[Inputs], shape: Shape, mode: Mode) -> Expected:
     """What all ranks must get, and random rows and weights that they return."""
-    places = Expected(*places_of(inputs, shape, mode), [], [])
+    places = places_of(inputs, shape, mode)
     generator = torch.Generator().manual_seed(shape.seed + 1)
     for arrival, slots, rows in zip(places.arrivals, places.slots, places.num_rows):
         y = summands(rows, mode.combine_hidden, generator)
