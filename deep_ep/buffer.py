@@ -560,9 +560,9 @@ class Buffer:
         warns. Does nothing if no hook is pending.
 
         Raises:
-            EPUsageError: the buffer was destroyed.
-            EPTimeoutError, EPArgumentError, EPTransportError: like the hook; it is given up all the
-                same.
+            EPUsageError: this is a fork of the process that built the buffer.
+            EPTimeoutError, EPArgumentError, EPTransportError: like the first of the hooks that fails; all of
+                them are given up all the same.
         """
         self.communicator.abandon_hook()
 

@@ -219,11 +219,17 @@ class Communicator:
             pending.finish(self.raise_failure)
 
     def abandon_hook(self) -> None:
-        """Runs the receive phases whose hooks have not been called, in place of these."""
+        """Runs the receive phases whose hooks have not been called, in place of these. Raises what went wrong first."""
         self.check_process("abandon_hook")
+        errors = []
         with self.lock:
             for pending in list(self.open_hooks):
-                self.receive(pending)
+                try:
+                    self.receive(pending)
+                except EPError as error:
+                    errors.append(error)
+        if errors:
+            raise errors[0]
 
     def raise_failure(self, called: str | None = None) -> None:
         """Raises what the runtime recorded, if it did; the buffer stays usable.

@@ -496,3 +496,22 @@ def test_what_goes_wrong_in_an_open_batch_its_own_hook_raises(
         assert ops[0] < ops[1]
 
     on_all_ranks(run, go_on=False)
+
+
+@pytest.mark.exhaustive
+def test_all_open_hooks_are_abandoned_though_the_first_one_fails(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("DEEP_EP_TIMEOUT_S", "2")
+
+    def run(rank: int, buffer: deep_ep.Buffer) -> None:
+        if rank == LIAR:
+            return
+        hooks = [begin_dispatch(buffer, INPUTS[rank], SHAPE, Mode(hook=True))[2] for _ in range(2)]
+        with pytest.raises(EPTimeoutError):
+            buffer.abandon_hook()
+        for hook in hooks:
+            with pytest.raises(EPUsageError, match="called or abandoned before"):
+                hook()
+
+    on_all_ranks(run, go_on=False)
