@@ -479,15 +479,6 @@ def get() -> Backend:
     return _select(env.backend())
 
 
-def unavailable_reason(name: str) -> str | None:
-    """Why backend `name` cannot be used here, `None` if it can."""
-    try:
-        _load(name)
-    except _UnusableError as obstacle:
-        return str(obstacle)
-    return None
-
-
 class _UnusableError(Exception):
     """A native module cannot be used here, and why.
 
@@ -570,13 +561,13 @@ def _import(module: str, is_fault: bool = False) -> Binding:
 def _load_with_nvshmem() -> Binding:
     """The module with NVSHMEM, for a process that has the one without."""
     build = nvshmem.built_with(vars(importlib.import_module("deep_ep._cuda")))
-    conflict = build and nvshmem.conflict(*build)
+    conflict = build and nvshmem.conflict(nvshmem.in_process(), *build)
     if conflict:
         raise _UnusableError(conflict)
     try:
         return _import("deep_ep._cuda_nvshmem")
     except _UnusableError as obstacle:
-        conflict = build and nvshmem.conflict_on_path(*build)
+        conflict = build and nvshmem.conflict(nvshmem.on_path(), *build)
         raise _UnusableError(
             conflict
             or f"{obstacle}; it must be built and load. Run install_nvshmem.sh and build again, or set "

@@ -44,32 +44,24 @@ def in_process() -> HostLibrary | None:
     return _loaded(os.RTLD_NOLOAD | os.RTLD_LAZY)
 
 
-def conflict(built_with: HostLibrary, cuda_major: int) -> str | None:
-    """Why the library of this process, or the one that it would load, does not serve; `None` if it does.
-
-    Args:
-        built_with: what the module was built with.
-        cuda_major: of that build.
-    """
-    found = in_process()
-    if found is None or found.serves(built_with):
-        return None
-    return conflict_text(found, built_with, cuda_major)
-
-
-def conflict_on_path(built_with: HostLibrary, cuda_major: int) -> str | None:
-    """The same for what the loader finds by its own rules (`LD_LIBRARY_PATH`); loads that.
+def on_path() -> HostLibrary | None:
+    """The one that the loader finds by its own rules (`LD_LIBRARY_PATH`); loads it.
 
     For a module that did not load: it may have been linked with what was found there.
     """
-    found = _loaded(os.RTLD_LAZY)
+    return _loaded(os.RTLD_LAZY)
+
+
+def conflict(found: HostLibrary | None, built_with: HostLibrary, cuda_major: int) -> str | None:
+    """Why a library does not serve, and what to do; `None` if it does, or there is none.
+
+    Args:
+        found: see `in_process` and `on_path`.
+        built_with: what the module was built with.
+        cuda_major: of that build.
+    """
     if found is None or found.serves(built_with):
         return None
-    return conflict_text(found, built_with, cuda_major)
-
-
-def conflict_text(found: HostLibrary, built_with: HostLibrary, cuda_major: int) -> str:
-    """`conflict_parts` in sentences."""
     why, repair = conflict_parts(found, built_with, cuda_major)
     return f"{why}. torch may have brought it. Replace it: {repair}"
 
