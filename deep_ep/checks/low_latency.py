@@ -180,13 +180,6 @@ def sizes_of(
     maximum = positive(call, "num_max_dispatch_tokens_per_rank", maximum)
     hidden = positive(call, "hidden", hidden)
     num_experts = positive(call, "num_experts", num_experts)
-    return _sizes(call, num_ranks, binding, maximum, hidden, num_experts)
-
-
-@functools.lru_cache(maxsize=1024)
-def _sizes(
-    call: str, num_ranks: int, binding: Binding, maximum: int, hidden: int, num_experts: int
-) -> LowLatencySizes:
     checks.kernel_limit(call, "hidden", hidden, _MAX_HIDDEN)
     group = binding.CHANNELS_PER_SCALE
     if hidden % group:
@@ -198,7 +191,6 @@ def _sizes(
     return LowLatencySizes(maximum, hidden, num_experts)
 
 
-@functools.lru_cache(maxsize=64)
 def num_bytes(binding: Binding, num_ranks: int, sizes: LowLatencySizes) -> int:
     """Bytes of RDMA buffer a call of these sizes needs."""
     return binding.low_latency_rdma_size_hint(num_ranks=num_ranks, **sizes.keywords)
@@ -269,7 +261,7 @@ def unpack_handle(call: str, handle: Any) -> LowLatencyHandle:
         return handle
     if not isinstance(handle, (tuple, list)):
         fail(call, f"handle is a {type(handle).__name__}", "handle", EPTypeError)
-    if len(handle) != LowLatencyHandle.num_values():
+    if len(handle) != len(LowLatencyHandle._fields):
         fail(call, f"handle has {len(handle)} elements", "handle")
     sizes = (checks.positive_int(call, f"handle[{i}]", handle[i]) for i in range(2, len(handle)))
     return LowLatencyHandle(handle[0], handle[1], *sizes)

@@ -64,8 +64,6 @@ class Binding(Protocol):
     Runtime: type[Runtime]
     HostPool: type[HostPool]
 
-    def __hash__(self) -> int: ...  # as of every module
-
     def device_count(self) -> int: ...
 
     def low_latency_rdma_size_hint(

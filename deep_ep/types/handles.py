@@ -27,11 +27,6 @@ class LowLatencyHandle(NamedTuple):
     hidden: int
     num_experts: int
 
-    @classmethod
-    def num_values(cls) -> int:
-        """How many values any tuple must have that is to serve as one."""
-        return len(cls._fields)
-
 
 class OneNodeHandle(NamedTuple):
     """The handle of `dispatch` on one node; `Buffer` returns it as a plain tuple.
