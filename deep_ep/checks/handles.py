@@ -72,7 +72,7 @@ def _check_received(values: _Values, handle: NormalHandle, place: Topology) -> N
     """Where rows lie that this rank received: by source, then by channel."""
     field = "source_prefixes" if isinstance(handle, SeveralNodesHandle) else "rank_prefix"
     ends = handle.source_prefix(place.rank)
-    is_right = (_diff(ends) >= 0) & (ends <= handle.num_rows)
+    is_right = (torch.diff(ends, prepend=ends.new_zeros(1)) >= 0) & (ends <= handle.num_rows)
     if isinstance(handle, SeveralNodesHandle):
         values.all(field, ends, is_right)
     else:
@@ -142,7 +142,3 @@ def _per_channel(sent: Tensor, begins: Tensor) -> Tensor:
     ends = torch.cat([begins[1:], torch.tensor([len(sent)])])
     before = torch.cat([torch.zeros(1, sent.shape[1], dtype=torch.int64), sent.cumsum(0)])
     return before[ends].T
-
-
-def _diff(prefix: Tensor) -> Tensor:
-    return torch.diff(prefix, prepend=prefix.new_zeros(1))

@@ -80,16 +80,12 @@ class Communicator:
         limits: Limits,
         places: Sequence[RankPlace],
         liveness: Liveness | None,
-        claims: StreamClaims | None = None,
-        may_mask: bool = False,
+        claims: StreamClaims | None,
+        may_mask: bool,
     ) -> None:
-        """Internal: use `construction.connect`.
+        """Internal: use `construction.connect`. The first four are the attributes of these names.
 
         Args:
-            group: see above, like all that is not described here.
-            backend: see above.
-            runtime: see above.
-            limits: see above.
             places: where the ranks run.
             liveness: this rank's part in who lives; `None` if it is alone.
             claims: the streams of this rank, where others of this process may not use them.

@@ -64,10 +64,6 @@ class BufferSettings:
             else checks.timeout("Buffer", "timeout_s", self.timeout_s),
         )
 
-    def uses_rdma(self, topology: Topology) -> bool:
-        """Whether the RDMA buffer is used."""
-        return self.low_latency_mode or topology.num_nodes > 1
-
     @property
     def wait_s(self) -> float:
         """How long an operation waits for other ranks."""
@@ -80,7 +76,8 @@ class BufferSettings:
 
     def check_topology(self, topology: Topology) -> None:
         """Rules that depend on the number of nodes; the same on all ranks, so all of them raise."""
-        if self.uses_rdma(topology) and not self.num_qps_per_rank > 0:
+        uses_rdma = self.low_latency_mode or topology.num_nodes > 1
+        if uses_rdma and not self.num_qps_per_rank > 0:
             got = f"num_qps_per_rank is {self.num_qps_per_rank}"
             fail("Buffer", got, "queue_pairs", EPUsageError)
 
@@ -200,8 +197,7 @@ def connect(owner: object, group: Group, agreed: Agreement) -> Communicator:
     except RuntimeError:
         rank.close()
         raise
-    rank.introduce(connected)
-    return rank.communicator(allocated)
+    return rank.communicator(allocated, connected)
 
 
 class _Connecting:
@@ -272,12 +268,9 @@ class _Connecting:
         if self._claims is not None:
             self._claims.release()
 
-    def introduce(self, connected: Connected) -> None:
-        """Last step: who watches over the ranks knows where all of them listen."""
+    def communicator(self, allocated: Allocated, connected: Connected) -> Communicator:
+        """Last step: who watches over the ranks knows where all of them listen, and operations may run."""
         liveness.complete(self._offer, self._member, connected)
-
-    def communicator(self, allocated: Allocated) -> Communicator:
-        """What has become of it."""
         settings, selected, topology, places, monitored = self._agreed
         native = self._native
         assert native is not None

@@ -109,7 +109,6 @@ class ReceiveHook:
     """Receives what a low-latency call with `return_recv_hook=True` waits for; call it once."""
 
     def __init__(self, communicator: Communicator, pending: PendingReceive, owner: object) -> None:
-        self.name = pending.name
         self._communicator = communicator
         self._pending = pending
         self._owner = owner

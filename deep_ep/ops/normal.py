@@ -36,7 +36,7 @@ _SMALL_BYTES = 1 << 26
 
 
 class Received(NamedTuple):
-    """What a dispatch writes, with one row per received row.
+    """What a dispatch writes, with one row per received row; by the names of the native runtime.
 
     Attributes:
         recv_x: [num_recv_rows, hidden], of the dtype that was sent.
@@ -64,13 +64,13 @@ class Received(NamedTuple):
 
     @property
     def tensors(self) -> dict[str, Tensor | None]:
-        """As the native runtime calls them."""
+        """By name."""
         return self._asdict()
 
 
 # Of a dispatch, by the names of the native runtime.
 _NO_TENSORS: dict[str, Tensor | None] = dict.fromkeys(
-    ("x", "scales", "topk_idx", "topk_weights", "packs", "wait_stats", *Received().tensors)
+    ("x", "scales", "topk_idx", "topk_weights", "packs", "wait_stats", *Received._fields)
 )
 
 
@@ -111,11 +111,7 @@ class Normal:
     """The normal operations of one buffer."""
 
     def __init__(self, communicator: Communicator) -> None:
-        """Does not communicate.
-
-        Args:
-            communicator: what they run on.
-        """
+        """Does not communicate. The operations run on `communicator`."""
         self._communicator = communicator
         self._place = communicator.connected_runtime("Buffer").topology
         self._most_worst_bytes = _SMALL_BYTES  # that num_worst_tokens could have allocated
@@ -140,8 +136,10 @@ class Normal:
             num_worst_tokens = call.num_worst_tokens
             self._require_memory(shape, num_worst_tokens)
             order = self._order(call, runtime)
+            in_rank = call.is_token_in_rank
+            assert in_rank is not None
             with order.allocating():
-                handle = self._new_handle(call, shape)
+                handle = new_handle(self._place, shape.num_channels, in_rank, self._empty)
                 packs = self._packs(shape, shape.num_tokens)
             counted = {
                 "num_tokens_per_rank": call.num_tokens_per_rank,
@@ -392,11 +390,6 @@ class Normal:
         binding = self._communicator.limits.binding
         num_bytes = binding.normal_pack_bytes(num_topk=shape.num_topk, num_scales=shape.num_scales)
         return self._empty((max(num_rows, 1) * num_bytes,), torch.uint8)
-
-    def _new_handle(self, call: NormalDispatch, shape: NormalShape) -> NormalHandle:
-        """The handle of a fresh dispatch, without what has a row per received or relayed row."""
-        assert call.is_token_in_rank is not None
-        return new_handle(self._place, shape.num_channels, call.is_token_in_rank, self._empty)
 
     def _fill(self, handle: NormalHandle, received: Received, num_relayed: int) -> NormalHandle:
         """The handle with a row per received and relayed row."""
