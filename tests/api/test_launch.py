@@ -15,19 +15,7 @@ import deep_ep
 from support.launch import package_under_test
 
 PROGRAM = Path(__file__).parents[1] / "test_low_latency.py"
-SMALL = [
-    "--num-processes",
-    "2",
-    "--num-tokens",
-    "4",
-    "--hidden",
-    "512",
-    "--num-topk",
-    "2",
-    "--num-experts",
-    "4",
-    "--quick",
-]
+SMALL = "--num-processes 2 --num-tokens 4 --hidden 512 --num-topk 2 --num-experts 4 --quick"
 
 
 @pytest.fixture
@@ -44,7 +32,7 @@ def test_ranks_have_the_package_of_their_program(tmp_path: Path) -> None:
     (other / "__init__.py").write_text("raise RuntimeError('the package of the current folder')")
     env = {**os.environ, "PYTHONPATH": str(Path(deep_ep.__file__).parent.parent)}
     done = subprocess.run(
-        [sys.executable, str(PROGRAM), *SMALL],
+        [sys.executable, str(PROGRAM), *SMALL.split()],
         cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr

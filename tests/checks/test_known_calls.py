@@ -20,16 +20,9 @@ def dispatch_call(**changes: Any) -> LowLatencyDispatch:
         "topk_idx": torch.zeros(4, 2, dtype=torch.int64),
         "num_max_dispatch_tokens_per_rank": 4,
         "num_experts": 8,
-        "cumulative_local_expert_recv_stats": None,
-        "dispatch_wait_recv_cost_stats": None,
         "use_fp8": True,
-        "round_scale": False,
-        "use_ue8m0": False,
-        "async_finish": False,
-        "return_recv_hook": False,
-        "recv_counters": None,
     }
-    return LowLatencyDispatch({**arguments, **changes})
+    return LowLatencyDispatch.of(**{**arguments, **changes})
 
 
 class Check:

@@ -176,15 +176,12 @@ class Combine:
         self, rank: int, buffer: deep_ep.Buffer, topk_idx: Tensor | CombineOrder | None
     ) -> tuple[Any, Any]:
         biases = tuple(bias.to(DEVICE) for bias in self.inputs[rank].biases)
-        call = NormalCombine(
-            {
-                **self._common(NormalCombine),
-                "combine_wait_recv_cost_stats": None,
-                "x": self.ys[rank].to(DEVICE),
-                "handle": self.dispatched[rank][0],
-                "topk_weights": self.weights[rank].to(DEVICE),
-                "bias": (*biases, None, None)[:2],
-            }
+        call = NormalCombine.of(
+            x=self.ys[rank].to(DEVICE),
+            handle=self.dispatched[rank][0],
+            topk_weights=self.weights[rank].to(DEVICE),
+            bias=(*biases, None, None)[:2],
+            config=self.config,
         )
         order = self.order(rank, topk_idx) if isinstance(topk_idx, Tensor) else topk_idx
         combined, combined_weights, _ = buffer.normal.combine(call, order)
@@ -195,31 +192,17 @@ class Combine:
         inputs = self.inputs[rank]
         topk_idx = inputs.topk_idx.to(DEVICE)
         layout, _ = layout_of(buffer, topk_idx, self.shape.num_experts)
-        call = NormalDispatch(
-            {
-                **self._common(NormalDispatch),
-                "dispatch_wait_recv_cost_stats": None,
-                "x": inputs.x.to(DEVICE),
-                **layout,
-                "topk_idx": topk_idx,
-                "topk_weights": inputs.topk_weights.to(DEVICE),
-                "expert_alignment": 1,
-                "num_worst_tokens": 0,
-                "num_max_tokens_per_rank": -1,
-            }
+        call = NormalDispatch.of(
+            x=inputs.x.to(DEVICE),
+            **layout,
+            topk_idx=topk_idx,
+            topk_weights=inputs.topk_weights.to(DEVICE),
+            expert_alignment=1,
+            num_worst_tokens=0,
+            config=self.config,
         )
         received, _, handle, _ = buffer.normal.dispatch(call, keeps_experts=True)
         return handle, received.relay_topk_idx
-
-    def _common(self, call: type) -> dict[str, Any]:
-        return {
-            **dict.fromkeys(call.__annotations__),
-            "recv_counters": None,
-            "config": self.config,
-            "previous_event": None,
-            "async_finish": False,
-            "allocate_on_comm_stream": False,
-        }
 
 
 @given(
