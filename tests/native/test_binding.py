@@ -21,15 +21,23 @@ from deep_ep.ops.failures import error_from_failure
 BINDING = backend.get().binding
 
 
-def test_stubs_name_the_arguments_that_the_module_takes() -> None:
+def test_stubs_name_what_the_module_offers_and_the_arguments_that_it_takes() -> None:
     stub = ast.parse(Path(deep_ep.__file__).with_name("_cpu.pyi").read_text(encoding="utf-8"))
-    (runtime,) = (n for n in stub.body if isinstance(n, ast.ClassDef) and n.name == "Runtime")
-    for method in runtime.body:
-        assert isinstance(method, ast.FunctionDef)
-        # pybind11 begins a docstring with the signature: f(self: module.Class, *, x: int) -> None
-        signature = (getattr(BINDING.Runtime, method.name).__doc__ or "").splitlines()[0]
-        taken = re.findall(r"(?<=, )(\w+): ", signature)
-        assert [arg.arg for arg in method.args.args[1:] + method.args.kwonlyargs] == taken
+    for node in stub.body:
+        if isinstance(node, ast.AnnAssign):
+            assert hasattr(BINDING, ast.unparse(node.target))
+        elif isinstance(node, ast.FunctionDef):
+            assert hasattr(BINDING, node.name)
+        elif isinstance(node, ast.ClassDef):
+            native = getattr(BINDING, node.name)
+            methods = [item for item in node.body if isinstance(item, ast.FunctionDef)]
+            offered = {name for name in vars(native) if not name.startswith("_")}
+            assert {method.name for method in methods} - {"__init__"} == offered
+            for method in methods:
+                # pybind11 begins a docstring with the signature: f(self: module.Class, *, x: int) -> None
+                signature = (getattr(native, method.name).__doc__ or "").splitlines()[0]
+                taken = re.findall(r"(?<=, )(\w+): ", signature)
+                assert [arg.arg for arg in method.args.args[1:] + method.args.kwonlyargs] == taken
 
 
 def test_operations_are_named_after_the_calls_that_start_them() -> None:
