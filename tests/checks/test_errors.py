@@ -31,6 +31,7 @@ from support.exchange import (
     make_inputs,
     misaligned,
     ranks_for,
+    send_back,
 )
 from support.launch import DEVICE, Ranks
 
@@ -284,13 +285,8 @@ def test_a_handle_is_refused_until_its_hook_was_called() -> None:
     def exchange(rank: int, buffer: deep_ep.Buffer) -> None:
         one = inputs[rank]
         received, _, hook = begin_dispatch(buffer, one, SHAPE, Mode(hook=True))
-        x = torch.zeros(
-            *received.handle[0].shape, SHAPE.hidden, dtype=torch.bfloat16, device=DEVICE
-        )
         assert_raises(
-            lambda: buffer.low_latency_combine(
-                x, one.topk_idx.to(DEVICE), one.topk_weights.to(DEVICE), received.handle
-            ),
+            lambda: send_back(buffer, one, received),
             EPUsageError,
             ["the hook of the dispatch that returned handle has not been called"],
         )

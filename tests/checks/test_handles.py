@@ -22,7 +22,6 @@ import support.exchange
 from deep_ep.checks import low_latency as low_latency_checks
 from deep_ep.errors import EPArgumentError, EPError, EPTimeoutError, EPTransportError, EPUsageError
 from support.exchange import (
-    Inputs,
     Mode,
     Received,
     Shape,
@@ -33,8 +32,8 @@ from support.exchange import (
     experts,
     make_inputs,
     ranks_for,
+    send_back,
 )
-from support.launch import DEVICE
 
 SHAPE = Shape((4, 3, 4), num_max_tokens=4, hidden=256, num_experts=6, num_topk=3, dropped=0.2)
 MODE = Mode()
@@ -323,17 +322,14 @@ def test_a_handle_whose_receive_failed_is_refused(
     def run(rank: int, buffer: deep_ep.Buffer) -> None:
         if rank == late:
             return
-        (_, _, handle), _, hook = begin_dispatch(buffer, INPUTS[rank], SHAPE, Mode(hook=True))
+        received, _, hook = begin_dispatch(buffer, INPUTS[rank], SHAPE, Mode(hook=True))
         with pytest.raises(EPTimeoutError):
             hook()
-        x = torch.zeros((SHAPE.num_local_experts, handle[0].shape[1], SHAPE.hidden)).bfloat16()
         # The kernel misses the late rank first.
         what = f"rank {late}" if the_kernel_looks else "handle is empty"
         for _ in range(2):
             with pytest.raises(EPError, match=what):
-                buffer.low_latency_combine(
-                    x, INPUTS[rank].topk_idx, INPUTS[rank].topk_weights, handle
-                )
+                send_back(buffer, INPUTS[rank], received)
 
     on_all_ranks(run, go_on=False)
 
@@ -366,14 +362,8 @@ def test_a_repeated_zero_copy_combine_asks_for_its_buffer_again() -> None:
         combine(
             buffer, INPUTS[rank], received.handle, experts(received, rank), Mode(zero_copy=True)
         )
-        x = torch.empty(
-            (SHAPE.num_local_experts, received.handle[0].shape[1], SHAPE.hidden),
-            dtype=torch.bfloat16,
-        )
         with pytest.raises(EPUsageError, match="get_next_low_latency_combine_buffer"):
-            buffer.low_latency_combine(
-                x, INPUTS[rank].topk_idx, INPUTS[rank].topk_weights, received.handle, zero_copy=True
-            )
+            send_back(buffer, INPUTS[rank], received, zero_copy=True)
 
     on_all_ranks(run)
 
@@ -403,14 +393,6 @@ def test_a_hook_that_is_never_called_does_not_lock_the_buffer(loses: bool) -> No
         dispatch(buffer, INPUTS[rank], SHAPE, MODE)
 
     on_all_ranks(run)
-
-
-def send_back(buffer: deep_ep.Buffer, one: Inputs, received: Received, **arguments: Any) -> Any:
-    """A combine of the rows as they came."""
-    topk_idx, topk_weights = one.topk_idx.to(DEVICE), one.topk_weights.to(DEVICE)
-    return buffer.low_latency_combine(
-        received.recv_x, topk_idx, topk_weights, received.handle, **arguments
-    )
 
 
 @pytest.mark.parametrize("hooks_of_combine", [False, True])

@@ -45,6 +45,7 @@ from support.exchange import (
     make_inputs,
     ranks_for,
     round_trip,
+    send_back,
 )
 from support.launch import DEVICE, Ranks, keep_busy, measured_again, on_threads
 
@@ -115,11 +116,8 @@ def test_a_receive_launched_long_after_arrival_shows_no_waiting(counts: bool) ->
         ranks.run(lambda rank, _: begun[rank][2]())
 
         def send_results(rank: int, buffer: deep_ep.Buffer) -> Any:
-            received, one = begun[rank][0], inputs[rank]
-            return buffer.low_latency_combine(
-                received.recv_x, one.topk_idx.to(DEVICE), one.topk_weights.to(DEVICE),
-                received.handle, return_recv_hook=True, combine_wait_recv_cost_stats=waits[rank, 1],
-            )[2]  # fmt: skip
+            arguments = {"return_recv_hook": True, "combine_wait_recv_cost_stats": waits[rank, 1]}
+            return send_back(buffer, inputs[rank], begun[rank][0], **arguments)[2]
 
         hooks = ranks.run(send_results)
         ranks.run(lambda rank, _: hooks[rank]())

@@ -33,9 +33,9 @@ from support.exchange import (
     begin_dispatch,
     dispatch,
     exchange_and_check,
-    experts,
     make_inputs,
     ranks_for,
+    send_back,
 )
 from support.launch import Ranks, run_processes
 
@@ -77,21 +77,13 @@ def test_dispatched_rows_that_were_overwritten_are_reported(mode: Mode) -> None:
 
 @pytest.mark.parametrize("logfmt", [False, True], ids=["bf16", "logfmt"])
 def test_combined_rows_that_were_overwritten_are_reported(logfmt: bool) -> None:
-    def send_back(rank: int, buffer: deep_ep.Buffer) -> Any:
+    def send_rows_back(rank: int, buffer: deep_ep.Buffer) -> Any:
         received = dispatch(buffer, INPUTS[rank], SHAPE, Mode())
-        x = torch.ones((*received.handle[0].shape, SHAPE.hidden), dtype=torch.bfloat16)
-        assert len(experts(received, rank)) == len(x)
-        return buffer.low_latency_combine(
-            x,
-            INPUTS[rank].topk_idx,
-            INPUTS[rank].topk_weights,
-            received.handle,
-            use_logfmt=logfmt,
-            return_recv_hook=True,
-        )[2]
+        arguments = {"use_logfmt": logfmt, "return_recv_hook": True}
+        return send_back(buffer, INPUTS[rank], received, **arguments)[2]
 
     with ranks_for(SHAPE) as ranks:
-        hooks = ranks.run(send_back)
+        hooks = ranks.run(send_rows_back)
         overwrite(ranks)
         assert_victim_reports(ranks, hooks)
         exchange_and_check(ranks, SHAPE, Mode(use_logfmt=logfmt))

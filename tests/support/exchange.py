@@ -197,6 +197,14 @@ def combine(
     return combined
 
 
+def send_back(buffer: deep_ep.Buffer, inputs: Inputs, received: Received, **arguments: Any) -> Any:
+    """One rank's combine of the rows as they came, in bfloat16; what the call returns."""
+    topk_idx, topk_weights = inputs.topk_idx.to(DEVICE), inputs.topk_weights.to(DEVICE)
+    return buffer.low_latency_combine(
+        received.recv_x, topk_idx, topk_weights, received.handle, **arguments
+    )
+
+
 def round_trip(buffer: deep_ep.Buffer, inputs: Inputs, shape: Shape, mode: Mode) -> torch.Tensor:
     """One rank's dispatch, experts and combine, finished when this returns."""
     received = dispatch(buffer, inputs, shape, mode)
