@@ -17,7 +17,7 @@ import os
 import types
 from abc import ABC, abstractmethod
 from collections.abc import Collection
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Callable, Protocol, cast
 
 import torch
 
@@ -42,7 +42,7 @@ _POOLED_STREAMS = 32
 
 
 class Binding(Protocol):
-    """What a native module offers; see `_cpu.pyi`."""
+    """What a native module offers; `_cpu.pyi` has the arguments of its functions."""
 
     COUNTER_FIELDS: list[str]
     OWN_FIELDS: list[str]
@@ -63,32 +63,10 @@ class Binding(Protocol):
     BUFFER_ALIGNMENT: int
     Runtime: type[Runtime]
     HostPool: type[HostPool]
-
-    def device_count(self) -> int: ...
-
-    def low_latency_rdma_size_hint(
-        self,
-        *,
-        num_max_dispatch_tokens_per_rank: int,
-        num_ranks: int,
-        hidden: int,
-        num_experts: int,
-    ) -> int: ...
-
-    def normal_bytes(
-        self,
-        *,
-        num_ranks: int,
-        ranks_per_node: int,
-        num_channels: int,
-        row_bytes: int,
-        num_topk: int,
-        num_scales: int,
-        num_max_nvl_chunked_recv_tokens: int,
-        num_max_rdma_chunked_recv_tokens: int,
-    ) -> tuple[int, int]: ...
-
-    def normal_pack_bytes(self, *, num_topk: int, num_scales: int) -> int: ...
+    device_count: Callable[[], int]
+    low_latency_rdma_size_hint: Callable[..., int]
+    normal_bytes: Callable[..., tuple[int, int]]
+    normal_pack_bytes: Callable[..., int]
 
 
 class Backend(ABC):
