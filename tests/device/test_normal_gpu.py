@@ -32,11 +32,13 @@ from support.normal_exchange import (
 )
 
 NODES = {"1x4": (4, 4), "1x8": (8, 8), "2x4": (8, 4)}
-MODES = {
-    "bf16": Mode(),
-    "fp8": Mode(dtype="float8_e4m3fn", scales="float32", scale_strides="columns"),
-    "worst": Mode(spare_rows=3),
-    "bias": Mode(num_biases=2, async_finish=True),
+PLAIN = Mode()
+CASES = {
+    "bf16": (PLAIN, SMALL),
+    "fp8": (Mode(dtype="float8_e4m3fn", scales="float32", scale_strides="columns"), SMALL),
+    "worst": (Mode(spare_rows=3), SMALL),
+    "bias": (Mode(num_biases=2, async_finish=True), SMALL),
+    "queues-of-two-slots": (PLAIN, TINY),  # one for each node at least
 }
 BYTES_PER_ROW = 4096
 
@@ -56,24 +58,15 @@ def shape_for(num_ranks: int, hidden: int = 512, **more: Any) -> Shape:
 
 
 @pytest.mark.parametrize("nodes", NODES)
-@pytest.mark.parametrize("mode", MODES)
-def test_ranks_that_share_a_device_equal_the_reference(nodes: str, mode: str) -> None:
+@pytest.mark.parametrize("case", CASES)
+def test_ranks_that_share_a_device_equal_the_reference(nodes: str, case: str) -> None:
     """Fresh dispatch, dispatch with a handle, combine."""
     num_ranks, ranks_per_node = NODES[nodes]
-    with ranks_of(nodes, SMALL) as ranks:
+    mode, config = CASES[case]
+    with ranks_of(nodes, config) as ranks:
         for seed in range(2):
-            exchange_and_check(
-                ranks, shape_for(num_ranks, seed=seed), MODES[mode], SMALL, ranks_per_node
-            )
-
-
-@pytest.mark.parametrize("nodes", NODES)
-def test_queues_of_two_slots_carry_everything(nodes: str) -> None:
-    num_ranks, ranks_per_node = NODES[nodes]
-    # A slot for each node at least.
-    with ranks_of(nodes, TINY) as ranks:
-        shape = shape_for(num_ranks, dropped=0.0)
-        exchange_and_check(ranks, shape, MODES["bf16"], TINY, ranks_per_node)
+            shape = shape_for(num_ranks, seed=seed)
+            exchange_and_check(ranks, shape, mode, config, ranks_per_node)
 
 
 class Captured(NamedTuple):
@@ -93,7 +86,7 @@ class Captured(NamedTuple):
 def test_a_captured_exchange_gives_the_reference_at_each_replay(nodes: str) -> None:
     num_ranks, ranks_per_node = NODES[nodes]
     one_at_a_time = threading.Lock()
-    shape, mode = shape_for(num_ranks, hidden=24), MODES["bf16"]
+    shape, mode = shape_for(num_ranks, hidden=24), PLAIN
     inputs = make_inputs(shape, mode)
 
     def capture(rank: int, buffer: deep_ep.Buffer, handle: tuple[Any, ...]) -> Captured:

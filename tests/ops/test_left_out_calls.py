@@ -27,8 +27,8 @@ from support.exchange import (
     make_inputs,
     ranks_for,
 )
-from support.launch import Ranks, raise_failures, run_processes, short_timeout_s
-from support.normal_exchange import SMALL, expect, normal_ranks, run_combine, run_dispatch, shape_of
+from support.launch import DEVICE, Ranks, raise_failures, run_processes, short_timeout_s
+from support.normal_exchange import SMALL, expect, normal_ranks, run_dispatch, shape_of
 from support.normal_exchange import Mode as NormalMode
 from support.normal_exchange import make_inputs as make_normal_inputs
 
@@ -60,7 +60,7 @@ def normal_step(rank: int, buffer: deep_ep.Buffer, num_calls: int, refused: bool
     assert_same_bytes(dispatched[0], expected.received[rank].x, f"rank {rank}")
     if num_calls == 2:
         y, handle = expected.ys[rank], dispatched[4]
-        combined, _ = run_combine(buffer, y, handle, (), None, NORMAL, SMALL)
+        combined = buffer.combine(y.to(DEVICE), handle, config=SMALL)[0]
         want = normal_reference.combine(
             expected.ys, expected.received, rank, len(mine.x), (), NUM_RANKS
         )

@@ -33,7 +33,6 @@ from support.normal_exchange import (
     make_inputs,
     nodes_of,
     normal_ranks,
-    run_combine,
     run_dispatch,
     run_exchange,
     shape_of,
@@ -239,7 +238,7 @@ def combine_all(
 ) -> list[Tensor]:
     """What all ranks get back."""
     return ranks.run(
-        lambda rank, buffer: run_combine(buffer, ys[rank], handles[rank], (), None, PLAIN, SMALL)[0]
+        lambda rank, buffer: buffer.combine(ys[rank].to(DEVICE), handles[rank], config=SMALL)[0]
     )
 
 
@@ -271,15 +270,8 @@ def test_a_handle_may_be_used_again_and_again_in_another_tuple(
             for width in (1, 5, 2):  # cached dispatches and combines of other widths
                 x = inputs[rank].cached_x.repeat(1, width)
                 recv_x = buffer.dispatch(x.to(DEVICE), handle=handles[rank], config=SMALL)[0]
-                combined, _ = run_combine(
-                    buffer,
-                    expected.ys[rank].repeat(1, width),
-                    handles[rank],
-                    (),
-                    None,
-                    PLAIN,
-                    SMALL,
-                )
+                y = expected.ys[rank].repeat(1, width).to(DEVICE)
+                combined = buffer.combine(y, handles[rank], config=SMALL)[0]
                 rounds.append((width, recv_x, combined))
             return rounds
 
