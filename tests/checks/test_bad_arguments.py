@@ -27,7 +27,7 @@ pytestmark = pytest.mark.skipif(
 
 HIDDEN, NUM_EXPERTS, NUM_TOPK, NUM_TOKENS = 128, 4, 2, 3
 CONFIG = Config(4, 2, 8, 2, 8)
-NUM_NVL, NUM_RDMA = 1 << 20, 1 << 20
+NUM_BYTES = 1 << 20
 # In a hundred; of the arguments of all calls together.
 MOST_OF_OTHERS = 1.0
 
@@ -126,6 +126,17 @@ def attacks(call: Call, correct: Callable[[], Arguments]) -> Iterator[tuple[str,
             yield name, wrong, arguments
 
 
+def new_buffer(
+    num_nvl_bytes: int,
+    num_rdma_bytes: int,
+    low_latency_mode: bool = False,
+    num_qps_per_rank: int = 24,
+) -> Buffer:
+    """Of a rank that is alone."""
+    sizes = num_nvl_bytes, num_rdma_bytes
+    return Buffer(thread_groups(1)[0], *sizes, low_latency_mode, num_qps_per_rank)
+
+
 def nvl_hint(hidden_bytes: int, num_ranks: int) -> int:
     """With names, which the method does not take."""
     return CONFIG.get_nvl_buffer_size_hint(hidden_bytes, num_ranks)
@@ -159,7 +170,7 @@ class Calls:
                 lambda: {"hidden": 256, "tokens": 3, "topk": 2, "experts": 4, "ranks": 2},
             ),
             "RecvCounters": (RecvCounters, lambda: {"num_ranks": 1, "ring": 4}),
-            "Buffer": (self.new_buffer, self.buffer_arguments),
+            "Buffer": (new_buffer, lambda: {"num_nvl_bytes": 128, "num_rdma_bytes": 128}),
             "rdma hint": (buffer.get_low_latency_rdma_size_hint, lambda: {**model, "num_ranks": 1}),
             "set_num_sms": (buffer.set_num_sms, lambda: {"new_num_sms": 20}),
             "get_dispatch_config": (buffer.get_dispatch_config, lambda: {"num_ranks": 8}),
@@ -188,21 +199,6 @@ class Calls:
             "moe.dispatch": (moe.dispatch, self.moe_dispatch_arguments),
             "moe.combine": (moe.combine, self.moe_combine_arguments),
         }
-
-    @staticmethod
-    def buffer_arguments() -> Arguments:
-        return {"num_nvl_bytes": 128, "num_rdma_bytes": 128}
-
-    @staticmethod
-    def new_buffer(
-        num_nvl_bytes: int,
-        num_rdma_bytes: int,
-        low_latency_mode: bool = False,
-        num_qps_per_rank: int = 24,
-    ) -> None:
-        Buffer(
-            thread_groups(1)[0], num_nvl_bytes, num_rdma_bytes, low_latency_mode, num_qps_per_rank
-        )
 
     def tokens(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         x = torch.ones(NUM_TOKENS, HIDDEN, dtype=torch.bfloat16)
@@ -290,15 +286,7 @@ class Calls:
 def calls() -> Iterator[Calls]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DEEP_EP_TIMEOUT_S", "5")
-        yield Calls(
-            Buffer(
-                thread_groups(1)[0],
-                NUM_NVL,
-                NUM_RDMA,
-                low_latency_mode=True,
-                num_qps_per_rank=NUM_EXPERTS,
-            )
-        )
+        yield Calls(new_buffer(NUM_BYTES, NUM_BYTES, True, NUM_EXPERTS))
 
 
 def in_other_words(call: Call, arguments: Arguments, name: str) -> str:
