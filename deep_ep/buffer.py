@@ -126,13 +126,14 @@ class Buffer:
             agree on seven; what it does not have is taken by name, here and in every method.
         """
         ranks = as_group(group, comm)
-        is_low_latency, may_use_nvlink, is_mnnvl, is_fabric, may_shrink = checks.flags(
+        is_low_latency, may_use_nvlink, is_mnnvl, is_fabric, may_shrink, is_explicit = checks.flags(
             "Buffer",
             low_latency_mode=low_latency_mode,
             allow_nvlink_for_low_latency_mode=allow_nvlink_for_low_latency_mode,
             allow_mnnvl=allow_mnnvl,
             use_fabric=use_fabric,
             enable_shrink=enable_shrink,
+            explicitly_destroy=explicitly_destroy,
         )
         settings = BufferSettings(
             num_nvl_bytes,
@@ -151,7 +152,7 @@ class Buffer:
         self.num_nvl_bytes = agreed.settings.num_nvl_bytes
         self.num_rdma_bytes = agreed.settings.num_rdma_bytes
         self.low_latency_mode = agreed.settings.low_latency_mode
-        self.explicitly_destroy = bool(explicitly_destroy)
+        self.explicitly_destroy = is_explicit
         self.enable_shrink = agreed.settings.enable_shrink
         self.nvshmem_qp_depth = env.nvshmem_qp_depth()
         self.communicator = construction.connect(self, ranks, agreed)

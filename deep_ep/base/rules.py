@@ -223,7 +223,7 @@ VALUES = {
     "shape": "it must be a torch.Size, tuple or list. Pass the size of each dimension.",
     "integer": "it must be an integer. Pass a Python int.",
     "seconds": "it must be a number of at least 0, below 1e9. Pass seconds; 0 is never.",
-    "timeout": "it must be above 0. Pass seconds, as DEEP_EP_TIMEOUT_S has them.",
+    "timeout": "it must be a number above 0, below 1e9. Pass seconds, as DEEP_EP_TIMEOUT_S has them.",
     "positive": "it must be above 0. Pass the number all ranks agreed on.",
     "not_negative": "it must not be negative. Pass 0 or more.",
     "hidden": "hidden must be a multiple of {multiple}. Pad x to {padded}.",

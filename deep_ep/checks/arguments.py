@@ -162,18 +162,17 @@ def shape(where: str, name: str, value: Any) -> tuple[int, ...]:
     return tuple(not_negative_int(where, f"{name}[{i}]", size) for i, size in enumerate(value))
 
 
-def seconds(where: str, name: str, value: Any) -> float:
-    """`value` as a time of at least 0."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1e9:
-        fail(where, f"{name} is {value!r}", "seconds")
+def seconds(where: str, name: str, value: Any, rule: str = "seconds") -> float:
+    """`value` as a time of at least 0; by the rule "timeout" above it."""
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or not 0 <= value < 1e9 or (value == 0 and rule == "timeout"):
+        fail(where, f"{name} is {value!r}", rule)
     return float(value)
 
 
 def timeout(where: str, name: str, value: Any) -> float:
     """`value` as a time above 0."""
-    if seconds(where, name, value) == 0:
-        fail(where, f"{name} is {value!r}", "timeout")
-    return float(value)
+    return seconds(where, name, value, "timeout")
 
 
 def byte_size(name: str, value: Any) -> int:

@@ -26,6 +26,7 @@ from deep_ep.observe import phases, watchers
 from deep_ep.ops.communicator import Communicator
 from deep_ep.ops.watchdog import Watchdog
 from deep_ep.testing import faults
+from deep_ep.types.bounds import integer
 
 if TYPE_CHECKING:
     from deep_ep._cpu import Runtime as NativeRuntime
@@ -50,7 +51,7 @@ class BufferSettings:
     timeout_s: float | None
 
     def checked(self) -> BufferSettings:
-        """The same, with sizes that are allowed.
+        """The same, with numbers that are allowed.
 
         Raises:
             EPArgumentError: they are not.
@@ -59,6 +60,7 @@ class BufferSettings:
             self,
             num_nvl_bytes=checks.byte_size("num_nvl_bytes", self.num_nvl_bytes),
             num_rdma_bytes=checks.byte_size("num_rdma_bytes", self.num_rdma_bytes),
+            num_qps_per_rank=integer("Buffer", "num_qps_per_rank", self.num_qps_per_rank),
             timeout_s=self.timeout_s
             if self.timeout_s is None
             else checks.timeout("Buffer", "timeout_s", self.timeout_s),
@@ -77,7 +79,7 @@ class BufferSettings:
     def check_topology(self, topology: Topology) -> None:
         """Rules that depend on the number of nodes; the same on all ranks, so all of them raise."""
         uses_rdma = self.low_latency_mode or topology.num_nodes > 1
-        if uses_rdma and not self.num_qps_per_rank > 0:
+        if uses_rdma and self.num_qps_per_rank <= 0:
             got = f"num_qps_per_rank is {self.num_qps_per_rank}"
             fail("Buffer", got, "queue_pairs", EPUsageError)
 

@@ -67,12 +67,13 @@ class Masks:
         with communicator.lock:
             self._runtime(where)
             rank = integer(where, "rank_to_mask", rank_to_mask)
+            (mask,) = checks.flags(where, mask=mask)
             if not 0 <= rank < communicator.num_ranks:
                 got = f"rank_to_mask is {rank}"
                 fail(where, got, "rank_to_mask", last=communicator.num_ranks - 1)
             if rank == communicator.rank and mask:
                 fail(where, f"rank_to_mask is {rank}, this rank", "mask_itself")
-            self._set(where, rank, bool(mask))
+            self._set(where, rank, mask)
             self.notice()
             if mask:
                 self._why[rank] = ASKED

@@ -493,9 +493,15 @@ def test_a_call_of_known_sizes_asks_only_for_the_operation_and_allocates_only_it
         ({"num_nvl_bytes": 2**64 - 128}, "num_nvl_bytes is 18446744073709551488"),
         ({"num_nvl_bytes": 1e9}, "it must be an integer"),
         ({"low_latency_mode": True, "num_qps_per_rank": 0}, "num_qps_per_rank is 0"),
+        (
+            {"low_latency_mode": True, "num_qps_per_rank": "4"},
+            "num_qps_per_rank is '4'; .* integer",
+        ),
+        ({"timeout_s": "2"}, "timeout_s is '2'; it must be a number above 0"),
+        ({"explicitly_destroy": torch.zeros(2)}, "explicitly_destroy is a Tensor"),
     ],
 )
-def test_construction_refuses_bad_sizes(arguments: dict[str, Any], message: str) -> None:
+def test_construction_refuses_bad_arguments(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(EPArgumentError, match=message):
         Buffer(thread_groups(1)[0], **arguments)
 

@@ -208,6 +208,8 @@ def test_what_is_no_mask_is_refused(patient: Ranks) -> None:
             buffer.low_latency_update_mask_buffer(rank, True)
     with pytest.raises(EPArgumentError, match="this rank; a rank can mask others only"):
         buffer.low_latency_update_mask_buffer(1, True)
+    with pytest.raises(EPArgumentError, match="mask is a Tensor"):
+        buffer.low_latency_update_mask_buffer(0, torch.zeros(2))
     with pytest.raises(EPArgumentError, match="dtype"):
         buffer.low_latency_query_mask_buffer(torch.zeros(4, dtype=torch.int64, device=DEVICE))
     with pytest.raises(EPArgumentError, match="shape"):
