@@ -34,6 +34,11 @@ size = deep_ep.Buffer.get_low_latency_rdma_size_hint(4, 512, 2, 2)
 groups = thread_groups(2)
 buffers = [None, None]
 
+def on_both(call):
+    threads = [threading.Thread(target=call, args=(rank,)) for rank in range(2)]
+    for thread in threads: thread.start()
+    for thread in threads: thread.join()
+
 def make(rank):
     buffers[rank] = deep_ep.Buffer(
         groups[rank],
@@ -43,9 +48,7 @@ def make(rank):
         explicitly_destroy=True,
     )
 
-threads = [threading.Thread(target=make, args=(rank,)) for rank in range(2)]
-for thread in threads: thread.start()
-for thread in threads: thread.join()
+on_both(make)
 
 def wait(rank):
     x = torch.zeros(1, 512, dtype=torch.bfloat16)
@@ -159,12 +162,8 @@ hooks = [
 
 THE_PARENT_GOES_ON = """
 for hook in hooks: hook()
-both = [threading.Thread(target=wait, args=(rank,)) for rank in range(2)]
-for thread in both: thread.start()
-for thread in both: thread.join()
-ends = [threading.Thread(target=buffer.destroy) for buffer in buffers]
-for thread in ends: thread.start()
-for thread in ends: thread.join()
+on_both(wait)
+on_both(lambda rank: buffers[rank].destroy())
 print("the parent goes on")
 """
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -57,15 +58,10 @@ def apart(tensor: Tensor) -> Tensor:
     return torch.stack([tensor, tensor], -1)[..., 0]
 
 
-def exchange(
-    program: Program,
-    buffer: deep_ep.Buffer,
-    inputs: Inputs,
-    expected: Expected,
-    mode: Mode,
-    ways: Sequence[Way],
-) -> Outputs:
-    """Layout, dispatch, dispatch with its handle, combine. Nothing is kept longer than it is needed."""
+def begin(
+    program: Program, buffer: deep_ep.Buffer, inputs: Inputs, mode: Mode, ways: Sequence[Way]
+) -> tuple[Any, Any]:
+    """Layout and dispatch, and what they return. Nothing else is kept longer than it is needed."""
     program.go_to(ways[0])
     copy = apart if mode.scales else torch.clone
     x, scales, topk_weights = program.copies([inputs.x, inputs.scales, inputs.topk_weights], copy)
@@ -82,10 +78,23 @@ def exchange(
         num_worst_tokens=num_worst_tokens(mode),
         config=SMALL,
     )
-    recv_x, recv_idx, recv_weights, counts, handle = program.call(
-        ways[1], dispatch, [x, scales, layout, topk_idx, topk_weights]
+    dispatched = program.call(ways[1], dispatch, [x, scales, layout, topk_idx, topk_weights])
+    return layout, dispatched
+
+
+def exchange(
+    program: Program,
+    buffer: deep_ep.Buffer,
+    inputs: Inputs,
+    expected: Expected,
+    mode: Mode,
+    ways: Sequence[Way],
+) -> Outputs:
+    """Layout, dispatch, dispatch with its handle, combine. Nothing is kept longer than it is needed."""
+    copy = apart if mode.scales else torch.clone
+    layout, (recv_x, recv_idx, recv_weights, counts, handle) = begin(
+        program, buffer, inputs, mode, ways
     )
-    del x, scales, topk_idx, topk_weights, per_rank, per_node, per_expert, in_rank, dispatch
     program.go_to(ways[2])
     program.wait()
     kept = program.copies([tuple(layout), recv_x, recv_idx, recv_weights, handle])
@@ -110,27 +119,6 @@ def exchange(
     layout, *received, handle = kept
     results = program.copies(combined)
     return Outputs(layout, *received, counts, handle, tuple(kept_of_cached), *results)
-
-
-def give_up(
-    program: Program, buffer: deep_ep.Buffer, inputs: Inputs, mode: Mode, ways: Sequence[Way]
-) -> None:
-    """Layout and dispatch by a program that drops what it gets without waiting."""
-    program.go_to(ways[0])
-    x, topk_idx, topk_weights = program.copies([inputs.x, inputs.topk_idx, inputs.topk_weights])
-    if inputs.scales is not None:
-        x = x, program.copies(inputs.scales)
-    per_rank, per_node, per_expert, in_rank = program.call(
-        ways[0], partial(buffer.get_dispatch_layout, topk_idx, SHAPE.num_experts), topk_idx
-    )
-    program.go_to(ways[1])
-    dispatch = partial(
-        buffer.dispatch,
-        *(x, None, per_rank, per_node, in_rank, per_expert, topk_idx, topk_weights),
-        num_worst_tokens=num_worst_tokens(mode),
-        config=SMALL,
-    )
-    program.call(ways[1], dispatch, dispatch.args)
 
 
 def num_worst_tokens(mode: Mode) -> int:
@@ -207,7 +195,7 @@ def test_results_that_nobody_waits_for(
     def run(rank: int, buffer: deep_ep.Buffer) -> None:
         for ways in itertools.product(WAYS, WAYS):
             with tracked(selected, buffer) as tracker:
-                give_up(Program(selected, tracker), buffer, inputs[rank], mode, ways)
+                begin(Program(selected, tracker), buffer, inputs[rank], mode, ways)
             assert not tracker.races
 
     ranks.run(run)
