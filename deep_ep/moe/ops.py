@@ -104,14 +104,8 @@ def _handle_fake(buffer: Buffer, x: Tensor, num_recv: torch.SymInt) -> tuple[Ten
 
     in_rank = empty((x.shape[0], place.num_ranks), torch.bool)
     handle = handles.new_handle(place, channels, in_rank, empty)
-    if isinstance(handle, handles.OneNodeHandle):
-        sources = empty((num_recv,), torch.int32)
-        heads = empty((x.shape[0], place.num_ranks), torch.int32)
-    else:
-        num_heads = torch.library.get_ctx().new_dynamic_size()
-        sources = empty((num_recv, 8), torch.uint8)
-        heads = empty((num_heads, place.ranks_per_node), torch.int32)
-    return tuple(handle.with_rows(sources, heads))
+    num_sent = x.shape[0] if place.num_nodes == 1 else torch.library.get_ctx().new_dynamic_size()
+    return tuple(handle.with_rows(num_recv, num_sent, empty))
 
 
 def _dispatch_backward(

@@ -43,18 +43,14 @@ class Received(NamedTuple):
         recv_scales: [num_recv_rows, num_scales], likewise.
         recv_topk_idx: [num_recv_rows, num_topk] int64.
         recv_topk_weights: [num_recv_rows, num_topk] float32.
-        recv_src_idx: [num_recv_rows] int32, source tokens; only in a fresh dispatch on one node.
-        recv_src_meta: [num_recv_rows, 2] int32, source nodes and tokens; only in a fresh one on several.
         relay_topk_idx: [num_relay_rows, num_topk] int32, global experts of the rows that this rank relays; only where a
-            fresh one keeps them.
+            fresh dispatch keeps them.
     """
 
     recv_x: Tensor | None = None
     recv_scales: Tensor | None = None
     recv_topk_idx: Tensor | None = None
     recv_topk_weights: Tensor | None = None
-    recv_src_idx: Tensor | None = None
-    recv_src_meta: Tensor | None = None
     relay_topk_idx: Tensor | None = None
 
     @property
@@ -166,7 +162,8 @@ class Normal:
                     with order.allocating():
                         num_kept = num_relayed if keeps_experts else 0
                         received = self._new_received(call, shape, num_recv, num_kept)
-                        allocated = self._fill(handle, received, num_relayed), received
+                        num_sent = shape.num_tokens + num_relayed
+                        allocated = handle.with_rows(num_recv, num_sent, self._empty), received
                         if num_worst_tokens and received.recv_topk_idx is not None:
                             received.recv_topk_idx.fill_(-1)
             except BaseException:
@@ -364,6 +361,7 @@ class Normal:
         runtime.native.normal_dispatch(
             **self._common(shape, handle),
             **pointers.of_tensors(tensors or _NO_TENSORS),
+            **handle.source_pointers(call.handle is None),
             scale_row_stride=row_stride,
             scale_column_stride=column_stride,
             num_recv_rows=handle.num_rows if tensors else 0,
@@ -391,20 +389,10 @@ class Normal:
         num_bytes = binding.normal_pack_bytes(num_topk=shape.num_topk, num_scales=shape.num_scales)
         return self._empty((max(num_rows, 1) * num_bytes,), torch.uint8)
 
-    def _fill(self, handle: NormalHandle, received: Received, num_relayed: int) -> NormalHandle:
-        """The handle with a row per received and relayed row."""
-        num_sent = len(handle.is_token_in_rank) + num_relayed
-        nvl_head = self._empty((num_sent, self._place.ranks_per_node), torch.int32).fill_(-1)
-        sources = received.recv_src_idx
-        if sources is None:
-            assert received.recv_src_meta is not None
-            sources = received.recv_src_meta.view(torch.uint8)
-        return handle.with_rows(sources, nvl_head)
-
     def _new_received(
         self, call: NormalDispatch, shape: NormalShape, num_rows: int, num_kept: int = 0
     ) -> Received:
-        """Memory for the rows of a dispatch; where they come from is written by a fresh one.
+        """Memory for the rows of a dispatch.
 
         Args:
             call: what it takes.
@@ -412,8 +400,7 @@ class Normal:
             num_rows: that are received.
             num_kept: rows that are relayed, and of which the experts are kept.
         """
-        x, scales, num_topk, is_fresh = call.x, call.x_scales, shape.num_topk, call.handle is None
-        is_one_node = self._place.num_nodes == 1
+        x, scales, num_topk = call.x, call.x_scales, shape.num_topk
 
         def new(width: int, dtype: torch.dtype) -> Tensor:
             return self._empty((num_rows, width), dtype)
@@ -423,9 +410,5 @@ class Normal:
             recv_scales=None if scales is None else new(shape.num_scales, scales.dtype),
             recv_topk_idx=new(num_topk, torch.int64) if num_topk else None,
             recv_topk_weights=new(num_topk, torch.float32) if num_topk else None,
-            recv_src_idx=self._empty((num_rows,), torch.int32)
-            if is_fresh and is_one_node
-            else None,
-            recv_src_meta=new(2, torch.int32) if is_fresh and not is_one_node else None,
             relay_topk_idx=self._empty((num_kept, num_topk), torch.int32) if num_kept else None,
         )

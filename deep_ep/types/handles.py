@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Callable, NamedTuple, Union
+from typing import Any, Callable, NamedTuple, Union
 
 import torch
 
 from deep_ep.base.topology import Topology
+
+# A tensor of that shape and dtype; sizes are symbols where a program is traced.
+Empty = Callable[[tuple[Any, ...], torch.dtype], torch.Tensor]
 
 
 class LowLatencyHandle(NamedTuple):
@@ -61,9 +64,9 @@ class OneNodeHandle(NamedTuple):
         """`handle[1]`: what a caller calls it."""
         return f"handle[{self._fields.index(field)}]"
 
-    def with_rows(self, sources: torch.Tensor, nvl_head: torch.Tensor) -> OneNodeHandle:
-        """The same with memory for what was received, and for the heads of what is sent."""
-        return self._replace(recv_src_idx=sources, nvl_head=nvl_head)
+    def with_rows(self, num_rows: Any, num_sent: Any, empty: Empty) -> OneNodeHandle:
+        """The same with memory for so many received rows."""
+        return self._replace(recv_src_idx=empty((num_rows,), torch.int32))
 
     @property
     def num_relay_rows(self) -> int:
@@ -77,6 +80,10 @@ class OneNodeHandle(NamedTuple):
     def source_tokens(self) -> torch.Tensor:
         """[num_rows] int32, source token of each received row."""
         return self.recv_src_idx
+
+    def source_pointers(self, is_fresh: bool) -> dict[str, int]:
+        """Where a fresh dispatch writes the source of each row, as the native dispatch takes it."""
+        return {"recv_src_idx": self.recv_src_idx.data_ptr() if is_fresh else 0, "recv_src_meta": 0}
 
     def token_pointers(self) -> dict[str, int]:
         """Of the source token of each received row, as the native combine takes them."""
@@ -129,9 +136,10 @@ class SeveralNodesHandle(NamedTuple):
         """`handle[1]`: what a caller calls it."""
         return f"handle[{self._fields.index(field)}]"
 
-    def with_rows(self, sources: torch.Tensor, nvl_head: torch.Tensor) -> SeveralNodesHandle:
-        """The same with memory for what was received, and for the heads of what is sent."""
-        return self._replace(recv_src_meta=sources, nvl_head=nvl_head)
+    def with_rows(self, num_rows: Any, num_sent: Any, empty: Empty) -> SeveralNodesHandle:
+        """The same with memory for so many received rows, and for the heads of what is sent and relayed."""
+        nvl_head = empty((num_sent, self.nvl_head.shape[1]), torch.int32).fill_(-1)
+        return self._replace(recv_src_meta=empty((num_rows, 8), torch.uint8), nvl_head=nvl_head)
 
     @property
     def num_relay_rows(self) -> int:
@@ -145,6 +153,13 @@ class SeveralNodesHandle(NamedTuple):
     def source_tokens(self) -> torch.Tensor:
         """[num_rows] int32, source token of each received row."""
         return self.recv_src_meta.view(torch.int32)[:, 1]
+
+    def source_pointers(self, is_fresh: bool) -> dict[str, int]:
+        """Where a fresh dispatch writes the source of each row, as the native dispatch takes it."""
+        return {
+            "recv_src_idx": 0,
+            "recv_src_meta": self.recv_src_meta.data_ptr() if is_fresh else 0,
+        }
 
     def token_pointers(self) -> dict[str, int]:
         """Of the source token of each received row, as the native combine takes them."""
@@ -190,15 +205,15 @@ def new_handle(
     place: Topology,
     num_channels: int,
     is_token_in_rank: torch.Tensor,
-    empty: Callable[[tuple[int, ...], torch.dtype], torch.Tensor],
+    empty: Empty,
 ) -> NormalHandle:
-    """The handle of a fresh dispatch, without what has a row per received or relayed row.
+    """The handle of a fresh dispatch, without what has a row per received or relayed row (`with_rows`).
 
     Args:
         place: of this rank.
         num_channels: of the dispatch.
         is_token_in_rank: [num_tokens, num_ranks] bool.
-        empty: allocates a tensor of that shape and dtype.
+        empty: allocates a tensor.
     """
 
     def new(*size: int) -> torch.Tensor:
@@ -212,7 +227,7 @@ def new_handle(
             recv_channel_prefix=new(place.num_ranks, num_channels),
             recv_src_idx=new(0),
             is_token_in_rank=is_token_in_rank,
-            nvl_head=new(0, place.num_ranks),
+            nvl_head=new(is_token_in_rank.shape[0], place.num_ranks).fill_(-1),
         )
     return SeveralNodesHandle(
         is_token_in_rank=is_token_in_rank,
