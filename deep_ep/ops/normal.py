@@ -166,6 +166,7 @@ class Normal:
                         allocated = handle.with_rows(num_recv, num_sent, self._empty), received
                         if num_worst_tokens and received.recv_topk_idx is not None:
                             received.recv_topk_idx.fill_(-1)
+                    self._begin(call, order)
             except BaseException:
                 self._abandon(runtime, call, shape, handle, order)
                 runtime.native.take_failure()  # that this rank gave it up
@@ -193,6 +194,7 @@ class Normal:
             with order.allocating():
                 received = self._new_received(call, shape, given.num_rows)
                 packs = self._packs(shape, shape.num_tokens)
+            self._begin(call, order)
             event = self._run_dispatch(runtime, call, shape, given, order, packs, received)
         return received, event
 
@@ -302,6 +304,11 @@ class Normal:
             fail(NORMAL_DISPATCH, got, "worst_tokens", needed=needed)
         return worst
 
+    def _begin(self, call: NormalDispatch, order: StreamOrder) -> None:
+        """Before rows travel: the comm stream waits, and copies what is not contiguous."""
+        order.begin()
+        call.x, call.topk_weights = order.contiguous(call.x, call.topk_weights)
+
     def _run_dispatch(
         self,
         runtime: Runtime,
@@ -313,8 +320,6 @@ class Normal:
         received: Received,
     ) -> EventOverlap:
         communicator = self._communicator
-        order.begin()
-        call.x, call.topk_weights = order.contiguous(call.x, call.topk_weights)
         tensors = {
             "x": call.x,
             "scales": call.x_scales,

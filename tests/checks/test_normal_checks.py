@@ -26,6 +26,7 @@ from deep_ep.errors import (
 from deep_ep.native import backend
 from deep_ep.observe.counters import RecvCounters
 from deep_ep.ops import normal
+from deep_ep.ops.stream_order import StreamOrder
 from deep_ep.types.handles import hidden_word
 from support.bad_calls import (
     Arguments,
@@ -451,18 +452,28 @@ def test_more_rows_than_the_worst_case_are_refused_where_they_come(ranks: Ranks)
     assert_usable(ranks)
 
 
-def test_a_rank_without_memory_for_its_rows_gives_the_operation_up(
-    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("kind", "method", "x_of"),
+    [(normal.Normal, "_new_received", lambda call, *_: call.x), (StreamOrder, "contiguous", lambda x, *_: x)],
+    ids=["rows", "copies"],
+)  # fmt: skip
+def test_a_rank_without_memory_gives_the_operation_up(
+    ranks: Ranks,
+    kind: type,
+    method: str,
+    x_of: Callable[..., torch.Tensor],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    plain = normal.Normal._new_received
+    """For the rows that come, and for a copy of those that go."""
+    plain = getattr(kind, method)
 
     def failing(self: Any, *arguments: Any) -> Any:
-        if self._communicator.rank == BAD_RANK:
+        if (x_of(*arguments) == BAD_RANK + 1).any():
             raise MemoryError("no room")
         return plain(self, *arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(normal.Normal, "_new_received", failing)
+        patch.setattr(kind, method, failing)
         outcomes = ranks.outcomes(
             lambda rank, buffer: buffer.dispatch(**dispatch_arguments(rank, buffer))
         )
