@@ -108,15 +108,15 @@ RULES: dict[str, list[Patch]] = {
     "ranks: hot experts": [(engine, "hot_experts", _nothing)],
     "ranks: slow receivers": [(engine, "slow_receivers", _nothing)],
     "ranks: early receivers": [(engine, "early_receivers", _nothing)],
-    "ranks: kinds together": [(rank_causes, "compare", lambda values: own_work.compare(0 * values))],
+    "ranks: kinds together": [(rank_causes, "compare", lambda x, nodes: own_work.compare(0 * x, nodes))],
     "ranks: borne out by another kind": [(rank_causes, "BORNE_OUT", 1.0)],
     "ranks: what follows of rows that are late": [(rank_causes, "UNEVEN", 0.0)],
     "own work: what tokens cost": [(own_work, "_cost_of_a_token", lambda *_: (0.0, np.inf))],
     "own work: waiting for slots": [(estimates, "_held_up_by_slots", lambda _: 0.0)],
-    "own work: noise that lasts": [(own_work, "_MIN_STRETCH", 10**6)],
+    "own work: noise that lasts": [(own_work, "_MANY", 10**6)],
     "own work: noise beyond stretches": [(own_work, "_together", lambda _: 0.0)],
     "own work: noise of other kinds": [(own_work.Effect, "lasting", lambda effect: effect)],
-    "own work: ranks that go together": [(own_work, "_series", lambda s: float(s.shape[1] - 1))],
+    "own work: noise of nodes": [(own_work, "members", lambda _: np.zeros((1, 1), int))],
 }  # fmt: skip
 
 

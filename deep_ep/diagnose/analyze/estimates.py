@@ -105,7 +105,7 @@ class Estimates:
     def busy(self) -> Effect:
         """Work and drain together, tokens not taken out; asked for where loads differ."""
         values = self.m.gap + self.m.span + self.m.drain
-        return compare(values)
+        return compare(values, self.m.place.nodes)
 
 
 def estimate_kinds(matrices: Mapping[str, Matrices], paths: JudgedPaths) -> list[Estimates]:
@@ -124,7 +124,7 @@ def estimate_kinds(matrices: Mapping[str, Matrices], paths: JudgedPaths) -> list
         )
         for k, (kind, m) in enumerate(matrices.items())
     ]
-    if any(e.work.lasts for e in estimates):
+    if any(e.work.own.lasts for e in estimates):
         estimates = [replace(e, work=e.work.lasting()) for e in estimates]
     return estimates
 
@@ -158,8 +158,8 @@ def _estimate(m: Matrices, before: Matrices | None, held_up: FloatArray, paths: 
         duration_ns=median_of(m.duration),
         own_ns=median_of(work + m.drain),
         # A link or a receiver that holds up its sender is no fault of the sender's.
-        work=compare(work - by_work.each - held_up, by_work.error),
-        drain=compare(m.drain - by_drain.each, by_drain.error),
+        work=compare(work - by_work.each - held_up, m.place.nodes, by_work.error),
+        drain=compare(m.drain - by_drain.each, m.place.nodes, by_drain.error),
         by_work=by_work,
         by_drain=by_drain,
         load=_over_even_share(_handled(m, before)),

@@ -3,16 +3,20 @@
 A rank answers for its own clock. It may enter late because it was held up in the operation before; only time between
 its own stamps is its own doing. Operations differ (layers do), ranks should not, so each operation is compared with its
 own median rank, and ranks with the healthy half of them: causes only add.
+
+Noise may be common to the ranks of a node, of which there are few, and so known less well than that of ranks beside
+their mates. Both are kept apart: a rank that is unlike its mates is late, whatever its node does.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
-from ..core.diagnosis import FloatArray
+from ..core.diagnosis import FloatArray, IntArray
 from ..core.robust_stats import (
     FAR,
     MAD_TO_SIGMA,
@@ -25,11 +29,13 @@ from ..core.robust_stats import (
     standard_error,
     student,
 )
+from .partners import members, over_mates
 
 # Operations and ranks settle against each other within a few sweeps.
 _SWEEPS = 2
-# Stretches of a window whose medians tell how long noise lasts, of so many operations at least.
-_STRETCHES, _MIN_STRETCH = 8, 6
+# Stretches of a window whose medians tell how long noise lasts: of ranks, and of nodes, of which there are few; in
+# windows of so many operations at least.
+_OF_RANKS, _OF_NODES, _MANY = 8, 16, 48
 # Only stretches are independent where they differ by so much more than single operations explain.
 _LASTS = 1.15
 # The correlation of neighbouring stretches that is allowed for.
@@ -38,55 +44,82 @@ _MOST_TOGETHER = 0.7
 _HEALTHY_DIFFERENCE, _EXPECTED_WEIGHT = 0.004, 2.0
 
 
+class Noise(NamedTuple):
+    """How well medians over operations are known.
+
+    Attributes:
+        error: [ranks or nodes] ns, standard errors, by the noise of each, but at least the usual one.
+        usual: ns, that of a rank or node as noisy as most.
+        degrees: of freedom of `usual`.
+        lasts: whether noise lasts several operations.
+    """
+
+    error: FloatArray
+    usual: float
+    degrees: float
+    lasts: bool
+
+
 @dataclass(frozen=True)
 class Effect:
     """How far one quantity of each rank lies above that of the healthy ones; `[num_ranks]`.
 
     Attributes:
         value: ns per operation; NaN where unknown.
-        error: its standard error, by the rank's own noise.
-        usual_error: that of a rank as noisy as most; whether a rank is late at all is asked with this one.
+        error: its standard error, by the rank's own noise and that of its node.
+        own: noise of ranks beside their mates. Whether a rank is late at all is asked with what is usual.
+        common: noise of nodes.
+        over_mates: ns above the median of the others of its node; 0 where there is none.
         above: share of the operations in which it lay above the reference.
         by_tokens: ns, standard error of what was taken out for tokens.
         spread: standard deviation by which healthy ranks differ for good.
         apart: and by which any of them may lie from the reference, for intervals.
-        degrees: of freedom of `usual_error`.
-        lasts: whether noise lasts several operations.
         excess: [n, num_ranks] ns above the healthy ones in each operation.
+        nodes: of each rank; negative where nobody knows.
     """
 
     value: FloatArray
     error: FloatArray
-    usual_error: float
+    own: Noise
+    common: Noise
+    over_mates: FloatArray
     above: FloatArray
     by_tokens: FloatArray
     spread: float
     apart: float
-    degrees: float
-    lasts: bool
     excess: FloatArray
+    nodes: IntArray
+
+    @property
+    def usual_error(self) -> float:
+        """Standard error of a rank as noisy as most, ns."""
+        return math.hypot(self.own.usual, self.common.usual)
 
     def reversed(self) -> Effect:
         """How far below instead of above, with the upper ranks for the healthy ones."""
-        below = compare(-self.excess, lasts=self.lasts)
+        below = compare(-self.excess, self.nodes, lasts=self.own.lasts)
         return replace(below, error=np.hypot(below.error, self.by_tokens), by_tokens=self.by_tokens)
 
     def lasting(self) -> Effect:
         """With errors as of noise that lasts, where another kind of operation shows that it does."""
-        if self.lasts:
+        if self.own.lasts:
             return self
-        error, usual_error, degrees, _ = _errors(self.excess - self.value, lasts=True)
-        error = np.hypot(error, self.by_tokens)
-        return replace(self, error=error, usual_error=usual_error, degrees=degrees, lasts=True)
+        own, common, error = _noises(self.excess - self.value, self.nodes, lasts=True)
+        return replace(self, own=own, common=common, error=np.hypot(error, self.by_tokens))
 
 
 def compare(
-    values: FloatArray, taken_out: FloatArray | None = None, *, lasts: bool = False
+    values: FloatArray,
+    nodes: IntArray,
+    taken_out: FloatArray | None = None,
+    *,
+    lasts: bool = False,
 ) -> Effect:
     """`[n, num_ranks]` to one effect per rank.
 
     Args:
         values: ns of each operation, or one row of means, which have no error.
+        nodes: [num_ranks], of each rank; negative where nobody knows.
         taken_out: [num_ranks], signed, what one standard error of what was taken out beforehand makes of them.
         lasts: whether noise is known to last several operations.
     """
@@ -96,7 +129,8 @@ def compare(
         reference = median(values - np.nan_to_num(effect), 1)
         excess = values - reference[:, None]
         effect = median(excess, 0)
-    error, usual_error, degrees, lasts = _errors(excess - effect, lasts=lasts)
+    own, common, error = _noises(excess - effect, nodes, lasts=lasts)
+    usual_error = math.hypot(own.usual, common.usual)
     expected = _HEALTHY_DIFFERENCE * or_zero(abs(median_of(values)))
     location, spread = healthy(effect, math.hypot(usual_error, expected))
     effect, excess = effect - location, excess - location
@@ -105,49 +139,71 @@ def compare(
         alike = np.abs(effect) <= FAR * max(usual_error, spread)
         by_tokens = np.nan_to_num(taken_out - or_zero(median_of(taken_out[alike])))
     even = effect / 2 if num_ranks == 2 else 0.0
-    above = np.sum(excess > even, axis=0) / np.maximum(np.isfinite(excess).sum(axis=0), 1)
-    apart = _apart(effect, usual_error, expected)
     return Effect(
-        effect,
-        np.hypot(error, by_tokens),
-        usual_error,
-        above,
-        np.abs(by_tokens),
-        math.sqrt(max(spread**2 - usual_error**2, 0.0)),
-        apart,
-        degrees,
-        lasts,
-        excess,
+        value=effect,
+        error=np.hypot(error, by_tokens),
+        own=own,
+        common=common,
+        over_mates=over_mates(effect, nodes),
+        above=np.sum(excess > even, axis=0) / np.maximum(np.isfinite(excess).sum(axis=0), 1),
+        by_tokens=np.abs(by_tokens),
+        spread=math.sqrt(max(spread**2 - usual_error**2, 0.0)),
+        apart=_apart(effect, usual_error, expected),
+        excess=excess,
+        nodes=nodes,
     )
 
 
-def _errors(deviation: FloatArray, *, lasts: bool) -> tuple[FloatArray, float, float, bool]:
-    """`[num_ranks]`, standard errors of effects; that of a usual rank, its degrees of freedom, and whether noise lasts.
-
-    Noise may last several operations. Then stretches differ by more than single operations explain.
+def _noises(
+    deviation: FloatArray, nodes: IntArray, *, lasts: bool
+) -> tuple[Noise, Noise, FloatArray]:
+    """Noise of ranks beside their mates, that of nodes, and `[num_ranks]` ns, the standard errors of both together.
 
     Args:
         deviation: [n, num_ranks] ns, what is left.
-        lasts: whether that is known already.
+        nodes: [num_ranks], of each rank.
+        lasts: whether the noise of ranks is known to last several operations.
     """
-    length, error = len(deviation) // _STRETCHES, standard_error(deviation, 0)
-    series, each = float(deviation.shape[1] - 1), float(len(deviation))
-    if length >= _MIN_STRETCH:
-        stretches = median(deviation[-length * _STRETCHES :].reshape(_STRETCHES, length, -1), 1)
-        of_stretches = np.std(stretches, axis=0, ddof=1) / math.sqrt(_STRETCHES)
-        series = _series(stretches)
+    inside, num_ranks = members(nodes), nodes.size
+    if len(inside) < 2 or inside.shape[1] < 2:
+        own = _noise(deviation, num_ranks - 1, num_ranks, _OF_RANKS, lasts=lasts)
+        return own, Noise(np.zeros(len(inside)), 0.0, 1.0, own.lasts), own.error
+    of_nodes = np.where(inside >= 0, deviation[:, inside], np.nan)
+    each = median(of_nodes, 2)
+    beside = deviation - each[:, nodes]
+    own = _noise(beside, num_ranks - len(inside), inside.shape[1], _OF_RANKS, lasts=lasts)
+    # Of few nodes nobody could tell that it does not last.
+    common = _noise(each, len(inside) - 1, len(inside), _OF_NODES, lasts=True)
+    return own, common, np.hypot(own.error, common.error[nodes])
+
+
+def _noise(deviation: FloatArray, series: float, peers: int, count: int, *, lasts: bool) -> Noise:
+    """Noise may last several operations. Then stretches differ by more than single operations explain.
+
+    Args:
+        deviation: [n, ranks or nodes] ns, what is left.
+        series: how many of them deviate independently of the others, at most.
+        peers: of which the reference is the median.
+        count: of stretches.
+        lasts: whether it is known already that noise lasts.
+    """
+    length, error = len(deviation) // count, standard_error(deviation, 0)
+    each = float(len(deviation))
+    if len(deviation) >= _MANY:
+        stretches = median(deviation[-length * count :].reshape(count, length, -1), 1)
+        series = min(series, _series(stretches))
+        of_stretches = np.std(stretches, axis=0, ddof=1) / math.sqrt(count)
         lasts |= or_zero(median_of(of_stretches)) > _LASTS * or_zero(median_of(error))
         if lasts:
             # Noise lasts longer than a stretch: the mean is known less well, and so is how well it is known (Bartlett 1946).
             together = _together(stretches)
             of_stretches *= math.sqrt((1 + together) / (1 - together))
-            each = _STRETCHES * (1 - together**2) / (1 + together**2)
+            each = count * (1 - together**2) / (1 + together**2)
         error = np.fmax(error, of_stretches)
-    # The reference has an error of its own. Two ranks, or two nodes whose ranks move together, deviate both by half of
-    # their difference.
-    error = error * math.sqrt(1.0 + 1.0 / max(series - 1.0, 1 / 3))
+    # The reference has an error of its own. Two deviate both by half of their difference.
+    error = error * math.sqrt(1.0 + 1.0 / max(min(series, peers - 1) - 1.0, 1 / 3))
     usual = or_zero(median_of(error))
-    return np.fmax(error, usual), usual, max(series * (each - 1), 1.0), lasts
+    return Noise(np.fmax(error, usual), usual, max(series * (each - 1), 1.0), lasts)
 
 
 def _together(stretches: FloatArray) -> float:
@@ -158,13 +214,13 @@ def _together(stretches: FloatArray) -> float:
 
 
 def _series(stretches: FloatArray) -> float:
-    """How many ranks' noise there is, as far as it is not the same; ranks of a node may go together."""
-    num_ranks = stretches.shape[1]
+    """How many series of noise there are, as far as it is not the same."""
+    size = stretches.shape[1]
     left = np.nan_to_num(stretches - stretches.mean(axis=0))
     unit = left / np.sqrt(np.maximum((left**2).sum(axis=0), 1e-12))
     # The sum of squared correlations, without what chance makes of them.
-    squares = float(np.sum((unit @ unit.T) ** 2)) - num_ranks**2 / (len(stretches) - 1)
-    return float(max(num_ranks**2 / max(squares, num_ranks) - 1.0, 1.0))
+    squares = float(np.sum((unit @ unit.T) ** 2)) - size**2 / (len(stretches) - 1)
+    return float(max(size**2 / max(squares, size) - 1.0, 1.0))
 
 
 def _apart(effects: FloatArray, noise: float, expected: float) -> float:

@@ -6,7 +6,8 @@ import functools
 
 import numpy as np
 
-from ..core.diagnosis import BoolArray, IntArray
+from ..core.diagnosis import BoolArray, FloatArray, IntArray
+from ..core.robust_stats import median
 
 # Paths from or to so many ranks tell as much as those of all.
 ENOUGH_RANKS = 64
@@ -25,6 +26,13 @@ def members(groups: IntArray) -> IntArray:
     for group, size in enumerate(sizes.tolist()):
         ranks[group, :size] = np.flatnonzero(groups == group)
     return ranks
+
+
+def over_mates(values: FloatArray, nodes: IntArray) -> FloatArray:
+    """[num_ranks]: above the median of the other ranks of the node; 0 where nothing is known."""
+    mates = members(nodes)[nodes]
+    is_mate = (mates >= 0) & (mates != np.arange(nodes.size)[:, None])
+    return np.nan_to_num(values - median(np.where(is_mate, values[mates], np.nan), 1))
 
 
 def partners(nodes: IntArray, of_link: BoolArray, *, within: bool) -> IntArray:

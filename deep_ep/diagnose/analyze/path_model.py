@@ -20,7 +20,7 @@ from ..collect.group_matrices import Matrices, Place
 from ..core.diagnosis import BoolArray, FloatArray, IntArray
 from ..core.robust_stats import FAR, healthy, median, median_of, or_zero, quantile_of
 from .clocks import Prior, joint_clocks, prior_of
-from .partners import members, partners
+from .partners import over_mates, partners
 
 # Below four ranks a row of the path matrix has too few cells to tell a path from a clock.
 MIN_RANKS_TO_SPLIT_PATHS = 4
@@ -155,7 +155,7 @@ def fit_paths(kinds: Sequence[Matrices], floor_ns: float) -> PathModel:
         for at_most in (np.stack([m.path_bound for m in kinds]), fences)
     )
     prior = prior_of(_stated_errors(kinds))
-    fence = np.stack([_over_mates(median(m.held, 0), place.nodes) for m in kinds])
+    fence = np.stack([over_mates(median(m.held, 0), place.nodes) for m in kinds])
     into = _into_by_fence(fence, classes, floor_ns)
     is_told = _are_connected(time, prior, floor_ns) | (into > 0).any(axis=0)
     time[:, ~is_told] = np.nan
@@ -241,13 +241,6 @@ def _by_fence(m: Matrices, classes: IntArray, floor_ns: float) -> FloatArray:
     last = np.fmax.reduce(m.send, axis=0, initial=np.nan)
     bound = np.where(classes == 0, held + last - m.send, np.inf)
     return np.where(np.isfinite(bound), bound, np.inf)
-
-
-def _over_mates(values: FloatArray, nodes: IntArray) -> FloatArray:
-    """[num_ranks]: above the median of the other ranks of the node; 0 where nothing is known."""
-    mates = members(nodes)[nodes]
-    is_mate = (mates >= 0) & (mates != np.arange(nodes.size)[:, None])
-    return np.nan_to_num(values - median(np.where(is_mate, values[mates], np.nan), 1))
 
 
 def _into_by_fence(fence: FloatArray, classes: IntArray, floor_ns: float) -> FloatArray:

@@ -135,7 +135,8 @@ def _certain(
     over = [median(of, 0) > kind.bar(effect) for of, kind, effect in zip(excess, kinds, effects)]
     length = min((len(effect.excess) for effect in effects), default=0)
     if len(kinds) > 1 and all(kind.e.has_stamps for kind in kinds):
-        together = compare(np.mean([of_kind[-length:] for of_kind in excess], axis=0))
+        mean = np.mean([of_kind[-length:] for of_kind in excess], axis=0)
+        together = compare(mean, effects[0].nodes)
         # What was taken out for tokens is off by as much in every operation.
         off = np.sqrt(np.sum([effect.by_tokens**2 for effect in effects], axis=0)) / len(effects)
         together = replace(together, by_tokens=off)

@@ -75,7 +75,7 @@ def late_and_silent(kinds: Sequence[JudgedKind]) -> list[Found]:
 def _bar(seen: Sequence[_Seen]) -> float:
     """What it must exceed, ns: be of interest, beyond noise, and beyond what ranks that report differ by."""
     differ = _UNLIKE * float(np.nanstd(np.mean([one.others for one in seen], axis=0)))
-    of_kinds = [max(one.kind.rank_floor, one.kind.z_ranks * one.error) for one in seen]
+    of_kinds = [max(one.kind.rank_floor, one.kind.z(one.others.size) * one.error) for one in seen]
     return max(float(np.mean(of_kinds)), differ)
 
 

@@ -88,13 +88,18 @@ class JudgedKind:
         """And of a rank's own time."""
         return max(self.floor, self.limits.fraction * or_zero(self.e.own_ns))
 
-    @property
-    def z_ranks(self) -> float:
-        """Standard errors that no rank of a healthy group exceeds."""
-        return z_for(4 * self.e.load.size, self.limits.false_alarms)
+    def z(self, size: int) -> float:
+        """Standard errors that no rank or node of a healthy group of so many exceeds."""
+        return z_for(4 * size, self.limits.false_alarms)
 
     def bar(self, effect: Effect) -> FloatArray:
         """[num_ranks]: what a rank's effect must exceed: be of interest, beyond noise, and beyond what ranks differ by."""
-        z = student(self.z_ranks, effect.degrees)
-        noise = math.hypot(z * effect.usual_error, self.limits.spread * effect.spread)
+        own, common = (
+            student(self.z(noise.error.size), noise.degrees) * noise.usual
+            for noise in (effect.own, effect.common)
+        )
+        alone = math.hypot(own, self.limits.spread * effect.spread)
+        # Who is late beside its mates is so whatever its node does.
+        of_node = np.where(effect.over_mates > max(self.rank_floor, alone), 0.0, common)
+        noise = np.hypot(alone, of_node)
         return np.maximum(self.rank_floor, np.hypot(noise, FAR * effect.by_tokens))

@@ -107,6 +107,11 @@ def test_what_comes_and_goes_on_paths_is_named(scenario: str, shape: str, effect
     assert all_right(Cell(scenario, shape, effect_us, USUAL, STATED)) >= 0.75
 
 
+@pytest.mark.parametrize("shape", ["3x4", "2x8"])
+def test_noise_that_is_common_to_a_node_hides_no_late_rank(shape: str) -> None:
+    assert all_right(Cell("late rank", shape, 20.0, "AR(1) per node")) == 1.0
+
+
 @pytest.mark.parametrize("shape", ["8x1", "3x4", "6x8"])
 def test_experts_in_demand_in_some_layers_are_no_link_that_is_busy_at_times(shape: str) -> None:
     assert all_right(Cell("healthy", shape, 0.0, "layers"), 6) == 1.0

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import numpy as np
 import pytest
 
 from deep_ep.diagnose.analyze.own_work import by_tokens, compare
+from deep_ep.diagnose.analyze.thresholds import JudgedKind, Thresholds
 from deep_ep.diagnose.core.robust_stats import student, z_for
 
 US = 1e3
+ONE_NODE = np.zeros(8, int)
 
 
 def noise(memory: float, size: int, columns: int, seed: int = 1) -> np.ndarray:
@@ -24,7 +28,7 @@ def noise(memory: float, size: int, columns: int, seed: int = 1) -> np.ndarray:
 def test_the_effect_is_what_one_rank_takes_longer_than_the_healthy_ones(num_ranks: int) -> None:
     values = 150 * US + noise(0.0, 128, num_ranks)
     values[:, 1] += 40 * US
-    effect = compare(values)
+    effect = compare(values, np.zeros(num_ranks, int))
     assert effect.value[1] == pytest.approx(40 * US, abs=3 * US)
     assert effect.above[1] > 0.9
     assert abs(effect.value[0]) < 3 * US
@@ -35,7 +39,7 @@ def test_errors_hold_where_noise_lasts_several_operations(memory: float) -> None
     """Of a rank without any cause, effects are as far from zero as their errors say."""
     off = []
     for seed in range(200):
-        effect = compare(150 * US + noise(memory, 64, 8, seed))
+        effect = compare(150 * US + noise(memory, 64, 8, seed), ONE_NODE)
         off.append(effect.value[3] / effect.usual_error)
     assert np.std(off) < 1.7
 
@@ -45,34 +49,62 @@ def test_noise_that_lasts_longer_than_a_stretch_makes_nobody_late(memory: float)
     """Neighbouring stretches go together then: what they differ by says too little, and is itself known badly."""
     late = []
     for seed in range(600):
-        effect = compare(150 * US + noise(memory, 64, 8, seed))
+        effect = compare(150 * US + noise(memory, 64, 8, seed), ONE_NODE)
         late.append(
-            effect.value.max() > student(z_for(64, 1e-3), effect.degrees) * effect.usual_error
+            effect.value.max() > student(z_for(64, 1e-3), effect.own.degrees) * effect.usual_error
         )
     assert np.mean(late) < 0.015
 
 
 def test_where_another_kind_shows_that_noise_lasts_errors_allow_for_it() -> None:
-    effect = compare(150 * US + noise(0.0, 64, 8))
-    assert not effect.lasts
+    effect = compare(150 * US + noise(0.0, 64, 8), ONE_NODE)
+    assert not effect.own.lasts
     lasting = effect.lasting()
-    assert lasting.degrees < effect.degrees / 4
+    assert lasting.own.degrees < effect.own.degrees / 4
     np.testing.assert_array_equal(lasting.value, effect.value)
-    assert compare(150 * US + noise(0.9, 64, 8)).lasts
+    assert compare(150 * US + noise(0.9, 64, 8), ONE_NODE).own.lasts
 
 
-def test_ranks_whose_noise_is_the_same_are_one_series() -> None:
-    alone = compare(noise(0.8, 64, 8))
-    of_nodes = np.repeat(noise(0.8, 64, 2), 4, axis=1)
-    together = compare(of_nodes + 0.1 * noise(0.0, 64, 8, 2))
-    assert together.degrees < alone.degrees / 2
+@pytest.mark.parametrize("sizes", [(8, 8), (4, 4, 4)])
+def test_noise_that_is_common_to_a_node_makes_nobody_late_and_hides_no_late_rank(
+    sizes: tuple[int, ...],
+) -> None:
+    """Of a few nodes it is badly known how far they differ, of a rank and its mates it is known well."""
+    nodes = np.repeat(np.arange(len(sizes)), sizes)
+    late_at_all, is_named = [], []
+    for seed in range(200):
+        of_nodes = noise(0.82, 64, len(sizes), seed)[:, nodes]
+        values = 150 * US + of_nodes + 0.6 * noise(0.0, 64, nodes.size, seed + 1000)
+        late_at_all.append((exceeds(values, nodes)).any())
+        values[:, 5] += 20 * US
+        is_named.append(np.flatnonzero(exceeds(values, nodes)).tolist() == [5])
+    assert np.mean(late_at_all) <= 0.005
+    assert np.mean(is_named) > 0.98
+
+
+def exceeds(values: np.ndarray, nodes: np.ndarray) -> np.ndarray:
+    """[num_ranks]: which ranks exceed what is asked of a verdict."""
+    effect = compare(values, nodes)
+    return effect.value > _Kind(cast("Any", None), Thresholds.of("cuda")).bar(effect)
+
+
+class _Kind(JudgedKind):
+    rank_floor = 3 * US  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize(("num_nodes", "late_us"), [(2, 20), (3, 6), (8, 6)])
+def test_a_node_all_of_whose_ranks_are_late_is_late(num_nodes: int, late_us: float) -> None:
+    """Of two nodes there is one difference, of which it is hardly known how far it varies."""
+    nodes = np.repeat(np.arange(num_nodes), 8)
+    values = 150 * US + 0.6 * noise(0.0, 64, nodes.size) + late_us * US * (nodes == 1)
+    np.testing.assert_array_equal(exceeds(values, nodes), nodes == 1)
 
 
 def test_a_rank_that_is_late_by_much_in_a_slow_swing_is_late_for_certain() -> None:
     """How much it is late is not known so well, and its interval says so."""
     values = 150 * US + noise(0.0, 64, 8)
     values[:, 2] += 75 * US * np.sin(np.arange(64) / 10) ** 2
-    effect = compare(values)
+    effect = compare(values, ONE_NODE)
     assert effect.value[2] > 8 * effect.usual_error
     assert effect.error[2] > 3 * effect.usual_error
 
@@ -80,12 +112,12 @@ def test_a_rank_that_is_late_by_much_in_a_slow_swing_is_late_for_certain() -> No
 def test_what_is_less_is_early() -> None:
     values = 150 * US + noise(0.0, 64, 8)
     values[:, 5] -= 30 * US
-    assert compare(values).value[5] == pytest.approx(-30 * US, abs=3 * US)
-    assert compare(values).reversed().value[5] == pytest.approx(30 * US, abs=3 * US)
+    assert compare(values, ONE_NODE).value[5] == pytest.approx(-30 * US, abs=3 * US)
+    assert compare(values, ONE_NODE).reversed().value[5] == pytest.approx(30 * US, abs=3 * US)
 
 
 def test_what_was_taken_out_for_tokens_is_as_uncertain_of_early_ranks() -> None:
-    effect = compare(150 * US + noise(0.0, 64, 8), 5 * US * np.linspace(-1, 1, 8))
+    effect = compare(150 * US + noise(0.0, 64, 8), ONE_NODE, 5 * US * np.linspace(-1, 1, 8))
     np.testing.assert_array_equal(effect.reversed().by_tokens, effect.by_tokens)
     assert (effect.reversed().error >= effect.by_tokens).all()
 
@@ -99,7 +131,7 @@ def test_the_cost_of_a_token_is_what_a_rank_s_time_follows_and_not_what_ranks_di
     found = by_tokens(values, np.median(tokens, axis=0), tokens)
     assert found.is_known
     assert found.time[1] - found.time[0] == pytest.approx(20 * US, rel=0.2)
-    assert compare(values - found.each).value[4] == pytest.approx(40 * US, abs=4 * US)
+    assert compare(values - found.each, ONE_NODE).value[4] == pytest.approx(40 * US, abs=4 * US)
 
 
 def test_the_cost_of_a_token_is_right_on_average_and_off_by_what_it_says() -> None:
