@@ -101,7 +101,7 @@ RULES: dict[str, list[Patch]] = {
     "verdicts on paths: a few single ones": [(path_verdicts, "MOST_READ", 10**6)],
     "bursts on paths: by other times alone": [(path_verdicts, "_is_told_by_time", lambda *_: False)],
     "bursts on paths: not of experts in demand": [
-        (path_verdicts, "_comes_and_goes", lambda _, cause, least: (cause.effect > least).any())
+        (path_verdicts, "_comes_and_goes", lambda _, cause, __, least: (cause.effect > least).any())
     ],
     "ranks: late at times": [(engine, "late_at_times", _nothing)],
     "ranks: ticks of the system": [(intermittent, "_is_regular", lambda *_: False)],

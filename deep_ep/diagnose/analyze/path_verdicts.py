@@ -24,6 +24,7 @@ from .path_model import (
     OTHERWISE_BUSY,
     PathModel,
     fit_paths,
+    flat,
 )
 from .thresholds import BORNE_OUT, CLOCKS_KNOWN_NS, MOST_READ, JudgedKind, Thresholds
 
@@ -99,31 +100,48 @@ def judge_paths(matrices: Mapping[str, Matrices], limits: Mapping[str, Threshold
     causes = lasting.run()
     model = replace(model, rest=lasting.rest, clock=lasting.clock)
     is_known = np.isfinite(model.time)
-    bursts = np.where(is_known, np.stack([m.path_burst for m in kinds]), np.nan)
+    bursts, share = (
+        np.where(is_known, np.stack(of_kinds), np.nan)
+        for of_kinds in ([m.path_burst for m in kinds], [m.path_burst_share for m in kinds])
+    )
     least = floors / 2
-    if (bursts > least[:, None, None]).any():
-        share = np.where(is_known, np.stack([m.path_burst_share for m in kinds]), np.nan)
+    if ((share > 0) & (bursts > least[:, None, None])).any():
         named = {(cause.group.cause, cause.group.number) for cause in causes}
+        recurring = flat(np.where(share > 0, bursts, 0.0 * bursts))
+        # What all paths of a class have is nobody's.
+        for number in range(3):
+            of_class = model.classes == number
+            bursts[:, of_class] -= median(bursts[:, of_class], 1)[:, None]
         at_times = Contest(model, bursts, floors, false_alarms, fits_clocks=False).run(share)
         causes += [
             one
             for one in at_times
             if (one.group.cause, one.group.number) not in named
-            and _comes_and_goes(list(matrices), one, least)
+            and _comes_and_goes(list(matrices), one, recurring[:, one.group.paths], least)
         ]
     return JudgedPaths(list(matrices), model, causes)
 
 
-def _comes_and_goes(kinds: Sequence[str], cause: PathCause, least: FloatArray) -> bool:
-    """Whether bursts show in all kinds of operation in which they must.
+def _comes_and_goes(
+    kinds: Sequence[str], cause: PathCause, recurring: FloatArray, least: FloatArray
+) -> bool:
+    """Whether bursts that recur show in all kinds of operation in which they must, and about as much as in the others.
 
     Experts that are in demand in some layers slow the way into their rank in dispatch, and out of it in combine. So the
     other kind tells a link from them.
+
+    Args:
+        kinds: of operation.
+        cause: that explains bursts.
+        recurring: [kinds, paths] ns, what those that recur add to each of its paths.
+        least: [kinds] ns.
     """
     is_combine = np.array(["combine" in kind for kind in kinds])
     tells = {Cause.INGRESS: is_combine, Cause.EGRESS: ~is_combine}.get(cause.group.cause)
     told = cause.is_known if tells is None or not tells.any() else cause.is_known & tells
-    return bool(told.any() and (cause.effect > least)[told].all())
+    shown = np.fmin(cause.effect, median(recurring, 1))
+    enough = shown > np.maximum(least, BORNE_OUT * cause.effect.max())
+    return bool(told.any() and enough[told].all())
 
 
 def slow_paths(

@@ -139,11 +139,17 @@ class Numbers:
     ]
     path_burst: Annotated[
         PerSource,
-        Field("ns", "What bursts that recur add to `path` on average.", missing=0.0),
+        Field(
+            "ns", "What bursts add to `path` on average, also where they do not recur.", missing=0.0
+        ),
     ]
     path_burst_share: Annotated[
         PerSource,
-        Field("share", "Operations in such bursts, over all of which that is known.", missing=0.0),
+        Field(
+            "share",
+            "Operations in bursts that recur, over all of which that is known.",
+            missing=0.0,
+        ),
     ]
     path_clock: Annotated[
         PerSource,

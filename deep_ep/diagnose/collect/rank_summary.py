@@ -9,15 +9,16 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Annotated, NamedTuple, Optional
+from typing import Annotated, Optional
 
 import numpy as np
 
 from ..core.diagnosis import BoolArray, FloatArray, IntArray
 from ..core.package import CounterSnapshot, codec, stamps
-from ..core.robust_stats import MEDIAN_COST, median, median_of, quantile, standard_error
+from ..core.robust_stats import median, median_of, quantile, standard_error
 from .fields import FIELDS, KEPT_ARRIVALS, Numbers, PerSource
 from .hops import NORMAL_KINDS, NOTIFY, ROW_HOPS, OwnTimes, own_times
+from .path_times import MIN_SEEN, path_times
 from .snapshot import Snapshot
 from .snapshot_checks import require_snapshot, without_contradictions
 
@@ -29,8 +30,6 @@ TIMELINE_OPERATIONS = 24
 _TOTALS = ("ops", "tokens", "bytes", "wait_ns")
 _PARTS = ("late_ns", "issue_ns", "path_ns", "critical_ns")
 _OWN = ("ops", "gap_ns", "send_ns", "wait_ns", "drain_ns")
-# A path seen less often, or in fewer of the operations, has no median worth the name.
-_MIN_SEEN, _MIN_SEEN_SHARE = 6, 16
 # Operations with so many times the tokens are of another batch size, which hot experts do not make; so few tokens
 # make none. Paths are compared in the largest size that so large a share of the operations has.
 _OTHER_BATCH = 12.0
@@ -38,20 +37,9 @@ _FEW_TOKENS = 16
 _BATCH_SHARE = 0.25
 # So many times the usual tokens, and so many standard deviations of what chance makes of them, are a load of its own.
 _MUCH_MORE, _CHANCE = 1.15, 3.0
-# Of what is only known to be at most something, the twentieth part is left out.
-_SURELY = 20
-# Quartiles, and tenths, are so many standard deviations from the median.
-_QUARTILE, _TENTH = 0.6745, 1.2816
-# From so many standard deviations above what is usual on a path is in a burst, and most of it is further by this
-# factor; they recur in so many stretches, and are this share of all operations.
-_BURST, _WIDER, _APART, _RECURS, _OFTEN = 3.0, 4.0, 1.25, 3, 0.12
-# Operations in a burst that are no further apart are of the same one.
-_TOGETHER = 3
 # Before and after a step times are nearer to what they were at that end of the window, but for this share, and last
 # this part of it.
 _OVERLAP, _LASTS = 1 / 16, 1 / 8
-# Fewer operations do not tell bursts from chance.
-_MANY = 24
 # Kinds of operations that others may tell of.
 _FEW = codec.Most(64)
 
@@ -175,7 +163,7 @@ def _summarize_kind(
     elapsed = (arrival - issued)[compared]
     elapsed[~(_of_usual_load(tokens[compared]) & is_settled[compared])] = np.nan
     elapsed[:, rank] = np.nan
-    paths = _path_times(elapsed, was_seen[compared])
+    paths = path_times(elapsed, was_seen[compared])
     own_ns = OwnTimes(
         gap=gap,
         span=-entered[:, rank],
@@ -345,7 +333,7 @@ def _since_step(lateness: FloatArray, rounds: FloatArray) -> BoolArray:
     for part in (~is_after, is_after):
         count = (known & part).sum(axis=0)
         others = (known & part & (is_nearer != is_after)).sum(axis=0)
-        has_stepped &= (count >= max(length, _MIN_SEEN)) & (others <= _OVERLAP * count)
+        has_stepped &= (count >= max(length, MIN_SEEN)) & (others <= _OVERLAP * count)
     return np.asarray(is_after | ~has_stepped)
 
 
@@ -353,104 +341,6 @@ def _of_usual_load(tokens: FloatArray) -> BoolArray:
     """`[n, num_ranks]`: operations in which a source sent no more than it usually does; hot experts may move."""
     usual = quantile(tokens, 0.25, 0)
     return np.asarray(~(tokens > _MUCH_MORE * usual + _CHANCE * np.sqrt(usual + 1.0)))
-
-
-class _PathTimes(NamedTuple):
-    """`[num_ranks]` each, fields as in `Numbers`."""
-
-    median: FloatArray
-    error: FloatArray
-    seen: FloatArray
-    bound: FloatArray
-    burst: FloatArray
-    burst_share: FloatArray
-
-
-def _path_times(elapsed: FloatArray, was_seen: BoolArray) -> _PathTimes:
-    """What path times of each source were, as far as they could be seen.
-
-    A word that was there at the first look came in at most the time until then: its path time is censored from
-    the left. Quantiles are those of the product-limit estimate (Kaplan and Meier 1958), reversed in time.
-
-    Args:
-        elapsed: [n, num_ranks] ns from issue to arrival, or to the first look; NaN where nothing came.
-        was_seen: [n, num_ranks], whether the word was seen to arrive.
-    """
-    known = np.isfinite(elapsed)
-    seen = was_seen & known
-    order = np.argsort(elapsed, axis=0, kind="stable")  # what is not known comes last
-    times, events = np.take_along_axis(elapsed, order, 0), np.take_along_axis(seen, order, 0)
-    at_most = np.arange(1.0, len(times) + 1)[:, None]
-    factors = np.where(events, 1.0 - 1.0 / at_most, 1.0)
-    # The share of path times below each.
-    below = np.asarray(np.cumprod(factors[::-1], axis=0)[::-1], dtype=np.float64)
-    lowest, low, middle, high = (
-        _censored_quantile(times, events, below, q) for q in (0.1, 0.25, 0.5, 0.75)
-    )
-    count = seen.sum(axis=0).astype(np.float64)
-    enough = count >= np.maximum(_MIN_SEEN, known.sum(axis=0) // _MIN_SEEN_SHARE)
-    middle = np.where(enough, middle, np.nan)
-    upper, lower = (high - middle) / _QUARTILE, (middle - low) / _QUARTILE
-    sigma = np.fmax(lower, upper)
-    # Disturbances only add: the lowest tell what a path takes, and its everyday noise.
-    quiet_sigma = (low - lowest) / (_TENTH - _QUARTILE)
-    quiet = np.fmin(middle, low + _QUARTILE * quiet_sigma)
-    # Noise that goes one way is wider above.
-    bar = _BURST * np.fmax(quiet_sigma, np.fmin(lower, _WIDER * quiet_sigma))
-    # What was there at the first look may have been in a burst, too: those that were seen count for more.
-    weight = np.zeros(elapsed.shape)
-    np.put_along_axis(
-        weight, order, np.where(events, np.diff(below, axis=0, append=1.0), 0.0), axis=0
-    )
-    burst, share = _bursts(elapsed - quiet, seen, weight, bar)
-    middle, sigma = (np.where(share > 0, a, b) for a, b in ((quiet, middle), (quiet_sigma, sigma)))
-    hidden = np.sort(np.where(known & ~seen, elapsed, np.inf), axis=0)
-    at = np.minimum(known.sum(axis=0) // _SURELY, len(hidden) - 1)
-    error = MEDIAN_COST * sigma / np.sqrt(np.maximum(count, 1.0))
-    return _PathTimes(
-        middle,
-        error,
-        count,
-        np.where(np.isfinite(middle), np.inf, np.take_along_axis(hidden, at[None], 0)[0]),
-        burst,
-        share,
-    )
-
-
-def _censored_quantile(
-    times: FloatArray, events: BoolArray, below: FloatArray, share: float
-) -> FloatArray:
-    """`[num_ranks]`: the largest time seen below which less than `share` lies; NaN where nothing tells."""
-    candidate = events & (below < share)
-    last = len(times) - 1 - np.argmax(candidate[::-1], axis=0)
-    found = np.take_along_axis(times, last[None], 0)[0]
-    return np.where(candidate.any(axis=0), found, np.nan)
-
-
-def _bursts(
-    over: FloatArray, seen: BoolArray, weight: FloatArray, bar: FloatArray
-) -> tuple[FloatArray, FloatArray]:
-    """`[num_ranks]` each: what bursts that recur add to an operation, ns on average, and their share.
-
-    weight: [n, num_ranks], for which share of all operations each stands.
-    """
-    in_burst = seen & (over > bar)
-    known = np.maximum(np.sum(seen | (over <= bar), axis=0), 1)
-    starts = in_burst & ~_shortly_before(in_burst)
-    is_apart = median(np.where(in_burst, over, np.nan), 0) > _APART * bar
-    added = np.where(in_burst, weight * over, 0.0).sum(axis=0)
-    share = np.where(in_burst, weight, 0.0).sum(axis=0)
-    recurs = (starts.sum(axis=0) >= _RECURS) & (share >= _OFTEN)
-    recurs &= (known > np.maximum(len(over) // 2, _MANY)) & is_apart
-    return np.where(recurs, added, 0.0), np.where(recurs, share, 0.0)
-
-
-def _shortly_before(in_burst: BoolArray) -> BoolArray:
-    """`[n, num_ranks]`: whether one of the operations just before was in a burst; noise takes single ones out of it."""
-    before = np.zeros_like(in_burst)
-    for back in range(1, _TOGETHER + 1):
-        before[back:] |= in_burst[:-back]
-    return before
 
 
 def _clock_errors(errors: IntArray | None, took_part: BoolArray) -> FloatArray:

@@ -27,10 +27,10 @@ STATED, STATED_2S, STATED_10MIN = KERNEL_CLOCKS[:3]
 SEED = first_seed("1313")
 
 
-def all_right(cell: Cell, windows: int = 4) -> float:
+def all_right(cell: Cell, windows: int = 4, skipped: int = 0) -> float:
     """The share of windows in which all that was injected is named, and nothing else."""
     assert cell.can_be
-    result = judge_windows(Task(cell, cell.seed + SEED, windows, (OURS,)))
+    result = judge_windows(Task(cell, cell.seed + SEED + skipped, windows, (OURS,)))
     return result.all_right / windows
 
 
@@ -99,6 +99,7 @@ def test_a_rank_that_throttles_in_a_slow_swing_is_named(shape: str) -> None:
         ("paused sender", "3x4", 200.0),
         # Eight of the 60 to 100 us that healthy paths take, on average.
         ("bursts at a NIC", "2x8", 20.0),
+        ("bursts on a path", "2x8", 20.0),
         ("paused sender", "2x8", 20.0),
         ("paused sender", "4x8", 20.0),
     ],
@@ -115,6 +116,11 @@ def test_noise_that_is_common_to_a_node_hides_no_late_rank(shape: str) -> None:
 @pytest.mark.parametrize("shape", ["8x1", "3x4", "6x8"])
 def test_experts_in_demand_in_some_layers_are_no_link_that_is_busy_at_times(shape: str) -> None:
     assert all_right(Cell("healthy", shape, 0.0, "layers"), 6) == 1.0
+
+
+def test_what_all_paths_have_at_times_is_no_single_path_s() -> None:
+    """Of a fabric that is congested now and then, some paths show it more often than others."""
+    assert all_right(Cell("healthy", "8x1", 0.0, "congested rails"), 40, skipped=100) == 1.0
 
 
 @pytest.mark.exhaustive

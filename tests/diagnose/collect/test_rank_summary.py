@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from deep_ep import diagnose
-from deep_ep.diagnose.collect.rank_summary import _path_times, summarize
+from deep_ep.diagnose.collect.rank_summary import summarize
 from deep_ep.testing.faults import SlowPath, SlowRank
 from generator import simulate
 from generator.faults import IntermittentRank
@@ -74,20 +74,6 @@ def require_all_operations(snapshots: list[diagnose.Snapshot]) -> None:
         seen = np.delete(counters.operations()[:, :-1, flag].sum(axis=0), rank)
         found = np.delete(of_kind(snapshots, rank).path_count, rank)
         np.testing.assert_array_less(0.8 * seen - 1, found)
-
-
-@pytest.mark.parametrize("apart", [False, True])
-def test_one_burst_that_noise_takes_apart_does_not_recur(apart: bool) -> None:
-    """In eighteen of 64 operations a path is 30 us slower: all in a row but for two in which it is not, or three times six."""
-    generator = np.random.default_rng(1)
-    elapsed = 90e3 + generator.normal(0.0, 1e3, (64, 8))
-    slow = [*range(8, 14), *range(28, 34), *range(48, 54)] if apart else [*range(20, 40)]
-    elapsed[slow, 3] += 30e3
-    if not apart:
-        elapsed[[26, 33], 3] -= 30e3
-    share = _path_times(elapsed, np.ones(elapsed.shape, bool)).burst_share
-    assert share[3] == pytest.approx(18 / 64 if apart else 0.0, abs=0.02)
-    assert not np.delete(share, 3).any()
 
 
 @pytest.mark.parametrize("num_operations", range(1, 6))
