@@ -141,6 +141,8 @@ def buffer(num_ranks: int, num_experts: int, num_tokens: int, hidden: int) -> de
     made = object.__new__(deep_ep.Buffer)  # its constructor connects ranks
     made.explicitly_destroy = False
     made.num_nvl_bytes = 0
-    made.communicator = Communicator(group, backend, runtime, limits, [], None)
+    made.communicator = Communicator(
+        group, backend, runtime, limits, [], liveness=None, claims=None, may_mask=False
+    )
     made._low_latency = LowLatency(made.communicator, made, True)
     return made
