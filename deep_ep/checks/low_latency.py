@@ -180,6 +180,13 @@ def sizes_of(
     maximum = positive(call, "num_max_dispatch_tokens_per_rank", maximum)
     hidden = positive(call, "hidden", hidden)
     num_experts = positive(call, "num_experts", num_experts)
+    return _sizes(call, num_ranks, binding, maximum, hidden, num_experts)
+
+
+@functools.lru_cache(maxsize=1024)
+def _sizes(
+    call: str, num_ranks: int, binding: Binding, maximum: int, hidden: int, num_experts: int
+) -> LowLatencySizes:
     checks.kernel_limit(call, "hidden", hidden, _MAX_HIDDEN)
     group = binding.CHANNELS_PER_SCALE
     if hidden % group:
@@ -191,6 +198,7 @@ def sizes_of(
     return LowLatencySizes(maximum, hidden, num_experts)
 
 
+@functools.lru_cache(maxsize=64)
 def num_bytes(binding: Binding, num_ranks: int, sizes: LowLatencySizes) -> int:
     """Bytes of RDMA buffer a call of these sizes needs."""
     return binding.low_latency_rdma_size_hint(num_ranks=num_ranks, **sizes.keywords)

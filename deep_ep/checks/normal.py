@@ -193,6 +193,7 @@ def buffer_size(call: str, shape: NormalShape, place: Topology, limits: Limits) 
         )
 
 
+@functools.lru_cache(maxsize=64)
 def num_bytes(
     binding: Binding,
     num_ranks: int,

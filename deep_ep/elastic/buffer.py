@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any, Callable, NoReturn
 
 import torch
 
@@ -41,13 +41,22 @@ def _sizes(num_cpu_bytes: Any, **given: Any) -> dict[str, int]:
     return {name: checks.not_negative_int(_NAME, name, value) for name, value in given.items()}
 
 
-def _absent(name: str, what: str) -> staticmethod[..., NoReturn]:
+class _Absent:
     """A method that only says that it is not there."""
 
-    def refuse(*args: Any, **kwargs: Any) -> NoReturn:
-        elastic_checks.unsupported(name, what)
+    def __init__(self, what: str) -> None:
+        self._what = what
 
-    return staticmethod(refuse)
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, instance: object, owner: type) -> Callable[..., NoReturn]:
+        name, what = self._name, self._what
+
+        def refuse(*args: Any, **kwargs: Any) -> NoReturn:
+            elastic_checks.unsupported(name, what)
+
+        return refuse
 
 
 class ElasticBuffer:
@@ -520,18 +529,18 @@ class ElasticBuffer:
 
     # ---- what is not there
 
-    get_engram_storage_size_hint = _absent("get_engram_storage_size_hint", "Engram")
-    engram_write = _absent("engram_write", "Engram")
-    engram_fetch = _absent("engram_fetch", "Engram")
-    get_pp_buffer_size_hint = _absent("get_pp_buffer_size_hint", "the ring of pipeline stages")
-    pp_set_config = _absent("pp_set_config", "the ring of pipeline stages")
-    pp_send = _absent("pp_send", "the ring of pipeline stages")
-    pp_recv = _absent("pp_recv", "the ring of pipeline stages")
-    get_agrs_num_max_session_bytes = _absent("get_agrs_num_max_session_bytes", "AGRS")
-    get_agrs_buffer_size_hint = _absent("get_agrs_buffer_size_hint", "AGRS")
-    agrs_set_config = _absent("agrs_set_config", "AGRS")
-    create_agrs_session = _absent("create_agrs_session", "AGRS")
-    destroy_agrs_session = _absent("destroy_agrs_session", "AGRS")
-    agrs_new_session = _absent("agrs_new_session", "AGRS")
-    agrs_get_inplace_tensor = _absent("agrs_get_inplace_tensor", "AGRS")
-    all_gather = _absent("all_gather", "AGRS")
+    get_engram_storage_size_hint = _Absent("Engram")
+    engram_write = _Absent("Engram")
+    engram_fetch = _Absent("Engram")
+    get_pp_buffer_size_hint = _Absent("the ring of pipeline stages")
+    pp_set_config = _Absent("the ring of pipeline stages")
+    pp_send = _Absent("the ring of pipeline stages")
+    pp_recv = _Absent("the ring of pipeline stages")
+    get_agrs_num_max_session_bytes = _Absent("AGRS")
+    get_agrs_buffer_size_hint = _Absent("AGRS")
+    agrs_set_config = _Absent("AGRS")
+    create_agrs_session = _Absent("AGRS")
+    destroy_agrs_session = _Absent("AGRS")
+    agrs_new_session = _Absent("AGRS")
+    agrs_get_inplace_tensor = _Absent("AGRS")
+    all_gather = _Absent("AGRS")

@@ -68,6 +68,8 @@ class Binding(Protocol):
     normal_bytes: Callable[..., tuple[int, int]]
     normal_pack_bytes: Callable[..., int]
 
+    def __hash__(self) -> int: ...  # as of every module
+
 
 class Backend(ABC):
     """Streams, events and memory of one target. A stream is an opaque object that can be stored.

@@ -459,17 +459,28 @@ def test_a_combine_may_come_while_the_other_batch_is_open() -> None:
     on_all_ranks(run, go_on=False)
 
 
+def with_two_open_hooks(
+    monkeypatch: pytest.MonkeyPatch, run: Callable[[deep_ep.Buffer, list[Any]], None]
+) -> None:
+    """run(buffer, hooks) on all ranks but the one for which they wait in vain."""
+    monkeypatch.setenv("DEEP_EP_TIMEOUT_S", "2")
+
+    def on_rank(rank: int, buffer: deep_ep.Buffer) -> None:
+        if rank != LIAR:
+            mode = Mode(hook=True)
+            hooks = [begin_dispatch(buffer, INPUTS[rank], SHAPE, mode)[2] for _ in range(2)]
+            run(buffer, hooks)
+
+    on_all_ranks(on_rank, go_on=False)
+
+
 @pytest.mark.exhaustive
 def test_what_goes_wrong_in_an_open_batch_its_own_hook_raises(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The first batch is given up while the second one is sent, which says nothing of it."""
-    monkeypatch.setenv("DEEP_EP_TIMEOUT_S", "2")
 
-    def run(rank: int, buffer: deep_ep.Buffer) -> None:
-        if rank == LIAR:
-            return
-        hooks = [begin_dispatch(buffer, INPUTS[rank], SHAPE, Mode(hook=True))[2] for _ in range(2)]
+    def run(_: deep_ep.Buffer, hooks: list[Any]) -> None:
         ops = []
         for hook in hooks:
             with pytest.raises(EPTimeoutError, match="low_latency_dispatch") as raised:
@@ -477,23 +488,18 @@ def test_what_goes_wrong_in_an_open_batch_its_own_hook_raises(
             ops.append(raised.value.op)
         assert ops[0] < ops[1]
 
-    on_all_ranks(run, go_on=False)
+    with_two_open_hooks(monkeypatch, run)
 
 
 @pytest.mark.exhaustive
 def test_all_open_hooks_are_abandoned_though_the_first_one_fails(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv("DEEP_EP_TIMEOUT_S", "2")
-
-    def run(rank: int, buffer: deep_ep.Buffer) -> None:
-        if rank == LIAR:
-            return
-        hooks = [begin_dispatch(buffer, INPUTS[rank], SHAPE, Mode(hook=True))[2] for _ in range(2)]
+    def run(buffer: deep_ep.Buffer, hooks: list[Any]) -> None:
         with pytest.raises(EPTimeoutError):
             buffer.abandon_hook()
         for hook in hooks:
             with pytest.raises(EPUsageError, match="called or abandoned before"):
                 hook()
 
-    on_all_ranks(run, go_on=False)
+    with_two_open_hooks(monkeypatch, run)
