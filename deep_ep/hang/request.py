@@ -25,15 +25,12 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from deep_ep.base import codec, env
 from deep_ep.errors import EPTransportError, EPUsageError
 from deep_ep.hang import files, traces
 from deep_ep.hang.stacks import started
-
-if TYPE_CHECKING:
-    from deep_ep.hang.hang_watch import HangWatch
 
 _LOOK_EVERY_S = 0.05
 # Of what the signal makes faulthandler write; a pipe holds no more.
@@ -147,13 +144,23 @@ def answer(request: Request, written: Iterable[Path], line: str = "", error: str
 
 # ---- its signal
 
+
+class Watch(Protocol):
+    """Who writes the dumps of one rank: its `HangWatch`."""
+
+    buffer: str
+
+    def ask_for_dump(self, directory: str, asked: Request | None = None) -> None:
+        """See `HangWatch`."""
+
+
 _reading_end, _handled = -1, 0  # 0: no signal yet
 _tail = b""  # of what was read: a header may come in two pieces
 _reading = threading.Lock()
-_watches: set[HangWatch] = set()
+_watches: set[Watch] = set()
 
 
-def attach(watch: HangWatch) -> int:
+def attach(watch: Watch) -> int:
     """Takes requests for a rank from now on.
 
     Returns:
@@ -174,7 +181,7 @@ def attach(watch: HangWatch) -> int:
     return _reading_end
 
 
-def detach(watch: HangWatch) -> None:
+def detach(watch: Watch) -> None:
     """Takes no more requests for a rank. May be repeated."""
     _watches.discard(watch)
     if not _watches and _reading_end >= 0:

@@ -14,13 +14,11 @@ import hmac
 import logging
 import socket
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Callable
+from typing import Callable
 
 from deep_ep.hang.messages import Message, Welcome
 from deep_ep.membership.connection import NOT_UNDERSTOOD, Address, Connection, ConnectionClosed
-
-if TYPE_CHECKING:
-    from deep_ep.membership.loop import Loop
+from deep_ep.membership.loop import Loop
 
 # How long a rank may take to connect, and a new connection to send its greeting. Chosen.
 _CONNECT_S, GREETING_TIMEOUT_S = 10.0, 5.0

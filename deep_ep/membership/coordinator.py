@@ -11,7 +11,6 @@ import contextlib
 import logging
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from deep_ep.base.ranks import RankPlace
 from deep_ep.hang import messages
@@ -20,11 +19,8 @@ from deep_ep.hang.messages import Dispatcher, Message
 from deep_ep.membership.agreement import Arbiter
 from deep_ep.membership.channel import Channel
 from deep_ep.membership.connection import Address, descriptors_left
+from deep_ep.membership.endpoint import Endpoint, Member
 from deep_ep.membership.failover import LAST_WORDS_S, OF_LEADERS, InquiryFailover
-from deep_ep.membership.loop import Loop
-
-if TYPE_CHECKING:
-    from deep_ep.membership.liveness import Liveness
 
 # Descriptors that are left to the program. Chosen.
 _SPARE_DESCRIPTORS = 64
@@ -32,7 +28,7 @@ _SPARE_DESCRIPTORS = 64
 _log = logging.getLogger("deep_ep")
 
 
-class Coordinator(Loop):
+class Coordinator(Endpoint):
     """Rank 0's end, a thread: the arbiter, the ranks of this process, and connections to all others."""
 
     def __init__(
@@ -53,7 +49,7 @@ class Coordinator(Loop):
         self.channel = Channel(self, 0, num_ranks, token, self._take, self._lose)
         self.channel.listen(address, self._is_free)
 
-    def take_in(self, member: Liveness) -> None:
+    def take_in(self, member: Member) -> None:
         """A rank of this process joins; from any thread."""
         self.post(lambda: self._members.update({member.rank: member}))
         member.attach(self)
@@ -75,7 +71,7 @@ class Coordinator(Loop):
     def fail(self) -> None:
         for rank in list(self.channel.connections):
             self.channel.send(rank, messages.MonitoringFailed())
-        for member in self.members():
+        for member in self._members.values():
             member.lose("")
 
     def _is_free(self, rank: int) -> bool:
@@ -100,12 +96,12 @@ class Coordinator(Loop):
         self._stop_if_last()
 
 
-class CoordinatorClient(Loop):
+class CoordinatorClient(Endpoint):
     """Another rank's end, a thread: its connections to rank 0 and, where that does not answer, to other ranks."""
 
     def __init__(
         self,
-        member: Liveness,
+        member: Member,
         places: Sequence[RankPlace],
         ranks_per_node: int,
         token: str,

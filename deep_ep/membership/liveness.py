@@ -31,7 +31,7 @@ from deep_ep.hang.messages import Dispatcher, Failure, Message
 from deep_ep.membership import agreement, rendezvous
 from deep_ep.membership.connection import Address
 from deep_ep.membership.coordinator import Coordinator, CoordinatorClient
-from deep_ep.membership.loop import Loop
+from deep_ep.membership.endpoint import Answer, Endpoint
 
 if TYPE_CHECKING:
     from deep_ep._cpu import Runtime as NativeRuntime
@@ -40,9 +40,6 @@ if TYPE_CHECKING:
 
 # Pauses between looks whether this rank has finished what another one finished before it ended. Chosen.
 _FIRST_LOOK_S, _LAST_LOOK_S = 0.05, 0.4
-
-# Says something to the rank that sent a message.
-Answer = Callable[[Message], None]
 
 # Coordinators of ranks in this process, from the moment rank 0 makes one until all have joined.
 _coordinators: dict[str, Coordinator] = {}
@@ -53,7 +50,7 @@ class Liveness:
 
     Attributes:
         rank: this rank.
-        loop: the thread that speaks for it; `None` before it is connected, and in a fork.
+        endpoint: the thread that speaks for it; `None` before it is connected, and in a fork.
         alone: whether rank 0 cannot be asked.
         dead: ranks that are dead, see `Decision`.
         left: ranks that ended in order, and the last operation they finished.
@@ -70,7 +67,7 @@ class Liveness:
         self._native: NativeRuntime | None = native
         self._has_parted = False
         self._is_closed = False
-        self.loop: Loop | None = None
+        self.endpoint: Endpoint | None = None
         self._changed = threading.Condition()
         self._decisions: OrderedDict[Key, Decision | None] = OrderedDict()
         self.dead: dict[int, str] = {}
@@ -168,25 +165,25 @@ class Liveness:
             was_closed, self._is_closed = self._is_closed, True
             self._native = None
             self.hangs.close()
-        loop = self.loop
-        if not was_closed and loop is not None:
-            loop.post(lambda: loop.leave(self.rank, closed))
+        endpoint = self.endpoint
+        if not was_closed and endpoint is not None:
+            endpoint.post(lambda: endpoint.leave(self.rank, closed))
 
     def forget(self) -> None:
         """In a forked child, where a thread that is not there any more may hold the lock."""
         self._native_lock = threading.RLock()
-        self._native, self._is_closed, self.loop, self.alone = None, True, None, True
+        self._native, self._is_closed, self.endpoint, self.alone = None, True, None, True
         self.hangs.close()
 
-    # ---- called by the loop
+    # ---- called by the endpoint
 
     def away(self) -> set[int]:
         """Ranks that are not there to be asked."""
         return self.dead.keys() | self.left.keys()
 
-    def attach(self, loop: Loop) -> None:
+    def attach(self, endpoint: Endpoint) -> None:
         """From now on that thread speaks for this rank."""
-        self.loop, self.alone = loop, False
+        self.endpoint, self.alone = endpoint, False
 
     def watch(
         self,
@@ -196,12 +193,12 @@ class Liveness:
         offers: Sequence[Any],
     ) -> None:
         """Says from now on when this rank waits for long; see `HangWatch.begin`. By the program's thread."""
-        loop = self.loop
-        if loop is not None:
+        endpoint = self.endpoint
+        if endpoint is not None:
             self.hangs.begin(recorder, settings, places, offers)
             requests = request.attach(self.hangs)
-            loop.post(lambda: loop.listen(requests, request.take))
-            loop.post(lambda: self._look_at_own_waits(loop))
+            endpoint.post(lambda: endpoint.listen(requests, request.take))
+            endpoint.post(lambda: self._look_at_own_waits(endpoint))
 
     def progress(self) -> Progress:
         """Where this rank is; all zero once it has ended, or waits in destroy()."""
@@ -212,8 +209,8 @@ class Liveness:
 
     @property
     def address(self) -> Address | None:
-        """See `Loop.address`."""
-        return self.loop.address if self.loop is not None else None
+        """See `Endpoint.address`."""
+        return self.endpoint.address if self.endpoint is not None else None
 
     def _locked(self, handle: Callable[[Answer, Any], None]) -> Callable[[Answer, Any], None]:
         """With what the rank says of itself."""
@@ -225,8 +222,8 @@ class Liveness:
         return run
 
     def _inspect(self, answer: Answer, asked: messages.Inspect) -> None:
-        if self.loop is not None:
-            self.loop.aside(lambda: self.hangs.inspect(asked), answer)
+        if self.endpoint is not None:
+            self.endpoint.aside(lambda: self.hangs.inspect(asked), answer)
 
     def _take_death(self, message: messages.RankDied) -> None:
         self.dead[message.rank] = message.how
@@ -248,14 +245,14 @@ class Liveness:
             with self._native_lock:
                 self.hangs.lose_rank_0("unreachable" if how == "host" else "gone", self.left)
             self._take_death(messages.RankDied(0, how))
-            if self.loop is not None:
-                self.loop.lose_rank_0()
+            if self.endpoint is not None:
+                self.endpoint.lose_rank_0()
 
-    def _look_at_own_waits(self, loop: Loop) -> None:
+    def _look_at_own_waits(self, endpoint: Endpoint) -> None:
         with self._native_lock:
             pause_s = self.hangs.look()
         if pause_s is not None:
-            loop.call_later(pause_s, lambda: self._look_at_own_waits(loop))
+            endpoint.call_later(pause_s, lambda: self._look_at_own_waits(endpoint))
 
     def _take(self, decision: Decision) -> None:
         key, culprits = decision.key, decision.culprits
@@ -268,8 +265,8 @@ class Liveness:
                     for rank in culprits:
                         native.mark_out(rank, key.op)
         # Who waits for it goes on when all ranks of this process know, so that simulated ones repeat exactly.
-        if self.loop is not None:
-            self.loop.post(lambda: self._remember(key, decision))
+        if self.endpoint is not None:
+            self.endpoint.post(lambda: self._remember(key, decision))
 
     def _remember(self, key: Key, decision: Decision | None) -> None:
         with self._changed:
@@ -280,7 +277,7 @@ class Liveness:
         """Once nothing can be missing that the rank sent before it ended, barriers included; in destroy() at once,
         unless it has come there too.
         """
-        loop, closed = self.loop, self.left[rank]
+        endpoint, closed = self.endpoint, self.left[rank]
 
         def look() -> None:
             with self._native_lock:
@@ -293,8 +290,8 @@ class Liveness:
                 else:
                     self._mark_left_later(rank, min(2 * pause_s, _LAST_LOOK_S))
 
-        if loop is not None:
-            loop.call_later(pause_s, look)
+        if endpoint is not None:
+            endpoint.call_later(pause_s, look)
 
     def _mark_gone(self, rank: int, is_gone: bool = True) -> None:
         with self._native_lock:
@@ -302,9 +299,9 @@ class Liveness:
                 self._native.mark_gone(rank, is_gone)
 
     def _say(self, message: Message) -> None:
-        loop = self.loop
-        if loop is not None:
-            loop.post(lambda: loop.say(self.rank, message))
+        endpoint = self.endpoint
+        if endpoint is not None:
+            endpoint.post(lambda: endpoint.say(self.rank, message))
 
     def _own_view(self, key: Key, missing: Sequence[int]) -> Decision | None:
         """Without rank 0: who is known to be gone, or else rank 0 itself, so that all say the same."""
@@ -409,9 +406,9 @@ def complete(
         ValueError: where a rank listens is no `Address`.
     """
     problems, addresses = zip(*joined)
-    if member is not None and member.loop is not None:
+    if member is not None and member.endpoint is not None:
         known: Any = Optional[Address]
-        member.loop.introduce([codec.from_plain(known, address) for address in addresses])
+        member.endpoint.introduce([codec.from_plain(known, address) for address in addresses])
     if own is None:
         return
     unreachable = [rank for rank, problem in enumerate(problems) if problem is not None]

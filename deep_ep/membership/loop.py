@@ -17,15 +17,9 @@ import sys
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Callable, TypeVar
+from typing import Callable, TypeVar
 
-from deep_ep.hang.messages import Message
-from deep_ep.membership.connection import Address, Connection
-
-if TYPE_CHECKING:
-    from deep_ep.membership.channel import Channel
-    from deep_ep.membership.liveness import Liveness
+from deep_ep.membership.connection import Connection
 
 # How long the end of a process waits for its last words to be sent; chosen.
 _END_S = 1.0
@@ -41,12 +35,7 @@ class Loop(ABC):
 
     What takes long, such as a look at another process or a file, runs in a second thread: who waits for news of
     other ranks must not wait for that.
-
-    Attributes:
-        channel: its connections.
     """
-
-    channel: Channel
 
     def __init__(self, name: str) -> None:
         self._selector = selectors.DefaultSelector()
@@ -57,7 +46,6 @@ class Loop(ABC):
         self._posted: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._timers = sched.scheduler(time.monotonic)
         self._pause_s: float | None = None  # until the next timer
-        self._members: dict[int, Liveness] = {}
         self._running = True
         self._is_over = False
         self._selector.register(self._inner, selectors.EVENT_READ, lambda: self._inner.recv(4096))
@@ -122,60 +110,24 @@ class Loop(ABC):
         """Waits for the end of the thread."""
         self._thread.join(timeout_s)
 
-    def forget(self) -> None:
-        """In a forked child: closes descriptors and nothing else; the connections are the parent's."""
+    def close(self) -> None:
+        """Closes descriptors and nothing else. At the end of the thread, or in a forked child, which has none."""
         self._is_over = True
         self._selector.close()
         self._inner.close()
         self._outer.close()
-        self.channel.close()
 
-    def members(self) -> Sequence[Liveness]:
-        """The ranks of this process that this thread speaks for."""
-        return list(self._members.values())
+    @abstractmethod
+    def forget(self) -> None:
+        """Called in a forked child, where the connections are the parent's."""
 
+    @abstractmethod
     def leave_all(self) -> None:
         """The process ends in order."""
-        for member in self.members():
-            self.leave(member.rank, member.progress().closed)
-        self._stop()
-
-    @abstractmethod
-    def say(self, rank: int, message: Message) -> None:
-        """Takes a message of a rank of this process to the arbiter."""
-
-    @abstractmethod
-    def leave(self, rank: int, closed: int) -> None:
-        """A rank of this process ends in order."""
-
-    @abstractmethod
-    def _hand(self, rank: int, message: Message) -> None:
-        """Takes what this process has to say to one of its own ranks there."""
 
     @abstractmethod
     def fail(self) -> None:
-        """Something in here is wrong: tells the others that this end of the connections says nothing."""
-
-    # What only other processes than rank 0's need.
-
-    @property
-    def address(self) -> Address | None:
-        """Where other ranks reach this one if rank 0 does not answer; `None`: nowhere."""
-        return None
-
-    def introduce(self, addresses: Sequence[Address | None]) -> None:  # noqa: B027
-        """All ranks have joined, and this is where they listen. From any thread."""
-
-    def lose_rank_0(self) -> None:  # noqa: B027
-        """A rank of this process has learnt that rank 0 is gone, and did not say goodbye."""
-
-    def _send(self, rank: int, message: Message) -> None:
-        """Says something to a rank, which may be one of this process."""
-        if rank in self._members:
-            # Not at once: who says it is in the middle of something.
-            self.post(lambda: self._hand(rank, message))
-        else:
-            self.channel.send(rank, message)
+        """Something in here is wrong, and the thread ends."""
 
     def _stop(self) -> None:
         self._running = False
@@ -195,7 +147,7 @@ class Loop(ABC):
                 self._slow_thread.join(_END_S)
             self._at_exit.cancel()
             _loops.discard(self)
-            self.forget()
+            self.close()
 
     def _run_aside(self) -> None:
         for action in iter(self._slow.get, None):
@@ -227,8 +179,6 @@ def _forget_all() -> None:
     """In a forked child, which has the connections of its parent, but not its threads."""
     for loop in list(_loops):
         loop.forget()
-        for member in loop.members():
-            member.forget()
     _loops.clear()
 
 

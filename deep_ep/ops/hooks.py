@@ -15,8 +15,6 @@ from deep_ep.errors import EPUsageError
 if TYPE_CHECKING:
     import torch
 
-    from deep_ep.ops.communicator import Communicator
-
 
 # Two batches overlap: one may be sent while the other's hook has not been called.
 MOST_OPEN_HOOKS = 2
@@ -55,9 +53,14 @@ class PendingReceive:
         self._failure: RuntimeError | None = None
         self._hook: weakref.ref[ReceiveHook] | None = None
 
-    def hook_for(self, communicator: Communicator, owner: object) -> ReceiveHook:
-        """The hook that the program gets; it keeps `owner`, the buffer, alive."""
-        hook = ReceiveHook(communicator, self, owner)
+    def hook_for(self, receive: Callable[[PendingReceive], None], owner: object) -> ReceiveHook:
+        """The hook that the program gets.
+
+        Args:
+            receive: `Communicator.receive`.
+            owner: the buffer, which the hook keeps alive.
+        """
+        hook = ReceiveHook(receive, self, owner)
         self._hook = weakref.ref(hook)
         return hook
 
@@ -108,8 +111,10 @@ class PendingReceive:
 class ReceiveHook:
     """Receives what a low-latency call with `return_recv_hook=True` waits for; call it once."""
 
-    def __init__(self, communicator: Communicator, pending: PendingReceive, owner: object) -> None:
-        self._communicator = communicator
+    def __init__(
+        self, receive: Callable[[PendingReceive], None], pending: PendingReceive, owner: object
+    ) -> None:
+        self._receive = receive
         self._pending = pending
         self._owner = owner
 
@@ -122,4 +127,4 @@ class ReceiveHook:
             EPUsageError: called before, or after `Buffer.abandon_hook()` or `destroy()`.
             EPTimeoutError, EPArgumentError, EPTransportError: like the call itself.
         """
-        self._communicator.receive(self._pending)
+        self._receive(self._pending)

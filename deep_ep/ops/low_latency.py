@@ -228,7 +228,7 @@ class LowLatency:
             receive = functools.partial(run, **arguments, phases=binding.PHASE_RECEIVE)
             pending = PendingReceive(name, receive, (tensors, counters), handle)
             communicator.open_hooks.append(pending)
-            return EventOverlap(), pending.hook_for(communicator, self._owner())
+            return EventOverlap(), pending.hook_for(communicator.receive, self._owner())
         comm = runtime.get_comm_stream()
         back.wait_stream(comm, current, communicator.stream_event)
         phases = binding.PHASE_SEND | binding.PHASE_RECEIVE

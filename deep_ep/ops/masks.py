@@ -7,7 +7,7 @@ a kernel has masked, tells the others by way of rank 0 (liveness.py), and keeps 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Callable
+from typing import TYPE_CHECKING, Any, Callable, Protocol
 
 from deep_ep.base.ranks import Key
 from deep_ep.base.rules import QUERY_MASKS, fail
@@ -19,15 +19,38 @@ from deep_ep.ops.failures import state_of
 from deep_ep.types.bounds import integer
 
 if TYPE_CHECKING:
+    import threading
     from collections.abc import Sequence
 
     from deep_ep.base.ranks import Decision, RankPlace
+    from deep_ep.checks.arguments import Limits
     from deep_ep.checks.calls import MaskQuery
     from deep_ep.membership.liveness import Liveness
+    from deep_ep.native.backend import Backend
     from deep_ep.native.runtime import Runtime
-    from deep_ep.ops.communicator import Communicator
 
 ASKED = "the program asked for it"
+
+
+class ConnectedRank(Protocol):
+    """The rank's `Communicator`, as far as masks need it."""
+
+    rank: int
+    num_ranks: int
+    backend: Backend
+    limits: Limits
+    runtime: Runtime | None
+    lock: threading.RLock
+    stream_event: Any
+
+    def connected_runtime(self, where: str) -> Runtime:
+        """See `Communicator`."""
+
+    def calling_stream(self, where: str) -> Any:
+        """See `Communicator`."""
+
+    def receive_sent(self) -> None:
+        """See `Communicator`."""
 
 
 class Masks:
@@ -39,7 +62,7 @@ class Masks:
 
     def __init__(
         self,
-        communicator: Communicator,
+        communicator: ConnectedRank,
         is_enabled: bool,
         liveness: Liveness | None,
         places: Sequence[RankPlace],

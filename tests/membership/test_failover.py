@@ -122,7 +122,7 @@ def test_what_all_know_only_who_leads_begins(unreachable: tuple[int, ...], begin
 
 def test_a_rank_believes_others_only_what_they_may_say() -> None:
     with connected(3) as ranks:
-        loop: Any = ranks[1].member.loop
+        loop: Any = ranks[1].member.endpoint
         assert loop.channel.server.getsockname()[0] == "127.0.0.1"
         token = loop.channel._token
         dead = b'{"type": "RankDied", "rank": 0, "how": "process"}\n'

@@ -112,7 +112,7 @@ def two_hosts() -> Iterator[list[str]]:
 
 
 def connection_of(rank: Rank) -> Connection:
-    loop: Any = rank.member.loop
+    loop: Any = rank.member.endpoint
     connection: Connection = loop.channel.connections[0]
     return connection
 
@@ -162,7 +162,7 @@ def test_what_rank_0_says_right_behind_its_welcome_is_heard() -> None:
 
 def test_without_rank_0_all_say_the_same() -> None:
     with connected(3) as ranks:
-        coordinator: Any = ranks[0].member.loop
+        coordinator: Any = ranks[0].member.endpoint
 
         def cut_all() -> None:
             for connection in list(coordinator.channel.connections.values()):
@@ -182,7 +182,7 @@ def test_if_rank_0_does_not_answer_it_is_named_and_no_other(
 ) -> None:
     monkeypatch.setattr(agreement, "LONGEST_S", 0.1)
     with connected(3) as ranks:
-        coordinator: Any = ranks[0].member.loop
+        coordinator: Any = ranks[0].member.endpoint
         goes_on = threading.Event()
         coordinator.post(lambda: goes_on.wait(HANG_S))
         answers = [ranks[1].agree([0, 2]), ranks[2].agree([0])]
@@ -206,7 +206,7 @@ def test_a_look_at_another_process_holds_up_no_decision(
     monkeypatch.setattr(HangWatch, "inspect", inspect)
     with connected(3, by_sockets) as ranks:
         for rank in ranks:
-            loop = rank.member.loop
+            loop = rank.member.endpoint
             loop.post(lambda member=rank.member: member.handle(print, Inspect(1, 2)))
         assert eventually(looked.is_set)
         ranks[2].native.at = Progress(4, 0, False)
@@ -270,7 +270,7 @@ def test_a_dropped_buffer_says_goodbye(by_sockets: bool) -> None:
 
 def test_kernels_of_both_ends_look_whether_the_other_host_is_there() -> None:
     with connected(2) as ranks:
-        coordinator: Any = ranks[0].member.loop
+        coordinator: Any = ranks[0].member.endpoint
         assert eventually(lambda: coordinator.channel.connections)
         for connection in (connection_of(ranks[1]), coordinator.channel.connections[1]):
             option = connection.socket.getsockopt
@@ -331,7 +331,7 @@ def test_a_fault_of_a_thread_is_no_death(
 
 def test_a_fault_of_rank_0_s_thread_is_no_death(caplog: pytest.LogCaptureFixture) -> None:
     with connected(3) as ranks:
-        coordinator: Any = ranks[0].member.loop
+        coordinator: Any = ranks[0].member.endpoint
         coordinator.post(lambda: 1 / 0)
         assert eventually(lambda: all(rank.member.alone for rank in ranks))
         for rank in ranks:

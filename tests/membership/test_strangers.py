@@ -376,7 +376,7 @@ def test_no_message_of_a_peer_ends_a_rank(
     said: list[bytes], three: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    loop = three[1].member.loop
+    loop = three[1].member.endpoint
     token = loop.channel._token
     send(three[1].member.address, greeting(token, 2) + b"\n".join(said) + b"\n")
     assert b"Welcome" in send(three[1].member.address, greeting(token, 2))
@@ -389,10 +389,10 @@ def test_no_message_of_a_peer_ends_a_rank(
 def test_a_rank_that_does_not_understand_rank_0_is_no_dead_one(
     said: bytes, three: list[Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    connection = three[0].member.loop.channel.connections[1].socket
+    connection = three[0].member.endpoint.channel.connections[1].socket
     connection.send(said + b"\n")
     address = three[1].member.address
-    assert b"Welcome" in send(address, greeting(three[1].member.loop.channel._token, 2))
+    assert b"Welcome" in send(address, greeting(three[1].member.endpoint.channel._token, 2))
     assert three[1].native.gone == []
     assert three[0].native.gone == []
 
