@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import rich.table
@@ -19,6 +19,21 @@ class Table:
     header: Sequence[str]
     rows: Sequence[Sequence[str]]
     note: str = ""
+
+    def without(self, is_plain: Callable[[str], bool], what: str, named: int = 1) -> Table:
+        """Leaves out rows of which all cells are plain; the note says what they are, and names them.
+
+        Args:
+            is_plain: of a cell.
+            what: all cells of such rows are.
+            named: columns that name a row.
+        """
+        plain = [row for row in self.rows if all(map(is_plain, row[named:]))]
+        if not plain:
+            return self
+        names = "; ".join(", ".join(row[:named]) for row in plain)
+        rows = [row for row in self.rows if row not in plain]
+        return replace(self, rows=rows, note=f"{self.note} {what}: {names}.".strip())
 
     def show(self, console: Console) -> None:
         table = rich.table.Table(title=self.title, title_justify="left", caption=self.note or None)
