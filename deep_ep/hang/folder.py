@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from deep_ep.base import codec
+from deep_ep.base import codec, files
 from deep_ep.errors import EPArgumentError
-from deep_ep.hang import files, plain_pickle
+from deep_ep.hang import plain_pickle
 from deep_ep.hang.cause import HangVerdict
 from deep_ep.hang.log_verdict import LogFile, read_log, verdicts
 from deep_ep.hang.states import RankState

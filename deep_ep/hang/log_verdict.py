@@ -12,8 +12,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from deep_ep.base import files
 from deep_ep.errors import ranks_text
-from deep_ep.hang import files
 from deep_ep.hang.cause import Accused, Edge, HangCause, HangVerdict
 from deep_ep.hang.log_table import CHECKS, ROWS, LogRow
 from deep_ep.hang.wording import wait_text

@@ -27,9 +27,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from deep_ep.base import codec, env
+from deep_ep.base import codec, env, files
 from deep_ep.errors import EPTransportError, EPUsageError
-from deep_ep.hang import files, traces
+from deep_ep.hang import traces
 from deep_ep.hang.stacks import started
 
 _LOOK_EVERY_S = 0.05

@@ -10,8 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from deep_ep.base import env
-from deep_ep.hang import files
+from deep_ep.base import env, files
 from deep_ep.hang.cause import HangVerdict
 from deep_ep.hang.rank_calls import NOTIFY, OPERATIONS, numbered
 from deep_ep.hang.states import Call, RankState

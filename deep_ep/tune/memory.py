@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 
-from deep_ep.base import env
-from deep_ep.hang import files
+from deep_ep.base import env, files
 from deep_ep.native import backend
 from deep_ep.tune.choice import Experts, Tuned
 from deep_ep.tune.trials import Model

@@ -52,7 +52,7 @@ MAY_IMPORT: dict[str, dict[str, set[str]]] = {
         "integrations": {"diagnose"},
         "moe": {"errors", "group", "testing", "types", "observe", "checks", "ops", "buffer"},
         "doctor": {"errors", "base", "testing", "native", "buffer", "buffers", "diagnose"},
-        "tune": {"errors", "base", "hang", "native", "types", "buffer", "moe", "doctor"},
+        "tune": {"errors", "base", "native", "types", "buffer", "moe", "doctor"},
     },
     "deep_ep/diagnose": {
         "core": set(),

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from deep_ep.base import codec, env
+from deep_ep.base.files import replace as replace_file
 from deep_ep.base.printable_text import printable
 from deep_ep.base.text_tables import rows_of
 from deep_ep.base.words import counted, listed
@@ -23,7 +24,6 @@ from deep_ep.errors import (
 from deep_ep.group import Group, ThreadGroup, TorchGroup, as_group
 from deep_ep.hang import folder, request
 from deep_ep.hang.cause import HangVerdict
-from deep_ep.hang.files import replace as replace_file
 from deep_ep.hang.report import picture as hang_picture
 from deep_ep.hang.report import views as hang_views
 from deep_ep.membership import rendezvous

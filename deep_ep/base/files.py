@@ -1,4 +1,4 @@
-"""Files of dumps: written as a whole or not at all, read within limits."""
+"""Files of this user: written as a whole or not at all, read within limits."""
 
 from __future__ import annotations
 
