@@ -61,9 +61,14 @@ class InquiryFailover:
         self._pending: list[messages.InquiryRequest] = []
         self._turn = 0
         known, announce = (places, ranks_per_node, member), Announcer().announce
-        self._inquiries = Inquiries(*known, send, loop.call_later, loop.aside, announce)
+        self._inquiries = Inquiries(*known, self._lead, loop.call_later, loop.aside, announce)
         own = self._inquiries.handlers()
         self.take = Dispatcher({class_: own[class_] for class_ in _TO_LEADERS})
+
+    def _lead(self, rank: int, message: Message) -> None:
+        # Rank 0 takes orders from nobody, and leads itself once it reads what it was asked.
+        if rank != 0:
+            self._send(rank, message)
 
     def request(self, message: messages.InquiryRequest) -> None:
         """Asks whoever leads for an inquiry."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -139,6 +140,21 @@ def test_a_rank_believes_others_only_what_they_may_say() -> None:
             assert bool(heard) == bool(then)
         assert ranks[1].native.gone == []
         assert ranks[0].agree([2]) is not None
+
+
+def test_rank_0_is_heard_again_when_another_rank_has_led_meanwhile() -> None:
+    with connected(3) as ranks:
+        loop_0: Any = ranks[0].member.endpoint
+        loop_1: Any = ranks[1].member.endpoint
+        is_led, goes_on = threading.Event(), threading.Event()
+        loop_1._failover._inquiries._announce = lambda _: is_led.set() or VERDICT
+        loop_0.post(goes_on.wait)
+        loop_1.post(lambda: loop_1.say(1, STUCK))
+        assert is_led.wait(HANG_S)
+        goes_on.set()
+        assert ranks[1].agree([2]) is not None
+        assert not ranks[1].member.alone
+        assert not ranks[1].member.dead
 
 
 def test_doors_are_closed_with_their_ranks() -> None:
