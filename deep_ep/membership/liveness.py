@@ -109,7 +109,7 @@ class Liveness:
         if reason == "other" or not missing:
             return None
         decision = self._ask(report)
-        if decision is None and reason == "timeout":
+        if decision is None and (reason == "timeout" or self.alone):
             decision = self._own_view(report.key, missing)
         return decision
 
@@ -238,15 +238,16 @@ class Liveness:
 
     def lose(self, how: str) -> None:
         """The connection to rank 0 has ended; `how` as in `Decision.dead`, empty if that tells nothing."""
-        with self._changed:
-            self.alone = True
-            self._changed.notify_all()
         if how and 0 not in self.left:
             with self._native_lock:
                 self.hangs.lose_rank_0("unreachable" if how == "host" else "gone", self.left)
             self._take_death(messages.RankDied(0, how))
             if self.endpoint is not None:
                 self.endpoint.lose_rank_0()
+        # Last: who waits for rank 0's answer goes by what is known here then.
+        with self._changed:
+            self.alone = True
+            self._changed.notify_all()
 
     def _look_at_own_waits(self, endpoint: Endpoint) -> None:
         with self._native_lock:

@@ -34,6 +34,7 @@ from deep_ep.membership import agreement, liveness, rendezvous
 from deep_ep.membership.connection import Connection, ConnectionClosed
 from deep_ep.membership.coordinator import CoordinatorClient
 from membership.connected_ranks import (
+    TIMEOUT,
     Buffer,
     Native,
     Rank,
@@ -338,6 +339,18 @@ def test_a_fault_of_rank_0_s_thread_is_no_death(caplog: pytest.LogCaptureFixture
             assert rank.agree([]) is None
             assert rank.native.gone == []
         assert "by the timeout only" in caplog.text
+
+
+def test_who_hears_of_rank_0_s_death_last_says_the_same() -> None:
+    """The others have given the operation up by then."""
+    with connected(3) as ranks:
+        coordinator: Any = ranks[0].member.endpoint
+        assert eventually(lambda: 2 in coordinator.channel.connections)
+        coordinator.channel.connections[2].socket.shutdown(socket.SHUT_RDWR)
+        failure = {**TIMEOUT, "reason": "abandoned", "ranks": [1], "given_up": {1: 5}}
+        decision = ranks[2].member.agree(failure)
+        assert decision is not None
+        assert decision.dead == {0: "process"}
 
 
 @pytest.mark.parametrize("what", ["connection", "descriptors"])
