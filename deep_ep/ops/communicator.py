@@ -436,10 +436,10 @@ class Communicator:
         self._finish(runtime)
         failure = runtime.native.take_failure()
         if failure is not None:
-            waited_s = failure["waited_ns"] * 1e-9
-            raise EPTransportError(
-                f"{ranks_text(failure['ranks'])} did not call it within {waited_s:.3g} s"
-            )
+            missing, waited_s = failure["ranks"], failure["waited_ns"] * 1e-9
+            died = set(missing) <= {*self._known_dead()}
+            how = "died" if died else f"did not call it within {waited_s:.3g} s"
+            raise EPTransportError(f"{ranks_text(missing)} {how}")
 
     def abort(self) -> None:
         """Releases local memory and says goodbye, without waiting for anybody."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
+import signal
 import sys
 import threading
 import time
@@ -231,6 +233,25 @@ def test_destroy_waits_no_longer_than_an_operation() -> None:
     waited = re.search(r"ranks 1-2 did not call it within (\S+) s", warned)
     assert waited is not None, warned
     assert 2.0 <= float(waited[1]) < HANG_S
+
+
+def die_while_the_others_destroy(rank: int, group: dist.ProcessGroup) -> list[str]:
+    """What destroy() warns of."""
+    buffer = make_buffer(group, destroys=True)
+    group.barrier().wait()
+    if rank == 1:
+        time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGKILL)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        buffer.destroy()
+    return [str(w.message) for w in caught if "not all ranks came" in str(w.message)]
+
+
+def test_who_dies_while_the_others_destroy_is_said_to_have_died() -> None:
+    said = run_processes(die_while_the_others_destroy, 3)
+    for (warned,) in raise_failures([said[0], said[2]]):
+        assert "(rank 1 died)" in warned
 
 
 @pytest.mark.parametrize(
