@@ -82,9 +82,14 @@ class Tensors:
         if not (is_contiguous or any_strides or rule.any_strides):
             fix = f"Pass {argument}.contiguous()."
             self._fail(rule, f"has strides {list(tensor.stride())}", "be contiguous", fix)
+        pointer = tensor.data_ptr()
+        # Of the device meta no tensor has memory; it is refused before, unless it is the buffer's.
+        if not pointer and tensor.numel() and not tensor.is_meta:
+            fix = f"Pass {argument}.to_local() of a DTensor, and no stand-in or memory that was freed."
+            self._fail(rule, "has no memory", "hold its elements itself", fix)
         # What is not contiguous is copied, or not read.
-        if rule.in_vectors and tensor.data_ptr() % VECTOR_BYTES and is_contiguous:
-            got = f"begins at address {tensor.data_ptr():#x}"
+        if rule.in_vectors and pointer % VECTOR_BYTES and is_contiguous:
+            got = f"begins at address {pointer:#x}"
             fix = f"Pass {argument}.clone(), or allocate it by itself: it is a view into other memory."
             self._fail(rule, got, f"begin at a multiple of {VECTOR_BYTES} bytes", fix)
 

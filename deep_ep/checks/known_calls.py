@@ -72,7 +72,8 @@ class KnownCalls(Generic[Found]):
             if tensor is None:
                 look.append(None)
                 continue
-            if not isinstance(tensor, Tensor) or tensor.layout != strided:
+            # A subclass may hold no elements of its own.
+            if type(tensor) is not Tensor or tensor.layout != strided:
                 return None
             begin = rule.in_vectors and tensor.data_ptr() % VECTOR_BYTES
             traits = tensor.shape, tensor.dtype, tensor.device, tensor.is_contiguous(), begin

@@ -34,6 +34,22 @@ def elsewhere(t: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(t, device="meta")
 
 
+class StandIn(torch.Tensor):
+    """A tensor whose elements are elsewhere, as those of a DTensor are."""
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, *_: Any) -> Any:
+        raise NotImplementedError(function)
+
+
+def without_memory(t: torch.Tensor) -> torch.Tensor:
+    """Equal shape, dtype and device, and no elements."""
+    stand_in: torch.Tensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        StandIn, t.shape, dtype=t.dtype, device=t.device
+    )
+    return stand_in
+
+
 def with_value(place: Any, value: int) -> Callable[[torch.Tensor], torch.Tensor]:
     """The tensor with another value at one place."""
 
@@ -78,6 +94,7 @@ def tensor_cases(
         case(f"{name}-rank", of(name, lambda t: t[None]), name, "shape"),
         case(f"{name}-size", of(name, lambda t: t[:-1]), *size),
         case(f"{name}-device", of(name, elsewhere), name, "meta", ".to("),
+        case(f"{name}-memory", of(name, without_memory), name, "to_local()"),
     ]
     if not any_strides:
         cases.append(case(f"{name}-strides", of(name, strided), name, "contiguous()"))
