@@ -325,8 +325,10 @@ cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned
 cudaError_t cudaFuncGetAttributes(cudaFuncAttributes*, const void*) {
     return record("cudaFuncGetAttributes");
 }
-cudaError_t cudaFuncSetAttribute(const void* kernel, cudaFuncAttribute, int value) {
+cudaError_t cudaFuncSetAttribute(const void* kernel, cudaFuncAttribute attribute, int value) {
     constexpr int kMost = 227 * 1024;
+    if (attribute == cudaFuncAttributePreferredSharedMemoryCarveout)
+        return record("cudaFuncSetAttribute, division " + std::to_string(value));
     if (value > kMost) return cudaErrorInvalidValue;
     shared_memory_asked_for[kernel] = static_cast<size_t>(value);
     return record("cudaFuncSetAttribute");

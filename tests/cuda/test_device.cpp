@@ -72,13 +72,32 @@ TEST(ranks_that_share_a_gpu_launch_without_the_cooperative_attribute) {
     CHECK(driver::launches().at(1).cooperative);
 }
 
-TEST(shared_memory_beyond_the_usual_is_asked_for) {
-    CHECK_EQUAL(launch_error(4, 1, kUsualSharedBytes), std::string("no error"));
-    CHECK_EQUAL(driver::count("cudaFuncSetAttribute"), 0);
-    for (const size_t bytes : {kMaxSharedBytes, kMaxSharedBytes / 2, kMaxSharedBytes})
-        CHECK_EQUAL(launch_error(4, 1, bytes), std::string("no error"));
-    CHECK_EQUAL(driver::count("cudaFuncSetAttribute"), 2);  // once for each size
-    CHECK(contains(launch_error(4, 1, kMaxSharedBytes + 1), "does not fit"));
+// Whoever launches may find the same kernel waiting for this launch.
+TEST(launches_change_nothing_of_a_kernel) {
+    Device device(0, "");
+    device.prepare(&kernel);
+    const int asked = driver::count("cudaFuncSetAttribute");
+    const auto launch = [&](size_t shared_bytes, bool cooperative) {
+        return error_of([&] {
+            device.launch("some_kernel", &kernel, {4, 256, shared_bytes, cooperative}, {}, 0);
+        });
+    };
+    for (const size_t bytes : {size_t{0}, kMaxSharedBytes / 2, kMaxSharedBytes}) {
+        CHECK_EQUAL(launch(bytes, true), std::string("no error"));
+        CHECK_EQUAL(launch(bytes, false), std::string("no error"));
+    }
+    CHECK_EQUAL(driver::count("cudaFuncSetAttribute"), asked);
+    CHECK(contains(launch(kMaxSharedBytes + 1, true), "does not fit"));
+}
+
+TEST(kernels_of_ranks_that_share_a_gpu_divide_its_memory_alike) {
+    Device device(0, "");
+    device.prepare(&kernel);
+    const std::string most_shared = "cudaFuncSetAttribute, division 100";
+    device.share_with(1);
+    CHECK_EQUAL(driver::count(most_shared), 0);
+    device.share_with(2);
+    CHECK_EQUAL(driver::count(most_shared), 2);  // that of the device, and this one
 }
 
 TEST(a_clock_is_written_on_its_stream_while_nobody_waits) {

@@ -27,6 +27,7 @@ class Rank {
         options.num_qps_per_rank = 1;
         options.timeout_ns = 1;
         options.ranks_per_node = 1;
+        options.bulk_copies = true;
         runtime_ = std::make_unique<Runtime>(options);
         runtime_->connect({runtime_->local_handle()});
     }
@@ -100,6 +101,18 @@ TEST(a_launch_waits_for_nothing_on_the_host) {
     (void)rank.runtime().take_failure();
     CHECK_EQUAL(driver::count("cudaStreamSynchronize") + driver::count("cudaDeviceSynchronize"),
                 before);
+}
+
+// By bulk copies, through shared memory.
+TEST(long_rows_are_copied_within_a_rank) {
+    Rank rank;
+    CopyRowsCall call{};
+    call.row_bytes = 14336;
+    call.num_rows = 8;
+    call.width = 1;
+    call.num_out = 8;
+    rank.runtime().copy_rows(call);
+    CHECK_EQUAL(driver::launches().size(), size_t{1});
 }
 
 TEST(operations_may_be_captured) {

@@ -65,6 +65,13 @@ int Device::count() {
         "nvidia-smi and dmesg");
 }
 
+void Device::share_with(int ranks_on_device) {
+    ranks_on_device_ = ranks_on_device;
+    if (ranks_on_device == 1) return;
+    const DeviceGuard guard(index_);
+    for (const void* kernel : kernels_) cuda_target::divide_as_others(kernel);
+}
+
 void* Device::allocate(size_t bytes) {
     const DeviceGuard guard(index_);
     void* memory = nullptr;

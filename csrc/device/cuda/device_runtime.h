@@ -11,6 +11,7 @@
 #include <optional>
 #include <stdexcept>
 #include <string>
+#include <vector>
 
 #include "device/cuda/launch.h"
 #include "device/cuda/launch_order.h"
@@ -36,7 +37,8 @@ class Device {
     int index() const { return index_; }
     // This rank's share, if several ranks run on the GPU.
     int num_multiprocessors() const { return std::max(1, num_multiprocessors_ / ranks_on_device_); }
-    void share_with(int ranks_on_device) { ranks_on_device_ = ranks_on_device; }
+    // Behind all calls of prepare().
+    void share_with(int ranks_on_device);
 
     // Zeroed memory for kernels.
     void* allocate(size_t bytes);
@@ -73,9 +75,12 @@ class Device {
     // Loads kernels ahead of their first launch. Loading may have to wait for the GPU, which would be
     // for ever if a kernel that runs there waits for the one to be loaded.
     template <class... Kernels>
-    void prepare(Kernels... kernels) const {
+    void prepare(Kernels... kernels) {
         const cuda_target::DeviceGuard guard(index_);
-        (cuda_target::load(reinterpret_cast<const void*>(kernels)), ...);
+        for (const void* kernel : {reinterpret_cast<const void*>(kernels)...}) {
+            cuda_target::load(kernel);
+            kernels_.push_back(kernel);
+        }
     }
 
     // Enqueues kernel(args) on `stream`.
@@ -133,6 +138,7 @@ class Device {
     int index_;
     int num_multiprocessors_ = 0;
     int ranks_on_device_ = 1;
+    std::vector<const void*> kernels_;               // that have been loaded
     std::optional<cuda_target::LaunchOrder> order_;  // made on this device, before anybody captures
     cudaStream_t own_stream_ = nullptr;  // non-blocking: never waits for a caller's stream
     mutable Staging beside_;             // of copies on it

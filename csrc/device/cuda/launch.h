@@ -27,6 +27,21 @@ inline void load(const void* kernel) {
     check(cudaFuncGetAttributes(&attributes, kernel),
           "cudaFuncGetAttributes",
           "loading a kernel; this module may not be built for this GPU");
+    // Launches change nothing of a kernel: they may find one that runs, and waits for them.
+    check(
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kMaxSharedBytes),
+        "cudaFuncSetAttribute",
+        "the shared memory that a kernel may have");
+}
+
+// A multiprocessor has one memory for shared memory and for its cache. CUDA's programming guide has kernels with little
+// shared memory ask for much where others, which need it, are to run at the same time.
+inline void divide_as_others(const void* kernel) {
+    check(
+        cudaFuncSetAttribute(
+            kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared),
+        "cudaFuncSetAttribute",
+        "the division of a multiprocessor's memory");
 }
 
 // Blocks of this kernel that a GPU can run at the same time.
@@ -41,12 +56,6 @@ inline int resident_blocks(const void* kernel,
         known.try_emplace({kernel, device, shape.threads, shape.shared_bytes}, 0);
     if (!is_new) return entry->second;
     try {
-        if (shape.shared_bytes > kUsualSharedBytes) {
-            check(cudaFuncSetAttribute(
-                      kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kMaxSharedBytes),
-                  "cudaFuncSetAttribute",
-                  name);
-        }
         int per_multiprocessor = 0;
         int multiprocessors = 0;
         check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(
