@@ -488,7 +488,7 @@ std::optional<Failure> Runtime::take_failure() {
         failure.given_up.push_back(
             GivenUp::unpack(word_at(control_.given_up(Series::kOperations, rank))).newest);
     }
-    failure_->reason = 0;
+    std::atomic_ref(failure_->reason).store(0, std::memory_order_relaxed);
     return failure;
 }
 

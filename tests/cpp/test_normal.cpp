@@ -169,6 +169,23 @@ TEST(numbers_that_do_not_agree_are_refused_and_the_group_works_on) {
     }
 }
 
+// Both may have been launched before the host looks, as on a GPU.
+TEST(the_empty_handle_of_a_failed_dispatch_does_not_hide_why_it_failed) {
+    Random random(ep::testing::seed());
+    Group group(kTwoNodes);
+    fail_together(group, kTwoNodes, random, [&](Exchange& exchange, int rank) {
+        std::vector<int32_t> numbers = exchange.mine.num_tokens_per_rank;
+        if (rank == 2) ++numbers[1];
+        CHECK(!exchange.notify(numbers));
+        exchange.abandon();
+        exchange.combine(0);
+        const auto failure = group[rank].take_failure();
+        CHECK(failure->operation == Operation::kNormalDispatch);
+        if (rank == 2) return check_failure(failure, FailureReason::kCounts, {2});
+        check_abandoned(failure, rank);
+    });
+}
+
 // Another rank may still read those of an earlier dispatch.
 TEST(who_refuses_sends_no_notice) {
     Random random(ep::testing::seed());

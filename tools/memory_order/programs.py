@@ -624,9 +624,10 @@ def counts_of_a_layout(p: Program) -> None:
 @litmus("What the host tells kernels that run is read without a race.")
 def news(p: Program) -> None:
     host = p.thread("host")
-    for place in ("gone", "out", "lost_op", "any"):
+    for place in ("gone", "out", "lost_op", "any", "reason"):
         host.write(place, order=HOST_RELAXED)
     b = p.thread("B")
+    b.read("reason", at="follows.load_relaxed")
     b.read("any", at="has_ended.load_relaxed#1")
     b.read("gone", at="has_ended.load_relaxed#2")
     b.read("out", at="is_gone.load_relaxed")

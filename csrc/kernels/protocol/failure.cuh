@@ -28,6 +28,13 @@ EP_DEVICE void leave_record(const OperationArgs& args,
     store_release<Scope::kSystem>(&record->reason, static_cast<uint32_t>(reason));
 }
 
+// One thread. Whether a failure follows from one that the host has not taken yet, and which says more: where a dispatch
+// has failed, its combine finds an empty handle. On a GPU both may have been launched before the host looks.
+EP_DEVICE bool follows(const OperationArgs& args, FailureReason reason) {
+    return reason == FailureReason::kHandle &&
+           load_relaxed<Scope::kSystem>(&args.failure->reason) != 0;
+}
+
 // One thread. Ends the operation on this rank.
 EP_DEVICE void record_failure(const OperationArgs& args,
                               const OpenOperation& open,
@@ -37,8 +44,8 @@ EP_DEVICE void record_failure(const OperationArgs& args,
     const auto first = compare_exchange_relaxed<Scope::kDevice>(
         &args.workspace->failed, 0u, static_cast<uint32_t>(reason));
     if (first == 0) {
-        leave_record(args, open, reason, source, row);
-    } else if (first == static_cast<uint32_t>(reason)) {
+        if (!follows(args, reason)) leave_record(args, open, reason, source, row);
+    } else if (first == static_cast<uint32_t>(reason) && reason != FailureReason::kHandle) {
         store_relaxed<Scope::kSystem>(&args.failure->ranks[source], 1u);
     }
 }
