@@ -567,6 +567,23 @@ class Buffer:
         """
         self.communicator.abandon_hook()
 
+    def raise_failure(self) -> None:
+        """Raises what went wrong in the operations that have ended, unless a call has done so.
+
+        On a GPU, calls return before their kernels have run. What an operation that fails there returned is undefined,
+        and so is what later ones did until a call of this rank raises, which is the next one that finds it. Before
+        results are used for what cannot be undone, as the step of an optimizer, wait for the stream, then ask.
+        Without a failure it neither waits nor communicates.
+
+        Raises:
+            EPUsageError: this is a fork of the process that built the buffer, or it was destroyed.
+            EPTimeoutError, EPArgumentError, EPTransportError: an operation failed.
+        """
+        communicator = self.communicator
+        with communicator.lock:
+            communicator.connected_runtime("raise_failure")
+            communicator.raise_failure()
+
     def get_next_low_latency_combine_buffer(self, handle: tuple[Any, ...]) -> Tensor:
         """Where the next combine with `zero_copy=True` takes its rows from.
 

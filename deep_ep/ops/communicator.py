@@ -377,6 +377,7 @@ class Communicator:
             keeps_memory = False
             try:
                 self._finish(runtime)
+                self._tell_failure(runtime)
                 # Before the others are waited for: they may be waiting for this rank.
                 self._part()
                 for watcher in watchers:
@@ -401,6 +402,12 @@ class Communicator:
         """Waits for what this rank has queued; for the whole device would be for kernels that wait for this rank."""
         for stream in (self.backend.current_stream(), runtime.get_comm_stream()):
             stream.synchronize()
+
+    def _tell_failure(self, runtime: Runtime) -> None:
+        """What the last operations found on a GPU, where no call came after them that could have raised it."""
+        failure = runtime.native.take_failure()
+        if failure is not None:
+            warn(f"destroy on rank {self.rank}: {error_from_failure(failure, self.rank)}")
 
     def _part(self) -> None:
         """This rank makes no more calls, and says whom it waits for in `destroy`."""

@@ -107,6 +107,7 @@ calls = {
     "low_latency_dispatch": lambda: wait(0),
     "clean_low_latency_buffer": lambda: buffers[0].clean_low_latency_buffer(4, 512, 2),
     "abandon_hook": lambda: buffers[0].abandon_hook(),
+    "raise_failure": lambda: buffers[0].raise_failure(),
     "measure_clock_offsets": lambda: buffers[0].measure_clock_offsets(),
     "enable_counters": lambda: buffers[0].enable_counters(),
     "disable_counters": lambda: buffers[0].disable_counters(),

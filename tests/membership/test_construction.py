@@ -14,8 +14,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 
 import deep_ep
@@ -24,7 +26,15 @@ from deep_ep.group import ThreadGroup, thread_groups
 from deep_ep.membership import liveness
 from deep_ep.membership.monitored_group import Arrival, MonitoredGroup
 from deep_ep.ops import construction
-from support.launch import HANG_S, Ranks, on_threads, outcomes, raise_failures, run_processes
+from support.launch import (
+    DEVICE,
+    HANG_S,
+    Ranks,
+    on_threads,
+    outcomes,
+    raise_failures,
+    run_processes,
+)
 
 UNKNOWN = "it cannot be known why: process gone, process stopped, host unreachable or elsewhere in its program"
 
@@ -283,3 +293,36 @@ def test_who_waited_in_destroy_in_vain_says_for_whom(
         assert "rank 1 has not called destroy(); its thread" in said
         assert said.endswith(f"local memory is {memory}")
         ranks.run(lambda rank, buffer: None)
+
+
+@pytest.mark.parametrize("is_asked", [False, True], ids=["not-asked", "asked"])
+def test_what_no_call_could_raise_is_raised_on_request_or_told_by_destroy(
+    is_asked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU, kernels fail when their calls have returned."""
+    monkeypatch.setenv("DEEP_EP_TIMEOUT_S", "1")
+    failed = threading.Event()
+
+    def run(rank: int, buffer: deep_ep.Buffer) -> None:
+        if rank == 0:
+            x = torch.zeros(4, 256, dtype=torch.bfloat16, device=DEVICE)
+            topk_idx = torch.zeros(4, 1, dtype=torch.int64, device=DEVICE)
+            with mock.patch.object(type(buffer.communicator), "raise_failure"):
+                buffer.low_latency_dispatch(x, topk_idx, 4, 2)
+            if is_asked:
+                with pytest.raises(EPTimeoutError, match="low_latency_dispatch"):
+                    buffer.raise_failure()
+                buffer.raise_failure()
+            failed.set()
+        assert failed.wait(HANG_S)
+        buffer.destroy()
+
+    with warnings.catch_warnings(record=True) as caught, Ranks(2, 4, 256, 2) as ranks:
+        warnings.simplefilter("always")
+        ranks.run(run)
+        said = [str(w.message) for w in caught if "destroy on rank" in str(w.message)]
+    if is_asked:
+        assert said == []
+    else:
+        (warned,) = said
+        assert "destroy on rank 0: low_latency_dispatch (operation 1) on rank 0" in warned
