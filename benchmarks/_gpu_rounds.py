@@ -175,7 +175,7 @@ def _run_batch(
 def finish(buffer: deep_ep.Buffer) -> None:
     """Waits for what this rank has called; raises what went wrong in it."""
     backend.get().current_stream().synchronize()
-    buffer.communicator.raise_failure()
+    buffer.raise_failure()
 
 
 def copy_us(num_bytes: int) -> float:

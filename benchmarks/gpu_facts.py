@@ -37,11 +37,14 @@ def shared_queues(
     occupy: Callable[[Any], Any],
     mark: Callable[[Any], Any],
     pause: Callable[[], None],
+    followers: Mapping[str, str],
 ) -> list[tuple[str, str]]:
     """Pairs of streams of which the second waits for kernels of the first.
 
     Args:
         streams: by name.
+        followers: by name of a stream, of the one that waits for its kernels, as the stream of a rank does for its
+            communication; what shares a queue with that one waits as well.
         occupy: queues a kernel that takes long; returns an event behind it.
         mark: queues a kernel that takes no time; returns an event behind it.
         pause: waits for what is not held up, and for less than `occupy` takes.
@@ -49,7 +52,10 @@ def shared_queues(
     pairs = []
     for name, stream in streams.items():
         end = occupy(stream)
-        marks = {other: mark(streams[other]) for other in streams if other != name}
+        follower = followers.get(name)
+        if follower is not None:
+            streams[follower].wait_event(end)
+        marks = {other: mark(streams[other]) for other in streams if other not in (name, follower)}
         pause()
         if not end.query():  # else the host was too slow for this to tell anything
             pairs += [(name, other) for other, event in marks.items() if not event.query()]
@@ -95,6 +101,7 @@ def _alone() -> dict[str, Any]:
         lambda stream: _event(stream, _BUSY_NS),
         lambda stream: _event(stream, 1),
         lambda: time.sleep(_BUSY_NS / 2e9),
+        {f"rank {rank}, communication": f"rank {rank}" for rank in range(NUM_RANKS)},
     )
     torch.cuda.empty_cache()
     properties = torch.cuda.get_device_properties(0)

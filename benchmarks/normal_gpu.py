@@ -89,7 +89,10 @@ def make_problem(
     config: deep_ep.Config,
     args: argparse.Namespace,
 ) -> Problem:
-    """The experts return the rows as they came. Collective; checks the sums."""
+    """The experts return the rows as they came. Collective; checks the sums.
+
+    What torch does for the first time may wait for all kernels, so it comes when none waits for another rank.
+    """
     per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(
         inputs.topk_idx, args.num_experts
     )
@@ -100,6 +103,7 @@ def make_problem(
         num_tokens_per_expert=per_expert,
         config=config,
     )
+    finish(buffer)
     ys = reference.dequantise(recv_data, recv_scales)
     combined = buffer.combine(ys, handle, config=config)[0]
     finish(buffer)

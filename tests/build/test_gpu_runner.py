@@ -294,13 +294,23 @@ class Stream:
         held_up = self.queue[0]
         return mock.Mock(query=lambda: not held_up)
 
+    def wait_event(self, event: mock.Mock) -> None:
+        """Holds up its queue, until what it waits for has ended."""
+        end, self.queue[0] = event.synchronize, True
+
+        def synchronize() -> None:
+            end()
+            self.queue[0] = False
+
+        event.synchronize = synchronize
+
 
 def test_streams_that_share_a_hardware_queue_are_named() -> None:
 
     first, second, third = [False], [False], [False]
     streams = {"a": Stream(first), "b": Stream(second), "c": Stream(first), "d": Stream(third)}
     paused = mock.Mock()
-    pairs = gpu_facts.shared_queues(streams, Stream.occupy, Stream.mark, paused)
+    pairs = gpu_facts.shared_queues(streams, Stream.occupy, Stream.mark, paused, {})
     assert pairs == [("a", "c"), ("c", "a")]
     assert paused.call_count == len(streams)
     found = {
@@ -310,6 +320,9 @@ def test_streams_that_share_a_hardware_queue_are_named() -> None:
     assert "c waits for kernels of a; a waits for kernels of c; beside" in gpu_facts.sentences(
         found
     )
+    # The wait of `a` for `d` is in the queue of `c`.
+    pairs = gpu_facts.shared_queues(streams, Stream.occupy, Stream.mark, mock.Mock(), {"d": "a"})
+    assert pairs == [("a", "c"), ("c", "a"), ("d", "c")]
     found["streams_that_share_a_queue"] = []
     assert "no two of 16 streams share a queue" in gpu_facts.sentences(found)
 
