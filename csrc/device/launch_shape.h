@@ -19,7 +19,7 @@ constexpr int kMaxHostThreads = 16384;
 // How often who waits for long says so to the host.
 constexpr uint64_t kNoteIntervalNs = 100'000'000;
 
-// Shared memory of a block: what every GPU from Hopper on has.
+// Shared memory of a block, at most: what Hopper has.
 constexpr size_t kMaxSharedBytes = 227 * 1024;
 
 struct LaunchShape {

@@ -190,8 +190,9 @@ cudaError_t cudaSetDevice(int device) {
     return cudaSuccess;
 }
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
-    *value = attribute == cudaDevAttrMultiProcessorCount
-                 ? machine().multiprocessors
+    *value = attribute == cudaDevAttrMultiProcessorCount ? machine().multiprocessors
+             : attribute == cudaDevAttrMaxSharedMemoryPerBlockOptin
+                 ? machine().most_shared_bytes
                  : cudaGPUDirectRDMAWritesOrderingAllDevices;
     return cudaSuccess;
 }
@@ -326,10 +327,9 @@ cudaError_t cudaFuncGetAttributes(cudaFuncAttributes*, const void*) {
     return record("cudaFuncGetAttributes");
 }
 cudaError_t cudaFuncSetAttribute(const void* kernel, cudaFuncAttribute attribute, int value) {
-    constexpr int kMost = 227 * 1024;
     if (attribute == cudaFuncAttributePreferredSharedMemoryCarveout)
         return record("cudaFuncSetAttribute, division " + std::to_string(value));
-    if (value > kMost) return cudaErrorInvalidValue;
+    if (value > machine().most_shared_bytes) return cudaErrorInvalidValue;
     shared_memory_asked_for[kernel] = static_cast<size_t>(value);
     return record("cudaFuncSetAttribute");
 }

@@ -48,6 +48,7 @@ struct Machine {
     int runtime_version = 13000;
     int multiprocessors = 132;
     int blocks_per_multiprocessor = 1;
+    int most_shared_bytes = 227 * 1024;  // of a block
     // Calls that fail: name to error.
     std::map<std::string, cudaError_t> failing;
     // NVSHMEM: which ranks' memory can be addressed, whether queue pairs can be made, and their handles.

@@ -90,6 +90,18 @@ TEST(launches_change_nothing_of_a_kernel) {
     CHECK(contains(launch(kMaxSharedBytes + 1, true), "does not fit"));
 }
 
+TEST(a_gpu_with_less_shared_memory_launches_what_fits) {
+    driver::machine().most_shared_bytes = 99 * 1024;
+    Device device(0, "");
+    device.prepare(&kernel);
+    const auto launch = [&](size_t shared_bytes) {
+        return error_of(
+            [&] { device.launch("some_kernel", &kernel, {4, 256, shared_bytes, true}, {}, 0); });
+    };
+    CHECK_EQUAL(launch(99 * 1024), std::string("no error"));
+    CHECK(contains(launch(100 * 1024), "does not fit"));
+}
+
 TEST(kernels_of_ranks_that_share_a_gpu_divide_its_memory_alike) {
     Device device(0, "");
     device.prepare(&kernel);

@@ -77,8 +77,9 @@ class Device {
     template <class... Kernels>
     void prepare(Kernels... kernels) {
         const cuda_target::DeviceGuard guard(index_);
+        const int most_shared_bytes = cuda_target::most_shared_bytes(index_);
         for (const void* kernel : {reinterpret_cast<const void*>(kernels)...}) {
-            cuda_target::load(kernel);
+            cuda_target::load(kernel, most_shared_bytes);
             kernels_.push_back(kernel);
         }
     }

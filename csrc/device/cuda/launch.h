@@ -5,6 +5,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include <algorithm>
 #include <map>
 #include <mutex>
 #include <string>
@@ -22,16 +23,25 @@ struct Place {
     int ranks_on_device = 1;  // their grids wait for each other too
 };
 
-inline void load(const void* kernel) {
+// Shared memory that a block may have on a GPU. Some of those newer than Hopper have less than it.
+inline int most_shared_bytes(int device) {
+    int most = 0;
+    check(cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device),
+          "cudaDeviceGetAttribute",
+          "the shared memory of a block");
+    return std::min(most, static_cast<int>(kMaxSharedBytes));
+}
+
+inline void load(const void* kernel, int most_shared_bytes) {
     cudaFuncAttributes attributes;
     check(cudaFuncGetAttributes(&attributes, kernel),
           "cudaFuncGetAttributes",
           "loading a kernel; this module may not be built for this GPU");
     // Launches change nothing of a kernel: they may find one that runs, and waits for them.
-    check(
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kMaxSharedBytes),
-        "cudaFuncSetAttribute",
-        "the shared memory that a kernel may have");
+    check(cudaFuncSetAttribute(
+              kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most_shared_bytes),
+          "cudaFuncSetAttribute",
+          "the shared memory that a kernel may have");
 }
 
 // A multiprocessor has one memory for shared memory and for its cache. CUDA's programming guide has kernels with little

@@ -29,6 +29,7 @@ enum cudaError_t {
 };
 enum cudaDeviceAttr {
     cudaDevAttrMultiProcessorCount = 16,
+    cudaDevAttrMaxSharedMemoryPerBlockOptin = 97,
     cudaDevAttrGPUDirectRDMAWritesOrdering = 118,
 };
 enum cudaFuncAttribute {
