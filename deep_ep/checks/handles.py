@@ -63,7 +63,7 @@ class _Values:
         `given` and `sent` are [n, m], the tensor of `field` from `row` on; `begins` is the first row of each channel.
         """
         before = sent.cumsum(0) - sent.int()
-        lengths = torch.diff(begins, append=torch.tensor([len(sent)]))
+        lengths = torch.diff(begins, append=begins.new_tensor([len(sent)]))
         in_channel = before - before[begins.repeat_interleave(lengths)]
         self.all(field, given, torch.where(sent, given == in_channel, given < 0), row)
 
@@ -77,7 +77,7 @@ def _check_received(values: _Values, handle: NormalHandle, place: Topology) -> N
         values.all(field, ends, is_right)
     else:
         # Its other columns mean nothing.
-        whole = torch.ones(handle.rank_prefix.shape, dtype=torch.bool)
+        whole = is_right.new_ones(handle.rank_prefix.shape)
         whole[:, place.rank] = is_right
         values.all(field, handle.rank_prefix, whole)
     bounds = _row_bounds(handle, place)
@@ -119,11 +119,14 @@ def _check_nodes(
     values.heads("nvl_head", heads, sent, relay_begins, num_tokens)
     # Each was relayed to somebody; those for this rank lie where its rows from the same source do.
     is_right = sent.any(1, keepdim=True).expand(heads.shape).clone()
-    begins = torch.cat([relay_begins, torch.tensor([num_relayed])])
+    begins = torch.cat([relay_begins, relay_begins.new_tensor([num_relayed])])
     before = torch.cat([sent.new_zeros(1, dtype=torch.int64), sent[:, place.local_rank].cumsum(0)])
     to_own = torch.diff(before[begins]).view(place.num_nodes, -1)
     received = torch.diff(_row_bounds(handle, place), dim=1)
-    gateways = torch.arange(place.num_nodes) * place.ranks_per_node + place.local_rank
+    gateways = (
+        torch.arange(place.num_nodes, device=relayed.device) * place.ranks_per_node
+        + place.local_rank
+    )
     is_wrong = to_own != received[gateways]
     is_wrong[place.node] = False
     rows = is_wrong.flatten().repeat_interleave(per_channel.flatten())
@@ -134,11 +137,11 @@ def _check_nodes(
 def _channel_begins(num_tokens: int, num_channels: int) -> Tensor:
     """[num_channels], first token of each."""
     size = -(-num_tokens // num_channels)
-    return (torch.arange(num_channels) * size).clamp(max=num_tokens)
+    return (torch.arange(num_channels, device="cpu") * size).clamp(max=num_tokens)
 
 
 def _per_channel(sent: Tensor, begins: Tensor) -> Tensor:
     """[m, num_channels], how many of `sent` [n, m] are true in that channel and all before it."""
-    ends = torch.cat([begins[1:], torch.tensor([len(sent)])])
-    before = torch.cat([torch.zeros(1, sent.shape[1], dtype=torch.int64), sent.cumsum(0)])
+    ends = torch.cat([begins[1:], begins.new_tensor([len(sent)])])
+    before = torch.cat([begins.new_zeros(1, sent.shape[1]), sent.cumsum(0)])
     return before[ends].T

@@ -38,7 +38,7 @@ def check(place: Topology, call: NormalDispatch) -> None:
     _same("num_tokens_per_expert", per_expert, selected, "topk_idx counts")
     # A column more for entries that select nobody.
     ranks = torch.where(is_expert, topk_idx // (num_experts // place.num_ranks), place.num_ranks)
-    wanted = torch.zeros(len(topk_idx), place.num_ranks + 1, dtype=torch.bool)
+    wanted = in_rank.new_zeros(len(topk_idx), place.num_ranks + 1)
     wanted.scatter_(1, ranks, True)
     _same("is_token_in_rank", in_rank, wanted[:, :-1], "topk_idx makes it")
 

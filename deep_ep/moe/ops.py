@@ -90,7 +90,7 @@ def _dispatch_fake(
         x.new_empty(num_rows, x.shape[1]),
         topk_idx.new_empty(num_recv, topk_idx.shape[1]),
         topk_weights.new_empty(num_recv, topk_idx.shape[1]),
-        torch.empty(options.num_experts // buffer.group_size, dtype=torch.int64),
+        torch.empty(options.num_experts // buffer.group_size, dtype=torch.int64, device="cpu"),
         [*indices, *_handle_fake(buffer, x, num_recv)],
     )
 

@@ -49,7 +49,7 @@ def by_expert(topk_idx: Tensor, num_per_expert: Tensor, alignment: int) -> Permu
         return Permutation(entries, rows, rows.new_empty(0), num_pairs)
     padded = aligned(num_per_expert, alignment)
     shift = (padded.cumsum(0) - padded) - (num_per_expert.cumsum(0) - num_per_expert)
-    places = torch.arange(num_pairs) + shift.repeat_interleave(num_per_expert)
+    places = torch.arange(num_pairs, device=shift.device) + shift.repeat_interleave(num_per_expert)
     return Permutation(entries, rows, places.to(rows.device), int(padded.sum()))
 
 

@@ -129,7 +129,7 @@ def send(buffer: Buffer, prepared: Prepared, after: EventOverlap | None = None) 
 def arrive(buffer: Buffer, sent: PendingDispatch, options: Options) -> Arrived:
     """Waits, on the current stream, and puts the rows in order."""
     wait(sent.event)
-    num_per_expert = torch.tensor(sent.counts, dtype=torch.int64)
+    num_per_expert = torch.tensor(sent.counts, dtype=torch.int64, device="cpu")
     alignment = options.expert_alignment
     permutation = None
     received: list[Any] = [*sent.received] if options.fp8 else [sent.received]

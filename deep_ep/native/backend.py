@@ -334,7 +334,7 @@ class CpuBackend(Backend):
 
     def tensor_at(self, pointer: int, num_bytes: int, owner: object) -> torch.Tensor:
         if num_bytes == 0:
-            return torch.empty(0, dtype=torch.uint8)
+            return torch.empty(0, dtype=torch.uint8, device="cpu")
         # torch keeps the ctypes array alive, and the array its owner.
         array = (ctypes.c_uint8 * num_bytes).from_address(pointer)
         array.owner = owner  # type: ignore[attr-defined]

@@ -170,7 +170,7 @@ class DeviceCopier:
 
 
 def _pinned_like(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
 
 
 def _refuse_capture(what: str, why: str, advice: str) -> None:

@@ -327,7 +327,7 @@ class Communicator:
             self.receive_sent()
             measured = runtime.native.measure_clock_offsets(samples=samples, stream=stream)
             self.raise_failure()
-        pairs = torch.tensor(measured, dtype=torch.int64).reshape(self.num_ranks, 2)
+        pairs = torch.tensor(measured, dtype=torch.int64, device="cpu").reshape(self.num_ranks, 2)
         return pairs[:, 0].clone(), pairs[:, 1].clone()
 
     def barrier(self) -> None:

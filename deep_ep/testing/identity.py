@@ -13,8 +13,8 @@ _ROWS = 2
 
 def rows_of(rank: int, size: int, hidden: int = _HIDDEN) -> torch.Tensor:
     """[tokens, hidden] bfloat16 of one rank: small integers, which bfloat16 holds exactly."""
-    tokens = torch.arange(_ROWS * size)
-    rows = ((rank * 31 + tokens * 7)[:, None] + torch.arange(hidden)) % 127
+    tokens = torch.arange(_ROWS * size, device="cpu")
+    rows = ((rank * 31 + tokens * 7)[:, None] + torch.arange(hidden, device="cpu")) % 127
     rows[:, 0], rows[:, 1] = rank // 128, rank % 128
     rows[:, 2], rows[:, 3] = tokens // 128, tokens % 128
     return rows.bfloat16()
@@ -22,7 +22,7 @@ def rows_of(rank: int, size: int, hidden: int = _HIDDEN) -> torch.Tensor:
 
 def routing_of(rank: int, size: int) -> torch.Tensor:
     """[tokens, 1] int64 of one rank: one expert a rank, and each token to the next rank."""
-    return ((torch.arange(_ROWS * size) + rank) % size)[:, None]
+    return ((torch.arange(_ROWS * size, device="cpu") + rank) % size)[:, None]
 
 
 def wrong_pairs(rank: int, size: int, received: torch.Tensor, combined: torch.Tensor) -> list[Pair]:

@@ -80,6 +80,19 @@ def test_rows_are_by_expert_then_by_source_and_padding_is_zero() -> None:
     on_ranks(SQUARE, run)
 
 
+def test_the_default_device_may_be_another_one() -> None:
+    def run(rank: int, buffer: deep_ep.Buffer) -> None:
+        tokens = tokens_of(SQUARE, rank)
+        with torch.device("meta"):
+            moe.preflight(buffer)
+            sent = moe.dispatch(*tokens.given, buffer, SQUARE.num_experts, expert_alignment=8)
+            combined = moe.combine(sent.x, sent)
+        assert sent.num_tokens_per_expert.device.type == "cpu"
+        assert combined.device == tokens.x.device
+
+    on_ranks(SQUARE, run)
+
+
 def test_rows_that_stay_as_they_came_are_the_caller_s_to_weigh() -> None:
     """What a trainer with a layer of its own does: received rows and weights, with gradients to both."""
 

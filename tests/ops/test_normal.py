@@ -26,6 +26,7 @@ from support.normal_exchange import (
     Mode,
     Outputs,
     assert_dispatched,
+    assert_outputs,
     assert_sums,
     exchange_and_check,
     expect,
@@ -571,6 +572,24 @@ def test_low_latency_and_normal_calls_take_turns_on_one_buffer(ranks_per_node: i
                 exchange.exchange_and_check(ranks, replace(low, seed=seed), exchange.Mode(name))
             exchange_and_check(ranks, replace(FOUR, seed=seed), PLAIN, SMALL, ranks_per_node)
             exchange_and_check(ranks, replace(FOUR, seed=seed), FP8, SMALL, ranks_per_node)
+
+
+@on_nodes
+def test_the_default_device_may_be_another_one(ranks_per_node: int) -> None:
+    """As in programs that build a model on a device of their own; "meta" stands for any."""
+    inputs = make_inputs(FOUR, PLAIN)
+    expected = expect(inputs, FOUR, PLAIN, ranks_per_node)
+
+    def run(rank: int, buffer: deep_ep.Buffer) -> Outputs:
+        with torch.device("meta"):
+            buffer.enable_counters()
+            for offsets in buffer.measure_clock_offsets():
+                assert offsets.device.type == "cpu"
+            return run_exchange(buffer, inputs[rank], expected, FOUR, PLAIN, SMALL)
+
+    with four_ranks(ranks_per_node) as ranks:
+        for rank, got in enumerate(ranks.run(run)):
+            assert_outputs(got, rank, inputs[rank], expected, FOUR, PLAIN, SMALL)
 
 
 def test_several_buffers_of_a_process_do_not_disturb_each_other() -> None:
