@@ -7,6 +7,7 @@ every window that is added.
 from __future__ import annotations
 
 import math
+import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..core.diagnosis import FloatArray, Measured
-from ..core.package import EPNotBuiltError, replace_file
+from ..core.package import EPArgumentError, EPNotBuiltError, printable, replace_file
 from ..render import wording
 from ..storage.record import Record
 
@@ -62,7 +63,20 @@ _COUNTERS = {
 
 
 def write_textfile(records: Iterable[Record], path: Path | str) -> None:
-    """Writes the text format to a file, which is replaced as a whole; the collector reads names that end in ".prom"."""
+    """Writes the text format to a file, which is replaced as a whole; the collector reads names that end in ".prom".
+
+    Raises:
+        EPArgumentError: what has that name is no file, so nothing may take its place.
+        OSError: the file cannot be written.
+    """
+    path = Path(path)
+    # /dev/stdout is a link to what the process has open, which may be a file.
+    is_stream = path.is_symlink() and os.readlink(path).startswith("/proc/")
+    if is_stream or (path.exists() and not path.is_file()):
+        raise EPArgumentError(
+            f"{printable(str(path))} is no regular file, and the metrics would take its place. Name a file, such as "
+            "deep_ep.prom."
+        )
     metrics = Metrics(lambda: records)
     replace_file(path, _client().generate_latest(metrics.registry()))
 

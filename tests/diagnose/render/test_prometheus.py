@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 import sys
 import urllib.request
@@ -19,7 +20,7 @@ from deep_ep.diagnose.render.prometheus import Metrics, serve, write_textfile
 from deep_ep.diagnose.storage import diagnosis_log
 from deep_ep.diagnose.storage.record import Record
 from deep_ep.diagnose.storage.record_layout import to_line
-from deep_ep.errors import EPNotBuiltError
+from deep_ep.errors import EPArgumentError, EPNotBuiltError
 from support import system_tools
 
 parser = system_tools.package("prometheus_client.parser")
@@ -207,6 +208,21 @@ def test_every_name_is_documented(tmp_path: Path) -> None:
     written = {name for name, _ in samples(text_of(record(), tmp_path))}
     assert {name for name in written if f"`{name}`" not in page} == set()
     assert set(re.findall(r"`(deep_ep_\w+)`", page)) == written
+
+
+def test_nothing_but_a_file_is_replaced(tmp_path: Path) -> None:
+    """As root, a device would be, or a link such as /dev/stdout, whatever that is."""
+    pipe, stream = tmp_path / "pipe", tmp_path / "stdout"
+    os.mkfifo(pipe)
+    with open(tmp_path / "redirected", "wb") as opened:
+        stream.symlink_to(f"/proc/self/fd/{opened.fileno()}")
+        for path in (pipe, stream):
+            with pytest.raises(
+                EPArgumentError, match=rf"{path.name} is no regular file.*Name a file"
+            ):
+                write_textfile([record()], path)
+    assert pipe.is_fifo()
+    assert stream.is_symlink()
 
 
 def test_without_the_package_it_says_what_to_install(
