@@ -42,8 +42,10 @@ from generator.machines import (
     NORMAL_OF_ONE_NODE,
     Kind,
     Machine,
+    Setup,
     StampRule,
 )
+from generator.noise import draw_noise
 from generator.ports import served
 from generator.recording import (
     ARRIVAL,
@@ -325,6 +327,19 @@ def test_loads_differ_by_the_skew_and_what_they_explain_is_tolerated() -> None:
     assert truth.keys == frozenset()
     far = np.flatnonzero(np.abs(loads[0] / loads[0].mean() - 1) > 0.15)
     assert {("mixed-slow", int(rank)) for rank in far} <= truth.tolerated
+
+
+def test_a_rail_that_is_congested_in_much_of_a_window_may_be_named_and_no_path_of_it() -> None:
+    machine = replace(CLUSTER, ranks_per_node=4, congestion=30.0, congested_share=0.3)
+    tolerated = set()
+    for w in simulate_windows(machine, 8, 64, [()] * 8, seed=1):
+        assert w.truth.keys == frozenset()
+        setup = Setup(machine, 8, 64, 64, LOW_LATENCY)
+        rail = draw_noise(setup, np.random.SeedSequence(w.seed).spawn(13)[7]).rail
+        often = np.flatnonzero(np.mean(rail > 0, axis=0) >= 0.4)
+        assert w.truth.tolerated == {("comm-slow", ("rail", index)) for index in often.tolist()}
+        tolerated |= w.truth.tolerated
+    assert tolerated
 
 
 def test_the_first_round_does_not_count_as_lost_time() -> None:

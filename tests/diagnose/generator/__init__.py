@@ -92,7 +92,9 @@ def simulate_windows(
         for place, injected in enumerate(members):
             yield Window(
                 faults=injected,
-                truth=truth_of(injected, setup, batch.loads[place], seeds[place]),
+                truth=truth_of(
+                    injected, setup, batch.loads[place], batch.congested[place], seeds[place]
+                ),
                 num_operations=setup.num_operations,
                 seed=seeds[place],
                 _batch=batch,

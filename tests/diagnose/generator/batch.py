@@ -24,6 +24,7 @@ class Batch:
             low latency has none.
         exits: [windows, operations + 1, num_ranks], us; the first is the start.
         loads: [windows, num_ranks], how popular each rank's experts are; 1 is even.
+        congested: [windows, rails], in which share of the operations each is.
     """
 
     def __init__(
@@ -36,6 +37,7 @@ class Batch:
         self.blocked = np.zeros((*shape, setup.num_ranks), np.int64) if setup.is_normal else None
         run = _run(setup, faults, seeds)
         self.exits, self.loads = run.exits(self.stamps, self.blocked), run.draws.load
+        self.congested = np.mean(run.draws.rail > 0, axis=1)
 
     @functools.cached_property
     def healthy_exits(self) -> FloatArray:

@@ -354,7 +354,8 @@ class Truth:
             tokens cost more ahead of each combine; of what comes and goes, or swings, the mean over all
             operations; NaN where it differs by operation and path.
         tolerated: keys that are true and need not be named: ranks whose experts are in demand, or are
-            not, and ranks and paths that happen to be slow in a few operations only.
+            not, ranks and paths that happen to be slow in a few operations only, and rails that healthy
+            machines have congested in as many operations as bursts at a NIC are in.
         everything_us: by how much all paths are slower.
         outliers: (operation number, rank) of single hiccups.
     """
@@ -366,8 +367,22 @@ class Truth:
     outliers: frozenset[tuple[int, int]] = frozenset()
 
 
-def truth_of(faults: Sequence[GeneratorFault], setup: Setup, load: FloatArray, seed: int) -> Truth:
-    """Of one window; load [num_ranks]: how popular each rank's experts are, 1 is even."""
+def truth_of(
+    faults: Sequence[GeneratorFault],
+    setup: Setup,
+    load: FloatArray,
+    congested: FloatArray,
+    seed: int,
+) -> Truth:
+    """Of one window.
+
+    Args:
+        faults: that were injected.
+        setup: of the window.
+        load: [num_ranks], how popular each rank's experts are, 1 is even.
+        congested: [rails], in which share of the operations each is.
+        seed: of the window.
+    """
     effects: dict[Key, float] = {}
     # The lateness of a hot rank cannot be told from that of its experts.
     hidden = {(COMP_SLOW, fault.rank) for fault in faults if isinstance(fault, HotRank)}
@@ -378,12 +393,14 @@ def truth_of(faults: Sequence[GeneratorFault], setup: Setup, load: FloatArray, s
             rarely.add(key)
         elif key is not None and key not in hidden:
             effects[key] = effects.get(key, 0.0) + _effect_us(fault, setup, seed)
-    tolerated = np.flatnonzero(np.abs(load - 1.0) > _TOLERATED_LOAD)
+    in_demand = np.flatnonzero(np.abs(load - 1.0) > _TOLERATED_LOAD)
+    rails = np.flatnonzero(congested >= NicBursts.share)
+    tolerated = {(MIXED_SLOW, int(rank)) for rank in in_demand}
+    tolerated |= {(COMM_SLOW, ("rail", int(rail))) for rail in rails}
     return Truth(
         keys=frozenset(effects),
         effects_us=effects,
-        tolerated=(frozenset((MIXED_SLOW, int(rank)) for rank in tolerated) | rarely)
-        - set(effects),
+        tolerated=frozenset(tolerated | rarely) - set(effects),
         everything_us=sum(f.delay_s for f in faults if isinstance(f, Everything)) * 1e6,
         outliers=frozenset((f.operation, f.rank) for f in faults if isinstance(f, Hiccup)),
     )
