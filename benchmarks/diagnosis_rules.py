@@ -62,8 +62,9 @@ def _without(*unwanted: Cause | str) -> Patch:
     """Groups of a cause, or over a kind of link, are not looked at."""
     all_looks = path_causes.looks
 
-    def looks(model: path_model.PathModel) -> Iterator[Look]:
-        return (look for look in all_looks(model) if not {look.cause, look.link} & {*unwanted})
+    def looks(model: path_model.PathModel, *, at_times: bool) -> Iterator[Look]:
+        found = all_looks(model, at_times=at_times)
+        return (look for look in found if not {look.cause, look.link} & {*unwanted})
 
     return path_causes, "looks", looks
 

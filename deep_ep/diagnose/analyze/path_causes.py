@@ -240,7 +240,7 @@ class Contest:
     def _promising(self) -> list[PathGroup]:
         rest = known_rest(self.rest, self.is_bound)
         groups = []
-        for look in looks(self.model):
+        for look in looks(self.model, at_times=not self.fits_clocks):
             medians = look.medians(rest, self.model.expected)
             self.spreads[look.cause, look.link] = spread_of(medians)
             over = np.where(medians > self.floors[:, None], medians, 0.0).max(axis=0)

@@ -189,8 +189,15 @@ def _all_between(
     return PathGroup(cause, number, NIC, ends[0].ravel(), ends[1].ravel(), num_ranks, clocks)
 
 
-def looks(model: PathModel) -> Iterator[Look]:
-    """All kinds of groups that these ranks can have."""
+def looks(model: PathModel, *, at_times: bool) -> Iterator[Look]:
+    """All kinds of groups that these ranks can have.
+
+    Of two nodes a rail is two paths, which loads may slow for good, but not at the same times.
+
+    Args:
+        model: of the paths.
+        at_times: whether bursts are looked at.
+    """
     place = model.place
     for link in links_of(model):
         yield from _sides(model, link)
@@ -200,6 +207,7 @@ def looks(model: PathModel) -> Iterator[Look]:
     yield _node_pairs(model, nodes)
     if place.num_nodes >= _MIN_NODES:
         yield from _node_links(model, nodes)
+    if place.num_nodes >= _MIN_NODES or at_times:
         yield _rails(model)
 
 

@@ -12,7 +12,7 @@ from ..collect.group_matrices import Matrices
 from ..collect.hops import NOTIFY, ROW_HOPS
 from ..core.causes import Cause
 from ..core.diagnosis import EvidenceKey, FloatArray
-from ..core.robust_stats import healthy, median, median_of, or_zero
+from ..core.robust_stats import healthy, median, median_of, or_zero, quantile
 from .back_pressure import NOBODY, UNEVEN
 from .baseline import History
 from .finding import Found, Named, Size, found_on_paths
@@ -139,7 +139,8 @@ def _comes_and_goes(
     is_combine = np.array(["combine" in kind for kind in kinds])
     tells = {Cause.INGRESS: is_combine, Cause.EGRESS: ~is_combine}.get(cause.group.cause)
     told = cause.is_known if tells is None or not tells.any() else cause.is_known & tells
-    shown = np.fmin(cause.effect, median(recurring, 1))
+    # Of two paths both must.
+    shown = np.fmin(cause.effect, quantile(recurring, 0.5, 1))
     enough = shown > np.maximum(least, BORNE_OUT * cause.effect.max())
     return bool(told.any() and enough[told].all())
 

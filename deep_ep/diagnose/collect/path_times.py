@@ -116,8 +116,11 @@ def _bursts(
     """
     in_burst = seen & (over > bar)
     known = np.maximum(np.sum(seen | (over <= bar), axis=0), 1)
-    starts = in_burst & ~_shortly_before(in_burst)
-    is_apart = median(np.where(in_burst, over, np.nan), 0) > _APART * bar
+    typical = median(np.where(in_burst, over, np.nan), 0)
+    is_apart = typical > _APART * bar
+    # What just exceeds the bar is noise, and no burst begins with it.
+    is_of_burst = in_burst & (over > typical / 2)
+    starts = is_of_burst & ~_shortly_before(is_of_burst)
     is_apart &= known > np.maximum(len(over) // 2, _MANY)
     added = np.where(in_burst, weight * over, 0.0).sum(axis=0)
     share = np.where(in_burst, weight, 0.0).sum(axis=0)

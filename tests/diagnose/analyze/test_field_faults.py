@@ -10,7 +10,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "benchmarks"))
 
-from _generated import OURS, Task, judge_windows  # noqa: E402
+from _generated import OURS, Task, judge_windows, ours, windows  # noqa: E402
 from _scenarios import (  # noqa: E402
     ALTERNATING,
     FENCED,
@@ -121,6 +121,16 @@ def test_experts_in_demand_in_some_layers_are_no_link_that_is_busy_at_times(shap
 def test_what_all_paths_have_at_times_is_no_single_path_s() -> None:
     """Of a fabric that is congested now and then, some paths show it more often than others."""
     assert all_right(Cell("healthy", "8x1", 0.0, "congested rails"), 40, skipped=100) == 1.0
+
+
+@pytest.mark.parametrize(("seed", "rails"), [(119, set()), (388, {("comm-slow", ("rail", 7))})])
+def test_what_both_paths_of_a_rail_have_at_times_is_no_single_path_s(
+    seed: int, rails: set[object]
+) -> None:
+    """On two nodes, congested once or three times."""
+    cell = Cell("healthy", "2x8", 0.0, "congested rails")
+    (window,) = windows(Task(cell, cell.seed + seed, 1), cell.num_operations)
+    assert ours(window).keys == rails == window.truth.tolerated
 
 
 @pytest.mark.exhaustive

@@ -22,6 +22,17 @@ def test_one_burst_that_noise_takes_apart_does_not_recur(apart: bool) -> None:
     assert not np.delete(share, 3).any()
 
 
+def test_noise_that_just_exceeds_the_bar_is_no_other_burst() -> None:
+    """A path is 25 us slower twenty times in a row, and once before and after that by what noise may make of it."""
+    generator = np.random.default_rng(1)
+    elapsed = 90e3 + generator.normal(0.0, 1e3, (64, 8))
+    elapsed[20:40, 3] += 25e3
+    elapsed[[8, 52], 3] = 95e3
+    times = path_times(elapsed, np.ones(elapsed.shape, bool))
+    assert times.burst[3] == pytest.approx(25e3 * 20 / 64, rel=0.1)
+    assert not times.burst_share.any()
+
+
 @pytest.mark.parametrize("share", [0.2, 0.3, 0.4])
 def test_bursts_not_much_larger_than_noise_are_seen(share: float) -> None:
     """Five standard deviations, in a part of the operations that moves the median and the lower quartile."""
