@@ -107,7 +107,7 @@ def judge_paths(matrices: Mapping[str, Matrices], limits: Mapping[str, Threshold
     least = floors / 2
     if ((share > 0) & (bursts > least[:, None, None])).any():
         named = {(cause.group.cause, cause.group.number) for cause in causes}
-        recurring = flat(np.where(share > 0, bursts, 0.0 * bursts))
+        recurring, lasts = flat(np.where(share > 0, bursts, 0.0 * bursts)), flat(model.rest)
         # What all paths of a class have is nobody's.
         for number in range(3):
             of_class = model.classes == number
@@ -117,13 +117,23 @@ def judge_paths(matrices: Mapping[str, Matrices], limits: Mapping[str, Threshold
             one
             for one in at_times
             if (one.group.cause, one.group.number) not in named
-            and _comes_and_goes(list(matrices), one, recurring[:, one.group.paths], least)
+            and _comes_and_goes(
+                list(matrices),
+                one,
+                recurring[:, one.group.paths],
+                lasts[:, one.group.paths],
+                least,
+            )
         ]
     return JudgedPaths(list(matrices), model, causes)
 
 
 def _comes_and_goes(
-    kinds: Sequence[str], cause: PathCause, recurring: FloatArray, least: FloatArray
+    kinds: Sequence[str],
+    cause: PathCause,
+    recurring: FloatArray,
+    lasts: FloatArray,
+    least: FloatArray,
 ) -> bool:
     """Whether bursts that recur show in all kinds of operation in which they must, and about as much as in the others.
 
@@ -134,6 +144,7 @@ def _comes_and_goes(
         kinds: of operation.
         cause: that explains bursts.
         recurring: [kinds, paths] ns, what those that recur add to each of its paths.
+        lasts: likewise, by how much the median is longer; of a path's bursts that noise hides it shows a part.
         least: [kinds] ns.
     """
     is_combine = np.array(["combine" in kind for kind in kinds])
@@ -141,6 +152,8 @@ def _comes_and_goes(
     told = cause.is_known if tells is None or not tells.any() else cause.is_known & tells
     # Of two paths both must.
     shown = np.fmin(cause.effect, quantile(recurring, 0.5, 1))
+    if cause.cause in _SINGLE:
+        shown = np.where(cause.effect > 0, shown, np.nan_to_num(lasts[:, 0]))
     enough = shown > np.maximum(least, BORNE_OUT * cause.effect.max())
     return bool(told.any() and enough[told].all())
 

@@ -133,6 +133,13 @@ def test_what_both_paths_of_a_rail_have_at_times_is_no_single_path_s(
     assert ours(window).keys == rails == window.truth.tolerated
 
 
+def test_bursts_that_noise_hides_in_one_kind_show_in_its_median() -> None:
+    """Combines send one expert after the other, so their paths are noisier."""
+    cell = Cell("bursts on a path", "3x4", 20.0, USUAL, STATED_10MIN)
+    (window,) = windows(Task(cell, cell.seed + 6, 1), cell.num_operations)
+    assert ours(window).keys == window.truth.keys
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("scenario", ["throttled rank", "bursts on a path", "paused sender"])
 def test_what_comes_and_goes_costs_its_mean(scenario: str) -> None:
