@@ -33,6 +33,7 @@ from deep_ep.diagnose.analyze import (  # noqa: E402
     engine,
     estimates,
     intermittent,
+    judged_paths,
     own_work,
     path_causes,
     path_model,
@@ -87,7 +88,7 @@ RULES: dict[str, list[Patch]] = {
         (path_model, "_into_by_fence", lambda f, c, _: np.zeros((len(f), *c.shape)))
     ],
     "paths: time at fences is theirs": [
-        (path_verdicts.JudgedPaths, "held_up", lambda _, __, m: np.zeros(m.held.shape))
+        (judged_paths.JudgedPaths, "held_up", lambda _, __, m: np.zeros(m.held.shape))
     ],
     "contest: rails": [_without(Cause.RAIL)],
     "contest: pairs of nodes": [_without(Cause.NODE_PAIR)],
@@ -102,7 +103,7 @@ RULES: dict[str, list[Patch]] = {
     "verdicts on paths: a few single ones": [(path_verdicts, "MOST_READ", 10**6)],
     "bursts on paths: by other times alone": [(path_verdicts, "_is_told_by_time", lambda *_: False)],
     "bursts on paths: not of experts in demand": [
-        (path_verdicts, "_comes_and_goes", lambda _, cause, __, least: (cause.effect > least).any())
+        (judged_paths, "_comes_and_goes", lambda _, cause, __, ___, least: (cause.effect > least).any())
     ],
     "ranks: late at times": [(engine, "late_at_times", _nothing)],
     "ranks: ticks of the system": [(intermittent, "_is_regular", lambda *_: False)],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import graphlib
 import io
 import re
 import subprocess
@@ -418,6 +419,23 @@ def test_rooms_stand_above_what_they_import() -> None:
     report(
         found, "Give each room a line in MAY_IMPORT, below the lines of those that it imports from."
     )
+
+
+def test_files_import_in_no_circle() -> None:
+    """For types as well: what a file needs can be read before it."""
+    modules = {re.sub(r"(/__init__)?\.py$", "", path).replace("/", "."): path for path in package()}
+    files_of = {path: set[str]() for path in package()}
+    for path, imported in files_of.items():
+        for name in imports_of(path):
+            # The last name may be of something in the module. Types of the native modules are in no file.
+            module = name if name in modules else name.rpartition(".")[0]
+            imported.update({modules[module]} - {path} if module in modules else ())
+    try:
+        graphlib.TopologicalSorter(files_of).prepare()
+    except graphlib.CycleError as error:
+        pytest.fail(
+            f"These import each other; let one name what it needs as a Protocol: {error.args[1]}"
+        )
 
 
 def test_rooms_of_diagnosis_see_the_package_through_one_module() -> None:

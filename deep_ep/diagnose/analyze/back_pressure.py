@@ -25,7 +25,7 @@ from ..core.diagnosis import FloatArray
 from ..core.robust_stats import MAD_TO_SIGMA, healthy, median, median_of, or_zero
 from .estimates import Estimates
 from .finding import Found, Named, Size, cells_of, found_cause
-from .thresholds import JudgedKind
+from .judged_kind import JudgedKind
 from .what_if import Gain
 
 # A slow receiver has at least this share of what its sources wait for left to do: slots are filled some

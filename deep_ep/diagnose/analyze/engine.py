@@ -28,16 +28,13 @@ from .baseline import History
 from .estimates import estimate_kinds
 from .finding import Found
 from .intermittent import late_at_times
+from .judged_kind import JudgedKind
+from .judged_paths import JudgedPaths, judge_paths
 from .outliers import outliers
-from .path_verdicts import (
-    JudgedPaths,
-    judge_paths,
-    slow_paths,
-    slower_than_before,
-)
+from .path_verdicts import slow_paths, slower_than_before
 from .rank_causes import early_receivers, hot_experts, late_ranks
 from .silent_ranks import late_and_silent
-from .thresholds import MIN_OPERATIONS, MOST_READ, JudgedKind, Thresholds
+from .thresholds import MIN_OPERATIONS, MOST_READ, Thresholds
 from .what_if import savings_ns
 
 

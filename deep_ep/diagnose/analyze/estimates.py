@@ -21,7 +21,7 @@ from .partners import some_ranks
 from .path_model import PathModel
 
 if TYPE_CHECKING:
-    from .path_verdicts import JudgedPaths
+    from .judged_paths import JudgedPaths
 
 
 @dataclass(frozen=True)

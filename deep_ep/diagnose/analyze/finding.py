@@ -16,7 +16,7 @@ from ..core.causes import Cause
 from ..core.diagnosis import BoolArray, EvidenceKey, Verdict
 from ..core.robust_stats import certainty
 from .estimates import Estimates
-from .thresholds import JudgedKind
+from .judged_kind import JudgedKind
 from .what_if import Gain
 
 _NORMAL_95 = 1.96

@@ -15,7 +15,8 @@ from ..core.causes import Cause
 from ..core.diagnosis import BoolArray, FloatArray
 from ..core.robust_stats import MAD_TO_SIGMA, median, median_of, or_zero
 from .finding import Found, Named, Size, cells_of, found_cause, own_times
-from .thresholds import MIN_OPERATIONS, JudgedKind
+from .judged_kind import JudgedKind
+from .thresholds import MIN_OPERATIONS
 from .what_if import Gain
 
 # Standard deviations of the group's noise from which on an operation counts as a late one.

@@ -82,6 +82,11 @@ class PathCause:
     is_known: BoolArray
 
     @property
+    def is_single(self) -> bool:
+        """Whether it is a path alone."""
+        return self.group.cause == Cause.PATH
+
+    @property
     def at_times(self) -> bool:
         """Whether it shows in some operations only."""
         return bool(self.share.min() < 1)

@@ -15,8 +15,9 @@ from .back_pressure import UNEVEN
 from .estimates import Estimates
 from .finding import NO_WORDS, Found, Named, Size, cells_of, found_cause, own_times
 from .intermittent import not_at_times
+from .judged_kind import JudgedKind
 from .own_work import Effect, compare
-from .thresholds import BORNE_OUT, JudgedKind
+from .thresholds import BORNE_OUT
 from .what_if import Gain
 
 

@@ -19,8 +19,9 @@ from ..core.diagnosis import BoolArray, FloatArray, IntArray
 from ..core.robust_stats import median, median_of, or_zero
 from .estimates import Estimates
 from .finding import Found, Named, Size, cells_of, found_cause
+from .judged_kind import JudgedKind
 from .partners import members
-from .thresholds import BORNE_OUT, CLOCKS_KNOWN_NS, JudgedKind
+from .thresholds import BORNE_OUT, CLOCKS_KNOWN_NS
 from .what_if import Gain
 
 # A rank's own clock might say that it was held up; nobody can be surer than this without it.

@@ -11,7 +11,7 @@ import pytest
 from deep_ep import diagnose
 from deep_ep.diagnose import Diagnosis
 from deep_ep.diagnose.analyze.estimates import estimate_kinds
-from deep_ep.diagnose.analyze.path_verdicts import judge_paths
+from deep_ep.diagnose.analyze.judged_paths import judge_paths
 from deep_ep.diagnose.analyze.thresholds import Thresholds
 from deep_ep.diagnose.collect.group_matrices import Matrices
 from deep_ep.diagnose.collect.rank_summary import summarize

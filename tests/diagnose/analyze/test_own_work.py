@@ -7,8 +7,9 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
+from deep_ep.diagnose.analyze.judged_kind import JudgedKind
 from deep_ep.diagnose.analyze.own_work import by_tokens, compare
-from deep_ep.diagnose.analyze.thresholds import JudgedKind, Thresholds
+from deep_ep.diagnose.analyze.thresholds import Thresholds
 from deep_ep.diagnose.core.robust_stats import student, z_for
 
 US = 1e3

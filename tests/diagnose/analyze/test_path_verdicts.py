@@ -10,8 +10,8 @@ import pytest
 
 from deep_ep import diagnose
 from deep_ep.diagnose import Diagnosis, Snapshot
+from deep_ep.diagnose.analyze.judged_paths import judge_paths
 from deep_ep.diagnose.analyze.path_groups import NIC, NVLINK
-from deep_ep.diagnose.analyze.path_verdicts import judge_paths
 from deep_ep.diagnose.analyze.thresholds import Thresholds
 from deep_ep.diagnose.core.causes import Cause
 from deep_ep.testing.faults import HotRank, SlowPath, SlowRank
