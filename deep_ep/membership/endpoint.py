@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Callable, Protocol
 
 from deep_ep.base.ranks import Progress
+from deep_ep.hang.inquiry import DepartedRanks
 from deep_ep.hang.messages import Dispatcher, Message
 from deep_ep.membership.channel import Channel
 from deep_ep.membership.connection import Address
@@ -16,18 +17,13 @@ from deep_ep.membership.loop import Loop
 Answer = Callable[[Message], None]
 
 
-class Member(Protocol):
+class Member(DepartedRanks, Protocol):
     """A rank of this process: its `Liveness`."""
 
     rank: int
-    dead: dict[int, str]
-    left: dict[int, int]
     handle: Dispatcher[Answer]
 
     def attach(self, endpoint: Endpoint) -> None:
-        """See `Liveness`."""
-
-    def away(self) -> set[int]:
         """See `Liveness`."""
 
     def progress(self) -> Progress:

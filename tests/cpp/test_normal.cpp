@@ -149,6 +149,13 @@ void fail_together(Group& group, const Shape& shape, Random& random, Enter enter
     });
 }
 
+// What rank 2 says of its tokens does not agree with where they go.
+void refuse_numbers(Exchange& exchange, int rank) {
+    std::vector<int32_t> numbers = exchange.mine.num_tokens_per_rank;
+    if (rank == 2) ++numbers[1];
+    CHECK(!exchange.notify(numbers));
+}
+
 }  // namespace
 
 TEST(numbers_that_do_not_agree_are_refused_and_the_group_works_on) {
@@ -156,9 +163,7 @@ TEST(numbers_that_do_not_agree_are_refused_and_the_group_works_on) {
     Group group(kTwoNodes);
     for (int repeat = 0; repeat < 1 + kNumRepeats; ++repeat) {
         fail_together(group, kTwoNodes, random, [&](Exchange& exchange, int rank) {
-            std::vector<int32_t> numbers = exchange.mine.num_tokens_per_rank;
-            if (rank == 2) ++numbers[1];
-            CHECK(!exchange.notify(numbers));
+            refuse_numbers(exchange, rank);
             exchange.abandon();
             const auto failure = group[rank].take_failure();
             if (rank == 2) return check_failure(failure, FailureReason::kCounts, {2});
@@ -174,9 +179,7 @@ TEST(the_empty_handle_of_a_failed_dispatch_does_not_hide_why_it_failed) {
     Random random(ep::testing::seed());
     Group group(kTwoNodes);
     fail_together(group, kTwoNodes, random, [&](Exchange& exchange, int rank) {
-        std::vector<int32_t> numbers = exchange.mine.num_tokens_per_rank;
-        if (rank == 2) ++numbers[1];
-        CHECK(!exchange.notify(numbers));
+        refuse_numbers(exchange, rank);
         exchange.abandon();
         exchange.combine(0);
         const auto failure = group[rank].take_failure();
@@ -191,9 +194,7 @@ TEST(who_refuses_sends_no_notice) {
     Random random(ep::testing::seed());
     Group group(kTwoNodes);
     fail_together(group, kTwoNodes, random, [&](Exchange& exchange, int rank) {
-        std::vector<int32_t> numbers = exchange.mine.num_tokens_per_rank;
-        if (rank == 2) ++numbers[1];
-        CHECK(!exchange.notify(numbers));
+        refuse_numbers(exchange, rank);
         const Traffic& traffic = group[rank].memory().transport().link->traffic();
         for (int dst = 0; dst < kTwoNodes.num_ranks(); ++dst) {
             const uint64_t num_headers = dst == rank ? 0 : 1;

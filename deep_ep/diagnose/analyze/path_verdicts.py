@@ -18,10 +18,7 @@ from .judged_kind import JudgedKind
 from .judged_paths import LEAST_SHARE, JudgedPaths
 from .path_causes import PathCause
 from .path_groups import ALL_LINKS, NIC, NVLINK
-from .path_model import (
-    MOSTLY_BUSY,
-    OTHERWISE_BUSY,
-)
+from .path_model import MOSTLY_BUSY, OTHERWISE_BUSY
 from .thresholds import BORNE_OUT, MOST_READ
 
 _SIDES = (Cause.INGRESS, Cause.EGRESS, Cause.INGRESS_OR_EGRESS)
