@@ -21,10 +21,10 @@ def some_ranks(num_ranks: int) -> IntArray:
 
 def members(groups: IntArray) -> IntArray:
     """[num_groups, largest group]: the ranks of each, filled up with -1."""
-    sizes = np.bincount(groups[groups >= 0])
+    in_order = np.argsort(groups, kind="stable")[np.count_nonzero(groups < 0) :]
+    sizes = np.bincount(groups[in_order])
     ranks = np.full((sizes.size, int(sizes.max(initial=0))), -1)
-    for group, size in enumerate(sizes.tolist()):
-        ranks[group, :size] = np.flatnonzero(groups == group)
+    ranks[np.arange(ranks.shape[1]) < sizes[:, None]] = in_order
     return ranks
 
 
