@@ -122,16 +122,18 @@ class Matrices(Numbers):
         """[num_ranks, num_ranks]: rows that came by way of a gateway, which has a hop of its own."""
         return _is_relayed(self.operation, self.place)
 
-    @property
+    @functools.cached_property
     def mean_tokens(self) -> FloatArray:
         """[receiver, source]: tokens per operation; NaN where none was counted."""
-        ops = self.totals["ops"]
-        return self.totals["tokens"] / np.where(ops > 0, ops, np.nan)
+        return self._per_operation("tokens")
+
+    def _per_operation(self, name: str) -> FloatArray:
+        return self.totals[name] / np.where(self.has_sources, self.totals["ops"], np.nan)
 
     def measured(self) -> Measured:
         """What people look at."""
         late, issue, path = self.wait_parts / 1e3
-        ops = np.where(self.totals["ops"] > 0, self.totals["ops"], np.nan)
+        num_bytes = self._per_operation("bytes")
         return Measured(
             operation=self.operation,
             num_operations=self.num_operations or self.counted,
@@ -143,12 +145,12 @@ class Matrices(Numbers):
             issue_us=issue,
             path_us=path,
             tokens=self.mean_tokens,
-            bytes=self.totals["bytes"] / ops,
+            bytes=num_bytes,
             gap_us=median(self.gap, 0) / 1e3,
             send_us=self._handing_over_ns() / 1e3,
             drain_us=median(self.drain, 0) / 1e3,
             own_wait_us=median(self.wait, 0) / 1e3,
-            bandwidth=self._bandwidth(self.totals["bytes"] / ops) if self.num_operations else None,
+            bandwidth=self._bandwidth(num_bytes) if self.num_operations else None,
             timeline=self.timeline,
         )
 
@@ -166,13 +168,14 @@ class Matrices(Numbers):
 
     def _bandwidth(self, num_bytes: FloatArray) -> Bandwidth:
         # Bytes per nanosecond are GB/s.
-        sent = np.where(np.eye(self.num_ranks, dtype=bool), 0.0, num_bytes)
-        into = np.nansum(sent, axis=1)
+        sent = np.nan_to_num(num_bytes)
+        np.fill_diagonal(sent, 0.0)
+        into = sent.sum(axis=1)
         slowest = np.fmax.reduce(self.active, axis=0, initial=np.nan)
         return Bandwidth(
             edge=_ratio(sent, self.active),
             ingress=_ratio(into, self.busy),
-            egress=_ratio(np.nansum(sent, axis=0), slowest),
+            egress=_ratio(sent.sum(axis=0), slowest),
             effective=_ratio(into, np.mean(self.wait, axis=0)),
         )
 
