@@ -669,26 +669,6 @@ TEST(measurements_of_any_length_follow_each_other) {
     });
 }
 
-TEST(of_many_samples_the_shortest_round_trip_counts) {
-    Random random(ep::testing::seed());
-    std::array<int64_t, 2> sums{};  // with few samples, with many
-    for (int i = 0; i < 4; ++i) {
-        Group group(2, 4096);
-        group.shake(random);
-        on_ranks(2, [&](int rank) {
-            for (int repeat = 0; repeat < 30; ++repeat) {
-                for (const bool many : {false, true}) {
-                    const auto measured = group[rank].measure_clock_offsets(many ? 64 : 1, 0);
-                    CHECK(!group[rank].take_failure().has_value());
-                    if (rank == 0) sums[many] += measured[1].second;
-                }
-            }
-        });
-    }
-    CHECK_THAT(sums[1] * 10 < sums[0] * 9,
-               std::to_string(sums[1]) + " ns with many, " + std::to_string(sums[0]) + " with few");
-}
-
 TEST(exchanges_of_clocks_take_at_most_a_millionth_of_the_time) {
     constexpr uint64_t kSecond = 1'000'000'000;
     ClockSchedule schedule{kSecond, kSecond, kFirstClockIntervalNs, kSecond, 0};

@@ -6,7 +6,8 @@ is off by seconds and drifts. So it is known what each stamp had to be, and what
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import pytest
@@ -20,6 +21,8 @@ from explore.machine import NEVER, Machine, SimulatedGroup
 from explore.program import Pace
 from support.counter_reference import parts_of_wait
 from support.exchange import Mode, Shape, buffer_for, dispatch, make_inputs
+
+T = TypeVar("T")
 
 US = 1_000
 MS = 1_000_000
@@ -99,11 +102,30 @@ def run(
         totals = {name: snapshot[name] for name in ("wait_ns", "late_ns", "issue_ns", "path_ns")}
         return Seen(snapshot.operations(), snapshot.ring_source_fields, totals, skew)
 
-    seen = machine.run(run_rank)
-    for one in seen:
-        if isinstance(one, BaseException):
-            raise one
-    return seen, begins  # type: ignore[return-value]
+    return results_of(machine, run_rank), begins
+
+
+def results_of(machine: Machine, run_rank: Callable[[int], T]) -> list[T]:
+    """By rank."""
+    results: list[T] = []
+    for result in machine.run(run_rank):
+        if isinstance(result, BaseException):
+            raise result
+        results.append(result)
+    return results
+
+
+def test_of_many_samples_of_a_clock_the_shortest_round_trip_counts() -> None:
+    machine = Machine(NUM_RANKS, 2, Pace(1 << 30, 0, 2 * US, 100 * US), seed=1)
+
+    def run_rank(rank: int) -> list[int]:
+        buffer = buffer_for(SHAPE, SimulatedGroup(machine, rank, 1.0))
+        took = [int(buffer.measure_clock_offsets(samples)[1].sum()) for samples in (1, 1, 64, 64)]
+        machine.meet("end", 0, rank, None)
+        return took
+
+    once, again, shortest, shortest_again = np.sum(results_of(machine, run_rank), axis=0)
+    assert 4 * (shortest + shortest_again) < 3 * (once + again)
 
 
 @pytest.mark.parametrize("schedule_seed", [None, 1, 2, 3])
