@@ -54,7 +54,7 @@ test: install $(TOOLS)  ## tests that a newcomer runs, CPU module only; ARGS="-k
 	@tools/test.sh $(RUN)/python $(ARGS)
 	@$(RUN)/python tools/coverage.py build/coverage.json
 
-test-all: install $(TOOLS)  ## also dry runs of make gpu, model checking, mutants, litmus, trials, sanitizers
+test-all: install $(TOOLS)  ## also the runner of make gpu, model checking, mutants, litmus, trials, sanitizers
 	@tools/test_tools.sh
 	@tools/test.sh $(RUN)/python $(or $(ARGS),--all)
 	@$(RUN)/python tools/coverage.py build/coverage.json
@@ -116,7 +116,7 @@ cuda: $(TOOLS) third-party/nvshmem  ## both CUDA modules: build, link, load, res
 	$(RUN)/python tools/machine_code.py
 	$(RUN)/python tools/instruction_counts.py
 
-gpu:  ## on a machine with a GPU, its own torch and nvcc: build, compare, try, measure; ARGS=--dry-run without one
+gpu:  ## on a machine with a GPU, its own torch and nvcc: build, compare, try, measure
 	$(PYTHON) tools/gpu.py $(ARGS)
 
 clean:  ## what was built, without .venv and third-party/nvshmem

@@ -1,10 +1,9 @@
 """Measures on one GPU the costs of the model of time that one GPU can tell, and writes them as `time_model.py --costs`
 reads them. What NVLink and a NIC take, one GPU cannot tell.
 
-Needs nvcc, and neither torch nor the native modules. Without a GPU, --dry-run compiles gpu_costs.cu and says what it
-would measure.
+Needs nvcc, and neither torch nor the native modules.
 
-    python benchmarks/gpu_costs.py [--json FILE] [--dry-run]
+    python benchmarks/gpu_costs.py [--json FILE]
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import shlex
 import statistics
 import subprocess
 import tempfile
@@ -31,11 +29,9 @@ def names() -> list[str]:
     return re.findall(r"^ *EP_(?:NS|RATE)\((\w+), ", SOURCE.read_text(), re.MULTILINE)
 
 
-def build(nvcc: str, program: Path) -> list[str]:
-    """Compiles the program, and returns the command."""
-    command = [nvcc, *FLAGS, "-o", str(program), str(SOURCE)]
-    subprocess.run(command, check=True)
-    return command
+def build(nvcc: str, program: Path) -> None:
+    """Compiles the program."""
+    subprocess.run([nvcc, *FLAGS, "-o", str(program), str(SOURCE)], check=True)
 
 
 def costs_of(found: Mapping[str, Any]) -> dict[str, tuple[float, str]]:
@@ -71,15 +67,10 @@ def main() -> None:
     )
     parser.add_argument("--nvcc", default="nvcc", metavar="PROGRAM")
     parser.add_argument("--json", type=Path, metavar="FILE")
-    parser.add_argument("--dry-run", action="store_true")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="deep_ep_costs_") as folder:
         program = Path(folder) / SOURCE.stem
-        command = build(args.nvcc, program)
-        if args.dry_run:
-            print(shlex.join(command))
-            print(f"compiled; on a GPU it would measure {', '.join(names())}")
-            return
+        build(args.nvcc, program)
         done = subprocess.run([program], check=False, stdout=subprocess.PIPE, text=True)
     if done.returncode != 0:
         raise SystemExit(f"{SOURCE.name} ended with {done.returncode}; it has said why")

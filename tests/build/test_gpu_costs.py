@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 from unittest import mock
 
@@ -34,6 +35,12 @@ def run(folder: Path, script: str) -> Path:
     with mock.patch("sys.argv", ["gpu_costs.py", "--nvcc", str(nvcc), "--json", str(file)]):
         gpu_costs.main()
     return file
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
+def test_the_program_compiles(tmp_path: Path) -> None:
+    gpu_costs.build("nvcc", tmp_path / "costs")
 
 
 def test_a_cost_is_the_median_and_says_where_it_comes_from(tmp_path: Path) -> None:
