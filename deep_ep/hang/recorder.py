@@ -262,8 +262,9 @@ def watch_exceptions(listener: Callable[[str], None]) -> Callable[[], None]:
     if sys.excepthook is not _on_exception:
         _next_hook, sys.excepthook = sys.excepthook, _on_exception
     _listeners.append(listener)
+    _watch_child()
     # Before the rank says goodbye (loop.py), whose priority is lower.
-    at_exit = multiprocessing.util.Finalize(None, _tell_leaving, (listener,), exitpriority=2)
+    at_exit = multiprocessing.util.Finalize(None, _tell_leaving, exitpriority=2)
 
     def end() -> None:
         at_exit.cancel()
@@ -276,7 +277,7 @@ def watch_exceptions(listener: Callable[[str], None]) -> Callable[[], None]:
 _next_hook: Callable[..., Any] = sys.excepthook
 
 
-def _tell_leaving(listener: Callable[[str], None]) -> None:
+def _tell_leaving(*_: Any) -> None:
     """At the end of a process: the exception that it ends with although somebody catches it.
 
     multiprocessing ends a child while its exception is on the way, and so without `sys.excepthook`;
@@ -286,16 +287,32 @@ def _tell_leaving(listener: Callable[[str], None]) -> None:
     if isinstance(error, SystemExit) and error.code not in (None, 0):
         error = error.__cause__ or error.__context__
     if error is not None and not isinstance(error, SystemExit) and not _raised:
-        listener(_text_of(error, error.__traceback__))
+        _tell(_text_of(error, error.__traceback__))
+
+
+def _watch_child() -> None:
+    """From Python 3.13 on multiprocessing has handled the exception of a child before the end: it is seen where it does so."""
+    if sys.version_info >= (3, 13) and multiprocessing.parent_process() is not None:
+        watching = sys.monitoring
+        tool = next((n for n in range(6) if watching.get_tool(n) in (None, __name__)), None)
+        if tool is not None and watching.get_tool(tool) is None:
+            watching.use_tool_id(tool, __name__)
+            watching.register_callback(tool, watching.events.LINE, _tell_leaving)
+            ends = multiprocessing.process.BaseProcess._bootstrap  # type: ignore[attr-defined]
+            watching.set_local_events(tool, ends.__code__, watching.events.LINE)
+
+
+def _tell(text: str) -> None:
+    global _raised
+    _raised = text
+    for listener in list(_listeners):
+        listener(text)
 
 
 def _on_exception(
     kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
-    global _raised
     try:
-        _raised = _text_of(error, trace)
-        for listener in list(_listeners):
-            listener(_raised)
+        _tell(_text_of(error, trace))
     finally:
         _next_hook(kind, error, trace)

@@ -67,7 +67,8 @@ def run(code: str, timeout_s: float = 600.0) -> subprocess.CompletedProcess[str]
     """Runs `code` behind TWO_RANKS in a process of its own, on the CPU; operations wait `timeout_s`."""
     settings = {"DEEP_EP_BACKEND": "cpu", "DEEP_EP_TIMEOUT_S": f"{timeout_s:g}"}
     return subprocess.run(
-        [sys.executable, "-c", TWO_RANKS + code],
+        # From Python 3.12 on a fork beside other threads has a warning of its own.
+        [sys.executable, "-W", "ignore::DeprecationWarning", "-c", TWO_RANKS + code],
         env={**os.environ, **settings},
         capture_output=True,
         text=True,

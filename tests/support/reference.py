@@ -109,7 +109,9 @@ def dispatch(
             for source in range(num_ranks):
                 layout_range[i, source] = begin << 32 | len(tokens[source])
                 begin += len(tokens[source])
-            data.append(torch.cat([cast[0][t] for cast, t in zip(casts, tokens)]))
+            # Older versions of torch do not index FP8.
+            rows = torch.cat([cast[0].view(torch.uint8)[t] for cast, t in zip(casts, tokens)])
+            data.append(rows.view(casts[0][0].dtype))
             src_info.append(torch.cat(tokens).int())
             if use_fp8:
                 rows = torch.cat([cast[1][t] for cast, t in zip(casts, tokens)])
