@@ -22,7 +22,7 @@ from deep_ep.hang.messages import Handlers, Message
 # rank that gave up, where another one has seen that it did.
 _ANSWERS_S, _OTHERS_S, _SETTLE_S, _ABANDONED_S = 1.0, 0.3, 0.1, 0.3
 # Within this a decision is there, if it comes at all.
-LONGEST_S = _ANSWERS_S + _SETTLE_S + 1.0
+LONGEST_S = _ANSWERS_S + _SETTLE_S + _OTHERS_S + 1.0
 # Decisions that are kept: ranks are a few operations apart.
 _KEPT = 64
 
@@ -144,6 +144,8 @@ class Arbiter:
         # Who gave up for another one's sake, before anybody said why.
         self._abandoned: dict[Key, set[int]] = {}
         self._decisions: OrderedDict[Key, Decision | None] = OrderedDict()
+        # Decisions that those who wait are told once these others say that they have them.
+        self._told_ahead: dict[int, tuple[Decision, set[int]]] = {}
         # Asked and not heard of since, and what they are told once they are.
         self._unanswered: dict[int, deque[Message]] = {}
         self._unwatched: set[int] = set()
@@ -229,6 +231,11 @@ class Arbiter:
         for opened in self._rounds.values():
             if opened.number == answer.round:
                 opened.progress[rank] = answer.at
+        if answer.round in self._told_ahead:
+            _, asked = self._told_ahead[answer.round]
+            asked.discard(rank)
+            if not asked:
+                self._tell_waiting(answer.round)
         self._look()
 
     # ---- rounds
@@ -323,7 +330,28 @@ class Arbiter:
                 self._masked.update(decision.culprits)
             self._failed.update(decision.waiting)
             self._newest = max(self._newest, key.op)
-        self._tell(decision)
+        self._tell_ahead(decision)
+
+    def _tell_ahead(self, decision: Decision) -> None:
+        """First to those who do not wait: the others may call on them at once, and what they call next is to begin
+        behind what has been given up.
+        """
+        others = set(range(self._num_ranks)) - decision.waiting.keys()
+        self._tell(decision, others)
+        asked = {r for r in others if self._is_there(r) and r not in self._unanswered}
+        if not asked:
+            self._tell(decision, decision.waiting)
+            return
+        number = next(self._numbers)
+        self._told_ahead[number] = decision, asked
+        for rank in sorted(asked):
+            self._send(rank, messages.AskProgress(number))
+        self._call_later(_OTHERS_S, lambda: self._tell_waiting(number))
+
+    def _tell_waiting(self, number: int) -> None:
+        told = self._told_ahead.pop(number, None)
+        if told is not None:
+            self._tell(told[0], told[0].waiting)
 
     def _leave_undecided(self, rank: int, key: Key) -> None:
         # If there was a reason after all, everybody is or will be told.
@@ -331,9 +359,9 @@ class Arbiter:
             self._abandoned.pop(key, None)
             self._send(rank, messages.Undecided(key))
 
-    def _tell(self, message: Message) -> None:
-        """To all ranks; to those that do not answer, once they do, lest messages to a stopped one pile up."""
-        for rank in range(self._num_ranks):
+    def _tell(self, message: Message, ranks: Iterable[int] | None = None) -> None:
+        """To all ranks, or to these; to those that do not answer, once they do, lest messages to a stopped one pile up."""
+        for rank in range(self._num_ranks) if ranks is None else sorted(ranks):
             if not self._is_there(rank) and rank not in self.parting:
                 continue
             if rank in self._unanswered:

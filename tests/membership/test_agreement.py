@@ -60,11 +60,15 @@ class Ranks(ManualTime):
         self.hear(rank, FailureReport(key, failure, tuple(missing)))
 
     def answer(self) -> None:
-        """Everybody who is asked and can answer does."""
-        for rank, number in list(self._asked):
-            if rank in self.at:
-                self._asked.remove((rank, number))
-                self.hear(rank, ProgressAnswer(number, self.at[rank]))
+        """Everybody who is asked and can answer does, also when that makes the arbiter ask again."""
+        while asked := [(rank, number) for rank, number in self._asked if rank in self.at]:
+            rank, number = asked[0]
+            self._asked.remove((rank, number))
+            self.hear(rank, ProgressAnswer(number, self.at[rank]))
+
+    def round(self) -> int:
+        """The number of the last question to all."""
+        return self._asked[-1][1]
 
     def pass_time(self, seconds: float = LONGEST_S) -> None:
         super().pass_time(seconds)
@@ -130,9 +134,27 @@ def test_who_gave_up_just_before_it_was_asked_is_among_those_who_waited(at: Prog
     ranks.answer()
     assert not ranks.decisions(0)
     ranks.report(2, [1])
+    ranks.answer()
     decision = ranks.decision()
     assert decision.culprits == (1,)
     assert decision.waiting == {0: 73, 2: 73, 3: 73}
+
+
+@pytest.mark.parametrize("answers", [True, False])
+def test_who_waits_hears_of_a_decision_after_who_left_the_operation_out(answers: bool) -> None:
+    """Else what they do together next would find that rank in the operation that has been given up."""
+    ranks = Ranks(dict.fromkeys((0, 2, 3), WAITS))
+    ranks.report(0, [1])
+    ranks.hear(1, ProgressAnswer(ranks.round(), IDLE))
+    ranks.answer()
+    assert ranks.decisions(1)
+    assert not any(ranks.decisions(rank) for rank in (0, 2, 3))
+    if answers:
+        ranks.at[1] = IDLE
+        ranks.answer()
+    else:  # it was stopped just now
+        ranks.pass_time()
+    assert all(ranks.decisions(rank) == ranks.decisions(1) for rank in (0, 2, 3))
 
 
 def test_a_rank_that_does_not_answer_is_named_only_if_it_is_missing() -> None:
