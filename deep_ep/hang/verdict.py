@@ -190,8 +190,8 @@ class _Case:
         state = self.states.get(edge.owed)
         if state is None:
             self._blame(edge.owed, edge, *_OF_PROCESS["unknown"])
-        elif edge.series == DESTRUCTION and state.waits is not None and state.process == "ended":
-            return  # it has come since
+        elif edge.series == DESTRUCTION and state.waits and state.waits.series == DESTRUCTION:
+            return  # it has come since, or rank 0, which passes on that it has, does not answer
         elif edge.series == CONSTRUCTION and state.process in ("silent", "unknown"):
             # That it has not come is known, and nothing else.
             kind: Kind = "host_in_call" if state.in_call else "not_called"

@@ -73,6 +73,8 @@ OURS = [
         ([*OURS, USER], "dispatch"),
         # A collective that our call makes is within that call.
         ([library(C10D, "barrier"), *OURS, USER], "dispatch"),
+        # What profiles a method stands around it.
+        ([*OURS, library("deep_ep/observe/profiled.py", "call"), USER], "dispatch"),
         ([USER, *OURS], ""),
         ([library("deep_ep/buffer.py", "__init__"), USER], ""),
         ([], ""),

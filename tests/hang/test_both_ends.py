@@ -46,6 +46,16 @@ def test_who_has_come_to_destroy_since_is_no_reason() -> None:
     assert judge(states).causes == ()
 
 
+def test_no_path_is_accused_where_rank_0_cannot_pass_on_who_has_come_to_destroy() -> None:
+    states = {
+        r: replace(leaving(r, missing), process="alive")
+        for r, missing in ((1, (0, 2)), (2, (0, 1)))
+    }
+    states[0] = RankState(0, 3, process="stopped", written_by=1)
+    (cause,) = judge(states).causes
+    assert (cause.kind, cause.ranks, cause.waited_by) == ("stopped", (0,), (1, 2))
+
+
 def test_a_process_that_ended_without_destroy_is_the_reason() -> None:
     states = {0: leaving(0, (1,), 2), 1: RankState(1, 2, process="ended", closed=7, written_by=0)}
     assert "rank 1 destroyed its buffer, or ended, before destroy()" in wording.line(judge(states))
