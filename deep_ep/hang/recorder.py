@@ -249,7 +249,8 @@ def _handled_by(thread: int) -> str:
 def _text_of(error: BaseException, trace: TracebackType | None) -> str:
     place = traceback.extract_tb(trace)[-1:] if trace is not None else []
     where = "".join(f" at {frame.filename}:{frame.lineno} in {frame.name}" for frame in place)
-    return f"{type(error).__name__}: {error}"[:_MOST_TEXT] + where
+    text = f": {error}" if str(error) else ""
+    return f"{type(error).__name__}{text}"[:_MOST_TEXT] + where
 
 
 def watch_exceptions(listener: Callable[[str], None]) -> Callable[[], None]:

@@ -444,8 +444,14 @@ class Communicator:
         failure = runtime.native.take_failure()
         if failure is not None:
             missing, waited_s = failure["ranks"], failure["waited_ns"] * 1e-9
-            died = set(missing) <= {*self._known_dead()}
-            how = "died" if died else f"did not call it within {waited_s:.3g} s"
+            liveness, dead = self._liveness, {*self._known_dead()}
+            how = f"did not call it within {waited_s:.3g} s"
+            if set(missing) <= dead:
+                how = "died"
+            elif liveness is not None and set(missing) <= dead | liveness.left.keys():
+                raised = liveness.hangs.raised
+                why = (f"rank {rank} raised {raised[rank]}" for rank in missing if rank in raised)
+                how = "; ".join(["ended before", *why])
             raise EPTransportError(f"{ranks_text(missing)} {how}")
 
     def abort(self) -> None:

@@ -245,23 +245,33 @@ def test_destroy_waits_no_longer_than_an_operation() -> None:
     assert 2.0 <= float(waited[1]) < HANG_S
 
 
-def die_while_the_others_destroy(rank: int, group: dist.ProcessGroup) -> list[str]:
+def end_while_the_others_destroy(rank: int, group: dist.ProcessGroup, dies: bool) -> list[str]:
     """What destroy() warns of."""
     buffer = make_buffer(group, destroys=True)
     group.barrier().wait()
     if rank == 1:
         time.sleep(0.5)
-        os.kill(os.getpid(), signal.SIGKILL)
+        if dies:
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise KeyboardInterrupt
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         buffer.destroy()
     return [str(w.message) for w in caught if "not all ranks came" in str(w.message)]
 
 
-def test_who_dies_while_the_others_destroy_is_said_to_have_died() -> None:
-    said = run_processes(die_while_the_others_destroy, 3)
-    for (warned,) in raise_failures([said[0], said[2]]):
-        assert "(rank 1 died)" in warned
+@pytest.mark.parametrize(
+    ("dies", "said"),
+    [
+        (True, "(rank 1 died)"),
+        (False, f"(rank 1 ended before; rank 1 raised KeyboardInterrupt at {__file__}:"),
+    ],
+    ids=["dies", "raises"],
+)
+def test_how_a_rank_ended_while_the_others_destroy_is_said(dies: bool, said: str) -> None:
+    ended = run_processes(end_while_the_others_destroy, 3, dies)
+    for (warned,) in raise_failures([ended[0], ended[2]]):
+        assert said in warned
 
 
 @pytest.mark.parametrize(
