@@ -149,10 +149,11 @@ def _raise_first_error(
     error_type: type[EPError],
     own: Exception | None = None,
 ) -> None:
-    failed = [rank for rank, error in enumerate(errors) if error is not None]
+    failed = {rank: error for rank, error in enumerate(errors) if error is not None}
     if failed:
+        first = next(iter(failed.values())).rstrip(".")
         raise error_type(
-            f"{where}: {ranks_text(failed)} failed, first: {errors[failed[0]]} "
+            f"{where}: {ranks_text(failed)} failed, first: {first}. "
             "All ranks must succeed; correct it there and build the buffer again on all ranks."
         ) from own
 

@@ -37,6 +37,13 @@ if TYPE_CHECKING:
     from deep_ep.native.backend import Backend
 
 
+# What is read when an error would be this rank's alone, and the others would wait for it.
+_NEEDED_LATER = (
+    *(env.verify, env.recorder, env.recorder_frames, env.warn_s, env.phases, env.diagnose),
+    *(env.dump_signal, env.nvshmem_qp_depth),
+)
+
+
 @dataclass(frozen=True)
 class BufferSettings:
     """What must be equal on all ranks; names and meaning are those of `Buffer`'s arguments."""
@@ -117,12 +124,10 @@ def agree(group: Group, settings: BufferSettings) -> Agreement:
     try:
         selected = backend.get()
         asked_ranks_per_node = env.ranks_per_node()
-        env.verify()
-        env.recorder()
-        env.recorder_frames()
-        env.warn_s()
-        env.phases()
-        env.diagnose()  # is needed later, when an error would be this rank's alone
+        for variable in _NEEDED_LATER:
+            variable()
+        for fault in faults.parse_list(env.inject()):
+            faults.validate(fault, group.size)
         settings = settings.checked()
     except EPError as raised:
         error = raised

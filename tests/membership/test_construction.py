@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 import deep_ep
-from deep_ep.errors import EPTimeoutError
+from deep_ep.errors import EPError, EPTimeoutError
 from deep_ep.group import ThreadGroup, thread_groups
 from deep_ep.membership import liveness
 from deep_ep.membership.monitored_group import Arrival, MonitoredGroup
@@ -220,6 +220,38 @@ def test_who_has_not_called_destroy_is_named_while_the_others_wait_there(
         Ranks(3, 8, 256, 3) as ranks,
     ):
         ranks.run(run)
+
+
+# Whatever a Buffer reads, and values that are not allowed.
+WRONG = {
+    **dict.fromkeys(("DEEP_EP_DUMP_SIGNAL", "NVSHMEM_QP_DEPTH", "DEEP_EP_INJECT"), "x"),
+    "DEEP_EP_CLOCK_INTERVAL_S": "-1",
+    "DEEP_EP_LAUNCH_SHAPE": "0x0",
+    "DEEP_EP_RECORDER_FRAMES": "-1",
+    "DEEP_EP_WARN_S": "nan",
+}
+
+
+def build_with_a_wrong_variable(rank: int, group: dist.ProcessGroup) -> dict[str, str]:
+    """Rank 1 has it; what is raised, by variable."""
+    said = {}
+    for name, text in WRONG.items():
+        with pytest.MonkeyPatch.context() as patch:
+            if rank == 1:
+                patch.setenv(name, text)
+            with pytest.raises(EPError) as caught:
+                make_buffer(group, destroys=True)
+        said[name] = str(caught.value)
+    return said
+
+
+def test_a_variable_that_is_wrong_on_one_rank_is_told_to_all() -> None:
+    said = raise_failures(run_processes(build_with_a_wrong_variable, 2, timeout_s=30))
+    for name, text in said[0].items():
+        assert "rank 1 failed, first: " in text
+        assert ". All ranks must succeed" in text
+        assert ".." not in text
+        assert name in text or name == "DEEP_EP_INJECT" and "'x' is not a fault" in text
 
 
 def destroy_while_the_others_meet(rank: int, group: dist.ProcessGroup) -> list[str]:
