@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Sequence
-from typing import Any, Callable
+from typing import Any, Callable, NoReturn
 
 import torch
 
@@ -204,6 +204,13 @@ class Buffer:
                 each buffer needs its own.
         """
         self.communicator.dump(os.fspath(directory))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Buffer:
+        """This buffer: a copy of a module, as those of averaged weights, exchanges on it as the module does."""
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        fail("Buffer", "it is to be pickled, saved or copied", "pickled", EPUsageError)
 
     def __del__(self) -> None:
         # Memory goes with the native object, without any collective: nothing can keep an

@@ -216,6 +216,8 @@ VALUES = {
     "Call low_latency_clean_mask_buffer() on all ranks once they are back, or build a new Buffer on those "
     "that live.",
     "destroyed": "a destroyed buffer cannot be used. Build a new Buffer.",
+    "pickled": "it is connected with those of the other ranks, and there is one of it. "
+    "Save the state_dict() of a module, and build a Buffer where it is loaded.",
     "forked": "a buffer can be used only in the process that built it. "
     "Build it after the fork, in the process that uses it.",
     "instance": "it must be a {kind}. {fix}.",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import os
+import pickle
 import sys
 from typing import Any
 
@@ -15,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import deep_ep
 from deep_ep import moe
-from deep_ep.errors import EPArgumentError, EPTransportError
+from deep_ep.errors import EPArgumentError, EPTransportError, EPUsageError
 from deep_ep.moe.awaited import AwaitedTensor
 from deep_ep.moe.quantization import dequantize, quantize
 from deep_ep.types.event import EventOverlap
@@ -229,6 +231,24 @@ def test_the_module_takes_any_leading_dimensions_and_its_experts_learn(async_com
         (weight,) = layer.parameters()
         assert weight.grad is not None
         assert weight.grad.any()
+
+    on_ranks(sizes, run)
+
+
+def test_a_copy_of_the_module_exchanges_on_the_same_buffer() -> None:
+    """As torch.optim.swa_utils.AveragedModel makes one; what goes into a file is the state_dict()."""
+    sizes = Sizes((6, 6), 128)
+
+    def run(rank: int, buffer: deep_ep.Buffer) -> None:
+        tokens = tokens_of(sizes, rank)
+        given = tokens.x.detach(), tokens.topk_idx, tokens.weights.detach()
+        layer = moe.ExpertParallel(Scale(sizes.hidden), sizes.num_experts, buffer)
+        same = copy.deepcopy(layer)
+        assert same.buffer is buffer
+        assert same.experts is not layer.experts
+        assert torch.equal(same(*given), layer(*given))
+        with pytest.raises(EPUsageError, match=r"pickled.*state_dict\(\)"):
+            pickle.dumps(layer)
 
     on_ranks(sizes, run)
 
