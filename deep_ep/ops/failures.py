@@ -94,6 +94,13 @@ def error_from_failure(
         return _corrupt(where, failure["row"], ranks)
     if decision is not None and rank in decision.culprits:
         return _given_up(where, failure, dict.fromkeys(decision.waiting, decision.key.op))
+    if decision is not None and decision.paths:
+        # Who was stopped, and is back once the others have given up, finds nobody missing: it was missing itself.
+        ahead = {r: op - 1 for r, op in decision.waiting.items() if op > failure["op"] + 1}
+        if ahead:
+            return _given_up(where, failure, ahead)
+        if reason == "abandoned" and all(source == rank for source, _ in decision.paths):
+            decision = None
     if decision is not None:
         return _with_verdict(_agreed(where, failure, decision, places, raised), where, verdict)
     if reason == "timeout":

@@ -447,6 +447,27 @@ def test_the_late_rank_is_told_what_the_others_gave_up() -> None:
     assert "ranks 0, 2 gave up operation 74 while this rank was in operation 73" in str(error)
 
 
+def test_who_was_missing_and_came_back_before_the_decision_is_told_no_broken_path() -> None:
+    """It gives up for the others' sake; they have waited for it in vain."""
+    decision = Decision(OP, waiting={0: 73, 1: 73, 2: 73}, paths=((1, 0), (1, 2)))
+    failure = {**FAILURE, "reason": "abandoned", "ranks": [0, 2], "given_up": {0: 73, 2: 73}}
+    text = str(error_from_failure(failure, 1, decision, PLACES))
+    assert "ranks 0, 2 gave up operation 73 while this rank was in operation 73" in text
+    assert "did not arrive on the paths" in str(error_from_failure(FAILURE, 0, decision, PLACES))
+
+
+def test_who_was_stopped_for_longer_than_the_others_waited_is_told_no_broken_path() -> None:
+    """They are two operations on: in the one between they have waited for it in vain."""
+    decision = Decision(OP, waiting={1: 73, 0: 75, 2: 75}, paths=((2, 1),))
+    error = error_from_failure(FAILURE, 1, decision, PLACES)
+    assert type(error) is EPTransportError
+    assert "ranks 0, 2 gave up operation 74 while this rank was in operation 73" in str(error)
+    one_on = Decision(OP, waiting={1: 73, 0: 74, 2: 74}, paths=((2, 1),))
+    assert "did not arrive on the paths 2 > 1" in str(
+        error_from_failure(FAILURE, 1, one_on, PLACES)
+    )
+
+
 # ---- ranks that operations go on without
 
 
