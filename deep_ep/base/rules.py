@@ -43,6 +43,7 @@ class TensorRule:
         is_optional: whether it may be `None`.
         in_vectors: whether kernels move its rows `VECTOR_BYTES` at a time, so that it must begin at a multiple of them.
         any_strides: whether it is copied where it is not contiguous.
+        casts: whether another dtype is to be cast; else `fix` says what to do there as well.
         shapes: those allowed, dimensions by name.
         dtypes: those allowed; none if all are.
         of: finds the argument in a call.
@@ -54,6 +55,7 @@ class TensorRule:
     is_optional: bool = False
     in_vectors: bool = False
     any_strides: bool = False
+    casts: bool = False
 
     def __post_init__(self) -> None:
         shapes, _, dtypes = self.text.rpartition("] ")
@@ -79,11 +81,11 @@ WORST_TOKENS_FIX = (
 # Of each tensor: the calls that take it | its name | its shapes and dtypes | what of `TensorRule` holds for it. Then what to
 # do. A call checks its tensors in this order. What is optional in `dispatch` is so beside a handle.
 _TABLE = """
-low_latency_dispatch | x | [num_tokens, hidden] bfloat16 | in_vectors
-Cast with x.bfloat16().
+low_latency_dispatch | x | [num_tokens, hidden] bfloat16 | in_vectors casts
+Give one row per token.
 
-low_latency_dispatch | topk_idx | [num_tokens, num_topk] int64 |
-Give one row per token of x, cast with topk_idx.to(deep_ep.topk_idx_t).
+low_latency_dispatch | topk_idx | [num_tokens, num_topk] int64 | casts
+Give one row per token of x.
 
 low_latency_combine | handle[0] | [num_local_experts, num_recv_rows] int32 |
 Pass the handle of the dispatch whose rows are combined, on the same buffer.
@@ -91,20 +93,20 @@ Pass the handle of the dispatch whose rows are combined, on the same buffer.
 low_latency_combine | handle[1] | [num_local_experts, num_ranks] int64 |
 Pass the handle of the dispatch whose rows are combined, on the same buffer.
 
-low_latency_combine | x | [num_local_experts, num_recv_rows, hidden] bfloat16 | in_vectors
-Pass the experts' output in the row layout of the dispatch, cast with x.bfloat16().
+low_latency_combine | x | [num_local_experts, num_recv_rows, hidden] bfloat16 | in_vectors casts
+Pass the experts' output in the row layout of the dispatch.
 
-low_latency_combine | topk_idx | [num_tokens, num_topk] int64 |
-Pass the topk_idx of the dispatch, cast with topk_idx.to(deep_ep.topk_idx_t).
+low_latency_combine | topk_idx | [num_tokens, num_topk] int64 | casts
+Pass the topk_idx of the dispatch.
 
-low_latency_combine | topk_weights | [num_tokens, num_topk] float32 |
-Give one weight per entry of topk_idx, cast with topk_weights.float().
+low_latency_combine | topk_weights | [num_tokens, num_topk] float32 | casts
+Give one weight per entry of topk_idx.
 
 low_latency_combine | out | [num_tokens, hidden] bfloat16 | is_optional in_vectors
 Allocate torch.empty(topk_idx.shape[0], hidden, dtype=torch.bfloat16).
 
-get_dispatch_layout | topk_idx | [num_tokens, num_topk] int64 |
-Cast with topk_idx.to(deep_ep.topk_idx_t).
+get_dispatch_layout | topk_idx | [num_tokens, num_topk] int64 | casts
+Give one row per token.
 
 low_latency_query_mask_buffer | mask_status | [num_ranks] int32 |
 Allocate torch.empty(buffer.group_size, dtype=torch.int32).
@@ -127,32 +129,32 @@ Pass what get_dispatch_layout returned for these tokens.
 dispatch | num_tokens_per_expert | [num_experts] int32 | is_optional
 Pass what get_dispatch_layout returned for these tokens.
 
-dispatch elastic_dispatch | topk_idx | [num_tokens, num_topk] int64 | is_optional
-Give one row per token of x, cast with topk_idx.to(deep_ep.topk_idx_t).
+dispatch elastic_dispatch | topk_idx | [num_tokens, num_topk] int64 | is_optional casts
+Give one row per token of x.
 
-dispatch elastic_dispatch | topk_weights | [num_tokens, num_topk] float32 | is_optional any_strides
-Give one weight per entry of topk_idx, cast with topk_weights.float().
+dispatch elastic_dispatch | topk_weights | [num_tokens, num_topk] float32 | is_optional any_strides casts
+Give one weight per entry of topk_idx.
 
 low_latency_dispatch elastic_dispatch | cumulative_local_expert_recv_stats | [num_local_experts] int32 | is_optional
 Allocate torch.zeros(num_experts // buffer.group_size, dtype=torch.int32).
 
-combine | x | [num_recv_rows, hidden] bfloat16 | in_vectors any_strides
-Give one row per row that the dispatch returned, cast with x.bfloat16().
+combine | x | [num_recv_rows, hidden] bfloat16 | in_vectors any_strides casts
+Give one row per row that the dispatch returned.
 
-elastic_combine | x | [num_rows, hidden] bfloat16 | in_vectors any_strides
-Give one row per row that the dispatch returned, cast with x.bfloat16().
+elastic_combine | x | [num_rows, hidden] bfloat16 | in_vectors any_strides casts
+Give one row per row that the dispatch returned.
 
-combine | topk_weights | [num_recv_rows, num_topk] float32 | is_optional any_strides
-Give one row per row of x, cast with topk_weights.float().
+combine | topk_weights | [num_recv_rows, num_topk] float32 | is_optional any_strides casts
+Give one row per row of x.
 
-elastic_combine | topk_weights | [num_rows, num_topk] or [num_rows] float32 | is_optional any_strides
-Give one value in the place of each weight that the dispatch returned, cast with topk_weights.float().
+elastic_combine | topk_weights | [num_rows, num_topk] or [num_rows] float32 | is_optional any_strides casts
+Give one value in the place of each weight that the dispatch returned.
 
-combine elastic_combine | bias[0] | [num_tokens, hidden] bfloat16 | is_optional in_vectors any_strides
-Give one row per dispatched token, cast with bias.bfloat16().
+combine elastic_combine | bias[0] | [num_tokens, hidden] bfloat16 | is_optional in_vectors any_strides casts
+Give one row per dispatched token.
 
-combine elastic_combine | bias[1] | [num_tokens, hidden] bfloat16 | is_optional in_vectors any_strides
-Give one row per dispatched token, cast with bias.bfloat16().
+combine elastic_combine | bias[1] | [num_tokens, hidden] bfloat16 | is_optional in_vectors any_strides casts
+Give one row per dispatched token.
 
 low_latency_dispatch dispatch elastic_dispatch | dispatch_wait_recv_cost_stats | [num_ranks] or [num_ranks, num_ranks] int64 | is_optional
 Allocate torch.zeros(buffer.group_size, dtype=torch.int64).

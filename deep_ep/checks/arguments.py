@@ -74,7 +74,8 @@ class Tensors:
             self._fail(rule, f"has layout {tensor.layout}", "be dense", fix)
         if rule.dtypes and tensor.dtype not in rule.dtypes:
             allowed = " or ".join(str(dtype) for dtype in rule.dtypes)
-            self._fail(rule, f"has dtype {tensor.dtype}", f"be {allowed}")
+            fix = f"Cast with {argument}.to({rule.dtypes[0]})." if rule.casts else ""
+            self._fail(rule, f"has dtype {tensor.dtype}", f"be {allowed}", fix)
         if tensor.device != self._device:
             fix = f'Move it with {argument}.to("{self._device}").'
             self._fail(rule, f"is on {tensor.device}", f"be on {self._device}", fix)

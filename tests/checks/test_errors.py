@@ -86,8 +86,8 @@ def low_latency_cases(name: str, dtype: torch.dtype, advice: str) -> list[Any]:
 
 
 DISPATCH_CASES = [
-    *low_latency_cases("x", torch.float16, "x.bfloat16()"),
-    *low_latency_cases("topk_idx", torch.float32, "topk_idx_t"),
+    *low_latency_cases("x", torch.float16, "x.to(torch.bfloat16)"),
+    *low_latency_cases("topk_idx", torch.float32, "topk_idx.to(torch.int64)"),
     case("x-address", of("x", misaligned), "x begins at address", "16 bytes", "x.clone()"),
     *low_latency_cases("cumulative_local_expert_recv_stats", torch.int64, "torch.zeros("),
     *low_latency_cases("dispatch_wait_recv_cost_stats", torch.int32, "torch.zeros("),
@@ -128,9 +128,9 @@ DISPATCH_CASES = [
 ]  # fmt: skip
 
 COMBINE_CASES = [
-    *low_latency_cases("x", torch.float32, "x.bfloat16()"),
-    *low_latency_cases("topk_idx", torch.float32, "topk_idx_t"),
-    *low_latency_cases("topk_weights", torch.float64, "topk_weights.float()"),
+    *low_latency_cases("x", torch.float32, "x.to(torch.bfloat16)"),
+    *low_latency_cases("topk_idx", torch.float32, "topk_idx.to(torch.int64)"),
+    *low_latency_cases("topk_weights", torch.float64, "topk_weights.to(torch.float32)"),
     *low_latency_cases("out", torch.float32, "torch.empty("),
     *(
         case(f"{name}-address", of(name, misaligned), f"{name} begins at address", "16 bytes")
@@ -216,6 +216,13 @@ def test_a_buffer_that_is_a_little_too_small_is_refused() -> None:
             EPArgumentError,
             ["low_latency_dispatch", f"num_rdma_bytes = {size - 128}", f"needs {size} bytes"],
         )
+
+
+def test_a_wrong_shape_is_not_answered_with_a_cast() -> None:
+    with Ranks(1, 8, 256, 2) as ranks:
+        topk_idx = torch.zeros(4, dtype=torch.int64, device=DEVICE)
+        with pytest.raises(EPArgumentError, match=r"has shape \[4\]; .* Give one row per token\.$"):
+            ranks.buffers[0].get_dispatch_layout(topk_idx, 2)
 
 
 @pytest.mark.parametrize("num_experts", [4097, 2**31 - 1, 2**31, 2**63])
