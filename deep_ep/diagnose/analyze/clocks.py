@@ -155,12 +155,16 @@ def _read(times: FloatArray, classes: IntArray, most: FloatArray, is_good: bool)
         for link in range(3):
             of_link = links == link
             # Of paths that are seen one way only, a clock and what is usual are one number: if clocks are good, that
-            # is what they take, else fences may tell. A few pairs that are seen both ways may be the slow ones.
+            # is what they take, else fences may tell. A few pairs that are seen both ways may be the slow ones, and
+            # clocks may be further off than any path is slow, so the least of both counts that paths can take.
             known = np.isfinite(both[of_link])
             is_enough = known.sum() >= min(_ENOUGH_PAIRS * known.size, 2 * (len(classes) - 1))
             at_fence = link == 0 and np.isfinite(at_most)
             one_way = at_most if at_fence and not is_good else median_of(ways[:, of_link])
-            telling = both[of_link] if is_enough and known.any() else np.array([one_way])
+            told = [time for time in (one_way, median_of(both[of_link])) if time > 0]
+            telling = (
+                both[of_link] if is_enough and known.any() else np.array([min(told, default=0.0)])
+            )
             low, high = (or_zero(quantile_of(telling, share)) for share in _HEALTHY)
             usual[of_link] = min(max(high, 0.0), at_most if at_fence else np.inf)
             sigma[of_link] = max((high - low) / _SIGMAS, _LEAST_SIGMA_NS)

@@ -79,6 +79,22 @@ def test_the_only_pair_that_is_seen_both_ways_may_be_slow() -> None:
     assert np.abs(found).max() < 2 * US
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_where_clocks_are_far_off_a_pair_that_is_seen_both_ways_tells_what_paths_take(
+    seed: int,
+) -> None:
+    """Ranks that send in turn see those after them only, and milliseconds of drift in their paths."""
+    generator = np.random.default_rng(seed)
+    place, classes = place_of(1, 8)
+    clock = generator.normal(0.0, 2e3 * US, 8)
+    time = path_times(classes, clock, generator, 0.2)
+    seen_too = time[1, 0]
+    time[np.tril_indices(8, -1)] = np.nan
+    time[1, 0] = seen_too
+    found = told([time], classes, place)
+    assert np.abs(apart(found) - apart(clock)).max() < 2 * US
+
+
 @given(st.integers(0, 10_000), st.sampled_from([(1, 8), (3, 4), (4, 8)]), st.booleans())
 @settings(max_examples=60)
 def test_a_slow_side_moves_no_clock_but_its_rank_s(
