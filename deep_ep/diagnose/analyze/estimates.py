@@ -149,7 +149,9 @@ def _estimate(m: Matrices, before: Matrices | None, held_up: FloatArray, paths: 
     work = m.gap + m.span
     has_stamps = m.num_operations > 0
     sent, received = _sent_and_received(m.tokens)
-    by_work = by_tokens(work, sent, _handled_before(m, before))
+    # A link or a receiver that holds up its sender is no fault of the sender's.
+    by_itself = work - held_up
+    by_work = by_tokens(by_itself, sent, _handled_before(m, before))
     by_drain = by_tokens(m.drain, received, m.received)
     return Estimates(
         m=m,
@@ -157,8 +159,7 @@ def _estimate(m: Matrices, before: Matrices | None, held_up: FloatArray, paths: 
         has_stamps=has_stamps,
         duration_ns=median_of(m.duration),
         own_ns=median_of(work + m.drain),
-        # A link or a receiver that holds up its sender is no fault of the sender's.
-        work=compare(work - by_work.each - held_up, m.place.nodes, by_work.error),
+        work=compare(by_itself - by_work.each, m.place.nodes, by_work.error),
         drain=compare(m.drain - by_drain.each, m.place.nodes, by_drain.error),
         by_work=by_work,
         by_drain=by_drain,

@@ -48,7 +48,7 @@ class JudgedPaths:
         return few and bool((self.model.prior.sigma > CLOCKS_KNOWN_NS / 2).any())
 
     def held_up(self, kind: str, m: Matrices) -> FloatArray:
-        """[n, num_ranks] ns: of the time before waiting, what a rank waited at its fence for slow paths out of it."""
+        """[n, num_ranks] ns: of the time before waiting, what a rank waited at its fence for paths out of it."""
         k = self.operations.index(kind)
         slow = np.zeros(self.model.time.shape[1:])
         for cause in self.causes:
@@ -57,8 +57,21 @@ class JudgedPaths:
             if cause.cause != cause.group.cause:
                 slow[cause.group.sources, cause.group.receivers] += when_slow
         slowest = np.where(self.model.classes == 0, slow, 0.0).max(axis=0)
-        usual = or_zero(healthy(median(m.held, 0))[0])
-        return np.asarray(np.clip(np.nan_to_num(m.held - usual), 0.0, slowest))
+        held = np.nan_to_num(m.held)
+        for_rows = np.minimum(held, self._longest_until_come(k, m))
+        usual = or_zero(healthy(median(held - for_rows, 0))[0])
+        return np.asarray(for_rows + np.clip(held - for_rows - usual, 0.0, slowest))
+
+    def _longest_until_come(self, k: int, m: Matrices) -> float:
+        """The longest that any rank was seen to take, ns, from its last row until what it sent within its node had come.
+
+        Of a single rank, and of its mates, those tell little who looked later.
+        """
+        if self.is_too_small_for_clocks:
+            return 0.0
+        come = np.where(self.model.classes == 0, self.model.corrected(k) + m.send, np.nan)
+        until = np.fmax.reduce(come, axis=0, initial=np.nan) - m.send_ns()
+        return max(or_zero(float(np.fmax.reduce(until))), 0.0)
 
 
 def judge_paths(matrices: Mapping[str, Matrices], limits: Mapping[str, Thresholds]) -> JudgedPaths:

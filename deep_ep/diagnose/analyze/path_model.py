@@ -147,8 +147,12 @@ def fit_paths(kinds: Sequence[Matrices], floor_ns: float) -> PathModel:
     expected = np.stack([m.expected & (classes >= 0) for m in kinds])
     time = np.where(expected, np.stack([m.path for m in kinds]), np.nan)
     fences = np.stack([_by_fence(m, classes, floor_ns) for m in kinds])
-    # Whatever a rank sends within its node has come when it leaves its fence.
-    least_held = fences.min(axis=(1, 2))
+    # Whatever a rank sends within its node has come when it leaves its fence, and in larger nodes ranks send more.
+    of_nodes = np.array(
+        [fences[:, :, place.nodes == n].min(axis=(1, 2)) for n in range(place.num_nodes)]
+    )
+    of_nodes[np.isinf(of_nodes)] = np.nan
+    least_held = np.nan_to_num(np.fmax.reduce(of_nodes), nan=np.inf)
     is_open = expected & ~np.isfinite(time)
     bound, by_fence = (
         np.where(is_open & np.isfinite(at_most), at_most, np.nan)

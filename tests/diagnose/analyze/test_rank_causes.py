@@ -259,6 +259,20 @@ def test_who_waits_at_its_fence_for_a_slow_link_is_not_late(delay_s: float) -> N
         assert found.keys == window.truth.keys, found.verdicts
 
 
+@pytest.mark.parametrize("num_ranks", [12, 16])
+def test_nobody_is_late_for_how_long_links_take_what_its_node_sends(num_ranks: int) -> None:
+    """What is handed over last comes last, and ranks of the larger of two nodes send more within it."""
+    machine = replace(
+        CLUSTER,
+        ranks_per_node=8,
+        path_per_token=0.04,
+        fenced=True,
+        combine_by_destination=num_ranks == 16,
+    )
+    for _, found in judged(machine, num_ranks, [[]] * 6, 910):
+        assert not found.verdicts
+
+
 @pytest.mark.parametrize(("num_ranks", "seed"), [(16, 1814800049), (8, 133700062), (8, 133700103)])
 def test_ranks_whose_loads_differ_for_good_are_not_late(num_ranks: int, seed: int) -> None:
     """What a token costs is known with an error, which makes a busy rank late in every operation."""
