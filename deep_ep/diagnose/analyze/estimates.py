@@ -148,7 +148,7 @@ def _paths_of(m: Matrices, model: PathModel, k: int) -> Paths:
 def _estimate(m: Matrices, before: Matrices | None, held_up: FloatArray, paths: Paths) -> Estimates:
     work = m.gap + m.span
     has_stamps = m.num_operations > 0
-    sent, received = _sent_and_received(m.tokens)
+    sent, received = _sent_and_received(m.mean_tokens)
     # A link or a receiver that holds up its sender is no fault of the sender's.
     by_itself = work - held_up
     by_work = by_tokens(by_itself, sent, _handled_before(m, before))

@@ -268,7 +268,7 @@ def by_tokens(values: FloatArray, usual: FloatArray, each: FloatArray | None) ->
     cost, error = _cost_of_a_token(values, each)
     if not math.isfinite(error):
         nothing = np.zeros(surplus.size)
-        return ByTokens(nothing, np.broadcast_to(nothing, values.shape), nothing, not most > 0)
+        return ByTokens(nothing, np.broadcast_to(nothing, values.shape), nothing, most < 1)
     in_each = np.broadcast_to(cost * surplus, values.shape)
     if each is not None:
         more = each - median(each, 1)[:, None]

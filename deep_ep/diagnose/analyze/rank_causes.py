@@ -109,7 +109,11 @@ def late_ranks(
             for rank in certain:
                 if not effect.value[rank] > max(kind.floor, BORNE_OUT * kind.bar(effect)[rank]):
                     continue
-                if rank in hot_ranks or (cause == Cause.LATE and rank in at_times):
+                # Who has more to do for its tokens is late as well if more is left than they explain.
+                is_more = kind.e.cost_known and effect.value[rank] > kind.e.token_time[rank]
+                if rank in hot_ranks and not is_more:
+                    continue
+                if cause == Cause.LATE and rank in at_times:
                     continue
                 # A rank passes rows on while it sends its own, and at the end.
                 follows = effect.value[rank] < UNEVEN * uneven_ns

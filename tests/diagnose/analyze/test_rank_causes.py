@@ -273,6 +273,20 @@ def test_nobody_is_late_for_how_long_links_take_what_its_node_sends(num_ranks: i
         assert not found.verdicts
 
 
+@pytest.mark.parametrize("load", [1.3, 2.0])
+def test_a_rank_with_more_tokens_that_is_late_without_them_is_both(load: float) -> None:
+    """Tokens cost it nothing ahead of a dispatch, so more than they explain is left there."""
+    injected = [[HotRank(3, load), SlowRank(3, 50e-6)]] * 4
+    for _, found in judged(NODES, 16, injected, 940):
+        assert found.keys == {("mixed-slow", 3), ("comp-slow", 3)}
+
+
+def test_where_nobody_knows_what_tokens_cost_a_hot_rank_is_not_late_as_well() -> None:
+    """It gets all tokens, as many in every operation."""
+    for _, found in judged(CLUSTER, 4, [[HotRank(1, 4.0)]] * 4, 945):
+        assert found.keys == {("mixed-slow", 1)}
+
+
 @pytest.mark.parametrize(("num_ranks", "seed"), [(16, 1814800049), (8, 133700062), (8, 133700103)])
 def test_ranks_whose_loads_differ_for_good_are_not_late(num_ranks: int, seed: int) -> None:
     """What a token costs is known with an error, which makes a busy rank late in every operation."""
