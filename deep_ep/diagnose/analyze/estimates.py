@@ -103,8 +103,9 @@ class Estimates:
 
     @functools.cached_property
     def busy(self) -> Effect:
-        """Work and drain together, tokens not taken out; asked for where loads differ."""
-        values = self.m.gap + self.m.span + self.m.drain
+        """Work and drain together, asked for where loads differ; of tokens, only their change is taken out."""
+        change = self.by_work.each - self.by_work.time + self.by_drain.each - self.by_drain.time
+        values = self.m.gap + self.m.span + self.m.drain - change
         return compare(values, self.m.place.nodes)
 
 

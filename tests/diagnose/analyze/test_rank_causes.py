@@ -287,6 +287,13 @@ def test_where_nobody_knows_what_tokens_cost_a_hot_rank_is_not_late_as_well() ->
         assert found.keys == {("mixed-slow", 1)}
 
 
+def test_tokens_that_others_get_for_a_while_hide_no_rank_that_always_has_more() -> None:
+    """What tokens explain in each operation is no noise."""
+    moving = replace(CLUSTER, ranks_per_node=8, moving_hot_share=1.5)
+    for _, found in judged(moving, 8, [[HotRank(3, 1.3)]] * 12, 950):
+        assert ("mixed-slow", 3) in found.keys
+
+
 @pytest.mark.parametrize(("num_ranks", "seed"), [(16, 1814800049), (8, 133700062), (8, 133700103)])
 def test_ranks_whose_loads_differ_for_good_are_not_late(num_ranks: int, seed: int) -> None:
     """What a token costs is known with an error, which makes a busy rank late in every operation."""
