@@ -319,19 +319,25 @@ class Contest:
         rest, hides = known_rest(rest, self._hides(around.paths)), self._hides(around.paths)
         usual = flat(self.model.usual)[:, around.paths]
         between = self.model.between.ravel()[around.paths]
-        seen, values = np.isfinite(rest) & ~hides, np.stack([rest, noise, usual, moved])
+        known = np.isfinite(rest)
+        # Clocks move a median as they move the paths that it is of.
+        seen, values = (
+            known & ~hides,
+            np.stack([rest, noise, usual, np.where(known, moved, np.nan)]),
+        )
         number = np.select([around.ours, around.opposite], [1, 2], 3)
         alike = 4 * (group.cause not in _SIDES) * number + 2 * (around.way > 0) + between
         found = []
         for kind in np.unique(alike).tolist():
             cells = np.flatnonzero(alike == kind)
             over, alone, takes, sign = median(values[:, :, cells], 2)
-            count = np.maximum(np.isfinite(rest[:, cells]).sum(axis=1), 1)
+            count = np.maximum(known[:, cells].sum(axis=1), 1)
             alone = MEDIAN_COST * alone / np.sqrt(count)
             link = NIC if between[cells[0]] else NVLINK
             differ = np.maximum(self.spreads.get((Cause.INGRESS, link), 0.0), self.least_error)
             error = np.sqrt(alone**2 + differ**2 + (MOSTLY_BUSY * takes) ** 2)
             at_most = ~seen[:, cells].any(axis=1)
+            sign = np.nan_to_num(sign)
             found.append((over, error, at_most, sign, False, int(around.paths[cells[0]])))
         if group.clocks.size == 1:
             # Fences wait for the slowest path out of a rank within its node, on its own clock.

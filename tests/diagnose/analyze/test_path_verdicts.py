@@ -308,3 +308,12 @@ def test_a_side_that_is_busy_at_times_shows_where_experts_in_demand_do_not(
     judged = judge_paths(matrices, dict.fromkeys(matrices, Thresholds.of("cuda")))
     found = [(one.group.cause, one.group.number) for one in judged.causes if one.at_times]
     assert ((cause, 5) in found) == is_named
+
+
+@pytest.mark.parametrize(("delay_s", "seed"), [(15e-6, 9), (20e-6, 2)])
+def test_a_clock_moves_what_one_of_its_node_sees_as_well(delay_s: float, seed: int) -> None:
+    """Of the paths into a rank that leaves its fence last, only that of a late one is seen."""
+    old_clocks = replace(CLUSTER, ranks_per_node=8, fenced=True, drift_ppm=10.0, clock_age_s=600.0)
+    faults = [SlowEgress(2, delay_s), SlowRank(1, delay_s)]
+    found = diagnosed(simulate(old_clocks, 16, ROUNDS, faults, seed=seed, capacity=2 * ROUNDS))
+    assert found.keys == {("comm-slow", 2), ("comp-slow", 1)}
