@@ -161,10 +161,8 @@ def _read(times: FloatArray, classes: IntArray, most: FloatArray, is_good: bool)
             is_enough = known.sum() >= min(_ENOUGH_PAIRS * known.size, 2 * (len(classes) - 1))
             at_fence = link == 0 and np.isfinite(at_most)
             one_way = at_most if at_fence and not is_good else median_of(ways[:, of_link])
-            told = [time for time in (one_way, median_of(both[of_link])) if time > 0]
-            telling = (
-                both[of_link] if is_enough and known.any() else np.array([min(told, default=0.0)])
-            )
+            least = min((t for t in (one_way, median_of(both[of_link])) if t > 0), default=0.0)
+            telling = both[of_link] if is_enough and known.any() else np.array([least])
             low, high = (or_zero(quantile_of(telling, share)) for share in _HEALTHY)
             usual[of_link] = min(max(high, 0.0), at_most if at_fence else np.inf)
             sigma[of_link] = max((high - low) / _SIGMAS, _LEAST_SIGMA_NS)

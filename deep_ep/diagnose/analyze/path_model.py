@@ -20,7 +20,7 @@ from ..collect.group_matrices import Matrices, Place
 from ..core.diagnosis import BoolArray, FloatArray, IntArray
 from ..core.robust_stats import FAR, healthy, median, median_of, or_zero, quantile_of
 from .clocks import Prior, joint_clocks, prior_of
-from .partners import over_mates, partners
+from .partners import members, over_mates, partners
 
 # Below four ranks a row of the path matrix has too few cells to tell a path from a clock.
 MIN_RANKS_TO_SPLIT_PATHS = 4
@@ -148,11 +148,10 @@ def fit_paths(kinds: Sequence[Matrices], floor_ns: float) -> PathModel:
     time = np.where(expected, np.stack([m.path for m in kinds]), np.nan)
     fences = np.stack([_by_fence(m, classes, floor_ns) for m in kinds])
     # Whatever a rank sends within its node has come when it leaves its fence, and in larger nodes ranks send more.
-    of_nodes = np.array(
-        [fences[:, :, place.nodes == n].min(axis=(1, 2)) for n in range(place.num_nodes)]
-    )
-    of_nodes[np.isinf(of_nodes)] = np.nan
-    least_held = np.nan_to_num(np.fmax.reduce(of_nodes), nan=np.inf)
+    inside = members(place.nodes)
+    of_nodes = np.where(inside >= 0, fences.min(axis=1)[:, inside], np.inf).min(axis=2)
+    known = np.where(np.isfinite(of_nodes), of_nodes, np.nan)
+    least_held = np.nan_to_num(np.fmax.reduce(known, axis=1), nan=np.inf)
     is_open = expected & ~np.isfinite(time)
     bound, by_fence = (
         np.where(is_open & np.isfinite(at_most), at_most, np.nan)
