@@ -145,6 +145,20 @@ def test_what_a_ring_no_longer_holds_is_no_disagreement() -> None:
     assert table.rows[0][2:-1] == ("done", "?", "?")
 
 
+@pytest.mark.parametrize("last_word", [2, 10])
+def test_a_rank_that_does_not_answer_is_not_said_to_miss_what_others_finished(
+    last_word: int,
+) -> None:
+    group = Group(4, stuck={2: "stopped"})
+    states = group.states()
+    states[2] = replace(states[2], calls=group.done_calls(last_word), closed=last_word)
+    table = operation_table(states, 4)
+    assert table.titles[2:-1] == ("ranks 0-1, 3", "rank 2")
+    *before, last = table.rows
+    assert {row[2:] for row in before if int(row[0]) > last_word} == {("done", "done", "")}
+    assert last == ("12", "low_latency_dispatch", "sent", "?", "")
+
+
 @pytest.mark.parametrize(
     ("ranks", "words"),
     [

@@ -17,7 +17,7 @@ from deep_ep.hang.states import Call, RankState
 
 # Newest operations in the table, and frames of a stack.
 _ROWS, _FRAMES = 8, 12
-_NOT_CALLED, _UNKNOWN = "-", "?"
+_NOT_CALLED, _UNKNOWN, _DONE = "-", "?", "done"
 # A collective can keep a rank from an operation in these ways.
 _ELSEWHERE = ("not_called", "not_started")
 
@@ -167,10 +167,24 @@ def operation_table(states: Mapping[int, RankState], num_ranks: int) -> Operatio
         rank: {n: (call.name, _how_far(call)) for n, call in numbered(state, OPERATIONS)}
         for rank, state in states.items()
     }
+    # The last word of a rank that does not answer may be older than the rings of the others. It has been in all that
+    # they finished without masks, and of what comes behind that nothing is known.
+    over = {
+        number: cell
+        for rank, state in states.items()
+        if not state.masked
+        for number, cell in known[rank].items()
+        if cell[1] == _DONE
+    }
+    behind = dict.fromkeys(range(num_ranks), _NOT_CALLED)
+    for rank, state in states.items():
+        if state.process not in ("alive", "ended"):
+            known[rank].update(over)
+            behind[rank] = _UNKNOWN
     numbers = sorted({number for of_rank in known.values() for number in of_rank})[-_ROWS:]
     columns: dict[tuple[tuple[str, str], ...], list[int]] = {}
     for rank in range(num_ranks):
-        column = tuple(_name_and_state(known.get(rank), number) for number in numbers)
+        column = tuple(_name_and_state(known.get(rank), number, behind[rank]) for number in numbers)
         columns.setdefault(column, []).append(rank)
     rows: list[tuple[str, ...]] = []
     for number, *cells in zip(numbers, *columns):
@@ -184,18 +198,20 @@ def operation_table(states: Mapping[int, RankState], num_ranks: int) -> Operatio
     return OperationTable(titles, tuple(rows))
 
 
-def _name_and_state(known: Mapping[int, tuple[str, str]] | None, number: int) -> tuple[str, str]:
-    """Of one operation of one rank, of which a ring holds the newest."""
+def _name_and_state(
+    known: Mapping[int, tuple[str, str]] | None, number: int, behind: str
+) -> tuple[str, str]:
+    """Of one operation of one rank, of which a ring holds the newest; `behind` is what is said of what it does not hold."""
     if known is None or number < min(known, default=0):
         return "", _UNKNOWN
-    return known.get(number, ("", _NOT_CALLED))
+    return known.get(number, ("", behind))
 
 
 def _how_far(call: Call) -> str:
     if call.failed:
         return f"failed: {call.failed}"
     if call.finished_ns:
-        return "done"
+        return _DONE
     if call.has_hook and call.sent_ns and not call.receive_called_ns:
         return "sent, hook not called"
     if call.sent_ns:
