@@ -30,8 +30,9 @@ _WORTH = re.compile(
 _BEGINS = re.compile(
     r"(?=DeepEP (?:timeout|error|[A-Za-z]+ [A-Za-z(])|\[PG |\[Rank \d|Global rank: )"
 )
-# What is left of a line of the barrier whose beginning stands elsewhere.
-_TAIL = re.compile(r"[\w ]*(?:= ?)?-?\d*(?:, \w+ = -?\d+){0,2}\)\s*")
+# What is left of a line of the barrier whose beginning stands elsewhere. Digits fit one place alone, or a long line of
+# them would be tried at each.
+_TAIL = re.compile(r"[\w ]*(?:(?:= ?-?|-)\d*)?(?:, \w+ = -?\d+){0,2}\)\s*")
 # A host or container, and a rank, in what a launcher or a library puts before a line.
 _SOURCE = re.compile(r"\[pod/([\w.-]+)|^\s*([\w.-]*[A-Za-z][\w.-]*) +\| ")
 _RANKS = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -270,6 +271,14 @@ def test_where_lines_are_mixed_one_word_is_not_enough(tmp_path: Path) -> None:
     assert "lines are mixed, and only one says it" in words(found)
     others = "".join(begin.format(rank, 5) + "1024)\n" for rank in (3, 7))
     assert named(read(tmp_path, text + others)) == {5}
+
+
+def test_long_lines_of_digits_do_not_take_minutes(tmp_path: Path) -> None:
+    log = tmp_path / "a.log"
+    log.write_text("\n" + "7" * (1 << 18))
+    began_s = time.process_time()
+    assert not read_log(log).lines
+    assert time.process_time() - began_s < 5
 
 
 @given(seed=st.integers(0, 1 << 32))
