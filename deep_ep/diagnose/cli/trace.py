@@ -21,6 +21,7 @@ from ..core.quantities import number, percent
 from ..render import wording
 from ..render.page import page
 from ..render.terminal import report, standard_output
+from ..storage.foreign import files_in
 from ..storage.log_writer import Writer
 from ..storage.record import Record
 from ..trace import late_ranks, merged, rank_trace, summary
@@ -143,7 +144,7 @@ def _files(paths: Sequence[Path]) -> list[Path]:
     found: list[Path] = []
     for path in paths:
         inside = (
-            sorted([*path.glob("*.json"), *path.glob("*.json.gz")]) if path.is_dir() else [path]
+            [*files_in(path, "*.json"), *files_in(path, "*.json.gz")] if path.is_dir() else [path]
         )
         if not inside:
             raise EPArgumentError(

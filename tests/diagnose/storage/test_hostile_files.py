@@ -409,10 +409,11 @@ def test_archives_are_packed_as_they_are_written(tmp_path: Path, packed: int) ->
 
 
 def test_a_pipe_in_a_folder_keeps_nobody_waiting(tmp_path: Path) -> None:
-    for name in ("diagnose-x.jsonl", "counters-rank0.npz", "wait.log"):
+    for name in ("diagnose-x.jsonl", "counters-rank0.npz", "wait.log", "trace.json"):
         os.mkfifo(tmp_path / name)
     with pytest.raises(EPArgumentError, match="nothing to read in this folder"):
         read_any(tmp_path)
+    assert main(["trace", str(tmp_path)]) == 2
     assert list(Follower(tmp_path).catch_up()) == []
     write_record(tmp_path)
     assert len(read_any(tmp_path)) == 1
