@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,13 @@ from typing import BinaryIO
 LARGEST = 64 << 20
 # Of a line of a log; what is longer is read as several.
 _LONGEST_LINE = 1 << 14
+
+
+def open_closed_streams() -> None:
+    """What a program says to a standard output or error that was closed (`>&-`) goes nowhere, and does not end it."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - as long as the process
 
 
 def replace(path: Path | str, data: bytes, mode: int = 0o600) -> None:

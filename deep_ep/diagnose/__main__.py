@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -20,7 +21,7 @@ from .cli.run import run
 from .cli.show import VERDICTS, show
 from .cli.trace import trace
 from .cli.watch import watch
-from .core.package import EPError, printable
+from .core.package import EPError, open_closed_streams, printable
 from .render import prometheus
 from .storage.loader import read_any
 from .storage.log_follower import Follower
@@ -28,20 +29,29 @@ from .storage.record import Record
 
 # As it was called: this is run as deep_ep_diagnose, too.
 _PROGRAM = f"python -m {__package__}"
+# As rich ends a program whose output nobody takes.
+_CUT_SHORT = 1
 _BAD_INPUT = 2
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the program and returns its exit status."""
+    open_closed_streams()
     given = _parser().parse_args(arguments)
     if isinstance(sys.stdout, io.TextIOWrapper):
         # A name that the terminal cannot show must not end the report.
         sys.stdout.reconfigure(errors="replace")
     try:
-        return int(given.run(given))
+        status = int(given.run(given))
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Whoever reads has seen enough (`| head`); what is left must not fail again when the process ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _CUT_SHORT
     except (EPError, OSError) as error:
         _complain(str(error))
         return _BAD_INPUT
+    return status
 
 
 def _parser() -> argparse.ArgumentParser:

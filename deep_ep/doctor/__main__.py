@@ -14,6 +14,7 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
+from deep_ep.base.files import open_closed_streams
 from deep_ep.doctor import (
     container,
     exchange,
@@ -44,6 +45,7 @@ _MODEL = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the program and returns its exit status."""
+    open_closed_streams()
     parser = _parser()
     given = parser.parse_args(arguments)
     host = Host()
@@ -81,17 +83,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _report(findings: list[Finding], given: argparse.Namespace) -> int:
-    if given.json is None:
-        show(findings, sys.stdout, verbose=given.verbose)
-    elif given.json == "-":
-        sys.stdout.write(f"{to_json(findings)}\n")
-    else:
-        try:
+    try:
+        if given.json is None:
+            show(findings, sys.stdout, verbose=given.verbose)
+        elif given.json == "-":
+            sys.stdout.write(f"{to_json(findings)}\n")
+        else:
             Path(given.json).write_text(f"{to_json(findings)}\n")
-        except OSError as error:
-            sys.stderr.write(f"{_PROGRAM}: {given.json}: {error.strerror}\n")
-            return _BAD_ARGUMENTS
-    sys.stdout.flush()
+        sys.stdout.flush()
+    except OSError as error:
+        where = "standard output" if given.json in (None, "-") else given.json
+        sys.stderr.write(f"{_PROGRAM}: {where}: {error.strerror}\n")
+        return _BAD_ARGUMENTS
     return exit_status(findings)
 
 

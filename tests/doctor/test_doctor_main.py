@@ -54,6 +54,18 @@ def test_this_machine_has_every_line_and_a_status_that_follows_from_them() -> No
     assert all(finding["why"] for finding in said["findings"])
 
 
+@pytest.mark.parametrize(("where", "statuses"), [(">&-", {0, 1}), (">/dev/full", {2})])
+def test_output_that_nobody_takes_ends_in_no_traceback(where: str, statuses: set[int]) -> None:
+    ran = subprocess.run(
+        ["bash", "-c", f"{sys.executable} -m deep_ep.doctor --json - {where}"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ran.returncode in statuses
+    assert "Traceback" not in ran.stderr
+
+
 def test_it_alone_runs_where_torch_does_not_load(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("raise OSError('libcudart.so.13: cannot open')\n")
     ran = python("-m", "deep_ep.doctor", path=(tmp_path,))

@@ -401,6 +401,30 @@ def test_the_program_starts_and_ctrl_c_ends_it_with_0(tmp_path: Path) -> None:
     assert err == ""
 
 
+@pytest.mark.parametrize(
+    ("command", "where", "status", "said"),
+    [
+        ("show", ">&-", 0, ""),
+        ("show --window 9", "2>&-", 2, ""),
+        ("hang --json", ">&-", 0, ""),
+        ("hang --json", "| true", 1, ""),
+        ("hang --json", ">/dev/full", 2, "No space left on device"),
+    ],
+)
+def test_output_that_nobody_takes_ends_in_no_traceback(
+    tmp_path: Path, command: str, where: str, status: int, said: str
+) -> None:
+    Writer(tmp_path, "ep").write(record(), with_matrices=True)
+    (tmp_path / "a.log").write_text(
+        "DeepEP timeout check failed: rank = 6, thread = 5, value = 1024)\n"
+    )
+    script = f"set -o pipefail; {sys.executable} -m deep_ep.diagnose {command} {tmp_path} {where}"
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == status, done.stderr
+    assert done.stderr.count("\n") == bool(said)
+    assert said in done.stderr
+
+
 def test_reading_and_showing_need_no_optional_package() -> None:
     script = (
         "import sys\n"
