@@ -32,7 +32,7 @@ _MOST = 0.75
 
 
 def late_at_times(kinds: Sequence[JudgedKind], hot_ranks: Collection[int]) -> list[Found]:
-    """Ranks that are late in some operations only.
+    """Ranks that are late in some operations only, and for good in no kind of them.
 
     Args:
         kinds: of operations; those without raw stamps tell nothing.
@@ -52,6 +52,8 @@ def late_at_times(kinds: Sequence[JudgedKind], hot_ranks: Collection[int]) -> li
     of_system &= typical <= _AS_LONG * median_of(typical)
     found = []
     is_often = (share - np.median(share) >= _MIN_SHARE) & (count >= MIN_OPERATIONS)
+    # In one kind it may come to some operations with what it was late for before: to a dispatch behind its notify.
+    is_often &= ~np.any([_is_late_for_good(kind) for kind in kinds], axis=0)
     for rank in np.flatnonzero(is_often).tolist():
         if rank in hot_ranks or (of_system[rank] and _is_regular(kinds, late, rank)):
             continue

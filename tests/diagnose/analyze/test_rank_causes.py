@@ -112,6 +112,19 @@ def test_a_rank_that_is_late_now_and_then_is_named_with_its_share_and_mean_cost(
     assert np.mean(held) >= 0.9
 
 
+@pytest.mark.parametrize("num_ranks", [4, 16])
+def test_who_is_late_to_every_combine_and_half_of_the_dispatches_is_late_for_good(
+    num_ranks: int,
+) -> None:
+    """As a trainer's are who is late: half of its dispatches come behind a notify, in which it was late already."""
+    late = [[Hiccup(1, op, 50e-6) for op in range(1, 2 * NUM_ROUNDS + 1) if op % 4 != 1]] * 3
+    for _, found in judged(NODES, num_ranks, late, 840):
+        assert found.keys == {("comp-slow", 1)}
+        assert {v.cause for v in found.verdicts} == {"late"}
+        (combine,) = (v for v in found.verdicts if v.operation == "combine")
+        assert combine.effect_us == pytest.approx(50, abs=8)
+
+
 @pytest.mark.parametrize("num_ranks", [4, 8, 16])
 def test_one_burst_is_enough(num_ranks: int) -> None:
     late = [[Hiccup(1, op, 50e-6) for op in range(41, 61)]] * 5
