@@ -38,16 +38,26 @@ def replace(path: Path | str, data: bytes, mode: int = 0o600) -> None:
         OSError: the file cannot be written.
     """
     path = Path(path)
-    file, name = tempfile.mkstemp(dir=path.parent, prefix=".~", suffix=".~")
+    with naming(path):
+        file, name = tempfile.mkstemp(dir=path.parent, prefix=".~", suffix=".~")
+        try:
+            with os.fdopen(file, "wb") as opened:
+                opened.write(data)
+                os.fchmod(file, mode)
+            os.replace(name, path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(name)
+            raise
+
+
+@contextlib.contextmanager
+def naming(path: Path | str) -> Iterator[None]:
+    """An `OSError` says this path: by itself a full disk says none, and another name would tell nobody anything."""
     try:
-        with os.fdopen(file, "wb") as opened:
-            opened.write(data)
-            os.fchmod(file, mode)
-        os.replace(name, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(name)
-        raise
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from None
 
 
 def make_folder(path: Path) -> None:

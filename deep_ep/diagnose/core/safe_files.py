@@ -8,7 +8,7 @@ import stat
 from pathlib import Path
 from typing import BinaryIO
 
-from .package import EPArgumentError, printable
+from .package import EPArgumentError, naming, printable
 
 # A named pipe without a reader must not keep its writer waiting.
 _FLAGS = os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
@@ -33,7 +33,7 @@ def create(path: Path | str) -> BinaryIO:
 
 def write(path: Path | str, data: bytes) -> None:
     """Writes a file as a whole. Raises as `create`."""
-    with create(path) as file:
+    with naming(path), create(path) as file:
         file.write(data)
 
 

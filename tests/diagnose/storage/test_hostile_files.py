@@ -21,6 +21,7 @@ from rich.console import Console
 
 import fixtures
 from deep_ep import EPArgumentError
+from deep_ep.base import files
 from deep_ep.base.printable_text import printable
 from deep_ep.diagnose.__main__ import main
 from deep_ep.diagnose.core import safe_files
@@ -465,6 +466,17 @@ def test_a_pipe_in_the_place_of_a_file_is_refused_and_not_waited_for(tmp_path: P
     os.mkfifo(tmp_path / "page.html")
     with pytest.raises((EPArgumentError, OSError), match=r"page\.html"):
         write_html(tmp_path)
+
+
+def test_what_cannot_be_written_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_record(tmp_path)
+    for option, name in (("--html", "/dev/full"), ("--html", f"{tmp_path}/no/page.html")):
+        assert main(["show", str(tmp_path), option, name]) == 2
+        assert f"'{name}'" in capsys.readouterr().err
+    with pytest.raises(OSError, match="no/deep_ep.prom'$"):
+        files.replace(tmp_path / "no" / "deep_ep.prom", b"")
 
 
 def test_metrics_replace_a_link_and_leave_alone_what_it_names(tmp_path: Path) -> None:
