@@ -7,6 +7,7 @@ Importing needs no GPU and touches none; the backend is chosen when the first `B
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 from deep_ep import errors
 from deep_ep.base import env
@@ -24,7 +25,8 @@ from deep_ep.errors import (
 from deep_ep.observe import watchers
 
 # `python -m deep_ep.doctor` begins without torch, and says so if that does not load.
-_words = getattr(sys, "orig_argv", [])
+# Python 3.9 does not say how it was started.
+_words = getattr(sys, "orig_argv", None) or Path("/proc/self/cmdline").read_text().split("\0")
 if ("-m", "deep_ep.doctor") not in zip(_words, _words[1:]):
     from deep_ep import group, utils
     from deep_ep.base.rules import topk_idx_t

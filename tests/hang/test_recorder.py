@@ -274,7 +274,9 @@ def test_the_exception_that_a_rank_handles_is_told_where_python_says_it(
     ranks: Ranks, monkeypatch: pytest.MonkeyPatch, is_known: bool
 ) -> None:
     if not is_known:
-        monkeypatch.delattr(sys, "_current_exceptions")
+        monkeypatch.delattr(sys, "_current_exceptions", raising=False)
+    elif not hasattr(sys, "_current_exceptions"):
+        pytest.skip("this Python does not say it")
 
     def run(rank: int, buffer: deep_ep.Buffer) -> str:
         monkeypatch.setattr(buffer.communicator.recorder, "_thread", threading.get_ident())

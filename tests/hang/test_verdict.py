@@ -39,8 +39,8 @@ def stories(draw: st.DrawFn) -> Group:
         ends = st.tuples(st.sampled_from(healthy), st.sampled_from(healthy))
         group.lost = {(a, b) for a, b in draw(st.lists(ends, max_size=2)) if a != b}
     if not group.lost and draw(st.booleans()):
-        # Some wait for slots of those who are stuck, and keep others waiting for their rows.
-        for rank in healthy[: draw(st.integers(0, 3))]:
+        # Some wait for slots of those who are stuck, and keep others waiting for their rows. One waits for all.
+        for rank in healthy[1 : draw(st.integers(1, 4))]:
             of = draw(st.sets(st.sampled_from(sorted(group.stuck)), min_size=1))
             group.blocked[rank] = tuple(sorted(of))
     return group

@@ -12,7 +12,7 @@ import inspect
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Optional
 
 import pytest
 import torch
@@ -213,7 +213,7 @@ def titan_dispatch(
     topk_idx: Tensor,
     topk_weights: Tensor,
     per_rank: Tensor,
-    per_node: torch.Tensor | None,  # noqa: UP007 - read by torch.library
+    per_node: Optional[torch.Tensor],  # noqa: UP045 - read by torch.library
     per_expert: Tensor,
     in_rank: Tensor,
     rank: int,

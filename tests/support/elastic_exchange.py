@@ -17,7 +17,7 @@ from support import elastic_reference as reference
 from support.exchange import Shape, assert_same_bytes, make_routing
 from support.launch import DEVICE, RankThreads
 from support.normal_exchange import nodes_of, random_bytes, random_scales
-from support.normal_reference import Received
+from support.normal_reference import Received, rows_of
 
 Tensor = torch.Tensor
 
@@ -445,7 +445,8 @@ def assert_in_place(
         return
     slots = expected.slots[rank]
     row, column = (slots >= 0).nonzero(as_tuple=True)
-    assert_same_bytes(got[slots[row, column].to(got.device)], rows[row], where)
+    placed = rows_of([got], [slots[row, column].to(got.device)])
+    assert_same_bytes(placed, rows_of([rows], [row]), where)
     if mode.do_zero_padding:
         gap = got[gaps_of(expected, rank, mode).to(got.device)]
         assert_same_bytes(gap, torch.zeros_like(gap), f"{where}, gaps")

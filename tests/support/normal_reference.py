@@ -102,7 +102,10 @@ def dispatch(
 
 def rows_of(tensors: Sequence[torch.Tensor], tokens: Sequence[torch.Tensor]) -> torch.Tensor:
     """Those tokens of each rank, one rank after the other."""
-    return torch.cat([tensor[rows] for tensor, rows in zip(tensors, tokens)])
+    dtype = tensors[0].dtype
+    if dtype == torch.float8_e4m3fn:  # which older versions of torch do not index
+        tensors = [tensor.view(torch.uint8) for tensor in tensors]
+    return torch.cat([tensor[rows] for tensor, rows in zip(tensors, tokens)]).view(dtype)
 
 
 def combine(

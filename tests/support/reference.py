@@ -15,6 +15,7 @@ import torch
 
 from deep_ep.native import backend
 from support import cuda_settings  # noqa: F401 - before CUDA starts
+from support.normal_reference import rows_of
 
 FP8_MAX = 448.0  # largest finite e4m3 value
 FP8_GROUP = backend.get().binding.CHANNELS_PER_SCALE  # channels that share one scale
@@ -109,9 +110,7 @@ def dispatch(
             for source in range(num_ranks):
                 layout_range[i, source] = begin << 32 | len(tokens[source])
                 begin += len(tokens[source])
-            # Older versions of torch do not index FP8.
-            rows = torch.cat([cast[0].view(torch.uint8)[t] for cast, t in zip(casts, tokens)])
-            data.append(rows.view(casts[0][0].dtype))
+            data.append(rows_of([cast[0] for cast in casts], tokens))
             src_info.append(torch.cat(tokens).int())
             if use_fp8:
                 rows = torch.cat([cast[1][t] for cast, t in zip(casts, tokens)])

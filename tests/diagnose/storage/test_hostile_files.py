@@ -110,7 +110,8 @@ def test_hostile_texts_are_stored_again_as_they_are_shown(evil: Path, tmp_path: 
     Writer(tmp_path / "again", "ep").write(record, with_matrices=True)
     (again,) = read(tmp_path / "again")
     assert again.diagnosis.hosts == record.diagnosis.hosts
-    assert again.diagnosis.verdicts == record.diagnosis.verdicts
+    # Of dataclasses with a NaN none equals another from Python 3.13 on.
+    assert repr(again.diagnosis.verdicts) == repr(record.diagnosis.verdicts)
 
 
 def test_hostile_file_names_and_logs_reach_the_terminal_written_out(
