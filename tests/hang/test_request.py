@@ -84,6 +84,24 @@ def test_a_process_is_asked(
         assert said in capsys.readouterr().out
 
 
+def test_what_all_processes_answer_is_said_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = [request.Request(pid, f"request{pid}", "") for pid in (41, 42)]
+    monkeypatch.setattr(request, "processes", lambda _: asked)
+    monkeypatch.setattr(request, "request_dump", lambda pid, _: asked[pid - 41])
+
+    def answer(one: request.Request, _: float) -> request.Answer:
+        return request.Answer(one.name, ("0.hang.json", "1.hang.json"), "no rank waits")
+
+    monkeypatch.setattr(request, "wait_for_answer", answer)
+    assert main(["dump", str(tmp_path)]) == 0
+    files = [f"process 41: {rank}.hang.json" for rank in (0, 1)]
+    assert capsys.readouterr().out.splitlines() == [
+        *files, "process 41: no rank waits", "process 42: the same",
+    ]  # fmt: skip
+
+
 def test_a_process_that_has_not_said_so_is_sent_nothing() -> None:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
         with pytest.raises(EPUsageError, match="does not write dumps"):

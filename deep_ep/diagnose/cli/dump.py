@@ -18,15 +18,18 @@ def dump(given: argparse.Namespace) -> int:
     """Asks, waits, and prints what was written; returns the exit status."""
     console = Console()
     failed = False
+    # Who leads writes the files of all, and each process answers with all of them: each is named once.
+    said: set[str] = set()
     for asked in [request.request_dump(pid, given.into) for pid in _pids(given.whom)]:
         try:
             answer = request.wait_for_answer(asked, given.timeout)
+            lines = answer.error.splitlines() or [*answer.files, *answer.line.splitlines()]
+            failed = failed or bool(answer.error)
         except EPError as error:
-            answer = request.Answer(asked.name, error=str(error))
-        failed = failed or bool(answer.error)
-        said = answer.error or "\n".join([*answer.files, answer.line])
-        for line in said.splitlines():
+            lines, failed = [str(error).partition(": ")[2]], True
+        for line in [line for line in lines if line not in said] or ["the same"]:
             console.print(Text(f"process {asked.pid}: {printable(line)}"), soft_wrap=True)
+        said.update(lines)
     return NO_ANSWER if failed else 0
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -217,24 +217,32 @@ def matched_exchanges(
 
 
 def remarks(traces: Iterable[RankTrace]) -> list[str]:
-    """What the numbers leave out, once for each reason and file."""
-    found = []
+    """What the numbers leave out, once for each reason, with the files that it holds for."""
+    files: dict[str, list[str]] = defaultdict(list)
     for trace in traces:
-        if not trace.exchanges:
-            found.append(f"{trace.path}: it has no dispatch and no combine")
-        elif not trace.has_gpu:
-            found.append(f"{trace.path}: it has no work on a GPU; times are the host's")
-        for name, exchanges in _by_name(trace.exchanges).items():
-            reasons = [each.sent.why for each in exchanges if each.sent.why and each.links is None]
-            for why in dict.fromkeys(reasons):
-                found.append(f"{trace.path}: {name} has no bytes: {why}")
-            worst = max((each.sent.worst_tokens for each in exchanges), default=0)
-            if worst:
-                found.append(
-                    f"{trace.path}: {name} allocates {worst} rows for the worst case (num_worst_tokens); a combine of "
-                    "these rows counts all of them, whatever came"
-                )
-    return found
+        for reason in _left_out(trace):
+            files[reason].append(str(trace.path))
+    return [
+        f"{first}{f' and {len(more)} more' * bool(more)}: {reason}"
+        for reason, (first, *more) in files.items()
+    ]
+
+
+def _left_out(trace: RankTrace) -> Iterator[str]:
+    if not trace.exchanges:
+        yield "it has no dispatch and no combine"
+    elif not trace.has_gpu:
+        yield "it has no work on a GPU; times are the host's"
+    for name, exchanges in _by_name(trace.exchanges).items():
+        reasons = [each.sent.why for each in exchanges if each.sent.why and each.links is None]
+        for why in dict.fromkeys(reasons):
+            yield f"{name} has no bytes: {why}"
+        worst = max((each.sent.worst_tokens for each in exchanges), default=0)
+        if worst:
+            yield (
+                f"{name} allocates {worst} rows for the worst case (num_worst_tokens); a combine of "
+                "these rows counts all of them, whatever came"
+            )
 
 
 def group_remarks(rows: Iterable[GroupRow]) -> list[str]:

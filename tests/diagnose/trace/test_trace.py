@@ -241,9 +241,9 @@ def test_rows_for_the_worst_case_are_told(tmp_path: Path) -> None:
     concrete = ["", "", "", "8", "True", "True", str(T * 8)]
     events = [operator("MoEDispatch", 0, 1, [[T, H]], [BF16], concrete)]
     trace = traced(tmp_path, events)
-    told = summary.remarks([trace])
-    assert any(f"allocates {T * 8} rows for the worst case" in line for line in told)
-    assert any("no work on a GPU" in line for line in told)
+    host, worst = summary.remarks([trace, trace, trace])
+    assert "and 2 more: it has no work on a GPU" in host
+    assert f"and 2 more: MoEDispatch allocates {T * 8} rows for the worst case" in worst
 
 
 def test_a_page_has_the_tables_and_nothing_of_a_name_is_markup(
