@@ -293,13 +293,13 @@ def _tell_leaving(*_: Any) -> None:
 
 def _watch_child() -> None:
     """From Python 3.13 on multiprocessing has handled the exception of a child before the end: it is seen where it does so."""
-    if sys.version_info >= (3, 13) and multiprocessing.parent_process() is not None:
+    ends = getattr(multiprocessing.process.BaseProcess, "_bootstrap", None)
+    if sys.version_info >= (3, 13) and multiprocessing.parent_process() is not None and ends:
         watching = sys.monitoring
         tool = next((n for n in range(6) if watching.get_tool(n) in (None, __name__)), None)
         if tool is not None and watching.get_tool(tool) is None:
             watching.use_tool_id(tool, __name__)
             watching.register_callback(tool, watching.events.LINE, _tell_leaving)
-            ends = multiprocessing.process.BaseProcess._bootstrap  # type: ignore[attr-defined]
             watching.set_local_events(tool, ends.__code__, watching.events.LINE)
 
 

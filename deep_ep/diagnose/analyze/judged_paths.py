@@ -65,7 +65,7 @@ class JudgedPaths:
     def _longest_until_come(self, k: int, m: Matrices) -> float:
         """The longest that any rank was seen to take, ns, from its last row until what it sent within its node had come.
 
-        Of a single rank, and of its mates, those tell little who looked later.
+        The longest of all, since who looked later has seen less of a rank's own.
         """
         if self.is_too_small_for_clocks:
             return 0.0
