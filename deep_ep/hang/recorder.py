@@ -296,8 +296,10 @@ def _watch_child() -> None:
     ends = getattr(multiprocessing.process.BaseProcess, "_bootstrap", None)
     if sys.version_info >= (3, 13) and multiprocessing.parent_process() is not None and ends:
         watching = sys.monitoring
-        tool = next((n for n in range(6) if watching.get_tool(n) in (None, __name__)), None)
-        if tool is not None and watching.get_tool(tool) is None:
+        # The other numbers are a debugger's, a profiler's and the like.
+        users = {number: watching.get_tool(number) for number in (3, 4)}
+        if None in users.values() and __name__ not in users.values():
+            tool = next(number for number, user in users.items() if user is None)
             watching.use_tool_id(tool, __name__)
             watching.register_callback(tool, watching.events.LINE, _tell_leaving)
             watching.set_local_events(tool, ends.__code__, watching.events.LINE)

@@ -73,6 +73,15 @@ class Machine:
             thread.join()
         return outcomes
 
+    def results(self, fn: Callable[[int], T]) -> list[T]:
+        """The same, where none is to raise: raises the first that did."""
+        found: list[T] = []
+        for outcome in self.run(fn):
+            if isinstance(outcome, BaseException):
+                raise outcome
+            found.append(outcome)
+        return found
+
     def meet(self, name: str, number: int, rank: int, brought: T) -> dict[int, T]:
         """What every rank that is not gone brought to this meeting, once all of them came."""
         meeting = self.meeting(name, number)

@@ -6,8 +6,7 @@ is off by seconds and drifts. So it is known what each stamp had to be, and what
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -21,8 +20,6 @@ from explore.machine import NEVER, Machine, SimulatedGroup
 from explore.program import Pace
 from support.counter_reference import parts_of_wait
 from support.exchange import Mode, Shape, buffer_for, dispatch, make_inputs
-
-T = TypeVar("T")
 
 US = 1_000
 MS = 1_000_000
@@ -102,17 +99,7 @@ def run(
         totals = {name: snapshot[name] for name in ("wait_ns", "late_ns", "issue_ns", "path_ns")}
         return Seen(snapshot.operations(), snapshot.ring_source_fields, totals, skew)
 
-    return results_of(machine, run_rank), begins
-
-
-def results_of(machine: Machine, run_rank: Callable[[int], T]) -> list[T]:
-    """By rank."""
-    results: list[T] = []
-    for result in machine.run(run_rank):
-        if isinstance(result, BaseException):
-            raise result
-        results.append(result)
-    return results
+    return machine.results(run_rank), begins
 
 
 def test_of_many_samples_of_a_clock_the_shortest_round_trip_counts() -> None:
@@ -124,7 +111,7 @@ def test_of_many_samples_of_a_clock_the_shortest_round_trip_counts() -> None:
         machine.meet("end", 0, rank, None)
         return took
 
-    once, again, shortest, shortest_again = np.sum(results_of(machine, run_rank), axis=0)
+    once, again, shortest, shortest_again = np.sum(machine.results(run_rank), axis=0)
     assert 4 * (shortest + shortest_again) < 3 * (once + again)
 
 

@@ -320,11 +320,9 @@ class Contest:
         usual = flat(self.model.usual)[:, around.paths]
         between = self.model.between.ravel()[around.paths]
         known = np.isfinite(rest)
+        seen = known & ~hides
         # Clocks move a median as they move the paths that it is of.
-        seen, values = (
-            known & ~hides,
-            np.stack([rest, noise, usual, np.where(known, moved, np.nan)]),
-        )
+        values = np.stack([rest, noise, usual, np.where(known, moved, np.nan)])
         number = np.select([around.ours, around.opposite], [1, 2], 3)
         alike = 4 * (group.cause not in _SIDES) * number + 2 * (around.way > 0) + between
         found = []
@@ -337,8 +335,9 @@ class Contest:
             differ = np.maximum(self.spreads.get((Cause.INGRESS, link), 0.0), self.least_error)
             error = np.sqrt(alone**2 + differ**2 + (MOSTLY_BUSY * takes) ** 2)
             at_most = ~seen[:, cells].any(axis=1)
-            sign = np.nan_to_num(sign)
-            found.append((over, error, at_most, sign, False, int(around.paths[cells[0]])))
+            found.append(
+                (over, error, at_most, np.nan_to_num(sign), False, int(around.paths[cells[0]]))
+            )
         if group.clocks.size == 1:
             # Fences wait for the slowest path out of a rank within its node, on its own clock.
             fence = self.model.fence[:, group.clocks[0]]

@@ -23,10 +23,10 @@ def dump(given: argparse.Namespace) -> int:
     for asked in [request.request_dump(pid, given.into) for pid in _pids(given.whom)]:
         try:
             answer = request.wait_for_answer(asked, given.timeout)
-            lines = answer.error.splitlines() or [*answer.files, *answer.line.splitlines()]
-            failed = failed or bool(answer.error)
         except EPError as error:
-            lines, failed = [str(error).partition(": ")[2]], True
+            answer = request.Answer(asked.name, error=str(error))
+        failed = failed or bool(answer.error)
+        lines = (answer.error or "\n".join([*answer.files, answer.line])).splitlines()
         for line in [line for line in lines if line not in said] or ["the same"]:
             console.print(Text(f"process {asked.pid}: {printable(line)}"), soft_wrap=True)
         said.update(lines)
