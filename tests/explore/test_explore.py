@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 import deep_ep
@@ -34,6 +36,9 @@ def test_no_seed_finds_a_wrong_result_or_a_group_that_does_not_recover() -> None
 
 @pytest.mark.parametrize("seed", [4, 15, 35], ids=["free", "a-rank-is-missed", "with-steps"])
 def test_a_seed_repeats_exactly(seed: int) -> None:
+    """But for the ranks that an error says wait: these answer rank 0 in real time, and some may be too late to be named."""
     first, second = (explore(seed) for _ in range(2))
     assert first.calls
+    for explored in (first, second):
+        explored.calls = [re.sub(r"(: EP\w+): .*", r"\1", call) for call in explored.calls]
     assert first == second
