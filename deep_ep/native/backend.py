@@ -306,28 +306,14 @@ class CpuBackend(Backend):
         pooled = torch.frombuffer(block, dtype=torch.uint8, count=num_bytes).view(dtype)
         return pooled.view(size) if stride is None else pooled.as_strided(size, stride)
 
-    # Operations end within calls. So a stream may be any object, such as a `torch.Stream` of another device.
-
-    def wait_stream(self, waiting: Any, waited_for: Any, event: Any = None) -> None:
-        pass
-
     def record_event(self, stream: Any) -> CpuEvent:
         return CpuEvent()
 
-    def wait_event(self, stream: Any, event: Any) -> None:
-        pass
+    def _nothing(self, *given: Any, **named: Any) -> None:
+        """Operations end within calls. So a stream may be any object, such as a `torch.Stream` of another device."""
 
-    def record_use(self, tensor: torch.Tensor, stream: Any) -> None:
-        pass
-
-    def synchronize(self) -> None:
-        pass
-
-    def push_range(self, name: str) -> None:
-        pass
-
-    def pop_range(self) -> None:
-        pass
+    wait_stream = wait_event = record_use = _nothing
+    synchronize = push_range = pop_range = _nothing
 
     def available_bytes(self) -> int | None:
         return host_memory.available_bytes()
