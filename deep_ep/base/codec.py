@@ -4,7 +4,7 @@ The types of a dataclass's fields say all: bool, int, float, str, `Literal`, `Op
 NumPy arrays, and dataclasses of these; `Any` is JSON. Beside a type stand in `Annotated`
 
 - names: of a list's or array's sides, which have one length each within an object; of a pair's parts; a mapping's keys;
-- `Range`, `Words`, `Digits`, `Most`, `Length` and `OR_EMPTY`;
+- `Range`, `Digits`, `Most`, `Length` and `OR_EMPTY`;
 - functions of the value and the lengths of sides, which return the value or raise `CodecError`.
 
 What is read may be damaged or hostile. Nothing in it is run; what does not fit is refused with the way to it and what
@@ -47,13 +47,6 @@ class Range:
 
     least: int = 0
     below: int | str = _INTEGERS_END
-
-
-@dataclass(frozen=True)
-class Words:
-    """Of a text: it is one of these."""
-
-    words: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -256,8 +249,8 @@ def _unchecked(hint: Any, rules: dict[type, Any], or_empty: bool) -> Codec:
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     names: tuple[Any, ...] = rules.get(tuple, ())
     most = rules.get(Most, Most(_INTEGERS_END)).entries
-    if hint is bool or origin is Literal or Words in rules:
-        return _word(rules[Words].words if Words in rules else inner or (False, True))
+    if hint is bool or origin is Literal:
+        return _word(inner or (False, True))
     if hint is Any:
         return Codec("JSON", lambda sides: "JSON", _read_json)
     if hint is str:

@@ -9,12 +9,14 @@ import enum
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Literal, cast
 
 from .package import rows_of
 
-COMP_SLOW = "comp-slow"
-COMM_SLOW = "comm-slow"
-MIXED_SLOW = "mixed-slow"
+Slow = Literal["comp-slow", "comm-slow", "mixed-slow"]
+COMP_SLOW: Slow = "comp-slow"
+COMM_SLOW: Slow = "comm-slow"
+MIXED_SLOW: Slow = "mixed-slow"
 TITLES = {COMP_SLOW: "Comp-Slow", COMM_SLOW: "Comm-Slow", MIXED_SLOW: "Mixed-Slow"}
 
 
@@ -62,7 +64,7 @@ class CauseRow:
     """One cause; docs/reading_a_verdict.md says what tells it from others.
 
     Attributes:
-        slow: its class: COMP_SLOW, COMM_SLOW or MIXED_SLOW.
+        slow: its class.
         claim: what it says of what it names, as the predicate of a sentence.
         matrix: of the matrices of a kind of operation, the one that shows it.
         axis: what it fills there: a "column" (waited for), a "row" (waits) or a "cell".
@@ -70,7 +72,7 @@ class CauseRow:
             `{destination}` and the words of its rule are filled in.
     """
 
-    slow: str
+    slow: Slow
     claim: str
     matrix: str
     axis: str
@@ -147,5 +149,5 @@ Compare its work with the other ranks': it has less to do and waits for them. Th
 """
 # By name: a record of a later version may hold one that is not here.
 CAUSES: Mapping[str, CauseRow] = MappingProxyType(
-    {cause: CauseRow(slow, *texts) for slow, cause, *texts in rows_of(_TABLE)}
+    {cause: CauseRow(cast("Slow", slow), *texts) for slow, cause, *texts in rows_of(_TABLE)}
 )

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, Optional, Union
 import numpy as np
 import numpy.typing as npt
 
-from .causes import TITLES
+from .causes import Slow
 from .package import codec
 
 FloatArray = npt.NDArray[np.float64]
@@ -103,7 +103,7 @@ class Verdict:
         next_step: one sentence: what to check next.
     """
 
-    kind: Annotated[str, codec.Words(tuple(TITLES))]
+    kind: Slow
     cause: str
     operation: str
     rank: RankOrNone
