@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Union
+from typing import TYPE_CHECKING, Any, NamedTuple, Union
 
 from deep_ep.base import env
 from deep_ep.base.rules import fail
@@ -308,36 +308,17 @@ def _name_of(allocated: Allocated) -> str:
     return hashlib.sha256("".join(handle for handle, *_ in allocated).encode()).hexdigest()
 
 
-class ConnectedBuffer(Protocol):
-    """`deep_ep.Buffer`, as far as it is started here."""
-
-    rank: int
-    group_size: int
-    num_nvl_bytes: int
-    low_latency_mode: bool
-
-    @property
-    def communicator(self) -> Communicator:
-        """What operations run on."""
-
-    def measure_clock_offsets(self) -> object:
-        """Collective."""
-
-    def enable_counters(self) -> None:
-        """Counts every operation from now on."""
-
-
-def start(buffer: ConnectedBuffer, timeout_s: float) -> None:
+def start(buffer: Any, timeout_s: float) -> None:
     """What a connected buffer does first: measures clocks and starts what the environment asks for.
 
     Args:
-        buffer: see above.
+        buffer: a `deep_ep.Buffer` with its communicator.
         timeout_s: how long an operation waits for other ranks.
 
     Raises:
         EPError: that failed; the buffer is let go.
     """
-    communicator = buffer.communicator
+    communicator: Communicator = buffer.communicator
     runtime = communicator.connected_runtime("Buffer")
     if communicator.backend.may_hang(runtime.native):
         communicator.watchers.append(Watchdog(communicator, timeout_s).start())
