@@ -12,7 +12,7 @@ from typing import Any, Callable, NoReturn
 
 import torch
 
-from deep_ep.base.text_tables import rows_of
+from deep_ep.base.text import rows_of
 from deep_ep.errors import EPArgumentError, EPError
 
 topk_idx_t = torch.int64

@@ -15,7 +15,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple, TypeVar
 
 from deep_ep.base import env
-from deep_ep.base.printable_text import printable
+from deep_ep.base.text import printable
 from deep_ep.doctor.finding import Finding, fail, ok, warn
 from deep_ep.doctor.host import Host
 from deep_ep.errors import ranks_text

@@ -13,8 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Callable, Optional
 
-from deep_ep.base.printable_text import printable
-from deep_ep.base.words import counted
+from deep_ep.base.text import counted, printable
 from deep_ep.doctor import exchange
 from deep_ep.doctor.exchange import Job
 from deep_ep.doctor.finding import OK, Finding, fail, ok, warn

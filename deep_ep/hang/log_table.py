@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import cast
 
-from deep_ep.base.text_tables import rows_of
+from deep_ep.base.text import rows_of
 from deep_ep.hang.states import Owed
 
 # Of each message: the library | in which numbers ranks are, and what is waited for | where who prints it waits, or all

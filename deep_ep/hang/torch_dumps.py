@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 from deep_ep.base import codec
-from deep_ep.base.words import verb
+from deep_ep.base.text import verb
 from deep_ep.errors import ranks_text
 
 # More ranks than that no group has.

@@ -6,8 +6,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import cast
 
-from deep_ep.base.text_tables import rows_of
-from deep_ep.base.words import listed, verb
+from deep_ep.base.text import listed, rows_of, verb
 from deep_ep.errors import ranks_text
 from deep_ep.hang.activity import PHRASES, ThreadActivity
 from deep_ep.hang.cause import Accused, HangCause, HangVerdict, Kind, MismatchSide

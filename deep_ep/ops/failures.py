@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from deep_ep.base.rules import NORMAL_COMBINE, NORMAL_DISPATCH
-from deep_ep.base.text_tables import rows_of
+from deep_ep.base.text import rows_of
 from deep_ep.errors import (
     EPArgumentError,
     EPError,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Callable, Protocol
 from deep_ep.base.ranks import Key
 from deep_ep.base.rules import QUERY_MASKS, fail
 from deep_ep.base.warning import warn
-from deep_ep.base.words import verb
+from deep_ep.base.text import verb
 from deep_ep.checks import arguments as checks
 from deep_ep.errors import EPUsageError, ranks_text
 from deep_ep.ops.failures import state_of

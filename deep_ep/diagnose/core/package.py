@@ -11,9 +11,7 @@ from typing import TYPE_CHECKING
 from deep_ep.base import codec, env
 from deep_ep.base.files import naming, open_closed_streams
 from deep_ep.base.files import replace as replace_file
-from deep_ep.base.printable_text import printable
-from deep_ep.base.text_tables import rows_of
-from deep_ep.base.words import counted, listed
+from deep_ep.base.text import counted, listed, printable, rows_of
 from deep_ep.errors import (
     EPArgumentError,
     EPError,

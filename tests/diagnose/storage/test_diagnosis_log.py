@@ -18,7 +18,7 @@ from hypothesis.extra import numpy as arrays
 
 import fixtures
 from deep_ep.base import codec
-from deep_ep.base.printable_text import printable
+from deep_ep.base.text import printable
 from deep_ep.diagnose.core.causes import COMM_SLOW, COMP_SLOW, MIXED_SLOW
 from deep_ep.diagnose.core.diagnosis import (
     Bandwidth,

@@ -22,7 +22,7 @@ from rich.console import Console
 import fixtures
 from deep_ep import EPArgumentError
 from deep_ep.base import files
-from deep_ep.base.printable_text import printable
+from deep_ep.base.text import printable
 from deep_ep.diagnose.__main__ import main
 from deep_ep.diagnose.core import safe_files
 from deep_ep.diagnose.render import prometheus
