@@ -124,7 +124,7 @@ class AtTheEnd:
 
     def __init__(self, buffer: Any) -> None:
         """Logs nothing yet; the counters of the buffer are enabled."""
-        self._rank, self._counters = buffer.rank, _counters(buffer)
+        self._rank, self._counters = buffer.rank, counters_of(buffer)
         self._parts = buffer.communicator.parts
         # What multiprocessing starts may leave atexit out.
         self._at_exit = multiprocessing.util.Finalize(self, self._log, exitpriority=1)
@@ -144,7 +144,7 @@ class AtTheEnd:
 
 def of(buffer: Any) -> Phases:
     """The phases of this rank's recent operations; see `Buffer.phases`."""
-    counters = _counters(buffer)
+    counters = counters_of(buffer)
     if not counters:
         raise EPUsageError(
             "phases: this buffer counts nothing; phases are made of the stamps that counters keep. Call "
@@ -178,11 +178,14 @@ def of_snapshots(
     return Phases(rank, sorted(found, key=lambda each: each.operation))
 
 
-def _counters(buffer: Any) -> dict[str, RecvCounters]:
+def counters_of(buffer: Any) -> dict[str, RecvCounters]:
+    """The counters that a buffer has at the moment, by kind as `deep_ep.diagnose.Snapshot` names them."""
     kinds = {
         "dispatch": buffer.dispatch_counters,
         "combine": buffer.combine_counters,
         _NOTIFY: buffer.normal_notify_counters,
+        "gateway dispatch": buffer.normal_relay_dispatch_counters,
+        "gateway combine": buffer.normal_relay_combine_counters,
         _DISPATCH: buffer.normal_dispatch_counters,
         "normal combine": buffer.normal_combine_counters,
     }
@@ -190,7 +193,8 @@ def _counters(buffer: Any) -> dict[str, RecvCounters]:
 
 
 def _of(rank: int, counters: Mapping[str, RecvCounters], parts: PartStamps | None) -> Phases:
-    taken = {kind: each.snapshot() for kind, each in counters.items()}
+    used = (kind for kind in (_NOTIFY, *_KINDS) if kind in counters)
+    taken = {kind: counters[kind].snapshot() for kind in used}
     return of_snapshots(rank, taken, () if parts is None else parts.finished())
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..core.package import PARTS, EPArgumentError, env
+from ..core.package import PARTS, EPArgumentError, counters_of, env
 
 if TYPE_CHECKING:
     from ..core.package import CounterSnapshot, RecvCounters
@@ -129,16 +129,7 @@ class Observed:
 
 def observe(buffer: Any) -> Observed:
     """The counters that this rank's `buffer` has at the moment, and who it is."""
-    attached = {
-        "dispatch": buffer.dispatch_counters,
-        "combine": buffer.combine_counters,
-        "notify": buffer.normal_notify_counters,
-        "gateway dispatch": buffer.normal_relay_dispatch_counters,
-        "gateway combine": buffer.normal_relay_combine_counters,
-        "normal dispatch": buffer.normal_dispatch_counters,
-        "normal combine": buffer.normal_combine_counters,
-    }
-    counters = {kind: counter for kind, counter in attached.items() if counter is not None}
+    counters = counters_of(buffer)
     topology = None if buffer.runtime is None else buffer.runtime.topology
     # A process that sees one GPU calls it 0, whichever it is.
     index = next((c.device.index for c in counters.values()), None)
