@@ -15,7 +15,7 @@ path within the node on which the gateway's own rows are slow as well.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -80,45 +80,39 @@ def own_times(
     if kind not in LAST_HOPS:
         return alone
     gap, span, duration = alone.gap, alone.span, alone.duration
-    noticed = _since(_own_stamp(hops.get(NOTIFY), ops, "exit"), begin)
+    noticed = since(_stamps(hops.get(NOTIFY), ops, _own_exit), begin)
     is_fresh = np.isfinite(noticed) & (kind == NORMAL_DISPATCH)
     gap = np.where(is_fresh, -noticed, gap)
     span = np.where(is_fresh, np.fmax(sent, 0.0), span)
     duration = np.where(is_fresh, leaves - noticed, duration)
     relayed = hops.get(GATEWAY_HOPS[LAST_HOPS.index(kind)])
-    done = np.fmax(np.fmax(ready, sent), _since(_last_arrival(relayed, ops), begin))
+    done = np.fmax(np.fmax(ready, sent), since(_stamps(relayed, ops, _last_arrival), begin))
     return OwnTimes(gap, span, unknown, leaves - done, duration, ~is_fresh)
 
 
-def _since(stamps: IntArray, begin: IntArray) -> FloatArray:
+def since(stamps: IntArray, begin: IntArray) -> FloatArray:
     """Subtracts in int64, where it is exact; a stamp of 0 means that there is none."""
     return np.where(stamps != 0, (stamps - begin).astype(np.float64), np.nan)
 
 
-def _own_stamp(counters: CounterSnapshot | None, ops: IntArray, name: str) -> IntArray:
-    """`[n]` int64, a stamp of the rank itself in each operation; 0 where it is not known."""
-    rows = _rows_of(counters, ops)
-    if counters is None or rows is None:
+def _stamps(
+    counters: CounterSnapshot | None,
+    ops: IntArray,
+    stamp_of: Callable[[CounterSnapshot, IntArray], IntArray],
+) -> IntArray:
+    """`[n]` int64, what `stamp_of` finds in the rows of the ring; 0 for operations that it does not hold."""
+    used = None if counters is None else counters.operations()
+    if counters is None or used is None or not used.shape[0]:
         return np.zeros(ops.shape, np.int64)
-    return np.asarray(rows[:, -1, counters.ring_own_fields.index(name)])
-
-
-def _last_arrival(counters: CounterSnapshot | None, ops: IntArray) -> IntArray:
-    """`[n]` int64, when the last row came in each operation; 0 where it is not known."""
-    rows = _rows_of(counters, ops)
-    if counters is None or rows is None:
-        return np.zeros(ops.shape, np.int64)
-    arrival = rows[:, :-1, counters.ring_source_fields.index("arrival")]
-    return np.asarray(arrival.max(axis=1, initial=0))
-
-
-def _rows_of(counters: CounterSnapshot | None, ops: IntArray) -> IntArray | None:
-    """`[n, num_ranks + 1, fields]` of the ring; zeros for operations that it does not hold."""
-    if counters is None:
-        return None
-    used = counters.operations()
-    if not used.shape[0]:
-        return None
     held = used[:, -1, counters.ring_own_fields.index("op")]
     at = np.minimum(np.searchsorted(held, ops), held.size - 1)
-    return np.where((held[at] == ops)[:, None, None], used[at], 0)
+    return np.where(held[at] == ops, stamp_of(counters, used[at]), 0)
+
+
+def _own_exit(counters: CounterSnapshot, rows: IntArray) -> IntArray:
+    return np.asarray(rows[:, -1, counters.ring_own_fields.index("exit")])
+
+
+def _last_arrival(counters: CounterSnapshot, rows: IntArray) -> IntArray:
+    arrival = rows[:, :-1, counters.ring_source_fields.index("arrival")]
+    return np.asarray(arrival.max(axis=1, initial=0))

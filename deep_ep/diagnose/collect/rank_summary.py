@@ -17,7 +17,7 @@ from ..core.diagnosis import BoolArray, FloatArray, IntArray
 from ..core.package import CounterSnapshot, codec, stamps
 from ..core.robust_stats import median, median_of, quantile, standard_error
 from .fields import FIELDS, KEPT_ARRIVALS, Numbers, PerSource
-from .hops import NORMAL_KINDS, NOTIFY, ROW_HOPS, OwnTimes, own_times
+from .hops import NORMAL_KINDS, NOTIFY, ROW_HOPS, OwnTimes, own_times, since
 from .path_times import MIN_SEEN, path_times
 from .snapshot import Snapshot
 from .snapshot_checks import require_snapshot, without_contradictions
@@ -141,7 +141,7 @@ def _summarize_kind(
     of_source = {name: used[:, :-1, i] for i, name in enumerate(counters.ring_source_fields)}
     begin = own_stamps["wait_begin"]
     entered, issued, arrival = (
-        _relative(of_source[name], begin[:, None]) for name in ("entered", "issued", "arrival")
+        since(of_source[name], begin[:, None]) for name in ("entered", "issued", "arrival")
     )
     took_part = np.isfinite(arrival)
     tokens = np.where(took_part, of_source["tokens"], np.nan).astype(np.float64)
@@ -150,14 +150,14 @@ def _summarize_kind(
         took_part &= tokens > 0
         arrival = np.where(took_part, arrival, np.nan)
     clock = _clock_errors(of_source.get("clock_error"), took_part)
-    leaves = _relative(own_stamps["exit"], begin)
+    leaves = since(own_stamps["exit"], begin)
     ready = stamps.ready(arrival, np.zeros(begin.shape))
     was_seen = _was_seen(of_source.get("seen"), arrival, device)
     received = np.nansum(tokens, axis=1)
     compared = _of_one_batch_size(received)
     lateness = issued - median(issued, 1)[:, None]
     duration = leaves - entered[:, rank]
-    gap = entered[:, rank] - _relative(own_stamps["previous_exit"], begin)
+    gap = entered[:, rank] - since(own_stamps["previous_exit"], begin)
     is_settled = _since_step(lateness, gap + duration)
     is_settled &= is_settled[:, rank, None]
     elapsed = (arrival - issued)[compared]
@@ -173,7 +173,7 @@ def _summarize_kind(
         meets=np.full(begin.shape, kind in NORMAL_KINDS and kind != NOTIFY),
     )
     if kind in NORMAL_KINDS:
-        sent = _relative(own_stamps.get("sent", np.zeros_like(begin)), begin)
+        sent = since(own_stamps.get("sent", np.zeros_like(begin)), begin)
         own_ns = own_times(kind, kinds, own_stamps["op"], begin, sent, ready, leaves, own_ns)
     # Where all begin together, nobody is seen to issue later than who entered last.
     came_later = entered - median(entered, 1)[:, None]
@@ -183,7 +183,9 @@ def _summarize_kind(
     start = np.maximum(entered, 0.0)
     on_the_way = np.where(arrival > start, arrival - start, 0.0)
     on_the_way[:, rank] = 0.0
-    anchor = _anchor(own_stamps["op"])
+    # The operation that all ranks tell of; the latest where there are too few.
+    common = np.flatnonzero(own_stamps["op"] % _ANCHORS == 0)
+    anchor = int(common[-1]) if common.size else -1
     return KindSummary(
         totals={name: totals[name] for name in _TOTALS},
         own=own,
@@ -220,12 +222,6 @@ def _summarize_kind(
         # One rank's is enough for a timeline, and rank 0 is always there.
         recent=_recent(own_stamps["op"], begin, entered, arrival) if rank == 0 else None,
     )
-
-
-def _anchor(ops: IntArray) -> int:
-    """The place of the operation that all ranks tell of; the latest where there are too few."""
-    common = np.flatnonzero(ops % _ANCHORS == 0)
-    return int(common[-1]) if common.size else -1
 
 
 def _recent(ops: IntArray, begin: IntArray, entered: FloatArray, arrival: FloatArray) -> Recent:
@@ -283,7 +279,7 @@ def _credit(totals: Mapping[str, FloatArray]) -> FloatArray:
 
 def _held(sent: IntArray | None, begin: IntArray) -> FloatArray:
     """`[n]` ns from handing over the last row to the begin of waiting; NaN where rings do not tell."""
-    return np.full(begin.shape, np.nan) if sent is None else -_relative(sent, begin)
+    return np.full(begin.shape, np.nan) if sent is None else -since(sent, begin)
 
 
 def _was_seen(flags: IntArray | None, arrival: FloatArray, device: str) -> BoolArray:
@@ -383,8 +379,3 @@ def _union(start: FloatArray, arrival: FloatArray, rank: int) -> float:
     after = np.concatenate([np.full((end.shape[0], 1), -np.inf), covered[:, :-1]], axis=1)
     added = end - np.maximum(begin, after)
     return float(np.mean(np.sum(np.where(added > 0, added, 0.0), axis=1)))
-
-
-def _relative(stamps: IntArray, origin: IntArray) -> FloatArray:
-    """Subtracts in int64, where it is exact; a stamp of 0 means that there is none."""
-    return np.where(stamps != 0, (stamps - origin).astype(np.float64), np.nan)
