@@ -1,7 +1,7 @@
 """One rank's part in finding out why an operation hangs: it says when it waits for long, answers where it is,
 and keeps the verdict (inquiry.py is the part of who leads).
 
-All but what is marked runs in the thread that speaks for the rank (endpoint.py).
+All but what is marked runs in the thread that speaks for the rank (liveness.py).
 """
 
 from __future__ import annotations

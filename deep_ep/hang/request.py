@@ -7,7 +7,7 @@ signal. The process takes that (`read_request`), writes its dump, and says so (`
 `PID.answer`. A signal without a request asks for a dump into the process's own directory.
 
 faulthandler handles the signal, in C, so that nobody's thread is interrupted for long, and writes into a pipe.
-That wakes the threads that speak for ranks (endpoint.py), of which the first one reads it (`take`).
+That wakes the threads that speak for ranks (liveness.py), of which the first one reads it (`take`).
 """
 
 from __future__ import annotations

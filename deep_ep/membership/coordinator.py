@@ -9,18 +9,29 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
+import secrets
 import time
+import weakref
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Optional
 
+from deep_ep.base import codec
 from deep_ep.base.ranks import RankPlace
+from deep_ep.base.warning import warn
+from deep_ep.errors import ranks_text
 from deep_ep.hang import messages
 from deep_ep.hang.inquiry import Announcer, Inquiries
 from deep_ep.hang.messages import Dispatcher, Message
+from deep_ep.membership import rendezvous
 from deep_ep.membership.agreement import Arbiter
 from deep_ep.membership.channel import Channel
 from deep_ep.membership.connection import Address, descriptors_left
-from deep_ep.membership.endpoint import Endpoint, Member
 from deep_ep.membership.failover import LAST_WORDS_S, OF_LEADERS, InquiryFailover
+from deep_ep.membership.liveness import Endpoint, Liveness
+
+if TYPE_CHECKING:
+    from deep_ep._cpu import Runtime as NativeRuntime
 
 # Descriptors that are left to the program. Chosen.
 _SPARE_DESCRIPTORS = 64
@@ -49,7 +60,7 @@ class Coordinator(Endpoint):
         self.channel = Channel(self, 0, num_ranks, token, self._take, self._lose)
         self.channel.listen(address, self._is_free)
 
-    def take_in(self, member: Member) -> None:
+    def take_in(self, member: Liveness) -> None:
         """A rank of this process joins; from any thread."""
         self.post(lambda: self._members.update({member.rank: member}))
         member.attach(self)
@@ -101,7 +112,7 @@ class CoordinatorClient(Endpoint):
 
     def __init__(
         self,
-        member: Member,
+        member: Liveness,
         places: Sequence[RankPlace],
         ranks_per_node: int,
         token: str,
@@ -159,3 +170,130 @@ class CoordinatorClient(Endpoint):
             self.fail()
         elif rank == 0:
             self._member.lose(how)
+
+
+# ---- how the ranks of a buffer are connected
+
+# Coordinators of ranks in this process, from the moment rank 0 makes one until all have joined.
+_coordinators: dict[str, Coordinator] = {}
+
+
+class Offer(NamedTuple):
+    """How ranks reach rank 0. Plain data.
+
+    Attributes:
+        address: host and port; `None` if there is none, for the reason `problem`.
+        token: what who comes must know.
+    """
+
+    address: Optional[Address]  # noqa: UP045 - read by the codec, also in Python 3.9
+    token: str
+    problem: str = ""
+
+
+def offer(rank: int, places: Sequence[RankPlace], ranks_per_node: int = 0) -> Offer | None:
+    """First step of connecting the ranks of a buffer: rank 0's offer, for all ranks.
+
+    Args:
+        rank: this rank.
+        places: of all ranks.
+        ranks_per_node: where normal operations go by way of gateways; 0: they do not.
+    """
+    if rank != 0 or len(places) == 1:
+        return None
+    token = secrets.token_hex(16)
+    try:
+        address = rendezvous.address([place.host for place in places])
+        coordinator = Coordinator(places, ranks_per_node, token, address)
+    except OSError as error:
+        return Offer(None, token, str(error))
+    _coordinators[token] = coordinator
+    coordinator.start()
+    return Offer(coordinator.channel.address, token)
+
+
+def join(
+    buffer: Any,
+    rank: int,
+    places: Sequence[RankPlace],
+    native: NativeRuntime,
+    offered: Any,
+    ranks_per_node: int = 0,
+    may_mask: bool = False,
+) -> tuple[Liveness, str | None]:
+    """Second step: takes rank 0's offer.
+
+    Args:
+        buffer: says goodbye when it is collected.
+        rank: this rank.
+        places: of all ranks.
+        native: runtime of the buffer, connected.
+        offered: by rank 0, plain data; `None`: there is no other rank.
+        ranks_per_node: as of `offer`.
+        may_mask: see `Liveness`.
+
+    Returns:
+        This rank's part, and why it is not connected, if it is not.
+
+    Raises:
+        ValueError: what is offered is no `Offer`.
+    """
+    member = Liveness(rank, native, may_mask)
+    weakref.finalize(buffer, member.close).atexit = False
+    if offered is None:
+        return member, None
+    accepted = codec.from_plain(Offer, offered)
+    if accepted.address is None:
+        return member, accepted.problem
+    coordinator = _coordinators.get(accepted.token)
+    try:
+        if coordinator is not None:
+            coordinator.take_in(member)
+        else:
+            known = places, ranks_per_node, accepted.token, accepted.address
+            CoordinatorClient(member, *known).start()
+    except (OSError, ValueError) as error:
+        return member, f"{type(error).__name__}: {error}"
+    return member, None
+
+
+def complete(own: Offer | None, member: Liveness, joined: Sequence[tuple[str | None, Any]]) -> None:
+    """Last step: what the second one said on all ranks is known.
+
+    Without a connection the buffer works, and ranks that are missing are found by the timeout: a
+    `RuntimeWarning` on rank 0 says so.
+
+    Args:
+        own: this rank's offer.
+        member: this rank's part.
+        joined: by rank, why it is not connected, and where it listens; plain data.
+
+    Raises:
+        ValueError: where a rank listens is no `Address`.
+    """
+    problems, addresses = zip(*joined)
+    if member.endpoint is not None:
+        known: Any = Optional[Address]
+        member.endpoint.introduce([codec.from_plain(known, address) for address in addresses])
+    if own is None:
+        return
+    unreachable = [rank for rank, problem in enumerate(problems) if problem is not None]
+    coordinator = _coordinators.pop(own.token, None)
+    if coordinator is not None:
+        coordinator.post(lambda: coordinator.complete(unreachable))
+    if unreachable:
+        warn(
+            f"Buffer: {ranks_text(unreachable)} cannot be watched ({problems[unreachable[0]]}); "
+            "all ranks must reach rank 0 over TCP. Operations work; a rank that dies is found after "
+            "DEEP_EP_TIMEOUT_S only."
+        )
+
+
+def withdraw(own: Offer | None) -> None:
+    """Instead of the last step: there will be no buffer, and this rank's offer is void."""
+    coordinator = _coordinators.pop(own.token, None) if own is not None else None
+    if coordinator is not None:
+        coordinator.post(coordinator.leave_all)
+
+
+os.register_at_fork(after_in_child=_coordinators.clear)

@@ -16,7 +16,7 @@ from deep_ep.hang.messages import Dispatcher, Message
 
 if TYPE_CHECKING:
     from deep_ep.base.ranks import RankPlace
-    from deep_ep.membership.endpoint import Member
+    from deep_ep.membership.liveness import Liveness
     from deep_ep.membership.loop import Loop
 
 # How long a rank may take to begin an inquiry, and to come to a verdict. Chosen.
@@ -39,7 +39,7 @@ class InquiryFailover:
     def __init__(
         self,
         loop: Loop,
-        member: Member,
+        member: Liveness,
         places: Sequence[RankPlace],
         ranks_per_node: int,
         reaches: Callable[[int], bool],

@@ -11,38 +11,32 @@ thread and need no connection.
 
 from __future__ import annotations
 
-import os
-import secrets
 import threading
-import weakref
+from abc import abstractmethod
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Callable, NamedTuple, Optional
+from typing import TYPE_CHECKING, Any, Callable
 
-from deep_ep.base import codec
 from deep_ep.base.ranks import Decision, Key, Progress, RankPlace
 from deep_ep.base.rules import NUMBERED_TOGETHER
-from deep_ep.base.warning import warn
-from deep_ep.errors import ranks_text
 from deep_ep.hang import hang_watch, messages, request
 from deep_ep.hang.hang_watch import HangWatch
 from deep_ep.hang.messages import Dispatcher, Failure, Message
-from deep_ep.membership import agreement, rendezvous
+from deep_ep.membership import agreement
+from deep_ep.membership.channel import Channel
 from deep_ep.membership.connection import Address
-from deep_ep.membership.coordinator import Coordinator, CoordinatorClient
-from deep_ep.membership.endpoint import Answer, Endpoint
+from deep_ep.membership.loop import Loop
 
 if TYPE_CHECKING:
     from deep_ep._cpu import Runtime as NativeRuntime
     from deep_ep.hang.recorder import Recorder
 
-
 # Pauses between looks whether this rank has finished what another one finished before it ended. Chosen.
 _FIRST_LOOK_S, _LAST_LOOK_S = 0.05, 0.4
 
-# Coordinators of ranks in this process, from the moment rank 0 makes one until all have joined.
-_coordinators: dict[str, Coordinator] = {}
+# Says something to the rank that sent a message.
+Answer = Callable[[Message], None]
 
 
 class Liveness:
@@ -50,7 +44,7 @@ class Liveness:
 
     Attributes:
         rank: this rank.
-        endpoint: the thread that speaks for it; `None` before it is connected, and in a fork.
+        endpoint: the thread that speaks for it; `None` before it is connected, where it is the only rank, and in a fork.
         alone: whether rank 0 cannot be asked.
         dead: ranks that are dead, see `Decision`.
         left: ranks that ended in order, and the last operation they finished.
@@ -60,7 +54,7 @@ class Liveness:
     """
 
     def __init__(self, rank: int, native: NativeRuntime, may_mask: bool = False) -> None:
-        """Internal: use `join`. The runtime of the buffer is let go with `close`."""
+        """Internal: use `coordinator.join`. The runtime of the buffer is let go with `close`."""
         self.rank = rank
         # Held for calls that do not wait; again by a destructor that runs in the midst of one.
         self._native_lock = threading.RLock()
@@ -160,12 +154,12 @@ class Liveness:
 
     def close(self) -> None:
         """Says goodbye; does not wait. May be repeated, and be called by a destructor."""
+        endpoint = self.endpoint
         with self._native_lock:
-            closed = self.progress().closed
+            closed = 0 if endpoint is None else self.progress().closed
             was_closed, self._is_closed = self._is_closed, True
             self._native = None
             self.hangs.close()
-        endpoint = self.endpoint
         if not was_closed and endpoint is not None:
             endpoint.post(lambda: endpoint.leave(self.rank, closed))
 
@@ -311,124 +305,67 @@ class Liveness:
         return replace(decision, waiting={}) if decision.culprits else None
 
 
-class Offer(NamedTuple):
-    """How ranks reach rank 0. Plain data.
+class Endpoint(Loop):
+    """The thread that speaks for the ranks of a process; coordinator.py has the one of rank 0's process and that of the others.
 
     Attributes:
-        address: host and port; `None` if there is none, for the reason `problem`.
-        token: what who comes must know.
+        channel: its connections.
     """
 
-    address: Optional[Address]  # noqa: UP045 - read by the codec, also in Python 3.9
-    token: str
-    problem: str = ""
+    channel: Channel
 
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self._members: dict[int, Liveness] = {}
 
-def offer(rank: int, places: Sequence[RankPlace], ranks_per_node: int = 0) -> Offer | None:
-    """First step of connecting the ranks of a buffer: rank 0's offer, for all ranks.
+    @abstractmethod
+    def say(self, rank: int, message: Message) -> None:
+        """Takes a message of a rank of this process to the arbiter."""
 
-    Args:
-        rank: this rank.
-        places: of all ranks.
-        ranks_per_node: where normal operations go by way of gateways; 0: they do not.
-    """
-    if rank != 0 or len(places) == 1:
+    @abstractmethod
+    def leave(self, rank: int, closed: int) -> None:
+        """A rank of this process ends in order."""
+
+    @abstractmethod
+    def _hand(self, rank: int, message: Message) -> None:
+        """Takes what this process has to say to one of its own ranks there."""
+
+    # What only other processes than rank 0's need.
+
+    @property
+    def address(self) -> Address | None:
+        """Where other ranks reach this one if rank 0 does not answer; `None`: nowhere."""
         return None
-    token = secrets.token_hex(16)
-    try:
-        address = rendezvous.address([place.host for place in places])
-        coordinator = Coordinator(places, ranks_per_node, token, address)
-    except OSError as error:
-        return Offer(None, token, str(error))
-    _coordinators[token] = coordinator
-    coordinator.start()
-    return Offer(coordinator.channel.address, token)
 
+    def introduce(self, addresses: Sequence[Address | None]) -> None:  # noqa: B027
+        """All ranks have joined, and this is where they listen. From any thread."""
 
-def join(
-    buffer: Any,
-    rank: int,
-    places: Sequence[RankPlace],
-    native: NativeRuntime,
-    offered: Any,
-    ranks_per_node: int = 0,
-    may_mask: bool = False,
-) -> tuple[Liveness | None, str | None]:
-    """Second step: takes rank 0's offer.
+    def lose_rank_0(self) -> None:  # noqa: B027
+        """A rank of this process has learnt that rank 0 is gone, and did not say goodbye."""
 
-    Args:
-        buffer: says goodbye when it is collected.
-        rank: this rank.
-        places: of all ranks.
-        native: runtime of the buffer, connected.
-        offered: by rank 0, plain data.
-        ranks_per_node: as of `offer`.
-        may_mask: see `Liveness`.
+    # The end.
 
-    Returns:
-        This rank's part, and why it is not connected, if it is not.
+    def leave_all(self) -> None:
+        for member in list(self._members.values()):
+            self.leave(member.rank, member.progress().closed)
+        self._stop()
 
-    Raises:
-        ValueError: what is offered is no `Offer`.
-    """
-    if offered is None:
-        return None, None
-    accepted = codec.from_plain(Offer, offered)
-    member = Liveness(rank, native, may_mask)
-    weakref.finalize(buffer, member.close).atexit = False
-    if accepted.address is None:
-        return member, accepted.problem
-    coordinator = _coordinators.get(accepted.token)
-    try:
-        if coordinator is not None:
-            coordinator.take_in(member)
+    def close(self) -> None:
+        super().close()
+        self.channel.close()
+
+    def forget(self) -> None:
+        self.close()
+        for member in self._members.values():
+            member.forget()
+
+    def _send(self, rank: int, message: Message) -> None:
+        """Says something to a rank, which may be one of this process."""
+        if rank in self._members:
+            # Not at once: who says it is in the middle of something.
+            self.post(lambda: self._hand(rank, message))
         else:
-            known = places, ranks_per_node, accepted.token, accepted.address
-            CoordinatorClient(member, *known).start()
-    except (OSError, ValueError) as error:
-        return member, f"{type(error).__name__}: {error}"
-    return member, None
-
-
-def complete(
-    own: Offer | None, member: Liveness | None, joined: Sequence[tuple[str | None, Any]]
-) -> None:
-    """Last step: what the second one said on all ranks is known.
-
-    Without a connection the buffer works, and ranks that are missing are found by the timeout: a
-    `RuntimeWarning` on rank 0 says so.
-
-    Args:
-        own: this rank's offer.
-        member: this rank's part.
-        joined: by rank, why it is not connected, and where it listens; plain data.
-
-    Raises:
-        ValueError: where a rank listens is no `Address`.
-    """
-    problems, addresses = zip(*joined)
-    if member is not None and member.endpoint is not None:
-        known: Any = Optional[Address]
-        member.endpoint.introduce([codec.from_plain(known, address) for address in addresses])
-    if own is None:
-        return
-    unreachable = [rank for rank, problem in enumerate(problems) if problem is not None]
-    coordinator = _coordinators.pop(own.token, None)
-    if coordinator is not None:
-        coordinator.post(lambda: coordinator.complete(unreachable))
-    if unreachable:
-        warn(
-            f"Buffer: {ranks_text(unreachable)} cannot be watched ({problems[unreachable[0]]}); "
-            "all ranks must reach rank 0 over TCP. Operations work; a rank that dies is found after "
-            "DEEP_EP_TIMEOUT_S only."
-        )
-
-
-def withdraw(own: Offer | None) -> None:
-    """Instead of the last step: there will be no buffer, and this rank's offer is void."""
-    coordinator = _coordinators.pop(own.token, None) if own is not None else None
-    if coordinator is not None:
-        coordinator.post(coordinator.leave_all)
+            self.channel.send(rank, message)
 
 
 def _key_of(failure: Mapping[str, Any]) -> Key:
@@ -440,6 +377,3 @@ def _key_of(failure: Mapping[str, Any]) -> Key:
     if failure["reason"] == "abandoned":
         newest = max([newest, *failure["given_up"].values()])
     return Key("operation", newest)
-
-
-os.register_at_fork(after_in_child=_coordinators.clear)

@@ -127,7 +127,7 @@ class Loop(ABC):
 
     @abstractmethod
     def fail(self) -> None:
-        """Something in here is wrong, and the thread ends."""
+        """Something in here is wrong, and the thread ends: tells the others that this end says nothing more."""
 
     def _stop(self) -> None:
         self._running = False

@@ -17,7 +17,7 @@ from deep_ep.checks import arguments as checks
 from deep_ep.checks.arguments import Limits
 from deep_ep.errors import EPError, EPUsageError
 from deep_ep.hang import hang_watch, stacks
-from deep_ep.membership import liveness, rendezvous
+from deep_ep.membership import coordinator, rendezvous
 from deep_ep.membership.monitored_group import MonitoredGroup
 from deep_ep.native import backend
 from deep_ep.native.runtime import Runtime
@@ -216,10 +216,10 @@ class _Connecting:
         self._native: NativeRuntime | None = None
         self._comm_stream: Any = None
         self._claims: StreamClaims | None = None
-        self._offer: liveness.Offer | None = None
+        self._offer: coordinator.Offer | None = None
         self._member: Liveness | None = None
 
-    def allocate(self) -> tuple[str, liveness.Offer | None, dict[str, int]]:
+    def allocate(self) -> tuple[str, coordinator.Offer | None, dict[str, int]]:
         """First step: this rank's memory, and what the others must know of it."""
         settings, selected, topology, places, _ = self._agreed
         group = self._group
@@ -242,7 +242,7 @@ class _Connecting:
             device_index=selected.device().index or 0,
         )
         handle = self._native.local_handle().hex()
-        self._offer = liveness.offer(group.rank, places, topology.ranks_per_node)
+        self._offer = coordinator.offer(group.rank, places, topology.ranks_per_node)
         return handle, self._offer, stacks.offer()
 
     def connect(self, owner: object, allocated: Allocated) -> tuple[str | None, Address | None]:
@@ -262,14 +262,14 @@ class _Connecting:
             self._comm_stream = selected.create_comm_stream()
         native.connect([bytes.fromhex(handle) for handle, *_ in allocated])
         known = group.rank, places, native, allocated[0][1], topology.ranks_per_node
-        self._member, problem = liveness.join(owner, *known, settings.may_mask)
-        return problem, self._member.address if self._member is not None else None
+        self._member, problem = coordinator.join(owner, *known, settings.may_mask)
+        return problem, self._member.address
 
     def close(self) -> None:
         """There will be no buffer."""
         if self._member is not None:
             self._member.close()
-        liveness.withdraw(self._offer)
+        coordinator.withdraw(self._offer)
         if self._native is not None:
             self._native.close()
         if self._claims is not None:
@@ -277,10 +277,11 @@ class _Connecting:
 
     def communicator(self, allocated: Allocated, connected: Connected) -> Communicator:
         """Last step: who watches over the ranks knows where all of them listen, and operations may run."""
-        liveness.complete(self._offer, self._member, connected)
-        settings, selected, topology, places, monitored = self._agreed
-        native = self._native
+        native, member = self._native, self._member
         assert native is not None
+        assert member is not None
+        coordinator.complete(self._offer, member, connected)
+        settings, selected, topology, places, monitored = self._agreed
         native.release_handle()
         runtime = Runtime(native, selected, topology, self._comm_stream)
         limits = Limits(
@@ -292,7 +293,7 @@ class _Connecting:
         )
         communicator = Communicator(
             *(self._group, selected, runtime, limits, places),
-            *(self._member, self._claims, settings.may_mask),
+            *(member, self._claims, settings.may_mask),
         )
         if env.recorder():
             name = _name_of(allocated)[:12]

@@ -12,7 +12,7 @@ import pytest
 
 from deep_ep.base.ranks import Decision, Progress, RankPlace
 from deep_ep.group import ThreadGroup, thread_groups
-from deep_ep.membership import liveness
+from deep_ep.membership import coordinator, liveness
 from support.launch import HANG_S, on_threads
 from support.waiting import eventually
 
@@ -60,12 +60,11 @@ def start(
     buffer: Buffer, group: Any, places: Sequence[RankPlace], native: Any
 ) -> liveness.Liveness:
     """All steps of connecting a rank. Collective."""
-    own = liveness.offer(group.rank, places)
+    own = coordinator.offer(group.rank, places)
     offered = group.all_gather_object(own)[0]
-    member, problem = liveness.join(buffer, group.rank, places, native, offered)
-    assert member is not None
+    member, problem = coordinator.join(buffer, group.rank, places, native, offered)
     joined = group.all_gather_object((problem, member.address))
-    liveness.complete(own, member, joined)
+    coordinator.complete(own, member, joined)
     return member
 
 
@@ -97,7 +96,7 @@ def connected(num_ranks: int, by_sockets: bool = True) -> Iterator[list[Rank]]:
 
     with pytest.MonkeyPatch.context() as patch:
         if by_sockets:
-            patch.setattr(liveness, "_coordinators", OnlyOwn())
+            patch.setattr(coordinator, "_coordinators", OnlyOwn())
         ranks = on_threads(join, thread_groups(num_ranks, HANG_S))
     try:
         yield ranks

@@ -23,7 +23,7 @@ import torch.distributed as dist
 import deep_ep
 from deep_ep.errors import EPError, EPTimeoutError
 from deep_ep.group import ThreadGroup, thread_groups
-from deep_ep.membership import liveness
+from deep_ep.membership import coordinator
 from deep_ep.membership.monitored_group import Arrival, MonitoredGroup
 from deep_ep.ops import construction
 from support.launch import (
@@ -104,14 +104,14 @@ def test_a_rank_that_does_not_get_on_in_buffer_is_named_with_the_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("DEEP_EP_WARN_S", "0.2")
-    offer = liveness.offer
+    offer = coordinator.offer
 
     def slow_offer(rank: int, *places: Any) -> Any:
         if rank == 0:
             comes_late(heard)
         return offer(rank, *places)
 
-    monkeypatch.setattr(construction.liveness, "offer", slow_offer)
+    monkeypatch.setattr(construction.coordinator, "offer", slow_offer)
     with hearing("rank 0 is behind the others", "comes_late") as heard:
         on_threads(make_buffer, thread_groups(2))
     assert heard.line.startswith(
