@@ -191,7 +191,7 @@ class Buffer:
         Raises:
             EPArgumentError: that is no such number.
         """
-        self.communicator.warn_after(checks.seconds("set_hang_warning", "seconds", seconds))
+        self.communicator.hangs.warn_after(checks.seconds("set_hang_warning", "seconds", seconds))
 
     def dump_state(self, directory: str | os.PathLike[str]) -> None:
         """Has rank 0 write what all ranks are doing into a folder, for `python -m deep_ep.diagnose hang`.
@@ -203,7 +203,7 @@ class Buffer:
             directory: on the host of that rank; is made if it is not there. A dump that lies there is replaced, so
                 each buffer needs its own.
         """
-        self.communicator.dump(os.fspath(directory))
+        self.communicator.hangs.ask_for_dump(os.fspath(directory))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Buffer:
         """This buffer: a copy of a module, as those of averaged weights, exchanges on it as the module does."""

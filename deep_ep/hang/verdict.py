@@ -198,7 +198,7 @@ class _Case:
             self._blame(edge.owed, edge, kind, ("gone", "stopped", "unreachable"))
         elif state.process in _OF_PROCESS:
             self._blame(edge.owed, edge, *_OF_PROCESS[state.process])
-        elif self._is_among_sides(edge) or self._is_stale(edge, state):
+        elif self._is_among_sides(edge) or self._is_stale(edge):
             return
         elif self._entered(edge.owed, edge.series) < edge.number:
             self._follow_behind(edge, state)
@@ -219,7 +219,7 @@ class _Case:
             self.mismatches[place].waiters.update((edge.waiter, edge.owed))
         return True
 
-    def _is_stale(self, edge: _Wait, state: RankState) -> bool:
+    def _is_stale(self, edge: _Wait) -> bool:
         """Whether the operation was called only after the waiter had said that it waits."""
         said_ns = self.states[edge.waiter].taken_ns
         calls = self._calls(edge.owed, edge.series, edge.number)

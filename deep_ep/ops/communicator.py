@@ -10,7 +10,7 @@ import math
 import os
 import threading
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Callable
 
 import torch
@@ -68,6 +68,7 @@ class Communicator:
         watchers: who is told of the end.
         is_in_a_fork: whether this is a fork of the process that connected it.
         masks: whom operations go on without.
+        hangs: what this rank does about waiting for long.
         counters: of operations that are given none of their own, by name; empty while nothing is counted.
         parts: stamps of what the rank does around operations; `None` while nothing is counted.
     """
@@ -79,7 +80,7 @@ class Communicator:
         runtime: Runtime,
         limits: Limits,
         places: Sequence[RankPlace],
-        liveness: Liveness | None,
+        liveness: Liveness,
         claims: StreamClaims | None,
         may_mask: bool,
     ) -> None:
@@ -87,7 +88,7 @@ class Communicator:
 
         Args:
             places: where the ranks run.
-            liveness: this rank's part in who lives; `None` if it is alone.
+            liveness: this rank's part in who lives.
             claims: the streams of this rank, where others of this process may not use them.
             may_mask: whether ranks may be masked.
         """
@@ -108,6 +109,7 @@ class Communicator:
         self.masks = Masks(self, may_mask, liveness, places)
         self._num_nodes = runtime.topology.num_nodes
         self._places = places
+        self.hangs = liveness.hangs
         self._liveness = liveness
         self._claims = claims
         if claims is not None:
@@ -239,12 +241,10 @@ class Communicator:
             return
         if called is not None and failure["operation"] == "barrier":
             failure = {**failure, "operation": called}
-        if self._liveness is None:
-            raise error_from_failure(failure, self.rank)
         decision = self._liveness.agree(failure)
-        hangs = self._liveness.hangs
-        verdict = hangs.verdict_on(failure["operation"], failure["op"])
-        raise error_from_failure(failure, self.rank, decision, self._places, verdict, hangs.raised)
+        verdict = self.hangs.verdict_on(failure["operation"], failure["op"])
+        raised = self.hangs.raised
+        raise error_from_failure(failure, self.rank, decision, self._places, verdict, raised)
 
     # ---- counters
 
@@ -301,18 +301,7 @@ class Communicator:
         )
         if num_frames:
             self.before_operation.append(self.recorder.note_call)
-        if self._liveness is not None:
-            self._liveness.watch(self.recorder, settings, self._places, offers)
-
-    def warn_after(self, seconds: float) -> None:
-        """See `Buffer.set_hang_warning`."""
-        if self._liveness is not None:
-            self._liveness.hangs.warn_after(seconds)
-
-    def dump(self, directory: str) -> None:
-        """See `Buffer.dump_state`."""
-        if self._liveness is not None:
-            self._liveness.hangs.ask_for_dump(directory)
+        self._liveness.watch(self.recorder, settings, self._places, offers)
 
     # ---- clocks and memory
 
@@ -385,15 +374,14 @@ class Communicator:
                 self._meet_at_the_end(runtime)
             except RuntimeError as error:
                 # Who is late may still write to it; on the CPU to a mapping of its own, and who is dead not at all.
-                keeps_memory = self.backend.runs_in_streams and not self._known_dead()
+                keeps_memory = self.backend.runs_in_streams and not self._liveness.dead
                 what = "kept until this process ends" if keeps_memory else "released all the same"
                 warn(
                     f"destroy on rank {self.rank}: not all ranks came ({error}){self._why_not_all()}; "
                     f"local memory is {what}"
                 )
             finally:
-                if self._liveness is not None:
-                    self._liveness.close()
+                self._liveness.close()
                 runtime.native.close(keeps_memory=keeps_memory)
                 for watcher in watchers:
                     watcher.close()
@@ -412,8 +400,6 @@ class Communicator:
     def _part(self) -> None:
         """This rank makes no more calls, and says whom it waits for in `destroy`."""
         liveness = self._liveness
-        if liveness is None:
-            return
         liveness.part()
         if self.recorder is not None:
             everybody, rank, masked = range(self.num_ranks), self.rank, self.masks.known
@@ -423,12 +409,8 @@ class Communicator:
 
     def _why_not_all(self) -> str:
         """What was found while this rank waited in `destroy`; empty if nothing was."""
-        liveness = self._liveness
-        verdict = None if liveness is None else liveness.hangs.verdict_on(DESTRUCTION, 1)
+        verdict = self.hangs.verdict_on(DESTRUCTION, 1)
         return "" if verdict is None else f": {wording.line(verdict)}"
-
-    def _known_dead(self) -> Collection[int]:
-        return () if self._liveness is None else self._liveness.dead
 
     def _meet_at_the_end(self, runtime: Runtime) -> None:
         """Waits for all ranks, no longer than for an operation; where ranks may be masked, for those that are not.
@@ -436,20 +418,19 @@ class Communicator:
         Raises:
             RuntimeError: not all come, or one of them is known to be dead.
         """
-        dead = self._known_dead()
-        if dead and not self.masks.is_enabled:
-            raise EPTransportError(f"{ranks_text(dead)} died")
+        liveness = self._liveness
+        if liveness.dead and not self.masks.is_enabled:
+            raise EPTransportError(f"{ranks_text(liveness.dead)} died")
         runtime.native.part(stream=self.backend.stream_handle(runtime.get_comm_stream()))
         self._finish(runtime)
         failure = runtime.native.take_failure()
         if failure is not None:
             missing, waited_s = failure["ranks"], failure["waited_ns"] * 1e-9
-            liveness, dead = self._liveness, {*self._known_dead()}
             how = f"did not call it within {waited_s:.3g} s"
-            if set(missing) <= dead:
+            if set(missing) <= liveness.dead.keys():
                 how = "died"
-            elif liveness is not None and set(missing) <= dead | liveness.left.keys():
-                raised = liveness.hangs.raised
+            elif set(missing) <= liveness.away():
+                raised = self.hangs.raised
                 why = (f"rank {rank} raised {raised[rank]}" for rank in missing if rank in raised)
                 how = "; ".join(["ended before", *why])
             raise EPTransportError(f"{ranks_text(missing)} {how}")
@@ -457,8 +438,7 @@ class Communicator:
     def abort(self) -> None:
         """Releases local memory and says goodbye, without waiting for anybody."""
         runtime, self.runtime = self.runtime, None
-        if self._liveness is not None:
-            self._liveness.close()
+        self._liveness.close()
         if runtime is not None:
             runtime.native.close()
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Callable, Protocol
 
 from deep_ep.base.ranks import Key
 from deep_ep.base.rules import QUERY_MASKS, fail
-from deep_ep.base.warning import warn
 from deep_ep.base.text import verb
+from deep_ep.base.warning import warn
 from deep_ep.checks import arguments as checks
 from deep_ep.errors import EPUsageError, ranks_text
 from deep_ep.ops.failures import state_of
@@ -64,7 +64,7 @@ class Masks:
         self,
         communicator: ConnectedRank,
         is_enabled: bool,
-        liveness: Liveness | None,
+        liveness: Liveness,
         places: Sequence[RankPlace],
     ) -> None:
         """Does not communicate.
@@ -72,7 +72,7 @@ class Masks:
         Args:
             communicator: what the operations run on.
             is_enabled: whether the buffer was built for masks.
-            liveness: this rank's part in who lives; `None` if it is alone.
+            liveness: this rank's part in who lives.
             places: where the ranks run.
         """
         self.is_enabled = is_enabled
@@ -120,8 +120,7 @@ class Masks:
             runtime = self._runtime(where)
             communicator.receive_sent()
             self.notice()
-            if self._liveness is not None:
-                self._liveness.come_back()
+            self._liveness.come_back()
             native = runtime.native
             self._run(where, lambda on: native.clean_masks(stream=on))
             self._why.clear()
@@ -160,7 +159,7 @@ class Masks:
         for rank, series, number in runtime.native.take_masked():
             by_key.setdefault(Key(series, number), []).append(rank)
         for key, ranks in sorted(by_key.items()):
-            decision = self._liveness.agree_on_masked(key, ranks) if self._liveness else None
+            decision = self._liveness.agree_on_masked(key, ranks)
             missing = [rank for rank in ranks if decision is None or rank in decision.culprits]
             late = [rank for rank in ranks if rank not in missing]
             went_on = f"{_name(key)} on rank {communicator.rank} went on without"
