@@ -37,11 +37,6 @@ class LowLatencySizes(NamedTuple):
     hidden: int
     num_experts: int
 
-    @property
-    def keywords(self) -> dict[str, int]:
-        """As the native module takes them."""
-        return self._asdict()
-
 
 @dataclass(frozen=True, eq=False)
 class LowLatencyShape:
@@ -58,7 +53,7 @@ class LowLatencyShape:
         takes them.
         """
         tokens = {"num_tokens": self.num_tokens, "num_topk": self.num_topk}
-        return {**self.sizes.keywords, **tokens}
+        return {**self.sizes._asdict(), **tokens}
 
     @functools.cached_property
     def num_local_experts(self) -> int:
@@ -201,7 +196,7 @@ def _sizes(
 @functools.lru_cache(maxsize=64)
 def num_bytes(binding: Binding, num_ranks: int, sizes: LowLatencySizes) -> int:
     """Bytes of RDMA buffer a call of these sizes needs."""
-    return binding.low_latency_rdma_size_hint(num_ranks=num_ranks, **sizes.keywords)
+    return binding.low_latency_rdma_size_hint(num_ranks=num_ranks, **sizes._asdict())
 
 
 def sizes_that_fit(call: str, limits: Limits, *given: Any) -> LowLatencySizes:

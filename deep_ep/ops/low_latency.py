@@ -172,7 +172,7 @@ class LowLatency:
         sizes = low_latency_checks.sizes_that_fit(where, communicator.limits, *given)
         maximum, hidden, num_experts = sizes
         self._is_staged = True
-        pointer, stride_bytes = runtime.native.next_combine_buffer(**sizes.keywords)
+        pointer, stride_bytes = runtime.native.next_combine_buffer(**sizes._asdict())
         item = torch.bfloat16.itemsize
         num_ranks = communicator.num_ranks
         shape = (num_experts // num_ranks, num_ranks * maximum, hidden)

@@ -58,11 +58,6 @@ class Received(NamedTuple):
         """As the rows were sent: with scales, if these had any."""
         return self.recv_x if self.recv_scales is None else (self.recv_x, self.recv_scales)
 
-    @property
-    def tensors(self) -> dict[str, Tensor | None]:
-        """By name."""
-        return self._asdict()
-
 
 # Of a dispatch, by the names of the native runtime.
 _NO_TENSORS: dict[str, Tensor | None] = dict.fromkeys(
@@ -327,7 +322,7 @@ class Normal:
             "topk_weights": call.topk_weights,
             "packs": packs,
             "wait_stats": pointers.own_row(call.dispatch_wait_recv_cost_stats, communicator.rank),
-            **received.tensors,
+            **received._asdict(),
         }
         counters = communicator.counters
         counted = call.recv_counters or counters.get(NORMAL_DISPATCH), counters.get(RELAY_DISPATCH)

@@ -232,7 +232,7 @@ def test_modules_keep_out_of_each_other_s_private_names() -> None:
             names = [alias.name for alias in node.names] if isinstance(node, ast.ImportFrom) else []
             # What CPython documents in sys has such names, what torch offers to subclasses of Tensor, named tuples.
             own = ("self", "cls", "sys")
-            offered = {"_make_wrapper_subclass", "_pytree", "_fields"}
+            offered = {"_make_wrapper_subclass", "_pytree", "_fields", "_asdict"}
             if isinstance(node, ast.Attribute) and ast.unparse(node.value) not in own:
                 names = [node.attr]
             found += [
