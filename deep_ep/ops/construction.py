@@ -120,10 +120,8 @@ def agree(group: Group, settings: BufferSettings) -> Agreement:
     monitored = MonitoredGroup(group)
     selected: Backend | None = None
     error: EPError | None = None
-    asked_ranks_per_node = None
     try:
         selected = backend.get()
-        asked_ranks_per_node = env.ranks_per_node()
         for variable in _NEEDED_LATER:
             variable()
         for fault in faults.parse_list(env.inject()):
@@ -131,20 +129,15 @@ def agree(group: Group, settings: BufferSettings) -> Agreement:
         settings = settings.checked()
     except EPError as raised:
         error = raised
-    places = rendezvous.exchange_facts(
-        monitored,
-        {
-            "the group size": group.size,
-            "the backend": selected.name if selected else None,
-            "DEEP_EP_RANKS_PER_NODE": asked_ranks_per_node,
-            "DEEP_EP_DIAGNOSE": env.diagnose.text(),
-            "DEEP_EP_VERIFY": env.verify.text(),
-            **vars(settings),
-        },
-        error,
-    )
+    agreed = {
+        "the group size": group.size,
+        "the backend": selected.name if selected else None,
+        "DEEP_EP_DIAGNOSE": env.diagnose.text(),
+        "DEEP_EP_VERIFY": env.verify.text(),
+        **vars(settings),
+    }
+    topology, places = _meet(monitored, agreed, error)
     assert selected is not None  # otherwise there was an error, and the exchange raised it
-    topology = _topology(group, places, asked_ranks_per_node)
     settings.check_topology(topology)
     return Agreement(settings, selected, topology, places, monitored)
 
@@ -161,19 +154,21 @@ def meet(group: Group, agreed: Mapping[str, Any], error: EPError | None = None) 
         EPArgumentError: it is not equal, or a rank has an error; names the ranks.
         EPTimeoutError: some ranks did not come.
     """
+    return _meet(MonitoredGroup(group), agreed, error)[0]
+
+
+def _meet(
+    monitored: MonitoredGroup, agreed: Mapping[str, Any], error: EPError | None
+) -> tuple[Topology, Sequence[RankPlace]]:
     asked = None
     try:
         asked = env.ranks_per_node()
     except EPError as raised:
         error = error or raised
     agreed = {env.ranks_per_node.name: asked, **agreed}
-    places = rendezvous.exchange_facts(MonitoredGroup(group), agreed, error)
-    return _topology(group, places, asked)
-
-
-def _topology(group: Group, places: Sequence[RankPlace], asked: int | None) -> Topology:
-    hosts = [place.host for place in places]
-    return Topology(group.rank, group.size, ranks_per_node(hosts, asked))
+    places = rendezvous.exchange_facts(monitored, agreed, error)
+    per_node = ranks_per_node([place.host for place in places], asked)
+    return Topology(monitored.rank, monitored.size, per_node), places
 
 
 # Of each rank: the handle of its memory in hex, where it can be reached, how its stacks can be seen.
