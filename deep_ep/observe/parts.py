@@ -85,13 +85,6 @@ def marked(communicator: ObservedCommunicator, name: str) -> AbstractContextMana
     return _range(communicator.backend, name)
 
 
-def operation(communicator: ObservedCommunicator, name: str) -> AbstractContextManager[bool | None]:
-    """Holds the lock of the communicator; `marked`, too."""
-    if communicator.parts is None:
-        return communicator.lock
-    return _locked_range(communicator, name)
-
-
 def measured(
     communicator: ObservedCommunicator, name: str, stream: Any = None
 ) -> AbstractContextManager[None]:
@@ -113,12 +106,6 @@ def _range(backend: Backend, name: str) -> Iterator[None]:
         yield
     finally:
         backend.pop_range()
-
-
-@contextlib.contextmanager
-def _locked_range(communicator: ObservedCommunicator, name: str) -> Iterator[None]:
-    with communicator.lock, _range(communicator.backend, name):
-        yield
 
 
 @contextlib.contextmanager

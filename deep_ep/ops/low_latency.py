@@ -99,7 +99,7 @@ class LowLatency:
     ]:
         """See `Buffer.low_latency_dispatch`."""
         communicator = self._communicator
-        with parts.operation(communicator, DISPATCH):
+        with communicator.lock, parts.marked(communicator, DISPATCH):
             runtime = self._idle_runtime(DISPATCH)
             plan = self._dispatches.find(call, self._plan_dispatch)
             low_latency_checks.dispatch_values(communicator.limits, call, plan.shape)
@@ -128,7 +128,7 @@ class LowLatency:
     def combine(self, call: LowLatencyCombine) -> tuple[Tensor, EventOverlap, ReceiveHook | None]:
         """See `Buffer.low_latency_combine`."""
         communicator = self._communicator
-        with parts.operation(communicator, COMBINE):
+        with communicator.lock, parts.marked(communicator, COMBINE):
             runtime = self._idle_runtime(COMBINE)
             call.handle = low_latency_checks.unpack_handle(COMBINE, call.handle)
             shape, numbers, num_words = self._combines.find(call, self._plan_combine)

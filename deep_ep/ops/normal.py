@@ -122,7 +122,7 @@ class Normal:
             What was received, its rows per local expert, the handle, the event.
         """
         communicator = self._communicator
-        with parts.operation(communicator, NORMAL_DISPATCH):
+        with communicator.lock, parts.marked(communicator, NORMAL_DISPATCH):
             runtime = self._idle_runtime(NORMAL_DISPATCH)
             shape = normal_checks.fresh_dispatch(communicator.limits, self._place, call)
             num_worst_tokens = call.num_worst_tokens
@@ -183,7 +183,7 @@ class Normal:
             What was received, the event.
         """
         communicator = self._communicator
-        with parts.operation(communicator, NORMAL_DISPATCH):
+        with communicator.lock, parts.marked(communicator, NORMAL_DISPATCH):
             runtime = self._idle_runtime(NORMAL_DISPATCH)
             shape, given = normal_checks.cached_dispatch(communicator.limits, self._place, call)
             order = self._order(call, runtime)
@@ -204,7 +204,7 @@ class Normal:
             order: of the sums; by rank unless given.
         """
         communicator = self._communicator
-        with parts.operation(communicator, NORMAL_COMBINE):
+        with communicator.lock, parts.marked(communicator, NORMAL_COMBINE):
             runtime = self._idle_runtime(NORMAL_COMBINE)
             shape, given = normal_checks.combine(communicator.limits, self._place, call)
             if order is not None:
