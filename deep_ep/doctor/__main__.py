@@ -26,8 +26,7 @@ from deep_ep.doctor import (
     settings,
     sizes,
 )
-from deep_ep.doctor.checks import Check, examine
-from deep_ep.doctor.finding import OK, Finding, exit_status, show, to_json
+from deep_ep.doctor.checks import OK, Check, Finding, examine, exit_status, show, to_json
 from deep_ep.doctor.host import Host
 
 _PROGRAM = "python -m deep_ep.doctor"

@@ -7,8 +7,7 @@ import re
 import resource
 import shutil
 
-from deep_ep.doctor.checks import Table
-from deep_ep.doctor.finding import Finding, fail, ok, warn
+from deep_ep.doctor.checks import Finding, Table, fail, ok, warn
 from deep_ep.doctor.host import Host
 
 CHECKS = Table()

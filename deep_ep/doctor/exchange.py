@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from deep_ep.base import env
 from deep_ep.base.text import printable
-from deep_ep.doctor.finding import Finding, fail, ok, warn
+from deep_ep.doctor.checks import Finding, fail, ok, warn
 from deep_ep.doctor.host import Host
 from deep_ep.errors import ranks_text
 

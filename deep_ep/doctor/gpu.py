@@ -6,8 +6,7 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from deep_ep.doctor.checks import Table
-from deep_ep.doctor.finding import Finding, fail, ok, warn
+from deep_ep.doctor.checks import Finding, Table, fail, ok, warn
 from deep_ep.doctor.host import Host, version_numbers
 from deep_ep.doctor.package import cuda_of_torch
 

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from deep_ep.doctor.checks import Table
-from deep_ep.doctor.finding import Finding, fail, ok, warn
+from deep_ep.doctor.checks import Finding, Table, fail, ok, warn
 from deep_ep.doctor.host import Host
 from deep_ep.doctor.package import constants_of_cuda
 from deep_ep.native import nvshmem

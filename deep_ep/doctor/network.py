@@ -15,8 +15,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from deep_ep.doctor.checks import Table
-from deep_ep.doctor.finding import Finding, fail, ok, warn
+from deep_ep.doctor.checks import Finding, Table, fail, ok, warn
 from deep_ep.doctor.gpu import topology
 from deep_ep.doctor.host import Host, version_numbers
 

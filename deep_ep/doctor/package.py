@@ -15,8 +15,7 @@ from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
-from deep_ep.doctor.checks import Check, Table, chain
-from deep_ep.doctor.finding import Finding, fail, ok, warn
+from deep_ep.doctor.checks import Check, Finding, Table, chain, fail, ok, warn
 from deep_ep.doctor.host import Host, Ran, version_numbers
 
 CHECKS = Table()

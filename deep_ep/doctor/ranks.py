@@ -15,8 +15,8 @@ from typing import Any, Callable, Optional
 
 from deep_ep.base.text import counted, printable
 from deep_ep.doctor import exchange
+from deep_ep.doctor.checks import OK, Finding, fail, ok, warn
 from deep_ep.doctor.exchange import Job
-from deep_ep.doctor.finding import OK, Finding, fail, ok, warn
 from deep_ep.doctor.host import Host
 from deep_ep.errors import ranks_text
 

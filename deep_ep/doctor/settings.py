@@ -7,8 +7,7 @@ import re
 from collections.abc import Iterator
 
 from deep_ep.base import env
-from deep_ep.doctor.checks import Table
-from deep_ep.doctor.finding import Finding, fail, ok, warn
+from deep_ep.doctor.checks import Finding, Table, fail, ok, warn
 from deep_ep.doctor.host import Host
 from deep_ep.errors import EPArgumentError
 

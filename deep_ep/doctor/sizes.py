@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from deep_ep.base import env
-from deep_ep.doctor.checks import Check, chain
-from deep_ep.doctor.finding import Finding, fail, ok, warn
+from deep_ep.doctor.checks import Check, Finding, chain, fail, ok, warn
 from deep_ep.doctor.host import Host
 from deep_ep.errors import EPError
 

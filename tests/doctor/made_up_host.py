@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from deep_ep.doctor.finding import Finding
+from deep_ep.doctor.checks import Finding
 from deep_ep.doctor.host import Host, Ran
 
 DRIVER = {"/proc/driver/nvidia/version": "NVRM version: NVIDIA UNIX x86_64 Kernel Module 570.86"}

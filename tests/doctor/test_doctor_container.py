@@ -10,8 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from deep_ep.doctor import container
-from deep_ep.doctor.checks import examine
-from deep_ep.doctor.finding import FAIL, OK, WARN, Finding, exit_status
+from deep_ep.doctor.checks import FAIL, OK, WARN, Finding, examine, exit_status
 from made_up_host import made_up, named
 
 RDMA = {"/sys/class/infiniband/mlx5_0/fw_ver": "28.39"}

@@ -15,8 +15,8 @@ import torch
 
 import deep_ep
 from deep_ep.doctor import exchange
+from deep_ep.doctor.checks import FAIL, OK, WARN, Finding
 from deep_ep.doctor.exchange import Tried
-from deep_ep.doctor.finding import FAIL, OK, WARN, Finding
 from deep_ep.doctor.host import Host
 from deep_ep.testing import identity
 from made_up_host import named

@@ -8,8 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from deep_ep.doctor import gpu
-from deep_ep.doctor.checks import examine
-from deep_ep.doctor.finding import FAIL, OK, WARN, Finding
+from deep_ep.doctor.checks import FAIL, OK, WARN, Finding, examine
 from deep_ep.doctor.host import Ran
 from made_up_host import DRIVER, MATRIX, made_up, named
 

@@ -12,8 +12,18 @@ import pytest
 import deep_ep
 from deep_ep.doctor import package
 from deep_ep.doctor.__main__ import main
-from deep_ep.doctor.checks import examine
-from deep_ep.doctor.finding import FAIL, OK, WARN, exit_status, fail, ok, summary, to_json, warn
+from deep_ep.doctor.checks import (
+    FAIL,
+    OK,
+    WARN,
+    examine,
+    exit_status,
+    fail,
+    ok,
+    summary,
+    to_json,
+    warn,
+)
 from made_up_host import made_up, named
 
 ROOT = Path(deep_ep.__file__).resolve().parent.parent

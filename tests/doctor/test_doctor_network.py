@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from deep_ep.doctor import network
-from deep_ep.doctor.checks import examine
-from deep_ep.doctor.finding import FAIL, OK, WARN, Finding
+from deep_ep.doctor.checks import FAIL, OK, WARN, Finding, examine
 from made_up_host import DRIVER, MATRIX, all_named, made_up, named
 
 OPEN_DRIVER = {

@@ -14,8 +14,7 @@ import pytest
 
 from build.test_install_nvshmem import make_prefix
 from deep_ep.doctor import libraries, package
-from deep_ep.doctor.checks import examine
-from deep_ep.doctor.finding import FAIL, OK, WARN, Finding
+from deep_ep.doctor.checks import FAIL, OK, WARN, Finding, examine
 from deep_ep.doctor.host import Host, Ran
 from deep_ep.native import nvshmem
 from made_up_host import DRIVER, all_named, made_up, named

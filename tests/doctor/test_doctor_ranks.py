@@ -12,8 +12,8 @@ from torch.distributed import HashStore
 
 from deep_ep import base
 from deep_ep.doctor import exchange, ranks
+from deep_ep.doctor.checks import FAIL, WARN, fail, ok, warn
 from deep_ep.doctor.exchange import Job
-from deep_ep.doctor.finding import FAIL, WARN, fail, ok, warn
 from deep_ep.doctor.ranks import Meeting, RankReport, job_of, together
 from made_up_host import all_named, made_up, named
 from support.launch import on_threads

@@ -12,8 +12,7 @@ import pytest
 from deep_ep import Buffer
 from deep_ep.base import env
 from deep_ep.doctor import settings, sizes
-from deep_ep.doctor.checks import examine
-from deep_ep.doctor.finding import FAIL, OK, WARN, Finding
+from deep_ep.doctor.checks import FAIL, OK, WARN, Finding, examine
 from deep_ep.doctor.host import Host
 from made_up_host import DRIVER, all_named, made_up, named
 
