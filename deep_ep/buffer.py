@@ -6,8 +6,10 @@ construction.py connects the ranks into a communicator (communicator.py); on it 
 
 from __future__ import annotations
 
+import itertools
 import os
 import warnings
+import weakref
 from collections.abc import Sequence
 from typing import Any, Callable, NoReturn
 
@@ -30,7 +32,7 @@ from deep_ep.native.runtime import Runtime
 from deep_ep.observe import phases, profiled
 from deep_ep.observe.counters import RecvCounters
 from deep_ep.observe.phases import Phases
-from deep_ep.ops import construction, layout, low_latency, registry
+from deep_ep.ops import construction, layout, low_latency
 from deep_ep.ops.communicator import NOTIFY, RELAY_COMBINE, RELAY_DISPATCH
 from deep_ep.ops.construction import BufferSettings
 from deep_ep.ops.low_latency import LowLatency
@@ -41,6 +43,10 @@ from deep_ep.types.event import EventHandle, EventOverlap
 from deep_ep.types.handles import LowLatencyHandle
 
 Tensor = torch.Tensor
+
+# Custom operators take numbers and tensors only. No other buffer of the process gets the number of one.
+_numbers = itertools.count()
+_by_number: weakref.WeakValueDictionary[int, Buffer] = weakref.WeakValueDictionary()
 
 
 class Buffer:
@@ -158,7 +164,8 @@ class Buffer:
         self.communicator = construction.connect(self, ranks, agreed)
         self._low_latency = LowLatency(self.communicator, self, self.low_latency_mode)
         self.normal = Normal(self.communicator)
-        self.number = registry.add(self)
+        self.number = next(_numbers)
+        _by_number[self.number] = self
         construction.start(self, agreed.settings.wait_s)
 
     @property
@@ -906,6 +913,21 @@ class Buffer:
         Compatibility: not in DeepEP.
         """
         return self.communicator.masks.why()
+
+
+def numbered(number: int) -> Buffer:
+    """The buffer with this number.
+
+    Raises:
+        EPUsageError: it is gone.
+    """
+    buffer = _by_number.get(number)
+    if buffer is None:
+        raise EPUsageError(
+            f"deep_ep::moe: there is no buffer {number}; the compiled function was made for one that still "
+            "exists. Keep the Buffer as long as the functions that use it, or compile them again."
+        )
+    return buffer
 
 
 def _without_self(arguments: dict[str, Any]) -> dict[str, Any]:

@@ -9,11 +9,10 @@ from typing import Any, Callable
 
 import torch
 
-from deep_ep.buffer import Buffer
+from deep_ep.buffer import Buffer, numbered
 from deep_ep.moe import steps
 from deep_ep.moe.permutation import Permutation
 from deep_ep.moe.steps import Arrived, Options, Way
-from deep_ep.ops import registry
 from deep_ep.types import handles
 
 Tensor = torch.Tensor
@@ -66,7 +65,7 @@ def _define(name: str, schema: str, run: Callable[..., Any], fake: Callable[...,
 
 def _dispatch(x: Tensor, topk_idx: Tensor, topk_weights: Tensor, *others: Any) -> tuple[Any, ...]:
     *options, number = others
-    buffer = registry.get(number)
+    buffer = numbered(number)
     *arrived, way = steps.dispatch(buffer, x, topk_idx, topk_weights, Options(*options))
     return (*arrived, _flat(way))
 
@@ -75,7 +74,7 @@ def _dispatch_fake(
     x: Tensor, topk_idx: Tensor, topk_weights: Tensor, *others: Any
 ) -> tuple[Any, ...]:
     *given, number = others
-    buffer, options = registry.get(number), Options(*given)
+    buffer, options = numbered(number), Options(*given)
     new_size = torch.library.get_ctx().new_dynamic_size
     num_recv = new_size()
     indices: list[Tensor] = []
@@ -112,7 +111,7 @@ def _dispatch_backward(
     topk_idx: Tensor, grad_x: Tensor, grad_weights: Tensor, flat: _Flat, permute: bool, buffer: int
 ) -> tuple[Tensor, Tensor]:
     way = _way(flat, grad_x, topk_idx, permute)
-    return steps.dispatch_backward(registry.get(buffer), way, topk_idx, grad_x, grad_weights)[:2]
+    return steps.dispatch_backward(numbered(buffer), way, topk_idx, grad_x, grad_weights)[:2]
 
 
 def _dispatch_backward_fake(
@@ -166,7 +165,7 @@ _define(
 
 
 def _combine(y: Tensor, weights: Tensor, flat: _Flat, permute: bool, buffer: int) -> Tensor:
-    return steps.combine(registry.get(buffer), _way(flat, y, weights, permute), y, weights)[0]
+    return steps.combine(numbered(buffer), _way(flat, y, weights, permute), y, weights)[0]
 
 
 def _combine_fake(y: Tensor, weights: Tensor, flat: _Flat, permute: bool, buffer: int) -> Tensor:
@@ -177,7 +176,7 @@ def _combine_backward(
     grad: Tensor, y: Tensor, weights: Tensor, flat: _Flat, permute: bool, buffer: int
 ) -> tuple[Tensor, Tensor]:
     way = _way(flat, y, weights, permute)
-    return steps.combine_backward(registry.get(buffer), way, grad, y, weights)
+    return steps.combine_backward(numbered(buffer), way, grad, y, weights)
 
 
 def _combine_backward_fake(
