@@ -7,8 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from deep_ep.hang.activity import user_frame
 from deep_ep.hang.cause import MismatchSide
-from deep_ep.hang.rank_calls import calls_at, is_truncated
-from deep_ep.hang.states import Call, Frame, RankState
+from deep_ep.hang.states import Call, Frame, RankState, calls_at, is_truncated
 
 
 def sides_at(states: Mapping[int, RankState], series: str, number: int) -> tuple[MismatchSide, ...]:

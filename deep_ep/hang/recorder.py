@@ -23,8 +23,7 @@ from typing import TYPE_CHECKING, Any, Callable
 import torch
 
 from deep_ep.hang.activity import call_of
-from deep_ep.hang.rank_calls import CONSTRUCTION, DESTRUCTION
-from deep_ep.hang.states import Call, Frame, RankState, Thread, Waits
+from deep_ep.hang.states import CONSTRUCTION, DESTRUCTION, Call, Frame, RankState, Thread, Waits
 
 if TYPE_CHECKING:
     from deep_ep._cpu import Runtime as NativeRuntime

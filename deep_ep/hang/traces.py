@@ -12,8 +12,7 @@ from typing import Any
 
 from deep_ep.base import env, files
 from deep_ep.hang.cause import HangVerdict
-from deep_ep.hang.rank_calls import NOTIFY, OPERATIONS, numbered
-from deep_ep.hang.states import Call, RankState
+from deep_ep.hang.states import NOTIFY, OPERATIONS, Call, RankState, numbered
 
 # Of torch's format, the one in which its own recorder writes. It reads dumps of all ranks only if all have it.
 VERSION = "2.10"

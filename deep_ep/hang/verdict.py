@@ -17,18 +17,21 @@ from deep_ep.hang.activity import call_of, doing
 from deep_ep.hang.cause import Accused, Edge, HangCause, HangVerdict, Kind, MismatchSide
 from deep_ep.hang.graph import attracting_components, reaching, shortest_path
 from deep_ep.hang.mismatch import odd_ranks, sides_across, sides_at
-from deep_ep.hang.rank_calls import (
+from deep_ep.hang.states import (
     CONSTRUCTION,
     DESTRUCTION,
     NORMAL_COMBINE,
     NORMAL_DISPATCH,
     NOTIFY,
     OPERATIONS,
+    Call,
+    Owed,
+    Process,
+    RankState,
     calls_at,
     newest_entered,
     open_hook,
 )
-from deep_ep.hang.states import Call, Owed, Process, RankState
 
 # What is a cause whatever the rank did before.
 _OF_PROCESS: dict[Process, tuple[Kind, tuple[Kind, ...]]] = {

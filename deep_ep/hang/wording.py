@@ -10,8 +10,7 @@ from deep_ep.base.text import listed, rows_of, verb
 from deep_ep.errors import ranks_text
 from deep_ep.hang.activity import PHRASES, ThreadActivity
 from deep_ep.hang.cause import Accused, HangCause, HangVerdict, Kind, MismatchSide
-from deep_ep.hang.rank_calls import CONSTRUCTION, DESTRUCTION, OPERATIONS
-from deep_ep.hang.states import Frame
+from deep_ep.hang.states import CONSTRUCTION, DESTRUCTION, OPERATIONS, Frame
 
 
 @dataclass(frozen=True)

@@ -26,8 +26,7 @@ from deep_ep.errors import EPError, EPTimeoutError
 from deep_ep.group import Group, board_of
 from deep_ep.hang import recorder, stacks, wording
 from deep_ep.hang.cause import HangVerdict
-from deep_ep.hang.rank_calls import CONSTRUCTION
-from deep_ep.hang.states import Process, RankState, Thread, Waits
+from deep_ep.hang.states import CONSTRUCTION, Process, RankState, Thread, Waits
 from deep_ep.hang.verdict import judge
 
 T = TypeVar("T")

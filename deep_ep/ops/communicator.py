@@ -21,8 +21,8 @@ from deep_ep.base.warning import warn
 from deep_ep.checks import arguments as checks
 from deep_ep.errors import EPError, EPTransportError, EPUsageError, ranks_text
 from deep_ep.hang import wording
-from deep_ep.hang.rank_calls import DESTRUCTION
 from deep_ep.hang.recorder import Recorder
+from deep_ep.hang.states import DESTRUCTION
 from deep_ep.observe.counters import RecvCounters
 from deep_ep.observe.parts import PartStamps
 from deep_ep.ops.failures import error_from_failure

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from deep_ep.hang import wording
-from deep_ep.hang.rank_calls import CONSTRUCTION, DESTRUCTION
-from deep_ep.hang.states import RankState, Waits
+from deep_ep.hang.states import CONSTRUCTION, DESTRUCTION, RankState, Waits
 from deep_ep.hang.verdict import judge
 from made_up_ranks import TRAIN, Group, thread
 

@@ -12,8 +12,7 @@ from deep_ep.errors import ranks_text
 from deep_ep.hang import torch_dumps, wording
 from deep_ep.hang.cause import Edge, HangVerdict
 from deep_ep.hang.folder import BufferDump, Folder
-from deep_ep.hang.rank_calls import OPERATIONS, numbered
-from deep_ep.hang.states import Call, RankState
+from deep_ep.hang.states import OPERATIONS, Call, RankState, numbered
 
 # Newest operations in the table, and frames of a stack.
 _ROWS, _FRAMES = 8, 12
