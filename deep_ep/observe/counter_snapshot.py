@@ -7,10 +7,12 @@ puts these at the same operation on every rank.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Annotated
 
 import numpy as np
 import numpy.typing as npt
 
+from deep_ep.base import codec
 from deep_ep.errors import EPArgumentError
 from deep_ep.observe import stamps
 
@@ -25,6 +27,12 @@ _LOWEST = np.iinfo(np.int64).min
 def _in_proportion(total: Int64Array | np.int64, part: int, whole: int) -> Int64Array | np.int64:
     """`total * part / whole`, rounded down, for totals of any size."""
     return total // whole * part + total % whole * part // whole
+
+
+def _ring_fields(names: tuple[str, ...], sides: codec.Sides) -> tuple[str, ...]:
+    """A row of the ring holds the longer of the two lists."""
+    sides["ring_fields"] = max(sides.get("ring_fields", 0), len(names))
+    return names
 
 
 @dataclass(frozen=True)
@@ -44,14 +52,14 @@ class CounterSnapshot:
         estimated: fields that `until` could not roll back exactly; of a window, at either of its ends.
     """
 
-    fields: tuple[str, ...]
-    own_fields: tuple[str, ...]
-    ring_source_fields: tuple[str, ...]
-    ring_own_fields: tuple[str, ...]
-    totals: Int64Array
-    own: Int64Array
-    ring: Int64Array
-    lost: int = 0
+    fields: Annotated[tuple[str, ...], ("fields",)]
+    own_fields: Annotated[tuple[str, ...], ("own_fields",)]
+    ring_source_fields: Annotated[tuple[str, ...], _ring_fields]
+    ring_own_fields: Annotated[tuple[str, ...], _ring_fields]
+    totals: Annotated[Int64Array, ("fields", "num_ranks")]
+    own: Annotated[Int64Array, ("own_fields",)]
+    ring: Annotated[Int64Array, ("slots", "num_sources", "ring_fields")]
+    lost: Annotated[int, codec.Range()] = 0
     estimated: tuple[str, ...] = ()
 
     @property

@@ -8,14 +8,24 @@ from __future__ import annotations
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Optional
 
 import numpy as np
 
-from ..core.package import PARTS, EPArgumentError, counters_of, env
+from ..core.diagnosis import Count, IntArray, Rank
+from ..core.package import PARTS, CounterSnapshot, EPArgumentError, codec, counters_of, env
 
 if TYPE_CHECKING:
-    from ..core.package import CounterSnapshot, RecvCounters
+    from ..core.package import RecvCounters
+
+_Pairs = Optional[Annotated[IntArray, ("calls", 2)]]
+_Triples = Optional[Annotated[IntArray, ("parts", 3)]]
+
+
+def _count_sources(num_ranks: int, sides: codec.Sides) -> int:
+    """In a ring this rank itself has a row, too."""
+    sides["num_sources"] = num_ranks + 1
+    return num_ranks
 
 
 @dataclass(frozen=True)
@@ -36,15 +46,15 @@ class Snapshot:
             where there are none.
     """
 
-    rank: int
-    num_ranks: int
+    rank: Rank
+    num_ranks: Annotated[int, codec.Range(1), codec.Length(("num_ranks",)), _count_sources]
     device: str
     host: str
     operations: Mapping[str, CounterSnapshot]
-    device_index: int = 0
-    node: int = 0
-    calls: Any = None
-    parts: Any = None
+    device_index: Count = 0
+    node: Count = 0
+    calls: _Pairs = None
+    parts: _Triples = None
 
     @property
     def operation(self) -> int:
@@ -96,15 +106,12 @@ class Snapshot:
 class Observed:
     """The counters of one rank's buffer, and who it is; usable after the buffer is gone.
 
-    Attributes are those of `Snapshot`, and
+    Attributes:
+        who: of what rank, without counters.
         counters: per operation kind, as far as counted.
     """
 
-    rank: int
-    num_ranks: int
-    host: str
-    device_index: int
-    node: int
+    who: Snapshot
     counters: Mapping[str, RecvCounters]
 
     def snapshot(self, *, wait: bool = True) -> Snapshot:
@@ -112,15 +119,8 @@ class Observed:
         copied = {kind: counters.snapshot(wait=wait) for kind, counters in self.counters.items()}
         # A program uses some kinds only; all are there before its first operation.
         used = {kind: counters for kind, counters in copied.items() if counters.ops > 0}
-        return Snapshot(
-            rank=self.rank,
-            num_ranks=self.num_ranks,
-            device=next((c.device.type for c in self.counters.values()), "cpu"),
-            host=self.host,
-            operations=used or copied,
-            device_index=self.device_index,
-            node=self.node,
-        )
+        device = next((c.device.type for c in self.counters.values()), "cpu")
+        return replace(self.who, device=device, operations=used or copied)
 
     def num_ops(self) -> int:
         """Operations counted by now, of all kinds."""
@@ -133,14 +133,16 @@ def observe(buffer: Any) -> Observed:
     topology = None if buffer.runtime is None else buffer.runtime.topology
     # A process that sees one GPU calls it 0, whichever it is.
     index = next((c.device.index for c in counters.values()), None)
-    return Observed(
+    who = Snapshot(
         rank=buffer.rank,
         num_ranks=buffer.group_size,
+        device="cpu",
         host=socket.gethostname(),
+        operations={},
         device_index=index or (0 if topology is None else topology.local_rank),
         node=0 if topology is None else topology.node,
-        counters=counters,
     )
+    return Observed(who, counters)
 
 
 def snapshot(buffer: Any, *, wait: bool = True) -> Snapshot:
@@ -156,7 +158,7 @@ def snapshot(buffer: Any, *, wait: bool = True) -> Snapshot:
     return replace(taken, calls=_calls(buffer), parts=_parts(buffer))
 
 
-def _calls(buffer: Any) -> Any:
+def _calls(buffer: Any) -> IntArray | None:
     """See `Snapshot.calls`."""
     runtime = buffer.communicator.runtime
     recorded = [] if runtime is None else runtime.native.recorded_calls(most=env.recorder())
@@ -168,7 +170,7 @@ def _calls(buffer: Any) -> Any:
     return np.array(pairs, np.int64) if pairs else None
 
 
-def _parts(buffer: Any) -> Any:
+def _parts(buffer: Any) -> IntArray | None:
     """See `Snapshot.parts`."""
     stamps = buffer.communicator.parts
     finished = [] if stamps is None else stamps.finished()

@@ -8,65 +8,25 @@ import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Optional
+from typing import Annotated, Any
 
 import numpy as np
 
 from ..collect.snapshot import Snapshot
 from ..core import safe_files
-from ..core.diagnosis import IntArray
 from ..core.package import CounterSnapshot, EPArgumentError, codec
 from . import foreign
 
 SCHEMA = "deep_ep.counters/1"
 FILE_PATTERN = "counters-rank*.npz"
 
-_Count = Annotated[int, codec.Range()]
-_Pairs = Optional[Annotated[IntArray, ("calls", 2)]]
-_Triples = Optional[Annotated[IntArray, ("parts", 3)]]
-
-
-def _rank(rank: int, sides: codec.Sides) -> int:
-    num_ranks = sides["num_ranks"]
-    if rank >= num_ranks:
-        raise codec.CodecError.of(rank, f"a rank below num_ranks = {num_ranks}")
-    return rank
-
-
-def _ring_fields(names: tuple[str, ...], sides: codec.Sides) -> tuple[str, ...]:
-    sides["ring_fields"] = max(sides.get("ring_fields", 0), len(names))
-    return names
-
 
 @dataclass(frozen=True)
 class Head:
-    """A `Snapshot` without its counters, and the kinds of operations of which there are some."""
+    """What stands beside the parts of a `Snapshot`; of a kind of operation, the kind and "/" stand before their names."""
 
     schema: Annotated[str, foreign.schema(SCHEMA)]
-    rank: Annotated[_Count, _rank]
-    num_ranks: Annotated[int, codec.Range(1), codec.Length(("num_ranks",))]
-    device: str
-    host: str
-    device_index: _Count
-    node: _Count
     kinds: list[str]
-    calls: _Pairs = None
-    parts: _Triples = None
-
-
-@dataclass(frozen=True)
-class _Counters:
-    """A `CounterSnapshot`; in the archive the kind and "/" stand before the names."""
-
-    fields: Annotated[tuple[str, ...], ("fields",)]
-    own_fields: Annotated[tuple[str, ...], ("own_fields",)]
-    ring_source_fields: Annotated[tuple[str, ...], _ring_fields]
-    ring_own_fields: Annotated[tuple[str, ...], _ring_fields]
-    estimated: tuple[str, ...]
-    totals: Annotated[IntArray, ("fields", "num_ranks")]
-    own: Annotated[IntArray, ("own_fields",)]
-    ring: Annotated[IntArray, ("slots", "num_sources", "ring_fields")]
-    lost: _Count
 
 
 # Ways to pack an entry. Others fail in words of their own.
@@ -94,11 +54,10 @@ def save(snapshots: Snapshot | Sequence[Snapshot], folder: Path | str) -> list[P
     folder.mkdir(parents=True, exist_ok=True)
     written = []
     for snapshot in [snapshots] if isinstance(snapshots, Snapshot) else snapshots:
-        of_rank = vars(snapshot).copy()
+        of_rank = codec.to_plain(snapshot)
         kinds = of_rank.pop("operations")
-        stored = codec.to_plain(Head(SCHEMA, kinds=list(kinds), **of_rank))
-        for kind, counters in kinds.items():
-            of_kind = codec.to_plain(counters, _Counters)
+        stored = {**codec.to_plain(Head(SCHEMA, list(kinds))), **of_rank}
+        for kind, of_kind in kinds.items():
             stored.update({f"{kind}/{name}": value for name, value in of_kind.items()})
         arrays = {name: _array(value) for name, value in stored.items() if value is not None}
         written.append(folder / f"counters-rank{snapshot.rank}.npz")
@@ -189,31 +148,28 @@ def _plain(value: Any) -> Any:
 
 def _snapshot(stored: dict[str, Any]) -> Snapshot:
     """Raises CodecError with the name of the entry."""
-    of_rank = vars(foreign.read(Head, stored)).copy()
-    del of_rank["schema"]
-    sides = {"num_ranks": of_rank["num_ranks"], "num_sources": of_rank["num_ranks"] + 1}
-    kinds = {kind: _counters(stored, kind, sides) for kind in of_rank.pop("kinds")}
-    return Snapshot(operations=kinds, **of_rank)
-
-
-def _counters(stored: dict[str, Any], kind: str, sides: codec.Sides) -> CounterSnapshot:
-    start = f"{kind}/"
-    of_kind = {name[len(start) :]: stored[name] for name in stored if name.startswith(start)}
+    kinds = {}
+    for kind in foreign.read(Head, stored).kinds:
+        start = f"{kind}/"
+        names = [name for name in stored if name.startswith(start)]
+        kinds[kind] = {name[len(start) :]: stored[name] for name in names}
     try:
-        counters = CounterSnapshot(**vars(foreign.read(_Counters, of_kind, sides=sides)))
-        _require_growing(counters)
+        snapshot = foreign.read(Snapshot, {**stored, "operations": kinds})
+        for kind, counters in snapshot.operations.items():
+            _require_growing(kind, counters)
     except codec.CodecError as error:
-        error.path[0] = f"{kind}/{error.path[0]}"
+        if error.path[0] == "operations":
+            error.path[:3] = ["/".join(map(str, error.path[1:3]))]
         raise
-    return counters
+    return snapshot
 
 
-def _require_growing(counters: CounterSnapshot) -> None:
+def _require_growing(kind: str, counters: CounterSnapshot) -> None:
     totals = counters.totals
     if (totals < 0).any():
         field, source = np.argwhere(totals < 0)[0].tolist()
         raise codec.CodecError(
             f"is {totals[field, source]}; expected counters of at least 0; they wrapped, or two snapshots "
             f"were subtracted in the wrong order: see {counters.fields[field]} of source {source}",
-            "totals",
+            f"{kind}/totals",
         )

@@ -19,6 +19,7 @@ from hypothesis.extra import numpy as arrays
 import fixtures
 from deep_ep.base import codec
 from deep_ep.base.text import printable
+from deep_ep.diagnose.collect.snapshot import Snapshot
 from deep_ep.diagnose.core.causes import COMM_SLOW, COMP_SLOW, MIXED_SLOW
 from deep_ep.diagnose.core.diagnosis import (
     Bandwidth,
@@ -375,6 +376,7 @@ def stored_in(hint: Any) -> set[str]:
 def test_every_stored_field_is_documented() -> None:
     assert SCHEMA in PAGE
     stored = stored_in(record_layout.Line) | stored_in(counter_archive.Head)
+    stored |= get_type_hints(Snapshot).keys() - {"operations"}
     assert {name for name in stored if f"`{name}`" not in PAGE} == set()
 
 

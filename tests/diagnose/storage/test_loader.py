@@ -292,7 +292,7 @@ def rewrite(file: Path, **changes: Any) -> None:
     [
         ({"schema": "deep_ep.counters/2"}, "schema is 'deep_ep.counters/2'; this version reads"),
         ({"rank": None}, "entry rank is missing; expected an integer"),
-        ({"rank": 4}, "entry rank is 4; expected a rank below num_ranks = 4"),
+        ({"rank": 4}, "entry rank is 4; expected an integer of at least 0 and below 4"),
         ({"rank": "one"}, 'entry rank is "one"; expected an integer of at least 0'),
         ({"num_ranks": 0}, "entry num_ranks is 0; expected an integer of at least 1"),
         ({"kinds": np.zeros(2)}, "entry kinds is float64 of shape [2]; expected a list of texts"),
