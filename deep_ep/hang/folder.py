@@ -95,7 +95,7 @@ def read_folder(*names: Path | str) -> Folder:
         raise EPArgumentError(
             f"{', '.join(map(str, names))}: no dump can be read; expected <rank>.hang.json of this package, files of "
             "torch's flight recorder, or logs with a known message. Name the directory in which they were "
-            f"written{why}"
+            f"written; `show` reads records (diagnose-*.jsonl){why}"
         )
     return Folder(buffers, tuple(hanging(read.torch.values())), tuple(read.remarks))
 

@@ -9,6 +9,7 @@ are logged, and dumps written, by an `Announcer`.
 from __future__ import annotations
 
 import logging
+import shlex
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -266,8 +267,8 @@ def _dump(folder: str, result: InquiryResult) -> tuple[str, ...]:
         _log.warning("deep_ep: no dump in %s: %s", folder, error)
         return ()
     else:
-        read = "python -m deep_ep.diagnose hang"
-        _log.warning("deep_ep: %d files in %s; %s %s", len(files), folder, read, folder)
+        read = f"python -m deep_ep.diagnose hang {shlex.quote(folder)}"
+        _log.warning("deep_ep: %d files in %s; %s", len(files), folder, read)
         return tuple(str(file) for file in files)
 
 

@@ -314,6 +314,12 @@ def test_nothing_to_read(tmp_path: Path, make: Any) -> None:
         read_folder(tmp_path / "no")
 
 
+def test_who_names_a_folder_of_records_is_told_who_reads_them(tmp_path: Path) -> None:
+    (tmp_path / "diagnose-host-1-0.jsonl").write_text("{}\n{}\n")
+    with pytest.raises(EPArgumentError, match=r"`show` reads records"):
+        read_folder(tmp_path)
+
+
 def test_a_later_format_with_more_in_it_is_read(tmp_path: Path) -> None:
     states = Group(2, stuck={1: "gone"}).states()
     dump(tmp_path, states)

@@ -29,7 +29,7 @@ from .record import Record
 
 _EXPECTED = (
     "records (diagnose-*.jsonl), saved counters (counters-rank*.npz), or a log with lines "
-    '"[time] rank=R [wait wait ...]"'
+    '"[time] rank=R [wait wait ...]". `hang` reads dumps (<rank>.hang.json)'
 )
 _ARCHIVE = b"PK\x03\x04"
 _ARRAY = b"\x93NUMPY"
