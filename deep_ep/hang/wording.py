@@ -49,7 +49,7 @@ not_called | has not called the operation | {who} {has} not called {call}
 See what it does there: if it is only slow, warm up before the first operation or raise DEEP_EP_TIMEOUT_S; else make all ranks call the same operations.
 
 host_in_call | host in the call, no kernel | {who} {is} {inside}
-See where its host waits in that call; if nothing there moves, report it with the dump.
+All ranks must make and destroy buffers in the same order. If they do, see where its host waits in that call; if nothing there moves, report it with the dump.
 
 other_buffer | in another buffer | {who} {is} in {cause.elsewhere} and {has} not called {operation}
 All ranks must use their buffers in the same order.
@@ -239,6 +239,8 @@ def _inside(cause: HangCause) -> str:
     calls = dict.fromkeys(accused.in_call for accused in cause.accused if accused.in_call)
     if cause.series == CONSTRUCTION and set(calls) <= {"Buffer"}:
         return f"behind the others in {_operation(cause)}"
+    if cause.series == DESTRUCTION and set(calls) == {"destroy"}:
+        return "in destroy() of another buffer, or waits there for its own work"
     where = f"in {', '.join(calls)}()" if calls else "in a call of this package"
     if cause.series in (CONSTRUCTION, DESTRUCTION):
         has = verb(cause.ranks, "has")

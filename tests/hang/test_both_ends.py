@@ -25,6 +25,15 @@ def test_who_has_not_called_destroy_is_named_with_what_it_does() -> None:
     )
 
 
+def test_who_destroys_another_buffer_first_is_not_said_to_be_where_it_has_not_come_to() -> None:
+    states = {0: leaving(0, (1,), 2), 1: RankState(1, 2, in_call="destroy", written_by=1)}
+    (cause,) = judge(states).causes
+    assert wording.sentence(cause) == (
+        "rank 1 is in destroy() of another buffer, or waits there for its own work; rank 0 waits for it, for 12 s"
+    )
+    assert wording.advice(cause).startswith("All ranks must make and destroy buffers in the same ")
+
+
 def test_a_rank_that_is_still_in_an_operation_hands_the_blame_on() -> None:
     states = Group(4, stuck={1: "not_called"}).states()
     states[3] = leaving(3, (0, 1, 2))
