@@ -6,6 +6,7 @@ import fcntl
 import json
 import os
 import pickle
+import resource
 import shlex
 import shutil
 import socket
@@ -167,6 +168,21 @@ def test_a_descriptor_that_is_gone_is_named() -> None:
     false = replace(Handle.unpack(there.local_handle()), process=os.getppid(), token=(1, 2))
     with pytest.raises(RuntimeError, match=r"memory of rank 1 .*: (No such file|Permission|there)"):
         here.connect([here.local_handle(), replace(false, descriptor=10**6).pack()])
+
+
+@opens_memory
+def test_who_has_too_many_files_open_is_not_told_of_namespaces() -> None:
+    here, there = new_runtime(0), new_runtime(RANK)
+    false = replace(Handle.unpack(there.local_handle()), process=os.getppid(), token=(1, 2))
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, before[1]))
+    try:
+        with pytest.raises(RuntimeError, match="Too many open files") as caught:
+            here.connect([here.local_handle(), false.pack()])
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    assert "ulimit -n" in str(caught.value)
+    assert "PID" not in str(caught.value)
 
 
 @opens_memory

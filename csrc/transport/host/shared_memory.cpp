@@ -73,11 +73,16 @@ class OwnMemory {
     std::map<Token, Entry> entries_;
 };
 
-constexpr char kReachRule[] =
-    "Ranks of the cpu backend must run on one machine and as one user, and share a PID namespace "
-    "or a "
-    "network namespace. Start containers with --pid=host or --network=host, pods with "
-    "shareProcessNamespace: true.";
+// What to do about the call that has just failed.
+const char* reach_rule() {
+    if (errno == EMFILE || errno == ENFILE)
+        return "Close files of this process, or raise the limit (ulimit -n).";
+    if (errno == ENOMEM)
+        return "Make the buffer smaller, or let this process have more memory (ulimit -v).";
+    return "Ranks of the cpu backend must run on one machine and as one user, and share a PID "
+           "namespace or a network namespace. Start containers with --pid=host or --network=host, "
+           "pods with shareProcessNamespace: true.";
+}
 constexpr char kOursRule[] =
     "It must be the sealed memory that this rank made for this buffer. See whether the rank has "
     "died "
@@ -97,13 +102,13 @@ Descriptor open_through_proc(const MemoryHandle& handle, int rank) {
         "/proc/" + std::to_string(handle.process) + "/fd/" + std::to_string(handle.descriptor);
     // A look first: to open a pipe or a device may wait, or do something.
     const Descriptor look(open(path.c_str(), O_PATH | O_CLOEXEC));
-    if (!look) refuse(handle, rank, error_text(), kReachRule);
+    if (!look) refuse(handle, rank, error_text(), reach_rule());
     struct stat found;
     if (fstat(look.number(), &found) != 0 || !S_ISREG(found.st_mode))
         refuse(handle, rank, "there is something else, no memory", kOursRule);
     const std::string same = "/proc/self/fd/" + std::to_string(look.number());
     Descriptor result(open(same.c_str(), O_RDWR | O_CLOEXEC | O_NONBLOCK));
-    if (!result) refuse(handle, rank, error_text(), kReachRule);
+    if (!result) refuse(handle, rank, error_text(), reach_rule());
     return result;
 }
 
@@ -115,7 +120,7 @@ Descriptor open_through_socket(const MemoryHandle& handle, int rank) {
                "that rank is in another PID namespace (pid:[" +
                    std::to_string(handle.pid_namespace) + "], here pid:[" +
                    std::to_string(pid_namespace()) + "]) and its socket gives: " + error_text(),
-               kReachRule);
+               reach_rule());
     }
     return result;
 }
@@ -136,7 +141,7 @@ std::shared_ptr<std::byte> map_checked(const Descriptor& descriptor,
                kOursRule);
     }
     std::shared_ptr<std::byte> mapping = map_shared(descriptor, expected);
-    if (mapping == nullptr) refuse(handle, rank, "mmap: " + error_text(), kReachRule);
+    if (mapping == nullptr) refuse(handle, rank, "mmap: " + error_text(), reach_rule());
     if (std::memcmp(token_in(mapping.get(), handle.bytes), &handle.token, sizeof(Token)) != 0)
         refuse(handle, rank, "there is the memory of another buffer or job", kOursRule);
     return mapping;
