@@ -92,7 +92,13 @@ def patch(given: argparse.Namespace) -> int:
         contents[file.path] = change(look.text)
     for path, text in found.added.items():
         contents[path] = None if given.reverse else text
-    _replace(given.checkout, contents)
+    try:
+        _replace(given.checkout, contents)
+    except OSError as error:
+        where = printable(str(given.checkout))
+        raise EPArgumentError(
+            f"patch: nothing was changed. {where} must be writable: {error}"
+        ) from None
     for file in found.files:
         count = sum(len(insertion.lines) for insertion in file.insertions)
         _say(f"{file.path}: {count} lines {'taken out' if given.reverse else 'inserted'}")
@@ -193,6 +199,8 @@ def _look(checkout: Path, file: PatchedFile) -> _Look:
     original = file.without_insertions(text)
     if _sha256(original) == file.sha256 and file.with_insertions(original) == text:
         return _Look(file.path, "patched", text)
+    if _sha256(text.replace(b"\r\n", b"\n")) == file.sha256:
+        return _Look(file.path, "one with lines that end in CRLF (git config core.autocrlf false)")
     return _Look(file.path, f"another one (SHA-256 {sha256}, expected {file.sha256})", text)
 
 
@@ -212,26 +220,26 @@ def _require_place(checkout: Path, one: PatchSet, *, is_patched: bool) -> None:
 
 def _replace(checkout: Path, contents: Mapping[str, bytes | None]) -> None:
     """All files get their contents, None is none, or all keep what they have."""
-    before: dict[Path, bytes | None] = {}
     with tempfile.TemporaryDirectory(dir=checkout, prefix=".") as folder:
         new = {checkout / name: Path(folder, str(i)) for i, name in enumerate(contents)}
         for (path, prepared), text in zip(new.items(), contents.values()):
             if text is not None:
                 prepared.write_bytes(text)
                 prepared.chmod(path.stat().st_mode & 0o777 if path.exists() else 0o644)
+        # What was there is moved and not copied: it may be read-only, or of another owner.
+        before = {path: prepared.with_suffix(".before") for path, prepared in new.items()}
         try:
             for path, prepared in new.items():
-                before[path] = path.read_bytes() if path.exists() else None
+                if path.exists():
+                    path.replace(before[path])
                 if prepared.exists():
                     prepared.replace(path)
-                else:
-                    path.unlink()
         except BaseException:
-            for path, old in before.items():
-                if old is None:
-                    path.unlink(missing_ok=True)
-                else:
-                    path.write_bytes(old)
+            for (path, prepared), text in zip(new.items(), contents.values()):
+                if before[path].exists():
+                    before[path].replace(path)
+                elif text is not None and not prepared.exists():
+                    path.unlink()
             raise
 
 

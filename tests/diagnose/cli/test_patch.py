@@ -214,21 +214,39 @@ def test_other_trees_are_told_what_patches_are_for(
 def test_all_files_are_changed_or_none(
     checkout: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """Also where a file may be replaced and not written, as one that is read-only."""
     replaced = []
     replace = Path.replace
 
     def full(self: Path, target: Path) -> Path:
         replaced.append(target)
-        if len(replaced) == 2:
+        if len(replaced) == 3:
             raise OSError("no space left")
         return replace(self, target)
 
+    write_bytes = Path.write_bytes
+
+    def read_only(self: Path, text: bytes) -> int:
+        if (checkout / "src") in self.parents:
+            raise PermissionError(self)
+        return write_bytes(self, text)
+
     monkeypatch.setattr(Path, "replace", full)
+    monkeypatch.setattr(Path, "write_bytes", read_only)
     status, _, err = run(capsys, checkout)
     assert status == 2
+    assert "nothing was changed" in err
     assert "no space left" in err
-    assert len(replaced) == 2
     assert read(checkout) == TREE
+
+
+def test_line_ends_of_another_system_are_named(
+    checkout: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(checkout, {"src/binding.cpp": BINDING.replace(b"\n", b"\r\n")})
+    status, _, err = run(capsys, checkout)
+    assert status == 2
+    assert "src/binding.cpp is one with lines that end in CRLF" in err
 
 
 def test_permissions_stay(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
