@@ -7,6 +7,7 @@ adds meanwhile.
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import threading
 from collections.abc import Callable
@@ -102,13 +103,19 @@ class WaitSampler:
         self._number = 0
         self._hosts = [""] * mailbox.size
         self._stopped = StopFlag()
+        self._pid = os.getpid()
         # The thread closes the mailbox after what `stop` has to say. A destructor may call that within the thread.
         self._ending = threading.RLock()
         self._thread = threading.Thread(target=self._run, name="deep_ep diagnose", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
-        """Ends the thread and waits for it. May be called by a destructor. Rank 0 ends those of the others, too."""
+        """Ends the thread and waits for it. May be called by a destructor. Rank 0 ends those of the others, too.
+
+        Does nothing in a fork of this process, which has its connections and not its thread.
+        """
+        if os.getpid() != self._pid:
+            return
         with self._ending:
             self._stopped.set()
             if self._mailbox.rank == 0:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -73,6 +74,16 @@ def test_the_end_of_rank_0_ends_all() -> None:
         assert len(running() - before) == NUM_RANKS
         started[0].stop()
         assert eventually(lambda: not running() - before), running() - before
+
+
+def test_the_end_of_a_fork_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has the connections of its parent, so what it says at its end the other ranks would believe."""
+    before = running()
+    with sampling(waited) as (started, _):
+        with monkeypatch.context() as forked:
+            forked.setattr(os, "getpid", lambda: -1)
+            started[0].stop()
+        assert len(running() - before) == NUM_RANKS
 
 
 def test_another_rank_may_end_before() -> None:
