@@ -7,6 +7,7 @@ that its wheel does not take the tensor; it is done again without.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import logging
@@ -323,7 +324,8 @@ def _attaching(method: Callable[..., Any], wheel: Wheel) -> Callable[..., Any]:
                     setattr(self, _MADE_WITH, {name: int(given[name]) for name in _SIZES})
                 attach(self)
         except Exception as error:  # noqa: BLE001 - whatever it is, the program goes on
-            setattr(self, _ATTACHED, None)
+            with contextlib.suppress(AttributeError):  # a class with slots
+                setattr(self, _ATTACHED, None)
             _say_once(f"a buffer of {wheel.library} is not watched: {reason(error)}")
         return result
 

@@ -73,11 +73,11 @@ WHEELS = (
 
 
 def wheel_of(cls: type) -> Wheel | None:
-    """Whose class it is, by the package that defines it; `None` of ours, and of others."""
+    """Whose class it is, or is made from, by the package that defines it; `None` of ours, and of others."""
     if hasattr(cls, "enable_counters"):
         return None
-    defined = cls.__module__.partition(".")[0], cls.__name__
-    return next((wheel for wheel in WHEELS if (wheel.package, wheel.name) == defined), None)
+    defined = [(base.__module__.partition(".")[0], base.__name__) for base in cls.__mro__]
+    return next((wheel for wheel in WHEELS if (wheel.package, wheel.name) in defined), None)
 
 
 def counters_of(cls: type) -> list[Counter]:

@@ -325,6 +325,37 @@ def test_classes_that_count_nothing_say_so(
     assert [r.getMessage().count("is not watched") for r in caplog.records] == [1]
 
 
+def test_a_class_that_holds_nothing_more_is_made_as_before(
+    alone: ThreadGroup, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Buffer:
+        __slots__ = ("group",)
+        __module__ = "deep_ep.buffer"
+        low_latency_dispatch = wheels.Buffer.low_latency_dispatch
+
+        def __init__(self, group: Any) -> None:
+            self.group = group
+
+    module = types.ModuleType("deep_ep")
+    module.Buffer = Buffer  # type: ignore[attr-defined]
+    watch(module)
+    Buffer(alone)
+    assert "a buffer of DeepEP is not watched: TypeError" in caplog.text
+
+
+def test_classes_that_a_program_makes_from_a_wheel_s_are_watched(alone: ThreadGroup) -> None:
+    module = types.ModuleType("deep_ep")
+    module.Buffer = wheels.as_of("deep_ep.buffer", wheels.Buffer, "Buffer")  # type: ignore[attr-defined]
+    watch(module)
+
+    class Own(module.Buffer):  # type: ignore[name-defined, misc]
+        pass
+
+    buffer = Own(alone)
+    dispatch(buffer)
+    assert buffer.passed["dispatch"] != [None]
+
+
 def test_a_version_that_counts_nothing_says_so(alone: ThreadGroup) -> None:
     with pytest.raises(EPTypeError, match="This version does not count"):
         attach(buffer_of(wheels.OldBuffer, alone))
