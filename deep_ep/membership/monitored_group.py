@@ -213,8 +213,9 @@ class _ArrivalMonitor(threading.Thread):
         return time.monotonic() - self._since_s
 
     def end(self) -> None:
-        """The exchange is over."""
+        """The exchange is over. A thread that outlived it could end the last that holds the group, as a process ends."""
         self._over.set()
+        self.join(_ANSWER_S)
 
     def answer(self) -> HangVerdict | None:
         """Who is missing now; or at the last look, if the board does not answer."""

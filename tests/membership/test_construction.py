@@ -119,6 +119,19 @@ def test_a_rank_that_does_not_get_on_in_buffer_is_named_with_the_step(
     )
 
 
+def test_nobody_watches_an_exchange_that_is_over() -> None:
+    """A thread that ends as the process does, and is the last that holds torch's group, ends the process by SIGABRT."""
+
+    def run(group: ThreadGroup) -> None:
+        monitored = MonitoredGroup(group)
+        for _ in range(20):
+            monitored.barrier()
+            watching = [vars(thread).get("_group") for thread in threading.enumerate()]
+            assert monitored not in watching
+
+    on_threads(run, thread_groups(2, HANG_S))
+
+
 def test_without_a_board_it_is_said_that_nobody_can_be_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
