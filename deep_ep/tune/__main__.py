@@ -23,7 +23,7 @@ from rich.table import Table
 from deep_ep.buffer import Buffer
 from deep_ep.doctor import ranks
 from deep_ep.doctor.host import Host
-from deep_ep.errors import EPError
+from deep_ep.errors import EPArgumentError, EPError
 from deep_ep.native import backend
 from deep_ep.tune import choice, links, memory, modelled, trials
 from deep_ep.tune.choice import Experts, Tuned
@@ -52,6 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             torch.cuda.set_device(job.local_rank % torch.cuda.device_count())
         dist.init_process_group("nccl" if on_gpu else "gloo")
         try:
+            _require_equal(given)
             if given.measure_links:
                 _measure_links(given.rounds)
             else:
@@ -79,6 +80,20 @@ def _refuse_others(parser: argparse.ArgumentParser, given: argparse.Namespace) -
             )
 
 
+def _require_equal(given: argparse.Namespace) -> None:
+    """All ranks measure the same; where a file goes is rank 0's alone. Collective."""
+    of_ranks: list[dict[str, object]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, {**vars(given), "output": None})
+    first = of_ranks[0]
+    for rank, options in enumerate(of_ranks):
+        for name, value in options.items():
+            if value != first[name]:
+                raise EPArgumentError(
+                    f"--{name.replace('_', '-')} is {first[name]} on rank 0, {value} on rank {rank}; it must be the "
+                    "same on all ranks. Start all with the same arguments."
+                )
+
+
 def _tune(experts: Experts | None, given: argparse.Namespace, *, is_first_here: bool) -> None:
     """Finds what was remembered, or measures chunk sizes and then SMs with the best of them. Collective."""
     model = Model(given.hidden, given.tokens, given.topk, given.experts, given.fp8)
@@ -89,7 +104,9 @@ def _tune(experts: Experts | None, given: argparse.Namespace, *, is_first_here: 
     everywhere: list[object] = [None] * num_ranks
     dist.all_gather_object(everywhere, tuned)
     # Where one host does not know it, or knows another one, it is measured again on all.
+    is_known = False
     if tuned is not None and everywhere.count(tuned) == num_ranks and not given.again:
+        is_known = True
         console.print("remembered; --again measures again")
     else:
         recommended = _recommended(num_ranks)
@@ -105,10 +122,13 @@ def _tune(experts: Experts | None, given: argparse.Namespace, *, is_first_here: 
         num_nodes = exchange.num_nodes()
         tuned = choice.search(recommended, num_nodes, given.num_sms, experts, measure, show)
         exchange.close()
-        if is_first_here:
+    # One file that cannot be written does not cost the other.
+    try:
+        _say(console, tuned, given.output if rank == 0 else None)
+    finally:
+        if is_first_here and not is_known:
             path = memory.remember(model, num_ranks, experts, tuned)
             console.print(f"remembered in {path}")
-    _say(console, tuned, given.output if rank == 0 else None)
 
 
 def _look_up(experts: Experts | None, given: argparse.Namespace) -> None:

@@ -6,10 +6,13 @@ import itertools
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch.distributed as dist
 
 from deep_ep import Config
+from deep_ep.doctor import ranks
 from deep_ep.tune import Model, Tuned, choice, memory, modelled, remembered, trials
 from deep_ep.tune.__main__ import main
 from deep_ep.tune.choice import Experts
@@ -207,6 +210,37 @@ def test_computed_groups_are_read_as_they_were_written(
     modelled.write(groups)
     assert modelled.read() == groups
     assert modelled.find("B", 4, 8) == groups[1]
+
+
+def test_arguments_that_differ_between_ranks_are_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def gather(of_ranks: list[dict[str, object]], mine: dict[str, object]) -> None:
+        of_ranks[:] = [mine, {**mine, "num_sms": [4]}]
+
+    monkeypatch.setattr(ranks, "job_of", lambda _: SimpleNamespace(local_rank=0))
+    for name in ("init_process_group", "destroy_process_group"):
+        monkeypatch.setattr(dist, name, lambda *_: None)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(dist, "all_gather_object", gather)
+    assert main(["--num-sms", "2", "--output", str(tmp_path / "of rank 0")]) == 1
+    assert "--num-sms is [2] on rank 0, [4] on rank 1; it must be" in capsys.readouterr().err
+
+
+@pytest.mark.exhaustive
+def test_what_was_measured_is_told_although_it_cannot_be_remembered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DEEP_EP_TUNED", "/proc/no/tuned.json")
+    output = tmp_path / "config.json"
+    sizes = ("--tokens", "16", "--hidden", "256", "--experts", "8", "--topk", "2", "--rounds", "1")
+    done = run_program(
+        PROGRAM, *sizes, "--num-sms", "2", "--output", str(output), launcher=torchrun(2)
+    )
+    assert done.returncode != 0
+    assert "/proc/no" in done.stderr
+    assert "take 2 SMs" in done.stdout
+    assert json.loads(output.read_text())["normal_dispatch"]["num_sms"] == 2
 
 
 @pytest.mark.exhaustive
