@@ -21,7 +21,7 @@ from .cli.run import run
 from .cli.show import VERDICTS, show
 from .cli.trace import trace
 from .cli.watch import watch
-from .core.package import EPError, open_closed_streams, printable
+from .core.package import EPArgumentError, EPError, open_closed_streams, printable
 from .render import prometheus
 from .storage.loader import read_any
 from .storage.log_follower import Follower
@@ -281,7 +281,14 @@ def _prometheus(given: argparse.Namespace) -> int:
             else:
                 yield found
 
-    server = prometheus.serve(prometheus.Metrics(new_records), *given.listen)
+    try:
+        server = prometheus.serve(prometheus.Metrics(new_records), *given.listen)
+    except OSError as error:
+        host, port = given.listen
+        raise EPArgumentError(
+            f"--listen is {host}:{port}, where nothing can be served ({error.strerror}). Name an address of this "
+            "machine and a port that is free, such as 127.0.0.1:9477."
+        ) from None
     host, port = server.server_address[:2]
     Console().print(Text(f"serving http://{host}:{port}/metrics"), soft_wrap=True)
     try:
@@ -302,7 +309,7 @@ def _address(text: str) -> tuple[str, int]:
     host, separator, port = text.rpartition(":")
     if not (separator and port.isdecimal() and int(port) < 65536):
         raise argparse.ArgumentTypeError(f"{text!r} is not HOST:PORT, such as 127.0.0.1:9477")
-    return host, int(port)
+    return host.strip("[]"), int(port)
 
 
 def _add_page_and_width(parser: argparse.ArgumentParser) -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -355,6 +356,14 @@ def test_prometheus_serves_until_ctrl_c(
     assert re.fullmatch(r"serving http://127.0.0.1:\d+/metrics\n", out)
     assert 'deep_ep_verdicts{group="ep"} 0.0' in scraped[0]
     assert "diagnose-bad.jsonl:1: not JSON" in err
+
+
+def test_where_metrics_cannot_be_served_the_address_is_named(run: Run, folder: Path) -> None:
+    with socket.create_server(("::1", 0), family=socket.AF_INET6) as taken:
+        port = taken.getsockname()[1]
+        status, _, err = run("prometheus", folder, "--listen", f"[::1]:{port}")
+    assert status == 2
+    assert f"--listen is ::1:{port}, where nothing can be served (Address already in use)" in err
 
 
 def test_on_a_terminal_watch_shows_the_heatmaps(
