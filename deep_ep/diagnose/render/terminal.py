@@ -227,7 +227,7 @@ def _heatmap(diagnosis: Diagnosis, m: Measured, console: Console) -> Text:
     counted = f", {wording.operations(m)}" if m.num_operations else ""
     # A rank hardly waits for itself, and where it does it says nothing about the others.
     np.fill_diagonal(wait_us, np.nan)
-    text = Text(no_wrap=True, overflow="ellipsis")
+    text = Text()
     text.append(f"{m.operation}", style="bold")
     text.append(f": microseconds waited {per}{counted}\n")
     if not np.isfinite(wait_us).any():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -107,6 +108,14 @@ def test_more_nodes_than_columns_are_put_together() -> None:
         ["node3", "3"],
         ["node6", "6"],
     ]
+
+
+@pytest.mark.parametrize("num_ranks", [8, 64, 1024])
+def test_a_narrow_terminal_cuts_no_words(num_ranks: int) -> None:
+    text = printed(fixtures.diagnosis(num_ranks), 40)
+    assert "…" not in text
+    assert max(map(len, text.splitlines())) <= 40
+    assert re.search(r"█\s+\d+\+\s+us\n", text), "what the darkest shade means"
 
 
 def test_without_host_names_blocks_are_of_consecutive_ranks() -> None:
