@@ -103,15 +103,10 @@ def test_two_slow_receivers_are_both_named() -> None:
     }
 
 
-def test_where_slots_run_out_for_a_node_its_rank_with_rows_left_is_named() -> None:
+@pytest.mark.parametrize("num_ranks", [4, 8], ids=["for a node", "for everybody"])
+def test_where_slots_run_out_the_rank_with_rows_left_is_named(num_ranks: int) -> None:
     matrices = gather(2, 4, [SlowReceive(1, SMALL_S)])
-    with_credit(matrices, range(4), LARGE_S * 1e9)
-    assert causes(matrices) == {("slow receiver", 1)}
-
-
-def test_where_slots_run_out_for_everybody_the_rank_with_rows_left_is_named() -> None:
-    matrices = gather(2, 4, [SlowReceive(1, SMALL_S)])
-    with_credit(matrices, range(8), LARGE_S * 1e9)
+    with_credit(matrices, range(num_ranks), LARGE_S * 1e9)
     assert causes(matrices) == {("slow receiver", 1)}
 
 

@@ -25,16 +25,6 @@ def noise(memory: float, size: int, columns: int, seed: int = 1) -> np.ndarray:
     return 5 * US * values
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3, 8, 32])
-def test_the_effect_is_what_one_rank_takes_longer_than_the_healthy_ones(num_ranks: int) -> None:
-    values = 150 * US + noise(0.0, 128, num_ranks)
-    values[:, 1] += 40 * US
-    effect = compare(values, np.zeros(num_ranks, int))
-    assert effect.value[1] == pytest.approx(40 * US, abs=3 * US)
-    assert effect.above[1] > 0.9
-    assert abs(effect.value[0]) < 3 * US
-
-
 @pytest.mark.parametrize("memory", [0.0, 0.6, 0.85])
 def test_errors_hold_where_noise_lasts_several_operations(memory: float) -> None:
     """Of a rank without any cause, effects are as far from zero as their errors say."""
@@ -108,13 +98,6 @@ def test_a_rank_that_is_late_by_much_in_a_slow_swing_is_late_for_certain() -> No
     effect = compare(values, ONE_NODE)
     assert effect.value[2] > 8 * effect.usual_error
     assert effect.error[2] > 3 * effect.usual_error
-
-
-def test_what_is_less_is_early() -> None:
-    values = 150 * US + noise(0.0, 64, 8)
-    values[:, 5] -= 30 * US
-    assert compare(values, ONE_NODE).value[5] == pytest.approx(-30 * US, abs=3 * US)
-    assert compare(values, ONE_NODE).reversed().value[5] == pytest.approx(30 * US, abs=3 * US)
 
 
 def test_what_was_taken_out_for_tokens_is_as_uncertain_of_early_ranks() -> None:

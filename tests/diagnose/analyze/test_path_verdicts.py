@@ -274,11 +274,6 @@ def test_coarse_timers_and_offsets_that_are_wrong_by_two_us_are_no_slow_paths(li
         assert found.keys == {("comm-slow", (3, 9))}
 
 
-def test_a_rank_that_sends_slowly_to_everybody_is_no_path() -> None:
-    for found in windows(on_nodes(GPU, 8), 8, [SlowSend(2, 20e-6)], range(121, 125)):
-        assert found.keys == {("comp-slow", 2)}
-
-
 @pytest.mark.parametrize(
     ("cause", "in_combine", "is_named"),
     [

@@ -181,21 +181,6 @@ def test_show_says_that_stored_matrices_are_means_over_blocks(run: Run, tmp_path
     assert "Stored as means over blocks of ranks." in page.read_text(encoding="utf-8")
 
 
-def test_show_reads_matrix_logs(run: Run, tmp_path: Path) -> None:
-    rows = []
-    for rank in range(8):
-        waits = [str(2_000_000 if j == 5 != rank else 90_000 + rank * j) for j in range(8)]
-        rows.append(f"[2025-09-15T16:28:53.686] rank={rank} [{' '.join(waits)}]")
-    file = tmp_path / "wait.log"
-    file.write_text("\n".join(rows), encoding="utf-8")
-    assert "undecided: one window" in run("show", file)[1].lower()
-    file.write_text("\n".join(rows * 5), encoding="utf-8")
-    status, out, _ = run("show", file, "--check")
-    assert status == 3
-    assert "2025-09-15 16:28:53; 8 ranks\n" in out
-    assert "Comp-Slow  rank 5" in out
-
-
 @pytest.mark.parametrize(
     ("content", "said"),
     [

@@ -49,6 +49,7 @@ def without_field(snapshots: list[Snapshot]) -> list[Snapshot]:
 WRONG: dict[str, tuple[Callable[[list[Snapshot]], Any], str]] = {
     "None": (lambda _: None, "reports is a NoneType"),
     "a text": (lambda _: "snapshots", "reports is a str"),
+    "nothing": (lambda _: [], "Pass one snapshot per rank"),
     "a None among them": (lambda s: [s[0], None], "a report is a NoneType"),
     "a number": (lambda s: [s[0], 3], "a report is a int"),
     "rank below 0": (lambda s: [replace(s[0], rank=-1)], "rank -1 of 4"),

@@ -16,7 +16,6 @@ import deep_ep
 from deep_ep import diagnose
 from deep_ep.errors import EPArgumentError
 from deep_ep.native import backend
-from deep_ep.observe import copier as copiers
 from deep_ep.observe.copier import Reading, copy_between_operations
 from deep_ep.observe.counter_snapshot import CounterSnapshot
 from deep_ep.observe.counters import RecvCounters
@@ -367,24 +366,6 @@ def test_snapshots_agree_while_another_thread_counts() -> None:
         assert (snapshot["tokens"] == snapshot.ops * np.array([2, 7])).all()
         assert snapshot.own_value("drain_ns") == 3 * snapshot.ops
     assert taken[-1].ops > taken[0].ops
-
-
-def test_the_driver_is_told_to_ignore_captures_and_told_back(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    modes: list[int] = []
-
-    class Driver:
-        @staticmethod
-        def cuThreadExchangeStreamCaptureMode(mode: Any) -> int:
-            modes.append(mode._obj.value)
-            mode._obj.value = 0  # the mode before: global
-            return 0
-
-    monkeypatch.setattr(copiers, "driver", Driver)
-    with copiers.ignoring_captures():
-        assert modes == [2]
-    assert modes == [2, 0]
 
 
 # ---- the kernels' own

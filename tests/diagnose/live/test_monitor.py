@@ -425,18 +425,6 @@ def test_a_rank_that_fails_tells_rank_0_which_goes_on_with_the_others(
         assert record.diagnosis.hosts[3] == ""
 
 
-def test_a_rank_whose_thread_is_dead_is_missed_since_a_window(
-    watched: Watched, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    follow = monitor.Monitor._follow
-    monkeypatch.setattr(
-        monitor.Monitor, "_follow", lambda self: self._mailbox.rank != 3 and follow(self)
-    )
-    somebody_will_be_silent(monkeypatch)
-    watched.run("sync:40", rounds(80), SLOW)
-    watched.assert_said("rank 3 has not reported since window 1 (", "Comp-Slow rank 2")
-
-
 def test_windows_go_on_without_a_masked_rank_and_with_it_when_it_is_back(
     watched: Watched, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -483,14 +471,6 @@ def test_windows_go_on_without_a_masked_rank_and_with_it_when_it_is_back(
     assert any((COMP_SLOW, 2) in record.diagnosis.keys for record in records[1:4])
 
 
-def test_a_folder_that_cannot_be_written_is_told_once_and_hurts_the_records_only(
-    watched: Watched,
-) -> None:
-    watched.folder.write_text("a file is in the way")
-    watched.run("sync:40", rounds(80), SLOW)
-    watched.assert_said("window 1 cannot be recorded: FileExistsError", "Comp-Slow rank 2")
-
-
 def test_records_go_on_when_a_full_disk_has_room_again(
     watched: Watched, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -535,26 +515,6 @@ class Malicious:
 
     def __reduce__(self) -> Any:
         return Path.touch, (self._mark,)
-
-
-def test_what_was_planted_for_a_share_is_refused_and_never_run(
-    watched: Watched, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    mark = tmp_path / "it ran"
-    answer = Rounds.answer
-
-    def plant(self: Rounds, number: int, data: bytes) -> None:
-        bad = self._mailbox.rank == 3 and number in (1, 2)
-        answer(self, number, pickle.dumps(Malicious(mark)) if bad else data)
-
-    monkeypatch.setattr(Rounds, "answer", plant)
-    watched.run("sync:40", rounds(60))
-    assert not mark.exists()
-    (line,) = watched.lines()
-    assert (
-        "what came for rank 3 is left out: diagnose: window 1, from rank 3: the message of" in line
-    )
-    assert [record.diagnosis.hosts[3] == "" for record in watched.records()] == [True, True, False]
 
 
 def test_what_was_planted_for_rank_0s_word_is_refused_and_the_rank_reports_again(

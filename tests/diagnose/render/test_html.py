@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -207,23 +206,6 @@ def test_operations_that_began_nobody_knows_when_do_not_spoil_the_pictures(tmp_p
     assert "NaN" not in re.sub(r"<script>.*?</script>", "", text, flags=re.DOTALL)
 
 
-def test_a_saving_is_the_mean_of_kinds_that_follow_each_other(tmp_path: Path) -> None:
-    def title(savings_us: dict[str, float]) -> str:
-        reader = Reader(
-            written(tmp_path, replace(diagnosis(8, verdicts=[LATE]), savings_us=savings_us))
-        )
-        return next(row for row in reader.rows if row[0] == "Class: cause")[5]
-
-    assert title({"dispatch": 9.0, "combine": 9.0}).endswith(
-        "operation, mean of dispatch and combine"
-    )
-    assert title({"dispatch": 9.0}).endswith("per operation")
-    # Of low latency and normal mode in one window.
-    assert title({"dispatch": 9.0, "combine": 9.0, "normal dispatch": 1.0}).endswith(
-        "per operation"
-    )
-
-
 def test_outliers_name_operation_and_rank(tmp_path: Path) -> None:
     outliers = [Outlier("dispatch", 512, 4, 20000.0)]
     text = Reader(written(tmp_path, replace(diagnosis(8), events=outliers))).text
@@ -275,15 +257,6 @@ def test_pages_stay_small_enough_for_a_ticket(tmp_path: Path, num_ranks: int, mo
     assert written(tmp_path, diagnosis(num_ranks)).stat().st_size < most_kb * 1000
 
 
-def test_windows_can_be_chosen_by_time(tmp_path: Path) -> None:
-    page = tmp_path / "report.html"
-    slow, healthy = diagnosis(4), diagnosis(4, verdicts=[])
-    write_page([Record(slow, 0.0, 1, "job"), Record(healthy, 3600.5, 2, "job")], page)
-    text = Reader(page).text
-    assert "window 1 of 2 until 1970-01-01 00:00:00 UTC: 1 cause" in text
-    assert "window 2 of 2 until 1970-01-01 01:00:00 UTC: no anomaly" in text
-
-
 def test_windows_of_several_groups_say_of_which_they_are(tmp_path: Path) -> None:
     page = tmp_path / "report.html"
     write_page([Record(diagnosis(4), 0.0, 1, "a"), Record(diagnosis(8), 60.0, 1, "b")], page)
@@ -310,18 +283,6 @@ def test_ranks_of_unknown_hosts_are_not_missing(tmp_path: Path) -> None:
 
 
 # -------------------------------------------------------------------------- in a real browser
-
-
-@pytest.mark.parametrize(
-    ("required", "outcome"), [("0", pytest.skip.Exception), ("1", pytest.fail.Exception)]
-)
-def test_without_a_browser_the_command_that_installs_it_is_named(
-    monkeypatch: pytest.MonkeyPatch, required: str, outcome: type[BaseException]
-) -> None:
-    monkeypatch.setattr(shutil, "which", lambda _: None)
-    monkeypatch.setenv("CI_REQUIRE_TOOLS", required)
-    with pytest.raises(outcome, match="apt-get install .* chromium chromium-driver"):
-        browser.programs()
 
 
 @pytest.fixture(scope="module")

@@ -15,10 +15,7 @@ import fixtures
 from deep_ep import diagnose
 from deep_ep.diagnose import Diagnosis
 from deep_ep.diagnose.core import rank_blocks
-from deep_ep.testing import faults
 from fixtures import ALL_KINDS, HICCUP, LATE, SLOW_PATH
-from generator import simulate
-from generator.machines import CPU
 
 NAN = math.nan
 
@@ -382,11 +379,3 @@ def test_one_rank_and_nothing_counted_are_said() -> None:
     assert "rows wait" not in printed(alone)
     assert "Nothing measured" in printed(Diagnosis({}, [], []))
     assert "enable_counters()" in printed(diagnose.judge({}), width=120)
-
-
-def test_judged_windows_are_shown() -> None:
-    injected = faults.parse_list("slow-rank=3:4ms")
-    found = diagnose.judge(diagnose.gather(simulate(CPU, 8, 20, injected, seed=1)))
-    text = printed(found)
-    assert "Comp-Slow  rank 3" in text
-    assert max(map(len, text.splitlines())) <= 80

@@ -521,13 +521,6 @@ def test_a_disk_that_is_full_leaves_no_half_line(
     assert len(read(file)) == 2
 
 
-def test_a_device_that_is_full_says_so(tmp_path: Path) -> None:
-    writer = Writer(tmp_path, "ep")
-    writer.path = Path("/dev/full")
-    with pytest.raises(OSError, match="No space left"):
-        writer.write(SLOW, with_matrices=False)
-
-
 def test_a_record_that_no_reader_would_take_is_not_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -225,14 +225,6 @@ def test_saved_counters_are_what_they_were(tmp_path: Path) -> None:
     assert comparable(alone) == comparable(taken[2])
 
 
-def test_saved_counters_are_judged(tmp_path: Path) -> None:
-    counter_archive.save(snapshots(), tmp_path)
-    log = read_any(tmp_path)
-    assert ("comp-slow", 1) in log[0].diagnosis.keys
-    assert log[0].diagnosis.num_ranks == 4
-    assert log.remarks == ()
-
-
 def test_counters_saved_at_different_moments_cover_the_same_operations(tmp_path: Path) -> None:
     counter_archive.save(simulate(CPU, 4, 24, seed=1), tmp_path)
     counter_archive.save(simulate(CPU, 4, 27, seed=1)[2], tmp_path)
