@@ -165,22 +165,6 @@ def test_extreme_shapes_equal_the_reference(extreme: str, mode: str) -> None:
         exchange_and_check(ranks, shape, MODES[mode])
 
 
-def test_many_operations_with_changing_inputs_and_modes_do_not_disturb_each_other() -> None:
-    with ranks_for(SMALL) as ranks:
-        for number in range(24):
-            tokens = tuple((number * (rank + 3)) % 9 for rank in range(4))
-            shape = replace(SMALL, num_tokens=tokens, seed=number)
-            exchange_and_check(ranks, shape, list(MODES.values())[number % len(MODES)])
-
-
-def test_a_shape_that_comes_again_is_remembered_once() -> None:
-    with ranks_for(SMALL) as ranks:
-        for _ in range(3):
-            exchange_and_check(ranks, SMALL, FP8)
-        known = [buffer._low_latency._dispatches for buffer in ranks.buffers]
-        assert [len(calls._found) for calls in known] == [1] * 4
-
-
 def test_two_dispatches_may_be_outstanding_and_combined_in_any_order() -> None:
     shapes = [SMALL, replace(SMALL, num_tokens=(8, 1, 0, 8), seed=7)]
     with ranks_for(SMALL) as ranks:
