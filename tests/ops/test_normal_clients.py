@@ -12,19 +12,17 @@ import inspect
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import deep_ep
-import deep_ep_cpp
 from support import reference
 from support.client_programs import (
     EXPERTS_PER_RANK,
     HIDDEN,
-    TOPK,
     Problem,
     Rank,
     assert_counts,
@@ -39,7 +37,7 @@ from support.client_programs import (
     weigh_compact,
 )
 from support.launch import DEVICE, raise_failures, run_processes
-from support.normal_exchange import LAYOUT, layout_of
+from support.normal_exchange import layout_of
 
 Tensor = torch.Tensor
 
@@ -69,16 +67,10 @@ def recommended_sizes(rank: Rank, num_max_tokens: int = 0) -> tuple[int, int]:
     return nvl, rdma
 
 
-def timing(
-    asynchronous: bool = True, behind: Any = None, event_of: Any = deep_ep.utils
-) -> dict[str, Any]:
-    """Keywords of a call; asynchronous ones wait for `behind`, by default an empty event.
-
-    event_of: the module from which the program takes its events; deep_ep_cpp has their handles alone.
-    """
+def timing(asynchronous: bool = True, behind: Any = None) -> dict[str, Any]:
+    """Keywords of a call; asynchronous ones wait for `behind`, by default an empty event."""
     if asynchronous and behind is None:
-        overlap = deep_ep if event_of is deep_ep_cpp else event_of
-        behind = overlap.EventOverlap(event_of.EventHandle())
+        behind = deep_ep.utils.EventOverlap(deep_ep.utils.EventHandle())
     return {
         "previous_event": behind,
         "async_finish": asynchronous,
@@ -89,36 +81,30 @@ def timing(
 # --- Megatron-Core, and Automodel, which has the same file with an end -----------------------------
 
 
-def dispatch_behind_layout(
-    x: Tensor,
-    topk_idx: Tensor,
-    weights: Tensor,
-    num_experts: int,
-    buffer: deep_ep.Buffer,
-    asynchronous: bool = True,
-    event_of: Any = deep_ep.utils,
-) -> tuple[Any, ...]:
-    """The layout's event goes on to the dispatch, though it may hold none."""
-    layout, event = layout_of(
-        buffer, topk_idx, num_experts, **timing(asynchronous, event_of=event_of)
-    )
-    return buffer.dispatch(
-        x, topk_idx=topk_idx, topk_weights=weights, **layout, **timing(asynchronous, event)
-    )
-
-
 def wait_for(event: Any, asynchronous: bool) -> None:
     if asynchronous:
         event.current_stream_wait()
 
 
 class FusedDispatch(torch.autograd.Function):
+    """The layout's event goes on to the dispatch, though it may hold none."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, *routed: Any) -> tuple[Any, ...]:
-        recv_x, idx, probs, counts, handle, event = dispatch_behind_layout(x, *routed)
-        *_, ctx.buffer, ctx.asynchronous = routed
-        wait_for(event, ctx.asynchronous)
-        ctx.handle = handle
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        topk_idx: Tensor,
+        weights: Tensor,
+        num_experts: int,
+        buffer: deep_ep.Buffer,
+        asynchronous: bool,
+    ) -> tuple[Any, ...]:
+        layout, event = layout_of(buffer, topk_idx, num_experts, **timing(asynchronous))
+        recv_x, idx, probs, counts, handle, event = buffer.dispatch(
+            x, topk_idx=topk_idx, topk_weights=weights, **layout, **timing(asynchronous, event)
+        )
+        wait_for(event, asynchronous)
+        ctx.buffer, ctx.handle, ctx.asynchronous = buffer, handle, asynchronous
         ctx.mark_non_differentiable(idx)
         return recv_x, idx, probs, torch.tensor(counts), handle
 
@@ -199,115 +185,6 @@ def automodel(rank: Rank) -> None:
     buffer = Buffer(rank.group, nvl, rdma, explicitly_destroy=True)
     train_on(rank, buffer, asynchronous=True)
     buffer.destroy()
-
-
-# --- torchtitan, before it went to the second API --------------------------------------------------
-
-# Of the custom operators, which take tensors and numbers only.
-TITAN: dict[int, tuple[deep_ep.Buffer, dict[int, Any]]] = {}
-
-
-@torch.library.custom_op("deep_ep_tests::dispatch", mutates_args=())
-def titan_dispatch(
-    x: Tensor,
-    topk_idx: Tensor,
-    topk_weights: Tensor,
-    per_rank: Tensor,
-    per_node: Optional[torch.Tensor],  # noqa: UP045 - read by torch.library
-    per_expert: Tensor,
-    in_rank: Tensor,
-    rank: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Keywords only, asynchronous; the handle stays behind, in a dictionary."""
-    buffer, handles = TITAN[rank]
-    recv_x, idx, weights, counts, handle, event = buffer.dispatch(
-        x=x,
-        topk_idx=topk_idx,
-        topk_weights=topk_weights,
-        **dict(zip(LAYOUT, (per_rank, per_node, per_expert, in_rank))),
-        **timing(event_of=deep_ep),
-    )
-    event.current_stream_wait()
-    number = torch.tensor([len(handles)], dtype=torch.int64)
-    handles[int(number)] = handle
-    return recv_x, idx, weights, torch.tensor(counts, dtype=torch.int32), number
-
-
-@torch.library.custom_op("deep_ep_tests::combine", mutates_args=())
-def titan_combine(x: Tensor, number: Tensor, rank: int) -> Tensor:
-    """Without weights; an operator may not return what it was given."""
-    buffer, handles = TITAN[rank]
-    combined, _, event = buffer.combine(
-        x=x,
-        handle=handles[int(number)],
-        **timing(event_of=deep_ep),
-    )
-    event.current_stream_wait()
-    return combined
-
-
-def titan_dispatch_backward(ctx: Any, grad_x: Tensor, *others: Any) -> tuple[Any, ...]:
-    """Gradients as they come: those of a sum have no strides."""
-    buffer, handles = TITAN[ctx.rank]
-    grad_weights = others[1]
-    grad_x, grad_weights, event = buffer.combine(
-        x=grad_x,
-        handle=handles[int(ctx.number)],
-        topk_weights=None if grad_weights is None else grad_weights.float(),
-        **timing(event_of=deep_ep),
-    )
-    event.current_stream_wait()
-    return grad_x, None, grad_weights, None, None, None, None, None
-
-
-def titan_combine_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    buffer, handles = TITAN[ctx.rank]
-    grad_x, _, _, _, _, event = buffer.dispatch(
-        x=grad,
-        handle=handles[int(ctx.number)],
-        **timing(event_of=deep_ep),
-        **dict.fromkeys((*LAYOUT, "topk_idx", "topk_weights")),
-    )
-    event.current_stream_wait()
-    return grad_x, None, None
-
-
-def keep_for_dispatch(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-    ctx.rank, ctx.number = inputs[-1], output[-1]
-
-
-def keep_for_combine(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, ctx.number, ctx.rank = inputs
-
-
-titan_dispatch.register_autograd(titan_dispatch_backward, setup_context=keep_for_dispatch)
-titan_combine.register_autograd(titan_combine_backward, setup_context=keep_for_combine)
-
-
-def torchtitan(rank: Rank) -> None:
-    from deep_ep import Buffer, EventHandle, EventOverlap  # noqa: F401 - the top level has them
-
-    nvl, rdma = recommended_sizes(rank)
-    buffer = Buffer(rank.group, nvl, rdma)
-    TITAN[rank.rank] = buffer, {}
-    problem = problem_of(rank)
-    x, scores = problem.x.clone().requires_grad_(), problem.weights.clone().requires_grad_()
-    selected = problem.topk_idx.masked_fill(problem.weights == 0, -1)
-    layout, _ = layout_of(buffer, topk_idx=selected, num_experts=problem.num_experts)
-    routing = (*layout.values(), rank.rank)
-    recv_x, idx, weights, counts, number = titan_dispatch(x, selected, scores, *routing)
-    assert_counts(counts.tolist(), idx)
-    combined = titan_combine(weigh_compact(recv_x, idx, weights), number, rank.rank)
-    assert_weighted(combined.detach(), problem)
-    combined.sum().backward()
-    assert torch.equal(x.grad.float(), scores.detach().sum(1, keepdim=True).expand_as(x.grad))
-    with torch.inference_mode():
-        recv_x, idx, weights, counts, number = titan_dispatch(
-            problem.x, selected, problem.weights, *routing
-        )
-        combined = titan_combine(weigh_compact(recv_x, idx, weights), number, rank.rank)
-        assert_weighted(combined, problem)
-    del TITAN[rank.rank]
 
 
 # --- xorl ------------------------------------------------------------------------------------------
@@ -393,102 +270,6 @@ def xorl(rank: Rank) -> None:
         again = buffer.dispatch(x=returned[:, part].contiguous(), handle=slot_handle)[0]
         assert torch.equal(again, wide[:, part] * (recv_idx >= 0).to(wide.dtype))
     buffer.destroy()
-
-
-# --- xtuner ----------------------------------------------------------------------------------------
-
-
-class XtunerDispatch(torch.autograd.Function):
-    """The handle is saved as tensors and comes back as another tuple."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, topk_idx: Tensor, weights: Tensor, num_experts: int, buffer: Any
-    ) -> tuple[Any, ...]:
-        recv_x, idx, recv_weights, counts, handle, event = dispatch_behind_layout(
-            x, topk_idx, weights, num_experts, buffer, event_of=deep_ep_cpp
-        )
-        event.current_stream_wait()
-        ctx.save_for_backward(*handle)
-        ctx.buffer = buffer
-        ctx.mark_non_differentiable(idx)
-        return recv_x, idx, recv_weights, counts, handle
-
-    @staticmethod
-    def backward(ctx: Any, grad_x: Tensor, _1: Any, grad_weights: Tensor, *_2: Any) -> Any:
-        handle = ctx.saved_tensors
-        grad_x, grad_weights, event = ctx.buffer.combine(
-            grad_x.contiguous(),
-            handle,
-            topk_weights=grad_weights,
-            **timing(behind=ctx.buffer.capture()),
-        )
-        event.current_stream_wait()
-        return grad_x, None, grad_weights, None, None
-
-
-class XtunerCombine(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, buffer: Any, *handle: Tensor) -> Tensor:
-        combined, _, event = buffer.combine(
-            x,
-            tuple(handle),
-            **timing(behind=buffer.capture()),
-        )
-        event.current_stream_wait()
-        ctx.save_for_backward(*handle)
-        ctx.buffer = buffer
-        return combined
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        grad_x, *_, event = ctx.buffer.dispatch(
-            grad.contiguous(),
-            handle=ctx.saved_tensors,
-            **timing(behind=ctx.buffer.capture()),
-        )
-        event.current_stream_wait()
-        return grad_x, None, *([None] * len(ctx.saved_tensors))
-
-
-def xtuner(rank: Rank) -> None:
-    """A low-latency buffer on which only normal operations run."""
-    from deep_ep import Buffer, EventOverlap
-
-    Buffer.set_num_sms(20)
-    problem = problem_of(rank)
-    nvl, rdma = recommended_sizes(rank, 128)
-    buffer = Buffer(
-        rank.group,
-        nvl,
-        rdma,
-        low_latency_mode=True,
-        num_qps_per_rank=max(EXPERTS_PER_RANK, Buffer.num_sms // 2),
-    )
-    # Virtual experts: a token's entries may all be of one rank, or of neighbours.
-    twice = torch.cat([problem.topk_idx, problem.topk_idx], dim=1)
-    twice[:, TOPK:] = torch.where(twice[:, TOPK:] >= 0, twice[:, TOPK:] ^ 1, -1)
-    both = torch.cat([problem.weights, problem.weights], dim=1)
-    x, weights = problem.x.clone().requires_grad_(), both.clone().requires_grad_()
-    recv_x, idx, recv_weights, counts, handle = XtunerDispatch.apply(
-        x, twice, weights, problem.num_experts, buffer
-    )
-    assert idx.numel() - sum(counts) == int((idx == -1).sum())
-    combined = XtunerCombine.apply(weigh_compact(recv_x, idx, recv_weights), buffer, *handle)
-    want = problem.x.float() * both.sum(1, keepdim=True)
-    assert torch.equal(combined.detach().float(), want)
-    combined.backward(torch.ones_like(combined))
-    assert torch.equal(x.grad.float(), both.sum(1, keepdim=True).expand_as(x.grad))
-
-    # Forward only, outside of a function and with gradients enabled: the results are leaves.
-    later = EventOverlap(None)
-    recv_x, _, recv_weights, _, _, event = dispatch_behind_layout(
-        x, twice, weights, problem.num_experts, buffer, event_of=deep_ep_cpp
-    )
-    later.event = event.event
-    later.current_stream_wait()
-    assert recv_x.requires_grad_().is_leaf
-    assert recv_weights.requires_grad_().is_leaf
 
 
 # --- Primus-Turbo ----------------------------------------------------------------------------------
@@ -806,9 +587,7 @@ PROGRAMS: dict[str, Callable[[Rank], None]] = {
     for program in (
         megatron_core,
         automodel,
-        torchtitan,
         xorl,
-        xtuner,
         primus_turbo,
         lmdeploy,
         vllm_high_throughput,
