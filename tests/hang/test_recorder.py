@@ -357,9 +357,3 @@ def test_a_failed_operation_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_time_that_is_none_is_refused(ranks: Ranks, value: Any) -> None:
     with pytest.raises(EPArgumentError, match="set_hang_warning: seconds is"):
         ranks.buffers[0].set_hang_warning(value)
-
-
-def test_a_state_is_the_same_after_a_journey(ranks: Ranks) -> None:
-    state = ranks.buffers[0].communicator.recorder.state(64, with_threads=True)  # type: ignore[union-attr]
-    assert state.threads
-    assert RankState.of(state.plain()) == state
