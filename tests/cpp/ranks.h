@@ -27,17 +27,13 @@ constexpr std::pair<uint64_t, uint64_t> kPayloadWithoutFlag{0, 42};
 
 // A rank that has memory and a transport and nothing else; its kernels are lambdas.
 struct Rank {
-    Rank(int rank,
-         int num_ranks,
-         const std::string& clock = "rank",
-         size_t control_bytes = kControlBytes,
-         size_t data_bytes = kDataBytes)
-        : device(0, clock),
+    Rank(int rank, int num_ranks, size_t control_bytes = kControlBytes)
+        : device(0, "rank"),
           memory(device,
                  {.rank = rank,
                   .num_ranks = num_ranks,
                   .control_bytes = control_bytes,
-                  .data_bytes = data_bytes}) {}
+                  .data_bytes = kDataBytes}) {}
 
     host::Link& link() { return *memory.transport().link; }
     uint64_t word(size_t offset) { return link().newest(offset); }
@@ -76,8 +72,7 @@ struct OperatingRank : Rank {
     static constexpr uint64_t kPatienceNs = 10'000'000'000;
 
     OperatingRank(int rank, int num_ranks)
-        : Rank(rank, num_ranks, "rank", ControlMap{num_ranks}.bytes(), kDataBytes),
-          num_ranks(num_ranks) {}
+        : Rank(rank, num_ranks, ControlMap{num_ranks}.bytes()), num_ranks(num_ranks) {}
 
     // Of an operation whose rows have this length.
     OperationArgs args(int hidden, uint64_t timeout_ns = kPatienceNs) {

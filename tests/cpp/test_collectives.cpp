@@ -249,23 +249,6 @@ TEST(elect_one_elects_one_lane_per_warp) {
     for (const int count : elected) CHECK_EQUAL(count, 1);
 }
 
-TEST(warp_sync_orders_memory_among_its_lanes) {
-    under_schedules([](Random&) {
-        std::vector<int> cells(kWarpSize);
-        bool right = true;
-        launch({.blocks = 1, .threads = kWarpSize}, [&] {
-            for (int round = 1; round <= 20; ++round) {
-                cells[lane_id()] = round * 100 + lane_id();
-                warp_sync();
-                const int other = (lane_id() + round) % kWarpSize;
-                right = right && cells[other] == round * 100 + other;
-                warp_sync();
-            }
-        });
-        CHECK(right);
-    });
-}
-
 // ---- barriers
 
 TEST(block_sync_orders_memory_among_its_threads) {
@@ -319,24 +302,6 @@ TEST(bar_sync_with_several_ids_and_counts) {
             }
             bar_sync(15, 5 * kWarpSize);
             for (int w = 0; w < 5; ++w) right = right && rounds_done[w] == 8;
-        });
-        CHECK(right);
-    });
-}
-
-TEST(grid_sync_orders_memory_among_all_threads) {
-    under_schedules([](Random&) {
-        constexpr int kTotal = 4 * 64;
-        std::vector<int> cells(kTotal);
-        bool right = true;
-        launch({.blocks = 4, .threads = 64, .cooperative = true}, [&] {
-            const int me = block_index() * 64 + thread_index();
-            for (int round = 1; round <= 6; ++round) {
-                cells[me] = round;
-                grid_sync();
-                right = right && cells[(me + 97 * round) % kTotal] == round;
-                grid_sync();
-            }
         });
         CHECK(right);
     });

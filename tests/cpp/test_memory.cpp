@@ -79,17 +79,6 @@ TEST(atomics_lose_nothing_and_plain_adds_do) {
     CHECK_THAT(lost, "random schedules do not interrupt threads between two memory operations");
 }
 
-// What the host target cannot see: on a GPU this loses most of the adds.
-TEST(what_is_no_atomic_is_not_interrupted) {
-    under_schedules([](Random&) {
-        volatile int racing = 0;
-        launch({.blocks = 4, .threads = 64}, [&] {
-            for (int i = 0; i < 10; ++i) racing = racing + 1;
-        });
-        CHECK_EQUAL(racing, 4 * 64 * 10);
-    });
-}
-
 TEST(copies_are_there_after_the_next_sync) {
     under_schedules([](Random& random) {
         std::vector<Vector> source(64);

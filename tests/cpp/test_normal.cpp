@@ -4,10 +4,8 @@
 // sanitize: address:-DEP_NUMBERS_OF_GPU thread
 #include <algorithm>
 #include <array>
-#include <chrono>
 #include <optional>
 #include <string>
-#include <thread>
 #include <vector>
 
 #include "normal_exchange.h"
@@ -93,21 +91,6 @@ TEST(queues_move_when_nothing_is_on_its_way_any_more) {
     for (int rank = 0; rank < kTwoNodes.num_ranks(); ++rank) CHECK_EQUAL(num_quiets(rank), 0u);
     exchange_rounds(group, kTwoNodes, {2, 1, 4, 1, 2}, 1, random);
     for (int rank = 0; rank < kTwoNodes.num_ranks(); ++rank) CHECK(num_quiets(rank) > 0);
-}
-
-TEST(ranks_that_enter_at_different_times) {
-    Random random(ep::testing::seed());
-    Group group(kTwoNodes);
-    std::vector<Round> rounds;
-    for (int i = 0; i < 8; ++i)
-        rounds.push_back(random_round(kTwoNodes, random_setting(kTwoNodes, random), random));
-    on_ranks(kTwoNodes.num_ranks(), [&](int rank) {
-        for (size_t i = 0; i < rounds.size(); ++i) {
-            if (static_cast<int>(i) % kTwoNodes.num_ranks() == rank)
-                std::this_thread::sleep_for(std::chrono::milliseconds(5));
-            Exchange(group[rank], rank, kTwoNodes, rounds[i]).run();
-        }
-    });
 }
 
 TEST(rows_say_when_they_were_handed_over) {

@@ -227,7 +227,7 @@ namespace {
 // A rank of two nodes, the only one that runs, with the notices of all four.
 struct NoticedRank : Rank {
     NoticedRank(int rank, int num_ranks)
-        : Rank(rank, num_ranks, "rank", ControlMap{kTwoNodes.num_ranks()}.bytes()) {}
+        : Rank(rank, num_ranks, ControlMap{kTwoNodes.num_ranks()}.bytes()) {}
     static constexpr int kChannels = 2;
 
     NotifyArgs args() {

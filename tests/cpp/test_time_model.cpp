@@ -290,24 +290,6 @@ TEST(a_multiprocessor_and_a_port_bound_what_its_warps_move) {
     CHECK(is_near(time(), 4 * gpu.copy_ns + kBytes / gpu.nvlink_bytes_per_ns));
 }
 
-TEST(the_same_takes_the_same_nanoseconds) {
-    const auto times = [] {
-        std::vector<double> all;
-        const auto launches = time_of(4, 2, costs(), [](const Transport& transport, int rank) {
-            for (int dst = 0; dst < 4; ++dst) put_rows(transport, dst, 5);
-            if (!elect_one()) return;
-            for (int dst = 0; dst < 4; ++dst) {
-                transport.fence(dst, 0);
-                transport.signal(dst, kFlag + 8 * rank, 1, 0);
-            }
-            for (int source = 0; source < 4; ++source) await(transport, kFlag + 8 * source, 1);
-        });
-        for (const LaunchRecord& one : launches) all.push_back(ns_of(one));
-        return all;
-    };
-    CHECK(times() == times());
-}
-
 TEST(what_one_gpu_tells_is_what_the_model_charges) {
     CostModel gpu = costs();
     CHECK(is_near(ns_of_turn<probes::SharedAccess>(gpu), gpu.shared_ns));

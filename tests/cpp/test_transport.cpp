@@ -1,21 +1,17 @@
 // Litmus tests of the transport: which outcomes may appear, and that those which may do appear when
-// delivery is at random. Then time (delayed and throttled paths), sleeping ranks, and what a rank
-// leaves behind.
+// delivery is at random. Then time (delayed paths), sleeping ranks, and the memory of
+// others.
 //
 // The outcomes are those of the transport alone. What is not seen here (missed bugs): a source buffer
 // reused too early, since a put copies at once (test_simulation.cpp); and, outside of a build with
 // ThreadSanitizer, an acquire that is missing on a machine that orders loads anyway.
 // sanitize: address thread
-#include <dirent.h>
-#include <sys/socket.h>
-#include <sys/wait.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <array>
 #include <atomic>
 #include <chrono>
-#include <fstream>
 #include <memory>
 #include <set>
 #include <string>
@@ -42,10 +38,10 @@ constexpr uint64_t kPatienceNs = 120'000'000'000;
 
 // Ranks of one process, connected.
 struct World {
-    explicit World(int num_ranks, const std::string& clock = "rank") {
+    explicit World(int num_ranks) {
         std::vector<std::string> handles;
         for (int rank = 0; rank < num_ranks; ++rank) {
-            ranks.push_back(std::make_unique<Rank>(rank, num_ranks, clock));
+            ranks.push_back(std::make_unique<Rank>(rank, num_ranks));
             handles.push_back(ranks.back()->memory.local_handle());
         }
         for (const auto& rank : ranks) {
@@ -81,33 +77,6 @@ std::set<std::pair<uint64_t, uint64_t>> outcomes(Act act) {
 }
 
 const uint64_t kValue = 42;
-
-size_t count_descriptors() {
-    size_t count = 0;
-    DIR* folder = opendir("/proc/self/fd");
-    while (readdir(folder) != nullptr) ++count;
-    closedir(folder);
-    return count;
-}
-
-size_t count_mappings() {
-    std::ifstream maps("/proc/self/maps");
-    size_t count = 0;
-    for (std::string line; std::getline(maps, line);)
-        count += line.find("memfd:deep_ep") != std::string::npos;
-    return count;
-}
-
-std::set<std::string> shared_memory_files() {
-    std::set<std::string> names;
-    DIR* folder = opendir("/dev/shm");
-    if (folder == nullptr) return names;
-    while (const dirent* entry = readdir(folder)) names.insert(entry->d_name);
-    closedir(folder);
-    return names;
-}
-
-void sleep_ms(int ms) { std::this_thread::sleep_for(std::chrono::milliseconds(ms)); }
 
 }  // namespace
 
@@ -414,56 +383,6 @@ TEST(rank_time_a_delayed_path_shifts_arrivals_by_exactly_the_delay) {
     check_shifted(send_and_stamp(world, 64, 3), 0);
 }
 
-TEST(rank_time_a_wait_moves_the_clock_to_the_arrival) {
-    World world(2);
-    world[0].memory.set_path_fault(1, 400'000'000, 0);
-    const Stamps stamps = send_and_stamp(world, 0, 1);
-    CHECK(world[1].device.executor().clock().true_ns() >= stamps.arrival);
-    CHECK(world[0].device.executor().clock().true_ns() < stamps.arrival);
-}
-
-TEST(rank_time_a_throttled_path_takes_its_bytes_time) {
-    World world(2);
-    world[0].memory.set_path_fault(1, 0, 1e6);  // 1 us a byte
-    check_shifted(send_and_stamp(world, 100'000, 1), 100'000'000);
-    // The next message queues behind it: its own bytes begin when the path is free.
-    const Stamps second = send_and_stamp(world, 50'000, 2);
-    CHECK(second.arrival >= second.before + 50'000'000);
-}
-
-TEST(rank_time_a_throttled_path_under_random_delivery) {
-    World world(2);
-    world[0].memory.set_path_fault(1, 0, 1e6);
-    world[0].memory.set_delivery("random", ep::testing::seed());
-    check_shifted(send_and_stamp(world, 100'000, 1), 100'000'000);
-}
-
-TEST(other_paths_are_not_delayed) {
-    World world(3);
-    world[0].memory.set_path_fault(2, 5'000'000, 0);
-    check_shifted(send_and_stamp(world, 64, 1), 0);
-}
-
-TEST(wall_time_a_delayed_signal_is_not_visible_before) {
-    World world(2, "wall");
-    constexpr uint64_t kDelayNs = 30'000'000;
-    world[0].memory.set_path_fault(1, kDelayNs, 0);
-    const uint64_t sent = host::monotonic_ns();
-    world[0].link().signal(1, kFlag, 1, 0);
-    if (host::monotonic_ns() < sent + kDelayNs) {
-        const uint64_t value = world[1].link().poll(kFlag);
-        CHECK(value == 0 || host::monotonic_ns() >= sent + kDelayNs);
-    }
-    uint64_t seen_at = 0;
-    world[1].launch(1, [&](const Transport& transport) {
-        if (!elect_one()) return;
-        const bool came =
-            spin_until([&] { return transport.poll(kFlag) == 1; }, deadline_in(kPatienceNs));
-        if (came) seen_at = host::monotonic_ns();
-    });
-    CHECK(seen_at >= sent + kDelayNs);
-}
-
 TEST(a_clock_fault_bends_what_kernels_read_and_nothing_else) {
     World world(2);
     world[1].device.set_clock_fault(3'000'000'000, 0);
@@ -485,27 +404,6 @@ TEST(path_faults_name_a_rank_of_the_group) {
 }
 
 // ---- sleeping ranks
-
-TEST(a_signal_wakes_a_sleeping_rank) {
-    World world(2);
-    uint64_t slept_ns = 0;
-    constexpr uint64_t kLongNs = 999'000'000;
-    on_ranks(2, [&](int rank) {
-        host::Link& link = world[rank].link();
-        if (rank == 0) {
-            sleep_ms(50);
-            link.signal(1, kFlag, 1, 0);
-            link.ring();
-        } else {
-            link.arm();
-            const uint64_t begin = host::monotonic_ns();
-            if (link.newest(kFlag) == 0) link.sleep(kLongNs);
-            slept_ns = host::monotonic_ns() - begin;
-        }
-    });
-    CHECK_THAT(slept_ns < kLongNs, std::to_string(slept_ns) + " ns");
-    CHECK_EQUAL(world[1].word(kFlag), 1u);
-}
 
 TEST(a_signal_between_arming_and_sleeping_is_not_lost) {
     World world(2);
@@ -550,141 +448,7 @@ TEST(no_wake_up_is_lost_where_only_a_ring_ends_a_sleep) {
     for (const uint64_t ns : longest_ns) CHECK_THAT(ns < kLongNs, std::to_string(ns) + " ns");
 }
 
-TEST(a_rank_that_waits_in_a_kernel_is_woken) {
-    World world(2);
-    bool came = false;
-    on_ranks(2, [&](int rank) {
-        if (rank == 0) sleep_ms(30);
-        world[rank].launch(1, [&](const Transport& transport) {
-            if (!elect_one()) return;
-            if (rank == 0) {
-                transport.signal(1, kFlag, 1, 0);
-            } else {
-                came = spin_until([&] { return transport.poll(kFlag) == 1; },
-                                  deadline_in(kPatienceNs));
-            }
-        });
-    });
-    CHECK(came);
-}
-
-TEST(ping_pong_loses_no_wake_up) {
-    World world(2);
-    std::array<bool, 2> came{true, true};
-    on_ranks(2, [&](int rank) {
-        for (uint64_t round = 1; round <= 200; ++round) {
-            world[rank].launch(1, [&](const Transport& transport) {
-                if (!elect_one()) return;
-                if (rank == 0) transport.signal(1, kFlag, round, 0);
-                came[rank] = spin_until([&] { return transport.poll(kFlag) >= round; },
-                                        deadline_in(kPatienceNs)) &&
-                             came[rank];
-                if (rank == 1) transport.signal(0, kFlag, round, 0);
-                transport.flush();
-            });
-        }
-    });
-    CHECK(came[0] && came[1]);
-}
-
-// ---- processes, and what stays behind
-
-namespace {
-
-void exchange_handle(int channel, const std::string& mine, std::string& theirs) {
-    theirs.resize(mine.size());
-    CHECK(write(channel, mine.data(), mine.size()) == static_cast<ssize_t>(mine.size()));
-    CHECK(read(channel, theirs.data(), theirs.size()) == static_cast<ssize_t>(theirs.size()));
-}
-
-// One of two processes: value there, value + 1 back, many times.
-bool play(int rank, int channel) {
-    Rank self(rank, 2);
-    std::vector<std::string> handles(2);
-    handles[rank] = self.memory.local_handle();
-    exchange_handle(channel, handles[rank], handles[1 - rank]);
-    self.memory.connect(handles);
-    std::string ready;
-    exchange_handle(channel, "r", ready);
-    self.memory.release_handle();
-    bool right = true;
-    for (uint64_t round = 1; round <= 50; ++round) {
-        self.launch(1, [&](const Transport& transport) {
-            alignas(16) static thread_local uint64_t payload[2];
-            if (rank == 1 && elect_one()) {
-                right = right && spin_until([&] { return transport.poll(kFlag) == round; },
-                                            deadline_in(kPatienceNs));
-            }
-            if (elect_one()) payload[0] = rank == 0 ? round * 10 : self.data(0) + 1;
-            warp_sync();
-            transport.put_warp(1 - rank, kPayload, payload, sizeof(payload), 0);
-            if (!elect_one()) return;
-            transport.fence(1 - rank, 0);
-            transport.signal(1 - rank, kFlag, round, 0);
-            transport.flush();
-            if (rank == 0) {
-                right = right && spin_until([&] { return transport.poll(kFlag) == round; },
-                                            deadline_in(kPatienceNs));
-                right = right && self.data(0) == round * 10 + 1;
-            }
-        });
-    }
-    exchange_handle(channel, "e", ready);
-    return right;
-}
-
-}  // namespace
-
-TEST(two_processes_share_memory_through_handles) {
-    const auto files = shared_memory_files();
-    int channel[2];
-    CHECK(socketpair(AF_UNIX, SOCK_STREAM, 0, channel) == 0);
-    const pid_t child = fork();
-    if (child == 0) {
-        bool right = false;
-        try {
-            right = play(1, channel[1]);
-        } catch (const std::exception& error) {
-            std::fprintf(stderr, "%s\n", error.what());
-        }
-        _exit(right ? 0 : 1);
-    }
-    const bool right = play(0, channel[0]);
-    int status = 0;
-    waitpid(child, &status, 0);
-    close(channel[0]);
-    close(channel[1]);
-    CHECK(right);
-    CHECK_EQUAL(status, 0);
-    CHECK_EQUAL(count_mappings(), 0u);
-    CHECK(shared_memory_files() == files);
-}
-
-TEST(memory_of_a_rank_that_is_gone_cannot_be_mapped) {
-    int channel[2];
-    CHECK(socketpair(AF_UNIX, SOCK_STREAM, 0, channel) == 0);
-    std::string mine(sizeof(host::MemoryHandle), '\0');
-    std::string theirs;
-    const pid_t child = fork();
-    if (child == 0) {
-        Rank self(1, 2);
-        exchange_handle(channel[1], self.memory.local_handle(), theirs);
-        _exit(0);  // nothing is cleaned up: it was killed
-    }
-    exchange_handle(channel[0], mine, theirs);
-    int status = 0;
-    waitpid(child, &status, 0);
-    close(channel[0]);
-    close(channel[1]);
-    Rank self(0, 2);
-    std::string text;
-    try {
-        self.memory.connect({self.memory.local_handle(), theirs});
-    } catch (const std::runtime_error& error) {
-        text = error.what();
-    }
-    CHECK_THAT(text.find("cannot map the memory of rank 1") != std::string::npos, text);
-}
+// ---- memory of others
 
 TEST(a_descriptor_is_sent_to_who_knows_the_secret_only) {
     int ends[2];
@@ -728,26 +492,6 @@ TEST(handles_of_another_shape_are_refused) {
             text.find(words) != std::string::npos && text.find("rank 1") != std::string::npos,
             text);
     }
-}
-
-TEST(nothing_stays_behind) {
-    const auto files = shared_memory_files();
-    {
-        World world(2);
-    }  // this thread keeps what its first use of a clock opens
-    const size_t descriptors = count_descriptors();
-    for (int i = 0; i < 5; ++i) {
-        World world(3);
-        on_ranks(3, [&](int rank) {
-            world[rank].launch(1, [&](const Transport& transport) {
-                if (elect_one()) transport.signal((rank + 1) % 3, kFlag, 1, 0);
-            });
-        });
-        CHECK_EQUAL(count_mappings(), 3u);
-    }
-    CHECK_EQUAL(count_mappings(), 0u);
-    CHECK_EQUAL(count_descriptors(), descriptors);
-    CHECK(shared_memory_files() == files);
 }
 
 TEST(a_rank_may_close_while_another_still_rings_it) {
