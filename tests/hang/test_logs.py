@@ -183,12 +183,6 @@ def test_who_waits_on_its_host_is_not_named(tmp_path: Path) -> None:
     assert named(read(tmp_path, "".join([*lines, f"[rank13]: {waits}"]))) == set()
 
 
-def test_who_came_according_to_another_is_not_named(tmp_path: Path) -> None:
-    found = read(tmp_path, "".join(barrier(6, [5])), "".join(barrier(2, [4])))
-    assert named(found) == set()
-    assert "others say that it came" in words(found)
-
-
 def test_ranks_of_another_node_are_others(tmp_path: Path) -> None:
     """Both of one place in their nodes: one has not come, the other waits."""
     here = (

@@ -346,18 +346,6 @@ def test_every_source_is_compiled_or_included() -> None:
     report(orphans, "Nobody includes or compiles these; remove them.")
 
 
-def test_includes_name_files_that_exist() -> None:
-    report(
-        [
-            f'{path}: #include "{name}"'
-            for path in code("csrc")
-            for name in INCLUDE.findall(without_comments(read(path)))
-            if resolve(path, name) is None
-        ],
-        "Use <...> for files of others.",
-    )
-
-
 def test_layers_include_downwards() -> None:
     found = []
     for path in code("csrc"):

@@ -286,13 +286,6 @@ def test_windows_end_at_the_same_operation_on_every_rank(
     assert all(length % 30 == 0 for length in lengths[:-1])
 
 
-def test_a_short_run_is_judged_when_the_buffer_is_destroyed(watched: Watched) -> None:
-    watched.run("async:600", rounds(8), SLOW)
-    (record,) = watched.records()
-    assert record.diagnosis.measured["combine"].num_operations == 8
-    assert len(watched.lines()) == 1
-
-
 def test_too_few_operations_are_no_window(watched: Watched) -> None:
     watched.run("async:0.05", lambda _, buffer: (exchange(buffer, 7), time.sleep(0.3)), SLOW)
     assert watched.records() == []
