@@ -22,14 +22,12 @@ from support.client_programs import (
     Rank,
     assert_counts,
     assert_weighted,
-    backward_and_check,
     on_nodes,
     problem_of,
     run_as_threads,
     train,
     weigh_compact,
 )
-from support.launch import DEVICE
 
 Tensor = torch.Tensor
 
@@ -171,7 +169,7 @@ def scatter_into_slabs(rows: Tensor, handle: Any) -> Tensor:
     return result
 
 
-# --- trainers -------------------------------------------------------------------------------------
+# --- torchtitan -----------------------------------------------------------------------------------
 
 
 class Calls(NamedTuple):
@@ -180,11 +178,11 @@ class Calls(NamedTuple):
     buffer: Any
     dispatch: dict[str, Any]
     again: dict[str, Any]
-    timing: Callable[[], dict[str, Any]] = dict
+    timing: dict[str, Any]
 
     def __call__(self, name: str, *args: Any, **given: Any) -> list[Any]:
         """What a call returns without its event, which is waited for."""
-        *returned, event = getattr(self.buffer, name)(*args, **given, **self.timing())
+        *returned, event = getattr(self.buffer, name)(*args, **given, **self.timing)
         if event.event is not None:
             event.current_stream_wait()
         return returned
@@ -230,16 +228,6 @@ class Combine(torch.autograd.Function):
         return grad_y, None, None
 
 
-def train_on_compact_rows(rank: Rank, calls: Calls, num_tokens: int | None = None) -> None:
-    """A step, forward and backward."""
-    train(
-        rank,
-        lambda *routed: Dispatch.apply(*routed, calls),
-        lambda y, handle: Combine.apply(y, calls, handle),
-        num_tokens,
-    )
-
-
 def torchtitan(rank: Rank) -> None:
     """Trains on compact rows, and infers from expanded ones without counts on the host."""
     sizes = {
@@ -262,10 +250,12 @@ def torchtitan(rank: Rank) -> None:
         "do_expand": False,
         "do_cpu_sync": True,
     }
-    calls = Calls(
-        *(buffer, given, {"do_cpu_sync": False}), lambda: {"async_with_compute_stream": True}
+    calls = Calls(buffer, given, {"do_cpu_sync": False}, {"async_with_compute_stream": True})
+    train(
+        rank,
+        lambda *routed: Dispatch.apply(*routed, calls),
+        lambda y, handle: Combine.apply(y, calls, handle),
     )
-    train_on_compact_rows(rank, calls)
     problem = problem_of(rank)
     expanding = calls._replace(dispatch={**given, "do_expand": True, "do_cpu_sync": False})
     with torch.inference_mode():
@@ -280,76 +270,8 @@ def torchtitan(rank: Rank) -> None:
     buffer.destroy()
 
 
-def megatron_core(rank: Rank) -> None:
-    """All ranks have as many tokens, which every call names. It waits for what it has captured, or for nothing."""
-    num_tokens = 9
-    hint = deep_ep.ElasticBuffer.get_buffer_size_hint(
-        rank.group, num_max_tokens_per_rank=num_tokens, hidden=HIDDEN, num_topk=TOPK
-    )
-    buffer = deep_ep.ElasticBuffer(
-        rank.group,
-        num_bytes=hint,
-        num_max_tokens_per_rank=num_tokens,
-        hidden=HIDDEN,
-        num_topk=TOPK,
-    )
-    assert buffer.group == rank.group
-    assert buffer.num_bytes >= hint
-    assert buffer.num_max_tokens_per_rank >= num_tokens
-    given = {"num_max_tokens_per_rank": num_tokens, "expert_alignment": 1, "num_sms": 0}
-    for asynchronous in (False, True):
-
-        def timing(asynchronous: bool = asynchronous) -> dict[str, Any]:
-            return {
-                "previous_event": buffer.capture() if asynchronous else None,
-                "async_with_compute_stream": asynchronous,
-                "allocate_on_comm_stream": asynchronous,
-            }
-
-        train_on_compact_rows(rank, Calls(buffer, given, {}, timing), num_tokens)
-
-
-def deepspeed(rank: Rank) -> None:
-    """Trains on expanded rows."""
-    num_sms = 12
-    buffer = deep_ep.ElasticBuffer(
-        rank.group,
-        num_max_tokens_per_rank=MAX_TOKENS,
-        hidden=HIDDEN,
-        num_topk=TOPK,
-        use_fp8_dispatch=False,
-        num_allocated_qps=num_sms + 4,
-        allow_hybrid_mode=True,
-        explicitly_destroy=True,
-    )
-    again = {"num_qps": buffer.get_theoretical_num_qps(num_sms)}
-    given = {
-        "num_max_tokens_per_rank": MAX_TOKENS,
-        "do_expand": True,
-        "expert_alignment": 1,
-        "num_sms": num_sms,
-    }
-    calls = Calls(buffer, {**given, **again}, again)
-    problem = problem_of(rank)
-    x = problem.x.clone().requires_grad_()
-    weights = problem.weights.clone().requires_grad_()
-    recv_x, _, recv_weights, handle = Dispatch.apply(
-        *(x, problem.topk_idx.to(deep_ep.topk_idx_t), weights.float(), problem.num_experts, calls)
-    )
-    assert len(recv_x) == handle.num_expanded_tokens
-    counts = torch.diff(
-        handle.psum_num_recv_tokens_per_expert, prepend=torch.zeros(1, device=DEVICE)
-    )
-    assert counts.sum() == len(recv_x)
-    assert counts.tolist() == handle.num_unaligned_recv_tokens_per_expert.tolist()
-    combined = Combine.apply(recv_x * recv_weights[:, None].bfloat16(), calls, handle)
-    assert_weighted(combined.detach(), problem)
-    backward_and_check(combined, x, weights, problem)
-    buffer.destroy()
-
-
 PROGRAMS: dict[str, Callable[[Rank], None]] = {
-    program.__name__: program for program in (vllm, sglang, torchtitan, megatron_core, deepspeed)
+    program.__name__: program for program in (vllm, sglang, torchtitan)
 }
 
 
