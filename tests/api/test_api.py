@@ -672,11 +672,6 @@ def test_nodes_never_span_hosts(hosts: list[str], asked: int | None, expected: i
     assert ranks_per_node(hosts, asked) == expected
 
 
-def test_places_in_a_node() -> None:
-    topology = Topology(rank=5, num_ranks=7, ranks_per_node=4)
-    assert (topology.num_nodes, topology.node, topology.local_rank) == (2, 1, 1)
-
-
 # ---- environment and errors
 
 

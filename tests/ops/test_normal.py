@@ -154,14 +154,6 @@ def test_each_node_shape_equals_the_reference(nodes: str, mode: Mode) -> None:
         exchange_and_check(ranks, shape, mode, config, ranks_per_node)
 
 
-@on_nodes
-@pytest.mark.parametrize("routing", ["random", "one-expert", "nowhere", "repeats"])
-def test_queues_of_two_slots_carry_everything(routing: str, ranks_per_node: int) -> None:
-    shape = shape_of((40, 1, 0, 33), 24, 8, 4, routing=routing, dropped=0.0)
-    with four_ranks(ranks_per_node, TINY) as ranks:
-        exchange_and_check(ranks, shape, replace(PLAIN, num_biases=2), TINY, ranks_per_node)
-
-
 @pytest.mark.parametrize("nodes", ["1x3", "2x2"])
 @pytest.mark.parametrize("verify", ["0", "1"])
 def test_rows_that_move_through_shared_memory_are_the_same(
