@@ -324,6 +324,7 @@ FAMILIES: dict[str, Change] = {
     "layers": _with(layers=4, skew=0.15),
     "two batch sizes": _with(batches=(0.5, 1 / 128)),
     "combine by destination": _with(combine_by_destination=True),
+    "destinations in turn": _with(in_turn=True),
     FENCED: _with(fenced=True),
     "timer of 1 us": _with(timer_step_ns=1000),
     "long hook": _with(hook_us=HOOK_US),

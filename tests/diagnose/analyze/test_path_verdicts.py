@@ -160,6 +160,23 @@ def test_the_order_of_sending_is_nobodys_fault(
         assert not found.verdicts
 
 
+IN_TURN = replace(on_nodes(CLUSTER, 4), in_turn=True)
+
+
+def test_what_is_sent_last_waits_longest_and_is_nobodys_clock() -> None:
+    machine = replace(IN_TURN, drift_ppm=10.0, clock_age_s=600.0)
+    for found in windows(machine, 12, [], range(52, 58)):
+        assert not found.verdicts
+
+
+@pytest.mark.parametrize("fault", [SlowIngress(5, 50e-6), SlowEgress(5, 50e-6)])
+def test_a_slow_side_is_found_where_destinations_are_sent_to_in_turn(
+    fault: GeneratorFault,
+) -> None:
+    for found in windows(IN_TURN, 12, [fault], range(50, 53)):
+        assert found.keys == {("comm-slow", 5)}
+
+
 @pytest.mark.parametrize(
     ("fault", "link", "words"),
     [

@@ -78,6 +78,8 @@ class Machine:
             is on its own.
         combine_by_destination: whether a combine returns all tokens of one destination before those
             of the next, all ranks beginning with rank 0; otherwise one local expert after the other.
+        in_turn: whether every operation sends all tokens of one destination before those of the next,
+            each rank beginning with the one after it.
         fenced: whether waiting begins only when what was sent within the node has come there.
         hook_us: work between sending and beginning to wait.
         device: "cpu" or "cuda".
@@ -129,6 +131,7 @@ class Machine:
     timer_step_ns: int = 1
     ports: bool = False
     combine_by_destination: bool = False
+    in_turn: bool = False
     fenced: bool = False
     hook_us: float = 0.0
     device: str = "cpu"

@@ -9,7 +9,7 @@ ports than for one.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -36,6 +36,24 @@ class Sends(NamedTuple):
     latency: FloatArray
 
 
+class Turns:
+    """In which order a rank sends to its destinations, where it does so to one after the other."""
+
+    def __init__(self, setup: Setup) -> None:
+        destination, source = np.indices((setup.num_ranks, setup.num_ranks))
+        behind = (source + 1) * setup.machine.in_turn
+        self.order = (destination + behind) % setup.num_ranks
+        self.place = (destination - behind) % setup.num_ranks
+
+    def taken(self, by_receiver: Any) -> Any:
+        """[windows, turn, source], of [windows, receiver, source]."""
+        return np.take_along_axis(by_receiver, self.order[None], axis=1)
+
+    def undone(self, by_turn: Any) -> Any:
+        """[windows, receiver, source], of [windows, turn, source]."""
+        return np.take_along_axis(by_turn, self.place[None], axis=1)
+
+
 class Ports:
     """The ports of all ranks of a batch of windows; times in us."""
 
@@ -50,6 +68,7 @@ class Ports:
         self.leaving = cost * np.where(self.between, nic[:, None, :], 1.0)
         self.entering = cost * np.where(self.between, nic[:, :, None], 1.0)
         self.neighbours = self._neighbours()
+        self.turns = Turns(setup)
 
     def arrivals(self, sends: Sends) -> FloatArray:
         """[windows, receiver, source]: when the last token of each source has come."""
@@ -78,14 +97,16 @@ class Ports:
         self, entered: FloatArray, issued: FloatArray, work: FloatArray
     ) -> tuple[FloatArray, FloatArray]:
         """[windows, receiver, source] each: when the first and the last token leaves the port."""
+        issued, work = self.turns.taken(issued), self.turns.taken(work)
+        between = self.turns.taken(self.between[None])[0]
         begin, end = np.empty(issued.shape), np.empty(issued.shape)
-        for same_port in (self.between, ~self.between):
+        for same_port in (between, ~between):
             done = np.cumsum(np.where(same_port, work, 0.0), axis=1)
             held_up = np.maximum.accumulate(np.where(same_port, issued - done, -np.inf), axis=1)
             left = done + np.maximum(held_up, entered[:, None, :])
             before = np.concatenate([entered[:, None, :], left[:, :-1]], axis=1)
             begin[:, same_port], end[:, same_port] = before[:, same_port], left[:, same_port]
-        return begin, end
+        return self.turns.undone(begin), self.turns.undone(end)
 
     def _enter(self, begin: FloatArray, end: FloatArray, work: FloatArray) -> FloatArray:
         done = end.copy()

@@ -11,7 +11,7 @@ from deep_ep.diagnose.core.diagnosis import BoolArray, FloatArray, IntArray
 from generator.draws import draw
 from generator.faults import GeneratorFault, added_by
 from generator.machines import Kind, Setup, StampRule
-from generator.ports import Ports, Sends
+from generator.ports import Ports, Sends, Turns
 from generator.recording import (
     ARRIVAL,
     CLOCK_ERROR,
@@ -187,13 +187,16 @@ class Run:
         return self.ports.arrivals(sends) + self.extra.path_per_token * sends.tokens
 
     def _by_destination(self, kind: Kind) -> bool:
-        return self.setup.machine.combine_by_destination and kind.returns
+        machine = self.setup.machine
+        return machine.in_turn or (machine.combine_by_destination and kind.returns)
 
     def order(self, kind: Kind, tokens: IntArray) -> FloatArray:
         """[windows, receiver, source]: the part of its sending after which a source has handed over
         all for a receiver."""
         if self._by_destination(kind):
-            return np.cumsum(tokens, axis=1) / np.maximum(tokens.sum(axis=1, keepdims=True), 1)
+            turns = Turns(self.setup)
+            sent = turns.undone(np.cumsum(turns.taken(tokens), axis=1))
+            return sent / np.maximum(tokens.sum(axis=1, keepdims=True), 1)
         if self.ports is None or kind.returns:
             return np.broadcast_to(self.by_expert, tokens.shape)
         # Tokens are sent as they are numbered, each to where it is routed: the last of n for one
