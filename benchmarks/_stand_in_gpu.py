@@ -25,6 +25,7 @@ import torch
 import deep_ep
 from deep_ep.base.topology import Topology
 from deep_ep.checks.arguments import Limits
+from deep_ep.membership.liveness import Liveness
 from deep_ep.native.backend import CudaBackend
 from deep_ep.native.runtime import Runtime
 from deep_ep.ops.communicator import Communicator
@@ -141,8 +142,9 @@ def buffer(num_ranks: int, num_experts: int, num_tokens: int, hidden: int) -> de
     made = object.__new__(deep_ep.Buffer)  # its constructor connects ranks
     made.explicitly_destroy = False
     made.num_nvl_bytes = 0
+    liveness = Liveness(0, native)
     made.communicator = Communicator(
-        group, backend, runtime, limits, [], liveness=None, claims=None, may_mask=False
+        group, backend, runtime, limits, [], liveness=liveness, claims=None, may_mask=False
     )
     made._low_latency = LowLatency(made.communicator, made, True)
     return made
