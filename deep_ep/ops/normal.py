@@ -19,7 +19,6 @@ from deep_ep.observe import parts
 from deep_ep.ops import pointers
 from deep_ep.ops.communicator import NOTIFY, RELAY_COMBINE, RELAY_DISPATCH
 from deep_ep.ops.stream_order import StreamOrder
-from deep_ep.types import handles
 from deep_ep.types.bounds import memory
 from deep_ep.types.handles import NormalHandle, new_handle
 
@@ -240,7 +239,7 @@ class Normal:
             relay_counters = communicator.counters.get(RELAY_COMBINE)
             runtime.native.normal_combine(
                 **self._common(shape, given),
-                **handles.token_pointers(given),
+                **given.token_pointers(),
                 **pointers.of_tensors(tensors),
                 order_topk=0 if order is None else order.topk_idx.shape[1],
                 order_experts_per_rank=0 if order is None else order.experts_per_rank,
@@ -362,7 +361,7 @@ class Normal:
         runtime.native.normal_dispatch(
             **self._common(shape, handle),
             **pointers.of_tensors(tensors or _NO_TENSORS),
-            **handles.source_pointers(handle, call.handle is None),
+            **handle.source_pointers(call.handle is None),
             scale_row_stride=row_stride,
             scale_column_stride=column_stride,
             num_recv_rows=handle.num_rows if tensors else 0,
@@ -376,7 +375,7 @@ class Normal:
 
     def _common(self, shape: NormalShape, handle: NormalHandle) -> dict[str, int]:
         """What all normal calls of the native runtime take."""
-        return {**shape.keywords, **handles.pointers(handle, self._communicator.rank)}
+        return {**shape.keywords, **handle.pointers(self._communicator.rank)}
 
     # ---- memory
 

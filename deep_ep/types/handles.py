@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any, Callable, NamedTuple, Union
 
 import torch
@@ -61,6 +60,10 @@ class OneNodeHandle(NamedTuple):
         """Received rows that it has room for."""
         return self.recv_src_idx.shape[0]
 
+    def name_of(self, field: str) -> str:
+        """`handle[1]`: what a caller calls it."""
+        return f"handle[{self._fields.index(field)}]"
+
     def with_rows(self, num_rows: Any, num_sent: Any, empty: Empty) -> OneNodeHandle:
         """The same with memory for so many received rows."""
         return self._replace(recv_src_idx=empty((num_rows,), torch.int32))
@@ -77,6 +80,18 @@ class OneNodeHandle(NamedTuple):
     def source_tokens(self) -> torch.Tensor:
         """[num_rows] int32, source token of each received row."""
         return self.recv_src_idx
+
+    def source_pointers(self, is_fresh: bool) -> dict[str, int]:
+        """Where a fresh dispatch writes the source of each row, as the native dispatch takes it."""
+        return {"recv_src_idx": self.recv_src_idx.data_ptr() if is_fresh else 0, "recv_src_meta": 0}
+
+    def token_pointers(self) -> dict[str, int]:
+        """Of the source token of each received row, as the native combine takes them."""
+        return {"recv_tokens": self.recv_src_idx.data_ptr(), "recv_token_stride": 1}
+
+    def pointers(self, rank: int) -> dict[str, int]:
+        """What the native calls on this rank take."""
+        return {**_pointers(self, rank), **_NO_NODES}
 
 
 class SeveralNodesHandle(NamedTuple):
@@ -117,6 +132,10 @@ class SeveralNodesHandle(NamedTuple):
         """Received rows that it has room for."""
         return self.recv_src_meta.shape[0]
 
+    def name_of(self, field: str) -> str:
+        """`handle[1]`: what a caller calls it."""
+        return f"handle[{self._fields.index(field)}]"
+
     def with_rows(self, num_rows: Any, num_sent: Any, empty: Empty) -> SeveralNodesHandle:
         """The same with memory for so many received rows, and for the heads of what is sent and relayed."""
         nvl_head = empty((num_sent, self.nvl_head.shape[1]), torch.int32).fill_(-1)
@@ -135,49 +154,44 @@ class SeveralNodesHandle(NamedTuple):
         """[num_rows] int32, source token of each received row."""
         return self.recv_src_meta.view(torch.int32)[:, 1]
 
+    def source_pointers(self, is_fresh: bool) -> dict[str, int]:
+        """Where a fresh dispatch writes the source of each row, as the native dispatch takes it."""
+        return {
+            "recv_src_idx": 0,
+            "recv_src_meta": self.recv_src_meta.data_ptr() if is_fresh else 0,
+        }
+
+    def token_pointers(self) -> dict[str, int]:
+        """Of the source token of each received row, as the native combine takes them."""
+        meta = self.recv_src_meta
+        return {"recv_tokens": meta.data_ptr() + meta.shape[1] // 2, "recv_token_stride": 2}
+
+    def pointers(self, rank: int) -> dict[str, int]:
+        """What the native calls on this rank take."""
+        of_nodes = {name: getattr(self, name).data_ptr() for name in _OF_NODES}
+        return {**_pointers(self, rank), **of_nodes}
+
 
 NormalHandle = Union[OneNodeHandle, SeveralNodesHandle]
 
 _WORD = torch.int64.itemsize
-# Tensors that the native calls take by their names here, whichever handle has them.
-_POINTED_AT = (
-    *("is_token_in_rank", "channel_prefix", "recv_channel_prefix", "nvl_head"),
-    *("node_channel_prefix", "recv_node_channel_prefix", "recv_node_prefix", "node_head"),
-)
+# What the native calls take of several nodes alone; 0 on one.
+_OF_NODES = ("node_channel_prefix", "recv_node_channel_prefix", "recv_node_prefix", "node_head")
+_NO_NODES = dict.fromkeys(_OF_NODES, 0)
 
 
-def name_of(handle: NormalHandle, field: str) -> str:
-    """`handle[1]`: what a caller calls it."""
-    return f"handle[{handle._fields.index(field)}]"
-
-
-def pointers(handle: NormalHandle, rank: int) -> dict[str, int]:
-    """What the native calls on this rank take."""
+def _pointers(handle: NormalHandle, rank: int) -> dict[str, int]:
+    """What the native calls take of every handle."""
     source_prefix, prefix = handle.source_prefix(rank), handle.channel_prefix
     return {
-        **_pointers(handle, _POINTED_AT),
+        "is_token_in_rank": handle.is_token_in_rank.data_ptr(),
+        "channel_prefix": prefix.data_ptr(),
+        "recv_channel_prefix": handle.recv_channel_prefix.data_ptr(),
+        "nvl_head": handle.nvl_head.data_ptr(),
         "source_prefix": source_prefix.data_ptr(),
         "source_stride": source_prefix.stride(0),
         "dispatch_op": prefix.data_ptr() + _hidden_offset(prefix.numel()),
     }
-
-
-def source_pointers(handle: NormalHandle, is_fresh: bool) -> dict[str, int]:
-    """Where a fresh dispatch writes the source of each row, as the native dispatch takes it."""
-    names = "recv_src_idx", "recv_src_meta"
-    return _pointers(handle, names) if is_fresh else dict.fromkeys(names, 0)
-
-
-def token_pointers(handle: NormalHandle) -> dict[str, int]:
-    """Of the source token of each received row, as the native combine takes them."""
-    tokens = handle.source_tokens()
-    return {"recv_tokens": tokens.data_ptr(), "recv_token_stride": tokens.stride(0)}
-
-
-def _pointers(handle: NormalHandle, names: Iterable[str]) -> dict[str, int]:
-    """0 where the handle has no such tensor."""
-    found = ((name, getattr(handle, name, None)) for name in names)
-    return {name: 0 if tensor is None else tensor.data_ptr() for name, tensor in found}
 
 
 def new_channel_prefix(num_ranks: int, num_channels: int, device: torch.device) -> torch.Tensor:

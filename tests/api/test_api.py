@@ -37,7 +37,6 @@ from deep_ep.native import backend
 from deep_ep.observe import watchers
 from deep_ep.observe.counters import RecvCounters
 from deep_ep.ops.failures import error_from_failure
-from deep_ep.types import handles
 from deep_ep.types.handles import LowLatencyHandle, hidden_word, new_handle
 from support.launch import on_threads, outcomes
 from support.native_recorder import NativeRecorder
@@ -832,7 +831,7 @@ def test_the_native_calls_get_pointers_by_the_same_names_from_either_normal_hand
     for per_node in (4, 2):
         place = Topology(rank=1, num_ranks=4, ranks_per_node=per_node)
         handle = new_handle(place, 3, torch.zeros(5, 4, dtype=torch.bool), empty)
-        pointers.append(handles.pointers(handle, 1))
+        pointers.append(handle.pointers(1))
         for name in pointers[-1].keys() & set(handle._fields):
             assert pointers[-1][name] == getattr(handle, name).data_ptr()
         hidden = hidden_word(handle.channel_prefix)
