@@ -81,7 +81,7 @@ RULES: dict[str, list[Patch]] = {
         (path_model, "_are_connected", lambda time, *_: np.ones(time.shape[1:], bool))
     ],
     "paths: loads of ports": [(path_model, "_costs", lambda _, __, level, ___: np.zeros((len(level), 2)))],
-    "paths: order of sending": [(path_model, "_queued", lambda _, __, classes, ___: np.zeros(classes.shape))],
+    "paths: order of sending": [(path_model, "queued_in_ports", lambda _, __, classes, ___: np.zeros(classes.shape))],
     "paths: bounds by fences": [
         (path_model, "_by_fence", lambda _, classes, __: np.full(classes.shape, np.inf))
     ],

@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 
 from ..collect.group_matrices import Matrices, Place
-from ..collect.hops import NORMAL_KINDS
 from ..core.diagnosis import BoolArray, FloatArray, IntArray
 from ..core.robust_stats import (
     FAR,
@@ -27,10 +26,11 @@ from ..core.robust_stats import (
     median_of,
     or_zero,
     quantile_of,
-    weighted_median,
+    typical_slope,
 )
 from .clocks import Prior, joint_clocks, prior_of
-from .partners import members, over_mates, partners, some_ranks
+from .partners import members, over_mates, partners
+from .sending_order import queued_in_ports
 
 # Below four ranks a row of the path matrix has too few cells to tell a path from a clock.
 MIN_RANKS_TO_SPLIT_PATHS = 4
@@ -51,14 +51,6 @@ _MATES = 2
 _CONNECTED = 0.4
 # Loads that differ by less say nothing; pairs of ranks that tell what load costs.
 _EVEN, _PAIRS = 0.04, 4_000
-# The order of sending matters where paths differ for it by so many times the smallest effect of interest.
-_MATTERS = 2.0
-# In smaller groups most circles lead through any rank that is slow.
-_MIN_RANKS_FOR_CIRCLES = 8
-# Circles that tell what it costs to be sent late, and places in the order of sending by which they must differ.
-_CIRCLES, _LATER = 4_000, 0.2
-# And by which the orders of ranks must differ.
-_UNLIKE = 0.1
 
 
 @dataclass(frozen=True)
@@ -183,7 +175,9 @@ def fit_paths(kinds: Sequence[Matrices], floor_ns: float) -> PathModel:
     is_bound = np.isfinite(bound) | np.isfinite(by_fence)
     known = np.fmin(time, bound)
     ports = np.stack([_port_loads(m, classes) for m in kinds])
-    queued = np.stack([_queued(m, of_kind, classes, floor_ns) for m, of_kind in zip(kinds, time)])
+    queued = np.stack(
+        [queued_in_ports(m, of_kind, classes, floor_ns) for m, of_kind in zip(kinds, time)]
+    )
     seen = _SeenPaths(
         flat(known - queued),
         flat(by_fence - queued),
@@ -413,57 +407,6 @@ def _costs(seen: _SeenPaths, clock: FloatArray, level: FloatArray, nodes: IntArr
     return costs
 
 
-def _queued(m: Matrices, time: FloatArray, classes: IntArray, floor_ns: float) -> FloatArray:
-    """[receiver, source] ns: how much longer than usual what is sent late waits in its port, and shorter what is sent early.
-
-    A port that is slower than its rank hands over falls behind it more and more. By how much is told by circles of
-    paths, in which clocks cancel: against the same ones the other way around, which differ in nothing that all paths into
-    a rank or out of it have, and against others through the same nodes, which differ in nothing that those of a node have.
-    """
-    queued = np.zeros(classes.shape)
-    # In normal operations, what is sent late has waited for slots of its receiver.
-    if m.operation in NORMAL_KINDS or m.num_ranks < _MIN_RANKS_FOR_CIRCLES:
-        return queued
-    for of_link in (classes == 0, classes > 0):
-        ranks, mates = _circles(of_link, m.place.nodes)
-        if not ranks.size:
-            continue
-        following, next_mates = (np.roll(x, -1, axis=0) for x in (ranks, mates))
-        sent = np.where(of_link, m.send, np.nan)
-        first, last = (of.reduce(sent, axis=0, initial=np.nan) for of in (np.fmin, np.fmax))
-        place = (sent - first) / np.where(last > first, last - first, np.nan)
-        # An order that all ranks keep to is one with what is slow into those who come last.
-        common = median(place[:, some_ranks(len(classes))], 1)
-        if not median_of(np.abs(place - common[:, None])[ranks, following]) > _UNLIKE:
-            continue
-        # Who sends over all paths nearly to the end has hardly any order, and most of what paths take is not for it.
-        part = np.minimum(2 * median_of((last - first) / last), 1.0)
-        most = max(or_zero(part * median_of(time[ranks, following].mean(axis=0))), 0.0)
-        cost = 0.0
-        for others in ((following, ranks), (mates, next_mates)):
-            later, longer = ((x[ranks, following] - x[others]).sum(axis=0) for x in (place, time))
-            more = _steepness(later, longer - cost * later, _LATER)
-            cost = min(cost + max(more, 0.0), most)
-        differs = cost * np.nan_to_num(place - median_of(place[ranks, following]))
-        if np.abs(differs).max() > _MATTERS * floor_ns:
-            queued += differs
-    return queued
-
-
-def _circles(of_link: BoolArray, nodes: IntArray) -> tuple[IntArray, IntArray]:
-    """[4, circles] each: ranks that paths of a kind of link lead around, and others of the same nodes."""
-    generator = np.random.default_rng(0)
-    receivers, sources = np.nonzero(of_link)
-    if not receivers.size:
-        return receivers, sources
-    there, back = generator.integers(0, receivers.size, (2, _CIRCLES))
-    ranks = np.stack([receivers[there], sources[there], receivers[back], sources[back]])
-    ranks = ranks[:, of_link[ranks, np.roll(ranks, -1, axis=0)].all(axis=0)]
-    mates = members(nodes)[nodes[ranks]]
-    mates = np.take_along_axis(mates, generator.integers(0, mates.shape[2], (*ranks.shape, 1)), 2)
-    return ranks, np.where(mates < 0, ranks[..., None], mates)[..., 0]
-
-
 def _there_and_back(values: FloatArray) -> FloatArray:
     """[num_ranks]: medians of [2, num_ranks, others], there and back, added up; of one where the other is not known."""
     both = median(values, 2)
@@ -477,10 +420,4 @@ def _slope(x: FloatArray, y: FloatArray) -> float:
         a, b = np.triu_indices(known.size, 1)
     else:
         a, b = np.random.default_rng(0).integers(0, known.size, (2, _PAIRS))
-    return _steepness(x[known[a]] - x[known[b]], y[known[a]] - y[known[b]], _EVEN)
-
-
-def _steepness(step: FloatArray, rise: FloatArray, least: float) -> float:
-    """Median of what a step rises by, in which long ones count for more; 0 where all are shorter than `least`."""
-    known = np.isfinite(rise) & (np.abs(step) > least)
-    return weighted_median(rise[known] / step[known], np.abs(step[known]))
+    return typical_slope(x[known[a]] - x[known[b]], y[known[a]] - y[known[b]], _EVEN)

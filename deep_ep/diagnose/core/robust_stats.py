@@ -97,6 +97,12 @@ def weighted_median(values: FloatArray, weights: FloatArray) -> float:
     return float(ordered[at] + ordered[min(next_one, ordered.size - 1)]) / 2
 
 
+def typical_slope(step: FloatArray, rise: FloatArray, least: float) -> float:
+    """Median of what each step rises by, in which long ones count for more; 0 where none is longer than `least`."""
+    known = np.isfinite(rise) & (np.abs(step) > least)
+    return weighted_median(rise[known] / step[known], np.abs(step[known]))
+
+
 def or_zero(value: float) -> float:
     """The value if it is known, else 0."""
     return value if math.isfinite(value) else 0.0
