@@ -25,6 +25,7 @@ from ..core.robust_stats import (
     median,
     median_of,
     or_zero,
+    quantile,
     quantile_of,
     typical_slope,
 )
@@ -49,6 +50,8 @@ _ONE_WAY = 0.2
 _MATES = 2
 # A rank's clock is told by the paths of this share of the others.
 _CONNECTED = 0.4
+# Healthy paths are of ports with as few rows as these.
+_HEALTHY = 0.25
 # Loads that differ by less say nothing; pairs of ranks that tell what load costs.
 _EVEN, _PAIRS = 0.04, 4_000
 
@@ -67,6 +70,7 @@ class PathModel:
         on_one_clock: where the bound is of the sender's clock alone.
         level: [kinds, classes], of healthy paths.
         usual: what healthy paths take.
+        busy: the same since the source began to send.
         ports: [kinds, links, 2, num_ranks], by what share more rows than usual come into each rank and out of it, within
             nodes and between.
         fence: [kinds, num_ranks], how much longer than the others of its node a rank waits, before it waits for others,
@@ -86,6 +90,7 @@ class PathModel:
     on_one_clock: BoolArray
     level: FloatArray
     usual: FloatArray
+    busy: FloatArray
     ports: FloatArray
     fence: FloatArray
     clock: FloatArray
@@ -103,11 +108,22 @@ class PathModel:
         """[receiver, source]: path times of a kind with clocks set."""
         return np.asarray(self.time[k] - _apart(self.clock))
 
-    def uneven(self, k: int, receivers: IntArray, sources: IntArray) -> FloatArray:
-        """Of some paths, by what share the loads of their ports differ from those of others."""
-        link = np.minimum(self.classes[receivers, sources], 1)
-        into, out_of = self.ports[k, link, 0, receivers], self.ports[k, link, 1, sources]
-        return np.asarray(np.maximum(np.abs(into), np.abs(out_of)))
+    def by_load(self, k: int, receivers: IntArray, sources: IntArray) -> float:
+        """By how much some paths may be slower than healthy ones for the rows of their ports, ns on average.
+
+        A port has been busy at most since its rank began to send.
+        """
+        of_group = np.zeros(self.classes.shape, bool)
+        of_group[receivers, sources] = True
+        longer = [np.zeros(0)]
+        for ports, of_link in zip(self.ports[k], (self.classes == 0, self.classes > 0)):
+            among = of_link & self.expected[k]
+            into_and_out = 1 + np.stack(np.broadcast_arrays(ports[0][:, None], ports[1]))
+            usual = quantile(into_and_out[:, among], _HEALTHY, axis=1)[:, None]
+            ours = among & of_group
+            unlike = np.abs(into_and_out[:, ours] / np.where(usual > 0, usual, np.nan) - 1)
+            longer.append(np.nan_to_num(unlike.max(axis=0, initial=0)) * self.busy[k][ours])
+        return or_zero(median_of(np.concatenate(longer)))
 
 
 @dataclass(frozen=True)
@@ -221,6 +237,7 @@ def fit_paths(kinds: Sequence[Matrices], floor_ns: float) -> PathModel:
         on_one_clock=on_one_clock,
         level=level,
         usual=usual,
+        busy=usual + np.nan_to_num(np.stack([m.send for m in kinds])),
         ports=ports,
         fence=fence,
         clock=clock,

@@ -85,15 +85,12 @@ def _is_worth_it(judged: JudgedPaths, kind: JudgedKind, k: int, cause: PathCause
         error = _own_error(kind, k, cause)
         return bool(cause.effect[k] > max(kind.floor, unlike, _CERTAIN * error))
     paths = (cause.group.receivers, cause.group.sources)
-    uneven = float(np.mean(judged.model.uneven(k, *paths))) * or_zero(
-        median_of(kind.e.paths.usual[paths])
-    )
     bar = max(
         kind.floor,
         unlike,
         _CERTAIN * _size(judged, kind, k, cause).error,
         _CERTAIN * or_zero(median_of(judged.model.noise[k][paths])),
-        _BY_LOAD * uneven,
+        _BY_LOAD * judged.model.by_load(k, *paths),
     )
     return bool(cause.effect[k] > bar) and _is_borne_out(judged, k, cause)
 
@@ -117,9 +114,9 @@ def _is_borne_out(judged: JudgedPaths, k: int, cause: PathCause) -> bool:
     others = hops or list(range(len(judged.operations)))
     if hops and k not in hops:
         return True
+    model, paths = judged.model, (cause.group.receivers, cause.group.sources)
     shown = [
-        median_of(judged.model.rest[o, cause.group.receivers, cause.group.sources])
-        + cause.effect[o]
+        median_of(model.rest[o][paths]) + cause.effect[o] - _BY_LOAD * model.by_load(o, *paths)
         for o in others
         if o != k
     ]

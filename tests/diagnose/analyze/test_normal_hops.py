@@ -159,6 +159,12 @@ def test_time_that_a_sender_waits_for_slots_is_not_its_own() -> None:
             assert work.value[5] > 20_000.0
 
 
+@pytest.mark.parametrize("share", [4, 5, 6])
+def test_experts_in_demand_are_no_slow_pair_of_nodes(share: float) -> None:
+    demanded = gather(2, 8, [HotRank(5, share)], seed=3)
+    assert causes(diagnose.judge(demanded)) == {("hot experts", 5)}
+
+
 def test_own_time_is_counted_once_in_the_hop_in_which_it_passes() -> None:
     for matrices in (gather(2, 4, []), gather(2, 4, [SlowRank(1, EFFECT_S)])):
         for gateway in ("gateway dispatch", "gateway combine"):

@@ -39,6 +39,13 @@ def test_a_quantile_is_a_known_value_with_its_share_below(values: np.ndarray, sh
             assert np.isnan(value)
 
 
+def test_one_long_step_tells_a_slope_that_noise_of_short_ones_hides() -> None:
+    step = np.array([0.1, -0.1, 0.2, 4.0, 0.0, np.nan])
+    rise = np.array([-1.0, 2.0, 3.0, 8.0, 5.0, 1.0])
+    assert robust_stats.typical_slope(step, rise, 0.05) == 2.0
+    assert robust_stats.typical_slope(step, rise, 4.0) == 0.0
+
+
 def test_nothing_known_is_nan_and_not_an_error() -> None:
     nothing = np.full((3, 2), np.nan)
     assert np.isnan(robust_stats.median(nothing, 0)).all()
