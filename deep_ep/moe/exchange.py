@@ -231,7 +231,13 @@ def checked_options(
 def check_combine(y: Tensor, rows: Tensor) -> None:
     """Raises what `combine` raises of what the experts made of these rows, before anything is sent."""
     _check_bfloat16(f"{_COMBINE}: y", y)
-    if not torch.compiler.is_compiling() and len(y) != len(rows):
+    if torch.compiler.is_compiling():
+        return
+    if y.device != rows.device:
+        raise EPArgumentError(
+            f"{_COMBINE}: y is on {y.device}; it must be on {rows.device}, as dispatched.x is. Move it there."
+        )
+    if len(y) != len(rows):
         raise EPArgumentError(
             f"{_COMBINE}: y has {len(y)} rows; it must have {len(rows)}, one for each row of "
             "dispatched.x. Return a row for each row, padding included."

@@ -373,6 +373,8 @@ def test_what_is_refused_is_refused_before_anything_is_sent(
             moe.combine(sent.x.new_zeros(len(sent.x) + 1, 128), sent)
         with pytest.raises(EPArgumentError, match="combine: y is torch.float32"):
             moe.combine(sent.x.float(), sent)
+        with pytest.raises(EPArgumentError, match="combine: y is on meta; it must be on cpu"):
+            moe.combine(sent.x.to("meta"), sent)
         with pytest.raises(EPArgumentError, match="num_experts is 0"):
             moe.ExpertParallel(lambda rows, _: rows, 0, buffer)
 
