@@ -125,16 +125,6 @@ def _timeout(host: Host) -> Finding:
 
 
 @CHECKS.row(
-    "verification of rows",
-    why="where results are wrong, it says which row was overwritten, and who sent it: buffers that are "
-    "shared by two modes, graphs that are replayed with old sizes, memory, wires",
-    when=_all_in_range,
-)
-def _verification(host: Host) -> Finding:
-    return ok("DEEP_EP_VERIFY=1" if env.verify() else "off (DEEP_EP_VERIFY=1 switches it on)")
-
-
-@CHECKS.row(
     "kernels of others",
     why="operations wait on the GPU for other ranks: behind a kernel that waits for those ranks in turn "
     "(NCCL, in another order on another rank, or on all SMs) none of them ends",

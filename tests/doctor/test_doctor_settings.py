@@ -114,21 +114,13 @@ def test_streams_in_one_queue_are_warned_of(tmp_path: Path) -> None:
     assert "same order on all ranks" in found.repair
 
 
-def test_verification_of_rows_is_offered(tmp_path: Path) -> None:
-    found = named(check(tmp_path), "verification of rows")
-    assert "DEEP_EP_VERIFY=1 switches it on" in found.found
-    assert "shared by two modes" in found.why
-
-
 def test_sizes_are_those_of_the_hints(tmp_path: Path) -> None:
     findings = needs(made_up(tmp_path))
+    (found,) = all_named(findings, "sizes")
     bytes_needed = Buffer.get_low_latency_rdma_size_hint(128, 7168, 64, 256)
-    low_latency = named(findings, "low-latency buffer")
-    assert f"num_rdma_bytes={bytes_needed} " in low_latency.found
-    assert "num_qps_per_rank=4" in low_latency.found
-    assert "more tokens is refused" in low_latency.why
-    assert named(findings, "Config of dispatch").found == repr(Buffer.get_dispatch_config(64))
-    assert "4 to each of 56 ranks" in named(findings, "queue pairs").found
+    assert f"low_latency_rdma_bytes={bytes_needed}, num_qps_per_rank=4" in found.found
+    assert f"dispatch_config={Buffer.get_dispatch_config(64)!r}" in found.found
+    assert "more tokens is refused" in found.why
     assert {finding.status for finding in findings} == {OK}
 
 
