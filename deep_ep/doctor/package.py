@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.metadata
 import json
 import re
 import signal
@@ -12,8 +11,6 @@ import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
-from urllib.request import url2pathname
 
 from deep_ep.doctor.checks import Check, Finding, Table, chain, fail, ok, warn
 from deep_ep.doctor.host import Host, Ran, version_numbers
@@ -40,11 +37,6 @@ _MODULES = {
 # Errors of the loader: pattern of the text, what it means, what to do.
 _LOADER_ERRORS = (
     (
-        r"undefined symbol",
-        "it was built against a newer or another version of a library than the one that is loaded",
-        _REBUILD,
-    ),
-    (
         r"libnvshmem\S*: cannot open shared object",
         "it is linked with NVSHMEM, whose host library is on no path that the loader looks at",
         "./install_nvshmem.sh --repair, or put its folder into LD_LIBRARY_PATH",
@@ -55,16 +47,11 @@ _LOADER_ERRORS = (
         "install that library, or put its folder into LD_LIBRARY_PATH",
     ),
     (
-        r"GLIBC(XX)?_\S+' not found|version .\S+. not found",
-        "it was built on a system with newer libraries than those of this one",
-        _REBUILD,
-    ),
-    (
         r"SIGILL",
         "it was built for instructions that this CPU does not have",
         "DEEP_EP_CPU_ARCH= pip install --no-build-isolation --force-reinstall --no-deps .",
     ),
-    (r"", "nothing can use it in this environment", _REBUILD),
+    (r"", "it was built with other versions of libraries than those that are loaded", _REBUILD),
 )
 
 
@@ -108,49 +95,6 @@ def _other_copies(host: Host) -> Iterator[Finding]:
 
 def _maker(version: str) -> str:
     return f"this package, {version}" if "+diagnose" in version else f"another package, {version}"
-
-
-@CHECKS.row(
-    "distribution",
-    why="pip replaces and removes only what it knows, and the last one installed wins",
-)
-def _distributions(host: Host) -> Finding:
-    """Installed distributions that bring a deep_ep."""
-    found = {
-        (one.version, str(one.locate_file(""))): one
-        for one in importlib.metadata.distributions(path=list(host.search_path))
-        if re.sub(r"[-_.]+", "-", one.metadata["Name"] or "").lower() in ("deep-ep", "deepep")
-    }
-    examined = host.package.parent
-    if not found:
-        return warn(
-            f"none is installed; deep_ep is used from {examined}",
-            "programs that start in another folder do not find it",
-            f"pip install {examined}",
-        )
-    listed = ", ".join(f"deep_ep {version} in {folder}" for version, folder in found)
-    if len(found) > 1:
-        repair = "pip uninstall deep_ep for each of them, then install one"
-        return fail(f"several: {listed}", repair=repair)
-    (source,) = (_editable_source(one) for one in found.values())
-    if source not in (None, examined):
-        return warn(
-            f"{listed} stands for {source}, examined is {host.package}",
-            "programs that start in another folder import the other one",
-            f"pip install --no-build-isolation --no-deps -e {examined}",
-        )
-    return ok(listed)
-
-
-def _editable_source(distribution: importlib.metadata.Distribution) -> Path | None:
-    """The tree that an editable installation stands for."""
-    try:
-        origin = json.loads(distribution.read_text("direct_url.json") or "{}")
-    except ValueError:
-        return None
-    if not origin.get("dir_info", {}).get("editable"):
-        return None
-    return Path(url2pathname(urlsplit(origin["url"]).path)).resolve()
 
 
 # ---- native modules
