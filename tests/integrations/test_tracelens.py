@@ -75,31 +75,8 @@ def test_rows_for_the_worst_case_have_a_column() -> None:
         "num_tokens": T,
         "bytes_per_token": 2 * H,
         "num_worst_tokens": 8 * T,
-        "local_bytes": None,
-        "nvlink_bytes": None,
-        "rdma_bytes": None,
         "no_bytes_because": "",
     }
-
-
-PHASES = {
-    "operation": 3,
-    "kind": "dispatch",
-    "ns": {"late": 9000, "send": 4000},
-    "charged": {"2": 9000},
-}
-MERGED = {"links": [5, 600, 200], "calls": [{"phases": PHASES, "links": [5, 600, 200]}]}
-
-
-def test_a_merged_trace_has_exact_bytes() -> None:
-    """Also of rows that are a tuple, or of low latency, which say nothing by themselves."""
-    given = event("FusedDispatch", [[], [T, K]], ["", LONG])
-    given["args"]["deep_ep"] = MERGED
-    asked = model(given)
-    assert asked.bytes() == asked.bytes_bwd() == 800
-    links = [asked.param_details[f"{link}_bytes"] for link in ("local", "nvlink", "rdma")]
-    assert links == [5, 600, 200]
-    assert asked.param_details["no_bytes_because"] == ""
 
 
 def test_releases_without_a_registry_get_the_same_names() -> None:
@@ -143,17 +120,6 @@ def test_an_extra_sheet_says_what_is_exposed() -> None:
     assert row["mean_us"] == 20
     assert row["exposed"] == 0.75
     assert row["effective_tbps"] == pytest.approx(N * H * 2 / 20e-6 / 1e12)
-
-
-def test_an_extra_sheet_of_a_merged_trace_has_phases_and_true_bandwidth() -> None:
-    operator, *others = step()
-    operator["args"]["deep_ep"] = MERGED
-    tree = SimpleNamespace(events=[operator, *others])
-    (row,) = loaded()["get_additional_dataframes_extension"](tree)["EP_phases"].to_dict("records")
-    assert (row["name"], row["count"]) == ("FusedCombine", 1)
-    assert (row["late_us"], row["send_us"], row["moving_us"]) == (9, 4, 4)
-    assert row["waits_most_for_rank"] == 2
-    assert row["true_tbps"] == pytest.approx(800 / 4e-6 / 1e12)
 
 
 def test_a_trace_without_exchanges_has_no_extra_sheet() -> None:

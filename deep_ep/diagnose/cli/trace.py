@@ -29,7 +29,7 @@ from ..trace.arrivals import Arrivals, arrivals, before
 from ..trace.counted import read as read_counters
 from ..trace.kernels import WAITING
 from ..trace.rank_trace import RankTrace
-from ..trace.summary import GroupRow, KernelsRow, OperatorRow, PhasesRow, UnknownRow
+from ..trace.summary import KernelsRow, OperatorRow, PhasesRow, UnknownRow
 from .link_limit import Links
 
 # Ranks that are named as the last to come; the rest is one word.
@@ -77,7 +77,6 @@ def trace(given: argparse.Namespace) -> int:
     if given.merge is not None:
         _merge(traces, given.merge)
     rows = [row for each in traces for row in summary.operators(each)]
-    together = summary.group(traces)
     phases = [row for each in traces for row in summary.phase_rows(each)]
     kernels, unknown = summary.kernel_rows(traces), summary.unknown_rows(traces)
     found = arrivals(traces)
@@ -86,13 +85,13 @@ def trace(given: argparse.Namespace) -> int:
         _phases(phases, is_several=len(ranks) > 1),
         _kernels(kernels),
         _unknown(unknown),
-        _together(together),
+        _together(found),
         _last(found, traces),
     ]
     sheets = [first, *(sheet for sheet in others if sheet.rows)]
     diagnosis = late_ranks.judge(found, traces) if len(traces) > 1 else None
     told = _ticket(diagnosis, found, kernels, unknown, ranks)
-    remarks += summary.remarks(traces) + summary.group_remarks(together)
+    remarks += summary.remarks(traces)
     if given.csv:
         console = Console(stderr=True, soft_wrap=True)
         _write_csv(rows)
@@ -220,18 +219,15 @@ def _head(row: OperatorRow | PhasesRow, *, is_several: bool) -> list[str]:
     return [str(row.rank) if is_several and row.rank >= 0 else "", row.name, str(row.count)]
 
 
-def _together(rows: Sequence[GroupRow]) -> _Sheet:
-    columns = ["operator", "count", "waiting us", "moving us", "true TB/s", "comes last"]
+def _together(found: Sequence[Arrivals]) -> _Sheet:
+    columns = ["operator", "count", "waiting us", "moving us", "true TB/s"]
     cells = [
         [
-            row.name,
-            str(row.count),
-            number(row.waiting_us),
-            number(row.moving_us),
-            _tbps(row.true_tbps),
-            ", ".join(f"rank {rank} {percent(part)}" for rank, part in row.last[:_MOST_NAMED]),
+            *(each.name, str(each.count)),
+            *(number(float(us.mean())) for us in (each.waiting_us, each.moving_us)),
+            _tbps(each.true_tbps),
         ]
-        for row in rows
+        for each in found
     ]
     return _Sheet("All ranks together", columns, cells, words=(0,))
 

@@ -18,7 +18,7 @@ from ..core.diagnosis import FloatArray
 from ..core.robust_stats import median, median_of, scale
 from .kernels import WAITING, base_name
 from .rank_trace import RankTrace, TracedExchange
-from .summary import matched_exchanges
+from .summary import matched_exchanges, moved_bytes, tbps
 
 # Of so many exchanges at most it is looked up what ran before them.
 _MOST_LOOKED_AT = 50
@@ -60,6 +60,23 @@ class Arrivals:
     def count(self) -> int:
         """Exchanges."""
         return int(self.late_us.shape[1])
+
+    @property
+    def waiting_us(self) -> FloatArray:
+        """[ranks, n], until the last one had come."""
+        waiting: FloatArray = self.late_us.max(0) - self.late_us
+        return waiting
+
+    @property
+    def moving_us(self) -> FloatArray:
+        """[ranks, n], from then until the end."""
+        return self.duration_us - self.waiting_us
+
+    @property
+    def true_tbps(self) -> float | None:
+        """What crossed links, or else bytes of rows, of all ranks over all their time of moving; `None`: not all say it."""
+        num_bytes = moved_bytes([each for of_rank in self.exchanges for each in of_rank])
+        return tbps(num_bytes, float(self.moving_us.sum()))
 
     @property
     def over_median_us(self) -> FloatArray:

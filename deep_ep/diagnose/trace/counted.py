@@ -1,34 +1,24 @@
 """What counters know of the operations in a trace: their phases, and what crossed which link.
 
-A call has the same number in a trace and in what the recorder keeps, which knows its operation in the counters. A merged
-trace has it with its operators, as their argument `KEY`.
+A call has the same number in a trace and in what the recorder keeps, which knows its operation in the counters.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Optional
+from typing import Optional
 
 import numpy as np
 
 from ..collect.hops import GATEWAY_COMBINE, GATEWAY_DISPATCH, NORMAL_COMBINE, NORMAL_DISPATCH
 from ..collect.snapshot import Snapshot
 from ..core.diagnosis import IntArray
-from ..core.package import (
-    PARTS,
-    PHASES,
-    CounterSnapshot,
-    OperationPhases,
-    Part,
-    codec,
-    phases_of,
-)
-from ..storage import counter_archive, foreign
+from ..core.package import PARTS, CounterSnapshot, OperationPhases, Part, phases_of
+from ..storage import counter_archive
 from .operations import LinkBytes, added_up
 
-KEY = "deep_ep"
 # What a gateway passes on in an operation.
 _GATEWAY_HOP = {NORMAL_DISPATCH: GATEWAY_DISPATCH, NORMAL_COMBINE: GATEWAY_COMBINE}
 # Of an operation; in the others nothing of it can move.
@@ -51,37 +41,6 @@ class Counted:
     def moving_us(self) -> float:
         """Its time without that in which nothing of it could move: before it, and while a rank was late."""
         return sum(self.phases.ns[phase] for phase in _MOVING) / 1e3
-
-
-@dataclass(frozen=True)
-class ExchangeFacts:
-    """What stands in a merged trace with one operator.
-
-    Attributes:
-        links: what it moves; `None`: nobody knows.
-        calls: those that counters have.
-    """
-
-    links: Optional[LinkBytes]  # noqa: UP045 - as above
-    calls: Sequence[Counted]
-
-
-def facts_of(arguments: Mapping[str, Any], where: str) -> ExchangeFacts:
-    """Of the `args` of an operator; nothing is known where it has none. `where` is the file and the event, for errors."""
-    if KEY not in arguments:
-        return ExchangeFacts(links=None, calls=())
-    try:
-        facts = foreign.read(ExchangeFacts, arguments[KEY])
-    except codec.CodecError as error:
-        error.path.insert(0, KEY)
-        raise foreign.refusal(error, where, "argument", "a merged trace") from None
-    return replace(facts, calls=[_with_all_phases(call) for call in facts.calls])
-
-
-def _with_all_phases(call: Counted) -> Counted:
-    """Other versions know of others."""
-    ns = {phase: call.phases.ns.get(phase, 0) for phase in PHASES}
-    return replace(call, phases=replace(call.phases, ns=ns))
 
 
 def read(path: Path) -> dict[int, dict[int, Counted]]:

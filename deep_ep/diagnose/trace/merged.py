@@ -1,6 +1,6 @@
 """Traces with what counters know of their calls: as arguments of the operators, and as slices of a timeline.
 
-Whatever reads traces shows them then: Perfetto the slices, TraceLens the arguments, and `rank_trace` reads both back.
+Whatever shows traces shows them then, such as Perfetto.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from typing import Any, BinaryIO, TextIO
 
 from ..core import safe_files
 from ..core.package import PARTS, EPArgumentError, codec
-from .counted import KEY, ExchangeFacts
 from .rank_trace import RankTrace, TracedExchange, number_in
 from .stream import EVENTS, TraceStream
 
 # Of `deep_ep.observe.phases`, what passes before the operation.
 _BEFORE = ("between", *PARTS)
 _TRACK = "deep_ep phases"
+_KEY = "deep_ep"
 # Traces are large, and written once.
 _COMPRESSION = 1
 
@@ -63,10 +63,14 @@ def _events(stream: Iterable[dict[str, Any]], trace: RankTrace) -> Iterator[dict
         if isinstance(arguments, dict):
             exchange = exchanges.get(number_in(arguments))
             if exchange is not None and exchange.name == event.get("name"):
-                found = ExchangeFacts(exchange.links, exchange.counted)
-                event = {**event, "args": {**arguments, KEY: codec.to_plain(found)}}
+                event = {**event, "args": {**arguments, _KEY: _known(exchange)}}
         yield event
     yield from _slices(trace)
+
+
+def _known(exchange: TracedExchange) -> dict[str, Any]:
+    links = None if exchange.links is None else exchange.links._asdict()
+    return {"links": links, "calls": [codec.to_plain(call) for call in exchange.counted]}
 
 
 def _slices(trace: RankTrace) -> Iterator[dict[str, Any]]:

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from ..core.diagnosis import FloatArray
 from ..core.package import printable
-from .counted import KEY, Counted, facts_of
+from .counted import Counted
 from .kernels import (
     ALL_TO_ALL,
     COMBINE,
@@ -81,7 +81,6 @@ class TracedExchange:
         calls: numbers of the calls of this package in it.
         links: what it moves, as it or the counters say exactly; `None`: neither does.
         counted: these calls, as far as counters have them.
-        is_merged: whether links and counted stood in the trace.
     """
 
     name: str
@@ -95,7 +94,6 @@ class TracedExchange:
     calls: list[int] = field(default_factory=list)
     links: LinkBytes | None = None
     counted: list[Counted] = field(default_factory=list)
-    is_merged: bool = False
 
     @property
     def span_us(self) -> tuple[float, float]:
@@ -186,7 +184,6 @@ class RankTrace:
         rank: of the job, -1 if neither the trace nor its name says.
         exchanges: in order of time.
         own: [n, 2] begin and end of the kernels of exchanges, us, sorted, without overlaps.
-        base_ns: what its times count from, UTC; 0 where it does not say.
         work: all other work on the GPU by name.
         ranges: those that the program named, in which the GPU ran.
         host_ranges: those on the host.
@@ -197,7 +194,6 @@ class RankTrace:
     rank: int
     exchanges: list[TracedExchange]
     own: FloatArray
-    base_ns: int
     work: NamedSpans
     ranges: NamedSpans
     host_ranges: NamedSpans
@@ -267,7 +263,8 @@ def condense(
         elif (operation := operation_of(name)) is not None:
             exchange = TracedExchange(name, operation, begin, lasts, sent_of(name, arguments))
             exchange.thread, exchange.number = _thread(event), number_in(arguments)
-            _add_facts(exchange, arguments, path)
+            call = call_of(name, arguments)
+            exchange.calls = [] if call is None else [call]
             called.append(exchange)
         elif (said := moved_by(name, arguments)) is not None:
             moved.append((begin, *said))
@@ -282,13 +279,11 @@ def condense(
     outermost = _outermost(called)
     _add_moved(outermost, moved)
     found = sorted([*outermost, *alone], key=lambda each: each.span_us[0])
-    base = header.get("baseTimeNanoseconds")
     return RankTrace(
         path,
         _rank(header, path),
         [each for each in found if each.kernels or not kernels],
         union([kernel.span for kernel in kernels]),
-        base if type(base) is int and abs(base) < 1e3 * _LATEST_US else 0,
         work,
         ranges,
         host_ranges,
@@ -303,8 +298,8 @@ def add_counted(trace: RankTrace, counted: Mapping[int, Counted]) -> list[str]:
             f"{trace.path}: no operator says which call of this package it is, so counters add nothing; profile "
             "with record_shapes=True"
         ]
-    exchanges = [each for each in trace.exchanges if each.calls and not each.is_merged]
-    if exchanges and not counted:
+    exchanges = [each for each in trace.exchanges if each.calls]
+    if not counted:
         whose = f"rank {trace.rank}" if trace.rank >= 0 else "its rank, which nobody says"
         return [
             f"{trace.path}: counters have no calls of {whose}. Save them on every rank, and name traces rank3.json"
@@ -335,15 +330,6 @@ def _counted_links(exchange: TracedExchange, counted: Mapping[int, Counted]) -> 
     """`None` unless counters have all calls and their bytes."""
     found = (counted.get(call) for call in exchange.calls)
     return added_up(None if each is None else each.links for each in found)
-
-
-def _add_facts(exchange: TracedExchange, arguments: Mapping[str, Any], path: Path) -> None:
-    """Adds what the arguments of an operator say of its calls."""
-    known = facts_of(arguments, f"{path}: {exchange.name} at {exchange.begin_us} us")
-    exchange.links, exchange.counted = known.links, list(known.calls)
-    exchange.is_merged = KEY in arguments
-    call = call_of(exchange.name, arguments)
-    exchange.calls = [] if call is None else [call]
 
 
 def _of_streams(kernels: list[Launched]) -> list[TracedExchange]:
@@ -438,8 +424,7 @@ def _add_moved(called: list[TracedExchange], moved: list[tuple[float, int, LinkB
             of_call[call].append(exchange)
     for said_us, call, links in moved:
         begun = [exchange for exchange in of_call[call] if exchange.begin_us <= said_us]
-        # A merged trace has said so already.
-        if begun and not begun[-1].is_merged:
+        if begun:
             begun[-1].links = added_up([begun[-1].links or LinkBytes(0, 0, 0), links])
 
 

@@ -102,33 +102,6 @@ class PhasesRow:
     true_tbps: float | None
 
 
-@dataclass(frozen=True)
-class GroupRow:
-    """All exchanges of one operator on all ranks, the first of each rank beside each other and so on.
-
-    Attributes:
-        name: of the operator.
-        count: exchanges that all ranks have.
-        last: share of the exchanges in which each rank came last, by rank, largest first.
-        waiting_us: mean over exchanges and ranks of the time until the last rank had come.
-        moving_us: mean time from then to the end.
-        true_tbps: what crossed links, or else bytes of rows, of all ranks over all their time of moving; `None` if not
-            all say it.
-        too_early: two ranks, the first of which ended it before the second had begun, and by how many us at most; `None`:
-            there are none.
-        is_aligned: whether clocks of ranks were therefore set so that ranks leave exchanges at the same time.
-    """
-
-    name: str
-    count: int
-    last: tuple[tuple[int, float], ...]
-    waiting_us: float
-    moving_us: float
-    true_tbps: float | None
-    too_early: tuple[int, int, float] | None
-    is_aligned: bool = False
-
-
 def operators(trace: RankTrace) -> list[OperatorRow]:
     """One row for each operator of a rank, the most expensive first."""
     names = _by_name(trace.exchanges)
@@ -190,21 +163,10 @@ def phase_rows(trace: RankTrace) -> list[PhasesRow]:
                 {phase: ns / 1e3 / len(counted) for phase, ns in together.total().items()},
                 {source: ns / 1e3 for source, ns in together.charged().items()},
                 moving_us / len(counted),
-                _tbps(links and links.crossing, moving_us),
+                tbps(links and links.crossing, moving_us),
             )
         )
     return rows
-
-
-def group(traces: Sequence[RankTrace]) -> list[GroupRow]:
-    """One row for each operator that all ranks ran, where there are several.
-
-    Clocks of hosts must agree; what they differ by is taken for waiting. Where they cannot agree, and kernels are there, they
-    are set so that ranks leave exchanges at the same time.
-    """
-    if len(traces) < 2:
-        return []
-    return [_group_row(name, traces, each) for name, each in matched_exchanges(traces)]
 
 
 def matched_exchanges(
@@ -245,21 +207,6 @@ def _left_out(trace: RankTrace) -> Iterator[str]:
             )
 
 
-def group_remarks(rows: Iterable[GroupRow]) -> list[str]:
-    """Where clocks of hosts cannot agree."""
-    return [
-        f"{row.name} ended on rank {row.too_early[0]} up to {row.too_early[2]:.0f} us before it began on rank "
-        f"{row.too_early[1]}: unless the two exchanged nothing, the clocks of their hosts differ by that or more, "
-        + (
-            "and they were set so that ranks leave exchanges at the same time"
-            if row.is_aligned
-            else "and waiting, moving and who comes last are wrong. Counters do not need such clocks: pass --counters"
-        )
-        for row in rows
-        if row.too_early is not None
-    ]
-
-
 def _by_name(exchanges: Iterable[TracedExchange]) -> dict[str, list[TracedExchange]]:
     names: dict[str, list[TracedExchange]] = defaultdict(list)
     for exchange in exchanges:
@@ -291,7 +238,7 @@ def _row(trace: RankTrace, name: str, exchanges: list[TracedExchange]) -> Operat
         local,
         nvlink,
         rdma,
-        _tbps(_moved(exchanges), total_us),
+        tbps(moved_bytes(exchanges), total_us),
     )
 
 
@@ -323,63 +270,17 @@ def _matched(exchanges: list[list[TracedExchange]]) -> list[list[TracedExchange]
     return [of_rank[:count] for of_rank in exchanges]
 
 
-def _group_row(
-    name: str, traces: Sequence[RankTrace], exchanges: list[list[TracedExchange]]
-) -> GroupRow:
-    ranks = [trace.rank for trace in traces]
-    count = len(exchanges[0])
-    spans = np.array([[each.span_us for each in of_rank] for of_rank in exchanges])
-    # Of the differences alone: microseconds since 1970 do not fit a double to the nanosecond.
-    shifts = np.array([(trace.base_ns - traces[0].base_ns) / 1e3 for trace in traces])
-    begins, ends = np.moveaxis(spans + shifts[:, None, None], 2, 0)  # [ranks, exchanges]
-    too_early = _too_early(ranks, begins, ends)
-    is_aligned = too_early is not None and all(each.kernels for of in exchanges for each in of)
-    if is_aligned:
-        met = np.array([[each.meeting_us[1] for each in of_rank] for of_rank in exchanges])
-        off = np.median(met - met[0], axis=1)
-        begins, ends = np.moveaxis(spans - off[:, None, None], 2, 0)
-    last_begins = begins.max(0)
-    moving = np.maximum(ends - last_begins, 0)
-    last = np.bincount(begins.argmax(0), minlength=len(ranks)) / count
-    order = np.argsort(-last, kind="stable")
-    return GroupRow(
-        name,
-        count,
-        tuple((ranks[i], float(last[i])) for i in order if last[i]),
-        float((last_begins - begins).mean()),
-        float(moving.mean()),
-        _tbps(_total(map(_moved, exchanges)), float(moving.sum())),
-        too_early,
-        is_aligned,
-    )
-
-
-def _too_early(
-    ranks: Sequence[int], begins: FloatArray, ends: FloatArray
-) -> tuple[int, int, float] | None:
-    early_us = begins.max(0) - ends.min(0)
-    worst = int(early_us.argmax())
-    if early_us[worst] <= 0:
-        return None
-    first, last = int(ends[:, worst].argmin()), int(begins[:, worst].argmax())
-    return ranks[first], ranks[last], float(early_us[worst])
-
-
-def _moved(exchanges: Sequence[TracedExchange]) -> int | None:
+def moved_bytes(exchanges: Sequence[TracedExchange]) -> int | None:
     """Exactly what crossed links, or else bytes of rows."""
     links = added_up(each.links for each in exchanges)
     return _bytes(exchanges) if links is None else links.crossing
 
 
 def _bytes(exchanges: Iterable[TracedExchange]) -> int | None:
-    return _total(each.sent.num_bytes for each in exchanges)
-
-
-def _total(numbers: Iterable[int | None]) -> int | None:
-    """`None` if one of them is not known."""
-    found = list(numbers)
+    """`None` if one of them does not say it."""
+    found = [each.sent.num_bytes for each in exchanges]
     return None if None in found else sum(filter(None, found))
 
 
-def _tbps(num_bytes: int | None, us: float) -> float | None:
+def tbps(num_bytes: int | None, us: float) -> float | None:
     return num_bytes / us / 1e6 if num_bytes is not None and us else None
