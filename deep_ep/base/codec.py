@@ -219,7 +219,7 @@ class Codec:
     """
 
     name: str
-    expected: Callable[[Sides], str]
+    expected: str
     read: Callable[[Any, Decoding], Any]
     write: Callable[[Any], Any] = lambda value: value
     sets_sides: bool = False
@@ -252,9 +252,9 @@ def _unchecked(hint: Any, rules: dict[type, Any], or_empty: bool) -> Codec:
     if hint is bool or origin is Literal:
         return _word(inner or (False, True))
     if hint is Any:
-        return Codec("JSON", lambda sides: "JSON", _read_json)
+        return Codec("JSON", "JSON", _read_json)
     if hint is str:
-        return Codec("text", lambda sides: "a text", _read_text)
+        return Codec("text", "a text", _read_text)
     if hint is int:
         return _integer(rules.get(Range, Range(-_INTEGERS_END)), rules.get(Length, Length(())))
     if hint is float:
@@ -322,21 +322,17 @@ def _word(words: tuple[Any, ...]) -> Codec:
             raise CodecError.of(value, expected)
         return value
 
-    return Codec("text", lambda sides: expected, read)
+    return Codec("text", expected, read)
 
 
 def _integer(allowed: Range, length: Length) -> Codec:
-    def below(sides: Sides) -> int:
-        below = allowed.below
-        return sides.get(below, _INTEGERS_END) if isinstance(below, str) else below
-
-    def expected(sides: Sides) -> str:
-        least = f" of at least {allowed.least}" if allowed.least > -_INTEGERS_END else ""
-        return f"an integer{least}" + f" and below {below(sides)}" * (below(sides) < _INTEGERS_END)
+    least, below = allowed.least, allowed.below
+    expected = f"an integer of at least {least}" if least > -_INTEGERS_END else "an integer"
 
     def read(value: Any, how: Decoding) -> int:
-        if type(value) is not int or not allowed.least <= value < below(how.sides):
-            raise CodecError.of(value, expected(how.sides))
+        most = how.sides.get(below, _INTEGERS_END) if isinstance(below, str) else below
+        if type(value) is not int or not least <= value < most:
+            raise CodecError.of(value, expected + f" and below {most}" * (most < _INTEGERS_END))
         how.sides.update(dict.fromkeys(length.sides, value))
         return value
 
@@ -361,13 +357,13 @@ def _number(digits: Digits | None) -> Codec:
         number = float(value) if digits is None else round(float(value), digits.count)
         return number if math.isfinite(number) else None
 
-    return Codec("number", lambda sides: "a number or null", read, write)
+    return Codec("number", "a number or null", read, write)
 
 
 def _optional(inner: Codec) -> Codec:
     return Codec(
         f"{inner.name} or null",
-        lambda sides: f"{inner.expected(sides)} or null",
+        f"{inner.expected} or null",
         lambda value, how: None if value is None else inner.read(value, how),
         lambda value: None if value is None else inner.write(value),
     )
@@ -384,25 +380,19 @@ def _list(
     codecs: Iterable[Codec]
     if isinstance(inner, list):
         codecs, name = inner, f"[{', '.join(side)}]"
+        expected = f"a list of {name}"
     else:
         codecs = itertools.repeat(inner)
         name = f"[{side}] {inner.name}" if side else f"list of {inner.name}s"
-
-    def length(sides: Sides) -> int | None:
-        return len(inner) if isinstance(inner, list) else sides.get(str(side))
-
-    def expected(sides: Sides) -> str:
-        if isinstance(inner, list):
-            return f"a list of {name}"
-        return f"a list of {inner.name + 's' if length(sides) is None else length(sides)}"
+        expected = f"a list of {inner.name}s"
 
     def read(value: Any, how: Decoding) -> Any:
+        wanted = len(inner) if isinstance(inner, list) else how.sides.get(str(side))
         # In a pickle there are tuples.
         if not isinstance(value, (list, tuple)):
-            raise CodecError.of(value, expected(how.sides))
+            raise CodecError.of(value, expected)
         if len(value) > most:
             raise CodecError.of(value, f"a list of at most {most}")
-        wanted = length(how.sides)
         if wanted not in (None, len(value)) and (value or not or_empty):
             raise CodecError(f"has {len(value)} entries; expected {wanted}")
         if isinstance(side, str) and side and (value or not or_empty):
@@ -428,7 +418,7 @@ def _mapping(
             raise CodecError(f"has {len(value)} entries; expected at most {most}")
         missing = [name for name in keys if name not in value]
         if missing:
-            raise CodecError(f"is missing; expected {inner.expected(how.sides)}", missing[0])
+            raise CodecError(f"is missing; expected {inner.expected}", missing[0])
         found = {}
         for name, one in value.items():
             if known and name not in known:
@@ -443,7 +433,7 @@ def _mapping(
     def write(value: Any) -> dict[str, Any]:
         return {str(name): inner.write(value[name]) for name in keys or value}
 
-    return Codec("object", lambda sides: "an object", read, write)
+    return Codec("object", "an object", read, write)
 
 
 def _object(cls: Any) -> Codec:
@@ -457,24 +447,18 @@ def _object(cls: Any) -> Codec:
             raise CodecError.of(value, "an object")
         own = Decoding(dict(how.sides), how.text, how.is_strict, how.arrays)
         missing = [name for name in codecs if name not in value and name not in defaults]
-        found = {}
-        for name in in_order:
-            if missing and not codecs[name].sets_sides:
-                break
-            if name in value:
-                found[name] = own.inside(name, codecs[name], value[name])
         if missing:
-            expected = codecs[missing[0]].expected(own.sides)
-            raise CodecError(f"is missing; expected {expected}", missing[0])
+            raise CodecError(f"is missing; expected {codecs[missing[0]].expected}", missing[0])
         unknown = value.keys() - codecs.keys() if how.is_strict else ()
         if unknown:
             raise CodecError(f"is no field of {cls.__name__}", min(unknown))
+        found = {n: own.inside(n, codecs[n], value[n]) for n in in_order if n in value}
         return cls(**found)
 
     def write(value: Any) -> dict[str, Any]:
         return {name: codec.write(getattr(value, name)) for name, codec in codecs.items()}
 
-    return Codec("object", lambda sides: "an object", read, write)
+    return Codec("object", "an object", read, write)
 
 
 def _listed_array(sides: tuple[str, ...], digits: int, cell: Codec, dtype: Any) -> Codec:
@@ -537,7 +521,7 @@ def _packed_array(sides: tuple[Any, ...], dtype: Any) -> Codec:
         how.sides.update(lengths)
         return value if isinstance(value, np.ndarray) else _unpacked(shape, dtype, how.arrays)
 
-    return Codec(dtype.name, expected, read, lambda value: np.asarray(value, dtype))
+    return Codec(dtype.name, expected({}), read, lambda value: np.asarray(value, dtype))
 
 
 def _unpacked(shape: list[int], dtype: Any, arrays: io.BytesIO) -> Any:
