@@ -136,7 +136,7 @@ def _add_trace(parser: argparse.ArgumentParser) -> None:
         "--merge",
         type=Path,
         metavar="DIR",
-        help="also write the traces there, with what was found as slices and as arguments of operators",
+        help="also write the traces there, with phases as slices",
     )
     _add_links(parser)
     _add_page_and_width(parser)

@@ -30,11 +30,10 @@ import logging
 import multiprocessing.util
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from deep_ep.base import codec
 from deep_ep.errors import EPUsageError
 from deep_ep.observe import stamps
 from deep_ep.observe.parts import PARTS, Part, PartStamps
@@ -53,10 +52,6 @@ _MOST_NAMED = 3
 _log = logging.getLogger("deep_ep")
 
 
-# Traces and saved counters hold them.
-_Count = Annotated[int, codec.Range()]
-
-
 @dataclass(frozen=True)
 class OperationPhases:
     """One operation of one rank.
@@ -68,10 +63,10 @@ class OperationPhases:
         charged: by rank, how long this one waited for it, ns; itself is left out.
     """
 
-    operation: _Count
+    operation: int
     kind: str
-    ns: Mapping[str, _Count]
-    charged: Mapping[_Count, _Count]
+    ns: Mapping[str, int]
+    charged: Mapping[int, int]
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Optional
 
 import numpy as np
 
@@ -35,7 +34,7 @@ class Counted:
     """
 
     phases: OperationPhases
-    links: Optional[LinkBytes]  # noqa: UP045 - read at run time, by Python 3.9 as well
+    links: LinkBytes | None
 
     @property
     def moving_us(self) -> float:

@@ -1,26 +1,23 @@
-"""Traces with what counters know of their calls: as arguments of the operators, and as slices of a timeline.
-
-Whatever shows traces shows them then, such as Perfetto.
-"""
+"""Traces with the phases of their calls, which counters know, as slices of a timeline: Perfetto and others show them."""
 
 from __future__ import annotations
 
 import gzip
 import io
+import itertools
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
 from ..core import safe_files
-from ..core.package import PARTS, EPArgumentError, codec
-from .rank_trace import RankTrace, TracedExchange, number_in
+from ..core.package import PARTS, EPArgumentError
+from .rank_trace import RankTrace
 from .stream import EVENTS, TraceStream
 
 # Of `deep_ep.observe.phases`, what passes before the operation.
 _BEFORE = ("between", *PARTS)
 _TRACK = "deep_ep phases"
-_KEY = "deep_ep"
 # Traces are large, and written once.
 _COMPRESSION = 1
 
@@ -39,7 +36,7 @@ def write(trace: RankTrace, target: Path) -> None:
     with safe_files.create(target) as file, _text(file, target) as out:
         out.write(f'{{"{EVENTS}": [')
         separator = "\n"
-        for event in _events(stream, trace):
+        for event in itertools.chain(stream, _slices(trace)):
             out.write(separator + json.dumps(event))
             separator = ",\n"
         out.write("\n]")
@@ -52,25 +49,6 @@ def _text(file: BinaryIO, target: Path) -> TextIO:
     if target.suffix == ".gz":
         return gzip.open(file, "wt", _COMPRESSION, "utf-8")
     return io.TextIOWrapper(file, "utf-8")
-
-
-def _events(stream: Iterable[dict[str, Any]], trace: RankTrace) -> Iterator[dict[str, Any]]:
-    exchanges: dict[int | None, TracedExchange] = {
-        each.number: each for each in trace.exchanges if each.number is not None
-    }
-    for event in stream:
-        arguments = event.get("args")
-        if isinstance(arguments, dict):
-            exchange = exchanges.get(number_in(arguments))
-            if exchange is not None and exchange.name == event.get("name"):
-                event = {**event, "args": {**arguments, _KEY: _known(exchange)}}
-        yield event
-    yield from _slices(trace)
-
-
-def _known(exchange: TracedExchange) -> dict[str, Any]:
-    links = None if exchange.links is None else exchange.links._asdict()
-    return {"links": links, "calls": [codec.to_plain(call) for call in exchange.counted]}
 
 
 def _slices(trace: RankTrace) -> Iterator[dict[str, Any]]:

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
-from ..core.package import codec
 from .kernels import COMBINE, DISPATCH
 
 # Of autograd functions and operators, by what they are called in place of {}.
@@ -103,9 +102,9 @@ class LinkBytes(NamedTuple):
         nvlink, rdma: the others; a row that crosses both is in both.
     """
 
-    local: Annotated[int, codec.Range()]
-    nvlink: Annotated[int, codec.Range()]
-    rdma: Annotated[int, codec.Range()]
+    local: int
+    nvlink: int
+    rdma: int
 
     @property
     def crossing(self) -> int:

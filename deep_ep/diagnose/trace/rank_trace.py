@@ -256,13 +256,13 @@ def condense(
                 continue
             stream = _thread(event)
             stream = streams.setdefault(stream, stream)
-            number = number_in(arguments)
+            number = _number_in(arguments)
             kernels.append(Launched(row, name, (begin, begin + lasts), stream, number))
         elif category == _ON_STREAM:
             ranges.add(name, begin, begin + lasts)
         elif (operation := operation_of(name)) is not None:
             exchange = TracedExchange(name, operation, begin, lasts, sent_of(name, arguments))
-            exchange.thread, exchange.number = _thread(event), number_in(arguments)
+            exchange.thread, exchange.number = _thread(event), _number_in(arguments)
             call = call_of(name, arguments)
             exchange.calls = [] if call is None else [call]
             called.append(exchange)
@@ -440,7 +440,7 @@ def _of_job(header: Mapping[str, Any], name: str) -> int | None:
     return value if type(value) is int else None
 
 
-def number_in(arguments: Mapping[str, Any]) -> int | None:
+def _number_in(arguments: Mapping[str, Any]) -> int | None:
     """By which a trace names an operator, in its `args` and in those of what it launched."""
     number = arguments.get("External id", arguments.get("external id"))
     return number if isinstance(number, int) else None

@@ -22,7 +22,7 @@ from deep_ep.diagnose.__main__ import main
 from deep_ep.diagnose.trace import merged, rank_trace, stream, summary
 from deep_ep.diagnose.trace.arrivals import arrivals
 from deep_ep.diagnose.trace.kernels import COMBINE, DISPATCH
-from deep_ep.diagnose.trace.operations import LinkBytes, operation_of, sent_of
+from deep_ep.diagnose.trace.operations import operation_of, sent_of
 from deep_ep.diagnose.trace.rank_trace import RankTrace
 from deep_ep.errors import EPArgumentError
 from deep_ep.group import thread_groups
@@ -409,14 +409,13 @@ def test_events_of_any_content_are_read_or_refused(events: list[Any]) -> None:
         assert [each.name for each in again.exchanges] == [each.name for each in trace.exchanges]
 
 
-def test_a_merged_trace_knows_operators_that_are_numbered_in_small_letters(tmp_path: Path) -> None:
+def test_operators_that_are_numbered_in_small_letters_have_their_kernels(tmp_path: Path) -> None:
     """As older profilers do."""
-    event = {"ph": "X", "cat": "cpu_op", "name": "MoEDispatch", "ts": 0, "dur": 1}
-    trace = traced(tmp_path, [{**event, "args": {"external id": 7}}])
-    trace.exchanges[0].links = LinkBytes(1, 2, 3)
-    merged.write(trace, tmp_path / "merged.json")
-    (again,) = stream.TraceStream(tmp_path / "merged.json")
-    assert again["args"]["deep_ep"]["links"] == {"local": 1, "nvlink": 2, "rdma": 3}
+    launched = {"ph": "X", "cat": "kernel", "name": "ep::normal_combine<8>()", "ts": 5, "dur": 3}
+    call = {"ph": "X", "cat": "cpu_op", "name": "MoECombine", "ts": 0, "dur": 1}
+    events = [{**event, "args": {"external id": 7}} for event in (call, launched)]
+    (exchange,) = traced(tmp_path, events).exchanges
+    assert (exchange.name, exchange.span_us) == ("MoECombine", (5, 8))
 
 
 def test_damaged_gzip_and_text_are_named(tmp_path: Path) -> None:
