@@ -20,20 +20,21 @@ MACHINE = replace(
 )
 
 
-def named(faults: list[GeneratorFault], num_windows: int, num_ranks: int = 32) -> list[set[object]]:
+def named(
+    faults: list[GeneratorFault], num_windows: int, num_ranks: int = 32, seed: int = 0
+) -> list[set[object]]:
     """Ranks and paths that the verdicts of each window name."""
     made = simulate_windows(
-        MACHINE, num_ranks, ROUNDS, [faults] * num_windows, seed=0, capacity=2 * ROUNDS
+        MACHINE, num_ranks, ROUNDS, [faults] * num_windows, seed, capacity=2 * ROUNDS
     )
     found = (diagnose.judge(diagnose.gather(window.snapshots)).verdicts for window in made)
     return [{v.rank if v.edge is None else v.edge for v in verdicts} for verdicts in found]
 
 
-@pytest.mark.exhaustive
-def test_two_batch_sizes_alone_are_no_cause() -> None:
-    """Of these windows 1 and 11 had slow paths where times of both sizes were mixed."""
-    assert named([], 12) == [set()] * 12
-    assert named([], 4, num_ranks=72) == [set()] * 4
+@pytest.mark.parametrize("seed", [1, 11])
+def test_two_batch_sizes_alone_are_no_cause(seed: int) -> None:
+    """Windows that had slow paths where times of both sizes were mixed."""
+    assert named([], 1, seed=seed) == [set()]
 
 
 @pytest.mark.exhaustive
@@ -43,7 +44,7 @@ def test_two_batch_sizes_alone_are_no_cause() -> None:
 def test_what_is_slow_is_found_among_two_batch_sizes(
     fault: GeneratorFault, subject: object
 ) -> None:
-    assert named([fault], 4) == [{subject}] * 4
+    assert named([fault], 2) == [{subject}] * 2
 
 
 def test_a_hot_rank_is_no_batch_size() -> None:

@@ -22,25 +22,21 @@ from _scenarios import (  # noqa: E402
     first_seed,
 )
 
-STATED, STATED_2S, STATED_10MIN = KERNEL_CLOCKS[:3]
+STATED, _, STATED_10MIN = KERNEL_CLOCKS[:3]
 # Not the seeds that constants were chosen on.
 SEED = first_seed("1313")
 
 
-def all_right(cell: Cell, windows: int = 4, skipped: int = 0) -> float:
+def all_right(cell: Cell, windows: int = 2, skipped: int = 0) -> float:
     """The share of windows in which all that was injected is named, and nothing else."""
     assert cell.can_be
     result = judge_windows(Task(cell, cell.seed + SEED + skipped, windows, (OURS,)))
     return result.all_right / windows
 
 
-@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("scenario", "shape"),
-    [
-        *itertools.product(["slow path", "slow ingress"], ["1x8", "3x4", "4x8"]),
-        *itertools.product(["slow uplink"], ["3x4", "4x8"]),
-    ],
+    [*itertools.product(["slow path", "slow ingress"], ["1x8", "3x4"]), ("slow uplink", "3x4")],
 )
 def test_what_is_slow_while_clocks_are_measured_is_named_alone(scenario: str, shape: str) -> None:
     assert all_right(Cell(scenario, shape, 50.0, USUAL, WHILE_SLOW)) == 1.0
@@ -53,9 +49,9 @@ def test_batches_that_alternate_are_levels_and_no_noise(fault: str) -> None:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("clock", [STATED, STATED_2S, STATED_10MIN])
+@pytest.mark.parametrize("clock", [STATED, STATED_10MIN])
 @pytest.mark.parametrize("side", ["slow NVLink ingress", "slow NVLink egress"])
-@pytest.mark.parametrize("shape", ["1x8", "2x8", "3x4"])
+@pytest.mark.parametrize("shape", ["1x8", "3x4"])
 def test_a_slow_nvlink_is_a_path_though_its_time_stands_in_the_senders_fences(
     side: str, shape: str, clock: str
 ) -> None:
@@ -71,19 +67,18 @@ def test_a_clock_that_is_set_within_the_window_is_no_slow_path(scenario: str) ->
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("shape", ["1x4", "1x8"])
 def test_of_a_clock_that_is_set_nothing_is_said(shape: str) -> None:
-    assert all_right(Cell("healthy", shape, 0.0, USUAL, STEPPED_WITHIN), 30) == 1.0
+    assert all_right(Cell("healthy", shape, 0.0, USUAL, STEPPED_WITHIN), 10) == 1.0
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("clock", [STATED, STATED_2S, STATED_10MIN])
+@pytest.mark.parametrize("clock", [STATED, STATED_10MIN])
 @pytest.mark.parametrize("scenario", ["slow uplink", "slow downlink", "slow node pair"])
 def test_errors_that_are_stated_are_no_bar_for_links_of_nodes(scenario: str, clock: str) -> None:
-    assert all_right(Cell(scenario, "4x8", 50.0, USUAL, clock), 3) == 1.0
+    assert all_right(Cell(scenario, "3x4", 50.0, USUAL, clock), 2) == 1.0
 
 
 @pytest.mark.parametrize("scenario", ["NIC at half", "NIC at a third"])
 def test_a_nic_two_to_three_times_slower_is_named(scenario: str) -> None:
-    assert all_right(Cell(scenario, "4x8", 200.0, USUAL, STATED), 3) == 1.0
+    assert all_right(Cell(scenario, "4x8", 200.0, USUAL, STATED)) == 1.0
 
 
 @pytest.mark.parametrize("shape", ["1x8", "2x8"])
@@ -105,7 +100,7 @@ def test_a_rank_that_throttles_in_a_slow_swing_is_named(shape: str) -> None:
     ],
 )
 def test_what_comes_and_goes_on_paths_is_named(scenario: str, shape: str, effect_us: float) -> None:
-    assert all_right(Cell(scenario, shape, effect_us, USUAL, STATED)) >= 0.75
+    assert all_right(Cell(scenario, shape, effect_us, USUAL, STATED), 4) >= 0.75
 
 
 @pytest.mark.parametrize("shape", ["3x4", "2x8"])
@@ -115,7 +110,7 @@ def test_noise_that_is_common_to_a_node_hides_no_late_rank(shape: str) -> None:
 
 @pytest.mark.parametrize("shape", ["8x1", "3x4", "6x8"])
 def test_experts_in_demand_in_some_layers_are_no_link_that_is_busy_at_times(shape: str) -> None:
-    assert all_right(Cell("healthy", shape, 0.0, "layers"), 6) == 1.0
+    assert all_right(Cell("healthy", shape, 0.0, "layers"), 3) == 1.0
 
 
 def test_what_all_paths_have_at_times_is_no_single_path_s() -> None:
@@ -146,9 +141,9 @@ def test_what_comes_and_goes_costs_its_mean(scenario: str) -> None:
     """Also where much of it was there at the first look, or hardly exceeds the noise."""
     held = []
     for cell in (Cell(scenario, "3x4", effect_us, USUAL, STATED) for effect_us in (50.0, 200.0)):
-        effects = judge_windows(Task(cell, cell.seed + SEED, 8, (OURS,))).effects
+        effects = judge_windows(Task(cell, cell.seed + SEED, 4, (OURS,))).effects
         held += [low <= injected <= high for injected, _, low, high in effects]
-    assert len(held) >= 16
+    assert len(held) >= 8
     assert sum(held) >= 0.85 * len(held)
 
 

@@ -73,15 +73,14 @@ def on_nodes(machine: Machine, ranks_per_node: int) -> Machine:
     return replace(machine, ranks_per_node=ranks_per_node)
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(("num_nodes", "ranks_per_node"), [(3, 8), (4, 8), (3, 4)])
+@pytest.mark.parametrize(("num_nodes", "ranks_per_node"), [(4, 8), (3, 4)])
 @pytest.mark.parametrize("fault", [SlowUplink(1, 20e-6), SlowDownlink(2, 20e-6)])
 def test_a_nodes_link_is_one_cause(
     fault: SlowUplink | SlowDownlink, num_nodes: int, ranks_per_node: int
 ) -> None:
     machine = on_nodes(GPU, ranks_per_node)
     cause = "uplink" if isinstance(fault, SlowUplink) else "downlink"
-    for found in windows(machine, num_nodes * ranks_per_node, [fault], range(40, 44)):
+    for found in windows(machine, num_nodes * ranks_per_node, [fault], range(40, 42)):
         assert found.keys == {("comm-slow", ("node", fault.node, cause))}
         for verdict in found.verdicts:
             low, high = verdict.interval_us
@@ -98,9 +97,9 @@ def test_between_two_nodes_a_slow_direction_is_a_pair_where_clocks_are_known() -
 
 def test_between_two_nodes_clocks_that_drifted_by_less_than_paths_take_are_no_slow_pair() -> None:
     machine = replace(on_nodes(CLUSTER, 8), clock_age_s=0.3, host_drift_ppm=10.0)
-    for found in windows(machine, 16, [], range(300, 304)):
+    for found in windows(machine, 16, [], range(300, 302)):
         assert not found.verdicts
-    for found in windows(machine, 16, [SlowEgress(1, 20e-6)], range(300, 304)):
+    for found in windows(machine, 16, [SlowEgress(1, 20e-6)], range(300, 302)):
         assert found.keys == {("comm-slow", 1)}
 
 
@@ -124,7 +123,7 @@ def test_one_cause_adds_no_paths_and_no_rails_where_ports_are_shared(
 ) -> None:
     """Tokens of several sources wait for each other, so that a slow one makes others look odd."""
     made = simulate_windows(
-        on_nodes(CLUSTER, 8), 24, ROUNDS, [[fault]] * 4, 50, capacity=2 * ROUNDS
+        on_nodes(CLUSTER, 8), 24, ROUNDS, [[fault]] * 2, 50, capacity=2 * ROUNDS
     )
     for window in made:
         found = diagnose.judge(diagnose.gather(window.snapshots))
@@ -137,7 +136,7 @@ def test_five_us_between_nodes_are_named_where_paths_take_far_longer(
 ) -> None:
     machine = replace(on_nodes(CLUSTER, 4), clock_error=0.5, host_clock_error=0.3)
     made = simulate_windows(
-        machine, 12, 256, [[fault(seed, 5e-6)] for seed in range(4)], 77, capacity=512
+        machine, 12, 256, [[fault(seed, 5e-6)] for seed in range(2)], 77, capacity=512
     )
     for seed, found in enumerate(on_all_cores(diagnosed, (window.snapshots for window in made))):
         assert found.keys == {("comm-slow", seed)}
@@ -146,7 +145,7 @@ def test_five_us_between_nodes_are_named_where_paths_take_far_longer(
 @pytest.mark.parametrize("fault", [SlowIngress, SlowEgress])
 def test_a_slow_port_is_named_and_not_its_paths_one_by_one(fault: type[SlowIngress]) -> None:
     """Of 9 us in 90 a port may be busy by some. What its paths have in common is its own, or nobody's."""
-    for found in windows(on_nodes(CLUSTER, 1), 8, [fault(5, 9e-6)], range(8)):
+    for found in windows(on_nodes(CLUSTER, 1), 8, [fault(5, 9e-6)], range(4)):
         assert found.keys == {("comm-slow", 5)}
 
 
@@ -156,7 +155,7 @@ def test_the_order_of_sending_is_nobodys_fault(
     ranks_per_node: int, *, by_destination: bool
 ) -> None:
     machine = replace(on_nodes(CLUSTER, ranks_per_node), combine_by_destination=by_destination)
-    for found in windows(machine, 24, [], range(60, 66)):
+    for found in windows(machine, 24, [], range(60, 63)):
         assert not found.verdicts
 
 
@@ -165,7 +164,7 @@ IN_TURN = replace(on_nodes(CLUSTER, 4), in_turn=True)
 
 def test_what_is_sent_last_waits_longest_and_is_nobodys_clock() -> None:
     machine = replace(IN_TURN, drift_ppm=10.0, clock_age_s=600.0)
-    for found in windows(machine, 12, [], range(52, 58)):
+    for found in windows(machine, 12, [], range(52, 55)):
         assert not found.verdicts
 
 
@@ -173,7 +172,7 @@ def test_what_is_sent_last_waits_longest_and_is_nobodys_clock() -> None:
 def test_a_slow_side_is_found_where_destinations_are_sent_to_in_turn(
     fault: GeneratorFault,
 ) -> None:
-    for found in windows(IN_TURN, 12, [fault], range(50, 53)):
+    for found in windows(IN_TURN, 12, [fault], range(50, 52)):
         assert found.keys == {("comm-slow", 5)}
 
 
@@ -187,7 +186,7 @@ def test_a_slow_side_is_found_where_destinations_are_sent_to_in_turn(
 def test_a_slow_nic_slows_the_paths_between_nodes_only(
     fault: GeneratorFault, link: str, words: str
 ) -> None:
-    for found in windows(on_nodes(CLUSTER, 8), 24, [fault], range(70, 73)):
+    for found in windows(on_nodes(CLUSTER, 8), 24, [fault], range(70, 71)):
         assert found.keys == {("comm-slow", 5)}
         assert all(words in verdict.next_step for verdict in found.verdicts), link
         assert not any("within the node" in verdict.next_step for verdict in found.verdicts)
@@ -227,8 +226,8 @@ def test_many_single_paths_without_a_common_cause_are_one_remark() -> None:
 def test_what_is_measured_exceeds_what_is_usual_by_the_effect() -> None:
     """No verdict rests on what a fit leaves over."""
     injected: list[GeneratorFault] = [SlowPath(2, 13, 15e-6), SlowIngress(13, 30e-6)]
-    found = windows(on_nodes(CLUSTER, 8), 24, [injected[0]], range(80, 84))
-    found += windows(on_nodes(CLUSTER, 8), 24, injected[1:], range(80, 84))
+    found = windows(on_nodes(CLUSTER, 8), 24, [injected[0]], range(80, 82))
+    found += windows(on_nodes(CLUSTER, 8), 24, injected[1:], range(80, 82))
     for diagnosis in found:
         for verdict in diagnosis.verdicts:
             if verdict.cause == "path":
@@ -247,19 +246,18 @@ def test_where_clocks_are_known_two_ranks_are_enough_for_a_slow_path(num_ranks: 
 
 def test_two_clocks_that_are_off_by_what_is_stated_are_no_slow_path() -> None:
     machine = replace(GPU, clock_error=0.7, path_spread=0.0)
-    for found in windows(machine, 2, [], range(84, 124)):
+    for found in windows(machine, 2, [], range(84, 104)):
         assert not found.verdicts
 
 
-@pytest.mark.exhaustive
 @pytest.mark.parametrize("num_ranks", [4, 16])
-@pytest.mark.parametrize("delay_s", [50e-6, 200e-6, 2e-3])
+@pytest.mark.parametrize("delay_s", [50e-6, 2e-3])
 def test_where_clocks_have_drifted_far_a_slow_path_is_named_or_which_way_is_not_known(
     num_ranks: int, delay_s: float
 ) -> None:
     machine = replace(on_nodes(GPU, 8), clock_error=400.0, host_clock_error=400.0, drift_ppm=20.0)
     right = 0
-    for seed in range(90, 100):
+    for seed in range(90, 94):
         snapshots = simulate(
             machine, num_ranks, ROUNDS, [SlowPath(2, 1, delay_s)], seed=seed, capacity=2 * ROUNDS
         )
@@ -268,7 +266,7 @@ def test_where_clocks_have_drifted_far_a_slow_path_is_named_or_which_way_is_not_
         for verdict in found.verdicts:
             assert verdict.effect_us == pytest.approx(delay_s * 1e6, rel=0.05, abs=3)
             assert verdict.cause in ("path", "path or back")
-    assert right >= 9
+    assert right >= 3
 
 
 def test_everything_there_at_the_first_look_says_nothing_of_paths() -> None:
@@ -285,9 +283,9 @@ def test_coarse_timers_and_offsets_that_are_wrong_by_two_us_are_no_slow_paths(li
         clock_error=1.0,
         host_clock_error=1.0,
     )
-    for found in windows(machine, 24, [], range(110, 120)):
+    for found in windows(machine, 24, [], range(110, 114)):
         assert not found.verdicts
-    for found in windows(machine, 24, [SlowPath(3, 9, 20e-6)], range(110, 114)):
+    for found in windows(machine, 24, [SlowPath(3, 9, 20e-6)], range(110, 112)):
         assert found.keys == {("comm-slow", (3, 9))}
 
 

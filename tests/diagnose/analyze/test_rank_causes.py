@@ -127,7 +127,7 @@ def test_who_is_late_to_every_combine_and_half_of_the_dispatches_is_late_for_goo
 
 @pytest.mark.parametrize("num_ranks", [4, 8, 16])
 def test_one_burst_is_enough(num_ranks: int) -> None:
-    late = [[Hiccup(1, op, 50e-6) for op in range(41, 61)]] * 5
+    late = [[Hiccup(1, op, 50e-6) for op in range(41, 61)]] * 3
     for _, found in judged(NODES, num_ranks, late, 830):
         assert found.keys == {("comp-slow", 1)}
         assert {v.evidence["longest_burst_operations"] for v in found.verdicts} <= {19, 20, 21}
@@ -138,19 +138,19 @@ def test_one_burst_is_enough(num_ranks: int) -> None:
 def test_hiccups_and_what_the_system_does_now_and_then_are_no_cause(
     late_us: int, period: int
 ) -> None:
-    for _, found in judged(NODES, 8, [late_every(2, period, late_us * 1e-6)] * 20, 850):
+    for _, found in judged(NODES, 8, [late_every(2, period, late_us * 1e-6)] * 8, 850):
         assert found.verdicts == []
 
 
 def test_ticks_that_all_ranks_have_are_no_cause() -> None:
-    for _, found in judged(replace(NODES, tick=20.0), 8, [[]] * 40, 860):
+    for _, found in judged(replace(NODES, tick=20.0), 8, [[]] * 16, 860):
         assert found.verdicts == []
 
 
 def test_ticks_that_all_come_in_one_kind_of_operation_are_no_cause() -> None:
     """Every sixth operation is a dispatch. Where a third of all dispatches is late, so is the median of all."""
     generator = np.random.default_rng(1)
-    for window in simulate_windows(NODES, 8, NUM_ROUNDS, [[]] * 20, 7, capacity=2 * NUM_ROUNDS):
+    for window in simulate_windows(NODES, 8, NUM_ROUNDS, [[]] * 8, 7, capacity=2 * NUM_ROUNDS):
         matrices = diagnose.gather(window.snapshots)
         for kind, m in matrices.items():
             gap = m.gap + generator.normal(0.0, 9e3, m.gap.shape)
@@ -162,7 +162,7 @@ def test_ticks_that_all_come_in_one_kind_of_operation_are_no_cause() -> None:
 
 @pytest.mark.parametrize("tick", [0.0, 20.0])
 def test_one_rank_that_is_late_as_regularly_is_late(tick: float) -> None:
-    for _, found in judged(replace(NODES, tick=tick), 8, [late_every(2, 5, 200e-6)] * 10, 865):
+    for _, found in judged(replace(NODES, tick=tick), 8, [late_every(2, 5, 200e-6)] * 4, 865):
         assert found.keys == {("comp-slow", 2)}
 
 
@@ -171,7 +171,7 @@ def test_one_rank_that_is_late_as_regularly_is_late(tick: float) -> None:
 def test_heavy_tails_are_no_cause(tail_degrees: float) -> None:
     machine = replace(NODES, tail_degrees=tail_degrees, hiccup_share=0.03)
     for num_ranks in (4, 16):
-        for _, found in judged(machine, num_ranks, [[]] * 15, 870):
+        for _, found in judged(machine, num_ranks, [[]] * 6, 870):
             assert found.verdicts == []
 
 
@@ -232,7 +232,7 @@ def test_a_rank_is_hot_whose_tokens_cost_five_us() -> None:
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4, 8])
 def test_a_rank_that_does_not_report_and_is_not_waited_for_is_not_named(num_ranks: int) -> None:
-    for _, found in judged(NODES, num_ranks, [[NonReporting(1)]] * 10, 950):
+    for _, found in judged(NODES, num_ranks, [[NonReporting(1)]] * 4, 950):
         assert found.verdicts == []
         assert "dispatch: no counters from rank 1" in found.remarks
 
@@ -241,7 +241,7 @@ def test_a_rank_that_does_not_report_and_is_not_waited_for_is_not_named(num_rank
 def test_who_waits_at_its_fence_for_a_slow_link_is_not_late(delay_s: float) -> None:
     """Waiting begins when NVLink has taken what was sent; that time is the path's."""
     fenced = replace(CLUSTER, ranks_per_node=8, fenced=True)
-    injected = [[SlowPath(seed % 8, (seed + 3) % 8, delay_s)] for seed in range(10)]
+    injected = [[SlowPath(seed % 8, (seed + 3) % 8, delay_s)] for seed in range(4)]
     for window, found in judged(fenced, 8, injected, 900):
         assert found.keys == window.truth.keys, found.verdicts
 
@@ -256,7 +256,7 @@ def test_nobody_is_late_for_how_long_links_take_what_its_node_sends(num_ranks: i
         fenced=True,
         combine_by_destination=num_ranks == 16,
     )
-    for _, found in judged(machine, num_ranks, [[]] * 6, 910):
+    for _, found in judged(machine, num_ranks, [[]] * 3, 910):
         assert not found.verdicts
 
 
@@ -277,7 +277,7 @@ def test_where_nobody_knows_what_tokens_cost_a_hot_rank_is_not_late_as_well() ->
 def test_tokens_that_others_get_for_a_while_hide_no_rank_that_always_has_more() -> None:
     """What tokens explain in each operation is no noise."""
     moving = replace(CLUSTER, ranks_per_node=8, moving_hot_share=1.5)
-    for _, found in judged(moving, 8, [[HotRank(3, 1.3)]] * 12, 950):
+    for _, found in judged(moving, 8, [[HotRank(3, 1.3)]] * 6, 950):
         assert ("mixed-slow", 3) in found.keys
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deep_ep import diagnose
@@ -134,7 +134,7 @@ def test_verdicts_name_what_was_injected_and_nothing_else(
 ) -> None:
     # All of few windows must be right, but for a fifth of two ranks, which tell little of how noise lasts. The share
     # of many is what benchmarks/diagnosis_accuracy.py measures.
-    num_windows = 3 if num_ranks == 64 else 12 if machine is GPU else 6
+    num_windows = {64: 1, 2: 5}.get(num_ranks, 4)
     wrong = Counter[str]()
     seeds = range(FIRST_SEED, FIRST_SEED + num_windows)
     of_seed = functools.partial(named_and_expected, scenario, num_ranks, machine)
@@ -146,7 +146,7 @@ def test_verdicts_name_what_was_injected_and_nothing_else(
     assert sum(wrong.values()) <= (num_windows // 5 if num_ranks == 2 else 0), wrong
 
 
-@pytest.mark.exhaustive
+@settings(max_examples=40)
 @given(
     num_ranks=st.integers(4, 12),
     slow=st.integers(0, 11),
@@ -199,7 +199,7 @@ def test_slow_paths_are_named_by_what_they_have_in_common(
 
 def test_a_node_that_sees_one_slow_node_and_itself_is_not_slow() -> None:
     """Its ranks come so late that of all other nodes everything is there: half of four is known."""
-    for seed in range(30, 34):
+    for seed in range(30, 32):
         snapshots = simulate(NODES, 32, 64, [SlowNodePair(0, 3, 100e-6)], seed=seed, capacity=128)
         found = diagnose.judge(diagnose.gather(snapshots))
         assert found.keys == {("comm-slow", ("nodes", 0, 3))}
@@ -298,8 +298,7 @@ def keys_of_short_window(
     return diagnose.judge(diagnose.gather(snapshots)).keys
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("clock_us", [12.0, 400.0, 2_000_000.0])
+@pytest.mark.parametrize("clock_us", [12.0, 2_000_000.0])
 @pytest.mark.parametrize("num_ranks", [4, 16])
 @pytest.mark.parametrize("fault", [None, SlowRank, SlowEgress, SlowIngress])
 def test_how_far_clocks_are_off_does_not_matter(
@@ -314,7 +313,7 @@ def test_how_far_clocks_are_off_does_not_matter(
         injected.append(SlowPath(2, 3, 60e-6))
         expected.add(("comm-slow", (2, 3)))
     of_seed = functools.partial(keys_of_short_window, machine, num_ranks, injected)
-    assert sum(keys == expected for keys in on_all_cores(of_seed, range(19, 29))) >= 9
+    assert all(keys == expected for keys in on_all_cores(of_seed, range(19, 22)))
 
 
 def test_clocks_that_are_off_are_said_and_so_is_what_they_hide() -> None:
@@ -334,7 +333,7 @@ def test_with_two_or_three_ranks_drifting_clocks_are_no_slow_paths_and_hide_no_l
 ) -> None:
     machine = replace(GPU, clock_error=clock_us)
     for injected in ([], [SlowRank(1, 30e-6)]):
-        for seed in range(30, 35):
+        for seed in range(30, 32):
             snapshots = simulate(machine, num_ranks, 64, injected, seed=seed, capacity=128)
             found = diagnose.judge(diagnose.gather(snapshots))
             assert found.keys == faults.expected_verdicts(injected)
