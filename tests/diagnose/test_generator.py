@@ -26,7 +26,6 @@ from generator.faults import (
     PausedSender,
     SlowIngress,
     SlowNic,
-    SlowNodePair,
     SlowReceive,
     SlowReceiver,
     SlowSend,
@@ -53,7 +52,6 @@ from generator.recording import (
     ENTERED,
     EXIT,
     ISSUED,
-    OP,
     PREVIOUS_EXIT,
     SEEN,
     SENT,
@@ -164,36 +162,6 @@ def test_the_same_holds_for_every_hop_of_normal_operations(kinds: Sequence[Kind]
             assert list(s.operations) == [kind.name for kind in kinds]
 
 
-def test_hops_of_normal_operations_have_their_own_cells_and_share_their_stamps() -> None:
-    snapshots = simulate(TWO_NODES, 8, 10, kinds=NORMAL, seed=6)
-    same_node = ~BETWEEN
-    has_cells = {
-        "notify": np.ones((8, 8), bool),
-        "gateway dispatch": SAME_RAIL & BETWEEN,
-        "normal dispatch": np.ones((8, 8), bool),
-        "gateway combine": same_node,
-        "normal combine": same_node | SAME_RAIL,
-    }
-    for kind, cells in has_cells.items():
-        ops = [s.operations[kind]["ops"] for s in snapshots]
-        np.testing.assert_array_equal(ops, 10 * cells, err_msg=kind)
-    for s in snapshots:
-        own = {kind: counters.operations()[:, -1] for kind, counters in s.operations.items()}
-        assert own["notify"][:, OP].tolist() == list(range(1, 20, 2))
-        assert own["normal combine"][:, OP].tolist() == list(range(2, 21, 2))
-        for mode in ("dispatch", "combine"):
-            np.testing.assert_array_equal(own[f"gateway {mode}"], own[f"normal {mode}"])
-        assert (own["normal dispatch"][:, WAIT_BEGIN] > own["notify"][:, EXIT]).all()
-        assert not s.operations["notify"]["tokens"].any()
-    # Every row comes to its rank, and crosses to another node once.
-    crossing, rows = (
-        np.array([s.operations[kind]["tokens"] for s in snapshots])
-        for kind in ("gateway dispatch", "normal dispatch")
-    )
-    assert rows.sum() == 8 * 10 * 1024
-    assert crossing.sum() == rows[BETWEEN].sum()
-
-
 def require_exact_sums(s: Snapshot) -> None:
     for kind, counters in s.operations.items():
         parts = counters["late_ns"] + counters["issue_ns"] + counters["path_ns"]
@@ -247,12 +215,6 @@ def require_promised_columns(s: Snapshot, machine: Machine) -> None:
         sends_first = kind in ("dispatch", "combine", "notify")
         assert (own[:, SENT] <= own[:, WAIT_BEGIN if sends_first else EXIT]).all()
         assert (own[:, WAIT_BEGIN] <= own[:, EXIT]).all()
-
-
-def test_the_same_seed_gives_the_same_data_and_another_one_does_not() -> None:
-    once, again, other = (simulate(GPU, 4, 5, [SlowRank(1, 20e-6)], seed=s) for s in (7, 7, 8))
-    np.testing.assert_array_equal(rings(once, "combine"), rings(again, "combine"))
-    assert (rings(once, "combine") != rings(other, "combine")).any()
 
 
 @pytest.mark.parametrize("batch_bytes", [2**28, 1])
@@ -466,103 +428,6 @@ def require_differs(added: FloatArray, expected: Differs) -> None:
         assert correlation == pytest.approx(memory, abs=0.1)
 
 
-@pytest.mark.parametrize("within", [False, True])
-def test_a_clock_that_is_set_forward_is_wrong_from_then_on_and_nobody_says_so(within: bool) -> None:
-    machine = replace(QUIET, clock_step=5000.0, clock_steps_within=within)
-    (_, stepped), (_, steady) = (both_kinds(m, []) for m in (machine, QUIET))
-    ahead = (stepped - steady)[:, :, -1, EXIT] / 1e3
-    (rank,) = np.flatnonzero(ahead[-1])
-    first = np.flatnonzero(ahead[:, rank])[0]
-    assert first in range(31, 95) if within else first == 0
-    np.testing.assert_array_equal(ahead[:first], 0)
-    np.testing.assert_array_equal(
-        ahead[first:], np.broadcast_to(5000.0 * (rank == RANK), (1000 - first, 8))
-    )
-    # It sees the others come later, and they see what it sends come earlier.
-    path = [(b[..., ARRIVAL] - b[..., ISSUED])[:, :, :-1] / 1e3 for b in (stepped, steady)]
-    np.testing.assert_array_equal(path[0] - path[1], ahead[:, :, None] - ahead[:, None, :])
-    gap = [b[1:, RANK, RANK, ENTERED] - b[1:, :, -1, PREVIOUS_EXIT] for b in (stepped, steady)]
-    jumps = np.argwhere(gap[0] != gap[1])
-    assert jumps.tolist() == ([[first - 1, rank]] if within else [])
-    for column in (TOKENS, CLOCK_ERROR):
-        np.testing.assert_array_equal(*(b[:, :, :-1, column] for b in (stepped, steady)))
-
-
-def test_a_fence_waits_for_what_was_sent_within_the_node() -> None:
-    (_, fenced), (_, free) = (
-        both_kinds(replace(TWO_NODES, fenced=fence), [SlowPath(1, 2, 50e-6)])
-        for fence in (True, False)
-    )
-    waiting = (fenced[..., -1, WAIT_BEGIN] - fenced[..., -1, SENT]).mean(axis=0) / 1e3
-    # A path's latency and its tokens' time.
-    np.testing.assert_allclose(waiting - 50 * (RANK == 1), 8 + 128 * 0.05, rtol=0.2)
-    np.testing.assert_array_equal(free[..., -1, WAIT_BEGIN], free[..., -1, SENT])
-
-
-# Ports of machines on which nothing else differs.
-PORTS = replace(TWO_NODES, ports=True, path_cross_rail=12.0)
-
-
-def arrivals_us(machine: Machine, injected: Sequence[GeneratorFault], kind: str) -> FloatArray:
-    """[n, receiver, source]: from the source's entering on."""
-    rows = rings(window(machine, injected).snapshots, kind)[:, :, :-1]
-    return (rows[..., ARRIVAL] - rows[..., ENTERED]) / 1e3
-
-
-def test_all_who_begin_with_the_same_destination_queue_there() -> None:
-    by_destination = replace(PORTS, combine_by_destination=True)
-    queued, alone = (
-        arrivals_us(replace(by_destination, ports=p), [], "combine")[:, 4, :4]
-        for p in (True, False)
-    )
-    # The first of a node to be sent to gets four flows at a time, and its port passes one.
-    work = 128 * TWO_NODES.path_per_token_between
-    assert (queued.max(axis=1) > 12 + 0.8 * 4 * work).all()
-    assert alone.max() < 12 + 10 + 2 * work
-
-
-def test_everybody_who_sends_to_a_hot_rank_waits_at_its_port() -> None:
-    hot, even = (arrivals_us(PORTS, f, "dispatch") for f in ([HotRank(5, 3.0)], []))
-    more_tokens = 2 * 128
-    added = (hot - even)[:, 5, :4].mean()
-    assert added > 3 * more_tokens * TWO_NODES.path_per_token_between
-
-
-def test_the_stated_error_of_a_clock_is_larger_to_another_host_and_holds() -> None:
-    machine = replace(TWO_NODES, clock_error=0.5, host_clock_error=0.5)
-    stated = rings(window(machine, []).snapshots, "dispatch")[0, :, :-1, CLOCK_ERROR]
-    assert (np.diag(stated) == 0).all()
-    assert stated[0, 1] == pytest.approx(2 * np.sqrt(2) * 500, abs=1)
-    assert stated[0, 4] == pytest.approx(2 * np.sqrt(4) * 500, abs=1)
-    held = []
-    for seed in range(40):
-        seen, exact = (
-            rings(simulate(m, 8, 2, seed=seed), "dispatch")[0, :, :-1, ENTERED]
-            for m in (machine, TWO_NODES)
-        )
-        held += (np.abs(seen - exact) <= stated).ravel().tolist()
-    assert np.mean(held) > 0.93
-
-
-@pytest.mark.parametrize("fault", [SlowPath(1, 6, 50e-6), SlowNodePair(0, 1, 50e-6)], ids=str)
-def test_clocks_measured_over_slow_paths_are_wrong_by_half_of_the_difference_of_both_ways(
-    fault: GeneratorFault,
-) -> None:
-    machine = replace(TWO_NODES, states_round_trip=True)
-    slow, usual = (
-        rings(window(replace(machine, measured_while_slow=w), [fault]).snapshots, "dispatch")
-        for w in (True, False)
-    )
-    moved = (slow - usual)[:, :, :-1] / 1e3
-    is_slow = np.zeros((8, 8), bool)
-    is_slow[(6, 1) if isinstance(fault, SlowPath) else (slice(4, 8), slice(0, 4))] = True
-    expected = np.broadcast_to(25.0 * is_slow - 25.0 * is_slow.T, moved.shape[:3])
-    np.testing.assert_allclose(moved[..., ENTERED], expected, atol=1e-9)
-    np.testing.assert_array_equal(moved[..., ISSUED], moved[..., ENTERED])
-    assert not moved[..., ARRIVAL].any()
-    np.testing.assert_array_equal(moved[..., CLOCK_ERROR], np.abs(moved[..., ENTERED]))
-
-
 @settings(max_examples=20, deadline=None)
 @given(
     st.lists(
@@ -582,18 +447,3 @@ def test_a_port_is_done_when_a_slow_reckoning_says(
         backlog[i] = max(backlog[i - 1] + came[i] - came[i - 1] - step, 0.0)
     expected = end + np.interp(end, times, backlog)
     np.testing.assert_allclose(served(begin, end, work), expected, atol=0.1)
-
-
-@pytest.mark.parametrize("ranks_per_node", [None, 1, 3])
-def test_nothing_comes_before_it_was_issued(ranks_per_node: int | None) -> None:
-    machine = replace(CLUSTER, ranks_per_node=ranks_per_node, clock_error=0.0, host_clock_error=0.0)
-    # Nodes of normal operations have equally many ranks.
-    for kinds, num_ranks in ((LOW_LATENCY, 7), (NORMAL, 6)):
-        snapshots = simulate(machine, num_ranks, 5, seed=3, kinds=kinds)
-        for kind in snapshots[0].operations:
-            rows = rings(snapshots, kind)[:, :, :-1]
-            heard = rows[..., ENTERED] > 0
-            if kind != "notify":  # of a queue without rows nothing need come
-                heard &= rows[..., TOKENS] > 0
-            assert (rows[..., ARRIVAL] >= rows[..., ISSUED])[heard].all()
-            assert (rows[..., ISSUED] > rows[..., ENTERED])[heard].all()
