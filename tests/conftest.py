@@ -25,7 +25,7 @@ from support.launch import package_under_test  # noqa: E402
 
 # CI looks at the same examples every time; `--hypothesis-profile=explore` looks for new ones.
 hypothesis.settings.register_profile(
-    "ci", deadline=None, derandomize=True, print_blob=True, max_examples=100,
+    "ci", deadline=None, derandomize=True, print_blob=True, max_examples=50,
     suppress_health_check=list(hypothesis.HealthCheck),
 )  # fmt: skip
 hypothesis.settings.register_profile(

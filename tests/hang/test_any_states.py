@@ -88,7 +88,7 @@ MASKED = {
 }
 
 
-@settings(deadline=None, max_examples=400)
+@settings(deadline=None, max_examples=160)
 @given(GROUPS, st.integers(0, RANKS))
 @example(MASKED, 0)
 def test_there_is_a_verdict(states: dict[int, RankState], ranks_per_node: int) -> None:
@@ -105,14 +105,14 @@ def test_there_is_a_verdict(states: dict[int, RankState], ranks_per_node: int) -
 
 
 @pytest.mark.exhaustive
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=100)
 @given(GROUPS)
 def test_states_survive_being_written(states: dict[int, RankState]) -> None:
     for state in states.values():
         assert RankState.of(json.loads(json.dumps(state.plain()))) == state
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=25)
 @given(GROUPS)
 def test_there_is_a_dump(states: dict[int, RankState]) -> None:
     with tempfile.TemporaryDirectory() as directory:
@@ -147,7 +147,7 @@ KINDS = {
 }
 
 
-@settings(deadline=None, max_examples=120)
+@settings(deadline=None, max_examples=60)
 @given(
     st.sampled_from(sorted(KINDS)).flatmap(
         lambda k: st.tuples(st.just(k), damaged(KINDS[k], lambda _: VALUES))

@@ -276,7 +276,7 @@ def test_long_lines_of_digits_do_not_take_minutes(tmp_path: Path) -> None:
 
 
 @given(seed=st.integers(0, 1 << 32))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 def test_only_who_did_not_come_is_named(seed: int) -> None:
     """Whatever a log has lost, and whatever stands between its lines."""
     rng = random.Random(seed)
@@ -321,7 +321,7 @@ ANYTHING = st.one_of(
     [dumping(2, "0", 6, 6).replace("Rank 2", "Rank 999999999"), watchdog(0, "0", 7, 7, 6)], False
 )
 @example(["x non-zero status: 7 a{0}b{status}\n"], False)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 def test_no_text_makes_it_fail(parts: list[str], as_lines: bool) -> None:
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "a.log"

@@ -47,7 +47,7 @@ def stories(draw: st.DrawFn) -> Group:
 
 
 @pytest.mark.exhaustive
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=120)
 @given(stories())
 def test_who_is_stuck_is_named_with_the_reason_and_nobody_else(group: Group) -> None:
     verdict = judge(group.states())
@@ -57,7 +57,7 @@ def test_who_is_stuck_is_named_with_the_reason_and_nobody_else(group: Group) -> 
         assert set(cause.waited_by) <= set(range(group.num_ranks)) - set(group.stuck)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=50)
 @given(stories(), st.data())
 def test_an_unheard_rank_is_unknown_and_hides_no_other(group: Group, data: st.DataObject) -> None:
     states = group.states()
@@ -69,7 +69,7 @@ def test_an_unheard_rank_is_unknown_and_hides_no_other(group: Group, data: st.Da
     assert verdict.missing == (unheard,)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=50)
 @given(st.integers(3, 64), st.data())
 def test_a_circle_is_named_whoever_else_waits(num_ranks: int, data: st.DataObject) -> None:
     ranks = data.draw(st.permutations(range(num_ranks)))
@@ -82,7 +82,7 @@ def test_a_circle_is_named_whoever_else_waits(num_ranks: int, data: st.DataObjec
     assert cause.waited_by == tuple(range(num_ranks))
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=50)
 @given(st.integers(3, 64), st.data())
 def test_a_circle_with_a_way_out_is_none(num_ranks: int, data: st.DataObject) -> None:
     """Who waits for a rank outside of it, too, may get slots from that."""
@@ -108,7 +108,7 @@ def test_slots_close_a_circle_before_rows_do() -> None:
     assert cause.circle == (0, 1, 2)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=50)
 @given(st.integers(3, 64), st.data())
 def test_a_rank_that_calls_something_else_is_named(num_ranks: int, data: st.DataObject) -> None:
     odd = data.draw(st.integers(0, num_ranks - 1))
@@ -356,7 +356,7 @@ def dispatches(draw: st.DrawFn) -> tuple[int, int, int]:
     return per_node, one, other
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=100)
 @given(dispatches(), st.sampled_from(["gateway does not pass on", "network", *BEFORE]))
 def test_between_nodes_the_gateway_or_its_hop_is_named(
     drawn: tuple[int, int, int], how: str

@@ -46,7 +46,7 @@ from support.waiting import eventually
 TOKEN = "0123456789abcdef" * 2
 RANKS = 3
 SLOW = settings(
-    deadline=None, max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    deadline=None, max_examples=75, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 
 
@@ -341,7 +341,7 @@ def test_what_a_rank_says_does_no_harm_later() -> None:
     taken: list[Message] = []
 
     @given(said=st.lists(st.tuples(ranks, lines), max_size=6))
-    @settings(deadline=None, max_examples=300, suppress_health_check=[HealthCheck.too_slow])
+    @settings(deadline=None, max_examples=120, suppress_health_check=[HealthCheck.too_slow])
     @example(said=[(1, messages.encode(StateReport(1, replace(STATE, num_ranks=1 << 16))))])
     @example(said=[(1, messages.encode(InspectionAnswer(1, 99, "busy", ())))])
     @example(said=[(1, messages.encode(FailureReport(OPERATION, "timeout", (-9,))))])

@@ -206,7 +206,7 @@ ANY_WAY = st.builds(
 )
 
 
-@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(mode=st.sampled_from(MODES), ways=st.tuples(*[ANY_WAY] * 4))
 def test_calls_in_any_mixture(
     group: tuple[Ranks, TrackedBackend, int], mode: Mode, ways: tuple[Way, ...]

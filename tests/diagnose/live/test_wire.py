@@ -125,7 +125,7 @@ def test_a_device_that_no_host_has_is_refused(index: int) -> None:
         ShareLimits(SHARES[0]).share_of(1, codec.encode(Share(summary)), "here")
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(data=st.data())
 def test_spoilt_messages_are_refused_or_judged(data: st.DataObject) -> None:
     spoilt = bytearray(MESSAGE)

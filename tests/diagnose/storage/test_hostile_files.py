@@ -287,7 +287,7 @@ def spoilt_lines(draw: st.DrawFn) -> bytes:
 
 @pytest.mark.exhaustive
 @pytest.mark.filterwarnings("error")
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=75, deadline=None, suppress_health_check=list(HealthCheck))
 @given(line=spoilt_lines())
 def test_any_record_is_shown_or_refused_with_file_and_line(
     line: bytes, tmp_path_factory: pytest.TempPathFactory
@@ -301,7 +301,7 @@ def test_any_record_is_shown_or_refused_with_file_and_line(
 
 
 @pytest.mark.filterwarnings("error")
-@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=50, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     lines=st.lists(
         st.builds(
@@ -331,7 +331,7 @@ def test_any_matrix_log_is_judged_or_refused_with_where(
         assert str(error).startswith(str(file)), str(error)  # noqa: PT017 - both are fine
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=50, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_any_saved_counters_are_judged_or_refused_with_the_file(
     data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
