@@ -37,17 +37,10 @@ hypothesis.settings.load_profile("ci")
 REPLAYS = pytest.StashKey[str]()
 # Exhaustive tests in files that must also run without pytest.
 EXHAUSTIVE = {
-    "test_program_fails_when_a_fault_is_not_named",
-    "test_program_goes_on_without_ranks_that_stop",
-    "test_program_names_what_was_injected[hot-rank=6]",
-    "test_program_names_what_was_injected[slow-path=2>5:1ms]",
-    "test_program_names_what_was_injected_in_wall_time[slow-path=0>1:100ms]",
-    "test_program_runs_under_torchrun",
-    "test_program_repeats_itself_under_pressure",
     "test_program_repeats_itself_under_pressure_and_measures_under_torchrun",
     "test_program_names_a_slow_nic_and_not_its_paths",
     "test_program_names_a_receiver_for_whose_slots_the_others_wait",
-    "test_program_times_all_chunk_sizes_under_torchrun",
+    "test_program_times_all_chunk_sizes",
     "test_program_repeats_itself_without_waiting_for_counts",
 }
 

@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 from support.normal_cases import parse_arguments, run_rank
-from support.program import assert_named, run_program, start, torchrun
+from support.program import assert_named, run_program, start
 
 # Shapes of tests: all loops, in seconds.
 REDUCED = (
@@ -43,9 +43,9 @@ def test_program_names_a_receiver_for_whose_slots_the_others_wait() -> None:
     assert_named(done, "Mixed-Slow  rank 2")
 
 
-def test_program_times_all_chunk_sizes_under_torchrun() -> None:
+def test_program_times_all_chunk_sizes() -> None:
     sizes = ("--num-tokens=8", "--hidden=128", "--num-topk=2", "--num-experts=4")
-    done = run_program(Path(__file__), *sizes, "--tune", launcher=torchrun(2))
+    done = run_program(Path(__file__), *sizes, "--tune", "--num-processes=2")
     assert done.returncode == 0, done.stdout + done.stderr
     lines = [line for line in done.stdout.splitlines() if ", NVL chunk " in line]
     of_each = {"NVL chunk 4:": 3, "NVL chunk 32:": 2, "NVL chunk 15:": 1, "NVL chunk default:": 3}

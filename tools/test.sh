@@ -10,8 +10,8 @@ shift
 alone=(
     tests/device/test_gpu.py tests/diagnose/live/test_monitor.py tests/diagnose/test_compat.py tests/diagnose/test_run.py
     tests/membership/test_missing_rank.py tests/observe/test_clock.py tests/observe/test_counters.py
-    tests/observe/test_parts.py tests/observe/test_phases.py tests/observe/test_wall_time.py tests/ops/test_masks.py
-    tests/test_elastic.py tests/test_internode.py tests/test_intranode.py tests/test_low_latency.py tests/trials
+    tests/observe/test_parts.py tests/observe/test_phases.py tests/observe/test_wall_time.py tests/ops/test_low_latency_program.py
+    tests/ops/test_masks.py tests/test_elastic.py tests/test_internode.py tests/test_intranode.py tests/trials
 )
 
 # cover NAME ARGUMENT...: pytest, and build/coverage-NAME.json. Slipcover would take its probes out of lines that it has seen
