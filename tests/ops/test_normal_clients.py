@@ -175,7 +175,7 @@ def megatron_core(rank: Rank) -> None:
         train_on(rank, buffer, asynchronous)
 
 
-# --- inference: lmdeploy, vLLM, SGLang -------------------------------------------------------------
+# --- inference: lmdeploy, vLLM ------------------------------------------------------------------------
 
 
 def lmdeploy(rank: Rank) -> None:
@@ -333,72 +333,12 @@ def vllm_high_throughput(rank: Rank) -> None:
     del buffer
 
 
-def sglang(rank: Rank) -> None:
-    """One buffer for prefill and decoding, cleaned in between."""
-    from deep_ep import Buffer, Config
-
-    problem = problem_of(rank)
-    config = Config(20, 6, 256)
-    nvl, rdma = recommended_sizes(rank, 16)
-    buffer = Buffer(
-        rank.group,
-        nvl,
-        rdma,
-        low_latency_mode=True,
-        num_qps_per_rank=max(Buffer.num_sms, EXPERTS_PER_RANK),
-        allow_mnnvl=False,
-    )
-    data, scales = reference.cast_fp8(problem.x)
-    for asynchronous, chosen in ((False, None), (True, config), (True, None)):
-        previous_event = Buffer.capture() if asynchronous else None
-        layout, previous_event = layout_of(
-            buffer,
-            problem.topk_idx,
-            problem.num_experts,
-            previous_event=previous_event,
-            async_finish=asynchronous,
-            allocate_on_comm_stream=previous_event is not None,
-        )
-        (recv_x, recv_scales), idx, weights, counts, handle, event = buffer.dispatch(
-            (data, scales),
-            topk_idx=problem.topk_idx,
-            topk_weights=problem.weights,
-            **layout,
-            previous_event=previous_event,
-            async_finish=asynchronous,
-            allocate_on_comm_stream=previous_event is not None and asynchronous,
-            expert_alignment=128,
-            config=chosen,
-        )
-        if asynchronous:
-            event.current_stream_wait()
-        used = torch.bincount(idx.flatten() + 1, minlength=EXPERTS_PER_RANK + 1)[1:].tolist()
-        assert counts == [-(-count // 128) * 128 for count in used]
-        y = weigh_compact(reference.dequantise(recv_x, recv_scales), idx, weights)
-        previous_event = Buffer.capture() if asynchronous else None
-        combined, _, event = buffer.combine(
-            y,
-            handle,
-            async_finish=asynchronous,
-            previous_event=previous_event,
-            allocate_on_comm_stream=previous_event is not None,
-            config=chosen,
-        )
-        if asynchronous:
-            event.current_stream_wait()
-        assert_weighted(combined, problem)
-        if buffer.low_latency_mode:
-            buffer.clean_low_latency_buffer(16, HIDDEN, problem.num_experts)
-        low_latency(buffer, problem)
-
-
 PROGRAMS: dict[str, Callable[[Rank], None]] = {
     program.__name__: program
     for program in (
         megatron_core,
         lmdeploy,
         vllm_high_throughput,
-        sglang,
     )
 }
 
