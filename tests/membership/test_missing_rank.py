@@ -217,16 +217,10 @@ def test_a_killed_rank_is_named(
         assert seen["type"] is EPRankGoneError
 
 
-@pytest.mark.parametrize(
-    ("victims", "after_s"), [((1,), 0.1), ((1,), 0.2), ((1, 2), 0.2), ((0,), 0.2)]
-)
-def test_all_dead_ranks_are_named_and_survivors_say_the_same(
-    victims: tuple[int, ...], after_s: float
-) -> None:
+@pytest.mark.parametrize("victims", [(1,), (1, 2), (0,)])
+def test_all_dead_ranks_are_named_and_survivors_say_the_same(victims: tuple[int, ...]) -> None:
     scenario, killed = exchange_until_somebody_is_missing, -signal.SIGKILL
-    seen = run_without(
-        scenario, SHAPE.num_ranks, killed, NEVER_S, victims, after_s, victims=victims
-    )
+    seen = run_without(scenario, SHAPE.num_ranks, killed, NEVER_S, victims, 0.2, victims=victims)
     alike = all_alike(seen)
     assert alike["missing"] == alike["dead"] == victims
     for one in seen:
@@ -325,7 +319,7 @@ def test_a_rank_that_is_gone_is_named_without_those_that_are_only_late() -> None
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("num_missed", [1, 2, 3])
+@pytest.mark.parametrize("num_missed", [1, 3])
 def test_a_late_rank_begins_behind_what_the_others_gave_up(
     num_missed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -124,7 +124,7 @@ def assert_saves(found: Run, healthy: Run, kinds: Iterable[str] = KINDS) -> None
 
 
 @BOTH_MODES
-@pytest.mark.parametrize("num_ranks", [2, 4, 8])
+@pytest.mark.parametrize("num_ranks", [2, 8])
 @measured_again
 def test_a_late_rank_darkens_its_own_column_and_no_other(num_ranks: int, mode: Mode) -> None:
     late, fault_us = num_ranks - 1, 40e3
@@ -140,7 +140,7 @@ def test_a_late_rank_darkens_its_own_column_and_no_other(num_ranks: int, mode: M
 
 
 @BOTH_MODES
-@pytest.mark.parametrize("num_ranks", [4, 8])
+@pytest.mark.parametrize("num_ranks", [4])
 @measured_again
 def test_a_slow_path_darkens_its_cell_and_no_other(num_ranks: int, mode: Mode) -> None:
     source, receiver, fault_us = 0, num_ranks - 1, 80e3
@@ -161,13 +161,11 @@ def test_a_slow_path_darkens_its_cell_and_no_other(num_ranks: int, mode: Mode) -
 
 
 @pytest.mark.exhaustive
-@BOTH_MODES
 @pytest.mark.parametrize(
-    ("num_ranks", "injected"),
+    ("num_ranks", "mode", "injected"),
     [
-        (4, "slow-rank=1:100ms slow-path=2>3:60ms"),
-        (8, "slow-rank=3:100ms slow-path=5>6:60ms"),
-        (8, "slow-rank=3:80ms slow-rank=6:80ms"),
+        (4, HOOKS, "slow-rank=1:100ms slow-path=2>3:60ms"),
+        (8, FUSED, "slow-rank=3:80ms slow-rank=6:80ms"),
     ],
 )
 @measured_again
@@ -178,17 +176,16 @@ def test_two_faults_at_once_are_both_named(num_ranks: int, mode: Mode, injected:
 
 
 @BOTH_MODES
-@pytest.mark.parametrize("num_ranks", [2, 4, 8])
+@pytest.mark.parametrize("num_ranks", [2, 8])
 @measured_again
 def test_nothing_is_said_of_a_healthy_group(num_ranks: int, mode: Mode) -> None:
     assert not run(num_ranks, mode).diagnosis.verdicts
 
 
-@pytest.mark.parametrize("num_ranks", [4, 8])
 @measured_again
-def test_the_rule_on_the_original_s_tensors_finds_the_straggler(num_ranks: int) -> None:
+def test_the_rule_on_the_original_s_tensors_finds_the_straggler() -> None:
     late = 2
-    waits = run(num_ranks, FUSED, f"slow-rank={late}:60ms").waits
+    waits = run(4, FUSED, f"slow-rank={late}:60ms").waits
     for kind in KINDS:
         said = diagnose.Diagnose.diagnose_matrix(waits[kind])
         assert [column for column, *_ in said["abnormal_cols"]] == [late], waits[kind]

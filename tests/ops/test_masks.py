@@ -563,7 +563,7 @@ def test_the_others_go_on_at_once_when_a_rank_is_killed(victim: int) -> None:
 
 @pytest.mark.exhaustive
 @processes_only
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_no_result_is_wrong_while_ranks_are_killed_at_random(seed: int) -> None:
     generator = random.Random(seed)
     victims = generator.sample(list(ALL), generator.choice((1, 2, 2, 3)))
@@ -603,14 +603,13 @@ def exchange_while_one_is_stopped(
 
 @pytest.mark.exhaustive
 @processes_only
-@pytest.mark.parametrize("after_s", [0.1, 0.17])
-def test_a_rank_that_was_stopped_comes_back_and_no_result_is_wrong(after_s: float) -> None:
+def test_a_rank_that_was_stopped_comes_back_and_no_result_is_wrong() -> None:
     timeout_s = short_s()
     seen = raise_failures(
         run_processes(
             exchange_while_one_is_stopped,
             SHAPE.num_ranks,
-            after_s,
+            0.17,
             timeout_s,
             env={"DEEP_EP_TIMEOUT_S": str(timeout_s), "PYTHONWARNINGS": "ignore"},
         )

@@ -19,11 +19,12 @@ pytestmark = [
 
 
 def different_trials() -> list[Trial]:
-    """The first that bring something new: a fault in another mode or at another moment, or one or two in another group."""
+    """The first that bring something new: a fault in another mode or at another moment, another group, or a second fault."""
     chosen, seen = [], set[object]()
     for trial in map(draw, range(1, 1001)):
-        what = {(name, trial.mode, trial.at_combine) for name in trial.victims.values()}
-        what.add((trial.mode, trial.num_ranks, trial.ranks_per_node, len(trial.victims)))
+        at = (trial.mode, trial.at_combine)
+        what: set[object] = {(name, one) for name in trial.victims.values() for one in at}
+        what |= {(trial.mode, trial.num_ranks, trial.ranks_per_node), (*at, len(trial.victims))}
         if not what <= seen:
             chosen.append(trial)
             seen |= what
