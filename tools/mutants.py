@@ -7,7 +7,7 @@ The faults are listed in tests/mutants/*.txt, each with the tests that should no
     - args.transport.fence(dst, qp);
     + (what stands there instead; nothing: the line is left out)
     > plain protocol many_rounds_under_random_orders
-    > pytest ops/test_interleavings.py -k 118
+    > pytest ops/test_interleavings.py -k 18
     = (only where no test can notice: why it makes no difference)
 
 The line must occur exactly once in the file, white space aside. Where only a part of it is replaced,

@@ -17,7 +17,8 @@ import pytest
 import deep_ep
 from support.exchange import Mode, Shape, exchange_and_check, ranks_for
 
-NUM_SEEDS = 208
+# Every shape in every mode, in both places, and in three launch shapes.
+NUM_SEEDS = 90
 
 SHAPES = [
     Shape((3, 2), num_max_tokens=3, hidden=256, num_experts=4, num_topk=2),
