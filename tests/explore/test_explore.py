@@ -18,7 +18,7 @@ from explore.explorer import explore
 from explore.fleet import Seeds, explore_all
 from explore.program import DISTURBANCES
 
-NUM_SEEDS = 40
+NUM_SEEDS = 30
 JOBS = 2
 
 
