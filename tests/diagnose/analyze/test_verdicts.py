@@ -146,6 +146,7 @@ def test_verdicts_name_what_was_injected_and_nothing_else(
     assert sum(wrong.values()) <= (num_windows // 5 if num_ranks == 2 else 0), wrong
 
 
+@pytest.mark.exhaustive
 @settings(max_examples=40)
 @given(
     num_ranks=st.integers(4, 12),
