@@ -30,15 +30,19 @@ CASES = [
 def ninja_text() -> str:
     """Objects with and without NVSHMEM; a program is linked with those that its `needs:` line names."""
     compiler = os.environ.get("CXX", "g++")
+    compiler += " -std=c++20 -O0 -g1 -pthread -Wall -Wextra -Wno-restrict -Wno-psabi"
     lines = [
+        "rule precompile",
+        f"  command = {compiler} -x c++-header $in -o $out",
+        f"build standard.h.gch: precompile {ROOT / 'tests/cpp/standard.h'}",
         "rule compile",
-        f"  command = {compiler} -std=c++20 -O0 -g1 -pthread -Wall -Wextra -Wno-restrict -Wno-psabi "
+        f"  command = {compiler} -include standard.h "
         f"-DEP_CUDA_HOST_HALF=1 $flags -I{TESTS}/include -I{CSRC} -I{TESTS} -I{ROOT}/tests/cpp "
         "-MD -MF $out.d -c $in -o $out",
         "  depfile = $out.d",
         "  deps = gcc",
         "rule link",
-        f"  command = {compiler} -pthread $in -o $out",
+        f"  command = {compiler} $in -o $out",
     ]
     common = [*sorted((CSRC / "device/host").glob("*.cpp")), TESTS / "driver.cpp"]
     concerned = {
@@ -53,14 +57,16 @@ def ninja_text() -> str:
         ]
         programs = [p for p in PROGRAMS if ("// needs: nvshmem" in p.read_text()) == bool(flags)]
         for source in [*sources, *programs]:
-            lines.append(f"build {variant}/{source.name}.o: compile {source}")
+            lines.append(f"build {variant}/{source.name}.o: compile {source} | standard.h.gch")
             lines.append(f"  flags = {flags}")
         objects = [f"{variant}/{source.name}.o" for source in sources]
         objects += [f"common/{source.name}.o" for source in common]
         for program in programs:
             linked = " ".join([f"{variant}/{program.name}.o", *objects])
             lines.append(f"build {program.stem}: link {linked}")
-    lines += [f"build common/{source.name}.o: compile {source}" for source in common]
+    lines += [
+        f"build common/{source.name}.o: compile {source} | standard.h.gch" for source in common
+    ]
     return "\n".join(lines) + "\n"
 
 
