@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -36,7 +37,9 @@ class Follower:
         # A file that is gone and comes back is a new one.
         self._positions = {file: self._positions.get(file, _Position()) for file in files}
         for file, position in self._positions.items():
-            yield from _read_on(file, position)
+            # It may have vanished since it was listed.
+            with contextlib.suppress(FileNotFoundError):
+                yield from _read_on(file, position)
 
 
 def _read_on(file: Path, position: _Position) -> Iterator[Record | str]:

@@ -297,6 +297,15 @@ def test_a_follower_starts_anew_when_the_file_does(tmp_path: Path) -> None:
     assert len(fixtures.caught_up(follower)) == 1
 
 
+def test_a_file_that_vanishes_after_it_was_listed_ends_nothing(tmp_path: Path) -> None:
+    for group in ("a", "b"):
+        Writer(tmp_path, group).write(record(HEALTHY, 1, group), with_matrices=False)
+    found = Follower(tmp_path).catch_up()
+    assert isinstance(first := next(found), Record)
+    (tmp_path / f"diagnose-{'b' if first.group == 'a' else 'a'}.jsonl").unlink()
+    assert not list(found)
+
+
 def test_a_follower_tells_about_bad_lines_and_goes_on(tmp_path: Path) -> None:
     file = tmp_path / "diagnose-ep.jsonl"
     line = to_line(record(HEALTHY), with_matrices=False)
