@@ -25,7 +25,7 @@ from deep_ep.doctor import ranks
 from deep_ep.doctor.host import Host
 from deep_ep.errors import EPArgumentError, EPError
 from deep_ep.native import backend
-from deep_ep.tune import choice, links, memory, modelled, trials
+from deep_ep.tune import choice, links, meeting, memory, modelled, trials
 from deep_ep.tune.choice import Experts, Tuned
 from deep_ep.tune.trials import Exchange, Model, Times, Trial
 
@@ -50,15 +50,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         on_gpu = backend.get().name == "cuda"
         if on_gpu:
             torch.cuda.set_device(job.local_rank % torch.cuda.device_count())
-        dist.init_process_group("nccl" if on_gpu else "gloo")
-        try:
+        with meeting.joined(job, "nccl" if on_gpu else "gloo"):
             _require_equal(given)
             if given.measure_links:
                 _measure_links(given.rounds)
             else:
                 _tune(experts, given, is_first_here=job.local_rank == 0)
-        finally:
-            dist.destroy_process_group()
     except (EPError, OSError) as error:
         sys.stderr.write(f"{_PROGRAM}: {error}\n")
         return 1

@@ -310,7 +310,8 @@ def _process(
     try:
         group = init_gloo(rank, num_ranks, store)
         pipe.send(Outcome(None, value=fn(rank, group, *args)))
-        dist.destroy_process_group()
+        if dist.is_initialized():
+            dist.destroy_process_group()
     except Exception as error:  # noqa: BLE001 - handed to the parent, whatever it is
         traceback.print_exc()
         pipe.send(Outcome(None, error_type=type(error).__name__, error=str(error)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 from collections.abc import Sequence
@@ -13,7 +14,7 @@ import torch.distributed as dist
 
 from deep_ep import Config
 from deep_ep.doctor import ranks
-from deep_ep.tune import Model, Tuned, choice, memory, modelled, remembered, trials
+from deep_ep.tune import Model, Tuned, choice, meeting, memory, modelled, remembered, trials
 from deep_ep.tune.__main__ import main
 from deep_ep.tune.choice import Experts
 from deep_ep.tune.trials import Times, Trial
@@ -219,8 +220,7 @@ def test_arguments_that_differ_between_ranks_are_named(
         of_ranks[:] = [mine, {**mine, "num_sms": [4]}]
 
     monkeypatch.setattr(ranks, "job_of", lambda _: SimpleNamespace(local_rank=0))
-    for name in ("init_process_group", "destroy_process_group"):
-        monkeypatch.setattr(dist, name, lambda *_: None)
+    monkeypatch.setattr(meeting, "joined", lambda *_: contextlib.nullcontext())
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
     monkeypatch.setattr(dist, "all_gather_object", gather)
     assert main(["--num-sms", "2", "--output", str(tmp_path / "of rank 0")]) == 1
