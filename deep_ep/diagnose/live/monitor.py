@@ -23,6 +23,7 @@ import numpy as np
 from ..analyze.thresholds import MIN_OPERATIONS
 from ..collect.rank_summary import summarize
 from ..collect.snapshot import Observed, Snapshot, observe
+from ..core.diagnosis import IntArray
 from ..core.package import EPArgumentError, codec, env, rendezvous
 from . import wire
 from .judge_process import JudgeProcess
@@ -192,11 +193,17 @@ class Monitor:
         num_ops = _num_ops(now)
         if num_ops < due:
             return now, now.operation, self._ended.is_set()
-        # So many may have come meanwhile that the rings no longer tell which one was due.
-        operation = _operation_before(now, num_ops - due)
-        if operation is None:
-            operation = _operation_before(now, num_ops % self._steps)
-        return now, now.operation if operation is None else operation, False
+        # So many may have come meanwhile that the rings tell hardly anything of the window that was due.
+        for num_later in (num_ops - due, num_ops % self._steps):
+            operation = _operation_before(now, num_later)
+            if operation is not None and self._held(now, operation) >= 2 * MIN_OPERATIONS:
+                return now, operation, False
+        return now, now.operation, False
+
+    def _held(self, now: Snapshot, operation: int) -> int:
+        """How many operations of the window that ends there are in the rings."""
+        numbers = _ring_numbers(now)
+        return int(np.count_nonzero((numbers > self._before.operation) & (numbers <= operation)))
 
     def _pause_until_due(self) -> int:
         """Until the operations counted pass the next multiple of the steps, or `end()`; that multiple."""
@@ -307,14 +314,19 @@ def _most_ops(now: Snapshot, before: Snapshot) -> int:
 
 def _operation_before(snapshot: Snapshot, num_later: int) -> int | None:
     """Number of the operation that was followed by so many; `None` if the rings do not tell."""
-    rings = [
-        c.operations()[:, -1, c.ring_own_fields.index("op")] for c in snapshot.operations.values()
-    ]
-    numbers = np.sort(np.concatenate([np.zeros(0, np.int64), *rings]))
+    numbers = _ring_numbers(snapshot)
     if num_later >= numbers.size:
         return None
     operation = int(numbers[-1 - num_later])
     return operation if snapshot.holds_all_after(operation) else None
+
+
+def _ring_numbers(snapshot: Snapshot) -> IntArray:
+    """Numbers of the operations in the rings, ascending."""
+    rings = [
+        c.operations()[:, -1, c.ring_own_fields.index("op")] for c in snapshot.operations.values()
+    ]
+    return np.sort(np.concatenate([np.zeros(0, np.int64), *rings]))
 
 
 def _end_all() -> None:

@@ -329,6 +329,31 @@ def test_counters_made_anew_begin_a_new_window(watched: Watched) -> None:
     assert watched.records()[-1].diagnosis.measured["dispatch"].num_operations > 0
 
 
+def test_a_window_that_rings_hardly_tell_of_any_more_ends_later(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where rank 0 looks late, a window of the operations that are left in the rings is too short to be judged."""
+    looked, may_look = monitor.Monitor._pause_until_due, threading.Event()
+
+    def late(self: monitor.Monitor) -> int:
+        due = looked(self)
+        may_look.wait(HANG_S)
+        return due
+
+    monkeypatch.setattr(monitor.Monitor, "_pause_until_due", late)
+
+    def program(rank: int, buffer: deep_ep.Buffer) -> None:
+        buffer.enable_counters(ring=64)
+        # Of the first 40, the rings hold the last 4.
+        exchange(buffer, 50)
+        may_look.set()
+
+    watched.run("sync:40", program, SLOW)
+    assert watched.records()
+    for record in watched.records():
+        assert record.diagnosis.measured["dispatch"].num_operations >= 8
+
+
 def test_a_rank_whose_ring_ended_too_soon_says_so(watched: Watched) -> None:
     def program(rank: int, buffer: deep_ep.Buffer) -> Any:
         buffer.enable_counters(ring=4)
