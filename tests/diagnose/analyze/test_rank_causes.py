@@ -11,7 +11,9 @@ import pytest
 from deep_ep import diagnose
 from deep_ep.diagnose import Diagnosis
 from deep_ep.diagnose.analyze.estimates import Estimates, estimate_kinds
+from deep_ep.diagnose.analyze.judged_kind import JudgedKind
 from deep_ep.diagnose.analyze.judged_paths import judge_paths
+from deep_ep.diagnose.analyze.rank_causes import hot_experts
 from deep_ep.diagnose.analyze.thresholds import Thresholds
 from deep_ep.testing.faults import HotRank, SlowPath, SlowRank
 from generator import Window, simulate_windows
@@ -272,6 +274,18 @@ def test_where_nobody_knows_what_tokens_cost_a_hot_rank_is_not_late_as_well() ->
     """It gets all tokens, as many in every operation."""
     for _, found in judged(CLUSTER, 4, [[HotRank(1, 4.0)]] * 4, 945):
         assert found.keys == {("mixed-slow", 1)}
+
+
+def test_a_rank_that_is_late_by_far_more_than_tokens_could_cost_is_not_hot() -> None:
+    """Also where noise hides how much later it is, and nobody knows what tokens cost."""
+    noisy = replace(GPU, rank_noise=60.0, noise_memory=2.0)
+    for window, _ in judged(noisy, 3, [[HotRank(1, 1.25), SlowRank(1, 200e-6)]] * 6, 5):
+        for e in estimates(window.snapshots).values():
+            unknown = replace(
+                e.by_work, time=0 * e.by_work.time, each=0 * e.by_work.each, is_known=False
+            )
+            kind = JudgedKind(replace(e, by_work=unknown, by_drain=unknown), Thresholds.of("cuda"))
+            assert not hot_experts(kind)
 
 
 def test_tokens_that_others_get_for_a_while_hide_no_rank_that_always_has_more() -> None:
