@@ -100,6 +100,7 @@ RULES: dict[str, list[Patch]] = {
     "verdicts on paths: sizes are certain": [(path_verdicts, "_CERTAIN", 0.0)],
     "verdicts on paths: borne out on another hop": [(path_verdicts, "BORNE_OUT", -np.inf)],
     "verdicts on paths: loads that differ": [(path_verdicts, "_BY_LOAD", 0.0)],
+    "verdicts on paths: what queues in a slow port": [(path_verdicts, "_UNEQUAL", 0.0)],
     "verdicts on paths: not for slots": [(path_verdicts, "UNEVEN", 0.0)],
     "verdicts on paths: a few single ones": [(path_verdicts, "MOST_READ", 10**6)],
     "bursts on paths: by other times alone": [(path_verdicts, "_is_told_by_time", lambda *_: False)],

@@ -31,6 +31,8 @@ _CHECKS = {
 }
 # Loads that differ may make this share of it of what paths take. Effects exceed their errors so many times.
 _BY_LOAD, _CERTAIN = 0.7, 2.5
+# What a slow port adds to its paths differs by this share of it: they queue there.
+_UNEQUAL = 0.2
 
 
 def slow_paths(
@@ -59,6 +61,8 @@ def slow_paths(
                 _, dst = cause.group.edge
                 if dst in holding_up or (kind.carries_rows and dst in hot_ranks):
                     continue
+                if cause.effect[k] < _UNEQUAL * _in_common(judged, k, cause):
+                    continue
                 cells.append(cause)
                 continue
             if cause.cause in _SIDES and cause.group.number in hot_ranks:
@@ -76,6 +80,15 @@ def slow_paths(
                 "common cause found"
             )
     return found, remarks
+
+
+def _in_common(judged: JudgedPaths, k: int, path: PathCause) -> float:
+    """What larger causes add to a path, ns."""
+    return sum(
+        float(cause.effect[k])
+        for cause in judged.causes
+        if not cause.is_single and np.isin(path.group.paths, cause.group.paths).all()
+    )
 
 
 def _is_worth_it(judged: JudgedPaths, kind: JudgedKind, k: int, cause: PathCause) -> bool:

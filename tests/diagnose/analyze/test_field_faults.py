@@ -15,6 +15,7 @@ from _scenarios import (  # noqa: E402
     ALTERNATING,
     FENCED,
     KERNEL_CLOCKS,
+    RE_MEASURED,
     STEPPED_WITHIN,
     USUAL,
     WHILE_SLOW,
@@ -79,6 +80,13 @@ def test_errors_that_are_stated_are_no_bar_for_links_of_nodes(scenario: str, clo
 @pytest.mark.parametrize("scenario", ["NIC at half", "NIC at a third"])
 def test_a_nic_two_to_three_times_slower_is_named(scenario: str) -> None:
     assert all_right(Cell(scenario, "4x8", 200.0, USUAL, STATED)) == 1.0
+
+
+@pytest.mark.exhaustive
+def test_what_queues_in_a_slow_port_of_144_ranks_is_not_named_path_by_path() -> None:
+    """It adds 330 to 380 us to all paths, and by up to 47 us more to some of them."""
+    cell = Cell("NIC at a quarter", "18x8", 200.0, USUAL, RE_MEASURED)
+    assert judge_windows(Task(cell, 5_283_738_300_000, 1, (OURS,))).all_right == 1
 
 
 @pytest.mark.parametrize("shape", ["1x8", "2x8"])
