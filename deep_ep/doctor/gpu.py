@@ -14,6 +14,15 @@ CHECKS = Table()
 _COLUMNS = "index,name,compute_cap,memory.total,mig.mode.current,driver_version"
 _OLDEST_SM = (9, 0)
 _ESCAPE = re.compile(r"\x1b\[[0-9;]*m")
+# What `nvidia-smi topo -p2p` says of pairs that may not.
+_P2P_STATES = {
+    "CNS": "the chipset does not support it",
+    "GNS": "the GPU does not support it",
+    "TNS": "the PCIe topology does not support it",
+    "DR": "a registry key of the driver forbids it",
+    "NS": "it is not supported",
+    "U": "unknown",
+}
 
 
 def _gpus(host: Host, columns: str = _COLUMNS) -> list[list[str]]:
@@ -167,8 +176,8 @@ def _peer_access(host: Host) -> Finding:
     closed = [(f"{a}-{b}", kind) for (a, b), kind in pairs.items() if kind != "OK"]
     if closed:
         pair, kind = closed[0]
-        found = f"not between {len(closed)} of {len(pairs)} pairs, first {pair}: {kind}"
-        return fail(f"{found}, which the legend of nvidia-smi topo -p2p r explains")
+        said = _P2P_STATES.get(kind, kind)
+        return fail(f"not between {len(closed)} of {len(pairs)} pairs, first {pair}: {said}")
     return ok(f"allowed between all {len(pairs)} pairs")
 
 

@@ -37,6 +37,11 @@ _MODULES = {
 # Errors of the loader: pattern of the text, what it means, what to do.
 _LOADER_ERRORS = (
     (
+        r"undefined symbol",
+        "it was built against a newer or another version of a library than the one that is loaded",
+        _REBUILD,
+    ),
+    (
         r"libnvshmem\S*: cannot open shared object",
         "it is linked with NVSHMEM, whose host library is on no path that the loader looks at",
         "./install_nvshmem.sh --repair, or put its folder into LD_LIBRARY_PATH",
@@ -47,11 +52,16 @@ _LOADER_ERRORS = (
         "install that library, or put its folder into LD_LIBRARY_PATH",
     ),
     (
+        r"GLIBC(XX)?_\S+' not found|version .\S+. not found",
+        "it was built on a system with newer libraries than those of this one",
+        _REBUILD,
+    ),
+    (
         r"SIGILL",
         "it was built for instructions that this CPU does not have",
         "DEEP_EP_CPU_ARCH= pip install --no-build-isolation --force-reinstall --no-deps .",
     ),
-    (r"", "it was built with other versions of libraries than those that are loaded", _REBUILD),
+    (r"", "nothing can use it in this environment", _REBUILD),
 )
 
 

@@ -89,7 +89,7 @@ def test_one_copy_is_no_line_whatever_links_to_it(tmp_path: Path) -> None:
     ("error", "meaning", "repair"),
     [
         ("SIGILL", "instructions that this CPU does not have", "DEEP_EP_CPU_ARCH="),
-        ("_cpu.so: undefined symbol: _ZN3c10", "other versions of libraries", "pip install"),
+        ("_cpu.so: undefined symbol: _ZN3c10", "another version of a library", "pip install"),
         (
             *("libnvshmem_host.so.3: cannot open shared object file", "linked with NVSHMEM"),
             "./install_nvshmem.sh --repair",
@@ -98,6 +98,7 @@ def test_one_copy_is_no_line_whatever_links_to_it(tmp_path: Path) -> None:
             *("libcuda.so.1: cannot open shared object file", "linked with a library"),
             "LD_LIBRARY_PATH",
         ),
+        ("version `GLIBCXX_3.4.32' not found", "newer libraries", "pip install"),
     ],
 )
 def test_a_module_that_does_not_load_says_what_its_error_means(
