@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent import futures
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from deep_ep.base import env
 from deep_ep.base.text import printable
+from deep_ep.doctor import ranks
 from deep_ep.doctor.exchange import Job
 from deep_ep.errors import EPError, EPTimeoutError, EPTransportError, ranks_text
 
@@ -91,7 +92,7 @@ def _compared(store: Any, job: Job, said: str) -> tuple[list[int], str]:
     return silent, first
 
 
-def _leave(store: Any, job: Job, absent: Sequence[int], patience_s: float) -> None:
+def _leave(store: Any, job: Job, absent: Collection[int], patience_s: float) -> None:
     """Ends this rank's use of the store. If this rank serves it, it waits for those who are there."""
     store.set(f"left {job.rank}", "")
     if job.rank == 0 and not job.is_served:
@@ -99,9 +100,9 @@ def _leave(store: Any, job: Job, absent: Sequence[int], patience_s: float) -> No
         _absent(store, "left", others, patience_s)
 
 
-def _absent(store: Any, what: str, ranks: Sequence[int], patience_s: float) -> list[int]:
+def _absent(store: Any, what: str, expected: Iterable[int], patience_s: float) -> list[int]:
     """Those of these ranks that have not written this down within a time."""
-    keys = {rank: f"{what} {rank}" for rank in ranks}
+    keys = {rank: f"{what} {rank}" for rank in expected}
     deadline = time.monotonic() + patience_s
     while not store.check(list(keys.values())):
         if time.monotonic() > deadline:
@@ -129,8 +130,7 @@ def _within(patience_s: float, call: Callable[[], T]) -> T:
 
 
 def _no_store(job: Job, error: Exception) -> EPTransportError:
-    server = "the launcher" if job.is_served else "rank 0"
+    why = ranks.unreachable(job, error)
     return EPTransportError(
-        f"{server} serves the store of the job at {job.store.removeprefix('tcp://')} and does not answer. Read what is "
-        f"printed there, and see that MASTER_ADDR and MASTER_PORT are right ({' '.join(str(error).split())})"
+        f"{why.found}; {why.why}. Read what is printed there, and {why.repair}."
     )
