@@ -25,7 +25,6 @@ from ..core.robust_stats import (
     median,
     median_of,
     or_zero,
-    quantile,
     quantile_of,
     typical_slope,
 )
@@ -50,8 +49,8 @@ _ONE_WAY = 0.2
 _MATES = 2
 # A rank's clock is told by the paths of this share of the others.
 _CONNECTED = 0.4
-# Healthy paths are of ports with as few rows as these.
-_HEALTHY = 0.25
+# Of the ports of a kind of link, the share that has few rows.
+_FEW_ROWS = 0.25
 # Loads that differ by less say nothing; pairs of ranks that tell what load costs.
 _EVEN, _PAIRS = 0.04, 4_000
 
@@ -70,9 +69,7 @@ class PathModel:
         on_one_clock: where the bound is of the sender's clock alone.
         level: [kinds, classes], of healthy paths.
         usual: what healthy paths take.
-        busy: the same since the source began to send.
-        ports: [kinds, links, 2, num_ranks], by what share more rows than usual come into each rank and out of it, within
-            nodes and between.
+        by_load: by how much paths may be slower than healthy ones for the rows of their ports.
         fence: [kinds, num_ranks], how much longer than the others of its node a rank waits, before it waits for others,
             until what it sent within the node has come there.
         clock: [num_ranks], by how much each clock is ahead of what was measured.
@@ -90,8 +87,7 @@ class PathModel:
     on_one_clock: BoolArray
     level: FloatArray
     usual: FloatArray
-    busy: FloatArray
-    ports: FloatArray
+    by_load: FloatArray
     fence: FloatArray
     clock: FloatArray
     prior: Prior
@@ -108,23 +104,6 @@ class PathModel:
         """[receiver, source]: path times of a kind with clocks set."""
         return np.asarray(self.time[k] - _apart(self.clock))
 
-    def by_load(self, k: int, receivers: IntArray, sources: IntArray) -> float:
-        """By how much some paths may be slower than healthy ones for the rows of their ports, ns on average.
-
-        A port has been busy at most since its rank began to send.
-        """
-        of_group = np.zeros(self.classes.shape, bool)
-        of_group[receivers, sources] = True
-        longer = [np.zeros(0)]
-        for ports, of_link in zip(self.ports[k], (self.classes == 0, self.classes > 0)):
-            among = of_link & self.expected[k]
-            into_and_out = 1 + np.stack(np.broadcast_arrays(ports[0][:, None], ports[1]))
-            usual = quantile(into_and_out[:, among], _HEALTHY, axis=1)[:, None]
-            ours = among & of_group
-            unlike = np.abs(into_and_out[:, ours] / np.where(usual > 0, usual, np.nan) - 1)
-            longer.append(np.nan_to_num(unlike.max(axis=0, initial=0)) * self.busy[k][ours])
-        return or_zero(median_of(np.concatenate(longer)))
-
 
 @dataclass(frozen=True)
 class _SeenPaths:
@@ -136,7 +115,8 @@ class _SeenPaths:
         is_bound: where no more than a bound is known.
         into: by how much paths are slower into the one rank of a node that all others wait for.
         classes: [paths].
-        ports: as in PathModel.
+        ports: [kinds, links, 2, num_ranks], by what share more rows than usual come into each rank and out of it, within
+            nodes and between.
     """
 
     time: FloatArray
@@ -237,8 +217,7 @@ def fit_paths(kinds: Sequence[Matrices], floor_ns: float) -> PathModel:
         on_one_clock=on_one_clock,
         level=level,
         usual=usual,
-        busy=usual + np.nan_to_num(np.stack([m.send for m in kinds])),
-        ports=ports,
+        by_load=_most_by_load(kinds, ports, usual, classes),
         fence=fence,
         clock=clock,
         prior=prior,
@@ -397,6 +376,28 @@ def _by_load(cost: FloatArray, ports: FloatArray, classes: IntArray) -> Any:
             load = np.maximum(np.maximum(into, 0.0)[:, None], out_of)
             np.multiply(per_share, load, out=of_kind, where=of_link)
     return explained
+
+
+def _most_by_load(
+    kinds: Sequence[Matrices], ports: FloatArray, usual: FloatArray, classes: IntArray
+) -> FloatArray:
+    """[kinds, receiver, source] ns: by how much paths may differ from those behind ports with few rows; NaN on others.
+
+    A port has been busy at most since its rank began to send.
+    """
+    found = np.full(usual.shape, np.nan)
+    for of_kind, m, of_links, takes in zip(found, kinds, ports, usual):
+        busy = takes + np.nan_to_num(m.send)
+        for of_link, loads in zip((classes == 0, classes > 0), of_links):
+            has_port = of_link.any(axis=1)
+            few = [quantile_of(1 + load[has_port], _FEW_ROWS) for load in loads]
+            into, out_of = (
+                np.abs((1 + load) / least - 1) if least > 0 else 0.0 * load
+                for load, least in zip(loads, few)
+            )
+            more = np.maximum(into[:, None], out_of)
+            np.multiply(busy, more, out=of_kind, where=of_link & m.expected)
+    return found
 
 
 def _costs(seen: _SeenPaths, clock: FloatArray, level: FloatArray, nodes: IntArray) -> FloatArray:

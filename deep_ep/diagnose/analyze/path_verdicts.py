@@ -61,8 +61,6 @@ def slow_paths(
                 _, dst = cause.group.edge
                 if dst in holding_up or (kind.carries_rows and dst in hot_ranks):
                     continue
-                if cause.effect[k] < _UNEQUAL * _in_common(judged, k, cause):
-                    continue
                 cells.append(cause)
                 continue
             if cause.cause in _SIDES and cause.group.number in hot_ranks:
@@ -82,15 +80,6 @@ def slow_paths(
     return found, remarks
 
 
-def _in_common(judged: JudgedPaths, k: int, path: PathCause) -> float:
-    """What larger causes add to a path, ns."""
-    return sum(
-        float(cause.effect[k])
-        for cause in judged.causes
-        if not cause.is_single and np.isin(path.group.paths, cause.group.paths).all()
-    )
-
-
 def _is_worth_it(judged: JudgedPaths, kind: JudgedKind, k: int, cause: PathCause) -> bool:
     """Whether a cause is big in this kind, unlike healthy groups, and on other hops as well."""
     unlike = kind.limits.spread * cause.spread[k]
@@ -103,9 +92,23 @@ def _is_worth_it(judged: JudgedPaths, kind: JudgedKind, k: int, cause: PathCause
         unlike,
         _CERTAIN * _size(judged, kind, k, cause).error,
         _CERTAIN * or_zero(median_of(judged.model.noise[k][paths])),
-        _BY_LOAD * judged.model.by_load(k, *paths),
+        _by_load(judged, k, cause),
+        _UNEQUAL * _in_common(judged, k, cause),
     )
     return bool(cause.effect[k] > bar) and _is_borne_out(judged, k, cause)
+
+
+def _by_load(judged: JudgedPaths, k: int, cause: PathCause) -> float:
+    """What loads that differ may make of the paths of a cause, ns."""
+    by_load = judged.model.by_load[k, cause.group.receivers, cause.group.sources]
+    return _BY_LOAD * or_zero(median_of(by_load))
+
+
+def _in_common(judged: JudgedPaths, k: int, cause: PathCause) -> float:
+    """What larger causes add to a single path, ns."""
+    larger = [one for one in judged.causes if cause.is_single and not one.is_single]
+    path = cause.group.paths
+    return sum(float(one.effect[k]) for one in larger if np.isin(path, one.group.paths).all())
 
 
 def _is_told_by_time(judged: JudgedPaths, cause: PathCause) -> bool:
@@ -127,9 +130,9 @@ def _is_borne_out(judged: JudgedPaths, k: int, cause: PathCause) -> bool:
     others = hops or list(range(len(judged.operations)))
     if hops and k not in hops:
         return True
-    model, paths = judged.model, (cause.group.receivers, cause.group.sources)
+    paths = (cause.group.receivers, cause.group.sources)
     shown = [
-        median_of(model.rest[o][paths]) + cause.effect[o] - _BY_LOAD * model.by_load(o, *paths)
+        median_of(judged.model.rest[o][paths]) + cause.effect[o] - _by_load(judged, o, cause)
         for o in others
         if o != k
     ]

@@ -30,6 +30,7 @@ def hot_experts(kind: JudgedKind) -> list[Found]:
     bar = kind.bar(e.busy)
     # As if all that ranks do were done for tokens.
     at_most = (e.load - 1.0) * or_zero(e.own_ns)
+    # Where nobody knows what tokens cost, they must be able to explain the larger half.
     by_tokens = e.token_time > kind.floor if e.cost_known else at_most > e.busy.value / 2
     by_tokens &= e.busy.value < at_most + bar
     is_hot = has_more & (e.busy.value > bar) & by_tokens
