@@ -243,8 +243,8 @@ struct DispatchTasks {
         }
         index -= topology.ranks_per_node;
         if (index < others) return {kRelay, other(index), 0, channel};
-        index -= others;
-        return {kReceive, topology.node_of(index), topology.local_of(index), channel};
+        const int source = wrapped(args.common.rank() + index - others, topology.num_ranks);
+        return {kReceive, topology.node_of(source), topology.local_of(source), channel};
     }
 
     EP_DEVICE Queue inbound(const Task& task) const {

@@ -145,7 +145,8 @@ EP_DEVICE bool somebody_gave_up(const OperationArgs& args, const OpenOperation& 
     return leader_any(found);
 }
 
-// Leader. The tasks of a team that are not done, and the search among them.
+// Leader. The tasks of a team that are not done, and the search among them: for the first, in their order, that can
+// go on. So who has received rows early still sends its own first, and does not get later and later.
 template <class Tasks>
 struct TaskSearch {
     const NormalArgs& args;
@@ -153,7 +154,7 @@ struct TaskSearch {
     const Tasks& tasks;
     const TaskShared& shared;
     int num_left = 0;
-    int next = 0;  // where the search goes on: with the task that moved rows last
+    int chosen = 0;
     int num_looks = 0;
 
     EP_DEVICE void begin(const Share& share) {
@@ -189,14 +190,12 @@ struct TaskSearch {
     EP_DEVICE bool look() {
         for (int first = 0; first < num_left; first += kLeaderLanes) {
             const int mine = first + lane_id();
-            const int at = wrapped(next + mine, num_left);
-            const int rows = mine < num_left ? tasks.movable(shared.left[at]) : 0;
+            const int rows = mine < num_left ? tasks.movable(shared.left[mine]) : 0;
             for (uint32_t lanes = leader_ballot(rows > 0); lanes != 0; lanes &= lanes - 1) {
                 const int lane = lowest_bit(lanes);
-                const int chosen = leader_value(at, lane);
+                chosen = leader_value(mine, lane);
                 const int prepared = tasks.prepare(shared.left[chosen], leader_value(rows, lane));
                 if (prepared == 0) continue;
-                next = chosen;
                 if (elect_one()) *shared.step = {shared.left[chosen], prepared};
                 return true;
             }
@@ -214,8 +213,14 @@ struct TaskSearch {
         leader_sync();
         if (!tasks.is_done(shared.step->task)) return;
         --num_left;
-        if (elect_one()) shared.left[next] = shared.left[num_left];
-        leader_sync();
+        // The others keep their order.
+        for (int first = chosen; first < num_left; first += kLeaderLanes) {
+            const int mine = first + lane_id();
+            const Task moved = shared.left[mine < num_left ? mine + 1 : num_left];
+            leader_sync();
+            if (mine < num_left) shared.left[mine] = moved;
+            leader_sync();
+        }
     }
     // For the host: it has been waiting for long.
     EP_DEVICE void note() const {
