@@ -1,6 +1,7 @@
 // Parts of kernels by themselves, on values that are made up: samples of clocks, numbers of barriers and clock
 // rounds, what the words of a source add up to, the layout of a dispatch, rows that are copied and added
-// up, queues of several channels, whom waiting tasks name, masks of an operation that failed, and notes of waits.
+// up, queues of several channels, whom waiting tasks name, the order of tasks, masks of an operation that
+// failed, and notes of waits.
 // sanitize: address:-DEP_NUMBERS_OF_GPU
 #include <algorithm>
 #include <array>
@@ -516,23 +517,28 @@ constexpr int kGroup = 5;
 constexpr uint64_t kLongNs = 10'000'000'000;
 
 // kernel(args, open, tasks, share, shared) on rank 0; nothing comes from the others.
-template <class F>
-void launch_blocked(OperatingRank& self, RecordedWaits* waits, F kernel) {
+template <class Tasks, class F>
+void launch_tasks(OperatingRank& self, RecordedWaits* waits, F kernel) {
     NormalArgs args{};
     args.common = self.args(kHidden, kLongNs);
     args.common.record.waits = waits;
     self.launch(
         [&](const Transport&) {
-            const BlockedTasks tasks{};
+            const Tasks tasks{};
             const Share share{0, tasks.count(), Team::of_block(0, 1)};
             const TaskShared shared(share.team, tasks.count());
             kernel(args, OpenOperation{1, 1, deadline_in(kLongNs)}, tasks, share, shared);
         },
         {.blocks = 1,
          .threads = kWarpSize,
-         .shared_bytes = 64 + TaskShared::bytes(BlockedTasks::kBlockers.size(), 1),
+         .shared_bytes = 64 + TaskShared::bytes(Tasks{}.count(), 1),
          .cooperative = true});
 }
+
+constexpr auto kRunTasks =
+    [](auto& args, const auto& open, auto& tasks, auto& share, auto& shared) {
+        run_tasks(args, open, tasks, share, shared);
+    };
 
 // The ranks that tasks which wait are found to miss; `gone` is one of which the host knows that it will not come.
 std::vector<int> named(int gone) {
@@ -542,11 +548,7 @@ std::vector<int> named(int gone) {
         self.workspace->news.any = gone >= 0;
         if (gone >= 0) self.workspace->news.gone[gone] = 1;
         const uint64_t begin = now();
-        launch_blocked(self,
-                       nullptr,
-                       [](auto& args, const auto& open, auto& tasks, auto& share, auto& shared) {
-                           run_tasks(args, open, tasks, share, shared);
-                       });
+        launch_tasks<BlockedTasks>(self, nullptr, kRunTasks);
         CHECK((now() - begin < kLongNs) == (gone >= 0));
         for (int other = 0; other < kGroup; ++other) {
             if (self.failure->ranks[other] != 0) result.push_back(other);
@@ -568,7 +570,7 @@ TEST(who_waits_in_vain_looks_once_for_rows_that_are_too_many) {
 TEST(all_ranks_that_tasks_wait_for_are_noted) {
     alone([&](OperatingRank& self) {
         RecordedWaits waits{};
-        launch_blocked(
+        launch_tasks<BlockedTasks>(
             self, &waits, [](auto& args, const auto& open, auto& tasks, auto& share, auto& shared) {
                 if (!share.team.leads()) return;
                 TaskSearch<BlockedTasks> search{args, open, tasks, shared};
@@ -584,6 +586,57 @@ TEST(all_ranks_that_tasks_wait_for_are_noted) {
 
 TEST(a_rank_that_is_gone_ends_the_wait_of_tasks_whichever_waits_for_it) {
     for (const int gone : BlockedTasks::kBlockers) CHECK(named(gone) == std::vector{gone});
+}
+
+// ---- in which order a team moves rows
+
+namespace {
+
+// Tasks of one or two steps each, more than lanes. One can go on when `ready_after()` steps are done.
+struct OrderedTasks {
+    static constexpr int kTasks = 70;
+    static int ready_after(int task) { return task % 3 == 0 ? 0 : task * 31 % 60; }
+    static inline std::array<int, kTasks> left{};
+    static inline std::vector<int> moved;
+    struct {
+        EP_DEVICE void finish() const {}
+    } copy;
+    EP_DEVICE int count() const { return kTasks; }
+    EP_DEVICE Task task(int number) const { return {0, number, 0, 0}; }
+    EP_DEVICE bool is_done(Task task) const { return left[task.node] == 0; }
+    EP_DEVICE int movable(Task task) const {
+        return static_cast<int>(moved.size()) >= ready_after(task.node) ? left[task.node] : 0;
+    }
+    EP_DEVICE int prepare(Task, int) const { return 1; }
+    EP_DEVICE Blocker blocked_by(Task) const { return {0, Owed::kRows}; }
+    EP_DEVICE void move(Task, int, const Team&) const {}
+    EP_DEVICE void tell(Task task, int) const {
+        if (!elect_one()) return;
+        moved.push_back(task.node);
+        --left[task.node];
+    }
+    EP_DEVICE void find_surplus(Task) const {}
+};
+
+}  // namespace
+
+TEST(a_team_moves_the_first_of_its_tasks_that_can_go_on) {
+    std::vector<int> left(OrderedTasks::kTasks);
+    for (int task = 0; task < OrderedTasks::kTasks; ++task) left[task] = 1 + task % 2;
+    std::copy(left.begin(), left.end(), OrderedTasks::left.begin());
+    OrderedTasks::moved.clear();
+    alone([&](OperatingRank& self) { launch_tasks<OrderedTasks>(self, nullptr, kRunTasks); });
+    std::vector<int> expected;
+    for (int task = 0; task < OrderedTasks::kTasks; ++task) {
+        const bool can_go_on =
+            left[task] > 0 && static_cast<int>(expected.size()) >= OrderedTasks::ready_after(task);
+        if (!can_go_on) continue;
+        --left[task];
+        expected.push_back(task);
+        task = -1;
+    }
+    CHECK(std::all_of(left.begin(), left.end(), [](int steps) { return steps == 0; }));
+    CHECK(OrderedTasks::moved == expected);
 }
 
 // ---- masks
