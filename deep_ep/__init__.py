@@ -28,7 +28,8 @@ from deep_ep.observe import watchers
 # Python 3.9 does not say how it was started.
 _words = getattr(sys, "orig_argv", None) or Path("/proc/self/cmdline").read_text().split("\0")
 if ("-m", "deep_ep.doctor") not in zip(_words, _words[1:]):
-    from deep_ep import group, utils
+    from deep_ep import utils
+    from deep_ep.base import group
     from deep_ep.base.rules import topk_idx_t
     from deep_ep.buffer import Buffer
     from deep_ep.buffers.model_sizes import Sizes, sizes
@@ -36,6 +37,9 @@ if ("-m", "deep_ep.doctor") not in zip(_words, _words[1:]):
     from deep_ep.observe.counters import RecvCounters
     from deep_ep.types.config import Config
     from deep_ep.types.event import EventHandle, EventOverlap
+
+    # A group is part of what rooms are built on; programs import it from `deep_ep.group`.
+    sys.modules[f"{__name__}.group"] = group
 
     if env.export_v2():
         from deep_ep.elastic.buffer import ElasticBuffer

@@ -16,6 +16,7 @@ from typing import Any, Callable, NoReturn
 import torch
 
 from deep_ep.base import env
+from deep_ep.base.group import as_group
 from deep_ep.base.rules import COMBINE, DISPATCH, NORMAL_COMBINE, NORMAL_DISPATCH, fail
 from deep_ep.checks import arguments as checks
 from deep_ep.checks.calls import (
@@ -27,7 +28,6 @@ from deep_ep.checks.calls import (
     NormalDispatch,
 )
 from deep_ep.errors import EPUsageError
-from deep_ep.group import as_group
 from deep_ep.native.runtime import Runtime
 from deep_ep.observe import phases, profiled
 from deep_ep.observe.counters import RecvCounters

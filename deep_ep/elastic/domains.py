@@ -7,12 +7,12 @@ import weakref
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from deep_ep.base.group import as_group
 from deep_ep.base.rules import fail
 from deep_ep.base.topology import Topology
 from deep_ep.checks import arguments as checks
 from deep_ep.checks import normal as normal_checks
 from deep_ep.errors import EPError, EPUsageError
-from deep_ep.group import as_group
 from deep_ep.native import backend
 from deep_ep.ops import construction
 from deep_ep.types.config import recommended_combine, recommended_dispatch

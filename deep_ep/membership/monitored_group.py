@@ -22,8 +22,8 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from deep_ep.base import codec, env
+from deep_ep.base.group import Group, board_of
 from deep_ep.errors import EPError, EPTimeoutError
-from deep_ep.group import Group, board_of
 from deep_ep.hang import recorder, stacks, wording
 from deep_ep.hang.cause import HangVerdict
 from deep_ep.hang.states import CONSTRUCTION, Process, RankState, Thread, Waits

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from typing import Any, Callable, Optional, TypeVar
 
 from deep_ep.base import codec
+from deep_ep.base.group import Group
 from deep_ep.base.ranks import RankPlace
 from deep_ep.errors import EPArgumentError, EPError, EPTimeoutError, EPTransportError, ranks_text
-from deep_ep.group import Group
 
 T = TypeVar("T")
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
+from deep_ep.base.group import as_group
 from deep_ep.buffer import Buffer
-from deep_ep.group import as_group
 from deep_ep.types.config import ELEMENT_BYTES, largest_hints
 
 # By group; the group is kept with its buffer, so that no other one gets its identity.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Callable, Optional, Protocol
 
 if TYPE_CHECKING:
     from deep_ep.base import env
-    from deep_ep.group import Group
+    from deep_ep.base.group import Group
 
 
 class Watcher(Protocol):

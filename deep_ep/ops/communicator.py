@@ -30,9 +30,9 @@ from deep_ep.ops.hooks import MOST_OPEN_HOOKS
 from deep_ep.ops.masks import Masks
 
 if TYPE_CHECKING:
+    from deep_ep.base.group import Group
     from deep_ep.base.ranks import RankPlace
     from deep_ep.checks.arguments import Limits
-    from deep_ep.group import Group
     from deep_ep.hang import hang_watch
     from deep_ep.membership.liveness import Liveness
     from deep_ep.native.backend import Backend

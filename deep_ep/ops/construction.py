@@ -30,8 +30,8 @@ from deep_ep.types.bounds import integer
 
 if TYPE_CHECKING:
     from deep_ep._cpu import Runtime as NativeRuntime
+    from deep_ep.base.group import Group
     from deep_ep.base.ranks import RankPlace
-    from deep_ep.group import Group
     from deep_ep.membership.connection import Address
     from deep_ep.membership.liveness import Liveness
     from deep_ep.native.backend import Backend

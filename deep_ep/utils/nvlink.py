@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
+from deep_ep.base.group import as_group
 from deep_ep.errors import EPUsageError
-from deep_ep.group import as_group
 
 
 def check_nvlink_connections(group: Any) -> None:

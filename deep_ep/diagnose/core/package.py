@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from deep_ep.base import codec, env
 from deep_ep.base.files import naming, open_closed_streams
 from deep_ep.base.files import replace as replace_file
+from deep_ep.base.group import Group, ThreadGroup, TorchGroup, as_group
 from deep_ep.base.text import counted, listed, printable, rows_of
 from deep_ep.errors import (
     EPArgumentError,
@@ -20,7 +21,6 @@ from deep_ep.errors import (
     EPUsageError,
     ranks_text,
 )
-from deep_ep.group import Group, ThreadGroup, TorchGroup, as_group
 from deep_ep.hang import folder, request
 from deep_ep.hang.cause import HangVerdict
 from deep_ep.hang.report import picture as hang_picture

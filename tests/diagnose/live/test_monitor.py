@@ -27,6 +27,7 @@ import torch
 
 import deep_ep
 from deep_ep.base import codec
+from deep_ep.base.group import thread_groups
 from deep_ep.diagnose.analyze.engine import judge
 from deep_ep.diagnose.analyze.thresholds import Thresholds
 from deep_ep.diagnose.analyze.waits_only.judge import judge_waits
@@ -42,7 +43,6 @@ from deep_ep.diagnose.storage import diagnosis_log
 from deep_ep.diagnose.storage.log_writer import Writer
 from deep_ep.diagnose.storage.record import Record
 from deep_ep.errors import EPArgumentError
-from deep_ep.group import thread_groups
 from deep_ep.testing.faults import SlowRank
 from fixtures import OF_TWO_RANKS, SHAPE, exchange
 from generator import simulate
