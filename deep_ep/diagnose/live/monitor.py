@@ -95,6 +95,8 @@ class Monitor:
         self._too_few = 0
         self._refused = False
         self._ended = StopFlag()
+        # The program did not wait any longer for the last window.
+        self._left_behind = False
         # On a GPU the first copy allocates, which must not happen while a graph is captured.
         rendezvous.together(group, "starting its diagnosis", lambda: self._snapshot().operation)
         self._before = self._snapshot()
@@ -117,7 +119,8 @@ class Monitor:
         """Ends this rank; waits at most so long for the last window."""
         self.end()
         self._thread.join(timeout_s)
-        if self._thread.is_alive() and self._mailbox.rank != 0:
+        self._left_behind = self._thread.is_alive()
+        if self._left_behind and self._mailbox.rank != 0:
             self._leave()
         self._mailbox.close()
         # A thread that wakes up in an interpreter that is gone would end the process.
@@ -132,7 +135,10 @@ class Monitor:
             else:
                 self._follow()
         except Exception as error:  # noqa: BLE001 - whatever it is, operations go on
-            self._stop(error)
+            if self._left_behind:
+                say(f"rank {self._mailbox.rank} ended before its last window did", logging.INFO)
+            else:
+                self._stop(error)
         finally:
             self._mailbox.close()
             self._at_exit.cancel()

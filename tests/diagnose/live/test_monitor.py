@@ -52,6 +52,7 @@ from support.launch import DEVICE, HANG_S, on_threads, raise_failures, run_proce
 from support.waiting import eventually
 
 SLOW = "slow-rank=2:20ms"
+CLOSE = monitor.Monitor.close
 
 pytestmark = pytest.mark.skipif(
     DEVICE != "cpu", reason="delays are injected on the cpu backend only; unset DEEP_EP_BACKEND"
@@ -423,6 +424,23 @@ def test_a_rank_that_outlives_the_store_does_not_complain(watched: Watched) -> N
 
     watched.run("async:600", program)
     assert watched.lines() == []
+
+
+def test_a_program_that_does_not_wait_for_its_last_window_does_not_complain(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    end_of_window = monitor.Monitor._end_of_window
+
+    def too_late(self: monitor.Monitor) -> Any:
+        end = end_of_window(self)
+        assert self._mailbox._closed.wait(HANG_S)
+        return end
+
+    monkeypatch.setattr(monitor.Monitor, "_end_of_window", too_late)
+    monkeypatch.setattr(monitor.Monitor, "close", lambda self: CLOSE(self, 0.1))
+    watched.run("async:600", rounds(20))
+    assert watched.lines() == []
+    assert "rank 0 ended before its last window did" in watched.lines(logging.INFO)[-1]
 
 
 def test_a_rank_that_fails_tells_rank_0_which_goes_on_with_the_others(
