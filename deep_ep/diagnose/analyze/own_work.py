@@ -73,6 +73,7 @@ class Effect:
         above: share of the operations in which it lay above the reference.
         by_tokens: ns, standard error of what was taken out for tokens.
         spread: standard deviation by which healthy ranks differ for good.
+        expected: by how much they are expected to.
         apart: and by which any of them may lie from the reference, for intervals.
         excess: [n, num_ranks] ns above the healthy ones in each operation.
         nodes: of each rank; negative where nobody knows.
@@ -86,6 +87,7 @@ class Effect:
     above: FloatArray
     by_tokens: FloatArray
     spread: float
+    expected: float
     apart: float
     excess: FloatArray
     nodes: IntArray
@@ -97,7 +99,7 @@ class Effect:
 
     def reversed(self) -> Effect:
         """How far below instead of above, with the upper ranks for the healthy ones."""
-        below = compare(-self.excess, self.nodes, lasts=self.own.lasts)
+        below = compare(-self.excess, self.nodes, lasts=self.own.lasts, expected=self.expected)
         return replace(below, error=np.hypot(below.error, self.by_tokens), by_tokens=self.by_tokens)
 
     def lasting(self) -> Effect:
@@ -114,6 +116,7 @@ def compare(
     taken_out: FloatArray | None = None,
     *,
     lasts: bool = False,
+    expected: float | None = None,
 ) -> Effect:
     """`[n, num_ranks]` to one effect per rank.
 
@@ -122,6 +125,7 @@ def compare(
         nodes: [num_ranks], of each rank; negative where nobody knows.
         taken_out: [num_ranks], signed, what one standard error of what was taken out beforehand makes of them.
         lasts: whether noise is known to last several operations.
+        expected: how far healthy ranks differ for good, ns; `None`: by the level of `values`.
     """
     num_ranks = values.shape[1]
     effect = np.zeros(num_ranks)
@@ -131,7 +135,8 @@ def compare(
         effect = median(excess, 0)
     own, common, error = _noises(excess - effect, nodes, lasts=lasts)
     usual_error = math.hypot(own.usual, common.usual)
-    expected = _HEALTHY_DIFFERENCE * or_zero(abs(median_of(values)))
+    if expected is None:
+        expected = _HEALTHY_DIFFERENCE * or_zero(abs(median_of(values)))
     location, spread = healthy(effect, math.hypot(usual_error, expected))
     effect, excess = effect - location, excess - location
     by_tokens = np.zeros(num_ranks)
@@ -148,6 +153,7 @@ def compare(
         above=np.sum(excess > even, axis=0) / np.maximum(np.isfinite(excess).sum(axis=0), 1),
         by_tokens=np.abs(by_tokens),
         spread=math.sqrt(max(spread**2 - usual_error**2, 0.0)),
+        expected=expected,
         apart=_apart(effect, usual_error, expected),
         excess=excess,
         nodes=nodes,

@@ -106,6 +106,14 @@ def test_what_was_taken_out_for_tokens_is_as_uncertain_of_early_ranks() -> None:
     assert (effect.reversed().error >= effect.by_tokens).all()
 
 
+def test_early_ranks_may_lie_as_far_from_the_others_as_late_ones() -> None:
+    level, deviations = 150 * US, noise(0.0, 64, 8)
+    early = compare(level + deviations, ONE_NODE).reversed()
+    late = compare(level - deviations, ONE_NODE)
+    np.testing.assert_allclose(early.value, late.value, atol=1)
+    assert early.apart == pytest.approx(late.apart, rel=0.02)
+
+
 def test_the_cost_of_a_token_is_what_a_rank_s_time_follows_and_not_what_ranks_differ_by() -> None:
     generator = np.random.default_rng(3)
     tokens = generator.integers(500, 1500, (64, 8)).astype(float)
