@@ -256,7 +256,7 @@ def notes_of_a_leader(p: Program) -> None:
     sites = (
         "TaskSearch.begin.leader_sync",
         "TaskSearch.tell.leader_sync#1",
-        "TaskSearch.tell.leader_sync#2",
+        "TaskSearch.tell.leader_sync#3",
         "DispatchTasks.prepare_sender.leader_sync",
         "DispatchTasks.prepare_relay.leader_sync",
         "CombineTasks.prepare.leader_sync",
@@ -274,6 +274,16 @@ def cursor_of_a_task(p: Program) -> None:
     p.meet(reading, going_on, at="CombineTasks.tell.leader_sync")
     going_on.write("cursor", 2)
     p.forbid(lambda registers: registers["cursor"] == 2)
+
+
+@litmus("A task that moves up by a place is read before the one behind it takes its own.")
+def tasks_that_move_up(p: Program) -> None:
+    p.initial["place"] = 1
+    reading, writing = p.thread("A"), p.thread("A")
+    reading.read("place", "task")
+    p.meet(reading, writing, at="TaskSearch.tell.leader_sync#2")
+    writing.write("place", 2)
+    p.forbid(lambda registers: registers["task"] == 2)
 
 
 @litmus("A row that is copied on one rank is there when the kernel ends.")
